@@ -1,0 +1,238 @@
+/* An architecture as a list of passes, for encode and for decode.
+ *
+ *   encode  pixels -> conv_in -> { resnet x layers, downsample } x levels -> mid -> norm, conv_out [-> quant_conv] -> moments
+ *   decode  latents [-> post_quant_conv] -> conv_in -> mid -> { resnet x (layers + 1), upsample } x levels -> norm, conv_out
+ *   mid     resnet, attention, resnet
+ *   resnet  x -> conv1(silu norm1 x) = h;  conv2(silu norm2 h) + x, where x passes a 1x1 shortcut if channels change
+ *
+ * What decides the memory is written here and nowhere else: which pass writes in place.
+ *   - conv2 adds to the residual where it lies, so a resnet needs its input and one h;
+ *   - a shortcut that narrows is computed into its input's own rows (the row keeps its width, so no
+ *     thread meets another's), one that widens gets a value of its own;
+ *   - attention's result takes the place of its queries. */
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "vm.h"
+
+typedef struct builder {
+    vm_model *m;
+    vm_graph *g;
+    vm_status status;
+    char prefix[48]; /* of the names */
+    int level;       /* of x */
+    int writer[512]; /* the last node to write a value */
+} builder;
+
+static void out_of_room(builder *b, vm_status s) {
+    if (!b->status) b->status = s;
+}
+
+static int add_value(builder *b, size_t c) {
+    vm_graph *g = b->g;
+    if (b->status) return VM_NONE;
+    if (g->values == sizeof b->writer / sizeof *b->writer) {
+        out_of_room(b, vm_fail(VM_EINVAL, "config: more than %zu tensors in a run", g->values));
+        return VM_NONE;
+    }
+    vm_status s = vm_mem_grow(b->m->mem, VM_WEIGHTS, (void **)&g->value, g->values, sizeof *g->value);
+    if (s) {
+        out_of_room(b, s);
+        return VM_NONE;
+    }
+    g->value[g->values] = (vm_value){.c = c, .level = b->level};
+    b->writer[g->values] = VM_NONE;
+    return (int)g->values++;
+}
+
+static int add_tensor(builder *b, const char *module, const char *leaf, size_t dims, size_t out, size_t in, size_t k) {
+    char name[VM_NAME];
+    snprintf(name, sizeof name, "%.*s%s.%s", (int)sizeof b->prefix - 1, b->prefix, module, leaf);
+    if (b->status) return VM_NONE;
+    int index = vm_weights_add(b->m, name, dims, out, in, k);
+    if (index == VM_NONE) out_of_room(b, VM_ENOMEM);
+    return index;
+}
+
+/* Appends a node and, unless the builder has failed, notes who writes its output. */
+static vm_node *add_node(builder *b, const vm_node *node) {
+    static vm_node nowhere;
+    vm_graph *g = b->g;
+    if (!b->status) out_of_room(b, vm_mem_grow(b->m->mem, VM_WEIGHTS, (void **)&g->node, g->nodes, sizeof *g->node));
+    if (b->status) return &nowhere;
+    g->node[g->nodes] = *node;
+    if (node->y != VM_NONE) b->writer[node->y] = (int)g->nodes;
+    return &g->node[g->nodes++];
+}
+
+/* A convolution from value x to value y (VM_NONE: the user's pixels), named after its module. */
+typedef struct conv {
+    const char *module;
+    int x, y, add;
+    size_t in, out;
+    int k, stride;
+    bool up;
+    const char *norm; /* module of the norm (with SiLU) on load, or NULL */
+    bool linear;      /* the file's weight is (out, in) */
+} conv;
+
+static vm_node conv_node(builder *b, const conv *c) {
+    vm_node n = {
+        .pass = {.kind = VM_PASS_CONV, .x.c = c->in, .y.c = c->out, .ksize = c->k, .stride = c->stride ? c->stride : 1,
+                 .up = c->up, .add = c->add != VM_NONE, .clamp_from = c->out,
+                 .x_format = c->x == VM_NONE ? VM_F32_NCHW : VM_ROWS, .y_format = c->y == VM_NONE ? VM_F32_NCHW : VM_ROWS},
+        .x_level = b->level,
+        .y_level = c->stride == 2 ? b->level + 1 : c->up ? b->level - 1 : b->level,
+        .x = c->x, .y = c->y, .add = c->add,
+        .weight = VM_NONE, .bias = VM_NONE, .gamma = VM_NONE, .beta = VM_NONE, .x_stats = VM_NONE,
+    };
+    snprintf(n.name, sizeof n.name, "%s%s", b->prefix, c->module);
+    return n;
+}
+
+static void norm_on_load(builder *b, vm_node *n, const char *module, bool silu) {
+    const size_t c = n->pass.x.c;
+    n->pass.norm = true;
+    n->pass.silu = silu;
+    n->pass.groups = b->m->arch.norm_num_groups;
+    n->pass.eps = b->m->arch.norm_eps;
+    n->gamma = add_tensor(b, module, "weight", 1, c, 1, 1);
+    n->beta = add_tensor(b, module, "bias", 1, c, 1, 1);
+    if (b->status) return;
+    n->x_stats = b->writer[n->x];
+    b->g->node[n->x_stats].pass.stats = true;
+}
+
+static int add_conv(builder *b, const conv *c) {
+    vm_node n = conv_node(b, c);
+    if (c->norm) norm_on_load(b, &n, c->norm, true);
+    n.weight = add_tensor(b, c->module, "weight", c->linear ? 2 : 4, c->out, c->in, (size_t)c->k);
+    n.bias = add_tensor(b, c->module, "bias", 1, c->out, 1, 1);
+    add_node(b, &n);
+    return c->y;
+}
+
+__attribute__((format(printf, 2, 3))) static void enter(builder *b, const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    vsnprintf(b->prefix, sizeof b->prefix, format, args);
+    va_end(args);
+}
+
+static int resnet(builder *b, int x, size_t in, size_t out) {
+    int h = add_value(b, out), residual = x;
+    add_conv(b, &(conv){"conv1", x, h, VM_NONE, in, out, 3, .norm = "norm1"});
+    if (in != out) {
+        residual = out < in ? x : add_value(b, out);
+        add_conv(b, &(conv){"conv_shortcut", x, residual, VM_NONE, in, out, 1});
+    }
+    return add_conv(b, &(conv){"conv2", h, residual, residual, out, out, 3, .norm = "norm2"});
+}
+
+/* q, k and v are one convolution: their weights lie side by side, then their biases. */
+static void attention(builder *b, int x, size_t c) {
+    static const char *const projections[] = {"to_q", "to_k", "to_v"};
+    const size_t padded = VM_BLOCKS(c) * VM_BLOCK;
+    int qkv = add_value(b, 3 * padded);
+    vm_node n = conv_node(b, &(conv){"to_qkv", x, qkv, VM_NONE, c, 3 * padded, 1});
+    norm_on_load(b, &n, "group_norm", false);
+    for (int i = 0; i < 3; i++) {
+        int t = add_tensor(b, projections[i], "weight", 2, c, c, 1);
+        if (i == 0) n.weight = t;
+    }
+    for (int i = 0; i < 3; i++) {
+        int t = add_tensor(b, projections[i], "bias", 1, c, 1, 1);
+        if (i == 0) n.bias = t;
+    }
+    add_node(b, &n);
+    vm_node attend = {
+        .pass = {.kind = VM_PASS_ATTENTION, .x.c = 3 * padded, .y.c = c, .scale_channels = c, .clamp_from = c},
+        .x_level = b->level, .y_level = b->level, .x = qkv, .y = qkv, .add = VM_NONE,
+        .weight = VM_NONE, .bias = VM_NONE, .gamma = VM_NONE, .beta = VM_NONE, .x_stats = VM_NONE,
+    };
+    snprintf(attend.name, sizeof attend.name, "%sattention", b->prefix);
+    add_node(b, &attend);
+    add_conv(b, &(conv){"to_out.0", qkv, x, x, c, c, 1, .linear = true});
+}
+
+static int mid(builder *b, const char *half, int x, size_t c) {
+    enter(b, "%s.mid_block.resnets.0.", half);
+    x = resnet(b, x, c, c);
+    if (b->m->arch.mid_block_add_attention) {
+        enter(b, "%s.mid_block.attentions.0.", half);
+        attention(b, x, c);
+    }
+    enter(b, "%s.mid_block.resnets.1.", half);
+    return resnet(b, x, c, c);
+}
+
+static void encode(builder *b) {
+    const vm_arch *a = &b->m->arch;
+    const size_t *width = a->block_out_channels, moments = 2 * a->latent_channels, last = width[a->levels - 1];
+    enter(b, "encoder.");
+    int x = add_conv(b, &(conv){"conv_in", VM_NONE, add_value(b, width[0]), VM_NONE, a->in_channels, width[0], 3});
+    size_t c = width[0];
+    for (size_t i = 0; i < a->levels; c = width[i++]) {
+        for (size_t j = 0; j < a->layers_per_block; j++) {
+            enter(b, "encoder.down_blocks.%zu.resnets.%zu.", i, j);
+            x = resnet(b, x, j ? width[i] : c, width[i]);
+        }
+        if (i + 1 == a->levels) break;
+        enter(b, "encoder.down_blocks.%zu.downsamplers.0.", i);
+        b->level++;
+        int y = add_value(b, width[i]);
+        b->level--;
+        x = add_conv(b, &(conv){"conv", x, y, VM_NONE, width[i], width[i], 3, 2});
+        b->level++;
+    }
+    x = mid(b, "encoder", x, last);
+    enter(b, "encoder.");
+    int y = a->use_quant_conv ? add_value(b, moments) : VM_NONE;
+    add_conv(b, &(conv){"conv_out", x, y, VM_NONE, last, moments, 3, .norm = "conv_norm_out"});
+    enter(b, "%s", "");
+    if (a->use_quant_conv) add_conv(b, &(conv){"quant_conv", y, VM_NONE, VM_NONE, moments, moments, 1});
+    if (!b->status) b->g->node[b->g->nodes - 1].pass.clamp_from = a->latent_channels;
+}
+
+static void decode(builder *b) {
+    const vm_arch *a = &b->m->arch;
+    const size_t latent = a->latent_channels;
+    b->level = (int)a->levels - 1;
+    size_t c = a->block_out_channels[a->levels - 1];
+    int x = VM_NONE;
+    enter(b, "%s", "");
+    if (a->use_post_quant_conv)
+        x = add_conv(b, &(conv){"post_quant_conv", x, add_value(b, latent), VM_NONE, latent, latent, 1});
+    enter(b, "decoder.");
+    x = add_conv(b, &(conv){"conv_in", x, add_value(b, c), VM_NONE, latent, c, 3});
+    x = mid(b, "decoder", x, c);
+    for (size_t i = 0; i < a->levels; i++) {
+        const size_t out = a->block_out_channels[a->levels - 1 - i];
+        for (size_t j = 0; j < a->layers_per_block + 1; j++, c = out) {
+            enter(b, "decoder.up_blocks.%zu.resnets.%zu.", i, j);
+            x = resnet(b, x, c, out);
+        }
+        if (i + 1 == a->levels) break;
+        enter(b, "decoder.up_blocks.%zu.upsamplers.0.", i);
+        b->level--;
+        int y = add_value(b, out);
+        b->level++;
+        x = add_conv(b, &(conv){"conv", x, y, VM_NONE, out, out, 3, .up = true});
+        b->level--;
+    }
+    enter(b, "decoder.");
+    add_conv(b, &(conv){"conv_out", x, VM_NONE, VM_NONE, c, a->out_channels, 3, .norm = "conv_norm_out"});
+}
+
+vm_status vm_passes_build(vm_model *model, vm_op op) {
+    builder b = {.m = model, .g = &model->graph[op]};
+    (op == VM_ENCODE ? encode : decode)(&b);
+    return b.status;
+}
+
+double vm_pass_flops(const vm_pass *p) {
+    const double x = (double)p->x.h * (double)p->x.w, y = (double)p->y.h * (double)p->y.w;
+    if (p->kind == VM_PASS_ATTENTION) return 4 * x * x * (double)p->scale_channels;
+    return 2 * (double)p->x.c * (double)p->y.c * y * (p->up ? 4 : p->ksize * p->ksize);
+}

@@ -1,0 +1,141 @@
+/* The only threads of the core. They live for one run (a fork between runs meets none of them).
+ *
+ * Work comes as n tasks; threads take the next task from a counter, so which thread does what is
+ * left to chance and must not matter: tasks write disjoint places. The caller's thread works too,
+ * and alone calls poll, about twenty times a second, between its tasks and while it waits. */
+#define _GNU_SOURCE
+#include <pthread.h>
+#include <time.h>
+
+#include "vm.h"
+
+enum { STACK_BYTES = 512 << 10, POLL_MS = 50 };
+
+struct vm_pool {
+    pthread_mutex_t lock;
+    pthread_cond_t work, idle;
+    unsigned threads, started, busy; /* busy: workers still in this batch */
+    size_t batch;                    /* counts calls of each(); a worker joins a batch it has not seen */
+    bool quit;
+    atomic_bool stop; /* the run is cancelled */
+
+    vm_task fn;
+    const void *job;
+    size_t tasks;
+    atomic_size_t next, done;
+
+    vm_poll poll;
+    void *poll_context;
+    size_t rows_before, rows_batch, rows_total;
+    double polled;
+    pthread_t thread[];
+};
+
+static double now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+static void poll_now(vm_pool *p) {
+    double t = now();
+    if (!p->poll || t - p->polled < POLL_MS * 1e-3) return;
+    p->polled = t;
+    size_t part = p->tasks ? (size_t)((double)p->rows_batch * (double)atomic_load(&p->done) / (double)p->tasks) : 0;
+    if (p->poll(p->poll_context, p->rows_before + part, p->rows_total)) atomic_store(&p->stop, true);
+}
+
+static void take_tasks(vm_pool *p, unsigned thread) {
+    for (size_t i; !atomic_load(&p->stop) && (i = atomic_fetch_add(&p->next, 1)) < p->tasks;) {
+        p->fn(p->job, i, thread);
+        atomic_fetch_add(&p->done, 1);
+        if (thread == 0) poll_now(p);
+    }
+}
+
+static void *worker(void *arg) {
+    vm_pool *p = arg;
+    pthread_mutex_lock(&p->lock);
+    unsigned self = ++p->started;
+    for (size_t seen = 0;;) {
+        while (!p->quit && p->batch == seen) pthread_cond_wait(&p->work, &p->lock);
+        if (p->quit) break;
+        seen = p->batch;
+        pthread_mutex_unlock(&p->lock);
+        take_tasks(p, self);
+        pthread_mutex_lock(&p->lock);
+        if (--p->busy == 0) pthread_cond_signal(&p->idle);
+    }
+    pthread_mutex_unlock(&p->lock);
+    return NULL;
+}
+
+size_t vm_pool_bytes(unsigned threads) { return sizeof(vm_pool) + threads * sizeof(pthread_t); }
+
+vm_status vm_pool_open(vm_pool *p, unsigned threads, size_t rows_total, vm_poll poll, void *poll_context) {
+    pthread_mutex_init(&p->lock, NULL);
+    pthread_cond_init(&p->work, NULL);
+    pthread_condattr_t attr;
+    pthread_condattr_init(&attr);
+    pthread_condattr_setclock(&attr, CLOCK_MONOTONIC);
+    pthread_cond_init(&p->idle, &attr);
+    pthread_condattr_destroy(&attr);
+    p->rows_total = rows_total;
+    p->poll = poll;
+    p->poll_context = poll_context;
+    pthread_attr_t thread_attr;
+    pthread_attr_init(&thread_attr);
+    pthread_attr_setstacksize(&thread_attr, STACK_BYTES);
+    int refused = 0;
+    for (p->threads = 1; p->threads < threads && !refused; p->threads += !refused)
+        refused = pthread_create(&p->thread[p->threads], &thread_attr, worker, p);
+    pthread_attr_destroy(&thread_attr);
+    if (!refused) return VM_OK;
+    unsigned got = p->threads;
+    vm_pool_close(p);
+    return vm_fail(VM_ENOMEM, "threads: want %u, the system gave %u (set VAEMEM_THREADS)", threads, got);
+}
+
+void vm_pool_close(vm_pool *p) {
+    pthread_mutex_lock(&p->lock);
+    p->quit = true;
+    pthread_cond_broadcast(&p->work);
+    pthread_mutex_unlock(&p->lock);
+    for (unsigned i = 1; i < p->threads; i++) pthread_join(p->thread[i], NULL);
+    pthread_cond_destroy(&p->work);
+    pthread_cond_destroy(&p->idle);
+    pthread_mutex_destroy(&p->lock);
+}
+
+vm_status vm_pool_each(void *pool, size_t n, size_t rows, vm_task fn, const void *job) {
+    vm_pool *p = pool;
+    pthread_mutex_lock(&p->lock);
+    p->fn = fn;
+    p->job = job;
+    p->tasks = n;
+    p->rows_batch = rows;
+    atomic_store(&p->next, 0);
+    atomic_store(&p->done, 0);
+    p->busy = p->threads - 1;
+    p->batch++;
+    pthread_cond_broadcast(&p->work);
+    pthread_mutex_unlock(&p->lock);
+
+    take_tasks(p, 0);
+
+    pthread_mutex_lock(&p->lock);
+    while (p->busy) {
+        struct timespec until;
+        clock_gettime(CLOCK_MONOTONIC, &until);
+        until.tv_nsec += POLL_MS * 1000000L;
+        if (until.tv_nsec >= 1000000000L) until.tv_sec++, until.tv_nsec -= 1000000000L;
+        pthread_cond_timedwait(&p->idle, &p->lock, &until);
+        pthread_mutex_unlock(&p->lock);
+        poll_now(p);
+        pthread_mutex_lock(&p->lock);
+    }
+    pthread_mutex_unlock(&p->lock);
+    p->rows_before += rows;
+    if (atomic_load(&p->stop)) return vm_fail(VM_ECANCELLED, "the run was cancelled");
+    return VM_OK;
+}

@@ -1,0 +1,265 @@
+/* vaemem._core.kernel_*: the operations of one instruction set and single passes on NumPy arrays,
+ * for tests (beside a float64 reference) and benchmarks. Not for users: shapes are the caller's duty
+ * except where a wrong one would touch memory outside an array. */
+#include <time.h>
+
+#include "../../kernels/cpu.h"
+#include "py.h"
+
+static const vm_cpu_ops *ops_of(const char *name) {
+    return vm_py_backend(name) ? vm_cpu_ops_named(name) : NULL;
+}
+
+/* A C-contiguous array of `type` with at least `items` elements; NULL with an exception set. */
+static void *data_of(PyObject *o, const char *what, int type, size_t items, bool writable) {
+    PyArrayObject *a = (PyArrayObject *)o;
+    if (!PyArray_Check(o) || PyArray_TYPE(a) != type || !PyArray_IS_C_CONTIGUOUS(a) ||
+        (size_t)PyArray_SIZE(a) < items || (writable && !PyArray_ISWRITEABLE(a))) {
+        PyErr_Format(PyExc_ValueError, "%s: want a contiguous array of at least %zu items", what, items);
+        return NULL;
+    }
+    return PyArray_DATA(a);
+}
+
+static PyObject *kernel_gemm(PyObject *Py_UNUSED(module), PyObject *args) {
+    const char *backend;
+    PyObject *y, *x, *offsets, *w, *bias, *add;
+    vm_gemm g = {0};
+    Py_ssize_t pixels, blocks, depth;
+    if (!PyArg_ParseTuple(args, "sOOOOOO(nnnnnnnnnn)", &backend, &y, &x, &offsets, &w, &bias, &add, &pixels, &blocks,
+                          &depth, &g.x_pixel, &g.x_step, &g.w_block, &g.add_pixel, &g.add_block, &g.y_pixel, &g.y_block))
+        return NULL;
+    const vm_cpu_ops *ops = ops_of(backend);
+    if (!ops) return NULL;
+    g.pixels = (size_t)pixels;
+    g.blocks = (size_t)blocks;
+    g.depth = (size_t)depth;
+    if (g.pixels < 1 || g.pixels > ops->max_pixels || g.blocks < 1 || g.blocks > 2)
+        return PyErr_Format(PyExc_ValueError, "gemm: want 1 to %zu pixels and 1 or 2 blocks", ops->max_pixels);
+    if (!(g.x_offset = data_of(offsets, "offsets", NPY_INTP, 0, false))) return NULL;
+    g.batches = (size_t)PyArray_SIZE((PyArrayObject *)offsets);
+    if (!(g.x = data_of(x, "x", NPY_FLOAT, 0, false)) || !(g.w = data_of(w, "w", NPY_FLOAT, 0, false)) ||
+        !(g.y = data_of(y, "y", NPY_FLOAT, 0, true)))
+        return NULL;
+    if (bias != Py_None && !(g.bias = data_of(bias, "bias", NPY_FLOAT, g.blocks * VM_BLOCK, false))) return NULL;
+    if (add != Py_None && !(g.add = data_of(add, "add", NPY_FLOAT, 0, false))) return NULL;
+    ops->gemm(&g);
+    Py_RETURN_NONE;
+}
+
+static PyObject *kernel_load(PyObject *Py_UNUSED(module), PyObject *args) {
+    const char *backend;
+    PyObject *y, *x, *scale, *shift;
+    int silu;
+    if (!PyArg_ParseTuple(args, "sOOOOp", &backend, &y, &x, &scale, &shift, &silu)) return NULL;
+    const vm_cpu_ops *ops = ops_of(backend);
+    const float *xs = ops ? data_of(x, "x", NPY_FLOAT, 0, false) : NULL, *a = NULL, *b = NULL;
+    const size_t items = xs ? (size_t)PyArray_SIZE((PyArrayObject *)x) : 0;
+    float *ys = xs ? data_of(y, "y", NPY_FLOAT, items, true) : NULL;
+    if (!ys) return NULL;
+    if (scale != Py_None && (!(a = data_of(scale, "scale", NPY_FLOAT, VM_BLOCK, false)) ||
+                             !(b = data_of(shift, "shift", NPY_FLOAT, VM_BLOCK, false))))
+        return NULL;
+    ops->load(ys, xs, items / VM_BLOCK, a, b, silu);
+    Py_RETURN_NONE;
+}
+
+static PyObject *kernel_stats(PyObject *Py_UNUSED(module), PyObject *args) {
+    const char *backend;
+    PyObject *mean, *m2, *x;
+    Py_ssize_t rows, row, pixels;
+    if (!PyArg_ParseTuple(args, "sOOOnnn", &backend, &mean, &m2, &x, &rows, &row, &pixels)) return NULL;
+    const vm_cpu_ops *ops = ops_of(backend);
+    const float *xs = ops ? data_of(x, "x", NPY_FLOAT, (size_t)((rows - 1) * row + pixels * VM_BLOCK), false) : NULL;
+    float *a = xs ? data_of(mean, "mean", NPY_FLOAT, VM_BLOCK, true) : NULL;
+    float *b = a ? data_of(m2, "m2", NPY_FLOAT, VM_BLOCK, true) : NULL;
+    if (!b) return NULL;
+    ops->stats(a, b, xs, (size_t)rows, (size_t)row, (size_t)pixels);
+    Py_RETURN_NONE;
+}
+
+static PyObject *kernel_softmax(PyObject *Py_UNUSED(module), PyObject *args) {
+    const char *backend;
+    PyObject *s, *top, *sum, *keep;
+    float scale;
+    if (!PyArg_ParseTuple(args, "sOfOOO", &backend, &s, &scale, &top, &sum, &keep)) return NULL;
+    const vm_cpu_ops *ops = ops_of(backend);
+    float *data = ops ? data_of(s, "s", NPY_FLOAT, 0, true) : NULL, *t = NULL, *u = NULL, *k = NULL;
+    if (!data || !(t = data_of(top, "top", NPY_FLOAT, VM_BLOCK, true)) ||
+        !(u = data_of(sum, "sum", NPY_FLOAT, VM_BLOCK, true)) || !(k = data_of(keep, "keep", NPY_FLOAT, VM_BLOCK, true)))
+        return NULL;
+    ops->softmax(data, (size_t)PyArray_SIZE((PyArrayObject *)s) / VM_BLOCK, scale, t, u, k);
+    Py_RETURN_NONE;
+}
+
+static PyObject *kernel_rescale(PyObject *Py_UNUSED(module), PyObject *args) {
+    const char *backend;
+    PyObject *x, *keep;
+    if (!PyArg_ParseTuple(args, "sOO", &backend, &x, &keep)) return NULL;
+    const vm_cpu_ops *ops = ops_of(backend);
+    float *xs = ops ? data_of(x, "x", NPY_FLOAT, 0, true) : NULL;
+    const float *k = xs ? data_of(keep, "keep", NPY_FLOAT, VM_BLOCK, false) : NULL;
+    if (!k) return NULL;
+    ops->rescale(xs, (size_t)PyArray_SIZE((PyArrayObject *)x) / VM_BLOCK, k);
+    Py_RETURN_NONE;
+}
+
+static double now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+/* ---- a pool of threads for what follows ---- */
+
+static vm_status with_pool(unsigned threads, vm_status (*body)(const vm_exec *exec, void *context), void *context) {
+    vm_mem *mem = vm_mem_new();
+    if (!mem) return VM_ENOMEM;
+    vm_pool *pool = NULL;
+    vm_status s = vm_mem_alloc(mem, VM_SCRATCH, vm_pool_bytes(threads), (void **)&pool);
+    if (!s) s = vm_pool_open(pool, threads, 0, NULL, NULL);
+    if (!s) {
+        const vm_exec exec = {threads, pool, vm_pool_each};
+        s = body(&exec, context);
+        vm_pool_close(pool);
+    }
+    vm_mem_free(mem, VM_SCRATCH, pool, vm_pool_bytes(threads));
+    vm_mem_release(mem);
+    return s;
+}
+
+typedef struct peak_job {
+    const vm_cpu_ops *ops;
+    size_t rounds;
+    double flops[1024], seconds;
+} peak_job;
+
+static void burn_one(const void *job, size_t task, unsigned thread) {
+    (void)thread;
+    const peak_job *j = job;
+    float sink = 0;
+    ((peak_job *)job)->flops[task] = j->ops->burn(j->rounds, &sink);
+}
+
+static vm_status burn_all(const vm_exec *exec, void *context) {
+    peak_job *j = context;
+    const double start = now();
+    vm_status s = exec->each(exec->pool, exec->threads, 0, burn_one, j);
+    j->seconds = now() - start;
+    return s;
+}
+
+static PyObject *kernel_peak(PyObject *Py_UNUSED(module), PyObject *args) {
+    const char *backend;
+    int threads;
+    Py_ssize_t rounds;
+    if (!PyArg_ParseTuple(args, "sin", &backend, &threads, &rounds)) return NULL;
+    peak_job j = {.ops = ops_of(backend), .rounds = (size_t)rounds};
+    if (!j.ops) return NULL;
+    if (threads < 1 || threads > 1024) return PyErr_Format(PyExc_ValueError, "threads: want 1 to 1024, got %d", threads);
+    vm_status s;
+    Py_BEGIN_ALLOW_THREADS
+    s = with_pool((unsigned)threads, burn_all, &j);
+    Py_END_ALLOW_THREADS
+    if (s) return vm_py_raise(s);
+    double flops = 0;
+    for (int i = 0; i < threads; i++) flops += j.flops[i];
+    return PyFloat_FromDouble(flops / j.seconds);
+}
+
+typedef struct pass_job {
+    const vm_backend *backend;
+    const vm_pass *pass;
+    const vm_operands *at;
+    double seconds;
+} pass_job;
+
+static vm_status run_pass(const vm_exec *exec, void *context) {
+    pass_job *j = context;
+    const double start = now();
+    vm_status s = j->backend->run(j->pass, j->at, exec);
+    j->seconds = now() - start;
+    return s;
+}
+
+static size_t rows_floats(const vm_shape *s) { return VM_BLOCKS(s->c) * VM_BLOCK * s->h * s->w; }
+
+static vm_view whole(float *data, const vm_shape *s) {
+    return (vm_view){data, s->w * VM_BLOCK, VM_BLOCKS(s->c) * VM_BLOCK * s->w};
+}
+
+/* kernel_pass(backend, threads, kind, (xc, xh, xw, yc, yh, yw), (ksize, stride, up, silu, groups, eps), arrays)
+ * arrays: x, y, add, weight, bias, gamma, beta, x_stats, y_stats, scratch; None where there is none; all rows. */
+static PyObject *kernel_pass(PyObject *Py_UNUSED(module), PyObject *args) {
+    const char *backend, *kind;
+    int threads, up, silu;
+    Py_ssize_t groups;
+    PyObject *a[10];
+    vm_pass p = {0};
+    if (!PyArg_ParseTuple(args, "sis(nnnnnn)(iippnf)(OOOOOOOOOO)", &backend, &threads, &kind, &p.x.c, &p.x.h, &p.x.w,
+                          &p.y.c, &p.y.h, &p.y.w, &p.ksize, &p.stride, &up, &silu, &groups, &p.eps, &a[0], &a[1], &a[2],
+                          &a[3], &a[4], &a[5], &a[6], &a[7], &a[8], &a[9]))
+        return NULL;
+    const vm_backend *b = vm_py_backend(backend);
+    if (!b) return NULL;
+    if (threads < 1 || threads > 1024) return PyErr_Format(PyExc_ValueError, "threads: want 1 to 1024, got %d", threads);
+    p.kind = strcmp(kind, "conv") ? VM_PASS_ATTENTION : VM_PASS_CONV;
+    p.up = up;
+    p.silu = silu;
+    p.groups = (size_t)groups;
+    p.norm = groups > 0;
+    p.add = a[2] != Py_None;
+    p.stats = a[8] != Py_None;
+    p.clamp_from = p.y.c;
+    p.scale_channels = p.y.c;
+    const size_t taps = (size_t)(p.ksize * p.ksize), xc = VM_BLOCKS(p.x.c) * VM_BLOCK, yc = VM_BLOCKS(p.y.c) * VM_BLOCK;
+    const bool conv = p.kind == VM_PASS_CONV;
+    const size_t need[10] = {rows_floats(&p.x), rows_floats(&p.y), rows_floats(&p.y),
+                             conv ? yc * VM_BLOCKS(p.x.c) * taps * VM_MIN(p.x.c, VM_BLOCK) : 0, conv ? yc : 0, xc, xc, 0,
+                             conv ? b->parts(&p) * vm_stats_floats(p.y.c) : 0,
+                             b->scratch(&p, (unsigned)threads) / sizeof(float)};
+    float *d[10] = {0};
+    for (int i = 0; i < 10; i++)
+        if (a[i] != Py_None && !(d[i] = data_of(a[i], "array", NPY_FLOAT, need[i], i == 1 || i > 7))) return NULL;
+    vm_operands at = {.x = whole(d[0], &p.x), .y = whole(d[1], &p.y), .add = whole(d[2], &p.y), .weight = d[3],
+                      .bias = d[4], .gamma = d[5], .beta = d[6], .x_stats = d[7], .y_stats = d[8], .scratch = d[9]};
+    at.x_parts = d[7] ? (size_t)PyArray_SIZE((PyArrayObject *)a[7]) / vm_stats_floats(p.x.c) : 0;
+    if (!conv) at.y = at.x; /* attention's result takes its queries' place */
+    pass_job j = {b, &p, &at, 0};
+    vm_status s;
+    Py_BEGIN_ALLOW_THREADS
+    s = with_pool((unsigned)threads, run_pass, &j);
+    Py_END_ALLOW_THREADS
+    if (s) return vm_py_raise(s);
+    return PyFloat_FromDouble(j.seconds);
+}
+
+/* kernel_needs(backend, threads, kind, shapes, (ksize, stride, up)) -> (scratch floats, y_stats floats) */
+static PyObject *kernel_needs(PyObject *Py_UNUSED(module), PyObject *args) {
+    const char *backend, *kind;
+    int threads, up;
+    vm_pass p = {0};
+    if (!PyArg_ParseTuple(args, "sis(nnnnnn)(iip)", &backend, &threads, &kind, &p.x.c, &p.x.h, &p.x.w, &p.y.c, &p.y.h,
+                          &p.y.w, &p.ksize, &p.stride, &up))
+        return NULL;
+    const vm_backend *b = vm_py_backend(backend);
+    if (!b) return NULL;
+    p.kind = strcmp(kind, "conv") ? VM_PASS_ATTENTION : VM_PASS_CONV;
+    p.up = up;
+    p.norm = true; /* the most that the pass can want */
+    return Py_BuildValue("nn", (Py_ssize_t)(b->scratch(&p, (unsigned)threads) / sizeof(float)),
+                         (Py_ssize_t)(b->parts(&p) * vm_stats_floats(p.y.c)));
+}
+
+static PyMethodDef functions[] = {
+    {"kernel_gemm", kernel_gemm, METH_VARARGS, "For tests: vm_cpu_ops.gemm."},
+    {"kernel_load", kernel_load, METH_VARARGS, "For tests: vm_cpu_ops.load."},
+    {"kernel_stats", kernel_stats, METH_VARARGS, "For tests: vm_cpu_ops.stats."},
+    {"kernel_softmax", kernel_softmax, METH_VARARGS, "For tests: vm_cpu_ops.softmax."},
+    {"kernel_rescale", kernel_rescale, METH_VARARGS, "For tests: vm_cpu_ops.rescale."},
+    {"kernel_peak", kernel_peak, METH_VARARGS, "For benchmarks: FLOP/s of multiply-adds on registers, on so many threads."},
+    {"kernel_pass", kernel_pass, METH_VARARGS, "For tests and benchmarks: one pass on arrays of rows; its seconds."},
+    {"kernel_needs", kernel_needs, METH_VARARGS, "For tests and benchmarks: floats of scratch and sums of such a pass."},
+    {NULL, NULL, 0, NULL}};
+
+int vm_py_add_kernels(PyObject *module) { return PyModule_AddFunctions(module, functions); }

@@ -1,0 +1,180 @@
+/* vaemem._core: multi-phase initialisation and what belongs to no type. */
+#define VM_PY_MODULE
+#include "py.h"
+
+PyObject *vm_py_raise(vm_status status) {
+    PyObject *type = status == VM_ENOMEM      ? PyExc_MemoryError
+                     : status == VM_EOVERFLOW ? PyExc_OverflowError
+                                              : PyExc_ValueError;
+    if (!PyErr_Occurred()) PyErr_SetString(type, vm_error());
+    return NULL;
+}
+
+/* ---- architectures ---- */
+
+PyObject *vm_py_arch_to_dict(const vm_arch *a) {
+    PyObject *widths = PyTuple_New((Py_ssize_t)a->levels);
+    for (size_t i = 0; widths && i < a->levels; i++) {
+        PyObject *w = PyLong_FromSize_t(a->block_out_channels[i]);
+        if (!w) Py_CLEAR(widths);
+        if (w) PyTuple_SET_ITEM(widths, (Py_ssize_t)i, w);
+    }
+    if (!widths) return NULL;
+    PyObject *scaling = a->scaling_known ? PyFloat_FromDouble((double)a->scaling_factor) : Py_NewRef(Py_None);
+    if (!scaling) {
+        Py_DECREF(widths);
+        return NULL;
+    }
+    return Py_BuildValue("{s:s, s:n, s:n, s:n, s:N, s:n, s:n, s:f, s:N, s:N, s:N, s:N, s:f}",
+                         "name", a->name,
+                         "in_channels", (Py_ssize_t)a->in_channels,
+                         "out_channels", (Py_ssize_t)a->out_channels,
+                         "latent_channels", (Py_ssize_t)a->latent_channels,
+                         "block_out_channels", widths,
+                         "layers_per_block", (Py_ssize_t)a->layers_per_block,
+                         "norm_num_groups", (Py_ssize_t)a->norm_num_groups,
+                         "norm_eps", a->norm_eps,
+                         "use_quant_conv", PyBool_FromLong(a->use_quant_conv),
+                         "use_post_quant_conv", PyBool_FromLong(a->use_post_quant_conv),
+                         "mid_block_add_attention", PyBool_FromLong(a->mid_block_add_attention),
+                         "scaling_factor", scaling,
+                         "shift_factor", a->shift_factor);
+}
+
+static PyObject *item(PyObject *dict, const char *key) {
+    PyObject *v = PyDict_GetItemString(dict, key);
+    if (!v) PyErr_Format(PyExc_ValueError, "arch: want the key %s, it is missing", key);
+    return v;
+}
+
+static int get_size(PyObject *dict, const char *key, size_t *out) {
+    PyObject *v = item(dict, key);
+    if (!v) return -1;
+    *out = PyLong_AsSize_t(v);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+static int get_float(PyObject *dict, const char *key, float *out) {
+    PyObject *v = item(dict, key);
+    if (!v) return -1;
+    *out = (float)PyFloat_AsDouble(v);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+static int get_bool(PyObject *dict, const char *key, bool *out) {
+    PyObject *v = item(dict, key);
+    int truth = v ? PyObject_IsTrue(v) : -1;
+    *out = truth > 0;
+    return truth < 0 ? -1 : 0;
+}
+
+static int get_widths(PyObject *dict, vm_arch *a) {
+    PyObject *v = item(dict, "block_out_channels");
+    PyObject *list = v ? PySequence_Fast(v, "arch: block_out_channels: want a sequence of integers") : NULL;
+    if (!list) return -1;
+    const Py_ssize_t n = PySequence_Fast_GET_SIZE(list);
+    a->levels = (size_t)n; /* vm_arch_check refuses too many */
+    for (Py_ssize_t i = 0; i < n && i < VM_MAX_LEVELS; i++)
+        a->block_out_channels[i] = PyLong_AsSize_t(PySequence_Fast_GET_ITEM(list, i));
+    Py_DECREF(list);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+int vm_py_arch_from_dict(PyObject *dict, vm_arch *a) {
+    *a = (vm_arch){.name = "custom"};
+    if (!PyDict_Check(dict)) {
+        PyErr_Format(PyExc_TypeError, "arch: want a dict, got %s", Py_TYPE(dict)->tp_name);
+        return -1;
+    }
+    PyObject *name = PyDict_GetItemString(dict, "name"), *scaling = PyDict_GetItemString(dict, "scaling_factor");
+    if (name) {
+        const char *text = PyUnicode_AsUTF8(name);
+        if (!text) return -1;
+        snprintf(a->name, sizeof a->name, "%s", text);
+    }
+    a->scaling_known = scaling && scaling != Py_None;
+    if (a->scaling_known && get_float(dict, "scaling_factor", &a->scaling_factor)) return -1;
+    if (a->scaling_known && get_float(dict, "shift_factor", &a->shift_factor)) return -1;
+    return get_size(dict, "in_channels", &a->in_channels) || get_size(dict, "out_channels", &a->out_channels) ||
+                   get_size(dict, "latent_channels", &a->latent_channels) || get_widths(dict, a) ||
+                   get_size(dict, "layers_per_block", &a->layers_per_block) ||
+                   get_size(dict, "norm_num_groups", &a->norm_num_groups) || get_float(dict, "norm_eps", &a->norm_eps) ||
+                   get_bool(dict, "use_quant_conv", &a->use_quant_conv) ||
+                   get_bool(dict, "use_post_quant_conv", &a->use_post_quant_conv) ||
+                   get_bool(dict, "mid_block_add_attention", &a->mid_block_add_attention)
+               ? -1
+               : 0;
+}
+
+static PyObject *models(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored)) {
+    PyObject *all = PyDict_New();
+    for (const vm_arch *const *a = vm_arch_models(); all && *a; a++) {
+        PyObject *dict = vm_py_arch_to_dict(*a);
+        if (!dict || PyDict_SetItemString(all, (*a)->name, dict)) Py_CLEAR(all);
+        Py_XDECREF(dict);
+    }
+    return all;
+}
+
+/* ---- backends ---- */
+
+const vm_backend *vm_py_backend(const char *name) {
+    for (const vm_backend *const *b = vm_backends(); *b; b++) {
+        if (name && *name && strcmp(name, (*b)->name)) continue;
+        if ((*b)->usable()) return *b;
+        if (name && *name) {
+            PyErr_Format(PyExc_ValueError, "backend: %s is not usable on this machine (or is in VAEMEM_DISABLE)", name);
+            return NULL;
+        }
+    }
+    PyErr_Format(PyExc_ValueError, "backend: unknown '%s'; vaemem.backends() lists them", name ? name : "");
+    return NULL;
+}
+
+static PyObject *backends(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored)) {
+    PyObject *list = PyList_New(0);
+    for (const vm_backend *const *b = vm_backends(); list && *b; b++) {
+        PyObject *pair = Py_BuildValue("(sN)", (*b)->name, PyBool_FromLong((*b)->usable()));
+        if (!pair || PyList_Append(list, pair)) Py_CLEAR(list);
+        Py_XDECREF(pair);
+    }
+    return list;
+}
+
+static PyObject *disable(PyObject *Py_UNUSED(module), PyObject *names) {
+    const char *text = PyUnicode_AsUTF8(names);
+    if (!text) return NULL;
+    vm_cpu_disable(text);
+    Py_RETURN_NONE;
+}
+
+static PyObject *fail_alloc_at(PyObject *Py_UNUSED(module), PyObject *nth) {
+    size_t n = PyLong_AsSize_t(nth);
+    if (PyErr_Occurred()) return NULL;
+    return PyLong_FromSize_t(vm_mem_fail_at(n));
+}
+
+static PyMethodDef functions[] = {
+    {"models", models, METH_NOARGS, "models()\n--\n\nThe shipped architectures: {name: arch dict}."},
+    {"backends", backends, METH_NOARGS, "backends()\n--\n\n[(name, usable)], best first."},
+    {"disable", disable, METH_O, "disable(names)\n--\n\nBackends (comma-separated) that must not be used."},
+    {"fail_alloc_at", fail_alloc_at, METH_O,
+     "fail_alloc_at(n)\n--\n\nFor tests: the nth allocation of the core from now fails; 0 turns it off. Returns what was left."},
+    {NULL, NULL, 0, NULL}};
+
+static int exec_module(PyObject *module) {
+    if (PyArray_ImportNumPyAPI() < 0) return -1;
+    if (vm_py_add_model(module) || vm_py_add_kernels(module)) return -1;
+    return 0;
+}
+
+static PyModuleDef_Slot slots[] = {{Py_mod_exec, (void *)exec_module},
+#ifdef Py_mod_multiple_interpreters
+                                   {Py_mod_multiple_interpreters, Py_MOD_MULTIPLE_INTERPRETERS_NOT_SUPPORTED},
+#endif
+                                   {0, NULL}};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, .m_name = "vaemem._core", .m_doc = "The C core of vaemem.", .m_methods = functions, .m_slots = slots};
+
+PyMODINIT_FUNC PyInit__core(void) { return PyModuleDef_Init(&definition); }

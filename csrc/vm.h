@@ -1,0 +1,217 @@
+/* The core's C API: plain C11, no Python, no intrinsics.
+ *
+ *   arch.c     what a model is            weights.c  its tensors, packed once
+ *   passes.c   what a run does            plan.c     where every byte of it lies
+ *   run.c      does it on a backend       mem.c      the only allocator     pool.c  the only threads
+ *
+ * Ownership: whoever calls *_new owns the object and gives it to *_free, which accepts NULL and
+ * half-built objects. A pointer argument is borrowed for the call unless its comment says so.
+ * Every function that can fail returns vm_status (or NULL) and leaves a sentence in vm_error(). */
+#ifndef VM_H
+#define VM_H
+
+#include "../kernels/kernels.h"
+
+/* ---- status.c ---- */
+
+/* Records the sentence for vm_error() (thread-local, truncated at 512 bytes) and returns status. */
+vm_status vm_fail(vm_status status, const char *format, ...) __attribute__((format(printf, 2, 3)));
+const char *vm_error(void);
+/* *out = a * b, or VM_EOVERFLOW naming `what`. */
+vm_status vm_multiply(size_t *out, size_t a, size_t b, const char *what);
+
+/* ---- mem.c: every byte that the core takes ---- */
+
+typedef enum vm_category { VM_WEIGHTS, VM_ACTIVATIONS, VM_SCRATCH, VM_OUTPUT, VM_CATEGORIES } vm_category;
+
+typedef struct vm_usage {
+    size_t live[VM_CATEGORIES]; /* bytes in use now */
+    size_t peak[VM_CATEGORIES]; /* bytes in use when their sum was largest since vm_mem_reset_peak */
+    size_t reserved;            /* bytes held from the system now: live blocks and the arena */
+} vm_usage;
+
+/* An account that blocks are charged to. Counted references: blocks handed to the user outlive the model. Thread-safe. */
+typedef struct vm_mem vm_mem;
+vm_mem *vm_mem_new(void);
+vm_mem *vm_mem_retain(vm_mem *mem);
+void vm_mem_release(vm_mem *mem);
+/* VM_ALIGN-aligned and zeroed. From 1 MiB up a mapping of its own, advised to huge pages. */
+vm_status vm_mem_alloc(vm_mem *mem, vm_category category, size_t bytes, void **out);
+void vm_mem_free(vm_mem *mem, vm_category category, void *block, size_t bytes);
+/* Room for one more item behind the `count` that *array holds (it doubles: vm_mem_room items in all). */
+vm_status vm_mem_grow(vm_mem *mem, vm_category category, void **array, size_t count, size_t item_bytes);
+size_t vm_mem_room(size_t count);
+/* The same for memory whose use is charged apart: the arena. */
+vm_status vm_mem_reserve(vm_mem *mem, size_t bytes, void **out);
+void vm_mem_unreserve(vm_mem *mem, void *block, size_t bytes);
+void vm_mem_use(vm_mem *mem, vm_category category, size_t bytes);
+void vm_mem_unuse(vm_mem *mem, vm_category category, size_t bytes);
+void vm_mem_reset_peak(vm_mem *mem);
+vm_usage vm_mem_usage(vm_mem *mem);
+/* Fault injection for tests: the nth allocation from now fails (1 is the next; 0 turns it off). Returns how many were left. */
+size_t vm_mem_fail_at(size_t nth);
+
+/* ---- arch.c: the models ---- */
+
+enum { VM_MAX_LEVELS = 8, VM_MAX_LAYERS = 16 };
+
+/* An AutoencoderKL as its config.json describes it (names are diffusers'). */
+typedef struct vm_arch {
+    char name[32]; /* sd15, sdxl, flux, or "custom" */
+    size_t in_channels, out_channels, latent_channels;
+    size_t levels, block_out_channels[VM_MAX_LEVELS], layers_per_block;
+    size_t norm_num_groups;
+    float norm_eps;
+    bool use_quant_conv, use_post_quant_conv, mid_block_add_attention;
+    bool scaling_known; /* false when the weights cannot tell (sd15 and sdxl have the same tensors) */
+    float scaling_factor, shift_factor;
+} vm_arch;
+
+/* NULL-terminated. */
+const vm_arch *const *vm_arch_models(void);
+const vm_arch *vm_arch_find(const char *name);
+vm_status vm_arch_check(const vm_arch *arch);
+/* Pixels of an image side per latent pixel: 2^(levels - 1). */
+size_t vm_arch_factor(const vm_arch *arch);
+
+/* ---- passes.c: what a run does, whatever its size ---- */
+
+typedef enum vm_op { VM_ENCODE, VM_DECODE, VM_OPS } vm_op;
+enum { VM_NAME = 72, VM_NONE = -1 };
+
+/* A tensor of weights as files name it (diffusers' names) and where its one packed copy lies. */
+typedef struct vm_tensor {
+    char name[VM_NAME];
+    size_t dims, shape[4];       /* as in the file: (c), (out, in) or (out, in, k, k) */
+    size_t out, in, taps, depth; /* packed [out/16][in/16][taps][depth][16]; a vector has in = taps = depth = 1 */
+    size_t offset, floats;       /* in the packed copy */
+    bool set;
+} vm_tensor;
+
+/* A pass before its size is known: levels say how often the image side is halved. Values are
+ * numbered tensors; a value written again in place keeps its number. */
+typedef struct vm_node {
+    char name[VM_NAME];
+    vm_pass pass;
+    int x_level, y_level;
+    int x, y, add;                 /* values; VM_NONE for the user's pixels, or no add */
+    int weight, bias, gamma, beta; /* tensors; VM_NONE where the pass has none */
+    int x_stats;                   /* the node whose parts the norm on load merges */
+} vm_node;
+
+typedef struct vm_value {
+    size_t c;  /* the widest tensor it holds: its row keeps that width */
+    int level;
+} vm_value;
+
+typedef struct vm_graph {
+    size_t nodes, values;
+    vm_node *node;
+    vm_value *value;
+} vm_graph;
+
+struct vm_model;
+/* Appends to model->graph[op] and registers the tensors that its passes need. */
+vm_status vm_passes_build(struct vm_model *model, vm_op op);
+/* Multiply-adds count twice; the folded upsample counts what it computes. */
+double vm_pass_flops(const vm_pass *pass);
+
+/* ---- weights.c: the model object and its tensors ---- */
+
+enum { VM_ENCODER = 1 << VM_ENCODE, VM_DECODER = 1 << VM_DECODE };
+
+typedef struct vm_model {
+    vm_mem *mem;
+    vm_arch arch;
+    unsigned parts; /* VM_ENCODER | VM_DECODER */
+    vm_graph graph[VM_OPS];
+    size_t tensors;
+    vm_tensor *tensor;
+    float *weights; /* the packed copy */
+    size_t weights_floats;
+    void *arena; /* kept between runs */
+    size_t arena_bytes;
+} vm_model;
+
+vm_status vm_model_new(const vm_arch *arch, unsigned parts, vm_model **out);
+void vm_model_free(vm_model *model);
+/* Adds a tensor at the end of the packed copy, before it is allocated; its index. */
+int vm_weights_add(vm_model *model, const char *name, size_t dims, size_t out, size_t in, size_t k);
+const vm_tensor *vm_weights_find(const vm_model *model, const char *name);
+
+typedef enum vm_dtype { VM_F32, VM_F16, VM_BF16 } vm_dtype;
+/* data: the tensor in its file's layout. */
+void vm_weights_set(vm_model *model, size_t tensor, vm_dtype dtype, const void *data);
+void vm_weights_get(const vm_model *model, size_t tensor, float *data);
+
+/* ---- plan.c: every byte of a run, before it ---- */
+
+/* A piece of the arena, from the first node that needs it to the last. */
+typedef struct vm_piece {
+    vm_category category;
+    int first, last;
+    size_t bytes, offset;
+} vm_piece;
+
+/* What a node needs, by index into vm_plan.piece; VM_NONE where it needs none. */
+typedef struct vm_step {
+    vm_pass pass; /* with its sizes */
+    int x, y, add, x_stats, y_stats, scratch;
+    size_t parts;                  /* of x_stats */
+    size_t live[VM_CATEGORIES];    /* planned bytes in use while it runs */
+    size_t measured[VM_CATEGORIES]; /* the same, as mem.c counted them */
+    double seconds;
+} vm_step;
+
+typedef struct vm_plan {
+    vm_op op;
+    const vm_backend *backend;
+    unsigned threads;
+    size_t height, width, batch; /* of the image */
+    vm_format pixels;            /* of the image; latents are always float planes */
+    bool own_output;             /* the output is allocated by the core and counted */
+    size_t in_bytes, out_bytes;  /* of one batch item of the user's pixels */
+    size_t steps, pieces;
+    vm_step *step;
+    vm_piece *piece;
+    size_t arena_bytes, pool_bytes, plan_bytes;
+    size_t peak[VM_CATEGORIES]; /* when their sum is largest */
+    size_t peak_step;
+    size_t reserved; /* weights + arena + output + what the run itself needs */
+    size_t rows;     /* of progress, the whole batch */
+} vm_plan;
+
+/* scale, shift: applied to latents on the way into the decoder (1, 0 for none). *out is charged to
+ * model->mem as scratch, and counts itself. */
+vm_status vm_plan_new(vm_model *model, vm_op op, const vm_backend *backend, unsigned threads, size_t height,
+                      size_t width, size_t batch, vm_format pixels, bool own_output, bool scaled, vm_plan **out);
+void vm_plan_free(vm_model *model, vm_plan *plan);
+
+/* ---- pool.c ---- */
+
+/* Called by the thread that started the run, at most about 20 times a second; true asks to stop. */
+typedef bool (*vm_poll)(void *context, size_t rows_done, size_t rows_total);
+
+typedef struct vm_pool vm_pool;
+size_t vm_pool_bytes(unsigned threads);
+/* pool: vm_pool_bytes, zeroed. On failure nothing is left to close. */
+vm_status vm_pool_open(vm_pool *pool, unsigned threads, size_t rows_total, vm_poll poll, void *poll_context);
+void vm_pool_close(vm_pool *pool);
+vm_status vm_pool_each(void *pool, size_t n, size_t rows, vm_task fn, const void *job);
+
+/* ---- run.c ---- */
+
+typedef struct vm_run {
+    const void *in; /* the user's pixels, batch items side by side; borrowed */
+    void *out;
+    vm_poll poll; /* may be NULL */
+    void *poll_context;
+    bool check; /* for tests: poison what a pass must not read, verify what it must not write */
+} vm_run;
+
+/* Fills the steps' measured bytes and seconds. On failure the arena is given back. */
+vm_status vm_plan_run(vm_model *model, vm_plan *plan, const vm_run *run);
+/* Gives the arena back to the system. */
+void vm_model_trim(vm_model *model);
+
+#endif

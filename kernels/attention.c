@@ -1,0 +1,145 @@
+/* One-headed attention over the pixels of a tensor, by online softmax: no h*w x h*w matrix.
+ *
+ * x holds q, k and v side by side in its channels; y takes q's place (a task reads its queries
+ * before it writes them, and no other task reads them). With scores kept transposed, s[key][query],
+ * a lane is a query from beginning to end: nothing is reduced across lanes, keys and values are
+ * used as they lie, and only a task's queries are turned (in) and its result turned back (out).
+ *
+ *   for each run of keys (some rows of the image, or a piece of one):
+ *       s[key][query]  = sum over c of k[key][c] * q[c][query]       k broadcast, q as weights
+ *       softmax step over the keys, per query
+ *       o[c][query]    = o * keep + sum over keys of v[key][c] * s[key][query]
+ *
+ *   thread's scratch:  q [16-query block][c][16] | s [block][key][16] | o [block][c][16] | top, sum, keep | offsets
+ *
+ * The order of keys is fixed and a task's queries are its own, so threads do not change a bit. */
+#include <math.h>
+#include <string.h>
+
+#include "cpu.h"
+
+enum {
+    QUERIES = 8,    /* blocks of 16 in a task: keys and values are read once for 128 queries */
+    KEYS = 256      /* in a step: such a piece of k and of v, and the task's q, s and o, stay in L2 */
+};
+
+typedef struct layout {
+    size_t q, s, o, top, offsets; /* floats from the thread's own; top: top, sum, keep of each block;
+                                     offsets: of k's channel blocks, then of the rows of a run */
+    size_t per_thread;            /* bytes */
+    size_t c;                     /* channels of one head, padded */
+} layout;
+
+static layout make_layout(const vm_pass *p) {
+    layout l = {.c = VM_BLOCKS(p->y.c) * VM_BLOCK};
+    const size_t lanes = QUERIES * VM_BLOCK;
+    l.s = l.q + lanes * l.c;
+    l.o = l.s + lanes * KEYS;
+    l.top = l.o + lanes * l.c;
+    l.offsets = l.top + 3 * lanes;
+    l.per_thread = VM_ROUND_UP(l.offsets * sizeof(float) + (VM_BLOCKS(p->y.c) + KEYS) * sizeof(ptrdiff_t), VM_ALIGN);
+    return l;
+}
+
+size_t vm_attention_scratch(const vm_cpu_ops *ops, const vm_pass *pass, unsigned threads) {
+    (void)ops;
+    return threads * make_layout(pass).per_thread;
+}
+
+typedef struct job {
+    const vm_cpu_ops *ops;
+    const vm_pass *pass;
+    const vm_operands *at;
+    layout l;
+} job;
+
+/* Task queries in 16s: pixel i of the task lies at image pixel first + i. */
+static void turn(const job *j, float *mine, size_t first, size_t n, bool in) {
+    const size_t w = j->pass->x.w, c = j->l.c;
+    for (size_t i = 0; i < n; i++) {
+        const size_t y = (first + i) / w, x = (first + i) % w;
+        float *lane = mine + i / VM_BLOCK * c * VM_BLOCK + i % VM_BLOCK;
+        for (size_t b = 0; b < c / VM_BLOCK; b++) {
+            const vm_view *v = in ? &j->at->x : &j->at->y;
+            float *px = v->data + y * v->row + b * v->block + x * VM_BLOCK;
+            for (size_t l = 0; l < VM_BLOCK; l++) {
+                float *at = lane + (b * VM_BLOCK + l) * VM_BLOCK;
+                if (in)
+                    *at = px[l];
+                else
+                    px[l] = *at;
+            }
+        }
+    }
+}
+
+/* Keys: `rows` rows from y, `width` pixels of each from x0; rows * width <= KEYS. */
+static void attend(const job *j, float *own, size_t blocks, size_t y, size_t rows, size_t x0, size_t width) {
+    const layout *l = &j->l;
+    const vm_view *v = &j->at->x;
+    const size_t cb = l->c / VM_BLOCK, keys = rows * width;
+    const ptrdiff_t *block_offsets = (const ptrdiff_t *)(own + l->offsets), *row_offsets = block_offsets + cb;
+    const float *k = v->data + y * v->row + cb * v->block + x0 * VM_BLOCK, *value = k + cb * v->block;
+    const float scale = 1 / sqrtf((float)j->pass->scale_channels);
+    const size_t o_pixels = j->ops->max_pixels >= 8 ? 8 : 4; /* neighbours in a block of channels */
+    float *s = own + l->s, *o = own + l->o;
+    for (size_t q = 0; q < blocks; q += 2) {
+        const size_t pair = VM_MIN(blocks - q, 2);
+        for (size_t r = 0; r < rows; r++)
+            for (size_t i = 0; i < width; i += j->ops->max_pixels) {
+                vm_gemm g = {
+                    .pixels = VM_MIN(j->ops->max_pixels, width - i), .blocks = pair, .batches = cb, .depth = VM_BLOCK,
+                    .x = k + r * v->row + i * VM_BLOCK, .x_offset = block_offsets, .x_pixel = VM_BLOCK, .x_step = 1,
+                    .w = own + l->q + q * l->c * VM_BLOCK, .w_block = (ptrdiff_t)(l->c * VM_BLOCK),
+                    .y = s + (q * KEYS + r * width + i) * VM_BLOCK, .y_pixel = VM_BLOCK, .y_block = KEYS * VM_BLOCK,
+                };
+                j->ops->gemm(&g);
+            }
+        for (size_t b = q; b < q + pair; b++) {
+            float *top = own + l->top + b * 3 * VM_BLOCK, *sum = top + VM_BLOCK, *keep = sum + VM_BLOCK;
+            j->ops->softmax(s + b * KEYS * VM_BLOCK, keys, scale, top, sum, keep);
+            j->ops->rescale(o + b * l->c * VM_BLOCK, l->c, keep);
+        }
+        for (size_t c = 0; c < l->c; c += o_pixels) {
+            float *out = o + (q * l->c + c) * VM_BLOCK;
+            vm_gemm g = {
+                .pixels = o_pixels, .blocks = pair, .batches = rows, .depth = width,
+                .x = value + c / VM_BLOCK * v->block + c % VM_BLOCK, .x_offset = row_offsets, .x_pixel = 1,
+                .x_step = VM_BLOCK, .w = s + q * KEYS * VM_BLOCK, .w_block = KEYS * VM_BLOCK,
+                .add = out, .add_pixel = VM_BLOCK, .add_block = (ptrdiff_t)(l->c * VM_BLOCK),
+                .y = out, .y_pixel = VM_BLOCK, .y_block = (ptrdiff_t)(l->c * VM_BLOCK),
+            };
+            j->ops->gemm(&g);
+        }
+    }
+}
+
+static void attention_task(const void *context, size_t task, unsigned thread) {
+    const job *j = context;
+    const layout *l = &j->l;
+    float *own = (float *)((char *)j->at->scratch + thread * l->per_thread);
+    const size_t first = task * QUERIES * VM_BLOCK, n = VM_MIN(j->pass->x.h * j->pass->x.w - first, QUERIES * VM_BLOCK);
+    const size_t blocks = VM_BLOCKS(n);
+    memset(own + l->q, 0, blocks * l->c * VM_BLOCK * sizeof(float));
+    memset(own + l->o, 0, blocks * l->c * VM_BLOCK * sizeof(float));
+    ptrdiff_t *offsets = (ptrdiff_t *)(own + l->offsets);
+    for (size_t b = 0; b < l->c / VM_BLOCK; b++) *offsets++ = (ptrdiff_t)(b * j->at->x.block);
+    for (size_t r = 0; r < KEYS; r++) *offsets++ = (ptrdiff_t)(r * j->at->x.row);
+    for (size_t i = 0; i < blocks * 3 * VM_BLOCK; i++) own[l->top + i] = i % (3 * VM_BLOCK) < VM_BLOCK ? -INFINITY : 0;
+    turn(j, own + l->q, first, n, true);
+    const size_t w = j->pass->x.w, h = j->pass->x.h, rows = VM_MAX(KEYS / w, 1);
+    for (size_t y = 0; y < h; y += rows)
+        for (size_t x = 0; x < w; x += KEYS) attend(j, own, blocks, y, VM_MIN(rows, h - y), x, VM_MIN(KEYS, w - x));
+    for (size_t b = 0; b < blocks; b++) {
+        float *sum = own + l->top + (b * 3 + 1) * VM_BLOCK, inverse[VM_BLOCK];
+        for (size_t i = 0; i < VM_BLOCK; i++) inverse[i] = 1 / sum[i];
+        j->ops->rescale(own + l->o + b * l->c * VM_BLOCK, l->c, inverse);
+    }
+    turn(j, own + l->o, first, n, false);
+}
+
+vm_status vm_attention_run(const vm_cpu_ops *ops, const vm_pass *pass, const vm_operands *at, const vm_exec *exec) {
+    job j = {.ops = ops, .pass = pass, .at = at, .l = make_layout(pass)};
+    const size_t pixels = pass->x.h * pass->x.w, each = QUERIES * VM_BLOCK;
+    return exec->each(exec->pool, (pixels + each - 1) / each, pass->y.h, attention_task, &j);
+}

@@ -1,0 +1,321 @@
+/* A convolution pass on any CPU: cut the output into tiles, bring a tile's input into the thread's
+ * own scratch (normalised, activated and padded on the way, so no such copy is ever stored whole),
+ * multiply, store, and measure what was stored for the next GroupNorm while it is in cache.
+ *
+ *   scratch:  scale | shift | x offsets | folded weights | thread 0: x tile, y pixels | thread 1 ...
+ *   x tile:   [c/16][rows + halo][columns + halo][16]
+ *
+ * Nearest 2x followed by a 3x3 convolution reads each source pixel under several taps; summing
+ * those taps' weights first gives four 2x2 convolutions, one per parity of the output row and
+ * column: 16 instead of 36 products, the same in real arithmetic. The weights are folded when the
+ * pass begins, into scratch, so that the model keeps one copy.
+ *
+ * Tiles follow from the shape alone, never from the number of threads, and every element is summed
+ * in one fixed order: the result is bitwise the same for any number of threads. */
+#include <math.h>
+#include <string.h>
+
+#include "cpu.h"
+
+enum {
+    TILE_WIDTH = 64,         /* pixels; the x tile should stay in a core's L2 beside the weights of two blocks */
+    TILE_BYTES = 768 * 1024,
+    TILES_WANTED = 32        /* enough to share among threads when the image is small */
+};
+
+/* In source pixels when the pass upsamples, else in output pixels. */
+typedef struct grid {
+    size_t height, width;   /* of what is tiled */
+    size_t tile_h, tile_w;  /* of a full tile */
+    size_t rows, columns;   /* how many tiles */
+    size_t x_rows, x_width; /* of a full tile's input with its halo */
+} grid;
+
+static grid make_grid(const vm_pass *p) {
+    grid g;
+    const size_t s = (size_t)p->stride, k = (size_t)p->ksize;
+    g.height = p->up ? p->x.h : p->y.h;
+    g.width = p->up ? p->x.w : p->y.w;
+    g.columns = (g.width + TILE_WIDTH - 1) / TILE_WIDTH;
+    g.tile_w = (g.width + g.columns - 1) / g.columns;
+    g.x_width = (g.tile_w - 1) * s + k;
+    const size_t row_bytes = g.x_width * VM_BLOCKS(p->x.c) * VM_BLOCK * sizeof(float);
+    const size_t fit = TILE_BYTES / row_bytes, share = g.height * g.columns / TILES_WANTED;
+    const size_t cached = fit > k ? (fit - k) / s + 1 : 1;
+    g.tile_h = VM_MAX(VM_MIN(VM_MIN(cached, share), g.height), 1);
+    g.rows = (g.height + g.tile_h - 1) / g.tile_h;
+    g.x_rows = (g.tile_h - 1) * s + k;
+    return g;
+}
+
+typedef struct layout {
+    size_t scale, shift, offsets, folded, threads, y_pixels; /* bytes from scratch; y_pixels from the thread's own */
+    size_t per_thread, total;
+    size_t taps, depth, batches, phases;
+    size_t w_block; /* floats between blocks of output channels */
+} layout;
+
+static size_t put_bytes(size_t *end, size_t bytes) {
+    size_t at = *end;
+    *end += VM_ROUND_UP(bytes, VM_ALIGN);
+    return at;
+}
+
+static layout make_layout(const vm_cpu_ops *ops, const vm_pass *p, const grid *g, unsigned threads) {
+    layout l = {0};
+    const size_t xb = VM_BLOCKS(p->x.c), yb = VM_BLOCKS(p->y.c);
+    l.phases = p->up ? 4 : 1;
+    l.taps = p->up ? 4 : (size_t)(p->ksize * p->ksize);
+    l.depth = VM_MIN(p->x.c, VM_BLOCK);
+    l.batches = xb * l.taps;
+    l.w_block = l.batches * l.depth * VM_BLOCK;
+    const size_t channels = xb * VM_BLOCK * sizeof(float);
+    l.scale = put_bytes(&l.total, p->norm || p->affine ? channels : 0);
+    l.shift = put_bytes(&l.total, p->norm || p->affine ? channels : 0);
+    l.offsets = put_bytes(&l.total, l.phases * l.batches * sizeof(ptrdiff_t));
+    l.folded = put_bytes(&l.total, p->up ? l.phases * yb * l.w_block * sizeof(float) : 0);
+    l.threads = l.total;
+    put_bytes(&l.per_thread, xb * g->x_rows * g->x_width * VM_BLOCK * sizeof(float));
+    l.y_pixels = put_bytes(&l.per_thread, p->y_format == VM_ROWS ? 0 : 2 * ops->max_pixels * VM_BLOCK * sizeof(float));
+    l.total += threads * l.per_thread;
+    return l;
+}
+
+size_t vm_conv_scratch(const vm_cpu_ops *ops, const vm_pass *pass, unsigned threads) {
+    grid g = make_grid(pass);
+    return make_layout(ops, pass, &g, threads).total;
+}
+
+size_t vm_conv_parts(const vm_pass *pass) {
+    grid g = make_grid(pass);
+    return g.rows * g.columns;
+}
+
+typedef struct job {
+    const vm_cpu_ops *ops;
+    const vm_pass *pass;
+    const vm_operands *at;
+    grid g;
+    layout l;
+    char *scratch;
+    const float *scale, *shift, *weight;
+    ptrdiff_t *offsets;
+} job;
+
+/* The part of the grid that one task computes, and the input that it needs. */
+typedef struct tile {
+    size_t y0, x0, h, w;      /* in the grid's pixels */
+    ptrdiff_t top, left;      /* of its input; may lie in the padding */
+    size_t rows, width;       /* of its input */
+    float *x;
+} tile;
+
+/* ---- load ---- */
+
+static float pixel_at(const job *j, size_t c, size_t y, size_t x) {
+    const vm_shape *s = &j->pass->x;
+    if (j->pass->x_format == VM_U8_NHWC)
+        return (float)((const uint8_t *)j->at->x_pixels)[(y * s->w + x) * s->c + c] / 127.5f - 1;
+    return ((const float *)j->at->x_pixels)[(c * s->h + y) * s->w + x];
+}
+
+static void load_pixels(const job *j, float *dst, size_t block, size_t y, size_t x, size_t n) {
+    const size_t c0 = block * VM_BLOCK, lanes = VM_MIN(j->pass->x.c - c0, VM_BLOCK);
+    for (size_t i = 0; i < n; i++, dst += VM_BLOCK) {
+        for (size_t l = 0; l < lanes; l++) dst[l] = pixel_at(j, c0 + l, y, x + i);
+        memset(dst + lanes, 0, (VM_BLOCK - lanes) * sizeof *dst);
+    }
+    dst -= n * VM_BLOCK;
+    if (j->scale) j->ops->load(dst, dst, n, j->scale + c0, j->shift + c0, false);
+}
+
+static void load_tile(const job *j, const tile *t) {
+    const vm_shape *s = &j->pass->x;
+    const size_t left = t->left < 0 ? (size_t)-t->left : 0; /* zero columns before and after */
+    const size_t x0 = (size_t)(t->left + (ptrdiff_t)left), n = VM_MIN(s->w - x0, t->width - left);
+    const size_t right = t->width - left - n;
+    for (size_t b = 0; b < VM_BLOCKS(s->c); b++)
+        for (size_t r = 0; r < t->rows; r++) {
+            float *dst = t->x + (b * j->g.x_rows + r) * j->g.x_width * VM_BLOCK;
+            const ptrdiff_t y = t->top + (ptrdiff_t)r;
+            if (y < 0 || y >= (ptrdiff_t)s->h) {
+                memset(dst, 0, t->width * VM_BLOCK * sizeof *dst);
+                continue;
+            }
+            memset(dst, 0, left * VM_BLOCK * sizeof *dst);
+            memset(dst + (left + n) * VM_BLOCK, 0, right * VM_BLOCK * sizeof *dst);
+            dst += left * VM_BLOCK;
+            if (j->pass->x_format != VM_ROWS) {
+                load_pixels(j, dst, b, (size_t)y, x0, n);
+                continue;
+            }
+            const vm_view *v = &j->at->x;
+            const float *src = v->data + (size_t)y * v->row + b * v->block + x0 * VM_BLOCK;
+            j->ops->load(dst, src, n, j->scale ? j->scale + b * VM_BLOCK : NULL,
+                         j->shift ? j->shift + b * VM_BLOCK : NULL, j->pass->silu);
+        }
+}
+
+/* ---- store to the user's pixels ---- */
+
+static uint8_t to_byte(float v) {
+    v = (v + 1) * 127.5f;
+    if (!(v > 0)) return 0; /* NaN too */
+    return v >= 255 ? 255 : (uint8_t)lrintf(v);
+}
+
+static void store_pixels(const job *j, const float *src, size_t block, size_t y, size_t x, size_t n) {
+    const vm_shape *s = &j->pass->y;
+    for (size_t c = block * VM_BLOCK; c < VM_MIN((block + 1) * VM_BLOCK, s->c); c++)
+        for (size_t i = 0; i < n; i++) {
+            float v = src[i * VM_BLOCK + c % VM_BLOCK];
+            if (c >= j->pass->clamp_from) v = v < -30 ? -30 : v > 20 ? 20 : v;
+            if (j->pass->y_format == VM_U8_NHWC)
+                ((uint8_t *)j->at->y_pixels)[(y * s->w + x + i) * s->c + c] = to_byte(v);
+            else
+                ((float *)j->at->y_pixels)[(c * s->h + y) * s->w + x + i] = v;
+        }
+}
+
+/* ---- multiply ---- */
+
+/* One row of a tile, for one or two blocks of output channels and one phase. */
+static void multiply_row(const job *j, const tile *t, size_t block, size_t blocks, size_t row, size_t phase,
+                         float *y_pixels) {
+    const vm_pass *p = j->pass;
+    const size_t s = (size_t)p->stride, zoom = p->up ? 2 : 1;
+    const size_t y = (t->y0 + row) * zoom + phase / 2;
+    const size_t groups = (t->w + j->ops->max_pixels - 1) / j->ops->max_pixels;
+    for (size_t i = 0; i < groups; i++) {
+        const size_t from = t->w * i / groups, n = t->w * (i + 1) / groups - from;
+        const size_t x = (t->x0 + from) * zoom + phase % 2;
+        vm_gemm g = {
+            .pixels = n,
+            .blocks = blocks,
+            .batches = j->l.batches,
+            .depth = j->l.depth,
+            .x = t->x + (row * s * j->g.x_width + from * s) * VM_BLOCK,
+            .x_offset = j->offsets + phase * j->l.batches,
+            .x_pixel = (ptrdiff_t)s * VM_BLOCK,
+            .x_step = 1,
+            .w = j->weight + (phase * VM_BLOCKS(p->y.c) + block) * j->l.w_block,
+            .w_block = (ptrdiff_t)j->l.w_block,
+            .bias = j->at->bias + block * VM_BLOCK,
+        };
+        if (p->add) {
+            const vm_view *a = &j->at->add;
+            g.add = a->data + y * a->row + block * a->block + x * VM_BLOCK;
+            g.add_pixel = VM_BLOCK;
+            g.add_block = (ptrdiff_t)a->block;
+        }
+        if (p->y_format == VM_ROWS) {
+            const vm_view *v = &j->at->y;
+            g.y = v->data + y * v->row + block * v->block + x * VM_BLOCK;
+            g.y_pixel = (ptrdiff_t)zoom * VM_BLOCK;
+            g.y_block = (ptrdiff_t)v->block;
+            j->ops->gemm(&g);
+        } else {
+            g.y = y_pixels;
+            g.y_pixel = VM_BLOCK;
+            g.y_block = (ptrdiff_t)(n * VM_BLOCK);
+            j->ops->gemm(&g);
+            for (size_t o = 0; o < blocks; o++) store_pixels(j, y_pixels + o * n * VM_BLOCK, block + o, y, x, n);
+        }
+    }
+}
+
+static void measure(const job *j, const tile *t, size_t task, size_t block) {
+    const size_t zoom = j->pass->up ? 2 : 1, padded = VM_BLOCKS(j->pass->y.c) * VM_BLOCK;
+    const vm_view *v = &j->at->y;
+    float *part = j->at->y_stats + task * vm_stats_floats(j->pass->y.c);
+    float *mean = part + VM_BLOCK + block * VM_BLOCK;
+    part[0] = (float)(t->h * zoom * t->w * zoom);
+    j->ops->stats(mean, mean + padded, v->data + t->y0 * zoom * v->row + block * v->block + t->x0 * zoom * VM_BLOCK,
+                  t->h * zoom, v->row, t->w * zoom);
+}
+
+static void conv_tile(const void *context, size_t task, unsigned thread) {
+    const job *j = context;
+    const vm_pass *p = j->pass;
+    char *own = j->scratch + j->l.threads + thread * j->l.per_thread;
+    tile t = {.y0 = task / j->g.columns * j->g.tile_h, .x0 = task % j->g.columns * j->g.tile_w, .x = (float *)own};
+    t.h = VM_MIN(j->g.tile_h, j->g.height - t.y0);
+    t.w = VM_MIN(j->g.tile_w, j->g.width - t.x0);
+    const size_t s = (size_t)p->stride, k = (size_t)p->ksize, pad = s == 1 ? k / 2 : 0;
+    t.top = (ptrdiff_t)(t.y0 * s) - (ptrdiff_t)pad;
+    t.left = (ptrdiff_t)(t.x0 * s) - (ptrdiff_t)pad;
+    t.rows = (t.h - 1) * s + k;
+    t.width = (t.w - 1) * s + k;
+    load_tile(j, &t);
+    for (size_t b = 0, yb = VM_BLOCKS(p->y.c); b < yb; b += 2) {
+        const size_t blocks = VM_MIN(yb - b, 2);
+        for (size_t phase = 0; phase < j->l.phases; phase++)
+            for (size_t row = 0; row < t.h; row++)
+                multiply_row(j, &t, b, blocks, row, phase, (float *)(own + j->l.y_pixels));
+        for (size_t o = 0; p->stats && o < blocks; o++) measure(j, &t, task, b + o);
+    }
+}
+
+/* ---- prepare ---- */
+
+static void make_offsets(const job *j) {
+    const vm_pass *p = j->pass;
+    ptrdiff_t *out = j->offsets;
+    for (size_t phase = 0; phase < j->l.phases; phase++)
+        for (size_t b = 0; b < VM_BLOCKS(p->x.c); b++)
+            for (size_t tap = 0; tap < j->l.taps; tap++) {
+                const size_t k = p->up ? 2 : (size_t)p->ksize;
+                const size_t dy = tap / k + phase / 2, dx = tap % k + phase % 2;
+                *out++ = (ptrdiff_t)(((b * j->g.x_rows + dy) * j->g.x_width + dx) * VM_BLOCK);
+            }
+}
+
+/* Which of a 3-tap row's weights (first, last) fall on tap `a` of parity `phase`: 0 | 1 2 and 0 1 | 2. */
+static void folded_taps(size_t phase, size_t a, size_t *first, size_t *last) {
+    *first = a == 0 ? 0 : phase + 1;
+    *last = a == 0 ? phase : 2;
+}
+
+static void fold_block(const void *context, size_t task, unsigned thread) {
+    (void)thread;
+    const job *j = context;
+    const size_t xb = VM_BLOCKS(j->pass->x.c), yb = VM_BLOCKS(j->pass->y.c), n = j->l.depth * VM_BLOCK;
+    for (size_t phase = 0; phase < 4; phase++)
+        for (size_t b = 0; b < xb; b++)
+            for (size_t tap = 0; tap < 4; tap++) {
+                float *dst = (float *)(j->scratch + j->l.folded) + (phase * yb + task) * j->l.w_block + (b * 4 + tap) * n;
+                const float *src = j->at->weight + (task * xb + b) * 9 * n;
+                size_t y0, y1, x0, x1;
+                folded_taps(phase / 2, tap / 2, &y0, &y1);
+                folded_taps(phase % 2, tap % 2, &x0, &x1);
+                memset(dst, 0, n * sizeof *dst);
+                for (size_t y = y0; y <= y1; y++)
+                    for (size_t x = x0; x <= x1; x++)
+                        for (size_t i = 0; i < n; i++) dst[i] += src[(y * 3 + x) * n + i];
+            }
+}
+
+vm_status vm_conv_run(const vm_cpu_ops *ops, const vm_pass *pass, const vm_operands *at, const vm_exec *exec) {
+    job j = {.ops = ops, .pass = pass, .at = at, .g = make_grid(pass), .scratch = at->scratch, .weight = at->weight};
+    j.l = make_layout(ops, pass, &j.g, exec->threads);
+    j.offsets = (ptrdiff_t *)(j.scratch + j.l.offsets);
+    make_offsets(&j);
+    if (pass->norm || pass->affine) {
+        float *scale = (float *)(j.scratch + j.l.scale), *shift = (float *)(j.scratch + j.l.shift);
+        if (pass->norm)
+            vm_norm_scale(scale, shift, pass, at);
+        else
+            for (size_t i = 0; i < VM_BLOCKS(pass->x.c) * VM_BLOCK; i++) {
+                scale[i] = i < pass->x.c ? pass->in_scale : 0;
+                shift[i] = i < pass->x.c ? pass->in_shift : 0;
+            }
+        j.scale = scale;
+        j.shift = shift;
+    }
+    if (pass->up) {
+        vm_status s = exec->each(exec->pool, VM_BLOCKS(pass->y.c), 0, fold_block, &j);
+        if (s) return s;
+        j.weight = (const float *)(j.scratch + j.l.folded);
+    }
+    return exec->each(exec->pool, j.g.rows * j.g.columns, pass->y.h, conv_tile, &j);
+}

@@ -1,0 +1,86 @@
+/* The CPU backends, chosen by what this processor and its operating system really offer: feature
+ * bits and XGETBV, never the model number (it can be masked). */
+#include <string.h>
+
+#include "cpu.h"
+
+static struct {
+    char names[64];
+} disabled;
+
+void vm_cpu_disable(const char *names) { strncpy(disabled.names, names ? names : "", sizeof disabled.names - 1); }
+
+#ifdef VM_HAVE_X86
+static bool is_disabled(const char *name) {
+    const size_t n = strlen(name);
+    for (const char *p = disabled.names; (p = strstr(p, name)); p += n)
+        if ((p == disabled.names || p[-1] == ',') && (p[n] == 0 || p[n] == ',')) return true;
+    return false;
+}
+
+#include <cpuid.h>
+
+static uint64_t xcr0(void) {
+    uint32_t low, high;
+    __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    return (uint64_t)high << 32 | low;
+}
+
+/* Does the system save what `state` names in XCR0 (6: YMM; 0xe6: ZMM and masks)? */
+static bool os_saves(uint64_t state) {
+    unsigned a, b, c, d;
+    return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_OSXSAVE) && (xcr0() & state) == state;
+}
+
+static bool avx2_usable(void) {
+    unsigned a, b, c, d;
+    if (is_disabled("avx2") || !os_saves(0x6)) return false;
+    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_FMA)) return false;
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b & bit_AVX2);
+}
+
+static bool avx512_usable(void) {
+    unsigned a, b, c, d;
+    const unsigned want = bit_AVX512F | bit_AVX512VL | bit_AVX512BW | bit_AVX512DQ;
+    if (is_disabled("avx512") || !os_saves(0xe6)) return false;
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b & want) == want;
+}
+#endif
+
+const vm_cpu_ops *vm_cpu_ops_named(const char *name) {
+#ifdef VM_HAVE_X86
+    if (!strcmp(name, "avx512")) return &vm_cpu_avx512;
+    if (!strcmp(name, "avx2")) return &vm_cpu_avx2;
+#endif
+    return strcmp(name, "ref") ? NULL : &vm_cpu_ref;
+}
+
+static bool always(void) { return true; }
+
+static size_t parts(const vm_pass *pass) { return pass->kind == VM_PASS_CONV ? vm_conv_parts(pass) : 0; }
+
+#define VM_CPU_BACKEND(NAME, USABLE)                                                                         \
+    static size_t NAME##_scratch(const vm_pass *p, unsigned threads) {                                       \
+        return p->kind == VM_PASS_CONV ? vm_conv_scratch(&vm_cpu_##NAME, p, threads)                         \
+                                       : vm_attention_scratch(&vm_cpu_##NAME, p, threads);                   \
+    }                                                                                                        \
+    static vm_status NAME##_run(const vm_pass *p, const vm_operands *at, const vm_exec *exec) {              \
+        return p->kind == VM_PASS_CONV ? vm_conv_run(&vm_cpu_##NAME, p, at, exec)                            \
+                                       : vm_attention_run(&vm_cpu_##NAME, p, at, exec);                      \
+    }                                                                                                        \
+    static const vm_backend NAME = {#NAME, USABLE, NAME##_scratch, parts, NAME##_run};
+
+VM_CPU_BACKEND(ref, always)
+#ifdef VM_HAVE_X86
+VM_CPU_BACKEND(avx2, avx2_usable)
+VM_CPU_BACKEND(avx512, avx512_usable)
+#endif
+
+const vm_backend *const *vm_backends(void) {
+    static const vm_backend *const all[] = {
+#ifdef VM_HAVE_X86
+        &avx512, &avx2,
+#endif
+        &ref, NULL};
+    return all;
+}

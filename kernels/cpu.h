@@ -1,0 +1,64 @@
+/* What one instruction set brings: the few operations that touch every number. The tile walks in
+ * conv.c and attention.c are written once on top of them. All pointers are to floats, unaligned
+ * unless said; nothing here allocates, and NaN and Inf pass through every one of them. */
+#ifndef VM_CPU_H
+#define VM_CPU_H
+
+#include "kernels.h"
+
+/* y[o*y_block + p*y_pixel + l] = bias[o*16 + l] + add[o*add_block + p*add_pixel + l]
+ *      + sum over b < batches, k < depth of
+ *            x[x_offset[b] + p*x_pixel + k*x_step] * w[o*w_block + (b*depth + k)*16 + l]
+ * for p < pixels <= max_pixels, o < blocks in {1, 2}, l < 16. bias and add may be NULL; add may
+ * be y. The sum runs in the order of b, then k, for every element, whatever the tile. */
+typedef struct vm_gemm {
+    size_t pixels, blocks, batches, depth;
+    const float *x;
+    const ptrdiff_t *x_offset;
+    ptrdiff_t x_pixel, x_step; /* x_step is 1 or 16 */
+    const float *w;
+    ptrdiff_t w_block;
+    const float *bias;
+    const float *add;
+    ptrdiff_t add_pixel, add_block;
+    float *y;
+    ptrdiff_t y_pixel, y_block;
+} vm_gemm;
+
+typedef struct vm_cpu_ops {
+    size_t max_pixels; /* of one gemm call */
+    void (*gemm)(const vm_gemm *g);
+    /* y[p][l] = f(x[p][l] * scale[l] + shift[l]), f SiLU or nothing; scale NULL copies. */
+    void (*load)(float *y, const float *x, size_t pixels, const float *scale, const float *shift, bool silu);
+    /* mean[l] and m2[l] = sum of (x - mean)^2 over rows x pixels of one block; x_row floats apart. */
+    void (*stats)(float *mean, float *m2, const float *x, size_t rows, size_t x_row, size_t pixels);
+    /* Online softmax over `keys` rows of 16 queries: s[k][l] becomes exp(s*scale - top) where
+     * top[l] = max(top[l], max_k s*scale); sum[l] is rescaled and added to; keep[l] is the factor
+     * for what was accumulated under the old top. */
+    void (*softmax)(float *s, size_t keys, float scale, float *top, float *sum, float *keep);
+    /* x[p][l] *= keep[l] */
+    void (*rescale)(float *x, size_t rows, const float *keep);
+    /* `rounds` rounds of independent multiply-adds on registers alone: the floor that benchmarks
+     * measure against. Returns the floating-point operations done; *sink keeps them from being dropped. */
+    double (*burn)(size_t rounds, float *sink);
+} vm_cpu_ops;
+
+extern const vm_cpu_ops vm_cpu_ref;
+#ifdef VM_HAVE_X86
+extern const vm_cpu_ops vm_cpu_avx2, vm_cpu_avx512;
+#endif
+
+/* NULL where this build has no such set. For tests and benchmarks; runs go through vm_backends(). */
+const vm_cpu_ops *vm_cpu_ops_named(const char *name);
+
+/* conv.c, attention.c: a pass on any of the above. */
+size_t vm_conv_scratch(const vm_cpu_ops *ops, const vm_pass *pass, unsigned threads);
+size_t vm_conv_parts(const vm_pass *pass);
+vm_status vm_conv_run(const vm_cpu_ops *ops, const vm_pass *pass, const vm_operands *at, const vm_exec *exec);
+size_t vm_attention_scratch(const vm_cpu_ops *ops, const vm_pass *pass, unsigned threads);
+vm_status vm_attention_run(const vm_cpu_ops *ops, const vm_pass *pass, const vm_operands *at, const vm_exec *exec);
+
+/* norm.c: merge the parts of x's producer (Chan, double, in order) into y = x*scale + shift. */
+void vm_norm_scale(float *scale, float *shift, const vm_pass *pass, const vm_operands *at);
+
+#endif

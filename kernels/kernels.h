@@ -1,0 +1,119 @@
+/* What the core asks of a backend, and what a backend may ask back.
+ *
+ * The engine knows one thing, the pass (docs/DESIGN.md):
+ *
+ *   rows of x -> [normalise + SiLU on load] -> [2x nearest on load] -> conv 3x3 / 1x1
+ *             -> [+ bias, + residual on store] -> rows of y, and the sums the next GroupNorm needs
+ *
+ * and beside it one attention. A vm_pass is the geometry of one of them (no pointers, so that it
+ * can be planned and counted without memory); vm_operands are the pointers of one run.
+ *
+ * Rows. A tensor is h rows; a row is [c/16][w][16] floats: channels in blocks of VM_BLOCK, pixels
+ * of one block side by side, channels beyond c zero. The distance between blocks and between
+ * rows stands in the view, so a tensor may live in the first blocks of a wider one's rows.
+ *
+ * This header includes nothing else of ours. */
+#ifndef VM_KERNELS_H
+#define VM_KERNELS_H
+
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#define VM_BLOCK 16 /* channels in a block, the same on every CPU */
+#define VM_ALIGN 64 /* of every buffer, in bytes */
+#define VM_ROUND_UP(n, m) (((n) + (m)-1) / (m) * (m))
+#define VM_BLOCKS(c) (((c) + VM_BLOCK - 1) / VM_BLOCK)
+#define VM_MIN(a, b) ((a) < (b) ? (a) : (b))
+#define VM_MAX(a, b) ((a) > (b) ? (a) : (b))
+
+typedef enum vm_status {
+    VM_OK = 0,
+    VM_EINVAL,    /* an argument is wrong */
+    VM_ENOMEM,    /* the system, the budget or an injected fault refused memory */
+    VM_EOVERFLOW, /* a byte count does not fit in size_t */
+    VM_ECANCELLED /* the caller's poll asked to stop */
+} vm_status;
+
+typedef enum vm_pass_kind { VM_PASS_CONV, VM_PASS_ATTENTION } vm_pass_kind;
+
+/* How the pixels outside the engine lie: the user's own arrays. */
+typedef enum vm_format {
+    VM_ROWS,     /* ours, as above */
+    VM_F32_NCHW, /* float planes */
+    VM_U8_NHWC   /* bytes, pixels interleaved; v / 127.5 - 1 in, clamped and rounded out */
+} vm_format;
+
+typedef struct vm_shape {
+    size_t c, h, w;
+} vm_shape;
+
+typedef struct vm_pass {
+    vm_pass_kind kind;
+    vm_shape x, y;         /* of the tensors in memory; c is the sum over q, k and v for attention's input */
+    int ksize, stride;     /* 3 or 1; 1, or 2 with PyTorch's pad (0, 1, 0, 1) before it */
+    bool up;               /* nearest 2x before a 3x3 convolution */
+    bool norm, silu;       /* on load */
+    bool affine;           /* x * in_scale + in_shift on load (scaled latents) */
+    bool add;              /* add a tensor of y's shape on store */
+    bool stats;            /* leave the sums that the next GroupNorm needs */
+    float in_scale, in_shift;
+    vm_format x_format, y_format;
+    size_t groups;         /* of the norm on load */
+    float eps;
+    size_t clamp_from;     /* y's channels from here on are clamped to [-30, 20] (log-variance); y.c for none */
+    size_t scale_channels; /* attention: scores are divided by its square root */
+} vm_pass;
+
+typedef struct vm_view {
+    float *data;
+    size_t block, row; /* floats between channel blocks, and between rows */
+} vm_view;
+
+typedef struct vm_operands {
+    vm_view x, y, add;         /* rows; add may be y itself, y may be x where the pass is local to a pixel */
+    const void *x_pixels;      /* when x_format is not VM_ROWS */
+    void *y_pixels;            /* when y_format is not VM_ROWS */
+    const float *weight;       /* [y.c/16][x.c/16][ksize*ksize][min(16, x.c)][16], packed by csrc/weights.c */
+    const float *bias;         /* [y.c rounded up to 16] */
+    const float *gamma, *beta; /* [x.c rounded up to 16] */
+    const float *x_stats;      /* what the producer of x left */
+    float *y_stats;            /* what this pass leaves; vm_backend.stats bytes */
+    size_t x_parts;            /* number of partial sums in x_stats */
+    void *scratch;             /* vm_backend.scratch bytes, VM_ALIGN-aligned */
+} vm_operands;
+
+/* One job of a pass: compute part `task`; `thread` < threads names the caller's own scratch. */
+typedef void (*vm_task)(const void *job, size_t task, unsigned thread);
+
+/* Threads lent to a backend for the length of a run. each() calls fn for every task in [0, n)
+ * on any thread, in any order, and returns when all are done, or VM_ECANCELLED once the run is
+ * asked to stop; `rows` is how many rows of progress the n tasks stand for. */
+typedef struct vm_exec {
+    unsigned threads;
+    void *pool;
+    vm_status (*each)(void *pool, size_t n, size_t rows, vm_task fn, const void *job);
+} vm_exec;
+
+typedef struct vm_backend {
+    const char *name;
+    bool (*usable)(void);
+    /* Bytes that a pass needs beside its tensors, given back when it ends. */
+    size_t (*scratch)(const vm_pass *pass, unsigned threads);
+    /* How many partial sums (each vm_stats_floats(y.c) floats) the pass leaves for a GroupNorm. */
+    size_t (*parts)(const vm_pass *pass);
+    vm_status (*run)(const vm_pass *pass, const vm_operands *at, const vm_exec *exec);
+} vm_backend;
+
+/* A partial sum: pixel count, then mean and sum of squared deviations of each channel. */
+static inline size_t vm_stats_floats(size_t c) {
+    return VM_BLOCK + 2 * VM_BLOCKS(c) * VM_BLOCK;
+}
+
+/* cpu.c: every backend this build knows, best first, NULL-terminated. */
+const vm_backend *const *vm_backends(void);
+/* Comma-separated names that must not be used (VAEMEM_DISABLE); unknown names are ignored. */
+void vm_cpu_disable(const char *names);
+
+#endif

@@ -1,0 +1,169 @@
+/* The operations of cpu.h for any instruction set with vectors of VM_LANES floats (16 or 8) and
+ * fused multiply-add, in the compiler's vector extension: one source, built once per ISA folder
+ * with that folder's flags. The includer defines VM_LANES, VM_PIXELS, VM_VECTORS and VM_OPS. */
+#include <math.h>
+#include <string.h>
+
+#include "../cpu.h"
+
+#define VM_SUBS (VM_BLOCK / VM_LANES) /* vectors in a block */
+
+typedef float vf __attribute__((vector_size(4 * VM_LANES), aligned(4), may_alias));
+typedef int32_t vi __attribute__((vector_size(4 * VM_LANES)));
+
+#define INLINE static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 16")
+
+/* v - 0 rather than v + 0: the compiler may drop only the first (-0 + 0 is 0). */
+INLINE vf splat(float v) { return v - (vf){0}; }
+INLINE vf at(const float *p) { return *(const vf *)p; }
+INLINE void put(float *p, vf v) { *(vf *)p = v; }
+INLINE vf pick(vi mask, vf yes, vf no) { return (vf)(((vi)yes & mask) | ((vi)no & ~mask)); }
+
+/* e^x, about 1 ulp where the result is normal; below -87.3 the smallest normal, above 88.3 e^88.3;
+ * NaN stays NaN. Reduction by ln 2 in two parts; the polynomial is Cephes expf's. */
+INLINE vf vexp(vf x) {
+    vf t = pick(x < splat(-87.3f), splat(-87.3f), x);
+    t = pick(t > splat(88.3f), splat(88.3f), t);
+    const vf magic = splat(12582912.f); /* 1.5 * 2^23: adding it rounds to an integer */
+    vf shifted = t * splat(1.44269504f) + magic, n = shifted - magic;
+    vf r = t - n * splat(0.693359375f);
+    r = r - n * splat(-2.12194440e-4f);
+    vf p = splat(1.9875691500e-4f);
+    p = p * r + splat(1.3981999507e-3f);
+    p = p * r + splat(8.3334519073e-3f);
+    p = p * r + splat(4.1665795894e-2f);
+    p = p * r + splat(1.6666665459e-1f);
+    p = p * r + splat(5.0000001201e-1f);
+    p = p * (r * r) + r + splat(1.f);
+    vf e = (vf)((vi)p + (((vi)shifted - (vi)magic) << 23));
+    return pick(x == x, e, x);
+}
+
+/* ---- gemm: P pixels by V vectors of accumulators, one broadcast, V weights ---- */
+
+/* step is a constant 1 or VM_BLOCK where this is instantiated; vector v is part v % VM_SUBS of block v / VM_SUBS. */
+#define VM_GEMM(P, V, STEP, NAME)                                                                        \
+    static void NAME(const vm_gemm *g) {                                                                 \
+        vf sum[P][V];                                                                                    \
+        UNROLL for (int p = 0; p < P; p++) UNROLL for (int v = 0; v < V; v++) sum[p][v] = (vf){0};       \
+        const float *w = g->w;                                                                           \
+        const ptrdiff_t x_pixel = g->x_pixel, w_block = g->w_block;                                      \
+        for (size_t b = 0; b < g->batches; b++) {                                                        \
+            const float *x = g->x + g->x_offset[b];                                                      \
+            for (size_t k = 0; k < g->depth; k++, w += VM_BLOCK, x += STEP) {                            \
+                vf wv[V];                                                                                \
+                UNROLL for (int v = 0; v < V; v++) wv[v] =                                               \
+                    at(w + (v / VM_SUBS) * w_block + (v % VM_SUBS) * VM_LANES);                          \
+                UNROLL for (int p = 0; p < P; p++) {                                                     \
+                    vf xv = splat(x[p * x_pixel]);                                                       \
+                    UNROLL for (int v = 0; v < V; v++) sum[p][v] += xv * wv[v];                          \
+                }                                                                                        \
+            }                                                                                            \
+        }                                                                                                \
+        UNROLL for (int v = 0; v < V; v++) {                                                             \
+            const int o = v / VM_SUBS, l = (v % VM_SUBS) * VM_LANES;                                     \
+            const vf bias = g->bias ? at(g->bias + o * VM_BLOCK + l) : (vf){0};                          \
+            UNROLL for (int p = 0; p < P; p++) {                                                         \
+                vf r = sum[p][v] + bias;                                                                 \
+                if (g->add) r += at(g->add + o * g->add_block + p * g->add_pixel + l);                   \
+                put(g->y + o * g->y_block + p * g->y_pixel + l, r);                                      \
+            }                                                                                            \
+        }                                                                                                \
+    }
+
+#include "gemm_tiles.h"
+
+static void gemm(const vm_gemm *g) {
+    const int wide = g->x_step != 1;
+    if (g->blocks * VM_SUBS <= VM_VECTORS) {
+        tiles[wide][g->blocks - 1][g->pixels - 1](g);
+        return;
+    }
+    for (size_t o = 0; o < g->blocks; o++) { /* too few registers: a block at a time */
+        vm_gemm one = *g;
+        one.blocks = 1;
+        one.w += (ptrdiff_t)o * g->w_block;
+        one.y += (ptrdiff_t)o * g->y_block;
+        if (one.bias) one.bias += o * VM_BLOCK;
+        if (one.add) one.add += (ptrdiff_t)o * g->add_block;
+        tiles[wide][0][g->pixels - 1](&one);
+    }
+}
+
+/* ---- the rest: a lane is a channel (or, in softmax, a query), so nothing is ever reduced across lanes ---- */
+
+static void load(float *y, const float *x, size_t pixels, const float *scale, const float *shift, bool silu) {
+    if (!scale && !silu) {
+        memcpy(y, x, pixels * VM_BLOCK * sizeof *y);
+        return;
+    }
+    for (int l = 0; l < VM_BLOCK; l += VM_LANES) {
+        const vf a = scale ? at(scale + l) : splat(1), b = scale ? at(shift + l) : splat(0);
+        if (silu)
+            for (size_t p = 0; p < pixels; p++) {
+                vf v = at(x + p * VM_BLOCK + l) * a + b;
+                put(y + p * VM_BLOCK + l, v / (splat(1) + vexp(-v)));
+            }
+        else
+            for (size_t p = 0; p < pixels; p++) put(y + p * VM_BLOCK + l, at(x + p * VM_BLOCK + l) * a + b);
+    }
+}
+
+static void stats(float *mean, float *m2, const float *x, size_t rows, size_t x_row, size_t pixels) {
+    for (int l = 0; l < VM_BLOCK; l += VM_LANES) {
+        vf sum = {0}, dev = {0};
+        for (size_t r = 0; r < rows; r++)
+            for (size_t p = 0; p < pixels; p++) sum += at(x + r * x_row + p * VM_BLOCK + l);
+        const vf m = sum / splat((float)(rows * pixels));
+        for (size_t r = 0; r < rows; r++)
+            for (size_t p = 0; p < pixels; p++) {
+                vf d = at(x + r * x_row + p * VM_BLOCK + l) - m;
+                dev += d * d;
+            }
+        put(mean + l, m);
+        put(m2 + l, dev);
+    }
+}
+
+static void softmax(float *s, size_t keys, float scale, float *top, float *sum, float *keep) {
+    for (int l = 0; l < VM_BLOCK; l += VM_LANES) {
+        const vf c = splat(scale), old = at(top + l);
+        vf best = old, total;
+        for (size_t k = 0; k < keys; k++) {
+            vf v = at(s + k * VM_BLOCK + l) * c;
+            best = pick(v > best, v, best);
+        }
+        const vf factor = vexp(old - best);
+        total = at(sum + l) * factor;
+        for (size_t k = 0; k < keys; k++) {
+            vf e = vexp(at(s + k * VM_BLOCK + l) * c - best);
+            put(s + k * VM_BLOCK + l, e);
+            total += e;
+        }
+        put(top + l, best);
+        put(sum + l, total);
+        put(keep + l, factor);
+    }
+}
+
+static void rescale(float *x, size_t rows, const float *keep) {
+    for (int l = 0; l < VM_BLOCK; l += VM_LANES) {
+        const vf f = at(keep + l);
+        for (size_t r = 0; r < rows; r++) put(x + r * VM_BLOCK + l, at(x + r * VM_BLOCK + l) * f);
+    }
+}
+
+static double burn(size_t rounds, float *sink) {
+    vf x[12]; /* latency 4 on two ports wants 8 at least */
+    UNROLL for (int j = 0; j < 12; j++) x[j] = splat((float)j);
+    const vf a = splat(0.999f), b = splat(0.001f);
+    for (size_t i = 0; i < rounds; i++) {
+        UNROLL for (int j = 0; j < 12; j++) x[j] = x[j] * a + b;
+    }
+    for (int j = 0; j < 12; j++)
+        for (int l = 0; l < VM_LANES; l++) *sink += x[j][l];
+    return 2.0 * 12 * VM_LANES * (double)rounds;
+}
+
+const vm_cpu_ops VM_OPS = {VM_PIXELS, gemm, load, stats, softmax, rescale, burn};
