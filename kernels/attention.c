@@ -41,8 +41,7 @@ static layout make_layout(const vm_pass *p) {
     return l;
 }
 
-size_t vm_attention_scratch(const vm_cpu_ops *ops, const vm_pass *pass, unsigned threads) {
-    (void)ops;
+size_t vm_attention_scratch(const vm_pass *pass, unsigned threads) {
     return threads * make_layout(pass).per_thread;
 }
 

@@ -10,6 +10,10 @@
  * column: 16 instead of 36 products, the same in real arithmetic. The weights are folded when the
  * pass begins, into scratch, so that the model keeps one copy.
  *
+ * A long sum is made of short ones, over one or a few blocks of input channels at a time: that keeps
+ * a run's weights in L1 while the tile passes by, and rounds as a sum of sums does, not as one of
+ * thousands of terms. The partial results wait in y itself.
+ *
  * Tiles follow from the shape alone, never from the number of threads, and every element is summed
  * in one fixed order: the result is bitwise the same for any number of threads. */
 #include <math.h>
@@ -18,6 +22,7 @@
 #include "cpu.h"
 
 enum {
+    STEPS = 128,             /* products summed in one go, at least: their weights for two blocks (16 KiB) stay in L1 */
     TILE_WIDTH = 64,         /* pixels; the x tile should stay in a core's L2 beside the weights of two blocks */
     TILE_BYTES = 768 * 1024,
     TILES_WANTED = 32        /* enough to share among threads when the image is small */
@@ -52,6 +57,7 @@ typedef struct layout {
     size_t scale, shift, offsets, folded, threads, y_pixels; /* bytes from scratch; y_pixels from the thread's own */
     size_t per_thread, total;
     size_t taps, depth, batches, phases;
+    size_t run;     /* batches that are multiplied at once */
     size_t w_block; /* floats between blocks of output channels */
 } layout;
 
@@ -61,13 +67,14 @@ static size_t put_bytes(size_t *end, size_t bytes) {
     return at;
 }
 
-static layout make_layout(const vm_cpu_ops *ops, const vm_pass *p, const grid *g, unsigned threads) {
+static layout make_layout(const vm_pass *p, const grid *g, unsigned threads) {
     layout l = {0};
     const size_t xb = VM_BLOCKS(p->x.c), yb = VM_BLOCKS(p->y.c);
     l.phases = p->up ? 4 : 1;
     l.taps = p->up ? 4 : (size_t)(p->ksize * p->ksize);
     l.depth = VM_MIN(p->x.c, VM_BLOCK);
     l.batches = xb * l.taps;
+    l.run = VM_MAX(STEPS / (l.taps * l.depth), 1) * l.taps;
     l.w_block = l.batches * l.depth * VM_BLOCK;
     const size_t channels = xb * VM_BLOCK * sizeof(float);
     l.scale = put_bytes(&l.total, p->norm || p->affine ? channels : 0);
@@ -76,14 +83,14 @@ static layout make_layout(const vm_cpu_ops *ops, const vm_pass *p, const grid *g
     l.folded = put_bytes(&l.total, p->up ? l.phases * yb * l.w_block * sizeof(float) : 0);
     l.threads = l.total;
     put_bytes(&l.per_thread, xb * g->x_rows * g->x_width * VM_BLOCK * sizeof(float));
-    l.y_pixels = put_bytes(&l.per_thread, p->y_format == VM_ROWS ? 0 : 2 * ops->max_pixels * VM_BLOCK * sizeof(float));
+    l.y_pixels = put_bytes(&l.per_thread, p->y_format == VM_ROWS ? 0 : 2 * g->tile_h * g->tile_w * VM_BLOCK * sizeof(float));
     l.total += threads * l.per_thread;
     return l;
 }
 
-size_t vm_conv_scratch(const vm_cpu_ops *ops, const vm_pass *pass, unsigned threads) {
+size_t vm_conv_scratch(const vm_pass *pass, unsigned threads) {
     grid g = make_grid(pass);
-    return make_layout(ops, pass, &g, threads).total;
+    return make_layout(pass, &g, threads).total;
 }
 
 size_t vm_conv_parts(const vm_pass *pass) {
@@ -107,7 +114,7 @@ typedef struct tile {
     size_t y0, x0, h, w;      /* in the grid's pixels */
     ptrdiff_t top, left;      /* of its input; may lie in the padding */
     size_t rows, width;       /* of its input */
-    float *x;
+    float *x, *y_pixels;      /* the thread's own */
 } tile;
 
 /* ---- load ---- */
@@ -179,49 +186,67 @@ static void store_pixels(const job *j, const float *src, size_t block, size_t y,
 
 /* ---- multiply ---- */
 
-/* One row of a tile, for one or two blocks of output channels and one phase. */
+/* What a tile's pixels are written to: y itself, or scratch before the user's own format. */
+static vm_view destination(const job *j, const tile *t, size_t block, size_t y, size_t x) {
+    if (j->pass->y_format != VM_ROWS) {
+        const size_t row = t->w * VM_BLOCK;
+        return (vm_view){t->y_pixels + (y - t->y0) * row + (x - t->x0) * VM_BLOCK, t->h * row, row};
+    }
+    const vm_view *v = &j->at->y;
+    return (vm_view){v->data + y * v->row + block * v->block + x * VM_BLOCK, v->block, v->row};
+}
+
+/* One row of a tile, for one or two blocks of output channels, one phase and one run of batches. */
 static void multiply_row(const job *j, const tile *t, size_t block, size_t blocks, size_t row, size_t phase,
-                         float *y_pixels) {
+                         size_t first) {
     const vm_pass *p = j->pass;
     const size_t s = (size_t)p->stride, zoom = p->up ? 2 : 1;
     const size_t y = (t->y0 + row) * zoom + phase / 2;
     const size_t groups = (t->w + j->ops->max_pixels - 1) / j->ops->max_pixels;
     for (size_t i = 0; i < groups; i++) {
-        const size_t from = t->w * i / groups, n = t->w * (i + 1) / groups - from;
-        const size_t x = (t->x0 + from) * zoom + phase % 2;
+        const size_t from = t->w * i / groups, x = (t->x0 + from) * zoom + phase % 2;
+        const vm_view to = destination(j, t, block, y, x);
         vm_gemm g = {
-            .pixels = n,
+            .pixels = t->w * (i + 1) / groups - from,
             .blocks = blocks,
-            .batches = j->l.batches,
+            .batches = VM_MIN(j->l.run, j->l.batches - first),
             .depth = j->l.depth,
             .x = t->x + (row * s * j->g.x_width + from * s) * VM_BLOCK,
-            .x_offset = j->offsets + phase * j->l.batches,
+            .x_offset = j->offsets + phase * j->l.batches + first,
             .x_pixel = (ptrdiff_t)s * VM_BLOCK,
             .x_step = 1,
-            .w = j->weight + (phase * VM_BLOCKS(p->y.c) + block) * j->l.w_block,
+            .w = j->weight + (phase * VM_BLOCKS(p->y.c) + block) * j->l.w_block + first * j->l.depth * VM_BLOCK,
             .w_block = (ptrdiff_t)j->l.w_block,
-            .bias = j->at->bias + block * VM_BLOCK,
+            .y = to.data,
+            .y_pixel = (ptrdiff_t)zoom * VM_BLOCK,
+            .y_block = (ptrdiff_t)to.block,
         };
-        if (p->add) {
-            const vm_view *a = &j->at->add;
-            g.add = a->data + y * a->row + block * a->block + x * VM_BLOCK;
-            g.add_pixel = VM_BLOCK;
-            g.add_block = (ptrdiff_t)a->block;
-        }
-        if (p->y_format == VM_ROWS) {
-            const vm_view *v = &j->at->y;
-            g.y = v->data + y * v->row + block * v->block + x * VM_BLOCK;
-            g.y_pixel = (ptrdiff_t)zoom * VM_BLOCK;
-            g.y_block = (ptrdiff_t)v->block;
-            j->ops->gemm(&g);
+        if (first) { /* go on with what is there */
+            g.add = g.y;
+            g.add_pixel = g.y_pixel;
+            g.add_block = g.y_block;
         } else {
-            g.y = y_pixels;
-            g.y_pixel = VM_BLOCK;
-            g.y_block = (ptrdiff_t)(n * VM_BLOCK);
-            j->ops->gemm(&g);
-            for (size_t o = 0; o < blocks; o++) store_pixels(j, y_pixels + o * n * VM_BLOCK, block + o, y, x, n);
+            g.bias = j->at->bias + block * VM_BLOCK;
+            if (p->add) {
+                const vm_view *a = &j->at->add;
+                g.add = a->data + y * a->row + block * a->block + x * VM_BLOCK;
+                g.add_pixel = g.y_pixel;
+                g.add_block = (ptrdiff_t)a->block;
+            }
         }
+        j->ops->gemm(&g);
     }
+}
+
+/* Two blocks of output channels at most. */
+static void multiply(const job *j, const tile *t, size_t block, size_t blocks) {
+    for (size_t phase = 0; phase < j->l.phases; phase++)
+        for (size_t first = 0; first < j->l.batches; first += j->l.run)
+            for (size_t row = 0; row < t->h; row++) multiply_row(j, t, block, blocks, row, phase, first);
+    if (j->pass->y_format == VM_ROWS) return;
+    for (size_t o = 0; o < blocks; o++)
+        for (size_t row = 0; row < t->h; row++)
+            store_pixels(j, t->y_pixels + (o * t->h + row) * t->w * VM_BLOCK, block + o, t->y0 + row, t->x0, t->w);
 }
 
 static void measure(const job *j, const tile *t, size_t task, size_t block) {
@@ -238,7 +263,8 @@ static void conv_tile(const void *context, size_t task, unsigned thread) {
     const job *j = context;
     const vm_pass *p = j->pass;
     char *own = j->scratch + j->l.threads + thread * j->l.per_thread;
-    tile t = {.y0 = task / j->g.columns * j->g.tile_h, .x0 = task % j->g.columns * j->g.tile_w, .x = (float *)own};
+    tile t = {.y0 = task / j->g.columns * j->g.tile_h, .x0 = task % j->g.columns * j->g.tile_w,
+              .x = (float *)own, .y_pixels = (float *)(own + j->l.y_pixels)};
     t.h = VM_MIN(j->g.tile_h, j->g.height - t.y0);
     t.w = VM_MIN(j->g.tile_w, j->g.width - t.x0);
     const size_t s = (size_t)p->stride, k = (size_t)p->ksize, pad = s == 1 ? k / 2 : 0;
@@ -249,9 +275,7 @@ static void conv_tile(const void *context, size_t task, unsigned thread) {
     load_tile(j, &t);
     for (size_t b = 0, yb = VM_BLOCKS(p->y.c); b < yb; b += 2) {
         const size_t blocks = VM_MIN(yb - b, 2);
-        for (size_t phase = 0; phase < j->l.phases; phase++)
-            for (size_t row = 0; row < t.h; row++)
-                multiply_row(j, &t, b, blocks, row, phase, (float *)(own + j->l.y_pixels));
+        multiply(j, &t, b, blocks);
         for (size_t o = 0; p->stats && o < blocks; o++) measure(j, &t, task, b + o);
     }
 }
@@ -297,7 +321,7 @@ static void fold_block(const void *context, size_t task, unsigned thread) {
 
 vm_status vm_conv_run(const vm_cpu_ops *ops, const vm_pass *pass, const vm_operands *at, const vm_exec *exec) {
     job j = {.ops = ops, .pass = pass, .at = at, .g = make_grid(pass), .scratch = at->scratch, .weight = at->weight};
-    j.l = make_layout(ops, pass, &j.g, exec->threads);
+    j.l = make_layout(pass, &j.g, exec->threads);
     j.offsets = (ptrdiff_t *)(j.scratch + j.l.offsets);
     make_offsets(&j);
     if (pass->norm || pass->affine) {

@@ -59,16 +59,19 @@ static bool always(void) { return true; }
 
 static size_t parts(const vm_pass *pass) { return pass->kind == VM_PASS_CONV ? vm_conv_parts(pass) : 0; }
 
-#define VM_CPU_BACKEND(NAME, USABLE)                                                                         \
-    static size_t NAME##_scratch(const vm_pass *p, unsigned threads) {                                       \
-        return p->kind == VM_PASS_CONV ? vm_conv_scratch(&vm_cpu_##NAME, p, threads)                         \
-                                       : vm_attention_scratch(&vm_cpu_##NAME, p, threads);                   \
-    }                                                                                                        \
-    static vm_status NAME##_run(const vm_pass *p, const vm_operands *at, const vm_exec *exec) {              \
-        return p->kind == VM_PASS_CONV ? vm_conv_run(&vm_cpu_##NAME, p, at, exec)                            \
-                                       : vm_attention_run(&vm_cpu_##NAME, p, at, exec);                      \
-    }                                                                                                        \
-    static const vm_backend NAME = {#NAME, USABLE, NAME##_scratch, parts, NAME##_run};
+static size_t scratch(const vm_pass *p, unsigned threads) {
+    return p->kind == VM_PASS_CONV ? vm_conv_scratch(p, threads) : vm_attention_scratch(p, threads);
+}
+
+static vm_status run(const vm_cpu_ops *ops, const vm_pass *p, const vm_operands *at, const vm_exec *exec) {
+    return p->kind == VM_PASS_CONV ? vm_conv_run(ops, p, at, exec) : vm_attention_run(ops, p, at, exec);
+}
+
+#define VM_CPU_BACKEND(NAME, USABLE)                                                            \
+    static vm_status NAME##_run(const vm_pass *p, const vm_operands *at, const vm_exec *exec) { \
+        return run(&vm_cpu_##NAME, p, at, exec);                                                \
+    }                                                                                           \
+    static const vm_backend NAME = {#NAME, USABLE, scratch, parts, NAME##_run};
 
 VM_CPU_BACKEND(ref, always)
 #ifdef VM_HAVE_X86

@@ -15,7 +15,7 @@ typedef struct vm_gemm {
     size_t pixels, blocks, batches, depth;
     const float *x;
     const ptrdiff_t *x_offset;
-    ptrdiff_t x_pixel, x_step; /* x_step is 1 or 16 */
+    ptrdiff_t x_pixel, x_step; /* (16, 1), (32, 1) or (1, 16) */
     const float *w;
     ptrdiff_t w_block;
     const float *bias;
@@ -52,10 +52,10 @@ extern const vm_cpu_ops vm_cpu_avx2, vm_cpu_avx512;
 const vm_cpu_ops *vm_cpu_ops_named(const char *name);
 
 /* conv.c, attention.c: a pass on any of the above. */
-size_t vm_conv_scratch(const vm_cpu_ops *ops, const vm_pass *pass, unsigned threads);
+size_t vm_conv_scratch(const vm_pass *pass, unsigned threads);
 size_t vm_conv_parts(const vm_pass *pass);
 vm_status vm_conv_run(const vm_cpu_ops *ops, const vm_pass *pass, const vm_operands *at, const vm_exec *exec);
-size_t vm_attention_scratch(const vm_cpu_ops *ops, const vm_pass *pass, unsigned threads);
+size_t vm_attention_scratch(const vm_pass *pass, unsigned threads);
 vm_status vm_attention_run(const vm_cpu_ops *ops, const vm_pass *pass, const vm_operands *at, const vm_exec *exec);
 
 /* norm.c: merge the parts of x's producer (Chan, double, in order) into y = x*scale + shift. */

@@ -1,15 +1,23 @@
-/* Every tile height from 1 to VM_PIXELS, for one and (where the registers reach) two blocks, and
- * for both steps through x: a tail costs its own size and not a full tile. */
-#define VM_TILE(P)                                                                                                     \
-    VM_GEMM(P, VM_SUBS, 1, gemm_1_1_##P)                                                                               \
-    VM_GEMM(P, VM_SUBS, VM_BLOCK, gemm_16_1_##P)                                                                       \
-    VM_TILE2(P)
-#if VM_VECTORS >= 2 * VM_BLOCK / VM_LANES
-#define VM_TILE2(P)                                                                                                    \
-    VM_GEMM(P, 2 * VM_SUBS, 1, gemm_1_2_##P)                                                                           \
-    VM_GEMM(P, 2 * VM_SUBS, VM_BLOCK, gemm_16_2_##P)
+/* Every tile height from 1 to VM_PIXELS (a tail costs its own size and not a full tile), for one and,
+ * where the registers reach, two blocks, and for the three ways through x:
+ *   a  pixels a block apart, channels side by side    (stride 1; an attention's keys)
+ *   b  pixels two blocks apart                         (stride 2)
+ *   c  pixels side by side, steps a block apart        (an attention's values) */
+#define VM_WIDE (VM_VECTORS >= 2 * VM_BLOCK / VM_LANES)
+
+#if VM_WIDE
+#define VM_TILE(P)                                           \
+    VM_GEMM(P, VM_SUBS, VM_BLOCK, 1, gemm_a1_##P)            \
+    VM_GEMM(P, VM_SUBS, 2 * VM_BLOCK, 1, gemm_b1_##P)        \
+    VM_GEMM(P, VM_SUBS, 1, VM_BLOCK, gemm_c1_##P)            \
+    VM_GEMM(P, 2 * VM_SUBS, VM_BLOCK, 1, gemm_a2_##P)        \
+    VM_GEMM(P, 2 * VM_SUBS, 2 * VM_BLOCK, 1, gemm_b2_##P)    \
+    VM_GEMM(P, 2 * VM_SUBS, 1, VM_BLOCK, gemm_c2_##P)
 #else
-#define VM_TILE2(P)
+#define VM_TILE(P)                                           \
+    VM_GEMM(P, VM_SUBS, VM_BLOCK, 1, gemm_a1_##P)            \
+    VM_GEMM(P, VM_SUBS, 2 * VM_BLOCK, 1, gemm_b1_##P)        \
+    VM_GEMM(P, VM_SUBS, 1, VM_BLOCK, gemm_c1_##P)
 #endif
 
 VM_TILE(1)
@@ -18,7 +26,7 @@ VM_TILE(3)
 VM_TILE(4)
 VM_TILE(5)
 VM_TILE(6)
-#define VM_ROW6(S, B) gemm_##S##_##B##_1, gemm_##S##_##B##_2, gemm_##S##_##B##_3, gemm_##S##_##B##_4, gemm_##S##_##B##_5, gemm_##S##_##B##_6
+#define VM_ROW6(N) gemm_##N##_1, gemm_##N##_2, gemm_##N##_3, gemm_##N##_4, gemm_##N##_5, gemm_##N##_6
 #if VM_PIXELS == 14
 VM_TILE(7)
 VM_TILE(8)
@@ -28,14 +36,20 @@ VM_TILE(11)
 VM_TILE(12)
 VM_TILE(13)
 VM_TILE(14)
-#define VM_ROW(S, B) {VM_ROW6(S, B), gemm_##S##_##B##_7, gemm_##S##_##B##_8, gemm_##S##_##B##_9, gemm_##S##_##B##_10, gemm_##S##_##B##_11, gemm_##S##_##B##_12, gemm_##S##_##B##_13, gemm_##S##_##B##_14}
+#define VM_ROW(N)                                                                                            \
+    {                                                                                                        \
+        VM_ROW6(N), gemm_##N##_7, gemm_##N##_8, gemm_##N##_9, gemm_##N##_10, gemm_##N##_11, gemm_##N##_12,   \
+            gemm_##N##_13, gemm_##N##_14                                                                     \
+    }
 #else
-#define VM_ROW(S, B) {VM_ROW6(S, B)}
+#define VM_ROW(N) \
+    { VM_ROW6(N) }
 #endif
 
-/* [x_step is 16][blocks - 1][pixels - 1] */
-#if VM_VECTORS >= 2 * VM_BLOCK / VM_LANES
-static void (*const tiles[2][2][VM_PIXELS])(const vm_gemm *) = {{VM_ROW(1, 1), VM_ROW(1, 2)}, {VM_ROW(16, 1), VM_ROW(16, 2)}};
+/* [way through x][blocks - 1][pixels - 1] */
+#if VM_WIDE
+static void (*const tiles[3][2][VM_PIXELS])(const vm_gemm *) = {
+    {VM_ROW(a1), VM_ROW(a2)}, {VM_ROW(b1), VM_ROW(b2)}, {VM_ROW(c1), VM_ROW(c2)}};
 #else
-static void (*const tiles[2][1][VM_PIXELS])(const vm_gemm *) = {{VM_ROW(1, 1)}, {VM_ROW(16, 1)}};
+static void (*const tiles[3][1][VM_PIXELS])(const vm_gemm *) = {{VM_ROW(a1)}, {VM_ROW(b1)}, {VM_ROW(c1)}};
 #endif

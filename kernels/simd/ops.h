@@ -42,13 +42,14 @@ INLINE vf vexp(vf x) {
 
 /* ---- gemm: P pixels by V vectors of accumulators, one broadcast, V weights ---- */
 
-/* step is a constant 1 or VM_BLOCK where this is instantiated; vector v is part v % VM_SUBS of block v / VM_SUBS. */
-#define VM_GEMM(P, V, STEP, NAME)                                                                        \
+/* Strides are constants where this is instantiated, so that addresses are immediates; vector v is
+ * part v % VM_SUBS of block v / VM_SUBS. */
+#define VM_GEMM(P, V, PIXEL, STEP, NAME)                                                                        \
     static void NAME(const vm_gemm *g) {                                                                 \
         vf sum[P][V];                                                                                    \
         UNROLL for (int p = 0; p < P; p++) UNROLL for (int v = 0; v < V; v++) sum[p][v] = (vf){0};       \
         const float *w = g->w;                                                                           \
-        const ptrdiff_t x_pixel = g->x_pixel, w_block = g->w_block;                                      \
+        const ptrdiff_t w_block = g->w_block;                                                            \
         for (size_t b = 0; b < g->batches; b++) {                                                        \
             const float *x = g->x + g->x_offset[b];                                                      \
             for (size_t k = 0; k < g->depth; k++, w += VM_BLOCK, x += STEP) {                            \
@@ -56,7 +57,7 @@ INLINE vf vexp(vf x) {
                 UNROLL for (int v = 0; v < V; v++) wv[v] =                                               \
                     at(w + (v / VM_SUBS) * w_block + (v % VM_SUBS) * VM_LANES);                          \
                 UNROLL for (int p = 0; p < P; p++) {                                                     \
-                    vf xv = splat(x[p * x_pixel]);                                                       \
+                    vf xv = splat(x[p * (PIXEL)]);                                                       \
                     UNROLL for (int v = 0; v < V; v++) sum[p][v] += xv * wv[v];                          \
                 }                                                                                        \
             }                                                                                            \
@@ -75,9 +76,9 @@ INLINE vf vexp(vf x) {
 #include "gemm_tiles.h"
 
 static void gemm(const vm_gemm *g) {
-    const int wide = g->x_step != 1;
+    const int kind = g->x_step != 1 ? 2 : g->x_pixel != VM_BLOCK;
     if (g->blocks * VM_SUBS <= VM_VECTORS) {
-        tiles[wide][g->blocks - 1][g->pixels - 1](g);
+        tiles[kind][g->blocks - 1][g->pixels - 1](g);
         return;
     }
     for (size_t o = 0; o < g->blocks; o++) { /* too few registers: a block at a time */
@@ -87,7 +88,7 @@ static void gemm(const vm_gemm *g) {
         one.y += (ptrdiff_t)o * g->y_block;
         if (one.bias) one.bias += o * VM_BLOCK;
         if (one.add) one.add += (ptrdiff_t)o * g->add_block;
-        tiles[wide][0][g->pixels - 1](&one);
+        tiles[kind][0][g->pixels - 1](&one);
     }
 }
 
