@@ -1,0 +1,70 @@
+"""config.json: diffusers' defaults, the known models, and what is refused."""
+
+import json
+
+import pytest
+from weights_files import SMALL, autoencoder
+
+from vaemem import _core, _layouts, _weights
+
+
+def test_config_defaults_are_diffusers():
+    theirs = dict(autoencoder({}).config)
+    ours = _weights.read_config({})
+    assert _weights.read_config(theirs) == ours
+    assert all(ours[k] == (theirs[k] or 0) for k in ours.keys() & theirs.keys() - {"block_out_channels"})
+    assert ours["block_out_channels"] == tuple(theirs["block_out_channels"])
+
+
+@pytest.mark.parametrize("name", ["sd15", "sdxl", "flux"])
+def test_config_names_the_known_models(tmp_path, name):
+    arch = _core.models()[name]
+    config = _layouts.config_of(arch)
+    assert config["scaling_factor"] == {"sd15": 0.18215, "sdxl": 0.13025, "flux": 0.3611}[name]
+    assert config["shift_factor"] == {"flux": 0.1159}.get(name)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for given in (config, arch, tmp_path, tmp_path / "config.json", str(tmp_path)):
+        assert _weights.read_config(given) == arch
+    assert _weights.read_config({**config, "scaling_factor": 0.2})["name"] == "custom"
+    assert _weights.read_config({**config, "scaling_factor": None})["scaling_factor"] is None
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("_class_name", "AutoencoderTiny"),
+        ("act_fn", "relu"),
+        ("down_block_types", ["DownEncoderBlock2D", "AttnDownEncoderBlock2D"]),
+        ("up_block_types", ["UpDecoderBlock2D"]),
+        ("up_block_types", "UpDecoderBlock2D"),
+        ("latents_mean", [0.0] * 4),
+        ("block_out_channels", 32),
+        ("block_out_channels", []),
+        ("block_out_channels", [32, -64]),
+        ("layers_per_block", 1.5),
+        ("layers_per_block", True),
+        ("latent_channels", 0),
+        ("in_channels", "3"),
+        ("use_quant_conv", 1),
+        ("scaling_factor", 0),
+        ("scaling_factor", float("nan")),
+        ("shift_factor", "0"),
+        ("norm_eps", 1e-5),
+        ("block_out_chanels", [32]),
+    ],
+)
+def test_config_refused_by_key(key, value):
+    with pytest.raises(ValueError, match=f"config: {key}.*: want .*, got "):
+        _weights.read_config({**SMALL, key: value})
+
+
+def test_config_files_that_are_none(tmp_path):
+    path = tmp_path / "config.json"
+    with pytest.raises(FileNotFoundError, match=r"config: want a config\.json, got .*config\.json"):
+        _weights.read_config(tmp_path)
+    for contents in (b"", b"{", b"\xff\xfe", b"[1]", b"[" * 100_000, b'{"act_fn": "gelu"}'):
+        path.write_bytes(contents)
+        with pytest.raises(ValueError, match=r"config: .*config\.json"):
+            _weights.read_config(path)
+    with pytest.raises(TypeError, match="config: want a path or a dict, got int"):
+        _weights.read_config(7)

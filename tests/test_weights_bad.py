@@ -1,0 +1,291 @@
+"""Weights files that are damaged, hostile or of another model; saves that fail; what loading and saving take."""
+
+import json
+import math
+import struct
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from weights_files import CONFIGS, FLUX_LIKE, SMALL, make, respell, same, tensors_of, write
+
+from vaemem import _core, _weights
+
+# ---- tensors that are not as they should be ----
+
+
+@pytest.mark.parametrize("layout", ["diffusers", "diffusers-old", "ldm", "given"])
+def test_each_tensor_is_named_when_missing_or_misshapen(tmp_path, layout):
+    """Without a config too, though the tensor is part of what the architecture is detected from."""
+    small = {"block_out_channels": (32, 32), "layers_per_block": 2}
+    config, layout = (small, "ldm") if layout == "given" else (None, layout)
+    tensors = respell(tensors_of(make(small)), layout)
+    path = tmp_path / "a.safetensors"
+    for name in tensors:
+        write(path, {n: t for n, t in tensors.items() if n != name})
+        with pytest.raises(ValueError, match=rf"a\.safetensors: 1 tensor.*missing {name}: want \(\d"):
+            _weights.load(path, config=config)
+        if config is None and name in ("encoder.conv_in.weight", "decoder.conv_out.weight"):
+            continue  # conv_in alone tells in_channels: another shape is another model
+        write(path, {**tensors, name: np.zeros((5, *tensors[name].shape[1:]), np.float32)})
+        with pytest.raises(ValueError, match=rf"a\.safetensors: 1 tensor.*{name}: want \(\d.*, got \(5,"):
+            _weights.load(path, config=config)
+
+
+@pytest.mark.parametrize(
+    "name", ["stranger", "decoder.stranger", "decoder.up_blocks.0.resnets.9.conv1.weight", "quant_conv.scale"]
+)
+def test_extra_tensor_is_named(tmp_path, name):
+    path = write(tmp_path / "a.safetensors", {**tensors_of(make()), name: np.zeros((7, 8), np.float32)})
+    with pytest.raises(ValueError, match=rf"1 tensor.*extra {name}: want no such tensor, got \(7, 8\)"):
+        _weights.load(path)
+
+
+@pytest.mark.parametrize("prefix", ["", "first_stage_model."])
+def test_training_only_tensors_are_ignored(tmp_path, prefix):
+    tensors = tensors_of(make())
+    more = {f"{prefix}loss.logvar": np.zeros(1, np.int64), "model_ema.decay": np.zeros(1, np.float64)}
+    path = write(tmp_path / "a.safetensors", {**{prefix + n: t for n, t in tensors.items()}, **more})
+    same(_weights.load(path), tensors)
+
+
+def test_other_dtypes_are_named(tmp_path):
+    tensors = tensors_of(make())
+    tensors["decoder.conv_in.bias"] = tensors["decoder.conv_in.bias"].astype(np.float64)
+    path = write(tmp_path / "a.safetensors", tensors)
+    with pytest.raises(ValueError, match=r"decoder\.conv_in\.bias: want F32, F16, BF16, got F64"):
+        _weights.load(path)
+
+
+def test_both_attention_names_at_once(tmp_path):
+    tensors = tensors_of(make())
+    name = "decoder.mid_block.attentions.0."
+    path = write(tmp_path / "a.safetensors", {**tensors, name + "query.bias": tensors[name + "to_q.bias"]})
+    with pytest.raises(ValueError, match=r"extra .*query\.bias"):
+        _weights.load(path)
+
+
+def test_unknown_layout(tmp_path):
+    for tensors in ({}, {"text_model.encoder.layers.0.weight": np.zeros(3, np.float32)}):
+        path = write(tmp_path / "a.safetensors", tensors)
+        with pytest.raises(ValueError, match=r"a\.safetensors: unknown layout: want .*diffusers, ldm, bfl"):
+            _weights.load(path)
+
+
+# ---- damaged and hostile files ----
+
+
+def file_bytes(header, data=b"", size=None):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text) if size is None else size) + text + data
+
+
+def entry(shape, begin, end, dtype="F32"):
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+HUGE = 2**63
+HOSTILE = {
+    "empty": b"",
+    "seven_bytes": b"\0" * 7,
+    "header_size_zero": b"\0" * 8,
+    "header_beyond_file": file_bytes({}, size=1 << 20),
+    "header_size_overflows": file_bytes({}, size=2**64 - 1),
+    "not_json": file_bytes(b"{" * 64),
+    "deep_json": file_bytes(b'{"a":' + b"[" * 100_000),
+    "not_utf8": file_bytes(b'{"\xff\xfe": {}}  '),
+    "json_list": file_bytes([1, 2]),
+    "a_pickle": b"\x80\x02}q\x00X\x06\x00\x00\x00config" * 9,
+    "offset_beyond_file": file_bytes({"encoder.a": entry([4], 0, 16)}, b"\0" * 8),
+    "offsets_backwards": file_bytes({"encoder.a": entry([4], 16, 0)}, b"\0" * 16),
+    "offsets_negative": file_bytes({"encoder.a": entry([4], -16, 0)}, b"\0" * 16),
+    "offsets_overlap": file_bytes({"a": entry([4], 0, 16), "b": entry([4], 8, 24)}, b"\0" * 24),
+    "hole": file_bytes({"a": entry([1], 0, 4), "b": entry([1], 8, 12)}, b"\0" * 12),
+    "trailing_data": file_bytes({"a": entry([1], 0, 4)}, b"\0" * 12),
+    "shape_disagrees": file_bytes({"a": entry([5], 0, 16)}, b"\0" * 16),
+    "shape_overflows": file_bytes({"a": entry([HUGE, HUGE, 4], 0, 16)}, b"\0" * 16),
+    "shape_overflows_to_0": file_bytes({"a": entry([2**32, 2**32], 0, 0)}),
+    "shape_negative": file_bytes({"a": entry([-4], 0, 16)}, b"\0" * 16),
+    "unknown_dtype": file_bytes({"a": entry([4], 0, 16, "X32")}, b"\0" * 16),
+    "no_offsets": file_bytes({"a": {"dtype": "F32", "shape": [1]}}, b"\0" * 4),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_file(tmp_path, name):
+    path = tmp_path / "hostile.safetensors"
+    path.write_bytes(HOSTILE[name])
+    with pytest.raises(ValueError, match=r"hostile\.safetensors"):
+        _weights.load(path, model="sdxl")
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_small_file_makes_no_large_model(tmp_path, side):
+    """Shapes that claim much and hold little: refused by name before a model of their size is allocated."""
+    header, end = {}, 0
+    for name, shape in _core.Model(_core.models()["flux"], "all").tensors:
+        shape = [65536, *([side] * (len(shape) - 1))] if ".resnets." in name else [0]
+        begin, end = end, end + 2 * math.prod(shape)
+        header[name] = entry(shape, begin, end, "F16")
+    path = tmp_path / "hostile.safetensors"
+    path.write_bytes(file_bytes(header))
+    with open(path, "r+b") as f:
+        f.truncate(path.stat().st_size + end)  # sparse
+    with pytest.raises(ValueError, match=r"hostile\.safetensors: .*conv2\.weight: want \(65536, 65536, 3, 3\)"):
+        _weights.load(path)
+
+
+def test_every_truncation_of_a_real_file(tmp_path):
+    path = tmp_path / "a.safetensors"
+    _weights.save(make(), path)
+    whole = path.read_bytes()
+    for size in sorted({*range(0, 64, 7), *range(64, len(whole), len(whole) // 40), len(whole) - 1}):
+        path.write_bytes(whole[:size])
+        with pytest.raises(ValueError, match=r"path: want a safetensors file, got .*a\.safetensors"):
+            _weights.load(path)
+
+
+def test_paths_that_are_no_files(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"path: .*nowhere\.safetensors"):
+        _weights.load(tmp_path / "nowhere.safetensors")
+    with pytest.raises(FileNotFoundError, match=r"path: want a directory with diffusion_pytorch_model\.safetensors"):
+        _weights.load(tmp_path)
+    with pytest.raises(ValueError, match=r"path: .*null, which is neither"):
+        _weights.load("/dev/null")
+    with pytest.raises(TypeError, match="path: want a path, got int"):
+        _weights.load(3)
+    _weights.save(make(), tmp_path)
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"path: want a directory with config\.json"):
+        _weights.load(tmp_path)
+    assert _weights.load(tmp_path, config=SMALL).missing() == []
+
+
+# ---- saving ----
+
+
+@pytest.mark.parametrize(
+    ("config", "layout", "why"),
+    [
+        ("flux_like", "ldm", "layout: ldm always has both quant convs, and custom has 0: want diffusers or bfl"),
+        ("one_quant_conv", "ldm", "layout: ldm always has both quant convs, and custom has 1: want diffusers$"),
+        ("small", "bfl", "layout: bfl has no quant convs, and custom has 2: want diffusers or ldm"),
+        ("one_quant_conv", "bfl", "layout: bfl has no quant convs"),
+        ("small", "gguf", "layout: want one of diffusers, ldm, bfl, got 'gguf'"),
+        ("small", "diffusers-old", "layout: want one of diffusers, ldm, bfl"),
+    ],
+)
+def test_layouts_refused(tmp_path, config, layout, why):
+    with pytest.raises(ValueError, match=why):
+        _weights.save(make(CONFIGS[config]), tmp_path / "a.safetensors", layout)
+    assert not list(tmp_path.iterdir())
+
+
+def test_bfl_wants_the_attention(tmp_path):
+    config = {**FLUX_LIKE, "mid_block_add_attention": False}
+    with pytest.raises(ValueError, match="layout: bfl always has the middle attention"):
+        _weights.save(make(config), tmp_path / "a.safetensors", "bfl")
+
+
+def test_save_refuses_paths_and_unset_tensors(tmp_path):
+    model = make()
+    (tmp_path / "a.file").write_text("mine")
+    (tmp_path / "b.safetensors").mkdir()
+    for path, layout, why in [
+        (tmp_path / "vae", "ldm", r"path: want a name that ends in \.safetensors for layout ldm"),
+        (tmp_path / "a.file", "diffusers", "path: want a directory or a name"),
+        (tmp_path / "b.safetensors", "diffusers", "path: want a file in a directory that exists"),
+        (tmp_path / "no" / "c.safetensors", "diffusers", "path: want a file in a directory that exists"),
+    ]:
+        with pytest.raises(ValueError, match=why):
+            _weights.save(model, path, layout)
+    with pytest.raises(ValueError, match=r"model: want every tensor set, got \d+ that are not, such as encoder"):
+        _weights.save(_core.Model(model.arch, "all"), tmp_path / "d.safetensors")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.file", "b.safetensors"]
+
+
+class Failing:
+    """A model whose nth tensor cannot be had."""
+
+    def __init__(self, model, nth):
+        self.model, self.left = model, nth
+
+    def __getattr__(self, name):
+        return getattr(self.model, name)
+
+    def get_tensor(self, name):
+        self.left -= 1
+        if not self.left:
+            raise MemoryError(name)
+        return self.model.get_tensor(name)
+
+
+@pytest.mark.parametrize("nth", [1, 20])
+def test_a_failed_save_leaves_what_was_there(tmp_path, nth):
+    old, failing = make(seed=1), Failing(make(), nth)
+    for path in (tmp_path / "a.safetensors", tmp_path / "vae"):
+        with pytest.raises(MemoryError):
+            _weights.save(failing, path)
+        assert not list(tmp_path.iterdir())
+        failing.left = nth
+    for path in (tmp_path / "a.safetensors", tmp_path / "vae"):
+        _weights.save(old, path)
+        before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+        with pytest.raises(MemoryError):
+            _weights.save(failing, path)
+        assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
+        failing.left = nth
+
+
+def test_unknown_scaling_stays_unknown(tmp_path):
+    _weights.save(make(), tmp_path / "a.safetensors")
+    _weights.save(_weights.load(tmp_path / "a.safetensors"), tmp_path / "vae")
+    assert json.loads((tmp_path / "vae" / "config.json").read_text())["scaling_factor"] is None
+    assert _weights.load(tmp_path / "vae").arch["scaling_factor"] is None
+
+
+# ---- memory ----
+
+MEASURE = """
+import sys
+from vaemem import _core, _weights
+verb, small, path = sys.argv[1:]
+arch = _core.models()["sdxl"]
+
+def status(key):
+    with open("/proc/self/status") as f:
+        return next(int(line.split()[1]) for line in f if line.startswith(key)) * 1024
+
+model = _weights.load(small)  # what is imported and set up once
+_weights.save(model, small)
+if verb == "save":
+    model = _core.Model(arch, "decoder")
+    _weights.random_tensors(model, 0)
+with open("/proc/self/clear_refs", "w") as f:
+    f.write("5")  # VmHWM starts again from here
+before = status("VmRSS:")
+if verb == "save":
+    _weights.save(model, path)
+else:
+    model = _weights.load(path, parts="decoder", model="sdxl")
+print(status("VmHWM:") - before, model.reserved_bytes)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak resident size is read from /proc")
+def test_peak_memory_of_a_real_size(tmp_path):
+    """SDXL's decoder, 189 MiB in float32: saving takes one tensor; loading the packed copy and one tensor. The peak
+    of the process counts pages of the mapped file too."""
+    small, path = tmp_path / "small.safetensors", tmp_path / "a.safetensors"
+    _weights.save(make(), small)
+    largest = 512 * 512 * 9 * 4
+    slack = 2 << 20  # headers, names and Python's own growth: under 1 MiB seen
+    for verb in ("save", "load"):
+        done = subprocess.run([sys.executable, "-c", MEASURE, verb, small, path], capture_output=True, text=True)
+        if "clear_refs" in done.stderr:
+            pytest.skip("this system does not let a process reset its peak resident size")
+        assert done.returncode == 0, done.stderr
+        grown, reserved = map(int, done.stdout.split())
+        assert grown <= largest + slack + (reserved if verb == "load" else 0)
+    assert grown > 0.9 * reserved  # the measurement sees the weights at all

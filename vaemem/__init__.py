@@ -1,0 +1,18 @@
+"""Run the SD1.5, SDXL and FLUX VAEs in a memory known to the byte, and know what they take elsewhere."""
+
+import os as _os
+import pkgutil as _pkgutil
+
+# In the folder of an unbuilt source tree this package hides the installed one: its core is used then.
+__path__ = _pkgutil.extend_path(__path__, __name__)
+
+from vaemem import _core
+from vaemem._fit import fit
+from vaemem._sweep import sweep
+from vaemem._table import Table
+from vaemem.vae import VAE, Encoded, Run, backends
+
+__version__ = "0.1.0"
+__all__ = ["VAE", "Encoded", "Run", "Table", "backends", "fit", "sweep"]
+
+_core.disable(_os.environ.get("VAEMEM_DISABLE", ""))

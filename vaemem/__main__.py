@@ -1,0 +1,135 @@
+"""The command line: `python -m vaemem COMMAND`, or `vaemem COMMAND`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from collections.abc import Sequence
+
+from ._fit import TARGETS
+from ._sweep import OPS
+from ._table import Table, render
+
+
+def _size(text: str) -> tuple[int, int]:
+    """'512x768' (height x width) or '512' (a square)."""
+    parts = text.lower().split("x")
+    try:
+        sides = [int(part) for part in parts]
+    except ValueError:
+        sides = []
+    if len(sides) not in (1, 2) or min(sides) < 1:
+        raise argparse.ArgumentTypeError(f"want HEIGHTxWIDTH in pixels, such as 512x768, got {text!r}")
+    return sides[0], sides[-1]
+
+
+def _print(table: Table, form: str) -> None:
+    text = table.to_csv() if form == "csv" else table.to_json() if form == "json" else repr(table)
+    print(str(text).rstrip("\n"))
+
+
+def _demo(args: argparse.Namespace) -> None:
+    from ._demo import run
+
+    run(args.out)
+
+
+def _estimate(args: argparse.Namespace) -> None:
+    from ._sweep import sweep
+
+    _print(sweep(args.model, args.op, args.sizes, batch=args.batch, measure=False), args.format)
+
+
+def _sweep(args: argparse.Namespace) -> None:
+    from ._sweep import sweep
+
+    table = sweep(
+        args.models, args.ops, args.sizes, batch=args.batch, repeats=args.repeats, measure=not args.estimate,
+        progress=sys.stderr.isatty() and importlib.util.find_spec("tqdm") is not None,
+    )  # fmt: skip
+    if args.csv:
+        table.to_csv(args.csv)
+    _print(table, args.format)
+
+
+def _fit(args: argparse.Namespace) -> None:
+    from ._fit import fit
+
+    table = Table.from_csv(args.table)
+    equals = {name: value for name in ("model", "op", "dtype", "source") if (value := getattr(args, name))}
+    if equals:
+        table = table.filter(**equals)
+    formulas = fit(table, args.target, args.quantile)
+    print(str(formulas) if args.format == "text" else getattr(formulas, args.format)())
+
+
+def _backends(args: argparse.Namespace) -> None:
+    import vaemem
+
+    rows = vaemem.backends()
+    print(render(rows[0], [[str(value) for value in row.values()] for row in rows]))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="vaemem", description="Run the SD1.5, SDXL and FLUX VAEs in a memory known to the byte."
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+
+    def command(name: str, function, text: str) -> argparse.ArgumentParser:  # type: ignore[no-untyped-def]
+        sub = commands.add_parser(name, help=text, description=text)
+        sub.set_defaults(function=function)
+        return sub
+
+    def formatted(sub: argparse.ArgumentParser, *forms: str) -> None:
+        sub.add_argument("--format", choices=forms, default="text", help="of what is printed")
+
+    sub = command("demo", _demo, "The whole job on a photograph: weights files, encode, decode, sweep, fit, report.")
+    sub.add_argument("--out", default="out", help="folder for everything it leaves (default: out)")
+
+    sub = command("estimate", _estimate, "The engine's memory before a run, without running it.")
+    sub.add_argument("model", help="sd15, sdxl or flux")
+    sub.add_argument("op", choices=OPS)
+    sub.add_argument("sizes", type=_size, nargs="+", metavar="HxW", help="height x width of the image in pixels")
+    sub.add_argument("--batch", type=int, default=1)
+    formatted(sub, "text", "csv", "json")
+
+    sub = command("sweep", _sweep, "Measure the engine's memory and time over models, operations and sizes.")
+    sub.add_argument("--models", nargs="+", default=["sd15", "sdxl", "flux"], metavar="MODEL")
+    sub.add_argument("--ops", nargs="+", default=list(OPS), choices=OPS)
+    sub.add_argument("--sizes", nargs="+", type=_size, default=[256, 512, (512, 768)], metavar="HxW")
+    sub.add_argument("--batch", type=int, default=1)
+    sub.add_argument("--repeats", type=int, default=1, help="runs of each case, of whose times the median is taken")
+    sub.add_argument("--estimate", action="store_true", help="ask the plan, run nothing")
+    sub.add_argument("--csv", metavar="FILE", help="also write the table there")
+    formatted(sub, "text", "csv", "json")
+
+    sub = command("fit", _fit, "Fit a*H*W*e + b to a table, for each model and operation.")
+    sub.add_argument("table", metavar="CSV", help="a table of vaemem's, or of the published PyTorch benchmark")
+    sub.add_argument("--target", choices=TARGETS, default="allocated_bytes")
+    sub.add_argument("--quantile", type=float, help="a line above this share of the rows (needs SciPy); 1: above all")
+    for name in ("model", "op", "dtype", "source"):
+        sub.add_argument(f"--{name}", help=f"only rows of this {name}")
+    formatted(sub, "text", "python", "latex", "json")
+
+    command("backends", _backends, "The instruction sets that the engine has kernels for, and which it uses here.")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; 0 when done, 2 for bad input (a sentence on stderr, no traceback), 130 for Ctrl-C."""
+    args = _parser().parse_args(argv)
+    try:
+        args.function(args)
+    except (ValueError, OSError, ImportError, OverflowError, MemoryError) as error:
+        print(f"vaemem {args.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"vaemem {args.command}: stopped", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

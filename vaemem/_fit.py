@@ -1,0 +1,360 @@
+"""A formula for a table: memory (or time) as a*H*W*e + b, with what it does not explain."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ._table import ELEMENT_BYTES, SCHEMA, Row, Table, mib, need, render
+
+KEY = ("model", "op", "runtime", "device", "batch")
+TARGETS = tuple(column.name for column in SCHEMA if column.kind in ("bytes", "seconds"))
+
+
+class FitRow(NamedTuple):
+    """A row that a formula was fitted to. Figures are in the target's unit: bytes or seconds."""
+
+    height: int
+    width: int
+    dtype: str
+    measured: float
+    fitted: float
+    residual: float  # measured - fitted
+    error: float | None  # fitted / measured - 1: positive where the formula says too much; None if measured is 0
+    constant: float  # measured / (H*W*e): what a formula without b would need for this row
+
+
+@dataclass(frozen=True)
+class Formula:
+    """`target = a * H*W*e + b` for one model, op, runtime, device and batch.
+
+    H and W are the image's height and width in pixels, e the bytes of one element of dtype. Divide `a` by 128 for
+    the number of full-size activations (T = 128*H*W*e) that it stands for.
+
+    Attributes
+    ----------
+    a, b : float
+        Bytes (or seconds) per pixel and element byte, and bytes (or seconds).
+    a_error, b_error : float or None
+        Standard errors; None for a quantile fit and for two rows, which any line fits.
+    r2 : float or None
+        Share of the variance explained; None for a quantile fit and where all rows are equal.
+    rows : tuple of FitRow
+        The rows fitted, each with its residual.
+    """
+
+    name: str
+    model: str
+    op: str
+    runtime: str | None
+    device: str | None
+    batch: int | None
+    target: str
+    quantile: float | None
+    a: float
+    b: float
+    a_error: float | None
+    b_error: float | None
+    r2: float | None
+    rows: tuple[FitRow, ...]
+
+    @property
+    def n(self) -> int:
+        """Rows fitted."""
+        return len(self.rows)
+
+    @property
+    def max_over(self) -> float:
+        """The worst over-estimate as a fraction of the measured value (0.02 is 2% too much); 0 if there is none."""
+        return max(0.0, *(row.error or 0.0 for row in self.rows))
+
+    @property
+    def max_under(self) -> float:
+        """The worst under-estimate as a fraction of the measured value; 0 if there is none."""
+        return max(0.0, *(-(row.error or 0.0) for row in self.rows))
+
+    def predict(self, height: int, width: int, dtype: str = "float32") -> float:
+        """The formula's value at a size.
+
+        Parameters
+        ----------
+        height, width : int
+            Of the image, in pixels, at least 1.
+        dtype : str
+            float32, float16 or bfloat16.
+
+        Returns
+        -------
+        int or float
+            Whole bytes (rounded; rounded up for a quantile fit, which is a bound), or seconds.
+
+        Raises
+        ------
+        ValueError
+            A size below 1 or an unknown dtype.
+        """
+        for name, pixels in (("height", height), ("width", width)):
+            if pixels < 1:
+                raise ValueError(f"{name}: want at least 1, got {pixels}")
+        value = self.a * (height * width * _element_bytes(dtype)) + self.b
+        if self.target == "seconds":
+            return value
+        return round(value) if self.quantile is None else math.ceil(value)
+
+    def python(self) -> str:
+        """A Python function of height, width and element_bytes that gives what `predict` gives (needs `math`)."""
+        call = "" if self.target == "seconds" else "round" if self.quantile is None else "math.ceil"
+        function = re.sub(r"\W+", "_", f"{self.name}_{self.target}")
+        function = f"_{function}" if function[0].isdigit() else function
+        return (
+            f"def {function}(height, width, element_bytes={ELEMENT_BYTES[self.rows[0].dtype]}):\n"
+            f'    """{self._summary()}"""\n'
+            f"    return {call}({self.a!r} * (height * width * element_bytes) + {self.b!r})\n"
+        )
+
+    def latex(self) -> str:
+        """The formula as a LaTeX equation body, standard errors included."""
+        names = rf"{self.target.removesuffix('_bytes')}, {self.name}".replace("_", r"\_")
+        return rf"M_{{\text{{{names}}}}} &= {_pm(self.a, self.a_error)}\,H W e {_signed(self.b, self.b_error)}"
+
+    def json(self) -> str:
+        """The formula with its rows as a JSON object."""
+        return json.dumps(self._dict(), ensure_ascii=False, indent=1)
+
+    def _dict(self) -> dict[str, Any]:
+        rows = [row._asdict() for row in self.rows]
+        return asdict(self) | {"n": self.n, "max_over": self.max_over, "max_under": self.max_under, "rows": rows}
+
+    def _summary(self) -> str:
+        how = "least squares" if self.quantile is None else f"quantile {self.quantile:g}"
+        return f"{how}, {self.n} rows, worst {_percent(self.max_over)} and {_percent(-self.max_under)}"
+
+    def __str__(self) -> str:
+        is_bytes = self.target != "seconds"
+        b = f"{abs(self.b):.0f}" if is_bytes else f"{abs(self.b):.4g}"
+        lines = [f"{self.name}: {self.target} = {self.a:.7g} * H*W*e {'-' if self.b < 0 else '+'} {b}"]
+        facts = [self._summary()]
+        if self.a_error is not None and self.b_error is not None:
+            facts.append(f"standard errors {self.a_error:.2g} and {self.b_error:.2g}")
+        if self.r2 is not None:
+            facts.append(f"R^2 {self.r2:.7f}")
+        if is_bytes:
+            facts.append(f"a is {self.a / 128:.3f} T (T = 128*H*W*e)")
+        lines.append("  " + "; ".join(facts))
+        unit, show = ("MiB", mib) if is_bytes else ("s", "{:.3f}".format)
+        header = ("  size", "dtype", f"measured {unit}", f"fitted {unit}", f"residual {unit}", "error", "per H*W*e")
+        cells = [
+            (f"  {r.height}x{r.width}", r.dtype, show(r.measured), show(r.fitted), show(r.residual),
+             _percent(r.error), f"{r.constant:.5g}")
+            for r in self.rows
+        ]  # fmt: skip
+        return "\n".join([*lines, render(header, cells)])
+
+
+class Fit(Sequence[Formula]):
+    """What `vaemem.fit` found: a sequence of formulas, one for each model, op, runtime, device and batch.
+
+    Printing it shows every formula with its residuals.
+    """
+
+    def __init__(self, target: str, quantile: float | None, formulas: Sequence[Formula]) -> None:
+        self.target = target
+        self.quantile = quantile
+        self.formulas = tuple(formulas)
+
+    def __len__(self) -> int:
+        return len(self.formulas)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.formulas[index]
+
+    def __iter__(self) -> Iterator[Formula]:
+        return iter(self.formulas)
+
+    def find(self, **key: object) -> Formula:
+        """The one formula with the given model, op, runtime, device or batch; ValueError if none or several fit."""
+        unknown = [name for name in key if name not in KEY]
+        if unknown:
+            raise ValueError(f"unknown key {', '.join(unknown)}; a formula has {', '.join(KEY)}")
+        found = [f for f in self.formulas if all(getattr(f, name) == value for name, value in key.items())]
+        if len(found) != 1:
+            wanted = ", ".join(f"{name}={value!r}" for name, value in key.items()) or "any"
+            raise ValueError(
+                f"formula ({wanted}): want one, got {len(found)} of {', '.join(f.name for f in self.formulas)}"
+            )
+        return found[0]
+
+    def predict(self, height: int, width: int, dtype: str = "float32", **key: object) -> float:
+        """`find(**key).predict(height, width, dtype)`."""
+        return self.find(**key).predict(height, width, dtype)
+
+    def python(self) -> str:
+        """The formulas as a Python module."""
+        return "import math\n\n\n" + "\n\n".join(formula.python() for formula in self.formulas)
+
+    def latex(self) -> str:
+        """The formulas as a LaTeX `align` environment (needs amsmath); H, W in pixels, e in bytes."""
+        return "\\begin{align}\n" + " \\\\\n".join(formula.latex() for formula in self.formulas) + "\n\\end{align}"
+
+    def json(self) -> str:
+        """The formulas with their rows as a JSON object."""
+        whole = {
+            "target": self.target,
+            "quantile": self.quantile,
+            "formulas": [formula._dict() for formula in self.formulas],
+        }
+        return json.dumps(whole, ensure_ascii=False, indent=1)
+
+    def __str__(self) -> str:
+        return "\n\n".join(map(str, self.formulas))
+
+    __repr__ = __str__
+
+
+def fit(table: Table, target: str = "allocated_bytes", quantile: float | None = None) -> Fit:
+    """Fit `a*H*W*e + b` to each model, op, runtime, device and batch of a table.
+
+    Rows of every dtype go into one formula through e, the bytes of an element. That suits a runtime whose
+    activations scale with e; PyTorch's half and single precision peak at different places, so give
+    ``table.filter(dtype="float16")`` to keep them apart.
+
+    Parameters
+    ----------
+    table : Table
+        Rows need model, op, height, width, dtype and the target.
+    target : str
+        A column in bytes, or ``"seconds"``.
+    quantile : float, optional
+        None: least squares. Otherwise, in (0, 1]: the line that this share of the rows lies under (linear
+        quantile regression); 1 is the lowest line, by its mean, that no row lies above. Needs SciPy
+        (``pip install 'vaemem[fit]'``).
+
+    Returns
+    -------
+    Fit
+
+    Raises
+    ------
+    ValueError
+        Unknown target or quantile, an empty table, a row that lacks what is needed, or a group with fewer than two
+        distinct H*W*e, which no line can be put through.
+
+    Notes
+    -----
+    Ordinary least squares with unit weights, so large sizes count most. Standard errors assume independent errors of
+    one variance; residuals of a memory model are systematic, so read them as a scale, not as a guarantee.
+
+    Examples
+    --------
+    >>> formulas = fit(sweep("sdxl", "decode", (256, 384, 512), measure=False))
+    >>> print(formulas)
+    >>> formulas.predict(1024, 1024, "float32", model="sdxl", op="decode")
+    """
+    if target not in TARGETS:
+        raise ValueError(f"target: want one of {', '.join(TARGETS)}, got {target!r}")
+    if quantile is not None and not 0 < quantile <= 1:
+        raise ValueError(f"quantile: want a number above 0 and at most 1, or None, got {quantile!r}")
+    if not len(table):
+        raise ValueError("table: want at least 2 rows, got none")
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for i, row in enumerate(table):
+        lacking = [name for name in ("model", "op", "height", "width", "dtype", target) if row[name] is None]
+        if lacking:
+            raise ValueError(f"row {i}: has no {', '.join(lacking)}; filter such rows out")
+        groups.setdefault(tuple(row[name] for name in KEY), []).append(row)
+    # A formula is named by its model, its op, and what else tells it from the others.
+    varying = [i for i in range(len(KEY)) if i < 2 or len({key[i] for key in groups}) > 1]
+    formulas = []
+    for key, rows in groups.items():
+        name = " ".join("-" if key[i] is None else f"batch {key[i]}" if KEY[i] == "batch" else key[i] for i in varying)
+        formulas.append(_fit_one(name, dict(zip(KEY, key, strict=True)), rows, target, quantile))
+    return Fit(target, quantile, formulas)
+
+
+def _fit_one(name: str, key: dict[str, Any], rows: list[Row], target: str, quantile: float | None) -> Formula:
+    sizes = [row["height"] * row["width"] * _element_bytes(row["dtype"]) for row in rows]
+    if len(set(sizes)) < 2:
+        only = f"{rows[0]['height']}x{rows[0]['width']} {rows[0]['dtype']}"
+        raise ValueError(f"{name}: want rows of at least 2 distinct height*width*element bytes, got only {only}")
+    x = np.array(sizes, dtype=np.float64)
+    y = np.array([row[target] for row in rows], dtype=np.float64)
+    a, b = _least_squares(x, y) if quantile is None else _quantile_line(x, y, quantile)
+    fitted = a * x + b
+    residual = y - fitted
+    squares, spread = float(residual @ residual), float(((y - y.mean()) ** 2).sum())
+    errors: tuple[float | None, float | None] = (None, None)
+    if quantile is None and len(x) > 2:
+        variance, width = squares / (len(x) - 2), float(((x - x.mean()) ** 2).sum())
+        errors = (math.sqrt(variance / width), math.sqrt(variance * (1 / len(x) + x.mean() ** 2 / width)))
+    return Formula(
+        name=name,
+        **key,
+        target=target,
+        quantile=quantile,
+        a=a,
+        b=b,
+        a_error=errors[0],
+        b_error=errors[1],
+        r2=1 - squares / spread if quantile is None and spread > 0 else None,
+        rows=tuple(
+            FitRow(r["height"], r["width"], r["dtype"], yi, fi, yi - fi, fi / yi - 1 if yi else None, yi / xi)
+            for r, xi, yi, fi in zip(rows, x.tolist(), y.tolist(), fitted.tolist(), strict=True)
+        ),
+    )
+
+
+def _least_squares(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
+    # Centred sums: x reaches 1e8 and y 1e11, whose squares would cancel.
+    dx = x - x.mean()
+    a = float(dx @ (y - y.mean()) / (dx @ dx))
+    return a, float(y.mean() - a * x.mean())
+
+
+def _quantile_line(x: np.ndarray, y: np.ndarray, quantile: float) -> tuple[float, float]:
+    """The line a*x + b with the least pinball loss; for quantile 1 none of y may lie above it.
+
+    As a linear program: y = a*x + b + above - below, minimise quantile * sum(above) + (1 - quantile) * sum(below).
+    """
+    optimize = need("scipy.optimize", "fit(quantile=)")
+    n, x_scale, y_scale = len(x), float(x.max()), float(np.abs(y).max()) or 1.0
+    cost = np.concatenate([[0, 0], np.full(n, quantile), np.full(n, 1 - quantile if quantile < 1 else 1)])
+    equal = np.hstack([(x / x_scale)[:, None], np.ones((n, 1)), np.eye(n), -np.eye(n)])
+    bounds = [(None, None)] * 2 + [(0, None if quantile < 1 else 0)] * n + [(0, None)] * n
+    found = optimize.linprog(cost, A_eq=equal, b_eq=y / y_scale, bounds=bounds, method="highs-ds")
+    if found.status != 0:
+        raise ValueError(f"quantile: no line was found ({found.message})")
+    a, b = float(found.x[0]) * y_scale / x_scale, float(found.x[1]) * y_scale
+    # What rounding left above the line is taken into b, so that quantile 1 is a bound.
+    return a, b + max(0.0, float((y - (a * x + b)).max())) if quantile == 1 else b
+
+
+def _element_bytes(dtype: str) -> int:
+    if dtype not in ELEMENT_BYTES:
+        raise ValueError(f"dtype: want one of {', '.join(ELEMENT_BYTES)}, got {dtype!r}")
+    return ELEMENT_BYTES[dtype]
+
+
+def _percent(error: float | None) -> str:
+    return "" if error is None else f"{round(error, 4) + 0.0:+.2%}"  # + 0.0: no negative zero
+
+
+def _latex(value: float, digits: int) -> str:
+    r"""123456.7 as 123\,457, 1.5e-7 as 1.5 \times 10^{-7}."""
+    if abs(value) >= 1e5:
+        return f"{value:,.0f}".replace(",", r"\,")
+    mantissa, _, exponent = f"{value:.{digits}g}".partition("e")
+    return rf"{mantissa} \times 10^{{{int(exponent)}}}" if exponent else mantissa
+
+
+def _pm(value: float, error: float | None) -> str:
+    return _latex(value, 6) if error is None else rf"({_latex(value, 6)} \pm {_latex(error, 2)})"
+
+
+def _signed(value: float, error: float | None) -> str:
+    return f"{'-' if value < 0 else '+'} {_pm(abs(value), error)}"

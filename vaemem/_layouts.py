@@ -1,0 +1,405 @@
+"""What the tensors of a weights file are called, and which architecture they make.
+
+The core knows every tensor by one name, which is diffusers' own (``encoder.mid_block.attentions.0.to_q.weight``).
+A layout is a spelling of those names, and `_pieces` is the only place that knows one:
+
+=========  ===========================================================================================================
+diffusers  the core's names; older files write ``query``, ``key``, ``value``, ``proj_attn`` for ``to_q`` and so on
+ldm        CompVis' names, in original Stable Diffusion checkpoints under ``first_stage_model.``; with quant convs
+bfl        the same names without quant convs: Black Forest Labs' ``ae.safetensors``
+=========  ===========================================================================================================
+
+Sources of the names: ``AutoencoderKL`` of diffusers 0.33, ``ldm/modules/diffusionmodules/model.py`` of
+CompVis/latent-diffusion, ``flux/modules/autoencoder.py`` of black-forest-labs/flux.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import re
+import statistics
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from vaemem import _core
+
+Shape = tuple[int, ...]
+Arch = dict[str, Any]
+
+LAYOUTS = ("diffusers", "ldm", "bfl")
+PREFIXES = ("first_stage_model.", "vae.", "")
+# As stored (little-endian) and as the core takes it; numpy has no bfloat16, so its bits travel as integers.
+DTYPES = {"F32": ("<f4", np.float32), "F16": ("<f2", np.float16), "BF16": ("<u2", ml_dtypes.bfloat16)}
+CONFIG = "config.json"
+
+# ---- names ----
+
+
+def _pieces(layout: str, levels: int) -> Iterator[tuple[str, str]]:
+    """Pairs of (piece of the core's name, the same piece in `layout`); what no pair covers is spelt alike."""
+    attention = "mid_block.attentions.0."
+    if layout == "diffusers-old":
+        yield attention + "to_q.", attention + "query."
+        yield attention + "to_k.", attention + "key."
+        yield attention + "to_v.", attention + "value."
+        yield attention + "to_out.0.", attention + "proj_attn."
+    if layout in ("ldm", "bfl"):
+        for i in range(levels):
+            yield f"down_blocks.{i}.resnets.", f"down.{i}.block."
+            yield f"down_blocks.{i}.downsamplers.0.", f"down.{i}.downsample."
+            # counted from the image's side there, from the latent's side here
+            yield f"up_blocks.{i}.resnets.", f"up.{levels - 1 - i}.block."
+            yield f"up_blocks.{i}.upsamplers.0.", f"up.{levels - 1 - i}.upsample."
+        yield "mid_block.resnets.0.", "mid.block_1."
+        yield "mid_block.resnets.1.", "mid.block_2."
+        yield attention + "group_norm.", "mid.attn_1.norm."
+        yield attention + "to_q.", "mid.attn_1.q."
+        yield attention + "to_k.", "mid.attn_1.k."
+        yield attention + "to_v.", "mid.attn_1.v."
+        yield attention + "to_out.0.", "mid.attn_1.proj_out."
+        yield ".conv_shortcut.", ".nin_shortcut."
+        yield ".conv_norm_out.", ".norm_out."
+
+
+def spell(names: Iterable[str], layout: str, levels: int) -> dict[str, str]:
+    """The core's names -> the layout's. Swapped, it is the way back."""
+    pieces = list(_pieces(layout, levels))
+    spelt = {}
+    for name in names:
+        spelt[name] = name
+        for mine, theirs in pieces:
+            spelt[name] = spelt[name].replace(mine, theirs)
+    return spelt
+
+
+def is_attention_matrix(name: str, shape: Shape) -> bool:
+    """A (C, C) matrix of the core that some files hold as a 1x1 convolution (C, C, 1, 1)."""
+    return ".attentions." in name and len(shape) == 2
+
+
+def half_of(name: str) -> str | None:
+    """The half that a tensor belongs to, by its name in any layout without its prefix; None for neither."""
+    root = name.partition(".")[0]
+    return {"encoder": "encoder", "quant_conv": "encoder", "decoder": "decoder", "post_quant_conv": "decoder"}.get(root)
+
+
+# ---- architectures ----
+
+_DEFAULTS: Arch = {  # of diffusers' AutoencoderKL
+    "in_channels": 3,
+    "out_channels": 3,
+    "latent_channels": 4,
+    "block_out_channels": (64,),
+    "layers_per_block": 1,
+    "norm_num_groups": 32,
+    "norm_eps": 1e-6,  # no key of AutoencoderKL, which has no other; accepted so that an arch is a config too
+    "use_quant_conv": True,
+    "use_post_quant_conv": True,
+    "mid_block_add_attention": True,
+    "scaling_factor": 0.18215,
+    "shift_factor": None,
+}
+_BLOCK_TYPES = {"down_block_types": "DownEncoderBlock2D", "up_block_types": "UpDecoderBlock2D"}
+# What the engine can do only one of. Per-channel latent statistics replace the scaling factor in pipelines.
+_FIXED = {"_class_name": "AutoencoderKL", "act_fn": "silu", "latents_mean": None, "latents_std": None}
+# Says nothing about the arithmetic: tile size and precision are chosen by whoever runs the model.
+_IGNORED = ("name", "sample_size", "force_upcast")
+_SCALING = ("name", "norm_eps", "scaling_factor", "shift_factor")  # what tensors cannot tell
+
+
+def as_path(value: object, argument: str, want: str = "a path") -> Path:
+    if not isinstance(value, (str, bytes, os.PathLike)):
+        raise TypeError(f"{argument}: want {want}, got {type(value).__name__}")
+    return Path(os.fsdecode(value))
+
+
+def _bad_config(key: str, want: str, got: object) -> ValueError:
+    return ValueError(f"config: {key}: want {want}, got {got!r}")
+
+
+def _integer(key: str, value: object) -> int:
+    if isinstance(value, (int, np.integer)) and not isinstance(value, bool) and value > 0:
+        return int(value)
+    raise _bad_config(key, "a positive integer", value)
+
+
+def _setting(key: str, value: object, default: object) -> object:
+    """value, checked to be of the kind that its default is."""
+    if isinstance(default, bool):
+        if not isinstance(value, (bool, np.bool_)):
+            raise _bad_config(key, "true or false", value)
+        return bool(value)
+    if isinstance(default, int):
+        return _integer(key, value)
+    if isinstance(default, tuple):
+        if not isinstance(value, (list, tuple)) or not value:
+            raise _bad_config(key, "a list of positive integers", value)
+        return tuple(_integer(f"{key}[{i}]", v) for i, v in enumerate(value))
+    if value is None:
+        return 0.0 if key == "shift_factor" else None
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.floating)) or not math.isfinite(value):
+        raise _bad_config(key, "a finite number", value)
+    if key == "scaling_factor" and value <= 0:
+        raise _bad_config(key, "more than 0", value)
+    return float(value)
+
+
+def _same(a: Arch, b: Arch, but: tuple[str, ...]) -> bool:
+    """Whether two archs agree in all but some keys; numbers as the core keeps them, in single precision."""
+    single = {k: [np.float32(x[k]) if isinstance(x[k], float) else x[k] for x in (a, b)] for k in _DEFAULTS}
+    return all(x == y for k, (x, y) in single.items() if k not in but)
+
+
+def _load_json(path: Path) -> object:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"config: want a JSON file, got {path}: {error}") from None
+
+
+def read_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> Arch:
+    """The architecture that a diffusers ``config.json`` describes.
+
+    Parameters
+    ----------
+    config : path or mapping
+        A ``config.json``, a directory that holds one, or its contents. Keys that are absent have the defaults of
+        diffusers' ``AutoencoderKL``; ``scaling_factor`` may be None (unknown). An `Arch` is accepted too.
+
+    Returns
+    -------
+    dict
+        What ``_core.Model`` takes. Its name is that of the model that it equals in every field, else ``"custom"``.
+
+    Raises
+    ------
+    ValueError
+        A key that is unknown, of the wrong type, or asks for what the engine cannot do (another class, activation,
+        block type, per-channel latent statistics).
+    TypeError, FileNotFoundError
+        `config` is no path and no mapping, or there is no such file.
+    """
+    if isinstance(config, Mapping):
+        return _parse_config(config)
+    path = as_path(config, "config", "a path or a dict")
+    path = path / CONFIG if path.is_dir() else path
+    if not path.is_file():
+        raise FileNotFoundError(f"config: want a {CONFIG}, got {path}, which is no file")
+    contents = _load_json(path)
+    if not isinstance(contents, dict):
+        raise ValueError(f"config: want a JSON object, got {type(contents).__name__} in {path}")
+    try:
+        return _parse_config(contents)
+    except ValueError as error:
+        raise ValueError(f"{error} (in {path})") from None
+
+
+def _parse_config(config: Mapping[str, Any]) -> Arch:
+    for key in config:
+        known = key in _DEFAULTS or key in _BLOCK_TYPES or key in _FIXED or key in _IGNORED
+        if not known and not str(key).startswith("_"):
+            raise _bad_config(str(key), "a key of AutoencoderKL", config[key])
+    for key, value in _FIXED.items():
+        if config.get(key, value) != value:
+            raise _bad_config(key, str(value), config[key])
+    arch: Arch = {"name": "custom"}
+    for key, default in _DEFAULTS.items():
+        arch[key] = _setting(key, config.get(key, default), default)
+    levels = len(arch["block_out_channels"])
+    for key, block in _BLOCK_TYPES.items():
+        blocks = config.get(key, [block] * levels)
+        if not isinstance(blocks, (list, tuple)) or list(blocks) != [block] * levels:
+            raise _bad_config(key, f"{levels} of {block}, one for each of block_out_channels", blocks)
+    if np.float32(arch["norm_eps"]) != np.float32(1e-6):
+        raise _bad_config("norm_eps", "1e-6, the only one of AutoencoderKL", arch["norm_eps"])
+    equal = [model for model in _core.models().values() if _same(arch, model, but=("name",))]
+    return equal[0] if equal else arch
+
+
+def config_of(arch: Arch) -> Arch:
+    """What diffusers.AutoencoderKL.from_pretrained reads. An unknown scaling factor is written as null."""
+    levels = len(arch["block_out_channels"])
+    config: Arch = {"_class_name": "AutoencoderKL", "act_fn": "silu", "force_upcast": True}
+    config.update({key: [block] * levels for key, block in _BLOCK_TYPES.items()})
+    config.update({key: arch[key] for key in _DEFAULTS if key != "norm_eps"})
+    for key in ("scaling_factor", "shift_factor"):  # the shortest decimal of the core's single precision
+        config[key] = None if arch[key] is None else float(str(np.float32(arch[key])))
+    config["shift_factor"] = config["shift_factor"] or None
+    sizes = {"sd15": 512, "sdxl": 1024, "flux": 1024}  # only diffusers' tiling reads it
+    if arch["name"] in sizes:
+        config["sample_size"] = sizes[arch["name"]]
+    return config
+
+
+# ---- checking ----
+
+
+def ours(names: Iterable[str], prefix: str, parts: str) -> set[str]:
+    """The names under prefix, without it, that are neither the other half's nor there for training alone."""
+    stripped = {name[len(prefix) :] for name in names if name.startswith(prefix)}
+    other = {"encoder": "decoder", "decoder": "encoder"}.get(parts, "no half")
+    return {name for name in stripped if half_of(name) != other and not name.startswith(("loss.", "model_ema."))}
+
+
+def check(
+    shapes: Mapping[str, Shape],
+    wanted: Mapping[str, Shape],
+    spelt: Mapping[str, str],
+    prefix: str,
+    wanted_by: str,
+    dtypes: Mapping[str, str] | None = None,
+    extra: Iterable[str] = (),
+) -> None:
+    """Every wanted tensor is there with its shape and a dtype that can be read, and nothing extra is.
+
+    shapes, dtypes, extra: by the names in the file. wanted: by the core's names; spelt and prefix lead to the file's.
+    """
+    problems = []
+    for name, shape in wanted.items():
+        in_file = prefix + spelt[name]
+        got = shapes.get(in_file)
+        if got is None:
+            problems.append(f"missing {in_file}: want {shape}, got no such tensor")
+        elif got != shape and not (is_attention_matrix(name, shape) and got == (*shape, 1, 1)):
+            problems.append(f"{in_file}: want {shape}, got {got}")
+        elif dtypes and dtypes[in_file] not in DTYPES:
+            problems.append(f"{in_file}: want {', '.join(DTYPES)}, got {dtypes[in_file]}")
+    problems += [f"extra {in_file}: want no such tensor, got {shapes[in_file]}" for in_file in sorted(extra)]
+    if problems:
+        more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
+        raise ValueError(f"{len(problems)} tensor(s) not as {wanted_by} wants them: {'; '.join(problems[:5])}{more}")
+
+
+# ---- detection ----
+
+
+def find_layout(names: Iterable[str]) -> tuple[str, str]:
+    """(layout, prefix) of a file's names; the layout ``"diffusers-old"`` apart from ``"diffusers"``."""
+    names = list(names)
+    for prefix in PREFIXES:
+        inside = [n[len(prefix) :] for n in names if n.startswith((prefix + "encoder.", prefix + "decoder."))]
+        # every model has a middle block, and each family spells it in its own way; the majority decides, so that
+        # one stray tensor is reported as such
+        new = sum(".mid_block." in n for n in inside)
+        ldm = sum(".mid." in n for n in inside)
+        if new or ldm:
+            if ldm > new:
+                quant = any(n.startswith((prefix + "quant_conv.", prefix + "post_quant_conv.")) for n in names)
+                return "ldm" if quant else "bfl", prefix
+            query = sum(".attentions.0.query." in n for n in inside)
+            to_q = sum(".attentions.0.to_q." in n for n in inside)
+            return "diffusers-old" if query > to_q else "diffusers", prefix
+    shown = ", ".join(map(repr, names[:3])) or "none"
+    raise ValueError(f"unknown layout: want a VAE's tensors as {', '.join(LAYOUTS)} name them, got {shown}")
+
+
+_BLOCK = re.compile(r"(encoder\.down|decoder\.up)(?:_blocks)?\.(\d{1,3})\.(?:resnets|block)\.(\d{1,3})\.")
+
+
+def _run(numbers: Iterable[int]) -> int:
+    """How many of 0, 1, 2... are among numbers before the first that is not."""
+    have = set(numbers)
+    return next(i for i in itertools.count() if i not in have)
+
+
+def _find_arch(in_file: Mapping[str, Shape], layout: str, prefix: str, parts: str) -> Arch:
+    """The architecture of a file's tensors. Each number is what most of the tensors that show it say, so that a
+    single missing, extra or misshapen one is found out by the check that follows, and named."""
+    shapes = {name: in_file[prefix + name] for name in ours(in_file, prefix, "all")}
+    halves = {half_of(name) for name in shapes}
+    half = parts if parts in halves else "decoder" if "decoder" in halves else "encoder"
+    blocks: dict[int, dict[int, list[int]]] = {}  # level -> layer -> first dimensions
+    for name, shape in shapes.items():
+        found = _BLOCK.match(name)
+        if found and name.startswith(half) and shape:
+            blocks.setdefault(int(found[2]), {}).setdefault(int(found[3]), []).append(shape[0])
+    levels = _run(blocks)
+    if not levels:
+        raise ValueError(f"want the resnets of the {half}'s first block, found none")
+    widths = [statistics.mode(itertools.chain(*blocks[i].values())) for i in range(levels)]
+    layers = statistics.mode(_run(blocks[i]) for i in range(levels))
+    if half == "decoder":
+        layers -= 1
+        widths = widths if layout in ("ldm", "bfl") else widths[::-1]
+
+    def votes(*where: tuple[str, int, int]) -> list[int]:
+        return [shapes[n][axis] // per for n, axis, per in where if len(shapes.get(n, ())) > axis]
+
+    images = votes(("encoder.conv_in.weight", 1, 1)), votes(("decoder.conv_out.weight", 0, 1))
+    latents = votes(
+        ("decoder.conv_in.weight", 1, 1),
+        ("encoder.conv_out.weight", 0, 2),
+        ("encoder.conv_out.bias", 0, 2),
+        ("post_quant_conv.weight", 0, 1),
+        ("post_quant_conv.bias", 0, 1),
+        ("quant_conv.weight", 0, 2),
+        ("quant_conv.bias", 0, 2),
+    )
+    # a half that is not there is taken to be as the other; what no tensor shows has its default, and is then missing
+    quant = {"encoder": any(n.startswith("quant_conv.") for n in shapes)}
+    quant["decoder"] = any(n.startswith("post_quant_conv.") for n in shapes)
+    arch = {
+        **_DEFAULTS,
+        "name": "custom",
+        "in_channels": (images[0] or images[1] or [3])[0],
+        "out_channels": (images[1] or images[0] or [3])[0],
+        "latent_channels": statistics.mode(latents or [4]),
+        "block_out_channels": tuple(widths),
+        "layers_per_block": layers,
+        "use_quant_conv": quant["encoder" if "encoder" in halves else "decoder"],
+        "use_post_quant_conv": quant["decoder" if "decoder" in halves else "encoder"],
+        "mid_block_add_attention": any(".attentions." in n or ".attn_1." in n for n in shapes if n.startswith(half)),
+        "scaling_factor": None,
+        "shift_factor": 0.0,
+    }
+    # before anything is allocated: the widest tensors must be there, so that a file bounds what its model takes
+    side = "down_blocks.{}" if half == "encoder" else "up_blocks.{}"
+    order = widths if half == "encoder" else widths[::-1]
+    wanted = {f"{half}.{side.format(i)}.resnets.0.conv2.weight": (c, c, 3, 3) for i, c in enumerate(order)}
+    check(in_file, wanted, spell(wanted, layout, levels), prefix, "the architecture that most of them make")
+    if any(c % arch["norm_num_groups"] for c in widths):
+        raise ValueError(
+            f"config: norm_num_groups cannot be seen in tensors, and the usual {arch['norm_num_groups']} does not "
+            f"divide block_out_channels {arch['block_out_channels']}: pass config="
+        )
+    alike = [model for model in _core.models().values() if _same(arch, model, but=_SCALING)]
+    if len(alike) == 1:
+        return alike[0]
+    return {**alike[0], "name": "sd", "scaling_factor": None} if alike else arch
+
+
+def detect(shapes: Mapping[str, Shape], parts: str = "all") -> tuple[str, str, Arch]:
+    """Layout and architecture of a file's tensors.
+
+    Parameters
+    ----------
+    shapes : mapping of name to shape
+        All tensors of the file; what is no part of the VAE is ignored.
+    parts : {"all", "encoder", "decoder"}
+        The half to look at where they might disagree.
+
+    Returns
+    -------
+    layout : {"diffusers", "ldm", "bfl"}
+    prefix : str
+        ``"first_stage_model."``, ``"vae."`` or ``""``.
+    arch : dict
+        What ``_core.Model`` takes. SD1.5 and SDXL have the same tensors: named ``"sd"``, with scaling_factor None.
+        FLUX's tensors give ``"flux"`` with its scaling, though SD3's VAE has the same ones and another scaling
+        (1.5305, shift 0.0609): pass its config. Anything else is ``"custom"``, scaling_factor None.
+
+    Raises
+    ------
+    ValueError
+        An unknown layout, or tensors that fit no architecture; norm_num_groups, which leaves no trace in tensors,
+        is taken to be 32, and where that does not divide the channels the error asks for ``config=``.
+    """
+    layout, prefix = find_layout(shapes)
+    return layout.removesuffix("-old"), prefix, _find_arch(shapes, layout, prefix, parts)

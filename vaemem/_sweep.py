@@ -1,0 +1,233 @@
+"""Run the engine over models, operations and sizes, and write down what it took."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from . import _core
+from ._table import Row, Table, need
+from .vae import VAE, Progress, Run
+
+OPS = ("encode", "decode")
+DTYPES = ("float32",)  # that the CPU engine computes in
+# What a pixel costs, encode beside decode (1117 and 2515 GFLOP at 512x512): for the progress bar only.
+_WORK = {"encode": 4, "decode": 9}
+
+
+class Case(NamedTuple):
+    """One thing to run on a model."""
+
+    op: str
+    height: int
+    width: int
+    batch: int
+    dtype: str
+
+    @property
+    def work(self) -> int:
+        return _WORK[self.op] * self.height * self.width * self.batch
+
+
+def sweep(
+    models: Any = ("sd15", "sdxl", "flux"),
+    ops: str | Sequence[str] = OPS,
+    sizes: int | Sequence[int | tuple[int, int]] = (256, 512, (512, 768)),
+    dtypes: str | Sequence[str] = DTYPES,
+    *,
+    batch: int = 1,
+    measure: bool = True,
+    repeats: int = 1,
+    progress: Progress = None,
+) -> Table:
+    """Measure, or only estimate, the engine's memory and time.
+
+    Parameters
+    ----------
+    models : names or VAE objects, or one of them
+        A name gets random weights, made for this sweep and dropped after: memory and time do not depend on them.
+    ops : str or sequence of str
+        ``"encode"``, ``"decode"``.
+    sizes : int or sequence of int and (int, int)
+        Of the image in pixels, multiples of 8: an int is a square, a pair is (height, width). ``(512, 768)`` alone
+        is two squares, ``[(512, 768)]`` one landscape.
+    dtypes : str or sequence of str
+        ``"float32"`` is the only one that the CPU engine computes in.
+    batch : int
+        Images in one run.
+    measure : bool
+        True runs each case; False asks the plan and runs nothing (source "estimated", no seconds).
+    repeats : int
+        Runs of each case; seconds is their median. The arena is given back before each case, so the first run also
+        pays for its pages: with 3 or more the median is that of a warm run.
+    progress : bool or callable, optional
+        True shows a bar (tqdm, ``pip install 'vaemem[progress]'``); a callable gets (work done, work to do).
+
+    Returns
+    -------
+    Table
+        One row a case, runtime "vaemem", device "cpu"; peaks are the largest of the runs. `allocated_bytes` is
+        activations + scratch + output, `reserved_bytes` what was held from the system beside the weights.
+
+    Raises
+    ------
+    ValueError, TypeError
+        An argument that cannot be run, named, before anything is measured on that model.
+
+    Examples
+    --------
+    >>> table = sweep(["sdxl"], ["decode"], [256, (512, 768)])
+    >>> estimate = sweep(["sdxl"], ["decode"], [2048], measure=False)
+    """
+    for name, value in (("batch", batch), ("repeats", repeats)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name}: want a whole number of at least 1, got {value!r}")
+    wanted = _models(models)
+    cases = [Case(op, h, w, batch, dtype) for dtype in _dtypes(dtypes) for op in _ops(ops) for h, w in _sizes(sizes)]
+    if not measure:
+        return Table(row for model in wanted for row in _estimates(_vae(model), cases))
+    rows: list[Row] = []
+    with _bar(progress, len(wanted) * repeats * sum(case.work for case in cases)) as advance:
+        for model in wanted:
+            vae = _vae(model)
+            _estimates(vae, cases)  # refuses what cannot run before the first second is spent
+            rows += [_measure(vae, case, repeats, advance) for case in cases]
+            del vae  # one model's weights at a time
+    return Table(rows)
+
+
+def _measure(vae: VAE, case: Case, repeats: int, advance: Callable[[int], object]) -> Row:
+    data = _input(vae, case)
+    vae.trim()  # or a larger case's arena would count as this one's
+    runs = []
+    for _ in range(repeats):
+        done = 0
+
+        def report(rows: int, total: int) -> None:
+            nonlocal done
+            now = case.work * rows // total
+            advance(now - done)
+            done = now
+
+        getattr(vae, case.op)(data, progress=report)
+        assert vae.last_run is not None and vae.last_run.seconds is not None  # it has just run
+        runs.append((vae.last_run, vae.last_run.seconds))
+    vae.trim()
+    largest = max((run for run, _ in runs), key=lambda run: run.peak_bytes)
+    seconds = statistics.median(seconds for _, seconds in runs)
+    return _row(vae, case, "measured", largest) | {"seconds": seconds}
+
+
+def _estimates(vae: VAE, cases: Sequence[Case]) -> list[Row]:
+    return [_row(vae, c, "estimated", vae.estimate(c.op, c.height, c.width, c.batch)) for c in cases]
+
+
+def _row(vae: VAE, case: Case, source: str, run: Run) -> Row:
+    return case._asdict() | {
+        "model": vae.model,
+        "runtime": "vaemem",
+        "device": "cpu",
+        "source": source,
+        "allocated_bytes": run.activations_bytes + run.scratch_bytes + run.output_bytes,
+        "reserved_bytes": run.reserved_bytes - run.weights_bytes,
+        "weights_bytes": run.weights_bytes,
+        "activations_bytes": run.activations_bytes,
+        "scratch_bytes": run.scratch_bytes,
+        "output_bytes": run.output_bytes,
+        "versions": versions(run),
+    }
+
+
+def _input(vae: VAE, case: Case) -> np.ndarray:
+    """Noise of the input's shape: time and memory do not depend on the values."""
+    rng = np.random.default_rng(0)
+    if case.op == "encode":
+        shape = (case.batch, vae.arch["in_channels"], case.height, case.width)
+        return rng.random(shape, dtype=np.float32) * np.float32(2) - np.float32(1)
+    factor = 2 ** (len(vae.arch["block_out_channels"]) - 1)
+    shape = (case.batch, vae.arch["latent_channels"], case.height // factor, case.width // factor)
+    return rng.standard_normal(shape, dtype=np.float32)
+
+
+def versions(run: Run) -> str:
+    """What ran, for a table's `versions`: vaemem with its kernels and threads, Python, NumPy, the machine."""
+    import vaemem
+
+    python, machine = platform.python_version(), platform.machine()
+    engine = f"vaemem {vaemem.__version__} ({run.backend}, {run.threads} threads)"
+    return f"{engine}, python {python}, numpy {np.__version__}, {machine}"
+
+
+# ---- arguments ----
+
+
+def _listed(value: Any, single: type | tuple[type, ...]) -> list[Any]:
+    return [value] if isinstance(value, single) else list(value)
+
+
+def _models(models: Any) -> list[str | VAE]:
+    known = _core.models()
+    wanted = _listed(models, (str, VAE))
+    for model in wanted:
+        if not isinstance(model, VAE) and model not in known:
+            raise ValueError(f"models: want {', '.join(known)} or a VAE, got {model!r}")
+    return wanted
+
+
+def _vae(model: str | VAE) -> VAE:
+    return VAE.random(model) if isinstance(model, str) else model
+
+
+def _ops(ops: str | Sequence[str]) -> list[str]:
+    wanted = _listed(ops, str)
+    for op in wanted:
+        if op not in OPS:
+            raise ValueError(f"ops: want {' or '.join(OPS)}, got {op!r}")
+    return wanted
+
+
+def _dtypes(dtypes: str | Sequence[str]) -> list[str]:
+    wanted = _listed(dtypes, str)
+    for dtype in wanted:
+        if dtype not in DTYPES:
+            raise ValueError(f"dtypes: the CPU engine computes in {', '.join(DTYPES)}, got {dtype!r}")
+    return wanted
+
+
+def _sizes(sizes: Any) -> list[tuple[int, int]]:
+    """(height, width) pairs; whether the model can run them is for its plan to say."""
+    pairs = []
+    for size in _listed(sizes, int):
+        pair = size if isinstance(size, tuple | list) else (size, size)
+        if len(pair) != 2 or not all(isinstance(n, int | np.integer) and not isinstance(n, bool) for n in pair):
+            raise ValueError(f"sizes: want a whole number or (height, width), got {size!r}")
+        if min(pair) < 1:
+            raise ValueError(f"sizes: want at least 1 pixel a side, got {size!r}")
+        pairs.append((int(pair[0]), int(pair[1])))
+    return pairs
+
+
+@contextmanager
+def _bar(progress: Progress, total: int) -> Iterator[Callable[[int], object]]:
+    """A function to report that so much more work is done."""
+    if not progress:
+        yield lambda more: None
+    elif callable(progress):
+        done = 0
+
+        def add(more: int) -> None:
+            nonlocal done
+            done += more
+            progress(done, total)
+
+        yield add
+    else:
+        tqdm = need("tqdm.auto", "progress=True").tqdm
+        layout = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
+        with tqdm(total=total, desc="sweep", bar_format=layout) as bar:
+            yield bar.update

@@ -1,0 +1,424 @@
+"""The one table that everything in vaemem reads and writes: a row is one run of one model at one size."""
+
+from __future__ import annotations
+
+import csv
+import html
+import importlib
+import io
+import json
+import math
+import operator
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import IO, TYPE_CHECKING, Any, NamedTuple, overload
+
+if TYPE_CHECKING:
+    import pandas
+
+Row = dict[str, Any]
+MIB = 2**20
+ELEMENT_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+SOURCES = ("measured", "estimated", "predicted")
+
+
+class Column(NamedTuple):
+    """A column of the schema. `kind` is text, count (>= 1), number (>= 0), bytes (>= 0) or seconds (>= 0)."""
+
+    name: str
+    kind: str
+    meaning: str
+
+
+SCHEMA: tuple[Column, ...] = (
+    Column("model", "text", "sd15, sdxl, flux, or the name of a custom architecture"),
+    Column("op", "text", "encode, decode, encode_tiled or decode_tiled"),
+    Column("height", "count", "of the image, in pixels"),
+    Column("width", "count", "of the image, in pixels"),
+    Column("batch", "count", "images in one run"),
+    Column("dtype", "text", "of the activations: float32, float16 or bfloat16"),
+    Column("runtime", "text", "who runs it: vaemem, or PyTorch code by name (diffusers, bfl)"),
+    Column("device", "text", "cpu, or the GPU's name"),
+    Column("source", "text", "measured, estimated (vaemem's own plan) or predicted (another runtime's run)"),
+    Column("allocated_bytes", "bytes", "peak in use above what was there before the run: no weights, no input; "
+           "for vaemem this is activations + scratch + output"),
+    Column("reserved_bytes", "bytes", "peak held from the system or driver, above the same baseline"),
+    Column("weights_bytes", "bytes", "the model's weights, in the baseline"),
+    Column("activations_bytes", "bytes", "of allocated_bytes at the peak: tensors between passes"),
+    Column("scratch_bytes", "bytes", "of allocated_bytes at the peak: work space and the run's bookkeeping"),
+    Column("output_bytes", "bytes", "of allocated_bytes at the peak: the result handed to the caller"),
+    Column("seconds", "seconds", "wall clock of one run"),
+    Column("group", "number", "the measuring series that a row belongs to, where its author numbered them"),
+    Column("versions", "text", "of the software that ran, as 'name version' separated by commas"),
+)  # fmt: skip
+COLUMNS: tuple[str, ...] = tuple(column.name for column in SCHEMA)
+_KIND = {column.name: column.kind for column in SCHEMA}
+
+# The published benchmark that the project starts from has its own columns: PyTorch, measured, batch 1.
+_BENCHMARK_COLUMNS = {"allocated_mib": "allocated_bytes", "reserved_mib": "reserved_bytes", "time_s": "seconds"}
+_BENCHMARK_MODELS = {"FLUX": ("flux", "bfl"), "SD1.5": ("sd15", "diffusers"), "SDXL": ("sdxl", "diffusers")}
+
+
+def _value(name: str, value: object) -> object:
+    """`value` as column `name` keeps it (missing: None); ValueError that names the column."""
+    kind = _KIND[name]
+    if value is None or (isinstance(value, str) and not value):
+        return None
+    if kind == "text":
+        if not isinstance(value, str) or not value.isprintable():
+            raise ValueError(f"{name}: want printable text on one line, got {value!r}")
+        if name == "source" and value not in SOURCES:
+            raise ValueError(f"source: want one of {', '.join(SOURCES)}, got {value!r}")
+        return str(value)
+    if isinstance(value, bool) or isinstance(value, str):
+        raise ValueError(f"{name}: want a number, got {value!r}")
+    if kind == "seconds":
+        try:
+            seconds = float(value)  # type: ignore[arg-type]
+        except (TypeError, ValueError, OverflowError):
+            raise ValueError(f"{name}: want a number, got {value!r}") from None
+        if not (math.isfinite(seconds) and seconds >= 0):
+            raise ValueError(f"{name}: want a finite number >= 0, got {value!r}")
+        return seconds
+    try:
+        # A whole float is taken: data frames turn integers into floats when a value is missing.
+        is_whole = isinstance(value, float) and value.is_integer()
+        whole = int(value) if is_whole else operator.index(value)  # type: ignore[call-overload, arg-type]
+    except TypeError:
+        raise ValueError(f"{name}: want a whole number, got {value!r}") from None
+    least = 1 if kind == "count" else 0
+    if whole < least:
+        raise ValueError(f"{name}: want at least {least}, got {whole}")
+    return whole
+
+
+def _row(values: Mapping[str, object]) -> Row:
+    unknown = [str(name) for name in values if name not in _KIND]
+    if unknown:
+        raise ValueError(f"unknown column {', '.join(unknown)}; the table has {', '.join(COLUMNS)}")
+    return {name: _value(name, values.get(name)) for name in COLUMNS}
+
+
+def _parse(name: str, text: str) -> object:
+    """A CSV field as a Python value: a whole number, seconds or text."""
+    if not text or _KIND[name] == "text":
+        return text or None
+    try:
+        return float(text) if _KIND[name] == "seconds" else int(text)
+    except ValueError:
+        raise ValueError(f"{name}: want a {'' if _KIND[name] == 'seconds' else 'whole '}number, got {text!r}") from None
+
+
+def _parse_benchmark(fields: dict[str, str]) -> dict[str, object]:
+    """A row of the published benchmark (MiB with two decimals) in the schema; bytes are rounded to whole ones."""
+    if fields.get("model") not in _BENCHMARK_MODELS:
+        raise ValueError(f"model: want one of {', '.join(_BENCHMARK_MODELS)}, got {fields.get('model')!r}")
+    model, runtime = _BENCHMARK_MODELS[fields["model"]]
+    row: dict[str, object] = {"batch": 1, "source": "measured"}
+    for name, text in fields.items():
+        if name.endswith("_mib"):
+            try:
+                row[_BENCHMARK_COLUMNS[name]] = round(float(text) * MIB) if text else None
+            except (ValueError, OverflowError):
+                raise ValueError(f"{name}: want a number, got {text!r}") from None
+        else:
+            name = _BENCHMARK_COLUMNS.get(name, name)
+            row[name] = _parse(name, text)
+    return row | {"model": model, "runtime": runtime}
+
+
+class Table(Sequence[Row]):
+    """Runs and their memory, one row each, in the schema that every part of vaemem shares.
+
+    A table is a sequence of row dictionaries that have every column of `vaemem.Table.columns`; a value that is
+    not known is None. Rows are checked when the table is made and handed out as copies, so a table never changes.
+
+    Parameters
+    ----------
+    rows : iterable of mappings
+        Column name -> value. Columns that are absent become None.
+
+    Raises
+    ------
+    ValueError
+        Unknown column, a value of the wrong kind, negative bytes, or a source other than measured, estimated
+        and predicted. The message names the row and the column.
+
+    Notes
+    -----
+    Sizes are in pixels, memory in bytes, time in seconds. `allocated_bytes` and `reserved_bytes` count what a run
+    adds to what was there before it: weights and input are in the baseline. `Table.describe()` prints the schema.
+
+    Examples
+    --------
+    >>> table = Table([{"model": "sdxl", "op": "decode", "height": 512, "width": 512, "allocated_bytes": 100}])
+    >>> table[0]["allocated_bytes"], table[0]["seconds"]
+    (100, None)
+    """
+
+    columns = COLUMNS
+
+    def __init__(self, rows: Iterable[Mapping[str, object]] = ()) -> None:
+        self._rows: list[Row] = []
+        for i, row in enumerate(rows):
+            if not isinstance(row, Mapping):
+                raise ValueError(f"row {i}: want a mapping of column to value, got {type(row).__name__}")
+            try:
+                self._rows.append(_row(row))
+            except ValueError as error:
+                raise ValueError(f"row {i}: {error}") from None
+
+    # ---- a sequence of rows ----
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> Table: ...
+    def __getitem__(self, index: int | slice) -> Row | Table:
+        if isinstance(index, slice):
+            return Table(self._rows[index])
+        return dict(self._rows[index])
+
+    def __iter__(self) -> Iterator[Row]:
+        return (dict(row) for row in self._rows)
+
+    def __eq__(self, other: object) -> bool:
+        return self._rows == other._rows if isinstance(other, Table) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __add__(self, other: Table) -> Table:
+        return Table([*self._rows, *other._rows]) if isinstance(other, Table) else NotImplemented
+
+    def filter(self, where: Callable[[Row], object] | None = None, /, **equals: object) -> Table:
+        """The rows that hold the given values.
+
+        Parameters
+        ----------
+        where : callable, optional
+            Gets a row, says whether to keep it.
+        **equals
+            Column -> wanted value; a list, tuple or set means any of its values. All must hold.
+
+        Returns
+        -------
+        Table
+
+        Raises
+        ------
+        ValueError
+            A name is no column.
+
+        Examples
+        --------
+        >>> table.filter(op="decode", model=("sd15", "sdxl"))
+        >>> table.filter(lambda row: row["height"] < 1536, op="encode")
+        """
+        unknown = [name for name in equals if name not in _KIND]
+        if unknown:
+            raise ValueError(f"unknown column {', '.join(unknown)}; the table has {', '.join(COLUMNS)}")
+        wanted = {k: v if isinstance(v, list | tuple | set | frozenset) else (v,) for k, v in equals.items()}
+        return Table(
+            row
+            for row in self  # copies: `where` cannot change the table
+            if all(row[name] in values for name, values in wanted.items()) and (where is None or where(row))
+        )
+
+    # ---- files and data frames; all exact round trips ----
+
+    def to_csv(self, path: str | os.PathLike[str] | None = None) -> str | None:
+        """Write the table as CSV (UTF-8, a header line, an empty field for None).
+
+        Returns
+        -------
+        str or None
+            The text when `path` is None.
+        """
+        text = io.StringIO()
+        writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(self._rows)
+        return _write(path, text.getvalue())
+
+    @classmethod
+    def from_csv(cls, file: str | os.PathLike[str] | IO[str], **missing: object) -> Table:
+        """Read a table from CSV.
+
+        Parameters
+        ----------
+        file : path or text file
+            The columns of the schema in any order, some or all. Or the columns of the published PyTorch benchmark
+            (`allocated_mib`, `reserved_mib`, `time_s`, `group`): its models FLUX, SD1.5 and SDXL become flux (run by
+            bfl) and sd15, sdxl (run by diffusers), measured, batch 1; its MiB have two decimals, so the bytes are
+            good to 5243.
+        **missing
+            Values for columns that the file lacks or leaves empty, such as ``device="RTX 4090"``.
+
+        Returns
+        -------
+        Table
+
+        Raises
+        ------
+        FileNotFoundError
+            No such file.
+        ValueError
+            Not such a table; the message names the file, the line and the column.
+        """
+        text, name = _read(file)
+        try:
+            reader = csv.DictReader(io.StringIO(text), strict=True)
+            header = list(reader.fieldnames or [])
+            benchmark = any(column in header for column in _BENCHMARK_COLUMNS)
+            known = (*COLUMNS, *_BENCHMARK_COLUMNS) if benchmark else COLUMNS
+            unknown = [column for column in header if column not in known]
+            if not header or unknown:
+                got = f"unknown column {', '.join(map(repr, unknown))}" if unknown else "no header line"
+                raise ValueError(f"{got}; want some of {', '.join(known)}")
+            if len(set(header)) != len(header):
+                raise ValueError("a column comes twice")
+            rows: list[Row] = []
+            for fields in reader:
+                try:
+                    if None in fields or None in fields.values():
+                        raise ValueError(f"want {len(header)} fields, as in the header")
+                    values = _parse_benchmark(fields) if benchmark else {k: _parse(k, v) for k, v in fields.items()}
+                    given = {k: v for k, v in values.items() if v is not None}
+                    rows.append(_row(missing | given))
+                except ValueError as error:
+                    raise ValueError(f"line {reader.line_num}: {error}") from None
+        except (ValueError, csv.Error) as error:
+            raise ValueError(f"{name}: {error}") from None
+        return cls(rows)
+
+    def to_json(self, path: str | os.PathLike[str] | None = None) -> str | None:
+        """Write the table as JSON: a list of row objects, null for None. Returns the text when `path` is None."""
+        rows = ",\n ".join(json.dumps(row, ensure_ascii=False) for row in self._rows)
+        return _write(path, f"[{rows}]\n")
+
+    @classmethod
+    def from_json(cls, file: str | os.PathLike[str] | IO[str]) -> Table:
+        """Read what `to_json` wrote. Raises FileNotFoundError, or ValueError that names the file and the row."""
+        text, name = _read(file)
+        try:
+            rows = json.loads(text)
+            if not isinstance(rows, list):
+                raise ValueError(f"want a list of rows, got {type(rows).__name__}")
+            return cls(rows)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{name}: {error}") from None
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """The table as a pandas.DataFrame with one column for each of the schema's.
+
+        Numbers are int64 and float64; a column that lacks some has pandas' nullable Int64 or Float64, so that bytes
+        stay whole. Needs pandas (``pip install 'vaemem[table]'``).
+        """
+        pd = need("pandas", "to_pandas")
+        columns = {}
+        for column in SCHEMA:
+            values = [row[column.name] for row in self._rows]
+            dtype = {"text": "object", "seconds": "float64"}.get(column.kind, "int64")
+            if dtype != "object" and None in values:
+                dtype = dtype.capitalize()
+            columns[column.name] = pd.Series(values, dtype=dtype)
+        frame: pandas.DataFrame = pd.DataFrame(columns)
+        return frame
+
+    @classmethod
+    def from_pandas(cls, frame: pandas.DataFrame) -> Table:
+        """A table from a pandas.DataFrame; NA and NaN become None, the index is left out. Raises ValueError."""
+        pd = need("pandas", "from_pandas")
+        return cls(
+            {name: None if pd.isna(value) else value for name, value in row.items()}
+            for row in frame.to_dict(orient="records")
+        )
+
+    # ---- for people ----
+
+    @staticmethod
+    def describe() -> str:
+        """What each column means, as aligned text."""
+        return render(("column", "kind", "meaning"), SCHEMA)
+
+    def _shown(self) -> tuple[list[str], list[list[str]]]:
+        """Header and cells of the columns that hold anything; bytes as MiB; the middle of a long table left out."""
+        shown = [c for c in SCHEMA if any(row[c.name] is not None for row in self._rows)]
+        rows = self._rows if len(self) <= 24 else [*self._rows[:10], {}, *self._rows[-10:]]
+        header = [c.name.replace("_bytes", " MiB") for c in shown]
+        return header, [[_cell(c, row[c.name]) if row else "…" for c in shown] for row in rows]
+
+    def __repr__(self) -> str:
+        count = f"Table, {len(self)} row{'' if len(self) == 1 else 's'}"
+        return f"{count}\n{render(*self._shown())}" if self._rows else count
+
+    def _repr_html_(self) -> str:
+        header, rows = self._shown()
+
+        def line(tag: str, cells: Iterable[str]) -> str:
+            return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+        body = "".join(line("td", row) for row in rows)
+        count = f"{len(self)} row{'' if len(self) == 1 else 's'}"
+        return f"<table><thead>{line('th', header)}</thead><tbody>{body}</tbody></table><p>{count}</p>"
+
+
+def need(module: str, what: str) -> Any:
+    """Import an optional package for `what`, or raise ImportError that names the extra to install."""
+    package = module.partition(".")[0]
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        extra = {"pandas": "table", "scipy": "fit", "matplotlib": "plot", "tqdm": "progress"}.get(package, "demo")
+        raise ImportError(f"{what} needs {package}: pip install 'vaemem[{extra}]' ({error})") from error
+
+
+def mib(size: float) -> str:
+    """Bytes as MiB with two decimals, without the unit."""
+    return f"{round(size / MIB, 2) + 0.0:.2f}"  # + 0.0: no negative zero
+
+
+def _cell(column: Column, value: Any) -> str:
+    if value is None:
+        return ""
+    if column.kind == "bytes":
+        return mib(value)
+    if column.kind == "seconds":
+        return f"{value:.3f}"
+    text = str(value)
+    return text if len(text) <= 32 else text[:31] + "…"
+
+
+def render(header: Iterable[str], rows: Iterable[Sequence[str]], markdown: bool = False) -> str:
+    """Aligned text, or a Markdown table; columns of numbers to the right."""
+    lines = [[str(cell).replace("|", r"\|") if markdown else str(cell) for cell in row] for row in (header, *rows)]
+    columns = list(zip(*lines, strict=True))
+    right = [all(cell[:1] in tuple("0123456789+-.…") or not cell for cell in column[1:]) for column in columns]
+    width = [max(3, *map(len, column)) for column in columns]
+    padded = [[c.rjust(w) if r else c.ljust(w) for c, w, r in zip(line, width, right, strict=True)] for line in lines]
+    if not markdown:
+        return "\n".join("  ".join(line).rstrip() for line in padded)
+    rule = ["-" * (w - 1) + (":" if r else "-") for w, r in zip(width, right, strict=True)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in (padded[0], rule, *padded[1:]))
+
+
+def _write(path: str | os.PathLike[str] | None, text: str) -> str | None:
+    if path is None:
+        return text
+    with open(path, "w", encoding="utf-8", newline="") as file:
+        file.write(text)
+    return None
+
+
+def _read(file: str | os.PathLike[str] | IO[str]) -> tuple[str, str]:
+    """The text of a path or of an open text file, and its name for messages."""
+    if not isinstance(file, str | os.PathLike):
+        return file.read(), str(getattr(file, "name", "the text"))
+    try:
+        with open(file, encoding="utf-8-sig", newline="") as opened:
+            return opened.read(), os.fspath(file)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{os.fspath(file)}: want UTF-8 text ({error})") from None
