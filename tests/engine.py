@@ -1,0 +1,85 @@
+"""What the engine's tests share: small architectures, models with weights, arrays of rows."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from vaemem import VAE, _core
+
+# Every tensor of each differs; (24, 40, 72) has channels that fill no block of 16, and groups of 3, 5 and 9.
+SMALL = {
+    "sd": {"latent_channels": 4, "block_out_channels": (32, 64, 64), "norm_num_groups": 8},
+    "flux": {
+        "latent_channels": 16,
+        "block_out_channels": (32, 64, 64),
+        "norm_num_groups": 8,
+        "use_quant_conv": False,
+        "use_post_quant_conv": False,
+        "shift_factor": 0.1159,
+        "scaling_factor": 0.3611,
+    },
+    "odd": {"latent_channels": 3, "block_out_channels": (24, 40, 72), "norm_num_groups": 8, "layers_per_block": 1},
+}
+BACKENDS = [name for name, usable in _core.backends() if usable]
+
+
+def config(name: str) -> dict:
+    """A config.json with what the small models have in common."""
+    levels = len(SMALL[name]["block_out_channels"])
+    return {
+        "_class_name": "AutoencoderKL",
+        "in_channels": 3,
+        "out_channels": 3,
+        "down_block_types": ("DownEncoderBlock2D",) * levels,
+        "up_block_types": ("UpDecoderBlock2D",) * levels,
+        "layers_per_block": 2,
+        **SMALL[name],
+    }
+
+
+def small_vae(name: str = "sd", seed: int = 0, **kwargs) -> VAE:
+    return VAE.random(seed=seed, config=config(name), **kwargs)
+
+
+def latents(vae: VAE, h: int, w: int, batch: int = 1, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((batch, vae.arch["latent_channels"], h, w), dtype=np.float32)
+
+
+def images(h: int, w: int, batch: int = 1, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).uniform(-1, 1, (batch, 3, h, w)).astype(np.float32)
+
+
+def error(got: np.ndarray, want: np.ndarray) -> float:
+    """Relative Frobenius error; NaN where got has a NaN, so that it passes no bound."""
+    return float(np.linalg.norm(got.astype(np.float64) - want) / np.linalg.norm(want))
+
+
+def up16(n: int) -> int:
+    return -(-n // 16) * 16
+
+
+def to_rows(x: np.ndarray) -> np.ndarray:
+    """(c, h, w) -> (h, c/16, w, 16), channels beyond c zero."""
+    c, h, w = x.shape
+    padded = np.zeros((up16(c), h, w), np.float32)
+    padded[:c] = x
+    return np.ascontiguousarray(padded.reshape(-1, 16, h, w).transpose(2, 0, 3, 1))
+
+
+def from_rows(rows: np.ndarray, c: int, h: int, w: int) -> np.ndarray:
+    return rows.reshape(h, up16(c) // 16, w, 16).transpose(1, 3, 0, 2).reshape(-1, h, w)[:c]
+
+
+def pack(weight: np.ndarray) -> np.ndarray:
+    """(out, in, k, k) -> [out/16][in/16][k*k][min(16, in)][16], as csrc/weights.c says."""
+    out, in_, k, _ = weight.shape
+    depth = min(16, in_)
+    padded = np.zeros((up16(out), math.ceil(in_ / 16) * depth, k * k), np.float32)
+    padded[:out, :in_] = weight.reshape(out, in_, k * k)
+    return np.ascontiguousarray(padded.reshape(-1, 16, math.ceil(in_ / 16), depth, k * k).transpose(0, 2, 4, 3, 1))
+
+
+def pad16(v: np.ndarray) -> np.ndarray:
+    return np.pad(v.astype(np.float32), (0, up16(len(v)) - len(v)))
