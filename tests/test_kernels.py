@@ -68,14 +68,18 @@ def test_gemm(backend, pixels, blocks, batches, depth, way):
             want[o, p] += bias[o * 16 : o * 16 + 16].astype(np.float64) + add[(o * 20 + p) * 16 : (o * 20 + p + 1) * 16]
     y, check = guarded(2 * 20 * 16)
     y[:] = 777
-    _core.kernel_gemm(backend, y, x, offsets, w, bias, add, (pixels, blocks, depth, x_pixel, x_step, w_block, 16, 320, 16, 320))
+    _core.kernel_gemm(
+        backend, y, x, offsets, w, bias, add, (pixels, blocks, depth, x_pixel, x_step, w_block, 16, 320, 16, 320)
+    )
     check()
     got = y.reshape(2, 20, 16)
     bound = (batches * depth + 4) * EPS * (size + np.abs(want) + 4)
     assert (np.abs(got[:blocks, :pixels] - want) <= bound).all()
     assert (got[blocks:] == 777).all() and (got[:blocks, pixels:] == 777).all()
     again = add.copy()  # add may be y itself
-    _core.kernel_gemm(backend, again, x, offsets, w, bias, again, (pixels, blocks, depth, x_pixel, x_step, w_block, 16, 320, 16, 320))
+    _core.kernel_gemm(
+        backend, again, x, offsets, w, bias, again, (pixels, blocks, depth, x_pixel, x_step, w_block, 16, 320, 16, 320)
+    )
     assert np.array_equal(again.reshape(2, 20, 16)[:blocks, :pixels], got[:blocks, :pixels])
 
 
@@ -195,7 +199,9 @@ def conv64(x, weight, bias, stride, up):
     y = np.zeros((weight.shape[0], h, w))
     for dy in range(k):
         for dx in range(k):
-            y += np.tensordot(weight[:, :, dy, dx], x[:, dy : dy + stride * h : stride, dx : dx + stride * w : stride][:, :h, :w], 1)
+            y += np.tensordot(
+                weight[:, :, dy, dx], x[:, dy : dy + stride * h : stride, dx : dx + stride * w : stride][:, :h, :w], 1
+            )
     return y + bias[:, None, None]
 
 
@@ -245,7 +251,11 @@ def test_conv_pass(backend, case):
     results = []
     for threads in (1, 3):
         scratch, sums = _core.kernel_needs(backend, threads, "conv", shapes, (k, stride, up))
-        (y, check_y), (stats, check_stats), (own, check_own) = guarded(up16(yc) * yh * yw), guarded(sums), guarded(scratch)
+        (y, check_y), (stats, check_stats), (own, check_own) = (
+            guarded(up16(yc) * yh * yw),
+            guarded(sums),
+            guarded(scratch),
+        )
         own[:] = np.nan  # scratch holds nothing
         _core.kernel_pass(
             backend, threads, "conv", shapes, (k, stride, up, groups > 0, groups, 1e-6),

@@ -87,7 +87,9 @@ class Run:
             )
         )
         took = "" if self.seconds is None else f", {self.seconds:.2f} s"
-        return f"<Run {size}: peak {self.peak_bytes / 2**20:.1f} MiB ({parts}) at {self.peak_pass}{took}, {self.backend}>"
+        return (
+            f"<Run {size}: peak {self.peak_bytes / 2**20:.1f} MiB ({parts}) at {self.peak_pass}{took}, {self.backend}>"
+        )
 
 
 def _make_run(op: str, height: int, width: int, batch: int, record: Mapping[str, Any], seconds: float | None) -> Run:

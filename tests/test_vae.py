@@ -1,0 +1,428 @@
+"""Encode and decode: parity with diffusers, determinism, formats, bad input, threads, interruption, faults."""
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+from engine import BACKENDS, SMALL, config, error, images, latents, small_vae
+
+import vaemem
+from vaemem import VAE, _core
+
+# fp32 has 24 bits: 6e-8 a rounding. Some 60 layers of sums of up to 4608 terms leave 1e-6 here; a skipped bias or a
+# swapped tensor leaves 1e-2 and more.
+PARITY = 1e-5
+
+
+def autoencoder(settings: dict, seed: int = 0):
+    """diffusers' own model, initialised by diffusers, every tensor perturbed."""
+    torch = pytest.importorskip("torch")
+    diffusers = pytest.importorskip("diffusers")
+    torch.manual_seed(seed)
+    settings = {k: v for k, v in settings.items() if k != "_class_name"}
+    model = diffusers.AutoencoderKL(**settings).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p += 0.02 * torch.randn(p.shape)
+    return model
+
+
+def ours(model, settings: dict) -> VAE:
+    core = _core.Model(vaemem._weights.read_config(settings))
+    state = model.state_dict()
+    for name, _ in core.tensors:
+        core.set_tensor(name, state[name].contiguous().numpy())
+    return VAE(core)
+
+
+def compare(model, vae: VAE, h: int, w: int, batch: int, double: bool) -> None:
+    import torch
+
+    factor = vae._factor
+    x, z = images(h, w, batch), latents(vae, h // factor, w // factor, batch)
+    dtype = torch.float64 if double else torch.float32
+    model = model.to(dtype)
+    with torch.no_grad():
+        want = model.encode(torch.from_numpy(x).to(dtype)).latent_dist
+        image = model.decode(torch.from_numpy(z).to(dtype)).sample.numpy()
+    got = vae.encode(x)
+    assert error(got.mean, want.mean.numpy()) <= PARITY
+    assert error(got.logvar, want.logvar.numpy()) <= PARITY
+    assert error(vae.decode(z), image) <= PARITY
+
+
+@pytest.mark.parametrize("h,w,batch", [(32, 32, 1), (24, 40, 2), (4, 8, 1), (8, 300, 1)])
+@pytest.mark.parametrize("name", SMALL)
+def test_parity_small(name, h, w, batch):
+    model = autoencoder(config(name))
+    compare(model, ours(model, config(name)), h, w, batch, double=True)
+
+
+@pytest.mark.parametrize("name", ["sd15", "sdxl", "flux"])
+def test_parity_full_size(name):
+    arch = _core.models()[name]
+    settings = {k: v for k, v in arch.items() if k not in ("name", "norm_eps")}
+    settings |= {"down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4}
+    model = autoencoder(settings)
+    vae = ours(model, settings)
+    assert vae.parameters == sum(p.numel() for p in model.parameters())
+    assert vae.parameters == {"sd15": 83_653_863, "sdxl": 83_653_863, "flux": 83_819_683}[name]
+    compare(model, vae, 64, 96, 2, double=False)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_instruction_sets_agree_and_threads_do_not_matter(name):
+    vae = small_vae(name)
+    x, z = images(24, 40), latents(vae, 6, 10)
+    for op, data in (("encode", x), ("decode", z)):
+        first = None
+        for backend in BACKENDS:
+            results = [vae._core.run(op, data, threads=n, backend=backend)[0] for n in (1, 2, 3, 7)]
+            assert all(np.array_equal(results[0], r) for r in results), (op, backend)
+            first = results[0] if first is None else first
+            assert error(results[0], first.astype(np.float64)) <= PARITY
+
+
+def test_batch_is_its_items():
+    vae = small_vae()
+    z, x = latents(vae, 5, 3, batch=3), images(20, 12, batch=3)
+    assert np.array_equal(vae.decode(z), np.concatenate([vae.decode(z[i : i + 1]) for i in range(3)]))
+    assert np.array_equal(vae.encode(x).mean, np.concatenate([vae.encode(x[i : i + 1]).mean for i in range(3)]))
+
+
+# ---- formats ----
+
+
+def test_uint8_both_ways():
+    vae = small_vae()
+    z = latents(vae, 6, 5) * 3
+    image = vae.decode(z)
+    as_bytes = vae.decode(z, output_type="uint8")
+    want = np.rint(np.clip((image + 1) * np.float32(127.5), 0, 255)).transpose(0, 2, 3, 1)
+    assert as_bytes.dtype == np.uint8 and as_bytes.shape == (1, 24, 20, 3)
+    assert np.array_equal(as_bytes, want)
+    assert as_bytes.min() == 0 and image.min() < -1  # the float image was not clamped, the bytes were
+    x = (as_bytes.astype(np.float32) / np.float32(127.5) - 1).transpose(0, 3, 1, 2)
+    assert np.array_equal(vae.encode(as_bytes).mean, vae.encode(x).mean)
+
+
+def test_scaled_as_pipelines_do():
+    vae = small_vae("flux")
+    z = latents(vae, 4, 4)
+    raw = z / np.float32(0.3611) + np.float32(0.1159)
+    assert error(vae.decode(z, scaled=True), vae.decode(raw).astype(np.float64)) < 1e-5
+    x = images(16, 16)
+    plain, scaled = vae.encode(x), vae.encode(x, scaled=True)
+    assert np.array_equal(plain.mean, scaled.mean)
+    assert np.allclose(scaled.mode(), (plain.mean - np.float32(0.1159)) * np.float32(0.3611), rtol=1e-6)
+    a, b = scaled.sample(7), scaled.sample(np.random.default_rng(7))
+    assert np.array_equal(a, b) and not np.array_equal(a, scaled.sample(8))
+    noise = np.random.default_rng(7).standard_normal(plain.mean.shape, dtype=np.float32)
+    assert np.allclose(plain.sample(7), plain.mean + np.exp(plain.logvar / 2) * noise, rtol=1e-6)
+
+
+def test_logvar_is_clamped():
+    vae = small_vae()
+    name = "quant_conv.bias"
+    bias = vae._core.get_tensor(name)
+    bias[4:6], bias[6:8], bias[:4] = 1e4, -1e4, 1e4
+    vae._core.set_tensor(name, bias)
+    got = vae.encode(images(8, 8))
+    assert (got.logvar[:, :2] == 20).all() and (got.logvar[:, 2:] == -30).all()
+    assert got.mean.max() > 20
+
+
+def test_out_is_used_and_checked():
+    vae = small_vae()
+    z = latents(vae, 4, 4)
+    want, out = vae.decode(z), np.full((1, 3, 16, 16), np.nan, np.float32)
+    assert vae.decode(z, out=out) is out and np.array_equal(out, want)
+    assert vae.last_run.output_bytes == 0
+    for bad in (np.zeros((1, 3, 16, 8), np.float32), np.zeros((1, 3, 16, 16)), out[..., ::-1]):
+        with pytest.raises(
+            ValueError, match=r"out: want a writable contiguous float32 array of shape \(1, 3, 16, 16\)"
+        ):
+            vae.decode(z, out=bad)
+    out.flags.writeable = False
+    with pytest.raises(ValueError, match="read-only"):
+        vae.decode(z, out=out)
+    with pytest.raises(TypeError, match="out"):
+        vae.decode(z, out=[1])
+
+
+def test_odd_arrays_are_copied():
+    vae = small_vae()
+    z = latents(vae, 4, 6)
+    want = vae.decode(z)
+    assert np.array_equal(vae.decode(z.astype(">f4")), want)
+    assert np.array_equal(vae.decode(np.asfortranarray(z)), want)
+    assert np.array_equal(vae.decode(z.astype(np.float64)), want)
+    wide = np.repeat(z, 2, axis=3)
+    assert np.array_equal(vae.decode(wide[..., ::2]), want)
+    readonly = z.copy()
+    readonly.flags.writeable = False
+    assert np.array_equal(vae.decode(readonly), want)
+    import ml_dtypes
+
+    half = z.astype(ml_dtypes.bfloat16)
+    assert np.array_equal(vae.decode(half), vae.decode(half.astype(np.float32)))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_nonfinite_passes_through(bad):
+    vae = small_vae()
+    z = latents(vae, 4, 4)
+    z[0, 1, 2, 3] = bad
+    assert np.isnan(vae.decode(z)).all()  # one group's statistics reach every pixel, as in PyTorch
+    assert np.isfinite(vae.decode(latents(vae, 4, 4))).all()
+
+
+# ---- bad input ----
+
+
+@pytest.mark.parametrize(
+    "call,exception,message",
+    [
+        (lambda v: v.decode(np.zeros((1, 3, 4, 4))), ValueError, r"z: want shape \(N, 4, h, w\).*got \(1, 3, 4, 4\)"),
+        (lambda v: v.decode(np.zeros((4, 4, 4))), ValueError, r"z: want shape .*got \(4, 4, 4\)"),
+        (lambda v: v.decode(np.zeros((0, 4, 4, 4))), ValueError, "batch: want 1 or more, got 0"),
+        (lambda v: v.decode(np.zeros((1, 4, 0, 4))), ValueError, "height: want a positive multiple of 4, got 0"),
+        (lambda v: v.decode(np.zeros((1, 4, 4, 4), complex)), TypeError, "z: want an array of real numbers"),
+        (lambda v: v.decode("latents"), TypeError, "z: want an array of real numbers"),
+        (lambda v: v.decode(np.zeros((1, 4, 4, 4)), output_type="pil"), ValueError, "output_type: want float or uint8"),
+        (lambda v: v.encode(np.zeros((1, 4, 8, 8))), ValueError, r"x: want shape \(N, 3, H, W\), got \(1, 4, 8, 8\)"),
+        (lambda v: v.encode(np.zeros((1, 3, 10, 8))), ValueError, "height: want a positive multiple of 4, got 10"),
+        (lambda v: v.encode(np.zeros((1, 3, 8, 8), np.uint8)), ValueError, r"x: want shape \(N, H, W, 3\) for uint8"),
+        (lambda v: v.estimate("decode", 12, 6), ValueError, "width: want a positive multiple of 4, got 6"),
+        (lambda v: v.estimate("decode", -8, 8), ValueError, "height: want a positive"),
+        (lambda v: v.estimate("paint", 8, 8), ValueError, "op: want encode or decode, got 'paint'"),
+        (lambda v: v.estimate("decode", 8.0, 8), TypeError, "height: want an integer, got 8.0"),
+        (lambda v: v.estimate("decode", 2**40, 2**40), OverflowError, "does not fit in 64 bits"),
+        (lambda v: v.estimate("decode", 2**62, 4), OverflowError, "does not fit in 64 bits"),
+        (lambda v: v.estimate("decode", 8, 8, batch=2**60), OverflowError, "does not fit in 64 bits"),
+        (lambda v: VAE.random("sd3"), ValueError, "model: want one of sd15, sdxl, flux, got 'sd3'"),
+        (lambda v: VAE.random("sdxl", device="cuda:0"), ValueError, "device: want cpu, got 'cuda:0'"),
+        (lambda v: VAE.random("sdxl", dtype="float16"), ValueError, "dtype: want float32, got 'float16'"),
+        (lambda v: VAE.random("sdxl", parts="half"), ValueError, "parts: want all, encoder or decoder, got 'half'"),
+    ],
+)
+def test_bad_input(call, exception, message):
+    vae = small_vae()
+    want = vae.decode(latents(vae, 2, 2))
+    held = vae.reserved_bytes
+    with pytest.raises(exception, match=message):
+        call(vae)
+    assert vae.reserved_bytes == held
+    assert np.array_equal(vae.decode(latents(vae, 2, 2)), want)
+
+
+def test_missing_half_and_unknown_scaling():
+    arch = vaemem._weights.read_config(config("sd")) | {"scaling_factor": None}
+    core = _core.Model(arch, "decoder")
+    vaemem._weights.random_tensors(core, 0)
+    vae = VAE(core)
+    assert np.array_equal(vae.decode(latents(vae, 2, 2)), small_vae("sd").decode(latents(vae, 2, 2)))
+    with pytest.raises(ValueError, match="encode: this VAE was loaded without its encoder"):
+        vae.encode(images(8, 8))
+    with pytest.raises(ValueError, match=r"scaled: .*load with model= or config="):
+        vae.decode(latents(vae, 2, 2), scaled=True)
+
+
+def test_unset_weights_are_named():
+    core = _core.Model(vaemem._weights.read_config(config("sd")))
+    with pytest.raises(ValueError, match=r"weights: encoder\.conv_in\.weight was never set"):
+        VAE(core).decode(np.zeros((1, 4, 2, 2)))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the process's size is read from /proc")
+def test_more_memory_than_there_is():
+    """The system refuses the arena: under a limit of the address space here."""
+    import resource
+
+    vae = small_vae()
+    vae.threads = 1
+    z = latents(vae, 512, 512)
+    held = vae.reserved_bytes
+    need = vae.estimate("decode", 2048, 2048).reserved_bytes
+    with open("/proc/self/statm") as f:
+        now = int(f.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (now + need // 4, hard))
+    try:
+        with pytest.raises(MemoryError, match=r"memory: the system has no \d+ bytes"):
+            vae.decode(z)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    assert vae.reserved_bytes == held
+    assert np.isfinite(vae.decode(latents(vae, 2, 2))).all()
+
+
+# ---- progress, interruption, threads ----
+
+
+@pytest.mark.parametrize("op", ["encode", "decode"])
+def test_progress_reaches_the_end(op):
+    vae = small_vae()
+    seen = []
+    data = latents(vae, 32, 32, 2) if op == "decode" else images(128, 128, 2)
+    getattr(vae, op)(data, progress=lambda done, total: seen.append((done, total)))
+    totals = {total for _, total in seen}
+    assert len(totals) == 1 and seen[-1] == (totals.pop(),) * 2
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+
+
+def test_an_exception_in_progress_stops_the_run():
+    vae = small_vae()
+    z = latents(vae, 128, 128)
+    held = vae.reserved_bytes
+
+    def stop(done, total):
+        raise RuntimeError("enough")
+
+    with pytest.raises(RuntimeError, match="enough"):
+        vae.decode(z, progress=stop)
+    assert vae.last_run is None and vae.reserved_bytes == held
+    small = latents(vae, 2, 2)
+    assert np.array_equal(vae.decode(small), small_vae().decode(small))
+
+
+INTERRUPT = """
+import os, signal, threading, time
+import numpy as np
+from vaemem import VAE
+vae = VAE.random("sdxl", parts="decoder")
+vae.threads = 2
+held = vae.reserved_bytes
+z = np.zeros((1, 4, 64, 64), np.float32)
+sent = []
+def interrupt():
+    time.sleep(0.7)
+    sent.append(time.monotonic())
+    os.kill(os.getpid(), signal.SIGINT)
+threading.Thread(target=interrupt).start()
+try:
+    vae.decode(z)
+    raise SystemExit("was not interrupted")
+except KeyboardInterrupt:
+    print(time.monotonic() - sent[0])
+assert vae.reserved_bytes == held
+assert np.isfinite(vae.decode(z[:, :, :2, :2])).all()
+"""
+
+
+def test_ctrl_c_stops_within_a_second():
+    """A decode that takes seconds on any machine; the reaction is bounded by one tile, a few milliseconds."""
+    done = subprocess.run([sys.executable, "-c", INTERRUPT], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert float(done.stdout) < 1
+
+
+def test_two_threads_one_vae_wait_and_two_vaes_do_not():
+    vaes = [small_vae("sd", 0), small_vae("sd", 1)]
+    z = latents(vaes[0], 16, 16)
+    want = [v.decode(z) for v in vaes]
+    results = []
+
+    def work(i):
+        for _ in range(3):
+            results.append(np.array_equal(vaes[i].decode(z), want[i]))
+
+    threads = [threading.Thread(target=work, args=(i % 2,)) for i in range(6)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert len(results) == 18 and all(results)
+
+    # side by side: a run on one VAE, held up in its progress callback, does not hold up the other
+    entered, release = threading.Event(), threading.Event()
+
+    def hold(done, total):
+        entered.set()
+        assert release.wait(60)
+
+    held = threading.Thread(target=lambda: vaes[0].decode(z, progress=hold))
+    held.start()
+    assert entered.wait(60)
+    assert np.array_equal(vaes[1].decode(z), want[1])
+    waiting = threading.Thread(target=lambda: vaes[0].decode(z))
+    waiting.start()
+    waiting.join(0.2)
+    assert waiting.is_alive()  # the same VAE: waits its turn
+    release.set()
+    held.join(60), waiting.join(60)
+    assert not held.is_alive() and not waiting.is_alive()
+
+
+def test_a_vae_survives_fork():
+    vae = small_vae()
+    z = latents(vae, 4, 4)
+    want = vae.decode(z)
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if np.array_equal(vae.decode(z), want) else 1)
+    deadline = time.monotonic() + 60
+    while (done := os.waitpid(pid, os.WNOHANG))[0] == 0:
+        if time.monotonic() > deadline:
+            os.kill(pid, signal.SIGKILL)
+            pytest.fail("the child hangs")
+        time.sleep(0.01)
+    assert done[1] == 0
+
+
+# ---- every allocation fails once ----
+
+
+@pytest.mark.parametrize("op", ["new", "plan", "encode", "decode"])
+def test_every_allocation_fails_in_turn(op):
+    arch = vaemem._weights.read_config(config("sd"))
+    vae = small_vae()
+    x, z = images(8, 8), latents(vae, 2, 2)
+    want = vae.decode(z)
+    calls = {
+        "new": lambda: _core.Model(arch),
+        "plan": lambda: vae.estimate("decode", 8, 8),
+        "encode": lambda: vae.encode(x),
+        "decode": lambda: vae.decode(z),
+    }
+    n = 0
+    while True:
+        n += 1
+        assert n < 200
+        gc.collect()
+        vae.trim()
+        held = vae.reserved_bytes
+        _core.fail_alloc_at(n)
+        try:
+            calls[op]()
+        except MemoryError as e:
+            assert "memory" in str(e)
+            assert _core.fail_alloc_at(0) == 0
+            assert vae.reserved_bytes == held, f"allocation {n} leaked"
+            assert np.array_equal(vae.decode(z), want)
+        else:
+            left = _core.fail_alloc_at(0)
+            break
+    assert left > 0 and n > {"new": 5, "plan": 2, "encode": 4, "decode": 4}[op] - 1
+
+
+def test_environment():
+    """VAEMEM_DISABLE takes sets away, VAEMEM_THREADS sets the threads; nonsense is refused."""
+    code = (
+        "import vaemem; print([b['name'] for b in vaemem.backends() if b['usable']], vaemem.VAE.random(config=%r).threads)"
+        % config("sd")
+    )
+
+    def run(**env):
+        return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **env})
+
+    done = run(VAEMEM_DISABLE="avx512,avx2,amx", VAEMEM_THREADS="3")
+    assert done.stdout.strip() == "['ref'] 3", done.stderr
+    assert "avx512" not in run(VAEMEM_DISABLE="avx512").stdout
+    assert "VAEMEM_THREADS: want a number from 1 to 1024, got 'many'" in run(VAEMEM_THREADS="many").stderr
