@@ -2,37 +2,64 @@
  *   sd15  stable-diffusion-v1-5/stable-diffusion-v1-5  vae/config.json
  *   sdxl  stabilityai/stable-diffusion-xl-base-1.0     vae/config.json
  *   flux  black-forest-labs/FLUX.1-dev                 vae/config.json; the same numbers stand in
- *         black-forest-labs/flux util.py (ch 128, ch_mult 1 2 4 4, z_channels 16, scale_factor 0.3611, shift_factor 0.1159)
- * eps is 1e-6 in every GroupNorm of these models (diffusers passes resnet_eps=1e-6; LDM writes eps=1e-6).
- * The encoder's downsampling pads (0, 1, 0, 1) and convolves with stride 2 and no padding (diffusers
- * downsample_padding=0; LDM's Downsample): it is part of every model here and not a setting. */
+ *         black-forest-labs/flux util.py (ch 128, ch_mult 1 2 4 4, z_channels 16, scale_factor 0.3611, shift_factor
+ * 0.1159) eps is 1e-6 in every GroupNorm of these models (diffusers passes resnet_eps=1e-6; LDM writes eps=1e-6). The
+ * encoder's downsampling pads (0, 1, 0, 1) and convolves with stride 2 and no padding (diffusers downsample_padding=0;
+ * LDM's Downsample): it is part of every model here and not a setting. */
 #include <string.h>
 
 #include "vm.h"
 
 static const vm_arch sd15 = {
     .name = "sd15",
-    .in_channels = 3, .out_channels = 3, .latent_channels = 4,
-    .levels = 4, .block_out_channels = {128, 256, 512, 512}, .layers_per_block = 2,
-    .norm_num_groups = 32, .norm_eps = 1e-6f,
-    .use_quant_conv = true, .use_post_quant_conv = true, .mid_block_add_attention = true,
-    .scaling_known = true, .scaling_factor = 0.18215f, .shift_factor = 0,
+    .in_channels = 3,
+    .out_channels = 3,
+    .latent_channels = 4,
+    .levels = 4,
+    .block_out_channels = {128, 256, 512, 512},
+    .layers_per_block = 2,
+    .norm_num_groups = 32,
+    .norm_eps = 1e-6f,
+    .use_quant_conv = true,
+    .use_post_quant_conv = true,
+    .mid_block_add_attention = true,
+    .scaling_known = true,
+    .scaling_factor = 0.18215f,
+    .shift_factor = 0,
 };
 static const vm_arch sdxl = {
     .name = "sdxl",
-    .in_channels = 3, .out_channels = 3, .latent_channels = 4,
-    .levels = 4, .block_out_channels = {128, 256, 512, 512}, .layers_per_block = 2,
-    .norm_num_groups = 32, .norm_eps = 1e-6f,
-    .use_quant_conv = true, .use_post_quant_conv = true, .mid_block_add_attention = true,
-    .scaling_known = true, .scaling_factor = 0.13025f, .shift_factor = 0,
+    .in_channels = 3,
+    .out_channels = 3,
+    .latent_channels = 4,
+    .levels = 4,
+    .block_out_channels = {128, 256, 512, 512},
+    .layers_per_block = 2,
+    .norm_num_groups = 32,
+    .norm_eps = 1e-6f,
+    .use_quant_conv = true,
+    .use_post_quant_conv = true,
+    .mid_block_add_attention = true,
+    .scaling_known = true,
+    .scaling_factor = 0.13025f,
+    .shift_factor = 0,
 };
 static const vm_arch flux = {
     .name = "flux",
-    .in_channels = 3, .out_channels = 3, .latent_channels = 16,
-    .levels = 4, .block_out_channels = {128, 256, 512, 512}, .layers_per_block = 2,
-    .norm_num_groups = 32, .norm_eps = 1e-6f,
-    .use_quant_conv = false, .use_post_quant_conv = false, .mid_block_add_attention = true,
-    .scaling_known = true, .scaling_factor = 0.3611f, .shift_factor = 0.1159f,
+    .in_channels = 3,
+    .out_channels = 3,
+    .latent_channels = 16,
+    .levels = 4,
+    .block_out_channels = {128, 256, 512, 512},
+    .layers_per_block = 2,
+    .norm_num_groups = 32,
+    .norm_eps = 1e-6f,
+    .use_quant_conv = false,
+    .use_post_quant_conv = false,
+    .mid_block_add_attention = true,
+    .scaling_known = true,
+    .scaling_factor = 0.3611f,
+    .shift_factor = 0.1159f,
 };
 
 const vm_arch *const *vm_arch_models(void) {
@@ -54,7 +81,10 @@ static vm_status in_range(const char *what, size_t value, size_t low, size_t hig
 }
 
 vm_status vm_arch_check(const vm_arch *a) {
-    const struct { const char *what; size_t value, low, high; } ranges[] = {
+    const struct {
+        const char *what;
+        size_t value, low, high;
+    } ranges[] = {
         {"in_channels", a->in_channels, 1, 64},
         {"out_channels", a->out_channels, 1, 64},
         {"latent_channels", a->latent_channels, 1, 1024},
@@ -70,7 +100,8 @@ vm_status vm_arch_check(const vm_arch *a) {
         vm_status s = in_range("block_out_channels", a->block_out_channels[i], 1, 65536);
         if (s) return s;
         if (a->block_out_channels[i] % a->norm_num_groups)
-            return vm_fail(VM_EINVAL, "config: block_out_channels[%zu]: want a multiple of norm_num_groups %zu, got %zu", i,
+            return vm_fail(VM_EINVAL,
+                           "config: block_out_channels[%zu]: want a multiple of norm_num_groups %zu, got %zu", i,
                            a->norm_num_groups, a->block_out_channels[i]);
     }
     if (!(a->norm_eps >= 0)) return vm_fail(VM_EINVAL, "config: norm_eps: want 0 or more, got %g", (double)a->norm_eps);

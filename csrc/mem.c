@@ -24,7 +24,8 @@ size_t vm_mem_fail_at(size_t nth) { return atomic_exchange(&fail_countdown, nth)
 
 static bool injected_fault(void) {
     size_t n = atomic_load(&fail_countdown);
-    while (n && !atomic_compare_exchange_weak(&fail_countdown, &n, n - 1)) {}
+    while (n && !atomic_compare_exchange_weak(&fail_countdown, &n, n - 1)) {
+    }
     return n == 1;
 }
 

@@ -1,9 +1,9 @@
 /* An architecture as a list of passes, for encode and for decode.
  *
- *   encode  pixels -> conv_in -> { resnet x layers, downsample } x levels -> mid -> norm, conv_out [-> quant_conv] -> moments
- *   decode  latents [-> post_quant_conv] -> conv_in -> mid -> { resnet x (layers + 1), upsample } x levels -> norm, conv_out
- *   mid     resnet, attention, resnet
- *   resnet  x -> conv1(silu norm1 x) = h;  conv2(silu norm2 h) + x, where x passes a 1x1 shortcut if channels change
+ *   encode  pixels -> conv_in -> { resnet x layers, downsample } x levels -> mid -> norm, conv_out [-> quant_conv] ->
+ * moments decode  latents [-> post_quant_conv] -> conv_in -> mid -> { resnet x (layers + 1), upsample } x levels ->
+ * norm, conv_out mid     resnet, attention, resnet resnet  x -> conv1(silu norm1 x) = h;  conv2(silu norm2 h) + x,
+ * where x passes a 1x1 shortcut if channels change
  *
  * What decides the memory is written here and nowhere else: which pass writes in place.
  *   - conv2 adds to the residual where it lies, so a resnet needs its input and one h;
@@ -79,13 +79,28 @@ typedef struct conv {
 
 static vm_node conv_node(builder *b, const conv *c) {
     vm_node n = {
-        .pass = {.kind = VM_PASS_CONV, .x.c = c->in, .y.c = c->out, .ksize = c->k, .stride = c->stride ? c->stride : 1,
-                 .up = c->up, .add = c->add != VM_NONE, .clamp_from = c->out,
-                 .x_format = c->x == VM_NONE ? VM_F32_NCHW : VM_ROWS, .y_format = c->y == VM_NONE ? VM_F32_NCHW : VM_ROWS},
+        .pass = {.kind = VM_PASS_CONV,
+                 .x.c = c->in,
+                 .y.c = c->out,
+                 .ksize = c->k,
+                 .stride = c->stride ? c->stride : 1,
+                 .up = c->up,
+                 .add = c->add != VM_NONE,
+                 .clamp_from = c->out,
+                 .x_format = c->x == VM_NONE ? VM_F32_NCHW : VM_ROWS,
+                 .y_format = c->y == VM_NONE ? VM_F32_NCHW : VM_ROWS},
         .x_level = b->level,
-        .y_level = c->stride == 2 ? b->level + 1 : c->up ? b->level - 1 : b->level,
-        .x = c->x, .y = c->y, .add = c->add,
-        .weight = VM_NONE, .bias = VM_NONE, .gamma = VM_NONE, .beta = VM_NONE, .x_stats = VM_NONE,
+        .y_level = c->stride == 2 ? b->level + 1
+                   : c->up        ? b->level - 1
+                                  : b->level,
+        .x = c->x,
+        .y = c->y,
+        .add = c->add,
+        .weight = VM_NONE,
+        .bias = VM_NONE,
+        .gamma = VM_NONE,
+        .beta = VM_NONE,
+        .x_stats = VM_NONE,
     };
     snprintf(n.name, sizeof n.name, "%s%s", b->prefix, c->module);
     return n;
@@ -148,8 +163,16 @@ static void attention(builder *b, int x, size_t c) {
     add_node(b, &n);
     vm_node attend = {
         .pass = {.kind = VM_PASS_ATTENTION, .x.c = 3 * padded, .y.c = c, .scale_channels = c, .clamp_from = c},
-        .x_level = b->level, .y_level = b->level, .x = qkv, .y = qkv, .add = VM_NONE,
-        .weight = VM_NONE, .bias = VM_NONE, .gamma = VM_NONE, .beta = VM_NONE, .x_stats = VM_NONE,
+        .x_level = b->level,
+        .y_level = b->level,
+        .x = qkv,
+        .y = qkv,
+        .add = VM_NONE,
+        .weight = VM_NONE,
+        .bias = VM_NONE,
+        .gamma = VM_NONE,
+        .beta = VM_NONE,
+        .x_stats = VM_NONE,
     };
     snprintf(attend.name, sizeof attend.name, "%sattention", b->prefix);
     add_node(b, &attend);

@@ -187,17 +187,26 @@ vm_status vm_plan_new(vm_model *m, vm_op op, const vm_backend *backend, unsigned
     vm_status s = check_size(m, op, height, width, batch);
     if (s) return s;
     if (scaled && !m->arch.scaling_known)
-        return vm_fail(VM_EINVAL, "scaled: the weights do not tell the scaling factor (sd15 and sdxl have the same "
-                                  "tensors); load with model= or config=");
+        return vm_fail(VM_EINVAL,
+                       "scaled: the weights do not tell the scaling factor (sd15 and sdxl have the same "
+                       "tensors); load with model= or config=");
     const vm_graph *g = &m->graph[op];
     const size_t most = g->values + 2 * g->nodes;
     const size_t bytes = VM_ROUND_UP(sizeof(vm_plan) + g->nodes * sizeof(vm_step) + most * sizeof(vm_piece), VM_ALIGN);
     vm_plan *plan;
     int *piece_of;
     if ((s = vm_mem_alloc(m->mem, VM_SCRATCH, bytes, (void **)&plan))) return s;
-    *plan = (vm_plan){.op = op, .backend = backend, .threads = threads, .height = height, .width = width,
-                      .batch = batch, .pixels = pixels, .own_output = own_output, .steps = g->nodes,
-                      .pool_bytes = vm_pool_bytes(threads), .plan_bytes = bytes};
+    *plan = (vm_plan){.op = op,
+                      .backend = backend,
+                      .threads = threads,
+                      .height = height,
+                      .width = width,
+                      .batch = batch,
+                      .pixels = pixels,
+                      .own_output = own_output,
+                      .steps = g->nodes,
+                      .pool_bytes = vm_pool_bytes(threads),
+                      .plan_bytes = bytes};
     plan->step = (vm_step *)(plan + 1);
     plan->piece = (vm_piece *)(plan->step + g->nodes);
     if (!(s = vm_mem_alloc(m->mem, VM_SCRATCH, g->values * sizeof *piece_of, (void **)&piece_of))) {

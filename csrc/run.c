@@ -71,9 +71,7 @@ static bool touched(const vm_step *s, int piece) {
            piece == s->scratch;
 }
 
-static bool written(const vm_step *s, int piece) {
-    return piece == s->y || piece == s->y_stats || piece == s->scratch;
-}
+static bool written(const vm_step *s, int piece) { return piece == s->y || piece == s->y_stats || piece == s->scratch; }
 
 /* FNV-1a over the bytes of the arena that step i must not write; `poison` first fills those that it
  * must not read (no piece alive there) with NaN. */
@@ -89,7 +87,8 @@ static uint64_t outside(const walk *w, size_t i, bool poison) {
             writes |= written(&plan->step[i], (int)p);
         }
         if (poison && !live) memset(w->arena + at, 0xff, VM_ALIGN);
-        for (size_t b = 0; !writes && b < VM_ALIGN; b++) hash = (hash ^ (unsigned char)w->arena[at + b]) * 1099511628211u;
+        for (size_t b = 0; !writes && b < VM_ALIGN; b++)
+            hash = (hash ^ (unsigned char)w->arena[at + b]) * 1099511628211u;
     }
     return hash;
 }
@@ -97,7 +96,8 @@ static uint64_t outside(const walk *w, size_t i, bool poison) {
 static void guard(const walk *w, const vm_step *s) {
     ASAN_POISON_MEMORY_REGION(w->arena, w->m->arena_bytes);
     for (size_t p = 0; p < w->plan->pieces; p++)
-        if (touched(s, (int)p)) ASAN_UNPOISON_MEMORY_REGION(w->arena + w->plan->piece[p].offset, w->plan->piece[p].bytes);
+        if (touched(s, (int)p))
+            ASAN_UNPOISON_MEMORY_REGION(w->arena + w->plan->piece[p].offset, w->plan->piece[p].bytes);
 }
 
 static void unguard(const walk *w) { ASAN_UNPOISON_MEMORY_REGION(w->arena, w->m->arena_bytes); }
@@ -118,7 +118,8 @@ static vm_status run_step(walk *w, size_t i, size_t item) {
     s->seconds += now() - start;
     unguard(w);
     if (!status && w->run->check && outside(w, i, false) != before)
-        status = vm_fail(VM_EINVAL, "check: pass %zu (%s) wrote outside its plan", i, w->m->graph[plan->op].node[i].name);
+        status =
+            vm_fail(VM_EINVAL, "check: pass %zu (%s) wrote outside its plan", i, w->m->graph[plan->op].node[i].name);
 
     for (size_t p = 0; p < plan->pieces; p++)
         if (plan->piece[p].last == (int)i || (status && plan->piece[p].first <= (int)i && (int)i < plan->piece[p].last))

@@ -30,7 +30,8 @@ typedef struct vm_usage {
     size_t reserved;            /* bytes held from the system now: live blocks and the arena */
 } vm_usage;
 
-/* An account that blocks are charged to. Counted references: blocks handed to the user outlive the model. Thread-safe. */
+/* An account that blocks are charged to. Counted references: blocks handed to the user outlive the model. Thread-safe.
+ */
 typedef struct vm_mem vm_mem;
 vm_mem *vm_mem_new(void);
 vm_mem *vm_mem_retain(vm_mem *mem);
@@ -48,7 +49,8 @@ void vm_mem_use(vm_mem *mem, vm_category category, size_t bytes);
 void vm_mem_unuse(vm_mem *mem, vm_category category, size_t bytes);
 void vm_mem_reset_peak(vm_mem *mem);
 vm_usage vm_mem_usage(vm_mem *mem);
-/* Fault injection for tests: the nth allocation from now fails (1 is the next; 0 turns it off). Returns how many were left. */
+/* Fault injection for tests: the nth allocation from now fails (1 is the next; 0 turns it off). Returns how many were
+ * left. */
 size_t vm_mem_fail_at(size_t nth);
 
 /* ---- arch.c: the models ---- */
@@ -100,7 +102,7 @@ typedef struct vm_node {
 } vm_node;
 
 typedef struct vm_value {
-    size_t c;  /* the widest tensor it holds: its row keeps that width */
+    size_t c; /* the widest tensor it holds: its row keeps that width */
     int level;
 } vm_value;
 
@@ -157,8 +159,8 @@ typedef struct vm_piece {
 typedef struct vm_step {
     vm_pass pass; /* with its sizes */
     int x, y, add, x_stats, y_stats, scratch;
-    size_t parts;                  /* of x_stats */
-    size_t live[VM_CATEGORIES];    /* planned bytes in use while it runs */
+    size_t parts;                   /* of x_stats */
+    size_t live[VM_CATEGORIES];     /* planned bytes in use while it runs */
     size_t measured[VM_CATEGORIES]; /* the same, as mem.c counted them */
     double seconds;
 } vm_step;

@@ -19,8 +19,8 @@
 #include "cpu.h"
 
 enum {
-    QUERIES = 8,    /* blocks of 16 in a task: keys and values are read once for 128 queries */
-    KEYS = 256      /* in a step: such a piece of k and of v, and the task's q, s and o, stay in L2 */
+    QUERIES = 8, /* blocks of 16 in a task: keys and values are read once for 128 queries */
+    KEYS = 256   /* in a step: such a piece of k and of v, and the task's q, s and o, stay in L2 */
 };
 
 typedef struct layout {
@@ -41,9 +41,7 @@ static layout make_layout(const vm_pass *p) {
     return l;
 }
 
-size_t vm_attention_scratch(const vm_pass *pass, unsigned threads) {
-    return threads * make_layout(pass).per_thread;
-}
+size_t vm_attention_scratch(const vm_pass *pass, unsigned threads) { return threads * make_layout(pass).per_thread; }
 
 typedef struct job {
     const vm_cpu_ops *ops;
@@ -87,10 +85,19 @@ static void attend(const job *j, float *own, size_t blocks, size_t y, size_t row
         for (size_t r = 0; r < rows; r++)
             for (size_t i = 0; i < width; i += j->ops->max_pixels) {
                 vm_gemm g = {
-                    .pixels = VM_MIN(j->ops->max_pixels, width - i), .blocks = pair, .batches = cb, .depth = VM_BLOCK,
-                    .x = k + r * v->row + i * VM_BLOCK, .x_offset = block_offsets, .x_pixel = VM_BLOCK, .x_step = 1,
-                    .w = own + l->q + q * l->c * VM_BLOCK, .w_block = (ptrdiff_t)(l->c * VM_BLOCK),
-                    .y = s + (q * KEYS + r * width + i) * VM_BLOCK, .y_pixel = VM_BLOCK, .y_block = KEYS * VM_BLOCK,
+                    .pixels = VM_MIN(j->ops->max_pixels, width - i),
+                    .blocks = pair,
+                    .batches = cb,
+                    .depth = VM_BLOCK,
+                    .x = k + r * v->row + i * VM_BLOCK,
+                    .x_offset = block_offsets,
+                    .x_pixel = VM_BLOCK,
+                    .x_step = 1,
+                    .w = own + l->q + q * l->c * VM_BLOCK,
+                    .w_block = (ptrdiff_t)(l->c * VM_BLOCK),
+                    .y = s + (q * KEYS + r * width + i) * VM_BLOCK,
+                    .y_pixel = VM_BLOCK,
+                    .y_block = KEYS * VM_BLOCK,
                 };
                 j->ops->gemm(&g);
             }
@@ -102,11 +109,22 @@ static void attend(const job *j, float *own, size_t blocks, size_t y, size_t row
         for (size_t c = 0; c < l->c; c += o_pixels) {
             float *out = o + (q * l->c + c) * VM_BLOCK;
             vm_gemm g = {
-                .pixels = o_pixels, .blocks = pair, .batches = rows, .depth = width,
-                .x = value + c / VM_BLOCK * v->block + c % VM_BLOCK, .x_offset = row_offsets, .x_pixel = 1,
-                .x_step = VM_BLOCK, .w = s + q * KEYS * VM_BLOCK, .w_block = KEYS * VM_BLOCK,
-                .add = out, .add_pixel = VM_BLOCK, .add_block = (ptrdiff_t)(l->c * VM_BLOCK),
-                .y = out, .y_pixel = VM_BLOCK, .y_block = (ptrdiff_t)(l->c * VM_BLOCK),
+                .pixels = o_pixels,
+                .blocks = pair,
+                .batches = rows,
+                .depth = width,
+                .x = value + c / VM_BLOCK * v->block + c % VM_BLOCK,
+                .x_offset = row_offsets,
+                .x_pixel = 1,
+                .x_step = VM_BLOCK,
+                .w = s + q * KEYS * VM_BLOCK,
+                .w_block = KEYS * VM_BLOCK,
+                .add = out,
+                .add_pixel = VM_BLOCK,
+                .add_block = (ptrdiff_t)(l->c * VM_BLOCK),
+                .y = out,
+                .y_pixel = VM_BLOCK,
+                .y_block = (ptrdiff_t)(l->c * VM_BLOCK),
             };
             j->ops->gemm(&g);
         }

@@ -22,10 +22,10 @@
 #include "cpu.h"
 
 enum {
-    STEPS = 128,             /* products summed in one go, at least: their weights for two blocks (16 KiB) stay in L1 */
-    TILE_WIDTH = 64,         /* pixels; the x tile should stay in a core's L2 beside the weights of two blocks */
+    STEPS = 128,     /* products summed in one go, at least: their weights for two blocks (16 KiB) stay in L1 */
+    TILE_WIDTH = 64, /* pixels; the x tile should stay in a core's L2 beside the weights of two blocks */
     TILE_BYTES = 768 * 1024,
-    TILES_WANTED = 32        /* enough to share among threads when the image is small */
+    TILES_WANTED = 32 /* enough to share among threads when the image is small */
 };
 
 /* In source pixels when the pass upsamples, else in output pixels. */
@@ -83,7 +83,8 @@ static layout make_layout(const vm_pass *p, const grid *g, unsigned threads) {
     l.folded = put_bytes(&l.total, p->up ? l.phases * yb * l.w_block * sizeof(float) : 0);
     l.threads = l.total;
     put_bytes(&l.per_thread, xb * g->x_rows * g->x_width * VM_BLOCK * sizeof(float));
-    l.y_pixels = put_bytes(&l.per_thread, p->y_format == VM_ROWS ? 0 : 2 * g->tile_h * g->tile_w * VM_BLOCK * sizeof(float));
+    l.y_pixels =
+        put_bytes(&l.per_thread, p->y_format == VM_ROWS ? 0 : 2 * g->tile_h * g->tile_w * VM_BLOCK * sizeof(float));
     l.total += threads * l.per_thread;
     return l;
 }
@@ -111,10 +112,10 @@ typedef struct job {
 
 /* The part of the grid that one task computes, and the input that it needs. */
 typedef struct tile {
-    size_t y0, x0, h, w;      /* in the grid's pixels */
-    ptrdiff_t top, left;      /* of its input; may lie in the padding */
-    size_t rows, width;       /* of its input */
-    float *x, *y_pixels;      /* the thread's own */
+    size_t y0, x0, h, w; /* in the grid's pixels */
+    ptrdiff_t top, left; /* of its input; may lie in the padding */
+    size_t rows, width;  /* of its input */
+    float *x, *y_pixels; /* the thread's own */
 } tile;
 
 /* ---- load ---- */
@@ -263,8 +264,10 @@ static void conv_tile(const void *context, size_t task, unsigned thread) {
     const job *j = context;
     const vm_pass *p = j->pass;
     char *own = j->scratch + j->l.threads + thread * j->l.per_thread;
-    tile t = {.y0 = task / j->g.columns * j->g.tile_h, .x0 = task % j->g.columns * j->g.tile_w,
-              .x = (float *)own, .y_pixels = (float *)(own + j->l.y_pixels)};
+    tile t = {.y0 = task / j->g.columns * j->g.tile_h,
+              .x0 = task % j->g.columns * j->g.tile_w,
+              .x = (float *)own,
+              .y_pixels = (float *)(own + j->l.y_pixels)};
     t.h = VM_MIN(j->g.tile_h, j->g.height - t.y0);
     t.w = VM_MIN(j->g.tile_w, j->g.width - t.x0);
     const size_t s = (size_t)p->stride, k = (size_t)p->ksize, pad = s == 1 ? k / 2 : 0;
@@ -307,7 +310,8 @@ static void fold_block(const void *context, size_t task, unsigned thread) {
     for (size_t phase = 0; phase < 4; phase++)
         for (size_t b = 0; b < xb; b++)
             for (size_t tap = 0; tap < 4; tap++) {
-                float *dst = (float *)(j->scratch + j->l.folded) + (phase * yb + task) * j->l.w_block + (b * 4 + tap) * n;
+                float *dst =
+                    (float *)(j->scratch + j->l.folded) + (phase * yb + task) * j->l.w_block + (b * 4 + tap) * n;
                 const float *src = j->at->weight + (task * xb + b) * 9 * n;
                 size_t y0, y1, x0, x1;
                 folded_taps(phase / 2, tap / 2, &y0, &y1);

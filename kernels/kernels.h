@@ -23,7 +23,7 @@
 
 #define VM_BLOCK 16 /* channels in a block, the same on every CPU */
 #define VM_ALIGN 64 /* of every buffer, in bytes */
-#define VM_ROUND_UP(n, m) (((n) + (m)-1) / (m) * (m))
+#define VM_ROUND_UP(n, m) (((n) + (m) - 1) / (m) * (m))
 #define VM_BLOCKS(c) (((c) + VM_BLOCK - 1) / VM_BLOCK)
 #define VM_MIN(a, b) ((a) < (b) ? (a) : (b))
 #define VM_MAX(a, b) ((a) > (b) ? (a) : (b))
@@ -51,16 +51,16 @@ typedef struct vm_shape {
 
 typedef struct vm_pass {
     vm_pass_kind kind;
-    vm_shape x, y;         /* of the tensors in memory; c is the sum over q, k and v for attention's input */
-    int ksize, stride;     /* 3 or 1; 1, or 2 with PyTorch's pad (0, 1, 0, 1) before it */
-    bool up;               /* nearest 2x before a 3x3 convolution */
-    bool norm, silu;       /* on load */
-    bool affine;           /* x * in_scale + in_shift on load (scaled latents) */
-    bool add;              /* add a tensor of y's shape on store */
-    bool stats;            /* leave the sums that the next GroupNorm needs */
+    vm_shape x, y;     /* of the tensors in memory; c is the sum over q, k and v for attention's input */
+    int ksize, stride; /* 3 or 1; 1, or 2 with PyTorch's pad (0, 1, 0, 1) before it */
+    bool up;           /* nearest 2x before a 3x3 convolution */
+    bool norm, silu;   /* on load */
+    bool affine;       /* x * in_scale + in_shift on load (scaled latents) */
+    bool add;          /* add a tensor of y's shape on store */
+    bool stats;        /* leave the sums that the next GroupNorm needs */
     float in_scale, in_shift;
     vm_format x_format, y_format;
-    size_t groups;         /* of the norm on load */
+    size_t groups; /* of the norm on load */
     float eps;
     size_t clamp_from;     /* y's channels from here on are clamped to [-30, 20] (log-variance); y.c for none */
     size_t scale_channels; /* attention: scores are divided by its square root */
@@ -107,9 +107,7 @@ typedef struct vm_backend {
 } vm_backend;
 
 /* A partial sum: pixel count, then mean and sum of squared deviations of each channel. */
-static inline size_t vm_stats_floats(size_t c) {
-    return VM_BLOCK + 2 * VM_BLOCKS(c) * VM_BLOCK;
-}
+static inline size_t vm_stats_floats(size_t c) { return VM_BLOCK + 2 * VM_BLOCKS(c) * VM_BLOCK; }
 
 /* cpu.c: every backend this build knows, best first, NULL-terminated. */
 const vm_backend *const *vm_backends(void);

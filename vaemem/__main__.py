@@ -58,9 +58,9 @@ def _fit(args: argparse.Namespace) -> None:
 
     table = Table.from_csv(args.table)
     equals = {name: value for name in ("model", "op", "dtype", "source") if (value := getattr(args, name))}
-    if equals:
-        table = table.filter(**equals)
-    formulas = fit(table, args.target, args.quantile)
+    if not len(chosen := table.filter(**equals)):
+        raise ValueError(f"{args.table}: no row has {', '.join(f'{n}={v}' for n, v in equals.items()) or 'anything'}")
+    formulas = fit(chosen, args.target, args.quantile)
     print(str(formulas) if args.format == "text" else getattr(formulas, args.format)())
 
 

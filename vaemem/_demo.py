@@ -38,7 +38,7 @@ def run(
         Of the photograph in pixels, a divisor of 512. By default 512, or 256 on the plain C kernels, which are about
         ten times slower: the demo is to stay under five minutes.
     sizes : sequence of int and (int, int), optional
-        For the sweep. By default 256, 384 and 512, or 64, 128 and 192.
+        For the sweep. By default 128, 256 and 384, or 64, 96 and 128 on plain C.
 
     Returns
     -------
@@ -65,10 +65,10 @@ def run(
     image.fromarray(photograph).save(folder / "photograph.png")
 
     lines = [_round_trip(model, photograph, folder, progress) for model in WEIGHTS]
-    sizes = sizes or ((64, 128, 192) if is_plain_c else (256, 384, 512))
+    sizes = sizes or ((64, 96, 128) if is_plain_c else (128, 256, 384))
     _say(progress, f"sweep: {', '.join(WEIGHTS)} at {', '.join(map(str, sizes))}")
-    measured = sweep(list(WEIGHTS), sizes=sizes, progress=progress)
     estimated = sweep(list(WEIGHTS), sizes=sizes, measure=False)
+    measured = sweep(list(WEIGHTS), sizes=sizes, progress=progress)
     table = measured + estimated
     table.to_csv(folder / "sweep.csv")
     formulas = fit(measured)

@@ -6,9 +6,7 @@
 #include "../../kernels/cpu.h"
 #include "py.h"
 
-static const vm_cpu_ops *ops_of(const char *name) {
-    return vm_py_backend(name) ? vm_cpu_ops_named(name) : NULL;
-}
+static const vm_cpu_ops *ops_of(const char *name) { return vm_py_backend(name) ? vm_cpu_ops_named(name) : NULL; }
 
 /* A C-contiguous array of `type` with at least `items` elements; NULL with an exception set. */
 static void *data_of(PyObject *o, const char *what, int type, size_t items, bool writable) {
@@ -27,7 +25,8 @@ static PyObject *kernel_gemm(PyObject *Py_UNUSED(module), PyObject *args) {
     vm_gemm g = {0};
     Py_ssize_t pixels, blocks, depth;
     if (!PyArg_ParseTuple(args, "sOOOOOO(nnnnnnnnnn)", &backend, &y, &x, &offsets, &w, &bias, &add, &pixels, &blocks,
-                          &depth, &g.x_pixel, &g.x_step, &g.w_block, &g.add_pixel, &g.add_block, &g.y_pixel, &g.y_block))
+                          &depth, &g.x_pixel, &g.x_step, &g.w_block, &g.add_pixel, &g.add_block, &g.y_pixel,
+                          &g.y_block))
         return NULL;
     const vm_cpu_ops *ops = ops_of(backend);
     if (!ops) return NULL;
@@ -86,7 +85,8 @@ static PyObject *kernel_softmax(PyObject *Py_UNUSED(module), PyObject *args) {
     const vm_cpu_ops *ops = ops_of(backend);
     float *data = ops ? data_of(s, "s", NPY_FLOAT, 0, true) : NULL, *t = NULL, *u = NULL, *k = NULL;
     if (!data || !(t = data_of(top, "top", NPY_FLOAT, VM_BLOCK, true)) ||
-        !(u = data_of(sum, "sum", NPY_FLOAT, VM_BLOCK, true)) || !(k = data_of(keep, "keep", NPY_FLOAT, VM_BLOCK, true)))
+        !(u = data_of(sum, "sum", NPY_FLOAT, VM_BLOCK, true)) ||
+        !(k = data_of(keep, "keep", NPY_FLOAT, VM_BLOCK, true)))
         return NULL;
     ops->softmax(data, (size_t)PyArray_SIZE((PyArrayObject *)s) / VM_BLOCK, scale, t, u, k);
     Py_RETURN_NONE;
@@ -156,12 +156,11 @@ static PyObject *kernel_peak(PyObject *Py_UNUSED(module), PyObject *args) {
     if (!PyArg_ParseTuple(args, "sin", &backend, &threads, &rounds)) return NULL;
     peak_job j = {.ops = ops_of(backend), .rounds = (size_t)rounds};
     if (!j.ops) return NULL;
-    if (threads < 1 || threads > 1024) return PyErr_Format(PyExc_ValueError, "threads: want 1 to 1024, got %d", threads);
+    if (threads < 1 || threads > 1024)
+        return PyErr_Format(PyExc_ValueError, "threads: want 1 to 1024, got %d", threads);
     vm_status s;
-    Py_BEGIN_ALLOW_THREADS
-    s = with_pool((unsigned)threads, burn_all, &j);
-    Py_END_ALLOW_THREADS
-    if (s) return vm_py_raise(s);
+    Py_BEGIN_ALLOW_THREADS s = with_pool((unsigned)threads, burn_all, &j);
+    Py_END_ALLOW_THREADS if (s) return vm_py_raise(s);
     double flops = 0;
     for (int i = 0; i < threads; i++) flops += j.flops[i];
     return PyFloat_FromDouble(flops / j.seconds);
@@ -202,7 +201,8 @@ static PyObject *kernel_pass(PyObject *Py_UNUSED(module), PyObject *args) {
         return NULL;
     const vm_backend *b = vm_py_backend(backend);
     if (!b) return NULL;
-    if (threads < 1 || threads > 1024) return PyErr_Format(PyExc_ValueError, "threads: want 1 to 1024, got %d", threads);
+    if (threads < 1 || threads > 1024)
+        return PyErr_Format(PyExc_ValueError, "threads: want 1 to 1024, got %d", threads);
     p.kind = strcmp(kind, "conv") ? VM_PASS_ATTENTION : VM_PASS_CONV;
     p.up = up;
     p.silu = silu;
@@ -214,23 +214,35 @@ static PyObject *kernel_pass(PyObject *Py_UNUSED(module), PyObject *args) {
     p.scale_channels = p.y.c;
     const size_t taps = (size_t)(p.ksize * p.ksize), xc = VM_BLOCKS(p.x.c) * VM_BLOCK, yc = VM_BLOCKS(p.y.c) * VM_BLOCK;
     const bool conv = p.kind == VM_PASS_CONV;
-    const size_t need[10] = {rows_floats(&p.x), rows_floats(&p.y), rows_floats(&p.y),
-                             conv ? yc * VM_BLOCKS(p.x.c) * taps * VM_MIN(p.x.c, VM_BLOCK) : 0, conv ? yc : 0, xc, xc, 0,
+    const size_t need[10] = {rows_floats(&p.x),
+                             rows_floats(&p.y),
+                             rows_floats(&p.y),
+                             conv ? yc * VM_BLOCKS(p.x.c) * taps * VM_MIN(p.x.c, VM_BLOCK) : 0,
+                             conv ? yc : 0,
+                             xc,
+                             xc,
+                             0,
                              conv ? b->parts(&p) * vm_stats_floats(p.y.c) : 0,
                              b->scratch(&p, (unsigned)threads) / sizeof(float)};
     float *d[10] = {0};
     for (int i = 0; i < 10; i++)
         if (a[i] != Py_None && !(d[i] = data_of(a[i], "array", NPY_FLOAT, need[i], i == 1 || i > 7))) return NULL;
-    vm_operands at = {.x = whole(d[0], &p.x), .y = whole(d[1], &p.y), .add = whole(d[2], &p.y), .weight = d[3],
-                      .bias = d[4], .gamma = d[5], .beta = d[6], .x_stats = d[7], .y_stats = d[8], .scratch = d[9]};
+    vm_operands at = {.x = whole(d[0], &p.x),
+                      .y = whole(d[1], &p.y),
+                      .add = whole(d[2], &p.y),
+                      .weight = d[3],
+                      .bias = d[4],
+                      .gamma = d[5],
+                      .beta = d[6],
+                      .x_stats = d[7],
+                      .y_stats = d[8],
+                      .scratch = d[9]};
     at.x_parts = d[7] ? (size_t)PyArray_SIZE((PyArrayObject *)a[7]) / vm_stats_floats(p.x.c) : 0;
     if (!conv) at.y = at.x; /* attention's result takes its queries' place */
     pass_job j = {b, &p, &at, 0};
     vm_status s;
-    Py_BEGIN_ALLOW_THREADS
-    s = with_pool((unsigned)threads, run_pass, &j);
-    Py_END_ALLOW_THREADS
-    if (s) return vm_py_raise(s);
+    Py_BEGIN_ALLOW_THREADS s = with_pool((unsigned)threads, run_pass, &j);
+    Py_END_ALLOW_THREADS if (s) return vm_py_raise(s);
     return PyFloat_FromDouble(j.seconds);
 }
 
@@ -257,9 +269,11 @@ static PyMethodDef functions[] = {
     {"kernel_stats", kernel_stats, METH_VARARGS, "For tests: vm_cpu_ops.stats."},
     {"kernel_softmax", kernel_softmax, METH_VARARGS, "For tests: vm_cpu_ops.softmax."},
     {"kernel_rescale", kernel_rescale, METH_VARARGS, "For tests: vm_cpu_ops.rescale."},
-    {"kernel_peak", kernel_peak, METH_VARARGS, "For benchmarks: FLOP/s of multiply-adds on registers, on so many threads."},
+    {"kernel_peak", kernel_peak, METH_VARARGS,
+     "For benchmarks: FLOP/s of multiply-adds on registers, on so many threads."},
     {"kernel_pass", kernel_pass, METH_VARARGS, "For tests and benchmarks: one pass on arrays of rows; its seconds."},
-    {"kernel_needs", kernel_needs, METH_VARARGS, "For tests and benchmarks: floats of scratch and sums of such a pass."},
+    {"kernel_needs", kernel_needs, METH_VARARGS,
+     "For tests and benchmarks: floats of scratch and sums of such a pass."},
     {NULL, NULL, 0, NULL}};
 
 int vm_py_add_kernels(PyObject *module) { return PyModule_AddFunctions(module, functions); }

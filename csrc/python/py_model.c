@@ -2,8 +2,7 @@
 #include "py.h"
 
 typedef struct Model {
-    PyObject_HEAD
-    vm_model *model;
+    PyObject_HEAD vm_model *model;
     PyThread_type_lock lock; /* held by whoever uses model; runs wait for each other */
 } Model;
 
@@ -15,10 +14,8 @@ static int lock(Model *self) {
     }
     for (;;) {
         PyLockStatus got;
-        Py_BEGIN_ALLOW_THREADS
-        got = PyThread_acquire_lock_timed(self->lock, 50000, 1);
-        Py_END_ALLOW_THREADS
-        if (got == PY_LOCK_ACQUIRED) return 0;
+        Py_BEGIN_ALLOW_THREADS got = PyThread_acquire_lock_timed(self->lock, 50000, 1);
+        Py_END_ALLOW_THREADS if (got == PY_LOCK_ACQUIRED) return 0;
         if (PyErr_CheckSignals()) return -1;
     }
 }
@@ -66,7 +63,8 @@ static void model_dealloc(Model *self) {
 
 static PyObject *shape_of(const vm_tensor *t) {
     PyObject *shape = PyTuple_New((Py_ssize_t)t->dims);
-    for (size_t i = 0; shape && i < t->dims; i++) PyTuple_SET_ITEM(shape, (Py_ssize_t)i, PyLong_FromSize_t(t->shape[i]));
+    for (size_t i = 0; shape && i < t->dims; i++)
+        PyTuple_SET_ITEM(shape, (Py_ssize_t)i, PyLong_FromSize_t(t->shape[i]));
     return shape;
 }
 
@@ -140,10 +138,8 @@ static PyObject *model_set_tensor(Model *self, PyObject *args) {
         return NULL;
     }
     if (lock(self)) return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    vm_weights_set(self->model, (size_t)(t - self->model->tensor), dtype, PyArray_DATA(a));
-    Py_END_ALLOW_THREADS
-    unlock(self);
+    Py_BEGIN_ALLOW_THREADS vm_weights_set(self->model, (size_t)(t - self->model->tensor), dtype, PyArray_DATA(a));
+    Py_END_ALLOW_THREADS unlock(self);
     Py_RETURN_NONE;
 }
 
@@ -214,7 +210,8 @@ static int parse_request(request *r, const char *op, const char *pixels, int thr
 }
 
 static PyObject *model_plan(Model *self, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"op", "height", "width", "batch", "pixels", "threads", "scaled", "backend", "own_output", NULL};
+    static char *names[] = {"op",      "height", "width",   "batch",      "pixels",
+                            "threads", "scaled", "backend", "own_output", NULL};
     const char *op, *pixels = "float", *backend = NULL;
     Py_ssize_t height, width, batch = 1;
     int threads = 1, scaled = 0, own_output = 1;
@@ -225,7 +222,12 @@ static PyObject *model_plan(Model *self, PyObject *args, PyObject *kwargs) {
     if (parse_request(&r, op, pixels, threads, scaled, backend)) return NULL;
     if (height < 0 || width < 0 || batch < 0) {
         PyErr_Format(PyExc_ValueError, "%s: want a positive number, got %zd",
-                     height < 0 ? "height" : width < 0 ? "width" : "batch", height < 0 ? height : width < 0 ? width : batch);
+                     height < 0  ? "height"
+                     : width < 0 ? "width"
+                                 : "batch",
+                     height < 0  ? height
+                     : width < 0 ? width
+                                 : batch);
         return NULL;
     }
     if (lock(self)) return NULL;
@@ -288,7 +290,8 @@ static bool poll(void *context, size_t done, size_t total) {
 }
 
 static int check_pixels(PyArrayObject *a, const char *what, const npy_intp dims[4], int type) {
-    bool same = PyArray_NDIM(a) == 4 && PyArray_TYPE(a) == type && PyArray_IS_C_CONTIGUOUS(a) && PyArray_ISBEHAVED_RO(a);
+    bool same =
+        PyArray_NDIM(a) == 4 && PyArray_TYPE(a) == type && PyArray_IS_C_CONTIGUOUS(a) && PyArray_ISBEHAVED_RO(a);
     for (int i = 0; same && i < 4; i++) same = PyArray_DIM(a, i) == dims[i];
     if (same) return 0;
     PyErr_Format(PyExc_ValueError, "%s: want a C-contiguous %s array of shape (%zd, %zd, %zd, %zd)", what,
@@ -349,7 +352,8 @@ static PyObject *run_locked(Model *self, const request *r, io *x, PyObject *call
     const size_t bytes = plan->out_bytes * plan->batch;
     vm_mem_reset_peak(m->mem);
     /* held for outputs that earlier runs handed over: not this run's */
-    const size_t foreign = vm_mem_usage(m->mem).reserved - m->arena_bytes - vm_mem_usage(m->mem).live[VM_WEIGHTS] - plan->plan_bytes;
+    const size_t foreign =
+        vm_mem_usage(m->mem).reserved - m->arena_bytes - vm_mem_usage(m->mem).live[VM_WEIGHTS] - plan->plan_bytes;
     size_t reserved = 0;
     polling p = {NULL, callback == Py_None ? NULL : callback};
     vm_run run = {.in = PyArray_DATA(x->in), .poll = poll, .poll_context = &p, .check = check};
@@ -399,7 +403,8 @@ static PyObject *model_run(Model *self, PyObject *args, PyObject *kwargs) {
         return NULL;
     if (parse_request(&r, op, pixels, threads, scaled, backend) || describe(self->model, &r, &x)) return NULL;
     if (out != Py_None) {
-        if (!PyArray_Check(out)) return PyErr_Format(PyExc_TypeError, "out: want an array, got %s", Py_TYPE(out)->tp_name);
+        if (!PyArray_Check(out))
+            return PyErr_Format(PyExc_TypeError, "out: want an array, got %s", Py_TYPE(out)->tp_name);
         x.out = (PyArrayObject *)out;
         if (check_pixels(x.out, "out", x.out_dims, x.out_type)) return NULL;
         if (!PyArray_ISWRITEABLE(x.out)) return PyErr_Format(PyExc_ValueError, "out: want a writable array");
@@ -423,13 +428,15 @@ static PyMethodDef methods[] = {
     {"missing", (PyCFunction)model_missing, METH_NOARGS, "missing()\n--\n\nNames of tensors that were never set."},
     {"set_tensor", (PyCFunction)model_set_tensor, METH_VARARGS,
      "set_tensor(name, array)\n--\n\nConverts to float32 and packs; array may be freed after."},
-    {"get_tensor", (PyCFunction)model_get_tensor, METH_O, "get_tensor(name)\n--\n\nA float32 copy, bit for bit what was set."},
+    {"get_tensor", (PyCFunction)model_get_tensor, METH_O,
+     "get_tensor(name)\n--\n\nA float32 copy, bit for bit what was set."},
     {"plan", (PyCFunction)(void (*)(void))model_plan, METH_VARARGS | METH_KEYWORDS,
      "plan(op, height, width, batch=1, pixels='float', threads=1, scaled=False, backend=None, own_output=True)\n--\n\n"
      "What a run would take, as a dict."},
     {"run", (PyCFunction)(void (*)(void))model_run, METH_VARARGS | METH_KEYWORDS,
      "run(op, input, out=None, pixels='float', threads=1, scaled=False, backend=None, poll=None, check=False)\n--\n\n"
-     "(output, what it took as a dict). poll(rows_done, rows_total) is called about 20 times a second and once at the end."},
+     "(output, what it took as a dict). poll(rows_done, rows_total) is called about 20 times a second and once at the "
+     "end."},
     {"trim", (PyCFunction)model_trim, METH_NOARGS, "trim()\n--\n\nGives the arena back to the system."},
     {NULL, NULL, 0, NULL}};
 
@@ -448,7 +455,8 @@ static PyType_Slot type_slots[] = {
     {Py_tp_getset, attributes},
     {0, NULL}};
 
-static PyType_Spec type_spec = {"vaemem._core.Model", sizeof(Model), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE, type_slots};
+static PyType_Spec type_spec = {"vaemem._core.Model", sizeof(Model), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+                                type_slots};
 
 int vm_py_add_model(PyObject *module) {
     PyObject *type = PyType_FromModuleAndSpec(module, &type_spec, NULL);

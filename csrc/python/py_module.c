@@ -25,20 +25,14 @@ PyObject *vm_py_arch_to_dict(const vm_arch *a) {
         Py_DECREF(widths);
         return NULL;
     }
-    return Py_BuildValue("{s:s, s:n, s:n, s:n, s:N, s:n, s:n, s:f, s:N, s:N, s:N, s:N, s:f}",
-                         "name", a->name,
-                         "in_channels", (Py_ssize_t)a->in_channels,
-                         "out_channels", (Py_ssize_t)a->out_channels,
-                         "latent_channels", (Py_ssize_t)a->latent_channels,
-                         "block_out_channels", widths,
-                         "layers_per_block", (Py_ssize_t)a->layers_per_block,
-                         "norm_num_groups", (Py_ssize_t)a->norm_num_groups,
-                         "norm_eps", a->norm_eps,
-                         "use_quant_conv", PyBool_FromLong(a->use_quant_conv),
-                         "use_post_quant_conv", PyBool_FromLong(a->use_post_quant_conv),
-                         "mid_block_add_attention", PyBool_FromLong(a->mid_block_add_attention),
-                         "scaling_factor", scaling,
-                         "shift_factor", a->shift_factor);
+    return Py_BuildValue(
+        "{s:s, s:n, s:n, s:n, s:N, s:n, s:n, s:f, s:N, s:N, s:N, s:N, s:f}", "name", a->name, "in_channels",
+        (Py_ssize_t)a->in_channels, "out_channels", (Py_ssize_t)a->out_channels, "latent_channels",
+        (Py_ssize_t)a->latent_channels, "block_out_channels", widths, "layers_per_block",
+        (Py_ssize_t)a->layers_per_block, "norm_num_groups", (Py_ssize_t)a->norm_num_groups, "norm_eps", a->norm_eps,
+        "use_quant_conv", PyBool_FromLong(a->use_quant_conv), "use_post_quant_conv",
+        PyBool_FromLong(a->use_post_quant_conv), "mid_block_add_attention", PyBool_FromLong(a->mid_block_add_attention),
+        "scaling_factor", scaling, "shift_factor", a->shift_factor);
 }
 
 static PyObject *item(PyObject *dict, const char *key) {
@@ -98,8 +92,8 @@ int vm_py_arch_from_dict(PyObject *dict, vm_arch *a) {
     return get_size(dict, "in_channels", &a->in_channels) || get_size(dict, "out_channels", &a->out_channels) ||
                    get_size(dict, "latent_channels", &a->latent_channels) || get_widths(dict, a) ||
                    get_size(dict, "layers_per_block", &a->layers_per_block) ||
-                   get_size(dict, "norm_num_groups", &a->norm_num_groups) || get_float(dict, "norm_eps", &a->norm_eps) ||
-                   get_bool(dict, "use_quant_conv", &a->use_quant_conv) ||
+                   get_size(dict, "norm_num_groups", &a->norm_num_groups) ||
+                   get_float(dict, "norm_eps", &a->norm_eps) || get_bool(dict, "use_quant_conv", &a->use_quant_conv) ||
                    get_bool(dict, "use_post_quant_conv", &a->use_post_quant_conv) ||
                    get_bool(dict, "mid_block_add_attention", &a->mid_block_add_attention)
                ? -1
@@ -159,7 +153,8 @@ static PyMethodDef functions[] = {
     {"backends", backends, METH_NOARGS, "backends()\n--\n\n[(name, usable)], best first."},
     {"disable", disable, METH_O, "disable(names)\n--\n\nBackends (comma-separated) that must not be used."},
     {"fail_alloc_at", fail_alloc_at, METH_O,
-     "fail_alloc_at(n)\n--\n\nFor tests: the nth allocation of the core from now fails; 0 turns it off. Returns what was left."},
+     "fail_alloc_at(n)\n--\n\nFor tests: the nth allocation of the core from now fails; 0 turns it off. Returns what "
+     "was left."},
     {NULL, NULL, 0, NULL}};
 
 static int exec_module(PyObject *module) {
@@ -174,7 +169,7 @@ static PyModuleDef_Slot slots[] = {{Py_mod_exec, (void *)exec_module},
 #endif
                                    {0, NULL}};
 
-static struct PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT, .m_name = "vaemem._core", .m_doc = "The C core of vaemem.", .m_methods = functions, .m_slots = slots};
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, .m_name = "vaemem._core",
+                                        .m_doc = "The C core of vaemem.", .m_methods = functions, .m_slots = slots};
 
 PyMODINIT_FUNC PyInit__core(void) { return PyModuleDef_Init(&definition); }

@@ -6,17 +6,17 @@
 #define VM_WIDE (VM_VECTORS >= 2 * VM_BLOCK / VM_LANES)
 
 #if VM_WIDE
-#define VM_TILE(P)                                           \
-    VM_GEMM(P, VM_SUBS, VM_BLOCK, 1, gemm_a1_##P)            \
-    VM_GEMM(P, VM_SUBS, 2 * VM_BLOCK, 1, gemm_b1_##P)        \
-    VM_GEMM(P, VM_SUBS, 1, VM_BLOCK, gemm_c1_##P)            \
-    VM_GEMM(P, 2 * VM_SUBS, VM_BLOCK, 1, gemm_a2_##P)        \
-    VM_GEMM(P, 2 * VM_SUBS, 2 * VM_BLOCK, 1, gemm_b2_##P)    \
+#define VM_TILE(P)                                        \
+    VM_GEMM(P, VM_SUBS, VM_BLOCK, 1, gemm_a1_##P)         \
+    VM_GEMM(P, VM_SUBS, 2 * VM_BLOCK, 1, gemm_b1_##P)     \
+    VM_GEMM(P, VM_SUBS, 1, VM_BLOCK, gemm_c1_##P)         \
+    VM_GEMM(P, 2 * VM_SUBS, VM_BLOCK, 1, gemm_a2_##P)     \
+    VM_GEMM(P, 2 * VM_SUBS, 2 * VM_BLOCK, 1, gemm_b2_##P) \
     VM_GEMM(P, 2 * VM_SUBS, 1, VM_BLOCK, gemm_c2_##P)
 #else
-#define VM_TILE(P)                                           \
-    VM_GEMM(P, VM_SUBS, VM_BLOCK, 1, gemm_a1_##P)            \
-    VM_GEMM(P, VM_SUBS, 2 * VM_BLOCK, 1, gemm_b1_##P)        \
+#define VM_TILE(P)                                    \
+    VM_GEMM(P, VM_SUBS, VM_BLOCK, 1, gemm_a1_##P)     \
+    VM_GEMM(P, VM_SUBS, 2 * VM_BLOCK, 1, gemm_b1_##P) \
     VM_GEMM(P, VM_SUBS, 1, VM_BLOCK, gemm_c1_##P)
 #endif
 
@@ -36,14 +36,11 @@ VM_TILE(11)
 VM_TILE(12)
 VM_TILE(13)
 VM_TILE(14)
-#define VM_ROW(N)                                                                                            \
-    {                                                                                                        \
-        VM_ROW6(N), gemm_##N##_7, gemm_##N##_8, gemm_##N##_9, gemm_##N##_10, gemm_##N##_11, gemm_##N##_12,   \
-            gemm_##N##_13, gemm_##N##_14                                                                     \
-    }
+#define VM_ROW(N)                                                              \
+    {VM_ROW6(N),    gemm_##N##_7,  gemm_##N##_8,  gemm_##N##_9, gemm_##N##_10, \
+     gemm_##N##_11, gemm_##N##_12, gemm_##N##_13, gemm_##N##_14}
 #else
-#define VM_ROW(N) \
-    { VM_ROW6(N) }
+#define VM_ROW(N) {VM_ROW6(N)}
 #endif
 
 /* [way through x][blocks - 1][pixels - 1] */

@@ -44,33 +44,32 @@ INLINE vf vexp(vf x) {
 
 /* Strides are constants where this is instantiated, so that addresses are immediates; vector v is
  * part v % VM_SUBS of block v / VM_SUBS. */
-#define VM_GEMM(P, V, PIXEL, STEP, NAME)                                                                        \
-    static void NAME(const vm_gemm *g) {                                                                 \
-        vf sum[P][V];                                                                                    \
-        UNROLL for (int p = 0; p < P; p++) UNROLL for (int v = 0; v < V; v++) sum[p][v] = (vf){0};       \
-        const float *w = g->w;                                                                           \
-        const ptrdiff_t w_block = g->w_block;                                                            \
-        for (size_t b = 0; b < g->batches; b++) {                                                        \
-            const float *x = g->x + g->x_offset[b];                                                      \
-            for (size_t k = 0; k < g->depth; k++, w += VM_BLOCK, x += STEP) {                            \
-                vf wv[V];                                                                                \
-                UNROLL for (int v = 0; v < V; v++) wv[v] =                                               \
-                    at(w + (v / VM_SUBS) * w_block + (v % VM_SUBS) * VM_LANES);                          \
-                UNROLL for (int p = 0; p < P; p++) {                                                     \
-                    vf xv = splat(x[p * (PIXEL)]);                                                       \
-                    UNROLL for (int v = 0; v < V; v++) sum[p][v] += xv * wv[v];                          \
-                }                                                                                        \
-            }                                                                                            \
-        }                                                                                                \
-        UNROLL for (int v = 0; v < V; v++) {                                                             \
-            const int o = v / VM_SUBS, l = (v % VM_SUBS) * VM_LANES;                                     \
-            const vf bias = g->bias ? at(g->bias + o * VM_BLOCK + l) : (vf){0};                          \
-            UNROLL for (int p = 0; p < P; p++) {                                                         \
-                vf r = sum[p][v] + bias;                                                                 \
-                if (g->add) r += at(g->add + o * g->add_block + p * g->add_pixel + l);                   \
-                put(g->y + o * g->y_block + p * g->y_pixel + l, r);                                      \
-            }                                                                                            \
-        }                                                                                                \
+#define VM_GEMM(P, V, PIXEL, STEP, NAME)                                                                               \
+    static void NAME(const vm_gemm *g) {                                                                               \
+        vf sum[P][V];                                                                                                  \
+        UNROLL for (int p = 0; p < P; p++) UNROLL for (int v = 0; v < V; v++) sum[p][v] = (vf){0};                     \
+        const float *w = g->w;                                                                                         \
+        const ptrdiff_t w_block = g->w_block;                                                                          \
+        for (size_t b = 0; b < g->batches; b++) {                                                                      \
+            const float *x = g->x + g->x_offset[b];                                                                    \
+            for (size_t k = 0; k < g->depth; k++, w += VM_BLOCK, x += STEP) {                                          \
+                vf wv[V];                                                                                              \
+                UNROLL for (int v = 0; v < V; v++) wv[v] = at(w + (v / VM_SUBS) * w_block + (v % VM_SUBS) * VM_LANES); \
+                UNROLL for (int p = 0; p < P; p++) {                                                                   \
+                    vf xv = splat(x[p * (PIXEL)]);                                                                     \
+                    UNROLL for (int v = 0; v < V; v++) sum[p][v] += xv * wv[v];                                        \
+                }                                                                                                      \
+            }                                                                                                          \
+        }                                                                                                              \
+        UNROLL for (int v = 0; v < V; v++) {                                                                           \
+            const int o = v / VM_SUBS, l = (v % VM_SUBS) * VM_LANES;                                                   \
+            const vf bias = g->bias ? at(g->bias + o * VM_BLOCK + l) : (vf){0};                                        \
+            UNROLL for (int p = 0; p < P; p++) {                                                                       \
+                vf r = sum[p][v] + bias;                                                                               \
+                if (g->add) r += at(g->add + o * g->add_block + p * g->add_pixel + l);                                 \
+                put(g->y + o * g->y_block + p * g->y_pixel + l, r);                                                    \
+            }                                                                                                          \
+        }                                                                                                              \
     }
 
 #include "gemm_tiles.h"

@@ -1,0 +1,273 @@
+"""The fit: recovers lines, agrees with other implementations, says what it leaves unexplained, draws itself."""
+
+import io
+import itertools
+import json
+import math
+
+import numpy as np
+import pytest
+
+from vaemem import Table, fit
+from vaemem._fit import Fit
+
+BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+def row(size, value, dtype="float32", target="allocated_bytes", **other):
+    height, width = size if isinstance(size, tuple) else (size, size)
+    key = {"model": "sdxl", "op": "decode", "height": height, "width": width, "dtype": dtype}
+    return key | {target: value} | other
+
+
+def line(a, b, sizes=((256, 256), (512, 512), (512, 768), (1024, 1024)), dtypes=("float32",), **other):
+    return Table([row((h, w), round(a * h * w * BYTES[d] + b), d, **other) for d in dtypes for h, w in sizes])
+
+
+def noisy(n=12, **other):
+    """A line with noise of a tenth: what a fit has to work on."""
+    rng = np.random.default_rng(0)
+    sides = 64 * rng.integers(2, 20, size=n)
+    return Table([row(int(s), int(400 * s * s * 4 * (1 + 0.1 * rng.standard_normal()) + 1e6), **other) for s in sides])
+
+
+def points(table, target="allocated_bytes"):
+    x = np.array([r["height"] * r["width"] * BYTES[r["dtype"]] for r in table], dtype=float)
+    return x, np.array([r[target] for r in table], dtype=float)
+
+
+def test_a_line_is_found_again():
+    (formula,) = fit(line(392.0, 5_000_000, dtypes=("float32", "float16")))
+    # 8 rows of whole numbers: only the rounding of float64 sums is left, far below a byte in a and a few in b.
+    assert formula.a == pytest.approx(392, rel=1e-12) and formula.b == pytest.approx(5e6, rel=1e-9)
+    assert formula.r2 == pytest.approx(1, abs=1e-12) and formula.n == 8
+    assert formula.max_over < 1e-9 and formula.max_under < 1e-9
+    assert formula.predict(2048, 2048, "float16") == 392 * 2048 * 2048 * 2 + 5_000_000
+
+
+def test_least_squares_agrees_with_scipy():
+    stats = pytest.importorskip("scipy.stats")
+    table = noisy()
+    want = stats.linregress(*points(table))
+    (formula,) = fit(table)
+    # The same sums in another order: float64 rounding times the condition of the sizes, below 1e-9.
+    assert formula.a == pytest.approx(want.slope, rel=1e-9) and formula.b == pytest.approx(want.intercept, rel=1e-6)
+    assert formula.a_error == pytest.approx(want.stderr, rel=1e-9)
+    assert formula.b_error == pytest.approx(want.intercept_stderr, rel=1e-9)
+    assert formula.r2 == pytest.approx(want.rvalue**2, rel=1e-9)
+
+
+def test_residuals_and_errors_are_those_of_the_rows():
+    table = noisy()
+    (formula,) = fit(table)
+    x, y = points(table)
+    fitted = formula.a * x + formula.b
+    np.testing.assert_allclose([r.residual for r in formula.rows], y - fitted, rtol=1e-9)
+    assert sum(r.residual for r in formula.rows) == pytest.approx(0, abs=1e-6 * y.max())
+    assert formula.max_over == pytest.approx((fitted / y - 1).max()) and formula.max_over > 0
+    assert formula.max_under == pytest.approx((1 - fitted / y).max()) and formula.max_under > 0
+    assert [r.constant for r in formula.rows] == pytest.approx(list(y / x))
+
+
+def test_the_constant_that_people_ship():
+    """1068 MiB at 512x512 in half precision: the constant 2136 of the published report."""
+    table = Table([row(512, 1068 * 2**20, "float16"), row(768, 2376 * 2**20, "float16")])
+    assert [r.constant for r in fit(table)[0].rows] == [2136, 2112]
+
+
+def test_published_half_precision_decode_is_8_5_activations():
+    text = "model,op,height,width,dtype,allocated_mib,reserved_mib,time_s,group\n" + "".join(
+        f"FLUX,decode,{side},{side},float16,{mib},,,1\n"
+        for side, mib in ((512, 546.12), (768, 1226.28), (1024, 2178.50), (1536, 4900.00), (2048, 8708.00))
+    )
+    (formula,) = fit(Table.from_csv(io.StringIO(text)))
+    assert formula.a / 128 == pytest.approx(8.5, rel=1e-3)  # blocks that are not split make steps of up to 1 MiB
+    assert formula.max_over < 0.001 and formula.max_under < 0.001
+
+
+def test_one_formula_for_each_model_op_runtime_device_and_batch():
+    sizes = ((64, 64), (128, 128))
+    table = (
+        line(1, 0, sizes, runtime="bfl") + line(2, 0, sizes, runtime="diffusers") + line(3, 0, sizes, batch=2)
+        + Table([r | {"op": "encode"} for r in line(4, 0, sizes)]) + line(5, 0, sizes, device="cpu")
+    )  # fmt: skip
+    found = fit(table)
+    assert [round(f.a) for f in found] == [1, 2, 3, 4, 5]
+    assert found[0].name == "sdxl decode bfl - -" and found[2].name == "sdxl decode - - batch 2"
+    assert found.find(op="encode").a == pytest.approx(4)
+    assert found.predict(64, 64, "float16", runtime="diffusers") == 2 * 64 * 64 * 2
+    with pytest.raises(ValueError, match="want one, got 4 of sdxl decode bfl"):
+        found.predict(64, 64, op="decode")
+    with pytest.raises(ValueError, match="want one, got 0"):
+        found.find(model="flux")
+    with pytest.raises(ValueError, match="unknown key dtype"):
+        found.find(dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("table", "arguments", "message"),
+    [
+        (Table(), {}, "table: want at least 2 rows, got none"),
+        (line(1, 0), {"target": "model"}, "target: want one of allocated_bytes, .*, got 'model'"),
+        (line(1, 0), {"target": "seconds"}, "row 0: has no seconds"),
+        (Table([row(512, 1) | {"height": None}]), {}, "row 0: has no height; filter such rows out"),
+        (Table([row(512, 1)]), {}, "sdxl decode: want rows of at least 2 distinct .*, got only 512x512 float32"),
+        (Table([row(512, 1), row(512, 2), row((256, 1024), 3)]), {}, "at least 2 distinct"),
+        (Table([row(512, 1, "int8"), row(256, 2, "int8")]), {}, "dtype: want one of float64, .*, got 'int8'"),
+        (line(1, 0), {"quantile": 0}, "quantile: want a number above 0 and at most 1"),
+        (line(1, 0), {"quantile": 1.1}, "quantile: want a number above 0 and at most 1"),
+        (line(1, 0), {"quantile": math.nan}, "quantile: want a number above 0 and at most 1"),
+    ],
+)
+def test_what_cannot_be_fitted_is_named(table, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        fit(table, **arguments)
+
+
+def test_two_rows_have_no_standard_error_and_equal_rows_no_r2():
+    (formula,) = fit(line(3, 7, ((64, 64), (128, 128))))
+    assert (formula.a_error, formula.b_error) == (None, None) and "standard errors" not in str(formula)
+    (flat,) = fit(line(0, 7))
+    assert flat.r2 is None and flat.a == 0 and flat.b == 7
+
+
+def test_nothing_measured_has_no_relative_error():
+    found = fit(Table([row(64, 0, target="scratch_bytes"), row(128, 10, target="scratch_bytes")]), "scratch_bytes")
+    assert found[0].rows[0].error is None
+    json.loads(found.json())
+    str(found)
+
+
+def test_bad_predictions_are_named():
+    (formula,) = fit(line(1, 0))
+    with pytest.raises(ValueError, match="height: want at least 1, got 0"):
+        formula.predict(0, 512)
+    with pytest.raises(ValueError, match=r"dtype: want one of float64, .*, got 'fp16'"):
+        formula.predict(512, 512, "fp16")
+
+
+def test_seconds_are_not_rounded():
+    table = Table([row(s, 1e-8 * s * s * 4 + 0.25, target="seconds") for s in (256, 512, 1024)])
+    assert fit(table, "seconds")[0].predict(256, 256) == pytest.approx(0.25 + 1e-8 * 4 * 65536)
+
+
+# ---- quantiles ----
+
+
+def pinball(a, b, x, y, quantile):
+    residual = y - (a * x + b)
+    return np.where(residual > 0, quantile * residual, (quantile - 1) * residual).sum()
+
+
+@pytest.mark.parametrize("quantile", [0.1, 0.5, 0.9])
+def test_no_line_has_less_pinball_loss(quantile):
+    pytest.importorskip("scipy")
+    table = noisy(9)
+    x, y = points(table)
+    (formula,) = fit(table, quantile=quantile)
+    # A best line goes through two of the points: try them all.
+    pairs = [(i, j) for i, j in itertools.combinations(range(len(x)), 2) if x[i] != x[j]]
+    lines = [((y[j] - y[i]) / (x[j] - x[i]), i) for i, j in pairs]
+    best = min(pinball(a, y[i] - a * x[i], x, y, quantile) for a, i in lines)
+    # The solver's tolerance is 1e-7 of the largest value; a loss sums 9 of them.
+    assert pinball(formula.a, formula.b, x, y, quantile) == pytest.approx(best, rel=1e-6)
+    assert formula.a_error is None and formula.r2 is None
+
+
+def test_quantile_one_is_the_lowest_bound():
+    pytest.importorskip("scipy")
+    table = noisy()
+    (formula,) = fit(table, quantile=1)
+    assert formula.max_under == 0 and formula.max_over > 0
+    assert all(formula.predict(r["height"], r["width"]) >= r["allocated_bytes"] for r in table)
+    touching = sum(abs(r.residual) < 1e-6 * r.measured for r in formula.rows)
+    assert touching >= 2, "a lower line would still be a bound"
+
+
+# ---- what it prints ----
+
+
+@pytest.mark.parametrize(("target", "quantile"), [("allocated_bytes", None), ("allocated_bytes", 1), ("seconds", None)])
+def test_python_gives_what_predict_gives(target, quantile):
+    if quantile:
+        pytest.importorskip("scipy")
+    rows = [row(s, v, d, target, model=m) for m in ("sd1-5", "2vae") for d in ("float32", "float16")
+            for s, v in ((64, 123_456), (128, 456_789), (192, 999_999))]  # fmt: skip
+    found = fit(Table(rows), target, quantile)
+    names: dict = {}
+    exec(found.python(), names)
+    for formula, name in zip(found, (f"sd1_5_decode_{target}", f"_2vae_decode_{target}"), strict=True):
+        for dtype in ("float32", "bfloat16"):
+            assert names[name](640, 512, BYTES[dtype]) == formula.predict(640, 512, dtype)
+
+
+def test_latex():
+    pytest.importorskip("matplotlib")
+    from matplotlib.mathtext import MathTextParser
+
+    text = fit(noisy(model="my_vae")).latex()
+    assert text.startswith("\\begin{align}\n") and text.endswith("\n\\end{align}") and r"my\_vae" in text
+    body = text.splitlines()[1].replace("&", "")
+    MathTextParser("agg").parse(f"${body}$")  # raises on what is no mathematics
+    tiny = fit(Table([row(s, 1.5e-7 * s * s * 4, target="seconds") for s in (64, 128)]), "seconds").latex()
+    assert r"1.5 \times 10^{-7}\,H W e" in tiny
+
+
+def test_json_holds_everything():
+    table = noisy()
+    found = fit(table)
+    read = json.loads(found.json())
+    assert (read["target"], read["quantile"], len(read["formulas"])) == ("allocated_bytes", None, 1)
+    formula = read["formulas"][0]
+    assert formula == json.loads(found[0].json())
+    assert formula["a"] == found[0].a and formula["max_over"] == found[0].max_over and formula["n"] == len(table)
+    assert [r["measured"] for r in formula["rows"]] == [r["allocated_bytes"] for r in table]
+
+
+def test_printing_shows_the_formula_and_every_row():
+    text = str(fit(line(392, 5_000_000)))
+    assert text.splitlines()[0] == "sdxl decode: allocated_bytes = 392 * H*W*e + 5000000"
+    assert "a is 3.062 T" in text and "4 rows" in text and "R^2 1.0000000" in text
+    assert all(size in text for size in ("256x256", "512x512", "512x768", "1024x1024")) and "-0.00" not in text
+    assert repr(fit(line(392, 5_000_000))) == text
+    assert " * H*W*e - 16384\n" in str(fit(line(4, -16384)))
+
+
+# ---- figures ----
+
+
+@pytest.fixture
+def plot():
+    pytest.importorskip("matplotlib")
+    from vaemem import plot
+
+    return plot
+
+
+def test_memory_vs_pixels(plot, tmp_path):
+    measured = line(392, 5e6, source="measured") + Table([r | {"op": "encode"} for r in line(256, 1e6)])
+    estimated = Table([r | {"source": "estimated"} for r in measured])
+    found = fit(measured.filter(op="decode"))
+    figure = plot.memory_vs_pixels(measured + estimated, found)
+    decode, encode = figure.axes
+    assert (decode.get_title(), encode.get_title()) == ("decode", "encode")
+    labels = [text.get_text() for text in decode.get_legend().get_texts()]
+    assert labels == ["sdxl float32, measured", "sdxl float32, estimated", "sdxl: 3.06 T +4.8 MiB"]
+    dots = next(drawn for drawn in decode.lines if drawn.get_label() == labels[0])
+    assert list(dots.get_ydata()) == [r["allocated_bytes"] for r in measured.filter(op="decode")]
+    assert dots.get_ydata().max() < decode.get_ylim()[1], "nothing is cut off"
+    figure.savefig(tmp_path / "memory.png")
+    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((Table(),), "table: want rows with height, width and allocated_bytes, got none"),
+        ((line(1, 0), None, "seconds"), "target: want one of allocated_bytes, .* got 'seconds'"),
+        ((line(1, 0), Fit("reserved_bytes", None, ())), "fit: want one of allocated_bytes, got one of reserved_bytes"),
+    ],
+)
+def test_what_cannot_be_drawn_is_named(plot, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        plot.memory_vs_pixels(*arguments)

@@ -1,0 +1,206 @@
+"""The sweep: it measures what was estimated and names bad arguments; and the command line on top of it."""
+
+import json
+import re
+import runpy
+import sys
+
+import numpy as np
+import pytest
+
+import vaemem
+from vaemem import VAE, Table, sweep
+from vaemem.__main__ import main
+
+# An AutoencoderKL of two levels: an image is twice its latent's size.
+SMALL = {
+    "block_out_channels": [32, 64],
+    "down_block_types": ["DownEncoderBlock2D"] * 2,
+    "up_block_types": ["UpDecoderBlock2D"] * 2,
+    "layers_per_block": 1,
+    "latent_channels": 4,
+    "norm_num_groups": 8,
+}
+
+
+@pytest.fixture(scope="module")
+def vae():
+    return VAE.random(config=SMALL)
+
+
+SIZES = [64, (32, 48), (16, 80)]
+
+
+def test_measured_is_estimated_to_the_byte(vae):
+    measured = sweep(vae, sizes=SIZES)
+    estimated = sweep(vae, sizes=SIZES, measure=False)
+    assert len(measured) == len(estimated) == 6
+    for m, e in zip(measured, estimated, strict=True):
+        assert m["seconds"] > 0 and e["seconds"] is None
+        assert (m["source"], e["source"]) == ("measured", "estimated")
+        assert m | {"seconds": None, "source": None} == e | {"seconds": None, "source": None}
+
+
+def test_a_row_says_what_ran(vae):
+    row = sweep(vae, "decode", [(32, 48)], "float32", batch=2)[0]
+    assert (row["model"], row["op"], row["height"], row["width"], row["batch"]) == ("custom", "decode", 32, 48, 2)
+    assert (row["dtype"], row["runtime"], row["device"]) == ("float32", "vaemem", "cpu")
+    run = vae.last_run
+    assert row["output_bytes"] == 2 * 3 * 32 * 48 * 4 and row["weights_bytes"] == run.weights_bytes
+    assert row["allocated_bytes"] == run.peak_bytes - run.weights_bytes
+    assert row["allocated_bytes"] == row["activations_bytes"] + row["scratch_bytes"] + row["output_bytes"]
+    assert f"vaemem {vaemem.__version__} ({run.backend}, {run.threads} threads)" in row["versions"]
+
+
+def test_a_case_does_not_see_what_an_earlier_one_held(vae):
+    vae.decode(np.zeros((1, 4, 64, 64), np.float32))  # leaves its arena
+    rows = sweep(vae, "decode", [64, 32, 64])
+    assert rows[0]["reserved_bytes"] == rows[2]["reserved_bytes"] > 2 * rows[1]["reserved_bytes"]
+    assert rows[1]["reserved_bytes"] < 1.1 * rows[1]["allocated_bytes"] + 2**20
+    assert vae.reserved_bytes < rows[1]["weights_bytes"] + 2**20, "the arena is given back at the end"
+
+
+def test_the_order_is_model_op_size(vae):
+    other = VAE.random(config=SMALL | {"latent_channels": 8})
+    rows = sweep([vae, other], ["decode", "encode"], [16, 32], measure=False)
+    assert [(r["op"], r["height"]) for r in rows] == [
+        ("decode", 16),
+        ("decode", 32),
+        ("encode", 16),
+        ("encode", 32),
+    ] * 2
+    assert rows[0]["weights_bytes"] != rows[4]["weights_bytes"]
+
+
+def test_seconds_are_the_median_of_repeats(vae, monkeypatch):
+    times = iter([3.0, 1.0, 2.0])
+    decode = VAE.decode
+
+    def timed(self, *args, **kwargs):
+        result = decode(self, *args, **kwargs)
+        object.__setattr__(self.last_run, "seconds", next(times))
+        return result
+
+    monkeypatch.setattr(VAE, "decode", timed)
+    assert sweep(vae, "decode", 16, repeats=3)[0]["seconds"] == 2.0
+
+
+def test_progress_counts_up_to_the_end(vae):
+    calls: list[tuple[int, int]] = []
+    sweep([vae, vae], sizes=[32, 64], repeats=2, progress=lambda done, total: calls.append((done, total)))
+    done = [d for d, _ in calls]
+    total = 2 * 2 * (4 + 9) * (32 * 32 + 64 * 64)
+    assert done == sorted(done) and calls[-1] == (total, total) and {t for _, t in calls} == {total}
+
+
+def test_a_progress_bar(vae, capsys):
+    pytest.importorskip("tqdm")
+    sweep(vae, "encode", 32, progress=True)
+    assert "sweep: 100%" in capsys.readouterr().err
+
+
+def test_what_progress_raises_comes_out_and_the_vae_stays_usable(vae):
+    def stop(done, total):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        sweep(vae, "decode", 64, progress=stop)
+    assert len(sweep(vae, "decode", 32)) == 1
+
+
+def test_full_models_by_name():
+    """Random weights are made for the sweep; nothing runs. 512x512 holds what the README promises."""
+    for row in sweep(sizes=512, measure=False):
+        assert row["model"] in ("sd15", "sdxl", "flux")
+        assert row["allocated_bytes"] <= 3.2 * 128 * 512 * 512 * 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"models": "sd3"}, ValueError, "models: want sd15, sdxl, flux or a VAE, got 'sd3'"),
+        ({"models": [1]}, ValueError, "models: want .* or a VAE, got 1"),
+        ({"ops": "decode_tiled"}, ValueError, "ops: want encode or decode, got 'decode_tiled'"),
+        ({"sizes": [64, "512"]}, ValueError, r"sizes: want a whole number or \(height, width\), got '512'"),
+        ({"sizes": [(64, 64, 3)]}, ValueError, r"sizes: want .* got \(64, 64, 3\)"),
+        ({"sizes": [True]}, ValueError, "sizes: want .* got True"),
+        ({"sizes": [64.0]}, ValueError, "sizes: want .* got 64.0"),
+        ({"sizes": [0]}, ValueError, "sizes: want at least 1 pixel a side, got 0"),
+        ({"dtypes": ["float16"]}, ValueError, "dtypes: the CPU engine computes in float32, got 'float16'"),
+        ({"batch": 0}, ValueError, "batch: want a whole number of at least 1, got 0"),
+        ({"repeats": 1.5}, ValueError, "repeats: want a whole number of at least 1, got 1.5"),
+    ],
+)
+def test_bad_arguments_are_named(vae, arguments, error, message):
+    with pytest.raises(error, match=message):
+        sweep(**({"models": vae, "sizes": 32} | arguments))
+
+
+def test_what_the_plan_refuses_is_refused_before_anything_runs(vae):
+    ran = []
+    with pytest.raises(ValueError, match="33"):
+        sweep(vae, sizes=[32, 33], progress=lambda *step: ran.append(step))
+    decoder = VAE.random(config=SMALL, parts="decoder")
+    with pytest.raises(ValueError, match="encode"):
+        sweep(decoder, ["decode", "encode"], 32, progress=lambda *step: ran.append(step))
+    assert not ran
+
+
+# ---- the command line ----
+
+
+def test_estimate_command(capsys):
+    assert main(["estimate", "sdxl", "decode", "512x768", "256", "--format", "json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [(row["height"], row["width"]) for row in rows] == [(512, 768), (256, 256)]
+    assert {row["source"] for row in rows} == {"estimated"}
+
+
+def test_sweep_and_fit_commands(capsys, tmp_path):
+    path = tmp_path / "table.csv"
+    assert main(["sweep", "--models", "sdxl", "--sizes", "64", "64x128", "--estimate", "--csv", str(path)]) == 0
+    assert capsys.readouterr().out.startswith("Table, 4 rows\n")
+    assert len(Table.from_csv(path)) == 4
+    assert main(["fit", str(path), "--op", "decode"]) == 0
+    assert capsys.readouterr().out.startswith("sdxl decode: allocated_bytes = ")
+    assert main(["fit", str(path), "--op", "tiled"]) == 2
+    assert "table.csv: no row has op=tiled" in capsys.readouterr().err
+    assert main(["fit", str(path), "--format", "python", "--target", "output_bytes"]) == 0
+    assert "def sdxl_encode_output_bytes(" in capsys.readouterr().out
+
+
+def test_backends_command(capsys):
+    assert main(["backends"]) == 0
+    assert "ref" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["estimate", "sd3", "decode", "512"], "vaemem estimate: models: want sd15, sdxl, flux"),
+        (["estimate", "sdxl", "decode", "511"], "vaemem estimate: .*511"),
+        (["estimate", "sdxl", "decode", "1" + "0" * 15 + "x8"], "vaemem estimate: "),
+        (["sweep", "--batch", "0"], "vaemem sweep: batch"),
+        (["fit", "absent.csv"], "vaemem fit: .*absent.csv"),
+        (["fit", __file__], "vaemem fit: .*unknown column"),
+    ],
+)
+def test_bad_input_is_a_sentence_not_a_traceback(capsys, arguments, message):
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert re.match(message, error) and "Traceback" not in error
+
+
+@pytest.mark.parametrize("arguments", [["estimate", "sdxl", "decode", "5x5x5"], ["estimate", "sdxl", "tile", "8"], []])
+def test_bad_usage(capsys, arguments):
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2 and "usage: vaemem" in capsys.readouterr().err
+
+
+def test_python_dash_m(monkeypatch, capsys):
+    monkeypatch.delitem(sys.modules, "vaemem.__main__")  # as in a fresh interpreter
+    monkeypatch.setattr(sys, "argv", ["vaemem", "fit", "absent.csv"])
+    with pytest.raises(SystemExit) as caught:
+        runpy.run_module("vaemem", run_name="__main__")
+    assert caught.value.code == 2 and "absent.csv" in capsys.readouterr().err

@@ -1,0 +1,245 @@
+"""The table: what it accepts, what it refuses by name, and exact round trips."""
+
+import io
+import json
+import math
+import operator
+import sys
+
+import numpy as np
+import pytest
+
+from vaemem import Table
+from vaemem._table import COLUMNS, need, render
+
+ROW = {"model": "sdxl", "op": "decode", "height": 512, "width": 768, "batch": 1, "dtype": "float32"}
+FULL = ROW | {
+    "runtime": "vaemem", "device": "cpu", "source": "measured", "allocated_bytes": 2**53 + 1, "reserved_bytes": 0,
+    "weights_bytes": 334_893_056, "activations_bytes": 3, "scratch_bytes": 2, "output_bytes": 1, "seconds": 0.1 + 0.2,
+    "group": 3, "versions": 'vaemem 0.1, "x" | <b>, é',
+}  # fmt: skip
+
+# Lines of the published benchmark, as they stand there.
+BENCHMARK = """model,op,height,width,dtype,allocated_mib,reserved_mib,time_s,group
+FLUX,decode,512,512,float16,546.12,1068.00,0.033,1
+SD1.5,encode,512,512,float16,384.28,534.40,0.018,1
+SDXL,decode,2048,2048,float32,15364.05,20535.60,1.407,3
+"""
+
+
+def mixed() -> Table:
+    """One row that holds everything, one that holds little."""
+    return Table([FULL, ROW])
+
+
+def test_the_columns_that_scripts_rely_on():
+    assert COLUMNS == Table.columns == (
+        "model", "op", "height", "width", "batch", "dtype", "runtime", "device", "source", "allocated_bytes",
+        "reserved_bytes", "weights_bytes", "activations_bytes", "scratch_bytes", "output_bytes", "seconds", "group",
+        "versions",
+    )  # fmt: skip
+    assert all(name in Table.describe() for name in COLUMNS)
+
+
+def test_rows_have_every_column():
+    table = Table([ROW])
+    assert list(table[0]) == list(COLUMNS)
+    assert table[0]["seconds"] is None and table[0]["height"] == 512
+    assert Table([FULL])[0] == FULL
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"colour": 1}, "row 1: unknown column colour; the table has model, op"),
+        ({"source": "guessed"}, "row 1: source: want one of measured, estimated, predicted, got 'guessed'"),
+        ({"allocated_bytes": -1}, "row 1: allocated_bytes: want at least 0, got -1"),
+        ({"allocated_bytes": 1.5}, "row 1: allocated_bytes: want a whole number, got 1.5"),
+        ({"allocated_bytes": "12"}, "row 1: allocated_bytes: want a number, got '12'"),
+        ({"allocated_bytes": math.nan}, "row 1: allocated_bytes: want a whole number, got nan"),
+        ({"height": 0}, "row 1: height: want at least 1, got 0"),
+        ({"batch": True}, "row 1: batch: want a number, got True"),
+        ({"seconds": -0.5}, "row 1: seconds: want a finite number >= 0, got -0.5"),
+        ({"seconds": math.nan}, "row 1: seconds: want a finite number >= 0, got nan"),
+        ({"seconds": [1]}, r"row 1: seconds: want a number, got \[1\]"),
+        ({"model": 15}, "row 1: model: want printable text on one line, got 15"),
+        ({"versions": "a\nb"}, "row 1: versions: want printable text"),
+        (["model"], "row 1: want a mapping of column to value, got list"),
+    ],
+)
+def test_bad_rows_are_named(bad, message):
+    with pytest.raises(ValueError, match=message):
+        Table([ROW, bad])
+
+
+def test_numpy_numbers_and_whole_floats_become_ints():
+    row = Table([{"height": np.int32(8), "allocated_bytes": 4096.0, "seconds": np.float32(0.5)}])[0]
+    assert (type(row["height"]), type(row["allocated_bytes"]), type(row["seconds"])) == (int, int, float)
+
+
+def test_a_sequence_that_does_not_change():
+    table = mixed()
+    table[0]["model"] = "changed"
+    for row in table:
+        row["model"] = "changed"
+    table.filter(lambda row: row.update(model="changed"))
+    assert table[0]["model"] == table[-1]["model"] == "sdxl" and len(table) == 2
+    assert isinstance(table[:1], Table) and len(table[:1]) == 1
+    assert len(table + table) == 4 and (table + table)[3] == table[1]
+    assert table == mixed() and table != table[:1]
+    with pytest.raises(TypeError):
+        operator.add(table, [ROW])
+
+
+def test_filter():
+    table = Table([ROW | {"op": op, "height": height} for op in ("encode", "decode") for height in (256, 512, 1024)])
+    assert [row["height"] for row in table.filter(op="decode")] == [256, 512, 1024]
+    assert len(table.filter(op="decode", height=(256, 512))) == 2
+    assert len(table.filter(lambda row: row["height"] > 256, op="encode")) == 2
+    assert len(table.filter(seconds=None)) == 6
+    assert len(table.filter(op="tiled")) == 0
+    with pytest.raises(ValueError, match="unknown column size"):
+        table.filter(size=512)
+
+
+@pytest.mark.parametrize("form", ["csv", "json"])
+@pytest.mark.parametrize("table", [mixed(), Table([ROW]), Table()], ids=["mixed", "sparse", "empty"])
+def test_text_round_trips_are_exact(tmp_path, form, table):
+    to, back = getattr(table, f"to_{form}"), getattr(Table, f"from_{form}")
+    path = tmp_path / f"table.{form}"
+    assert to(path) is None
+    again = back(path)
+    assert again == table
+    assert [[type(value) for value in row.values()] for row in again] == [[*map(type, row.values())] for row in table]
+    assert back(io.StringIO(to())) == table and to() == path.read_text("utf-8")
+
+
+def test_json_is_a_list_of_rows():
+    assert json.loads(mixed().to_json())[1]["seconds"] is None
+
+
+@pytest.mark.parametrize("table", [mixed(), Table([ROW]), Table()], ids=["mixed", "sparse", "empty"])
+def test_pandas_round_trip_is_exact(table):
+    pytest.importorskip("pandas")
+    frame = table.to_pandas()
+    assert list(frame.columns) == list(COLUMNS) and len(frame) == len(table)
+    assert Table.from_pandas(frame) == table
+
+
+def test_pandas_keeps_bytes_whole():
+    pytest.importorskip("pandas")
+    frame = mixed().to_pandas()
+    assert str(frame["allocated_bytes"].dtype) == "Int64"  # one value is missing
+    assert frame["allocated_bytes"][0] == 2**53 + 1  # a float64 would have lost the 1
+    assert str(mixed()[:1].to_pandas()["allocated_bytes"].dtype) == "int64"
+
+
+def test_pandas_with_a_foreign_column_is_refused():
+    pd = pytest.importorskip("pandas")
+    with pytest.raises(ValueError, match="row 0: unknown column ratio"):
+        Table.from_pandas(pd.DataFrame({"model": ["sdxl"], "ratio": [1.0]}))
+
+
+def test_csv_takes_some_columns_in_any_order():
+    table = Table.from_csv(io.StringIO("seconds,model\n1.5,sdxl\n,\n"), device="cpu", model="flux")
+    assert [(row["model"], row["seconds"], row["device"]) for row in table] == [
+        ("sdxl", 1.5, "cpu"),
+        ("flux", None, "cpu"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "no header line"),
+        ("model,colour\nsdxl,red\n", "unknown column 'colour'; want some of model, op"),
+        ("model,model\na,b\n", "a column comes twice"),
+        ("model,height\nsdxl,512\nsdxl,5x\n", "line 3: height: want a whole number, got '5x'"),
+        ("model,seconds\nsdxl,fast\n", "line 2: seconds: want a number, got 'fast'"),
+        ("model,height\nsdxl\n", "line 2: want 2 fields"),
+        ("model,height\nsdxl,512,3\n", "line 2: want 2 fields"),
+        ("model,height\nsdxl,-8\n", "line 2: height: want at least 1, got -8"),
+        ('model,height\n"sdxl,512\n', "end of data"),
+        ("model,allocated_mib\nSD3,1.0\n", "line 2: model: want one of FLUX, SD1.5, SDXL, got 'SD3'"),
+        ("model,allocated_mib\nSDXL,many\n", "line 2: allocated_mib: want a number, got 'many'"),
+        ("model,allocated_mib\nSDXL,nan\n", "line 2: allocated_mib: want a number, got 'nan'"),
+    ],
+)
+def test_bad_csv_is_named(tmp_path, text, message):
+    path = tmp_path / "bad.csv"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message) as caught:
+        Table.from_csv(path)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("read", [Table.from_csv, Table.from_json])
+def test_files_that_are_no_text(tmp_path, read):
+    path = tmp_path / "binary"
+    path.write_bytes(b"\xff\xfe\x00\x01")
+    with pytest.raises(ValueError, match="binary: want UTF-8 text"):
+        read(path)
+    with pytest.raises(FileNotFoundError):
+        read(tmp_path / "absent")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("{}", "want a list of rows, got dict"), ("[1]", "row 0: want a mapping"), ("[", "Expecting value"),
+     ("[" * 100_000, "")],
+)  # fmt: skip
+def test_bad_json_is_named(tmp_path, text, message):
+    path = tmp_path / "bad.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=f"bad.json: {message}"):
+        Table.from_json(path)
+
+
+def test_spreadsheets_may_put_a_byte_order_mark(tmp_path):
+    path = tmp_path / "bom.csv"
+    path.write_bytes(b"\xef\xbb\xbfmodel,height\r\nsdxl,512\r\n")
+    assert Table.from_csv(path)[0]["model"] == "sdxl"
+
+
+def test_the_published_benchmark():
+    flux, sd15, sdxl = Table.from_csv(io.StringIO(BENCHMARK), device="RTX 4090")
+    assert (flux["model"], flux["runtime"], flux["batch"], flux["source"]) == ("flux", "bfl", 1, "measured")
+    assert (sd15["model"], sd15["runtime"], sdxl["model"], sdxl["runtime"]) == (
+        "sd15",
+        "diffusers",
+        "sdxl",
+        "diffusers",
+    )
+    assert flux["reserved_bytes"] == 1068 * 2**20 and flux["seconds"] == 0.033
+    assert (sdxl["group"], sdxl["device"], sdxl["weights_bytes"]) == (3, "RTX 4090", None)
+    for row, mib in ((flux, "546.12"), (sd15, "384.28"), (sdxl, "15364.05")):
+        assert f"{row['allocated_bytes'] / 2**20:.2f}" == mib  # to the decimals that were published
+
+
+def test_what_people_see():
+    text = repr(mixed())
+    assert text.startswith("Table, 2 rows\n") and "allocated MiB" in text and "8589934592.00" in text
+    assert "seconds" not in repr(Table([ROW])), "columns that hold nothing are left out"
+    assert repr(Table()) == "Table, 0 rows"
+    assert len(repr(Table([ROW] * 1000)).splitlines()) == 23  # count, header, 10, a gap, 10
+    page = mixed()._repr_html_()
+    assert "&lt;b&gt;" in page and "<b>" not in page and page.count("<tr>") == 3
+
+
+def test_render_aligns():
+    rows = [("a", "1"), ("long|er", "-23.5")]
+    assert render(("name", "value"), rows) == "name     value\na            1\nlong|er  -23.5"
+    assert render(("name", "value"), rows, markdown=True).splitlines() == [
+        "| name     | value |",
+        "| -------- | ----: |",
+        "| a        |     1 |",
+        r"| long\|er | -23.5 |",
+    ]
+
+
+def test_a_missing_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ImportError, match=r"to_pandas needs pandas: pip install 'vaemem\[table\]'"):
+        mixed().to_pandas()
+    with pytest.raises(ImportError, match=r"x needs no_such_package: pip install 'vaemem\[demo\]'"):
+        need("no_such_package", "x")
