@@ -16,14 +16,18 @@ from setuptools.command.build_ext import build_ext
 X86 = platform.machine().lower() in ("x86_64", "amd64")
 # -ffp-contract: a*b + c may be one rounding where the instruction set has it; every kernel's tolerance allows for it.
 COMMON = ["-std=gnu11", "-O3", "-Wall", "-Wextra", "-Wno-missing-field-initializers", "-fvisibility=hidden"]
-KERNELS = COMMON + ["-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
+KERNELS = [*COMMON, "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
 FLAGS = {
     "csrc": COMMON,
     "kernels": KERNELS,
     "kernels/ref": KERNELS,
-    "kernels/avx2": KERNELS + ["-mavx2", "-mfma"],
-    "kernels/avx512": KERNELS
-    + ["-mavx512f", "-mavx512vl", "-mavx512bw", "-mavx512dq", "-mfma", "-mprefer-vector-width=512"],
+    "kernels/avx2": [*KERNELS, "-mavx2", "-mfma"],
+    "kernels/avx512": [
+        *KERNELS,
+        *(f"-mavx512{x}" for x in ("f", "vl", "bw", "dq")),
+        "-mfma",
+        "-mprefer-vector-width=512",
+    ],
 }
 FOLDERS = ["csrc", "csrc/predict", "csrc/python", "kernels", "kernels/ref"]
 FOLDERS += ["kernels/avx2", "kernels/avx512"] if X86 else []

@@ -68,7 +68,7 @@ def measure(case: tuple, backend: str, threads: int, rounds: int) -> dict:
         source = torch.nn.functional.interpolate(x, scale_factor=2.0, mode="nearest") if up else x
         torch.nn.functional.conv2d(source, weight, padding=k // 2)
         peer.append(time.perf_counter() - start)
-    ratio = median([a / b for a, b in zip(ours[1:], peer[1:])])  # the first round warms up
+    ratio = median([a / b for a, b in zip(ours[1:], peer[1:], strict=True)])  # the first round warms up
     return {
         "in": xc,
         "out": yc,

@@ -62,7 +62,7 @@ def ours(args: dict):
             "flops": sum(run.flops),
             "peak": peak,
             "what": f"vaemem {vaemem.__version__} {backend}",
-            "passes": {name: [f, s] for name, f, s in zip(run.passes, run.flops, run.pass_seconds)},
+            "passes": {name: [f, s] for name, f, s in zip(run.passes, run.flops, run.pass_seconds, strict=True)},
         }
 
     return measure
@@ -132,7 +132,11 @@ def main() -> None:
     for name, worker in workers.items():
         seconds = [r["seconds"] for r in worker.results]
         same = len(seconds) == len(reference)
-        ratio = median([a / b for a, b in zip(seconds, reference)]) if same else median(seconds) / median(reference)
+        ratio = (
+            median([a / b for a, b in zip(seconds, reference, strict=True)])
+            if same
+            else median(seconds) / median(reference)
+        )
         flops, peak = worker.results[0].get("flops"), [r["peak"] for r in worker.results if "peak" in r]
         gflops = flops / median(seconds) / 1e9 if flops else None
         share = median([r["flops"] / r["seconds"] / r["peak"] for r in worker.results]) if peak else None
@@ -149,7 +153,7 @@ def main() -> None:
                 "runs": len(seconds),
                 "ratio_to_torch": round(ratio, 3),
                 "gflops": gflops and round(gflops, 1),
-                "fma_peak_gflops": peak and round(median(peak) / 1e9, 1) or None,
+                "fma_peak_gflops": round(median(peak) / 1e9, 1) if peak else None,
                 "share_of_peak": share and round(share, 3),
                 "peak_rss_mib": round(max(r["rss"] for r in worker.results) / 2**20),
                 "versions": worker.results[0]["what"],
@@ -158,9 +162,10 @@ def main() -> None:
             }
         )
         share_text = f"  {100 * share:.0f}% of {median(peak) / 1e9:.0f} GFLOP/s" if share else ""
-        print(f"  {name:20s} {median(seconds):7.2f} s  {ratio:5.2f} of torch  {rows[-1]['peak_rss_mib']:5d} MiB{share_text}")
+        rss = rows[-1]["peak_rss_mib"]
+        print(f"  {name:20s} {median(seconds):7.2f} s  {ratio:5.2f} of torch  {rss:5d} MiB{share_text}")
     print("  ratios are medians of each round's; vaemem, AVX2 beside torch, AVX2: ", end="")
-    pairs = zip(workers["vaemem, AVX2"].results, workers["torch, AVX2"].results)
+    pairs = zip(workers["vaemem, AVX2"].results, workers["torch, AVX2"].results, strict=True)
     print(f"{median([a['seconds'] / b['seconds'] for a, b in pairs]):.2f}")
     write_csv(f"{args.op}_{args.size}_cpu.csv", rows)
 

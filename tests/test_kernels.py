@@ -299,9 +299,8 @@ def test_attention_pass(backend, c, h, w):
         own, check_own = guarded(scratch)
         own[:] = np.nan
         unused = np.zeros(up16(c) * h * w, np.float32)
-        _core.kernel_pass(
-            backend, threads, "attention", shapes, (1, 1, False, False, 0, 0.0), (x, unused, None, None, None, None, None, None, None, own)
-        )  # fmt: skip
+        arrays = (x, unused, *[None] * 7, own)
+        _core.kernel_pass(backend, threads, "attention", shapes, (1, 1, False, False, 0, 0.0), arrays)
         check_x(), check_own()
         results.append(x.copy())
     assert np.array_equal(*results), "threads changed the result"

@@ -136,6 +136,7 @@ print(status("VmHWM:") - before, run.peak_bytes - run.weights_bytes)
 """
 
 
+@pytest.mark.resident
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak resident size is read from /proc")
 @pytest.mark.parametrize("op,model,h,w", [("decode", "sdxl", 256, 384), ("encode", "flux", 384, 256)])
 def test_the_process_agrees(op, model, h, w):

@@ -240,6 +240,7 @@ def test_unset_weights_are_named():
         VAE(core).decode(np.zeros((1, 4, 2, 2)))
 
 
+@pytest.mark.resident
 @pytest.mark.skipif(sys.platform != "linux", reason="the process's size is read from /proc")
 def test_more_memory_than_there_is():
     """The system refuses the arena: under a limit of the address space here."""
@@ -414,10 +415,8 @@ def test_every_allocation_fails_in_turn(op):
 
 def test_environment():
     """VAEMEM_DISABLE takes sets away, VAEMEM_THREADS sets the threads; nonsense is refused."""
-    code = (
-        "import vaemem; print([b['name'] for b in vaemem.backends() if b['usable']], vaemem.VAE.random(config=%r).threads)"
-        % config("sd")
-    )
+    usable = "[b['name'] for b in vaemem.backends() if b['usable']]"
+    code = f"import vaemem; print({usable}, vaemem.VAE.random(config={config('sd')!r}).threads)"
 
     def run(**env):
         return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **env})

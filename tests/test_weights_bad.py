@@ -273,6 +273,7 @@ print(status("VmHWM:") - before, model.reserved_bytes)
 """
 
 
+@pytest.mark.resident
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak resident size is read from /proc")
 def test_peak_memory_of_a_real_size(tmp_path):
     """SDXL's decoder, 189 MiB in float32: saving takes one tensor; loading the packed copy and one tensor. The peak

@@ -160,7 +160,8 @@ class VAE:
     Attributes
     ----------
     model : str
-        ``"sd15"``, ``"sdxl"``, ``"flux"``, ``"sd"`` (SD1.5's and SDXL's tensors, which of the two unknown) or ``"custom"``.
+        ``"sd15"``, ``"sdxl"``, ``"flux"``, ``"sd"`` (SD1.5's and SDXL's tensors, which of the two unknown) or
+        ``"custom"``.
     arch : dict
         The architecture, with diffusers' names.
     threads : int
