@@ -1,8 +1,8 @@
 /* Where every byte of a run lies, known before it.
  *
  * Each value, each pass's scratch and each set of partial sums is a piece: so many bytes, from one
- * step to another. Pieces whose steps overlap must not share bytes. They are placed largest first,
- * each at the lowest offset that is free for all of its steps:
+ * step to another. Pieces whose steps overlap must not share bytes. They are placed one after another,
+ * large ones first, each at the lowest offset that is free for all of its steps:
  *
  *   offset
  *     ^   h h h   h h     q k v
@@ -29,19 +29,34 @@ static size_t lowest_offset(const vm_plan *plan, const vm_piece *p, const bool *
     }
 }
 
+/* What is placed earlier: by bytes, or by bytes times steps. Neither is always the better. */
+typedef double (*vm_weigh)(const vm_piece *p);
+static double by_bytes(const vm_piece *p) { return (double)p->bytes; }
+static double by_bytes_and_steps(const vm_piece *p) { return (double)p->bytes * (p->last - p->first + 1); }
+
+/* Fills the offsets; returns the height of the arena. */
+static size_t place_by(vm_plan *plan, vm_weigh weigh, bool *placed) {
+    size_t height = 0;
+    memset(placed, 0, plan->pieces);
+    for (size_t n = 0; n < plan->pieces; n++) {
+        size_t next = plan->pieces;
+        for (size_t i = 0; i < plan->pieces; i++)
+            if (!placed[i] && (next == plan->pieces || weigh(&plan->piece[i]) > weigh(&plan->piece[next]))) next = i;
+        vm_piece *p = &plan->piece[next];
+        p->offset = lowest_offset(plan, p, placed);
+        placed[next] = true;
+        height = VM_MAX(height, p->offset + p->bytes);
+    }
+    return height;
+}
+
 static vm_status place(vm_model *m, vm_plan *plan) {
     bool *placed;
     vm_status s = vm_mem_alloc(m->mem, VM_SCRATCH, plan->pieces, (void **)&placed);
     if (s) return s;
-    for (size_t n = 0; n < plan->pieces; n++) {
-        size_t next = plan->pieces;
-        for (size_t i = 0; i < plan->pieces; i++)
-            if (!placed[i] && (next == plan->pieces || plan->piece[i].bytes > plan->piece[next].bytes)) next = i;
-        vm_piece *p = &plan->piece[next];
-        p->offset = lowest_offset(plan, p, placed);
-        placed[next] = true;
-        plan->arena_bytes = VM_MAX(plan->arena_bytes, p->offset + p->bytes);
-    }
+    const size_t other = place_by(plan, by_bytes_and_steps, placed);
+    plan->arena_bytes = place_by(plan, by_bytes, placed);
+    if (other < plan->arena_bytes) plan->arena_bytes = place_by(plan, by_bytes_and_steps, placed);
     vm_mem_free(m->mem, VM_SCRATCH, placed, plan->pieces);
     return VM_OK;
 }

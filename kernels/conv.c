@@ -61,12 +61,6 @@ typedef struct layout {
     size_t w_block; /* floats between blocks of output channels */
 } layout;
 
-static size_t put_bytes(size_t *end, size_t bytes) {
-    size_t at = *end;
-    *end += VM_ROUND_UP(bytes, VM_ALIGN);
-    return at;
-}
-
 static layout make_layout(const vm_pass *p, const grid *g, unsigned threads) {
     layout l = {0};
     const size_t xb = VM_BLOCKS(p->x.c), yb = VM_BLOCKS(p->y.c);
@@ -77,24 +71,26 @@ static layout make_layout(const vm_pass *p, const grid *g, unsigned threads) {
     l.run = VM_MAX(STEPS / (l.taps * l.depth), 1) * l.taps;
     l.w_block = l.batches * l.depth * VM_BLOCK;
     const size_t channels = xb * VM_BLOCK * sizeof(float);
-    l.scale = put_bytes(&l.total, p->norm || p->affine ? channels : 0);
-    l.shift = put_bytes(&l.total, p->norm || p->affine ? channels : 0);
-    l.offsets = put_bytes(&l.total, l.phases * l.batches * sizeof(ptrdiff_t));
-    l.folded = put_bytes(&l.total, p->up ? l.phases * yb * l.w_block * sizeof(float) : 0);
+    l.scale = vm_put_bytes(&l.total, p->norm || p->affine ? channels : 0);
+    l.shift = vm_put_bytes(&l.total, p->norm || p->affine ? channels : 0);
+    l.offsets = vm_put_bytes(&l.total, l.phases * l.batches * sizeof(ptrdiff_t));
+    l.folded = vm_put_bytes(&l.total, p->up ? l.phases * yb * l.w_block * sizeof(float) : 0);
     l.threads = l.total;
-    put_bytes(&l.per_thread, xb * g->x_rows * g->x_width * VM_BLOCK * sizeof(float));
+    vm_put_bytes(&l.per_thread, xb * g->x_rows * g->x_width * VM_BLOCK * sizeof(float));
     l.y_pixels =
-        put_bytes(&l.per_thread, p->y_format == VM_ROWS ? 0 : 2 * g->tile_h * g->tile_w * VM_BLOCK * sizeof(float));
+        vm_put_bytes(&l.per_thread, p->y_format == VM_ROWS ? 0 : 2 * g->tile_h * g->tile_w * VM_BLOCK * sizeof(float));
     l.total += threads * l.per_thread;
     return l;
 }
 
 size_t vm_conv_scratch(const vm_pass *pass, unsigned threads) {
+    if (vm_winograd_wanted(pass)) return vm_winograd_scratch(pass, threads);
     grid g = make_grid(pass);
     return make_layout(pass, &g, threads).total;
 }
 
 size_t vm_conv_parts(const vm_pass *pass) {
+    if (vm_winograd_wanted(pass)) return vm_winograd_parts(pass);
     grid g = make_grid(pass);
     return g.rows * g.columns;
 }
@@ -103,66 +99,19 @@ typedef struct job {
     const vm_cpu_ops *ops;
     const vm_pass *pass;
     const vm_operands *at;
+    vm_source source;
     grid g;
     layout l;
     char *scratch;
-    const float *scale, *shift, *weight;
+    const float *weight;
     ptrdiff_t *offsets;
 } job;
 
-/* The part of the grid that one task computes, and the input that it needs. */
+/* The part of the grid that one task computes. */
 typedef struct tile {
     size_t y0, x0, h, w; /* in the grid's pixels */
-    ptrdiff_t top, left; /* of its input; may lie in the padding */
-    size_t rows, width;  /* of its input */
     float *x, *y_pixels; /* the thread's own */
 } tile;
-
-/* ---- load ---- */
-
-static float pixel_at(const job *j, size_t c, size_t y, size_t x) {
-    const vm_shape *s = &j->pass->x;
-    if (j->pass->x_format == VM_U8_NHWC)
-        return (float)((const uint8_t *)j->at->x_pixels)[(y * s->w + x) * s->c + c] / 127.5f - 1;
-    return ((const float *)j->at->x_pixels)[(c * s->h + y) * s->w + x];
-}
-
-static void load_pixels(const job *j, float *dst, size_t block, size_t y, size_t x, size_t n) {
-    const size_t c0 = block * VM_BLOCK, lanes = VM_MIN(j->pass->x.c - c0, VM_BLOCK);
-    for (size_t i = 0; i < n; i++, dst += VM_BLOCK) {
-        for (size_t l = 0; l < lanes; l++) dst[l] = pixel_at(j, c0 + l, y, x + i);
-        memset(dst + lanes, 0, (VM_BLOCK - lanes) * sizeof *dst);
-    }
-    dst -= n * VM_BLOCK;
-    if (j->scale) j->ops->load(dst, dst, n, j->scale + c0, j->shift + c0, false);
-}
-
-static void load_tile(const job *j, const tile *t) {
-    const vm_shape *s = &j->pass->x;
-    const size_t left = t->left < 0 ? (size_t)-t->left : 0; /* zero columns before and after */
-    const size_t x0 = (size_t)(t->left + (ptrdiff_t)left), n = VM_MIN(s->w - x0, t->width - left);
-    const size_t right = t->width - left - n;
-    for (size_t b = 0; b < VM_BLOCKS(s->c); b++)
-        for (size_t r = 0; r < t->rows; r++) {
-            float *dst = t->x + (b * j->g.x_rows + r) * j->g.x_width * VM_BLOCK;
-            const ptrdiff_t y = t->top + (ptrdiff_t)r;
-            if (y < 0 || y >= (ptrdiff_t)s->h) {
-                memset(dst, 0, t->width * VM_BLOCK * sizeof *dst);
-                continue;
-            }
-            memset(dst, 0, left * VM_BLOCK * sizeof *dst);
-            memset(dst + (left + n) * VM_BLOCK, 0, right * VM_BLOCK * sizeof *dst);
-            dst += left * VM_BLOCK;
-            if (j->pass->x_format != VM_ROWS) {
-                load_pixels(j, dst, b, (size_t)y, x0, n);
-                continue;
-            }
-            const vm_view *v = &j->at->x;
-            const float *src = v->data + (size_t)y * v->row + b * v->block + x0 * VM_BLOCK;
-            j->ops->load(dst, src, n, j->scale ? j->scale + b * VM_BLOCK : NULL,
-                         j->shift ? j->shift + b * VM_BLOCK : NULL, j->pass->silu);
-        }
-}
 
 /* ---- store to the user's pixels ---- */
 
@@ -250,16 +199,6 @@ static void multiply(const job *j, const tile *t, size_t block, size_t blocks) {
             store_pixels(j, t->y_pixels + (o * t->h + row) * t->w * VM_BLOCK, block + o, t->y0 + row, t->x0, t->w);
 }
 
-static void measure(const job *j, const tile *t, size_t task, size_t block) {
-    const size_t zoom = j->pass->up ? 2 : 1, padded = VM_BLOCKS(j->pass->y.c) * VM_BLOCK;
-    const vm_view *v = &j->at->y;
-    float *part = j->at->y_stats + task * vm_stats_floats(j->pass->y.c);
-    float *mean = part + VM_BLOCK + block * VM_BLOCK;
-    part[0] = (float)(t->h * zoom * t->w * zoom);
-    j->ops->stats(mean, mean + padded, v->data + t->y0 * zoom * v->row + block * v->block + t->x0 * zoom * VM_BLOCK,
-                  t->h * zoom, v->row, t->w * zoom);
-}
-
 static void conv_tile(const void *context, size_t task, unsigned thread) {
     const job *j = context;
     const vm_pass *p = j->pass;
@@ -271,15 +210,15 @@ static void conv_tile(const void *context, size_t task, unsigned thread) {
     t.h = VM_MIN(j->g.tile_h, j->g.height - t.y0);
     t.w = VM_MIN(j->g.tile_w, j->g.width - t.x0);
     const size_t s = (size_t)p->stride, k = (size_t)p->ksize, pad = s == 1 ? k / 2 : 0;
-    t.top = (ptrdiff_t)(t.y0 * s) - (ptrdiff_t)pad;
-    t.left = (ptrdiff_t)(t.x0 * s) - (ptrdiff_t)pad;
-    t.rows = (t.h - 1) * s + k;
-    t.width = (t.w - 1) * s + k;
-    load_tile(j, &t);
+    const vm_box input = {(ptrdiff_t)(t.y0 * s) - (ptrdiff_t)pad, (ptrdiff_t)(t.x0 * s) - (ptrdiff_t)pad,
+                          (t.h - 1) * s + k, (t.w - 1) * s + k};
+    vm_load_box(&j->source, &input, t.x, j->g.x_rows * j->g.x_width * VM_BLOCK, j->g.x_width * VM_BLOCK);
     for (size_t b = 0, yb = VM_BLOCKS(p->y.c); b < yb; b += 2) {
         const size_t blocks = VM_MIN(yb - b, 2);
         multiply(j, &t, b, blocks);
-        for (size_t o = 0; p->stats && o < blocks; o++) measure(j, &t, task, b + o);
+        const size_t zoom = p->up ? 2 : 1;
+        const vm_box output = {(ptrdiff_t)(t.y0 * zoom), (ptrdiff_t)(t.x0 * zoom), t.h * zoom, t.w * zoom};
+        for (size_t o = 0; p->stats && o < blocks; o++) vm_measure_box(&j->source, &output, task, b + o);
     }
 }
 
@@ -324,22 +263,12 @@ static void fold_block(const void *context, size_t task, unsigned thread) {
 }
 
 vm_status vm_conv_run(const vm_cpu_ops *ops, const vm_pass *pass, const vm_operands *at, const vm_exec *exec) {
+    if (vm_winograd_wanted(pass)) return vm_winograd_run(ops, pass, at, exec);
     job j = {.ops = ops, .pass = pass, .at = at, .g = make_grid(pass), .scratch = at->scratch, .weight = at->weight};
     j.l = make_layout(pass, &j.g, exec->threads);
     j.offsets = (ptrdiff_t *)(j.scratch + j.l.offsets);
     make_offsets(&j);
-    if (pass->norm || pass->affine) {
-        float *scale = (float *)(j.scratch + j.l.scale), *shift = (float *)(j.scratch + j.l.shift);
-        if (pass->norm)
-            vm_norm_scale(scale, shift, pass, at);
-        else
-            for (size_t i = 0; i < VM_BLOCKS(pass->x.c) * VM_BLOCK; i++) {
-                scale[i] = i < pass->x.c ? pass->in_scale : 0;
-                shift[i] = i < pass->x.c ? pass->in_shift : 0;
-            }
-        j.scale = scale;
-        j.shift = shift;
-    }
+    j.source = vm_source_of(ops, pass, at, (float *)(j.scratch + j.l.scale), (float *)(j.scratch + j.l.shift));
     if (pass->up) {
         vm_status s = exec->each(exec->pool, VM_BLOCKS(pass->y.c), 0, fold_block, &j);
         if (s) return s;

@@ -38,6 +38,15 @@ typedef struct vm_cpu_ops {
     void (*softmax)(float *s, size_t keys, float scale, float *top, float *sum, float *keep);
     /* x[p][l] *= keep[l] */
     void (*rescale)(float *x, size_t rows, const float *keep);
+    /* Winograd's F(2x2, 3x3), 16 numbers f = 4*row + column for each 4x4 input (of 2x2 output) tile.
+     * In: one channel block, `tiles` tiles side by side; v[f*v_step + t*16 + l] from x[row*x_row + column*16 + l],
+     * tile t's input beginning at column 2t. Weights: one block of [9][16][16] to u[f*u_step + i]. Out: from
+     * m[f*m_step + t*16 + l] the pixels y[row*y_row + column*16 + l], row < rows <= 2, column < width <= 2*tiles,
+     * plus bias and, where not NULL, add (which may be y). */
+    void (*winograd_in)(float *v, size_t v_step, const float *x, size_t x_row, size_t tiles);
+    void (*winograd_weights)(float *u, size_t u_step, const float *w);
+    void (*winograd_out)(float *y, size_t y_row, const float *m, size_t m_step, size_t rows, size_t width,
+                         const float *bias, const float *add, size_t add_row);
     /* `rounds` rounds of independent multiply-adds on registers alone: the floor that benchmarks
      * measure against. Returns the floating-point operations done; *sink keeps them from being dropped. */
     double (*burn)(size_t rounds, float *sink);
@@ -51,10 +60,41 @@ extern const vm_cpu_ops vm_cpu_avx2, vm_cpu_avx512;
 /* NULL where this build has no such set. For tests and benchmarks; runs go through vm_backends(). */
 const vm_cpu_ops *vm_cpu_ops_named(const char *name);
 
-/* conv.c, attention.c: a pass on any of the above. */
+/* tile.c: how a pass's input is read, and the two ends of a tile. */
+typedef struct vm_source {
+    const vm_cpu_ops *ops;
+    const vm_pass *pass;
+    const vm_operands *at;
+    const float *scale, *shift; /* NULL where nothing is done on load but copying */
+} vm_source;
+
+typedef struct vm_box {
+    ptrdiff_t top, left; /* may lie in the padding */
+    size_t rows, width;
+} vm_box;
+
+/* scale, shift: the pass's scratch for them. */
+vm_source vm_source_of(const vm_cpu_ops *ops, const vm_pass *pass, const vm_operands *at, float *scale, float *shift);
+/* x: [c/16] planes of [rows][width][16], so many floats apart; zero outside the image. */
+void vm_load_box(const vm_source *source, const vm_box *box, float *x, size_t plane, size_t row);
+/* Part number `part` of y's sums, one channel block of it. */
+void vm_measure_box(const vm_source *source, const vm_box *box, size_t part, size_t block);
+
+/* Lays out scratch: takes `bytes` at the end, rounded up to VM_ALIGN. */
+static inline size_t vm_put_bytes(size_t *end, size_t bytes) {
+    size_t at = *end;
+    *end += VM_ROUND_UP(bytes, VM_ALIGN);
+    return at;
+}
+
+/* conv.c (which hands what winograd.c does better to it), attention.c: a pass on any of the above. */
 size_t vm_conv_scratch(const vm_pass *pass, unsigned threads);
 size_t vm_conv_parts(const vm_pass *pass);
 vm_status vm_conv_run(const vm_cpu_ops *ops, const vm_pass *pass, const vm_operands *at, const vm_exec *exec);
+bool vm_winograd_wanted(const vm_pass *pass);
+size_t vm_winograd_scratch(const vm_pass *pass, unsigned threads);
+size_t vm_winograd_parts(const vm_pass *pass);
+vm_status vm_winograd_run(const vm_cpu_ops *ops, const vm_pass *pass, const vm_operands *at, const vm_exec *exec);
 size_t vm_attention_scratch(const vm_pass *pass, unsigned threads);
 vm_status vm_attention_run(const vm_cpu_ops *ops, const vm_pass *pass, const vm_operands *at, const vm_exec *exec);
 

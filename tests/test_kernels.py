@@ -218,6 +218,11 @@ PASSES = [
     (24, 24, 3, 1, True, 0, False, 9, 67),
     (32, 16, 3, 1, True, 0, False, 1, 1),
     (160, 32, 3, 1, False, 8, False, 2, 3),
+    # from 1024 pixels and 32 channels on by Winograd: odd sizes leave half tiles, 160 channels take two runs
+    (32, 48, 3, 1, False, 8, True, 33, 37),
+    (64, 40, 3, 1, False, 8, False, 16, 131),
+    (160, 32, 3, 1, False, 8, True, 40, 26),
+    (40, 64, 3, 1, False, 0, False, 1, 1025),
 ]
 
 
@@ -267,7 +272,8 @@ def test_conv_pass(backend, case):
     assert all(np.array_equal(a, b) for a, b in zip(*results, strict=True)), "threads changed the result"
     y, stats = results[0]
     got = from_rows(y, yc, yh, yw)
-    # sums of runs of 128 to 256 products; the loaded value itself carries a few eps from normalise and SiLU
+    # sums of runs of 128 or so products; the loaded value itself carries a few eps from normalise and SiLU; Winograd's
+    # sums and differences of up to 16 inputs and outputs add some more
     size = conv64(np.abs(loaded), np.abs(weight), np.abs(bias), stride, up) + (0 if add is None else np.abs(add))
     assert (np.abs(got - want) <= 40 * EPS * size + 1e-6).all()
     lanes = y.reshape(yh, -1, yw, 16).transpose(1, 3, 0, 2).reshape(-1, yh, yw)

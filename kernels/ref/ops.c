@@ -70,6 +70,58 @@ static void rescale(float *x, size_t rows, const float *keep) {
     for (size_t i = 0; i < rows * L; i++) x[i] *= keep[i % L];
 }
 
+static void winograd_in(float *v, size_t v_step, const float *x, size_t x_row, size_t tiles) {
+    for (size_t i = 0; i < tiles * L; i++) {
+        const float *d = x + i / L * 2 * L + i % L;
+        float t[4][4]; /* B^T d */
+        for (size_t c = 0; c < 4; c++) {
+            const float d0 = d[c * L], d1 = d[x_row + c * L], d2 = d[2 * x_row + c * L], d3 = d[3 * x_row + c * L];
+            t[0][c] = d0 - d2, t[1][c] = d1 + d2, t[2][c] = d2 - d1, t[3][c] = d1 - d3;
+        }
+        for (size_t r = 0; r < 4; r++) { /* times B */
+            v[(4 * r + 0) * v_step + i] = t[r][0] - t[r][2];
+            v[(4 * r + 1) * v_step + i] = t[r][1] + t[r][2];
+            v[(4 * r + 2) * v_step + i] = t[r][2] - t[r][1];
+            v[(4 * r + 3) * v_step + i] = t[r][1] - t[r][3];
+        }
+    }
+}
+
+static void winograd_weights(float *u, size_t u_step, const float *w) {
+    enum { N = L * L };
+    for (size_t i = 0; i < N; i++) {
+        float t[4][3]; /* G g */
+        for (size_t c = 0; c < 3; c++) {
+            const float g0 = w[c * N + i], g1 = w[(3 + c) * N + i], g2 = w[(6 + c) * N + i];
+            t[0][c] = g0, t[1][c] = (g0 + g2 + g1) * 0.5f, t[2][c] = (g0 + g2 - g1) * 0.5f, t[3][c] = g2;
+        }
+        for (size_t r = 0; r < 4; r++) { /* times G^T */
+            u[(4 * r + 0) * u_step + i] = t[r][0];
+            u[(4 * r + 1) * u_step + i] = (t[r][0] + t[r][2] + t[r][1]) * 0.5f;
+            u[(4 * r + 2) * u_step + i] = (t[r][0] + t[r][2] - t[r][1]) * 0.5f;
+            u[(4 * r + 3) * u_step + i] = t[r][2];
+        }
+    }
+}
+
+static void winograd_out(float *y, size_t y_row, const float *m, size_t m_step, size_t rows, size_t width,
+                         const float *bias, const float *add, size_t add_row) {
+    for (size_t x = 0; x < width; x++)
+        for (size_t l = 0; l < L; l++) {
+            const float *at = m + x / 2 * L + l;
+            float t[4]; /* m A, the column of this pixel */
+            for (size_t r = 0; r < 4; r++) {
+                const float *f = at + 4 * r * m_step;
+                t[r] = x % 2 ? f[m_step] - f[2 * m_step] - f[3 * m_step] : f[0] + f[m_step] + f[2 * m_step];
+            }
+            for (size_t r = 0; r < rows; r++) { /* A^T times that */
+                float v = (r ? t[1] - t[2] - t[3] : t[0] + t[1] + t[2]) + bias[l];
+                if (add) v += add[r * add_row + x * L + l];
+                y[r * y_row + x * L + l] = v;
+            }
+        }
+}
+
 static double burn(size_t rounds, float *sink) {
     float x[8][L] = {{0}};
     for (size_t i = 0; i < rounds; i++)
@@ -80,4 +132,5 @@ static double burn(size_t rounds, float *sink) {
     return 2.0 * 8 * L * (double)rounds;
 }
 
-const vm_cpu_ops vm_cpu_ref = {PIXELS, gemm, load, stats, softmax, rescale, burn};
+const vm_cpu_ops vm_cpu_ref = {PIXELS,           gemm,         load, stats, softmax, rescale, winograd_in,
+                               winograd_weights, winograd_out, burn};

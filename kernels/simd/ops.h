@@ -154,6 +154,66 @@ static void rescale(float *x, size_t rows, const float *keep) {
     }
 }
 
+static void winograd_in(float *v, size_t v_step, const float *x, size_t x_row, size_t tiles) {
+    for (size_t i = 0; i < tiles * VM_BLOCK; i += VM_LANES) {
+        const float *d = x + i / VM_BLOCK * 2 * VM_BLOCK + i % VM_BLOCK;
+        vf t[4][4];
+        UNROLL for (int c = 0; c < 4; c++) {
+            const vf d0 = at(d + c * VM_BLOCK), d1 = at(d + x_row + c * VM_BLOCK);
+            const vf d2 = at(d + 2 * x_row + c * VM_BLOCK), d3 = at(d + 3 * x_row + c * VM_BLOCK);
+            t[0][c] = d0 - d2, t[1][c] = d1 + d2, t[2][c] = d2 - d1, t[3][c] = d1 - d3;
+        }
+        UNROLL for (int r = 0; r < 4; r++) {
+            float *to = v + 4 * (size_t)r * v_step + i;
+            put(to, t[r][0] - t[r][2]);
+            put(to + v_step, t[r][1] + t[r][2]);
+            put(to + 2 * v_step, t[r][2] - t[r][1]);
+            put(to + 3 * v_step, t[r][1] - t[r][3]);
+        }
+    }
+}
+
+static void winograd_weights(float *u, size_t u_step, const float *w) {
+    enum { N = VM_BLOCK * VM_BLOCK };
+    const vf half = splat(0.5f);
+    for (size_t i = 0; i < N; i += VM_LANES) {
+        vf t[4][3];
+        UNROLL for (int c = 0; c < 3; c++) {
+            const vf g0 = at(w + c * N + i), g1 = at(w + (3 + c) * N + i), g2 = at(w + (6 + c) * N + i);
+            t[0][c] = g0, t[1][c] = (g0 + g2 + g1) * half, t[2][c] = (g0 + g2 - g1) * half, t[3][c] = g2;
+        }
+        UNROLL for (int r = 0; r < 4; r++) {
+            float *to = u + 4 * (size_t)r * u_step + i;
+            put(to, t[r][0]);
+            put(to + u_step, (t[r][0] + t[r][2] + t[r][1]) * half);
+            put(to + 2 * u_step, (t[r][0] + t[r][2] - t[r][1]) * half);
+            put(to + 3 * u_step, t[r][2]);
+        }
+    }
+}
+
+static void winograd_out(float *y, size_t y_row, const float *m, size_t m_step, size_t rows, size_t width,
+                         const float *bias, const float *add, size_t add_row) {
+    for (int l = 0; l < VM_BLOCK; l += VM_LANES) {
+        const vf b = at(bias + l);
+        for (size_t x = 0; x < width; x += 2) {
+            vf t[4][2];
+            UNROLL for (int r = 0; r < 4; r++) {
+                const float *f = m + 4 * (size_t)r * m_step + x / 2 * VM_BLOCK + l;
+                const vf f1 = at(f + m_step), f2 = at(f + 2 * m_step);
+                t[r][0] = at(f) + f1 + f2;
+                t[r][1] = f1 - f2 - at(f + 3 * m_step);
+            }
+            for (size_t c = 0; c < VM_MIN(width - x, 2); c++)
+                for (size_t r = 0; r < rows; r++) {
+                    vf v = (r ? t[1][c] - t[2][c] - t[3][c] : t[0][c] + t[1][c] + t[2][c]) + b;
+                    if (add) v += at(add + r * add_row + (x + c) * VM_BLOCK + l);
+                    put(y + r * y_row + (x + c) * VM_BLOCK + l, v);
+                }
+        }
+    }
+}
+
 static double burn(size_t rounds, float *sink) {
     vf x[12]; /* latency 4 on two ports wants 8 at least */
     UNROLL for (int j = 0; j < 12; j++) x[j] = splat((float)j);
@@ -166,4 +226,5 @@ static double burn(size_t rounds, float *sink) {
     return 2.0 * 12 * VM_LANES * (double)rounds;
 }
 
-const vm_cpu_ops VM_OPS = {VM_PIXELS, gemm, load, stats, softmax, rescale, burn};
+const vm_cpu_ops VM_OPS = {VM_PIXELS,        gemm,         load, stats, softmax, rescale, winograd_in,
+                           winograd_weights, winograd_out, burn};
