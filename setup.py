@@ -72,9 +72,11 @@ setup(
             include_dirs=[numpy.get_include()],
             define_macros=[("VM_HAVE_X86", "1")] if X86 else [],
             depends=sorted(glob.glob("csrc/**/*.h", recursive=True) + glob.glob("kernels/**/*.h", recursive=True)),
-            libraries=["m", "pthread"],
+            libraries=["m", "pthread", "dl"],
             extra_link_args=sanitize,
-        )
+        ),
+        # Not a Python module: what cuDNN finds in place of libcuda where there is no driver (csrc/no_driver).
+        Extension("vaemem._no_driver", ["csrc/no_driver/libcuda.c"], extra_link_args=["-Wl,-soname,libcuda.so.1"]),
     ],
     cmdclass={"build_ext": BuildPerFolder},
 )

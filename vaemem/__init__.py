@@ -7,12 +7,27 @@ import pkgutil as _pkgutil
 __path__ = _pkgutil.extend_path(__path__, __name__)
 
 from vaemem import _core
+from vaemem._core import OutOfMemoryError
 from vaemem._fit import fit
+from vaemem._replay import Replay, replay
+from vaemem._snapshot import CachingAllocator
 from vaemem._sweep import sweep
 from vaemem._table import Table
 from vaemem.vae import VAE, Encoded, Run, backends
 
 __version__ = "0.1.0"
-__all__ = ["VAE", "Encoded", "Run", "Table", "backends", "fit", "sweep"]
+__all__ = [
+    "VAE",
+    "CachingAllocator",
+    "Encoded",
+    "OutOfMemoryError",
+    "Replay",
+    "Run",
+    "Table",
+    "backends",
+    "fit",
+    "replay",
+    "sweep",
+]
 
 _core.disable(_os.environ.get("VAEMEM_DISABLE", ""))

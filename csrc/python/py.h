@@ -26,5 +26,8 @@ const vm_backend *vm_py_backend(const char *name);
 /* Each adds its part to the module; -1 with an exception set. */
 int vm_py_add_model(PyObject *module);
 int vm_py_add_kernels(PyObject *module);
+int vm_py_add_allocator(PyObject *module);
+int vm_py_add_unpickle(PyObject *module);
+int vm_py_add_workspace(PyObject *module);
 
 #endif

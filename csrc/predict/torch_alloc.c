@@ -1,0 +1,489 @@
+/* The caching allocator's decisions, in PyTorch's order. The model and its limits: torch_alloc.h. */
+#include <stdio.h>
+
+#include "torch_blocks.h"
+
+typedef struct request {
+    uint64_t bytes, size, stream; /* as asked, rounded */
+    bool small;
+} request;
+
+/* ---- statistics ---- */
+
+const char *const vm_talloc_kind_name[VM_TALLOC_KINDS] = {
+    "allocation",      "segment",        "active",       "inactive_split",
+    "allocated_bytes", "reserved_bytes", "active_bytes", "inactive_split_bytes",
+    "requested_bytes"};
+const char *const vm_talloc_pool_name[VM_TALLOC_POOLS] = {"all", "small_pool", "large_pool"};
+
+static void count_one(vm_talloc_stat *s, int64_t amount) {
+    s->current += amount;
+    if (amount >= 0) {
+        s->allocated += amount;
+        if (s->current > s->peak) s->peak = s->current;
+    } else {
+        s->freed -= amount;
+    }
+}
+
+void ta_count(vm_talloc *a, vm_talloc_kind kind, bool small, int64_t amount) {
+    count_one(&a->stats.of[kind][VM_TALLOC_ALL], amount);
+    count_one(&a->stats.of[kind][small ? VM_TALLOC_SMALL : VM_TALLOC_LARGE], amount);
+}
+
+void ta_count_oversized(const vm_talloc *a, vm_talloc_stat *stat, uint64_t size, int64_t amount) {
+    if (size >= a->config.max_split_size) count_one(stat, amount);
+}
+
+const vm_talloc_stats *vm_talloc_get_stats(const vm_talloc *a) { return &a->stats; }
+
+void vm_talloc_reset_peak(vm_talloc *a) {
+    for (int k = 0; k < VM_TALLOC_KINDS; k++)
+        for (int p = 0; p < VM_TALLOC_POOLS; p++) a->stats.of[k][p].peak = a->stats.of[k][p].current;
+    a->stats.oversize_allocations.peak = a->stats.oversize_allocations.current;
+    a->stats.oversize_segments.peak = a->stats.oversize_segments.current;
+}
+
+static uint64_t reserved(const vm_talloc *a) {
+    return (uint64_t)a->stats.of[VM_TALLOC_RESERVED_BYTES][VM_TALLOC_ALL].current;
+}
+
+void ta_record(vm_talloc *a, vm_talloc_action action, uint64_t address, uint64_t size, uint64_t stream, uint32_t tag) {
+    if (!a->config.history) return;
+    a->history[a->history_used++] =
+        (vm_talloc_event){.address = address, .size = size, .stream = stream, .tag = tag, .action = action};
+}
+
+/* ---- sizes ---- */
+
+uint64_t vm_talloc_round(const vm_talloc_config *config, uint64_t bytes) {
+    if (bytes < TA_BLOCK) return TA_BLOCK;
+    const int log2 = 63 - __builtin_clzll(bytes);
+    const uint64_t divisions = config->roundup_divisions[VM_MIN(VM_MAX(log2 - 20, 0), VM_TALLOC_INTERVALS - 1)];
+    uint64_t step = TA_BLOCK;
+    if (divisions > 1 && bytes > TA_BLOCK * divisions) step = ((uint64_t)1 << log2) / divisions;
+    return VM_ROUND_UP(bytes, step);
+}
+
+static uint64_t segment_size(const request *r) {
+    if (r->small) return TA_SMALL_SEGMENT;
+    return r->size < TA_LARGE_FROM ? TA_LARGE_SEGMENT : VM_ROUND_UP(r->size, TA_LARGE_ROUND);
+}
+
+static bool leaves_a_block(const vm_talloc *a, const request *r, const block *b) {
+    const uint64_t rest = b->node.size - r->size;
+    if (r->small || a->config.expandable_segments) return rest >= TA_BLOCK;
+    return r->size < a->config.max_split_size && rest > TA_SMALL;
+}
+
+/* ---- blocks and segments ---- */
+
+static bool collects(const vm_talloc *a) { return a->config.allowed_memory && a->config.gc_threshold > 0; }
+
+void ta_cache(vm_talloc *a, block *b) {
+    b->age_base = ta_pool(a, b)->searches;
+    ta_insert(&ta_pool(a, b)->cached, &b->node);
+}
+
+void ta_pend(vm_talloc *a, block *b) {
+    b->node.child[0] = NULL;
+    b->node.child[1] = a->pending;
+    if (a->pending) a->pending->child[0] = &b->node;
+    a->pending = &b->node;
+    a->pendings++;
+}
+
+uint64_t ta_merge(vm_talloc *a, block *b, block *neighbour) {
+    if (!neighbour || neighbour->state != VM_TALLOC_FREE_BLOCK || neighbour->mapped != b->mapped) return 0;
+    pool *p = ta_pool(a, b);
+    const uint64_t size = neighbour->node.size;
+    ta_remove(neighbour->mapped ? &p->cached : &p->unmapped, &neighbour->node);
+    if (b->prev == neighbour) {
+        b->node.address = neighbour->node.address;
+        b->prev = neighbour->prev;
+        if (b->prev)
+            b->prev->next = b;
+        else
+            b->segment->first = b;
+    } else {
+        b->next = neighbour->next;
+        if (b->next) b->next->prev = b;
+    }
+    b->node.size += size;
+    ta_recycle(a, neighbour);
+    return size;
+}
+
+static bool addresses_free(const vm_talloc *a, uint64_t address, uint64_t size) {
+    const node key = {.address = address};
+    const node *above = ta_at_least(&a->segments, &key), *below = ta_before(&a->segments, &key);
+    return size <= TA_LAST_ADDRESS - address && (!above || above->address - address >= size) &&
+           (!below || address - below->address >= below->size);
+}
+
+block *ta_segment_new(vm_talloc *a, uint64_t size, uint64_t stream, bool small) {
+    const uint64_t address = a->placed && addresses_free(a, a->placed, size) ? a->placed : a->next_address;
+    if (size > TA_LAST_ADDRESS - address) return NULL;
+    a->placed = 0;
+    a->next_address = VM_MAX(a->next_address, VM_ROUND_UP(address + size, TA_LARGE_ROUND));
+    segment *s = ta_element(a);
+    block *b = s->first = ta_element(a);
+    s->node.address = b->node.address = address;
+    s->node.size = b->node.size = size;
+    b->node.stream = stream;
+    b->segment = s;
+    b->small = small;
+    b->mapped = true;
+    ta_insert(&a->segments, &s->node);
+    return b;
+}
+
+void ta_segment_drop(vm_talloc *a, block *only) {
+    ta_remove(&a->segments, &only->segment->node);
+    ta_recycle(a, only->segment);
+    ta_recycle(a, only);
+}
+
+void ta_release(vm_talloc *a, block *b) {
+    a->stats.num_device_free++;
+    ta_record(a, VM_TALLOC_SEGMENT_FREE, b->node.address, b->node.size, b->node.stream, a->tag);
+    ta_count(a, VM_TALLOC_SEGMENT, b->small, -1);
+    ta_count(a, VM_TALLOC_RESERVED_BYTES, b->small, -(int64_t)b->node.size);
+    ta_count_oversized(a, &a->stats.oversize_segments, b->node.size, -1);
+    ta_remove(&ta_pool(a, b)->cached, &b->node);
+    ta_segment_drop(a, b);
+}
+
+/* ---- free ---- */
+
+static vm_status unknown(uint64_t address) {
+    return vm_fail(VM_EINVAL, "address: want one that malloc gave and that is not freed, got 0x%llx",
+                   (unsigned long long)address);
+}
+
+static void request_free(vm_talloc *a, block *b) {
+    b->state = VM_TALLOC_PENDING;
+    ta_pend(a, b);
+    ta_count(a, VM_TALLOC_ALLOCATION, b->small, -1);
+    ta_count(a, VM_TALLOC_ALLOCATED_BYTES, b->small, -(int64_t)b->node.size);
+    ta_count_oversized(a, &a->stats.oversize_allocations, b->node.size, -1);
+    ta_record(a, VM_TALLOC_FREE_REQUESTED, b->node.address, b->requested, b->node.stream, b->tag);
+}
+
+static void complete_free(vm_talloc *a, block *b) {
+    node *newer = b->node.child[0], *older = b->node.child[1];
+    *(newer ? &newer->child[1] : &a->pending) = older;
+    if (older) older->child[0] = newer;
+    a->pendings--;
+    ta_record(a, VM_TALLOC_FREE_COMPLETED, b->node.address, b->requested, b->node.stream, b->tag);
+    ta_table_remove(a, b);
+    const int64_t size = (int64_t)b->node.size, requested = (int64_t)b->requested;
+    b->state = VM_TALLOC_FREE_BLOCK;
+    b->tag = 0;
+    int64_t blocks = 0, bytes = 0; /* change of inactive split ones */
+    block *neighbours[2] = {b->prev, b->next};
+    for (int i = 0; i < 2; i++) {
+        const uint64_t merged = ta_merge(a, b, neighbours[i]);
+        if (merged) blocks--, bytes -= (int64_t)merged;
+    }
+    ta_cache(a, b);
+    if (ta_is_split(b)) blocks++, bytes += (int64_t)b->node.size;
+    if (!b->expandable && blocks) ta_count(a, VM_TALLOC_INACTIVE_SPLIT, b->small, blocks);
+    if (!b->expandable && bytes) ta_count(a, VM_TALLOC_INACTIVE_SPLIT_BYTES, b->small, bytes);
+    ta_count(a, VM_TALLOC_ACTIVE, b->small, -1);
+    ta_count(a, VM_TALLOC_ACTIVE_BYTES, b->small, -size);
+    ta_count(a, VM_TALLOC_REQUESTED_BYTES, b->small, -requested);
+}
+
+vm_status vm_talloc_free_request(vm_talloc *a, uint64_t address) {
+    if (!address) return VM_OK;
+    vm_status s = ta_make_room(a);
+    if (s) return s;
+    block *b = ta_find(a, address);
+    if (!b || b->state != VM_TALLOC_LIVE) return unknown(address);
+    request_free(a, b);
+    return VM_OK;
+}
+
+vm_status vm_talloc_free(vm_talloc *a, uint64_t address) {
+    if (!address) return VM_OK;
+    vm_status s = ta_make_room(a);
+    if (s) return s;
+    block *b = ta_find(a, address);
+    if (!b) return unknown(address);
+    if (b->state == VM_TALLOC_LIVE) request_free(a, b);
+    complete_free(a, b);
+    return VM_OK;
+}
+
+/* Pending frees complete, then every cached segment that is whole goes back to the device. */
+static void release_whole_segments(vm_talloc *a) {
+    a->stats.num_sync_all_streams++; /* which ends every use on another stream */
+    while (a->pending) complete_free(a, ta_block(a->pending));
+    for (int small = 0; small < 2; small++) {
+        tree *t = &a->pools[small].cached;
+        for (node *n = ta_next(t, NULL), *next; n; n = next) {
+            const node here = *n; /* what unmapping leaves of b is smaller, so the walk is past it */
+            block *b = ta_block(n);
+            if (b->expandable)
+                ta_unmap(a, b);
+            else if (!ta_is_split(b))
+                ta_release(a, b);
+            next = ta_next(t, &here);
+        }
+    }
+}
+
+/* ---- the stages of a malloc ---- */
+
+/* The best fit among cached blocks, out of its tree. */
+static block *take_cached(vm_talloc *a, const request *r) {
+    pool *p = &a->pools[r->small];
+    if (collects(a)) p->searches++;
+    node *n = ta_at_least(&p->cached, &(node){.stream = r->stream, .size = r->size});
+    if (!n) return NULL;
+    if (ta_block(n)->expandable) {
+        /* The block that can grow counts with the addresses that it can grow into. */
+        node *next = ta_after(&p->cached, n);
+        for (; next; next = ta_after(&p->cached, n)) {
+            const block *here = ta_block(n), *there = ta_block(next);
+            const uint64_t grows = here->next && !here->next->mapped ? here->next->node.size : 0;
+            const uint64_t there_grows = there->next && !there->next->mapped ? there->next->node.size : 0;
+            if (there->node.size + there_grows >= here->node.size + grows) break;
+            n = next;
+        }
+    }
+    const uint64_t limit = a->config.max_split_size;
+    if (r->size < limit && n->size >= limit) return NULL;
+    if (r->size >= limit && n->size >= r->size + a->config.max_non_split_rounding) return NULL;
+    ta_remove(&p->cached, n);
+    return ta_block(n);
+}
+
+/* Frees whole cached segments of the large pool older than the average, until enough is free. */
+static void collect_garbage(vm_talloc *a) {
+    const uint64_t threshold = (uint64_t)(a->config.gc_threshold * (double)a->config.allowed_memory);
+    if (reserved(a) <= threshold) return;
+    const uint64_t target = reserved(a) - threshold;
+    pool *p = &a->pools[0];
+    uint64_t reclaimed = 0, total_age = 0;
+    int64_t candidates = 0;
+    for (node *n = ta_next(&p->cached, NULL); n; n = ta_next(&p->cached, n)) {
+        if (ta_is_split(ta_block(n))) continue;
+        total_age += p->searches - ta_block(n)->age_base;
+        candidates++;
+    }
+    for (bool freed = true; reclaimed < target && freed && candidates;) {
+        const double old = (double)total_age / (double)candidates;
+        freed = false;
+        for (node *n = ta_next(&p->cached, NULL), *next; n; n = next) {
+            next = ta_next(&p->cached, n);
+            block *b = ta_block(n);
+            const uint64_t age = p->searches - b->age_base;
+            if (ta_is_split(b) || b->expandable || (double)age < old) continue;
+            freed = true;
+            reclaimed += n->size;
+            total_age -= age;
+            candidates--;
+            ta_release(a, b);
+        }
+    }
+}
+
+/* With max_split_size: frees the one oversized block that is large enough, or the largest ones until together they are.
+ */
+static bool release_oversized(vm_talloc *a, const request *r) {
+    const uint64_t limit = a->config.max_split_size;
+    if (limit == UINT64_MAX) return false;
+    tree *t = &a->pools[r->small].cached;
+    const node key = {.stream = r->stream, .size = VM_MAX(r->size, limit)};
+    node *n = ta_at_least(t, &key);
+    if (n && !ta_block(n)->expandable) {
+        ta_release(a, ta_block(n));
+        return true;
+    }
+    uint64_t released = 0;
+    for (n = ta_before(t, &key); n && released < key.size && n->size >= limit;) {
+        node *smaller = ta_before(t, n);
+        if (!ta_block(n)->expandable) {
+            released += n->size;
+            ta_release(a, ta_block(n));
+        }
+        n = smaller;
+    }
+    return released >= key.size;
+}
+
+/* Memory from the device; NULL when it has none left. */
+static block *take_new(vm_talloc *a, const request *r) {
+    const uint64_t size = segment_size(r), held = reserved(a);
+    if (a->config.allowed_memory && held + size > a->config.allowed_memory) return NULL;
+    if (a->config.expandable_segments) return ta_expand(a, r->size, r->stream, r->small);
+    if (a->config.total_memory && held + size > a->config.total_memory) return NULL;
+    block *b = ta_segment_new(a, size, r->stream, r->small);
+    if (!b) return NULL;
+    ta_count(a, VM_TALLOC_SEGMENT, r->small, 1);
+    ta_count(a, VM_TALLOC_RESERVED_BYTES, r->small, (int64_t)size);
+    ta_count_oversized(a, &a->stats.oversize_segments, size, 1);
+    a->stats.num_device_alloc++;
+    ta_record(a, VM_TALLOC_SEGMENT_ALLOC, b->node.address, size, r->stream, a->tag);
+    return b;
+}
+
+static uint64_t hand_out(vm_talloc *a, const request *r, block *b) {
+    const bool was_split = ta_is_split(b);
+    if (leaves_a_block(a, r, b)) {
+        block *rest = ta_element(a);
+        rest->node.stream = r->stream;
+        rest->node.address = b->node.address + r->size;
+        rest->node.size = b->node.size - r->size;
+        rest->segment = b->segment;
+        rest->small = b->small;
+        rest->mapped = true;
+        rest->expandable = b->expandable;
+        rest->prev = b;
+        rest->next = b->next;
+        if (rest->next) rest->next->prev = rest;
+        b->next = rest;
+        b->node.size = r->size;
+        ta_cache(a, rest);
+        if (!b->expandable && was_split) {
+            ta_count(a, VM_TALLOC_INACTIVE_SPLIT_BYTES, r->small, -(int64_t)r->size);
+        } else if (!b->expandable) {
+            ta_count(a, VM_TALLOC_INACTIVE_SPLIT_BYTES, r->small, (int64_t)rest->node.size);
+            ta_count(a, VM_TALLOC_INACTIVE_SPLIT, r->small, 1);
+        }
+    } else if (was_split && !b->expandable) {
+        ta_count(a, VM_TALLOC_INACTIVE_SPLIT_BYTES, r->small, -(int64_t)b->node.size);
+        ta_count(a, VM_TALLOC_INACTIVE_SPLIT, r->small, -1);
+    }
+    b->state = VM_TALLOC_LIVE;
+    b->requested = r->bytes;
+    b->tag = a->tag;
+    ta_table_add(a, b);
+    ta_record(a, VM_TALLOC_ALLOC, b->node.address, r->bytes, r->stream, a->tag);
+    ta_count(a, VM_TALLOC_ALLOCATION, r->small, 1);
+    ta_count(a, VM_TALLOC_ALLOCATED_BYTES, r->small, (int64_t)b->node.size);
+    ta_count(a, VM_TALLOC_ACTIVE, r->small, 1);
+    ta_count(a, VM_TALLOC_ACTIVE_BYTES, r->small, (int64_t)b->node.size);
+    ta_count(a, VM_TALLOC_REQUESTED_BYTES, r->small, (int64_t)r->bytes);
+    ta_count_oversized(a, &a->stats.oversize_allocations, b->node.size, 1);
+    return b->node.address;
+}
+
+/* As PyTorch prints sizes. */
+static const char *human(uint64_t bytes, char text[32]) {
+    if (bytes < 1024)
+        snprintf(text, 32, "%llu bytes", (unsigned long long)bytes);
+    else if (bytes < TA_MIB)
+        snprintf(text, 32, "%.2f KiB", (double)bytes / 1024);
+    else if (bytes < 1024 * TA_MIB)
+        snprintf(text, 32, "%.2f MiB", (double)bytes / (double)TA_MIB);
+    else
+        snprintf(text, 32, "%.2f GiB", (double)bytes / (double)(1024 * TA_MIB));
+    return text;
+}
+
+static vm_status out_of_memory(vm_talloc *a, const request *r) {
+    vm_talloc_oom *o = &a->oom;
+    *o = (vm_talloc_oom){.requested = r->bytes,
+                         .wanted = segment_size(r),
+                         .total = a->config.total_memory,
+                         .allowed = a->config.allowed_memory,
+                         .allocated = (uint64_t)a->stats.of[VM_TALLOC_ALLOCATED_BYTES][VM_TALLOC_ALL].current,
+                         .reserved = reserved(a)};
+    o->free = o->total > o->reserved ? o->total - o->reserved : 0;
+    a->out_of_memory = true;
+    a->stats.num_ooms++;
+    ta_record(a, VM_TALLOC_OOM, o->free, r->size, r->stream, a->tag);
+    char t[5][32], allowed[64] = "";
+    if (o->allowed) snprintf(allowed, sizeof allowed, ", %s allowed", human(o->allowed, t[4]));
+    return vm_fail(
+        VM_ENOMEM,
+        "simulated device: no %s to allocate; capacity %s%s, %s free, %s allocated, %s reserved but unallocated",
+        human(o->wanted, t[0]), o->total ? human(o->total, t[1]) : "without end", allowed, human(o->free, t[2]),
+        human(o->allocated, t[3]), human(o->reserved - o->allocated, (char[32]){0}));
+}
+
+vm_status vm_talloc_malloc(vm_talloc *a, uint64_t bytes, uint64_t stream, uint64_t *address) {
+    *address = 0;
+    a->out_of_memory = false;
+    if (!bytes) return VM_OK;
+    if (bytes > TA_LARGEST)
+        return vm_fail(VM_EOVERFLOW, "bytes: want at most 2^60, got %llu", (unsigned long long)bytes);
+    vm_status s = ta_make_room(a);
+    if (s) return s;
+    const uint64_t size = vm_talloc_round(&a->config, bytes);
+    const request r = {.bytes = bytes, .size = size, .stream = stream, .small = size <= TA_SMALL};
+    block *b = take_cached(a, &r);
+    if (!b) {
+        if (collects(a)) collect_garbage(a);
+        b = take_new(a, &r);
+        if (!b && release_oversized(a, &r)) b = take_new(a, &r);
+        if (!b) {
+            release_whole_segments(a);
+            a->stats.num_alloc_retries++;
+            b = take_new(a, &r);
+        }
+        if (!b) return out_of_memory(a, &r);
+    }
+    *address = hand_out(a, &r, b);
+    return VM_OK;
+}
+
+vm_status vm_talloc_empty_cache(vm_talloc *a) {
+    vm_status s = ta_make_room(a);
+    if (s == VM_OK) release_whole_segments(a);
+    return s;
+}
+
+/* ---- the object ---- */
+
+vm_status vm_talloc_new(const vm_talloc_config *config, vm_talloc **out) {
+    *out = NULL;
+    vm_talloc_config c = *config;
+    const uint64_t largest = VM_MAX(c.total_memory, VM_MAX(c.allowed_memory, c.reservation));
+    if (largest > TA_LARGEST)
+        return vm_fail(VM_EINVAL, "total_memory: want at most 2^60, got %llu", (unsigned long long)largest);
+    if (c.max_split_size && c.max_split_size < TA_LARGE_SEGMENT)
+        return vm_fail(VM_EINVAL, "max_split_size: want at least 20 MiB, got %llu bytes",
+                       (unsigned long long)c.max_split_size);
+    if (c.max_non_split_rounding && c.max_non_split_rounding < TA_LARGE_SEGMENT)
+        return vm_fail(VM_EINVAL, "max_non_split_rounding: want at least 20 MiB, got %llu bytes",
+                       (unsigned long long)c.max_non_split_rounding);
+    if (!(c.gc_threshold >= 0 && c.gc_threshold < 1))
+        return vm_fail(VM_EINVAL, "garbage_collection_threshold: want between 0 and 1, got %g", c.gc_threshold);
+    for (int i = 0; i < VM_TALLOC_INTERVALS; i++)
+        if (c.roundup_divisions[i] & (c.roundup_divisions[i] - 1))
+            return vm_fail(VM_EINVAL, "roundup_power2_divisions: want powers of two, got %u", c.roundup_divisions[i]);
+    if (!c.max_split_size) c.max_split_size = UINT64_MAX;
+    if (!c.reservation) c.reservation = c.total_memory ? c.total_memory + c.total_memory / 8 : TA_RESERVATION;
+    if (!c.max_non_split_rounding) c.max_non_split_rounding = TA_LARGE_SEGMENT;
+    vm_mem *mem = vm_mem_new();
+    if (!mem) return VM_ENOMEM;
+    void *memory;
+    vm_status s = vm_mem_alloc(mem, VM_SCRATCH, sizeof(vm_talloc), &memory);
+    if (s) {
+        vm_mem_release(mem);
+        return s;
+    }
+    vm_talloc *a = memory;
+    a->config = c;
+    a->mem = mem;
+    a->next_address = TA_FIRST_ADDRESS;
+    a->pools[0].cached.by_size = a->pools[1].cached.by_size = true;
+    *out = a;
+    return VM_OK;
+}
+
+void vm_talloc_delete(vm_talloc *a) {
+    if (!a) return;
+    vm_mem *mem = a->mem;
+    ta_storage_free(a);
+    vm_mem_free(mem, VM_SCRATCH, a, sizeof *a);
+    vm_mem_release(mem);
+}
+
+const vm_talloc_config *vm_talloc_settings(const vm_talloc *a) { return &a->config; }
+const vm_talloc_oom *vm_talloc_last_oom(const vm_talloc *a) { return a->out_of_memory ? &a->oom : NULL; }
+void vm_talloc_tag(vm_talloc *a, uint32_t tag) { a->tag = tag; }

@@ -1,0 +1,170 @@
+/* PyTorch's native CUDA caching allocator, without the memory: addresses and sizes only.
+ *
+ * What it does (c10/cuda/CUDACachingAllocator.cpp of PyTorch 2.5 to 2.9, backend "native"):
+ *
+ *   request -> rounded to 512 B, or to a fraction of a power of two (roundup_divisions)
+ *           -> small pool up to 1 MiB, large pool above; a block belongs to the stream that it was first taken for
+ *           -> best fit among the cached blocks: smallest, then lowest address
+ *           -> else a new segment: 2 MiB (small), 20 MiB (below 10 MiB), else the next multiple of 2 MiB
+ *           -> split when 512 B (small pool, expandable) or more than 1 MiB (large pool) would remain
+ *   free    -> merged with free neighbours, cached
+ *   no room -> collect by age, free oversized blocks, free every whole cached segment, then out of memory
+ *
+ * What the driver does is a model, stated here: cudaMalloc returns ascending addresses, 2 MiB aligned, and never the
+ * same range twice (vm_talloc_place overrides it); a device gives memory until total_memory is reached, whatever the
+ * order.
+ *
+ * Not modelled: private pools of CUDA graphs, the moment at which the events of record_stream complete (the caller says
+ * it: vm_talloc_free_request, later vm_talloc_free), the CUDA context's own memory (subtract it from total_memory), the
+ * cudaMallocAsync backend. */
+#ifndef VM_TORCH_ALLOC_H
+#define VM_TORCH_ALLOC_H
+
+#include "../vm.h"
+
+enum { VM_TALLOC_INTERVALS = 16 };
+
+typedef struct vm_talloc_config {
+    uint64_t total_memory;           /* bytes that the device can give; 0: no end */
+    uint64_t allowed_memory;         /* of them, those that set_per_process_memory_fraction allows; 0: not set */
+    uint64_t max_split_size;         /* bytes; larger blocks are kept whole; 0: no limit */
+    uint64_t max_non_split_rounding; /* bytes that a block kept whole may exceed its request by; 0: 20 MiB */
+    uint64_t reservation;            /* addresses of an expandable segment; 0: 1 1/8 of total_memory, or 1 TiB */
+    uint32_t roundup_divisions[VM_TALLOC_INTERVALS]; /* from 2^(20+i) on, smaller ones as [0]; 0: round to 512 B */
+    double gc_threshold; /* share of allowed_memory above which old cached segments are freed; 0: off */
+    bool expandable_segments;
+    bool history; /* keep every event for vm_talloc_events */
+} vm_talloc_config;
+
+typedef struct vm_talloc vm_talloc;
+
+vm_status vm_talloc_new(const vm_talloc_config *config, vm_talloc **out);
+void vm_talloc_delete(vm_talloc *a); /* accepts NULL */
+const vm_talloc_config *vm_talloc_settings(const vm_talloc *a);
+/* Bytes that a request of `bytes` takes from a block. */
+uint64_t vm_talloc_round(const vm_talloc_config *config, uint64_t bytes);
+
+/* *address is 0 for 0 bytes. VM_ENOMEM with vm_talloc_last_oom() when the simulated device is full (cached segments
+ * have then been freed, as PyTorch does); VM_ENOMEM without it when this machine is. */
+vm_status vm_talloc_malloc(vm_talloc *a, uint64_t bytes, uint64_t stream, uint64_t *address);
+/* VM_EINVAL when address was not handed out, or was freed already. */
+vm_status vm_talloc_free(vm_talloc *a, uint64_t address);
+/* The free of a block that another stream still uses: not allocated any more, active until vm_talloc_free. */
+vm_status vm_talloc_free_request(vm_talloc *a, uint64_t address);
+vm_status vm_talloc_empty_cache(vm_talloc *a);
+/* Stamped on the blocks and events that follow: whose they are (an index that the caller can name). */
+void vm_talloc_tag(vm_talloc *a, uint32_t tag);
+
+/* ---- statistics, under the names of torch.cuda.memory_stats ---- */
+
+typedef enum vm_talloc_kind {
+    VM_TALLOC_ALLOCATION,
+    VM_TALLOC_SEGMENT,
+    VM_TALLOC_ACTIVE,
+    VM_TALLOC_INACTIVE_SPLIT,
+    VM_TALLOC_ALLOCATED_BYTES,
+    VM_TALLOC_RESERVED_BYTES,
+    VM_TALLOC_ACTIVE_BYTES,
+    VM_TALLOC_INACTIVE_SPLIT_BYTES,
+    VM_TALLOC_REQUESTED_BYTES,
+    VM_TALLOC_KINDS
+} vm_talloc_kind;
+
+typedef enum vm_talloc_pool { VM_TALLOC_ALL, VM_TALLOC_SMALL, VM_TALLOC_LARGE, VM_TALLOC_POOLS } vm_talloc_pool;
+
+extern const char *const vm_talloc_kind_name[VM_TALLOC_KINDS], *const vm_talloc_pool_name[VM_TALLOC_POOLS];
+
+typedef struct vm_talloc_stat {
+    int64_t current, peak, allocated, freed;
+} vm_talloc_stat;
+
+typedef struct vm_talloc_stats {
+    vm_talloc_stat of[VM_TALLOC_KINDS][VM_TALLOC_POOLS];
+    vm_talloc_stat oversize_allocations, oversize_segments;
+    int64_t num_alloc_retries, num_ooms, num_sync_all_streams, num_device_alloc, num_device_free;
+} vm_talloc_stats;
+
+const vm_talloc_stats *vm_talloc_get_stats(const vm_talloc *a);
+void vm_talloc_reset_peak(vm_talloc *a);
+
+typedef struct vm_talloc_oom {
+    uint64_t requested, wanted;    /* by the caller; of the device */
+    uint64_t total, free, allowed; /* of the device; allowed is 0 when not set, total 0 when without end */
+    uint64_t allocated, reserved;
+} vm_talloc_oom;
+
+/* NULL unless the last call on a failed because the simulated device was full. */
+const vm_talloc_oom *vm_talloc_last_oom(const vm_talloc *a);
+
+/* ---- many steps at once ---- */
+
+typedef enum vm_talloc_op {
+    VM_TALLOC_MALLOC,
+    VM_TALLOC_FREE,
+    VM_TALLOC_EMPTY_CACHE,
+    VM_TALLOC_RESET_PEAK
+} vm_talloc_op;
+
+typedef struct vm_talloc_step {
+    uint32_t op, id; /* id: the caller's name for a tensor, an index into address[] */
+    uint64_t bytes, stream;
+} vm_talloc_step;
+
+/* address: [ids], in and out. Stops at the first failure; *done: how many steps were taken. */
+vm_status vm_talloc_run(vm_talloc *a, const vm_talloc_step *step, size_t steps, uint64_t *address, size_t ids,
+                        size_t *done);
+
+/* ---- what a snapshot shows ---- */
+
+typedef enum vm_talloc_action {
+    VM_TALLOC_ALLOC,
+    VM_TALLOC_FREE_REQUESTED,
+    VM_TALLOC_FREE_COMPLETED,
+    VM_TALLOC_SEGMENT_ALLOC,
+    VM_TALLOC_SEGMENT_FREE,
+    VM_TALLOC_SEGMENT_MAP,
+    VM_TALLOC_SEGMENT_UNMAP,
+    VM_TALLOC_OOM,
+    VM_TALLOC_ACTIONS
+} vm_talloc_action;
+
+extern const char *const vm_talloc_action_name[VM_TALLOC_ACTIONS];
+
+typedef struct vm_talloc_event {
+    uint64_t address; /* of OOM: bytes that the device still has */
+    uint64_t size;    /* of a block: as requested */
+    uint64_t stream;
+    uint32_t tag;
+    vm_talloc_action action;
+} vm_talloc_event;
+
+/* Borrowed until the next call that changes a. */
+const vm_talloc_event *vm_talloc_events(const vm_talloc *a, size_t *count);
+
+typedef enum vm_talloc_state { VM_TALLOC_FREE_BLOCK, VM_TALLOC_PENDING, VM_TALLOC_LIVE } vm_talloc_state;
+
+typedef struct vm_talloc_block {
+    uint64_t address, size, requested, stream;
+    uint32_t tag;
+    vm_talloc_state state;
+    bool small, expandable;
+    bool first; /* of its segment; of an expandable one: of a mapped stretch */
+} vm_talloc_block;
+
+size_t vm_talloc_block_count(const vm_talloc *a);
+/* block: [vm_talloc_block_count], by address. */
+void vm_talloc_blocks(const vm_talloc *a, vm_talloc_block *block);
+
+/* ---- for replays: the driver's and another process's decisions, imposed ---- */
+
+/* The next new segment (or expandable reservation) lies at address if nothing lies there; 0 takes that back. */
+vm_status vm_talloc_place(vm_talloc *a, uint64_t address);
+/* How many cached segments are whole, whether one starts at address, and its return to the device. */
+size_t vm_talloc_whole_segments(const vm_talloc *a);
+bool vm_talloc_releasable(const vm_talloc *a, uint64_t address);
+vm_status vm_talloc_release(vm_talloc *a, uint64_t address);
+/* A segment as it was found: address, size, stream and small of *segment; block: [blocks] live or pending ones in it,
+ * by address (address, size, requested, tag, state). What lies between is free. */
+vm_status vm_talloc_restore(vm_talloc *a, const vm_talloc_block *segment, const vm_talloc_block *block, size_t blocks);
+
+#endif

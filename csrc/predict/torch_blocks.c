@@ -1,0 +1,274 @@
+/* Trees, the address table and the storage of the simulated allocator. */
+#include <string.h>
+
+#include "torch_blocks.h"
+
+/* ---- trees ---- */
+
+/* Rises with rank: the two bits after the highest one split an octave in four. */
+static size_t bin_of(uint64_t rank) {
+    const uint64_t units = rank / TA_BLOCK;
+    if (units < 4) return (size_t)units;
+    const int log2 = 63 - __builtin_clzll(units);
+    return (size_t)(4 * (log2 - 1)) + (units >> (log2 - 2) & 3);
+}
+
+/* The first filled bin from `bin` on, or the last up to it; TA_BINS for none. */
+static size_t filled_from(const tree *t, size_t bin) {
+    for (size_t word = bin / 64, skip = bin % 64; word < TA_BINS / 64; word++, skip = 0) {
+        const uint64_t bits = t->filled[word] >> skip << skip;
+        if (bits) return 64 * word + (size_t)__builtin_ctzll(bits);
+    }
+    return TA_BINS;
+}
+
+static size_t filled_to(const tree *t, size_t bin) {
+    for (size_t word = bin / 64 + 1, skip = 63 - bin % 64; word-- > 0; skip = 0) {
+        const uint64_t bits = t->filled[word] << skip >> skip;
+        if (bits) return 64 * word + 63 - (size_t)__builtin_clzll(bits);
+    }
+    return TA_BINS;
+}
+
+static bool before(const node *a, const node *b) {
+    if (a->stream != b->stream) return a->stream < b->stream;
+    if (a->rank != b->rank) return a->rank < b->rank;
+    return a->address < b->address;
+}
+
+static void hang(node **at, node *n, node *parent) {
+    *at = n;
+    if (n) n->parent = parent;
+}
+
+void ta_insert(tree *t, node *n) {
+    n->rank = t->by_size ? n->size : 0;
+    const size_t bin = bin_of(n->rank);
+    node **at = &t->root[bin], *parent = NULL;
+    while (*at && (*at)->priority >= n->priority) {
+        parent = *at;
+        at = &parent->child[before(parent, n)];
+    }
+    /* n takes this place; what hung here is cut in two along n: what is below n to its left. */
+    node *rest = *at, **low = &n->child[0], **high = &n->child[1], *low_parent = n, *high_parent = n;
+    hang(at, n, parent);
+    while (rest) {
+        if (before(rest, n)) {
+            hang(low, rest, low_parent);
+            low_parent = rest;
+            low = &rest->child[1];
+            rest = *low;
+        } else {
+            hang(high, rest, high_parent);
+            high_parent = rest;
+            high = &rest->child[0];
+            rest = *high;
+        }
+    }
+    *low = *high = NULL;
+    t->filled[bin / 64] |= (uint64_t)1 << bin % 64;
+    t->count++;
+}
+
+void ta_remove(tree *t, node *n) {
+    const size_t bin = bin_of(n->rank);
+    node *parent = n->parent, *low = n->child[0], *high = n->child[1];
+    node **at = parent ? &parent->child[parent->child[1] == n] : &t->root[bin];
+    while (low && high) {
+        const bool up = low->priority > high->priority; /* low rises, and high goes below its high side */
+        node *risen = up ? low : high;
+        hang(at, risen, parent);
+        parent = risen;
+        at = &risen->child[up];
+        *(up ? &low : &high) = *at;
+    }
+    hang(at, low ? low : high, parent);
+    if (!t->root[bin]) t->filled[bin / 64] &= ~((uint64_t)1 << bin % 64);
+    t->count--;
+}
+
+/* The first element of a bin that is not before key (after: that is after it), the last before key; of any stream. */
+static node *lowest(node *n, const node *key, bool after) {
+    node *found = NULL;
+    while (n) {
+        if (after ? before(key, n) : !before(n, key)) {
+            found = n;
+            n = n->child[0];
+        } else {
+            n = n->child[1];
+        }
+    }
+    return found;
+}
+
+static node *highest(node *n, const node *key) {
+    node *found = NULL;
+    while (n) {
+        if (before(n, key)) {
+            found = n;
+            n = n->child[1];
+        } else {
+            n = n->child[0];
+        }
+    }
+    return found;
+}
+
+/* Bins beyond key's own hold nothing between it and their elements, so the same key finds each one's end. */
+static node *search_up(const tree *t, const node *key, bool after) {
+    const node k = {.stream = key->stream, .rank = t->by_size ? key->size : 0, .address = key->address};
+    for (size_t bin = filled_from(t, bin_of(k.rank)); bin < TA_BINS; bin = filled_from(t, bin + 1)) {
+        node *found = lowest(t->root[bin], &k, after);
+        if (found && found->stream == k.stream) return found;
+    }
+    return NULL;
+}
+
+node *ta_at_least(const tree *t, const node *key) { return search_up(t, key, false); }
+node *ta_after(const tree *t, const node *key) { return search_up(t, key, true); }
+
+node *ta_before(const tree *t, const node *key) {
+    const node k = {.stream = key->stream, .rank = t->by_size ? key->size : 0, .address = key->address};
+    for (size_t bin = filled_to(t, bin_of(k.rank)); bin < TA_BINS; bin = filled_to(t, bin - 1)) {
+        node *found = highest(t->root[bin], &k);
+        if (found && found->stream == k.stream) return found;
+        if (!bin) break;
+    }
+    return NULL;
+}
+
+node *ta_next(const tree *t, const node *key) {
+    node *next = key ? ta_after(t, key) : NULL;
+    if (next || (key && key->stream == UINT64_MAX)) return next;
+    const node k = {.stream = key ? key->stream + 1 : 0};
+    for (size_t bin = filled_from(t, 0); bin < TA_BINS; bin = filled_from(t, bin + 1)) {
+        node *first = lowest(t->root[bin], &k, false);
+        if (first && (!next || before(first, next))) next = first;
+    }
+    return next;
+}
+
+/* ---- the table of blocks handed out ---- */
+
+static size_t slot_of(const vm_talloc *a, uint64_t address) {
+    return (size_t)((address / TA_BLOCK * 0x9E3779B97F4A7C15u) >> 32) & (a->table_size - 1);
+}
+
+block *ta_find(const vm_talloc *a, uint64_t address) {
+    if (!a->table_size) return NULL;
+    for (size_t i = slot_of(a, address); a->table[i]; i = (i + 1) & (a->table_size - 1))
+        if (a->table[i]->node.address == address) return a->table[i];
+    return NULL;
+}
+
+void ta_table_add(vm_talloc *a, block *b) {
+    size_t i = slot_of(a, b->node.address);
+    while (a->table[i]) i = (i + 1) & (a->table_size - 1);
+    a->table[i] = b;
+    a->table_used++;
+}
+
+void ta_table_remove(vm_talloc *a, block *b) {
+    const size_t mask = a->table_size - 1;
+    size_t hole = slot_of(a, b->node.address);
+    while (a->table[hole] != b) hole = (hole + 1) & mask;
+    /* Later ones of the same run move up, unless that would put them before their own slot. */
+    for (size_t i = (hole + 1) & mask; a->table[i]; i = (i + 1) & mask) {
+        if (((i - slot_of(a, a->table[i]->node.address)) & mask) < ((i - hole) & mask)) continue;
+        a->table[hole] = a->table[i];
+        hole = i;
+    }
+    a->table[hole] = NULL;
+    a->table_used--;
+}
+
+static vm_status grow_table(vm_talloc *a) {
+    const size_t old_size = a->table_size, size = VM_MAX(2 * old_size, 1024);
+    block **old = a->table;
+    void *table;
+    vm_status s = vm_mem_alloc(a->mem, VM_SCRATCH, size * sizeof *old, &table);
+    if (s) return s;
+    a->table = table;
+    a->table_size = size;
+    a->table_used = 0;
+    for (size_t i = 0; i < old_size; i++)
+        if (old[i]) ta_table_add(a, old[i]);
+    vm_mem_free(a->mem, VM_SCRATCH, old, old_size * sizeof *old);
+    return VM_OK;
+}
+
+/* ---- storage ---- */
+
+enum { SLAB = 511 };
+
+typedef struct slab {
+    struct slab *next;
+    block element[SLAB]; /* a segment takes the place of a block */
+} slab;
+
+_Static_assert(sizeof(segment) <= sizeof(block), "elements are as large as blocks");
+
+static vm_status grow_spares(vm_talloc *a) {
+    void *memory;
+    vm_status s = vm_mem_alloc(a->mem, VM_SCRATCH, sizeof(slab), &memory);
+    if (s) return s;
+    slab *fresh = memory;
+    fresh->next = a->slabs;
+    a->slabs = fresh;
+    for (size_t i = 0; i < SLAB; i++) ta_recycle(a, &fresh->element[i]);
+    return VM_OK;
+}
+
+static vm_status grow_history(vm_talloc *a, size_t events) {
+    const size_t item = sizeof *a->history, size = VM_MAX(2 * a->history_size, a->history_used + events);
+    void *history;
+    vm_status s = vm_mem_alloc(a->mem, VM_SCRATCH, size * item, &history);
+    if (s) return s;
+    if (a->history_used) memcpy(history, a->history, a->history_used * item);
+    vm_mem_free(a->mem, VM_SCRATCH, a->history, a->history_size * item);
+    a->history = history;
+    a->history_size = size;
+    return VM_OK;
+}
+
+vm_status ta_make_room(vm_talloc *a) {
+    /* At worst an operation completes every pending free, gives back every cached block (each unmapped one may leave a
+     * rest on both sides), maps every stretch again, makes a segment and splits a block. */
+    const size_t idle = a->pools[0].cached.count + a->pools[1].cached.count + a->pools[0].unmapped.count +
+                        a->pools[1].unmapped.count + a->pendings;
+    const size_t elements = 8 + (a->config.expandable_segments ? 3 * idle : 0), events = 8 + 3 * idle;
+    vm_status s = VM_OK;
+    a->out_of_memory = false;
+    while (!s && a->spares < elements) s = grow_spares(a);
+    if (!s && 2 * (a->table_used + 1) > a->table_size) s = grow_table(a);
+    if (!s && a->config.history && a->history_size - a->history_used < events) s = grow_history(a, events);
+    return s;
+}
+
+void *ta_element(vm_talloc *a) {
+    block *b = ta_block(a->spare);
+    a->spare = b->node.child[0];
+    a->spares--;
+    uint64_t mixed =
+        ++a->drawn * 0x9E3779B97F4A7C15u; /* splitmix64's finish: any well-mixed sequence balances a treap */
+    mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9u;
+    *b = (block){.node.priority = (uint32_t)(mixed >> 32)};
+    return b;
+}
+
+void ta_recycle(vm_talloc *a, void *element) {
+    node *n = element;
+    n->child[0] = a->spare;
+    a->spare = n;
+    a->spares++;
+}
+
+void ta_storage_free(vm_talloc *a) {
+    while (a->slabs) {
+        slab *next = a->slabs->next;
+        vm_mem_free(a->mem, VM_SCRATCH, a->slabs, sizeof(slab));
+        a->slabs = next;
+    }
+    vm_mem_free(a->mem, VM_SCRATCH, a->table, a->table_size * sizeof *a->table);
+    vm_mem_free(a->mem, VM_SCRATCH, a->history, a->history_size * sizeof *a->history);
+}

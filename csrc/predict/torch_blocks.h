@@ -1,0 +1,130 @@
+/* What the allocator is made of: blocks in ordered trees. Private to csrc/predict/torch_*.c.
+ *
+ *   segment  [ block | block | block ]    prev, next: neighbours in memory
+ *                 |               |
+ *           address table     pool tree    handed out: found by address; cached: by stream, size, address
+ *
+ * An expandable segment is a reserved stretch of addresses; its unmapped blocks wait in a tree by address. */
+#ifndef VM_TORCH_BLOCKS_H
+#define VM_TORCH_BLOCKS_H
+
+#include "torch_alloc.h"
+
+#define TA_MIB ((uint64_t)1 << 20)
+#define TA_BLOCK ((uint64_t)512) /* sizes and addresses are multiples of it */
+#define TA_SMALL TA_MIB          /* largest request of the small pool; smallest remainder of a split in the large */
+#define TA_SMALL_SEGMENT (2 * TA_MIB)
+#define TA_LARGE_FROM (10 * TA_MIB) /* below it, large requests share segments of TA_LARGE_SEGMENT */
+#define TA_LARGE_SEGMENT (20 * TA_MIB)
+#define TA_LARGE_ROUND (2 * TA_MIB)
+#define TA_LARGEST ((uint64_t)1 << 60) /* PyTorch refuses larger requests */
+#define TA_FIRST_ADDRESS ((uint64_t)0x7f0000000000)
+#define TA_LAST_ADDRESS ((uint64_t)1 << 62) /* next_address never passes it */
+#define TA_RESERVATION ((uint64_t)1 << 40)  /* of an expandable segment when the device has no end */
+
+/* ---- trees: elements in the order of stream, size (in trees by size) and address ----
+ *
+ * Sizes are binned, four bins an octave, and each bin is a treap threaded through its elements: a search descends a
+ * tree of a few elements, however many there are. The priority is drawn once, when the element is made. */
+
+enum { TA_BINS = 256 };
+
+typedef struct node {
+    struct node *child[2], *parent;
+    uint64_t stream, size, address;
+    uint64_t rank; /* size in a tree by size, else 0 */
+    uint32_t priority;
+} node;
+
+typedef struct tree {
+    node *root[TA_BINS];
+    uint64_t filled[TA_BINS / 64]; /* a bit a bin */
+    size_t count;
+    bool by_size;
+} tree;
+
+void ta_insert(tree *t, node *n);
+void ta_remove(tree *t, node *n);
+/* Of key's stream: the first element not before, first after, last before key; NULL for none. key may be in no tree. */
+node *ta_at_least(const tree *t, const node *key);
+node *ta_after(const tree *t, const node *key);
+node *ta_before(const tree *t, const node *key);
+/* Over all streams: the first element (key NULL) or the first after key. */
+node *ta_next(const tree *t, const node *key);
+
+typedef struct segment {
+    node node; /* by address; size: of the reservation when expandable */
+    struct block *first;
+} segment;
+
+typedef struct block {
+    node node;
+    struct block *prev, *next;
+    segment *segment;
+    uint64_t requested, age_base; /* age_base: the pool's count of searches when it was cached */
+    uint32_t tag;
+    uint8_t state; /* vm_talloc_state */
+    bool small, mapped, expandable;
+} block;
+
+typedef struct pool {
+    tree cached, unmapped;
+    uint64_t searches; /* counted only when garbage is collected */
+} pool;
+
+struct vm_talloc {
+    vm_talloc_config config; /* 0 replaced by what it means */
+    vm_mem *mem;
+    vm_talloc_stats stats;
+    pool pools[2]; /* large, small */
+    tree segments;
+    node *pending; /* last requested first */
+    size_t pendings;
+    uint64_t next_address, placed;
+    vm_talloc_oom oom;
+    bool out_of_memory;
+    uint32_t tag;
+    /* Storage: slabs of elements, the table of blocks handed out, the history. */
+    struct slab *slabs;
+    node *spare;
+    size_t spares, drawn;
+    block **table; /* by address, open addressing; table_size is a power of two, at most half full */
+    size_t table_size, table_used;
+    vm_talloc_event *history;
+    size_t history_size, history_used;
+};
+
+/* Makes sure that the coming operation finds every element that it may need, so that it cannot fail half-way. */
+vm_status ta_make_room(vm_talloc *a);
+/* Zeroed but for its priority; ta_make_room saw to it that there is one. */
+void *ta_element(vm_talloc *a);
+void ta_recycle(vm_talloc *a, void *element);
+void ta_storage_free(vm_talloc *a);
+
+block *ta_find(const vm_talloc *a, uint64_t address);
+void ta_table_add(vm_talloc *a, block *b);
+void ta_table_remove(vm_talloc *a, block *b);
+
+/* ---- shared by torch_alloc.c, torch_expandable.c and torch_snapshot.c ---- */
+
+static inline pool *ta_pool(vm_talloc *a, const block *b) { return &a->pools[b->small]; }
+static inline block *ta_block(node *n) { return (block *)n; }
+static inline bool ta_is_split(const block *b) { return b->prev || b->next; }
+
+void ta_count(vm_talloc *a, vm_talloc_kind kind, bool small, int64_t amount);
+void ta_count_oversized(const vm_talloc *a, vm_talloc_stat *stat, uint64_t size, int64_t amount);
+void ta_record(vm_talloc *a, vm_talloc_action action, uint64_t address, uint64_t size, uint64_t stream, uint32_t tag);
+void ta_cache(vm_talloc *a, block *b); /* into its pool's tree */
+void ta_pend(vm_talloc *a, block *b);  /* into the list of pending ones, linked by what trees use */
+/* Takes b's free neighbour into b; the bytes gained, 0 when it must stay apart. */
+uint64_t ta_merge(vm_talloc *a, block *b, block *neighbour);
+/* A new segment of one block that is in no tree yet; NULL when there are no such addresses. */
+block *ta_segment_new(vm_talloc *a, uint64_t size, uint64_t stream, bool small);
+void ta_segment_drop(vm_talloc *a, block *only);
+void ta_release(vm_talloc *a, block *whole); /* a cached segment, back to the device */
+/* A free block of at least size, out of the tree, made by mapping; NULL when the device is full. */
+block *ta_expand(vm_talloc *a, uint64_t size, uint64_t stream, bool small);
+/* Unmaps what whole pages of b cover; the reservation goes when nothing of it is left. */
+void ta_unmap(vm_talloc *a, block *b);
+
+#endif

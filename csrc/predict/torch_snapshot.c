@@ -1,0 +1,200 @@
+/* What the allocator shows, what is imposed on it, and many steps in one call. */
+#include "torch_blocks.h"
+
+/* ---- what a snapshot shows ---- */
+
+const char *const vm_talloc_action_name[VM_TALLOC_ACTIONS] = {
+    "alloc",        "free_requested", "free_completed", "segment_alloc",
+    "segment_free", "segment_map",    "segment_unmap",  "oom"};
+
+const vm_talloc_event *vm_talloc_events(const vm_talloc *a, size_t *count) {
+    *count = a->history_used;
+    return a->history;
+}
+
+static const segment *next_segment(const vm_talloc *a, const segment *s) {
+    return (const segment *)(s ? ta_after(&a->segments, &s->node) : ta_at_least(&a->segments, &(node){.address = 0}));
+}
+
+size_t vm_talloc_block_count(const vm_talloc *a) {
+    size_t n = 0;
+    for (const segment *s = next_segment(a, NULL); s; s = next_segment(a, s))
+        for (const block *b = s->first; b; b = b->next) n += b->mapped;
+    return n;
+}
+
+void vm_talloc_blocks(const vm_talloc *a, vm_talloc_block *out) {
+    for (const segment *s = next_segment(a, NULL); s; s = next_segment(a, s))
+        for (const block *b = s->first; b; b = b->next)
+            if (b->mapped)
+                *out++ = (vm_talloc_block){.address = b->node.address,
+                                           .size = b->node.size,
+                                           .requested = b->requested,
+                                           .stream = b->node.stream,
+                                           .tag = b->tag,
+                                           .state = (vm_talloc_state)b->state,
+                                           .small = b->small,
+                                           .expandable = b->expandable,
+                                           .first = !b->prev || !b->prev->mapped};
+}
+
+/* ---- what is imposed ---- */
+
+vm_status vm_talloc_place(vm_talloc *a, uint64_t address) {
+    if (address % TA_BLOCK || address >= TA_LAST_ADDRESS)
+        return vm_fail(VM_EINVAL, "address: want a multiple of 512 below 2^62, got 0x%llx",
+                       (unsigned long long)address);
+    a->placed = address;
+    return VM_OK;
+}
+
+static bool is_whole(const segment *s) {
+    const block *b = s->first;
+    return !b->expandable && b->state == VM_TALLOC_FREE_BLOCK && !ta_is_split(b);
+}
+
+static const segment *segment_at(const vm_talloc *a, uint64_t address) {
+    const node *n = ta_at_least(&a->segments, &(node){.address = address});
+    return n && n->address == address ? (const segment *)n : NULL;
+}
+
+size_t vm_talloc_whole_segments(const vm_talloc *a) {
+    size_t n = 0;
+    for (const segment *s = next_segment(a, NULL); s; s = next_segment(a, s)) n += is_whole(s);
+    return n;
+}
+
+bool vm_talloc_releasable(const vm_talloc *a, uint64_t address) {
+    const segment *s = segment_at(a, address);
+    return s && is_whole(s);
+}
+
+vm_status vm_talloc_release(vm_talloc *a, uint64_t address) {
+    vm_status s = ta_make_room(a);
+    if (s) return s;
+    if (!vm_talloc_releasable(a, address))
+        return vm_fail(VM_EINVAL, "address: want the start of a whole cached segment, got 0x%llx",
+                       (unsigned long long)address);
+    ta_release(a, segment_at(a, address)->first);
+    return VM_OK;
+}
+
+static vm_status check_segment(const vm_talloc_block *s, const vm_talloc_block *block, size_t blocks) {
+    if (s->address % TA_BLOCK || s->size % TA_BLOCK || !s->size || s->size > TA_LARGEST)
+        return vm_fail(VM_EINVAL, "segment: want address and size as multiples of 512, got 0x%llx and %llu",
+                       (unsigned long long)s->address, (unsigned long long)s->size);
+    uint64_t end = s->address;
+    for (size_t i = 0; i < blocks; i++) {
+        const vm_talloc_block *b = &block[i];
+        if (b->address % TA_BLOCK || b->size % TA_BLOCK || !b->size || b->requested > b->size || b->address < end ||
+            b->address - s->address > s->size || b->size > s->size - (b->address - s->address) ||
+            (b->state != VM_TALLOC_LIVE && b->state != VM_TALLOC_PENDING))
+            return vm_fail(VM_EINVAL, "block: 0x%llx of %llu bytes has no place in the segment at 0x%llx of %llu bytes",
+                           (unsigned long long)b->address, (unsigned long long)b->size, (unsigned long long)s->address,
+                           (unsigned long long)s->size);
+        end = b->address + b->size;
+    }
+    return VM_OK;
+}
+
+/* Cuts `size` bytes off the front of the free block *rest, which is in no tree; *rest: what is left, NULL for nothing.
+ */
+static block *cut(vm_talloc *a, block **rest, uint64_t size) {
+    block *front = *rest;
+    *rest = NULL;
+    if (front->node.size == size) return front;
+    block *back = ta_element(a);
+    back->node.stream = front->node.stream;
+    back->node.address = front->node.address + size;
+    back->node.size = front->node.size - size;
+    back->segment = front->segment;
+    back->small = front->small;
+    back->mapped = true;
+    back->prev = front;
+    front->next = back;
+    front->node.size = size;
+    *rest = back;
+    return front;
+}
+
+static void restore_block(vm_talloc *a, block *b, const vm_talloc_block *as) {
+    if (!as) {
+        ta_cache(a, b);
+        if (!ta_is_split(b)) return;
+        ta_count(a, VM_TALLOC_INACTIVE_SPLIT, b->small, 1);
+        ta_count(a, VM_TALLOC_INACTIVE_SPLIT_BYTES, b->small, (int64_t)b->node.size);
+        return;
+    }
+    b->state = (uint8_t)as->state;
+    b->requested = as->requested;
+    b->tag = as->tag;
+    ta_table_add(a, b);
+    ta_count(a, VM_TALLOC_ACTIVE, b->small, 1);
+    ta_count(a, VM_TALLOC_ACTIVE_BYTES, b->small, (int64_t)b->node.size);
+    ta_count(a, VM_TALLOC_REQUESTED_BYTES, b->small, (int64_t)b->requested);
+    if (as->state == VM_TALLOC_PENDING) {
+        ta_pend(a, b);
+        return;
+    }
+    ta_count(a, VM_TALLOC_ALLOCATION, b->small, 1);
+    ta_count(a, VM_TALLOC_ALLOCATED_BYTES, b->small, (int64_t)b->node.size);
+    ta_count_oversized(a, &a->stats.oversize_allocations, b->node.size, 1);
+}
+
+vm_status vm_talloc_restore(vm_talloc *a, const vm_talloc_block *s, const vm_talloc_block *live, size_t blocks) {
+    vm_status status = check_segment(s, live, blocks);
+    if (!status) status = ta_make_room(a);
+    if (!status) status = vm_talloc_place(a, s->address);
+    if (status) return status;
+    block *rest = ta_segment_new(a, s->size, s->stream, s->small);
+    a->placed = 0;
+    if (!rest || rest->node.address != s->address) {
+        if (rest) ta_segment_drop(a, rest);
+        return vm_fail(VM_EINVAL, "segment: 0x%llx of %llu bytes lies on another one", (unsigned long long)s->address,
+                       (unsigned long long)s->size);
+    }
+    ta_count(a, VM_TALLOC_SEGMENT, s->small, 1);
+    ta_count(a, VM_TALLOC_RESERVED_BYTES, s->small, (int64_t)s->size);
+    ta_count_oversized(a, &a->stats.oversize_segments, s->size, 1);
+    for (size_t i = 0; i < blocks; i++) {
+        /* Room for this block and the gap before it was made a step earlier: failing leaves the tail free and cached.
+         */
+        if (live[i].address > rest->node.address)
+            restore_block(a, cut(a, &rest, live[i].address - rest->node.address), NULL);
+        restore_block(a, cut(a, &rest, live[i].size), &live[i]);
+        if (!rest) break;
+        status = ta_make_room(a);
+        if (status) break;
+    }
+    if (rest) restore_block(a, rest, NULL);
+    return status;
+}
+
+/* ---- many steps ---- */
+
+static vm_status take(vm_talloc *a, const vm_talloc_step *step, uint64_t *address, size_t ids) {
+    if (step->op <= VM_TALLOC_FREE && step->id >= ids)
+        return vm_fail(VM_EINVAL, "step: want an id below %zu, got %u", ids, step->id);
+    switch (step->op) {
+    case VM_TALLOC_MALLOC:
+        return vm_talloc_malloc(a, step->bytes, step->stream, &address[step->id]);
+    case VM_TALLOC_FREE:
+        return vm_talloc_free(a, address[step->id]);
+    case VM_TALLOC_EMPTY_CACHE:
+        return vm_talloc_empty_cache(a);
+    case VM_TALLOC_RESET_PEAK:
+        vm_talloc_reset_peak(a);
+        return VM_OK;
+    default:
+        return vm_fail(VM_EINVAL, "step: want an op from 0 to 3, got %u", step->op);
+    }
+}
+
+vm_status vm_talloc_run(vm_talloc *a, const vm_talloc_step *step, size_t steps, uint64_t *address, size_t ids,
+                        size_t *done) {
+    vm_status s = VM_OK;
+    size_t i = 0;
+    while (i < steps && !(s = take(a, &step[i], address, ids))) i++;
+    *done = i;
+    return s;
+}

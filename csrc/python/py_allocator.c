@@ -1,0 +1,483 @@
+/* vaemem._core.CachingAllocator: the simulated PyTorch allocator, raw. vaemem/_snapshot.py is its face. */
+#include "py.h"
+
+#include "../predict/torch_alloc.h"
+
+vm_talloc *vm_py_allocator(PyObject *object);
+
+typedef struct Allocator {
+    PyObject_HEAD vm_talloc *talloc;
+    PyThread_type_lock lock; /* held by whoever uses talloc */
+} Allocator;
+
+/* Waits without the GIL, in slices so that Ctrl-C is heard. -1 with an exception set. */
+static int lock(Allocator *self) {
+    PyLockStatus got = PyThread_acquire_lock_timed(self->lock, 0, 0);
+    while (got != PY_LOCK_ACQUIRED) {
+        if (PyErr_CheckSignals()) return -1;
+        Py_BEGIN_ALLOW_THREADS got = PyThread_acquire_lock_timed(self->lock, 50000, 1);
+        Py_END_ALLOW_THREADS
+    }
+    return 0;
+}
+
+static void unlock(Allocator *self) { PyThread_release_lock(self->lock); }
+
+/* A full simulated device is an OutOfMemoryError with the figures; anything else is what vm_py_raise makes of it. */
+static PyObject *raise_status(Allocator *self, vm_status status) {
+    const vm_talloc_oom *oom = status == VM_ENOMEM ? vm_talloc_last_oom(self->talloc) : NULL;
+    if (!oom) return vm_py_raise(status);
+    PyObject *type = PyObject_GetAttrString((PyObject *)self, "OutOfMemoryError");
+    PyObject *error = type ? PyObject_CallFunction(type, "s", vm_error()) : NULL;
+    const struct {
+        const char *name;
+        uint64_t value;
+    } figures[] = {{"requested", oom->requested}, {"wanted", oom->wanted},   {"total", oom->total},
+                   {"free", oom->free},           {"allowed", oom->allowed}, {"allocated", oom->allocated},
+                   {"reserved", oom->reserved}};
+    for (size_t i = 0; error && i < sizeof figures / sizeof *figures; i++) {
+        PyObject *value = PyLong_FromUnsignedLongLong(figures[i].value);
+        if (!value || PyObject_SetAttrString(error, figures[i].name, value)) Py_CLEAR(error);
+        Py_XDECREF(value);
+    }
+    if (error) PyErr_SetObject(type, error);
+    Py_XDECREF(error);
+    Py_XDECREF(type);
+    return NULL;
+}
+
+static int to_uint64(PyObject *object, const char *name, uint64_t *out) {
+    PyObject *index = PyNumber_Index(object);
+    if (!index) {
+        PyErr_Format(PyExc_TypeError, "%s: want an integer, got %s", name, Py_TYPE(object)->tp_name);
+        return -1;
+    }
+    *out = PyLong_AsUnsignedLongLong(index);
+    Py_DECREF(index);
+    if (!PyErr_Occurred()) return 0;
+    PyErr_Format(PyExc_ValueError, "%s: want an integer from 0 to 2^64 - 1, got %R", name, object);
+    return -1;
+}
+
+/* ---- life ---- */
+
+static int parse_divisions(PyObject *object, vm_talloc_config *config) {
+    PyObject *list = PySequence_Fast(object, "divisions: want a sequence of integers");
+    if (!list) return -1;
+    int bad = PySequence_Fast_GET_SIZE(list) != VM_TALLOC_INTERVALS;
+    if (bad)
+        PyErr_Format(PyExc_ValueError, "divisions: want %d of them, got %zd", VM_TALLOC_INTERVALS,
+                     PySequence_Fast_GET_SIZE(list));
+    for (Py_ssize_t i = 0; !bad && i < VM_TALLOC_INTERVALS; i++) {
+        uint64_t n;
+        bad = to_uint64(PySequence_Fast_GET_ITEM(list, i), "divisions", &n);
+        if (!bad && n > (1u << 31)) {
+            PyErr_Format(PyExc_ValueError, "divisions: want at most 2^31, got %llu", (unsigned long long)n);
+            bad = 1;
+        }
+        if (!bad) config->roundup_divisions[i] = (uint32_t)n;
+    }
+    Py_DECREF(list);
+    return bad ? -1 : 0;
+}
+
+static PyObject *allocator_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"total_memory",   "allowed_memory",
+                            "max_split_size", "max_non_split_rounding",
+                            "reservation",    "divisions",
+                            "gc_threshold",   "expandable_segments",
+                            "history",        NULL};
+    PyObject *total, *allowed, *split, *rounding, *reservation, *divisions;
+    int expandable, history;
+    vm_talloc_config config = {0};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOOOdpp", names, &total, &allowed, &split, &rounding,
+                                     &reservation, &divisions, &config.gc_threshold, &expandable, &history))
+        return NULL;
+    if (to_uint64(total, "total_memory", &config.total_memory) ||
+        to_uint64(allowed, "allowed_memory", &config.allowed_memory) ||
+        to_uint64(split, "max_split_size", &config.max_split_size) ||
+        to_uint64(rounding, "max_non_split_rounding", &config.max_non_split_rounding) ||
+        to_uint64(reservation, "reservation", &config.reservation) || parse_divisions(divisions, &config))
+        return NULL;
+    config.expandable_segments = expandable;
+    config.history = history;
+    Allocator *self = (Allocator *)type->tp_alloc(type, 0);
+    if (!self) return NULL;
+    vm_status s = VM_ENOMEM;
+    if ((self->lock = PyThread_allocate_lock()))
+        s = vm_talloc_new(&config, &self->talloc);
+    else
+        vm_fail(s, "memory: no lock could be made");
+    if (s) {
+        Py_DECREF(self);
+        return vm_py_raise(s);
+    }
+    return (PyObject *)self;
+}
+
+static void allocator_dealloc(Allocator *self) {
+    PyTypeObject *type = Py_TYPE(self);
+    vm_talloc_delete(self->talloc);
+    if (self->lock) PyThread_free_lock(self->lock);
+    type->tp_free((PyObject *)self);
+    Py_DECREF(type);
+}
+
+/* The simulated allocator inside a CachingAllocator, borrowed from it; NULL with a TypeError. Its lock is not taken. */
+vm_talloc *vm_py_allocator(PyObject *object) {
+    PyTypeObject *type = Py_TYPE(object);
+    while (type && type->tp_dealloc != (destructor)allocator_dealloc) type = type->tp_base;
+    if (type) return ((Allocator *)object)->talloc;
+    PyErr_Format(PyExc_TypeError, "allocator: want a CachingAllocator, got %s", Py_TYPE(object)->tp_name);
+    return NULL;
+}
+
+/* ---- malloc and free ---- */
+
+static PyObject *allocator_malloc(Allocator *self, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"bytes", "stream", NULL};
+    PyObject *size, *on = NULL;
+    uint64_t bytes, stream = 0, address = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|O", names, &size, &on)) return NULL;
+    if (to_uint64(size, "bytes", &bytes) || (on && to_uint64(on, "stream", &stream)) || lock(self)) return NULL;
+    vm_status s = vm_talloc_malloc(self->talloc, bytes, stream, &address);
+    PyObject *result = s ? raise_status(self, s) : PyLong_FromUnsignedLongLong(address);
+    unlock(self);
+    return result;
+}
+
+static PyObject *allocator_free(Allocator *self, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"address", "pending", NULL};
+    PyObject *where;
+    int pending = 0;
+    uint64_t address;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|p", names, &where, &pending)) return NULL;
+    if (to_uint64(where, "address", &address) || lock(self)) return NULL;
+    vm_status s = pending ? vm_talloc_free_request(self->talloc, address) : vm_talloc_free(self->talloc, address);
+    unlock(self);
+    return s ? vm_py_raise(s) : Py_NewRef(Py_None);
+}
+
+static PyObject *allocator_empty_cache(Allocator *self, PyObject *Py_UNUSED(ignored)) {
+    if (lock(self)) return NULL;
+    vm_status s = vm_talloc_empty_cache(self->talloc);
+    unlock(self);
+    return s ? vm_py_raise(s) : Py_NewRef(Py_None);
+}
+
+static PyObject *allocator_round(Allocator *self, PyObject *size) {
+    uint64_t bytes;
+    if (to_uint64(size, "bytes", &bytes)) return NULL;
+    if (bytes >> 60) return PyErr_Format(PyExc_OverflowError, "bytes: want less than 2^60, got %R", size);
+    return PyLong_FromUnsignedLongLong(vm_talloc_round(vm_talloc_settings(self->talloc), bytes));
+}
+
+static PyObject *allocator_run(Allocator *self, PyObject *args) {
+    Py_buffer steps, addresses;
+    if (!PyArg_ParseTuple(args, "y*w*", &steps, &addresses)) return NULL;
+    PyObject *result = NULL;
+    if (steps.len % (Py_ssize_t)sizeof(vm_talloc_step) || addresses.len % 8 || (uintptr_t)steps.buf % 8 ||
+        (uintptr_t)addresses.buf % 8) {
+        PyErr_Format(PyExc_ValueError,
+                     "steps, addresses: want aligned items of %zu and 8 bytes, got buffers of %zd and %zd bytes",
+                     sizeof(vm_talloc_step), steps.len, addresses.len);
+    } else if (!lock(self)) {
+        size_t done = 0;
+        vm_status s;
+        Py_BEGIN_ALLOW_THREADS s = vm_talloc_run(self->talloc, steps.buf, (size_t)steps.len / sizeof(vm_talloc_step),
+                                                 addresses.buf, (size_t)addresses.len / 8, &done);
+        Py_END_ALLOW_THREADS result = s ? raise_status(self, s) : PyLong_FromSize_t(done);
+        unlock(self);
+    }
+    PyBuffer_Release(&steps);
+    PyBuffer_Release(&addresses);
+    return result;
+}
+
+/* ---- figures ---- */
+
+static PyObject *allocator_reset_peak(Allocator *self, PyObject *Py_UNUSED(ignored)) {
+    if (lock(self)) return NULL;
+    vm_talloc_reset_peak(self->talloc);
+    unlock(self);
+    Py_RETURN_NONE;
+}
+
+static int put(PyObject *dict, const char *key, int64_t value) {
+    PyObject *number = PyLong_FromLongLong(value);
+    int bad = !number || PyDict_SetItemString(dict, key, number);
+    Py_XDECREF(number);
+    return bad;
+}
+
+static int put_stat(PyObject *dict, const char *name, const char *pool, const vm_talloc_stat *s) {
+    static const char *const metric[] = {"current", "peak", "allocated", "freed"};
+    const int64_t value[] = {s->current, s->peak, s->allocated, s->freed};
+    char key[96];
+    int bad = 0;
+    for (int i = 0; !bad && i < 4; i++) {
+        snprintf(key, sizeof key, "%s%s%s.%s", name, pool ? "." : "", pool ? pool : "", metric[i]);
+        bad = put(dict, key, value[i]);
+    }
+    return bad;
+}
+
+static PyObject *allocator_stats(Allocator *self, PyObject *Py_UNUSED(ignored)) {
+    if (lock(self)) return NULL;
+    const vm_talloc_stats s = *vm_talloc_get_stats(self->talloc);
+    const uint64_t split = vm_talloc_settings(self->talloc)->max_split_size;
+    unlock(self);
+    PyObject *dict = PyDict_New();
+    int bad = !dict;
+    for (int k = 0; k < VM_TALLOC_KINDS; k++)
+        for (int p = 0; !bad && p < VM_TALLOC_POOLS; p++)
+            bad = put_stat(dict, vm_talloc_kind_name[k], vm_talloc_pool_name[p], &s.of[k][p]);
+    bad = bad || put_stat(dict, "oversize_allocations", NULL, &s.oversize_allocations) ||
+          put_stat(dict, "oversize_segments", NULL, &s.oversize_segments) ||
+          put(dict, "num_alloc_retries", s.num_alloc_retries) || put(dict, "num_ooms", s.num_ooms) ||
+          put(dict, "num_sync_all_streams", s.num_sync_all_streams) ||
+          put(dict, "num_device_alloc", s.num_device_alloc) || put(dict, "num_device_free", s.num_device_free) ||
+          put(dict, "max_split_size", split == UINT64_MAX ? -1 : (int64_t)split);
+    if (bad) Py_CLEAR(dict);
+    return dict;
+}
+
+static PyObject *one_stat(Allocator *self, vm_talloc_kind kind, bool peak) {
+    if (lock(self)) return NULL;
+    const vm_talloc_stat s = vm_talloc_get_stats(self->talloc)->of[kind][VM_TALLOC_ALL];
+    unlock(self);
+    return PyLong_FromLongLong(peak ? s.peak : s.current);
+}
+
+static PyObject *memory_allocated(Allocator *self, PyObject *Py_UNUSED(ignored)) {
+    return one_stat(self, VM_TALLOC_ALLOCATED_BYTES, false);
+}
+
+static PyObject *max_memory_allocated(Allocator *self, PyObject *Py_UNUSED(ignored)) {
+    return one_stat(self, VM_TALLOC_ALLOCATED_BYTES, true);
+}
+
+static PyObject *memory_reserved(Allocator *self, PyObject *Py_UNUSED(ignored)) {
+    return one_stat(self, VM_TALLOC_RESERVED_BYTES, false);
+}
+
+static PyObject *max_memory_reserved(Allocator *self, PyObject *Py_UNUSED(ignored)) {
+    return one_stat(self, VM_TALLOC_RESERVED_BYTES, true);
+}
+
+/* ---- what a snapshot shows ---- */
+
+static PyObject *block_tuple(const vm_talloc_block *b) {
+    static const char *const state[] = {"inactive", "active_pending_free", "active_allocated"};
+    return Py_BuildValue("(OKKKKsOOI)", b->first ? Py_True : Py_False, (unsigned long long)b->address,
+                         (unsigned long long)b->size, (unsigned long long)b->requested, (unsigned long long)b->stream,
+                         state[b->state], b->small ? Py_True : Py_False, b->expandable ? Py_True : Py_False, b->tag);
+}
+
+static PyObject *allocator_blocks(Allocator *self, PyObject *Py_UNUSED(ignored)) {
+    if (lock(self)) return NULL;
+    const size_t n = vm_talloc_block_count(self->talloc);
+    vm_talloc_block *block = PyMem_Calloc(n ? n : 1, sizeof *block);
+    if (block) vm_talloc_blocks(self->talloc, block);
+    unlock(self);
+    PyObject *list = block ? PyList_New((Py_ssize_t)n) : PyErr_NoMemory();
+    for (size_t i = 0; list && i < n; i++) {
+        PyObject *item = block_tuple(&block[i]);
+        if (item)
+            PyList_SET_ITEM(list, (Py_ssize_t)i, item);
+        else
+            Py_CLEAR(list);
+    }
+    PyMem_Free(block);
+    return list;
+}
+
+static PyObject *allocator_events(Allocator *self, PyObject *Py_UNUSED(ignored)) {
+    if (lock(self)) return NULL;
+    size_t n;
+    const vm_talloc_event *e = vm_talloc_events(self->talloc, &n);
+    PyObject *list = PyList_New((Py_ssize_t)n);
+    for (size_t i = 0; list && i < n; i++) {
+        PyObject *item = Py_BuildValue("(sKKKI)", vm_talloc_action_name[e[i].action], (unsigned long long)e[i].address,
+                                       (unsigned long long)e[i].size, (unsigned long long)e[i].stream, e[i].tag);
+        if (item)
+            PyList_SET_ITEM(list, (Py_ssize_t)i, item);
+        else
+            Py_CLEAR(list);
+    }
+    unlock(self);
+    return list;
+}
+
+static PyObject *allocator_settings(Allocator *self, PyObject *Py_UNUSED(ignored)) {
+    const vm_talloc_config *c = vm_talloc_settings(self->talloc);
+    PyObject *divisions = PyTuple_New(VM_TALLOC_INTERVALS);
+    for (Py_ssize_t i = 0; divisions && i < VM_TALLOC_INTERVALS; i++) {
+        PyObject *n = PyLong_FromUnsignedLong(c->roundup_divisions[i]);
+        if (n)
+            PyTuple_SET_ITEM(divisions, i, n);
+        else
+            Py_CLEAR(divisions);
+    }
+    if (!divisions) return NULL;
+    return Py_BuildValue(
+        "{s:K, s:K, s:K, s:K, s:K, s:N, s:d, s:O, s:O}", "total_memory", (unsigned long long)c->total_memory,
+        "allowed_memory", (unsigned long long)c->allowed_memory, "max_split_size",
+        (unsigned long long)c->max_split_size, "max_non_split_rounding", (unsigned long long)c->max_non_split_rounding,
+        "reservation", (unsigned long long)c->reservation, "divisions", divisions, "gc_threshold", c->gc_threshold,
+        "expandable_segments", c->expandable_segments ? Py_True : Py_False, "history", c->history ? Py_True : Py_False);
+}
+
+/* ---- what a replay imposes ---- */
+
+static PyObject *allocator_place(Allocator *self, PyObject *where) {
+    uint64_t address;
+    if (to_uint64(where, "address", &address) || lock(self)) return NULL;
+    vm_status s = vm_talloc_place(self->talloc, address);
+    unlock(self);
+    return s ? vm_py_raise(s) : Py_NewRef(Py_None);
+}
+
+static PyObject *allocator_whole_segments(Allocator *self, PyObject *Py_UNUSED(ignored)) {
+    if (lock(self)) return NULL;
+    const size_t n = vm_talloc_whole_segments(self->talloc);
+    unlock(self);
+    return PyLong_FromSize_t(n);
+}
+
+static PyObject *allocator_releasable(Allocator *self, PyObject *where) {
+    uint64_t address;
+    if (to_uint64(where, "address", &address) || lock(self)) return NULL;
+    const bool yes = vm_talloc_releasable(self->talloc, address);
+    unlock(self);
+    return PyBool_FromLong(yes);
+}
+
+static PyObject *allocator_release(Allocator *self, PyObject *where) {
+    uint64_t address;
+    if (to_uint64(where, "address", &address) || lock(self)) return NULL;
+    vm_status s = vm_talloc_release(self->talloc, address);
+    unlock(self);
+    return s ? vm_py_raise(s) : Py_NewRef(Py_None);
+}
+
+static PyObject *allocator_restore(Allocator *self, PyObject *args) {
+    unsigned long long address, size, stream;
+    int small;
+    PyObject *list, *result = NULL;
+    if (!PyArg_ParseTuple(args, "KKKpO!", &address, &size, &stream, &small, &PyList_Type, &list)) return NULL;
+    const Py_ssize_t n = PyList_GET_SIZE(list);
+    vm_talloc_block *block = PyMem_Calloc(n ? (size_t)n : 1, sizeof *block);
+    if (!block) return PyErr_NoMemory();
+    for (Py_ssize_t i = 0; i < n; i++) {
+        unsigned long long at, bytes, requested;
+        int pending;
+        PyObject *item = PyList_GET_ITEM(list, i);
+        if (!PyTuple_Check(item) || !PyArg_ParseTuple(item, "KKKp", &at, &bytes, &requested, &pending)) goto done;
+        block[i] = (vm_talloc_block){.address = at, .size = bytes, .requested = requested};
+        block[i].state = pending ? VM_TALLOC_PENDING : VM_TALLOC_LIVE;
+    }
+    if (lock(self)) goto done;
+    const vm_talloc_block segment = {.address = address, .size = size, .stream = stream, .small = small};
+    vm_status s = vm_talloc_restore(self->talloc, &segment, block, (size_t)n);
+    unlock(self);
+    result = s ? vm_py_raise(s) : Py_NewRef(Py_None);
+done:
+    if (!result && !PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "blocks: want tuples of four");
+    PyMem_Free(block);
+    return result;
+}
+
+static PyObject *allocator_tag(Allocator *self, PyObject *number) {
+    uint64_t tag;
+    if (to_uint64(number, "tag", &tag) || lock(self)) return NULL;
+    vm_talloc_tag(self->talloc, (uint32_t)tag);
+    unlock(self);
+    Py_RETURN_NONE;
+}
+
+/* ---- the type ---- */
+
+#define KEYWORDS(f) ((PyCFunction)(void (*)(void))(f))
+
+static PyMethodDef methods[] = {
+    {"malloc", KEYWORDS(allocator_malloc), METH_VARARGS | METH_KEYWORDS,
+     "malloc($self, /, bytes, stream=0)\n--\n\nTakes bytes on a stream. Returns the address (0 for 0 bytes).\n\n"
+     "Raises OutOfMemoryError when the simulated device is full."},
+    {"free", KEYWORDS(allocator_free), METH_VARARGS | METH_KEYWORDS,
+     "free($self, /, address, pending=False)\n--\n\nGives the block at address back. With pending, another stream "
+     "still\n"
+     "uses it: it is not allocated any more but stays active until it is freed again, or until the cache is "
+     "emptied.\n\n"
+     "Raises ValueError when nothing that was handed out lies at address."},
+    {"empty_cache", (PyCFunction)allocator_empty_cache, METH_NOARGS,
+     "empty_cache($self, /)\n--\n\nReturns cached segments to the device, like torch.cuda.empty_cache."},
+    {"rounded_size", (PyCFunction)allocator_round, METH_O,
+     "rounded_size($self, bytes, /)\n--\n\nBytes that a request takes from a block."},
+    {"run", (PyCFunction)allocator_run, METH_VARARGS,
+     "run($self, steps, addresses, /)\n--\n\nTakes many steps in C. steps: array of (op, id: uint32, bytes, stream: "
+     "uint64);\n"
+     "op 0 malloc, 1 free, 2 empty_cache, 3 reset_peak_stats. addresses: array of uint64, by id, in and out.\n"
+     "Returns how many steps were taken."},
+    {"reset_peak_stats", (PyCFunction)allocator_reset_peak, METH_NOARGS,
+     "reset_peak_stats($self, /)\n--\n\nPeaks start again from the current figures."},
+    {"stats", (PyCFunction)allocator_stats, METH_NOARGS,
+     "stats($self, /)\n--\n\nThe statistics as a dict, with the keys of torch.cuda.memory_stats."},
+    {"memory_allocated", (PyCFunction)memory_allocated, METH_NOARGS,
+     "memory_allocated($self, /)\n--\n\nBytes in live blocks."},
+    {"max_memory_allocated", (PyCFunction)max_memory_allocated, METH_NOARGS,
+     "max_memory_allocated($self, /)\n--\n\nPeak of memory_allocated, in bytes."},
+    {"memory_reserved", (PyCFunction)memory_reserved, METH_NOARGS,
+     "memory_reserved($self, /)\n--\n\nBytes held from the device."},
+    {"max_memory_reserved", (PyCFunction)max_memory_reserved, METH_NOARGS,
+     "max_memory_reserved($self, /)\n--\n\nPeak of memory_reserved, in bytes."},
+    {"tag", (PyCFunction)allocator_tag, METH_O,
+     "tag($self, number, /)\n--\n\nStamps the blocks and events that follow: an index into the frames of "
+     "save_snapshot."},
+    {"_blocks", (PyCFunction)allocator_blocks, METH_NOARGS,
+     "_blocks($self, /)\n--\n\n[(first, address, size, requested, stream, state, small, expandable, tag)], by "
+     "address."},
+    {"_events", (PyCFunction)allocator_events, METH_NOARGS,
+     "_events($self, /)\n--\n\n[(action, address, size, stream, tag)], oldest first."},
+    {"_settings", (PyCFunction)allocator_settings, METH_NOARGS,
+     "_settings($self, /)\n--\n\nThe settings as a dict, in bytes."},
+    {"_place", (PyCFunction)allocator_place, METH_O,
+     "_place($self, address, /)\n--\n\nWhere the next new segment lies."},
+    {"_whole_segments", (PyCFunction)allocator_whole_segments, METH_NOARGS,
+     "_whole_segments($self, /)\n--\n\nHow many segments empty_cache would return."},
+    {"_releasable", (PyCFunction)allocator_releasable, METH_O,
+     "_releasable($self, address, /)\n--\n\nWhether empty_cache would return the segment at address."},
+    {"_release", (PyCFunction)allocator_release, METH_O,
+     "_release($self, address, /)\n--\n\nReturns that one segment."},
+    {"_restore", (PyCFunction)allocator_restore, METH_VARARGS,
+     "_restore($self, address, size, stream, small, blocks, /)\n--\n\nA segment as it was found; blocks:\n"
+     "[(address, size, requested, pending)], by address."},
+    {NULL, NULL, 0, NULL}};
+
+static PyType_Slot slots[] = {
+    {Py_tp_new, allocator_new},
+    {Py_tp_dealloc, allocator_dealloc},
+    {Py_tp_methods, methods},
+    {Py_tp_doc, "PyTorch's CUDA caching allocator without the memory, with settings in bytes."},
+    {0, NULL}};
+
+static PyType_Spec spec = {.name = "vaemem._core.CachingAllocator",
+                           .basicsize = sizeof(Allocator),
+                           .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE,
+                           .slots = slots};
+
+int vm_py_add_allocator(PyObject *module) {
+    PyObject *type = PyType_FromModuleAndSpec(module, &spec, NULL);
+    PyObject *error =
+        PyErr_NewExceptionWithDoc("vaemem.OutOfMemoryError",
+                                  "The simulated device is full. Attributes, in bytes: requested (by the caller), "
+                                  "wanted (of the device), total,\n"
+                                  "free and allowed (of the device; 0: without end, or not set), allocated, reserved.",
+                                  PyExc_MemoryError, NULL);
+    int bad = !type || !error || PyObject_SetAttrString(type, "OutOfMemoryError", error) ||
+              PyModule_AddObjectRef(module, "OutOfMemoryError", error) ||
+              PyModule_AddObjectRef(module, "CachingAllocator", type);
+    Py_XDECREF(type);
+    Py_XDECREF(error);
+    return bad ? -1 : 0;
+}

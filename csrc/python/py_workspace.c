@@ -1,0 +1,108 @@
+/* vaemem._core.Cudnn: an installed cuDNN that answers for devices that need not exist. */
+#include "py.h"
+#include "../predict/workspace.h"
+
+int vm_py_add_workspace(PyObject *module);
+
+typedef struct {
+    PyObject_HEAD vm_cudnn *cudnn;
+} Cudnn;
+
+static PyObject *cudnn_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"path", "no_driver", NULL};
+    const char *path = NULL, *no_driver = NULL;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|zz:Cudnn", names, &path, &no_driver)) return NULL;
+    Cudnn *self = (Cudnn *)type->tp_alloc(type, 0);
+    if (!self) return NULL;
+    vm_status status;
+    Py_BEGIN_ALLOW_THREADS status = vm_cudnn_open(path, no_driver, &self->cudnn);
+    Py_END_ALLOW_THREADS if (status == VM_OK) return (PyObject *)self;
+    Py_DECREF(self);
+    if (status == VM_ENOMEM) return PyErr_NoMemory();
+    PyErr_SetString(PyExc_OSError, vm_error());
+    return NULL;
+}
+
+static void cudnn_dealloc(Cudnn *self) {
+    PyTypeObject *type = Py_TYPE(self);
+    vm_cudnn_close(self->cudnn);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+static PyObject *cudnn_version(Cudnn *self, void *Py_UNUSED(closure)) {
+    const size_t v = vm_cudnn_version(self->cudnn);
+    return PyUnicode_FromFormat("%zu.%zu.%zu", v / 10000, v / 100 % 100, v % 100);
+}
+
+static int parse_dtype(const char *name, vm_dtype *out) {
+    static const char *const names[] = {[VM_F32] = "float32", [VM_F16] = "float16", [VM_BF16] = "bfloat16"};
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+        if (strcmp(name, names[i])) continue;
+        *out = (vm_dtype)i;
+        return 0;
+    }
+    PyErr_Format(PyExc_ValueError, "dtype: want float32, float16 or bfloat16, got '%s'", name);
+    return -1;
+}
+
+static PyObject *cudnn_conv(Cudnn *self, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"device", "dtype", "n", "c", "h", "w", "k", "r", "stride", "padding", "tf32", "nhwc", NULL};
+    const char *device, *dtype;
+    long long n, c, h, w, k, r, stride, padding;
+    int tf32 = 1, nhwc = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "ssLLLLLLLL|pp:conv", names, &device, &dtype, &n, &c, &h, &w, &k, &r,
+                                     &stride, &padding, &tf32, &nhwc))
+        return NULL;
+    vm_conv conv = {.tf32 = tf32,
+                    .nhwc = nhwc,
+                    .n = n,
+                    .c = c,
+                    .h = h,
+                    .w = w,
+                    .k = k,
+                    .r = r,
+                    .s = r,
+                    .padding = padding,
+                    .stride = stride};
+    if (parse_dtype(dtype, &conv.dtype)) return NULL;
+    vm_conv_plan plan;
+    vm_status status;
+    Py_BEGIN_ALLOW_THREADS status = vm_cudnn_conv(self->cudnn, device, &conv, &plan);
+    Py_END_ALLOW_THREADS if (status) return vm_py_raise(status);
+    if (!plan.found) Py_RETURN_NONE;
+    return Py_BuildValue("{s:L, s:s, s:i, s:i, s:N}", "bytes", (long long)plan.bytes, "engine", plan.name, "rank",
+                         plan.rank, "untried", plan.untried, "fallback", PyBool_FromLong(plan.fallback));
+}
+
+static PyMethodDef methods[] = {
+    {"conv", (PyCFunction)(void (*)(void))cudnn_conv, METH_VARARGS | METH_KEYWORDS,
+     "conv(device, dtype, n, c, h, w, k, r, stride, padding, tf32=True, nhwc=False)\n--\n\n"
+     "The plan that PyTorch's eager convolution would run, as a dict with its workspace in bytes; None where cuDNN has "
+     "none.\n"
+     "device: cuDNN's device properties as JSON. untried: configurations before it that compile at run time."},
+    {NULL, NULL, 0, NULL}};
+
+static PyGetSetDef attributes[] = {{"version", (getter)cudnn_version, NULL, "cuDNN's version, '9.28.0'.", NULL},
+                                   {NULL, NULL, NULL, NULL, NULL}};
+
+static PyType_Slot type_slots[] = {{Py_tp_doc,
+                                    "Cudnn(path=None, no_driver=None)\n--\n\n"
+                                    "An installed cuDNN, 9.8 or later. Raises OSError where there is none. Ask it from "
+                                    "a process of its own: it may crash."},
+                                   {Py_tp_new, (void *)cudnn_new},
+                                   {Py_tp_dealloc, (void *)cudnn_dealloc},
+                                   {Py_tp_methods, methods},
+                                   {Py_tp_getset, attributes},
+                                   {0, NULL}};
+
+static PyType_Spec type_spec = {"vaemem._core.Cudnn", sizeof(Cudnn), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+                                type_slots};
+
+int vm_py_add_workspace(PyObject *module) {
+    PyObject *type = PyType_FromModuleAndSpec(module, &type_spec, NULL);
+    if (!type) return -1;
+    const int result = PyModule_AddType(module, (PyTypeObject *)type);
+    Py_DECREF(type);
+    return result;
+}

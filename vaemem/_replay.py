@@ -1,0 +1,477 @@
+"""A recorded history of the CUDA caching allocator, replayed on the simulated one."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+from . import _core
+from ._snapshot import INTERVALS, MIB, CachingAllocator, check_snapshot, load_snapshot, parse_conf, want
+
+
+def _number(item: dict[str, Any], key: str, what: str) -> int:
+    value: Any = item.get(key, 0 if key == "stream" else None)
+    want(isinstance(value, int) and 0 <= value < 1 << 62, f"{what} with {key!r} as an integer from 0 to 2^62", value)
+    return value
+
+
+@dataclass
+class _Block:
+    address: int
+    size: int
+    requested: int
+    pending: bool = False
+
+
+@dataclass
+class _Segment:
+    address: int
+    size: int
+    stream: int
+    small: bool
+    expandable: bool = False
+    blocks: list[_Block] = field(default_factory=list)
+
+
+_SEGMENT_ACTIONS = ("segment_alloc", "segment_free", "segment_map", "segment_unmap")
+_BLOCK_ACTIONS = ("alloc", "free_requested", "free_completed")
+
+
+def _read_trace(trace: Any) -> list[tuple[str, int, int, int]]:
+    """[(action, address, size, stream)] of what changed memory."""
+    want(isinstance(trace, list), "lists in 'device_traces'", trace)
+    events = []
+    for entry in trace:
+        want(isinstance(entry, dict), "dicts in a trace", entry)
+        action = entry.get("action")
+        if action not in _SEGMENT_ACTIONS and action not in _BLOCK_ACTIONS:
+            continue  # snapshot, oom, user_defined: no memory moves
+        what = f"an entry {action!r}"
+        events.append(
+            (action, _number(entry, "addr", what), _number(entry, "size", what), _number(entry, "stream", what))
+        )
+    return events
+
+
+def _read_segments(segments: list[Any], device: int) -> tuple[list[_Segment], bool]:
+    """The device's segments at the end, and whether some belong to private pools."""
+    result, private = [], False
+    for segment in segments:
+        want(isinstance(segment, dict), "dicts in 'segments'", segment)
+        if segment.get("device", 0) != device:
+            continue
+        private = private or tuple(segment.get("segment_pool_id", (0, 0))) != (0, 0)
+        address = _number(segment, "address", "a segment")
+        found = _Segment(
+            address,
+            _number(segment, "total_size", "a segment"),
+            _number(segment, "stream", "a segment"),
+            segment.get("segment_type") == "small",
+            bool(segment.get("is_expandable", False)),
+        )
+        blocks = segment.get("blocks")
+        want(isinstance(blocks, list), "a list of 'blocks'", blocks)
+        for block in blocks:
+            want(isinstance(block, dict), "dicts in 'blocks'", block)
+            size = _number(block, "size", "a block")
+            if block.get("state") != "inactive":
+                requested = _number(block, "requested_size", "a block") if "requested_size" in block else size
+                found.blocks.append(_Block(address, size, requested, block.get("state") != "active_allocated"))
+            address += size
+        result.append(found)
+    return result, private
+
+
+# ---- replay ----
+
+
+@dataclass
+class Replay:
+    """What a recorded history says, and what the simulated allocator makes of the same requests.
+
+    Attributes
+    ----------
+    device, events : int
+        Which device, and how many entries of its trace moved memory.
+    whole : bool
+        The trace begins with an empty allocator and misses nothing.
+    why_not : list of str
+        What is missing where it is not whole. What was alive before the trace began is then rebuilt from the snapshot's
+        end, and the replay starts there.
+    recorded_reserved, simulated_reserved : int
+        Bytes reserved at the end.
+    recorded_reserved_peak, simulated_reserved_peak : int
+        Bytes, largest over the trace.
+    recorded_segments, simulated_segments : int
+        Segments at the end (mapped stretches where segments are expandable).
+    recorded_allocated, simulated_allocated : int
+        Bytes in live blocks at the end.
+    first_difference : str or None
+        The first event at which the two part.
+    imposed_releases : int
+        Segments given back where only the record knows why: a limit or a threshold freed some cached segments, not all.
+    allocator : CachingAllocator
+        The simulated allocator after the last event.
+    """
+
+    device: int
+    events: int
+    whole: bool
+    why_not: list[str]
+    recorded_reserved: int
+    recorded_reserved_peak: int
+    recorded_segments: int
+    recorded_allocated: int
+    simulated_reserved: int
+    simulated_reserved_peak: int
+    simulated_segments: int
+    simulated_allocated: int
+    first_difference: str | None
+    imposed_releases: int
+    allocator: CachingAllocator
+
+    @property
+    def same(self) -> bool:
+        """Reserved bytes (end and peak), segments and allocated bytes agree, and no event differed."""
+        return (
+            self.first_difference is None
+            and self.recorded_reserved == self.simulated_reserved
+            and self.recorded_reserved_peak == self.simulated_reserved_peak
+            and self.recorded_segments == self.simulated_segments
+            and self.recorded_allocated == self.simulated_allocated
+        )
+
+    def __str__(self) -> str:
+        def row(name: str, recorded: int, simulated: int, unit: int) -> str:
+            return (
+                f"{name:<22}{recorded / unit:>14.{2 if unit > 1 else 0}f}{simulated / unit:>14.{2 if unit > 1 else 0}f}"
+            )
+
+        lines = [
+            f"device {self.device}, {self.events} events, history {'whole' if self.whole else 'not whole'}",
+            f"{'':<22}{'recorded':>14}{'simulated':>14}",
+            row("reserved, MiB", self.recorded_reserved, self.simulated_reserved, MIB),
+            row("reserved, peak, MiB", self.recorded_reserved_peak, self.simulated_reserved_peak, MIB),
+            row("allocated, MiB", self.recorded_allocated, self.simulated_allocated, MIB),
+            row("segments", self.recorded_segments, self.simulated_segments, 1),
+            f"first difference: {self.first_difference or 'none'}",
+        ]
+        if self.imposed_releases:
+            lines.append(f"segments given back as recorded: {self.imposed_releases}")
+        return "\n".join(lines + [f"not whole: {reason}" for reason in self.why_not])
+
+
+def replay(
+    snapshot: dict[str, Any] | str | os.PathLike[str],
+    device: int | None = None,
+    addresses: str = "recorded",
+    **settings: Any,
+) -> Replay:
+    """Feeds the requests of a recorded history to the simulated allocator and compares.
+
+    Requests and frees are taken from the record, and the moments at which cached segments went back to the device.
+    Which block serves a request, when it is split or merged, and when a new segment is taken are the simulation's.
+
+    Parameters
+    ----------
+    snapshot : dict or path
+        From ``torch.cuda.memory._snapshot()``, or its pickle (see `load_snapshot`).
+    device : int, optional
+        Needed where more than one has a trace.
+    addresses : {"recorded", "model"}
+        Where new segments lie: where the record says, so that every address can be compared, or where the model puts
+        them, as in a prediction. With "model" the cache is emptied whenever the record gives any segment back.
+    **settings
+        Of `CachingAllocator`, in place of those that the snapshot names.
+
+    Returns
+    -------
+    Replay
+
+    Raises
+    ------
+    ValueError
+        For what is no snapshot, or holds no trace.
+    """
+    if addresses not in ("recorded", "model"):
+        raise ValueError(f"addresses: want 'recorded' or 'model', got {addresses!r}")
+    snapshot = check_snapshot(snapshot) if isinstance(snapshot, dict) else load_snapshot(snapshot)
+    traces = snapshot["device_traces"]
+    with_trace = [i for i, trace in enumerate(traces) if trace]
+    if not with_trace:
+        raise ValueError("snapshot: want a trace, got none: torch.cuda.memory._record_memory_history was not on")
+    if device is None:
+        if len(with_trace) > 1:
+            raise ValueError(f"device: want one of {with_trace}, which all have a trace, got None")
+        device = with_trace[0]
+    if device not in with_trace:
+        raise ValueError(f"device: want one that has a trace, {with_trace}, got {device!r}")
+    events = _read_trace(traces[device])
+    final, private = _read_segments(snapshot["segments"], device)
+    allocator = CachingAllocator(**{**_recorded_settings(snapshot), **_room(events), **settings})
+    start, holes = _find_start(events, final, allocator)
+    if private:
+        holes.append("segments of private pools (CUDA graphs), which are not modelled")
+    player = _Player(allocator, start, addresses == "recorded")
+    for index, event in enumerate(events):
+        player.step(index, *event)
+    player.finish(len(events))
+    blocks = allocator._blocks()
+    return Replay(
+        device=device,
+        events=len(events),
+        whole=not holes,
+        why_not=holes,
+        recorded_reserved=sum(s.size for s in final),
+        recorded_reserved_peak=player.recorded_peak,
+        recorded_segments=len(final),
+        recorded_allocated=sum(b.size for s in final for b in s.blocks if not b.pending),
+        simulated_reserved=allocator.memory_reserved(),
+        simulated_reserved_peak=player.simulated_peak,
+        simulated_segments=sum(block[0] for block in blocks),
+        simulated_allocated=allocator.memory_allocated(),
+        first_difference=player.difference,
+        imposed_releases=player.imposed,
+        allocator=allocator,
+    )
+
+
+def _recorded_settings(snapshot: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of CachingAllocator. The collection threshold acts on a limit that no snapshot names: what it freed is
+    taken from the record."""
+    recorded = snapshot.get("allocator_settings") or {}
+    want(isinstance(recorded, dict), "a dict under 'allocator_settings'", recorded)
+    result: dict[str, Any] = {"expandable_segments": recorded.get("expandable_segments") is True}
+    split = recorded.get("max_split_size", -1)
+    if isinstance(split, int) and 0 < split < 1 << 60:
+        result["max_split_size_mb"] = split // MIB
+    conf = recorded.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    if isinstance(conf, str) and "max_non_split_rounding_mb" in conf:
+        result["max_non_split_rounding_mb"] = parse_conf(conf)["max_non_split_rounding_mb"]
+    divisions = recorded.get("roundup_power2_divisions", {})
+    if isinstance(divisions, dict) and len(divisions) == INTERVALS:
+        result["roundup_power2_divisions"] = list(divisions.values())
+    return result
+
+
+def _room(events: list[tuple[str, int, int, int]]) -> dict[str, int]:
+    """How many addresses an expandable segment may have so that none reaches the next one.
+
+    PyTorch reserves 1 1/8 of the device's memory, which no snapshot names. Small pools are mapped 2 MiB at a time,
+    large ones 20 MiB or more.
+    """
+    base: dict[tuple[int, bool], int] = {}
+    for action, address, size, stream in events:
+        if action == "segment_map":
+            base.setdefault((stream, size == 2 * MIB), address)
+    at = sorted(set(base.values()))
+    gaps = [above - below for below, above in itertools.pairwise(at)]
+    return {"reservation": min(1 << 40, *gaps)} if gaps else {}
+
+
+def _find_start(
+    events: list[tuple[str, int, int, int]], final: list[_Segment], allocator: CachingAllocator
+) -> tuple[list[_Segment], list[str]]:
+    """What the allocator held before the first event, and what keeps the history from being whole.
+
+    A segment or block that is given back without having been taken was there before; so was one that stands at the end
+    and was never taken. Between live blocks a segment is free, for free neighbours are always merged.
+    """
+    holes: list[str] = []
+    born: dict[int, int] = {}  # segments taken and not given back
+    block: dict[int, str] = {}  # last thing that happened to a block
+    segments: dict[int, _Segment] = {}
+    live: dict[int, _Block] = {}
+    mapped = 0  # bytes of expandable segments, by the record
+    lost_frees = lost_allocs = lost_segments = 0
+    for action, address, size, stream in events:
+        if action == "alloc":
+            lost_frees += block.get(address) in ("alloc", "free_requested")
+            block[address] = action
+        elif action in _BLOCK_ACTIONS:
+            lost_allocs += block.get(address) == "free_completed"
+            if address not in block:
+                live[address] = _Block(
+                    address, _size_shown(address, size, block, allocator), size, action == "free_completed"
+                )
+            block[address] = action
+        elif action == "segment_alloc":
+            lost_segments += address in born
+            born[address] = size
+        elif action == "segment_free":
+            if born.pop(address, None) is None:
+                segments.setdefault(address, _Segment(address, size, stream, size == 2 * MIB))
+        else:
+            mapped += size if action == "segment_map" else -size
+    for segment in final:
+        if segment.expandable:
+            mapped -= segment.size
+        elif born.pop(segment.address, None) is None:
+            segments.setdefault(segment.address, segment)
+        for b in segment.blocks:
+            if b.address not in block:
+                live[b.address] = b
+            else:
+                lost_allocs += block[b.address] == "free_completed"
+    lost_segments += len(born)
+    start = [_Segment(s.address, s.size, s.stream, s.small) for _, s in sorted(segments.items())]
+    homeless = _house(start, live, allocator)
+    if mapped:
+        holes.append(
+            f"{abs(mapped)} bytes of expandable segments were mapped before the trace began; they are not rebuilt"
+        )
+    if start:
+        holes.append(f"{len(start)} segments ({sum(s.size for s in start) / MIB:.0f} MiB) are older than the trace")
+    if live:
+        holes.append(f"{len(live)} blocks are older than the trace")
+    if homeless:
+        holes.append(f"{homeless} of them lie in no segment that could be rebuilt")
+    if lost_frees:
+        holes.append(f"{lost_frees} blocks are taken where the trace shows no free of the one before")
+    if lost_allocs:
+        holes.append(f"{lost_allocs} blocks are freed or stand at the end where the trace shows none taken")
+    if lost_segments:
+        holes.append(f"{lost_segments} segments were taken but neither given back nor there at the end")
+    return start, holes
+
+
+def _size_shown(address: int, requested: int, taken: dict[int, str], allocator: CachingAllocator) -> int:
+    """The size of a block older than the trace, where a neighbour taken while it lived shows its end; else 0.
+
+    In the large pool a block may keep a tail of up to 1 MiB; what follows it is taken from the front.
+    """
+    end = address + allocator.rounded_size(requested)
+    if end - address <= MIB:
+        return end - address
+    return next((at - address for at in range(end, end + MIB + 512, 512) if at in taken), 0)
+
+
+def _house(segments: list[_Segment], live: dict[int, _Block], allocator: CachingAllocator) -> int:
+    """Puts each block into its segment, by address. Returns how many found none."""
+    housed = 0
+    blocks = sorted(live.values(), key=lambda b: b.address)
+    at = 0
+    for segment in segments:
+        end = segment.address + segment.size
+        while at < len(blocks) and blocks[at].address < segment.address:
+            at += 1
+        while at < len(blocks) and blocks[at].address < end:
+            b = blocks[at]
+            at += 1
+            limit = blocks[at].address if at < len(blocks) and blocks[at].address < end else end
+            size = b.size
+            if not size:
+                # Freed within the trace, and nothing shows its end: a free block after it would be larger than 1 MiB.
+                size = allocator.rounded_size(b.requested)
+                if limit - b.address - size <= MIB:
+                    size = limit - b.address
+            if b.address + size <= limit:
+                segment.blocks.append(_Block(b.address, size, min(b.requested, size), b.pending))
+                housed += 1
+    return len(blocks) - housed
+
+
+class _Player:
+    """Steps through a record beside the simulated allocator."""
+
+    def __init__(self, allocator: CachingAllocator, start: list[_Segment], placed: bool) -> None:
+        self.allocator = allocator
+        self.placed = placed
+        self.difference: str | None = None
+        self.imposed = 0
+        self.address: dict[int, int] = {}  # recorded -> simulated, of live blocks
+        self.given_back: list[tuple[str, int]] = []  # a run of recorded segment_free and segment_unmap
+        self.taken: list[int] = []  # recorded segment_alloc and segment_map that the next alloc explains
+        for s in start:
+            blocks = [(b.address, b.size, b.requested, b.pending) for b in s.blocks]
+            try:
+                allocator._restore(s.address, s.size, s.stream, s.small, blocks)
+            except ValueError as error:
+                self.differ(f"before the trace: {error}")
+                continue
+            self.address.update((b.address, b.address) for b in s.blocks)
+        allocator.reset_peak_stats()
+        self.recorded = sum(s.size for s in start)
+        self.recorded_peak = self.recorded
+        self.simulated_peak = allocator.memory_reserved()
+
+    def differ(self, text: str) -> None:
+        self.difference = self.difference or text
+
+    def step(self, index: int, action: str, address: int, size: int, stream: int) -> None:
+        if action in ("segment_free", "segment_unmap"):
+            self.given_back.append((action, address))
+            self.recorded -= size
+            return
+        if self.given_back:
+            self.give_back(index)
+        if action in ("segment_alloc", "segment_map"):
+            self.taken.append(address)
+            self.recorded += size
+            self.recorded_peak = max(self.recorded_peak, self.recorded)
+        elif action == "alloc":
+            self.take(index, address, size, stream)
+        elif address in self.address:
+            done = action == "free_completed"
+            try:
+                self.allocator.free(self.address.pop(address) if done else self.address[address], pending=not done)
+            except ValueError as error:
+                self.differ(f"event {index} ({action}): {error}")
+
+    def take(self, index: int, address: int, size: int, stream: int) -> None:
+        before = self.allocator.memory_reserved()
+        if self.placed:
+            self.allocator._place(self.taken[0] if self.taken else 0)
+        try:
+            got = self.allocator.malloc(size, stream)
+        except _core.OutOfMemoryError as error:
+            self.differ(f"event {index}: {size} bytes were served, the simulation has none left: {error}")
+            return
+        finally:
+            self.taken.clear()
+        self.allocator._place(0)
+        if old := self.address.get(address):
+            self.allocator.free(old)  # a free that the record lost
+        self.address[address] = got
+        reserved = self.allocator.memory_reserved()
+        if reserved != self.recorded:
+            self.differ(
+                f"event {index} (alloc of {size} bytes): {self.recorded} bytes are reserved in the record, "
+                f"{reserved} (before it: {before}) in the simulation"
+            )
+        if self.placed and got != address:
+            self.differ(
+                f"event {index} (alloc of {size} bytes): at {address:#x} in the record, {got:#x} in the simulation"
+            )
+
+    def give_back(self, index: int) -> None:
+        """The record shows which segments went, not why. All that could: the cache was emptied. Some: as recorded."""
+        run, self.given_back = self.given_back, []
+        self.taken.clear()  # pages mapped for a request that then failed are among those given back
+        frees = {address for action, address in run if action == "segment_free"}
+        if not self.placed or len(frees) < len(run):
+            self.allocator.empty_cache()
+        else:
+            known = [address for address in frees if self.allocator._releasable(address)]
+            if len(known) < len(frees):
+                self.differ(
+                    f"event {index}: the record gives back {len(frees)} segments, {len(known)} of them are whole here"
+                )
+            if len(known) < self.allocator._whole_segments():
+                self.imposed += len(known)
+            for address in known:
+                self.allocator._release(address)
+        if self.allocator.memory_reserved() != self.recorded:
+            self.differ(
+                f"event {index}: after giving segments back {self.recorded} bytes are reserved in the record, "
+                f"{self.allocator.memory_reserved()} in the simulation"
+            )
+
+    def finish(self, index: int) -> None:
+        if self.given_back:
+            self.give_back(index)
+        if self.taken:
+            self.differ(f"event {index}: the record takes a segment that serves no request")
+        self.simulated_peak = self.allocator.max_memory_reserved()

@@ -1,0 +1,378 @@
+"""The simulated CUDA caching allocator and the snapshots that it reads and writes.
+
+The format is that of ``torch.cuda.memory._snapshot()``: a dict with ``segments`` (what the allocator holds),
+``device_traces`` (what it did) and ``allocator_settings``. Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+import pickle
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from . import _core
+
+MIB = 1 << 20
+INTERVALS = 16  # of roundup_power2_divisions: 1 MiB, 2 MiB, ... 32 GiB and above
+
+
+def _bytes(name: str, value: Any, unit: int = 1) -> int:
+    """``value * unit`` as an integer above 0; None is 0, which the core takes for "not set"."""
+    if value is None:
+        return 0
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}: want an integer or None, got {value!r}") from None
+    if not 0 < number * unit <= 1 << 60:
+        raise ValueError(f"{name}: want a positive integer, at most 2^60 bytes, got {value!r}")
+    return number * unit
+
+
+def _power_of_two(name: str, value: Any) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}: want an integer, got {value!r}") from None
+    if number < 0 or number & (number - 1):
+        raise ValueError(f"{name}: want 0 or a power of two, got {value!r}")
+    return number
+
+
+def _divisions(value: int | Mapping[Any, int] | Sequence[int] | None) -> list[int]:
+    """The 16 divisions.
+
+    A mapping is read as PyTorch 2.13 reads its list: by size in MiB, ``">"`` for all after the last one. Sizes below
+    the first are rounded like it; sizes between two that are named are not rounded.
+    """
+    name = "roundup_power2_divisions"
+    if value is None:
+        return [0] * INTERVALS
+    if isinstance(value, Mapping):
+        result = [0] * INTERVALS
+        last = 0
+        for position, (key, divisions) in enumerate(value.items()):
+            count = _power_of_two(name, divisions)
+            if key == ">":
+                result[last + 1 :] = [count] * (INTERVALS - last - 1)
+                continue
+            size = _power_of_two(f"{name} size", int(key) if isinstance(key, str) and key.isdecimal() else key)
+            if not size:
+                raise ValueError(f"{name}: want sizes from 1 MiB, got {key!r}")
+            last = min(size.bit_length() - 1, INTERVALS - 1)
+            if position == 0:
+                result[:last] = [count] * last
+            result[last] = count
+        return result
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        if len(value) != INTERVALS:
+            raise ValueError(f"{name}: want {INTERVALS} numbers, got {len(value)}")
+        return [_power_of_two(name, v) for v in value]
+    return [_power_of_two(name, value)] * INTERVALS
+
+
+class CachingAllocator(_core.CachingAllocator):
+    """PyTorch's native CUDA caching allocator, simulated: addresses and sizes, no memory and no GPU.
+
+    Parameters
+    ----------
+    total_memory : int, optional
+        Bytes that the device can give, without end by default. The CUDA context's own memory is not modelled: subtract
+        it.
+    max_split_size_mb : int, optional
+        Blocks of this many MiB and more are kept whole (at least 20).
+    roundup_power2_divisions : int, mapping or sequence of 16 int, optional
+        Requests are rounded up to this fraction of a power of two. A mapping gives it by size in MiB, with ``">"`` for
+        what follows; a sequence by power of two from 1 MiB.
+    expandable_segments : bool
+        Segments of addresses in which pages of 2 MiB (small pool) or 20 MiB are mapped as they grow.
+    garbage_collection_threshold : float, optional
+        Share of the allowed memory above which cached segments are freed, oldest first. PyTorch does so only where
+        ``set_per_process_memory_fraction`` was called: `memory_fraction` is 1 then unless it is given.
+    memory_fraction : float, optional
+        As given to ``torch.cuda.set_per_process_memory_fraction``.
+    max_non_split_rounding_mb : int, optional
+        MiB by which a block kept whole may exceed its request (20).
+    reservation : int, optional
+        Addresses of an expandable segment: 1 1/8 of `total_memory` by default, as PyTorch reserves, or 1 TiB.
+    history : bool
+        Keep every event, for `snapshot`: 32 bytes each.
+
+    Raises
+    ------
+    ValueError
+        For a setting that PyTorch refuses.
+
+    Notes
+    -----
+    Follows ``c10/cuda/CUDACachingAllocator.cpp`` (PyTorch 2.5 to 2.9). The driver's part is a model: segments lie at
+    ascending addresses, aligned to 2 MiB, and no address is used twice. Not modelled: the private pools of CUDA graphs,
+    and when the events of ``record_stream`` complete, which the caller says (``free(address, pending=True)``, later
+    ``free(address)``).
+
+    Examples
+    --------
+    >>> a = CachingAllocator(total_memory=24 << 30)
+    >>> x = a.malloc(3 << 20)
+    >>> a.memory_allocated() >> 20, a.memory_reserved() >> 20
+    (3, 20)
+    >>> a.free(x)
+    >>> a.empty_cache()
+    >>> a.memory_reserved()
+    0
+    """
+
+    def __new__(
+        cls,
+        total_memory: int | None = None,
+        max_split_size_mb: int | None = None,
+        roundup_power2_divisions: int | Mapping[Any, int] | Sequence[int] | None = None,
+        expandable_segments: bool = False,
+        garbage_collection_threshold: float | None = None,
+        *,
+        memory_fraction: float | None = None,
+        max_non_split_rounding_mb: int | None = None,
+        reservation: int | None = None,
+        history: bool = True,
+    ) -> CachingAllocator:
+        total = _bytes("total_memory", total_memory)
+        if garbage_collection_threshold is not None:
+            if not 0 < garbage_collection_threshold < 1:
+                raise ValueError(
+                    f"garbage_collection_threshold: want between 0 and 1, got {garbage_collection_threshold!r}"
+                )
+            memory_fraction = 1.0 if memory_fraction is None else memory_fraction
+        if memory_fraction is not None:
+            if not 0 < memory_fraction <= 1:
+                raise ValueError(f"memory_fraction: want above 0 and at most 1, got {memory_fraction!r}")
+            if not total:
+                raise ValueError("total_memory: a memory fraction or a collection threshold wants it, got None")
+        return super().__new__(
+            cls,
+            total_memory=total,
+            allowed_memory=0 if memory_fraction is None else max(1, int(memory_fraction * total)),
+            max_split_size=_bytes("max_split_size_mb", max_split_size_mb, MIB),
+            max_non_split_rounding=_bytes("max_non_split_rounding_mb", max_non_split_rounding_mb, MIB),
+            reservation=_bytes("reservation", reservation),
+            divisions=_divisions(roundup_power2_divisions),
+            gc_threshold=float(garbage_collection_threshold or 0),
+            expandable_segments=bool(expandable_segments),
+            history=bool(history),
+        )
+
+    @classmethod
+    def from_conf(cls, conf: str, **settings: Any) -> CachingAllocator:
+        """An allocator as ``PYTORCH_CUDA_ALLOC_CONF=conf`` sets it.
+
+        Parameters
+        ----------
+        conf : str
+            Such as ``"expandable_segments:True,max_split_size_mb:128"``. Options that have no effect on where memory
+            goes (``release_lock_on_cudamalloc``, ``pinned_...``) are accepted and ignored.
+        **settings
+            What the string cannot say: `total_memory`, `memory_fraction`, `history`.
+
+        Raises
+        ------
+        ValueError
+            For an unknown option, a malformed value, or a backend other than native.
+        """
+        return cls(**parse_conf(conf), **settings)
+
+    def snapshot(self, frames: Sequence[Any] | None = None) -> dict[str, Any]:
+        """The state and the history as ``torch.cuda.memory._snapshot()`` gives them.
+
+        Parameters
+        ----------
+        frames : sequence, optional
+            By tag (see `tag`): a name, or a list of ``{"name", "filename", "line"}`` dicts, shown as the stack of its
+            blocks.
+
+        Returns
+        -------
+        dict
+            Plain builtins. ``time_us`` counts events, for a simulation has no clock.
+        """
+        return build_snapshot(self, frames)
+
+    def save_snapshot(self, path: str | os.PathLike[str], frames: Sequence[Any] | None = None) -> None:
+        """Writes `snapshot` as the pickle that ``torch.cuda._memory_viz`` and pytorch.org/memory_viz read."""
+        with open(path, "wb") as file:
+            pickle.dump(self.snapshot(frames), file, protocol=4)
+
+
+# ---- settings ----
+
+_IGNORED = ("release_lock_on_cudamalloc", "release_lock_on_hipmalloc", "pinned_")
+
+
+def _split_conf(conf: str) -> dict[str, str]:
+    """``"a:1,b:[2:3,4:5]"`` as ``{"a": "1", "b": "[2:3,4:5]"}``."""
+    options: dict[str, str] = {}
+    text = "".join(conf.split())
+    while text:
+        key, colon, rest = text.partition(":")
+        end = rest.find("]") + 1 if rest.startswith("[") else min(i for i in (rest.find(","), len(rest)) if i >= 0)
+        if not key or not colon or not end or rest[end : end + 1] not in ("", ","):
+            raise ValueError(f"conf: want option:value, ..., got {text!r}")
+        options[key], text = rest[:end], rest[end + 1 :]
+    return options
+
+
+def parse_conf(conf: str) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key, value in _split_conf(conf).items():
+        try:
+            if key in ("max_split_size_mb", "max_non_split_rounding_mb"):
+                result[key] = int(value)
+            elif key == "garbage_collection_threshold":
+                result[key] = float(value)
+            elif key == "expandable_segments":
+                result[key] = {"True": True, "False": False}[value]
+            elif key == "roundup_power2_divisions" and value.startswith("["):
+                result[key] = {k: int(v) for k, v in (pair.split(":") for pair in value[1:-1].split(","))}
+            elif key == "roundup_power2_divisions":
+                result[key] = int(value)
+            elif (key == "backend" and value == "native") or key.startswith(_IGNORED):
+                pass
+            else:
+                raise KeyError(key)
+        except (KeyError, ValueError):
+            raise ValueError(
+                f"conf: want an option of the native allocator with its value, got {key}:{value}"
+            ) from None
+    return result
+
+
+def _settings_shown(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The core's settings as ``allocator_settings`` of a snapshot."""
+    unlimited = settings["max_split_size"] == (1 << 64) - 1
+    conf = []
+    if not unlimited:
+        conf.append(f"max_split_size_mb:{settings['max_split_size'] // MIB}")
+    if settings["max_non_split_rounding"] != 20 * MIB:
+        conf.append(f"max_non_split_rounding_mb:{settings['max_non_split_rounding'] // MIB}")
+    if settings["gc_threshold"]:
+        conf.append(f"garbage_collection_threshold:{settings['gc_threshold']:g}")
+    if settings["expandable_segments"]:
+        conf.append("expandable_segments:True")
+    if any(settings["divisions"]):
+        pairs = ",".join(f"{1 << i}:{d}" for i, d in enumerate(settings["divisions"]))
+        conf.append(f"roundup_power2_divisions:[{pairs}]")
+    return {
+        "PYTORCH_CUDA_ALLOC_CONF": ",".join(conf),
+        "max_split_size": -1 if unlimited else settings["max_split_size"],
+        "garbage_collection_threshold": settings["gc_threshold"],
+        "expandable_segments": settings["expandable_segments"],
+        "pinned_num_register_threads": 1,
+        "release_lock_on_cudamalloc": False,
+        "pinned_use_cuda_host_register": False,
+        "roundup_power2_divisions": {str(1 << i): d for i, d in enumerate(settings["divisions"])},
+    }
+
+
+# ---- writing ----
+
+
+def build_snapshot(allocator: _core.CachingAllocator, frames: Sequence[Any] | None = None) -> dict[str, Any]:
+    """`CachingAllocator.snapshot` for any simulated allocator."""
+    stacks = [[{"name": f, "filename": "vaemem", "line": 0}] if isinstance(f, str) else list(f) for f in frames or ()]
+
+    def stack(tag: int) -> list[Any]:
+        return stacks[tag] if tag < len(stacks) else []
+
+    segments: list[dict[str, Any]] = []
+    for first, address, size, requested, stream, state, small, expandable, tag in allocator._blocks():
+        if first:
+            segment: dict[str, Any] = {
+                "device": 0,
+                "address": address,
+                "total_size": 0,
+                "allocated_size": 0,
+                "active_size": 0,
+                "requested_size": 0,
+                "stream": stream,
+                "segment_type": "small" if small else "large",
+                "segment_pool_id": (0, 0),
+                "is_expandable": expandable,
+                "frames": [],
+                "blocks": [],
+            }
+            segments.append(segment)
+        segment["blocks"].append(
+            {"address": address, "size": size, "requested_size": requested, "state": state, "frames": stack(tag)}
+        )
+        segment["total_size"] += size
+        if state != "inactive":
+            segment["active_size"] += size
+            segment["requested_size"] += requested
+            segment["allocated_size"] += size if state == "active_allocated" else 0
+    trace = []
+    for time, (action, address, size, stream, tag) in enumerate(allocator._events()):
+        where = "device_free" if action == "oom" else "addr"
+        entry = {
+            "action": action,
+            where: address,
+            "size": size,
+            "stream": stream,
+            "time_us": time,
+            "frames": stack(tag),
+        }
+        trace.append(entry)
+    return {
+        "segments": segments,
+        "device_traces": [trace],
+        "allocator_settings": _settings_shown(allocator._settings()),
+        "external_annotations": [],
+    }
+
+
+# ---- reading ----
+
+
+def load_snapshot(path: str | os.PathLike[str], max_bytes: int = 8 << 30) -> dict[str, Any]:
+    """A snapshot pickle, read without Python's pickle machine: nothing in it can name a class or run code.
+
+    Parameters
+    ----------
+    path : str or path
+        As written by ``torch.cuda.memory._dump_snapshot`` or `CachingAllocator.save_snapshot`.
+    max_bytes : int
+        Larger files are refused; the objects read take some 20 times the file's size.
+
+    Returns
+    -------
+    dict
+        With ``segments`` and ``device_traces``.
+
+    Raises
+    ------
+    ValueError
+        For anything but plain data (dict, list, tuple, int, float, str, bytes, bool, None), and for a file that is cut,
+        corrupt, too large, or no snapshot.
+    """
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size  # a pipe has none and reads as empty: refused as a cut pickle
+        if size > max_bytes:
+            raise ValueError(f"{os.fspath(path)}: want at most {max_bytes} bytes (max_bytes), got {size}")
+        data = file.read(size)
+    try:
+        snapshot = _core.read_pickle(data)
+    except ValueError as error:
+        raise ValueError(f"{os.fspath(path)}: {error}") from None
+    return check_snapshot(snapshot)
+
+
+def want(condition: bool, what: str, got: Any) -> None:
+    if not condition:
+        text = repr(got) if isinstance(got, int | float | str | None) else type(got).__name__
+        raise ValueError(f"snapshot: want {what}, got {text[:80]}")
+
+
+def check_snapshot(snapshot: Any) -> dict[str, Any]:
+    want(isinstance(snapshot, dict), "a dict", snapshot)
+    for key in ("segments", "device_traces"):
+        want(isinstance(snapshot.get(key), list), f"a list under {key!r}", snapshot.get(key))
+    return snapshot
