@@ -88,6 +88,7 @@ enum { /* cudnnBackendAttributeType_t */
 enum { DATA_FLOAT = 0, DATA_HALF = 2, DATA_BFLOAT16 = 9 };
 enum { CROSS_CORRELATION = 1, HEUR_INSTANT = 0, HEUR_FALLBACK = 2 };
 enum { NOTE_TENSOR_CORE = 0, NOTE_DOWN_CONVERT_INPUTS = 1, BEHAVIOR_RUNTIME_COMPILATION = 0 };
+enum { MAX_SIZE = 1 << 20 }; /* so that strides fit in 64 bits */
 enum { MAX_CONFIGS = 256, MAX_KNOBS = 64, MAX_NOTES = 32, MAX_DESCS = 16 };
 
 struct vm_cudnn {
@@ -334,12 +335,14 @@ static void walk(question *q, desc g, desc device, int mode, const vm_conv *conv
 
 vm_status vm_cudnn_conv(vm_cudnn *cudnn, const char *device_json, const vm_conv *conv, vm_conv_plan *out) {
     memset(out, 0, sizeof *out);
-    if (conv->n < 1 || conv->c < 1 || conv->k < 1 || conv->r < 1 || conv->s < 1 || conv->stride < 1 ||
-        conv->padding < 0 || conv->h + 2 * conv->padding < conv->r || conv->w + 2 * conv->padding < conv->s)
+    const int64_t sizes[] = {conv->n, conv->c, conv->h, conv->w, conv->k, conv->r, conv->s, conv->stride};
+    bool good = conv->padding >= 0 && conv->padding < MAX_SIZE;
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) good = good && sizes[i] >= 1 && sizes[i] < MAX_SIZE;
+    if (!good || conv->h + 2 * conv->padding < conv->r || conv->w + 2 * conv->padding < conv->s)
         return vm_fail(VM_EINVAL,
-                       "conv: want sizes of at least 1 and a filter no larger than the padded input, got "
+                       "conv: want sizes of 1 to %d and a filter no larger than the padded input, got "
                        "%lldx%lldx%lldx%lld, filter %lldx%lldx%lld, stride %lld, padding %lld",
-                       (long long)conv->n, (long long)conv->c, (long long)conv->h, (long long)conv->w,
+                       MAX_SIZE - 1, (long long)conv->n, (long long)conv->c, (long long)conv->h, (long long)conv->w,
                        (long long)conv->k, (long long)conv->r, (long long)conv->s, (long long)conv->stride,
                        (long long)conv->padding);
     pthread_mutex_lock(&cudnn->lock);
