@@ -60,7 +60,7 @@ def measure(case: tuple, backend: str, threads: int, rounds: int) -> dict:
     peer_flops = 2 * xc * yc * yh * yw * k * k
     ours, shares, peer = [], [], []
     for _ in range(rounds + 1):
-        peak = _core.kernel_peak(backend, threads, 1_500_000)
+        peak = _core.kernel_peak(backend, threads, 10_000_000)
         seconds = _core.kernel_pass(backend, threads, "conv", shapes, (k, 1, up, norm, 32 if norm else 0, 1e-6), arrays)
         ours.append(seconds)
         shares.append(flops / seconds / peak)

@@ -53,7 +53,7 @@ def ours(args: dict):
     getattr(vae, args["op"])(data)
 
     def measure() -> dict:
-        peak = _core.kernel_peak(backend, args["threads"], 3_000_000)
+        peak = _core.kernel_peak(backend, args["threads"], 10_000_000)
         getattr(vae, args["op"])(data)
         run = vae.last_run
         return {

@@ -72,7 +72,11 @@ def test_residuals_and_errors_are_those_of_the_rows():
 def test_the_constant_that_people_ship():
     """1068 MiB at 512x512 in half precision: the constant 2136 of the published report."""
     table = Table([row(512, 1068 * 2**20, "float16"), row(768, 2376 * 2**20, "float16")])
-    assert [r.constant for r in fit(table)[0].rows] == [2136, 2112]
+    (formula,) = fit(table)
+    assert [r.constant for r in formula.rows] == [2136, 2112]
+    assert (formula.constant_median, formula.constant_max) == (2124, 2136)
+    assert "implied constant 2112 to 2136 per H*W*e, median 2124" in str(formula)
+    assert json.loads(formula.json())["constant_max"] == 2136
 
 
 def test_published_half_precision_decode_is_8_5_activations():

@@ -64,6 +64,21 @@ def _fit(args: argparse.Namespace) -> None:
     print(str(formulas) if args.format == "text" else getattr(formulas, args.format)())
 
 
+def _compare(args: argparse.Namespace) -> None:
+    from ._estimators import compare
+
+    comparison = compare(Table.from_csv(args.table), target=args.target)
+    print(comparison.text(rows=args.rows, markdown=args.format == "markdown"))
+
+
+def _report(args: argparse.Namespace) -> None:
+    from ._report import report
+
+    missing = {"device": args.device} if args.device else {}
+    for file in report(Table.from_csv(args.table, **missing), plots=not args.no_plots).save(args.out):
+        print(file)
+
+
 def _backends(args: argparse.Namespace) -> None:
     import vaemem
 
@@ -112,6 +127,18 @@ def _parser() -> argparse.ArgumentParser:
     for name in ("model", "op", "dtype", "source"):
         sub.add_argument(f"--{name}", help=f"only rows of this {name}")
     formatted(sub, "text", "python", "latex", "json")
+
+    sub = command("compare", _compare, "The estimators that people ship beside the rows of a table.")
+    sub.add_argument("table", metavar="CSV")
+    sub.add_argument("--target", choices=[t for t in TARGETS if t != "seconds"], default="reserved_bytes")
+    sub.add_argument("--rows", action="store_true", help="each row, not each model, op and dtype")
+    formatted(sub, "text", "markdown")
+
+    sub = command("report", _report, "Report on a table: ratios, scaling, constants, advice, published claims checked.")
+    sub.add_argument("table", metavar="CSV")
+    sub.add_argument("--out", default="report", help="folder for report.md, report.html and figures (default: report)")
+    sub.add_argument("--device", help="where the table does not say it, such as 'RTX 4090'")
+    sub.add_argument("--no-plots", action="store_true", help="no figures, which need matplotlib")
 
     command("backends", _backends, "The instruction sets that the engine has kernels for, and which it uses here.")
     return parser

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -79,6 +80,16 @@ class Formula:
         """The worst under-estimate as a fraction of the measured value; 0 if there is none."""
         return max(0.0, *(-(row.error or 0.0) for row in self.rows))
 
+    @property
+    def constant_median(self) -> float:
+        """The rows' median implied constant, measured / (H*W*e)."""
+        return statistics.median(row.constant for row in self.rows)
+
+    @property
+    def constant_max(self) -> float:
+        """The largest implied constant: the least k whose k*H*W*e is enough for every row."""
+        return max(row.constant for row in self.rows)
+
     def predict(self, height: int, width: int, dtype: str = "float32") -> float:
         """The formula's value at a size.
 
@@ -128,8 +139,9 @@ class Formula:
         return json.dumps(self._dict(), ensure_ascii=False, indent=1)
 
     def _dict(self) -> dict[str, Any]:
+        names = ("n", "max_over", "max_under", "constant_median", "constant_max")
         rows = [row._asdict() for row in self.rows]
-        return asdict(self) | {"n": self.n, "max_over": self.max_over, "max_under": self.max_under, "rows": rows}
+        return asdict(self) | {name: getattr(self, name) for name in names} | {"rows": rows}
 
     def _summary(self) -> str:
         how = "least squares" if self.quantile is None else f"quantile {self.quantile:g}"
@@ -146,6 +158,9 @@ class Formula:
             facts.append(f"R^2 {self.r2:.7f}")
         if is_bytes:
             facts.append(f"a is {self.a / 128:.3f} T (T = 128*H*W*e)")
+            least = min(row.constant for row in self.rows)
+            constants = f"{least:.5g} to {self.constant_max:.5g} per H*W*e, median {self.constant_median:.5g}"
+            facts.append(f"implied constant {constants}")
         lines.append("  " + "; ".join(facts))
         unit, show = ("MiB", mib) if is_bytes else ("s", "{:.3f}".format)
         header = ("  size", "dtype", f"measured {unit}", f"fitted {unit}", f"residual {unit}", "error", "per H*W*e")

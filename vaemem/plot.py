@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,6 +13,8 @@ from ._table import ELEMENT_BYTES, MIB, SCHEMA, Row, Table, need
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+    from ._estimators import Comparison
 
 # Colours that people with a colour-vision deficiency tell apart (Okabe and Ito).
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -132,6 +134,103 @@ def timeline(run: Any) -> Figure:
         ],
         frameon=False, fontsize=8, ncols=3, loc="lower left", bbox_to_anchor=(0, 1),
     )  # fmt: skip
+    return figure
+
+
+def implied_constants(table: Table, shipped: Mapping[str, Mapping[str, float]] | None = None,
+                      target: str = "reserved_bytes") -> Figure:  # fmt: skip
+    """The constant k that k*H*W*e would need, against the number of pixels: one panel an operation.
+
+    Parameters
+    ----------
+    table : Table
+        Rows without the target, a size or a dtype of known width are left out.
+    shipped : dict of op to dict of name to constant, optional
+        Drawn as lines across the operation's panel.
+    target : str
+        The column in bytes.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+
+    Raises
+    ------
+    ValueError
+        No row holds the target.
+    """
+    rows = [r for r in table if None not in (r[target], r["height"], r["width"]) and r["dtype"] in ELEMENT_BYTES]
+    if not rows:
+        raise ValueError(f"table: want rows with height, width, dtype and {target}, got none")
+    ops, models = _distinct(row["op"] for row in rows), _distinct(row["model"] for row in rows)
+    figure = _figure(5.2 * len(ops) + 0.6, 4.4)
+    panels = figure.subplots(1, len(ops), sharey=True, squeeze=False)[0]
+    for axes, op in zip(panels, ops, strict=True):
+        for i, (model, dtype) in enumerate(_distinct((r["model"], r["dtype"]) for r in rows if r["op"] == op)):
+            mine = [row for row in rows if (row["op"], row["model"], row["dtype"]) == (op, model, dtype)]
+            constants = [row[target] / (_pixels(row) * ELEMENT_BYTES[dtype]) for row in mine]
+            excess = min(3, len(models) - 1 - models.index(model))  # models that coincide stay visible
+            axes.plot(
+                [_pixels(row) / 1e6 for row in mine], constants, linestyle="none", marker=_MARKERS.get(dtype, "v"),
+                markersize=5 + 3 * excess, markeredgewidth=0, color=_COLOURS[models.index(model) % len(_COLOURS)],
+                zorder=3 + i, label=f"{model} {dtype}",
+            )  # fmt: skip
+        lines = sorted((shipped or {}).get(op, {}).items(), key=lambda line: line[1])
+        for rank, (name, value) in enumerate(lines):
+            axes.axhline(value, color=_GREY, linewidth=1, linestyle="--")
+            axes.annotate(f"{name} {value:g}", (1, value), xycoords=("axes fraction", "data"), xytext=(-2, 2 if rank else -2),
+                          textcoords="offset points", ha="right", va="bottom" if rank else "top", fontsize=7, color=_GREY)  # fmt: skip
+        axes.set(title=str(op), xlabel="megapixels")
+        axes.set_xlim(left=0)
+        _tidy(axes)
+        axes.legend(frameon=False, fontsize=8, loc="lower right")
+    panels[0].set_ylabel(f"{target.removesuffix('_bytes')} / (H·W·e)")
+    panels[0].set_ylim(bottom=0)
+    return figure
+
+
+def estimator_errors(comparison: Comparison) -> Figure:
+    """Estimate over measured for each model, op and dtype: a dot at the median, a bar from the lowest to the highest.
+
+    Parameters
+    ----------
+    comparison : Comparison
+        What `vaemem.compare` gives.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+
+    Raises
+    ------
+    ValueError
+        No estimator applies to any row.
+    """
+    groups = [group for group in comparison.groups if group.model is not None and group.lowest > -1]
+    if not groups:
+        raise ValueError("comparison: want an estimator that applies to a row, got none")
+    keys = _distinct((group.model, group.op, group.dtype) for group in groups)
+    names = _distinct(group.estimator for group in groups)
+    figure = _figure(9, 1.4 + 0.34 * len(keys))
+    axes = figure.subplots()
+    for i, name in enumerate(names):
+        mine = [group for group in groups if group.estimator == name]
+        y = [keys.index((g.model, g.op, g.dtype)) + (i - (len(names) - 1) / 2) * 0.8 / len(names) for g in mine]
+        low, median, high = ([1 + value for value in column] for column in
+                             zip(*((g.lowest, g.median, g.highest) for g in mine), strict=True))  # fmt: skip
+        colour = _COLOURS[i % len(_COLOURS)]
+        axes.hlines(y, low, high, color=colour, linewidth=2)
+        axes.plot(median, y, "o", color=colour, markersize=4, label=name)
+    axes.axvline(1, color="black", linewidth=1)
+    axes.set_xscale("log")
+    ticker = need("matplotlib.ticker", "plot")
+    axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}x"))
+    axes.xaxis.set_minor_formatter(ticker.NullFormatter())
+    axes.set_yticks(range(len(keys)), [" ".join(map(str, key)) for key in keys], fontsize=8)
+    axes.set(xlabel=f"estimate / {comparison.target.removesuffix('_bytes')}", ylim=(len(keys) - 0.4, -0.6))
+    _tidy(axes)
+    axes.grid(axis="y", visible=False)
+    axes.legend(frameon=False, fontsize=8, ncols=3, loc="lower left", bbox_to_anchor=(0, 1))
     return figure
 
 
