@@ -8,8 +8,10 @@ __path__ = _pkgutil.extend_path(__path__, __name__)
 
 from vaemem import _core
 from vaemem._core import OutOfMemoryError
+from vaemem._estimators import ESTIMATORS, Estimator, compare
 from vaemem._fit import fit
 from vaemem._replay import Replay, replay
+from vaemem._report import report
 from vaemem._snapshot import CachingAllocator
 from vaemem._sweep import sweep
 from vaemem._table import Table
@@ -17,16 +19,20 @@ from vaemem.vae import VAE, Encoded, Run, backends
 
 __version__ = "0.1.0"
 __all__ = [
+    "ESTIMATORS",
     "VAE",
     "CachingAllocator",
     "Encoded",
+    "Estimator",
     "OutOfMemoryError",
     "Replay",
     "Run",
     "Table",
     "backends",
+    "compare",
     "fit",
     "replay",
+    "report",
     "sweep",
 ]
 

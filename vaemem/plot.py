@@ -175,15 +175,13 @@ def implied_constants(table: Table, shipped: Mapping[str, Mapping[str, float]] |
                 markersize=5 + 3 * excess, markeredgewidth=0, color=_COLOURS[models.index(model) % len(_COLOURS)],
                 zorder=3 + i, label=f"{model} {dtype}",
             )  # fmt: skip
-        lines = sorted((shipped or {}).get(op, {}).items(), key=lambda line: line[1])
-        for rank, (name, value) in enumerate(lines):
-            axes.axhline(value, color=_GREY, linewidth=1, linestyle="--")
-            axes.annotate(f"{name} {value:g}", (1, value), xycoords=("axes fraction", "data"), xytext=(-2, 2 if rank else -2),
-                          textcoords="offset points", ha="right", va="bottom" if rank else "top", fontsize=7, color=_GREY)  # fmt: skip
+        for i, (name, value) in enumerate((shipped or {}).get(op, {}).items()):
+            style = list(_LINES.values())[1 + i % 3]  # named in the legend: two may lie near each other
+            axes.axhline(value, color=_GREY, linewidth=1, linestyle=style, label=f"{name}, {value:g}")
         axes.set(title=str(op), xlabel="megapixels")
         axes.set_xlim(left=0)
         _tidy(axes)
-        axes.legend(frameon=False, fontsize=8, loc="lower right")
+        axes.legend(frameon=False, fontsize=8, ncols=2, loc="lower left")
     panels[0].set_ylabel(f"{target.removesuffix('_bytes')} / (H·W·e)")
     panels[0].set_ylim(bottom=0)
     return figure

@@ -1,0 +1,216 @@
+"""The shipped estimators and their errors; what compare takes, leaves out and refuses."""
+
+import functools
+import math
+from types import SimpleNamespace
+
+import pytest
+
+from vaemem import Table, fit
+from vaemem._estimators import ESTIMATORS, Comparison, compare, ran_tiled
+
+MIB = 2**20
+
+
+def row(op="decode", side=1024, dtype="float16", reserved=4274 * MIB, **other):
+    key = {"model": "sdxl", "op": op, "height": side, "width": side, "dtype": dtype, "batch": 1}
+    return key | {"allocated_bytes": reserved // 2, "reserved_bytes": reserved} | other
+
+
+def estimate(name, **case):
+    return ESTIMATORS[name](Table([row(**case)])[0])
+
+
+PIXELS = 1024 * 1024
+
+
+@pytest.mark.parametrize(
+    ("name", "case", "want"),
+    [
+        ("comfyui", {}, 2178 * PIXELS * 2),
+        ("comfyui", {"dtype": "float32", "model": "flux"}, 2178 * PIXELS * 4),
+        ("comfyui", {"op": "encode", "dtype": "bfloat16"}, 1767 * PIXELS * 2),
+        ("comfyui", {"op": "decode_tiled"}, 2178 * PIXELS * 2),  # it asks for the whole image
+        ("comfyui", {"batch": 3}, 3 * 2178 * PIXELS * 2),
+        ("invokeai", {}, 2200 * PIXELS * 2),
+        ("invokeai", {"op": "encode"}, 1100 * PIXELS * 2),
+        ("invokeai", {"dtype": "float32"}, 2200 * PIXELS * 4 + 250 * MIB),
+        ("invokeai", {"dtype": "float32", "model": "flux"}, 2200 * PIXELS * 4),
+        ("invokeai", {"op": "decode_tiled"}, 512 * 512 * 2 * 2200 * 1.25),
+        ("invokeai", {"op": "decode_tiled", "model": "flux"}, None),
+        ("invokeai", {"batch": 2}, None),
+        ("sd15-calculator", {}, None),
+        ("sd15-calculator", {"model": "sd15"}, 8 * 128 * 128 + 24 * PIXELS),
+        ("sd15-calculator", {"model": "sd15", "dtype": "float32"}, None),
+        ("mlx-im2col", {}, 1152 * PIXELS * 2),
+        ("mlx-im2col", {"op": "encode"}, None),
+        ("sd.cpp-im2col", {"dtype": "float32"}, 6656 * PIXELS),  # 6656 MiB, as its log says
+        ("sd.cpp-direct", {}, 2560 * PIXELS),
+        ("sd.cpp-direct", {"op": "encode"}, None),
+        ("comfyui", {"dtype": "int8"}, None),
+        ("comfyui", {"op": "upscale"}, None),
+    ],
+)
+def test_what_each_says(name, case, want):
+    assert estimate(name, **case) == want
+
+
+def test_the_note_on_mlx_gives_its_own_example():
+    """7.6 GiB in bf16 and 15.2 in float32 for 1536x2304, as the note has it (one decimal)."""
+    for dtype, gib in (("bfloat16", 7.6), ("float32", 15.2)):
+        case = Table([row(dtype=dtype, height=1536, width=2304)])[0]
+        assert round(ESTIMATORS["mlx-im2col"](case) / 2**30, 1) == gib
+
+
+def test_every_estimator_names_its_source():
+    assert all(e.name == name and e.source and e.formula for name, e in ESTIMATORS.items())
+
+
+def test_errors_are_those_of_the_rows():
+    table = Table([row(side=s, reserved=m * MIB) for s, m in ((512, 1000), (768, 2500), (1024, 4400))])
+    comparison = compare(table, ["comfyui"])
+    want = [1089 / 1000 - 1, 2450.25 / 2500 - 1, 4356 / 4400 - 1]
+    assert [r.error for r in comparison.rows] == pytest.approx(want)
+    for found in (comparison.find("comfyui", "sdxl", "decode", "float16"), comparison.find("comfyui")):
+        assert found.rows == 3 and found.median == pytest.approx(4356 / 4400 - 1)
+        assert (found.worst_over, found.worst_under) == pytest.approx((0.089, 0.0199))
+        assert (found.lowest, found.highest) == pytest.approx((-0.0199, 0.089))
+    with pytest.raises(ValueError, match="that estimator 'invokeai' applies to"):
+        comparison.find("invokeai")
+    assert compare(table, "comfyui", "allocated_bytes").find("comfyui").median > 0.9
+
+
+def test_an_estimator_that_is_never_too_little_has_no_worst_under():
+    found = compare(Table([row(reserved=100)]), "comfyui").find("comfyui")
+    assert found.worst_under == 0 and found.worst_over == found.lowest == found.highest
+
+
+def test_fits_formulas_functions_and_predictions():
+    table = Table([row(side=s, reserved=2000 * s * s * 2 + MIB) for s in (512, 768, 1024)])
+    fitted = fit(table, "reserved_bytes")
+
+    def twice(r):
+        return 2 * r["reserved_bytes"] if r["height"] > 512 else None
+
+    comparison = compare(table, {"fit": fitted, "formula": fitted[0], "twice": twice, "shipped": "comfyui"})
+    assert comparison.find("fit").worst_over < 1e-9 and comparison.find("formula").worst_under < 1e-9
+    assert (comparison.find("twice").rows, comparison.find("twice").median) == (2, 1)
+    assert comparison.find("shipped").rows == 3
+    # Not fitted to: another dtype, another model.
+    others = Table([row(dtype="float32"), row(model="flux")])
+    assert compare(others, fitted).rows == ()
+
+
+def test_what_has_the_arguments_of_predict_is_asked_as_predict():
+    asked = []
+
+    def predict(model, op, height, width, dtype="float16", batch=1, runtime=None, gpu="RTX 4090"):
+        asked.append((model, op, height, width, dtype, batch, runtime, gpu))
+        return SimpleNamespace(allocated=100, reserved=300)
+
+    rows = Table([row(reserved=200, device="T4", runtime="diffusers"), row(runtime="vaemem"), row(reserved=200)])
+    comparison = compare(rows, predict)
+    assert asked == [
+        ("sdxl", "decode", 1024, 1024, "float16", 1, "diffusers", "T4"),
+        ("sdxl", "decode", 1024, 1024, "float16", 1, None, "RTX 4090"),
+    ]  # the engine's own row is not PyTorch's to predict
+    assert comparison.find("predict").median == pytest.approx(0.5)
+    assert compare(rows, predict, "allocated_bytes").find("predict").median == pytest.approx(0)
+    compare(rows[:1], functools.partial(predict, gpu="A100"))
+    assert asked[-1][-1] == "A100", "what a partial binds stays"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((Table([row()]), None, "seconds"), "target: want one of allocated_bytes, .* got 'seconds'"),
+        ((Table([row()]), "forge"), "estimator: want one of comfyui, .* got 'forge'"),
+        ((Table([row()]), [3]), "estimator: want a name, a fit or a function of a row, got int"),
+        ((Table([row(), row() | {"dtype": None}]),), "row 1: has no dtype; filter such rows out"),
+        ((Table([row(reserved=0)]),), "row 0: has no reserved_bytes"),
+        ((Table([row()]), ["comfyui", "comfyui"]), "two are named comfyui"),
+        ((Table([row()]), {"mine": lambda r: math.nan}), "estimator 'mine': want bytes >= 0 or None, got nan"),
+        ((Table([row()]), {"mine": lambda r: "many"}), "estimator 'mine': want bytes >= 0 or None, got 'many'"),
+        (
+            (Table([row()]), fit(Table([row(), row(side=512, reserved=9)]), "allocated_bytes")),
+            "fit: want one of reserved_bytes, got one of allocated_bytes",
+        ),
+    ],
+)
+def test_what_cannot_be_compared_is_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        compare(*arguments)
+
+
+def encode(sizes, **other):
+    return Table([row(op="encode", side=s, reserved=2 * mib * MIB, **other) for s, mib in sizes])
+
+
+def test_rows_that_ran_tiled_are_told_by_what_they_allocate():
+    whole = encode([(512, 384), (768, 864), (1024, 1536), (1536, 3456)])
+    assert ran_tiled(whole) == [False] * 4
+    tiled = encode([(512, 384), (768, 864), (1024, 1536), (1536, 385), (2048, 386)])
+    assert ran_tiled(tiled) == [False, False, False, True, True]
+    assert ran_tiled(encode([(512, 384), (1536, 385)])) == [False, True]
+    # A convolution's workspace may be half as large again at one size: no tiles.
+    assert ran_tiled(encode([(512, 384), (736, 560)])) == [False, False]
+    # Another series, an op that says so, and unknown sizes are no ground for it.
+    assert not any(ran_tiled(encode([(512, 384)], group=1) + encode([(1536, 385)], group=2)))
+    assert not any(ran_tiled(Table([row(op="decode_tiled", side=s, reserved=9) for s in (512, 2048)])))
+    assert ran_tiled(Table([{"model": "sdxl"}])) == [False]
+
+
+def test_rows_that_ran_tiled_are_left_out_and_said():
+    comparison = compare(encode([(512, 384), (1536, 385)]), "comfyui")
+    assert len(comparison.rows) == 1 and comparison.left_out[0]["height"] == 1536
+    assert "left out, ran in tiles: 1 rows (sdxl encode 1536x1536)" in str(comparison)
+
+
+def test_printing():
+    table = Table([row(), row(op="encode", reserved=2118 * MIB), row(dtype="float32", reserved=5686 * MIB)])
+    comparison = compare(table)
+    assert isinstance(comparison, Comparison)
+    lines = str(comparison).splitlines()
+    assert lines[1].split() == ["model", "op", "dtype", "rows", "comfyui", "invokeai", "mlx-im2col", "sd.cpp-im2col",
+                                "sd.cpp-direct"]  # fmt: skip
+    assert lines[-1].startswith("all") and len(lines) == 6
+    assert "4356.00 (+1.9)" in comparison.text(rows=True)
+    assert "| sdxl " in comparison.text(markdown=True) and "| ---" in comparison._repr_markdown_()
+
+
+def test_data_frames():
+    pytest.importorskip("pandas")
+    comparison = compare(Table([row(), row(side=512, reserved=1088 * MIB)]), ["comfyui", "invokeai"])
+    groups, rows = comparison.to_pandas(), comparison.to_pandas(rows=True)
+    assert list(groups["estimator"]) == ["comfyui", "comfyui", "invokeai", "invokeai"]
+    assert len(rows) == 4 and rows["error"][0] == pytest.approx(4356 / 4274 - 1)
+
+
+def test_figures(tmp_path):
+    pytest.importorskip("matplotlib")
+    from vaemem import plot
+
+    table = Table([row(), row(side=512, reserved=1088 * MIB)])
+    figure = plot.estimator_errors(compare(table))
+    dots = {line.get_label(): list(line.get_xdata()) for line in figure.axes[0].lines}
+    median = compare(table).find("comfyui", "sdxl", "decode", "float16").median
+    assert dots["comfyui"] == [pytest.approx(1 + median)]
+    figure.savefig(tmp_path / "errors.png")
+    with pytest.raises(ValueError, match="comparison: want an estimator that applies to a row"):
+        plot.estimator_errors(compare(table, {"none": lambda r: None}))
+    (axes,) = plot.implied_constants(table, {"decode": {"mine": 2200}}).axes
+    assert list(axes.lines[0].get_ydata()) == pytest.approx([2137, 2176])
+    with pytest.raises(ValueError, match="table: want rows with height, width, dtype and reserved_bytes"):
+        plot.implied_constants(Table())
+
+
+def test_command_line(tmp_path, capsys):
+    from vaemem.__main__ import main
+
+    path = tmp_path / "table.csv"
+    Table([row()]).to_csv(path)
+    assert main(["compare", str(path)]) == 0
+    assert "+1.9 (+1.9..+1.9)" in capsys.readouterr().out
+    assert main(["compare", str(path), "--rows", "--format", "markdown"]) == 0
+    assert "4356.00 (+1.9)" in capsys.readouterr().out
+    assert main(["compare", str(tmp_path / "none.csv")]) == 2

@@ -1,0 +1,426 @@
+"""Statements about memory, checked against the rows of a table."""
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from . import _core
+from ._estimators import ran_tiled, size_of
+from ._table import ELEMENT_BYTES, Row, Table, mib, render
+
+HOLDS = "holds"
+MIXED = "holds only by mixing unlike rows"
+FAILS = "contradicted"
+UNKNOWN = "no rows to tell"
+
+
+class Finding(NamedTuple):
+    """What the rows say of a claim: HOLDS, MIXED, FAILS or UNKNOWN, and the figures that say so."""
+
+    verdict: str
+    found: str
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A statement with its figures, and how to check it.
+
+    Attributes
+    ----------
+    source : str
+        Who states it, and where.
+    says : str
+        The statement.
+    check : callable
+        `Rows` -> Finding. Everything in its sentence is computed from the rows.
+    """
+
+    source: str
+    says: str
+    check: Callable[[Rows], Finding]
+
+
+class Rows:
+    """The rows that claims are checked against: PyTorch's, with what was allocated and reserved."""
+
+    def __init__(self, table: Table) -> None:
+        tiled = dict(enumerate(ran_tiled(table)))
+        usable = ("model", "op", "height", "width", "dtype", "allocated_bytes", "reserved_bytes")
+        self._rows = [
+            (row, tiled[i])
+            for i, row in enumerate(table)
+            if all(row[name] for name in usable) and row["runtime"] != "vaemem" and size_of(row)
+        ]
+
+    def of(self, whole_image: bool | None = None, **equals: object) -> list[Row]:
+        """The rows with these values; `whole_image` False: only those that ran in tiles against their op's name."""
+        return [
+            row
+            for row, tiled in self._rows
+            if all(row[k] == v for k, v in equals.items()) and whole_image in (None, not tiled)
+        ]
+
+
+class Checked(Sequence[tuple[Claim, Finding]]):
+    """Claims with what the rows say of them. Printing it shows them all."""
+
+    def __init__(self, pairs: Iterable[tuple[Claim, Finding]]) -> None:
+        self._pairs = tuple(pairs)
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._pairs[index]
+
+    def __iter__(self) -> Iterator[tuple[Claim, Finding]]:
+        return iter(self._pairs)
+
+    def contradictions(self) -> Checked:
+        """Those that the rows contradict, or bear out only where unlike rows are mixed."""
+        return Checked(pair for pair in self if pair[1].verdict in (FAILS, MIXED))
+
+    def grid(self) -> tuple[list[str], list[list[str]]]:
+        """Header and cells."""
+        lines = [[claim.source, claim.says, finding.verdict, finding.found] for claim, finding in self]
+        return ["where", "it says", "verdict", "the rows say"], lines
+
+    def __str__(self) -> str:
+        return render(*self.grid())
+
+    __repr__ = __str__
+
+
+def check(table: Table, claims: Iterable[Claim] | None = None) -> Checked:
+    """Check statements against a table.
+
+    Parameters
+    ----------
+    table : Table
+        Rows of vaemem's own engine, and rows without allocated or reserved bytes, are not looked at.
+    claims : iterable of Claim, optional
+        By default `PUBLISHED`, what the published benchmark report says.
+
+    Returns
+    -------
+    Checked
+
+    Examples
+    --------
+    >>> print(check(Table.from_csv("table.csv")).contradictions())
+    """
+    rows = Rows(table)
+    return Checked((claim, claim.check(rows)) for claim in (PUBLISHED if claims is None else claims))
+
+
+# ---- figures ----
+
+
+def ratio(row: Row) -> float:
+    """Reserved over allocated bytes."""
+    return float(row["reserved_bytes"] / row["allocated_bytes"])
+
+
+def constant(row: Row, target: str = "reserved_bytes") -> float:
+    """The implied constant, reserved bytes / (H*W*e), of a row whose dtype has a known width."""
+    size = size_of(row)
+    assert size is not None
+    return float(row[target] / size)
+
+
+def pixels(row: Row) -> int:
+    """Of the image."""
+    return int(row["height"] * row["width"])
+
+
+def case(row: Row) -> str:
+    """A row by name: `sdxl decode 512x512 float16`."""
+    return f"{row['model']} {row['op']} {row['height']}x{row['width']} {row['dtype']}"
+
+
+def span(values: Sequence[float], form: str = "{:.2f}") -> str:
+    """`1.04 to 1.96`, or `1.04` where both ends read the same."""
+    low, high = form.format(min(values)), form.format(max(values))
+    return low if low == high else f"{low} to {high}"
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value that this share of the sorted values comes before, as the published report takes it."""
+    return sorted(values)[min(int(share * len(values)), len(values) - 1)]
+
+
+def growth(rows: Sequence[Row]) -> dict[tuple[Any, ...], tuple[Row, Row]]:
+    """The smallest and the largest row of each series of one model, op, dtype, runtime, device, batch and group."""
+    names = ("model", "op", "dtype", "runtime", "device", "batch", "source", "group")
+    series: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        series.setdefault(tuple(row[name] for name in names), []).append(row)
+    ends = {key: (min(mine, key=pixels), max(mine, key=pixels)) for key, mine in series.items()}
+    return {key: (first, last) for key, (first, last) in ends.items() if pixels(last) > pixels(first)}
+
+
+def pairs(rows: Sequence[Row], model: str, other: str) -> list[tuple[Row, Row]]:
+    """Rows of two models that are alike in everything else, in their order."""
+    names = ("op", "height", "width", "dtype", "batch", "device", "source", "group")
+    mine = {tuple(row[name] for name in names): row for row in rows if row["model"] == model}
+    keys = [(tuple(row[name] for name in names), row) for row in rows if row["model"] == other]
+    return [(mine[key], row) for key, row in keys if key in mine]
+
+
+def _groups(rows: Sequence[Row], *names: str) -> dict[str, list[Row]]:
+    grouped: dict[str, list[Row]] = {}
+    for row in rows:
+        grouped.setdefault(" ".join(str(row[name]) for name in names), []).append(row)
+    return grouped
+
+
+def _means(rows: Sequence[Row], *names: str) -> dict[str, float]:
+    return {name: statistics.mean(map(ratio, mine)) for name, mine in _groups(rows, *names).items()}
+
+
+# ---- kinds of claims ----
+
+# A mean stands for its rows where each kind of them, taken alone, has a mean within this share of it.
+_ALIKE = 0.05
+
+
+def _mean_ratio(stated: float, names: tuple[str, ...], rows: Rows, **equals: Any) -> Finding:
+    """The mean of reserved / allocated, and of each kind of rows alone."""
+    mine = rows.of(**equals)
+    if not mine:
+        return Finding(UNKNOWN, "")
+    mean = statistics.mean(map(ratio, mine))
+    kinds = _means(mine, *names)
+    tiled = rows.of(whole_image=False, **equals)
+    found = f"mean {mean:.2f} of {len(mine)} rows from {span([*map(ratio, mine)])}"
+    if len(kinds) > 1:
+        low, high = min(kinds, key=lambda k: kinds[k]), max(kinds, key=lambda k: kinds[k])
+        found += f"; {low} alone {kinds[low]:.2f}, {high} alone {kinds[high]:.2f}"
+    if tiled:
+        whole = rows.of(whole_image=True, **equals)
+        kinds |= {"tiled": statistics.mean(map(ratio, tiled)), "whole": statistics.mean(map(ratio, whole))}
+        found += f"; {len(tiled)} of the rows ran in tiles (mean {kinds['tiled']:.2f}, the others {kinds['whole']:.2f})"
+    if f"{mean:.2f}" != f"{stated:.2f}":
+        return Finding(FAILS, found)
+    is_mixed = any(abs(value / mean - 1) > _ALIKE for value in kinds.values())
+    return Finding(MIXED if is_mixed else HOLDS, found)
+
+
+def _reserves_between(low: float, high: float, rows: Rows) -> Finding:
+    mine = rows.of()
+    if not mine:
+        return Finding(UNKNOWN, "")
+    ratios = [ratio(row) for row in mine]
+    inside = sum(low <= value <= high for value in ratios)
+    found = (
+        f"mean {statistics.mean(ratios):.2f}, {span(ratios)}; {inside} of {len(ratios)} rows lie in {low:g} to {high:g}"
+    )
+    return Finding(HOLDS if inside == len(ratios) else FAILS, found)
+
+
+def _scaling(stated_pixels: float, stated: float, rows: Rows, **equals: Any) -> Finding:
+    """Allocated bytes of the first and the last row by size, and of the ends of each series alone."""
+    mine = sorted(rows.of(**equals), key=lambda row: row["height"])  # by size; rows of a size stay in their order
+    if not mine or pixels(mine[-1]) == pixels(mine[0]):
+        return Finding(UNKNOWN, "")
+    first, last = mine[0], mine[-1]
+    whole = last["allocated_bytes"] / first["allocated_bytes"]
+    grown = pixels(last) / pixels(first)
+    alike = [
+        b["allocated_bytes"] / a["allocated_bytes"] for a, b in growth(rows.of(whole_image=True, **equals)).values()
+    ]
+    found = f"{span(alike)} where {grown:g} times the pixels are compared within one dtype and series"
+    is_stated = f"{whole:.1f}" == f"{stated:.1f}" and f"{grown:.1f}" == f"{stated_pixels:.1f}"
+    if any(abs(value - stated) < 0.1 for value in alike):  # both figures have one decimal
+        return Finding(HOLDS if is_stated else FAILS, found)
+    found += (
+        f"; {stated:g} is {case(last)} over {case(first)}" if is_stated else f"; {whole:.1f} from first to last row"
+    )
+    return Finding(MIXED if is_stated else FAILS, found)
+
+
+def _middle(share: float, stated: float, rows: Rows) -> Finding:
+    """A percentile of the implied constants of decoding."""
+    mine = rows.of(op="decode")
+    if not mine:
+        return Finding(UNKNOWN, "")
+    value = percentile([constant(row) for row in mine], share)
+    widths = {
+        e: [constant(r) for r in mine if ELEMENT_BYTES[r["dtype"]] == e] for e in sorted(set(ELEMENT_BYTES.values()))
+    }
+    alone = {e: percentile(values, share) for e, values in widths.items() if values}
+    once = {(row["model"], row["height"], row["width"], row["dtype"]): constant(row) for row in mine}
+    found = f"{value:.0f} of {len(mine)} rows; " + ", ".join(
+        f"{c:.0f} of {len(widths[e])} rows of {e} bytes an element" for e, c in alone.items()
+    )
+    if len(once) != len(mine):
+        each = percentile(list(once.values()), share)
+        found += f"; {each:.0f} of {len(once)} when each model, size and dtype counts once"
+    if round(value) != stated:
+        return Finding(FAILS, found)
+    return Finding(MIXED if any(abs(c / value - 1) > _ALIKE for c in alone.values()) else HOLDS, found)
+
+
+def _covers(stated: float, op: str, rows: Rows) -> Finding:
+    """Whether stated*H*W*e is enough for every whole-image row of an op, and what it asks too much."""
+    mine = rows.of(op=op, whole_image=True)
+    if not mine:
+        return Finding(UNKNOWN, "")
+    short = sorted((row for row in mine if constant(row) > stated), key=constant, reverse=True)
+    over = max(mine, key=lambda row: stated / constant(row))
+    found = f"the largest of {len(mine)} rows needs {max(map(constant, mine)):.0f}; "
+    if short:
+        named = ", ".join(f"{case(row)} needs {constant(row):.0f}" for row in short[:3])
+        found += f"too little for {len(short)}: {named}{', ...' if len(short) > 3 else ''}; "
+    found += f"asks up to {100 * (stated / constant(over) - 1):.0f}% too much ({case(over)})"
+    return Finding(FAILS if short else HOLDS, found)
+
+
+def _uses_more(model: str, other: str, side: int, stated: float, rows: Rows) -> Finding:
+    """`other` reserves `stated` percent more than `model` to decode at a size."""
+    at = pairs(rows.of(op="decode", height=side, width=side), model, other)
+    if not at:
+        return Finding(UNKNOWN, "")
+    more = [100 * (b["reserved_bytes"] / a["reserved_bytes"] - 1) for a, b in at]
+    found = ", ".join(
+        f"{d:+.1f}% in {b['dtype']}{'' if b['group'] is None else ' group ' + str(b['group'])}"
+        for d, (_, b) in zip(more, at, strict=True)
+    )
+    allocated = max(abs(b["allocated_bytes"] / a["allocated_bytes"] - 1) for a, b in at)
+    found += f"; allocated differs by {100 * allocated:.1f}%"
+    if round(more[0]) != stated:
+        return Finding(FAILS, found)
+    return Finding(HOLDS if all(round(d) == stated for d in more) else MIXED, found)
+
+
+def _models_apart(rows: Rows) -> Finding:
+    """Whether models need constants that differ more than those of the dtypes of one model."""
+    mine = rows.of(op="decode", whole_image=True)
+    by = {name: max(map(constant, group)) for name, group in _groups(mine, "model", "dtype").items()}
+    models, dtypes = _groups(mine, "model"), _groups(mine, "dtype")
+    within = [[by[f"{m} {d}"] for m in models if f"{m} {d}" in by] for d in dtypes]
+    across = [[by[f"{m} {d}"] for d in dtypes if f"{m} {d}" in by] for m in models]
+    if not any(len(v) > 1 for v in within) or not any(len(v) > 1 for v in across):
+        return Finding(UNKNOWN, "")
+    apart, wide = max(max(v) / min(v) for v in within), max(max(v) / min(v) for v in across)
+    found = (
+        f"largest constants differ by up to {100 * (apart - 1):.0f}% between models of one dtype, "
+        f"by up to {100 * (wide - 1):.0f}% between dtypes of one model"
+    )
+    return Finding(HOLDS if apart > wide else FAILS, found)
+
+
+def _encode_needs(rows: Rows) -> Finding:
+    mine, decode = rows.of(op="encode", whole_image=True), rows.of(op="decode", whole_image=True)
+    if not mine or not decode:
+        return Finding(UNKNOWN, "")
+    names = ("model", "height", "width", "dtype")
+    other = {tuple(row[n] for n in names): row for row in decode}
+    parts = [
+        row["reserved_bytes"] / other[key]["reserved_bytes"]
+        for row in mine
+        if (key := tuple(row[n] for n in names)) in other
+    ]
+    found = f"constants of {span([*map(constant, mine)], '{:.0f}')}, enough for all: {max(map(constant, mine)):.0f}"
+    if parts:
+        found += f"; {span([100 * part for part in parts], '{:.0f}')}% of decoding the same size"
+    return Finding(HOLDS, found)
+
+
+def _whole_images(rows: Rows) -> Finding:
+    mine = rows.of(op="encode")
+    if not mine:
+        return Finding(UNKNOWN, "")
+    tiled = rows.of(whole_image=False, op="encode")
+    if not tiled:
+        return Finding(HOLDS, f"allocated grows with the pixels in all {len(mine)} rows")
+    low = [row for row in rows.of(whole_image=True, op="encode") if row["model"] in {r["model"] for r in tiled}]
+    most = max(tiled, key=pixels)
+    top = max((r for r in low if (r["model"], r["dtype"]) == (most["model"], most["dtype"])), key=pixels)
+    found = (
+        f"{len(tiled)} of {len(mine)} rows ran in tiles ({', '.join(_groups(tiled, 'model'))} at "
+        f"{' and '.join(_groups(tiled, 'height'))} pixels a side): {case(most)} allocates "
+        f"{mib(most['allocated_bytes'])} MiB, {case(top)} {mib(top['allocated_bytes'])}"
+    )
+    return Finding(FAILS, found)
+
+
+def _model_size(model: str, stated_mib: float, rows: Rows) -> Finding:
+    mine = rows.of(model=model)
+    if not mine or model not in _core.models():
+        return Finding(UNKNOWN, "")
+    count = parameters(model)
+    sizes = {e: mib(count * e) for e in sorted({ELEMENT_BYTES[row["dtype"]] for row in mine})}
+    found = f"{count:,} parameters: " + ", ".join(f"{size} MiB at {e} bytes each" for e, size in sizes.items())
+    same = [size == f"{stated_mib:.2f}" for size in sizes.values()]
+    return Finding(HOLDS if all(same) else MIXED if any(same) else FAILS, found)
+
+
+@functools.cache
+def parameters(model: str) -> int:
+    """Numbers in the weights of a model that vaemem has tables for."""
+    core = _core.Model(_core.models()[model])
+    return sum(math.prod(shape) for _, shape in core.tensors)
+
+
+# ---- the published benchmark report ----
+
+_REPORT = "VAE VRAM benchmark report, "
+_RATIOS = {
+    ("flux", "encode"): 1.15, ("flux", "decode"): 1.80,
+    ("sd15", "encode"): 1.31, ("sd15", "decode"): 1.55, ("sd15", "decode_tiled"): 1.57,
+    ("sdxl", "encode"): 1.31, ("sdxl", "decode"): 1.56, ("sdxl", "decode_tiled"): 1.61,
+}  # fmt: skip
+
+PUBLISHED: tuple[Claim, ...] = (
+    *(
+        Claim(_REPORT + "summary", f"{model}: the model takes {size} MiB", functools.partial(_model_size, model, size))
+        for model, size in {"flux": 159.87, "sd15": 159.56, "sdxl": 159.56}.items()
+    ),
+    Claim(_REPORT + "summary", "the encode rows are runs of whole images", _whole_images),
+    Claim(
+        _REPORT + "finding 1", "reserved is 1.49 times allocated on average",
+        functools.partial(_mean_ratio, 1.49, ("op", "dtype")),
+    ),
+    *(
+        Claim(
+            _REPORT + "finding 1", f"{model} {op}: reserved is {stated:.2f} times allocated",
+            functools.partial(_mean_ratio, stated, ("dtype",), model=model, op=op),
+        )
+        for (model, op), stated in _RATIOS.items()
+    ),
+    *(
+        Claim(
+            _REPORT + "finding 2", f"{model}: 16.0 times the pixels take {stated} times the memory",
+            functools.partial(_scaling, 16.0, stated, model=model, op="decode"),
+        )
+        for model, stated in {"flux": 15.9, "sd15": 25.2, "sdxl": 25.2}.items()
+    ),
+    *(
+        Claim(
+            _REPORT + "finding 4", f"decoding at {side}x{side}, sdxl uses {stated}% more memory than sd15",
+            functools.partial(_uses_more, "sd15", "sdxl", side, stated),
+        )
+        for side, stated in {1024: 1, 512: 7}.items()
+    ),
+    Claim(_REPORT + "recommendation 1", "the median constant is 1532", functools.partial(_middle, 0.5, 1532)),
+    Claim(_REPORT + "recommendation 1", "the 95th percentile is 2136", functools.partial(_middle, 0.95, 2136)),
+    Claim(
+        _REPORT + "recommendation 1", "2136 in place of 2200 is a constant with a safety margin for decoding",
+        functools.partial(_covers, 2136, "decode"),
+    ),
+    Claim(
+        _REPORT + "recommendation 2", "the model decides the decoding constant, flux apart from the others",
+        _models_apart,
+    ),
+    Claim(_REPORT + "recommendation 3", "encoding needs working memory too (no constant is given)", _encode_needs),
+    Claim(
+        _REPORT + "recommendation 4", "PyTorch reserves about 2 to 3 times what it allocates",
+        functools.partial(_reserves_between, 2, 3),
+    ),
+)  # fmt: skip

@@ -1,0 +1,113 @@
+"""A document of headings, paragraphs, lists, tables and figures, written as Markdown and as one HTML file."""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+import re
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from ._table import render
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; color: #1b1b1b; }
+table { border-collapse: collapse; font-size: 13px; margin: 1rem 0; }
+th, td { padding: .25rem .6rem; border-bottom: 1px solid #ddd; text-align: left; vertical-align: top; }
+th { border-bottom: 2px solid #888; }
+td.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+img { max-width: 100%; }
+code { background: #f2f2f2; padding: 0 .25rem; }
+"""
+
+
+class _Block(NamedTuple):
+    markdown: str
+    html: str
+
+
+class Document:
+    """Blocks in order. Text may hold `code` and **bold**; everything else in it is text.
+
+    Attributes
+    ----------
+    title : str
+    figures : dict of str to matplotlib.figure.Figure
+        By name; the Markdown refers to each as NAME.png beside it, the HTML holds them.
+    """
+
+    def __init__(self, title: str) -> None:
+        self.title = title
+        self.figures: dict[str, Figure] = {}
+        self._blocks: list[_Block] = []
+        self.heading(title, 1)
+
+    def heading(self, text: str, level: int = 2) -> None:
+        """A heading."""
+        self._add(f"{'#' * level} {text}", f"<h{level}>{_inline(text)}</h{level}>")
+
+    def text(self, text: str) -> None:
+        """A paragraph; none where the text is empty."""
+        if text:
+            self._add(text, f"<p>{_inline(text)}</p>")
+
+    def items(self, items: Iterable[str]) -> None:
+        """A list; none where it is empty."""
+        if lines := list(items):
+            whole = "".join(f"<li>{_inline(line)}</li>" for line in lines)
+            self._add("\n".join(f"- {line}" for line in lines), f"<ul>{whole}</ul>")
+
+    def table(self, header: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
+        """A table, numbers to the right; columns that hold nothing are left out, and so is a table without lines."""
+        if not lines:
+            return
+        kept = [i for i in range(len(header)) if any(line[i] for line in lines)]
+        header, lines = [header[i] for i in kept], [[line[i] for i in kept] for line in lines]
+        head = "".join(f"<th>{_inline(cell)}</th>" for cell in header)
+        body = "".join("<tr>" + "".join(map(_cell, line)) + "</tr>" for line in lines)
+        self._add(
+            render(header, lines, markdown=True), f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        )
+
+    def figure(self, name: str, caption: str, figure: Figure) -> None:
+        """A figure."""
+        self.figures[name] = figure
+        image = base64.b64encode(png(figure)).decode()
+        whole = f'<figure><img alt="{html.escape(caption)}" src="data:image/png;base64,{image}"></figure>'
+        self._add(f"![{caption}]({name}.png)", whole)
+
+    def markdown(self) -> str:
+        """The document as Markdown."""
+        return "\n\n".join(block.markdown for block in self._blocks) + "\n"
+
+    def html(self) -> str:
+        """The document as one HTML file that needs no other."""
+        body = "\n".join(block.html for block in self._blocks)
+        return (
+            f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(self.title)}</title>\n'
+            f"<style>{_STYLE}</style></head>\n<body>\n{body}\n</body></html>\n"
+        )
+
+    def _add(self, markdown: str, whole: str) -> None:
+        self._blocks.append(_Block(markdown, whole))
+
+
+def png(figure: Figure) -> bytes:
+    """A figure as PNG."""
+    file = io.BytesIO()
+    figure.savefig(file, format="png")
+    return file.getvalue()
+
+
+def _inline(text: str) -> str:
+    text = re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(text, quote=False))
+    return re.sub(r"\*\*(.+?)\*\*", r"<b>\1</b>", text)
+
+
+def _cell(text: str) -> str:
+    is_number = re.fullmatch(r"[+-]?[\d,.]+%?", text)
+    return f"<td{' class=n' if is_number else ''}>{_inline(text)}</td>"

@@ -1,0 +1,417 @@
+"""What people ship to estimate a VAE's memory, and how far each is from measured rows."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ._fit import KEY, Fit, Formula
+from ._table import ELEMENT_BYTES, MIB, SCHEMA, Row, Table, mib, need, render
+
+if TYPE_CHECKING:
+    import pandas
+
+TILE = 512  # pixels: the side of a tile where a row does not say, diffusers' default for these models
+_TARGETS = tuple(column.name for column in SCHEMA if column.kind == "bytes")
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """A named estimate of the memory that a run takes above its weights.
+
+    Attributes
+    ----------
+    name : str
+    formula : str
+        In words; H, W: the image's height and width in pixels, e: bytes of an element.
+    source : str
+        Who ships it, and where.
+    runtime : str
+        Whose memory it estimates.
+    function : callable
+        Row -> bytes, or None where the estimate does not apply (another model, op or dtype).
+    """
+
+    name: str
+    formula: str
+    source: str
+    function: Callable[[Row], Any]
+    runtime: str = "PyTorch"
+
+    def __call__(self, row: Row) -> Any:
+        return self.function(row)
+
+
+def size_of(row: Row) -> int | None:
+    """H*W*e of a row in bytes; None where its dtype has no known width."""
+    element = ELEMENT_BYTES.get(row["dtype"])
+    return None if element is None else row["height"] * row["width"] * element
+
+
+def _images(row: Row) -> int:
+    return row["batch"] or 1
+
+
+def _comfyui(row: Row) -> int | None:
+    # Tiled runs are charged the whole image; a batch goes through in as many images at once as fit.
+    constant = {"decode": 2178, "encode": 1767}.get(row["op"].removesuffix("_tiled"))
+    size = size_of(row)
+    return None if constant is None or size is None else constant * size * _images(row)
+
+
+def _invokeai(row: Row) -> float | None:
+    op, _, tiled = row["op"].partition("_")
+    constant = {"decode": 2200, "encode": 1100}.get(op)
+    size = size_of(row)
+    if constant is None or size is None or _images(row) > 1 or (tiled and row["model"] == "flux"):
+        return None  # knows no batch, and no tiles for FLUX
+    estimate = constant * (TILE * TILE * ELEMENT_BYTES[row["dtype"]] * 1.25 if tiled else size)
+    is_upcast = row["dtype"] == "float32" and row["model"] in ("sd15", "sdxl")
+    return estimate + 250 * MIB if is_upcast else estimate
+
+
+def _sd15_calculator(row: Row) -> int | None:
+    is_known = row["model"] == "sd15" and row["op"] in ("encode", "decode")
+    if not is_known or ELEMENT_BYTES.get(row["dtype"]) != 2 or _images(row) > 1:
+        return None  # its 2 bytes an element are written into it
+    return 8 * (row["height"] // 8) * (row["width"] // 8) + 24 * row["height"] * row["width"]
+
+
+def _mlx_im2col(row: Row) -> int | None:
+    size = size_of(row)
+    return None if row["op"] != "decode" or size is None else 9 * 128 * size * _images(row)
+
+
+def _sd_cpp(bytes_per_pixel: int, row: Row) -> int | None:
+    if row["op"] != "decode" or _images(row) > 1:
+        return None
+    return bytes_per_pixel * row["height"] * row["width"]  # the graph runs in one type, whatever the weights are
+
+
+ESTIMATORS: dict[str, Estimator] = {
+    estimator.name: estimator
+    for estimator in (
+        Estimator(
+            "comfyui", "2178 H W e (decode), 1767 H W e (encode); the same for a tiled run",
+            "ComfyUI, class VAE in comfy/sd.py (2.73 times that on AMD); Forge takes the same", _comfyui,
+        ),
+        Estimator(
+            "invokeai", f"2200 H W e (decode), 1100 H W e (encode), + 250 MiB for float32 SD; tiled: {TILE}^2 e k 1.25",
+            "InvokeAI, estimate_vae_working_memory_sd15_sdxl and _flux; the 250 MiB stand for larger weights",
+            _invokeai,
+        ),
+        Estimator(
+            "sd15-calculator", "8 (H/8) (W/8) + 24 H W: latent, image and three copies of it, in 2 bytes an element",
+            "An SD 1.5 VRAM calculator's VAE phases, before its 20% overhead on everything", _sd15_calculator,
+        ),
+        Estimator(
+            "mlx-im2col", "9 C_in H W e with C_in = 128: the im2col buffer of one full-size 3x3 convolution",
+            "A note on MLX's VAE decode; one buffer, no activations", _mlx_im2col, "MLX",
+        ),
+        Estimator(
+            "sd.cpp-im2col", "6656 H W",
+            "stable-diffusion.cpp's own compute buffer, as its log prints it (pull request 890)",
+            functools.partial(_sd_cpp, 6656), "stable-diffusion.cpp",
+        ),
+        Estimator(
+            "sd.cpp-direct", "2560 H W",
+            "stable-diffusion.cpp's own compute buffer with direct convolution (issue 1154)",
+            functools.partial(_sd_cpp, 2560), "stable-diffusion.cpp",
+        ),
+    )
+}  # fmt: skip
+
+
+# ---- which rows can be compared ----
+
+
+def ran_tiled(table: Table) -> list[bool]:
+    """For each row, whether it ran in tiles although its op does not say so.
+
+    Such a row's allocated bytes do not grow with its pixels: in the same series (model, op, dtype, runtime, device,
+    batch, source, group) a row of at most half its pixels took as much, up to the fourth root of the pixels' ratio.
+    A whole-image run grows in proportion; what cuDNN chooses for one size or another moves it by 1.4 at most, where
+    the least ratio that counts, 2, asks for 1.7.
+    """
+    series: dict[tuple[Any, ...], list[tuple[int, int, int]]] = {}
+    names = ("model", "op", "dtype", "runtime", "device", "batch", "source", "group")
+    for i, row in enumerate(table):
+        if (
+            None in (row["op"], row["height"], row["width"])
+            or row["op"].endswith("_tiled")
+            or not row["allocated_bytes"]
+        ):
+            continue
+        point = (i, row["height"] * row["width"], row["allocated_bytes"])
+        series.setdefault(tuple(row[name] for name in names), []).append(point)
+    tiled = [False] * len(table)
+    for points in series.values():
+        for i, pixels, size in points:
+            smaller = [(p, s) for _, p, s in points if 2 * p <= pixels]
+            tiled[i] = any(size < s * (pixels / p) ** 0.25 for p, s in smaller)
+    return tiled
+
+
+# ---- comparing ----
+
+
+class ComparedRow(NamedTuple):
+    """A row and what one estimator says of it. `error` is estimate / measured - 1: positive where it says too much."""
+
+    row: Row
+    estimator: str
+    measured: int
+    estimate: float
+    error: float
+
+
+class GroupError(NamedTuple):
+    """The errors of one estimator on the rows of one model, op and dtype (None: of all), as fractions of the measured.
+
+    `worst_over` and `worst_under` are 0 where the estimator never says too much, or too little; `lowest` and
+    `highest` are the signed errors' range.
+    """
+
+    estimator: str
+    model: str | None
+    op: str | None
+    dtype: str | None
+    rows: int
+    median: float
+    worst_over: float
+    worst_under: float
+    lowest: float
+    highest: float
+
+
+class Comparison:
+    """Estimators beside the rows of a table: what `vaemem.compare` gives. Printing it shows the errors.
+
+    Attributes
+    ----------
+    target : str
+        The column compared.
+    estimators : tuple of Estimator
+    rows : tuple of ComparedRow
+        One for each row and estimator that applies to it.
+    groups : tuple of GroupError
+        One for each model, op, dtype and estimator, and for each estimator one of all its rows.
+    left_out : Table
+        Rows that ran in tiles although their op does not say so (see Notes of `compare`).
+    """
+
+    def __init__(
+        self, target: str, estimators: tuple[Estimator, ...], rows: tuple[ComparedRow, ...], left_out: Table
+    ) -> None:
+        self.target, self.estimators, self.rows, self.left_out = target, estimators, rows, left_out
+        errors: dict[tuple[str, tuple[Any, Any, Any]], list[float]] = {}
+        for row in rows:
+            for key in ((row.row["model"], row.row["op"], row.row["dtype"]), (None, None, None)):
+                errors.setdefault((row.estimator, key), []).append(row.error)
+        self.groups = tuple(_group(name, key, found) for (name, key), found in errors.items())
+
+    def find(
+        self, estimator: str, model: str | None = None, op: str | None = None, dtype: str | None = None
+    ) -> GroupError:
+        """The errors of one estimator on one model, op and dtype, or on all rows; ValueError if it applies to none."""
+        for group in self.groups:
+            if group[:4] == (estimator, model, op, dtype):
+                return group
+        raise ValueError(f"no row of {model}, {op}, {dtype} that estimator {estimator!r} applies to")
+
+    def grid(self, rows: bool = False) -> tuple[list[str], list[list[str]]]:
+        """Header and cells: one line a model, op and dtype, or one a row with `rows`."""
+        names = [e.name for e in self.estimators if any(row.estimator == e.name for row in self.rows)]
+        if not rows:
+            cells = {group[:4]: f"{_percent(group.median)} ({_percent(group.lowest)}..{_percent(group.highest)})"
+                     for group in self.groups}  # fmt: skip
+            counts: dict[tuple[Any, ...], int] = {}
+            for group in self.groups:
+                counts[group[1:4]] = max(group.rows, counts.get(group[1:4], 0))
+            # All rows come last, and each estimator's count may differ there.
+            keys = sorted(counts, key=lambda key: key[0] is None)
+            lines = [
+                [*(part or "all" for part in key), str(counts[key]), *(cells.get((name, *key), "") for name in names)]
+                for key in keys
+            ]
+            return ["model", "op", "dtype", "rows", *names], lines
+        by_row: dict[int, dict[str, ComparedRow]] = {}
+        for row in self.rows:
+            by_row.setdefault(id(row.row), {})[row.estimator] = row
+        lines = []
+        for found in by_row.values():
+            first = next(iter(found.values()))
+            r = first.row
+            shown = [f"{mib(found[n].estimate)} ({_percent(found[n].error)})" if n in found else "" for n in names]
+            lines.append([r["model"], r["op"], f"{r['height']}x{r['width']}", r["dtype"], mib(first.measured), *shown])
+        return ["model", "op", "size", "dtype", "rows' MiB", *names], lines
+
+    def text(self, rows: bool = False, markdown: bool = False) -> str:
+        """The error table: median (lowest..highest) of estimate / measured - 1, in percent; with `rows`, each row."""
+        notes = [f"{self.target}: {'estimate in MiB (error)' if rows else 'median error (lowest..highest)'}, %"]
+        if len(self.left_out):
+            which = sorted({f"{r['model']} {r['op']} {r['height']}x{r['width']}" for r in self.left_out})
+            notes.append(f"left out, ran in tiles: {len(self.left_out)} rows ({', '.join(which)})")
+        return "\n".join([*notes, *([""] if markdown else []), render(*self.grid(rows), markdown=markdown)])
+
+    def to_pandas(self, rows: bool = False) -> pandas.DataFrame:
+        """The groups as a pandas.DataFrame, or with `rows` a line for each row and estimator; errors are fractions."""
+        pd = need("pandas", "to_pandas")
+        keys = ("model", "op", "height", "width", "batch", "dtype", "runtime", "device", "group")
+        lines: list[dict[str, Any]] = [
+            {key: r.row[key] for key in keys}
+            | {"estimator": r.estimator, "measured": r.measured, "estimate": r.estimate, "error": r.error}
+            for r in self.rows
+        ]
+        frame: pandas.DataFrame = pd.DataFrame(lines if rows else [group._asdict() for group in self.groups])
+        return frame
+
+    def __str__(self) -> str:
+        return self.text()
+
+    __repr__ = __str__
+
+    def _repr_markdown_(self) -> str:
+        return self.text(markdown=True)
+
+
+def compare(table: Table, estimators: Any = None, target: str = "reserved_bytes") -> Comparison:
+    """How far estimators are from the rows of a table.
+
+    Parameters
+    ----------
+    table : Table
+        Rows need model, op, height, width, dtype and the target.
+    estimators : name, estimator, or list or dict of them, optional
+        By default everything in ``vaemem.ESTIMATORS``. An estimator is a name in there, a `Fit` or one of its formulas,
+        any function of a row (a dict) that gives bytes or None, or `vaemem.predict` itself (also as a
+        ``functools.partial`` with a gpu or versions). The keys of a dict are the names shown.
+    target : str
+        A column in bytes; ``"allocated_bytes"`` for what tensors take, ``"reserved_bytes"`` for what the process holds.
+
+    Returns
+    -------
+    Comparison
+
+    Raises
+    ------
+    ValueError
+        Unknown target or name, a row that lacks what is needed, a fit of another target, two estimators of one name,
+        or an estimator that gives what is no size.
+
+    Notes
+    -----
+    Rows that ran in tiles although their op does not say so are left out, and listed: no estimate of a whole image
+    is about them. They are told by allocated bytes that do not grow with the pixels.
+
+    Examples
+    --------
+    >>> print(compare(Table.from_csv("table.csv"), ["comfyui", "invokeai"]))
+    >>> compare(table, {"mine": lambda row: 2200 * row["height"] * row["width"] * 2}).find("mine").worst_under
+    """
+    if target not in _TARGETS:
+        raise ValueError(f"target: want one of {', '.join(_TARGETS)}, got {target!r}")
+    chosen = _estimators(estimators, target)
+    for i, row in enumerate(table):
+        lacking = [name for name in ("model", "op", "height", "width", "dtype", target) if not row[name]]
+        if lacking:
+            raise ValueError(f"row {i}: has no {', '.join(lacking)}; filter such rows out")
+    compared: list[ComparedRow] = []
+    tiled = ran_tiled(table)
+    for row in (row for row, is_tiled in zip(table, tiled, strict=True) if not is_tiled):
+        for estimator in chosen:
+            estimate = _estimate(estimator, row, target)
+            if estimate is not None:
+                compared.append(ComparedRow(row, estimator.name, row[target], estimate, estimate / row[target] - 1))
+    left_out = Table(row for row, is_tiled in zip(table, tiled, strict=True) if is_tiled)
+    return Comparison(target, chosen, tuple(compared), left_out)
+
+
+def _group(name: str, key: tuple[Any, Any, Any], errors: list[float]) -> GroupError:
+    low, high = min(errors), max(errors)
+    return GroupError(name, *key, len(errors), statistics.median(errors), max(0.0, high), max(0.0, -low), low, high)
+
+
+def _estimate(estimator: Estimator, row: Row, target: str) -> float | None:
+    value = estimator(dict(row))
+    if value is None:
+        return None
+    if hasattr(value, target.removesuffix("_bytes")):  # a Prediction has .allocated and .reserved
+        value = getattr(value, target.removesuffix("_bytes"))
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise ValueError(f"estimator {estimator.name!r}: want bytes >= 0 or None, got {value!r}")
+    return value
+
+
+def _estimators(given: Any, target: str) -> tuple[Estimator, ...]:
+    if given is None:
+        return tuple(ESTIMATORS.values())
+    if isinstance(given, Mapping):
+        pairs: Iterable[tuple[str | None, Any]] = given.items()
+    elif isinstance(given, str | Estimator | Fit | Formula) or callable(given):
+        pairs = [(None, given)]
+    else:
+        pairs = [(None, one) for one in given]
+    chosen = tuple(_estimator(name, one, target) for name, one in pairs)
+    names = [estimator.name for estimator in chosen]
+    twice = {name for name in names if names.count(name) > 1}
+    if twice:
+        raise ValueError(f"estimators: two are named {', '.join(sorted(twice))}; give a dict of name to estimator")
+    return chosen
+
+
+def _estimator(name: str | None, given: Any, target: str) -> Estimator:
+    if isinstance(given, str):
+        if given not in ESTIMATORS:
+            raise ValueError(f"estimator: want one of {', '.join(ESTIMATORS)}, or a function of a row, got {given!r}")
+        given = ESTIMATORS[given]
+    if isinstance(given, Estimator):
+        return given if name is None else replace(given, name=name)
+    if isinstance(given, Formula | Fit):
+        found = Fit(given.target, given.quantile, [given]) if isinstance(given, Formula) else given
+        if found.target != target:
+            raise ValueError(f"fit: want one of {target}, got one of {found.target}")
+        how = "least squares" if found.quantile is None else f"quantile {found.quantile:g}"
+        return Estimator(name or "fit", f"a H W e + b by {how}", "vaemem.fit", functools.partial(_fitted, found))
+    if not callable(given):
+        raise ValueError(f"estimator: want a name, a fit or a function of a row, got {type(given).__name__}")
+    inner = given.func if isinstance(given, functools.partial) else given
+    called = str(name or getattr(inner, "__name__", type(inner).__name__))
+    if {"model", "op", "height", "width", "dtype"} <= set(inspect.signature(given).parameters):
+        return Estimator(called, "the run simulated", called, functools.partial(_predicted, given))
+    return Estimator(called, "a function of a row", called, given)
+
+
+def _fitted(found: Fit, row: Row) -> float | None:
+    """The formula of the row's model and op, fitted to its dtype; what either side leaves open matches."""
+
+    def suits(formula: Formula) -> bool:
+        pairs = [(name, getattr(formula, name), row[name]) for name in KEY]
+        is_same = all(a == b or (name not in ("model", "op") and None in (a, b)) for name, a, b in pairs)
+        return is_same and row["dtype"] in {fitted.dtype for fitted in formula.rows}
+
+    matching = [formula for formula in found if suits(formula)]
+    if len(matching) > 1:
+        raise ValueError(f"fit: several formulas for one row: {', '.join(formula.name for formula in matching)}")
+    return matching[0].predict(row["height"], row["width"], row["dtype"]) if matching else None
+
+
+def _predicted(predict: Callable[..., Any], row: Row) -> Any:
+    """`vaemem.predict` asked for the row; what the row does not say, and what a partial has bound, stays as it is."""
+    if row["runtime"] == "vaemem":
+        return None  # predicts PyTorch, not this engine
+    names = {"model": "model", "op": "op", "height": "height", "width": "width", "dtype": "dtype", "batch": "batch",
+             "runtime": "runtime", "gpu": "device"}  # fmt: skip
+    bound = predict.keywords if isinstance(predict, functools.partial) else {}
+    known = inspect.signature(predict).parameters
+    asked = {k: row[column] for k, column in names.items() if row[column] is not None and k in known and k not in bound}
+    return predict(**asked)
+
+
+def _percent(error: float) -> str:
+    return f"{100 * error + 0.0:+.1f}" if abs(error) >= 0.0005 else "0.0"
