@@ -10,6 +10,9 @@ from vaemem import _core
 from vaemem._core import OutOfMemoryError
 from vaemem._estimators import ESTIMATORS, Estimator, compare
 from vaemem._fit import fit
+from vaemem._formula import formula
+from vaemem._predict import Prediction, predict
+from vaemem._process import SimulatedProcess
 from vaemem._replay import Replay, replay
 from vaemem._report import report
 from vaemem._snapshot import CachingAllocator
@@ -25,12 +28,16 @@ __all__ = [
     "Encoded",
     "Estimator",
     "OutOfMemoryError",
+    "Prediction",
     "Replay",
     "Run",
+    "SimulatedProcess",
     "Table",
     "backends",
     "compare",
     "fit",
+    "formula",
+    "predict",
     "replay",
     "report",
     "sweep",

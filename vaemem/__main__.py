@@ -67,7 +67,15 @@ def _fit(args: argparse.Namespace) -> None:
 def _compare(args: argparse.Namespace) -> None:
     from ._estimators import compare
 
-    comparison = compare(Table.from_csv(args.table), target=args.target)
+    table = Table.from_csv(args.table)
+    if args.sizes:
+        table = Table([row for row in table if (row["height"], row["width"]) in args.sizes])
+    estimators = None
+    if args.predict:
+        import vaemem
+
+        estimators = [vaemem.predict, "comfyui", "invokeai"]
+    comparison = compare(table, estimators, target=args.target)
     print(comparison.text(rows=args.rows, markdown=args.format == "markdown"))
 
 
@@ -77,6 +85,33 @@ def _report(args: argparse.Namespace) -> None:
     missing = {"device": args.device} if args.device else {}
     for file in report(Table.from_csv(args.table, **missing), plots=not args.no_plots).save(args.out):
         print(file)
+
+
+def _predict(args: argparse.Namespace) -> None:
+    import vaemem
+
+    for height, width in args.sizes:
+        prediction = vaemem.predict(
+            args.model,
+            args.op,
+            height,
+            width,
+            dtype=args.dtype,
+            batch=args.batch,
+            gpu=args.gpu,
+            cudnn_version=args.cudnn,
+            torch_version=args.torch,
+        )
+        print(prediction)
+        print(f"  workspaces: {prediction.workspace_source}")
+        for tensor in prediction.peak_tensors[: args.tensors]:
+            print(f"  {tensor.bytes / 2**20:10.2f} MiB  {tensor.name}")
+
+
+def _reproduce(args: argparse.Namespace) -> None:
+    from ._reproduce import main as reproduce
+
+    reproduce([*([args.table] if args.table else []), *(["--csv", args.csv] if args.csv else [])])
 
 
 def _backends(args: argparse.Namespace) -> None:
@@ -132,6 +167,10 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("table", metavar="CSV")
     sub.add_argument("--target", choices=[t for t in TARGETS if t != "seconds"], default="reserved_bytes")
     sub.add_argument("--rows", action="store_true", help="each row, not each model, op and dtype")
+    sub.add_argument(
+        "--predict", action="store_true", help="vaemem.predict (a fresh process) beside ComfyUI and InvokeAI"
+    )
+    sub.add_argument("--sizes", type=_size, nargs="+", metavar="HxW", help="only these sizes")
     formatted(sub, "text", "markdown")
 
     sub = command("report", _report, "Report on a table: ratios, scaling, constants, advice, published claims checked.")
@@ -139,6 +178,21 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--out", default="report", help="folder for report.md, report.html and figures (default: report)")
     sub.add_argument("--device", help="where the table does not say it, such as 'RTX 4090'")
     sub.add_argument("--no-plots", action="store_true", help="no figures, which need matplotlib")
+
+    sub = command("predict", _predict, "PyTorch's peak allocated and reserved VRAM, with no GPU and no PyTorch.")
+    sub.add_argument("model", help="sd15, sdxl or flux")
+    sub.add_argument("op", choices=["encode", "decode", "encode_tiled", "decode_tiled"])
+    sub.add_argument("sizes", type=_size, nargs="+", metavar="HxW", help="height x width of the image in pixels")
+    sub.add_argument("--dtype", default="float16", choices=["float16", "bfloat16", "float32"])
+    sub.add_argument("--gpu", default="RTX 4090")
+    sub.add_argument("--batch", type=int, default=1)
+    sub.add_argument("--cudnn", metavar="VERSION")
+    sub.add_argument("--torch", metavar="VERSION")
+    sub.add_argument("--tensors", type=int, default=6, help="how many of the peak's tensors to show (default: 6)")
+
+    sub = command("reproduce", _reproduce, "The published PyTorch benchmark, row by row: measured, predicted, error.")
+    sub.add_argument("table", nargs="?", metavar="CSV", help="by default the copy that comes with vaemem")
+    sub.add_argument("--csv", metavar="FILE", help="also write measured and predicted there")
 
     command("backends", _backends, "The instruction sets that the engine has kernels for, and which it uses here.")
     return parser

@@ -29,5 +29,6 @@ int vm_py_add_kernels(PyObject *module);
 int vm_py_add_allocator(PyObject *module);
 int vm_py_add_unpickle(PyObject *module);
 int vm_py_add_workspace(PyObject *module);
+int vm_py_add_trace(PyObject *module);
 
 #endif

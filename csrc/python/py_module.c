@@ -159,8 +159,8 @@ static PyMethodDef functions[] = {
 
 static int exec_module(PyObject *module) {
     if (PyArray_ImportNumPyAPI() < 0) return -1;
-    int (*const parts[])(PyObject *) = {vm_py_add_model, vm_py_add_kernels, vm_py_add_allocator, vm_py_add_unpickle,
-                                        vm_py_add_workspace};
+    int (*const parts[])(PyObject *) = {vm_py_add_model,    vm_py_add_kernels,   vm_py_add_allocator,
+                                        vm_py_add_unpickle, vm_py_add_workspace, vm_py_add_trace};
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
         if (parts[i](module)) return -1;
     return 0;

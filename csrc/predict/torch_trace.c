@@ -1,0 +1,310 @@
+/* The trace itself, what CUDA operators take besides their outputs, and a trace run on a simulated allocator.
+ *
+ * Sources, in PyTorch: native/cuda/group_norm_kernel.cu,
+ * native/transformers/cuda/{attention.cu,sdp_utils.cpp,flash_attn, mem_eff_attention},
+ * native/transformers/attention.cpp, native/cudnn/Conv_v8.cpp, cuda/{CUDABlas,CublasHandlePool}.cpp. */
+#include <string.h>
+
+#include "torch_trace.h"
+
+enum { FIRST_ROOM = 64 };
+
+/* ---- growing arrays ---- */
+
+/* Room for one more item in *array, which keeps its place in the account. */
+static vm_status grow(vm_trace *t, void *array, size_t *room, size_t used, size_t item) {
+    void **old = array, *bigger;
+    if (used < *room) return VM_OK;
+    const size_t wanted = *room ? 2 * *room : FIRST_ROOM;
+    if (wanted > UINT32_MAX) return vm_fail(VM_EOVERFLOW, "trace: %zu steps are too many", used);
+    vm_status s = vm_mem_alloc(t->mem, VM_SCRATCH, wanted * item, &bigger);
+    if (s) return s;
+    if (used) memcpy(bigger, *old, used * item);
+    vm_mem_free(t->mem, VM_SCRATCH, *old, *room * item);
+    *old = bigger;
+    *room = wanted;
+    return VM_OK;
+}
+
+vm_status vm_trace_new(vm_trace **out) {
+    *out = NULL;
+    vm_mem *mem = vm_mem_new();
+    if (!mem) return VM_ENOMEM;
+    void *t;
+    vm_status s = vm_mem_alloc(mem, VM_SCRATCH, sizeof **out, &t);
+    if (s) {
+        vm_mem_release(mem);
+        return s;
+    }
+    *out = t;
+    (*out)->mem = mem;
+    return VM_OK;
+}
+
+void vm_trace_free(vm_trace *t) {
+    if (!t) return;
+    vm_mem *mem = t->mem;
+    vm_mem_free(mem, VM_SCRATCH, t->step, t->step_room * sizeof *t->step);
+    vm_mem_free(mem, VM_SCRATCH, t->conv, t->conv_room * sizeof *t->conv);
+    vm_mem_free(mem, VM_SCRATCH, t->name, t->name_room * sizeof *t->name);
+    vm_mem_free(mem, VM_SCRATCH, t->bin, t->bins * sizeof *t->bin);
+    vm_mem_free(mem, VM_SCRATCH, t, sizeof *t);
+    vm_mem_release(mem);
+}
+
+/* ---- names ---- */
+
+static size_t hash(const char *text) {
+    size_t h = 1469598103934665603u;
+    while (*text) h = (h ^ (unsigned char)*text++) * 1099511628211u;
+    return h;
+}
+
+/* Where name stands, or would stand, in the table, which is at most half full. */
+static uint32_t *find_bin(const vm_trace *t, const char *name) {
+    size_t i = hash(name) & (t->bins - 1);
+    while (t->bin[i] && strcmp(t->name[t->bin[i] - 1], name)) i = (i + 1) & (t->bins - 1);
+    return &t->bin[i];
+}
+
+static vm_status intern(vm_trace *t, const char *name, uint32_t *index) {
+    const size_t length = strlen(name);
+    if (length >= VM_NAME) name += length - (VM_NAME - 1);
+    if (2 * (t->names + 1) > t->bins) {
+        const size_t bins = t->bins ? 2 * t->bins : 2 * FIRST_ROOM;
+        void *bin;
+        vm_status s = vm_mem_alloc(t->mem, VM_SCRATCH, bins * sizeof *t->bin, &bin);
+        if (s) return s;
+        vm_mem_free(t->mem, VM_SCRATCH, t->bin, t->bins * sizeof *t->bin);
+        t->bin = bin;
+        t->bins = bins;
+        for (size_t i = 0; i < t->names; i++) *find_bin(t, t->name[i]) = (uint32_t)i + 1;
+    }
+    uint32_t *bin = find_bin(t, name);
+    if (!*bin) {
+        vm_status s = grow(t, &t->name, &t->name_room, t->names, sizeof *t->name);
+        if (s) return s;
+        strcpy(t->name[t->names], name);
+        *bin = (uint32_t)++t->names;
+    }
+    *index = *bin - 1;
+    return VM_OK;
+}
+
+/* ---- steps ---- */
+
+static vm_status add(vm_trace *t, vm_trace_op op, uint32_t id, uint64_t bytes, const char *name) {
+    uint32_t index = 0;
+    vm_status s = name ? intern(t, name, &index) : VM_OK;
+    if (!s) s = grow(t, &t->step, &t->step_room, t->steps, sizeof *t->step);
+    if (!s) t->step[t->steps++] = (vm_trace_step){.op = op, .id = id, .name = index, .bytes = bytes};
+    return s;
+}
+
+vm_status vm_trace_take(vm_trace *t, uint64_t bytes, const char *name, uint32_t *id) {
+    vm_status s = add(t, VM_TRACE_TAKE, t->ids, bytes, name);
+    if (!s) *id = t->ids++;
+    return s;
+}
+
+vm_status vm_trace_give(vm_trace *t, uint32_t id) {
+    if (id >= t->ids) return vm_fail(VM_EINVAL, "id: want one below %u, got %u", t->ids, id);
+    return add(t, VM_TRACE_GIVE, id, 0, NULL);
+}
+
+vm_status vm_trace_blas(vm_trace *t, vm_trace_op op, const char *name) { return add(t, op, 0, 0, name); }
+
+static bool same_conv(const vm_conv *a, const vm_conv *b) {
+    return a->dtype == b->dtype && a->tf32 == b->tf32 && a->nhwc == b->nhwc && a->n == b->n && a->c == b->c &&
+           a->h == b->h && a->w == b->w && a->k == b->k && a->r == b->r && a->s == b->s && a->padding == b->padding &&
+           a->stride == b->stride;
+}
+
+vm_status vm_trace_conv(vm_trace *t, const vm_conv *conv, const char *name) {
+    size_t i = 0;
+    while (i < t->convs && !same_conv(&t->conv[i], conv)) i++;
+    if (i == t->convs) {
+        vm_status s = grow(t, &t->conv, &t->conv_room, t->convs, sizeof *t->conv);
+        if (s) return s;
+        t->conv[t->convs++] = *conv;
+    }
+    return add(t, VM_TRACE_CONV, (uint32_t)i, 0, name);
+}
+
+/* ---- operators ---- */
+
+static size_t element(vm_dtype dtype) { return dtype == VM_F32 ? 4 : 2; }
+
+/* Takes `count` storages and gives them back. */
+static vm_status pass_through(vm_trace *t, const uint64_t *bytes, size_t count, const char *name) {
+    uint32_t id[4];
+    vm_status s = VM_OK;
+    for (size_t i = 0; !s && i < count; i++) s = vm_trace_take(t, bytes[i], name, &id[i]);
+    for (size_t i = 0; !s && i < count; i++) s = vm_trace_give(t, id[i]);
+    return s;
+}
+
+vm_status vm_trace_norm(vm_trace *t, vm_dtype dtype, size_t n, size_t c, size_t groups, size_t pixels, const char *name,
+                        uint32_t stats[2]) {
+    const uint64_t fused[2] = {4 * n * c, 4 * n * c}; /* float whatever the dtype */
+    vm_status s = vm_trace_take(t, n * groups * element(dtype), name, &stats[0]);
+    if (!s) s = vm_trace_take(t, n * groups * element(dtype), name, &stats[1]);
+    if (!s && pixels > 1) s = pass_through(t, fused, 2, name);
+    return s;
+}
+
+vm_attention vm_attention_kernel(const vm_attention_shape *a, const vm_trace_gpu *gpu) {
+    if (a->dtype != VM_F32 && gpu->sm >= 80 && a->depth <= 256 && !a->mask) return VM_ATTENTION_FLASH;
+    if (a->dtype == VM_BF16 && gpu->sm < 80) return VM_ATTENTION_MATH;
+    return VM_ATTENTION_EFFICIENT;
+}
+
+/* How many parts flash attention cuts the keys into when the queries alone do not fill the device. */
+static size_t flash_splits(const vm_attention_shape *a, const vm_trace_gpu *gpu) {
+    const size_t block = a->depth <= 64 ? 256 : a->depth <= 128 ? 128 : 64;
+    const size_t blocks = (a->keys + block - 1) / block, slots = 2 * (size_t)gpu->multiprocessors;
+    const size_t work = a->batch * a->heads * ((a->queries + 63) / 64);
+    if ((double)work >= 0.8 * (double)slots) return 1;
+    const size_t most = VM_MIN(VM_MIN(128, slots), blocks);
+    double best = 0, efficiency[129] = {0};
+    for (size_t n = 1; n <= most; n++) {
+        if (n > 1 && (blocks + n - 1) / n == (blocks + n - 2) / (n - 1)) continue; /* no part gets shorter */
+        const double waves = (double)(work * n) / (double)slots;
+        efficiency[n] = waves / (double)((work * n + slots - 1) / slots);
+        best = VM_MAX(best, efficiency[n]);
+    }
+    for (size_t n = 1; n <= most; n++)
+        if (efficiency[n] >= 0.85 * best && efficiency[n] > 0) return n;
+    return 1;
+}
+
+static vm_status flash(vm_trace *t, const vm_attention_shape *a, const vm_trace_gpu *gpu, const char *name,
+                       uint32_t *id) {
+    const size_t rows = a->batch * a->heads * a->queries, splits = flash_splits(a, gpu);
+    const size_t depth = VM_ROUND_UP(a->depth, 8), rounded = VM_ROUND_UP(a->depth, a->depth <= 128 ? 32 : 64);
+    const uint64_t other = a->batch * a->heads * a->keys * depth * 2;
+    const bool pads = depth != a->depth;
+    uint32_t padded[3] = {0};
+    vm_status s = VM_OK;
+    for (size_t i = 0; !s && pads && i < 3; i++) s = vm_trace_take(t, i ? other : rows * depth * 2, name, &padded[i]);
+    if (!s) s = vm_trace_take(t, rows * depth * 2, name, id);
+    const uint64_t lse_and_parts[3] = {4 * rows, 4 * splits * rows, 4 * splits * rows * rounded};
+    if (!s) s = pass_through(t, lse_and_parts, splits > 1 ? 3 : 1, name);
+    for (size_t i = 0; !s && pads && i < 3; i++) s = vm_trace_give(t, padded[i]);
+    return s;
+}
+
+static vm_status efficient(vm_trace *t, const vm_attention_shape *a, const char *name, uint32_t *id) {
+    const uint64_t count = a->batch * a->heads * a->queries * a->depth, sums = 4 * count;
+    vm_status s = vm_trace_take(t, count * element(a->dtype), name, id);
+    /* Heads wider than 128 are summed in memory, in float. */
+    if (!s && a->dtype != VM_F32 && a->depth > 128) s = pass_through(t, &sums, 1, name);
+    return s;
+}
+
+/* Queries, keys and values in float, scaled scores, a softmax that minds rows without keys. */
+static vm_status math(vm_trace *t, const vm_attention_shape *a, const char *name, uint32_t *id) {
+    const uint64_t rows = a->batch * a->heads * a->queries, q = 4 * rows * a->depth;
+    const uint64_t kv = 4 * a->batch * a->heads * a->keys * a->depth, scores = 4 * rows * a->keys;
+    const bool half = a->dtype != VM_F32;
+    uint32_t in[3] = {0}, scaled_q = 0, scaled_k = 0, raw = 0, soft = 0, safe = 0, out = 0;
+    vm_status s = VM_OK;
+    for (size_t i = 0; !s && half && i < 3; i++) s = vm_trace_take(t, i ? kv : q, name, &in[i]);
+    if (!s) s = vm_trace_take(t, q, name, &scaled_q);
+    if (!s) s = vm_trace_take(t, kv, name, &scaled_k);
+    if (!s) s = vm_trace_take(t, scores, name, &raw);
+    if (!s) s = vm_trace_blas(t, VM_TRACE_CUBLAS, name);
+    if (!s) s = vm_trace_give(t, scaled_k);
+    if (!s) s = vm_trace_take(t, scores, name, &soft);
+    const uint64_t masks[2] = {rows * a->keys, rows};
+    if (!s) s = vm_trace_take(t, scores, name, &safe);
+    if (!s) s = pass_through(t, masks, 2, name);
+    if (!s) s = vm_trace_give(t, soft);
+    if (!s) s = vm_trace_give(t, raw);
+    if (!s) s = vm_trace_take(t, q, name, &out);
+    if (!s) s = vm_trace_blas(t, VM_TRACE_CUBLAS, name);
+    if (!s && half) {
+        const uint64_t scores_in_half = scores / 2;
+        s = vm_trace_take(t, q / 2, name, id);
+        if (!s) s = pass_through(t, &scores_in_half, 1, name);
+        if (!s) s = vm_trace_give(t, out);
+    } else {
+        *id = out;
+    }
+    if (!s) s = vm_trace_give(t, safe);
+    if (!s) s = vm_trace_give(t, scaled_q);
+    for (size_t i = 0; !s && half && i < 3; i++) s = vm_trace_give(t, in[i]);
+    return s;
+}
+
+vm_status vm_trace_attention(vm_trace *t, const vm_attention_shape *a, const vm_trace_gpu *gpu, const char *name,
+                             uint32_t *id) {
+    switch (vm_attention_kernel(a, gpu)) {
+    case VM_ATTENTION_FLASH:
+        return flash(t, a, gpu, name, id);
+    case VM_ATTENTION_EFFICIENT:
+        return efficient(t, a, name, id);
+    default:
+        return math(t, a, name, id);
+    }
+}
+
+/* ---- running ---- */
+
+static uint64_t now(const vm_talloc *a, vm_talloc_kind kind) {
+    return (uint64_t)vm_talloc_get_stats(a)->of[kind][VM_TALLOC_ALL].current;
+}
+
+/* A workspace that is given back at once; *height: allocated bytes while it was there. */
+static vm_status borrow(vm_talloc *a, uint64_t bytes, uint64_t *height) {
+    uint64_t address;
+    vm_status s = vm_talloc_malloc(a, bytes, 0, &address);
+    if (s || !address) return s;
+    *height = now(a, VM_TALLOC_ALLOCATED_BYTES);
+    return vm_talloc_free(a, address);
+}
+
+static vm_status keep(vm_talloc *a, uint64_t bytes, uint64_t *address) {
+    return *address ? VM_OK : vm_talloc_malloc(a, bytes, 0, address);
+}
+
+static vm_status take_step(vm_trace_process *p, const vm_trace_step *step, uint64_t *address, uint64_t *height) {
+    vm_status s;
+    vm_talloc_tag(p->talloc, p->tag + step->name);
+    switch (step->op) {
+    case VM_TRACE_TAKE:
+        return vm_talloc_malloc(p->talloc, step->bytes, 0, &address[step->id]);
+    case VM_TRACE_GIVE:
+        s = address[step->id] ? vm_talloc_free(p->talloc, address[step->id]) : VM_OK; /* 0: a storage of 0 bytes */
+        address[step->id] = 0;
+        return s;
+    case VM_TRACE_CONV:
+        return borrow(p->talloc, p->workspace[step->id], height);
+    case VM_TRACE_CUBLASLT:
+        if (p->cublaslt_use == VM_CUBLASLT_EACH) return borrow(p->talloc, p->cublaslt_bytes, height);
+        s = keep(p->talloc, p->cublas_bytes, &p->cublas); /* cuBLASLt's handle is cuBLAS's */
+        return s || p->cublaslt_use == VM_CUBLASLT_SHARED ? s : keep(p->talloc, p->cublaslt_bytes, &p->cublaslt);
+    default:
+        return keep(p->talloc, p->cublas_bytes, &p->cublas);
+    }
+}
+
+vm_status vm_trace_run(const vm_trace *t, vm_trace_process *process, uint64_t *address, uint64_t *allocated,
+                       uint64_t *reserved) {
+    memset(address, 0, t->ids * sizeof *address);
+    for (size_t i = 0; i < t->steps; i++) {
+        uint64_t height = 0;
+        vm_status s = take_step(process, &t->step[i], address, &height);
+        if (s) {
+            const vm_talloc_oom *oom = s == VM_ENOMEM ? vm_talloc_last_oom(process->talloc) : NULL;
+            process->full = oom != NULL;
+            if (oom) process->oom = *oom; /* freeing forgets it */
+            for (size_t id = 0; id < t->ids; id++)
+                if (address[id] && vm_talloc_free(process->talloc, address[id]) == VM_OK) address[id] = 0;
+            return s;
+        }
+        if (allocated) allocated[i] = VM_MAX(height, now(process->talloc, VM_TALLOC_ALLOCATED_BYTES));
+        if (reserved) reserved[i] = now(process->talloc, VM_TALLOC_RESERVED_BYTES);
+    }
+    return VM_OK;
+}

@@ -1,0 +1,118 @@
+/* What a PyTorch call takes from the caching allocator and gives back, in order: tensors (their storages) and what
+ * operators take besides, on the eager CUDA path of PyTorch 2.5 and later.
+ *
+ *   torch_trace.c  the trace, its operators' temporaries, and a trace run on a simulated allocator
+ *   torch_vae.c    the traces of the VAEs, from an architecture
+ *
+ * A trace knows shapes, not devices: convolutions stand in it as questions (whose workspaces the caller looks up) and
+ * matrix products as uses of cuBLAS. vaemem/pytorch.py records the same traces from real modules under fake tensors. */
+#ifndef VM_TORCH_TRACE_H
+#define VM_TORCH_TRACE_H
+
+#include "torch_alloc.h"
+#include "workspace.h"
+
+typedef enum vm_trace_op {
+    VM_TRACE_TAKE,    /* a storage */
+    VM_TRACE_GIVE,    /* the storage `id`: its last reference went */
+    VM_TRACE_CONV,    /* the workspace of convolution `id`, taken and given back */
+    VM_TRACE_CUBLAS,  /* cuBLAS: its workspace is taken by the first use and kept */
+    VM_TRACE_CUBLASLT /* cuBLASLt: a workspace of its own, see vm_trace_blas */
+} vm_trace_op;
+
+typedef struct vm_trace_step {
+    vm_trace_op op;
+    uint32_t id;    /* of a storage, or of a convolution */
+    uint32_t name;  /* an index into vm_trace.name */
+    uint64_t bytes; /* as requested */
+} vm_trace_step;
+
+typedef struct vm_trace {
+    vm_mem *mem; /* owned */
+    size_t steps, step_room, convs, conv_room, names, name_room, bins;
+    uint32_t ids; /* storages are numbered from 0, in the order in which they are taken */
+    vm_trace_step *step;
+    vm_conv *conv; /* each question once */
+    char (*name)[VM_NAME];
+    uint32_t *bin; /* hash table of names: index + 1, or 0 */
+} vm_trace;
+
+vm_status vm_trace_new(vm_trace **out);
+void vm_trace_free(vm_trace *t); /* accepts NULL */
+
+/* Names over VM_NAME - 1 bytes lose their front. */
+vm_status vm_trace_take(vm_trace *t, uint64_t bytes, const char *name, uint32_t *id);
+vm_status vm_trace_give(vm_trace *t, uint32_t id);
+/* op: VM_TRACE_CUBLAS or VM_TRACE_CUBLASLT. */
+vm_status vm_trace_blas(vm_trace *t, vm_trace_op op, const char *name);
+vm_status vm_trace_conv(vm_trace *t, const vm_conv *conv, const char *name);
+
+/* ---- operators that take more than they return ---- */
+
+/* Statistics and the two fused parameter vectors of a group norm whose output was just taken; mean and rstd live on
+ * until vm_trace_give. pixels: h*w; with 1 the vectors are not made. */
+vm_status vm_trace_norm(vm_trace *t, vm_dtype dtype, size_t n, size_t c, size_t groups, size_t pixels, const char *name,
+                        uint32_t stats[2]);
+
+typedef enum vm_attention { VM_ATTENTION_FLASH, VM_ATTENTION_EFFICIENT, VM_ATTENTION_MATH } vm_attention;
+
+typedef struct vm_trace_gpu {
+    int sm; /* compute capability, 89 for 8.9 */
+    int multiprocessors;
+} vm_trace_gpu;
+
+typedef struct vm_attention_shape {
+    vm_dtype dtype;
+    size_t batch, heads, queries, keys, depth; /* depth: of a head */
+    bool mask;
+} vm_attention_shape;
+
+/* The kernel of scaled_dot_product_attention without dropout: flash where it can, else memory-efficient, else math. */
+vm_attention vm_attention_kernel(const vm_attention_shape *shape, const vm_trace_gpu *gpu);
+/* The whole call: the output is taken and stays; what the kernel takes besides comes and goes. */
+vm_status vm_trace_attention(vm_trace *t, const vm_attention_shape *shape, const vm_trace_gpu *gpu, const char *name,
+                             uint32_t *id);
+
+/* ---- a trace on a simulated device ---- */
+
+typedef enum vm_cublaslt { VM_CUBLASLT_EACH, VM_CUBLASLT_KEPT, VM_CUBLASLT_SHARED } vm_cublaslt;
+
+typedef struct vm_trace_process {
+    vm_talloc *talloc;         /* borrowed */
+    const uint64_t *workspace; /* [trace->convs], borrowed */
+    uint64_t cublas_bytes, cublaslt_bytes;
+    vm_cublaslt cublaslt_use;  /* taken by each call, kept by the first, or cuBLAS's own */
+    uint64_t cublas, cublaslt; /* in, out: addresses of what is kept; 0 before the first use */
+    uint32_t tag;              /* of the trace's first name, for the allocator's history */
+    bool full;                 /* out: the run failed because the simulated device was full, */
+    vm_talloc_oom oom;         /* and these are its figures */
+} vm_trace_process;
+
+/* address: [ids], out: of every storage that was not given back, 0 for the others. allocated, reserved: [steps] or
+ * NULL, out: bytes at the height of each step. On failure (out of memory above all) everything that the run took is
+ * given back. */
+vm_status vm_trace_run(const vm_trace *t, vm_trace_process *process, uint64_t *address, uint64_t *allocated,
+                       uint64_t *reserved);
+
+/* ---- the VAEs ---- */
+
+typedef enum vm_trace_runtime { VM_TORCH_DIFFUSERS, VM_TORCH_BFL } vm_trace_runtime;
+
+typedef struct vm_trace_vae {
+    const vm_arch *arch;
+    vm_trace_runtime runtime;
+    vm_op op;
+    vm_dtype dtype;
+    size_t height, width, batch; /* of the image; multiples of vm_arch_factor */
+    size_t tile;                 /* side of a tile in pixels; 0: tiling is off */
+    bool slicing;
+    vm_trace_gpu gpu;
+} vm_trace_vae;
+
+/* encode(image) or decode(latents) as the model's method; the input is the caller's and not in the trace. What stays:
+ * decode: the image; encode: bfl's latents, or diffusers' posterior (moments, logvar, std, var). */
+vm_status vm_trace_vae_build(const vm_trace_vae *vae, vm_trace **out);
+/* The parameters, taken one by one in the order in which Module.to moves them. */
+vm_status vm_trace_vae_weights(const vm_arch *arch, vm_trace_runtime runtime, vm_dtype dtype, vm_trace **out);
+
+#endif

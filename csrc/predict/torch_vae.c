@@ -1,0 +1,513 @@
+/* The traces of two PyTorch VAEs: diffusers' AutoencoderKL (0.33) and the AutoEncoder of BFL's flux repository, as
+ * InvokeAI carries it (silu; one tensor, where x * sigmoid(x) would be two).
+ *
+ * They compute the same. What differs is how long tensors live: a Python name (or a caller's, or the list of the BFL
+ * encoder) holds a tensor until it is bound anew or its function returns, and a statement such as h = norm(h) holds
+ * both for a moment.
+ *
+ *              resnet: norm1 silu conv1 norm2 silu conv2 (1x1 shortcut) add (diffusers: and a division by 1)
+ *   encode     conv_in | levels: resnets, pad + strided conv | mid: resnet attention resnet | norm silu conv_out | 1x1
+ *   decode     1x1 | conv_in | mid | levels: resnets, nearest 2x + conv | norm silu conv_out
+ *
+ * Functions named after a module return its output and leave its input to the caller. Errors stick in walk.status. */
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "torch_trace.h"
+
+enum { EXTERNAL = UINT32_MAX }; /* the id of the caller's input */
+
+/* CHANNELS_LAST_ONE: dense in channels-last order, but of batch 1 and with strides that PyTorch does not take for
+ * channels_last (the batch's is too small). Group norms and convolutions copy it, interpolation returns NCHW. */
+typedef enum layout { CONTIGUOUS, CHANNELS_LAST, CHANNELS_LAST_ONE } layout;
+
+typedef struct tensor {
+    uint32_t id;
+    size_t n, c, h, w;
+    layout layout;
+    bool slice; /* a view that is not dense: an operator that needs it dense copies it */
+} tensor;
+
+typedef struct walk {
+    vm_trace *t;
+    const vm_trace_vae *vae;
+    vm_status status;
+} walk;
+
+typedef struct path {
+    char text[2 * VM_NAME];
+} path;
+
+static path at(const path *parent, const char *format, ...) __attribute__((format(printf, 2, 3)));
+static path at(const path *parent, const char *format, ...) {
+    path p = *parent;
+    const size_t length = strlen(p.text);
+    va_list args;
+    va_start(args, format);
+    vsnprintf(p.text + length, sizeof p.text - length, format, args);
+    va_end(args);
+    return p;
+}
+
+static bool diffusers(const walk *w) { return w->vae->runtime == VM_TORCH_DIFFUSERS; }
+static size_t element(const walk *w) { return w->vae->dtype == VM_F32 ? 4 : 2; }
+
+/* ---- tensors ---- */
+
+static tensor take(walk *w, size_t n, size_t c, size_t h, size_t x, layout layout, const path *name) {
+    tensor y = {.id = EXTERNAL, .n = n, .c = c, .h = h, .w = x, .layout = layout};
+    if (!w->status) w->status = vm_trace_take(w->t, n * c * h * x * element(w), name->text, &y.id);
+    return y;
+}
+
+static tensor take_like(walk *w, const tensor *x, const path *name) {
+    return take(w, x->n, x->c, x->h, x->w, x->layout, name);
+}
+
+static void give(walk *w, const tensor *x) {
+    if (!w->status && x->id != EXTERNAL) w->status = vm_trace_give(w->t, x->id);
+}
+
+/* The name *x is bound to y: what it held goes. */
+static void bind(walk *w, tensor *x, tensor y) {
+    give(w, x);
+    *x = y;
+}
+
+/* x.contiguous(); a new tensor, or x itself. */
+static tensor contiguous(walk *w, const tensor *x, const path *name) {
+    if (x->layout == CONTIGUOUS && !x->slice) return *x;
+    const path copy = at(name, " [contiguous]");
+    return take(w, x->n, x->c, x->h, x->w, CONTIGUOUS, &copy);
+}
+
+static void give_copy(walk *w, const tensor *copy, const tensor *of) {
+    if (copy->id != of->id) give(w, copy);
+}
+
+/* ---- operators ---- */
+
+static tensor conv(walk *w, const tensor *x, size_t k, size_t side, size_t stride, size_t padding, const path *name) {
+    const bool nhwc = x->layout == CHANNELS_LAST && !x->slice;
+    const tensor in = nhwc ? *x : contiguous(w, x, name);
+    const size_t h = (x->h + 2 * padding - side) / stride + 1, wide = (x->w + 2 * padding - side) / stride + 1;
+    const tensor y = take(w, x->n, k, h, wide, nhwc ? CHANNELS_LAST : CONTIGUOUS, name);
+    const path filter_name = at(name, " [filter]"), workspace = at(name, " [workspace]");
+    uint32_t filter = EXTERNAL;
+    if (!w->status && nhwc && side > 1) /* a 1x1 filter is dense either way */
+        w->status = vm_trace_take(w->t, k * x->c * side * side * element(w), filter_name.text, &filter);
+    const vm_conv question = {.dtype = w->vae->dtype,
+                              .tf32 = true,
+                              .nhwc = nhwc,
+                              .n = (int64_t)x->n,
+                              .c = (int64_t)x->c,
+                              .h = (int64_t)x->h,
+                              .w = (int64_t)x->w,
+                              .k = (int64_t)k,
+                              .r = (int64_t)side,
+                              .s = (int64_t)side,
+                              .padding = (int64_t)padding,
+                              .stride = (int64_t)stride};
+    if (!w->status) w->status = vm_trace_conv(w->t, &question, workspace.text);
+    if (!w->status && filter != EXTERNAL) w->status = vm_trace_give(w->t, filter);
+    give_copy(w, &in, x);
+    return y;
+}
+
+static tensor conv3(walk *w, const tensor *x, size_t k, const path *name) { return conv(w, x, k, 3, 1, 1, name); }
+static tensor conv1(walk *w, const tensor *x, size_t k, const path *name) { return conv(w, x, k, 1, 1, 0, name); }
+
+static tensor norm(walk *w, const tensor *x, const path *name) {
+    const tensor in = contiguous(w, x, name);
+    const tensor y = take(w, x->n, x->c, x->h, x->w, CONTIGUOUS, name);
+    const path statistics = at(name, " [statistics]");
+    uint32_t stats[2];
+    if (!w->status)
+        w->status = vm_trace_norm(w->t, w->vae->dtype, x->n, x->c, w->vae->arch->norm_num_groups, x->h * x->w,
+                                  statistics.text, stats);
+    give_copy(w, &in, x);
+    for (int i = 0; !w->status && i < 2; i++) w->status = vm_trace_give(w->t, stats[i]);
+    return y;
+}
+
+static tensor upsample(walk *w, const tensor *x, const path *name) {
+    return take(w, x->n, x->c, 2 * x->h, 2 * x->w, x->layout == CHANNELS_LAST ? CHANNELS_LAST : CONTIGUOUS, name);
+}
+
+static void blas(walk *w, vm_trace_op op, const path *name) {
+    if (!w->status) w->status = vm_trace_blas(w->t, op, name->text);
+}
+
+/* One head as wide as the channels. */
+static tensor attend(walk *w, const tensor *x, const path *name) {
+    const vm_attention_shape shape = {
+        .dtype = w->vae->dtype, .batch = x->n, .heads = 1, .queries = x->h * x->w, .keys = x->h * x->w, .depth = x->c};
+    tensor y = *x;
+    if (!w->status) w->status = vm_trace_attention(w->t, &shape, &w->vae->gpu, name->text, &y.id);
+    return y;
+}
+
+/* ---- blocks ---- */
+
+static tensor resnet(walk *w, const tensor *x, size_t c, const path *name) {
+    const path norm1 = at(name, ".norm1"), act1 = at(name, ".norm1 [silu]"), conv_1 = at(name, ".conv1");
+    const path norm2 = at(name, ".norm2"), act2 = at(name, ".norm2 [silu]"), conv_2 = at(name, ".conv2");
+    const path shortcut = at(name, diffusers(w) ? ".conv_shortcut" : ".nin_shortcut"), sum_name = at(name, " [sum]");
+    tensor h = norm(w, x, &norm1);
+    bind(w, &h, take_like(w, &h, &act1));
+    bind(w, &h, conv3(w, &h, c, &conv_1));
+    bind(w, &h, norm(w, &h, &norm2));
+    bind(w, &h, take_like(w, &h, &act2));
+    bind(w, &h, conv3(w, &h, c, &conv_2));
+    tensor skip = *x;
+    if (x->c != c) {
+        const tensor in = diffusers(w) ? contiguous(w, x, &shortcut) : *x;
+        skip = conv1(w, &in, c, &shortcut);
+        give_copy(w, &in, x);
+    }
+    tensor y = take_like(w, &skip, &sum_name);
+    if (diffusers(w)) bind(w, &y, take_like(w, &y, name)); /* / output_scale_factor */
+    give_copy(w, &skip, x);
+    give(w, &h);
+    return y;
+}
+
+/* (N, H*W, C) seen as (N, C, H, W): with one image the batch's stride collapses, see CHANNELS_LAST_ONE. */
+static layout seen_as_image(const tensor *x) {
+    if (x->c == 1 || x->h * x->w == 1) return CONTIGUOUS;
+    return x->n == 1 ? CHANNELS_LAST_ONE : CHANNELS_LAST;
+}
+
+static tensor attention_diffusers(walk *w, const tensor *x, const path *name) {
+    const path group_norm = at(name, ".group_norm"), out = at(name, ".to_out.0"), sum = at(name, " [sum]");
+    const path linear[3] = {at(name, ".to_q"), at(name, ".to_k"), at(name, ".to_v")};
+    const tensor normed = norm(w, x, &group_norm);
+    /* Their input is transposed: a batched product, the bias added in place. Of one pixel it is dense, and the bias
+     * fused. */
+    const vm_trace_op product_op = x->h * x->w > 1 ? VM_TRACE_CUBLAS : VM_TRACE_CUBLASLT;
+    tensor qkv[3];
+    for (int i = 0; i < 3; i++) {
+        qkv[i] = take_like(w, &normed, &linear[i]);
+        blas(w, product_op, &linear[i]);
+    }
+    const path product = at(name, " [attention]"), workspace = at(&out, " [workspace]");
+    tensor h = attend(w, x, &product);
+    const tensor projected = take_like(w, &normed, &out);
+    blas(w, VM_TRACE_CUBLASLT, &workspace);
+    bind(w, &h, projected);
+    tensor y = take(w, x->n, x->c, x->h, x->w, seen_as_image(x), &sum);
+    give(w, &h);
+    bind(w, &y, take_like(w, &y, name)); /* / rescale_output_factor */
+    give(w, &normed);
+    for (int i = 0; i < 3; i++) give(w, &qkv[i]);
+    return y;
+}
+
+static tensor attention_bfl(walk *w, const tensor *x, const path *name) {
+    const path group_norm = at(name, ".norm"), product = at(name, " [attention]"), out = at(name, ".proj_out");
+    const path linear[3] = {at(name, ".q"), at(name, ".k"), at(name, ".v")};
+    const tensor normed = norm(w, x, &group_norm);
+    tensor qkv[3];
+    for (int i = 0; i < 3; i++) qkv[i] = conv1(w, &normed, x->c, &linear[i]);
+    for (int i = 0; i < 3 && x->c > 1 && x->h * x->w > 1; i++) { /* (N, 1, H*W, C), made contiguous */
+        const path copy = at(&linear[i], " [contiguous]");
+        bind(w, &qkv[i], take_like(w, &qkv[i], &copy));
+    }
+    tensor h = attend(w, x, &product);
+    give(w, &normed);
+    for (int i = 0; i < 3; i++) give(w, &qkv[i]);
+    h.layout = x->c > 1 ? CHANNELS_LAST : CONTIGUOUS;
+    bind(w, &h, conv1(w, &h, x->c, &out));
+    const tensor y = take_like(w, x, name);
+    give(w, &h);
+    return y;
+}
+
+/* drops: x goes as soon as the first resnet is done. */
+static tensor mid(walk *w, const tensor *x, bool drops, const path *name) {
+    const bool d = diffusers(w);
+    const path first = at(name, d ? "mid_block.resnets.0" : "mid.block_1"),
+               second = at(name, d ? "mid_block.resnets.1" : "mid.block_2");
+    const path attention = at(name, d ? "mid_block.attentions.0" : "mid.attn_1");
+    tensor h = resnet(w, x, x->c, &first);
+    if (drops) give(w, x);
+    if (w->vae->arch->mid_block_add_attention)
+        bind(w, &h, d ? attention_diffusers(w, &h, &attention) : attention_bfl(w, &h, &attention));
+    bind(w, &h, resnet(w, &h, x->c, &second));
+    return h;
+}
+
+/* norm, silu, conv_out of *x, which is bound to the result. */
+static void finish(walk *w, tensor *x, size_t c, const path *name) {
+    const path normed = at(name, diffusers(w) ? "conv_norm_out" : "norm_out"), act = at(&normed, " [silu]"),
+               out = at(name, "conv_out");
+    bind(w, x, norm(w, x, &normed));
+    bind(w, x, take_like(w, x, &act));
+    bind(w, x, conv3(w, x, c, &out));
+}
+
+static tensor downsample(walk *w, const tensor *x, const path *name) {
+    const path pad = at(name, " [pad]");
+    const tensor padded = take(w, x->n, x->c, x->h + 1, x->w + 1, x->layout, &pad);
+    const tensor y = conv(w, &padded, x->c, 3, 2, 0, name);
+    give(w, &padded);
+    return y;
+}
+
+static tensor upsample_conv(walk *w, const tensor *x, const path *name) {
+    const path nearest = at(name, " [nearest 2x]");
+    const tensor wide = upsample(w, x, &nearest);
+    const tensor y = conv3(w, &wide, x->c, name);
+    give(w, &wide);
+    return y;
+}
+
+/* ---- encoder and decoder ---- */
+
+enum { MOST_KEPT = VM_MAX_LEVELS * (VM_MAX_LAYERS + 1) + 1 };
+
+static tensor encoder(walk *w, const tensor *image) {
+    const vm_arch *a = w->vae->arch;
+    const path name = {"encoder."}, in = at(&name, "conv_in");
+    tensor h = conv3(w, image, a->block_out_channels[0], &in);
+    tensor kept[MOST_KEPT]; /* BFL: every level's activations stay in a list. diffusers: the caller's name holds a
+                               block's input. */
+    size_t keeps = 0;
+    for (size_t level = 0; level < a->levels; level++) {
+        tensor held = h;
+        for (size_t i = 0; i < a->layers_per_block + (level + 1 < a->levels); i++) {
+            const bool last = i == a->layers_per_block;
+            const path block = diffusers(w) ? last ? at(&name, "down_blocks.%zu.downsamplers.0.conv", level)
+                                                   : at(&name, "down_blocks.%zu.resnets.%zu", level, i)
+                               : last       ? at(&name, "down.%zu.downsample.conv", level)
+                                            : at(&name, "down.%zu.block.%zu", level, i);
+            const tensor y = last ? downsample(w, &h, &block) : resnet(w, &h, a->block_out_channels[level], &block);
+            if (!diffusers(w))
+                kept[keeps++] = h;
+            else if (h.id != held.id)
+                give(w, &h);
+            h = y;
+        }
+        if (diffusers(w)) give(w, &held);
+    }
+    const tensor last = h;
+    h = mid(w, &h, false, &name);
+    if (diffusers(w)) give(w, &last);
+    finish(w, &h, 2 * a->latent_channels, &name);
+    for (size_t i = 0; i < keeps; i++) give(w, &kept[i]);
+    if (!diffusers(w)) give(w, &last);
+    return h;
+}
+
+static tensor decoder(walk *w, const tensor *z) {
+    const vm_arch *a = w->vae->arch;
+    const path name = {"decoder."}, in = at(&name, "conv_in");
+    tensor h = conv3(w, z, a->block_out_channels[a->levels - 1], &in);
+    const tensor first = h;
+    h = mid(w, &h, !diffusers(w), &name); /* diffusers: the caller's name holds it */
+    if (diffusers(w)) give(w, &first);
+    for (size_t i = 0; i < a->levels; i++) {
+        const size_t level = a->levels - 1 - i;
+        tensor held = h;
+        for (size_t j = 0; j < a->layers_per_block + 1 + (level > 0); j++) {
+            const bool last = j == a->layers_per_block + 1;
+            const path block = diffusers(w) ? last ? at(&name, "up_blocks.%zu.upsamplers.0.conv", i)
+                                                   : at(&name, "up_blocks.%zu.resnets.%zu", i, j)
+                               : last       ? at(&name, "up.%zu.upsample.conv", level)
+                                            : at(&name, "up.%zu.block.%zu", level, j);
+            const tensor y = last ? upsample_conv(w, &h, &block) : resnet(w, &h, a->block_out_channels[level], &block);
+            if (!diffusers(w) || h.id != held.id) give(w, &h);
+            h = y;
+        }
+        if (diffusers(w)) give(w, &held); /* the caller's name held the block's input */
+    }
+    finish(w, &h, a->out_channels, &name);
+    return h;
+}
+
+static tensor encode_moments(walk *w, const tensor *image) {
+    const path name = {"quant_conv"};
+    tensor h = encoder(w, image);
+    if (w->vae->arch->use_quant_conv && diffusers(w)) bind(w, &h, conv1(w, &h, h.c, &name));
+    return h;
+}
+
+static tensor decode_latents(walk *w, const tensor *z) {
+    const path name = {"post_quant_conv"};
+    tensor h = *z;
+    if (w->vae->arch->use_post_quant_conv && diffusers(w)) h = conv1(w, z, z->c, &name);
+    const tensor y = decoder(w, &h);
+    give_copy(w, &h, z);
+    return y;
+}
+
+/* ---- tiles, slices, and what the methods add ---- */
+
+/* b[...] = a[...] * s + b[...] * t, line by line; count: elements of a line. */
+static void blend(walk *w, size_t lines, size_t count, const path *name) {
+    for (size_t i = 0; i < lines; i++) {
+        tensor line[3];
+        for (int k = 0; k < 3; k++) line[k] = take(w, 1, 1, 1, count, CONTIGUOUS, name);
+        for (int k = 0; k < 3; k++) give(w, &line[k]);
+    }
+}
+
+enum { MOST_TILES = 65536 };
+
+static tensor tiled(walk *w, const tensor *x) {
+    const bool decodes = w->vae->op == VM_DECODE;
+    const size_t factor = vm_arch_factor(w->vae->arch), tile = w->vae->tile, small = tile / factor;
+    const size_t in = decodes ? small : tile, out = decodes ? tile : small, step = in - in / 4, extent = out / 4;
+    const size_t rows = (x->h + step - 1) / step, cols = (x->w + step - 1) / step, limit = out - extent;
+    const path blending = {"blend"}, cat = {"cat"};
+    void *room = NULL;
+    if (rows * cols > MOST_TILES)
+        w->status = vm_fail(VM_EINVAL, "tile: want at most %d tiles, got %zu x %zu", MOST_TILES, rows, cols);
+    if (!w->status) w->status = vm_mem_alloc(w->t->mem, VM_SCRATCH, (rows * cols + rows) * sizeof(tensor), &room);
+    if (w->status) return *x;
+    tensor *grid = room, *strip = grid + rows * cols;
+    for (size_t i = 0; i < rows * cols; i++) {
+        tensor part = *x;
+        part.h = VM_MIN(in, x->h - i / cols * step);
+        part.w = VM_MIN(in, x->w - i % cols * step);
+        part.slice = (part.h > 1 && part.w != x->w) || (x->n * x->c > 1 && part.h * part.w != x->h * x->w);
+        grid[i] = decodes ? decode_latents(w, &part) : encode_moments(w, &part);
+    }
+    for (size_t r = 0; r < rows; r++) {
+        size_t wide = 0;
+        for (size_t c = 0; c < cols; c++) {
+            const tensor *tile_ = &grid[r * cols + c], *above = tile_ - cols, *left = tile_ - 1;
+            const size_t planes = tile_->n * tile_->c;
+            if (r) blend(w, VM_MIN(VM_MIN(above->h, tile_->h), extent), planes * tile_->w, &blending);
+            if (c) blend(w, VM_MIN(VM_MIN(left->w, tile_->w), extent), planes * tile_->h, &blending);
+            wide += VM_MIN(tile_->w, limit);
+        }
+        const tensor *first = &grid[r * cols];
+        strip[r] = take(w, first->n, first->c, VM_MIN(first->h, limit), wide, CONTIGUOUS, &cat);
+    }
+    size_t high = 0;
+    for (size_t r = 0; r < rows; r++) high += strip[r].h;
+    const tensor y = take(w, strip[0].n, strip[0].c, high, strip[0].w, CONTIGUOUS, &cat);
+    for (size_t i = 0; i < rows * cols + rows; i++) give(w, &grid[i]);
+    vm_mem_free(w->t->mem, VM_SCRATCH, room, (rows * cols + rows) * sizeof(tensor));
+    return y;
+}
+
+static tensor one_call(walk *w, const tensor *x) {
+    const size_t factor = vm_arch_factor(w->vae->arch),
+                 side = w->vae->op == VM_DECODE ? w->vae->tile / factor : w->vae->tile;
+    if (w->vae->tile && (x->h > side || x->w > side)) return tiled(w, x);
+    return w->vae->op == VM_DECODE ? decode_latents(w, x) : encode_moments(w, x);
+}
+
+/* A latent-sized tensor: half of the moments' channels. */
+static tensor half(walk *w, const tensor *moments, const char *name) {
+    const path p = at(&(path){""}, "%s", name);
+    return take(w, moments->n, moments->c / 2, moments->h, moments->w, CONTIGUOUS, &p);
+}
+
+/* DiagonalGaussianDistribution: mean and log-variance are views of the moments, the latter clamped into a copy. */
+static void posterior(walk *w, const tensor *moments) {
+    half(w, moments, "posterior.logvar");
+    const tensor halved = half(w, moments, "posterior [0.5 * logvar]");
+    half(w, moments, "posterior.std");
+    give(w, &halved);
+    half(w, moments, "posterior.var");
+}
+
+static void sliced(walk *w, const tensor *x) {
+    const path cat = {"cat"};
+    void *room;
+    if (!w->status) w->status = vm_mem_alloc(w->t->mem, VM_SCRATCH, x->n * sizeof(tensor), &room);
+    if (w->status) return;
+    tensor *part = room, one = *x;
+    one.n = 1;
+    for (size_t i = 0; i < x->n; i++) part[i] = one_call(w, &one);
+    const tensor y = take(w, x->n, part[0].c, part[0].h, part[0].w, CONTIGUOUS, &cat);
+    if (w->vae->op == VM_ENCODE) posterior(w, &y); /* while the list of slices is still there */
+    for (size_t i = 0; i < x->n; i++) give(w, &part[i]);
+    vm_mem_free(w->t->mem, VM_SCRATCH, room, x->n * sizeof(tensor));
+}
+
+/* The sample that BFL's encode returns: mean + exp(0.5 * logvar) * noise, shifted and scaled. */
+static void sample_bfl(walk *w, tensor *moments) {
+    const tensor halved = half(w, moments, "reg [0.5 * logvar]"), std = half(w, moments, "reg.std");
+    give(w, &halved);
+    const tensor noise = half(w, moments, "reg [noise]"), scaled = half(w, moments, "reg [std * noise]");
+    give(w, &noise);
+    tensor z = half(w, moments, "reg");
+    give(w, &scaled);
+    give(w, &std);
+    give(w, moments);
+    const tensor shifted = half(w, moments, "encode [z - shift]");
+    const tensor latents = half(w, moments, "encode");
+    give(w, &shifted);
+    give(w, &z);
+    *moments = latents;
+}
+
+static void walk_vae(walk *w) {
+    const vm_trace_vae *v = w->vae;
+    const size_t factor = vm_arch_factor(v->arch);
+    const bool decodes = v->op == VM_DECODE;
+    const path scaled = {"decode [z / scale]"}, shifted = {"decode [+ shift]"};
+    tensor x = {.id = EXTERNAL, .n = v->batch, .c = v->arch->in_channels, .h = v->height, .w = v->width};
+    if (decodes)
+        x = (tensor){.id = EXTERNAL,
+                     .n = v->batch,
+                     .c = v->arch->latent_channels,
+                     .h = v->height / factor,
+                     .w = v->width / factor};
+    const bool own_input = decodes && !diffusers(w); /* z / scale + shift */
+    if (own_input) {
+        x = take_like(w, &x, &scaled);
+        bind(w, &x, take_like(w, &x, &shifted));
+    }
+    if (v->slicing && v->batch > 1) {
+        sliced(w, &x);
+        return;
+    }
+    tensor y = one_call(w, &x);
+    if (own_input) give(w, &x);
+    if (!decodes && diffusers(w)) posterior(w, &y);
+    if (!decodes && !diffusers(w)) sample_bfl(w, &y);
+}
+
+/* ---- what the outside calls ---- */
+
+static vm_status check(const vm_trace_vae *v) {
+    const size_t factor = vm_arch_factor(v->arch), least = v->tile / factor;
+    const struct {
+        const char *what;
+        size_t value;
+    } sides[] = {{"height", v->height}, {"width", v->width}};
+    for (int i = 0; i < 2; i++)
+        if (!sides[i].value || sides[i].value % factor || sides[i].value > 1u << 20)
+            return vm_fail(VM_EINVAL, "%s: want a multiple of %zu up to 2^20, got %zu", sides[i].what, factor,
+                           sides[i].value);
+    if (!v->batch || v->batch > 1u << 16) return vm_fail(VM_EINVAL, "batch: want 1 to 65536, got %zu", v->batch);
+    if (v->tile && (v->tile % factor || least < 4))
+        return vm_fail(VM_EINVAL, "tile: want a multiple of %zu, at least %zu, got %zu", factor, 4 * factor, v->tile);
+    if ((v->tile || v->slicing) && v->runtime == VM_TORCH_BFL)
+        return vm_fail(VM_EINVAL, "tile, slicing: the bfl runtime has neither");
+    const bool quant = v->arch->use_quant_conv || v->arch->use_post_quant_conv;
+    if (quant && v->runtime == VM_TORCH_BFL)
+        return vm_fail(VM_EINVAL, "runtime: the bfl AutoEncoder has no quant convolutions, %s has", v->arch->name);
+    return VM_OK;
+}
+
+vm_status vm_trace_vae_build(const vm_trace_vae *vae, vm_trace **out) {
+    *out = NULL;
+    vm_status s = vm_arch_check(vae->arch);
+    if (!s) s = check(vae);
+    if (!s) s = vm_trace_new(out);
+    if (s) return s;
+    walk w = {.t = *out, .vae = vae};
+    walk_vae(&w);
+    if (w.status) {
+        vm_trace_free(*out);
+        *out = NULL;
+    }
+    return w.status;
+}

@@ -1,0 +1,418 @@
+/* vaemem._core.Trace: what a PyTorch call takes and gives back, built from an architecture or recorded step by step. */
+#include "py.h"
+#include "../predict/torch_trace.h"
+
+int vm_py_add_trace(PyObject *module);
+vm_talloc *vm_py_allocator(PyObject *object); /* py_allocator.c */
+
+typedef struct Trace {
+    PyObject_HEAD vm_trace *trace;
+} Trace;
+
+static const char *const dtype_name[] = {[VM_F32] = "float32", [VM_F16] = "float16", [VM_BF16] = "bfloat16"};
+static const char *const runtime_name[] = {[VM_TORCH_DIFFUSERS] = "diffusers", [VM_TORCH_BFL] = "bfl"};
+static const char *const op_name[] = {[VM_ENCODE] = "encode", [VM_DECODE] = "decode"};
+static const char *const step_name[] = {"take", "give", "conv", "cublas", "cublaslt"};
+static const char *const cublaslt_name[] = {"each", "kept", "shared"};
+
+/* The index of text among names; -1 with a ValueError that names the argument. */
+static int choose(const char *argument, const char *text, const char *const *names, int count) {
+    for (int i = 0; i < count; i++)
+        if (!strcmp(text, names[i])) return i;
+    PyObject *list = PyList_New(0);
+    for (int i = 0; list && i < count; i++) {
+        PyObject *name = PyUnicode_FromString(names[i]);
+        if (!name || PyList_Append(list, name)) Py_CLEAR(list);
+        Py_XDECREF(name);
+    }
+    if (list) PyErr_Format(PyExc_ValueError, "%s: want one of %R, got '%s'", argument, list, text);
+    Py_XDECREF(list);
+    return -1;
+}
+#define CHOOSE(argument, text, names) choose(argument, text, names, (int)(sizeof(names) / sizeof *(names)))
+
+static PyObject *wrap(PyTypeObject *type, vm_trace *trace) {
+    Trace *self = (Trace *)type->tp_alloc(type, 0);
+    if (self)
+        self->trace = trace;
+    else
+        vm_trace_free(trace);
+    return (PyObject *)self;
+}
+
+static PyObject *trace_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {NULL};
+    vm_trace *trace;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, ":Trace", names)) return NULL;
+    vm_status s = vm_trace_new(&trace);
+    return s ? vm_py_raise(s) : wrap(type, trace);
+}
+
+static void trace_dealloc(Trace *self) {
+    PyTypeObject *type = Py_TYPE(self);
+    vm_trace_free(self->trace);
+    type->tp_free((PyObject *)self);
+    Py_DECREF(type);
+}
+
+/* ---- from an architecture ---- */
+
+static PyObject *trace_vae(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"arch",  "runtime", "op",      "dtype", "height",          "width",
+                            "batch", "tile",    "slicing", "sm",    "multiprocessors", NULL};
+    PyObject *dict;
+    const char *runtime, *op, *dtype;
+    Py_ssize_t height, width, batch = 1, tile = 0;
+    int slicing = 0, sm = 89, multiprocessors = 128;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "Osssnn|nnpii:vae", names, &dict, &runtime, &op, &dtype, &height,
+                                     &width, &batch, &tile, &slicing, &sm, &multiprocessors))
+        return NULL;
+    vm_arch arch;
+    const int r = CHOOSE("runtime", runtime, runtime_name), o = r < 0 ? -1 : CHOOSE("op", op, op_name);
+    const int d = o < 0 ? -1 : CHOOSE("dtype", dtype, dtype_name);
+    if (d < 0 || vm_py_arch_from_dict(dict, &arch)) return NULL;
+    if (height < 1 || width < 1 || batch < 1 || tile < 0)
+        return PyErr_Format(PyExc_ValueError,
+                            "height, width, batch, tile: want 1 or more (a tile of 0 is none), got %zd, %zd, %zd, %zd",
+                            height, width, batch, tile);
+    const vm_trace_vae vae = {.arch = &arch,
+                              .runtime = (vm_trace_runtime)r,
+                              .op = (vm_op)o,
+                              .dtype = (vm_dtype)d,
+                              .height = (size_t)height,
+                              .width = (size_t)width,
+                              .batch = (size_t)batch,
+                              .tile = (size_t)tile,
+                              .slicing = slicing,
+                              .gpu = {.sm = sm, .multiprocessors = multiprocessors}};
+    vm_trace *trace;
+    vm_status s;
+    Py_BEGIN_ALLOW_THREADS s = vm_trace_vae_build(&vae, &trace);
+    Py_END_ALLOW_THREADS return s ? vm_py_raise(s) : wrap(type, trace);
+}
+
+static PyObject *trace_weights(PyTypeObject *type, PyObject *args) {
+    PyObject *dict;
+    const char *runtime, *dtype;
+    vm_arch arch;
+    if (!PyArg_ParseTuple(args, "Oss:weights", &dict, &runtime, &dtype)) return NULL;
+    const int r = CHOOSE("runtime", runtime, runtime_name), d = r < 0 ? -1 : CHOOSE("dtype", dtype, dtype_name);
+    if (d < 0 || vm_py_arch_from_dict(dict, &arch)) return NULL;
+    vm_trace *trace;
+    vm_status s = vm_trace_vae_weights(&arch, (vm_trace_runtime)r, (vm_dtype)d, &trace);
+    return s ? vm_py_raise(s) : wrap(type, trace);
+}
+
+/* ---- recorded step by step ---- */
+
+static PyObject *trace_take(Trace *self, PyObject *args) {
+    unsigned long long bytes;
+    const char *name;
+    uint32_t id;
+    if (!PyArg_ParseTuple(args, "Ks:take", &bytes, &name)) return NULL;
+    vm_status s = vm_trace_take(self->trace, bytes, name, &id);
+    return s ? vm_py_raise(s) : PyLong_FromUnsignedLong(id);
+}
+
+static PyObject *trace_give(Trace *self, PyObject *number) {
+    const unsigned long id = PyLong_AsUnsignedLong(number);
+    if (PyErr_Occurred()) return NULL;
+    vm_status s = vm_trace_give(self->trace, (uint32_t)VM_MIN(id, UINT32_MAX));
+    return s ? vm_py_raise(s) : Py_NewRef(Py_None);
+}
+
+static PyObject *trace_blas(Trace *self, PyObject *args) {
+    const char *name;
+    int lt = 0;
+    if (!PyArg_ParseTuple(args, "s|p:blas", &name, &lt)) return NULL;
+    vm_status s = vm_trace_blas(self->trace, lt ? VM_TRACE_CUBLASLT : VM_TRACE_CUBLAS, name);
+    return s ? vm_py_raise(s) : Py_NewRef(Py_None);
+}
+
+static PyObject *trace_conv(Trace *self, PyObject *args) {
+    const char *dtype, *name;
+    long long n, c, h, w, k, r, stride, padding;
+    int nhwc;
+    if (!PyArg_ParseTuple(args, "sLLLLLLLLps:conv", &dtype, &n, &c, &h, &w, &k, &r, &stride, &padding, &nhwc, &name))
+        return NULL;
+    const int d = CHOOSE("dtype", dtype, dtype_name);
+    if (d < 0) return NULL;
+    const vm_conv conv = {.dtype = (vm_dtype)d,
+                          .tf32 = true,
+                          .nhwc = nhwc,
+                          .n = n,
+                          .c = c,
+                          .h = h,
+                          .w = w,
+                          .k = k,
+                          .r = r,
+                          .s = r,
+                          .padding = padding,
+                          .stride = stride};
+    vm_status s = vm_trace_conv(self->trace, &conv, name);
+    return s ? vm_py_raise(s) : Py_NewRef(Py_None);
+}
+
+static PyObject *trace_norm(Trace *self, PyObject *args) {
+    const char *dtype, *name;
+    Py_ssize_t n, c, groups, pixels;
+    uint32_t stats[2];
+    if (!PyArg_ParseTuple(args, "snnnns:norm", &dtype, &n, &c, &groups, &pixels, &name)) return NULL;
+    const int d = CHOOSE("dtype", dtype, dtype_name);
+    if (d < 0) return NULL;
+    vm_status s =
+        vm_trace_norm(self->trace, (vm_dtype)d, (size_t)n, (size_t)c, (size_t)groups, (size_t)pixels, name, stats);
+    return s ? vm_py_raise(s) : Py_BuildValue("(II)", stats[0], stats[1]);
+}
+
+static PyObject *trace_attention(Trace *self, PyObject *args) {
+    const char *dtype, *name;
+    Py_ssize_t batch, heads, queries, keys, depth;
+    int mask, sm, multiprocessors;
+    uint32_t id;
+    if (!PyArg_ParseTuple(args, "snnnnnpiis:attention", &dtype, &batch, &heads, &queries, &keys, &depth, &mask, &sm,
+                          &multiprocessors, &name))
+        return NULL;
+    const int d = CHOOSE("dtype", dtype, dtype_name);
+    if (d < 0) return NULL;
+    const vm_attention_shape shape = {.dtype = (vm_dtype)d,
+                                      .batch = (size_t)batch,
+                                      .heads = (size_t)heads,
+                                      .queries = (size_t)queries,
+                                      .keys = (size_t)keys,
+                                      .depth = (size_t)depth,
+                                      .mask = mask};
+    const vm_trace_gpu gpu = {.sm = sm, .multiprocessors = multiprocessors};
+    vm_status s = vm_trace_attention(self->trace, &shape, &gpu, name, &id);
+    return s ? vm_py_raise(s) : PyLong_FromUnsignedLong(id);
+}
+
+/* ---- reading ---- */
+
+static PyObject *conv_tuple(const vm_conv *c) {
+    return Py_BuildValue("(sLLLLLLLLs)", dtype_name[c->dtype], (long long)c->n, (long long)c->c, (long long)c->h,
+                         (long long)c->w, (long long)c->k, (long long)c->r, (long long)c->stride, (long long)c->padding,
+                         c->nhwc ? "nhwc" : "nchw");
+}
+
+static PyObject *step_tuple(const vm_trace *t, const vm_trace_step *step) {
+    return Py_BuildValue("(sIKs)", step_name[step->op], step->id, (unsigned long long)step->bytes,
+                         step->op == VM_TRACE_GIVE ? "" : t->name[step->name]);
+}
+
+static PyObject *trace_convs(Trace *self, void *Py_UNUSED(closure)) {
+    const vm_trace *t = self->trace;
+    PyObject *list = PyList_New((Py_ssize_t)t->convs);
+    for (size_t i = 0; list && i < t->convs; i++) {
+        PyObject *item = conv_tuple(&t->conv[i]);
+        if (item)
+            PyList_SET_ITEM(list, (Py_ssize_t)i, item);
+        else
+            Py_CLEAR(list);
+    }
+    return list;
+}
+
+static PyObject *trace_steps(Trace *self, void *Py_UNUSED(closure)) {
+    const vm_trace *t = self->trace;
+    PyObject *list = PyList_New((Py_ssize_t)t->steps);
+    for (size_t i = 0; list && i < t->steps; i++) {
+        PyObject *item = step_tuple(t, &t->step[i]);
+        if (item)
+            PyList_SET_ITEM(list, (Py_ssize_t)i, item);
+        else
+            Py_CLEAR(list);
+    }
+    return list;
+}
+
+static PyObject *trace_kept(Trace *self, void *Py_UNUSED(closure)) {
+    const vm_trace *t = self->trace;
+    bool *given = PyMem_Calloc(t->ids ? t->ids : 1, sizeof *given);
+    PyObject *list = given ? PyList_New(0) : PyErr_NoMemory();
+    for (size_t i = 0; given && i < t->steps; i++)
+        if (t->step[i].op == VM_TRACE_GIVE) given[t->step[i].id] = true;
+    for (size_t i = 0; list && i < t->steps; i++) {
+        if (t->step[i].op != VM_TRACE_TAKE || given[t->step[i].id]) continue;
+        PyObject *item = step_tuple(t, &t->step[i]);
+        if (!item || PyList_Append(list, item)) Py_CLEAR(list);
+        Py_XDECREF(item);
+    }
+    PyMem_Free(given);
+    return list;
+}
+
+static PyObject *trace_names(Trace *self, void *Py_UNUSED(closure)) {
+    const vm_trace *t = self->trace;
+    PyObject *list = PyList_New((Py_ssize_t)t->names);
+    for (size_t i = 0; list && i < t->names; i++) {
+        PyObject *item = PyUnicode_FromString(t->name[i]);
+        if (item)
+            PyList_SET_ITEM(list, (Py_ssize_t)i, item);
+        else
+            Py_CLEAR(list);
+    }
+    return list;
+}
+
+/* ---- running ---- */
+
+static void raise_full(PyObject *allocator, const vm_talloc_oom *oom) {
+    PyObject *type = PyObject_GetAttrString(allocator, "OutOfMemoryError");
+    PyObject *error = type ? PyObject_CallFunction(type, "s", vm_error()) : NULL;
+    const struct {
+        const char *name;
+        uint64_t value;
+    } figures[] = {{"requested", oom->requested}, {"wanted", oom->wanted},   {"total", oom->total},
+                   {"free", oom->free},           {"allowed", oom->allowed}, {"allocated", oom->allocated},
+                   {"reserved", oom->reserved}};
+    for (size_t i = 0; error && i < sizeof figures / sizeof *figures; i++) {
+        PyObject *value = PyLong_FromUnsignedLongLong(figures[i].value);
+        if (!value || PyObject_SetAttrString(error, figures[i].name, value)) Py_CLEAR(error);
+        Py_XDECREF(value);
+    }
+    if (error) PyErr_SetObject(type, error);
+    Py_XDECREF(error);
+    Py_XDECREF(type);
+}
+
+/* Reads the workspaces into a new array; NULL with an exception set. */
+static uint64_t *read_workspaces(PyObject *object, size_t count) {
+    PyObject *list = PySequence_Fast(object, "workspaces: want a sequence of integers");
+    if (!list) return NULL;
+    uint64_t *bytes = NULL;
+    if ((size_t)PySequence_Fast_GET_SIZE(list) != count)
+        PyErr_Format(PyExc_ValueError, "workspaces: want %zu of them, got %zd", count, PySequence_Fast_GET_SIZE(list));
+    else if (!(bytes = PyMem_Calloc(count ? count : 1, sizeof *bytes)))
+        PyErr_NoMemory();
+    for (size_t i = 0; bytes && i < count; i++) {
+        bytes[i] = PyLong_AsUnsignedLongLong(PySequence_Fast_GET_ITEM(list, (Py_ssize_t)i));
+        if (PyErr_Occurred()) {
+            PyMem_Free(bytes);
+            bytes = NULL;
+        }
+    }
+    Py_DECREF(list);
+    return bytes;
+}
+
+/* {id: address} of what the run left. */
+static PyObject *kept(const uint64_t *address, size_t ids) {
+    PyObject *dict = PyDict_New();
+    for (size_t id = 0; dict && id < ids; id++) {
+        if (!address[id]) continue;
+        PyObject *key = PyLong_FromSize_t(id), *value = PyLong_FromUnsignedLongLong(address[id]);
+        if (!key || !value || PyDict_SetItem(dict, key, value)) Py_CLEAR(dict);
+        Py_XDECREF(key);
+        Py_XDECREF(value);
+    }
+    return dict;
+}
+
+static PyObject *trace_run(Trace *self, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"allocator", "workspaces", "cublas_bytes", "cublaslt_bytes", "cublaslt_use",
+                            "cublas",    "cublaslt",   "tag",          "heights",        NULL};
+    const vm_trace *t = self->trace;
+    PyObject *allocator, *workspaces;
+    const char *use;
+    unsigned long long cublas_bytes, lt_bytes, cublas, lt;
+    unsigned int tag;
+    int heights;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOKKsKKIp:run", names, &allocator, &workspaces, &cublas_bytes,
+                                     &lt_bytes, &use, &cublas, &lt, &tag, &heights))
+        return NULL;
+    const int u = CHOOSE("cublaslt_use", use, cublaslt_name);
+    vm_talloc *talloc = u < 0 ? NULL : vm_py_allocator(allocator);
+    if (!talloc) return NULL;
+    npy_intp steps[1] = {(npy_intp)t->steps};
+    PyObject *allocated = heights ? PyArray_SimpleNew(1, steps, NPY_UINT64) : Py_NewRef(Py_None);
+    PyObject *reserved = heights ? PyArray_SimpleNew(1, steps, NPY_UINT64) : Py_NewRef(Py_None);
+    uint64_t *bytes = allocated && reserved ? read_workspaces(workspaces, t->convs) : NULL;
+    uint64_t *address = bytes ? PyMem_Calloc(t->ids ? t->ids : 1, sizeof *address) : NULL;
+    if (bytes && !address) PyErr_NoMemory();
+    PyObject *left = NULL, *result = NULL;
+    vm_trace_process p = {.talloc = talloc,
+                          .workspace = bytes,
+                          .cublas_bytes = cublas_bytes,
+                          .cublaslt_bytes = lt_bytes,
+                          .cublaslt_use = (vm_cublaslt)u,
+                          .cublas = cublas,
+                          .cublaslt = lt,
+                          .tag = tag};
+    if (address) {
+        vm_status s = vm_trace_run(t, &p, address, heights ? PyArray_DATA((PyArrayObject *)allocated) : NULL,
+                                   heights ? PyArray_DATA((PyArrayObject *)reserved) : NULL);
+        if (s && p.full)
+            raise_full(allocator, &p.oom);
+        else if (s)
+            vm_py_raise(s);
+        else
+            left = kept(address, t->ids);
+    }
+    if (left)
+        result = Py_BuildValue("(NKKOO)", left, (unsigned long long)p.cublas, (unsigned long long)p.cublaslt, allocated,
+                               reserved);
+    Py_XDECREF(allocated);
+    Py_XDECREF(reserved);
+    PyMem_Free(bytes);
+    PyMem_Free(address);
+    return result;
+}
+
+/* ---- the type ---- */
+
+#define KEYWORDS(f) ((PyCFunction)(void (*)(void))(f))
+
+static PyMethodDef methods[] = {
+    {"vae", KEYWORDS(trace_vae), METH_VARARGS | METH_KEYWORDS | METH_CLASS,
+     "vae($type, /, arch, runtime, op, dtype, height, width, batch=1, tile=0, slicing=False, sm=89, "
+     "multiprocessors=128)\n--\n\n"
+     "encode or decode of a VAE, from its arch dict. runtime: diffusers or bfl. tile: side in pixels, 0 for none."},
+    {"weights", (PyCFunction)trace_weights, METH_VARARGS | METH_CLASS,
+     "weights($type, arch, runtime, dtype, /)\n--\n\nThe parameters, in the order in which Module.to moves them."},
+    {"take", (PyCFunction)trace_take, METH_VARARGS,
+     "take($self, bytes, name, /)\n--\n\nA storage is made. Returns its id."},
+    {"give", (PyCFunction)trace_give, METH_O, "give($self, id, /)\n--\n\nThe storage's last reference went."},
+    {"blas", (PyCFunction)trace_blas, METH_VARARGS,
+     "blas($self, name, lt=False, /)\n--\n\nA matrix product by cuBLAS, or by cuBLASLt."},
+    {"conv", (PyCFunction)trace_conv, METH_VARARGS,
+     "conv($self, dtype, n, c, h, w, k, r, stride, padding, nhwc, name, /)\n--\n\nA convolution's workspace."},
+    {"norm", (PyCFunction)trace_norm, METH_VARARGS,
+     "norm($self, dtype, n, c, groups, pixels, name, /)\n--\n\nA group norm's statistics. Returns the ids of mean and "
+     "rstd."},
+    {"attention", (PyCFunction)trace_attention, METH_VARARGS,
+     "attention($self, dtype, batch, heads, queries, keys, depth, mask, sm, multiprocessors, name, /)\n--\n\n"
+     "scaled_dot_product_attention. Returns the id of its output."},
+    {"run", KEYWORDS(trace_run), METH_VARARGS | METH_KEYWORDS,
+     "run($self, /, allocator, workspaces, cublas_bytes, cublaslt_bytes, cublaslt_use, cublas, cublaslt, tag, "
+     "heights)\n--\n\n"
+     "Takes every step on a CachingAllocator. Returns ({id: address} of what stays, cublas, cublaslt, allocated, "
+     "reserved):\n"
+     "addresses of the workspaces that cuBLAS keeps, and bytes at the height of each step where heights is true."},
+    {NULL, NULL, 0, NULL}};
+
+static PyGetSetDef attributes[] = {
+    {"convs", (getter)trace_convs, NULL, "[(dtype, n, c, h, w, k, r, stride, padding, layout)], each once.", NULL},
+    {"steps", (getter)trace_steps, NULL, "[(op, id, bytes, name)]; op: take, give, conv, cublas or cublaslt.", NULL},
+    {"kept", (getter)trace_kept, NULL, "The steps that take what is not given back.", NULL},
+    {"names", (getter)trace_names, NULL, "By tag: who took it.", NULL},
+    {NULL, NULL, NULL, NULL, NULL}};
+
+static PyType_Slot slots[] = {
+    {Py_tp_new, trace_new},
+    {Py_tp_dealloc, trace_dealloc},
+    {Py_tp_methods, methods},
+    {Py_tp_getset, attributes},
+    {Py_tp_doc, "What a PyTorch call takes from the caching allocator and gives back, in order."},
+    {0, NULL}};
+
+static PyType_Spec spec = {
+    .name = "vaemem._core.Trace", .basicsize = sizeof(Trace), .flags = Py_TPFLAGS_DEFAULT, .slots = slots};
+
+int vm_py_add_trace(PyObject *module) {
+    PyObject *type = PyType_FromModuleAndSpec(module, &spec, NULL);
+    if (!type) return -1;
+    const int result = PyModule_AddType(module, (PyTypeObject *)type);
+    Py_DECREF(type);
+    return result;
+}

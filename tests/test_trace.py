@@ -1,0 +1,329 @@
+"""The traces built from architectures beside recordings of the real modules, and what a trace does on its own."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from vaemem import CachingAllocator, OutOfMemoryError, _core
+from vaemem._eager import eager_strides
+
+MODELS = _core.models()
+SMALL = {
+    **MODELS["sdxl"], "name": "small", "block_out_channels": (32, 64, 64), "norm_num_groups": 8,
+}  # fmt: skip
+ODD = {**SMALL, "block_out_channels": (24, 40, 72), "latent_channels": 3, "layers_per_block": 1}
+WIDE = {**SMALL, "block_out_channels": (64, 300), "norm_num_groups": 4}  # a head too wide for flash attention
+FLAT = {**SMALL, "block_out_channels": (32,)}
+PLAIN = {**SMALL, "mid_block_add_attention": False, "use_quant_conv": False, "use_post_quant_conv": False}
+BFL = {**SMALL, "use_quant_conv": False, "use_post_quant_conv": False, "scaling_factor": 0.3611, "shift_factor": 0.1159}
+
+
+def lifetimes(steps):
+    """Takes and what is given back between them, as sizes: the order among gives has no effect, storages of 0 bytes neither."""
+    found, given, size = [], [], {}
+    for op, number, count, _ in steps:
+        if op == "give":
+            given.append(size[number])
+            continue
+        if op == "take":
+            size[number] = count
+            if not count:
+                continue
+        if given:
+            found.append(("give", *sorted(filter(None, given))))
+            given = []
+        found.append((op, count) if op == "take" else (op, number))
+    return [*found, ("give", *sorted(filter(None, given)))]
+
+
+def assert_same(built, recorded):
+    ours, real = lifetimes(built.steps), lifetimes(recorded.steps)
+    for i, (a, b) in enumerate(zip(ours, real, strict=False)):
+        assert a == b, f"step {i}: built {ours[max(0, i - 4) : i + 2]}, recorded {real[max(0, i - 4) : i + 2]}"
+    assert len(ours) == len(real)
+    assert built.convs == recorded.convs
+
+
+def diffusers_case(arch, op, height, width, batch=1, tile=0, slicing=False, dtype="float16"):
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("diffusers")
+    from torch_vaes import diffusers_vae
+    from vaemem.pytorch import record
+
+    factor = 2 ** (len(arch["block_out_channels"]) - 1)
+    vae = diffusers_vae(arch, getattr(torch, dtype))
+    vae.use_slicing, vae.use_tiling = slicing, bool(tile)
+    vae.tile_sample_min_size, vae.tile_latent_min_size = tile, tile // factor
+    if op == "decode":
+        shape = batch, arch["latent_channels"], height // factor, width // factor
+        recording = record(
+            vae, torch.empty(shape, dtype=vae.dtype, device="meta"), call=lambda v, z: v.decode(z).sample
+        )
+    else:
+        image = torch.empty(batch, arch["in_channels"], height, width, dtype=vae.dtype, device="meta")
+        recording = record(vae, image, call=lambda v, x: v.encode(x).latent_dist)
+    built = _core.Trace.vae(arch, "diffusers", op, dtype, height, width, batch, tile, slicing)
+    assert_same(built, recording.trace)
+    assert recording.unmodelled == {}
+    return recording
+
+
+@pytest.mark.parametrize("op", ["encode", "decode"])
+@pytest.mark.parametrize("model", ["sd15", "sdxl", "flux"])
+@pytest.mark.parametrize("size", [(512, 512), (1024, 1024), (832, 1216), (720, 1280), (64, 8)])
+def test_diffusers_lives_as_recorded(model, op, size):
+    diffusers_case(MODELS[model], op, *size, dtype="float32" if size[0] == 64 else "float16")
+
+
+@pytest.mark.parametrize("op", ["encode", "decode"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_dtypes(op, dtype):
+    diffusers_case(MODELS["sdxl"], op, 256, 256, dtype=dtype)
+
+
+@pytest.mark.parametrize("op", ["encode", "decode"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        (SMALL, 4, 4), (SMALL, 8, 40), (SMALL, 40, 8), (SMALL, 64, 64, 2), (SMALL, 64, 96, 3, 0, True), (SMALL, 4, 4, 2),
+        (ODD, 32, 48), (ODD, 32, 48, 2), (WIDE, 16, 32), (WIDE, 16, 32, 2), (FLAT, 16, 16), (FLAT, 16, 16, 2),
+        (PLAIN, 32, 32), (PLAIN, 32, 32, 2), (SMALL, 160, 96, 1, 64), (SMALL, 160, 96, 2, 64), (SMALL, 64, 96, 2, 64, True),
+        (SMALL, 64, 64, 1, 64), (SMALL, 100, 36, 1, 48), (PLAIN, 96, 64, 1, 48), ({**SMALL, "in_channels": 1, "latent_channels": 1}, 48, 64, 1, 32),
+    ],
+)  # fmt: skip
+def test_small_architectures_batches_slices_tiles(case, op):
+    diffusers_case(case[0], op, *case[1:])
+
+
+def test_tiles_of_a_shipped_model():
+    diffusers_case(MODELS["sdxl"], "encode", 768, 640, tile=512)
+
+
+@pytest.mark.parametrize("op", ["encode", "decode"])
+@pytest.mark.parametrize(
+    "case", [(MODELS["flux"], 512, 512), (MODELS["flux"], 256, 384, 2), (BFL, 4, 4), (BFL, 8, 40), (BFL, 32, 32, 2)]
+)
+def test_bfl_lives_as_recorded(case, op):
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("diffusers")
+    from torch_vaes import bfl_vae
+    from vaemem.pytorch import record
+
+    arch, height, width, batch = (*case, 1)[:4]
+    factor = 2 ** (len(arch["block_out_channels"]) - 1)
+    vae = bfl_vae(arch, torch.bfloat16)
+    shape = (
+        (batch, arch["latent_channels"], height // factor, width // factor)
+        if op == "decode"
+        else (batch, 3, height, width)
+    )
+    x = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+    recording = record(vae, x, call=lambda v, x: getattr(v, op)(x))
+    assert_same(_core.Trace.vae(arch, "bfl", op, "bfloat16", height, width, batch), recording.trace)
+
+
+@pytest.mark.parametrize("runtime, arch", [("diffusers", MODELS["sd15"]), ("diffusers", MODELS["flux"]), ("diffusers", PLAIN), ("diffusers", ODD), ("bfl", MODELS["flux"]), ("bfl", BFL)])  # fmt: skip
+def test_weights_are_moved_in_the_modules_order(runtime, arch):
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("diffusers")
+    from torch_vaes import bfl_vae, diffusers_vae
+    from vaemem.pytorch import _in_order_of_to
+
+    vae = (bfl_vae if runtime == "bfl" else diffusers_vae)(arch, torch.float16)
+    sizes = [tensor.nbytes for _, tensor in _in_order_of_to(vae)]
+    assert [count for _, _, count, _ in _core.Trace.weights(arch, runtime, "float16").steps] == sizes
+
+
+def test_eager_strides_are_pytorchs():
+    torch = pytest.importorskip("torch")
+    random.seed(0)
+    ops = {1: torch.sigmoid, 2: torch.add, 3: torch.addcmul}
+    for _ in range(3000):
+        shape = [random.choice((1, 1, 2, 3, 4)) for _ in range(random.randint(1, 5))]
+        operands = []
+        for _ in range(random.choice((1, 2, 2, 3))):
+            size = [1 if random.random() < 0.15 else n for n in shape]
+            order = random.sample(range(len(size)), len(size)) if random.random() < 0.6 else range(len(size))
+            x = torch.empty([size[i] for i in order]).permute([list(order).index(i) for i in range(len(size))])
+            # A dimension of size 1 may have any stride, and PyTorch minds it.
+            strides = [
+                random.choice((1, 2, 6, 60)) if n == 1 and random.random() < 0.5 else s
+                for n, s in zip(x.shape, x.stride(), strict=True)
+            ]
+            operands.append(x.as_strided(x.shape, strides))
+        out = ops[len(operands)](*operands)
+        shapes = [(tuple(x.shape), x.stride()) for x in operands]
+        assert eager_strides(tuple(out.shape), shapes) == out.stride(), shapes
+
+
+# ---- without torch ----
+
+
+def test_shapes_of_a_decode():
+    trace = _core.Trace.vae(MODELS["sdxl"], "diffusers", "decode", "float16", 512, 512)
+    kept = trace.kept
+    assert [(count, name) for _, _, count, name in kept] == [(3 * 512 * 512 * 2, "decoder.conv_out")]
+    taken = {name: count for op, _, count, name in trace.steps if op == "take"}
+    assert taken["decoder.up_blocks.2.upsamplers.0.conv [nearest 2x]"] == 256 * 512 * 512 * 2
+    assert taken["decoder.mid_block.attentions.0 [attention]"] == 4 * 512 * 64 * 64  # the float sums came last
+    assert ("float16", 1, 256, 512, 512, 256, 3, 1, 1, "nchw") in trace.convs
+    given = [number for op, number, _, _ in trace.steps if op == "give"]
+    assert len(set(given)) == len(given) and not {kept[0][1]} & set(given)
+
+
+def test_what_encode_leaves():
+    moments = 8 * 64 * 64 * 2
+    left = _core.Trace.vae(MODELS["sd15"], "diffusers", "encode", "float16", 512, 512).kept
+    assert [count for _, _, count, _ in left] == [moments, moments // 2, moments // 2, moments // 2]
+    left = _core.Trace.vae(MODELS["flux"], "bfl", "encode", "float16", 512, 512).kept
+    assert [count for _, _, count, _ in left] == [16 * 64 * 64 * 2]
+
+
+@pytest.mark.parametrize(
+    "dtype, heads, queries, depth, mask, sm, extra",
+    [
+        ("float16", 8, 4096, 40, False, 89, [4 * 8 * 4096]),  # flash: log-sum-exp
+        ("float16", 1, 4096, 512, False, 89, [4 * 4096 * 512]),  # memory-efficient, wide: float sums
+        ("float16", 8, 4096, 64, True, 89, []),  # a mask: memory-efficient, sums in registers
+        ("float32", 1, 4096, 512, False, 89, []),
+        ("float16", 8, 4096, 64, False, 75, []),  # no flash before 8.0
+        ("bfloat16", 1, 64, 8, False, 75, [4 * 512] * 4 + [4 * 512] + [4 * 64 * 64, 4 * 64 * 64, 4 * 64 * 64, 64 * 64, 64, 4 * 512, 2 * 64 * 64]),
+    ],
+)  # fmt: skip
+def test_attention_takes(dtype, heads, queries, depth, mask, sm, extra):
+    trace = _core.Trace()
+    out = trace.attention(dtype, 1, heads, queries, queries, depth, mask, sm, 128, "attention")
+    size = 4 if dtype == "float32" else 2
+    counts = [count for op, number, count, _ in trace.steps if op == "take" and number != out]
+    assert sorted(counts) == sorted(extra)
+    assert [count for _, number, count, _ in trace.kept if number == out] == [heads * queries * depth * size]
+    assert len(trace.kept) == 1
+
+
+def test_flash_attention_splits_keys_when_queries_are_few():
+    trace = _core.Trace()
+    trace.attention("float16", 1, 1, 16, 8192, 64, False, 89, 128, "few queries")
+    counts = [count for op, _, count, _ in trace.steps if op == "take"]
+    assert len(counts) == 4  # output, log-sum-exp, both in parts
+    parts = counts[2] // counts[1]
+    assert parts > 1 and counts[3] == parts * 16 * 64 * 4
+
+
+@pytest.mark.parametrize(
+    "change, named",
+    [
+        ({"height": 500}, "height: want a multiple of 8"),
+        ({"width": 0}, "want 1 or more"),
+        ({"width": 1 << 24}, "width"),
+        ({"batch": 0}, "batch"),
+        ({"tile": 20}, "tile: want a multiple of 8"),
+        ({"tile": 24}, "at least 32"),
+        ({"op": "train"}, "op: want one of"),
+        ({"dtype": "int8"}, "dtype: want one of"),
+        ({"runtime": "jax"}, "runtime: want one of"),
+        ({"runtime": "bfl"}, "quant convolutions"),
+        ({"runtime": "bfl", "arch": MODELS["flux"], "tile": 64}, "neither"),
+        ({"arch": {**SMALL, "norm_num_groups": 7}}, "block_out_channels"),
+        ({"arch": {"name": "nothing"}}, "want the key"),
+        ({"tile": 32, "height": 1 << 18, "width": 1 << 18}, "tiles"),
+    ],
+)
+def test_what_cannot_be_is_named(change, named):
+    call = {
+        "arch": MODELS["sdxl"],
+        "runtime": "diffusers",
+        "op": "decode",
+        "dtype": "float16",
+        "height": 512,
+        "width": 512,
+    } | change
+    with pytest.raises(ValueError, match=named):
+        _core.Trace.vae(**call)
+
+
+def run(trace, allocator, workspaces=(), **settings):
+    given = {
+        "cublas_bytes": 8519680,
+        "cublaslt_bytes": 1 << 20,
+        "cublaslt_use": "each",
+        "cublas": 0,
+        "cublaslt": 0,
+        "tag": 0,
+    }
+    return trace.run(allocator, list(workspaces), **(given | settings), heights=True)
+
+
+def test_a_run_on_an_allocator():
+    trace = _core.Trace()
+    x = trace.take(3 << 20, "x")
+    trace.conv("float16", 1, 8, 8, 8, 8, 3, 1, 1, False, "conv")
+    trace.blas("product")
+    trace.blas("fused", True)
+    y = trace.take(1 << 20, "y")
+    trace.give(x)
+    allocator = CachingAllocator()
+    left, cublas, cublaslt, allocated, reserved = run(trace, allocator, [5 << 20])
+    assert list(left) == [y] and cublas and not cublaslt
+    assert [n / (1 << 20) for n in allocated] == [3, 8, 11.125, 12.125, 12.125, 9.125]
+    assert list(reserved) == sorted(reserved) and reserved[-1] == allocator.memory_reserved()
+    assert allocator.memory_allocated() == allocated[-1]
+    again = run(trace, allocator, [5 << 20], cublas=cublas)
+    assert again[1] == cublas and allocator.memory_allocated() == allocated[-1] + (1 << 20)
+
+
+@pytest.mark.parametrize("use, kept", [("each", 8.125), ("kept", 9.125), ("shared", 8.125)])
+def test_cublaslt_by_version(use, kept):
+    trace = _core.Trace()
+    trace.blas("fused", True)
+    allocator = CachingAllocator()
+    left, cublas, cublaslt, allocated, _ = run(trace, allocator, cublaslt_use=use)
+    assert (allocator.memory_allocated() >> 10) / 1024 == (0 if use == "each" else kept)
+    assert bool(cublaslt) == (use == "kept") and bool(cublas) == (use != "each")
+
+
+def test_a_full_device_gives_everything_back():
+    trace = _core.Trace.vae(MODELS["sdxl"], "diffusers", "decode", "float16", 512, 512)
+    allocator = CachingAllocator(total_memory=256 << 20)
+    with pytest.raises(OutOfMemoryError) as caught:
+        run(trace, allocator, [0] * len(trace.convs))
+    assert caught.value.requested >= 1 << 20 and caught.value.total == 256 << 20
+    live = allocator.memory_allocated()
+    assert live == 8519680  # cuBLAS keeps its own
+
+
+@pytest.mark.parametrize(
+    "wrong, error",
+    [({"workspaces": [1]}, ValueError), ({"workspaces": [-1, 0]}, OverflowError), ({"cublaslt_use": "never"}, ValueError), ({"allocator": 3}, TypeError)],
+)  # fmt: skip
+def test_bad_runs(wrong, error):
+    trace = _core.Trace()
+    for side in (8, 16):
+        trace.conv("float16", 1, 8, side, side, 8, 3, 1, 1, False, "conv")
+    given = {"allocator": CachingAllocator(), "workspaces": [0, 0], "cublas_bytes": 0, "cublaslt_bytes": 0, "cublaslt_use": "each",
+             "cublas": 0, "cublaslt": 0, "tag": 0, "heights": False}  # fmt: skip
+    with pytest.raises(error):
+        trace.run(**(given | wrong))
+
+
+def test_every_failing_allocation_is_said():
+    for nth in range(1, 200):
+        _core.fail_alloc_at(nth)
+        try:
+            _core.Trace.vae(SMALL, "diffusers", "decode", "float16", 96, 96, 1, 64)
+        except MemoryError:
+            continue
+        finally:
+            left = _core.fail_alloc_at(0)
+        assert left and nth > 5  # more allocations could have failed than there are: done
+        return
+    raise AssertionError("no end of allocations")
+
+
+def test_long_names_keep_their_end():
+    trace = _core.Trace()
+    trace.take(1, "x" * 200 + ".conv")
+    assert trace.names[0].endswith("x.conv") and len(trace.names[0]) == 71
+    with pytest.raises(ValueError, match="id"):
+        trace.give(7)

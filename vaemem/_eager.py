@@ -1,0 +1,72 @@
+"""How eager PyTorch lays tensors out: strides, without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+
+def _dense(shape: tuple[int, ...], order: Iterable[int]) -> tuple[int, ...]:
+    """Strides of a dense tensor, dimensions by `order`, fastest first."""
+    strides, size = [0] * len(shape), 1
+    for dim in order:
+        strides[dim] = size
+        size *= shape[dim]
+    return tuple(strides)
+
+
+def _is(shape: tuple[int, ...], strides: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    return all(size == 1 or a == b for size, a, b in zip(shape, strides, wanted, strict=True))
+
+
+def eager_strides(
+    shape: tuple[int, ...], operands: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
+) -> tuple[int, ...]:
+    """Strides that an eager pointwise operator gives its output (TensorIterator.cpp).
+
+    Parameters
+    ----------
+    shape : tuple of int
+        Of the output.
+    operands : sequence of (shape, strides)
+        Of the inputs, in order.
+    """
+    contiguous = _dense(shape, reversed(range(len(shape))))
+    if all(size == shape for size, _ in operands):
+        if all(_is(shape, strides, contiguous) for _, strides in operands):
+            return contiguous
+        if len(shape) == 4:
+            channels_last = _dense(shape, (1, 3, 2, 0))
+            if all(_is(shape, strides, channels_last) for _, strides in operands):
+                return channels_last
+        first = operands[0][1]
+        ordered = sorted(range(len(shape)), key=lambda dim: (first[dim], shape[dim] > 1))
+        if _is(shape, first, _dense(shape, ordered)) and all(strides == first for _, strides in operands):
+            return first
+    table = []  # by operand: strides of the output's dimensions, 0 where broadcast
+    for size, strides in operands:
+        lead = len(shape) - len(size)
+        table.append(
+            [0] * lead + [0 if a == 1 != b else c for a, b, c in zip(size, shape[lead:], strides, strict=True)]
+        )
+
+    def slower(a: int, b: int) -> int:
+        """1 where dimension a has the larger stride than b, -1 where the smaller; 0 where no operand tells."""
+        for strides in table:
+            if strides[a] and strides[b]:
+                if strides[a] != strides[b]:
+                    return 1 if strides[a] > strides[b] else -1
+                if shape[a] > shape[b]:
+                    return 1
+        return 0
+
+    order = list(reversed(range(len(shape))))
+    for i in range(1, len(order)):  # an insertion sort that passes over pairs without an answer
+        here = i
+        for there in range(i - 1, -1, -1):
+            answer = slower(order[there], order[here])
+            if answer > 0:
+                order[there], order[here] = order[here], order[there]
+                here = there
+            elif answer < 0:
+                break
+    return _dense(shape, order)

@@ -1,0 +1,456 @@
+"""PyTorch's peak for a VAE in closed form, derived from its trace: which tensors, and how each grows with the image."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+from vaemem._predict import Prediction, benchmark, predict
+from vaemem._process import SimulatedProcess
+from vaemem._profiles import ELEMENT
+from vaemem._table import render
+
+STEP, LAST = 64, 4096  # the squares that a derivation looks at: 64, 128, ... 4096 pixels a side
+ROUNDING = 512  # bytes: the allocator's granule; what moves a tensor by less is no other law
+WOBBLE = 4 << 20  # bytes: allowed only where no law holds to `ROUNDING`; cuDNN may alternate between some constants
+HELD_OUT = ((360, 640), (720, 1280), (832, 1216), (1000, 1000), (1080, 1920), (1216, 832), (1544, 520), (2160, 3840))
+
+Powers = tuple[int, int, int, int]  # H*W, H+W, (H*W)^2, 1
+
+
+class Term(NamedTuple):
+    """One tensor of the peak; its bytes: coefficient*H*W*e + edge*(H+W)*e + square*(H*W)^2*e + constant."""
+
+    name: str
+    coefficient: Fraction  # of H*W*e; 128 is one full-size activation, T
+    constant: Fraction  # bytes
+    where: str  # the module that made it
+    edge: Fraction = Fraction(0)  # of (H+W)*e: padding
+    square: Fraction = Fraction(0)  # of (H*W)^2*e: attention's scores
+
+
+@dataclass(frozen=True)
+class ClosedForm:
+    """``allocated = a * H*W*e + b`` (and what `terms` add), H and W in pixels, e the bytes of one element of dtype.
+
+    Attributes
+    ----------
+    terms : tuple of Term
+        The tensors alive at the peak and not before the run, largest first.
+    where : str
+        The step that makes the peak.
+    lowest, highest : int
+        The peak rules for every square from lowest^2 to highest^2 pixels that was looked at (multiples of 64).
+    below, above : str or None
+        What rules at the next square; None where nothing was looked at (64 and 4096 pixels are the limits).
+    within : int
+        Bytes that each tensor keeps to its term within: 512, or 4 MiB where no such law was found (cuDNN may alternate
+        between some constants from size to size).
+    unsplit : tuple of int
+        Least and most bytes that are to be added to `predict` at the sizes looked at: blocks that the allocator does
+        not split, as large as 1 MiB a tensor, and what `within` allows; below 0 where remainders go with converted
+        weights.
+    checked : tuple of (int, int)
+        Sizes held out of the derivation that peak at the same place; `unsplit` covers them.
+    elsewhere : tuple of (int, int)
+        Held-out sizes in the range whose peak lies elsewhere.
+    workspace_source : str
+        Who said how much scratch the convolutions take.
+    """
+
+    name: str
+    model: str
+    op: str
+    dtype: str
+    runtime: str
+    gpu: str
+    batch: int
+    where: str
+    terms: tuple[Term, ...]
+    lowest: int
+    highest: int
+    below: str | None
+    above: str | None
+    within: int
+    unsplit: tuple[int, int]
+    checked: tuple[tuple[int, int], ...]
+    elsewhere: tuple[tuple[int, int], ...]
+    workspace_source: str
+
+    @property
+    def element_bytes(self) -> int:
+        return ELEMENT[self.dtype]
+
+    @property
+    def a(self) -> Fraction:
+        """Of H*W*e, exact."""
+        return self._sum("coefficient")
+
+    @property
+    def t(self) -> Fraction:
+        """`a` in full-size activations, T = 128*H*W*e."""
+        return self.a / 128
+
+    @property
+    def b(self) -> Fraction:
+        """Bytes, before each tensor is rounded up to 512."""
+        return self._sum("constant")
+
+    def predict(self, height: int, width: int) -> int:
+        """Bytes allocated above the baseline, each tensor rounded up to 512; the allocator adds `unsplit`.
+
+        Raises
+        ------
+        ValueError
+            A size below 1, or H*W out of the range where this peak rules.
+        """
+        for name, pixels in (("height", height), ("width", width)):
+            if pixels < 1:
+                raise ValueError(f"{name}: want at least 1, got {pixels}")
+        if not self.lowest**2 <= height * width <= self.highest**2:
+            raise ValueError(
+                f"height * width: want {self.lowest}^2 to {self.highest}^2, where this peak rules, got {height}x{width}"
+            )
+        powers = _powers(height, width)
+        return sum(_up(_value(_law(term, self.element_bytes), powers)) for term in self.terms)
+
+    def python(self) -> str:
+        """A Python function of height and width that gives what `predict` gives."""
+        function = re.sub(r"\W+", "_", f"{self.name}_allocated_bytes")
+        low, high = self.lowest, self.highest
+        lines = [
+            f"def {'_' * function[0].isdigit()}{function}(height, width):",
+            f'    """{self._equation()}; the allocator adds {self.unsplit[0]} to {self.unsplit[1]}."""',
+            f"    if not {low}**2 <= height * width <= {high}**2:",
+            f'        raise ValueError(f"height * width: want {low}^2 to {high}^2, got {{height}}x{{width}}")',
+            "    pixels = height * width",
+            *(["    edges = height + width"] if self._sum("edge") else []),
+            "    total = 0",
+        ]
+        for term in self.terms:
+            law = _law(term, self.element_bytes)
+            divisor = math.lcm(*(value.denominator for value in law))
+            names = ("pixels", "edges", "pixels**2", "")
+            parts = [f"{v * divisor}{f' * {n}' if n else ''}" for v, n in zip(law, names, strict=True) if v]
+            lines.append(f"    total += -(-({' + '.join(parts)}) // {ROUNDING * divisor}) * {ROUNDING}  # {term.name}")
+        return "\n".join([*lines, "    return total\n"])
+
+    def latex(self) -> str:
+        """The formula as a LaTeX equation body."""
+        name = self.name.replace("_", r"\_")
+        parts = [rf"{_latex(self.a)}\,H W e"]
+        for column, powers in (("edge", "(H + W)"), ("square", "(H W)^2")):
+            if self._sum(column):
+                parts.append(rf"{_latex(self._sum(column))}\,{powers} e")
+        sign = "-" if self.b < 0 else "+"
+        return rf"M_{{\text{{allocated, {name}}}}} &= {' + '.join(parts)} {sign} {_latex(abs(self.b))}"
+
+    def json(self) -> str:
+        """All of it as a JSON object; what is exact stands as a fraction in a string too."""
+        terms = [
+            {key: float(v) if isinstance(v, Fraction) else v for key, v in term._asdict().items()}
+            | {"coefficient_exact": str(term.coefficient)}
+            for term in self.terms
+        ]
+        whole = vars(self) | {
+            "element_bytes": self.element_bytes, "a": float(self.a), "a_exact": str(self.a), "t": float(self.t),
+            "b": float(self.b), "terms": terms,
+        }  # fmt: skip
+        return json.dumps(whole, ensure_ascii=False, indent=1)
+
+    def _sum(self, column: str) -> Fraction:
+        return sum((getattr(term, column) for term in self.terms), Fraction(0))
+
+    def _equation(self) -> str:
+        parts = [f"{_number(self.a)} * H*W*e"]
+        for column, powers in (("edge", "(H+W)"), ("square", "(H*W)^2")):
+            if self._sum(column):
+                parts.append(f"{_number(self._sum(column))} * {powers}*e")
+        return f"{' + '.join(parts)} {'-' if self.b < 0 else '+'} {_number(abs(self.b))}"
+
+    def __str__(self) -> str:
+        facts = [
+            f"a is {_number(self.t)} T (T = 128*H*W*e, e = {self.element_bytes})",
+            f"peak at {self.where}",
+            f"rules from {self.lowest}x{self.lowest} to {self.highest}x{self.highest}",
+        ]
+        facts += [f"{side}: {what}" for side, what in (("below", self.below), ("above", self.above)) if what]
+        held = ", ".join(f"{h}x{w}" for h, w in self.checked) or "none"
+        why = "unsplit blocks" + ("; a workspace that alternates" if self.within > ROUNDING else "")
+        lines = [
+            f"{self.name}: allocated_bytes = {self._equation()}",
+            "  " + "; ".join(facts),
+            f"  each tensor rounded up to {ROUNDING} B; the allocator adds {self.unsplit[0]} to {self.unsplit[1]} B"
+            f" ({why}); held-out sizes: {held}"
+            + "".join(f"; not {h}x{w}, which peaks elsewhere" for h, w in self.elsewhere),
+            f"  convolutions' workspaces: {self.workspace_source}",
+        ]
+        header: tuple[str, ...] = ("  tensor at the peak", "T", "of H*W*e", "bytes", "and")
+        cells: list[tuple[str, ...]] = [
+            (f"  {t.name}", _number(t.coefficient / 128), _number(t.coefficient), _number(t.constant),
+             " + ".join(f"{_number(v)} {x}e" for v, x in ((t.edge, "(H+W)"), (t.square, "(H*W)^2")) if v))
+            for t in self.terms
+        ]  # fmt: skip
+        if not any(row[-1] for row in cells):
+            header, cells = header[:-1], [row[:-1] for row in cells]
+        return "\n".join([*lines, render(header, cells)])
+
+
+def formula(
+    model: str | Mapping[str, Any],
+    op: str,
+    dtype: str = "float16",
+    runtime: str | None = None,
+    gpu: str = "RTX 4090",
+    *,
+    height: int = 1024,
+    width: int = 1024,
+    **settings: Any,
+) -> ClosedForm:
+    """PyTorch's allocated memory in closed form: the tensors alive at the peak, each as a function of the image's size.
+
+    Derived, not fitted: the trace is run at every square of a multiple of 64 pixels, the peak's tensors are matched by
+    name, and each one's bytes are solved exactly for H*W (with H+W for padding and (H*W)^2 for attention's scores).
+
+    Parameters
+    ----------
+    model, dtype, runtime, gpu
+        As `predict` takes them.
+    op : str
+        ``"encode"`` or ``"decode"``.
+    height, width : int
+        The size whose peak is wanted; others may rule at other sizes.
+    **settings
+        What else `predict` takes: ``batch``, ``weights_dtype``, ``cudnn_version``, ``torch_version``, ``slicing``,
+        ``workspace``.
+
+    Returns
+    -------
+    ClosedForm
+
+    Raises
+    ------
+    ValueError
+        What `predict` raises; a tiled op, whose peak is no function of H*W (it depends on how H and W fall into tiles);
+        a peak outside of the model's call, or one that too few sizes share to solve for its tensors.
+
+    Examples
+    --------
+    >>> f = formula("sdxl", "encode", "float16")
+    >>> f.t, f.predict(832, 1216)
+    (Fraction(6, 1), 1554285056)
+    """
+    if str(op).endswith("_tiled"):
+        raise ValueError(f"op: want 'encode' or 'decode' for a closed form in H and W, got {op!r}")
+    return _derive(predict(model, op, height, width, dtype, runtime=runtime, gpu=gpu, **settings))
+
+
+def closed_form(prediction: Prediction) -> str:
+    """`formula` at a prediction's size, printed; for a tiled op, or where there is none, a line that says why."""
+    if prediction._question["tile"]:
+        return f"none: {prediction.allocated} bytes at this size; a tiled peak depends on how H and W fall into tiles"
+    try:
+        return str(_derive(prediction))
+    except ValueError as error:
+        return f"none: {prediction.allocated} bytes at this size; {error}"
+
+
+# ---- the derivation ----
+
+
+class _Peak(NamedTuple):
+    allocated: int
+    where: str
+    tensors: dict[str, int]  # above the baseline, requested bytes
+
+    @property
+    def key(self) -> tuple[str, frozenset[str]]:
+        return self.where, frozenset(self.tensors)
+
+
+class _Watched(SimulatedProcess):
+    """Remembers what there was when the measurement began."""
+
+    baseline: tuple[tuple[str, int], ...] = ()
+
+    def reset_peak(self) -> None:
+        super().reset_peak()
+        self.baseline = tuple(self._live.values())
+
+
+def _look(q: Mapping[str, Any], height: int, width: int) -> _Peak | None:
+    """The peak of one size; None where it lies outside of the model's call, or PyTorch would refuse the size."""
+    process = _Watched(q["gpu"], q["cudnn_version"], q["torch_version"], workspace=q["workspace"])
+    try:
+        vae = process.load(q["model"], q["weights_dtype"], q["runtime"])
+        measured = benchmark(
+            process, vae, q["op"], height, width, q["batch"], dtype=q["dtype"], input_dtype=q["weights_dtype"],
+            slicing=q["slicing"], runs=1,
+        )[-1]  # fmt: skip
+    except ValueError:
+        return None
+    call = process._peak[1]
+    if call is None:
+        return None
+    trace, _, allocated, _ = call
+    tensors = dict(process.peak_tensors())
+    for name, size in process.baseline:
+        tensors[name] = tensors.get(name, 0) - size
+    where = trace.steps[int(allocated.argmax())][3]
+    return _Peak(measured.allocated, where, {name: size for name, size in tensors.items() if size})
+
+
+def _derive(prediction: Prediction) -> ClosedForm:
+    q = prediction._question | {"workspace": prediction._process.workspace}  # what it has looked up, it need not again
+    height, width = q["height"], q["width"]
+    anchor = _look(q, height, width)
+    if anchor is None:
+        raise ValueError(f"formula: want a size whose peak lies within the model's call, got {height}x{width}")
+    sides = range(STEP, LAST + 1, STEP)
+    peaks = {side: _look(q, side, side) for side in sides}  # each of them: what rules need not change only once
+    same = {side: peak for side, peak in peaks.items() if peak and peak.key == anchor.key}
+    if not same:
+        raise ValueError(f"formula: no square from {STEP} to {LAST} pixels a side peaks as {height}x{width} does")
+    centre = min(same, key=lambda side: abs(side * side - height * width))
+    alike = _around(centre, sides, lambda side: side in same)
+    for within in (ROUNDING, WOBBLE):
+        laws = {n: _solve({side: same[side].tensors[n] for side in alike}, centre, within) for n in anchor.tensors}
+        run = [side for side in alike if all(side in extent for _, extent in laws.values())]
+        if len(run) >= 3:
+            break
+    else:
+        raise ValueError(f"formula: want 3 squares or more that peak as {height}x{width} does, got {len(run)}")
+    e, powers = ELEMENT[q["dtype"]], _powers(height, width)
+    terms = [
+        Term(name, law[0] / e, law[3], name.partition(" [")[0], law[1] / e, law[2] / e)
+        for name, (law, _) in sorted(laws.items(), key=lambda item: -_value(item[1][0], powers))
+    ]
+
+    def unsplit(h: int, w: int, peak: _Peak | None) -> int | None:
+        """What the allocator added at a size; None where the tensors are not what the laws say."""
+        if peak is None or peak.key != anchor.key:
+            return None
+        sizes = {name: _value(law, _powers(h, w)) for name, (law, _) in laws.items()}
+        if any(abs(sizes[name] - size) > within for name, size in peak.tensors.items()):
+            return None
+        return peak.allocated - sum(map(_up, sizes.values()))
+
+    added = {(side, side): unsplit(side, side, same[side]) for side in run}
+    for h, w in [(height, width), *HELD_OUT]:
+        if run[0] ** 2 <= h * w <= run[-1] ** 2 and (h, w) not in added:
+            added[h, w] = unsplit(h, w, _look(q, h, w))
+    known = [count for count in added.values() if count is not None]
+    held_out = [size for size in added if size[0] != size[1] or size[0] not in run]
+
+    def beyond(side: int) -> str | None:
+        if side not in peaks:
+            return None
+        peak = peaks[side]
+        if peak is None:
+            return f"at {side}x{side} no peak within the model's call"
+        return f"at {side}x{side} {'the same tensors in other sizes' if side in same else peak.where}"
+
+    name = f"{prediction.model} {q['op']} {q['dtype']} {q['runtime']}"
+    name += "" if q["weights_dtype"] == q["dtype"] else f" from {q['weights_dtype']}"
+    name += f" batch {q['batch']}" if q["batch"] > 1 else ""
+    return ClosedForm(
+        name=name,
+        model=prediction.model,
+        op=q["op"],
+        dtype=q["dtype"],
+        runtime=q["runtime"],
+        gpu=prediction._process.gpu.name,
+        batch=q["batch"],
+        where=anchor.where,
+        terms=tuple(terms),
+        lowest=run[0],
+        highest=run[-1],
+        below=beyond(run[0] - STEP),
+        above=beyond(run[-1] + STEP),
+        within=within,
+        unsplit=(min(known), max(known)),
+        checked=tuple(size for size in held_out if added[size] is not None),
+        elsewhere=tuple(size for size in held_out if added[size] is None),
+        workspace_source=prediction.workspace_source,
+    )
+
+
+def _around(centre: int, sides: Sequence[int], fits: Callable[[int], bool]) -> list[int]:
+    """The unbroken run of sides that fit, around one that does."""
+    run = [centre]
+    for step in (-STEP, STEP):
+        side = centre + step
+        while side in sides and fits(side):
+            run.append(side)
+            side += step
+    return sorted(run)
+
+
+def _solve(sizes: Mapping[int, int], centre: int, within: int = ROUNDING) -> tuple[tuple[Fraction, ...], list[int]]:
+    """The law of one tensor, {side: bytes}, that holds for the most squares around `centre`, and those squares.
+
+    A law goes through the centre exactly and meets the others within so many bytes (an index of cuDNN's is rounded up
+    to its own tiles); it may break off where cuDNN's heuristic changes its mind. The first that is exact everywhere is
+    taken, simpler ones first. Only the centre where no law holds for a square more than it was made from.
+    """
+    others = sorted((side for side in sizes if side != centre), key=lambda side: -abs(side - centre))
+    best: tuple[tuple[int, int], tuple[Fraction, ...], list[int]] | None = None
+    for columns in ((0, 3), (0, 1, 3), (0, 2, 3)):  # H*W; with padding's H+W; with attention's (H*W)^2
+        for side in others[: len(others) + 2 - len(columns)]:
+            through = [centre, side, *others[-1:]][: len(columns)]
+            law = _through([(_powers(s, s), sizes[s]) for s in through], columns)
+            off = {s: abs(_value(law, _powers(s, s)) - size) for s, size in sizes.items()}
+            extent = _around(centre, list(sizes), {s for s in off if off[s] <= within}.__contains__)
+            score = len(extent), sum(off[s] == 0 for s in extent)
+            if len(extent) > len(columns) and (best is None or score > best[0]):  # any law meets its own points
+                best = score, law, extent
+            if score[1] == len(sizes):
+                return law, extent
+    return best[1:] if best else ((Fraction(0), Fraction(0), Fraction(0), Fraction(sizes[centre])), [centre])
+
+
+def _through(points: Sequence[tuple[Powers, int]], columns: Sequence[int]) -> tuple[Fraction, ...]:
+    """The coefficients, 0 outside of `columns`, whose polynomial goes through the points (Gauss-Jordan, exact)."""
+    rows = [[Fraction(powers[c]) for c in columns] + [Fraction(size)] for powers, size in points]
+    for i in range(len(rows)):
+        pivot = next(j for j in range(i, len(rows)) if rows[j][i])
+        rows[i], rows[pivot] = rows[pivot], rows[i]
+        rows[i] = [value / rows[i][i] for value in rows[i]]
+        for j in range(len(rows)):
+            if j != i:
+                rows[j] = [x - rows[j][i] * y for x, y in zip(rows[j], rows[i], strict=True)]
+    law = [Fraction(0)] * 4
+    for column, row in zip(columns, rows, strict=True):
+        law[column] = row[-1]
+    return tuple(law)
+
+
+def _powers(height: int, width: int) -> Powers:
+    return height * width, height + width, (height * width) ** 2, 1
+
+
+def _law(term: Term, e: int) -> tuple[Fraction, Fraction, Fraction, Fraction]:
+    return term.coefficient * e, term.edge * e, term.square * e, term.constant
+
+
+def _value(law: Sequence[Fraction], powers: Powers) -> Fraction:
+    return sum((a * x for a, x in zip(law, powers, strict=True)), Fraction(0))
+
+
+def _up(size: Fraction) -> int:
+    return math.ceil(size / ROUNDING) * ROUNDING
+
+
+def _number(value: Fraction) -> str:
+    """Exact where it takes few digits."""
+    return str(value.numerator) if value.denominator == 1 else f"{float(value):.7g}"
+
+
+def _latex(value: Fraction) -> str:
+    text = f"{float(value):,.6g}" if value.denominator > 1 else f"{value.numerator:,}"
+    return text.replace(",", r"\,")

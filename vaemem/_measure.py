@@ -1,0 +1,449 @@
+"""What real PyTorch takes for a VAE's run: the memory counters of CUDA, or the growth of the process on a CPU.
+
+The order of calls, and which Python names hold tensors meanwhile, are those of the benchmark that the seed table was
+made with: the names decide what is still allocated when a run begins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import importlib
+import os
+import platform
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from vaemem._layouts import config_of, read_config
+from vaemem._meters import CpuMeter, CudaMeter, Meter
+from vaemem._predict import DEFAULT_TILE, OPS
+from vaemem._process import RUNTIMES, _choose, architecture
+from vaemem._profiles import ELEMENT, Conv
+from vaemem._sweep import _listed, _sizes
+from vaemem._table import Row, Table
+
+PROFILE_COLUMNS = ("gpu", "torch", "cudnn", *Conv._fields, "workspace_bytes")
+
+
+class Measurement(NamedTuple):
+    """One run: bytes above what was there before it (None: not measured), and seconds."""
+
+    allocated: int | None
+    reserved: int
+    seconds: float
+
+
+# ---- the runs: what each name holds, and when it lets go, is part of what is measured ----
+
+
+def _measure_encode(
+    vae: Any, image: Any, meter: Meter, warmups: int, runs: int, scaling: float | None
+) -> list[Measurement]:
+    """diffusers' encode, sampled and scaled; BFL's encode, which does both itself, where `scaling` is None."""
+    for _ in range(warmups):
+        if scaling is None:
+            _ = vae.encode(image)
+        else:
+            dist = vae.encode(image).latent_dist
+            _ = dist.sample()  # held until the loop binds the next number; dist until run 1 binds its own
+        meter.clear()
+    measurements = []
+    for _ in range(runs):
+        meter.clear()
+        meter.before()
+        start = time.perf_counter()
+        if scaling is None:
+            latents = vae.encode(image)
+        else:
+            dist = vae.encode(image).latent_dist
+            latents = dist.sample()
+            latents = scaling * latents
+        meter.wait()
+        seconds = time.perf_counter() - start
+        measurements.append(Measurement(*meter.after(), seconds))
+        dist = latents = None
+    return measurements
+
+
+def _measure_decode(
+    vae: Any, latents: Any, meter: Meter, warmups: int, runs: int, scaling: float | None
+) -> list[Measurement]:
+    """diffusers' decode of unscaled latents; BFL's decode, which unscales them itself, where `scaling` is None."""
+    for _ in range(warmups):
+        if scaling is None:
+            _ = vae.decode(latents)
+        else:
+            scaled = latents / scaling
+            _ = vae.decode(scaled, return_dict=False)[0]  # held as in encode; scaled until run 1 binds its own
+        meter.clear()
+    measurements = []
+    for _ in range(runs):
+        meter.clear()
+        meter.before()
+        start = time.perf_counter()
+        if scaling is None:
+            image = vae.decode(latents)
+        else:
+            scaled = latents / scaling
+            image = vae.decode(scaled, return_dict=False)[0]
+        meter.wait()
+        seconds = time.perf_counter() - start
+        measurements.append(Measurement(*meter.after(), seconds))
+        image = scaled = None  # noqa: F841 - the names let go
+    return measurements
+
+
+_MEASURE = {"encode": _measure_encode, "decode": _measure_decode}
+
+
+class _Subject(NamedTuple):
+    """A module, and what its inputs look like."""
+
+    vae: Any
+    model: str
+    image_channels: int
+    latent_channels: int
+    factor: int
+    scaling: float | None  # None for BFL's, which scales within
+
+    def shape(self, op: str, batch: int, height: int, width: int) -> tuple[int, int, int, int]:
+        if op == "encode":
+            return batch, self.image_channels, height, width
+        return batch, self.latent_channels, height // self.factor, width // self.factor
+
+
+def measure(
+    model: Any,
+    op: str,
+    sizes: int | Sequence[int | tuple[int, int]],
+    dtypes: str | Sequence[str] = ("float16",),
+    *,
+    runtime: str = "diffusers",
+    device: Any = None,
+    warmups: int = 2,
+    runs: int = 5,
+    tile: int | None = None,
+    batch: int = 1,
+    snapshot: str | os.PathLike[str] | None = None,
+    profile: str | os.PathLike[str] | None = None,
+) -> Table:
+    """Measures a VAE's memory and time in PyTorch, the way the seed table was measured.
+
+    Parameters
+    ----------
+    model : str or torch.nn.Module
+        ``"sd15"``, ``"sdxl"``, ``"flux"`` or a config.json: diffusers' AutoencoderKL with random weights, on which
+        neither memory nor time depends. Or a module of `runtime`; it is put in eval mode, converted and moved to
+        `device`, and stays so.
+    op : str
+        ``"encode"`` (sampled and scaled, as pipelines do), ``"decode"``, ``"encode_tiled"`` or ``"decode_tiled"``.
+    sizes : int or sequence of int and (int, int)
+        Of the image in pixels, multiples of 8: an int is a square, a pair is (height, width).
+    dtypes : str or sequence of str
+        Of weights and run: ``"float16"``, ``"bfloat16"``, ``"float32"``.
+    runtime : str
+        Whose code the module is: ``"diffusers"``, or ``"bfl"`` (AutoEncoder of the flux repository; only as a module).
+    device : torch.device or str, optional
+        The GPU where PyTorch has one, else the CPU.
+    warmups, runs : int
+        Runs that are not measured, and those whose mean is taken.
+    tile : int, optional
+        Side of a tile in pixels for the tiled ops, 512 by default; tiles overlap by a quarter.
+    batch : int
+        Images in one run.
+    snapshot : path, optional
+        Gets the allocator's history from before the model is loaded, as `vaemem.replay` and pytorch.org/memory_viz
+        read it. Recording slows the runs down. CUDA only.
+    profile : path, optional
+        Gets a CSV of the workspace that cuDNN takes for each convolution of these runs, in bytes as requested from the
+        allocator. CUDA only.
+
+    Returns
+    -------
+    Table
+        A row a dtype and size, source "measured". On CUDA `allocated_bytes` and `reserved_bytes` are the peaks minus
+        what was there just before the run. On the CPU `reserved_bytes` is the growth of the resident size, and
+        `allocated_bytes` is not known.
+
+    Raises
+    ------
+    ValueError, TypeError
+        An argument that cannot be run, named, before anything is measured.
+    ImportError
+        No PyTorch, or no diffusers where `model` is a name.
+    OSError
+        A CPU run where the peak resident size cannot be reset.
+    torch.OutOfMemoryError
+        A run does not fit.
+
+    Notes
+    -----
+    Before each run garbage is collected, the cache emptied and the peaks reset. `reserved_bytes` depends on what the
+    process did before; what `vaemem.predict` means by default is one size and dtype in a fresh process.
+
+    Examples
+    --------
+    >>> measure("sdxl", "decode", [(832, 1216)], ["float16", "bfloat16"])
+    """
+    _choose("op", op, OPS)
+    _choose("runtime", runtime, RUNTIMES)
+    pairs, wanted = _sizes(sizes), _listed(dtypes, str)
+    for dtype in wanted:
+        _choose("dtypes", dtype, ELEMENT)
+    tiled, op_run = op.endswith("_tiled"), op.removesuffix("_tiled")
+    if tile is not None and not tiled:
+        raise ValueError(f"tile: want it with a tiled op, got {tile!r} with {op}")
+    if tiled and runtime == "bfl":
+        raise ValueError(f"op: want encode or decode with runtime bfl, which has no tiles, got {op!r}")
+    tile = DEFAULT_TILE if tile is None else tile
+    for name, value, least in (("warmups", warmups, 0), ("runs", runs, 1), ("batch", batch, 1), ("tile", tile, 1)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"{name}: want a whole number of at least {least}, got {value!r}")
+    from vaemem.pytorch import torch
+
+    place = _device(torch, device)
+    for name, path in (("snapshot", snapshot), ("profile", profile)):
+        if path is not None and place.type != "cuda":
+            raise ValueError(f"{name}: want a CUDA device to record, got {place}")
+    make = _maker(torch, model, runtime)
+    rows: list[Row] = []
+    workspaces: dict[Conv, int] = {}
+    with contextlib.ExitStack() as stack:
+        if place.type == "cuda":
+            stack.enter_context(torch.cuda.device(place))  # empty_cache and the like speak of the current one
+            stack.enter_context(_history(torch, snapshot))
+        meter: Meter = CudaMeter(torch.cuda, place) if place.type == "cuda" else CpuMeter()
+        for dtype in wanted:
+            subject = make()
+            _check_sizes(subject, pairs, tile if tiled else None)
+            vae = subject.vae.eval().to(getattr(torch, dtype)).to(place)
+            known = {
+                "model": subject.model, "op": op, "batch": batch, "dtype": dtype, "runtime": runtime,
+                "source": "measured",
+                "device": torch.cuda.get_device_name(place) if place.type == "cuda" else "cpu",
+                "weights_bytes": sum(p.numel() * p.element_size() for p in vae.parameters()),
+                "versions": versions(torch, place, runtime),
+            }  # fmt: skip
+            with _tiling(vae, runtime, tile if tiled else 0, subject.factor):
+                for height, width in pairs:
+                    shape = subject.shape(op_run, batch, height, width)
+                    x = (torch.randn(shape) * 0.5).to(device=place, dtype=getattr(torch, dtype))
+                    with torch.inference_mode():
+                        done = _MEASURE[op_run](vae, x, meter, warmups, runs, subject.scaling)
+                        if profile is not None:
+                            for conv in _convolutions(torch, vae, op_run, x):
+                                if conv not in workspaces:
+                                    workspaces[conv] = _workspace(torch, conv, place)
+                    rows.append(known | {"height": height, "width": width} | _mean(done))
+                    del x
+            del subject, vae
+            meter.clear()
+    if profile is not None:
+        _write_profile(profile, torch, place, workspaces)
+    return Table(rows)
+
+
+def _mean(done: Sequence[Measurement]) -> dict[str, Any]:
+    allocated = [m.allocated for m in done if m.allocated is not None]
+    return {
+        "allocated_bytes": round(statistics.fmean(allocated)) if allocated else None,
+        "reserved_bytes": round(statistics.fmean(m.reserved for m in done)),
+        "seconds": statistics.fmean(m.seconds for m in done),
+    }
+
+
+# ---- what is asked for ----
+
+
+def _device(torch: Any, device: Any) -> Any:
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        place = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"device: want a CUDA device or the CPU, got {device!r}") from None
+    if place.type not in ("cuda", "cpu"):
+        raise ValueError(f"device: want a CUDA device or the CPU, got {device!r}")
+    if place.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError(
+                f"device: want one that is there, got {device!r}; PyTorch {torch.__version__} finds no GPU"
+            )
+        if place.index is None:
+            place = torch.device("cuda", torch.cuda.current_device())
+    return place
+
+
+def _maker(torch: Any, model: Any, runtime: str) -> Callable[[], _Subject]:
+    """Makes the module, on the CPU where the model is a name: anew for each dtype, as if it was loaded in it."""
+    if isinstance(model, torch.nn.Module):
+        subject = _described(model, runtime)
+        return lambda: subject
+    if not isinstance(model, str | os.PathLike):
+        raise TypeError(f"model: want a name, a config.json or a torch.nn.Module, got {type(model).__name__}")
+    if runtime != "diffusers":
+        raise ValueError(f"model: want a module with runtime {runtime}, of which no package is known, got {model!r}")
+    arch = architecture(os.fspath(model))
+    try:
+        build = importlib.import_module("diffusers").AutoencoderKL
+    except ImportError as error:
+        raise ImportError(
+            f"measure of {model!r} needs diffusers: pip install diffusers, or give a module ({error})"
+        ) from error
+    config = {key: value for key, value in config_of(arch).items() if not key.startswith("_")}
+    # Without a factor any number does: the multiplication takes memory and time, its value neither.
+    config["scaling_factor"] = config["scaling_factor"] or 1.0
+    return lambda: _described(build(**config), runtime)._replace(model=arch["name"])
+
+
+def _described(vae: Any, runtime: str) -> _Subject:
+    try:
+        channels = vae.encoder.conv_in.in_channels, vae.decoder.conv_in.in_channels
+        if runtime == "bfl":
+            return _Subject(vae, "custom", *channels, 2 ** (vae.encoder.num_resolutions - 1), None)
+        factor = 2 ** (len(vae.config.block_out_channels) - 1)
+        scaling = vae.config.scaling_factor
+    except AttributeError as error:
+        wanted = "AutoencoderKL" if runtime == "diffusers" else "AutoEncoder"
+        raise TypeError(f"model: want {runtime}'s {wanted}, got {type(vae).__name__}: {error}") from None
+    try:
+        name = read_config(dict(vae.config))["name"]
+    except ValueError:  # an architecture that vaemem does not run can be measured all the same
+        name = "custom"
+    return _Subject(vae, name, *channels, factor, scaling or 1.0)
+
+
+def _check_sizes(subject: _Subject, pairs: Sequence[tuple[int, int]], tile: int | None) -> None:
+    for height, width in pairs:
+        if height % subject.factor or width % subject.factor:
+            raise ValueError(f"sizes: want multiples of {subject.factor}, got {height}x{width}")
+    if tile is not None and tile % subject.factor:
+        raise ValueError(f"tile: want a multiple of {subject.factor}, got {tile}")
+
+
+@contextlib.contextmanager
+def _tiling(vae: Any, runtime: str, tile: int, factor: int) -> Iterator[None]:
+    """Tiles of that side in pixels, none for 0; as it was afterwards."""
+    if runtime != "diffusers":
+        yield
+        return
+    settings: dict[str, Any] = {"use_tiling": bool(tile)}
+    if tile:
+        settings |= {"tile_sample_min_size": tile, "tile_latent_min_size": tile // factor, "tile_overlap_factor": 0.25}
+    before = {name: getattr(vae, name) for name in settings}
+    try:
+        for name, value in settings.items():
+            setattr(vae, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(vae, name, value)
+
+
+def versions(torch: Any, device: Any, runtime: str) -> str:
+    """What ran, for a table's `versions`; settings that change the memory are named where they are not the default."""
+    parts = [f"torch {torch.__version__}"]
+    if device.type == "cuda":
+        parts += [f"cudnn {cudnn_version(torch)}", f"cuda {torch.version.cuda}", f"driver {_driver()}"]
+        settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
+        if settings:
+            parts.append(f"allocator {settings.replace(',', ';')}")
+        if torch.backends.cudnn.benchmark:
+            parts.append("cudnn.benchmark on")
+        if not torch.backends.cudnn.allow_tf32:
+            parts.append("cudnn.allow_tf32 off")
+    else:
+        parts.append(f"threads {torch.get_num_threads()}")
+    if runtime in sys.modules:  # bfl's code has no version
+        parts.append(f"{runtime} {sys.modules[runtime].__version__}")
+    return ", ".join([*parts, f"python {platform.python_version()}"])
+
+
+def cudnn_version(torch: Any) -> str:
+    """``"9.7.1"``: that of the cuDNN which PyTorch runs with."""
+    number = torch.backends.cudnn.version()
+    if number is None:
+        return "none"
+    thousand = 10000 if number >= 90000 else 1000  # cuDNN 9 widened its number
+    return f"{number // thousand}.{number % thousand // 100}.{number % 100}"
+
+
+def _driver() -> str:
+    with contextlib.suppress(OSError), open("/proc/driver/nvidia/version") as file:
+        found = re.search(r"\b\d+\.\d+(\.\d+)?\b", file.read())
+        if found:
+            return found[0]
+    return "unknown"
+
+
+# ---- what is recorded ----
+
+
+@contextlib.contextmanager
+def _history(torch: Any, path: str | os.PathLike[str] | None) -> Iterator[None]:
+    """Records the allocator's events within, and writes them where all went well."""
+    if path is None:
+        yield
+        return
+    memory = torch.cuda.memory
+    memory._record_memory_history("all", stacks="python", max_entries=sys.maxsize)
+    try:
+        yield
+        memory._dump_snapshot(os.fspath(path))
+    finally:
+        memory._record_memory_history(None)
+
+
+def _convolutions(torch: Any, vae: Any, op: str, x: Any) -> list[Conv]:
+    """The convolutions that a run has, each once."""
+    from vaemem.pytorch import suggest_memory_format
+
+    found: dict[Conv, None] = {}
+
+    def note(module: Any, args: Any) -> None:
+        (n, c, h, w), (k, _, *sides) = args[0].shape, module.weight.shape
+        even = all(len({*sizes}) == 1 for sizes in (sides, module.stride, module.padding))
+        if not even or {*module.dilation} != {1} or module.groups != 1 or module.padding_mode != "zeros":
+            raise ValueError(f"profile: want square convolutions of one group without dilation, got {module}")
+        nhwc = torch.channels_last in map(suggest_memory_format, (args[0], module.weight))
+        dtype, layout = str(args[0].dtype).removeprefix("torch."), "nhwc" if nhwc else "nchw"
+        found[Conv(dtype, n, c, h, w, k, sides[0], module.stride[0], module.padding[0], layout)] = None
+
+    hooks = [m.register_forward_pre_hook(note) for m in vae.modules() if isinstance(m, torch.nn.Conv2d)]
+    try:
+        getattr(vae, op)(x)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return list(found)
+
+
+def _workspace(torch: Any, conv: Conv, device: Any) -> int:
+    """Bytes that one convolution requests of the allocator besides its output."""
+    layout = torch.channels_last if conv.layout == "nhwc" else torch.contiguous_format
+    like = {"dtype": getattr(torch, conv.dtype), "device": device, "memory_format": layout}
+    x = torch.empty((conv.n, conv.c, conv.h, conv.w), **like)
+    weight = torch.empty((conv.k, conv.c, conv.r, conv.r), **like)
+    workspace = 0
+    for _ in range(2):  # the first may try plans that do not run
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_stats(device)["requested_bytes.all.current"]
+        out = torch.nn.functional.conv2d(x, weight, stride=conv.stride, padding=conv.padding)
+        torch.cuda.synchronize(device)
+        peak = torch.cuda.memory_stats(device)["requested_bytes.all.peak"]
+        workspace = peak - before - out.numel() * out.element_size()
+        del out
+    return workspace
+
+
+def _write_profile(path: str | os.PathLike[str], torch: Any, device: Any, workspaces: dict[Conv, int]) -> None:
+    about = torch.cuda.get_device_name(device), torch.__version__, cudnn_version(torch)
+    with open(path, "w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(PROFILE_COLUMNS)
+        writer.writerows([*about, *conv, count] for conv, count in workspaces.items())

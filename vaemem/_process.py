@@ -1,0 +1,495 @@
+"""A PyTorch process on a GPU that need not be there: what it loads, runs and drops, and what its allocator holds meanwhile."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from vaemem import _core
+from vaemem._gpus import Gpu, find_gpu
+from vaemem._profiles import ELEMENT
+from vaemem._snapshot import CachingAllocator
+from vaemem._workspace import CUDNN_OF_TORCH, Workspace
+
+MIB = 1 << 20
+RUNTIMES = ("diffusers", "bfl")
+RUNTIME_OF = {"flux": "bfl"}  # who usually runs a model where that is not diffusers
+DEFAULT_TORCH = "2.7.1"  # the version that predictions were compared with measurements for
+_LAST_EACH, _LAST_KEPT = (2, 8), (2, 11)  # PyTorch releases after which cuBLASLt's workspace is kept, then cuBLAS's own
+
+
+def torch_release(version: str) -> tuple[int, int]:
+    """(2, 7) of ``"2.7.1+cu128"``.
+
+    Raises
+    ------
+    ValueError
+        Where it is no version, or one whose operators are not modelled.
+    """
+    parts = version.split("+")[0].split(".")
+    release = ".".join(parts[:2])
+    if release not in CUDNN_OF_TORCH or not all(part.isdigit() for part in parts):
+        raise ValueError(f"torch_version: want one of {', '.join(CUDNN_OF_TORCH)}, got {version!r}")
+    return int(parts[0]), int(parts[1])
+
+
+def blas_settings(gpu: Gpu, torch_version: str) -> dict[str, Any]:
+    """Bytes of cuBLAS's and cuBLASLt's workspaces and how PyTorch keeps the latter (CublasHandlePool.cpp, CUDABlas.cpp)."""
+    release = torch_release(torch_version)
+    use = "each" if release <= _LAST_EACH else "kept" if release <= _LAST_KEPT else "shared"
+    cublas = 32 * MIB if gpu.sm == 90 else 2 * 4 * MIB + 8 * 16 * 1024
+    return {"cublas_bytes": cublas, "cublaslt_bytes": MIB, "cublaslt_use": use}
+
+
+def architecture(model: str | Mapping[str, Any]) -> dict[str, Any]:
+    """The arch dict of a shipped model's name, or of a path or dict that `vaemem.VAE` takes as ``config=``.
+
+    Raises
+    ------
+    ValueError
+        Unknown name, or a config that is no AutoencoderKL.
+    """
+    shipped = _core.models()
+    if isinstance(model, str):
+        if model in shipped:
+            return shipped[model]
+        if not os.path.exists(model):
+            raise ValueError(f"model: want one of {', '.join(shipped)}, an arch dict or a config.json, got {model!r}")
+    elif "norm_eps" in model:
+        return dict(model)  # an arch dict already
+    from vaemem._weights import read_config
+
+    return read_config(model)
+
+
+@functools.lru_cache(maxsize=256)
+def _vae_trace(arch: tuple[tuple[str, Any], ...], **call: Any) -> _core.Trace:
+    return _core.Trace.vae(dict(arch), **call)
+
+
+class Tensor:
+    """Storages of a simulated process. `drop` it when the name that held it goes.
+
+    Attributes
+    ----------
+    name : str
+        Who made it.
+    shape : tuple of int
+        Of the tensor, or of the latents that a posterior describes.
+    dtype : str
+    nbytes : int
+        Requested bytes of all its storages.
+    """
+
+    def __init__(self, name: str, shape: Sequence[int], dtype: str, storages: Mapping[int, int]):
+        self.name, self.shape, self.dtype = name, tuple(shape), dtype
+        self.storages: dict[int, int] | None = dict(storages)  # address: bytes; None once dropped
+
+    @property
+    def nbytes(self) -> int:
+        return sum((self.storages or {}).values())
+
+    def __repr__(self) -> str:
+        state = "dropped" if self.storages is None else f"{self.nbytes / MIB:.2f} MiB"
+        return f"<Tensor {self.name} {'x'.join(map(str, self.shape))} {self.dtype}, {state}>"
+
+
+class LoadedVAE:
+    """A VAE whose weights lie on the simulated device.
+
+    Attributes
+    ----------
+    arch : dict
+    runtime : str
+        ``"diffusers"`` or ``"bfl"``.
+    dtype : str
+        Of the weights now.
+    factor : int
+        Image pixels a side of one latent pixel.
+    """
+
+    def __init__(self, arch: Mapping[str, Any], runtime: str, dtype: str, weights: list[tuple[int, int]]):
+        self.arch, self.runtime, self.dtype = dict(arch), runtime, dtype
+        self.weights: list[tuple[int, int]] | None = weights  # (address, bytes), in order
+        self.factor = 2 ** (len(arch["block_out_channels"]) - 1)
+        self.key = tuple(sorted(self.arch.items()))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(size for _, size in self.weights or ())
+
+    def __repr__(self) -> str:
+        return f"<LoadedVAE {self.arch['name']} ({self.runtime}, {self.dtype}), {self.nbytes / MIB:.2f} MiB>"
+
+
+class Moment(NamedTuple):
+    """A point of a call: who acted, and the bytes that the process had allocated and reserved at its height."""
+
+    name: str
+    allocated: int
+    reserved: int
+
+
+class PeakTensor(NamedTuple):
+    """Something that was allocated at the peak."""
+
+    name: str
+    bytes: int
+
+
+class SimulatedProcess:
+    """A script of what a PyTorch process does with VAEs, played on a simulated allocator.
+
+    ``reserved`` depends on all that happened before, so a process is played from its start.
+
+    Parameters
+    ----------
+    gpu : str
+        A name for `vaemem._gpus.find_gpu`: ``"RTX 4090"``.
+    cudnn_version, torch_version : str, optional
+        PyTorch 2.7.1 by default, and the cuDNN that its wheels bring.
+    allocator : CachingAllocator, optional
+        One with settings of its own (``CachingAllocator.from_conf``, a device's memory); by default one without end.
+    workspace : object, optional
+        What answers ``conv(dtype, n, c, h, w, k, r, stride, padding, layout) -> (bytes, source)`` in place of `Workspace`.
+
+    Examples
+    --------
+    >>> p = SimulatedProcess("RTX 4090")
+    >>> vae = p.load("sdxl", "float16")
+    >>> latents = p.tensor((1, 4, 128, 128), "float16")
+    >>> image = p.decode(vae, latents)
+    >>> p.drop(image); p.empty_cache()
+    """
+
+    def __init__(
+        self,
+        gpu: str = "RTX 4090",
+        cudnn_version: str | None = None,
+        torch_version: str | None = None,
+        *,
+        allocator: CachingAllocator | None = None,
+        workspace: Any = None,
+    ):
+        self.gpu = find_gpu(gpu)
+        self.torch_version = torch_version or DEFAULT_TORCH
+        self._blas = blas_settings(self.gpu, self.torch_version)
+        self._kept = {"cublas": 0, "cublaslt": 0}
+        self.workspace = workspace or Workspace(self.gpu, cudnn_version, self.torch_version)
+        self.allocator = CachingAllocator(history=False) if allocator is None else allocator
+        self.sources: dict[str, int] = {}  # who answered how many questions for workspaces
+        self.frames: list[str] = []  # by tag of the allocator's history
+        self._tags: dict[Any, int] = {}  # of names and traces
+        self._live: dict[int, tuple[str, int]] = {}  # between calls: address -> (name, bytes)
+        self._peak: tuple[int, Any] = (0, None)
+        self._last: tuple[_core.Trace, Any, Any] | None = None
+
+    # ---- what there is ----
+
+    @property
+    def allocated(self) -> int:
+        """Bytes, as ``torch.cuda.memory_allocated``."""
+        return self.allocator.memory_allocated()
+
+    @property
+    def reserved(self) -> int:
+        """Bytes, as ``torch.cuda.memory_reserved``."""
+        return self.allocator.memory_reserved()
+
+    @property
+    def peak_allocated(self) -> int:
+        """Bytes, as ``torch.cuda.max_memory_allocated``."""
+        return self.allocator.max_memory_allocated()
+
+    @property
+    def peak_reserved(self) -> int:
+        """Bytes, as ``torch.cuda.max_memory_reserved``."""
+        return self.allocator.max_memory_reserved()
+
+    @property
+    def workspace_source(self) -> str:
+        """Who said how much the convolutions' workspaces take, most answers first."""
+        return "; ".join(sorted(self.sources, key=lambda source: -self.sources[source]))
+
+    # ---- what it does ----
+
+    def load(self, model: str | Mapping[str, Any], dtype: str = "float16", runtime: str | None = None) -> LoadedVAE:
+        """Moves a VAE's weights to the device, parameter by parameter.
+
+        Parameters
+        ----------
+        model : str or dict
+            ``"sd15"``, ``"sdxl"``, ``"flux"``, or a config.
+        dtype : str
+        runtime : str, optional
+            ``"diffusers"`` or ``"bfl"``; by default BFL's for flux, else diffusers'.
+        """
+        arch = architecture(model)
+        runtime = runtime or RUNTIME_OF.get(arch["name"], "diffusers")
+        _choose("runtime", runtime, RUNTIMES)
+        _choose("dtype", dtype, ELEMENT)
+        trace = _core.Trace.weights(arch, runtime, dtype)
+        sizes = [size for _, _, size, _ in trace.steps]
+        self._tag("weights")
+        weights = [(self.allocator.malloc(size), size) for size in sizes]
+        self._live.update((address, (f"weights of {arch['name']}", size)) for address, size in weights)
+        return LoadedVAE(arch, runtime, dtype, weights)
+
+    def convert(self, vae: LoadedVAE, dtype: str) -> None:
+        """``vae.to(dtype)``: each parameter is copied, then the old one dropped. Nothing happens where it has that dtype."""
+        _choose("dtype", dtype, ELEMENT)
+        if vae.weights is None:
+            raise ValueError("vae: want one that was not dropped")
+        if vae.dtype == dtype:
+            return
+        self._tag("weights")
+        old = ELEMENT[vae.dtype]
+        for i, (address, size) in enumerate(vae.weights):
+            wanted = size // old * ELEMENT[dtype]
+            new = self.allocator.malloc(wanted)
+            self._note_peak()
+            name = self._release(address)[0]
+            vae.weights[i] = (new, wanted)
+            self._live[new] = (name, wanted)
+        vae.dtype = dtype
+
+    def tensor(self, shape: Sequence[int], dtype: str, name: str = "input") -> Tensor:
+        """A new tensor, such as an input moved to the device."""
+        _choose("dtype", dtype, ELEMENT)
+        if not shape or min(shape) < 1:
+            raise ValueError(f"shape: want sizes of 1 or more, got {tuple(shape)}")
+        return self._take(name, shape, dtype)
+
+    def hold(self, name: str, size: int) -> int:
+        """Takes `size` bytes for good under a name. Returns the address (0 for 0 bytes), which `release` takes."""
+        self._tag(name)
+        address = self.allocator.malloc(size)
+        self._note_peak()
+        if address:
+            self._live[address] = (name, size)
+        return address
+
+    def elementwise(self, x: Tensor, name: str = "scaled", dtype: str | None = None) -> Tensor:
+        """A new tensor of x's shape: ``x * 0.5``, or ``x.to(dtype)`` with another dtype."""
+        return self._take(name, x.shape, dtype or x.dtype)
+
+    def encode(self, vae: LoadedVAE, image: Tensor, *, tile: int = 0, slicing: bool = False) -> Tensor:
+        """The model's ``encode``: BFL's latents, or the posterior of diffusers (see `sample`).
+
+        Parameters
+        ----------
+        vae : LoadedVAE
+        image : Tensor
+            (N, in_channels, H, W), of the weights' dtype; H and W multiples of the factor.
+        tile : int
+            Side of a tile in pixels where tiling is on, 0 where it is off.
+        slicing : bool
+            One image of the batch after the other.
+        """
+        height, width = image.shape[-2:]
+        latent = (image.shape[0], vae.arch["latent_channels"], height // vae.factor, width // vae.factor)
+        return self._call_vae(vae, "encode", image, vae.arch["in_channels"], (height, width), latent, tile, slicing)
+
+    def decode(self, vae: LoadedVAE, latents: Tensor, *, tile: int = 0, slicing: bool = False) -> Tensor:
+        """The model's ``decode``: the image. Parameters as in `encode`; latents (N, latent_channels, H/8, W/8)."""
+        height, width = (side * vae.factor for side in latents.shape[-2:])
+        image = (latents.shape[0], vae.arch["out_channels"], height, width)
+        channels = vae.arch["latent_channels"]
+        return self._call_vae(vae, "decode", latents, channels, (height, width), image, tile, slicing)
+
+    def sample(self, posterior: Tensor, name: str = "latents") -> Tensor:
+        """``posterior.sample()``: mean + std * noise."""
+        noise = self._take(f"{name} [noise]", posterior.shape, posterior.dtype)
+        product = self._take(f"{name} [std * noise]", posterior.shape, posterior.dtype)
+        latents = self._take(name, posterior.shape, posterior.dtype)
+        self.drop(product, noise)
+        return latents
+
+    def call(self, trace: _core.Trace, *, heights: bool = True) -> dict[int, int]:
+        """Plays a trace, such as one that `vaemem.pytorch.record` made.
+
+        Returns
+        -------
+        dict
+            {id: address} of the storages that it leaves; `release` them when they go.
+
+        Raises
+        ------
+        vaemem.OutOfMemoryError
+            The simulated device is full; what the call took is given back.
+        """
+        workspaces = []
+        for question in trace.convs:
+            count, source = self.workspace.conv(*question)
+            workspaces.append(count)
+            self.sources[source] = self.sources.get(source, 0) + 1
+        before = tuple(self._live.values())
+        left, cublas, cublaslt, allocated, reserved = trace.run(
+            self.allocator, workspaces, **self._blas, **self._kept, tag=self._tag(trace), heights=heights
+        )
+        if heights:
+            self._last = (trace, allocated, reserved)
+        self._note_peak((trace, workspaces, allocated, before) if heights else None)
+        for name, address in (("cublas", cublas), ("cublaslt", cublaslt)):
+            if address and not self._kept[name]:
+                self._live[address] = (f"{name} [workspace]", self._blas[f"{name}_bytes"])
+            self._kept[name] = address
+        self._live.update((left[id_], (name, size)) for _, id_, size, name in trace.kept if id_ in left)
+        return left
+
+    def release(self, addresses: Iterable[int]) -> None:
+        """Frees what `call` left."""
+        for address in addresses:
+            self._release(address)
+
+    def drop(self, *things: Tensor | LoadedVAE | None) -> None:
+        """The last names of tensors, or of a model, go. None is ignored.
+
+        Raises
+        ------
+        ValueError
+            Where one was dropped before.
+        """
+        for thing in things:
+            if thing is None:
+                continue
+            if isinstance(thing, LoadedVAE):
+                if thing.weights is None:
+                    raise ValueError(f"drop: {thing!r} was dropped before")
+                self.release(address for address, _ in thing.weights)
+                thing.weights = None
+            else:
+                if thing.storages is None:
+                    raise ValueError(f"drop: {thing!r} was dropped before")
+                self.release(thing.storages)
+                thing.storages = None
+
+    def empty_cache(self) -> None:
+        """``torch.cuda.empty_cache()``."""
+        self.allocator.empty_cache()
+
+    def reset_peak(self) -> None:
+        """``torch.cuda.reset_peak_memory_stats()``."""
+        self.allocator.reset_peak_stats()
+        self._peak = (self.allocated, None)
+
+    # ---- what happened ----
+
+    def peak_tensors(self) -> list[PeakTensor]:
+        """What was allocated at the peak since `reset_peak`, largest first; equal names are summed.
+
+        Empty where the peak lies outside of the calls (or in a call without heights).
+        """
+        if self._peak[1] is None:
+            return []
+        trace, workspaces, allocated, before = self._peak[1]
+        live = live_at(trace, int(allocated.argmax()), workspaces, self._blas)
+        names: dict[str, int] = {}
+        for name, size in [*before, *(item for item in live.values() if item not in before or item[0] not in _ONCE)]:
+            names[name] = names.get(name, 0) + size
+        return [PeakTensor(name, size) for name, size in sorted(names.items(), key=lambda item: -item[1]) if size]
+
+    def timeline(self) -> list[Moment]:
+        """The last call, step by step; what was given back has the name of what was taken before."""
+        if self._last is None:
+            return []
+        moments, (trace, allocated, reserved) = [], self._last
+        owner: dict[int, str] = {}
+        for i, (op, id_, _, name) in enumerate(trace.steps):
+            if op == "take":
+                owner[id_] = name
+            moments.append(Moment(f"free {owner[id_]}" if op == "give" else name, int(allocated[i]), int(reserved[i])))
+        return moments
+
+    def save_snapshot(self, path: str | os.PathLike[str]) -> None:
+        """Writes the allocator's history as ``torch.cuda.memory._dump_snapshot`` does.
+
+        Raises
+        ------
+        ValueError
+            Where the allocator keeps no history.
+        """
+        if not self.allocator._settings()["history"]:
+            raise ValueError("save_snapshot: want a process whose allocator was made with history=True")
+        self.allocator.save_snapshot(path, self.frames)
+
+    # ---- within ----
+
+    def _call_vae(
+        self, vae: LoadedVAE, op: str, x: Tensor, channels: int, size: tuple[int, int], result: tuple[int, ...], tile: int,
+        slicing: bool,
+    ) -> Tensor:  # fmt: skip
+        if vae.weights is None or x.storages is None:
+            raise ValueError(f"{op}: want a model and an input that were not dropped")
+        if len(x.shape) != 4 or x.shape[1] != channels:
+            raise ValueError(f"{op}: want a tensor (N, {channels}, height, width), got {x.shape}")
+        if x.dtype != vae.dtype:
+            raise ValueError(f"{op}: want the weights' dtype {vae.dtype}, got {x.dtype}")
+        trace = _vae_trace(
+            vae.key, runtime=vae.runtime, op=op, dtype=vae.dtype, height=size[0], width=size[1], batch=x.shape[0],
+            tile=tile, slicing=slicing, sm=self.gpu.sm, multiprocessors=self.gpu.properties["multiProcessorCount"],
+        )  # fmt: skip
+        left = self.call(trace)
+        return Tensor(f"{op} of {vae.arch['name']}", result, vae.dtype, {a: self._live[a][1] for a in left.values()})
+
+    def _take(self, name: str, shape: Sequence[int], dtype: str) -> Tensor:
+        size = math.prod(shape) * ELEMENT[dtype]
+        return Tensor(name, shape, dtype, {self.hold(name, size): size})
+
+    def _release(self, address: int) -> tuple[str, int]:
+        self.allocator.free(address)
+        return self._live.pop(address)
+
+    def _note_peak(self, call: Any = None) -> None:
+        """After anything that takes memory: which call made the peak, None where none did."""
+        if self.peak_allocated > self._peak[0]:
+            self._peak = (self.peak_allocated, call)
+
+    def _tag(self, what: str | _core.Trace) -> int:
+        """The tag of what comes next: of a name, or the first of a trace's."""
+        if isinstance(what, str):
+            tag = self._tags.get(what)
+            if tag is None:
+                tag = self._tags[what] = len(self.frames)
+                self.frames.append(what)
+            self.allocator.tag(tag)
+            return tag
+        tag = self._tags.get(what)
+        if tag is None:
+            tag = self._tags[what] = len(self.frames)
+            self.frames += what.names
+        return tag
+
+
+_ONCE = ("cublas [workspace]", "cublaslt [workspace]")  # kept from the first use on
+
+
+def live_at(
+    trace: _core.Trace, step: int, workspaces: Sequence[int], blas: Mapping[str, Any]
+) -> dict[Any, tuple[str, int]]:
+    """{id: (name, bytes)} of what a trace holds at the height of one step; a workspace has the id of its kind."""
+    live: dict[Any, tuple[str, int]] = {}
+    steps = trace.steps
+    for op, id_, size, name in steps[: step + 1]:
+        if op == "take":
+            live[id_] = (name, size)
+        elif op == "give":
+            live.pop(id_)
+        elif op == "cublas" or (op == "cublaslt" and blas["cublaslt_use"] != "each"):
+            live["cublas"] = (_ONCE[0], blas["cublas_bytes"])
+            if op == "cublaslt" and blas["cublaslt_use"] == "kept":
+                live["cublaslt"] = (_ONCE[1], blas["cublaslt_bytes"])
+    op, id_, _, name = steps[step]
+    if op == "conv":
+        live["workspace"] = (name, workspaces[id_])
+    elif op == "cublaslt" and blas["cublaslt_use"] == "each":
+        live["workspace"] = (name, blas["cublaslt_bytes"])
+    return live
+
+
+def _choose(argument: str, value: Any, among: Iterable[str]) -> None:
+    if value not in tuple(among):
+        raise ValueError(f"{argument}: want one of {', '.join(among)}, got {value!r}")

@@ -1,0 +1,298 @@
+"""The seed table played again: the processes of the published benchmark, prediction beside measurement.
+
+The benchmark (torch 2.7.1, RTX 4090) had two scripts, each one process: BFL's AutoEncoder in float16, float32 and bfloat16; then
+diffusers' AutoencoderKL, SD1.5 and SDXL, each as float16, float16 meant to be upcast at run time, and float32. In each, size by
+size: encode, decode, tiled decode from 1024 on. What the scripts did matters to the byte:
+
+- ``_ = vae.decode(...)`` within ``for _ in range(n)``: a warm-up result goes when the next iteration starts.
+- The upcast group's encode raises in its first warm-up run (a float16 image meets float32 weights) and leaves the weights in
+  float32: that group is float32 weights, converted one by one, with latents converted within each run.
+- Tiling stays on after a tiled decode, so diffusers' encode from 1536 on runs tiled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import resources
+from statistics import median
+from typing import Any, NamedTuple
+
+from vaemem._gpus import find_gpu
+from vaemem._predict import DEFAULT_TILE, benchmark
+from vaemem._process import MIB, SimulatedProcess
+from vaemem._profiles import Profile
+from vaemem._workspace import InstalledCudnn, Workspace, installed_cudnn
+
+GPU, TORCH, CUDNN = "RTX 4090", "2.7.1", "9.7.1"
+NEAREST = "9.8.0"  # the nearest version that answers without a device
+SIZES = (512, 768, 1024, 1536, 2048)
+COLUMNS = (
+    "model", "op", "height", "width", "dtype", "group", "measured_allocated_mib", "measured_reserved_mib",
+    "predicted_allocated_mib", "predicted_reserved_mib",
+)  # fmt: skip
+Key = tuple[str, str, int, int, str, int]
+EQUAL_MIB = 0.0101  # the table has two decimals
+
+
+class Row(NamedTuple):
+    """A row of the table, measured and predicted; sizes in MiB."""
+
+    key: Key
+    measured: tuple[float, float]
+    predicted: tuple[float, float]
+
+
+# ---- the benchmark's processes ----
+
+
+def _mean(runs: Sequence[Any]) -> tuple[float, float]:
+    return tuple(sum(run[i] for run in runs) / len(runs) / MIB for i in (0, 1))  # type: ignore[return-value]
+
+
+def flux_process(workspace: Any) -> dict[Key, tuple[float, float]]:
+    """The first script: {row: (allocated, reserved) in MiB}."""
+    p = SimulatedProcess(GPU, torch_version=TORCH, workspace=workspace)
+    p.drop(p.tensor((1,), "bfloat16"))  # is bfloat16 supported?
+    rows: dict[Key, tuple[float, float]] = {}
+    for dtype in ("float16", "float32", "bfloat16"):
+        p.empty_cache()
+        vae = p.load("flux", dtype, "bfl")
+        for side in SIZES:
+            for op in ("encode", "decode"):
+                rows["FLUX", op, side, side, dtype, 1] = _mean(benchmark(p, vae, op, side, side))
+        p.drop(vae)
+        p.empty_cache()
+    return rows
+
+
+def sd_process(workspace: Any) -> dict[Key, tuple[float, float]]:
+    """The second script."""
+    p = SimulatedProcess(GPU, torch_version=TORCH, workspace=workspace)
+    rows: dict[Key, tuple[float, float]] = {}
+    for name, model in (("SD1.5", "sd15"), ("SDXL", "sdxl")):
+        for group, loaded, dtype in ((1, "float16", "float16"), (2, "float16", "float32"), (3, "float32", "float32")):
+            p.empty_cache()
+            vae = p.load(model, loaded, "diffusers")
+            tile = 0
+            for side in SIZES:
+                key = (side, side, dtype, group)
+                if group == 2:
+                    image = p.tensor((1, 3, side, side), loaded)
+                    p.convert(vae, dtype)  # and the convolution raises
+                    p.drop(image)
+                else:
+                    rows[(name, "encode", *key)] = _mean(benchmark(p, vae, "encode", side, side, tile=tile))
+                for tile in (0, DEFAULT_TILE) if side >= 1024 else (0,):
+                    op = "decode_tiled" if tile else "decode"
+                    runs = benchmark(p, vae, "decode", side, side, dtype=dtype, input_dtype=loaded, tile=tile)
+                    rows[(name, op, *key)] = _mean(runs)
+            p.drop(vae)
+            p.empty_cache()
+    return rows
+
+
+def play(workspace: Any) -> dict[Key, tuple[float, float]]:
+    """Both scripts: {(model, op, height, width, dtype, group): (allocated, reserved) in MiB}."""
+    return flux_process(workspace) | sd_process(workspace)
+
+
+# ---- the table ----
+
+
+def read_table(path: str | os.PathLike[str] | None = None) -> list[tuple[Key, tuple[float, float]]]:
+    """Rows of a table with the seed table's columns; the shipped copy by default.
+
+    Raises
+    ------
+    ValueError
+        A column or a number is missing, or a row is none of the benchmark's.
+    """
+    source = resources.files("vaemem") / "data" / "seed_table.csv" if path is None else None
+    text = source.read_text("utf-8") if source is not None else open(path, encoding="utf-8").read()  # type: ignore[arg-type]
+    reader = csv.DictReader(text.splitlines())
+    wanted = ("model", "op", "height", "width", "dtype", "group", "allocated_mib", "reserved_mib")
+    missing = [name for name in wanted if name not in (reader.fieldnames or ())]
+    if missing:
+        raise ValueError(f"table: want the columns {', '.join(wanted)}; {', '.join(missing)} missing")
+    rows = []
+    for line, fields in enumerate(reader, 2):
+        try:
+            key = (
+                fields["model"],
+                fields["op"],
+                int(fields["height"]),
+                int(fields["width"]),
+                fields["dtype"],
+                int(fields["group"]),
+            )
+            rows.append((key, (float(fields["allocated_mib"]), float(fields["reserved_mib"]))))
+        except (TypeError, ValueError):
+            raise ValueError(
+                f"table: line {line}: want numbers in height, width, group and the sizes, got {fields}"
+            ) from None
+    return rows
+
+
+def reproduce(table: Iterable[tuple[Key, tuple[float, float]]], workspace: Any = None) -> list[Row]:
+    """Prediction beside each row of the table.
+
+    Parameters
+    ----------
+    table
+        As `read_table` gives it.
+    workspace : object, optional
+        Who answers for the convolutions' workspaces; by default the profile that was inferred from the table.
+
+    Raises
+    ------
+    ValueError
+        A row that is none of the benchmark's: `reserved` depends on the whole script, so no other row can be played.
+    """
+    played = play(workspace or profile_workspace(CUDNN))
+    table = list(table)
+    for key, _ in table:
+        if key not in played:
+            raise ValueError(f"table: want rows of the published benchmark, got {', '.join(map(str, key))}")
+    return [Row(key, measured, played[key]) for key, measured in table]
+
+
+# ---- other sources of workspaces ----
+
+
+class _NoCudnn(InstalledCudnn):
+    def _spawn(self) -> dict[str, str]:
+        return {"error": "not asked"}
+
+
+def profile_workspace(version: str, data: dict[str, Any] | None = None) -> Workspace:
+    """Answers of the profile of one cuDNN version, or of `data` in its place, whatever is installed."""
+    workspace = Workspace(GPU, version, TORCH, cudnn=_NoCudnn())
+    if data is not None:
+        workspace._profile = Profile(data)
+    return workspace
+
+
+def inferred() -> dict[str, Any]:
+    """The profile that was inferred from the table, as its file says it."""
+    profile = Workspace(GPU, CUDNN)._profile
+    assert profile is not None and profile.how == "inferred"
+    return json.loads((resources.files("vaemem") / "data" / "profiles" / profile.file).read_text("utf-8"))
+
+
+class AskedWorkspace:
+    """Answers of the installed cuDNN alone."""
+
+    def __init__(self, cudnn: InstalledCudnn | None = None):
+        self._cudnn = cudnn or installed_cudnn()
+        self._device = find_gpu(GPU).device_json
+        self._known: dict[tuple[Any, ...], int] = {}
+
+    def conv(self, *question: Any) -> tuple[int, str]:
+        if question not in self._known:
+            names = ("dtype", "n", "c", "h", "w", "k", "r", "stride", "padding")
+            plan = self._cudnn.conv(
+                self._device, tf32=True, nhwc=question[-1] == "nhwc", **dict(zip(names, question, strict=False))
+            )
+            if plan is None:
+                raise ValueError(f"conv: cuDNN {self._cudnn.version} has no engine for {question}")
+            self._known[question] = plan["bytes"]
+        return self._known[question], f"cuDNN {self._cudnn.version}, asked without a device"
+
+
+def leave_one_out(table: Iterable[tuple[Key, tuple[float, float]]]) -> list[Row]:
+    """Each row predicted by rules that were not inferred from its size: those that only rows of that size show are dropped."""
+    table, data = list(table), inferred()
+    rows: list[Row] = []
+    for side in sorted({key[2] for key, _ in table}):
+        kept = [rule for rule in data["rules"] if set(rule["seen"]) != {side}]
+        played = play(profile_workspace(CUDNN, data | {"rules": kept}))
+        rows += [Row(key, measured, played[key]) for key, measured in table if key[2] == side]
+    return rows
+
+
+# ---- printing ----
+
+
+def summary(rows: Sequence[Row]) -> dict[str, float]:
+    """How many rows agree, and how far off the others are."""
+    off = [[abs(r.predicted[i] - r.measured[i]) for r in rows] for i in (0, 1)]
+    relative = [[r.predicted[i] / r.measured[i] - 1 for r in rows] for i in (0, 1)]
+    return {
+        "rows": len(rows),
+        "allocated_equal": sum(x <= EQUAL_MIB for x in off[0]),
+        "reserved_equal": sum(x <= EQUAL_MIB for x in off[1]),
+        "reserved_within_1_percent": sum(abs(x) <= 0.01 for x in relative[1]),
+        "allocated_worst": max(relative[0], key=abs, default=0.0),
+        "reserved_worst": max(relative[1], key=abs, default=0.0),
+        "reserved_median": median(map(abs, relative[1])) if rows else 0.0,
+    }
+
+
+def _line(title: str, rows: Sequence[Row]) -> str:
+    s = summary(rows)
+    return (
+        f"{title}: of {s['rows']:.0f} rows allocated equal on {s['allocated_equal']:.0f} (worst {s['allocated_worst']:+.2%}), reserved "
+        f"equal on {s['reserved_equal']:.0f}, within 1% on {s['reserved_within_1_percent']:.0f} "
+        f"(median {s['reserved_median']:.2%}, worst {s['reserved_worst']:+.2%})"
+    )
+
+
+def render(rows: Iterable[Row]) -> str:
+    """The rows as text: measured, predicted and error, in MiB; equal to the table's two decimals is ``=``."""
+    lines = [f"{'model':6} {'op':12} {'size':>9} {'dtype':8} group {'allocated':>10} {'predicted':>10} {'error':>8}"
+             f" {'reserved':>10} {'predicted':>10} {'error':>8}"]  # fmt: skip
+    for key, measured, predicted in rows:
+        cells = []
+        for want, got in zip(measured, predicted, strict=True):
+            error = "=" if abs(got - want) <= EQUAL_MIB else f"{got - want:+.2f}"
+            cells.append(f"{want:10.2f} {got:10.2f} {error:>8}")
+        model, op, height, width, dtype, group = key
+        lines.append(f"{model:6} {op:12} {height:4}x{width:<4} {dtype:8} {group:5} {' '.join(cells)}")
+    return "\n".join(lines)
+
+
+def write_csv(rows: Iterable[Row], path: str | os.PathLike[str]) -> None:
+    """Writes the rows under `COLUMNS`."""
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(COLUMNS)
+        for key, measured, predicted in rows:
+            writer.writerow([*key, *(f"{size:.2f}" for size in measured), *(f"{size:.4f}" for size in predicted)])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """``python -m vaemem reproduce TABLE.csv [--csv OUT.csv]``."""
+    parser = argparse.ArgumentParser(prog="vaemem reproduce", description=__doc__.splitlines()[0])
+    parser.add_argument("table", nargs="?", help="a CSV with the seed table's columns; the shipped copy by default")
+    parser.add_argument("--csv", metavar="FILE", help="also write measured and predicted there")
+    args = parser.parse_args(argv)
+    table = read_table(args.table)
+    rows = reproduce(table)
+    print(f"Workspaces by the {len(inferred()['rules'])} rules that were inferred from this table (cuDNN {CUDNN}):\n")
+    print(render(rows))
+    if args.csv:
+        write_csv(rows, args.csv)
+    sources: list[tuple[str, Any]] = []
+    sources.append((f"cuDNN {NEAREST}'s workspaces, asked beforehand, nothing inferred", profile_workspace(NEAREST)))
+    cudnn = installed_cudnn()
+    if cudnn.version is not None:
+        sources.append((f"workspaces asked of the installed cuDNN {cudnn.version}", AskedWorkspace(cudnn)))
+    asked = [(title, reproduce(table, workspace)) for title, workspace in sources]
+    title, shown = asked[-1]
+    print(f"\n{title}:\n\n{render(shown)}\n")
+    print(_line("inferred rules", rows))
+    print(_line("inferred rules, each size predicted without the rules that only it shows", leave_one_out(table)))
+    for title, shown in asked:
+        print(_line(title, shown))
+    if cudnn.version is None:
+        print(f"No installed cuDNN could be asked: {cudnn.reason}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
