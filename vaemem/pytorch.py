@@ -1,12 +1,14 @@
-"""The only module of vaemem that imports PyTorch: it records what a module's call takes from the CUDA caching allocator.
+"""The only module of vaemem that imports PyTorch: it records what a module's call takes from the CUDA caching
+allocator.
 
-The module runs under fake tensors that say they are on a GPU: no weights, no activations, no GPU, no CUDA build of PyTorch.
-Storages are followed from the operator that makes them to the death of their last reference, so the Python frames of the module
-decide how long tensors live, as they do in a real run. What CUDA operators take besides their outputs is added from a table.
+The module runs under fake tensors that say they are on a GPU: no weights, no activations, no GPU, no CUDA build of
+PyTorch. Storages are followed from the operator that makes them to the death of their last reference, so the Python
+frames of the module decide how long tensors live, as they do in a real run. What CUDA operators take besides their
+outputs is added from a table.
 
-Where fake tensors would choose otherwise than a GPU: ``scaled_dot_product_attention`` is modelled whole (flash, memory-efficient or
-math, by PyTorch's conditions); the bias of a linear layer over a transposed input is added in place; elementwise operators get
-the strides that eager ones give.
+Where fake tensors would choose otherwise than a GPU: ``scaled_dot_product_attention`` is modelled whole (flash,
+memory-efficient or math, by PyTorch's conditions); the bias of a linear layer over a transposed input is added in
+place; elementwise operators get the strides that eager ones give.
 """
 
 from __future__ import annotations
@@ -35,20 +37,20 @@ from vaemem._eager import eager_strides
 from vaemem._gpus import Gpu, find_gpu
 from vaemem._predict import ModulePrediction
 
-__all__ = ["ModulePrediction", "Recording", "predict_peak", "record"]
+__all__ = ["ModulePrediction", "Recording", "measure", "predict_peak", "record"]
 
 aten = torch.ops.aten
 _DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _BLAS = (aten.mm.default, aten.bmm.default, aten.baddbmm.default, aten.addmv.default, aten.mv.default, aten.dot.default)
 # Operators besides the pointwise ones that take nothing but their outputs.
-_PLAIN = {
-    aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.zeros, aten.zeros_like, aten.ones, aten.ones_like, aten.full,
-    aten.full_like, aten.new_zeros, aten.new_ones, aten.new_full, aten.arange, aten.clone, aten._to_copy, aten.copy_, aten.cat,
-    aten.stack, aten.constant_pad_nd, aten.upsample_nearest2d, aten.embedding, aten.index_select, aten.gather, aten._softmax,
-    aten._log_softmax, aten.native_layer_norm, aten._unsafe_view, aten.repeat, aten.roll, aten.tril, aten.triu, aten.lift_fresh,
-    aten.scalar_tensor, aten.randn, aten.rand, aten.randn_like, aten.rand_like, aten.native_dropout, aten.fill_, aten.zero_,
-    aten.avg_pool2d, aten.glu, aten.index, aten.fill, aten.linspace, aten.flip, aten.eye, aten.rms_norm, aten._fused_rms_norm,
-}  # fmt: skip
+_PLAIN_NAMES = """
+    empty empty_like empty_strided new_empty zeros zeros_like ones ones_like full full_like new_zeros new_ones
+    new_full arange clone _to_copy copy_ cat stack constant_pad_nd upsample_nearest2d embedding index_select
+    gather _softmax _log_softmax native_layer_norm _unsafe_view repeat roll tril triu lift_fresh scalar_tensor
+    randn rand randn_like rand_like native_dropout fill_ zero_ avg_pool2d glu index fill linspace flip eye
+    rms_norm _fused_rms_norm
+"""
+_PLAIN = {getattr(aten, name) for name in _PLAIN_NAMES.split() if hasattr(aten, name)}
 
 
 class Recording:
@@ -65,7 +67,8 @@ class Recording:
     output : object
         The call's result, of fake tensors.
     unmodelled : dict
-        Operators that may take more than their outputs, with how often they ran: their temporaries are not in the trace.
+        Operators that may take more than their outputs, with how often they ran: their temporaries are not in the
+        trace.
     """
 
     def __init__(self) -> None:
@@ -143,7 +146,7 @@ class _Recorder(TorchDispatchMode):
         if func is aten.native_group_norm.default:
             self._group_norm(*args)
         elif func is aten.addmm.default:
-            bias, a, b = args[:3]
+            bias, _, b = args[:3]
             fused = bias.dim() == 1 and bias.is_contiguous() and min(b.shape) > 1 and kwargs.get("beta", 1) == 1
             self._trace.blas(self.name("workspace"), fused)
         elif func in _BLAS:
@@ -156,8 +159,8 @@ class _Recorder(TorchDispatchMode):
         self._recording.unmodelled[what] = self._recording.unmodelled.get(what, 0) + 1
 
     def _as_eager(self, func: Any, args: Any, out: Any) -> Any:
-        """The output of a pointwise operator, laid out as eager ones do. Fake tensors have formulas of their own, which give a
-        batch of one another stride, and later operators take that for another memory format."""
+        """The output of a pointwise operator, laid out as eager ones do. Fake tensors have formulas of their own,
+        which give a batch of one another stride, and later operators take that for another memory format."""
         if not isinstance(out, torch.Tensor):
             return out
         tensors = [x for x in args if isinstance(x, torch.Tensor)]
@@ -186,14 +189,25 @@ class _Recorder(TorchDispatchMode):
     @staticmethod
     def _plain(func: Any) -> bool:
         return (
-            func.is_view or func.overloadpacket in _PLAIN or torch.Tag.pointwise in func.tags or func.namespace == "prim"
+            func.is_view
+            or func.overloadpacket in _PLAIN
+            or torch.Tag.pointwise in func.tags
+            or func.namespace == "prim"
             or (func._schema.name.endswith("_") and torch.Tag.inplace_view in func.tags)
-        )  # fmt: skip
+        )
 
     def _convolution(
-        self, x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, transposed: bool, output_padding: Any,
+        self,
+        x: Any,
+        weight: Any,
+        bias: Any,
+        stride: Any,
+        padding: Any,
+        dilation: Any,
+        transposed: bool,
+        output_padding: Any,
         groups: int,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         """Input made dense, output, filter made dense in channels-last, workspace."""
         self._silent = True
         out = aten.convolution.default(x, weight, bias, stride, padding, dilation, transposed, output_padding, groups)
@@ -305,7 +319,8 @@ class _Eager(TorchFunctionMode):
 
 
 def _view(x: Any, key: Any) -> tuple[Any, list[Any]]:
-    """x seen through the integers, slices, None and Ellipsis of an index, and the tensors in it by dimension of the view."""
+    """x seen through the integers, slices, None and Ellipsis of an index, and the tensors in it by dimension of the
+    view."""
     keys = list(key) if isinstance(key, tuple) else [key]
     consumed = [
         k.dim() if isinstance(k, torch.Tensor) and k.dtype is torch.bool else int(k is not None and k is not Ellipsis)
@@ -377,13 +392,15 @@ def record(
     Parameters
     ----------
     module : torch.nn.Module
-        On any device; ``torch.device("meta")`` does. Neither it nor its parameters are changed. Its mode (``eval()``) counts.
+        On any device; ``torch.device("meta")`` does. Neither it nor its parameters are changed. Its mode (``eval()``)
+        counts.
     *args, **kwargs
         What the module is called with. Of tensors, shape, strides and dtype count; they may be meta tensors.
     gpu : str
         Decides between attention kernels.
     call : callable, optional
-        ``call(module, *args, **kwargs)`` in place of ``module(*args, **kwargs)``: ``lambda vae, z: vae.decode(z).sample``.
+        ``call(module, *args, **kwargs)`` in place of ``module(*args, **kwargs)``: ``lambda vae, z:
+        vae.decode(z).sample``.
 
     Returns
     -------
@@ -451,7 +468,8 @@ def predict_peak(
     call: Callable[..., Any] | None = None,
     **kwargs: Any,
 ) -> ModulePrediction:
-    """What ``torch.cuda``'s memory counters would say of a module's call: a fresh process, two warm-up runs, one measured.
+    """What ``torch.cuda``'s memory counters would say of a module's call: a fresh process, two warm-up runs, one
+    measured.
 
     Parameters
     ----------
@@ -460,7 +478,8 @@ def predict_peak(
     gpu : str
         ``"RTX 4090"``, ``"H200"`` ...
     cudnn_version, torch_version : str, optional
-        2.7.1 and the cuDNN that its wheels bring by default. The module's own Python code is that of the installed versions.
+        2.7.1 and the cuDNN that its wheels bring by default. The module's own Python code is that of the installed
+        versions.
 
     Returns
     -------
@@ -477,3 +496,6 @@ def predict_peak(
     settings = {"gpu": gpu, "cudnn_version": cudnn_version, "torch_version": torch_version}
     recording = record(module, *args, gpu=gpu, call=call, **kwargs)
     return ModulePrediction(recording.trace, recording.weights, recording.inputs, recording.unmodelled, settings)
+
+
+from vaemem._measure import measure  # noqa: E402, it imports torch from here
