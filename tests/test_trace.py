@@ -21,7 +21,8 @@ BFL = {**SMALL, "use_quant_conv": False, "use_post_quant_conv": False, "scaling_
 
 
 def lifetimes(steps):
-    """Takes and what is given back between them, as sizes: the order among gives has no effect, storages of 0 bytes neither."""
+    """Takes and what is given back between them, as sizes: the order among gives has no effect, storages of 0 bytes
+    neither."""
     found, given, size = [], [], {}
     for op, number, count, _ in steps:
         if op == "give":
@@ -50,6 +51,7 @@ def diffusers_case(arch, op, height, width, batch=1, tile=0, slicing=False, dtyp
     torch = pytest.importorskip("torch")
     pytest.importorskip("diffusers")
     from torch_vaes import diffusers_vae
+
     from vaemem.pytorch import record
 
     factor = 2 ** (len(arch["block_out_channels"]) - 1)
@@ -87,12 +89,29 @@ def test_dtypes(op, dtype):
 @pytest.mark.parametrize(
     "case",
     [
-        (SMALL, 4, 4), (SMALL, 8, 40), (SMALL, 40, 8), (SMALL, 64, 64, 2), (SMALL, 64, 96, 3, 0, True), (SMALL, 4, 4, 2),
-        (ODD, 32, 48), (ODD, 32, 48, 2), (WIDE, 16, 32), (WIDE, 16, 32, 2), (FLAT, 16, 16), (FLAT, 16, 16, 2),
-        (PLAIN, 32, 32), (PLAIN, 32, 32, 2), (SMALL, 160, 96, 1, 64), (SMALL, 160, 96, 2, 64), (SMALL, 64, 96, 2, 64, True),
-        (SMALL, 64, 64, 1, 64), (SMALL, 100, 36, 1, 48), (PLAIN, 96, 64, 1, 48), ({**SMALL, "in_channels": 1, "latent_channels": 1}, 48, 64, 1, 32),
+        (SMALL, 4, 4),
+        (SMALL, 8, 40),
+        (SMALL, 40, 8),
+        (SMALL, 64, 64, 2),
+        (SMALL, 64, 96, 3, 0, True),
+        (SMALL, 4, 4, 2),
+        (ODD, 32, 48),
+        (ODD, 32, 48, 2),
+        (WIDE, 16, 32),
+        (WIDE, 16, 32, 2),
+        (FLAT, 16, 16),
+        (FLAT, 16, 16, 2),
+        (PLAIN, 32, 32),
+        (PLAIN, 32, 32, 2),
+        (SMALL, 160, 96, 1, 64),
+        (SMALL, 160, 96, 2, 64),
+        (SMALL, 64, 96, 2, 64, True),
+        (SMALL, 64, 64, 1, 64),
+        (SMALL, 100, 36, 1, 48),
+        (PLAIN, 96, 64, 1, 48),
+        ({**SMALL, "in_channels": 1, "latent_channels": 1}, 48, 64, 1, 32),
     ],
-)  # fmt: skip
+)
 def test_small_architectures_batches_slices_tiles(case, op):
     diffusers_case(case[0], op, *case[1:])
 
@@ -109,6 +128,7 @@ def test_bfl_lives_as_recorded(case, op):
     torch = pytest.importorskip("torch")
     pytest.importorskip("diffusers")
     from torch_vaes import bfl_vae
+
     from vaemem.pytorch import record
 
     arch, height, width, batch = (*case, 1)[:4]
@@ -124,11 +144,22 @@ def test_bfl_lives_as_recorded(case, op):
     assert_same(_core.Trace.vae(arch, "bfl", op, "bfloat16", height, width, batch), recording.trace)
 
 
-@pytest.mark.parametrize("runtime, arch", [("diffusers", MODELS["sd15"]), ("diffusers", MODELS["flux"]), ("diffusers", PLAIN), ("diffusers", ODD), ("bfl", MODELS["flux"]), ("bfl", BFL)])  # fmt: skip
+@pytest.mark.parametrize(
+    "runtime, arch",
+    [
+        ("diffusers", MODELS["sd15"]),
+        ("diffusers", MODELS["flux"]),
+        ("diffusers", PLAIN),
+        ("diffusers", ODD),
+        ("bfl", MODELS["flux"]),
+        ("bfl", BFL),
+    ],
+)
 def test_weights_are_moved_in_the_modules_order(runtime, arch):
     torch = pytest.importorskip("torch")
     pytest.importorskip("diffusers")
     from torch_vaes import bfl_vae, diffusers_vae
+
     from vaemem.pytorch import _in_order_of_to
 
     vae = (bfl_vae if runtime == "bfl" else diffusers_vae)(arch, torch.float16)
@@ -189,9 +220,17 @@ def test_what_encode_leaves():
         ("float16", 8, 4096, 64, True, 89, []),  # a mask: memory-efficient, sums in registers
         ("float32", 1, 4096, 512, False, 89, []),
         ("float16", 8, 4096, 64, False, 75, []),  # no flash before 8.0
-        ("bfloat16", 1, 64, 8, False, 75, [4 * 512] * 4 + [4 * 512] + [4 * 64 * 64, 4 * 64 * 64, 4 * 64 * 64, 64 * 64, 64, 4 * 512, 2 * 64 * 64]),
+        (
+            "bfloat16",
+            1,
+            64,
+            8,
+            False,
+            75,
+            [4 * 512] * 4 + [4 * 512] + [4 * 64 * 64, 4 * 64 * 64, 4 * 64 * 64, 64 * 64, 64, 4 * 512, 2 * 64 * 64],
+        ),
     ],
-)  # fmt: skip
+)
 def test_attention_takes(dtype, heads, queries, depth, mask, sm, extra):
     trace = _core.Trace()
     out = trace.attention(dtype, 1, heads, queries, queries, depth, mask, sm, 128, "attention")
@@ -278,7 +317,7 @@ def test_cublaslt_by_version(use, kept):
     trace = _core.Trace()
     trace.blas("fused", True)
     allocator = CachingAllocator()
-    left, cublas, cublaslt, allocated, _ = run(trace, allocator, cublaslt_use=use)
+    _, cublas, cublaslt, _, _ = run(trace, allocator, cublaslt_use=use)
     assert (allocator.memory_allocated() >> 10) / 1024 == (0 if use == "each" else kept)
     assert bool(cublaslt) == (use == "kept") and bool(cublas) == (use != "each")
 
@@ -295,14 +334,28 @@ def test_a_full_device_gives_everything_back():
 
 @pytest.mark.parametrize(
     "wrong, error",
-    [({"workspaces": [1]}, ValueError), ({"workspaces": [-1, 0]}, OverflowError), ({"cublaslt_use": "never"}, ValueError), ({"allocator": 3}, TypeError)],
-)  # fmt: skip
+    [
+        ({"workspaces": [1]}, ValueError),
+        ({"workspaces": [-1, 0]}, OverflowError),
+        ({"cublaslt_use": "never"}, ValueError),
+        ({"allocator": 3}, TypeError),
+    ],
+)
 def test_bad_runs(wrong, error):
     trace = _core.Trace()
     for side in (8, 16):
         trace.conv("float16", 1, 8, side, side, 8, 3, 1, 1, False, "conv")
-    given = {"allocator": CachingAllocator(), "workspaces": [0, 0], "cublas_bytes": 0, "cublaslt_bytes": 0, "cublaslt_use": "each",
-             "cublas": 0, "cublaslt": 0, "tag": 0, "heights": False}  # fmt: skip
+    given = {
+        "allocator": CachingAllocator(),
+        "workspaces": [0, 0],
+        "cublas_bytes": 0,
+        "cublaslt_bytes": 0,
+        "cublaslt_use": "each",
+        "cublas": 0,
+        "cublaslt": 0,
+        "tag": 0,
+        "heights": False,
+    }
     with pytest.raises(error):
         trace.run(**(given | wrong))
 

@@ -70,7 +70,8 @@ def benchmark(
     warmups: int = 2,
     runs: int = 5,
 ) -> list[Measured]:
-    """Plays the benchmark that the seed table was made with: warm-up runs, then measured ones, each after an emptied cache.
+    """Plays the benchmark that the seed table was made with: warm-up runs, then measured ones, each after an emptied
+    cache.
 
     Parameters
     ----------
@@ -81,8 +82,8 @@ def benchmark(
     height, width, batch : int
         Of the image.
     dtype, input_dtype : str, optional
-        Of the run and of the input; the weights' by default. Where they differ, weights and input are converted within each
-        run, and the weights back after it.
+        Of the run and of the input; the weights' by default. Where they differ, weights and input are converted within
+        each run, and the weights back after it.
     tile : int
         Side of a tile in pixels where tiling is on, 0 where it is off.
     slicing : bool
@@ -182,8 +183,8 @@ class Prediction(_Peaks):
     Attributes
     ----------
     allocated, reserved : int
-        Above the baseline, as the seed table counts: ``max_memory_allocated() - memory_allocated()`` before the run, likewise
-        reserved; weights and input are in the baseline.
+        Above the baseline, as the seed table counts: ``max_memory_allocated() - memory_allocated()`` before the run,
+        likewise reserved; weights and input are in the baseline.
     peak_allocated, peak_reserved : int
         As ``torch.cuda.max_memory_allocated()`` and ``max_memory_reserved()`` report them.
     peak_tensors : tuple of PeakTensor
@@ -278,8 +279,8 @@ def predict(
     batch : int
         Images.
     runtime : str, optional
-        ``"diffusers"`` (AutoencoderKL) or ``"bfl"`` (AutoEncoder of the flux repository); by default bfl for flux where the op
-        is not tiled, else diffusers.
+        ``"diffusers"`` (AutoencoderKL) or ``"bfl"`` (AutoEncoder of the flux repository); by default bfl for flux
+        where the op is not tiled, else diffusers.
     gpu : str
         ``"RTX 4090"``, ``"A100 80GB"`` ...
     cudnn_version, torch_version : str, optional
@@ -300,8 +301,8 @@ def predict(
     Raises
     ------
     ValueError
-        A model, op, dtype, GPU or version that is unknown; a size that the model cannot take; a convolution that the GPU has
-        no engine for.
+        A model, op, dtype, GPU or version that is unknown; a size that the model cannot take; a convolution that the
+        GPU has no engine for.
 
     Notes
     -----
@@ -333,10 +334,21 @@ def predict(
         if value % factor:
             raise ValueError(f"{name}: want a multiple of {factor}, got {value}")
     question = {
-        "model": arch, "op": op, "height": height, "width": width, "dtype": dtype, "batch": batch, "runtime": runtime,
-        "gpu": gpu, "cudnn_version": cudnn_version, "torch_version": torch_version, "weights_dtype": weights_dtype or dtype,
-        "tile": (tile or DEFAULT_TILE) if tiled else None, "slicing": bool(slicing), "workspace": workspace,
-    }  # fmt: skip
+        "model": arch,
+        "op": op,
+        "height": height,
+        "width": width,
+        "dtype": dtype,
+        "batch": batch,
+        "runtime": runtime,
+        "gpu": gpu,
+        "cudnn_version": cudnn_version,
+        "torch_version": torch_version,
+        "weights_dtype": weights_dtype or dtype,
+        "tile": (tile or DEFAULT_TILE) if tiled else None,
+        "slicing": bool(slicing),
+        "workspace": workspace,
+    }
     measured, process = _play(question)
     return Prediction(question, measured, process)
 
@@ -386,6 +398,6 @@ class ModulePrediction(_Peaks):
     def __repr__(self) -> str:
         baseline = self.peak_allocated - self.allocated
         return (
-            f"<ModulePrediction on {self.gpu}: allocated {self.allocated / MIB:.2f} MiB, reserved {self.reserved / MIB:.2f} MiB"
-            f" above {baseline / MIB:.2f} MiB of weights and inputs>"
+            f"<ModulePrediction on {self.gpu}: allocated {self.allocated / MIB:.2f} MiB, "
+            f"reserved {self.reserved / MIB:.2f} MiB above {baseline / MIB:.2f} MiB of weights and inputs>"
         )

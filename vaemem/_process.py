@@ -1,4 +1,5 @@
-"""A PyTorch process on a GPU that need not be there: what it loads, runs and drops, and what its allocator holds meanwhile."""
+"""A PyTorch process on a GPU that need not be there: what it loads, runs and drops, and what its allocator holds
+meanwhile."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def torch_release(version: str) -> tuple[int, int]:
 
 
 def blas_settings(gpu: Gpu, torch_version: str) -> dict[str, Any]:
-    """Bytes of cuBLAS's and cuBLASLt's workspaces and how PyTorch keeps the latter (CublasHandlePool.cpp, CUDABlas.cpp)."""
+    """Bytes of cuBLAS's and cuBLASLt's workspaces and how PyTorch keeps the latter (CublasHandlePool.cpp,
+    CUDABlas.cpp)."""
     release = torch_release(torch_version)
     use = "each" if release <= _LAST_EACH else "kept" if release <= _LAST_KEPT else "shared"
     cublas = 32 * MIB if gpu.sm == 90 else 2 * 4 * MIB + 8 * 16 * 1024
@@ -154,7 +156,8 @@ class SimulatedProcess:
     allocator : CachingAllocator, optional
         One with settings of its own (``CachingAllocator.from_conf``, a device's memory); by default one without end.
     workspace : object, optional
-        What answers ``conv(dtype, n, c, h, w, k, r, stride, padding, layout) -> (bytes, source)`` in place of `Workspace`.
+        What answers ``conv(dtype, n, c, h, w, k, r, stride, padding, layout) -> (bytes, source)`` in place of
+        `Workspace`.
 
     Examples
     --------
@@ -239,7 +242,8 @@ class SimulatedProcess:
         return LoadedVAE(arch, runtime, dtype, weights)
 
     def convert(self, vae: LoadedVAE, dtype: str) -> None:
-        """``vae.to(dtype)``: each parameter is copied, then the old one dropped. Nothing happens where it has that dtype."""
+        """``vae.to(dtype)``: each parameter is copied, then the old one dropped. Nothing happens where it has that
+        dtype."""
         _choose("dtype", dtype, ELEMENT)
         if vae.weights is None:
             raise ValueError("vae: want one that was not dropped")
@@ -405,13 +409,7 @@ class SimulatedProcess:
         return moments
 
     def save_snapshot(self, path: str | os.PathLike[str]) -> None:
-        """Writes the allocator's history as ``torch.cuda.memory._dump_snapshot`` does.
-
-        Raises
-        ------
-        ValueError
-            Where the allocator keeps no history.
-        """
+        """Writes the allocator's history as ``torch.cuda.memory._dump_snapshot`` does; ValueError where it keeps none."""
         if not self.allocator._settings()["history"]:
             raise ValueError("save_snapshot: want a process whose allocator was made with history=True")
         self.allocator.save_snapshot(path, self.frames)
@@ -419,9 +417,16 @@ class SimulatedProcess:
     # ---- within ----
 
     def _call_vae(
-        self, vae: LoadedVAE, op: str, x: Tensor, channels: int, size: tuple[int, int], result: tuple[int, ...], tile: int,
+        self,
+        vae: LoadedVAE,
+        op: str,
+        x: Tensor,
+        channels: int,
+        size: tuple[int, int],
+        result: tuple[int, ...],
+        tile: int,
         slicing: bool,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         if vae.weights is None or x.storages is None:
             raise ValueError(f"{op}: want a model and an input that were not dropped")
         if len(x.shape) != 4 or x.shape[1] != channels:
@@ -450,17 +455,12 @@ class SimulatedProcess:
 
     def _tag(self, what: str | _core.Trace) -> int:
         """The tag of what comes next: of a name, or the first of a trace's."""
-        if isinstance(what, str):
-            tag = self._tags.get(what)
-            if tag is None:
-                tag = self._tags[what] = len(self.frames)
-                self.frames.append(what)
-            self.allocator.tag(tag)
-            return tag
         tag = self._tags.get(what)
         if tag is None:
             tag = self._tags[what] = len(self.frames)
-            self.frames += what.names
+            self.frames += [what] if isinstance(what, str) else what.names
+        if isinstance(what, str):
+            self.allocator.tag(tag)
         return tag
 
 

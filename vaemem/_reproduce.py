@@ -1,12 +1,12 @@
 """The seed table played again: the processes of the published benchmark, prediction beside measurement.
 
-The benchmark (torch 2.7.1, RTX 4090) had two scripts, each one process: BFL's AutoEncoder in float16, float32 and bfloat16; then
-diffusers' AutoencoderKL, SD1.5 and SDXL, each as float16, float16 meant to be upcast at run time, and float32. In each, size by
-size: encode, decode, tiled decode from 1024 on. What the scripts did matters to the byte:
+The benchmark (torch 2.7.1, RTX 4090) had two scripts, each one process: BFL's AutoEncoder in float16, float32 and
+bfloat16; then diffusers' AutoencoderKL, SD1.5 and SDXL, each as float16, float16 meant to be upcast at run time, and
+float32. In each, size by size: encode, decode, tiled decode from 1024 on. What the scripts did matters to the byte:
 
 - ``_ = vae.decode(...)`` within ``for _ in range(n)``: a warm-up result goes when the next iteration starts.
-- The upcast group's encode raises in its first warm-up run (a float16 image meets float32 weights) and leaves the weights in
-  float32: that group is float32 weights, converted one by one, with latents converted within each run.
+- The upcast group's encode raises in its first warm-up run (a float16 image meets float32 weights) and leaves the
+  weights in float32: that group is float32 weights, converted one by one, with latents converted within each run.
 - Tiling stays on after a tiled decode, so diffusers' encode from 1536 on runs tiled.
 """
 
@@ -17,7 +17,7 @@ import csv
 import json
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from importlib import resources
 from statistics import median
 from typing import Any, NamedTuple
@@ -205,7 +205,8 @@ class AskedWorkspace:
 
 
 def leave_one_out(table: Iterable[tuple[Key, tuple[float, float]]]) -> list[Row]:
-    """Each row predicted by rules that were not inferred from its size: those that only rows of that size show are dropped."""
+    """Each row predicted by rules that were not inferred from its size: those that only rows of that size show are
+    dropped."""
     table, data = list(table), inferred()
     rows: list[Row] = []
     for side in sorted({key[2] for key, _ in table}):
@@ -236,9 +237,10 @@ def summary(rows: Sequence[Row]) -> dict[str, float]:
 def _line(title: str, rows: Sequence[Row]) -> str:
     s = summary(rows)
     return (
-        f"{title}: of {s['rows']:.0f} rows allocated equal on {s['allocated_equal']:.0f} (worst {s['allocated_worst']:+.2%}), reserved "
-        f"equal on {s['reserved_equal']:.0f}, within 1% on {s['reserved_within_1_percent']:.0f} "
-        f"(median {s['reserved_median']:.2%}, worst {s['reserved_worst']:+.2%})"
+        f"{title}: of {s['rows']:.0f} rows allocated equal on {s['allocated_equal']:.0f}"
+        f" (worst {s['allocated_worst']:+.2%}), reserved equal on {s['reserved_equal']:.0f},"
+        f" within 1% on {s['reserved_within_1_percent']:.0f}"
+        f" (median {s['reserved_median']:.2%}, worst {s['reserved_worst']:+.2%})"
     )
 
 

@@ -498,4 +498,4 @@ def predict_peak(
     return ModulePrediction(recording.trace, recording.weights, recording.inputs, recording.unmodelled, settings)
 
 
-from vaemem._measure import measure  # noqa: E402, it imports torch from here
+from vaemem._measure import measure  # it imports torch from here

@@ -1,0 +1,344 @@
+"""Predictions beside the published measurements, and processes beside PyTorch's rules."""
+
+from __future__ import annotations
+
+import csv
+import json
+import pickle
+import time
+
+import pytest
+
+from vaemem import CachingAllocator, OutOfMemoryError, _core, _reproduce
+from vaemem._predict import benchmark, predict
+from vaemem._process import SimulatedProcess
+from vaemem._workspace import InstalledCudnn, Workspace
+
+MIB = 1 << 20
+
+
+class NoCudnn(InstalledCudnn):
+    """What is installed must not decide a test."""
+
+    def _spawn(self):
+        return {"error": "not asked in tests"}
+
+
+@pytest.fixture(autouse=True)
+def no_installed_cudnn(monkeypatch):
+    monkeypatch.setattr("vaemem._workspace._installed", NoCudnn())
+
+
+# ---- the seed table ----
+
+
+@pytest.fixture(scope="module")
+def table():
+    return _reproduce.read_table()
+
+
+def test_the_published_table_is_reproduced(table):
+    rows = _reproduce.reproduce(table)
+    counts = _reproduce.summary(rows)
+    assert counts["rows"] == 98
+    # 0.01 MiB: the table's decimals. 94 rows are equal; the other four are 0.4 MiB off, one small segment in one of
+    # five runs.
+    assert counts["allocated_equal"] == 98
+    assert counts["reserved_within_1_percent"] == 98
+    assert counts["reserved_equal"] >= 94
+
+
+def test_what_the_inferred_rules_are_worth(table):
+    inferred = _reproduce.inferred()
+    assert inferred["recorded"]["how"] == "inferred" and len(inferred["rules"]) <= 12
+    left_out = _reproduce.summary(_reproduce.leave_one_out(table))
+    nothing = _reproduce.summary(_reproduce.reproduce(table, _reproduce.profile_workspace(_reproduce.NEAREST)))
+    assert nothing["allocated_equal"] >= 80 and nothing["reserved_equal"] < 50  # the rules are needed,
+    assert (
+        left_out["allocated_equal"] >= 96 and left_out["reserved_within_1_percent"] >= 80
+    )  # and mostly hold at other sizes
+
+
+def test_every_rule_says_where_it_was_seen(table):
+    for rule in _reproduce.inferred()["rules"]:
+        data = _reproduce.inferred()
+        data["rules"] = [other for other in data["rules"] if other != rule]
+        played = _reproduce.play(_reproduce.profile_workspace(_reproduce.CUDNN, data))
+        off = {key[2] for key, (_, reserved) in table if abs(played[key][1] - reserved) > 0.5}
+        assert off == set(rule["seen"]), rule["name"]
+
+
+def test_command_line(tmp_path, capsys):
+    out = tmp_path / "out.csv"
+    assert _reproduce.main(["--csv", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert "inferred rules: of 98 rows allocated equal on 98" in printed and "not asked in tests" in printed
+    with open(out, newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert tuple(rows[0]) == _reproduce.COLUMNS and len(rows) == 98
+    assert all(abs(float(r["predicted_allocated_mib"]) - float(r["measured_allocated_mib"])) <= 0.0101 for r in rows)
+
+
+@pytest.mark.parametrize(
+    "text, named",
+    [
+        ("model,op\nFLUX,encode\n", "height, width"),
+        ("model,op,height,width,dtype,allocated_mib,reserved_mib,group\nFLUX,encode,x,512,float16,1,2,1\n", "line 2"),
+        (
+            "model,op,height,width,dtype,allocated_mib,reserved_mib,group\nFLUX,encode,640,640,float16,1,2,1\n",
+            "published benchmark",
+        ),
+    ],
+)
+def test_bad_tables(tmp_path, text, named):
+    path = tmp_path / "table.csv"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=named):
+        _reproduce.reproduce(_reproduce.read_table(path))
+
+
+# ---- predict ----
+
+
+def test_a_prediction():
+    p = predict("sdxl", "decode", 1024, 1024, dtype="float16", gpu="RTX 4090")
+    tensor = 128 * 1024 * 1024 * 2
+    latents = 4 * 128 * 128 * 2
+    # 9.5 T, the 3x3 filter of 256 channels and its 16 bytes in a block of 2 MiB, the scaled latents, post_quant_conv's
+    # output
+    assert 9.5 * tensor + latents < p.allocated < 9.5 * tensor + 2 * MIB + 4 * latents
+    baseline = 83653863 * 2 + latents + 8519680  # weights, input, cuBLAS's workspace since the warm-up runs
+    assert baseline < p.peak_allocated - p.allocated < 1.05 * baseline  # blocks that are not split add to weights
+    assert p.reserved > p.allocated and p.peak_reserved > p.reserved and p.peak_reserved % (2 * MIB) == 0
+    assert (p.model, p.runtime, p.batch, p.tile, p.weights_dtype) == ("sdxl", "diffusers", 1, None, "float16")
+    assert p.torch_version == "2.7.1" and p.cudnn_version == "9.7.1" and "4090" in p.gpu
+    names = [t.name for t in p.peak_tensors]
+    assert (
+        names[0] == "decoder.up_blocks.2.upsamplers.0.conv [workspace]"
+        and p.peak_tensors[0].bytes == 4 * tensor + 256 * 256 * 9 * 2 + 16
+    )
+    assert "weights of sdxl" in names and "cublas [workspace]" in names and "input" in names
+    # The counters count blocks, the list what was asked for: the difference is rounding.
+    assert 0 <= p.peak_allocated - sum(t.bytes for t in p.peak_tensors) < 10 * MIB
+    assert "cuDNN 9.8.0, asked, in place of 9.7.1" in p.workspace_source
+    assert max(m.allocated for m in p.timeline) == p.peak_allocated
+    assert max(m.reserved for m in p.timeline) == p.peak_reserved
+    assert p.timeline[0].name == "post_quant_conv" and "allocated 2434.12 MiB" in repr(p)
+
+
+def test_formula_is_at_hand():
+    assert "1216.06" in predict("sdxl", "decode", 1024, 1024).formula
+    assert "tile" in predict("sd15", "decode_tiled", 1024, 1024).formula
+
+
+def test_other_questions():
+    whole = predict("sd15", "decode", 1024, 1024)
+    tiled = predict("sd15", "decode_tiled", 1024, 1024)
+    assert tiled.allocated < 0.3 * whole.allocated and tiled.tile == 512
+    small = predict("sd15", "decode_tiled", 512, 512)
+    assert small.allocated == predict("sd15", "decode", 512, 512).allocated  # nothing to tile
+    batch = predict("sd15", "decode", 512, 512, batch=4)
+    sliced = predict("sd15", "decode", 512, 512, batch=4, slicing=True)
+    one = predict("sd15", "decode", 512, 512)
+    assert batch.allocated > 3.5 * one.allocated and one.allocated < sliced.allocated < 1.1 * one.allocated
+    assert (
+        predict("flux", "decode", 512, 512, runtime="diffusers").allocated
+        > predict("flux", "decode", 512, 512).allocated
+    )
+    native = predict("sdxl", "decode", 512, 512, dtype="float32")
+    upcast = predict("sdxl", "decode", 512, 512, dtype="float32", weights_dtype="float16")
+    # within the run the weights grow by as much again as they were; blocks are rounded
+    assert upcast.allocated - native.allocated == pytest.approx(83653863 * 2, rel=0.05)
+
+
+def test_gpus_and_versions_differ():
+    sizes = {}
+    for gpu in ("T4", "V100", "RTX 3090", "A100 80GB", "H100", "RTX 5090"):
+        p = predict("sdxl", "decode", 512, 512, gpu=gpu, torch_version="2.9.1")
+        sizes[gpu] = p.reserved
+        assert p.cudnn_version == "9.10.2" and p.workspace_source.startswith("profile")
+    assert len(set(sizes.values())) > 2
+    hopper, ada = (predict("sdxl", "decode", 64, 64, gpu=gpu, torch_version="2.12.0") for gpu in ("H100", "RTX 4090"))
+    kept = {gpu.gpu: dict(gpu.peak_tensors)["cublas [workspace]"] for gpu in (hopper, ada)}
+    assert sorted(kept.values()) == [8519680, 32 * MIB]
+
+
+def test_bfloat16_without_engines_is_said():
+    p = predict("sdxl", "decode", 256, 256, dtype="bfloat16", gpu="T4", torch_version="2.9.1")
+    assert "below compute capability 8.0" in p.workspace_source
+    assert p.allocated > predict("sdxl", "decode", 256, 256, gpu="T4", torch_version="2.9.1").allocated
+
+
+def test_any_config(tmp_path):
+    arch = _core.models()["sdxl"] | {"name": "custom", "block_out_channels": (32, 64), "norm_num_groups": 8}
+    assert predict(arch, "decode", 128, 64).allocated > 0
+    config = {
+        "_class_name": "AutoencoderKL",
+        "block_out_channels": [32, 64],
+        "norm_num_groups": 8,
+        "layers_per_block": 2,
+        "down_block_types": ["DownEncoderBlock2D"] * 2,
+        "up_block_types": ["UpDecoderBlock2D"] * 2,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert (
+        predict(config, "decode", 128, 64).allocated
+        == predict(str(tmp_path / "config.json"), "decode", 128, 64).allocated
+    )
+
+
+@pytest.mark.parametrize(
+    "change, named",
+    [
+        ({"model": "sd3"}, "model: want one of"),
+        ({"op": "train"}, "op: want one of"),
+        ({"dtype": "float64"}, "dtype: want one of"),
+        ({"weights_dtype": "int8"}, "dtype: want one of"),
+        ({"gpu": "RTX 9999"}, "gpu: want one of"),
+        ({"torch_version": "1.13.1"}, "torch_version: want one of"),
+        ({"cudnn_version": "nine"}, "cudnn_version"),
+        ({"runtime": "bfl"}, "quant convolutions"),
+        ({"height": 500}, "height: want a multiple of 8"),
+        ({"width": 512.0}, "width: want an integer"),
+        ({"batch": 0}, "batch"),
+        ({"tile": 512}, "tile: want it with a tiled op"),
+        ({"op": "decode_tiled", "tile": 10}, "tile: want a multiple"),
+    ],
+)
+def test_bad_questions(change, named):
+    question = {"model": "sdxl", "op": "decode", "height": 512, "width": 512} | change
+    with pytest.raises(ValueError, match=named):
+        predict(**question)
+
+
+def test_a_sweep_is_quick():
+    predict("sdxl", "decode", 64, 64)  # profiles are read once
+    start = time.perf_counter()
+    for model in ("sd15", "sdxl", "flux"):
+        for op in ("encode", "decode", "decode_tiled"):
+            for side in (512, 768, 1024, 1536, 2048):
+                for dtype in ("float16", "bfloat16", "float32"):
+                    predict(model, op, side, side, dtype)
+    # 135 predictions, 0.3 s on a quiet core; the promise is 1 s, and a shared machine may be three times slower
+    assert time.perf_counter() - start < 3
+
+
+def test_snapshot_is_what_was_predicted(tmp_path):
+    memory_viz = pytest.importorskip("torch.cuda._memory_viz")
+    from vaemem import replay
+
+    p = predict("sd15", "decode", 256, 256)
+    p.save_snapshot(tmp_path / "snapshot.pickle")
+    again = replay(tmp_path / "snapshot.pickle")
+    assert again.whole and again.same and again.simulated_reserved_peak >= p.peak_reserved
+    snapshot = pickle.loads((tmp_path / "snapshot.pickle").read_bytes())
+    assert "Active Memory Timeline" in memory_viz.trace_plot(snapshot)
+    names = {f["name"] for entry in snapshot["device_traces"][0] for f in entry["frames"]}
+    assert "decoder.up_blocks.2.upsamplers.0.conv [workspace]" in names and "weights" in names
+
+
+# ---- processes ----
+
+
+def test_a_process_of_several_models():
+    p = SimulatedProcess("RTX 4090")
+    vae = p.load("sdxl", "float16")
+    assert vae.nbytes == 83653863 * 2 and p.allocated >= vae.nbytes
+    latents = p.tensor((1, 4, 64, 64), "float16")
+    before = p.allocated
+    image = p.decode(vae, latents)
+    assert image.shape == (1, 3, 512, 512) and image.nbytes == 3 * 512 * 512 * 2
+    posterior = p.encode(vae, image)
+    sample = p.sample(posterior)
+    assert sample.shape == (1, 4, 64, 64) and len(posterior.storages) == 4
+    p.drop(image, posterior, sample, None)
+    assert p.allocated == before + 8519680  # cuBLAS keeps its workspace
+    reserved = p.reserved
+    p.empty_cache()
+    assert p.reserved < reserved
+    p.drop(vae, latents)
+    p.empty_cache()
+    assert p.allocated == 8519680 and p.reserved <= 20 * MIB  # one segment stays for cuBLAS
+    with pytest.raises(ValueError, match="dropped before"):
+        p.drop(vae)
+    with pytest.raises(ValueError, match="not dropped"):
+        p.decode(vae, p.tensor((1, 4, 8, 8), "float16"))
+
+
+def test_history_decides_reserved():
+    """What ran before leaves segments that fit better or worse: the table's rows cannot be played alone."""
+    alone = predict("sd15", "decode", 512, 512)
+    process = SimulatedProcess()
+    vae = process.load("sd15", "float16")
+    benchmark(process, vae, "encode", 512, 512)
+    later = benchmark(process, vae, "decode", 512, 512)[-1]
+    assert later.reserved != alone.reserved and abs(later.reserved - alone.reserved) < 0.1 * alone.reserved
+
+
+def test_converting_weights():
+    p = SimulatedProcess()
+    vae = p.load("flux", "float16")
+    half = vae.nbytes
+    p.convert(vae, "float32")
+    assert vae.nbytes == 2 * half and vae.dtype == "float32"
+    assert p.peak_allocated < 2.1 * half + 20 * MIB  # one parameter at a time, not two models
+    p.convert(vae, "float32")
+    p.drop(vae)
+    assert p.allocated == 0
+    with pytest.raises(ValueError, match="not dropped"):
+        p.convert(vae, "float16")
+
+
+def test_a_full_device():
+    p = SimulatedProcess(allocator=CachingAllocator(total_memory=2 << 30))
+    vae = p.load("sdxl", "float16")
+    latents = p.tensor((1, 4, 128, 128), "float16")
+    before = p.allocated
+    with pytest.raises(OutOfMemoryError):
+        p.decode(vae, latents)
+    assert p.allocated <= before + 8519680
+    small = p.tensor((1, 4, 64, 64), "float16")
+    assert p.decode(vae, small).shape == (1, 3, 512, 512)  # the process goes on
+
+
+@pytest.mark.parametrize(
+    "call, named",
+    [
+        (lambda p, v: p.decode(v, p.tensor((1, 16, 8, 8), "float16")), r"want a tensor \(N, 4"),
+        (lambda p, v: p.decode(v, p.tensor((1, 4, 8, 8), "float32")), "dtype float16"),
+        (lambda p, v: p.encode(v, p.tensor((1, 3, 60, 64), "float16")), "height: want a multiple"),
+        (lambda p, v: p.tensor((1, 0), "float16"), "shape"),
+        (lambda p, v: p.tensor((1, 2), "float64"), "dtype"),
+        (lambda p, v: p.load("sdxl", "float16", "tensorflow"), "runtime"),
+        (lambda p, v: p.convert(v, "int4"), "dtype"),
+        (lambda p, v: p.save_snapshot("nowhere"), "history=True"),
+    ],
+)
+def test_bad_scripts(call, named):
+    p = SimulatedProcess()
+    vae = p.load("sdxl", "float16")
+    with pytest.raises(ValueError, match=named):
+        call(p, vae)
+
+
+def test_the_peak_may_lie_outside_of_calls():
+    p = SimulatedProcess()
+    vae = p.load("sd15", "float16")
+    z = p.tensor((1, 4, 8, 8), "float16")
+    p.drop(p.decode(vae, z))
+    assert p.peak_tensors() and p.timeline()
+    p.reset_peak()
+    assert p.peak_tensors() == []
+    p.tensor((1, 64 << 20), "float16")
+    assert p.peak_tensors() == []
+
+
+def test_who_answers_can_be_chosen():
+    class Nothing:
+        def conv(self, *question):
+            return 0, "nobody"
+
+    p = predict("sdxl", "decode", 512, 512, workspace=Nothing())
+    assert p.workspace_source == "nobody"
+    assert p.allocated < predict("sdxl", "decode", 512, 512).allocated
+    assert isinstance(SimulatedProcess().workspace, Workspace)
