@@ -409,7 +409,7 @@ class SimulatedProcess:
         return moments
 
     def save_snapshot(self, path: str | os.PathLike[str]) -> None:
-        """Writes the allocator's history as ``torch.cuda.memory._dump_snapshot`` does; ValueError where it keeps none."""
+        """Writes the allocator's history as PyTorch's ``_dump_snapshot`` does; ValueError where it keeps none."""
         if not self.allocator._settings()["history"]:
             raise ValueError("save_snapshot: want a process whose allocator was made with history=True")
         self.allocator.save_snapshot(path, self.frames)

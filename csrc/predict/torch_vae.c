@@ -131,10 +131,6 @@ static tensor norm(walk *w, const tensor *x, const path *name) {
     return y;
 }
 
-static tensor upsample(walk *w, const tensor *x, const path *name) {
-    return take(w, x->n, x->c, 2 * x->h, 2 * x->w, x->layout == CHANNELS_LAST ? CHANNELS_LAST : CONTIGUOUS, name);
-}
-
 static void blas(walk *w, vm_trace_op op, const path *name) {
     if (!w->status) w->status = vm_trace_blas(w->t, op, name->text);
 }
@@ -173,12 +169,6 @@ static tensor resnet(walk *w, const tensor *x, size_t c, const path *name) {
     return y;
 }
 
-/* (N, H*W, C) seen as (N, C, H, W): with one image the batch's stride collapses, see CHANNELS_LAST_ONE. */
-static layout seen_as_image(const tensor *x) {
-    if (x->c == 1 || x->h * x->w == 1) return CONTIGUOUS;
-    return x->n == 1 ? CHANNELS_LAST_ONE : CHANNELS_LAST;
-}
-
 static tensor attention_diffusers(walk *w, const tensor *x, const path *name) {
     const path group_norm = at(name, ".group_norm"), out = at(name, ".to_out.0"), sum = at(name, " [sum]");
     const path linear[3] = {at(name, ".to_q"), at(name, ".to_k"), at(name, ".to_v")};
@@ -196,7 +186,9 @@ static tensor attention_diffusers(walk *w, const tensor *x, const path *name) {
     const tensor projected = take_like(w, &normed, &out);
     blas(w, VM_TRACE_CUBLASLT, &workspace);
     bind(w, &h, projected);
-    tensor y = take(w, x->n, x->c, x->h, x->w, seen_as_image(x), &sum);
+    /* (N, H*W, C) seen as (N, C, H, W): the batch's stride collapses with one image. */
+    const layout seen = x->c == 1 || x->h * x->w == 1 ? CONTIGUOUS : x->n == 1 ? CHANNELS_LAST_ONE : CHANNELS_LAST;
+    tensor y = take(w, x->n, x->c, x->h, x->w, seen, &sum);
     give(w, &h);
     bind(w, &y, take_like(w, &y, name)); /* / rescale_output_factor */
     give(w, &normed);
@@ -257,7 +249,8 @@ static tensor downsample(walk *w, const tensor *x, const path *name) {
 
 static tensor upsample_conv(walk *w, const tensor *x, const path *name) {
     const path nearest = at(name, " [nearest 2x]");
-    const tensor wide = upsample(w, x, &nearest);
+    const layout layout = x->layout == CHANNELS_LAST ? CHANNELS_LAST : CONTIGUOUS;
+    const tensor wide = take(w, x->n, x->c, 2 * x->h, 2 * x->w, layout, &nearest);
     const tensor y = conv3(w, &wide, x->c, name);
     give(w, &wide);
     return y;
@@ -265,24 +258,28 @@ static tensor upsample_conv(walk *w, const tensor *x, const path *name) {
 
 /* ---- encoder and decoder ---- */
 
+/* way: "down" or "up". */
+static path block_name(const walk *w, const path *half, const char *way, size_t level, size_t block, bool resamples) {
+    const path top = at(half, diffusers(w) ? "%s_blocks.%zu" : "%s.%zu", way, level);
+    if (resamples) return at(&top, diffusers(w) ? ".%ssamplers.0.conv" : ".%ssample.conv", way);
+    return at(&top, diffusers(w) ? ".resnets.%zu" : ".block.%zu", block);
+}
+
 enum { MOST_KEPT = VM_MAX_LEVELS * (VM_MAX_LAYERS + 1) + 1 };
 
 static tensor encoder(walk *w, const tensor *image) {
     const vm_arch *a = w->vae->arch;
     const path name = {"encoder."}, in = at(&name, "conv_in");
     tensor h = conv3(w, image, a->block_out_channels[0], &in);
-    tensor kept[MOST_KEPT]; /* BFL: every level's activations stay in a list. diffusers: the caller's name holds a
-                               block's input. */
+    tensor
+        kept[MOST_KEPT]; /* BFL: a list of all. diffusers: the caller's name holds the input of a level, or of mid. */
     size_t keeps = 0;
     for (size_t level = 0; level < a->levels; level++) {
-        tensor held = h;
+        const tensor held = h;
         for (size_t i = 0; i < a->layers_per_block + (level + 1 < a->levels); i++) {
-            const bool last = i == a->layers_per_block;
-            const path block = diffusers(w) ? last ? at(&name, "down_blocks.%zu.downsamplers.0.conv", level)
-                                                   : at(&name, "down_blocks.%zu.resnets.%zu", level, i)
-                               : last       ? at(&name, "down.%zu.downsample.conv", level)
-                                            : at(&name, "down.%zu.block.%zu", level, i);
-            const tensor y = last ? downsample(w, &h, &block) : resnet(w, &h, a->block_out_channels[level], &block);
+            const bool down = i == a->layers_per_block;
+            const path block = block_name(w, &name, "down", level, i, down);
+            const tensor y = down ? downsample(w, &h, &block) : resnet(w, &h, a->block_out_channels[level], &block);
             if (!diffusers(w))
                 kept[keeps++] = h;
             else if (h.id != held.id)
@@ -291,36 +288,31 @@ static tensor encoder(walk *w, const tensor *image) {
         }
         if (diffusers(w)) give(w, &held);
     }
-    const tensor last = h;
+    kept[keeps++] = h;
     h = mid(w, &h, false, &name);
-    if (diffusers(w)) give(w, &last);
+    if (diffusers(w)) give(w, &kept[--keeps]);
     finish(w, &h, 2 * a->latent_channels, &name);
     for (size_t i = 0; i < keeps; i++) give(w, &kept[i]);
-    if (!diffusers(w)) give(w, &last);
     return h;
 }
 
 static tensor decoder(walk *w, const tensor *z) {
     const vm_arch *a = w->vae->arch;
     const path name = {"decoder."}, in = at(&name, "conv_in");
-    tensor h = conv3(w, z, a->block_out_channels[a->levels - 1], &in);
-    const tensor first = h;
-    h = mid(w, &h, !diffusers(w), &name); /* diffusers: the caller's name holds it */
-    if (diffusers(w)) give(w, &first);
+    tensor h = conv3(w, z, a->block_out_channels[a->levels - 1], &in), held = h;
+    h = mid(w, &h, !diffusers(w), &name);
+    if (diffusers(w)) give(w, &held); /* by the caller's name, here and below */
     for (size_t i = 0; i < a->levels; i++) {
-        const size_t level = a->levels - 1 - i;
-        tensor held = h;
+        const size_t level = a->levels - 1 - i; /* BFL numbers by size, diffusers by order */
+        held = h;
         for (size_t j = 0; j < a->layers_per_block + 1 + (level > 0); j++) {
-            const bool last = j == a->layers_per_block + 1;
-            const path block = diffusers(w) ? last ? at(&name, "up_blocks.%zu.upsamplers.0.conv", i)
-                                                   : at(&name, "up_blocks.%zu.resnets.%zu", i, j)
-                               : last       ? at(&name, "up.%zu.upsample.conv", level)
-                                            : at(&name, "up.%zu.block.%zu", level, j);
-            const tensor y = last ? upsample_conv(w, &h, &block) : resnet(w, &h, a->block_out_channels[level], &block);
+            const bool up = j == a->layers_per_block + 1;
+            const path block = block_name(w, &name, "up", diffusers(w) ? i : level, j, up);
+            const tensor y = up ? upsample_conv(w, &h, &block) : resnet(w, &h, a->block_out_channels[level], &block);
             if (!diffusers(w) || h.id != held.id) give(w, &h);
             h = y;
         }
-        if (diffusers(w)) give(w, &held); /* the caller's name held the block's input */
+        if (diffusers(w)) give(w, &held);
     }
     finish(w, &h, a->out_channels, &name);
     return h;
@@ -354,7 +346,6 @@ static void blend(walk *w, size_t lines, size_t count, const path *name) {
 }
 
 enum { MOST_TILES = 65536 };
-
 static tensor tiled(walk *w, const tensor *x) {
     const bool decodes = w->vae->op == VM_DECODE;
     const size_t factor = vm_arch_factor(w->vae->arch), tile = w->vae->tile, small = tile / factor;
@@ -477,22 +468,17 @@ static void walk_vae(walk *w) {
 /* ---- what the outside calls ---- */
 
 static vm_status check(const vm_trace_vae *v) {
-    const size_t factor = vm_arch_factor(v->arch), least = v->tile / factor;
-    const struct {
-        const char *what;
-        size_t value;
-    } sides[] = {{"height", v->height}, {"width", v->width}};
+    const size_t factor = vm_arch_factor(v->arch), side[2] = {v->height, v->width};
     for (int i = 0; i < 2; i++)
-        if (!sides[i].value || sides[i].value % factor || sides[i].value > 1u << 20)
-            return vm_fail(VM_EINVAL, "%s: want a multiple of %zu up to 2^20, got %zu", sides[i].what, factor,
-                           sides[i].value);
+        if (!side[i] || side[i] % factor || side[i] > 1u << 20)
+            return vm_fail(VM_EINVAL, "%s: want a multiple of %zu up to 2^20, got %zu", i ? "width" : "height", factor,
+                           side[i]);
     if (!v->batch || v->batch > 1u << 16) return vm_fail(VM_EINVAL, "batch: want 1 to 65536, got %zu", v->batch);
-    if (v->tile && (v->tile % factor || least < 4))
+    if (v->tile && (v->tile % factor || v->tile < 4 * factor))
         return vm_fail(VM_EINVAL, "tile: want a multiple of %zu, at least %zu, got %zu", factor, 4 * factor, v->tile);
-    if ((v->tile || v->slicing) && v->runtime == VM_TORCH_BFL)
-        return vm_fail(VM_EINVAL, "tile, slicing: the bfl runtime has neither");
-    const bool quant = v->arch->use_quant_conv || v->arch->use_post_quant_conv;
-    if (quant && v->runtime == VM_TORCH_BFL)
+    if (v->runtime == VM_TORCH_DIFFUSERS) return VM_OK;
+    if (v->tile || v->slicing) return vm_fail(VM_EINVAL, "tile, slicing: the bfl runtime has neither");
+    if (v->arch->use_quant_conv || v->arch->use_post_quant_conv)
         return vm_fail(VM_EINVAL, "runtime: the bfl AutoEncoder has no quant convolutions, %s has", v->arch->name);
     return VM_OK;
 }
