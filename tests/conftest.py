@@ -6,8 +6,18 @@ import sys
 import pytest
 
 SANITIZED = bool(os.environ.get("VAEMEM_SANITIZED"))
-if SANITIZED:  # torch and AddressSanitizer do not get on: tests that import these skip, by name
-    sys.modules["torch"] = sys.modules["diffusers"] = None  # type: ignore[assignment]
+
+
+class Refuse:
+    """torch and AddressSanitizer do not get on: tests that import these skip, by name."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "diffusers", "transformers"):
+            raise ModuleNotFoundError(f"{name} is not imported under sanitizers", name=name)
+
+
+if SANITIZED:
+    sys.meta_path.insert(0, Refuse())
 
 
 def pytest_configure(config):
