@@ -15,6 +15,7 @@ enum { MAPPED_FROM = 1 << 20, HUGE_PAGE = 2 << 20 };
 struct vm_mem {
     pthread_mutex_t lock;
     size_t references;
+    const vm_backend *device; /* whose memory; NULL for the host's */
     vm_usage usage;
 };
 
@@ -29,7 +30,7 @@ static bool injected_fault(void) {
     return n == 1;
 }
 
-vm_mem *vm_mem_new(void) {
+vm_mem *vm_mem_new(const vm_backend *backend) {
     vm_mem *mem = injected_fault() ? NULL : calloc(1, sizeof *mem);
     if (!mem) {
         vm_fail(VM_ENOMEM, "memory: no %zu bytes for an account", sizeof *mem);
@@ -37,6 +38,7 @@ vm_mem *vm_mem_new(void) {
     }
     pthread_mutex_init(&mem->lock, NULL);
     mem->references = 1;
+    mem->device = backend && backend->device ? backend : NULL;
     return mem;
 }
 
@@ -98,7 +100,14 @@ static vm_status out_of_memory(size_t bytes) {
 }
 
 vm_status vm_mem_reserve(vm_mem *mem, size_t bytes, void **out) {
-    if (!(*out = take(bytes))) return out_of_memory(bytes);
+    vm_status s = VM_OK;
+    if (!mem->device)
+        *out = take(bytes);
+    else if (injected_fault())
+        *out = NULL;
+    else if ((s = mem->device->device->take(mem->device, bytes, out)))
+        return vm_fail(s, "%s", mem->device->device->error());
+    if (!*out) return out_of_memory(bytes);
     pthread_mutex_lock(&mem->lock);
     mem->usage.reserved += bytes;
     pthread_mutex_unlock(&mem->lock);
@@ -107,7 +116,10 @@ vm_status vm_mem_reserve(vm_mem *mem, size_t bytes, void **out) {
 
 void vm_mem_unreserve(vm_mem *mem, void *block, size_t bytes) {
     if (!block) return;
-    give(block, bytes);
+    if (mem->device)
+        mem->device->device->give(mem->device, block);
+    else
+        give(block, bytes);
     pthread_mutex_lock(&mem->lock);
     mem->usage.reserved -= bytes;
     pthread_mutex_unlock(&mem->lock);

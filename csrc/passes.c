@@ -36,7 +36,7 @@ static int add_value(builder *b, size_t c) {
         out_of_room(b, vm_fail(VM_EINVAL, "config: more than %zu tensors in a run", g->values));
         return VM_NONE;
     }
-    vm_status s = vm_mem_grow(b->m->mem, VM_WEIGHTS, (void **)&g->value, g->values, sizeof *g->value);
+    vm_status s = vm_mem_grow(b->m->host, VM_WEIGHTS, (void **)&g->value, g->values, sizeof *g->value);
     if (s) {
         out_of_room(b, s);
         return VM_NONE;
@@ -46,11 +46,12 @@ static int add_value(builder *b, size_t c) {
     return (int)g->values++;
 }
 
-static int add_tensor(builder *b, const char *module, const char *leaf, size_t dims, size_t out, size_t in, size_t k) {
+static int add_tensor(builder *b, const char *module, const char *leaf, size_t dims, vm_weight weight) {
     char name[VM_NAME];
     snprintf(name, sizeof name, "%.*s%s.%s", (int)sizeof b->prefix - 1, b->prefix, module, leaf);
     if (b->status) return VM_NONE;
-    int index = vm_weights_add(b->m, name, dims, out, in, k);
+    weight.vector = dims == 1;
+    int index = vm_weights_add(b->m, name, dims, &weight);
     if (index == VM_NONE) out_of_room(b, VM_ENOMEM);
     return index;
 }
@@ -59,7 +60,7 @@ static int add_tensor(builder *b, const char *module, const char *leaf, size_t d
 static vm_node *add_node(builder *b, const vm_node *node) {
     static vm_node nowhere;
     vm_graph *g = b->g;
-    if (!b->status) out_of_room(b, vm_mem_grow(b->m->mem, VM_WEIGHTS, (void **)&g->node, g->nodes, sizeof *g->node));
+    if (!b->status) out_of_room(b, vm_mem_grow(b->m->host, VM_WEIGHTS, (void **)&g->node, g->nodes, sizeof *g->node));
     if (b->status) return &nowhere;
     g->node[g->nodes] = *node;
     if (node->y != VM_NONE) b->writer[node->y] = (int)g->nodes;
@@ -112,8 +113,8 @@ static void norm_on_load(builder *b, vm_node *n, const char *module, bool silu) 
     n->pass.silu = silu;
     n->pass.groups = b->m->arch.norm_num_groups;
     n->pass.eps = b->m->arch.norm_eps;
-    n->gamma = add_tensor(b, module, "weight", 1, c, 1, 1);
-    n->beta = add_tensor(b, module, "bias", 1, c, 1, 1);
+    n->gamma = add_tensor(b, module, "weight", 1, (vm_weight){c, 1, 1});
+    n->beta = add_tensor(b, module, "bias", 1, (vm_weight){c, 1, 1});
     if (b->status) return;
     n->x_stats = b->writer[n->x];
     b->g->node[n->x_stats].pass.stats = true;
@@ -122,8 +123,9 @@ static void norm_on_load(builder *b, vm_node *n, const char *module, bool silu) 
 static int add_conv(builder *b, const conv *c) {
     vm_node n = conv_node(b, c);
     if (c->norm) norm_on_load(b, &n, c->norm, true);
-    n.weight = add_tensor(b, c->module, "weight", c->linear ? 2 : 4, c->out, c->in, (size_t)c->k);
-    n.bias = add_tensor(b, c->module, "bias", 1, c->out, 1, 1);
+    n.weight =
+        add_tensor(b, c->module, "weight", c->linear ? 2 : 4, (vm_weight){c->out, c->in, (size_t)c->k, .up = c->up});
+    n.bias = add_tensor(b, c->module, "bias", 1, (vm_weight){c->out, 1, 1});
     add_node(b, &n);
     return c->y;
 }
@@ -150,14 +152,15 @@ static void attention(builder *b, int x, size_t c) {
     static const char *const projections[] = {"to_q", "to_k", "to_v"};
     const size_t padded = VM_BLOCKS(c) * VM_BLOCK;
     int qkv = add_value(b, 3 * padded);
+    if (!b->status) b->g->value[qkv].exact = true;
     vm_node n = conv_node(b, &(conv){"to_qkv", x, qkv, VM_NONE, c, 3 * padded, 1});
     norm_on_load(b, &n, "group_norm", false);
     for (int i = 0; i < 3; i++) {
-        int t = add_tensor(b, projections[i], "weight", 2, c, c, 1);
+        int t = add_tensor(b, projections[i], "weight", 2, (vm_weight){c, c, 1});
         if (i == 0) n.weight = t;
     }
     for (int i = 0; i < 3; i++) {
-        int t = add_tensor(b, projections[i], "bias", 1, c, 1, 1);
+        int t = add_tensor(b, projections[i], "bias", 1, (vm_weight){c, 1, 1});
         if (i == 0) n.bias = t;
     }
     add_node(b, &n);

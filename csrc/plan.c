@@ -52,12 +52,12 @@ static size_t place_by(vm_plan *plan, vm_weigh weigh, bool *placed) {
 
 static vm_status place(vm_model *m, vm_plan *plan) {
     bool *placed;
-    vm_status s = vm_mem_alloc(m->mem, VM_SCRATCH, plan->pieces, (void **)&placed);
+    vm_status s = vm_mem_alloc(m->host, VM_SCRATCH, plan->pieces, (void **)&placed);
     if (s) return s;
     const size_t other = place_by(plan, by_bytes_and_steps, placed);
     plan->arena_bytes = place_by(plan, by_bytes, placed);
     if (other < plan->arena_bytes) plan->arena_bytes = place_by(plan, by_bytes_and_steps, placed);
-    vm_mem_free(m->mem, VM_SCRATCH, placed, plan->pieces);
+    vm_mem_free(m->host, VM_SCRATCH, placed, plan->pieces);
     return VM_OK;
 }
 
@@ -66,21 +66,35 @@ static int add_piece(vm_plan *plan, vm_category category, size_t bytes, int firs
     return (int)plan->pieces++;
 }
 
-static vm_status value_bytes(size_t *out, const vm_value *v, size_t height, size_t width) {
-    vm_status s = vm_multiply(out, VM_BLOCKS(v->c) * VM_BLOCK * sizeof(float), height >> v->level, "size");
-    return s ? s : vm_multiply(out, *out, width >> v->level, "size");
+static vm_status value_bytes(size_t *out, const vm_value *v, const vm_request *r) {
+    vm_status s = vm_multiply(out, VM_BLOCKS(v->c) * VM_BLOCK * r->backend->element, r->height >> v->level, "size");
+    return s ? s : vm_multiply(out, *out, r->width >> v->level, "size");
 }
 
-static void set_shapes(vm_plan *plan, const vm_node *n, vm_step *step, const vm_arch *arch, bool scaled) {
+static float unit_of(const vm_request *r, const vm_graph *g, int value) {
+    return value == VM_NONE || g->value[value].exact || !r->unit ? 1 : r->unit;
+}
+
+/* A tenth of T, the largest tensor of 128 channels: with the rest of the peak that stays within 3.2 T. */
+static size_t room(const vm_request *r, const vm_arch *arch) {
+    enum { LEAST = 1 << 20 };
+    const size_t c = VM_BLOCKS(arch->block_out_channels[0]) * VM_BLOCK;
+    return r->room ? r->room : VM_MAX(c * r->height * r->width * r->backend->element / 10, LEAST);
+}
+
+static void set_shapes(const vm_request *r, const vm_graph *g, const vm_node *n, vm_step *step, const vm_arch *arch) {
     vm_pass *p = &step->pass;
     *p = n->pass;
-    p->x.h = plan->height >> n->x_level;
-    p->x.w = plan->width >> n->x_level;
-    p->y.h = plan->height >> n->y_level;
-    p->y.w = plan->width >> n->y_level;
-    if (n->x == VM_NONE && plan->op == VM_ENCODE) p->x_format = plan->pixels;
-    if (n->y == VM_NONE && plan->op == VM_DECODE) p->y_format = plan->pixels;
-    if (n->x == VM_NONE && plan->op == VM_DECODE && scaled) {
+    p->x.h = r->height >> n->x_level;
+    p->x.w = r->width >> n->x_level;
+    p->y.h = r->height >> n->y_level;
+    p->y.w = r->width >> n->y_level;
+    p->x_unit = unit_of(r, g, n->x);
+    p->y_unit = unit_of(r, g, n->y);
+    p->room = room(r, arch);
+    if (n->x == VM_NONE) p->x_format = r->in;
+    if (n->y == VM_NONE) p->y_format = r->out;
+    if (n->x == VM_NONE && r->op == VM_DECODE && r->scaled) {
         p->affine = true;
         p->in_scale = 1 / arch->scaling_factor;
         p->in_shift = arch->shift_factor;
@@ -98,7 +112,7 @@ static vm_status add_values(vm_plan *plan, const vm_graph *g, int *piece_of) {
             last = (int)i;
         }
         size_t bytes;
-        vm_status s = value_bytes(&bytes, &g->value[v], plan->height, plan->width);
+        vm_status s = value_bytes(&bytes, &g->value[v], &plan->ask);
         if (s) return s;
         piece_of[v] = add_piece(plan, VM_ACTIVATIONS, bytes, first, last);
     }
@@ -111,7 +125,8 @@ static int last_reader_of_stats(const vm_graph *g, size_t node) {
     return (int)node;
 }
 
-static void add_steps(vm_plan *plan, const vm_graph *g, const int *piece_of) {
+static vm_status add_steps(vm_plan *plan, const vm_graph *g, const int *piece_of) {
+    const vm_backend *b = plan->ask.backend;
     for (size_t i = 0; i < g->nodes; i++) {
         const vm_node *n = &g->node[i];
         vm_step *s = &plan->step[i];
@@ -119,16 +134,32 @@ static void add_steps(vm_plan *plan, const vm_graph *g, const int *piece_of) {
         s->y = n->y == VM_NONE ? VM_NONE : piece_of[n->y];
         s->add = n->add == VM_NONE ? VM_NONE : piece_of[n->add];
         s->y_stats = s->x_stats = VM_NONE;
-        const size_t parts = n->pass.stats ? plan->backend->parts(&s->pass) : 0;
+        const size_t parts = n->pass.stats ? b->parts(b, &s->pass) : 0;
         if (parts)
             s->y_stats = add_piece(plan, VM_SCRATCH, parts * vm_stats_floats(s->pass.y.c) * sizeof(float), (int)i,
                                    last_reader_of_stats(g, i));
         if (n->x_stats != VM_NONE) {
             s->x_stats = plan->step[n->x_stats].y_stats;
-            s->parts = plan->backend->parts(&plan->step[n->x_stats].pass);
+            s->parts = b->parts(b, &plan->step[n->x_stats].pass);
         }
-        s->scratch = add_piece(plan, VM_SCRATCH, plan->backend->scratch(&s->pass, plan->threads), (int)i, (int)i);
+        s->scratch = add_piece(plan, VM_SCRATCH, b->scratch(b, &s->pass, plan->ask.threads), (int)i, (int)i);
+        s->workspace = VM_NONE;
+        size_t bytes = 0;
+        vm_status status = b->workspace ? b->workspace(b, &s->pass, &bytes) : VM_OK;
+        if (status) return vm_fail(status, "%s: %s", n->name, b->device->error());
+        if (bytes) s->workspace = add_piece(plan, VM_WORKSPACE, bytes, (int)i, (int)i);
     }
+    return VM_OK;
+}
+
+/* The user's arrays on their way through the arena. With a batch they are there all the time, so that one item's
+ * copies run beside the next one's passes. */
+static void add_staging(vm_plan *plan) {
+    const int last = (int)plan->steps - 1, whole = plan->ask.batch > 1;
+    plan->in = plan->out = VM_NONE;
+    if (!plan->ask.staged) return;
+    plan->in = add_piece(plan, VM_ACTIVATIONS, plan->in_bytes, 0, whole ? last : 0);
+    plan->out = add_piece(plan, VM_OUTPUT, plan->out_bytes, whole ? 0 : last, last);
 }
 
 static size_t sum(const size_t bytes[VM_CATEGORIES]) {
@@ -138,13 +169,14 @@ static size_t sum(const size_t bytes[VM_CATEGORIES]) {
 }
 
 static void count_live(const vm_model *m, vm_plan *plan) {
-    const size_t output = plan->own_output ? plan->out_bytes * plan->batch : 0;
+    const size_t output = plan->ask.own_output ? plan->out_bytes * plan->ask.batch : 0;
     const size_t weights = vm_mem_usage(m->mem).live[VM_WEIGHTS];
+    const size_t own = m->mem == m->host ? plan->plan_bytes + plan->pool_bytes : 0;
     for (size_t i = 0; i < plan->steps; i++) {
         size_t *live = plan->step[i].live;
         live[VM_WEIGHTS] = weights;
         live[VM_OUTPUT] = output;
-        live[VM_SCRATCH] = plan->plan_bytes + plan->pool_bytes;
+        live[VM_SCRATCH] = own;
         for (size_t p = 0; p < plan->pieces; p++)
             if (plan->piece[p].first <= (int)i && (int)i <= plan->piece[p].last)
                 live[plan->piece[p].category] += plan->piece[p].bytes;
@@ -152,81 +184,73 @@ static void count_live(const vm_model *m, vm_plan *plan) {
         memcpy(plan->peak, live, sizeof plan->peak);
         plan->peak_step = i;
     }
-    plan->reserved = weights + output + plan->plan_bytes + plan->pool_bytes + plan->arena_bytes;
+    plan->reserved = weights + output + own + plan->arena_bytes;
 }
 
 /* Bytes of one batch item of the user's pixels: images at full size, latents (or moments) at the lowest level. */
-static vm_status pixel_bytes(size_t *out, const vm_plan *plan, size_t channels, bool latent, size_t factor) {
-    const size_t item = !latent && plan->pixels == VM_U8_NHWC ? 1 : sizeof(float);
-    const size_t h = latent ? plan->height / factor : plan->height, w = latent ? plan->width / factor : plan->width;
-    vm_status s = vm_multiply(out, channels * item, h, "size");
-    if (!s) s = vm_multiply(out, *out, w, "size");
+static vm_status pixel_bytes(size_t *out, const vm_request *r, vm_format format, size_t channels, size_t divisor) {
+    const size_t item = format == VM_U8_NHWC ? 1 : format == VM_F32_NCHW ? 4 : 2;
+    vm_status s = vm_multiply(out, channels * item, r->height / divisor, "size");
+    if (!s) s = vm_multiply(out, *out, r->width / divisor, "size");
     size_t whole;
-    return s ? s : vm_multiply(&whole, *out, plan->batch, "size");
+    return s ? s : vm_multiply(&whole, *out, r->batch, "size");
 }
 
-static vm_status check_size(const vm_model *m, vm_op op, size_t height, size_t width, size_t batch) {
-    const size_t factor = vm_arch_factor(&m->arch);
+static vm_status check_request(const vm_model *m, const vm_request *r) {
+    const size_t factor = vm_arch_factor(&m->arch), height = r->height, width = r->width;
+    const vm_op op = r->op;
     if (!(m->parts & 1u << op))
         return vm_fail(VM_EINVAL, "%s: this VAE was loaded without its %s", op == VM_ENCODE ? "encode" : "decode",
                        op == VM_ENCODE ? "encoder" : "decoder");
-    if (!batch) return vm_fail(VM_EINVAL, "batch: want 1 or more, got 0");
+    if (!r->batch) return vm_fail(VM_EINVAL, "batch: want 1 or more, got 0");
     if (!height || height % factor)
         return vm_fail(VM_EINVAL, "height: want a positive multiple of %zu, got %zu", factor, height);
     if (!width || width % factor)
         return vm_fail(VM_EINVAL, "width: want a positive multiple of %zu, got %zu", factor, width);
+    if (r->scaled && !m->arch.scaling_known)
+        return vm_fail(VM_EINVAL,
+                       "scaled: the weights do not tell the scaling factor (sd15 and sdxl have the same "
+                       "tensors); load with model= or config=");
     return VM_OK;
 }
 
-static vm_status build(vm_model *m, vm_plan *plan, bool scaled, int *piece_of) {
-    const vm_graph *g = &m->graph[plan->op];
+static vm_status build(vm_model *m, vm_plan *plan, int *piece_of) {
+    const vm_request *r = &plan->ask;
+    const vm_graph *g = &m->graph[r->op];
     const size_t factor = vm_arch_factor(&m->arch), latent = m->arch.latent_channels;
-    const bool encode = plan->op == VM_ENCODE;
-    vm_status s = pixel_bytes(&plan->in_bytes, plan, encode ? m->arch.in_channels : latent, !encode, factor);
-    if (!s) s = pixel_bytes(&plan->out_bytes, plan, encode ? 2 * latent : m->arch.out_channels, encode, factor);
+    const bool encode = r->op == VM_ENCODE;
+    vm_status s = pixel_bytes(&plan->in_bytes, r, r->in, encode ? m->arch.in_channels : latent, encode ? 1 : factor);
+    if (!s)
+        s = pixel_bytes(&plan->out_bytes, r, r->out, encode ? 2 * latent : m->arch.out_channels, encode ? factor : 1);
     if (!s) s = add_values(plan, g, piece_of); /* from here on every size fits, so the kernels' sums do too */
     if (s) return s;
     for (size_t i = 0; i < g->nodes; i++) {
-        set_shapes(plan, &g->node[i], &plan->step[i], &m->arch, scaled);
-        plan->rows += plan->step[i].pass.y.h * plan->batch;
+        set_shapes(r, g, &g->node[i], &plan->step[i], &m->arch);
+        plan->rows += plan->step[i].pass.y.h * r->batch;
     }
-    add_steps(plan, g, piece_of);
+    if ((s = add_steps(plan, g, piece_of))) return s;
+    add_staging(plan);
     if ((s = place(m, plan))) return s;
     count_live(m, plan);
     return VM_OK;
 }
 
-vm_status vm_plan_new(vm_model *m, vm_op op, const vm_backend *backend, unsigned threads, size_t height, size_t width,
-                      size_t batch, vm_format pixels, bool own_output, bool scaled, vm_plan **out) {
+vm_status vm_plan_new(vm_model *m, const vm_request *ask, vm_plan **out) {
     *out = NULL;
-    vm_status s = check_size(m, op, height, width, batch);
+    vm_status s = check_request(m, ask);
     if (s) return s;
-    if (scaled && !m->arch.scaling_known)
-        return vm_fail(VM_EINVAL,
-                       "scaled: the weights do not tell the scaling factor (sd15 and sdxl have the same "
-                       "tensors); load with model= or config=");
-    const vm_graph *g = &m->graph[op];
-    const size_t most = g->values + 2 * g->nodes;
+    const vm_graph *g = &m->graph[ask->op];
+    const size_t most = g->values + 3 * g->nodes + 2;
     const size_t bytes = VM_ROUND_UP(sizeof(vm_plan) + g->nodes * sizeof(vm_step) + most * sizeof(vm_piece), VM_ALIGN);
     vm_plan *plan;
     int *piece_of;
-    if ((s = vm_mem_alloc(m->mem, VM_SCRATCH, bytes, (void **)&plan))) return s;
-    *plan = (vm_plan){.op = op,
-                      .backend = backend,
-                      .threads = threads,
-                      .height = height,
-                      .width = width,
-                      .batch = batch,
-                      .pixels = pixels,
-                      .own_output = own_output,
-                      .steps = g->nodes,
-                      .pool_bytes = vm_pool_bytes(threads),
-                      .plan_bytes = bytes};
+    if ((s = vm_mem_alloc(m->host, VM_SCRATCH, bytes, (void **)&plan))) return s;
+    *plan = (vm_plan){.ask = *ask, .steps = g->nodes, .pool_bytes = vm_pool_bytes(ask->threads), .plan_bytes = bytes};
     plan->step = (vm_step *)(plan + 1);
     plan->piece = (vm_piece *)(plan->step + g->nodes);
-    if (!(s = vm_mem_alloc(m->mem, VM_SCRATCH, g->values * sizeof *piece_of, (void **)&piece_of))) {
-        s = build(m, plan, scaled, piece_of);
-        vm_mem_free(m->mem, VM_SCRATCH, piece_of, g->values * sizeof *piece_of);
+    if (!(s = vm_mem_alloc(m->host, VM_SCRATCH, g->values * sizeof *piece_of, (void **)&piece_of))) {
+        s = build(m, plan, piece_of);
+        vm_mem_free(m->host, VM_SCRATCH, piece_of, g->values * sizeof *piece_of);
     }
     if (s)
         vm_plan_free(m, plan);
@@ -236,5 +260,5 @@ vm_status vm_plan_new(vm_model *m, vm_op op, const vm_backend *backend, unsigned
 }
 
 void vm_plan_free(vm_model *m, vm_plan *plan) {
-    if (plan) vm_mem_free(m->mem, VM_SCRATCH, plan, plan->plan_bytes);
+    if (plan) vm_mem_free(m->host, VM_SCRATCH, plan, plan->plan_bytes);
 }

@@ -20,10 +20,17 @@
 typedef struct walk {
     vm_model *m;
     vm_plan *plan;
-    const vm_run *run;
+    vm_run *run;
     char *arena;
+    const vm_backend *backend;
+    const vm_device *device; /* NULL on CPUs */
     vm_exec exec;
 } walk;
+
+/* A backend with a device has a sentence of its own. */
+static vm_status said(const walk *w, vm_status s) {
+    return s && s != VM_ECANCELLED && w->device ? vm_fail(s, "%s", w->device->error()) : s;
+}
 
 static double now(void) {
     struct timespec t;
@@ -37,41 +44,60 @@ static void *address(const walk *w, int piece) {
 
 /* Rows keep the width of the value, which may be wider than the tensor in it now. */
 static vm_view view(const walk *w, int piece, int value, const vm_shape *shape) {
-    if (piece == VM_NONE) return (vm_view){NULL, 0, 0};
-    const vm_value *v = &w->m->graph[w->plan->op].value[value];
+    if (piece == VM_NONE) return (vm_view){NULL, 0, 0, 0};
+    const vm_value *v = &w->m->graph[w->plan->ask.op].value[value];
     const size_t block = shape->w * VM_BLOCK;
-    return (vm_view){address(w, piece), block, VM_BLOCKS(v->c) * block};
+    return (vm_view){address(w, piece), block, VM_BLOCKS(v->c) * block, VM_BLOCKS(v->c) * VM_BLOCK};
+}
+
+static const char *user_in(const walk *w, size_t item) { return (const char *)w->run->in + item * w->plan->in_bytes; }
+static char *user_out(const walk *w, size_t item) { return (char *)w->run->out + item * w->plan->out_bytes; }
+
+static const float *weights_of(const walk *w, int tensor) {
+    return tensor == VM_NONE ? NULL : (const float *)((const char *)w->m->weights + w->m->tensor[tensor].offset);
 }
 
 static vm_operands operands(const walk *w, size_t i, size_t item) {
     const vm_plan *plan = w->plan;
-    const vm_node *n = &w->m->graph[plan->op].node[i];
+    const vm_node *n = &w->m->graph[plan->ask.op].node[i];
     const vm_step *s = &plan->step[i];
-    const vm_tensor *t = w->m->tensor;
-    const float *weights = w->m->weights;
+    const bool staged = plan->ask.staged;
     return (vm_operands){
         .x = view(w, s->x, n->x, &s->pass.x),
         .y = view(w, s->y, n->y, &s->pass.y),
         .add = view(w, s->add, n->add, &s->pass.y),
-        .x_pixels = n->x == VM_NONE ? (const char *)w->run->in + item * plan->in_bytes : NULL,
-        .y_pixels = n->y == VM_NONE ? (char *)w->run->out + item * plan->out_bytes : NULL,
-        .weight = n->weight == VM_NONE ? NULL : weights + t[n->weight].offset,
-        .bias = n->bias == VM_NONE ? NULL : weights + t[n->bias].offset,
-        .gamma = n->gamma == VM_NONE ? NULL : weights + t[n->gamma].offset,
-        .beta = n->beta == VM_NONE ? NULL : weights + t[n->beta].offset,
+        .x_pixels = n->x != VM_NONE ? NULL
+                    : staged        ? address(w, plan->in)
+                                    : user_in(w, item),
+        .y_pixels = n->y != VM_NONE ? NULL
+                    : staged        ? address(w, plan->out)
+                                    : user_out(w, item),
+        .weight = weights_of(w, n->weight),
+        .bias = weights_of(w, n->bias),
+        .gamma = weights_of(w, n->gamma),
+        .beta = weights_of(w, n->beta),
         .x_stats = address(w, s->x_stats),
         .y_stats = address(w, s->y_stats),
         .x_parts = s->parts,
         .scratch = address(w, s->scratch),
+        .workspace = address(w, s->workspace),
+        .state = w->device ? w->m->weights : NULL,
     };
 }
 
 static bool touched(const vm_step *s, int piece) {
     return piece == s->x || piece == s->y || piece == s->add || piece == s->x_stats || piece == s->y_stats ||
-           piece == s->scratch;
+           piece == s->scratch || piece == s->workspace;
 }
 
-static bool written(const vm_step *s, int piece) { return piece == s->y || piece == s->y_stats || piece == s->scratch; }
+static bool written(const vm_step *s, int piece) {
+    return piece == s->y || piece == s->y_stats || piece == s->scratch || piece == s->workspace;
+}
+
+static uint64_t fnv(uint64_t hash, const void *data, size_t bytes) {
+    for (size_t i = 0; i < bytes; i++) hash = (hash ^ ((const unsigned char *)data)[i]) * 1099511628211u;
+    return hash;
+}
 
 /* FNV-1a over the bytes of the arena that step i must not write; `poison` first fills those that it
  * must not read (no piece alive there) with NaN. */
@@ -87,8 +113,7 @@ static uint64_t outside(const walk *w, size_t i, bool poison) {
             writes |= written(&plan->step[i], (int)p);
         }
         if (poison && !live) memset(w->arena + at, 0xff, VM_ALIGN);
-        for (size_t b = 0; !writes && b < VM_ALIGN; b++)
-            hash = (hash ^ (unsigned char)w->arena[at + b]) * 1099511628211u;
+        if (!writes) hash = fnv(hash, w->arena + at, VM_ALIGN);
     }
     return hash;
 }
@@ -102,29 +127,98 @@ static void guard(const walk *w, const vm_step *s) {
 
 static void unguard(const walk *w) { ASAN_UNPOISON_MEMORY_REGION(w->arena, w->m->arena_bytes); }
 
-static vm_status run_step(walk *w, size_t i, size_t item) {
+/* Runs the pass, or where it has been enqueued already only accounts for it. */
+static vm_status run_pass(walk *w, size_t i, size_t item) {
+    vm_step *s = &w->plan->step[i];
+    const uint64_t before = w->run->check ? outside(w, i, true) : 0;
+    const vm_operands at = operands(w, i, item);
+    if (!w->device) guard(w, s);
+    const double start = now();
+    vm_status status = said(w, w->backend->run(w->backend, &s->pass, &at, &w->exec));
+    s->seconds += now() - start;
+    if (!w->device) unguard(w);
+    if (!status && w->run->check && outside(w, i, false) != before)
+        status = vm_fail(VM_EINVAL, "check: pass %zu (%s) wrote outside its plan", i,
+                         w->m->graph[w->plan->ask.op].node[i].name);
+    if (!status && w->device && !w->run->replay)
+        status = said(w, w->device->mark(w->backend, i, s->pass.y.h, w->run->wait ? &w->exec : NULL));
+    return status;
+}
+
+static vm_status run_step(walk *w, size_t i, size_t item, bool enqueued) {
     vm_plan *plan = w->plan;
     vm_step *s = &plan->step[i];
     for (size_t p = 0; p < plan->pieces; p++)
         if (plan->piece[p].first == (int)i) vm_mem_use(w->m->mem, plan->piece[p].category, plan->piece[p].bytes);
     const vm_usage usage = vm_mem_usage(w->m->mem);
     memcpy(s->measured, usage.live, sizeof s->measured);
-
-    const uint64_t before = w->run->check ? outside(w, i, true) : 0;
-    const vm_operands at = operands(w, i, item);
-    guard(w, s);
-    const double start = now();
-    vm_status status = plan->backend->run(&s->pass, &at, &w->exec);
-    s->seconds += now() - start;
-    unguard(w);
-    if (!status && w->run->check && outside(w, i, false) != before)
-        status =
-            vm_fail(VM_EINVAL, "check: pass %zu (%s) wrote outside its plan", i, w->m->graph[plan->op].node[i].name);
-
+    vm_status status = enqueued ? VM_OK : run_pass(w, i, item);
     for (size_t p = 0; p < plan->pieces; p++)
         if (plan->piece[p].last == (int)i || (status && plan->piece[p].first <= (int)i && (int)i < plan->piece[p].last))
             vm_mem_unuse(w->m->mem, plan->piece[p].category, plan->piece[p].bytes);
     return status;
+}
+
+/* All that the enqueued passes of an item depend on beside the backend itself. */
+static uint64_t key_of(const walk *w, size_t item) {
+    const struct {
+        const void *model, *arena, *in, *out;
+        size_t op, height, width, in_format, out_format, scaled, room;
+        double unit;
+    } all = {w->m,
+             w->arena,
+             w->plan->ask.staged ? NULL : user_in(w, item),
+             w->plan->ask.staged ? NULL : user_out(w, item),
+             w->plan->ask.op,
+             w->plan->ask.height,
+             w->plan->ask.width,
+             w->plan->ask.in,
+             w->plan->ask.out,
+             w->plan->ask.scaled,
+             w->plan->ask.room,
+             (double)w->plan->ask.unit};
+    return fnv(14695981039346656037u, &all, sizeof all);
+}
+
+static vm_status fetch(walk *w, size_t item) {
+    return said(w, w->device->fetch(w->backend, user_out(w, item), address(w, w->plan->out), w->plan->out_bytes));
+}
+
+/* The copies of staged arrays run beside the passes: an item is sent while the one before it is computed, and fetched
+ * before the next one's last pass would write over it. Passes that are enqueued whole leave no place for that. */
+static vm_status run_item(walk *w, size_t item) {
+    const vm_plan *plan = w->plan;
+    const bool staged = plan->ask.staged, replay = w->device && w->run->replay;
+    bool enqueued = false;
+    vm_status s = VM_OK;
+    if (staged && replay && item) s = fetch(w, item - 1);
+    if (!s && staged) s = said(w, w->device->send(w->backend, address(w, plan->in), user_in(w, item), plan->in_bytes));
+    if (s) return s;
+    const uint64_t key = replay ? key_of(w, item) : 0;
+    if (replay && (s = said(w, w->device->begin(w->backend, key, &enqueued)))) return s;
+    for (size_t i = 0; i < plan->steps && !s; i++) {
+        if (staged && !replay && item && i + 1 == plan->steps) s = fetch(w, item - 1);
+        if (!s) s = run_step(w, i, item, enqueued);
+    }
+    if (!replay) return s;
+    vm_status ended = w->device->end(w->backend, key, s);
+    return s ? s : said(w, ended);
+}
+
+static vm_status run_items(walk *w) {
+    vm_plan *plan = w->plan;
+    vm_run *run = w->run;
+    vm_status s = w->device ? said(w, w->device->start(w->backend, run->stream, w->m->weights)) : VM_OK;
+    if (s) return s;
+    for (size_t item = 0; item < plan->ask.batch && !s; item++) s = run_item(w, item);
+    if (!w->device) return s;
+    if (!s && plan->ask.staged) s = fetch(w, plan->ask.batch - 1);
+    /* what was enqueued must not outlive the memory that it works on: a run that failed waits too */
+    vm_status finished =
+        w->device->finish(w->backend, s ? NULL : &w->exec, s || run->wait, w->m->weights, &run->overflow);
+    for (size_t i = 0; i < plan->steps && !s && run->wait && !run->replay; i++)
+        plan->step[i].seconds = w->device->seconds(w->backend, i);
+    return s ? s : said(w, finished);
 }
 
 static vm_status check_weights(const vm_model *m) {
@@ -147,19 +241,19 @@ void vm_model_trim(vm_model *m) {
     m->arena_bytes = 0;
 }
 
-vm_status vm_plan_run(vm_model *m, vm_plan *plan, const vm_run *run) {
+vm_status vm_plan_run(vm_model *m, vm_plan *plan, vm_run *run) {
     vm_pool *pool = NULL;
+    const vm_backend *b = plan->ask.backend;
     vm_status s = check_weights(m);
+    if (!s && run->check && b->device) s = vm_fail(VM_EINVAL, "check: want a CPU, got %s", b->name);
     if (!s) s = reserve_arena(m, plan);
-    if (!s) s = vm_mem_alloc(m->mem, VM_SCRATCH, plan->pool_bytes, (void **)&pool);
-    if (!s) s = vm_pool_open(pool, plan->threads, plan->rows, run->poll, run->poll_context);
+    if (!s) s = vm_mem_alloc(m->host, VM_SCRATCH, plan->pool_bytes, (void **)&pool);
+    if (!s) s = vm_pool_open(pool, plan->ask.threads, plan->rows, run->poll, run->poll_context);
     if (!s) {
-        walk w = {m, plan, run, m->arena, {plan->threads, pool, vm_pool_each}};
-        for (size_t item = 0; item < plan->batch && !s; item++)
-            for (size_t i = 0; i < plan->steps && !s; i++) s = run_step(&w, i, item);
+        s = run_items(&(walk){m, plan, run, m->arena, b, b->device, {plan->ask.threads, pool, vm_pool_each}});
         vm_pool_close(pool);
     }
-    vm_mem_free(m->mem, VM_SCRATCH, pool, plan->pool_bytes);
+    vm_mem_free(m->host, VM_SCRATCH, pool, plan->pool_bytes);
     if (s) vm_model_trim(m);
     return s;
 }

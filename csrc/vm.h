@@ -14,15 +14,19 @@
 
 /* ---- status.c ---- */
 
-/* Records the sentence for vm_error() (thread-local, truncated at 512 bytes) and returns status. */
-vm_status vm_fail(vm_status status, const char *format, ...) __attribute__((format(printf, 2, 3)));
-const char *vm_error(void);
 /* *out = a * b, or VM_EOVERFLOW naming `what`. */
 vm_status vm_multiply(size_t *out, size_t a, size_t b, const char *what);
 
 /* ---- mem.c: every byte that the core takes ---- */
 
-typedef enum vm_category { VM_WEIGHTS, VM_ACTIVATIONS, VM_SCRATCH, VM_OUTPUT, VM_CATEGORIES } vm_category;
+typedef enum vm_category {
+    VM_WEIGHTS,
+    VM_ACTIVATIONS,
+    VM_SCRATCH,
+    VM_WORKSPACE, /* a library's own: cuDNN's */
+    VM_OUTPUT,
+    VM_CATEGORIES
+} vm_category;
 
 typedef struct vm_usage {
     size_t live[VM_CATEGORIES]; /* bytes in use now */
@@ -33,10 +37,11 @@ typedef struct vm_usage {
 /* An account that blocks are charged to. Counted references: blocks handed to the user outlive the model. Thread-safe.
  */
 typedef struct vm_mem vm_mem;
-vm_mem *vm_mem_new(void);
+/* backend: whose memory, borrowed until the account is gone; NULL, or one without a device: the host's. */
+vm_mem *vm_mem_new(const vm_backend *backend);
 vm_mem *vm_mem_retain(vm_mem *mem);
 void vm_mem_release(vm_mem *mem);
-/* VM_ALIGN-aligned and zeroed. From 1 MiB up a mapping of its own, advised to huge pages. */
+/* VM_ALIGN-aligned and, in host memory, zeroed. From 1 MiB up a mapping of its own there, advised to huge pages. */
 vm_status vm_mem_alloc(vm_mem *mem, vm_category category, size_t bytes, void **out);
 void vm_mem_free(vm_mem *mem, vm_category category, void *block, size_t bytes);
 /* Room for one more item behind the `count` that *array holds (it doubles: vm_mem_room items in all). */
@@ -84,9 +89,10 @@ enum { VM_NAME = 72, VM_NONE = -1 };
 /* A tensor of weights as files name it (diffusers' names) and where its one packed copy lies. */
 typedef struct vm_tensor {
     char name[VM_NAME];
-    size_t dims, shape[4];       /* as in the file: (c), (out, in) or (out, in, k, k) */
-    size_t out, in, taps, depth; /* packed [out/16][in/16][taps][depth][16]; a vector has in = taps = depth = 1 */
-    size_t offset, floats;       /* in the packed copy */
+    size_t dims, shape[4]; /* as in the file: (c), (out, in) or (out, in, k, k) */
+    vm_weight weight;
+    size_t taps, depth;   /* packed [out/16][in/16][taps][depth][16]; a vector has in = taps = depth = 1 */
+    size_t offset, bytes; /* in the packed copy */
     bool set;
 } vm_tensor;
 
@@ -104,6 +110,7 @@ typedef struct vm_node {
 typedef struct vm_value {
     size_t c; /* the widest tensor it holds: its row keeps that width */
     int level;
+    bool exact; /* never scaled: what attention reads and writes */
 } vm_value;
 
 typedef struct vm_graph {
@@ -123,28 +130,31 @@ double vm_pass_flops(const vm_pass *pass);
 enum { VM_ENCODER = 1 << VM_ENCODE, VM_DECODER = 1 << VM_DECODE };
 
 typedef struct vm_model {
-    vm_mem *mem;
+    vm_mem *mem;               /* weights, arena and outputs */
+    vm_mem *host;              /* what the core keeps of its own; mem itself where that is the host's */
+    const vm_backend *backend; /* with a device: where the model lives; NULL: any CPU, chosen run by run */
     vm_arch arch;
     unsigned parts; /* VM_ENCODER | VM_DECODER */
     vm_graph graph[VM_OPS];
     size_t tensors;
     vm_tensor *tensor;
-    float *weights; /* the packed copy */
-    size_t weights_floats;
+    void *weights; /* the packed copy; the first VM_STATE bytes are the backend's own where it has a device */
+    size_t weights_bytes;
     void *arena; /* kept between runs */
     size_t arena_bytes;
 } vm_model;
 
-vm_status vm_model_new(const vm_arch *arch, unsigned parts, vm_model **out);
+/* backend: with a device, or NULL for any CPU; borrowed until the model and its outputs are gone. */
+vm_status vm_model_new(const vm_arch *arch, unsigned parts, const vm_backend *backend, vm_model **out);
 void vm_model_free(vm_model *model);
 /* Adds a tensor at the end of the packed copy, before it is allocated; its index. */
-int vm_weights_add(vm_model *model, const char *name, size_t dims, size_t out, size_t in, size_t k);
+int vm_weights_add(vm_model *model, const char *name, size_t dims, const vm_weight *weight);
 const vm_tensor *vm_weights_find(const vm_model *model, const char *name);
 
-typedef enum vm_dtype { VM_F32, VM_F16, VM_BF16 } vm_dtype;
 /* data: the tensor in its file's layout. */
-void vm_weights_set(vm_model *model, size_t tensor, vm_dtype dtype, const void *data);
-void vm_weights_get(const vm_model *model, size_t tensor, float *data);
+vm_status vm_weights_set(vm_model *model, size_t tensor, vm_dtype dtype, const void *data);
+/* VM_EINVAL where the copy is a device's: it may be rounded, and folded. */
+vm_status vm_weights_get(const vm_model *model, size_t tensor, float *data);
 
 /* ---- plan.c: every byte of a run, before it ---- */
 
@@ -158,21 +168,31 @@ typedef struct vm_piece {
 /* What a node needs, by index into vm_plan.piece; VM_NONE where it needs none. */
 typedef struct vm_step {
     vm_pass pass; /* with its sizes */
-    int x, y, add, x_stats, y_stats, scratch;
+    int x, y, add, x_stats, y_stats, scratch, workspace;
     size_t parts;                   /* of x_stats */
     size_t live[VM_CATEGORIES];     /* planned bytes in use while it runs */
     size_t measured[VM_CATEGORIES]; /* the same, as mem.c counted them */
     double seconds;
 } vm_step;
 
-typedef struct vm_plan {
+/* What is asked of a run. */
+typedef struct vm_request {
     vm_op op;
     const vm_backend *backend;
     unsigned threads;
     size_t height, width, batch; /* of the image */
-    vm_format pixels;            /* of the image; latents are always float planes */
+    vm_format in, out;           /* of the user's arrays */
     bool own_output;             /* the output is allocated by the core and counted */
-    size_t in_bytes, out_bytes;  /* of one batch item of the user's pixels */
+    bool staged; /* the arrays are in the host's memory and the model is not: they pass through the arena */
+    bool scaled; /* latents are divided by the scaling factor, and shifted, on the way into the decoder */
+    size_t room; /* bytes that the stripes of a pass may take (GPUs); 0: a tenth of T */
+    float unit;  /* power of two by which activations are kept multiplied; 0 is 1 */
+} vm_request;
+
+typedef struct vm_plan {
+    vm_request ask;
+    size_t in_bytes, out_bytes; /* of one batch item of the user's pixels */
+    int in, out;                /* pieces, where they are staged */
     size_t steps, pieces;
     vm_step *step;
     vm_piece *piece;
@@ -183,10 +203,8 @@ typedef struct vm_plan {
     size_t rows;     /* of progress, the whole batch */
 } vm_plan;
 
-/* scale, shift: applied to latents on the way into the decoder (1, 0 for none). *out is charged to
- * model->mem as scratch, and counts itself. */
-vm_status vm_plan_new(vm_model *model, vm_op op, const vm_backend *backend, unsigned threads, size_t height,
-                      size_t width, size_t batch, vm_format pixels, bool own_output, bool scaled, vm_plan **out);
+/* *out is charged to model->host as scratch, and counts itself where that is the model's own account. */
+vm_status vm_plan_new(vm_model *model, const vm_request *ask, vm_plan **out);
 void vm_plan_free(vm_model *model, vm_plan *plan);
 
 /* ---- pool.c ---- */
@@ -206,13 +224,17 @@ vm_status vm_pool_each(void *pool, size_t n, size_t rows, vm_task fn, const void
 typedef struct vm_run {
     const void *in; /* the user's pixels, batch items side by side; borrowed */
     void *out;
-    vm_poll poll; /* may be NULL */
+    void *stream;  /* of a device: the caller's, or NULL */
+    bool wait;     /* false: a device's run returns when all is enqueued; neither poll nor overflow then */
+    bool replay;   /* a device: enqueue an item's passes as one graph, kept for the next run of its kind */
+    bool overflow; /* out: a stored number was not finite, on a device that keeps halves */
+    vm_poll poll;  /* may be NULL */
     void *poll_context;
     bool check; /* for tests: poison what a pass must not read, verify what it must not write */
 } vm_run;
 
 /* Fills the steps' measured bytes and seconds. On failure the arena is given back. */
-vm_status vm_plan_run(vm_model *model, vm_plan *plan, const vm_run *run);
+vm_status vm_plan_run(vm_model *model, vm_plan *plan, vm_run *run);
 /* Gives the arena back to the system. */
 void vm_model_trim(vm_model *model);
 

@@ -57,21 +57,28 @@ const vm_cpu_ops *vm_cpu_ops_named(const char *name) {
 
 static bool always(void) { return true; }
 
-static size_t parts(const vm_pass *pass) { return pass->kind == VM_PASS_CONV ? vm_conv_parts(pass) : 0; }
+static size_t parts(const vm_backend *b, const vm_pass *pass) {
+    (void)b;
+    return pass->kind == VM_PASS_CONV ? vm_conv_parts(pass) : 0;
+}
 
-static size_t scratch(const vm_pass *p, unsigned threads) {
+static size_t scratch(const vm_backend *b, const vm_pass *p, unsigned threads) {
+    (void)b;
     return p->kind == VM_PASS_CONV ? vm_conv_scratch(p, threads) : vm_attention_scratch(p, threads);
 }
 
-static vm_status run(const vm_cpu_ops *ops, const vm_pass *p, const vm_operands *at, const vm_exec *exec) {
-    return p->kind == VM_PASS_CONV ? vm_conv_run(ops, p, at, exec) : vm_attention_run(ops, p, at, exec);
+static vm_status run(const vm_backend *b, const vm_pass *p, const vm_operands *at, const vm_exec *exec) {
+    return (p->kind == VM_PASS_CONV ? vm_conv_run : vm_attention_run)(b->self, p, at, exec);
 }
 
-#define VM_CPU_BACKEND(NAME, USABLE)                                                            \
-    static vm_status NAME##_run(const vm_pass *p, const vm_operands *at, const vm_exec *exec) { \
-        return run(&vm_cpu_##NAME, p, at, exec);                                                \
-    }                                                                                           \
-    static const vm_backend NAME = {#NAME, USABLE, scratch, parts, NAME##_run};
+#define VM_CPU_BACKEND(NAME, USABLE)                    \
+    static const vm_backend NAME = {.name = #NAME,      \
+                                    .usable = USABLE,   \
+                                    .element = 4,       \
+                                    .scratch = scratch, \
+                                    .parts = parts,     \
+                                    .run = run,         \
+                                    .self = (void *)&vm_cpu_##NAME};
 
 VM_CPU_BACKEND(ref, always)
 #ifdef VM_HAVE_X86

@@ -30,11 +30,18 @@
 
 typedef enum vm_status {
     VM_OK = 0,
-    VM_EINVAL,    /* an argument is wrong */
-    VM_ENOMEM,    /* the system, the budget or an injected fault refused memory */
-    VM_EOVERFLOW, /* a byte count does not fit in size_t */
-    VM_ECANCELLED /* the caller's poll asked to stop */
+    VM_EINVAL,     /* an argument is wrong */
+    VM_ENOMEM,     /* the system, the budget or an injected fault refused memory */
+    VM_EOVERFLOW,  /* a byte count does not fit in size_t */
+    VM_ECANCELLED, /* the caller's poll asked to stop */
+    VM_EDEVICE     /* a GPU, its driver or its libraries refused */
 } vm_status;
+
+/* csrc/status.c: records the sentence for vm_error() (thread-local, truncated at 512 bytes) and returns status. */
+vm_status vm_fail(vm_status status, const char *format, ...) __attribute__((format(printf, 2, 3)));
+const char *vm_error(void);
+
+typedef enum vm_dtype { VM_F32, VM_F16, VM_BF16 } vm_dtype;
 
 typedef enum vm_pass_kind { VM_PASS_CONV, VM_PASS_ATTENTION } vm_pass_kind;
 
@@ -42,7 +49,9 @@ typedef enum vm_pass_kind { VM_PASS_CONV, VM_PASS_ATTENTION } vm_pass_kind;
 typedef enum vm_format {
     VM_ROWS,     /* ours, as above */
     VM_F32_NCHW, /* float planes */
-    VM_U8_NHWC   /* bytes, pixels interleaved; v / 127.5 - 1 in, clamped and rounded out */
+    VM_U8_NHWC,  /* bytes, pixels interleaved; v / 127.5 - 1 in, clamped and rounded out */
+    VM_F16_NCHW, /* planes of half and of bfloat16: GPUs only */
+    VM_BF16_NCHW
 } vm_format;
 
 typedef struct vm_shape {
@@ -64,11 +73,14 @@ typedef struct vm_pass {
     float eps;
     size_t clamp_from;     /* y's channels from here on are clamped to [-30, 20] (log-variance); y.c for none */
     size_t scale_channels; /* attention: scores are divided by its square root */
+    float x_unit, y_unit;  /* tensors are kept multiplied by these powers of two (half: against overflow); 1 on CPUs */
+    size_t room;           /* bytes that its stripes should keep within; GPUs only */
 } vm_pass;
 
 typedef struct vm_view {
-    float *data;
+    float *data;       /* on GPUs: elements of the backend's own type */
     size_t block, row; /* floats between channel blocks, and between rows */
+    size_t pitch;      /* elements between pixels where channels lie side by side: GPUs */
 } vm_view;
 
 typedef struct vm_operands {
@@ -82,6 +94,8 @@ typedef struct vm_operands {
     float *y_stats;            /* what this pass leaves; vm_backend.stats bytes */
     size_t x_parts;            /* number of partial sums in x_stats */
     void *scratch;             /* vm_backend.scratch bytes, VM_ALIGN-aligned */
+    void *workspace;           /* vm_backend.workspace bytes, likewise */
+    void *state;               /* VM_STATE bytes of the model's own on the device; NULL on CPUs */
 } vm_operands;
 
 /* One job of a pass: compute part `task`; `thread` < threads names the caller's own scratch. */
@@ -96,15 +110,54 @@ typedef struct vm_exec {
     vm_status (*each)(void *pool, size_t n, size_t rows, vm_task fn, const void *job);
 } vm_exec;
 
-typedef struct vm_backend {
+/* A tensor of weights as files lay it out: (out, in, ksize, ksize), or a vector of `out` numbers. */
+typedef struct vm_weight {
+    size_t out, in, ksize;
+    bool vector, up; /* up: of a convolution after nearest 2x */
+} vm_weight;
+
+typedef struct vm_backend vm_backend;
+
+/* What a backend whose memory is not the host's does besides. Work is enqueued on one stream in the order of the
+ * calls; only fetch and finish wait for it. Pointers are the device's unless they are said to be the host's. */
+typedef struct vm_device {
+    vm_status (*take)(const vm_backend *b, size_t bytes, void **out);
+    void (*give)(const vm_backend *b, void *block);
+    size_t (*weight_bytes)(const vm_backend *b, const vm_weight *w);
+    /* data: the host's, in the file's layout; free to go when this returns. */
+    vm_status (*set_weight)(const vm_backend *b, const vm_weight *w, void *to, const float *data);
+    /* Around a run: `stream` is the caller's or NULL for the backend's own. A run that waits is done, and its failures
+     * are known, when finish returns; *overflow then says whether a stored number was not finite. */
+    vm_status (*start)(const vm_backend *b, void *stream, void *state);
+    vm_status (*finish)(const vm_backend *b, const vm_exec *exec, bool wait, void *state, bool *overflow);
+    /* Around the passes of one batch item; key names all that they depend on. *replayed: they have been enqueued whole.
+     */
+    vm_status (*begin)(const vm_backend *b, uint64_t key, bool *replayed);
+    vm_status (*end)(const vm_backend *b, uint64_t key, vm_status so_far);
+    /* After step i. Where exec is given, waits until the device is a few steps behind and tells exec of `rows`. */
+    vm_status (*mark)(const vm_backend *b, size_t step, size_t rows, const vm_exec *exec);
+    double (*seconds)(const vm_backend *b, size_t step); /* of the last run that waited */
+    /* The user's pixels between host memory and the arena; fetch waits for what was marked fetchable by end. */
+    vm_status (*send)(const vm_backend *b, void *to, const void *from, size_t bytes);
+    vm_status (*fetch)(const vm_backend *b, void *to, const void *from, size_t bytes);
+    const char *(*error)(void); /* the sentence behind the last status of this thread */
+} vm_device;
+
+enum { VM_STATE = 256 };
+
+struct vm_backend {
     const char *name;
     bool (*usable)(void);
-    /* Bytes that a pass needs beside its tensors, given back when it ends. */
-    size_t (*scratch)(const vm_pass *pass, unsigned threads);
+    size_t element; /* bytes of a number in a tensor */
+    /* Bytes that a pass needs beside its tensors, given back when it ends: its own, and a library's. */
+    size_t (*scratch)(const vm_backend *b, const vm_pass *pass, unsigned threads);
+    vm_status (*workspace)(const vm_backend *b, const vm_pass *pass, size_t *bytes); /* NULL: never any */
     /* How many partial sums (each vm_stats_floats(y.c) floats) the pass leaves for a GroupNorm. */
-    size_t (*parts)(const vm_pass *pass);
-    vm_status (*run)(const vm_pass *pass, const vm_operands *at, const vm_exec *exec);
-} vm_backend;
+    size_t (*parts)(const vm_backend *b, const vm_pass *pass);
+    vm_status (*run)(const vm_backend *b, const vm_pass *pass, const vm_operands *at, const vm_exec *exec);
+    const vm_device *device; /* NULL: the host's memory, and run is done when it returns */
+    void *self;
+};
 
 /* A partial sum: pixel count, then mean and sum of squared deviations of each channel. */
 static inline size_t vm_stats_floats(size_t c) { return VM_BLOCK + 2 * VM_BLOCKS(c) * VM_BLOCK; }

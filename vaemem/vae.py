@@ -29,9 +29,9 @@ class Run:
         ``"encode"`` or ``"decode"``.
     height, width, batch : int
         Of the images, in pixels.
-    weights_bytes, activations_bytes, scratch_bytes, output_bytes : int
-        In use at the peak. Scratch is each pass's own, GroupNorm's sums and the plan; output is 0 where the
-        caller gave ``out=``.
+    weights_bytes, activations_bytes, scratch_bytes, workspace_bytes, output_bytes : int
+        In use at the peak. Scratch is each pass's own, GroupNorm's sums and the plan; workspace is cuDNN's; output is 0
+        where the caller gave ``out=``.
     reserved_bytes : int
         Held from the system: weights, the whole arena and the output. Larger than the peak only where an earlier,
         larger run's arena was kept, or where the plan has holes.
@@ -59,6 +59,7 @@ class Run:
     weights_bytes: int
     activations_bytes: int
     scratch_bytes: int
+    workspace_bytes: int
     output_bytes: int
     reserved_bytes: int
     passes: tuple[str, ...]
@@ -73,7 +74,13 @@ class Run:
     @property
     def peak_bytes(self) -> int:
         """Bytes in use when they were most."""
-        return self.weights_bytes + self.activations_bytes + self.scratch_bytes + self.output_bytes
+        return (
+            self.weights_bytes
+            + self.activations_bytes
+            + self.scratch_bytes
+            + self.workspace_bytes
+            + self.output_bytes
+        )
 
     def __repr__(self) -> str:
         size = f"{self.op} {self.height}x{self.width}" + (f" batch {self.batch}" if self.batch > 1 else "")
@@ -83,8 +90,10 @@ class Run:
                 ("weights", self.weights_bytes),
                 ("activations", self.activations_bytes),
                 ("scratch", self.scratch_bytes),
+                ("workspace", self.workspace_bytes),
                 ("output", self.output_bytes),
             )
+            if value or name != "workspace"
         )
         took = "" if self.seconds is None else f", {self.seconds:.2f} s"
         return (

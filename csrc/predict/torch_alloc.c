@@ -459,7 +459,7 @@ vm_status vm_talloc_new(const vm_talloc_config *config, vm_talloc **out) {
     if (!c.max_split_size) c.max_split_size = UINT64_MAX;
     if (!c.reservation) c.reservation = c.total_memory ? c.total_memory + c.total_memory / 8 : TA_RESERVATION;
     if (!c.max_non_split_rounding) c.max_non_split_rounding = TA_LARGE_SEGMENT;
-    vm_mem *mem = vm_mem_new();
+    vm_mem *mem = vm_mem_new(NULL);
     if (!mem) return VM_ENOMEM;
     void *memory;
     vm_status s = vm_mem_alloc(mem, VM_SCRATCH, sizeof(vm_talloc), &memory);

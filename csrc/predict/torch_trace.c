@@ -28,7 +28,7 @@ static vm_status grow(vm_trace *t, void *array, size_t *room, size_t used, size_
 
 vm_status vm_trace_new(vm_trace **out) {
     *out = NULL;
-    vm_mem *mem = vm_mem_new();
+    vm_mem *mem = vm_mem_new(NULL);
     if (!mem) return VM_ENOMEM;
     void *t;
     vm_status s = vm_mem_alloc(mem, VM_SCRATCH, sizeof **out, &t);

@@ -113,7 +113,7 @@ static double now(void) {
 /* ---- a pool of threads for what follows ---- */
 
 static vm_status with_pool(unsigned threads, vm_status (*body)(const vm_exec *exec, void *context), void *context) {
-    vm_mem *mem = vm_mem_new();
+    vm_mem *mem = vm_mem_new(NULL);
     if (!mem) return VM_ENOMEM;
     vm_pool *pool = NULL;
     vm_status s = vm_mem_alloc(mem, VM_SCRATCH, vm_pool_bytes(threads), (void **)&pool);
@@ -176,7 +176,7 @@ typedef struct pass_job {
 static vm_status run_pass(const vm_exec *exec, void *context) {
     pass_job *j = context;
     const double start = now();
-    vm_status s = j->backend->run(j->pass, j->at, exec);
+    vm_status s = j->backend->run(j->backend, j->pass, j->at, exec);
     j->seconds = now() - start;
     return s;
 }
@@ -222,8 +222,8 @@ static PyObject *kernel_pass(PyObject *Py_UNUSED(module), PyObject *args) {
                              xc,
                              xc,
                              0,
-                             conv ? b->parts(&p) * vm_stats_floats(p.y.c) : 0,
-                             b->scratch(&p, (unsigned)threads) / sizeof(float)};
+                             conv ? b->parts(b, &p) * vm_stats_floats(p.y.c) : 0,
+                             b->scratch(b, &p, (unsigned)threads) / sizeof(float)};
     float *d[10] = {0};
     for (int i = 0; i < 10; i++)
         if (a[i] != Py_None && !(d[i] = data_of(a[i], "array", NPY_FLOAT, need[i], i == 1 || i > 7))) return NULL;
@@ -259,8 +259,8 @@ static PyObject *kernel_needs(PyObject *Py_UNUSED(module), PyObject *args) {
     p.kind = strcmp(kind, "conv") ? VM_PASS_ATTENTION : VM_PASS_CONV;
     p.up = up;
     p.norm = true; /* the most that the pass can want */
-    return Py_BuildValue("nn", (Py_ssize_t)(b->scratch(&p, (unsigned)threads) / sizeof(float)),
-                         (Py_ssize_t)(b->parts(&p) * vm_stats_floats(p.y.c)));
+    return Py_BuildValue("nn", (Py_ssize_t)(b->scratch(b, &p, (unsigned)threads) / sizeof(float)),
+                         (Py_ssize_t)(b->parts(b, &p) * vm_stats_floats(p.y.c)));
 }
 
 static PyMethodDef functions[] = {

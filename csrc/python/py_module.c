@@ -6,6 +6,7 @@ PyObject *vm_py_raise(vm_status status) {
     PyObject *type = status == VM_ENOMEM      ? PyExc_MemoryError
                      : status == VM_EOVERFLOW ? PyExc_OverflowError
                                               : PyExc_ValueError;
+    if (status == VM_EDEVICE) type = PyExc_RuntimeError;
     if (!PyErr_Occurred()) PyErr_SetString(type, vm_error());
     return NULL;
 }

@@ -1,0 +1,393 @@
+/* vaemem._core.Model.plan, run and run_at. */
+#include "py_model.h"
+
+static PyObject *bytes_dict(const size_t bytes[VM_CATEGORIES]) {
+    return Py_BuildValue("{s:n, s:n, s:n, s:n, s:n}", "weights", (Py_ssize_t)bytes[VM_WEIGHTS], "activations",
+                         (Py_ssize_t)bytes[VM_ACTIVATIONS], "scratch", (Py_ssize_t)bytes[VM_SCRATCH], "workspace",
+                         (Py_ssize_t)bytes[VM_WORKSPACE], "output", (Py_ssize_t)bytes[VM_OUTPUT]);
+}
+
+/* peak, reserved: planned or measured; steps carry the same kind. */
+static PyObject *summary(const vm_model *m, const vm_plan *plan, bool measured, const size_t *peak, size_t reserved) {
+    PyObject *steps = PyList_New(0);
+    for (size_t i = 0; steps && i < plan->steps; i++) {
+        const vm_step *s = &plan->step[i];
+        PyObject *row = Py_BuildValue("{s:s, s:N, s:d, s:d}", "name", m->graph[plan->ask.op].node[i].name, "live",
+                                      bytes_dict(measured ? s->measured : s->live), "flops",
+                                      vm_pass_flops(&s->pass) * (double)plan->ask.batch, "seconds", s->seconds);
+        if (!row || PyList_Append(steps, row)) Py_CLEAR(steps);
+        Py_XDECREF(row);
+    }
+    if (!steps) return NULL;
+    return Py_BuildValue("{s:N, s:n, s:n, s:s, s:i, s:N}", "peak", bytes_dict(peak), "reserved", (Py_ssize_t)reserved,
+                         "arena", (Py_ssize_t)plan->arena_bytes, "backend", plan->ask.backend->name, "threads",
+                         (int)plan->ask.threads, "steps", steps);
+}
+
+static const struct {
+    const char *name;
+    vm_format format;
+} formats[] = {{"float", VM_F32_NCHW},
+               {"uint8", VM_U8_NHWC},
+               {"float32", VM_F32_NCHW},
+               {"float16", VM_F16_NCHW},
+               {"bfloat16", VM_BF16_NCHW}};
+
+static int parse_format(const char *name, const char *what, const vm_model *m, vm_format *out) {
+    for (size_t i = 0; i < sizeof formats / sizeof *formats; i++)
+        if (!strcmp(name, formats[i].name)) *out = formats[i].format;
+    const bool half = *out == VM_F16_NCHW || *out == VM_BF16_NCHW;
+    if (*out != VM_ROWS && (m->backend || !half)) return 0;
+    PyErr_Format(PyExc_ValueError, "%s: want float or uint8%s, got '%s'", what,
+                 m->backend ? ", float32, float16 or bfloat16" : "", name);
+    return -1;
+}
+
+/* What all three methods ask alike. pixels: the image's format; latents: the latents' (NULL: float). */
+static int parse_request(Model *self, vm_request *r, const char *op, const char *pixels, const char *latents,
+                         int threads, const char *backend) {
+    vm_model *m = self->model;
+    vm_format image = VM_ROWS, latent = VM_ROWS;
+    r->op = !strcmp(op, "encode") ? VM_ENCODE : VM_DECODE;
+    if (r->op == VM_DECODE && strcmp(op, "decode")) {
+        PyErr_Format(PyExc_ValueError, "op: want encode or decode, got '%s'", op);
+        return -1;
+    }
+    if (parse_format(pixels, "pixels", m, &image) || parse_format(latents ? latents : "float", "latents", m, &latent))
+        return -1;
+    r->in = r->op == VM_ENCODE ? image : latent;
+    r->out = r->op == VM_ENCODE ? latent : image;
+    if (threads < 1 || threads > 1024) {
+        PyErr_Format(PyExc_ValueError, "threads: want 1 to 1024, got %d", threads);
+        return -1;
+    }
+    r->threads = m->backend ? 1 : (unsigned)threads;
+    if (m->backend && backend && *backend) {
+        PyErr_Format(PyExc_ValueError, "backend: this model lives on %s, got %s", m->backend->name, backend);
+        return -1;
+    }
+    return (r->backend = m->backend ? m->backend : vm_py_backend(backend)) ? 0 : -1;
+}
+
+static int parse_size(vm_request *r, Py_ssize_t height, Py_ssize_t width, Py_ssize_t batch, Py_ssize_t room) {
+    const Py_ssize_t value[] = {height, width, batch, room};
+    static const char *const name[] = {"height", "width", "batch", "room"};
+    for (int i = 0; i < 4; i++)
+        if (value[i] < 0) {
+            PyErr_Format(PyExc_ValueError, "%s: want a positive number, got %zd", name[i], value[i]);
+            return -1;
+        }
+    r->height = (size_t)height;
+    r->width = (size_t)width;
+    r->batch = (size_t)batch;
+    r->room = (size_t)room;
+    return 0;
+}
+
+const char vm_py_plan_doc[] =
+    "plan(op, height, width, batch=1, pixels='float', threads=1, scaled=False, backend=None, own_output=True, "
+    "staged=True, latents='float', room=0)\n--\n\n"
+    "What a run would take, as a dict. staged: of a model on a device, for arrays in host memory.";
+
+PyObject *vm_py_plan(Model *self, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"op",      "height",     "width",  "batch",   "pixels", "threads", "scaled",
+                            "backend", "own_output", "staged", "latents", "room",   NULL};
+    const char *op, *pixels = "float", *latents = NULL, *backend = NULL;
+    Py_ssize_t height, width, batch = 1, room = 0;
+    int threads = 1, scaled = 0, own_output = 1, staged = 1;
+    vm_request r = {0};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "snn|nsipzppzn", names, &op, &height, &width, &batch, &pixels,
+                                     &threads, &scaled, &backend, &own_output, &staged, &latents, &room))
+        return NULL;
+    if (parse_request(self, &r, op, pixels, latents, threads, backend) || parse_size(&r, height, width, batch, room))
+        return NULL;
+    if (vm_py_lock(self)) return NULL;
+    r.staged = staged && self->model->backend;
+    r.own_output = own_output && !r.staged;
+    r.scaled = scaled;
+    vm_plan *plan;
+    vm_status s;
+    Py_BEGIN_ALLOW_THREADS s = vm_plan_new(self->model, &r, &plan);
+    Py_END_ALLOW_THREADS PyObject *result =
+        s ? vm_py_raise(s) : summary(self->model, plan, false, plan->peak, plan->reserved);
+    vm_plan_free(self->model, plan);
+    vm_py_unlock(self);
+    return result;
+}
+
+/* An output block that outlives the run: an array's base, or what a device's array keeps. */
+typedef struct block {
+    vm_mem *mem;
+    PyObject *backend; /* whose memory it may be */
+    void *data;
+    size_t bytes;
+} block;
+
+static const char block_name[] = "vaemem.output";
+
+static void free_block(PyObject *capsule) {
+    block *b = PyCapsule_GetPointer(capsule, block_name);
+    vm_mem_unreserve(b->mem, b->data, b->bytes);
+    vm_mem_release(b->mem);
+    Py_DECREF(b->backend);
+    PyMem_Free(b);
+}
+
+/* A capsule that owns data from then on; on failure data is still the caller's. */
+static PyObject *own(Model *self, vm_mem *mem, void *data, size_t bytes) {
+    block *b = PyMem_Malloc(sizeof *b);
+    PyObject *capsule = b ? PyCapsule_New(b, block_name, free_block) : PyErr_NoMemory();
+    if (!capsule) {
+        PyMem_Free(b);
+        return NULL;
+    }
+    *b = (block){vm_mem_retain(mem), Py_NewRef(self->backend), data, bytes};
+    return capsule;
+}
+
+/* Both steal: a new array whose base is the capsule. */
+static PyObject *array_of(PyObject *capsule, void *data, const npy_intp dims[4], int type) {
+    PyObject *array = capsule ? PyArray_SimpleNewFromData(4, (npy_intp *)dims, type, data) : NULL;
+    if (!array) {
+        Py_XDECREF(capsule);
+        return NULL;
+    }
+    PyArray_SetBaseObject((PyArrayObject *)array, capsule); /* cannot fail: the array is new and has no base */
+    return array;
+}
+
+typedef struct polling {
+    PyThreadState *thread;
+    PyObject *callback; /* or NULL */
+} polling;
+
+static bool poll(void *context, size_t done, size_t total) {
+    polling *p = context;
+    PyEval_RestoreThread(p->thread);
+    bool stop = PyErr_CheckSignals() != 0;
+    if (!stop && p->callback) {
+        PyObject *r = PyObject_CallFunction(p->callback, "nn", (Py_ssize_t)done, (Py_ssize_t)total);
+        stop = !r;
+        Py_XDECREF(r);
+    }
+    p->thread = PyEval_SaveThread();
+    return stop;
+}
+
+/* ---- a run ---- */
+
+/* Where a run reads and writes, and what it leaves. */
+typedef struct job {
+    const void *in;
+    void *out;          /* the caller's, or NULL: the run takes it, and owner is its capsule */
+    PyObject *owner;    /* new reference */
+    PyObject *record;   /* new reference */
+    PyObject *callback; /* or NULL */
+    void *stream;
+    bool wait, replay, check;
+} job;
+
+/* With the lock held: plan and run. -1 with an exception set and nothing kept. */
+static int run_locked(Model *self, vm_request *r, job *j) {
+    vm_model *m = self->model;
+    vm_mem *out_mem = r->staged ? m->host : m->mem; /* staged results are the host's, and no part of the plan */
+    vm_plan *plan;
+    vm_status s;
+    void *data = NULL;
+    size_t reserved = 0;
+    r->own_output = !j->out && !r->staged;
+    Py_BEGIN_ALLOW_THREADS s = vm_plan_new(m, r, &plan);
+    Py_END_ALLOW_THREADS if (s) {
+        vm_py_raise(s);
+        return -1;
+    }
+    const size_t bytes = plan->out_bytes * r->batch, own_bytes = m->host == m->mem ? plan->plan_bytes : 0;
+    const size_t pool_bytes = own_bytes ? plan->pool_bytes : 0, rows = plan->rows;
+    vm_mem_reset_peak(m->mem);
+    /* held for outputs that earlier runs handed over: not this run's */
+    const size_t foreign =
+        vm_mem_usage(m->mem).reserved - m->arena_bytes - vm_mem_usage(m->mem).live[VM_WEIGHTS] - own_bytes;
+    polling p = {NULL, j->callback};
+    vm_run run = {.in = j->in,
+                  .out = j->out,
+                  .stream = j->stream,
+                  .wait = j->wait,
+                  .replay = j->replay,
+                  .poll = poll,
+                  .poll_context = &p,
+                  .check = j->check};
+    if (!j->out && !(s = vm_mem_alloc(out_mem, VM_OUTPUT, bytes, &data))) run.out = data;
+    if (!s) {
+        p.thread = PyEval_SaveThread();
+        s = vm_plan_run(m, plan, &run);
+        PyEval_RestoreThread(p.thread);
+        reserved = vm_mem_usage(m->mem).reserved - foreign + pool_bytes;
+    }
+    if (data) vm_mem_unuse(out_mem, VM_OUTPUT, bytes);
+    if (s)
+        vm_py_raise(s);
+    else if (!data || (j->owner = own(self, out_mem, data, bytes))) {
+        j->out = run.out;
+        data = NULL;
+        const vm_usage usage = vm_mem_usage(m->mem);
+        j->record = summary(m, plan, true, usage.peak, reserved);
+        PyObject *overflow = PyBool_FromLong(run.overflow);
+        if (j->record && PyDict_SetItemString(j->record, "overflow", overflow)) Py_CLEAR(j->record);
+        Py_DECREF(overflow);
+    }
+    if (data) vm_mem_unreserve(out_mem, data, bytes);
+    vm_plan_free(m, plan);
+    if (j->record && j->callback) {
+        PyObject *done = PyObject_CallFunction(j->callback, "nn", (Py_ssize_t)rows, (Py_ssize_t)rows);
+        if (!done) Py_CLEAR(j->record);
+        Py_XDECREF(done);
+    }
+    if (!j->record) Py_CLEAR(j->owner);
+    return j->record ? 0 : -1;
+}
+
+static int check_callback(PyObject *callback) {
+    if (callback == Py_None || PyCallable_Check(callback)) return 0;
+    PyErr_Format(PyExc_TypeError, "poll: want a callable, got %s", Py_TYPE(callback)->tp_name);
+    return -1;
+}
+
+/* ---- on NumPy arrays ---- */
+
+static int check_pixels(PyArrayObject *a, const char *what, const npy_intp dims[4], int type) {
+    bool same =
+        PyArray_NDIM(a) == 4 && PyArray_TYPE(a) == type && PyArray_IS_C_CONTIGUOUS(a) && PyArray_ISBEHAVED_RO(a);
+    for (int i = 0; same && i < 4; i++) same = PyArray_DIM(a, i) == dims[i];
+    if (same) return 0;
+    PyErr_Format(PyExc_ValueError, "%s: want a C-contiguous %s array of shape (%zd, %zd, %zd, %zd)", what,
+                 type == NPY_FLOAT ? "float32" : "uint8", dims[0], dims[1], dims[2], dims[3]);
+    return -1;
+}
+
+typedef struct io {
+    PyArrayObject *in, *out; /* out: borrowed from the caller or NULL */
+    npy_intp out_dims[4];
+    int out_type;
+} io;
+
+/* Shapes of both sides from the input's. */
+static int describe(const vm_model *m, vm_request *r, io *x) {
+    const npy_intp *d = PyArray_DIMS(x->in);
+    const npy_intp factor = (npy_intp)vm_arch_factor(&m->arch), latent = (npy_intp)m->arch.latent_channels;
+    if (PyArray_NDIM(x->in) != 4) {
+        PyErr_Format(PyExc_ValueError, "input: want 4 dimensions, got %d", PyArray_NDIM(x->in));
+        return -1;
+    }
+    r->batch = (size_t)d[0];
+    x->out_type = NPY_FLOAT;
+    if (r->op == VM_ENCODE) {
+        const bool bytes = r->in == VM_U8_NHWC;
+        const npy_intp h = bytes ? d[1] : d[2], w = bytes ? d[2] : d[3], c = (npy_intp)m->arch.in_channels;
+        r->height = (size_t)h;
+        r->width = (size_t)w;
+        memcpy(x->out_dims, (npy_intp[]){d[0], 2 * latent, h / factor, w / factor}, sizeof x->out_dims);
+        return bytes ? check_pixels(x->in, "image", (npy_intp[]){d[0], h, w, c}, NPY_UINT8)
+                     : check_pixels(x->in, "image", (npy_intp[]){d[0], c, h, w}, NPY_FLOAT);
+    }
+    if (d[2] > NPY_MAX_INTP / factor || d[3] > NPY_MAX_INTP / factor) {
+        PyErr_SetString(PyExc_OverflowError, "latent: its image's size overflows");
+        return -1;
+    }
+    r->height = (size_t)(d[2] * factor);
+    r->width = (size_t)(d[3] * factor);
+    const npy_intp h = d[2] * factor, w = d[3] * factor, c = (npy_intp)m->arch.out_channels;
+    if (r->out == VM_U8_NHWC) {
+        x->out_type = NPY_UINT8;
+        memcpy(x->out_dims, (npy_intp[]){d[0], h, w, c}, sizeof x->out_dims);
+    } else
+        memcpy(x->out_dims, (npy_intp[]){d[0], c, h, w}, sizeof x->out_dims);
+    return check_pixels(x->in, "latent", (npy_intp[]){d[0], latent, d[2], d[3]}, NPY_FLOAT);
+}
+
+const char vm_py_run_doc[] =
+    "run(op, input, out=None, pixels='float', threads=1, scaled=False, backend=None, poll=None, check=False, room=0, "
+    "unit=1.0, replay=False)\n--\n\n"
+    "(output, what it took as a dict), NumPy arrays. poll(rows_done, rows_total) is called about 20 times a second and "
+    "once at the end.";
+
+PyObject *vm_py_run(Model *self, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"op",   "input", "out",  "pixels", "threads", "scaled", "backend",
+                            "poll", "check", "room", "unit",   "replay",  NULL};
+    const char *op, *pixels = "float", *backend = NULL;
+    PyObject *out = Py_None, *callback = Py_None;
+    int threads = 1, scaled = 0, check = 0, replay = 0;
+    Py_ssize_t room = 0;
+    io x = {0};
+    vm_request r = {.unit = 1};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sO!|OsipzOpnfp", names, &op, &PyArray_Type, &x.in, &out, &pixels,
+                                     &threads, &scaled, &backend, &callback, &check, &room, &r.unit, &replay))
+        return NULL;
+    if (strcmp(pixels, "float") && strcmp(pixels, "uint8"))
+        return PyErr_Format(PyExc_ValueError, "pixels: want float or uint8, got '%s'", pixels);
+    if (parse_request(self, &r, op, pixels, NULL, threads, backend) || describe(self->model, &r, &x)) return NULL;
+    if (out != Py_None) {
+        if (!PyArray_Check(out))
+            return PyErr_Format(PyExc_TypeError, "out: want an array, got %s", Py_TYPE(out)->tp_name);
+        x.out = (PyArrayObject *)out;
+        if (check_pixels(x.out, "out", x.out_dims, x.out_type)) return NULL;
+        if (!PyArray_ISWRITEABLE(x.out)) return PyErr_Format(PyExc_ValueError, "out: want a writable array");
+    }
+    if (check_callback(callback)) return NULL;
+    if (vm_py_lock(self)) return NULL;
+    r.staged = self->model->backend != NULL;
+    r.scaled = scaled;
+    r.room = (size_t)VM_MAX(room, 0);
+    job j = {.in = PyArray_DATA(x.in),
+             .out = x.out ? PyArray_DATA(x.out) : NULL,
+             .callback = callback == Py_None ? NULL : callback,
+             .wait = true,
+             .replay = replay,
+             .check = check};
+    const int failed = run_locked(self, &r, &j);
+    vm_py_unlock(self);
+    if (failed) return NULL;
+    PyObject *array = x.out ? Py_NewRef(out) : array_of(j.owner, j.out, x.out_dims, x.out_type);
+    if (array) return Py_BuildValue("(NN)", array, j.record);
+    Py_DECREF(j.record);
+    return NULL;
+}
+
+/* ---- on a device's own memory ---- */
+
+const char vm_py_run_at_doc[] =
+    "run_at(op, input, out, height, width, batch=1, pixels='float32', latents='float32', scaled=False, stream=0, "
+    "wait=True, poll=None, room=0, unit=1.0, replay=False)\n--\n\n"
+    "(address of the output, its owner or None, what it took as a dict), for a model on a device. input, out: "
+    "addresses "
+    "there; out 0: taken by the run.";
+
+PyObject *vm_py_run_at(Model *self, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"op",     "input",  "out",  "height", "width", "batch", "pixels", "latents",
+                            "scaled", "stream", "wait", "poll",   "room",  "unit",  "replay", NULL};
+    const char *op, *pixels = "float32", *latents = NULL;
+    unsigned long long in, out, stream = 0;
+    Py_ssize_t height, width, batch = 1, room = 0;
+    PyObject *callback = Py_None;
+    int scaled = 0, wait = 1, replay = 0;
+    vm_request r = {.unit = 1};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sKKnn|nszpKpOnfp", names, &op, &in, &out, &height, &width, &batch,
+                                     &pixels, &latents, &scaled, &stream, &wait, &callback, &room, &r.unit, &replay))
+        return NULL;
+    if (!self->model || !self->model->backend)
+        return PyErr_Format(PyExc_ValueError, "run_at: want a model on a device, got one on the CPU");
+    if (parse_request(self, &r, op, pixels, latents, 1, NULL) || parse_size(&r, height, width, batch, room) ||
+        check_callback(callback) || vm_py_lock(self))
+        return NULL;
+    r.scaled = scaled;
+    job j = {.in = (const void *)(uintptr_t)in,
+             .out = (void *)(uintptr_t)out,
+             .callback = callback == Py_None ? NULL : callback,
+             .stream = (void *)(uintptr_t)stream,
+             .wait = wait,
+             .replay = replay};
+    const int failed = run_locked(self, &r, &j);
+    vm_py_unlock(self);
+    if (failed) return NULL;
+    PyObject *owner = j.owner ? j.owner : Py_NewRef(Py_None);
+    return Py_BuildValue("(KNN)", (unsigned long long)(uintptr_t)j.out, owner, j.record);
+}
