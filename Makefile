@@ -7,7 +7,7 @@ PIP := $(BIN)/pip --disable-pip-version-check -q
 SOURCES := setup.py pyproject.toml $(shell find csrc kernels vaemem -type f -not -name '*.pyc' -not -name '*.so')
 export PYTHONUNBUFFERED := 1
 
-.PHONY: demo test bench check asan lint format wheel clean
+.PHONY: demo test bench check asan lint format wheel clean test-gpu bench-gpu check-gpu
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/python -m vaemem demo --out out
@@ -19,6 +19,20 @@ test: $(VENV)/test.stamp
 bench: $(VENV)/test.stamp
 	$(BIN)/python benchmarks/decode.py
 	$(BIN)/python benchmarks/conv.py
+
+# What follows wants a GPU. Where PyTorch is there already, PIP_TEST= keeps it: make test-gpu PYTHON=python3 VENV=... as usual.
+CUDA_TESTS := $(wildcard tests/test_cuda*.py) tests/test_measure.py
+
+test-gpu: $(VENV)/gpu.stamp
+	VAEMEM_TEST_GPU=1 PYTHONSAFEPATH=1 $(BIN)/pytest $(CUDA_TESTS)
+
+# Ours beside PyTorch eager, channels_last and compiled, in one process; writes benchmarks/results/*.csv.
+bench-gpu: $(VENV)/gpu.stamp
+	$(BIN)/python benchmarks/decode_gpu.py
+
+check-gpu: $(VENV)/gpu.stamp
+	VAEMEM_TEST_GPU=1 PYTHONSAFEPATH=1 compute-sanitizer --tool memcheck --error-exitcode 1 $(BIN)/pytest -x tests/test_cuda_vae.py -k "decode or encode"
+	VAEMEM_TEST_GPU=1 PYTHONSAFEPATH=1 compute-sanitizer --tool racecheck --error-exitcode 1 $(BIN)/pytest -x tests/test_cuda_vae.py -k "test_decode and sd"
 
 check: lint asan
 
@@ -32,6 +46,12 @@ $(VENV)/demo.stamp: $(BIN)/python $(SOURCES)
 
 $(VENV)/test.stamp: $(BIN)/python $(SOURCES)
 	VAEMEM_WERROR=1 $(PIP) install '.[test]'
+	touch $@
+
+# On a machine with a GPU: PyTorch with CUDA as its Python has it, or else as pip brings it.
+$(VENV)/gpu.stamp: $(SOURCES)
+	test -x $(BIN)/python || $(PYTHON) -m venv --system-site-packages $(VENV)
+	VAEMEM_WERROR=1 VAEMEM_CUDA=1 $(PIP) install '.[gpu]'
 	touch $@
 
 $(VENV)/check.stamp: $(VENV)/test.stamp

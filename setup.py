@@ -1,13 +1,20 @@
-"""Builds vaemem._core: the C11 core, and each kernels folder with its own instruction-set flags.
+"""Builds vaemem._core (the C11 core, each kernels folder with its own instruction-set flags) and, where there is nvcc,
+vaemem._cuda.
 
 Everything else about the package stands in pyproject.toml. Environment:
   VAEMEM_WERROR=1    warnings are errors (CI)
   VAEMEM_SANITIZE=1  AddressSanitizer and UndefinedBehaviorSanitizer
+  VAEMEM_CUDA=1      nvcc that is missing is an error; 0: vaemem._cuda is not built
+  CUDA_HOME          the toolkit, where nvcc is not on the path
 """
 
 import glob
 import os
 import platform
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy
 from setuptools import Extension, setup
@@ -20,6 +27,7 @@ KERNELS = [*COMMON, "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math
 FLAGS = {
     "csrc": COMMON,
     "kernels": KERNELS,
+    "kernels/cuda": COMMON,
     "kernels/ref": KERNELS,
     "kernels/avx2": [*KERNELS, "-mavx2", "-mfma"],
     "kernels/avx512": [
@@ -31,6 +39,11 @@ FLAGS = {
 }
 FOLDERS = ["csrc", "csrc/predict", "csrc/python", "kernels", "kernels/ref"]
 FOLDERS += ["kernels/avx2", "kernels/avx512"] if X86 else []
+
+# The GPUs that get machine code, as far as this nvcc knows them; later ones compile PTX when they load it.
+CUDA_ARCHS = (75, 80, 86, 89, 90, 100, 120)
+CUDA_PTX = 90
+NVCC_FLAGS = ["-std=c++17", "-O3", "-Wno-deprecated-gpu-targets"]
 
 
 def flags_for(source: str) -> list[str]:
@@ -46,11 +59,53 @@ def flags_for(source: str) -> list[str]:
     return flags
 
 
+def wheel_folders(*names: str) -> list[str]:
+    """Folders of the nvidia-* wheels, where these lie in sys.path."""
+    return [f for path in sys.path for name in names for f in sorted(glob.glob(os.path.join(path, "nvidia", name)))]
+
+
+def find_cuda() -> tuple[str, str] | None:
+    """nvcc and the folder of <cuda.h>: CUDA_HOME, the path, /usr/local/cuda, or the nvidia-* wheels."""
+    roots = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
+    on_path = shutil.which("nvcc")
+    roots += [os.path.dirname(os.path.dirname(os.path.realpath(on_path)))] if on_path else []
+    roots += ["/usr/local/cuda", *wheel_folders("cu*", "cuda_nvcc")]
+    nvccs = [os.path.join(root, "bin", "nvcc") for root in roots if root]
+    includes = [os.path.join(root, "include") for root in [*roots, *wheel_folders("cuda_runtime")] if root]
+    nvcc = next((f for f in nvccs if os.access(f, os.X_OK)), None)
+    include = next((f for f in includes if os.path.isfile(os.path.join(f, "cuda.h"))), None)
+    return (nvcc, include) if nvcc and include else None
+
+
+def compile_kernels(nvcc: str, folder: str) -> None:
+    """kernels/cuda/*.cu to one fat binary each: machine code for every GPU of CUDA_ARCHS, and PTX."""
+    known = subprocess.run([nvcc, "--list-gpu-code"], capture_output=True, text=True, check=True).stdout.split()
+    targets = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in CUDA_ARCHS if f"sm_{a}" in known]
+    targets.append(f"-gencode=arch=compute_{CUDA_PTX},code=compute_{CUDA_PTX}")
+    os.makedirs(folder, exist_ok=True)
+
+    def compile_one(source: str) -> None:
+        target = os.path.join(folder, os.path.basename(source)[:-3] + ".fatbin")
+        newest = max(os.path.getmtime(f) for f in [source, *glob.glob("kernels/cuda/*.h"), "kernels/kernels.h"])
+        if not os.path.exists(target) or os.path.getmtime(target) < newest:
+            subprocess.run([nvcc, "-fatbin", *NVCC_FLAGS, *targets, "-o", target, source], check=True)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(compile_one, sorted(glob.glob("kernels/cuda/*.cu"))))
+
+
 class BuildPerFolder(build_ext):
-    """build_ext that compiles every source with its folder's flags."""
+    """build_ext that compiles every source with its folder's flags, and GPU kernels before the C that embeds them."""
 
     def build_extension(self, ext: Extension) -> None:
         compile_one = self.compiler._compile
+        if ext.name == "vaemem._cuda":
+            fatbins = os.path.abspath(os.path.join(self.build_temp, "fatbins"))
+            try:
+                compile_kernels(NVCC, fatbins)
+            except subprocess.CalledProcessError as error:
+                raise SystemExit(f"vaemem: {error} (VAEMEM_CUDA=0 builds without CUDA)") from None
+            ext.define_macros.append(("VM_FATBINS", f'"{fatbins}"'))
 
         def with_folder_flags(obj, src, ext_, cc_args, extra_postargs, pp_opts):
             compile_one(obj, src, ext_, cc_args, list(extra_postargs) + flags_for(src), pp_opts)
@@ -62,21 +117,40 @@ class BuildPerFolder(build_ext):
             self.compiler._compile = compile_one
 
 
-sources = sorted(path for folder in FOLDERS for path in glob.glob(f"{folder}/*.c"))
 sanitize = ["-fsanitize=address,undefined"] if os.environ.get("VAEMEM_SANITIZE") == "1" else []
-setup(
-    ext_modules=[
+headers = sorted(glob.glob("csrc/**/*.h", recursive=True) + glob.glob("kernels/**/*.h", recursive=True))
+CUDA_ONLY = "csrc/python/py_cuda.c"
+CUDNN_API = "kernels/cuda/cudnn_api.c"  # how cuDNN is spoken to: by the prediction too
+core = [path for folder in FOLDERS for path in glob.glob(f"{folder}/*.c") if path != CUDA_ONLY] + [CUDNN_API]
+extensions = [
+    Extension(
+        "vaemem._core",
+        sorted(core),
+        include_dirs=[numpy.get_include()],
+        define_macros=[("VM_HAVE_X86", "1")] if X86 else [],
+        depends=headers,
+        libraries=["m", "pthread", "dl"],
+        extra_link_args=sanitize,
+    ),
+    # Not a Python module: what cuDNN finds in place of libcuda where there is no driver (csrc/no_driver).
+    Extension("vaemem._no_driver", ["csrc/no_driver/libcuda.c"], extra_link_args=["-Wl,-soname,libcuda.so.1"]),
+]
+cuda = None if os.environ.get("VAEMEM_CUDA") == "0" else find_cuda()
+if cuda:
+    NVCC, include = cuda
+    extensions.append(
         Extension(
-            "vaemem._core",
-            sources,
-            include_dirs=[numpy.get_include()],
-            define_macros=[("VM_HAVE_X86", "1")] if X86 else [],
-            depends=sorted(glob.glob("csrc/**/*.h", recursive=True) + glob.glob("kernels/**/*.h", recursive=True)),
+            "vaemem._cuda",
+            [*sorted(glob.glob("kernels/cuda/*.c")), CUDA_ONLY, "csrc/status.c"],
+            include_dirs=[include],
+            depends=headers + sorted(glob.glob("kernels/cuda/*.cu")),
             libraries=["m", "pthread", "dl"],
             extra_link_args=sanitize,
-        ),
-        # Not a Python module: what cuDNN finds in place of libcuda where there is no driver (csrc/no_driver).
-        Extension("vaemem._no_driver", ["csrc/no_driver/libcuda.c"], extra_link_args=["-Wl,-soname,libcuda.so.1"]),
-    ],
-    cmdclass={"build_ext": BuildPerFolder},
-)
+        )
+    )
+elif os.environ.get("VAEMEM_CUDA") == "1":
+    raise SystemExit("vaemem: VAEMEM_CUDA=1 wants nvcc and cuda.h: put them on the path or set CUDA_HOME")
+else:
+    print("vaemem: built without CUDA: no nvcc with cuda.h (on the path, in CUDA_HOME, or in the nvidia-* wheels)")
+
+setup(ext_modules=extensions, cmdclass={"build_ext": BuildPerFolder})

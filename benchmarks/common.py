@@ -1,17 +1,28 @@
-"""What the benchmarks share: workers that take turns, the machine's own peak, results as CSV."""
+"""What the benchmarks share: workers that take turns, the machine's own clock and ceilings, results as CSV.
+
+Environment:
+  VAEMEM_RESULTS  where the CSV files go, else benchmarks/results
+  VAEMEM_COMMIT   what the results are of, where there is no git
+"""
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import gc
 import json
 import os
 import platform
 import statistics
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
-RESULTS = Path(__file__).parent / "results"
+HERE = Path(__file__).parent
+RESULTS = Path(os.environ.get("VAEMEM_RESULTS") or HERE / "results")
 
 
 class Worker:
@@ -68,15 +79,136 @@ def cpu() -> str:
 
 
 def commit() -> str:
-    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=RESULTS)
-    return done.stdout.strip() or "unknown"
+    """The last one of the working tree."""
+    if os.environ.get("VAEMEM_COMMIT"):
+        return os.environ["VAEMEM_COMMIT"]
+    with contextlib.suppress(OSError):
+        done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE)
+        return done.stdout.strip() or "unknown"
+    return "unknown"
 
 
-def write_csv(name: str, rows: list[dict]) -> None:
-    RESULTS.mkdir(exist_ok=True)
+def write_csv(name: str, rows: list[dict], quiet: bool = False) -> None:
+    RESULTS.mkdir(parents=True, exist_ok=True)
     path = RESULTS / name
     with open(path, "w", newline="") as f:
         writer = csv.DictWriter(f, list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
-    print(f"wrote {os.path.relpath(path)}")
+    if not quiet:
+        print(f"wrote {os.path.relpath(path)}")
+
+
+class Machine:
+    """A GPU that PyTorch sees, or the CPU: its clock, what is taken of its memory, its ceilings.
+
+    Parameters
+    ----------
+    device : str
+        "cuda" or "cpu".
+    small : bool
+        Ceilings from small arrays: quick, and too low.
+    """
+
+    def __init__(self, device: str, small: bool = False):
+        import torch
+
+        self.torch, self.device, self.small = torch, torch.device(device), small
+        self.gpu = self.device.type == "cuda"
+        self.name = torch.cuda.get_device_name(self.device) if self.gpu else "cpu"
+        self._ceilings: dict[str, float] = {}
+
+    @property
+    def label(self) -> str:
+        """The name, fit for a file's."""
+        return "".join(c if c.isalnum() else "_" for c in self.name.lower())
+
+    def wait(self) -> None:
+        if self.gpu:
+            self.torch.cuda.synchronize(self.device)
+
+    def clear(self) -> None:
+        """Gives back what PyTorch keeps for later."""
+        gc.collect()
+        if self.gpu:
+            self.torch.cuda.empty_cache()
+
+    def time(self, run: Callable[[], Any]) -> tuple[float, float]:
+        """Seconds on the device, and until run returned: where the second is as long, the host may be what limits."""
+        self.wait()
+        if not self.gpu:
+            start = time.perf_counter()
+            run()
+            return (time.perf_counter() - start,) * 2
+        begin, end = (self.torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        start = time.perf_counter()
+        run()
+        host = time.perf_counter() - start
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3, host
+
+    def memory(self, run: Callable[[], Any]) -> dict[str, int | None]:
+        """What run takes at its peak, of PyTorch's allocator (allocated, reserved) and still of the device after it,
+        its result held and PyTorch's cache with it; all above what was there before. None on the CPU."""
+        if not self.gpu:
+            run()
+            return dict.fromkeys(("allocated", "reserved", "device"))
+        cuda = self.torch.cuda
+        self.clear()
+        cuda.reset_peak_memory_stats(self.device)
+        self.wait()
+        before = cuda.memory_allocated(self.device), cuda.memory_reserved(self.device)
+        free = cuda.mem_get_info(self.device)[0]
+        result = run()
+        self.wait()
+        taken = {
+            "allocated": cuda.max_memory_allocated(self.device) - before[0],
+            "reserved": cuda.max_memory_reserved(self.device) - before[1],
+            "device": free - cuda.mem_get_info(self.device)[0],
+        }
+        del result
+        return taken
+
+    @contextlib.contextmanager
+    def tf32(self, on: bool) -> Iterator[None]:
+        """Whether PyTorch's float32 products may be TF32."""
+        cudnn, matmul = self.torch.backends.cudnn, self.torch.backends.cuda.matmul
+        before = cudnn.allow_tf32, matmul.allow_tf32
+        cudnn.allow_tf32 = matmul.allow_tf32 = on
+        try:
+            yield
+        finally:
+            cudnn.allow_tf32, matmul.allow_tf32 = before
+
+    def flops(self, dtype: str, tf32: bool = False) -> float:
+        """A second, of a large matrix product of random numbers: the arithmetic's ceiling."""
+        n = 512 if self.small or not self.gpu else 8192
+        return self._ceiling(f"{dtype} {tf32}", lambda: self._product(n, dtype, tf32))
+
+    def bandwidth(self) -> float:
+        """Bytes read and written a second, of a large copy."""
+        n = 1 << 22 if self.small or not self.gpu else 1 << 30
+        return self._ceiling("copy", lambda: self._copy(n))
+
+    def _ceiling(self, name: str, measure: Callable[[], float]) -> float:
+        if name not in self._ceilings:
+            self._ceilings[name] = measure()
+        return self._ceilings[name]
+
+    def _product(self, n: int, dtype: str, tf32: bool) -> float:
+        like = {"device": self.device, "dtype": getattr(self.torch, dtype)}
+        a, b = self.torch.randn(n, n, **like), self.torch.randn(n, n, **like)
+        with self.tf32(tf32):
+            return 2 * n**3 / self._median(lambda: a @ b)
+
+    def _copy(self, n: int) -> float:
+        a = self.torch.ones(n, dtype=self.torch.uint8, device=self.device)
+        b = self.torch.empty_like(a)
+        return 2 * n / self._median(lambda: b.copy_(a))
+
+    def _median(self, run: Callable[[], Any]) -> float:
+        for _ in range(3):
+            run()
+        return median([self.time(run)[0] for _ in range(9)])

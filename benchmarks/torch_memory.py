@@ -4,7 +4,8 @@
         [--dtypes float16 bfloat16 float32] [--ops encode decode] [--runs 5] [--profile] [--snapshots FOLDER]
 
 Sizes are height x width. Each case is measured in a process of its own, since what is reserved depends on what a
-process did before: two warm-up runs, then the mean of five, as `vaemem.pytorch.measure` does it. The prediction is that
+process did before: two warm-up runs, then the mean of five, as `vaemem.pytorch.measure` does it. Without diffusers the
+same module in plain PyTorch (torch_vae.py) stands in, and the column `versions` says so. The prediction is that
 of the same runs with the GPU, PyTorch and cuDNN that were measured (`vaemem.predict` says the first of them). Writes
 benchmarks/results/torch_memory_<gpu>.csv; with --profile also torch_workspaces_<gpu>.csv, the scratch that cuDNN took
 for each convolution. On the CPU only the growth of the process and the seconds are measured, and nothing is predicted.
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import importlib.util
 import json
 import subprocess
 import sys
@@ -24,7 +26,7 @@ from common import commit, write_csv
 
 from vaemem._measure import measure
 from vaemem._predict import benchmark
-from vaemem._process import SimulatedProcess
+from vaemem._process import SimulatedProcess, architecture
 from vaemem._workspace import Workspace
 
 MIB = 2**20
@@ -46,11 +48,17 @@ def measured(case: dict) -> tuple[dict | None, str]:
 
 def work(case: dict) -> None:
     """The worker's side."""
+    model, note = case["model"], ""
+    if importlib.util.find_spec("diffusers") is None:
+        from torch_vae import AutoencoderKL
+
+        model, note = AutoencoderKL(architecture(model)), ", module benchmarks/torch_vae.py"
     table = measure(
-        case["model"], case["op"], [(case["height"], case["width"])], [case["dtype"]], device=case["device"],
+        model, case["op"], [(case["height"], case["width"])], [case["dtype"]], device=case["device"],
         warmups=case["warmups"], runs=case["runs"], snapshot=case["snapshot"], profile=case["profile"],
     )  # fmt: skip
-    print(json.dumps(table[0]))
+    row = table[0]
+    print(json.dumps(row | {"model": case["model"], "versions": row["versions"] + note}))
 
 
 def versions(row: dict) -> dict[str, str]:
@@ -170,9 +178,11 @@ def main() -> None:
                     profiles.append(profile)
             lines.append(result(case, row, failure, said))
             print(shown(lines[-1]), flush=True)
+            label = "".join(c if c.isalnum() else "_" for c in name.lower())
+            if name:  # as it comes: the rest may take long
+                write_csv(f"torch_memory_{label}.csv", lines, quiet=True)
         if not name:
             sys.exit("nothing could be measured")
-        label = "".join(c if c.isalnum() else "_" for c in name.lower())
         write_csv(f"torch_memory_{label}.csv", lines)
         if profiles:
             rows = workspaces(profiles)

@@ -194,13 +194,13 @@ static vm_status run_item(walk *w, size_t item) {
     if (staged && replay && item) s = fetch(w, item - 1);
     if (!s && staged) s = said(w, w->device->send(w->backend, address(w, plan->in), user_in(w, item), plan->in_bytes));
     if (s) return s;
-    const uint64_t key = replay ? key_of(w, item) : 0;
-    if (replay && (s = said(w, w->device->begin(w->backend, key, &enqueued)))) return s;
+    const uint64_t key = replay ? key_of(w, item) : 0; /* 0: pass by pass */
+    if (w->device && (s = said(w, w->device->begin(w->backend, key, &enqueued)))) return s;
     for (size_t i = 0; i < plan->steps && !s; i++) {
         if (staged && !replay && item && i + 1 == plan->steps) s = fetch(w, item - 1);
         if (!s) s = run_step(w, i, item, enqueued);
     }
-    if (!replay) return s;
+    if (!w->device) return s;
     vm_status ended = w->device->end(w->backend, key, s);
     return s ? s : said(w, ended);
 }

@@ -21,6 +21,12 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#ifdef __CUDACC__
+#define VM_ANYWHERE __host__ __device__
+#else
+#define VM_ANYWHERE
+#endif
+
 #define VM_BLOCK 16 /* channels in a block, the same on every CPU */
 #define VM_ALIGN 64 /* of every buffer, in bytes */
 #define VM_ROUND_UP(n, m) (((n) + (m) - 1) / (m) * (m))
@@ -130,8 +136,8 @@ typedef struct vm_device {
      * are known, when finish returns; *overflow then says whether a stored number was not finite. */
     vm_status (*start)(const vm_backend *b, void *stream, void *state);
     vm_status (*finish)(const vm_backend *b, const vm_exec *exec, bool wait, void *state, bool *overflow);
-    /* Around the passes of one batch item; key names all that they depend on. *replayed: they have been enqueued whole.
-     */
+    /* Around the passes of one batch item. key: 0, or a name of all that they depend on, under which they are kept as
+     * one graph. *replayed: they have been enqueued whole. */
     vm_status (*begin)(const vm_backend *b, uint64_t key, bool *replayed);
     vm_status (*end)(const vm_backend *b, uint64_t key, vm_status so_far);
     /* After step i. Where exec is given, waits until the device is a few steps behind and tells exec of `rows`. */
@@ -160,7 +166,7 @@ struct vm_backend {
 };
 
 /* A partial sum: pixel count, then mean and sum of squared deviations of each channel. */
-static inline size_t vm_stats_floats(size_t c) { return VM_BLOCK + 2 * VM_BLOCKS(c) * VM_BLOCK; }
+static inline VM_ANYWHERE size_t vm_stats_floats(size_t c) { return VM_BLOCK + 2 * VM_BLOCKS(c) * VM_BLOCK; }
 
 /* cpu.c: every backend this build knows, best first, NULL-terminated. */
 const vm_backend *const *vm_backends(void);

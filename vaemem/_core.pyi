@@ -15,7 +15,7 @@ class Model:
     parts: str
     tensors: list[tuple[str, tuple[int, ...]]]
     reserved_bytes: int
-    def __init__(self, arch: dict[str, Any], parts: str = "all") -> None: ...
+    def __init__(self, arch: dict[str, Any], parts: str = "all", backend: Any = None) -> None: ...
     def missing(self) -> list[str]: ...
     def set_tensor(self, name: str, array: np.ndarray, /) -> None: ...
     def get_tensor(self, name: str, /) -> np.ndarray: ...
@@ -30,6 +30,9 @@ class Model:
         scaled: bool = False,
         backend: str | None = None,
         own_output: bool = True,
+        staged: bool = True,
+        latents: str = "float",
+        room: int = 0,
     ) -> dict[str, Any]: ...
     def run(
         self,
@@ -42,7 +45,29 @@ class Model:
         backend: str | None = None,
         poll: Callable[[int, int], object] | None = None,
         check: bool = False,
+        room: int = 0,
+        unit: float = 1.0,
+        replay: bool = False,
     ) -> tuple[np.ndarray, dict[str, Any]]: ...
+    def run_at(
+        self,
+        op: str,
+        input: int,
+        out: int,
+        height: int,
+        width: int,
+        batch: int = 1,
+        pixels: str = "float32",
+        latents: str = "float32",
+        scaled: bool = False,
+        stream: int = 0,
+        wait: bool = True,
+        poll: Callable[[int, int], object] | None = None,
+        room: int = 0,
+        unit: float = 1.0,
+        replay: bool = False,
+        counted: bool = False,
+    ) -> tuple[int, Any, dict[str, Any]]: ...
     def trim(self) -> None: ...
 
 def kernel_gemm(*args: Any) -> None: ...

@@ -103,6 +103,7 @@ def load(
     model: str | None = None,
     config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     parts: str = "all",
+    backend: Any = None,
 ) -> _core.Model:
     """Reads a weights file into a new core model.
 
@@ -117,11 +118,13 @@ def load(
         As `read_config` takes it; wins likewise.
     parts : {"all", "encoder", "decoder"}
         The half to read; the file need not hold the other, and its tensors are not looked at.
+    backend : capsule, optional
+        Of a GPU: tensors go there one by one.
 
     Returns
     -------
     _core.Model
-        Owns a packed float32 copy of the tensors, all of them set. Nothing of the file stays mapped.
+        Owns a packed copy of the tensors, all of them set. Nothing of the file stays mapped.
 
     Raises
     ------
@@ -149,7 +152,7 @@ def load(
         layout, prefix = find_layout(shapes)
         if arch is None:
             arch = detect(shapes, parts)[2]
-        result = _core.Model(arch, parts)
+        result = _core.Model(arch, parts, backend)
         tensors = dict(result.tensors)
         spelt = spell(tensors, layout, len(arch["block_out_channels"]))
         extra = [prefix + name for name in ours(shapes, prefix, parts) - set(spelt.values())]

@@ -6,159 +6,19 @@ import contextlib
 import math
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from vaemem import _core, _weights
+from vaemem._device import DTYPES, Device, DeviceArray, gpu_rows, out_of_memory, parse_device
+from vaemem._run import Encoded, Run, make_run
 
 __all__ = ["VAE", "Encoded", "Run", "backends"]
 
 Progress = bool | Callable[[int, int], object] | None
-
-
-@dataclass(frozen=True, repr=False)
-class Run:
-    """What one run takes, or took: bytes by category when their sum is largest.
-
-    Attributes
-    ----------
-    op : str
-        ``"encode"`` or ``"decode"``.
-    height, width, batch : int
-        Of the images, in pixels.
-    weights_bytes, activations_bytes, scratch_bytes, workspace_bytes, output_bytes : int
-        In use at the peak. Scratch is each pass's own, GroupNorm's sums and the plan; workspace is cuDNN's; output is 0
-        where the caller gave ``out=``.
-    reserved_bytes : int
-        Held from the system: weights, the whole arena and the output. Larger than the peak only where an earlier,
-        larger run's arena was kept, or where the plan has holes.
-    passes : tuple of str
-        Names of the passes, in order.
-    timeline : tuple of (str, int)
-        Pass and bytes in use while it runs, weights and output included.
-    peak_pass : str
-        The pass that makes the peak.
-    flops : tuple of float
-        Of each pass (a multiply-add is two).
-    pass_seconds : tuple of float
-        Of each pass; zeros in an estimate.
-    seconds : float or None
-        Of the whole call; None in an estimate.
-    backend : str
-        The kernels used, such as ``"avx512"``.
-    threads : int
-    """
-
-    op: str
-    height: int
-    width: int
-    batch: int
-    weights_bytes: int
-    activations_bytes: int
-    scratch_bytes: int
-    workspace_bytes: int
-    output_bytes: int
-    reserved_bytes: int
-    passes: tuple[str, ...]
-    timeline: tuple[tuple[str, int], ...]
-    peak_pass: str
-    flops: tuple[float, ...]
-    pass_seconds: tuple[float, ...]
-    seconds: float | None
-    backend: str
-    threads: int
-
-    @property
-    def peak_bytes(self) -> int:
-        """Bytes in use when they were most."""
-        return (
-            self.weights_bytes
-            + self.activations_bytes
-            + self.scratch_bytes
-            + self.workspace_bytes
-            + self.output_bytes
-        )
-
-    def __repr__(self) -> str:
-        size = f"{self.op} {self.height}x{self.width}" + (f" batch {self.batch}" if self.batch > 1 else "")
-        parts = ", ".join(
-            f"{name} {value / 2**20:.1f}"
-            for name, value in (
-                ("weights", self.weights_bytes),
-                ("activations", self.activations_bytes),
-                ("scratch", self.scratch_bytes),
-                ("workspace", self.workspace_bytes),
-                ("output", self.output_bytes),
-            )
-            if value or name != "workspace"
-        )
-        took = "" if self.seconds is None else f", {self.seconds:.2f} s"
-        return (
-            f"<Run {size}: peak {self.peak_bytes / 2**20:.1f} MiB ({parts}) at {self.peak_pass}{took}, {self.backend}>"
-        )
-
-
-def _make_run(op: str, height: int, width: int, batch: int, record: Mapping[str, Any], seconds: float | None) -> Run:
-    steps = record["steps"]
-    live = [sum(step["live"].values()) for step in steps]
-    return Run(
-        op,
-        height,
-        width,
-        batch,
-        **{f"{name}_bytes": value for name, value in record["peak"].items()},
-        reserved_bytes=record["reserved"],
-        passes=tuple(step["name"] for step in steps),
-        timeline=tuple((step["name"], n) for step, n in zip(steps, live, strict=True)),
-        peak_pass=steps[live.index(max(live))]["name"],
-        flops=tuple(step["flops"] for step in steps),
-        pass_seconds=tuple(step["seconds"] for step in steps),
-        seconds=seconds,
-        backend=record["backend"],
-        threads=record["threads"],
-    )
-
-
-class Encoded:
-    """A diagonal Gaussian over latents.
-
-    Attributes
-    ----------
-    mean, logvar : ndarray of float32, shape (N, C, H/8, W/8)
-        Raw, never scaled; logvar is clamped to [-30, 20] as diffusers does. Both are views of one array.
-    """
-
-    def __init__(self, moments: np.ndarray, scaling: float, shift: float) -> None:
-        channels = moments.shape[1] // 2
-        self.mean = moments[:, :channels]
-        self.logvar = moments[:, channels:]
-        self._scaling, self._shift = np.float32(scaling), np.float32(shift)
-
-    def _scale(self, latents: np.ndarray) -> np.ndarray:
-        if self._shift == 0 and self._scaling == 1:
-            return latents
-        return (latents - self._shift) * self._scaling
-
-    def mode(self) -> np.ndarray:
-        """The mean: (mean - shift) * scaling if encoded with ``scaled=True``, as pipelines pass it on."""
-        return self._scale(self.mean.copy())
-
-    def sample(self, generator: np.random.Generator | int | None = None) -> np.ndarray:
-        """One draw, mean + exp(logvar / 2) * noise, scaled as `mode` is.
-
-        Parameters
-        ----------
-        generator : numpy.random.Generator, int or None
-            Where the noise comes from; an integer seeds a new one.
-        """
-        noise = np.random.default_rng(generator).standard_normal(self.mean.shape, dtype=np.float32)
-        return self._scale(self.mean + np.exp(np.float32(0.5) * self.logvar) * noise)
-
-    def __repr__(self) -> str:
-        return f"<Encoded {self.mean.shape}>"
 
 
 class VAE:
@@ -173,14 +33,29 @@ class VAE:
         ``"custom"``.
     arch : dict
         The architecture, with diffusers' names.
+    device, dtype : str
+        Where it lives, and the type of its numbers.
     threads : int
-        Used by runs; from VAEMEM_THREADS, else the processors this process may use. The result does not depend on it.
+        Used by runs on the CPU; from VAEMEM_THREADS, else the processors this process may use. The result does not
+        depend on it.
+    stripe_bytes : int or None
+        On a GPU: what the stripes of a pass may take. None: a tenth of the largest tensor, which keeps a decode within
+        3.2 of those; more is faster where the image is small.
+    graphs : bool
+        On a GPU: keep each run as a CUDA graph and replay it for the same sizes and arrays.
     last_run : Run or None
         What the last encode or decode that succeeded took.
     """
 
-    def __init__(self, core: _core.Model) -> None:
+    def __init__(self, core: _core.Model, device: Device | None = None) -> None:
         self._core = core
+        self._device = device
+        self._unit = 1.0  # power of two by which activations are kept multiplied, against float16's overflow
+        self._held: Any = None  # the last input on a GPU: its run may still be under way
+        self.device = "cpu" if device is None else f"cuda:{device.number}"
+        self.dtype = "float32" if device is None else device.dtype
+        self.stripe_bytes: int | None = None
+        self.graphs = False
         self.arch: dict[str, Any] = core.arch
         self.model: str = self.arch["name"]
         self.threads = _default_threads()
@@ -195,8 +70,10 @@ class VAE:
         model: str | None = None,
         config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
         parts: str = "all",
-        device: str = "cpu",
+        device: Any = "cpu",
         dtype: str = "float32",
+        tf32: bool = False,
+        autotune: bool = False,
     ) -> VAE:
         """Loads a safetensors file, or a diffusers directory.
 
@@ -211,17 +88,25 @@ class VAE:
             An AutoencoderKL ``config.json`` for any other architecture.
         parts : {"all", "encoder", "decoder"}
             Reads only that half.
-        device : {"cpu"}
-        dtype : {"float32"}
-            Of the arithmetic; weights are converted to it.
+        device : str
+            ``"cpu"``, ``"cuda"`` or ``"cuda:N"``.
+        dtype : {"float32", "float16", "bfloat16"}
+            Of weights, activations and products; sums and statistics are float32. The CPU has float32 only.
+        tf32 : bool
+            float32 on a GPU: whether products may round their factors to TF32 (10 bits).
+        autotune : bool
+            On a GPU: time cuDNN's engines when a size is first planned, instead of taking the heuristics' first.
 
         Raises
         ------
         ValueError, FileNotFoundError, MemoryError
             What was wanted and what came; nothing stays allocated.
+        RuntimeError
+            No driver, no cuDNN, or a GPU that refused.
         """
-        _check_device(device, dtype)
-        return cls(_weights.load(path, model=model, config=config, parts=parts))
+        gpu = _open_device(device, dtype, tf32, autotune)
+        capsule = gpu.backend.capsule if gpu else None
+        return cls(_weights.load(path, model=model, config=config, parts=parts, backend=capsule), gpu)
 
     @classmethod
     def random(
@@ -230,14 +115,16 @@ class VAE:
         seed: int = 0,
         config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
         parts: str = "all",
-        device: str = "cpu",
+        device: Any = "cpu",
         dtype: str = "float32",
+        tf32: bool = False,
+        autotune: bool = False,
     ) -> VAE:
         """Weights of the real shapes: PyTorch's default initialisation, random norm affines.
 
         The same seed gives the same tensors whatever the parts. With ``config=`` the architecture is the config's.
         """
-        _check_device(device, dtype)
+        gpu = _open_device(device, dtype, tf32, autotune)
         if config is None:
             known = _core.models()
             if model not in known:
@@ -245,9 +132,9 @@ class VAE:
             arch = known[model]
         else:
             arch = _weights.read_config(config)
-        core = _core.Model(arch, parts)
+        core = _core.Model(arch, parts, gpu.backend.capsule if gpu else None)
         _weights.random_tensors(core, seed)
-        return cls(core)
+        return cls(core, gpu)
 
     def save(self, path: str | os.PathLike[str], layout: str = "diffusers") -> None:
         """Writes the weights as float32 safetensors.
@@ -257,26 +144,29 @@ class VAE:
         path : path
             A ``.safetensors`` file; for ``"diffusers"`` also a directory, which gets a ``config.json`` too.
         layout : {"diffusers", "ldm", "bfl"}
-            Refused where it cannot hold the model.
+            Refused where it cannot hold the model, and where the model is on a GPU, whose copy is rounded.
         """
+        if self._device:
+            raise ValueError(f"save: want a VAE on the cpu, got one on {self.device}, whose weights are {self.dtype}")
         _weights.save(self._core, path, layout=layout)
 
     # ---- running ----
 
     def decode(
         self,
-        z: np.ndarray,
+        z: Any,
         scaled: bool = False,
         output_type: str = "float",
         progress: Progress = None,
-        out: np.ndarray | None = None,
-    ) -> np.ndarray:
+        out: Any = None,
+    ) -> Any:
         """Latents to images.
 
         Parameters
         ----------
         z : array of real numbers, shape (N, C, h, w)
-            C latent channels; the image is 8h by 8w. Anything but contiguous native float32 is copied to it first.
+            C latent channels; the image is 8h by 8w. In host memory anything but contiguous native float32 is copied to
+            it first. In a GPU's memory (any library with DLPack) contiguous float32, float16 or bfloat16, not copied.
         scaled : bool
             z is as a pipeline holds it: z / scaling + shift is decoded.
         output_type : {"float", "uint8"}
@@ -290,13 +180,20 @@ class VAE:
         ndarray
             "float": float32 (N, 3, H, W), nominally in [-1, 1], never clamped. "uint8": (N, H, W, 3), clamped and
             rounded. Its memory is the caller's.
+            For z in a GPU's memory: an array of z's library (a `DeviceArray` where that is none we know) and, for
+            "float", of z's dtype. The work is put on the stream where torch or CuPy put theirs and may still be under
+            way.
 
         Raises
         ------
         ValueError, TypeError, MemoryError, KeyboardInterrupt
             The VAE stays usable and what the run took is given back.
+        RuntimeError
+            The GPU refused.
         """
         pixels = _pixels(output_type)
+        if self._device and Device.holds(z):
+            return self._run_there("decode", z, pixels, scaled, progress, out)
         data = _as_float(z, "z", "(N, C, h, w)")
         latents = self.arch["latent_channels"]
         if data.ndim != 4 or data.shape[1] != latents:
@@ -306,7 +203,7 @@ class VAE:
         factor = self._factor
         return self._run("decode", data, data.shape[2] * factor, data.shape[3] * factor, pixels, scaled, progress, out)
 
-    def encode(self, x: np.ndarray, scaled: bool = False, progress: Progress = None) -> Encoded:
+    def encode(self, x: Any, scaled: bool = False, progress: Progress = None) -> Encoded:
         """Images to a distribution over latents.
 
         Parameters
@@ -323,6 +220,14 @@ class VAE:
         Encoded
         """
         channels = self.arch["in_channels"]
+        if scaled and self.arch["scaling_factor"] is None:
+            raise ValueError(
+                "scaled: the weights do not tell the scaling factor (sd15 and sdxl have the same tensors); "
+                "load with model= or config="
+            )
+        scaling, shift = (self.arch["scaling_factor"], self.arch["shift_factor"]) if scaled else (1.0, 0.0)
+        if self._device and Device.holds(x):
+            return Encoded(self._run_there("encode", x, "", False, progress, None), scaling, shift)
         array = np.asarray(x)
         if array.dtype == np.uint8:
             data, pixels = np.ascontiguousarray(array), "uint8"
@@ -334,16 +239,12 @@ class VAE:
             if data.ndim != 4 or data.shape[1] != channels:
                 raise ValueError(f"x: want shape (N, {channels}, H, W), got {data.shape}")
             height, width = data.shape[2:]
-        if scaled and self.arch["scaling_factor"] is None:
-            raise ValueError(
-                "scaled: the weights do not tell the scaling factor (sd15 and sdxl have the same tensors); "
-                "load with model= or config="
-            )
         moments = self._run("encode", data, height, width, pixels, False, progress, None)
-        scaling, shift = (self.arch["scaling_factor"], self.arch["shift_factor"]) if scaled else (1.0, 0.0)
         return Encoded(moments, scaling, shift)
 
-    def estimate(self, op: str, height: int, width: int, batch: int = 1, output_type: str = "float") -> Run:
+    def estimate(
+        self, op: str, height: int, width: int, batch: int = 1, output_type: str = "float", staged: bool = True
+    ) -> Run:
         """What a run will take, to the byte, before it.
 
         Parameters
@@ -354,6 +255,9 @@ class VAE:
         batch : int
         output_type : {"float", "uint8"}
             Of decode's output; ``out=`` would take its bytes away.
+        staged : bool
+            On a GPU: the arrays are in host memory and pass through the GPU's. False: they are in the GPU's, latents
+            and floats in `dtype`.
 
         Returns
         -------
@@ -361,8 +265,8 @@ class VAE:
             Equal to what `last_run` will say, but for the seconds.
         """
         height, width, batch = (_as_int(n, v) for n, v in (("height", height), ("width", width), ("batch", batch)))
-        record = self._core.plan(op, height, width, batch, pixels=_pixels(output_type), threads=self._thread_count())
-        return _make_run(op, height, width, batch, record, None)
+        record = self._core.plan(**self._plan(op, height, width, batch, _pixels(output_type), staged))
+        return make_run(op, height, width, batch, record, None)
 
     def trim(self) -> None:
         """Gives the arena, kept between runs, back to the system."""
@@ -379,13 +283,22 @@ class VAE:
         return self._core.reserved_bytes
 
     @property
+    def unaccounted_bytes(self) -> int:
+        """What a GPU has lost since this VAE was opened beside `reserved_bytes`: kernels, cuDNN's handle, and whatever
+        else was taken there meanwhile, by anyone. The context itself was there before. 0 on the CPU."""
+        if not self._device:
+            return 0
+        return self._device.backend.free_at_open - self._device.backend.memory()[0] - self.reserved_bytes
+
+    @property
     def parameters(self) -> int:
         """How many numbers the weights hold."""
         return sum(math.prod(shape) for _, shape in self._core.tensors)
 
     def __repr__(self) -> str:
         held = f"{self.reserved_bytes / 2**20:.0f} MiB held"
-        return f"<VAE {self.model}: {self.parameters:,} parameters, parts={self.parts}, {held}>"
+        where = f"{self.device} {self.dtype}, " if self._device else ""
+        return f"<VAE {self.model}: {self.parameters:,} parameters, parts={self.parts}, {where}{held}>"
 
     # ---- inside ----
 
@@ -400,6 +313,23 @@ class VAE:
     def _thread_count(self) -> int:
         return _as_int("threads", self.threads)
 
+    def _room(self) -> int:
+        if self.stripe_bytes is None:
+            return 0
+        room = _as_int("stripe_bytes", self.stripe_bytes)
+        if room < 1:
+            raise ValueError(f"stripe_bytes: want 1 or more, or None, got {room}")
+        return room
+
+    def _plan(self, op: str, height: int, width: int, batch: int, pixels: str, staged: bool) -> dict[str, Any]:
+        """Arguments of the core's plan."""
+        plan = dict(op=op, height=height, width=width, batch=batch, pixels=pixels, threads=self._thread_count())
+        if self._device:
+            plan |= dict(room=self._room(), staged=staged)
+            if not staged:
+                plan |= dict(latents=self.dtype, pixels=self.dtype if pixels == "float" else pixels)
+        return plan
+
     def _run(
         self,
         op: str,
@@ -411,40 +341,153 @@ class VAE:
         progress: Progress,
         out: np.ndarray | None,
     ) -> np.ndarray:
-        with _polling(progress, op) as poll:
-            start = time.perf_counter()
-            result, record = self._core.run(
-                op, data, out=out, pixels=pixels, threads=self._thread_count(), scaled=bool(scaled), poll=poll
+        def run(poll: Any) -> tuple[np.ndarray, dict[str, Any]]:
+            gpu: dict[str, Any] = {}
+            if self._device:
+                gpu = dict(room=self._room(), unit=self._unit, replay=self.graphs)
+            return self._core.run(
+                op,
+                data,
+                out=out,
+                pixels=pixels,
+                threads=self._thread_count(),
+                scaled=bool(scaled),
+                poll=poll,
+                **gpu,
             )
-            seconds = time.perf_counter() - start
-        self.last_run = _make_run(op, height, width, data.shape[0], record, seconds)
+
+        plan = self._plan(op, height, width, data.shape[0], pixels, True)
+        with _polling(progress, op) as poll:
+            return self._run_until_finite(run, poll, plan, waits=True)
+
+    def _run_there(self, op: str, array: Any, pixels: str, scaled: bool, progress: Progress, out: Any) -> Any:
+        """A run on arrays in the GPU's memory."""
+        assert self._device is not None
+        name = "z" if op == "decode" else "x"
+        stream, known = self._device.stream_of(array)
+        borrowed = self._device.borrow(array, name, stream)
+        batch, height, width, form = self._check_there(op, name, borrowed)
+        if op == "encode":
+            dtype = self.dtype if borrowed.dtype == "uint8" else borrowed.dtype
+            factor = self._factor
+            shape: tuple[int, ...] = (batch, 2 * self.arch["latent_channels"], height // factor, width // factor)
+            forms = {"pixels": form, "latents": dtype}
+        else:
+            dtype = "uint8" if pixels == "uint8" else borrowed.dtype
+            shape = self._image_shape(borrowed.shape, pixels)
+            forms = {"latents": form, "pixels": dtype}
+        result = self._device.empty_like(array, shape, dtype) if out is None else out
+        target = None if result is None else self._device.borrow(result, "out", stream)
+        if target and (target.shape, target.dtype) != (shape, dtype):
+            raise ValueError(f"out: want {dtype} of shape {shape}, got {target.dtype} of shape {target.shape}")
+        # Halves are looked at for overflow when they are done, and what an unknown library does next cannot be ordered.
+        waits = self.dtype == "float16" or bool(progress) or (out is not None and not known)
+
+        def run(poll: Any) -> tuple[Any, dict[str, Any]]:
+            address, owner, record = self._core.run_at(
+                op,
+                borrowed.address,
+                target.address if target else 0,
+                height,
+                width,
+                batch,
+                scaled=bool(scaled),
+                stream=stream,
+                wait=waits,
+                poll=poll,
+                room=self._room(),
+                unit=self._unit,
+                replay=self.graphs,
+                counted=out is None,
+                **forms,
+            )
+            return (address, owner), record
+
+        plan = dict(op=op, height=height, width=width, batch=batch, staged=False, own_output=out is None, **forms)
+        with _polling(progress, op) as poll:
+            address, owner = self._run_until_finite(run, poll, plan | dict(room=self._room()), waits)
+        self._held = borrowed, target
+        if result is not None:
+            return result
+        return self._device.as_library(DeviceArray(self._device, address, shape, dtype, owner), array)
+
+    def _check_there(self, op: str, name: str, array: Any) -> tuple[int, int, int, str]:
+        """Batch, height and width of the image, and the format, of an array on the GPU."""
+        latents, channels, factor = self.arch["latent_channels"], self.arch["in_channels"], self._factor
+        shape, bytes_ = array.shape, array.dtype == "uint8"
+        if op == "decode":
+            if len(shape) != 4 or shape[1] != latents or bytes_:
+                raise ValueError(
+                    f"{name}: want float32, float16 or bfloat16 of shape (N, {latents}, h, w) for {self.model}, "
+                    f"got {array.dtype} {shape}"
+                )
+            return shape[0], shape[2] * factor, shape[3] * factor, array.dtype
+        if len(shape) != 4 or shape[3 if bytes_ else 1] != channels:
+            want = f"(N, H, W, {channels}) for uint8" if bytes_ else f"(N, {channels}, H, W)"
+            raise ValueError(f"{name}: want shape {want}, got {shape}")
+        height, width = shape[1:3] if bytes_ else shape[2:]
+        return shape[0], height, width, array.dtype
+
+    def _run_until_finite(self, run: Any, poll: Any, plan: dict[str, Any], waits: bool) -> Any:
+        """Runs; where float16 overflowed, again with activations kept smaller, and says so."""
+        start, notes = time.perf_counter(), []
+        while True:
+            try:
+                result, record = run(poll)
+            except MemoryError as error:
+                if not self._device:
+                    raise
+                raise out_of_memory(self._core, self._device, error, plan) from None
+            if not record["overflow"] or self.dtype != "float16":
+                break
+            if self._unit <= LEAST_UNIT:
+                notes.append("float16: not finite even so: the input or the weights are not")
+                warnings.warn(f"{plan['op']}: the result is not finite", RuntimeWarning, stacklevel=4)
+                self._unit = 1.0
+                break
+            self._unit *= UNIT_STEP
+            notes.append(f"float16 overflowed: run again with activations multiplied by 1/{round(1 / self._unit)}")
+        seconds = time.perf_counter() - start if waits else None
+        self.last_run = make_run(
+            plan["op"], plan["height"], plan["width"], plan["batch"], record, seconds, tuple(notes)
+        )
         return result
 
 
+# Activations overflow in some models' halves; GroupNorm takes any factor out again, so a power of two costs nothing but
+# the smallest numbers' last bits.
+UNIT_STEP = 2.0**-4
+LEAST_UNIT = 2.0**-12
+
+
 def backends() -> list[dict[str, Any]]:
-    """The kernels this build has, best first.
+    """The kernels this build has, the CPU's best first, then GPUs.
 
     Returns
     -------
     list of dict
-        ``name``, ``usable``, ``chosen`` (what runs use) and ``why`` (a sentence where not usable).
+        ``name``, ``device``, ``usable``, ``chosen`` (what runs on the CPU use), ``why`` (a sentence where not usable).
     """
     rows: list[dict[str, Any]] = []
     for name, usable in _core.backends():
         chosen = usable and not any(row["chosen"] for row in rows)
         why = "" if usable else "this processor or its system lacks it, or it is named in VAEMEM_DISABLE"
         rows.append({"name": name, "device": "cpu", "usable": usable, "chosen": chosen, "why": why})
-    return rows
+    return rows + gpu_rows()
 
 
 # ---- arguments ----
 
 
-def _check_device(device: str, dtype: str) -> None:
-    if device != "cpu":
-        raise ValueError(f"device: want cpu, got {device!r}")
+def _open_device(device: Any, dtype: str, tf32: bool, autotune: bool) -> Device | None:
+    number = parse_device(device)
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype: want one of {', '.join(DTYPES)}, got {dtype!r}")
+    if number is not None:
+        return Device(number, dtype, bool(tf32), bool(autotune))
     if dtype != "float32":
-        raise ValueError(f"dtype: want float32, got {dtype!r}")
+        raise ValueError(f"dtype: want float32 on the cpu, got {dtype!r}")
+    return None
 
 
 def _default_threads() -> int:

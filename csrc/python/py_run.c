@@ -185,6 +185,7 @@ typedef struct job {
     PyObject *callback; /* or NULL */
     void *stream;
     bool wait, replay, check;
+    bool counted; /* out was taken for this run, by a library's own allocator: count it as the run's */
 } job;
 
 /* With the lock held: plan and run. -1 with an exception set and nothing kept. */
@@ -195,7 +196,7 @@ static int run_locked(Model *self, vm_request *r, job *j) {
     vm_status s;
     void *data = NULL;
     size_t reserved = 0;
-    r->own_output = !j->out && !r->staged;
+    r->own_output = (!j->out && !r->staged) || j->counted;
     Py_BEGIN_ALLOW_THREADS s = vm_plan_new(m, r, &plan);
     Py_END_ALLOW_THREADS if (s) {
         vm_py_raise(s);
@@ -216,14 +217,17 @@ static int run_locked(Model *self, vm_request *r, job *j) {
                   .poll = poll,
                   .poll_context = &p,
                   .check = j->check};
-    if (!j->out && !(s = vm_mem_alloc(out_mem, VM_OUTPUT, bytes, &data))) run.out = data;
+    if (j->counted)
+        vm_mem_use(out_mem, VM_OUTPUT, bytes);
+    else if (!j->out && !(s = vm_mem_alloc(out_mem, VM_OUTPUT, bytes, &data)))
+        run.out = data;
     if (!s) {
         p.thread = PyEval_SaveThread();
         s = vm_plan_run(m, plan, &run);
         PyEval_RestoreThread(p.thread);
-        reserved = vm_mem_usage(m->mem).reserved - foreign + pool_bytes;
+        reserved = vm_mem_usage(m->mem).reserved - foreign + pool_bytes + (j->counted ? bytes : 0);
     }
-    if (data) vm_mem_unuse(out_mem, VM_OUTPUT, bytes);
+    if (data || j->counted) vm_mem_unuse(out_mem, VM_OUTPUT, bytes);
     if (s)
         vm_py_raise(s);
     else if (!data || (j->owner = own(self, out_mem, data, bytes))) {
@@ -356,22 +360,22 @@ PyObject *vm_py_run(Model *self, PyObject *args, PyObject *kwargs) {
 
 const char vm_py_run_at_doc[] =
     "run_at(op, input, out, height, width, batch=1, pixels='float32', latents='float32', scaled=False, stream=0, "
-    "wait=True, poll=None, room=0, unit=1.0, replay=False)\n--\n\n"
+    "wait=True, poll=None, room=0, unit=1.0, replay=False, counted=False)\n--\n\n"
     "(address of the output, its owner or None, what it took as a dict), for a model on a device. input, out: "
-    "addresses "
-    "there; out 0: taken by the run.";
+    "addresses there; out 0: taken by the run. counted: out was taken for this run and counts as its output.";
 
 PyObject *vm_py_run_at(Model *self, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"op",     "input",  "out",  "height", "width", "batch", "pixels", "latents",
-                            "scaled", "stream", "wait", "poll",   "room",  "unit",  "replay", NULL};
+    static char *names[] = {"op",     "input", "out",  "height", "width", "batch",  "pixels",  "latents", "scaled",
+                            "stream", "wait",  "poll", "room",   "unit",  "replay", "counted", NULL};
     const char *op, *pixels = "float32", *latents = NULL;
     unsigned long long in, out, stream = 0;
     Py_ssize_t height, width, batch = 1, room = 0;
     PyObject *callback = Py_None;
-    int scaled = 0, wait = 1, replay = 0;
+    int scaled = 0, wait = 1, replay = 0, counted = 0;
     vm_request r = {.unit = 1};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sKKnn|nszpKpOnfp", names, &op, &in, &out, &height, &width, &batch,
-                                     &pixels, &latents, &scaled, &stream, &wait, &callback, &room, &r.unit, &replay))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sKKnn|nszpKpOnfpp", names, &op, &in, &out, &height, &width, &batch,
+                                     &pixels, &latents, &scaled, &stream, &wait, &callback, &room, &r.unit, &replay,
+                                     &counted))
         return NULL;
     if (!self->model || !self->model->backend)
         return PyErr_Format(PyExc_ValueError, "run_at: want a model on a device, got one on the CPU");
@@ -384,7 +388,8 @@ PyObject *vm_py_run_at(Model *self, PyObject *args, PyObject *kwargs) {
              .callback = callback == Py_None ? NULL : callback,
              .stream = (void *)(uintptr_t)stream,
              .wait = wait,
-             .replay = replay};
+             .replay = replay,
+             .counted = counted && out};
     const int failed = run_locked(self, &r, &j);
     vm_py_unlock(self);
     if (failed) return NULL;

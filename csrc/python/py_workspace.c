@@ -15,7 +15,7 @@ static PyObject *cudnn_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     Cudnn *self = (Cudnn *)type->tp_alloc(type, 0);
     if (!self) return NULL;
     vm_status status;
-    Py_BEGIN_ALLOW_THREADS status = vm_cudnn_open(path, no_driver, &self->cudnn);
+    Py_BEGIN_ALLOW_THREADS status = vm_cudnn_open(path, no_driver, VM_CUDNN_ASKABLE, &self->cudnn);
     Py_END_ALLOW_THREADS if (status == VM_OK) return (PyObject *)self;
     Py_DECREF(self);
     if (status == VM_ENOMEM) return PyErr_NoMemory();

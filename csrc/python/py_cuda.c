@@ -1,0 +1,331 @@
+/* vaemem._cuda: GPUs as backends of vaemem._core, and the DLPack capsules by which their arrays come and go. */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "../../kernels/cuda/gpu.h"
+
+#define BACKEND_NAME "vaemem.backend" /* as in py.h */
+
+static PyObject *raise(vm_status status) {
+    PyErr_SetString(status == VM_ENOMEM   ? PyExc_MemoryError
+                    : status == VM_EINVAL ? PyExc_ValueError
+                                          : PyExc_RuntimeError,
+                    vm_error());
+    return NULL;
+}
+
+/* ---- Backend ---- */
+
+typedef struct Backend {
+    PyObject_HEAD PyObject *capsule; /* owns the GPU; models and arrays keep it too */
+    vm_gpu *gpu;
+} Backend;
+
+static void close_gpu(PyObject *capsule) {
+    const vm_backend *b = PyCapsule_GetPointer(capsule, BACKEND_NAME);
+    Py_BEGIN_ALLOW_THREADS vm_gpu_close(b->self);
+    Py_END_ALLOW_THREADS
+}
+
+static int parse_dtype(const char *name, vm_dtype *out) {
+    static const char *const names[] = {[VM_F32] = "float32", [VM_F16] = "float16", [VM_BF16] = "bfloat16"};
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+        if (strcmp(name, names[i])) continue;
+        *out = (vm_dtype)i;
+        return 0;
+    }
+    PyErr_Format(PyExc_ValueError, "dtype: want float32, float16 or bfloat16, got '%s'", name);
+    return -1;
+}
+
+static PyObject *backend_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"device", "dtype", "tf32", "autotune", "libcuda", "libcudnn", NULL};
+    vm_gpu_options o = {0};
+    const char *dtype = "float32";
+    int tf32 = 0, autotune = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|isppzz:Backend", names, &o.device, &dtype, &tf32, &autotune,
+                                     &o.libcuda, &o.libcudnn) ||
+        parse_dtype(dtype, &o.dtype))
+        return NULL;
+    if (tf32 && o.dtype != VM_F32) return PyErr_Format(PyExc_ValueError, "tf32: want dtype float32, got %s", dtype);
+    o.tf32 = tf32;
+    o.autotune = autotune;
+    vm_gpu *gpu;
+    vm_status s;
+    Py_BEGIN_ALLOW_THREADS s = vm_gpu_open(&o, &gpu);
+    Py_END_ALLOW_THREADS if (s) return raise(s);
+    Backend *self = (Backend *)type->tp_alloc(type, 0);
+    PyObject *capsule = self ? PyCapsule_New(&gpu->backend, BACKEND_NAME, close_gpu) : NULL;
+    if (!capsule) {
+        vm_gpu_close(gpu);
+        Py_XDECREF(self);
+        return NULL;
+    }
+    self->capsule = capsule;
+    self->gpu = gpu;
+    return (PyObject *)self;
+}
+
+static void backend_dealloc(Backend *self) {
+    PyTypeObject *type = Py_TYPE(self);
+    Py_XDECREF(self->capsule);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+static PyObject *backend_memory(Backend *self, PyObject *Py_UNUSED(ignored)) {
+    size_t free, total;
+    vm_status s = vm_gpu_memory(self->gpu, &free, &total);
+    return s ? raise(s) : Py_BuildValue("nn", (Py_ssize_t)free, (Py_ssize_t)total);
+}
+
+static PyObject *backend_order(Backend *self, PyObject *stream) {
+    const unsigned long long handle = PyLong_AsUnsignedLongLong(stream);
+    if (PyErr_Occurred()) return NULL;
+    vm_status s = vm_gpu_order(self->gpu, (void *)(uintptr_t)handle);
+    if (s) return raise(s);
+    Py_RETURN_NONE;
+}
+
+static PyObject *backend_read(Backend *self, PyObject *args) {
+    unsigned long long from;
+    Py_buffer to;
+    if (!PyArg_ParseTuple(args, "Kw*", &from, &to)) return NULL;
+    vm_status s;
+    Py_BEGIN_ALLOW_THREADS s = vm_gpu_read(self->gpu, to.buf, (const void *)(uintptr_t)from, (size_t)to.len);
+    Py_END_ALLOW_THREADS PyBuffer_Release(&to);
+    if (s) return raise(s);
+    Py_RETURN_NONE;
+}
+
+static PyObject *get_capsule(Backend *self, void *Py_UNUSED(closure)) { return Py_NewRef(self->capsule); }
+static PyObject *get_name(Backend *self, void *Py_UNUSED(closure)) { return PyUnicode_FromString(self->gpu->name); }
+static PyObject *get_device(Backend *self, void *Py_UNUSED(closure)) { return PyLong_FromLong(self->gpu->device); }
+static PyObject *get_stream(Backend *self, void *Py_UNUSED(closure)) {
+    return PyLong_FromUnsignedLongLong((uintptr_t)self->gpu->own);
+}
+static PyObject *get_free_at_open(Backend *self, void *Py_UNUSED(closure)) {
+    return PyLong_FromSize_t(self->gpu->free_at_open);
+}
+static PyObject *get_cudnn(Backend *self, void *Py_UNUSED(closure)) {
+    const size_t v = vm_cudnn_convs_version(self->gpu->convs);
+    return PyUnicode_FromFormat("%zu.%zu.%zu", v / 10000, v / 100 % 100, v % 100);
+}
+
+static PyMethodDef backend_methods[] = {
+    {"memory", (PyCFunction)backend_memory, METH_NOARGS, "memory()\n--\n\n(free, total) bytes of the device now."},
+    {"order", (PyCFunction)backend_order, METH_O,
+     "order(stream)\n--\n\nWhat is enqueued on stream from now on comes after the last run."},
+    {"read", (PyCFunction)backend_read, METH_VARARGS,
+     "read(address, to)\n--\n\nWaits for the last run, then fills the writable buffer `to` from the device."},
+    {NULL, NULL, 0, NULL}};
+
+static PyGetSetDef backend_attributes[] = {
+    {"capsule", (getter)get_capsule, NULL, "What vaemem._core.Model takes as backend.", NULL},
+    {"name", (getter)get_name, NULL, "'cuda:0 bfloat16'.", NULL},
+    {"device", (getter)get_device, NULL, "The device's number.", NULL},
+    {"stream", (getter)get_stream, NULL, "Its own stream, as an integer.", NULL},
+    {"free_at_open", (getter)get_free_at_open, NULL, "Bytes that were free once the context was there.", NULL},
+    {"cudnn_version", (getter)get_cudnn, NULL, "'9.19.0'.", NULL},
+    {NULL, NULL, NULL, NULL, NULL}};
+
+static PyType_Slot backend_slots[] = {
+    {Py_tp_doc,
+     "Backend(device=0, dtype='float32', tf32=False, autotune=False, libcuda=None, libcudnn=None)\n--\n\n"
+     "One GPU with one type of numbers. libcuda, libcudnn: paths, where the loader would not find them."},
+    {Py_tp_new, (void *)backend_new},
+    {Py_tp_dealloc, (void *)backend_dealloc},
+    {Py_tp_methods, backend_methods},
+    {Py_tp_getset, backend_attributes},
+    {0, NULL}};
+
+static PyType_Spec backend_spec = {"vaemem._cuda.Backend", sizeof(Backend), 0,
+                                   Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE, backend_slots};
+
+/* ---- devices ---- */
+
+static PyObject *describe(const vm_driver *d, int index) {
+    CUdevice device;
+    char name[128] = "";
+    int major = 0, minor = 0;
+    size_t total = 0;
+    CUresult r = d->DeviceGet(&device, index);
+    if (!r) r = d->DeviceGetName(name, sizeof name, device);
+    if (!r) r = d->DeviceGetAttribute(&major, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device);
+    if (!r) r = d->DeviceGetAttribute(&minor, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device);
+    if (!r) r = d->DeviceTotalMem(&total, device);
+    vm_status s = vm_driver_check(d, r, "describing a device");
+    return s ? raise(s)
+             : Py_BuildValue("{s:s, s:(ii), s:n}", "name", name, "capability", major, minor, "total_bytes",
+                             (Py_ssize_t)total);
+}
+
+static PyObject *devices(PyObject *Py_UNUSED(module), PyObject *args) {
+    const char *libcuda = NULL;
+    if (!PyArg_ParseTuple(args, "|z", &libcuda)) return NULL;
+    const vm_driver *d;
+    int count = 0;
+    Py_BEGIN_ALLOW_THREADS d = vm_driver_get(libcuda);
+    Py_END_ALLOW_THREADS if (!d) return raise(VM_EDEVICE);
+    vm_status s = vm_driver_check(d, d->DeviceGetCount(&count), "counting devices");
+    if (s) return raise(s);
+    PyObject *list = PyList_New(0);
+    for (int i = 0; list && i < count; i++) {
+        PyObject *one = describe(d, i);
+        if (!one || PyList_Append(list, one)) Py_CLEAR(list);
+        Py_XDECREF(one);
+    }
+    return list;
+}
+
+/* ---- DLPack: the structures of its ABI, version 0.x, which every library speaks ---- */
+
+typedef struct DLTensor {
+    void *data;
+    struct {
+        int32_t type, id;
+    } device;
+    int32_t ndim;
+    struct {
+        uint8_t code, bits;
+        uint16_t lanes;
+    } dtype;
+    int64_t *shape, *strides;
+    uint64_t byte_offset;
+} DLTensor;
+
+typedef struct DLManagedTensor {
+    DLTensor tensor;
+    void *context;
+    void (*deleter)(struct DLManagedTensor *);
+} DLManagedTensor;
+
+enum { DL_CUDA = 2, DL_MAX_DIMS = 8 };
+
+static const struct {
+    const char *name;
+    uint8_t code, bits;
+} dl_dtypes[] = {{"float32", 2, 32}, {"float16", 2, 16}, {"bfloat16", 4, 16}, {"uint8", 1, 8}};
+
+static const char borrowed_name[] = "vaemem.borrowed";
+
+static void end_borrowing(PyObject *capsule) {
+    DLManagedTensor *m = PyCapsule_GetPointer(capsule, borrowed_name);
+    if (m && m->deleter) m->deleter(m);
+}
+
+static bool contiguous(const DLTensor *t) {
+    int64_t want = 1;
+    for (int i = t->ndim; t->strides && i-- > 0; want *= t->shape[i])
+        if (t->shape[i] != 1 && t->strides[i] != want) return false;
+    return true;
+}
+
+static PyObject *borrow(PyObject *Py_UNUSED(module), PyObject *capsule) {
+    DLManagedTensor *m = PyCapsule_GetPointer(capsule, "dltensor");
+    if (!m) return NULL;
+    const DLTensor *t = &m->tensor;
+    const char *dtype = NULL;
+    for (size_t i = 0; i < sizeof dl_dtypes / sizeof *dl_dtypes; i++)
+        if (t->dtype.code == dl_dtypes[i].code && t->dtype.bits == dl_dtypes[i].bits && t->dtype.lanes == 1)
+            dtype = dl_dtypes[i].name;
+    PyObject *shape = PyTuple_New(t->ndim);
+    for (int i = 0; shape && i < t->ndim; i++) PyTuple_SET_ITEM(shape, i, PyLong_FromLongLong(t->shape[i]));
+    PyObject *result = shape ? Py_BuildValue("{s:K, s:N, s:z, s:O, s:i, s:i}", "address",
+                                             (unsigned long long)((uintptr_t)t->data + t->byte_offset), "shape", shape,
+                                             "dtype", dtype, "contiguous", contiguous(t) ? Py_True : Py_False,
+                                             "device_type", t->device.type, "device", t->device.id)
+                             : NULL;
+    PyObject *owner = result ? PyCapsule_New(m, borrowed_name, end_borrowing) : NULL;
+    if (!owner) {
+        Py_XDECREF(result);
+        return NULL;
+    }
+    PyCapsule_SetName(capsule, "used_dltensor"); /* from here on owner deletes it */
+    const int failed = PyDict_SetItemString(result, "owner", owner);
+    Py_DECREF(owner);
+    if (!failed) return result;
+    Py_DECREF(result);
+    return NULL;
+}
+
+typedef struct lent {
+    DLManagedTensor managed;
+    int64_t shape[DL_MAX_DIMS];
+} lent;
+
+static void end_lending(DLManagedTensor *m) {
+    PyGILState_STATE state = PyGILState_Ensure();
+    Py_XDECREF((PyObject *)m->context);
+    PyMem_RawFree(m);
+    PyGILState_Release(state);
+}
+
+static void drop_capsule(PyObject *capsule) { /* nobody took it */
+    if (!PyCapsule_IsValid(capsule, "dltensor")) return;
+    DLManagedTensor *m = PyCapsule_GetPointer(capsule, "dltensor");
+    m->deleter(m);
+}
+
+static PyObject *lend(PyObject *Py_UNUSED(module), PyObject *args) {
+    unsigned long long address;
+    PyObject *shape, *owner;
+    const char *dtype;
+    int device;
+    if (!PyArg_ParseTuple(args, "KO!siO", &address, &PyTuple_Type, &shape, &dtype, &device, &owner)) return NULL;
+    const Py_ssize_t dims = PyTuple_GET_SIZE(shape);
+    if (dims > DL_MAX_DIMS) return PyErr_Format(PyExc_ValueError, "shape: want %d dimensions at most", DL_MAX_DIMS);
+    lent *l = PyMem_RawCalloc(1, sizeof *l);
+    if (!l) return PyErr_NoMemory();
+    l->managed.tensor = (DLTensor){.data = (void *)(uintptr_t)address, .ndim = (int32_t)dims, .shape = l->shape};
+    l->managed.tensor.device.type = DL_CUDA;
+    l->managed.tensor.device.id = device;
+    for (Py_ssize_t i = 0; i < dims; i++) l->shape[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(shape, i));
+    for (size_t i = 0; i < sizeof dl_dtypes / sizeof *dl_dtypes; i++)
+        if (!strcmp(dtype, dl_dtypes[i].name)) {
+            l->managed.tensor.dtype.code = dl_dtypes[i].code;
+            l->managed.tensor.dtype.bits = dl_dtypes[i].bits;
+            l->managed.tensor.dtype.lanes = 1;
+        }
+    if (!PyErr_Occurred() && !l->managed.tensor.dtype.lanes)
+        PyErr_Format(PyExc_ValueError, "dtype: want float32, float16, bfloat16 or uint8, got '%s'", dtype);
+    PyObject *capsule = PyErr_Occurred() ? NULL : PyCapsule_New(&l->managed, "dltensor", drop_capsule);
+    if (!capsule) {
+        PyMem_RawFree(l);
+        return NULL;
+    }
+    l->managed.context = Py_NewRef(owner);
+    l->managed.deleter = end_lending;
+    return capsule;
+}
+
+static PyMethodDef functions[] = {
+    {"devices", devices, METH_VARARGS,
+     "devices(libcuda=None)\n--\n\n[{name, capability, total_bytes}]. Raises RuntimeError saying why there are none."},
+    {"borrow", borrow, METH_O,
+     "borrow(capsule)\n--\n\nWhat a DLPack capsule holds, as a dict; its tensor lives as long as the dict's owner. "
+     "dtype: "
+     "None for one that is not ours."},
+    {"lend", lend, METH_VARARGS,
+     "lend(address, shape, dtype, device, owner)\n--\n\nA DLPack capsule of packed device memory that owner keeps "
+     "alive."},
+    {NULL, NULL, 0, NULL}};
+
+static int exec_module(PyObject *module) {
+    PyObject *type = PyType_FromModuleAndSpec(module, &backend_spec, NULL);
+    const int failed = !type || PyModule_AddType(module, (PyTypeObject *)type);
+    Py_XDECREF(type);
+    return failed ? -1 : 0;
+}
+
+static PyModuleDef_Slot slots[] = {{Py_mod_exec, (void *)exec_module},
+#ifdef Py_mod_multiple_interpreters
+                                   {Py_mod_multiple_interpreters, Py_MOD_MULTIPLE_INTERPRETERS_NOT_SUPPORTED},
+#endif
+                                   {0, NULL}};
+
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, .m_name = "vaemem._cuda",
+                                        .m_doc = "GPUs as backends of vaemem._core.", .m_methods = functions,
+                                        .m_slots = slots};
+
+PyMODINIT_FUNC PyInit__cuda(void) { return PyModuleDef_Init(&definition); }

@@ -1,0 +1,258 @@
+/* A pass on a GPU, stripe by stripe (cuda.h):
+ *
+ *   merge: the sums that x's producer left -> scale, shift
+ *   for each stripe of rows of y:   x --load--> stripe in --cuDNN--> raw stripe --store--> y and its sums
+ *
+ *   scratch:  scale | shift | stripe in | raw stripe         workspace: cuDNN's
+ *
+ * Stripes take at most pass->room bytes, so that no copy of a tensor is ever stored whole, and few enough to stay in
+ * the L2 cache between the three kernels. They go down the image in order on one stream, so y may lie in x's place
+ * where a pixel of y needs only that pixel of x. */
+#include <math.h>
+
+#include "gpu.h"
+
+enum { PARTS_WANTED = 2048, PART_LEAST = 64 };
+
+/* How a convolution is cut; sizes in elements. */
+typedef struct shape {
+    size_t rows;                    /* of y in a stripe */
+    size_t in_w, in_c;              /* of the padded stripe */
+    size_t raw_w, raw_c;            /* of what the convolution gives */
+    size_t k, stride, pad;          /* of the filter as it is convolved */
+    size_t scale, in, raw, scratch; /* bytes: offsets in scratch, and its size */
+} shape;
+
+static size_t padded(size_t c) { return VM_BLOCKS(c) * VM_BLOCK; }
+
+static size_t in_rows(const vm_pass *p, const shape *s, size_t rows) {
+    return p->up ? rows / 2 + 2 : (rows - 1) * s->stride + s->k;
+}
+
+static size_t raw_rows(const vm_pass *p, size_t rows) { return p->up ? rows / 2 + 1 : rows; }
+
+static size_t put_bytes(size_t *total, size_t bytes) {
+    const size_t at = *total;
+    *total += VM_ROUND_UP(bytes, 256);
+    return at;
+}
+
+/* Fills the layout for stripes of `rows`. */
+static void lay_out(const vm_pass *p, shape *s, size_t rows, size_t element) {
+    s->rows = rows;
+    s->scratch = 0;
+    s->scale = put_bytes(&s->scratch, p->norm ? 2 * s->in_c * sizeof(float) : 0);
+    s->in = put_bytes(&s->scratch, in_rows(p, s, rows) * s->in_w * s->in_c * element);
+    s->raw = put_bytes(&s->scratch, raw_rows(p, rows) * s->raw_w * s->raw_c * element);
+}
+
+static shape shape_of(const vm_pass *p, size_t element) {
+    shape s = {.k = p->up ? 2 : (size_t)p->ksize, .stride = (size_t)p->stride};
+    s.pad = s.stride == 1 ? (size_t)p->ksize / 2 : 0;
+    s.in_c = padded(p->x.c);
+    s.raw_c = padded(p->y.c) * (p->up ? 4 : 1);
+    s.raw_w = p->up ? p->x.w + 1 : p->y.w;
+    s.in_w = p->up ? p->x.w + 2 : (p->y.w - 1) * s.stride + s.k;
+    /* the most rows that the room has place for, then as even as can be */
+    const size_t even = p->up ? 2 : 1;
+    size_t low = even, high = p->y.h;
+    while (low < high) {
+        const size_t rows = VM_ROUND_UP((low + high) / 2 + 1, even);
+        lay_out(p, &s, VM_MIN(rows, p->y.h), element);
+        if (s.scratch > p->room)
+            high = VM_MIN(rows, p->y.h) - even;
+        else
+            low = VM_MIN(rows, p->y.h);
+    }
+    const size_t stripes = (p->y.h + low - 1) / low;
+    lay_out(p, &s, VM_ROUND_UP((p->y.h + stripes - 1) / stripes, even), element);
+    return s;
+}
+
+/* The sums are in parts of so many pixels: enough of them to keep the GPU busy, few enough to merge. */
+static size_t part_pixels(const vm_pass *p) { return VM_MAX(p->y.h * p->y.w / PARTS_WANTED, PART_LEAST); }
+
+static size_t parts_of(const vm_pass *p, size_t rows) {
+    const size_t pixels = part_pixels(p);
+    return (rows * p->y.w + pixels - 1) / pixels;
+}
+
+static size_t stripe_rows(const vm_pass *p, const shape *s, size_t row0) { return VM_MIN(s->rows, p->y.h - row0); }
+
+static size_t workspace_limit(const vm_pass *p) {
+    enum { LEAST = 1 << 20 };
+    return VM_MAX(p->room / 5 * 2, LEAST);
+}
+
+static vm_conv_key key_of(const vm_gpu *g, const vm_pass *p, const shape *s, size_t rows) {
+    return (vm_conv_key){.dtype = g->dtype,
+                         .tf32 = g->tf32,
+                         .h = (int64_t)in_rows(p, s, rows),
+                         .w = (int64_t)s->in_w,
+                         .c = (int64_t)s->in_c,
+                         .k = (int64_t)s->raw_c,
+                         .r = (int64_t)s->k,
+                         .stride = (int64_t)s->stride,
+                         .limit = workspace_limit(p)};
+}
+
+size_t vm_gpu_scratch(const vm_backend *b, const vm_pass *p, unsigned threads) {
+    (void)threads;
+    return p->kind == VM_PASS_CONV ? shape_of(p, b->element).scratch : 0;
+}
+
+size_t vm_gpu_parts(const vm_backend *b, const vm_pass *p) {
+    const shape s = shape_of(p, b->element);
+    size_t parts = 0;
+    for (size_t row = 0; row < p->y.h; row += s.rows) parts += parts_of(p, stripe_rows(p, &s, row));
+    return parts;
+}
+
+vm_status vm_gpu_workspace(const vm_backend *b, const vm_pass *p, size_t *bytes) {
+    vm_gpu *g = b->self;
+    *bytes = 0;
+    if (p->kind != VM_PASS_CONV) return VM_OK;
+    const shape s = shape_of(p, b->element);
+    const size_t last = p->y.h % s.rows;
+    vm_status status = vm_gpu_enter(g);
+    if (status) return status;
+    for (int i = 0; i < (last ? 2 : 1) && !status; i++) {
+        const vm_conv_key key = key_of(g, p, &s, i ? last : s.rows);
+        size_t one = 0;
+        status = vm_cudnn_convs_bytes(g->convs, &key, &one);
+        if (g->autotune) { /* which plan wins is known when there is memory to run them on */
+            g->untuned |= !vm_cudnn_convs_tuned(g->convs, &key);
+            one = key.limit;
+        }
+        *bytes = VM_MAX(*bytes, one);
+    }
+    vm_gpu_leave(g);
+    return status;
+}
+
+static vm_status launch(const vm_gpu *g, vm_gpu_kernel kernel, size_t x, size_t y, size_t shared, void *args) {
+    if (x > INT32_MAX || y > 65535) return vm_fail(VM_EINVAL, "CUDA: a grid of %zu x %zu blocks is too large", x, y);
+    return vm_driver_check(g->d,
+                           g->d->LaunchKernel(g->kernel[kernel], (unsigned)x, (unsigned)y, 1, VM_CUDA_THREADS, 1, 1,
+                                              (unsigned)shared, g->stream, (void *[]){args}, NULL),
+                           "launching a kernel");
+}
+
+static vm_status merge(const vm_gpu *g, const vm_pass *p, const vm_operands *at, float *scale) {
+    vm_merge_args a = {.stats = at->x_stats,
+                       .gamma = at->gamma,
+                       .beta = at->beta,
+                       .scale = scale,
+                       .shift = scale + padded(p->x.c),
+                       .parts = (uint32_t)at->x_parts,
+                       .c = (uint32_t)p->x.c,
+                       .groups = (uint32_t)p->groups,
+                       .eps = p->eps * p->x_unit * p->x_unit};
+    return launch(g, VM_KERNEL_MERGE, p->groups, 1, 0, &a);
+}
+
+static vm_status load(const vm_gpu *g, const vm_pass *p, const vm_operands *at, const shape *s, size_t row0,
+                      size_t rows, const float *scale) {
+    const size_t n = in_rows(p, s, rows);
+    vm_load_args a = {.x = p->x_format == VM_ROWS ? at->x.data : at->x_pixels,
+                      .out = (char *)at->scratch + s->in,
+                      .scale = p->norm ? scale : NULL,
+                      .shift = p->norm ? scale + s->in_c : NULL,
+                      .x_h = (uint32_t)p->x.h,
+                      .x_w = (uint32_t)p->x.w,
+                      .x_c = (uint32_t)p->x.c,
+                      .x_pitch = (uint32_t)at->x.pitch,
+                      .top = (int32_t)(p->up ? row0 / 2 : row0 * s->stride) - (int32_t)s->pad,
+                      .left = -(int32_t)s->pad,
+                      .rows = (uint32_t)n,
+                      .width = (uint32_t)s->in_w,
+                      .channels = (uint32_t)s->in_c,
+                      .format = p->x_format,
+                      .silu = p->silu,
+                      .in_scale = p->affine ? p->in_scale : 1,
+                      .in_shift = p->affine ? p->in_shift : 0,
+                      .multiply = p->norm ? p->y_unit : p->y_unit / p->x_unit};
+    const size_t vectors = n * s->in_w * s->in_c / 8;
+    const size_t a_block = 4 * VM_CUDA_THREADS; /* a thread takes a few vectors at once */
+    const size_t blocks = (vectors + a_block - 1) / a_block, most = (size_t)g->multiprocessors * 32;
+    return launch(g, VM_KERNEL_LOAD, VM_MIN(blocks, most), 1, 0, &a);
+}
+
+static vm_status store(const vm_gpu *g, const vm_pass *p, const vm_operands *at, const shape *s, size_t row0,
+                       size_t rows, size_t part0) {
+    const bool own = p->y_format == VM_ROWS;
+    vm_store_args a = {.raw = (char *)at->scratch + s->raw,
+                       .bias = at->bias,
+                       .add = p->add ? at->add.data : NULL,
+                       .y = own ? at->y.data : at->y_pixels,
+                       .stats = p->stats ? at->y_stats + part0 * vm_stats_floats(p->y.c) : NULL,
+                       .flags = at->state,
+                       .y_h = (uint32_t)p->y.h,
+                       .y_w = (uint32_t)p->y.w,
+                       .y_c = (uint32_t)p->y.c,
+                       .y_pitch = (uint32_t)at->y.pitch,
+                       .add_pitch = (uint32_t)at->add.pitch,
+                       .row0 = (uint32_t)row0,
+                       .rows = (uint32_t)rows,
+                       .channels = (uint32_t)padded(p->y.c),
+                       .part_pixels = (uint32_t)part_pixels(p),
+                       .up = p->up,
+                       .format = p->y_format,
+                       .clamp_from = (uint32_t)p->clamp_from,
+                       .bias_scale = p->y_unit};
+    const size_t vectors = padded(p->y.c) / 8;
+    return launch(g, VM_KERNEL_STORE, parts_of(p, rows), (vectors + VM_CUDA_LANES - 1) / VM_CUDA_LANES, 0, &a);
+}
+
+/* Whether the convolution may read x itself: nothing to do on load, and pixels side by side. */
+static bool reads_x(const vm_pass *p, const vm_operands *at, const shape *s) {
+    return p->ksize == 1 && !p->norm && !p->affine && p->x_format == VM_ROWS && at->x.pitch == s->in_c &&
+           p->x_unit == p->y_unit;
+}
+
+static vm_status conv(vm_gpu *g, const vm_pass *p, const vm_operands *at) {
+    const shape s = shape_of(p, g->backend.element);
+    float *scale = (float *)((char *)at->scratch + s.scale);
+    const bool direct = reads_x(p, at, &s);
+    vm_status status = p->norm ? merge(g, p, at, scale) : VM_OK;
+    for (size_t row = 0, part = 0; row < p->y.h && !status; row += s.rows) {
+        const size_t rows = stripe_rows(p, &s, row);
+        const vm_conv_key key = key_of(g, p, &s, rows);
+        const char *in =
+            direct ? (char *)at->x.data + row * p->x.w * s.in_c * g->backend.element : (char *)at->scratch + s.in;
+        if (!direct) status = load(g, p, at, &s, row, rows, scale);
+        char *raw = (char *)at->scratch + s.raw;
+        if (!status && g->autotune && !g->outside && !vm_cudnn_convs_tuned(g->convs, &key))
+            status = vm_cudnn_convs_tune(g->convs, &key, g->stream, in, at->weight, raw, at->workspace, vm_gpu_time, g);
+        if (!status) status = vm_cudnn_convs_run(g->convs, &key, g->stream, in, at->weight, raw, at->workspace);
+        if (!status) status = store(g, p, at, &s, row, rows, part);
+        part += parts_of(p, rows);
+    }
+    return status;
+}
+
+static vm_status attention(vm_gpu *g, const vm_pass *p, const vm_operands *at) {
+    const size_t c = p->x.c / 3, n = p->x.h * p->x.w;
+    if (c > VM_ATTENTION_CHANNELS)
+        return vm_fail(VM_EINVAL, "attention: want at most %d channels on a GPU, got %zu", VM_ATTENTION_CHANNELS, c);
+    vm_attention_args a = {.x = at->x.data,
+                           .y = at->y.data,
+                           .n = (uint32_t)n,
+                           .channels = (uint32_t)c,
+                           .pitch = (uint32_t)at->x.pitch,
+                           .y_pitch = (uint32_t)at->y.pitch,
+                           .scale = (float)(1 / sqrt((double)p->scale_channels))};
+    const uint32_t queries = g->attention.queries;
+    return launch(g, VM_KERNEL_ATTENTION, (n + queries - 1) / queries, 1,
+                  vm_attention_shared(g->dtype, g->attention, (uint32_t)c), &a);
+}
+
+vm_status vm_gpu_run(const vm_backend *b, const vm_pass *p, const vm_operands *at, const vm_exec *exec) {
+    (void)exec;
+    vm_gpu *g = b->self;
+    vm_status s = vm_gpu_enter(g);
+    if (s) return s;
+    s = p->kind == VM_PASS_CONV ? conv(g, p, at) : attention(g, p, at);
+    vm_gpu_leave(g);
+    return s;
+}

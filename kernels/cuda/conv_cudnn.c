@@ -1,0 +1,308 @@
+/* Convolutions by cuDNN's graph API, with a cache of their plans.
+ *
+ *   plan: graph (x, w, y, convolution) -> heuristics mode A, then the fallback list -> configurations, best first
+ *         skip engines that are not accurate or not repeatable; the first that finalises within the limit is the plan
+ *   run:  variant pack (pointers, workspace) -> execute on the handle's stream */
+#include "conv_cudnn.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { LEAST_VERSION = 90000, CANDIDATES = 8, NAME = 256 };
+
+/* One of a key, made but not necessarily the chosen one. */
+typedef struct plan {
+    vm_conv_key key;
+    desc plan, config; /* the configuration lives as long as the plan that was made from it */
+    size_t bytes;
+    bool tuned;
+    char name[NAME];
+} plan;
+
+struct vm_cudnn_convs {
+    vm_cudnn *c;
+    void *handle;
+    char *device_json;
+    size_t plans, room;
+    plan **plan; /* pointers, so that names stay where they are */
+};
+
+static bool same(const vm_conv_key *a, const vm_conv_key *b) {
+    return a->dtype == b->dtype && a->tf32 == b->tf32 && a->h == b->h && a->w == b->w && a->c == b->c && a->k == b->k &&
+           a->r == b->r && a->stride == b->stride && a->limit == b->limit;
+}
+
+static plan *find(const vm_cudnn_convs *s, const vm_conv_key *key) {
+    for (size_t i = 0; i < s->plans; i++)
+        if (same(&s->plan[i]->key, key)) return s->plan[i];
+    return NULL;
+}
+
+static void free_plan(vm_cudnn *c, plan *p) {
+    if (!p) return;
+    c->destroy(p->plan);
+    c->destroy(p->config);
+    free(p);
+}
+
+vm_status vm_cudnn_convs_new(const char *path, const char *device_json, vm_cudnn_convs **out) {
+    *out = NULL;
+    vm_cudnn_convs *s = calloc(1, sizeof *s);
+    if (!s) return vm_fail(VM_ENOMEM, "cuDNN: no memory for its plans");
+    vm_status status = vm_cudnn_open(path, NULL, LEAST_VERSION, &s->c);
+    if (!status && device_json && !(s->device_json = strdup(device_json)))
+        status = vm_fail(VM_ENOMEM, "cuDNN: no memory for a device's description");
+    if (!status && !device_json && (!s->c->create_handle || !s->c->set_stream || !s->c->execute))
+        status = vm_fail(VM_EDEVICE, "cuDNN: want a library that runs, got one without cudnnBackendExecute");
+    if (!status && !device_json) {
+        const int refused = s->c->create_handle(&s->handle);
+        if (refused) {
+            s->handle = NULL;
+            status = vm_fail(VM_EDEVICE, "cuDNN: making a handle: %s", s->c->status_name(refused));
+        }
+    }
+    if (status)
+        vm_cudnn_convs_free(s);
+    else
+        *out = s;
+    return status;
+}
+
+void vm_cudnn_convs_free(vm_cudnn_convs *s) {
+    if (!s) return;
+    for (size_t i = 0; i < s->plans; i++) free_plan(s->c, s->plan[i]);
+    if (s->handle) s->c->destroy_handle(s->handle);
+    vm_cudnn_close(s->c);
+    free(s->plan);
+    free(s->device_json);
+    free(s);
+}
+
+size_t vm_cudnn_convs_version(const vm_cudnn_convs *s) { return vm_cudnn_version(s->c); }
+
+size_t vm_cudnn_convs_count(const vm_cudnn_convs *s) {
+    pthread_mutex_lock(&s->c->lock);
+    const size_t count = s->plans;
+    pthread_mutex_unlock(&s->c->lock);
+    return count;
+}
+
+static const plan *find_locked(const vm_cudnn_convs *s, const vm_conv_key *key) {
+    pthread_mutex_lock(&s->c->lock);
+    const plan *p = find(s, key);
+    pthread_mutex_unlock(&s->c->lock);
+    return p;
+}
+
+const char *vm_cudnn_convs_name(const vm_cudnn_convs *s, const vm_conv_key *key) {
+    const plan *p = find_locked(s, key);
+    return p ? p->name : NULL;
+}
+
+/* Engines that round more than their types say, or sum in another order each time. */
+static bool refused(vm_cudnn *c, desc engine, const vm_conv_key *key) {
+    static const int never[] = {NOTE_DOWN_CONVERT_INPUTS, NOTE_REDUCED_PRECISION_REDUCTION, NOTE_NONDETERMINISTIC};
+    static const int strict[] = {NOTE_TENSOR_CORE, NOTE_FFT, NOTE_WINOGRAD_TILE_4x4, NOTE_WINOGRAD_TILE_6x6,
+                                 NOTE_WINOGRAD_TILE_13x13};
+    for (size_t i = 0; i < sizeof never / sizeof *never; i++)
+        if (vm_cudnn_has_note(c, engine, ENGINE_NUMERICAL_NOTE, T_NUMERICAL_NOTE, never[i])) return true;
+    for (size_t i = 0; i < sizeof strict / sizeof *strict && key->dtype == VM_F32 && !key->tf32; i++)
+        if (vm_cudnn_has_note(c, engine, ENGINE_NUMERICAL_NOTE, T_NUMERICAL_NOTE, strict[i])) return true;
+    return false;
+}
+
+/* What a search for plans has found so far. */
+typedef struct search {
+    const vm_cudnn_convs *s;
+    const vm_conv_key *key;
+    desc device;
+    plan *found[CANDIDATES];
+    size_t count, wanted;
+    int64_t least; /* bytes of workspace that any plan wanted */
+} search;
+
+/* Whether config has been kept: then it is the plan's. */
+static bool try_config(search *f, desc config) {
+    vm_cudnn *c = f->s->c;
+    desc engine = NULL, made = NULL;
+    int64_t count = 0, bytes = 0;
+    bool kept = false;
+    if (!c->create(ENGINE, &engine) && !c->create(EXECUTION_PLAN, &made) &&
+        !c->get(config, ENGINECFG_ENGINE, T_DESC, 1, &count, &engine) && !refused(c, engine, f->key) &&
+        !c->set(made, EXECUTION_PLAN_ENGINE_CONFIG, T_DESC, 1, &config) &&
+        !(f->device ? c->set(made, EXECUTION_PLAN_DEVICEPROP, T_DESC, 1, &f->device)
+                    : c->set(made, EXECUTION_PLAN_HANDLE, T_HANDLE, 1, &f->s->handle)) &&
+        !c->finalize(made) && !c->get(made, EXECUTION_PLAN_WORKSPACE_SIZE, T_INT64, 1, &count, &bytes)) {
+        if (f->least < 0 || bytes < f->least) f->least = bytes;
+        plan *p = (size_t)bytes <= f->key->limit ? calloc(1, sizeof *p) : NULL;
+        if (p) {
+            p->key = *f->key;
+            p->plan = made;
+            p->config = config;
+            p->bytes = (size_t)bytes;
+            vm_cudnn_name(c, config, engine, p->name, sizeof p->name);
+            f->found[f->count++] = p;
+            made = NULL;
+            kept = true;
+        }
+    }
+    if (made) c->destroy(made);
+    if (engine) c->destroy(engine);
+    return kept;
+}
+
+static void walk(search *f, vm_cudnn_question *q, desc graph, int mode) {
+    desc config[MAX_CONFIGS];
+    const int64_t count = vm_cudnn_configs(q, graph, f->device, mode, config);
+    for (int64_t i = 0; i < count; i++)
+        if (f->count == f->wanted || !try_config(f, config[i])) f->s->c->destroy(config[i]);
+}
+
+/* Up to `wanted` plans, best first. */
+static vm_status look(search *f) {
+    static const char *const dtypes[] = {[VM_F32] = "float32", [VM_F16] = "float16", [VM_BF16] = "bfloat16"};
+    const vm_conv_key *k = f->key;
+    const vm_conv conv = {.dtype = k->dtype,
+                          .tf32 = k->tf32,
+                          .nhwc = true,
+                          .n = 1,
+                          .c = k->c,
+                          .h = k->h,
+                          .w = k->w,
+                          .k = k->k,
+                          .r = k->r,
+                          .s = k->r,
+                          .stride = k->stride};
+    vm_status status = vm_cudnn_check(&conv);
+    if (status) return status;
+    vm_cudnn_question q = {.c = f->s->c};
+    if (f->s->device_json) f->device = vm_cudnn_device(&q, f->s->device_json);
+    desc graph = vm_cudnn_graph(&q, &conv, f->s->handle);
+    f->least = -1;
+    walk(f, &q, graph, HEUR_A);
+    if (!f->count) walk(f, &q, graph, HEUR_FALLBACK);
+    status = vm_cudnn_end(&q, VM_EDEVICE);
+    if (status || f->count) return status;
+    char why[96] = "none at all fits this device";
+    if (f->least >= 0) snprintf(why, sizeof why, "the least that one wants is %lld", (long long)f->least);
+    return vm_fail(
+        VM_EDEVICE,
+        "cuDNN %zu: want an engine for %s%s %lldx%lldx%lld, %lld filters %lldx%lld, stride %lld, within %zu bytes of "
+        "workspace, got none (%s)",
+        vm_cudnn_version(f->s->c), dtypes[k->dtype], k->tf32 ? " tf32" : "", (long long)k->h, (long long)k->w,
+        (long long)k->c, (long long)k->k, (long long)k->r, (long long)k->r, (long long)k->stride, k->limit, why);
+}
+
+static vm_status keep(vm_cudnn_convs *s, plan *p) {
+    if (s->plans == s->room) {
+        const size_t room = s->room ? 2 * s->room : 64;
+        plan **wider = realloc(s->plan, room * sizeof *wider);
+        if (!wider) {
+            free_plan(s->c, p);
+            return vm_fail(VM_ENOMEM, "cuDNN: no memory for a plan");
+        }
+        s->plan = wider;
+        s->room = room;
+    }
+    s->plan[s->plans++] = p;
+    return VM_OK;
+}
+
+/* With the lock held: the plan, found or made. */
+static vm_status plan_of(vm_cudnn_convs *s, const vm_conv_key *key, plan **out) {
+    if ((*out = find(s, key))) return VM_OK;
+    search f = {.s = s, .key = key, .wanted = 1};
+    const vm_status status = look(&f);
+    if (status) return status;
+    *out = f.found[0];
+    return keep(s, f.found[0]);
+}
+
+vm_status vm_cudnn_convs_bytes(vm_cudnn_convs *s, const vm_conv_key *key, size_t *bytes) {
+    plan *p = NULL;
+    *bytes = 0;
+    pthread_mutex_lock(&s->c->lock);
+    const vm_status status = plan_of(s, key, &p);
+    if (!status) *bytes = p->bytes;
+    pthread_mutex_unlock(&s->c->lock);
+    return status;
+}
+
+/* With the lock held. */
+static vm_status execute(const vm_cudnn_convs *s, desc plan, void *stream, const void *x, const void *filters, void *y,
+                         void *workspace) {
+    const int64_t ids[3] = {'x', 'w', 'y'};
+    const void *pointers[3] = {x, filters, y};
+    vm_cudnn_question q = {.c = s->c};
+    desc pack = vm_cudnn_make(&q, VARIANT_PACK);
+    vm_cudnn_set(&q, pack, VARIANT_PACK_DATA_POINTERS, T_VOID_PTR, 3, pointers);
+    vm_cudnn_set(&q, pack, VARIANT_PACK_UNIQUE_IDS, T_INT64, 3, ids);
+    vm_cudnn_set(&q, pack, VARIANT_PACK_WORKSPACE, T_VOID_PTR, 1, &workspace);
+    vm_cudnn_finalize(&q, pack, "variant pack");
+    if (!q.status && (q.status = s->c->set_stream(s->handle, stream))) q.step = "stream";
+    if (!q.status && (q.status = s->c->execute(s->handle, plan, pack))) q.step = "running a convolution";
+    return vm_cudnn_end(&q, VM_EDEVICE);
+}
+
+static vm_status no_device(void) {
+    return vm_fail(VM_EINVAL, "cuDNN: want a device to run on, got a description of one");
+}
+
+vm_status vm_cudnn_convs_run(vm_cudnn_convs *s, const vm_conv_key *key, void *stream, const void *x,
+                             const void *filters, void *y, void *workspace) {
+    plan *p;
+    if (!s->handle) return no_device();
+    pthread_mutex_lock(&s->c->lock);
+    vm_status status = plan_of(s, key, &p);
+    if (!status) status = execute(s, p->plan, stream, x, filters, y, workspace);
+    pthread_mutex_unlock(&s->c->lock);
+    return status;
+}
+
+/* ---- timed choice ---- */
+
+bool vm_cudnn_convs_tuned(const vm_cudnn_convs *s, const vm_conv_key *key) {
+    const plan *p = find_locked(s, key);
+    return p && p->tuned;
+}
+
+typedef struct attempt {
+    const vm_cudnn_convs *s;
+    desc plan;
+    void *stream, *y, *workspace;
+    const void *x, *filters;
+} attempt;
+
+static vm_status run_attempt(void *job) {
+    const attempt *a = job;
+    return execute(a->s, a->plan, a->stream, a->x, a->filters, a->y, a->workspace);
+}
+
+vm_status vm_cudnn_convs_tune(vm_cudnn_convs *s, const vm_conv_key *key, void *stream, const void *x,
+                              const void *filters, void *y, void *workspace, vm_conv_timer timer, void *context) {
+    plan *kept;
+    search f = {.s = s, .key = key, .wanted = CANDIDATES};
+    if (!s->handle) return no_device();
+    pthread_mutex_lock(&s->c->lock);
+    vm_status status = plan_of(s, key, &kept); /* its place in the cache, whatever is found now */
+    if (!status && !kept->tuned) status = look(&f);
+    double best = -1;
+    size_t winner = 0;
+    for (size_t i = 0; i < f.count; i++) {
+        attempt a = {s, f.found[i]->plan, stream, y, workspace, x, filters};
+        const double time = timer(context, run_attempt, &a);
+        if (time < 0 || (best >= 0 && time >= best)) continue;
+        best = time;
+        winner = i;
+    }
+    if (best >= 0) {
+        const plan loser = *kept;
+        *kept = *f.found[winner];
+        *f.found[winner] = loser;
+    }
+    if (!status) kept->tuned = true; /* where none could be timed the heuristics' first stays */
+    for (size_t i = 0; i < f.count; i++) free_plan(s->c, f.found[i]);
+    pthread_mutex_unlock(&s->c->lock);
+    return status;
+}

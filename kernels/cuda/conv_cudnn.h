@@ -1,0 +1,45 @@
+/* Convolutions by cuDNN's graph API, with a cache of their plans. */
+#ifndef VM_CONV_CUDNN_H
+#define VM_CONV_CUDNN_H
+
+#include "cudnn_api.h"
+
+/* x [h][w][c] * filters [k][r][r][c] -> y [(h - r) / stride + 1][(w - r) / stride + 1][k]: NHWC, packed, no padding,
+ * float sums. tf32: float factors may be rounded to 10 bits. limit: bytes of workspace that the plan may want. */
+typedef struct vm_conv_key {
+    vm_dtype dtype;
+    bool tf32;
+    int64_t h, w, c, k, r, stride;
+    size_t limit;
+} vm_conv_key;
+
+/* How long running a candidate takes, in any unit; negative where it failed. run(job) enqueues it once. */
+typedef double (*vm_conv_timer)(void *context, vm_status (*run)(void *job), void *job);
+
+/* The plans of one device, kept until they are freed together. Thread-safe: one caller at a time, enqueuing included.
+ */
+typedef struct vm_cudnn_convs vm_cudnn_convs;
+
+/* path: libcudnn.so.9, or NULL for the process's copy or the loader's. device_json: cuDNN's description of a device for
+ * which to plan (nothing runs then), or NULL: the current context's. */
+vm_status vm_cudnn_convs_new(const char *path, const char *device_json, vm_cudnn_convs **out);
+void vm_cudnn_convs_free(vm_cudnn_convs *convs);
+size_t vm_cudnn_convs_version(const vm_cudnn_convs *convs);
+/* Finds or makes the plan; *bytes of workspace, the same in every run until it is tuned. VM_EINVAL: not a convolution;
+ * VM_EDEVICE: no engine takes it within the limit. */
+vm_status vm_cudnn_convs_bytes(vm_cudnn_convs *convs, const vm_conv_key *key, size_t *bytes);
+/* The engine and knobs of a plan, valid as long as convs; NULL where it was not planned. */
+const char *vm_cudnn_convs_name(const vm_cudnn_convs *convs, const vm_conv_key *key);
+size_t vm_cudnn_convs_count(const vm_cudnn_convs *convs);
+/* Enqueues it on the stream. */
+vm_status vm_cudnn_convs_run(vm_cudnn_convs *convs, const vm_conv_key *key, void *stream, const void *x,
+                             const void *filters, void *y, void *workspace);
+/* Whether the key's plan is timed already, or is to be: then its candidates, best first by the heuristics, can be run
+ * and the fastest kept. */
+bool vm_cudnn_convs_tuned(const vm_cudnn_convs *convs, const vm_conv_key *key);
+/* Runs the candidates on the given memory (workspace: key->limit bytes), stream waited for by timer, and keeps the
+ * fastest; the first where none could be timed. timer is called under the lock: it calls nothing of convs but run. */
+vm_status vm_cudnn_convs_tune(vm_cudnn_convs *convs, const vm_conv_key *key, void *stream, const void *x,
+                              const void *filters, void *y, void *workspace, vm_conv_timer timer, void *context);
+
+#endif

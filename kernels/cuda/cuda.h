@@ -1,0 +1,202 @@
+/* What the host hands to our CUDA kernels: plain structures, read by the C compiler and by nvcc alike.
+ *
+ * A pass on a GPU goes stripe by stripe, a stripe being some rows of y:
+ *
+ *   x --load--> padded stripe --cuDNN--> raw stripe --store--> y, and the sums that the next GroupNorm needs
+ *
+ * load normalises, activates, converts and pads; the convolution is a plain one without padding; store adds
+ * the bias and the residual, converts and measures. Tensors are NHWC: [h][w][pitch] elements of the run's type,
+ * channels padded with zeros to a multiple of VM_BLOCK. A stripe is small enough to stay in the L2 cache between the
+ * three.
+ *
+ * Every kernel is extern "C", named vm_<op>_<dtype> (f32, f16, bf16), and takes one of these structures by value. */
+#ifndef VM_CUDA_H
+#define VM_CUDA_H
+
+#include "../kernels.h"
+
+enum { VM_CUDA_THREADS = 256, VM_CUDA_LANES = 64 };
+
+/* vm_load_<dtype>: out[r][q][c] = f(x[top + r][left + q][c]) * multiply, zero outside x and for c >= x_c.
+ * f(v) = v * scale[c] + shift[c] (where given), then SiLU where asked; else v * in_scale + in_shift.
+ * Any one-dimensional grid of VM_CUDA_THREADS threads. */
+typedef struct vm_load_args {
+    const void *x; /* [x_h][x_w][x_pitch], or the user's pixels by format */
+    void *out;     /* [rows][width][channels] */
+    const float *scale, *shift;
+    uint32_t x_h, x_w, x_c, x_pitch;
+    int32_t top, left;
+    uint32_t rows, width, channels;
+    uint32_t format; /* vm_format of x */
+    uint32_t silu;
+    float in_scale, in_shift, multiply;
+} vm_load_args;
+
+/* vm_store_<dtype>: y[row0 + r][q][c] = raw + bias[c] * bias_scale + add, for r < rows, q < y_w, c < VM_ROUND_UP(y_c,
+ * VM_BLOCK), where raw = raw[r][q][c]                                                   of [rows][y_w][channels], or
+ * with up raw = raw[i + (R & 1)][q / 2 + (q & 1)][phase * channels + c],         of [..][y_w / 2 + 1][4 * channels], R
+ * = row0 + r, i = R / 2 - row0 / 2, phase = 2 * (R & 1) + (q & 1)  (row0 and rows even) Sums in float. Part p of the
+ * sums covers pixels [p * part_pixels, ...) of the stripe in row order: count, then per channel mean and sum of squared
+ * deviations of the stored (rounded) values, at stats + p * vm_stats_floats(y_c). User's pixels get channels c < y_c
+ * only, clamped to [-30, 20] from clamp_from on; bytes clamped and rounded. *flags |= 1 where a stored value is not
+ * finite. Grid (parts of the stripe, channel vectors of 8 / VM_CUDA_LANES rounded up), VM_CUDA_THREADS threads. */
+typedef struct vm_store_args {
+    const void *raw;
+    const float *bias;
+    const void *add; /* [y_h][y_w][add_pitch] or NULL; may be y */
+    void *y;         /* [y_h][y_w][y_pitch], or the user's pixels by format */
+    float *stats;    /* of this stripe's first part, or NULL */
+    uint32_t *flags;
+    uint32_t y_h, y_w, y_c, y_pitch, add_pitch;
+    uint32_t row0, rows, channels, part_pixels;
+    uint32_t up;
+    uint32_t format; /* vm_format of y */
+    uint32_t clamp_from;
+    float bias_scale;
+} vm_store_args;
+
+/* vm_merge: the parts of x's producer into y = x * scale + shift; sums in double. Channels from c up to its padding get
+ * 0. Grid (groups), VM_CUDA_THREADS threads. */
+typedef struct vm_merge_args {
+    const float *stats;
+    const float *gamma, *beta;
+    float *scale, *shift; /* [VM_ROUND_UP(c, VM_BLOCK)] */
+    uint32_t parts, c, groups;
+    float eps;
+} vm_merge_args;
+
+/* vm_attention_<dtype>: y[i] = softmax(q[i] k^T * scale) v over n pixels with one head of `channels` (at most
+ * VM_ATTENTION_CHANNELS, a multiple of VM_BLOCK). q, k, v lie side by side in a pixel: x + i * pitch + {0, 1, 2} *
+ * channels; y may be x's queries. Scores and sums in float. */
+typedef struct vm_attention_args {
+    const void *x;
+    void *y;
+    uint32_t n, channels, pitch, y_pitch;
+    float scale; /* natural: exp(score * scale) */
+} vm_attention_args;
+enum { VM_ATTENTION_CHANNELS = 512 };
+
+/* How it is launched: vm_attention_<dtype>_<queries>x<keys>, a block of VM_CUDA_THREADS threads for every `queries`,
+ * each with vm_attention_shared bytes of dynamic shared memory (more than the 48 KiB that need no opting in). */
+typedef struct vm_attention_shape {
+    uint32_t queries, keys; /* of a block, and of one of its steps; 0 where no kernel fits */
+    uint32_t ring;          /* bytes of the keys and values in flight */
+} vm_attention_shape;
+
+static inline uint32_t vm_attention_shared(vm_dtype dtype, vm_attention_shape s, uint32_t channels) {
+    if (dtype == VM_F32) return s.ring + s.keys * (s.queries + 4) * 4 + 3 * s.queries * 4; /* ring, p, tops and keeps */
+    const uint32_t line = 64; /* channels; q, ring, p, tops and keeps */
+    return s.queries * VM_ROUND_UP(channels, line) * 2 + s.ring + s.queries * s.keys * 2 + 5 * s.queries * 4;
+}
+
+/* The largest that fits a device. largest_shared: the most bytes that a block may opt in to. There is always one from
+ * 64 KiB (sm_75) on for f32 and f16, from 99 KiB (sm_86) on for bf16. */
+static inline vm_attention_shape vm_attention_choose(vm_dtype dtype, size_t largest_shared) {
+    static const vm_attention_shape shapes[] = {
+        {64, 128, 4 * 16384}, {64, 64, 3 * 8192}, {32, 64, 3 * 8192}, {64, 64, 2 * 16384}, {0, 0, 0}};
+    const int first = dtype == VM_F32 ? 3 : 0, end = dtype == VM_F32 ? 4 : dtype == VM_F16 ? 3 : 2;
+    for (int i = first; i < end; i++)
+        if (vm_attention_shared(dtype, shapes[i], VM_ATTENTION_CHANNELS) <= largest_shared) return shapes[i];
+    return shapes[4];
+}
+
+/* vm_conv_<dtype>_<rows>x<outs>_<stride>, f16 and bf16: a whole pass in one kernel, without stripes or scratch.
+ *
+ *   y[Y][X][o] = sum over taps a, b and channels c of w[o][a][b][c] * f(x[Y * stride + a - pad][X * stride + b -
+ * pad][c])
+ *                + bias[o] * bias_scale + add[Y][X][o]
+ *
+ * f(v) = v * scale[c] + shift[c] (where given), then SiLU where asked, then * multiply, rounded to the type; zero
+ * outside x. k = 3 with pad 1, 1 with pad 0, and 3 with stride 2 and pad 0. After nearest 2x (up) k = 2 and w is
+ * [4 phases][o][a][b][c]: y[2 i + py][2 j + px] sums over x[i + py + a - 1][j + px + b - 1], phase = 2 * py + px.
+ *
+ * Sums over all taps and channels are in float, bias and add too. Channels: x has in_c, padded with zeros to a multiple
+ * of VM_BLOCK; w has as many, and filters padded likewise, as bias is; y gets all of VM_ROUND_UP(y_c, VM_BLOCK), the
+ * user's pixels y_c of them as from vm_store. Sums for the next GroupNorm as vm_store leaves them: a part for each tile
+ * of rows x VM_CONV_COLUMNS pixels (of x, where up, and then one for each phase). *flags |= 1 where a stored value is
+ * not finite. Pitches are multiples of 8.
+ *
+ * add may be y itself. y may be x where k is 1, vm_conv_choose was told so, and both have the same pitch. */
+typedef struct vm_conv_args {
+    const void *x, *w;          /* [x_h][x_w][x_pitch], [y_c padded][k][k][in_c] */
+    const float *scale, *shift; /* [in_c], or NULL */
+    const float *bias;          /* [y_c padded] */
+    const void *add;            /* [y_h][y_w][add_pitch], or NULL */
+    void *y;                    /* [y_h][y_w][y_pitch], or the user's pixels by format */
+    float *stats;               /* vm_conv_parts of vm_stats_floats(y_c), or NULL */
+    uint32_t *flags;
+    uint32_t x_h, x_w, x_pitch, in_c;
+    uint32_t y_h, y_w, y_pitch, y_c, add_pitch;
+    uint32_t k, stride, up, silu;
+    uint32_t format; /* vm_format of y */
+    uint32_t clamp_from;
+    float multiply, bias_scale;
+} vm_conv_args;
+enum { VM_CONV_COLUMNS = 16, VM_CONV_CHUNK = 64 /* channels of x in shared memory at a time */ };
+
+/* X(rows, outs, stride, warps, stages, resident, cost): a block's tile is rows x VM_CONV_COLUMNS pixels by outs
+ * channels; its 8 warps stand 8 / warps by warps over it; stages: filters in flight; resident: blocks that share a
+ * multiprocessor where its memory allows. cost: of a product, beside the first's, from the bytes that a warp reads for
+ * it from shared memory: an estimate, only to choose by. */
+#define VM_CONV_TILES(X)      \
+    X(16, 128, 1, 2, 4, 1, 4) \
+    X(8, 128, 1, 4, 3, 1, 5)  \
+    X(4, 256, 1, 8, 2, 1, 6)  \
+    X(4, 64, 1, 4, 3, 2, 8)   \
+    X(16, 16, 1, 1, 4, 2, 8)  \
+    X(8, 128, 2, 4, 3, 1, 5)  \
+    X(4, 64, 2, 4, 2, 1, 8)
+
+typedef struct vm_conv_tile {
+    uint32_t rows, outs, stride; /* 0 where no kernel fits */
+    uint32_t shared;             /* bytes of dynamic shared memory */
+    uint32_t resident, cost;
+} vm_conv_tile;
+
+/* Two chunks of x with a halo for 3x3, the filters in flight, and each row of warps' count, means and deviations. */
+#define VM_CONV_SHARED(ROWS, OUTS, STRIDE, WARPS, STAGES)                                             \
+    (2 * (((ROWS) - 1) * (STRIDE) + 3) * ((VM_CONV_COLUMNS - 1) * (STRIDE) + 3) * VM_CONV_CHUNK * 2 + \
+     (STAGES) * (OUTS) * VM_CONV_CHUNK * 2 + VM_CUDA_THREADS / 32 / (WARPS) * (2 * (OUTS) + 4) * 4)
+
+static inline uint32_t vm_conv_parts(const vm_conv_args *a, vm_conv_tile t) {
+    const uint32_t h = a->up ? a->x_h : a->y_h, w = a->up ? a->x_w : a->y_w;
+    return (h + t.rows - 1) / t.rows * ((w + VM_CONV_COLUMNS - 1) / VM_CONV_COLUMNS) * (a->up ? 4 : 1);
+}
+
+/* Tiles of pixels and channels: what the blocks of a grid share among themselves. */
+static inline uint32_t vm_conv_items(const vm_conv_args *a, vm_conv_tile t) {
+    return vm_conv_parts(a, t) * ((VM_ROUND_UP(a->y_c, VM_BLOCK) + t.outs - 1) / t.outs);
+}
+
+/* Any grid does; this one fills the device. VM_CUDA_THREADS threads. */
+static inline uint32_t vm_conv_grid(const vm_conv_args *a, vm_conv_tile t, uint32_t multiprocessors) {
+    const uint32_t items = vm_conv_items(a, t), most = multiprocessors * t.resident;
+    return VM_MIN(items, most);
+}
+
+/* The tile that should be fastest, of those that fit: largest_shared is the most bytes that a block may opt in to (64
+ * KiB are enough for some with stride 1, 99 KiB for all that passes need). in_place: y is x. The geometry of `a`
+ * counts, its pointers do not. */
+static inline vm_conv_tile vm_conv_choose(vm_dtype dtype, const vm_conv_args *a, bool in_place, size_t largest_shared,
+                                          uint32_t multiprocessors) {
+#define VM_CONV_TILE(ROWS, OUTS, STRIDE, WARPS, STAGES, RESIDENT, COST) \
+    {ROWS, OUTS, STRIDE, VM_CONV_SHARED(ROWS, OUTS, STRIDE, WARPS, STAGES), RESIDENT, COST},
+    static const vm_conv_tile tiles[] = {VM_CONV_TILES(VM_CONV_TILE)};
+#undef VM_CONV_TILE
+    vm_conv_tile best = {0, 0, 0, 0, 0, 0};
+    uint64_t least = UINT64_MAX;
+    if (dtype == VM_F32 || (a->up ? a->k != 2 || a->stride != 1 : a->k != 1 && a->k != 3) || (in_place && a->k != 1))
+        return best;
+    for (size_t i = 0; i < sizeof tiles / sizeof *tiles; i++) {
+        vm_conv_tile t = tiles[i];
+        if (t.stride != a->stride || t.shared > largest_shared || (in_place && t.outs < a->y_c)) continue;
+        /* a multiprocessor has that and one KiB, and keeps one for itself in each block */
+        t.resident = (uint32_t)VM_MIN(t.resident, (largest_shared + 1024) / (t.shared + 1024));
+        const uint64_t wave = (uint64_t)multiprocessors * t.resident, waves = (vm_conv_items(a, t) + wave - 1) / wave;
+        const uint64_t cost = waves * t.resident * t.rows * t.outs * t.cost;
+        if (cost < least) least = cost, best = t;
+    }
+    return best;
+}
+
+#endif

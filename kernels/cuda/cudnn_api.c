@@ -1,0 +1,240 @@
+/* cuDNN's backend API: found at run time, and spoken to in few words. */
+#define _GNU_SOURCE
+#include "cudnn_api.h"
+
+#include <dlfcn.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { MAX_SIZE = 1 << 20 }; /* so that strides fit in 64 bits */
+enum { MAX_KNOBS = 64, MAX_NOTES = 32 };
+
+/* cuDNN aborts the process where it needs cuBLASLt and finds none, so it is looked for first: in what cuDNN is linked
+ * with, beside it, as the wheels lay it (CUDA 12, CUDA 13), then where the loader looks. */
+static bool load_cublaslt(void *cudnn, void *entry) {
+    static const char *const where[] = {"%.*s/libcublasLt.so.12",
+                                        "%.*s/libcublasLt.so.13",
+                                        "%.*s/../../cublas/lib/libcublasLt.so.12",
+                                        "%.*s/../../cu13/lib/libcublasLt.so.13",
+                                        "libcublasLt.so.12",
+                                        "libcublasLt.so.13"};
+    if (dlsym(cudnn, "cublasLtCreate")) return true;
+    Dl_info info;
+    const char *slash = dladdr(entry, &info) ? strrchr(info.dli_fname, '/') : NULL;
+    for (size_t i = 0; i < sizeof where / sizeof *where; i++) {
+        char name[4096];
+        if (*where[i] == '%' && !slash) continue;
+        const int used =
+            snprintf(name, sizeof name, where[i], slash ? (int)(slash - info.dli_fname) : 0, info.dli_fname);
+        if (used > 0 && (size_t)used < sizeof name && dlopen(name, RTLD_LAZY | RTLD_LOCAL)) return true;
+    }
+    return false;
+}
+
+vm_status vm_cudnn_open(const char *path, const char *no_driver, size_t least, vm_cudnn **out) {
+    *out = NULL;
+    if (no_driver && !dlopen("libcuda.so.1", RTLD_LAZY | RTLD_LOCAL) && !dlopen(no_driver, RTLD_LAZY | RTLD_LOCAL))
+        return vm_fail(VM_EDEVICE, "cuDNN: want a stand-in for libcuda.so.1, got %s", dlerror());
+    /* One process, one cuDNN: a second copy would share its sublibraries with the first by their names. */
+    void *library = dlopen("libcudnn.so.9", RTLD_LAZY | RTLD_LOCAL | RTLD_NOLOAD);
+    if (!library) library = dlopen(path ? path : "libcudnn.so.9", RTLD_LAZY | RTLD_LOCAL);
+    if (!library) return vm_fail(VM_EDEVICE, "cuDNN: want libcudnn.so.9, got %s", dlerror());
+    vm_cudnn *c = calloc(1, sizeof *c);
+    if (!c) return vm_fail(VM_ENOMEM, "cuDNN: no memory for a handle");
+    const struct {
+        const char *name;
+        void *where;
+        bool running; /* wanted only where something is run */
+    } entries[] = {
+        {"cudnnBackendCreateDescriptor", &c->create, false}, {"cudnnBackendDestroyDescriptor", &c->destroy, false},
+        {"cudnnBackendSetAttribute", &c->set, false},        {"cudnnBackendGetAttribute", &c->get, false},
+        {"cudnnBackendFinalize", &c->finalize, false},       {"cudnnGetErrorString", &c->status_name, false},
+        {"cudnnGetLastErrorString", &c->last_error, false},  {"cudnnCreate", &c->create_handle, true},
+        {"cudnnDestroy", &c->destroy_handle, true},          {"cudnnSetStream", &c->set_stream, true},
+        {"cudnnBackendExecute", &c->execute, true},          {"cudnnGetVersion", &c->get_version, false},
+    };
+    void *found = NULL;
+    for (size_t i = 0; i < sizeof entries / sizeof *entries; i++) {
+        found = dlsym(library, entries[i].name);
+        if (!found && !entries[i].running) {
+            free(c);
+            return vm_fail(VM_EDEVICE, "cuDNN: want a library with %s, got one without", entries[i].name);
+        }
+        memcpy(entries[i].where, &found, sizeof found);
+    }
+    const size_t version = c->version = c->get_version();
+    if (version < least || !load_cublaslt(library, found)) {
+        free(c);
+        if (version < least)
+            return vm_fail(VM_EDEVICE, "cuDNN: want %zu.%zu or later, got %zu.%zu.%zu", least / 10000,
+                           least / 100 % 100, version / 10000, version / 100 % 100, version % 100);
+        return vm_fail(VM_EDEVICE, "cuDNN: want libcublasLt beside it (nvidia-cublas-cu12), got none");
+    }
+    pthread_mutex_init(&c->lock, NULL);
+    *out = c;
+    return VM_OK;
+}
+
+void vm_cudnn_close(vm_cudnn *cudnn) {
+    if (!cudnn) return;
+    pthread_mutex_destroy(&cudnn->lock);
+    free(cudnn);
+}
+
+size_t vm_cudnn_version(const vm_cudnn *cudnn) { return cudnn->version; }
+
+vm_status vm_cudnn_check(const vm_conv *conv) {
+    const int64_t sizes[] = {conv->n, conv->c, conv->h, conv->w, conv->k, conv->r, conv->s, conv->stride};
+    bool good = conv->padding >= 0 && conv->padding < MAX_SIZE;
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) good = good && sizes[i] >= 1 && sizes[i] < MAX_SIZE;
+    if (good && conv->h + 2 * conv->padding >= conv->r && conv->w + 2 * conv->padding >= conv->s) return VM_OK;
+    return vm_fail(VM_EINVAL,
+                   "conv: want sizes of 1 to %d and a filter no larger than the padded input, got "
+                   "%lldx%lldx%lldx%lld, filter %lldx%lldx%lld, stride %lld, padding %lld",
+                   MAX_SIZE - 1, (long long)conv->n, (long long)conv->c, (long long)conv->h, (long long)conv->w,
+                   (long long)conv->k, (long long)conv->r, (long long)conv->s, (long long)conv->stride,
+                   (long long)conv->padding);
+}
+
+static void note(vm_cudnn_question *q, int status, const char *step) {
+    if (q->status || !status) return;
+    q->status = status;
+    q->step = step;
+}
+
+desc vm_cudnn_make(vm_cudnn_question *q, int type) {
+    desc d = NULL;
+    if (q->status) return NULL;
+    note(q, q->c->create(type, &d), "create");
+    if (d) q->desc[q->descs++] = d;
+    return d;
+}
+
+void vm_cudnn_set(vm_cudnn_question *q, desc d, int name, int type, int64_t count, const void *values) {
+    if (!q->status) note(q, q->c->set(d, name, type, count, values), "attribute");
+}
+
+void vm_cudnn_set_int(vm_cudnn_question *q, desc d, int name, int type, int value) {
+    vm_cudnn_set(q, d, name, type, 1, &value);
+}
+
+void vm_cudnn_set_desc(vm_cudnn_question *q, desc d, int name, desc value) {
+    vm_cudnn_set(q, d, name, T_DESC, 1, &value);
+}
+
+void vm_cudnn_finalize(vm_cudnn_question *q, desc d, const char *what) {
+    if (!q->status) note(q, q->c->finalize(d), what);
+}
+
+vm_status vm_cudnn_end(vm_cudnn_question *q, vm_status otherwise) {
+    char text[256] = "";
+    if (q->status) q->c->last_error(text, sizeof text);
+    while (q->descs) q->c->destroy(q->desc[--q->descs]);
+    if (!q->status) return VM_OK;
+    return vm_fail(otherwise, "cuDNN %zu: %s: %s: %s", q->c->version, q->step, q->c->status_name(q->status), text);
+}
+
+desc vm_cudnn_device(vm_cudnn_question *q, const char *json) {
+    desc d = vm_cudnn_make(q, DEVICEPROP);
+    vm_cudnn_set(q, d, DEVICEPROP_JSON_REPRESENTATION, T_CHAR, (int64_t)strlen(json) + 1, json);
+    vm_cudnn_finalize(q, d, "device properties");
+    return d;
+}
+
+/* dims: n, c, h, w, packed as PyTorch packs them. */
+static desc tensor(vm_cudnn_question *q, char uid, const vm_conv *conv, const int64_t dims[4], int data_type) {
+    const int64_t n = dims[1] * dims[2] * dims[3], alignment = 32, id = uid;
+    const int64_t nchw[4] = {n, dims[2] * dims[3], dims[3], 1}, nhwc[4] = {n, 1, dims[3] * dims[1], dims[1]};
+    desc d = vm_cudnn_make(q, TENSOR);
+    vm_cudnn_set_int(q, d, TENSOR_DATA_TYPE, T_DATA_TYPE, data_type);
+    vm_cudnn_set(q, d, TENSOR_DIMENSIONS, T_INT64, 4, dims);
+    vm_cudnn_set(q, d, TENSOR_STRIDES, T_INT64, 4, conv->nhwc ? nhwc : nchw);
+    vm_cudnn_set(q, d, TENSOR_UNIQUE_ID, T_INT64, 1, &id);
+    vm_cudnn_set(q, d, TENSOR_BYTE_ALIGNMENT, T_INT64, 1,
+                 &alignment); /* the most PyTorch claims; its allocator gives 512 */
+    vm_cudnn_finalize(q, d, "tensor");
+    return d;
+}
+
+desc vm_cudnn_graph(vm_cudnn_question *q, const vm_conv *v, void *handle) {
+    static const int data_types[] = {[VM_F32] = DATA_FLOAT, [VM_F16] = DATA_HALF, [VM_BF16] = DATA_BFLOAT16};
+    const int type = data_types[v->dtype];
+    const int64_t x_dims[4] = {v->n, v->c, v->h, v->w}, w_dims[4] = {v->k, v->c, v->r, v->s};
+    const int64_t y_dims[4] = {v->n, v->k, (v->h + 2 * v->padding - v->r) / v->stride + 1,
+                               (v->w + 2 * v->padding - v->s) / v->stride + 1};
+    const int64_t spatial = 2, ones[2] = {1, 1}, padding[2] = {v->padding, v->padding},
+                  stride[2] = {v->stride, v->stride};
+    const float one = 1.0f, zero = 0.0f;
+
+    desc x = tensor(q, 'x', v, x_dims, type), w = tensor(q, 'w', v, w_dims, type), y = tensor(q, 'y', v, y_dims, type);
+    desc c = vm_cudnn_make(q, CONVOLUTION);
+    vm_cudnn_set_int(q, c, CONVOLUTION_COMP_TYPE, T_DATA_TYPE, DATA_FLOAT);
+    vm_cudnn_set_int(q, c, CONVOLUTION_CONV_MODE, T_CONVOLUTION_MODE, CROSS_CORRELATION);
+    vm_cudnn_set(q, c, CONVOLUTION_SPATIAL_DIMS, T_INT64, 1, &spatial);
+    vm_cudnn_set(q, c, CONVOLUTION_FILTER_STRIDES, T_INT64, 2, stride);
+    vm_cudnn_set(q, c, CONVOLUTION_PRE_PADDINGS, T_INT64, 2, padding);
+    vm_cudnn_set(q, c, CONVOLUTION_POST_PADDINGS, T_INT64, 2, padding);
+    vm_cudnn_set(q, c, CONVOLUTION_DILATIONS, T_INT64, 2, ones);
+    vm_cudnn_finalize(q, c, "convolution");
+
+    desc op = vm_cudnn_make(q, OPERATION_CONVOLUTION_FORWARD);
+    vm_cudnn_set_desc(q, op, FORWARD_X, x);
+    vm_cudnn_set_desc(q, op, FORWARD_W, w);
+    vm_cudnn_set_desc(q, op, FORWARD_Y, y);
+    vm_cudnn_set_desc(q, op, FORWARD_CONV_DESC, c);
+    vm_cudnn_set(q, op, FORWARD_ALPHA, T_FLOAT, 1, &one);
+    vm_cudnn_set(q, op, FORWARD_BETA, T_FLOAT, 1, &zero);
+    vm_cudnn_finalize(q, op, "operation");
+
+    desc g = vm_cudnn_make(q, OPERATIONGRAPH);
+    vm_cudnn_set(q, g, OPERATIONGRAPH_OPS, T_DESC, 1, &op);
+    if (handle) vm_cudnn_set(q, g, OPERATIONGRAPH_HANDLE, T_HANDLE, 1, &handle);
+    vm_cudnn_finalize(q, g, "operation graph");
+    return g;
+}
+
+int64_t vm_cudnn_configs(vm_cudnn_question *q, desc graph, desc device, int mode, desc config[MAX_CONFIGS]) {
+    vm_cudnn *c = q->c;
+    desc heuristics = vm_cudnn_make(q, ENGINEHEUR);
+    vm_cudnn_set_desc(q, heuristics, ENGINEHEUR_OPERATION_GRAPH, graph);
+    vm_cudnn_set_int(q, heuristics, ENGINEHEUR_MODE, T_HEUR_MODE, mode);
+    if (device) vm_cudnn_set_desc(q, heuristics, ENGINEHEUR_DEVICEPROP, device);
+    int64_t made = 0, count = 0, got = 0;
+    if (q->status || c->finalize(heuristics)) return 0;
+    if (c->get(heuristics, ENGINEHEUR_RESULTS, T_DESC, 0, &count, NULL)) return 0;
+    while (made < count && made < MAX_CONFIGS && !c->create(ENGINECFG, &config[made])) made++;
+    if (c->get(heuristics, ENGINEHEUR_RESULTS, T_DESC, made, &got, config)) got = 0;
+    while (made > got) c->destroy(config[--made]);
+    return made;
+}
+
+bool vm_cudnn_has_note(vm_cudnn *c, desc engine, int attribute, int type, int wanted) {
+    int notes[MAX_NOTES];
+    int64_t count = 0;
+    if (c->get(engine, attribute, type, MAX_NOTES, &count, notes)) return false;
+    for (int64_t i = 0; i < count && i < MAX_NOTES; i++)
+        if (notes[i] == wanted) return true;
+    return false;
+}
+
+int vm_cudnn_name(vm_cudnn *c, desc config, desc engine, char *out, size_t size) {
+    int64_t index = 0, count = 0;
+    c->get(engine, ENGINE_GLOBAL_INDEX, T_INT64, 1, &count, &index);
+    int used = snprintf(out, size, "eng%d", (int)index);
+    desc knob[MAX_KNOBS] = {NULL};
+    for (int i = 0; i < MAX_KNOBS; i++) c->create(KNOB_CHOICE, &knob[i]);
+    int64_t knobs = 0;
+    if (c->get(config, ENGINECFG_KNOB_CHOICES, T_DESC, MAX_KNOBS, &knobs, knob)) knobs = 0;
+    for (int64_t i = 0; i < knobs && i < MAX_KNOBS; i++) {
+        int type = 0;
+        int64_t value = 0;
+        c->get(knob[i], KNOB_CHOICE_KNOB_TYPE, T_KNOB_TYPE, 1, &count, &type);
+        c->get(knob[i], KNOB_CHOICE_KNOB_VALUE, T_INT64, 1, &count, &value);
+        const size_t room = (size_t)used < size ? size - (size_t)used : 0;
+        used += snprintf(out + size - room, room, "_k%d=%lld", type, (long long)value);
+    }
+    for (int i = 0; i < MAX_KNOBS; i++)
+        if (knob[i]) c->destroy(knob[i]);
+    return (int)index;
+}

@@ -1,0 +1,173 @@
+/* cuDNN's backend API without its headers and without linking it: the numbers, the loader and a few helpers, for
+ * whoever asks cuDNN (csrc/predict/cudnn_ask.c) and whoever runs it (conv_cudnn.c).
+ *
+ *   open: dlopen -> the entry points below -> version
+ *   conv: tensors x, w, y + convolution -> operation -> graph
+ *   then: heuristics(graph, device) -> configurations, best first -> a plan
+ *
+ * Names and numbers are those of the public header cudnn_graph.h, which keeps them within major version 9. */
+#ifndef VM_CUDNN_API_H
+#define VM_CUDNN_API_H
+
+#include <pthread.h>
+
+#include "../kernels.h"
+
+typedef void *desc;
+
+enum { /* cudnnBackendDescriptorType_t */
+       CONVOLUTION = 1,
+       ENGINE = 2,
+       ENGINECFG = 3,
+       ENGINEHEUR = 4,
+       EXECUTION_PLAN = 5,
+       KNOB_CHOICE = 7,
+       OPERATION_CONVOLUTION_FORWARD = 10,
+       OPERATIONGRAPH = 15,
+       VARIANT_PACK = 16,
+       TENSOR = 17,
+       DEVICEPROP = 38
+};
+
+enum { /* cudnnBackendAttributeName_t */
+       CONVOLUTION_COMP_TYPE = 100,
+       CONVOLUTION_CONV_MODE,
+       CONVOLUTION_DILATIONS,
+       CONVOLUTION_FILTER_STRIDES,
+       CONVOLUTION_POST_PADDINGS,
+       CONVOLUTION_PRE_PADDINGS,
+       CONVOLUTION_SPATIAL_DIMS,
+       ENGINEHEUR_MODE = 200,
+       ENGINEHEUR_OPERATION_GRAPH,
+       ENGINEHEUR_RESULTS,
+       ENGINEHEUR_DEVICEPROP = 204,
+       ENGINECFG_ENGINE = 300,
+       ENGINECFG_KNOB_CHOICES = 302,
+       EXECUTION_PLAN_HANDLE = 400,
+       EXECUTION_PLAN_ENGINE_CONFIG,
+       EXECUTION_PLAN_WORKSPACE_SIZE,
+       EXECUTION_PLAN_DEVICEPROP = 407,
+       KNOB_CHOICE_KNOB_TYPE = 600,
+       KNOB_CHOICE_KNOB_VALUE,
+       FORWARD_ALPHA = 700,
+       FORWARD_BETA,
+       FORWARD_CONV_DESC,
+       FORWARD_W,
+       FORWARD_X,
+       FORWARD_Y,
+       OPERATIONGRAPH_HANDLE = 800,
+       OPERATIONGRAPH_OPS,
+       TENSOR_BYTE_ALIGNMENT = 900,
+       TENSOR_DATA_TYPE,
+       TENSOR_DIMENSIONS,
+       TENSOR_STRIDES,
+       TENSOR_UNIQUE_ID = 906,
+       VARIANT_PACK_UNIQUE_IDS = 1000,
+       VARIANT_PACK_DATA_POINTERS,
+       VARIANT_PACK_WORKSPACE = 1003,
+       ENGINE_GLOBAL_INDEX = 1301,
+       ENGINE_NUMERICAL_NOTE = 1303,
+       ENGINE_BEHAVIOR_NOTE = 1305,
+       DEVICEPROP_JSON_REPRESENTATION = 2702
+};
+
+enum { /* cudnnBackendAttributeType_t */
+       T_HANDLE = 0,
+       T_DATA_TYPE = 1,
+       T_INT64 = 3,
+       T_FLOAT = 4,
+       T_VOID_PTR = 6,
+       T_CONVOLUTION_MODE = 7,
+       T_HEUR_MODE = 8,
+       T_KNOB_TYPE = 9,
+       T_NUMERICAL_NOTE = 11,
+       T_DESC = 15,
+       T_BEHAVIOR_NOTE = 19,
+       T_CHAR = 24
+};
+
+enum { DATA_FLOAT = 0, DATA_HALF = 2, DATA_BFLOAT16 = 9 };
+enum { CROSS_CORRELATION = 1, HEUR_INSTANT = 0, HEUR_FALLBACK = 2, HEUR_A = 3 };
+enum { /* cudnnBackendNumericalNote_t */
+       NOTE_TENSOR_CORE,
+       NOTE_DOWN_CONVERT_INPUTS,
+       NOTE_REDUCED_PRECISION_REDUCTION,
+       NOTE_FFT,
+       NOTE_NONDETERMINISTIC,
+       NOTE_WINOGRAD_TILE_4x4 = 6,
+       NOTE_WINOGRAD_TILE_6x6,
+       NOTE_WINOGRAD_TILE_13x13
+};
+enum { BEHAVIOR_RUNTIME_COMPILATION = 0 };
+enum { MAX_CONFIGS = 256, MAX_DESCS = 16 };
+
+/* A library. The last four entries are NULL where it has none, and cannot run. */
+typedef struct vm_cudnn {
+    pthread_mutex_t lock; /* held by the user around its questions */
+    size_t version;
+    int (*create)(int type, desc *out);
+    int (*destroy)(desc d);
+    int (*set)(desc d, int name, int type, int64_t count, const void *values);
+    int (*get)(desc d, int name, int type, int64_t room, int64_t *count, void *values);
+    int (*finalize)(desc d);
+    size_t (*get_version)(void);
+    const char *(*status_name)(int status);
+    void (*last_error)(char *text, size_t room);
+    int (*create_handle)(void **out);
+    int (*destroy_handle)(void *handle);
+    int (*set_stream)(void *handle, void *stream);
+    int (*execute)(void *handle, desc plan, desc pack);
+} vm_cudnn;
+
+enum { VM_CUDNN_ASKABLE = 90800 }; /* the first that answers without a device */
+
+/* Loads libcudnn: the copy that this process already has, or else path (a file), or where NULL the loader's. no_driver:
+ * the library that stands in for libcuda.so.1 where there is none (csrc/no_driver), or NULL. All stay loaded after
+ * vm_cudnn_close. VM_EDEVICE where there is no cuDNN, one older than `least`, or no cuBLASLt for it. */
+vm_status vm_cudnn_open(const char *path, const char *no_driver, size_t least, vm_cudnn **out);
+void vm_cudnn_close(vm_cudnn *cudnn);
+/* 10000 * major + 100 * minor + patch. */
+size_t vm_cudnn_version(const vm_cudnn *cudnn);
+
+/* A forward convolution: cross-correlation, no dilation, one group, no bias; the same padding on both sides. */
+typedef struct vm_conv {
+    vm_dtype dtype;     /* of input, filter and output; sums are float */
+    bool tf32;          /* float input may run on TF32 tensor cores */
+    bool nhwc;          /* channels_last tensors and filters */
+    int64_t n, c, h, w; /* input */
+    int64_t k, r, s;    /* filters, their height and width */
+    int64_t padding, stride;
+} vm_conv;
+
+/* One question: its descriptors, destroyed together, and the first status that was not success; after it the rest does
+ * nothing. */
+typedef struct vm_cudnn_question {
+    vm_cudnn *c;
+    int status;
+    const char *step;
+    size_t descs;
+    desc desc[MAX_DESCS];
+} vm_cudnn_question;
+
+desc vm_cudnn_make(vm_cudnn_question *q, int type);
+void vm_cudnn_set(vm_cudnn_question *q, desc d, int name, int type, int64_t count, const void *values);
+void vm_cudnn_set_int(vm_cudnn_question *q, desc d, int name, int type, int value);
+void vm_cudnn_set_desc(vm_cudnn_question *q, desc d, int name, desc value);
+void vm_cudnn_finalize(vm_cudnn_question *q, desc d, const char *what);
+/* The operation graph, with unique ids 'x', 'w', 'y'; for a handle's device, or NULL for a described one. */
+desc vm_cudnn_graph(vm_cudnn_question *q, const vm_conv *conv, void *handle);
+/* json: cuDNN's device properties (vaemem/data/gpus.json). */
+desc vm_cudnn_device(vm_cudnn_question *q, const char *json);
+/* One list of the heuristics, best first, owned by the caller; returns how many. A list that cuDNN refuses to make is
+ * an empty one. device: NULL for the handle's. */
+int64_t vm_cudnn_configs(vm_cudnn_question *q, desc graph, desc device, int mode, desc config[MAX_CONFIGS]);
+/* Destroys what was made. VM_OK, or `otherwise` with the step and cuDNN's own words. */
+vm_status vm_cudnn_end(vm_cudnn_question *q, vm_status otherwise);
+
+/* VM_EINVAL where a size is out of range, or the filter is larger than the padded input. */
+vm_status vm_cudnn_check(const vm_conv *conv);
+bool vm_cudnn_has_note(vm_cudnn *c, desc engine, int attribute, int type, int wanted);
+/* "eng1_k2=3_k5=0": engine and knobs. Returns the engine's index. */
+int vm_cudnn_name(vm_cudnn *c, desc config, desc engine, char *name, size_t size);
+
+#endif

@@ -1,0 +1,196 @@
+/* What our kernels are written in: the few operations that differ between element types and between
+ * generations of GPUs, behind one name each.
+ *
+ * Under VM_EMULATED (tests/emulator) the same sources are compiled for the CPU, a fiber a thread, so that every kernel
+ * is checked where there is no GPU. Kernels therefore use nothing of CUDA's but what stands here, and
+ * threadIdx, blockIdx, blockDim, gridDim, __syncthreads, __syncwarp, __shared__, __launch_bounds__, min, max and the
+ * functions of <math.h>. A kernel is VM_KERNEL name(structure args) { ... }, and its name is its symbol. */
+#ifndef VM_DEVICE_H
+#define VM_DEVICE_H
+
+#include "cuda.h"
+
+#ifdef VM_EMULATED
+#include "cuda_on_cpu.h"
+#else
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <type_traits>
+
+#define VM_KERNEL extern "C" __global__ void
+#define VM_DEVICE static __device__ __forceinline__
+
+/* Storage types. Sums are taken in float. */
+struct vm_half {
+    unsigned short bits;
+};
+struct vm_bfloat16 {
+    unsigned short bits;
+};
+
+VM_DEVICE float vm_to_float(float v) { return v; }
+VM_DEVICE float vm_to_float(vm_half v) { return __half2float(__ushort_as_half(v.bits)); }
+VM_DEVICE float vm_to_float(vm_bfloat16 v) { return __uint_as_float((uint32_t)v.bits << 16); }
+
+VM_DEVICE uint32_t vm_bits_of(float v) { return __float_as_uint(v); }
+VM_DEVICE float vm_float_of(uint32_t bits) { return __uint_as_float(bits); }
+
+VM_DEVICE void vm_convert(float v, float *out) { *out = v; }
+VM_DEVICE void vm_convert(float v, vm_half *out) { out->bits = __half_as_ushort(__float2half_rn(v)); }
+VM_DEVICE void vm_convert(float v, vm_bfloat16 *out) { out->bits = __bfloat16_as_ushort(__float2bfloat16_rn(v)); }
+
+/* Two numbers of 2 bytes as a fragment holds them: the first in the low half. */
+template <typename T>
+VM_DEVICE uint32_t vm_pack(float first, float second) {
+    if constexpr (std::is_same<T, vm_bfloat16>::value) {
+        const __nv_bfloat162 pair = __floats2bfloat162_rn(first, second);
+        return __bfloat16_as_ushort(pair.x) | (uint32_t)__bfloat16_as_ushort(pair.y) << 16;
+    } else {
+        const __half2 pair = __floats2half2_rn(first, second);
+        return __half_as_ushort(pair.x) | (uint32_t)__half_as_ushort(pair.y) << 16;
+    }
+}
+
+/* A few ulp; subnormal numbers are zero. */
+VM_DEVICE float vm_exp2(float v) {
+    float out;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(v));
+    return out;
+}
+VM_DEVICE float vm_exp(float v) { return __expf(v); }
+VM_DEVICE float vm_reciprocal(float v) {
+    float out;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(v));
+    return out;
+}
+
+VM_DEVICE uint4 vm_load16(const void *p) { return *static_cast<const uint4 *>(p); }
+VM_DEVICE void vm_store16(void *p, uint4 v) { *static_cast<uint4 *>(p) = v; }
+VM_DEVICE uint32_t vm_atomic_or(uint32_t *p, uint32_t bits) { return atomicOr(p, bits); }
+
+/* The block's dynamic shared memory, aligned to 16 bytes. */
+extern __shared__ uint4 vm_all_shared[];
+#define VM_SHARED(type, name) type *const name = reinterpret_cast<type *>(vm_all_shared)
+
+VM_DEVICE uint32_t vm_shared_address(const void *p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
+
+/* 16 bytes into shared memory, zeros where !valid (global is not read then). They may be read after vm_copy_wait and a
+ * barrier; before sm_80 they are there at once. */
+VM_DEVICE void vm_copy_async(void *shared, const void *global, bool valid) {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(vm_shared_address(shared)),
+                 "l"(__cvta_generic_to_global(global)), "r"(valid ? 16 : 0)
+                 : "memory");
+#else
+    vm_store16(shared, valid ? vm_load16(global) : make_uint4(0, 0, 0, 0));
+#endif
+}
+VM_DEVICE void vm_copy_commit() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+/* Until all but the last N groups that this thread committed have arrived. */
+template <int N>
+VM_DEVICE void vm_copy_wait() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+#endif
+}
+
+/* ---- operations of a whole warp ---- */
+
+VM_DEVICE float vm_shuffle_xor(float v, int lane_mask) { return __shfl_xor_sync(0xffffffffu, v, lane_mask); }
+
+/* Four 8x8 matrices of 2-byte numbers; lane 8 m + r gives the address of row r of matrix m. A lane gets of matrix m in
+ * r[m] the numbers (row lane / 4, columns lane % 4 * 2 and the next); of its transpose by _trans. */
+VM_DEVICE void vm_ldmatrix_x4(uint32_t r[4], const void *row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(vm_shared_address(row))
+                 : "memory");
+}
+VM_DEVICE void vm_ldmatrix_x4_trans(uint32_t r[4], const void *row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(vm_shared_address(row))
+                 : "memory");
+}
+
+/* d += a b of 16x16 by 16x8 numbers, in the fragments of PTX's mma.m16n8k16 (row, col). */
+template <typename T>
+VM_DEVICE void vm_mma_16816(float d[4], const uint32_t a[4], const uint32_t b[2]) {
+    if constexpr (std::is_same<T, vm_bfloat16>::value) {
+#if __CUDA_ARCH__ >= 800
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+            "{%0, %1, %2, %3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+#else
+        __trap(); /* the host refuses bfloat16 there */
+#endif
+    } else {
+        static_assert(std::is_same<T, vm_half>::value, "half or bfloat16");
+#if __CUDA_ARCH__ >= 800
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+            "{%0, %1, %2, %3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+#else
+        for (int k = 0; k < 2; k++)
+            asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                : "r"(a[2 * k]), "r"(a[2 * k + 1]), "r"(b[k]));
+#endif
+    }
+}
+
+#endif /* VM_EMULATED */
+
+/* To the nearest, ties to even; too large is infinite; NaN stays NaN. */
+template <typename T>
+VM_DEVICE T vm_from_float(float v) {
+    T out;
+    vm_convert(v, &out);
+    return out;
+}
+
+/* And back. */
+template <typename T>
+VM_DEVICE void vm_unpack(float v[2], uint32_t pair) {
+    T number;
+    number.bits = static_cast<uint16_t>(pair);
+    v[0] = vm_to_float(number);
+    number.bits = static_cast<uint16_t>(pair >> 16);
+    v[1] = vm_to_float(number);
+}
+
+/* Eight numbers at an address aligned to 16 bytes. */
+template <typename T>
+VM_DEVICE void vm_load8(float v[8], const T *p) {
+    const uint4 u = vm_load16(p);
+    if constexpr (sizeof(T) == 4) {
+        const uint4 w = vm_load16(p + 4);
+        const uint32_t words[8] = {u.x, u.y, u.z, u.w, w.x, w.y, w.z, w.w};
+#pragma unroll
+        for (int i = 0; i < 8; i++) v[i] = vm_float_of(words[i]);
+    } else {
+        vm_unpack<T>(v, u.x);
+        vm_unpack<T>(v + 2, u.y);
+        vm_unpack<T>(v + 4, u.z);
+        vm_unpack<T>(v + 6, u.w);
+    }
+}
+template <typename T>
+VM_DEVICE void vm_store8(T *p, const float v[8]) {
+    if constexpr (sizeof(T) == 4) {
+        vm_store16(p, {vm_bits_of(v[0]), vm_bits_of(v[1]), vm_bits_of(v[2]), vm_bits_of(v[3])});
+        vm_store16(p + 4, {vm_bits_of(v[4]), vm_bits_of(v[5]), vm_bits_of(v[6]), vm_bits_of(v[7])});
+    } else {
+        vm_store16(p, {vm_pack<T>(v[0], v[1]), vm_pack<T>(v[2], v[3]), vm_pack<T>(v[4], v[5]), vm_pack<T>(v[6], v[7])});
+    }
+}
+
+#endif

@@ -1,0 +1,74 @@
+/* The CUDA driver, found at run time: libcuda.so.1 by dlopen, so that a machine without it can import us.
+ *
+ * VM_DRIVER names each entry once. The types are those of <cuda.h>; no CUDA library is linked. */
+#ifndef VM_DRIVER_H
+#define VM_DRIVER_H
+
+#include <cuda.h>
+
+#include "../kernels.h"
+
+/* name here, symbol in the library, parameters */
+#define VM_DRIVER(X)                                                                                                  \
+    X(Init, "cuInit", (unsigned))                                                                                     \
+    X(DriverGetVersion, "cuDriverGetVersion", (int *))                                                                \
+    X(DeviceGetCount, "cuDeviceGetCount", (int *))                                                                    \
+    X(DeviceGet, "cuDeviceGet", (CUdevice *, int))                                                                    \
+    X(DeviceGetName, "cuDeviceGetName", (char *, int, CUdevice))                                                      \
+    X(DeviceGetAttribute, "cuDeviceGetAttribute", (int *, CUdevice_attribute, CUdevice))                              \
+    X(DeviceTotalMem, "cuDeviceTotalMem_v2", (size_t *, CUdevice))                                                    \
+    X(DevicePrimaryCtxRetain, "cuDevicePrimaryCtxRetain", (CUcontext *, CUdevice))                                    \
+    X(DevicePrimaryCtxRelease, "cuDevicePrimaryCtxRelease_v2", (CUdevice))                                            \
+    X(CtxPushCurrent, "cuCtxPushCurrent_v2", (CUcontext))                                                             \
+    X(CtxPopCurrent, "cuCtxPopCurrent_v2", (CUcontext *))                                                             \
+    X(MemGetInfo, "cuMemGetInfo_v2", (size_t *, size_t *))                                                            \
+    X(MemAlloc, "cuMemAlloc_v2", (CUdeviceptr *, size_t))                                                             \
+    X(MemFree, "cuMemFree_v2", (CUdeviceptr))                                                                         \
+    X(MemHostAlloc, "cuMemHostAlloc", (void **, size_t, unsigned))                                                    \
+    X(MemFreeHost, "cuMemFreeHost", (void *))                                                                         \
+    X(MemcpyHtoDAsync, "cuMemcpyHtoDAsync_v2", (CUdeviceptr, const void *, size_t, CUstream))                         \
+    X(MemcpyDtoHAsync, "cuMemcpyDtoHAsync_v2", (void *, CUdeviceptr, size_t, CUstream))                               \
+    X(MemsetD8Async, "cuMemsetD8Async", (CUdeviceptr, unsigned char, size_t, CUstream))                               \
+    X(StreamCreate, "cuStreamCreate", (CUstream *, unsigned))                                                         \
+    X(StreamDestroy, "cuStreamDestroy_v2", (CUstream))                                                                \
+    X(StreamSynchronize, "cuStreamSynchronize", (CUstream))                                                           \
+    X(StreamWaitEvent, "cuStreamWaitEvent", (CUstream, CUevent, unsigned))                                            \
+    X(StreamIsCapturing, "cuStreamIsCapturing", (CUstream, CUstreamCaptureStatus *))                                  \
+    X(StreamBeginCapture, "cuStreamBeginCapture_v2", (CUstream, CUstreamCaptureMode))                                 \
+    X(StreamEndCapture, "cuStreamEndCapture", (CUstream, CUgraph *))                                                  \
+    X(EventCreate, "cuEventCreate", (CUevent *, unsigned))                                                            \
+    X(EventDestroy, "cuEventDestroy_v2", (CUevent))                                                                   \
+    X(EventRecord, "cuEventRecord", (CUevent, CUstream))                                                              \
+    X(EventQuery, "cuEventQuery", (CUevent))                                                                          \
+    X(EventSynchronize, "cuEventSynchronize", (CUevent))                                                              \
+    X(EventElapsedTime, "cuEventElapsedTime", (float *, CUevent, CUevent))                                            \
+    X(ModuleLoadData, "cuModuleLoadData", (CUmodule *, const void *))                                                 \
+    X(ModuleUnload, "cuModuleUnload", (CUmodule))                                                                     \
+    X(ModuleGetFunction, "cuModuleGetFunction", (CUfunction *, CUmodule, const char *))                               \
+    X(FuncSetAttribute, "cuFuncSetAttribute", (CUfunction, CUfunction_attribute, int))                                \
+    X(LaunchKernel, "cuLaunchKernel",                                                                                 \
+      (CUfunction, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, CUstream, void **, void **)) \
+    X(GraphInstantiate, "cuGraphInstantiateWithFlags", (CUgraphExec *, CUgraph, unsigned long long))                  \
+    X(GraphLaunch, "cuGraphLaunch", (CUgraphExec, CUstream))                                                          \
+    X(GraphExecDestroy, "cuGraphExecDestroy", (CUgraphExec))                                                          \
+    X(GraphDestroy, "cuGraphDestroy", (CUgraph))                                                                      \
+    X(GetErrorName, "cuGetErrorName", (CUresult, const char **))                                                      \
+    X(GetErrorString, "cuGetErrorString", (CUresult, const char **))                                                  \
+    X(PointerGetAttribute, "cuPointerGetAttribute", (void *, CUpointer_attribute, CUdeviceptr))
+
+typedef struct vm_driver {
+#define VM_DRIVER_FIELD(NAME, SYMBOL, PARAMETERS) CUresult(*NAME) PARAMETERS;
+    VM_DRIVER(VM_DRIVER_FIELD)
+#undef VM_DRIVER_FIELD
+    int version; /* 1000 * major + 10 * minor, of the CUDA that it supports */
+} vm_driver;
+
+enum { VM_DRIVER_LEAST = 12000 };
+
+/* The driver of this process, loaded by the first call from path (NULL: libcuda.so.1) and kept until the process ends.
+ * NULL, with vm_error() saying why, where there is none or it is too old. */
+const vm_driver *vm_driver_get(const char *path);
+/* VM_OK, or vm_fail with what was being done and the driver's own words. */
+vm_status vm_driver_check(const vm_driver *d, CUresult result, const char *doing);
+
+#endif

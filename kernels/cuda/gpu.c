@@ -1,0 +1,505 @@
+/* A GPU as a backend of the core: opened and closed, its memory, its streams, copies and graphs.
+ *
+ *   compute stream   begun | passes of item 0 | passes of item 1 ...          | done
+ *   copy stream            send 1 (once item 0's first pass has read its input)
+ *                          fetch 0 (once its last pass is done, before item 1's last pass)
+ *
+ * A run waits for the one before it, whatever streams they were given: they share one arena. */
+#define _GNU_SOURCE
+#include "gpu.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#define VM_TRY(G, CALL, DOING)                                         \
+    do {                                                               \
+        vm_status try_ = vm_driver_check((G)->d, (G)->d->CALL, DOING); \
+        if (try_) return try_;                                         \
+    } while (0)
+
+#define VM_GPU_FATBIN(NAME, FATBIN) extern const char vm_fatbin_##FATBIN[];
+VM_GPU_KERNELS(VM_GPU_FATBIN)
+#undef VM_GPU_FATBIN
+
+vm_status vm_gpu_enter(const vm_gpu *g) {
+    return vm_driver_check(g->d, g->d->CtxPushCurrent(g->context), "entering the device's context");
+}
+
+void vm_gpu_leave(const vm_gpu *g) {
+    CUcontext left;
+    g->d->CtxPopCurrent(&left);
+}
+
+/* ---- memory ---- */
+
+vm_status vm_gpu_memory(vm_gpu *g, size_t *free, size_t *total) {
+    vm_status s = vm_gpu_enter(g);
+    if (s) return s;
+    s = vm_driver_check(g->d, g->d->MemGetInfo(free, total), "asking for the free memory");
+    vm_gpu_leave(g);
+    return s;
+}
+
+static vm_status take(const vm_backend *b, size_t bytes, void **out) {
+    vm_gpu *g = b->self;
+    CUdeviceptr at = 0;
+    size_t free = 0, total = 0;
+    *out = NULL;
+    vm_status s = vm_gpu_enter(g);
+    if (s) return s;
+    const CUresult result = g->d->MemAlloc(&at, VM_MAX(bytes, 1));
+    if (result == CUDA_ERROR_OUT_OF_MEMORY && !g->d->MemGetInfo(&free, &total))
+        s = vm_fail(VM_ENOMEM, "%s: want %.1f MiB more, %.1f of %.1f MiB are free", b->name, (double)bytes / 1048576,
+                    (double)free / 1048576, (double)total / 1048576);
+    else
+        s = vm_driver_check(g->d, result, "taking memory");
+    vm_gpu_leave(g);
+    *out = (void *)(uintptr_t)at;
+    return s;
+}
+
+static void give(const vm_backend *b, void *block) {
+    vm_gpu *g = b->self;
+    if (vm_gpu_enter(g)) return; /* the context is gone, and its memory with it */
+    g->d->MemFree((CUdeviceptr)(uintptr_t)block);
+    vm_gpu_leave(g);
+}
+
+/* ---- copies ---- */
+
+static char *slot_of(const vm_gpu *g, size_t slot) { return g->pinned + slot * VM_GPU_SLOT; }
+static uint32_t *flags_of(const vm_gpu *g) { return (uint32_t *)(g->pinned + VM_GPU_SLOTS * VM_GPU_SLOT); }
+
+/* To the device through pinned memory, on the copy stream; `from` is free when this returns. */
+static vm_status copy_in(vm_gpu *g, void *to, const char *from, size_t bytes) {
+    for (size_t done = 0, n; done < bytes; done += n) {
+        const size_t slot = g->next_slot++ % VM_GPU_SLOTS;
+        n = VM_MIN(bytes - done, VM_GPU_SLOT);
+        VM_TRY(g, EventSynchronize(g->slot[slot]), "waiting for a copy");
+        memcpy(slot_of(g, slot), from + done, n);
+        VM_TRY(g, MemcpyHtoDAsync((CUdeviceptr)(uintptr_t)to + done, slot_of(g, slot), n, g->copy),
+               "copying to the GPU");
+        VM_TRY(g, EventRecord(g->slot[slot], g->copy), "marking a copy");
+    }
+    return VM_OK;
+}
+
+/* From the device likewise: while the host empties one slot the GPU fills the next. */
+static vm_status copy_out(vm_gpu *g, char *to, const void *from, size_t bytes) {
+    const size_t slots = (bytes + VM_GPU_SLOT - 1) / VM_GPU_SLOT, first = g->next_slot;
+    g->next_slot += slots;
+    for (size_t i = 0; i < slots + 1; i++) {
+        if (i < slots) {
+            const size_t slot = (first + i) % VM_GPU_SLOTS, at = i * VM_GPU_SLOT;
+            VM_TRY(g, EventSynchronize(g->slot[slot]), "waiting for a copy"); /* an earlier call's */
+            VM_TRY(g,
+                   MemcpyDtoHAsync(slot_of(g, slot), (CUdeviceptr)(uintptr_t)from + at, VM_MIN(bytes - at, VM_GPU_SLOT),
+                                   g->copy),
+                   "copying from the GPU");
+            VM_TRY(g, EventRecord(g->slot[slot], g->copy), "marking a copy");
+        }
+        if (i > 0) {
+            const size_t slot = (first + i - 1) % VM_GPU_SLOTS, at = (i - 1) * VM_GPU_SLOT;
+            VM_TRY(g, EventSynchronize(g->slot[slot]), "waiting for a copy");
+            memcpy(to + at, slot_of(g, slot), VM_MIN(bytes - at, VM_GPU_SLOT));
+        }
+    }
+    return VM_OK;
+}
+
+static vm_status send_entered(vm_gpu *g, void *to, const void *from, size_t bytes) {
+    VM_TRY(g, StreamWaitEvent(g->copy, g->begun, 0), "ordering copies");
+    VM_TRY(g, StreamWaitEvent(g->copy, g->input_free, 0), "ordering copies");
+    vm_status s = copy_in(g, to, from, bytes);
+    if (s) return s;
+    VM_TRY(g, EventRecord(g->input_sent, g->copy), "marking a copy");
+    VM_TRY(g, StreamWaitEvent(g->stream, g->input_sent, 0), "ordering copies");
+    return VM_OK;
+}
+
+static vm_status fetch_entered(vm_gpu *g, void *to, const void *from, size_t bytes) {
+    VM_TRY(g, StreamWaitEvent(g->copy, g->output_ready, 0), "ordering copies");
+    return copy_out(g, to, from, bytes);
+}
+
+static vm_status send(const vm_backend *b, void *to, const void *from, size_t bytes) {
+    vm_status s = vm_gpu_enter(b->self);
+    if (s) return s;
+    s = send_entered(b->self, to, from, bytes);
+    vm_gpu_leave(b->self);
+    return s;
+}
+
+static vm_status fetch(const vm_backend *b, void *to, const void *from, size_t bytes) {
+    vm_status s = vm_gpu_enter(b->self);
+    if (s) return s;
+    s = fetch_entered(b->self, to, from, bytes);
+    vm_gpu_leave(b->self);
+    return s;
+}
+
+static size_t weight_bytes(const vm_backend *b, const vm_weight *w) {
+    return vm_gpu_weight_bytes(((const vm_gpu *)b->self)->dtype, w);
+}
+
+static vm_status set_weight(const vm_backend *b, const vm_weight *w, void *to, const float *data) {
+    vm_gpu *g = b->self;
+    const size_t bytes = vm_gpu_weight_bytes(g->dtype, w);
+    void *packed = malloc(bytes);
+    if (!packed) return vm_fail(VM_ENOMEM, "no %zu bytes of host memory to pack it in", bytes);
+    vm_status s = vm_gpu_pack_weight(g->dtype, w, packed, data);
+    if (!s && !(s = vm_gpu_enter(g))) {
+        s = vm_driver_check(g->d, g->d->StreamWaitEvent(g->copy, g->done, 0), "ordering copies");
+        if (!s) s = copy_in(g, to, packed, bytes);
+        vm_gpu_leave(g);
+    }
+    free(packed);
+    return s;
+}
+
+/* ---- runs ---- */
+
+static vm_status start_entered(vm_gpu *g, void *stream, void *state) {
+    g->stream = stream ? stream : g->own;
+    VM_TRY(g, StreamWaitEvent(g->stream, g->done, 0), "ordering runs");
+    for (int i = 0; i < VM_GPU_SLOTS; i++) /* weights may be on their way */
+        VM_TRY(g, StreamWaitEvent(g->stream, g->slot[i], 0), "ordering copies");
+    VM_TRY(g, MemsetD8Async((CUdeviceptr)(uintptr_t)state, 0, VM_STATE, g->stream), "clearing the flags");
+    VM_TRY(g, EventRecord(g->begun, g->stream), "marking the beginning");
+    return VM_OK;
+}
+
+static vm_status start(const vm_backend *b, void *stream, void *state) {
+    vm_status s = vm_gpu_enter(b->self);
+    if (s) return s;
+    s = start_entered(b->self, stream, state);
+    vm_gpu_leave(b->self);
+    return s;
+}
+
+static void nothing(const void *job, size_t task, unsigned thread) { (void)job, (void)task, (void)thread; }
+
+/* Waits for an event, short naps between looks so that exec can hear an interruption. */
+static vm_status wait_for(const vm_gpu *g, CUevent event, const vm_exec *exec) {
+    if (!exec) return vm_driver_check(g->d, g->d->EventSynchronize(event), "waiting for the GPU");
+    for (;;) {
+        const CUresult result = g->d->EventQuery(event);
+        if (result != CUDA_ERROR_NOT_READY) return vm_driver_check(g->d, result, "waiting for the GPU");
+        vm_status s = exec->each(exec->pool, 1, 0, nothing, NULL);
+        if (s) return s;
+        nanosleep(&(struct timespec){0, 20000}, NULL);
+    }
+}
+
+static vm_status mark_entered(vm_gpu *g, size_t step, size_t rows, const vm_exec *exec) {
+    if (step == 0) VM_TRY(g, EventRecord(g->input_free, g->stream), "marking a pass");
+    if (step < VM_GPU_STEPS) VM_TRY(g, EventRecord(g->step[step], g->stream), "marking a pass");
+    if (!exec) return VM_OK;
+    vm_status s = VM_OK;
+    if (step >= VM_GPU_LAG && step < VM_GPU_STEPS) s = wait_for(g, g->step[step - VM_GPU_LAG], exec);
+    return s ? s : exec->each(exec->pool, 1, rows, nothing, NULL);
+}
+
+static vm_status mark(const vm_backend *b, size_t step, size_t rows, const vm_exec *exec) {
+    vm_status s = vm_gpu_enter(b->self);
+    if (s) return s;
+    s = mark_entered(b->self, step, rows, exec);
+    vm_gpu_leave(b->self);
+    return s;
+}
+
+static double seconds(const vm_backend *b, size_t step) {
+    vm_gpu *g = b->self;
+    float ms = 0;
+    if (step >= VM_GPU_STEPS || vm_gpu_enter(g)) return 0;
+    if (g->d->EventElapsedTime(&ms, step ? g->step[step - 1] : g->begun, g->step[step])) ms = 0;
+    vm_gpu_leave(g);
+    return ms * 1e-3;
+}
+
+static vm_status finish_entered(vm_gpu *g, const vm_exec *exec, bool wait, void *state, bool *overflow) {
+    if (wait)
+        VM_TRY(g, MemcpyDtoHAsync(flags_of(g), (CUdeviceptr)(uintptr_t)state, sizeof(uint32_t), g->stream),
+               "reading the flags");
+    VM_TRY(g, EventRecord(g->done, g->stream), "marking the end");
+    g->untuned = false;
+    if (!wait) return VM_OK;
+    vm_status s = wait_for(g, g->done, exec);
+    if (s == VM_ECANCELLED) { /* nothing may run on when its memory goes */
+        VM_TRY(g, EventSynchronize(g->done), "waiting for the GPU");
+        return vm_fail(s, "the run was cancelled");
+    }
+    if (!s) *overflow = *flags_of(g) != 0;
+    return s;
+}
+
+static vm_status finish(const vm_backend *b, const vm_exec *exec, bool wait, void *state, bool *overflow) {
+    *overflow = false;
+    vm_status s = vm_gpu_enter(b->self);
+    if (s) return s;
+    s = finish_entered(b->self, exec, wait, state, overflow);
+    vm_gpu_leave(b->self);
+    return s;
+}
+
+vm_status vm_gpu_order(vm_gpu *g, void *stream) {
+    vm_status s = vm_gpu_enter(g);
+    if (s) return s;
+    s = vm_driver_check(g->d, g->d->StreamWaitEvent(stream, g->done, 0), "ordering streams");
+    vm_gpu_leave(g);
+    return s;
+}
+
+static vm_status read_entered(vm_gpu *g, void *to, const void *from, size_t bytes) {
+    VM_TRY(g, StreamWaitEvent(g->copy, g->done, 0), "ordering copies");
+    return copy_out(g, to, from, bytes);
+}
+
+vm_status vm_gpu_read(vm_gpu *g, void *to, const void *from, size_t bytes) {
+    vm_status s = vm_gpu_enter(g);
+    if (s) return s;
+    s = read_entered(g, to, from, bytes);
+    vm_gpu_leave(g);
+    return s;
+}
+
+/* ---- graphs ---- */
+
+static vm_graph_entry *find_graph(vm_gpu *g, uint64_t key) {
+    for (int i = 0; i < VM_GPU_GRAPHS; i++)
+        if (g->graph[i].exec && g->graph[i].key == key) return &g->graph[i];
+    return NULL;
+}
+
+static vm_status launch_graph(vm_gpu *g, vm_graph_entry *e) {
+    e->used = ++g->graph_clock;
+    return vm_driver_check(g->d, g->d->GraphLaunch(e->exec, g->stream), "launching a graph");
+}
+
+/* Captures on the GPU's own stream (the caller's may be one that cannot be captured), to be launched where the run is.
+ */
+static vm_status begin_entered(vm_gpu *g, uint64_t key, bool *replayed) {
+    vm_graph_entry *e = find_graph(g, key);
+    *replayed = e != NULL;
+    if (e) return launch_graph(g, e);
+    if (g->untuned) return VM_OK; /* this time pass by pass */
+    VM_TRY(g, StreamBeginCapture(g->own, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL), "beginning a graph");
+    g->outside = g->stream;
+    g->stream = g->own;
+    return VM_OK;
+}
+
+static vm_status end_capture(vm_gpu *g, uint64_t key, vm_status so_far) {
+    CUgraph graph = NULL;
+    CUgraphExec exec = NULL;
+    g->stream = g->outside;
+    g->outside = NULL;
+    const CUresult result = g->d->StreamEndCapture(g->own, &graph);
+    vm_status s = so_far ? so_far : vm_driver_check(g->d, result, "ending a graph");
+    if (!s) s = vm_driver_check(g->d, g->d->GraphInstantiate(&exec, graph, 0), "making a graph ready");
+    if (graph) g->d->GraphDestroy(graph);
+    if (s) return s;
+    vm_graph_entry *e = &g->graph[0];
+    for (int i = 0; i < VM_GPU_GRAPHS; i++)
+        if (g->graph[i].used < e->used) e = &g->graph[i];
+    if (e->exec) g->d->GraphExecDestroy(e->exec);
+    *e = (vm_graph_entry){.key = key, .exec = exec};
+    return launch_graph(g, e);
+}
+
+static vm_status begin(const vm_backend *b, uint64_t key, bool *replayed) {
+    *replayed = false;
+    if (!key) return VM_OK;
+    vm_status s = vm_gpu_enter(b->self);
+    if (s) return s;
+    s = begin_entered(b->self, key, replayed);
+    vm_gpu_leave(b->self);
+    return s;
+}
+
+static vm_status end_entered(vm_gpu *g, uint64_t key, vm_status so_far) {
+    vm_status s = g->outside ? end_capture(g, key, so_far) : so_far;
+    if (s) return s;
+    if (key) VM_TRY(g, EventRecord(g->input_free, g->stream), "marking a pass");
+    VM_TRY(g, EventRecord(g->output_ready, g->stream), "marking a pass");
+    return VM_OK;
+}
+
+static vm_status end(const vm_backend *b, uint64_t key, vm_status so_far) {
+    vm_status s = vm_gpu_enter(b->self);
+    if (s) return s;
+    s = end_entered(b->self, key, so_far);
+    vm_gpu_leave(b->self);
+    return s;
+}
+
+/* ---- timing ---- */
+
+double vm_gpu_time(void *gpu, vm_status (*run)(void *job), void *job) {
+    enum { RUNS = 3 };
+    vm_gpu *g = gpu;
+    float ms = 0;
+    vm_status s = run(job); /* the first may load code */
+    CUresult r = g->d->EventRecord(g->tried[0], g->stream);
+    for (int i = 0; i < RUNS && !s && !r; i++) s = run(job);
+    if (!r) r = g->d->EventRecord(g->tried[1], g->stream);
+    if (!r) r = g->d->EventSynchronize(g->tried[1]);
+    if (!r) r = g->d->EventElapsedTime(&ms, g->tried[0], g->tried[1]);
+    return s || r ? -1 : (double)ms;
+}
+
+/* ---- open and close ---- */
+
+static int attribute(const vm_gpu *g, CUdevice_attribute which) {
+    int value = 0;
+    return g->d->DeviceGetAttribute(&value, which, g->device) ? 0 : value;
+}
+
+static const char *const dtypes[] = {[VM_F32] = "float32", [VM_F16] = "float16", [VM_BF16] = "bfloat16"};
+
+static vm_status find_device(vm_gpu *g, const vm_gpu_options *o) {
+    int count = 0;
+    char name[64] = "";
+    VM_TRY(g, DeviceGetCount(&count), "counting devices");
+    if (o->device < 0 || o->device >= count)
+        return vm_fail(VM_EINVAL, "device: want cuda:0 to cuda:%d, got cuda:%d (%d device%s)", VM_MAX(count - 1, 0),
+                       o->device, count, count == 1 ? "" : "s");
+    VM_TRY(g, DeviceGet(&g->device, o->device), "finding the device");
+    VM_TRY(g, DeviceGetName(name, sizeof name, g->device), "asking the device's name");
+    g->capability = 10 * attribute(g, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR) +
+                    attribute(g, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR);
+    g->shared_max = attribute(g, CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN);
+    g->multiprocessors = attribute(g, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT);
+    if (g->capability < 75 || (o->dtype == VM_BF16 && g->capability < 80))
+        return vm_fail(VM_EINVAL, "%s: want a GPU of compute capability %s or later for %s, got %s, which is %d.%d",
+                       g->capability < 75 ? "device" : "dtype", o->dtype == VM_BF16 ? "8.0" : "7.5", dtypes[o->dtype],
+                       name, g->capability / 10, g->capability % 10);
+    snprintf(g->name, sizeof g->name, "cuda:%d %s%s", o->device, dtypes[o->dtype], o->tf32 ? " tf32" : "");
+    return VM_OK;
+}
+
+static vm_status load_kernels(vm_gpu *g) {
+    static const char *const suffix[] = {[VM_F32] = "f32", [VM_F16] = "f16", [VM_BF16] = "bf16"};
+#define VM_GPU_IMAGE(NAME, FATBIN) vm_fatbin_##FATBIN,
+    static const char *const images[] = {VM_GPU_KERNELS(VM_GPU_IMAGE)};
+#undef VM_GPU_IMAGE
+    char names[VM_KERNELS_COUNT][32];
+    g->attention = vm_attention_choose(g->dtype, (size_t)g->shared_max);
+    snprintf(names[VM_KERNEL_LOAD], sizeof *names, "vm_load_%s", suffix[g->dtype]);
+    snprintf(names[VM_KERNEL_STORE], sizeof *names, "vm_store_%s", suffix[g->dtype]);
+    snprintf(names[VM_KERNEL_MERGE], sizeof *names, "vm_merge");
+    snprintf(names[VM_KERNEL_ATTENTION], sizeof *names, "vm_attention_%s_%ux%u", suffix[g->dtype], g->attention.queries,
+             g->attention.keys);
+    for (int i = 0; i < VM_KERNELS_COUNT; i++) {
+        const CUresult result = g->d->ModuleLoadData(&g->module[i], images[i]);
+        if (result == CUDA_ERROR_NO_BINARY_FOR_GPU)
+            return vm_fail(VM_EDEVICE, "%s: this build has no machine code for compute capability %d.%d", g->name,
+                           g->capability / 10, g->capability % 10);
+        vm_status s = vm_driver_check(g->d, result, "loading kernels");
+        if (s) return s;
+        VM_TRY(g, ModuleGetFunction(&g->kernel[i], g->module[i], names[i]), names[i]);
+    }
+    VM_TRY(g,
+           FuncSetAttribute(g->kernel[VM_KERNEL_ATTENTION], CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                            (int)vm_attention_shared(g->dtype, g->attention, VM_ATTENTION_CHANNELS)),
+           "giving attention its shared memory");
+    return VM_OK;
+}
+
+static vm_status make_streams(vm_gpu *g) {
+    VM_TRY(g, StreamCreate(&g->own, CU_STREAM_NON_BLOCKING), "making a stream");
+    VM_TRY(g, StreamCreate(&g->copy, CU_STREAM_NON_BLOCKING), "making a stream");
+    CUevent *const events[] = {&g->done, &g->input_free, &g->input_sent, &g->output_ready};
+    for (size_t i = 0; i < sizeof events / sizeof *events; i++)
+        VM_TRY(g, EventCreate(events[i], CU_EVENT_DISABLE_TIMING), "making an event");
+    for (int i = 0; i < VM_GPU_SLOTS; i++)
+        VM_TRY(g, EventCreate(&g->slot[i], CU_EVENT_DISABLE_TIMING), "making an event");
+    CUevent *const timed[] = {&g->begun, &g->tried[0], &g->tried[1]};
+    for (size_t i = 0; i < sizeof timed / sizeof *timed; i++)
+        VM_TRY(g, EventCreate(timed[i], CU_EVENT_DEFAULT), "making an event");
+    for (int i = 0; i < VM_GPU_STEPS; i++) VM_TRY(g, EventCreate(&g->step[i], CU_EVENT_DEFAULT), "making an event");
+    VM_TRY(g, MemHostAlloc((void **)&g->pinned, VM_GPU_SLOTS * VM_GPU_SLOT + sizeof(uint32_t), 0),
+           "taking pinned memory");
+    return VM_OK;
+}
+
+static vm_status open_entered(vm_gpu *g, const vm_gpu_options *o) {
+    size_t total;
+    VM_TRY(g, MemGetInfo(&g->free_at_open, &total), "asking for the free memory");
+    vm_status s = load_kernels(g);
+    if (!s) s = make_streams(g);
+    if (!s) s = vm_cudnn_convs_new(o->libcudnn, NULL, &g->convs);
+    return s;
+}
+
+static const vm_device device = {take, give, weight_bytes, set_weight, start, finish,  begin,
+                                 end,  mark, seconds,      send,       fetch, vm_error};
+
+vm_status vm_gpu_open(const vm_gpu_options *o, vm_gpu **out) {
+    *out = NULL;
+    vm_gpu *g = calloc(1, sizeof *g);
+    if (!g) return vm_fail(VM_ENOMEM, "device: no %zu bytes of host memory", sizeof *g);
+    g->dtype = o->dtype;
+    g->tf32 = o->tf32;
+    g->autotune = o->autotune;
+    vm_status s = (g->d = vm_driver_get(o->libcuda)) ? VM_OK : VM_EDEVICE;
+    if (!s) s = find_device(g, o);
+    if (!s) s = vm_driver_check(g->d, g->d->DevicePrimaryCtxRetain(&g->context, g->device), "opening the device");
+    if (!s && !(s = vm_gpu_enter(g))) {
+        s = open_entered(g, o);
+        vm_gpu_leave(g);
+    }
+    g->backend = (vm_backend){.name = g->name,
+                              .element = vm_gpu_element(o->dtype),
+                              .scratch = vm_gpu_scratch,
+                              .workspace = vm_gpu_workspace,
+                              .parts = vm_gpu_parts,
+                              .run = vm_gpu_run,
+                              .device = &device,
+                              .self = g};
+    if (s)
+        vm_gpu_close(g);
+    else
+        *out = g;
+    return s;
+}
+
+static void close_entered(vm_gpu *g) {
+    const vm_driver *d = g->d;
+    if (g->own) d->StreamSynchronize(g->own);
+    if (g->copy) d->StreamSynchronize(g->copy);
+    if (g->done) d->EventSynchronize(g->done); /* the last run may be on a stream of the caller's */
+    vm_cudnn_convs_free(g->convs);
+    for (int i = 0; i < VM_GPU_GRAPHS; i++)
+        if (g->graph[i].exec) d->GraphExecDestroy(g->graph[i].exec);
+    for (int i = 0; i < VM_GPU_STEPS; i++)
+        if (g->step[i]) d->EventDestroy(g->step[i]);
+    for (int i = 0; i < VM_GPU_SLOTS; i++)
+        if (g->slot[i]) d->EventDestroy(g->slot[i]);
+    CUevent const events[] = {g->begun,      g->tried[0],   g->tried[1],    g->done,
+                              g->input_free, g->input_sent, g->output_ready};
+    for (size_t i = 0; i < sizeof events / sizeof *events; i++)
+        if (events[i]) d->EventDestroy(events[i]);
+    if (g->pinned) d->MemFreeHost(g->pinned);
+    if (g->own) d->StreamDestroy(g->own);
+    if (g->copy) d->StreamDestroy(g->copy);
+    for (int i = 0; i < VM_KERNELS_COUNT; i++)
+        if (g->module[i]) d->ModuleUnload(g->module[i]);
+}
+
+void vm_gpu_close(vm_gpu *g) {
+    if (!g) return;
+    char said[512]; /* closing must not change what went wrong */
+    snprintf(said, sizeof said, "%s", vm_error());
+    if (g->context) {
+        if (!vm_gpu_enter(g)) {
+            close_entered(g);
+            vm_gpu_leave(g);
+        }
+        g->d->DevicePrimaryCtxRelease(g->device);
+    }
+    free(g);
+    vm_fail(VM_OK, "%s", said);
+}

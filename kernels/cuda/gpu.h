@@ -1,0 +1,96 @@
+/* One GPU, one type of numbers: what backend.c (passes) and gpu.c (everything around them) share. */
+#ifndef VM_GPU_H
+#define VM_GPU_H
+
+#include <pthread.h>
+
+#include "conv_cudnn.h"
+#include "cuda.h"
+#include "driver.h"
+
+enum {
+    VM_GPU_STEPS = 256,   /* passes of an item that are timed */
+    VM_GPU_LAG = 4,       /* passes that the host may be ahead where it waits for a run */
+    VM_GPU_GRAPHS = 8,    /* kept for replay */
+    VM_GPU_SLOTS = 2,     /* of pinned memory, so that one is copied by the host while the other is by the GPU */
+    VM_GPU_SLOT = 4 << 20 /* bytes of each */
+};
+
+/* X(load) is one kernel a type, X of the last group is one for all. */
+#define VM_GPU_KERNELS(X) X(LOAD, load) X(STORE, store) X(MERGE, norm) X(ATTENTION, attention)
+typedef enum vm_gpu_kernel {
+#define VM_GPU_KERNEL(NAME, FATBIN) VM_KERNEL_##NAME,
+    VM_GPU_KERNELS(VM_GPU_KERNEL)
+#undef VM_GPU_KERNEL
+        VM_KERNELS_COUNT
+} vm_gpu_kernel;
+
+typedef struct vm_graph_entry {
+    uint64_t key, used; /* used: when, by a counter */
+    CUgraphExec exec;
+} vm_graph_entry;
+
+typedef struct vm_gpu {
+    vm_backend backend; /* what the core sees; self points here */
+    char name[96];
+    const vm_driver *d;
+    CUdevice device;
+    CUcontext context; /* the device's primary one, shared with everyone in the process */
+    int capability, shared_max, multiprocessors;
+    vm_dtype dtype;
+    bool tf32, autotune;
+    bool untuned; /* a plan of the run at hand is not timed yet: it cannot be captured */
+    vm_cudnn_convs *convs;
+    CUmodule module[VM_KERNELS_COUNT];
+    CUfunction kernel[VM_KERNELS_COUNT];
+    vm_attention_shape attention;
+
+    CUstream own, copy, stream; /* stream: of the run at hand */
+    CUevent begun, done;        /* of a run; done: the last one's */
+    CUevent tried[2];           /* around what is timed */
+    CUevent input_free, input_sent, output_ready, slot[VM_GPU_SLOTS];
+    CUevent step[VM_GPU_STEPS];
+    char *pinned; /* VM_GPU_SLOTS slots, then one word for the flags */
+    size_t next_slot;
+
+    CUstream outside; /* while an item's passes are captured: where they will be launched */
+    vm_graph_entry graph[VM_GPU_GRAPHS];
+    uint64_t graph_clock;
+    size_t
+        free_at_open; /* bytes, once the context was there: what is lost beside our own goes to modules and libraries */
+} vm_gpu;
+
+typedef struct vm_gpu_options {
+    int device;
+    vm_dtype dtype;
+    bool tf32, autotune;
+    const char *libcuda, *libcudnn; /* NULL: where they are found */
+} vm_gpu_options;
+
+/* VM_EINVAL: no such device, a type it has not. VM_EDEVICE: no driver, no cuDNN, no machine code for it. */
+vm_status vm_gpu_open(const vm_gpu_options *options, vm_gpu **out);
+void vm_gpu_close(vm_gpu *gpu);
+vm_status vm_gpu_memory(vm_gpu *gpu, size_t *free, size_t *total);
+/* What is enqueued on `stream` from now on comes after the last run. */
+vm_status vm_gpu_order(vm_gpu *gpu, void *stream);
+/* Waits for the last run, then copies; `to` is the host's. */
+vm_status vm_gpu_read(vm_gpu *gpu, void *to, const void *from, size_t bytes);
+/* Around every use of the driver: the calling thread may have any context, and has it again after. */
+vm_status vm_gpu_enter(const vm_gpu *gpu);
+void vm_gpu_leave(const vm_gpu *gpu);
+
+/* A vm_conv_timer: milliseconds on the GPU, context a vm_gpu. */
+double vm_gpu_time(void *gpu, vm_status (*run)(void *job), void *job);
+
+/* backend.c: a pass enqueued on gpu->stream. */
+size_t vm_gpu_scratch(const vm_backend *b, const vm_pass *pass, unsigned threads);
+vm_status vm_gpu_workspace(const vm_backend *b, const vm_pass *pass, size_t *bytes);
+size_t vm_gpu_parts(const vm_backend *b, const vm_pass *pass);
+vm_status vm_gpu_run(const vm_backend *b, const vm_pass *pass, const vm_operands *at, const vm_exec *exec);
+/* weights_cuda.c: a tensor of a file as the passes want it, in the GPU's type. */
+size_t vm_gpu_weight_bytes(vm_dtype dtype, const vm_weight *w);
+/* out: vm_gpu_weight_bytes. VM_EINVAL where a number does not fit in the type. */
+vm_status vm_gpu_pack_weight(vm_dtype dtype, const vm_weight *w, void *out, const float *data);
+size_t vm_gpu_element(vm_dtype dtype);
+
+#endif

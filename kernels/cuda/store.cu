@@ -1,0 +1,168 @@
+/* store: what the convolution gave, with bias and residual, into y; and the sums that the next GroupNorm needs.
+ *
+ * A block has one part of the stripe and up to VM_CUDA_LANES vectors of 8 channels: its threads are pixel lanes x
+ * channel vectors, neighbouring threads neighbouring vectors, and a thread walks over its lane's pixels, a few at once
+ * so that their loads are all in flight.
+ *
+ * Sums are kept of the values less the thread's first one. What cancels at the end is then never more than (the
+ * thread's pixels) times what is left, whatever the mean, since that first value is among those measured. The pixel
+ * lanes are merged by Chan's formula in one order: the same bits every time. */
+#include <math.h>
+
+#include "eight.h"
+
+/* Stores, and leaves in v what was stored. */
+template <typename T>
+VM_DEVICE void vm_store8_rounded(T *p, float v[8]) {
+    if constexpr (sizeof(T) == 4) {
+        vm_store8(p, v);
+    } else {
+        uint32_t pairs[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            pairs[i] = vm_pack<T>(v[2 * i], v[2 * i + 1]);
+            vm_unpack<T>(v + 2 * i, pairs[i]);
+        }
+        vm_store16(p, {pairs[0], pairs[1], pairs[2], pairs[3]});
+    }
+}
+
+/* Into the user's pixels; returns what was stored, of bytes what they were made of. */
+VM_DEVICE float vm_store_number(const vm_store_args &a, size_t pixel, uint32_t c, float v) {
+    const size_t at = (size_t)c * a.y_h * a.y_w + pixel;
+    if (c >= a.clamp_from) v = v < -30 ? -30 : v > 20 ? 20 : v; /* NaN stays */
+    switch (a.format) {
+    case VM_F32_NCHW:
+        static_cast<float *>(a.y)[at] = v;
+        return v;
+    case VM_F16_NCHW:
+        return vm_to_float(static_cast<vm_half *>(a.y)[at] = vm_from_float<vm_half>(v));
+    case VM_BF16_NCHW:
+        return vm_to_float(static_cast<vm_bfloat16 *>(a.y)[at] = vm_from_float<vm_bfloat16>(v));
+    default: /* NaN becomes 0 */
+        static_cast<uint8_t *>(a.y)[pixel * a.y_c + c] = (uint8_t)rintf(fminf(fmaxf((v + 1) * 127.5f, 0), 255));
+        return v;
+    }
+}
+
+/* Merges the lanes' n, mean and m2 and leaves the part. All threads of the block come here; a thread without pixels
+ * has n = 0. */
+VM_DEVICE void vm_leave_part(const vm_store_args &a, float n, float mean[8], float m2[8], uint32_t lanes, uint32_t c) {
+    __shared__ float ns[VM_CUDA_THREADS], means[8][VM_CUDA_THREADS], m2s[8][VM_CUDA_THREADS];
+    const uint32_t me = threadIdx.x, pixel_lane = me / lanes, pixel_lanes = VM_CUDA_THREADS / lanes;
+    uint32_t half = 1;
+    while (2 * half < pixel_lanes) half *= 2;
+    for (; half; half /= 2) {
+        if (pixel_lane >= half && pixel_lane < 2 * half) {
+            ns[me] = n;
+#pragma unroll
+            for (int i = 0; i < 8; i++) means[i][me] = mean[i], m2s[i][me] = m2[i];
+        }
+        __syncthreads();
+        const uint32_t from = me + half * lanes;
+        if (pixel_lane < half && pixel_lane + half < pixel_lanes && ns[from] > 0) {
+            const float share = ns[from] / (n + ns[from]);
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+                const float delta = means[i][from] - mean[i];
+                mean[i] = fmaf(delta, share, mean[i]);
+                m2[i] += fmaf(delta * delta, n * share, m2s[i][from]);
+            }
+            n += ns[from];
+        }
+    }
+    if (pixel_lane) return;
+    float *part = a.stats + blockIdx.x * vm_stats_floats(a.y_c);
+    if (c == 0) part[0] = n;
+    vm_store8(part + VM_BLOCK + c, mean);
+    vm_store8(part + VM_BLOCK + VM_ROUND_UP(a.y_c, VM_BLOCK) + c, m2);
+}
+
+template <typename T, bool ROWS>
+VM_DEVICE void vm_store(const vm_store_args &a) {
+    constexpr int AT_ONCE = ROWS ? 8 / sizeof(T) : 1;
+    const uint32_t vectors = ROWS ? VM_ROUND_UP(a.y_c, VM_BLOCK) / 8 : (a.y_c + 7) / 8;
+    const uint32_t lanes = min(vectors - blockIdx.y * VM_CUDA_LANES, (uint32_t)VM_CUDA_LANES);
+    const uint32_t c = (blockIdx.y * VM_CUDA_LANES + threadIdx.x % lanes) * 8;
+    const uint32_t pixel_lane = threadIdx.x / lanes, pixel_lanes = VM_CUDA_THREADS / lanes;
+    const uint32_t begin = blockIdx.x * a.part_pixels, end = min(begin + a.part_pixels, a.rows * a.y_w);
+    const uint32_t first = pixel_lane < pixel_lanes ? begin + pixel_lane : end;
+    const uint32_t step_rows = pixel_lanes / a.y_w, step_columns = pixel_lanes % a.y_w;
+    const size_t y0 = (size_t)a.row0 * a.y_w;
+
+    float bias[8], base[8], sum[8], square[8];
+    vm_load8(bias, a.bias + c);
+#pragma unroll
+    for (int i = 0; i < 8; i++) bias[i] *= a.bias_scale, base[i] = sum[i] = square[i] = 0;
+
+    bool finite = true;
+    uint32_t row = first / a.y_w, column = first % a.y_w; /* of the stripe */
+    for (uint32_t pixel = first; pixel < end; pixel += AT_ONCE * pixel_lanes) {
+        vm_eight<T> raw[AT_ONCE], add[AT_ONCE];
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; j++) {
+            const uint32_t at = pixel + j * pixel_lanes;
+            uint32_t from = at;
+            if (a.up) {
+                from = (row / 2 + row % 2) * (a.y_w / 2 + 1) + column / 2 + column % 2; /* of four phases each */
+                from = from * 4 + row % 2 * 2 + column % 2;
+                row += step_rows;
+                column += step_columns;
+                if (column >= a.y_w) column -= a.y_w, row++;
+            }
+            if (at < end) raw[j] = vm_take8(static_cast<const T *>(a.raw) + (size_t)from * a.channels + c);
+            if (at < end && a.add) add[j] = vm_take8(static_cast<const T *>(a.add) + (y0 + at) * a.add_pitch + c);
+        }
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; j++) {
+            const uint32_t at = pixel + j * pixel_lanes;
+            if (at >= end) break;
+            float v[8];
+            vm_open8(v, raw[j]);
+#pragma unroll
+            for (int i = 0; i < 8; i++) v[i] += bias[i];
+            if (a.add) {
+                float more[8];
+                vm_open8(more, add[j]);
+#pragma unroll
+                for (int i = 0; i < 8; i++) v[i] += more[i];
+            }
+            if constexpr (ROWS) {
+                vm_store8_rounded(static_cast<T *>(a.y) + (y0 + at) * a.y_pitch + c, v);
+            } else {
+#pragma unroll
+                for (int i = 0; i < 8; i++) v[i] = c + i < a.y_c ? vm_store_number(a, y0 + at, c + i, v[i]) : 0;
+            }
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+                finite = finite && isfinite(v[i]);
+                if (at == first) base[i] = v[i];
+                const float d = v[i] - base[i];
+                sum[i] += d;
+                square[i] = fmaf(d, d, square[i]);
+            }
+        }
+    }
+    if (!finite) vm_atomic_or(a.flags, 1);
+    if (!ROWS || !a.stats) return;
+
+    const float n = first < end ? (end - first + pixel_lanes - 1) / pixel_lanes : 0, over = n > 0 ? 1 / n : 0;
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        const float d = sum[i] * over;
+        base[i] += d; /* the mean, and the sum of squared deviations */
+        square[i] = fmaf(-d, sum[i], square[i]);
+    }
+    vm_leave_part(a, n, base, square, lanes, c);
+}
+
+#define VM_STORE(type, T)                                                              \
+    VM_KERNEL __launch_bounds__(VM_CUDA_THREADS, 2) vm_store_##type(vm_store_args a) { \
+        if (a.format == VM_ROWS)                                                       \
+            vm_store<T, true>(a);                                                      \
+        else                                                                           \
+            vm_store<T, false>(a);                                                     \
+    }
+VM_STORE(f32, float)
+VM_STORE(f16, vm_half)
+VM_STORE(bf16, vm_bfloat16)

@@ -1,0 +1,444 @@
+/* Runs CUDA blocks on one CPU thread: a fiber a thread, one block after the other.
+ *
+ * A fiber runs until it must meet others. The last one to arrive lets all go on; who runs next is drawn by chance, but
+ * a warp runs as long as it can: that is the order in which a missing barrier does most harm. */
+#include "block.h"
+#include "cuda_on_cpu.h"
+
+#include <setjmp.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <ucontext.h>
+#include <unistd.h>
+
+#include <vector>
+
+uint3 threadIdx, blockIdx;
+dim3 blockDim, gridDim;
+
+namespace {
+
+enum { WARP = 32, MOST_THREADS = 1024, STACK = 256 << 10 };
+
+#if defined(__x86_64__) && !defined(VM_UCONTEXT)
+extern "C" void vm_switch(void **from, void *to);
+asm(".text\n.globl vm_switch\n.hidden vm_switch\n.type vm_switch, @function\nvm_switch:\n"
+    "push %rbp\npush %rbx\npush %r12\npush %r13\npush %r14\npush %r15\n"
+    "mov %rsp, (%rdi)\nmov %rsi, %rsp\n"
+    "pop %r15\npop %r14\npop %r13\npop %r12\npop %rbx\npop %rbp\nret\n"
+    ".size vm_switch, . - vm_switch\n");
+struct context {
+    void *at;
+    void make(char *stack, void (*entry)()) {
+        void **top = (void **)(stack + STACK);
+        *--top = nullptr; /* a return address that entry never uses, and puts the stack as the ABI wants it */
+        *--top = (void *)entry;
+        at = top - 6;
+    }
+    void go(context &to) { vm_switch(&at, to.at); }
+};
+#else
+struct context {
+    ucontext_t at;
+    void make(char *stack, void (*entry)()) {
+        getcontext(&at);
+        at.uc_stack.ss_sp = stack;
+        at.uc_stack.ss_size = STACK;
+        at.uc_link = nullptr;
+        makecontext(&at, entry, 0);
+    }
+    void go(context &to) { swapcontext(&at, &to.at); }
+};
+#endif
+
+struct copy {
+    char *to;
+    const char *from;
+    int group;
+};
+
+struct fiber {
+    context state;
+    uint32_t index; /* in the block */
+    uint3 thread;
+    bool done;
+    const char *meets; /* what it waits for; NULL while it can run */
+    vm_place at;
+    void *lent;
+    void (*act)(void *const[WARP]);
+    std::vector<copy> copies;
+    int groups;
+};
+
+/* The block that runs. */
+fiber fibers[MOST_THREADS];
+fiber *self, *first_arrived;
+context scheduler;
+uint32_t threads, arrived, gone;
+uint32_t ready[MOST_THREADS / WARP], warp_arrived[MOST_THREADS / WARP];
+char *stacks, *dynamic;
+size_t dynamic_bytes;
+const vm_entry *kernel;
+const void *arguments;
+uint32_t random_state, random_seed = 1;
+
+sigjmp_buf escape;
+volatile sig_atomic_t inside;
+char message[1024];
+
+extern "C" char __start_vm_shared[] __attribute__((weak, visibility("hidden")));
+extern "C" char __stop_vm_shared[] __attribute__((weak, visibility("hidden")));
+
+uint32_t chance() {
+    random_state ^= random_state << 13;
+    random_state ^= random_state >> 17;
+    return random_state ^= random_state << 5;
+}
+
+uint32_t any_bit(uint32_t mask) {
+    const uint32_t turn = chance() >> 27;
+    return (turn + (uint32_t)__builtin_ctz(mask >> turn | mask << (-turn & 31))) & 31;
+}
+
+void describe(char *out, size_t room) {
+    size_t n = (size_t)snprintf(out, room, "%s, block (%u, %u, %u)", kernel->name, blockIdx.x, blockIdx.y, blockIdx.z);
+    if (self && n < room) snprintf(out + n, room - n, ", thread (%u, %u, %u)", threadIdx.x, threadIdx.y, threadIdx.z);
+}
+
+[[noreturn]] void stuck() {
+    const fiber *waits = nullptr;
+    uint32_t same = 0;
+    for (uint32_t i = 0; i < threads; i++) {
+        if (fibers[i].done) continue;
+        if (!waits) waits = &fibers[i];
+        same += fibers[i].meets == waits->meets && fibers[i].at.line == waits->at.line;
+    }
+    self = nullptr;
+    vm_fault("%u threads wait at %s (%s:%d) for ever: of %u, %u have exited and %u wait elsewhere", same, waits->meets,
+             waits->at.file, waits->at.line, threads, gone, threads - gone - same);
+}
+
+/* Leaves a fiber that cannot go on for one that can. */
+void next(context &from) {
+    uint32_t warp = self ? self->index / WARP : 0;
+    if (!self || !ready[warp]) {
+        uint32_t warps = 0;
+        for (uint32_t i = 0; i < (threads + WARP - 1) / WARP; i++) warps |= (uint32_t)(ready[i] != 0) << i;
+        if (!warps) {
+            if (gone < threads) stuck();
+            from.go(scheduler);
+        }
+        warp = any_bit(warps);
+    }
+    fiber *const to = &fibers[warp * WARP + any_bit(ready[warp])];
+    if (to == self) return;
+    self = to;
+    threadIdx = to->thread;
+    from.go(to->state);
+}
+
+void fiber_main() {
+    fiber *const me = self;
+    kernel->run(arguments);
+    me->done = true;
+    gone++;
+    ready[me->index / WARP] &= ~(1u << me->index % WARP);
+    next(me->state);
+    abort(); /* nobody comes back here */
+}
+
+void wait(const char *what, vm_place at) {
+    fiber *const me = self;
+    me->meets = what;
+    me->at = at;
+    ready[me->index / WARP] &= ~(1u << me->index % WARP);
+    next(me->state);
+}
+
+void release(uint32_t first, uint32_t count) {
+    for (uint32_t i = first; i < first + count; i++) fibers[i].meets = nullptr;
+    for (uint32_t w = first / WARP; w * WARP < first + count; w++)
+        ready[w] = first + count - w * WARP >= WARP ? ~0u : (1u << (first + count - w * WARP)) - 1;
+}
+
+void check_place(const fiber *other, const char *what, vm_place at) {
+    if (other->meets == what && other->at.line == at.line) return;
+    vm_fault("at %s (%s:%d) while thread %u of the block waits at %s (%s:%d)", what, at.file, at.line, other->index,
+             other->meets, other->at.file, other->at.line);
+}
+
+const char at_barrier[] = "__syncthreads", at_warp[] = "an operation of the warp";
+
+__attribute__((no_sanitize("address"))) void fill_static() {
+    for (volatile char *p = __start_vm_shared; p < __stop_vm_shared; p++) *p = (char)0xff;
+}
+
+void run_block(const dim3 &block) {
+    self = nullptr;
+    arrived = gone = 0;
+    fill_static();
+    if (dynamic_bytes) memset(dynamic, 0xff, dynamic_bytes);
+    for (uint32_t i = 0; i < threads; i++) {
+        fiber &f = fibers[i];
+        f.index = i;
+        f.thread = {i % block.x, i / block.x % block.y, i / block.x / block.y};
+        f.done = false;
+        f.meets = nullptr;
+        f.copies.clear();
+        f.groups = 0;
+        f.state.make(stacks + (size_t)i * (STACK + getpagesize()) + getpagesize(), fiber_main);
+    }
+    memset(warp_arrived, 0, sizeof warp_arrived);
+    release(0, threads);
+    next(scheduler);
+    self = nullptr;
+    if (dynamic_bytes && !vm_guarded_whole(dynamic, dynamic_bytes, 16))
+        vm_fault("wrote beside the %zu bytes of dynamic shared memory", dynamic_bytes);
+}
+
+void on_signal(int number, siginfo_t *info, void *) {
+    if (!inside) { /* not ours: as if we had not been here */
+        signal(number, SIG_DFL);
+        return;
+    }
+    char where[256];
+    describe(where, sizeof where);
+    snprintf(message, sizeof message, "%s: %s at address %p", where,
+             number == SIGFPE ? "division by zero" : "illegal access", info->si_addr);
+    siglongjmp(escape, number == SIGFPE ? VM_FAULT : VM_ILLEGAL_ADDRESS);
+}
+
+/* While a grid runs, its wrong addresses are faults of the kernel and not the end of the process. */
+struct signals {
+    static constexpr int numbers[] = {SIGSEGV, SIGBUS, SIGFPE};
+    struct sigaction old[3];
+    stack_t old_stack;
+    std::vector<char> stack = std::vector<char>(64 << 10);
+    signals() {
+        stack_t mine = {};
+        mine.ss_sp = stack.data();
+        mine.ss_size = stack.size();
+        sigaltstack(&mine, &old_stack);
+        struct sigaction action = {};
+        action.sa_sigaction = on_signal;
+        action.sa_flags = SA_SIGINFO | SA_ONSTACK;
+        for (int i = 0; i < 3; i++) sigaction(numbers[i], &action, &old[i]);
+    }
+    ~signals() {
+        for (int i = 0; i < 3; i++) sigaction(numbers[i], &old[i], nullptr);
+        sigaltstack(&old_stack, nullptr);
+    }
+};
+
+vm_outcome refuse(const char *format, ...) {
+    va_list list;
+    va_start(list, format);
+    vsnprintf(message, sizeof message, format, list);
+    va_end(list);
+    return VM_REFUSED;
+}
+
+}  // namespace
+
+/* ---- what kernels call ---- */
+
+void vm_fault(const char *format, ...) {
+    char where[256];
+    describe(where, sizeof where);
+    int n = snprintf(message, sizeof message, "%s: ", where);
+    va_list list;
+    va_start(list, format);
+    vsnprintf(message + n, sizeof message - (size_t)n, format, list);
+    va_end(list);
+    siglongjmp(escape, VM_FAULT);
+}
+
+void vm_meet_block(vm_place at) {
+    if (arrived++)
+        check_place(first_arrived, at_barrier, at);
+    else
+        first_arrived = self;
+    if (arrived < threads) {
+        wait(at_barrier, at);
+        return;
+    }
+    arrived = 0;
+    release(0, threads);
+}
+
+void vm_meet_warp(vm_place at, void *mine, void (*act)(void *const[WARP])) {
+    const uint32_t warp = self->index / WARP, first = warp * WARP;
+    uint32_t &here = warp_arrived[warp];
+    self->lent = mine;
+    self->act = act;
+    if (here) {
+        const fiber *const other = &fibers[first + (uint32_t)__builtin_ctz(here)];
+        check_place(other, at_warp, at);
+        if (other->act != act) vm_fault("two operations of the warp at once (%s:%d)", at.file, at.line);
+    }
+    here |= 1u << self->index % WARP;
+    if (here != ~0u) {
+        wait(at_warp, at);
+        return;
+    }
+    void *lanes[WARP];
+    for (int i = 0; i < WARP; i++) lanes[i] = fibers[first + (uint32_t)i].lent;
+    act(lanes);
+    here = 0;
+    for (int i = 0; i < WARP; i++) fibers[first + (uint32_t)i].meets = nullptr;
+    ready[warp] = ~0u;
+}
+
+void *vm_dynamic_shared() {
+    if (!dynamic_bytes) vm_fault("dynamic shared memory, of which the launch gave none");
+    return dynamic;
+}
+
+bool vm_is_shared(const void *p, size_t bytes) {
+    const char *const from = (const char *)p, *const to = from + bytes;
+    return (dynamic_bytes && from >= dynamic && to <= dynamic + dynamic_bytes) ||
+           (from >= __start_vm_shared && to <= __stop_vm_shared);
+}
+
+static void copy_now(const copy &c) {
+    if (c.from)
+        memcpy(c.to, c.from, 16);
+    else
+        memset(c.to, 0, 16);
+}
+
+void vm_copy_later(void *shared, const void *global) {
+    const copy c = {(char *)shared, (const char *)global, self->groups};
+    if (chance() & 1)
+        copy_now(c);
+    else
+        self->copies.push_back(c);
+}
+
+void vm_copy_close() { self->groups++; }
+
+void vm_copy_finish(int but) {
+    std::vector<copy> &copies = self->copies;
+    size_t left = 0;
+    for (const copy &c : copies) {
+        if (c.group + but < self->groups)
+            copy_now(c);
+        else
+            copies[left++] = c;
+    }
+    copies.resize(left);
+}
+
+/* ---- grids and memory ---- */
+
+const vm_entry *vm_entry::first;
+
+const vm_entry *vm_entry::find(const char *name) {
+    const vm_entry *e = first;
+    while (e && strcmp(e->name, name)) e = e->next;
+    return e;
+}
+
+bool vm_grid_fits(const uint32_t grid[3], const uint32_t block[3]) {
+    for (int i = 0; i < 3; i++) {
+        const uint32_t most_blocks = i ? 65535 : 0x7fffffff, most_threads = i < 2 ? MOST_THREADS : 64;
+        if (grid[i] < 1 || grid[i] > most_blocks || block[i] < 1 || block[i] > most_threads) return false;
+    }
+    return block[0] * block[1] * block[2] <= MOST_THREADS;
+}
+
+vm_outcome vm_run_grid(const vm_entry *entry, const uint32_t grid[3], const uint32_t block[3], size_t shared_bytes,
+                       const void *args) {
+    if (!vm_grid_fits(grid, block))
+        return refuse("%s: no grid (%u, %u, %u) of blocks (%u, %u, %u)", entry->name, grid[0], grid[1], grid[2],
+                      block[0], block[1], block[2]);
+    if (!stacks) {
+        const size_t page = (size_t)getpagesize(), bytes = MOST_THREADS * (STACK + page);
+        stacks =
+            (char *)mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (stacks == MAP_FAILED) abort();
+        for (size_t i = 0; i < MOST_THREADS; i++) mprotect(stacks + i * (STACK + page), page, PROT_NONE);
+    }
+    kernel = entry;
+    arguments = args;
+    gridDim = {grid[0], grid[1], grid[2]};
+    blockDim = {block[0], block[1], block[2]};
+    blockIdx = {0, 0, 0};
+    threads = block[0] * block[1] * block[2];
+    random_state = random_seed;
+    dynamic_bytes = shared_bytes;
+    dynamic = shared_bytes ? (char *)vm_guarded_take(shared_bytes, 16) : nullptr;
+    signals caught;
+    vm_outcome outcome = (vm_outcome)sigsetjmp(escape, 1);
+    if (outcome == VM_RAN) {
+        inside = 1;
+        for (uint32_t z = 0; z < grid[2]; z++)
+            for (uint32_t y = 0; y < grid[1]; y++)
+                for (uint32_t x = 0; x < grid[0]; x++) {
+                    blockIdx = {x, y, z};
+                    run_block(blockDim);
+                }
+    }
+    inside = 0;
+    if (dynamic) vm_guarded_give(dynamic, dynamic_bytes, 16);
+    return outcome;
+}
+
+namespace {
+struct guarded {
+    size_t page = (size_t)getpagesize(), whole, before, after;
+    guarded(size_t bytes, size_t align) {
+        after = -bytes & (align - 1);
+        whole = (bytes + after + page - 1) / page * page + 2 * page;
+        before = whole - page - after - bytes;
+    }
+};
+enum { BESIDE = 0xa5 };
+}  // namespace
+
+void *vm_guarded_take(size_t bytes, size_t align) {
+    const guarded g(bytes, align);
+    char *const base =
+        (char *)mmap(nullptr, g.whole, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (base == MAP_FAILED) return nullptr;
+    mprotect(base, g.page, PROT_NONE);
+    mprotect(base + g.whole - g.page, g.page, PROT_NONE);
+    memset(base + g.page, BESIDE, g.before - g.page);
+    memset(base + g.before, 0xff, bytes);
+    memset(base + g.before + bytes, BESIDE, g.after);
+    return base + g.before;
+}
+
+bool vm_guarded_whole(const void *p, size_t bytes, size_t align) {
+    const guarded g(bytes, align);
+    const unsigned char *const at = (const unsigned char *)p;
+    for (size_t i = 1; i <= g.before - g.page; i++)
+        if (at[-(ptrdiff_t)i] != BESIDE) return false;
+    for (size_t i = 0; i < g.after; i++)
+        if (at[bytes + i] != BESIDE) return false;
+    return true;
+}
+
+void vm_guarded_give(void *p, size_t bytes, size_t align) {
+    const guarded g(bytes, align);
+    munmap((char *)p - g.before, g.whole);
+}
+
+extern "C" {
+const char *emulator_error() { return message; }
+/* Another order of threads and copies. */
+void emulator_seed(uint32_t seed) { random_seed = seed ? seed : 1; }
+
+/* 0, or what emulator_error() then explains. */
+int emulator_launch(const char *name, const uint32_t grid[3], const uint32_t block[3], size_t shared_bytes,
+                    const void *args, size_t args_bytes) {
+    const vm_entry *const entry = vm_entry::find(name);
+    if (!entry) return refuse("no kernel is called %s", name);
+    if (entry->args_bytes != args_bytes)
+        return refuse("%s wants %zu bytes of arguments, got %zu", name, entry->args_bytes, args_bytes);
+    return vm_run_grid(entry, grid, block, shared_bytes, args);
+}
+}

@@ -1,0 +1,44 @@
+/* Between the emulator's parts: kernels by name, running one, memory that shows writes beside it. */
+#ifndef VM_BLOCK_H
+#define VM_BLOCK_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+/* build.py adds one of these for each kernel, behind the source that has it. */
+struct vm_entry {
+    const char *name;
+    size_t args_bytes;
+    void (*run)(const void *args);
+    const vm_entry *next;
+    static const vm_entry *first;
+
+    vm_entry(const char *name, size_t args_bytes, void (*run)(const void *))
+        : name(name), args_bytes(args_bytes), run(run), next(first) {
+        first = this;
+    }
+    static const vm_entry *find(const char *name);
+};
+
+template <typename Args, void (*kernel)(Args)>
+struct vm_entry_of : vm_entry {
+    explicit vm_entry_of(const char *name)
+        : vm_entry(name, sizeof(Args), [](const void *args) { kernel(*static_cast<const Args *>(args)); }) {}
+};
+template <typename Args>
+Args vm_args_of(void (*)(Args));
+
+bool vm_grid_fits(const uint32_t grid[3], const uint32_t block[3]);
+enum vm_outcome { VM_RAN, VM_REFUSED, VM_FAULT, VM_ILLEGAL_ADDRESS };
+/* Runs a grid, block after block. What went wrong is said by emulator_error(). */
+vm_outcome vm_run_grid(const vm_entry *kernel, const uint32_t grid[3], const uint32_t block[3], size_t shared_bytes,
+                       const void *args);
+
+/* Memory that ends (up to `align` bytes) where a page begins that may not be touched. Filled with 0xff: NaNs. */
+void *vm_guarded_take(size_t bytes, size_t align);
+bool vm_guarded_whole(const void *p, size_t bytes, size_t align); /* were the bytes beside it left alone? */
+void vm_guarded_give(void *p, size_t bytes, size_t align);
+
+extern "C" const char *emulator_error();
+
+#endif

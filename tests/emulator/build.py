@@ -1,0 +1,121 @@
+"""Builds the emulator: kernels for ctypes, and stand-ins for libcuda.so.1 and libcudnn.so.9.
+
+    python tests/emulator/build.py FOLDER
+
+Kernels want g++ only; the stand-in driver wants <cuda.h> too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+CUDA = HERE.parents[1] / "kernels" / "cuda"
+FLAGS = ["-O2", "-g", "-fPIC", "-Wall", "-Wextra", "-Werror", "-U_FORTIFY_SOURCE"]
+# With the processor's own fused multiply-add, since nvcc too contracts a * b + c.
+CXX_FLAGS = ["-std=c++17", "-march=native", "-ffp-contract=fast", "-fno-gnu-unique", *FLAGS]
+KERNEL_FLAGS = [*CXX_FLAGS, "-Wno-unknown-pragmas", "-DVM_EMULATED", "-iquote", str(CUDA), "-iquote", str(HERE)]
+ENTRY = (
+    "static vm_entry_of<decltype(vm_args_of({0})), {0}> vm_entry_{0}"
+    ' __attribute__((section(".data.vm_entries")))("{0}");\n'
+)
+
+
+def compiler(name: str) -> str:
+    found = shutil.which(os.environ.get({"gcc": "CC", "g++": "CXX"}[name]) or name)
+    if not found:
+        raise FileNotFoundError(f"the emulator wants {name}")
+    return found
+
+
+def run(*command: object) -> str:
+    done = subprocess.run([str(c) for c in command], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(str(c) for c in command)}\n{done.stderr}")
+    return done.stdout
+
+
+def cuda_include() -> Path | None:
+    """The folder of <cuda.h>: CUDA_HOME, a toolkit, or the nvidia-* wheels."""
+    nvcc = shutil.which("nvcc")
+    roots = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), nvcc and Path(nvcc).resolve().parents[1]]
+    folders = [Path(root) / "include" for root in [*roots, "/usr/local/cuda"] if root]
+    folders += [found for path in sys.path if path for found in sorted(Path(path).glob("nvidia/*/include"))]
+    return next((folder for folder in folders if (folder / "cuda.h").is_file()), None)
+
+
+def compile_kernels(folder: Path, source: Path) -> Path:
+    """The object of one .cu file, with an entry for each of its kernels."""
+    expanded, object_ = folder / f"{source.stem}.ii", folder / f"{source.stem}.o"
+    run(compiler("g++"), *KERNEL_FLAGS, "-E", "-include", HERE / "block.h", "-o", expanded, "-x", "c++", source)
+    names = re.findall(r"\bextern\s+\"C\"\s+vm_kernel\s+(\w+)\s*\(", expanded.read_text())
+    with expanded.open("a") as file:
+        file.writelines(ENTRY.format(name) for name in names)
+    run(compiler("g++"), *KERNEL_FLAGS, "-c", "-o", object_, expanded)
+    sections = set(re.findall(r"\s(\.bss\S*)\s", run("objdump", "-h", object_)))
+    run("objcopy", *(f"--rename-section={name}=vm_shared" for name in sections), object_)
+    return object_
+
+
+def link(library: Path, kernels: Sequence[Path], *more: object) -> Path:
+    """A shared library of .cu files, what runs them, and more."""
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = list(pool.map(lambda source: compile_kernels(library.parent, Path(source)), kernels))
+    own = ["-Wl,-Bsymbolic", "-iquote", HERE, HERE / "block.cc"]
+    run(compiler("g++"), *CXX_FLAGS, "-shared", "-o", library, *own, *more, *objects, "-pthread")
+    return library
+
+
+class Kernels:
+    """Kernels of .cu files, run on the CPU.
+
+    >>> k = Kernels(folder, [CUDA / "load.cu"])
+    >>> k.launch("vm_load_f16", (blocks,), (256,), args, shared=0)   # args: a ctypes.Structure
+
+    A fault (a barrier not reached by all, a wrong address, ...) is raised as RuntimeError. seed gives another order of
+    threads and of asynchronous copies.
+    """
+
+    def __init__(self, folder: Path, sources: Sequence[Path]):
+        self.library = ctypes.CDLL(str(link(Path(folder) / "libkernels.so", sources)))
+        self.library.emulator_error.restype = ctypes.c_char_p
+
+    def launch(self, kernel, grid, block, args: ctypes.Structure, shared: int = 0, seed: int = 1) -> None:
+        sizes = [(ctypes.c_uint32 * 3)(*(*size, 1, 1)[:3]) for size in (grid, block)]
+        self.library.emulator_seed(seed)
+        shared_bytes, args_bytes = ctypes.c_size_t(shared), ctypes.c_size_t(ctypes.sizeof(args))
+        if self.library.emulator_launch(kernel.encode(), *sizes, shared_bytes, ctypes.byref(args), args_bytes):
+            raise RuntimeError(self.library.emulator_error().decode())
+
+
+def build(folder: Path, kernels: Sequence[Path] | None = None) -> tuple[Path, Path | None]:
+    """The stand-ins for libcuda.so.1 with kernels (all of ours), and for libcudnn.so.9, or None while it has no source.
+
+    libcuda has no soname, so that nobody who asks the loader for a libcuda.so.1 is given it by accident.
+    """
+    folder, include = Path(folder), cuda_include()
+    if include is None:
+        raise FileNotFoundError("the stand-in driver wants <cuda.h>: set CUDA_HOME")
+    driver = [HERE / name for name in ("stream.cc", "libcuda.cc", "libcuda_work.cc")]
+    kernels = sorted(CUDA.glob("*.cu")) if kernels is None else kernels
+    libcuda = link(folder / "libcuda.so.1", kernels, "-isystem", include, *driver)
+    source, libcudnn = HERE / "libcudnn.c", folder / "libcudnn.so.9"
+    if not source.exists():
+        return libcuda, None
+    own = ["-std=gnu11", "-march=native", *FLAGS, "-isystem", include, "-shared", f"-Wl,-soname,{libcudnn.name}"]
+    run(compiler("gcc"), *own, "-o", libcudnn, source, "-lm", "-ldl", "-pthread")
+    return libcuda, libcudnn
+
+
+if __name__ == "__main__":
+    for built in build(Path(sys.argv[1])):
+        print(built)

@@ -1,0 +1,246 @@
+/* What kernels/cuda/device.h needs of CUDA, on a CPU: a block's threads are fibers that run one at a time (block.cc).
+ *
+ * Made to show mistakes, not to be fast:
+ * - threads run in an order drawn anew at every rendezvous, so that a missing barrier gives wrong numbers;
+ * - barriers and warp operations that not all threads reach, at the same line, are faults and not hangs;
+ * - shared memory holds NaNs when a block begins, and lies against memory that may not be touched;
+ * - an asynchronous copy arrives at once or when it is waited for, as chance has it;
+ * - vectors and rows that are not aligned are faults. */
+#ifndef VM_CUDA_ON_CPU_H
+#define VM_CUDA_ON_CPU_H
+
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#include <algorithm>
+#include <type_traits>
+
+#define __global__
+#define __device__
+#define __host__
+#define __forceinline__ inline __attribute__((always_inline))
+#define __launch_bounds__(...)
+#define __align__(n) __attribute__((aligned(n)))
+/* One block at a time: its shared memory is static. build.py puts all that is static in a kernel's object into the
+ * section vm_shared (an attribute would not do: the compiler forgets it in templates), and every block fills that with
+ * NaNs. */
+#define __shared__ static
+
+typedef void vm_kernel; /* build.py finds the kernels by this word */
+#define VM_KERNEL extern "C" vm_kernel
+#define VM_DEVICE static inline
+
+struct dim3 {
+    uint32_t x, y, z;
+};
+typedef dim3 uint3;
+struct alignas(16) uint4 {
+    uint32_t x, y, z, w;
+};
+extern uint3 threadIdx, blockIdx; /* of the fiber that runs */
+extern dim3 blockDim, gridDim;
+
+using std::max;
+using std::min;
+
+/* block.cc */
+struct vm_place {
+    const char *file;
+    int line;
+};
+[[noreturn]] void vm_fault(const char *format, ...) __attribute__((format(printf, 1, 2)));
+void vm_meet_block(vm_place at);
+/* Lends `mine` until all 32 lanes of the warp are here; then `act` is done once, on what all of them lent. */
+void vm_meet_warp(vm_place at, void *mine, void (*act)(void *const lanes[32]));
+uint32_t vm_lane();
+void *vm_dynamic_shared();
+bool vm_is_shared(const void *p, size_t bytes);
+void vm_copy_later(void *shared, const void *global); /* global NULL: zeros */
+void vm_copy_close();
+void vm_copy_finish(int but);
+
+#define VM_PLACE const char *file = __builtin_FILE(), int line = __builtin_LINE() /* of the call */
+#define VM_SHARED(type, name) type *const name = static_cast<type *>(vm_dynamic_shared())
+
+static inline void __syncthreads(VM_PLACE) { vm_meet_block({file, line}); }
+static inline void __syncwarp(VM_PLACE) {
+    vm_meet_warp({file, line}, nullptr, [](void *const[32]) {});
+}
+
+/* ---- numbers ---- */
+
+struct vm_half {
+    uint16_t bits;
+};
+struct vm_bfloat16 {
+    uint16_t bits;
+};
+
+static inline uint32_t vm_bits_of(float v) {
+    uint32_t u;
+    memcpy(&u, &v, 4);
+    return u;
+}
+static inline float vm_float_of(uint32_t u) {
+    float v;
+    memcpy(&v, &u, 4);
+    return v;
+}
+
+static inline float vm_to_float(float v) { return v; }
+static inline float vm_to_float(vm_bfloat16 v) { return vm_float_of((uint32_t)v.bits << 16); }
+static inline float vm_to_float(vm_half v) {
+    const uint32_t sign = (uint32_t)(v.bits & 0x8000) << 16, rest = (uint32_t)(v.bits & 0x7fff) << 13;
+    /* The exponent's bias is put right by a product, which is right for subnormal numbers too. */
+    const float value = (v.bits & 0x7c00) == 0x7c00 ? vm_float_of(rest | 0x7f800000) : vm_float_of(rest) * 0x1p112f;
+    return vm_float_of(sign | vm_bits_of(value));
+}
+
+static inline void vm_convert(float v, float *out) { *out = v; }
+static inline void vm_convert(float v, vm_bfloat16 *out) {
+    const uint32_t u = vm_bits_of(v);
+    out->bits = v != v ? 0x7fff : (uint16_t)((u + 0x7fff + (u >> 16 & 1)) >> 16);
+}
+static inline void vm_convert(float v, vm_half *out) {
+    const uint32_t u = vm_bits_of(v), size = u & 0x7fffffff, sign = u >> 16 & 0x8000;
+    uint32_t bits;
+    if (size > 0x7f800000) {
+        out->bits = 0x7fff;
+        return;
+    }
+    if (size >= 0x477ff000) /* 65520 and more */
+        bits = 0x7c00;
+    else if (size >= 0x38800000) /* normal: round the 13 bits that go */
+        bits = (size + 0xfff + (size >> 13 & 1) - 0x38000000) >> 13;
+    else /* subnormal: an addition rounds at 2^-24 */
+        bits = vm_bits_of(vm_float_of(size) + 0.5f) - 0x3f000000;
+    out->bits = (uint16_t)(sign | bits);
+}
+
+template <typename T>
+static inline uint32_t vm_pack(float first, float second) {
+    T a, b;
+    vm_convert(first, &a);
+    vm_convert(second, &b);
+    return a.bits | (uint32_t)b.bits << 16;
+}
+
+static inline float vm_exp(float v) { return expf(v); }
+static inline float vm_exp2(float v) { return exp2f(v); }
+static inline float vm_reciprocal(float v) { return 1.0f / v; }
+
+/* ---- memory ---- */
+
+static inline void vm_check_aligned(const void *p, const char *what) {
+    if ((uintptr_t)p % 16) vm_fault("%s: %p is not aligned to 16 bytes", what, p);
+}
+static inline uint4 vm_load16(const void *p) {
+    vm_check_aligned(p, "vector load");
+    uint4 v;
+    memcpy(&v, p, 16);
+    return v;
+}
+static inline void vm_store16(void *p, uint4 v) {
+    vm_check_aligned(p, "vector store");
+    memcpy(p, &v, 16);
+}
+
+static inline uint32_t vm_atomic_or(uint32_t *p, uint32_t bits) {
+    const uint32_t old = *p;
+    *p |= bits;
+    return old;
+}
+
+static inline void vm_copy_async(void *shared, const void *global, bool valid) {
+    vm_check_aligned(shared, "copy to shared memory");
+    if (valid) vm_check_aligned(global, "copy from global memory");
+    if (!vm_is_shared(shared, 16)) vm_fault("asynchronous copy to %p, which is not shared memory", shared);
+    vm_copy_later(shared, valid ? global : nullptr);
+}
+static inline void vm_copy_commit() { vm_copy_close(); }
+template <int N>
+static inline void vm_copy_wait() {
+    vm_copy_finish(N);
+}
+
+/* ---- warps ---- */
+
+static inline float vm_shuffle_xor(float v, int lane_mask, VM_PLACE) {
+    struct lent {
+        float v, out;
+        int mask;
+    } mine = {v, 0, lane_mask};
+    vm_meet_warp({file, line}, &mine, [](void *const lanes[32]) {
+        for (int i = 0; i < 32; i++) {
+            lent *const l = (lent *)lanes[i];
+            const int from = i ^ l->mask;
+            if (from < 0 || from > 31) vm_fault("shuffle from lane %d", from);
+            l->out = ((lent *)lanes[from])->v;
+        }
+    });
+    return mine.out;
+}
+
+struct vm_ldmatrix_lent {
+    uint32_t *out;
+    const uint16_t *row;
+};
+template <bool transposed>
+static inline void vm_ldmatrix_act(void *const lanes[32]) {
+    for (int i = 0; i < 32; i++) {
+        const void *row = ((vm_ldmatrix_lent *)lanes[i])->row;
+        vm_check_aligned(row, "row of a matrix");
+        if (!vm_is_shared(row, 16)) vm_fault("ldmatrix from %p, which is not shared memory", row);
+    }
+    for (int i = 0; i < 32; i++)
+        for (int m = 0; m < 4; m++) {
+            uint32_t pair[2];
+            for (int j = 0; j < 2; j++) {
+                const int r = transposed ? i % 4 * 2 + j : i / 4, c = transposed ? i / 4 : i % 4 * 2 + j;
+                memcpy(&pair[j], ((vm_ldmatrix_lent *)lanes[m * 8 + r])->row + c, 2);
+                pair[j] &= 0xffff;
+            }
+            ((vm_ldmatrix_lent *)lanes[i])->out[m] = pair[0] | pair[1] << 16;
+        }
+}
+static inline void vm_ldmatrix_x4(uint32_t r[4], const void *row, VM_PLACE) {
+    vm_ldmatrix_lent mine = {r, (const uint16_t *)row};
+    vm_meet_warp({file, line}, &mine, vm_ldmatrix_act<false>);
+}
+static inline void vm_ldmatrix_x4_trans(uint32_t r[4], const void *row, VM_PLACE) {
+    vm_ldmatrix_lent mine = {r, (const uint16_t *)row};
+    vm_meet_warp({file, line}, &mine, vm_ldmatrix_act<true>);
+}
+
+struct vm_mma_lent {
+    float *d;
+    const uint32_t *a, *b;
+};
+/* Fragments as PTX lays them out for mma.m16n8k16: lane = 4 * group + t. Products are exact; each sum is rounded. */
+template <typename T>
+static inline void vm_mma_act(void *const lanes[32]) {
+    float a[16][16], b[16][8];
+    const auto number = [](uint32_t pair, int j) { return vm_to_float(T{(uint16_t)(pair >> 16 * j)}); };
+    for (int i = 0; i < 32; i++) {
+        const vm_mma_lent *const l = (vm_mma_lent *)lanes[i];
+        const int group = i / 4, t = i % 4 * 2;
+        for (int j = 0; j < 2; j++) {
+            for (int part = 0; part < 4; part++) a[group + part % 2 * 8][t + j + part / 2 * 8] = number(l->a[part], j);
+            for (int part = 0; part < 2; part++) b[t + j + part * 8][group] = number(l->b[part], j);
+        }
+    }
+    for (int i = 0; i < 32; i++)
+        for (int part = 0; part < 4; part++) {
+            float *const d = &((vm_mma_lent *)lanes[i])->d[part];
+            for (int k = 0; k < 16; k++) *d += a[i / 4 + part / 2 * 8][k] * b[k][i % 4 * 2 + part % 2];
+        }
+}
+template <typename T>
+static inline void vm_mma_16816(float d[4], const uint32_t a[4], const uint32_t b[2], VM_PLACE) {
+    vm_mma_lent mine = {d, a, b};
+    vm_meet_warp({file, line}, &mine, vm_mma_act<T>);
+}
+
+#endif

@@ -1,0 +1,133 @@
+"""Where the CUDA tests run: a GPU where there is one, else the stand-ins of tests/emulator, where the CPU does all that
+our host code and kernels ask for. One process has one driver, so that is decided once."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from vaemem import _device
+
+try:
+    from vaemem import _cuda
+except ImportError:
+    _cuda = None
+
+GPU_WANTED = os.environ.get("VAEMEM_TEST_GPU") == "1"  # make test-gpu
+
+
+@functools.cache
+def place() -> str:
+    """ "gpu" or "emulator"; skips where neither can be had."""
+    if _cuda is None:
+        pytest.skip("vaemem was built without CUDA")
+    try:
+        if _cuda.devices():
+            return "gpu"
+    except RuntimeError as error:
+        if GPU_WANTED:
+            pytest.fail(f"make test-gpu: {error}")
+    from emulator import build
+
+    folder = Path(tempfile.mkdtemp(prefix="vaemem-emulator-"))
+    try:
+        libcuda, libcudnn = build.build(folder)
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    os.environ["VAEMEM_LIBCUDA"], os.environ["VAEMEM_CUDNN"] = str(libcuda), str(libcudnn)
+    return "emulator"
+
+
+class Emulator:
+    """The stand-in driver, for what only it can do: faults and counts."""
+
+    def __init__(self):
+        self.driver = ctypes.CDLL(os.environ["VAEMEM_LIBCUDA"])
+        for name in ("emulator_calls", "emulator_launches", "emulator_peak"):
+            getattr(self.driver, name).restype = ctypes.c_size_t
+
+    def live(self) -> tuple[int, ...]:
+        """Device bytes, blocks, pinned blocks, streams, events, graphs, executable graphs, modules, context users."""
+        counts = (ctypes.c_size_t * 9)()
+        self.driver.emulator_live(counts)
+        return tuple(counts)
+
+    def launches(self) -> int:
+        return self.driver.emulator_launches()
+
+    def peak(self) -> int:
+        """The most device bytes since the last question."""
+        return self.driver.emulator_peak()
+
+    def reset(self) -> None:
+        """A new context in place of one that is lost."""
+        assert not self.driver.cuDevicePrimaryCtxReset_v2(0)
+
+    @contextlib.contextmanager
+    def failing(self, nth: int, code: int = 719, sticky: bool = False):
+        """The nth call of the driver fails; yields a function that says whether it has come to that."""
+        start = self.driver.emulator_calls()
+        self.driver.emulator_fail_at(ctypes.c_size_t(nth), code, int(sticky))
+        try:
+            yield lambda: self.driver.emulator_calls() - start >= nth
+        finally:
+            self.driver.emulator_fail_at(ctypes.c_size_t(0), 0, 0)
+
+
+def emulator() -> Emulator:
+    if place() != "emulator":
+        pytest.skip("faults and counts are the emulator's")
+    return Emulator()
+
+
+class Array:
+    """An array in device memory that speaks DLPack and belongs to no library we know."""
+
+    def __init__(self, values: np.ndarray, dtype: str | None = None, device: int = 0):
+        self.values = np.ascontiguousarray(values)
+        self.dtype = dtype or self.values.dtype.name
+        self.shape, self.device = self.values.shape, device
+        self.driver = ctypes.CDLL(os.environ.get("VAEMEM_LIBCUDA") or "libcuda.so.1")
+        self.address = ctypes.c_uint64()
+        with self:
+            assert not self.driver.cuMemAlloc_v2(ctypes.byref(self.address), ctypes.c_size_t(self.values.nbytes))
+            data = self.values.ctypes.data_as(ctypes.c_void_p)
+            assert not self.driver.cuMemcpyHtoDAsync_v2(self.address, data, ctypes.c_size_t(self.values.nbytes), None)
+            assert not self.driver.cuStreamSynchronize(None)
+
+    def __enter__(self):
+        self.context, device = ctypes.c_void_p(), ctypes.c_int()
+        assert not self.driver.cuDeviceGet(ctypes.byref(device), 0)
+        assert not self.driver.cuDevicePrimaryCtxRetain(ctypes.byref(self.context), device)
+        assert not self.driver.cuCtxPushCurrent_v2(self.context)
+        return self
+
+    def __exit__(self, *_):
+        left = ctypes.c_void_p()  # the context stays retained: this array lies in it
+        assert not self.driver.cuCtxPopCurrent_v2(ctypes.byref(left))
+
+    def numpy(self) -> np.ndarray:
+        out = np.empty_like(self.values)
+        with self:
+            data = out.ctypes.data_as(ctypes.c_void_p)
+            assert not self.driver.cuMemcpyDtoHAsync_v2(data, self.address, ctypes.c_size_t(out.nbytes), None)
+            assert not self.driver.cuStreamSynchronize(None)
+        return out
+
+    def __dlpack_device__(self):
+        return _device.CUDA, self.device
+
+    def __dlpack__(self, stream=None):
+        return _cuda.lend(self.address.value, self.shape, self.dtype, self.device, self)
+
+    def __del__(self):
+        if getattr(self, "address", None) and self.address.value:
+            with self:
+                self.driver.cuMemFree_v2(self.address)

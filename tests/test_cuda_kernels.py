@@ -1,0 +1,295 @@
+"""load and merge (kernels/cuda/cuda.h), run by the emulator (tests/emulator), beside float64.
+
+With e and u of cuda_kernels.py (E, UNIT):
+
+- load: t = v * scale + shift is rounded once; e^-t has the relative error of its argument, |t| * e for the product with
+  log2(e) and as much for log2(e) itself; exp2, 1 + it, its reciprocal and two products: at most 8 e more. SiLU's slope
+  is at most 1.1.                    |y| * ((2 |t| + 8) * e + u) + 1.1 * e * |t| * multiply
+- merge is done in double and rounded once:       e * |scale|, e * |shift| + 1e-12
+
+A padding forgotten, a pixel beside the right one or a part left out is off by far more.
+"""
+
+import ctypes
+
+import numpy as np
+import pytest
+from cuda_kernels import (
+    BLOCK,
+    FORMATS,
+    LEAST,
+    THREADS,
+    TYPES,
+    UNIT,
+    E,
+    LoadArgs,
+    Memory,
+    MergeArgs,
+    StoreArgs,
+    build_kernels,
+    close,
+    every_format,
+    every_type,
+    far,
+    numbers,
+    round_up,
+    run_merge,
+)
+from emulator import build
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory):
+    return build_kernels(tmp_path_factory.mktemp("kernels"), "load", "norm")
+
+
+def test_arguments_lie_as_in_the_header(tmp_path):
+    lines = ['#include <stdio.h>\n#include "cuda.h"\nint main(void) {']
+    want = []
+    for name, args in (("load", LoadArgs), ("store", StoreArgs), ("merge", MergeArgs)):
+        lines.append(f'printf("%zu ", sizeof(vm_{name}_args));')
+        want.append(ctypes.sizeof(args))
+        for field, _ in args._fields_:
+            lines.append(f'printf("%zu ", offsetof(vm_{name}_args, {field}));')
+            want.append(getattr(args, field).offset)
+    source = tmp_path / "header.c"
+    source.write_text("\n".join([*lines, "}\n"]))
+    try:
+        gcc = build.compiler("gcc")
+    except FileNotFoundError as missing:
+        pytest.skip(str(missing))
+    build.run(gcc, "-std=gnu11", "-Wall", "-Wextra", "-Werror", "-I", build.CUDA, source, "-o", tmp_path / "header")
+    assert [int(n) for n in build.run(tmp_path / "header").split()] == want
+
+
+# ---- load ----
+
+
+def to_pixels(x, format_):
+    """(h, w, c) float64 to what the user has."""
+    if format_ == "u8":
+        return np.clip(np.rint((x / 3 + 1) * 127.5), 0, 255).astype(np.uint8)
+    return np.ascontiguousarray(x.transpose(2, 0, 1)).astype(TYPES[format_])
+
+
+def of_pixels(pixels, format_):
+    """And what those are, exactly."""
+    pixels64 = pixels.astype(np.float64)
+    return (2 * pixels64 - 255) / 255 if format_ == "u8" else pixels64.transpose(1, 2, 0)
+
+
+class Load:
+    """One launch: x in memory, what surrounds it NaN; out, whose guards were kept."""
+
+    def __init__(self, kernels):
+        self.kernels = kernels
+
+    def __call__(
+        self, dtype, x, top, left, rows, width, channels, *, format_="rows", pitch=None, grid=1, seed=1, **more
+    ):
+        memory, t = Memory(), TYPES[dtype]
+        h, w, c = x.shape if format_ in ("rows", "u8") else (*x.shape[1:], x.shape[0])
+        scale, shift = more.pop("scale", None), more.pop("shift", None)
+        if format_ == "rows":
+            held = np.full((h, w, pitch or round_up(c)), np.nan, t)
+            held[:, :, :c] = x
+            x = held
+        x = memory.copy(x)
+        if scale is not None:  # padded as vm_merge leaves them
+            scale, shift = (memory.copy(np.pad(v, (0, round_up(c) - c))) for v in (scale, shift))
+        before, out = x.tobytes(), memory.empty((rows, width, channels), t)
+        args = LoadArgs(
+            x=x.ctypes.data,
+            out=out.ctypes.data,
+            x_h=h,
+            x_w=w,
+            x_c=c,
+            x_pitch=pitch or round_up(c),
+            top=top,
+            left=left,
+            rows=rows,
+            width=width,
+            channels=channels,
+            format=FORMATS[format_],
+            **{"in_scale": 1, "multiply": 1, **more},
+        )
+        if scale is not None:
+            args.scale, args.shift = scale.ctypes.data, shift.ctypes.data
+        self.kernels.launch(f"vm_load_{dtype}", (grid,), (THREADS,), args, seed=seed)
+        memory.check()
+        assert x.tobytes() == before
+        return out
+
+
+@pytest.fixture(scope="module")
+def load(kernels):
+    return Load(kernels)
+
+
+def exact_load(
+    dtype, x, top, left, rows, width, channels, scale=None, shift=None, silu=0, in_scale=1, in_shift=0, multiply=1
+):
+    """x: (h, w, c) float64. What load should give, and how far off it may be."""
+    if scale is None:
+        scale, shift = np.float64(np.float32(in_scale)), np.float64(np.float32(in_shift))
+    t = x * scale + shift
+    y = t * multiply
+    if silu:
+        y = y / (1 + np.exp(-t))
+    tolerance = np.abs(y) * ((2 * np.abs(t) + 8) * E + UNIT[dtype]) + 1.1 * E * np.abs(t) * multiply + LEAST[dtype]
+    out = np.zeros((2, rows, width, channels))
+    for r in range(max(0, -top), min(rows, x.shape[0] - top)):
+        for q in range(max(0, -left), min(width, x.shape[1] - left)):
+            out[:, r, q, : x.shape[2]] = y[top + r, left + q], tolerance[top + r, left + q]
+    return out
+
+
+#        x: h, w, c       top, left, rows, width, channels
+LOADS = {
+    "3x3": ((5, 7, 48), (-1, -1, 7, 9, 48)),
+    "middle": ((9, 5, 16), (3, -1, 4, 7, 16)),
+    "stride 2": ((6, 8, 80), (0, 0, 7, 9, 80)),  # one row and one column beyond the image, none before it
+    "bottom": ((6, 8, 144), (4, -1, 4, 10, 144)),
+    "inside": ((6, 8, 32), (2, 3, 3, 4, 32)),
+    "far outside": ((2, 3, 16), (-4, -5, 9, 12, 16)),
+    "nothing": ((2, 3, 16), (5, 1, 2, 2, 16)),
+    "one pixel": ((1, 1, 16), (0, 0, 1, 1, 16)),
+    "one column": ((37, 1, 16), (-1, 0, 39, 1, 16)),
+    "odd channels": ((4, 5, 20), (-1, -1, 6, 7, 32)),
+    "few channels": ((4, 5, 3), (-1, -1, 6, 7, 16)),
+    "more channels": ((4, 5, 16), (-1, -1, 6, 7, 48)),
+    "many channels": ((2, 3, 1040), (-1, -1, 4, 5, 1040)),
+}
+
+
+@every_type
+@pytest.mark.parametrize("case", LOADS)
+def test_load(load, dtype, case):
+    shape, geometry = LOADS[case]
+    rng = np.random.default_rng(len(case))
+    x = numbers(rng, shape, TYPES[dtype], 3)
+    scale, shift = (numbers(rng, shape[2], np.float32) for _ in range(2))
+    for more in ({}, {"scale": scale, "shift": shift}, {"scale": scale, "shift": shift, "silu": 1, "multiply": 0.25}):
+        want, tolerance = exact_load(dtype, x.astype(np.float64), *geometry, **more)
+        for grid, pitch in ((1, None), (3, round_up(shape[2]) + 16), (70, None)):
+            close(load(dtype, x, *geometry, grid=grid, pitch=pitch, **more), want, tolerance)
+
+
+@every_type
+@pytest.mark.parametrize("seed", range(6))
+def test_load_of_any_size(load, dtype, seed):
+    rng = np.random.default_rng(seed)
+    h, w = rng.integers(1, 30, 2)
+    c = int(rng.integers(1, 200))
+    geometry = (*rng.integers(-3, 3, 2), *rng.integers(1, 34, 2), round_up(c))
+    x = numbers(rng, (h, w, c), TYPES[dtype], 4)
+    more = {"scale": numbers(rng, c, np.float32), "shift": numbers(rng, c, np.float32), "silu": seed % 2}
+    want, tolerance = exact_load(dtype, x.astype(np.float64), *(int(n) for n in geometry), **more)
+    close(load(dtype, x, *geometry, grid=int(rng.integers(1, 9)), seed=seed + 1, **more), want, tolerance)
+
+
+@every_type
+@every_format
+@pytest.mark.parametrize("c", [3, 4, 16, 19])
+def test_load_of_pixels(load, dtype, format_, c):
+    x = to_pixels(np.random.default_rng(c).standard_normal((7, 9, c)), format_)
+    geometry, more = (-1, -1, 9, 11, round_up(c)), {"in_scale": 1 / 0.3611, "in_shift": 0.1159, "multiply": 0.5}
+    exact = of_pixels(x, format_)
+    for how in ({}, more):
+        want, tolerance = exact_load(dtype, exact, *geometry, **how)
+        scale = how.get("in_scale", 1) * how.get("multiply", 1)
+        inside = np.pad(np.abs(exact), ((1, 1), (1, 1), (0, round_up(c) - c)))
+        tolerance += 2 * E * scale * inside if format_ == "u8" else 0  # 1 / 255, and the product with it
+        close(load(dtype, x, *geometry, format_=format_, grid=2, **how), want, tolerance)
+
+
+@every_type
+def test_load_keeps_what_is_not_finite(load, dtype):
+    x = np.ones((3, 5, 16), TYPES[dtype])
+    x[0, 0, 0], x[1, 2, 3], x[2, 4, 15], x[1, 1, 1] = np.nan, np.inf, -np.inf, -100
+    one = {"scale": np.ones(16, np.float32), "shift": np.zeros(16, np.float32)}
+    plain = load(dtype, x, -1, -1, 5, 7, 16, **one).astype(np.float32)
+    assert np.isnan(plain[1, 1, 0]) and plain[2, 3, 3] == np.inf and plain[3, 5, 15] == -np.inf
+    assert np.isfinite(plain).sum() == plain.size - 3
+    silu = load(dtype, x, -1, -1, 5, 7, 16, silu=1, **one).astype(np.float32)
+    assert np.isnan(silu[1, 1, 0]) and silu[2, 3, 3] == np.inf and np.isnan(silu[3, 5, 15])  # -Inf / Inf
+    assert np.isfinite(silu).sum() == silu.size - 3 and abs(silu[2, 2, 1]) < 1e-30
+
+
+def test_load_beyond_2_to_the_32(load):
+    """Few pixels, far apart."""
+    t, pitch, width = TYPES["f16"], 1 << 22, 1040
+    x = far(width, pitch, t)
+    x[:, :16] = numbers(np.random.default_rng(1), (width, 16), t)
+    out = Memory().empty((1, width, 16), t)
+    args = LoadArgs(
+        x=x.ctypes.data,
+        out=out.ctypes.data,
+        x_h=1,
+        x_w=width,
+        x_c=16,
+        x_pitch=pitch,
+        rows=1,
+        width=width,
+        channels=16,
+        in_scale=1,
+        multiply=1,
+    )
+    load.kernels.launch("vm_load_f16", (3,), (THREADS,), args)
+    np.testing.assert_array_equal(out[0], x[:, :16])
+
+
+# ---- merge ----
+
+
+def random_parts(rng, c, parts, mean=0.0):
+    padded = round_up(c)
+    sums = np.full((parts, BLOCK + 2 * padded), np.nan, np.float32)
+    sums[:, 0] = rng.integers(1, 700, parts)
+    sums[:, BLOCK : BLOCK + c] = numbers(rng, (parts, c), np.float32, 1, mean)
+    sums[:, BLOCK + padded : BLOCK + padded + c] = rng.random((parts, c)) * sums[:, :1]
+    return sums
+
+
+@pytest.mark.parametrize(
+    "c,groups,parts",
+    [(128, 32, 100), (512, 32, 67), (96, 32, 1), (32, 32, 700), (24, 3, 40), (40, 1, 31), (512, 1, 9), (20, 5, 300)],
+)
+@pytest.mark.parametrize("mean", [0, 1000])
+def test_merge(kernels, c, groups, parts, mean):
+    rng = np.random.default_rng(c + parts)
+    sums = random_parts(rng, c, parts, mean)
+    gamma, beta = numbers(rng, c, np.float32), numbers(rng, c, np.float32)
+    n = sums[:, 0].astype(np.longdouble)[:, None, None]
+    means, m2 = (
+        sums[:, first : first + c].astype(np.longdouble).reshape(parts, groups, -1)
+        for first in (BLOCK, BLOCK + round_up(c))
+    )
+    count = n.sum() * (c // groups)
+    centre = (n * means).sum((0, 2)) / count
+    variance = (m2 + n * (means - centre[:, None]) ** 2).sum((0, 2)) / count
+    eps = np.float32(1e-6)
+    r = np.repeat(1 / np.sqrt(variance + eps), c // groups)
+    want_scale, want_shift = r * gamma, beta - np.repeat(centre, c // groups) * r * gamma
+    scale, shift = run_merge(kernels, sums, gamma, beta, groups, eps)
+    close(scale, want_scale, 1.01 * E * np.abs(want_scale))
+    close(shift, want_shift, 1.01 * E * np.abs(want_shift) + 1e-12 * (1 + mean))
+    again = run_merge(kernels, sums, gamma, beta, groups, eps, seed=3)
+    assert (scale.tobytes(), shift.tobytes()) == tuple(v.tobytes() for v in again)
+
+
+def test_merge_of_one_constant(kernels):
+    """No variance: eps alone."""
+    sums = random_parts(np.random.default_rng(1), 32, 50)
+    sums[:, BLOCK : BLOCK + 32], sums[:, BLOCK + 32 :] = 7, 0
+    scale, shift = run_merge(kernels, sums, np.ones(32, np.float32), np.zeros(32, np.float32), 8, 0.25)
+    np.testing.assert_array_equal((scale, shift), (np.full(32, 2), np.full(32, -14)))
+
+
+def test_merge_keeps_nan_to_its_group(kernels):
+    sums = random_parts(np.random.default_rng(2), 32, 50)
+    sums[31, BLOCK + 9] = np.nan
+    scale, shift = run_merge(kernels, sums, np.ones(32, np.float32), np.zeros(32, np.float32), 4, 1e-6)
+    want = np.arange(32) // 8 == 1
+    np.testing.assert_array_equal(np.isnan(scale), want)
+    np.testing.assert_array_equal(np.isnan(shift), want)

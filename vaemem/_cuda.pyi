@@ -1,0 +1,25 @@
+from typing import Any
+
+def devices(libcuda: str | None = None, /) -> list[dict[str, Any]]: ...
+def borrow(capsule: Any, /) -> dict[str, Any]: ...
+def lend(address: int, shape: tuple[int, ...], dtype: str, device: int, owner: object, /) -> Any: ...
+
+class Backend:
+    capsule: Any
+    name: str
+    device: int
+    stream: int
+    free_at_open: int
+    cudnn_version: str
+    def __init__(
+        self,
+        device: int = 0,
+        dtype: str = "float32",
+        tf32: bool = False,
+        autotune: bool = False,
+        libcuda: str | None = None,
+        libcudnn: str | None = None,
+    ) -> None: ...
+    def memory(self) -> tuple[int, int]: ...
+    def order(self, stream: int, /) -> None: ...
+    def read(self, address: int, to: Any, /) -> None: ...

@@ -1,0 +1,187 @@
+"""GPUs: opened by name, and how arrays come to them and leave them without a copy (DLPack)."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from vaemem import _core
+from vaemem._workspace import find_cudnn
+
+try:
+    from vaemem import _cuda
+except ImportError:  # built without nvcc
+    _cuda = None  # type: ignore[assignment]
+
+__all__ = ["Device", "DeviceArray", "gpu_rows", "parse_device"]
+
+DTYPES = ("float32", "float16", "bfloat16")
+CUDA = 2  # DLPack's number for CUDA memory
+LEGACY_STREAM = 1  # CUDA's own name for stream 0
+
+
+def parse_device(device: Any) -> int | None:
+    """None for the CPU, else the number of a GPU.
+
+    Parameters
+    ----------
+    device : str or torch.device
+        ``"cpu"``, ``"cuda"`` or ``"cuda:1"``.
+    """
+    name = str(device)
+    kind, colon, number = name.partition(":")
+    if name == "cpu":
+        return None
+    if kind != "cuda" or (colon and not number.isdecimal()):
+        raise ValueError(f"device: want cpu, cuda or cuda:N, got {name!r}")
+    return int(number or 0)
+
+
+def gpu_rows() -> list[dict[str, Any]]:
+    """A row of `vaemem.backends` for each GPU, or one that says why there is none."""
+    row = {"name": "cuda", "device": "cuda", "usable": False, "chosen": False}
+    if _cuda is None:
+        return [row | {"why": "vaemem was built without nvcc (VAEMEM_CUDA=1 makes that an error)"}]
+    try:
+        found = _cuda.devices(os.environ.get("VAEMEM_LIBCUDA"))
+    except RuntimeError as error:
+        return [row | {"why": str(error)}]
+    if not found:
+        return [row | {"why": "CUDA: the driver sees no GPU"}]
+    rows = []
+    for i, gpu in enumerate(found):
+        major, minor = gpu["capability"]
+        old = major * 10 + minor < 75
+        why = f"{gpu['name']} has compute capability {major}.{minor}: want 7.5 or later" if old else ""
+        rows.append(row | {"device": f"cuda:{i}", "gpu": gpu["name"], "usable": not old, "why": why})
+    return rows
+
+
+class DeviceArray:
+    """An array in a GPU's memory, for any library that speaks DLPack: ``torch.from_dlpack(array)`` copies nothing.
+
+    Attributes
+    ----------
+    shape : tuple of int
+    dtype : str
+        ``"float32"``, ``"float16"``, ``"bfloat16"`` or ``"uint8"``.
+    device : str
+    """
+
+    def __init__(self, device: Device, address: int, shape: tuple[int, ...], dtype: str, owner: Any):
+        self.shape, self.dtype, self.device = shape, dtype, f"cuda:{device.number}"
+        self._device, self._address, self._owner = device, address, owner
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return CUDA, self._device.number
+
+    def __dlpack__(self, *, stream: int | None = None, max_version: Any = None, **other: Any) -> Any:
+        """A capsule whose contents are ready for whatever is enqueued on `stream` from now on."""
+        if other.get("dl_device") not in (None, self.__dlpack_device__()) or other.get("copy"):
+            raise BufferError("DLPack: want the array where it is and as it is, a copy was asked for")
+        if stream != -1:
+            self._device.backend.order(LEGACY_STREAM if stream in (None, 0) else int(stream))  # type: ignore[arg-type]
+        return _cuda.lend(self._address, self.shape, self.dtype, self._device.number, self)
+
+    def numpy(self) -> np.ndarray:
+        """A copy in host memory (bfloat16 as ml_dtypes')."""
+        if self.dtype == "bfloat16":
+            import ml_dtypes
+
+            out = np.empty(self.shape, ml_dtypes.bfloat16)
+        else:
+            out = np.empty(self.shape, self.dtype)
+        self._device.backend.read(self._address, out.view(np.uint8).reshape(-1))
+        return out
+
+    def __repr__(self) -> str:
+        return f"<DeviceArray {self.dtype} {self.shape} on {self.device}>"
+
+
+class Borrowed:
+    """A user's array in a GPU's memory, for the length of a run."""
+
+    def __init__(self, array: Any, name: str, device: Device, stream: int):
+        kind, number = array.__dlpack_device__()
+        if (int(kind), int(number)) != (CUDA, device.number):
+            raise ValueError(f"{name}: want an array on cuda:{device.number}, got one on device {(int(kind), number)}")
+        fields = _cuda.borrow(array.__dlpack__(stream=stream))
+        self.shape, self.dtype, self.address = fields["shape"], fields["dtype"], fields["address"]
+        self.owner = fields["owner"]
+        if self.dtype is None:
+            raise TypeError(f"{name}: want float32, float16, bfloat16 or uint8, got another dtype")
+        if not fields["contiguous"]:
+            raise ValueError(f"{name}: want a contiguous array of shape {self.shape}")
+
+
+class Device:
+    """A GPU with one type of numbers, opened for one VAE."""
+
+    def __init__(self, number: int, dtype: str, tf32: bool, autotune: bool):
+        if _cuda is None:
+            raise RuntimeError(gpu_rows()[0]["why"])
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype: want one of {', '.join(DTYPES)}, got {dtype!r}")
+        self.number, self.dtype = number, dtype
+        libcuda = os.environ.get("VAEMEM_LIBCUDA")
+        self.backend = _cuda.Backend(number, dtype, tf32, autotune, libcuda, find_cudnn())
+
+    @staticmethod
+    def holds(array: Any) -> bool:
+        """Whether array lies in a GPU's memory."""
+        where = getattr(array, "__dlpack_device__", None)
+        return where is not None and not isinstance(array, np.ndarray) and int(where()[0]) == CUDA
+
+    def stream_of(self, array: Any) -> tuple[int, bool]:
+        """Where array's library puts its work now, and whether that is known; else our own stream."""
+        library = type(array).__module__.partition(".")[0]
+        if library == "torch":
+            return sys.modules["torch"].cuda.current_stream(self.number).cuda_stream or LEGACY_STREAM, True
+        if library == "cupy":
+            return sys.modules["cupy"].cuda.get_current_stream().ptr or LEGACY_STREAM, True
+        return self.backend.stream, False
+
+    def borrow(self, array: Any, name: str, stream: int) -> Borrowed:
+        return Borrowed(array, name, self, stream)
+
+    def empty_like(self, array: Any, shape: tuple[int, ...], dtype: str) -> Any:
+        """A new array of array's library, from that library's own allocator; None where we do not know it."""
+        library = type(array).__module__.partition(".")[0]
+        if library == "torch":
+            torch = sys.modules["torch"]
+            return torch.empty(shape, dtype=getattr(torch, dtype), device=array.device)
+        if library == "cupy" and dtype != "bfloat16":
+            return sys.modules["cupy"].empty(shape, dtype)
+        return None
+
+    def as_library(self, array: DeviceArray, like: Any) -> Any:
+        """The same memory as an array of like's library, where we know how."""
+        library = type(like).__module__.partition(".")[0]
+        if library in ("jax", "jaxlib"):
+            return sys.modules["jax"].dlpack.from_dlpack(array)
+        return array
+
+
+def out_of_memory(core: _core.Model, device: Device, error: MemoryError, plan: Mapping[str, Any]) -> MemoryError:
+    """What was required, what is free, and the largest square that would fit.
+
+    Parameters
+    ----------
+    plan : mapping
+        Arguments of ``core.plan``.
+    """
+    required = core.plan(**plan)["reserved"] - core.reserved_bytes
+    free, total = device.backend.memory()
+    text = f"{error}. This {plan['op']} of {plan['height']}x{plan['width']} needs {required / 2**20:.1f} MiB more"
+    text += f" and {free / 2**20:.1f} of {total / 2**20:.1f} MiB are free on cuda:{device.number}"
+    factor = 2 ** (len(core.arch["block_out_channels"]) - 1)
+    side = (plan["height"] * plan["width"] * min(free / max(required, 1), 1)) ** 0.5
+    while (side := side * 0.96 // factor * factor) >= factor:
+        smaller = {**plan, "height": int(side), "width": int(side)}
+        if core.plan(**smaller)["reserved"] - core.reserved_bytes <= free:
+            return MemoryError(f"{text}: {int(side)}x{int(side)} would fit")
+    return MemoryError(f"{text}: no size would fit")

@@ -1,0 +1,178 @@
+"""What a run takes or took, and what an encode gives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+__all__ = ["Encoded", "Run", "make_run"]
+
+
+@dataclass(frozen=True, repr=False)
+class Run:
+    """What one run takes, or took: bytes by category when their sum is largest.
+
+    Attributes
+    ----------
+    op : str
+        ``"encode"`` or ``"decode"``.
+    height, width, batch : int
+        Of the images, in pixels.
+    weights_bytes, activations_bytes, scratch_bytes, workspace_bytes, output_bytes : int
+        In use at the peak. Scratch is each pass's own, GroupNorm's sums and the plan; workspace is cuDNN's; output is 0
+        where the caller gave ``out=``.
+    reserved_bytes : int
+        Held from the system: weights, the whole arena and the output. Larger than the peak only where an earlier,
+        larger run's arena was kept, or where the plan has holes.
+    passes : tuple of str
+        Names of the passes, in order.
+    timeline : tuple of (str, int)
+        Pass and bytes in use while it runs, weights and output included.
+    peak_pass : str
+        The pass that makes the peak.
+    flops : tuple of float
+        Of each pass (a multiply-add is two).
+    pass_seconds : tuple of float
+        Of each pass; zeros in an estimate.
+    seconds : float or None
+        Of the whole call; None in an estimate.
+    backend : str
+        The kernels used, such as ``"avx512"`` or ``"cuda:0 bfloat16"``.
+    threads : int
+    notes : tuple of str
+        What was done besides: float16 that overflowed and was run again.
+    """
+
+    op: str
+    height: int
+    width: int
+    batch: int
+    weights_bytes: int
+    activations_bytes: int
+    scratch_bytes: int
+    workspace_bytes: int
+    output_bytes: int
+    reserved_bytes: int
+    passes: tuple[str, ...]
+    timeline: tuple[tuple[str, int], ...]
+    peak_pass: str
+    flops: tuple[float, ...]
+    pass_seconds: tuple[float, ...]
+    seconds: float | None
+    backend: str
+    threads: int
+    notes: tuple[str, ...] = ()
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes in use when they were most."""
+        return (
+            self.weights_bytes + self.activations_bytes + self.scratch_bytes + self.workspace_bytes + self.output_bytes
+        )
+
+    def __repr__(self) -> str:
+        size = f"{self.op} {self.height}x{self.width}" + (f" batch {self.batch}" if self.batch > 1 else "")
+        parts = ", ".join(
+            f"{name} {value / 2**20:.1f}"
+            for name, value in (
+                ("weights", self.weights_bytes),
+                ("activations", self.activations_bytes),
+                ("scratch", self.scratch_bytes),
+                ("workspace", self.workspace_bytes),
+                ("output", self.output_bytes),
+            )
+            if value or name != "workspace"
+        )
+        took = "" if self.seconds is None else f", {self.seconds:.2f} s"
+        return (
+            f"<Run {size}: peak {self.peak_bytes / 2**20:.1f} MiB ({parts}) at {self.peak_pass}{took}, {self.backend}>"
+        )
+
+
+def make_run(
+    op: str,
+    height: int,
+    width: int,
+    batch: int,
+    record: Mapping[str, Any],
+    seconds: float | None,
+    notes: tuple[str, ...] = (),
+) -> Run:
+    steps = record["steps"]
+    live = [sum(step["live"].values()) for step in steps]
+    return Run(
+        op,
+        height,
+        width,
+        batch,
+        **{f"{name}_bytes": value for name, value in record["peak"].items()},
+        reserved_bytes=record["reserved"],
+        passes=tuple(step["name"] for step in steps),
+        timeline=tuple((step["name"], n) for step, n in zip(steps, live, strict=True)),
+        peak_pass=steps[live.index(max(live))]["name"],
+        flops=tuple(step["flops"] for step in steps),
+        pass_seconds=tuple(step["seconds"] for step in steps),
+        seconds=seconds,
+        backend=record["backend"],
+        threads=record["threads"],
+        notes=notes,
+    )
+
+
+class Encoded:
+    """A diagonal Gaussian over latents.
+
+    Attributes
+    ----------
+    moments : array of shape (N, 2C, H/8, W/8)
+        Means, then log-variances: float32 in host memory, or of the image's library and dtype on its GPU.
+    mean, logvar : array of shape (N, C, H/8, W/8)
+        Raw, never scaled; logvar is clamped to [-30, 20] as diffusers does. Both are views of moments.
+    """
+
+    def __init__(self, moments: Any, scaling: float, shift: float) -> None:
+        self.moments = moments
+        self._channels = moments.shape[1] // 2
+        self._scaling, self._shift = float(np.float32(scaling)), float(np.float32(shift))
+
+    @property
+    def mean(self) -> Any:
+        return self.moments[:, : self._channels]
+
+    @property
+    def logvar(self) -> Any:
+        return self.moments[:, self._channels :]
+
+    def _scale(self, latents: Any) -> Any:
+        if self._shift == 0 and self._scaling == 1:
+            return latents
+        return (latents - self._shift) * self._scaling
+
+    def mode(self) -> Any:
+        """The mean: (mean - shift) * scaling if encoded with ``scaled=True``, as pipelines pass it on."""
+        return self._scale(self.mean + 0)
+
+    def sample(self, generator: np.random.Generator | int | None = None, noise: Any = None) -> Any:
+        """One draw, mean + exp(logvar / 2) * noise, scaled as `mode` is.
+
+        Parameters
+        ----------
+        generator : numpy.random.Generator, int or None
+            Where the noise comes from; an integer seeds a new one. Of moments in host memory only.
+        noise : array of mean's shape, optional
+            Standard normal numbers, of moments' own library.
+        """
+        if noise is None:
+            if not isinstance(self.moments, np.ndarray):
+                raise TypeError(
+                    "noise: want standard normal numbers for moments on a GPU, such as torch.randn_like(mean)"
+                )
+            noise = np.random.default_rng(generator).standard_normal(self.mean.shape, dtype=np.float32)
+        half = self.logvar * 0.5
+        return self._scale(self.mean + (np.exp(half) if isinstance(half, np.ndarray) else half.exp()) * noise)
+
+    def __repr__(self) -> str:
+        return f"<Encoded {tuple(self.moments.shape)}>"
