@@ -24,13 +24,13 @@ GPU_WANTED = os.environ.get("VAEMEM_TEST_GPU") == "1"  # make test-gpu
 
 
 @functools.cache
-def place() -> str:
+def _find() -> tuple[str, dict[str, str]]:
     """ "gpu" or "emulator"; skips where neither can be had."""
     if _cuda is None:
         pytest.skip("vaemem was built without CUDA")
     try:
         if _cuda.devices():
-            return "gpu"
+            return "gpu", {}
     except RuntimeError as error:
         if GPU_WANTED:
             pytest.fail(f"make test-gpu: {error}")
@@ -41,8 +41,17 @@ def place() -> str:
         libcuda, libcudnn = build.build(folder)
     except FileNotFoundError as error:
         pytest.skip(str(error))
-    os.environ["VAEMEM_LIBCUDA"], os.environ["VAEMEM_CUDNN"] = str(libcuda), str(libcudnn)
-    return "emulator"
+    return "emulator", {"VAEMEM_LIBCUDA": str(libcuda), "VAEMEM_CUDNN": str(libcudnn)}
+
+
+def go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For one test: the device "cuda" is the GPU, or the emulator."""
+    for name, value in _find()[1].items():
+        monkeypatch.setenv(name, value)
+
+
+def place() -> str:
+    return _find()[0]
 
 
 class Emulator:

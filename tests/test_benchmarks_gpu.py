@@ -349,10 +349,10 @@ def test_ablation(tmp_path, monkeypatch):
     }
 
 
-def test_ours_on_a_gpu():
+def test_ours_on_a_gpu(monkeypatch):
     import gpu  # or the emulator, which has no PyTorch: arrays are NumPy's
 
-    gpu.place()
+    gpu.go(monkeypatch)
     case = Case("flux", "decode", 16, "bfloat16", small=True)
     setup = contest.Setup(common.Machine("cpu"), case)
     setup.open["ours", False] = contest.open_vae(case, "cuda")

@@ -23,8 +23,8 @@ every_dtype = pytest.mark.parametrize("dtype", LIMIT)
 
 
 @pytest.fixture(autouse=True)
-def somewhere():
-    gpu.place()
+def somewhere(monkeypatch):
+    gpu.go(monkeypatch)
 
 
 def pair(name="sd", dtype="float32", **kwargs):

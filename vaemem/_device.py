@@ -57,7 +57,7 @@ def gpu_rows() -> list[dict[str, Any]]:
         major, minor = gpu["capability"]
         old = major * 10 + minor < 75
         why = f"{gpu['name']} has compute capability {major}.{minor}: want 7.5 or later" if old else ""
-        rows.append(row | {"device": f"cuda:{i}", "gpu": gpu["name"], "usable": not old, "why": why})
+        rows.append(row | {"name": gpu["name"], "device": f"cuda:{i}", "usable": not old, "why": why})
     return rows
 
 

@@ -14,14 +14,15 @@
 
 /* PyTorch's filterEngineConfigs, not deterministic. */
 static bool refused(vm_cudnn *c, desc engine, const vm_conv *conv) {
-    if (vm_cudnn_has_note(c, engine, ENGINE_NUMERICAL_NOTE, T_NUMERICAL_NOTE, NOTE_DOWN_CONVERT_INPUTS)) return true;
-    return conv->dtype == VM_F32 && !conv->tf32 &&
-           vm_cudnn_has_note(c, engine, ENGINE_NUMERICAL_NOTE, T_NUMERICAL_NOTE, NOTE_TENSOR_CORE);
+    uint32_t notes, bad = 1u << NOTE_DOWN_CONVERT_INPUTS;
+    if (conv->dtype == VM_F32 && !conv->tf32) bad |= 1u << NOTE_TENSOR_CORE;
+    return !vm_cudnn_notes(c, engine, ENGINE_NUMERICAL_NOTE, T_NUMERICAL_NOTE, &notes) || (notes & bad);
 }
 
 /* Whether this configuration is the one: it passes PyTorch's filter and finalises as a plan. */
 static bool try_config(vm_cudnn *c, desc device, desc config, const vm_conv *conv, vm_conv_plan *out) {
     desc engine = NULL, plan = NULL;
+    uint32_t notes;
     int64_t count = 0;
     if (c->create(ENGINE, &engine) || c->create(EXECUTION_PLAN, &plan)) goto done;
     if (c->get(config, ENGINECFG_ENGINE, T_DESC, 1, &count, &engine) || refused(c, engine, conv)) goto done;
@@ -30,7 +31,8 @@ static bool try_config(vm_cudnn *c, desc device, desc config, const vm_conv *con
         !c->get(plan, EXECUTION_PLAN_WORKSPACE_SIZE, T_INT64, 1, &count, &out->bytes)) {
         out->engine = vm_cudnn_name(c, config, engine, out->name, sizeof out->name);
         out->found = true;
-    } else if (vm_cudnn_has_note(c, engine, ENGINE_BEHAVIOR_NOTE, T_BEHAVIOR_NOTE, BEHAVIOR_RUNTIME_COMPILATION)) {
+    } else if (vm_cudnn_notes(c, engine, ENGINE_BEHAVIOR_NOTE, T_BEHAVIOR_NOTE, &notes) &&
+               (notes & 1u << BEHAVIOR_RUNTIME_COMPILATION)) {
         out->untried++;
     }
 done:

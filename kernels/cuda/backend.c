@@ -79,9 +79,10 @@ static size_t parts_of(const vm_pass *p, size_t rows) {
 
 static size_t stripe_rows(const vm_pass *p, const shape *s, size_t row0) { return VM_MIN(s->rows, p->y.h - row0); }
 
-static size_t workspace_limit(const vm_pass *p) {
-    enum { LEAST = 1 << 20 };
-    return VM_MAX(p->room / 5 * 2, LEAST);
+/* cuDNN's TF32 engines want tens of megabytes outside Hopper; without them it would take plain float32's. */
+static size_t workspace_limit(const vm_gpu *g, const vm_pass *p) {
+    const size_t least = g->tf32 ? 64u << 20 : 1u << 20;
+    return VM_MAX(p->room / 5 * 2, least);
 }
 
 static vm_conv_key key_of(const vm_gpu *g, const vm_pass *p, const shape *s, size_t rows) {
@@ -93,7 +94,7 @@ static vm_conv_key key_of(const vm_gpu *g, const vm_pass *p, const shape *s, siz
                          .k = (int64_t)s->raw_c,
                          .r = (int64_t)s->k,
                          .stride = (int64_t)s->stride,
-                         .limit = workspace_limit(p)};
+                         .limit = workspace_limit(g, p)};
 }
 
 size_t vm_gpu_scratch(const vm_backend *b, const vm_pass *p, unsigned threads) {

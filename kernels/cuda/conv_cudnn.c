@@ -100,16 +100,14 @@ const char *vm_cudnn_convs_name(const vm_cudnn_convs *s, const vm_conv_key *key)
     return p ? p->name : NULL;
 }
 
-/* Engines that round more than their types say, or sum in another order each time. */
+/* Engines that round more than their types say, or sum in another order each time, or that will not say. */
 static bool refused(vm_cudnn *c, desc engine, const vm_conv_key *key) {
-    static const int never[] = {NOTE_DOWN_CONVERT_INPUTS, NOTE_REDUCED_PRECISION_REDUCTION, NOTE_NONDETERMINISTIC};
-    static const int strict[] = {NOTE_TENSOR_CORE, NOTE_FFT, NOTE_WINOGRAD_TILE_4x4, NOTE_WINOGRAD_TILE_6x6,
-                                 NOTE_WINOGRAD_TILE_13x13};
-    for (size_t i = 0; i < sizeof never / sizeof *never; i++)
-        if (vm_cudnn_has_note(c, engine, ENGINE_NUMERICAL_NOTE, T_NUMERICAL_NOTE, never[i])) return true;
-    for (size_t i = 0; i < sizeof strict / sizeof *strict && key->dtype == VM_F32 && !key->tf32; i++)
-        if (vm_cudnn_has_note(c, engine, ENGINE_NUMERICAL_NOTE, T_NUMERICAL_NOTE, strict[i])) return true;
-    return false;
+    uint32_t notes,
+        bad = 1u << NOTE_DOWN_CONVERT_INPUTS | 1u << NOTE_REDUCED_PRECISION_REDUCTION | 1u << NOTE_NONDETERMINISTIC;
+    if (key->dtype == VM_F32 && !key->tf32)
+        bad |= 1u << NOTE_TENSOR_CORE | 1u << NOTE_FFT | 1u << NOTE_WINOGRAD_TILE_4x4 | 1u << NOTE_WINOGRAD_TILE_6x6 |
+               1u << NOTE_WINOGRAD_TILE_13x13;
+    return !vm_cudnn_notes(c, engine, ENGINE_NUMERICAL_NOTE, T_NUMERICAL_NOTE, &notes) || (notes & bad);
 }
 
 /* What a search for plans has found so far. */

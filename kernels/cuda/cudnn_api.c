@@ -209,13 +209,13 @@ int64_t vm_cudnn_configs(vm_cudnn_question *q, desc graph, desc device, int mode
     return made;
 }
 
-bool vm_cudnn_has_note(vm_cudnn *c, desc engine, int attribute, int type, int wanted) {
+bool vm_cudnn_notes(vm_cudnn *c, desc engine, int attribute, int type, uint32_t *bits) {
     int notes[MAX_NOTES];
     int64_t count = 0;
-    if (c->get(engine, attribute, type, MAX_NOTES, &count, notes)) return false;
-    for (int64_t i = 0; i < count && i < MAX_NOTES; i++)
-        if (notes[i] == wanted) return true;
-    return false;
+    *bits = 0;
+    if (c->get(engine, attribute, type, MAX_NOTES, &count, notes) || count > MAX_NOTES) return false;
+    for (int64_t i = 0; i < count; i++) *bits |= 1u << (notes[i] & 31);
+    return true;
 }
 
 int vm_cudnn_name(vm_cudnn *c, desc config, desc engine, char *out, size_t size) {

@@ -166,7 +166,8 @@ vm_status vm_cudnn_end(vm_cudnn_question *q, vm_status otherwise);
 
 /* VM_EINVAL where a size is out of range, or the filter is larger than the padded input. */
 vm_status vm_cudnn_check(const vm_conv *conv);
-bool vm_cudnn_has_note(vm_cudnn *c, desc engine, int attribute, int type, int wanted);
+/* Of an engine, as the sum of 1 << note; false where they cannot be read. */
+bool vm_cudnn_notes(vm_cudnn *c, desc engine, int attribute, int type, uint32_t *bits);
 /* "eng1_k2=3_k5=0": engine and knobs. Returns the engine's index. */
 int vm_cudnn_name(vm_cudnn *c, desc config, desc engine, char *name, size_t size);
 

@@ -1,0 +1,549 @@
+"""Convolutions by cuDNN: the plans, their limits and filters, and what is run, with the stand-in of tests/emulator; and
+that an installed cuDNN, asked about a described device, has a plan for every convolution of ours.
+
+All of it in processes of its own: a process has one cuDNN, and it may crash."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import multiprocessing
+import os
+import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.managers import BaseManager
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from emulator import build
+
+from vaemem._gpus import find_gpu
+from vaemem._workspace import find_cudnn
+
+ROOT = Path(__file__).resolve().parents[1]
+DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+STATUS = ("OK", "EINVAL", "ENOMEM", "EOVERFLOW", "ECANCELLED", "EDEVICE")
+MIB = 1 << 20
+GUARD = 64  # bytes around what cuDNN may write
+
+
+class Key(ctypes.Structure):
+    _fields_ = [
+        ("dtype", ctypes.c_int),
+        ("tf32", ctypes.c_bool),
+        *((name, ctypes.c_int64) for name in "h w c k r stride".split()),
+        ("limit", ctypes.c_size_t),
+    ]
+
+
+def key(dtype="float32", h=6, w=7, c=16, k=32, r=3, stride=1, limit=MIB, tf32=False):
+    return list(DTYPES).index(dtype), tf32, h, w, c, k, r, stride, limit
+
+
+def aligned(size: int, dtype) -> np.ndarray:
+    """An array at 64 bytes, GUARD bytes of 0x5a before and after it."""
+    item = np.dtype(dtype).itemsize
+    memory = np.full(size * item + 3 * GUARD, 0x5A, np.uint8)
+    start = -memory.ctypes.data % GUARD + GUARD
+    return memory[start : start + size * item].view(dtype)
+
+
+def guarded(array: np.ndarray) -> bool:
+    around = array.base.view(np.uint8)
+    start = array.ctypes.data - around.ctypes.data
+    return bool(
+        (around[start - GUARD : start] == 0x5A).all() and (around[start + array.nbytes :][:GUARD] == 0x5A).all()
+    )
+
+
+class Convs:
+    """conv_cudnn.c by ctypes, in the process where this is made. A failure raises RuntimeError("EDEVICE: ...")."""
+
+    def __init__(self, library: str, cudnn: str | None, device_json: str | None = None, no_driver: str | None = None):
+        if no_driver:
+            with contextlib.suppress(OSError):
+                ctypes.CDLL("libcuda.so.1")
+            ctypes.CDLL(no_driver)
+            quiet = os.open(os.devnull, os.O_WRONLY)  # cuDNN says what the stand-in driver lacks
+            os.dup2(quiet, 1)
+            os.dup2(quiet, 2)
+        self.library = ctypes.CDLL(library)
+        for name in ("vm_error", "vm_cudnn_convs_name"):
+            getattr(self.library, name).restype = ctypes.c_char_p
+        self.library.vm_cudnn_convs_tuned.restype = ctypes.c_bool
+        self.device_json = device_json and device_json.encode()
+        self.cudnn = cudnn and cudnn.encode()
+        self.convs = ctypes.c_void_p()
+
+    def _check(self, status: int) -> None:
+        if status:
+            raise RuntimeError(f"{STATUS[status]}: {self.library.vm_error().decode()}")
+
+    def open(self) -> None:
+        self._check(self.library.vm_cudnn_convs_new(self.cudnn, self.device_json, ctypes.byref(self.convs)))
+
+    def close(self) -> None:
+        self.library.vm_cudnn_convs_free(self.convs)
+        self.convs = ctypes.c_void_p()
+
+    def version(self) -> int:
+        return self.library.vm_cudnn_convs_version(self.convs)
+
+    def count(self) -> int:
+        return self.library.vm_cudnn_convs_count(self.convs)
+
+    def bytes(self, key) -> int:
+        out = ctypes.c_size_t()
+        self._check(self.library.vm_cudnn_convs_bytes(self.convs, ctypes.byref(Key(*key)), ctypes.byref(out)))
+        return out.value
+
+    def bytes_at_once(self, keys, threads: int = 4) -> bool:
+        """Whether threads that set off together, each for all keys, are told the same."""
+        together = threading.Barrier(threads)
+
+        def plan_all(_):
+            together.wait()
+            return [self.bytes(key) for key in keys]
+
+        with ThreadPoolExecutor(threads) as pool:
+            told = list(pool.map(plan_all, range(threads)))
+        return all(each == told[0] for each in told)
+
+    def name(self, key) -> str | None:
+        name = self.library.vm_cudnn_convs_name(self.convs, ctypes.byref(Key(*key)))
+        return name.decode() if name else None
+
+    def _memory(self, key, x, w, workspace):
+        of = Key(*key)
+        out = [(n - of.r) // of.stride + 1 for n in (of.h, of.w)]
+        arrays = [aligned(a.size, a.dtype) for a in (x, w)]
+        for array, values in zip(arrays, (x, w), strict=True):
+            array[:] = values.ravel()
+        return out, [*arrays, aligned(out[0] * out[1] * of.k, x.dtype), aligned(workspace, np.uint8)]
+
+    def run(self, key, x, w, workspace=None):
+        """y of x [h][w][c] and w [k][r][r][c]; workspace: bytes, by default as many as are wanted."""
+        out, memory = self._memory(key, x, w, workspace or self.bytes(key))
+        at = [ctypes.c_void_p(a.ctypes.data) for a in memory]
+        self._check(self.library.vm_cudnn_convs_run(self.convs, ctypes.byref(Key(*key)), None, *at))
+        assert all(map(guarded, memory)), "written beside its memory"
+        assert [a.tobytes() for a in memory[:2]] == [x.tobytes(), w.tobytes()], "wrote into an input"
+        assert workspace or (memory[3] != 0x5A).all(), "the stand-in did not use the workspace that it asked for"
+        return memory[2].reshape(*out, key[3 + 2]).copy()
+
+    def tune(self, key, x, w, times):
+        """Candidates are said to take `times`; how many were tried."""
+        tried = []
+
+        @ctypes.CFUNCTYPE(
+            ctypes.c_double, ctypes.c_void_p, ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+        )
+        def timer(_, run, job):
+            tried.append(run(job))
+            return -1.0 if tried[-1] else times[len(tried) - 1]
+
+        _, memory = self._memory(key, x, w, key[-1])
+        at = [ctypes.c_void_p(a.ctypes.data) for a in memory]
+        of = ctypes.byref(Key(*key))
+        self._check(self.library.vm_cudnn_convs_tune(self.convs, of, None, *at, timer, None))
+        assert all(map(guarded, memory))
+        return len(tried)
+
+    def tuned(self, key) -> bool:
+        return self.library.vm_cudnn_convs_tuned(self.convs, ctypes.byref(Key(*key)))
+
+    # of the stand-in
+
+    def _stand_in(self):
+        return ctypes.CDLL("libcudnn.so.9", mode=os.RTLD_NOLOAD)
+
+    def calls(self) -> int:
+        return self._stand_in().emulator_cudnn_calls()
+
+    def live(self) -> int:
+        return self._stand_in().emulator_cudnn_live()
+
+    def fail_at(self, nth: int, status: int = 4000) -> None:
+        self._stand_in().emulator_cudnn_fail_at(ctypes.c_size_t(nth), status)
+
+    def with_faults(self, key, x, w):
+        """Opens, plans, runs and closes with each call failing in turn: what was said, or made."""
+        self.close()
+        results = []
+        for nth in itertools.count(1):
+            start = self.calls()
+            self.fail_at(nth)
+            try:
+                self.open()
+                results.append(self.run(key, x, w))
+            except RuntimeError as error:
+                results.append(str(error))
+            self.close()
+            assert self.live() == 0, f"call {nth} leaks"
+            if self.calls() - start < nth:
+                self.fail_at(0)
+                self.open()
+                return results
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    """conv_cudnn.c without the rest of the backend."""
+    if not (shutil.which("gcc") or os.environ.get("CC")):
+        pytest.skip("no C compiler")
+    out = tmp_path_factory.mktemp("conv") / "libconv.so"
+    sources = [ROOT / "kernels/cuda/conv_cudnn.c", ROOT / "kernels/cuda/cudnn_api.c", ROOT / "csrc/status.c"]
+    flags = [*build.FLAGS, "-std=gnu11", "-Wno-missing-field-initializers", "-shared"]
+    build.run(build.compiler("gcc"), *flags, "-o", out, *sources, "-ldl", "-pthread")
+    return str(out)
+
+
+def compile_cudnn(folder: Path, *flags: str, source: Path | None = None) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    out = folder / "libcudnn.so.9"
+    own = ["-std=gnu11", "-march=native", *build.FLAGS, "-shared", "-Wl,-soname,libcudnn.so.9", *flags]
+    build.run(build.compiler("gcc"), *own, "-o", out, source or build.HERE / "libcudnn.c", "-lm", "-ldl", "-pthread")
+    return str(out)
+
+
+@pytest.fixture(scope="module")
+def stand_in(library, tmp_path_factory):
+    return compile_cudnn(tmp_path_factory.mktemp("cudnn"))
+
+
+class Process(BaseManager):
+    """A process in which Convs are made."""
+
+
+Process.register("Convs", Convs)
+
+
+@contextlib.contextmanager
+def process():
+    one = Process(ctx=multiprocessing.get_context("spawn"))
+    one.start()
+    try:
+        yield one
+    finally:
+        one.shutdown()
+
+
+@pytest.fixture(scope="module")
+def stand_in_process(library):
+    with process() as one:
+        yield one
+
+
+@pytest.fixture
+def convs(stand_in_process, library, stand_in):
+    one = stand_in_process.Convs(library, stand_in)
+    one.open()
+    yield one
+    one.close()
+    assert one.live() == 0
+
+
+# ---- which plan ----
+
+# The stand-in's engines: 100 to 102 are not to be taken, 103 wants 1 GiB, 104 cannot be made, 105 has tensor cores,
+# 106 is Winograd's, 107 plain, 108 too but of the fallback list. Workspaces grow with h % 3.
+FIRST = [
+    ("float16", False, 105, 5),
+    ("bfloat16", False, 105, 5),
+    ("float32", True, 105, 5),
+    ("float32", False, 107, 7),
+]
+
+
+@pytest.mark.parametrize("h", [6, 7, 8])
+@pytest.mark.parametrize("dtype, tf32, engine, kib", FIRST)
+def test_the_first_that_may_be_taken(convs, dtype, tf32, engine, kib, h):
+    k = key(dtype, h=h, tf32=tf32)
+    assert convs.name(k) is None
+    assert convs.bytes(k) == (kib + h % 3) * 1024
+    assert convs.name(k).startswith(f"eng{engine}_k2=")
+
+
+LIMITS = [
+    (2 << 30, 103, 1 << 30),
+    ((1 << 30) - 1, 105, 5 << 10),
+    (5 << 10, 105, 5 << 10),
+    ((5 << 10) - 1, 106, 2 << 10),
+    ((2 << 10) - 1, 108, 1 << 10),
+    (1 << 10, 108, 1 << 10),
+]
+
+
+@pytest.mark.parametrize("limit, engine, bytes_", LIMITS)
+def test_limit(convs, limit, engine, bytes_):
+    k = key("float16", limit=limit)
+    assert convs.bytes(k) == bytes_ and convs.name(k).startswith(f"eng{engine}_")
+
+
+def test_no_plan_within_the_limit(convs):
+    message = (
+        r"EDEVICE: cuDNN 92800: want an engine for float32 tf32 6x7x16, 32 filters 3x3, stride 1, within 1023 bytes of "
+        r"workspace, got none \(the least that one wants is 1024\)"
+    )
+    with pytest.raises(RuntimeError, match=message):
+        convs.bytes(key(tf32=True, limit=1023))
+    assert convs.count() == 0
+
+
+def test_a_plan_is_made_once(convs):
+    one, other = key(), key(limit=2 * MIB)
+    first = convs.bytes(one)
+    calls = convs.calls()
+    assert convs.bytes(one) == first and convs.calls() == calls and convs.count() == 1
+    changes = [{"dtype": "float16"}, {"tf32": True}, {"h": 9}, {"w": 9}, {"c": 32}, {"k": 16}, {"r": 1}, {"stride": 2}]
+    for i, change in enumerate(changes):
+        convs.bytes(key(**change))
+        assert convs.count() == 2 + i and convs.calls() > calls
+    convs.bytes(other)
+    assert convs.count() == 2 + len(changes)
+    calls = convs.calls()
+    assert convs.bytes(one) == first and convs.calls() == calls
+    assert convs.version() == 92800
+
+
+BAD = [{"h": 2}, {"w": 0}, {"c": 0}, {"k": -1}, {"r": 0}, {"stride": 0}, {"h": 1 << 40}, {"h": 2, "w": 2}]
+
+
+@pytest.mark.parametrize("change", BAD)
+def test_not_a_convolution(convs, change):
+    with pytest.raises(RuntimeError, match="EINVAL: conv: want sizes of 1 to 1048575 and a filter no larger"):
+        convs.bytes(key(**change))
+    assert convs.count() == 0
+
+
+def test_described_device(stand_in_process, library, stand_in):
+    """Planned for, and not run on; bfloat16 is not there on compute capability 7.5."""
+    turing = stand_in_process.Convs(library, stand_in, '{"deviceVer": 750}')
+    turing.open()
+    assert turing.bytes(key("float16")) == 5 << 10
+    with pytest.raises(RuntimeError, match=r"got none \(none at all fits this device\)"):
+        turing.bytes(key("bfloat16"))
+    with pytest.raises(RuntimeError, match="EINVAL: cuDNN: want a device to run on, got a description"):
+        turing.run(key("float16"), *tensors(key("float16")))
+    turing.close()
+    nothing = stand_in_process.Convs(library, stand_in, "nothing")
+    nothing.open()
+    with pytest.raises(RuntimeError, match=r"EDEVICE: cuDNN 92800: device properties: .*BAD_PARAM: .*not a device"):
+        nothing.bytes(key())
+    nothing.close()
+    assert turing.live() == 0
+
+
+# ---- numbers ----
+
+
+def tensors(k, seed=0):
+    """x [h][w][c] and w [k][r][r][c]."""
+    dtype, _, h, w, c, filters, r, _, _ = k
+    rng = np.random.default_rng(seed)
+    kind = list(DTYPES.values())[dtype]
+    return rng.standard_normal((h, w, c)).astype(kind), rng.standard_normal((filters, r, r, c)).astype(kind)
+
+
+def exact(k, x, w):
+    """In float64, and the sum of the products' sizes."""
+    r, stride = k[6], k[7]
+    x, w = x.astype(np.float64), w.astype(np.float64)
+    windows = np.lib.stride_tricks.sliding_window_view(x, (r, r), axis=(0, 1))[::stride, ::stride]  # h w c r r
+    return np.einsum("hwcab,kabc->hwk", windows, w), np.einsum("hwcab,kabc->hwk", abs(windows), abs(w))
+
+
+def tolerance(k, y, sizes):
+    """Of each element: float sums of n products lose at most n units of their sizes' sum, TF32 factors 2^-11 each, and
+    the result is rounded once (and half has a smallest number)."""
+    dtype, tf32, *_, c, _, r, _, _ = k
+    allowed = sizes * (c * r * r * 2.0**-24 + (2.0**-10 if dtype == 0 and tf32 else 0))
+    return allowed + abs(y) * (0, 2.0**-11, 2.0**-8)[dtype] + (0, 2.0**-24, 0)[dtype]
+
+
+SHAPES = [
+    {"h": 6, "w": 7, "c": 16, "k": 32, "r": 3},
+    {"h": 3, "w": 3, "c": 32, "k": 16, "r": 3},  # one pixel
+    {"h": 5, "w": 12, "c": 48, "k": 80, "r": 3},  # tails everywhere
+    {"h": 9, "w": 11, "c": 16, "k": 48, "r": 3, "stride": 2},
+    {"h": 8, "w": 10, "c": 32, "k": 16, "r": 3, "stride": 2},  # a row and a column left over
+    {"h": 4, "w": 5, "c": 32, "k": 128, "r": 2},  # folded upsampling
+    {"h": 1, "w": 9, "c": 64, "k": 32, "r": 1},
+]
+
+
+@pytest.mark.parametrize("dtype, tf32", [(dtype, tf32) for dtype, tf32, *_ in FIRST])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_numbers(convs, dtype, tf32, shape):
+    k = key(dtype, tf32=tf32, **shape)
+    x, w = tensors(k)
+    y, (want, sizes) = convs.run(k, x, w), exact(k, x, w)
+    assert y.dtype == x.dtype and y.shape == want.shape
+    error = abs(y.astype(np.float64) - want)
+    assert (error <= tolerance(k, want, sizes)).all(), error.max()  # a NaN is not within it
+    if tf32:  # and the tensor cores are taken, where they may be
+        assert not (error <= tolerance(key(dtype, **shape), want, sizes)).all()
+    assert (convs.run(k, x, w) == y).all()
+
+
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_not_finite(convs, dtype, bad):
+    """Reaches the pixels that see it, as itself, and no others."""
+    k = key(dtype, h=6, w=6)
+    x, w = tensors(k)
+    x[0, 0, 3] = bad
+    y = convs.run(k, x, abs(w)).astype(np.float64)
+    assert (np.isnan(y[0, 0]) if np.isnan(bad) else y[0, 0] == np.inf).all()
+    assert np.isfinite(y.reshape(-1, y.shape[-1])[1:]).all()
+
+
+# ---- a timed choice ----
+
+
+def test_the_fastest_is_kept(convs):
+    k = key("float16")
+    x, w = tensors(k)
+    assert convs.bytes(k) == 5 << 10 and not convs.tuned(k)
+    assert convs.tune(k, x, w, [3.0, 1.0, 2.0]) == 3  # 105, 106 and 107
+    assert convs.tuned(k) and convs.name(k).startswith("eng106_") and convs.bytes(k) == 2 << 10
+    assert convs.count() == 1
+    want, sizes = exact(k, x, w)
+    assert (abs(convs.run(k, x, w).astype(np.float64) - want) <= tolerance(k, want, sizes)).all()
+    assert convs.tune(k, x, w, [1.0, 2.0, 3.0]) == 0 and convs.name(k).startswith("eng106_")  # once is enough
+    other = key("float16", limit=6 << 10)
+    assert convs.tune(other, x, w, [1.0, 1.0]) == 2 and convs.name(other).startswith("eng105_")  # the first of equals
+    third = key("float16", limit=7 << 10)
+    assert convs.tune(third, x, w, [2.0, 1.0, -1.0]) == 3 and convs.name(third).startswith("eng106_")  # one fails
+    strict = key("float32")
+    assert convs.tune(strict, *tensors(strict), [1.0]) == 1 and convs.name(strict).startswith("eng107_")
+
+
+def test_none_can_be_timed(convs):
+    k = key("float16")
+    assert convs.tune(k, *tensors(k), [-1.0, -1.0, -1.0]) == 3
+    assert convs.tuned(k) and convs.name(k).startswith("eng105_")
+
+
+# ---- failures ----
+
+
+def test_every_failure_is_said_and_nothing_leaks(convs):
+    """Each of cuDNN's calls fails in turn. Where it only loses an engine, another one computes the same; else the
+    sentence says what cuDNN refused."""
+    k = key("float16", h=4, w=4, c=16, k=16)
+    x, w = tensors(k)
+    want, sizes = exact(k, x, w)
+    results = convs.with_faults(k, x, w)
+    said = [r for r in results if isinstance(r, str)]
+    assert len(results) > 100 and len(said) > 40
+    assert all(r.startswith(("EDEVICE: cuDNN 92800: ", "EDEVICE: cuDNN: making a handle: ")) for r in said)
+    for what in ("making a handle", "tensor", "convolution", "operation", "operation graph", "variant pack", "stream"):
+        assert any(f": {what}: CUDNN_STATUS_INTERNAL_ERROR" in r for r in said), what
+    assert any("running a convolution: CUDNN_STATUS_INTERNAL_ERROR: stand-in: as the test wanted" in r for r in said)
+    for y in results:
+        if not isinstance(y, str):
+            assert (abs(y.astype(np.float64) - want) <= tolerance(k, want, sizes)).all()
+
+
+def test_threads(convs):
+    keys = [key(dtype, h=h, limit=limit) for dtype in DTYPES for h in (4, 5) for limit in (MIB, 2 * MIB)]
+
+    def work(seed):
+        for k in (keys * 2)[seed : seed + len(keys)]:
+            x, w = tensors(k, seed)
+            want, sizes = exact(k, x, w)
+            y = convs.run(k, x, w, 16 << 10).astype(np.float64)  # planned by whoever comes first
+            if not (abs(y - want) <= tolerance(k, want, sizes)).all():
+                return False
+        return True
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(work, range(8)))
+    assert convs.count() == len(keys)
+    more = [key(h=h, w=w) for h in range(10, 30) for w in range(10, 30)]
+    assert convs.bytes_at_once(more) and convs.count() == len(keys) + len(more)
+
+
+FOUND = """
+#include <stddef.h>
+#include <stdint.h>
+size_t cudnnGetVersion(void) { return VERSION; }
+#define X(NAME) int NAME(void) { return 0; }
+X(cudnnBackendCreateDescriptor) X(cudnnBackendDestroyDescriptor) X(cudnnBackendSetAttribute)
+X(cudnnBackendGetAttribute) X(cudnnBackendFinalize) X(cudnnGetErrorString) X(cudnnGetLastErrorString)
+MORE
+"""
+OPENED = [
+    (None, [], "want libcudnn.so.9, got "),
+    ("", [], "want a library with cudnnBackendCreateDescriptor, got one without"),
+    (FOUND, ["-DVERSION=81000", "-DMORE="], r"want 9\.0 or later, got 8\.10\.0"),
+    (FOUND, ["-DVERSION=92800", "-DMORE=X(cublasLtCreate)"], "want a library that runs, got one without cudnnBackendE"),
+]
+
+
+@pytest.mark.parametrize("source, flags, message", OPENED)
+def test_a_library_that_will_not_do(library, tmp_path, source, flags, message):
+    path = str(tmp_path / "nowhere.so")
+    if source is not None:
+        (tmp_path / "fake.c").write_text(source)
+        path = compile_cudnn(tmp_path / "lib", *flags, source=tmp_path / "fake.c")
+    with process() as one:
+        convs = one.Convs(library, path)
+        with pytest.raises(RuntimeError, match=f"EDEVICE: cuDNN: {message}"):
+            convs.open()
+        convs.close()  # of nothing
+
+
+# ---- an installed cuDNN ----
+
+
+@pytest.fixture(scope="module")
+def installed(library, tmp_path_factory):
+    """Plans for a described H100."""
+    path = find_cudnn()
+    if path is None:
+        pytest.skip("no cuDNN is installed")
+    no_driver = tmp_path_factory.mktemp("driver") / "libcuda.so.1"
+    source = ROOT / "csrc/no_driver/libcuda.c"
+    flags = ["-shared", "-fPIC", f"-Wl,-soname,{no_driver.name}"]
+    build.run(build.compiler("gcc"), *flags, "-o", no_driver, source)
+    with process() as one:
+        convs = one.Convs(library, path, find_gpu("H100").device_json, str(no_driver))
+        try:
+            convs.open()
+        except RuntimeError as error:
+            pytest.skip(str(error))
+        yield convs
+        convs.close()
+
+
+OURS = {
+    "3x3": {"h": 34, "w": 1026, "c": 256, "k": 128, "r": 3},
+    "3x3 deep": {"h": 34, "w": 130, "c": 512, "k": 512, "r": 3},
+    "narrow input": {"h": 66, "w": 130, "c": 16, "k": 512, "r": 3},
+    "narrow output": {"h": 10, "w": 1026, "c": 128, "k": 16, "r": 3},
+    "folded upsampling": {"h": 18, "w": 130, "c": 512, "k": 4 * 512, "r": 2},
+    "stride 2": {"h": 33, "w": 1025, "c": 128, "k": 128, "r": 3, "stride": 2},
+    "shortcut": {"h": 32, "w": 1024, "c": 256, "k": 128, "r": 1},
+    "qkv": {"h": 128, "w": 128, "c": 512, "k": 3 * 512, "r": 1},
+    "a last row": {"h": 3, "w": 1026, "c": 256, "k": 128, "r": 3},
+    "tiny": {"h": 3, "w": 10, "c": 16, "k": 16, "r": 3},
+}
+
+
+@pytest.mark.parametrize("dtype, tf32", [(dtype, tf32) for dtype, tf32, *_ in FIRST])
+@pytest.mark.parametrize("shape", OURS)
+def test_installed_cudnn_has_a_plan(installed, shape, dtype, tf32):
+    k = key(dtype, tf32=tf32, limit=4 * MIB, **OURS[shape])
+    assert 0 <= installed.bytes(k) <= 4 * MIB
+    assert installed.name(k).startswith("eng")
+
+
+def test_installed_cudnn_says_which_convolution(installed):
+    with pytest.raises(RuntimeError, match="EINVAL: conv: want sizes"):
+        installed.bytes(key(h=2))
