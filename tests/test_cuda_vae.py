@@ -473,3 +473,13 @@ def test_backends_names_it():
 def test_run_on_the_cpu_only():
     with pytest.raises(ValueError, match="run_at: want a model on a device"):
         small_vae("sd")._core.run_at("decode", 0, 0, 8, 8)
+
+
+def test_sweep_on_it():
+    config_vae = small_vae("sd", device="cuda", dtype="bfloat16")
+    (row,) = vaemem.sweep(config_vae, "decode", 32)
+    (estimate,) = vaemem.sweep(config_vae, "decode", 32, measure=False)
+    assert row["device"] == "cuda:0" and row["dtype"] == "bfloat16" and row["seconds"] > 0
+    assert row["allocated_bytes"] == estimate["allocated_bytes"]
+    with pytest.raises(ValueError, match="dtypes: the VAE on cuda:0 computes in bfloat16, got 'float16'"):
+        vaemem.sweep(config_vae, "decode", 32, "float16")

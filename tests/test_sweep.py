@@ -126,7 +126,7 @@ def test_full_models_by_name():
         ({"sizes": [True]}, ValueError, "sizes: want .* got True"),
         ({"sizes": [64.0]}, ValueError, "sizes: want .* got 64.0"),
         ({"sizes": [0]}, ValueError, "sizes: want at least 1 pixel a side, got 0"),
-        ({"dtypes": ["float16"]}, ValueError, "dtypes: the CPU engine computes in float32, got 'float16'"),
+        ({"dtypes": ["float16"]}, ValueError, "dtypes: the VAE on cpu computes in float32, got 'float16'"),
         ({"batch": 0}, ValueError, "batch: want a whole number of at least 1, got 0"),
         ({"repeats": 1.5}, ValueError, "repeats: want a whole number of at least 1, got 1.5"),
     ],

@@ -38,15 +38,16 @@ def _demo(args: argparse.Namespace) -> None:
 def _estimate(args: argparse.Namespace) -> None:
     from ._sweep import sweep
 
-    _print(sweep(args.model, args.op, args.sizes, batch=args.batch, measure=False), args.format)
+    estimates = sweep(args.model, args.op, args.sizes, args.dtype, device=args.device, batch=args.batch, measure=False)
+    _print(estimates, args.format)
 
 
 def _sweep(args: argparse.Namespace) -> None:
     from ._sweep import sweep
 
     table = sweep(
-        args.models, args.ops, args.sizes, batch=args.batch, repeats=args.repeats, measure=not args.estimate,
-        progress=sys.stderr.isatty() and importlib.util.find_spec("tqdm") is not None,
+        args.models, args.ops, args.sizes, args.dtype, device=args.device, batch=args.batch, repeats=args.repeats,
+        measure=not args.estimate, progress=sys.stderr.isatty() and importlib.util.find_spec("tqdm") is not None,
     )  # fmt: skip
     if args.csv:
         table.to_csv(args.csv)
@@ -132,6 +133,10 @@ def _parser() -> argparse.ArgumentParser:
         sub.set_defaults(function=function)
         return sub
 
+    def placed(sub: argparse.ArgumentParser) -> None:
+        sub.add_argument("--device", default="cpu", help="cpu (default), cuda or cuda:N")
+        sub.add_argument("--dtype", default="float32", choices=["float32", "float16", "bfloat16"])
+
     def formatted(sub: argparse.ArgumentParser, *forms: str) -> None:
         sub.add_argument("--format", choices=forms, default="text", help="of what is printed")
 
@@ -143,6 +148,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("op", choices=OPS)
     sub.add_argument("sizes", type=_size, nargs="+", metavar="HxW", help="height x width of the image in pixels")
     sub.add_argument("--batch", type=int, default=1)
+    placed(sub)
     formatted(sub, "text", "csv", "json")
 
     sub = command("sweep", _sweep, "Measure the engine's memory and time over models, operations and sizes.")
@@ -150,6 +156,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--ops", nargs="+", default=list(OPS), choices=OPS)
     sub.add_argument("--sizes", nargs="+", type=_size, default=[256, 512, (512, 768)], metavar="HxW")
     sub.add_argument("--batch", type=int, default=1)
+    placed(sub)
     sub.add_argument("--repeats", type=int, default=1, help="runs of each case, of whose times the median is taken")
     sub.add_argument("--estimate", action="store_true", help="ask the plan, run nothing")
     sub.add_argument("--csv", metavar="FILE", help="also write the table there")
@@ -194,7 +201,9 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("table", nargs="?", metavar="CSV", help="by default the copy that comes with vaemem")
     sub.add_argument("--csv", metavar="FILE", help="also write measured and predicted there")
 
-    command("backends", _backends, "The instruction sets that the engine has kernels for, and which it uses here.")
+    command(
+        "backends", _backends, "The instruction sets and GPUs that the engine has kernels for, and which it uses here."
+    )
     return parser
 
 
@@ -203,7 +212,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         args.function(args)
-    except (ValueError, OSError, ImportError, OverflowError, MemoryError) as error:
+    except (ValueError, OSError, ImportError, OverflowError, MemoryError, RuntimeError) as error:
         print(f"vaemem {args.command}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

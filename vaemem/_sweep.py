@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import _core
+from ._device import DTYPES, parse_device
 from ._table import Row, Table, need
 from .vae import VAE, Progress, Run
 
 OPS = ("encode", "decode")
-DTYPES = ("float32",)  # that the CPU engine computes in
 # What a pixel costs, encode beside decode (1117 and 2515 GFLOP at 512x512): for the progress bar only.
 _WORK = {"encode": 4, "decode": 9}
 
@@ -38,8 +38,9 @@ def sweep(
     models: Any = ("sd15", "sdxl", "flux"),
     ops: str | Sequence[str] = OPS,
     sizes: int | Sequence[int | tuple[int, int]] = (256, 512, (512, 768)),
-    dtypes: str | Sequence[str] = DTYPES,
+    dtypes: str | Sequence[str] = "float32",
     *,
+    device: str = "cpu",
     batch: int = 1,
     measure: bool = True,
     repeats: int = 1,
@@ -57,7 +58,9 @@ def sweep(
         Of the image in pixels, multiples of 8: an int is a square, a pair is (height, width). ``(512, 768)`` alone
         is two squares, ``[(512, 768)]`` one landscape.
     dtypes : str or sequence of str
-        ``"float32"`` is the only one that the CPU engine computes in.
+        ``"float32"`` is the only one that the CPU engine computes in; a GPU also ``"float16"`` and ``"bfloat16"``.
+    device : str
+        Where named models run: ``"cpu"``, ``"cuda"``, ``"cuda:1"``. VAE objects run where they are.
     batch : int
         Images in one run.
     measure : bool
@@ -71,8 +74,9 @@ def sweep(
     Returns
     -------
     Table
-        One row a case, runtime "vaemem", device "cpu"; peaks are the largest of the runs. `allocated_bytes` is
-        activations + scratch + output, `reserved_bytes` what was held from the system beside the weights.
+        One row a case, runtime "vaemem"; peaks are the largest of the runs. `allocated_bytes` is activations + scratch
+        (cuDNN's workspace too) + output, `reserved_bytes` what was held from the system beside the weights. On a GPU
+        arrays come from host memory and return there.
 
     Raises
     ------
@@ -87,16 +91,17 @@ def sweep(
     for name, value in (("batch", batch), ("repeats", repeats)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name}: want a whole number of at least 1, got {value!r}")
-    wanted = _models(models)
-    cases = [Case(op, h, w, batch, dtype) for dtype in _dtypes(dtypes) for op in _ops(ops) for h, w in _sizes(sizes)]
-    if not measure:
-        return Table(row for model in wanted for row in _estimates(_vae(model), cases))
+    wanted = [(model, dtype) for model in _models(models) for dtype in _dtypes(dtypes, model, device)]
+    cases = [(op, h, w, batch) for op in _ops(ops) for h, w in _sizes(sizes)]
     rows: list[Row] = []
-    with _bar(progress, len(wanted) * repeats * sum(case.work for case in cases)) as advance:
-        for model in wanted:
-            vae = _vae(model)
-            _estimates(vae, cases)  # refuses what cannot run before the first second is spent
-            rows += [_measure(vae, case, repeats, advance) for case in cases]
+    work = len(wanted) * repeats * sum(Case(*case, "").work for case in cases)
+    with _bar(progress if measure else None, work) as advance:
+        for model, dtype in wanted:
+            vae = _vae(model, device, dtype)
+            estimates = _estimates(
+                vae, [Case(*case, dtype) for case in cases]
+            )  # refuses what cannot run, before any does
+            rows += [_measure(vae, Case(*c, dtype), repeats, advance) for c in cases] if measure else estimates
             del vae  # one model's weights at a time
     return Table(rows)
 
@@ -131,13 +136,13 @@ def _row(vae: VAE, case: Case, source: str, run: Run) -> Row:
     return case._asdict() | {
         "model": vae.model,
         "runtime": "vaemem",
-        "device": "cpu",
+        "device": vae.device,
         "source": source,
-        "allocated_bytes": run.activations_bytes + run.scratch_bytes + run.output_bytes,
+        "allocated_bytes": run.activations_bytes + run.scratch_bytes + run.workspace_bytes + run.output_bytes,
         "reserved_bytes": run.reserved_bytes - run.weights_bytes,
         "weights_bytes": run.weights_bytes,
         "activations_bytes": run.activations_bytes,
-        "scratch_bytes": run.scratch_bytes,
+        "scratch_bytes": run.scratch_bytes + run.workspace_bytes,
         "output_bytes": run.output_bytes,
         "versions": versions(run),
     }
@@ -179,8 +184,8 @@ def _models(models: Any) -> list[str | VAE]:
     return wanted
 
 
-def _vae(model: str | VAE) -> VAE:
-    return VAE.random(model) if isinstance(model, str) else model
+def _vae(model: str | VAE, device: str, dtype: str) -> VAE:
+    return VAE.random(model, device=device, dtype=dtype) if isinstance(model, str) else model
 
 
 def _ops(ops: str | Sequence[str]) -> list[str]:
@@ -191,11 +196,18 @@ def _ops(ops: str | Sequence[str]) -> list[str]:
     return wanted
 
 
-def _dtypes(dtypes: str | Sequence[str]) -> list[str]:
+def _dtypes(dtypes: str | Sequence[str], model: str | VAE, device: str) -> list[str]:
+    """What a model runs in: a VAE has one type already."""
     wanted = _listed(dtypes, str)
+    if isinstance(model, VAE):
+        known: Sequence[str] = (model.dtype,)
+        wanted = [model.dtype] if wanted == ["float32"] else wanted
+    else:
+        known = ("float32",) if parse_device(device) is None else DTYPES
     for dtype in wanted:
-        if dtype not in DTYPES:
-            raise ValueError(f"dtypes: the CPU engine computes in {', '.join(DTYPES)}, got {dtype!r}")
+        if dtype not in known:
+            where = f"the VAE on {model.device}" if isinstance(model, VAE) else f"the engine on {device}"
+            raise ValueError(f"dtypes: {where} computes in {', '.join(known)}, got {dtype!r}")
     return wanted
 
 
