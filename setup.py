@@ -43,7 +43,7 @@ FOLDERS += ["kernels/avx2", "kernels/avx512"] if X86 else []
 # The GPUs that get machine code, as far as this nvcc knows them; later ones compile PTX when they load it.
 CUDA_ARCHS = (75, 80, 86, 89, 90, 100, 120)
 CUDA_PTX = 90
-NVCC_FLAGS = ["-std=c++17", "-O3", "-Wno-deprecated-gpu-targets"]
+NVCC_FLAGS = ["-std=c++17", "-O3", "-Wno-deprecated-gpu-targets", "-Xfatbin", "-compress-all", "--threads=0"]
 
 
 def flags_for(source: str) -> list[str]:

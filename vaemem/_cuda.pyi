@@ -10,7 +10,7 @@ class Backend:
     device: int
     stream: int
     free_at_open: int
-    cudnn_version: str
+    cudnn_version: str | None
     def __init__(
         self,
         device: int = 0,
@@ -19,6 +19,7 @@ class Backend:
         autotune: bool = False,
         libcuda: str | None = None,
         libcudnn: str | None = None,
+        own_conv: bool = False,
     ) -> None: ...
     def memory(self) -> tuple[int, int]: ...
     def order(self, stream: int, /) -> None: ...

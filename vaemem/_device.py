@@ -20,6 +20,7 @@ except ImportError:  # built without nvcc
 __all__ = ["Device", "DeviceArray", "gpu_rows", "parse_device"]
 
 DTYPES = ("float32", "float16", "bfloat16")
+CONVOLUTIONS = ("cudnn", "own")
 CUDA = 2  # DLPack's number for CUDA memory
 LEGACY_STREAM = 1  # CUDA's own name for stream 0
 
@@ -121,14 +122,19 @@ class Borrowed:
 class Device:
     """A GPU with one type of numbers, opened for one VAE."""
 
-    def __init__(self, number: int, dtype: str, tf32: bool, autotune: bool):
+    def __init__(self, number: int, dtype: str, tf32: bool = False, autotune: bool = False, convolution: str = "cudnn"):
         if _cuda is None:
             raise RuntimeError(gpu_rows()[0]["why"])
         if dtype not in DTYPES:
             raise ValueError(f"dtype: want one of {', '.join(DTYPES)}, got {dtype!r}")
+        if convolution not in CONVOLUTIONS:
+            raise ValueError(f"convolution: want {' or '.join(CONVOLUTIONS)}, got {convolution!r}")
+        if convolution == "own" and dtype == "float32":
+            raise ValueError("convolution: our own is for float16 and bfloat16, got dtype float32")
         self.number, self.dtype = number, dtype
         libcuda = os.environ.get("VAEMEM_LIBCUDA")
-        self.backend = _cuda.Backend(number, dtype, tf32, autotune, libcuda, find_cudnn())
+        own = convolution == "own"
+        self.backend = _cuda.Backend(number, dtype, tf32, autotune, libcuda, find_cudnn(), own)
 
     @staticmethod
     def holds(array: Any) -> bool:

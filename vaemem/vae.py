@@ -74,6 +74,7 @@ class VAE:
         dtype: str = "float32",
         tf32: bool = False,
         autotune: bool = False,
+        convolution: str = "cudnn",
     ) -> VAE:
         """Loads a safetensors file, or a diffusers directory.
 
@@ -95,7 +96,10 @@ class VAE:
         tf32 : bool
             float32 on a GPU: whether products may round their factors to TF32 (10 bits).
         autotune : bool
-            On a GPU: time cuDNN's engines when a size is first planned, instead of taking the heuristics' first.
+            On a GPU: time cuDNN's engines in the first run of a size, instead of taking the heuristics' first.
+        convolution : {"cudnn", "own"}
+            On a GPU, float16 and bfloat16: whose. Our own takes a pass in one kernel, with no stripes and less memory;
+            cuDNN is still asked where that has no tile.
 
         Raises
         ------
@@ -104,7 +108,7 @@ class VAE:
         RuntimeError
             No driver, no cuDNN, or a GPU that refused.
         """
-        gpu = _open_device(device, dtype, tf32, autotune)
+        gpu = _open_device(device, dtype, tf32, autotune, convolution)
         capsule = gpu.backend.capsule if gpu else None
         return cls(_weights.load(path, model=model, config=config, parts=parts, backend=capsule), gpu)
 
@@ -119,12 +123,13 @@ class VAE:
         dtype: str = "float32",
         tf32: bool = False,
         autotune: bool = False,
+        convolution: str = "cudnn",
     ) -> VAE:
         """Weights of the real shapes: PyTorch's default initialisation, random norm affines.
 
         The same seed gives the same tensors whatever the parts. With ``config=`` the architecture is the config's.
         """
-        gpu = _open_device(device, dtype, tf32, autotune)
+        gpu = _open_device(device, dtype, tf32, autotune, convolution)
         if config is None:
             known = _core.models()
             if model not in known:
@@ -479,12 +484,12 @@ def backends() -> list[dict[str, Any]]:
 # ---- arguments ----
 
 
-def _open_device(device: Any, dtype: str, tf32: bool, autotune: bool) -> Device | None:
+def _open_device(device: Any, dtype: str, tf32: bool, autotune: bool, convolution: str) -> Device | None:
     number = parse_device(device)
     if dtype not in DTYPES:
         raise ValueError(f"dtype: want one of {', '.join(DTYPES)}, got {dtype!r}")
     if number is not None:
-        return Device(number, dtype, bool(tf32), bool(autotune))
+        return Device(number, dtype, bool(tf32), bool(autotune), convolution)
     if dtype != "float32":
         raise ValueError(f"dtype: want float32 on the cpu, got {dtype!r}")
     return None

@@ -39,17 +39,18 @@ static int parse_dtype(const char *name, vm_dtype *out) {
 }
 
 static PyObject *backend_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"device", "dtype", "tf32", "autotune", "libcuda", "libcudnn", NULL};
+    static char *names[] = {"device", "dtype", "tf32", "autotune", "libcuda", "libcudnn", "own_conv", NULL};
     vm_gpu_options o = {0};
     const char *dtype = "float32";
-    int tf32 = 0, autotune = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|isppzz:Backend", names, &o.device, &dtype, &tf32, &autotune,
-                                     &o.libcuda, &o.libcudnn) ||
+    int tf32 = 0, autotune = 0, own_conv = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|isppzzp:Backend", names, &o.device, &dtype, &tf32, &autotune,
+                                     &o.libcuda, &o.libcudnn, &own_conv) ||
         parse_dtype(dtype, &o.dtype))
         return NULL;
     if (tf32 && o.dtype != VM_F32) return PyErr_Format(PyExc_ValueError, "tf32: want dtype float32, got %s", dtype);
     o.tf32 = tf32;
     o.autotune = autotune;
+    o.own_conv = own_conv;
     vm_gpu *gpu;
     vm_status s;
     Py_BEGIN_ALLOW_THREADS s = vm_gpu_open(&o, &gpu);
@@ -108,6 +109,7 @@ static PyObject *get_free_at_open(Backend *self, void *Py_UNUSED(closure)) {
     return PyLong_FromSize_t(self->gpu->free_at_open);
 }
 static PyObject *get_cudnn(Backend *self, void *Py_UNUSED(closure)) {
+    if (!self->gpu->convs) Py_RETURN_NONE;
     const size_t v = vm_cudnn_convs_version(self->gpu->convs);
     return PyUnicode_FromFormat("%zu.%zu.%zu", v / 10000, v / 100 % 100, v % 100);
 }
@@ -126,12 +128,13 @@ static PyGetSetDef backend_attributes[] = {
     {"device", (getter)get_device, NULL, "The device's number.", NULL},
     {"stream", (getter)get_stream, NULL, "Its own stream, as an integer.", NULL},
     {"free_at_open", (getter)get_free_at_open, NULL, "Bytes that were free once the context was there.", NULL},
-    {"cudnn_version", (getter)get_cudnn, NULL, "'9.19.0'.", NULL},
+    {"cudnn_version", (getter)get_cudnn, NULL, "'9.19.0', or None where our own convolution does without.", NULL},
     {NULL, NULL, NULL, NULL, NULL}};
 
 static PyType_Slot backend_slots[] = {
     {Py_tp_doc,
-     "Backend(device=0, dtype='float32', tf32=False, autotune=False, libcuda=None, libcudnn=None)\n--\n\n"
+     "Backend(device=0, dtype='float32', tf32=False, autotune=False, libcuda=None, libcudnn=None, "
+     "own_conv=False)\n--\n\n"
      "One GPU with one type of numbers. libcuda, libcudnn: paths, where the loader would not find them."},
     {Py_tp_new, (void *)backend_new},
     {Py_tp_dealloc, (void *)backend_dealloc},

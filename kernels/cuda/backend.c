@@ -97,12 +97,51 @@ static vm_conv_key key_of(const vm_gpu *g, const vm_pass *p, const shape *s, siz
                          .limit = workspace_limit(g, p)};
 }
 
+/* ---- our own convolution: a pass in one kernel, but for the user's pixels, which load converts whole ---- */
+
+static vm_conv_args own_args(const vm_pass *p) {
+    return (vm_conv_args){.x_h = (uint32_t)p->x.h,
+                          .x_w = (uint32_t)p->x.w,
+                          .in_c = (uint32_t)padded(p->x.c),
+                          .y_h = (uint32_t)p->y.h,
+                          .y_w = (uint32_t)p->y.w,
+                          .y_c = (uint32_t)p->y.c,
+                          .k = p->up ? 2 : (uint32_t)p->ksize,
+                          .stride = (uint32_t)p->stride,
+                          .up = p->up,
+                          .silu = p->silu,
+                          .format = p->y_format,
+                          .clamp_from = (uint32_t)p->clamp_from,
+                          .bias_scale = p->y_unit};
+}
+
+/* rows 0 where the pass is cuDNN's. A shortcut that narrows may be asked to write in x's place. */
+static vm_conv_tile own_tile(const vm_gpu *g, const vm_pass *p) {
+    const vm_conv_args a = own_args(p);
+    const bool narrows = p->ksize == 1 && !p->norm && !p->add && p->y.c < p->x.c;
+    if (!g->own_conv) return (vm_conv_tile){0};
+    return vm_conv_choose(g->dtype, &a, narrows && p->x_format == VM_ROWS, (size_t)g->shared_max,
+                          (uint32_t)g->multiprocessors);
+}
+
+/* scratch: scale | shift | the user's pixels as rows */
+static shape own_shape(const vm_pass *p, size_t element) {
+    shape s = {.rows = p->y.h, .in_w = p->x.w, .in_c = padded(p->x.c), .k = 1, .stride = 1};
+    s.scale = put_bytes(&s.scratch, p->norm ? 2 * s.in_c * sizeof(float) : 0);
+    s.in = put_bytes(&s.scratch, p->x_format == VM_ROWS ? 0 : p->x.h * s.in_w * s.in_c * element);
+    return s;
+}
+
 size_t vm_gpu_scratch(const vm_backend *b, const vm_pass *p, unsigned threads) {
     (void)threads;
-    return p->kind == VM_PASS_CONV ? shape_of(p, b->element).scratch : 0;
+    if (p->kind != VM_PASS_CONV) return 0;
+    return own_tile(b->self, p).rows ? own_shape(p, b->element).scratch : shape_of(p, b->element).scratch;
 }
 
 size_t vm_gpu_parts(const vm_backend *b, const vm_pass *p) {
+    const vm_conv_tile tile = own_tile(b->self, p);
+    const vm_conv_args a = own_args(p);
+    if (tile.rows) return vm_conv_parts(&a, tile);
     const shape s = shape_of(p, b->element);
     size_t parts = 0;
     for (size_t row = 0; row < p->y.h; row += s.rows) parts += parts_of(p, stripe_rows(p, &s, row));
@@ -112,7 +151,8 @@ size_t vm_gpu_parts(const vm_backend *b, const vm_pass *p) {
 vm_status vm_gpu_workspace(const vm_backend *b, const vm_pass *p, size_t *bytes) {
     vm_gpu *g = b->self;
     *bytes = 0;
-    if (p->kind != VM_PASS_CONV) return VM_OK;
+    if (p->kind != VM_PASS_CONV || own_tile(g, p).rows) return VM_OK;
+    if (!g->convs) return vm_fail(VM_EDEVICE, "%s", g->no_cudnn);
     const shape s = shape_of(p, b->element);
     const size_t last = p->y.h % s.rows;
     vm_status status = vm_gpu_enter(g);
@@ -131,10 +171,10 @@ vm_status vm_gpu_workspace(const vm_backend *b, const vm_pass *p, size_t *bytes)
     return status;
 }
 
-static vm_status launch(const vm_gpu *g, vm_gpu_kernel kernel, size_t x, size_t y, size_t shared, void *args) {
+static vm_status launch(const vm_gpu *g, CUfunction kernel, size_t x, size_t y, size_t shared, void *args) {
     if (x > INT32_MAX || y > 65535) return vm_fail(VM_EINVAL, "CUDA: a grid of %zu x %zu blocks is too large", x, y);
     return vm_driver_check(g->d,
-                           g->d->LaunchKernel(g->kernel[kernel], (unsigned)x, (unsigned)y, 1, VM_CUDA_THREADS, 1, 1,
+                           g->d->LaunchKernel(kernel, (unsigned)x, (unsigned)y, 1, VM_CUDA_THREADS, 1, 1,
                                               (unsigned)shared, g->stream, (void *[]){args}, NULL),
                            "launching a kernel");
 }
@@ -149,8 +189,11 @@ static vm_status merge(const vm_gpu *g, const vm_pass *p, const vm_operands *at,
                        .c = (uint32_t)p->x.c,
                        .groups = (uint32_t)p->groups,
                        .eps = p->eps * p->x_unit * p->x_unit};
-    return launch(g, VM_KERNEL_MERGE, p->groups, 1, 0, &a);
+    return launch(g, g->kernel[VM_KERNEL_MERGE], p->groups, 1, 0, &a);
 }
+
+/* What brings x's unit, or a normalised x, to y's. */
+static float multiplier(const vm_pass *p) { return p->norm ? p->y_unit : p->y_unit / p->x_unit; }
 
 static vm_status load(const vm_gpu *g, const vm_pass *p, const vm_operands *at, const shape *s, size_t row0,
                       size_t rows, const float *scale) {
@@ -172,11 +215,11 @@ static vm_status load(const vm_gpu *g, const vm_pass *p, const vm_operands *at, 
                       .silu = p->silu,
                       .in_scale = p->affine ? p->in_scale : 1,
                       .in_shift = p->affine ? p->in_shift : 0,
-                      .multiply = p->norm ? p->y_unit : p->y_unit / p->x_unit};
+                      .multiply = multiplier(p)};
     const size_t vectors = n * s->in_w * s->in_c / 8;
     const size_t a_block = 4 * VM_CUDA_THREADS; /* a thread takes a few vectors at once */
     const size_t blocks = (vectors + a_block - 1) / a_block, most = (size_t)g->multiprocessors * 32;
-    return launch(g, VM_KERNEL_LOAD, VM_MIN(blocks, most), 1, 0, &a);
+    return launch(g, g->kernel[VM_KERNEL_LOAD], VM_MIN(blocks, most), 1, 0, &a);
 }
 
 static vm_status store(const vm_gpu *g, const vm_pass *p, const vm_operands *at, const shape *s, size_t row0,
@@ -202,7 +245,8 @@ static vm_status store(const vm_gpu *g, const vm_pass *p, const vm_operands *at,
                        .clamp_from = (uint32_t)p->clamp_from,
                        .bias_scale = p->y_unit};
     const size_t vectors = padded(p->y.c) / 8;
-    return launch(g, VM_KERNEL_STORE, parts_of(p, rows), (vectors + VM_CUDA_LANES - 1) / VM_CUDA_LANES, 0, &a);
+    return launch(g, g->kernel[VM_KERNEL_STORE], parts_of(p, rows), (vectors + VM_CUDA_LANES - 1) / VM_CUDA_LANES, 0,
+                  &a);
 }
 
 /* Whether the convolution may read x itself: nothing to do on load, and pixels side by side. */
@@ -232,6 +276,32 @@ static vm_status conv(vm_gpu *g, const vm_pass *p, const vm_operands *at) {
     return status;
 }
 
+static vm_status own_conv(vm_gpu *g, const vm_pass *p, const vm_operands *at, const vm_conv_tile *tile) {
+    const shape s = own_shape(p, g->backend.element);
+    const bool rows = p->x_format == VM_ROWS, own_y = p->y_format == VM_ROWS;
+    float *scale = (float *)((char *)at->scratch + s.scale);
+    CUfunction kernel;
+    vm_status status = vm_gpu_conv_kernel(g, tile, &kernel);
+    if (!status && p->norm) status = merge(g, p, at, scale);
+    if (!status && !rows) status = load(g, p, at, &s, 0, p->x.h, NULL);
+    if (status) return status;
+    vm_conv_args a = own_args(p);
+    a.x = rows ? (const void *)at->x.data : (const char *)at->scratch + s.in;
+    a.x_pitch = rows ? (uint32_t)at->x.pitch : (uint32_t)s.in_c;
+    a.w = at->weight;
+    a.scale = p->norm ? scale : NULL;
+    a.shift = p->norm ? scale + s.in_c : NULL;
+    a.bias = at->bias;
+    a.add = p->add ? at->add.data : NULL;
+    a.add_pitch = (uint32_t)at->add.pitch;
+    a.y = own_y ? (void *)at->y.data : at->y_pixels;
+    a.y_pitch = (uint32_t)at->y.pitch;
+    a.stats = p->stats ? at->y_stats : NULL;
+    a.flags = at->state;
+    a.multiply = !rows ? 1 : multiplier(p);
+    return launch(g, kernel, vm_conv_grid(&a, *tile, (uint32_t)g->multiprocessors), 1, tile->shared, &a);
+}
+
 static vm_status attention(vm_gpu *g, const vm_pass *p, const vm_operands *at) {
     const size_t c = p->x.c / 3, n = p->x.h * p->x.w;
     if (c > VM_ATTENTION_CHANNELS)
@@ -244,7 +314,7 @@ static vm_status attention(vm_gpu *g, const vm_pass *p, const vm_operands *at) {
                            .y_pitch = (uint32_t)at->y.pitch,
                            .scale = (float)(1 / sqrt((double)p->scale_channels))};
     const uint32_t queries = g->attention.queries;
-    return launch(g, VM_KERNEL_ATTENTION, (n + queries - 1) / queries, 1,
+    return launch(g, g->kernel[VM_KERNEL_ATTENTION], (n + queries - 1) / queries, 1,
                   vm_attention_shared(g->dtype, g->attention, (uint32_t)c), &a);
 }
 
@@ -253,7 +323,8 @@ vm_status vm_gpu_run(const vm_backend *b, const vm_pass *p, const vm_operands *a
     vm_gpu *g = b->self;
     vm_status s = vm_gpu_enter(g);
     if (s) return s;
-    s = p->kind == VM_PASS_CONV ? conv(g, p, at) : attention(g, p, at);
+    const vm_conv_tile tile = p->kind == VM_PASS_CONV ? own_tile(g, p) : (vm_conv_tile){0};
+    s = p->kind != VM_PASS_CONV ? attention(g, p, at) : tile.rows ? own_conv(g, p, at, &tile) : conv(g, p, at);
     vm_gpu_leave(g);
     return s;
 }

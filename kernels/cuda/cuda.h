@@ -102,9 +102,8 @@ static inline vm_attention_shape vm_attention_choose(vm_dtype dtype, size_t larg
 
 /* vm_conv_<dtype>_<rows>x<outs>_<stride>, f16 and bf16: a whole pass in one kernel, without stripes or scratch.
  *
- *   y[Y][X][o] = sum over taps a, b and channels c of w[o][a][b][c] * f(x[Y * stride + a - pad][X * stride + b -
- * pad][c])
- *                + bias[o] * bias_scale + add[Y][X][o]
+ *   y[Y][X][o] = bias[o] * bias_scale + add[Y][X][o] + sum over taps a, b and channels c of
+ *                w[o][a][b][c] * f(x[Y * stride + a - pad][X * stride + b - pad][c])
  *
  * f(v) = v * scale[c] + shift[c] (where given), then SiLU where asked, then * multiply, rounded to the type; zero
  * outside x. k = 3 with pad 1, 1 with pad 0, and 3 with stride 2 and pad 0. After nearest 2x (up) k = 2 and w is
@@ -112,9 +111,9 @@ static inline vm_attention_shape vm_attention_choose(vm_dtype dtype, size_t larg
  *
  * Sums over all taps and channels are in float, bias and add too. Channels: x has in_c, padded with zeros to a multiple
  * of VM_BLOCK; w has as many, and filters padded likewise, as bias is; y gets all of VM_ROUND_UP(y_c, VM_BLOCK), the
- * user's pixels y_c of them as from vm_store. Sums for the next GroupNorm as vm_store leaves them: a part for each tile
- * of rows x VM_CONV_COLUMNS pixels (of x, where up, and then one for each phase). *flags |= 1 where a stored value is
- * not finite. Pitches are multiples of 8.
+ * user's pixels y_c of them as from vm_store, by the kernels with 16 outs only. Sums for the next GroupNorm as vm_store
+ * leaves them: a part for each tile of rows x VM_CONV_COLUMNS pixels (of x, where up, and then one for each phase).
+ * *flags |= 1 where a stored value is not finite. Pitches are multiples of 8.
  *
  * add may be y itself. y may be x where k is 1, vm_conv_choose was told so, and both have the same pitch. */
 typedef struct vm_conv_args {
@@ -190,6 +189,7 @@ static inline vm_conv_tile vm_conv_choose(vm_dtype dtype, const vm_conv_args *a,
     for (size_t i = 0; i < sizeof tiles / sizeof *tiles; i++) {
         vm_conv_tile t = tiles[i];
         if (t.stride != a->stride || t.shared > largest_shared || (in_place && t.outs < a->y_c)) continue;
+        if (a->format != VM_ROWS && t.outs != VM_BLOCK) continue;
         /* a multiprocessor has that and one KiB, and keeps one for itself in each block */
         t.resident = (uint32_t)VM_MIN(t.resident, (largest_shared + 1024) / (t.shared + 1024));
         const uint64_t wave = (uint64_t)multiprocessors * t.resident, waves = (vm_conv_items(a, t) + wave - 1) / wave;

@@ -376,16 +376,35 @@ static vm_status find_device(vm_gpu *g, const vm_gpu_options *o) {
         return vm_fail(VM_EINVAL, "%s: want a GPU of compute capability %s or later for %s, got %s, which is %d.%d",
                        g->capability < 75 ? "device" : "dtype", o->dtype == VM_BF16 ? "8.0" : "7.5", dtypes[o->dtype],
                        name, g->capability / 10, g->capability % 10);
-    snprintf(g->name, sizeof g->name, "cuda:%d %s%s", o->device, dtypes[o->dtype], o->tf32 ? " tf32" : "");
+    snprintf(g->name, sizeof g->name, "cuda:%d %s%s%s", o->device, dtypes[o->dtype], o->tf32 ? " tf32" : "",
+             o->own_conv ? " own" : "");
+    return VM_OK;
+}
+
+static const char *const suffix[] = {[VM_F32] = "f32", [VM_F16] = "f16", [VM_BF16] = "bf16"};
+
+vm_status vm_gpu_conv_kernel(vm_gpu *g, const vm_conv_tile *t, CUfunction *out) {
+    const size_t entries = sizeof g->conv / sizeof *g->conv;
+    char name[48];
+    vm_conv_entry *e = g->conv;
+    while (e < g->conv + entries && e->kernel && (e->rows != t->rows || e->outs != t->outs || e->stride != t->stride))
+        e++;
+    if (e == g->conv + entries) return vm_fail(VM_EDEVICE, "CUDA: more kinds of tiles than %zu", entries);
+    *out = e->kernel;
+    if (*out) return VM_OK;
+    snprintf(name, sizeof name, "vm_conv_%s_%ux%u_%u", suffix[g->dtype], t->rows, t->outs, t->stride);
+    VM_TRY(g, ModuleGetFunction(out, g->module[VM_KERNEL_CONV], name), name);
+    VM_TRY(g, FuncSetAttribute(*out, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, (int)t->shared),
+           "giving a convolution its shared memory");
+    *e = (vm_conv_entry){t->rows, t->outs, t->stride, *out};
     return VM_OK;
 }
 
 static vm_status load_kernels(vm_gpu *g) {
-    static const char *const suffix[] = {[VM_F32] = "f32", [VM_F16] = "f16", [VM_BF16] = "bf16"};
 #define VM_GPU_IMAGE(NAME, FATBIN) vm_fatbin_##FATBIN,
     static const char *const images[] = {VM_GPU_KERNELS(VM_GPU_IMAGE)};
 #undef VM_GPU_IMAGE
-    char names[VM_KERNELS_COUNT][32];
+    char names[VM_KERNEL_CONV][32]; /* conv's kernels are found one by one */
     g->attention = vm_attention_choose(g->dtype, (size_t)g->shared_max);
     snprintf(names[VM_KERNEL_LOAD], sizeof *names, "vm_load_%s", suffix[g->dtype]);
     snprintf(names[VM_KERNEL_STORE], sizeof *names, "vm_store_%s", suffix[g->dtype]);
@@ -399,7 +418,7 @@ static vm_status load_kernels(vm_gpu *g) {
                            g->capability / 10, g->capability % 10);
         vm_status s = vm_driver_check(g->d, result, "loading kernels");
         if (s) return s;
-        VM_TRY(g, ModuleGetFunction(&g->kernel[i], g->module[i], names[i]), names[i]);
+        if (i < VM_KERNEL_CONV) VM_TRY(g, ModuleGetFunction(&g->kernel[i], g->module[i], names[i]), names[i]);
     }
     VM_TRY(g,
            FuncSetAttribute(g->kernel[VM_KERNEL_ATTENTION], CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
@@ -430,8 +449,11 @@ static vm_status open_entered(vm_gpu *g, const vm_gpu_options *o) {
     VM_TRY(g, MemGetInfo(&g->free_at_open, &total), "asking for the free memory");
     vm_status s = load_kernels(g);
     if (!s) s = make_streams(g);
-    if (!s) s = vm_cudnn_convs_new(o->libcudnn, NULL, &g->convs);
-    return s;
+    if (s) return s;
+    s = vm_cudnn_convs_new(o->libcudnn, NULL, &g->convs);
+    if (!s || !g->own_conv) return s;
+    snprintf(g->no_cudnn, sizeof g->no_cudnn, "%s", vm_error()); /* said when a pass wants it */
+    return VM_OK;
 }
 
 static const vm_device device = {take, give, weight_bytes, set_weight, start, finish,  begin,
@@ -444,6 +466,7 @@ vm_status vm_gpu_open(const vm_gpu_options *o, vm_gpu **out) {
     g->dtype = o->dtype;
     g->tf32 = o->tf32;
     g->autotune = o->autotune;
+    g->own_conv = o->own_conv;
     vm_status s = (g->d = vm_driver_get(o->libcuda)) ? VM_OK : VM_EDEVICE;
     if (!s) s = find_device(g, o);
     if (!s) s = vm_driver_check(g->d, g->d->DevicePrimaryCtxRetain(&g->context, g->device), "opening the device");

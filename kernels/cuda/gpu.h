@@ -16,8 +16,9 @@ enum {
     VM_GPU_SLOT = 4 << 20 /* bytes of each */
 };
 
-/* X(load) is one kernel a type, X of the last group is one for all. */
-#define VM_GPU_KERNELS(X) X(LOAD, load) X(STORE, store) X(MERGE, norm) X(ATTENTION, attention)
+/* Kernels with one variant for a type and a device, and the fat binaries that they are in; conv has more, one for each
+ * tile. */
+#define VM_GPU_KERNELS(X) X(LOAD, load) X(STORE, store) X(MERGE, norm) X(ATTENTION, attention) X(CONV, conv)
 typedef enum vm_gpu_kernel {
 #define VM_GPU_KERNEL(NAME, FATBIN) VM_KERNEL_##NAME,
     VM_GPU_KERNELS(VM_GPU_KERNEL)
@@ -29,6 +30,12 @@ typedef struct vm_graph_entry {
     uint64_t key, used; /* used: when, by a counter */
     CUgraphExec exec;
 } vm_graph_entry;
+
+/* A kernel of conv.cu and the tile that it computes. */
+typedef struct vm_conv_entry {
+    uint32_t rows, outs, stride;
+    CUfunction kernel;
+} vm_conv_entry;
 
 typedef struct vm_gpu {
     vm_backend backend; /* what the core sees; self points here */
@@ -44,6 +51,9 @@ typedef struct vm_gpu {
     CUmodule module[VM_KERNELS_COUNT];
     CUfunction kernel[VM_KERNELS_COUNT];
     vm_attention_shape attention;
+    bool own_conv;         /* our own convolution wherever it has a tile, instead of cuDNN's */
+    vm_conv_entry conv[8]; /* its kernels, found when first wanted */
+    char no_cudnn[512];    /* why convs is NULL */
 
     CUstream own, copy, stream; /* stream: of the run at hand */
     CUevent begun, done;        /* of a run; done: the last one's */
@@ -63,7 +73,7 @@ typedef struct vm_gpu {
 typedef struct vm_gpu_options {
     int device;
     vm_dtype dtype;
-    bool tf32, autotune;
+    bool tf32, autotune, own_conv;
     const char *libcuda, *libcudnn; /* NULL: where they are found */
 } vm_gpu_options;
 
@@ -79,6 +89,8 @@ vm_status vm_gpu_read(vm_gpu *gpu, void *to, const void *from, size_t bytes);
 vm_status vm_gpu_enter(const vm_gpu *gpu);
 void vm_gpu_leave(const vm_gpu *gpu);
 
+/* The kernel for a tile; inside vm_gpu_enter. */
+vm_status vm_gpu_conv_kernel(vm_gpu *gpu, const vm_conv_tile *tile, CUfunction *out);
 /* A vm_conv_timer: milliseconds on the GPU, context a vm_gpu. */
 double vm_gpu_time(void *gpu, vm_status (*run)(void *job), void *job);
 

@@ -1,0 +1,284 @@
+/* conv: a whole pass in one kernel on tensor cores: normalise and activate, convolve, add, round, store, measure.
+ *
+ * A block takes items, a tile of pixels by some channels each, one after the other. For each it walks over x's channels
+ * in chunks of 64 and over the filter's taps:
+ *
+ *   chunk of x with its halo  --copied--> shared memory --f, in place--> read at the pixels that each tap shifts to
+ *   filters at a tap, of the chunk  --copied--> a ring in shared memory
+ *
+ * so x is read, normalised and activated once for all taps (and for OUTS channels), and there is no im2col anywhere.
+ * Copies and f run ahead of the products, across items too: while one chunk is multiplied, the next is copied and then
+ * transformed, by half of the warps before they multiply and by the others after, so that neither the tensor cores nor
+ * the rest of the multiprocessor wait for each other. One barrier a tap.
+ *
+ * With a warp at 64 pixels x 64 channels, 4 KiB leave shared memory for 32 products of 16 x 8 x 16; that ratio is what
+ * limits smaller tiles. With 256 pixels x 128 channels in a block, a filter's numbers leave the L2 cache once for 256
+ * pixels. */
+#include "conv_tile.h"
+
+template <typename S>
+VM_DEVICE void vm_conv_fragments(uint32_t x[S::M][4], uint32_t w[S::N / 2][4], const char *shared, uint32_t x_at,
+                                 uint32_t w_at, int step) {
+    x_at ^= step << 5;
+    w_at ^= step << 5;
+#pragma unroll
+    for (int m = 0; m < S::M; m++) vm_ldmatrix_x4(x[m], shared + x_at + m * S::STRIDE * S::WIDTH * S::LINE);
+#pragma unroll
+    for (int n = 0; n < S::N / 2; n++) vm_ldmatrix_x4(w[n], shared + w_at + n * 16 * S::LINE);
+}
+
+/* Add, rounding, y; leaves in d what was stored, and zeros in place of what was not. WHOLE: nothing is left out. */
+template <typename T, typename S, bool PIXELS, bool WHOLE>
+VM_DEVICE void vm_conv_store(const vm_conv_args &a, float (&d)[S::M][S::N][4], const vm_conv_item &at, uint32_t row0,
+                             uint32_t out) {
+    const uint32_t lane = threadIdx.x % 32, step = a.up ? 2 : 1, outs = VM_ROUND_UP(a.y_c, VM_BLOCK);
+    const uint32_t mine = (lane & 1) * 8 + (lane & 2) * 2; /* of 16 channels: where the lane's four begin, in memory */
+    const T *const add = static_cast<const T *>(a.add);
+    T *const y = static_cast<T *>(a.y);
+
+    const auto pixel_of = [&](int r, bool &some) {
+        const uint32_t row = (row0 + r / 2) * step + at.phase / 2;
+        const uint32_t column = (at.column + lane / 4 + r % 2 * 8) * step + at.phase % 2;
+        some = WHOLE || (row < a.y_h && column < a.y_w);
+        return (size_t)row * a.y_w + column;
+    };
+    uint32_t more[2][S::N / 2][2] = {};
+    const auto fetch = [&](int r) {
+        bool some;
+        const size_t from = pixel_of(r, some) * a.add_pitch + out + mine;
+#pragma unroll
+        for (int n = 0; n < S::N / 2; n++)
+            if (WHOLE || (some && out + n * 16 < outs)) {
+                const vm_long u = *reinterpret_cast<const vm_long *>(add + from + n * 16);
+                more[r & 1][n][0] = (uint32_t)u;
+                more[r & 1][n][1] = (uint32_t)(u >> 32);
+            }
+    };
+
+    float spoilt = 0; /* NaN where a number was not finite */
+    if (add) fetch(0);
+#pragma unroll
+    for (int r = 0; r < 2 * S::M; r++) {
+        bool some;
+        const size_t pixel = pixel_of(r, some);
+        if (add && r + 1 < 2 * S::M) fetch(r + 1);
+#pragma unroll
+        for (int n = 0; n < S::N; n += 2) {
+            const bool here = WHOLE || (some && out + n * 8 < outs);
+            float *const v[2] = {&d[r / 2][n][r % 2 * 2], &d[r / 2][n + 1][r % 2 * 2]};
+            if (add) {
+                uint32_t *const pairs = more[r & 1][n / 2];
+                float more_v[2];
+                vm_conv_turn(pairs);
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    vm_unpack<T>(more_v, pairs[e]);
+                    v[e][0] += more_v[0];
+                    v[e][1] += more_v[1];
+                }
+            }
+            if constexpr (PIXELS) {
+#pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    const uint32_t c = out + (n + e / 2) * 8 + lane % 4 * 2 + e % 2;
+                    v[e / 2][e % 2] = some && c < a.y_c ? vm_conv_number(a, pixel, c, v[e / 2][e % 2]) : 0;
+                }
+            } else {
+                uint32_t pairs[2] = {vm_pack<T>(v[0][0], v[0][1]), vm_pack<T>(v[1][0], v[1][1])};
+#pragma unroll
+                for (int e = 0; e < 2; e++) vm_unpack<T>(v[e], here ? pairs[e] : 0);
+                vm_conv_turn(pairs);
+                if (here)
+                    *reinterpret_cast<vm_long *>(y + pixel * a.y_pitch + out + n * 8 + mine) =
+                        pairs[0] | (vm_long)pairs[1] << 32;
+            }
+#pragma unroll
+            for (int e = 0; e < 4; e++) spoilt = fmaf(v[e / 2][e % 2], 0.0f, spoilt);
+        }
+    }
+    if (spoilt != 0) vm_atomic_or(a.flags, 1);
+}
+
+/* The part of the sums that the item's pixels and channels are: within a lane, between lanes, between warps. */
+template <typename S, bool WHOLE>
+VM_DEVICE void vm_conv_measure(const vm_conv_args &a, const float (&d)[S::M][S::N][4], const vm_conv_item &at,
+                               uint32_t row0, float *sums) {
+    const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32, across = warp % S::ACROSS, down = warp / S::ACROSS;
+    const uint32_t h = a.up ? a.x_h : a.y_h, w = a.up ? a.x_w : a.y_w, outs = VM_ROUND_UP(a.y_c, VM_BLOCK);
+    float valid[2 * S::M], n = 0, mean[2 * S::N], m2[2 * S::N];
+#pragma unroll
+    for (int r = 0; r < 2 * S::M; r++) {
+        valid[r] = WHOLE || (row0 + r / 2 < h && at.column + lane / 4 + r % 2 * 8 < w) ? 1 : 0;
+        n += valid[r];
+    }
+    const float over = n > 0 ? 1 / n : 0;
+#pragma unroll
+    for (int i = 0; i < 2 * S::N; i++) {
+        mean[i] = m2[i] = 0;
+#pragma unroll
+        for (int r = 0; r < 2 * S::M; r++) mean[i] += d[r / 2][i / 2][r % 2 * 2 + i % 2];
+        mean[i] *= over;
+#pragma unroll
+        for (int r = 0; r < 2 * S::M; r++) {
+            const float deviation = valid[r] > 0 ? d[r / 2][i / 2][r % 2 * 2 + i % 2] - mean[i] : 0;
+            m2[i] = fmaf(deviation, deviation, m2[i]);
+        }
+    }
+    vm_conv_share<2 * S::N, 16>(n, mean, m2);
+
+    /* sums: [DOWN] counts, then means and deviations of each. */
+    constexpr int KEPT = 2 * S::N >= 8 ? 2 * S::N / 8 : 1;
+    const uint32_t first = lane / 4 * (2 * S::N) / 8; /* of the lane's 2 * N channels, the first it has kept */
+    float *const mine = sums + S::DOWN * 4 + down * 2 * S::OUTS;
+#pragma unroll
+    for (int i = 0; i < KEPT; i++) {
+        const uint32_t c = across * S::N * 8 + (first + i) / 2 * 8 + lane % 4 * 2 + (first + i) % 2;
+        if (2 * S::N < 8 && lane & 4) continue; /* two lanes have kept it, and rounded each its way */
+        mine[c] = mean[i];
+        mine[S::OUTS + c] = m2[i];
+    }
+    if (lane == 0 && across == 0) sums[down] = n;
+    __syncthreads();
+
+    const uint32_t c = threadIdx.x;
+    if (c >= S::OUTS || at.out + c >= outs) return;
+    float count = sums[0], all = sums[S::DOWN * 4 + c], all2 = sums[S::DOWN * 4 + S::OUTS + c];
+#pragma unroll
+    for (int i = 1; i < S::DOWN; i++) {
+        const float *const b = sums + S::DOWN * 4 + i * 2 * S::OUTS + c;
+        const float share = sums[i] > 0 ? sums[i] / (count + sums[i]) : 0;
+        vm_conv_merge(count, share, all, all2, b[0], b[S::OUTS]);
+        count += sums[i];
+    }
+    float *const part = a.stats + at.part * vm_stats_floats(a.y_c);
+    if (at.out + c == 0) part[0] = count;
+    part[VM_BLOCK + at.out + c] = all;
+    part[VM_BLOCK + outs + at.out + c] = all2;
+}
+
+template <typename T, typename S, bool PIXELS, bool WHOLE>
+VM_DEVICE void vm_conv_finish(const vm_conv_args &a, float (&d)[S::M][S::N][4], const vm_conv_item &at, float *sums) {
+    const uint32_t warp = threadIdx.x / 32, row0 = at.row + warp / S::ACROSS * S::M;
+    vm_conv_store<T, S, PIXELS, WHOLE>(a, d, at, row0, at.out + warp % S::ACROSS * S::N * 8);
+    if (!PIXELS && a.stats) vm_conv_measure<S, WHOLE>(a, d, at, row0, sums);
+}
+
+template <typename T, typename S>
+VM_DEVICE void vm_convolve(const vm_conv_args &a, char *shared) {
+    const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, across = warp % S::ACROSS, down = warp / S::ACROSS;
+    const uint32_t taps = a.k * a.k, outs = (a.y_c + S::OUTS - 1) / S::OUTS;
+    const uint32_t h = a.up ? a.x_h : a.y_h, w = a.up ? a.x_w : a.y_w,
+                   columns = (w + VM_CONV_COLUMNS - 1) / VM_CONV_COLUMNS;
+    const uint32_t items = (h + S::ROWS - 1) / S::ROWS * columns * outs * (a.up ? 4 : 1);
+    float *const sums = reinterpret_cast<float *>(shared + S::SUMS);
+
+    /* f is spread over the last taps: the chunk, asked for a tap earlier than the filters of the chunk before its own,
+     * is then there. */
+    const bool changes = a.scale || a.multiply != 1;
+    const uint32_t first = min(taps - 1, max(taps / 2, (uint32_t)S::STAGES - 1));
+    const uint32_t each = (S::EACH + taps - first - 1) / (taps - first);
+    const bool early = warp < 4 && taps > 1;
+    static_assert(S::STAGES <= 5, "a chunk arrives within four taps");
+
+    vm_conv_input in;
+    vm_conv_filter f;
+    vm_conv_input_at<S>(a, in, blockIdx.x, items);
+    vm_conv_filter_at<S>(a, f, blockIdx.x, items);
+    if (in.item < items) vm_conv_fetch_input<T, S>(a, in, shared);
+    vm_copy_commit();
+    for (int i = 0; i < S::STAGES - 1; i++) {
+        vm_conv_fetch_filter<T, S>(a, f, shared + S::RING + i * S::FILTER, items);
+        vm_copy_commit();
+    }
+    vm_copy_wait<S::STAGES - 2>();
+    if (changes && in.item < items) vm_conv_transform<T, S>(a, in, shared, 0, S::EACH);
+    __syncthreads();
+
+    const auto next_input = [&](char *to) {
+        if (in.item >= items) return;
+        if (++in.chunk * VM_CONV_CHUNK >= a.in_c) vm_conv_input_at<S>(a, in, in.item + gridDim.x, items);
+        if (in.item < items) vm_conv_fetch_input<T, S>(a, in, to);
+    };
+    vm_conv_fetch_filter<T, S>(a, f, shared + S::RING + (S::STAGES - 1) * S::FILTER, items);
+    next_input(shared + S::INPUT);
+    vm_copy_commit();
+
+    /* The lane's row of the matrices that ldmatrix reads: of x, 16 pixels of a tile row by 16 channels; of w, 16
+     * filters by 16. */
+    const auto x_at = [&](uint32_t buffer, uint32_t i, uint32_t j) {
+        return buffer * S::INPUT + vm_conv_place<S>(down * S::M * S::STRIDE + i, lane % 16 * S::STRIDE + j, lane / 16);
+    };
+    const uint32_t w_row = across * S::N * 8 + lane / 16 * 8 + lane % 8;
+    const uint32_t w_lane = S::RING + w_row * S::LINE + ((lane / 8 % 2 ^ lane % 8) << 4);
+
+    uint32_t slot = 0, buffer = 0, x_now = x_at(0, 0, 0), xf[2][S::M][4], wf[2][S::N / 2][4];
+    for (uint32_t item = blockIdx.x; item < items; item += gridDim.x) {
+        const vm_conv_item at = vm_conv_item_of<S>(a, item);
+        float d[S::M][S::N][4];
+#pragma unroll
+        for (int i = 0; i < 2 * S::N; i++) {
+            const uint32_t o = at.out + (across * S::N + i / 2) * 8 + lane % 4 * 2 + i % 2;
+            const float bias = o < VM_ROUND_UP(a.y_c, VM_BLOCK) ? a.bias[o] * a.bias_scale : 0;
+#pragma unroll
+            for (int r = 0; r < 2 * S::M; r++) d[r / 2][i / 2][r % 2 * 2 + i % 2] = bias;
+        }
+        vm_conv_fragments<S>(xf[0], wf[0], shared, x_now, w_lane + slot * S::FILTER, 0);
+        for (uint32_t c = 0; c < a.in_c; c += VM_CONV_CHUNK) {
+            uint32_t i = 0, j = 0; /* the tap */
+#pragma unroll 1
+            for (uint32_t tap = 0; tap < taps; tap++) {
+                const uint32_t was = slot, w_now = w_lane + slot * S::FILTER;
+#pragma unroll
+                for (int step = 0; step < 4; step++) {
+                    if ((step == 0 || step == 2) && early == (step == 0) && changes && tap >= first &&
+                        in.item < items) {
+                        if (taps == 1) vm_copy_wait<0>();
+                        const int from = (int)((tap - first) * each);
+                        vm_conv_transform<T, S>(a, in, shared + (buffer ^ 1) * S::INPUT, from,
+                                                min(from + (int)each, (int)S::EACH));
+                    }
+                    if (step < 3) {
+                        vm_conv_fragments<S>(xf[(step + 1) & 1], wf[(step + 1) & 1], shared, x_now, w_now, step + 1);
+                    } else {
+                        /* All have read this tap's last, and the next one's are there. */
+                        if (taps == 1)
+                            vm_copy_wait<0>();
+                        else
+                            vm_copy_wait<S::STAGES - 2>();
+                        __syncthreads();
+                        slot = slot + 1 == S::STAGES ? 0 : slot + 1;
+                        if (++j == a.k) j = 0, i++;
+                        if (i == a.k) i = 0, buffer ^= 1;
+                        x_now = x_at(buffer, i, j);
+                        vm_conv_fragments<S>(xf[0], wf[0], shared, x_now, w_lane + slot * S::FILTER, 0);
+                    }
+#pragma unroll
+                    for (int m = 0; m < S::M; m++)
+#pragma unroll
+                        for (int n = 0; n < S::N; n++)
+                            vm_mma_16816<T>(d[m][n], xf[step & 1][m], wf[step & 1][n / 2] + n % 2 * 2);
+                }
+                vm_conv_fetch_filter<T, S>(a, f, shared + S::RING + was * S::FILTER, items);
+                if (tap + 1 == taps) next_input(shared + (buffer ^ 1) * S::INPUT);
+                vm_copy_commit();
+            }
+        }
+        if (S::OUTS == VM_BLOCK && a.format != VM_ROWS)
+            vm_conv_finish<T, S, S::OUTS == VM_BLOCK, false>(a, d, at, sums);
+        else if (at.row + S::ROWS <= h && at.column + VM_CONV_COLUMNS <= w && at.out + S::OUTS <= a.y_c)
+            vm_conv_finish<T, S, false, true>(a, d, at, sums);
+        else
+            vm_conv_finish<T, S, false, false>(a, d, at, sums);
+    }
+}
+
+#define VM_CONV(type, T, rows, outs, stride, warps, stages, resident)                \
+    VM_KERNEL __launch_bounds__(VM_CUDA_THREADS, resident)                           \
+        vm_conv_##type##_##rows##x##outs##_##stride(vm_conv_args a) {                \
+        VM_SHARED(char, shared);                                                     \
+        vm_convolve<T, vm_conv_shape<rows, outs, stride, warps, stages>>(a, shared); \
+    }
+#define VM_CONV_BOTH(rows, outs, stride, warps, stages, resident, cost) \
+    VM_CONV(f16, vm_half, rows, outs, stride, warps, stages, resident)  \
+    VM_CONV(bf16, vm_bfloat16, rows, outs, stride, warps, stages, resident)
+VM_CONV_TILES(VM_CONV_BOTH)

@@ -1,0 +1,223 @@
+/* The parts of conv.cu: where things lie, and what brings them there. */
+#ifndef VM_CONV_TILE_H
+#define VM_CONV_TILE_H
+
+#include <math.h>
+
+#include "device.h"
+
+typedef uint64_t __attribute__((may_alias)) vm_long; /* four numbers */
+
+/* The shape of a kernel; cuda.h has the list of them. A warp has M tile rows of 16 pixels by N times 8 channels. */
+template <int ROWS_, int OUTS_, int STRIDE_, int WARPS, int STAGES_>
+struct vm_conv_shape {
+    static constexpr int ROWS = ROWS_, OUTS = OUTS_, STRIDE = STRIDE_, STAGES = STAGES_;
+    static constexpr int ACROSS = WARPS, DOWN = VM_CUDA_THREADS / 32 / WARPS;
+    static constexpr int M = ROWS / DOWN, N = OUTS / ACROSS / 8;
+    static_assert(M * DOWN == ROWS && N * 8 * ACROSS == OUTS && N % 2 == 0, "warps share the tile evenly");
+
+    static constexpr int LINE = VM_CONV_CHUNK * 2, VECTORS = LINE / 16; /* bytes of a pixel or filter in a chunk */
+    static constexpr int WIDTH = (VM_CONV_COLUMNS - 1) * STRIDE + 3, PIXELS = ((ROWS - 1) * STRIDE + 3) * WIDTH;
+    static constexpr int EACH = (PIXELS * VECTORS + VM_CUDA_THREADS - 1) / VM_CUDA_THREADS; /* vectors of a thread */
+    static constexpr int STEP = VM_CUDA_THREADS / VECTORS;                                  /* pixels between them */
+
+    /* Shared memory: two chunks of x, the ring of filters, sums. */
+    static constexpr int INPUT = PIXELS * LINE, FILTER = OUTS * LINE, RING = 2 * INPUT, SUMS = RING + STAGES * FILTER;
+    static_assert(SUMS + DOWN * (2 * OUTS + 4) * 4 == VM_CONV_SHARED(ROWS, OUTS, STRIDE, WARPS, STAGES), "as cuda.h");
+};
+
+/* What a block computes before it takes the next: a tile of pixels (of x, where up), some channels. */
+struct vm_conv_item {
+    uint32_t part, phase, row, column, out;
+};
+
+template <typename S>
+VM_DEVICE vm_conv_item vm_conv_item_of(const vm_conv_args &a, uint32_t item) {
+    const uint32_t outs = (a.y_c + S::OUTS - 1) / S::OUTS;
+    const uint32_t columns = ((a.up ? a.x_w : a.y_w) + VM_CONV_COLUMNS - 1) / VM_CONV_COLUMNS;
+    const uint32_t part = item / outs, tile = a.up ? part / 4 : part;
+    return {part, a.up ? part % 4 : 0, tile / columns * S::ROWS, tile % columns * VM_CONV_COLUMNS,
+            item % outs * S::OUTS};
+}
+
+/* ---- x ---- */
+
+/* The chunk that was asked for last; `item` beyond all where there is none. A thread has one vector of the chunk's
+ * channels, of every STEPth pixel, from the copy on until all may read it. */
+struct vm_conv_input {
+    uint32_t item, chunk;
+    int32_t top, left;
+};
+
+template <typename S>
+VM_DEVICE void vm_conv_input_at(const vm_conv_args &a, vm_conv_input &in, uint32_t item, uint32_t items) {
+    in.item = item;
+    in.chunk = 0;
+    if (item >= items) return;
+    const vm_conv_item at = vm_conv_item_of<S>(a, item);
+    const int32_t pad = S::STRIDE > 1 ? 0 : (int32_t)a.k / 2;
+    in.top = (int32_t)(at.row * S::STRIDE + at.phase / 2) - pad;
+    in.left = (int32_t)(at.column * S::STRIDE + at.phase % 2) - pad;
+}
+
+/* The thread's i-th vector. */
+struct vm_conv_vector {
+    uint32_t at;    /* in the chunk's memory, bytes */
+    uint32_t y, x;  /* in x */
+    bool any, some; /* within what the taps reach, and within x */
+};
+
+/* Vectors of a pixel are permuted by its column, so that the same one of eight neighbours lies in eight groups of
+ * banks, and the address of a tap's pixel is that of the tile's first row plus a constant. */
+template <typename S>
+VM_DEVICE uint32_t vm_conv_place(uint32_t row, uint32_t column, uint32_t vector) {
+    return (row * S::WIDTH + column) * S::LINE + ((vector ^ (column / S::STRIDE & 7)) << 4);
+}
+
+template <typename S>
+VM_DEVICE vm_conv_vector vm_conv_vector_of(const vm_conv_args &a, const vm_conv_input &in, int i) {
+    const uint32_t pixel = i * S::STEP + threadIdx.x / S::VECTORS, row = pixel / S::WIDTH, column = pixel % S::WIDTH;
+    const uint32_t v = threadIdx.x % S::VECTORS, y = in.top + row, x = in.left + column;
+    const bool any = row < (S::ROWS - 1) * S::STRIDE + a.k && column < (VM_CONV_COLUMNS - 1) * S::STRIDE + a.k;
+    return {vm_conv_place<S>(row, column, v), y, x, any,
+            any && y < a.x_h && x < a.x_w && in.chunk * VM_CONV_CHUNK + v * 8 < a.in_c};
+}
+
+template <typename T, typename S>
+VM_DEVICE void vm_conv_fetch_input(const vm_conv_args &a, const vm_conv_input &in, char *to) {
+    const T *const x = static_cast<const T *>(a.x);
+    const uint32_t c = in.chunk * VM_CONV_CHUNK + threadIdx.x % S::VECTORS * 8;
+#pragma unroll 4
+    for (int i = 0; i < S::EACH; i++) {
+        const vm_conv_vector v = vm_conv_vector_of<S>(a, in, i);
+        if (v.any) vm_copy_async(to + v.at, v.some ? x + ((size_t)v.y * a.x_w + v.x) * a.x_pitch + c : x, v.some);
+    }
+}
+
+VM_DEVICE float vm_conv_silu(float v) { return v * vm_reciprocal(1 + vm_exp2(v * -(float)M_LOG2E)); }
+
+/* f, in place, on the thread's own vectors [from, to), once they have arrived. */
+template <typename T, typename S>
+VM_DEVICE void vm_conv_transform(const vm_conv_args &a, const vm_conv_input &in, char *chunk, int from, int to) {
+    const uint32_t c = in.chunk * VM_CONV_CHUNK + threadIdx.x % S::VECTORS * 8;
+    if (c >= a.in_c) return;
+    float scale[8], shift[8];
+    if (a.scale) {
+        vm_load8(scale, a.scale + c);
+        vm_load8(shift, a.shift + c);
+    } else {
+#pragma unroll
+        for (int j = 0; j < 8; j++) scale[j] = 1, shift[j] = 0;
+    }
+#pragma unroll 1
+    for (int i = from; i < to; i++) {
+        const vm_conv_vector at = vm_conv_vector_of<S>(a, in, i);
+        if (!at.some) continue; /* zeros stay zeros */
+        T *const p = reinterpret_cast<T *>(chunk + at.at);
+        float v[8];
+        vm_load8(v, p);
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            const float t = fmaf(v[j], scale[j], shift[j]);
+            v[j] = (a.silu ? vm_conv_silu(t) : t) * a.multiply;
+        }
+        vm_store8(p, v);
+    }
+}
+
+/* ---- filters ---- */
+
+/* The slot of the ring that will be asked for next: OUTS filters' numbers at one tap, of one chunk. */
+struct vm_conv_filter {
+    uint32_t item, chunk, tap, out, phase;
+};
+
+template <typename S>
+VM_DEVICE void vm_conv_filter_at(const vm_conv_args &a, vm_conv_filter &f, uint32_t item, uint32_t items) {
+    f.item = item;
+    f.chunk = f.tap = 0;
+    if (item >= items) return;
+    const vm_conv_item at = vm_conv_item_of<S>(a, item);
+    f.out = at.out;
+    f.phase = at.phase;
+}
+
+template <typename T, typename S>
+VM_DEVICE void vm_conv_fetch_filter(const vm_conv_args &a, vm_conv_filter &f, char *to, uint32_t items) {
+    if (f.item >= items) return;
+    const uint32_t taps = a.k * a.k, outs = VM_ROUND_UP(a.y_c, VM_BLOCK);
+    const uint32_t v = threadIdx.x % S::VECTORS, first = threadIdx.x / S::VECTORS, c = f.chunk * VM_CONV_CHUNK + v * 8;
+    const T *const w = static_cast<const T *>(a.w);
+    const size_t step = (size_t)taps * a.in_c; /* of a filter */
+    const T *const from = w + ((size_t)f.phase * outs + f.out + first) * step + (size_t)f.tap * a.in_c + c;
+#pragma unroll
+    for (int i = 0; i < S::OUTS; i += S::STEP) {
+        const uint32_t row = i + first;
+        if (S::OUTS % S::STEP && row >= S::OUTS) break;
+        const bool some = f.out + row < outs && c < a.in_c;
+        vm_copy_async(to + row * S::LINE + ((v ^ (row & 7)) << 4), some ? from + i * step : w, some);
+    }
+    if (++f.tap < taps) return;
+    f.tap = 0;
+    if (++f.chunk * VM_CONV_CHUNK < a.in_c) return;
+    vm_conv_filter_at<S>(a, f, f.item + gridDim.x, items);
+}
+
+/* ---- y ---- */
+
+/* Into the user's pixels; returns what was stored, of bytes what they were made of. */
+VM_DEVICE float vm_conv_number(const vm_conv_args &a, size_t pixel, uint32_t c, float v) {
+    const size_t at = (size_t)c * a.y_h * a.y_w + pixel;
+    if (c >= a.clamp_from) v = v < -30 ? -30 : v > 20 ? 20 : v; /* NaN stays */
+    switch (a.format) {
+    case VM_F32_NCHW:
+        static_cast<float *>(a.y)[at] = v;
+        return v;
+    case VM_F16_NCHW:
+        return vm_to_float(static_cast<vm_half *>(a.y)[at] = vm_from_float<vm_half>(v));
+    case VM_BF16_NCHW:
+        return vm_to_float(static_cast<vm_bfloat16 *>(a.y)[at] = vm_from_float<vm_bfloat16>(v));
+    default: /* NaN becomes 0 */
+        static_cast<uint8_t *>(a.y)[pixel * a.y_c + c] = (uint8_t)rintf(fminf(fmaxf((v + 1) * 127.5f, 0), 255));
+        return v;
+    }
+}
+
+/* In fragments, a lane has two channels of each of two neighbours of 8; in memory it takes four of one of them: the
+ * even lanes of the first. The way there and the way back. */
+VM_DEVICE void vm_conv_turn(uint32_t pairs[2]) {
+    const bool odd = threadIdx.x & 1;
+    const uint32_t got = vm_bits_of(vm_shuffle_xor(vm_float_of(odd ? pairs[0] : pairs[1]), 1));
+    if (odd)
+        pairs[0] = got;
+    else
+        pairs[1] = got;
+}
+
+/* Count, mean and sum of squared deviations of b's numbers, too, in a's. share: b's part of all. */
+VM_DEVICE void vm_conv_merge(float n, float share, float &mean, float &m2, float b_mean, float b_m2) {
+    const float delta = b_mean - mean;
+    mean = fmaf(delta, share, mean);
+    m2 += fmaf(delta * delta, n * share, b_m2);
+}
+
+/* Between the lanes of a warp that have the same channels (lane / 4 differs): of COUNT channels each keeps those of its
+ * half, with what both know, and so on with a quarter and an eighth. */
+template <int COUNT, int MASK>
+VM_DEVICE void vm_conv_share(float &n, float *mean, float *m2) {
+    constexpr int KEEP = COUNT > 1 ? COUNT / 2 : 1;
+    const bool high = threadIdx.x & MASK;
+    const float other = vm_shuffle_xor(n, MASK), share = n + other > 0 ? other / (n + other) : 0;
+#pragma unroll
+    for (int i = 0; i < KEEP; i++) {
+        constexpr int UP = COUNT > 1 ? KEEP : 0;
+        const float b_mean = vm_shuffle_xor(high ? mean[i] : mean[i + UP], MASK);
+        const float b_m2 = vm_shuffle_xor(high ? m2[i] : m2[i + UP], MASK);
+        if (high) mean[i] = mean[i + UP], m2[i] = m2[i + UP];
+        vm_conv_merge(n, share, mean[i], m2[i], b_mean, b_m2);
+    }
+    n += other;
+    if constexpr (MASK > 4) vm_conv_share<KEEP, MASK / 2>(n, mean, m2);
+}
+
+#endif
