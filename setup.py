@@ -5,6 +5,7 @@ Everything else about the package stands in pyproject.toml. Environment:
   VAEMEM_WERROR=1    warnings are errors (CI)
   VAEMEM_SANITIZE=1  AddressSanitizer and UndefinedBehaviorSanitizer
   VAEMEM_CUDA=1      nvcc that is missing is an error; 0: vaemem._cuda is not built
+  VAEMEM_CUDA_ARCHS  the GPUs that get machine code, such as "80 90", instead of all
   CUDA_HOME          the toolkit, where nvcc is not on the path
 """
 
@@ -41,7 +42,7 @@ FOLDERS = ["csrc", "csrc/predict", "csrc/python", "kernels", "kernels/ref"]
 FOLDERS += ["kernels/avx2", "kernels/avx512"] if X86 else []
 
 # The GPUs that get machine code, as far as this nvcc knows them; later ones compile PTX when they load it.
-CUDA_ARCHS = (75, 80, 86, 89, 90, 100, 120)
+CUDA_ARCHS = [int(a) for a in os.environ.get("VAEMEM_CUDA_ARCHS", "75 80 86 89 90 100 120").split()]
 CUDA_PTX = 90
 NVCC_FLAGS = ["-std=c++17", "-O3", "-Wno-deprecated-gpu-targets", "-Xfatbin", "-compress-all", "--threads=0"]
 

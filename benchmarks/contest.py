@@ -184,8 +184,15 @@ def work(task: dict) -> Callable[[], dict]:
 # ---- who takes part ----
 
 
-def open_vae(case: Case, device: str, autotune: bool = False):
-    return vaemem.VAE.random(config=case.arch, device=device, dtype=case.type, tf32=case.tf32, autotune=autotune)
+def open_vae(case: Case, device: str, autotune: bool = False, convolution: str = "cudnn"):
+    return vaemem.VAE.random(
+        config=case.arch,
+        device=device,
+        dtype=case.type,
+        tf32=case.tf32,
+        autotune=autotune,
+        convolution=convolution,
+    )
 
 
 def hosted_data(case: Case, seed: int = 0):
@@ -209,8 +216,9 @@ class Setup:
             self.open[key] = make()
         return self.open[key]
 
-    def ours(self, autotune: bool = False):
-        return self._once(("ours", autotune), lambda: open_vae(self.case, self.machine.device.type, autotune))
+    def ours(self, autotune: bool = False, convolution: str = "cudnn"):
+        device = self.machine.device.type
+        return self._once(("ours", autotune, convolution), lambda: open_vae(self.case, device, autotune, convolution))
 
     def peer(self, channels_last: bool, dtype: str | None = None):
         dtype = dtype or self.case.type

@@ -45,14 +45,19 @@ ABLATED = (32, 64, 256)  # MiB of stripes
 # ---- the tables ----
 
 
-def ours_here(setup: Setup, case: Case, autotune: bool = False, hosted: bool = False, **settings: Any) -> Ours:
+def ours_here(
+    setup: Setup, case: Case, autotune: bool = False, convolution: str = "cudnn", hosted: bool = False, **settings: Any
+) -> Ours:
     """On arrays in the GPU's memory, or `hosted` in NumPy's, which is all that there is on the CPU."""
     x = hosted_data(case)
-    return Ours(setup.ours(autotune), case.op, x if hosted or not setup.machine.gpu else setup.here(x), **settings)
+    here = x if hosted or not setup.machine.gpu else setup.here(x)
+    return Ours(setup.ours(autotune, convolution), case.op, here, **settings)
 
 
 def entries_of(setup: Setup, case: Case, args: argparse.Namespace) -> dict[str, Callable[[], Contestant]]:
     entries: dict[str, Callable[[], Contestant]] = {"vaemem": lambda: ours_here(setup, case)}
+    if setup.machine.gpu and case.type != "float32":
+        entries["vaemem own conv"] = lambda: ours_here(setup, case, convolution="own")
     for mib in args.stripes:
         entries[f"vaemem stripes {mib} MiB"] = lambda n=mib: ours_here(setup, case, stripe_bytes=n * MIB)
     for name in args.peers:
@@ -90,6 +95,9 @@ def ablation(machine: Machine, case: Case, args: argparse.Namespace) -> list[dic
         "vaemem autotune": lambda: ours_here(setup, case, autotune=True),
         "vaemem autotune, graphs": lambda: ours_here(setup, case, autotune=True, graphs=True),
     }
+    if machine.gpu and case.type != "float32":
+        entries["vaemem own conv"] = lambda: ours_here(setup, case, convolution="own")
+        entries["vaemem own conv, graphs"] = lambda: ours_here(setup, case, convolution="own", graphs=True)
     for mib in ABLATED:
         entries[f"vaemem stripes {mib} MiB"] = lambda n=mib: ours_here(setup, case, stripe_bytes=n * MIB)
     whole = 32 * case.unit  # more than any pass can use
@@ -219,7 +227,7 @@ class Part:
 def passes_table(machine: Machine, case: Case, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Our passes beside the least that each can take and, with --parts, beside what PyTorch takes for the same."""
     setup = Setup(machine, case)
-    vae, shapes = setup.ours(), shapes_of(case)
+    vae, shapes = setup.ours(convolution=args.convolution), shapes_of(case)
     x = setup.data(case) if machine.gpu else hosted_data(case)
     runs = []
     for _ in range(2 + args.rounds):
@@ -299,6 +307,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--alone", action="store_true", help="also ours in a process of its own, on NumPy arrays")
     parser.add_argument("--passes", action="store_true", help="this table instead")
     parser.add_argument("--parts", action="store_true", help="with PyTorch's time for each pass; implies --passes")
+    parser.add_argument("--convolution", default="cudnn", choices=["cudnn", "own"], help="of ours, for --passes")
     parser.add_argument("--ablation", action="store_true", help="this table instead")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--case-seconds", type=float, default=8, help="rounds end then, once there are three")

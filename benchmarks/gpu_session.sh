@@ -43,13 +43,16 @@ bench() {
 }
 
 step_build() {
-    export VAEMEM_CUDA=1 NVCC_APPEND_FLAGS="--threads 0" # nvcc: all architectures side by side
+    export VAEMEM_CUDA=1
     within 240 "$PYTHON" setup.py -q build_ext --inplace
     within 30 "$PYTHON" -c 'import vaemem; print(*vaemem.backends(), sep="\n")'
 }
 step_test() { VAEMEM_TEST_GPU=1 within 120 "$PYTHON" -m pytest -p no:cacheprovider tests/test_cuda*.py; }
 step_headline() { bench 75 --models flux --dtypes bfloat16 --ops decode --stripes 64 --alone --label headline; }
-step_passes() { bench 60 --sizes 1024 --dtypes bfloat16 --parts; }
+step_passes() {
+    bench 60 --sizes 1024 --dtypes bfloat16 --parts
+    bench 40 --sizes 1024 --dtypes bfloat16 --passes --convolution own --label own
+}
 step_ablation() { bench 120 --sizes 1024 --dtypes bfloat16 --ablation; }
 step_compile() { # the second may take longer than there is
     bench 90 --models flux --dtypes bfloat16 --ops decode --sizes 1024 2048 --peers compile --label compile

@@ -355,7 +355,7 @@ def test_ours_on_a_gpu(monkeypatch):
     gpu.go(monkeypatch)
     case = Case("flux", "decode", 16, "bfloat16", small=True)
     setup = contest.Setup(common.Machine("cpu"), case)
-    setup.open["ours", False] = contest.open_vae(case, "cuda")
+    setup.open["ours", False, "cudnn"] = contest.open_vae(case, "cuda")
     entries = {
         "vaemem": lambda: decode_gpu.ours_here(setup, case),
         "stripes": lambda: decode_gpu.ours_here(setup, case, stripe_bytes=1 << 20),

@@ -7,10 +7,12 @@ each of about 30 passes, added as random numbers are, is 6 u: 12 u leaves room f
 
 import contextlib
 import os
+import struct
 import subprocess
 import sys
 import threading
 import warnings
+from pathlib import Path
 
 import gpu
 import numpy as np
@@ -20,6 +22,7 @@ from engine import SMALL, config, error, images, latents, small_vae
 import vaemem
 from vaemem import VAE, _core
 
+CUDA = Path(__file__).resolve().parents[1] / "kernels" / "cuda"
 U = {"float32": 1e-6, "float16": 2.0**-12, "bfloat16": 2.0**-9}
 LIMIT = {"float32": 1e-5, "float16": 12 * U["float16"], "bfloat16": 12 * U["bfloat16"]}
 LIMIT |= {f"{dtype} own": LIMIT[dtype] for dtype in ("float16", "bfloat16")}  # our own convolution
@@ -530,3 +533,26 @@ def test_autotune_times_and_keeps(graphs):
     for _ in range(3):
         assert error(there.decode(z), cpu.decode(z)) < LIMIT["bfloat16"]
         assert there.last_run.peak_bytes == want.peak_bytes
+
+
+def machine_code(data: bytes):
+    """Each fat binary in data: {(kind, architecture)}, kind 1 PTX, 2 machine code."""
+    magic = (0xBA55ED50).to_bytes(4, "little")
+    at = data.find(magic)
+    while at >= 0:
+        _, _, header, size = struct.unpack_from("<IHHQ", data, at)
+        entry, end, found = at + header, at + header + size, set()
+        while entry < end:
+            kind, _, entry_header, entry_size = struct.unpack_from("<HHIQ", data, entry)
+            found.add((kind, *struct.unpack_from("<I", data, entry + 28)))
+            entry += entry_header + entry_size
+        yield found
+        at = data.find(magic, end)
+
+
+def test_machine_code_for_every_gpu():
+    wanted = os.environ.get("VAEMEM_CUDA_ARCHS", "75 80 86 89 90")  # 100 and 120 since nvcc 12.8
+    want = {(1, 90)} | {(2, int(arch)) for arch in wanted.split()}
+    found = list(machine_code(Path(gpu._cuda.__file__).read_bytes()))
+    assert len(found) == len(list(CUDA.glob("*.cu")))
+    assert all(want <= archs for archs in found), found
