@@ -5,6 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check -q
 SOURCES := setup.py pyproject.toml $(shell find csrc kernels vaemem -type f -not -name '*.pyc' -not -name '*.so')
+C_SOURCES := $(shell find csrc kernels tests -name '*.[ch]' -o -name '*.cu' -o -name '*.cc')
 export PYTHONUNBUFFERED := 1
 
 .PHONY: demo test bench check asan lint format wheel clean test-gpu bench-gpu check-gpu
@@ -70,7 +71,7 @@ lint: $(VENV)/check.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run -Werror $(shell find csrc kernels -name '*.[ch]')
+	$(BIN)/clang-format --dry-run -Werror $(C_SOURCES)
 	@if command -v cppcheck >/dev/null; then \
 	    cppcheck --quiet --error-exitcode=1 --std=c11 --enable=warning,performance,portability \
 	        --inline-suppr --suppress=missingIncludeSystem --suppress=invalidPointerCast -DVM_HAVE_X86=1 csrc/*.c csrc/predict/*.c kernels; \
@@ -78,7 +79,7 @@ lint: $(VENV)/check.stamp
 
 format: $(VENV)/check.stamp
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i $(shell find csrc kernels -name '*.[ch]')
+	$(BIN)/clang-format -i $(C_SOURCES)
 
 wheel: $(BIN)/python
 	$(PIP) wheel --no-deps -w dist .

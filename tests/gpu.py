@@ -75,6 +75,17 @@ class Emulator:
         """The most device bytes since the last question."""
         return self.driver.emulator_peak()
 
+    def stream(self) -> int:
+        """A new stream, as a library's own would be."""
+        made = ctypes.c_uint64()
+        with Array(np.zeros(1, np.float32)):
+            assert not self.driver.cuStreamCreate(ctypes.byref(made), 1)
+        return made.value
+
+    def synchronize(self, stream: int) -> None:
+        with Array(np.zeros(1, np.float32)):
+            assert not self.driver.cuStreamSynchronize(ctypes.c_uint64(stream))
+
     def reset(self) -> None:
         """A new context in place of one that is lost."""
         assert not self.driver.cuDevicePrimaryCtxReset_v2(0)

@@ -11,6 +11,7 @@ import struct
 import subprocess
 import sys
 import threading
+import types
 import warnings
 from pathlib import Path
 
@@ -317,6 +318,37 @@ def test_torch_on_the_gpu():
     assert there.decode(z, out=out) is out and torch.equal(out, got)
 
 
+class Tensor(gpu.Array):
+    """What a torch tensor on a GPU is to us."""
+
+    __module__ = "torch"
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_two_streams_one_arena(monkeypatch, graphs):
+    """Runs put on two streams of the caller's, none waited for: they share an arena, so each must wait for the one
+    before, and the emulator's streams run only when somebody waits, here the last one first."""
+    emulator = gpu.emulator()
+    cpu, there = pair("flux")
+    there.graphs = graphs
+    streams = [emulator.stream(), emulator.stream()]
+    torch = types.SimpleNamespace(float32=None)
+    torch.empty = lambda shape, dtype, device: Tensor(np.full(shape, np.nan, np.float32))
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    zs = [latents(cpu, 4, 4, seed=i) for i in range(5)]
+    images_ = []
+    for i, z in enumerate(zs):
+        torch.cuda = types.SimpleNamespace(
+            current_stream=lambda device, i=i: types.SimpleNamespace(cuda_stream=streams[i % 2])
+        )
+        images_.append(there.decode(Tensor(z)))
+        assert there.last_run.seconds is None
+    for stream in streams[::-1]:
+        emulator.synchronize(stream)
+    for z, image in zip(zs, images_, strict=True):
+        assert error(image.numpy(), cpu.decode(z)) < LIMIT["float32"]
+
+
 # ---- threads, interruption, faults ----
 
 
@@ -488,6 +520,22 @@ def test_weights_must_be_finite(bad):
 def test_backends_names_it():
     row = next(row for row in vaemem.backends() if row["device"] != "cpu")
     assert row["usable"] and row["device"] == "cuda:0" and not row["chosen"]
+
+
+def test_no_driver_and_an_old_one():
+    gpu.emulator()
+    show = "import vaemem; print(vaemem.backends()[-1]['why']); vaemem.VAE.random('sdxl', device='cuda')"
+    for name, value, why in (
+        (
+            "VAEMEM_LIBCUDA",
+            "/nowhere/libcuda.so.1",
+            "CUDA: want an NVIDIA driver, got /nowhere/libcuda.so.1: cannot open",
+        ),
+        ("VAEMEM_EMULATED_DRIVER", "11040", "CUDA: want a driver for CUDA 12.0 or later, got one for 11.4"),
+    ):
+        environment = os.environ | {name: value}
+        done = subprocess.run([sys.executable, "-c", show], capture_output=True, text=True, env=environment)
+        assert why in done.stdout and f"RuntimeError: {why}" in done.stderr, done
 
 
 def test_run_on_the_cpu_only():

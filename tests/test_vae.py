@@ -297,6 +297,7 @@ INTERRUPT = """
 import os, signal, threading, time
 import numpy as np
 from vaemem import VAE
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background begins without it
 vae = VAE.random("sdxl", parts="decoder")
 vae.threads = 2
 held = vae.reserved_bytes
