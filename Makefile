@@ -8,7 +8,7 @@ SOURCES := setup.py pyproject.toml $(shell find csrc kernels vaemem -type f -not
 C_SOURCES := $(shell find csrc kernels tests -name '*.[ch]' -o -name '*.cu' -o -name '*.cc')
 export PYTHONUNBUFFERED := 1
 
-.PHONY: demo test bench check asan lint format wheel clean test-gpu bench-gpu check-gpu
+.PHONY: demo test bench check asan lint format wheel clean build-gpu test-gpu bench-gpu check-gpu
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/python -m vaemem demo --out out
@@ -21,19 +21,27 @@ bench: $(VENV)/test.stamp
 	$(BIN)/python benchmarks/decode.py
 	$(BIN)/python benchmarks/conv.py
 
-# What follows wants a GPU. Where PyTorch is there already, PIP_TEST= keeps it: make test-gpu PYTHON=python3 VENV=... as usual.
-CUDA_TESTS := $(wildcard tests/test_cuda*.py) tests/test_measure.py
+# What follows wants a GPU, and uses the Python that has PyTorch for it (PYTHON), as it is: built in place, nothing installed.
+# The session script does the same and more within ten minutes, what is worth most first.
+GPU := PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR) VAEMEM_TEST_GPU=1
+GPU_TESTS := tests/test_cuda_vae.py tests/test_measure.py
+SANITIZER := compute-sanitizer --report-api-errors no --error-exitcode 1
 
-test-gpu: $(VENV)/gpu.stamp
-	VAEMEM_TEST_GPU=1 PYTHONSAFEPATH=1 $(BIN)/pytest $(CUDA_TESTS)
+build-gpu:
+	VAEMEM_CUDA=1 $(PYTHON) setup.py -q build_ext --inplace
+
+test-gpu: build-gpu
+	$(GPU) $(PYTHON) -m pytest $(GPU_TESTS)
 
 # Ours beside PyTorch eager, channels_last and compiled, in one process; writes benchmarks/results/*.csv.
-bench-gpu: $(VENV)/gpu.stamp
-	$(BIN)/python benchmarks/decode_gpu.py
+bench-gpu: build-gpu
+	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/decode_gpu.py --peers eager channels_last compile
+	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/decode_gpu.py --sizes 1024 --ablation
 
-check-gpu: $(VENV)/gpu.stamp
-	VAEMEM_TEST_GPU=1 PYTHONSAFEPATH=1 compute-sanitizer --tool memcheck --error-exitcode 1 $(BIN)/pytest -x tests/test_cuda_vae.py -k "decode or encode"
-	VAEMEM_TEST_GPU=1 PYTHONSAFEPATH=1 compute-sanitizer --tool racecheck --error-exitcode 1 $(BIN)/pytest -x tests/test_cuda_vae.py -k "test_decode and sd"
+check-gpu: build-gpu
+	$(GPU) $(SANITIZER) --tool memcheck $(PYTHON) -m pytest -x tests/test_cuda_vae.py -k "test_decode or test_encode"
+	$(GPU) $(SANITIZER) --tool racecheck $(PYTHON) -m pytest -x tests/test_cuda_vae.py -k "test_decode and odd"
+	$(GPU) $(SANITIZER) --tool initcheck $(PYTHON) -m pytest -x tests/test_cuda_vae.py -k "test_decode and odd"
 
 check: lint asan
 
@@ -47,12 +55,6 @@ $(VENV)/demo.stamp: $(BIN)/python $(SOURCES)
 
 $(VENV)/test.stamp: $(BIN)/python $(SOURCES)
 	VAEMEM_WERROR=1 $(PIP) install '.[test]'
-	touch $@
-
-# On a machine with a GPU: PyTorch with CUDA as its Python has it, or else as pip brings it.
-$(VENV)/gpu.stamp: $(SOURCES)
-	test -x $(BIN)/python || $(PYTHON) -m venv --system-site-packages $(VENV)
-	VAEMEM_WERROR=1 VAEMEM_CUDA=1 $(PIP) install '.[gpu]'
 	touch $@
 
 $(VENV)/check.stamp: $(VENV)/test.stamp

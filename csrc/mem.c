@@ -4,6 +4,7 @@
  * which is reserved whole and used pass by pass. */
 #define _GNU_SOURCE
 #include <pthread.h>
+#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>

@@ -62,7 +62,8 @@ static vm_status place(vm_model *m, vm_plan *plan) {
 }
 
 static int add_piece(vm_plan *plan, vm_category category, size_t bytes, int first, int last) {
-    plan->piece[plan->pieces] = (vm_piece){category, first, last, VM_ROUND_UP(bytes, VM_ALIGN), 0};
+    const size_t align = plan->ask.backend->device ? VM_DEVICE_ALIGN : VM_ALIGN;
+    plan->piece[plan->pieces] = (vm_piece){category, first, last, VM_ROUND_UP(bytes, align), 0};
     return (int)plan->pieces++;
 }
 

@@ -5,6 +5,7 @@
  * and alone calls poll, about twenty times a second, between its tasks and while it waits. */
 #define _GNU_SOURCE
 #include <pthread.h>
+#include <stdatomic.h>
 #include <time.h>
 
 #include "vm.h"

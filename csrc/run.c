@@ -162,14 +162,17 @@ static vm_status run_step(walk *w, size_t i, size_t item, bool enqueued) {
 /* All that the enqueued passes of an item depend on beside the backend itself. */
 static uint64_t key_of(const walk *w, size_t item) {
     const struct {
-        const void *model, *arena, *in, *out;
-        size_t op, height, width, in_format, out_format, scaled, room;
+        const void *model, *weights, *arena, *in, *out;
+        size_t op, many, staged, height, width, in_format, out_format, scaled, room;
         double unit;
     } all = {w->m,
+             w->m->weights,
              w->arena,
              w->plan->ask.staged ? NULL : user_in(w, item),
              w->plan->ask.staged ? NULL : user_out(w, item),
              w->plan->ask.op,
+             w->plan->ask.batch > 1, /* staging lies elsewhere then */
+             w->plan->ask.staged,
              w->plan->ask.height,
              w->plan->ask.width,
              w->plan->ask.in,

@@ -16,7 +16,6 @@
 #ifndef VM_KERNELS_H
 #define VM_KERNELS_H
 
-#include <stdatomic.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -149,7 +148,7 @@ typedef struct vm_device {
     const char *(*error)(void); /* the sentence behind the last status of this thread */
 } vm_device;
 
-enum { VM_STATE = 256 };
+enum { VM_STATE = 256, VM_DEVICE_ALIGN = 256 /* of a buffer in the arena, as GPU libraries expect it */ };
 
 struct vm_backend {
     const char *name;

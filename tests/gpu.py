@@ -59,8 +59,13 @@ class Emulator:
 
     def __init__(self):
         self.driver = ctypes.CDLL(os.environ["VAEMEM_LIBCUDA"])
-        for name in ("emulator_calls", "emulator_launches", "emulator_peak"):
+        for name in ("emulator_calls", "emulator_peak"):
             getattr(self.driver, name).restype = ctypes.c_size_t
+
+    @functools.cached_property
+    def inside(self) -> Array:
+        """To be entered: the device's context."""
+        return Array(np.zeros(1, np.float32))
 
     def live(self) -> tuple[int, ...]:
         """Device bytes, blocks, pinned blocks, streams, events, graphs, executable graphs, modules, context users."""
@@ -68,8 +73,9 @@ class Emulator:
         self.driver.emulator_live(counts)
         return tuple(counts)
 
-    def launches(self) -> int:
-        return self.driver.emulator_launches()
+    def calls(self) -> int:
+        """Of the driver, by anyone."""
+        return self.driver.emulator_calls()
 
     def peak(self) -> int:
         """The most device bytes since the last question."""
@@ -78,17 +84,24 @@ class Emulator:
     def stream(self) -> int:
         """A new stream, as a library's own would be."""
         made = ctypes.c_uint64()
-        with Array(np.zeros(1, np.float32)):
+        with self.inside:
             assert not self.driver.cuStreamCreate(ctypes.byref(made), 1)
         return made.value
 
     def synchronize(self, stream: int) -> None:
-        with Array(np.zeros(1, np.float32)):
+        with self.inside:
             assert not self.driver.cuStreamSynchronize(ctypes.c_uint64(stream))
 
-    def reset(self) -> None:
-        """A new context in place of one that is lost."""
-        assert not self.driver.cuDevicePrimaryCtxReset_v2(0)
+    @contextlib.contextmanager
+    def capturing(self, stream: int):
+        graph = ctypes.c_void_p()
+        with self.inside:
+            assert not self.driver.cuStreamBeginCapture_v2(ctypes.c_uint64(stream), 2)
+        try:
+            yield
+        finally:
+            with self.inside:
+                self.driver.cuStreamEndCapture(ctypes.c_uint64(stream), ctypes.byref(graph))
 
     @contextlib.contextmanager
     def failing(self, nth: int, code: int = 719, sticky: bool = False):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from collections.abc import Mapping
@@ -148,7 +149,9 @@ class Device:
         if library == "torch":
             return sys.modules["torch"].cuda.current_stream(self.number).cuda_stream or LEGACY_STREAM, True
         if library == "cupy":
-            return sys.modules["cupy"].cuda.get_current_stream().ptr or LEGACY_STREAM, True
+            cupy = sys.modules["cupy"]
+            with cupy.cuda.Device(self.number):
+                return cupy.cuda.get_current_stream().ptr or LEGACY_STREAM, True
         return self.backend.stream, False
 
     def borrow(self, array: Any, name: str, stream: int) -> Borrowed:
@@ -161,14 +164,16 @@ class Device:
             torch = sys.modules["torch"]
             return torch.empty(shape, dtype=getattr(torch, dtype), device=array.device)
         if library == "cupy" and dtype != "bfloat16":
-            return sys.modules["cupy"].empty(shape, dtype)
+            cupy = sys.modules["cupy"]
+            with cupy.cuda.Device(self.number):
+                return cupy.empty(shape, dtype)
         return None
 
     def as_library(self, array: DeviceArray, like: Any) -> Any:
         """The same memory as an array of like's library, where we know how."""
         library = type(like).__module__.partition(".")[0]
         if library in ("jax", "jaxlib"):
-            return sys.modules["jax"].dlpack.from_dlpack(array)
+            return importlib.import_module("jax.dlpack").from_dlpack(array)
         return array
 
 

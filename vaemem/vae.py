@@ -51,7 +51,6 @@ class VAE:
         self._core = core
         self._device = device
         self._unit = 1.0  # power of two by which activations are kept multiplied, against float16's overflow
-        self._held: Any = None  # the last input on a GPU: its run may still be under way
         self.device = "cpu" if device is None else f"cuda:{device.number}"
         self.dtype = "float32" if device is None else device.dtype
         self.stripe_bytes: int | None = None
@@ -370,6 +369,7 @@ class VAE:
         assert self._device is not None
         name = "z" if op == "decode" else "x"
         stream, known = self._device.stream_of(array)
+        self._device.backend.check_stream(stream)
         borrowed = self._device.borrow(array, name, stream)
         batch, height, width, form = self._check_there(op, name, borrowed)
         if op == "encode":
@@ -385,8 +385,9 @@ class VAE:
         target = None if result is None else self._device.borrow(result, "out", stream)
         if target and (target.shape, target.dtype) != (shape, dtype):
             raise ValueError(f"out: want {dtype} of shape {shape}, got {target.dtype} of shape {target.shape}")
-        # Halves are looked at for overflow when they are done, and what an unknown library does next cannot be ordered.
-        waits = self.dtype == "float16" or bool(progress) or (out is not None and not known)
+        # Halves are looked at for overflow when they are done; what an unknown library does next cannot be ordered, nor
+        # how long it keeps its input.
+        waits = self.dtype == "float16" or bool(progress) or not known
 
         def run(poll: Any) -> tuple[Any, dict[str, Any]]:
             address, owner, record = self._core.run_at(
@@ -411,7 +412,6 @@ class VAE:
         plan = dict(op=op, height=height, width=width, batch=batch, staged=False, own_output=out is None, **forms)
         with _polling(progress, op) as poll:
             address, owner = self._run_until_finite(run, poll, plan | dict(room=self._room()), waits)
-        self._held = borrowed, target
         if result is not None:
             return result
         return self._device.as_library(DeviceArray(self._device, address, shape, dtype, owner), array)

@@ -88,6 +88,14 @@ static PyObject *backend_order(Backend *self, PyObject *stream) {
     Py_RETURN_NONE;
 }
 
+static PyObject *backend_check_stream(Backend *self, PyObject *stream) {
+    const unsigned long long handle = PyLong_AsUnsignedLongLong(stream);
+    if (PyErr_Occurred()) return NULL;
+    vm_status s = vm_gpu_check_stream(self->gpu, (void *)(uintptr_t)handle);
+    if (s) return raise(s);
+    Py_RETURN_NONE;
+}
+
 static PyObject *backend_read(Backend *self, PyObject *args) {
     unsigned long long from;
     Py_buffer to;
@@ -118,6 +126,8 @@ static PyMethodDef backend_methods[] = {
     {"memory", (PyCFunction)backend_memory, METH_NOARGS, "memory()\n--\n\n(free, total) bytes of the device now."},
     {"order", (PyCFunction)backend_order, METH_O,
      "order(stream)\n--\n\nWhat is enqueued on stream from now on comes after the last run."},
+    {"check_stream", (PyCFunction)backend_check_stream, METH_O,
+     "check_stream(stream)\n--\n\nRaises ValueError where the stream is being captured."},
     {"read", (PyCFunction)backend_read, METH_VARARGS,
      "read(address, to)\n--\n\nWaits for the last run, then fills the writable buffer `to` from the device."},
     {NULL, NULL, 0, NULL}};

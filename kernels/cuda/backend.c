@@ -161,10 +161,7 @@ vm_status vm_gpu_workspace(const vm_backend *b, const vm_pass *p, size_t *bytes)
         const vm_conv_key key = key_of(g, p, &s, i ? last : s.rows);
         size_t one = 0;
         status = vm_cudnn_convs_bytes(g->convs, &key, &one);
-        if (g->autotune) { /* which plan wins is known when there is memory to run them on */
-            g->untuned |= !vm_cudnn_convs_tuned(g->convs, &key);
-            one = key.limit;
-        }
+        if (g->autotune) one = key.limit; /* which plan wins is known when there is memory to run them on */
         *bytes = VM_MAX(*bytes, one);
     }
     vm_gpu_leave(g);

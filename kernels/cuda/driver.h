@@ -18,7 +18,6 @@
     X(DeviceGetAttribute, "cuDeviceGetAttribute", (int *, CUdevice_attribute, CUdevice))                              \
     X(DeviceTotalMem, "cuDeviceTotalMem_v2", (size_t *, CUdevice))                                                    \
     X(DevicePrimaryCtxRetain, "cuDevicePrimaryCtxRetain", (CUcontext *, CUdevice))                                    \
-    X(DevicePrimaryCtxRelease, "cuDevicePrimaryCtxRelease_v2", (CUdevice))                                            \
     X(CtxPushCurrent, "cuCtxPushCurrent_v2", (CUcontext))                                                             \
     X(CtxPopCurrent, "cuCtxPopCurrent_v2", (CUcontext *))                                                             \
     X(MemGetInfo, "cuMemGetInfo_v2", (size_t *, size_t *))                                                            \
@@ -53,8 +52,7 @@
     X(GraphExecDestroy, "cuGraphExecDestroy", (CUgraphExec))                                                          \
     X(GraphDestroy, "cuGraphDestroy", (CUgraph))                                                                      \
     X(GetErrorName, "cuGetErrorName", (CUresult, const char **))                                                      \
-    X(GetErrorString, "cuGetErrorString", (CUresult, const char **))                                                  \
-    X(PointerGetAttribute, "cuPointerGetAttribute", (void *, CUpointer_attribute, CUdeviceptr))
+    X(GetErrorString, "cuGetErrorString", (CUresult, const char **))
 
 typedef struct vm_driver {
 #define VM_DRIVER_FIELD(NAME, SYMBOL, PARAMETERS) CUresult(*NAME) PARAMETERS;

@@ -72,7 +72,7 @@ static void give(const vm_backend *b, void *block) {
 static char *slot_of(const vm_gpu *g, size_t slot) { return g->pinned + slot * VM_GPU_SLOT; }
 static uint32_t *flags_of(const vm_gpu *g) { return (uint32_t *)(g->pinned + VM_GPU_SLOTS * VM_GPU_SLOT); }
 
-/* To the device through pinned memory, on the copy stream; `from` is free when this returns. */
+/* To the device through pinned memory, on the copy stream; `from` is free when this returns. With g->copying held. */
 static vm_status copy_in(vm_gpu *g, void *to, const char *from, size_t bytes) {
     for (size_t done = 0, n; done < bytes; done += n) {
         const size_t slot = g->next_slot++ % VM_GPU_SLOTS;
@@ -109,10 +109,18 @@ static vm_status copy_out(vm_gpu *g, char *to, const void *from, size_t bytes) {
     return VM_OK;
 }
 
+/* One user of the slots at a time: a model's run, and whoever reads an array. */
+static vm_status locked_copy(vm_gpu *g, bool in, void *to, const void *from, size_t bytes) {
+    pthread_mutex_lock(&g->copying);
+    vm_status s = in ? copy_in(g, to, from, bytes) : copy_out(g, to, from, bytes);
+    pthread_mutex_unlock(&g->copying);
+    return s;
+}
+
 static vm_status send_entered(vm_gpu *g, void *to, const void *from, size_t bytes) {
     VM_TRY(g, StreamWaitEvent(g->copy, g->begun, 0), "ordering copies");
     VM_TRY(g, StreamWaitEvent(g->copy, g->input_free, 0), "ordering copies");
-    vm_status s = copy_in(g, to, from, bytes);
+    vm_status s = locked_copy(g, true, to, from, bytes);
     if (s) return s;
     VM_TRY(g, EventRecord(g->input_sent, g->copy), "marking a copy");
     VM_TRY(g, StreamWaitEvent(g->stream, g->input_sent, 0), "ordering copies");
@@ -121,7 +129,7 @@ static vm_status send_entered(vm_gpu *g, void *to, const void *from, size_t byte
 
 static vm_status fetch_entered(vm_gpu *g, void *to, const void *from, size_t bytes) {
     VM_TRY(g, StreamWaitEvent(g->copy, g->output_ready, 0), "ordering copies");
-    return copy_out(g, to, from, bytes);
+    return locked_copy(g, false, to, from, bytes);
 }
 
 static vm_status send(const vm_backend *b, void *to, const void *from, size_t bytes) {
@@ -152,7 +160,7 @@ static vm_status set_weight(const vm_backend *b, const vm_weight *w, void *to, c
     vm_status s = vm_gpu_pack_weight(g->dtype, w, packed, data);
     if (!s && !(s = vm_gpu_enter(g))) {
         s = vm_driver_check(g->d, g->d->StreamWaitEvent(g->copy, g->done, 0), "ordering copies");
-        if (!s) s = copy_in(g, to, packed, bytes);
+        if (!s) s = locked_copy(g, true, to, packed, bytes);
         vm_gpu_leave(g);
     }
     free(packed);
@@ -214,7 +222,7 @@ static double seconds(const vm_backend *b, size_t step) {
     vm_gpu *g = b->self;
     float ms = 0;
     if (step >= VM_GPU_STEPS || vm_gpu_enter(g)) return 0;
-    if (g->d->EventElapsedTime(&ms, step ? g->step[step - 1] : g->begun, g->step[step])) ms = 0;
+    if (g->d->EventElapsedTime(&ms, step ? g->step[step - 1] : g->item, g->step[step])) ms = 0;
     vm_gpu_leave(g);
     return ms * 1e-3;
 }
@@ -224,7 +232,6 @@ static vm_status finish_entered(vm_gpu *g, const vm_exec *exec, bool wait, void 
         VM_TRY(g, MemcpyDtoHAsync(flags_of(g), (CUdeviceptr)(uintptr_t)state, sizeof(uint32_t), g->stream),
                "reading the flags");
     VM_TRY(g, EventRecord(g->done, g->stream), "marking the end");
-    g->untuned = false;
     if (!wait) return VM_OK;
     vm_status s = wait_for(g, g->done, exec);
     if (s == VM_ECANCELLED) { /* nothing may run on when its memory goes */
@@ -252,9 +259,21 @@ vm_status vm_gpu_order(vm_gpu *g, void *stream) {
     return s;
 }
 
+vm_status vm_gpu_check_stream(vm_gpu *g, void *stream) {
+    CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;
+    vm_status s = vm_gpu_enter(g);
+    if (s) return s;
+    s = vm_driver_check(g->d, g->d->StreamIsCapturing(stream, &status), "asking whether the stream is captured");
+    vm_gpu_leave(g);
+    if (s || status == CU_STREAM_CAPTURE_STATUS_NONE) return s;
+    return vm_fail(VM_EINVAL,
+                   "stream: want one that is not being captured, got one that is (vae.graphs = True keeps a "
+                   "graph of its own)");
+}
+
 static vm_status read_entered(vm_gpu *g, void *to, const void *from, size_t bytes) {
     VM_TRY(g, StreamWaitEvent(g->copy, g->done, 0), "ordering copies");
-    return copy_out(g, to, from, bytes);
+    return locked_copy(g, false, to, from, bytes);
 }
 
 vm_status vm_gpu_read(vm_gpu *g, void *to, const void *from, size_t bytes) {
@@ -269,7 +288,7 @@ vm_status vm_gpu_read(vm_gpu *g, void *to, const void *from, size_t bytes) {
 
 static vm_graph_entry *find_graph(vm_gpu *g, uint64_t key) {
     for (int i = 0; i < VM_GPU_GRAPHS; i++)
-        if (g->graph[i].exec && g->graph[i].key == key) return &g->graph[i];
+        if (g->graph[i].used && g->graph[i].key == key) return &g->graph[i];
     return NULL;
 }
 
@@ -278,40 +297,43 @@ static vm_status launch_graph(vm_gpu *g, vm_graph_entry *e) {
     return vm_driver_check(g->d, g->d->GraphLaunch(e->exec, g->stream), "launching a graph");
 }
 
-/* Captures on the GPU's own stream (the caller's may be one that cannot be captured), to be launched where the run is.
- */
+/* The place of the graph that was not wanted for longest, for this key. */
+static void new_graph(vm_gpu *g, uint64_t key) {
+    vm_graph_entry *e = &g->graph[0];
+    for (int i = 0; i < VM_GPU_GRAPHS; i++)
+        if (g->graph[i].used < e->used) e = &g->graph[i];
+    if (e->exec) g->d->GraphExecDestroy(e->exec);
+    *e = (vm_graph_entry){.key = key, .used = ++g->graph_clock};
+}
+
+/* The first time goes pass by pass: libraries load code, and engines are timed, where that is allowed. The second is
+ * captured, on the GPU's own stream (the caller's may be one that cannot be), to be launched where the run is. */
 static vm_status begin_entered(vm_gpu *g, uint64_t key, bool *replayed) {
-    vm_graph_entry *e = find_graph(g, key);
-    *replayed = e != NULL;
-    if (e) return launch_graph(g, e);
-    if (g->untuned) return VM_OK; /* this time pass by pass */
+    vm_graph_entry *e = key ? find_graph(g, key) : NULL;
+    VM_TRY(g, EventRecord(g->item, g->stream), "marking the beginning");
+    *replayed = e && e->exec;
+    if (*replayed) return launch_graph(g, e);
+    if (key && !e) new_graph(g, key);
+    if (!e) return VM_OK;
     VM_TRY(g, StreamBeginCapture(g->own, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL), "beginning a graph");
     g->outside = g->stream;
     g->stream = g->own;
     return VM_OK;
 }
 
-static vm_status end_capture(vm_gpu *g, uint64_t key, vm_status so_far) {
+static vm_status end_capture(vm_gpu *g, vm_graph_entry *e, vm_status so_far) {
     CUgraph graph = NULL;
-    CUgraphExec exec = NULL;
     g->stream = g->outside;
     g->outside = NULL;
     const CUresult result = g->d->StreamEndCapture(g->own, &graph);
     vm_status s = so_far ? so_far : vm_driver_check(g->d, result, "ending a graph");
-    if (!s) s = vm_driver_check(g->d, g->d->GraphInstantiate(&exec, graph, 0), "making a graph ready");
+    if (!s) s = vm_driver_check(g->d, g->d->GraphInstantiate(&e->exec, graph, 0), "making a graph ready");
     if (graph) g->d->GraphDestroy(graph);
-    if (s) return s;
-    vm_graph_entry *e = &g->graph[0];
-    for (int i = 0; i < VM_GPU_GRAPHS; i++)
-        if (g->graph[i].used < e->used) e = &g->graph[i];
-    if (e->exec) g->d->GraphExecDestroy(e->exec);
-    *e = (vm_graph_entry){.key = key, .exec = exec};
-    return launch_graph(g, e);
+    return s ? s : launch_graph(g, e);
 }
 
 static vm_status begin(const vm_backend *b, uint64_t key, bool *replayed) {
     *replayed = false;
-    if (!key) return VM_OK;
     vm_status s = vm_gpu_enter(b->self);
     if (s) return s;
     s = begin_entered(b->self, key, replayed);
@@ -320,7 +342,12 @@ static vm_status begin(const vm_backend *b, uint64_t key, bool *replayed) {
 }
 
 static vm_status end_entered(vm_gpu *g, uint64_t key, vm_status so_far) {
-    vm_status s = g->outside ? end_capture(g, key, so_far) : so_far;
+    vm_graph_entry *e = key ? find_graph(g, key) : NULL;
+    vm_status s = g->outside ? end_capture(g, e, so_far) : so_far;
+    if (s && e) { /* forgotten: its next run goes pass by pass again */
+        if (e->exec) g->d->GraphExecDestroy(e->exec);
+        *e = (vm_graph_entry){0};
+    }
     if (s) return s;
     if (key) VM_TRY(g, EventRecord(g->input_free, g->stream), "marking a pass");
     VM_TRY(g, EventRecord(g->output_ready, g->stream), "marking a pass");
@@ -413,9 +440,13 @@ static vm_status load_kernels(vm_gpu *g) {
              g->attention.keys);
     for (int i = 0; i < VM_KERNELS_COUNT; i++) {
         const CUresult result = g->d->ModuleLoadData(&g->module[i], images[i]);
-        if (result == CUDA_ERROR_NO_BINARY_FOR_GPU)
-            return vm_fail(VM_EDEVICE, "%s: this build has no machine code for compute capability %d.%d", g->name,
-                           g->capability / 10, g->capability % 10);
+        if (result == CUDA_ERROR_NO_BINARY_FOR_GPU || result == CUDA_ERROR_INVALID_IMAGE ||
+            result == CUDA_ERROR_INVALID_PTX || result == CUDA_ERROR_UNSUPPORTED_PTX_VERSION)
+            return vm_fail(VM_EDEVICE,
+                           "%s: want machine code for compute capability %d.%d that a driver for CUDA %d.%d can load, "
+                           "got what CUDA %d.%d built (VAEMEM_CUDA_ARCHS)",
+                           g->name, g->capability / 10, g->capability % 10, g->d->version / 1000,
+                           g->d->version % 1000 / 10, CUDA_VERSION / 1000, CUDA_VERSION % 1000 / 10);
         vm_status s = vm_driver_check(g->d, result, "loading kernels");
         if (s) return s;
         if (i < VM_KERNEL_CONV) VM_TRY(g, ModuleGetFunction(&g->kernel[i], g->module[i], names[i]), names[i]);
@@ -430,12 +461,12 @@ static vm_status load_kernels(vm_gpu *g) {
 static vm_status make_streams(vm_gpu *g) {
     VM_TRY(g, StreamCreate(&g->own, CU_STREAM_NON_BLOCKING), "making a stream");
     VM_TRY(g, StreamCreate(&g->copy, CU_STREAM_NON_BLOCKING), "making a stream");
-    CUevent *const events[] = {&g->done, &g->input_free, &g->input_sent, &g->output_ready};
+    CUevent *const events[] = {&g->begun, &g->done, &g->input_free, &g->input_sent, &g->output_ready};
     for (size_t i = 0; i < sizeof events / sizeof *events; i++)
         VM_TRY(g, EventCreate(events[i], CU_EVENT_DISABLE_TIMING), "making an event");
     for (int i = 0; i < VM_GPU_SLOTS; i++)
         VM_TRY(g, EventCreate(&g->slot[i], CU_EVENT_DISABLE_TIMING), "making an event");
-    CUevent *const timed[] = {&g->begun, &g->tried[0], &g->tried[1]};
+    CUevent *const timed[] = {&g->item, &g->tried[0], &g->tried[1]};
     for (size_t i = 0; i < sizeof timed / sizeof *timed; i++)
         VM_TRY(g, EventCreate(timed[i], CU_EVENT_DEFAULT), "making an event");
     for (int i = 0; i < VM_GPU_STEPS; i++) VM_TRY(g, EventCreate(&g->step[i], CU_EVENT_DEFAULT), "making an event");
@@ -459,17 +490,34 @@ static vm_status open_entered(vm_gpu *g, const vm_gpu_options *o) {
 static const vm_device device = {take, give, weight_bytes, set_weight, start, finish,  begin,
                                  end,  mark, seconds,      send,       fetch, vm_error};
 
+/* The device's primary context, shared with everyone in the process; never given back, since libraries keep things in
+ * it that do not survive its end. */
+static vm_status retain_context(vm_gpu *g, int index) {
+    enum { DEVICES = 64 };
+    static CUcontext retained[DEVICES];
+    static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+    if (index >= DEVICES) return vm_fail(VM_EINVAL, "device: want one of the first %d, got %d", DEVICES, index);
+    pthread_mutex_lock(&lock);
+    vm_status s = VM_OK;
+    if (!retained[index])
+        s = vm_driver_check(g->d, g->d->DevicePrimaryCtxRetain(&retained[index], g->device), "opening the device");
+    g->context = retained[index];
+    pthread_mutex_unlock(&lock);
+    return s;
+}
+
 vm_status vm_gpu_open(const vm_gpu_options *o, vm_gpu **out) {
     *out = NULL;
     vm_gpu *g = calloc(1, sizeof *g);
     if (!g) return vm_fail(VM_ENOMEM, "device: no %zu bytes of host memory", sizeof *g);
+    pthread_mutex_init(&g->copying, NULL);
     g->dtype = o->dtype;
     g->tf32 = o->tf32;
     g->autotune = o->autotune;
     g->own_conv = o->own_conv;
     vm_status s = (g->d = vm_driver_get(o->libcuda)) ? VM_OK : VM_EDEVICE;
     if (!s) s = find_device(g, o);
-    if (!s) s = vm_driver_check(g->d, g->d->DevicePrimaryCtxRetain(&g->context, g->device), "opening the device");
+    if (!s) s = retain_context(g, o->device);
     if (!s && !(s = vm_gpu_enter(g))) {
         s = open_entered(g, o);
         vm_gpu_leave(g);
@@ -501,8 +549,8 @@ static void close_entered(vm_gpu *g) {
         if (g->step[i]) d->EventDestroy(g->step[i]);
     for (int i = 0; i < VM_GPU_SLOTS; i++)
         if (g->slot[i]) d->EventDestroy(g->slot[i]);
-    CUevent const events[] = {g->begun,      g->tried[0],   g->tried[1],    g->done,
-                              g->input_free, g->input_sent, g->output_ready};
+    CUevent const events[] = {g->item, g->begun,      g->tried[0],   g->tried[1],
+                              g->done, g->input_free, g->input_sent, g->output_ready};
     for (size_t i = 0; i < sizeof events / sizeof *events; i++)
         if (events[i]) d->EventDestroy(events[i]);
     if (g->pinned) d->MemFreeHost(g->pinned);
@@ -516,13 +564,11 @@ void vm_gpu_close(vm_gpu *g) {
     if (!g) return;
     char said[512]; /* closing must not change what went wrong */
     snprintf(said, sizeof said, "%s", vm_error());
-    if (g->context) {
-        if (!vm_gpu_enter(g)) {
-            close_entered(g);
-            vm_gpu_leave(g);
-        }
-        g->d->DevicePrimaryCtxRelease(g->device);
+    if (g->context && !vm_gpu_enter(g)) {
+        close_entered(g);
+        vm_gpu_leave(g);
     }
+    pthread_mutex_destroy(&g->copying);
     free(g);
     vm_fail(VM_OK, "%s", said);
 }

@@ -27,8 +27,8 @@ typedef enum vm_gpu_kernel {
 } vm_gpu_kernel;
 
 typedef struct vm_graph_entry {
-    uint64_t key, used; /* used: when, by a counter */
-    CUgraphExec exec;
+    uint64_t key, used; /* used: when, by a counter; 0 never */
+    CUgraphExec exec;   /* NULL: run once, pass by pass; the next time it is captured */
 } vm_graph_entry;
 
 /* A kernel of conv.cu and the tile that it computes. */
@@ -46,7 +46,6 @@ typedef struct vm_gpu {
     int capability, shared_max, multiprocessors;
     vm_dtype dtype;
     bool tf32, autotune;
-    bool untuned; /* a plan of the run at hand is not timed yet: it cannot be captured */
     vm_cudnn_convs *convs;
     CUmodule module[VM_KERNELS_COUNT];
     CUfunction kernel[VM_KERNELS_COUNT];
@@ -57,10 +56,12 @@ typedef struct vm_gpu {
 
     CUstream own, copy, stream; /* stream: of the run at hand */
     CUevent begun, done;        /* of a run; done: the last one's */
+    CUevent item;               /* where its first pass begins */
     CUevent tried[2];           /* around what is timed */
     CUevent input_free, input_sent, output_ready, slot[VM_GPU_SLOTS];
     CUevent step[VM_GPU_STEPS];
-    char *pinned; /* VM_GPU_SLOTS slots, then one word for the flags */
+    char *pinned;            /* VM_GPU_SLOTS slots, then one word for the flags */
+    pthread_mutex_t copying; /* held by whoever uses the slots */
     size_t next_slot;
 
     CUstream outside; /* while an item's passes are captured: where they will be launched */
@@ -83,6 +84,8 @@ void vm_gpu_close(vm_gpu *gpu);
 vm_status vm_gpu_memory(vm_gpu *gpu, size_t *free, size_t *total);
 /* What is enqueued on `stream` from now on comes after the last run. */
 vm_status vm_gpu_order(vm_gpu *gpu, void *stream);
+/* VM_EINVAL where the stream is being captured: a run cannot be part of somebody else's graph. */
+vm_status vm_gpu_check_stream(vm_gpu *gpu, void *stream);
 /* Waits for the last run, then copies; `to` is the host's. */
 vm_status vm_gpu_read(vm_gpu *gpu, void *to, const void *from, size_t bytes);
 /* Around every use of the driver: the calling thread may have any context, and has it again after. */
