@@ -235,7 +235,7 @@ def test_the_device_has_given_what_we_say(dtype):
     assert emulator.live()[0] == before
 
 
-@pytest.mark.parametrize("name,latent", [("flux", 128), ("sdxl", 128), ("flux", 256)])
+@pytest.mark.parametrize("name,latent", [("flux", 32), ("flux", 64), ("sdxl", 128), ("flux", 256)])
 @pytest.mark.parametrize("op", ["decode", "encode"])
 @pytest.mark.parametrize("convolution", ["cudnn", "own"])
 def test_within_three_tensors_and_a_fifth(name, latent, op, convolution):

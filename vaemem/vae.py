@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from vaemem import _core, _weights
-from vaemem._device import DTYPES, Device, DeviceArray, gpu_rows, out_of_memory, parse_device
+from vaemem._arguments import (
+    Progress,
+    as_float,
+    as_int,
+    check_out,
+    default_threads,
+    open_device,
+    pixels_of,
+    polling,
+)
+from vaemem._device import Device, DeviceArray, gpu_rows, out_of_memory
 from vaemem._run import Encoded, Run, make_run
 
-__all__ = ["VAE", "Encoded", "Run", "backends"]
-
-Progress = bool | Callable[[int, int], object] | None
+__all__ = ["VAE", "Encoded", "Progress", "Run", "backends"]
 
 
 class VAE:
@@ -57,7 +64,7 @@ class VAE:
         self.graphs = False
         self.arch: dict[str, Any] = core.arch
         self.model: str = self.arch["name"]
-        self.threads = _default_threads()
+        self.threads = default_threads()
         self.last_run: Run | None = None
 
     # ---- making one ----
@@ -107,7 +114,7 @@ class VAE:
         RuntimeError
             No driver, no cuDNN, or a GPU that refused.
         """
-        gpu = _open_device(device, dtype, tf32, autotune, convolution)
+        gpu = open_device(device, dtype, tf32, autotune, convolution)
         capsule = gpu.backend.capsule if gpu else None
         return cls(_weights.load(path, model=model, config=config, parts=parts, backend=capsule), gpu)
 
@@ -128,7 +135,7 @@ class VAE:
 
         The same seed gives the same tensors whatever the parts. With ``config=`` the architecture is the config's.
         """
-        gpu = _open_device(device, dtype, tf32, autotune, convolution)
+        gpu = open_device(device, dtype, tf32, autotune, convolution)
         if config is None:
             known = _core.models()
             if model not in known:
@@ -195,15 +202,15 @@ class VAE:
         RuntimeError
             The GPU refused.
         """
-        pixels = _pixels(output_type)
+        pixels = pixels_of(output_type)
         if self._device and Device.holds(z):
             return self._run_there("decode", z, pixels, scaled, progress, out)
-        data = _as_float(z, "z", "(N, C, h, w)")
+        data = as_float(z, "z", "(N, C, h, w)")
         latents = self.arch["latent_channels"]
         if data.ndim != 4 or data.shape[1] != latents:
             raise ValueError(f"z: want shape (N, {latents}, h, w) for {self.model}, got {data.shape}")
         if out is not None:
-            _check_out(out, self._image_shape(data.shape, pixels), np.uint8 if pixels == "uint8" else np.float32)
+            check_out(out, self._image_shape(data.shape, pixels), np.uint8 if pixels == "uint8" else np.float32)
         factor = self._factor
         return self._run("decode", data, data.shape[2] * factor, data.shape[3] * factor, pixels, scaled, progress, out)
 
@@ -239,7 +246,7 @@ class VAE:
                 raise ValueError(f"x: want shape (N, H, W, {channels}) for uint8, got {data.shape}")
             height, width = data.shape[1:3]
         else:
-            data, pixels = _as_float(array, "x", f"(N, {channels}, H, W)"), "float"
+            data, pixels = as_float(array, "x", f"(N, {channels}, H, W)"), "float"
             if data.ndim != 4 or data.shape[1] != channels:
                 raise ValueError(f"x: want shape (N, {channels}, H, W), got {data.shape}")
             height, width = data.shape[2:]
@@ -268,8 +275,8 @@ class VAE:
         Run
             Equal to what `last_run` will say, but for the seconds.
         """
-        height, width, batch = (_as_int(n, v) for n, v in (("height", height), ("width", width), ("batch", batch)))
-        record = self._core.plan(**self._plan(op, height, width, batch, _pixels(output_type), staged))
+        height, width, batch = (as_int(n, v) for n, v in (("height", height), ("width", width), ("batch", batch)))
+        record = self._core.plan(**self._plan(op, height, width, batch, pixels_of(output_type), staged))
         return make_run(op, height, width, batch, record, None)
 
     def trim(self) -> None:
@@ -315,12 +322,12 @@ class VAE:
         return (n, h, w, c) if pixels == "uint8" else (n, c, h, w)
 
     def _thread_count(self) -> int:
-        return _as_int("threads", self.threads)
+        return as_int("threads", self.threads)
 
     def _room(self) -> int:
         if self.stripe_bytes is None:
             return 0
-        room = _as_int("stripe_bytes", self.stripe_bytes)
+        room = as_int("stripe_bytes", self.stripe_bytes)
         if room < 1:
             raise ValueError(f"stripe_bytes: want 1 or more, or None, got {room}")
         return room
@@ -361,7 +368,7 @@ class VAE:
             )
 
         plan = self._plan(op, height, width, data.shape[0], pixels, True)
-        with _polling(progress, op) as poll:
+        with polling(progress, op) as poll:
             return self._run_until_finite(run, poll, plan, waits=True)
 
     def _run_there(self, op: str, array: Any, pixels: str, scaled: bool, progress: Progress, out: Any) -> Any:
@@ -410,7 +417,7 @@ class VAE:
             return (address, owner), record
 
         plan = dict(op=op, height=height, width=width, batch=batch, staged=False, own_output=out is None, **forms)
-        with _polling(progress, op) as poll:
+        with polling(progress, op) as poll:
             address, owner = self._run_until_finite(run, poll, plan | dict(room=self._room()), waits)
         if result is not None:
             return result
@@ -479,80 +486,3 @@ def backends() -> list[dict[str, Any]]:
         why = "" if usable else "this processor or its system lacks it, or it is named in VAEMEM_DISABLE"
         rows.append({"name": name, "device": "cpu", "usable": usable, "chosen": chosen, "why": why})
     return rows + gpu_rows()
-
-
-# ---- arguments ----
-
-
-def _open_device(device: Any, dtype: str, tf32: bool, autotune: bool, convolution: str) -> Device | None:
-    number = parse_device(device)
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype: want one of {', '.join(DTYPES)}, got {dtype!r}")
-    if number is not None:
-        return Device(number, dtype, bool(tf32), bool(autotune), convolution)
-    if dtype != "float32":
-        raise ValueError(f"dtype: want float32 on the cpu, got {dtype!r}")
-    return None
-
-
-def _default_threads() -> int:
-    text = os.environ.get("VAEMEM_THREADS")
-    if text is None:
-        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if not text.isdigit() or not 1 <= int(text) <= 1024:
-        raise ValueError(f"VAEMEM_THREADS: want a number from 1 to 1024, got {text!r}")
-    return int(text)
-
-
-def _as_int(name: str, value: Any) -> int:
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        return value.__index__()
-    except (AttributeError, TypeError):
-        raise TypeError(f"{name}: want an integer, got {value!r}") from None
-
-
-def _as_float(value: Any, name: str, shape: str) -> np.ndarray:
-    """Contiguous native float32; anything else that is real numbers is copied to it."""
-    array = np.asarray(value)
-    if array.dtype.kind not in "fiu" and array.dtype.name != "bfloat16":
-        raise TypeError(f"{name}: want an array of real numbers of shape {shape}, got dtype {array.dtype}")
-    return np.ascontiguousarray(array, dtype=np.float32)
-
-
-def _check_out(out: Any, shape: tuple[int, ...], dtype: type) -> None:
-    want = f"a writable contiguous {np.dtype(dtype).name} array of shape {shape}"
-    if not isinstance(out, np.ndarray):
-        raise TypeError(f"out: want {want}, got {type(out).__name__}")
-    if out.shape != shape or out.dtype != dtype or not out.flags.c_contiguous or not out.flags.writeable:
-        kind = "" if out.flags.c_contiguous else "non-contiguous "
-        kind += "" if out.flags.writeable else "read-only "
-        raise ValueError(f"out: want {want}, got {kind}{out.dtype} {out.shape}")
-
-
-def _pixels(output_type: str) -> str:
-    if output_type not in ("float", "uint8"):
-        raise ValueError(f"output_type: want float or uint8, got {output_type!r}")
-    return output_type
-
-
-@contextlib.contextmanager
-def _polling(progress: Progress, op: str) -> Iterator[Callable[[int, int], object] | None]:
-    if callable(progress):
-        yield progress
-        return
-    if not progress:
-        yield None
-        return
-    try:
-        from tqdm.auto import tqdm
-    except ImportError:
-        raise ImportError("progress=True needs tqdm: pip install 'vaemem[progress]'") from None
-    with tqdm(total=0, desc=op, unit="row") as bar:
-
-        def show(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
-        yield show

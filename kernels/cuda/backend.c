@@ -12,7 +12,7 @@
 
 #include "gpu.h"
 
-enum { PARTS_WANTED = 2048, PART_LEAST = 64 };
+enum { PARTS_WANTED = 2048, PART_LEAST = 192 };
 
 /* How a convolution is cut; sizes in elements. */
 typedef struct shape {
@@ -69,7 +69,7 @@ static shape shape_of(const vm_pass *p, size_t element) {
     return s;
 }
 
-/* The sums are in parts of so many pixels: enough of them to keep the GPU busy, few enough to merge. */
+/* The sums are in parts of so many pixels: enough of them to keep the GPU busy, few enough to merge and to keep. */
 static size_t part_pixels(const vm_pass *p) { return VM_MAX(p->y.h * p->y.w / PARTS_WANTED, PART_LEAST); }
 
 static size_t parts_of(const vm_pass *p, size_t rows) {

@@ -97,6 +97,16 @@ vm_status vm_gpu_conv_kernel(vm_gpu *gpu, const vm_conv_tile *tile, CUfunction *
 /* A vm_conv_timer: milliseconds on the GPU, context a vm_gpu. */
 double vm_gpu_time(void *gpu, vm_status (*run)(void *job), void *job);
 
+/* gpu_device.c */
+extern const vm_device vm_gpu_device;
+
+/* Returns from the calling function where the driver refuses. */
+#define VM_TRY(G, CALL, DOING)                                         \
+    do {                                                               \
+        vm_status try_ = vm_driver_check((G)->d, (G)->d->CALL, DOING); \
+        if (try_) return try_;                                         \
+    } while (0)
+
 /* backend.c: a pass enqueued on gpu->stream. */
 size_t vm_gpu_scratch(const vm_backend *b, const vm_pass *pass, unsigned threads);
 vm_status vm_gpu_workspace(const vm_backend *b, const vm_pass *pass, size_t *bytes);

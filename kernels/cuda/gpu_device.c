@@ -1,0 +1,353 @@
+/* What the core asks of a backend with memory of its own (vm_device): memory, copies, runs, graphs.
+ *
+ *   compute stream   begun | passes of item 0 | passes of item 1 ...          | done
+ *   copy stream            send 1 (once item 0's first pass has read its input)
+ *                          fetch 0 (once its last pass is done, before item 1's last pass)
+ *
+ * A run waits for the one before it, whatever streams they were given: they share one arena. */
+#define _GNU_SOURCE
+#include "gpu.h"
+
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+/* ---- memory ---- */
+
+static vm_status take(const vm_backend *b, size_t bytes, void **out) {
+    vm_gpu *g = b->self;
+    CUdeviceptr at = 0;
+    size_t free = 0, total = 0;
+    *out = NULL;
+    vm_status s = vm_gpu_enter(g);
+    if (s) return s;
+    const CUresult result = g->d->MemAlloc(&at, VM_MAX(bytes, 1));
+    if (result == CUDA_ERROR_OUT_OF_MEMORY && !g->d->MemGetInfo(&free, &total))
+        s = vm_fail(VM_ENOMEM, "%s: want %.1f MiB more, %.1f of %.1f MiB are free", b->name, (double)bytes / 1048576,
+                    (double)free / 1048576, (double)total / 1048576);
+    else
+        s = vm_driver_check(g->d, result, "taking memory");
+    vm_gpu_leave(g);
+    *out = (void *)(uintptr_t)at;
+    return s;
+}
+
+static void give(const vm_backend *b, void *block) {
+    vm_gpu *g = b->self;
+    if (vm_gpu_enter(g)) return; /* the context is gone, and its memory with it */
+    g->d->MemFree((CUdeviceptr)(uintptr_t)block);
+    vm_gpu_leave(g);
+}
+
+/* ---- copies ---- */
+
+static char *slot_of(const vm_gpu *g, size_t slot) { return g->pinned + slot * VM_GPU_SLOT; }
+static uint32_t *flags_of(const vm_gpu *g) { return (uint32_t *)(g->pinned + VM_GPU_SLOTS * VM_GPU_SLOT); }
+
+/* To the device through pinned memory, on the copy stream; `from` is free when this returns. With g->copying held. */
+static vm_status copy_in(vm_gpu *g, void *to, const char *from, size_t bytes) {
+    for (size_t done = 0, n; done < bytes; done += n) {
+        const size_t slot = g->next_slot++ % VM_GPU_SLOTS;
+        n = VM_MIN(bytes - done, VM_GPU_SLOT);
+        VM_TRY(g, EventSynchronize(g->slot[slot]), "waiting for a copy");
+        memcpy(slot_of(g, slot), from + done, n);
+        VM_TRY(g, MemcpyHtoDAsync((CUdeviceptr)(uintptr_t)to + done, slot_of(g, slot), n, g->copy),
+               "copying to the GPU");
+        VM_TRY(g, EventRecord(g->slot[slot], g->copy), "marking a copy");
+    }
+    return VM_OK;
+}
+
+/* From the device likewise: while the host empties one slot the GPU fills the next. */
+static vm_status copy_out(vm_gpu *g, char *to, const void *from, size_t bytes) {
+    const size_t slots = (bytes + VM_GPU_SLOT - 1) / VM_GPU_SLOT, first = g->next_slot;
+    g->next_slot += slots;
+    for (size_t i = 0; i < slots + 1; i++) {
+        if (i < slots) {
+            const size_t slot = (first + i) % VM_GPU_SLOTS, at = i * VM_GPU_SLOT;
+            VM_TRY(g, EventSynchronize(g->slot[slot]), "waiting for a copy"); /* an earlier call's */
+            VM_TRY(g,
+                   MemcpyDtoHAsync(slot_of(g, slot), (CUdeviceptr)(uintptr_t)from + at, VM_MIN(bytes - at, VM_GPU_SLOT),
+                                   g->copy),
+                   "copying from the GPU");
+            VM_TRY(g, EventRecord(g->slot[slot], g->copy), "marking a copy");
+        }
+        if (i > 0) {
+            const size_t slot = (first + i - 1) % VM_GPU_SLOTS, at = (i - 1) * VM_GPU_SLOT;
+            VM_TRY(g, EventSynchronize(g->slot[slot]), "waiting for a copy");
+            memcpy(to + at, slot_of(g, slot), VM_MIN(bytes - at, VM_GPU_SLOT));
+        }
+    }
+    return VM_OK;
+}
+
+/* One user of the slots at a time: a model's run, and whoever reads an array. */
+static vm_status locked_copy(vm_gpu *g, bool in, void *to, const void *from, size_t bytes) {
+    pthread_mutex_lock(&g->copying);
+    vm_status s = in ? copy_in(g, to, from, bytes) : copy_out(g, to, from, bytes);
+    pthread_mutex_unlock(&g->copying);
+    return s;
+}
+
+static vm_status send_entered(vm_gpu *g, void *to, const void *from, size_t bytes) {
+    VM_TRY(g, StreamWaitEvent(g->copy, g->begun, 0), "ordering copies");
+    VM_TRY(g, StreamWaitEvent(g->copy, g->input_free, 0), "ordering copies");
+    vm_status s = locked_copy(g, true, to, from, bytes);
+    if (s) return s;
+    VM_TRY(g, EventRecord(g->input_sent, g->copy), "marking a copy");
+    VM_TRY(g, StreamWaitEvent(g->stream, g->input_sent, 0), "ordering copies");
+    return VM_OK;
+}
+
+static vm_status fetch_entered(vm_gpu *g, void *to, const void *from, size_t bytes) {
+    VM_TRY(g, StreamWaitEvent(g->copy, g->output_ready, 0), "ordering copies");
+    return locked_copy(g, false, to, from, bytes);
+}
+
+static vm_status send(const vm_backend *b, void *to, const void *from, size_t bytes) {
+    vm_status s = vm_gpu_enter(b->self);
+    if (s) return s;
+    s = send_entered(b->self, to, from, bytes);
+    vm_gpu_leave(b->self);
+    return s;
+}
+
+static vm_status fetch(const vm_backend *b, void *to, const void *from, size_t bytes) {
+    vm_status s = vm_gpu_enter(b->self);
+    if (s) return s;
+    s = fetch_entered(b->self, to, from, bytes);
+    vm_gpu_leave(b->self);
+    return s;
+}
+
+static size_t weight_bytes(const vm_backend *b, const vm_weight *w) {
+    return vm_gpu_weight_bytes(((const vm_gpu *)b->self)->dtype, w);
+}
+
+static vm_status set_weight(const vm_backend *b, const vm_weight *w, void *to, const float *data) {
+    vm_gpu *g = b->self;
+    const size_t bytes = vm_gpu_weight_bytes(g->dtype, w);
+    void *packed = malloc(bytes);
+    if (!packed) return vm_fail(VM_ENOMEM, "no %zu bytes of host memory to pack it in", bytes);
+    vm_status s = vm_gpu_pack_weight(g->dtype, w, packed, data);
+    if (!s && !(s = vm_gpu_enter(g))) {
+        s = vm_driver_check(g->d, g->d->StreamWaitEvent(g->copy, g->done, 0), "ordering copies");
+        if (!s) s = locked_copy(g, true, to, packed, bytes);
+        vm_gpu_leave(g);
+    }
+    free(packed);
+    return s;
+}
+
+/* ---- runs ---- */
+
+static vm_status start_entered(vm_gpu *g, void *stream, void *state) {
+    g->stream = stream ? stream : g->own;
+    VM_TRY(g, StreamWaitEvent(g->stream, g->done, 0), "ordering runs");
+    for (int i = 0; i < VM_GPU_SLOTS; i++) /* weights may be on their way */
+        VM_TRY(g, StreamWaitEvent(g->stream, g->slot[i], 0), "ordering copies");
+    VM_TRY(g, MemsetD8Async((CUdeviceptr)(uintptr_t)state, 0, VM_STATE, g->stream), "clearing the flags");
+    VM_TRY(g, EventRecord(g->begun, g->stream), "marking the beginning");
+    return VM_OK;
+}
+
+static vm_status start(const vm_backend *b, void *stream, void *state) {
+    vm_status s = vm_gpu_enter(b->self);
+    if (s) return s;
+    s = start_entered(b->self, stream, state);
+    vm_gpu_leave(b->self);
+    return s;
+}
+
+static void nothing(const void *job, size_t task, unsigned thread) { (void)job, (void)task, (void)thread; }
+
+/* Waits for an event, short naps between looks so that exec can hear an interruption. */
+static vm_status wait_for(const vm_gpu *g, CUevent event, const vm_exec *exec) {
+    if (!exec) return vm_driver_check(g->d, g->d->EventSynchronize(event), "waiting for the GPU");
+    for (;;) {
+        const CUresult result = g->d->EventQuery(event);
+        if (result != CUDA_ERROR_NOT_READY) return vm_driver_check(g->d, result, "waiting for the GPU");
+        vm_status s = exec->each(exec->pool, 1, 0, nothing, NULL);
+        if (s) return s;
+        nanosleep(&(struct timespec){0, 20000}, NULL);
+    }
+}
+
+static vm_status mark_entered(vm_gpu *g, size_t step, size_t rows, const vm_exec *exec) {
+    if (step == 0) VM_TRY(g, EventRecord(g->input_free, g->stream), "marking a pass");
+    if (step < VM_GPU_STEPS) VM_TRY(g, EventRecord(g->step[step], g->stream), "marking a pass");
+    if (!exec) return VM_OK;
+    vm_status s = VM_OK;
+    if (step >= VM_GPU_LAG && step < VM_GPU_STEPS) s = wait_for(g, g->step[step - VM_GPU_LAG], exec);
+    return s ? s : exec->each(exec->pool, 1, rows, nothing, NULL);
+}
+
+static vm_status mark(const vm_backend *b, size_t step, size_t rows, const vm_exec *exec) {
+    vm_status s = vm_gpu_enter(b->self);
+    if (s) return s;
+    s = mark_entered(b->self, step, rows, exec);
+    vm_gpu_leave(b->self);
+    return s;
+}
+
+static double seconds(const vm_backend *b, size_t step) {
+    vm_gpu *g = b->self;
+    float ms = 0;
+    if (step >= VM_GPU_STEPS || vm_gpu_enter(g)) return 0;
+    if (g->d->EventElapsedTime(&ms, step ? g->step[step - 1] : g->item, g->step[step])) ms = 0;
+    vm_gpu_leave(g);
+    return ms * 1e-3;
+}
+
+static vm_status finish_entered(vm_gpu *g, const vm_exec *exec, bool wait, void *state, bool *overflow) {
+    if (wait)
+        VM_TRY(g, MemcpyDtoHAsync(flags_of(g), (CUdeviceptr)(uintptr_t)state, sizeof(uint32_t), g->stream),
+               "reading the flags");
+    VM_TRY(g, EventRecord(g->done, g->stream), "marking the end");
+    if (!wait) return VM_OK;
+    vm_status s = wait_for(g, g->done, exec);
+    if (s == VM_ECANCELLED) { /* nothing may run on when its memory goes */
+        VM_TRY(g, EventSynchronize(g->done), "waiting for the GPU");
+        return vm_fail(s, "the run was cancelled");
+    }
+    if (!s) *overflow = *flags_of(g) != 0;
+    return s;
+}
+
+static vm_status finish(const vm_backend *b, const vm_exec *exec, bool wait, void *state, bool *overflow) {
+    *overflow = false;
+    vm_status s = vm_gpu_enter(b->self);
+    if (s) return s;
+    s = finish_entered(b->self, exec, wait, state, overflow);
+    vm_gpu_leave(b->self);
+    return s;
+}
+
+vm_status vm_gpu_order(vm_gpu *g, void *stream) {
+    vm_status s = vm_gpu_enter(g);
+    if (s) return s;
+    s = vm_driver_check(g->d, g->d->StreamWaitEvent(stream, g->done, 0), "ordering streams");
+    vm_gpu_leave(g);
+    return s;
+}
+
+vm_status vm_gpu_check_stream(vm_gpu *g, void *stream) {
+    CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;
+    vm_status s = vm_gpu_enter(g);
+    if (s) return s;
+    s = vm_driver_check(g->d, g->d->StreamIsCapturing(stream, &status), "asking whether the stream is captured");
+    vm_gpu_leave(g);
+    if (s || status == CU_STREAM_CAPTURE_STATUS_NONE) return s;
+    return vm_fail(VM_EINVAL,
+                   "stream: want one that is not being captured, got one that is (vae.graphs = True keeps a "
+                   "graph of its own)");
+}
+
+static vm_status read_entered(vm_gpu *g, void *to, const void *from, size_t bytes) {
+    VM_TRY(g, StreamWaitEvent(g->copy, g->done, 0), "ordering copies");
+    return locked_copy(g, false, to, from, bytes);
+}
+
+vm_status vm_gpu_read(vm_gpu *g, void *to, const void *from, size_t bytes) {
+    vm_status s = vm_gpu_enter(g);
+    if (s) return s;
+    s = read_entered(g, to, from, bytes);
+    vm_gpu_leave(g);
+    return s;
+}
+
+/* ---- graphs ---- */
+
+static vm_graph_entry *find_graph(vm_gpu *g, uint64_t key) {
+    for (int i = 0; i < VM_GPU_GRAPHS; i++)
+        if (g->graph[i].used && g->graph[i].key == key) return &g->graph[i];
+    return NULL;
+}
+
+static vm_status launch_graph(vm_gpu *g, vm_graph_entry *e) {
+    e->used = ++g->graph_clock;
+    return vm_driver_check(g->d, g->d->GraphLaunch(e->exec, g->stream), "launching a graph");
+}
+
+/* The place of the graph that was not wanted for longest, for this key. */
+static void new_graph(vm_gpu *g, uint64_t key) {
+    vm_graph_entry *e = &g->graph[0];
+    for (int i = 0; i < VM_GPU_GRAPHS; i++)
+        if (g->graph[i].used < e->used) e = &g->graph[i];
+    if (e->exec) g->d->GraphExecDestroy(e->exec);
+    *e = (vm_graph_entry){.key = key, .used = ++g->graph_clock};
+}
+
+/* The first time goes pass by pass: libraries load code, and engines are timed, where that is allowed. The second is
+ * captured, on the GPU's own stream (the caller's may be one that cannot be), to be launched where the run is. */
+static vm_status begin_entered(vm_gpu *g, uint64_t key, bool *replayed) {
+    vm_graph_entry *e = key ? find_graph(g, key) : NULL;
+    VM_TRY(g, EventRecord(g->item, g->stream), "marking the beginning");
+    *replayed = e && e->exec;
+    if (*replayed) return launch_graph(g, e);
+    if (key && !e) new_graph(g, key);
+    if (!e) return VM_OK;
+    VM_TRY(g, StreamBeginCapture(g->own, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL), "beginning a graph");
+    g->outside = g->stream;
+    g->stream = g->own;
+    return VM_OK;
+}
+
+static vm_status end_capture(vm_gpu *g, vm_graph_entry *e, vm_status so_far) {
+    CUgraph graph = NULL;
+    g->stream = g->outside;
+    g->outside = NULL;
+    const CUresult result = g->d->StreamEndCapture(g->own, &graph);
+    vm_status s = so_far ? so_far : vm_driver_check(g->d, result, "ending a graph");
+    if (!s) s = vm_driver_check(g->d, g->d->GraphInstantiate(&e->exec, graph, 0), "making a graph ready");
+    if (graph) g->d->GraphDestroy(graph);
+    return s ? s : launch_graph(g, e);
+}
+
+static vm_status begin(const vm_backend *b, uint64_t key, bool *replayed) {
+    *replayed = false;
+    vm_status s = vm_gpu_enter(b->self);
+    if (s) return s;
+    s = begin_entered(b->self, key, replayed);
+    vm_gpu_leave(b->self);
+    return s;
+}
+
+static vm_status end_entered(vm_gpu *g, uint64_t key, vm_status so_far) {
+    vm_graph_entry *e = key ? find_graph(g, key) : NULL;
+    vm_status s = g->outside ? end_capture(g, e, so_far) : so_far;
+    if (s && e) { /* forgotten: its next run goes pass by pass again */
+        if (e->exec) g->d->GraphExecDestroy(e->exec);
+        *e = (vm_graph_entry){0};
+    }
+    if (s) return s;
+    if (key) VM_TRY(g, EventRecord(g->input_free, g->stream), "marking a pass");
+    VM_TRY(g, EventRecord(g->output_ready, g->stream), "marking a pass");
+    return VM_OK;
+}
+
+static vm_status end(const vm_backend *b, uint64_t key, vm_status so_far) {
+    vm_status s = vm_gpu_enter(b->self);
+    if (s) return s;
+    s = end_entered(b->self, key, so_far);
+    vm_gpu_leave(b->self);
+    return s;
+}
+
+/* ---- timing ---- */
+
+double vm_gpu_time(void *gpu, vm_status (*run)(void *job), void *job) {
+    enum { RUNS = 3 };
+    vm_gpu *g = gpu;
+    float ms = 0;
+    vm_status s = run(job); /* the first may load code */
+    CUresult r = g->d->EventRecord(g->tried[0], g->stream);
+    for (int i = 0; i < RUNS && !s && !r; i++) s = run(job);
+    if (!r) r = g->d->EventRecord(g->tried[1], g->stream);
+    if (!r) r = g->d->EventSynchronize(g->tried[1]);
+    if (!r) r = g->d->EventElapsedTime(&ms, g->tried[0], g->tried[1]);
+    return s || r ? -1 : (double)ms;
+}
+
+const vm_device vm_gpu_device = {take, give, weight_bytes, set_weight, start, finish,  begin,
+                                 end,  mark, seconds,      send,       fetch, vm_error};

@@ -1,0 +1,88 @@
+"""What `vaemem.VAE` is given, checked: every message says what was wanted and what came."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from vaemem._device import DTYPES, Device, parse_device
+
+Progress = bool | Callable[[int, int], object] | None
+
+
+def open_device(device: Any, dtype: str, tf32: bool, autotune: bool, convolution: str) -> Device | None:
+    number = parse_device(device)
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype: want one of {', '.join(DTYPES)}, got {dtype!r}")
+    if number is not None:
+        return Device(number, dtype, bool(tf32), bool(autotune), convolution)
+    if dtype != "float32":
+        raise ValueError(f"dtype: want float32 on the cpu, got {dtype!r}")
+    return None
+
+
+def default_threads() -> int:
+    text = os.environ.get("VAEMEM_THREADS")
+    if text is None:
+        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if not text.isdigit() or not 1 <= int(text) <= 1024:
+        raise ValueError(f"VAEMEM_THREADS: want a number from 1 to 1024, got {text!r}")
+    return int(text)
+
+
+def as_int(name: str, value: Any) -> int:
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return value.__index__()
+    except (AttributeError, TypeError):
+        raise TypeError(f"{name}: want an integer, got {value!r}") from None
+
+
+def as_float(value: Any, name: str, shape: str) -> np.ndarray:
+    """Contiguous native float32; anything else that is real numbers is copied to it."""
+    array = np.asarray(value)
+    if array.dtype.kind not in "fiu" and array.dtype.name != "bfloat16":
+        raise TypeError(f"{name}: want an array of real numbers of shape {shape}, got dtype {array.dtype}")
+    return np.ascontiguousarray(array, dtype=np.float32)
+
+
+def check_out(out: Any, shape: tuple[int, ...], dtype: type) -> None:
+    want = f"a writable contiguous {np.dtype(dtype).name} array of shape {shape}"
+    if not isinstance(out, np.ndarray):
+        raise TypeError(f"out: want {want}, got {type(out).__name__}")
+    if out.shape != shape or out.dtype != dtype or not out.flags.c_contiguous or not out.flags.writeable:
+        kind = "" if out.flags.c_contiguous else "non-contiguous "
+        kind += "" if out.flags.writeable else "read-only "
+        raise ValueError(f"out: want {want}, got {kind}{out.dtype} {out.shape}")
+
+
+def pixels_of(output_type: str) -> str:
+    if output_type not in ("float", "uint8"):
+        raise ValueError(f"output_type: want float or uint8, got {output_type!r}")
+    return output_type
+
+
+@contextlib.contextmanager
+def polling(progress: Progress, op: str) -> Iterator[Callable[[int, int], object] | None]:
+    if callable(progress):
+        yield progress
+        return
+    if not progress:
+        yield None
+        return
+    try:
+        from tqdm.auto import tqdm
+    except ImportError:
+        raise ImportError("progress=True needs tqdm: pip install 'vaemem[progress]'") from None
+    with tqdm(total=0, desc=op, unit="row") as bar:
+
+        def show(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield show
