@@ -81,7 +81,7 @@ VM_DEVICE void vm_conv_store(const vm_conv_args &a, float (&d)[S::M][S::N][4], c
 #pragma unroll
                 for (int e = 0; e < 4; e++) {
                     const uint32_t c = out + (n + e / 2) * 8 + lane % 4 * 2 + e % 2;
-                    v[e / 2][e % 2] = some && c < a.y_c ? vm_conv_number(a, pixel, c, v[e / 2][e % 2]) : 0;
+                    v[e / 2][e % 2] = some && c < a.y_c ? vm_store_number(a, pixel, c, v[e / 2][e % 2]) : 0;
                 }
             } else {
                 uint32_t pairs[2] = {vm_pack<T>(v[0][0], v[0][1]), vm_pack<T>(v[1][0], v[1][1])};

@@ -2,9 +2,7 @@
 #ifndef VM_CONV_TILE_H
 #define VM_CONV_TILE_H
 
-#include <math.h>
-
-#include "device.h"
+#include "pixels.h"
 
 typedef uint64_t __attribute__((may_alias)) vm_long; /* four numbers */
 
@@ -94,8 +92,6 @@ VM_DEVICE void vm_conv_fetch_input(const vm_conv_args &a, const vm_conv_input &i
     }
 }
 
-VM_DEVICE float vm_conv_silu(float v) { return v * vm_reciprocal(1 + vm_exp2(v * -(float)M_LOG2E)); }
-
 /* f, in place, on the thread's own vectors [from, to), once they have arrived. */
 template <typename T, typename S>
 VM_DEVICE void vm_conv_transform(const vm_conv_args &a, const vm_conv_input &in, char *chunk, int from, int to) {
@@ -119,7 +115,7 @@ VM_DEVICE void vm_conv_transform(const vm_conv_args &a, const vm_conv_input &in,
 #pragma unroll
         for (int j = 0; j < 8; j++) {
             const float t = fmaf(v[j], scale[j], shift[j]);
-            v[j] = (a.silu ? vm_conv_silu(t) : t) * a.multiply;
+            v[j] = (a.silu ? vm_silu(t) : t) * a.multiply;
         }
         vm_store8(p, v);
     }
@@ -164,24 +160,6 @@ VM_DEVICE void vm_conv_fetch_filter(const vm_conv_args &a, vm_conv_filter &f, ch
 }
 
 /* ---- y ---- */
-
-/* Into the user's pixels; returns what was stored, of bytes what they were made of. */
-VM_DEVICE float vm_conv_number(const vm_conv_args &a, size_t pixel, uint32_t c, float v) {
-    const size_t at = (size_t)c * a.y_h * a.y_w + pixel;
-    if (c >= a.clamp_from) v = v < -30 ? -30 : v > 20 ? 20 : v; /* NaN stays */
-    switch (a.format) {
-    case VM_F32_NCHW:
-        static_cast<float *>(a.y)[at] = v;
-        return v;
-    case VM_F16_NCHW:
-        return vm_to_float(static_cast<vm_half *>(a.y)[at] = vm_from_float<vm_half>(v));
-    case VM_BF16_NCHW:
-        return vm_to_float(static_cast<vm_bfloat16 *>(a.y)[at] = vm_from_float<vm_bfloat16>(v));
-    default: /* NaN becomes 0 */
-        static_cast<uint8_t *>(a.y)[pixel * a.y_c + c] = (uint8_t)rintf(fminf(fmaxf((v + 1) * 127.5f, 0), 255));
-        return v;
-    }
-}
 
 /* In fragments, a lane has two channels of each of two neighbours of 8; in memory it takes four of one of them: the
  * even lanes of the first. The way there and the way back. */

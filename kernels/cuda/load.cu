@@ -3,13 +3,9 @@
  * Memory is what limits it. A thread stays with one vector of 8 channels, whose scale and shift it keeps, and walks
  * over pixels, a few at once so that their loads are all in flight; neighbouring threads have neighbouring vectors,
  * then neighbouring pixels. */
-#include <math.h>
-
-#include "eight.h"
+#include "pixels.h"
 
 /* exp by the unit that has it; what it flushes to zero is nothing beside the 1. */
-VM_DEVICE float vm_silu(float v) { return v * vm_reciprocal(1 + vm_exp2(v * -(float)M_LOG2E)); }
-
 VM_DEVICE float vm_user_number(const vm_load_args &a, uint32_t pixel, uint32_t c) {
     const size_t at = (size_t)c * a.x_h * a.x_w + pixel;
     switch (a.format) {

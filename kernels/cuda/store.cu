@@ -7,9 +7,7 @@
  * Sums are kept of the values less the thread's first one. What cancels at the end is then never more than (the
  * thread's pixels) times what is left, whatever the mean, since that first value is among those measured. The pixel
  * lanes are merged by Chan's formula in one order: the same bits every time. */
-#include <math.h>
-
-#include "eight.h"
+#include "pixels.h"
 
 /* Stores, and leaves in v what was stored. */
 template <typename T>
@@ -24,24 +22,6 @@ VM_DEVICE void vm_store8_rounded(T *p, float v[8]) {
             vm_unpack<T>(v + 2 * i, pairs[i]);
         }
         vm_store16(p, {pairs[0], pairs[1], pairs[2], pairs[3]});
-    }
-}
-
-/* Into the user's pixels; returns what was stored, of bytes what they were made of. */
-VM_DEVICE float vm_store_number(const vm_store_args &a, size_t pixel, uint32_t c, float v) {
-    const size_t at = (size_t)c * a.y_h * a.y_w + pixel;
-    if (c >= a.clamp_from) v = v < -30 ? -30 : v > 20 ? 20 : v; /* NaN stays */
-    switch (a.format) {
-    case VM_F32_NCHW:
-        static_cast<float *>(a.y)[at] = v;
-        return v;
-    case VM_F16_NCHW:
-        return vm_to_float(static_cast<vm_half *>(a.y)[at] = vm_from_float<vm_half>(v));
-    case VM_BF16_NCHW:
-        return vm_to_float(static_cast<vm_bfloat16 *>(a.y)[at] = vm_from_float<vm_bfloat16>(v));
-    default: /* NaN becomes 0 */
-        static_cast<uint8_t *>(a.y)[pixel * a.y_c + c] = (uint8_t)rintf(fminf(fmaxf((v + 1) * 127.5f, 0), 255));
-        return v;
     }
 }
 

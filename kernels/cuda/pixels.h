@@ -1,0 +1,50 @@
+/* What load, store and the convolution do alike to pixels. */
+#ifndef VM_PIXELS_H
+#define VM_PIXELS_H
+
+#include <math.h>
+
+#include "device.h"
+
+VM_DEVICE float vm_silu(float v) { return v * vm_reciprocal(1 + vm_exp2(v * -(float)M_LOG2E)); }
+
+/* Into the user's pixels; returns what was stored, of bytes what they were made of. */
+template <typename Args>
+VM_DEVICE float vm_store_number(const Args &a, size_t pixel, uint32_t c, float v) {
+    const size_t at = (size_t)c * a.y_h * a.y_w + pixel;
+    if (c >= a.clamp_from) v = v < -30 ? -30 : v > 20 ? 20 : v; /* NaN stays */
+    switch (a.format) {
+    case VM_F32_NCHW:
+        static_cast<float *>(a.y)[at] = v;
+        return v;
+    case VM_F16_NCHW:
+        return vm_to_float(static_cast<vm_half *>(a.y)[at] = vm_from_float<vm_half>(v));
+    case VM_BF16_NCHW:
+        return vm_to_float(static_cast<vm_bfloat16 *>(a.y)[at] = vm_from_float<vm_bfloat16>(v));
+    default: /* NaN becomes 0 */
+        static_cast<uint8_t *>(a.y)[pixel * a.y_c + c] = (uint8_t)rintf(fminf(fmaxf((v + 1) * 127.5f, 0), 255));
+        return v;
+    }
+}
+
+/* Eight channels as they lie in memory. Kernels that wait for memory keep these, and turn them into floats once all
+ * their loads are under way: half the registers, and no load waits for the one before it. */
+template <typename T>
+struct vm_eight {
+    uint4 words[sizeof(T) / 2];
+};
+
+template <typename T>
+VM_DEVICE vm_eight<T> vm_take8(const T *p) {
+    vm_eight<T> e;
+#pragma unroll
+    for (int i = 0; i < (int)sizeof(T) / 2; i++) e.words[i] = vm_load16(p + i * 16 / sizeof(T));
+    return e;
+}
+
+template <typename T>
+VM_DEVICE void vm_open8(float v[8], const vm_eight<T> &e) {
+    vm_load8(v, reinterpret_cast<const T *>(e.words));
+}
+
+#endif
