@@ -25,6 +25,10 @@ int vm_py_arch_from_dict(PyObject *dict, vm_arch *arch);
 /* name: NULL or "" for the best usable one. NULL with an exception set. */
 const vm_backend *vm_py_backend(const char *name);
 
+/* py_allocator.c: raises allocator.OutOfMemoryError with vm_error()'s sentence and the figures. */
+struct vm_talloc_oom;
+void vm_py_raise_full(PyObject *allocator, const struct vm_talloc_oom *oom);
+
 /* Each adds its part to the module; -1 with an exception set. */
 int vm_py_add_model(PyObject *module);
 int vm_py_add_kernels(PyObject *module);

@@ -23,11 +23,8 @@ static int lock(Allocator *self) {
 
 static void unlock(Allocator *self) { PyThread_release_lock(self->lock); }
 
-/* A full simulated device is an OutOfMemoryError with the figures; anything else is what vm_py_raise makes of it. */
-static PyObject *raise_status(Allocator *self, vm_status status) {
-    const vm_talloc_oom *oom = status == VM_ENOMEM ? vm_talloc_last_oom(self->talloc) : NULL;
-    if (!oom) return vm_py_raise(status);
-    PyObject *type = PyObject_GetAttrString((PyObject *)self, "OutOfMemoryError");
+void vm_py_raise_full(PyObject *allocator, const struct vm_talloc_oom *oom) {
+    PyObject *type = PyObject_GetAttrString(allocator, "OutOfMemoryError");
     PyObject *error = type ? PyObject_CallFunction(type, "s", vm_error()) : NULL;
     const struct {
         const char *name;
@@ -43,6 +40,13 @@ static PyObject *raise_status(Allocator *self, vm_status status) {
     if (error) PyErr_SetObject(type, error);
     Py_XDECREF(error);
     Py_XDECREF(type);
+}
+
+/* A full simulated device is an OutOfMemoryError with the figures; anything else is what vm_py_raise makes of it. */
+static PyObject *raise_status(Allocator *self, vm_status status) {
+    const vm_talloc_oom *oom = status == VM_ENOMEM ? vm_talloc_last_oom(self->talloc) : NULL;
+    if (!oom) return vm_py_raise(status);
+    vm_py_raise_full((PyObject *)self, oom);
     return NULL;
 }
 

@@ -257,25 +257,6 @@ static PyObject *trace_names(Trace *self, void *Py_UNUSED(closure)) {
 
 /* ---- running ---- */
 
-static void raise_full(PyObject *allocator, const vm_talloc_oom *oom) {
-    PyObject *type = PyObject_GetAttrString(allocator, "OutOfMemoryError");
-    PyObject *error = type ? PyObject_CallFunction(type, "s", vm_error()) : NULL;
-    const struct {
-        const char *name;
-        uint64_t value;
-    } figures[] = {{"requested", oom->requested}, {"wanted", oom->wanted},   {"total", oom->total},
-                   {"free", oom->free},           {"allowed", oom->allowed}, {"allocated", oom->allocated},
-                   {"reserved", oom->reserved}};
-    for (size_t i = 0; error && i < sizeof figures / sizeof *figures; i++) {
-        PyObject *value = PyLong_FromUnsignedLongLong(figures[i].value);
-        if (!value || PyObject_SetAttrString(error, figures[i].name, value)) Py_CLEAR(error);
-        Py_XDECREF(value);
-    }
-    if (error) PyErr_SetObject(type, error);
-    Py_XDECREF(error);
-    Py_XDECREF(type);
-}
-
 /* Reads the workspaces into a new array; NULL with an exception set. */
 static uint64_t *read_workspaces(PyObject *object, size_t count) {
     PyObject *list = PySequence_Fast(object, "workspaces: want a sequence of integers");
@@ -343,7 +324,7 @@ static PyObject *trace_run(Trace *self, PyObject *args, PyObject *kwargs) {
         vm_status s = vm_trace_run(t, &p, address, heights ? PyArray_DATA((PyArrayObject *)allocated) : NULL,
                                    heights ? PyArray_DATA((PyArrayObject *)reserved) : NULL);
         if (s && p.full)
-            raise_full(allocator, &p.oom);
+            vm_py_raise_full(allocator, &p.oom);
         else if (s)
             vm_py_raise(s);
         else
