@@ -42,7 +42,7 @@ FOLDERS = ["csrc", "csrc/predict", "csrc/python", "kernels", "kernels/ref"]
 FOLDERS += ["kernels/avx2", "kernels/avx512"] if X86 else []
 
 # The GPUs that get machine code, as far as this nvcc knows them; later ones compile PTX when they load it.
-CUDA_ARCHS = [int(a) for a in os.environ.get("VAEMEM_CUDA_ARCHS", "75 80 86 89 90 100 120").split()]
+CUDA_ARCHS = os.environ.get("VAEMEM_CUDA_ARCHS", "75 80 86 89 90 100 120").split()
 CUDA_PTX = 90
 NVCC_FLAGS = ["-std=c++17", "-O3", "-Wno-deprecated-gpu-targets", "-Xfatbin", "-compress-all", "--threads=0"]
 
@@ -67,12 +67,12 @@ def wheel_folders(*names: str) -> list[str]:
 
 def find_cuda() -> tuple[str, str] | None:
     """nvcc and the folder of <cuda.h>: CUDA_HOME, the path, /usr/local/cuda, or the nvidia-* wheels."""
-    roots = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
+    named = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     on_path = shutil.which("nvcc")
-    roots += [os.path.dirname(os.path.dirname(os.path.realpath(on_path)))] if on_path else []
-    roots += ["/usr/local/cuda", *wheel_folders("cu*", "cuda_nvcc")]
-    nvccs = [os.path.join(root, "bin", "nvcc") for root in roots if root]
-    includes = [os.path.join(root, "include") for root in [*roots, *wheel_folders("cuda_runtime")] if root]
+    roots = [os.path.dirname(os.path.dirname(os.path.realpath(on_path)))] if on_path else []
+    roots = [named] if named else [*roots, "/usr/local/cuda", *wheel_folders("cu*", "cuda_nvcc")]
+    nvccs = [os.path.join(root, "bin", "nvcc") for root in roots]
+    includes = [os.path.join(root, "include") for root in [*roots, *wheel_folders("cuda_runtime")]]
     nvcc = next((f for f in nvccs if os.access(f, os.X_OK)), None)
     include = next((f for f in includes if os.path.isfile(os.path.join(f, "cuda.h"))), None)
     return (nvcc, include) if nvcc and include else None
@@ -81,7 +81,12 @@ def find_cuda() -> tuple[str, str] | None:
 def compile_kernels(nvcc: str, folder: str) -> None:
     """kernels/cuda/*.cu to one fat binary each: machine code for every GPU of CUDA_ARCHS, and PTX."""
     known = subprocess.run([nvcc, "--list-gpu-code"], capture_output=True, text=True, check=True).stdout.split()
-    targets = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in CUDA_ARCHS if f"sm_{a}" in known]
+    archs = [a for a in CUDA_ARCHS if f"sm_{a}" in known]
+    if not archs or ("VAEMEM_CUDA_ARCHS" in os.environ and archs != CUDA_ARCHS):
+        raise SystemExit(
+            f"vaemem: VAEMEM_CUDA_ARCHS: want numbers such as '80 90' of {' '.join(known)}, got {CUDA_ARCHS}"
+        )
+    targets = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in archs]
     targets.append(f"-gencode=arch=compute_{CUDA_PTX},code=compute_{CUDA_PTX}")
     os.makedirs(folder, exist_ok=True)
 
@@ -98,10 +103,17 @@ def compile_kernels(nvcc: str, folder: str) -> None:
 class BuildPerFolder(build_ext):
     """build_ext that compiles every source with its folder's flags, and GPU kernels before the C that embeds them."""
 
+    def run(self) -> None:
+        super().run()
+        if not cuda:  # nor what an earlier build left
+            for left in glob.glob(os.path.join(self.build_lib, "vaemem", "_cuda*.so")):
+                os.remove(left)
+
     def build_extension(self, ext: Extension) -> None:
         compile_one = self.compiler._compile
         if ext.name == "vaemem._cuda":
-            fatbins = os.path.abspath(os.path.join(self.build_temp, "fatbins"))
+            fatbins = os.path.abspath(os.path.join(self.build_temp, "fatbins-" + "-".join(CUDA_ARCHS)))
+            self.force = True  # setuptools would not see that other machine code is to be embedded
             try:
                 compile_kernels(NVCC, fatbins)
             except subprocess.CalledProcessError as error:
@@ -151,7 +163,9 @@ if cuda:
     )
 elif os.environ.get("VAEMEM_CUDA") == "1":
     raise SystemExit("vaemem: VAEMEM_CUDA=1 wants nvcc and cuda.h: put them on the path or set CUDA_HOME")
+elif os.environ.get("VAEMEM_CUDA") == "0":
+    print("vaemem: built without CUDA, as VAEMEM_CUDA=0 asks")
 else:
-    print("vaemem: built without CUDA: no nvcc with cuda.h (on the path, in CUDA_HOME, or in the nvidia-* wheels)")
+    print("vaemem: built without CUDA: no nvcc with cuda.h (CUDA_HOME, else path, /usr/local/cuda, nvidia-* wheels)")
 
 setup(ext_modules=extensions, cmdclass={"build_ext": BuildPerFolder})

@@ -7,6 +7,7 @@ each of about 30 passes, added as random numbers are, is 6 u: 12 u leaves room f
 
 import contextlib
 import os
+import pickle
 import struct
 import subprocess
 import sys
@@ -543,7 +544,7 @@ def test_every_allocation_fails_once():
 def test_bad_arguments():
     with pytest.raises(ValueError, match="device: want cpu, cuda or cuda:N, got 'gpu'"):
         small_vae("sd", device="gpu")
-    with pytest.raises(ValueError, match=r"device: want cuda:0 to cuda:\d+, got cuda:77"):
+    with pytest.raises(ValueError, match=r"device: want one of \d+ \(cuda:0.*\), got cuda:77"):
         small_vae("sd", device="cuda:77")
     with pytest.raises(ValueError, match="dtype: want one of float32, float16, bfloat16, got 'int8'"):
         small_vae("sd", device="cuda", dtype="int8")
@@ -570,6 +571,8 @@ def test_bfloat16_wants_ampere(monkeypatch):
         ValueError, match=r"dtype: want a GPU of compute capability 8.0 or later for bfloat16, got .* 7.5"
     ):
         small_vae("sd", device="cuda", dtype="bfloat16")
+    with pytest.raises(ValueError, match=r"tf32: want a GPU of compute capability 8.0 or later, got .* 7.5"):
+        small_vae("sd", device="cuda", tf32=True)
     cpu, there = pair("sd", "float16")
     z = latents(cpu, 4, 4)
     assert error(there.decode(z), cpu.decode(z)) < LIMIT["float16"]
@@ -672,3 +675,43 @@ def test_machine_code_for_every_gpu():
     found = list(machine_code(Path(gpu._cuda.__file__).read_bytes()))
     assert len(found) == len(list(CUDA.glob("*.cu")))
     assert all(want <= archs for archs in found), found
+
+
+def test_a_device_array_says_what_it_cannot():
+    there = small_vae("flux", device="cuda")
+    array = there.decode(gpu.Array(latents(there, 2, 2)))
+    assert isinstance(array, vaemem.DeviceArray)
+    with pytest.raises(TypeError, match=r"DeviceArray on cuda:0: NumPy cannot read it there; .numpy\(\) copies it"):
+        np.asarray(array)
+    with pytest.raises(TypeError, match=r"take it to a library first"):
+        _ = there.encode(array).mean
+    with pytest.raises(TypeError, match="VAE: cannot be pickled or copied"):
+        pickle.dumps(there)
+    with pytest.raises(AttributeError):
+        there.device = "cpu"
+
+
+class Plain:
+    """An array of a library with operators and nothing else."""
+
+    def __init__(self, values):
+        self.values, self.shape = values, values.shape
+
+    def __getitem__(self, index):
+        return Plain(self.values[index])
+
+    def __add__(self, other):
+        return Plain(self.values + getattr(other, "values", other))
+
+    def __mul__(self, other):
+        return Plain(self.values * getattr(other, "values", other))
+
+    def __rpow__(self, base):
+        return Plain(base**self.values)
+
+
+def test_sampling_where_no_function_is_known():
+    moments, noise = np.random.default_rng(0).standard_normal((2, 1, 8, 3, 3))
+    noise = noise[:, :4]
+    got = vaemem.Encoded(Plain(moments), 1.0, 0.0).sample(noise=Plain(noise)).values
+    assert np.allclose(got, moments[:, :4] + np.exp(moments[:, 4:] / 2) * noise)

@@ -8,6 +8,7 @@ __path__ = _pkgutil.extend_path(__path__, __name__)
 
 from vaemem import _core
 from vaemem._core import OutOfMemoryError
+from vaemem._device import DeviceArray
 from vaemem._estimators import ESTIMATORS, Estimator, compare
 from vaemem._fit import fit
 from vaemem._formula import formula
@@ -25,6 +26,7 @@ __all__ = [
     "ESTIMATORS",
     "VAE",
     "CachingAllocator",
+    "DeviceArray",
     "Encoded",
     "Estimator",
     "OutOfMemoryError",

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from vaemem._device import DTYPES, Device, parse_device
+from vaemem._device import CONVOLUTIONS, DTYPES, Device, parse_device
 
 Progress = bool | Callable[[int, int], object] | None
 
@@ -18,6 +18,8 @@ def open_device(device: Any, dtype: str, tf32: bool, autotune: bool, convolution
     number = parse_device(device)
     if dtype not in DTYPES:
         raise ValueError(f"dtype: want one of {', '.join(DTYPES)}, got {dtype!r}")
+    if convolution not in CONVOLUTIONS:
+        raise ValueError(f"convolution: want {' or '.join(CONVOLUTIONS)}, got {convolution!r}")
     if number is not None:
         return Device(number, dtype, bool(tf32), bool(autotune), convolution)
     if dtype != "float32":

@@ -47,7 +47,7 @@ def gpu_rows() -> list[dict[str, Any]]:
     """A row of `vaemem.backends` for each GPU, or one that says why there is none."""
     row = {"name": "cuda", "device": "cuda", "usable": False, "chosen": False}
     if _cuda is None:
-        return [row | {"why": "vaemem was built without nvcc (VAEMEM_CUDA=1 makes that an error)"}]
+        return [row | {"why": "vaemem was built without CUDA (VAEMEM_CUDA=1 makes that an error)"}]
     try:
         found = _cuda.devices(os.environ.get("VAEMEM_LIBCUDA"))
     except RuntimeError as error:
@@ -99,6 +99,12 @@ class DeviceArray:
             out = np.empty(self.shape, self.dtype)
         self._device.backend.read(self._address, out.view(np.uint8).reshape(-1))
         return out
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError(f"DeviceArray on {self.device}: NumPy cannot read it there; .numpy() copies it")
+
+    def __getitem__(self, index: Any) -> Any:
+        raise TypeError(f"DeviceArray on {self.device}: take it to a library first, as torch.from_dlpack(array)")
 
     def __repr__(self) -> str:
         return f"<DeviceArray {self.dtype} {self.shape} on {self.device}>"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +24,7 @@ class Run:
         Of the images, in pixels.
     weights_bytes, activations_bytes, scratch_bytes, workspace_bytes, output_bytes : int
         In use at the peak. Scratch is each pass's own, GroupNorm's sums and the plan; workspace is cuDNN's; output is 0
-        where the caller gave ``out=``.
+        where the caller gave ``out=`` (NumPy's output has a place on the GPU all the same).
     reserved_bytes : int
         Held from the system: weights, the whole arena and the output. Larger than the peak only where an earlier,
         larger run's arena was kept, or where the plan has holes.
@@ -36,7 +37,7 @@ class Run:
     flops : tuple of float
         Of each pass (a multiply-add is two).
     pass_seconds : tuple of float
-        Of each pass; zeros in an estimate.
+        Of each pass; zeros in an estimate, with CUDA graphs, and where the call did not wait for the GPU.
     seconds : float or None
         Of the whole call; None in an estimate.
     backend : str
@@ -128,7 +129,8 @@ class Encoded:
     Attributes
     ----------
     moments : array of shape (N, 2C, H/8, W/8)
-        Means, then log-variances: float32 in host memory, or of the image's library and dtype on its GPU.
+        Means, then log-variances: float32 in host memory, or of the image's library and dtype on its GPU. A `DeviceArray`,
+        of a library we do not know, has no mean or logvar: take it to a library first.
     mean, logvar : array of shape (N, C, H/8, W/8)
         Raw, never scaled; logvar is clamped to [-30, 20] as diffusers does. Both are views of moments.
     """
@@ -172,7 +174,8 @@ class Encoded:
                 )
             noise = np.random.default_rng(generator).standard_normal(self.mean.shape, dtype=np.float32)
         half = self.logvar * 0.5
-        return self._scale(self.mean + (np.exp(half) if isinstance(half, np.ndarray) else half.exp()) * noise)
+        deviation = np.exp(half) if isinstance(half, np.ndarray) else math.e**half  # what every library has
+        return self._scale(self.mean + deviation * noise)
 
     def __repr__(self) -> str:
         return f"<Encoded {tuple(self.moments.shape)}>"

@@ -58,8 +58,6 @@ class VAE:
         self._core = core
         self._device = device
         self._unit = 1.0  # power of two by which activations are kept multiplied, against float16's overflow
-        self.device = "cpu" if device is None else f"cuda:{device.number}"
-        self.dtype = "float32" if device is None else device.dtype
         self.stripe_bytes: int | None = None
         self.graphs = False
         self.arch: dict[str, Any] = core.arch
@@ -265,7 +263,7 @@ class VAE:
             Of the image, in pixels.
         batch : int
         output_type : {"float", "uint8"}
-            Of decode's output; ``out=`` would take its bytes away.
+            Of decode's output; ``out=`` would take its bytes away (but not those of a staged one's place on a GPU).
         staged : bool
             On a GPU: the arrays are in host memory and pass through the GPU's. False: they are in the GPU's, latents
             and floats in `dtype`.
@@ -282,6 +280,17 @@ class VAE:
     def trim(self) -> None:
         """Gives the arena, kept between runs, back to the system."""
         self._core.trim()
+
+    @property
+    def device(self) -> str:
+        return "cpu" if self._device is None else f"cuda:{self._device.number}"
+
+    @property
+    def dtype(self) -> str:
+        return "float32" if self._device is None else self._device.dtype
+
+    def __reduce__(self) -> Any:
+        raise TypeError("VAE: cannot be pickled or copied: load it again where it is wanted")
 
     @property
     def parts(self) -> str:

@@ -40,14 +40,17 @@ static vm_status find_device(vm_gpu *g, const vm_gpu_options *o) {
     char name[64] = "";
     VM_TRY(g, DeviceGetCount(&count), "counting devices");
     if (o->device < 0 || o->device >= count)
-        return vm_fail(VM_EINVAL, "device: want cuda:0 to cuda:%d, got cuda:%d (%d device%s)", VM_MAX(count - 1, 0),
-                       o->device, count, count == 1 ? "" : "s");
+        return vm_fail(VM_EINVAL, "device: want one of %d (cuda:0%s), got cuda:%d", count, count > 1 ? " and on" : "",
+                       o->device);
     VM_TRY(g, DeviceGet(&g->device, o->device), "finding the device");
     VM_TRY(g, DeviceGetName(name, sizeof name, g->device), "asking the device's name");
     g->capability = 10 * attribute(g, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR) +
                     attribute(g, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR);
     g->shared_max = attribute(g, CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN);
     g->multiprocessors = attribute(g, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT);
+    if (o->tf32 && g->capability < 80)
+        return vm_fail(VM_EINVAL, "tf32: want a GPU of compute capability 8.0 or later, got %s, which is %d.%d", name,
+                       g->capability / 10, g->capability % 10);
     if (g->capability < 75 || (o->dtype == VM_BF16 && g->capability < 80))
         return vm_fail(VM_EINVAL, "%s: want a GPU of compute capability %s or later for %s, got %s, which is %d.%d",
                        g->capability < 75 ? "device" : "dtype", o->dtype == VM_BF16 ? "8.0" : "7.5", dtypes[o->dtype],
