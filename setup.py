@@ -83,9 +83,8 @@ def compile_kernels(nvcc: str, folder: str) -> None:
     known = subprocess.run([nvcc, "--list-gpu-code"], capture_output=True, text=True, check=True).stdout.split()
     archs = [a for a in CUDA_ARCHS if f"sm_{a}" in known]
     if not archs or ("VAEMEM_CUDA_ARCHS" in os.environ and archs != CUDA_ARCHS):
-        raise SystemExit(
-            f"vaemem: VAEMEM_CUDA_ARCHS: want numbers such as '80 90' of {' '.join(known)}, got {CUDA_ARCHS}"
-        )
+        want = f"want numbers such as '80 90', of {' '.join(known)}"
+        raise SystemExit(f"vaemem: VAEMEM_CUDA_ARCHS: {want}, got {' '.join(CUDA_ARCHS)!r}")
     targets = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in archs]
     targets.append(f"-gencode=arch=compute_{CUDA_PTX},code=compute_{CUDA_PTX}")
     os.makedirs(folder, exist_ok=True)

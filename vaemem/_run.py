@@ -129,8 +129,8 @@ class Encoded:
     Attributes
     ----------
     moments : array of shape (N, 2C, H/8, W/8)
-        Means, then log-variances: float32 in host memory, or of the image's library and dtype on its GPU. A `DeviceArray`,
-        of a library we do not know, has no mean or logvar: take it to a library first.
+        Means, then log-variances: float32 in host memory, or of the image's library and dtype on its GPU. Where that is
+        a `DeviceArray` there is no mean or logvar: take it to a library first.
     mean, logvar : array of shape (N, C, H/8, W/8)
         Raw, never scaled; logvar is clamped to [-30, 20] as diffusers does. Both are views of moments.
     """
