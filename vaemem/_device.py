@@ -132,10 +132,6 @@ class Device:
     def __init__(self, number: int, dtype: str, tf32: bool = False, autotune: bool = False, convolution: str = "cudnn"):
         if _cuda is None:
             raise RuntimeError(gpu_rows()[0]["why"])
-        if dtype not in DTYPES:
-            raise ValueError(f"dtype: want one of {', '.join(DTYPES)}, got {dtype!r}")
-        if convolution not in CONVOLUTIONS:
-            raise ValueError(f"convolution: want {' or '.join(CONVOLUTIONS)}, got {convolution!r}")
         if convolution == "own" and dtype == "float32":
             raise ValueError("convolution: our own is for float16 and bfloat16, got dtype float32")
         self.number, self.dtype = number, dtype

@@ -67,8 +67,7 @@ typedef struct vm_gpu {
     CUstream outside; /* while an item's passes are captured: where they will be launched */
     vm_graph_entry graph[VM_GPU_GRAPHS];
     uint64_t graph_clock;
-    size_t
-        free_at_open; /* bytes, once the context was there: what is lost beside our own goes to modules and libraries */
+    size_t free_at_open; /* bytes, once the context was there */
 } vm_gpu;
 
 typedef struct vm_gpu_options {
