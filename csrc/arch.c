@@ -2,10 +2,12 @@
  *   sd15  stable-diffusion-v1-5/stable-diffusion-v1-5  vae/config.json
  *   sdxl  stabilityai/stable-diffusion-xl-base-1.0     vae/config.json
  *   flux  black-forest-labs/FLUX.1-dev                 vae/config.json; the same numbers stand in
- *         black-forest-labs/flux util.py (ch 128, ch_mult 1 2 4 4, z_channels 16, scale_factor 0.3611, shift_factor
- * 0.1159) eps is 1e-6 in every GroupNorm of these models (diffusers passes resnet_eps=1e-6; LDM writes eps=1e-6). The
- * encoder's downsampling pads (0, 1, 0, 1) and convolves with stride 2 and no padding (diffusers downsample_padding=0;
- * LDM's Downsample): it is part of every model here and not a setting. */
+ *         black-forest-labs/flux util.py (ch 128, ch_mult 1 2 4 4, z_channels 16, scale_factor 0.3611,
+ *         shift_factor 0.1159)
+ *
+ * eps is 1e-6 in every GroupNorm of these models (diffusers passes resnet_eps=1e-6; LDM writes eps=1e-6).
+ * The encoder's downsampling pads (0, 1, 0, 1) and convolves with stride 2 and no padding (diffusers'
+ * downsample_padding=0; LDM's Downsample): it is part of every model here and not a setting. */
 #include <string.h>
 
 #include "vm.h"

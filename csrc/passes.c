@@ -1,9 +1,12 @@
 /* An architecture as a list of passes, for encode and for decode.
  *
- *   encode  pixels -> conv_in -> { resnet x layers, downsample } x levels -> mid -> norm, conv_out [-> quant_conv] ->
- * moments decode  latents [-> post_quant_conv] -> conv_in -> mid -> { resnet x (layers + 1), upsample } x levels ->
- * norm, conv_out mid     resnet, attention, resnet resnet  x -> conv1(silu norm1 x) = h;  conv2(silu norm2 h) + x,
- * where x passes a 1x1 shortcut if channels change
+ *   encode  pixels -> conv_in -> { resnet x layers, downsample } x levels -> mid -> norm, conv_out
+ *           [-> quant_conv] -> moments
+ *   decode  latents [-> post_quant_conv] -> conv_in -> mid -> { resnet x (layers + 1), upsample } x levels
+ *           -> norm, conv_out -> pixels
+ *   mid     resnet, attention, resnet
+ *   resnet  x -> conv1(silu norm1 x) = h;  conv2(silu norm2 h) + x,
+ *           where x passes a 1x1 shortcut if the number of channels changes
  *
  * What decides the memory is written here and nowhere else: which pass writes in place.
  *   - conv2 adds to the residual where it lies, so a resnet needs its input and one h;

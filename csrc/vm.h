@@ -34,8 +34,8 @@ typedef struct vm_usage {
     size_t reserved;            /* bytes held from the system now: live blocks and the arena */
 } vm_usage;
 
-/* An account that blocks are charged to. Counted references: blocks handed to the user outlive the model. Thread-safe.
- */
+/* An account that blocks are charged to. References are counted, for blocks handed to the user outlive the model.
+ * Thread-safe. */
 typedef struct vm_mem vm_mem;
 /* backend: whose memory, borrowed until the account is gone; NULL, or one without a device: the host's. */
 vm_mem *vm_mem_new(const vm_backend *backend);

@@ -1,7 +1,6 @@
-/* The parameters of the two VAEs in the order in which Module.to moves them: submodules in the order of their
- * assignment in
- * __init__, then a module's own parameters, weight before bias. The order decides which small leftovers of segments
- * remain. */
+/* The parameters of the two VAEs in the order in which Module.to moves them: submodules in the order in which
+ * __init__ assigns them, then a module's own parameters, weight before bias. The order decides which small
+ * leftovers of segments remain. */
 #include <stdio.h>
 
 #include "torch_trace.h"

@@ -6,7 +6,8 @@
 vm_talloc *vm_py_allocator(PyObject *object);
 
 typedef struct Allocator {
-    PyObject_HEAD vm_talloc *talloc;
+    PyObject_HEAD
+    vm_talloc *talloc;
     PyThread_type_lock lock; /* held by whoever uses talloc */
 } Allocator;
 
@@ -15,7 +16,8 @@ static int lock(Allocator *self) {
     PyLockStatus got = PyThread_acquire_lock_timed(self->lock, 0, 0);
     while (got != PY_LOCK_ACQUIRED) {
         if (PyErr_CheckSignals()) return -1;
-        Py_BEGIN_ALLOW_THREADS got = PyThread_acquire_lock_timed(self->lock, 50000, 1);
+        Py_BEGIN_ALLOW_THREADS
+        got = PyThread_acquire_lock_timed(self->lock, 50000, 1);
         Py_END_ALLOW_THREADS
     }
     return 0;
@@ -188,9 +190,11 @@ static PyObject *allocator_run(Allocator *self, PyObject *args) {
     } else if (!lock(self)) {
         size_t done = 0;
         vm_status s;
-        Py_BEGIN_ALLOW_THREADS s = vm_talloc_run(self->talloc, steps.buf, (size_t)steps.len / sizeof(vm_talloc_step),
-                                                 addresses.buf, (size_t)addresses.len / 8, &done);
-        Py_END_ALLOW_THREADS result = s ? raise_status(self, s) : PyLong_FromSize_t(done);
+        Py_BEGIN_ALLOW_THREADS
+        s = vm_talloc_run(self->talloc, steps.buf, (size_t)steps.len / sizeof(vm_talloc_step), addresses.buf,
+                          (size_t)addresses.len / 8, &done);
+        Py_END_ALLOW_THREADS
+        result = s ? raise_status(self, s) : PyLong_FromSize_t(done);
         unlock(self);
     }
     PyBuffer_Release(&steps);

@@ -17,13 +17,15 @@ static PyObject *raise(vm_status status) {
 /* ---- Backend ---- */
 
 typedef struct Backend {
-    PyObject_HEAD PyObject *capsule; /* owns the GPU; models and arrays keep it too */
+    PyObject_HEAD
+    PyObject *capsule; /* owns the GPU; models and arrays keep it too */
     vm_gpu *gpu;
 } Backend;
 
 static void close_gpu(PyObject *capsule) {
     const vm_backend *b = PyCapsule_GetPointer(capsule, BACKEND_NAME);
-    Py_BEGIN_ALLOW_THREADS vm_gpu_close(b->self);
+    Py_BEGIN_ALLOW_THREADS
+    vm_gpu_close(b->self);
     Py_END_ALLOW_THREADS
 }
 
@@ -53,8 +55,10 @@ static PyObject *backend_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     o.own_conv = own_conv;
     vm_gpu *gpu;
     vm_status s;
-    Py_BEGIN_ALLOW_THREADS s = vm_gpu_open(&o, &gpu);
-    Py_END_ALLOW_THREADS if (s) return raise(s);
+    Py_BEGIN_ALLOW_THREADS
+    s = vm_gpu_open(&o, &gpu);
+    Py_END_ALLOW_THREADS
+    if (s) return raise(s);
     Backend *self = (Backend *)type->tp_alloc(type, 0);
     PyObject *capsule = self ? PyCapsule_New(&gpu->backend, BACKEND_NAME, close_gpu) : NULL;
     if (!capsule) {
@@ -101,8 +105,10 @@ static PyObject *backend_read(Backend *self, PyObject *args) {
     Py_buffer to;
     if (!PyArg_ParseTuple(args, "Kw*", &from, &to)) return NULL;
     vm_status s;
-    Py_BEGIN_ALLOW_THREADS s = vm_gpu_read(self->gpu, to.buf, (const void *)(uintptr_t)from, (size_t)to.len);
-    Py_END_ALLOW_THREADS PyBuffer_Release(&to);
+    Py_BEGIN_ALLOW_THREADS
+    s = vm_gpu_read(self->gpu, to.buf, (const void *)(uintptr_t)from, (size_t)to.len);
+    Py_END_ALLOW_THREADS
+    PyBuffer_Release(&to);
     if (s) return raise(s);
     Py_RETURN_NONE;
 }
@@ -178,8 +184,10 @@ static PyObject *devices(PyObject *Py_UNUSED(module), PyObject *args) {
     if (!PyArg_ParseTuple(args, "|z", &libcuda)) return NULL;
     const vm_driver *d;
     int count = 0;
-    Py_BEGIN_ALLOW_THREADS d = vm_driver_get(libcuda);
-    Py_END_ALLOW_THREADS if (!d) return raise(VM_EDEVICE);
+    Py_BEGIN_ALLOW_THREADS
+    d = vm_driver_get(libcuda);
+    Py_END_ALLOW_THREADS
+    if (!d) return raise(VM_EDEVICE);
     vm_status s = vm_driver_check(d, d->DeviceGetCount(&count), "counting devices");
     if (s) return raise(s);
     PyObject *list = PyList_New(0);

@@ -159,8 +159,10 @@ static PyObject *kernel_peak(PyObject *Py_UNUSED(module), PyObject *args) {
     if (threads < 1 || threads > 1024)
         return PyErr_Format(PyExc_ValueError, "threads: want 1 to 1024, got %d", threads);
     vm_status s;
-    Py_BEGIN_ALLOW_THREADS s = with_pool((unsigned)threads, burn_all, &j);
-    Py_END_ALLOW_THREADS if (s) return vm_py_raise(s);
+    Py_BEGIN_ALLOW_THREADS
+    s = with_pool((unsigned)threads, burn_all, &j);
+    Py_END_ALLOW_THREADS
+    if (s) return vm_py_raise(s);
     double flops = 0;
     for (int i = 0; i < threads; i++) flops += j.flops[i];
     return PyFloat_FromDouble(flops / j.seconds);
@@ -241,8 +243,10 @@ static PyObject *kernel_pass(PyObject *Py_UNUSED(module), PyObject *args) {
     if (!conv) at.y = at.x; /* attention's result takes its queries' place */
     pass_job j = {b, &p, &at, 0};
     vm_status s;
-    Py_BEGIN_ALLOW_THREADS s = with_pool((unsigned)threads, run_pass, &j);
-    Py_END_ALLOW_THREADS if (s) return vm_py_raise(s);
+    Py_BEGIN_ALLOW_THREADS
+    s = with_pool((unsigned)threads, run_pass, &j);
+    Py_END_ALLOW_THREADS
+    if (s) return vm_py_raise(s);
     return PyFloat_FromDouble(j.seconds);
 }
 

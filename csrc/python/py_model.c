@@ -8,8 +8,10 @@ int vm_py_lock(Model *self) {
     }
     for (;;) {
         PyLockStatus got;
-        Py_BEGIN_ALLOW_THREADS got = PyThread_acquire_lock_timed(self->lock, 50000, 1);
-        Py_END_ALLOW_THREADS if (got == PY_LOCK_ACQUIRED) return 0;
+        Py_BEGIN_ALLOW_THREADS
+        got = PyThread_acquire_lock_timed(self->lock, 50000, 1);
+        Py_END_ALLOW_THREADS
+        if (got == PY_LOCK_ACQUIRED) return 0;
         if (PyErr_CheckSignals()) return -1;
     }
 }
@@ -137,8 +139,10 @@ static PyObject *model_set_tensor(Model *self, PyObject *args) {
     }
     if (vm_py_lock(self)) return NULL;
     vm_status s;
-    Py_BEGIN_ALLOW_THREADS s = vm_weights_set(self->model, (size_t)(t - self->model->tensor), dtype, PyArray_DATA(a));
-    Py_END_ALLOW_THREADS vm_py_unlock(self);
+    Py_BEGIN_ALLOW_THREADS
+    s = vm_weights_set(self->model, (size_t)(t - self->model->tensor), dtype, PyArray_DATA(a));
+    Py_END_ALLOW_THREADS
+    vm_py_unlock(self);
     if (s) return vm_py_raise(s);
     Py_RETURN_NONE;
 }

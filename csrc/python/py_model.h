@@ -5,7 +5,8 @@
 #include "py.h"
 
 typedef struct Model {
-    PyObject_HEAD vm_model *model;
+    PyObject_HEAD
+    vm_model *model;
     PyThread_type_lock lock; /* held by whoever uses model; runs wait for each other */
     PyObject *backend;       /* the capsule that keeps model->backend alive, or None */
 } Model;

@@ -107,9 +107,10 @@ PyObject *vm_py_plan(Model *self, PyObject *args, PyObject *kwargs) {
     r.scaled = scaled;
     vm_plan *plan;
     vm_status s;
-    Py_BEGIN_ALLOW_THREADS s = vm_plan_new(self->model, &r, &plan);
-    Py_END_ALLOW_THREADS PyObject *result =
-        s ? vm_py_raise(s) : summary(self->model, plan, false, plan->peak, plan->reserved);
+    Py_BEGIN_ALLOW_THREADS
+    s = vm_plan_new(self->model, &r, &plan);
+    Py_END_ALLOW_THREADS
+    PyObject *result = s ? vm_py_raise(s) : summary(self->model, plan, false, plan->peak, plan->reserved);
     vm_plan_free(self->model, plan);
     vm_py_unlock(self);
     return result;
@@ -197,8 +198,10 @@ static int run_locked(Model *self, vm_request *r, job *j) {
     void *data = NULL;
     size_t reserved = 0;
     r->own_output = (!j->out && !r->staged) || j->counted;
-    Py_BEGIN_ALLOW_THREADS s = vm_plan_new(m, r, &plan);
-    Py_END_ALLOW_THREADS if (s) {
+    Py_BEGIN_ALLOW_THREADS
+    s = vm_plan_new(m, r, &plan);
+    Py_END_ALLOW_THREADS
+    if (s) {
         vm_py_raise(s);
         return -1;
     }

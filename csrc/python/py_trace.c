@@ -6,7 +6,8 @@ int vm_py_add_trace(PyObject *module);
 vm_talloc *vm_py_allocator(PyObject *object); /* py_allocator.c */
 
 typedef struct Trace {
-    PyObject_HEAD vm_trace *trace;
+    PyObject_HEAD
+    vm_trace *trace;
 } Trace;
 
 static const char *const dtype_name[] = {[VM_F32] = "float32", [VM_F16] = "float16", [VM_BF16] = "bfloat16"};
@@ -87,8 +88,10 @@ static PyObject *trace_vae(PyTypeObject *type, PyObject *args, PyObject *kwargs)
                               .gpu = {.sm = sm, .multiprocessors = multiprocessors}};
     vm_trace *trace;
     vm_status s;
-    Py_BEGIN_ALLOW_THREADS s = vm_trace_vae_build(&vae, &trace);
-    Py_END_ALLOW_THREADS return s ? vm_py_raise(s) : wrap(type, trace);
+    Py_BEGIN_ALLOW_THREADS
+    s = vm_trace_vae_build(&vae, &trace);
+    Py_END_ALLOW_THREADS
+    return s ? vm_py_raise(s) : wrap(type, trace);
 }
 
 static PyObject *trace_weights(PyTypeObject *type, PyObject *args) {

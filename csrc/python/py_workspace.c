@@ -5,7 +5,8 @@
 int vm_py_add_workspace(PyObject *module);
 
 typedef struct {
-    PyObject_HEAD vm_cudnn *cudnn;
+    PyObject_HEAD
+    vm_cudnn *cudnn;
 } Cudnn;
 
 static PyObject *cudnn_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
@@ -15,8 +16,10 @@ static PyObject *cudnn_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     Cudnn *self = (Cudnn *)type->tp_alloc(type, 0);
     if (!self) return NULL;
     vm_status status;
-    Py_BEGIN_ALLOW_THREADS status = vm_cudnn_open(path, no_driver, VM_CUDNN_ASKABLE, &self->cudnn);
-    Py_END_ALLOW_THREADS if (status == VM_OK) return (PyObject *)self;
+    Py_BEGIN_ALLOW_THREADS
+    status = vm_cudnn_open(path, no_driver, VM_CUDNN_ASKABLE, &self->cudnn);
+    Py_END_ALLOW_THREADS
+    if (status == VM_OK) return (PyObject *)self;
     Py_DECREF(self);
     if (status == VM_ENOMEM) return PyErr_NoMemory();
     PyErr_SetString(PyExc_OSError, vm_error());
@@ -68,8 +71,10 @@ static PyObject *cudnn_conv(Cudnn *self, PyObject *args, PyObject *kwargs) {
     if (parse_dtype(dtype, &conv.dtype)) return NULL;
     vm_conv_plan plan;
     vm_status status;
-    Py_BEGIN_ALLOW_THREADS status = vm_cudnn_conv(self->cudnn, device, &conv, &plan);
-    Py_END_ALLOW_THREADS if (status) return vm_py_raise(status);
+    Py_BEGIN_ALLOW_THREADS
+    status = vm_cudnn_conv(self->cudnn, device, &conv, &plan);
+    Py_END_ALLOW_THREADS
+    if (status) return vm_py_raise(status);
     if (!plan.found) Py_RETURN_NONE;
     return Py_BuildValue("{s:L, s:s, s:i, s:i, s:N}", "bytes", (long long)plan.bytes, "engine", plan.name, "rank",
                          plan.rank, "untried", plan.untried, "fallback", PyBool_FromLong(plan.fallback));

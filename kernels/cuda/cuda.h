@@ -32,14 +32,16 @@ typedef struct vm_load_args {
     float in_scale, in_shift, multiply;
 } vm_load_args;
 
-/* vm_store_<dtype>: y[row0 + r][q][c] = raw + bias[c] * bias_scale + add, for r < rows, q < y_w, c < VM_ROUND_UP(y_c,
- * VM_BLOCK), where raw = raw[r][q][c]                                                   of [rows][y_w][channels], or
- * with up raw = raw[i + (R & 1)][q / 2 + (q & 1)][phase * channels + c],         of [..][y_w / 2 + 1][4 * channels], R
- * = row0 + r, i = R / 2 - row0 / 2, phase = 2 * (R & 1) + (q & 1)  (row0 and rows even) Sums in float. Part p of the
- * sums covers pixels [p * part_pixels, ...) of the stripe in row order: count, then per channel mean and sum of squared
- * deviations of the stored (rounded) values, at stats + p * vm_stats_floats(y_c). User's pixels get channels c < y_c
- * only, clamped to [-30, 20] from clamp_from on; bytes clamped and rounded. *flags |= 1 where a stored value is not
- * finite. Grid (parts of the stripe, channel vectors of 8 / VM_CUDA_LANES rounded up), VM_CUDA_THREADS threads. */
+/* vm_store_<dtype>: y[row0 + r][q][c] = raw + bias[c] * bias_scale + add
+ *   for r < rows, q < y_w, c < VM_ROUND_UP(y_c, VM_BLOCK), where raw is
+ *     raw[r][q][c]                                                of [rows][y_w][channels], or with up
+ *     raw[i + (R & 1)][q / 2 + (q & 1)][phase * channels + c]     of [..][y_w / 2 + 1][4 * channels],
+ *     R = row0 + r, i = R / 2 - row0 / 2, phase = 2 * (R & 1) + (q & 1)   (row0 and rows even).
+ * Sums are in float. Part p of the sums covers pixels [p * part_pixels, ...) of the stripe in row order: count, then
+ * per channel mean and sum of squared deviations of the stored (rounded) values, at stats + p * vm_stats_floats(y_c).
+ * The user's pixels get channels c < y_c only, clamped to [-30, 20] from clamp_from on; bytes are clamped and rounded.
+ * *flags |= 1 where a stored value is not finite.
+ * Grid (parts of the stripe, channel vectors of 8 / VM_CUDA_LANES rounded up), VM_CUDA_THREADS threads. */
 typedef struct vm_store_args {
     const void *raw;
     const float *bias;
