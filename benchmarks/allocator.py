@@ -16,7 +16,7 @@ import time
 
 import numpy as np
 
-from vaemem._snapshot import CachingAllocator
+from vaemem.prediction.snapshot import CachingAllocator
 
 STEP = np.dtype([("op", "u4"), ("id", "u4"), ("bytes", "u8"), ("stream", "u8")])
 MIB = 1 << 20

@@ -17,7 +17,7 @@ from common import Machine, Worker, commit, median, serve
 
 import vaemem
 from vaemem import _core
-from vaemem._measure import _driver, cudnn_version
+from vaemem.tables.measure import _driver, cudnn_version
 
 ELEMENT = {"float32": 4, "tf32": 4, "float16": 2, "bfloat16": 2}
 WARMUPS = 3

@@ -278,7 +278,7 @@ def pass_row(
         "tf32": int(case.tf32), "pass": name,
         "x": "x".join(map(str, part.x)), "y": "x".join(map(str, part.y)),
         "flops": round(flops), "bytes": part.bytes_moved,
-        "ms": round(seconds * 1e3, 4), "floor_ms": round(floor * 1e3, 4), "bound_by": bound,
+        "ms": round(seconds * 1e3, 4), "floor_ms": round(floor * 1e3, 6), "bound_by": bound,
         "floor_over_time": round(floor / seconds, 3) if seconds else None,
         "tflops": round(flops / seconds / 1e12, 2) if seconds else None,
         "torch_ms": whole and round(whole * 1e3, 4), "torch_conv_ms": conv and round(conv * 1e3, 4),

@@ -19,9 +19,9 @@ import random
 import re
 import sys
 
-from vaemem import _profiles
-from vaemem._gpus import Gpu, find_gpu, gpu_names
-from vaemem._workspace import InstalledCudnn
+from vaemem.prediction import profiles
+from vaemem.prediction.gpus import Gpu, find_gpu, gpu_names
+from vaemem.prediction.workspace import InstalledCudnn
 
 COMMON = (512, 576, 640, 704, 720, 768, 832, 896, 960, 1024, 1088, 1152, 1216, 1280, 1344, 1536, 1664, 1920, 2048)
 DTYPES = ("float16", "bfloat16", "float32")
@@ -75,7 +75,7 @@ class Recorder:
         question = dict(dtype=self.dtype, n=n, c=c, h=h, w=w, k=k, r=r, stride=stride, padding=padding)
         plan = self.cudnn.conv(self.gpu.device_json, **question)
         self.untried += plan["untried"] if plan else 0
-        return _profiles.sizes(_profiles.Conv(**question)), plan and plan["bytes"], plan["engine"] if plan else ""
+        return profiles.sizes(profiles.Conv(**question)), plan and plan["bytes"], plan["engine"] if plan else ""
 
     def learn(self, height: int, width: int, level: int, n: int = 1) -> None:
         size, count, engine = self.ask(height, width, level, n)
@@ -100,12 +100,12 @@ def explain(recorder: Recorder) -> list[tuple | None]:
             cover[None].add(j)
             continue
         for tensors in TENSORS:
-            rest = count - _profiles.formula_bytes([tensors, 0, 0, 0, 0], s)
+            rest = count - profiles.formula_bytes([tensors, 0, 0, 0, 0], s)
             if rest < 0:
                 continue
             cover[tensors, 0, 0, 0, rest].add(j)
             for index in (6, 12):  # an index buffer of precomputed offsets
-                more = rest - _profiles.formula_bytes(["", index, 0, 0, 0], s)
+                more = rest - profiles.formula_bytes(["", index, 0, 0, 0], s)
                 if 0 <= more <= 128:
                     cover[tensors, index, 0, 0, more].add(j)
         if "_k17=" in recorder.engines[j]:  # split along the reduction: partial sums for each tile of pixels
@@ -131,7 +131,7 @@ def _line(recorder: Recorder, group: list[int], tensors: str, tile: int) -> tupl
     points: dict[int, set[int]] = collections.defaultdict(set)
     for j in group:
         s = recorder.sizes[j]
-        points[-(-s["P"] // tile)].add(recorder.bytes[j] - _profiles.formula_bytes([tensors, 0, 0, 0, 0], s))
+        points[-(-s["P"] // tile)].add(recorder.bytes[j] - profiles.formula_bytes([tensors, 0, 0, 0, 0], s))
     if len(points) < 3 or any(len(rests) > 1 for rests in points.values()):
         return None
     line = sorted((tiles, min(rests)) for tiles, rests in points.items())
@@ -200,7 +200,7 @@ class Learned:
         for height, width in rectangles(rng, 40):
             size, count, _ = recorder.ask(height, width, rng.choice(sorted(levels)))
             formula = self.formulas[pick(self.tree, size)]
-            said = formula and _profiles.formula_bytes(list(formula), size)
+            said = formula and profiles.formula_bytes(list(formula), size)
             self.asked += 1
             self.same += rounded(said) == rounded(count)
             self.worst = max(self.worst, abs((said or 0) - (count or 0)))
@@ -285,7 +285,7 @@ def record(cudnn: InstalledCudnn, gpus: list[Gpu], step: int) -> dict:
 
 def compare(cudnn: InstalledCudnn, gpu: Gpu, version: str, count: int = 1000) -> dict:
     """A reference to the profile of another version; SystemExit where an answer differs."""
-    profile = _profiles.nearest_profile(gpu, version)
+    profile = profiles.nearest_profile(gpu, version)
     if profile is None or profile.version != version:
         raise SystemExit(f"--same-as: want a version with a profile for {gpu.name}, got {version}")
     rng = random.Random(1)
@@ -296,7 +296,7 @@ def compare(cudnn: InstalledCudnn, gpu: Gpu, version: str, count: int = 1000) ->
         side = 64 * rng.randint(1, 32)
         size, answer, _ = Recorder(cudnn, gpu, conv, dtype).ask(side, side, level := rng.choice(sorted(convs[conv])))
         c, k, r, stride, padding = conv
-        known = profile.conv(_profiles.Conv(dtype, 1, c, size["h"], size["w"], k, r, stride, padding))
+        known = profile.conv(profiles.Conv(dtype, 1, c, size["h"], size["w"], k, r, stride, padding))
         if (known and known[0]) != answer:
             raise SystemExit(
                 f"{gpu.name}: {conv} {dtype} at {side} (level {level}): {version} says {known}, this says {answer}"

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from vaemem import _device
+from vaemem.engine import device
 
 try:
     from vaemem import _cuda
@@ -155,7 +155,7 @@ class Array:
         return out
 
     def __dlpack_device__(self):
-        return _device.CUDA, self.device
+        return device.CUDA, self.device
 
     def __dlpack__(self, stream=None):
         return _cuda.lend(self.address.value, self.shape, self.dtype, self.device, self)

@@ -11,7 +11,7 @@ import pytest
 from allocator_oracle import Oracle
 
 from vaemem import _core
-from vaemem._snapshot import CachingAllocator
+from vaemem.prediction.snapshot import CachingAllocator
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 OutOfMemory = _core.OutOfMemoryError

@@ -21,8 +21,8 @@ import numpy as np
 import pytest
 from emulator import build
 
-from vaemem._gpus import find_gpu
-from vaemem._workspace import find_cudnn
+from vaemem.prediction.gpus import find_gpu
+from vaemem.prediction.workspace import find_cudnn
 
 ROOT = Path(__file__).resolve().parents[1]
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}

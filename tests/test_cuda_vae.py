@@ -486,7 +486,7 @@ def test_opening_fails_at_every_call_and_keeps_nothing():
         with emulator.failing(n) as came:
             opened = None
             with contextlib.suppress(RuntimeError, ValueError, MemoryError):
-                opened = vaemem._device.Device(0, "float32", False, False)
+                opened = vaemem.engine.device.Device(0, "float32", False, False)
             if not came():
                 break
         del opened

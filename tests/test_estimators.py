@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from vaemem import Table, fit
-from vaemem._estimators import ESTIMATORS, Comparison, compare, ran_tiled
+from vaemem.tables.estimators import ESTIMATORS, Comparison, compare, ran_tiled
 
 MIB = 2**20
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from vaemem import Table, fit
-from vaemem._fit import Fit
+from vaemem.tables.fit import Fit
 
 BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 

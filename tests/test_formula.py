@@ -7,9 +7,9 @@ from importlib import resources
 
 import pytest
 
-from vaemem import _formula
-from vaemem._formula import closed_form, formula
-from vaemem._predict import predict
+import vaemem.prediction.formula as derivation
+from vaemem.prediction.formula import closed_form, formula
+from vaemem.prediction.predict import predict
 
 MIB = 1 << 20
 L = {4: Fraction(4, 64 * 128), 16: Fraction(16, 64 * 128)}  # latents in T, by channels
@@ -179,7 +179,7 @@ def test_breaks():
 def test_alternating_workspace():
     """A workspace that jumps between constants is told: H200's float32 decode takes 2.25, 4.25 or 4.5 MiB over 4 T."""
     f = formula("sdxl", "decode", "float32", gpu="H200")
-    assert f.within == _formula.WOBBLE and "alternates" in str(f)
+    assert f.within == derivation.WOBBLE and "alternates" in str(f)
     assert f.t == Fraction(19, 2) + L[4]
     assert f.unsplit[0] < 0 and f.lowest <= 512 and f.highest >= 2048
     p = predict("sdxl", "decode", 896, 1152, "float32", gpu="H200")
@@ -214,10 +214,10 @@ def test_batch():
 )
 def test_solve(sizes_of):
     sizes = {side: sizes_of(side) for side in range(64, 4097, 64)}
-    law, extent = _formula._solve(sizes, 1024)
+    law, extent = derivation._solve(sizes, 1024)
     assert extent == list(sizes)
     for side, size in sizes.items():
-        assert abs(_formula._value(law, _formula._powers(side, side)) - size) <= 512
+        assert abs(derivation._value(law, derivation._powers(side, side)) - size) <= 512
 
 
 def test_prints():

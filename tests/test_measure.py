@@ -13,11 +13,13 @@ torch = pytest.importorskip("torch")
 
 from engine import config
 
-from vaemem import _measure, _meters, replay
-from vaemem._measure import measure
-from vaemem._meters import CpuMeter, CudaMeter
-from vaemem._predict import benchmark, predict
-from vaemem._process import SimulatedProcess
+import vaemem.tables.measure as measuring
+from vaemem import replay
+from vaemem.prediction.predict import benchmark, predict
+from vaemem.prediction.process import SimulatedProcess
+from vaemem.tables import meters
+from vaemem.tables.measure import measure
+from vaemem.tables.meters import CpuMeter, CudaMeter
 
 
 def cpu_meter_or_skip() -> None:
@@ -112,7 +114,7 @@ class Latents:
 @pytest.fixture
 def cuda(monkeypatch):
     fake = FakeCuda()
-    monkeypatch.setattr(_meters.gc, "collect", lambda: fake.log.append("collect"))
+    monkeypatch.setattr(meters.gc, "collect", lambda: fake.log.append("collect"))
     return fake
 
 
@@ -124,7 +126,7 @@ AFTER = ["synchronize", "synchronize", "max_allocated", "max_reserved"]
 @pytest.mark.parametrize("op", ["encode", "decode"])
 def test_the_calls_come_in_the_seed_tables_order(cuda, op):
     vae = FakeVae(cuda)
-    run = _measure._MEASURE[op]
+    run = measuring._MEASURE[op]
     run(vae, Latents(vae, vae.SCALED), CudaMeter(cuda, "cuda:0"), 2, 5, 0.5)
     assert cuda.log == [op, *CLEAR] * 2 + [*CLEAR, *BEFORE, op, *AFTER] * 5
 
@@ -133,7 +135,7 @@ def test_decode_holds_what_the_seed_table_held(cuda):
     """A warm-up's image goes when the loop binds its next number; its scaled latents only once run 1 binds its own."""
     vae = FakeVae(cuda)
     latents = Latents(vae, vae.SCALED)
-    first, *rest = _measure._measure_decode(vae, latents, CudaMeter(cuda, None), 2, 5, 0.5)
+    first, *rest = measuring._measure_decode(vae, latents, CudaMeter(cuda, None), 2, 5, 0.5)
     # Run 1: the old scaled latents are in the baseline and alive while the new ones are made, gone when the image is.
     assert first[:2] == (vae.IMAGE, 2 * vae.IMAGE)
     assert all(run[:2] == (vae.SCALED + vae.IMAGE, 2 * (vae.SCALED + vae.IMAGE)) for run in rest) and len(rest) == 4
@@ -144,7 +146,7 @@ def test_decode_holds_what_the_seed_table_held(cuda):
 def test_encode_holds_what_the_seed_table_held(cuda):
     vae = FakeVae(cuda)
     image = Latents(vae, vae.SCALED)
-    first, *rest = _measure._measure_encode(vae, image, CudaMeter(cuda, None), 2, 3, 0.5)
+    first, *rest = measuring._measure_encode(vae, image, CudaMeter(cuda, None), 2, 3, 0.5)
     assert [run.allocated for run in rest] == [vae.DIST + 2 * vae.SAMPLE] * 2  # sample, and scaled
     # The last warm-up's posterior is in the baseline, and goes when encode has returned the new one.
     assert first.allocated == max(vae.DIST, 2 * vae.SAMPLE)
@@ -154,7 +156,7 @@ def test_encode_holds_what_the_seed_table_held(cuda):
 
 def test_bfl_scales_within(cuda):
     vae = FakeVae(cuda)
-    runs = _measure._measure_decode(vae, Latents(vae, vae.SCALED), CudaMeter(cuda, None), 2, 2, None)
+    runs = measuring._measure_decode(vae, Latents(vae, vae.SCALED), CudaMeter(cuda, None), 2, 2, None)
     assert [run.allocated for run in runs] == [vae.IMAGE] * 2
 
 
@@ -287,7 +289,7 @@ def test_without_a_gpu_cuda_is_refused():
 def test_cudnn_version(number, version):
     cudnn = types.SimpleNamespace(version=lambda: number)
     fake = types.SimpleNamespace(backends=types.SimpleNamespace(cudnn=cudnn))
-    assert _measure.cudnn_version(fake) == version
+    assert measuring.cudnn_version(fake) == version
 
 
 # ---- convolutions ----
@@ -296,7 +298,7 @@ def test_cudnn_version(number, version):
 def test_the_convolutions_of_a_run():
     vae = module()
     with torch.inference_mode():
-        found = _measure._convolutions(torch, vae, "encode", torch.zeros(1, 3, 16, 24))
+        found = measuring._convolutions(torch, vae, "encode", torch.zeros(1, 3, 16, 24))
     assert len(set(found)) == len(found)
     assert found[0] == ("float32", 1, 3, 16, 24, 32, 3, 1, 1, "nchw")
     assert ("float32", 1, 32, 17, 25, 32, 3, 2, 0, "nchw") in found  # padded by one before a stride of 2
@@ -310,9 +312,9 @@ def test_a_workspace_is_what_was_requested_besides_the_output(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: log.append("synchronize"))
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: log.append("reset"))
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats.pop(0))
-    conv = _measure.Conv("float32", 2, 3, 16, 24, 32, 3)
+    conv = measuring.Conv("float32", 2, 3, 16, 24, 32, 3)
     with torch.inference_mode():
-        assert _measure._workspace(torch, conv, torch.device("cpu")) == 4096
+        assert measuring._workspace(torch, conv, torch.device("cpu")) == 4096
     assert log == ["synchronize", "reset", "synchronize"] * 2 and not stats
 
 
@@ -325,16 +327,16 @@ def fake_memory(log):
 
 def test_a_snapshot_is_of_all_that_happened():
     log = []
-    with _measure._history(fake_memory(log), "s.pickle"):
+    with measuring._history(fake_memory(log), "s.pickle"):
         log.append("runs")
-    with _measure._history(fake_memory(log), None):
+    with measuring._history(fake_memory(log), None):
         pass
     assert log == ["all", "runs", "s.pickle", None]
 
 
 def test_recording_ends_where_a_run_fails():
     log = []
-    with pytest.raises(MemoryError), _measure._history(fake_memory(log), "s.pickle"):
+    with pytest.raises(MemoryError), measuring._history(fake_memory(log), "s.pickle"):
         raise MemoryError
     assert log == ["all", None]
 

@@ -9,10 +9,11 @@ import time
 
 import pytest
 
-from vaemem import CachingAllocator, OutOfMemoryError, _core, _reproduce
-from vaemem._predict import benchmark, predict
-from vaemem._process import SimulatedProcess
-from vaemem._workspace import InstalledCudnn, Workspace
+from vaemem import CachingAllocator, OutOfMemoryError, _core
+from vaemem.prediction import reproduce
+from vaemem.prediction.predict import benchmark, predict
+from vaemem.prediction.process import SimulatedProcess
+from vaemem.prediction.workspace import InstalledCudnn, Workspace
 
 MIB = 1 << 20
 
@@ -26,7 +27,7 @@ class NoCudnn(InstalledCudnn):
 
 @pytest.fixture(autouse=True)
 def no_installed_cudnn(monkeypatch):
-    monkeypatch.setattr("vaemem._workspace._installed", NoCudnn())
+    monkeypatch.setattr("vaemem.prediction.workspace._installed", NoCudnn())
 
 
 # ---- the seed table ----
@@ -34,12 +35,12 @@ def no_installed_cudnn(monkeypatch):
 
 @pytest.fixture(scope="module")
 def table():
-    return _reproduce.read_table()
+    return reproduce.read_table()
 
 
 def test_the_published_table_is_reproduced(table):
-    rows = _reproduce.reproduce(table)
-    counts = _reproduce.summary(rows)
+    rows = reproduce.reproduce(table)
+    counts = reproduce.summary(rows)
     assert counts["rows"] == 98
     # 0.01 MiB: the table's decimals. 94 rows are equal; the other four are 0.4 MiB off, one small segment in one of
     # five runs.
@@ -49,10 +50,10 @@ def test_the_published_table_is_reproduced(table):
 
 
 def test_what_the_inferred_rules_are_worth(table):
-    inferred = _reproduce.inferred()
+    inferred = reproduce.inferred()
     assert inferred["recorded"]["how"] == "inferred" and len(inferred["rules"]) <= 12
-    left_out = _reproduce.summary(_reproduce.leave_one_out(table))
-    nothing = _reproduce.summary(_reproduce.reproduce(table, _reproduce.profile_workspace(_reproduce.NEAREST)))
+    left_out = reproduce.summary(reproduce.leave_one_out(table))
+    nothing = reproduce.summary(reproduce.reproduce(table, reproduce.profile_workspace(reproduce.NEAREST)))
     assert nothing["allocated_equal"] >= 80 and nothing["reserved_equal"] < 50  # the rules are needed,
     assert (
         left_out["allocated_equal"] >= 96 and left_out["reserved_within_1_percent"] >= 80
@@ -60,22 +61,22 @@ def test_what_the_inferred_rules_are_worth(table):
 
 
 def test_every_rule_says_where_it_was_seen(table):
-    for rule in _reproduce.inferred()["rules"]:
-        data = _reproduce.inferred()
+    for rule in reproduce.inferred()["rules"]:
+        data = reproduce.inferred()
         data["rules"] = [other for other in data["rules"] if other != rule]
-        played = _reproduce.play(_reproduce.profile_workspace(_reproduce.CUDNN, data))
+        played = reproduce.play(reproduce.profile_workspace(reproduce.CUDNN, data))
         off = {key[2] for key, (_, reserved) in table if abs(played[key][1] - reserved) > 0.5}
         assert off == set(rule["seen"]), rule["name"]
 
 
 def test_command_line(tmp_path, capsys):
     out = tmp_path / "out.csv"
-    assert _reproduce.main(["--csv", str(out)]) == 0
+    assert reproduce.main(["--csv", str(out)]) == 0
     printed = capsys.readouterr().out
     assert "inferred rules: of 98 rows allocated equal on 98" in printed and "not asked in tests" in printed
     with open(out, newline="") as file:
         rows = list(csv.DictReader(file))
-    assert tuple(rows[0]) == _reproduce.COLUMNS and len(rows) == 98
+    assert tuple(rows[0]) == reproduce.COLUMNS and len(rows) == 98
     assert all(abs(float(r["predicted_allocated_mib"]) - float(r["measured_allocated_mib"])) <= 0.0101 for r in rows)
 
 
@@ -94,7 +95,7 @@ def test_bad_tables(tmp_path, text, named):
     path = tmp_path / "table.csv"
     path.write_text(text)
     with pytest.raises(ValueError, match=named):
-        _reproduce.reproduce(_reproduce.read_table(path))
+        reproduce.reproduce(reproduce.read_table(path))
 
 
 # ---- predict ----

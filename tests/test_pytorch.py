@@ -17,13 +17,13 @@ MIB = 1 << 20
 
 @pytest.fixture(autouse=True)
 def no_installed_cudnn(monkeypatch):
-    from vaemem._workspace import InstalledCudnn
+    from vaemem.prediction.workspace import InstalledCudnn
 
     class NoCudnn(InstalledCudnn):
         def _spawn(self):
             return {"error": "not asked in tests"}
 
-    monkeypatch.setattr("vaemem._workspace._installed", NoCudnn())
+    monkeypatch.setattr("vaemem.prediction.workspace._installed", NoCudnn())
 
 
 def meta(*shape, dtype=torch.float16):
@@ -203,7 +203,7 @@ def test_a_vae_as_predict_has_it():
     from torch_vaes import diffusers_vae
 
     from vaemem import _core
-    from vaemem._process import SimulatedProcess
+    from vaemem.prediction.process import SimulatedProcess
 
     vae = diffusers_vae(_core.models()["sdxl"], torch.float16)
     p = predict_peak(vae, meta(1, 4, 64, 64), call=lambda v, z: v.decode(z).sample)

@@ -8,8 +8,8 @@ import random
 import pytest
 
 from vaemem import _core
-from vaemem._replay import replay
-from vaemem._snapshot import CachingAllocator, load_snapshot
+from vaemem.prediction.replay import replay
+from vaemem.prediction.snapshot import CachingAllocator, load_snapshot
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 

@@ -7,8 +7,20 @@ from importlib import resources
 import pytest
 
 from vaemem import Table, sweep
-from vaemem._claims import FAILS, HOLDS, MIXED, PUBLISHED, UNKNOWN, Claim, Finding, check, constant, percentile, ratio
-from vaemem._report import report
+from vaemem.reports.claims import (
+    FAILS,
+    HOLDS,
+    MIXED,
+    PUBLISHED,
+    UNKNOWN,
+    Claim,
+    Finding,
+    check,
+    constant,
+    percentile,
+    ratio,
+)
+from vaemem.reports.report import report
 
 MIB = 2**20
 

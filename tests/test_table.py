@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from vaemem import Table
-from vaemem._table import COLUMNS, need, render
+from vaemem.tables.table import COLUMNS, need, render
 
 ROW = {"model": "sdxl", "op": "decode", "height": 512, "width": 768, "batch": 1, "dtype": "float32"}
 FULL = ROW | {

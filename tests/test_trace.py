@@ -7,7 +7,7 @@ import random
 import pytest
 
 from vaemem import CachingAllocator, OutOfMemoryError, _core
-from vaemem._eager import eager_strides
+from vaemem.prediction.eager import eager_strides
 
 MODELS = _core.models()
 SMALL = {

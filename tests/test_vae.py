@@ -34,7 +34,7 @@ def autoencoder(settings: dict, seed: int = 0):
 
 
 def ours(model, settings: dict) -> VAE:
-    core = _core.Model(vaemem._weights.read_config(settings))
+    core = _core.Model(vaemem.engine.weights.read_config(settings))
     state = model.state_dict()
     for name, _ in core.tensors:
         core.set_tensor(name, state[name].contiguous().numpy())
@@ -223,9 +223,9 @@ def test_bad_input(call, exception, message):
 
 
 def test_missing_half_and_unknown_scaling():
-    arch = vaemem._weights.read_config(config("sd")) | {"scaling_factor": None}
+    arch = vaemem.engine.weights.read_config(config("sd")) | {"scaling_factor": None}
     core = _core.Model(arch, "decoder")
-    vaemem._weights.random_tensors(core, 0)
+    vaemem.engine.weights.random_tensors(core, 0)
     vae = VAE(core)
     assert np.array_equal(vae.decode(latents(vae, 2, 2)), small_vae("sd").decode(latents(vae, 2, 2)))
     with pytest.raises(ValueError, match="encode: this VAE was loaded without its encoder"):
@@ -235,7 +235,7 @@ def test_missing_half_and_unknown_scaling():
 
 
 def test_unset_weights_are_named():
-    core = _core.Model(vaemem._weights.read_config(config("sd")))
+    core = _core.Model(vaemem.engine.weights.read_config(config("sd")))
     with pytest.raises(ValueError, match=r"weights: encoder\.conv_in\.weight was never set"):
         VAE(core).decode(np.zeros((1, 4, 2, 2)))
 
@@ -383,7 +383,7 @@ def test_a_vae_survives_fork():
 
 @pytest.mark.parametrize("op", ["new", "plan", "encode", "decode"])
 def test_every_allocation_fails_in_turn(op):
-    arch = vaemem._weights.read_config(config("sd"))
+    arch = vaemem.engine.weights.read_config(config("sd"))
     vae = small_vae()
     x, z = images(8, 8), latents(vae, 2, 2)
     want = vae.decode(z)

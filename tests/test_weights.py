@@ -9,7 +9,8 @@ import pytest
 from safetensors import numpy as safetensors_numpy
 from weights_files import CONFIGS, FLUX_LIKE, SMALL, autoencoder, make, respell, same, tensors_of, write
 
-from vaemem import _core, _weights
+from vaemem import _core
+from vaemem.engine import weights
 
 # ---- names, against the real thing ----
 
@@ -17,7 +18,7 @@ from vaemem import _core, _weights
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_cores_names_and_shapes_are_diffusers(name):
     want = {n: tuple(t.shape) for n, t in autoencoder(CONFIGS[name]).state_dict().items()}
-    assert dict(_core.Model(_weights.read_config(CONFIGS[name]), "all").tensors) == want
+    assert dict(_core.Model(weights.read_config(CONFIGS[name]), "all").tensors) == want
 
 
 @pytest.mark.parametrize("name", ["sd15", "sdxl", "flux"])
@@ -37,7 +38,7 @@ def test_ldm_names_are_those_that_diffusers_converts(tmp_path, name):
     torch = pytest.importorskip("torch")
     model = make(CONFIGS[name])
     layout = "ldm" if model.arch["use_quant_conv"] else "bfl"
-    _weights.save(model, tmp_path / "a.safetensors", layout)
+    weights.save(model, tmp_path / "a.safetensors", layout)
     saved = safetensors_numpy.load_file(tmp_path / "a.safetensors")
     levels = len(model.arch["block_out_channels"])
     config = {"down_block_types": [None] * levels, "up_block_types": [None] * levels}
@@ -51,18 +52,18 @@ def test_old_names_are_those_that_diffusers_converts(tmp_path):
     model = make()
     old = respell(tensors_of(model), "diffusers-old")
     assert "decoder.mid_block.attentions.0.proj_attn.weight" in old
-    _weights.save(model, tmp_path / "vae")
-    write(tmp_path / "vae" / _weights.WEIGHTS, old)
+    weights.save(model, tmp_path / "vae")
+    write(tmp_path / "vae" / weights.WEIGHTS, old)
     state = type(autoencoder(SMALL)).from_pretrained(tmp_path / "vae").state_dict()
     assert all(t.dtype == torch.float32 for t in state.values())
     same(model, {n: t.numpy() for n, t in state.items()})
-    same(_weights.load(tmp_path / "vae"), {n: t.numpy() for n, t in state.items()})
+    same(weights.load(tmp_path / "vae"), {n: t.numpy() for n, t in state.items()})
 
 
 def test_saved_directory_loads_into_diffusers(tmp_path):
     pytest.importorskip("torch")
     model = make(FLUX_LIKE)
-    _weights.save(model, tmp_path / "vae")
+    weights.save(model, tmp_path / "vae")
     theirs, info = type(autoencoder(FLUX_LIKE)).from_pretrained(tmp_path / "vae", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     assert (theirs.config.scaling_factor, theirs.config.shift_factor) == (0.5, 0.25)
@@ -73,7 +74,7 @@ def test_directory_that_diffusers_saved(tmp_path):
     pytest.importorskip("torch")
     theirs = autoencoder(FLUX_LIKE)
     theirs.save_pretrained(tmp_path / "vae")
-    ours = _weights.load(tmp_path / "vae")
+    ours = weights.load(tmp_path / "vae")
     same(ours, {n: t.numpy() for n, t in theirs.state_dict().items()})
     assert (ours.arch["scaling_factor"], ours.arch["shift_factor"]) == (0.5, 0.25)
 
@@ -95,15 +96,15 @@ def test_every_layout_comes_back(tmp_path, layout, prefix, square):
         held["model.diffusion_model.middle_block.0.weight"] = np.zeros((2, 2), np.int64)
         write(path, held)
     shapes = {n: t.shape for n, t in safetensors_numpy.load_file(path).items()}
-    assert _weights.detect(shapes)[:2] == (layout.removesuffix("-old"), prefix)
-    same(_weights.load(path), tensors)
+    assert weights.detect(shapes)[:2] == (layout.removesuffix("-old"), prefix)
+    same(weights.load(path), tensors)
 
 
 @pytest.mark.parametrize(("config", "layout"), [(SMALL, "diffusers"), (SMALL, "ldm"), (FLUX_LIKE, "bfl")])
 def test_save_comes_back(tmp_path, config, layout):
     model = make(config)
-    _weights.save(model, tmp_path / "a.safetensors", layout)
-    loaded = _weights.load(tmp_path / "a.safetensors")
+    weights.save(model, tmp_path / "a.safetensors", layout)
+    loaded = weights.load(tmp_path / "a.safetensors")
     same(loaded, tensors_of(model))
     assert loaded.arch["name"] == "custom" and loaded.arch["scaling_factor"] is None
     assert [p.name for p in tmp_path.iterdir()] == ["a.safetensors"]
@@ -115,11 +116,11 @@ def test_save_comes_back(tmp_path, config, layout):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_save_directory_comes_back(tmp_path, name):
     model = make(CONFIGS[name])
-    _weights.save(model, tmp_path / "new" / "vae")
-    loaded = _weights.load(tmp_path / "new" / "vae")
+    weights.save(model, tmp_path / "new" / "vae")
+    loaded = weights.load(tmp_path / "new" / "vae")
     same(loaded, tensors_of(model))
     assert loaded.arch == model.arch
-    assert sorted(p.name for p in (tmp_path / "new" / "vae").iterdir()) == [_weights.CONFIG, _weights.WEIGHTS]
+    assert sorted(p.name for p in (tmp_path / "new" / "vae").iterdir()) == [weights.CONFIG, weights.WEIGHTS]
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
@@ -127,7 +128,7 @@ def test_half_types_are_exact(tmp_path, dtype):
     halves = {n: t.astype(dtype) for n, t in tensors_of(make()).items()}
     halves["decoder.conv_out.bias"] = np.array([np.inf, -0.0, 1e-7], dtype)  # a subnormal in float16
     path = write(tmp_path / "a.safetensors", halves)
-    same(_weights.load(path), {n: t.astype(np.float32) for n, t in halves.items()})
+    same(weights.load(path), {n: t.astype(np.float32) for n, t in halves.items()})
 
 
 def test_mixed_types_out_of_alignment(tmp_path):
@@ -146,17 +147,17 @@ def test_mixed_types_out_of_alignment(tmp_path):
     path = tmp_path / "a.safetensors"
     path.write_bytes(struct.pack("<Q", len(header)) + header + body)
     first = tensors["decoder.conv_out.bias"].astype(np.float16).astype(np.float32)
-    same(_weights.load(path), {**tensors, "decoder.conv_out.bias": first})
+    same(weights.load(path), {**tensors, "decoder.conv_out.bias": first})
 
 
 def test_fp16_variant_of_a_directory(tmp_path):
     model = make()
-    _weights.save(model, tmp_path)
+    weights.save(model, tmp_path)
     halves = {n: t.astype(np.float16) for n, t in tensors_of(model).items()}
-    write(tmp_path / _weights.WEIGHTS_FP16, halves)
-    same(_weights.load(tmp_path), tensors_of(model))  # the whole one wins
-    (tmp_path / _weights.WEIGHTS).unlink()
-    same(_weights.load(tmp_path), {n: t.astype(np.float32) for n, t in halves.items()})
+    write(tmp_path / weights.WEIGHTS_FP16, halves)
+    same(weights.load(tmp_path), tensors_of(model))  # the whole one wins
+    (tmp_path / weights.WEIGHTS).unlink()
+    same(weights.load(tmp_path), {n: t.astype(np.float32) for n, t in halves.items()})
 
 
 # ---- halves ----
@@ -167,17 +168,17 @@ def test_fp16_variant_of_a_directory(tmp_path):
 def test_half(tmp_path, parts, config):
     whole, half = make(config), make(config, parts)
     same(half, {n: t for n, t in tensors_of(whole).items() if n in dict(half.tensors)})
-    _weights.save(whole, tmp_path / "whole.safetensors")
-    _weights.save(half, tmp_path / "half.safetensors")
+    weights.save(whole, tmp_path / "whole.safetensors")
+    weights.save(half, tmp_path / "half.safetensors")
     for path in (tmp_path / "whole.safetensors", tmp_path / "half.safetensors"):
-        loaded = _weights.load(path, parts=parts)
+        loaded = weights.load(path, parts=parts)
         same(loaded, tensors_of(half))
         assert loaded.parts == parts
         assert loaded.arch["use_quant_conv"] == whole.arch["use_quant_conv"]
     with pytest.raises(ValueError, match=r"half\.safetensors: .*missing (en|de)coder\..*and \d+ more"):
-        _weights.load(tmp_path / "half.safetensors")
+        weights.load(tmp_path / "half.safetensors")
     with pytest.raises(ValueError, match=r"path: want a name that ends in \.safetensors for half a model"):
-        _weights.save(half, tmp_path / "vae")
+        weights.save(half, tmp_path / "vae")
     assert not (tmp_path / "vae").exists()
 
 
@@ -187,9 +188,9 @@ def test_the_other_half_is_not_looked_at(tmp_path):
     del tensors["encoder.conv_in.weight"]
     tensors["encoder.stranger"] = np.zeros(1, np.int8)
     path = write(tmp_path / "a.safetensors", tensors)
-    assert _weights.load(path, parts="decoder").missing() == []
+    assert weights.load(path, parts="decoder").missing() == []
     with pytest.raises(ValueError, match="parts: want one of all, encoder, decoder, got 'both'"):
-        _weights.load(path, parts="both")
+        weights.load(path, parts="both")
 
 
 # ---- architecture ----
@@ -201,41 +202,41 @@ def test_detected_architecture(layout, parts):
     for name, want in (("sd15", "sd"), ("sdxl", "sd"), ("flux", "flux")):
         arch = _core.models()[name]
         tensors = dict(_core.Model(arch, parts).tensors)
-        found = _weights.detect(respell(tensors, layout, 4))[2]
+        found = weights.detect(respell(tensors, layout, 4))[2]
         scaling = None if want == "sd" else arch["scaling_factor"]
         assert found == {**arch, "name": want, "scaling_factor": scaling}
     for config in CONFIGS.values():
-        arch = {**_weights.read_config(config), "scaling_factor": None, "shift_factor": 0.0}
+        arch = {**weights.read_config(config), "scaling_factor": None, "shift_factor": 0.0}
         if arch["norm_num_groups"] != 32:
             continue
         levels = len(arch["block_out_channels"])
-        found = _weights.detect(respell(dict(_core.Model(arch, "all").tensors), layout, levels), parts)[2]
+        found = weights.detect(respell(dict(_core.Model(arch, "all").tensors), layout, levels), parts)[2]
         assert found == arch
 
 
 def test_groups_cannot_be_detected(tmp_path):
     config = CONFIGS["deep"]
-    _weights.save(make(config), tmp_path / "a.safetensors")
+    weights.save(make(config), tmp_path / "a.safetensors")
     with pytest.raises(ValueError, match=r"a\.safetensors: config: norm_num_groups cannot be seen"):
-        _weights.load(tmp_path / "a.safetensors")
-    same(_weights.load(tmp_path / "a.safetensors", config=config), tensors_of(make(config)))
+        weights.load(tmp_path / "a.safetensors")
+    same(weights.load(tmp_path / "a.safetensors", config=config), tensors_of(make(config)))
 
 
 def test_model_and_config_win_and_must_fit(tmp_path):
     path = tmp_path / "a.safetensors"
-    _weights.save(make(), path)
-    arch = _weights.load(path, config={**SMALL, "scaling_factor": 2.0}).arch
+    weights.save(make(), path)
+    arch = weights.load(path, config={**SMALL, "scaling_factor": 2.0}).arch
     assert (arch["name"], arch["scaling_factor"]) == ("custom", 2.0)
     with pytest.raises(ValueError, match=r"encoder\.conv_in\.weight: want \(128, 3, 3, 3\), got \(32, 3, 3, 3\)"):
-        _weights.load(path, model="sdxl")
+        weights.load(path, model="sdxl")
     with pytest.raises(ValueError, match=r"missing encoder.*resnets\.1"):
-        _weights.load(path, config={**SMALL, "layers_per_block": 2})
+        weights.load(path, config={**SMALL, "layers_per_block": 2})
     with pytest.raises(ValueError, match=r"extra .*quant_conv.bias: want no such tensor, got \(4,\)"):
-        _weights.load(path, config={**SMALL, "use_post_quant_conv": False})
+        weights.load(path, config={**SMALL, "use_post_quant_conv": False})
     with pytest.raises(ValueError, match="model: want one of sd15, sdxl, flux, got 'sd3'"):
-        _weights.load(path, model="sd3")
+        weights.load(path, model="sd3")
     with pytest.raises(ValueError, match="model: want one that config= describes"):
-        _weights.load(path, model="sdxl", config=SMALL)
+        weights.load(path, model="sdxl", config=SMALL)
 
 
 # ---- random weights ----

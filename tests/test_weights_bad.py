@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from weights_files import CONFIGS, FLUX_LIKE, SMALL, make, respell, same, tensors_of, write
 
-from vaemem import _core, _weights
+from vaemem import _core
+from vaemem.engine import weights
 
 # ---- tensors that are not as they should be ----
 
@@ -25,12 +26,12 @@ def test_each_tensor_is_named_when_missing_or_misshapen(tmp_path, layout):
     for name in tensors:
         write(path, {n: t for n, t in tensors.items() if n != name})
         with pytest.raises(ValueError, match=rf"a\.safetensors: 1 tensor.*missing {name}: want \(\d"):
-            _weights.load(path, config=config)
+            weights.load(path, config=config)
         if config is None and name in ("encoder.conv_in.weight", "decoder.conv_out.weight"):
             continue  # conv_in alone tells in_channels: another shape is another model
         write(path, {**tensors, name: np.zeros((5, *tensors[name].shape[1:]), np.float32)})
         with pytest.raises(ValueError, match=rf"a\.safetensors: 1 tensor.*{name}: want \(\d.*, got \(5,"):
-            _weights.load(path, config=config)
+            weights.load(path, config=config)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +40,7 @@ def test_each_tensor_is_named_when_missing_or_misshapen(tmp_path, layout):
 def test_extra_tensor_is_named(tmp_path, name):
     path = write(tmp_path / "a.safetensors", {**tensors_of(make()), name: np.zeros((7, 8), np.float32)})
     with pytest.raises(ValueError, match=rf"1 tensor.*extra {name}: want no such tensor, got \(7, 8\)"):
-        _weights.load(path)
+        weights.load(path)
 
 
 @pytest.mark.parametrize("prefix", ["", "first_stage_model."])
@@ -47,7 +48,7 @@ def test_training_only_tensors_are_ignored(tmp_path, prefix):
     tensors = tensors_of(make())
     more = {f"{prefix}loss.logvar": np.zeros(1, np.int64), "model_ema.decay": np.zeros(1, np.float64)}
     path = write(tmp_path / "a.safetensors", {**{prefix + n: t for n, t in tensors.items()}, **more})
-    same(_weights.load(path), tensors)
+    same(weights.load(path), tensors)
 
 
 def test_other_dtypes_are_named(tmp_path):
@@ -55,7 +56,7 @@ def test_other_dtypes_are_named(tmp_path):
     tensors["decoder.conv_in.bias"] = tensors["decoder.conv_in.bias"].astype(np.float64)
     path = write(tmp_path / "a.safetensors", tensors)
     with pytest.raises(ValueError, match=r"decoder\.conv_in\.bias: want F32, F16, BF16, got F64"):
-        _weights.load(path)
+        weights.load(path)
 
 
 def test_both_attention_names_at_once(tmp_path):
@@ -63,14 +64,14 @@ def test_both_attention_names_at_once(tmp_path):
     name = "decoder.mid_block.attentions.0."
     path = write(tmp_path / "a.safetensors", {**tensors, name + "query.bias": tensors[name + "to_q.bias"]})
     with pytest.raises(ValueError, match=r"extra .*query\.bias"):
-        _weights.load(path)
+        weights.load(path)
 
 
 def test_unknown_layout(tmp_path):
     for tensors in ({}, {"text_model.encoder.layers.0.weight": np.zeros(3, np.float32)}):
         path = write(tmp_path / "a.safetensors", tensors)
         with pytest.raises(ValueError, match=r"a\.safetensors: unknown layout: want .*diffusers, ldm, bfl"):
-            _weights.load(path)
+            weights.load(path)
 
 
 # ---- damaged and hostile files ----
@@ -117,7 +118,7 @@ def test_hostile_file(tmp_path, name):
     path = tmp_path / "hostile.safetensors"
     path.write_bytes(HOSTILE[name])
     with pytest.raises(ValueError, match=r"hostile\.safetensors"):
-        _weights.load(path, model="sdxl")
+        weights.load(path, model="sdxl")
 
 
 @pytest.mark.parametrize("side", [0, 1])
@@ -133,33 +134,33 @@ def test_a_small_file_makes_no_large_model(tmp_path, side):
     with open(path, "r+b") as f:
         f.truncate(path.stat().st_size + end)  # sparse
     with pytest.raises(ValueError, match=r"hostile\.safetensors: .*conv2\.weight: want \(65536, 65536, 3, 3\)"):
-        _weights.load(path)
+        weights.load(path)
 
 
 def test_every_truncation_of_a_real_file(tmp_path):
     path = tmp_path / "a.safetensors"
-    _weights.save(make(), path)
+    weights.save(make(), path)
     whole = path.read_bytes()
     for size in sorted({*range(0, 64, 7), *range(64, len(whole), len(whole) // 40), len(whole) - 1}):
         path.write_bytes(whole[:size])
         with pytest.raises(ValueError, match=r"path: want a safetensors file, got .*a\.safetensors"):
-            _weights.load(path)
+            weights.load(path)
 
 
 def test_paths_that_are_no_files(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"path: .*nowhere\.safetensors"):
-        _weights.load(tmp_path / "nowhere.safetensors")
+        weights.load(tmp_path / "nowhere.safetensors")
     with pytest.raises(FileNotFoundError, match=r"path: want a directory with diffusion_pytorch_model\.safetensors"):
-        _weights.load(tmp_path)
+        weights.load(tmp_path)
     with pytest.raises(ValueError, match=r"path: .*null, which is neither"):
-        _weights.load("/dev/null")
+        weights.load("/dev/null")
     with pytest.raises(TypeError, match="path: want a path, got int"):
-        _weights.load(3)
-    _weights.save(make(), tmp_path)
+        weights.load(3)
+    weights.save(make(), tmp_path)
     (tmp_path / "config.json").unlink()
     with pytest.raises(FileNotFoundError, match=r"path: want a directory with config\.json"):
-        _weights.load(tmp_path)
-    assert _weights.load(tmp_path, config=SMALL).missing() == []
+        weights.load(tmp_path)
+    assert weights.load(tmp_path, config=SMALL).missing() == []
 
 
 # ---- saving ----
@@ -178,14 +179,14 @@ def test_paths_that_are_no_files(tmp_path):
 )
 def test_layouts_refused(tmp_path, config, layout, why):
     with pytest.raises(ValueError, match=why):
-        _weights.save(make(CONFIGS[config]), tmp_path / "a.safetensors", layout)
+        weights.save(make(CONFIGS[config]), tmp_path / "a.safetensors", layout)
     assert not list(tmp_path.iterdir())
 
 
 def test_bfl_wants_the_attention(tmp_path):
     config = {**FLUX_LIKE, "mid_block_add_attention": False}
     with pytest.raises(ValueError, match="layout: bfl always has the middle attention"):
-        _weights.save(make(config), tmp_path / "a.safetensors", "bfl")
+        weights.save(make(config), tmp_path / "a.safetensors", "bfl")
 
 
 def test_save_refuses_paths_and_unset_tensors(tmp_path):
@@ -199,9 +200,9 @@ def test_save_refuses_paths_and_unset_tensors(tmp_path):
         (tmp_path / "no" / "c.safetensors", "diffusers", "path: want a file in a directory that exists"),
     ]:
         with pytest.raises(ValueError, match=why):
-            _weights.save(model, path, layout)
+            weights.save(model, path, layout)
     with pytest.raises(ValueError, match=r"model: want every tensor set, got \d+ that are not, such as encoder"):
-        _weights.save(_core.Model(model.arch, "all"), tmp_path / "d.safetensors")
+        weights.save(_core.Model(model.arch, "all"), tmp_path / "d.safetensors")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.file", "b.safetensors"]
 
 
@@ -226,30 +227,31 @@ def test_a_failed_save_leaves_what_was_there(tmp_path, nth):
     old, failing = make(seed=1), Failing(make(), nth)
     for path in (tmp_path / "a.safetensors", tmp_path / "vae"):
         with pytest.raises(MemoryError):
-            _weights.save(failing, path)
+            weights.save(failing, path)
         assert not list(tmp_path.iterdir())
         failing.left = nth
     for path in (tmp_path / "a.safetensors", tmp_path / "vae"):
-        _weights.save(old, path)
+        weights.save(old, path)
         before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
         with pytest.raises(MemoryError):
-            _weights.save(failing, path)
+            weights.save(failing, path)
         assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
         failing.left = nth
 
 
 def test_unknown_scaling_stays_unknown(tmp_path):
-    _weights.save(make(), tmp_path / "a.safetensors")
-    _weights.save(_weights.load(tmp_path / "a.safetensors"), tmp_path / "vae")
+    weights.save(make(), tmp_path / "a.safetensors")
+    weights.save(weights.load(tmp_path / "a.safetensors"), tmp_path / "vae")
     assert json.loads((tmp_path / "vae" / "config.json").read_text())["scaling_factor"] is None
-    assert _weights.load(tmp_path / "vae").arch["scaling_factor"] is None
+    assert weights.load(tmp_path / "vae").arch["scaling_factor"] is None
 
 
 # ---- memory ----
 
 MEASURE = """
 import sys
-from vaemem import _core, _weights
+from vaemem import _core
+from vaemem.engine import weights
 verb, small, path = sys.argv[1:]
 arch = _core.models()["sdxl"]
 
@@ -257,18 +259,18 @@ def status(key):
     with open("/proc/self/status") as f:
         return next(int(line.split()[1]) for line in f if line.startswith(key)) * 1024
 
-model = _weights.load(small)  # what is imported and set up once
-_weights.save(model, small)
+model = weights.load(small)  # what is imported and set up once
+weights.save(model, small)
 if verb == "save":
     model = _core.Model(arch, "decoder")
-    _weights.random_tensors(model, 0)
+    weights.random_tensors(model, 0)
 with open("/proc/self/clear_refs", "w") as f:
     f.write("5")  # VmHWM starts again from here
 before = status("VmRSS:")
 if verb == "save":
-    _weights.save(model, path)
+    weights.save(model, path)
 else:
-    model = _weights.load(path, parts="decoder", model="sdxl")
+    model = weights.load(path, parts="decoder", model="sdxl")
 print(status("VmHWM:") - before, model.reserved_bytes)
 """
 
@@ -279,7 +281,7 @@ def test_peak_memory_of_a_real_size(tmp_path):
     """SDXL's decoder, 189 MiB in float32: saving takes one tensor; loading the packed copy and one tensor. The peak
     of the process counts pages of the mapped file too."""
     small, path = tmp_path / "small.safetensors", tmp_path / "a.safetensors"
-    _weights.save(make(), small)
+    weights.save(make(), small)
     largest = 512 * 512 * 9 * 4
     slack = 2 << 20  # headers, names and Python's own growth: under 1 MiB seen
     for verb in ("save", "load"):

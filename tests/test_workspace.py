@@ -9,10 +9,10 @@ import textwrap
 
 import pytest
 
-from vaemem import _profiles
-from vaemem._gpus import find_gpu, gpu_names
-from vaemem._profiles import Conv
-from vaemem._workspace import CUDNN_OF_TORCH, InstalledCudnn, Workspace, find_cudnn
+from vaemem.prediction import profiles
+from vaemem.prediction.gpus import find_gpu, gpu_names
+from vaemem.prediction.profiles import Conv
+from vaemem.prediction.workspace import CUDNN_OF_TORCH, InstalledCudnn, Workspace, find_cudnn
 
 MIB = 1 << 20
 
@@ -68,19 +68,19 @@ def test_an_unknown_gpu_is_refused_with_the_nearest_names():
 
 
 def test_formula_terms():
-    s = _profiles.sizes(Conv("float16", 2, 3, 10, 12, 5, 3))
+    s = profiles.sizes(Conv("float16", 2, 3, 10, 12, 5, 3))
     i, o, f = 2 * 3 * 10 * 12 * 2, 2 * 5 * 10 * 12 * 2, 5 * 3 * 9 * 2
     assert (s["i"], s["o"], s["f"]) == (i, o, 272 if f == 270 else None)  # the filter rounded up to 16
     assert (s["I"], s["O"], s["F"]) == (2 * 120 * 16, 2 * 120 * 16, 8 * 8 * 9 * 2)  # 8 half channels are 16 bytes
     assert (s["P"], s["Q"], s["m"]) == (240, 120, 16)
-    assert _profiles.formula_bytes(["i+o+f", 0, 0, 0, 16], s) == i + o + 272 + 16
-    assert _profiles.formula_bytes(["i+f+3o", 0, 0, 0, 0], s) == i + 272 + 3 * o
-    assert _profiles.formula_bytes(["", 6, 0, 0, 0], s) == 128 * (6 * 120 // 128 + 1)
-    assert _profiles.formula_bytes(["", 0, 64, 1000, 5], s) == 4 * 1000 + 5
+    assert profiles.formula_bytes(["i+o+f", 0, 0, 0, 16], s) == i + o + 272 + 16
+    assert profiles.formula_bytes(["i+f+3o", 0, 0, 0, 0], s) == i + 272 + 3 * o
+    assert profiles.formula_bytes(["", 6, 0, 0, 0], s) == 128 * (6 * 120 // 128 + 1)
+    assert profiles.formula_bytes(["", 0, 64, 1000, 5], s) == 4 * 1000 + 5
 
 
 def test_profile_walks_its_tree_and_its_rules():
-    profile = _profiles.Profile(
+    profile = profiles.Profile(
         {
             "capability": "8.9",
             "cudnn": "9.0.0",
@@ -115,12 +115,12 @@ def test_profile_walks_its_tree_and_its_rules():
 
 
 def test_every_shipped_profile_loads_and_names_its_making():
-    files = _profiles.profile_files()
-    assert all(_profiles.nearest_profile(find_gpu(name), None) for name in gpu_names())
+    files = profiles.profile_files()
+    assert all(profiles.nearest_profile(find_gpu(name), None) for name in gpu_names())
     for name, (sm, _, number) in files.items():
-        profile = _profiles._load(name)
+        profile = profiles._load(name)
         assert profile.how in ("asked", "measured", "inferred")
-        assert profile.capability.replace(".", "") == str(sm) and _profiles.version_number(profile.version) == number
+        assert profile.capability.replace(".", "") == str(sm) and profiles.version_number(profile.version) == number
         if profile.how == "asked":
             # Unseen questions, half of them random rectangles down to 8 pixels: cuDNN's choice there follows wave
             # quantisation that a tree of sizes only approximates. Seen ones are exact by construction.
@@ -241,9 +241,9 @@ def test_rules_say_so(nobody, gpu, dtype, tf32, layout, want):
 WIDE = ((128, 128), (128, 256), (256, 256), (256, 512), (512, 512), (512, 256), (256, 128))
 
 
-@pytest.mark.parametrize("name", sorted(_profiles.profile_files()))
+@pytest.mark.parametrize("name", sorted(profiles.profile_files()))
 def test_the_rule_is_as_good_as_it_says(nobody, name, monkeypatch):
-    profile = _profiles._load(name)
+    profile = profiles._load(name)
     if profile.how != "asked":
         pytest.skip("inferred from a table of another kind")
     gpu = find_gpu(profile.recorded["gpus"][0])
@@ -437,7 +437,7 @@ def test_installed_cudnn_says_what_was_recorded(installed):
     gpus = ["RTX 4090", "A100", "H100", "T4"]
     compared = 0
     for gpu in map(find_gpu, gpus):
-        profile = _profiles.nearest_profile(gpu, installed.version)
+        profile = profiles.nearest_profile(gpu, installed.version)
         if profile.version != installed.version:
             continue
         for side in (512, 768, 1024):
@@ -459,7 +459,7 @@ def test_channels_last_needs_nothing_transposed(installed):
 
 def test_asking_works_from_any_folder(installed, tmp_path):
     code = """
-        from vaemem._workspace import Workspace
+        from vaemem.prediction.workspace import Workspace
         print(Workspace("RTX 4090").conv("float16", 1, 96, 64, 64, 96, 3)[1])
     """
     import vaemem

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from safetensors import numpy as safetensors_numpy
 
-from vaemem import _core, _layouts, _weights
+from vaemem import _core
+from vaemem.engine import layouts, weights
 
 SMALL = {"block_out_channels": (32, 64), "layers_per_block": 1, "latent_channels": 4}
 FLUX_LIKE = {"block_out_channels": (32, 96, 64), "latent_channels": 8, "use_quant_conv": False}
@@ -22,8 +23,8 @@ CONFIGS = {
 
 
 def make(config=SMALL, parts="all", seed=0):
-    model = _core.Model(_weights.read_config(config), parts)
-    _weights.random_tensors(model, seed)
+    model = _core.Model(weights.read_config(config), parts)
+    weights.random_tensors(model, seed)
     return model
 
 
@@ -46,7 +47,7 @@ def write(path, tensors, prefix=""):
 
 
 def respell(tensors, layout, levels=2):
-    return {n: tensors[ours] for ours, n in _layouts.spell(tensors, layout, levels).items()}
+    return {n: tensors[ours] for ours, n in layouts.spell(tensors, layout, levels).items()}
 
 
 def autoencoder(config):

@@ -8,17 +8,17 @@ __path__ = _pkgutil.extend_path(__path__, __name__)
 
 from vaemem import _core
 from vaemem._core import OutOfMemoryError
-from vaemem._device import DeviceArray
-from vaemem._estimators import ESTIMATORS, Estimator, compare
-from vaemem._fit import fit
-from vaemem._formula import formula
-from vaemem._predict import Prediction, predict
-from vaemem._process import SimulatedProcess
-from vaemem._replay import Replay, replay
-from vaemem._report import report
-from vaemem._snapshot import CachingAllocator
-from vaemem._sweep import sweep
-from vaemem._table import Table
+from vaemem.engine.device import DeviceArray
+from vaemem.prediction.formula import formula
+from vaemem.prediction.predict import Prediction, predict
+from vaemem.prediction.process import SimulatedProcess
+from vaemem.prediction.replay import Replay, replay
+from vaemem.prediction.snapshot import CachingAllocator
+from vaemem.reports.report import report
+from vaemem.tables.estimators import ESTIMATORS, Estimator, compare
+from vaemem.tables.fit import fit
+from vaemem.tables.sweep import sweep
+from vaemem.tables.table import Table
 from vaemem.vae import VAE, Encoded, Run, backends
 
 __version__ = "0.1.0"

@@ -7,9 +7,9 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 
-from ._fit import TARGETS
-from ._sweep import OPS
-from ._table import Table, render
+from vaemem.tables.fit import TARGETS
+from vaemem.tables.sweep import OPS
+from vaemem.tables.table import Table, render
 
 
 def _size(text: str) -> tuple[int, int]:
@@ -36,14 +36,14 @@ def _demo(args: argparse.Namespace) -> None:
 
 
 def _estimate(args: argparse.Namespace) -> None:
-    from ._sweep import sweep
+    from vaemem.tables.sweep import sweep
 
     estimates = sweep(args.model, args.op, args.sizes, args.dtype, device=args.device, batch=args.batch, measure=False)
     _print(estimates, args.format)
 
 
 def _sweep(args: argparse.Namespace) -> None:
-    from ._sweep import sweep
+    from vaemem.tables.sweep import sweep
 
     table = sweep(
         args.models, args.ops, args.sizes, args.dtype, device=args.device, batch=args.batch, repeats=args.repeats,
@@ -55,7 +55,7 @@ def _sweep(args: argparse.Namespace) -> None:
 
 
 def _fit(args: argparse.Namespace) -> None:
-    from ._fit import fit
+    from vaemem.tables.fit import fit
 
     table = Table.from_csv(args.table)
     equals = {name: value for name in ("model", "op", "dtype", "source") if (value := getattr(args, name))}
@@ -66,7 +66,7 @@ def _fit(args: argparse.Namespace) -> None:
 
 
 def _compare(args: argparse.Namespace) -> None:
-    from ._estimators import compare
+    from vaemem.tables.estimators import compare
 
     table = Table.from_csv(args.table)
     if args.sizes:
@@ -81,7 +81,7 @@ def _compare(args: argparse.Namespace) -> None:
 
 
 def _report(args: argparse.Namespace) -> None:
-    from ._report import report
+    from vaemem.reports.report import report
 
     missing = {"device": args.device} if args.device else {}
     for file in report(Table.from_csv(args.table, **missing), plots=not args.no_plots).save(args.out):
@@ -110,7 +110,7 @@ def _predict(args: argparse.Namespace) -> None:
 
 
 def _reproduce(args: argparse.Namespace) -> None:
-    from ._reproduce import main as reproduce
+    from vaemem.prediction.reproduce import main as reproduce
 
     reproduce([*([args.table] if args.table else []), *(["--csv", args.csv] if args.csv else [])])
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 
-from . import plot
-from ._fit import Fit, fit
-from ._sweep import sweep
-from ._table import Table, mib, need, render
-from .vae import VAE, backends
+from vaemem import plot
+from vaemem.engine.vae import VAE, backends
+from vaemem.tables.fit import Fit, fit
+from vaemem.tables.sweep import sweep
+from vaemem.tables.table import Table, mib, need, render
 
 WEIGHTS = {"sdxl": ("sdxl", "diffusers"), "flux": ("flux/ae.safetensors", "bfl")}  # model: file, layout
 _FULL_SIZE_BYTES = 128 * 4  # a pixel of T, one full-size activation in float32

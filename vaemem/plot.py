@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ._fit import Fit, Formula
-from ._table import ELEMENT_BYTES, MIB, SCHEMA, Row, Table, need
+from vaemem.tables.fit import Fit, Formula
+from vaemem.tables.table import ELEMENT_BYTES, MIB, SCHEMA, Row, Table, need
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from ._estimators import Comparison
+    from vaemem.tables.estimators import Comparison
 
 # Colours that people with a colour-vision deficiency tell apart (Okabe and Ito).
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")

@@ -33,9 +33,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from vaemem import _core
-from vaemem._eager import eager_strides
-from vaemem._gpus import Gpu, find_gpu
-from vaemem._predict import ModulePrediction
+from vaemem.prediction.eager import eager_strides
+from vaemem.prediction.gpus import Gpu, find_gpu
+from vaemem.prediction.predict import ModulePrediction
 
 __all__ = ["ModulePrediction", "Recording", "measure", "predict_peak", "record"]
 
@@ -498,4 +498,4 @@ def predict_peak(
     return ModulePrediction(recording.trace, recording.weights, recording.inputs, recording.unmodelled, settings)
 
 
-from vaemem._measure import measure  # it imports torch from here
+from vaemem.tables.measure import measure  # it imports torch from here

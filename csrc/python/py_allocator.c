@@ -1,4 +1,4 @@
-/* vaemem._core.CachingAllocator: the simulated PyTorch allocator, raw. vaemem/_snapshot.py is its face. */
+/* vaemem._core.CachingAllocator: the simulated PyTorch allocator, raw. vaemem/prediction/snapshot.py is its face. */
 #include "py.h"
 
 #include "../predict/torch_alloc.h"

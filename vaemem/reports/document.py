@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from ._table import render
+from vaemem.tables.table import render
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -15,7 +15,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from vaemem import _core
-from vaemem._layouts import (
+from vaemem.engine.layouts import (
     CONFIG,
     DTYPES,
     LAYOUTS,

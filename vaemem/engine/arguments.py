@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from vaemem._device import CONVOLUTIONS, DTYPES, Device, parse_device
+from vaemem.engine.device import CONVOLUTIONS, DTYPES, Device, parse_device
 
 Progress = bool | Callable[[int, int], object] | None
 

@@ -9,8 +9,9 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from . import _core, plot
-from ._claims import (
+from vaemem import _core, plot
+from vaemem.prediction.gpus import find_gpu
+from vaemem.reports.claims import (
     FAILS,
     HOLDS,
     MIXED,
@@ -25,11 +26,10 @@ from ._claims import (
     ratio,
     span,
 )
-from ._document import Document
-from ._estimators import Comparison, ran_tiled
-from ._fit import fit
-from ._gpus import find_gpu
-from ._table import ELEMENT_BYTES, MIB, Row, Table, mib
+from vaemem.reports.document import Document
+from vaemem.tables.estimators import Comparison, ran_tiled
+from vaemem.tables.fit import fit
+from vaemem.tables.table import ELEMENT_BYTES, MIB, Row, Table, mib
 
 _SHIPPED = {"decode": {"ComfyUI": 2178, "InvokeAI": 2200}, "encode": {"ComfyUI": 1767, "InvokeAI": 1100}}
 

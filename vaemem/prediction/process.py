@@ -10,10 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from vaemem import _core
-from vaemem._gpus import Gpu, find_gpu
-from vaemem._profiles import ELEMENT
-from vaemem._snapshot import CachingAllocator
-from vaemem._workspace import CUDNN_OF_TORCH, Workspace
+from vaemem.prediction.gpus import Gpu, find_gpu
+from vaemem.prediction.profiles import ELEMENT
+from vaemem.prediction.snapshot import CachingAllocator
+from vaemem.prediction.workspace import CUDNN_OF_TORCH, Workspace
 
 MIB = 1 << 20
 RUNTIMES = ("diffusers", "bfl")
@@ -62,7 +62,7 @@ def architecture(model: str | Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(f"model: want one of {', '.join(shipped)}, an arch dict or a config.json, got {model!r}")
     elif "norm_eps" in model:
         return dict(model)  # an arch dict already
-    from vaemem._weights import read_config
+    from vaemem.engine.weights import read_config
 
     return read_config(model)
 
@@ -150,7 +150,7 @@ class SimulatedProcess:
     Parameters
     ----------
     gpu : str
-        A name for `vaemem._gpus.find_gpu`: ``"RTX 4090"``.
+        A name for `vaemem.prediction.gpus.find_gpu`: ``"RTX 4090"``.
     cudnn_version, torch_version : str, optional
         PyTorch 2.7.1 by default, and the cuDNN that its wheels bring.
     allocator : CachingAllocator, optional

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ._table import ELEMENT_BYTES, SCHEMA, Row, Table, mib, need, render
+from vaemem.tables.table import ELEMENT_BYTES, SCHEMA, Row, Table, mib, need, render
 
 KEY = ("model", "op", "runtime", "device", "batch")
 TARGETS = tuple(column.name for column in SCHEMA if column.kind in ("bytes", "seconds"))

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ._fit import KEY, Fit, Formula
-from ._table import ELEMENT_BYTES, MIB, SCHEMA, Row, Table, mib, need, render
+from vaemem.tables.fit import KEY, Fit, Formula
+from vaemem.tables.table import ELEMENT_BYTES, MIB, SCHEMA, Row, Table, mib, need, render
 
 if TYPE_CHECKING:
     import pandas

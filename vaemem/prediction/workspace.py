@@ -22,8 +22,8 @@ import tempfile
 import threading
 from typing import Any
 
-from vaemem._gpus import Gpu, find_gpu
-from vaemem._profiles import ELEMENT, Conv, Profile, nearest_profile, version_number
+from vaemem.prediction.gpus import Gpu, find_gpu
+from vaemem.prediction.profiles import ELEMENT, Conv, Profile, nearest_profile, version_number
 
 # The cuDNN that PyTorch's own wheels for Linux bring (their package metadata). 2.7 built for CUDA 12.6 brings 9.5.1.
 CUDNN_OF_TORCH = {
@@ -111,12 +111,12 @@ class InstalledCudnn:
             path = self._path or find_cudnn()
         except FileNotFoundError as error:
             return {"error": str(error)}
-        here = os.path.dirname(os.path.abspath(__file__))
+        here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
         stand_in = next(iter(glob.glob(os.path.join(here, "_no_driver*.so"))), "")
         environment = os.environ | {"PYTHONPATH": os.pathsep.join([os.path.dirname(here), *sys.path])}
         self._stderr = tempfile.TemporaryFile("w+")
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "vaemem._workspace", os.path.abspath(path) if path else "", stand_in],
+            [sys.executable, "-m", "vaemem.prediction.workspace", os.path.abspath(path) if path else "", stand_in],
             cwd=os.path.dirname(here),  # the same vaemem, whatever lies in the caller's folder
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

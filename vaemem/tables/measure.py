@@ -18,13 +18,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from vaemem._layouts import config_of, read_config
-from vaemem._meters import CpuMeter, CudaMeter, Meter
-from vaemem._predict import DEFAULT_TILE, OPS
-from vaemem._process import RUNTIMES, _choose, architecture
-from vaemem._profiles import ELEMENT, Conv
-from vaemem._sweep import _listed, _sizes
-from vaemem._table import Row, Table
+from vaemem.engine.layouts import config_of, read_config
+from vaemem.prediction.predict import DEFAULT_TILE, OPS
+from vaemem.prediction.process import RUNTIMES, _choose, architecture
+from vaemem.prediction.profiles import ELEMENT, Conv
+from vaemem.tables.meters import CpuMeter, CudaMeter, Meter
+from vaemem.tables.sweep import _listed, _sizes
+from vaemem.tables.table import Row, Table
 
 PROFILE_COLUMNS = ("gpu", "torch", "cudnn", *Conv._fields, "workspace_bytes")
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from vaemem import _core
-from vaemem._process import (
+from vaemem.prediction.process import (
     MIB,
     RUNTIME_OF,
     LoadedVAE,
@@ -18,8 +18,8 @@ from vaemem._process import (
     _choose,
     architecture,
 )
-from vaemem._profiles import ELEMENT
-from vaemem._snapshot import CachingAllocator
+from vaemem.prediction.profiles import ELEMENT
+from vaemem.prediction.snapshot import CachingAllocator
 
 OPS = ("encode", "decode", "encode_tiled", "decode_tiled")
 DEFAULT_TILE = 512
@@ -215,7 +215,7 @@ class Prediction(_Peaks):
 
     @property
     def formula(self) -> str:
-        from vaemem._formula import closed_form
+        from vaemem.prediction.formula import closed_form
 
         return closed_form(self)
 
@@ -292,7 +292,7 @@ def predict(
     slicing : bool
         One image of the batch after the other (diffusers' ``enable_slicing``).
     workspace : object, optional
-        What answers for the convolutions' workspaces in place of `vaemem._workspace.Workspace`.
+        What answers for the convolutions' workspaces in place of `vaemem.prediction.workspace.Workspace`.
 
     Returns
     -------

@@ -7,8 +7,8 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
-from . import _core
-from ._snapshot import INTERVALS, MIB, CachingAllocator, check_snapshot, load_snapshot, parse_conf, want
+from vaemem import _core
+from vaemem.prediction.snapshot import INTERVALS, MIB, CachingAllocator, check_snapshot, load_snapshot, parse_conf, want
 
 
 def _number(item: dict[str, Any], key: str, what: str) -> int:

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from vaemem._predict import Prediction, benchmark, predict
-from vaemem._process import SimulatedProcess
-from vaemem._profiles import ELEMENT
-from vaemem._table import render
+from vaemem.prediction.predict import Prediction, benchmark, predict
+from vaemem.prediction.process import SimulatedProcess
+from vaemem.prediction.profiles import ELEMENT
+from vaemem.tables.table import render
 
 STEP, LAST = 64, 4096  # the squares that a derivation looks at: 64, 128, ... 4096 pixels a side
 ROUNDING = 512  # bytes: the allocator's granule; what moves a tensor by less is no other law

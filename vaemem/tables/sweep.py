@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import _core
-from ._device import DTYPES, parse_device
-from ._table import Row, Table, need
-from .vae import VAE, Progress, Run
+from vaemem import _core
+from vaemem.engine.device import DTYPES, parse_device
+from vaemem.engine.vae import VAE, Progress, Run
+from vaemem.tables.table import Row, Table, need
 
 OPS = ("encode", "decode")
 # What a pixel costs, encode beside decode (1117 and 2515 GFLOP at 512x512): for the progress bar only.

@@ -23,7 +23,7 @@ import re
 from importlib import resources
 from typing import Any, NamedTuple
 
-from vaemem._gpus import Gpu
+from vaemem.prediction.gpus import Gpu
 
 ELEMENT = {"float16": 2, "bfloat16": 2, "float32": 4}
 _FILE = re.compile(r"sm(\d+)((?:-\w+)*)_cudnn(\d+\.\d+\.\d+)\.json")

@@ -7,12 +7,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import _sections, plot
-from ._claims import Checked, Claim, check
-from ._document import Document, png
-from ._estimators import Comparison, compare
-from ._sections import Facts
-from ._table import Table
+from vaemem import plot
+from vaemem.reports import sections
+from vaemem.reports.claims import Checked, Claim, check
+from vaemem.reports.document import Document, png
+from vaemem.reports.sections import Facts
+from vaemem.tables.estimators import Comparison, compare
+from vaemem.tables.table import Table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -128,18 +129,18 @@ def report(
     comparison = compare(comparable, estimators, facts.target) if len(comparable) else None
     checked = check(table, claims)
     document = Document(title)
-    _sections.system(document, facts)
-    _sections.tables(document, facts)
+    sections.system(document, facts)
+    sections.tables(document, facts)
     if plots and comparison is not None:
         document.figure("memory", "Memory against pixels", plot.memory_vs_pixels(comparable, target=facts.target))
-    _sections.ratios(document, facts)
-    _sections.scaling(document, facts)
-    _sections.constants(document, facts, plots)
-    _sections.estimates(document, comparison, plots)
-    _sections.formulas(document, facts)
-    _sections.models(document, facts)
-    _sections.advice(document, facts, comparison)
-    _sections.claims(document, checked)
+    sections.ratios(document, facts)
+    sections.scaling(document, facts)
+    sections.constants(document, facts, plots)
+    sections.estimates(document, comparison, plots)
+    sections.formulas(document, facts)
+    sections.models(document, facts)
+    sections.advice(document, facts, comparison)
+    sections.claims(document, checked)
     made = Report(document, comparison, checked)
     if path is not None:
         made.save(path, html)

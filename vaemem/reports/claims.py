@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from . import _core
-from ._estimators import ran_tiled, size_of
-from ._table import ELEMENT_BYTES, Row, Table, mib, render
+from vaemem import _core
+from vaemem.tables.estimators import ran_tiled, size_of
+from vaemem.tables.table import ELEMENT_BYTES, Row, Table, mib, render
 
 HOLDS = "holds"
 MIXED = "holds only by mixing unlike rows"

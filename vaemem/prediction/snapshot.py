@@ -12,7 +12,7 @@ import pickle
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from . import _core
+from vaemem import _core
 
 MIB = 1 << 20
 INTERVALS = 16  # of roundup_power2_divisions: 1 MiB, 2 MiB, ... 32 GiB and above

@@ -1,0 +1,1 @@
+"""The VAE that runs: arguments, weights files, devices, runs."""

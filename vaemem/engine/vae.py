@@ -1,0 +1,498 @@
+"""The VAE as a notebook sees it: load, encode, decode, and what a run takes."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from vaemem import _core
+from vaemem.engine import weights
+from vaemem.engine.arguments import (
+    Progress,
+    as_float,
+    as_int,
+    check_out,
+    default_threads,
+    open_device,
+    pixels_of,
+    polling,
+)
+from vaemem.engine.device import Device, DeviceArray, gpu_rows, out_of_memory
+from vaemem.engine.run import Encoded, Run, make_run
+
+__all__ = ["VAE", "Encoded", "Progress", "Run", "backends"]
+
+
+class VAE:
+    """An AutoencoderKL with its weights, run by our own kernels. Make one with `load` or `random`.
+
+    Two threads that call one VAE wait for each other; two VAEs run side by side.
+
+    Attributes
+    ----------
+    model : str
+        ``"sd15"``, ``"sdxl"``, ``"flux"``, ``"sd"`` (SD1.5's and SDXL's tensors, which of the two unknown) or
+        ``"custom"``.
+    arch : dict
+        The architecture, with diffusers' names.
+    device, dtype : str
+        Where it lives, and the type of its numbers.
+    threads : int
+        Used by runs on the CPU; from VAEMEM_THREADS, else the processors this process may use. The result does not
+        depend on it.
+    stripe_bytes : int or None
+        On a GPU: what the stripes of a pass may take. None: a tenth of the largest tensor, which keeps a decode within
+        3.2 of those; more is faster where the image is small.
+    graphs : bool
+        On a GPU: keep each run as a CUDA graph and replay it for the same sizes and arrays.
+    last_run : Run or None
+        What the last encode or decode that succeeded took.
+    """
+
+    def __init__(self, core: _core.Model, device: Device | None = None) -> None:
+        self._core = core
+        self._device = device
+        self._unit = 1.0  # power of two by which activations are kept multiplied, against float16's overflow
+        self.stripe_bytes: int | None = None
+        self.graphs = False
+        self.arch: dict[str, Any] = core.arch
+        self.model: str = self.arch["name"]
+        self.threads = default_threads()
+        self.last_run: Run | None = None
+
+    # ---- making one ----
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        model: str | None = None,
+        config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+        parts: str = "all",
+        device: Any = "cpu",
+        dtype: str = "float32",
+        tf32: bool = False,
+        autotune: bool = False,
+        convolution: str = "cudnn",
+    ) -> VAE:
+        """Loads a safetensors file, or a diffusers directory.
+
+        Parameters
+        ----------
+        path : path
+            diffusers, LDM/SD checkpoint or BFL layout (detected); float32, float16 or bfloat16.
+        model : str, optional
+            ``"sd15"``, ``"sdxl"`` or ``"flux"``. Needed only where ``scaled=True`` will be, for SD1.5 and SDXL, whose
+            tensors are the same.
+        config : path or mapping, optional
+            An AutoencoderKL ``config.json`` for any other architecture.
+        parts : {"all", "encoder", "decoder"}
+            Reads only that half.
+        device : str
+            ``"cpu"``, ``"cuda"`` or ``"cuda:N"``.
+        dtype : {"float32", "float16", "bfloat16"}
+            Of weights, activations and products; sums and statistics are float32. The CPU has float32 only.
+        tf32 : bool
+            float32 on a GPU: whether products may round their factors to TF32 (10 bits).
+        autotune : bool
+            On a GPU: time cuDNN's engines in the first run of a size, instead of taking the heuristics' first.
+        convolution : {"cudnn", "own"}
+            On a GPU, float16 and bfloat16: whose. Our own takes a pass in one kernel, with no stripes and less memory;
+            cuDNN is still asked where that has no tile.
+
+        Raises
+        ------
+        ValueError, FileNotFoundError, MemoryError
+            What was wanted and what came; nothing stays allocated.
+        RuntimeError
+            No driver, no cuDNN, or a GPU that refused.
+        """
+        gpu = open_device(device, dtype, tf32, autotune, convolution)
+        capsule = gpu.backend.capsule if gpu else None
+        return cls(weights.load(path, model=model, config=config, parts=parts, backend=capsule), gpu)
+
+    @classmethod
+    def random(
+        cls,
+        model: str = "sdxl",
+        seed: int = 0,
+        config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+        parts: str = "all",
+        device: Any = "cpu",
+        dtype: str = "float32",
+        tf32: bool = False,
+        autotune: bool = False,
+        convolution: str = "cudnn",
+    ) -> VAE:
+        """Weights of the real shapes: PyTorch's default initialisation, random norm affines.
+
+        The same seed gives the same tensors whatever the parts. With ``config=`` the architecture is the config's.
+        """
+        gpu = open_device(device, dtype, tf32, autotune, convolution)
+        if config is None:
+            known = _core.models()
+            if model not in known:
+                raise ValueError(f"model: want one of {', '.join(known)}, got {model!r}")
+            arch = known[model]
+        else:
+            arch = weights.read_config(config)
+        core = _core.Model(arch, parts, gpu.backend.capsule if gpu else None)
+        weights.random_tensors(core, seed)
+        return cls(core, gpu)
+
+    def save(self, path: str | os.PathLike[str], layout: str = "diffusers") -> None:
+        """Writes the weights as float32 safetensors.
+
+        Parameters
+        ----------
+        path : path
+            A ``.safetensors`` file; for ``"diffusers"`` also a directory, which gets a ``config.json`` too.
+        layout : {"diffusers", "ldm", "bfl"}
+            Refused where it cannot hold the model, and where the model is on a GPU, whose copy is rounded.
+        """
+        if self._device:
+            raise ValueError(f"save: want a VAE on the cpu, got one on {self.device}, whose weights are {self.dtype}")
+        weights.save(self._core, path, layout=layout)
+
+    # ---- running ----
+
+    def decode(
+        self,
+        z: Any,
+        scaled: bool = False,
+        output_type: str = "float",
+        progress: Progress = None,
+        out: Any = None,
+    ) -> Any:
+        """Latents to images.
+
+        Parameters
+        ----------
+        z : array of real numbers, shape (N, C, h, w)
+            C latent channels; the image is 8h by 8w. In host memory anything but contiguous native float32 is copied to
+            it first. In a GPU's memory (any library with DLPack) contiguous float32, float16 or bfloat16, not copied.
+        scaled : bool
+            z is as a pipeline holds it: z / scaling + shift is decoded.
+        output_type : {"float", "uint8"}
+        progress : bool or callable
+            True shows a tqdm bar; a callable gets (rows done, rows to do).
+        out : ndarray, optional
+            Written and returned; must have the result's shape and dtype and be contiguous.
+
+        Returns
+        -------
+        ndarray
+            "float": float32 (N, 3, H, W), nominally in [-1, 1], never clamped. "uint8": (N, H, W, 3), clamped and
+            rounded. Its memory is the caller's.
+            For z in a GPU's memory: an array of z's library (a `DeviceArray` where that is none we know) and, for
+            "float", of z's dtype. The work is put on the stream where torch or CuPy put theirs and may still be under
+            way.
+
+        Raises
+        ------
+        ValueError, TypeError, MemoryError, KeyboardInterrupt
+            The VAE stays usable and what the run took is given back.
+        RuntimeError
+            The GPU refused.
+        """
+        pixels = pixels_of(output_type)
+        if self._device and Device.holds(z):
+            return self._run_there("decode", z, pixels, scaled, progress, out)
+        data = as_float(z, "z", "(N, C, h, w)")
+        latents = self.arch["latent_channels"]
+        if data.ndim != 4 or data.shape[1] != latents:
+            raise ValueError(f"z: want shape (N, {latents}, h, w) for {self.model}, got {data.shape}")
+        if out is not None:
+            check_out(out, self._image_shape(data.shape, pixels), np.uint8 if pixels == "uint8" else np.float32)
+        factor = self._factor
+        return self._run("decode", data, data.shape[2] * factor, data.shape[3] * factor, pixels, scaled, progress, out)
+
+    def encode(self, x: Any, scaled: bool = False, progress: Progress = None) -> Encoded:
+        """Images to a distribution over latents.
+
+        Parameters
+        ----------
+        x : array, shape (N, 3, H, W) or, if uint8, (N, H, W, 3)
+            Real numbers nominally in [-1, 1], or bytes, which become v / 127.5 - 1. H and W are multiples of 8.
+        scaled : bool
+            `Encoded.sample` and `Encoded.mode` give (latent - shift) * scaling, as pipelines pass them on.
+        progress : bool or callable
+            As for `decode`.
+
+        Returns
+        -------
+        Encoded
+        """
+        channels = self.arch["in_channels"]
+        if scaled and self.arch["scaling_factor"] is None:
+            raise ValueError(
+                "scaled: the weights do not tell the scaling factor (sd15 and sdxl have the same tensors); "
+                "load with model= or config="
+            )
+        scaling, shift = (self.arch["scaling_factor"], self.arch["shift_factor"]) if scaled else (1.0, 0.0)
+        if self._device and Device.holds(x):
+            return Encoded(self._run_there("encode", x, "", False, progress, None), scaling, shift)
+        array = np.asarray(x)
+        if array.dtype == np.uint8:
+            data, pixels = np.ascontiguousarray(array), "uint8"
+            if data.ndim != 4 or data.shape[3] != channels:
+                raise ValueError(f"x: want shape (N, H, W, {channels}) for uint8, got {data.shape}")
+            height, width = data.shape[1:3]
+        else:
+            data, pixels = as_float(array, "x", f"(N, {channels}, H, W)"), "float"
+            if data.ndim != 4 or data.shape[1] != channels:
+                raise ValueError(f"x: want shape (N, {channels}, H, W), got {data.shape}")
+            height, width = data.shape[2:]
+        moments = self._run("encode", data, height, width, pixels, False, progress, None)
+        return Encoded(moments, scaling, shift)
+
+    def estimate(
+        self, op: str, height: int, width: int, batch: int = 1, output_type: str = "float", staged: bool = True
+    ) -> Run:
+        """What a run will take, to the byte, before it.
+
+        Parameters
+        ----------
+        op : {"encode", "decode"}
+        height, width : int
+            Of the image, in pixels.
+        batch : int
+        output_type : {"float", "uint8"}
+            Of decode's output; ``out=`` would take its bytes away (but not those of a staged one's place on a GPU).
+        staged : bool
+            On a GPU: the arrays are in host memory and pass through the GPU's. False: they are in the GPU's, latents
+            and floats in `dtype`.
+
+        Returns
+        -------
+        Run
+            Equal to what `last_run` will say, but for the seconds.
+        """
+        height, width, batch = (as_int(n, v) for n, v in (("height", height), ("width", width), ("batch", batch)))
+        record = self._core.plan(**self._plan(op, height, width, batch, pixels_of(output_type), staged))
+        return make_run(op, height, width, batch, record, None)
+
+    def trim(self) -> None:
+        """Gives the arena, kept between runs, back to the system."""
+        self._core.trim()
+
+    @property
+    def device(self) -> str:
+        return "cpu" if self._device is None else f"cuda:{self._device.number}"
+
+    @property
+    def dtype(self) -> str:
+        return "float32" if self._device is None else self._device.dtype
+
+    def __reduce__(self) -> Any:
+        raise TypeError("VAE: cannot be pickled or copied: load it again where it is wanted")
+
+    @property
+    def parts(self) -> str:
+        """``"all"``, ``"encoder"`` or ``"decoder"``."""
+        return self._core.parts
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Held from the system now: weights, the arena, and outputs that are still referenced."""
+        return self._core.reserved_bytes
+
+    @property
+    def unaccounted_bytes(self) -> int:
+        """What a GPU has lost since this VAE was opened beside `reserved_bytes`: kernels, cuDNN's handle, and whatever
+        else was taken there meanwhile, by anyone. The context itself was there before. 0 on the CPU."""
+        if not self._device:
+            return 0
+        return self._device.backend.free_at_open - self._device.backend.memory()[0] - self.reserved_bytes
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers the weights hold."""
+        return sum(math.prod(shape) for _, shape in self._core.tensors)
+
+    def __repr__(self) -> str:
+        held = f"{self.reserved_bytes / 2**20:.0f} MiB held"
+        where = f"{self.device} {self.dtype}, " if self._device else ""
+        return f"<VAE {self.model}: {self.parameters:,} parameters, parts={self.parts}, {where}{held}>"
+
+    # ---- inside ----
+
+    @property
+    def _factor(self) -> int:
+        return 2 ** (len(self.arch["block_out_channels"]) - 1)
+
+    def _image_shape(self, latent: tuple[int, ...], pixels: str) -> tuple[int, ...]:
+        n, h, w, c = latent[0], latent[2] * self._factor, latent[3] * self._factor, self.arch["out_channels"]
+        return (n, h, w, c) if pixels == "uint8" else (n, c, h, w)
+
+    def _thread_count(self) -> int:
+        return as_int("threads", self.threads)
+
+    def _room(self) -> int:
+        if self.stripe_bytes is None:
+            return 0
+        room = as_int("stripe_bytes", self.stripe_bytes)
+        if room < 1:
+            raise ValueError(f"stripe_bytes: want 1 or more, or None, got {room}")
+        return room
+
+    def _plan(self, op: str, height: int, width: int, batch: int, pixels: str, staged: bool) -> dict[str, Any]:
+        """Arguments of the core's plan."""
+        plan = dict(op=op, height=height, width=width, batch=batch, pixels=pixels, threads=self._thread_count())
+        if self._device:
+            plan |= dict(room=self._room(), staged=staged)
+            if not staged:
+                plan |= dict(latents=self.dtype, pixels=self.dtype if pixels == "float" else pixels)
+        return plan
+
+    def _run(
+        self,
+        op: str,
+        data: np.ndarray,
+        height: int,
+        width: int,
+        pixels: str,
+        scaled: bool,
+        progress: Progress,
+        out: np.ndarray | None,
+    ) -> np.ndarray:
+        def run(poll: Any) -> tuple[np.ndarray, dict[str, Any]]:
+            gpu: dict[str, Any] = {}
+            if self._device:
+                gpu = dict(room=self._room(), unit=self._unit, replay=self.graphs)
+            return self._core.run(
+                op,
+                data,
+                out=out,
+                pixels=pixels,
+                threads=self._thread_count(),
+                scaled=bool(scaled),
+                poll=poll,
+                **gpu,
+            )
+
+        plan = self._plan(op, height, width, data.shape[0], pixels, True)
+        with polling(progress, op) as poll:
+            return self._run_until_finite(run, poll, plan, waits=True)
+
+    def _run_there(self, op: str, array: Any, pixels: str, scaled: bool, progress: Progress, out: Any) -> Any:
+        """A run on arrays in the GPU's memory."""
+        assert self._device is not None
+        name = "z" if op == "decode" else "x"
+        stream, known = self._device.stream_of(array)
+        self._device.backend.check_stream(stream)
+        borrowed = self._device.borrow(array, name, stream)
+        batch, height, width, form = self._check_there(op, name, borrowed)
+        if op == "encode":
+            dtype = self.dtype if borrowed.dtype == "uint8" else borrowed.dtype
+            factor = self._factor
+            shape: tuple[int, ...] = (batch, 2 * self.arch["latent_channels"], height // factor, width // factor)
+            forms = {"pixels": form, "latents": dtype}
+        else:
+            dtype = "uint8" if pixels == "uint8" else borrowed.dtype
+            shape = self._image_shape(borrowed.shape, pixels)
+            forms = {"latents": form, "pixels": dtype}
+        result = self._device.empty_like(array, shape, dtype) if out is None else out
+        target = None if result is None else self._device.borrow(result, "out", stream)
+        if target and (target.shape, target.dtype) != (shape, dtype):
+            raise ValueError(f"out: want {dtype} of shape {shape}, got {target.dtype} of shape {target.shape}")
+        # Halves are looked at for overflow when they are done; what an unknown library does next cannot be ordered, nor
+        # how long it keeps its input.
+        waits = self.dtype == "float16" or bool(progress) or not known
+
+        def run(poll: Any) -> tuple[Any, dict[str, Any]]:
+            address, owner, record = self._core.run_at(
+                op,
+                borrowed.address,
+                target.address if target else 0,
+                height,
+                width,
+                batch,
+                scaled=bool(scaled),
+                stream=stream,
+                wait=waits,
+                poll=poll,
+                room=self._room(),
+                unit=self._unit,
+                replay=self.graphs,
+                counted=out is None,
+                **forms,
+            )
+            return (address, owner), record
+
+        plan = dict(op=op, height=height, width=width, batch=batch, staged=False, own_output=out is None, **forms)
+        with polling(progress, op) as poll:
+            address, owner = self._run_until_finite(run, poll, plan | dict(room=self._room()), waits)
+        if result is not None:
+            return result
+        return self._device.as_library(DeviceArray(self._device, address, shape, dtype, owner), array)
+
+    def _check_there(self, op: str, name: str, array: Any) -> tuple[int, int, int, str]:
+        """Batch, height and width of the image, and the format, of an array on the GPU."""
+        latents, channels, factor = self.arch["latent_channels"], self.arch["in_channels"], self._factor
+        shape, bytes_ = array.shape, array.dtype == "uint8"
+        if op == "decode":
+            if len(shape) != 4 or shape[1] != latents or bytes_:
+                raise ValueError(
+                    f"{name}: want float32, float16 or bfloat16 of shape (N, {latents}, h, w) for {self.model}, "
+                    f"got {array.dtype} {shape}"
+                )
+            return shape[0], shape[2] * factor, shape[3] * factor, array.dtype
+        if len(shape) != 4 or shape[3 if bytes_ else 1] != channels:
+            want = f"(N, H, W, {channels}) for uint8" if bytes_ else f"(N, {channels}, H, W)"
+            raise ValueError(f"{name}: want shape {want}, got {shape}")
+        height, width = shape[1:3] if bytes_ else shape[2:]
+        return shape[0], height, width, array.dtype
+
+    def _run_until_finite(self, run: Any, poll: Any, plan: dict[str, Any], waits: bool) -> Any:
+        """Runs; where float16 overflowed, again with activations kept smaller, and says so."""
+        start, notes = time.perf_counter(), []
+        while True:
+            try:
+                result, record = run(poll)
+            except MemoryError as error:
+                if not self._device:
+                    raise
+                raise out_of_memory(self._core, self._device, error, plan) from None
+            if not record["overflow"] or self.dtype != "float16":
+                break
+            if self._unit <= LEAST_UNIT:
+                notes.append("float16: not finite even so: the input or the weights are not")
+                warnings.warn(f"{plan['op']}: the result is not finite", RuntimeWarning, stacklevel=4)
+                self._unit = 1.0
+                break
+            self._unit *= UNIT_STEP
+            notes.append(f"float16 overflowed: run again with activations multiplied by 1/{round(1 / self._unit)}")
+        seconds = time.perf_counter() - start if waits else None
+        self.last_run = make_run(
+            plan["op"], plan["height"], plan["width"], plan["batch"], record, seconds, tuple(notes)
+        )
+        return result
+
+
+# Activations overflow in some models' halves; GroupNorm takes any factor out again, so a power of two costs nothing but
+# the smallest numbers' last bits.
+UNIT_STEP = 2.0**-4
+LEAST_UNIT = 2.0**-12
+
+
+def backends() -> list[dict[str, Any]]:
+    """The kernels this build has, the CPU's best first, then GPUs.
+
+    Returns
+    -------
+    list of dict
+        ``name``, ``device``, ``usable``, ``chosen`` (what runs on the CPU use), ``why`` (a sentence where not usable).
+    """
+    rows: list[dict[str, Any]] = []
+    for name, usable in _core.backends():
+        chosen = usable and not any(row["chosen"] for row in rows)
+        why = "" if usable else "this processor or its system lacks it, or it is named in VAEMEM_DISABLE"
+        rows.append({"name": name, "device": "cpu", "usable": usable, "chosen": chosen, "why": why})
+    return rows + gpu_rows()

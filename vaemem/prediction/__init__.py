@@ -1,0 +1,1 @@
+"""PyTorch's memory, known without PyTorch and without a GPU."""

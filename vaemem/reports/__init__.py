@@ -1,0 +1,1 @@
+"""Documents computed from tables."""

@@ -1,0 +1,1 @@
+"""Rows of measurements and predictions, and what is made of them."""
