@@ -30,9 +30,9 @@ class Model:
         scaled: bool = False,
         backend: str | None = None,
         own_output: bool = True,
-        staged: bool = True,
+        host_arrays: bool = True,
         latents: str = "float",
-        room: int = 0,
+        stripe_bytes: int = 0,
     ) -> dict[str, Any]: ...
     def run(
         self,
@@ -45,8 +45,8 @@ class Model:
         backend: str | None = None,
         poll: Callable[[int, int], object] | None = None,
         check: bool = False,
-        room: int = 0,
-        unit: float = 1.0,
+        stripe_bytes: int = 0,
+        scale: float = 1.0,
         replay: bool = False,
     ) -> tuple[np.ndarray, dict[str, Any]]: ...
     def run_at(
@@ -63,10 +63,10 @@ class Model:
         stream: int = 0,
         wait: bool = True,
         poll: Callable[[int, int], object] | None = None,
-        room: int = 0,
-        unit: float = 1.0,
+        stripe_bytes: int = 0,
+        scale: float = 1.0,
         replay: bool = False,
-        counted: bool = False,
+        own_output: bool = False,
     ) -> tuple[int, Any, dict[str, Any]]: ...
     def trim(self) -> None: ...
 

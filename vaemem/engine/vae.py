@@ -58,7 +58,7 @@ class VAE:
     def __init__(self, core: _core.Model, device: Device | None = None) -> None:
         self._core = core
         self._device = device
-        self._unit = 1.0  # power of two by which activations are kept multiplied, against float16's overflow
+        self._activation_scale = 1.0  # power of two by which activations are kept multiplied, against float16's overflow
         self.stripe_bytes: int | None = None
         self.graphs = False
         self.arch: dict[str, Any] = core.arch
@@ -334,19 +334,19 @@ class VAE:
     def _thread_count(self) -> int:
         return as_int("threads", self.threads)
 
-    def _room(self) -> int:
+    def _stripes(self) -> int:
         if self.stripe_bytes is None:
             return 0
-        room = as_int("stripe_bytes", self.stripe_bytes)
-        if room < 1:
-            raise ValueError(f"stripe_bytes: want 1 or more, or None, got {room}")
-        return room
+        stripes = as_int("stripe_bytes", self.stripe_bytes)
+        if stripes < 1:
+            raise ValueError(f"stripe_bytes: want 1 or more, or None, got {stripes}")
+        return stripes
 
     def _plan(self, op: str, height: int, width: int, batch: int, pixels: str, staged: bool) -> dict[str, Any]:
         """Arguments of the core's plan."""
         plan = dict(op=op, height=height, width=width, batch=batch, pixels=pixels, threads=self._thread_count())
         if self._device:
-            plan |= dict(room=self._room(), staged=staged)
+            plan |= dict(stripe_bytes=self._stripes(), host_arrays=staged)
             if not staged:
                 plan |= dict(latents=self.dtype, pixels=self.dtype if pixels == "float" else pixels)
         return plan
@@ -365,7 +365,7 @@ class VAE:
         def run(poll: Any) -> tuple[np.ndarray, dict[str, Any]]:
             gpu: dict[str, Any] = {}
             if self._device:
-                gpu = dict(room=self._room(), unit=self._unit, replay=self.graphs)
+                gpu = dict(stripe_bytes=self._stripes(), scale=self._activation_scale, replay=self.graphs)
             return self._core.run(
                 op,
                 data,
@@ -418,17 +418,17 @@ class VAE:
                 stream=stream,
                 wait=waits,
                 poll=poll,
-                room=self._room(),
-                unit=self._unit,
+                stripe_bytes=self._stripes(),
+                scale=self._activation_scale,
                 replay=self.graphs,
-                counted=out is None,
+                own_output=out is None,
                 **forms,
             )
             return (address, owner), record
 
-        plan = dict(op=op, height=height, width=width, batch=batch, staged=False, own_output=out is None, **forms)
+        plan = dict(op=op, height=height, width=width, batch=batch, host_arrays=False, own_output=out is None, **forms)
         with polling(progress, op) as poll:
-            address, owner = self._run_until_finite(run, poll, plan | dict(room=self._room()), waits)
+            address, owner = self._run_until_finite(run, poll, plan | dict(stripe_bytes=self._stripes()), waits)
         if result is not None:
             return result
         return self._device.as_library(DeviceArray(self._device, address, shape, dtype, owner), array)
@@ -462,13 +462,13 @@ class VAE:
                 raise out_of_memory(self._core, self._device, error, plan) from None
             if not record["overflow"] or self.dtype != "float16":
                 break
-            if self._unit <= LEAST_UNIT:
+            if self._activation_scale <= LEAST_UNIT:
                 notes.append("float16: not finite even so: the input or the weights are not")
                 warnings.warn(f"{plan['op']}: the result is not finite", RuntimeWarning, stacklevel=4)
-                self._unit = 1.0
+                self._activation_scale = 1.0
                 break
-            self._unit *= UNIT_STEP
-            notes.append(f"float16 overflowed: run again with activations multiplied by 1/{round(1 / self._unit)}")
+            self._activation_scale *= UNIT_STEP
+            notes.append(f"float16 overflowed: run again with activations multiplied by 1/{round(1 / self._activation_scale)}")
         seconds = time.perf_counter() - start if waits else None
         self.last_run = make_run(
             plan["op"], plan["height"], plan["width"], plan["batch"], record, seconds, tuple(notes)
