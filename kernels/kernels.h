@@ -82,6 +82,10 @@ static inline size_t vm_put_bytes(size_t *end, size_t bytes, size_t align) {
 
 typedef enum vm_dtype { VM_F32, VM_F16, VM_BF16 } vm_dtype;
 
+static inline const char *vm_dtype_name(vm_dtype dtype) {
+    return dtype == VM_F32 ? "float32" : dtype == VM_F16 ? "float16" : "bfloat16";
+}
+
 static inline float vm_float_of_bits(uint32_t bits) {
     const union {
         uint32_t bits;
