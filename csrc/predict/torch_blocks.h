@@ -105,7 +105,7 @@ block *ta_find(const vm_talloc *a, uint64_t address);
 void ta_table_add(vm_talloc *a, block *b);
 void ta_table_remove(vm_talloc *a, block *b);
 
-/* ---- shared by torch_alloc.c, torch_expandable.c and torch_snapshot.c ---- */
+/* ---- torch_segments.c ---- */
 
 static inline pool *ta_pool(vm_talloc *a, const block *b) { return &a->pools[b->small]; }
 static inline block *ta_block(node *n) { return (block *)n; }
@@ -122,6 +122,9 @@ uint64_t ta_merge(vm_talloc *a, block *b, block *neighbour);
 block *ta_segment_new(vm_talloc *a, uint64_t size, uint64_t stream, bool small);
 void ta_segment_drop(vm_talloc *a, block *only);
 void ta_release(vm_talloc *a, block *whole); /* a cached segment, back to the device */
+
+/* ---- torch_expandable.c ---- */
+
 /* A free block of at least size, out of the tree, made by mapping; NULL when the device is full. */
 block *ta_expand(vm_talloc *a, uint64_t size, uint64_t stream, bool small);
 /* Unmaps what whole pages of b cover; the reservation goes when nothing of it is left. */
