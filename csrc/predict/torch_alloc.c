@@ -62,7 +62,7 @@ static void complete_free(vm_talloc *a, block *b) {
     const int64_t size = (int64_t)b->node.size, requested = (int64_t)b->requested;
     b->state = VM_TALLOC_FREE_BLOCK;
     b->tag = 0;
-    int64_t blocks = 0, bytes = 0; /* change of inactive split ones */
+    int64_t blocks = 0, bytes = 0; /* how the inactive split blocks change, in number and in size */
     block *neighbours[2] = {b->prev, b->next};
     for (int i = 0; i < 2; i++) {
         const uint64_t merged = ta_merge(a, b, neighbours[i]);
@@ -105,7 +105,7 @@ static void release_whole_segments(vm_talloc *a) {
     for (int small = 0; small < 2; small++) {
         tree *t = &a->pools[small].cached;
         for (node *n = ta_next(t, NULL), *next; n; n = next) {
-            const node here = *n; /* what unmapping leaves of b is smaller, so the walk is past it */
+            const node here = *n; /* what unmapping leaves of b is smaller, and so lies before this place in the tree */
             block *b = ta_block(n);
             if (b->expandable)
                 ta_unmap(a, b);
@@ -125,7 +125,7 @@ static block *take_cached(vm_talloc *a, const request *r) {
     node *n = ta_at_least(&p->cached, &(node){.stream = r->stream, .size = r->size});
     if (!n) return NULL;
     if (ta_block(n)->expandable) {
-        /* The block that can grow counts with the addresses that it can grow into. */
+        /* A block that can grow is as large as it may become. */
         node *next = ta_after(&p->cached, n);
         for (; next; next = ta_after(&p->cached, n)) {
             const block *here = ta_block(n), *there = ta_block(next);

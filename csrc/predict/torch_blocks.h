@@ -38,7 +38,7 @@ typedef struct node {
 
 typedef struct tree {
     node *root[TA_BINS];
-    uint64_t filled[TA_BINS / 64]; /* a bit a bin */
+    uint64_t filled[TA_BINS / 64]; /* one bit for each bin that is not empty */
     size_t count;
     bool by_size;
 } tree;
@@ -73,7 +73,7 @@ typedef struct pool {
 } pool;
 
 struct vm_talloc {
-    vm_talloc_config config; /* 0 replaced by what it means */
+    vm_talloc_config config; /* as it was given, with every 0 replaced by the value that it stands for */
     vm_mem *mem;
     vm_talloc_stats stats;
     pool pools[2]; /* large, small */
@@ -96,7 +96,7 @@ struct vm_talloc {
 
 /* Makes sure that the coming operation finds every element that it may need, so that it cannot fail half-way. */
 vm_status ta_make_room(vm_talloc *a);
-/* Zeroed but for its priority; ta_make_room saw to it that there is one. */
+/* A spare element, of zeros but for its priority. ta_make_room has made sure that there is one. */
 void *ta_element(vm_talloc *a);
 void ta_recycle(vm_talloc *a, void *element);
 void ta_storage_free(vm_talloc *a);
@@ -115,7 +115,7 @@ void ta_count(vm_talloc *a, vm_talloc_kind kind, bool small, int64_t amount);
 void ta_count_oversized(const vm_talloc *a, vm_talloc_stat *stat, uint64_t size, int64_t amount);
 void ta_record(vm_talloc *a, vm_talloc_action action, uint64_t address, uint64_t size, uint64_t stream, uint32_t tag);
 void ta_cache(vm_talloc *a, block *b); /* into its pool's tree */
-void ta_pend(vm_talloc *a, block *b);  /* into the list of pending ones, linked by what trees use */
+void ta_pend(vm_talloc *a, block *b);  /* into the list of blocks whose free is pending, which is linked by the pointers that trees use */
 /* Takes b's free neighbour into b; the bytes gained, 0 when it must stay apart. */
 uint64_t ta_merge(vm_talloc *a, block *b, block *neighbour);
 /* A new segment of one block that is in no tree yet; NULL when there are no such addresses. */

@@ -157,7 +157,7 @@ static size_t flash_splits(const vm_attention_shape *a, const vm_trace_gpu *gpu)
     const size_t most = VM_MIN(VM_MIN(128, slots), blocks);
     double best = 0, efficiency[129] = {0};
     for (size_t n = 1; n <= most; n++) {
-        if (n > 1 && (blocks + n - 1) / n == (blocks + n - 2) / (n - 1)) continue; /* no part gets shorter */
+        if (n > 1 && (blocks + n - 1) / n == (blocks + n - 2) / (n - 1)) continue; /* more parts would not make the longest one shorter */
         const double waves = (double)(work * n) / (double)slots;
         efficiency[n] = waves / (double)((work * n + slots - 1) / slots);
         best = VM_MAX(best, efficiency[n]);
@@ -186,12 +186,13 @@ static vm_status flash(vm_trace *t, const vm_attention_shape *a, const vm_trace_
 static vm_status efficient(vm_trace *t, const vm_attention_shape *a, const char *name, uint32_t *id) {
     const uint64_t count = a->batch * a->heads * a->queries * a->depth, sums = 4 * count;
     vm_status s = vm_trace_take(t, count * element(a->dtype), name, id);
-    /* Heads wider than 128 are summed in memory, in float. */
+    /* Heads wider than 128 are accumulated in a float tensor in memory instead of registers. */
     if (!s && a->dtype != VM_F32 && a->depth > 128) s = pass_through(t, &sums, 1, name);
     return s;
 }
 
-/* Queries, keys and values in float, scaled scores, a softmax that minds rows without keys. */
+/* The math path: queries, keys and values in float, scaled scores, and a softmax that takes care of rows whose keys are
+ * all masked. */
 static vm_status math(vm_trace *t, const vm_attention_shape *a, const char *name, uint32_t *id) {
     const uint64_t rows = a->batch * a->heads * a->queries, q = 4 * rows * a->depth;
     const uint64_t kv = 4 * a->batch * a->heads * a->keys * a->depth, scores = 4 * rows * a->keys;
@@ -287,7 +288,7 @@ vm_status vm_trace_run(const vm_trace *t, vm_trace_process *process, uint64_t *a
         if (s) {
             const vm_talloc_oom *oom = s == VM_ENOMEM ? vm_talloc_last_oom(process->talloc) : NULL;
             process->full = oom != NULL;
-            if (oom) process->oom = *oom; /* freeing forgets it */
+            if (oom) process->oom = *oom; /* a kept workspace that is freed is taken anew by its next use */
             for (size_t id = 0; id < t->ids; id++)
                 if (address[id] && vm_talloc_free(process->talloc, address[id]) == VM_OK) address[id] = 0;
             return s;
