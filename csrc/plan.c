@@ -32,7 +32,8 @@ static size_t lowest_offset(const vm_plan *plan, const vm_piece *p) {
     }
 }
 
-/* What is placed earlier: by bytes, or by bytes times steps. Neither is always the better. */
+/* Which pieces are placed first: those with the most bytes, or with the most bytes times steps. Neither order is always
+ * better, so both are tried. */
 typedef double (*vm_weigh)(const vm_piece *p);
 static double by_bytes(const vm_piece *p) { return (double)p->bytes; }
 static double by_bytes_and_steps(const vm_piece *p) { return (double)p->bytes * (p->last - p->first + 1); }

@@ -152,7 +152,7 @@ static void multiply_row(const job *j, const tile *t, size_t block, size_t block
             .y_pixel = (ptrdiff_t)zoom * VM_BLOCK,
             .y_block = (ptrdiff_t)to.block,
         };
-        if (first) { /* go on with what is there */
+        if (first) { /* add to the partial sum of the runs before */
             g.add = g.y;
             g.add_pixel = g.y_pixel;
             g.add_block = g.y_block;

@@ -57,10 +57,10 @@ const vm_cpu_ops *vm_cpu_ops_named(const char *name) {
 
 static bool always(void) { return true; }
 
-/* How a pass is computed, chosen from its shape alone. Winograd's F(2x2, 3x3) wants a 3x3 convolution between rows, with
- * enough pixels that turning its weights pays. The direct method folds nearest 2x into its filters. */
+/* How a pass is computed, chosen from its shape alone. Winograd's F(2x2, 3x3) wants a 3x3 convolution between rows, of
+ * enough pixels that transforming its weights pays. The direct method folds nearest 2x into its filters. */
 static const vm_method *method_of(const vm_pass *p) {
-    enum { WORTH = 1024 /* pixels: below, turning the weights costs more than it saves */ };
+    enum { WORTH = 1024 /* pixels: with fewer, transforming the weights costs more than it saves */ };
     if (p->kind == VM_PASS_ATTENTION) return &vm_attention;
     const bool three = p->ksize == 3 && p->stride == 1 && !p->up;
     const bool rows = p->x_format == VM_ROWS && p->y_format == VM_ROWS;

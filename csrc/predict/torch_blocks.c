@@ -50,8 +50,8 @@ void ta_insert(tree *t, node *n) {
         parent = *at;
         at = &parent->child[before(parent, n)];
     }
-    /* n takes this place in the treap. What hung here is cut in two: elements before n become its left child, the others its
- * right. */
+    /* n takes this place in the treap. What hung here is cut in two: elements before n become its left child, the others
+     * its right one. */
     node *rest = *at, **low = &n->child[0], **high = &n->child[1], *low_parent = n, *high_parent = n;
     hang(at, n, parent);
     while (rest) {
@@ -77,7 +77,7 @@ void ta_remove(tree *t, node *n) {
     node *parent = n->parent, *low = n->child[0], *high = n->child[1];
     node **at = parent ? &parent->child[parent->child[1] == n] : &t->root[bin];
     while (low && high) {
-        const bool up = low->priority > high->priority; /* low takes this place, and high goes below low's right child */
+        const bool up = low->priority > high->priority; /* low takes this place, high goes to its right */
         node *risen = up ? low : high;
         hang(at, risen, parent);
         parent = risen;
@@ -174,8 +174,8 @@ void ta_table_remove(vm_talloc *a, block *b) {
     const size_t mask = a->table_size - 1;
     size_t hole = slot_of(a, b->node.address);
     while (a->table[hole] != b) hole = (hole + 1) & mask;
-    /* The gap is closed: entries that follow it without a break move up, unless they would then stand before the slot that
- * their address hashes to. */
+    /* The gap is closed: entries that follow it without a break move up, unless they would then stand before the slot
+     * that their address hashes to. */
     for (size_t i = (hole + 1) & mask; a->table[i]; i = (i + 1) & mask) {
         if (((i - slot_of(a, a->table[i]->node.address)) & mask) < ((i - hole) & mask)) continue;
         a->table[hole] = a->table[i];
@@ -253,7 +253,7 @@ void *ta_element(vm_talloc *a) {
     a->spare = b->node.child[0];
     a->spares--;
     uint64_t mixed =
-        ++a->drawn * 0x9E3779B97F4A7C15u; /* the last steps of splitmix64: any sequence that is mixed well balances a treap */
+        ++a->drawn * 0x9E3779B97F4A7C15u; /* the end of splitmix64: any well-mixed sequence will do */
     mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9u;
     *b = (block){.node.priority = (uint32_t)(mixed >> 32)};
     return b;

@@ -115,7 +115,7 @@ void ta_count(vm_talloc *a, vm_talloc_kind kind, bool small, int64_t amount);
 void ta_count_oversized(const vm_talloc *a, vm_talloc_stat *stat, uint64_t size, int64_t amount);
 void ta_record(vm_talloc *a, vm_talloc_action action, uint64_t address, uint64_t size, uint64_t stream, uint32_t tag);
 void ta_cache(vm_talloc *a, block *b); /* into its pool's tree */
-void ta_pend(vm_talloc *a, block *b);  /* into the list of blocks whose free is pending, which is linked by the pointers that trees use */
+void ta_pend(vm_talloc *a, block *b);  /* into the list of pending ones, linked by the trees' pointers */
 /* Takes b's free neighbour into b; the bytes gained, 0 when it must stay apart. */
 uint64_t ta_merge(vm_talloc *a, block *b, block *neighbour);
 /* A new segment of one block that is in no tree yet; NULL when there are no such addresses. */

@@ -157,7 +157,7 @@ static size_t flash_splits(const vm_attention_shape *a, const vm_trace_gpu *gpu)
     const size_t most = VM_MIN(VM_MIN(128, slots), blocks);
     double best = 0, efficiency[129] = {0};
     for (size_t n = 1; n <= most; n++) {
-        if (n > 1 && (blocks + n - 1) / n == (blocks + n - 2) / (n - 1)) continue; /* more parts would not make the longest one shorter */
+        if (n > 1 && (blocks + n - 1) / n == (blocks + n - 2) / (n - 1)) continue; /* no part gets shorter by it */
         const double waves = (double)(work * n) / (double)slots;
         efficiency[n] = waves / (double)((work * n + slots - 1) / slots);
         best = VM_MAX(best, efficiency[n]);
