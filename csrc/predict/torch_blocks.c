@@ -50,7 +50,7 @@ void ta_insert(tree *t, node *n) {
         parent = *at;
         at = &parent->child[before(parent, n)];
     }
-    /* n takes this place in the treap. What hung here is cut in two: elements before n become its left child, the others
+    /* n takes this place in the treap. What hung here is cut in two: those before n become its left child, the others
      * its right one. */
     node *rest = *at, **low = &n->child[0], **high = &n->child[1], *low_parent = n, *high_parent = n;
     hang(at, n, parent);
@@ -252,8 +252,7 @@ void *ta_element(vm_talloc *a) {
     block *b = ta_block(a->spare);
     a->spare = b->node.child[0];
     a->spares--;
-    uint64_t mixed =
-        ++a->drawn * 0x9E3779B97F4A7C15u; /* the end of splitmix64: any well-mixed sequence will do */
+    uint64_t mixed = ++a->drawn * 0x9E3779B97F4A7C15u; /* the end of splitmix64: any well-mixed sequence will do */
     mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9u;
     *b = (block){.node.priority = (uint32_t)(mixed >> 32)};
     return b;
