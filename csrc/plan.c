@@ -216,8 +216,9 @@ static vm_status check_request(const vm_model *m, const vm_request *r) {
 
 static vm_status check_fits(const vm_request *r, size_t bytes) {
     if (bytes <= PTRDIFF_MAX) return VM_OK;
-    return vm_fail(VM_EOVERFLOW, "size: a batch of %zu at %zu x %zu takes more bytes than can be addressed", r->batch,
-                   r->height, r->width);
+    return vm_fail(VM_EOVERFLOW,
+                   "size: a batch of %zu at %zu x %zu with %u threads takes more bytes than can be addressed", r->batch,
+                   r->height, r->width, r->limits.threads);
 }
 
 static vm_status build(const vm_model *m, vm_plan *plan) {

@@ -173,8 +173,8 @@ static tensor attention_diffusers(walk *w, const tensor *x, const path *name) {
     const path group_norm = at(name, ".group_norm"), out = at(name, ".to_out.0"), sum = at(name, " [sum]");
     const path linear[3] = {at(name, ".to_q"), at(name, ".to_k"), at(name, ".to_v")};
     const tensor normed = norm(w, x, &group_norm);
-    /* Linear layers on a transposed input: a batched product, then the bias added in place. The input of one pixel counts
-     * as dense, and the product then adds the bias itself. */
+    /* Linear layers on a transposed input: a batched product, then the bias added in place. The input of one pixel
+     * counts as dense, and the product then adds the bias itself. */
     const vm_trace_op product_op = x->h * x->w > 1 ? VM_TRACE_CUBLAS : VM_TRACE_CUBLASLT;
     tensor qkv[3];
     for (int i = 0; i < 3; i++) {
