@@ -29,6 +29,7 @@ FLAGS = {
     "csrc": COMMON,
     "kernels": KERNELS,
     "kernels/cuda": COMMON,
+    "kernels/cudnn": COMMON,
     "kernels/ref": KERNELS,
     "kernels/avx2": [*KERNELS, "-mavx2", "-mfma"],
     "kernels/avx512": [
@@ -38,7 +39,7 @@ FLAGS = {
         "-mprefer-vector-width=512",
     ],
 }
-FOLDERS = ["csrc", "csrc/predict", "csrc/python", "kernels", "kernels/ref"]
+FOLDERS = ["csrc", "csrc/predict", "csrc/python", "kernels", "kernels/cudnn", "kernels/ref"]
 FOLDERS += ["kernels/avx2", "kernels/avx512"] if X86 else []
 
 # The GPUs that get machine code, as far as this nvcc knows them; later ones compile PTX when they load it.
@@ -108,6 +109,12 @@ class BuildPerFolder(build_ext):
             for left in glob.glob(os.path.join(self.build_lib, "vaemem", "_cuda*.so")):
                 os.remove(left)
 
+    def get_ext_filename(self, fullname: str) -> str:
+        *folders, name = fullname.split(".")  # with its folders or without
+        if name == "libcuda":
+            return os.path.join(*folders, "libcuda.so.1")
+        return super().get_ext_filename(fullname)
+
     def build_extension(self, ext: Extension) -> None:
         compile_one = self.compiler._compile
         if ext.name == "vaemem._cuda":
@@ -132,8 +139,7 @@ class BuildPerFolder(build_ext):
 sanitize = ["-fsanitize=address,undefined"] if os.environ.get("VAEMEM_SANITIZE") == "1" else []
 headers = sorted(glob.glob("csrc/**/*.h", recursive=True) + glob.glob("kernels/**/*.h", recursive=True))
 CUDA_ONLY = "csrc/python/py_cuda.c"
-CUDNN_API = "kernels/cuda/cudnn_api.c"  # how cuDNN is spoken to: by the prediction too
-core = [path for folder in FOLDERS for path in glob.glob(f"{folder}/*.c") if path != CUDA_ONLY] + [CUDNN_API]
+core = [path for folder in FOLDERS for path in glob.glob(f"{folder}/*.c") if path != CUDA_ONLY]
 extensions = [
     Extension(
         "vaemem._core",
@@ -144,8 +150,11 @@ extensions = [
         libraries=["m", "pthread", "dl"],
         extra_link_args=sanitize,
     ),
-    # Not a Python module: what cuDNN finds in place of libcuda where there is no driver (csrc/no_driver).
-    Extension("vaemem._no_driver", ["csrc/no_driver/libcuda.c"], extra_link_args=["-Wl,-soname,libcuda.so.1"]),
+    # What cuDNN finds where there is no driver. It is no Python module, and BuildPerFolder gives it a name that no
+    # import takes for one (libcuda.so.1): whoever imported it would have a CUDA driver without a device.
+    Extension(
+        "vaemem.data.libcuda", ["kernels/cudnn/no_driver/libcuda.c"], extra_link_args=["-Wl,-soname,libcuda.so.1"]
+    ),
 ]
 cuda = None if os.environ.get("VAEMEM_CUDA") == "0" else find_cuda()
 if cuda:
@@ -153,7 +162,7 @@ if cuda:
     extensions.append(
         Extension(
             "vaemem._cuda",
-            [*sorted(glob.glob("kernels/cuda/*.c")), CUDA_ONLY, "csrc/status.c"],
+            [*sorted(glob.glob("kernels/cuda/*.c")), "kernels/cudnn/cudnn_api.c", "csrc/status.c", CUDA_ONLY],
             include_dirs=[include],
             depends=headers + sorted(glob.glob("kernels/cuda/*.cu")),
             libraries=["m", "pthread", "dl"],
