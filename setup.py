@@ -57,7 +57,8 @@ def flags_for(source: str) -> list[str]:
     if os.environ.get("VAEMEM_WERROR") == "1":
         flags.append("-Werror")
     if os.environ.get("VAEMEM_SANITIZE") == "1":
-        flags += ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g", "-O1"]
+        # Python's own flags may hold -fwrapv, which would make signed overflow no fault.
+        flags += ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-wrapv", "-g", "-O1"]
     return flags
 
 
@@ -105,8 +106,12 @@ class BuildPerFolder(build_ext):
 
     def run(self) -> None:
         super().run()
-        if not cuda:  # nor what an earlier build left
-            for left in glob.glob(os.path.join(self.build_lib, "vaemem", "_cuda*.so")):
+        if self.inplace:
+            return
+        # What an earlier build left (CUDA, a module that has moved) would be packed too.
+        wanted = {*self.get_outputs(), *self.get_finalized_command("build_py").get_outputs()}
+        for left in glob.glob(os.path.join(self.build_lib, "vaemem", "**"), recursive=True):
+            if os.path.isfile(left) and left not in wanted:
                 os.remove(left)
 
     def get_ext_filename(self, fullname: str) -> str:
