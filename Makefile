@@ -84,7 +84,7 @@ in_place = rm -rf build/$(1) && mkdir -p build/$(1) && cp -r setup.py pyproject.
 
 # The core under AddressSanitizer and UndefinedBehaviorSanitizer, running the tests that need no torch.
 asan: $(VENV)/check.stamp
-	$(call in_place,asan,VAEMEM_SANITIZE=1,$(abspath $(BIN))/python)
+	$(call in_place,asan,VAEMEM_SANITIZE=1 VAEMEM_CUDA_ARCHS=90,$(abspath $(BIN))/python)
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" \
 	ASAN_OPTIONS=detect_leaks=0:verify_asan_link_order=0 PYTHONPATH=build/asan VAEMEM_SANITIZED=1 $(BIN)/pytest -x
 
@@ -124,7 +124,7 @@ format: $(VENV)/check.stamp
 
 # Wheels that auditwheel accepts: without CUDA in dist/cpu, and where there is nvcc with it in dist/cuda.
 wheel: wheel-cpu
-	@if command -v nvcc >/dev/null || [ -n "$$CUDA_HOME" ]; then $(MAKE) --no-print-directory wheel-cuda; \
+	@if command -v nvcc >/dev/null || [ -n "$$CUDA_HOME" ] || [ -x /usr/local/cuda/bin/nvcc ]; then $(MAKE) --no-print-directory wheel-cuda; \
 	else echo "wheel: no nvcc: dist/cuda is skipped"; fi
 
 wheel-cpu wheel-cuda: wheel-%: $(VENV)/wheel.stamp

@@ -21,9 +21,12 @@ from vaemem.engine.cudnn import find_cudnn
 
 __all__ = ["InstalledCudnn", "installed_cudnn"]
 
-# The caller's import path goes along as JSON: it may hold what no environment variable can (colons, pathlib.Path, which
-# imports pass over). SIGINT is for the caller, hence a session of its own.
-START = "import json, sys; sys.path[:] = json.loads(sys.argv[3]); from vaemem.prediction.cudnn import serve; serve()"
+# The caller's import path goes along as JSON: it may hold what no environment variable can (colons, and pathlib.Path,
+# which imports pass over). Until it is there nothing is imported from the current folder.
+START = (
+    "import sys; sys.path[:] = filter(None, sys.path); import json; sys.path[:] = json.loads(sys.argv[3]); "
+    "from vaemem.prediction.cudnn import serve; serve()"
+)
 
 
 class _Process:
@@ -40,11 +43,11 @@ class _Process:
         self.socket, theirs = socket.socketpair()
         with theirs:
             self.popen = subprocess.Popen(
-                [sys.executable, "-I", "-c", START, *arguments],
+                [sys.executable, "-c", START, *arguments],
                 stdin=theirs.fileno(),
                 stdout=self.printed,
                 stderr=self.printed,
-                start_new_session=True,
+                start_new_session=True,  # Ctrl-C is for the caller
             )
 
     def alive(self) -> bool:
