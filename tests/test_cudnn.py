@@ -262,7 +262,7 @@ def test_eight_threads_share_one_process(fake, monkeypatch):
 
 
 def run_python(code, *arguments, cwd=None):
-    environment = os.environ | {"PYTHONPATH": ROOT}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([ROOT, os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-c", textwrap.dedent(code), *arguments]
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
 
@@ -375,15 +375,5 @@ def test_asking_works_from_any_folder(installed, tmp_path):
         from vaemem.prediction.workspace import Workspace
         print(Workspace("RTX 4090").conv("float16", 1, 96, 64, 64, 96, 3)[1])
     """
-    import vaemem
-
-    environment = os.environ | {"PYTHONPATH": os.path.dirname(os.path.dirname(vaemem.__file__))}
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_python(code, cwd=tmp_path)
     assert done.stdout.startswith("cuDNN "), done.stderr
