@@ -11,9 +11,10 @@ import pytest
 
 from vaemem import CachingAllocator, OutOfMemoryError, _core
 from vaemem.prediction import reproduce
+from vaemem.prediction.cudnn import InstalledCudnn
 from vaemem.prediction.predict import benchmark, predict
 from vaemem.prediction.process import SimulatedProcess
-from vaemem.prediction.workspace import InstalledCudnn, Workspace
+from vaemem.prediction.workspace import Workspace
 
 MIB = 1 << 20
 
@@ -27,7 +28,7 @@ class NoCudnn(InstalledCudnn):
 
 @pytest.fixture(autouse=True)
 def no_installed_cudnn(monkeypatch):
-    monkeypatch.setattr("vaemem.prediction.workspace._installed", NoCudnn())
+    monkeypatch.setattr("vaemem.prediction.cudnn._installed", NoCudnn())
 
 
 # ---- the seed table ----

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from vaemem import _core
-from vaemem.prediction.workspace import find_cudnn
+from vaemem.engine.cudnn import find_cudnn
 
 try:
     from vaemem import _cuda

@@ -22,11 +22,12 @@ from importlib import resources
 from statistics import median
 from typing import Any, NamedTuple
 
+from vaemem.prediction.cudnn import InstalledCudnn, installed_cudnn
 from vaemem.prediction.gpus import find_gpu
 from vaemem.prediction.predict import DEFAULT_TILE, benchmark
 from vaemem.prediction.process import MIB, SimulatedProcess
 from vaemem.prediction.profiles import Profile
-from vaemem.prediction.workspace import InstalledCudnn, Workspace, installed_cudnn
+from vaemem.prediction.workspace import Workspace
 
 GPU, TORCH, CUDNN = "RTX 4090", "2.7.1", "9.7.1"
 NEAREST = "9.8.0"  # the nearest version that answers without a device
