@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vaemem.tables.fit import Fit, Formula
-from vaemem.tables.table import ELEMENT_BYTES, MIB, SCHEMA, Row, Table, need
+from vaemem._common import ELEMENT_BYTES, MIB, choose, need
+from vaemem.tables.fit import Fit, FittedLine
+from vaemem.tables.table import BYTE_COLUMNS, Row, Table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -46,9 +47,7 @@ def memory_vs_pixels(table: Table, fit: Fit | None = None, target: str = "alloca
     ValueError
         The target is no column in bytes, differs from the fit's, or no row holds it.
     """
-    sized = [column.name for column in SCHEMA if column.kind == "bytes"]
-    if target not in sized:
-        raise ValueError(f"target: want one of {', '.join(sized)}, got {target!r}")
+    choose("target", target, BYTE_COLUMNS)
     if fit is not None and fit.target != target:
         raise ValueError(f"fit: want one of {target}, got one of {fit.target}")
     rows = [row for row in table if None not in (row[target], row["height"], row["width"])]
@@ -249,7 +248,7 @@ def _points(axes: Axes, rows: list[Row], target: str, name: str, excess: int, st
         )  # fmt: skip
 
 
-def _line(axes: Axes, formula: Formula, name: str, pixels: int, excess: int, style: dict[str, Any]) -> None:
+def _line(axes: Axes, formula: FittedLine, name: str, pixels: int, excess: int, style: dict[str, Any]) -> None:
     x = np.array([0, pixels])
     label: str | None = f"{name}: {formula.a / 128:.2f} T {formula.b / MIB:+.1f} MiB"
     for dtype in _distinct(row.dtype for row in formula.rows):

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from vaemem import _core
+from vaemem._common import latent_factor
 from vaemem.engine import weights
 from vaemem.engine.arguments import (
     Progress,
@@ -325,7 +326,7 @@ class VAE:
 
     @property
     def _factor(self) -> int:
-        return 2 ** (len(self.arch["block_out_channels"]) - 1)
+        return latent_factor(self.arch)
 
     def _image_shape(self, latent: tuple[int, ...], pixels: str) -> tuple[int, ...]:
         n, h, w, c = latent[0], latent[2] * self._factor, latent[3] * self._factor, self.arch["out_channels"]

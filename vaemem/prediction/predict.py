@@ -1,154 +1,22 @@
-"""What PyTorch's memory counters would say of a VAE's run on a GPU, without PyTorch and without the GPU."""
+"""What PyTorch's memory counters would say of a VAE's run on a GPU, without PyTorch and without the GPU.
+
+A prediction is a question (question.py), which a simulated process answers (process.py) by playing the benchmark
+(benchmark.py): the counters' peaks of its last run.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from vaemem import _core
-from vaemem.prediction.process import (
-    MIB,
-    RUNTIME_OF,
-    LoadedVAE,
-    Moment,
-    PeakTensor,
-    SimulatedProcess,
-    Tensor,
-    _choose,
-    architecture,
-)
-from vaemem.prediction.profiles import ELEMENT
+from vaemem._common import MIB
+from vaemem.prediction.benchmark import Counters, Measured
+from vaemem.prediction.formula import closed_form
+from vaemem.prediction.process import Moment, PeakTensor, SimulatedProcess
+from vaemem.prediction.question import Question, ask
 from vaemem.prediction.snapshot import CachingAllocator
-
-OPS = ("encode", "decode", "encode_tiled", "decode_tiled")
-DEFAULT_TILE = 512
-
-
-class Measured(NamedTuple):
-    """What a benchmark reads off the counters for one run, in bytes: above the baseline, and as they stand."""
-
-    allocated: int
-    reserved: int
-    peak_allocated: int
-    peak_reserved: int
-
-
-class _Names:
-    """The local names of a Python function: binding one anew drops what it held, afterwards."""
-
-    def __init__(self, process: SimulatedProcess):
-        self._process = process
-        self._held: dict[str, Tensor] = {}
-
-    def bind(self, name: str, value: Tensor) -> Tensor:
-        old = self._held.get(name)
-        self._held[name] = value
-        self._process.drop(old)
-        return value
-
-    def delete(self, *names: str) -> None:
-        for name in names:
-            self._process.drop(self._held.pop(name, None))
-
-    def close(self) -> None:
-        self.delete(*self._held)
-
-
-def benchmark(
-    process: SimulatedProcess,
-    vae: LoadedVAE,
-    op: str,
-    height: int,
-    width: int,
-    batch: int = 1,
-    *,
-    dtype: str | None = None,
-    input_dtype: str | None = None,
-    tile: int = 0,
-    slicing: bool = False,
-    warmups: int = 2,
-    runs: int = 5,
-) -> list[Measured]:
-    """Plays the benchmark that the seed table was made with: warm-up runs, then measured ones, each after an emptied
-    cache.
-
-    Parameters
-    ----------
-    process, vae
-        Where, and what.
-    op : str
-        ``"encode"`` (with sampling and scaling, as pipelines do) or ``"decode"``.
-    height, width, batch : int
-        Of the image.
-    dtype, input_dtype : str, optional
-        Of the run and of the input; the weights' by default. Where they differ, weights and input are converted within
-        each run, and the weights back after it.
-    tile : int
-        Side of a tile in pixels where tiling is on, 0 where it is off.
-    slicing : bool
-        One image of the batch after the other.
-    warmups, runs : int
-        How many.
-
-    Returns
-    -------
-    list of Measured
-        One of each measured run. The first still holds what the warm-up runs left bound.
-    """
-    _choose("op", op, ("encode", "decode"))
-    weights_dtype = vae.dtype
-    dtype = dtype or weights_dtype
-    input_dtype = input_dtype or weights_dtype
-    upcast = dtype != input_dtype
-    names = _Names(process)
-    image = (batch, vae.arch["in_channels"], height, width)
-    latent = (batch, vae.arch["latent_channels"], height // vae.factor, width // vae.factor)
-    names.bind("input", process.tensor(image if op == "encode" else latent, input_dtype))
-
-    def convert(x: str, to: str) -> str:
-        """The name of the input in the run's dtype."""
-        if not upcast:
-            return x
-        process.convert(vae, dtype)
-        names.bind(to, process.elementwise(names._held[x], "input", dtype))
-        return to
-
-    def call(measured: bool) -> str:
-        """Returns the name that the result is bound to."""
-        x = convert("input", "input32")
-        if op == "encode" and vae.runtime == "diffusers":
-            names.bind("dist", process.encode(vae, names._held[x], tile=tile, slicing=slicing))
-            result = names.bind("result", process.sample(names._held["dist"]))
-            if measured:
-                names.bind("result", process.elementwise(result, "latents"))
-        elif op == "encode":
-            names.bind("result", process.encode(vae, names._held[x]))
-        elif vae.runtime == "diffusers":
-            scaled = names.bind("scaled", process.elementwise(names._held[x], "latents [scaled]"))
-            names.bind("result", process.decode(vae, scaled, tile=tile, slicing=slicing))
-        else:
-            names.bind("result", process.decode(vae, names._held[x]))
-        return "result"
-
-    for _ in range(warmups):
-        names.delete("result")
-        call(measured=False)
-        process.convert(vae, weights_dtype)
-        process.empty_cache()
-    names.delete("result")
-    measurements = []
-    for _ in range(runs):
-        process.empty_cache()
-        process.reset_peak()
-        allocated, reserved = process.allocated, process.reserved
-        call(measured=True)
-        peaks = process.peak_allocated, process.peak_reserved
-        measurements.append(Measured(peaks[0] - allocated, peaks[1] - reserved, *peaks))
-        process.convert(vae, weights_dtype)
-        names.delete("result", "dist", "scaled")
-    names.close()
-    return measurements
 
 
 class _Peaks:
@@ -199,52 +67,26 @@ class Prediction(_Peaks):
         What was asked.
     """
 
-    def __init__(self, question: dict[str, Any], measured: Measured, process: SimulatedProcess):
-        self._question = question
-        self.model: str = question["model"]["name"]
-        self.op: str = question["op"]
-        self.height: int = question["height"]
-        self.width: int = question["width"]
-        self.batch: int = question["batch"]
-        self.dtype: str = question["dtype"]
-        self.runtime: str = question["runtime"]
-        self.weights_dtype: str = question["weights_dtype"]
-        self.tile: int | None = question["tile"]
-        self.slicing: bool = question["slicing"]
+    def __init__(self, question: Question, measured: Measured, process: SimulatedProcess):
+        self._question = q = question
+        self.model: str = q.arch["name"]
+        self.op, self.height, self.width, self.batch, self.dtype = q.op, q.height, q.width, q.batch, q.dtype
+        self.runtime, self.weights_dtype, self.tile, self.slicing = q.runtime, q.weights_dtype, q.tile, q.slicing
         self._read(process, measured)
 
     @property
     def formula(self) -> str:
-        from vaemem.prediction.formula import closed_form
-
-        return closed_form(self)
+        return closed_form(self._question, self.allocated, self._process)
 
     def save_snapshot(self, path: str | os.PathLike[str]) -> None:
         """Writes the simulated history as a pickle that ``torch.cuda._memory_viz`` and pytorch.org/memory_viz read."""
-        _play(self._question, CachingAllocator(history=True))[1].save_snapshot(path)
+        self._question.play(CachingAllocator(history=True))[1].save_snapshot(path)
 
     def __repr__(self) -> str:
         return (
             f"<Prediction {self.model} {self.op} {self.height}x{self.width} {self.dtype} ({self.runtime}, {self.gpu}): "
             f"allocated {self.allocated / MIB:.2f} MiB, reserved {self.reserved / MIB:.2f} MiB>"
         )
-
-
-def _play(question: Mapping[str, Any], allocator: CachingAllocator | None = None) -> tuple[Measured, SimulatedProcess]:
-    process = SimulatedProcess(
-        question["gpu"],
-        question["cudnn_version"],
-        question["torch_version"],
-        allocator=allocator,
-        workspace=question["workspace"],
-    )
-    vae = process.load(question["model"], question["weights_dtype"], question["runtime"])
-    measured = benchmark(
-        process, vae, question["op"].removesuffix("_tiled"), question["height"], question["width"], question["batch"],
-        dtype=question["dtype"], input_dtype=question["weights_dtype"], tile=question["tile"] or 0,
-        slicing=question["slicing"], runs=1,
-    )  # fmt: skip
-    return measured[-1], process
 
 
 def predict(
@@ -313,43 +155,11 @@ def predict(
     >>> predict("sdxl", "decode", 1024, 1024, dtype="float16", gpu="RTX 4090").allocated / 2**20
     2434.224609375
     """
-    _choose("op", op, OPS)
-    _choose("dtype", dtype, ELEMENT)
-    tiled = op.endswith("_tiled")
-    if tile is not None and not tiled:
-        raise ValueError(f"tile: want it with a tiled op, got {tile!r} with {op}")
-    arch = architecture(model)
-    if runtime is None:
-        runtime = "diffusers" if tiled or slicing else RUNTIME_OF.get(arch["name"], "diffusers")
-    for name, value in (
-        ("height", height),
-        ("width", width),
-        ("batch", batch),
-        ("tile", tile if tiled and tile else 1),
-    ):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{name}: want an integer of 1 or more, got {value!r}")
-    factor = 2 ** (len(arch["block_out_channels"]) - 1)
-    for name, value in (("height", height), ("width", width)):
-        if value % factor:
-            raise ValueError(f"{name}: want a multiple of {factor}, got {value}")
-    question = {
-        "model": arch,
-        "op": op,
-        "height": height,
-        "width": width,
-        "dtype": dtype,
-        "batch": batch,
-        "runtime": runtime,
-        "gpu": gpu,
-        "cudnn_version": cudnn_version,
-        "torch_version": torch_version,
-        "weights_dtype": weights_dtype or dtype,
-        "tile": (tile or DEFAULT_TILE) if tiled else None,
-        "slicing": bool(slicing),
-        "workspace": workspace,
-    }
-    measured, process = _play(question)
+    question = ask(
+        model, op, height, width, dtype, batch, runtime, gpu, cudnn_version, torch_version, weights_dtype, tile,
+        slicing, workspace,
+    )  # fmt: skip
+    measured, process = question.play()
     return Prediction(question, measured, process)
 
 
@@ -381,13 +191,11 @@ class ModulePrediction(_Peaks):
         for name, size in held:
             process.hold(name, size)
         for _ in range(warmups + 1):
-            process.empty_cache()
-            process.reset_peak()
-            allocated, reserved = process.allocated, process.reserved
+            counters = Counters(process)
             left = process.call(trace)
-            peaks = process.peak_allocated, process.peak_reserved
+            measured = counters.read()
             process.release(left.values())
-        return Measured(peaks[0] - allocated, peaks[1] - reserved, *peaks)
+        return measured
 
     def save_snapshot(self, path: str | os.PathLike[str]) -> None:
         """Writes the simulated history as a pickle that ``torch.cuda._memory_viz`` and pytorch.org/memory_viz read."""

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vaemem import _core
-from vaemem.prediction.snapshot import INTERVALS, MIB, CachingAllocator, check_snapshot, load_snapshot, parse_conf, want
+from vaemem._common import MIB
+from vaemem.prediction.snapshot import INTERVALS, CachingAllocator, check_snapshot, load_snapshot, parse_conf, want
 
 
 def _number(item: dict[str, Any], key: str, what: str) -> int:

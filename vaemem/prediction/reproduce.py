@@ -22,10 +22,12 @@ from importlib import resources
 from statistics import median
 from typing import Any, NamedTuple
 
+from vaemem._common import MIB, OPS
+from vaemem.prediction.benchmark import benchmark
 from vaemem.prediction.gpus import find_gpu
-from vaemem.prediction.predict import DEFAULT_TILE, benchmark
-from vaemem.prediction.process import MIB, SimulatedProcess
+from vaemem.prediction.process import SimulatedProcess
 from vaemem.prediction.profiles import Profile
+from vaemem.prediction.question import DEFAULT_TILE
 from vaemem.prediction.workspace import InstalledCudnn, Workspace, installed_cudnn
 
 GPU, TORCH, CUDNN = "RTX 4090", "2.7.1", "9.7.1"
@@ -63,7 +65,7 @@ def flux_process(workspace: Any) -> dict[Key, tuple[float, float]]:
         p.empty_cache()
         vae = p.load("flux", dtype, "bfl")
         for side in SIZES:
-            for op in ("encode", "decode"):
+            for op in OPS:
                 rows["FLUX", op, side, side, dtype, 1] = _mean(benchmark(p, vae, op, side, side))
         p.drop(vae)
         p.empty_cache()

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from vaemem import _core
+from vaemem._common import ELEMENT_BYTES, mib, render
 from vaemem.tables.estimators import ran_tiled, size_of
-from vaemem.tables.table import ELEMENT_BYTES, Row, Table, mib, render
+from vaemem.tables.table import Row, Table
 
 HOLDS = "holds"
 MIXED = "holds only by mixing unlike rows"

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from vaemem import _core, plot
+from vaemem._common import ELEMENT_BYTES, MIB, mib
 from vaemem.prediction.gpus import find_gpu
 from vaemem.reports.claims import (
     FAILS,
@@ -29,7 +30,7 @@ from vaemem.reports.claims import (
 from vaemem.reports.document import Document
 from vaemem.tables.estimators import Comparison, ran_tiled
 from vaemem.tables.fit import fit
-from vaemem.tables.table import ELEMENT_BYTES, MIB, Row, Table, mib
+from vaemem.tables.table import Row, Table
 
 _SHIPPED = {"decode": {"ComfyUI": 2178, "InvokeAI": 2200}, "encode": {"ComfyUI": 1767, "InvokeAI": 1100}}
 

@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vaemem.tables.fit import KEY, Fit, Formula
-from vaemem.tables.table import ELEMENT_BYTES, MIB, SCHEMA, Row, Table, mib, need, render
+from vaemem._common import ELEMENT_BYTES, MIB, choose, mib, need, render
+from vaemem.tables.fit import KEY, Fit, FittedLine
+from vaemem.tables.table import BYTE_COLUMNS, Row, Table
 
 if TYPE_CHECKING:
     import pandas
 
 TILE = 512  # pixels: the side of a tile where a row does not say, diffusers' default for these models
-_TARGETS = tuple(column.name for column in SCHEMA if column.kind == "bytes")
 
 
 @dataclass(frozen=True)
@@ -314,8 +314,7 @@ def compare(table: Table, estimators: Any = None, target: str = "reserved_bytes"
     >>> print(compare(Table.from_csv("table.csv"), ["comfyui", "invokeai"]))
     >>> compare(table, {"mine": lambda row: 2200 * row["height"] * row["width"] * 2}).find("mine").worst_under
     """
-    if target not in _TARGETS:
-        raise ValueError(f"target: want one of {', '.join(_TARGETS)}, got {target!r}")
+    choose("target", target, BYTE_COLUMNS)
     chosen = _estimators(estimators, target)
     for i, row in enumerate(table):
         lacking = [name for name in ("model", "op", "height", "width", "dtype", target) if not row[name]]
@@ -353,7 +352,7 @@ def _estimators(given: Any, target: str) -> tuple[Estimator, ...]:
         return tuple(ESTIMATORS.values())
     if isinstance(given, Mapping):
         pairs: Iterable[tuple[str | None, Any]] = given.items()
-    elif isinstance(given, str | Estimator | Fit | Formula) or callable(given):
+    elif isinstance(given, str | Estimator | Fit | FittedLine) or callable(given):
         pairs = [(None, given)]
     else:
         pairs = [(None, one) for one in given]
@@ -372,8 +371,8 @@ def _estimator(name: str | None, given: Any, target: str) -> Estimator:
         given = ESTIMATORS[given]
     if isinstance(given, Estimator):
         return given if name is None else replace(given, name=name)
-    if isinstance(given, Formula | Fit):
-        found = Fit(given.target, given.quantile, [given]) if isinstance(given, Formula) else given
+    if isinstance(given, FittedLine | Fit):
+        found = Fit(given.target, given.quantile, [given]) if isinstance(given, FittedLine) else given
         if found.target != target:
             raise ValueError(f"fit: want one of {target}, got one of {found.target}")
         how = "least squares" if found.quantile is None else f"quantile {found.quantile:g}"
@@ -390,7 +389,7 @@ def _estimator(name: str | None, given: Any, target: str) -> Estimator:
 def _fitted(found: Fit, row: Row) -> float | None:
     """The formula of the row's model and op, fitted to its dtype; what either side leaves open matches."""
 
-    def suits(formula: Formula) -> bool:
+    def suits(formula: FittedLine) -> bool:
         pairs = [(name, getattr(formula, name), row[name]) for name in KEY]
         is_same = all(a == b or (name not in ("model", "op") and None in (a, b)) for name, a, b in pairs)
         return is_same and row["dtype"] in {fitted.dtype for fitted in formula.rows}
