@@ -1,9 +1,59 @@
 """The C core: csrc/python holds its binding. Private; vaemem.VAE and the functions beside it are the API."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, Self
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, Self, TypedDict
 
 import numpy as np
+from numpy.typing import NDArray
+
+# What calls return. These names are for types alone: the module does not have them.
+
+class _Bytes(TypedDict):
+    weights: int
+    activations: int
+    scratch: int
+    workspace: int
+    output: int
+
+class _Step(TypedDict):
+    name: str
+    live: _Bytes
+    flops: float
+    seconds: float
+
+class _Plan(TypedDict):
+    peak: _Bytes
+    reserved: int
+    arena: int
+    backend: str
+    threads: int
+    steps: list[_Step]
+
+class _Ran(_Plan):
+    overflow: bool
+
+class _ConvPlan(TypedDict):
+    bytes: int
+    engine: str
+    rank: int
+    untried: int
+    fallback: bool
+
+class _Settings(TypedDict):
+    total_memory: int
+    allowed_memory: int
+    max_split_size: int
+    max_non_split_rounding: int
+    reservation: int
+    divisions: tuple[int, ...]
+    gc_threshold: float
+    expandable_segments: bool
+    history: bool
+
+# dtype, n, c, h, w, k, r, stride, padding, layout
+_Conv = tuple[str, int, int, int, int, int, int, int, int, str]
+# op, id, bytes, name
+_TraceStep = tuple[Literal["take", "give", "conv", "cublas", "cublaslt"], int, int, str]
 
 def models() -> dict[str, dict[str, Any]]: ...
 def backends() -> list[tuple[str, bool]]: ...
@@ -33,7 +83,7 @@ class Model:
         staged: bool = True,
         latents: str = "float",
         room: int = 0,
-    ) -> dict[str, Any]: ...
+    ) -> _Plan: ...
     def run(
         self,
         op: str,
@@ -48,8 +98,8 @@ class Model:
         room: int = 0,
         unit: float = 1.0,
         replay: bool = False,
-    ) -> tuple[np.ndarray, dict[str, Any]]: ...
-    def run_at(
+    ) -> tuple[np.ndarray, _Ran]: ...
+    def run_at(  # input, out: addresses on the device; returns the output's, and what owns it
         self,
         op: str,
         input: int,
@@ -67,7 +117,7 @@ class Model:
         unit: float = 1.0,
         replay: bool = False,
         counted: bool = False,
-    ) -> tuple[int, Any, dict[str, Any]]: ...
+    ) -> tuple[int, object | None, _Ran]: ...
     def trim(self) -> None: ...
 
 def kernel_gemm(*args: Any) -> None: ...
@@ -106,7 +156,8 @@ class CachingAllocator:
     def free(self, address: int, pending: bool = False) -> None: ...
     def empty_cache(self) -> None: ...
     def rounded_size(self, bytes: int, /) -> int: ...
-    def run(self, steps: np.ndarray, addresses: np.ndarray, /) -> int: ...
+    # steps: [(op, id: uint32, bytes, stream: uint64)]; addresses: by id, read and written. Returns the steps taken.
+    def run(self, steps: np.ndarray, addresses: NDArray[np.uint64], /) -> int: ...
     def reset_peak_stats(self) -> None: ...
     def stats(self) -> dict[str, int]: ...
     def memory_allocated(self) -> int: ...
@@ -116,7 +167,7 @@ class CachingAllocator:
     def tag(self, number: int, /) -> None: ...
     def _blocks(self) -> list[tuple[bool, int, int, int, int, str, bool, bool, int]]: ...
     def _events(self) -> list[tuple[str, int, int, int, int]]: ...
-    def _settings(self) -> dict[str, Any]: ...
+    def _settings(self) -> _Settings: ...
     def _place(self, address: int, /) -> None: ...
     def _whole_segments(self) -> int: ...
     def _releasable(self, address: int, /) -> bool: ...
@@ -140,24 +191,77 @@ class Cudnn:
         padding: int,
         tf32: bool = True,
         nhwc: bool = False,
-    ) -> dict[str, Any] | None: ...
+    ) -> _ConvPlan | None: ...
 
 class Trace:
-    convs: list[tuple[Any, ...]]
-    steps: list[tuple[str, int, int, str]]
-    kept: list[Any]
+    convs: list[_Conv]
+    steps: list[_TraceStep]
+    kept: list[_TraceStep]
     names: list[str]
     def __init__(self) -> None: ...
     @classmethod
-    def vae(cls, *args: Any, **kwargs: Any) -> Trace: ...
+    def vae(
+        cls,
+        arch: Mapping[str, Any],
+        runtime: str,
+        op: str,
+        dtype: str,
+        height: int,
+        width: int,
+        batch: int = 1,
+        tile: int = 0,
+        slicing: bool = False,
+        sm: int = 89,
+        multiprocessors: int = 128,
+    ) -> Trace: ...
     @classmethod
-    def weights(cls, *args: Any) -> Trace: ...
+    def weights(cls, arch: Mapping[str, Any], runtime: str, dtype: str, /) -> Trace: ...
     def take(self, bytes: int, name: str, /) -> int: ...
     def give(self, id: int, /) -> None: ...
     def blas(self, name: str, lt: bool = False, /) -> None: ...
-    def conv(self, *args: Any) -> None: ...
-    def norm(self, *args: Any) -> tuple[int, int]: ...
-    def attention(self, *args: Any) -> int: ...
-    def run(self, *args: Any, **kwargs: Any) -> Any: ...
+    def conv(
+        self,
+        dtype: str,
+        n: int,
+        c: int,
+        h: int,
+        w: int,
+        k: int,
+        r: int,
+        stride: int,
+        padding: int,
+        nhwc: bool,
+        name: str,
+        /,
+    ) -> None: ...
+    def norm(self, dtype: str, n: int, c: int, groups: int, pixels: int, name: str, /) -> tuple[int, int]: ...
+    def attention(
+        self,
+        dtype: str,
+        batch: int,
+        heads: int,
+        queries: int,
+        keys: int,
+        depth: int,
+        mask: bool,
+        sm: int,
+        multiprocessors: int,
+        name: str,
+        /,
+    ) -> int: ...
+    # {id: address} of what stays, cuBLAS's and cuBLASLt's workspaces, and with heights the bytes at each step's height:
+    # allocated, reserved.
+    def run(
+        self,
+        allocator: CachingAllocator,
+        workspaces: Sequence[int],
+        cublas_bytes: int,
+        cublaslt_bytes: int,
+        cublaslt_use: str,
+        cublas: int,
+        cublaslt: int,
+        tag: int,
+        heights: bool,
+    ) -> tuple[dict[int, int], int, int, NDArray[np.uint64] | None, NDArray[np.uint64] | None]: ...
 
 def read_pickle(data: bytes, /) -> Any: ...

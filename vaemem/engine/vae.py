@@ -204,7 +204,7 @@ class VAE:
         """
         pixels = pixels_of(output_type)
         if self._device and Device.holds(z):
-            return self._run_there("decode", z, pixels, scaled, progress, out)
+            return self._run_on_device("decode", z, pixels, scaled, progress, out)
         data = as_float(z, "z", "(N, C, h, w)")
         latents = self.arch["latent_channels"]
         if data.ndim != 4 or data.shape[1] != latents:
@@ -238,7 +238,7 @@ class VAE:
             )
         scaling, shift = (self.arch["scaling_factor"], self.arch["shift_factor"]) if scaled else (1.0, 0.0)
         if self._device and Device.holds(x):
-            return Encoded(self._run_there("encode", x, "", False, progress, None), scaling, shift)
+            return Encoded(self._run_on_device("encode", x, "", False, progress, None), scaling, shift)
         array = np.asarray(x)
         if array.dtype == np.uint8:
             data, pixels = np.ascontiguousarray(array), "uint8"
@@ -363,7 +363,7 @@ class VAE:
         progress: Progress,
         out: np.ndarray | None,
     ) -> np.ndarray:
-        def run(poll: Any) -> tuple[np.ndarray, dict[str, Any]]:
+        def run(poll: Any) -> tuple[np.ndarray, Mapping[str, Any]]:
             gpu: dict[str, Any] = {}
             if self._device:
                 gpu = dict(room=self._room(), unit=self._unit, replay=self.graphs)
@@ -382,7 +382,7 @@ class VAE:
         with polling(progress, op) as poll:
             return self._run_until_finite(run, poll, plan, waits=True)
 
-    def _run_there(self, op: str, array: Any, pixels: str, scaled: bool, progress: Progress, out: Any) -> Any:
+    def _run_on_device(self, op: str, array: Any, pixels: str, scaled: bool, progress: Progress, out: Any) -> Any:
         """A run on arrays in the GPU's memory."""
         assert self._device is not None
         name = "z" if op == "decode" else "x"
@@ -407,7 +407,7 @@ class VAE:
         # how long it keeps its input.
         waits = self.dtype == "float16" or bool(progress) or not known
 
-        def run(poll: Any) -> tuple[Any, dict[str, Any]]:
+        def run(poll: Any) -> tuple[Any, Mapping[str, Any]]:
             address, owner, record = self._core.run_at(
                 op,
                 borrowed.address,

@@ -335,8 +335,9 @@ class SimulatedProcess:
             self.sources[source] = self.sources.get(source, 0) + 1
         before = tuple(self._live.values())
         left, cublas, cublaslt, allocated, reserved = trace.run(
-            self.allocator, workspaces, **self._blas, **self._kept, tag=self._tag(trace), heights=heights
-        )
+            self.allocator, workspaces, **self._blas, cublas=self._kept["cublas"], cublaslt=self._kept["cublaslt"],
+            tag=self._tag(trace), heights=heights,
+        )  # fmt: skip
         if heights:
             self._last = (trace, allocated, reserved)
         self._note_peak((trace, workspaces, allocated, before) if heights else None)
