@@ -37,6 +37,11 @@ def listed(value: Any, single: type | tuple[type, ...]) -> list[Any]:
     return [value] if isinstance(value, single) else list(value)
 
 
+def distinct(values: Iterable[Any]) -> list[Any]:
+    """Each value once, in the order of their first."""
+    return list(dict.fromkeys(values))
+
+
 def need(module: str, what: str) -> Any:
     """Import an optional package for `what`, or raise ImportError that names the extra to install."""
     package = module.partition(".")[0]

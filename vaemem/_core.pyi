@@ -70,35 +70,15 @@ class Model:
     def set_tensor(self, name: str, array: np.ndarray, /) -> None: ...
     def get_tensor(self, name: str, /) -> np.ndarray: ...
     def plan(
-        self,
-        op: str,
-        height: int,
-        width: int,
-        batch: int = 1,
-        pixels: str = "float",
-        threads: int = 1,
-        scaled: bool = False,
-        backend: str | None = None,
-        own_output: bool = True,
-        staged: bool = True,
-        latents: str = "float",
-        room: int = 0,
-    ) -> _Plan: ...
+        self, op: str, height: int, width: int, batch: int = 1, pixels: str = "float", threads: int = 1,
+        scaled: bool = False, backend: str | None = None, own_output: bool = True, staged: bool = True,
+        latents: str = "float", room: int = 0,
+    ) -> _Plan: ...  # fmt: skip
     def run(
-        self,
-        op: str,
-        input: np.ndarray,
-        out: np.ndarray | None = None,
-        pixels: str = "float",
-        threads: int = 1,
-        scaled: bool = False,
-        backend: str | None = None,
-        poll: Callable[[int, int], object] | None = None,
-        check: bool = False,
-        room: int = 0,
-        unit: float = 1.0,
-        replay: bool = False,
-    ) -> tuple[np.ndarray, _Ran]: ...
+        self, op: str, input: np.ndarray, out: np.ndarray | None = None, pixels: str = "float", threads: int = 1,
+        scaled: bool = False, backend: str | None = None, poll: Callable[[int, int], object] | None = None,
+        check: bool = False, room: int = 0, unit: float = 1.0, replay: bool = False,
+    ) -> tuple[np.ndarray, _Ran]: ...  # fmt: skip
     def run_at(  # input, out: addresses on the device; returns the output's, and what owns it
         self,
         op: str,
@@ -141,17 +121,9 @@ class OutOfMemoryError(MemoryError):
 class CachingAllocator:
     OutOfMemoryError: type[OutOfMemoryError]
     def __new__(
-        cls,
-        total_memory: int,
-        allowed_memory: int,
-        max_split_size: int,
-        max_non_split_rounding: int,
-        reservation: int,
-        divisions: Sequence[int],
-        gc_threshold: float,
-        expandable_segments: bool,
-        history: bool,
-    ) -> Self: ...
+        cls, total_memory: int, allowed_memory: int, max_split_size: int, max_non_split_rounding: int, reservation: int,
+        divisions: Sequence[int], gc_threshold: float, expandable_segments: bool, history: bool,
+    ) -> Self: ...  # fmt: skip
     def malloc(self, bytes: int, stream: int = 0) -> int: ...
     def free(self, address: int, pending: bool = False) -> None: ...
     def empty_cache(self) -> None: ...
@@ -178,20 +150,9 @@ class Cudnn:
     version: str
     def __init__(self, path: str | None = None, no_driver: str | None = None) -> None: ...
     def conv(
-        self,
-        device: str,
-        dtype: str,
-        n: int,
-        c: int,
-        h: int,
-        w: int,
-        k: int,
-        r: int,
-        stride: int,
-        padding: int,
-        tf32: bool = True,
-        nhwc: bool = False,
-    ) -> _ConvPlan | None: ...
+        self, device: str, dtype: str, n: int, c: int, h: int, w: int, k: int, r: int, stride: int, padding: int,
+        tf32: bool = True, nhwc: bool = False,
+    ) -> _ConvPlan | None: ...  # fmt: skip
 
 class Trace:
     convs: list[_Conv]
@@ -201,67 +162,28 @@ class Trace:
     def __init__(self) -> None: ...
     @classmethod
     def vae(
-        cls,
-        arch: Mapping[str, Any],
-        runtime: str,
-        op: str,
-        dtype: str,
-        height: int,
-        width: int,
-        batch: int = 1,
-        tile: int = 0,
-        slicing: bool = False,
-        sm: int = 89,
-        multiprocessors: int = 128,
-    ) -> Trace: ...
+        cls, arch: Mapping[str, Any], runtime: str, op: str, dtype: str, height: int, width: int, batch: int = 1,
+        tile: int = 0, slicing: bool = False, sm: int = 89, multiprocessors: int = 128,
+    ) -> Trace: ...  # fmt: skip
     @classmethod
     def weights(cls, arch: Mapping[str, Any], runtime: str, dtype: str, /) -> Trace: ...
     def take(self, bytes: int, name: str, /) -> int: ...
     def give(self, id: int, /) -> None: ...
     def blas(self, name: str, lt: bool = False, /) -> None: ...
     def conv(
-        self,
-        dtype: str,
-        n: int,
-        c: int,
-        h: int,
-        w: int,
-        k: int,
-        r: int,
-        stride: int,
-        padding: int,
-        nhwc: bool,
-        name: str,
-        /,
-    ) -> None: ...
+        self, dtype: str, n: int, c: int, h: int, w: int, k: int, r: int, stride: int, padding: int, nhwc: bool,
+        name: str, /,
+    ) -> None: ...  # fmt: skip
     def norm(self, dtype: str, n: int, c: int, groups: int, pixels: int, name: str, /) -> tuple[int, int]: ...
     def attention(
-        self,
-        dtype: str,
-        batch: int,
-        heads: int,
-        queries: int,
-        keys: int,
-        depth: int,
-        mask: bool,
-        sm: int,
-        multiprocessors: int,
-        name: str,
-        /,
-    ) -> int: ...
+        self, dtype: str, batch: int, heads: int, queries: int, keys: int, depth: int, mask: bool, sm: int,
+        multiprocessors: int, name: str, /,
+    ) -> int: ...  # fmt: skip
     # {id: address} of what stays, cuBLAS's and cuBLASLt's workspaces, and with heights the bytes at each step's height:
     # allocated, reserved.
     def run(
-        self,
-        allocator: CachingAllocator,
-        workspaces: Sequence[int],
-        cublas_bytes: int,
-        cublaslt_bytes: int,
-        cublaslt_use: str,
-        cublas: int,
-        cublaslt: int,
-        tag: int,
-        heights: bool,
-    ) -> tuple[dict[int, int], int, int, NDArray[np.uint64] | None, NDArray[np.uint64] | None]: ...
+        self, allocator: CachingAllocator, workspaces: Sequence[int], cublas_bytes: int, cublaslt_bytes: int,
+        cublaslt_use: str, cublas: int, cublaslt: int, tag: int, heights: bool,
+    ) -> tuple[dict[int, int], int, int, NDArray[np.uint64] | None, NDArray[np.uint64] | None]: ...  # fmt: skip
 
 def read_pickle(data: bytes, /) -> Any: ...

@@ -200,17 +200,9 @@ class _Recorder(TorchDispatchMode):
         )
 
     def _convolution(
-        self,
-        x: Any,
-        weight: Any,
-        bias: Any,
-        stride: Any,
-        padding: Any,
-        dilation: Any,
-        transposed: bool,
-        output_padding: Any,
-        groups: int,
-    ) -> Any:
+        self, x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, transposed: bool,
+        output_padding: Any, groups: int,
+    ) -> Any:  # fmt: skip
         """Input made dense, output, filter made dense in channels-last, workspace."""
         self._silent = True
         out = aten.convolution.default(x, weight, bias, stride, padding, dilation, transposed, output_padding, groups)
@@ -263,16 +255,9 @@ class _Recorder(TorchDispatchMode):
                 self.borrow(t.numel() // t.shape[-3] * heads * t.element_size(), "repeated heads") for t in (k, v)
             ]
         number = self._trace.attention(
-            _DTYPES[q.dtype],
-            math.prod(batch),
-            heads,
-            queries,
-            k.shape[-2],
-            v.shape[-1],
-            mask is not None,
-            *self._gpu,
+            _DTYPES[q.dtype], math.prod(batch), heads, queries, k.shape[-2], v.shape[-1], mask is not None, *self._gpu,
             self.name("attention"),
-        )
+        )  # fmt: skip
         self._silent = True
         shape = (*batch, queries, heads, v.shape[-1]) if len(q.shape) > 3 else (*q.shape[:-1], v.shape[-1])
         out = q.new_empty(shape)
@@ -293,7 +278,8 @@ class _Eager(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.Tensor.contiguous:  # this one's binding and those of indexing want a CUDA build
+        # The bindings of contiguous() and of indexing ask for a CUDA build; the operators below them do not.
+        if func is torch.Tensor.contiguous:
             layout = kwargs.get("memory_format", args[1] if len(args) > 1 else torch.contiguous_format)
             return aten.contiguous.default(args[0], memory_format=layout)
         if func is torch.Tensor.__getitem__:
@@ -461,14 +447,9 @@ def _in_order_of_to(module: torch.nn.Module, prefix: str = "") -> Iterator[tuple
 
 
 def predict_peak(
-    module: torch.nn.Module,
-    *args: Any,
-    gpu: str = "RTX 4090",
-    cudnn_version: str | None = None,
-    torch_version: str | None = None,
-    call: Callable[..., Any] | None = None,
-    **kwargs: Any,
-) -> ModulePrediction:
+    module: torch.nn.Module, *args: Any, gpu: str = "RTX 4090", cudnn_version: str | None = None,
+    torch_version: str | None = None, call: Callable[..., Any] | None = None, **kwargs: Any,
+) -> ModulePrediction:  # fmt: skip
     """What ``torch.cuda``'s memory counters would say of a module's call: a fresh process, two warm-up runs, one
     measured.
 
@@ -500,20 +481,10 @@ def predict_peak(
 
 
 def measure(
-    model: Any,
-    op: str,
-    sizes: int | Sequence[int | tuple[int, int]],
-    dtypes: str | Sequence[str] = ("float16",),
-    *,
-    runtime: str = "diffusers",
-    device: Any = None,
-    warmups: int = 2,
-    runs: int = 5,
-    tile: int | None = None,
-    batch: int = 1,
-    snapshot: str | os.PathLike[str] | None = None,
-    profile: str | os.PathLike[str] | None = None,
-) -> Table:
+    model: Any, op: str, sizes: int | Sequence[int | tuple[int, int]], dtypes: str | Sequence[str] = ("float16",), *,
+    runtime: str = "diffusers", device: Any = None, warmups: int = 2, runs: int = 5, tile: int | None = None,
+    batch: int = 1, snapshot: str | os.PathLike[str] | None = None, profile: str | os.PathLike[str] | None = None,
+) -> Table:  # fmt: skip
     """Measures a VAE's memory and time in PyTorch, the way the seed table was measured.
 
     Parameters

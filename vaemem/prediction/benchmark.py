@@ -36,20 +36,10 @@ class Counters:
 
 
 def benchmark(
-    process: SimulatedProcess,
-    vae: LoadedVAE,
-    op: str,
-    height: int,
-    width: int,
-    batch: int = 1,
-    *,
-    dtype: str | None = None,
-    input_dtype: str | None = None,
-    tile: int = 0,
-    slicing: bool = False,
-    warmups: int = 2,
+    process: SimulatedProcess, vae: LoadedVAE, op: str, height: int, width: int, batch: int = 1, *,
+    dtype: str | None = None, input_dtype: str | None = None, tile: int = 0, slicing: bool = False, warmups: int = 2,
     runs: int = 5,
-) -> list[Measured]:
+) -> list[Measured]:  # fmt: skip
     """Plays the benchmark that the seed table was made with: warm-up runs, then measured ones, each after an emptied
     cache.
 

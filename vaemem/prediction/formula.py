@@ -11,6 +11,7 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from vaemem._common import ELEMENT_BYTES, MIB, render
+from vaemem.prediction.benchmark import Measured
 from vaemem.prediction.process import SimulatedProcess
 from vaemem.prediction.question import Question, ask
 
@@ -203,16 +204,9 @@ class ClosedForm:
 
 
 def formula(
-    model: str | Mapping[str, Any],
-    op: str,
-    dtype: str = "float16",
-    runtime: str | None = None,
-    gpu: str = "RTX 4090",
-    *,
-    height: int = 1024,
-    width: int = 1024,
-    **settings: Any,
-) -> ClosedForm:
+    model: str | Mapping[str, Any], op: str, dtype: str = "float16", runtime: str | None = None, gpu: str = "RTX 4090",
+    *, height: int = 1024, width: int = 1024, **settings: Any,
+) -> ClosedForm:  # fmt: skip
     """PyTorch's allocated memory in closed form: the tensors alive at the peak, each as a function of the image's size.
 
     Derived, not fitted: the trace is run at every square of a multiple of 64 pixels, the peak's tensors are matched by
@@ -249,17 +243,7 @@ def formula(
     if str(op).endswith("_tiled"):
         raise ValueError(f"op: want 'encode' or 'decode' for a closed form in H and W, got {op!r}")
     question = ask(model, op, height, width, dtype, runtime=runtime, gpu=gpu, **settings)
-    return _derive(question, question.play()[1])
-
-
-def closed_form(question: Question, allocated: int, process: SimulatedProcess) -> str:
-    """`formula` of a question that a process has answered, printed; a line that says why where there is none."""
-    try:
-        if question.tile:
-            raise ValueError("a tiled peak depends on how H and W fall into tiles")
-        return str(_derive(question, process))
-    except ValueError as error:
-        return f"none: {allocated} bytes at this size; {error}"
+    return derive(question, *question.play())
 
 
 # ---- the derivation ----
@@ -275,25 +259,30 @@ class _Peak(NamedTuple):
         return self.where, frozenset(self.tensors)
 
 
-def _look(question: Question, height: int, width: int) -> _Peak | None:
-    """The peak of one size; None where it lies outside of the model's call, or PyTorch would refuse the size."""
-    try:
-        measured, process = replace(question, height=height, width=width).play()
-    except ValueError:
-        return None
+def _peak(measured: Measured, process: SimulatedProcess) -> _Peak | None:
+    """The peak of a run; None where it lies outside of the model's call."""
     peak = process.peak_above_baseline()
     return peak and _Peak(measured.allocated, *peak)
 
 
-def _derive(question: Question, process: SimulatedProcess) -> ClosedForm:
-    """The closed form of a question's peak; `process` is the one that answered it."""
+def _look(question: Question, height: int, width: int) -> _Peak | None:
+    """The peak of another size; None also where PyTorch would refuse the size."""
+    try:
+        return _peak(*replace(question, height=height, width=width).play())
+    except ValueError:
+        return None
+
+
+def derive(question: Question, measured: Measured, process: SimulatedProcess) -> ClosedForm:
+    """The closed form of the peak that answers a question; ValueError where it has none, as `formula` says."""
     q = replace(question, workspace=process.workspace)  # what this one has looked up need not be looked up again
     height, width = q.height, q.width
-    anchor = _look(q, height, width)
+    anchor = _peak(measured, process)
     if anchor is None:
         raise ValueError(f"formula: want a size whose peak lies within the model's call, got {height}x{width}")
     sides = range(STEP, LAST + 1, STEP)
-    peaks = {side: _look(q, side, side) for side in sides}  # each of them: what rules need not change only once
+    # All of them: a peak may rule, give way to another, and rule again.
+    peaks = {side: _look(q, side, side) for side in sides}
     same = {side: peak for side, peak in peaks.items() if peak and peak.key == anchor.key}
     if not same:
         raise ValueError(f"formula: no square from {STEP} to {LAST} pixels a side peaks as {height}x{width} does")

@@ -13,7 +13,7 @@ from typing import Any
 from vaemem import _core
 from vaemem._common import MIB
 from vaemem.prediction.benchmark import Counters, Measured
-from vaemem.prediction.formula import closed_form
+from vaemem.prediction.formula import derive
 from vaemem.prediction.process import Moment, PeakTensor, SimulatedProcess
 from vaemem.prediction.question import Question, ask
 from vaemem.prediction.snapshot import CachingAllocator
@@ -27,10 +27,9 @@ class _Peaks:
     peak_allocated: int
     peak_reserved: int
     workspace_source: str
-    _process: SimulatedProcess
 
     def _read(self, process: SimulatedProcess, measured: Measured) -> None:
-        self._process = process
+        self._measured, self._process = measured, process
         self.allocated, self.reserved, self.peak_allocated, self.peak_reserved = measured
         self.gpu, self.torch_version = process.gpu.name, process.torch_version
         self.cudnn_version: str | None = getattr(process.workspace, "cudnn_version", None)
@@ -62,7 +61,7 @@ class Prediction(_Peaks):
     timeline : tuple of Moment
         ``(name, allocated, reserved)`` step by step through the model's call; bytes as the counters stand.
     formula : str
-        ``allocated`` as a closed form in the image's H and W at this size's peak.
+        ``allocated`` as a closed form in the image's H and W at this size's peak, or why there is none.
     model, op, height, width, batch, dtype, runtime, gpu, torch_version, cudnn_version, weights_dtype, tile, slicing
         What was asked.
     """
@@ -76,7 +75,12 @@ class Prediction(_Peaks):
 
     @property
     def formula(self) -> str:
-        return closed_form(self._question, self.allocated, self._process)
+        try:
+            if self.tile:
+                raise ValueError("a tiled peak depends on how H and W fall into tiles")
+            return str(derive(self._question, self._measured, self._process))
+        except ValueError as error:
+            return f"none: {self.allocated} bytes at this size; {error}"
 
     def save_snapshot(self, path: str | os.PathLike[str]) -> None:
         """Writes the simulated history as a pickle that ``torch.cuda._memory_viz`` and pytorch.org/memory_viz read."""
@@ -90,22 +94,11 @@ class Prediction(_Peaks):
 
 
 def predict(
-    model: str | Mapping[str, Any],
-    op: str,
-    height: int,
-    width: int,
-    dtype: str = "float16",
-    batch: int = 1,
-    runtime: str | None = None,
-    gpu: str = "RTX 4090",
-    cudnn_version: str | None = None,
-    torch_version: str | None = None,
-    weights_dtype: str | None = None,
-    tile: int | None = None,
-    slicing: bool = False,
-    *,
-    workspace: Any = None,
-) -> Prediction:
+    model: str | Mapping[str, Any], op: str, height: int, width: int, dtype: str = "float16", batch: int = 1,
+    runtime: str | None = None, gpu: str = "RTX 4090", cudnn_version: str | None = None,
+    torch_version: str | None = None, weights_dtype: str | None = None, tile: int | None = None, slicing: bool = False,
+    *, workspace: Any = None,
+) -> Prediction:  # fmt: skip
     """The memory that PyTorch takes for a VAE's run: a fresh process, the model loaded, two warm-up runs, one measured.
 
     Parameters
@@ -173,13 +166,9 @@ class ModulePrediction(_Peaks):
     """
 
     def __init__(
-        self,
-        trace: _core.Trace,
-        weights: list[tuple[str, int]],
-        inputs: list[tuple[str, int]],
-        unmodelled: Mapping[str, int],
-        settings: Mapping[str, Any],
-    ):
+        self, trace: _core.Trace, weights: list[tuple[str, int]], inputs: list[tuple[str, int]],
+        unmodelled: Mapping[str, int], settings: Mapping[str, Any],
+    ):  # fmt: skip
         self._call = trace, [("weights", size) for _, size in weights] + inputs
         self._settings = dict(settings)
         self.unmodelled = dict(unmodelled)

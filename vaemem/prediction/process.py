@@ -18,7 +18,9 @@ from vaemem.prediction.workspace import CUDNN_OF_TORCH, Workspace
 
 RUNTIMES = ("diffusers", "bfl")
 DEFAULT_TORCH = "2.7.1"  # the version that predictions were compared with measurements for
-_LAST_EACH, _LAST_KEPT = (2, 8), (2, 11)  # PyTorch releases after which cuBLASLt's workspace is kept, then cuBLAS's own
+# PyTorch takes cuBLASLt's workspace anew in each call up to the first release, keeps it up to the second, and later
+# uses cuBLAS's.
+_LAST_EACH, _LAST_KEPT = (2, 8), (2, 11)
 
 
 def torch_release(version: str) -> tuple[int, int]:
@@ -171,14 +173,9 @@ class SimulatedProcess:
     """
 
     def __init__(
-        self,
-        gpu: str = "RTX 4090",
-        cudnn_version: str | None = None,
-        torch_version: str | None = None,
-        *,
-        allocator: CachingAllocator | None = None,
-        workspace: Any = None,
-    ):
+        self, gpu: str = "RTX 4090", cudnn_version: str | None = None, torch_version: str | None = None, *,
+        allocator: CachingAllocator | None = None, workspace: Any = None,
+    ):  # fmt: skip
         self.gpu = find_gpu(gpu)
         self.torch_version = torch_version or DEFAULT_TORCH
         self._blas = blas_settings(self.gpu, self.torch_version)
@@ -354,7 +351,7 @@ class SimulatedProcess:
             self._release(address)
 
     def drop(self, *things: Tensor | LoadedVAE | None) -> None:
-        """The last names of tensors, or of a model, go. None is ignored.
+        """Gives tensors, or a model, back: the last name that held them goes. None is ignored.
 
         Raises
         ------
@@ -435,16 +432,9 @@ class SimulatedProcess:
     # ---- within ----
 
     def _call_vae(
-        self,
-        vae: LoadedVAE,
-        op: str,
-        x: Tensor,
-        channels: int,
-        size: tuple[int, int],
-        result: tuple[int, ...],
-        tile: int,
-        slicing: bool,
-    ) -> Tensor:
+        self, vae: LoadedVAE, op: str, x: Tensor, channels: int, size: tuple[int, int], result: tuple[int, ...],
+        tile: int, slicing: bool,
+    ) -> Tensor:  # fmt: skip
         if vae.weights is None or x.storages is None:
             raise ValueError(f"{op}: want a model and an input that were not dropped")
         if len(x.shape) != 4 or x.shape[1] != channels:

@@ -11,7 +11,7 @@ from vaemem.prediction.benchmark import Measured, benchmark
 from vaemem.prediction.process import SimulatedProcess, architecture, usual_runtime
 from vaemem.prediction.snapshot import CachingAllocator
 
-DEFAULT_TILE = 512  # pixels: the side of a tile, diffusers' default for these models
+DEFAULT_TILE = 512  # pixels: the side of a tile where nobody says, diffusers' default for these models
 
 
 @dataclass(frozen=True)
@@ -47,21 +47,11 @@ class Question:
 
 
 def ask(
-    model: str | Mapping[str, Any],
-    op: str,
-    height: int,
-    width: int,
-    dtype: str = "float16",
-    batch: int = 1,
-    runtime: str | None = None,
-    gpu: str = "RTX 4090",
-    cudnn_version: str | None = None,
-    torch_version: str | None = None,
-    weights_dtype: str | None = None,
-    tile: int | None = None,
-    slicing: bool = False,
+    model: str | Mapping[str, Any], op: str, height: int, width: int, dtype: str = "float16", batch: int = 1,
+    runtime: str | None = None, gpu: str = "RTX 4090", cudnn_version: str | None = None,
+    torch_version: str | None = None, weights_dtype: str | None = None, tile: int | None = None, slicing: bool = False,
     workspace: Any = None,
-) -> Question:
+) -> Question:  # fmt: skip
     """The question that the arguments of `vaemem.predict` put; ValueError names the one that cannot be answered."""
     choose("op", op, TILED_OPS)
     choose("dtype", dtype, DTYPES)

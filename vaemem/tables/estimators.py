@@ -11,13 +11,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vaemem._common import ELEMENT_BYTES, MIB, choose, mib, need, render
+from vaemem.prediction.question import DEFAULT_TILE
 from vaemem.tables.fit import KEY, Fit, FittedLine
 from vaemem.tables.table import BYTE_COLUMNS, Row, Table
 
 if TYPE_CHECKING:
     import pandas
-
-TILE = 512  # pixels: the side of a tile where a row does not say, diffusers' default for these models
 
 
 @dataclass(frozen=True)
@@ -47,10 +46,15 @@ class Estimator:
         return self.function(row)
 
 
+def pixels(row: Row) -> int:
+    """Of a row's image."""
+    return int(row["height"] * row["width"])
+
+
 def size_of(row: Row) -> int | None:
     """H*W*e of a row in bytes; None where its dtype has no known width."""
     element = ELEMENT_BYTES.get(row["dtype"])
-    return None if element is None else row["height"] * row["width"] * element
+    return None if element is None else pixels(row) * element
 
 
 def _images(row: Row) -> int:
@@ -70,7 +74,7 @@ def _invokeai(row: Row) -> float | None:
     size = size_of(row)
     if constant is None or size is None or _images(row) > 1 or (tiled and row["model"] == "flux"):
         return None  # knows no batch, and no tiles for FLUX
-    estimate = constant * (TILE * TILE * ELEMENT_BYTES[row["dtype"]] * 1.25 if tiled else size)
+    estimate = constant * (DEFAULT_TILE * DEFAULT_TILE * ELEMENT_BYTES[row["dtype"]] * 1.25 if tiled else size)
     is_upcast = row["dtype"] == "float32" and row["model"] in ("sd15", "sdxl")
     return estimate + 250 * MIB if is_upcast else estimate
 
@@ -90,7 +94,7 @@ def _mlx_im2col(row: Row) -> int | None:
 def _sd_cpp(bytes_per_pixel: int, row: Row) -> int | None:
     if row["op"] != "decode" or _images(row) > 1:
         return None
-    return bytes_per_pixel * row["height"] * row["width"]  # the graph runs in one type, whatever the weights are
+    return bytes_per_pixel * pixels(row)  # the graph runs in one type, whatever the weights are
 
 
 ESTIMATORS: dict[str, Estimator] = {
@@ -101,7 +105,8 @@ ESTIMATORS: dict[str, Estimator] = {
             "ComfyUI, class VAE in comfy/sd.py (2.73 times that on AMD); Forge takes the same", _comfyui,
         ),
         Estimator(
-            "invokeai", f"2200 H W e (decode), 1100 H W e (encode), + 250 MiB for float32 SD; tiled: {TILE}^2 e k 1.25",
+            "invokeai",
+            f"2200 H W e (decode), 1100 H W e (encode), + 250 MiB for float32 SD; tiled: {DEFAULT_TILE}^2 e k 1.25",
             "InvokeAI, estimate_vae_working_memory_sd15_sdxl and _flux; the 250 MiB stand for larger weights",
             _invokeai,
         ),
@@ -147,13 +152,13 @@ def ran_tiled(table: Table) -> list[bool]:
             or not row["allocated_bytes"]
         ):
             continue
-        point = (i, row["height"] * row["width"], row["allocated_bytes"])
+        point = (i, pixels(row), row["allocated_bytes"])
         series.setdefault(tuple(row[name] for name in names), []).append(point)
     tiled = [False] * len(table)
     for points in series.values():
-        for i, pixels, size in points:
-            smaller = [(p, s) for _, p, s in points if 2 * p <= pixels]
-            tiled[i] = any(size < s * (pixels / p) ** 0.25 for p, s in smaller)
+        for i, area, size in points:
+            smaller = [(p, s) for _, p, s in points if 2 * p <= area]
+            tiled[i] = any(size < s * (area / p) ** 0.25 for p, s in smaller)
     return tiled
 
 

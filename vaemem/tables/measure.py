@@ -94,21 +94,9 @@ class _Subject(NamedTuple):
 
 
 def measure(
-    torch: Any,
-    model: Any,
-    op: str,
-    sizes: Any,
-    dtypes: Any,
-    *,
-    runtime: str,
-    device: Any,
-    warmups: int,
-    runs: int,
-    tile: int | None,
-    batch: int,
-    snapshot: str | os.PathLike[str] | None,
-    profile: str | os.PathLike[str] | None,
-) -> Table:
+    torch: Any, model: Any, op: str, sizes: Any, dtypes: Any, *, runtime: str, device: Any, warmups: int, runs: int,
+    tile: int | None, batch: int, snapshot: str | os.PathLike[str] | None, profile: str | os.PathLike[str] | None,
+) -> Table:  # fmt: skip
     """What `vaemem.pytorch.measure` says; `torch` is PyTorch, which only that module imports."""
     choose("op", op, TILED_OPS)
     choose("runtime", runtime, RUNTIMES)
