@@ -124,14 +124,8 @@ def read_table(path: str | os.PathLike[str] | None = None) -> list[tuple[Key, tu
     rows = []
     for line, fields in enumerate(reader, 2):
         try:
-            key = (
-                fields["model"],
-                fields["op"],
-                int(fields["height"]),
-                int(fields["width"]),
-                fields["dtype"],
-                int(fields["group"]),
-            )
+            height, width, group = (int(fields[name]) for name in ("height", "width", "group"))
+            key = (fields["model"], fields["op"], height, width, fields["dtype"], group)
             rows.append((key, (float(fields["allocated_mib"]), float(fields["reserved_mib"]))))
         except (TypeError, ValueError):
             raise ValueError(
