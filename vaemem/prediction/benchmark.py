@@ -12,7 +12,7 @@ from vaemem.prediction.names import Names
 from vaemem.prediction.process import LoadedVAE, SimulatedProcess, Tensor
 
 
-class Measured(NamedTuple):
+class Reading(NamedTuple):
     """What a benchmark reads off the counters for one run, in bytes: above the baseline, and as they stand."""
 
     allocated: int
@@ -30,16 +30,16 @@ class Counters:
         self._process = process
         self._baseline = process.allocated, process.reserved
 
-    def read(self) -> Measured:
+    def read(self) -> Reading:
         allocated, reserved = self._process.peak_allocated, self._process.peak_reserved
-        return Measured(allocated - self._baseline[0], reserved - self._baseline[1], allocated, reserved)
+        return Reading(allocated - self._baseline[0], reserved - self._baseline[1], allocated, reserved)
 
 
 def benchmark(
     process: SimulatedProcess, vae: LoadedVAE, op: str, height: int, width: int, batch: int = 1, *,
     dtype: str | None = None, input_dtype: str | None = None, tile: int = 0, slicing: bool = False, warmups: int = 2,
     runs: int = 5,
-) -> list[Measured]:  # fmt: skip
+) -> list[Reading]:  # fmt: skip
     """Plays the benchmark that the seed table was made with: warm-up runs, then measured ones, each after an emptied
     cache.
 
@@ -63,7 +63,7 @@ def benchmark(
 
     Returns
     -------
-    list of Measured
+    list of Reading
         One of each measured run. The first still holds what the warm-up runs left bound.
     """
     choose("op", op, OPS)

@@ -11,7 +11,7 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from vaemem._common import ELEMENT_BYTES, MIB, render
-from vaemem.prediction.benchmark import Measured
+from vaemem.prediction.benchmark import Reading
 from vaemem.prediction.process import SimulatedProcess
 from vaemem.prediction.question import Question, ask
 
@@ -259,7 +259,7 @@ class _Peak(NamedTuple):
         return self.where, frozenset(self.tensors)
 
 
-def _peak(measured: Measured, process: SimulatedProcess) -> _Peak | None:
+def _peak(measured: Reading, process: SimulatedProcess) -> _Peak | None:
     """The peak of a run; None where it lies outside of the model's call."""
     peak = process.peak_above_baseline()
     return peak and _Peak(measured.allocated, *peak)
@@ -273,7 +273,7 @@ def _look(question: Question, height: int, width: int) -> _Peak | None:
         return None
 
 
-def derive(question: Question, measured: Measured, process: SimulatedProcess) -> ClosedForm:
+def derive(question: Question, measured: Reading, process: SimulatedProcess) -> ClosedForm:
     """The closed form of the peak that answers a question; ValueError where it has none, as `formula` says."""
     q = replace(question, workspace=process.workspace)  # what this one has looked up need not be looked up again
     height, width = q.height, q.width

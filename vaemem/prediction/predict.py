@@ -12,7 +12,7 @@ from typing import Any
 
 from vaemem import _core
 from vaemem._common import MIB
-from vaemem.prediction.benchmark import Counters, Measured
+from vaemem.prediction.benchmark import Counters, Reading
 from vaemem.prediction.formula import derive
 from vaemem.prediction.process import Moment, PeakTensor, SimulatedProcess
 from vaemem.prediction.question import Question, ask
@@ -28,7 +28,7 @@ class _Peaks:
     peak_reserved: int
     workspace_source: str
 
-    def _read(self, process: SimulatedProcess, measured: Measured) -> None:
+    def _read(self, process: SimulatedProcess, measured: Reading) -> None:
         self._measured, self._process = measured, process
         self.allocated, self.reserved, self.peak_allocated, self.peak_reserved = measured
         self.gpu, self.torch_version = process.gpu.name, process.torch_version
@@ -66,7 +66,7 @@ class Prediction(_Peaks):
         What was asked.
     """
 
-    def __init__(self, question: Question, measured: Measured, process: SimulatedProcess):
+    def __init__(self, question: Question, measured: Reading, process: SimulatedProcess):
         self._question = q = question
         self.model: str = q.arch["name"]
         self.op, self.height, self.width, self.batch, self.dtype = q.op, q.height, q.width, q.batch, q.dtype
@@ -175,7 +175,7 @@ class ModulePrediction(_Peaks):
         process = SimulatedProcess(**self._settings)
         self._read(process, self._play(process))
 
-    def _play(self, process: SimulatedProcess, warmups: int = 2) -> Measured:
+    def _play(self, process: SimulatedProcess, warmups: int = 2) -> Reading:
         trace, held = self._call
         for name, size in held:
             process.hold(name, size)

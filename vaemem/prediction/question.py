@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vaemem._common import DTYPES, TILED_OPS, choose, latent_factor, whole
-from vaemem.prediction.benchmark import Measured, benchmark
+from vaemem.prediction.benchmark import Reading, benchmark
 from vaemem.prediction.process import SimulatedProcess, architecture, usual_runtime
 from vaemem.prediction.snapshot import CachingAllocator
 
@@ -33,7 +33,7 @@ class Question:
     slicing: bool
     workspace: Any
 
-    def play(self, allocator: CachingAllocator | None = None) -> tuple[Measured, SimulatedProcess]:
+    def play(self, allocator: CachingAllocator | None = None) -> tuple[Reading, SimulatedProcess]:
         """A fresh process loads the model and runs the benchmark once, after its warm-up runs."""
         process = SimulatedProcess(
             self.gpu, self.cudnn_version, self.torch_version, allocator=allocator, workspace=self.workspace
