@@ -11,8 +11,9 @@ import pytest
 
 from vaemem import CachingAllocator, OutOfMemoryError, _core
 from vaemem.prediction import reproduce
+from vaemem.prediction.benchmark import benchmark
 from vaemem.prediction.cudnn import InstalledCudnn
-from vaemem.prediction.predict import benchmark, predict
+from vaemem.prediction.predict import predict
 from vaemem.prediction.process import SimulatedProcess
 from vaemem.prediction.workspace import Workspace
 
@@ -201,7 +202,7 @@ def test_any_config(tmp_path):
         ({"cudnn_version": "nine"}, "cudnn_version"),
         ({"runtime": "bfl"}, "quant convolutions"),
         ({"height": 500}, "height: want a multiple of 8"),
-        ({"width": 512.0}, "width: want an integer"),
+        ({"width": 512.0}, "width: want a whole number"),
         ({"batch": 0}, "batch"),
         ({"tile": 512}, "tile: want it with a tiled op"),
         ({"op": "decode_tiled", "tile": 10}, "tile: want a multiple"),

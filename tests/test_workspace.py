@@ -256,7 +256,7 @@ def test_the_rule_is_as_good_as_it_says(nobody, name, monkeypatch):
 
 
 BAD = [
-    (dict(dtype="float64"), "dtype: want one of float16, bfloat16, float32, got 'float64'"),
+    (dict(dtype="float64"), "dtype: want one of float32, float16, bfloat16, got 'float64'"),
     (dict(layout="chwn"), "layout: want 'nchw' or 'nhwc', got 'chwn'"),
     (dict(h=0), "want sizes and a stride of 1 or more"),
     (dict(stride=0), "want sizes and a stride of 1 or more"),

@@ -16,7 +16,6 @@ import threading
 import weakref
 from typing import Any
 
-import vaemem
 from vaemem.engine.cudnn import find_cudnn
 
 __all__ = ["InstalledCudnn", "installed_cudnn"]
@@ -33,8 +32,9 @@ class _Process:
     """One asking process, with one question at a time."""
 
     def __init__(self, path: str | None):
-        root = os.path.dirname(os.path.dirname(os.path.abspath(vaemem.__file__)))
-        stand_ins = [os.path.join(folder, "data", "libcuda.so.1") for folder in vaemem.__path__]
+        package = sys.modules["vaemem"]  # not imported here, for it imports this file
+        root = os.path.dirname(os.path.dirname(os.path.abspath(str(package.__file__))))
+        stand_ins = [os.path.join(folder, "data", "libcuda.so.1") for folder in package.__path__]
         stand_in = next(filter(os.path.isfile, stand_ins), "")
         paths = [root, *(entry for entry in sys.path if isinstance(entry, str))]
         arguments = [os.path.abspath(path) if path else "", stand_in, json.dumps(paths)]

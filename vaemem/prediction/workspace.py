@@ -13,9 +13,10 @@ Every answer says which it was.
 
 from typing import Any
 
+from vaemem._common import DTYPES, ELEMENT_BYTES, choose
 from vaemem.prediction.cudnn import InstalledCudnn, installed_cudnn
 from vaemem.prediction.gpus import Gpu, find_gpu
-from vaemem.prediction.profiles import ELEMENT, Conv, Profile, nearest_profile, version_number
+from vaemem.prediction.profiles import Conv, Profile, nearest_profile, version_number
 
 # The cuDNN that PyTorch's own wheels for Linux bring (their package metadata). 2.7 built for CUDA 12.6 brings 9.5.1.
 CUDNN_OF_TORCH = {
@@ -169,8 +170,7 @@ class Workspace:
 
 def _check(conv: Conv) -> None:
     dtype, n, c, h, w, k, r, stride, padding, layout = conv
-    if dtype not in ELEMENT:
-        raise ValueError(f"dtype: want one of {', '.join(ELEMENT)}, got {dtype!r}")
+    choose("dtype", dtype, DTYPES)
     if layout not in ("nchw", "nhwc"):
         raise ValueError(f"layout: want 'nchw' or 'nhwc', got {layout!r}")
     if min(n, c, h, w, k, r, stride) < 1 or padding < 0:
@@ -185,7 +185,7 @@ def _im2col(gpu: Gpu, conv: Conv) -> tuple[int, str]:
     if (conv.r, conv.stride, conv.padding) == (1, 1, 0):
         return 0, source
     oh, ow = conv.out
-    return conv.c * conv.r * conv.r * oh * ow * ELEMENT[conv.dtype], source
+    return conv.c * conv.r * conv.r * oh * ow * ELEMENT_BYTES[conv.dtype], source
 
 
 def _rule(gpu: Gpu, version: int, tf32: bool, conv: Conv) -> tuple[int, str]:
@@ -195,7 +195,7 @@ def _rule(gpu: Gpu, version: int, tf32: bool, conv: Conv) -> tuple[int, str]:
     within 1% in half precision and half of them in float32, on every GPU and version (tests/test_workspace.py counts
     them); of 1x1 and thin ones, about half.
     """
-    size = ELEMENT[conv.dtype]
+    size = ELEMENT_BYTES[conv.dtype]
     oh, ow = conv.out
     i, o = conv.n * conv.c * conv.h * conv.w * size, conv.n * conv.k * oh * ow * size
     f = conv.k * conv.c * conv.r * conv.r * size
