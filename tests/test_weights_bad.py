@@ -176,9 +176,7 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path, monkeypatch):
         return read(file, name, entry, *where)
 
     monkeypatch.setattr(weights, "_read_tensor", cut)
-    with pytest.raises(
-        ValueError, match=r"a\.safetensors: \S+\.weight: want \d+ bytes .*, got \d+: the file was cut"
-    ):
+    with pytest.raises(ValueError, match=r"a\.safetensors: \S+\.weight: want \d+ bytes .*, got \d+: the file was cut"):
         weights.load(path)
 
 

@@ -51,8 +51,8 @@ BITS |= {f"{kind}{bits}": bits for kind in "IUF" for bits in (8, 16, 32, 64) if 
 
 
 def _fill(f: IO[bytes], at: int, into: memoryview) -> int:
-    """Fills `into` from byte `at` on; how many bytes were there. A map of a file that shrinks
-    ends the process."""
+    """Fills `into` from byte `at` on; how many bytes were there. Read, not mapped: a process dies of a map whose file
+    shrinks."""
     f.seek(at)
     done = 0
     while done < len(into) and (got := f.readinto(into[done:])):  # type: ignore[attr-defined]
