@@ -108,6 +108,19 @@ def test_what_progress_raises_comes_out_and_the_vae_stays_usable(vae):
     assert len(sweep(vae, "decode", 32)) == 1
 
 
+def test_what_ends_a_sweep_carries_the_finished_rows(vae):
+    def stop(done, total):
+        if done > total / 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        sweep(vae, "decode", [32, 32, 32, 32], progress=stop)
+    assert [row["source"] for row in caught.value.table] == ["measured"] * 2
+    with pytest.raises(ValueError, match="sizes") as caught:
+        sweep(vae, "decode", 0)
+    assert not len(getattr(caught.value, "table", ()))
+
+
 def test_full_models_by_name():
     """Random weights are made for the sweep; nothing runs. 512x512 holds what the README promises."""
     for row in sweep(sizes=512, measure=False):
@@ -169,6 +182,49 @@ def test_sweep_and_fit_commands(capsys, tmp_path):
     assert "def sdxl_encode_output_bytes(" in capsys.readouterr().out
 
 
+class Stopped:
+    """Decodes as often as it is let, then Ctrl-C."""
+
+    def __init__(self, monkeypatch, runs):
+        self.left, decode = runs, VAE.decode
+
+        def limited(vae, *args, **kwargs):
+            if not self.left:
+                raise KeyboardInterrupt
+            self.left -= 1
+            return decode(vae, *args, **kwargs)
+
+        monkeypatch.setattr(VAE, "random", lambda *args, **kwargs: VAE_RANDOM(config=SMALL))
+        monkeypatch.setattr(VAE, "decode", limited)
+
+
+VAE_RANDOM = VAE.random
+
+
+def test_ctrl_c_keeps_the_finished_rows(monkeypatch, capsys, tmp_path):
+    path = tmp_path / "table.csv"
+    command = ["sweep", "--models", "sdxl", "--ops", "decode", "--sizes", "16", "32", "48", "--csv", str(path)]
+    Stopped(monkeypatch, 2)
+    assert main(command) == 130
+    assert [row["height"] for row in Table.from_csv(path)] == [16, 32]
+    output = capsys.readouterr()
+    assert output.out.startswith("Table, 2 rows") and output.err == "vaemem sweep: stopped\n"
+    before = path.read_bytes()
+    Stopped(monkeypatch, 0)
+    assert main(command) == 130 and path.read_bytes() == before
+
+
+@pytest.mark.parametrize("command", ["sweep", "reproduce"])
+def test_a_csv_that_cannot_be_written_is_refused_before_the_first_run(command, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("vaemem.tables.sweep.sweep", lambda *args, **kwargs: pytest.fail("it ran"))
+    assert main([command, "--csv", str(tmp_path / "absent" / "table.csv")]) == 2
+    assert "absent" in capsys.readouterr().err
+    assert main([command, "--csv", str(tmp_path)]) == 2
+    monkeypatch.undo()
+    new = tmp_path / "new.csv"
+    assert main(["sweep", "--models", "sd3", "--csv", str(new)]) == 2 and not new.exists()
+
+
 def test_backends_command(capsys):
     assert main(["backends"]) == 0
     assert "ref" in capsys.readouterr().out
@@ -181,6 +237,8 @@ def test_backends_command(capsys):
         (["estimate", "sdxl", "decode", "511"], "vaemem estimate: .*511"),
         (["estimate", "sdxl", "decode", "1" + "0" * 15 + "x8"], "vaemem estimate: "),
         (["sweep", "--batch", "0"], "vaemem sweep: batch"),
+        (["estimate", "sdxl", "decode", "64", "--batch", str(2**62)], "vaemem estimate: "),
+        (["estimate", "sdxl", "decode", "64", "--device", "cuda:" + "9" * 5000], "vaemem estimate: device: want cpu"),
         (["fit", "absent.csv"], "vaemem fit: .*absent.csv"),
         (["fit", __file__], "vaemem fit: .*unknown column"),
     ],
@@ -191,7 +249,12 @@ def test_bad_input_is_a_sentence_not_a_traceback(capsys, arguments, message):
     assert re.match(message, error) and "Traceback" not in error
 
 
-@pytest.mark.parametrize("arguments", [["estimate", "sdxl", "decode", "5x5x5"], ["estimate", "sdxl", "tile", "8"], []])
+ESTIMATE = ["estimate", "sdxl", "decode", "64"]
+USAGE = [["estimate", "sdxl", "decode", "5x5x5"], ["estimate", "sdxl", "tile", "8"], []]
+USAGE += [["estimate", "sdxl", "decode", "9" * 400], *([*ESTIMATE, "--batch", n] for n in ("-1", "1e3", "9" * 5000))]
+
+
+@pytest.mark.parametrize("arguments", USAGE)
 def test_bad_usage(capsys, arguments):
     with pytest.raises(SystemExit) as caught:
         main(arguments)

@@ -52,9 +52,13 @@ def test_rows_have_every_column():
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        ({"colour": 1}, "row 1: unknown column colour; the table has model, op"),
+        ({"colour": 1}, "row 1: unknown column 'colour'; the table has model, op"),
         ({"source": "guessed"}, "row 1: source: want one of measured, estimated, predicted, got 'guessed'"),
         ({"allocated_bytes": -1}, "row 1: allocated_bytes: want at least 0, got -1"),
+        ({"allocated_bytes": 10**400}, r"row 1: allocated_bytes: want less than 2\^63, got a number of 1329 bits"),
+        ({"allocated_bytes": 1e300}, r"row 1: allocated_bytes: want less than 2\^63"),
+        ({"seconds": 10**400}, "row 1: seconds: want a number"),
+        ({"\x1b[2J": 1}, r"row 1: unknown column '\\x1b\[2J'"),
         ({"allocated_bytes": 1.5}, "row 1: allocated_bytes: want a whole number, got 1.5"),
         ({"allocated_bytes": "12"}, "row 1: allocated_bytes: want a number, got '12'"),
         ({"allocated_bytes": math.nan}, "row 1: allocated_bytes: want a whole number, got nan"),
@@ -137,7 +141,7 @@ def test_pandas_keeps_bytes_whole():
 
 def test_pandas_with_a_foreign_column_is_refused():
     pd = pytest.importorskip("pandas")
-    with pytest.raises(ValueError, match="row 0: unknown column ratio"):
+    with pytest.raises(ValueError, match="row 0: unknown column 'ratio'"):
         Table.from_pandas(pd.DataFrame({"model": ["sdxl"], "ratio": [1.0]}))
 
 
@@ -153,6 +157,10 @@ def test_csv_takes_some_columns_in_any_order():
     ("text", "message"),
     [
         ("", "no header line"),
+        (f"height\n{'9' * 400}\n", r"line 2: height: want less than 2\^63, got a number of 1329 bits"),
+        (f"height\n{'9' * 5000}\n", "line 2: height: want a whole number, got '9{80}'"),
+        (f"seconds\n{'9' * 400}\n", "line 2: seconds: want a finite number"),
+        ("\x1b[2J\n1\n", r"unknown column '\\x1b\[2J'; want"),
         ("model,colour\nsdxl,red\n", "unknown column 'colour'; want some of model, op"),
         ("model,model\na,b\n", "a column comes twice"),
         ("model,height\nsdxl,512\nsdxl,5x\n", "line 3: height: want a whole number, got '5x'"),

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -154,6 +155,40 @@ def test_out_is_used_and_checked():
         vae.decode(z, out=out)
     with pytest.raises(TypeError, match="out"):
         vae.decode(z, out=[1])
+
+
+@pytest.mark.parametrize("output_type", ["float", "uint8"])
+def test_out_apart_from_z(output_type):
+    """Latents inside the images' memory would be overwritten before the second item is read."""
+    vae = small_vae()
+    memory = np.zeros(2 * 3 * 16 * 16, np.float32)
+    z = memory[-2 * 4 * 4 * 4 :].reshape(2, 4, 4, 4)
+    z[:] = latents(vae, 4, 4, batch=2)
+    out = (
+        memory.reshape(2, 3, 16, 16) if output_type == "float" else memory.view(np.uint8)[-1536:].reshape(2, 16, 16, 3)
+    )
+    with pytest.raises(ValueError, match="out: want memory apart from z, got an array that overlaps it"):
+        vae.decode(z, out=out, output_type=output_type)
+    want = vae.decode(z, output_type=output_type)
+    assert np.array_equal(vae.decode(z.copy(), out=out, output_type=output_type), want)
+    beside = np.zeros(z.size + out.size, np.float32)
+    left, right = beside[: z.size].reshape(z.shape), beside[z.size :].reshape(2, 3, 16, 16)
+    left[:] = latents(vae, 4, 4, batch=2)
+    assert np.array_equal(vae.decode(left, out=right), vae.decode(left))
+
+
+def test_out_apart_from_z_on_a_device():
+    z = SimpleNamespace(shape=(2, 4, 4, 4), dtype="float32", address=4096, end=4096 + 512)
+    out = SimpleNamespace(shape=(2, 3, 16, 16), dtype="float32", address=4096 + 508, end=4096 + 508 + 6144)
+    vae = small_vae()
+    vae._device = SimpleNamespace(
+        dtype="float32",
+        stream_of=lambda array: (0, True),
+        backend=SimpleNamespace(check_stream=lambda stream: None),
+        borrow=lambda array, name, stream: array,
+    )
+    with pytest.raises(ValueError, match="out: want memory apart from z"):
+        vae._run_there("decode", z, "float", False, None, out)
 
 
 def test_odd_arrays_are_copied():

@@ -2,9 +2,12 @@
 
 import json
 import math
+import os
+import stat
 import struct
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -41,6 +44,20 @@ def test_extra_tensor_is_named(tmp_path, name):
     path = write(tmp_path / "a.safetensors", {**tensors_of(make()), name: np.zeros((7, 8), np.float32)})
     with pytest.raises(ValueError, match=rf"1 tensor.*extra {name}: want no such tensor, got \(7, 8\)"):
         weights.load(path)
+
+
+def test_what_a_file_says_is_shown_escaped_and_short(tmp_path):
+    path = write(tmp_path / "a.safetensors", {**tensors_of(make()), "encoder.\x1b[2J\u202e": np.zeros(7, np.float32)})
+    with pytest.raises(ValueError, match=r"extra 'encoder\.\\x1b\[2J\\u202e': want no such tensor, got \(7,\)"):
+        weights.load(path)
+    path = write(tmp_path / "a.safetensors", {"x" * 10**6 + "\n": np.zeros(7, np.float32)})
+    with pytest.raises(ValueError, match="unknown layout") as caught:
+        weights.load(path)
+    assert len(str(caught.value)) < 500
+    with pytest.raises(ValueError, match=r"config: '\\x1b\[2J': want a key of AutoencoderKL"):
+        weights.read_config({"\x1b[2J": 1})
+    with pytest.raises(ValueError, match="config: scaling_factor: want a finite number of single precision"):
+        weights.read_config({"scaling_factor": 10**400})
 
 
 @pytest.mark.parametrize("prefix", ["", "first_stage_model."])
@@ -147,6 +164,37 @@ def test_every_truncation_of_a_real_file(tmp_path):
             weights.load(path)
 
 
+def test_a_file_that_shrinks_while_it_is_read(tmp_path, monkeypatch):
+    path = tmp_path / "a.safetensors"
+    weights.save(make(), path)
+    size, read = path.stat().st_size, weights._read_tensor
+
+    def cut(file, name, entry, *where):
+        if name == "encoder.conv_in.bias":
+            with open(path, "r+b") as f:
+                f.truncate(size // 2)
+        return read(file, name, entry, *where)
+
+    monkeypatch.setattr(weights, "_read_tensor", cut)
+    with pytest.raises(ValueError, match=r"a\.safetensors: \S+\.weight: want \d+ bytes .*, got \d+: the file was cut"):
+        weights.load(path)
+
+
+def test_nothing_of_the_file_is_mapped(tmp_path, monkeypatch):
+    path, read, maps = tmp_path / "a.safetensors", weights._read_tensor, []
+
+    def look(*args):
+        array = read(*args)
+        maps.append(Path("/proc/self/maps").read_text())
+        return array
+
+    weights.save(make(), path)
+    monkeypatch.setattr(weights, "_read_tensor", look)
+    if sys.platform == "linux":
+        weights.load(path)
+        assert maps and not any("a.safetensors" in text for text in maps)
+
+
 def test_paths_that_are_no_files(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"path: .*nowhere\.safetensors"):
         weights.load(tmp_path / "nowhere.safetensors")
@@ -237,6 +285,21 @@ def test_a_failed_save_leaves_what_was_there(tmp_path, nth):
             weights.save(failing, path)
         assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
         failing.left = nth
+
+
+def test_save_keeps_permissions_follows_links_and_syncs(tmp_path, monkeypatch):
+    synced, fsync = [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(stat.S_ISDIR(os.fstat(fd).st_mode)), fsync(fd)))
+    real, link = tmp_path / "real" / "a.safetensors", tmp_path / f"{'long' * 58}.safetensors"
+    real.parent.mkdir()
+    real.write_bytes(b"old")
+    real.chmod(0o640)
+    link.symlink_to(real)
+    weights.save(make(), link)
+    assert link.is_symlink() and stat.S_IMODE(real.stat().st_mode) == 0o640
+    assert synced == [False, True]
+    same(weights.load(real), tensors_of(make()))
+    assert [p.name for p in real.parent.iterdir()] == ["a.safetensors"]
 
 
 def test_unknown_scaling_stays_unknown(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import sys
 from collections.abc import Sequence
 
@@ -19,9 +20,28 @@ def _size(text: str) -> tuple[int, int]:
         sides = [int(part) for part in parts]
     except ValueError:
         sides = []
-    if len(sides) not in (1, 2) or min(sides) < 1:
-        raise argparse.ArgumentTypeError(f"want HEIGHTxWIDTH in pixels, such as 512x768, got {text!r}")
+    if len(sides) not in (1, 2) or min(sides) < 1 or max(sides) >= 1 << 63:
+        raise argparse.ArgumentTypeError(f"want HEIGHTxWIDTH in pixels, such as 512x768, got {text[:80]!r}")
     return sides[0], sides[-1]
+
+
+def _count(text: str) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = -1
+    if not 0 <= number < 1 << 63:
+        raise argparse.ArgumentTypeError(f"want a whole number from 0 to 2^63, got {text[:80]!r}")
+    return number
+
+
+def _check_writable(path: str) -> None:
+    """Raises OSError now, not after an hour of runs. Leaves the file as it was."""
+    path = os.path.realpath(path)
+    new = not os.path.exists(path)
+    open(path, "a").close()
+    if new:
+        os.unlink(path)
 
 
 def _print(table: Table, form: str) -> None:
@@ -45,13 +65,24 @@ def _estimate(args: argparse.Namespace) -> None:
 def _sweep(args: argparse.Namespace) -> None:
     from vaemem.tables.sweep import sweep
 
-    table = sweep(
-        args.models, args.ops, args.sizes, args.dtype, device=args.device, batch=args.batch, repeats=args.repeats,
-        measure=not args.estimate, progress=sys.stderr.isatty() and importlib.util.find_spec("tqdm") is not None,
-    )  # fmt: skip
     if args.csv:
-        table.to_csv(args.csv)
-    _print(table, args.format)
+        _check_writable(args.csv)
+    ended: BaseException | None = None
+    try:
+        table = sweep(
+            args.models, args.ops, args.sizes, args.dtype, device=args.device, batch=args.batch, repeats=args.repeats,
+            measure=not args.estimate, progress=sys.stderr.isatty() and importlib.util.find_spec("tqdm") is not None,
+        )  # fmt: skip
+    except BaseException as error:
+        table, ended = getattr(error, "table", Table()), error
+    if len(table):
+        try:
+            if args.csv:
+                table.to_csv(args.csv)
+        finally:
+            _print(table, args.format)
+    if ended:
+        raise ended
 
 
 def _fit(args: argparse.Namespace) -> None:
@@ -112,6 +143,8 @@ def _predict(args: argparse.Namespace) -> None:
 def _reproduce(args: argparse.Namespace) -> None:
     from vaemem.prediction.reproduce import main as reproduce
 
+    if args.csv:
+        _check_writable(args.csv)
     reproduce([*([args.table] if args.table else []), *(["--csv", args.csv] if args.csv else [])])
 
 
@@ -147,7 +180,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("model", help="sd15, sdxl or flux")
     sub.add_argument("op", choices=OPS)
     sub.add_argument("sizes", type=_size, nargs="+", metavar="HxW", help="height x width of the image in pixels")
-    sub.add_argument("--batch", type=int, default=1)
+    sub.add_argument("--batch", type=_count, default=1)
     placed(sub)
     formatted(sub, "text", "csv", "json")
 
@@ -155,9 +188,9 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--models", nargs="+", default=["sd15", "sdxl", "flux"], metavar="MODEL")
     sub.add_argument("--ops", nargs="+", default=list(OPS), choices=OPS)
     sub.add_argument("--sizes", nargs="+", type=_size, default=[256, 512, (512, 768)], metavar="HxW")
-    sub.add_argument("--batch", type=int, default=1)
+    sub.add_argument("--batch", type=_count, default=1)
     placed(sub)
-    sub.add_argument("--repeats", type=int, default=1, help="runs of each case, of whose times the median is taken")
+    sub.add_argument("--repeats", type=_count, default=1, help="runs of each case, of whose times the median is taken")
     sub.add_argument("--estimate", action="store_true", help="ask the plan, run nothing")
     sub.add_argument("--csv", metavar="FILE", help="also write the table there")
     formatted(sub, "text", "csv", "json")
@@ -192,10 +225,10 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("sizes", type=_size, nargs="+", metavar="HxW", help="height x width of the image in pixels")
     sub.add_argument("--dtype", default="float16", choices=DTYPES)
     sub.add_argument("--gpu", default="RTX 4090")
-    sub.add_argument("--batch", type=int, default=1)
+    sub.add_argument("--batch", type=_count, default=1)
     sub.add_argument("--cudnn", metavar="VERSION")
     sub.add_argument("--torch", metavar="VERSION")
-    sub.add_argument("--tensors", type=int, default=6, help="how many of the peak's tensors to show (default: 6)")
+    sub.add_argument("--tensors", type=_count, default=6, help="how many of the peak's tensors to show (default: 6)")
 
     sub = command("reproduce", _reproduce, "The published PyTorch benchmark, row by row: measured, predicted, error.")
     sub.add_argument("table", nargs="?", metavar="CSV", help="by default the copy that comes with vaemem")

@@ -172,6 +172,9 @@ static void collect_garbage(vm_talloc *a) {
     }
 }
 
+/* PyTorch never splits an oversized block; a segment that was restored may hold a part of one. */
+static bool is_whole(const block *b) { return !b->expandable && !ta_is_split(b); }
+
 /* With max_split_size: frees the one oversized block that is large enough, or the largest ones until together they are.
  */
 static bool release_oversized(vm_talloc *a, const request *r) {
@@ -180,14 +183,14 @@ static bool release_oversized(vm_talloc *a, const request *r) {
     tree *t = &a->pools[r->small].cached;
     const node key = {.stream = r->stream, .size = VM_MAX(r->size, limit)};
     node *n = ta_at_least(t, &key);
-    if (n && !ta_block(n)->expandable) {
+    if (n && is_whole(ta_block(n))) {
         ta_release(a, ta_block(n));
         return true;
     }
     uint64_t released = 0;
     for (n = ta_before(t, &key); n && released < key.size && n->size >= limit;) {
         node *smaller = ta_before(t, n);
-        if (!ta_block(n)->expandable) {
+        if (is_whole(ta_block(n))) {
             released += n->size;
             ta_release(a, ta_block(n));
         }

@@ -41,9 +41,12 @@ def as_int(name: str, value: Any) -> int:
     try:
         if isinstance(value, bool):
             raise TypeError
-        return value.__index__()
+        number: int = value.__index__()
     except (AttributeError, TypeError):
         raise TypeError(f"{name}: want an integer, got {value!r}") from None
+    if number.bit_length() > 63:
+        raise ValueError(f"{name}: want an integer below 2^63, got one of {number.bit_length()} bits")
+    return number
 
 
 def as_float(value: Any, name: str, shape: str) -> np.ndarray:
@@ -52,6 +55,12 @@ def as_float(value: Any, name: str, shape: str) -> np.ndarray:
     if array.dtype.kind not in "fiu" and array.dtype.name != "bfloat16":
         raise TypeError(f"{name}: want an array of real numbers of shape {shape}, got dtype {array.dtype}")
     return np.ascontiguousarray(array, dtype=np.float32)
+
+
+def check_apart(z: tuple[int, int], out: tuple[int, int]) -> None:
+    """z and out, as (first byte, end): images written while latents are still to be read would be wrong in silence."""
+    if z[0] < out[1] and out[0] < z[1]:
+        raise ValueError("out: want memory apart from z, got an array that overlaps it: decode a copy of z")
 
 
 def check_out(out: Any, shape: tuple[int, ...], dtype: type) -> None:

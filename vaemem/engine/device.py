@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import sys
 from collections.abc import Mapping
@@ -38,8 +39,8 @@ def parse_device(device: Any) -> int | None:
     kind, colon, number = name.partition(":")
     if name == "cpu":
         return None
-    if kind != "cuda" or (colon and not number.isdecimal()):
-        raise ValueError(f"device: want cpu, cuda or cuda:N, got {name!r}")
+    if kind != "cuda" or (colon and not (number.isdecimal() and len(number) <= 4)):
+        raise ValueError(f"device: want cpu, cuda or cuda:N, got {name[:80]!r}")
     return int(number or 0)
 
 
@@ -119,6 +120,7 @@ class Borrowed:
             raise ValueError(f"{name}: want an array on cuda:{device.number}, got one on device {(int(kind), number)}")
         fields = _cuda.borrow(array.__dlpack__(stream=stream))
         self.shape, self.dtype, self.address = fields["shape"], fields["dtype"], fields["address"]
+        self.end = self.address + math.prod(self.shape) * {"uint8": 1, "float32": 4}.get(self.dtype, 2)
         self.owner = fields["owner"]
         if self.dtype is None:
             raise TypeError(f"{name}: want float32, float16, bfloat16 or uint8, got another dtype")

@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import os
 import re
+import reprlib
 import statistics
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -38,6 +38,7 @@ PREFIXES = ("first_stage_model.", "vae.", "")
 # As stored (little-endian) and as the core takes it; numpy has no bfloat16, so its bits travel as integers.
 DTYPES = {"F32": ("<f4", np.float32), "F16": ("<f2", np.float16), "BF16": ("<u2", ml_dtypes.bfloat16)}
 CONFIG = "config.json"
+LARGEST = float(np.finfo(np.float32).max)
 
 # ---- names ----
 
@@ -120,14 +121,24 @@ def as_path(value: object, argument: str, want: str = "a path") -> Path:
     return Path(os.fsdecode(value))
 
 
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = 100
+
+
+def shown(value: object) -> str:
+    """What a file says, for a message: short, on one line, and nothing that a terminal would obey."""
+    plain = isinstance(value, str) and value.isprintable() and len(value) <= 200
+    return str(value) if plain else _REPR.repr(value)
+
+
 def _bad_config(key: str, want: str, got: object) -> ValueError:
-    return ValueError(f"config: {key}: want {want}, got {got!r}")
+    return ValueError(f"config: {shown(key)}: want {want}, got {_REPR.repr(got)}")
 
 
 def _integer(key: str, value: object) -> int:
-    if isinstance(value, (int, np.integer)) and not isinstance(value, bool) and value > 0:
+    if isinstance(value, (int, np.integer)) and not isinstance(value, bool) and 0 < value < 1 << 31:
         return int(value)
-    raise _bad_config(key, "a positive integer", value)
+    raise _bad_config(key, "a positive integer below 2^31", value)
 
 
 def _setting(key: str, value: object, default: object) -> object:
@@ -144,8 +155,8 @@ def _setting(key: str, value: object, default: object) -> object:
         return tuple(_integer(f"{key}[{i}]", v) for i, v in enumerate(value))
     if value is None:
         return 0.0 if key == "shift_factor" else None
-    if isinstance(value, bool) or not isinstance(value, (int, float, np.floating)) or not math.isfinite(value):
-        raise _bad_config(key, "a finite number", value)
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.floating)) or not -LARGEST <= value <= LARGEST:
+        raise _bad_config(key, "a finite number of single precision", value)
     if key == "scaling_factor" and value <= 0:
         raise _bad_config(key, "more than 0", value)
     return float(value)
@@ -268,10 +279,10 @@ def check(
         if got is None:
             problems.append(f"missing {in_file}: want {shape}, got no such tensor")
         elif got != shape and not (is_attention_matrix(name, shape) and got == (*shape, 1, 1)):
-            problems.append(f"{in_file}: want {shape}, got {got}")
+            problems.append(f"{in_file}: want {shape}, got {shown(got)}")
         elif dtypes and dtypes[in_file] not in DTYPES:
             problems.append(f"{in_file}: want {', '.join(DTYPES)}, got {dtypes[in_file]}")
-    problems += [f"extra {in_file}: want no such tensor, got {shapes[in_file]}" for in_file in sorted(extra)]
+    problems += [f"extra {shown(n)}: want no such tensor, got {shown(shapes[n])}" for n in sorted(extra)]
     if problems:
         more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise ValueError(f"{len(problems)} tensor(s) not as {wanted_by} wants them: {'; '.join(problems[:5])}{more}")
@@ -296,8 +307,8 @@ def find_layout(names: Iterable[str]) -> tuple[str, str]:
             query = sum(".attentions.0.query." in n for n in inside)
             to_q = sum(".attentions.0.to_q." in n for n in inside)
             return "diffusers-old" if query > to_q else "diffusers", prefix
-    shown = ", ".join(map(repr, names[:3])) or "none"
-    raise ValueError(f"unknown layout: want a VAE's tensors as {', '.join(LAYOUTS)} name them, got {shown}")
+    got = ", ".join(map(_REPR.repr, names[:3])) or "none"
+    raise ValueError(f"unknown layout: want a VAE's tensors as {', '.join(LAYOUTS)} name them, got {got}")
 
 
 _BLOCK = re.compile(r"(encoder\.down|decoder\.up)(?:_blocks)?\.(\d{1,3})\.(?:resnets|block)\.(\d{1,3})\.")

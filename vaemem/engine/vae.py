@@ -18,6 +18,7 @@ from vaemem.engine.arguments import (
     Progress,
     as_float,
     as_int,
+    check_apart,
     check_out,
     default_threads,
     open_device,
@@ -184,7 +185,7 @@ class VAE:
         progress : bool or callable
             True shows a tqdm bar; a callable gets (rows done, rows to do).
         out : ndarray, optional
-            Written and returned; must have the result's shape and dtype and be contiguous.
+            Written and returned; must have the result's shape and dtype, be contiguous and not overlap z.
 
         Returns
         -------
@@ -211,6 +212,7 @@ class VAE:
             raise ValueError(f"z: want shape (N, {latents}, h, w) for {self.model}, got {data.shape}")
         if out is not None:
             check_out(out, self._image_shape(data.shape, pixels), np.uint8 if pixels == "uint8" else np.float32)
+            check_apart(np.lib.array_utils.byte_bounds(data), np.lib.array_utils.byte_bounds(out))
         factor = self._factor
         return self._run("decode", data, data.shape[2] * factor, data.shape[3] * factor, pixels, scaled, progress, out)
 
@@ -403,6 +405,8 @@ class VAE:
         target = None if result is None else self._device.borrow(result, "out", stream)
         if target and (target.shape, target.dtype) != (shape, dtype):
             raise ValueError(f"out: want {dtype} of shape {shape}, got {target.dtype} of shape {target.shape}")
+        if target and out is not None:
+            check_apart((borrowed.address, borrowed.end), (target.address, target.end))
         # Halves are looked at for overflow when they are done; what an unknown library does next cannot be ordered, nor
         # how long it keeps its input.
         waits = self.dtype == "float16" or bool(progress) or not known

@@ -6,13 +6,13 @@ import contextlib
 import json
 import math
 import os
+import stat
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
 from vaemem import _core
 from vaemem.engine.layouts import (
@@ -30,6 +30,7 @@ from vaemem.engine.layouts import (
     is_attention_matrix,
     ours,
     read_config,
+    shown,
     spell,
 )
 
@@ -42,31 +43,97 @@ WEIGHTS_FP16 = "diffusion_pytorch_model.fp16.safetensors"
 # ---- reading ----
 
 
-def _read_header(file: Path) -> tuple[dict[str, dict[str, Any]], int]:
-    """Name -> {dtype, shape, data_offsets} and where the data starts. The safetensors package judges the file:
-    header inside it, offsets in order and without holes, shapes whose products neither overflow nor disagree."""
-    try:
-        with safe_open(file, framework="np"):
-            pass
-    except SafetensorError as error:
-        raise ValueError(f"path: want a safetensors file, got {file}: {error}") from None
-    except OSError as error:  # a file that cannot be mapped; the package does not name it
-        raise OSError(f"path: cannot read {file}: {error}") from error
-    with open(file, "rb") as f:
-        size = int.from_bytes(f.read(8), "little")
-        header = json.loads(f.read(size))
-    header.pop("__metadata__", None)
-    return header, 8 + size
+MAX_HEADER = 100_000_000  # bytes: the format's own limit
+# Of a number of each type that the format knows; tensors beside the VAE's may have any of them.
+BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "C64": 64, "BOOL": 8, "BF16": 16}
+BITS |= dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8)
+BITS |= {f"{kind}{bits}": bits for kind in "IUF" for bits in (8, 16, 32, 64) if (kind, bits) != ("F", 8)}
 
 
-def _read_tensor(file: Path, entry: Mapping[str, Any], start: int, shape: Shape) -> np.ndarray:
-    """A view of the file's pages, mapped for this tensor alone: pages that stay mapped count as the process' own,
-    so a map of the whole file would come to hold all of it. Copied only where the file did not align it."""
+def _fill(f: IO[bytes], at: int, into: memoryview) -> int:
+    """Fills `into` from byte `at` on; how many bytes were there. Read, not mapped: a process dies of a map whose file
+    shrinks."""
+    f.seek(at)
+    done = 0
+    while done < len(into) and (got := f.readinto(into[done:])):  # type: ignore[attr-defined]
+        done += got
+    return done
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("header: a key comes twice")
+    return result
+
+
+def _is_size(value: object) -> bool:
+    return type(value) is int and 0 <= value < 1 << 64
+
+
+def _check_entry(name: str, entry: Any, start: int) -> int:
+    """Where the tensor ends that should start at `start`."""
+    where = f"header: {shown(name)}"
+    keys = ("dtype", "shape", "data_offsets")
+    if not isinstance(entry, dict) or not all(key in entry for key in keys):
+        raise ValueError(f"{where}: want {', '.join(keys)}, got {shown(entry)}")
+    dtype, shape, offsets = (entry[key] for key in keys)
+    if not isinstance(dtype, str) or dtype not in BITS:
+        raise ValueError(f"{where}: want a dtype of the format, got {shown(dtype)}")
+    if not isinstance(shape, list) or not all(map(_is_size, shape)):
+        raise ValueError(f"{where}: want a shape of integers from 0 to 2^64, got {shown(shape)}")
+    bits = BITS[dtype]
+    for side in shape:
+        bits *= side
+        if bits >> 64:
+            raise ValueError(f"{where}: want a tensor of less than 2^64 bits, got shape {shown(shape)}")
+    if offsets != [start, start + bits // 8] or bits % 8:
+        raise ValueError(
+            f"{where}: want {bits / 8:g} bytes for {dtype} {shown(shape)} from byte {start} on, where the "
+            f"tensor before it ends, got data_offsets {shown(offsets)}"
+        )
+    return start + bits // 8
+
+
+def _read_header(f: IO[bytes]) -> tuple[dict[str, dict[str, Any]], int]:
+    """Name -> {dtype, shape, data_offsets} and where the data starts. As strict as the safetensors package: the header
+    lies in the file, the tensors lie end to end and fill it, and each takes what its shape says."""
+    size, length = os.fstat(f.fileno()).st_size, bytearray(8)
+    _fill(f, 0, memoryview(length))
+    header_bytes = int.from_bytes(length, "little")
+    if not 2 <= header_bytes <= min(size - 8, MAX_HEADER):
+        raise ValueError(f"header: want 2 to {MAX_HEADER} bytes, inside a file of {size} bytes, got {header_bytes}")
+    text = bytearray(header_bytes)
+    if _fill(f, 8, memoryview(text)) < header_bytes or text[:1] != b"{":
+        raise ValueError("header: want an object in JSON")
+    header = json.loads(text.decode(), object_pairs_hook=_once)
+    about = header.pop("__metadata__", None)
+    if about is not None and not (isinstance(about, dict) and all(isinstance(v, str) for v in about.values())):
+        raise ValueError("header: want texts in __metadata__")
+    end = 0
+    for name, entry in sorted(header.items(), key=_offsets):
+        end = _check_entry(name, entry, end)
+    if 8 + header_bytes + end != size:
+        raise ValueError(f"want {8 + header_bytes + end} bytes, header and tensors, got {size}")
+    return header, 8 + header_bytes
+
+
+def _offsets(item: tuple[str, Any]) -> list[int]:
+    """Where a tensor lies by its header; nowhere where that cannot be, for `_check_entry` to refuse."""
+    offsets = item[1].get("data_offsets") if isinstance(item[1], dict) else None
+    good = isinstance(offsets, list) and len(offsets) == 2 and all(map(_is_size, offsets))
+    return offsets if good else []  # type: ignore[return-value]
+
+
+def _read_tensor(f: IO[bytes], name: str, entry: Mapping[str, Any], start: int, shape: Shape) -> np.ndarray:
+    """A tensor in memory of its own: the one surplus that a load takes."""
     stored, native = DTYPES[entry["dtype"]]
-    begin = start + entry["data_offsets"][0]
-    mapped = np.memmap(file, dtype=stored, mode="r", offset=begin, shape=tuple(shape))
-    array = mapped.astype(mapped.dtype.newbyteorder("="), copy=False).view(native)
-    return np.require(array, requirements=["C_CONTIGUOUS", "ALIGNED"])
+    array = np.empty(shape, stored)
+    at = start + entry["data_offsets"][0]
+    got = _fill(f, at, array.reshape(-1).view(np.uint8).data)
+    if got < array.nbytes:
+        raise ValueError(f"{name}: want {array.nbytes} bytes from byte {at} on, got {got}: the file was cut while read")
+    return array.astype(array.dtype.newbyteorder("="), copy=False).view(native)
 
 
 def _locate(path: Path, need_config: bool) -> tuple[Path, Path | None]:
@@ -124,15 +191,15 @@ def load(
     Returns
     -------
     _core.Model
-        Owns a packed copy of the tensors, all of them set. Nothing of the file stays mapped.
+        Owns a packed copy of the tensors, all of them set.
 
     Raises
     ------
     ValueError
         An unknown model, layout or parts; a file that is damaged or no safetensors file; a tensor that is missing,
-        extra, misshapen or of another dtype, by its name in the file, with what was wanted and what came.
-    FileNotFoundError
-        No such file, or a directory without weights or config.
+        extra, misshapen, cut or of another dtype, by its name in the file, with what was wanted and what came.
+    OSError
+        The file cannot be read. FileNotFoundError: no such file, or a directory without weights or config.
     MemoryError
         No room for the packed copy.
 
@@ -146,7 +213,15 @@ def load(
     file, beside = _locate(as_path(path, "path"), need_config=arch is None)
     if beside:
         arch = read_config(beside)
-    header, start = _read_header(file)
+    with open(file, "rb", buffering=0) as f:
+        return _load_from(f, file, arch, parts, backend)
+
+
+def _load_from(f: IO[bytes], file: Path, arch: Arch | None, parts: str, backend: Any) -> _core.Model:
+    try:
+        header, start = _read_header(f)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"path: want a safetensors file, got {file}: {error}") from None
     shapes = {name: tuple(entry["shape"]) for name, entry in header.items()}
     try:
         layout, prefix = find_layout(shapes)
@@ -159,10 +234,13 @@ def load(
         dtypes = {name: entry["dtype"] for name, entry in header.items()}
         wanted_by = f"{arch['name']}{'' if parts == 'all' else f' ({parts})'} in layout {layout}"
         check(shapes, tensors, spelt, prefix, wanted_by, dtypes, extra)
+        for name, shape in tensors.items():
+            in_file = prefix + spelt[name]
+            result.set_tensor(name, _read_tensor(f, in_file, header[in_file], start, shape))
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
-    for name, shape in tensors.items():
-        result.set_tensor(name, _read_tensor(file, header[prefix + spelt[name]], start, shape))
+    except OSError as error:
+        raise OSError(error.errno, f"cannot read: {error.strerror}", str(file)) from None
     return result
 
 
@@ -171,15 +249,26 @@ def load(
 
 @contextlib.contextmanager
 def _replacing(path: Path) -> Iterator[IO[bytes]]:
-    """A file that takes path's place when the block ends well, and leaves no trace when it does not."""
-    part = path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")
+    """A file that takes path's place when the block ends well, and leaves no trace when it does not. It is on the disk
+    then, has the old one's permissions, and lies where a link at path points."""
+    path = Path(os.path.realpath(path))
+    part = path.with_name(f".{uuid.uuid4().hex}.part")
     try:
         with open(part, "xb") as f:
             yield f
+            f.flush()
+            with contextlib.suppress(FileNotFoundError):
+                os.fchmod(f.fileno(), stat.S_IMODE(path.stat().st_mode))
+            os.fsync(f.fileno())
         os.replace(part, path)
     except BaseException:
         part.unlink(missing_ok=True)
         raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # the name too
+    finally:
+        os.close(folder)
 
 
 def _write_tensors(f: IO[bytes], model: _core.Model, layout: str) -> None:

@@ -13,12 +13,15 @@ from vaemem.prediction.snapshot import INTERVALS, CachingAllocator, check_snapsh
 
 
 def _number(item: dict[str, Any], key: str, what: str) -> int:
+    """An address or a stream, or a size: PyTorch's allocator refuses those from 2^60 on."""
     value: Any = item.get(key, 0 if key == "stream" else None)
-    want(isinstance(value, int) and 0 <= value < 1 << 62, f"{what} with {key!r} as an integer from 0 to 2^62", value)
+    bits = 60 if key.endswith("size") else 62
+    good = isinstance(value, int) and 0 <= value < 1 << bits
+    want(good, f"{what} with {key!r} as an integer from 0 to 2^{bits}", value)
     return value
 
 
-@dataclass
+@dataclass(slots=True)
 class _Block:
     address: int
     size: int
@@ -59,11 +62,14 @@ def _read_trace(trace: Any) -> list[tuple[str, int, int, int]]:
 def _read_segments(segments: list[Any], device: int) -> tuple[list[_Segment], bool]:
     """The device's segments at the end, and whether some belong to private pools."""
     result, private = [], False
+    seen: set[int] = set()
     for segment in segments:
         want(isinstance(segment, dict), "dicts in 'segments'", segment)
         if segment.get("device", 0) != device:
             continue
-        private = private or tuple(segment.get("segment_pool_id", (0, 0))) != (0, 0)
+        pool = segment.get("segment_pool_id", (0, 0))
+        want(isinstance(pool, tuple | list) and len(pool) == 2, "a pair under 'segment_pool_id'", pool)
+        private = private or tuple(pool) != (0, 0)
         address = _number(segment, "address", "a segment")
         found = _Segment(
             address,
@@ -74,6 +80,9 @@ def _read_segments(segments: list[Any], device: int) -> tuple[list[_Segment], bo
         )
         blocks = segment.get("blocks")
         want(isinstance(blocks, list), "a list of 'blocks'", blocks)
+        # A pickle can name one list many times in a few bytes: read again each time, it would grow with their square.
+        want(not blocks or id(blocks) not in seen, "a list of 'blocks' for each segment", "one list for two of them")
+        seen.add(id(blocks))
         for block in blocks:
             want(isinstance(block, dict), "dicts in 'blocks'", block)
             size = _number(block, "size", "a block")
@@ -201,14 +210,15 @@ def replay(
     snapshot = check_snapshot(snapshot) if isinstance(snapshot, dict) else load_snapshot(snapshot)
     traces = snapshot["device_traces"]
     with_trace = [i for i, trace in enumerate(traces) if trace]
+    shown = f"[{', '.join(map(str, with_trace[:8]))}{', ...' if len(with_trace) > 8 else ''}]"
     if not with_trace:
         raise ValueError("snapshot: want a trace, got none: torch.cuda.memory._record_memory_history was not on")
     if device is None:
         if len(with_trace) > 1:
-            raise ValueError(f"device: want one of {with_trace}, which all have a trace, got None")
+            raise ValueError(f"device: want one of {shown}, which all have a trace, got None")
         device = with_trace[0]
     if device not in with_trace:
-        raise ValueError(f"device: want one that has a trace, {with_trace}, got {device!r}")
+        raise ValueError(f"device: want one that has a trace, {shown}, got {device!r}")
     events = _read_trace(traces[device])
     final, private = _read_segments(snapshot["segments"], device)
     allocator = CachingAllocator(**{**_recorded_settings(snapshot), **_room(events), **settings})
@@ -250,9 +260,12 @@ def _recorded_settings(snapshot: dict[str, Any]) -> dict[str, Any]:
         result["max_split_size_mb"] = split // MIB
     conf = recorded.get("PYTORCH_CUDA_ALLOC_CONF", "")
     if isinstance(conf, str) and "max_non_split_rounding_mb" in conf:
-        result["max_non_split_rounding_mb"] = parse_conf(conf)["max_non_split_rounding_mb"]
+        rounding = parse_conf(conf).get("max_non_split_rounding_mb")
+        result |= {} if rounding is None else {"max_non_split_rounding_mb": rounding}
     divisions = recorded.get("roundup_power2_divisions", {})
     if isinstance(divisions, dict) and len(divisions) == INTERVALS:
+        for value in divisions.values():
+            want(isinstance(value, int) and 0 <= value < 1 << 32, "divisions from 0 to 2^32", value)
         result["roundup_power2_divisions"] = list(divisions.values())
     return result
 
@@ -433,8 +446,11 @@ class _Player:
         finally:
             self.taken.clear()
         self.allocator._place(0)
-        if old := self.address.get(address):
-            self.allocator.free(old)  # a free that the record lost
+        if old := self.address.get(address):  # a free that the record lost
+            try:
+                self.allocator.free(old)
+            except ValueError as error:
+                self.differ(f"event {index} (alloc of {size} bytes): {error}")
         self.address[address] = got
         reserved = self.allocator.memory_reserved()
         if reserved != self.recorded:

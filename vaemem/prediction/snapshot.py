@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 import os
 import pickle
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -205,19 +206,18 @@ class CachingAllocator(_core.CachingAllocator):
 
 # ---- settings ----
 
+_OPTION = re.compile(r"([^:]+):(\[[^]]*\]|[^\[,][^,]*)(?:,|$)")
 _IGNORED = ("release_lock_on_cudamalloc", "release_lock_on_hipmalloc", "pinned_")
 
 
 def _split_conf(conf: str) -> dict[str, str]:
     """``"a:1,b:[2:3,4:5]"`` as ``{"a": "1", "b": "[2:3,4:5]"}``."""
+    text, at = "".join(conf.split()), 0
     options: dict[str, str] = {}
-    text = "".join(conf.split())
-    while text:
-        key, colon, rest = text.partition(":")
-        end = rest.find("]") + 1 if rest.startswith("[") else min(i for i in (rest.find(","), len(rest)) if i >= 0)
-        if not key or not colon or not end or rest[end : end + 1] not in ("", ","):
-            raise ValueError(f"conf: want option:value, ..., got {text!r}")
-        options[key], text = rest[:end], rest[end + 1 :]
+    while option := _OPTION.match(text, at):
+        options[option[1]], at = option[2], option.end()
+    if at < len(text):
+        raise ValueError(f"conf: want option:value, ..., got {text[at : at + 80]!r}")
     return options
 
 
@@ -240,9 +240,8 @@ def parse_conf(conf: str) -> dict[str, Any]:
             else:
                 raise KeyError(key)
         except (KeyError, ValueError):
-            raise ValueError(
-                f"conf: want an option of the native allocator with its value, got {key}:{value}"
-            ) from None
+            got = f"{key}:{value}"[:80]
+            raise ValueError(f"conf: want an option of the native allocator with its value, got {got!r}") from None
     return result
 
 
@@ -340,7 +339,7 @@ def load_snapshot(path: str | os.PathLike[str], max_bytes: int = 8 << 30) -> dic
     path : str or path
         As written by ``torch.cuda.memory._dump_snapshot`` or `CachingAllocator.save_snapshot`.
     max_bytes : int
-        Larger files are refused; the objects read take some 20 times the file's size.
+        Larger files are refused; the objects read take some 20 times the file's size, a hundred times at worst.
 
     Returns
     -------
@@ -367,6 +366,10 @@ def load_snapshot(path: str | os.PathLike[str], max_bytes: int = 8 << 30) -> dic
 
 def want(condition: bool, what: str, got: Any) -> None:
     if not condition:
+        if isinstance(got, str):
+            got = got[:80]
+        elif isinstance(got, int) and got.bit_length() > 64:
+            raise ValueError(f"snapshot: want {what}, got an integer of {got.bit_length()} bits")
         text = repr(got) if isinstance(got, int | float | str | None) else type(got).__name__
         raise ValueError(f"snapshot: want {what}, got {text[:80]}")
 

@@ -82,6 +82,8 @@ def sweep(
     ------
     ValueError, TypeError
         An argument that cannot be run, named, before anything is measured on that model.
+    KeyboardInterrupt, MemoryError, RuntimeError
+        Whatever ends the sweep has the finished rows as its attribute ``table``.
 
     Examples
     --------
@@ -94,14 +96,18 @@ def sweep(
     cases = [(op, h, w, batch) for op in _ops(ops) for h, w in image_sizes(sizes)]
     rows: list[Row] = []
     work = len(wanted) * repeats * sum(Case(*case, "").work for case in cases)
-    with _bar(progress if measure else None, work) as advance:
-        for model, dtype in wanted:
-            vae = _vae(model, device, dtype)
-            estimates = _estimates(
-                vae, [Case(*case, dtype) for case in cases]
-            )  # refuses what cannot run, before any does
-            rows += [_measure(vae, Case(*c, dtype), repeats, advance) for c in cases] if measure else estimates
-            del vae  # one model's weights at a time
+    try:
+        with _bar(progress if measure else None, work) as advance:
+            for model, dtype in wanted:
+                vae = _vae(model, device, dtype)
+                # refuses what cannot run, before any does
+                estimates = _estimates(vae, [Case(*case, dtype) for case in cases])
+                for case, estimate in zip(cases, estimates, strict=True):
+                    rows.append(_measure(vae, Case(*case, dtype), repeats, advance) if measure else estimate)
+                del vae  # one model's weights at a time
+    except BaseException as error:
+        error.table = Table(rows)  # type: ignore[attr-defined]
+        raise
     return Table(rows)
 
 

@@ -9,6 +9,7 @@ import json
 import math
 import operator
 import os
+import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, overload
 
@@ -53,6 +54,7 @@ SCHEMA: tuple[Column, ...] = (
 COLUMNS: tuple[str, ...] = tuple(column.name for column in SCHEMA)
 BYTE_COLUMNS = tuple(column.name for column in SCHEMA if column.kind == "bytes")
 _KIND = {column.name: column.kind for column in SCHEMA}
+_REPR = reprlib.Repr()  # what came may be anything, of any size and depth
 
 # The published benchmark that the project starts from has its own columns: PyTorch, measured, batch 1.
 _BENCHMARK_COLUMNS = {"allocated_mib": "allocated_bytes", "reserved_mib": "reserved_bytes", "time_s": "seconds"}
@@ -66,17 +68,17 @@ def _value(name: str, value: object) -> object:
         return None
     if kind == "text":
         if not isinstance(value, str) or not value.isprintable():
-            raise ValueError(f"{name}: want printable text on one line, got {value!r}")
+            raise ValueError(f"{name}: want printable text on one line, got {repr(value)[:80]}")
         if name == "source" and value not in SOURCES:
-            raise ValueError(f"source: want one of {', '.join(SOURCES)}, got {value!r}")
+            raise ValueError(f"source: want one of {', '.join(SOURCES)}, got {value[:80]!r}")
         return str(value)
     if isinstance(value, bool) or isinstance(value, str):
-        raise ValueError(f"{name}: want a number, got {value!r}")
+        raise ValueError(f"{name}: want a number, got {repr(value)[:80]}")
     if kind == "seconds":
         try:
             seconds = float(value)  # type: ignore[arg-type]
         except (TypeError, ValueError, OverflowError):
-            raise ValueError(f"{name}: want a number, got {value!r}") from None
+            raise ValueError(f"{name}: want a number, got {_REPR.repr(value)}") from None
         if not (math.isfinite(seconds) and seconds >= 0):
             raise ValueError(f"{name}: want a finite number >= 0, got {value!r}")
         return seconds
@@ -85,7 +87,9 @@ def _value(name: str, value: object) -> object:
         is_whole = isinstance(value, float) and value.is_integer()
         whole = int(value) if is_whole else operator.index(value)  # type: ignore[call-overload, arg-type]
     except TypeError:
-        raise ValueError(f"{name}: want a whole number, got {value!r}") from None
+        raise ValueError(f"{name}: want a whole number, got {_REPR.repr(value)}") from None
+    if whole.bit_length() > 63:
+        raise ValueError(f"{name}: want less than 2^63, got a number of {whole.bit_length()} bits")
     least = 1 if kind == "count" else 0
     if whole < least:
         raise ValueError(f"{name}: want at least {least}, got {whole}")
@@ -93,9 +97,9 @@ def _value(name: str, value: object) -> object:
 
 
 def _row(values: Mapping[str, object]) -> Row:
-    unknown = [str(name) for name in values if name not in _KIND]
+    unknown = [repr(name)[:80] for name in values if name not in _KIND]
     if unknown:
-        raise ValueError(f"unknown column {', '.join(unknown)}; the table has {', '.join(COLUMNS)}")
+        raise ValueError(f"unknown column {', '.join(unknown[:5])}; the table has {', '.join(COLUMNS)}")
     return {name: _value(name, values.get(name)) for name in COLUMNS}
 
 
@@ -106,13 +110,14 @@ def _parse(name: str, text: str) -> object:
     try:
         return float(text) if _KIND[name] == "seconds" else int(text)
     except ValueError:
-        raise ValueError(f"{name}: want a {'' if _KIND[name] == 'seconds' else 'whole '}number, got {text!r}") from None
+        kind = "number" if _KIND[name] == "seconds" else "whole number"
+        raise ValueError(f"{name}: want a {kind}, got {text[:80]!r}") from None
 
 
 def _parse_benchmark(fields: dict[str, str]) -> dict[str, object]:
     """A row of the published benchmark (MiB with two decimals) in the schema; bytes are rounded to whole ones."""
     if fields.get("model") not in _BENCHMARK_MODELS:
-        raise ValueError(f"model: want one of {', '.join(_BENCHMARK_MODELS)}, got {fields.get('model')!r}")
+        raise ValueError(f"model: want one of {', '.join(_BENCHMARK_MODELS)}, got {repr(fields.get('model'))[:80]}")
     model, runtime = _BENCHMARK_MODELS[fields["model"]]
     row: dict[str, object] = {"batch": 1, "source": "measured"}
     for name, text in fields.items():
@@ -120,7 +125,7 @@ def _parse_benchmark(fields: dict[str, str]) -> dict[str, object]:
             try:
                 row[_BENCHMARK_COLUMNS[name]] = round(float(text) * MIB) if text else None
             except (ValueError, OverflowError):
-                raise ValueError(f"{name}: want a number, got {text!r}") from None
+                raise ValueError(f"{name}: want a number, got {text[:80]!r}") from None
         else:
             name = _BENCHMARK_COLUMNS.get(name, name)
             row[name] = _parse(name, text)
@@ -276,7 +281,8 @@ class Table(Sequence[Row]):
             known = (*COLUMNS, *_BENCHMARK_COLUMNS) if benchmark else COLUMNS
             unknown = [column for column in header if column not in known]
             if not header or unknown:
-                got = f"unknown column {', '.join(map(repr, unknown))}" if unknown else "no header line"
+                names = ", ".join(repr(column[:80]) for column in unknown[:5])
+                got = f"unknown column {names}" if unknown else "no header line"
                 raise ValueError(f"{got}; want some of {', '.join(known)}")
             if len(set(header)) != len(header):
                 raise ValueError("a column comes twice")

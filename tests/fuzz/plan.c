@@ -1,0 +1,55 @@
+/* Plans of any architecture at any size: refused, or every size in them is the true one. */
+#include "input.h"
+
+static void check(const vm_model *m, const vm_request *r, const vm_plan *p) {
+    const unsigned __int128 pixels = (unsigned __int128)r->height * r->width;
+    CHECK(p->out_bytes >= (r->op == VM_DECODE ? pixels : pixels >> (2 * (m->arch.levels - 1))));
+    unsigned __int128 least = (unsigned __int128)m->weights_bytes + p->arena_bytes;
+    if (r->own_output) least += (unsigned __int128)p->out_bytes * r->batch;
+    CHECK(p->reserved >= least);
+    unsigned __int128 peak = 0;
+    for (int c = 0; c < VM_CATEGORIES; c++) peak += p->peak[c];
+    CHECK(peak <= p->reserved);
+    for (size_t i = 0; i < p->steps; i++) {
+        unsigned __int128 live = 0;
+        for (int c = 0; c < VM_CATEGORIES; c++) live += p->step[i].live[c];
+        CHECK(live <= peak);
+    }
+    for (size_t i = 0; i < p->pieces; i++) {
+        const vm_piece *a = &p->piece[i];
+        CHECK(a->bytes <= p->arena_bytes && a->offset <= p->arena_bytes - a->bytes);
+        for (size_t j = 0; j < i; j++) {
+            const vm_piece *b = &p->piece[j];
+            const bool meet = a->first <= b->last && b->first <= a->last;
+            CHECK(!meet || a->offset + a->bytes <= b->offset || b->offset + b->bytes <= a->offset);
+        }
+    }
+}
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
+    input in = {data, data + size};
+    const vm_arch arch = take_arch(&in);
+    const uint64_t flags = take(&in, 1);
+    vm_model *m;
+    if (vm_model_new(&arch, 1 + flags % 3, NULL, &m)) return 0;
+    for (int i = 0; i < 4 && in.at < in.end; i++) {
+        const uint64_t how = take(&in, 1);
+        const size_t multiple = how & 1 ? vm_arch_factor(&arch) : 1;
+        vm_request r = {.op = how & 2 ? VM_ENCODE : VM_DECODE, .backend = vm_backends()[0]};
+        const vm_format pixels = how & 4 ? VM_U8_NHWC : VM_F32_NCHW;
+        r.threads = 1 + (unsigned)(take(&in, 2) % 1024);
+        r.height = number(&in) * multiple;
+        r.width = number(&in) * multiple;
+        r.batch = number(&in);
+        r.in = r.op == VM_ENCODE ? pixels : VM_F32_NCHW;
+        r.out = r.op == VM_DECODE ? pixels : VM_F32_NCHW;
+        r.own_output = how & 8;
+        r.scaled = how & 16;
+        vm_plan *p;
+        if (vm_plan_new(m, &r, &p)) continue;
+        check(m, &r, p);
+        vm_plan_free(m, p);
+    }
+    vm_model_free(m);
+    return 0;
+}

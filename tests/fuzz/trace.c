@@ -1,0 +1,98 @@
+/* Traces built from any architecture or step by step, and run: what a run does not keep is given back. */
+#include "../../csrc/predict/torch_trace.h"
+#include "input.h"
+
+static vm_trace *build(input *in) {
+    const vm_arch arch = take_arch(in);
+    const uint64_t how = take(in, 1);
+    vm_trace_vae v = {.arch = &arch, .runtime = how & 1, .op = how & 2 ? VM_ENCODE : VM_DECODE, .dtype = how / 4 % 3};
+    const size_t factor = vm_arch_factor(&arch);
+    v.slicing = how & 16;
+    v.batch = v.slicing ? take(in, 1) % 4 : number(in);
+    v.gpu = (vm_trace_gpu){.sm = (int)take(in, 1), .multiprocessors = (int)take(in, 4)};
+    if (how & 32) { /* as many steps as tiles: a few */
+        v.tile = take(in, 1) * (how & 64 ? factor : 1);
+        v.height = take(in, 1) % 64 * factor;
+        v.width = take(in, 1) % 64 * factor;
+    } else {
+        v.height = number(in) * (how & 64 ? factor : 1);
+        v.width = number(in) * (how & 64 ? factor : 1);
+    }
+    vm_trace *t;
+    vm_status s = how & 128 ? vm_trace_vae_weights(&arch, v.runtime, v.dtype, &t) : vm_trace_vae_build(&v, &t);
+    return s ? NULL : t;
+}
+
+static vm_trace *record(input *in) {
+    vm_trace *t;
+    if (vm_trace_new(&t)) return NULL;
+    for (int step = 0; step < 64 && in->at < in->end; step++) {
+        const uint64_t op = take(in, 1);
+        char name[256] = {0};
+        memset(name, (int)(op | 1), op / 8 * 8);
+        uint32_t id[2];
+        switch (op % 8) {
+        case 0:
+            vm_trace_give(t, (uint32_t)number(in));
+            break;
+        case 1:
+            vm_trace_give(t, t->ids ? (uint32_t)(take(in, 1) % t->ids) : 0);
+            break;
+        case 2:
+            vm_trace_blas(t, take(in, 1) & 1 ? VM_TRACE_CUBLAS : VM_TRACE_CUBLASLT, name);
+            break;
+        case 3: {
+            vm_conv c = {.dtype = take(in, 1) % 3, .n = (int64_t)number(in), .c = (int64_t)number(in)};
+            c.h = c.w = (int64_t)number(in);
+            vm_trace_conv(t, &c, name);
+            break;
+        }
+        case 4: {
+            const size_t n = number(in), c = number(in), groups = number(in), pixels = number(in);
+            vm_trace_norm(t, take(in, 1) % 3, n, c, groups, pixels, name, id);
+            break;
+        }
+        case 5: {
+            const uint64_t kind = take(in, 1);
+            const vm_trace_gpu gpu = {.sm = (int)take(in, 1), .multiprocessors = (int)take(in, 4)};
+            const vm_attention_shape shape = {kind % 3,   number(in), number(in), number(in),
+                                              number(in), number(in), kind & 4};
+            vm_trace_attention(t, &shape, &gpu, name, id);
+            break;
+        }
+        default:
+            vm_trace_take(t, number(in), name, id);
+        }
+    }
+    return t;
+}
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
+    input in = {data, data + size};
+    const uint64_t how = take(&in, 1);
+    vm_talloc_config config = {.total_memory = how & 2 ? number(&in) << 20 : 0, .expandable_segments = how & 4};
+    vm_trace_process p = {.cublas_bytes = number(&in), .cublaslt_bytes = number(&in), .cublaslt_use = how / 8 % 3};
+    const uint64_t workspace = number(&in);
+    vm_trace *t = how & 1 ? build(&in) : record(&in);
+    if (!t || vm_talloc_new(&config, &p.talloc)) {
+        vm_trace_free(t);
+        return 0;
+    }
+    uint64_t *workspaces = calloc(t->convs + 1, 8), *address = calloc(t->ids + 1, 8);
+    uint64_t *allocated = calloc(t->steps + 1, 8), *reserved = calloc(t->steps + 1, 8);
+    for (size_t i = 0; i < t->convs; i++) workspaces[i] = workspace;
+    p.workspace = workspaces;
+    const vm_status s = vm_trace_run(t, &p, address, allocated, reserved);
+    for (size_t i = 0; i < t->steps && !s; i++) CHECK(allocated[i] <= reserved[i]);
+    for (size_t i = 0; i < t->ids; i++) CHECK(!address[i] || (!s && !vm_talloc_free(p.talloc, address[i])));
+    if (p.cublas) CHECK(!vm_talloc_free(p.talloc, p.cublas));
+    if (p.cublaslt) CHECK(!vm_talloc_free(p.talloc, p.cublaslt));
+    CHECK(!vm_talloc_get_stats(p.talloc)->of[VM_TALLOC_ALLOCATED_BYTES][VM_TALLOC_ALL].current);
+    free(workspaces);
+    free(address);
+    free(allocated);
+    free(reserved);
+    vm_talloc_delete(p.talloc);
+    vm_trace_free(t);
+    return 0;
+}

@@ -1,0 +1,30 @@
+"""The fuzz targets on their corpus and on every input that once failed. `tests/fuzz/run.py` looks for new ones."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent / "fuzz"))
+
+import run
+import targets
+
+
+@pytest.mark.parametrize("target", run.IN_PYTHON)
+def test_python_targets(target):
+    files = run.corpus(target)
+    assert files
+    for file in files:
+        targets.TARGETS[target](file.read_bytes())
+
+
+@pytest.mark.skipif(not shutil.which("cc"), reason="there is no C compiler")
+def test_targets_in_c(tmp_path):
+    for target, program in run.build(tmp_path, guided=False).items():
+        files = run.corpus(target)
+        done = subprocess.run([program, *files], env=run.environment(), capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout == f"{len(files)} executions\n"
