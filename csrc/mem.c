@@ -14,11 +14,16 @@
 enum { MAPPED_FROM = 1 << 20, HUGE_PAGE = 2 << 20 };
 
 struct vm_mem {
-    pthread_mutex_t lock;
     size_t references;
     const vm_backend *device; /* whose memory; NULL for the host's */
     vm_usage usage;
 };
+
+/* One lock for all accounts, held for a few additions: a fork waits for it, so that no child begins with it held. */
+static pthread_mutex_t accounts = PTHREAD_MUTEX_INITIALIZER;
+static void lock(void) { pthread_mutex_lock(&accounts); }
+static void unlock(void) { pthread_mutex_unlock(&accounts); }
+__attribute__((constructor)) static void watch_forks(void) { pthread_atfork(lock, unlock, unlock); }
 
 static atomic_size_t fail_countdown;
 
@@ -37,26 +42,24 @@ vm_mem *vm_mem_new(const vm_backend *backend) {
         vm_fail(VM_ENOMEM, "memory: no %zu bytes for an account", sizeof *mem);
         return NULL;
     }
-    pthread_mutex_init(&mem->lock, NULL);
     mem->references = 1;
     mem->device = backend && backend->device ? backend : NULL;
     return mem;
 }
 
 vm_mem *vm_mem_retain(vm_mem *mem) {
-    pthread_mutex_lock(&mem->lock);
+    lock();
     mem->references++;
-    pthread_mutex_unlock(&mem->lock);
+    unlock();
     return mem;
 }
 
 void vm_mem_release(vm_mem *mem) {
     if (!mem) return;
-    pthread_mutex_lock(&mem->lock);
+    lock();
     bool last = --mem->references == 0;
-    pthread_mutex_unlock(&mem->lock);
+    unlock();
     if (!last) return;
-    pthread_mutex_destroy(&mem->lock);
     free(mem);
 }
 
@@ -109,9 +112,9 @@ vm_status vm_mem_reserve(vm_mem *mem, size_t bytes, void **out) {
     else if ((s = mem->device->device->take(mem->device, bytes, out)))
         return vm_fail(s, "%s", mem->device->device->error());
     if (!*out) return out_of_memory(bytes);
-    pthread_mutex_lock(&mem->lock);
+    lock();
     mem->usage.reserved += bytes;
-    pthread_mutex_unlock(&mem->lock);
+    unlock();
     return VM_OK;
 }
 
@@ -121,21 +124,21 @@ void vm_mem_unreserve(vm_mem *mem, void *block, size_t bytes) {
         mem->device->device->give(mem->device, block);
     else
         give(block, bytes);
-    pthread_mutex_lock(&mem->lock);
+    lock();
     mem->usage.reserved -= bytes;
-    pthread_mutex_unlock(&mem->lock);
+    unlock();
 }
 
 void vm_mem_use(vm_mem *mem, vm_category category, size_t bytes) {
-    pthread_mutex_lock(&mem->lock);
+    lock();
     account(mem, category, bytes, true);
-    pthread_mutex_unlock(&mem->lock);
+    unlock();
 }
 
 void vm_mem_unuse(vm_mem *mem, vm_category category, size_t bytes) {
-    pthread_mutex_lock(&mem->lock);
+    lock();
     account(mem, category, bytes, false);
-    pthread_mutex_unlock(&mem->lock);
+    unlock();
 }
 
 vm_status vm_mem_alloc(vm_mem *mem, vm_category category, size_t bytes, void **out) {
@@ -168,14 +171,14 @@ vm_status vm_mem_grow(vm_mem *mem, vm_category category, void **array, size_t co
 }
 
 void vm_mem_reset_peak(vm_mem *mem) {
-    pthread_mutex_lock(&mem->lock);
+    lock();
     memcpy(mem->usage.peak, mem->usage.live, sizeof mem->usage.peak);
-    pthread_mutex_unlock(&mem->lock);
+    unlock();
 }
 
 vm_usage vm_mem_usage(vm_mem *mem) {
-    pthread_mutex_lock(&mem->lock);
+    lock();
     vm_usage u = mem->usage;
-    pthread_mutex_unlock(&mem->lock);
+    unlock();
     return u;
 }

@@ -50,14 +50,14 @@ static size_t place_by(vm_plan *plan, vm_weigh weigh, bool *placed) {
     return height;
 }
 
-static vm_status place(vm_model *m, vm_plan *plan) {
+static vm_status place(vm_plan *plan) {
     bool *placed;
-    vm_status s = vm_mem_alloc(m->host, VM_SCRATCH, plan->pieces, (void **)&placed);
+    vm_status s = vm_mem_alloc(plan->mem, VM_SCRATCH, plan->pieces, (void **)&placed);
     if (s) return s;
     const size_t other = place_by(plan, by_bytes_and_steps, placed);
     plan->arena_bytes = place_by(plan, by_bytes, placed);
     if (other < plan->arena_bytes) plan->arena_bytes = place_by(plan, by_bytes_and_steps, placed);
-    vm_mem_free(m->host, VM_SCRATCH, placed, plan->pieces);
+    vm_mem_free(plan->mem, VM_SCRATCH, placed, plan->pieces);
     return VM_OK;
 }
 
@@ -215,7 +215,7 @@ static vm_status check_request(const vm_model *m, const vm_request *r) {
     return VM_OK;
 }
 
-static vm_status build(vm_model *m, vm_plan *plan, int *piece_of) {
+static vm_status build(const vm_model *m, vm_plan *plan, int *piece_of) {
     const vm_request *r = &plan->ask;
     const vm_graph *g = &m->graph[r->op];
     const size_t factor = vm_arch_factor(&m->arch), latent = m->arch.latent_channels;
@@ -231,12 +231,12 @@ static vm_status build(vm_model *m, vm_plan *plan, int *piece_of) {
     }
     if ((s = add_steps(plan, g, piece_of))) return s;
     add_staging(plan);
-    if ((s = place(m, plan))) return s;
+    if ((s = place(plan))) return s;
     count_live(m, plan);
     return VM_OK;
 }
 
-vm_status vm_plan_new(vm_model *m, const vm_request *ask, vm_plan **out) {
+vm_status vm_plan_new(const vm_model *m, const vm_request *ask, vm_mem *mem, vm_plan **out) {
     *out = NULL;
     vm_status s = check_request(m, ask);
     if (s) return s;
@@ -245,21 +245,22 @@ vm_status vm_plan_new(vm_model *m, const vm_request *ask, vm_plan **out) {
     const size_t bytes = VM_ROUND_UP(sizeof(vm_plan) + g->nodes * sizeof(vm_step) + most * sizeof(vm_piece), VM_ALIGN);
     vm_plan *plan;
     int *piece_of;
-    if ((s = vm_mem_alloc(m->host, VM_SCRATCH, bytes, (void **)&plan))) return s;
-    *plan = (vm_plan){.ask = *ask, .steps = g->nodes, .pool_bytes = vm_pool_bytes(ask->threads), .plan_bytes = bytes};
+    if ((s = vm_mem_alloc(mem, VM_SCRATCH, bytes, (void **)&plan))) return s;
+    *plan = (vm_plan){
+        .mem = mem, .ask = *ask, .steps = g->nodes, .pool_bytes = vm_pool_bytes(ask->threads), .plan_bytes = bytes};
     plan->step = (vm_step *)(plan + 1);
     plan->piece = (vm_piece *)(plan->step + g->nodes);
-    if (!(s = vm_mem_alloc(m->host, VM_SCRATCH, g->values * sizeof *piece_of, (void **)&piece_of))) {
+    if (!(s = vm_mem_alloc(mem, VM_SCRATCH, g->values * sizeof *piece_of, (void **)&piece_of))) {
         s = build(m, plan, piece_of);
-        vm_mem_free(m->host, VM_SCRATCH, piece_of, g->values * sizeof *piece_of);
+        vm_mem_free(mem, VM_SCRATCH, piece_of, g->values * sizeof *piece_of);
     }
     if (s)
-        vm_plan_free(m, plan);
+        vm_plan_free(plan);
     else
         *out = plan;
     return s;
 }
 
-void vm_plan_free(vm_model *m, vm_plan *plan) {
-    if (plan) vm_mem_free(m->host, VM_SCRATCH, plan, plan->plan_bytes);
+void vm_plan_free(vm_plan *plan) {
+    if (plan) vm_mem_free(plan->mem, VM_SCRATCH, plan, plan->plan_bytes);
 }

@@ -14,6 +14,8 @@
 
 /* ---- status.c ---- */
 
+/* Drops the character of UTF-8 at the end of text that is not there whole, since a buffer was full. */
+void vm_end_whole(char *text);
 /* *out = a * b, or VM_EOVERFLOW naming `what`. */
 vm_status vm_multiply(size_t *out, size_t a, size_t b, const char *what);
 
@@ -190,6 +192,7 @@ typedef struct vm_request {
 } vm_request;
 
 typedef struct vm_plan {
+    vm_mem *mem; /* borrowed: what the plan itself is charged to */
     vm_request ask;
     size_t in_bytes, out_bytes; /* of one batch item of the user's pixels */
     int in, out;                /* pieces, where they are staged */
@@ -203,9 +206,10 @@ typedef struct vm_plan {
     size_t rows;     /* of progress, the whole batch */
 } vm_plan;
 
-/* *out is charged to model->host as scratch, and counts itself where that is the model's own account. */
-vm_status vm_plan_new(vm_model *model, const vm_request *ask, vm_plan **out);
-void vm_plan_free(vm_model *model, vm_plan *plan);
+/* *out is charged to mem as scratch: to model->host where it is to be run (it counts itself where that is the model's
+ * own account), else to an account apart, so that it shows in no run's figures. Reads nothing that a run changes. */
+vm_status vm_plan_new(const vm_model *model, const vm_request *ask, vm_mem *mem, vm_plan **out);
+void vm_plan_free(vm_plan *plan);
 
 /* ---- pool.c ---- */
 

@@ -101,18 +101,18 @@ PyObject *vm_py_plan(Model *self, PyObject *args, PyObject *kwargs) {
         return NULL;
     if (parse_request(self, &r, op, pixels, latents, threads, backend) || parse_size(&r, height, width, batch, room))
         return NULL;
-    if (vm_py_lock(self)) return NULL;
     r.staged = staged && self->model->backend;
     r.own_output = own_output && !r.staged;
     r.scaled = scaled;
-    vm_plan *plan;
-    vm_status s;
+    vm_plan *plan = NULL;
+    vm_mem *mem = vm_mem_new(NULL);
+    vm_status s = mem ? VM_OK : VM_ENOMEM;
     Py_BEGIN_ALLOW_THREADS
-    s = vm_plan_new(self->model, &r, &plan);
+    if (!s) s = vm_plan_new(self->model, &r, mem, &plan);
     Py_END_ALLOW_THREADS
     PyObject *result = s ? vm_py_raise(s) : summary(self->model, plan, false, plan->peak, plan->reserved);
-    vm_plan_free(self->model, plan);
-    vm_py_unlock(self);
+    vm_plan_free(plan);
+    vm_mem_release(mem);
     return result;
 }
 
@@ -199,7 +199,7 @@ static int run_locked(Model *self, vm_request *r, job *j) {
     size_t reserved = 0;
     r->own_output = (!j->out && !r->staged) || j->counted;
     Py_BEGIN_ALLOW_THREADS
-    s = vm_plan_new(m, r, &plan);
+    s = vm_plan_new(m, r, m->host, &plan);
     Py_END_ALLOW_THREADS
     if (s) {
         vm_py_raise(s);
@@ -243,7 +243,7 @@ static int run_locked(Model *self, vm_request *r, job *j) {
         Py_DECREF(overflow);
     }
     if (data) vm_mem_unreserve(out_mem, data, bytes);
-    vm_plan_free(m, plan);
+    vm_plan_free(plan);
     if (j->record && j->callback) {
         PyObject *done = PyObject_CallFunction(j->callback, "nn", (Py_ssize_t)rows, (Py_ssize_t)rows);
         if (!done) Py_CLEAR(j->record);
@@ -340,7 +340,7 @@ PyObject *vm_py_run(Model *self, PyObject *args, PyObject *kwargs) {
         if (!PyArray_ISWRITEABLE(x.out)) return PyErr_Format(PyExc_ValueError, "out: want a writable array");
     }
     if (check_callback(callback)) return NULL;
-    if (vm_py_lock(self)) return NULL;
+    if (vm_py_acquire(&self->lock, op)) return NULL;
     r.staged = self->model->backend != NULL;
     r.scaled = scaled;
     r.room = (size_t)VM_MAX(room, 0);
@@ -351,7 +351,7 @@ PyObject *vm_py_run(Model *self, PyObject *args, PyObject *kwargs) {
              .replay = replay,
              .check = check};
     const int failed = run_locked(self, &r, &j);
-    vm_py_unlock(self);
+    vm_py_release(&self->lock);
     if (failed) return NULL;
     PyObject *array = x.out ? Py_NewRef(out) : array_of(j.owner, j.out, x.out_dims, x.out_type);
     if (array) return Py_BuildValue("(NN)", array, j.record);
@@ -380,10 +380,10 @@ PyObject *vm_py_run_at(Model *self, PyObject *args, PyObject *kwargs) {
                                      &pixels, &latents, &scaled, &stream, &wait, &callback, &room, &r.unit, &replay,
                                      &counted))
         return NULL;
-    if (!self->model || !self->model->backend)
+    if (!self->model->backend)
         return PyErr_Format(PyExc_ValueError, "run_at: want a model on a device, got one on the CPU");
     if (parse_request(self, &r, op, pixels, latents, 1, NULL) || parse_size(&r, height, width, batch, room) ||
-        check_callback(callback) || vm_py_lock(self))
+        check_callback(callback) || vm_py_acquire(&self->lock, op))
         return NULL;
     r.scaled = scaled;
     job j = {.in = (const void *)(uintptr_t)in,
@@ -394,7 +394,7 @@ PyObject *vm_py_run_at(Model *self, PyObject *args, PyObject *kwargs) {
              .replay = replay,
              .counted = counted && out};
     const int failed = run_locked(self, &r, &j);
-    vm_py_unlock(self);
+    vm_py_release(&self->lock);
     if (failed) return NULL;
     PyObject *owner = j.owner ? j.owner : Py_NewRef(Py_None);
     return Py_BuildValue("(KNN)", (unsigned long long)(uintptr_t)j.out, owner, j.record);
