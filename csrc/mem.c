@@ -10,12 +10,17 @@
 #include "vm.h"
 
 struct vm_mem {
-    pthread_mutex_t lock;
     size_t references;
     const vm_device *device; /* whose memory */
     const vm_backend *backend;
     vm_usage usage;
 };
+
+/* One lock for all accounts, held for a few additions: a fork waits for it, so that no child begins with it held. */
+static pthread_mutex_t accounts = PTHREAD_MUTEX_INITIALIZER;
+static void lock(void) { pthread_mutex_lock(&accounts); }
+static void unlock(void) { pthread_mutex_unlock(&accounts); }
+__attribute__((constructor)) static void watch_forks(void) { pthread_atfork(lock, unlock, unlock); }
 
 static atomic_size_t fail_countdown;
 
@@ -34,7 +39,6 @@ vm_mem *vm_mem_new(const vm_backend *backend) {
         vm_fail(VM_ENOMEM, "memory: no %zu bytes for an account", sizeof *mem);
         return NULL;
     }
-    pthread_mutex_init(&mem->lock, NULL);
     mem->references = 1;
     mem->device = backend ? backend->device : &vm_host;
     mem->backend = backend;
@@ -42,19 +46,18 @@ vm_mem *vm_mem_new(const vm_backend *backend) {
 }
 
 vm_mem *vm_mem_retain(vm_mem *mem) {
-    pthread_mutex_lock(&mem->lock);
+    lock();
     mem->references++;
-    pthread_mutex_unlock(&mem->lock);
+    unlock();
     return mem;
 }
 
 void vm_mem_release(vm_mem *mem) {
     if (!mem) return;
-    pthread_mutex_lock(&mem->lock);
+    lock();
     bool last = --mem->references == 0;
-    pthread_mutex_unlock(&mem->lock);
+    unlock();
     if (!last) return;
-    pthread_mutex_destroy(&mem->lock);
     free(mem);
 }
 
@@ -74,30 +77,30 @@ vm_status vm_mem_reserve(vm_mem *mem, size_t bytes, void **out) {
     if (!*out)
         return vm_fail(VM_ENOMEM, "memory: the system has no %zu bytes (%.1f MiB) to give", bytes,
                        (double)bytes / 1048576);
-    pthread_mutex_lock(&mem->lock);
+    lock();
     mem->usage.reserved += bytes;
-    pthread_mutex_unlock(&mem->lock);
+    unlock();
     return VM_OK;
 }
 
 void vm_mem_unreserve(vm_mem *mem, void *block, size_t bytes) {
     if (!block) return;
     mem->device->give(mem->backend, block, bytes);
-    pthread_mutex_lock(&mem->lock);
+    lock();
     mem->usage.reserved -= bytes;
-    pthread_mutex_unlock(&mem->lock);
+    unlock();
 }
 
 void vm_mem_use(vm_mem *mem, vm_category category, size_t bytes) {
-    pthread_mutex_lock(&mem->lock);
+    lock();
     account(mem, category, bytes, true);
-    pthread_mutex_unlock(&mem->lock);
+    unlock();
 }
 
 void vm_mem_unuse(vm_mem *mem, vm_category category, size_t bytes) {
-    pthread_mutex_lock(&mem->lock);
+    lock();
     account(mem, category, bytes, false);
-    pthread_mutex_unlock(&mem->lock);
+    unlock();
 }
 
 vm_status vm_mem_alloc(vm_mem *mem, vm_category category, size_t bytes, void **out) {
@@ -130,14 +133,14 @@ vm_status vm_mem_grow(vm_mem *mem, vm_category category, void **array, size_t co
 }
 
 void vm_mem_reset_peak(vm_mem *mem) {
-    pthread_mutex_lock(&mem->lock);
+    lock();
     memcpy(mem->usage.peak, mem->usage.live, sizeof mem->usage.peak);
-    pthread_mutex_unlock(&mem->lock);
+    unlock();
 }
 
 vm_usage vm_mem_usage(vm_mem *mem) {
-    pthread_mutex_lock(&mem->lock);
+    lock();
     vm_usage u = mem->usage;
-    pthread_mutex_unlock(&mem->lock);
+    unlock();
     return u;
 }

@@ -247,7 +247,7 @@ static vm_status build(const vm_model *m, vm_plan *plan) {
     return check_fits(r, vm_sum(plan->reserved, VM_PRODUCT(vm_sum(plan->in_bytes, plan->out_bytes), r->batch)));
 }
 
-vm_status vm_plan_new(vm_model *m, const vm_request *ask, vm_plan **out) {
+vm_status vm_plan_new(const vm_model *m, const vm_request *ask, vm_plan **out) {
     *out = NULL;
     vm_status s = check_request(m, ask);
     if (s) return s;
@@ -275,6 +275,6 @@ vm_status vm_plan_new(vm_model *m, const vm_request *ask, vm_plan **out) {
     return s;
 }
 
-void vm_plan_free(vm_model *m, vm_plan *plan) {
+void vm_plan_free(const vm_model *m, vm_plan *plan) {
     if (plan) vm_mem_unreserve(m->host, plan, plan->plan_bytes);
 }

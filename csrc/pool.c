@@ -1,5 +1,9 @@
 /* The only threads of the core. They live for one run (a fork between runs meets none of them).
  *
+ * They are joined whatever ends the run, for tasks read what lies on the stack of the thread that made it: poll may
+ * not return, because Python ends the daemon threads that call into it while it exits (pthread_exit), and it may
+ * return in the child of a fork, where the workers never were.
+ *
  * Work comes as n tasks; threads take the next task from a counter, so which thread does what is
  * left to chance and must not matter: tasks write disjoint places. The caller's thread works too,
  * and alone calls poll, about twenty times a second, between its tasks and while it waits. */
@@ -7,6 +11,7 @@
 #include <pthread.h>
 #include <stdatomic.h>
 #include <time.h>
+#include <unistd.h>
 
 #include "vm.h"
 
@@ -16,6 +21,7 @@ struct vm_pool {
     pthread_mutex_t lock;
     pthread_cond_t work, idle;
     unsigned threads, started, busy; /* busy: workers still in this batch */
+    pid_t process;                   /* where the workers are */
     size_t batch;                    /* counts calls of each(); a worker joins a batch it has not seen */
     bool quit;
     atomic_bool stop; /* the run is cancelled */
@@ -81,6 +87,7 @@ vm_status vm_pool_open(vm_pool *p, unsigned threads, size_t rows_total, vm_poll 
     pthread_condattr_setclock(&attr, CLOCK_MONOTONIC);
     pthread_cond_init(&p->idle, &attr);
     pthread_condattr_destroy(&attr);
+    p->process = getpid();
     p->rows_total = rows_total;
     p->poll = poll;
     p->poll_context = poll_context;
@@ -97,7 +104,10 @@ vm_status vm_pool_open(vm_pool *p, unsigned threads, size_t rows_total, vm_poll 
     return vm_fail(VM_ENOMEM, "threads: want %u, the system gave %u (set VAEMEM_THREADS)", threads, got);
 }
 
+static bool forked(const vm_pool *p) { return p->threads > 1 && p->process != getpid(); }
+
 void vm_pool_close(vm_pool *p) {
+    if (forked(p)) return;
     pthread_mutex_lock(&p->lock);
     p->quit = true;
     pthread_cond_broadcast(&p->work);
@@ -106,6 +116,32 @@ void vm_pool_close(vm_pool *p) {
     pthread_cond_destroy(&p->work);
     pthread_cond_destroy(&p->idle);
     pthread_mutex_destroy(&p->lock);
+}
+
+/* The caller's part of a batch: tasks, then waiting for the workers. */
+static void work(vm_pool *p) {
+    take_tasks(p, 0);
+    if (forked(p)) return;
+    pthread_mutex_lock(&p->lock);
+    while (p->busy) {
+        struct timespec until;
+        clock_gettime(CLOCK_MONOTONIC, &until);
+        until.tv_nsec += POLL_MS * 1000000L;
+        if (until.tv_nsec >= 1000000000L) until.tv_sec++, until.tv_nsec -= 1000000000L;
+        pthread_cond_timedwait(&p->idle, &p->lock, &until);
+        pthread_mutex_unlock(&p->lock);
+        poll_now(p);
+        if (forked(p)) return;
+        pthread_mutex_lock(&p->lock);
+    }
+    pthread_mutex_unlock(&p->lock);
+}
+
+/* What poll leaves to do when it ends this thread. */
+static void abandon(void *pool) {
+    vm_pool *p = pool;
+    atomic_store(&p->stop, true);
+    vm_pool_close(p);
 }
 
 vm_status vm_pool_each(void *pool, size_t n, size_t rows, vm_task fn, const void *job) {
@@ -122,20 +158,10 @@ vm_status vm_pool_each(void *pool, size_t n, size_t rows, vm_task fn, const void
     pthread_cond_broadcast(&p->work);
     pthread_mutex_unlock(&p->lock);
 
-    take_tasks(p, 0);
-
-    pthread_mutex_lock(&p->lock);
-    while (p->busy) {
-        struct timespec until;
-        clock_gettime(CLOCK_MONOTONIC, &until);
-        until.tv_nsec += POLL_MS * 1000000L;
-        if (until.tv_nsec >= 1000000000L) until.tv_sec++, until.tv_nsec -= 1000000000L;
-        pthread_cond_timedwait(&p->idle, &p->lock, &until);
-        pthread_mutex_unlock(&p->lock);
-        poll_now(p);
-        pthread_mutex_lock(&p->lock);
-    }
-    pthread_mutex_unlock(&p->lock);
+    pthread_cleanup_push(abandon, p);
+    work(p);
+    pthread_cleanup_pop(0);
+    if (forked(p)) return vm_fail(VM_ECANCELLED, "the run was cancelled: its threads stayed behind in a fork");
     p->rows_before += rows;
     if (atomic_load(&p->stop)) return vm_fail(VM_ECANCELLED, "the run was cancelled");
     return VM_OK;

@@ -17,6 +17,8 @@
 
 /* Makes the sentence behind a device's status this thread's own. Returns status. */
 vm_status vm_said(const vm_device *device, vm_status status);
+/* Drops the character of UTF-8 at the end of text that is not there whole, since a buffer was full. */
+void vm_end_whole(char *text);
 
 /* ---- mem.c: every byte that the core takes ---- */
 
@@ -214,8 +216,8 @@ typedef struct vm_plan {
 } vm_plan;
 
 /* Needs nothing of the model that a run changes, so a model may be planned for while it runs. */
-vm_status vm_plan_new(vm_model *model, const vm_request *ask, vm_plan **out);
-void vm_plan_free(vm_model *model, vm_plan *plan);
+vm_status vm_plan_new(const vm_model *model, const vm_request *ask, vm_plan **out);
+void vm_plan_free(const vm_model *model, vm_plan *plan);
 
 /* ---- pool.c ---- */
 

@@ -75,7 +75,8 @@ typedef enum vm_talloc_pool { VM_TALLOC_ALL, VM_TALLOC_SMALL, VM_TALLOC_LARGE, V
 extern const char *const vm_talloc_kind_name[VM_TALLOC_KINDS], *const vm_talloc_pool_name[VM_TALLOC_POOLS];
 
 typedef struct vm_talloc_stat {
-    int64_t current, peak, allocated, freed;
+    int64_t current, peak;
+    uint64_t allocated, freed; /* ever: enough steps may pass what int64_t holds, as they do in PyTorch */
 } vm_talloc_stat;
 
 typedef struct vm_talloc_stats {

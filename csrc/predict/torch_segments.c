@@ -13,10 +13,10 @@ const char *const vm_talloc_pool_name[VM_TALLOC_POOLS] = {"all", "small_pool", "
 static void count_one(vm_talloc_stat *s, int64_t amount) {
     s->current += amount;
     if (amount >= 0) {
-        s->allocated += amount;
+        s->allocated += (uint64_t)amount;
         if (s->current > s->peak) s->peak = s->current;
     } else {
-        s->freed -= amount;
+        s->freed += (uint64_t)-amount;
     }
 }
 

@@ -58,7 +58,10 @@ static uint32_t *find_bin(const vm_trace *t, const char *name) {
 
 static vm_status intern(vm_trace *t, const char *name, uint32_t *index) {
     const size_t length = strlen(name);
-    if (length >= VM_NAME) name += length - (VM_NAME - 1);
+    if (length >= VM_NAME) {
+        name += length - (VM_NAME - 1);
+        while ((*name & 0xc0) == 0x80) name++; /* the rest of a character of UTF-8 whose front is lost */
+    }
     if (2 * (t->names + 1) > t->bins) {
         const size_t bins = t->bins ? 2 * t->bins : FIRST_BINS;
         void *bin;

@@ -12,6 +12,7 @@
 #define NO_IMPORT_ARRAY
 #endif
 #include <numpy/arrayobject.h>
+#include <stdatomic.h>
 
 #include "../vm.h"
 
@@ -25,9 +26,35 @@ int vm_py_arch_from_dict(PyObject *dict, vm_arch *arch);
 /* name: NULL or "" for the best usable one. NULL with an exception set. */
 const vm_backend *vm_py_backend(const char *name);
 
+/* Threads. An object that two of them can reach (Model, CachingAllocator, Trace) has one vm_py_lock. Whoever reads or
+ * changes what the object may change after it was made holds it, with the GIL or without; what is fixed when the object
+ * is made (an architecture, an allocator's settings) is read without it, and so a run can be planned during another.
+ * Arguments are parsed before it is taken, since that may call Python; of Python's code only a run's progress callback
+ * and signal handlers are called with it held on purpose. Trace.run takes two: its own, then the allocator's. Cudnn and
+ * vaemem._cuda.Backend have none: their C locks itself, without the GIL. Accounts (mem.c) lock themselves too.
+ *
+ * A fork may leave a lock held by a thread that the child does not have. The child then refuses to use that object. */
+typedef struct vm_py_lock {
+    PyThread_type_lock lock;
+    const char *type;   /* the object's, for messages */
+    atomic_ulong owner; /* the thread that holds it, or 0 */
+    atomic_uint forks;  /* of which process that thread is */
+} vm_py_lock;
+
+/* -1 with an exception set. An object of zeros may be freed too. */
+int vm_py_lock_new(vm_py_lock *l, const char *type);
+void vm_py_lock_free(vm_py_lock *l);
+/* Waits without the GIL, in slices so that Ctrl-C is heard. call: the method, for messages. -1 with an exception set:
+ * RuntimeError where this same thread holds it already, or a thread that a fork left behind. */
+int vm_py_acquire(vm_py_lock *l, const char *call);
+void vm_py_release(vm_py_lock *l);
+
 /* py_allocator.c: raises allocator.OutOfMemoryError with vm_error()'s sentence and the figures. */
+struct vm_talloc;
 struct vm_talloc_oom;
 void vm_py_raise_full(PyObject *allocator, const struct vm_talloc_oom *oom);
+/* The simulated allocator inside a CachingAllocator, and the lock to take for it; both borrowed. NULL: TypeError. */
+struct vm_talloc *vm_py_allocator(PyObject *object, vm_py_lock **lock);
 
 /* Each adds its part to the module; -1 with an exception set. */
 int vm_py_add_model(PyObject *module);

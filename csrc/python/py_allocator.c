@@ -3,27 +3,11 @@
 
 #include "../predict/torch_alloc.h"
 
-vm_talloc *vm_py_allocator(PyObject *object);
-
 typedef struct Allocator {
     PyObject_HEAD
     vm_talloc *talloc;
-    PyThread_type_lock lock; /* held by whoever uses talloc */
+    vm_py_lock lock;
 } Allocator;
-
-/* Waits without the GIL, in slices so that Ctrl-C is heard. -1 with an exception set. */
-static int lock(Allocator *self) {
-    PyLockStatus got = PyThread_acquire_lock_timed(self->lock, 0, 0);
-    while (got != PY_LOCK_ACQUIRED) {
-        if (PyErr_CheckSignals()) return -1;
-        Py_BEGIN_ALLOW_THREADS
-        got = PyThread_acquire_lock_timed(self->lock, 50000, 1);
-        Py_END_ALLOW_THREADS
-    }
-    return 0;
-}
-
-static void unlock(Allocator *self) { PyThread_release_lock(self->lock); }
 
 void vm_py_raise_full(PyObject *allocator, const struct vm_talloc_oom *oom) {
     PyObject *type = PyObject_GetAttrString(allocator, "OutOfMemoryError");
@@ -44,11 +28,14 @@ void vm_py_raise_full(PyObject *allocator, const struct vm_talloc_oom *oom) {
     Py_XDECREF(type);
 }
 
-/* A full simulated device is an OutOfMemoryError with the figures; anything else is what vm_py_raise makes of it. */
-static PyObject *raise_status(Allocator *self, vm_status status) {
-    const vm_talloc_oom *oom = status == VM_ENOMEM ? vm_talloc_last_oom(self->talloc) : NULL;
-    if (!oom) return vm_py_raise(status);
-    vm_py_raise_full((PyObject *)self, oom);
+/* Releases the lock. A full simulated device is an OutOfMemoryError with the figures; any other failure is what
+ * vm_py_raise makes of it. Returns NULL. */
+static PyObject *release_and_raise(Allocator *self, vm_status status) {
+    const vm_talloc_oom *full = status == VM_ENOMEM ? vm_talloc_last_oom(self->talloc) : NULL;
+    const vm_talloc_oom oom = full ? *full : (vm_talloc_oom){0};
+    vm_py_release(&self->lock);
+    if (!full) return vm_py_raise(status);
+    vm_py_raise_full((PyObject *)self, &oom);
     return NULL;
 }
 
@@ -68,15 +55,15 @@ static int to_uint64(PyObject *object, const char *name, uint64_t *out) {
 /* ---- life ---- */
 
 static int parse_divisions(PyObject *object, vm_talloc_config *config) {
-    PyObject *list = PySequence_Fast(object, "divisions: want a sequence of integers");
+    PyObject *list = PySequence_Tuple(object); /* a copy: an item's __index__ may change the sequence */
     if (!list) return -1;
-    int bad = PySequence_Fast_GET_SIZE(list) != VM_TALLOC_INTERVALS;
+    int bad = PyTuple_GET_SIZE(list) != VM_TALLOC_INTERVALS;
     if (bad)
         PyErr_Format(PyExc_ValueError, "divisions: want %d of them, got %zd", VM_TALLOC_INTERVALS,
-                     PySequence_Fast_GET_SIZE(list));
+                     PyTuple_GET_SIZE(list));
     for (Py_ssize_t i = 0; !bad && i < VM_TALLOC_INTERVALS; i++) {
         uint64_t n;
-        bad = to_uint64(PySequence_Fast_GET_ITEM(list, i), "divisions", &n);
+        bad = to_uint64(PyTuple_GET_ITEM(list, i), "divisions", &n);
         if (!bad && n > (1u << 31)) {
             PyErr_Format(PyExc_ValueError, "divisions: want at most 2^31, got %llu", (unsigned long long)n);
             bad = 1;
@@ -109,31 +96,27 @@ static PyObject *allocator_new(PyTypeObject *type, PyObject *args, PyObject *kwa
     config.history = history;
     Allocator *self = (Allocator *)type->tp_alloc(type, 0);
     if (!self) return NULL;
-    vm_status s = VM_ENOMEM;
-    if ((self->lock = PyThread_allocate_lock()))
-        s = vm_talloc_new(&config, &self->talloc);
-    else
-        vm_fail(s, "memory: no lock could be made");
-    if (s) {
-        Py_DECREF(self);
-        return vm_py_raise(s);
-    }
-    return (PyObject *)self;
+    vm_status s = vm_py_lock_new(&self->lock, "CachingAllocator") ? VM_ENOMEM : vm_talloc_new(&config, &self->talloc);
+    if (!s) return (PyObject *)self;
+    Py_DECREF(self);
+    return vm_py_raise(s);
 }
 
 static void allocator_dealloc(Allocator *self) {
     PyTypeObject *type = Py_TYPE(self);
     vm_talloc_delete(self->talloc);
-    if (self->lock) PyThread_free_lock(self->lock);
+    vm_py_lock_free(&self->lock);
     type->tp_free((PyObject *)self);
     Py_DECREF(type);
 }
 
-/* The simulated allocator inside a CachingAllocator, borrowed from it; NULL with a TypeError. Its lock is not taken. */
-vm_talloc *vm_py_allocator(PyObject *object) {
+vm_talloc *vm_py_allocator(PyObject *object, vm_py_lock **lock) {
     PyTypeObject *type = Py_TYPE(object);
     while (type && type->tp_dealloc != (destructor)allocator_dealloc) type = type->tp_base;
-    if (type) return ((Allocator *)object)->talloc;
+    if (type) {
+        *lock = &((Allocator *)object)->lock;
+        return ((Allocator *)object)->talloc;
+    }
     PyErr_Format(PyExc_TypeError, "allocator: want a CachingAllocator, got %s", Py_TYPE(object)->tp_name);
     return NULL;
 }
@@ -145,11 +128,13 @@ static PyObject *allocator_malloc(Allocator *self, PyObject *args, PyObject *kwa
     PyObject *size, *on = NULL;
     uint64_t bytes, stream = 0, address = 0;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|O", names, &size, &on)) return NULL;
-    if (to_uint64(size, "bytes", &bytes) || (on && to_uint64(on, "stream", &stream)) || lock(self)) return NULL;
+    if (to_uint64(size, "bytes", &bytes) || (on && to_uint64(on, "stream", &stream)) ||
+        vm_py_acquire(&self->lock, "malloc"))
+        return NULL;
     vm_status s = vm_talloc_malloc(self->talloc, bytes, stream, &address);
-    PyObject *result = s ? raise_status(self, s) : PyLong_FromUnsignedLongLong(address);
-    unlock(self);
-    return result;
+    if (s) return release_and_raise(self, s);
+    vm_py_release(&self->lock);
+    return PyLong_FromUnsignedLongLong(address);
 }
 
 static PyObject *allocator_free(Allocator *self, PyObject *args, PyObject *kwargs) {
@@ -158,16 +143,16 @@ static PyObject *allocator_free(Allocator *self, PyObject *args, PyObject *kwarg
     int pending = 0;
     uint64_t address;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|p", names, &where, &pending)) return NULL;
-    if (to_uint64(where, "address", &address) || lock(self)) return NULL;
+    if (to_uint64(where, "address", &address) || vm_py_acquire(&self->lock, "free")) return NULL;
     vm_status s = pending ? vm_talloc_free_request(self->talloc, address) : vm_talloc_free(self->talloc, address);
-    unlock(self);
+    vm_py_release(&self->lock);
     return s ? vm_py_raise(s) : Py_NewRef(Py_None);
 }
 
 static PyObject *allocator_empty_cache(Allocator *self, PyObject *Py_UNUSED(ignored)) {
-    if (lock(self)) return NULL;
+    if (vm_py_acquire(&self->lock, "empty_cache")) return NULL;
     vm_status s = vm_talloc_empty_cache(self->talloc);
-    unlock(self);
+    vm_py_release(&self->lock);
     return s ? vm_py_raise(s) : Py_NewRef(Py_None);
 }
 
@@ -187,15 +172,19 @@ static PyObject *allocator_run(Allocator *self, PyObject *args) {
         PyErr_Format(PyExc_ValueError,
                      "steps, addresses: want aligned items of %zu and 8 bytes, got buffers of %zd and %zd bytes",
                      sizeof(vm_talloc_step), steps.len, addresses.len);
-    } else if (!lock(self)) {
+    } else if (!vm_py_acquire(&self->lock, "run")) {
         size_t done = 0;
         vm_status s;
         Py_BEGIN_ALLOW_THREADS
         s = vm_talloc_run(self->talloc, steps.buf, (size_t)steps.len / sizeof(vm_talloc_step), addresses.buf,
                           (size_t)addresses.len / 8, &done);
         Py_END_ALLOW_THREADS
-        result = s ? raise_status(self, s) : PyLong_FromSize_t(done);
-        unlock(self);
+        if (s) {
+            release_and_raise(self, s);
+        } else {
+            vm_py_release(&self->lock);
+            result = PyLong_FromSize_t(done);
+        }
     }
     PyBuffer_Release(&steps);
     PyBuffer_Release(&addresses);
@@ -205,9 +194,9 @@ static PyObject *allocator_run(Allocator *self, PyObject *args) {
 /* ---- figures ---- */
 
 static PyObject *allocator_reset_peak(Allocator *self, PyObject *Py_UNUSED(ignored)) {
-    if (lock(self)) return NULL;
+    if (vm_py_acquire(&self->lock, "reset_peak_stats")) return NULL;
     vm_talloc_reset_peak(self->talloc);
-    unlock(self);
+    vm_py_release(&self->lock);
     Py_RETURN_NONE;
 }
 
@@ -220,7 +209,7 @@ static int put(PyObject *dict, const char *key, int64_t value) {
 
 static int put_stat(PyObject *dict, const char *name, const char *pool, const vm_talloc_stat *s) {
     static const char *const metric[] = {"current", "peak", "allocated", "freed"};
-    const int64_t value[] = {s->current, s->peak, s->allocated, s->freed};
+    const int64_t value[] = {s->current, s->peak, (int64_t)s->allocated, (int64_t)s->freed};
     char key[96];
     int bad = 0;
     for (int i = 0; !bad && i < 4; i++) {
@@ -231,10 +220,10 @@ static int put_stat(PyObject *dict, const char *name, const char *pool, const vm
 }
 
 static PyObject *allocator_stats(Allocator *self, PyObject *Py_UNUSED(ignored)) {
-    if (lock(self)) return NULL;
+    if (vm_py_acquire(&self->lock, "stats")) return NULL;
     const vm_talloc_stats s = *vm_talloc_get_stats(self->talloc);
     const uint64_t split = vm_talloc_settings(self->talloc)->max_split_size;
-    unlock(self);
+    vm_py_release(&self->lock);
     PyObject *dict = PyDict_New();
     int bad = !dict;
     for (int k = 0; k < VM_TALLOC_KINDS; k++)
@@ -250,27 +239,27 @@ static PyObject *allocator_stats(Allocator *self, PyObject *Py_UNUSED(ignored)) 
     return dict;
 }
 
-static PyObject *one_stat(Allocator *self, vm_talloc_kind kind, bool peak) {
-    if (lock(self)) return NULL;
+static PyObject *one_stat(Allocator *self, const char *call, vm_talloc_kind kind, bool peak) {
+    if (vm_py_acquire(&self->lock, call)) return NULL;
     const vm_talloc_stat s = vm_talloc_get_stats(self->talloc)->of[kind][VM_TALLOC_ALL];
-    unlock(self);
+    vm_py_release(&self->lock);
     return PyLong_FromLongLong(peak ? s.peak : s.current);
 }
 
 static PyObject *memory_allocated(Allocator *self, PyObject *Py_UNUSED(ignored)) {
-    return one_stat(self, VM_TALLOC_ALLOCATED_BYTES, false);
+    return one_stat(self, "memory_allocated", VM_TALLOC_ALLOCATED_BYTES, false);
 }
 
 static PyObject *max_memory_allocated(Allocator *self, PyObject *Py_UNUSED(ignored)) {
-    return one_stat(self, VM_TALLOC_ALLOCATED_BYTES, true);
+    return one_stat(self, "max_memory_allocated", VM_TALLOC_ALLOCATED_BYTES, true);
 }
 
 static PyObject *memory_reserved(Allocator *self, PyObject *Py_UNUSED(ignored)) {
-    return one_stat(self, VM_TALLOC_RESERVED_BYTES, false);
+    return one_stat(self, "memory_reserved", VM_TALLOC_RESERVED_BYTES, false);
 }
 
 static PyObject *max_memory_reserved(Allocator *self, PyObject *Py_UNUSED(ignored)) {
-    return one_stat(self, VM_TALLOC_RESERVED_BYTES, true);
+    return one_stat(self, "max_memory_reserved", VM_TALLOC_RESERVED_BYTES, true);
 }
 
 /* ---- what a snapshot shows ---- */
@@ -283,11 +272,11 @@ static PyObject *block_tuple(const vm_talloc_block *b) {
 }
 
 static PyObject *allocator_blocks(Allocator *self, PyObject *Py_UNUSED(ignored)) {
-    if (lock(self)) return NULL;
+    if (vm_py_acquire(&self->lock, "_blocks")) return NULL;
     const size_t n = vm_talloc_block_count(self->talloc);
     vm_talloc_block *block = PyMem_Calloc(n ? n : 1, sizeof *block);
     if (block) vm_talloc_blocks(self->talloc, block);
-    unlock(self);
+    vm_py_release(&self->lock);
     PyObject *list = block ? PyList_New((Py_ssize_t)n) : PyErr_NoMemory();
     for (size_t i = 0; list && i < n; i++) {
         PyObject *item = block_tuple(&block[i]);
@@ -301,10 +290,13 @@ static PyObject *allocator_blocks(Allocator *self, PyObject *Py_UNUSED(ignored))
 }
 
 static PyObject *allocator_events(Allocator *self, PyObject *Py_UNUSED(ignored)) {
-    if (lock(self)) return NULL;
+    if (vm_py_acquire(&self->lock, "_events")) return NULL;
     size_t n;
-    const vm_talloc_event *e = vm_talloc_events(self->talloc, &n);
-    PyObject *list = PyList_New((Py_ssize_t)n);
+    const vm_talloc_event *events = vm_talloc_events(self->talloc, &n);
+    vm_talloc_event *e = PyMem_Malloc((n ? n : 1) * sizeof *e);
+    if (e && n) memcpy(e, events, n * sizeof *e);
+    vm_py_release(&self->lock);
+    PyObject *list = e ? PyList_New((Py_ssize_t)n) : PyErr_NoMemory();
     for (size_t i = 0; list && i < n; i++) {
         PyObject *item = Py_BuildValue("(sKKKI)", vm_talloc_action_name[e[i].action], (unsigned long long)e[i].address,
                                        (unsigned long long)e[i].size, (unsigned long long)e[i].stream, e[i].tag);
@@ -313,7 +305,7 @@ static PyObject *allocator_events(Allocator *self, PyObject *Py_UNUSED(ignored))
         else
             Py_CLEAR(list);
     }
-    unlock(self);
+    PyMem_Free(e);
     return list;
 }
 
@@ -340,67 +332,72 @@ static PyObject *allocator_settings(Allocator *self, PyObject *Py_UNUSED(ignored
 
 static PyObject *allocator_place(Allocator *self, PyObject *where) {
     uint64_t address;
-    if (to_uint64(where, "address", &address) || lock(self)) return NULL;
+    if (to_uint64(where, "address", &address) || vm_py_acquire(&self->lock, "_place")) return NULL;
     vm_status s = vm_talloc_place(self->talloc, address);
-    unlock(self);
+    vm_py_release(&self->lock);
     return s ? vm_py_raise(s) : Py_NewRef(Py_None);
 }
 
 static PyObject *allocator_whole_segments(Allocator *self, PyObject *Py_UNUSED(ignored)) {
-    if (lock(self)) return NULL;
+    if (vm_py_acquire(&self->lock, "_whole_segments")) return NULL;
     const size_t n = vm_talloc_whole_segments(self->talloc);
-    unlock(self);
+    vm_py_release(&self->lock);
     return PyLong_FromSize_t(n);
 }
 
 static PyObject *allocator_releasable(Allocator *self, PyObject *where) {
     uint64_t address;
-    if (to_uint64(where, "address", &address) || lock(self)) return NULL;
+    if (to_uint64(where, "address", &address) || vm_py_acquire(&self->lock, "_releasable")) return NULL;
     const bool yes = vm_talloc_releasable(self->talloc, address);
-    unlock(self);
+    vm_py_release(&self->lock);
     return PyBool_FromLong(yes);
 }
 
 static PyObject *allocator_release(Allocator *self, PyObject *where) {
     uint64_t address;
-    if (to_uint64(where, "address", &address) || lock(self)) return NULL;
+    if (to_uint64(where, "address", &address) || vm_py_acquire(&self->lock, "_release")) return NULL;
     vm_status s = vm_talloc_release(self->talloc, address);
-    unlock(self);
+    vm_py_release(&self->lock);
     return s ? vm_py_raise(s) : Py_NewRef(Py_None);
 }
 
 static PyObject *allocator_restore(Allocator *self, PyObject *args) {
     unsigned long long address, size, stream;
     int small;
-    PyObject *list, *result = NULL;
-    if (!PyArg_ParseTuple(args, "KKKpO!", &address, &size, &stream, &small, &PyList_Type, &list)) return NULL;
-    const Py_ssize_t n = PyList_GET_SIZE(list);
+    PyObject *items, *list, *result = NULL;
+    if (!PyArg_ParseTuple(args, "KKKpO", &address, &size, &stream, &small, &items)) return NULL;
+    if (!(list = PySequence_Tuple(items))) return NULL; /* a copy, as in parse_divisions */
+    const Py_ssize_t n = PyTuple_GET_SIZE(list);
     vm_talloc_block *block = PyMem_Calloc(n ? (size_t)n : 1, sizeof *block);
-    if (!block) return PyErr_NoMemory();
+    if (!block) {
+        PyErr_NoMemory();
+        goto done;
+    }
     for (Py_ssize_t i = 0; i < n; i++) {
         unsigned long long at, bytes, requested;
         int pending;
-        PyObject *item = PyList_GET_ITEM(list, i);
+        PyObject *item = PyTuple_GET_ITEM(list, i);
         if (!PyTuple_Check(item) || !PyArg_ParseTuple(item, "KKKp", &at, &bytes, &requested, &pending)) goto done;
         block[i] = (vm_talloc_block){.address = at, .size = bytes, .requested = requested};
         block[i].state = pending ? VM_TALLOC_PENDING : VM_TALLOC_LIVE;
     }
-    if (lock(self)) goto done;
+    if (vm_py_acquire(&self->lock, "_restore")) goto done;
     const vm_talloc_block segment = {.address = address, .size = size, .stream = stream, .small = small};
     vm_status s = vm_talloc_restore(self->talloc, &segment, block, (size_t)n);
-    unlock(self);
+    vm_py_release(&self->lock);
     result = s ? vm_py_raise(s) : Py_NewRef(Py_None);
 done:
     if (!result && !PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "blocks: want tuples of four");
     PyMem_Free(block);
+    Py_DECREF(list);
     return result;
 }
 
 static PyObject *allocator_tag(Allocator *self, PyObject *number) {
     uint64_t tag;
-    if (to_uint64(number, "tag", &tag) || lock(self)) return NULL;
+    if (to_uint64(number, "tag", &tag) || vm_py_acquire(&self->lock, "tag")) return NULL;
     vm_talloc_tag(self->talloc, (uint32_t)tag);
-    unlock(self);
+    vm_py_release(&self->lock);
     Py_RETURN_NONE;
 }
 

@@ -1,23 +1,6 @@
 /* vaemem._core.Model: an architecture with its weights. vaemem/vae.py is its face, py_run.c plans and runs it. */
 #include "py_model.h"
 
-int vm_py_lock(Model *self) {
-    if (!self->model) {
-        PyErr_SetString(PyExc_ValueError, "model: not initialised");
-        return -1;
-    }
-    for (;;) {
-        PyLockStatus got;
-        Py_BEGIN_ALLOW_THREADS
-        got = PyThread_acquire_lock_timed(self->lock, 50000, 1);
-        Py_END_ALLOW_THREADS
-        if (got == PY_LOCK_ACQUIRED) return 0;
-        if (PyErr_CheckSignals()) return -1;
-    }
-}
-
-void vm_py_unlock(Model *self) { PyThread_release_lock(self->lock); }
-
 static int parse_parts(const char *text, unsigned *parts) {
     *parts = !strcmp(text, "all") ? VM_ENCODER | VM_DECODER : !strcmp(text, "encoder") ? VM_ENCODER : VM_DECODER;
     if (*parts != VM_DECODER || !strcmp(text, "decoder")) return 0;
@@ -37,24 +20,18 @@ static PyObject *model_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     if (capsule != Py_None && !(backend = PyCapsule_GetPointer(capsule, vm_py_backend_name))) return NULL;
     Model *self = (Model *)type->tp_alloc(type, 0);
     if (!self) return NULL;
-    vm_status s = VM_ENOMEM;
-    if ((self->lock = PyThread_allocate_lock()))
-        s = vm_model_new(&arch, parts, backend, &self->model);
-    else
-        vm_fail(s, "memory: no lock could be made");
     self->backend = Py_NewRef(capsule);
-    if (s) {
-        Py_DECREF(self);
-        return vm_py_raise(s);
-    }
-    return (PyObject *)self;
+    vm_status s = vm_py_lock_new(&self->lock, "VAE") ? VM_ENOMEM : vm_model_new(&arch, parts, backend, &self->model);
+    if (!s) return (PyObject *)self;
+    Py_DECREF(self);
+    return vm_py_raise(s);
 }
 
 static void model_dealloc(Model *self) {
     PyTypeObject *type = Py_TYPE(self);
     vm_model_free(self->model);
     Py_XDECREF(self->backend);
-    if (self->lock) PyThread_free_lock(self->lock);
+    vm_py_lock_free(&self->lock);
     type->tp_free(self);
     Py_DECREF(type);
 }
@@ -91,6 +68,7 @@ static PyObject *model_reserved(Model *self, void *Py_UNUSED(closure)) {
 }
 
 static PyObject *model_missing(Model *self, PyObject *Py_UNUSED(ignored)) {
+    if (vm_py_acquire(&self->lock, "save")) return NULL; /* which begins with this question */
     PyObject *list = PyList_New(0);
     for (size_t i = 0; list && i < self->model->tensors; i++) {
         if (self->model->tensor[i].set) continue;
@@ -98,6 +76,7 @@ static PyObject *model_missing(Model *self, PyObject *Py_UNUSED(ignored)) {
         if (!name || PyList_Append(list, name)) Py_CLEAR(list);
         Py_XDECREF(name);
     }
+    vm_py_release(&self->lock);
     return list;
 }
 
@@ -137,12 +116,12 @@ static PyObject *model_set_tensor(Model *self, PyObject *args) {
         PyErr_Format(PyExc_ValueError, "%s: want a C-contiguous, aligned array in native byte order", name);
         return NULL;
     }
-    if (vm_py_lock(self)) return NULL;
+    if (vm_py_acquire(&self->lock, "set_tensor")) return NULL;
     vm_status s;
     Py_BEGIN_ALLOW_THREADS
     s = vm_weights_set(self->model, (size_t)(t - self->model->tensor), dtype, PyArray_DATA(a));
     Py_END_ALLOW_THREADS
-    vm_py_unlock(self);
+    vm_py_release(&self->lock);
     if (s) return vm_py_raise(s);
     Py_RETURN_NONE;
 }
@@ -153,21 +132,21 @@ static PyObject *model_get_tensor(Model *self, PyObject *name) {
     if (!t) return NULL;
     npy_intp dims[4] = {(npy_intp)t->shape[0], (npy_intp)t->shape[1], (npy_intp)t->shape[2], (npy_intp)t->shape[3]};
     PyObject *a = PyArray_SimpleNew((int)t->dims, dims, NPY_FLOAT);
-    if (!a || vm_py_lock(self)) {
+    if (!a || vm_py_acquire(&self->lock, "get_tensor")) {
         Py_XDECREF(a);
         return NULL;
     }
     vm_status s = vm_weights_get(self->model, (size_t)(t - self->model->tensor), PyArray_DATA((PyArrayObject *)a));
-    vm_py_unlock(self);
+    vm_py_release(&self->lock);
     if (!s) return a;
     Py_DECREF(a);
     return vm_py_raise(s);
 }
 
 static PyObject *model_trim(Model *self, PyObject *Py_UNUSED(ignored)) {
-    if (vm_py_lock(self)) return NULL;
+    if (vm_py_acquire(&self->lock, "trim")) return NULL;
     vm_model_trim(self->model);
-    vm_py_unlock(self);
+    vm_py_release(&self->lock);
     Py_RETURN_NONE;
 }
 

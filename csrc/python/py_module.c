@@ -6,7 +6,7 @@ PyObject *vm_py_raise(vm_status status) {
     PyObject *type = status == VM_ENOMEM      ? PyExc_MemoryError
                      : status == VM_EOVERFLOW ? PyExc_OverflowError
                                               : PyExc_ValueError;
-    if (status == VM_EDEVICE) type = PyExc_RuntimeError;
+    if (status == VM_EDEVICE || status == VM_ECANCELLED) type = PyExc_RuntimeError;
     if (!PyErr_Occurred()) PyErr_SetString(type, vm_error());
     return NULL;
 }
@@ -86,6 +86,7 @@ int vm_py_arch_from_dict(PyObject *dict, vm_arch *a) {
         const char *text = PyUnicode_AsUTF8(name);
         if (!text) return -1;
         snprintf(a->name, sizeof a->name, "%s", text);
+        vm_end_whole(a->name);
     }
     a->scaling_known = scaling && scaling != Py_None;
     if (a->scaling_known && get_float(dict, "scaling_factor", &a->scaling_factor)) return -1;

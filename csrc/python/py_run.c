@@ -106,7 +106,6 @@ PyObject *vm_py_plan(Model *self, PyObject *args, PyObject *kwargs) {
     if (parse_request(self, &r, op, pixels, latents, threads, backend) ||
         parse_size(&r, height, width, batch, stripe_bytes))
         return NULL;
-    if (vm_py_lock(self)) return NULL;
     r.host_arrays = host_arrays;
     r.own_output = own_output;
     r.scaled = scaled;
@@ -117,7 +116,6 @@ PyObject *vm_py_plan(Model *self, PyObject *args, PyObject *kwargs) {
     Py_END_ALLOW_THREADS
     PyObject *result = s ? vm_py_raise(s) : summary(self->model, plan, NULL);
     vm_plan_free(self->model, plan);
-    vm_py_unlock(self);
     return result;
 }
 
@@ -307,7 +305,7 @@ PyObject *vm_py_run(Model *self, PyObject *args, PyObject *kwargs) {
         if (!PyArray_ISWRITEABLE(x.out)) return PyErr_Format(PyExc_ValueError, "out: want a writable array");
     }
     if (check_callback(callback)) return NULL;
-    if (vm_py_lock(self)) return NULL;
+    if (vm_py_acquire(&self->lock, op)) return NULL;
     r.own_output = !x.out;
     r.scaled = scaled;
     r.limits.stripe_bytes = (size_t)VM_MAX(stripe_bytes, 0);
@@ -318,7 +316,7 @@ PyObject *vm_py_run(Model *self, PyObject *args, PyObject *kwargs) {
                      .check = check},
              .callback = callback == Py_None ? NULL : callback};
     const int failed = run_locked(self, &r, &j);
-    vm_py_unlock(self);
+    vm_py_release(&self->lock);
     if (failed) return NULL;
     PyObject *array = x.out ? Py_NewRef(out) : array_of(j.owner, j.run.out, x.out_dims, x.out_type);
     if (array) return Py_BuildValue("(NN)", array, j.record);
@@ -348,10 +346,10 @@ PyObject *vm_py_run_at(Model *self, PyObject *args, PyObject *kwargs) {
                                      &pixels, &latents, &scaled, &stream, &wait, &callback, &stripe_bytes, &r.scale,
                                      &replay, &own_output))
         return NULL;
-    if (!self->model || on_host(self->model))
+    if (on_host(self->model))
         return PyErr_Format(PyExc_ValueError, "run_at: want a model on a device, got one on the CPU");
     if (parse_request(self, &r, op, pixels, latents, 1, NULL) || parse_size(&r, height, width, batch, stripe_bytes) ||
-        check_callback(callback) || vm_py_lock(self))
+        check_callback(callback) || vm_py_acquire(&self->lock, op))
         return NULL;
     r.scaled = scaled;
     r.own_output = own_output || !out;
@@ -362,7 +360,7 @@ PyObject *vm_py_run_at(Model *self, PyObject *args, PyObject *kwargs) {
                      .replay = replay},
              .callback = callback == Py_None ? NULL : callback};
     const int failed = run_locked(self, &r, &j);
-    vm_py_unlock(self);
+    vm_py_release(&self->lock);
     if (failed) return NULL;
     PyObject *owner = j.owner ? j.owner : Py_NewRef(Py_None);
     return Py_BuildValue("(KNN)", (unsigned long long)(uintptr_t)j.run.out, owner, j.record);

@@ -2,12 +2,10 @@
 #include "py.h"
 #include "../predict/torch_trace.h"
 
-int vm_py_add_trace(PyObject *module);
-vm_talloc *vm_py_allocator(PyObject *object); /* py_allocator.c */
-
 typedef struct Trace {
     PyObject_HEAD
     vm_trace *trace;
+    vm_py_lock lock;
 } Trace;
 
 static const char *const dtype_name[] = {[VM_F32] = "float32", [VM_F16] = "float16", [VM_BF16] = "bfloat16"};
@@ -34,10 +32,12 @@ static int choose(const char *argument, const char *text, const char *const *nam
 
 static PyObject *wrap(PyTypeObject *type, vm_trace *trace) {
     Trace *self = (Trace *)type->tp_alloc(type, 0);
-    if (self)
-        self->trace = trace;
-    else
+    if (!self) {
         vm_trace_free(trace);
+        return NULL;
+    }
+    self->trace = trace;
+    if (vm_py_lock_new(&self->lock, "Trace")) Py_CLEAR(self);
     return (PyObject *)self;
 }
 
@@ -52,6 +52,7 @@ static PyObject *trace_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 static void trace_dealloc(Trace *self) {
     PyTypeObject *type = Py_TYPE(self);
     vm_trace_free(self->trace);
+    vm_py_lock_free(&self->lock);
     type->tp_free((PyObject *)self);
     Py_DECREF(type);
 }
@@ -113,14 +114,17 @@ static PyObject *trace_take(Trace *self, PyObject *args) {
     const char *name;
     uint32_t id;
     if (!PyArg_ParseTuple(args, "Ks:take", &bytes, &name)) return NULL;
+    if (vm_py_acquire(&self->lock, "take")) return NULL;
     vm_status s = vm_trace_take(self->trace, bytes, name, &id);
+    vm_py_release(&self->lock);
     return s ? vm_py_raise(s) : PyLong_FromUnsignedLong(id);
 }
 
 static PyObject *trace_give(Trace *self, PyObject *number) {
     const unsigned long id = PyLong_AsUnsignedLong(number);
-    if (PyErr_Occurred()) return NULL;
+    if (PyErr_Occurred() || vm_py_acquire(&self->lock, "give")) return NULL;
     vm_status s = vm_trace_give(self->trace, (uint32_t)VM_MIN(id, UINT32_MAX));
+    vm_py_release(&self->lock);
     return s ? vm_py_raise(s) : Py_NewRef(Py_None);
 }
 
@@ -128,7 +132,9 @@ static PyObject *trace_blas(Trace *self, PyObject *args) {
     const char *name;
     int lt = 0;
     if (!PyArg_ParseTuple(args, "s|p:blas", &name, &lt)) return NULL;
+    if (vm_py_acquire(&self->lock, "blas")) return NULL;
     vm_status s = vm_trace_blas(self->trace, lt ? VM_TRACE_CUBLASLT : VM_TRACE_CUBLAS, name);
+    vm_py_release(&self->lock);
     return s ? vm_py_raise(s) : Py_NewRef(Py_None);
 }
 
@@ -152,7 +158,9 @@ static PyObject *trace_conv(Trace *self, PyObject *args) {
                           .s = r,
                           .padding = padding,
                           .stride = stride};
+    if (vm_py_acquire(&self->lock, "conv")) return NULL;
     vm_status s = vm_trace_conv(self->trace, &conv, name);
+    vm_py_release(&self->lock);
     return s ? vm_py_raise(s) : Py_NewRef(Py_None);
 }
 
@@ -163,8 +171,10 @@ static PyObject *trace_norm(Trace *self, PyObject *args) {
     if (!PyArg_ParseTuple(args, "snnnns:norm", &dtype, &n, &c, &groups, &pixels, &name)) return NULL;
     const int d = CHOOSE("dtype", dtype, dtype_name);
     if (d < 0) return NULL;
+    if (vm_py_acquire(&self->lock, "norm")) return NULL;
     vm_status s =
         vm_trace_norm(self->trace, (vm_dtype)d, (size_t)n, (size_t)c, (size_t)groups, (size_t)pixels, name, stats);
+    vm_py_release(&self->lock);
     return s ? vm_py_raise(s) : Py_BuildValue("(II)", stats[0], stats[1]);
 }
 
@@ -186,97 +196,89 @@ static PyObject *trace_attention(Trace *self, PyObject *args) {
                                       .depth = (size_t)depth,
                                       .mask = mask};
     const vm_trace_gpu gpu = {.sm = sm, .multiprocessors = multiprocessors};
+    if (vm_py_acquire(&self->lock, "attention")) return NULL;
     vm_status s = vm_trace_attention(self->trace, &shape, &gpu, name, &id);
+    vm_py_release(&self->lock);
     return s ? vm_py_raise(s) : PyLong_FromUnsignedLong(id);
 }
 
 /* ---- reading ---- */
 
-static PyObject *conv_tuple(const vm_conv *c) {
+static PyObject *conv_item(const vm_trace *t, size_t i) {
+    const vm_conv *c = &t->conv[i];
     return Py_BuildValue("(sLLLLLLLLs)", dtype_name[c->dtype], (long long)c->n, (long long)c->c, (long long)c->h,
                          (long long)c->w, (long long)c->k, (long long)c->r, (long long)c->stride, (long long)c->padding,
                          c->nhwc ? "nhwc" : "nchw");
 }
 
-static PyObject *step_tuple(const vm_trace *t, const vm_trace_step *step) {
+static PyObject *step_item(const vm_trace *t, size_t i) {
+    const vm_trace_step *step = &t->step[i];
     return Py_BuildValue("(sIKs)", step_name[step->op], step->id, (unsigned long long)step->bytes,
                          step->op == VM_TRACE_GIVE ? "" : t->name[step->name]);
 }
 
-static PyObject *trace_convs(Trace *self, void *Py_UNUSED(closure)) {
-    const vm_trace *t = self->trace;
-    PyObject *list = PyList_New((Py_ssize_t)t->convs);
-    for (size_t i = 0; list && i < t->convs; i++) {
-        PyObject *item = conv_tuple(&t->conv[i]);
-        if (item)
-            PyList_SET_ITEM(list, (Py_ssize_t)i, item);
-        else
-            Py_CLEAR(list);
-    }
-    return list;
-}
+static PyObject *name_item(const vm_trace *t, size_t i) { return PyUnicode_FromString(t->name[i]); }
 
-static PyObject *trace_steps(Trace *self, void *Py_UNUSED(closure)) {
-    const vm_trace *t = self->trace;
-    PyObject *list = PyList_New((Py_ssize_t)t->steps);
-    for (size_t i = 0; list && i < t->steps; i++) {
-        PyObject *item = step_tuple(t, &t->step[i]);
+/* The attributes that are lists: where vm_trace has the length, and what makes an item. */
+typedef struct listing {
+    const char *name;
+    size_t count;
+    PyObject *(*item)(const vm_trace *t, size_t i);
+} listing;
+
+static const listing convs = {"convs", offsetof(vm_trace, convs), conv_item};
+static const listing steps = {"steps", offsetof(vm_trace, steps), step_item};
+static const listing names = {"names", offsetof(vm_trace, names), name_item};
+
+static PyObject *trace_list(Trace *self, void *closure) {
+    const listing *l = closure;
+    if (vm_py_acquire(&self->lock, l->name)) return NULL;
+    const size_t n = *(const size_t *)((const char *)self->trace + l->count);
+    PyObject *list = PyList_New((Py_ssize_t)n);
+    for (size_t i = 0; list && i < n; i++) {
+        PyObject *item = l->item(self->trace, i);
         if (item)
             PyList_SET_ITEM(list, (Py_ssize_t)i, item);
         else
             Py_CLEAR(list);
     }
+    vm_py_release(&self->lock);
     return list;
 }
 
 static PyObject *trace_kept(Trace *self, void *Py_UNUSED(closure)) {
     const vm_trace *t = self->trace;
+    if (vm_py_acquire(&self->lock, "kept")) return NULL;
     bool *given = PyMem_Calloc(t->ids ? t->ids : 1, sizeof *given);
     PyObject *list = given ? PyList_New(0) : PyErr_NoMemory();
     for (size_t i = 0; given && i < t->steps; i++)
         if (t->step[i].op == VM_TRACE_GIVE) given[t->step[i].id] = true;
     for (size_t i = 0; list && i < t->steps; i++) {
         if (t->step[i].op != VM_TRACE_TAKE || given[t->step[i].id]) continue;
-        PyObject *item = step_tuple(t, &t->step[i]);
+        PyObject *item = step_item(t, i);
         if (!item || PyList_Append(list, item)) Py_CLEAR(list);
         Py_XDECREF(item);
     }
+    vm_py_release(&self->lock);
     PyMem_Free(given);
-    return list;
-}
-
-static PyObject *trace_names(Trace *self, void *Py_UNUSED(closure)) {
-    const vm_trace *t = self->trace;
-    PyObject *list = PyList_New((Py_ssize_t)t->names);
-    for (size_t i = 0; list && i < t->names; i++) {
-        PyObject *item = PyUnicode_FromString(t->name[i]);
-        if (item)
-            PyList_SET_ITEM(list, (Py_ssize_t)i, item);
-        else
-            Py_CLEAR(list);
-    }
     return list;
 }
 
 /* ---- running ---- */
 
-/* Reads the workspaces into a new array; NULL with an exception set. */
-static uint64_t *read_workspaces(PyObject *object, size_t count) {
-    PyObject *list = PySequence_Fast(object, "workspaces: want a sequence of integers");
-    if (!list) return NULL;
+/* Reads the workspaces, a tuple, into a new array; NULL with an exception set. */
+static uint64_t *read_workspaces(PyObject *list, size_t count) {
     uint64_t *bytes = NULL;
-    if ((size_t)PySequence_Fast_GET_SIZE(list) != count)
-        PyErr_Format(PyExc_ValueError, "workspaces: want %zu of them, got %zd", count, PySequence_Fast_GET_SIZE(list));
+    if ((size_t)PyTuple_GET_SIZE(list) != count)
+        PyErr_Format(PyExc_ValueError, "workspaces: want %zu of them, got %zd", count, PyTuple_GET_SIZE(list));
     else if (!(bytes = PyMem_Calloc(count ? count : 1, sizeof *bytes)))
         PyErr_NoMemory();
     for (size_t i = 0; bytes && i < count; i++) {
-        bytes[i] = PyLong_AsUnsignedLongLong(PySequence_Fast_GET_ITEM(list, (Py_ssize_t)i));
-        if (PyErr_Occurred()) {
-            PyMem_Free(bytes);
-            bytes = NULL;
-        }
+        bytes[i] = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(list, (Py_ssize_t)i));
+        if (!PyErr_Occurred()) continue;
+        PyMem_Free(bytes);
+        bytes = NULL;
     }
-    Py_DECREF(list);
     return bytes;
 }
 
@@ -293,53 +295,71 @@ static PyObject *kept(const uint64_t *address, size_t ids) {
     return dict;
 }
 
+/* What a run is asked, and what it leaves: new references. */
+typedef struct job {
+    vm_trace_process process;
+    PyObject *allocator, *workspaces, *allocated, *reserved, *left;
+} job;
+
+/* With the trace's lock held; takes the allocator's. -1 with an exception set. */
+static int run_locked(const vm_trace *t, job *j, bool heights) {
+    vm_trace_process *p = &j->process;
+    vm_py_lock *lock;
+    if (!(p->talloc = vm_py_allocator(j->allocator, &lock))) return -1;
+    npy_intp steps[1] = {(npy_intp)t->steps};
+    j->allocated = heights ? PyArray_SimpleNew(1, steps, NPY_UINT64) : Py_NewRef(Py_None);
+    j->reserved = heights ? PyArray_SimpleNew(1, steps, NPY_UINT64) : Py_NewRef(Py_None);
+    uint64_t *bytes = j->allocated && j->reserved ? read_workspaces(j->workspaces, t->convs) : NULL;
+    uint64_t *address = bytes ? PyMem_Calloc(t->ids ? t->ids : 1, sizeof *address) : NULL;
+    if (bytes && !address) PyErr_NoMemory();
+    if (address && !vm_py_acquire(lock, "Trace.run")) {
+        p->workspace = bytes;
+        const vm_status s = vm_trace_run(t, p, address, heights ? PyArray_DATA((PyArrayObject *)j->allocated) : NULL,
+                                         heights ? PyArray_DATA((PyArrayObject *)j->reserved) : NULL);
+        vm_py_release(lock);
+        if (s && p->full)
+            vm_py_raise_full(j->allocator, &p->oom);
+        else if (s)
+            vm_py_raise(s);
+        else
+            j->left = kept(address, t->ids);
+    }
+    PyMem_Free(bytes);
+    PyMem_Free(address);
+    return j->left ? 0 : -1;
+}
+
 static PyObject *trace_run(Trace *self, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"allocator", "workspaces", "cublas_bytes", "cublaslt_bytes", "cublaslt_use",
-                            "cublas",    "cublaslt",   "tag",          "heights",        NULL};
-    const vm_trace *t = self->trace;
-    PyObject *allocator, *workspaces;
+    static char *keywords[] = {"allocator", "workspaces", "cublas_bytes", "cublaslt_bytes", "cublaslt_use",
+                               "cublas",    "cublaslt",   "tag",          "heights",        NULL};
     const char *use;
     unsigned long long cublas_bytes, lt_bytes, cublas, lt;
     unsigned int tag;
     int heights;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOKKsKKIp:run", names, &allocator, &workspaces, &cublas_bytes,
+    PyObject *workspaces;
+    job j = {{0}};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOKKsKKIp:run", keywords, &j.allocator, &workspaces, &cublas_bytes,
                                      &lt_bytes, &use, &cublas, &lt, &tag, &heights))
         return NULL;
     const int u = CHOOSE("cublaslt_use", use, cublaslt_name);
-    vm_talloc *talloc = u < 0 ? NULL : vm_py_allocator(allocator);
-    if (!talloc) return NULL;
-    npy_intp steps[1] = {(npy_intp)t->steps};
-    PyObject *allocated = heights ? PyArray_SimpleNew(1, steps, NPY_UINT64) : Py_NewRef(Py_None);
-    PyObject *reserved = heights ? PyArray_SimpleNew(1, steps, NPY_UINT64) : Py_NewRef(Py_None);
-    uint64_t *bytes = allocated && reserved ? read_workspaces(workspaces, t->convs) : NULL;
-    uint64_t *address = bytes ? PyMem_Calloc(t->ids ? t->ids : 1, sizeof *address) : NULL;
-    if (bytes && !address) PyErr_NoMemory();
-    PyObject *left = NULL, *result = NULL;
-    vm_trace_process p = {.talloc = talloc,
-                          .workspace = bytes,
-                          .cublas_bytes = cublas_bytes,
-                          .cublaslt_bytes = lt_bytes,
-                          .cublaslt_use = (vm_cublaslt)u,
-                          .cublas = cublas,
-                          .cublaslt = lt,
-                          .tag = tag};
-    if (address) {
-        vm_status s = vm_trace_run(t, &p, address, heights ? PyArray_DATA((PyArrayObject *)allocated) : NULL,
-                                   heights ? PyArray_DATA((PyArrayObject *)reserved) : NULL);
-        if (s && p.full)
-            vm_py_raise_full(allocator, &p.oom);
-        else if (s)
-            vm_py_raise(s);
-        else
-            left = kept(address, t->ids);
+    if (u < 0) return NULL;
+    j.process = (vm_trace_process){.cublas_bytes = cublas_bytes,
+                                   .cublaslt_bytes = lt_bytes,
+                                   .cublaslt_use = (vm_cublaslt)u,
+                                   .cublas = cublas,
+                                   .cublaslt = lt,
+                                   .tag = tag};
+    PyObject *result = NULL;
+    if ((j.workspaces = PySequence_Tuple(workspaces)) && !vm_py_acquire(&self->lock, "run")) {
+        const int failed = run_locked(self->trace, &j, heights);
+        vm_py_release(&self->lock);
+        if (!failed)
+            result = Py_BuildValue("(NKKOO)", j.left, (unsigned long long)j.process.cublas,
+                                   (unsigned long long)j.process.cublaslt, j.allocated, j.reserved);
     }
-    if (left)
-        result = Py_BuildValue("(NKKOO)", left, (unsigned long long)p.cublas, (unsigned long long)p.cublaslt, allocated,
-                               reserved);
-    Py_XDECREF(allocated);
-    Py_XDECREF(reserved);
-    PyMem_Free(bytes);
-    PyMem_Free(address);
+    Py_XDECREF(j.workspaces);
+    Py_XDECREF(j.allocated);
+    Py_XDECREF(j.reserved);
     return result;
 }
 
@@ -376,10 +396,12 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL}};
 
 static PyGetSetDef attributes[] = {
-    {"convs", (getter)trace_convs, NULL, "[(dtype, n, c, h, w, k, r, stride, padding, layout)], each once.", NULL},
-    {"steps", (getter)trace_steps, NULL, "[(op, id, bytes, name)]; op: take, give, conv, cublas or cublaslt.", NULL},
+    {"convs", (getter)trace_list, NULL, "[(dtype, n, c, h, w, k, r, stride, padding, layout)], each once.",
+     (void *)&convs},
+    {"steps", (getter)trace_list, NULL, "[(op, id, bytes, name)]; op: take, give, conv, cublas or cublaslt.",
+     (void *)&steps},
     {"kept", (getter)trace_kept, NULL, "The steps that take what is not given back.", NULL},
-    {"names", (getter)trace_names, NULL, "By tag: who took it.", NULL},
+    {"names", (getter)trace_list, NULL, "By tag: who took it.", (void *)&names},
     {NULL, NULL, NULL, NULL, NULL}};
 
 static PyType_Slot slots[] = {

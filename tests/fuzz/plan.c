@@ -37,7 +37,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
         const size_t multiple = how & 1 ? vm_arch_factor(&arch) : 1;
         vm_request r = {.op = how & 2 ? VM_ENCODE : VM_DECODE, .backend = vm_backends()[0]};
         const vm_format pixels = how & 4 ? VM_U8_NHWC : VM_F32_NCHW;
-        r.threads = 1 + (unsigned)(take(&in, 2) % 1024);
+        r.limits.threads = 1 + (unsigned)(take(&in, 2) % 1024);
         r.height = number(&in) * multiple;
         r.width = number(&in) * multiple;
         r.batch = number(&in);

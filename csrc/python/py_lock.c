@@ -1,0 +1,56 @@
+/* The lock of every object that two threads can reach; py.h has the rule. */
+#include <pthread.h>
+
+#include "py.h"
+
+/* Forks between the first process that loaded this module and this one. */
+static atomic_uint forks;
+
+static void count_fork(void) { atomic_fetch_add(&forks, 1); }
+__attribute__((constructor)) static void watch_forks(void) { pthread_atfork(NULL, NULL, count_fork); }
+
+int vm_py_lock_new(vm_py_lock *l, const char *type) {
+    l->type = type;
+    if ((l->lock = PyThread_allocate_lock())) return 0;
+    PyErr_SetString(PyExc_MemoryError, "memory: no lock could be made");
+    return -1;
+}
+
+void vm_py_lock_free(vm_py_lock *l) {
+    if (l->lock) PyThread_free_lock(l->lock);
+}
+
+/* Whether waiting for the holder would never end; -1 with an exception set. */
+static int hopeless(const vm_py_lock *l, const char *call) {
+    if (atomic_load(&l->forks) != atomic_load(&forks))
+        PyErr_Format(PyExc_RuntimeError,
+                     "%s: this process was forked while another call was at work on this %s, which is unfinished here "
+                     "for good; make a new one in this process, or fork between calls",
+                     call, l->type);
+    else if (atomic_load(&l->owner) == PyThread_get_thread_ident())
+        PyErr_Format(PyExc_RuntimeError,
+                     "%s: this thread is in the middle of another call of this same %s, from which a progress "
+                     "callback, a signal handler or a __del__ made this one; wait until that call has returned",
+                     call, l->type);
+    else
+        return PyErr_CheckSignals();
+    return -1;
+}
+
+int vm_py_acquire(vm_py_lock *l, const char *call) {
+    PyLockStatus got = PyThread_acquire_lock_timed(l->lock, 0, 0);
+    while (got != PY_LOCK_ACQUIRED) {
+        if (hopeless(l, call)) return -1;
+        Py_BEGIN_ALLOW_THREADS
+        got = PyThread_acquire_lock_timed(l->lock, 50000, 1);
+        Py_END_ALLOW_THREADS
+    }
+    atomic_store(&l->owner, PyThread_get_thread_ident());
+    atomic_store(&l->forks, atomic_load(&forks));
+    return 0;
+}
+
+void vm_py_release(vm_py_lock *l) {
+    atomic_store(&l->owner, 0);
+    PyThread_release_lock(l->lock);
+}

@@ -1,0 +1,260 @@
+/* What threads do with the core, for ThreadSanitizer to watch: pools, models, accounts, allocators. Locks stand where the
+ * binding has them (csrc/python/py.h). Built and run by tests/test_threads.py; exits with 0 when every result is right. */
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "../../csrc/predict/torch_trace.h"
+#include "../../csrc/vm.h"
+
+enum { CREW = 3, ROUNDS = 3, SIDE = 32, PIXELS = 3 * SIDE * SIDE, LATENTS = 4 * (SIDE / 2) * (SIDE / 2) };
+
+#define CHECK(condition)                                                                                \
+    do {                                                                                                \
+        if (!(condition)) {                                                                             \
+            fprintf(stderr, "%s:%d: %s; last error: %s\n", __FILE__, __LINE__, #condition, vm_error()); \
+            exit(1);                                                                                    \
+        }                                                                                               \
+    } while (0)
+
+/* Runs CREW threads and joins them. */
+static void crew(void *(*work)(void *), void *shared) {
+    pthread_t thread[CREW];
+    for (int i = 0; i < CREW; i++) CHECK(!pthread_create(&thread[i], NULL, work, shared));
+    for (int i = 0; i < CREW; i++) CHECK(!pthread_join(thread[i], NULL));
+}
+
+/* ---- pools ---- */
+
+enum { TASKS = 400 };
+
+static void count_task(const void *job, size_t task, unsigned thread) {
+    (void)thread;
+    int *const *done = job;
+    for (volatile int spin = 0; spin < 2000; spin++) continue;
+    (*done)[task]++;
+}
+
+static bool poll_on(void *context, size_t done, size_t total) { return (void)context, (void)done, (void)total, false; }
+static bool poll_stop(void *context, size_t done, size_t total) { return (void)context, (void)done, (void)total, true; }
+static bool poll_exit(void *context, size_t done, size_t total) {
+    (void)context, (void)done, (void)total;
+    pthread_exit(NULL);
+}
+
+static void *run_pool(void *poll) {
+    int *done = calloc(TASKS, sizeof *done);
+    vm_pool *pool = calloc(1, vm_pool_bytes(CREW));
+    CHECK(done && pool && !vm_pool_open(pool, CREW, 2, *(vm_poll *)poll, NULL));
+    vm_status s = VM_OK;
+    int batches = 0;
+    while (!s && batches < ROUNDS) {
+        s = vm_pool_each(pool, TASKS, 1, count_task, &done);
+        batches += !s;
+    }
+    CHECK(s == VM_OK || s == VM_ECANCELLED);
+    vm_pool_close(pool);
+    for (int i = 0; i < TASKS; i++) CHECK(done[i] == batches || (s && done[i] == batches + 1));
+    free(done);
+    free(pool);
+    return NULL;
+}
+
+/* The thread ends within poll; what its workers used goes only after them. */
+static void *run_pool_until_exit(void *out) {
+    int *done = calloc(TASKS, sizeof *done);
+    vm_pool *pool = calloc(1, vm_pool_bytes(CREW));
+    ((void **)out)[0] = done;
+    ((void **)out)[1] = pool;
+    CHECK(done && pool && !vm_pool_open(pool, CREW, 2, poll_exit, NULL));
+    for (;;) CHECK(!vm_pool_each(pool, TASKS, 1, count_task, &done));
+}
+
+static void pools(void) {
+    vm_poll on = poll_on, stop = poll_stop, none = NULL;
+    crew(run_pool, &on);
+    crew(run_pool, &stop);
+    crew(run_pool, &none);
+    void *left[2];
+    pthread_t thread;
+    CHECK(!pthread_create(&thread, NULL, run_pool_until_exit, left) && !pthread_join(thread, NULL));
+    free(left[0]);
+    free(left[1]);
+}
+
+/* ---- models ---- */
+
+static const vm_arch arch = {.name = "small",
+                             .in_channels = 3,
+                             .out_channels = 3,
+                             .latent_channels = 4,
+                             .levels = 2,
+                             .block_out_channels = {16, 32},
+                             .layers_per_block = 1,
+                             .norm_num_groups = 8,
+                             .norm_eps = 1e-6f,
+                             .use_quant_conv = true,
+                             .use_post_quant_conv = true,
+                             .mid_block_add_attention = true,
+                             .scaling_known = true,
+                             .scaling_factor = 1};
+
+static vm_model *new_model(void) {
+    static float data[32 * 1024];
+    vm_model *m;
+    CHECK(!vm_model_new(&arch, VM_DECODER, NULL, &m));
+    for (size_t i = 0; i < m->tensors; i++) {
+        const vm_weight *w = &m->tensor[i].weight;
+        CHECK(w->out * w->in * w->ksize * w->ksize <= sizeof data / sizeof *data);
+        CHECK(!vm_weights_set(m, i, VM_F32, data));
+    }
+    return m;
+}
+
+static vm_request request(void) {
+    const vm_backend *ref = vm_backends()[0];
+    return (vm_request){.op = VM_DECODE,
+                        .backend = ref,
+                        .limits = {.threads = 2},
+                        .height = SIDE,
+                        .width = SIDE,
+                        .batch = 1,
+                        .in = VM_F32_NCHW,
+                        .out = VM_F32_NCHW,
+                        .host_arrays = true};
+}
+
+static void decode(vm_model *m, vm_poll poll) {
+    const vm_request ask = request();
+    float *in = calloc(LATENTS, sizeof *in), *out = calloc(PIXELS, sizeof *out);
+    vm_plan *plan;
+    CHECK(in && out && !vm_plan_new(m, &ask, &plan));
+    vm_run run = {.in = in, .out = out, .wait = true, .poll = poll};
+    const vm_status s = vm_plan_run(m, plan, &run);
+    CHECK(s == VM_OK || (poll && s == VM_ECANCELLED));
+    vm_plan_free(m, plan);
+    free(in);
+    free(out);
+}
+
+static void *own_model(void *unused) {
+    vm_model *m = new_model();
+    for (int i = 0; i < ROUNDS; i++) decode(m, NULL);
+    decode(m, poll_stop);
+    vm_model_free(m);
+    return unused;
+}
+
+typedef struct shared {
+    pthread_mutex_t lock;
+    void *object;
+} shared;
+
+/* Runs wait for each other; plans for nobody. */
+static void *shared_model(void *context) {
+    shared *s = context;
+    for (int i = 0; i < ROUNDS; i++) {
+        pthread_mutex_lock(&s->lock);
+        decode(s->object, NULL);
+        if (i == 1) vm_model_trim(s->object);
+        pthread_mutex_unlock(&s->lock);
+        const vm_request ask = request();
+        vm_plan *plan;
+        CHECK(!vm_plan_new(s->object, &ask, &plan));
+        CHECK(plan->arena_bytes);
+        vm_plan_free(s->object, plan);
+    }
+    return NULL;
+}
+
+static void models(void) {
+    crew(own_model, NULL);
+    shared s = {PTHREAD_MUTEX_INITIALIZER, new_model()};
+    crew(shared_model, &s);
+    vm_model_free(s.object);
+}
+
+/* ---- accounts ---- */
+
+static void *use_account(void *account) {
+    vm_mem *mem = vm_mem_retain(account);
+    for (int i = 1; i < 200; i++) {
+        void *block;
+        CHECK(!vm_mem_alloc(mem, VM_OUTPUT, (size_t)i * 100, &block));
+        CHECK(vm_mem_usage(mem).live[VM_OUTPUT] >= (size_t)i * 100);
+        vm_mem_reset_peak(mem);
+        vm_mem_free(mem, VM_OUTPUT, block, (size_t)i * 100);
+    }
+    vm_mem_release(mem);
+    return NULL;
+}
+
+static void accounts(void) {
+    vm_mem *mem = vm_mem_new(NULL);
+    crew(use_account, mem);
+    const vm_usage left = vm_mem_usage(mem);
+    CHECK(!left.live[VM_OUTPUT] && !left.reserved);
+    vm_mem_release(mem);
+}
+
+/* ---- simulated allocators ---- */
+
+static void play(vm_talloc *a, const vm_trace *t) {
+    uint64_t *workspace = calloc(t->convs + 1, sizeof *workspace), *address = calloc(t->ids + 1, sizeof *address);
+    vm_trace_process p = {.talloc = a, .workspace = workspace};
+    CHECK(workspace && address && !vm_trace_run(t, &p, address, NULL, NULL));
+    for (uint32_t i = 0; i < t->ids; i++) CHECK(!vm_talloc_free(a, address[i]));
+    CHECK(!vm_talloc_get_stats(a)->of[VM_TALLOC_ALLOCATED_BYTES][VM_TALLOC_ALL].current);
+    free(workspace);
+    free(address);
+}
+
+static vm_trace *new_trace(void) {
+    const vm_trace_vae vae = {.arch = &arch, .op = VM_DECODE, .height = 64, .width = 64, .batch = 1, .gpu = {89, 128}};
+    vm_trace *t;
+    CHECK(!vm_trace_vae_build(&vae, &t));
+    return t;
+}
+
+static void *own_allocator(void *unused) {
+    const vm_talloc_config config = {.history = true};
+    vm_talloc *a;
+    vm_trace *t = new_trace();
+    CHECK(!vm_talloc_new(&config, &a));
+    for (int i = 0; i < ROUNDS; i++) play(a, t);
+    vm_talloc_delete(a);
+    vm_trace_free(t);
+    return unused;
+}
+
+static void *shared_allocator(void *context) {
+    shared *s = context;
+    vm_trace *t = new_trace();
+    for (int i = 0; i < ROUNDS; i++) {
+        pthread_mutex_lock(&s->lock);
+        play(s->object, t);
+        pthread_mutex_unlock(&s->lock);
+    }
+    vm_trace_free(t);
+    return NULL;
+}
+
+static void allocators(void) {
+    crew(own_allocator, NULL);
+    const vm_talloc_config config = {.expandable_segments = true};
+    vm_talloc *a;
+    CHECK(!vm_talloc_new(&config, &a));
+    shared s = {PTHREAD_MUTEX_INITIALIZER, a};
+    crew(shared_allocator, &s);
+    vm_talloc_delete(a);
+}
+
+int main(void) {
+    pools();
+    accounts();
+    allocators();
+    models();
+    puts("ok");
+    return 0;
+}
