@@ -20,6 +20,7 @@
 #include <string.h>
 
 #include "cpu.h"
+#include "fold.h"
 
 enum {
     STEPS = 128,     /* products summed in one go, at least: their weights for two blocks (16 KiB) stay in L1 */
@@ -236,12 +237,6 @@ static void make_offsets(const job *j) {
             }
 }
 
-/* Which of a 3-tap row's weights (first, last) fall on tap `a` of parity `phase`: 0 | 1 2 and 0 1 | 2. */
-static void folded_taps(size_t phase, size_t a, size_t *first, size_t *last) {
-    *first = a == 0 ? 0 : phase + 1;
-    *last = a == 0 ? phase : 2;
-}
-
 static void fold_block(const void *context, size_t task, unsigned thread) {
     (void)thread;
     const job *j = context;
@@ -253,8 +248,8 @@ static void fold_block(const void *context, size_t task, unsigned thread) {
                     (float *)(j->scratch + j->l.folded) + (phase * yb + task) * j->l.w_block + (b * 4 + tap) * n;
                 const float *src = j->at->weight + (task * xb + b) * 9 * n;
                 size_t y0, y1, x0, x1;
-                folded_taps(phase / 2, tap / 2, &y0, &y1);
-                folded_taps(phase % 2, tap % 2, &x0, &x1);
+                vm_folded_taps(phase / 2, tap / 2, &y0, &y1);
+                vm_folded_taps(phase % 2, tap % 2, &x0, &x1);
                 memset(dst, 0, n * sizeof *dst);
                 for (size_t y = y0; y <= y1; y++)
                     for (size_t x = x0; x <= x1; x++)

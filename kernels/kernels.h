@@ -48,6 +48,10 @@ const char *vm_error(void);
 
 typedef enum vm_dtype { VM_F32, VM_F16, VM_BF16 } vm_dtype;
 
+static inline const char *vm_dtype_name(vm_dtype dtype) {
+    return dtype == VM_F32 ? "float32" : dtype == VM_F16 ? "float16" : "bfloat16";
+}
+
 typedef enum vm_pass_kind { VM_PASS_CONV, VM_PASS_ATTENTION } vm_pass_kind;
 
 /* How the pixels outside the engine lie: the user's own arrays. */

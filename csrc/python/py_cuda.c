@@ -1,10 +1,6 @@
 /* vaemem._cuda: GPUs as backends of vaemem._core, and the DLPack capsules by which their arrays come and go. */
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-
 #include "../../kernels/cuda/gpu.h"
-
-#define BACKEND_NAME "vaemem.backend" /* as in py.h */
+#include "py_shared.h"
 
 static PyObject *raise(vm_status status) {
     PyErr_SetString(status == VM_ENOMEM   ? PyExc_MemoryError
@@ -23,21 +19,10 @@ typedef struct Backend {
 } Backend;
 
 static void close_gpu(PyObject *capsule) {
-    const vm_backend *b = PyCapsule_GetPointer(capsule, BACKEND_NAME);
+    const vm_backend *b = PyCapsule_GetPointer(capsule, vm_py_backend_name);
     Py_BEGIN_ALLOW_THREADS
     vm_gpu_close(b->self);
     Py_END_ALLOW_THREADS
-}
-
-static int parse_dtype(const char *name, vm_dtype *out) {
-    static const char *const names[] = {[VM_F32] = "float32", [VM_F16] = "float16", [VM_BF16] = "bfloat16"};
-    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
-        if (strcmp(name, names[i])) continue;
-        *out = (vm_dtype)i;
-        return 0;
-    }
-    PyErr_Format(PyExc_ValueError, "dtype: want float32, float16 or bfloat16, got '%s'", name);
-    return -1;
 }
 
 static PyObject *backend_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
@@ -47,7 +32,7 @@ static PyObject *backend_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     int tf32 = 0, autotune = 0, own_conv = 0;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|isppzzp:Backend", names, &o.device, &dtype, &tf32, &autotune,
                                      &o.libcuda, &o.libcudnn, &own_conv) ||
-        parse_dtype(dtype, &o.dtype))
+        vm_py_parse_dtype(dtype, &o.dtype))
         return NULL;
     if (tf32 && o.dtype != VM_F32) return PyErr_Format(PyExc_ValueError, "tf32: want dtype float32, got %s", dtype);
     o.tf32 = tf32;
@@ -60,7 +45,7 @@ static PyObject *backend_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     Py_END_ALLOW_THREADS
     if (s) return raise(s);
     Backend *self = (Backend *)type->tp_alloc(type, 0);
-    PyObject *capsule = self ? PyCapsule_New(&gpu->backend, BACKEND_NAME, close_gpu) : NULL;
+    PyObject *capsule = self ? PyCapsule_New(&gpu->backend, vm_py_backend_name, close_gpu) : NULL;
     if (!capsule) {
         vm_gpu_close(gpu);
         Py_XDECREF(self);

@@ -6,13 +6,13 @@
  *   p = exp2(s * scale - top)                 top: the row's maximum so far; sums in float before p is rounded
  *   o[query][channel] = o * keep + p v        values in chunks of a few keys, keep = exp2(old top - new top)
  *
- * Chunks of keys, then of values, come through one ring in shared memory, so copies run ahead of the products across
- * both phases. o stays in registers: a warp has all the queries and an eighth of the channels, so each value leaves
- * shared memory once for all queries. That is what limits these kernels, and it is why queries are not 128: o of 128 x
- * 512 floats would be the whole register file.
+ * Chunks of keys, then of values, come through one ring in shared memory, so copies run ahead of the products in both
+ * phases. o stays in registers: a warp has all the queries and an eighth of the channels, so each value is read from
+ * shared memory once for all queries. These reads limit the kernels, so more queries would be better, but o of 128
+ * queries x 512 channels would fill the whole register file.
  *
- * Every tile in shared memory has its 16-byte vectors permuted, v ^ (row & 7): eight rows' same vector, which is what
- * one ldmatrix reads, lies in eight different groups of banks.
+ * The 16-byte vectors of a row in shared memory are permuted, v ^ (row & 7), so that the same vector of eight rows, which
+ * is what one ldmatrix reads, lies in eight different groups of banks.
  *
  * f16 and bf16 use tensor cores and keep the queries in shared memory; f32 is plain fmaf on registers and streams its
  * queries along with the keys, so that one shape fits every device. Launch: vm_attention_choose in cuda.h. */
@@ -77,7 +77,7 @@ VM_DEVICE void vm_fetch(vm_ring<T, QUERIES, KEYS, V_KEYS, V_CHANNELS, STAGES> &g
         }
         if (++g.part == g.k_parts + KEYS / V_KEYS * ring::PARTS) g.part = 0, g.key += KEYS;
     }
-    vm_copy_commit(); /* of nothing at the end: vm_take counts groups */
+    vm_copy_commit(); /* at the end a group of no copies, since vm_take counts groups */
     g.fetched = g.fetched + 1 == STAGES ? 0 : g.fetched + 1;
 }
 
@@ -95,17 +95,17 @@ VM_DEVICE T *vm_take(vm_ring<T, QUERIES, KEYS, V_KEYS, V_CHANNELS, STAGES> &g) {
 
 /* ---- softmax ---- */
 
-/* What a thread knows of its rows: their maximum times scale, and its own share of their sum. */
+/* Of a thread's rows of scores: the maximum times scale, and the thread's own share of the sum. */
 template <int ROWS>
 struct vm_rows {
     int row[ROWS];
     float top[ROWS], sum[ROWS];
 };
 
-/* One step over the thread's scores, which become probabilities * 2^shift. A row is shared by LANES neighbouring lanes
- * of WARPS warps, of which this one is `warp`. tops: [WARPS][queries], keeps: [queries], both in shared memory; keeps
- * may be read after the next barrier. NaN, or a maximum of +Inf, makes the row NaN; a row of only -Inf stays without
- * weight. */
+/* The next tile's scores become probabilities * 2^shift, and maximum and sum are brought up to date. A row is shared by
+ * LANES neighbouring lanes of WARPS warps, of which this one is `warp`. tops: [WARPS][queries], keeps: [queries], both in
+ * shared memory; keeps may be read after the next barrier. NaN, or a maximum of +Inf, makes the row NaN; while all scores
+ * are -Inf the sum stays 0. */
 template <int LANES, int WARPS, int ROWS, int COLUMNS>
 VM_DEVICE void vm_softmax(float (&s)[ROWS][COLUMNS], vm_rows<ROWS> &r, float scale, float shift, float *tops,
                           float *keeps, int queries, int warp) {
@@ -230,7 +230,7 @@ VM_DEVICE void vm_attend(const vm_attention_args &a, T *shared, float shift) {
 #pragma unroll
         for (int i = 0; i < 2 * OM; i++) {
             const float keep = keeps[i * 8 + lane / 4];
-            if (keep == 1) continue; /* most often, after the first tiles */
+            if (keep == 1) continue; /* most often so, once the largest scores were met */
 #pragma unroll
             for (int j = 0; j < PARTS * ON; j++) {
                 o[j / ON][i / 2][j % ON][i % 2 * 2] *= keep;
@@ -277,7 +277,8 @@ VM_DEVICE void vm_attend(const vm_attention_args &a, T *shared, float shift) {
     }
 }
 
-/* Half has few small numbers: with the largest probability at 2^14, those down to 2^-28 of it keep all their bits. */
+/* shift: half has no normal numbers below 2^-14. With the largest probability at 2^14 instead of 1, those down to 2^-28
+ * of it are still normal and keep all their bits. */
 #define VM_ATTENTION(type, T, queries, keys, v_channels, stages, shift)                                          \
     VM_KERNEL __launch_bounds__(VM_CUDA_THREADS) vm_attention_##type##_##queries##x##keys(vm_attention_args a) { \
         VM_SHARED(T, shared);                                                                                    \

@@ -5,9 +5,8 @@
  *
  *   scratch:  scale | shift | stripe in | raw stripe         workspace: cuDNN's
  *
- * Stripes take at most pass->room bytes, so that no copy of a tensor is ever stored whole, and few enough to stay in
- * the L2 cache between the three kernels. They go down the image in order on one stream, so y may lie in x's place
- * where a pixel of y needs only that pixel of x. */
+ * The two stripes take at most pass->room bytes, so no copy of a tensor is ever stored whole. They go down the image in
+ * order on one stream, so y may lie in x's place where a pixel of y needs only that pixel of x. */
 #include <math.h>
 
 #include "gpu.h"
@@ -53,7 +52,7 @@ static shape shape_of(const vm_pass *p, size_t element) {
     s.raw_c = padded(p->y.c) * (p->up ? 4 : 1);
     s.raw_w = p->up ? p->x.w + 1 : p->y.w;
     s.in_w = p->up ? p->x.w + 2 : (p->y.w - 1) * s.stride + s.k;
-    /* the most rows that the room has place for, then as even as can be */
+    /* the most rows that fit, by bisection; then as many stripes of nearly the same height */
     const size_t even = p->up ? 2 : 1;
     size_t low = even, high = p->y.h;
     while (low < high) {
@@ -69,7 +68,7 @@ static shape shape_of(const vm_pass *p, size_t element) {
     return s;
 }
 
-/* The sums are in parts of so many pixels: enough of them to keep the GPU busy, few enough to merge and to keep. */
+/* Pixels of one partial sum: parts enough to keep the GPU busy, and few enough to be stored and merged. */
 static size_t part_pixels(const vm_pass *p) { return VM_MAX(p->y.h * p->y.w / PARTS_WANTED, PART_LEAST); }
 
 static size_t parts_of(const vm_pass *p, size_t rows) {
@@ -79,7 +78,7 @@ static size_t parts_of(const vm_pass *p, size_t rows) {
 
 static size_t stripe_rows(const vm_pass *p, const shape *s, size_t row0) { return VM_MIN(s->rows, p->y.h - row0); }
 
-/* cuDNN's TF32 engines want tens of megabytes outside Hopper; without them it would take plain float32's. */
+/* On GPUs other than Hopper cuDNN's TF32 engines want tens of megabytes; with less it would compute in plain float32. */
 static size_t workspace_limit(const vm_gpu *g, const vm_pass *p) {
     const size_t least = g->tf32 ? 64u << 20 : 1u << 20;
     return VM_MAX(p->room / 5 * 2, least);
@@ -97,7 +96,7 @@ static vm_conv_key key_of(const vm_gpu *g, const vm_pass *p, const shape *s, siz
                          .limit = workspace_limit(g, p)};
 }
 
-/* ---- our own convolution: a pass in one kernel, but for the user's pixels, which load converts whole ---- */
+/* ---- our own convolution: a pass in one kernel; only the user's pixels are first converted, whole, by load ---- */
 
 static vm_conv_args own_args(const vm_pass *p) {
     return (vm_conv_args){.x_h = (uint32_t)p->x.h,
@@ -155,8 +154,8 @@ vm_status vm_gpu_workspace(const vm_backend *b, const vm_pass *p, size_t *bytes)
     if (!g->convs) return vm_fail(VM_EDEVICE, "%s", g->no_cudnn);
     const shape s = shape_of(p, b->element);
     const size_t last = p->y.h % s.rows;
-    vm_status status = vm_gpu_enter(g);
-    if (status) return status;
+    VM_ENTER(g);
+    vm_status status = VM_OK;
     for (int i = 0; i < (last ? 2 : 1) && !status; i++) {
         const vm_conv_key key = key_of(g, p, &s, i ? last : s.rows);
         size_t one = 0;
@@ -164,7 +163,6 @@ vm_status vm_gpu_workspace(const vm_backend *b, const vm_pass *p, size_t *bytes)
         if (g->autotune) one = key.limit; /* which plan wins is known when there is memory to run them on */
         *bytes = VM_MAX(*bytes, one);
     }
-    vm_gpu_leave(g);
     return status;
 }
 
@@ -189,7 +187,7 @@ static vm_status merge(const vm_gpu *g, const vm_pass *p, const vm_operands *at,
     return launch(g, g->kernel[VM_KERNEL_MERGE], p->groups, 1, 0, &a);
 }
 
-/* What brings x's unit, or a normalised x, to y's. */
+/* The factor from x's power of two, or from a normalised x, to y's. */
 static float multiplier(const vm_pass *p) { return p->norm ? p->y_unit : p->y_unit / p->x_unit; }
 
 static vm_status load(const vm_gpu *g, const vm_pass *p, const vm_operands *at, const shape *s, size_t row0,
@@ -246,7 +244,7 @@ static vm_status store(const vm_gpu *g, const vm_pass *p, const vm_operands *at,
                   &a);
 }
 
-/* Whether the convolution may read x itself: nothing to do on load, and pixels side by side. */
+/* Whether cuDNN may read x itself: there is nothing to do on load, and x's pixels are packed. */
 static bool reads_x(const vm_pass *p, const vm_operands *at, const shape *s) {
     return p->ksize == 1 && !p->norm && !p->affine && p->x_format == VM_ROWS && at->x.pitch == s->in_c &&
            p->x_unit == p->y_unit;
@@ -318,10 +316,8 @@ static vm_status attention(vm_gpu *g, const vm_pass *p, const vm_operands *at) {
 vm_status vm_gpu_run(const vm_backend *b, const vm_pass *p, const vm_operands *at, const vm_exec *exec) {
     (void)exec;
     vm_gpu *g = b->self;
-    vm_status s = vm_gpu_enter(g);
-    if (s) return s;
-    const vm_conv_tile tile = p->kind == VM_PASS_CONV ? own_tile(g, p) : (vm_conv_tile){0};
-    s = p->kind != VM_PASS_CONV ? attention(g, p, at) : tile.rows ? own_conv(g, p, at, &tile) : conv(g, p, at);
-    vm_gpu_leave(g);
-    return s;
+    VM_ENTER(g);
+    if (p->kind != VM_PASS_CONV) return attention(g, p, at);
+    const vm_conv_tile tile = own_tile(g, p);
+    return tile.rows ? own_conv(g, p, at, &tile) : conv(g, p, at);
 }

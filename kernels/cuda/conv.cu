@@ -6,14 +6,14 @@
  *   chunk of x with its halo  --copied--> shared memory --f, in place--> read at the pixels that each tap shifts to
  *   filters at a tap, of the chunk  --copied--> a ring in shared memory
  *
- * so x is read, normalised and activated once for all taps (and for OUTS channels), and there is no im2col anywhere.
- * Copies and f run ahead of the products, across items too: while one chunk is multiplied, the next is copied and then
- * transformed, by half of the warps before they multiply and by the others after, so that neither the tensor cores nor
- * the rest of the multiprocessor wait for each other. One barrier a tap.
+ * f is normalisation and SiLU. x is read and transformed once for all taps and for OUTS channels of y, and no im2col copy
+ * is made. Copies and f run ahead of the products, from one item into the next: while one chunk is multiplied, the next
+ * is copied and then transformed. Half of the warps transform before they multiply and the others after, so that the
+ * tensor cores and the rest of the multiprocessor both have work at any time. There is one barrier for each tap.
  *
- * With a warp at 64 pixels x 64 channels, 4 KiB leave shared memory for 32 products of 16 x 8 x 16; that ratio is what
- * limits smaller tiles. With 256 pixels x 128 channels in a block, a filter's numbers leave the L2 cache once for 256
- * pixels. */
+ * A warp with 64 pixels x 64 channels reads 4 KiB from shared memory for 32 products of 16 x 8 x 16. Smaller tiles read
+ * more for each product, and that limits their speed. A block with 256 pixels x 128 channels reads a filter from the L2
+ * cache once for 256 pixels. */
 #include "conv_tile.h"
 
 template <typename S>
@@ -27,7 +27,8 @@ VM_DEVICE void vm_conv_fragments(uint32_t x[S::M][4], uint32_t w[S::N / 2][4], c
     for (int n = 0; n < S::N / 2; n++) vm_ldmatrix_x4(w[n], shared + w_at + n * 16 * S::LINE);
 }
 
-/* Add, rounding, y; leaves in d what was stored, and zeros in place of what was not. WHOLE: nothing is left out. */
+/* Adds the residual, rounds and writes y. d then holds the numbers as stored, and zeros for pixels and channels that lie
+ * outside y. WHOLE: the tile has none of those. */
 template <typename T, typename S, bool PIXELS, bool WHOLE>
 VM_DEVICE void vm_conv_store(const vm_conv_args &a, float (&d)[S::M][S::N][4], const vm_conv_item &at, uint32_t row0,
                              uint32_t out) {
@@ -55,7 +56,7 @@ VM_DEVICE void vm_conv_store(const vm_conv_args &a, float (&d)[S::M][S::N][4], c
             }
     };
 
-    float spoilt = 0; /* NaN where a number was not finite */
+    float nonfinite = 0; /* becomes NaN, and stays it, once a number is not finite: v * 0 is 0 for all others */
     if (add) fetch(0);
 #pragma unroll
     for (int r = 0; r < 2 * S::M; r++) {
@@ -93,13 +94,14 @@ VM_DEVICE void vm_conv_store(const vm_conv_args &a, float (&d)[S::M][S::N][4], c
                         pairs[0] | (vm_long)pairs[1] << 32;
             }
 #pragma unroll
-            for (int e = 0; e < 4; e++) spoilt = fmaf(v[e / 2][e % 2], 0.0f, spoilt);
+            for (int e = 0; e < 4; e++) nonfinite = fmaf(v[e / 2][e % 2], 0.0f, nonfinite);
         }
     }
-    if (spoilt != 0) vm_atomic_or(a.flags, 1);
+    if (nonfinite != 0) vm_atomic_or(a.flags, 1);
 }
 
-/* The part of the sums that the item's pixels and channels are: within a lane, between lanes, between warps. */
+/* The sums of the item's pixels and channels, its part of what the next GroupNorm needs: first within a lane, then
+ * between lanes, then between warps. */
 template <typename S, bool WHOLE>
 VM_DEVICE void vm_conv_measure(const vm_conv_args &a, const float (&d)[S::M][S::N][4], const vm_conv_item &at,
                                uint32_t row0, float *sums) {
@@ -133,7 +135,7 @@ VM_DEVICE void vm_conv_measure(const vm_conv_args &a, const float (&d)[S::M][S::
 #pragma unroll
     for (int i = 0; i < KEPT; i++) {
         const uint32_t c = across * S::N * 8 + (first + i) / 2 * 8 + lane % 4 * 2 + (first + i) % 2;
-        if (2 * S::N < 8 && lane & 4) continue; /* two lanes have kept it, and rounded each its way */
+        if (2 * S::N < 8 && lane & 4) continue; /* two lanes have the same sums, rounded in another order: one writes */
         mine[c] = mean[i];
         mine[S::OUTS + c] = m2[i];
     }
@@ -172,8 +174,8 @@ VM_DEVICE void vm_convolve(const vm_conv_args &a, char *shared) {
     const uint32_t items = (h + S::ROWS - 1) / S::ROWS * columns * outs * (a.up ? 4 : 1);
     float *const sums = reinterpret_cast<float *>(shared + S::SUMS);
 
-    /* f is spread over the last taps: the chunk, asked for a tap earlier than the filters of the chunk before its own,
-     * is then there. */
+    /* The next chunk's copy was begun before those of the last filters, and copies arrive in order: when the ring has
+     * come round to the last taps the chunk is there, and f is spread over these taps. */
     const bool changes = a.scale || a.multiply != 1;
     const uint32_t first = min(taps - 1, max(taps / 2, (uint32_t)S::STAGES - 1));
     const uint32_t each = (S::EACH + taps - first - 1) / (taps - first);
@@ -240,7 +242,7 @@ VM_DEVICE void vm_convolve(const vm_conv_args &a, char *shared) {
                     if (step < 3) {
                         vm_conv_fragments<S>(xf[(step + 1) & 1], wf[(step + 1) & 1], shared, x_now, w_now, step + 1);
                     } else {
-                        /* All have read this tap's last, and the next one's are there. */
+                        /* Wait until all warps have read this tap's filters and the next tap's have arrived. */
                         if (taps == 1)
                             vm_copy_wait<0>();
                         else

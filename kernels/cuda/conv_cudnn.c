@@ -11,8 +11,9 @@
 
 enum { LEAST_VERSION = 90000, CANDIDATES = 8, NAME = 256 };
 
-/* One of a key, made but not necessarily the chosen one. */
+/* A plan for a key; of a key's candidates the cache keeps one. */
 typedef struct plan {
+    struct plan *next; /* in the cache */
     vm_conv_key key;
     desc plan, config; /* the configuration lives as long as the plan that was made from it */
     size_t bytes;
@@ -24,8 +25,7 @@ struct vm_cudnn_convs {
     vm_cudnn *c;
     void *handle;
     char *device_json;
-    size_t plans, room;
-    plan **plan; /* pointers, so that names stay where they are */
+    plan *plans;
 };
 
 static bool same(const vm_conv_key *a, const vm_conv_key *b) {
@@ -34,13 +34,12 @@ static bool same(const vm_conv_key *a, const vm_conv_key *b) {
 }
 
 static plan *find(const vm_cudnn_convs *s, const vm_conv_key *key) {
-    for (size_t i = 0; i < s->plans; i++)
-        if (same(&s->plan[i]->key, key)) return s->plan[i];
-    return NULL;
+    plan *p = s->plans;
+    while (p && !same(&p->key, key)) p = p->next;
+    return p;
 }
 
 static void free_plan(vm_cudnn *c, plan *p) {
-    if (!p) return;
     c->destroy(p->plan);
     c->destroy(p->config);
     free(p);
@@ -71,10 +70,12 @@ vm_status vm_cudnn_convs_new(const char *path, const char *device_json, vm_cudnn
 
 void vm_cudnn_convs_free(vm_cudnn_convs *s) {
     if (!s) return;
-    for (size_t i = 0; i < s->plans; i++) free_plan(s->c, s->plan[i]);
+    for (plan *p = s->plans, *next; p; p = next) {
+        next = p->next;
+        free_plan(s->c, p);
+    }
     if (s->handle) s->c->destroy_handle(s->handle);
     vm_cudnn_close(s->c);
-    free(s->plan);
     free(s->device_json);
     free(s);
 }
@@ -83,7 +84,8 @@ size_t vm_cudnn_convs_version(const vm_cudnn_convs *s) { return vm_cudnn_version
 
 size_t vm_cudnn_convs_count(const vm_cudnn_convs *s) {
     pthread_mutex_lock(&s->c->lock);
-    const size_t count = s->plans;
+    size_t count = 0;
+    for (const plan *p = s->plans; p; p = p->next) count++;
     pthread_mutex_unlock(&s->c->lock);
     return count;
 }
@@ -100,7 +102,8 @@ const char *vm_cudnn_convs_name(const vm_cudnn_convs *s, const vm_conv_key *key)
     return p ? p->name : NULL;
 }
 
-/* Engines that round more than their types say, or sum in another order each time, or that will not say. */
+/* Whether an engine must not be taken: it rounds more than its types say, may sum in another order each time, or does not
+ * tell. */
 static bool refused(vm_cudnn *c, desc engine, const vm_conv_key *key) {
     uint32_t notes,
         bad = 1u << NOTE_DOWN_CONVERT_INPUTS | 1u << NOTE_REDUCED_PRECISION_REDUCTION | 1u << NOTE_NONDETERMINISTIC;
@@ -120,7 +123,7 @@ typedef struct search {
     int64_t least; /* bytes of workspace that any plan wanted */
 } search;
 
-/* Whether config has been kept: then it is the plan's. */
+/* Whether a plan was made of config, which then owns it. */
 static bool try_config(search *f, desc config) {
     vm_cudnn *c = f->s->c;
     desc engine = NULL, made = NULL;
@@ -159,7 +162,6 @@ static void walk(search *f, vm_cudnn_question *q, desc graph, int mode) {
 
 /* Up to `wanted` plans, best first. */
 static vm_status look(search *f) {
-    static const char *const dtypes[] = {[VM_F32] = "float32", [VM_F16] = "float16", [VM_BF16] = "bfloat16"};
     const vm_conv_key *k = f->key;
     const vm_conv conv = {.dtype = k->dtype,
                           .tf32 = k->tf32,
@@ -188,23 +190,8 @@ static vm_status look(search *f) {
         VM_EDEVICE,
         "cuDNN %zu: want an engine for %s%s %lldx%lldx%lld, %lld filters %lldx%lld, stride %lld, within %zu bytes of "
         "workspace, got none (%s)",
-        vm_cudnn_version(f->s->c), dtypes[k->dtype], k->tf32 ? " tf32" : "", (long long)k->h, (long long)k->w,
+        vm_cudnn_version(f->s->c), vm_dtype_name(k->dtype), k->tf32 ? " tf32" : "", (long long)k->h, (long long)k->w,
         (long long)k->c, (long long)k->k, (long long)k->r, (long long)k->r, (long long)k->stride, k->limit, why);
-}
-
-static vm_status keep(vm_cudnn_convs *s, plan *p) {
-    if (s->plans == s->room) {
-        const size_t room = s->room ? 2 * s->room : 64;
-        plan **wider = realloc(s->plan, room * sizeof *wider);
-        if (!wider) {
-            free_plan(s->c, p);
-            return vm_fail(VM_ENOMEM, "cuDNN: no memory for a plan");
-        }
-        s->plan = wider;
-        s->room = room;
-    }
-    s->plan[s->plans++] = p;
-    return VM_OK;
 }
 
 /* With the lock held: the plan, found or made. */
@@ -214,7 +201,9 @@ static vm_status plan_of(vm_cudnn_convs *s, const vm_conv_key *key, plan **out) 
     const vm_status status = look(&f);
     if (status) return status;
     *out = f.found[0];
-    return keep(s, f.found[0]);
+    (*out)->next = s->plans;
+    s->plans = *out;
+    return VM_OK;
 }
 
 vm_status vm_cudnn_convs_bytes(vm_cudnn_convs *s, const vm_conv_key *key, size_t *bytes) {
@@ -297,6 +286,7 @@ vm_status vm_cudnn_convs_tune(vm_cudnn_convs *s, const vm_conv_key *key, void *s
     if (best >= 0) {
         const plan loser = *kept;
         *kept = *f.found[winner];
+        kept->next = loser.next;
         *f.found[winner] = loser;
     }
     if (!status) kept->tuned = true; /* where none could be timed the heuristics' first stays */

@@ -16,8 +16,7 @@ typedef struct vm_conv_key {
 /* How long running a candidate takes, in any unit; negative where it failed. run(job) enqueues it once. */
 typedef double (*vm_conv_timer)(void *context, vm_status (*run)(void *job), void *job);
 
-/* The plans of one device, kept until they are freed together. Thread-safe: one caller at a time, enqueuing included.
- */
+/* The plans of one device, kept until they are freed together. Thread-safe: calls, enqueuing too, wait for each other. */
 typedef struct vm_cudnn_convs vm_cudnn_convs;
 
 /* path: libcudnn.so.9, or NULL for the process's copy or the loader's. device_json: cuDNN's description of a device for
@@ -34,8 +33,7 @@ size_t vm_cudnn_convs_count(const vm_cudnn_convs *convs);
 /* Enqueues it on the stream. */
 vm_status vm_cudnn_convs_run(vm_cudnn_convs *convs, const vm_conv_key *key, void *stream, const void *x,
                              const void *filters, void *y, void *workspace);
-/* Whether the key's plan is timed already, or is to be: then its candidates, best first by the heuristics, can be run
- * and the fastest kept. */
+/* Whether vm_cudnn_convs_tune has chosen the key's plan. */
 bool vm_cudnn_convs_tuned(const vm_cudnn_convs *convs, const vm_conv_key *key);
 /* Runs the candidates on the given memory (workspace: key->limit bytes), stream waited for by timer, and keeps the
  * fastest; the first where none could be timed. timer is called under the lock: it calls nothing of convs but run. */

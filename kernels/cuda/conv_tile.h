@@ -1,4 +1,4 @@
-/* The parts of conv.cu: where things lie, and what brings them there. */
+/* The parts of conv.cu: where things lie in shared memory, and the copies that bring them there. */
 #ifndef VM_CONV_TILE_H
 #define VM_CONV_TILE_H
 
@@ -40,8 +40,8 @@ VM_DEVICE vm_conv_item vm_conv_item_of(const vm_conv_args &a, uint32_t item) {
 
 /* ---- x ---- */
 
-/* The chunk that was asked for last; `item` beyond all where there is none. A thread has one vector of the chunk's
- * channels, of every STEPth pixel, from the copy on until all may read it. */
+/* The chunk whose copy was begun last; `item` is beyond the last one where there is none. A thread copies, and then
+ * transforms, one vector of the chunk's channels at every STEPth pixel. */
 struct vm_conv_input {
     uint32_t item, chunk;
     int32_t top, left;
@@ -65,8 +65,9 @@ struct vm_conv_vector {
     bool any, some; /* within what the taps reach, and within x */
 };
 
-/* Vectors of a pixel are permuted by its column, so that the same one of eight neighbours lies in eight groups of
- * banks, and the address of a tap's pixel is that of the tile's first row plus a constant. */
+/* Where a vector lies. The vectors of a pixel are permuted by its column: eight neighbours' same vector, which is what
+ * one ldmatrix reads, lies in eight different groups of banks. The row has no part in it, so the next row is a constant
+ * further. */
 template <typename S>
 VM_DEVICE uint32_t vm_conv_place(uint32_t row, uint32_t column, uint32_t vector) {
     return (row * S::WIDTH + column) * S::LINE + ((vector ^ (column / S::STRIDE & 7)) << 4);
@@ -92,7 +93,7 @@ VM_DEVICE void vm_conv_fetch_input(const vm_conv_args &a, const vm_conv_input &i
     }
 }
 
-/* f, in place, on the thread's own vectors [from, to), once they have arrived. */
+/* Normalises and activates, in place, the thread's own vectors [from, to), which must have arrived. */
 template <typename T, typename S>
 VM_DEVICE void vm_conv_transform(const vm_conv_args &a, const vm_conv_input &in, char *chunk, int from, int to) {
     const uint32_t c = in.chunk * VM_CONV_CHUNK + threadIdx.x % S::VECTORS * 8;
@@ -123,7 +124,7 @@ VM_DEVICE void vm_conv_transform(const vm_conv_args &a, const vm_conv_input &in,
 
 /* ---- filters ---- */
 
-/* The slot of the ring that will be asked for next: OUTS filters' numbers at one tap, of one chunk. */
+/* What the next slot of the ring will hold: OUTS filters at one tap, of one chunk's channels. */
 struct vm_conv_filter {
     uint32_t item, chunk, tap, out, phase;
 };
@@ -161,8 +162,9 @@ VM_DEVICE void vm_conv_fetch_filter(const vm_conv_args &a, vm_conv_filter &f, ch
 
 /* ---- y ---- */
 
-/* In fragments, a lane has two channels of each of two neighbours of 8; in memory it takes four of one of them: the
- * even lanes of the first. The way there and the way back. */
+/* A product leaves a lane two channels of one group of 8 and two of the next. Memory is read and written by four
+ * neighbouring channels a lane: even lanes take theirs from the first group, odd lanes from the second. Neighbouring
+ * lanes exchange a pair for that; exchanging again undoes it. */
 VM_DEVICE void vm_conv_turn(uint32_t pairs[2]) {
     const bool odd = threadIdx.x & 1;
     const uint32_t got = vm_bits_of(vm_shuffle_xor(vm_float_of(odd ? pairs[0] : pairs[1]), 1));
@@ -172,15 +174,15 @@ VM_DEVICE void vm_conv_turn(uint32_t pairs[2]) {
         pairs[1] = got;
 }
 
-/* Count, mean and sum of squared deviations of b's numbers, too, in a's. share: b's part of all. */
+/* Merges the mean and squared deviations of other numbers (b) into those of n numbers. share: b's part of all. */
 VM_DEVICE void vm_conv_merge(float n, float share, float &mean, float &m2, float b_mean, float b_m2) {
     const float delta = b_mean - mean;
     mean = fmaf(delta, share, mean);
     m2 += fmaf(delta * delta, n * share, b_m2);
 }
 
-/* Between the lanes of a warp that have the same channels (lane / 4 differs): of COUNT channels each keeps those of its
- * half, with what both know, and so on with a quarter and an eighth. */
+/* Merges the sums of the lanes of a warp that have the same channels (their lane / 4 differs). Of COUNT channels a lane
+ * keeps one half, merged with its partner's, and gives the partner the other; then a quarter, then an eighth. */
 template <int COUNT, int MASK>
 VM_DEVICE void vm_conv_share(float &n, float *mean, float *m2) {
     constexpr int KEEP = COUNT > 1 ? COUNT / 2 : 1;

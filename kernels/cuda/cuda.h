@@ -6,8 +6,7 @@
  *
  * load normalises, activates, converts and pads; the convolution is a plain one without padding; store adds
  * the bias and the residual, converts and measures. Tensors are NHWC: [h][w][pitch] elements of the run's type,
- * channels padded with zeros to a multiple of VM_BLOCK. A stripe is small enough to stay in the L2 cache between the
- * three.
+ * channels padded with zeros to a multiple of VM_BLOCK.
  *
  * Every kernel is extern "C", named vm_<op>_<dtype> (f32, f16, bf16), and takes one of these structures by value. */
 #ifndef VM_CUDA_H
@@ -136,9 +135,9 @@ typedef struct vm_conv_args {
 enum { VM_CONV_COLUMNS = 16, VM_CONV_CHUNK = 64 /* channels of x in shared memory at a time */ };
 
 /* X(rows, outs, stride, warps, stages, resident, cost): a block's tile is rows x VM_CONV_COLUMNS pixels by outs
- * channels; its 8 warps stand 8 / warps by warps over it; stages: filters in flight; resident: blocks that share a
- * multiprocessor where its memory allows. cost: of a product, beside the first's, from the bytes that a warp reads for
- * it from shared memory: an estimate, only to choose by. */
+ * channels, which its 8 warps share, 8 / warps down the rows and `warps` across the channels. stages: slots of the ring
+ * of filters. resident: blocks that share a multiprocessor where its memory allows. cost: of a product, relative to the
+ * other tiles', estimated from the bytes that a warp reads for it from shared memory; only the choice depends on it. */
 #define VM_CONV_TILES(X)      \
     X(16, 128, 1, 2, 4, 1, 4) \
     X(8, 128, 1, 4, 3, 1, 5)  \
@@ -192,7 +191,7 @@ static inline vm_conv_tile vm_conv_choose(vm_dtype dtype, const vm_conv_args *a,
         vm_conv_tile t = tiles[i];
         if (t.stride != a->stride || t.shared > largest_shared || (in_place && t.outs < a->y_c)) continue;
         if (a->format != VM_ROWS && t.outs != VM_BLOCK) continue;
-        /* a multiprocessor has that and one KiB, and keeps one for itself in each block */
+        /* a multiprocessor has 1 KiB more than a block may ask for, and reserves 1 KiB for every block */
         t.resident = (uint32_t)VM_MIN(t.resident, (largest_shared + 1024) / (t.shared + 1024));
         const uint64_t wave = (uint64_t)multiprocessors * t.resident, waves = (vm_conv_items(a, t) + wave - 1) / wave;
         const uint64_t cost = waves * t.resident * t.rows * t.outs * t.cost;

@@ -1,5 +1,5 @@
-/* What our kernels are written in: the few operations that differ between element types and between
- * generations of GPUs, behind one name each.
+/* The vocabulary of our kernels: the few operations that differ between element types and between generations of GPUs,
+ * behind one name each.
  *
  * Under VM_EMULATED (tests/emulator) the same sources are compiled for the CPU, a fiber a thread, so that every kernel
  * is checked where there is no GPU. Kernels therefore use nothing of CUDA's but what stands here, and
@@ -53,7 +53,7 @@ VM_DEVICE uint32_t vm_pack(float first, float second) {
     }
 }
 
-/* A few ulp; subnormal numbers are zero. */
+/* Off by a few units in the last place; subnormal numbers become zero. */
 VM_DEVICE float vm_exp2(float v) {
     float out;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(v));
@@ -157,7 +157,7 @@ VM_DEVICE T vm_from_float(float v) {
     return out;
 }
 
-/* And back. */
+/* The inverse of vm_pack. */
 template <typename T>
 VM_DEVICE void vm_unpack(float v[2], uint32_t pair) {
     T number;

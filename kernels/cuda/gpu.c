@@ -19,11 +19,9 @@ void vm_gpu_leave(const vm_gpu *g) {
 }
 
 vm_status vm_gpu_memory(vm_gpu *g, size_t *free, size_t *total) {
-    vm_status s = vm_gpu_enter(g);
-    if (s) return s;
-    s = vm_driver_check(g->d, g->d->MemGetInfo(free, total), "asking for the free memory");
-    vm_gpu_leave(g);
-    return s;
+    VM_ENTER(g);
+    VM_TRY(g, MemGetInfo(free, total), "asking for the free memory");
+    return VM_OK;
 }
 
 /* ---- open and close ---- */
@@ -32,8 +30,6 @@ static int attribute(const vm_gpu *g, CUdevice_attribute which) {
     int value = 0;
     return g->d->DeviceGetAttribute(&value, which, g->device) ? 0 : value;
 }
-
-static const char *const dtypes[] = {[VM_F32] = "float32", [VM_F16] = "float16", [VM_BF16] = "bfloat16"};
 
 static vm_status find_device(vm_gpu *g, const vm_gpu_options *o) {
     int count = 0;
@@ -53,9 +49,9 @@ static vm_status find_device(vm_gpu *g, const vm_gpu_options *o) {
                        g->capability / 10, g->capability % 10);
     if (g->capability < 75 || (o->dtype == VM_BF16 && g->capability < 80))
         return vm_fail(VM_EINVAL, "%s: want a GPU of compute capability %s or later for %s, got %s, which is %d.%d",
-                       g->capability < 75 ? "device" : "dtype", o->dtype == VM_BF16 ? "8.0" : "7.5", dtypes[o->dtype],
-                       name, g->capability / 10, g->capability % 10);
-    snprintf(g->name, sizeof g->name, "cuda:%d %s%s%s", o->device, dtypes[o->dtype], o->tf32 ? " tf32" : "",
+                       g->capability < 75 ? "device" : "dtype", o->dtype == VM_BF16 ? "8.0" : "7.5",
+                       vm_dtype_name(o->dtype), name, g->capability / 10, g->capability % 10);
+    snprintf(g->name, sizeof g->name, "cuda:%d %s%s%s", o->device, vm_dtype_name(o->dtype), o->tf32 ? " tf32" : "",
              o->own_conv ? " own" : "");
     return VM_OK;
 }
@@ -127,8 +123,9 @@ static vm_status make_streams(vm_gpu *g) {
     return VM_OK;
 }
 
-static vm_status open_entered(vm_gpu *g, const vm_gpu_options *o) {
+static vm_status fill(vm_gpu *g, const vm_gpu_options *o) {
     size_t total;
+    VM_ENTER(g);
     VM_TRY(g, MemGetInfo(&g->free_at_open, &total), "asking for the free memory");
     vm_status s = load_kernels(g);
     if (!s) s = make_streams(g);
@@ -167,10 +164,7 @@ vm_status vm_gpu_open(const vm_gpu_options *o, vm_gpu **out) {
     vm_status s = (g->d = vm_driver_get(o->libcuda)) ? VM_OK : VM_EDEVICE;
     if (!s) s = find_device(g, o);
     if (!s) s = retain_context(g, o->device);
-    if (!s && !(s = vm_gpu_enter(g))) {
-        s = open_entered(g, o);
-        vm_gpu_leave(g);
-    }
+    if (!s) s = fill(g, o);
     g->backend = (vm_backend){.name = g->name,
                               .element = vm_gpu_element(o->dtype),
                               .scratch = vm_gpu_scratch,
@@ -186,8 +180,9 @@ vm_status vm_gpu_open(const vm_gpu_options *o, vm_gpu **out) {
     return s;
 }
 
-static void close_entered(vm_gpu *g) {
+static void empty(vm_gpu *g) {
     const vm_driver *d = g->d;
+    if (!g->context || vm_gpu_enter(g)) return;
     if (g->own) d->StreamSynchronize(g->own);
     if (g->copy) d->StreamSynchronize(g->copy);
     if (g->done) d->EventSynchronize(g->done); /* the last run may be on a stream of the caller's */
@@ -207,16 +202,14 @@ static void close_entered(vm_gpu *g) {
     if (g->copy) d->StreamDestroy(g->copy);
     for (int i = 0; i < VM_KERNELS_COUNT; i++)
         if (g->module[i]) d->ModuleUnload(g->module[i]);
+    vm_gpu_leave(g);
 }
 
 void vm_gpu_close(vm_gpu *g) {
     if (!g) return;
     char said[512]; /* closing must not change what went wrong */
     snprintf(said, sizeof said, "%s", vm_error());
-    if (g->context && !vm_gpu_enter(g)) {
-        close_entered(g);
-        vm_gpu_leave(g);
-    }
+    empty(g);
     pthread_mutex_destroy(&g->copying);
     free(g);
     vm_fail(VM_OK, "%s", said);

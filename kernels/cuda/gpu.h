@@ -1,4 +1,4 @@
-/* One GPU, one type of numbers: what backend.c (passes) and gpu.c (everything around them) share. */
+/* One GPU that computes in one type of numbers: what gpu.c, gpu_device.c and backend.c share. */
 #ifndef VM_GPU_H
 #define VM_GPU_H
 
@@ -9,15 +9,15 @@
 #include "driver.h"
 
 enum {
-    VM_GPU_STEPS = 256,   /* passes of an item that are timed */
-    VM_GPU_LAG = 4,       /* passes that the host may be ahead where it waits for a run */
-    VM_GPU_GRAPHS = 8,    /* kept for replay */
-    VM_GPU_SLOTS = 2,     /* of pinned memory, so that one is copied by the host while the other is by the GPU */
+    VM_GPU_STEPS = 256,   /* passes of a batch item that are timed */
+    VM_GPU_LAG = 4,       /* passes that the host enqueues ahead of the GPU in a run that it waits for */
+    VM_GPU_GRAPHS = 8,    /* graphs kept for replay */
+    VM_GPU_SLOTS = 2,     /* pieces of pinned memory: the host copies one while the GPU copies the other */
     VM_GPU_SLOT = 4 << 20 /* bytes of each */
 };
 
-/* Kernels with one variant for a type and a device, and the fat binaries that they are in; conv has more, one for each
- * tile. */
+/* The fat binaries, each with the one kernel in it that fits the type and the device. conv's has a kernel for each tile,
+ * found when first wanted (vm_gpu_conv_kernel). */
 #define VM_GPU_KERNELS(X) X(LOAD, load) X(STORE, store) X(MERGE, norm) X(ATTENTION, attention) X(CONV, conv)
 typedef enum vm_gpu_kernel {
 #define VM_GPU_KERNEL(NAME, FATBIN) VM_KERNEL_##NAME,
@@ -27,8 +27,8 @@ typedef enum vm_gpu_kernel {
 } vm_gpu_kernel;
 
 typedef struct vm_graph_entry {
-    uint64_t key, used; /* used: when, by a counter; 0 never */
-    CUgraphExec exec;   /* NULL: run once, pass by pass; the next time it is captured */
+    uint64_t key, used; /* used: when, by graph_clock; 0: the entry is empty */
+    CUgraphExec exec;   /* NULL: it has been run once, pass by pass, and is captured the next time */
 } vm_graph_entry;
 
 /* A kernel of conv.cu and the tile that it computes. */
@@ -54,20 +54,20 @@ typedef struct vm_gpu {
     vm_conv_entry conv[8]; /* its kernels, found when first wanted */
     char no_cudnn[512];    /* why convs is NULL */
 
-    CUstream own, copy, stream; /* stream: of the run at hand */
-    CUevent begun, done;        /* of a run; done: the last one's */
-    CUevent item;               /* where its first pass begins */
-    CUevent tried[2];           /* around what is timed */
+    CUstream own, copy, stream; /* stream: where the current run is enqueued, `own` or the caller's */
+    CUevent begun, done;        /* the beginning of the current run, the end of the last one */
+    CUevent item;               /* where the first pass of a batch item begins */
+    CUevent tried[2];           /* around the convolutions that vm_gpu_time times */
     CUevent input_free, input_sent, output_ready, slot[VM_GPU_SLOTS];
     CUevent step[VM_GPU_STEPS];
     char *pinned;            /* VM_GPU_SLOTS slots, then one word for the flags */
-    pthread_mutex_t copying; /* held by whoever uses the slots */
+    pthread_mutex_t copying; /* held while the slots are used */
     size_t next_slot;
 
-    CUstream outside; /* while an item's passes are captured: where they will be launched */
+    CUstream outside; /* while passes are captured on `own`: the run's stream, where the graph will be launched */
     vm_graph_entry graph[VM_GPU_GRAPHS];
     uint64_t graph_clock;
-    size_t free_at_open; /* bytes, once the context was there */
+    size_t free_at_open; /* bytes of the device that were free once the context existed */
 } vm_gpu;
 
 typedef struct vm_gpu_options {
@@ -90,6 +90,18 @@ vm_status vm_gpu_read(vm_gpu *gpu, void *to, const void *from, size_t bytes);
 /* Around every use of the driver: the calling thread may have any context, and has it again after. */
 vm_status vm_gpu_enter(const vm_gpu *gpu);
 void vm_gpu_leave(const vm_gpu *gpu);
+
+/* Both at once, for functions that return a vm_status: enters, and leaves wherever the function returns. */
+#define VM_ENTER(G)                                                             \
+    const vm_gpu *entered_ __attribute__((cleanup(vm_gpu_leave_scope))) = NULL; \
+    do {                                                                        \
+        vm_status enter_ = vm_gpu_enter(G);                                     \
+        if (enter_) return enter_;                                              \
+        entered_ = (G);                                                         \
+    } while (0)
+static inline void vm_gpu_leave_scope(const vm_gpu **gpu) {
+    if (*gpu) vm_gpu_leave(*gpu);
+}
 
 /* The kernel for a tile; inside vm_gpu_enter. */
 vm_status vm_gpu_conv_kernel(vm_gpu *gpu, const vm_conv_tile *tile, CUfunction *out);

@@ -19,17 +19,13 @@ static vm_status take(const vm_backend *b, size_t bytes, void **out) {
     CUdeviceptr at = 0;
     size_t free = 0, total = 0;
     *out = NULL;
-    vm_status s = vm_gpu_enter(g);
-    if (s) return s;
+    VM_ENTER(g);
     const CUresult result = g->d->MemAlloc(&at, VM_MAX(bytes, 1));
-    if (result == CUDA_ERROR_OUT_OF_MEMORY && !g->d->MemGetInfo(&free, &total))
-        s = vm_fail(VM_ENOMEM, "%s: want %.1f MiB more, %.1f of %.1f MiB are free", b->name, (double)bytes / 1048576,
-                    (double)free / 1048576, (double)total / 1048576);
-    else
-        s = vm_driver_check(g->d, result, "taking memory");
-    vm_gpu_leave(g);
     *out = (void *)(uintptr_t)at;
-    return s;
+    if (result == CUDA_ERROR_OUT_OF_MEMORY && !g->d->MemGetInfo(&free, &total))
+        return vm_fail(VM_ENOMEM, "%s: want %.1f MiB more, %.1f of %.1f MiB are free", b->name, (double)bytes / 1048576,
+                       (double)free / 1048576, (double)total / 1048576);
+    return vm_driver_check(g->d, result, "taking memory");
 }
 
 static void give(const vm_backend *b, void *block) {
@@ -81,7 +77,7 @@ static vm_status copy_out(vm_gpu *g, char *to, const void *from, size_t bytes) {
     return VM_OK;
 }
 
-/* One user of the slots at a time: a model's run, and whoever reads an array. */
+/* The slots have one user at a time: a run, or somebody who reads an array. */
 static vm_status locked_copy(vm_gpu *g, bool in, void *to, const void *from, size_t bytes) {
     pthread_mutex_lock(&g->copying);
     vm_status s = in ? copy_in(g, to, from, bytes) : copy_out(g, to, from, bytes);
@@ -89,7 +85,9 @@ static vm_status locked_copy(vm_gpu *g, bool in, void *to, const void *from, siz
     return s;
 }
 
-static vm_status send_entered(vm_gpu *g, void *to, const void *from, size_t bytes) {
+static vm_status send(const vm_backend *b, void *to, const void *from, size_t bytes) {
+    vm_gpu *g = b->self;
+    VM_ENTER(g);
     VM_TRY(g, StreamWaitEvent(g->copy, g->begun, 0), "ordering copies");
     VM_TRY(g, StreamWaitEvent(g->copy, g->input_free, 0), "ordering copies");
     vm_status s = locked_copy(g, true, to, from, bytes);
@@ -99,25 +97,11 @@ static vm_status send_entered(vm_gpu *g, void *to, const void *from, size_t byte
     return VM_OK;
 }
 
-static vm_status fetch_entered(vm_gpu *g, void *to, const void *from, size_t bytes) {
+static vm_status fetch(const vm_backend *b, void *to, const void *from, size_t bytes) {
+    vm_gpu *g = b->self;
+    VM_ENTER(g);
     VM_TRY(g, StreamWaitEvent(g->copy, g->output_ready, 0), "ordering copies");
     return locked_copy(g, false, to, from, bytes);
-}
-
-static vm_status send(const vm_backend *b, void *to, const void *from, size_t bytes) {
-    vm_status s = vm_gpu_enter(b->self);
-    if (s) return s;
-    s = send_entered(b->self, to, from, bytes);
-    vm_gpu_leave(b->self);
-    return s;
-}
-
-static vm_status fetch(const vm_backend *b, void *to, const void *from, size_t bytes) {
-    vm_status s = vm_gpu_enter(b->self);
-    if (s) return s;
-    s = fetch_entered(b->self, to, from, bytes);
-    vm_gpu_leave(b->self);
-    return s;
 }
 
 static size_t weight_bytes(const vm_backend *b, const vm_weight *w) {
@@ -126,42 +110,34 @@ static size_t weight_bytes(const vm_backend *b, const vm_weight *w) {
 
 static vm_status set_weight(const vm_backend *b, const vm_weight *w, void *to, const float *data) {
     vm_gpu *g = b->self;
+    VM_ENTER(g);
     const size_t bytes = vm_gpu_weight_bytes(g->dtype, w);
     void *packed = malloc(bytes);
     if (!packed) return vm_fail(VM_ENOMEM, "no %zu bytes of host memory to pack it in", bytes);
     vm_status s = vm_gpu_pack_weight(g->dtype, w, packed, data);
-    if (!s && !(s = vm_gpu_enter(g))) {
-        s = vm_driver_check(g->d, g->d->StreamWaitEvent(g->copy, g->done, 0), "ordering copies");
-        if (!s) s = locked_copy(g, true, to, packed, bytes);
-        vm_gpu_leave(g);
-    }
+    if (!s) s = vm_driver_check(g->d, g->d->StreamWaitEvent(g->copy, g->done, 0), "ordering copies");
+    if (!s) s = locked_copy(g, true, to, packed, bytes);
     free(packed);
     return s;
 }
 
 /* ---- runs ---- */
 
-static vm_status start_entered(vm_gpu *g, void *stream, void *state) {
+static vm_status start(const vm_backend *b, void *stream, void *state) {
+    vm_gpu *g = b->self;
+    VM_ENTER(g);
     g->stream = stream ? stream : g->own;
     VM_TRY(g, StreamWaitEvent(g->stream, g->done, 0), "ordering runs");
-    for (int i = 0; i < VM_GPU_SLOTS; i++) /* weights may be on their way */
+    for (int i = 0; i < VM_GPU_SLOTS; i++) /* weights may still be on their way */
         VM_TRY(g, StreamWaitEvent(g->stream, g->slot[i], 0), "ordering copies");
     VM_TRY(g, MemsetD8Async((CUdeviceptr)(uintptr_t)state, 0, VM_STATE, g->stream), "clearing the flags");
     VM_TRY(g, EventRecord(g->begun, g->stream), "marking the beginning");
     return VM_OK;
 }
 
-static vm_status start(const vm_backend *b, void *stream, void *state) {
-    vm_status s = vm_gpu_enter(b->self);
-    if (s) return s;
-    s = start_entered(b->self, stream, state);
-    vm_gpu_leave(b->self);
-    return s;
-}
-
 static void nothing(const void *job, size_t task, unsigned thread) { (void)job, (void)task, (void)thread; }
 
-/* Waits for an event, short naps between looks so that exec can hear an interruption. */
+/* Waits for an event; with exec it looks again and again with short naps, so that an interruption is heard. */
 static vm_status wait_for(const vm_gpu *g, CUevent event, const vm_exec *exec) {
     if (!exec) return vm_driver_check(g->d, g->d->EventSynchronize(event), "waiting for the GPU");
     for (;;) {
@@ -173,21 +149,15 @@ static vm_status wait_for(const vm_gpu *g, CUevent event, const vm_exec *exec) {
     }
 }
 
-static vm_status mark_entered(vm_gpu *g, size_t step, size_t rows, const vm_exec *exec) {
+static vm_status mark(const vm_backend *b, size_t step, size_t rows, const vm_exec *exec) {
+    vm_gpu *g = b->self;
+    VM_ENTER(g);
     if (step == 0) VM_TRY(g, EventRecord(g->input_free, g->stream), "marking a pass");
     if (step < VM_GPU_STEPS) VM_TRY(g, EventRecord(g->step[step], g->stream), "marking a pass");
     if (!exec) return VM_OK;
     vm_status s = VM_OK;
     if (step >= VM_GPU_LAG && step < VM_GPU_STEPS) s = wait_for(g, g->step[step - VM_GPU_LAG], exec);
     return s ? s : exec->each(exec->pool, 1, rows, nothing, NULL);
-}
-
-static vm_status mark(const vm_backend *b, size_t step, size_t rows, const vm_exec *exec) {
-    vm_status s = vm_gpu_enter(b->self);
-    if (s) return s;
-    s = mark_entered(b->self, step, rows, exec);
-    vm_gpu_leave(b->self);
-    return s;
 }
 
 static double seconds(const vm_backend *b, size_t step) {
@@ -199,7 +169,10 @@ static double seconds(const vm_backend *b, size_t step) {
     return ms * 1e-3;
 }
 
-static vm_status finish_entered(vm_gpu *g, const vm_exec *exec, bool wait, void *state, bool *overflow) {
+static vm_status finish(const vm_backend *b, const vm_exec *exec, bool wait, void *state, bool *overflow) {
+    vm_gpu *g = b->self;
+    *overflow = false;
+    VM_ENTER(g);
     if (wait)
         VM_TRY(g, MemcpyDtoHAsync(flags_of(g), (CUdeviceptr)(uintptr_t)state, sizeof(uint32_t), g->stream),
                "reading the flags");
@@ -214,46 +187,26 @@ static vm_status finish_entered(vm_gpu *g, const vm_exec *exec, bool wait, void 
     return s;
 }
 
-static vm_status finish(const vm_backend *b, const vm_exec *exec, bool wait, void *state, bool *overflow) {
-    *overflow = false;
-    vm_status s = vm_gpu_enter(b->self);
-    if (s) return s;
-    s = finish_entered(b->self, exec, wait, state, overflow);
-    vm_gpu_leave(b->self);
-    return s;
-}
-
 vm_status vm_gpu_order(vm_gpu *g, void *stream) {
-    vm_status s = vm_gpu_enter(g);
-    if (s) return s;
-    s = vm_driver_check(g->d, g->d->StreamWaitEvent(stream, g->done, 0), "ordering streams");
-    vm_gpu_leave(g);
-    return s;
+    VM_ENTER(g);
+    VM_TRY(g, StreamWaitEvent(stream, g->done, 0), "ordering streams");
+    return VM_OK;
 }
 
 vm_status vm_gpu_check_stream(vm_gpu *g, void *stream) {
     CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;
-    vm_status s = vm_gpu_enter(g);
-    if (s) return s;
-    s = vm_driver_check(g->d, g->d->StreamIsCapturing(stream, &status), "asking whether the stream is captured");
-    vm_gpu_leave(g);
-    if (s || status == CU_STREAM_CAPTURE_STATUS_NONE) return s;
+    VM_ENTER(g);
+    VM_TRY(g, StreamIsCapturing(stream, &status), "asking whether the stream is captured");
+    if (status == CU_STREAM_CAPTURE_STATUS_NONE) return VM_OK;
     return vm_fail(VM_EINVAL,
                    "stream: want one that is not being captured, got one that is (vae.graphs = True keeps a "
                    "graph of its own)");
 }
 
-static vm_status read_entered(vm_gpu *g, void *to, const void *from, size_t bytes) {
+vm_status vm_gpu_read(vm_gpu *g, void *to, const void *from, size_t bytes) {
+    VM_ENTER(g);
     VM_TRY(g, StreamWaitEvent(g->copy, g->done, 0), "ordering copies");
     return locked_copy(g, false, to, from, bytes);
-}
-
-vm_status vm_gpu_read(vm_gpu *g, void *to, const void *from, size_t bytes) {
-    vm_status s = vm_gpu_enter(g);
-    if (s) return s;
-    s = read_entered(g, to, from, bytes);
-    vm_gpu_leave(g);
-    return s;
 }
 
 /* ---- graphs ---- */
@@ -269,7 +222,7 @@ static vm_status launch_graph(vm_gpu *g, vm_graph_entry *e) {
     return vm_driver_check(g->d, g->d->GraphLaunch(e->exec, g->stream), "launching a graph");
 }
 
-/* The place of the graph that was not wanted for longest, for this key. */
+/* Gives the key the entry of the graph that has not been used for longest. */
 static void new_graph(vm_gpu *g, uint64_t key) {
     vm_graph_entry *e = &g->graph[0];
     for (int i = 0; i < VM_GPU_GRAPHS; i++)
@@ -278,9 +231,13 @@ static void new_graph(vm_gpu *g, uint64_t key) {
     *e = (vm_graph_entry){.key = key, .used = ++g->graph_clock};
 }
 
-/* The first time goes pass by pass: libraries load code, and engines are timed, where that is allowed. The second is
- * captured, on the GPU's own stream (the caller's may be one that cannot be), to be launched where the run is. */
-static vm_status begin_entered(vm_gpu *g, uint64_t key, bool *replayed) {
+/* The first time that a key is seen its passes are enqueued one by one, since libraries then load code and time engines,
+ * which a capture forbids. The second time they are captured, on the GPU's own stream (the caller's may be one that
+ * cannot be), and launched on the run's. */
+static vm_status begin(const vm_backend *b, uint64_t key, bool *replayed) {
+    vm_gpu *g = b->self;
+    *replayed = false;
+    VM_ENTER(g);
     vm_graph_entry *e = key ? find_graph(g, key) : NULL;
     VM_TRY(g, EventRecord(g->item, g->stream), "marking the beginning");
     *replayed = e && e->exec;
@@ -304,16 +261,9 @@ static vm_status end_capture(vm_gpu *g, vm_graph_entry *e, vm_status so_far) {
     return s ? s : launch_graph(g, e);
 }
 
-static vm_status begin(const vm_backend *b, uint64_t key, bool *replayed) {
-    *replayed = false;
-    vm_status s = vm_gpu_enter(b->self);
-    if (s) return s;
-    s = begin_entered(b->self, key, replayed);
-    vm_gpu_leave(b->self);
-    return s;
-}
-
-static vm_status end_entered(vm_gpu *g, uint64_t key, vm_status so_far) {
+static vm_status end(const vm_backend *b, uint64_t key, vm_status so_far) {
+    vm_gpu *g = b->self;
+    VM_ENTER(g);
     vm_graph_entry *e = key ? find_graph(g, key) : NULL;
     vm_status s = g->outside ? end_capture(g, e, so_far) : so_far;
     if (s && e) { /* forgotten: its next run goes pass by pass again */
@@ -324,14 +274,6 @@ static vm_status end_entered(vm_gpu *g, uint64_t key, vm_status so_far) {
     if (key) VM_TRY(g, EventRecord(g->input_free, g->stream), "marking a pass");
     VM_TRY(g, EventRecord(g->output_ready, g->stream), "marking a pass");
     return VM_OK;
-}
-
-static vm_status end(const vm_backend *b, uint64_t key, vm_status so_far) {
-    vm_status s = vm_gpu_enter(b->self);
-    if (s) return s;
-    s = end_entered(b->self, key, so_far);
-    vm_gpu_leave(b->self);
-    return s;
 }
 
 /* ---- timing ---- */

@@ -1,11 +1,11 @@
 /* load: a stripe of x as the convolution wants it: normalised, activated, converted, with zeros around.
  *
- * Memory is what limits it. A thread stays with one vector of 8 channels, whose scale and shift it keeps, and walks
- * over pixels, a few at once so that their loads are all in flight; neighbouring threads have neighbouring vectors,
- * then neighbouring pixels. */
+ * Memory is what limits it. A thread stays with one vector of 8 channels, so that it reads their scale and shift once,
+ * and walks over the pixels. It asks for a few pixels before it uses the first, so that many loads are under way at
+ * once. Neighbouring threads have neighbouring vectors, then neighbouring pixels: their loads are side by side. */
 #include "pixels.h"
 
-/* exp by the unit that has it; what it flushes to zero is nothing beside the 1. */
+/* One number of the user's own pixels. */
 VM_DEVICE float vm_user_number(const vm_load_args &a, uint32_t pixel, uint32_t c) {
     const size_t at = (size_t)c * a.x_h * a.x_w + pixel;
     switch (a.format) {
@@ -15,7 +15,7 @@ VM_DEVICE float vm_user_number(const vm_load_args &a, uint32_t pixel, uint32_t c
         return vm_to_float(static_cast<const vm_half *>(a.x)[at]);
     case VM_BF16_NCHW:
         return vm_to_float(static_cast<const vm_bfloat16 *>(a.x)[at]);
-    default: /* v / 127.5 - 1, without what cancels near zero */
+    default: /* v / 127.5 - 1, but the difference is taken of whole numbers, where it is exact */
         return (2 * static_cast<const uint8_t *>(a.x)[(size_t)pixel * a.x_c + c] - 255) * (1 / 255.0f);
     }
 }
@@ -40,7 +40,8 @@ VM_DEVICE void vm_load(const vm_load_args &a) {
             for (int i = 0; i < 8; i++) scale[i] = a.in_scale, shift[i] = a.in_shift;
         }
 
-        uint32_t row = a.top + first / a.width, column = first % a.width; /* of x; above it wraps, which is beyond it */
+        uint32_t row = a.top + first / a.width,
+                 column = first % a.width; /* of x; above x it wraps to huge numbers, outside too */
         for (uint32_t pixel = first; pixel < pixels; pixel += AT_ONCE * step) {
             vm_eight<T> own[AT_ONCE];
             uint32_t from[AT_ONCE];
@@ -67,7 +68,7 @@ VM_DEVICE void vm_load(const vm_load_args &a) {
                         v[i] = fmaf(v[i], scale[i], shift[i]);
                         v[i] = (a.silu ? vm_silu(v[i]) : v[i]) * a.multiply;
                     }
-                    if (c + 8 > a.x_c) { /* whatever lies there */
+                    if (c + 8 > a.x_c) { /* memory beyond x's channels may hold anything */
 #pragma unroll
                         for (int i = 0; i < 8; i++) v[i] = c + i < a.x_c ? v[i] : 0;
                     }

@@ -1,9 +1,9 @@
-/* merge: the half of GroupNorm that is not done on load: from the parts that the producer of x left to one scale and
- * shift a channel.
+/* merge: from the partial sums that the producer of x left to one scale and shift a channel, which load applies:
+ * together they are GroupNorm.
  *
- * A block has a group. One pass over its counts, means and sums of squares, many loads of them in flight: moments
- * of the means about the first of them, in double, where what cancels at the end does not matter. Every thread has its
- * own share and shares are added in one order: the same bits every time. */
+ * A block merges one group, in one pass over its parts, with many loads under way at once. The means are summed less
+ * the first of them, in double, which has digits enough for what cancels at the end. Every thread sums its own share of
+ * the parts, and shares are added in a fixed order: the same bits every time. */
 #include <math.h>
 
 #include "device.h"

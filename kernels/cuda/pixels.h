@@ -1,4 +1,4 @@
-/* What load, store and the convolution do alike to pixels. */
+/* What load, store and our own convolution all do to pixels. */
 #ifndef VM_PIXELS_H
 #define VM_PIXELS_H
 
@@ -6,9 +6,11 @@
 
 #include "device.h"
 
+/* Where e^-v is so small that exp2 gives 0, it is nothing beside the 1. */
 VM_DEVICE float vm_silu(float v) { return v * vm_reciprocal(1 + vm_exp2(v * -(float)M_LOG2E)); }
 
-/* Into the user's pixels; returns what was stored, of bytes what they were made of. */
+/* Writes one number into the user's pixels. Returns the number as it was stored, or for bytes, which cannot be
+ * infinite, the number before it was rounded: the caller looks at it for overflow. */
 template <typename Args>
 VM_DEVICE float vm_store_number(const Args &a, size_t pixel, uint32_t c, float v) {
     const size_t at = (size_t)c * a.y_h * a.y_w + pixel;
@@ -27,8 +29,8 @@ VM_DEVICE float vm_store_number(const Args &a, size_t pixel, uint32_t c, float v
     }
 }
 
-/* Eight channels as they lie in memory. Kernels that wait for memory keep these, and turn them into floats once all
- * their loads are under way: half the registers, and no load waits for the one before it. */
+/* Eight channels as they lie in memory. Kernels keep these while their loads are under way, and turn them into floats
+ * afterwards: halves take half the registers, and no load waits until the one before it is converted. */
 template <typename T>
 struct vm_eight {
     uint4 words[sizeof(T) / 2];

@@ -1,12 +1,12 @@
 /* store: what the convolution gave, with bias and residual, into y; and the sums that the next GroupNorm needs.
  *
- * A block has one part of the stripe and up to VM_CUDA_LANES vectors of 8 channels: its threads are pixel lanes x
- * channel vectors, neighbouring threads neighbouring vectors, and a thread walks over its lane's pixels, a few at once
- * so that their loads are all in flight.
+ * A block has one part of the stripe and up to VM_CUDA_LANES vectors of 8 channels. Neighbouring threads have
+ * neighbouring vectors; threads with the same vector take turns at the part's pixels (a thread's share of them is its
+ * pixel lane), and ask for a few before they use the first, so that many loads are under way at once.
  *
- * Sums are kept of the values less the thread's first one. What cancels at the end is then never more than (the
- * thread's pixels) times what is left, whatever the mean, since that first value is among those measured. The pixel
- * lanes are merged by Chan's formula in one order: the same bits every time. */
+ * A thread sums its values less the first of them, and the squares of that. Since the first is one of the values, the
+ * mean differs from it by no more than the values do among themselves, so little cancels at the end, however large the
+ * mean is. The pixel lanes are merged by Chan's formula in a fixed order: the same bits every time. */
 #include "pixels.h"
 
 /* Stores, and leaves in v what was stored. */
@@ -25,8 +25,8 @@ VM_DEVICE void vm_store8_rounded(T *p, float v[8]) {
     }
 }
 
-/* Merges the lanes' n, mean and m2 and leaves the part. All threads of the block come here; a thread without pixels
- * has n = 0. */
+/* Merges the pixel lanes' counts, means and squared deviations, and writes them as this part's. All threads of the block
+ * must call it, for it has barriers; a thread without pixels has n = 0. */
 VM_DEVICE void vm_leave_part(const vm_store_args &a, float n, float mean[8], float m2[8], uint32_t lanes, uint32_t c) {
     __shared__ float ns[VM_CUDA_THREADS], means[8][VM_CUDA_THREADS], m2s[8][VM_CUDA_THREADS];
     const uint32_t me = threadIdx.x, pixel_lane = me / lanes, pixel_lanes = VM_CUDA_THREADS / lanes;
