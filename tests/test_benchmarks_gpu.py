@@ -373,6 +373,25 @@ def test_ours_on_a_gpu(monkeypatch):
     assert by_name["alone"]["allocated_bytes"] == by_name["vaemem"]["allocated_bytes"]
 
 
+def test_single_passes_are_checked_and_timed(tmp_path, monkeypatch):
+    import passes
+
+    from vaemem import _core
+
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["passes.py", "--small", "--rounds", "1"])
+    passes.main()
+    backend = next(name for name, usable in _core.backends() if usable)
+    for operation, cases in (("conv", passes.CONVS), ("attention", passes.ATTENTIONS)):
+        lines = table(tmp_path / f"{operation}_{backend}.csv")
+        assert len(lines) == len(passes.small(cases)) and all(float(line["microseconds"]) >= 0 for line in lines)
+    wrong = passes.on(passes.CONVS[0], backend, 1)
+    wrong.run()
+    wrong.y[5] += 1e-3
+    with pytest.raises(AssertionError):
+        wrong.check()
+
+
 def test_no_gpu_is_said(capsys):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")

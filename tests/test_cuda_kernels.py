@@ -10,8 +10,6 @@ With e and u of cuda_kernels.py (E, UNIT):
 A padding forgotten, a pixel beside the right one or a part left out is off by far more.
 """
 
-import ctypes
-
 import numpy as np
 import pytest
 from cuda_kernels import (
@@ -24,9 +22,7 @@ from cuda_kernels import (
     E,
     LoadArgs,
     Memory,
-    MergeArgs,
-    StoreArgs,
-    build_kernels,
+    built,
     close,
     every_format,
     every_type,
@@ -35,31 +31,8 @@ from cuda_kernels import (
     round_up,
     run_merge,
 )
-from emulator import build
 
-
-@pytest.fixture(scope="module")
-def kernels(tmp_path_factory):
-    return build_kernels(tmp_path_factory.mktemp("kernels"), "load", "norm")
-
-
-def test_arguments_lie_as_in_the_header(tmp_path):
-    lines = ['#include <stdio.h>\n#include "cuda.h"\nint main(void) {']
-    want = []
-    for name, args in (("load", LoadArgs), ("store", StoreArgs), ("merge", MergeArgs)):
-        lines.append(f'printf("%zu ", sizeof(vm_{name}_args));')
-        want.append(ctypes.sizeof(args))
-        for field, _ in args._fields_:
-            lines.append(f'printf("%zu ", offsetof(vm_{name}_args, {field}));')
-            want.append(getattr(args, field).offset)
-    source = tmp_path / "header.c"
-    source.write_text("\n".join([*lines, "}\n"]))
-    try:
-        gcc = build.compiler("gcc")
-    except FileNotFoundError as missing:
-        pytest.skip(str(missing))
-    build.run(gcc, "-std=gnu11", "-Wall", "-Wextra", "-Werror", "-I", build.CUDA, source, "-o", tmp_path / "header")
-    assert [int(n) for n in build.run(tmp_path / "header").split()] == want
+kernels = built("load", "norm")
 
 
 # ---- load ----

@@ -24,7 +24,7 @@ from cuda_kernels import (
     E,
     Memory,
     StoreArgs,
-    build_kernels,
+    built,
     close,
     every_format,
     every_type,
@@ -35,10 +35,7 @@ from cuda_kernels import (
     untouched,
 )
 
-
-@pytest.fixture(scope="module")
-def kernels(tmp_path_factory):
-    return build_kernels(tmp_path_factory.mktemp("kernels"), "store", "norm")
+kernels = built("store", "norm")
 
 
 class Store:
