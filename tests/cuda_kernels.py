@@ -72,6 +72,12 @@ class ConvArgs(ctypes.Structure):
     )
 
 
+class ProbeArgs(ctypes.Structure):
+    """Of tests/emulator/probe.cu."""
+
+    _fields_ = (("in_", c_void_p), ("out", c_void_p), ("n", c_uint32))
+
+
 class AttentionShape(ctypes.Structure):
     _fields_ = tuple((name, c_uint32) for name in ("queries", "keys", "ring"))
 

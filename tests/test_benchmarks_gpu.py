@@ -368,7 +368,7 @@ def test_ours_on_a_gpu(monkeypatch):
     by_name = {line["contestant"]: line for line in lines}
     assert all(line["failure"] == "" and line["vaemem_cudnn"] for line in lines)
     for name in ("vaemem", "stripes", "graphs", "torch"):
-        assert float(by_name[name]["error"]) < 10 * 2.0**-9  # as tests/test_cuda_vae.py derives it
+        assert float(by_name[name]["error"]) < 10 * 2.0**-9  # as tests/gpu.py derives it
     assert isinstance(by_name["alone"]["unaccounted_bytes"], int)
     assert by_name["alone"]["allocated_bytes"] == by_name["vaemem"]["allocated_bytes"]
 
