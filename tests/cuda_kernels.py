@@ -27,7 +27,14 @@ every_type = pytest.mark.parametrize("dtype", TYPES)
 every_format = pytest.mark.parametrize("format_", [f for f in FORMATS if f != "rows"])
 
 
-class LoadArgs(ctypes.Structure):
+class Args(ctypes.Structure):
+    """What a kernel takes; arrays are given as they are."""
+
+    def __init__(self, **fields):
+        super().__init__(**{n: v.ctypes.data if isinstance(v, np.ndarray) else v for n, v in fields.items()})
+
+
+class LoadArgs(Args):
     _fields_ = (
         *((name, c_void_p) for name in ("x", "out", "scale", "shift")),
         *((name, c_uint32) for name in ("x_h", "x_w", "x_c", "x_pitch")),
@@ -37,7 +44,7 @@ class LoadArgs(ctypes.Structure):
     )
 
 
-class StoreArgs(ctypes.Structure):
+class StoreArgs(Args):
     _fields_ = (
         *((name, c_void_p) for name in ("raw", "bias", "add", "y", "stats", "flags")),
         *((name, c_uint32) for name in ("y_h", "y_w", "y_c", "y_pitch", "add_pitch")),
@@ -46,7 +53,7 @@ class StoreArgs(ctypes.Structure):
     )
 
 
-class MergeArgs(ctypes.Structure):
+class MergeArgs(Args):
     _fields_ = (
         *((name, c_void_p) for name in ("stats", "gamma", "beta", "scale", "shift")),
         *((name, c_uint32) for name in ("parts", "c", "groups")),
@@ -54,7 +61,7 @@ class MergeArgs(ctypes.Structure):
     )
 
 
-class AttentionArgs(ctypes.Structure):
+class AttentionArgs(Args):
     _fields_ = (
         *((name, c_void_p) for name in ("x", "y")),
         *((name, c_uint32) for name in ("n", "channels", "pitch", "y_pitch")),
@@ -62,7 +69,7 @@ class AttentionArgs(ctypes.Structure):
     )
 
 
-class ConvArgs(ctypes.Structure):
+class ConvArgs(Args):
     _fields_ = (
         *((name, c_void_p) for name in ("x", "w", "scale", "shift", "bias", "add", "y", "stats", "flags")),
         *((name, c_uint32) for name in ("x_h", "x_w", "x_pitch", "in_c")),
@@ -72,7 +79,7 @@ class ConvArgs(ctypes.Structure):
     )
 
 
-class ProbeArgs(ctypes.Structure):
+class ProbeArgs(Args):
     """Of tests/emulator/probe.cu."""
 
     _fields_ = (("in_", c_void_p), ("out", c_void_p), ("n", c_uint32))
@@ -210,8 +217,8 @@ def run_merge(kernels, sums, gamma, beta, groups, eps, seed=1):
     memory, c = Memory(), len(gamma)
     sums, gamma, beta = (memory.copy(v) for v in (sums, gamma, beta))
     scale, shift = (memory.empty(round_up(c), np.float32) for _ in range(2))
-    pointers = [v.ctypes.data for v in (sums, gamma, beta, scale, shift)]
-    args = MergeArgs(*pointers, parts=len(sums), c=c, groups=groups, eps=eps)
+    arrays = {"stats": sums, "gamma": gamma, "beta": beta, "scale": scale, "shift": shift}
+    args = MergeArgs(**arrays, parts=len(sums), c=c, groups=groups, eps=eps)
     kernels.launch("vm_merge", (groups,), (THREADS,), args, seed=seed)
     memory.check()
     assert (scale[c:] == 0).all() and (shift[c:] == 0).all()

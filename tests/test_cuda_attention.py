@@ -56,7 +56,8 @@ class Attention:
         shape = header().attention_choose(number(dtype), largest)
         shared = header().attention_shared(number(dtype), shape, c)
         assert 0 < shared <= largest
-        args = AttentionArgs(x.ctypes.data, y.ctypes.data, n, c, pitch, y_pitch, c**-0.5 if scale is None else scale)
+        scale = c**-0.5 if scale is None else scale
+        args = AttentionArgs(x=x, y=y, n=n, channels=c, pitch=pitch, y_pitch=y_pitch, scale=scale)
         grid = (-(-n // shape.queries),)
         name = f"vm_attention_{dtype}_{shape.queries}x{shape.keys}"
         self.kernels.launch(name, grid, (THREADS,), args, shared=shared, seed=seed)

@@ -72,22 +72,10 @@ class Load:
             scale, shift = (memory.copy(np.pad(v, (0, round_up(c) - c))) for v in (scale, shift))
         before, out = x.tobytes(), memory.empty((rows, width, channels), t)
         args = LoadArgs(
-            x=x.ctypes.data,
-            out=out.ctypes.data,
-            x_h=h,
-            x_w=w,
-            x_c=c,
-            x_pitch=pitch or round_up(c),
-            top=top,
-            left=left,
-            rows=rows,
-            width=width,
-            channels=channels,
-            format=FORMATS[format_],
+            x=x, out=out, scale=scale, shift=shift, x_h=h, x_w=w, x_c=c, x_pitch=pitch or round_up(c), top=top,
+            left=left, rows=rows, width=width, channels=channels, format=FORMATS[format_],
             **{"in_scale": 1, "multiply": 1, **more},
-        )
-        if scale is not None:
-            args.scale, args.shift = scale.ctypes.data, shift.ctypes.data
+        )  # fmt: skip
         self.kernels.launch(f"vm_load_{dtype}", (grid,), (THREADS,), args, seed=seed)
         memory.check()
         assert x.tobytes() == before
@@ -196,17 +184,7 @@ def test_load_beyond_2_to_the_32(load):
     x[:, :16] = numbers(np.random.default_rng(1), (width, 16), t)
     out = Memory().empty((1, width, 16), t)
     args = LoadArgs(
-        x=x.ctypes.data,
-        out=out.ctypes.data,
-        x_h=1,
-        x_w=width,
-        x_c=16,
-        x_pitch=pitch,
-        rows=1,
-        width=width,
-        channels=16,
-        in_scale=1,
-        multiply=1,
+        x=x, out=out, x_h=1, x_w=width, x_c=16, x_pitch=pitch, rows=1, width=width, channels=16, in_scale=1, multiply=1
     )
     load.kernels.launch("vm_load_f16", (3,), (THREADS,), args)
     np.testing.assert_array_equal(out[0], x[:, :16])

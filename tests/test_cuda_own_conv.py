@@ -146,11 +146,10 @@ class Conv:
             add[:n, :out] = case.add.reshape(-1, out)
         vectors = [None if v is None else memory.copy(v) for v in (case.scale, case.shift, case.bias)]
         flags = memory.full(1, np.uint32, 0)
-        args = case.args(x_pitch=x_pitch, add_pitch=add_pitch, flags=flags.ctypes.data)
-        args.x, args.w, args.y = x.ctypes.data, weights.ctypes.data, y.ctypes.data
-        args.y_pitch = y_shape[1] if case.format == ROWS else 0
-        args.scale, args.shift, args.bias = (None if v is None else v.ctypes.data for v in vectors)
-        args.add = None if add is None else add.ctypes.data
+        args = case.args(
+            x=x, w=weights, y=y, add=add, **dict(zip(("scale", "shift", "bias"), vectors, strict=True)), flags=flags,
+            x_pitch=x_pitch, add_pitch=add_pitch, y_pitch=y_shape[1] if case.format == ROWS else 0,
+        )  # fmt: skip
         t = ConvTile(*tile, header().conv_shared(*tile), 1, 1)
         parts = None
         if case.stats:

@@ -28,8 +28,7 @@ def launch(kernels, name, in_, out, n=0, grid=(1,), block=(256,), shared=0, seed
     """out as the kernel leaves it."""
     memory = Memory()
     in_, out = (None if x is None else memory.copy(np.asarray(x)) for x in (in_, out))
-    address = [None if x is None else x.ctypes.data for x in (in_, out)]
-    kernels.launch(f"vm_probe_{name}", grid, block, ProbeArgs(*address, n), shared, seed)
+    kernels.launch(f"vm_probe_{name}", grid, block, ProbeArgs(in_=in_, out=out, n=n), shared, seed)
     memory.check()
     return out
 

@@ -69,7 +69,7 @@ class Driver:
 
     def step(self, function: int, at: int, stream: int, n: int = 1) -> None:
         """Enqueues out = 2 out + 1."""
-        params = (c_void_p * 1)(ctypes.addressof(args := ProbeArgs(None, at, n)))
+        params = (c_void_p * 1)(ctypes.addressof(args := ProbeArgs(out=at, n=n)))
         self.cuLaunchKernel(function, 1, 1, 1, 32, 1, 1, 0, stream, params, None)
         args.out = None  # the launch has its own copy
 
@@ -338,7 +338,7 @@ def test_modules(driver):
     function = d.new("cuModuleGetFunction", module, b"vm_probe_reverse")
     x = np.arange(256, dtype=np.float32)
     at, s = d.memory(x), d.stream()
-    params = (c_void_p * 1)(ctypes.addressof(args := ProbeArgs(at, at, 1)))
+    params = (c_void_p * 1)(ctypes.addressof(args := ProbeArgs(in_=at, out=at, n=1)))
     before = d.library.emulator_launches()
     for shared, taken in ((48 << 10, True), ((48 << 10) + 1, False), (227 << 10, True), ((227 << 10) + 1, False)):
         if shared == 227 << 10:
