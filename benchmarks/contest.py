@@ -17,7 +17,7 @@ from common import Machine, Worker, commit, median, serve
 
 import vaemem
 from vaemem import _core
-from vaemem.tables.measure import _driver, cudnn_version
+from vaemem.tables.measure import cudnn_version, driver_version
 
 ELEMENT = {"float32": 4, "tf32": 4, "float16": 2, "bfloat16": 2}
 WARMUPS = 3
@@ -287,7 +287,7 @@ def about(machine: Machine, vae) -> dict[str, str]:
     """What ran: the last columns of every row."""
     return {
         "gpu": machine.name,
-        "driver": _driver() if machine.gpu else "",
+        "driver": driver_version() if machine.gpu else "",
         "torch": torch.__version__,
         "torch_cudnn": cudnn_version(torch),
         "vaemem_cudnn": vae._device.backend.cudnn_version if vae and vae._device else "",

@@ -20,8 +20,8 @@ import re
 import sys
 
 from vaemem.prediction import profiles
+from vaemem.prediction.cudnn import InstalledCudnn
 from vaemem.prediction.gpus import Gpu, find_gpu, gpu_names
-from vaemem.prediction.workspace import InstalledCudnn
 
 COMMON = (512, 576, 640, 704, 720, 768, 832, 896, 960, 1024, 1088, 1152, 1216, 1280, 1344, 1536, 1664, 1920, 2048)
 DTYPES = ("float16", "bfloat16", "float32")

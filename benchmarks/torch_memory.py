@@ -24,10 +24,10 @@ from pathlib import Path
 
 from common import commit, write_csv
 
-from vaemem.prediction.predict import benchmark
+from vaemem.prediction.benchmark import benchmark
 from vaemem.prediction.process import SimulatedProcess, architecture
 from vaemem.prediction.workspace import Workspace
-from vaemem.tables.measure import measure
+from vaemem.pytorch import measure
 
 MIB = 2**20
 ASKED = ("model", "op", "height", "width", "dtype", "runtime", "device")

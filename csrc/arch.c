@@ -12,57 +12,26 @@
 
 #include "vm.h"
 
-static const vm_arch sd15 = {
-    .name = "sd15",
-    .in_channels = 3,
-    .out_channels = 3,
-    .latent_channels = 4,
-    .levels = 4,
-    .block_out_channels = {128, 256, 512, 512},
-    .layers_per_block = 2,
-    .norm_num_groups = 32,
-    .norm_eps = 1e-6f,
-    .use_quant_conv = true,
-    .use_post_quant_conv = true,
-    .mid_block_add_attention = true,
-    .scaling_known = true,
-    .scaling_factor = 0.18215f,
-    .shift_factor = 0,
-};
-static const vm_arch sdxl = {
-    .name = "sdxl",
-    .in_channels = 3,
-    .out_channels = 3,
-    .latent_channels = 4,
-    .levels = 4,
-    .block_out_channels = {128, 256, 512, 512},
-    .layers_per_block = 2,
-    .norm_num_groups = 32,
-    .norm_eps = 1e-6f,
-    .use_quant_conv = true,
-    .use_post_quant_conv = true,
-    .mid_block_add_attention = true,
-    .scaling_known = true,
-    .scaling_factor = 0.13025f,
-    .shift_factor = 0,
-};
-static const vm_arch flux = {
-    .name = "flux",
-    .in_channels = 3,
-    .out_channels = 3,
-    .latent_channels = 16,
-    .levels = 4,
-    .block_out_channels = {128, 256, 512, 512},
-    .layers_per_block = 2,
-    .norm_num_groups = 32,
-    .norm_eps = 1e-6f,
-    .use_quant_conv = false,
-    .use_post_quant_conv = false,
-    .mid_block_add_attention = true,
-    .scaling_known = true,
-    .scaling_factor = 0.3611f,
-    .shift_factor = 0.1159f,
-};
+/* What the three have in common. */
+#define VM_SD_FAMILY                                                                                  \
+    .in_channels = 3, .out_channels = 3, .levels = 4, .block_out_channels = {128, 256, 512, 512},     \
+    .layers_per_block = 2, .norm_num_groups = 32, .norm_eps = 1e-6f, .mid_block_add_attention = true, \
+    .scaling_known = true
+
+static const vm_arch sd15 = {VM_SD_FAMILY,
+                             .name = "sd15",
+                             .latent_channels = 4,
+                             .use_quant_conv = true,
+                             .use_post_quant_conv = true,
+                             .scaling_factor = 0.18215f};
+static const vm_arch sdxl = {VM_SD_FAMILY,
+                             .name = "sdxl",
+                             .latent_channels = 4,
+                             .use_quant_conv = true,
+                             .use_post_quant_conv = true,
+                             .scaling_factor = 0.13025f};
+static const vm_arch flux = {VM_SD_FAMILY, .name = "flux", .latent_channels = 16, .scaling_factor = 0.3611f,
+                             .shift_factor = 0.1159f};
 
 const vm_arch *const *vm_arch_models(void) {
     static const vm_arch *const all[] = {&sd15, &sdxl, &flux, NULL};

@@ -1,22 +1,19 @@
-/* The only allocator of the core: categories, peaks, huge pages, fault injection.
+/* The only allocator of the core: categories, peaks, fault injection. The memory itself is a device's (vm_device.take).
  *
  * live[] counts what is in use, reserved what is held from the system. They differ by the arena,
  * which is reserved whole and used pass by pass. */
-#define _GNU_SOURCE
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
 
 #include "vm.h"
-
-enum { MAPPED_FROM = 1 << 20, HUGE_PAGE = 2 << 20 };
 
 struct vm_mem {
     pthread_mutex_t lock;
     size_t references;
-    const vm_backend *device; /* whose memory; NULL for the host's */
+    const vm_device *device; /* whose memory */
+    const vm_backend *backend;
     vm_usage usage;
 };
 
@@ -39,7 +36,8 @@ vm_mem *vm_mem_new(const vm_backend *backend) {
     }
     pthread_mutex_init(&mem->lock, NULL);
     mem->references = 1;
-    mem->device = backend && backend->device ? backend : NULL;
+    mem->device = backend ? backend->device : &vm_host;
+    mem->backend = backend;
     return mem;
 }
 
@@ -60,34 +58,6 @@ void vm_mem_release(vm_mem *mem) {
     free(mem);
 }
 
-/* A block from the system; mapped blocks are aligned to huge pages by trimming a larger mapping. */
-static void *take(size_t bytes) {
-    if (injected_fault()) return NULL;
-    if (bytes < MAPPED_FROM) {
-        void *block = aligned_alloc(VM_ALIGN, VM_ROUND_UP(VM_MAX(bytes, 1), VM_ALIGN));
-        if (block) memset(block, 0, bytes);
-        return block;
-    }
-    if (bytes > SIZE_MAX - 2 * HUGE_PAGE) return NULL;
-    size_t length = VM_ROUND_UP(bytes, 4096), whole = length + HUGE_PAGE;
-    char *map = mmap(NULL, whole, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (map == MAP_FAILED) return NULL;
-    char *block = (char *)VM_ROUND_UP((uintptr_t)map, HUGE_PAGE);
-    if (block > map) munmap(map, (size_t)(block - map));
-    munmap(block + length, (size_t)(map + whole - (block + length)));
-#ifdef MADV_HUGEPAGE
-    madvise(block, length, MADV_HUGEPAGE); /* advice: a kernel without huge pages may refuse it */
-#endif
-    return block;
-}
-
-static void give(void *block, size_t bytes) {
-    if (bytes < MAPPED_FROM)
-        free(block);
-    else
-        munmap(block, VM_ROUND_UP(bytes, 4096));
-}
-
 static void account(vm_mem *mem, vm_category category, size_t bytes, bool more) {
     vm_usage *u = &mem->usage;
     u->live[category] += more ? bytes : -bytes;
@@ -96,19 +66,14 @@ static void account(vm_mem *mem, vm_category category, size_t bytes, bool more) 
     if (now > peak) memcpy(u->peak, u->live, sizeof u->peak);
 }
 
-static vm_status out_of_memory(size_t bytes) {
-    return vm_fail(VM_ENOMEM, "memory: the system has no %zu bytes (%.1f MiB) to give", bytes, (double)bytes / 1048576);
-}
-
 vm_status vm_mem_reserve(vm_mem *mem, size_t bytes, void **out) {
-    vm_status s = VM_OK;
-    if (!mem->device)
-        *out = take(bytes);
-    else if (injected_fault())
-        *out = NULL;
-    else if ((s = mem->device->device->take(mem->device, bytes, out)))
-        return vm_fail(s, "%s", mem->device->device->error());
-    if (!*out) return out_of_memory(bytes);
+    *out = NULL;
+    if (bytes > PTRDIFF_MAX) return vm_fail(VM_EOVERFLOW, "memory: want at most %td bytes, got more", PTRDIFF_MAX);
+    vm_status s = injected_fault() ? VM_OK : mem->device->take(mem->backend, bytes, out);
+    if (s) return vm_said(mem->device, s);
+    if (!*out)
+        return vm_fail(VM_ENOMEM, "memory: the system has no %zu bytes (%.1f MiB) to give", bytes,
+                       (double)bytes / 1048576);
     pthread_mutex_lock(&mem->lock);
     mem->usage.reserved += bytes;
     pthread_mutex_unlock(&mem->lock);
@@ -117,10 +82,7 @@ vm_status vm_mem_reserve(vm_mem *mem, size_t bytes, void **out) {
 
 void vm_mem_unreserve(vm_mem *mem, void *block, size_t bytes) {
     if (!block) return;
-    if (mem->device)
-        mem->device->device->give(mem->device, block);
-    else
-        give(block, bytes);
+    mem->device->give(mem->backend, block, bytes);
     pthread_mutex_lock(&mem->lock);
     mem->usage.reserved -= bytes;
     pthread_mutex_unlock(&mem->lock);
@@ -150,19 +112,19 @@ void vm_mem_free(vm_mem *mem, vm_category category, void *block, size_t bytes) {
     vm_mem_unreserve(mem, block, bytes);
 }
 
-size_t vm_mem_room(size_t count) {
-    size_t room = count ? 16 : 0;
-    while (room < count) room *= 2;
-    return room;
+size_t vm_mem_capacity(size_t count) {
+    size_t capacity = count ? 16 : 0;
+    while (capacity < count) capacity *= 2;
+    return capacity;
 }
 
 vm_status vm_mem_grow(vm_mem *mem, vm_category category, void **array, size_t count, size_t item_bytes) {
-    if (count < vm_mem_room(count)) return VM_OK;
+    if (count < vm_mem_capacity(count)) return VM_OK;
     void *wider;
-    vm_status s = vm_mem_alloc(mem, category, vm_mem_room(count + 1) * item_bytes, &wider);
+    vm_status s = vm_mem_alloc(mem, category, vm_mem_capacity(count + 1) * item_bytes, &wider);
     if (s) return s;
     if (count) memcpy(wider, *array, count * item_bytes);
-    vm_mem_free(mem, category, *array, vm_mem_room(count) * item_bytes);
+    vm_mem_free(mem, category, *array, vm_mem_capacity(count) * item_bytes);
     *array = wider;
     return VM_OK;
 }

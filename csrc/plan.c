@@ -10,6 +10,7 @@
  *     0  ------------------------> step      highest column
  *
  * For the shipped models this leaves no hole under the peak (a test holds it to that). */
+#include <stdio.h>
 #include <string.h>
 
 #include "vm.h"
@@ -17,70 +18,64 @@
 static bool overlap(const vm_piece *a, const vm_piece *b) { return a->first <= b->last && b->first <= a->last; }
 
 /* Lowest offset where p meets no placed piece that it overlaps in time. */
-static size_t lowest_offset(const vm_plan *plan, const vm_piece *p, const bool *placed) {
+static size_t lowest_offset(const vm_plan *plan, const vm_piece *p) {
     for (size_t offset = 0;;) {
         const vm_piece *hit = NULL;
         for (size_t i = 0; i < plan->pieces && !hit; i++) {
             const vm_piece *q = &plan->piece[i];
-            if (placed[i] && overlap(p, q) && offset < q->offset + q->bytes && q->offset < offset + p->bytes) hit = q;
+            if (q->placed && overlap(p, q) && offset < vm_sum(q->offset, q->bytes) &&
+                q->offset < vm_sum(offset, p->bytes))
+                hit = q;
         }
         if (!hit) return offset;
-        offset = hit->offset + hit->bytes;
+        offset = vm_sum(hit->offset, hit->bytes);
     }
 }
 
-/* What is placed earlier: by bytes, or by bytes times steps. Neither is always the better. */
+/* Which pieces are placed first: those with the most bytes, or with the most bytes times steps. Neither order is always
+ * better, so both are tried. */
 typedef double (*vm_weigh)(const vm_piece *p);
 static double by_bytes(const vm_piece *p) { return (double)p->bytes; }
 static double by_bytes_and_steps(const vm_piece *p) { return (double)p->bytes * (p->last - p->first + 1); }
 
 /* Fills the offsets; returns the height of the arena. */
-static size_t place_by(vm_plan *plan, vm_weigh weigh, bool *placed) {
+static size_t place_by(vm_plan *plan, vm_weigh weigh) {
     size_t height = 0;
-    memset(placed, 0, plan->pieces);
+    for (size_t i = 0; i < plan->pieces; i++) plan->piece[i].placed = false;
     for (size_t n = 0; n < plan->pieces; n++) {
         size_t next = plan->pieces;
         for (size_t i = 0; i < plan->pieces; i++)
-            if (!placed[i] && (next == plan->pieces || weigh(&plan->piece[i]) > weigh(&plan->piece[next]))) next = i;
+            if (!plan->piece[i].placed && (next == plan->pieces || weigh(&plan->piece[i]) > weigh(&plan->piece[next])))
+                next = i;
         vm_piece *p = &plan->piece[next];
-        p->offset = lowest_offset(plan, p, placed);
-        placed[next] = true;
-        height = VM_MAX(height, p->offset + p->bytes);
+        p->offset = lowest_offset(plan, p);
+        p->placed = true;
+        height = VM_MAX(height, vm_sum(p->offset, p->bytes));
     }
     return height;
 }
 
-static vm_status place(vm_model *m, vm_plan *plan) {
-    bool *placed;
-    vm_status s = vm_mem_alloc(m->host, VM_SCRATCH, plan->pieces, (void **)&placed);
-    if (s) return s;
-    const size_t other = place_by(plan, by_bytes_and_steps, placed);
-    plan->arena_bytes = place_by(plan, by_bytes, placed);
-    if (other < plan->arena_bytes) plan->arena_bytes = place_by(plan, by_bytes_and_steps, placed);
-    vm_mem_free(m->host, VM_SCRATCH, placed, plan->pieces);
-    return VM_OK;
+static void place(vm_plan *plan) {
+    const size_t other = place_by(plan, by_bytes_and_steps);
+    plan->arena_bytes = place_by(plan, by_bytes);
+    if (other < plan->arena_bytes) plan->arena_bytes = place_by(plan, by_bytes_and_steps);
 }
 
 static int add_piece(vm_plan *plan, vm_category category, size_t bytes, int first, int last) {
-    const size_t align = plan->ask.backend->device ? VM_DEVICE_ALIGN : VM_ALIGN;
-    plan->piece[plan->pieces] = (vm_piece){category, first, last, VM_ROUND_UP(bytes, align), 0};
+    plan->piece[plan->pieces] =
+        (vm_piece){category, first, last, vm_round_up(bytes, plan->ask.backend->device->align), 0, false};
     return (int)plan->pieces++;
 }
 
-static vm_status value_bytes(size_t *out, const vm_value *v, const vm_request *r) {
-    vm_status s = vm_multiply(out, VM_BLOCKS(v->c) * VM_BLOCK * r->backend->element, r->height >> v->level, "size");
-    return s ? s : vm_multiply(out, *out, r->width >> v->level, "size");
-}
-
-static float unit_of(const vm_request *r, const vm_graph *g, int value) {
-    return value == VM_NONE || g->value[value].exact || !r->unit ? 1 : r->unit;
+static float scale_of(const vm_request *r, const vm_graph *g, int value) {
+    return value == VM_NONE || g->value[value].exact || !r->scale ? 1 : r->scale;
 }
 
 /* A tenth of T, the largest tensor of 128 channels: with the rest of the peak that stays within 3.2 T. */
-static size_t room(const vm_request *r, const vm_arch *arch) {
+static size_t default_stripe_bytes(const vm_request *r, const vm_arch *arch) {
     enum { LEAST = 1 << 20 };
     const size_t c = VM_BLOCKS(arch->block_out_channels[0]) * VM_BLOCK;
-    return r->room ? r->room : VM_MAX(c * r->height * r->width * r->backend->element / 10, LEAST);
+    return VM_MAX(VM_PRODUCT(c, r->height, r->width, r->backend->element) / 10, LEAST);
 }
 
 static void set_shapes(const vm_request *r, const vm_graph *g, const vm_node *n, vm_step *step, const vm_arch *arch) {
@@ -90,9 +85,8 @@ static void set_shapes(const vm_request *r, const vm_graph *g, const vm_node *n,
     p->x.w = r->width >> n->x_level;
     p->y.h = r->height >> n->y_level;
     p->y.w = r->width >> n->y_level;
-    p->x_unit = unit_of(r, g, n->x);
-    p->y_unit = unit_of(r, g, n->y);
-    p->room = room(r, arch);
+    p->x_scale = scale_of(r, g, n->x);
+    p->y_scale = scale_of(r, g, n->y);
     if (n->x == VM_NONE) p->x_format = r->in;
     if (n->y == VM_NONE) p->y_format = r->out;
     if (n->x == VM_NONE && r->op == VM_DECODE && r->scaled) {
@@ -103,8 +97,10 @@ static void set_shapes(const vm_request *r, const vm_graph *g, const vm_node *n,
 }
 
 /* Pieces of the values: from the first node that touches one to the last. */
-static vm_status add_values(vm_plan *plan, const vm_graph *g, int *piece_of) {
+static void add_values(vm_plan *plan, const vm_graph *g) {
+    const vm_request *r = &plan->ask;
     for (size_t v = 0; v < g->values; v++) {
+        const vm_value *value = &g->value[v];
         int first = VM_NONE, last = VM_NONE;
         for (size_t i = 0; i < g->nodes; i++) {
             const vm_node *n = &g->node[i];
@@ -112,12 +108,10 @@ static vm_status add_values(vm_plan *plan, const vm_graph *g, int *piece_of) {
             if (first == VM_NONE) first = (int)i;
             last = (int)i;
         }
-        size_t bytes;
-        vm_status s = value_bytes(&bytes, &g->value[v], &plan->ask);
-        if (s) return s;
-        piece_of[v] = add_piece(plan, VM_ACTIVATIONS, bytes, first, last);
+        const size_t bytes = VM_PRODUCT(VM_BLOCKS(value->c) * VM_BLOCK, r->height >> value->level,
+                                        r->width >> value->level, r->backend->element);
+        plan->piece_of[v] = add_piece(plan, VM_ACTIVATIONS, bytes, first, last);
     }
-    return VM_OK;
 }
 
 static int last_reader_of_stats(const vm_graph *g, size_t node) {
@@ -126,8 +120,10 @@ static int last_reader_of_stats(const vm_graph *g, size_t node) {
     return (int)node;
 }
 
-static vm_status add_steps(vm_plan *plan, const vm_graph *g, const int *piece_of) {
+static vm_status add_steps(vm_plan *plan, const vm_graph *g) {
     const vm_backend *b = plan->ask.backend;
+    const vm_limits *limits = &plan->ask.limits;
+    const int *piece_of = plan->piece_of;
     for (size_t i = 0; i < g->nodes; i++) {
         const vm_node *n = &g->node[i];
         vm_step *s = &plan->step[i];
@@ -135,19 +131,23 @@ static vm_status add_steps(vm_plan *plan, const vm_graph *g, const int *piece_of
         s->y = n->y == VM_NONE ? VM_NONE : piece_of[n->y];
         s->add = n->add == VM_NONE ? VM_NONE : piece_of[n->add];
         s->y_stats = s->x_stats = VM_NONE;
-        const size_t parts = n->pass.stats ? b->parts(b, &s->pass) : 0;
+        const size_t parts = n->pass.stats ? b->parts(b, &s->pass, limits) : 0;
         if (parts)
-            s->y_stats = add_piece(plan, VM_SCRATCH, parts * vm_stats_floats(s->pass.y.c) * sizeof(float), (int)i,
-                                   last_reader_of_stats(g, i));
+            s->y_stats = add_piece(plan, VM_SCRATCH, VM_PRODUCT(parts, vm_stats_floats(s->pass.y.c), sizeof(float)),
+                                   (int)i, last_reader_of_stats(g, i));
         if (n->x_stats != VM_NONE) {
             s->x_stats = plan->step[n->x_stats].y_stats;
-            s->parts = b->parts(b, &plan->step[n->x_stats].pass);
+            s->parts = b->parts(b, &plan->step[n->x_stats].pass, limits);
         }
-        s->scratch = add_piece(plan, VM_SCRATCH, b->scratch(b, &s->pass, plan->ask.threads), (int)i, (int)i);
+        s->scratch = add_piece(plan, VM_SCRATCH, b->scratch(b, &s->pass, limits), (int)i, (int)i);
         s->workspace = VM_NONE;
         size_t bytes = 0;
-        vm_status status = b->workspace ? b->workspace(b, &s->pass, &bytes) : VM_OK;
-        if (status) return vm_fail(status, "%s: %s", n->name, b->device->error());
+        const vm_status status = b->workspace(b, &s->pass, limits, &bytes);
+        if (status) {
+            char sentence[VM_SENTENCE];
+            snprintf(sentence, sizeof sentence, "%s", b->device->error());
+            return vm_fail(status, "%s: %s", n->name, sentence);
+        }
         if (bytes) s->workspace = add_piece(plan, VM_WORKSPACE, bytes, (int)i, (int)i);
     }
     return VM_OK;
@@ -158,43 +158,42 @@ static vm_status add_steps(vm_plan *plan, const vm_graph *g, const int *piece_of
 static void add_staging(vm_plan *plan) {
     const int last = (int)plan->steps - 1, whole = plan->ask.batch > 1;
     plan->in = plan->out = VM_NONE;
-    if (!plan->ask.staged) return;
+    if (!plan->staged) return;
     plan->in = add_piece(plan, VM_ACTIVATIONS, plan->in_bytes, 0, whole ? last : 0);
     plan->out = add_piece(plan, VM_OUTPUT, plan->out_bytes, whole ? 0 : last, last);
 }
 
 static size_t sum(const size_t bytes[VM_CATEGORIES]) {
     size_t total = 0;
-    for (int c = 0; c < VM_CATEGORIES; c++) total += bytes[c];
+    for (int c = 0; c < VM_CATEGORIES; c++) total = vm_sum(total, bytes[c]);
     return total;
 }
 
 static void count_live(const vm_model *m, vm_plan *plan) {
-    const size_t output = plan->ask.own_output ? plan->out_bytes * plan->ask.batch : 0;
+    const size_t output = plan->ask.own_output ? VM_PRODUCT(plan->out_bytes, plan->ask.batch) : 0;
     const size_t weights = vm_mem_usage(m->mem).live[VM_WEIGHTS];
-    const size_t own = m->mem == m->host ? plan->plan_bytes + plan->pool_bytes : 0;
+    plan->own_bytes = m->mem == m->host ? plan->plan_bytes + plan->pool_bytes : 0;
     for (size_t i = 0; i < plan->steps; i++) {
         size_t *live = plan->step[i].live;
         live[VM_WEIGHTS] = weights;
         live[VM_OUTPUT] = output;
-        live[VM_SCRATCH] = own;
-        for (size_t p = 0; p < plan->pieces; p++)
+        live[VM_SCRATCH] = plan->own_bytes;
+        for (size_t p = 0; p < plan->pieces; p++) {
+            size_t *bytes = &live[plan->piece[p].category];
             if (plan->piece[p].first <= (int)i && (int)i <= plan->piece[p].last)
-                live[plan->piece[p].category] += plan->piece[p].bytes;
+                *bytes = vm_sum(*bytes, plan->piece[p].bytes);
+        }
         if (sum(live) <= sum(plan->peak)) continue;
         memcpy(plan->peak, live, sizeof plan->peak);
         plan->peak_step = i;
     }
-    plan->reserved = weights + output + own + plan->arena_bytes;
+    plan->reserved = sum((const size_t[VM_CATEGORIES]){weights, output, plan->own_bytes, plan->arena_bytes});
 }
 
 /* Bytes of one batch item of the user's pixels: images at full size, latents (or moments) at the lowest level. */
-static vm_status pixel_bytes(size_t *out, const vm_request *r, vm_format format, size_t channels, size_t divisor) {
+static size_t pixel_bytes(const vm_request *r, vm_format format, size_t channels, size_t divisor) {
     const size_t item = format == VM_U8_NHWC ? 1 : format == VM_F32_NCHW ? 4 : 2;
-    vm_status s = vm_multiply(out, channels * item, r->height / divisor, "size");
-    if (!s) s = vm_multiply(out, *out, r->width / divisor, "size");
-    size_t whole;
-    return s ? s : vm_multiply(&whole, *out, r->batch, "size");
+    return VM_PRODUCT(channels, item, r->height / divisor, r->width / divisor);
 }
 
 static vm_status check_request(const vm_model *m, const vm_request *r) {
@@ -215,25 +214,37 @@ static vm_status check_request(const vm_model *m, const vm_request *r) {
     return VM_OK;
 }
 
-static vm_status build(vm_model *m, vm_plan *plan, int *piece_of) {
-    const vm_request *r = &plan->ask;
+static vm_status check_fits(const vm_request *r, size_t bytes) {
+    if (bytes <= PTRDIFF_MAX) return VM_OK;
+    return vm_fail(VM_EOVERFLOW,
+                   "size: a batch of %zu at %zu x %zu with %u threads takes more bytes than can be addressed", r->batch,
+                   r->height, r->width, r->limits.threads);
+}
+
+static vm_status build(const vm_model *m, vm_plan *plan) {
+    vm_request *r = &plan->ask;
     const vm_graph *g = &m->graph[r->op];
     const size_t factor = vm_arch_factor(&m->arch), latent = m->arch.latent_channels;
     const bool encode = r->op == VM_ENCODE;
-    vm_status s = pixel_bytes(&plan->in_bytes, r, r->in, encode ? m->arch.in_channels : latent, encode ? 1 : factor);
-    if (!s)
-        s = pixel_bytes(&plan->out_bytes, r, r->out, encode ? 2 * latent : m->arch.out_channels, encode ? factor : 1);
-    if (!s) s = add_values(plan, g, piece_of); /* from here on every size fits, so the kernels' sums do too */
-    if (s) return s;
+    plan->staged = r->host_arrays && !r->backend->device->addressable;
+    r->own_output &=
+        !plan->staged; /* a staged one has its place in the arena; the host's copy is no part of the plan */
+    if (!r->limits.stripe_bytes) r->limits.stripe_bytes = default_stripe_bytes(r, &m->arch);
+    plan->in_bytes = pixel_bytes(r, r->in, encode ? m->arch.in_channels : latent, encode ? 1 : factor);
+    plan->out_bytes = pixel_bytes(r, r->out, encode ? 2 * latent : m->arch.out_channels, encode ? factor : 1);
+    add_values(plan, g);
+    vm_status s = VM_OK;
+    for (size_t p = 0; p < plan->pieces && !s; p++) s = check_fits(r, plan->piece[p].bytes);
+    if (s) return s; /* before a backend is asked about passes of such sizes */
     for (size_t i = 0; i < g->nodes; i++) {
         set_shapes(r, g, &g->node[i], &plan->step[i], &m->arch);
-        plan->rows += plan->step[i].pass.y.h * r->batch;
+        plan->rows = vm_sum(plan->rows, VM_PRODUCT(plan->step[i].pass.y.h, r->batch));
     }
-    if ((s = add_steps(plan, g, piece_of))) return s;
+    if ((s = add_steps(plan, g))) return s;
     add_staging(plan);
-    if ((s = place(m, plan))) return s;
+    place(plan);
     count_live(m, plan);
-    return VM_OK;
+    return check_fits(r, vm_sum(plan->reserved, VM_PRODUCT(vm_sum(plan->in_bytes, plan->out_bytes), r->batch)));
 }
 
 vm_status vm_plan_new(vm_model *m, const vm_request *ask, vm_plan **out) {
@@ -241,19 +252,23 @@ vm_status vm_plan_new(vm_model *m, const vm_request *ask, vm_plan **out) {
     vm_status s = check_request(m, ask);
     if (s) return s;
     const vm_graph *g = &m->graph[ask->op];
-    const size_t most = g->values + 3 * g->nodes + 2;
-    const size_t bytes = VM_ROUND_UP(sizeof(vm_plan) + g->nodes * sizeof(vm_step) + most * sizeof(vm_piece), VM_ALIGN);
-    vm_plan *plan;
-    int *piece_of;
-    if ((s = vm_mem_alloc(m->host, VM_SCRATCH, bytes, (void **)&plan))) return s;
-    *plan = (vm_plan){.ask = *ask, .steps = g->nodes, .pool_bytes = vm_pool_bytes(ask->threads), .plan_bytes = bytes};
-    plan->step = (vm_step *)(plan + 1);
-    plan->piece = (vm_piece *)(plan->step + g->nodes);
-    if (!(s = vm_mem_alloc(m->host, VM_SCRATCH, g->values * sizeof *piece_of, (void **)&piece_of))) {
-        s = build(m, plan, piece_of);
-        vm_mem_free(m->host, VM_SCRATCH, piece_of, g->values * sizeof *piece_of);
-    }
-    if (s)
+    const size_t pieces = g->values + 3 * g->nodes + 2;
+    size_t bytes = 0;
+    vm_put_bytes(&bytes, sizeof(vm_plan), VM_ALIGN);
+    const size_t step = vm_put_bytes(&bytes, g->nodes * sizeof(vm_step), VM_ALIGN);
+    const size_t piece = vm_put_bytes(&bytes, pieces * sizeof(vm_piece), VM_ALIGN);
+    const size_t piece_of = vm_put_bytes(&bytes, g->values * sizeof(int), VM_ALIGN);
+    char *block;
+    if ((s = vm_mem_reserve(m->host, bytes, (void **)&block))) return s;
+    vm_plan *plan = (vm_plan *)block;
+    *plan = (vm_plan){.ask = *ask,
+                      .steps = g->nodes,
+                      .step = (vm_step *)(block + step),
+                      .piece = (vm_piece *)(block + piece),
+                      .piece_of = (int *)(block + piece_of),
+                      .pool_bytes = vm_pool_bytes(ask->limits.threads),
+                      .plan_bytes = bytes};
+    if ((s = build(m, plan)))
         vm_plan_free(m, plan);
     else
         *out = plan;
@@ -261,5 +276,5 @@ vm_status vm_plan_new(vm_model *m, const vm_request *ask, vm_plan **out) {
 }
 
 void vm_plan_free(vm_model *m, vm_plan *plan) {
-    if (plan) vm_mem_free(m->host, VM_SCRATCH, plan, plan->plan_bytes);
+    if (plan) vm_mem_unreserve(m->host, plan, plan->plan_bytes);
 }

@@ -4,7 +4,7 @@
 
 #include "vm.h"
 
-static _Thread_local char last_error[512];
+static _Thread_local char last_error[VM_SENTENCE];
 
 vm_status vm_fail(vm_status status, const char *format, ...) {
     va_list args;
@@ -16,8 +16,7 @@ vm_status vm_fail(vm_status status, const char *format, ...) {
 
 const char *vm_error(void) { return last_error; }
 
-vm_status vm_multiply(size_t *out, size_t a, size_t b, const char *what) {
-    if (__builtin_mul_overflow(a, b, out))
-        return vm_fail(VM_EOVERFLOW, "%s: %zu x %zu does not fit in %zu bits", what, a, b, 8 * sizeof(size_t));
-    return VM_OK;
+vm_status vm_said(const vm_device *device, vm_status status) {
+    const char *sentence = status ? device->error() : last_error;
+    return sentence == last_error ? status : vm_fail(status, "%s", sentence);
 }

@@ -1,8 +1,9 @@
 /* The core's C API: plain C11, no Python, no intrinsics.
  *
- *   arch.c     what a model is            weights.c  its tensors, packed once
- *   passes.c   what a run does            plan.c     where every byte of it lies
- *   run.c      does it on a backend       mem.c      the only allocator     pool.c  the only threads
+ *   arch.c     what a model is          passes.c   what a run of it does        weights.c  its tensors
+ *   model.c    all of these as one object, in a device's memory
+ *   plan.c     where every byte of a run lies, before it
+ *   run.c      does it on a backend     mem.c      the only allocator           pool.c     the only threads
  *
  * Ownership: whoever calls *_new owns the object and gives it to *_free, which accepts NULL and
  * half-built objects. A pointer argument is borrowed for the call unless its comment says so.
@@ -14,8 +15,8 @@
 
 /* ---- status.c ---- */
 
-/* *out = a * b, or VM_EOVERFLOW naming `what`. */
-vm_status vm_multiply(size_t *out, size_t a, size_t b, const char *what);
+/* Makes the sentence behind a device's status this thread's own. Returns status. */
+vm_status vm_said(const vm_device *device, vm_status status);
 
 /* ---- mem.c: every byte that the core takes ---- */
 
@@ -37,16 +38,17 @@ typedef struct vm_usage {
 /* An account that blocks are charged to. References are counted, for blocks handed to the user outlive the model.
  * Thread-safe. */
 typedef struct vm_mem vm_mem;
-/* backend: whose memory, borrowed until the account is gone; NULL, or one without a device: the host's. */
+/* backend: in whose device's memory, borrowed until the account is gone; NULL: the host's. */
 vm_mem *vm_mem_new(const vm_backend *backend);
 vm_mem *vm_mem_retain(vm_mem *mem);
 void vm_mem_release(vm_mem *mem);
-/* VM_ALIGN-aligned and, in host memory, zeroed. From 1 MiB up a mapping of its own there, advised to huge pages. */
+/* Aligned as the device does, and in host memory zeroed. */
 vm_status vm_mem_alloc(vm_mem *mem, vm_category category, size_t bytes, void **out);
 void vm_mem_free(vm_mem *mem, vm_category category, void *block, size_t bytes);
-/* Room for one more item behind the `count` that *array holds (it doubles: vm_mem_room items in all). */
+/* Makes place for one more item behind the `count` that *array holds: vm_mem_capacity(count + 1) items in all. */
 vm_status vm_mem_grow(vm_mem *mem, vm_category category, void **array, size_t count, size_t item_bytes);
-size_t vm_mem_room(size_t count);
+/* Items that an array grown to `count` has place for: it doubles. */
+size_t vm_mem_capacity(size_t count);
 /* The same for memory whose use is charged apart: the arena. */
 vm_status vm_mem_reserve(vm_mem *mem, size_t bytes, void **out);
 void vm_mem_unreserve(vm_mem *mem, void *block, size_t bytes);
@@ -91,7 +93,6 @@ typedef struct vm_tensor {
     char name[VM_NAME];
     size_t dims, shape[4]; /* as in the file: (c), (out, in) or (out, in, k, k) */
     vm_weight weight;
-    size_t taps, depth;   /* packed [out/16][in/16][taps][depth][16]; a vector has in = taps = depth = 1 */
     size_t offset, bytes; /* in the packed copy */
     bool set;
 } vm_tensor;
@@ -110,7 +111,7 @@ typedef struct vm_node {
 typedef struct vm_value {
     size_t c; /* the widest tensor it holds: its row keeps that width */
     int level;
-    bool exact; /* never scaled: what attention reads and writes */
+    bool exact; /* kept as it is, never multiplied by vm_request.scale: what attention reads and writes */
 } vm_value;
 
 typedef struct vm_graph {
@@ -125,35 +126,41 @@ vm_status vm_passes_build(struct vm_model *model, vm_op op);
 /* Multiply-adds count twice; the folded upsample counts what it computes. */
 double vm_pass_flops(const vm_pass *pass);
 
-/* ---- weights.c: the model object and its tensors ---- */
+/* ---- model.c: an architecture with its passes and weights ---- */
 
 enum { VM_ENCODER = 1 << VM_ENCODE, VM_DECODER = 1 << VM_DECODE };
 
 typedef struct vm_model {
-    vm_mem *mem;               /* weights, arena and outputs */
-    vm_mem *host;              /* what the core keeps of its own; mem itself where that is the host's */
-    const vm_backend *backend; /* with a device: where the model lives; NULL: any CPU, chosen run by run */
+    vm_mem *mem;               /* weights, arena and outputs, in the device's memory */
+    vm_mem *host;              /* what the core keeps of its own; mem itself where the device is the host */
+    const vm_backend *backend; /* where the model lives; on the host a run may be given another that lives there too */
     vm_arch arch;
     unsigned parts; /* VM_ENCODER | VM_DECODER */
     vm_graph graph[VM_OPS];
     size_t tensors;
     vm_tensor *tensor;
-    void *weights; /* the packed copy; the first VM_STATE bytes are the backend's own where it has a device */
+    void *weights; /* the packed copy */
     size_t weights_bytes;
     void *arena; /* kept between runs */
     size_t arena_bytes;
 } vm_model;
 
-/* backend: with a device, or NULL for any CPU; borrowed until the model and its outputs are gone. */
+/* backend: on whose device, borrowed until the model and its outputs are gone; NULL: the host. */
 vm_status vm_model_new(const vm_arch *arch, unsigned parts, const vm_backend *backend, vm_model **out);
 void vm_model_free(vm_model *model);
-/* Adds a tensor at the end of the packed copy, before it is allocated; its index. */
+/* Gives the arena back to the system. */
+void vm_model_trim(vm_model *model);
+
+/* ---- weights.c ---- */
+
+/* Adds a tensor at the end of the packed copy, before it is allocated; its index, or VM_NONE. */
 int vm_weights_add(vm_model *model, const char *name, size_t dims, const vm_weight *weight);
 const vm_tensor *vm_weights_find(const vm_model *model, const char *name);
-
+/* VM_EINVAL where a tensor was never set. */
+vm_status vm_weights_check(const vm_model *model);
 /* data: the tensor in its file's layout. */
 vm_status vm_weights_set(vm_model *model, size_t tensor, vm_dtype dtype, const void *data);
-/* VM_EINVAL where the copy is a device's: it may be rounded, and folded. */
+/* VM_EINVAL where the device keeps weights rounded. */
 vm_status vm_weights_get(const vm_model *model, size_t tensor, float *data);
 
 /* ---- plan.c: every byte of a run, before it ---- */
@@ -163,6 +170,7 @@ typedef struct vm_piece {
     vm_category category;
     int first, last;
     size_t bytes, offset;
+    bool placed; /* offset is known */
 } vm_piece;
 
 /* What a node needs, by index into vm_plan.piece; VM_NONE where it needs none. */
@@ -179,31 +187,33 @@ typedef struct vm_step {
 typedef struct vm_request {
     vm_op op;
     const vm_backend *backend;
-    unsigned threads;
+    vm_limits limits;            /* stripe_bytes 0: a tenth of T */
     size_t height, width, batch; /* of the image */
     vm_format in, out;           /* of the user's arrays */
-    bool own_output;             /* the output is allocated by the core and counted */
-    bool staged; /* the arrays are in the host's memory and the model is not: they pass through the arena */
+    bool host_arrays;            /* they are in the host's memory, else in the device's */
+    bool own_output;             /* the output is this run's, and counted */
     bool scaled; /* latents are divided by the scaling factor, and shifted, on the way into the decoder */
-    size_t room; /* bytes that the stripes of a pass may take (GPUs); 0: a tenth of T */
-    float unit;  /* power of two by which activations are kept multiplied; 0 is 1 */
+    float scale; /* a power of two that activations are kept multiplied by; 0 is 1 */
 } vm_request;
 
 typedef struct vm_plan {
     vm_request ask;
     size_t in_bytes, out_bytes; /* of one batch item of the user's pixels */
-    int in, out;                /* pieces, where they are staged */
+    bool staged;                /* the user's arrays pass through the arena, for the device cannot address them */
+    int in, out;                /* their pieces then */
     size_t steps, pieces;
     vm_step *step;
     vm_piece *piece;
+    int *piece_of; /* value -> its piece */
     size_t arena_bytes, pool_bytes, plan_bytes;
+    size_t own_bytes;           /* of the last two: what the run counts as its scratch */
     size_t peak[VM_CATEGORIES]; /* when their sum is largest */
     size_t peak_step;
     size_t reserved; /* weights + arena + output + what the run itself needs */
     size_t rows;     /* of progress, the whole batch */
 } vm_plan;
 
-/* *out is charged to model->host as scratch, and counts itself where that is the model's own account. */
+/* Needs nothing of the model that a run changes, so a model may be planned for while it runs. */
 vm_status vm_plan_new(vm_model *model, const vm_request *ask, vm_plan **out);
 void vm_plan_free(vm_model *model, vm_plan *plan);
 
@@ -223,19 +233,23 @@ vm_status vm_pool_each(void *pool, size_t n, size_t rows, vm_task fn, const void
 
 typedef struct vm_run {
     const void *in; /* the user's pixels, batch items side by side; borrowed */
-    void *out;
-    void *stream;  /* of a device: the caller's, or NULL */
-    bool wait;     /* false: a device's run returns when all is enqueued; neither poll nor overflow then */
-    bool replay;   /* a device: enqueue an item's passes as one graph, kept for the next run of its kind */
-    bool overflow; /* out: a stored number was not finite, on a device that keeps halves */
-    vm_poll poll;  /* may be NULL */
+    void *out;      /* NULL: taken by the run, the caller's on success (vm_mem_unreserve gives it back) */
+    void *stream;   /* of a device: the caller's, or NULL */
+    bool wait;      /* false: returns when all is enqueued; neither poll nor overflow then */
+    bool replay;    /* enqueue an item's passes as one graph, kept for the next run of its kind, where a device can */
+    vm_poll poll;   /* may be NULL */
     void *poll_context;
     bool check; /* for tests: poison what a pass must not read, verify what it must not write */
+
+    /* what it leaves */
+    vm_mem *out_mem; /* where out was taken from, out_bytes of it; NULL where the caller gave out */
+    size_t out_bytes;
+    bool overflow;              /* a stored number was not finite, where the device looks */
+    size_t peak[VM_CATEGORIES]; /* bytes in use when their sum was largest */
+    size_t reserved;            /* bytes held from the system for it, as vm_plan.reserved counts them */
 } vm_run;
 
 /* Fills the steps' measured bytes and seconds. On failure the arena is given back. */
 vm_status vm_plan_run(vm_model *model, vm_plan *plan, vm_run *run);
-/* Gives the arena back to the system. */
-void vm_model_trim(vm_model *model);
 
 #endif

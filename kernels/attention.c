@@ -3,7 +3,7 @@
  * x holds q, k and v side by side in its channels; y takes q's place (a task reads its queries
  * before it writes them, and no other task reads them). With scores kept transposed, s[key][query],
  * a lane is a query from beginning to end: nothing is reduced across lanes, keys and values are
- * used as they lie, and only a task's queries are turned (in) and its result turned back (out).
+ * used as they lie, and only a task's queries are transposed (in) and its result transposed back (out).
  *
  *   for each run of keys (some rows of the image, or a piece of one):
  *       s[key][query]  = sum over c of k[key][c] * q[c][query]       k broadcast, q as weights
@@ -41,7 +41,14 @@ static layout make_layout(const vm_pass *p) {
     return l;
 }
 
-size_t vm_attention_scratch(const vm_pass *pass, unsigned threads) { return threads * make_layout(pass).per_thread; }
+static size_t attention_scratch(const vm_pass *pass, unsigned threads) {
+    return VM_PRODUCT(threads, make_layout(pass).per_thread);
+}
+
+static size_t attention_parts(const vm_pass *pass) {
+    (void)pass;
+    return 0; /* no GroupNorm reads what attention writes */
+}
 
 typedef struct job {
     const vm_cpu_ops *ops;
@@ -51,7 +58,7 @@ typedef struct job {
 } job;
 
 /* Task queries in 16s: pixel i of the task lies at image pixel first + i. */
-static void turn(const job *j, float *mine, size_t first, size_t n, bool in) {
+static void transpose(const job *j, float *mine, size_t first, size_t n, bool in) {
     const size_t w = j->pass->x.w, c = j->l.c;
     for (size_t i = 0; i < n; i++) {
         const size_t y = (first + i) / w, x = (first + i) % w;
@@ -143,7 +150,7 @@ static void attention_task(const void *context, size_t task, unsigned thread) {
     for (size_t b = 0; b < l->c / VM_BLOCK; b++) *offsets++ = (ptrdiff_t)(b * j->at->x.block);
     for (size_t r = 0; r < KEYS; r++) *offsets++ = (ptrdiff_t)(r * j->at->x.row);
     for (size_t i = 0; i < blocks * 3 * VM_BLOCK; i++) own[l->top + i] = i % (3 * VM_BLOCK) < VM_BLOCK ? -INFINITY : 0;
-    turn(j, own + l->q, first, n, true);
+    transpose(j, own + l->q, first, n, true);
     const size_t w = j->pass->x.w, h = j->pass->x.h, rows = VM_MAX(KEYS / w, 1);
     for (size_t y = 0; y < h; y += rows)
         for (size_t x = 0; x < w; x += KEYS) attend(j, own, blocks, y, VM_MIN(rows, h - y), x, VM_MIN(KEYS, w - x));
@@ -152,11 +159,13 @@ static void attention_task(const void *context, size_t task, unsigned thread) {
         for (size_t i = 0; i < VM_BLOCK; i++) inverse[i] = 1 / sum[i];
         j->ops->rescale(own + l->o + b * l->c * VM_BLOCK, l->c, inverse);
     }
-    turn(j, own + l->o, first, n, false);
+    transpose(j, own + l->o, first, n, false);
 }
 
-vm_status vm_attention_run(const vm_cpu_ops *ops, const vm_pass *pass, const vm_operands *at, const vm_exec *exec) {
+static vm_status attention_run(const vm_cpu_ops *ops, const vm_pass *pass, const vm_operands *at, const vm_exec *exec) {
     job j = {.ops = ops, .pass = pass, .at = at, .l = make_layout(pass)};
     const size_t pixels = pass->x.h * pass->x.w, each = QUERIES * VM_BLOCK;
     return exec->each(exec->pool, (pixels + each - 1) / each, pass->y.h, attention_task, &j);
 }
+
+const vm_method vm_attention = {attention_scratch, attention_parts, attention_run};

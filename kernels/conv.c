@@ -29,79 +29,59 @@ enum {
     TILES_WANTED = 32 /* enough to share among threads when the image is small */
 };
 
-/* In source pixels when the pass upsamples, else in output pixels. */
-typedef struct grid {
-    size_t height, width;   /* of what is tiled */
-    size_t tile_h, tile_w;  /* of a full tile */
-    size_t rows, columns;   /* how many tiles */
-    size_t x_rows, x_width; /* of a full tile's input with its halo */
-} grid;
-
-static grid make_grid(const vm_pass *p) {
-    grid g;
-    const size_t s = (size_t)p->stride, k = (size_t)p->ksize;
-    g.height = p->up ? p->x.h : p->y.h;
-    g.width = p->up ? p->x.w : p->y.w;
-    g.columns = (g.width + TILE_WIDTH - 1) / TILE_WIDTH;
-    g.tile_w = (g.width + g.columns - 1) / g.columns;
-    g.x_width = (g.tile_w - 1) * s + k;
-    const size_t row_bytes = g.x_width * VM_BLOCKS(p->x.c) * VM_BLOCK * sizeof(float);
-    const size_t fit = TILE_BYTES / row_bytes, share = g.height * g.columns / TILES_WANTED;
-    const size_t cached = fit > k ? (fit - k) / s + 1 : 1;
-    g.tile_h = VM_MAX(VM_MIN(VM_MIN(cached, share), g.height), 1);
-    g.rows = (g.height + g.tile_h - 1) / g.tile_h;
-    g.x_rows = (g.tile_h - 1) * s + k;
+/* A cell is an output pixel, or the four that a source pixel becomes where the pass upsamples. */
+static vm_grid make_grid(const vm_pass *p) {
+    vm_grid g = vm_grid_of(p, p->up ? 2 : 1);
+    const size_t columns = (g.width + TILE_WIDTH - 1) / TILE_WIDTH, tile_w = (g.width + columns - 1) / columns;
+    const size_t row_bytes = (tile_w * g.step + g.overlap) * VM_BLOCKS(p->x.c) * VM_BLOCK * sizeof(float);
+    const size_t fit = TILE_BYTES / row_bytes, share = g.height * columns / TILES_WANTED;
+    const size_t cached = fit > g.overlap ? (fit - g.overlap) / g.step : 1;
+    vm_grid_cut(&g, VM_MIN(cached, share), tile_w);
     return g;
 }
 
 typedef struct layout {
-    size_t scale, shift, offsets, folded, threads, y_pixels; /* bytes from scratch; y_pixels from the thread's own */
-    size_t per_thread, total;
+    size_t offsets, folded, threads; /* bytes from scratch, where scale and shift lie first */
+    size_t y_pixels, per_thread;     /* bytes from the thread's own, where the x tile begins */
+    size_t total;
     size_t taps, depth, batches, phases;
     size_t run;     /* batches that are multiplied at once */
     size_t w_block; /* floats between blocks of output channels */
 } layout;
 
-static layout make_layout(const vm_pass *p, const grid *g, unsigned threads) {
+static layout make_layout(const vm_pass *p, const vm_grid *g, unsigned threads) {
     layout l = {0};
-    const size_t xb = VM_BLOCKS(p->x.c), yb = VM_BLOCKS(p->y.c);
+    const size_t xb = VM_BLOCKS(p->x.c), yb = VM_BLOCKS(p->y.c), block = VM_BLOCK * sizeof(float);
     l.phases = p->up ? 4 : 1;
     l.taps = p->up ? 4 : (size_t)(p->ksize * p->ksize);
     l.depth = VM_MIN(p->x.c, VM_BLOCK);
     l.batches = xb * l.taps;
     l.run = VM_MAX(STEPS / (l.taps * l.depth), 1) * l.taps;
     l.w_block = l.batches * l.depth * VM_BLOCK;
-    const size_t channels = xb * VM_BLOCK * sizeof(float);
-    l.scale = vm_put_bytes(&l.total, p->norm || p->affine ? channels : 0);
-    l.shift = vm_put_bytes(&l.total, p->norm || p->affine ? channels : 0);
-    l.offsets = vm_put_bytes(&l.total, l.phases * l.batches * sizeof(ptrdiff_t));
-    l.folded = vm_put_bytes(&l.total, p->up ? l.phases * yb * l.w_block * sizeof(float) : 0);
+    vm_put_bytes(&l.total, vm_work_bytes(p), VM_ALIGN);
+    l.offsets = vm_put_bytes(&l.total, l.phases * l.batches * sizeof(ptrdiff_t), VM_ALIGN);
+    l.folded = vm_put_bytes(&l.total, p->up ? VM_PRODUCT(l.phases, yb, l.batches, l.depth, block) : 0, VM_ALIGN);
     l.threads = l.total;
-    vm_put_bytes(&l.per_thread, xb * g->x_rows * g->x_width * VM_BLOCK * sizeof(float));
+    vm_put_bytes(&l.per_thread, VM_PRODUCT(xb, g->input_h, g->input_w, block), VM_ALIGN);
     l.y_pixels =
-        vm_put_bytes(&l.per_thread, p->y_format == VM_ROWS ? 0 : 2 * g->tile_h * g->tile_w * VM_BLOCK * sizeof(float));
-    l.total += threads * l.per_thread;
+        vm_put_bytes(&l.per_thread, p->y_format == VM_ROWS ? 0 : VM_PRODUCT(2, g->tile_h, g->tile_w, block), VM_ALIGN);
+    l.total = vm_sum(l.total, VM_PRODUCT(threads, l.per_thread));
     return l;
 }
 
-size_t vm_conv_scratch(const vm_pass *pass, unsigned threads) {
-    if (vm_winograd_wanted(pass)) return vm_winograd_scratch(pass, threads);
-    grid g = make_grid(pass);
+static size_t direct_scratch(const vm_pass *pass, unsigned threads) {
+    const vm_grid g = make_grid(pass);
     return make_layout(pass, &g, threads).total;
 }
 
-size_t vm_conv_parts(const vm_pass *pass) {
-    if (vm_winograd_wanted(pass)) return vm_winograd_parts(pass);
-    grid g = make_grid(pass);
+static size_t direct_parts(const vm_pass *pass) {
+    const vm_grid g = make_grid(pass);
     return g.rows * g.columns;
 }
 
 typedef struct job {
-    const vm_cpu_ops *ops;
-    const vm_pass *pass;
-    const vm_operands *at;
-    vm_source source;
-    grid g;
+    vm_work work;
+    vm_grid g;
     layout l;
     char *scratch;
     const float *weight;
@@ -110,7 +90,7 @@ typedef struct job {
 
 /* The part of the grid that one task computes. */
 typedef struct tile {
-    size_t y0, x0, h, w; /* in the grid's pixels */
+    vm_tile at;
     float *x, *y_pixels; /* the thread's own */
 } tile;
 
@@ -123,15 +103,15 @@ static uint8_t to_byte(float v) {
 }
 
 static void store_pixels(const job *j, const float *src, size_t block, size_t y, size_t x, size_t n) {
-    const vm_shape *s = &j->pass->y;
+    const vm_shape *s = &j->work.pass->y;
     for (size_t c = block * VM_BLOCK; c < VM_MIN((block + 1) * VM_BLOCK, s->c); c++)
         for (size_t i = 0; i < n; i++) {
             float v = src[i * VM_BLOCK + c % VM_BLOCK];
-            if (c >= j->pass->clamp_from) v = v < -30 ? -30 : v > 20 ? 20 : v;
-            if (j->pass->y_format == VM_U8_NHWC)
-                ((uint8_t *)j->at->y_pixels)[(y * s->w + x + i) * s->c + c] = to_byte(v);
+            if (c >= j->work.pass->clamp_from) v = v < -30 ? -30 : v > 20 ? 20 : v;
+            if (j->work.pass->y_format == VM_U8_NHWC)
+                ((uint8_t *)j->work.at->y_pixels)[(y * s->w + x + i) * s->c + c] = to_byte(v);
             else
-                ((float *)j->at->y_pixels)[(c * s->h + y) * s->w + x + i] = v;
+                ((float *)j->work.at->y_pixels)[(c * s->h + y) * s->w + x + i] = v;
         }
 }
 
@@ -139,30 +119,30 @@ static void store_pixels(const job *j, const float *src, size_t block, size_t y,
 
 /* What a tile's pixels are written to: y itself, or scratch before the user's own format. */
 static vm_view destination(const job *j, const tile *t, size_t block, size_t y, size_t x) {
-    if (j->pass->y_format != VM_ROWS) {
-        const size_t row = t->w * VM_BLOCK;
-        return (vm_view){t->y_pixels + (y - t->y0) * row + (x - t->x0) * VM_BLOCK, t->h * row, row};
+    if (j->work.pass->y_format != VM_ROWS) {
+        const size_t row = t->at.w * VM_BLOCK;
+        return (vm_view){t->y_pixels + (y - t->at.y0) * row + (x - t->at.x0) * VM_BLOCK, t->at.h * row, row};
     }
-    const vm_view *v = &j->at->y;
+    const vm_view *v = &j->work.at->y;
     return (vm_view){v->data + y * v->row + block * v->block + x * VM_BLOCK, v->block, v->row};
 }
 
 /* One row of a tile, for one or two blocks of output channels, one phase and one run of batches. */
 static void multiply_row(const job *j, const tile *t, size_t block, size_t blocks, size_t row, size_t phase,
                          size_t first) {
-    const vm_pass *p = j->pass;
+    const vm_pass *p = j->work.pass;
     const size_t s = (size_t)p->stride, zoom = p->up ? 2 : 1;
-    const size_t y = (t->y0 + row) * zoom + phase / 2;
-    const size_t groups = (t->w + j->ops->max_pixels - 1) / j->ops->max_pixels;
+    const size_t y = (t->at.y0 + row) * zoom + phase / 2;
+    const size_t groups = (t->at.w + j->work.ops->max_pixels - 1) / j->work.ops->max_pixels;
     for (size_t i = 0; i < groups; i++) {
-        const size_t from = t->w * i / groups, x = (t->x0 + from) * zoom + phase % 2;
+        const size_t from = t->at.w * i / groups, x = (t->at.x0 + from) * zoom + phase % 2;
         const vm_view to = destination(j, t, block, y, x);
         vm_gemm g = {
-            .pixels = t->w * (i + 1) / groups - from,
+            .pixels = t->at.w * (i + 1) / groups - from,
             .blocks = blocks,
             .batches = VM_MIN(j->l.run, j->l.batches - first),
             .depth = j->l.depth,
-            .x = t->x + (row * s * j->g.x_width + from * s) * VM_BLOCK,
+            .x = t->x + (row * s * j->g.input_w + from * s) * VM_BLOCK,
             .x_offset = j->offsets + phase * j->l.batches + first,
             .x_pixel = (ptrdiff_t)s * VM_BLOCK,
             .x_step = 1,
@@ -172,20 +152,20 @@ static void multiply_row(const job *j, const tile *t, size_t block, size_t block
             .y_pixel = (ptrdiff_t)zoom * VM_BLOCK,
             .y_block = (ptrdiff_t)to.block,
         };
-        if (first) { /* go on with what is there */
+        if (first) { /* add to the partial sum of the runs before */
             g.add = g.y;
             g.add_pixel = g.y_pixel;
             g.add_block = g.y_block;
         } else {
-            g.bias = j->at->bias + block * VM_BLOCK;
+            g.bias = j->work.at->bias + block * VM_BLOCK;
             if (p->add) {
-                const vm_view *a = &j->at->add;
+                const vm_view *a = &j->work.at->add;
                 g.add = a->data + y * a->row + block * a->block + x * VM_BLOCK;
                 g.add_pixel = g.y_pixel;
                 g.add_block = (ptrdiff_t)a->block;
             }
         }
-        j->ops->gemm(&g);
+        j->work.ops->gemm(&g);
     }
 }
 
@@ -193,60 +173,52 @@ static void multiply_row(const job *j, const tile *t, size_t block, size_t block
 static void multiply(const job *j, const tile *t, size_t block, size_t blocks) {
     for (size_t phase = 0; phase < j->l.phases; phase++)
         for (size_t first = 0; first < j->l.batches; first += j->l.run)
-            for (size_t row = 0; row < t->h; row++) multiply_row(j, t, block, blocks, row, phase, first);
-    if (j->pass->y_format == VM_ROWS) return;
+            for (size_t row = 0; row < t->at.h; row++) multiply_row(j, t, block, blocks, row, phase, first);
+    if (j->work.pass->y_format == VM_ROWS) return;
     for (size_t o = 0; o < blocks; o++)
-        for (size_t row = 0; row < t->h; row++)
-            store_pixels(j, t->y_pixels + (o * t->h + row) * t->w * VM_BLOCK, block + o, t->y0 + row, t->x0, t->w);
+        for (size_t row = 0; row < t->at.h; row++)
+            store_pixels(j, t->y_pixels + (o * t->at.h + row) * t->at.w * VM_BLOCK, block + o, t->at.y0 + row, t->at.x0,
+                         t->at.w);
 }
 
 static void conv_tile(const void *context, size_t task, unsigned thread) {
     const job *j = context;
-    const vm_pass *p = j->pass;
+    const vm_pass *p = j->work.pass;
     char *own = j->scratch + j->l.threads + thread * j->l.per_thread;
-    tile t = {.y0 = task / j->g.columns * j->g.tile_h,
-              .x0 = task % j->g.columns * j->g.tile_w,
-              .x = (float *)own,
-              .y_pixels = (float *)(own + j->l.y_pixels)};
-    t.h = VM_MIN(j->g.tile_h, j->g.height - t.y0);
-    t.w = VM_MIN(j->g.tile_w, j->g.width - t.x0);
-    const size_t s = (size_t)p->stride, k = (size_t)p->ksize, pad = s == 1 ? k / 2 : 0;
-    const vm_box input = {(ptrdiff_t)(t.y0 * s) - (ptrdiff_t)pad, (ptrdiff_t)(t.x0 * s) - (ptrdiff_t)pad,
-                          (t.h - 1) * s + k, (t.w - 1) * s + k};
-    vm_load_box(&j->source, &input, t.x, j->g.x_rows * j->g.x_width * VM_BLOCK, j->g.x_width * VM_BLOCK);
+    const tile t = {.at = vm_grid_tile(&j->g, task), .x = (float *)own, .y_pixels = (float *)(own + j->l.y_pixels)};
+    const vm_box input = vm_tile_input(&j->g, &t.at), output = vm_tile_output(&j->g, &t.at);
+    vm_load_box(&j->work, &input, t.x, j->g.input_h * j->g.input_w * VM_BLOCK, j->g.input_w * VM_BLOCK);
     for (size_t b = 0, yb = VM_BLOCKS(p->y.c); b < yb; b += 2) {
         const size_t blocks = VM_MIN(yb - b, 2);
         multiply(j, &t, b, blocks);
-        const size_t zoom = p->up ? 2 : 1;
-        const vm_box output = {(ptrdiff_t)(t.y0 * zoom), (ptrdiff_t)(t.x0 * zoom), t.h * zoom, t.w * zoom};
-        for (size_t o = 0; p->stats && o < blocks; o++) vm_measure_box(&j->source, &output, task, b + o);
+        for (size_t o = 0; p->stats && o < blocks; o++) vm_measure_box(&j->work, &output, task, b + o);
     }
 }
 
 /* ---- prepare ---- */
 
 static void make_offsets(const job *j) {
-    const vm_pass *p = j->pass;
+    const vm_pass *p = j->work.pass;
     ptrdiff_t *out = j->offsets;
     for (size_t phase = 0; phase < j->l.phases; phase++)
         for (size_t b = 0; b < VM_BLOCKS(p->x.c); b++)
             for (size_t tap = 0; tap < j->l.taps; tap++) {
                 const size_t k = p->up ? 2 : (size_t)p->ksize;
                 const size_t dy = tap / k + phase / 2, dx = tap % k + phase % 2;
-                *out++ = (ptrdiff_t)(((b * j->g.x_rows + dy) * j->g.x_width + dx) * VM_BLOCK);
+                *out++ = (ptrdiff_t)(((b * j->g.input_h + dy) * j->g.input_w + dx) * VM_BLOCK);
             }
 }
 
 static void fold_block(const void *context, size_t task, unsigned thread) {
     (void)thread;
     const job *j = context;
-    const size_t xb = VM_BLOCKS(j->pass->x.c), yb = VM_BLOCKS(j->pass->y.c), n = j->l.depth * VM_BLOCK;
+    const size_t xb = VM_BLOCKS(j->work.pass->x.c), yb = VM_BLOCKS(j->work.pass->y.c), n = j->l.depth * VM_BLOCK;
     for (size_t phase = 0; phase < 4; phase++)
         for (size_t b = 0; b < xb; b++)
             for (size_t tap = 0; tap < 4; tap++) {
                 float *dst =
                     (float *)(j->scratch + j->l.folded) + (phase * yb + task) * j->l.w_block + (b * 4 + tap) * n;
-                const float *src = j->at->weight + (task * xb + b) * 9 * n;
+                const float *src = j->work.at->weight + (task * xb + b) * 9 * n;
                 size_t y0, y1, x0, x1;
                 vm_folded_taps(phase / 2, tap / 2, &y0, &y1);
                 vm_folded_taps(phase % 2, tap % 2, &x0, &x1);
@@ -257,13 +229,12 @@ static void fold_block(const void *context, size_t task, unsigned thread) {
             }
 }
 
-vm_status vm_conv_run(const vm_cpu_ops *ops, const vm_pass *pass, const vm_operands *at, const vm_exec *exec) {
-    if (vm_winograd_wanted(pass)) return vm_winograd_run(ops, pass, at, exec);
-    job j = {.ops = ops, .pass = pass, .at = at, .g = make_grid(pass), .scratch = at->scratch, .weight = at->weight};
-    j.l = make_layout(pass, &j.g, exec->threads);
+static vm_status direct_run(const vm_cpu_ops *ops, const vm_pass *pass, const vm_operands *at, const vm_exec *exec) {
+    job j = {.g = make_grid(pass), .scratch = at->scratch, .weight = at->weight};
+    j.l = make_layout(pass, &j.g, exec->limits.threads);
+    j.work = vm_work_begin(ops, pass, at);
     j.offsets = (ptrdiff_t *)(j.scratch + j.l.offsets);
     make_offsets(&j);
-    j.source = vm_source_of(ops, pass, at, (float *)(j.scratch + j.l.scale), (float *)(j.scratch + j.l.shift));
     if (pass->up) {
         vm_status s = exec->each(exec->pool, VM_BLOCKS(pass->y.c), 0, fold_block, &j);
         if (s) return s;
@@ -271,3 +242,5 @@ vm_status vm_conv_run(const vm_cpu_ops *ops, const vm_pass *pass, const vm_opera
     }
     return exec->each(exec->pool, j.g.rows * j.g.columns, pass->y.h, conv_tile, &j);
 }
+
+const vm_method vm_direct = {direct_scratch, direct_parts, direct_run};

@@ -57,27 +57,46 @@ const vm_cpu_ops *vm_cpu_ops_named(const char *name) {
 
 static bool always(void) { return true; }
 
-static size_t parts(const vm_backend *b, const vm_pass *pass) {
-    (void)b;
-    return pass->kind == VM_PASS_CONV ? vm_conv_parts(pass) : 0;
+/* How a pass is computed, chosen from its shape alone. Winograd's F(2x2, 3x3) wants a 3x3 convolution between rows, of
+ * enough pixels that transforming its weights pays. The direct method folds nearest 2x into its filters. */
+static const vm_method *method_of(const vm_pass *p) {
+    enum { WORTH = 1024 /* pixels: with fewer, transforming the weights costs more than it saves */ };
+    if (p->kind == VM_PASS_ATTENTION) return &vm_attention;
+    const bool three = p->ksize == 3 && p->stride == 1 && !p->up;
+    const bool rows = p->x_format == VM_ROWS && p->y_format == VM_ROWS;
+    const bool wide = p->x.c >= 2 * VM_BLOCK && p->y.c >= 2 * VM_BLOCK;
+    return three && rows && wide && p->y.h * p->y.w >= WORTH ? &vm_winograd : &vm_direct;
 }
 
-static size_t scratch(const vm_backend *b, const vm_pass *p, unsigned threads) {
+static size_t parts(const vm_backend *b, const vm_pass *p, const vm_limits *limits) {
+    (void)b, (void)limits;
+    return method_of(p)->parts(p);
+}
+
+static size_t scratch(const vm_backend *b, const vm_pass *p, const vm_limits *limits) {
     (void)b;
-    return p->kind == VM_PASS_CONV ? vm_conv_scratch(p, threads) : vm_attention_scratch(p, threads);
+    return method_of(p)->scratch(p, limits->threads);
+}
+
+static vm_status workspace(const vm_backend *b, const vm_pass *p, const vm_limits *limits, size_t *bytes) {
+    (void)b, (void)p, (void)limits;
+    *bytes = 0;
+    return VM_OK;
 }
 
 static vm_status run(const vm_backend *b, const vm_pass *p, const vm_operands *at, const vm_exec *exec) {
-    return (p->kind == VM_PASS_CONV ? vm_conv_run : vm_attention_run)(b->self, p, at, exec);
+    return method_of(p)->run(b->self, p, at, exec);
 }
 
-#define VM_CPU_BACKEND(NAME, USABLE)                    \
-    static const vm_backend NAME = {.name = #NAME,      \
-                                    .usable = USABLE,   \
-                                    .element = 4,       \
-                                    .scratch = scratch, \
-                                    .parts = parts,     \
-                                    .run = run,         \
+#define VM_CPU_BACKEND(NAME, USABLE)                        \
+    static const vm_backend NAME = {.name = #NAME,          \
+                                    .usable = USABLE,       \
+                                    .element = 4,           \
+                                    .scratch = scratch,     \
+                                    .workspace = workspace, \
+                                    .parts = parts,         \
+                                    .run = run,             \
+                                    .device = &vm_host,     \
                                     .self = (void *)&vm_cpu_##NAME};
 
 VM_CPU_BACKEND(ref, always)

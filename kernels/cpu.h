@@ -60,43 +60,61 @@ extern const vm_cpu_ops vm_cpu_avx2, vm_cpu_avx512;
 /* NULL where this build has no such set. For tests and benchmarks; runs go through vm_backends(). */
 const vm_cpu_ops *vm_cpu_ops_named(const char *name);
 
-/* tile.c: how a pass's input is read, and the two ends of a tile. */
-typedef struct vm_source {
+/* ---- tile.c: a pass is computed in tiles of its output, each a task ---- */
+
+/* What every tile of a pass at work needs. */
+typedef struct vm_work {
     const vm_cpu_ops *ops;
     const vm_pass *pass;
     const vm_operands *at;
-    const float *scale, *shift; /* NULL where nothing is done on load but copying */
-} vm_source;
+    const float *scale, *shift; /* of the norm on load, or of scaled latents; NULL where nothing is done but copying */
+} vm_work;
+
+/* scale and shift lie at the beginning of the pass's scratch, in so many bytes. */
+size_t vm_work_bytes(const vm_pass *pass);
+vm_work vm_work_begin(const vm_cpu_ops *ops, const vm_pass *pass, const vm_operands *at);
+
+/* The output in cells: its pixels, or squares of 2x2 where a method computes these at once. */
+typedef struct vm_grid {
+    size_t cell;               /* output pixels along a cell's side */
+    size_t step, overlap, pad; /* input pixels from cell to cell, beyond the last cell's, and above the first's */
+    size_t height, width;      /* of the output */
+    size_t tile_h, tile_w;     /* of a full tile */
+    size_t rows, columns;      /* of tiles */
+    size_t input_h, input_w;   /* pixels of the input of a full tile */
+    size_t output_h, output_w; /* pixels of the output, which the last cells may reach beyond */
+} vm_grid;
+
+typedef struct vm_tile {
+    size_t y0, x0, h, w; /* in cells */
+} vm_tile;
 
 typedef struct vm_box {
-    ptrdiff_t top, left; /* may lie in the padding */
+    ptrdiff_t top, left; /* pixels; may lie in the padding */
     size_t rows, width;
 } vm_box;
 
-/* scale, shift: the pass's scratch for them. */
-vm_source vm_source_of(const vm_cpu_ops *ops, const vm_pass *pass, const vm_operands *at, float *scale, float *shift);
+/* Without tiles yet. */
+vm_grid vm_grid_of(const vm_pass *pass, size_t cell);
+void vm_grid_cut(vm_grid *grid, size_t tile_h, size_t tile_w);
+vm_tile vm_grid_tile(const vm_grid *grid, size_t task);
+vm_box vm_tile_input(const vm_grid *grid, const vm_tile *tile);
+vm_box vm_tile_output(const vm_grid *grid, const vm_tile *tile);
+
 /* x: [c/16] planes of [rows][width][16], so many floats apart; zero outside the image. */
-void vm_load_box(const vm_source *source, const vm_box *box, float *x, size_t plane, size_t row);
+void vm_load_box(const vm_work *work, const vm_box *box, float *x, size_t plane, size_t row);
 /* Part number `part` of y's sums, one channel block of it. */
-void vm_measure_box(const vm_source *source, const vm_box *box, size_t part, size_t block);
+void vm_measure_box(const vm_work *work, const vm_box *box, size_t part, size_t block);
 
-/* Lays out scratch: takes `bytes` at the end, rounded up to VM_ALIGN. */
-static inline size_t vm_put_bytes(size_t *end, size_t bytes) {
-    size_t at = *end;
-    *end += VM_ROUND_UP(bytes, VM_ALIGN);
-    return at;
-}
+/* ---- the methods: ways to compute a pass with any of the operations above; cpu.c chooses ---- */
 
-/* conv.c (which hands what winograd.c does better to it), attention.c: a pass on any of the above. */
-size_t vm_conv_scratch(const vm_pass *pass, unsigned threads);
-size_t vm_conv_parts(const vm_pass *pass);
-vm_status vm_conv_run(const vm_cpu_ops *ops, const vm_pass *pass, const vm_operands *at, const vm_exec *exec);
-bool vm_winograd_wanted(const vm_pass *pass);
-size_t vm_winograd_scratch(const vm_pass *pass, unsigned threads);
-size_t vm_winograd_parts(const vm_pass *pass);
-vm_status vm_winograd_run(const vm_cpu_ops *ops, const vm_pass *pass, const vm_operands *at, const vm_exec *exec);
-size_t vm_attention_scratch(const vm_pass *pass, unsigned threads);
-vm_status vm_attention_run(const vm_cpu_ops *ops, const vm_pass *pass, const vm_operands *at, const vm_exec *exec);
+typedef struct vm_method {
+    size_t (*scratch)(const vm_pass *pass, unsigned threads);
+    size_t (*parts)(const vm_pass *pass);
+    vm_status (*run)(const vm_cpu_ops *ops, const vm_pass *pass, const vm_operands *at, const vm_exec *exec);
+} vm_method;
+
+extern const vm_method vm_direct, vm_winograd, vm_attention;
 
 /* norm.c: merge the parts of x's producer (Chan, double, in order) into y = x*scale + shift. */
 void vm_norm_scale(float *scale, float *shift, const vm_pass *pass, const vm_operands *at);

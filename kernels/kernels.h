@@ -42,15 +42,69 @@ typedef enum vm_status {
     VM_EDEVICE     /* a GPU, its driver or its libraries refused */
 } vm_status;
 
-/* csrc/status.c: records the sentence for vm_error() (thread-local, truncated at 512 bytes) and returns status. */
+enum { VM_SENTENCE = 512 /* bytes that are kept of one */ };
+
+/* csrc/status.c: records the sentence for vm_error() (each thread has its own) and returns status. */
 vm_status vm_fail(vm_status status, const char *format, ...) __attribute__((format(printf, 2, 3)));
 const char *vm_error(void);
+
+/* ---- sizes ----
+ * What does not fit stays at SIZE_MAX through every further sum and product (but a product with 0), so that sizes may
+ * be laid out without asking at each step; plan.c and mem.c refuse them. */
+
+static inline size_t vm_sum(size_t a, size_t b) {
+    size_t sum;
+    return __builtin_add_overflow(a, b, &sum) ? SIZE_MAX : sum;
+}
+
+static inline size_t vm_product_of(const size_t *factor, size_t factors) {
+    size_t product = 1;
+    for (size_t i = 0; i < factors; i++)
+        if (__builtin_mul_overflow(product, factor[i], &product)) return SIZE_MAX;
+    return product;
+}
+#define VM_PRODUCT(...) \
+    vm_product_of((const size_t[]){__VA_ARGS__}, sizeof((const size_t[]){__VA_ARGS__}) / sizeof(size_t))
+
+/* To a multiple of `align`. */
+static inline size_t vm_round_up(size_t bytes, size_t align) {
+    return bytes > SIZE_MAX - align ? SIZE_MAX : VM_ROUND_UP(bytes, align);
+}
+
+/* Takes `bytes`, rounded up, at the end of what is being laid out; where they begin. */
+static inline size_t vm_put_bytes(size_t *end, size_t bytes, size_t align) {
+    const size_t at = *end;
+    *end = vm_sum(at, vm_round_up(bytes, align));
+    return at;
+}
+
+/* ---- numbers ---- */
 
 typedef enum vm_dtype { VM_F32, VM_F16, VM_BF16 } vm_dtype;
 
 static inline const char *vm_dtype_name(vm_dtype dtype) {
     return dtype == VM_F32 ? "float32" : dtype == VM_F16 ? "float16" : "bfloat16";
 }
+
+static inline float vm_float_of_bits(uint32_t bits) {
+    const union {
+        uint32_t bits;
+        float value;
+    } u = {bits};
+    return u.value;
+}
+
+/* Element i of an array of that type; every type is a part of float's. */
+static inline float vm_element(vm_dtype dtype, const void *data, size_t i) {
+    if (dtype == VM_F32) return ((const float *)data)[i];
+    const uint32_t half = ((const uint16_t *)data)[i], sign = (half & 0x8000) << 16, magnitude = half & 0x7fff;
+    if (dtype == VM_BF16) return vm_float_of_bits(half << 16);
+    if (magnitude >= 0x7c00) return vm_float_of_bits(sign | 0x7f800000 | (magnitude & 0x3ff) << 13);
+    /* a float with the same bits 13 places up has an exponent 112 too small: exact to put right, subnormals too */
+    return vm_float_of_bits(sign | magnitude << 13) * 0x1p112f;
+}
+
+/* ---- the pass ---- */
 
 typedef enum vm_pass_kind { VM_PASS_CONV, VM_PASS_ATTENTION } vm_pass_kind;
 
@@ -80,41 +134,45 @@ typedef struct vm_pass {
     vm_format x_format, y_format;
     size_t groups; /* of the norm on load */
     float eps;
-    size_t clamp_from;     /* y's channels from here on are clamped to [-30, 20] (log-variance); y.c for none */
-    size_t scale_channels; /* attention: scores are divided by its square root */
-    float x_unit, y_unit;  /* tensors are kept multiplied by these powers of two (half: against overflow); 1 on CPUs */
-    size_t room;           /* bytes that its stripes should keep within; GPUs only */
+    size_t clamp_from;      /* y's channels from here on are clamped to [-30, 20] (log-variance); y.c for none */
+    size_t scale_channels;  /* attention: scores are divided by its square root */
+    float x_scale, y_scale; /* tensors are kept multiplied by these powers of two (against float16's overflow) */
 } vm_pass;
 
+/* Rows of a tensor, in elements of the backend's own type (floats on a CPU). */
 typedef struct vm_view {
-    float *data;       /* on GPUs: elements of the backend's own type */
-    size_t block, row; /* floats between channel blocks, and between rows */
-    size_t pitch;      /* elements between pixels where channels lie side by side: GPUs */
+    float *data;
+    size_t block, row; /* elements between channel blocks, and between rows */
 } vm_view;
 
 typedef struct vm_operands {
     vm_view x, y, add;         /* rows; add may be y itself, y may be x where the pass is local to a pixel */
     const void *x_pixels;      /* when x_format is not VM_ROWS */
     void *y_pixels;            /* when y_format is not VM_ROWS */
-    const float *weight;       /* [y.c/16][x.c/16][ksize*ksize][min(16, x.c)][16], packed by csrc/weights.c */
+    const float *weight;       /* as the device keeps it (vm_device.set_weight) */
     const float *bias;         /* [y.c rounded up to 16] */
     const float *gamma, *beta; /* [x.c rounded up to 16] */
     const float *x_stats;      /* what the producer of x left */
-    float *y_stats;            /* what this pass leaves; vm_backend.stats bytes */
+    float *y_stats;            /* what this pass leaves: vm_backend.parts times vm_stats_floats(y.c) floats */
     size_t x_parts;            /* number of partial sums in x_stats */
     void *scratch;             /* vm_backend.scratch bytes, VM_ALIGN-aligned */
     void *workspace;           /* vm_backend.workspace bytes, likewise */
-    void *state;               /* VM_STATE bytes of the model's own on the device; NULL on CPUs */
 } vm_operands;
 
 /* One job of a pass: compute part `task`; `thread` < threads names the caller's own scratch. */
 typedef void (*vm_task)(const void *job, size_t task, unsigned thread);
 
+/* What a run may use. */
+typedef struct vm_limits {
+    unsigned threads;
+    size_t stripe_bytes; /* what a pass's stripes should keep within, where the backend computes by stripes */
+} vm_limits;
+
 /* Threads lent to a backend for the length of a run. each() calls fn for every task in [0, n)
  * on any thread, in any order, and returns when all are done, or VM_ECANCELLED once the run is
  * asked to stop; `rows` is how many rows of progress the n tasks stand for. */
 typedef struct vm_exec {
-    unsigned threads;
+    vm_limits limits;
     void *pool;
     vm_status (*each)(void *pool, size_t n, size_t rows, vm_task fn, const void *job);
 } vm_exec;
@@ -127,46 +185,54 @@ typedef struct vm_weight {
 
 typedef struct vm_backend vm_backend;
 
-/* What a backend whose memory is not the host's does besides. Work is enqueued on one stream in the order of the
- * calls; only fetch and finish wait for it. Pointers are the device's unless they are said to be the host's. */
+/* Where the memory of a backend is, and how work gets done there. The host is one (kernels/host.c), each GPU another.
+ * Work is enqueued on one stream in the order of the calls; only fetch and finish wait for it. Pointers are the
+ * device's unless they are said to be the host's. */
 typedef struct vm_device {
+    size_t align;     /* of a buffer in the arena, in bytes; a multiple of VM_ALIGN */
+    bool addressable; /* the host reads and writes this memory: its arrays need no copies, tests may look inside */
+    /* *out: NULL where there is no memory (VM_OK), or the device refused. */
     vm_status (*take)(const vm_backend *b, size_t bytes, void **out);
-    void (*give)(const vm_backend *b, void *block);
+    void (*give)(const vm_backend *b, void *block, size_t bytes);
     size_t (*weight_bytes)(const vm_backend *b, const vm_weight *w);
-    /* data: the host's, in the file's layout; free to go when this returns. */
-    vm_status (*set_weight)(const vm_backend *b, const vm_weight *w, void *to, const float *data);
+    /* data: the host's, in the file's layout; free to go when set_weight returns. */
+    vm_status (*set_weight)(const vm_backend *b, const vm_weight *w, void *to, vm_dtype dtype, const void *data);
+    /* Bit for bit what was set. VM_EINVAL where the device keeps it rounded. */
+    vm_status (*get_weight)(const vm_backend *b, const vm_weight *w, const void *from, float *data);
     /* Around a run: `stream` is the caller's or NULL for the backend's own. A run that waits is done, and its failures
      * are known, when finish returns; *overflow then says whether a stored number was not finite. */
-    vm_status (*start)(const vm_backend *b, void *stream, void *state);
-    vm_status (*finish)(const vm_backend *b, const vm_exec *exec, bool wait, void *state, bool *overflow);
+    vm_status (*start)(const vm_backend *b, void *stream);
+    vm_status (*finish)(const vm_backend *b, const vm_exec *exec, bool wait, bool *overflow);
     /* Around the passes of one batch item. key: 0, or a name of all that they depend on, under which they are kept as
-     * one graph. *replayed: they have been enqueued whole. */
+     * one graph. *replayed: they have been enqueued whole. end returns so_far, or what went wrong since. */
     vm_status (*begin)(const vm_backend *b, uint64_t key, bool *replayed);
     vm_status (*end)(const vm_backend *b, uint64_t key, vm_status so_far);
     /* After step i. Where exec is given, waits until the device is a few steps behind and tells exec of `rows`. */
-    vm_status (*mark)(const vm_backend *b, size_t step, size_t rows, const vm_exec *exec);
-    double (*seconds)(const vm_backend *b, size_t step); /* of the last run that waited */
-    /* The user's pixels between host memory and the arena; fetch waits for what was marked fetchable by end. */
+    vm_status (*step_enqueued)(const vm_backend *b, size_t step, size_t rows, const vm_exec *exec);
+    /* After a run that waited: what a step took, where the device knows better than *seconds, which the host saw. */
+    void (*seconds)(const vm_backend *b, size_t step, double *seconds);
+    /* The user's pixels between host memory and the arena; fetch waits for what end had enqueued. */
     vm_status (*send)(const vm_backend *b, void *to, const void *from, size_t bytes);
     vm_status (*fetch)(const vm_backend *b, void *to, const void *from, size_t bytes);
     const char *(*error)(void); /* the sentence behind the last status of this thread */
 } vm_device;
-
-enum { VM_STATE = 256, VM_DEVICE_ALIGN = 256 /* of a buffer in the arena, as GPU libraries expect it */ };
 
 struct vm_backend {
     const char *name;
     bool (*usable)(void);
     size_t element; /* bytes of a number in a tensor */
     /* Bytes that a pass needs beside its tensors, given back when it ends: its own, and a library's. */
-    size_t (*scratch)(const vm_backend *b, const vm_pass *pass, unsigned threads);
-    vm_status (*workspace)(const vm_backend *b, const vm_pass *pass, size_t *bytes); /* NULL: never any */
+    size_t (*scratch)(const vm_backend *b, const vm_pass *pass, const vm_limits *limits);
+    vm_status (*workspace)(const vm_backend *b, const vm_pass *pass, const vm_limits *limits, size_t *bytes);
     /* How many partial sums (each vm_stats_floats(y.c) floats) the pass leaves for a GroupNorm. */
-    size_t (*parts)(const vm_backend *b, const vm_pass *pass);
+    size_t (*parts)(const vm_backend *b, const vm_pass *pass, const vm_limits *limits);
     vm_status (*run)(const vm_backend *b, const vm_pass *pass, const vm_operands *at, const vm_exec *exec);
-    const vm_device *device; /* NULL: the host's memory, and run is done when it returns */
+    const vm_device *device;
     void *self;
 };
+
+/* host.c */
+extern const vm_device vm_host;
 
 /* A partial sum: pixel count, then mean and sum of squared deviations of each channel. */
 static inline VM_ANYWHERE size_t vm_stats_floats(size_t c) { return VM_BLOCK + 2 * VM_BLOCKS(c) * VM_BLOCK; }

@@ -1,32 +1,78 @@
-/* The two ends of a tile, whatever is computed between them: its input, normalised, activated and
+/* Tiles, and the two ends of one, whatever is computed between them: its input, normalised, activated and
  * zero-padded into a thread's scratch, and the sums of its output for the next GroupNorm. */
 #include <string.h>
 
 #include "cpu.h"
 
-vm_source vm_source_of(const vm_cpu_ops *ops, const vm_pass *pass, const vm_operands *at, float *scale, float *shift) {
-    vm_source s = {.ops = ops, .pass = pass, .at = at};
-    if (!pass->norm && !pass->affine) return s;
-    s.scale = scale;
-    s.shift = shift;
+size_t vm_work_bytes(const vm_pass *pass) {
+    const size_t channels = VM_BLOCKS(pass->x.c) * VM_BLOCK * sizeof(float);
+    return pass->norm || pass->affine ? 2 * channels : 0;
+}
+
+vm_work vm_work_begin(const vm_cpu_ops *ops, const vm_pass *pass, const vm_operands *at) {
+    vm_work w = {.ops = ops, .pass = pass, .at = at};
+    const size_t padded = VM_BLOCKS(pass->x.c) * VM_BLOCK;
+    if (!pass->norm && !pass->affine) return w;
+    float *scale = at->scratch, *shift = scale + padded;
+    w.scale = scale;
+    w.shift = shift;
     if (pass->norm)
         vm_norm_scale(scale, shift, pass, at);
     else
-        for (size_t i = 0; i < VM_BLOCKS(pass->x.c) * VM_BLOCK; i++) {
+        for (size_t i = 0; i < padded; i++) {
             scale[i] = i < pass->x.c ? pass->in_scale : 0;
             shift[i] = i < pass->x.c ? pass->in_shift : 0;
         }
-    return s;
+    return w;
 }
 
-static float pixel_at(const vm_source *j, size_t c, size_t y, size_t x) {
+vm_grid vm_grid_of(const vm_pass *pass, size_t cell) {
+    const size_t k = (size_t)pass->ksize, stride = (size_t)pass->stride;
+    return (vm_grid){.cell = cell,
+                     .step = pass->up ? 1 : cell * stride,
+                     .overlap = k - stride,
+                     .pad = stride == 1 ? k / 2 : 0,
+                     .height = (pass->y.h + cell - 1) / cell,
+                     .width = (pass->y.w + cell - 1) / cell,
+                     .output_h = pass->y.h,
+                     .output_w = pass->y.w};
+}
+
+void vm_grid_cut(vm_grid *g, size_t tile_h, size_t tile_w) {
+    g->tile_h = VM_MAX(VM_MIN(tile_h, g->height), 1);
+    g->tile_w = tile_w;
+    g->rows = (g->height + g->tile_h - 1) / g->tile_h;
+    g->columns = (g->width + tile_w - 1) / tile_w;
+    g->input_h = g->tile_h * g->step + g->overlap;
+    g->input_w = g->tile_w * g->step + g->overlap;
+}
+
+vm_tile vm_grid_tile(const vm_grid *g, size_t task) {
+    vm_tile t = {.y0 = task / g->columns * g->tile_h, .x0 = task % g->columns * g->tile_w};
+    t.h = VM_MIN(g->tile_h, g->height - t.y0);
+    t.w = VM_MIN(g->tile_w, g->width - t.x0);
+    return t;
+}
+
+vm_box vm_tile_input(const vm_grid *g, const vm_tile *t) {
+    return (vm_box){(ptrdiff_t)(t->y0 * g->step) - (ptrdiff_t)g->pad, (ptrdiff_t)(t->x0 * g->step) - (ptrdiff_t)g->pad,
+                    t->h * g->step + g->overlap, t->w * g->step + g->overlap};
+}
+
+vm_box vm_tile_output(const vm_grid *g, const vm_tile *t) {
+    const size_t top = t->y0 * g->cell, left = t->x0 * g->cell;
+    return (vm_box){(ptrdiff_t)top, (ptrdiff_t)left, VM_MIN(t->h * g->cell, g->output_h - top),
+                    VM_MIN(t->w * g->cell, g->output_w - left)};
+}
+
+static float pixel_at(const vm_work *j, size_t c, size_t y, size_t x) {
     const vm_shape *s = &j->pass->x;
     if (j->pass->x_format == VM_U8_NHWC)
         return (float)((const uint8_t *)j->at->x_pixels)[(y * s->w + x) * s->c + c] / 127.5f - 1;
     return ((const float *)j->at->x_pixels)[(c * s->h + y) * s->w + x];
 }
 
-static void load_pixels(const vm_source *j, float *dst, size_t block, size_t y, size_t x, size_t n) {
+static void load_pixels(const vm_work *j, float *dst, size_t block, size_t y, size_t x, size_t n) {
     const size_t c0 = block * VM_BLOCK, lanes = VM_MIN(j->pass->x.c - c0, VM_BLOCK);
     for (size_t i = 0; i < n; i++, dst += VM_BLOCK) {
         for (size_t l = 0; l < lanes; l++) dst[l] = pixel_at(j, c0 + l, y, x + i);
@@ -36,7 +82,7 @@ static void load_pixels(const vm_source *j, float *dst, size_t block, size_t y, 
     if (j->scale) j->ops->load(dst, dst, n, j->scale + c0, j->shift + c0, false);
 }
 
-void vm_load_box(const vm_source *j, const vm_box *box, float *x, size_t plane, size_t row) {
+void vm_load_box(const vm_work *j, const vm_box *box, float *x, size_t plane, size_t row) {
     const vm_shape *s = &j->pass->x;
     const size_t width = box->width, left = box->left < 0 ? (size_t)-box->left : 0; /* zero columns before and after */
     const size_t x0 = (size_t)(box->left + (ptrdiff_t)left), n = VM_MIN(s->w - x0, width - left);
@@ -63,7 +109,7 @@ void vm_load_box(const vm_source *j, const vm_box *box, float *x, size_t plane, 
         }
 }
 
-void vm_measure_box(const vm_source *j, const vm_box *box, size_t part, size_t block) {
+void vm_measure_box(const vm_work *j, const vm_box *box, size_t part, size_t block) {
     const size_t padded = VM_BLOCKS(j->pass->y.c) * VM_BLOCK;
     const vm_view *v = &j->at->y;
     float *sums = j->at->y_stats + part * vm_stats_floats(j->pass->y.c);

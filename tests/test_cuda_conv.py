@@ -14,8 +14,8 @@ from cuda_kernels import round_up
 from cudnn_process import DTYPES, MIB, ROOT, compile_cudnn, key, process
 from emulator import build
 
+from vaemem.engine.cudnn import find_cudnn
 from vaemem.prediction.gpus import find_gpu
-from vaemem.prediction.workspace import find_cudnn
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def library(tmp_path_factory):
     if not (shutil.which("gcc") or os.environ.get("CC")):
         pytest.skip("no C compiler")
     out = tmp_path_factory.mktemp("conv") / "libconv.so"
-    sources = [ROOT / "kernels/cuda/conv_cudnn.c", ROOT / "kernels/cuda/cudnn_api.c", ROOT / "csrc/status.c"]
+    sources = [ROOT / "kernels/cuda/conv_cudnn.c", ROOT / "kernels/cudnn/cudnn_api.c", ROOT / "csrc/status.c"]
     flags = [*build.FLAGS, "-std=gnu11", "-Wno-missing-field-initializers", "-shared"]
     build.run(build.compiler("gcc"), *flags, "-o", out, *sources, "-ldl", "-pthread")
     return str(out)
@@ -312,7 +312,7 @@ def installed(library, tmp_path_factory):
     if path is None:
         pytest.skip("no cuDNN is installed")
     no_driver = tmp_path_factory.mktemp("driver") / "libcuda.so.1"
-    source = ROOT / "csrc/no_driver/libcuda.c"
+    source = ROOT / "kernels/cudnn/no_driver/libcuda.c"
     flags = ["-shared", "-fPIC", f"-Wl,-soname,{no_driver.name}"]
     build.run(build.compiler("gcc"), *flags, "-o", no_driver, source)
     with process() as one:

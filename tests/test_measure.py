@@ -15,10 +15,11 @@ from engine import config
 
 import vaemem.tables.measure as measuring
 from vaemem import replay
-from vaemem.prediction.predict import benchmark, predict
+from vaemem.prediction.benchmark import benchmark
+from vaemem.prediction.predict import predict
 from vaemem.prediction.process import SimulatedProcess
+from vaemem.pytorch import measure
 from vaemem.tables import meters
-from vaemem.tables.measure import measure
 from vaemem.tables.meters import CpuMeter, CudaMeter
 
 
@@ -126,8 +127,7 @@ AFTER = ["synchronize", "synchronize", "max_allocated", "max_reserved"]
 @pytest.mark.parametrize("op", ["encode", "decode"])
 def test_the_calls_come_in_the_seed_tables_order(cuda, op):
     vae = FakeVae(cuda)
-    run = measuring._MEASURE[op]
-    run(vae, Latents(vae, vae.SCALED), CudaMeter(cuda, "cuda:0"), 2, 5, 0.5)
+    measuring._measurements(vae, op, Latents(vae, vae.SCALED), CudaMeter(cuda, "cuda:0"), 2, 5, 0.5)
     assert cuda.log == [op, *CLEAR] * 2 + [*CLEAR, *BEFORE, op, *AFTER] * 5
 
 
@@ -135,7 +135,7 @@ def test_decode_holds_what_the_seed_table_held(cuda):
     """A warm-up's image goes when the loop binds its next number; its scaled latents only once run 1 binds its own."""
     vae = FakeVae(cuda)
     latents = Latents(vae, vae.SCALED)
-    first, *rest = measuring._measure_decode(vae, latents, CudaMeter(cuda, None), 2, 5, 0.5)
+    first, *rest = measuring._measurements(vae, "decode", latents, CudaMeter(cuda, None), 2, 5, 0.5)
     # Run 1: the old scaled latents are in the baseline and alive while the new ones are made, gone when the image is.
     assert first[:2] == (vae.IMAGE, 2 * vae.IMAGE)
     assert all(run[:2] == (vae.SCALED + vae.IMAGE, 2 * (vae.SCALED + vae.IMAGE)) for run in rest) and len(rest) == 4
@@ -146,7 +146,7 @@ def test_decode_holds_what_the_seed_table_held(cuda):
 def test_encode_holds_what_the_seed_table_held(cuda):
     vae = FakeVae(cuda)
     image = Latents(vae, vae.SCALED)
-    first, *rest = measuring._measure_encode(vae, image, CudaMeter(cuda, None), 2, 3, 0.5)
+    first, *rest = measuring._measurements(vae, "encode", image, CudaMeter(cuda, None), 2, 3, 0.5)
     assert [run.allocated for run in rest] == [vae.DIST + 2 * vae.SAMPLE] * 2  # sample, and scaled
     # The last warm-up's posterior is in the baseline, and goes when encode has returned the new one.
     assert first.allocated == max(vae.DIST, 2 * vae.SAMPLE)
@@ -156,7 +156,7 @@ def test_encode_holds_what_the_seed_table_held(cuda):
 
 def test_bfl_scales_within(cuda):
     vae = FakeVae(cuda)
-    runs = measuring._measure_decode(vae, Latents(vae, vae.SCALED), CudaMeter(cuda, None), 2, 2, None)
+    runs = measuring._measurements(vae, "decode", Latents(vae, vae.SCALED), CudaMeter(cuda, None), 2, 2, None)
     assert [run.allocated for run in runs] == [vae.IMAGE] * 2
 
 

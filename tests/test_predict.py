@@ -11,9 +11,11 @@ import pytest
 
 from vaemem import CachingAllocator, OutOfMemoryError, _core
 from vaemem.prediction import reproduce
-from vaemem.prediction.predict import benchmark, predict
+from vaemem.prediction.benchmark import benchmark
+from vaemem.prediction.cudnn import InstalledCudnn
+from vaemem.prediction.predict import predict
 from vaemem.prediction.process import SimulatedProcess
-from vaemem.prediction.workspace import InstalledCudnn, Workspace
+from vaemem.prediction.workspace import Workspace
 
 MIB = 1 << 20
 
@@ -27,7 +29,7 @@ class NoCudnn(InstalledCudnn):
 
 @pytest.fixture(autouse=True)
 def no_installed_cudnn(monkeypatch):
-    monkeypatch.setattr("vaemem.prediction.workspace._installed", NoCudnn())
+    monkeypatch.setattr("vaemem.prediction.cudnn._installed", NoCudnn())
 
 
 # ---- the seed table ----
@@ -200,7 +202,7 @@ def test_any_config(tmp_path):
         ({"cudnn_version": "nine"}, "cudnn_version"),
         ({"runtime": "bfl"}, "quant convolutions"),
         ({"height": 500}, "height: want a multiple of 8"),
-        ({"width": 512.0}, "width: want an integer"),
+        ({"width": 512.0}, "width: want a whole number"),
         ({"batch": 0}, "batch"),
         ({"tile": 512}, "tile: want it with a tiled op"),
         ({"op": "decode_tiled", "tile": 10}, "tile: want a multiple"),

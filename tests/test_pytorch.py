@@ -17,13 +17,13 @@ MIB = 1 << 20
 
 @pytest.fixture(autouse=True)
 def no_installed_cudnn(monkeypatch):
-    from vaemem.prediction.workspace import InstalledCudnn
+    from vaemem.prediction.cudnn import InstalledCudnn
 
     class NoCudnn(InstalledCudnn):
         def _spawn(self):
             return {"error": "not asked in tests"}
 
-    monkeypatch.setattr("vaemem.prediction.workspace._installed", NoCudnn())
+    monkeypatch.setattr("vaemem.prediction.cudnn._installed", NoCudnn())
 
 
 def meta(*shape, dtype=torch.float16):

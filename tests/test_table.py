@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from vaemem import Table
-from vaemem.tables.table import COLUMNS, need, render
+from vaemem._common import need, render
+from vaemem.tables.table import COLUMNS
 
 ROW = {"model": "sdxl", "op": "decode", "height": 512, "width": 768, "batch": 1, "dtype": "float32"}
 FULL = ROW | {

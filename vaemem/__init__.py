@@ -7,6 +7,7 @@ import pkgutil as _pkgutil
 __path__ = _pkgutil.extend_path(__path__, __name__)
 
 from vaemem import _core
+from vaemem._common import __version__ as __version__
 from vaemem._core import OutOfMemoryError
 from vaemem.engine.device import DeviceArray
 from vaemem.prediction.formula import formula
@@ -21,7 +22,6 @@ from vaemem.tables.sweep import sweep
 from vaemem.tables.table import Table
 from vaemem.vae import VAE, Encoded, Run, backends
 
-__version__ = "0.1.0"
 __all__ = [
     "ESTIMATORS",
     "VAE",

@@ -7,9 +7,9 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 
+from vaemem._common import DTYPES, OPS, TILED_OPS, render
 from vaemem.tables.fit import TARGETS
-from vaemem.tables.sweep import OPS
-from vaemem.tables.table import Table, render
+from vaemem.tables.table import Table
 
 
 def _size(text: str) -> tuple[int, int]:
@@ -135,7 +135,7 @@ def _parser() -> argparse.ArgumentParser:
 
     def placed(sub: argparse.ArgumentParser) -> None:
         sub.add_argument("--device", default="cpu", help="cpu (default), cuda or cuda:N")
-        sub.add_argument("--dtype", default="float32", choices=["float32", "float16", "bfloat16"])
+        sub.add_argument("--dtype", default="float32", choices=DTYPES)
 
     def formatted(sub: argparse.ArgumentParser, *forms: str) -> None:
         sub.add_argument("--format", choices=forms, default="text", help="of what is printed")
@@ -188,9 +188,9 @@ def _parser() -> argparse.ArgumentParser:
 
     sub = command("predict", _predict, "PyTorch's peak allocated and reserved VRAM, with no GPU and no PyTorch.")
     sub.add_argument("model", help="sd15, sdxl or flux")
-    sub.add_argument("op", choices=["encode", "decode", "encode_tiled", "decode_tiled"])
+    sub.add_argument("op", choices=TILED_OPS)
     sub.add_argument("sizes", type=_size, nargs="+", metavar="HxW", help="height x width of the image in pixels")
-    sub.add_argument("--dtype", default="float16", choices=["float16", "bfloat16", "float32"])
+    sub.add_argument("--dtype", default="float16", choices=DTYPES)
     sub.add_argument("--gpu", default="RTX 4090")
     sub.add_argument("--batch", type=int, default=1)
     sub.add_argument("--cudnn", metavar="VERSION")

@@ -1,9 +1,59 @@
 """The C core: csrc/python holds its binding. Private; vaemem.VAE and the functions beside it are the API."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, Self
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, Self, TypedDict
 
 import numpy as np
+from numpy.typing import NDArray
+
+# What calls return. These names are for types alone: the module does not have them.
+
+class _Bytes(TypedDict):
+    weights: int
+    activations: int
+    scratch: int
+    workspace: int
+    output: int
+
+class _Step(TypedDict):
+    name: str
+    live: _Bytes
+    flops: float
+    seconds: float
+
+class _Plan(TypedDict):
+    peak: _Bytes
+    reserved: int
+    arena: int
+    backend: str
+    threads: int
+    steps: list[_Step]
+
+class _Ran(_Plan):
+    overflow: bool
+
+class _ConvPlan(TypedDict):
+    bytes: int
+    engine: str
+    rank: int
+    untried: int
+    fallback: bool
+
+class _Settings(TypedDict):
+    total_memory: int
+    allowed_memory: int
+    max_split_size: int
+    max_non_split_rounding: int
+    reservation: int
+    divisions: tuple[int, ...]
+    gc_threshold: float
+    expandable_segments: bool
+    history: bool
+
+# dtype, n, c, h, w, k, r, stride, padding, layout
+_Conv = tuple[str, int, int, int, int, int, int, int, int, str]
+# op, id, bytes, name
+_TraceStep = tuple[Literal["take", "give", "conv", "cublas", "cublaslt"], int, int, str]
 
 def models() -> dict[str, dict[str, Any]]: ...
 def backends() -> list[tuple[str, bool]]: ...
@@ -20,36 +70,16 @@ class Model:
     def set_tensor(self, name: str, array: np.ndarray, /) -> None: ...
     def get_tensor(self, name: str, /) -> np.ndarray: ...
     def plan(
-        self,
-        op: str,
-        height: int,
-        width: int,
-        batch: int = 1,
-        pixels: str = "float",
-        threads: int = 1,
-        scaled: bool = False,
-        backend: str | None = None,
-        own_output: bool = True,
-        staged: bool = True,
-        latents: str = "float",
-        room: int = 0,
-    ) -> dict[str, Any]: ...
+        self, op: str, height: int, width: int, batch: int = 1, pixels: str = "float", threads: int = 1,
+        scaled: bool = False, backend: str | None = None, own_output: bool = True, host_arrays: bool = True,
+        latents: str = "float", stripe_bytes: int = 0,
+    ) -> _Plan: ...  # fmt: skip
     def run(
-        self,
-        op: str,
-        input: np.ndarray,
-        out: np.ndarray | None = None,
-        pixels: str = "float",
-        threads: int = 1,
-        scaled: bool = False,
-        backend: str | None = None,
-        poll: Callable[[int, int], object] | None = None,
-        check: bool = False,
-        room: int = 0,
-        unit: float = 1.0,
-        replay: bool = False,
-    ) -> tuple[np.ndarray, dict[str, Any]]: ...
-    def run_at(
+        self, op: str, input: np.ndarray, out: np.ndarray | None = None, pixels: str = "float", threads: int = 1,
+        scaled: bool = False, backend: str | None = None, poll: Callable[[int, int], object] | None = None,
+        check: bool = False, stripe_bytes: int = 0, scale: float = 1.0, replay: bool = False,
+    ) -> tuple[np.ndarray, _Ran]: ...  # fmt: skip
+    def run_at(  # input, out: addresses on the device; returns the output's, and what owns it
         self,
         op: str,
         input: int,
@@ -63,11 +93,11 @@ class Model:
         stream: int = 0,
         wait: bool = True,
         poll: Callable[[int, int], object] | None = None,
-        room: int = 0,
-        unit: float = 1.0,
+        stripe_bytes: int = 0,
+        scale: float = 1.0,
         replay: bool = False,
-        counted: bool = False,
-    ) -> tuple[int, Any, dict[str, Any]]: ...
+        own_output: bool = False,
+    ) -> tuple[int, object | None, _Ran]: ...
     def trim(self) -> None: ...
 
 def kernel_gemm(*args: Any) -> None: ...
@@ -91,22 +121,15 @@ class OutOfMemoryError(MemoryError):
 class CachingAllocator:
     OutOfMemoryError: type[OutOfMemoryError]
     def __new__(
-        cls,
-        total_memory: int,
-        allowed_memory: int,
-        max_split_size: int,
-        max_non_split_rounding: int,
-        reservation: int,
-        divisions: Sequence[int],
-        gc_threshold: float,
-        expandable_segments: bool,
-        history: bool,
-    ) -> Self: ...
+        cls, total_memory: int, allowed_memory: int, max_split_size: int, max_non_split_rounding: int, reservation: int,
+        divisions: Sequence[int], gc_threshold: float, expandable_segments: bool, history: bool,
+    ) -> Self: ...  # fmt: skip
     def malloc(self, bytes: int, stream: int = 0) -> int: ...
     def free(self, address: int, pending: bool = False) -> None: ...
     def empty_cache(self) -> None: ...
     def rounded_size(self, bytes: int, /) -> int: ...
-    def run(self, steps: np.ndarray, addresses: np.ndarray, /) -> int: ...
+    # steps: [(op, id: uint32, bytes, stream: uint64)]; addresses: by id, read and written. Returns the steps taken.
+    def run(self, steps: np.ndarray, addresses: NDArray[np.uint64], /) -> int: ...
     def reset_peak_stats(self) -> None: ...
     def stats(self) -> dict[str, int]: ...
     def memory_allocated(self) -> int: ...
@@ -116,7 +139,7 @@ class CachingAllocator:
     def tag(self, number: int, /) -> None: ...
     def _blocks(self) -> list[tuple[bool, int, int, int, int, str, bool, bool, int]]: ...
     def _events(self) -> list[tuple[str, int, int, int, int]]: ...
-    def _settings(self) -> dict[str, Any]: ...
+    def _settings(self) -> _Settings: ...
     def _place(self, address: int, /) -> None: ...
     def _whole_segments(self) -> int: ...
     def _releasable(self, address: int, /) -> bool: ...
@@ -127,37 +150,40 @@ class Cudnn:
     version: str
     def __init__(self, path: str | None = None, no_driver: str | None = None) -> None: ...
     def conv(
-        self,
-        device: str,
-        dtype: str,
-        n: int,
-        c: int,
-        h: int,
-        w: int,
-        k: int,
-        r: int,
-        stride: int,
-        padding: int,
-        tf32: bool = True,
-        nhwc: bool = False,
-    ) -> dict[str, Any] | None: ...
+        self, device: str, dtype: str, n: int, c: int, h: int, w: int, k: int, r: int, stride: int, padding: int,
+        tf32: bool = True, nhwc: bool = False,
+    ) -> _ConvPlan | None: ...  # fmt: skip
 
 class Trace:
-    convs: list[tuple[Any, ...]]
-    steps: list[tuple[str, int, int, str]]
-    kept: list[Any]
+    convs: list[_Conv]
+    steps: list[_TraceStep]
+    kept: list[_TraceStep]
     names: list[str]
     def __init__(self) -> None: ...
     @classmethod
-    def vae(cls, *args: Any, **kwargs: Any) -> Trace: ...
+    def vae(
+        cls, arch: Mapping[str, Any], runtime: str, op: str, dtype: str, height: int, width: int, batch: int = 1,
+        tile: int = 0, slicing: bool = False, sm: int = 89, multiprocessors: int = 128,
+    ) -> Trace: ...  # fmt: skip
     @classmethod
-    def weights(cls, *args: Any) -> Trace: ...
+    def weights(cls, arch: Mapping[str, Any], runtime: str, dtype: str, /) -> Trace: ...
     def take(self, bytes: int, name: str, /) -> int: ...
     def give(self, id: int, /) -> None: ...
     def blas(self, name: str, lt: bool = False, /) -> None: ...
-    def conv(self, *args: Any) -> None: ...
-    def norm(self, *args: Any) -> tuple[int, int]: ...
-    def attention(self, *args: Any) -> int: ...
-    def run(self, *args: Any, **kwargs: Any) -> Any: ...
+    def conv(
+        self, dtype: str, n: int, c: int, h: int, w: int, k: int, r: int, stride: int, padding: int, nhwc: bool,
+        name: str, /,
+    ) -> None: ...  # fmt: skip
+    def norm(self, dtype: str, n: int, c: int, groups: int, pixels: int, name: str, /) -> tuple[int, int]: ...
+    def attention(
+        self, dtype: str, batch: int, heads: int, queries: int, keys: int, depth: int, mask: bool, sm: int,
+        multiprocessors: int, name: str, /,
+    ) -> int: ...  # fmt: skip
+    # {id: address} of what stays, cuBLAS's and cuBLASLt's workspaces, and with heights the bytes at each step's height:
+    # allocated, reserved.
+    def run(
+        self, allocator: CachingAllocator, workspaces: Sequence[int], cublas_bytes: int, cublaslt_bytes: int,
+        cublaslt_use: str, cublas: int, cublaslt: int, tag: int, heights: bool,
+    ) -> tuple[dict[int, int], int, int, NDArray[np.uint64] | None, NDArray[np.uint64] | None]: ...  # fmt: skip
 
 def read_pickle(data: bytes, /) -> Any: ...

@@ -11,10 +11,11 @@ from pathlib import Path
 import numpy as np
 
 from vaemem import plot
+from vaemem._common import mib, need, render
 from vaemem.engine.vae import VAE, backends
 from vaemem.tables.fit import Fit, fit
 from vaemem.tables.sweep import sweep
-from vaemem.tables.table import Table, mib, need, render
+from vaemem.tables.table import Table
 
 WEIGHTS = {"sdxl": ("sdxl", "diffusers"), "flux": ("flux/ae.safetensors", "bfl")}  # model: file, layout
 _FULL_SIZE_BYTES = 128 * 4  # a pixel of T, one full-size activation in float32

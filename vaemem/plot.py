@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vaemem.tables.fit import Fit, Formula
-from vaemem.tables.table import ELEMENT_BYTES, MIB, SCHEMA, Row, Table, need
+from vaemem._common import ELEMENT_BYTES, MIB, choose, distinct, need
+from vaemem.tables.estimators import Comparison, pixels
+from vaemem.tables.fit import Fit, FittedLine
+from vaemem.tables.table import BYTE_COLUMNS, Row, Table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-    from vaemem.tables.estimators import Comparison
 
 # Colours that people with a colour-vision deficiency tell apart (Okabe and Ito).
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -46,16 +46,14 @@ def memory_vs_pixels(table: Table, fit: Fit | None = None, target: str = "alloca
     ValueError
         The target is no column in bytes, differs from the fit's, or no row holds it.
     """
-    sized = [column.name for column in SCHEMA if column.kind == "bytes"]
-    if target not in sized:
-        raise ValueError(f"target: want one of {', '.join(sized)}, got {target!r}")
+    choose("target", target, BYTE_COLUMNS)
     if fit is not None and fit.target != target:
         raise ValueError(f"fit: want one of {target}, got one of {fit.target}")
     rows = [row for row in table if None not in (row[target], row["height"], row["width"])]
     if not rows:
         raise ValueError(f"table: want rows with height, width and {target}, got none")
-    ops = _distinct(row["op"] for row in rows)
-    series = _distinct((row["model"], row["runtime"]) for row in rows)
+    ops = distinct(row["op"] for row in rows)
+    series = distinct((row["model"], row["runtime"]) for row in rows)
     figure = _figure(5.2 * len(ops) + 0.6, 4.8)
     panels = figure.subplots(1, len(ops), sharey=True, squeeze=False)[0]
     for axes, op in zip(panels, ops, strict=True):
@@ -69,7 +67,7 @@ def memory_vs_pixels(table: Table, fit: Fit | None = None, target: str = "alloca
             _points(axes, mine, target, name, excess, style)
             for formula in fit or ():
                 if mine and (formula.op, formula.model, formula.runtime) == (op, model, runtime):
-                    _line(axes, formula, name, max(map(_pixels, here)), excess, style)
+                    _line(axes, formula, name, max(map(pixels, here)), excess, style)
         axes.set(title=str(op), xlabel="megapixels")
         axes.set_xlim(left=0)
         _tidy(axes)
@@ -162,16 +160,16 @@ def implied_constants(table: Table, shipped: Mapping[str, Mapping[str, float]] |
     rows = [r for r in table if None not in (r[target], r["height"], r["width"]) and r["dtype"] in ELEMENT_BYTES]
     if not rows:
         raise ValueError(f"table: want rows with height, width, dtype and {target}, got none")
-    ops, models = _distinct(row["op"] for row in rows), _distinct(row["model"] for row in rows)
+    ops, models = distinct(row["op"] for row in rows), distinct(row["model"] for row in rows)
     figure = _figure(5.2 * len(ops) + 0.6, 4.4)
     panels = figure.subplots(1, len(ops), sharey=True, squeeze=False)[0]
     for axes, op in zip(panels, ops, strict=True):
-        for i, (model, dtype) in enumerate(_distinct((r["model"], r["dtype"]) for r in rows if r["op"] == op)):
+        for i, (model, dtype) in enumerate(distinct((r["model"], r["dtype"]) for r in rows if r["op"] == op)):
             mine = [row for row in rows if (row["op"], row["model"], row["dtype"]) == (op, model, dtype)]
-            constants = [row[target] / (_pixels(row) * ELEMENT_BYTES[dtype]) for row in mine]
+            constants = [row[target] / (pixels(row) * ELEMENT_BYTES[dtype]) for row in mine]
             excess = min(3, len(models) - 1 - models.index(model))  # models that coincide stay visible
             axes.plot(
-                [_pixels(row) / 1e6 for row in mine], constants, linestyle="none", marker=_MARKERS.get(dtype, "v"),
+                [pixels(row) / 1e6 for row in mine], constants, linestyle="none", marker=_MARKERS.get(dtype, "v"),
                 markersize=5 + 3 * excess, markeredgewidth=0, color=_COLOURS[models.index(model) % len(_COLOURS)],
                 zorder=3 + i, label=f"{model} {dtype}",
             )  # fmt: skip
@@ -207,8 +205,8 @@ def estimator_errors(comparison: Comparison) -> Figure:
     groups = [group for group in comparison.groups if group.model is not None and group.lowest > -1]
     if not groups:
         raise ValueError("comparison: want an estimator that applies to a row, got none")
-    keys = _distinct((group.model, group.op, group.dtype) for group in groups)
-    names = _distinct(group.estimator for group in groups)
+    keys = distinct((group.model, group.op, group.dtype) for group in groups)
+    names = distinct(group.estimator for group in groups)
     figure = _figure(9, 1.4 + 0.34 * len(keys))
     axes = figure.subplots()
     for i, name in enumerate(names):
@@ -239,20 +237,20 @@ def _figure(width: float, height: float) -> Figure:
 
 
 def _points(axes: Axes, rows: list[Row], target: str, name: str, excess: int, style: dict[str, Any]) -> None:
-    for dtype, source in _distinct((row["dtype"], row["source"]) for row in rows):
+    for dtype, source in distinct((row["dtype"], row["source"]) for row in rows):
         mine = [row for row in rows if (row["dtype"], row["source"]) == (dtype, source)]
         is_measured = source in ("measured", None)
         axes.plot(
-            [_pixels(row) / 1e6 for row in mine], [row[target] for row in mine], linestyle="none", clip_on=False,
+            [pixels(row) / 1e6 for row in mine], [row[target] for row in mine], linestyle="none", clip_on=False,
             marker=_MARKERS.get(dtype, "v") if is_measured else "x", markersize=(5 if is_measured else 9) + 3 * excess,
             markeredgewidth=0 if is_measured else 1.5, label=f"{name} {dtype}, {source}", **style,
         )  # fmt: skip
 
 
-def _line(axes: Axes, formula: Formula, name: str, pixels: int, excess: int, style: dict[str, Any]) -> None:
+def _line(axes: Axes, formula: FittedLine, name: str, pixels: int, excess: int, style: dict[str, Any]) -> None:
     x = np.array([0, pixels])
     label: str | None = f"{name}: {formula.a / 128:.2f} T {formula.b / MIB:+.1f} MiB"
-    for dtype in _distinct(row.dtype for row in formula.rows):
+    for dtype in distinct(row.dtype for row in formula.rows):
         y = formula.a * x * ELEMENT_BYTES[dtype] + formula.b
         axes.plot(x / 1e6, y, _LINES[dtype], linewidth=1.2 + 1.8 * excess, label=label, **style)
         label = None  # one line of the legend a formula
@@ -262,11 +260,3 @@ def _tidy(axes: Axes) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(color="#E5E5E5", linewidth=0.8)
     axes.set_axisbelow(True)
-
-
-def _pixels(row: Row) -> int:
-    return int(row["height"] * row["width"])
-
-
-def _distinct(values: Iterable[Any]) -> list[Any]:
-    return list(dict.fromkeys(values))

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 try:
@@ -36,6 +37,8 @@ from vaemem import _core
 from vaemem.prediction.eager import eager_strides
 from vaemem.prediction.gpus import Gpu, find_gpu
 from vaemem.prediction.predict import ModulePrediction
+from vaemem.tables import measure as _measure
+from vaemem.tables.table import Table
 
 __all__ = ["ModulePrediction", "Recording", "measure", "predict_peak", "record"]
 
@@ -197,17 +200,9 @@ class _Recorder(TorchDispatchMode):
         )
 
     def _convolution(
-        self,
-        x: Any,
-        weight: Any,
-        bias: Any,
-        stride: Any,
-        padding: Any,
-        dilation: Any,
-        transposed: bool,
-        output_padding: Any,
-        groups: int,
-    ) -> Any:
+        self, x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, transposed: bool,
+        output_padding: Any, groups: int,
+    ) -> Any:  # fmt: skip
         """Input made dense, output, filter made dense in channels-last, workspace."""
         self._silent = True
         out = aten.convolution.default(x, weight, bias, stride, padding, dilation, transposed, output_padding, groups)
@@ -259,19 +254,10 @@ class _Recorder(TorchDispatchMode):
             copies += [
                 self.borrow(t.numel() // t.shape[-3] * heads * t.element_size(), "repeated heads") for t in (k, v)
             ]
-        count = math.prod(batch)
-        count = math.prod(batch)
         number = self._trace.attention(
-            _DTYPES[q.dtype],
-            count,
-            heads,
-            queries,
-            k.shape[-2],
-            v.shape[-1],
-            mask is not None,
-            *self._gpu,
+            _DTYPES[q.dtype], math.prod(batch), heads, queries, k.shape[-2], v.shape[-1], mask is not None, *self._gpu,
             self.name("attention"),
-        )
+        )  # fmt: skip
         self._silent = True
         shape = (*batch, queries, heads, v.shape[-1]) if len(q.shape) > 3 else (*q.shape[:-1], v.shape[-1])
         out = q.new_empty(shape)
@@ -292,7 +278,8 @@ class _Eager(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.Tensor.contiguous:  # this one's binding and those of indexing want a CUDA build
+        # The bindings of contiguous() and of indexing ask for a CUDA build; the operators below them do not.
+        if func is torch.Tensor.contiguous:
             layout = kwargs.get("memory_format", args[1] if len(args) > 1 else torch.contiguous_format)
             return aten.contiguous.default(args[0], memory_format=layout)
         if func is torch.Tensor.__getitem__:
@@ -460,14 +447,9 @@ def _in_order_of_to(module: torch.nn.Module, prefix: str = "") -> Iterator[tuple
 
 
 def predict_peak(
-    module: torch.nn.Module,
-    *args: Any,
-    gpu: str = "RTX 4090",
-    cudnn_version: str | None = None,
-    torch_version: str | None = None,
-    call: Callable[..., Any] | None = None,
-    **kwargs: Any,
-) -> ModulePrediction:
+    module: torch.nn.Module, *args: Any, gpu: str = "RTX 4090", cudnn_version: str | None = None,
+    torch_version: str | None = None, call: Callable[..., Any] | None = None, **kwargs: Any,
+) -> ModulePrediction:  # fmt: skip
     """What ``torch.cuda``'s memory counters would say of a module's call: a fresh process, two warm-up runs, one
     measured.
 
@@ -498,4 +480,70 @@ def predict_peak(
     return ModulePrediction(recording.trace, recording.weights, recording.inputs, recording.unmodelled, settings)
 
 
-from vaemem.tables.measure import measure  # it imports torch from here
+def measure(
+    model: Any, op: str, sizes: int | Sequence[int | tuple[int, int]], dtypes: str | Sequence[str] = ("float16",), *,
+    runtime: str = "diffusers", device: Any = None, warmups: int = 2, runs: int = 5, tile: int | None = None,
+    batch: int = 1, snapshot: str | os.PathLike[str] | None = None, profile: str | os.PathLike[str] | None = None,
+) -> Table:  # fmt: skip
+    """Measures a VAE's memory and time in PyTorch, the way the seed table was measured.
+
+    Parameters
+    ----------
+    model : str or torch.nn.Module
+        ``"sd15"``, ``"sdxl"``, ``"flux"`` or a config.json: diffusers' AutoencoderKL with random weights, on which
+        neither memory nor time depends. Or a module of `runtime`; it is put in eval mode, converted and moved to
+        `device`, and stays so.
+    op : str
+        ``"encode"`` (sampled and scaled, as pipelines do), ``"decode"``, ``"encode_tiled"`` or ``"decode_tiled"``.
+    sizes : int or sequence of int and (int, int)
+        Of the image in pixels, multiples of 8: an int is a square, a pair is (height, width).
+    dtypes : str or sequence of str
+        Of weights and run: ``"float16"``, ``"bfloat16"``, ``"float32"``.
+    runtime : str
+        Whose code the module is: ``"diffusers"``, or ``"bfl"`` (AutoEncoder of the flux repository; only as a module).
+    device : torch.device or str, optional
+        The GPU where PyTorch has one, else the CPU.
+    warmups, runs : int
+        Runs that are not measured, and those whose mean is taken.
+    tile : int, optional
+        Side of a tile in pixels for the tiled ops, 512 by default; tiles overlap by a quarter.
+    batch : int
+        Images in one run.
+    snapshot : path, optional
+        Gets the allocator's history from before the model is loaded, as `vaemem.replay` and pytorch.org/memory_viz
+        read it. Recording slows the runs down. CUDA only.
+    profile : path, optional
+        Gets a CSV of the workspace that cuDNN takes for each convolution of these runs, in bytes as requested from the
+        allocator. CUDA only.
+
+    Returns
+    -------
+    Table
+        A row a dtype and size, source "measured". On CUDA `allocated_bytes` and `reserved_bytes` are the peaks minus
+        what was there just before the run. On the CPU `reserved_bytes` is the growth of the resident size, and
+        `allocated_bytes` is not known.
+
+    Raises
+    ------
+    ValueError, TypeError
+        An argument that cannot be run, named, before anything is measured.
+    ImportError
+        No PyTorch, or no diffusers where `model` is a name.
+    OSError
+        A CPU run where the peak resident size cannot be reset.
+    torch.OutOfMemoryError
+        A run does not fit.
+
+    Notes
+    -----
+    Before each run garbage is collected, the cache emptied and the peaks reset. `reserved_bytes` depends on what the
+    process did before; what `vaemem.predict` means by default is one size and dtype in a fresh process.
+
+    Examples
+    --------
+    >>> measure("sdxl", "decode", [(832, 1216)], ["float16", "bfloat16"])
+    """
+    return _measure.measure(
+        torch, model, op, sizes, dtypes, runtime=runtime, device=device, warmups=warmups, runs=runs, tile=tile,
+        batch=batch, snapshot=snapshot, profile=profile,
+    )  # fmt: skip

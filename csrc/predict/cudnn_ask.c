@@ -7,7 +7,7 @@
  * cuDNN is spoken to as cudnn_api.h says. No handle is made, so neither driver nor device is needed.
  *
  * cuDNN may still end the process (seen: a segmentation fault in 9.8 and 9.10 for compute capability 10.0), so Python
- * asks from a process of its own (vaemem/prediction/workspace.py). */
+ * asks from a process of its own (vaemem/prediction/cudnn.py). */
 #include <string.h>
 
 #include "workspace.h"

@@ -5,7 +5,8 @@
 
 /* ---- trees ---- */
 
-/* Rises with rank: the two bits after the highest one split an octave in four. */
+/* The bin of a rank: larger ranks never have smaller bins. The two bits below the highest one split each octave in
+ * four. */
 static size_t bin_of(uint64_t rank) {
     const uint64_t units = rank / TA_BLOCK;
     if (units < 4) return (size_t)units;
@@ -49,7 +50,8 @@ void ta_insert(tree *t, node *n) {
         parent = *at;
         at = &parent->child[before(parent, n)];
     }
-    /* n takes this place; what hung here is cut in two along n: what is below n to its left. */
+    /* n takes this place in the treap. What hung here is cut in two: those before n become its left child, the others
+     * its right one. */
     node *rest = *at, **low = &n->child[0], **high = &n->child[1], *low_parent = n, *high_parent = n;
     hang(at, n, parent);
     while (rest) {
@@ -75,7 +77,7 @@ void ta_remove(tree *t, node *n) {
     node *parent = n->parent, *low = n->child[0], *high = n->child[1];
     node **at = parent ? &parent->child[parent->child[1] == n] : &t->root[bin];
     while (low && high) {
-        const bool up = low->priority > high->priority; /* low rises, and high goes below its high side */
+        const bool up = low->priority > high->priority; /* low takes this place, high goes to its right */
         node *risen = up ? low : high;
         hang(at, risen, parent);
         parent = risen;
@@ -114,7 +116,7 @@ static node *highest(node *n, const node *key) {
     return found;
 }
 
-/* Bins beyond key's own hold nothing between it and their elements, so the same key finds each one's end. */
+/* In a bin other than key's own all elements lie on one side of key, so the search ends at its first or last one. */
 static node *search_up(const tree *t, const node *key, bool after) {
     const node k = {.stream = key->stream, .rank = t->by_size ? key->size : 0, .address = key->address};
     for (size_t bin = filled_from(t, bin_of(k.rank)); bin < TA_BINS; bin = filled_from(t, bin + 1)) {
@@ -172,7 +174,8 @@ void ta_table_remove(vm_talloc *a, block *b) {
     const size_t mask = a->table_size - 1;
     size_t hole = slot_of(a, b->node.address);
     while (a->table[hole] != b) hole = (hole + 1) & mask;
-    /* Later ones of the same run move up, unless that would put them before their own slot. */
+    /* The gap is closed: entries that follow it without a break move up, unless they would then stand before the slot
+     * that their address hashes to. */
     for (size_t i = (hole + 1) & mask; a->table[i]; i = (i + 1) & mask) {
         if (((i - slot_of(a, a->table[i]->node.address)) & mask) < ((i - hole) & mask)) continue;
         a->table[hole] = a->table[i];
@@ -249,8 +252,7 @@ void *ta_element(vm_talloc *a) {
     block *b = ta_block(a->spare);
     a->spare = b->node.child[0];
     a->spares--;
-    uint64_t mixed =
-        ++a->drawn * 0x9E3779B97F4A7C15u; /* splitmix64's finish: any well-mixed sequence balances a treap */
+    uint64_t mixed = ++a->drawn * 0x9E3779B97F4A7C15u; /* the end of splitmix64: any well-mixed sequence will do */
     mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9u;
     *b = (block){.node.priority = (uint32_t)(mixed >> 32)};
     return b;

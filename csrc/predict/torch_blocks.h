@@ -38,7 +38,7 @@ typedef struct node {
 
 typedef struct tree {
     node *root[TA_BINS];
-    uint64_t filled[TA_BINS / 64]; /* a bit a bin */
+    uint64_t filled[TA_BINS / 64]; /* one bit for each bin that is not empty */
     size_t count;
     bool by_size;
 } tree;
@@ -73,7 +73,7 @@ typedef struct pool {
 } pool;
 
 struct vm_talloc {
-    vm_talloc_config config; /* 0 replaced by what it means */
+    vm_talloc_config config; /* as it was given, with every 0 replaced by the value that it stands for */
     vm_mem *mem;
     vm_talloc_stats stats;
     pool pools[2]; /* large, small */
@@ -96,7 +96,7 @@ struct vm_talloc {
 
 /* Makes sure that the coming operation finds every element that it may need, so that it cannot fail half-way. */
 vm_status ta_make_room(vm_talloc *a);
-/* Zeroed but for its priority; ta_make_room saw to it that there is one. */
+/* A spare element, of zeros but for its priority. ta_make_room has made sure that there is one. */
 void *ta_element(vm_talloc *a);
 void ta_recycle(vm_talloc *a, void *element);
 void ta_storage_free(vm_talloc *a);
@@ -105,7 +105,7 @@ block *ta_find(const vm_talloc *a, uint64_t address);
 void ta_table_add(vm_talloc *a, block *b);
 void ta_table_remove(vm_talloc *a, block *b);
 
-/* ---- shared by torch_alloc.c, torch_expandable.c and torch_snapshot.c ---- */
+/* ---- torch_segments.c ---- */
 
 static inline pool *ta_pool(vm_talloc *a, const block *b) { return &a->pools[b->small]; }
 static inline block *ta_block(node *n) { return (block *)n; }
@@ -115,13 +115,16 @@ void ta_count(vm_talloc *a, vm_talloc_kind kind, bool small, int64_t amount);
 void ta_count_oversized(const vm_talloc *a, vm_talloc_stat *stat, uint64_t size, int64_t amount);
 void ta_record(vm_talloc *a, vm_talloc_action action, uint64_t address, uint64_t size, uint64_t stream, uint32_t tag);
 void ta_cache(vm_talloc *a, block *b); /* into its pool's tree */
-void ta_pend(vm_talloc *a, block *b);  /* into the list of pending ones, linked by what trees use */
+void ta_pend(vm_talloc *a, block *b);  /* into the list of pending ones, linked by the trees' pointers */
 /* Takes b's free neighbour into b; the bytes gained, 0 when it must stay apart. */
 uint64_t ta_merge(vm_talloc *a, block *b, block *neighbour);
 /* A new segment of one block that is in no tree yet; NULL when there are no such addresses. */
 block *ta_segment_new(vm_talloc *a, uint64_t size, uint64_t stream, bool small);
 void ta_segment_drop(vm_talloc *a, block *only);
 void ta_release(vm_talloc *a, block *whole); /* a cached segment, back to the device */
+
+/* ---- torch_expandable.c ---- */
+
 /* A free block of at least size, out of the tree, made by mapping; NULL when the device is full. */
 block *ta_expand(vm_talloc *a, uint64_t size, uint64_t stream, bool small);
 /* Unmaps what whole pages of b cover; the reservation goes when nothing of it is left. */

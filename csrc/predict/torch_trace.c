@@ -7,23 +7,12 @@
 
 #include "torch_trace.h"
 
-enum { FIRST_ROOM = 64 };
+enum { FIRST_BINS = 128 };
 
-/* ---- growing arrays ---- */
-
-/* Room for one more item in *array, which keeps its place in the account. */
-static vm_status grow(vm_trace *t, void *array, size_t *room, size_t used, size_t item) {
-    void **old = array, *bigger;
-    if (used < *room) return VM_OK;
-    const size_t wanted = *room ? 2 * *room : FIRST_ROOM;
-    if (wanted > UINT32_MAX) return vm_fail(VM_EOVERFLOW, "trace: %zu steps are too many", used);
-    vm_status s = vm_mem_alloc(t->mem, VM_SCRATCH, wanted * item, &bigger);
-    if (s) return s;
-    if (used) memcpy(bigger, *old, used * item);
-    vm_mem_free(t->mem, VM_SCRATCH, *old, *room * item);
-    *old = bigger;
-    *room = wanted;
-    return VM_OK;
+/* Makes place for one more item in *array; its index must be a uint32_t. */
+static vm_status grow(vm_trace *t, void *array, size_t count, size_t item) {
+    if (count == UINT32_MAX) return vm_fail(VM_EOVERFLOW, "trace: want at most %zu steps, got more", count);
+    return vm_mem_grow(t->mem, VM_SCRATCH, array, count, item);
 }
 
 vm_status vm_trace_new(vm_trace **out) {
@@ -44,9 +33,9 @@ vm_status vm_trace_new(vm_trace **out) {
 void vm_trace_free(vm_trace *t) {
     if (!t) return;
     vm_mem *mem = t->mem;
-    vm_mem_free(mem, VM_SCRATCH, t->step, t->step_room * sizeof *t->step);
-    vm_mem_free(mem, VM_SCRATCH, t->conv, t->conv_room * sizeof *t->conv);
-    vm_mem_free(mem, VM_SCRATCH, t->name, t->name_room * sizeof *t->name);
+    vm_mem_free(mem, VM_SCRATCH, t->step, vm_mem_capacity(t->steps) * sizeof *t->step);
+    vm_mem_free(mem, VM_SCRATCH, t->conv, vm_mem_capacity(t->convs) * sizeof *t->conv);
+    vm_mem_free(mem, VM_SCRATCH, t->name, vm_mem_capacity(t->names) * sizeof *t->name);
     vm_mem_free(mem, VM_SCRATCH, t->bin, t->bins * sizeof *t->bin);
     vm_mem_free(mem, VM_SCRATCH, t, sizeof *t);
     vm_mem_release(mem);
@@ -71,7 +60,7 @@ static vm_status intern(vm_trace *t, const char *name, uint32_t *index) {
     const size_t length = strlen(name);
     if (length >= VM_NAME) name += length - (VM_NAME - 1);
     if (2 * (t->names + 1) > t->bins) {
-        const size_t bins = t->bins ? 2 * t->bins : 2 * FIRST_ROOM;
+        const size_t bins = t->bins ? 2 * t->bins : FIRST_BINS;
         void *bin;
         vm_status s = vm_mem_alloc(t->mem, VM_SCRATCH, bins * sizeof *t->bin, &bin);
         if (s) return s;
@@ -82,7 +71,7 @@ static vm_status intern(vm_trace *t, const char *name, uint32_t *index) {
     }
     uint32_t *bin = find_bin(t, name);
     if (!*bin) {
-        vm_status s = grow(t, &t->name, &t->name_room, t->names, sizeof *t->name);
+        vm_status s = grow(t, &t->name, t->names, sizeof *t->name);
         if (s) return s;
         strcpy(t->name[t->names], name);
         *bin = (uint32_t)++t->names;
@@ -96,7 +85,7 @@ static vm_status intern(vm_trace *t, const char *name, uint32_t *index) {
 static vm_status add(vm_trace *t, vm_trace_op op, uint32_t id, uint64_t bytes, const char *name) {
     uint32_t index = 0;
     vm_status s = name ? intern(t, name, &index) : VM_OK;
-    if (!s) s = grow(t, &t->step, &t->step_room, t->steps, sizeof *t->step);
+    if (!s) s = grow(t, &t->step, t->steps, sizeof *t->step);
     if (!s) t->step[t->steps++] = (vm_trace_step){.op = op, .id = id, .name = index, .bytes = bytes};
     return s;
 }
@@ -124,7 +113,7 @@ vm_status vm_trace_conv(vm_trace *t, const vm_conv *conv, const char *name) {
     size_t i = 0;
     while (i < t->convs && !same_conv(&t->conv[i], conv)) i++;
     if (i == t->convs) {
-        vm_status s = grow(t, &t->conv, &t->conv_room, t->convs, sizeof *t->conv);
+        vm_status s = grow(t, &t->conv, t->convs, sizeof *t->conv);
         if (s) return s;
         t->conv[t->convs++] = *conv;
     }
@@ -168,7 +157,7 @@ static size_t flash_splits(const vm_attention_shape *a, const vm_trace_gpu *gpu)
     const size_t most = VM_MIN(VM_MIN(128, slots), blocks);
     double best = 0, efficiency[129] = {0};
     for (size_t n = 1; n <= most; n++) {
-        if (n > 1 && (blocks + n - 1) / n == (blocks + n - 2) / (n - 1)) continue; /* no part gets shorter */
+        if (n > 1 && (blocks + n - 1) / n == (blocks + n - 2) / (n - 1)) continue; /* no part gets shorter by it */
         const double waves = (double)(work * n) / (double)slots;
         efficiency[n] = waves / (double)((work * n + slots - 1) / slots);
         best = VM_MAX(best, efficiency[n]);
@@ -197,12 +186,13 @@ static vm_status flash(vm_trace *t, const vm_attention_shape *a, const vm_trace_
 static vm_status efficient(vm_trace *t, const vm_attention_shape *a, const char *name, uint32_t *id) {
     const uint64_t count = a->batch * a->heads * a->queries * a->depth, sums = 4 * count;
     vm_status s = vm_trace_take(t, count * element(a->dtype), name, id);
-    /* Heads wider than 128 are summed in memory, in float. */
+    /* Heads wider than 128 are accumulated in a float tensor in memory instead of registers. */
     if (!s && a->dtype != VM_F32 && a->depth > 128) s = pass_through(t, &sums, 1, name);
     return s;
 }
 
-/* Queries, keys and values in float, scaled scores, a softmax that minds rows without keys. */
+/* The math path: queries, keys and values in float, scaled scores, and a softmax that takes care of rows whose keys are
+ * all masked. */
 static vm_status math(vm_trace *t, const vm_attention_shape *a, const char *name, uint32_t *id) {
     const uint64_t rows = a->batch * a->heads * a->queries, q = 4 * rows * a->depth;
     const uint64_t kv = 4 * a->batch * a->heads * a->keys * a->depth, scores = 4 * rows * a->keys;
@@ -298,7 +288,7 @@ vm_status vm_trace_run(const vm_trace *t, vm_trace_process *process, uint64_t *a
         if (s) {
             const vm_talloc_oom *oom = s == VM_ENOMEM ? vm_talloc_last_oom(process->talloc) : NULL;
             process->full = oom != NULL;
-            if (oom) process->oom = *oom; /* freeing forgets it */
+            if (oom) process->oom = *oom; /* a kept workspace that is freed is taken anew by its next use */
             for (size_t id = 0; id < t->ids; id++)
                 if (address[id] && vm_talloc_free(process->talloc, address[id]) == VM_OK) address[id] = 0;
             return s;

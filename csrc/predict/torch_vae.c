@@ -69,7 +69,7 @@ static void give(walk *w, const tensor *x) {
     if (!w->status && x->id != EXTERNAL) w->status = vm_trace_give(w->t, x->id);
 }
 
-/* The name *x is bound to y: what it held goes. */
+/* The Python name *x is bound to y; the tensor that it named before loses its last reference. */
 static void bind(walk *w, tensor *x, tensor y) {
     give(w, x);
     *x = y;
@@ -173,8 +173,8 @@ static tensor attention_diffusers(walk *w, const tensor *x, const path *name) {
     const path group_norm = at(name, ".group_norm"), out = at(name, ".to_out.0"), sum = at(name, " [sum]");
     const path linear[3] = {at(name, ".to_q"), at(name, ".to_k"), at(name, ".to_v")};
     const tensor normed = norm(w, x, &group_norm);
-    /* Their input is transposed: a batched product, the bias added in place. Of one pixel it is dense, and the bias
-     * fused. */
+    /* Linear layers on a transposed input: a batched product, then the bias added in place. The input of one pixel
+     * counts as dense, and the product then adds the bias itself. */
     const vm_trace_op product_op = x->h * x->w > 1 ? VM_TRACE_CUBLAS : VM_TRACE_CUBLASLT;
     tensor qkv[3];
     for (int i = 0; i < 3; i++) {
@@ -216,7 +216,7 @@ static tensor attention_bfl(walk *w, const tensor *x, const path *name) {
     return y;
 }
 
-/* drops: x goes as soon as the first resnet is done. */
+/* drops: nobody else names x, so it goes as soon as the first resnet is done. */
 static tensor mid(walk *w, const tensor *x, bool drops, const path *name) {
     const bool d = diffusers(w);
     const path first = at(name, d ? "mid_block.resnets.0" : "mid.block_1"),
@@ -352,12 +352,12 @@ static tensor tiled(walk *w, const tensor *x) {
     const size_t in = decodes ? small : tile, out = decodes ? tile : small, step = in - in / 4, extent = out / 4;
     const size_t rows = (x->h + step - 1) / step, cols = (x->w + step - 1) / step, limit = out - extent;
     const path blending = {"blend"}, cat = {"cat"};
-    void *room = NULL;
+    void *block = NULL;
     if (rows * cols > MOST_TILES)
         w->status = vm_fail(VM_EINVAL, "tile: want at most %d tiles, got %zu x %zu", MOST_TILES, rows, cols);
-    if (!w->status) w->status = vm_mem_alloc(w->t->mem, VM_SCRATCH, (rows * cols + rows) * sizeof(tensor), &room);
+    if (!w->status) w->status = vm_mem_alloc(w->t->mem, VM_SCRATCH, (rows * cols + rows) * sizeof(tensor), &block);
     if (w->status) return *x;
-    tensor *grid = room, *strip = grid + rows * cols;
+    tensor *grid = block, *strip = grid + rows * cols;
     for (size_t i = 0; i < rows * cols; i++) {
         tensor part = *x;
         part.h = VM_MIN(in, x->h - i / cols * step);
@@ -381,7 +381,7 @@ static tensor tiled(walk *w, const tensor *x) {
     for (size_t r = 0; r < rows; r++) high += strip[r].h;
     const tensor y = take(w, strip[0].n, strip[0].c, high, strip[0].w, CONTIGUOUS, &cat);
     for (size_t i = 0; i < rows * cols + rows; i++) give(w, &grid[i]);
-    vm_mem_free(w->t->mem, VM_SCRATCH, room, (rows * cols + rows) * sizeof(tensor));
+    vm_mem_free(w->t->mem, VM_SCRATCH, block, (rows * cols + rows) * sizeof(tensor));
     return y;
 }
 
@@ -409,16 +409,16 @@ static void posterior(walk *w, const tensor *moments) {
 
 static void sliced(walk *w, const tensor *x) {
     const path cat = {"cat"};
-    void *room;
-    if (!w->status) w->status = vm_mem_alloc(w->t->mem, VM_SCRATCH, x->n * sizeof(tensor), &room);
+    void *block;
+    if (!w->status) w->status = vm_mem_alloc(w->t->mem, VM_SCRATCH, x->n * sizeof(tensor), &block);
     if (w->status) return;
-    tensor *part = room, one = *x;
+    tensor *part = block, one = *x;
     one.n = 1;
     for (size_t i = 0; i < x->n; i++) part[i] = one_call(w, &one);
     const tensor y = take(w, x->n, part[0].c, part[0].h, part[0].w, CONTIGUOUS, &cat);
-    if (w->vae->op == VM_ENCODE) posterior(w, &y); /* while the list of slices is still there */
+    if (w->vae->op == VM_ENCODE) posterior(w, &y); /* while the Python list still refers to each slice */
     for (size_t i = 0; i < x->n; i++) give(w, &part[i]);
-    vm_mem_free(w->t->mem, VM_SCRATCH, room, x->n * sizeof(tensor));
+    vm_mem_free(w->t->mem, VM_SCRATCH, block, x->n * sizeof(tensor));
 }
 
 /* The sample that BFL's encode returns: mean + exp(0.5 * logvar) * noise, shifted and scaled. */

@@ -6,7 +6,7 @@
 #ifndef VM_WORKSPACE_H
 #define VM_WORKSPACE_H
 
-#include "../../kernels/cuda/cudnn_api.h"
+#include "../../kernels/cudnn/cudnn_api.h"
 #include "../vm.h"
 
 enum { VM_ENGINE_NAME = 256 };

@@ -119,7 +119,7 @@ static vm_status with_pool(unsigned threads, vm_status (*body)(const vm_exec *ex
     vm_status s = vm_mem_alloc(mem, VM_SCRATCH, vm_pool_bytes(threads), (void **)&pool);
     if (!s) s = vm_pool_open(pool, threads, 0, NULL, NULL);
     if (!s) {
-        const vm_exec exec = {threads, pool, vm_pool_each};
+        const vm_exec exec = {{threads, 0}, pool, vm_pool_each};
         s = body(&exec, context);
         vm_pool_close(pool);
     }
@@ -144,7 +144,7 @@ static void burn_one(const void *job, size_t task, unsigned thread) {
 static vm_status burn_all(const vm_exec *exec, void *context) {
     peak_job *j = context;
     const double start = now();
-    vm_status s = exec->each(exec->pool, exec->threads, 0, burn_one, j);
+    vm_status s = exec->each(exec->pool, exec->limits.threads, 0, burn_one, j);
     j->seconds = now() - start;
     return s;
 }
@@ -216,6 +216,7 @@ static PyObject *kernel_pass(PyObject *Py_UNUSED(module), PyObject *args) {
     p.scale_channels = p.y.c;
     const size_t taps = (size_t)(p.ksize * p.ksize), xc = VM_BLOCKS(p.x.c) * VM_BLOCK, yc = VM_BLOCKS(p.y.c) * VM_BLOCK;
     const bool conv = p.kind == VM_PASS_CONV;
+    const vm_limits limits = {(unsigned)threads, 0};
     const size_t need[10] = {rows_floats(&p.x),
                              rows_floats(&p.y),
                              rows_floats(&p.y),
@@ -224,8 +225,8 @@ static PyObject *kernel_pass(PyObject *Py_UNUSED(module), PyObject *args) {
                              xc,
                              xc,
                              0,
-                             conv ? b->parts(b, &p) * vm_stats_floats(p.y.c) : 0,
-                             b->scratch(b, &p, (unsigned)threads) / sizeof(float)};
+                             conv ? b->parts(b, &p, &limits) * vm_stats_floats(p.y.c) : 0,
+                             b->scratch(b, &p, &limits) / sizeof(float)};
     float *d[10] = {0};
     for (int i = 0; i < 10; i++)
         if (a[i] != Py_None && !(d[i] = data_of(a[i], "array", NPY_FLOAT, need[i], i == 1 || i > 7))) return NULL;
@@ -263,8 +264,9 @@ static PyObject *kernel_needs(PyObject *Py_UNUSED(module), PyObject *args) {
     p.kind = strcmp(kind, "conv") ? VM_PASS_ATTENTION : VM_PASS_CONV;
     p.up = up;
     p.norm = true; /* the most that the pass can want */
-    return Py_BuildValue("nn", (Py_ssize_t)(b->scratch(b, &p, (unsigned)threads) / sizeof(float)),
-                         (Py_ssize_t)(b->parts(b, &p) * vm_stats_floats(p.y.c)));
+    const vm_limits limits = {(unsigned)threads, 0};
+    return Py_BuildValue("nn", (Py_ssize_t)(b->scratch(b, &p, &limits) / sizeof(float)),
+                         (Py_ssize_t)(b->parts(b, &p, &limits) * vm_stats_floats(p.y.c)));
 }
 
 static PyMethodDef functions[] = {

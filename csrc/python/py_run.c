@@ -7,21 +7,23 @@ static PyObject *bytes_dict(const size_t bytes[VM_CATEGORIES]) {
                          (Py_ssize_t)bytes[VM_WORKSPACE], "output", (Py_ssize_t)bytes[VM_OUTPUT]);
 }
 
-/* peak, reserved: planned or measured; steps carry the same kind. */
-static PyObject *summary(const vm_model *m, const vm_plan *plan, bool measured, const size_t *peak, size_t reserved) {
+/* What the plan says, or where there is a run what it took. */
+static PyObject *summary(const vm_model *m, const vm_plan *plan, const vm_run *run) {
     PyObject *steps = PyList_New(0);
     for (size_t i = 0; steps && i < plan->steps; i++) {
         const vm_step *s = &plan->step[i];
         PyObject *row = Py_BuildValue("{s:s, s:N, s:d, s:d}", "name", m->graph[plan->ask.op].node[i].name, "live",
-                                      bytes_dict(measured ? s->measured : s->live), "flops",
+                                      bytes_dict(run ? s->measured : s->live), "flops",
                                       vm_pass_flops(&s->pass) * (double)plan->ask.batch, "seconds", s->seconds);
         if (!row || PyList_Append(steps, row)) Py_CLEAR(steps);
         Py_XDECREF(row);
     }
     if (!steps) return NULL;
-    return Py_BuildValue("{s:N, s:n, s:n, s:s, s:i, s:N}", "peak", bytes_dict(peak), "reserved", (Py_ssize_t)reserved,
-                         "arena", (Py_ssize_t)plan->arena_bytes, "backend", plan->ask.backend->name, "threads",
-                         (int)plan->ask.threads, "steps", steps);
+    return Py_BuildValue("{s:N, s:n, s:n, s:s, s:i, s:N, s:N}", "peak", bytes_dict(run ? run->peak : plan->peak),
+                         "reserved", (Py_ssize_t)(run ? run->reserved : plan->reserved), "arena",
+                         (Py_ssize_t)plan->arena_bytes, "backend", plan->ask.backend->name, "threads",
+                         (int)plan->ask.limits.threads, "steps", steps, "overflow",
+                         PyBool_FromLong(run && run->overflow));
 }
 
 static const struct {
@@ -33,13 +35,15 @@ static const struct {
                {"float16", VM_F16_NCHW},
                {"bfloat16", VM_BF16_NCHW}};
 
+static bool on_host(const vm_model *m) { return m->backend->device->addressable; }
+
 static int parse_format(const char *name, const char *what, const vm_model *m, vm_format *out) {
     for (size_t i = 0; i < sizeof formats / sizeof *formats; i++)
         if (!strcmp(name, formats[i].name)) *out = formats[i].format;
     const bool half = *out == VM_F16_NCHW || *out == VM_BF16_NCHW;
-    if (*out != VM_ROWS && (m->backend || !half)) return 0;
+    if (*out != VM_ROWS && !(half && on_host(m))) return 0;
     PyErr_Format(PyExc_ValueError, "%s: want float or uint8%s, got '%s'", what,
-                 m->backend ? ", float32, float16 or bfloat16" : "", name);
+                 on_host(m) ? "" : ", float32, float16 or bfloat16", name);
     return -1;
 }
 
@@ -61,17 +65,17 @@ static int parse_request(Model *self, vm_request *r, const char *op, const char 
         PyErr_Format(PyExc_ValueError, "threads: want 1 to 1024, got %d", threads);
         return -1;
     }
-    r->threads = m->backend ? 1 : (unsigned)threads;
-    if (m->backend && backend && *backend) {
+    r->limits.threads = on_host(m) ? (unsigned)threads : 1;
+    if (!on_host(m) && backend && *backend) {
         PyErr_Format(PyExc_ValueError, "backend: this model lives on %s, got %s", m->backend->name, backend);
         return -1;
     }
-    return (r->backend = m->backend ? m->backend : vm_py_backend(backend)) ? 0 : -1;
+    return (r->backend = on_host(m) ? vm_py_backend(backend) : m->backend) ? 0 : -1;
 }
 
-static int parse_size(vm_request *r, Py_ssize_t height, Py_ssize_t width, Py_ssize_t batch, Py_ssize_t room) {
-    const Py_ssize_t value[] = {height, width, batch, room};
-    static const char *const name[] = {"height", "width", "batch", "room"};
+static int parse_size(vm_request *r, Py_ssize_t height, Py_ssize_t width, Py_ssize_t batch, Py_ssize_t stripe_bytes) {
+    const Py_ssize_t value[] = {height, width, batch, stripe_bytes};
+    static const char *const name[] = {"height", "width", "batch", "stripe_bytes"};
     for (int i = 0; i < 4; i++)
         if (value[i] < 0) {
             PyErr_Format(PyExc_ValueError, "%s: want a positive number, got %zd", name[i], value[i]);
@@ -80,37 +84,38 @@ static int parse_size(vm_request *r, Py_ssize_t height, Py_ssize_t width, Py_ssi
     r->height = (size_t)height;
     r->width = (size_t)width;
     r->batch = (size_t)batch;
-    r->room = (size_t)room;
+    r->limits.stripe_bytes = (size_t)stripe_bytes;
     return 0;
 }
 
 const char vm_py_plan_doc[] =
     "plan(op, height, width, batch=1, pixels='float', threads=1, scaled=False, backend=None, own_output=True, "
-    "staged=True, latents='float', room=0)\n--\n\n"
-    "What a run would take, as a dict. staged: of a model on a device, for arrays in host memory.";
+    "host_arrays=True, latents='float', stripe_bytes=0)\n--\n\n"
+    "What a run would take, as a dict. host_arrays: the user's arrays are in host memory, not in the device's.";
 
 PyObject *vm_py_plan(Model *self, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"op",      "height",     "width",  "batch",   "pixels", "threads", "scaled",
-                            "backend", "own_output", "staged", "latents", "room",   NULL};
+    static char *names[] = {"op",      "height",     "width",       "batch",   "pixels",       "threads", "scaled",
+                            "backend", "own_output", "host_arrays", "latents", "stripe_bytes", NULL};
     const char *op, *pixels = "float", *latents = NULL, *backend = NULL;
-    Py_ssize_t height, width, batch = 1, room = 0;
-    int threads = 1, scaled = 0, own_output = 1, staged = 1;
+    Py_ssize_t height, width, batch = 1, stripe_bytes = 0;
+    int threads = 1, scaled = 0, own_output = 1, host_arrays = 1;
     vm_request r = {0};
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "snn|nsipzppzn", names, &op, &height, &width, &batch, &pixels,
-                                     &threads, &scaled, &backend, &own_output, &staged, &latents, &room))
+                                     &threads, &scaled, &backend, &own_output, &host_arrays, &latents, &stripe_bytes))
         return NULL;
-    if (parse_request(self, &r, op, pixels, latents, threads, backend) || parse_size(&r, height, width, batch, room))
+    if (parse_request(self, &r, op, pixels, latents, threads, backend) ||
+        parse_size(&r, height, width, batch, stripe_bytes))
         return NULL;
     if (vm_py_lock(self)) return NULL;
-    r.staged = staged && self->model->backend;
-    r.own_output = own_output && !r.staged;
+    r.host_arrays = host_arrays;
+    r.own_output = own_output;
     r.scaled = scaled;
     vm_plan *plan;
     vm_status s;
     Py_BEGIN_ALLOW_THREADS
     s = vm_plan_new(self->model, &r, &plan);
     Py_END_ALLOW_THREADS
-    PyObject *result = s ? vm_py_raise(s) : summary(self->model, plan, false, plan->peak, plan->reserved);
+    PyObject *result = s ? vm_py_raise(s) : summary(self->model, plan, NULL);
     vm_plan_free(self->model, plan);
     vm_py_unlock(self);
     return result;
@@ -134,15 +139,15 @@ static void free_block(PyObject *capsule) {
     PyMem_Free(b);
 }
 
-/* A capsule that owns data from then on; on failure data is still the caller's. */
-static PyObject *own(Model *self, vm_mem *mem, void *data, size_t bytes) {
+/* A capsule that owns a run's output from then on; on failure it is still the caller's. */
+static PyObject *own(Model *self, const vm_run *run) {
     block *b = PyMem_Malloc(sizeof *b);
     PyObject *capsule = b ? PyCapsule_New(b, block_name, free_block) : PyErr_NoMemory();
     if (!capsule) {
         PyMem_Free(b);
         return NULL;
     }
-    *b = (block){vm_mem_retain(mem), Py_NewRef(self->backend), data, bytes};
+    *b = (block){vm_mem_retain(run->out_mem), Py_NewRef(self->backend), run->out, run->out_bytes};
     return capsule;
 }
 
@@ -177,72 +182,34 @@ static bool poll(void *context, size_t done, size_t total) {
 
 /* ---- a run ---- */
 
-/* Where a run reads and writes, and what it leaves. */
+/* A run as Python asks for it, and what it leaves. */
 typedef struct job {
-    const void *in;
-    void *out;          /* the caller's, or NULL: the run takes it, and owner is its capsule */
-    PyObject *owner;    /* new reference */
+    vm_run run;
+    PyObject *owner;    /* new reference: the capsule of an output that the run took */
     PyObject *record;   /* new reference */
     PyObject *callback; /* or NULL */
-    void *stream;
-    bool wait, replay, check;
-    bool counted; /* out was taken for this run, by a library's own allocator: count it as the run's */
 } job;
 
 /* With the lock held: plan and run. -1 with an exception set and nothing kept. */
-static int run_locked(Model *self, vm_request *r, job *j) {
+static int run_locked(Model *self, const vm_request *r, job *j) {
     vm_model *m = self->model;
-    vm_mem *out_mem = r->staged ? m->host : m->mem; /* staged results are the host's, and no part of the plan */
+    vm_run *run = &j->run;
+    polling p = {NULL, j->callback};
     vm_plan *plan;
     vm_status s;
-    void *data = NULL;
-    size_t reserved = 0;
-    r->own_output = (!j->out && !r->staged) || j->counted;
-    Py_BEGIN_ALLOW_THREADS
+    run->poll = poll;
+    run->poll_context = &p;
+    p.thread = PyEval_SaveThread();
     s = vm_plan_new(m, r, &plan);
-    Py_END_ALLOW_THREADS
-    if (s) {
-        vm_py_raise(s);
-        return -1;
-    }
-    const size_t bytes = plan->out_bytes * r->batch, own_bytes = m->host == m->mem ? plan->plan_bytes : 0;
-    const size_t pool_bytes = own_bytes ? plan->pool_bytes : 0, rows = plan->rows;
-    vm_mem_reset_peak(m->mem);
-    /* held for outputs that earlier runs handed over: not this run's */
-    const size_t foreign =
-        vm_mem_usage(m->mem).reserved - m->arena_bytes - vm_mem_usage(m->mem).live[VM_WEIGHTS] - own_bytes;
-    polling p = {NULL, j->callback};
-    vm_run run = {.in = j->in,
-                  .out = j->out,
-                  .stream = j->stream,
-                  .wait = j->wait,
-                  .replay = j->replay,
-                  .poll = poll,
-                  .poll_context = &p,
-                  .check = j->check};
-    if (j->counted)
-        vm_mem_use(out_mem, VM_OUTPUT, bytes);
-    else if (!j->out && !(s = vm_mem_alloc(out_mem, VM_OUTPUT, bytes, &data)))
-        run.out = data;
-    if (!s) {
-        p.thread = PyEval_SaveThread();
-        s = vm_plan_run(m, plan, &run);
-        PyEval_RestoreThread(p.thread);
-        reserved = vm_mem_usage(m->mem).reserved - foreign + pool_bytes + (j->counted ? bytes : 0);
-    }
-    if (data || j->counted) vm_mem_unuse(out_mem, VM_OUTPUT, bytes);
+    if (!s) s = vm_plan_run(m, plan, run);
+    PyEval_RestoreThread(p.thread);
     if (s)
         vm_py_raise(s);
-    else if (!data || (j->owner = own(self, out_mem, data, bytes))) {
-        j->out = run.out;
-        data = NULL;
-        const vm_usage usage = vm_mem_usage(m->mem);
-        j->record = summary(m, plan, true, usage.peak, reserved);
-        PyObject *overflow = PyBool_FromLong(run.overflow);
-        if (j->record && PyDict_SetItemString(j->record, "overflow", overflow)) Py_CLEAR(j->record);
-        Py_DECREF(overflow);
-    }
-    if (data) vm_mem_unreserve(out_mem, data, bytes);
+    else if (!run->out_mem || (j->owner = own(self, run)))
+        j->record = summary(m, plan, run);
+    else
+        vm_mem_unreserve(run->out_mem, run->out, run->out_bytes);
+    const size_t rows = s ? 0 : plan->rows;
     vm_plan_free(m, plan);
     if (j->record && j->callback) {
         PyObject *done = PyObject_CallFunction(j->callback, "nn", (Py_ssize_t)rows, (Py_ssize_t)rows);
@@ -312,22 +279,22 @@ static int describe(const vm_model *m, vm_request *r, io *x) {
 }
 
 const char vm_py_run_doc[] =
-    "run(op, input, out=None, pixels='float', threads=1, scaled=False, backend=None, poll=None, check=False, room=0, "
-    "unit=1.0, replay=False)\n--\n\n"
+    "run(op, input, out=None, pixels='float', threads=1, scaled=False, backend=None, poll=None, check=False, "
+    "stripe_bytes=0, scale=1.0, replay=False)\n--\n\n"
     "(output, what it took as a dict), NumPy arrays. poll(rows_done, rows_total) is called about 20 times a second and "
     "once at the end.";
 
 PyObject *vm_py_run(Model *self, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"op",   "input", "out",  "pixels", "threads", "scaled", "backend",
-                            "poll", "check", "room", "unit",   "replay",  NULL};
+    static char *names[] = {"op",   "input", "out",          "pixels", "threads", "scaled", "backend",
+                            "poll", "check", "stripe_bytes", "scale",  "replay",  NULL};
     const char *op, *pixels = "float", *backend = NULL;
     PyObject *out = Py_None, *callback = Py_None;
     int threads = 1, scaled = 0, check = 0, replay = 0;
-    Py_ssize_t room = 0;
+    Py_ssize_t stripe_bytes = 0;
     io x = {0};
-    vm_request r = {.unit = 1};
+    vm_request r = {.scale = 1, .host_arrays = true};
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sO!|OsipzOpnfp", names, &op, &PyArray_Type, &x.in, &out, &pixels,
-                                     &threads, &scaled, &backend, &callback, &check, &room, &r.unit, &replay))
+                                     &threads, &scaled, &backend, &callback, &check, &stripe_bytes, &r.scale, &replay))
         return NULL;
     if (strcmp(pixels, "float") && strcmp(pixels, "uint8"))
         return PyErr_Format(PyExc_ValueError, "pixels: want float or uint8, got '%s'", pixels);
@@ -341,19 +308,19 @@ PyObject *vm_py_run(Model *self, PyObject *args, PyObject *kwargs) {
     }
     if (check_callback(callback)) return NULL;
     if (vm_py_lock(self)) return NULL;
-    r.staged = self->model->backend != NULL;
+    r.own_output = !x.out;
     r.scaled = scaled;
-    r.room = (size_t)VM_MAX(room, 0);
-    job j = {.in = PyArray_DATA(x.in),
-             .out = x.out ? PyArray_DATA(x.out) : NULL,
-             .callback = callback == Py_None ? NULL : callback,
-             .wait = true,
-             .replay = replay,
-             .check = check};
+    r.limits.stripe_bytes = (size_t)VM_MAX(stripe_bytes, 0);
+    job j = {.run = {.in = PyArray_DATA(x.in),
+                     .out = x.out ? PyArray_DATA(x.out) : NULL,
+                     .wait = true,
+                     .replay = replay && !on_host(self->model),
+                     .check = check},
+             .callback = callback == Py_None ? NULL : callback};
     const int failed = run_locked(self, &r, &j);
     vm_py_unlock(self);
     if (failed) return NULL;
-    PyObject *array = x.out ? Py_NewRef(out) : array_of(j.owner, j.out, x.out_dims, x.out_type);
+    PyObject *array = x.out ? Py_NewRef(out) : array_of(j.owner, j.run.out, x.out_dims, x.out_type);
     if (array) return Py_BuildValue("(NN)", array, j.record);
     Py_DECREF(j.record);
     return NULL;
@@ -363,39 +330,40 @@ PyObject *vm_py_run(Model *self, PyObject *args, PyObject *kwargs) {
 
 const char vm_py_run_at_doc[] =
     "run_at(op, input, out, height, width, batch=1, pixels='float32', latents='float32', scaled=False, stream=0, "
-    "wait=True, poll=None, room=0, unit=1.0, replay=False, counted=False)\n--\n\n"
+    "wait=True, poll=None, stripe_bytes=0, scale=1.0, replay=False, own_output=False)\n--\n\n"
     "(address of the output, its owner or None, what it took as a dict), for a model on a device. input, out: "
-    "addresses there; out 0: taken by the run. counted: out was taken for this run and counts as its output.";
+    "addresses there; out 0: taken by the run. own_output: out was taken for this run and counts as its output.";
 
 PyObject *vm_py_run_at(Model *self, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"op",     "input", "out",  "height", "width", "batch",  "pixels",  "latents", "scaled",
-                            "stream", "wait",  "poll", "room",   "unit",  "replay", "counted", NULL};
+    static char *names[] = {"op",           "input",   "out",    "height",     "width", "batch",
+                            "pixels",       "latents", "scaled", "stream",     "wait",  "poll",
+                            "stripe_bytes", "scale",   "replay", "own_output", NULL};
     const char *op, *pixels = "float32", *latents = NULL;
     unsigned long long in, out, stream = 0;
-    Py_ssize_t height, width, batch = 1, room = 0;
+    Py_ssize_t height, width, batch = 1, stripe_bytes = 0;
     PyObject *callback = Py_None;
-    int scaled = 0, wait = 1, replay = 0, counted = 0;
-    vm_request r = {.unit = 1};
+    int scaled = 0, wait = 1, replay = 0, own_output = 0;
+    vm_request r = {.scale = 1};
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sKKnn|nszpKpOnfpp", names, &op, &in, &out, &height, &width, &batch,
-                                     &pixels, &latents, &scaled, &stream, &wait, &callback, &room, &r.unit, &replay,
-                                     &counted))
+                                     &pixels, &latents, &scaled, &stream, &wait, &callback, &stripe_bytes, &r.scale,
+                                     &replay, &own_output))
         return NULL;
-    if (!self->model || !self->model->backend)
+    if (!self->model || on_host(self->model))
         return PyErr_Format(PyExc_ValueError, "run_at: want a model on a device, got one on the CPU");
-    if (parse_request(self, &r, op, pixels, latents, 1, NULL) || parse_size(&r, height, width, batch, room) ||
+    if (parse_request(self, &r, op, pixels, latents, 1, NULL) || parse_size(&r, height, width, batch, stripe_bytes) ||
         check_callback(callback) || vm_py_lock(self))
         return NULL;
     r.scaled = scaled;
-    job j = {.in = (const void *)(uintptr_t)in,
-             .out = (void *)(uintptr_t)out,
-             .callback = callback == Py_None ? NULL : callback,
-             .stream = (void *)(uintptr_t)stream,
-             .wait = wait,
-             .replay = replay,
-             .counted = counted && out};
+    r.own_output = own_output || !out;
+    job j = {.run = {.in = (const void *)(uintptr_t)in,
+                     .out = (void *)(uintptr_t)out,
+                     .stream = (void *)(uintptr_t)stream,
+                     .wait = wait,
+                     .replay = replay},
+             .callback = callback == Py_None ? NULL : callback};
     const int failed = run_locked(self, &r, &j);
     vm_py_unlock(self);
     if (failed) return NULL;
     PyObject *owner = j.owner ? j.owner : Py_NewRef(Py_None);
-    return Py_BuildValue("(KNN)", (unsigned long long)(uintptr_t)j.out, owner, j.record);
+    return Py_BuildValue("(KNN)", (unsigned long long)(uintptr_t)j.run.out, owner, j.record);
 }

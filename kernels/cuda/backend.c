@@ -5,7 +5,7 @@
  *
  *   scratch:  scale | shift | stripe in | raw stripe         workspace: cuDNN's
  *
- * The two stripes take at most pass->room bytes, so no copy of a tensor is ever stored whole. They go down the image in
+ * The two stripes take at most limits.stripe_bytes, so no copy of a tensor is ever stored whole. They go down the image in
  * order on one stream, so y may lie in x's place where a pixel of y needs only that pixel of x. */
 #include <math.h>
 
@@ -21,6 +21,9 @@ typedef struct shape {
     size_t k, stride, pad;          /* of the filter as it is convolved */
     size_t scale, in, raw, scratch; /* bytes: offsets in scratch, and its size */
 } shape;
+
+/* Elements from pixel to pixel: channels lie side by side. */
+static uint32_t pitch_of(const vm_view *v, const vm_shape *s) { return (uint32_t)(v->row / s->w); }
 
 static size_t padded(size_t c) { return VM_BLOCKS(c) * VM_BLOCK; }
 
@@ -45,7 +48,7 @@ static void lay_out(const vm_pass *p, shape *s, size_t rows, size_t element) {
     s->raw = put_bytes(&s->scratch, raw_rows(p, rows) * s->raw_w * s->raw_c * element);
 }
 
-static shape shape_of(const vm_pass *p, size_t element) {
+static shape shape_of(const vm_pass *p, const vm_limits *limits, size_t element) {
     shape s = {.k = p->up ? 2 : (size_t)p->ksize, .stride = (size_t)p->stride};
     s.pad = s.stride == 1 ? (size_t)p->ksize / 2 : 0;
     s.in_c = padded(p->x.c);
@@ -58,7 +61,7 @@ static shape shape_of(const vm_pass *p, size_t element) {
     while (low < high) {
         const size_t rows = VM_ROUND_UP((low + high) / 2 + 1, even);
         lay_out(p, &s, VM_MIN(rows, p->y.h), element);
-        if (s.scratch > p->room)
+        if (s.scratch > limits->stripe_bytes)
             high = VM_MIN(rows, p->y.h) - even;
         else
             low = VM_MIN(rows, p->y.h);
@@ -79,12 +82,12 @@ static size_t parts_of(const vm_pass *p, size_t rows) {
 static size_t stripe_rows(const vm_pass *p, const shape *s, size_t row0) { return VM_MIN(s->rows, p->y.h - row0); }
 
 /* On GPUs other than Hopper cuDNN's TF32 engines want tens of megabytes; with less it would compute in plain float32. */
-static size_t workspace_limit(const vm_gpu *g, const vm_pass *p) {
+static size_t workspace_limit(const vm_gpu *g, const vm_limits *limits) {
     const size_t least = g->tf32 ? 64u << 20 : 1u << 20;
-    return VM_MAX(p->room / 5 * 2, least);
+    return VM_MAX(limits->stripe_bytes / 5 * 2, least);
 }
 
-static vm_conv_key key_of(const vm_gpu *g, const vm_pass *p, const shape *s, size_t rows) {
+static vm_conv_key key_of(const vm_gpu *g, const vm_pass *p, const vm_limits *limits, const shape *s, size_t rows) {
     return (vm_conv_key){.dtype = g->dtype,
                          .tf32 = g->tf32,
                          .h = (int64_t)in_rows(p, s, rows),
@@ -93,7 +96,7 @@ static vm_conv_key key_of(const vm_gpu *g, const vm_pass *p, const shape *s, siz
                          .k = (int64_t)s->raw_c,
                          .r = (int64_t)s->k,
                          .stride = (int64_t)s->stride,
-                         .limit = workspace_limit(g, p)};
+                         .limit = workspace_limit(g, limits)};
 }
 
 /* ---- our own convolution: a pass in one kernel; only the user's pixels are first converted, whole, by load ---- */
@@ -111,7 +114,7 @@ static vm_conv_args own_args(const vm_pass *p) {
                           .silu = p->silu,
                           .format = p->y_format,
                           .clamp_from = (uint32_t)p->clamp_from,
-                          .bias_scale = p->y_unit};
+                          .bias_scale = p->y_scale};
 }
 
 /* rows 0 where the pass is cuDNN's. A shortcut that narrows may be asked to write in x's place. */
@@ -131,33 +134,32 @@ static shape own_shape(const vm_pass *p, size_t element) {
     return s;
 }
 
-size_t vm_gpu_scratch(const vm_backend *b, const vm_pass *p, unsigned threads) {
-    (void)threads;
+size_t vm_gpu_scratch(const vm_backend *b, const vm_pass *p, const vm_limits *limits) {
     if (p->kind != VM_PASS_CONV) return 0;
-    return own_tile(b->self, p).rows ? own_shape(p, b->element).scratch : shape_of(p, b->element).scratch;
+    return own_tile(b->self, p).rows ? own_shape(p, b->element).scratch : shape_of(p, limits, b->element).scratch;
 }
 
-size_t vm_gpu_parts(const vm_backend *b, const vm_pass *p) {
+size_t vm_gpu_parts(const vm_backend *b, const vm_pass *p, const vm_limits *limits) {
     const vm_conv_tile tile = own_tile(b->self, p);
     const vm_conv_args a = own_args(p);
     if (tile.rows) return vm_conv_parts(&a, tile);
-    const shape s = shape_of(p, b->element);
+    const shape s = shape_of(p, limits, b->element);
     size_t parts = 0;
     for (size_t row = 0; row < p->y.h; row += s.rows) parts += parts_of(p, stripe_rows(p, &s, row));
     return parts;
 }
 
-vm_status vm_gpu_workspace(const vm_backend *b, const vm_pass *p, size_t *bytes) {
+vm_status vm_gpu_workspace(const vm_backend *b, const vm_pass *p, const vm_limits *limits, size_t *bytes) {
     vm_gpu *g = b->self;
     *bytes = 0;
     if (p->kind != VM_PASS_CONV || own_tile(g, p).rows) return VM_OK;
     if (!g->convs) return vm_fail(VM_EDEVICE, "%s", g->no_cudnn);
-    const shape s = shape_of(p, b->element);
+    const shape s = shape_of(p, limits, b->element);
     const size_t last = p->y.h % s.rows;
     VM_ENTER(g);
     vm_status status = VM_OK;
     for (int i = 0; i < (last ? 2 : 1) && !status; i++) {
-        const vm_conv_key key = key_of(g, p, &s, i ? last : s.rows);
+        const vm_conv_key key = key_of(g, p, limits, &s, i ? last : s.rows);
         size_t one = 0;
         status = vm_cudnn_convs_bytes(g->convs, &key, &one);
         if (g->autotune) one = key.limit; /* which plan wins is known when there is memory to run them on */
@@ -183,12 +185,12 @@ static vm_status merge(const vm_gpu *g, const vm_pass *p, const vm_operands *at,
                        .parts = (uint32_t)at->x_parts,
                        .c = (uint32_t)p->x.c,
                        .groups = (uint32_t)p->groups,
-                       .eps = p->eps * p->x_unit * p->x_unit};
+                       .eps = p->eps * p->x_scale * p->x_scale};
     return launch(g, g->kernel[VM_KERNEL_MERGE], p->groups, 1, 0, &a);
 }
 
 /* The factor from x's power of two, or from a normalised x, to y's. */
-static float multiplier(const vm_pass *p) { return p->norm ? p->y_unit : p->y_unit / p->x_unit; }
+static float multiplier(const vm_pass *p) { return p->norm ? p->y_scale : p->y_scale / p->x_scale; }
 
 static vm_status load(const vm_gpu *g, const vm_pass *p, const vm_operands *at, const shape *s, size_t row0,
                       size_t rows, const float *scale) {
@@ -200,7 +202,7 @@ static vm_status load(const vm_gpu *g, const vm_pass *p, const vm_operands *at, 
                       .x_h = (uint32_t)p->x.h,
                       .x_w = (uint32_t)p->x.w,
                       .x_c = (uint32_t)p->x.c,
-                      .x_pitch = (uint32_t)at->x.pitch,
+                      .x_pitch = pitch_of(&at->x, &p->x),
                       .top = (int32_t)(p->up ? row0 / 2 : row0 * s->stride) - (int32_t)s->pad,
                       .left = -(int32_t)s->pad,
                       .rows = (uint32_t)n,
@@ -225,12 +227,12 @@ static vm_status store(const vm_gpu *g, const vm_pass *p, const vm_operands *at,
                        .add = p->add ? at->add.data : NULL,
                        .y = own ? at->y.data : at->y_pixels,
                        .stats = p->stats ? at->y_stats + part0 * vm_stats_floats(p->y.c) : NULL,
-                       .flags = at->state,
+                       .flags = g->flags,
                        .y_h = (uint32_t)p->y.h,
                        .y_w = (uint32_t)p->y.w,
                        .y_c = (uint32_t)p->y.c,
-                       .y_pitch = (uint32_t)at->y.pitch,
-                       .add_pitch = (uint32_t)at->add.pitch,
+                       .y_pitch = pitch_of(&at->y, &p->y),
+                       .add_pitch = pitch_of(&at->add, &p->y),
                        .row0 = (uint32_t)row0,
                        .rows = (uint32_t)rows,
                        .channels = (uint32_t)padded(p->y.c),
@@ -238,7 +240,7 @@ static vm_status store(const vm_gpu *g, const vm_pass *p, const vm_operands *at,
                        .up = p->up,
                        .format = p->y_format,
                        .clamp_from = (uint32_t)p->clamp_from,
-                       .bias_scale = p->y_unit};
+                       .bias_scale = p->y_scale};
     const size_t vectors = padded(p->y.c) / 8;
     return launch(g, g->kernel[VM_KERNEL_STORE], parts_of(p, rows), (vectors + VM_CUDA_LANES - 1) / VM_CUDA_LANES, 0,
                   &a);
@@ -246,18 +248,18 @@ static vm_status store(const vm_gpu *g, const vm_pass *p, const vm_operands *at,
 
 /* Whether cuDNN may read x itself: there is nothing to do on load, and x's pixels are packed. */
 static bool reads_x(const vm_pass *p, const vm_operands *at, const shape *s) {
-    return p->ksize == 1 && !p->norm && !p->affine && p->x_format == VM_ROWS && at->x.pitch == s->in_c &&
-           p->x_unit == p->y_unit;
+    return p->ksize == 1 && !p->norm && !p->affine && p->x_format == VM_ROWS && pitch_of(&at->x, &p->x) == s->in_c &&
+           p->x_scale == p->y_scale;
 }
 
-static vm_status conv(vm_gpu *g, const vm_pass *p, const vm_operands *at) {
-    const shape s = shape_of(p, g->backend.element);
+static vm_status conv(vm_gpu *g, const vm_pass *p, const vm_operands *at, const vm_limits *limits) {
+    const shape s = shape_of(p, limits, g->backend.element);
     float *scale = (float *)((char *)at->scratch + s.scale);
     const bool direct = reads_x(p, at, &s);
     vm_status status = p->norm ? merge(g, p, at, scale) : VM_OK;
     for (size_t row = 0, part = 0; row < p->y.h && !status; row += s.rows) {
         const size_t rows = stripe_rows(p, &s, row);
-        const vm_conv_key key = key_of(g, p, &s, rows);
+        const vm_conv_key key = key_of(g, p, limits, &s, rows);
         const char *in =
             direct ? (char *)at->x.data + row * p->x.w * s.in_c * g->backend.element : (char *)at->scratch + s.in;
         if (!direct) status = load(g, p, at, &s, row, rows, scale);
@@ -282,17 +284,17 @@ static vm_status own_conv(vm_gpu *g, const vm_pass *p, const vm_operands *at, co
     if (status) return status;
     vm_conv_args a = own_args(p);
     a.x = rows ? (const void *)at->x.data : (const char *)at->scratch + s.in;
-    a.x_pitch = rows ? (uint32_t)at->x.pitch : (uint32_t)s.in_c;
+    a.x_pitch = rows ? pitch_of(&at->x, &p->x) : (uint32_t)s.in_c;
     a.w = at->weight;
     a.scale = p->norm ? scale : NULL;
     a.shift = p->norm ? scale + s.in_c : NULL;
     a.bias = at->bias;
     a.add = p->add ? at->add.data : NULL;
-    a.add_pitch = (uint32_t)at->add.pitch;
+    a.add_pitch = pitch_of(&at->add, &p->y);
     a.y = own_y ? (void *)at->y.data : at->y_pixels;
-    a.y_pitch = (uint32_t)at->y.pitch;
+    a.y_pitch = pitch_of(&at->y, &p->y);
     a.stats = p->stats ? at->y_stats : NULL;
-    a.flags = at->state;
+    a.flags = g->flags;
     a.multiply = !rows ? 1 : multiplier(p);
     return launch(g, kernel, vm_conv_grid(&a, *tile, (uint32_t)g->multiprocessors), 1, tile->shared, &a);
 }
@@ -305,8 +307,8 @@ static vm_status attention(vm_gpu *g, const vm_pass *p, const vm_operands *at) {
                            .y = at->y.data,
                            .n = (uint32_t)n,
                            .channels = (uint32_t)c,
-                           .pitch = (uint32_t)at->x.pitch,
-                           .y_pitch = (uint32_t)at->y.pitch,
+                           .pitch = pitch_of(&at->x, &p->x),
+                           .y_pitch = pitch_of(&at->y, &p->y),
                            .scale = (float)(1 / sqrt((double)p->scale_channels))};
     const uint32_t queries = g->attention.queries;
     return launch(g, g->kernel[VM_KERNEL_ATTENTION], (n + queries - 1) / queries, 1,
@@ -314,10 +316,9 @@ static vm_status attention(vm_gpu *g, const vm_pass *p, const vm_operands *at) {
 }
 
 vm_status vm_gpu_run(const vm_backend *b, const vm_pass *p, const vm_operands *at, const vm_exec *exec) {
-    (void)exec;
     vm_gpu *g = b->self;
     VM_ENTER(g);
     if (p->kind != VM_PASS_CONV) return attention(g, p, at);
     const vm_conv_tile tile = own_tile(g, p);
-    return tile.rows ? own_conv(g, p, at, &tile) : conv(g, p, at);
+    return tile.rows ? own_conv(g, p, at, &tile) : conv(g, p, at, &exec->limits);
 }

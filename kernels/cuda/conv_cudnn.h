@@ -2,7 +2,7 @@
 #ifndef VM_CONV_CUDNN_H
 #define VM_CONV_CUDNN_H
 
-#include "cudnn_api.h"
+#include "../cudnn/cudnn_api.h"
 
 /* x [h][w][c] * filters [k][r][r][c] -> y [(h - r) / stride + 1][(w - r) / stride + 1][k]: NHWC, packed, no padding,
  * float sums. tf32: float factors may be rounded to 10 bits. limit: bytes of workspace that the plan may want. */

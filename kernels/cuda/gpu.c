@@ -118,6 +118,9 @@ static vm_status make_streams(vm_gpu *g) {
     for (size_t i = 0; i < sizeof timed / sizeof *timed; i++)
         VM_TRY(g, EventCreate(timed[i], CU_EVENT_DEFAULT), "making an event");
     for (int i = 0; i < VM_GPU_STEPS; i++) VM_TRY(g, EventCreate(&g->step[i], CU_EVENT_DEFAULT), "making an event");
+    CUdeviceptr flags;
+    VM_TRY(g, MemAlloc(&flags, sizeof *g->flags), "taking memory");
+    g->flags = (uint32_t *)(uintptr_t)flags;
     VM_TRY(g, MemHostAlloc((void **)&g->pinned, VM_GPU_SLOTS * VM_GPU_SLOT + sizeof(uint32_t), 0),
            "taking pinned memory");
     return VM_OK;
@@ -198,6 +201,7 @@ static void empty(vm_gpu *g) {
     for (size_t i = 0; i < sizeof events / sizeof *events; i++)
         if (events[i]) d->EventDestroy(events[i]);
     if (g->pinned) d->MemFreeHost(g->pinned);
+    if (g->flags) d->MemFree((CUdeviceptr)(uintptr_t)g->flags);
     if (g->own) d->StreamDestroy(g->own);
     if (g->copy) d->StreamDestroy(g->copy);
     for (int i = 0; i < VM_KERNELS_COUNT; i++)

@@ -60,6 +60,7 @@ typedef struct vm_gpu {
     CUevent tried[2];           /* around the convolutions that vm_gpu_time times */
     CUevent input_free, input_sent, output_ready, slot[VM_GPU_SLOTS];
     CUevent step[VM_GPU_STEPS];
+    uint32_t *flags;         /* on the device: bit 0 where a stored number was not finite */
     char *pinned;            /* VM_GPU_SLOTS slots, then one word for the flags */
     pthread_mutex_t copying; /* held while the slots are used */
     size_t next_slot;
@@ -119,14 +120,15 @@ extern const vm_device vm_gpu_device;
     } while (0)
 
 /* backend.c: a pass enqueued on gpu->stream. */
-size_t vm_gpu_scratch(const vm_backend *b, const vm_pass *pass, unsigned threads);
-vm_status vm_gpu_workspace(const vm_backend *b, const vm_pass *pass, size_t *bytes);
-size_t vm_gpu_parts(const vm_backend *b, const vm_pass *pass);
+size_t vm_gpu_scratch(const vm_backend *b, const vm_pass *pass, const vm_limits *limits);
+vm_status vm_gpu_workspace(const vm_backend *b, const vm_pass *pass, const vm_limits *limits, size_t *bytes);
+size_t vm_gpu_parts(const vm_backend *b, const vm_pass *pass, const vm_limits *limits);
 vm_status vm_gpu_run(const vm_backend *b, const vm_pass *pass, const vm_operands *at, const vm_exec *exec);
 /* weights_cuda.c: a tensor of a file as the passes want it, in the GPU's type. */
 size_t vm_gpu_weight_bytes(vm_dtype dtype, const vm_weight *w);
-/* out: vm_gpu_weight_bytes. VM_EINVAL where a number does not fit in the type. */
-vm_status vm_gpu_pack_weight(vm_dtype dtype, const vm_weight *w, void *out, const float *data);
+/* out: vm_gpu_weight_bytes. data: in the file's layout and type. VM_EINVAL where a number is not finite, or not in the
+ * GPU's type. */
+vm_status vm_gpu_pack_weight(vm_dtype dtype, const vm_weight *w, void *out, vm_dtype file_dtype, const void *data);
 size_t vm_gpu_element(vm_dtype dtype);
 
 #endif

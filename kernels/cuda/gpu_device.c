@@ -28,7 +28,8 @@ static vm_status take(const vm_backend *b, size_t bytes, void **out) {
     return vm_driver_check(g->d, result, "taking memory");
 }
 
-static void give(const vm_backend *b, void *block) {
+static void give(const vm_backend *b, void *block, size_t bytes) {
+    (void)bytes;
     vm_gpu *g = b->self;
     if (vm_gpu_enter(g)) return; /* the context is gone, and its memory with it */
     g->d->MemFree((CUdeviceptr)(uintptr_t)block);
@@ -108,29 +109,34 @@ static size_t weight_bytes(const vm_backend *b, const vm_weight *w) {
     return vm_gpu_weight_bytes(((const vm_gpu *)b->self)->dtype, w);
 }
 
-static vm_status set_weight(const vm_backend *b, const vm_weight *w, void *to, const float *data) {
+static vm_status set_weight(const vm_backend *b, const vm_weight *w, void *to, vm_dtype dtype, const void *data) {
     vm_gpu *g = b->self;
     VM_ENTER(g);
     const size_t bytes = vm_gpu_weight_bytes(g->dtype, w);
     void *packed = malloc(bytes);
     if (!packed) return vm_fail(VM_ENOMEM, "no %zu bytes of host memory to pack it in", bytes);
-    vm_status s = vm_gpu_pack_weight(g->dtype, w, packed, data);
+    vm_status s = vm_gpu_pack_weight(g->dtype, w, packed, dtype, data);
     if (!s) s = vm_driver_check(g->d, g->d->StreamWaitEvent(g->copy, g->done, 0), "ordering copies");
     if (!s) s = locked_copy(g, true, to, packed, bytes);
     free(packed);
     return s;
 }
 
+static vm_status get_weight(const vm_backend *b, const vm_weight *w, const void *from, float *data) {
+    (void)w, (void)from, (void)data;
+    return vm_fail(VM_EINVAL, "want a model on the CPU, got one on %s, whose copy is rounded and folded", b->name);
+}
+
 /* ---- runs ---- */
 
-static vm_status start(const vm_backend *b, void *stream, void *state) {
+static vm_status start(const vm_backend *b, void *stream) {
     vm_gpu *g = b->self;
     VM_ENTER(g);
     g->stream = stream ? stream : g->own;
     VM_TRY(g, StreamWaitEvent(g->stream, g->done, 0), "ordering runs");
     for (int i = 0; i < VM_GPU_SLOTS; i++) /* weights may still be on their way */
         VM_TRY(g, StreamWaitEvent(g->stream, g->slot[i], 0), "ordering copies");
-    VM_TRY(g, MemsetD8Async((CUdeviceptr)(uintptr_t)state, 0, VM_STATE, g->stream), "clearing the flags");
+    VM_TRY(g, MemsetD8Async((CUdeviceptr)(uintptr_t)g->flags, 0, sizeof *g->flags, g->stream), "clearing the flags");
     VM_TRY(g, EventRecord(g->begun, g->stream), "marking the beginning");
     return VM_OK;
 }
@@ -149,7 +155,7 @@ static vm_status wait_for(const vm_gpu *g, CUevent event, const vm_exec *exec) {
     }
 }
 
-static vm_status mark(const vm_backend *b, size_t step, size_t rows, const vm_exec *exec) {
+static vm_status step_enqueued(const vm_backend *b, size_t step, size_t rows, const vm_exec *exec) {
     vm_gpu *g = b->self;
     VM_ENTER(g);
     if (step == 0) VM_TRY(g, EventRecord(g->input_free, g->stream), "marking a pass");
@@ -160,21 +166,21 @@ static vm_status mark(const vm_backend *b, size_t step, size_t rows, const vm_ex
     return s ? s : exec->each(exec->pool, 1, rows, nothing, NULL);
 }
 
-static double seconds(const vm_backend *b, size_t step) {
+static void seconds(const vm_backend *b, size_t step, double *seconds) {
     vm_gpu *g = b->self;
     float ms = 0;
-    if (step >= VM_GPU_STEPS || vm_gpu_enter(g)) return 0;
-    if (g->d->EventElapsedTime(&ms, step ? g->step[step - 1] : g->item, g->step[step])) ms = 0;
+    *seconds = 0;
+    if (step >= VM_GPU_STEPS || vm_gpu_enter(g)) return;
+    if (!g->d->EventElapsedTime(&ms, step ? g->step[step - 1] : g->item, g->step[step])) *seconds = ms * 1e-3;
     vm_gpu_leave(g);
-    return ms * 1e-3;
 }
 
-static vm_status finish(const vm_backend *b, const vm_exec *exec, bool wait, void *state, bool *overflow) {
+static vm_status finish(const vm_backend *b, const vm_exec *exec, bool wait, bool *overflow) {
     vm_gpu *g = b->self;
     *overflow = false;
     VM_ENTER(g);
     if (wait)
-        VM_TRY(g, MemcpyDtoHAsync(flags_of(g), (CUdeviceptr)(uintptr_t)state, sizeof(uint32_t), g->stream),
+        VM_TRY(g, MemcpyDtoHAsync(flags_of(g), (CUdeviceptr)(uintptr_t)g->flags, sizeof *g->flags, g->stream),
                "reading the flags");
     VM_TRY(g, EventRecord(g->done, g->stream), "marking the end");
     if (!wait) return VM_OK;
@@ -291,5 +297,18 @@ double vm_gpu_time(void *gpu, vm_status (*run)(void *job), void *job) {
     return s || r ? -1 : (double)ms;
 }
 
-const vm_device vm_gpu_device = {take, give, weight_bytes, set_weight, start, finish,  begin,
-                                 end,  mark, seconds,      send,       fetch, vm_error};
+const vm_device vm_gpu_device = {.align = 256, /* as GPU libraries expect it */
+                                 .take = take,
+                                 .give = give,
+                                 .weight_bytes = weight_bytes,
+                                 .set_weight = set_weight,
+                                 .get_weight = get_weight,
+                                 .start = start,
+                                 .finish = finish,
+                                 .begin = begin,
+                                 .end = end,
+                                 .step_enqueued = step_enqueued,
+                                 .seconds = seconds,
+                                 .send = send,
+                                 .fetch = fetch,
+                                 .error = vm_error};

@@ -53,32 +53,45 @@ static bool put(vm_dtype dtype, void *out, size_t i, float v) {
     return (bits & exponent) != exponent;
 }
 
-static float folded(const float *taps, size_t phase, size_t tap) {
+/* A tensor in a file, element by element. */
+typedef struct source {
+    vm_dtype dtype;
+    const void *data;
+    bool finite; /* so far */
+} source;
+
+static float read(source *from, size_t i) {
+    const float v = vm_element(from->dtype, from->data, i);
+    from->finite &= isfinite(v) != 0;
+    return v;
+}
+
+/* Tap of the folded filter whose nine taps begin at element `first`. */
+static float folded(source *from, size_t first, size_t phase, size_t tap) {
     size_t y0, y1, x0, x1;
     float sum = 0;
     vm_folded_taps(phase / 2, tap / 2, &y0, &y1);
     vm_folded_taps(phase % 2, tap % 2, &x0, &x1);
     for (size_t y = y0; y <= y1; y++)
-        for (size_t x = x0; x <= x1; x++) sum += taps[y * 3 + x];
+        for (size_t x = x0; x <= x1; x++) sum += read(from, first + y * 3 + x);
     return sum;
 }
 
-vm_status vm_gpu_pack_weight(vm_dtype dtype, const vm_weight *w, void *out, const float *data) {
-    memset(out, 0, vm_gpu_weight_bytes(dtype, w));
-    if (w->vector) {
-        memcpy(out, data, w->out * sizeof *data);
-        return VM_OK;
-    }
-    const size_t file_taps = w->ksize * w->ksize, phases = w->up ? 4 : 1, taps = w->up ? 4 : file_taps;
-    const size_t in = padded(w->in);
+vm_status vm_gpu_pack_weight(vm_dtype dtype, const vm_weight *w, void *out, vm_dtype file_dtype, const void *data) {
+    source from = {file_dtype, data, true};
     bool fits = true;
+    memset(out, 0, vm_gpu_weight_bytes(dtype, w));
+    const size_t file_taps = w->ksize * w->ksize, phases = w->up ? 4 : 1, taps = w->up ? 4 : file_taps;
+    const size_t in = w->vector ? 1 : padded(w->in);
     for (size_t phase = 0; phase < phases; phase++)
         for (size_t o = 0; o < w->out; o++)
             for (size_t tap = 0; tap < taps; tap++)
                 for (size_t i = 0; i < w->in; i++) {
-                    const float *file = data + (o * w->in + i) * file_taps;
-                    const float v = w->up ? folded(file, phase, tap) : file[tap];
-                    fits &= put(dtype, out, ((phase * padded(w->out) + o) * taps + tap) * in + i, v);
+                    const size_t first = (o * w->in + i) * file_taps;
+                    const float v = w->up ? folded(&from, first, phase, tap) : read(&from, first + tap);
+                    const size_t at = ((phase * padded(w->out) + o) * taps + tap) * in + i;
+                    fits &= put(w->vector ? VM_F32 : dtype, out, at, v);
                 }
+    if (!from.finite) return vm_fail(VM_EINVAL, "want finite numbers, got Inf or NaN");
     return fits ? VM_OK : vm_fail(VM_EINVAL, "want numbers within float16's range (65504), got larger ones");
 }

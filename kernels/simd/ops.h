@@ -215,7 +215,7 @@ static void winograd_out(float *y, size_t y_row, const float *m, size_t m_step, 
 }
 
 static double burn(size_t rounds, float *sink) {
-    vf x[12]; /* latency 4 on two ports wants 8 at least */
+    vf x[12]; /* a latency of 4 cycles on two ports needs at least 8 in flight */
     UNROLL for (int j = 0; j < 12; j++) x[j] = splat((float)j);
     const vf a = splat(0.999f), b = splat(0.001f);
     for (size_t i = 0; i < rounds; i++) {

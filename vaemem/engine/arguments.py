@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from vaemem.engine.device import CONVOLUTIONS, DTYPES, Device, parse_device
+from vaemem._common import DTYPES
+from vaemem.engine.device import CONVOLUTIONS, Device, parse_device
 
 Progress = bool | Callable[[int, int], object] | None
 

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from vaemem import _core
-from vaemem.prediction.workspace import find_cudnn
+from vaemem._common import latent_factor
+from vaemem.engine.cudnn import find_cudnn
 
 try:
     from vaemem import _cuda
@@ -20,7 +21,6 @@ except ImportError:  # built without nvcc
 
 __all__ = ["Device", "DeviceArray", "gpu_rows", "parse_device"]
 
-DTYPES = ("float32", "float16", "bfloat16")
 CONVOLUTIONS = ("cudnn", "own")
 CUDA = 2  # DLPack's number for CUDA memory
 LEGACY_STREAM = 1  # CUDA's own name for stream 0
@@ -191,7 +191,7 @@ def out_of_memory(core: _core.Model, device: Device, error: MemoryError, plan: M
     free, total = device.backend.memory()
     text = f"{error}. This {plan['op']} of {plan['height']}x{plan['width']} needs {required / 2**20:.1f} MiB more"
     text += f" and {free / 2**20:.1f} of {total / 2**20:.1f} MiB are free on cuda:{device.number}"
-    factor = 2 ** (len(core.arch["block_out_channels"]) - 1)
+    factor = latent_factor(core.arch)
     side = (plan["height"] * plan["width"] * min(free / max(required, 1), 1)) ** 0.5
     while (side := side * 0.96 // factor * factor) >= factor:
         smaller = {**plan, "height": int(side), "width": int(side)}

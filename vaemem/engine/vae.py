@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from vaemem import _core
+from vaemem._common import latent_factor
 from vaemem.engine import weights
 from vaemem.engine.arguments import (
     Progress,
@@ -58,7 +59,7 @@ class VAE:
     def __init__(self, core: _core.Model, device: Device | None = None) -> None:
         self._core = core
         self._device = device
-        self._unit = 1.0  # power of two by which activations are kept multiplied, against float16's overflow
+        self._scale = 1.0  # power of two by which activations are kept multiplied, against float16's overflow
         self.stripe_bytes: int | None = None
         self.graphs = False
         self.arch: dict[str, Any] = core.arch
@@ -203,7 +204,7 @@ class VAE:
         """
         pixels = pixels_of(output_type)
         if self._device and Device.holds(z):
-            return self._run_there("decode", z, pixels, scaled, progress, out)
+            return self._run_on_device("decode", z, pixels, scaled, progress, out)
         data = as_float(z, "z", "(N, C, h, w)")
         latents = self.arch["latent_channels"]
         if data.ndim != 4 or data.shape[1] != latents:
@@ -237,7 +238,7 @@ class VAE:
             )
         scaling, shift = (self.arch["scaling_factor"], self.arch["shift_factor"]) if scaled else (1.0, 0.0)
         if self._device and Device.holds(x):
-            return Encoded(self._run_there("encode", x, "", False, progress, None), scaling, shift)
+            return Encoded(self._run_on_device("encode", x, "", False, progress, None), scaling, shift)
         array = np.asarray(x)
         if array.dtype == np.uint8:
             data, pixels = np.ascontiguousarray(array), "uint8"
@@ -325,7 +326,7 @@ class VAE:
 
     @property
     def _factor(self) -> int:
-        return 2 ** (len(self.arch["block_out_channels"]) - 1)
+        return latent_factor(self.arch)
 
     def _image_shape(self, latent: tuple[int, ...], pixels: str) -> tuple[int, ...]:
         n, h, w, c = latent[0], latent[2] * self._factor, latent[3] * self._factor, self.arch["out_channels"]
@@ -334,19 +335,19 @@ class VAE:
     def _thread_count(self) -> int:
         return as_int("threads", self.threads)
 
-    def _room(self) -> int:
+    def _stripes(self) -> int:
         if self.stripe_bytes is None:
             return 0
-        room = as_int("stripe_bytes", self.stripe_bytes)
-        if room < 1:
-            raise ValueError(f"stripe_bytes: want 1 or more, or None, got {room}")
-        return room
+        stripes = as_int("stripe_bytes", self.stripe_bytes)
+        if stripes < 1:
+            raise ValueError(f"stripe_bytes: want 1 or more, or None, got {stripes}")
+        return stripes
 
     def _plan(self, op: str, height: int, width: int, batch: int, pixels: str, staged: bool) -> dict[str, Any]:
         """Arguments of the core's plan."""
         plan = dict(op=op, height=height, width=width, batch=batch, pixels=pixels, threads=self._thread_count())
         if self._device:
-            plan |= dict(room=self._room(), staged=staged)
+            plan |= dict(stripe_bytes=self._stripes(), host_arrays=staged)
             if not staged:
                 plan |= dict(latents=self.dtype, pixels=self.dtype if pixels == "float" else pixels)
         return plan
@@ -362,10 +363,10 @@ class VAE:
         progress: Progress,
         out: np.ndarray | None,
     ) -> np.ndarray:
-        def run(poll: Any) -> tuple[np.ndarray, dict[str, Any]]:
+        def run(poll: Any) -> tuple[np.ndarray, Mapping[str, Any]]:
             gpu: dict[str, Any] = {}
             if self._device:
-                gpu = dict(room=self._room(), unit=self._unit, replay=self.graphs)
+                gpu = dict(stripe_bytes=self._stripes(), scale=self._scale, replay=self.graphs)
             return self._core.run(
                 op,
                 data,
@@ -381,7 +382,7 @@ class VAE:
         with polling(progress, op) as poll:
             return self._run_until_finite(run, poll, plan, waits=True)
 
-    def _run_there(self, op: str, array: Any, pixels: str, scaled: bool, progress: Progress, out: Any) -> Any:
+    def _run_on_device(self, op: str, array: Any, pixels: str, scaled: bool, progress: Progress, out: Any) -> Any:
         """A run on arrays in the GPU's memory."""
         assert self._device is not None
         name = "z" if op == "decode" else "x"
@@ -406,7 +407,7 @@ class VAE:
         # how long it keeps its input.
         waits = self.dtype == "float16" or bool(progress) or not known
 
-        def run(poll: Any) -> tuple[Any, dict[str, Any]]:
+        def run(poll: Any) -> tuple[Any, Mapping[str, Any]]:
             address, owner, record = self._core.run_at(
                 op,
                 borrowed.address,
@@ -418,17 +419,17 @@ class VAE:
                 stream=stream,
                 wait=waits,
                 poll=poll,
-                room=self._room(),
-                unit=self._unit,
+                stripe_bytes=self._stripes(),
+                scale=self._scale,
                 replay=self.graphs,
-                counted=out is None,
+                own_output=out is None,
                 **forms,
             )
             return (address, owner), record
 
-        plan = dict(op=op, height=height, width=width, batch=batch, staged=False, own_output=out is None, **forms)
+        plan = dict(op=op, height=height, width=width, batch=batch, host_arrays=False, own_output=out is None, **forms)
         with polling(progress, op) as poll:
-            address, owner = self._run_until_finite(run, poll, plan | dict(room=self._room()), waits)
+            address, owner = self._run_until_finite(run, poll, plan | dict(stripe_bytes=self._stripes()), waits)
         if result is not None:
             return result
         return self._device.as_library(DeviceArray(self._device, address, shape, dtype, owner), array)
@@ -462,13 +463,13 @@ class VAE:
                 raise out_of_memory(self._core, self._device, error, plan) from None
             if not record["overflow"] or self.dtype != "float16":
                 break
-            if self._unit <= LEAST_UNIT:
+            if self._scale <= LEAST_UNIT:
                 notes.append("float16: not finite even so: the input or the weights are not")
                 warnings.warn(f"{plan['op']}: the result is not finite", RuntimeWarning, stacklevel=4)
-                self._unit = 1.0
+                self._scale = 1.0
                 break
-            self._unit *= UNIT_STEP
-            notes.append(f"float16 overflowed: run again with activations multiplied by 1/{round(1 / self._unit)}")
+            self._scale *= UNIT_STEP
+            notes.append(f"float16 overflowed: run again with activations multiplied by 1/{round(1 / self._scale)}")
         seconds = time.perf_counter() - start if waits else None
         self.last_run = make_run(
             plan["op"], plan["height"], plan["width"], plan["batch"], record, seconds, tuple(notes)

@@ -6,18 +6,20 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from vaemem.prediction.predict import Prediction, benchmark, predict
+from vaemem._common import ELEMENT_BYTES, MIB, render
+from vaemem.prediction.benchmark import Reading
 from vaemem.prediction.process import SimulatedProcess
-from vaemem.prediction.profiles import ELEMENT
-from vaemem.tables.table import render
+from vaemem.prediction.question import Question, ask
 
 STEP, LAST = 64, 4096  # the squares that a derivation looks at: 64, 128, ... 4096 pixels a side
-ROUNDING = 512  # bytes: the allocator's granule; what moves a tensor by less is no other law
-WOBBLE = 4 << 20  # bytes: allowed only where no law holds to `ROUNDING`; cuDNN may alternate between some constants
+ROUNDING = 512  # bytes: the allocator's granule; a tensor that is off its law by no more still follows it
+# cuDNN may alternate between some constants from size to size: where no law holds within ROUNDING, one within so many
+# bytes is taken.
+ALTERNATION = 4 * MIB
 HELD_OUT = ((360, 640), (720, 1280), (832, 1216), (1000, 1000), (1080, 1920), (1216, 832), (1544, 520), (2160, 3840))
 
 Powers = tuple[int, int, int, int]  # H*W, H+W, (H*W)^2, 1
@@ -84,7 +86,7 @@ class ClosedForm:
 
     @property
     def element_bytes(self) -> int:
-        return ELEMENT[self.dtype]
+        return ELEMENT_BYTES[self.dtype]
 
     @property
     def a(self) -> Fraction:
@@ -202,16 +204,9 @@ class ClosedForm:
 
 
 def formula(
-    model: str | Mapping[str, Any],
-    op: str,
-    dtype: str = "float16",
-    runtime: str | None = None,
-    gpu: str = "RTX 4090",
-    *,
-    height: int = 1024,
-    width: int = 1024,
-    **settings: Any,
-) -> ClosedForm:
+    model: str | Mapping[str, Any], op: str, dtype: str = "float16", runtime: str | None = None, gpu: str = "RTX 4090",
+    *, height: int = 1024, width: int = 1024, **settings: Any,
+) -> ClosedForm:  # fmt: skip
     """PyTorch's allocated memory in closed form: the tensors alive at the peak, each as a function of the image's size.
 
     Derived, not fitted: the trace is run at every square of a multiple of 64 pixels, the peak's tensors are matched by
@@ -247,17 +242,8 @@ def formula(
     """
     if str(op).endswith("_tiled"):
         raise ValueError(f"op: want 'encode' or 'decode' for a closed form in H and W, got {op!r}")
-    return _derive(predict(model, op, height, width, dtype, runtime=runtime, gpu=gpu, **settings))
-
-
-def closed_form(prediction: Prediction) -> str:
-    """`formula` at a prediction's size, printed; for a tiled op, or where there is none, a line that says why."""
-    if prediction._question["tile"]:
-        return f"none: {prediction.allocated} bytes at this size; a tiled peak depends on how H and W fall into tiles"
-    try:
-        return str(_derive(prediction))
-    except ValueError as error:
-        return f"none: {prediction.allocated} bytes at this size; {error}"
+    question = ask(model, op, height, width, dtype, runtime=runtime, gpu=gpu, **settings)
+    return derive(question, *question.play())
 
 
 # ---- the derivation ----
@@ -273,59 +259,43 @@ class _Peak(NamedTuple):
         return self.where, frozenset(self.tensors)
 
 
-class _Watched(SimulatedProcess):
-    """Remembers what there was when the measurement began."""
-
-    baseline: tuple[tuple[str, int], ...] = ()
-
-    def reset_peak(self) -> None:
-        super().reset_peak()
-        self.baseline = tuple(self._live.values())
+def _peak(measured: Reading, process: SimulatedProcess) -> _Peak | None:
+    """The peak of a run; None where it lies outside of the model's call."""
+    peak = process.peak_above_baseline()
+    return peak and _Peak(measured.allocated, *peak)
 
 
-def _look(q: Mapping[str, Any], height: int, width: int) -> _Peak | None:
-    """The peak of one size; None where it lies outside of the model's call, or PyTorch would refuse the size."""
-    process = _Watched(q["gpu"], q["cudnn_version"], q["torch_version"], workspace=q["workspace"])
+def _look(question: Question, height: int, width: int) -> _Peak | None:
+    """The peak of another size; None also where PyTorch would refuse the size."""
     try:
-        vae = process.load(q["model"], q["weights_dtype"], q["runtime"])
-        measured = benchmark(
-            process, vae, q["op"], height, width, q["batch"], dtype=q["dtype"], input_dtype=q["weights_dtype"],
-            slicing=q["slicing"], runs=1,
-        )[-1]  # fmt: skip
+        return _peak(*replace(question, height=height, width=width).play())
     except ValueError:
         return None
-    call = process._peak[1]
-    if call is None:
-        return None
-    trace, _, allocated, _ = call
-    tensors = dict(process.peak_tensors())
-    for name, size in process.baseline:
-        tensors[name] = tensors.get(name, 0) - size
-    where = trace.steps[int(allocated.argmax())][3]
-    return _Peak(measured.allocated, where, {name: size for name, size in tensors.items() if size})
 
 
-def _derive(prediction: Prediction) -> ClosedForm:
-    q = prediction._question | {"workspace": prediction._process.workspace}  # what it has looked up, it need not again
-    height, width = q["height"], q["width"]
-    anchor = _look(q, height, width)
+def derive(question: Question, measured: Reading, process: SimulatedProcess) -> ClosedForm:
+    """The closed form of the peak that answers a question; ValueError where it has none, as `formula` says."""
+    q = replace(question, workspace=process.workspace)  # what this one has looked up need not be looked up again
+    height, width = q.height, q.width
+    anchor = _peak(measured, process)
     if anchor is None:
         raise ValueError(f"formula: want a size whose peak lies within the model's call, got {height}x{width}")
     sides = range(STEP, LAST + 1, STEP)
-    peaks = {side: _look(q, side, side) for side in sides}  # each of them: what rules need not change only once
+    # All of them: a peak may rule, give way to another, and rule again.
+    peaks = {side: _look(q, side, side) for side in sides}
     same = {side: peak for side, peak in peaks.items() if peak and peak.key == anchor.key}
     if not same:
         raise ValueError(f"formula: no square from {STEP} to {LAST} pixels a side peaks as {height}x{width} does")
     centre = min(same, key=lambda side: abs(side * side - height * width))
     alike = _around(centre, sides, lambda side: side in same)
-    for within in (ROUNDING, WOBBLE):
+    for within in (ROUNDING, ALTERNATION):
         laws = {n: _solve({side: same[side].tensors[n] for side in alike}, centre, within) for n in anchor.tensors}
         run = [side for side in alike if all(side in extent for _, extent in laws.values())]
         if len(run) >= 3:
             break
     else:
         raise ValueError(f"formula: want 3 squares or more that peak as {height}x{width} does, got {len(run)}")
-    e, powers = ELEMENT[q["dtype"]], _powers(height, width)
+    e, powers = ELEMENT_BYTES[q.dtype], _powers(height, width)
     terms = [
         Term(name, law[0] / e, law[3], name.partition(" [")[0], law[1] / e, law[2] / e)
         for name, (law, _) in sorted(laws.items(), key=lambda item: -_value(item[1][0], powers))
@@ -355,17 +325,17 @@ def _derive(prediction: Prediction) -> ClosedForm:
             return f"at {side}x{side} no peak within the model's call"
         return f"at {side}x{side} {'the same tensors in other sizes' if side in same else peak.where}"
 
-    name = f"{prediction.model} {q['op']} {q['dtype']} {q['runtime']}"
-    name += "" if q["weights_dtype"] == q["dtype"] else f" from {q['weights_dtype']}"
-    name += f" batch {q['batch']}" if q["batch"] > 1 else ""
+    name = f"{q.arch['name']} {q.op} {q.dtype} {q.runtime}"
+    name += "" if q.weights_dtype == q.dtype else f" from {q.weights_dtype}"
+    name += f" batch {q.batch}" if q.batch > 1 else ""
     return ClosedForm(
         name=name,
-        model=prediction.model,
-        op=q["op"],
-        dtype=q["dtype"],
-        runtime=q["runtime"],
-        gpu=prediction._process.gpu.name,
-        batch=q["batch"],
+        model=q.arch["name"],
+        op=q.op,
+        dtype=q.dtype,
+        runtime=q.runtime,
+        gpu=process.gpu.name,
+        batch=q.batch,
         where=anchor.where,
         terms=tuple(terms),
         lowest=run[0],
@@ -376,7 +346,7 @@ def _derive(prediction: Prediction) -> ClosedForm:
         unsplit=(min(known), max(known)),
         checked=tuple(size for size in held_out if added[size] is not None),
         elsewhere=tuple(size for size in held_out if added[size] is None),
-        workspace_source=prediction.workspace_source,
+        workspace_source=process.workspace_source,
     )
 
 

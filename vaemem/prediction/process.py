@@ -10,16 +10,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from vaemem import _core
+from vaemem._common import DTYPES, ELEMENT_BYTES, MIB, choose, latent_factor
+from vaemem.engine.layouts import read_config
 from vaemem.prediction.gpus import Gpu, find_gpu
-from vaemem.prediction.profiles import ELEMENT
 from vaemem.prediction.snapshot import CachingAllocator
 from vaemem.prediction.workspace import CUDNN_OF_TORCH, Workspace
 
-MIB = 1 << 20
 RUNTIMES = ("diffusers", "bfl")
-RUNTIME_OF = {"flux": "bfl"}  # who usually runs a model where that is not diffusers
 DEFAULT_TORCH = "2.7.1"  # the version that predictions were compared with measurements for
-_LAST_EACH, _LAST_KEPT = (2, 8), (2, 11)  # PyTorch releases after which cuBLASLt's workspace is kept, then cuBLAS's own
+# PyTorch takes cuBLASLt's workspace anew in each call up to the first release, keeps it up to the second, and later
+# uses cuBLAS's.
+_LAST_EACH, _LAST_KEPT = (2, 8), (2, 11)
 
 
 def torch_release(version: str) -> tuple[int, int]:
@@ -62,9 +63,12 @@ def architecture(model: str | Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(f"model: want one of {', '.join(shipped)}, an arch dict or a config.json, got {model!r}")
     elif "norm_eps" in model:
         return dict(model)  # an arch dict already
-    from vaemem.engine.weights import read_config
-
     return read_config(model)
+
+
+def usual_runtime(arch: Mapping[str, Any]) -> str:
+    """Whose code people run a model with."""
+    return "bfl" if arch["name"] == "flux" else "diffusers"
 
 
 @functools.lru_cache(maxsize=256)
@@ -116,7 +120,7 @@ class LoadedVAE:
     def __init__(self, arch: Mapping[str, Any], runtime: str, dtype: str, weights: list[tuple[int, int]]):
         self.arch, self.runtime, self.dtype = dict(arch), runtime, dtype
         self.weights: list[tuple[int, int]] | None = weights  # (address, bytes), in order
-        self.factor = 2 ** (len(arch["block_out_channels"]) - 1)
+        self.factor = latent_factor(arch)
         self.key = tuple(sorted(self.arch.items()))
 
     @property
@@ -169,14 +173,9 @@ class SimulatedProcess:
     """
 
     def __init__(
-        self,
-        gpu: str = "RTX 4090",
-        cudnn_version: str | None = None,
-        torch_version: str | None = None,
-        *,
-        allocator: CachingAllocator | None = None,
-        workspace: Any = None,
-    ):
+        self, gpu: str = "RTX 4090", cudnn_version: str | None = None, torch_version: str | None = None, *,
+        allocator: CachingAllocator | None = None, workspace: Any = None,
+    ):  # fmt: skip
         self.gpu = find_gpu(gpu)
         self.torch_version = torch_version or DEFAULT_TORCH
         self._blas = blas_settings(self.gpu, self.torch_version)
@@ -187,7 +186,8 @@ class SimulatedProcess:
         self.frames: list[str] = []  # by tag of the allocator's history
         self._tags: dict[Any, int] = {}  # of names and traces
         self._live: dict[int, tuple[str, int]] = {}  # between calls: address -> (name, bytes)
-        self._peak: tuple[int, Any] = (0, None)
+        self._peak: tuple[int, Any] = (0, None)  # bytes, and the call that took them
+        self._baseline: tuple[tuple[str, int], ...] = ()  # what was live when the peaks were reset
         self._last: tuple[_core.Trace, Any, Any] | None = None
 
     # ---- what there is ----
@@ -231,9 +231,9 @@ class SimulatedProcess:
             ``"diffusers"`` or ``"bfl"``; by default BFL's for flux, else diffusers'.
         """
         arch = architecture(model)
-        runtime = runtime or RUNTIME_OF.get(arch["name"], "diffusers")
-        _choose("runtime", runtime, RUNTIMES)
-        _choose("dtype", dtype, ELEMENT)
+        runtime = runtime or usual_runtime(arch)
+        choose("runtime", runtime, RUNTIMES)
+        choose("dtype", dtype, DTYPES)
         trace = _core.Trace.weights(arch, runtime, dtype)
         sizes = [size for _, _, size, _ in trace.steps]
         self._tag("weights")
@@ -244,15 +244,15 @@ class SimulatedProcess:
     def convert(self, vae: LoadedVAE, dtype: str) -> None:
         """``vae.to(dtype)``: each parameter is copied, then the old one dropped. Nothing happens where it has that
         dtype."""
-        _choose("dtype", dtype, ELEMENT)
+        choose("dtype", dtype, DTYPES)
         if vae.weights is None:
             raise ValueError("vae: want one that was not dropped")
         if vae.dtype == dtype:
             return
         self._tag("weights")
-        old = ELEMENT[vae.dtype]
+        old = ELEMENT_BYTES[vae.dtype]
         for i, (address, size) in enumerate(vae.weights):
-            wanted = size // old * ELEMENT[dtype]
+            wanted = size // old * ELEMENT_BYTES[dtype]
             new = self.allocator.malloc(wanted)
             self._note_peak()
             name = self._release(address)[0]
@@ -262,7 +262,7 @@ class SimulatedProcess:
 
     def tensor(self, shape: Sequence[int], dtype: str, name: str = "input") -> Tensor:
         """A new tensor, such as an input moved to the device."""
-        _choose("dtype", dtype, ELEMENT)
+        choose("dtype", dtype, DTYPES)
         if not shape or min(shape) < 1:
             raise ValueError(f"shape: want sizes of 1 or more, got {tuple(shape)}")
         return self._take(name, shape, dtype)
@@ -332,8 +332,9 @@ class SimulatedProcess:
             self.sources[source] = self.sources.get(source, 0) + 1
         before = tuple(self._live.values())
         left, cublas, cublaslt, allocated, reserved = trace.run(
-            self.allocator, workspaces, **self._blas, **self._kept, tag=self._tag(trace), heights=heights
-        )
+            self.allocator, workspaces, **self._blas, cublas=self._kept["cublas"], cublaslt=self._kept["cublaslt"],
+            tag=self._tag(trace), heights=heights,
+        )  # fmt: skip
         if heights:
             self._last = (trace, allocated, reserved)
         self._note_peak((trace, workspaces, allocated, before) if heights else None)
@@ -350,7 +351,7 @@ class SimulatedProcess:
             self._release(address)
 
     def drop(self, *things: Tensor | LoadedVAE | None) -> None:
-        """The last names of tensors, or of a model, go. None is ignored.
+        """Gives tensors, or a model, back: the last name that held them goes. None is ignored.
 
         Raises
         ------
@@ -379,6 +380,7 @@ class SimulatedProcess:
         """``torch.cuda.reset_peak_memory_stats()``."""
         self.allocator.reset_peak_stats()
         self._peak = (self.allocated, None)
+        self._baseline = tuple(self._live.values())
 
     # ---- what happened ----
 
@@ -395,6 +397,19 @@ class SimulatedProcess:
         for name, size in [*before, *(item for item in live.values() if item not in before or item[0] not in _ONCE)]:
             names[name] = names.get(name, 0) + size
         return [PeakTensor(name, size) for name, size in sorted(names.items(), key=lambda item: -item[1]) if size]
+
+    def peak_above_baseline(self) -> tuple[str, dict[str, int]] | None:
+        """The step that makes the peak, and {name: bytes} of what was allocated since `reset_peak` and lives then.
+
+        None where the peak lies outside of the calls (or in a call without heights).
+        """
+        if self._peak[1] is None:
+            return None
+        trace, _, allocated, _ = self._peak[1]
+        tensors = dict(self.peak_tensors())
+        for name, size in self._baseline:
+            tensors[name] = tensors.get(name, 0) - size
+        return trace.steps[int(allocated.argmax())][3], {name: size for name, size in tensors.items() if size}
 
     def timeline(self) -> list[Moment]:
         """The last call, step by step; what was given back has the name of what was taken before."""
@@ -417,16 +432,9 @@ class SimulatedProcess:
     # ---- within ----
 
     def _call_vae(
-        self,
-        vae: LoadedVAE,
-        op: str,
-        x: Tensor,
-        channels: int,
-        size: tuple[int, int],
-        result: tuple[int, ...],
-        tile: int,
-        slicing: bool,
-    ) -> Tensor:
+        self, vae: LoadedVAE, op: str, x: Tensor, channels: int, size: tuple[int, int], result: tuple[int, ...],
+        tile: int, slicing: bool,
+    ) -> Tensor:  # fmt: skip
         if vae.weights is None or x.storages is None:
             raise ValueError(f"{op}: want a model and an input that were not dropped")
         if len(x.shape) != 4 or x.shape[1] != channels:
@@ -441,7 +449,7 @@ class SimulatedProcess:
         return Tensor(f"{op} of {vae.arch['name']}", result, vae.dtype, {a: self._live[a][1] for a in left.values()})
 
     def _take(self, name: str, shape: Sequence[int], dtype: str) -> Tensor:
-        size = math.prod(shape) * ELEMENT[dtype]
+        size = math.prod(shape) * ELEMENT_BYTES[dtype]
         return Tensor(name, shape, dtype, {self.hold(name, size): size})
 
     def _release(self, address: int) -> tuple[str, int]:
@@ -488,8 +496,3 @@ def live_at(
     elif op == "cublaslt" and blas["cublaslt_use"] == "each":
         live["workspace"] = (name, blas["cublaslt_bytes"])
     return live
-
-
-def _choose(argument: str, value: Any, among: Iterable[str]) -> None:
-    if value not in tuple(among):
-        raise ValueError(f"{argument}: want one of {', '.join(among)}, got {value!r}")

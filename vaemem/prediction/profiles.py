@@ -23,9 +23,9 @@ import re
 from importlib import resources
 from typing import Any, NamedTuple
 
+from vaemem._common import ELEMENT_BYTES
 from vaemem.prediction.gpus import Gpu
 
-ELEMENT = {"float16": 2, "bfloat16": 2, "float32": 4}
 _FILE = re.compile(r"sm(\d+)((?:-\w+)*)_cudnn(\d+\.\d+\.\d+)\.json")
 
 
@@ -72,7 +72,7 @@ def _up(n: int, multiple: int) -> int:
 def sizes(conv: Conv) -> dict[str, int]:
     """What formulas and trees speak of, for one convolution."""
     dtype, n, c, h, w, k, r = conv[:7]
-    size = ELEMENT[dtype]
+    size = ELEMENT_BYTES[dtype]
     oh, ow = conv.out
     pixels = n * oh * ow
     wide_c, wide_k = _up(c * size, 16), _up(k * size, 16)

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vaemem import _core
-from vaemem.prediction.snapshot import INTERVALS, MIB, CachingAllocator, check_snapshot, load_snapshot, parse_conf, want
+from vaemem._common import MIB
+from vaemem.prediction.snapshot import INTERVALS, CachingAllocator, check_snapshot, load_snapshot, parse_conf, want
 
 
 def _number(item: dict[str, Any], key: str, what: str) -> int:
@@ -317,7 +318,7 @@ def _find_start(
                 lost_allocs += block[b.address] == "free_completed"
     lost_segments += len(born)
     start = [_Segment(s.address, s.size, s.stream, s.small) for _, s in sorted(segments.items())]
-    homeless = _house(start, live, allocator)
+    unplaced = _place_blocks(start, live, allocator)
     if mapped:
         holes.append(
             f"{abs(mapped)} bytes of expandable segments were mapped before the trace began; they are not rebuilt"
@@ -326,8 +327,8 @@ def _find_start(
         holes.append(f"{len(start)} segments ({sum(s.size for s in start) / MIB:.0f} MiB) are older than the trace")
     if live:
         holes.append(f"{len(live)} blocks are older than the trace")
-    if homeless:
-        holes.append(f"{homeless} of them lie in no segment that could be rebuilt")
+    if unplaced:
+        holes.append(f"{unplaced} of them lie in no segment that could be rebuilt")
     if lost_frees:
         holes.append(f"{lost_frees} blocks are taken where the trace shows no free of the one before")
     if lost_allocs:
@@ -348,9 +349,9 @@ def _size_shown(address: int, requested: int, taken: dict[int, str], allocator: 
     return next((at - address for at in range(end, end + MIB + 512, 512) if at in taken), 0)
 
 
-def _house(segments: list[_Segment], live: dict[int, _Block], allocator: CachingAllocator) -> int:
+def _place_blocks(segments: list[_Segment], live: dict[int, _Block], allocator: CachingAllocator) -> int:
     """Puts each block into its segment, by address. Returns how many found none."""
-    housed = 0
+    placed = 0
     blocks = sorted(live.values(), key=lambda b: b.address)
     at = 0
     for segment in segments:
@@ -369,8 +370,8 @@ def _house(segments: list[_Segment], live: dict[int, _Block], allocator: Caching
                     size = limit - b.address
             if b.address + size <= limit:
                 segment.blocks.append(_Block(b.address, size, min(b.requested, size), b.pending))
-                housed += 1
-    return len(blocks) - housed
+                placed += 1
+    return len(blocks) - placed
 
 
 class _Player:

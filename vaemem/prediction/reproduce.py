@@ -22,11 +22,14 @@ from importlib import resources
 from statistics import median
 from typing import Any, NamedTuple
 
+from vaemem._common import MIB, OPS
+from vaemem.prediction.benchmark import benchmark
+from vaemem.prediction.cudnn import InstalledCudnn, installed_cudnn
 from vaemem.prediction.gpus import find_gpu
-from vaemem.prediction.predict import DEFAULT_TILE, benchmark
-from vaemem.prediction.process import MIB, SimulatedProcess
+from vaemem.prediction.process import SimulatedProcess
 from vaemem.prediction.profiles import Profile
-from vaemem.prediction.workspace import InstalledCudnn, Workspace, installed_cudnn
+from vaemem.prediction.question import DEFAULT_TILE
+from vaemem.prediction.workspace import Workspace
 
 GPU, TORCH, CUDNN = "RTX 4090", "2.7.1", "9.7.1"
 NEAREST = "9.8.0"  # the nearest version that answers without a device
@@ -63,7 +66,7 @@ def flux_process(workspace: Any) -> dict[Key, tuple[float, float]]:
         p.empty_cache()
         vae = p.load("flux", dtype, "bfl")
         for side in SIZES:
-            for op in ("encode", "decode"):
+            for op in OPS:
                 rows["FLUX", op, side, side, dtype, 1] = _mean(benchmark(p, vae, op, side, side))
         p.drop(vae)
         p.empty_cache()
@@ -122,14 +125,8 @@ def read_table(path: str | os.PathLike[str] | None = None) -> list[tuple[Key, tu
     rows = []
     for line, fields in enumerate(reader, 2):
         try:
-            key = (
-                fields["model"],
-                fields["op"],
-                int(fields["height"]),
-                int(fields["width"]),
-                fields["dtype"],
-                int(fields["group"]),
-            )
+            height, width, group = (int(fields[name]) for name in ("height", "width", "group"))
+            key = (fields["model"], fields["op"], height, width, fields["dtype"], group)
             rows.append((key, (float(fields["allocated_mib"]), float(fields["reserved_mib"]))))
         except (TypeError, ValueError):
             raise ValueError(

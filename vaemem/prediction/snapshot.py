@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vaemem import _core
+from vaemem._common import MIB
 
-MIB = 1 << 20
 INTERVALS = 16  # of roundup_power2_divisions: 1 MiB, 2 MiB, ... 32 GiB and above
 
 

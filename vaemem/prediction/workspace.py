@@ -11,19 +11,12 @@ order:
 Every answer says which it was.
 """
 
-import contextlib
-import glob
-import importlib.util
-import json
-import os
-import subprocess
-import sys
-import tempfile
-import threading
 from typing import Any
 
+from vaemem._common import DTYPES, ELEMENT_BYTES, choose
+from vaemem.prediction.cudnn import InstalledCudnn, installed_cudnn
 from vaemem.prediction.gpus import Gpu, find_gpu
-from vaemem.prediction.profiles import ELEMENT, Conv, Profile, nearest_profile, version_number
+from vaemem.prediction.profiles import Conv, Profile, nearest_profile, version_number
 
 # The cuDNN that PyTorch's own wheels for Linux bring (their package metadata). 2.7 built for CUDA 12.6 brings 9.5.1.
 CUDNN_OF_TORCH = {
@@ -39,190 +32,6 @@ CUDNN_OF_TORCH = {
     "2.14": "9.24.0",
     "2.15": "9.26.0",
 }
-
-
-def find_cudnn() -> str | None:
-    """Path of an installed libcudnn.so.9, or None to leave it to the loader.
-
-    Returns
-    -------
-    str or None
-        What ``VAEMEM_CUDNN`` names (the file, or its folder), else the file in the ``nvidia-cudnn-cu12`` or ``-cu13``
-        wheel.
-
-    Raises
-    ------
-    FileNotFoundError
-        Where ``VAEMEM_CUDNN`` names nothing.
-    """
-    named = os.environ.get("VAEMEM_CUDNN")
-    if named:
-        path = os.path.join(named, "libcudnn.so.9") if os.path.isdir(named) else named
-        if not os.path.isfile(path):
-            raise FileNotFoundError(f"VAEMEM_CUDNN: want libcudnn.so.9 or its folder, got {named!r}")
-        return path
-    with contextlib.suppress(ModuleNotFoundError):  # no nvidia package at all
-        spec = importlib.util.find_spec("nvidia.cudnn")
-        for folder in (spec.submodule_search_locations if spec else None) or []:
-            path = os.path.join(folder, "lib", "libcudnn.so.9")
-            if os.path.isfile(path):
-                return path
-    return None
-
-
-class InstalledCudnn:
-    """An installed cuDNN in a process of its own, started by the first question.
-
-    Parameters
-    ----------
-    path : str, optional
-        libcudnn.so.9; `find_cudnn` by default.
-
-    Attributes
-    ----------
-    version : str or None
-        cuDNN's version, ``"9.28.0"``; None where there is none to ask.
-    reason : str
-        Why there is none.
-    """
-
-    def __init__(self, path: str | None = None):
-        self._path = path
-        self._process: subprocess.Popen[str] | None = None
-        self._stderr: Any = None
-        self._hello: dict[str, str] | None = None
-        self._lock = threading.Lock()
-
-    @property
-    def version(self) -> str | None:
-        return self._start().get("version")
-
-    @property
-    def reason(self) -> str:
-        return self._start().get("error", "")
-
-    def _start(self) -> dict[str, str]:
-        if self._hello is None:
-            self._hello = self._spawn()
-        return self._hello
-
-    def _spawn(self) -> dict[str, str]:
-        try:
-            path = self._path or find_cudnn()
-        except FileNotFoundError as error:
-            return {"error": str(error)}
-        here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-        stand_in = next(iter(glob.glob(os.path.join(here, "_no_driver*.so"))), "")
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join([os.path.dirname(here), *sys.path])}
-        self._stderr = tempfile.TemporaryFile("w+")
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "vaemem.prediction.workspace", os.path.abspath(path) if path else "", stand_in],
-            cwd=os.path.dirname(here),  # the same vaemem, whatever lies in the caller's folder
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._stderr,
-            text=True,
-            env=environment,
-        )
-        return self._reply()
-
-    def _reply(self) -> dict[str, Any]:
-        assert self._process is not None and self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if line:
-            return json.loads(line)
-        status = self._process.wait()
-        self._stderr.seek(0)
-        last = self._stderr.read().strip().rpartition("\n")[2]
-        self.close()
-        return {"error": f"cuDNN ended its process (status {status}){': ' + last if last else ''}"}
-
-    def conv(self, device_json: str, **question: Any) -> dict[str, Any] | None:
-        """The plan of one convolution.
-
-        Parameters
-        ----------
-        device_json : str
-            cuDNN's device properties.
-        **question
-            What ``vaemem._core.Cudnn.conv`` takes.
-
-        Returns
-        -------
-        dict or None
-            ``bytes``, ``engine`` and more; None where cuDNN has no engine for this convolution on this device.
-
-        Raises
-        ------
-        RuntimeError
-            Where there is no cuDNN to ask, or it refused the question or crashed on it.
-        """
-        with self._lock:
-            if self.version is None:
-                raise RuntimeError(self.reason)
-            if self._process is None:  # crashed on an earlier question
-                self._spawn()
-            assert self._process is not None and self._process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):  # the reply says how it ended
-                self._process.stdin.write(json.dumps([device_json, question]) + "\n")
-                self._process.stdin.flush()
-            reply = self._reply()
-        if "error" in reply:
-            raise RuntimeError(reply["error"])
-        return reply["plan"]
-
-    def close(self) -> None:
-        """Ends the process; the next question starts another."""
-        process, self._process = self._process, None
-        if process is not None:
-            for stream in (process.stdin, process.stdout):
-                if stream is not None:
-                    with contextlib.suppress(BrokenPipeError):
-                        stream.close()
-            process.wait()
-        if self._stderr is not None:
-            self._stderr.close()
-            self._stderr = None
-
-    def __del__(self) -> None:
-        with contextlib.suppress(Exception):
-            self.close()
-
-
-def _serve(path: str, no_driver: str) -> None:
-    """The asking process: one JSON line in, one out, until its input ends."""
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever cuDNN prints is not a reply
-
-    def reply(**fields: Any) -> None:
-        replies.write(json.dumps(fields) + "\n")
-        replies.flush()
-
-    from vaemem._core import Cudnn
-
-    try:
-        cudnn = Cudnn(path or None, no_driver or None)
-    except OSError as error:
-        reply(error=str(error))
-        return
-    reply(version=cudnn.version)
-    for line in sys.stdin:
-        device, question = json.loads(line)
-        try:
-            reply(plan=cudnn.conv(device, **question))
-        except ValueError as error:
-            reply(error=str(error))
-
-
-_installed: InstalledCudnn | None = None
-
-
-def installed_cudnn() -> InstalledCudnn:
-    """The installed cuDNN, one asking process for all."""
-    global _installed
-    if _installed is None:
-        _installed = InstalledCudnn()
-    return _installed
 
 
 class Workspace:
@@ -361,8 +170,7 @@ class Workspace:
 
 def _check(conv: Conv) -> None:
     dtype, n, c, h, w, k, r, stride, padding, layout = conv
-    if dtype not in ELEMENT:
-        raise ValueError(f"dtype: want one of {', '.join(ELEMENT)}, got {dtype!r}")
+    choose("dtype", dtype, DTYPES)
     if layout not in ("nchw", "nhwc"):
         raise ValueError(f"layout: want 'nchw' or 'nhwc', got {layout!r}")
     if min(n, c, h, w, k, r, stride) < 1 or padding < 0:
@@ -377,7 +185,7 @@ def _im2col(gpu: Gpu, conv: Conv) -> tuple[int, str]:
     if (conv.r, conv.stride, conv.padding) == (1, 1, 0):
         return 0, source
     oh, ow = conv.out
-    return conv.c * conv.r * conv.r * oh * ow * ELEMENT[conv.dtype], source
+    return conv.c * conv.r * conv.r * oh * ow * ELEMENT_BYTES[conv.dtype], source
 
 
 def _rule(gpu: Gpu, version: int, tf32: bool, conv: Conv) -> tuple[int, str]:
@@ -387,7 +195,7 @@ def _rule(gpu: Gpu, version: int, tf32: bool, conv: Conv) -> tuple[int, str]:
     within 1% in half precision and half of them in float32, on every GPU and version (tests/test_workspace.py counts
     them); of 1x1 and thin ones, about half.
     """
-    size = ELEMENT[conv.dtype]
+    size = ELEMENT_BYTES[conv.dtype]
     oh, ow = conv.out
     i, o = conv.n * conv.c * conv.h * conv.w * size, conv.n * conv.k * oh * ow * size
     f = conv.k * conv.c * conv.r * conv.r * size
@@ -402,7 +210,3 @@ def _rule(gpu: Gpu, version: int, tf32: bool, conv: Conv) -> tuple[int, str]:
     if conv.dtype == "float32" and gpu.sm not in (90, 100):
         return i + f, "input + filter, TF32"
     return i + o + f, "input + output + filter"
-
-
-if __name__ == "__main__":
-    _serve(*sys.argv[1:])

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from vaemem import _core
-from vaemem.tables.estimators import ran_tiled, size_of
-from vaemem.tables.table import ELEMENT_BYTES, Row, Table, mib, render
+from vaemem._common import ELEMENT_BYTES, mib, render
+from vaemem.tables.estimators import pixels, ran_tiled, size_of
+from vaemem.tables.table import Row, Table
 
 HOLDS = "holds"
 MIXED = "holds only by mixing unlike rows"
@@ -131,11 +132,6 @@ def constant(row: Row, target: str = "reserved_bytes") -> float:
     size = size_of(row)
     assert size is not None
     return float(row[target] / size)
-
-
-def pixels(row: Row) -> int:
-    """Of the image."""
-    return int(row["height"] * row["width"])
 
 
 def case(row: Row) -> str:

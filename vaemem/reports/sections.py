@@ -7,9 +7,9 @@ import itertools
 import math
 import statistics
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from vaemem import _core, plot
+from vaemem._common import ELEMENT_BYTES, MIB, distinct, mib
 from vaemem.prediction.gpus import find_gpu
 from vaemem.reports.claims import (
     FAILS,
@@ -22,14 +22,13 @@ from vaemem.reports.claims import (
     pairs,
     parameters,
     percentile,
-    pixels,
     ratio,
     span,
 )
 from vaemem.reports.document import Document
-from vaemem.tables.estimators import Comparison, ran_tiled
+from vaemem.tables.estimators import Comparison, pixels, ran_tiled
 from vaemem.tables.fit import fit
-from vaemem.tables.table import ELEMENT_BYTES, MIB, Row, Table, mib
+from vaemem.tables.table import Row, Table
 
 _SHIPPED = {"decode": {"ComfyUI": 2178, "InvokeAI": 2200}, "encode": {"ComfyUI": 1767, "InvokeAI": 1100}}
 
@@ -75,7 +74,7 @@ def system(document: Document, facts: Facts) -> None:
     """What ran the rows, the models, and the rows that ran in tiles."""
     document.heading("System")
     items = []
-    for device in _distinct(row["device"] for row in facts.rows):
+    for device in distinct(row["device"] for row in facts.rows):
         mine = [row for row in facts.rows if row["device"] == device]
         text = f"Device: {device or 'not said'} ({_count(len(mine), 'row')})"
         try:
@@ -91,12 +90,12 @@ def system(document: Document, facts: Facts) -> None:
         items.append(text)
     for name, what in (("source", "Rows"), ("runtime", "Runtime"), ("versions", "Versions")):
         counts = {
-            value: sum(row[name] == value for row in facts.rows) for value in _distinct(r[name] for r in facts.rows)
+            value: sum(row[name] == value for row in facts.rows) for value in distinct(r[name] for r in facts.rows)
         }
         items += (
             [f"{what}: " + ", ".join(f"{value} ({n})" for value, n in counts.items() if value)] if any(counts) else []
         )
-    for model in _distinct(row["model"] for row in facts.rows):
+    for model in distinct(row["model"] for row in facts.rows):
         if model in _core.models():
             bytes_of = {row["dtype"]: ELEMENT_BYTES.get(row["dtype"]) for row in facts.rows if row["model"] == model}
             widths = sorted({e for e in bytes_of.values() if e})
@@ -124,7 +123,7 @@ def tables(document: Document, facts: Facts) -> None:
     document.heading("Memory and time by model and op")
     marked = [id(row) for row in facts.tiled]
     groups = facts.groups(facts.rows, "op")
-    for model in _distinct(key[0] for key in groups):
+    for model in distinct(key[0] for key in groups):
         document.heading(model, 3)
         for (_, op), rows in ((key, rows) for key, rows in groups.items() if key[0] == model):
             document.heading(op, 4)
@@ -161,17 +160,8 @@ def ratios(document: Document, facts: Facts) -> None:
         shown = [("all", rows), *((key[1], mine) for key, mine in kinds.items() if len(kinds) > 1)]
         for dtype, mine in shown:
             values = [ratio(row) for row in mine]
-            lines.append(
-                (
-                    model,
-                    op,
-                    dtype,
-                    str(len(mine)),
-                    f"{statistics.mean(values):.2f}",
-                    f"{min(values):.2f}",
-                    f"{max(values):.2f}",
-                )
-            )
+            figures = (statistics.mean(values), min(values), max(values))
+            lines.append((model, op, dtype, str(len(mine)), *(f"{value:.2f}" for value in figures)))
     document.table(("model", "op", "dtype", "rows", "mean", "lowest", "highest"), lines)
 
 
@@ -216,9 +206,9 @@ def constants(document: Document, facts: Facts, plots: bool) -> None:
         "an element): what estimators with one constant have to cover."
     )
     lines = []
-    for op in _distinct(row["op"] for row in facts.sized):
+    for op in distinct(row["op"] for row in facts.sized):
         mine = [row for row in facts.sized if row["op"] == op]
-        dtypes = _distinct(row["dtype"] for row in mine)
+        dtypes = distinct(row["dtype"] for row in mine)
         for dtype in ("all", *dtypes) if len(dtypes) > 1 else dtypes:
             values = [constant(row, target) for row in mine if dtype in ("all", row["dtype"])]
             figures = (min(values), percentile(values, 0.5), percentile(values, 0.95), max(values))
@@ -289,7 +279,7 @@ def formulas(document: Document, facts: Facts) -> None:
 
 def models(document: Document, facts: Facts) -> None:
     """Every two models on the cases that they share."""
-    names = _distinct(row["model"] for row in facts.both)
+    names = distinct(row["model"] for row in facts.both)
     whole = [row for row in facts.both if not any(row is tiled for tiled in facts.tiled)]
     found = {(a, b): pairs(whole, a, b) for a, b in itertools.combinations(names, 2)}
     found = {key: same for key, same in found.items() if same}
@@ -323,12 +313,12 @@ def models(document: Document, facts: Facts) -> None:
 def advice(document: Document, facts: Facts, comparison: Comparison | None) -> None:
     """What to reserve."""
     items = []
-    for op in _distinct(row["op"] for row in facts.sized):
+    for op in distinct(row["op"] for row in facts.sized):
         mine = [row for row in facts.sized if row["op"] == op]
         widths = sorted({ELEMENT_BYTES[row["dtype"]] for row in mine})
         for e in widths:
             rows = [row for row in mine if ELEMENT_BYTES[row["dtype"]] == e]
-            items.append(f"{op} in {' or '.join(_distinct(r['dtype'] for r in rows))}: {_enough(rows, facts.target)}.")
+            items.append(f"{op} in {' or '.join(distinct(r['dtype'] for r in rows))}: {_enough(rows, facts.target)}.")
         if len(widths) > 1:
             items.append(f"{op} with one constant for every dtype: {_enough(mine, facts.target)}.")
         items += _nearest(op, comparison)
@@ -441,7 +431,3 @@ def _text(value: object) -> str:
 
 def _count(n: int, what: str) -> str:
     return f"{n} {what}{'' if n == 1 else 's'}"
-
-
-def _distinct(values: Iterable[Any]) -> list[Any]:
-    return list(dict.fromkeys(values))

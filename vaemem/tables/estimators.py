@@ -10,14 +10,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vaemem.tables.fit import KEY, Fit, Formula
-from vaemem.tables.table import ELEMENT_BYTES, MIB, SCHEMA, Row, Table, mib, need, render
+from vaemem._common import ELEMENT_BYTES, MIB, choose, mib, need, render
+from vaemem.prediction.question import DEFAULT_TILE
+from vaemem.tables.fit import KEY, Fit, FittedLine
+from vaemem.tables.table import BYTE_COLUMNS, Row, Table
 
 if TYPE_CHECKING:
     import pandas
-
-TILE = 512  # pixels: the side of a tile where a row does not say, diffusers' default for these models
-_TARGETS = tuple(column.name for column in SCHEMA if column.kind == "bytes")
 
 
 @dataclass(frozen=True)
@@ -47,10 +46,15 @@ class Estimator:
         return self.function(row)
 
 
+def pixels(row: Row) -> int:
+    """Of a row's image."""
+    return int(row["height"] * row["width"])
+
+
 def size_of(row: Row) -> int | None:
     """H*W*e of a row in bytes; None where its dtype has no known width."""
     element = ELEMENT_BYTES.get(row["dtype"])
-    return None if element is None else row["height"] * row["width"] * element
+    return None if element is None else pixels(row) * element
 
 
 def _images(row: Row) -> int:
@@ -70,7 +74,7 @@ def _invokeai(row: Row) -> float | None:
     size = size_of(row)
     if constant is None or size is None or _images(row) > 1 or (tiled and row["model"] == "flux"):
         return None  # knows no batch, and no tiles for FLUX
-    estimate = constant * (TILE * TILE * ELEMENT_BYTES[row["dtype"]] * 1.25 if tiled else size)
+    estimate = constant * (DEFAULT_TILE * DEFAULT_TILE * ELEMENT_BYTES[row["dtype"]] * 1.25 if tiled else size)
     is_upcast = row["dtype"] == "float32" and row["model"] in ("sd15", "sdxl")
     return estimate + 250 * MIB if is_upcast else estimate
 
@@ -90,7 +94,7 @@ def _mlx_im2col(row: Row) -> int | None:
 def _sd_cpp(bytes_per_pixel: int, row: Row) -> int | None:
     if row["op"] != "decode" or _images(row) > 1:
         return None
-    return bytes_per_pixel * row["height"] * row["width"]  # the graph runs in one type, whatever the weights are
+    return bytes_per_pixel * pixels(row)  # the graph runs in one type, whatever the weights are
 
 
 ESTIMATORS: dict[str, Estimator] = {
@@ -101,7 +105,8 @@ ESTIMATORS: dict[str, Estimator] = {
             "ComfyUI, class VAE in comfy/sd.py (2.73 times that on AMD); Forge takes the same", _comfyui,
         ),
         Estimator(
-            "invokeai", f"2200 H W e (decode), 1100 H W e (encode), + 250 MiB for float32 SD; tiled: {TILE}^2 e k 1.25",
+            "invokeai",
+            f"2200 H W e (decode), 1100 H W e (encode), + 250 MiB for float32 SD; tiled: {DEFAULT_TILE}^2 e k 1.25",
             "InvokeAI, estimate_vae_working_memory_sd15_sdxl and _flux; the 250 MiB stand for larger weights",
             _invokeai,
         ),
@@ -147,13 +152,13 @@ def ran_tiled(table: Table) -> list[bool]:
             or not row["allocated_bytes"]
         ):
             continue
-        point = (i, row["height"] * row["width"], row["allocated_bytes"])
+        point = (i, pixels(row), row["allocated_bytes"])
         series.setdefault(tuple(row[name] for name in names), []).append(point)
     tiled = [False] * len(table)
     for points in series.values():
-        for i, pixels, size in points:
-            smaller = [(p, s) for _, p, s in points if 2 * p <= pixels]
-            tiled[i] = any(size < s * (pixels / p) ** 0.25 for p, s in smaller)
+        for i, area, size in points:
+            smaller = [(p, s) for _, p, s in points if 2 * p <= area]
+            tiled[i] = any(size < s * (area / p) ** 0.25 for p, s in smaller)
     return tiled
 
 
@@ -314,8 +319,7 @@ def compare(table: Table, estimators: Any = None, target: str = "reserved_bytes"
     >>> print(compare(Table.from_csv("table.csv"), ["comfyui", "invokeai"]))
     >>> compare(table, {"mine": lambda row: 2200 * row["height"] * row["width"] * 2}).find("mine").worst_under
     """
-    if target not in _TARGETS:
-        raise ValueError(f"target: want one of {', '.join(_TARGETS)}, got {target!r}")
+    choose("target", target, BYTE_COLUMNS)
     chosen = _estimators(estimators, target)
     for i, row in enumerate(table):
         lacking = [name for name in ("model", "op", "height", "width", "dtype", target) if not row[name]]
@@ -353,7 +357,7 @@ def _estimators(given: Any, target: str) -> tuple[Estimator, ...]:
         return tuple(ESTIMATORS.values())
     if isinstance(given, Mapping):
         pairs: Iterable[tuple[str | None, Any]] = given.items()
-    elif isinstance(given, str | Estimator | Fit | Formula) or callable(given):
+    elif isinstance(given, str | Estimator | Fit | FittedLine) or callable(given):
         pairs = [(None, given)]
     else:
         pairs = [(None, one) for one in given]
@@ -372,8 +376,8 @@ def _estimator(name: str | None, given: Any, target: str) -> Estimator:
         given = ESTIMATORS[given]
     if isinstance(given, Estimator):
         return given if name is None else replace(given, name=name)
-    if isinstance(given, Formula | Fit):
-        found = Fit(given.target, given.quantile, [given]) if isinstance(given, Formula) else given
+    if isinstance(given, FittedLine | Fit):
+        found = Fit(given.target, given.quantile, [given]) if isinstance(given, FittedLine) else given
         if found.target != target:
             raise ValueError(f"fit: want one of {target}, got one of {found.target}")
         how = "least squares" if found.quantile is None else f"quantile {found.quantile:g}"
@@ -390,7 +394,7 @@ def _estimator(name: str | None, given: Any, target: str) -> Estimator:
 def _fitted(found: Fit, row: Row) -> float | None:
     """The formula of the row's model and op, fitted to its dtype; what either side leaves open matches."""
 
-    def suits(formula: Formula) -> bool:
+    def suits(formula: FittedLine) -> bool:
         pairs = [(name, getattr(formula, name), row[name]) for name in KEY]
         is_same = all(a == b or (name not in ("model", "op") and None in (a, b)) for name, a, b in pairs)
         return is_same and row["dtype"] in {fitted.dtype for fitted in formula.rows}

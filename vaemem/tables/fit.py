@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vaemem.tables.table import ELEMENT_BYTES, SCHEMA, Row, Table, mib, need, render
+from vaemem._common import ELEMENT_BYTES, choose, mib, need, render
+from vaemem.tables.table import BYTE_COLUMNS, Row, Table
 
 KEY = ("model", "op", "runtime", "device", "batch")
-TARGETS = tuple(column.name for column in SCHEMA if column.kind in ("bytes", "seconds"))
+TARGETS = (*BYTE_COLUMNS, "seconds")
 
 
 class FitRow(NamedTuple):
@@ -32,7 +33,7 @@ class FitRow(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Formula:
+class FittedLine:
     """`target = a * H*W*e + b` for one model, op, runtime, device and batch.
 
     H and W are the image's height and width in pixels, e the bytes of one element of dtype. Divide `a` by 128 for
@@ -172,13 +173,13 @@ class Formula:
         return "\n".join([*lines, render(header, cells)])
 
 
-class Fit(Sequence[Formula]):
+class Fit(Sequence[FittedLine]):
     """What `vaemem.fit` found: a sequence of formulas, one for each model, op, runtime, device and batch.
 
     Printing it shows every formula with its residuals.
     """
 
-    def __init__(self, target: str, quantile: float | None, formulas: Sequence[Formula]) -> None:
+    def __init__(self, target: str, quantile: float | None, formulas: Sequence[FittedLine]) -> None:
         self.target = target
         self.quantile = quantile
         self.formulas = tuple(formulas)
@@ -189,10 +190,10 @@ class Fit(Sequence[Formula]):
     def __getitem__(self, index: Any) -> Any:
         return self.formulas[index]
 
-    def __iter__(self) -> Iterator[Formula]:
+    def __iter__(self) -> Iterator[FittedLine]:
         return iter(self.formulas)
 
-    def find(self, **key: object) -> Formula:
+    def find(self, **key: object) -> FittedLine:
         """The one formula with the given model, op, runtime, device or batch; ValueError if none or several fit."""
         unknown = [name for name in key if name not in KEY]
         if unknown:
@@ -271,8 +272,7 @@ def fit(table: Table, target: str = "allocated_bytes", quantile: float | None = 
     >>> print(formulas)
     >>> formulas.predict(1024, 1024, "float32", model="sdxl", op="decode")
     """
-    if target not in TARGETS:
-        raise ValueError(f"target: want one of {', '.join(TARGETS)}, got {target!r}")
+    choose("target", target, TARGETS)
     if quantile is not None and not 0 < quantile <= 1:
         raise ValueError(f"quantile: want a number above 0 and at most 1, or None, got {quantile!r}")
     if not len(table):
@@ -292,7 +292,7 @@ def fit(table: Table, target: str = "allocated_bytes", quantile: float | None = 
     return Fit(target, quantile, formulas)
 
 
-def _fit_one(name: str, key: dict[str, Any], rows: list[Row], target: str, quantile: float | None) -> Formula:
+def _fit_one(name: str, key: dict[str, Any], rows: list[Row], target: str, quantile: float | None) -> FittedLine:
     sizes = [row["height"] * row["width"] * _element_bytes(row["dtype"]) for row in rows]
     if len(set(sizes)) < 2:
         only = f"{rows[0]['height']}x{rows[0]['width']} {rows[0]['dtype']}"
@@ -307,7 +307,7 @@ def _fit_one(name: str, key: dict[str, Any], rows: list[Row], target: str, quant
     if quantile is None and len(x) > 2:
         variance, width = squares / (len(x) - 2), float(((x - x.mean()) ** 2).sum())
         errors = (math.sqrt(variance / width), math.sqrt(variance * (1 / len(x) + x.mean() ** 2 / width)))
-    return Formula(
+    return FittedLine(
         name=name,
         **key,
         target=target,
@@ -350,8 +350,7 @@ def _quantile_line(x: np.ndarray, y: np.ndarray, quantile: float) -> tuple[float
 
 
 def _element_bytes(dtype: str) -> int:
-    if dtype not in ELEMENT_BYTES:
-        raise ValueError(f"dtype: want one of {', '.join(ELEMENT_BYTES)}, got {dtype!r}")
+    choose("dtype", dtype, ELEMENT_BYTES)
     return ELEMENT_BYTES[dtype]
 
 

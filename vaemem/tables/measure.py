@@ -18,12 +18,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from vaemem._common import DTYPES, TILED_OPS, choose, latent_factor, listed, whole
 from vaemem.engine.layouts import config_of, read_config
-from vaemem.prediction.predict import DEFAULT_TILE, OPS
-from vaemem.prediction.process import RUNTIMES, _choose, architecture
-from vaemem.prediction.profiles import ELEMENT, Conv
+from vaemem.prediction.process import RUNTIMES, architecture
+from vaemem.prediction.profiles import Conv
+from vaemem.prediction.question import DEFAULT_TILE
 from vaemem.tables.meters import CpuMeter, CudaMeter, Meter
-from vaemem.tables.sweep import _listed, _sizes
+from vaemem.tables.sweep import image_sizes
 from vaemem.tables.table import Row, Table
 
 PROFILE_COLUMNS = ("gpu", "torch", "cudnn", *Conv._fields, "workspace_bytes")
@@ -37,67 +38,43 @@ class Measurement(NamedTuple):
     seconds: float
 
 
-# ---- the runs: what each name holds, and when it lets go, is part of what is measured ----
+def _call(vae: Any, op: str, x: Any, scaling: float | None, names: dict[str, Any], measured: bool) -> Any:
+    """One run, whose result the caller binds.
+
+    diffusers' encode is sampled, and scaled where it is measured; its decode gets unscaled latents. BFL's scale within
+    (`scaling` is None). What the script binds on the way stays bound until the next run binds its own: it is part of
+    what is measured.
+    """
+    if scaling is None:
+        return getattr(vae, op)(x)
+    if op == "encode":
+        names["dist"] = vae.encode(x).latent_dist
+        latents = names["dist"].sample()
+        return scaling * latents if measured else latents
+    names["scaled"] = x / scaling
+    return vae.decode(names["scaled"], return_dict=False)[0]
 
 
-def _measure_encode(
-    vae: Any, image: Any, meter: Meter, warmups: int, runs: int, scaling: float | None
+def _measurements(
+    vae: Any, op: str, x: Any, meter: Meter, warmups: int, runs: int, scaling: float | None
 ) -> list[Measurement]:
-    """diffusers' encode, sampled and scaled; BFL's encode, which does both itself, where `scaling` is None."""
+    names: dict[str, Any] = {}
     for _ in range(warmups):
-        if scaling is None:
-            _ = vae.encode(image)
-        else:
-            dist = vae.encode(image).latent_dist
-            _ = dist.sample()  # held until the loop binds the next number; dist until run 1 binds its own
+        names.pop("result", None)
+        names["result"] = _call(vae, op, x, scaling, names, measured=False)
         meter.clear()
+    names.pop("result", None)
     measurements = []
     for _ in range(runs):
         meter.clear()
         meter.before()
         start = time.perf_counter()
-        if scaling is None:
-            latents = vae.encode(image)
-        else:
-            dist = vae.encode(image).latent_dist
-            latents = dist.sample()
-            latents = scaling * latents
+        names["result"] = _call(vae, op, x, scaling, names, measured=True)
         meter.wait()
         seconds = time.perf_counter() - start
         measurements.append(Measurement(*meter.after(), seconds))
-        dist = latents = None
+        names.clear()
     return measurements
-
-
-def _measure_decode(
-    vae: Any, latents: Any, meter: Meter, warmups: int, runs: int, scaling: float | None
-) -> list[Measurement]:
-    """diffusers' decode of unscaled latents; BFL's decode, which unscales them itself, where `scaling` is None."""
-    for _ in range(warmups):
-        if scaling is None:
-            _ = vae.decode(latents)
-        else:
-            scaled = latents / scaling
-            _ = vae.decode(scaled, return_dict=False)[0]  # held as in encode; scaled until run 1 binds its own
-        meter.clear()
-    measurements = []
-    for _ in range(runs):
-        meter.clear()
-        meter.before()
-        start = time.perf_counter()
-        if scaling is None:
-            image = vae.decode(latents)
-        else:
-            scaled = latents / scaling
-            image = vae.decode(scaled, return_dict=False)[0]
-        meter.wait()
-        seconds = time.perf_counter() - start
-        measurements.append(Measurement(*meter.after(), seconds))
-        image = scaled = None  # noqa: F841 - the names let go
-    return measurements
-
-
-_MEASURE = {"encode": _measure_encode, "decode": _measure_decode}
 
 
 class _Subject(NamedTuple):
@@ -117,83 +94,15 @@ class _Subject(NamedTuple):
 
 
 def measure(
-    model: Any,
-    op: str,
-    sizes: int | Sequence[int | tuple[int, int]],
-    dtypes: str | Sequence[str] = ("float16",),
-    *,
-    runtime: str = "diffusers",
-    device: Any = None,
-    warmups: int = 2,
-    runs: int = 5,
-    tile: int | None = None,
-    batch: int = 1,
-    snapshot: str | os.PathLike[str] | None = None,
-    profile: str | os.PathLike[str] | None = None,
-) -> Table:
-    """Measures a VAE's memory and time in PyTorch, the way the seed table was measured.
-
-    Parameters
-    ----------
-    model : str or torch.nn.Module
-        ``"sd15"``, ``"sdxl"``, ``"flux"`` or a config.json: diffusers' AutoencoderKL with random weights, on which
-        neither memory nor time depends. Or a module of `runtime`; it is put in eval mode, converted and moved to
-        `device`, and stays so.
-    op : str
-        ``"encode"`` (sampled and scaled, as pipelines do), ``"decode"``, ``"encode_tiled"`` or ``"decode_tiled"``.
-    sizes : int or sequence of int and (int, int)
-        Of the image in pixels, multiples of 8: an int is a square, a pair is (height, width).
-    dtypes : str or sequence of str
-        Of weights and run: ``"float16"``, ``"bfloat16"``, ``"float32"``.
-    runtime : str
-        Whose code the module is: ``"diffusers"``, or ``"bfl"`` (AutoEncoder of the flux repository; only as a module).
-    device : torch.device or str, optional
-        The GPU where PyTorch has one, else the CPU.
-    warmups, runs : int
-        Runs that are not measured, and those whose mean is taken.
-    tile : int, optional
-        Side of a tile in pixels for the tiled ops, 512 by default; tiles overlap by a quarter.
-    batch : int
-        Images in one run.
-    snapshot : path, optional
-        Gets the allocator's history from before the model is loaded, as `vaemem.replay` and pytorch.org/memory_viz
-        read it. Recording slows the runs down. CUDA only.
-    profile : path, optional
-        Gets a CSV of the workspace that cuDNN takes for each convolution of these runs, in bytes as requested from the
-        allocator. CUDA only.
-
-    Returns
-    -------
-    Table
-        A row a dtype and size, source "measured". On CUDA `allocated_bytes` and `reserved_bytes` are the peaks minus
-        what was there just before the run. On the CPU `reserved_bytes` is the growth of the resident size, and
-        `allocated_bytes` is not known.
-
-    Raises
-    ------
-    ValueError, TypeError
-        An argument that cannot be run, named, before anything is measured.
-    ImportError
-        No PyTorch, or no diffusers where `model` is a name.
-    OSError
-        A CPU run where the peak resident size cannot be reset.
-    torch.OutOfMemoryError
-        A run does not fit.
-
-    Notes
-    -----
-    Before each run garbage is collected, the cache emptied and the peaks reset. `reserved_bytes` depends on what the
-    process did before; what `vaemem.predict` means by default is one size and dtype in a fresh process.
-
-    Examples
-    --------
-    >>> measure("sdxl", "decode", [(832, 1216)], ["float16", "bfloat16"])
-    """
-    _choose("op", op, OPS)
-    _choose("runtime", runtime, RUNTIMES)
-    pairs, wanted = _sizes(sizes), _listed(dtypes, str)
+    torch: Any, model: Any, op: str, sizes: Any, dtypes: Any, *, runtime: str, device: Any, warmups: int, runs: int,
+    tile: int | None, batch: int, snapshot: str | os.PathLike[str] | None, profile: str | os.PathLike[str] | None,
+) -> Table:  # fmt: skip
+    """What `vaemem.pytorch.measure` says; `torch` is PyTorch, which only that module imports."""
+    choose("op", op, TILED_OPS)
+    choose("runtime", runtime, RUNTIMES)
+    pairs, wanted = image_sizes(sizes), listed(dtypes, str)
     for dtype in wanted:
-        _choose("dtypes", dtype, ELEMENT)
+        choose("dtypes", dtype, DTYPES)
     tiled, op_run = op.endswith("_tiled"), op.removesuffix("_tiled")
     if tile is not None and not tiled:
         raise ValueError(f"tile: want it with a tiled op, got {tile!r} with {op}")
@@ -201,10 +110,7 @@ def measure(
         raise ValueError(f"op: want encode or decode with runtime bfl, which has no tiles, got {op!r}")
     tile = DEFAULT_TILE if tile is None else tile
     for name, value, least in (("warmups", warmups, 0), ("runs", runs, 1), ("batch", batch, 1), ("tile", tile, 1)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"{name}: want a whole number of at least {least}, got {value!r}")
-    from vaemem.pytorch import torch
-
+        whole(name, value, least)
     place = _device(torch, device)
     for name, path in (("snapshot", snapshot), ("profile", profile)):
         if path is not None and place.type != "cuda":
@@ -233,7 +139,7 @@ def measure(
                     shape = subject.shape(op_run, batch, height, width)
                     x = (torch.randn(shape) * 0.5).to(device=place, dtype=getattr(torch, dtype))
                     with torch.inference_mode():
-                        done = _MEASURE[op_run](vae, x, meter, warmups, runs, subject.scaling)
+                        done = _measurements(vae, op_run, x, meter, warmups, runs, subject.scaling)
                         if profile is not None:
                             for conv in _convolutions(torch, vae, op_run, x):
                                 if conv not in workspaces:
@@ -305,9 +211,9 @@ def _described(vae: Any, runtime: str) -> _Subject:
         channels = vae.encoder.conv_in.in_channels, vae.decoder.conv_in.in_channels
         if runtime == "bfl":
             return _Subject(vae, "custom", *channels, 2 ** (vae.encoder.num_resolutions - 1), None)
-        factor = 2 ** (len(vae.config.block_out_channels) - 1)
+        factor = latent_factor(vae.config)
         scaling = vae.config.scaling_factor
-    except AttributeError as error:
+    except (AttributeError, KeyError) as error:
         wanted = "AutoencoderKL" if runtime == "diffusers" else "AutoEncoder"
         raise TypeError(f"model: want {runtime}'s {wanted}, got {type(vae).__name__}: {error}") from None
     try:
@@ -348,7 +254,7 @@ def versions(torch: Any, device: Any, runtime: str) -> str:
     """What ran, for a table's `versions`; settings that change the memory are named where they are not the default."""
     parts = [f"torch {torch.__version__}"]
     if device.type == "cuda":
-        parts += [f"cudnn {cudnn_version(torch)}", f"cuda {torch.version.cuda}", f"driver {_driver()}"]
+        parts += [f"cudnn {cudnn_version(torch)}", f"cuda {torch.version.cuda}", f"driver {driver_version()}"]
         settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
         if settings:
             parts.append(f"allocator {settings.replace(',', ';')}")
@@ -372,7 +278,8 @@ def cudnn_version(torch: Any) -> str:
     return f"{number // thousand}.{number % thousand // 100}.{number % 100}"
 
 
-def _driver() -> str:
+def driver_version() -> str:
+    """``"535.104.05"``: that of NVIDIA's kernel module; ``"unknown"`` where it does not say."""
     with contextlib.suppress(OSError), open("/proc/driver/nvidia/version") as file:
         found = re.search(r"\b\d+\.\d+(\.\d+)?\b", file.read())
         if found:
@@ -400,8 +307,7 @@ def _history(torch: Any, path: str | os.PathLike[str] | None) -> Iterator[None]:
 
 def _convolutions(torch: Any, vae: Any, op: str, x: Any) -> list[Conv]:
     """The convolutions that a run has, each once."""
-    from vaemem.pytorch import suggest_memory_format
-
+    layout_of = torch._prims_common.suggest_memory_format
     found: dict[Conv, None] = {}
 
     def note(module: Any, args: Any) -> None:
@@ -409,7 +315,7 @@ def _convolutions(torch: Any, vae: Any, op: str, x: Any) -> list[Conv]:
         even = all(len({*sizes}) == 1 for sizes in (sides, module.stride, module.padding))
         if not even or {*module.dilation} != {1} or module.groups != 1 or module.padding_mode != "zeros":
             raise ValueError(f"profile: want square convolutions of one group without dilation, got {module}")
-        nhwc = torch.channels_last in map(suggest_memory_format, (args[0], module.weight))
+        nhwc = torch.channels_last in map(layout_of, (args[0], module.weight))
         dtype, layout = str(args[0].dtype).removeprefix("torch."), "nhwc" if nhwc else "nchw"
         found[Conv(dtype, n, c, h, w, k, sides[0], module.stride[0], module.padding[0], layout)] = None
 

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vaemem import _core
-from vaemem.engine.device import DTYPES, parse_device
+from vaemem._common import DTYPES, OPS, __version__, latent_factor, listed, need, whole
+from vaemem.engine.device import parse_device
 from vaemem.engine.vae import VAE, Progress, Run
-from vaemem.tables.table import Row, Table, need
+from vaemem.tables.table import Row, Table
 
-OPS = ("encode", "decode")
 # What a pixel costs, encode beside decode (1117 and 2515 GFLOP at 512x512): for the progress bar only.
 _WORK = {"encode": 4, "decode": 9}
 
@@ -89,10 +89,9 @@ def sweep(
     >>> estimate = sweep(["sdxl"], ["decode"], [2048], measure=False)
     """
     for name, value in (("batch", batch), ("repeats", repeats)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name}: want a whole number of at least 1, got {value!r}")
+        whole(name, value)
     wanted = [(model, dtype) for model in _models(models) for dtype in _dtypes(dtypes, model, device)]
-    cases = [(op, h, w, batch) for op in _ops(ops) for h, w in _sizes(sizes)]
+    cases = [(op, h, w, batch) for op in _ops(ops) for h, w in image_sizes(sizes)]
     rows: list[Row] = []
     work = len(wanted) * repeats * sum(Case(*case, "").work for case in cases)
     with _bar(progress if measure else None, work) as advance:
@@ -154,30 +153,24 @@ def _input(vae: VAE, case: Case) -> np.ndarray:
     if case.op == "encode":
         shape = (case.batch, vae.arch["in_channels"], case.height, case.width)
         return rng.random(shape, dtype=np.float32) * np.float32(2) - np.float32(1)
-    factor = 2 ** (len(vae.arch["block_out_channels"]) - 1)
+    factor = latent_factor(vae.arch)
     shape = (case.batch, vae.arch["latent_channels"], case.height // factor, case.width // factor)
     return rng.standard_normal(shape, dtype=np.float32)
 
 
 def versions(run: Run) -> str:
     """What ran, for a table's `versions`: vaemem with its kernels and threads, Python, NumPy, the machine."""
-    import vaemem
-
     python, machine = platform.python_version(), platform.machine()
-    engine = f"vaemem {vaemem.__version__} ({run.backend}, {run.threads} threads)"
+    engine = f"vaemem {__version__} ({run.backend}, {run.threads} threads)"
     return f"{engine}, python {python}, numpy {np.__version__}, {machine}"
 
 
 # ---- arguments ----
 
 
-def _listed(value: Any, single: type | tuple[type, ...]) -> list[Any]:
-    return [value] if isinstance(value, single) else list(value)
-
-
 def _models(models: Any) -> list[str | VAE]:
     known = _core.models()
-    wanted = _listed(models, (str, VAE))
+    wanted = listed(models, (str, VAE))
     for model in wanted:
         if not isinstance(model, VAE) and model not in known:
             raise ValueError(f"models: want {', '.join(known)} or a VAE, got {model!r}")
@@ -189,7 +182,7 @@ def _vae(model: str | VAE, device: str, dtype: str) -> VAE:
 
 
 def _ops(ops: str | Sequence[str]) -> list[str]:
-    wanted = _listed(ops, str)
+    wanted = listed(ops, str)
     for op in wanted:
         if op not in OPS:
             raise ValueError(f"ops: want {' or '.join(OPS)}, got {op!r}")
@@ -198,7 +191,7 @@ def _ops(ops: str | Sequence[str]) -> list[str]:
 
 def _dtypes(dtypes: str | Sequence[str], model: str | VAE, device: str) -> list[str]:
     """What a model runs in: a VAE has one type already."""
-    wanted = _listed(dtypes, str)
+    wanted = listed(dtypes, str)
     if isinstance(model, VAE):
         known: Sequence[str] = (model.dtype,)
         wanted = [model.dtype] if wanted == ["float32"] else wanted
@@ -211,10 +204,10 @@ def _dtypes(dtypes: str | Sequence[str], model: str | VAE, device: str) -> list[
     return wanted
 
 
-def _sizes(sizes: Any) -> list[tuple[int, int]]:
+def image_sizes(sizes: Any) -> list[tuple[int, int]]:
     """(height, width) pairs; whether the model can run them is for its plan to say."""
     pairs = []
-    for size in _listed(sizes, int):
+    for size in listed(sizes, int):
         pair = size if isinstance(size, tuple | list) else (size, size)
         if len(pair) != 2 or not all(isinstance(n, int | np.integer) and not isinstance(n, bool) for n in pair):
             raise ValueError(f"sizes: want a whole number or (height, width), got {size!r}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import html
-import importlib
 import io
 import json
 import math
@@ -13,12 +12,12 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, overload
 
+from vaemem._common import MIB, mib, need, render
+
 if TYPE_CHECKING:
     import pandas
 
 Row = dict[str, Any]
-MIB = 2**20
-ELEMENT_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 SOURCES = ("measured", "estimated", "predicted")
 
 
@@ -52,6 +51,7 @@ SCHEMA: tuple[Column, ...] = (
     Column("versions", "text", "of the software that ran, as 'name version' separated by commas"),
 )  # fmt: skip
 COLUMNS: tuple[str, ...] = tuple(column.name for column in SCHEMA)
+BYTE_COLUMNS = tuple(column.name for column in SCHEMA if column.kind == "bytes")
 _KIND = {column.name: column.kind for column in SCHEMA}
 
 # The published benchmark that the project starts from has its own columns: PyTorch, measured, batch 1.
@@ -366,21 +366,6 @@ class Table(Sequence[Row]):
         return f"<table><thead>{line('th', header)}</thead><tbody>{body}</tbody></table><p>{count}</p>"
 
 
-def need(module: str, what: str) -> Any:
-    """Import an optional package for `what`, or raise ImportError that names the extra to install."""
-    package = module.partition(".")[0]
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        extra = {"pandas": "table", "scipy": "fit", "matplotlib": "plot", "tqdm": "progress"}.get(package, "demo")
-        raise ImportError(f"{what} needs {package}: pip install 'vaemem[{extra}]' ({error})") from error
-
-
-def mib(size: float) -> str:
-    """Bytes as MiB with two decimals, without the unit."""
-    return f"{round(size / MIB, 2) + 0.0:.2f}"  # + 0.0: no negative zero
-
-
 def _cell(column: Column, value: Any) -> str:
     if value is None:
         return ""
@@ -390,19 +375,6 @@ def _cell(column: Column, value: Any) -> str:
         return f"{value:.3f}"
     text = str(value)
     return text if len(text) <= 32 else text[:31] + "…"
-
-
-def render(header: Iterable[str], rows: Iterable[Sequence[str]], markdown: bool = False) -> str:
-    """Aligned text, or a Markdown table; columns of numbers to the right."""
-    lines = [[str(cell).replace("|", r"\|") if markdown else str(cell) for cell in row] for row in (header, *rows)]
-    columns = list(zip(*lines, strict=True))
-    right = [all(cell[:1] in tuple("0123456789+-.…") or not cell for cell in column[1:]) for column in columns]
-    width = [max(3, *map(len, column)) for column in columns]
-    padded = [[c.rjust(w) if r else c.ljust(w) for c, w, r in zip(line, width, right, strict=True)] for line in lines]
-    if not markdown:
-        return "\n".join("  ".join(line).rstrip() for line in padded)
-    rule = ["-" * (w - 1) + (":" if r else "-") for w, r in zip(width, right, strict=True)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in (padded[0], rule, *padded[1:]))
 
 
 def _write(path: str | os.PathLike[str] | None, text: str) -> str | None:

@@ -1,5 +1,5 @@
 /* cuDNN's backend API without its headers and without linking it: the numbers, the loader and a few helpers, for
- * whoever asks cuDNN (csrc/predict/cudnn_ask.c) and whoever runs it (conv_cudnn.c).
+ * whoever asks cuDNN (csrc/predict/cudnn_ask.c) and whoever runs it (kernels/cuda/conv_cudnn.c).
  *
  *   open: dlopen -> the entry points below -> version
  *   conv: tensors x, w, y + convolution -> operation -> graph
@@ -122,7 +122,7 @@ typedef struct vm_cudnn {
 enum { VM_CUDNN_ASKABLE = 90800 }; /* the first that answers without a device */
 
 /* Loads libcudnn: the copy that this process already has, or else path (a file), or where NULL the loader's. no_driver:
- * the library that stands in for libcuda.so.1 where there is none (csrc/no_driver), or NULL. All stay loaded after
+ * the library that stands in for libcuda.so.1 where there is none (no_driver/libcuda.c), or NULL. All stay loaded after
  * vm_cudnn_close. VM_EDEVICE where there is no cuDNN, one older than `least`, or no cuBLASLt for it. */
 vm_status vm_cudnn_open(const char *path, const char *no_driver, size_t least, vm_cudnn **out);
 void vm_cudnn_close(vm_cudnn *cudnn);

@@ -1,0 +1,57 @@
+/* A model: an architecture, its passes, their weights, and the arena that its runs use. */
+#include "vm.h"
+
+/* The CPU's backends share one memory; the plainest of them, which every processor has, stands for it. */
+static const vm_backend *host_backend(void) {
+    const vm_backend *const *b = vm_backends();
+    while (b[1]) b++;
+    return *b;
+}
+
+vm_status vm_model_new(const vm_arch *arch, unsigned parts, const vm_backend *backend, vm_model **out) {
+    *out = NULL;
+    vm_status s = vm_arch_check(arch);
+    if (s) return s;
+    vm_mem *host = vm_mem_new(NULL), *mem = !host ? NULL : backend ? vm_mem_new(backend) : vm_mem_retain(host);
+    void *block;
+    if (!mem || vm_mem_alloc(host, VM_WEIGHTS, sizeof(vm_model), &block)) {
+        vm_mem_release(mem);
+        vm_mem_release(host);
+        return VM_ENOMEM;
+    }
+    vm_model *m = block;
+    m->host = host;
+    m->mem = mem;
+    m->backend = backend ? backend : host_backend();
+    m->arch = *arch;
+    m->parts = parts;
+    for (vm_op op = 0; op < VM_OPS && !s; op++)
+        if (parts & 1u << op) s = vm_passes_build(m, op);
+    if (!s) s = vm_mem_alloc(mem, VM_WEIGHTS, m->weights_bytes, &m->weights);
+    if (s)
+        vm_model_free(m);
+    else
+        *out = m;
+    return s;
+}
+
+void vm_model_free(vm_model *m) {
+    if (!m) return;
+    vm_mem *host = m->host;
+    vm_model_trim(m);
+    vm_mem_free(m->mem, VM_WEIGHTS, m->weights, m->weights_bytes);
+    vm_mem_release(m->mem);
+    vm_mem_free(host, VM_WEIGHTS, m->tensor, vm_mem_capacity(m->tensors) * sizeof *m->tensor);
+    for (vm_op op = 0; op < VM_OPS; op++) {
+        vm_mem_free(host, VM_WEIGHTS, m->graph[op].node, vm_mem_capacity(m->graph[op].nodes) * sizeof(vm_node));
+        vm_mem_free(host, VM_WEIGHTS, m->graph[op].value, vm_mem_capacity(m->graph[op].values) * sizeof(vm_value));
+    }
+    vm_mem_free(host, VM_WEIGHTS, m, sizeof *m);
+    vm_mem_release(host);
+}
+
+void vm_model_trim(vm_model *m) {
+    vm_mem_unreserve(m->mem, m->arena, m->arena_bytes);
+    m->arena = NULL;
+    m->arena_bytes = 0;
+}

@@ -1,0 +1,121 @@
+/* What the allocator's decisions are made with: statistics, the history, and blocks that are cached, merged, and taken
+ * from the device and given back to it in segments. */
+#include "torch_blocks.h"
+
+/* ---- statistics ---- */
+
+const char *const vm_talloc_kind_name[VM_TALLOC_KINDS] = {
+    "allocation",      "segment",        "active",       "inactive_split",
+    "allocated_bytes", "reserved_bytes", "active_bytes", "inactive_split_bytes",
+    "requested_bytes"};
+const char *const vm_talloc_pool_name[VM_TALLOC_POOLS] = {"all", "small_pool", "large_pool"};
+
+static void count_one(vm_talloc_stat *s, int64_t amount) {
+    s->current += amount;
+    if (amount >= 0) {
+        s->allocated += amount;
+        if (s->current > s->peak) s->peak = s->current;
+    } else {
+        s->freed -= amount;
+    }
+}
+
+void ta_count(vm_talloc *a, vm_talloc_kind kind, bool small, int64_t amount) {
+    count_one(&a->stats.of[kind][VM_TALLOC_ALL], amount);
+    count_one(&a->stats.of[kind][small ? VM_TALLOC_SMALL : VM_TALLOC_LARGE], amount);
+}
+
+void ta_count_oversized(const vm_talloc *a, vm_talloc_stat *stat, uint64_t size, int64_t amount) {
+    if (size >= a->config.max_split_size) count_one(stat, amount);
+}
+
+const vm_talloc_stats *vm_talloc_get_stats(const vm_talloc *a) { return &a->stats; }
+
+void vm_talloc_reset_peak(vm_talloc *a) {
+    for (int k = 0; k < VM_TALLOC_KINDS; k++)
+        for (int p = 0; p < VM_TALLOC_POOLS; p++) a->stats.of[k][p].peak = a->stats.of[k][p].current;
+    a->stats.oversize_allocations.peak = a->stats.oversize_allocations.current;
+    a->stats.oversize_segments.peak = a->stats.oversize_segments.current;
+}
+
+void ta_record(vm_talloc *a, vm_talloc_action action, uint64_t address, uint64_t size, uint64_t stream, uint32_t tag) {
+    if (!a->config.history) return;
+    a->history[a->history_used++] =
+        (vm_talloc_event){.address = address, .size = size, .stream = stream, .tag = tag, .action = action};
+}
+
+/* ---- blocks and segments ---- */
+
+void ta_cache(vm_talloc *a, block *b) {
+    b->age_base = ta_pool(a, b)->searches;
+    ta_insert(&ta_pool(a, b)->cached, &b->node);
+}
+
+void ta_pend(vm_talloc *a, block *b) {
+    b->node.child[0] = NULL;
+    b->node.child[1] = a->pending;
+    if (a->pending) a->pending->child[0] = &b->node;
+    a->pending = &b->node;
+    a->pendings++;
+}
+
+uint64_t ta_merge(vm_talloc *a, block *b, block *neighbour) {
+    if (!neighbour || neighbour->state != VM_TALLOC_FREE_BLOCK || neighbour->mapped != b->mapped) return 0;
+    pool *p = ta_pool(a, b);
+    const uint64_t size = neighbour->node.size;
+    ta_remove(neighbour->mapped ? &p->cached : &p->unmapped, &neighbour->node);
+    if (b->prev == neighbour) {
+        b->node.address = neighbour->node.address;
+        b->prev = neighbour->prev;
+        if (b->prev)
+            b->prev->next = b;
+        else
+            b->segment->first = b;
+    } else {
+        b->next = neighbour->next;
+        if (b->next) b->next->prev = b;
+    }
+    b->node.size += size;
+    ta_recycle(a, neighbour);
+    return size;
+}
+
+static bool addresses_free(const vm_talloc *a, uint64_t address, uint64_t size) {
+    const node key = {.address = address};
+    const node *above = ta_at_least(&a->segments, &key), *below = ta_before(&a->segments, &key);
+    return size <= TA_LAST_ADDRESS - address && (!above || above->address - address >= size) &&
+           (!below || address - below->address >= below->size);
+}
+
+block *ta_segment_new(vm_talloc *a, uint64_t size, uint64_t stream, bool small) {
+    const uint64_t address = a->placed && addresses_free(a, a->placed, size) ? a->placed : a->next_address;
+    if (size > TA_LAST_ADDRESS - address) return NULL;
+    a->placed = 0;
+    a->next_address = VM_MAX(a->next_address, VM_ROUND_UP(address + size, TA_LARGE_ROUND));
+    segment *s = ta_element(a);
+    block *b = s->first = ta_element(a);
+    s->node.address = b->node.address = address;
+    s->node.size = b->node.size = size;
+    b->node.stream = stream;
+    b->segment = s;
+    b->small = small;
+    b->mapped = true;
+    ta_insert(&a->segments, &s->node);
+    return b;
+}
+
+void ta_segment_drop(vm_talloc *a, block *only) {
+    ta_remove(&a->segments, &only->segment->node);
+    ta_recycle(a, only->segment);
+    ta_recycle(a, only);
+}
+
+void ta_release(vm_talloc *a, block *b) {
+    a->stats.num_device_free++;
+    ta_record(a, VM_TALLOC_SEGMENT_FREE, b->node.address, b->node.size, b->node.stream, a->tag);
+    ta_count(a, VM_TALLOC_SEGMENT, b->small, -1);
+    ta_count(a, VM_TALLOC_RESERVED_BYTES, b->small, -(int64_t)b->node.size);
+    ta_count_oversized(a, &a->stats.oversize_segments, b->node.size, -1);
+    ta_remove(&ta_pool(a, b)->cached, &b->node);
+    ta_segment_drop(a, b);
+}

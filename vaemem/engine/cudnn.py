@@ -1,0 +1,36 @@
+"""Where cuDNN is: the one place that says so, to the engine that runs it and to the prediction that asks it."""
+
+import contextlib
+import importlib.util
+import os
+
+__all__ = ["find_cudnn"]
+
+
+def find_cudnn() -> str | None:
+    """Path of an installed libcudnn.so.9, or None to leave it to the loader.
+
+    Returns
+    -------
+    str or None
+        What ``VAEMEM_CUDNN`` names (the file, or its folder), else the file in the ``nvidia-cudnn-cu12`` or ``-cu13``
+        wheel.
+
+    Raises
+    ------
+    FileNotFoundError
+        Where ``VAEMEM_CUDNN`` names nothing.
+    """
+    named = os.environ.get("VAEMEM_CUDNN")
+    if named:
+        path = os.path.join(named, "libcudnn.so.9") if os.path.isdir(named) else named
+        if not os.path.isfile(path):
+            raise FileNotFoundError(f"VAEMEM_CUDNN: want libcudnn.so.9 or its folder, got {named!r}")
+        return path
+    with contextlib.suppress(ModuleNotFoundError):  # no nvidia package at all
+        spec = importlib.util.find_spec("nvidia.cudnn")
+        for folder in (spec.submodule_search_locations if spec else None) or []:
+            path = os.path.join(folder, "lib", "libcudnn.so.9")
+            if os.path.isfile(path):
+                return path
+    return None

@@ -1,0 +1,113 @@
+"""The order of calls in the benchmark that the seed table was made with, played on a simulated process.
+
+Which names the script holds meanwhile decides what is still allocated when a measured run begins.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from vaemem._common import OPS, choose
+from vaemem.prediction.names import Names
+from vaemem.prediction.process import LoadedVAE, SimulatedProcess, Tensor
+
+
+class Reading(NamedTuple):
+    """What a benchmark reads off the counters for one run, in bytes: above the baseline, and as they stand."""
+
+    allocated: int
+    reserved: int
+    peak_allocated: int
+    peak_reserved: int
+
+
+class Counters:
+    """Reads a process's counters around one run, as a benchmark does: the cache is emptied, the peaks are reset."""
+
+    def __init__(self, process: SimulatedProcess):
+        process.empty_cache()
+        process.reset_peak()
+        self._process = process
+        self._baseline = process.allocated, process.reserved
+
+    def read(self) -> Reading:
+        allocated, reserved = self._process.peak_allocated, self._process.peak_reserved
+        return Reading(allocated - self._baseline[0], reserved - self._baseline[1], allocated, reserved)
+
+
+def benchmark(
+    process: SimulatedProcess, vae: LoadedVAE, op: str, height: int, width: int, batch: int = 1, *,
+    dtype: str | None = None, input_dtype: str | None = None, tile: int = 0, slicing: bool = False, warmups: int = 2,
+    runs: int = 5,
+) -> list[Reading]:  # fmt: skip
+    """Plays the benchmark that the seed table was made with: warm-up runs, then measured ones, each after an emptied
+    cache.
+
+    Parameters
+    ----------
+    process, vae
+        Where, and what.
+    op : str
+        ``"encode"`` (with sampling and scaling, as pipelines do) or ``"decode"``.
+    height, width, batch : int
+        Of the image.
+    dtype, input_dtype : str, optional
+        Of the run and of the input; the weights' by default. Where they differ, weights and input are converted within
+        each run, and the weights back after it.
+    tile : int
+        Side of a tile in pixels where tiling is on, 0 where it is off.
+    slicing : bool
+        One image of the batch after the other.
+    warmups, runs : int
+        How many.
+
+    Returns
+    -------
+    list of Reading
+        One of each measured run. The first still holds what the warm-up runs left bound.
+    """
+    choose("op", op, OPS)
+    weights_dtype = vae.dtype
+    dtype = dtype or weights_dtype
+    input_dtype = input_dtype or weights_dtype
+    names = Names(process)
+    image = (batch, vae.arch["in_channels"], height, width)
+    latent = (batch, vae.arch["latent_channels"], height // vae.factor, width // vae.factor)
+    names["input"] = process.tensor(image if op == "encode" else latent, input_dtype)
+
+    def converted() -> Tensor:
+        """The input in the run's dtype, which the weights get too."""
+        if dtype == input_dtype:
+            return names["input"]
+        process.convert(vae, dtype)
+        names["input32"] = process.elementwise(names["input"], "input", dtype)
+        return names["input32"]
+
+    def call(measured: bool) -> None:
+        x = converted()
+        if vae.runtime != "diffusers":
+            names["result"] = process.encode(vae, x) if op == "encode" else process.decode(vae, x)
+        elif op == "encode":
+            names["dist"] = process.encode(vae, x, tile=tile, slicing=slicing)
+            names["result"] = process.sample(names["dist"])
+            if measured:
+                names["result"] = process.elementwise(names["result"], "latents")
+        else:
+            names["scaled"] = process.elementwise(x, "latents [scaled]")
+            names["result"] = process.decode(vae, names["scaled"], tile=tile, slicing=slicing)
+
+    for _ in range(warmups):
+        names.delete("result")
+        call(measured=False)
+        process.convert(vae, weights_dtype)
+        process.empty_cache()
+    names.delete("result")
+    measurements = []
+    for _ in range(runs):
+        counters = Counters(process)
+        call(measured=True)
+        measurements.append(counters.read())
+        process.convert(vae, weights_dtype)
+        names.delete("result", "dist", "scaled")
+    names.close()
+    return measurements
