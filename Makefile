@@ -20,12 +20,12 @@ test: $(VENV)/test.stamp
 # Ours beside PyTorch in one run; writes benchmarks/results/*.csv.
 bench: $(VENV)/test.stamp
 	$(BIN)/python benchmarks/decode.py
-	$(BIN)/python benchmarks/conv.py
+	$(BIN)/python benchmarks/passes.py
 
 # What follows wants a GPU, and uses the Python that has PyTorch for it (PYTHON), as it is: built in place, nothing installed.
 # The session script does the same and more within ten minutes, what is worth most first.
 GPU := PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR) VAEMEM_TEST_GPU=1
-GPU_TESTS := tests/test_cuda_vae.py tests/test_measure.py
+GPU_TESTS := $(wildcard tests/test_cuda_vae*.py) tests/test_measure.py
 SANITIZER := compute-sanitizer --report-api-errors no --error-exitcode 1
 
 build-gpu:

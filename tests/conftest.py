@@ -28,3 +28,11 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if SANITIZED and item.get_closest_marker("resident"):
             item.add_marker(pytest.mark.skip(reason="the sanitizer's own memory would be measured"))
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """For one test: the device "cuda" is the GPU, or the emulator."""
+    import gpu
+
+    gpu.go(monkeypatch)

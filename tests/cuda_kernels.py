@@ -1,12 +1,15 @@
-"""What the tests of load, store and merge share: the kernels' arguments, memory with guards, and tolerances.
+"""What the tests of CUDA kernels share: arguments, cuda.h's functions, memory with guards, and tolerances.
 
 Inputs are numbers of the kernel's own type, so the errors are the kernel's. E is a rounding in float, UNIT the one to
 the type that is stored; a half below 2^-14 is rounded by LEAST, and float's own subnormals may be flushed.
 """
 
 import ctypes
+import functools
 import mmap
-from ctypes import c_float, c_int32, c_uint32, c_void_p
+import tempfile
+from ctypes import POINTER, c_float, c_int, c_int32, c_size_t, c_uint32, c_void_p
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -19,11 +22,19 @@ UNIT = {"f32": E, "f16": 2.0**-11, "bf16": 2.0**-8, "u8": 0}
 LEAST = {"f32": 1e-36, "f16": 2.0**-25, "bf16": 1e-36, "u8": 0}
 FORMATS = {"rows": 0, "f32": 1, "u8": 2, "f16": 3, "bf16": 4}  # vm_format
 BLOCK, THREADS, LANES = 16, 256, 64
+SM_75, SM_80, SM_86, SM_90 = 64 << 10, 163 << 10, 99 << 10, 227 << 10  # what a block may have of shared memory there
 every_type = pytest.mark.parametrize("dtype", TYPES)
 every_format = pytest.mark.parametrize("format_", [f for f in FORMATS if f != "rows"])
 
 
-class LoadArgs(ctypes.Structure):
+class Args(ctypes.Structure):
+    """What a kernel takes; arrays are given as they are."""
+
+    def __init__(self, **fields):
+        super().__init__(**{n: v.ctypes.data if isinstance(v, np.ndarray) else v for n, v in fields.items()})
+
+
+class LoadArgs(Args):
     _fields_ = (
         *((name, c_void_p) for name in ("x", "out", "scale", "shift")),
         *((name, c_uint32) for name in ("x_h", "x_w", "x_c", "x_pitch")),
@@ -33,7 +44,7 @@ class LoadArgs(ctypes.Structure):
     )
 
 
-class StoreArgs(ctypes.Structure):
+class StoreArgs(Args):
     _fields_ = (
         *((name, c_void_p) for name in ("raw", "bias", "add", "y", "stats", "flags")),
         *((name, c_uint32) for name in ("y_h", "y_w", "y_c", "y_pitch", "add_pitch")),
@@ -42,7 +53,7 @@ class StoreArgs(ctypes.Structure):
     )
 
 
-class MergeArgs(ctypes.Structure):
+class MergeArgs(Args):
     _fields_ = (
         *((name, c_void_p) for name in ("stats", "gamma", "beta", "scale", "shift")),
         *((name, c_uint32) for name in ("parts", "c", "groups")),
@@ -50,36 +61,124 @@ class MergeArgs(ctypes.Structure):
     )
 
 
-def build_kernels(folder, *names):
-    try:
-        return build.Kernels(folder, [build.CUDA / f"{name}.cu" for name in names])
-    except FileNotFoundError as missing:
-        pytest.skip(str(missing))
+class AttentionArgs(Args):
+    _fields_ = (
+        *((name, c_void_p) for name in ("x", "y")),
+        *((name, c_uint32) for name in ("n", "channels", "pitch", "y_pitch")),
+        ("scale", c_float),
+    )
+
+
+class ConvArgs(Args):
+    _fields_ = (
+        *((name, c_void_p) for name in ("x", "w", "scale", "shift", "bias", "add", "y", "stats", "flags")),
+        *((name, c_uint32) for name in ("x_h", "x_w", "x_pitch", "in_c")),
+        *((name, c_uint32) for name in ("y_h", "y_w", "y_pitch", "y_c", "add_pitch")),
+        *((name, c_uint32) for name in ("k", "stride", "up", "silu", "format", "clamp_from")),
+        *((name, c_float) for name in ("multiply", "bias_scale")),
+    )
+
+
+class ProbeArgs(Args):
+    """Of tests/emulator/probe.cu."""
+
+    _fields_ = (("in_", c_void_p), ("out", c_void_p), ("n", c_uint32))
+
+
+class AttentionShape(ctypes.Structure):
+    _fields_ = tuple((name, c_uint32) for name in ("queries", "keys", "ring"))
+
+
+class ConvTile(ctypes.Structure):
+    _fields_ = tuple((name, c_uint32) for name in ("rows", "outs", "stride", "shared", "resident", "cost"))
+
+
+ARGS = {"load": LoadArgs, "store": StoreArgs, "merge": MergeArgs, "attention": AttentionArgs, "conv": ConvArgs}
+HEADER = r"""
+#include "cuda.h"
+#define SHARED(ROWS, OUTS, STRIDE, WARPS, STAGES, ...) \
+    if (rows == ROWS && outs == OUTS && stride == STRIDE) return VM_CONV_SHARED(ROWS, OUTS, STRIDE, WARPS, STAGES);
+vm_attention_shape attention_choose(int t, size_t most) { return vm_attention_choose((vm_dtype)t, most); }
+uint32_t attention_shared(int t, vm_attention_shape s, uint32_t c) { return vm_attention_shared((vm_dtype)t, s, c); }
+vm_conv_tile conv_choose(int t, const vm_conv_args *a, int in_place, size_t most, uint32_t multiprocessors) {
+    return vm_conv_choose((vm_dtype)t, a, in_place, most, multiprocessors);
+}
+uint32_t conv_shared(uint32_t rows, uint32_t outs, uint32_t stride) { VM_CONV_TILES(SHARED) return 0; }
+uint32_t conv_parts(const vm_conv_args *a, vm_conv_tile t) { return vm_conv_parts(a, t); }
+uint32_t conv_items(const vm_conv_args *a, vm_conv_tile t) { return vm_conv_items(a, t); }
+uint32_t conv_grid(const vm_conv_args *a, vm_conv_tile t, uint32_t n) { return vm_conv_grid(a, t, n); }
+"""
+
+
+@functools.cache
+def header():
+    """cuda.h's functions and the layout of its structures, as the host has them."""
+    offsets = ", ".join(
+        f"sizeof(vm_{name}_args)" + "".join(f", offsetof(vm_{name}_args, {field})" for field, _ in args._fields_)
+        for name, args in ARGS.items()
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        source, library = Path(folder) / "header.c", Path(folder) / "libheader.so"
+        source.write_text(f"{HEADER}const size_t layout[] = {{{offsets}}};\n")
+        try:
+            gcc = build.compiler("gcc")
+        except FileNotFoundError as missing:
+            pytest.skip(str(missing))
+        warn = ["-std=gnu11", "-Wall", "-Wextra", "-Werror"]
+        build.run(gcc, *warn, "-shared", "-fPIC", "-I", build.CUDA, source, "-o", library)
+        h = ctypes.CDLL(str(library))
+    args = POINTER(ConvArgs)
+    h.attention_choose.restype, h.attention_choose.argtypes = AttentionShape, (c_int, c_size_t)
+    h.attention_shared.argtypes = (c_int, AttentionShape, c_uint32)
+    h.conv_choose.restype, h.conv_choose.argtypes = ConvTile, (c_int, args, c_int, c_size_t, c_uint32)
+    h.conv_parts.argtypes = h.conv_items.argtypes = (args, ConvTile)
+    h.conv_grid.argtypes = (args, ConvTile, c_uint32)
+    return h
+
+
+def number(dtype):
+    return list(TYPES).index(dtype)  # the order of vm_dtype
+
+
+def built(*names):
+    """A fixture: the kernels of these .cu files on the emulator."""
+
+    @pytest.fixture(scope="module")
+    def kernels(tmp_path_factory):
+        try:
+            return build.Kernels(tmp_path_factory.mktemp("kernels"), [build.CUDA / f"{name}.cu" for name in names])
+        except FileNotFoundError as missing:
+            pytest.skip(str(missing))
+
+    return kernels
 
 
 class Memory:
-    """Arrays at 64-byte boundaries between guards."""
+    """Arrays at 64-byte boundaries between guards of `around`: FILL, or NAN, so that reading these shows."""
 
-    FILL, GUARD = 0xA5, 256
+    FILL, NAN, GUARD = 0xA5, 0xFF, 256
 
     def __init__(self):
         self.guards = []
 
-    def empty(self, shape, dtype):
+    def empty(self, shape, dtype, around=FILL):
         dtype = np.dtype(dtype)
         size = int(np.prod(shape)) * dtype.itemsize
-        whole = np.full(size + 2 * self.GUARD + 64, self.FILL, np.uint8)
+        whole = np.full(size + 2 * self.GUARD + 64, around, np.uint8)
         first = self.GUARD + -(whole.ctypes.data + self.GUARD) % 64
-        self.guards += [whole[:first], whole[first + size :]]
+        self.guards += [(whole[:first], around), (whole[first + size :], around)]
         return whole[first : first + size].view(dtype).reshape(shape)
 
-    def copy(self, array):
-        out = self.empty(array.shape, array.dtype)
-        out[...] = array
+    def full(self, shape, dtype, value, around=FILL):
+        out = self.empty(shape, dtype, around)
+        out[...] = value
         return out
 
+    def copy(self, array, around=FILL):
+        return self.full(array.shape, array.dtype, array, around)
+
     def check(self):
-        assert all((guard == self.FILL).all() for guard in self.guards)
+        assert all((guard == around).all() for guard, around in self.guards), "written beside an array"
 
 
 def untouched(array):
@@ -118,8 +217,8 @@ def run_merge(kernels, sums, gamma, beta, groups, eps, seed=1):
     memory, c = Memory(), len(gamma)
     sums, gamma, beta = (memory.copy(v) for v in (sums, gamma, beta))
     scale, shift = (memory.empty(round_up(c), np.float32) for _ in range(2))
-    pointers = [v.ctypes.data for v in (sums, gamma, beta, scale, shift)]
-    args = MergeArgs(*pointers, parts=len(sums), c=c, groups=groups, eps=eps)
+    arrays = {"stats": sums, "gamma": gamma, "beta": beta, "scale": scale, "shift": shift}
+    args = MergeArgs(**arrays, parts=len(sums), c=c, groups=groups, eps=eps)
     kernels.launch("vm_merge", (groups,), (THREADS,), args, seed=seed)
     memory.check()
     assert (scale[c:] == 0).all() and (shift[c:] == 0).all()

@@ -1,5 +1,11 @@
 """Where the CUDA tests run: a GPU where there is one, else the stand-ins of tests/emulator, where the CPU does all that
-our host code and kernels ask for. One process has one driver, so that is decided once."""
+our host code and kernels ask for. One process has one driver, so that is decided once.
+
+Tolerances of whole runs. float32 without TF32: 1e-5 of the norm, the project's bar. Halves: 1.1 times PyTorch's own
+error in the same type, the project's bar; where torch is not compared, one rounding of size u = 2^-9 (bfloat16) or
+2^-12 (float16) for each of about 30 passes, added as random numbers are, is 6 u: 12 u leaves room for weights, which
+are rounded too.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from engine import small_vae
 
 from vaemem.engine import device
 
@@ -20,6 +27,10 @@ try:
 except ImportError:
     _cuda = None
 
+U = {"float32": 1e-6, "float16": 2.0**-12, "bfloat16": 2.0**-9}
+LIMIT = {"float32": 1e-5, "float16": 12 * U["float16"], "bfloat16": 12 * U["bfloat16"]}
+LIMIT |= {f"{dtype} own": LIMIT[dtype] for dtype in ("float16", "bfloat16")}  # our own convolution
+every_dtype = pytest.mark.parametrize("dtype", LIMIT)
 GPU_WANTED = os.environ.get("VAEMEM_TEST_GPU") == "1"  # make test-gpu
 
 
@@ -52,6 +63,16 @@ def go(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def place() -> str:
     return _find()[0]
+
+
+def on_gpu(name="sd", dtype="float32"):
+    dtype, _, own = dtype.partition(" ")
+    return small_vae(name, device="cuda", dtype=dtype, convolution=own or "cudnn")
+
+
+def pair(name="sd", dtype="float32"):
+    """The same VAE on the CPU and there."""
+    return small_vae(name), on_gpu(name, dtype)
 
 
 class Emulator:

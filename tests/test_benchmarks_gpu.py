@@ -368,9 +368,28 @@ def test_ours_on_a_gpu(monkeypatch):
     by_name = {line["contestant"]: line for line in lines}
     assert all(line["failure"] == "" and line["vaemem_cudnn"] for line in lines)
     for name in ("vaemem", "stripes", "graphs", "torch"):
-        assert float(by_name[name]["error"]) < 10 * 2.0**-9  # as tests/test_cuda_vae.py derives it
+        assert float(by_name[name]["error"]) < 10 * 2.0**-9  # as tests/gpu.py derives it
     assert isinstance(by_name["alone"]["unaccounted_bytes"], int)
     assert by_name["alone"]["allocated_bytes"] == by_name["vaemem"]["allocated_bytes"]
+
+
+def test_single_passes_are_checked_and_timed(tmp_path, monkeypatch):
+    import passes
+
+    from vaemem import _core
+
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["passes.py", "--small", "--rounds", "1"])
+    passes.main()
+    backend = next(name for name, usable in _core.backends() if usable)
+    for operation, cases in (("conv", passes.CONVS), ("attention", passes.ATTENTIONS)):
+        lines = table(tmp_path / f"{operation}_{backend}.csv")
+        assert len(lines) == len(passes.small(cases)) and all(float(line["microseconds"]) >= 0 for line in lines)
+    wrong = passes.on(passes.CONVS[0], backend, 1)
+    wrong.run()
+    wrong.y[5] += 1e-3
+    with pytest.raises(AssertionError):
+        wrong.check()
 
 
 def test_no_gpu_is_said(capsys):

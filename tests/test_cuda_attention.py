@@ -1,8 +1,7 @@
 """Our attention kernels, run by the emulator (tests/emulator), beside float64.
 
-Inputs are numbers of the kernel's own type, so the errors are the kernel's. With u = 2^-11 (half), 2^-8 (bfloat16)
-or 0 (float) for one rounding to the type, e = 2^-24 for one in float, and w = softmax @ |v|, which is what a relative
-error of the probabilities can move:
+With e and u of cuda_kernels.py (E, UNIT), and w = softmax @ |v|, which is what a relative error of the probabilities
+can move:
 
 - a probability is rounded to the type, but not in the sum that it is divided by:     w * u
 - a score is a sum of c products, off by sqrt(c) * e * sum|q k| * scale where rounding errors have random signs; exp
@@ -14,127 +13,67 @@ error of the probabilities can move:
 What rests on random signs has a factor of 4 of room. A key left out or a rescaling forgotten is off by far more.
 """
 
-import ctypes
-
-import ml_dtypes
 import numpy as np
 import pytest
-from emulator import build
+from cases import ATTENTIONS, small
+from cuda_kernels import (
+    SM_75,
+    SM_86,
+    SM_90,
+    THREADS,
+    TYPES,
+    UNIT,
+    AttentionArgs,
+    E,
+    Memory,
+    built,
+    close,
+    header,
+    number,
+    round_up,
+    untouched,
+)
 
-TYPES = {"f32": np.float32, "f16": np.float16, "bf16": ml_dtypes.bfloat16}
-UNIT = {"f32": 0.0, "f16": 2.0**-11, "bf16": 2.0**-8}
-EPS = 2.0**-24
-SM_75, SM_86, SM_90 = 64 << 10, 99 << 10, 227 << 10  # what a block may have of shared memory there
 CASES = [("f32", SM_75), ("f16", SM_75), ("f16", SM_86), ("f16", SM_90), ("bf16", SM_86), ("bf16", SM_90)]
 every_kernel = pytest.mark.parametrize("dtype,largest", CASES)
-GUARD = 64  # elements on either side of every output
-GUARD_VALUE = 77.0
-
-
-class Args(ctypes.Structure):
-    _fields_ = (
-        ("x", ctypes.c_void_p),
-        ("y", ctypes.c_void_p),
-        ("n", ctypes.c_uint32),
-        ("channels", ctypes.c_uint32),
-        ("pitch", ctypes.c_uint32),
-        ("y_pitch", ctypes.c_uint32),
-        ("scale", ctypes.c_float),
-    )
-
-
-class Shape(ctypes.Structure):
-    _fields_ = (("queries", ctypes.c_uint32), ("keys", ctypes.c_uint32), ("ring", ctypes.c_uint32))
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("attention")
-
-
-@pytest.fixture(scope="module")
-def kernels(folder):
-    try:
-        return build.Kernels(folder, [build.CUDA / "attention.cu"])
-    except FileNotFoundError as missing:
-        pytest.skip(str(missing))
-
-
-@pytest.fixture(scope="module")
-def header(folder):
-    """cuda.h's functions, as the host has them."""
-    source, library = folder / "header.c", folder / "libheader.so"
-    source.write_text(
-        '#include "cuda.h"\n'
-        "vm_attention_shape choose(int t, size_t most) { return vm_attention_choose((vm_dtype)t, most); }\n"
-        "size_t args_bytes(void) { return sizeof(vm_attention_args); }\n"
-        "uint32_t shared(int t, vm_attention_shape s, uint32_t c) { return vm_attention_shared((vm_dtype)t, s, c); }\n"
-    )
-    try:
-        gcc = build.compiler("gcc")
-    except FileNotFoundError as missing:
-        pytest.skip(str(missing))
-    warn = ["-std=gnu11", "-Wall", "-Wextra", "-Werror"]
-    build.run(gcc, *warn, "-shared", "-fPIC", "-I", build.CUDA, source, "-o", library)
-    h = ctypes.CDLL(str(library))
-    h.choose.restype, h.choose.argtypes = Shape, (ctypes.c_int, ctypes.c_size_t)
-    h.shared.restype, h.shared.argtypes = ctypes.c_uint32, (ctypes.c_int, Shape, ctypes.c_uint32)
-    h.args_bytes.restype = ctypes.c_size_t
-    return h
-
-
-def dtype_number(dtype):
-    return list(TYPES).index(dtype)  # the order of vm_dtype
-
-
-def aligned(shape, dtype, value):
-    """An array between guards, 64-byte aligned, and a check that the guards were kept."""
-    n = int(np.prod(shape))
-    item = np.dtype(TYPES[dtype]).itemsize
-    whole = np.full(n + 2 * GUARD + 64 // item, GUARD_VALUE, TYPES[dtype])
-    first = GUARD + -(whole.ctypes.data + GUARD * item) % 64 // item
-    whole[first : first + n] = value
-
-    def check():
-        assert (whole[:first] == GUARD_VALUE).all() and (whole[first + n :] == GUARD_VALUE).all()
-
-    return whole[first : first + n].reshape(shape), check
+kernels = built("attention")
 
 
 class Attention:
-    def __init__(self, kernels, header):
-        self.kernels, self.header = kernels, header
+    def __init__(self, kernels):
+        self.kernels = kernels
 
     def __call__(self, qkv, dtype, largest, *, in_place=False, pitch=None, y_pitch=None, scale=None, seed=1):
         """qkv: (n, 3, c) numbers of the type. (n, c) back; what lies around x's and y's numbers is checked."""
-        n, _, c = qkv.shape
+        memory, (n, _, c) = Memory(), qkv.shape
         pitch = pitch or 3 * c
         y_pitch = pitch if in_place else y_pitch or c
         # Between pixels and behind the last lie NaNs, that reading them may show; as many rows as a block has.
-        x, x_kept = aligned((n + 64, pitch), dtype, np.nan)
+        x = memory.full((n + 64, pitch), TYPES[dtype], np.nan)
         x[:n, : 3 * c] = qkv.reshape(n, 3 * c)
         before = x.copy()
-        y, y_kept = (x, x_kept) if in_place else aligned((n + 64, y_pitch), dtype, GUARD_VALUE)
-        number, shape = dtype_number(dtype), self.header.choose(dtype_number(dtype), largest)
-        shared = self.header.shared(number, shape, c)
+        y = x if in_place else memory.empty((n + 64, y_pitch), TYPES[dtype])
+        shape = header().attention_choose(number(dtype), largest)
+        shared = header().attention_shared(number(dtype), shape, c)
         assert 0 < shared <= largest
-        args = Args(x.ctypes.data, y.ctypes.data, n, c, pitch, y_pitch, c**-0.5 if scale is None else scale)
+        scale = c**-0.5 if scale is None else scale
+        args = AttentionArgs(x=x, y=y, n=n, channels=c, pitch=pitch, y_pitch=y_pitch, scale=scale)
         grid = (-(-n // shape.queries),)
         name = f"vm_attention_{dtype}_{shape.queries}x{shape.keys}"
-        self.kernels.launch(name, grid, (256,), args, shared=shared, seed=seed)
-        x_kept()
-        y_kept()
+        self.kernels.launch(name, grid, (THREADS,), args, shared=shared, seed=seed)
+        memory.check()
         out = y[:n, :c].copy()
-        y[:n, :c] = before[:n, :c] if in_place else GUARD_VALUE
-        if not in_place:
-            assert (y == GUARD_VALUE).all()
+        if in_place:
+            y[:n, :c] = before[:n, :c]
+        else:
+            assert untouched(y[:n, c:]) and untouched(y[n:])
         assert x.tobytes() == before.tobytes()
         return out
 
 
 @pytest.fixture(scope="module")
-def attention(kernels, header):
-    return Attention(kernels, header)
+def attention(kernels):
+    return Attention(kernels)
 
 
 def exact(qkv, dtype, scale=None):
@@ -147,16 +86,14 @@ def exact(qkv, dtype, scale=None):
     p /= p.sum(1, keepdims=True)
     y, w = p @ v, p @ np.abs(v)
     size = (np.abs(q) @ np.abs(k).T * scale).max(1, keepdims=True)
-    score = 4 * (np.sqrt(c) + 2) * EPS * size
-    sums = 4 * (np.sqrt(n) + n / 64 + 4) * EPS
+    score = 4 * (np.sqrt(c) + 2) * E * size
+    sums = 4 * (np.sqrt(n) + n / 64 + 4) * E
     small = n * 2.0**-39 * np.abs(v).max() if dtype == "f16" else 0
     return y, w * (UNIT[dtype] + 2 * score + sums) + UNIT[dtype] * np.abs(y) + small
 
 
 def check(got, qkv, dtype, scale=None):
-    want, tolerance = exact(qkv, dtype, scale)
-    error = np.abs(got.astype(np.float64) - want)
-    assert (error <= tolerance).all(), (error / tolerance).max()  # a NaN is not <=
+    close(got, *exact(qkv, dtype, scale))
 
 
 def random(n, c, dtype, seed=0):
@@ -166,36 +103,11 @@ def random(n, c, dtype, seed=0):
 # ---- shapes ----
 
 
-def test_arguments_as_c_has_them(header):
-    assert header.args_bytes() == ctypes.sizeof(Args)
-
-
-@pytest.mark.parametrize(
-    "dtype,largest,queries,keys",
-    [
-        ("f32", SM_75, 64, 64),
-        ("f32", SM_90, 64, 64),
-        ("f16", SM_75, 32, 64),
-        ("f16", SM_86, 64, 64),
-        ("f16", 163 << 10, 64, 128),
-        ("bf16", SM_75, 0, 0),
-        ("bf16", SM_86, 64, 64),
-        ("bf16", SM_90, 64, 128),
-        ("f32", 48 << 10, 0, 0),
-        ("f16", 48 << 10, 0, 0),
-    ],
-)
-def test_choice(header, dtype, largest, queries, keys):
-    shape = header.choose(dtype_number(dtype), largest)
-    assert (shape.queries, shape.keys) == (queries, keys)
-
-
 @every_kernel
-@pytest.mark.parametrize("n", [1, 15, 64, 65, 200])
-@pytest.mark.parametrize("c", [16, 64, 80, 512])
+@pytest.mark.parametrize("case", small(ATTENTIONS), ids=str)
 @pytest.mark.parametrize("in_place", [False, True])
-def test_shapes(attention, dtype, largest, n, c, in_place):
-    qkv = random(n, c, dtype)
+def test_shapes(attention, dtype, largest, case, in_place):
+    qkv = random(case.n, round_up(case.c), dtype)
     check(attention(qkv, dtype, largest, in_place=in_place), qkv, dtype)
 
 

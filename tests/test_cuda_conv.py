@@ -1,193 +1,21 @@
 """Convolutions by cuDNN: the plans, their limits and filters, and what is run, with the stand-in of tests/emulator; and
-that an installed cuDNN, asked about a described device, has a plan for every convolution of ours.
-
-All of it in processes of its own: a process has one cuDNN, and it may crash."""
+that an installed cuDNN, asked about a described device, has a plan for every convolution of ours."""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import itertools
-import multiprocessing
 import os
 import shutil
-import threading
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.managers import BaseManager
-from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 import pytest
+from cases import CONVS, models
+from cuda_kernels import round_up
+from cudnn_process import DTYPES, MIB, ROOT, compile_cudnn, key, process
 from emulator import build
 
 from vaemem.engine.cudnn import find_cudnn
 from vaemem.prediction.gpus import find_gpu
-
-ROOT = Path(__file__).resolve().parents[1]
-DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
-STATUS = ("OK", "EINVAL", "ENOMEM", "EOVERFLOW", "ECANCELLED", "EDEVICE")
-MIB = 1 << 20
-GUARD = 64  # bytes around what cuDNN may write
-
-
-class Key(ctypes.Structure):
-    _fields_ = [
-        ("dtype", ctypes.c_int),
-        ("tf32", ctypes.c_bool),
-        *((name, ctypes.c_int64) for name in "h w c k r stride".split()),
-        ("limit", ctypes.c_size_t),
-    ]
-
-
-def key(dtype="float32", h=6, w=7, c=16, k=32, r=3, stride=1, limit=MIB, tf32=False):
-    return list(DTYPES).index(dtype), tf32, h, w, c, k, r, stride, limit
-
-
-def aligned(size: int, dtype) -> np.ndarray:
-    """An array at 64 bytes, GUARD bytes of 0x5a before and after it."""
-    item = np.dtype(dtype).itemsize
-    memory = np.full(size * item + 3 * GUARD, 0x5A, np.uint8)
-    start = -memory.ctypes.data % GUARD + GUARD
-    return memory[start : start + size * item].view(dtype)
-
-
-def guarded(array: np.ndarray) -> bool:
-    around = array.base.view(np.uint8)
-    start = array.ctypes.data - around.ctypes.data
-    return bool(
-        (around[start - GUARD : start] == 0x5A).all() and (around[start + array.nbytes :][:GUARD] == 0x5A).all()
-    )
-
-
-class Convs:
-    """conv_cudnn.c by ctypes, in the process where this is made. A failure raises RuntimeError("EDEVICE: ...")."""
-
-    def __init__(self, library: str, cudnn: str | None, device_json: str | None = None, no_driver: str | None = None):
-        if no_driver:
-            with contextlib.suppress(OSError):
-                ctypes.CDLL("libcuda.so.1")
-            ctypes.CDLL(no_driver)
-            quiet = os.open(os.devnull, os.O_WRONLY)  # cuDNN says what the stand-in driver lacks
-            os.dup2(quiet, 1)
-            os.dup2(quiet, 2)
-        self.library = ctypes.CDLL(library)
-        for name in ("vm_error", "vm_cudnn_convs_name"):
-            getattr(self.library, name).restype = ctypes.c_char_p
-        self.library.vm_cudnn_convs_tuned.restype = ctypes.c_bool
-        self.device_json = device_json and device_json.encode()
-        self.cudnn = cudnn and cudnn.encode()
-        self.convs = ctypes.c_void_p()
-
-    def _check(self, status: int) -> None:
-        if status:
-            raise RuntimeError(f"{STATUS[status]}: {self.library.vm_error().decode()}")
-
-    def open(self) -> None:
-        self._check(self.library.vm_cudnn_convs_new(self.cudnn, self.device_json, ctypes.byref(self.convs)))
-
-    def close(self) -> None:
-        self.library.vm_cudnn_convs_free(self.convs)
-        self.convs = ctypes.c_void_p()
-
-    def version(self) -> int:
-        return self.library.vm_cudnn_convs_version(self.convs)
-
-    def count(self) -> int:
-        return self.library.vm_cudnn_convs_count(self.convs)
-
-    def bytes(self, key) -> int:
-        out = ctypes.c_size_t()
-        self._check(self.library.vm_cudnn_convs_bytes(self.convs, ctypes.byref(Key(*key)), ctypes.byref(out)))
-        return out.value
-
-    def bytes_at_once(self, keys, threads: int = 4) -> bool:
-        """Whether threads that set off together, each for all keys, are told the same."""
-        together = threading.Barrier(threads)
-
-        def plan_all(_):
-            together.wait()
-            return [self.bytes(key) for key in keys]
-
-        with ThreadPoolExecutor(threads) as pool:
-            told = list(pool.map(plan_all, range(threads)))
-        return all(each == told[0] for each in told)
-
-    def name(self, key) -> str | None:
-        name = self.library.vm_cudnn_convs_name(self.convs, ctypes.byref(Key(*key)))
-        return name.decode() if name else None
-
-    def _memory(self, key, x, w, workspace):
-        of = Key(*key)
-        out = [(n - of.r) // of.stride + 1 for n in (of.h, of.w)]
-        arrays = [aligned(a.size, a.dtype) for a in (x, w)]
-        for array, values in zip(arrays, (x, w), strict=True):
-            array[:] = values.ravel()
-        return out, [*arrays, aligned(out[0] * out[1] * of.k, x.dtype), aligned(workspace, np.uint8)]
-
-    def run(self, key, x, w, workspace=None):
-        """y of x [h][w][c] and w [k][r][r][c]; workspace: bytes, by default as many as are wanted."""
-        out, memory = self._memory(key, x, w, workspace or self.bytes(key))
-        at = [ctypes.c_void_p(a.ctypes.data) for a in memory]
-        self._check(self.library.vm_cudnn_convs_run(self.convs, ctypes.byref(Key(*key)), None, *at))
-        assert all(map(guarded, memory)), "written beside its memory"
-        assert [a.tobytes() for a in memory[:2]] == [x.tobytes(), w.tobytes()], "wrote into an input"
-        assert workspace or (memory[3] != 0x5A).all(), "the stand-in did not use the workspace that it asked for"
-        return memory[2].reshape(*out, key[3 + 2]).copy()
-
-    def tune(self, key, x, w, times):
-        """Candidates are said to take `times`; how many were tried."""
-        tried = []
-
-        @ctypes.CFUNCTYPE(
-            ctypes.c_double, ctypes.c_void_p, ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
-        )
-        def timer(_, run, job):
-            tried.append(run(job))
-            return -1.0 if tried[-1] else times[len(tried) - 1]
-
-        _, memory = self._memory(key, x, w, key[-1])
-        at = [ctypes.c_void_p(a.ctypes.data) for a in memory]
-        of = ctypes.byref(Key(*key))
-        self._check(self.library.vm_cudnn_convs_tune(self.convs, of, None, *at, timer, None))
-        assert all(map(guarded, memory))
-        return len(tried)
-
-    def tuned(self, key) -> bool:
-        return self.library.vm_cudnn_convs_tuned(self.convs, ctypes.byref(Key(*key)))
-
-    # of the stand-in
-
-    def _stand_in(self):
-        return ctypes.CDLL("libcudnn.so.9", mode=os.RTLD_NOLOAD)
-
-    def calls(self) -> int:
-        return self._stand_in().emulator_cudnn_calls()
-
-    def live(self) -> int:
-        return self._stand_in().emulator_cudnn_live()
-
-    def fail_at(self, nth: int, status: int = 4000) -> None:
-        self._stand_in().emulator_cudnn_fail_at(ctypes.c_size_t(nth), status)
-
-    def with_faults(self, key, x, w):
-        """Opens, plans, runs and closes with each call failing in turn: what was said, or made."""
-        self.close()
-        results = []
-        for nth in itertools.count(1):
-            start = self.calls()
-            self.fail_at(nth)
-            try:
-                self.open()
-                results.append(self.run(key, x, w))
-            except RuntimeError as error:
-                results.append(str(error))
-            self.close()
-            assert self.live() == 0, f"call {nth} leaks"
-            if self.calls() - start < nth:
-                self.fail_at(0)
-                self.open()
-                return results
 
 
 @pytest.fixture(scope="module")
@@ -202,34 +30,9 @@ def library(tmp_path_factory):
     return str(out)
 
 
-def compile_cudnn(folder: Path, *flags: str, source: Path | None = None) -> str:
-    folder.mkdir(parents=True, exist_ok=True)
-    out = folder / "libcudnn.so.9"
-    own = ["-std=gnu11", "-march=native", *build.FLAGS, "-shared", "-Wl,-soname,libcudnn.so.9", *flags]
-    build.run(build.compiler("gcc"), *own, "-o", out, source or build.HERE / "libcudnn.c", "-lm", "-ldl", "-pthread")
-    return str(out)
-
-
 @pytest.fixture(scope="module")
 def stand_in(library, tmp_path_factory):
     return compile_cudnn(tmp_path_factory.mktemp("cudnn"))
-
-
-class Process(BaseManager):
-    """A process in which Convs are made."""
-
-
-Process.register("Convs", Convs)
-
-
-@contextlib.contextmanager
-def process():
-    one = Process(ctx=multiprocessing.get_context("spawn"))
-    one.start()
-    try:
-        yield one
-    finally:
-        one.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -522,24 +325,22 @@ def installed(library, tmp_path_factory):
         convs.close()
 
 
-OURS = {
-    "3x3": {"h": 34, "w": 1026, "c": 256, "k": 128, "r": 3},
-    "3x3 deep": {"h": 34, "w": 130, "c": 512, "k": 512, "r": 3},
-    "narrow input": {"h": 66, "w": 130, "c": 16, "k": 512, "r": 3},
-    "narrow output": {"h": 10, "w": 1026, "c": 128, "k": 16, "r": 3},
-    "folded upsampling": {"h": 18, "w": 130, "c": 512, "k": 4 * 512, "r": 2},
-    "stride 2": {"h": 33, "w": 1025, "c": 128, "k": 128, "r": 3, "stride": 2},
-    "shortcut": {"h": 32, "w": 1024, "c": 256, "k": 128, "r": 1},
-    "qkv": {"h": 128, "w": 128, "c": 512, "k": 3 * 512, "r": 1},
-    "a last row": {"h": 3, "w": 1026, "c": 256, "k": 128, "r": 3},
-    "tiny": {"h": 3, "w": 10, "c": 16, "k": 16, "r": 3},
-}
+def stripe(case, rows=32):
+    """Of `rows` of y, as backend.c asks for it: with its padding; after nearest 2x, folded into 2x2 filters."""
+    k, h, w = (2, rows // 2 + 1, case.w + 1) if case.up else (case.k, rows, case.y[2])
+    h, w = ((n - 1) * case.stride + k for n in (h, w))
+    filters = round_up(case.out_c) * (4 if case.up else 1)
+    return {"h": h, "w": w, "c": round_up(case.in_c), "k": filters, "r": k, "stride": case.stride}
+
+
+OURS = [stripe(case) for case in models(CONVS)]
+OURS += [stripe(CONVS[0], 1), {"h": 3, "w": 10, "c": 16, "k": 16, "r": 3}]  # a last row, and a tiny one
 
 
 @pytest.mark.parametrize("dtype, tf32", [(dtype, tf32) for dtype, tf32, *_ in FIRST])
-@pytest.mark.parametrize("shape", OURS)
+@pytest.mark.parametrize("shape", OURS, ids=str)
 def test_installed_cudnn_has_a_plan(installed, shape, dtype, tf32):
-    k = key(dtype, tf32=tf32, limit=4 * MIB, **OURS[shape])
+    k = key(dtype, tf32=tf32, limit=4 * MIB, **shape)
     assert 0 <= installed.bytes(k) <= 4 * MIB
     assert installed.name(k).startswith("eng")
 

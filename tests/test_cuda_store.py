@@ -24,7 +24,7 @@ from cuda_kernels import (
     E,
     Memory,
     StoreArgs,
-    build_kernels,
+    built,
     close,
     every_format,
     every_type,
@@ -35,10 +35,7 @@ from cuda_kernels import (
     untouched,
 )
 
-
-@pytest.fixture(scope="module")
-def kernels(tmp_path_factory):
-    return build_kernels(tmp_path_factory.mktemp("kernels"), "store", "norm")
+kernels = built("store", "norm")
 
 
 class Store:
@@ -48,24 +45,9 @@ class Store:
         self.kernels = kernels
 
     def __call__(
-        self,
-        dtype,
-        raw,
-        bias,
-        y_shape,
-        *,
-        row0=0,
-        rows=None,
-        add=None,
-        in_place=False,
-        pitch=None,
-        add_pitch=None,
-        format_="rows",
-        part_pixels=64,
-        stats=True,
-        seed=1,
-        **more,
-    ):
+        self, dtype, raw, bias, y_shape, *, row0=0, rows=None, add=None, in_place=False, pitch=None, add_pitch=None,
+        format_="rows", part_pixels=64, stats=True, seed=1, **more,
+    ):  # fmt: skip
         """The rows' numbers (rows, w, c), the parts, and whether no flag was raised."""
         memory, t = Memory(), TYPES[dtype]
         h, w, c = y_shape
@@ -76,23 +58,10 @@ class Store:
         raw, bias = memory.copy(raw), memory.copy(np.pad(bias, (0, padded - c)))
         flags, sums = memory.copy(np.array([4], np.uint32)), memory.empty((parts, BLOCK + 2 * padded), np.float32)
         args = StoreArgs(
-            raw=raw.ctypes.data,
-            bias=bias.ctypes.data,
-            y=y.ctypes.data,
-            flags=flags.ctypes.data,
-            y_h=h,
-            y_w=w,
-            y_c=c,
-            y_pitch=pitch,
-            row0=row0,
-            rows=rows,
-            channels=padded,
-            part_pixels=part_pixels,
-            format=FORMATS[format_],
+            raw=raw, bias=bias, y=y, flags=flags, stats=sums if stats else None, y_h=h, y_w=w, y_c=c, y_pitch=pitch,
+            row0=row0, rows=rows, channels=padded, part_pixels=part_pixels, format=FORMATS[format_],
             **{"clamp_from": c, "bias_scale": 1, **more},
-        )
-        if stats:
-            args.stats = sums.ctypes.data
+        )  # fmt: skip
         if add is not None:
             held = y if in_place else memory.empty((h, w, add_pitch), t)
             held[:, :, :padded] = add
@@ -297,21 +266,9 @@ def test_store_beyond_2_to_the_32(store):
     memory = Memory()
     bias, flags = memory.copy(np.zeros(16, np.float32)), memory.copy(np.zeros(1, np.uint32))
     args = StoreArgs(
-        raw=raw.ctypes.data,
-        bias=bias.ctypes.data,
-        add=y.ctypes.data,
-        y=y.ctypes.data,
-        flags=flags.ctypes.data,
-        y_h=1,
-        y_w=w,
-        y_c=16,
-        y_pitch=pitch,
-        add_pitch=pitch,
-        rows=1,
-        channels=16,
-        part_pixels=300,
-        clamp_from=16,
-    )
+        raw=raw, bias=bias, add=y, y=y, flags=flags, y_h=1, y_w=w, y_c=16, y_pitch=pitch, add_pitch=pitch, rows=1,
+        channels=16, part_pixels=300, clamp_from=16,
+    )  # fmt: skip
     store.kernels.launch("vm_store_f16", (4,), (THREADS,), args)
     np.testing.assert_array_equal(y[:, :16], (raw.astype(np.float32) + 1).astype(t))
 

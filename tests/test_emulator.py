@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import shutil
-from ctypes import c_size_t, c_void_p
+from ctypes import c_size_t
 
 import ml_dtypes
 import numpy as np
 import pytest
+from cuda_kernels import Memory, ProbeArgs
 from emulator import build
 
 PROBE = [build.HERE / "probe.cu"]
@@ -19,29 +19,17 @@ if not shutil.which("g++"):
     pytest.skip("the emulator is compiled by g++, which is missing", allow_module_level=True)
 
 
-class Args(ctypes.Structure):
-    _fields_ = [("in_", c_void_p), ("out", c_void_p), ("n", ctypes.c_uint32)]
-
-
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
     return build.Kernels(tmp_path_factory.mktemp("kernels"), PROBE)
 
 
-def aligned(x: np.ndarray) -> np.ndarray:
-    """A copy of x at an address that 64 divides."""
-    room = np.zeros(x.nbytes + 64, np.uint8)
-    start = -room.ctypes.data % 64
-    out = room[start : start + x.nbytes].view(x.dtype).reshape(x.shape)
-    out[...] = x
-    return out
-
-
 def launch(kernels, name, in_, out, n=0, grid=(1,), block=(256,), shared=0, seed=1):
     """out as the kernel leaves it."""
-    in_, out = (None if x is None else aligned(np.asarray(x)) for x in (in_, out))
-    address = [None if x is None else x.ctypes.data for x in (in_, out)]
-    kernels.launch(f"vm_probe_{name}", grid, block, Args(*address, n), shared, seed)
+    memory = Memory()
+    in_, out = (None if x is None else memory.copy(np.asarray(x)) for x in (in_, out))
+    kernels.launch(f"vm_probe_{name}", grid, block, ProbeArgs(in_=in_, out=out, n=n), shared, seed)
+    memory.check()
     return out
 
 

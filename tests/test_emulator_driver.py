@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cuda_kernels import ProbeArgs
 from emulator import build
 
 if not shutil.which("g++"):
@@ -20,10 +21,6 @@ NOT_READY, INVALID_VALUE, OUT_OF_MEMORY, INVALID_CONTEXT, DESTROYED = 600, 1, 2,
 ILLEGAL_ADDRESS, LAUNCH_FAILED, INVALID_HANDLE, CAPTURED, FORBIDDEN = 700, 719, 400, 907, 900
 INVALIDATED, ISOLATION, NOT_FOUND, INVALID_IMAGE, NOT_INITIALISED = 901, 905, 500, 200, 3
 FATBIN = (0xBA55ED50).to_bytes(4, "little") + bytes(12)
-
-
-class Args(ctypes.Structure):
-    _fields_ = [("in_", c_void_p), ("out", c_void_p), ("n", ctypes.c_uint32)]
 
 
 class Failure(Exception):
@@ -72,7 +69,7 @@ class Driver:
 
     def step(self, function: int, at: int, stream: int, n: int = 1) -> None:
         """Enqueues out = 2 out + 1."""
-        params = (c_void_p * 1)(ctypes.addressof(args := Args(None, at, n)))
+        params = (c_void_p * 1)(ctypes.addressof(args := ProbeArgs(out=at, n=n)))
         self.cuLaunchKernel(function, 1, 1, 1, 32, 1, 1, 0, stream, params, None)
         args.out = None  # the launch has its own copy
 
@@ -341,7 +338,7 @@ def test_modules(driver):
     function = d.new("cuModuleGetFunction", module, b"vm_probe_reverse")
     x = np.arange(256, dtype=np.float32)
     at, s = d.memory(x), d.stream()
-    params = (c_void_p * 1)(ctypes.addressof(args := Args(at, at, 1)))
+    params = (c_void_p * 1)(ctypes.addressof(args := ProbeArgs(in_=at, out=at, n=1)))
     before = d.library.emulator_launches()
     for shared, taken in ((48 << 10, True), ((48 << 10) + 1, False), (227 << 10, True), ((227 << 10) + 1, False)):
         if shared == 227 << 10:

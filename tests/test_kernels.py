@@ -7,28 +7,16 @@ below hold with room and still catch one wrong or missing term, which is of the 
 
 import numpy as np
 import pytest
-from engine import BACKENDS, from_rows, pack, pad16, to_rows, up16
+from cases import ATTENTIONS, CONVS, EPS, guarded, on, small
+from engine import BACKENDS
 
 from vaemem import _core
 
-EPS = 2.0**-24
-GUARD = 32  # floats on either side of every output that must keep their value
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
 
 
 def rng(seed=0):
     return np.random.default_rng(seed)
-
-
-def guarded(n):
-    """An output of n floats between guards, and a check that the guards were kept."""
-    whole = np.full(n + 2 * GUARD, 12345.0, np.float32)
-    inner = whole[GUARD:-GUARD]
-
-    def check():
-        assert (whole[:GUARD] == 12345).all() and (whole[-GUARD:] == 12345).all()
-
-    return inner, check
 
 
 # ---- gemm ----
@@ -187,135 +175,13 @@ def test_rescale(backend):
 # ---- whole passes ----
 
 
-def conv64(x, weight, bias, stride, up):
-    """The convolution in float64: pad 1 for a 3x3 with stride 1, (0, 1, 0, 1) with stride 2."""
-    x, weight = x.astype(np.float64), weight.astype(np.float64)
-    if up:
-        x = x.repeat(2, 1).repeat(2, 2)
-    k = weight.shape[2]
-    pad = ((0, 0), (0, 1), (0, 1)) if stride == 2 else ((0, 0), (k // 2, k // 2), (k // 2, k // 2))
-    x = np.pad(x, pad)
-    h, w = (x.shape[1] - k) // stride + 1, (x.shape[2] - k) // stride + 1
-    y = np.zeros((weight.shape[0], h, w))
-    for dy in range(k):
-        for dx in range(k):
-            y += np.tensordot(
-                weight[:, :, dy, dx], x[:, dy : dy + stride * h : stride, dx : dx + stride * w : stride][:, :h, :w], 1
-            )
-    return y + bias[:, None, None]
-
-
-# in, out, k, stride, up, norm groups (0: none), add, height, width
-PASSES = [
-    (32, 32, 3, 1, False, 8, True, 9, 70),
-    (48, 16, 3, 1, False, 8, False, 5, 131),
-    (24, 40, 3, 1, False, 8, False, 7, 13),
-    (40, 3, 3, 1, False, 8, False, 6, 10),
-    (3, 32, 3, 1, False, 0, False, 12, 9),
-    (64, 32, 1, 1, False, 0, False, 11, 17),
-    (96, 96, 1, 1, False, 8, True, 3, 5),
-    (32, 48, 3, 2, False, 0, False, 14, 22),
-    (24, 24, 3, 1, True, 0, False, 9, 67),
-    (32, 16, 3, 1, True, 0, False, 1, 1),
-    (160, 32, 3, 1, False, 8, False, 2, 3),
-    # from 1024 pixels and 32 channels on by Winograd: odd sizes leave half tiles, 160 channels take two runs
-    (32, 48, 3, 1, False, 8, True, 33, 37),
-    (64, 40, 3, 1, False, 8, False, 16, 131),
-    (160, 32, 3, 1, False, 8, True, 40, 26),
-    (40, 64, 3, 1, False, 0, False, 1, 1025),
-]
-
-
 @every_backend
-@pytest.mark.parametrize("case", PASSES, ids=str)
-def test_conv_pass(backend, case):
-    xc, yc, k, stride, up, groups, with_add, h, w = case
-    r = rng(xc + yc)
-    x = (r.standard_normal((xc, h, w)) * 2 + 1).astype(np.float32)
-    weight = (r.standard_normal((yc, xc, k, k)) / np.sqrt(xc * k * k)).astype(np.float32)
-    bias, (gamma, beta) = r.standard_normal(yc).astype(np.float32), r.standard_normal((2, xc)).astype(np.float32)
-    yh, yw = (2 * h, 2 * w) if up else (h // stride, w // stride)
-    add = r.standard_normal((yc, yh, yw)).astype(np.float32) if with_add else None
-
-    loaded = x.astype(np.float64)
-    if groups:
-        g = loaded.reshape(groups, -1)
-        loaded = ((g - g.mean(1, keepdims=True)) / np.sqrt(g.var(1, keepdims=True) + 1e-6)).reshape(x.shape)
-        loaded = loaded * gamma[:, None, None] + beta[:, None, None]
-        loaded = loaded / (1 + np.exp(-loaded))
-    want = conv64(loaded, weight, bias, stride, up) + (0 if add is None else add)
-
-    # the sums that x's producer would have left: two parts, of the upper rows and the rest
-    parts = []
-    for part in (x[:, : (h + 1) // 2], x[:, (h + 1) // 2 :]):
-        p = part.reshape(xc, -1).astype(np.float64)
-        if p.shape[1]:
-            m2 = ((p - p.mean(1, keepdims=True)) ** 2).sum(1)
-            parts.append(np.concatenate([np.full(16, p.shape[1]), pad16(p.mean(1)), pad16(m2)]).astype(np.float32))
-    shapes = (xc, h, w, yc, yh, yw)
+@pytest.mark.parametrize("case", small(CONVS + ATTENTIONS), ids=str)
+def test_pass(backend, case):
     results = []
     for threads in (1, 3):
-        scratch, sums = _core.kernel_needs(backend, threads, "conv", shapes, (k, stride, up))
-        (y, check_y), (stats, check_stats), (own, check_own) = (
-            guarded(up16(yc) * yh * yw),
-            guarded(sums),
-            guarded(scratch),
-        )
-        own[:] = np.nan  # scratch holds nothing
-        _core.kernel_pass(
-            backend, threads, "conv", shapes, (k, stride, up, groups > 0, groups, 1e-6),
-            (to_rows(x), y, None if add is None else to_rows(add), pack(weight), pad16(bias),
-             pad16(gamma), pad16(beta), np.concatenate(parts) if groups else None, stats, own),
-        )  # fmt: skip
-        check_y(), check_stats(), check_own()
-        results.append((y.copy(), stats.copy()))
-    assert all(np.array_equal(a, b) for a, b in zip(*results, strict=True)), "threads changed the result"
-    y, stats = results[0]
-    got = from_rows(y, yc, yh, yw)
-    # sums of runs of 128 or so products; the loaded value itself carries a few eps from normalise and SiLU; Winograd's
-    # sums and differences of up to 16 inputs and outputs add some more
-    size = conv64(np.abs(loaded), np.abs(weight), np.abs(bias), stride, up) + (0 if add is None else np.abs(add))
-    assert (np.abs(got - want) <= 40 * EPS * size + 1e-6).all()
-    lanes = y.reshape(yh, -1, yw, 16).transpose(1, 3, 0, 2).reshape(-1, yh, yw)
-    assert (lanes[yc:] == 0).all(), "channels beyond the last must stay zero"
-
-    # the parts merge to the mean and variance of what was stored
-    parts = stats.reshape(-1, 16 + 2 * up16(yc)).astype(np.float64)
-    count, means, m2s = parts[:, 0], parts[:, 16 : 16 + yc], parts[:, 16 + up16(yc) :][:, :yc]
-    assert count.sum() == yh * yw
-    mean = (count[:, None] * means).sum(0) / count.sum()
-    m2 = (m2s + count[:, None] * (means - mean) ** 2).sum(0)
-    flat = got.reshape(yc, -1).astype(np.float64)
-    assert np.allclose(mean, flat.mean(1), rtol=1e-5, atol=1e-5)
-    assert np.allclose(m2, ((flat - flat.mean(1, keepdims=True)) ** 2).sum(1), rtol=1e-4, atol=1e-5)
-
-
-@every_backend
-@pytest.mark.parametrize("c,h,w", [(16, 1, 1), (32, 3, 5), (24, 9, 17), (64, 2, 300), (16, 40, 8), (48, 13, 13)])
-def test_attention_pass(backend, c, h, w):
-    r = rng(c)
-    q, k, v = (r.standard_normal((3, c, h, w)) * 2).astype(np.float32)
-    rows = np.concatenate([to_rows(t) for t in (q, k, v)], axis=1)
-    results = []
-    for threads in (1, 3):
-        x, check_x = guarded(rows.size)
-        x[:] = rows.ravel()
-        shapes = (3 * up16(c), h, w, c, h, w)
-        scratch, _ = _core.kernel_needs(backend, threads, "attention", shapes, (1, 1, False))
-        own, check_own = guarded(scratch)
-        own[:] = np.nan
-        unused = np.zeros(up16(c) * h * w, np.float32)
-        arrays = (x, unused, *[None] * 7, own)
-        _core.kernel_pass(backend, threads, "attention", shapes, (1, 1, False, False, 0, 0.0), arrays)
-        check_x(), check_own()
-        results.append(x.copy())
-    assert np.array_equal(*results), "threads changed the result"
-    q, k, v = (t.reshape(c, -1).astype(np.float64) for t in (q, k, v))
-    s = q.T @ k / np.sqrt(c)
-    p = np.exp(s - s.max(1, keepdims=True))
-    want = (p / p.sum(1, keepdims=True)) @ v.T
-    got = results[0].reshape(h, 3, -1, w, 16)
-    out = got[:, 0].transpose(1, 3, 0, 2).reshape(-1, h * w)[:c].T
-    # a score is off by about sqrt(c) eps of its terms, which e^x turns into that share of a weight
-    assert np.abs(out - want).max() <= (20 + np.abs(s).max()) * 4 * EPS * np.abs(v).max()
-    assert np.array_equal(got[:, 1:], rows.reshape(h, 3, -1, w, 16)[:, 1:]), "keys and values were written"
+        run = on(case, backend, threads)
+        run.run()
+        run.check()
+        results.append(run.result)
+    assert results[0] == results[1], "threads changed the result"

@@ -3,8 +3,7 @@
 #ifndef VM_PY_H
 #define VM_PY_H
 
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
+#include "py_shared.h"
 
 #define NPY_NO_DEPRECATED_API NPY_1_23_API_VERSION
 #define PY_ARRAY_UNIQUE_SYMBOL vaemem_core_array
@@ -21,8 +20,6 @@ PyObject *vm_py_raise(vm_status status);
 /* An architecture as the dict that Python sees, and back; -1 with an exception set. */
 PyObject *vm_py_arch_to_dict(const vm_arch *arch);
 int vm_py_arch_from_dict(PyObject *dict, vm_arch *arch);
-/* The name of capsules that hold a vm_backend with a device: vaemem._cuda's. */
-#define vm_py_backend_name "vaemem.backend"
 /* name: NULL or "" for the best usable one. NULL with an exception set. */
 const vm_backend *vm_py_backend(const char *name);
 

@@ -69,20 +69,17 @@ static PyObject *backend_memory(Backend *self, PyObject *Py_UNUSED(ignored)) {
     return s ? raise(s) : Py_BuildValue("nn", (Py_ssize_t)free, (Py_ssize_t)total);
 }
 
-static PyObject *backend_order(Backend *self, PyObject *stream) {
+static PyObject *with_stream(Backend *self, PyObject *stream, vm_status (*call)(vm_gpu *gpu, void *stream)) {
     const unsigned long long handle = PyLong_AsUnsignedLongLong(stream);
     if (PyErr_Occurred()) return NULL;
-    vm_status s = vm_gpu_order(self->gpu, (void *)(uintptr_t)handle);
+    vm_status s = call(self->gpu, (void *)(uintptr_t)handle);
     if (s) return raise(s);
     Py_RETURN_NONE;
 }
 
+static PyObject *backend_order(Backend *self, PyObject *stream) { return with_stream(self, stream, vm_gpu_order); }
 static PyObject *backend_check_stream(Backend *self, PyObject *stream) {
-    const unsigned long long handle = PyLong_AsUnsignedLongLong(stream);
-    if (PyErr_Occurred()) return NULL;
-    vm_status s = vm_gpu_check_stream(self->gpu, (void *)(uintptr_t)handle);
-    if (s) return raise(s);
-    Py_RETURN_NONE;
+    return with_stream(self, stream, vm_gpu_check_stream);
 }
 
 static PyObject *backend_read(Backend *self, PyObject *args) {
@@ -184,7 +181,7 @@ static PyObject *devices(PyObject *Py_UNUSED(module), PyObject *args) {
     return list;
 }
 
-/* ---- DLPack: the structures of its ABI, version 0.x, which every library speaks ---- */
+/* ---- DLPack: the structures of its ABI in version 0.x, which every library understands ---- */
 
 typedef struct DLTensor {
     void *data;
@@ -309,9 +306,8 @@ static PyMethodDef functions[] = {
     {"devices", devices, METH_VARARGS,
      "devices(libcuda=None)\n--\n\n[{name, capability, total_bytes}]. Raises RuntimeError saying why there are none."},
     {"borrow", borrow, METH_O,
-     "borrow(capsule)\n--\n\nWhat a DLPack capsule holds, as a dict; its tensor lives as long as the dict's owner. "
-     "dtype: "
-     "None for one that is not ours."},
+     "borrow(capsule)\n--\n\nWhat a DLPack capsule holds, as a dict. The tensor lives as long as the dict's 'owner'; "
+     "'dtype' is None for a type that is not ours."},
     {"lend", lend, METH_VARARGS,
      "lend(address, shape, dtype, device, owner)\n--\n\nA DLPack capsule of packed device memory that owner keeps "
      "alive."},

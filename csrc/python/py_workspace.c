@@ -38,17 +38,6 @@ static PyObject *cudnn_version(Cudnn *self, void *Py_UNUSED(closure)) {
     return PyUnicode_FromFormat("%zu.%zu.%zu", v / 10000, v / 100 % 100, v % 100);
 }
 
-static int parse_dtype(const char *name, vm_dtype *out) {
-    static const char *const names[] = {[VM_F32] = "float32", [VM_F16] = "float16", [VM_BF16] = "bfloat16"};
-    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
-        if (strcmp(name, names[i])) continue;
-        *out = (vm_dtype)i;
-        return 0;
-    }
-    PyErr_Format(PyExc_ValueError, "dtype: want float32, float16 or bfloat16, got '%s'", name);
-    return -1;
-}
-
 static PyObject *cudnn_conv(Cudnn *self, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"device", "dtype", "n", "c", "h", "w", "k", "r", "stride", "padding", "tf32", "nhwc", NULL};
     const char *device, *dtype;
@@ -68,7 +57,7 @@ static PyObject *cudnn_conv(Cudnn *self, PyObject *args, PyObject *kwargs) {
                     .s = r,
                     .padding = padding,
                     .stride = stride};
-    if (parse_dtype(dtype, &conv.dtype)) return NULL;
+    if (vm_py_parse_dtype(dtype, &conv.dtype)) return NULL;
     vm_conv_plan plan;
     vm_status status;
     Py_BEGIN_ALLOW_THREADS

@@ -1,7 +1,8 @@
 /* Runs CUDA blocks on one CPU thread: a fiber a thread, one block after the other.
  *
- * A fiber runs until it must meet others. The last one to arrive lets all go on; who runs next is drawn by chance, but
- * a warp runs as long as it can: that is the order in which a missing barrier does most harm. */
+ * A fiber runs until it comes to a barrier or an operation of its warp. The last one to arrive lets all go on. Which
+ * fiber runs next is random, but one warp runs as far as it can before another begins: in that order a missing barrier
+ * does most harm. */
 #include "block.h"
 #include "cuda_on_cpu.h"
 

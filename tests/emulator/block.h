@@ -1,11 +1,12 @@
-/* Between the emulator's parts: kernels by name, running one, memory that shows writes beside it. */
+/* What the emulator's parts share: kernels by name, running one, and memory that shows when its surroundings were written
+ * to. */
 #ifndef VM_BLOCK_H
 #define VM_BLOCK_H
 
 #include <stddef.h>
 #include <stdint.h>
 
-/* build.py adds one of these for each kernel, behind the source that has it. */
+/* build.py appends one of these to a source for each of its kernels. */
 struct vm_entry {
     const char *name;
     size_t args_bytes;

@@ -1,7 +1,7 @@
 /* What kernels/cuda/device.h needs of CUDA, on a CPU: a block's threads are fibers that run one at a time (block.cc).
  *
  * Made to show mistakes, not to be fast:
- * - threads run in an order drawn anew at every rendezvous, so that a missing barrier gives wrong numbers;
+ * - threads run in an order drawn anew at every barrier, so that a missing one gives wrong numbers;
  * - barriers and warp operations that not all threads reach, at the same line, are faults and not hangs;
  * - shared memory holds NaNs when a block begins, and lies against memory that may not be touched;
  * - an asynchronous copy arrives at once or when it is waited for, as chance has it;
@@ -52,7 +52,7 @@ struct vm_place {
 };
 [[noreturn]] void vm_fault(const char *format, ...) __attribute__((format(printf, 1, 2)));
 void vm_meet_block(vm_place at);
-/* Lends `mine` until all 32 lanes of the warp are here; then `act` is done once, on what all of them lent. */
+/* Waits until all 32 lanes of the warp have called it; then `act` is called once, with the pointers `mine` of all. */
 void vm_meet_warp(vm_place at, void *mine, void (*act)(void *const lanes[32]));
 uint32_t vm_lane();
 void *vm_dynamic_shared();

@@ -26,7 +26,7 @@ struct CUgraph_st {
     std::vector<std::shared_ptr<work>> nodes;
     CUstreamCaptureMode mode;
     std::thread::id by;
-    bool spoilt = false;
+    bool invalidated = false;
 };
 struct CUgraphExec_st {
     std::vector<std::shared_ptr<work>> nodes;
@@ -68,7 +68,7 @@ enum { MEMORY_ALIGN = 256 };
 
 struct emulated_device {
     CUctx_st context;
-    CUresult failed = CUDA_SUCCESS; /* what every call says from now on */
+    CUresult failed = CUDA_SUCCESS; /* what every call returns once the device has failed */
     size_t used = 0, peak = 0, kernels = 0;
     std::map<uintptr_t, block_of_memory> memory;
     CUstream_st legacy{true, {}, nullptr}, per_thread{true, {}, nullptr};
@@ -97,7 +97,7 @@ void stream_drain(CUstream s);
 void streams_drain();
 void stream_record(CUstream s, CUevent e);
 CUresult stream_wait(CUstream s, CUevent e);
-/* CUDA forbids some calls while a stream is captured; then the capture is lost. */
+/* CUDA forbids some calls while a stream is captured; such a call invalidates the capture. */
 CUresult capture_forbids(CUstream s);
 
 extern std::recursive_mutex vm_lock;
@@ -118,7 +118,7 @@ struct call {
 #define ENTER(NEEDS)           \
     const call entered(NEEDS); \
     if (entered.code()) return entered.code()
-/* For what gives back: done although a failure is returned. */
+/* For calls that give something back: they do it even where they return an injected or earlier failure. */
 #define ENTER_TO_GIVE(NEEDS)   \
     const call entered(NEEDS); \
     if (entered.refused) return entered.refused

@@ -287,7 +287,7 @@ CUresult cuDevicePrimaryCtxRelease(CUdevice device) {
     if (!--gpu.context.users) streams_drain();
     LEAVE(CUDA_SUCCESS);
 }
-/* As another user of the device may do to us. */
+/* Another user of the device may reset it while we use it. */
 CUresult cuDevicePrimaryCtxReset(CUdevice device) {
     ENTER(THE_DRIVER);
     WANT(device == 0, CUDA_ERROR_INVALID_DEVICE);

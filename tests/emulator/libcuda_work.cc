@@ -126,7 +126,7 @@ CUresult cuModuleUnload(CUmodule module) {
     streams_drain();
     LEAVE(remove(gpu.modules, module));
 }
-/* Whatever the module: all kernels are here. */
+/* Every module has all kernels: they are linked into this library. */
 CUresult cuModuleGetFunction(CUfunction *out, CUmodule module, const char *name) {
     ENTER(A_CONTEXT);
     WANT(gpu.modules.count(module), CUDA_ERROR_INVALID_HANDLE);
@@ -173,9 +173,9 @@ CUresult cuLaunchKernel(CUfunction f, unsigned gx, unsigned gy, unsigned gz, uns
 CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus *out) {
     ENTER(A_CONTEXT);
     WANT_STREAM(s, stream);
-    *out = !s->capture          ? CU_STREAM_CAPTURE_STATUS_NONE
-           : s->capture->spoilt ? CU_STREAM_CAPTURE_STATUS_INVALIDATED
-                                : CU_STREAM_CAPTURE_STATUS_ACTIVE;
+    *out = !s->capture               ? CU_STREAM_CAPTURE_STATUS_NONE
+           : s->capture->invalidated ? CU_STREAM_CAPTURE_STATUS_INVALIDATED
+                                     : CU_STREAM_CAPTURE_STATUS_ACTIVE;
     return CUDA_SUCCESS;
 }
 CUresult cuStreamBeginCapture(CUstream stream, CUstreamCaptureMode mode) {
@@ -195,7 +195,7 @@ CUresult cuStreamEndCapture(CUstream stream, CUgraph *out) {
     WANT(graph->mode == CU_STREAM_CAPTURE_MODE_RELAXED || graph->by == std::this_thread::get_id(),
          CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD);
     s->capture = nullptr;
-    if (graph->spoilt || entered.failed) {
+    if (graph->invalidated || entered.failed) {
         delete graph;
         return entered.failed ? entered.failed : CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
     }

@@ -85,7 +85,7 @@ static const struct attribute {
 };
 enum { ATTRIBUTES = sizeof attributes / sizeof *attributes };
 
-/* What the heuristics offer, best first. An engine that rounds or sums as it must not gives NaN. */
+/* What the heuristics offer, best first. An engine that must not be taken gives NaN, so that taking it is noticed. */
 enum { TENSOR_CORE = 1, DOWN_CONVERT = 2, REDUCED = 4, NONDETERMINISTIC = 16, WINOGRAD_4x4 = 64 }; /* 1 << the note */
 enum { LIST_A = 3, LIST_FALLBACK = 2, COMPILED = 1, HUGE = 1 << 20 };
 static const struct engine {
@@ -178,7 +178,7 @@ EXPORT const char *cudnnGetErrorString(int status) {
     }
 }
 EXPORT void cudnnGetLastErrorString(char *text, size_t room) { snprintf(text, room, "%s", last_error); }
-/* Who looks for cuBLASLt finds that this library needs no other. */
+/* Its presence says that this library needs no cuBLASLt beside it. */
 EXPORT int cublasLtCreate(void **out) { return *out = NULL, NOT_INITIALIZED; }
 
 EXPORT int cudnnCreate(void **out) {

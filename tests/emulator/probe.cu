@@ -1,5 +1,4 @@
-/* Kernels that test the emulator, and would give the same on a GPU; those from vm_probe_race on are wrong on purpose.
- */
+/* Kernels that test the emulator and would give the same on a GPU; those from vm_probe_race on are wrong on purpose. */
 #include "device.h"
 
 struct probe_args {

@@ -141,14 +141,14 @@ static void order_with_legacy(CUstream s) {
 CUresult stream_push(CUstream s, work w) {
     work guarded = [w = std::move(w)] { return gpu.failed ? CUDA_SUCCESS : w(); };
     if (s->capture) {
-        if (s->capture->spoilt) return CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
+        if (s->capture->invalidated) return CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
         s->capture->nodes.push_back(std::make_shared<work>(std::move(guarded)));
         return CUDA_SUCCESS;
     }
     if (s == &gpu.legacy)
         for (CUstream other : gpu.streams)
             if (other->blocking && other->capture) {
-                other->capture->spoilt = true;
+                other->capture->invalidated = true;
                 return CUDA_ERROR_STREAM_CAPTURE_IMPLICIT;
             }
     order_with_legacy(s);
@@ -175,7 +175,7 @@ CUresult stream_wait(CUstream s, CUevent e) {
         return s->capture ? CUDA_SUCCESS : CUDA_ERROR_CAPTURED_EVENT;
     }
     if (s->capture) {
-        s->capture->spoilt = true;
+        s->capture->invalidated = true;
         return CUDA_ERROR_STREAM_CAPTURE_ISOLATION;
     }
     if (!m->done) put_wait(s, m);
@@ -189,7 +189,7 @@ CUresult capture_forbids(CUstream asked) {
         const bool ours = s->capture->by == std::this_thread::get_id();
         if (s == asked || mode == CU_STREAM_CAPTURE_MODE_GLOBAL ||
             (mode == CU_STREAM_CAPTURE_MODE_THREAD_LOCAL && ours)) {
-            s->capture->spoilt = true;
+            s->capture->invalidated = true;
             return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
         }
     }

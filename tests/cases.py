@@ -1,0 +1,291 @@
+"""Passes as cases: one table an operation. Tests take the small and odd shapes, benchmarks the models' own.
+
+A case makes random operands, runs them on a backend of the core, and compares what came with float64. eps = 2^-24 is
+half a float32 step; the tolerances stand beside the comparisons.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from engine import from_rows, pack, pad16, to_rows, up16
+
+from vaemem import _core
+
+EPS = 2.0**-24
+GUARD = 32  # floats on either side of every output that must keep their value
+
+
+def guarded(n: int) -> tuple[np.ndarray, Callable[[], None]]:
+    """An output of n floats between guards, and a check that the guards were kept."""
+    whole = np.full(n + 2 * GUARD, 12345.0, np.float32)
+
+    def check() -> None:
+        assert (whole[:GUARD] == 12345).all() and (whole[-GUARD:] == 12345).all()
+
+    return whole[GUARD:-GUARD], check
+
+
+@dataclass(frozen=True)
+class Conv:
+    """GroupNorm and SiLU on load where there are groups, nearest 2x where `up`, then the convolution and `add`."""
+
+    in_c: int
+    out_c: int
+    h: int  # of the input
+    w: int
+    k: int = 3
+    stride: int = 1
+    up: bool = False
+    groups: int = 0
+    add: str = ""  # "apart", or "in place": the residual lies where y is written
+    model: bool = False  # one of the models' own
+
+    def __str__(self) -> str:
+        name = f"{self.in_c}-{self.out_c} {self.k}x{self.k} of {self.h}x{self.w}"
+        name += " after 2x" * self.up + f" stride {self.stride}" * (self.stride > 1) + " norm" * (self.groups > 0)
+        return name + f" add {self.add}" * bool(self.add)
+
+    @property
+    def y(self) -> tuple[int, int, int]:
+        step = 2 if self.up else 1
+        return self.out_c, self.h * step // self.stride, self.w * step // self.stride
+
+    @property
+    def flops(self) -> int:
+        """A folded upsampling has 4 products for an output and input channel, of PyTorch's 9."""
+        return 2 * self.in_c * int(np.prod(self.y)) * (4 if self.up else self.k**2)
+
+    @property
+    def bytes_moved(self) -> int:
+        """x, y, residual and weights, each once."""
+        weights = self.in_c * self.out_c * self.k**2
+        return 4 * (self.in_c * self.h * self.w + int(np.prod(self.y)) * (2 if self.add else 1) + weights)
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One head over h x w pixels; the result takes the queries' place."""
+
+    c: int
+    h: int
+    w: int
+    model: bool = False
+
+    def __str__(self) -> str:
+        return f"attention {self.c} of {self.h}x{self.w}"
+
+    @property
+    def n(self) -> int:
+        return self.h * self.w
+
+    @property
+    def flops(self) -> int:
+        return 4 * self.n**2 * self.c
+
+    @property
+    def bytes_moved(self) -> int:
+        return 4 * 4 * self.n * self.c
+
+
+CONVS = [
+    Conv(32, 32, 9, 70, groups=8, add="apart"),
+    Conv(48, 16, 5, 131, groups=8),
+    Conv(24, 40, 7, 13, groups=8),
+    Conv(40, 3, 6, 10, groups=8),
+    Conv(3, 32, 12, 9),
+    Conv(64, 32, 11, 17, k=1),
+    Conv(96, 96, 3, 5, k=1, groups=8, add="in place"),
+    Conv(32, 48, 14, 22, stride=2),
+    Conv(24, 24, 9, 67, up=True),
+    Conv(32, 16, 1, 1, up=True),
+    Conv(160, 32, 2, 3, groups=8, add="in place"),
+    # by Winograd on CPUs, from 1024 pixels and 32 channels on: odd sizes leave half tiles, 160 channels take two runs
+    Conv(32, 48, 33, 37, groups=8, add="apart"),
+    Conv(64, 40, 16, 131, groups=8),
+    Conv(160, 32, 40, 26, groups=8, add="in place"),
+    Conv(40, 64, 1, 1025),
+    # of a decode to 512x512, and what only an encode has
+    Conv(128, 128, 512, 512, groups=32, model=True),
+    Conv(256, 256, 256, 256, groups=32, model=True),
+    Conv(256, 128, 512, 512, groups=32, model=True),
+    Conv(512, 512, 128, 128, groups=32, model=True),
+    Conv(512, 512, 64, 64, groups=32, add="in place", model=True),
+    Conv(16, 512, 64, 64, model=True),
+    Conv(128, 3, 512, 512, groups=32, model=True),
+    Conv(256, 256, 256, 256, up=True, model=True),
+    Conv(512, 512, 128, 128, up=True, model=True),
+    Conv(256, 128, 512, 512, k=1, model=True),
+    Conv(512, 1536, 64, 64, k=1, groups=32, model=True),
+    Conv(128, 128, 512, 512, stride=2, model=True),
+]
+ATTENTIONS = [
+    *(Attention(c, 1, n) for n in (1, 15, 64, 65, 200) for c in (16, 64, 80, 512)),
+    Attention(32, 3, 5),
+    Attention(24, 9, 17),
+    Attention(64, 2, 300),
+    Attention(16, 40, 8),
+    Attention(48, 13, 13),
+    Attention(512, 64, 64, model=True),
+]
+
+
+def small(table: list) -> list:
+    return [case for case in table if not case.model]
+
+
+def models(table: list) -> list:
+    return [case for case in table if case.model]
+
+
+def conv64(x: np.ndarray, weight: np.ndarray, bias: np.ndarray, stride: int, up: bool) -> np.ndarray:
+    """The convolution in float64: pad 1 for a 3x3 with stride 1, (0, 1, 0, 1) with stride 2."""
+    x, weight = x.astype(np.float64), weight.astype(np.float64)
+    if up:
+        x = x.repeat(2, 1).repeat(2, 2)
+    k = weight.shape[2]
+    pad = ((0, 0), (0, 1), (0, 1)) if stride == 2 else ((0, 0), (k // 2, k // 2), (k // 2, k // 2))
+    x = np.pad(x, pad)
+    h, w = (x.shape[1] - k) // stride + 1, (x.shape[2] - k) // stride + 1
+    y = np.zeros((weight.shape[0], h, w))
+    for dy in range(k):
+        for dx in range(k):
+            seen = x[:, dy : dy + stride * h : stride, dx : dx + stride * w : stride][:, :h, :w]
+            y += np.tensordot(weight[:, :, dy, dx], seen, 1)
+    return y + bias[:, None, None]
+
+
+class ConvRun:
+    """A case with operands, on a backend of the core; `sample`: only every so many channels are compared."""
+
+    def __init__(self, case: Conv, backend: str, threads: int, sample: int = 1):
+        r = np.random.default_rng(case.in_c + case.out_c)
+        self.case, self.sample = case, sample
+        self.x = (r.standard_normal((case.in_c, case.h, case.w)) * 2 + 1).astype(np.float32)
+        scale = np.sqrt(case.in_c * case.k**2)
+        self.weight = (r.standard_normal((case.out_c, case.in_c, case.k, case.k)) / scale).astype(np.float32)
+        self.bias = r.standard_normal(case.out_c).astype(np.float32)
+        self.gamma, self.beta = r.standard_normal((2, case.in_c)).astype(np.float32)
+        self.add = r.standard_normal(case.y).astype(np.float32) if case.add else None
+        shapes = (case.in_c, case.h, case.w, *case.y)
+        scratch, sums = _core.kernel_needs(backend, threads, "conv", shapes, (case.k, case.stride, case.up))
+        kept = [guarded(n) for n in (up16(case.out_c) * case.y[1] * case.y[2], sums, scratch)]
+        (self.y, self.stats, own), self.kept = zip(*kept, strict=True)
+        own[:] = np.nan  # scratch holds nothing
+        self.add_rows = None if self.add is None else to_rows(self.add)
+        residual = self.y if case.add == "in place" else self.add_rows
+        norm = case.groups > 0
+        self.call = (
+            backend, threads, "conv", shapes, (case.k, case.stride, case.up, norm, case.groups, 1e-6),
+            (to_rows(self.x), self.y, residual, pack(self.weight), pad16(self.bias), pad16(self.gamma),
+             pad16(self.beta), self.left_by_the_producer() if norm else None, self.stats, own),
+        )  # fmt: skip
+
+    def left_by_the_producer(self) -> np.ndarray:
+        """The sums of x in two parts, of the upper rows and the rest."""
+        parts, middle = [], (self.case.h + 1) // 2
+        for part in (self.x[:, :middle], self.x[:, middle:]):
+            p = part.reshape(self.case.in_c, -1).astype(np.float64)
+            if p.shape[1]:
+                m2 = ((p - p.mean(1, keepdims=True)) ** 2).sum(1)
+                parts += [np.full(16, p.shape[1], np.float32), pad16(p.mean(1)), pad16(m2)]
+        return np.concatenate(parts)
+
+    def run(self) -> float:
+        """Seconds."""
+        if self.case.add == "in place" and self.add_rows is not None:
+            self.y[:] = self.add_rows.ravel()
+        return _core.kernel_pass(*self.call)
+
+    def loaded(self) -> np.ndarray:
+        """x as the convolution sees it, in float64."""
+        x = self.x.astype(np.float64)
+        if not self.case.groups:
+            return x
+        g = x.reshape(self.case.groups, -1)
+        g = ((g - g.mean(1, keepdims=True)) / np.sqrt(g.var(1, keepdims=True) + 1e-6)).reshape(x.shape)
+        g = g * self.gamma[:, None, None] + self.beta[:, None, None]
+        return g / (1 + np.exp(-g))
+
+    def check(self) -> None:
+        for kept in self.kept:
+            kept()
+        case, some = self.case, slice(None, None, self.sample)
+        got = from_rows(self.y, *case.y)
+        loaded, weight, bias = self.loaded(), self.weight[some], self.bias[some]
+        add = 0 if self.add is None else self.add[some].astype(np.float64)
+        want = conv64(loaded, weight, bias, case.stride, case.up) + add
+        # sums of runs of 128 or so products; the loaded value itself carries a few eps from normalise and SiLU;
+        # Winograd's sums and differences of up to 16 inputs and outputs add some more
+        size = conv64(np.abs(loaded), np.abs(weight), np.abs(bias), case.stride, case.up) + np.abs(add)
+        assert (np.abs(got[some] - want) <= 40 * EPS * size + 1e-6).all()
+        lanes = self.y.reshape(case.y[1], -1, case.y[2], 16).transpose(1, 3, 0, 2).reshape(-1, *case.y[1:])
+        assert (lanes[case.out_c :] == 0).all(), "channels beyond the last must stay zero"
+        self.check_stats(got)
+
+    def check_stats(self, got: np.ndarray) -> None:
+        """The parts merge to the mean and variance of what was stored."""
+        out, wide = self.case.out_c, up16(self.case.out_c)
+        parts = self.stats.reshape(-1, 16 + 2 * wide).astype(np.float64)
+        count, means, m2s = parts[:, 0], parts[:, 16 : 16 + out], parts[:, 16 + wide :][:, :out]
+        flat = got.reshape(out, -1).astype(np.float64)
+        assert count.sum() == flat.shape[1]
+        mean = (count[:, None] * means).sum(0) / count.sum()
+        m2 = (m2s + count[:, None] * (means - mean) ** 2).sum(0)
+        assert np.allclose(mean, flat.mean(1), rtol=1e-5, atol=1e-5)
+        assert np.allclose(m2, ((flat - flat.mean(1, keepdims=True)) ** 2).sum(1), rtol=1e-4, atol=1e-5)
+
+    @property
+    def result(self) -> bytes:
+        return self.y.tobytes() + self.stats.tobytes()
+
+
+class AttentionRun:
+    """A case with operands, on a backend of the core; `sample`: only every so many queries are compared."""
+
+    def __init__(self, case: Attention, backend: str, threads: int, sample: int = 1):
+        self.case, self.sample = case, sample
+        r = np.random.default_rng(case.c)
+        self.qkv = (r.standard_normal((3, case.c, case.h, case.w)) * 2).astype(np.float32)
+        self.rows = np.concatenate([to_rows(t) for t in self.qkv], axis=1)
+        shapes = (3 * up16(case.c), case.h, case.w, case.c, case.h, case.w)
+        scratch, _ = _core.kernel_needs(backend, threads, "attention", shapes, (1, 1, False))
+        (self.x, own), self.kept = zip(guarded(self.rows.size), guarded(scratch), strict=True)
+        own[:] = np.nan
+        unused = np.zeros(up16(case.c) * case.n, np.float32)
+        how = (1, 1, False, False, 0, 0.0)
+        self.call = (backend, threads, "attention", shapes, how, (self.x, unused, *[None] * 7, own))
+
+    def run(self) -> float:
+        """Seconds."""
+        self.x[:] = self.rows.ravel()
+        return _core.kernel_pass(*self.call)
+
+    def check(self) -> None:
+        for kept in self.kept:
+            kept()
+        c, h, w = self.case.c, self.case.h, self.case.w
+        q, k, v = (t.reshape(c, -1).astype(np.float64) for t in self.qkv)
+        s = q[:, :: self.sample].T @ k / np.sqrt(c)
+        p = np.exp(s - s.max(1, keepdims=True))
+        p /= p.sum(1, keepdims=True)
+        got = self.x.reshape(h, 3, -1, w, 16)
+        out = got[:, 0].transpose(1, 3, 0, 2).reshape(-1, h * w)[:c].T[:: self.sample]
+        # a score is a sum of c products with errors of random signs, which e^x turns into that share of a weight, above
+        # and below the fraction; then sums over n keys, and rescaling from run to run (64 keys or more)
+        score = (np.sqrt(c) + 2) * EPS * np.abs(s).max(1, keepdims=True)
+        sums = 4 * (np.sqrt(self.case.n) + self.case.n / 64 + 4) * EPS
+        assert (np.abs(out - p @ v.T) <= p @ np.abs(v.T) * (2 * score + sums)).all()
+        rows = self.rows.reshape(got.shape)
+        assert np.array_equal(got[:, 1:], rows[:, 1:]), "keys and values were written"
+
+    @property
+    def result(self) -> bytes:
+        return self.x.tobytes()
+
+
+def on(case: Conv | Attention, backend: str, threads: int, sample: int = 1) -> Any:
+    return (ConvRun if isinstance(case, Conv) else AttentionRun)(case, backend, threads, sample)

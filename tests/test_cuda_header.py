@@ -1,0 +1,91 @@
+"""cuda.h as the host has it: the kernels' arguments, and what it chooses to launch."""
+
+import ctypes
+
+import pytest
+from cuda_kernels import ARGS, SM_75, SM_80, SM_86, SM_90, ConvArgs, ConvTile, header, number
+
+H200 = 132  # multiprocessors
+ROWS, F32_NCHW, U8_NHWC = range(3)  # vm_format
+NARROW = (16, 16, 1)  # the tile that knows the user's pixels
+
+
+def test_arguments_lie_as_in_the_header():
+    want = []
+    for args in ARGS.values():
+        want += [ctypes.sizeof(args), *(getattr(args, field).offset for field, _ in args._fields_)]
+    assert list((ctypes.c_size_t * len(want)).in_dll(header(), "layout")) == want
+
+
+@pytest.mark.parametrize(
+    "dtype,largest,queries,keys",
+    [
+        ("f32", SM_75, 64, 64),
+        ("f32", SM_90, 64, 64),
+        ("f16", SM_75, 32, 64),
+        ("f16", SM_86, 64, 64),
+        ("f16", 163 << 10, 64, 128),
+        ("bf16", SM_75, 0, 0),
+        ("bf16", SM_86, 64, 64),
+        ("bf16", SM_90, 64, 128),
+        ("f32", 48 << 10, 0, 0),
+        ("f16", 48 << 10, 0, 0),
+    ],
+)
+def test_choice_of_attention(dtype, largest, queries, keys):
+    shape = header().attention_choose(number(dtype), largest)
+    assert (shape.queries, shape.keys) == (queries, keys)
+
+
+def geometry(h, w, in_c, out, k=3, stride=1, up=False, format=ROWS):
+    step = 2 if up else 1
+    return ConvArgs(
+        x_h=h, x_w=w, x_pitch=in_c, in_c=in_c, y_h=h * step // stride, y_w=w * step // stride, y_c=out,
+        k=2 if up else k, stride=stride, up=up, format=format,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "dtype,most,pass_,in_place,want",
+    [
+        ("bf16", SM_90, (1024, 1024, 128, 128), False, (16, 128, 1)),
+        ("bf16", SM_90, (512, 512, 256, 256, 3, 1, True), False, (16, 128, 1)),
+        ("bf16", SM_90, (1024, 1024, 128, 3), False, (16, 16, 1)),
+        ("bf16", SM_90, (1024, 1024, 128, 3, 3, 1, False, U8_NHWC), False, NARROW),
+        ("bf16", SM_90, (128, 128, 512, 32, 3, 1, False, F32_NCHW), False, NARROW),
+        ("f16", SM_86, (128, 128, 512, 32, 3, 1, False, F32_NCHW), False, NARROW),
+        ("f16", SM_75, (128, 128, 512, 32, 3, 1, False, F32_NCHW), False, (0, 0, 0)),
+        ("bf16", SM_90, (128, 128, 512, 512), False, (16, 128, 1)),
+        ("bf16", SM_90, (8, 8, 512, 512), False, (4, 64, 1)),
+        ("bf16", SM_90, (1024, 1024, 128, 128, 3, 2), False, (8, 128, 2)),
+        ("bf16", SM_80, (1024, 1024, 128, 128, 3, 2), False, (4, 64, 2)),
+        ("f16", SM_80, (1024, 1024, 128, 128), False, (16, 128, 1)),
+        ("f16", SM_86, (1024, 1024, 128, 128), False, (8, 128, 1)),
+        ("f16", SM_86, (1024, 1024, 128, 128, 3, 2), False, (4, 64, 2)),
+        ("f16", SM_75, (1024, 1024, 128, 128), False, (4, 64, 1)),
+        ("f16", SM_75, (1024, 1024, 128, 128, 3, 2), False, (0, 0, 0)),
+        ("f16", 48 << 10, (1024, 1024, 128, 128), False, (0, 0, 0)),
+        ("f32", SM_90, (1024, 1024, 128, 128), False, (0, 0, 0)),
+        ("bf16", SM_90, (1024, 1024, 256, 128, 1), True, (16, 128, 1)),
+        ("bf16", SM_90, (512, 512, 512, 256, 1), True, (4, 256, 1)),
+        ("bf16", SM_86, (512, 512, 512, 256, 1), True, (4, 256, 1)),
+        ("bf16", SM_90, (512, 512, 1024, 512, 1), True, (0, 0, 0)),
+        ("bf16", SM_90, (512, 512, 512, 256), True, (0, 0, 0)),
+        ("bf16", SM_90, (512, 512, 128, 128, 5), False, (0, 0, 0)),
+        ("bf16", SM_90, (512, 512, 128, 128, 3, 3), False, (0, 0, 0)),
+    ],
+)
+def test_choice_of_tile(dtype, most, pass_, in_place, want):
+    tile = header().conv_choose(number(dtype), geometry(*pass_), in_place, most, H200)
+    assert (tile.rows, tile.outs, tile.stride) == want
+    assert tile.shared == (header().conv_shared(*want) if want[0] else 0) <= most
+
+
+def test_grid():
+    """Tiles of pixels are parts; blocks share the items among themselves."""
+    args = geometry(17, 33, 64, 130)
+    tile = ConvTile(16, 128, 1, 0, 1, 1)
+    assert header().conv_parts(args, tile) == 6 and header().conv_items(args, tile) == 12
+    assert header().conv_grid(args, tile, 4) == 4 and header().conv_grid(args, tile, 132) == 12
+    args = geometry(17, 33, 64, 130, up=True)
+    assert header().conv_parts(args, tile) == 24 and header().conv_items(args, tile) == 48

@@ -1,0 +1,275 @@
+"""Runs on a GPU, or on the emulator, that are interrupted, refused or fail; threads; what is needed to run at all."""
+
+import contextlib
+import os
+import struct
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import gpu
+import numpy as np
+import pytest
+from engine import error, latents, small_vae
+from gpu import LIMIT, pair
+
+import vaemem
+from vaemem import _core
+
+CUDA = Path(__file__).resolve().parents[1] / "kernels" / "cuda"
+pytestmark = pytest.mark.usefixtures("cuda")
+
+
+def test_two_vaes_in_two_threads():
+    cpu = small_vae("sd")
+    z = latents(cpu, 6, 6)
+    want, got = cpu.decode(z), {}
+
+    def work(i):
+        there = small_vae("sd", device="cuda")
+        got[i] = [there.decode(z) for _ in range(3)]
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+    [t.start() for t in threads]
+    [t.join() for t in threads]
+    assert all(error(image, want) < LIMIT["float32"] for images_ in got.values() for image in images_)
+
+
+def test_one_vae_in_two_threads():
+    cpu, there = pair("sd")
+    zs = [latents(cpu, 6, 6, seed=i) for i in range(4)]
+    got = {}
+    threads = [threading.Thread(target=lambda i=i: got.update({i: there.decode(zs[i])})) for i in range(4)]
+    [t.start() for t in threads]
+    [t.join() for t in threads]
+    assert all(error(got[i], cpu.decode(zs[i])) < LIMIT["float32"] for i in range(4))
+
+
+def test_interrupted_and_usable():
+    cpu, there = pair("sd")
+    z = latents(cpu, 6, 6)
+
+    def stop(done, total):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        there.decode(z, progress=stop)
+    assert error(there.decode(z), cpu.decode(z)) < LIMIT["float32"]
+
+
+def test_progress_counts_to_the_end():
+    there = small_vae("sd", device="cuda")
+    seen = []
+    there.decode(latents(there, 6, 6), progress=lambda done, total: seen.append((done, total)))
+    assert seen[-1][0] == seen[-1][1] and seen == sorted(seen)
+
+
+@pytest.mark.parametrize("graphs,dtype", [(False, "float32"), (True, "float32"), (False, "float16 own")])
+def test_every_driver_call_fails_once(graphs, dtype):
+    """Whatever the driver refuses: an exception with its words, nothing kept, and the next run is right."""
+    emulator = gpu.emulator()
+    cpu, there = pair("odd", dtype)
+    there.graphs = graphs
+    z = latents(cpu, 3, 2)
+    want = cpu.decode(z)
+    there.decode(z)
+    for n in range(1, 100_000):
+        if n > 30 and n % (97 if dtype != "float32" else 11):  # the middle of a run is much like itself
+            continue
+        with emulator.failing(n) as came:
+            try:
+                there.decode(z)
+            except (RuntimeError, MemoryError) as fault:
+                assert "CUDA" in str(fault), fault
+            else:
+                if not came():
+                    break
+        assert error(there.decode(z), want) < LIMIT[dtype], n
+    assert n > (10 if graphs else 50)
+
+
+def test_opening_fails_at_every_call_and_keeps_nothing():
+    emulator = gpu.emulator()
+    small_vae("odd", device="cuda")
+    before = emulator.live()
+    for n in range(1, 10_000):
+        with emulator.failing(n) as came:
+            opened = None
+            with contextlib.suppress(RuntimeError, ValueError, MemoryError):
+                opened = vaemem.engine.device.Device(0, "float32", False, False)
+            if not came():
+                break
+        del opened
+        assert emulator.live() == before, n
+    assert n > 50
+
+
+GONE = """
+import gpu, numpy as np, pytest
+from engine import latents, small_vae
+there = small_vae("odd", device="cuda")
+z = latents(there, 2, 2)
+with gpu.Emulator().failing(1, 709, sticky=True):
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="CUDA: .*709"):
+            there.decode(z)
+del there
+with pytest.raises(RuntimeError, match="CUDA: .*709"):
+    small_vae("odd", device="cuda")
+assert np.isfinite(small_vae("odd").decode(z)).all()
+"""
+
+
+def test_a_context_that_is_gone():
+    """Somebody destroyed it: every call says so, closing does not crash, the CPU works on. Nothing brings it back."""
+    gpu.emulator()
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    done = subprocess.run([sys.executable, "-c", GONE], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_allocation_fails_once():
+    cpu, there = pair("odd")
+    z = latents(cpu, 3, 2)
+    want, n = cpu.decode(z), 0
+    while True:
+        n += 1
+        there.trim()
+        _core.fail_alloc_at(n)
+        try:
+            there.decode(z)
+        except MemoryError:
+            assert _core.fail_alloc_at(0) == 0
+            assert error(there.decode(z), want) < LIMIT["float32"]
+            continue
+        assert _core.fail_alloc_at(0) > 0
+        break
+    assert n > 3
+
+
+# ---- refusals ----
+
+
+def test_bad_arguments():
+    with pytest.raises(ValueError, match="device: want cpu, cuda or cuda:N, got 'gpu'"):
+        small_vae("sd", device="gpu")
+    with pytest.raises(ValueError, match=r"device: want one of \d+ \(cuda:0.*\), got cuda:77"):
+        small_vae("sd", device="cuda:77")
+    with pytest.raises(ValueError, match="dtype: want one of float32, float16, bfloat16, got 'int8'"):
+        small_vae("sd", device="cuda", dtype="int8")
+    with pytest.raises(ValueError, match="convolution: want cudnn or own, got 'mine'"):
+        small_vae("sd", device="cuda", dtype="float16", convolution="mine")
+    with pytest.raises(ValueError, match="convolution: our own is for float16 and bfloat16, got dtype float32"):
+        small_vae("sd", device="cuda", convolution="own")
+    with pytest.raises(ValueError, match="tf32: want dtype float32, got float16"):
+        small_vae("sd", device="cuda", dtype="float16", tf32=True)
+    there = small_vae("sd", device="cuda")
+    with pytest.raises(ValueError, match="save: want a VAE on the cpu"):
+        there.save("x.safetensors")
+    with pytest.raises(ValueError, match="want a model on the CPU"):
+        there._core.get_tensor("decoder.conv_in.bias")
+    there.stripe_bytes = 0
+    with pytest.raises(ValueError, match="stripe_bytes: want 1 or more"):
+        there.estimate("decode", 8, 8)
+
+
+def test_bfloat16_wants_ampere(monkeypatch):
+    gpu.emulator()
+    monkeypatch.setenv("VAEMEM_EMULATED_SM", "75")
+    with pytest.raises(
+        ValueError, match=r"dtype: want a GPU of compute capability 8.0 or later for bfloat16, got .* 7.5"
+    ):
+        small_vae("sd", device="cuda", dtype="bfloat16")
+    with pytest.raises(ValueError, match=r"tf32: want a GPU of compute capability 8.0 or later, got .* 7.5"):
+        small_vae("sd", device="cuda", tf32=True)
+    cpu, there = pair("sd", "float16")
+    z = latents(cpu, 4, 4)
+    assert error(there.decode(z), cpu.decode(z)) < LIMIT["float16"]
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_weights_must_be_finite(bad):
+    there = small_vae("sd", device="cuda")
+    with pytest.raises(ValueError, match=r"decoder.conv_in.bias: want finite numbers, got Inf or NaN"):
+        there._core.set_tensor("decoder.conv_in.bias", np.full(64, bad, np.float32))
+    half = small_vae("sd", device="cuda", dtype="float16")
+    with pytest.raises(ValueError, match=r"decoder.conv_in.weight: want numbers within float16's range"):
+        half._core.set_tensor("decoder.conv_in.weight", np.full((64, 4, 3, 3), 7e4, np.float32))
+
+
+def test_backends_names_it():
+    row = next(row for row in vaemem.backends() if row["device"] != "cpu")
+    assert row["usable"] and row["device"] == "cuda:0" and not row["chosen"]
+
+
+def test_no_driver_and_an_old_one():
+    gpu.emulator()
+    show = "import vaemem; print(vaemem.backends()[-1]['why']); vaemem.VAE.random('sdxl', device='cuda')"
+    for name, value, why in (
+        (
+            "VAEMEM_LIBCUDA",
+            "/nowhere/libcuda.so.1",
+            "CUDA: want an NVIDIA driver, got /nowhere/libcuda.so.1: cannot open",
+        ),
+        ("VAEMEM_EMULATED_DRIVER", "11040", "CUDA: want a driver for CUDA 12.0 or later, got one for 11.4"),
+    ):
+        environment = os.environ | {name: value}
+        done = subprocess.run([sys.executable, "-c", show], capture_output=True, text=True, env=environment)
+        assert why in done.stdout and f"RuntimeError: {why}" in done.stderr, done
+
+
+def test_run_on_the_cpu_only():
+    with pytest.raises(ValueError, match="run_at: want a model on a device"):
+        small_vae("sd")._core.run_at("decode", 0, 0, 8, 8)
+
+
+def test_sweep_on_it():
+    config_vae = small_vae("sd", device="cuda", dtype="bfloat16")
+    (row,) = vaemem.sweep(config_vae, "decode", 32)
+    (estimate,) = vaemem.sweep(config_vae, "decode", 32, measure=False)
+    assert row["device"] == "cuda:0" and row["dtype"] == "bfloat16" and row["seconds"] > 0
+    assert row["allocated_bytes"] == estimate["allocated_bytes"]
+    with pytest.raises(ValueError, match="dtypes: the VAE on cuda:0 computes in bfloat16, got 'float16'"):
+        vaemem.sweep(config_vae, "decode", 32, "float16")
+
+
+def test_own_convolution_needs_no_cudnn(monkeypatch, tmp_path):
+    gpu.emulator()
+    (tmp_path / "libcudnn.so.9").write_bytes(b"no library")
+    monkeypatch.setenv("VAEMEM_CUDNN", str(tmp_path))
+    with pytest.raises(RuntimeError, match=r"cuDNN: want libcudnn.so.9"):
+        gpu_process('VAE.random("sdxl", device="cuda", dtype="float16", parts="decoder")')
+    gpu_process('VAE.random("sdxl", device="cuda", dtype="float16", convolution="own").estimate("decode", 64, 64)')
+    gpu_process('VAE.random("sdxl", device="cuda", dtype="float16", convolution="own").estimate("encode", 64, 64)')
+
+
+def gpu_process(code):
+    """In a process of its own, which has no cuDNN yet."""
+    code = f"from vaemem import VAE\n{code}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ)
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+
+
+def machine_code(data: bytes):
+    """Each fat binary in data: {(kind, architecture)}, kind 1 PTX, 2 machine code."""
+    magic = (0xBA55ED50).to_bytes(4, "little")
+    at = data.find(magic)
+    while at >= 0:
+        _, _, header, size = struct.unpack_from("<IHHQ", data, at)
+        entry, end, found = at + header, at + header + size, set()
+        while entry < end:
+            kind, _, entry_header, entry_size = struct.unpack_from("<HHIQ", data, entry)
+            found.add((kind, *struct.unpack_from("<I", data, entry + 28)))
+            entry += entry_header + entry_size
+        yield found
+        at = data.find(magic, end)
+
+
+def test_machine_code_for_every_gpu():
+    wanted = os.environ.get("VAEMEM_CUDA_ARCHS", "75 80 86 89 90")  # 100 and 120 since nvcc 12.8
+    want = {(1, 90)} | {(2, int(arch)) for arch in wanted.split()}
+    found = list(machine_code(Path(gpu._cuda.__file__).read_bytes()))
+    assert len(found) == len(list(CUDA.glob("*.cu")))
+    assert all(want <= archs for archs in found), found
