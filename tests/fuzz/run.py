@@ -75,8 +75,9 @@ def corpus(target: str) -> list[Path]:
 
 
 def environment() -> dict[str, str]:
-    # a refused allocation is one of the answers; a leak is a fault
-    return os.environ | {"ASAN_OPTIONS": "allocator_may_return_null=1", "UBSAN_OPTIONS": "print_stacktrace=1"}
+    # a refused allocation is one of the answers; a leak is a fault, and so are more than 3 GB
+    options = "allocator_may_return_null=1:hard_rss_limit_mb=3000"
+    return os.environ | {"ASAN_OPTIONS": options, "UBSAN_OPTIONS": "print_stacktrace=1"}
 
 
 def keep(target: str, last: Path, folder: Path) -> Path:
