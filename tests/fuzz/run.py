@@ -135,6 +135,9 @@ def main() -> int:
     args = parser.parse_args()
     targets = [args.target] if args.target else [*IN_C, *IN_PYTHON]
     in_c = tuple(target for target in targets if target in IN_C)
+    if in_c:
+        name, guided = compiler()
+        print(f"fuzz: {name}, {'libFuzzer' if guided else 'without libFuzzer: changed at random'}", flush=True)
     programs = build(args.folder, in_c) if in_c else {}
     good = [fuzz(target, args.seconds, args.seed, args.folder, programs) for target in targets]
     return 0 if all(good) else 1
