@@ -294,7 +294,7 @@ vm_status vm_talloc_malloc(vm_talloc *a, uint64_t bytes, uint64_t stream, uint64
     *address = 0;
     a->out_of_memory = false;
     if (!bytes) return VM_OK;
-    if (bytes > TA_LARGEST)
+    if (bytes > VM_TALLOC_LARGEST)
         return vm_fail(VM_EOVERFLOW, "bytes: want at most 2^60, got %llu", (unsigned long long)bytes);
     vm_status s = ta_make_room(a);
     if (s) return s;
@@ -328,7 +328,7 @@ vm_status vm_talloc_new(const vm_talloc_config *config, vm_talloc **out) {
     *out = NULL;
     vm_talloc_config c = *config;
     const uint64_t largest = VM_MAX(c.total_memory, VM_MAX(c.allowed_memory, c.reservation));
-    if (largest > TA_LARGEST)
+    if (largest > VM_TALLOC_LARGEST)
         return vm_fail(VM_EINVAL, "total_memory: want at most 2^60, got %llu", (unsigned long long)largest);
     if (c.max_split_size && c.max_split_size < TA_LARGE_SEGMENT)
         return vm_fail(VM_EINVAL, "max_split_size: want at least 20 MiB, got %llu bytes",

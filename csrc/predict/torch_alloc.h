@@ -23,6 +23,7 @@
 #include "../vm.h"
 
 enum { VM_TALLOC_INTERVALS = 16 };
+#define VM_TALLOC_LARGEST ((uint64_t)1 << 60) /* PyTorch refuses larger requests */
 
 typedef struct vm_talloc_config {
     uint64_t total_memory;           /* bytes that the device can give; 0: no end */

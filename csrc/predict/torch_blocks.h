@@ -17,7 +17,6 @@
 #define TA_LARGE_FROM (10 * TA_MIB) /* below it, large requests share segments of TA_LARGE_SEGMENT */
 #define TA_LARGE_SEGMENT (20 * TA_MIB)
 #define TA_LARGE_ROUND (2 * TA_MIB)
-#define TA_LARGEST ((uint64_t)1 << 60) /* PyTorch refuses larger requests */
 #define TA_FIRST_ADDRESS ((uint64_t)0x7f0000000000)
 #define TA_LAST_ADDRESS ((uint64_t)1 << 62) /* next_address never passes it */
 #define TA_RESERVATION ((uint64_t)1 << 40)  /* of an expandable segment when the device has no end */

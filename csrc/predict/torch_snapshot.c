@@ -80,7 +80,7 @@ vm_status vm_talloc_release(vm_talloc *a, uint64_t address) {
 }
 
 static vm_status check_segment(const vm_talloc_block *s, const vm_talloc_block *block, size_t blocks) {
-    if (s->address % TA_BLOCK || s->size % TA_BLOCK || !s->size || s->size > TA_LARGEST)
+    if (s->address % TA_BLOCK || s->size % TA_BLOCK || !s->size || s->size > VM_TALLOC_LARGEST)
         return vm_fail(VM_EINVAL, "segment: want address and size as multiples of 512, got 0x%llx and %llu",
                        (unsigned long long)s->address, (unsigned long long)s->size);
     uint64_t end = s->address;

@@ -40,7 +40,11 @@ typedef struct vm_trace {
 vm_status vm_trace_new(vm_trace **out);
 void vm_trace_free(vm_trace *t); /* accepts NULL */
 
-/* Names over VM_NAME - 1 bytes lose their front. */
+/* A trace of more steps is refused, and so its memory is bounded: 96 MiB of steps. */
+enum { VM_TRACE_STEPS = 1 << 22 };
+
+/* VM_EOVERFLOW over VM_TALLOC_LARGEST, as every product of sizes is that did not fit. Names over VM_NAME - 1 bytes lose
+ * their front. */
 vm_status vm_trace_take(vm_trace *t, uint64_t bytes, const char *name, uint32_t *id);
 vm_status vm_trace_give(vm_trace *t, uint32_t id);
 /* op: VM_TRACE_CUBLAS or VM_TRACE_CUBLASLT. */

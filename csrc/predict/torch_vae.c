@@ -29,9 +29,15 @@ typedef struct tensor {
     bool slice; /* a view that is not dense: an operator that needs it dense copies it */
 } tensor;
 
+/* Sides and distance of tiles, in what goes in and in what comes out, and how many there are: 0 where one call does. */
+typedef struct tiling {
+    size_t in, out, step, rows, cols;
+} tiling;
+
 typedef struct walk {
     vm_trace *t;
     const vm_trace_vae *vae;
+    tiling tiles;
     vm_status status;
 } walk;
 
@@ -57,7 +63,7 @@ static size_t element(const walk *w) { return w->vae->dtype == VM_F32 ? 4 : 2; }
 
 static tensor take(walk *w, size_t n, size_t c, size_t h, size_t x, layout layout, const path *name) {
     tensor y = {.id = EXTERNAL, .n = n, .c = c, .h = h, .w = x, .layout = layout};
-    if (!w->status) w->status = vm_trace_take(w->t, n * c * h * x * element(w), name->text, &y.id);
+    if (!w->status) w->status = vm_trace_take(w->t, VM_PRODUCT(n, c, h, x, element(w)), name->text, &y.id);
     return y;
 }
 
@@ -96,7 +102,7 @@ static tensor conv(walk *w, const tensor *x, size_t k, size_t side, size_t strid
     const path filter_name = at(name, " [filter]"), workspace = at(name, " [workspace]");
     uint32_t filter = EXTERNAL;
     if (!w->status && nhwc && side > 1) /* a 1x1 filter is dense either way */
-        w->status = vm_trace_take(w->t, k * x->c * side * side * element(w), filter_name.text, &filter);
+        w->status = vm_trace_take(w->t, VM_PRODUCT(k, x->c, side, side, element(w)), filter_name.text, &filter);
     const vm_conv question = {.dtype = w->vae->dtype,
                               .tf32 = true,
                               .nhwc = nhwc,
@@ -124,8 +130,8 @@ static tensor norm(walk *w, const tensor *x, const path *name) {
     const path statistics = at(name, " [statistics]");
     uint32_t stats[2];
     if (!w->status)
-        w->status = vm_trace_norm(w->t, w->vae->dtype, x->n, x->c, w->vae->arch->norm_num_groups, x->h * x->w,
-                                  statistics.text, stats);
+        w->status = vm_trace_norm(w->t, w->vae->dtype, x->n, x->c, w->vae->arch->norm_num_groups,
+                                  VM_PRODUCT(x->h, x->w), statistics.text, stats);
     give_copy(w, &in, x);
     for (int i = 0; !w->status && i < 2; i++) w->status = vm_trace_give(w->t, stats[i]);
     return y;
@@ -137,8 +143,9 @@ static void blas(walk *w, vm_trace_op op, const path *name) {
 
 /* One head as wide as the channels. */
 static tensor attend(walk *w, const tensor *x, const path *name) {
+    const size_t tokens = VM_PRODUCT(x->h, x->w);
     const vm_attention_shape shape = {
-        .dtype = w->vae->dtype, .batch = x->n, .heads = 1, .queries = x->h * x->w, .keys = x->h * x->w, .depth = x->c};
+        .dtype = w->vae->dtype, .batch = x->n, .heads = 1, .queries = tokens, .keys = tokens, .depth = x->c};
     tensor y = *x;
     if (!w->status) w->status = vm_trace_attention(w->t, &shape, &w->vae->gpu, name->text, &y.id);
     return y;
@@ -338,34 +345,30 @@ static tensor decode_latents(walk *w, const tensor *z) {
 
 /* b[...] = a[...] * s + b[...] * t, line by line; count: elements of a line. */
 static void blend(walk *w, size_t lines, size_t count, const path *name) {
-    for (size_t i = 0; i < lines; i++) {
+    for (size_t i = 0; !w->status && i < lines; i++) {
         tensor line[3];
         for (int k = 0; k < 3; k++) line[k] = take(w, 1, 1, 1, count, CONTIGUOUS, name);
         for (int k = 0; k < 3; k++) give(w, &line[k]);
     }
 }
 
-enum { MOST_TILES = 65536 };
 static tensor tiled(walk *w, const tensor *x) {
     const bool decodes = w->vae->op == VM_DECODE;
-    const size_t factor = vm_arch_factor(w->vae->arch), tile = w->vae->tile, small = tile / factor;
-    const size_t in = decodes ? small : tile, out = decodes ? tile : small, step = in - in / 4, extent = out / 4;
-    const size_t rows = (x->h + step - 1) / step, cols = (x->w + step - 1) / step, limit = out - extent;
+    const size_t in = w->tiles.in, step = w->tiles.step, rows = w->tiles.rows, cols = w->tiles.cols;
+    const size_t extent = w->tiles.out / 4, limit = w->tiles.out - extent;
     const path blending = {"blend"}, cat = {"cat"};
-    void *block = NULL;
-    if (rows * cols > MOST_TILES)
-        w->status = vm_fail(VM_EINVAL, "tile: want at most %d tiles, got %zu x %zu", MOST_TILES, rows, cols);
+    void *block;
     if (!w->status) w->status = vm_mem_alloc(w->t->mem, VM_SCRATCH, (rows * cols + rows) * sizeof(tensor), &block);
     if (w->status) return *x;
     tensor *grid = block, *strip = grid + rows * cols;
-    for (size_t i = 0; i < rows * cols; i++) {
+    for (size_t i = 0; !w->status && i < rows * cols; i++) {
         tensor part = *x;
         part.h = VM_MIN(in, x->h - i / cols * step);
         part.w = VM_MIN(in, x->w - i % cols * step);
         part.slice = (part.h > 1 && part.w != x->w) || (x->n * x->c > 1 && part.h * part.w != x->h * x->w);
         grid[i] = decodes ? decode_latents(w, &part) : encode_moments(w, &part);
     }
-    for (size_t r = 0; r < rows; r++) {
+    for (size_t r = 0; !w->status && r < rows; r++) {
         size_t wide = 0;
         for (size_t c = 0; c < cols; c++) {
             const tensor *tile_ = &grid[r * cols + c], *above = tile_ - cols, *left = tile_ - 1;
@@ -386,9 +389,7 @@ static tensor tiled(walk *w, const tensor *x) {
 }
 
 static tensor one_call(walk *w, const tensor *x) {
-    const size_t factor = vm_arch_factor(w->vae->arch),
-                 side = w->vae->op == VM_DECODE ? w->vae->tile / factor : w->vae->tile;
-    if (w->vae->tile && (x->h > side || x->w > side)) return tiled(w, x);
+    if (w->tiles.rows) return tiled(w, x);
     return w->vae->op == VM_DECODE ? decode_latents(w, x) : encode_moments(w, x);
 }
 
@@ -414,7 +415,7 @@ static void sliced(walk *w, const tensor *x) {
     if (w->status) return;
     tensor *part = block, one = *x;
     one.n = 1;
-    for (size_t i = 0; i < x->n; i++) part[i] = one_call(w, &one);
+    for (size_t i = 0; !w->status && i < x->n; i++) part[i] = one_call(w, &one);
     const tensor y = take(w, x->n, part[0].c, part[0].h, part[0].w, CONTIGUOUS, &cat);
     if (w->vae->op == VM_ENCODE) posterior(w, &y); /* while the Python list still refers to each slice */
     for (size_t i = 0; i < x->n; i++) give(w, &part[i]);
@@ -483,13 +484,34 @@ static vm_status check(const vm_trace_vae *v) {
     return VM_OK;
 }
 
+static tiling tiling_of(const vm_trace_vae *v) {
+    const size_t factor = vm_arch_factor(v->arch), small = v->tile / factor;
+    const bool decodes = v->op == VM_DECODE;
+    const size_t h = decodes ? v->height / factor : v->height, w = decodes ? v->width / factor : v->width;
+    tiling t = {.in = decodes ? small : v->tile, .out = decodes ? v->tile : small};
+    if (!v->tile || (h <= t.in && w <= t.in)) return t;
+    t.step = t.in - t.in / 4;
+    t.rows = (h + t.step - 1) / t.step;
+    t.cols = (w + t.step - 1) / t.step;
+    return t;
+}
+
+/* Each call takes dozens of steps, so more calls than these would pass VM_TRACE_STEPS. */
+enum { MOST_CALLS = VM_TRACE_STEPS / 64 };
+
 vm_status vm_trace_vae_build(const vm_trace_vae *vae, vm_trace **out) {
     *out = NULL;
     vm_status s = vm_arch_check(vae->arch);
     if (!s) s = check(vae);
-    if (!s) s = vm_trace_new(out);
     if (s) return s;
-    walk w = {.t = *out, .vae = vae};
+    walk w = {.vae = vae, .tiles = tiling_of(vae)};
+    const size_t rows = VM_MAX(w.tiles.rows, 1), cols = VM_MAX(w.tiles.cols, 1), slices = vae->slicing ? vae->batch : 1;
+    if (VM_PRODUCT(rows, cols, slices) > MOST_CALLS)
+        return vm_fail(VM_EINVAL, "tile, slicing: want at most %d tiles in all, got %zu x %zu of %zu slices",
+                       MOST_CALLS, rows, cols, slices);
+    s = vm_trace_new(out);
+    if (s) return s;
+    w.t = *out;
     walk_vae(&w);
     if (w.status) {
         vm_trace_free(*out);

@@ -159,7 +159,7 @@ static PyObject *allocator_empty_cache(Allocator *self, PyObject *Py_UNUSED(igno
 static PyObject *allocator_round(Allocator *self, PyObject *size) {
     uint64_t bytes;
     if (to_uint64(size, "bytes", &bytes)) return NULL;
-    if (bytes >> 60) return PyErr_Format(PyExc_OverflowError, "bytes: want less than 2^60, got %R", size);
+    if (bytes > VM_TALLOC_LARGEST) return PyErr_Format(PyExc_OverflowError, "bytes: want at most 2^60, got %R", size);
     return PyLong_FromUnsignedLongLong(vm_talloc_round(vm_talloc_settings(self->talloc), bytes));
 }
 
