@@ -58,6 +58,7 @@ void vm_talloc_tag(vm_talloc *a, uint32_t tag);
 
 /* ---- statistics, under the names of torch.cuda.memory_stats ---- */
 
+/* What is counted, then in the same order the bytes of it. */
 typedef enum vm_talloc_kind {
     VM_TALLOC_ALLOCATION,
     VM_TALLOC_SEGMENT,

@@ -103,17 +103,7 @@ static block *cut(vm_talloc *a, block **rest, uint64_t size) {
     block *front = *rest;
     *rest = NULL;
     if (front->node.size == size) return front;
-    block *back = ta_element(a);
-    back->node.stream = front->node.stream;
-    back->node.address = front->node.address + size;
-    back->node.size = front->node.size - size;
-    back->segment = front->segment;
-    back->small = front->small;
-    back->mapped = true;
-    back->prev = front;
-    front->next = back;
-    front->node.size = size;
-    *rest = back;
+    *rest = ta_split(a, front, size);
     return front;
 }
 
@@ -121,23 +111,20 @@ static void restore_block(vm_talloc *a, block *b, const vm_talloc_block *as) {
     if (!as) {
         ta_cache(a, b);
         if (!ta_is_split(b)) return;
-        ta_count(a, VM_TALLOC_INACTIVE_SPLIT, b->small, 1);
-        ta_count(a, VM_TALLOC_INACTIVE_SPLIT_BYTES, b->small, (int64_t)b->node.size);
+        ta_count_both(a, VM_TALLOC_INACTIVE_SPLIT, b->small, 1, (int64_t)b->node.size);
         return;
     }
     b->state = (uint8_t)as->state;
     b->requested = as->requested;
     b->tag = as->tag;
     ta_table_add(a, b);
-    ta_count(a, VM_TALLOC_ACTIVE, b->small, 1);
-    ta_count(a, VM_TALLOC_ACTIVE_BYTES, b->small, (int64_t)b->node.size);
+    ta_count_both(a, VM_TALLOC_ACTIVE, b->small, 1, (int64_t)b->node.size);
     ta_count(a, VM_TALLOC_REQUESTED_BYTES, b->small, (int64_t)b->requested);
     if (as->state == VM_TALLOC_PENDING) {
         ta_pend(a, b);
         return;
     }
-    ta_count(a, VM_TALLOC_ALLOCATION, b->small, 1);
-    ta_count(a, VM_TALLOC_ALLOCATED_BYTES, b->small, (int64_t)b->node.size);
+    ta_count_both(a, VM_TALLOC_ALLOCATION, b->small, 1, (int64_t)b->node.size);
     ta_count_oversized(a, &a->stats.oversize_allocations, b->node.size, 1);
 }
 
@@ -153,8 +140,7 @@ vm_status vm_talloc_restore(vm_talloc *a, const vm_talloc_block *s, const vm_tal
         return vm_fail(VM_EINVAL, "segment: 0x%llx of %llu bytes lies on another one", (unsigned long long)s->address,
                        (unsigned long long)s->size);
     }
-    ta_count(a, VM_TALLOC_SEGMENT, s->small, 1);
-    ta_count(a, VM_TALLOC_RESERVED_BYTES, s->small, (int64_t)s->size);
+    ta_count_both(a, VM_TALLOC_SEGMENT, s->small, 1, (int64_t)s->size);
     ta_count_oversized(a, &a->stats.oversize_segments, s->size, 1);
     for (size_t i = 0; i < blocks; i++) {
         /* Room for this block and the gap before it was made a step earlier: failing leaves the tail free and cached.
