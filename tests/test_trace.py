@@ -260,7 +260,7 @@ def test_flash_attention_splits_keys_when_queries_are_few():
         ({"tile": 20}, "tile: want a multiple of 8"),
         ({"tile": 24}, "at least 32"),
         ({"op": "train"}, "op: want one of"),
-        ({"dtype": "int8"}, "dtype: want one of"),
+        ({"dtype": "int8"}, "dtype: want float32, float16 or bfloat16"),
         ({"runtime": "jax"}, "runtime: want one of"),
         ({"runtime": "bfl"}, "quant convolutions"),
         ({"runtime": "bfl", "arch": MODELS["flux"], "tile": 64}, "neither"),

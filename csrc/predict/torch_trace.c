@@ -108,15 +108,9 @@ vm_status vm_trace_give(vm_trace *t, uint32_t id) {
 
 vm_status vm_trace_blas(vm_trace *t, vm_trace_op op, const char *name) { return add(t, op, 0, 0, name); }
 
-static bool same_conv(const vm_conv *a, const vm_conv *b) {
-    return a->dtype == b->dtype && a->tf32 == b->tf32 && a->nhwc == b->nhwc && a->n == b->n && a->c == b->c &&
-           a->h == b->h && a->w == b->w && a->k == b->k && a->r == b->r && a->s == b->s && a->padding == b->padding &&
-           a->stride == b->stride;
-}
-
 vm_status vm_trace_conv(vm_trace *t, const vm_conv *conv, const char *name) {
     size_t i = 0;
-    while (i < t->convs && !same_conv(&t->conv[i], conv)) i++;
+    while (i < t->convs && !vm_conv_same(&t->conv[i], conv)) i++;
     if (i == t->convs) {
         vm_status s = grow(t, &t->conv, t->convs, sizeof *t->conv);
         if (s) return s;

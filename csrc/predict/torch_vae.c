@@ -111,8 +111,7 @@ static tensor conv(walk *w, const tensor *x, size_t k, size_t side, size_t strid
                               .h = (int64_t)x->h,
                               .w = (int64_t)x->w,
                               .k = (int64_t)k,
-                              .r = (int64_t)side,
-                              .s = (int64_t)side,
+                              .side = (int64_t)side,
                               .padding = (int64_t)padding,
                               .stride = (int64_t)stride};
     if (!w->status) w->status = vm_trace_conv(w->t, &question, workspace.text);

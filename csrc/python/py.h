@@ -15,13 +15,13 @@
 
 #include "../vm.h"
 
-/* Raises ValueError, MemoryError or OverflowError with vm_error()'s sentence. Returns NULL. */
-PyObject *vm_py_raise(vm_status status);
 /* An architecture as the dict that Python sees, and back; -1 with an exception set. */
 PyObject *vm_py_arch_to_dict(const vm_arch *arch);
 int vm_py_arch_from_dict(PyObject *dict, vm_arch *arch);
 /* name: NULL or "" for the best usable one. NULL with an exception set. */
 const vm_backend *vm_py_backend(const char *name);
+/* A tuple of integers. */
+PyObject *vm_py_sizes(const size_t *size, size_t count);
 
 /* Threads. An object that two of them can reach (Model, CachingAllocator, Trace) has one vm_py_lock. Whoever reads or
  * changes what the object may change after it was made holds it, with the GIL or without; what is fixed when the object
@@ -45,6 +45,8 @@ void vm_py_lock_free(vm_py_lock *l);
  * RuntimeError where this same thread holds it already, or a thread that a fork left behind. */
 int vm_py_acquire(vm_py_lock *l, const char *call);
 void vm_py_release(vm_py_lock *l);
+/* Releases it; None, or the status raised. */
+PyObject *vm_py_done(vm_py_lock *l, vm_status status);
 
 /* py_allocator.c: raises allocator.OutOfMemoryError with vm_error()'s sentence and the figures. */
 struct vm_talloc;

@@ -2,38 +2,26 @@
 #define VM_PY_MODULE
 #include "py.h"
 
-PyObject *vm_py_raise(vm_status status) {
-    PyObject *type = status == VM_ENOMEM      ? PyExc_MemoryError
-                     : status == VM_EOVERFLOW ? PyExc_OverflowError
-                                              : PyExc_ValueError;
-    if (status == VM_EDEVICE || status == VM_ECANCELLED) type = PyExc_RuntimeError;
-    if (!PyErr_Occurred()) PyErr_SetString(type, vm_error());
-    return NULL;
+static PyObject *size_item(const void *size, size_t i) { return PyLong_FromSize_t(((const size_t *)size)[i]); }
+
+PyObject *vm_py_sizes(const size_t *size, size_t count) {
+    PyObject *list = vm_py_list(count, size_item, size), *tuple = list ? PyList_AsTuple(list) : NULL;
+    Py_XDECREF(list);
+    return tuple;
 }
 
 /* ---- architectures ---- */
 
 PyObject *vm_py_arch_to_dict(const vm_arch *a) {
-    PyObject *widths = PyTuple_New((Py_ssize_t)a->levels);
-    for (size_t i = 0; widths && i < a->levels; i++) {
-        PyObject *w = PyLong_FromSize_t(a->block_out_channels[i]);
-        if (!w) Py_CLEAR(widths);
-        if (w) PyTuple_SET_ITEM(widths, (Py_ssize_t)i, w);
-    }
-    if (!widths) return NULL;
-    PyObject *scaling = a->scaling_known ? PyFloat_FromDouble((double)a->scaling_factor) : Py_NewRef(Py_None);
-    if (!scaling) {
-        Py_DECREF(widths);
-        return NULL;
-    }
     return Py_BuildValue(
         "{s:s, s:n, s:n, s:n, s:N, s:n, s:n, s:f, s:N, s:N, s:N, s:N, s:f}", "name", a->name, "in_channels",
         (Py_ssize_t)a->in_channels, "out_channels", (Py_ssize_t)a->out_channels, "latent_channels",
-        (Py_ssize_t)a->latent_channels, "block_out_channels", widths, "layers_per_block",
-        (Py_ssize_t)a->layers_per_block, "norm_num_groups", (Py_ssize_t)a->norm_num_groups, "norm_eps", a->norm_eps,
-        "use_quant_conv", PyBool_FromLong(a->use_quant_conv), "use_post_quant_conv",
+        (Py_ssize_t)a->latent_channels, "block_out_channels", vm_py_sizes(a->block_out_channels, a->levels),
+        "layers_per_block", (Py_ssize_t)a->layers_per_block, "norm_num_groups", (Py_ssize_t)a->norm_num_groups,
+        "norm_eps", a->norm_eps, "use_quant_conv", PyBool_FromLong(a->use_quant_conv), "use_post_quant_conv",
         PyBool_FromLong(a->use_post_quant_conv), "mid_block_add_attention", PyBool_FromLong(a->mid_block_add_attention),
-        "scaling_factor", scaling, "shift_factor", a->shift_factor);
+        "scaling_factor", a->scaling_known ? PyFloat_FromDouble((double)a->scaling_factor) : Py_NewRef(Py_None),
+        "shift_factor", a->shift_factor);
 }
 
 static PyObject *item(PyObject *dict, const char *key) {
@@ -127,14 +115,15 @@ const vm_backend *vm_py_backend(const char *name) {
     return NULL;
 }
 
+static PyObject *backend_item(const void *backends, size_t i) {
+    const vm_backend *b = ((const vm_backend *const *)backends)[i];
+    return Py_BuildValue("(sN)", b->name, PyBool_FromLong(b->usable()));
+}
+
 static PyObject *backends(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored)) {
-    PyObject *list = PyList_New(0);
-    for (const vm_backend *const *b = vm_backends(); list && *b; b++) {
-        PyObject *pair = Py_BuildValue("(sN)", (*b)->name, PyBool_FromLong((*b)->usable()));
-        if (!pair || PyList_Append(list, pair)) Py_CLEAR(list);
-        Py_XDECREF(pair);
-    }
-    return list;
+    size_t n = 0;
+    while (vm_backends()[n]) n++;
+    return vm_py_list(n, backend_item, vm_backends());
 }
 
 static PyObject *disable(PyObject *Py_UNUSED(module), PyObject *names) {

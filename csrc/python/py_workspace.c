@@ -2,8 +2,6 @@
 #include "py.h"
 #include "../predict/workspace.h"
 
-int vm_py_add_workspace(PyObject *module);
-
 typedef struct {
     PyObject_HEAD
     vm_cudnn *cudnn;
@@ -27,10 +25,8 @@ static PyObject *cudnn_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 }
 
 static void cudnn_dealloc(Cudnn *self) {
-    PyTypeObject *type = Py_TYPE(self);
     vm_cudnn_close(self->cudnn);
-    type->tp_free(self);
-    Py_DECREF(type);
+    vm_py_free((PyObject *)self);
 }
 
 static PyObject *cudnn_version(Cudnn *self, void *Py_UNUSED(closure)) {
@@ -41,23 +37,15 @@ static PyObject *cudnn_version(Cudnn *self, void *Py_UNUSED(closure)) {
 static PyObject *cudnn_conv(Cudnn *self, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"device", "dtype", "n", "c", "h", "w", "k", "r", "stride", "padding", "tf32", "nhwc", NULL};
     const char *device, *dtype;
-    long long n, c, h, w, k, r, stride, padding;
     int tf32 = 1, nhwc = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "ssLLLLLLLL|pp:conv", names, &device, &dtype, &n, &c, &h, &w, &k, &r,
-                                     &stride, &padding, &tf32, &nhwc))
+    vm_conv conv = {0};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "ssLLLLLLLL|pp:conv", names, &device, &dtype, &conv.n, &conv.c,
+                                     &conv.h, &conv.w, &conv.k, &conv.side, &conv.stride, &conv.padding, &tf32,
+                                     &nhwc) ||
+        vm_py_parse_dtype(dtype, &conv.dtype))
         return NULL;
-    vm_conv conv = {.tf32 = tf32,
-                    .nhwc = nhwc,
-                    .n = n,
-                    .c = c,
-                    .h = h,
-                    .w = w,
-                    .k = k,
-                    .r = r,
-                    .s = r,
-                    .padding = padding,
-                    .stride = stride};
-    if (vm_py_parse_dtype(dtype, &conv.dtype)) return NULL;
+    conv.tf32 = tf32;
+    conv.nhwc = nhwc;
     vm_conv_plan plan;
     vm_status status;
     Py_BEGIN_ALLOW_THREADS
@@ -70,7 +58,7 @@ static PyObject *cudnn_conv(Cudnn *self, PyObject *args, PyObject *kwargs) {
 }
 
 static PyMethodDef methods[] = {
-    {"conv", (PyCFunction)(void (*)(void))cudnn_conv, METH_VARARGS | METH_KEYWORDS,
+    {"conv", VM_PY_KEYWORDS(cudnn_conv), METH_VARARGS | METH_KEYWORDS,
      "conv(device, dtype, n, c, h, w, k, r, stride, padding, tf32=True, nhwc=False)\n--\n\n"
      "The plan that PyTorch's eager convolution would run, as a dict with its workspace in bytes; None where cuDNN has "
      "none.\n"
@@ -93,10 +81,4 @@ static PyType_Slot type_slots[] = {{Py_tp_doc,
 static PyType_Spec type_spec = {"vaemem._core.Cudnn", sizeof(Cudnn), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
                                 type_slots};
 
-int vm_py_add_workspace(PyObject *module) {
-    PyObject *type = PyType_FromModuleAndSpec(module, &type_spec, NULL);
-    if (!type) return -1;
-    const int result = PyModule_AddType(module, (PyTypeObject *)type);
-    Py_DECREF(type);
-    return result;
-}
+int vm_py_add_workspace(PyObject *module) { return vm_py_add_type(module, &type_spec); }

@@ -88,15 +88,17 @@ static size_t workspace_limit(const vm_gpu *g, const vm_limits *limits) {
 }
 
 static vm_conv_key key_of(const vm_gpu *g, const vm_pass *p, const vm_limits *limits, const shape *s, size_t rows) {
-    return (vm_conv_key){.dtype = g->dtype,
-                         .tf32 = g->tf32,
-                         .h = (int64_t)in_rows(p, s, rows),
-                         .w = (int64_t)s->in_w,
-                         .c = (int64_t)s->in_c,
-                         .k = (int64_t)s->raw_c,
-                         .r = (int64_t)s->k,
-                         .stride = (int64_t)s->stride,
-                         .limit = workspace_limit(g, limits)};
+    const vm_conv conv = {.dtype = g->dtype,
+                          .tf32 = g->tf32,
+                          .nhwc = true,
+                          .n = 1,
+                          .c = (int64_t)s->in_c,
+                          .h = (int64_t)in_rows(p, s, rows),
+                          .w = (int64_t)s->in_w,
+                          .k = (int64_t)s->raw_c,
+                          .side = (int64_t)s->k,
+                          .stride = (int64_t)s->stride};
+    return (vm_conv_key){conv, workspace_limit(g, limits)};
 }
 
 /* ---- our own convolution: a pass in one kernel; only the user's pixels are first converted, whole, by load ---- */
