@@ -154,9 +154,8 @@ typedef struct vm_talloc_block {
     bool first; /* of its segment; of an expandable one: of a mapped stretch */
 } vm_talloc_block;
 
-size_t vm_talloc_block_count(const vm_talloc *a);
-/* block: [vm_talloc_block_count], by address. */
-void vm_talloc_blocks(const vm_talloc *a, vm_talloc_block *block);
+/* How many there are; with block, which has place for as many, all of them by address. */
+size_t vm_talloc_blocks(const vm_talloc *a, vm_talloc_block *block);
 
 /* ---- for replays: the driver's and another process's decisions, imposed ---- */
 

@@ -16,18 +16,12 @@ static const segment *next_segment(const vm_talloc *a, const segment *s) {
     return (const segment *)(s ? ta_after(&a->segments, &s->node) : ta_at_least(&a->segments, &(node){.address = 0}));
 }
 
-size_t vm_talloc_block_count(const vm_talloc *a) {
+size_t vm_talloc_blocks(const vm_talloc *a, vm_talloc_block *out) {
     size_t n = 0;
     for (const segment *s = next_segment(a, NULL); s; s = next_segment(a, s))
-        for (const block *b = s->first; b; b = b->next) n += b->mapped;
-    return n;
-}
-
-void vm_talloc_blocks(const vm_talloc *a, vm_talloc_block *out) {
-    for (const segment *s = next_segment(a, NULL); s; s = next_segment(a, s))
-        for (const block *b = s->first; b; b = b->next)
-            if (b->mapped)
-                *out++ = (vm_talloc_block){.address = b->node.address,
+        for (const block *b = s->first; b; b = b->next) {
+            if (b->mapped && out)
+                out[n] = (vm_talloc_block){.address = b->node.address,
                                            .size = b->node.size,
                                            .requested = b->requested,
                                            .stream = b->node.stream,
@@ -36,6 +30,9 @@ void vm_talloc_blocks(const vm_talloc *a, vm_talloc_block *out) {
                                            .small = b->small,
                                            .expandable = b->expandable,
                                            .first = !b->prev || !b->prev->mapped};
+            n += b->mapped;
+        }
+    return n;
 }
 
 /* ---- what is imposed ---- */

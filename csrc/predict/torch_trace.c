@@ -141,12 +141,6 @@ vm_status vm_trace_norm(vm_trace *t, vm_dtype dtype, size_t n, size_t c, size_t 
     return s;
 }
 
-vm_attention vm_attention_kernel(const vm_attention_shape *a, const vm_trace_gpu *gpu) {
-    if (a->dtype != VM_F32 && gpu->sm >= 80 && a->depth <= 256 && !a->mask) return VM_ATTENTION_FLASH;
-    if (a->dtype == VM_BF16 && gpu->sm < 80) return VM_ATTENTION_MATH;
-    return VM_ATTENTION_EFFICIENT;
-}
-
 /* How many parts flash attention cuts the keys into when the queries alone do not fill the device. */
 static size_t flash_splits(const vm_attention_shape *a, const vm_trace_gpu *gpu) {
     const size_t block = a->depth <= 64 ? 256 : a->depth <= 128 ? 128 : 64;
@@ -232,14 +226,8 @@ vm_status vm_trace_attention(vm_trace *t, const vm_attention_shape *a, const vm_
                              uint32_t *id) {
     if (gpu->multiprocessors < 1)
         return vm_fail(VM_EINVAL, "multiprocessors: want 1 or more, got %d", gpu->multiprocessors);
-    switch (vm_attention_kernel(a, gpu)) {
-    case VM_ATTENTION_FLASH:
-        return flash(t, a, gpu, name, id);
-    case VM_ATTENTION_EFFICIENT:
-        return efficient(t, a, name, id);
-    default:
-        return math(t, a, name, id);
-    }
+    if (a->dtype != VM_F32 && gpu->sm >= 80 && a->depth <= 256 && !a->mask) return flash(t, a, gpu, name, id);
+    return a->dtype == VM_BF16 && gpu->sm < 80 ? math(t, a, name, id) : efficient(t, a, name, id);
 }
 
 /* ---- running ---- */

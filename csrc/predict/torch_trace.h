@@ -58,8 +58,6 @@ vm_status vm_trace_conv(vm_trace *t, const vm_conv *conv, const char *name);
 vm_status vm_trace_norm(vm_trace *t, vm_dtype dtype, size_t n, size_t c, size_t groups, size_t pixels, const char *name,
                         uint32_t stats[2]);
 
-typedef enum vm_attention { VM_ATTENTION_FLASH, VM_ATTENTION_EFFICIENT, VM_ATTENTION_MATH } vm_attention;
-
 typedef struct vm_trace_gpu {
     int sm; /* compute capability, 89 for 8.9 */
     int multiprocessors;
@@ -71,9 +69,8 @@ typedef struct vm_attention_shape {
     bool mask;
 } vm_attention_shape;
 
-/* The kernel of scaled_dot_product_attention without dropout: flash where it can, else memory-efficient, else math. */
-vm_attention vm_attention_kernel(const vm_attention_shape *shape, const vm_trace_gpu *gpu);
-/* The whole call: the output is taken and stays; what the kernel takes besides comes and goes. */
+/* scaled_dot_product_attention without dropout, by flash where it can, else memory-efficient, else math. The output is
+ * taken and stays; what the kernel takes besides comes and goes. */
 vm_status vm_trace_attention(vm_trace *t, const vm_attention_shape *shape, const vm_trace_gpu *gpu, const char *name,
                              uint32_t *id);
 

@@ -15,9 +15,9 @@
 
 #include "../vm.h"
 
-/* An architecture as the dict that Python sees, and back; -1 with an exception set. */
+/* An architecture as the dict that Python sees, and for PyArg_ParseTuple's O& back: a vm_arch. */
 PyObject *vm_py_arch_to_dict(const vm_arch *arch);
-int vm_py_arch_from_dict(PyObject *dict, vm_arch *arch);
+int vm_py_to_arch(PyObject *dict, void *arch);
 /* name: NULL or "" for the best usable one. NULL with an exception set. */
 const vm_backend *vm_py_backend(const char *name);
 /* A tuple of integers. */
@@ -55,12 +55,9 @@ void vm_py_raise_full(PyObject *allocator, const struct vm_talloc_oom *oom);
 /* The simulated allocator inside a CachingAllocator, and the lock to take for it; both borrowed. NULL: TypeError. */
 struct vm_talloc *vm_py_allocator(PyObject *object, vm_py_lock **lock);
 
-/* Each adds its part to the module; -1 with an exception set. */
-int vm_py_add_model(PyObject *module);
-int vm_py_add_kernels(PyObject *module);
-int vm_py_add_allocator(PyObject *module);
-int vm_py_add_unpickle(PyObject *module);
-int vm_py_add_workspace(PyObject *module);
-int vm_py_add_trace(PyObject *module);
+/* What the module has, by file. */
+extern PyType_Spec vm_py_model_type, vm_py_cudnn_type, vm_py_trace_type;
+extern PyMethodDef vm_py_kernels[], vm_py_unpickle[];
+int vm_py_add_allocator(PyObject *module); /* with its exception; -1 with one set */
 
 #endif

@@ -268,7 +268,7 @@ static PyObject *block_item(const void *blocks, size_t i) {
 
 static PyObject *allocator_blocks(Allocator *self, PyObject *Py_UNUSED(ignored)) {
     if (vm_py_acquire(&self->lock, "_blocks")) return NULL;
-    const size_t n = vm_talloc_block_count(self->talloc);
+    const size_t n = vm_talloc_blocks(self->talloc, NULL);
     vm_talloc_block *block = PyMem_Calloc(n ? n : 1, sizeof *block);
     if (block) vm_talloc_blocks(self->talloc, block);
     vm_py_release(&self->lock);
@@ -338,10 +338,11 @@ static PyObject *allocator_release(Allocator *self, PyObject *where) {
 }
 
 static PyObject *allocator_restore(Allocator *self, PyObject *args) {
-    unsigned long long address, size, stream;
+    vm_talloc_block segment = {0};
     int small;
     PyObject *items, *list, *result = NULL;
-    if (!PyArg_ParseTuple(args, "KKKpO", &address, &size, &stream, &small, &items)) return NULL;
+    if (!PyArg_ParseTuple(args, "KKKpO", &segment.address, &segment.size, &segment.stream, &small, &items)) return NULL;
+    segment.small = small;
     if (!(list = PySequence_Tuple(items))) return NULL; /* a copy, as in parse_divisions */
     const Py_ssize_t n = PyTuple_GET_SIZE(list);
     vm_talloc_block *block = PyMem_Calloc(n ? (size_t)n : 1, sizeof *block);
@@ -350,15 +351,14 @@ static PyObject *allocator_restore(Allocator *self, PyObject *args) {
         goto done;
     }
     for (Py_ssize_t i = 0; i < n; i++) {
-        unsigned long long at, bytes, requested;
+        vm_talloc_block *b = &block[i];
         int pending;
         PyObject *item = PyTuple_GET_ITEM(list, i);
-        if (!PyTuple_Check(item) || !PyArg_ParseTuple(item, "KKKp", &at, &bytes, &requested, &pending)) goto done;
-        block[i] = (vm_talloc_block){.address = at, .size = bytes, .requested = requested};
-        block[i].state = pending ? VM_TALLOC_PENDING : VM_TALLOC_LIVE;
+        if (!PyTuple_Check(item) || !PyArg_ParseTuple(item, "KKKp", &b->address, &b->size, &b->requested, &pending))
+            goto done;
+        b->state = pending ? VM_TALLOC_PENDING : VM_TALLOC_LIVE;
     }
     if (vm_py_acquire(&self->lock, "_restore")) goto done;
-    const vm_talloc_block segment = {.address = address, .size = size, .stream = stream, .small = small};
     result = vm_py_done(&self->lock, vm_talloc_restore(self->talloc, &segment, block, (size_t)n));
 done:
     if (!result && !PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "blocks: want tuples of four");

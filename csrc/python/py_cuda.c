@@ -20,13 +20,12 @@ static void close_gpu(PyObject *capsule) {
 static PyObject *backend_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"device", "dtype", "tf32", "autotune", "libcuda", "libcudnn", "own_conv", NULL};
     vm_gpu_options o = {0};
-    const char *dtype = "float32";
     int tf32 = 0, autotune = 0, own_conv = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|isppzzp:Backend", names, &o.device, &dtype, &tf32, &autotune,
-                                     &o.libcuda, &o.libcudnn, &own_conv) ||
-        vm_py_parse_dtype(dtype, &o.dtype))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|iO&ppzzp:Backend", names, &o.device, vm_py_to_dtype, &o.dtype,
+                                     &tf32, &autotune, &o.libcuda, &o.libcudnn, &own_conv))
         return NULL;
-    if (tf32 && o.dtype != VM_F32) return PyErr_Format(PyExc_ValueError, "tf32: want dtype float32, got %s", dtype);
+    if (tf32 && o.dtype != VM_F32)
+        return PyErr_Format(PyExc_ValueError, "tf32: want dtype float32, got %s", vm_dtype_name(o.dtype));
     o.tf32 = tf32;
     o.autotune = autotune;
     o.own_conv = own_conv;

@@ -10,13 +10,14 @@ static int parse_parts(const char *text, unsigned *parts) {
 
 static PyObject *model_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"arch", "parts", "backend", NULL};
-    PyObject *dict, *capsule = Py_None;
+    PyObject *capsule = Py_None;
     const vm_backend *backend = NULL;
     const char *parts_name = "all";
     unsigned parts;
     vm_arch arch;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|sO", names, &dict, &parts_name, &capsule)) return NULL;
-    if (parse_parts(parts_name, &parts) || vm_py_arch_from_dict(dict, &arch)) return NULL;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&|sO", names, vm_py_to_arch, &arch, &parts_name, &capsule) ||
+        parse_parts(parts_name, &parts))
+        return NULL;
     if (capsule != Py_None && !(backend = PyCapsule_GetPointer(capsule, vm_py_backend_name))) return NULL;
     Model *self = (Model *)type->tp_alloc(type, 0);
     if (!self) return NULL;
@@ -160,7 +161,5 @@ static PyType_Slot type_slots[] = {
     {Py_tp_getset, attributes},
     {0, NULL}};
 
-static PyType_Spec type_spec = {"vaemem._core.Model", sizeof(Model), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+PyType_Spec vm_py_model_type = {"vaemem._core.Model", sizeof(Model), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
                                 type_slots};
-
-int vm_py_add_model(PyObject *module) { return vm_py_add_type(module, &type_spec); }

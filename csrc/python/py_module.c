@@ -63,31 +63,30 @@ static int get_widths(PyObject *dict, vm_arch *a) {
     return PyErr_Occurred() ? -1 : 0;
 }
 
-int vm_py_arch_from_dict(PyObject *dict, vm_arch *a) {
+int vm_py_to_arch(PyObject *dict, void *out) {
+    vm_arch *a = out;
     *a = (vm_arch){.name = "custom"};
     if (!PyDict_Check(dict)) {
         PyErr_Format(PyExc_TypeError, "arch: want a dict, got %s", Py_TYPE(dict)->tp_name);
-        return -1;
+        return 0;
     }
     PyObject *name = PyDict_GetItemString(dict, "name"), *scaling = PyDict_GetItemString(dict, "scaling_factor");
     if (name) {
         const char *text = PyUnicode_AsUTF8(name);
-        if (!text) return -1;
+        if (!text) return 0;
         snprintf(a->name, sizeof a->name, "%s", text);
         vm_end_whole(a->name);
     }
     a->scaling_known = scaling && scaling != Py_None;
-    if (a->scaling_known && get_float(dict, "scaling_factor", &a->scaling_factor)) return -1;
-    if (a->scaling_known && get_float(dict, "shift_factor", &a->shift_factor)) return -1;
-    return get_size(dict, "in_channels", &a->in_channels) || get_size(dict, "out_channels", &a->out_channels) ||
-                   get_size(dict, "latent_channels", &a->latent_channels) || get_widths(dict, a) ||
-                   get_size(dict, "layers_per_block", &a->layers_per_block) ||
-                   get_size(dict, "norm_num_groups", &a->norm_num_groups) ||
-                   get_float(dict, "norm_eps", &a->norm_eps) || get_bool(dict, "use_quant_conv", &a->use_quant_conv) ||
-                   get_bool(dict, "use_post_quant_conv", &a->use_post_quant_conv) ||
-                   get_bool(dict, "mid_block_add_attention", &a->mid_block_add_attention)
-               ? -1
-               : 0;
+    if (a->scaling_known && get_float(dict, "scaling_factor", &a->scaling_factor)) return 0;
+    if (a->scaling_known && get_float(dict, "shift_factor", &a->shift_factor)) return 0;
+    return !(get_size(dict, "in_channels", &a->in_channels) || get_size(dict, "out_channels", &a->out_channels) ||
+             get_size(dict, "latent_channels", &a->latent_channels) || get_widths(dict, a) ||
+             get_size(dict, "layers_per_block", &a->layers_per_block) ||
+             get_size(dict, "norm_num_groups", &a->norm_num_groups) || get_float(dict, "norm_eps", &a->norm_eps) ||
+             get_bool(dict, "use_quant_conv", &a->use_quant_conv) ||
+             get_bool(dict, "use_post_quant_conv", &a->use_post_quant_conv) ||
+             get_bool(dict, "mid_block_add_attention", &a->mid_block_add_attention));
 }
 
 static PyObject *models(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored)) {
@@ -150,11 +149,13 @@ static PyMethodDef functions[] = {
 
 static int exec_module(PyObject *module) {
     if (PyArray_ImportNumPyAPI() < 0) return -1;
-    int (*const parts[])(PyObject *) = {vm_py_add_model,    vm_py_add_kernels,   vm_py_add_allocator,
-                                        vm_py_add_unpickle, vm_py_add_workspace, vm_py_add_trace};
-    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
-        if (parts[i](module)) return -1;
-    return 0;
+    PyType_Spec *const types[] = {&vm_py_model_type, &vm_py_cudnn_type, &vm_py_trace_type};
+    for (int i = 0; i < 3; i++)
+        if (vm_py_add_type(module, types[i])) return -1;
+    return PyModule_AddFunctions(module, vm_py_kernels) || PyModule_AddFunctions(module, vm_py_unpickle) ||
+                   vm_py_add_allocator(module)
+               ? -1
+               : 0;
 }
 
 static PyModuleDef_Slot slots[] = {{Py_mod_exec, (void *)exec_module},

@@ -53,12 +53,13 @@ static inline void vm_py_free(PyObject *self) {
     Py_DECREF(type);
 }
 
-/* -1 with an exception set where it is no type of ours. */
-static inline int vm_py_parse_dtype(const char *name, vm_dtype *out) {
-    for (*out = VM_F32; *out <= VM_BF16; (*out)++)
-        if (!strcmp(name, vm_dtype_name(*out))) return 0;
-    PyErr_Format(PyExc_ValueError, "dtype: want float32, float16 or bfloat16, got '%s'", name);
-    return -1;
+/* For PyArg_ParseTuple's O&: a vm_dtype. */
+static inline int vm_py_to_dtype(PyObject *name, void *out) {
+    vm_dtype *dtype = out;
+    for (*dtype = VM_F32; *dtype <= VM_BF16; (*dtype)++)
+        if (PyUnicode_Check(name) && !PyUnicode_CompareWithASCIIString(name, vm_dtype_name(*dtype))) return 1;
+    PyErr_Format(PyExc_ValueError, "dtype: want float32, float16 or bfloat16, got %R", name);
+    return 0;
 }
 
 #endif

@@ -58,31 +58,25 @@ static void trace_dealloc(Trace *self) {
 static PyObject *trace_vae(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"arch",  "runtime", "op",      "dtype", "height",          "width",
                             "batch", "tile",    "slicing", "sm",    "multiprocessors", NULL};
-    PyObject *dict;
-    const char *runtime, *op, *dtype_name;
-    vm_dtype dtype;
-    Py_ssize_t height, width, batch = 1, tile = 0;
-    int slicing = 0, sm = 89, multiprocessors = 128;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "Osssnn|nnpii:vae", names, &dict, &runtime, &op, &dtype_name,
-                                     &height, &width, &batch, &tile, &slicing, &sm, &multiprocessors))
-        return NULL;
+    const char *runtime, *op;
     vm_arch arch;
+    vm_trace_vae vae = {.arch = &arch, .batch = 1, .gpu = {.sm = 89, .multiprocessors = 128}};
+    int slicing = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&ssO&nn|nnpii:vae", names, vm_py_to_arch, &arch, &runtime, &op,
+                                     vm_py_to_dtype, &vae.dtype, &vae.height, &vae.width, &vae.batch, &vae.tile,
+                                     &slicing, &vae.gpu.sm, &vae.gpu.multiprocessors))
+        return NULL;
     const int r = CHOOSE("runtime", runtime, runtime_name), o = r < 0 ? -1 : CHOOSE("op", op, op_name);
-    if (o < 0 || vm_py_parse_dtype(dtype_name, &dtype) || vm_py_arch_from_dict(dict, &arch)) return NULL;
+    if (o < 0) return NULL;
+    const Py_ssize_t height = (Py_ssize_t)vae.height, width = (Py_ssize_t)vae.width, batch = (Py_ssize_t)vae.batch,
+                     tile = (Py_ssize_t)vae.tile;
     if (height < 1 || width < 1 || batch < 1 || tile < 0)
         return PyErr_Format(PyExc_ValueError,
                             "height, width, batch, tile: want 1 or more (a tile of 0 is none), got %zd, %zd, %zd, %zd",
                             height, width, batch, tile);
-    const vm_trace_vae vae = {.arch = &arch,
-                              .runtime = (vm_trace_runtime)r,
-                              .op = (vm_op)o,
-                              .dtype = dtype,
-                              .height = (size_t)height,
-                              .width = (size_t)width,
-                              .batch = (size_t)batch,
-                              .tile = (size_t)tile,
-                              .slicing = slicing,
-                              .gpu = {.sm = sm, .multiprocessors = multiprocessors}};
+    vae.runtime = (vm_trace_runtime)r;
+    vae.op = (vm_op)o;
+    vae.slicing = slicing;
     vm_trace *trace;
     vm_status s;
     Py_BEGIN_ALLOW_THREADS
@@ -92,13 +86,12 @@ static PyObject *trace_vae(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 }
 
 static PyObject *trace_weights(PyTypeObject *type, PyObject *args) {
-    PyObject *dict;
-    const char *runtime, *dtype_name;
+    const char *runtime;
     vm_dtype dtype;
     vm_arch arch;
-    if (!PyArg_ParseTuple(args, "Oss:weights", &dict, &runtime, &dtype_name)) return NULL;
+    if (!PyArg_ParseTuple(args, "O&sO&:weights", vm_py_to_arch, &arch, &runtime, vm_py_to_dtype, &dtype)) return NULL;
     const int r = CHOOSE("runtime", runtime, runtime_name);
-    if (r < 0 || vm_py_parse_dtype(dtype_name, &dtype) || vm_py_arch_from_dict(dict, &arch)) return NULL;
+    if (r < 0) return NULL;
     vm_trace *trace;
     vm_status s = vm_trace_vae_weights(&arch, (vm_trace_runtime)r, dtype, &trace);
     return s ? vm_py_raise(s) : wrap(type, trace);
@@ -132,12 +125,11 @@ static PyObject *trace_blas(Trace *self, PyObject *args) {
 }
 
 static PyObject *trace_conv(Trace *self, PyObject *args) {
-    const char *dtype, *name;
+    const char *name;
     vm_conv conv = {.tf32 = true};
     int nhwc;
-    if (!PyArg_ParseTuple(args, "sLLLLLLLLps:conv", &dtype, &conv.n, &conv.c, &conv.h, &conv.w, &conv.k, &conv.side,
-                          &conv.stride, &conv.padding, &nhwc, &name) ||
-        vm_py_parse_dtype(dtype, &conv.dtype))
+    if (!PyArg_ParseTuple(args, "O&LLLLLLLLps:conv", vm_py_to_dtype, &conv.dtype, &conv.n, &conv.c, &conv.h, &conv.w,
+                          &conv.k, &conv.side, &conv.stride, &conv.padding, &nhwc, &name))
         return NULL;
     conv.nhwc = nhwc;
     if (vm_py_acquire(&self->lock, "conv")) return NULL;
@@ -145,12 +137,12 @@ static PyObject *trace_conv(Trace *self, PyObject *args) {
 }
 
 static PyObject *trace_norm(Trace *self, PyObject *args) {
-    const char *dtype_name, *name;
+    const char *name;
     vm_dtype dtype;
     size_t n, c, groups, pixels; /* parsed as signed: a negative one is a size that does not fit */
     uint32_t stats[2];
-    if (!PyArg_ParseTuple(args, "snnnns:norm", &dtype_name, &n, &c, &groups, &pixels, &name) ||
-        vm_py_parse_dtype(dtype_name, &dtype) || vm_py_acquire(&self->lock, "norm"))
+    if (!PyArg_ParseTuple(args, "O&nnnns:norm", vm_py_to_dtype, &dtype, &n, &c, &groups, &pixels, &name) ||
+        vm_py_acquire(&self->lock, "norm"))
         return NULL;
     vm_status s = vm_trace_norm(self->trace, dtype, n, c, groups, pixels, name, stats);
     vm_py_release(&self->lock);
@@ -158,14 +150,13 @@ static PyObject *trace_norm(Trace *self, PyObject *args) {
 }
 
 static PyObject *trace_attention(Trace *self, PyObject *args) {
-    const char *dtype, *name;
+    const char *name;
     vm_attention_shape shape;
     vm_trace_gpu gpu;
     int mask;
     uint32_t id;
-    if (!PyArg_ParseTuple(args, "snnnnnpiis:attention", &dtype, &shape.batch, &shape.heads, &shape.queries, &shape.keys,
-                          &shape.depth, &mask, &gpu.sm, &gpu.multiprocessors, &name) ||
-        vm_py_parse_dtype(dtype, &shape.dtype))
+    if (!PyArg_ParseTuple(args, "O&nnnnnpiis:attention", vm_py_to_dtype, &shape.dtype, &shape.batch, &shape.heads,
+                          &shape.queries, &shape.keys, &shape.depth, &mask, &gpu.sm, &gpu.multiprocessors, &name))
         return NULL;
     shape.mask = mask;
     if (vm_py_acquire(&self->lock, "attention")) return NULL;
@@ -299,29 +290,24 @@ static PyObject *trace_run(Trace *self, PyObject *args, PyObject *kwargs) {
     static char *keywords[] = {"allocator", "workspaces", "cublas_bytes", "cublaslt_bytes", "cublaslt_use",
                                "cublas",    "cublaslt",   "tag",          "heights",        NULL};
     const char *use;
-    unsigned long long cublas_bytes, lt_bytes, cublas, lt;
-    unsigned int tag;
     int heights;
     PyObject *workspaces;
     job j = {{0}};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOKKsKKIp:run", keywords, &j.allocator, &workspaces, &cublas_bytes,
-                                     &lt_bytes, &use, &cublas, &lt, &tag, &heights))
+    vm_trace_process *p = &j.process;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOKKsKKIp:run", keywords, &j.allocator, &workspaces,
+                                     &p->cublas_bytes, &p->cublaslt_bytes, &use, &p->cublas, &p->cublaslt, &p->tag,
+                                     &heights))
         return NULL;
     const int u = CHOOSE("cublaslt_use", use, cublaslt_name);
     if (u < 0) return NULL;
-    j.process = (vm_trace_process){.cublas_bytes = cublas_bytes,
-                                   .cublaslt_bytes = lt_bytes,
-                                   .cublaslt_use = (vm_cublaslt)u,
-                                   .cublas = cublas,
-                                   .cublaslt = lt,
-                                   .tag = tag};
+    p->cublaslt_use = (vm_cublaslt)u;
     PyObject *result = NULL;
     if ((j.workspaces = PySequence_Tuple(workspaces)) && !vm_py_acquire(&self->lock, "run")) {
         const int failed = run_locked(self->trace, &j, heights);
         vm_py_release(&self->lock);
         if (!failed)
-            result = Py_BuildValue("(NKKOO)", j.left, (unsigned long long)j.process.cublas,
-                                   (unsigned long long)j.process.cublaslt, j.allocated, j.reserved);
+            result = Py_BuildValue("(NKKOO)", j.left, (unsigned long long)p->cublas, (unsigned long long)p->cublaslt,
+                                   j.allocated, j.reserved);
     }
     Py_XDECREF(j.workspaces);
     Py_XDECREF(j.allocated);
@@ -376,7 +362,5 @@ static PyType_Slot slots[] = {
     {Py_tp_doc, "What a PyTorch call takes from the caching allocator and gives back, in order."},
     {0, NULL}};
 
-static PyType_Spec spec = {
+PyType_Spec vm_py_trace_type = {
     .name = "vaemem._core.Trace", .basicsize = sizeof(Trace), .flags = Py_TPFLAGS_DEFAULT, .slots = slots};
-
-int vm_py_add_trace(PyObject *module) { return vm_py_add_type(module, &spec); }

@@ -30,19 +30,18 @@ static void cudnn_dealloc(Cudnn *self) {
 }
 
 static PyObject *cudnn_version(Cudnn *self, void *Py_UNUSED(closure)) {
-    const size_t v = vm_cudnn_version(self->cudnn);
+    const size_t v = self->cudnn->version;
     return PyUnicode_FromFormat("%zu.%zu.%zu", v / 10000, v / 100 % 100, v % 100);
 }
 
 static PyObject *cudnn_conv(Cudnn *self, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"device", "dtype", "n", "c", "h", "w", "k", "r", "stride", "padding", "tf32", "nhwc", NULL};
-    const char *device, *dtype;
+    const char *device;
     int tf32 = 1, nhwc = 0;
     vm_conv conv = {0};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "ssLLLLLLLL|pp:conv", names, &device, &dtype, &conv.n, &conv.c,
-                                     &conv.h, &conv.w, &conv.k, &conv.side, &conv.stride, &conv.padding, &tf32,
-                                     &nhwc) ||
-        vm_py_parse_dtype(dtype, &conv.dtype))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sO&LLLLLLLL|pp:conv", names, &device, vm_py_to_dtype, &conv.dtype,
+                                     &conv.n, &conv.c, &conv.h, &conv.w, &conv.k, &conv.side, &conv.stride,
+                                     &conv.padding, &tf32, &nhwc))
         return NULL;
     conv.tf32 = tf32;
     conv.nhwc = nhwc;
@@ -78,7 +77,5 @@ static PyType_Slot type_slots[] = {{Py_tp_doc,
                                    {Py_tp_getset, attributes},
                                    {0, NULL}};
 
-static PyType_Spec type_spec = {"vaemem._core.Cudnn", sizeof(Cudnn), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+PyType_Spec vm_py_cudnn_type = {"vaemem._core.Cudnn", sizeof(Cudnn), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
                                 type_slots};
-
-int vm_py_add_workspace(PyObject *module) { return vm_py_add_type(module, &type_spec); }

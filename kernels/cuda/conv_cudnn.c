@@ -75,7 +75,7 @@ void vm_cudnn_convs_free(vm_cudnn_convs *s) {
     free(s);
 }
 
-size_t vm_cudnn_convs_version(const vm_cudnn_convs *s) { return vm_cudnn_version(s->c); }
+size_t vm_cudnn_convs_version(const vm_cudnn_convs *s) { return s->c->version; }
 
 size_t vm_cudnn_convs_count(const vm_cudnn_convs *s) {
     pthread_mutex_lock(&s->c->lock);

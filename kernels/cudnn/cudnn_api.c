@@ -82,8 +82,6 @@ void vm_cudnn_close(vm_cudnn *cudnn) {
     free(cudnn);
 }
 
-size_t vm_cudnn_version(const vm_cudnn *cudnn) { return cudnn->version; }
-
 vm_status vm_cudnn_check(const vm_conv *conv) {
     const int64_t sizes[] = {conv->n, conv->c, conv->h, conv->w, conv->k, conv->side, conv->stride};
     bool good = conv->padding >= 0 && conv->padding < MAX_SIZE;

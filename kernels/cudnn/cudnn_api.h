@@ -49,7 +49,7 @@ enum { MAX_CONFIGS = 256, MAX_DESCS = 16 };
 /* A library. The last four entries are NULL where it has none, and cannot run. */
 typedef struct vm_cudnn {
     pthread_mutex_t lock; /* held by the user around its questions */
-    size_t version;
+    size_t version;       /* 10000 * major + 100 * minor + patch */
     int (*create)(int type, desc *out);
     int (*destroy)(desc d);
     int (*set)(desc d, int name, int type, int64_t count, const void *values);
@@ -71,8 +71,6 @@ enum { VM_CUDNN_ASKABLE = 90800 }; /* the first that answers without a device */
  * vm_cudnn_close. VM_EDEVICE where there is no cuDNN, one older than `least`, or no cuBLASLt for it. */
 vm_status vm_cudnn_open(const char *path, const char *no_driver, size_t least, vm_cudnn **out);
 void vm_cudnn_close(vm_cudnn *cudnn);
-/* 10000 * major + 100 * minor + patch. */
-size_t vm_cudnn_version(const vm_cudnn *cudnn);
 
 /* A forward convolution: cross-correlation, no dilation, one group, no bias; the same padding on both sides. */
 typedef struct vm_conv {
