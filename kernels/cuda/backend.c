@@ -73,12 +73,6 @@ static size_t parts_of(const vm_pass *p, size_t rows) {
 
 static size_t stripe_rows(const vm_pass *p, const shape *s, size_t row0) { return VM_MIN(s->rows, p->y.h - row0); }
 
-/* On GPUs other than Hopper cuDNN's TF32 engines want tens of megabytes; with less it would compute in plain float32. */
-static size_t workspace_limit(const vm_gpu *g, const vm_limits *limits) {
-    const size_t least = g->tf32 ? 64u << 20 : 1u << 20;
-    return VM_MAX(limits->stripe_bytes / 5 * 2, least);
-}
-
 static vm_conv_key key_of(const vm_gpu *g, const vm_pass *p, const vm_limits *limits, const shape *s, size_t rows) {
     const vm_conv conv = {.dtype = g->dtype,
                           .tf32 = g->tf32,
@@ -90,7 +84,9 @@ static vm_conv_key key_of(const vm_gpu *g, const vm_pass *p, const vm_limits *li
                           .k = (int64_t)s->raw_c,
                           .side = (int64_t)s->k,
                           .stride = (int64_t)s->stride};
-    return (vm_conv_key){conv, workspace_limit(g, limits)};
+    /* On GPUs other than Hopper cuDNN's TF32 engines want tens of megabytes; with less it computes in plain float32. */
+    const size_t least = g->tf32 ? 64u << 20 : 1u << 20;
+    return (vm_conv_key){conv, VM_MAX(limits->stripe_bytes / 5 * 2, least)};
 }
 
 /* ---- our own convolution: a pass in one kernel; only the user's pixels are first converted, whole, by load ---- */
