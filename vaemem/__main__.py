@@ -51,6 +51,10 @@ def _print(table: Table, form: str) -> None:
     print(str(text).rstrip("\n"))
 
 
+def _make_demo(args: argparse.Namespace) -> None:
+    _demo.run(args.out)
+
+
 def _estimate(args: argparse.Namespace) -> None:
     estimates = sweep(args.model, args.op, args.sizes, args.dtype, device=args.device, batch=args.batch, measure=False)
     _print(estimates, args.format)
@@ -148,7 +152,7 @@ def _parser() -> argparse.ArgumentParser:
 
     sub = command(
         "demo",
-        lambda args: _demo.run(args.out),
+        _make_demo,
         "The whole job on a photograph: weights files, encode, decode, sweep, fit, report.",
     )
     sub.add_argument("--out", default="out", help="folder for everything it leaves (default: out)")
