@@ -22,8 +22,10 @@ def latent_factor(arch: Mapping[str, Any]) -> int:
 
 def choose(argument: str, value: Any, among: Iterable[str]) -> None:
     """ValueError where an argument's value is not one of those that there are."""
-    if value not in tuple(among):
-        raise ValueError(f"{argument}: want one of {', '.join(among)}, got {value!r}")
+    known = tuple(among)
+    if value not in known:
+        wanted = " or ".join(known) if len(known) == 2 else f"one of {', '.join(known)}"
+        raise ValueError(f"{argument}: want {wanted}, got {value!r}")
 
 
 def whole(argument: str, value: Any, least: int = 1) -> None:

@@ -90,8 +90,8 @@ class VAE:
         Parameters
         ----------
         path : path
-            A safetensors file in diffusers, LDM/SD checkpoint or BFL layout (detected), of float32, float16 or bfloat16;
-            or a diffusers directory, whose ``config.json`` is then the architecture.
+            A safetensors file in diffusers, LDM/SD checkpoint or BFL layout (detected), float32, float16 or
+            bfloat16; or a diffusers directory, whose ``config.json`` is then the architecture.
         model : str, optional
             ``"sd15"``, ``"sdxl"`` or ``"flux"``: wins over what the file says, and must fit its tensors. Needed only
             where ``scaled=True`` will be, for SD1.5 and SDXL, whose tensors are the same.

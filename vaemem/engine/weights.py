@@ -114,8 +114,8 @@ def _read_header(f: IO[bytes]) -> tuple[dict[str, dict[str, Any]], int]:
         begin, end = end, end + bits[name]
         if [8 * offset for offset in entry["data_offsets"]] != [begin, end]:
             raise ValueError(
-                f"header: {shown(name)}: want {bits[name] / 8:g} bytes for {entry['dtype']} {shown(entry['shape'])} from "
-                f"byte {begin // 8} on, where the tensor before it ends, got data_offsets {entry['data_offsets']}"
+                f"header: {shown(name)}: want {bits[name] / 8:g} bytes for {entry['dtype']} {shown(entry['shape'])} "
+                f"from byte {begin // 8} on, where the tensor before it ends, got data_offsets {entry['data_offsets']}"
             )
     if 8 * (8 + header_bytes) + end != 8 * size:
         raise ValueError(f"want {8 + header_bytes + end // 8} bytes, header and tensors, got {size}")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vaemem import _core
-from vaemem._common import MIB
+from vaemem._common import MIB, choose
 from vaemem.prediction.snapshot import INTERVALS, CachingAllocator, check_snapshot, load_snapshot, parse_conf, want
 
 
@@ -205,8 +205,7 @@ def replay(
     ValueError
         For what is no snapshot, or holds no trace.
     """
-    if addresses not in ("recorded", "model"):
-        raise ValueError(f"addresses: want 'recorded' or 'model', got {addresses!r}")
+    choose("addresses", addresses, ("recorded", "model"))
     snapshot = check_snapshot(snapshot) if isinstance(snapshot, dict) else load_snapshot(snapshot)
     traces = snapshot["device_traces"]
     with_trace = [i for i, trace in enumerate(traces) if trace]
