@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from vaemem import _core
-from vaemem._common import latent_factor
+from vaemem._common import choose, latent_factor
 from vaemem.engine import weights
 from vaemem.engine.arguments import (
     Progress,
@@ -90,14 +90,15 @@ class VAE:
         Parameters
         ----------
         path : path
-            diffusers, LDM/SD checkpoint or BFL layout (detected); float32, float16 or bfloat16.
+            A safetensors file in diffusers, LDM/SD checkpoint or BFL layout (detected), float32, float16 or
+            bfloat16; or a diffusers directory, whose ``config.json`` is then the architecture.
         model : str, optional
-            ``"sd15"``, ``"sdxl"`` or ``"flux"``. Needed only where ``scaled=True`` will be, for SD1.5 and SDXL, whose
-            tensors are the same.
+            ``"sd15"``, ``"sdxl"`` or ``"flux"``: wins over what the file says, and must fit its tensors. Needed only
+            where ``scaled=True`` will be, for SD1.5 and SDXL, whose tensors are the same.
         config : path or mapping, optional
-            An AutoencoderKL ``config.json`` for any other architecture.
+            An AutoencoderKL ``config.json`` for any other architecture; wins likewise.
         parts : {"all", "encoder", "decoder"}
-            Reads only that half.
+            Reads only that half; the file need not hold the other, whose tensors are not looked at.
         device : str
             ``"cpu"``, ``"cuda"`` or ``"cuda:N"``.
         dtype : {"float32", "float16", "bfloat16"}
@@ -112,8 +113,13 @@ class VAE:
 
         Raises
         ------
-        ValueError, FileNotFoundError, MemoryError
-            What was wanted and what came; nothing stays allocated.
+        ValueError
+            A bad argument; a file that is damaged or no safetensors file; a tensor that is missing, extra, misshapen,
+            cut or of another dtype, by its name in the file. Whatever is raised, nothing stays allocated.
+        OSError
+            The file cannot be read. FileNotFoundError: no such file, or a directory without weights or config.
+        MemoryError
+            No room for the weights.
         RuntimeError
             No driver, no cuDNN, or a GPU that refused.
         """
@@ -136,14 +142,13 @@ class VAE:
     ) -> VAE:
         """Weights of the real shapes: PyTorch's default initialisation, random norm affines.
 
-        The same seed gives the same tensors whatever the parts. With ``config=`` the architecture is the config's.
+        The same seed, 0 or more, gives the same tensors whatever the parts. With ``config=`` the architecture is the
+        config's. What else there is to say goes for `load` too.
         """
         gpu = open_device(device, dtype, tf32, autotune, convolution)
         if config is None:
-            known = _core.models()
-            if model not in known:
-                raise ValueError(f"model: want one of {', '.join(known)}, got {model!r}")
-            arch = known[model]
+            choose("model", model, _core.models())
+            arch = _core.models()[model]
         else:
             arch = weights.read_config(config)
         core = _core.Model(arch, parts, gpu.backend.capsule if gpu else None)
@@ -156,9 +161,18 @@ class VAE:
         Parameters
         ----------
         path : path
-            A ``.safetensors`` file; for ``"diffusers"`` also a directory, which gets a ``config.json`` too.
+            A ``.safetensors`` file; for ``"diffusers"`` also a directory, made where there is none, which gets a
+            ``config.json`` too. A file without one does not tell norm_num_groups or the scaling.
         layout : {"diffusers", "ldm", "bfl"}
-            Refused where it cannot hold the model, and where the model is on a GPU, whose copy is rounded.
+            ``"ldm"`` wants both quant convs, ``"bfl"`` none and the middle attention.
+
+        Raises
+        ------
+        ValueError
+            A layout that is unknown or cannot hold the model, a path of the wrong kind, or a model on a GPU, whose copy
+            is rounded.
+        OSError
+            The file cannot be written. Whatever was there before is as it was.
         """
         if self._device:
             raise ValueError(f"save: want a VAE on the cpu, got one on {self.device}, whose weights are {self.dtype}")

@@ -12,11 +12,9 @@ float32. In each, size by size: encode, decode, tiled decode from 1024 on. What 
 
 from __future__ import annotations
 
-import argparse
 import csv
 import json
 import os
-import sys
 from collections.abc import Iterable, Sequence
 from importlib import resources
 from statistics import median
@@ -264,20 +262,17 @@ def write_csv(rows: Iterable[Row], path: str | os.PathLike[str]) -> None:
             writer.writerow([*key, *(f"{size:.2f}" for size in measured), *(f"{size:.4f}" for size in predicted)])
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """``python -m vaemem reproduce TABLE.csv [--csv OUT.csv]``."""
-    parser = argparse.ArgumentParser(prog="vaemem reproduce", description=__doc__.splitlines()[0])
-    parser.add_argument("table", nargs="?", help="a CSV with the seed table's columns; the shipped copy by default")
-    parser.add_argument("--csv", metavar="FILE", help="also write measured and predicted there")
-    args = parser.parse_args(argv)
-    table = read_table(args.table)
+def run(path: str | os.PathLike[str] | None = None, csv_path: str | os.PathLike[str] | None = None) -> None:
+    """``python -m vaemem reproduce TABLE.csv --csv OUT.csv``: prints all, and writes the rows where a path is given."""
+    table = read_table(path)
     rows = reproduce(table)
     print(f"Workspaces by the {len(inferred()['rules'])} rules that were inferred from this table (cuDNN {CUDNN}):\n")
     print(render(rows))
-    if args.csv:
-        write_csv(rows, args.csv)
-    sources: list[tuple[str, Any]] = []
-    sources.append((f"cuDNN {NEAREST}'s workspaces, asked beforehand, nothing inferred", profile_workspace(NEAREST)))
+    if csv_path:
+        write_csv(rows, csv_path)
+    sources: list[tuple[str, Any]] = [
+        (f"cuDNN {NEAREST}'s workspaces, asked beforehand, nothing inferred", profile_workspace(NEAREST))
+    ]
     cudnn = installed_cudnn()
     if cudnn.version is not None:
         sources.append((f"workspaces asked of the installed cuDNN {cudnn.version}", AskedWorkspace(cudnn)))
@@ -290,8 +285,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(_line(title, shown))
     if cudnn.version is None:
         print(f"No installed cuDNN could be asked: {cudnn.reason}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 
 from vaemem import _core, plot
-from vaemem._common import ELEMENT_BYTES, MIB, distinct, mib
+from vaemem._common import ELEMENT_BYTES, MIB, distinct, grouped, mib
 from vaemem.prediction.gpus import find_gpu
 from vaemem.reports.claims import (
     FAILS,
@@ -61,10 +61,7 @@ class Facts:
 
     def groups(self, rows: Iterable[Row], *names: str) -> dict[tuple[str, ...], list[Row]]:
         """Rows by label and columns, in their order."""
-        found: dict[tuple[str, ...], list[Row]] = {}
-        for row in rows:
-            found.setdefault((self.label(row), *(str(row[name]) for name in names)), []).append(row)
-        return found
+        return grouped(rows, lambda row: (self.label(row), *(str(row[name]) for name in names)))
 
 
 # ---- sections ----
@@ -382,10 +379,8 @@ def _nearest(op: str, comparison: Comparison | None) -> list[str]:
     if comparison is None:
         return []
     names = {estimator.name for estimator in comparison.estimators if estimator.runtime == "PyTorch"}
-    errors: dict[str, list[float]] = {}
-    for row in comparison.rows:
-        if row.row["op"] == op and row.estimator in names:
-            errors.setdefault(row.estimator, []).append(row.error)
+    mine = [row for row in comparison.rows if row.row["op"] == op and row.estimator in names]
+    errors = {name: [row.error for row in rows] for name, rows in grouped(mine, lambda r: r.estimator).items()}
     most = max(map(len, errors.values()), default=0)
     safe = {name: e for name, e in errors.items() if len(e) == most and min(e) >= 0}
     if not safe:
