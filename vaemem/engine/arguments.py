@@ -80,7 +80,10 @@ def pixels_of(output_type: str) -> str:
 
 
 @contextlib.contextmanager
-def polling(progress: Progress, op: str) -> Iterator[Callable[[int, int], object] | None]:
+def polling(
+    progress: Progress, op: str, says: Callable[[], str] | None = None
+) -> Iterator[Callable[[int, int], object] | None]:
+    """What a run is given to call. A bar says the op, or what `says` says when it moves."""
     if callable(progress):
         yield progress
         return
@@ -95,6 +98,8 @@ def polling(progress: Progress, op: str) -> Iterator[Callable[[int, int], object
 
         def show(done: int, total: int) -> None:
             bar.total = total
+            if says:
+                bar.set_description_str(says(), refresh=False)
             bar.update(done - bar.n)
 
         yield show

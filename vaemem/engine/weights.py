@@ -289,7 +289,9 @@ def _write_tensors(f: IO[bytes], model: _core.Model, layout: str) -> None:
         f.write(model.get_tensor(name).astype("<f4", copy=False).data)
 
 
-def save(model: _core.Model, path: str | os.PathLike[str], layout: str = "diffusers") -> None:
+def save(
+    model: _core.Model, path: str | os.PathLike[str], layout: str = "diffusers", sample_size: int | None = None
+) -> None:
     """Writes a model's tensors, in float32.
 
     Parameters
@@ -301,6 +303,8 @@ def save(model: _core.Model, path: str | os.PathLike[str], layout: str = "diffus
         is none, that gets ``config.json`` and ``diffusion_pytorch_model.safetensors``.
     layout : {"diffusers", "ldm", "bfl"}
         ``"ldm"`` wants both quant convs, ``"bfl"`` none and the middle attention.
+    sample_size : int, optional
+        For ``config.json``; None: the model's own, if it is a known one.
 
     Raises
     ------
@@ -349,7 +353,7 @@ def save(model: _core.Model, path: str | os.PathLike[str], layout: str = "diffus
     target.mkdir(parents=True, exist_ok=True)
     try:
         with _replacing(target / CONFIG) as c, _replacing(target / WEIGHTS) as f:
-            c.write(json.dumps(config_of(arch), indent=2).encode() + b"\n")
+            c.write(json.dumps(config_of(arch, sample_size), indent=2).encode() + b"\n")
             _write_tensors(f, model, layout)
     except BaseException:
         if new:
