@@ -69,6 +69,18 @@ def test_parity(name, sample_size, overlap, h, w, batch):
     assert error(got.logvar, posterior.logvar.numpy()) <= PARITY
 
 
+def test_refused_where_diffusers_result_has_another_size():
+    """Part of a latent shared: its tiles lie a number of latents apart that their kept pixels do not have."""
+    theirs, vae = pair("sd", 16, 0.4)
+    import torch
+
+    z = latents(vae, 9, 9)
+    with torch.no_grad():
+        assert theirs.decode(torch.from_numpy(z)).sample.shape != (1, 3, 36, 36)
+    with pytest.raises(ValueError, match=r"overlap: want whole latents, a multiple of 1/4 .*, got 0\.4"):
+        vae.decode(z, tiling=Tiling(16, 0.4))
+
+
 def test_sample_size_is_the_configs(tmp_path):
     def side(vae):
         return vae.sample_size
