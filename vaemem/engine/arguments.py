@@ -78,8 +78,11 @@ def pixels_of(output_type: str) -> str:
 
 
 @contextlib.contextmanager
-def polling(progress: Progress, title: str, total: int = 0, form: str | None = None) -> Iterator[Poll]:
-    """What is to be told (done, to do): the caller's function, a bar of tqdm's for True, or nobody (None)."""
+def polling(
+    progress: Progress, title: str, total: int = 0, form: str | None = None, says: Callable[[], str] | None = None
+) -> Iterator[Poll]:
+    """What is to be told (done, to do): the caller's function, a bar of tqdm's for True, or nobody (None). The bar says
+    the title, or what `says` says when it moves."""
     if callable(progress) or not progress:
         yield progress or None
         return
@@ -87,6 +90,8 @@ def polling(progress: Progress, title: str, total: int = 0, form: str | None = N
 
         def show(done: int, total: int) -> None:
             bar.total = total
+            if says:
+                bar.set_description_str(says(), refresh=False)
             bar.update(done - bar.n)
 
         yield show

@@ -110,8 +110,9 @@ _DEFAULTS: Arch = {  # of diffusers' AutoencoderKL
 _BLOCK_TYPES = {"down_block_types": "DownEncoderBlock2D", "up_block_types": "UpDecoderBlock2D"}
 # What the engine can do only one of. Per-channel latent statistics replace the scaling factor in pipelines.
 _FIXED = {"_class_name": "AutoencoderKL", "act_fn": "silu", "latents_mean": None, "latents_std": None}
-# Says nothing about the arithmetic: tile size and precision are chosen by whoever runs the model.
+# Says nothing about the arithmetic: tile size (`sample_size_of`) and precision are chosen by whoever runs the model.
 _IGNORED = ("name", "sample_size", "force_upcast")
+SAMPLE_SIZES = {"sd15": 512, "sdxl": 1024, "flux": 1024}
 _SCALING = ("name", "norm_eps", "scaling_factor", "shift_factor")  # what tensors cannot tell
 
 
@@ -175,6 +176,20 @@ def _load_json(path: Path) -> object:
         raise ValueError(f"config: want a JSON file, got {path}: {error}") from None
 
 
+def _contents(config: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[Mapping[str, Any], Path | None]:
+    """What a config says, and the file that it came from."""
+    if isinstance(config, Mapping):
+        return config, None
+    path = as_path(config, "config", "a path or a dict")
+    path = path / CONFIG if path.is_dir() else path
+    if not path.is_file():
+        raise FileNotFoundError(f"config: want a {CONFIG}, got {path}, which is no file")
+    contents = _load_json(path)
+    if not isinstance(contents, dict):
+        raise ValueError(f"config: want a JSON object, got {type(contents).__name__} in {path}")
+    return contents, path
+
+
 def read_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> Arch:
     """The architecture that a diffusers ``config.json`` describes.
 
@@ -197,19 +212,22 @@ def read_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> Arch:
     TypeError, FileNotFoundError
         `config` is no path and no mapping, or there is no such file.
     """
-    if isinstance(config, Mapping):
-        return _parse_config(config)
-    path = as_path(config, "config", "a path or a dict")
-    path = path / CONFIG if path.is_dir() else path
-    if not path.is_file():
-        raise FileNotFoundError(f"config: want a {CONFIG}, got {path}, which is no file")
-    contents = _load_json(path)
-    if not isinstance(contents, dict):
-        raise ValueError(f"config: want a JSON object, got {type(contents).__name__} in {path}")
+    contents, path = _contents(config)
     try:
         return _parse_config(contents)
     except ValueError as error:
-        raise ValueError(f"{error} (in {path})") from None
+        raise ValueError(f"{error} (in {path})" if path else str(error)) from None
+
+
+def sample_size_of(config: str | os.PathLike[str] | Mapping[str, Any] | None, model: str) -> int | None:
+    """The side in pixels of diffusers' tiles: what the config says, 32 as in diffusers where that says nothing. Without
+    a config, or with an `Arch` for one, the model's own. None: unknown, or no size."""
+    if config is None:
+        return SAMPLE_SIZES.get(model)
+    contents = _contents(config)[0]
+    size = contents.get("sample_size", SAMPLE_SIZES.get(contents.get("name", ""), 32))
+    size = size[0] if isinstance(size, (list, tuple)) and size else size
+    return size if type(size) is int and size > 0 else None
 
 
 def _parse_config(config: Mapping[str, Any]) -> Arch:
@@ -234,8 +252,9 @@ def _parse_config(config: Mapping[str, Any]) -> Arch:
     return equal[0] if equal else arch
 
 
-def config_of(arch: Arch) -> Arch:
-    """What diffusers.AutoencoderKL.from_pretrained reads. An unknown scaling factor is written as null."""
+def config_of(arch: Arch, sample_size: int | None = None) -> Arch:
+    """What diffusers.AutoencoderKL.from_pretrained reads. An unknown scaling factor is written as null, an unknown
+    sample_size not at all."""
     levels = len(arch["block_out_channels"])
     config: Arch = {"_class_name": "AutoencoderKL", "act_fn": "silu", "force_upcast": True}
     config.update({key: [block] * levels for key, block in _BLOCK_TYPES.items()})
@@ -243,10 +262,8 @@ def config_of(arch: Arch) -> Arch:
     for key in ("scaling_factor", "shift_factor"):  # the shortest decimal of the core's single precision
         config[key] = None if arch[key] is None else float(str(np.float32(arch[key])))
     config["shift_factor"] = config["shift_factor"] or None
-    sizes = {"sd15": 512, "sdxl": 1024, "flux": 1024}  # only diffusers' tiling reads it
-    if arch["name"] in sizes:
-        config["sample_size"] = sizes[arch["name"]]
-    return config
+    size = sample_size or SAMPLE_SIZES.get(arch["name"])
+    return config | ({"sample_size": size} if size else {})
 
 
 # ---- checking ----

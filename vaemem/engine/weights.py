@@ -255,9 +255,11 @@ def _write_tensors(f: IO[bytes], model: _core.Model, layout: str) -> None:
         f.write(model.get_tensor(name).astype("<f4", copy=False).data)
 
 
-def save(model: _core.Model, path: str | os.PathLike[str], layout: str = "diffusers") -> None:
+def save(
+    model: _core.Model, path: str | os.PathLike[str], layout: str = "diffusers", sample_size: int | None = None
+) -> None:
     """Writes a model's tensors, as `vaemem.VAE.save` says; one is in memory at a time. ValueError for a model that has
-    tensors which were never set."""
+    tensors which were never set. sample_size: for ``config.json``; None: the model's own, if it is a known one."""
     choose("layout", layout, LAYOUTS)
     arch = model.arch
     quant = arch["use_quant_conv"] + arch["use_post_quant_conv"]
@@ -288,7 +290,7 @@ def save(model: _core.Model, path: str | os.PathLike[str], layout: str = "diffus
     target.mkdir(parents=True, exist_ok=True)
     try:
         with _replacing(target / CONFIG) as c, _replacing(target / WEIGHTS) as f:
-            c.write(json.dumps(config_of(arch), indent=2).encode() + b"\n")
+            c.write(json.dumps(config_of(arch, sample_size), indent=2).encode() + b"\n")
             _write_tensors(f, model, layout)
     except BaseException:
         if new:
