@@ -187,7 +187,7 @@ class _Tiles:
             seen = max(seen, done + unit * h * rows // of)  # where float16 overflows a tile begins again
             poll(seen, total)  # type: ignore[misc]
 
-        with polling(progress, self.op, lambda: f"{self.op}, tile {count} of {self.count}") as poll:
+        with polling(progress, self.op, says=lambda: f"{self.op}, tile {count} of {self.count}") as poll:
             for y, x in product(self.rows, self.cols):
                 h, w, count = min(self.side, self.height - y), min(self.side, self.width - x), count + 1
                 ys, xs = slice(y * a, (y + h) * a), slice(x * a, (x + w) * a)
