@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib import resources
 from typing import Any, TypeVar
 
 __version__ = "0.1.0"
@@ -44,6 +45,11 @@ def listed(value: Any, single: type | tuple[type, ...]) -> list[Any]:
 def distinct(values: Iterable[Any]) -> list[Any]:
     """Each value once, in the order of their first."""
     return list(dict.fromkeys(values))
+
+
+def shipped(*path: str) -> str:
+    """The text of a file of vaemem/data."""
+    return resources.files("vaemem").joinpath("data", *path).read_text("utf-8")
 
 
 def grouped(items: Iterable[Item], key: Callable[[Item], Any]) -> dict[Any, list[Item]]:

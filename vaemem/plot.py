@@ -91,10 +91,6 @@ def timeline(run: Any) -> Figure:
     run : object
         What `VAE.estimate` returns or `VAE.last_run` holds: `timeline`, `weights_bytes`, `peak_pass`.
 
-    Returns
-    -------
-    matplotlib.figure.Figure
-
     Raises
     ------
     ValueError
@@ -138,10 +134,6 @@ def implied_constants(table: Table, shipped: Mapping[str, Mapping[str, float]] |
     target : str
         The column in bytes.
 
-    Returns
-    -------
-    matplotlib.figure.Figure
-
     Raises
     ------
     ValueError
@@ -179,10 +171,6 @@ def estimator_errors(comparison: Comparison) -> Figure:
     ----------
     comparison : Comparison
         What `vaemem.compare` gives.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
 
     Raises
     ------

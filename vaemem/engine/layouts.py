@@ -191,26 +191,12 @@ def _contents(config: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[Mappi
 
 
 def read_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> Arch:
-    """The architecture that a diffusers ``config.json`` describes.
+    """The architecture, as ``_core.Model`` takes it, that a diffusers ``config.json`` (a directory that holds one, its
+    contents, an `Arch`) describes. Its name is that of the model that it equals in every field, else ``"custom"``.
 
-    Parameters
-    ----------
-    config : path or mapping
-        A ``config.json``, a directory that holds one, or its contents. Keys that are absent have the defaults of
-        diffusers' ``AutoencoderKL``; ``scaling_factor`` may be None (unknown). An `Arch` is accepted too.
-
-    Returns
-    -------
-    dict
-        What ``_core.Model`` takes. Its name is that of the model that it equals in every field, else ``"custom"``.
-
-    Raises
-    ------
-    ValueError
-        A key that is unknown, of the wrong type, or asks for what the engine cannot do (another class, activation,
-        block type, per-channel latent statistics).
-    TypeError, FileNotFoundError
-        `config` is no path and no mapping, or there is no such file.
+    Keys that are absent have the defaults of diffusers' ``AutoencoderKL``; ``scaling_factor`` may be None (unknown).
+    ValueError for a key that is unknown, of the wrong type, or asks for what the engine cannot do (another class,
+    activation, block type, per-channel latent statistics).
     """
     contents, path = _contents(config)
     try:
@@ -404,30 +390,15 @@ def _find_arch(in_file: Mapping[str, Shape], layout: str, prefix: str, parts: st
 
 
 def detect(shapes: Mapping[str, Shape], parts: str = "all") -> tuple[str, str, Arch]:
-    """Layout and architecture of a file's tensors.
+    """Layout, prefix of the names, and architecture of a file's tensors, of which those that are no part of the VAE are
+    ignored. Where the halves might disagree, `parts` says which to look at.
 
-    Parameters
-    ----------
-    shapes : mapping of name to shape
-        All tensors of the file; what is no part of the VAE is ignored.
-    parts : {"all", "encoder", "decoder"}
-        The half to look at where they might disagree.
+    SD1.5 and SDXL have the same tensors: the architecture is named ``"sd"``, with scaling_factor None. FLUX's tensors
+    give ``"flux"`` with its scaling, though SD3's VAE has the same ones and another scaling (1.5305, shift 0.0609):
+    pass its config. Anything else is ``"custom"``, scaling_factor None.
 
-    Returns
-    -------
-    layout : {"diffusers", "ldm", "bfl"}
-    prefix : str
-        ``"first_stage_model."``, ``"vae."`` or ``""``.
-    arch : dict
-        What ``_core.Model`` takes. SD1.5 and SDXL have the same tensors: named ``"sd"``, with scaling_factor None.
-        FLUX's tensors give ``"flux"`` with its scaling, though SD3's VAE has the same ones and another scaling
-        (1.5305, shift 0.0609): pass its config. Anything else is ``"custom"``, scaling_factor None.
-
-    Raises
-    ------
-    ValueError
-        An unknown layout, or tensors that fit no architecture; norm_num_groups, which leaves no trace in tensors,
-        is taken to be 32, and where that does not divide the channels the error asks for ``config=``.
+    ValueError for an unknown layout, or tensors that fit no architecture; norm_num_groups, which leaves no trace in
+    tensors, is taken to be 32, and where that does not divide the channels the error asks for ``config=``.
     """
     layout, prefix = find_layout(shapes)
     return layout.removesuffix("-old"), prefix, _find_arch(shapes, layout, prefix, parts)

@@ -68,8 +68,8 @@ def benchmark(
 
     An encode is sampled and scaled, as pipelines do. `dtype` and `input_dtype`, the weights' by default, are those of
     the run and of the input: where they differ, weights and input are converted within each run, and the weights back
-    after it. `tile` and `slicing` are as `SimulatedProcess.encode` takes them. Of each measured run there is one reading; the
-    first still holds what the warm-up runs left bound.
+    after it. `tile` and `slicing` are as `SimulatedProcess.encode` takes them. There is one reading of each measured
+    run; the first still holds what the warm-up runs left bound.
     """
     choose("op", op, OPS)
     weights_dtype = vae.dtype

@@ -224,10 +224,6 @@ def formula(
         What else `predict` takes: ``batch``, ``weights_dtype``, ``cudnn_version``, ``torch_version``, ``slicing``,
         ``workspace``.
 
-    Returns
-    -------
-    ClosedForm
-
     Raises
     ------
     ValueError

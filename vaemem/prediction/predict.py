@@ -123,10 +123,6 @@ def predict(
     workspace : object, optional
         What answers for the convolutions' workspaces in place of `vaemem.prediction.workspace.Workspace`.
 
-    Returns
-    -------
-    Prediction
-
     Raises
     ------
     ValueError

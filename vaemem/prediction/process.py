@@ -24,13 +24,7 @@ _LAST_EACH, _LAST_KEPT = (2, 8), (2, 11)
 
 
 def torch_release(version: str) -> tuple[int, int]:
-    """(2, 7) of ``"2.7.1+cu128"``.
-
-    Raises
-    ------
-    ValueError
-        Where it is no version, or one whose operators are not modelled.
-    """
+    """(2, 7) of ``"2.7.1+cu128"``; ValueError where it is no version, or one whose operators are not modelled."""
     parts = version.split("+")[0].split(".")
     release = ".".join(parts[:2])
     if release not in CUDNN_OF_TORCH or not all(part.isdigit() for part in parts):
@@ -50,10 +44,7 @@ def blas_settings(gpu: Gpu, torch_version: str) -> dict[str, Any]:
 def architecture(model: str | Mapping[str, Any]) -> dict[str, Any]:
     """The arch dict of a shipped model's name, or of a path or dict that `vaemem.VAE` takes as ``config=``.
 
-    Raises
-    ------
-    ValueError
-        Unknown name, or a config that is no AutoencoderKL.
+    ValueError for an unknown name, or a config that is no AutoencoderKL.
     """
     shipped = _core.models()
     if isinstance(model, str):

@@ -193,10 +193,6 @@ def replay(
     **settings
         Of `CachingAllocator`, in place of those that the snapshot names.
 
-    Returns
-    -------
-    Replay
-
     Raises
     ------
     ValueError

@@ -16,11 +16,11 @@ import csv
 import json
 import os
 from collections.abc import Iterable, Sequence
-from importlib import resources
+from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from vaemem._common import MIB, OPS
+from vaemem._common import MIB, OPS, shipped
 from vaemem.prediction.benchmark import benchmark
 from vaemem.prediction.cudnn import InstalledCudnn, installed_cudnn
 from vaemem.prediction.gpus import find_gpu
@@ -106,15 +106,9 @@ def play(workspace: Any) -> dict[Key, tuple[float, float]]:
 
 
 def read_table(path: str | os.PathLike[str] | None = None) -> list[tuple[Key, tuple[float, float]]]:
-    """Rows of a table with the seed table's columns; the shipped copy by default.
-
-    Raises
-    ------
-    ValueError
-        A column or a number is missing, or a row is none of the benchmark's.
-    """
-    source = resources.files("vaemem") / "data" / "seed_table.csv" if path is None else None
-    text = source.read_text("utf-8") if source is not None else open(path, encoding="utf-8").read()  # type: ignore[arg-type]
+    """Rows of a table with the seed table's columns; the shipped copy by default. ValueError where a column or a number
+    is missing."""
+    text = shipped("seed_table.csv") if path is None else Path(path).read_text("utf-8")
     reader = csv.DictReader(text.splitlines())
     wanted = ("model", "op", "height", "width", "dtype", "group", "allocated_mib", "reserved_mib")
     missing = [name for name in wanted if name not in (reader.fieldnames or ())]
@@ -134,19 +128,10 @@ def read_table(path: str | os.PathLike[str] | None = None) -> list[tuple[Key, tu
 
 
 def reproduce(table: Iterable[tuple[Key, tuple[float, float]]], workspace: Any = None) -> list[Row]:
-    """Prediction beside each row of the table.
+    """Prediction beside each row of the table. Workspaces are the given ones, or those inferred from the table.
 
-    Parameters
-    ----------
-    table
-        As `read_table` gives it.
-    workspace : object, optional
-        Who answers for the convolutions' workspaces; by default the profile that was inferred from the table.
-
-    Raises
-    ------
-    ValueError
-        A row that is none of the benchmark's: `reserved` depends on the whole script, so no other row can be played.
+    ValueError for a row that is none of the benchmark's: `reserved` depends on the whole script, so no other row can be
+    played.
     """
     played = play(workspace or profile_workspace(CUDNN))
     table = list(table)
@@ -176,7 +161,7 @@ def inferred() -> dict[str, Any]:
     """The profile that was inferred from the table, as its file says it."""
     profile = Workspace(GPU, CUDNN)._profile
     assert profile is not None and profile.how == "inferred"
-    return json.loads((resources.files("vaemem") / "data" / "profiles" / profile.file).read_text("utf-8"))
+    return json.loads(shipped("profiles", profile.file))
 
 
 class AskedWorkspace:

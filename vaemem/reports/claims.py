@@ -98,10 +98,6 @@ def check(table: Table, claims: Iterable[Claim] | None = None) -> Checked:
     claims : iterable of Claim, optional
         By default `PUBLISHED`, what the published benchmark report says.
 
-    Returns
-    -------
-    Checked
-
     Examples
     --------
     >>> print(check(Table.from_csv("table.csv")).contradictions())
@@ -130,9 +126,9 @@ def case(row: Row) -> str:
     return f"{row['model']} {row['op']} {row['height']}x{row['width']} {row['dtype']}"
 
 
-def span(values: Sequence[float], form: str = "{:.2f}") -> str:
+def span(values: Sequence[float], form: Callable[[float], str] = "{:.2f}".format) -> str:
     """`1.04 to 1.96`, or `1.04` where both ends read the same."""
-    low, high = form.format(min(values)), form.format(max(values))
+    low, high = form(min(values)), form(max(values))
     return low if low == high else f"{low} to {high}"
 
 
@@ -150,9 +146,9 @@ def growth(rows: Sequence[Row]) -> dict[tuple[Any, ...], tuple[Row, Row]]:
 
 def pairs(rows: Sequence[Row], model: str, other: str) -> list[tuple[Row, Row]]:
     """Rows of two models that are alike in everything else, in their order."""
-    case = operator.itemgetter("op", "height", "width", "dtype", "batch", "device", "source", "group")
-    mine = {case(row): row for row in rows if row["model"] == model}
-    return [(mine[case(row)], row) for row in rows if row["model"] == other and case(row) in mine]
+    key = operator.itemgetter("op", "height", "width", "dtype", "batch", "device", "source", "group")
+    mine = {key(row): row for row in rows if row["model"] == model}
+    return [(mine[key(row)], row) for row in rows if row["model"] == other and key(row) in mine]
 
 
 def _groups(rows: Sequence[Row], *names: str) -> dict[str, list[Row]]:
@@ -299,12 +295,13 @@ def _encode_needs(rows: Rows) -> Finding:
     mine, decode = rows.of(op="encode", whole_image=True), rows.of(op="decode", whole_image=True)
     if not mine or not decode:
         return Finding(UNKNOWN, "")
-    case = operator.itemgetter("model", "height", "width", "dtype")
-    other = {case(row): row["reserved_bytes"] for row in decode}
-    parts = [row["reserved_bytes"] / other[case(row)] for row in mine if case(row) in other]
-    found = f"constants of {span([*map(constant, mine)], '{:.0f}')}, enough for all: {max(map(constant, mine)):.0f}"
+    key = operator.itemgetter("model", "height", "width", "dtype")
+    other = {key(row): row["reserved_bytes"] for row in decode}
+    parts = [row["reserved_bytes"] / other[key(row)] for row in mine if key(row) in other]
+    constants = [constant(row) for row in mine]
+    found = f"constants of {span(constants, '{:.0f}'.format)}, enough for all: {max(constants):.0f}"
     if parts:
-        found += f"; {span([100 * part for part in parts], '{:.0f}')}% of decoding the same size"
+        found += f"; {span([100 * part for part in parts], '{:.0f}'.format)}% of decoding the same size"
     return Finding(HOLDS, found)
 
 

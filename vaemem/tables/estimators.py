@@ -295,10 +295,6 @@ def compare(table: Table, estimators: Any = None, target: str = "reserved_bytes"
     target : str
         A column in bytes; ``"allocated_bytes"`` for what tensors take, ``"reserved_bytes"`` for what the process holds.
 
-    Returns
-    -------
-    Comparison
-
     Raises
     ------
     ValueError

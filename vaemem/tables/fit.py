@@ -246,10 +246,6 @@ def fit(table: Table, target: str = "allocated_bytes", quantile: float | None = 
         quantile regression); 1 is the lowest line, by its mean, that no row lies above. Needs SciPy
         (``pip install 'vaemem[fit]'``).
 
-    Returns
-    -------
-    Fit
-
     Raises
     ------
     ValueError
