@@ -1,0 +1,16 @@
+/* What plan.c and choose.c share. */
+#ifndef VM_PLAN_H
+#define VM_PLAN_H
+
+#include "vm.h"
+
+/* choose.c: cuts the passes into chains and lays them out. VM_ELIMIT below the smallest plan, whose peak the sentence has. */
+vm_status vm_plan_choose(const vm_model *m, vm_plan *plan);
+/* Places every piece of the chains that the plan has now, and counts. */
+vm_status vm_plan_lay_out(const vm_model *m, vm_plan *plan);
+/* Bytes of one row of the tensor that a node makes. */
+size_t vm_plan_row_bytes(const vm_plan *plan, int node);
+/* Rows that the ring of a streamed tensor needs, looking at so many steps of each round. */
+size_t vm_plan_ring_rows(const vm_plan *plan, int first, int last, int node, size_t most_steps);
+
+#endif
