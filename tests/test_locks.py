@@ -364,9 +364,20 @@ def test_long_names_are_cut_between_characters(letter, lead):
     assert name.endswith(trace.names[0]) and len(trace.names[0].encode()) > 60
     arch = _core.Model({**_core.models()["sdxl"], "name": name}, "decoder").arch
     assert name.startswith(arch["name"]) and len(arch["name"].encode()) > 27
-    with pytest.raises(OSError) as error:  # a sentence of the core that does not fit its buffer
-        _core.Cudnn("/" + name * 5)
-    assert len(str(error.value).encode()) > 500
+
+
+def test_long_sentences_are_cut_between_characters():
+    """A sentence of the core that does not fit its buffer. In a process that has not found cuDNN elsewhere before."""
+    script = """
+        from vaemem import _core
+        try:
+            _core.Cudnn("/" + "\u20ac" * 500)
+        except OSError as error:
+            assert len(str(error).encode()) > 500
+            print("refused")
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "refused\n", done.stderr
 
 
 # ---- sums ----

@@ -188,7 +188,7 @@ def test_out_apart_from_z_on_a_device():
         borrow=lambda array, name, stream: array,
     )
     with pytest.raises(ValueError, match="out: want memory apart from z"):
-        vae._run_there("decode", z, "float", False, None, out)
+        vae._run_on_device("decode", z, "float", False, None, out)
 
 
 def test_odd_arrays_are_copied():
