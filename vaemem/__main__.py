@@ -68,7 +68,7 @@ def _estimate(args: argparse.Namespace) -> None:
 def _tradeoff(args: argparse.Namespace) -> None:
     from vaemem.tables.sweep import tradeoff
 
-    rows = [row for size in args.sizes for row in tradeoff(args.model, args.op, *size, args.batch)]
+    rows = [row for h, w in args.sizes for row in tradeoff(args.model, args.op, h, w, args.batch)]
     _print(Table(rows), args.format)
 
 

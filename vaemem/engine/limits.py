@@ -193,7 +193,8 @@ class Plans:
         while record:
             while found and found[-1]["work"] >= record["work"]:
                 found.pop()
-            found.append(record)
+            if not found or sum(record["peak"].values()) < sum(found[-1]["peak"].values()):
+                found.append(record)
             record = self.smaller(record)
         return found
 

@@ -570,8 +570,8 @@ class VAE:
         choose("on_out_of_memory", self.on_out_of_memory, ("retry", "raise"))
         retries = self.on_out_of_memory == "retry"
         cache = None if self.cache_limit is None else parse_size("cache_limit", self.cache_limit, least=0)
-        if limit and self._held_bytes > limit:
-            self.trim()  # the arena of an earlier run
+        if limit and self.last_run and self.last_run.reserved_bytes > limit:
+            self.trim()  # or the arena of an earlier run would be held beside the limit
         while True:
             try:
                 if limit and self._device:

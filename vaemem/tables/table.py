@@ -23,7 +23,7 @@ SOURCES = ("measured", "estimated", "predicted")
 
 
 class Column(NamedTuple):
-    """A column of the schema. `kind` is text, count (>= 1), number (>= 0), bytes (>= 0), seconds (>= 0) or ratio (>= 0)."""
+    """A column of the schema. `kind` is text, count (>= 1), or number, bytes, seconds or ratio (>= 0)."""
 
     name: str
     kind: str
