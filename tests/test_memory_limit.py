@@ -6,6 +6,7 @@ import itertools
 import os
 import random
 import threading
+from typing import ClassVar
 
 import matplotlib.figure
 import numpy as np
@@ -15,7 +16,7 @@ from engine import config, images, latents, small_vae
 import vaemem
 from vaemem import _core
 from vaemem.__main__ import main
-from vaemem.engine.limits import available_memory, parse_size, resolve
+from vaemem.engine.limits import Plans, available_memory, parse_size, resolve, taken
 
 CASES = int(os.environ.get("VAEMEM_LIMIT_CASES", "150"))
 MIB, GIB = 2**20, 2**30
@@ -214,6 +215,26 @@ def test_largest(vae):
     for bad in (0, -1, float("nan"), float("inf"), "1", True, None, 1000):
         with pytest.raises((TypeError, ValueError), match=r"^aspect: want .+"):
             vae.largest("decode", limit, bad)
+
+
+def test_a_device_has_one_plan_whatever_the_limit():
+    class Core:
+        arch: ClassVar = {"block_out_channels": (16, 16, 16)}
+
+        def plan(self, height, width, memory_limit, **other):
+            size = 1000 + height * width
+            return {"peak": {"weights": 1000, "output": height * width}, "reserved": size, "work": 1.0}
+
+    plans = Plans(Core(), dict(op="decode", height=8, width=8))
+    assert taken(plans.within(0)) == taken(plans.within(1064)) == taken(plans.smallest()) == 1064
+    assert len(plans.curve()) == 1 and plans.smaller(plans.within(0)) is None
+    assert plans.largest(1000 + 40 * 40) == plans.largest(1000 + 43 * 43) == (40, 40)
+    assert plans.largest(2**62) == (2**15, 2**15), "where no limit binds, the largest that is looked for"
+    with pytest.raises(ValueError) as caught:
+        plans.within(1063)
+    assert caught.value.smallest == plans.refusal(1063).smallest == 1064
+    assert str(plans.refusal(1063)).endswith("want at least 1064 bytes for a decode of 8x8, got 1063 bytes, "
+                                             "which would do for 4x4")  # fmt: skip
 
 
 # ---- the curve ----

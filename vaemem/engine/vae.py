@@ -228,7 +228,7 @@ class VAE:
         """
         pixels = pixels_of(output_type)
         if self._device and Device.holds(z):
-            return self._run_on_device("decode", z, pixels, scaled, progress, out, memory_limit)
+            return self._run_on_device("decode", z, pixels, scaled, progress, out, self._limit(memory_limit))
         data = as_float(z, "z", "(N, C, h, w)")
         latents = self.arch["latent_channels"]
         if data.ndim != 4 or data.shape[1] != latents:
@@ -237,7 +237,7 @@ class VAE:
             check_out(out, self._image_shape(data.shape, pixels), np.uint8 if pixels == "uint8" else np.float32)
             check_apart(np.lib.array_utils.byte_bounds(data), np.lib.array_utils.byte_bounds(out))
         height, width = (side * self._factor for side in data.shape[2:])
-        return self._run("decode", data, height, width, pixels, scaled, progress, out, memory_limit)
+        return self._run("decode", data, height, width, pixels, scaled, progress, out, self._limit(memory_limit))
 
     def encode(self, x: Any, scaled: bool = False, progress: Progress = None, memory_limit: Limit = None) -> Encoded:
         """Images to a distribution over latents.
@@ -264,7 +264,7 @@ class VAE:
             )
         scaling, shift = (self.arch["scaling_factor"], self.arch["shift_factor"]) if scaled else (1.0, 0.0)
         if self._device and Device.holds(x):
-            moments = self._run_on_device("encode", x, "", False, progress, None, memory_limit)
+            moments = self._run_on_device("encode", x, "", False, progress, None, self._limit(memory_limit))
             return Encoded(moments, scaling, shift)
         array = np.asarray(x)
         if array.dtype == np.uint8:
@@ -277,7 +277,7 @@ class VAE:
             if data.ndim != 4 or data.shape[1] != channels:
                 raise ValueError(f"x: want shape (N, {channels}, H, W), got {data.shape}")
             height, width = data.shape[2:]
-        moments = self._run("encode", data, height, width, pixels, False, progress, None, memory_limit)
+        moments = self._run("encode", data, height, width, pixels, False, progress, None, self._limit(memory_limit))
         return Encoded(moments, scaling, shift)
 
     def estimate(
@@ -464,7 +464,7 @@ class VAE:
         scaled: bool,
         progress: Progress,
         out: np.ndarray | None,
-        memory_limit: Limit,
+        limit: int,
     ) -> np.ndarray:
         plan = self._plan(op, height, width, data.shape[0], pixels, True) | dict(own_output=out is None)
 
@@ -484,12 +484,11 @@ class VAE:
                 **gpu,
             )
 
-        limit = self._limit(memory_limit)
         with polling(progress, op) as poll:
             return self._run_until_done(run, poll, plan, limit, waits=True)
 
     def _run_on_device(
-        self, op: str, array: Any, pixels: str, scaled: bool, progress: Progress, out: Any, memory_limit: Limit
+        self, op: str, array: Any, pixels: str, scaled: bool, progress: Progress, out: Any, limit: int = 0
     ) -> Any:
         """A run on arrays in the GPU's memory."""
         assert self._device is not None
@@ -539,7 +538,6 @@ class VAE:
             return (address, owner), record
 
         plan = dict(op=op, height=height, width=width, batch=batch, host_arrays=False, own_output=out is None, **forms)
-        limit = self._limit(memory_limit)
         with polling(progress, op) as poll:
             address, owner = self._run_until_done(run, poll, plan | dict(stripe_bytes=self._stripes()), limit, waits)
         if result is not None:
