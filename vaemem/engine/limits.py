@@ -176,12 +176,15 @@ class Plans:
             raise
 
     def smallest(self) -> Any:
-        try:
-            record = self.within(1)
-        except ValueError as error:
-            if not hasattr(error, "smallest"):
-                raise
-            record = self.within(error.smallest)
+        """The plan below which there is none."""
+        limit, record = 1, None
+        while not record:  # what the core names as smallest is a plan that it saw on the way to this limit
+            try:
+                record = self.within(limit)
+            except ValueError as error:
+                if not hasattr(error, "smallest"):
+                    raise
+                limit = max(limit + 1, error.smallest)
         while less := self.smaller(record):
             record = less
         return record
@@ -216,7 +219,7 @@ class Plans:
         # `low` fits (0 stands for nothing at all), `high` does not.
         low, high, end = 0, 64, _SIDE // factor
         while high <= end and fits(high):
-            low, high = high, high * 2
+            low, high = high, min(high * 2, end + 1)
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if fits(middle) else (low, middle)
