@@ -175,8 +175,8 @@ class Plans:
                 return None
             raise
 
-    def smallest(self) -> Any:
-        """The plan below which there is none."""
+    def smallest(self) -> tuple[int, Any]:
+        """The smallest limit that will do, and its plan."""
         limit, record = 1, None
         while not record:  # what the core names as smallest is a plan that it saw on the way to this limit
             try:
@@ -186,8 +186,12 @@ class Plans:
                     raise
                 limit = max(limit + 1, error.smallest)
         while less := self.smaller(record):
-            record = less
-        return record
+            limit, record = taken(record) - 1, less
+        try:
+            self.within(taken(record))
+        except ValueError:  # a plan that is found from above alone
+            return limit, record
+        return taken(record), record
 
     def curve(self) -> list[Any]:
         """From the fastest plan to the smallest, without those that another one beats in memory and in work."""
@@ -227,7 +231,7 @@ class Plans:
 
     def refusal(self, limit: int) -> ValueError:
         """What to raise for a limit below the smallest plan: it says what would do, its cost, and what would fit."""
-        smallest, ask = self.smallest(), self._request
+        (least, smallest), ask = self.smallest(), self._request
         op = f"{'an' if ask['op'] == 'encode' else 'a'} {ask['op']} of {ask['height']}x{ask['width']}"
         batch = f" in a batch of {ask['batch']}" if ask.get("batch", 1) > 1 else ""
         work = f" ({smallest['work']:.1f} times the work of an unlimited run)" if smallest["work"] > 1 else ""
@@ -238,9 +242,9 @@ class Plans:
             fits = f"which would do for {size[0]}x{size[1]}"
         else:
             fits = "which would do for no size"
-        least = _mib(taken(smallest), up=True)
-        error = ValueError(f"memory_limit: want at least {least} for {op}{batch}{work}, got {_mib(limit)}, {fits}")
-        error.smallest = taken(smallest)  # type: ignore[attr-defined]
+        wanted = _mib(least, up=True)
+        error = ValueError(f"memory_limit: want at least {wanted} for {op}{batch}{work}, got {_mib(limit)}, {fits}")
+        error.smallest = least  # type: ignore[attr-defined]
         return error
 
 

@@ -329,7 +329,7 @@ class VAE:
 
     def smallest(self, op: str, height: int, width: int, batch: int = 1, output_type: str = "float") -> int:
         """The smallest `memory_limit`, in bytes, that will do."""
-        return taken(Plans(self._core, self._request(op, height, width, batch, output_type)).smallest())
+        return Plans(self._core, self._request(op, height, width, batch, output_type)).smallest()[0]
 
     def largest(
         self,
@@ -582,10 +582,11 @@ class VAE:
             except MemoryError as error:
                 if self._device:
                     raise out_of_memory(self._core, self._device, error, plan) from None
-                smaller = plans.smaller(plans.within(limit)) if retries else None
+                failed = plans.within(limit)
+                smaller = plans.smaller(failed) if retries else None
                 if not smaller:
                     raise
-                limit = taken(smaller)
+                limit = taken(failed) - 1
                 notes.append(f"out of memory: run again within {limit} bytes, {smaller['work']:.2f} times the work")
                 continue
             if not record["overflow"] or self.dtype != "float16":
