@@ -63,20 +63,28 @@ bool vm_chain_round(const vm_plan *plan, int first, vm_stage *stage, size_t stag
     return true;
 }
 
-/* Rows of stage i's output that the others wait for. */
+static bool is_read(const vm_stage *stage, size_t stages, size_t i) {
+    for (size_t j = i + 1; j < stages; j++)
+        if (stage[j].active && (stage[j].x == (int)i || stage[j].add == (int)i)) return true;
+    return false;
+}
+
+/* Rows of stage i's output that the others wait for. Those that nobody in the chain reads keep together, so that they may
+ * lie over what they are made from. */
 static size_t wanted_rows(const vm_stage *stage, size_t stages, size_t i) {
-    size_t wanted = 0;
-    bool read = false;
-    for (size_t j = i + 1; j < stages; j++) {
+    size_t wanted = 0, lowest = SIZE_MAX, reach = 0;
+    const bool read = is_read(stage, stages, i);
+    for (size_t j = 0; j < stages; j++) {
         const vm_stage *s = &stage[j];
-        if (!s->active || (s->x != (int)i && s->add != (int)i)) continue;
-        read = true;
-        if (s->done == s->cut.rows) continue;
+        if (!s->active || s->done == s->cut.rows) continue;
         const size_t next = s->done + s->ahead * s->each - 1;
         if (s->x == (int)i) wanted = VM_MAX(wanted, reads_to(s, next));
         if (s->add == (int)i) wanted = VM_MAX(wanted, vm_stage_made(s, next + 1));
+        if (read || is_read(stage, stages, j)) continue;
+        lowest = VM_MIN(lowest, vm_stage_made(s, s->done));
+        reach = VM_MAX(reach, s->each * s->cut.out_rows);
     }
-    return read ? wanted : stage[i].y_rows;
+    return read ? wanted : lowest + reach;
 }
 
 static bool ready(const vm_stage *stage, const vm_stage *s, size_t k) {

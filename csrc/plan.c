@@ -109,7 +109,8 @@ static int place_of(const vm_plan *plan, int node) {
     const bool local = n->add != VM_NONE || p->kind == VM_PASS_ATTENTION || (p->ksize == 1 && p->stride == 1);
     if (over == VM_NONE || !local || plan->step[over].streamed || plan->step[over].last != node) return VM_NONE;
     const size_t blocks = VM_BLOCKS(p->y.c);
-    const bool waste = n->add != VM_NONE && !plan->wide && blocks < plan->piece[plan->step[over].y].pitch;
+    const bool heirs = plan->ask.backend->prepare != NULL; /* then an heir may leave the wide rows behind */
+    const bool waste = heirs && n->add != VM_NONE && !plan->wide && blocks < plan->piece[plan->step[over].y].pitch;
     return blocks <= VM_BLOCKS(plan->step[over].pass.y.c) && !waste ? over : VM_NONE;
 }
 
@@ -355,13 +356,13 @@ static vm_status lay_out(const vm_model *m, vm_plan *plan) {
 }
 
 vm_status vm_plan_lay_out(const vm_model *m, vm_plan *plan) {
-    plan->wide = true;
-    vm_status s = lay_out(m, plan);
-    const size_t wide = plan->arena_bytes;
-    if (s || !plan->ask.backend->prepare) return s;
     plan->wide = false;
-    if ((s = lay_out(m, plan)) || plan->arena_bytes <= wide) return s;
+    vm_status s = lay_out(m, plan);
+    const size_t narrow = plan->arena_bytes;
+    if (s || !plan->ask.backend->prepare) return s;
     plan->wide = true;
+    if ((s = lay_out(m, plan)) || plan->arena_bytes <= narrow) return s;
+    plan->wide = false;
     return lay_out(m, plan);
 }
 

@@ -28,9 +28,13 @@ class Key(ctypes.Structure):
     _fields_ = [
         ("dtype", ctypes.c_int),
         ("tf32", ctypes.c_bool),
-        *((name, ctypes.c_int64) for name in "h w c k r stride".split()),
+        ("nhwc", ctypes.c_bool),
+        *((name, ctypes.c_int64) for name in "n c h w k r padding stride".split()),
         ("limit", ctypes.c_size_t),
     ]
+
+    def __init__(self, dtype, tf32, h, w, c, k, r, stride, limit):
+        super().__init__(dtype, tf32, True, 1, c, h, w, k, r, 0, stride, limit)
 
 
 def key(dtype="float32", h=6, w=7, c=16, k=32, r=3, stride=1, limit=MIB, tf32=False):

@@ -8,7 +8,7 @@ import pytest
 from engine import SMALL, config, error, images, latents, small_vae
 from gpu import LIMIT, every_dtype, on_gpu, pair
 
-from vaemem import VAE
+from vaemem import VAE, Tiling
 
 pytestmark = pytest.mark.usefixtures("cuda")
 
@@ -70,6 +70,21 @@ def test_bytes_in_and_out(dtype):
     assert np.abs(got.astype(int) - want).mean() < 255 * LIMIT[dtype] + 0.05  # a rounding may fall the other way
     moments = there.encode(want).mean
     assert error(moments, cpu.encode(want).mean) < LIMIT[dtype] * 2
+
+
+@every_dtype
+def test_tiles_of_host_arrays(dtype):
+    cpu, there = pair("flux", dtype)
+    z, x, tiling = latents(cpu, 9, 6, batch=2), images(20, 36), Tiling(16)
+    assert error(there.decode(z, tiling=tiling), cpu.decode(z, tiling=tiling)) < LIMIT[dtype]
+    got, want = there.last_run, there.estimate("decode", 36, 24, 2, tiling=tiling)
+    assert [f for f in vars(got) if getattr(got, f) != getattr(want, f)] == ["pass_seconds", "seconds"]
+    assert got.notes == ("6 tiles of 16x16",)
+    one = there.estimate("decode", 16, 16, 2)
+    assert got.peak_bytes == one.peak_bytes  # result, tiles and borders are the host's
+    assert error(there.encode(x, tiling=tiling).moments, cpu.encode(x, tiling=tiling).moments) < 2 * LIMIT[dtype]
+    with pytest.raises(ValueError, match="tiling: want z in host memory, got it in a GPU's"):
+        there.decode(gpu.Array(z), tiling=tiling)
 
 
 def test_scaled_latents():

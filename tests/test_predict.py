@@ -10,6 +10,7 @@ import time
 import pytest
 
 from vaemem import CachingAllocator, OutOfMemoryError, _core
+from vaemem.__main__ import main
 from vaemem.prediction import reproduce
 from vaemem.prediction.benchmark import benchmark
 from vaemem.prediction.cudnn import InstalledCudnn
@@ -73,7 +74,7 @@ def test_every_rule_says_where_it_was_seen(table):
 
 def test_command_line(tmp_path, capsys):
     out = tmp_path / "out.csv"
-    assert reproduce.main(["--csv", str(out)]) == 0
+    assert main(["reproduce", "--csv", str(out)]) == 0
     printed = capsys.readouterr().out
     assert "inferred rules: of 98 rows allocated equal on 98" in printed and "not asked in tests" in printed
     with open(out, newline="") as file:

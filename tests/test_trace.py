@@ -260,13 +260,18 @@ def test_flash_attention_splits_keys_when_queries_are_few():
         ({"tile": 20}, "tile: want a multiple of 8"),
         ({"tile": 24}, "at least 32"),
         ({"op": "train"}, "op: want one of"),
-        ({"dtype": "int8"}, "dtype: want one of"),
+        ({"dtype": "int8"}, "dtype: want float32, float16 or bfloat16"),
         ({"runtime": "jax"}, "runtime: want one of"),
         ({"runtime": "bfl"}, "quant convolutions"),
         ({"runtime": "bfl", "arch": MODELS["flux"], "tile": 64}, "neither"),
         ({"arch": {**SMALL, "norm_num_groups": 7}}, "block_out_channels"),
         ({"arch": {"name": "nothing"}}, "want the key"),
-        ({"tile": 32, "height": 1 << 18, "width": 1 << 18}, "tiles"),
+        (
+            {"tile": 32, "height": 1 << 20, "width": 1 << 20},
+            "want at most 65536 tiles in all, got 43691 x 43691",
+        ),
+        ({"tile": 32, "height": 1 << 11, "width": 1 << 11, "batch": 16, "slicing": True}, "86 x 86 of 16 slices"),
+        ({"slicing": True, "batch": 1 << 16, "tile": 64, "width": 1024}, "of 65536 slices"),
     ],
 )
 def test_what_cannot_be_is_named(change, named):
@@ -280,6 +285,41 @@ def test_what_cannot_be_is_named(change, named):
     } | change
     with pytest.raises(ValueError, match=named):
         _core.Trace.vae(**call)
+
+
+def test_steps_are_bounded():
+    with pytest.raises(OverflowError, match="want at most 4194304 steps"):
+        _core.Trace.vae(MODELS["sdxl"], "diffusers", "decode", "float16", 1 << 15, 1 << 15, tile=512)
+
+
+def test_sizes_that_do_not_fit_are_refused():
+    """Each of these products is a small number, or 0, modulo 2^64."""
+
+    def refused(method, *args):
+        trace = _core.Trace()
+        with pytest.raises(OverflowError, match="x: want a storage of at most 2"):
+            getattr(trace, method)(*args, "x")
+        return [count for op, _, count, _ in trace.steps if op == "take"]
+
+    half, most = 1 << 32, (1 << 63) - 1
+    refused("take", (1 << 60) + 1)
+    refused("norm", "float32", half, 1, half, 16)
+    assert refused("norm", "float32", half, half, 1, 16) == [4 * half, 4 * half]
+    for batch, heads, queries, keys, depth in [
+        (half, half, 64, 64, 64), (1, half, half, 64, 64), (1, 1, most, most, 8), (1, 1 << 20, 1 << 20, 16, 1 << 30),
+    ]:  # fmt: skip
+        for dtype, mask, sm in [("float16", False, 89), ("float32", False, 89), ("bfloat16", True, 75)]:
+            refused("attention", dtype, batch, heads, queries, keys, depth, mask, sm, 128)
+    refused("attention", "float16", 1, 1, 16, 1 << 59, 60, False, 89, 128)  # keys that are padded, few queries
+    refused("attention", "bfloat16", 1, 1, half, half, 1, False, 75, 128)  # scores
+    with pytest.raises(OverflowError, match="conv_in: want a storage"):
+        _core.Trace.vae(MODELS["sdxl"], "diffusers", "encode", "float32", 1 << 20, 1 << 20, 1 << 16)
+
+
+@pytest.mark.parametrize("multiprocessors", [0, -1])
+def test_a_gpu_has_multiprocessors(multiprocessors):
+    with pytest.raises(ValueError, match=f"multiprocessors: want 1 or more, got {multiprocessors}"):
+        _core.Trace().attention("float16", 1, 1, 16, 16, 64, False, 89, multiprocessors, "x")
 
 
 def run(trace, allocator, workspaces=(), **settings):

@@ -337,27 +337,26 @@ vae = VAE.random("sdxl", parts="decoder")
 vae.threads = 2
 held = vae.reserved_bytes
 z = np.zeros((1, 4, 64, 64), np.float32)
-sent = []
+rows = {}
 def interrupt():
-    time.sleep(0.7)
-    sent.append(time.monotonic())
+    while not any(rows):
+        time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGINT)
 threading.Thread(target=interrupt).start()
 try:
-    vae.decode(z)
+    vae.decode(z, progress=rows.setdefault)  # no Python code, which would notice signals itself
     raise SystemExit("was not interrupted")
 except KeyboardInterrupt:
-    print(time.monotonic() - sent[0])
+    assert 0 < max(rows) < max(rows.values()), rows
 assert vae.reserved_bytes == held
 assert np.isfinite(vae.decode(z[:, :, :2, :2])).all()
 """
 
 
-def test_ctrl_c_stops_within_a_second():
-    """A decode that takes seconds on any machine; the reaction is bounded by one tile, a few milliseconds."""
+def test_ctrl_c_stops_a_run_midway():
+    """A decode that takes many times what a thread needs to send a signal."""
     done = subprocess.run([sys.executable, "-c", INTERRUPT], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr + done.stdout
-    assert float(done.stdout) < 1
 
 
 def test_two_threads_one_vae_wait_and_two_vaes_do_not():

@@ -20,7 +20,7 @@ from vaemem.tables.estimators import ESTIMATORS, Estimator, compare
 from vaemem.tables.fit import fit
 from vaemem.tables.sweep import sweep, tradeoff
 from vaemem.tables.table import Table
-from vaemem.vae import VAE, Encoded, Run, backends
+from vaemem.vae import VAE, Encoded, Run, Tiling, backends
 
 __all__ = [
     "ESTIMATORS",
@@ -35,6 +35,7 @@ __all__ = [
     "Run",
     "SimulatedProcess",
     "Table",
+    "Tiling",
     "backends",
     "compare",
     "fit",

@@ -8,7 +8,9 @@ import os
 import sys
 from collections.abc import Sequence
 
-from vaemem._common import DTYPES, OPS, TILED_OPS, render
+from vaemem import _demo, backends, compare, fit, predict, report, sweep
+from vaemem._common import DTYPES, MIB, OPS, TILED_OPS, render
+from vaemem.prediction import reproduce
 from vaemem.tables.fit import TARGETS
 from vaemem.tables.table import Table
 
@@ -49,15 +51,11 @@ def _print(table: Table, form: str) -> None:
     print(str(text).rstrip("\n"))
 
 
-def _demo(args: argparse.Namespace) -> None:
-    from ._demo import run
-
-    run(args.out)
+def _make_demo(args: argparse.Namespace) -> None:
+    _demo.run(args.out)
 
 
 def _estimate(args: argparse.Namespace) -> None:
-    from vaemem.tables.sweep import sweep
-
     estimates = sweep(
         args.model, args.op, args.sizes, args.dtype, device=args.device, batch=args.batch, measure=False,
         memory_limit=args.memory_limit,
@@ -73,8 +71,6 @@ def _tradeoff(args: argparse.Namespace) -> None:
 
 
 def _sweep(args: argparse.Namespace) -> None:
-    from vaemem.tables.sweep import sweep
-
     if args.csv:
         _check_writable(args.csv)
     ended: BaseException | None = None
@@ -96,8 +92,6 @@ def _sweep(args: argparse.Namespace) -> None:
 
 
 def _fit(args: argparse.Namespace) -> None:
-    from vaemem.tables.fit import fit
-
     table = Table.from_csv(args.table)
     equals = {name: value for name in ("model", "op", "dtype", "source") if (value := getattr(args, name))}
     if not len(chosen := table.filter(**equals)):
@@ -107,61 +101,38 @@ def _fit(args: argparse.Namespace) -> None:
 
 
 def _compare(args: argparse.Namespace) -> None:
-    from vaemem.tables.estimators import compare
-
     table = Table.from_csv(args.table)
     if args.sizes:
         table = Table([row for row in table if (row["height"], row["width"]) in args.sizes])
-    estimators = None
-    if args.predict:
-        import vaemem
-
-        estimators = [vaemem.predict, "comfyui", "invokeai"]
+    estimators = [predict, "comfyui", "invokeai"] if args.predict else None
     comparison = compare(table, estimators, target=args.target)
     print(comparison.text(rows=args.rows, markdown=args.format == "markdown"))
 
 
 def _report(args: argparse.Namespace) -> None:
-    from vaemem.reports.report import report
-
     missing = {"device": args.device} if args.device else {}
     for file in report(Table.from_csv(args.table, **missing), plots=not args.no_plots).save(args.out):
         print(file)
 
 
 def _predict(args: argparse.Namespace) -> None:
-    import vaemem
-
+    where = {"gpu": args.gpu, "cudnn_version": args.cudnn, "torch_version": args.torch}
     for height, width in args.sizes:
-        prediction = vaemem.predict(
-            args.model,
-            args.op,
-            height,
-            width,
-            dtype=args.dtype,
-            batch=args.batch,
-            gpu=args.gpu,
-            cudnn_version=args.cudnn,
-            torch_version=args.torch,
-        )
+        prediction = predict(args.model, args.op, height, width, args.dtype, args.batch, **where)
         print(prediction)
         print(f"  workspaces: {prediction.workspace_source}")
         for tensor in prediction.peak_tensors[: args.tensors]:
-            print(f"  {tensor.bytes / 2**20:10.2f} MiB  {tensor.name}")
+            print(f"  {tensor.bytes / MIB:10.2f} MiB  {tensor.name}")
 
 
 def _reproduce(args: argparse.Namespace) -> None:
-    from vaemem.prediction.reproduce import main as reproduce
-
     if args.csv:
         _check_writable(args.csv)
-    reproduce([*([args.table] if args.table else []), *(["--csv", args.csv] if args.csv else [])])
+    reproduce.run(args.table, args.csv)
 
 
 def _backends(args: argparse.Namespace) -> None:
-    import vaemem
-
-    rows = vaemem.backends()
+    rows = backends()
     print(render(rows[0], [[str(value) for value in row.values()] for row in rows]))
 
 
@@ -176,6 +147,12 @@ def _parser() -> argparse.ArgumentParser:
         sub.set_defaults(function=function)
         return sub
 
+    def asked(sub: argparse.ArgumentParser, ops: Sequence[str]) -> None:
+        sub.add_argument("model", help="sd15, sdxl or flux")
+        sub.add_argument("op", choices=ops)
+        sub.add_argument("sizes", type=_size, nargs="+", metavar="HxW", help="height x width of the image in pixels")
+        sub.add_argument("--batch", type=_count, default=1)
+
     def placed(sub: argparse.ArgumentParser) -> None:
         sub.add_argument("--device", default="cpu", help="cpu (default), cuda or cuda:N")
         sub.add_argument("--dtype", default="float32", choices=DTYPES)
@@ -183,14 +160,15 @@ def _parser() -> argparse.ArgumentParser:
     def formatted(sub: argparse.ArgumentParser, *forms: str) -> None:
         sub.add_argument("--format", choices=forms, default="text", help="of what is printed")
 
-    sub = command("demo", _demo, "The whole job on a photograph: weights files, encode, decode, sweep, fit, report.")
+    sub = command(
+        "demo",
+        _make_demo,
+        "The whole job on a photograph: weights files, encode, decode, sweep, fit, report.",
+    )
     sub.add_argument("--out", default="out", help="folder for everything it leaves (default: out)")
 
     sub = command("estimate", _estimate, "The engine's memory before a run, without running it.")
-    sub.add_argument("model", help="sd15, sdxl or flux")
-    sub.add_argument("op", choices=OPS)
-    sub.add_argument("sizes", type=_size, nargs="+", metavar="HxW", help="height x width of the image in pixels")
-    sub.add_argument("--batch", type=_count, default=1)
+    asked(sub, OPS)
     sub.add_argument("--memory-limit", metavar="SIZE", help="such as '512 MiB', '2 GB' or auto")
     placed(sub)
     formatted(sub, "text", "csv", "json")
@@ -240,12 +218,9 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--no-plots", action="store_true", help="no figures, which need matplotlib")
 
     sub = command("predict", _predict, "PyTorch's peak allocated and reserved VRAM, with no GPU and no PyTorch.")
-    sub.add_argument("model", help="sd15, sdxl or flux")
-    sub.add_argument("op", choices=TILED_OPS)
-    sub.add_argument("sizes", type=_size, nargs="+", metavar="HxW", help="height x width of the image in pixels")
+    asked(sub, TILED_OPS)
     sub.add_argument("--dtype", default="float16", choices=DTYPES)
     sub.add_argument("--gpu", default="RTX 4090")
-    sub.add_argument("--batch", type=_count, default=1)
     sub.add_argument("--cudnn", metavar="VERSION")
     sub.add_argument("--torch", metavar="VERSION")
     sub.add_argument("--tensors", type=_count, default=6, help="how many of the peak's tensors to show (default: 6)")

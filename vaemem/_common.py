@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib import resources
+from typing import Any, TypeVar
 
 __version__ = "0.1.0"
+
+Item = TypeVar("Item")
 
 MIB = 1 << 20
 DTYPES = ("float32", "float16", "bfloat16")  # that models run in
@@ -22,8 +25,10 @@ def latent_factor(arch: Mapping[str, Any]) -> int:
 
 def choose(argument: str, value: Any, among: Iterable[str]) -> None:
     """ValueError where an argument's value is not one of those that there are."""
-    if value not in tuple(among):
-        raise ValueError(f"{argument}: want one of {', '.join(among)}, got {value!r}")
+    known = tuple(among)
+    if value not in known:
+        wanted = " or ".join(known) if len(known) == 2 else f"one of {', '.join(known)}"
+        raise ValueError(f"{argument}: want {wanted}, got {value!r}")
 
 
 def whole(argument: str, value: Any, least: int = 1) -> None:
@@ -40,6 +45,19 @@ def listed(value: Any, single: type | tuple[type, ...]) -> list[Any]:
 def distinct(values: Iterable[Any]) -> list[Any]:
     """Each value once, in the order of their first."""
     return list(dict.fromkeys(values))
+
+
+def shipped(*path: str) -> str:
+    """The text of a file of vaemem/data."""
+    return resources.files("vaemem").joinpath("data", *path).read_text("utf-8")
+
+
+def grouped(items: Iterable[Item], key: Callable[[Item], Any]) -> dict[Any, list[Item]]:
+    """Items by key, in their order."""
+    groups: dict[Any, list[Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
 
 
 def need(module: str, what: str) -> Any:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -54,8 +54,7 @@ def memory_vs_pixels(table: Table, fit: Fit | None = None, target: str = "alloca
         raise ValueError(f"table: want rows with height, width and {target}, got none")
     ops = distinct(row["op"] for row in rows)
     series = distinct((row["model"], row["runtime"]) for row in rows)
-    figure = _figure(5.2 * len(ops) + 0.6, 4.8)
-    panels = figure.subplots(1, len(ops), sharey=True, squeeze=False)[0]
+    figure, panels = _panels(ops, 4.8)
     for axes, op in zip(panels, ops, strict=True):
         here = [row for row in rows if row["op"] == op]
         for i, (model, runtime) in enumerate(series):
@@ -68,10 +67,8 @@ def memory_vs_pixels(table: Table, fit: Fit | None = None, target: str = "alloca
             for formula in fit or ():
                 if mine and (formula.op, formula.model, formula.runtime) == (op, model, runtime):
                     _line(axes, formula, name, max(map(pixels, here)), excess, style)
-        axes.set(title=str(op), xlabel="megapixels")
         axes.set_xlim(left=0)
-        _tidy(axes)
-        axes.legend(frameon=False, fontsize=8, loc="upper left")
+        _finish(axes, loc="upper left")
     # One unit for all panels: the axis is in bytes, its labels are not.
     top = max(row[target] for row in rows)
     scale, unit = (2**30, "GiB") if top >= 4 * 2**30 else (MIB, "MiB")
@@ -93,10 +90,6 @@ def timeline(run: Any) -> Figure:
     ----------
     run : object
         What `VAE.estimate` returns or `VAE.last_run` holds: `timeline`, `weights_bytes`, `peak_pass`.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
 
     Raises
     ------
@@ -120,18 +113,11 @@ def timeline(run: Any) -> Figure:
     axes.text(live[peak] * 1.01, peak, text, va="center", fontsize=8, color=_COLOURS[1], fontweight="bold")
     axes.set_yticks(y, names, fontsize=7)
     axes.set(xlabel="bytes live, MiB", ylim=(len(names) - 0.4, -0.6), xlim=(0, live[peak] * 1.22))
-    _tidy(axes)
-    axes.grid(axis="y", visible=False)
     axes.tick_params(axis="y", length=0)
     patch = need("matplotlib.patches", "plot").Patch
-    axes.legend(
-        handles=[
-            patch(color=_LIGHT, label="weights"),
-            patch(color=_COLOURS[0], label="activations, scratch, output"),
-            patch(color=_COLOURS[1], label="the same, at the peak"),
-        ],
-        frameon=False, fontsize=8, ncols=3, loc="lower left", bbox_to_anchor=(0, 1),
-    )  # fmt: skip
+    meanings = {_LIGHT: "weights", _COLOURS[0]: "activations, scratch, output", _COLOURS[1]: "the same, at the peak"}
+    handles = [patch(color=colour, label=meaning) for colour, meaning in meanings.items()]
+    _finish(axes, "x", handles=handles, ncols=3, loc="lower left", bbox_to_anchor=(0, 1))
     return figure
 
 
@@ -174,8 +160,7 @@ def tradeoff(table: Table, points: Mapping[str, tuple[float, float]] | None = No
     axes.set(xlabel="peak, MiB, weights included", ylabel="work, of an unlimited run")
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
-    _tidy(axes)
-    axes.legend(frameon=False, fontsize=8)
+    _finish(axes)
     return figure
 
 
@@ -192,10 +177,6 @@ def implied_constants(table: Table, shipped: Mapping[str, Mapping[str, float]] |
     target : str
         The column in bytes.
 
-    Returns
-    -------
-    matplotlib.figure.Figure
-
     Raises
     ------
     ValueError
@@ -205,8 +186,7 @@ def implied_constants(table: Table, shipped: Mapping[str, Mapping[str, float]] |
     if not rows:
         raise ValueError(f"table: want rows with height, width, dtype and {target}, got none")
     ops, models = distinct(row["op"] for row in rows), distinct(row["model"] for row in rows)
-    figure = _figure(5.2 * len(ops) + 0.6, 4.4)
-    panels = figure.subplots(1, len(ops), sharey=True, squeeze=False)[0]
+    figure, panels = _panels(ops, 4.4)
     for axes, op in zip(panels, ops, strict=True):
         for i, (model, dtype) in enumerate(distinct((r["model"], r["dtype"]) for r in rows if r["op"] == op)):
             mine = [row for row in rows if (row["op"], row["model"], row["dtype"]) == (op, model, dtype)]
@@ -220,10 +200,8 @@ def implied_constants(table: Table, shipped: Mapping[str, Mapping[str, float]] |
         for i, (name, value) in enumerate((shipped or {}).get(op, {}).items()):
             style = list(_LINES.values())[1 + i % 3]  # named in the legend: two may lie near each other
             axes.axhline(value, color=_GREY, linewidth=1, linestyle=style, label=f"{name}, {value:g}")
-        axes.set(title=str(op), xlabel="megapixels")
         axes.set_xlim(left=0)
-        _tidy(axes)
-        axes.legend(frameon=False, fontsize=8, ncols=2, loc="lower left")
+        _finish(axes, ncols=2, loc="lower left")
     panels[0].set_ylabel(f"{target.removesuffix('_bytes')} / (H·W·e)")
     panels[0].set_ylim(bottom=0)
     return figure
@@ -236,10 +214,6 @@ def estimator_errors(comparison: Comparison) -> Figure:
     ----------
     comparison : Comparison
         What `vaemem.compare` gives.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
 
     Raises
     ------
@@ -268,9 +242,7 @@ def estimator_errors(comparison: Comparison) -> Figure:
     axes.xaxis.set_minor_formatter(ticker.NullFormatter())
     axes.set_yticks(range(len(keys)), [" ".join(map(str, key)) for key in keys], fontsize=8)
     axes.set(xlabel=f"estimate / {comparison.target.removesuffix('_bytes')}", ylim=(len(keys) - 0.4, -0.6))
-    _tidy(axes)
-    axes.grid(axis="y", visible=False)
-    axes.legend(frameon=False, fontsize=8, ncols=3, loc="lower left", bbox_to_anchor=(0, 1))
+    _finish(axes, "x", ncols=3, loc="lower left", bbox_to_anchor=(0, 1))
     return figure
 
 
@@ -278,6 +250,15 @@ def _figure(width: float, height: float) -> Figure:
     # A bare Figure: no pyplot, so no window, no global state, and any thread may draw.
     figure: Figure = need("matplotlib.figure", "plot").Figure(figsize=(width, height), layout="constrained", dpi=144)
     return figure
+
+
+def _panels(ops: Sequence[str], height: float) -> tuple[Figure, Any]:
+    """One panel an operation, over the pixels, with one vertical axis."""
+    figure = _figure(5.2 * len(ops) + 0.6, height)
+    panels = figure.subplots(1, len(ops), sharey=True, squeeze=False)[0]
+    for axes, op in zip(panels, ops, strict=True):
+        axes.set(title=str(op), xlabel="megapixels")
+    return figure, panels
 
 
 def _points(axes: Axes, rows: list[Row], target: str, name: str, excess: int, style: dict[str, Any]) -> None:
@@ -300,7 +281,8 @@ def _line(axes: Axes, formula: FittedLine, name: str, pixels: int, excess: int, 
         label = None  # one line of the legend a formula
 
 
-def _tidy(axes: Axes) -> None:
+def _finish(axes: Axes, grid: Literal["both", "x"] = "both", **legend: Any) -> None:
     axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(color="#E5E5E5", linewidth=0.8)
+    axes.grid(axis=grid, color="#E5E5E5", linewidth=0.8)
     axes.set_axisbelow(True)
+    axes.legend(frameon=False, fontsize=8, **legend)

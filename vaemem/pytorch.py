@@ -389,10 +389,6 @@ def record(
         ``call(module, *args, **kwargs)`` in place of ``module(*args, **kwargs)``: ``lambda vae, z:
         vae.decode(z).sample``.
 
-    Returns
-    -------
-    Recording
-
     Raises
     ------
     ValueError
@@ -462,10 +458,6 @@ def predict_peak(
     cudnn_version, torch_version : str, optional
         2.7.1 and the cuDNN that its wheels bring by default. The module's own Python code is that of the installed
         versions.
-
-    Returns
-    -------
-    ModulePrediction
 
     Examples
     --------

@@ -1,6 +1,7 @@
 """The engine's public names, under the path that they have always had."""
 
 from vaemem.engine.run import Encoded, Run
+from vaemem.engine.tiling import Tiling
 from vaemem.engine.vae import VAE, backends
 
-__all__ = ["VAE", "Encoded", "Run", "backends"]
+__all__ = ["VAE", "Encoded", "Run", "Tiling", "backends"]

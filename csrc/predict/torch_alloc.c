@@ -46,8 +46,7 @@ static vm_status unknown(uint64_t address) {
 static void request_free(vm_talloc *a, block *b) {
     b->state = VM_TALLOC_PENDING;
     ta_pend(a, b);
-    ta_count(a, VM_TALLOC_ALLOCATION, b->small, -1);
-    ta_count(a, VM_TALLOC_ALLOCATED_BYTES, b->small, -(int64_t)b->node.size);
+    ta_count_both(a, VM_TALLOC_ALLOCATION, b->small, -1, -(int64_t)b->node.size);
     ta_count_oversized(a, &a->stats.oversize_allocations, b->node.size, -1);
     ta_record(a, VM_TALLOC_FREE_REQUESTED, b->node.address, b->requested, b->node.stream, b->tag);
 }
@@ -70,10 +69,8 @@ static void complete_free(vm_talloc *a, block *b) {
     }
     ta_cache(a, b);
     if (ta_is_split(b)) blocks++, bytes += (int64_t)b->node.size;
-    if (!b->expandable && blocks) ta_count(a, VM_TALLOC_INACTIVE_SPLIT, b->small, blocks);
-    if (!b->expandable && bytes) ta_count(a, VM_TALLOC_INACTIVE_SPLIT_BYTES, b->small, bytes);
-    ta_count(a, VM_TALLOC_ACTIVE, b->small, -1);
-    ta_count(a, VM_TALLOC_ACTIVE_BYTES, b->small, -size);
+    if (!b->expandable) ta_count_both(a, VM_TALLOC_INACTIVE_SPLIT, b->small, blocks, bytes);
+    ta_count_both(a, VM_TALLOC_ACTIVE, b->small, -1, -size);
     ta_count(a, VM_TALLOC_REQUESTED_BYTES, b->small, -requested);
 }
 
@@ -207,8 +204,7 @@ static block *take_new(vm_talloc *a, const request *r) {
     if (a->config.total_memory && held + size > a->config.total_memory) return NULL;
     block *b = ta_segment_new(a, size, r->stream, r->small);
     if (!b) return NULL;
-    ta_count(a, VM_TALLOC_SEGMENT, r->small, 1);
-    ta_count(a, VM_TALLOC_RESERVED_BYTES, r->small, (int64_t)size);
+    ta_count_both(a, VM_TALLOC_SEGMENT, r->small, 1, (int64_t)size);
     ta_count_oversized(a, &a->stats.oversize_segments, size, 1);
     a->stats.num_device_alloc++;
     ta_record(a, VM_TALLOC_SEGMENT_ALLOC, b->node.address, size, r->stream, a->tag);
@@ -216,41 +212,22 @@ static block *take_new(vm_talloc *a, const request *r) {
 }
 
 static uint64_t hand_out(vm_talloc *a, const request *r, block *b) {
-    const bool was_split = ta_is_split(b);
+    const int64_t split =
+        ta_is_split(b) ? (int64_t)b->node.size : 0; /* bytes that were an inactive part of a segment */
+    int64_t left = 0;                               /* and those that are one now */
     if (leaves_a_block(a, r, b)) {
-        block *rest = ta_element(a);
-        rest->node.stream = r->stream;
-        rest->node.address = b->node.address + r->size;
-        rest->node.size = b->node.size - r->size;
-        rest->segment = b->segment;
-        rest->small = b->small;
-        rest->mapped = true;
-        rest->expandable = b->expandable;
-        rest->prev = b;
-        rest->next = b->next;
-        if (rest->next) rest->next->prev = rest;
-        b->next = rest;
-        b->node.size = r->size;
+        block *rest = ta_split(a, b, r->size);
+        left = (int64_t)rest->node.size;
         ta_cache(a, rest);
-        if (!b->expandable && was_split) {
-            ta_count(a, VM_TALLOC_INACTIVE_SPLIT_BYTES, r->small, -(int64_t)r->size);
-        } else if (!b->expandable) {
-            ta_count(a, VM_TALLOC_INACTIVE_SPLIT_BYTES, r->small, (int64_t)rest->node.size);
-            ta_count(a, VM_TALLOC_INACTIVE_SPLIT, r->small, 1);
-        }
-    } else if (was_split && !b->expandable) {
-        ta_count(a, VM_TALLOC_INACTIVE_SPLIT_BYTES, r->small, -(int64_t)b->node.size);
-        ta_count(a, VM_TALLOC_INACTIVE_SPLIT, r->small, -1);
     }
+    if (!b->expandable) ta_count_both(a, VM_TALLOC_INACTIVE_SPLIT, r->small, (left > 0) - (split > 0), left - split);
     b->state = VM_TALLOC_LIVE;
     b->requested = r->bytes;
     b->tag = a->tag;
     ta_table_add(a, b);
     ta_record(a, VM_TALLOC_ALLOC, b->node.address, r->bytes, r->stream, a->tag);
-    ta_count(a, VM_TALLOC_ALLOCATION, r->small, 1);
-    ta_count(a, VM_TALLOC_ALLOCATED_BYTES, r->small, (int64_t)b->node.size);
-    ta_count(a, VM_TALLOC_ACTIVE, r->small, 1);
-    ta_count(a, VM_TALLOC_ACTIVE_BYTES, r->small, (int64_t)b->node.size);
+    ta_count_both(a, VM_TALLOC_ALLOCATION, r->small, 1, (int64_t)b->node.size);
+    ta_count_both(a, VM_TALLOC_ACTIVE, r->small, 1, (int64_t)b->node.size);
     ta_count(a, VM_TALLOC_REQUESTED_BYTES, r->small, (int64_t)r->bytes);
     ta_count_oversized(a, &a->stats.oversize_allocations, b->node.size, 1);
     return b->node.address;
@@ -294,7 +271,7 @@ vm_status vm_talloc_malloc(vm_talloc *a, uint64_t bytes, uint64_t stream, uint64
     *address = 0;
     a->out_of_memory = false;
     if (!bytes) return VM_OK;
-    if (bytes > TA_LARGEST)
+    if (bytes > VM_TALLOC_LARGEST)
         return vm_fail(VM_EOVERFLOW, "bytes: want at most 2^60, got %llu", (unsigned long long)bytes);
     vm_status s = ta_make_room(a);
     if (s) return s;
@@ -328,7 +305,7 @@ vm_status vm_talloc_new(const vm_talloc_config *config, vm_talloc **out) {
     *out = NULL;
     vm_talloc_config c = *config;
     const uint64_t largest = VM_MAX(c.total_memory, VM_MAX(c.allowed_memory, c.reservation));
-    if (largest > TA_LARGEST)
+    if (largest > VM_TALLOC_LARGEST)
         return vm_fail(VM_EINVAL, "total_memory: want at most 2^60, got %llu", (unsigned long long)largest);
     if (c.max_split_size && c.max_split_size < TA_LARGE_SEGMENT)
         return vm_fail(VM_EINVAL, "max_split_size: want at least 20 MiB, got %llu bytes",

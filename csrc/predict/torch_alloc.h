@@ -23,6 +23,7 @@
 #include "../vm.h"
 
 enum { VM_TALLOC_INTERVALS = 16 };
+#define VM_TALLOC_LARGEST ((uint64_t)1 << 60) /* PyTorch refuses larger requests */
 
 typedef struct vm_talloc_config {
     uint64_t total_memory;           /* bytes that the device can give; 0: no end */
@@ -57,6 +58,7 @@ void vm_talloc_tag(vm_talloc *a, uint32_t tag);
 
 /* ---- statistics, under the names of torch.cuda.memory_stats ---- */
 
+/* What is counted, then in the same order the bytes of it. */
 typedef enum vm_talloc_kind {
     VM_TALLOC_ALLOCATION,
     VM_TALLOC_SEGMENT,
@@ -152,9 +154,8 @@ typedef struct vm_talloc_block {
     bool first; /* of its segment; of an expandable one: of a mapped stretch */
 } vm_talloc_block;
 
-size_t vm_talloc_block_count(const vm_talloc *a);
-/* block: [vm_talloc_block_count], by address. */
-void vm_talloc_blocks(const vm_talloc *a, vm_talloc_block *block);
+/* How many there are; with block, which has place for as many, all of them by address. */
+size_t vm_talloc_blocks(const vm_talloc *a, vm_talloc_block *block);
 
 /* ---- for replays: the driver's and another process's decisions, imposed ---- */
 

@@ -89,29 +89,14 @@ void ta_remove(tree *t, node *n) {
     t->count--;
 }
 
-/* The first element of a bin that is not before key (after: that is after it), the last before key; of any stream. */
-static node *lowest(node *n, const node *key, bool after) {
+/* Of a bin, of any stream: up: the first element that is not before key (after: that is after it); else the last before
+ * key. */
+static node *nearest(node *n, const node *key, bool after, bool up) {
     node *found = NULL;
     while (n) {
-        if (after ? before(key, n) : !before(n, key)) {
-            found = n;
-            n = n->child[0];
-        } else {
-            n = n->child[1];
-        }
-    }
-    return found;
-}
-
-static node *highest(node *n, const node *key) {
-    node *found = NULL;
-    while (n) {
-        if (before(n, key)) {
-            found = n;
-            n = n->child[1];
-        } else {
-            n = n->child[0];
-        }
+        const bool low = after ? !before(key, n) : before(n, key); /* n and all to its left are on key's lower side */
+        if (low != up) found = n;
+        n = n->child[low];
     }
     return found;
 }
@@ -120,7 +105,7 @@ static node *highest(node *n, const node *key) {
 static node *search_up(const tree *t, const node *key, bool after) {
     const node k = {.stream = key->stream, .rank = t->by_size ? key->size : 0, .address = key->address};
     for (size_t bin = filled_from(t, bin_of(k.rank)); bin < TA_BINS; bin = filled_from(t, bin + 1)) {
-        node *found = lowest(t->root[bin], &k, after);
+        node *found = nearest(t->root[bin], &k, after, true);
         if (found && found->stream == k.stream) return found;
     }
     return NULL;
@@ -132,7 +117,7 @@ node *ta_after(const tree *t, const node *key) { return search_up(t, key, true);
 node *ta_before(const tree *t, const node *key) {
     const node k = {.stream = key->stream, .rank = t->by_size ? key->size : 0, .address = key->address};
     for (size_t bin = filled_to(t, bin_of(k.rank)); bin < TA_BINS; bin = filled_to(t, bin - 1)) {
-        node *found = highest(t->root[bin], &k);
+        node *found = nearest(t->root[bin], &k, false, false);
         if (found && found->stream == k.stream) return found;
         if (!bin) break;
     }
@@ -144,7 +129,7 @@ node *ta_next(const tree *t, const node *key) {
     if (next || (key && key->stream == UINT64_MAX)) return next;
     const node k = {.stream = key ? key->stream + 1 : 0};
     for (size_t bin = filled_from(t, 0); bin < TA_BINS; bin = filled_from(t, bin + 1)) {
-        node *first = lowest(t->root[bin], &k, false);
+        node *first = nearest(t->root[bin], &k, false, true);
         if (first && (!next || before(first, next))) next = first;
     }
     return next;

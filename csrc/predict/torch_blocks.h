@@ -17,7 +17,6 @@
 #define TA_LARGE_FROM (10 * TA_MIB) /* below it, large requests share segments of TA_LARGE_SEGMENT */
 #define TA_LARGE_SEGMENT (20 * TA_MIB)
 #define TA_LARGE_ROUND (2 * TA_MIB)
-#define TA_LARGEST ((uint64_t)1 << 60) /* PyTorch refuses larger requests */
 #define TA_FIRST_ADDRESS ((uint64_t)0x7f0000000000)
 #define TA_LAST_ADDRESS ((uint64_t)1 << 62) /* next_address never passes it */
 #define TA_RESERVATION ((uint64_t)1 << 40)  /* of an expandable segment when the device has no end */
@@ -112,10 +111,14 @@ static inline block *ta_block(node *n) { return (block *)n; }
 static inline bool ta_is_split(const block *b) { return b->prev || b->next; }
 
 void ta_count(vm_talloc *a, vm_talloc_kind kind, bool small, int64_t amount);
+/* kind: one that counts blocks or segments; their bytes are counted with them. */
+void ta_count_both(vm_talloc *a, vm_talloc_kind kind, bool small, int64_t count, int64_t bytes);
 void ta_count_oversized(const vm_talloc *a, vm_talloc_stat *stat, uint64_t size, int64_t amount);
 void ta_record(vm_talloc *a, vm_talloc_action action, uint64_t address, uint64_t size, uint64_t stream, uint32_t tag);
 void ta_cache(vm_talloc *a, block *b); /* into its pool's tree */
 void ta_pend(vm_talloc *a, block *b);  /* into the list of pending ones, linked by the trees' pointers */
+/* Leaves b `size` bytes; a new block behind it, like b but in no tree, has the others. */
+block *ta_split(vm_talloc *a, block *b, uint64_t size);
 /* Takes b's free neighbour into b; the bytes gained, 0 when it must stay apart. */
 uint64_t ta_merge(vm_talloc *a, block *b, block *neighbour);
 /* A new segment of one block that is in no tree yet; NULL when there are no such addresses. */

@@ -13,36 +13,6 @@ static uint64_t reservation(const vm_talloc *a, bool small) {
     return VM_ROUND_UP(a->config.reservation, small ? TA_SMALL_SEGMENT : TA_LARGE_SEGMENT);
 }
 
-/* A mapped or unmapped piece beside b, linked into the segment but into no tree. */
-static block *piece_beside(vm_talloc *a, const block *b, uint64_t address, uint64_t size, bool mapped) {
-    block *piece = ta_element(a);
-    piece->node.stream = b->node.stream;
-    piece->node.address = address;
-    piece->node.size = size;
-    piece->segment = b->segment;
-    piece->small = b->small;
-    piece->mapped = mapped;
-    piece->expandable = true;
-    return piece;
-}
-
-static void link_after(block *b, block *piece) {
-    piece->prev = b;
-    piece->next = b->next;
-    if (b->next) b->next->prev = piece;
-    b->next = piece;
-}
-
-static void link_before(block *b, block *piece) {
-    piece->next = b;
-    piece->prev = b->prev;
-    if (b->prev)
-        b->prev->next = piece;
-    else
-        b->segment->first = piece;
-    b->prev = piece;
-}
-
 /* Maps the pages that the first `size` bytes of b need, merges the result with its neighbours and caches it. */
 static bool map(vm_talloc *a, block *b, uint64_t size) {
     const uint64_t mapped = VM_ROUND_UP(size, page_size(b)), address = b->node.address;
@@ -51,10 +21,8 @@ static bool map(vm_talloc *a, block *b, uint64_t size) {
     pool *p = ta_pool(a, b);
     ta_remove(&p->unmapped, &b->node);
     if (mapped < b->node.size) {
-        block *rest = piece_beside(a, b, address + mapped, b->node.size - mapped, false);
-        link_after(b, rest);
+        block *rest = ta_split(a, b, mapped);
         ta_insert(&p->unmapped, &rest->node);
-        b->node.size = mapped;
     }
     b->mapped = true;
     ta_merge(a, b, b->prev);
@@ -110,17 +78,12 @@ void ta_unmap(vm_talloc *a, block *b) {
     const uint64_t stream = b->node.stream;
     ta_remove(&p->cached, &b->node);
     if (start < from) {
-        block *rest = piece_beside(a, b, start, from - start, true);
-        link_before(b, rest);
-        ta_cache(a, rest);
+        block *front = b;
+        b = ta_split(a, front, from - start);
+        front->requested = 0;
+        ta_cache(a, front);
     }
-    if (to < end) {
-        block *rest = piece_beside(a, b, to, end - to, true);
-        link_after(b, rest);
-        ta_cache(a, rest);
-    }
-    b->node.address = from;
-    b->node.size = to - from;
+    if (to < end) ta_cache(a, ta_split(a, b, to - from));
     b->mapped = false;
     ta_merge(a, b, b->prev);
     ta_merge(a, b, b->next);

@@ -25,6 +25,11 @@ void ta_count(vm_talloc *a, vm_talloc_kind kind, bool small, int64_t amount) {
     count_one(&a->stats.of[kind][small ? VM_TALLOC_SMALL : VM_TALLOC_LARGE], amount);
 }
 
+void ta_count_both(vm_talloc *a, vm_talloc_kind kind, bool small, int64_t count, int64_t bytes) {
+    ta_count(a, kind, small, count);
+    ta_count(a, kind - VM_TALLOC_ALLOCATION + VM_TALLOC_ALLOCATED_BYTES, small, bytes);
+}
+
 void ta_count_oversized(const vm_talloc *a, vm_talloc_stat *stat, uint64_t size, int64_t amount) {
     if (size >= a->config.max_split_size) count_one(stat, amount);
 }
@@ -57,6 +62,23 @@ void ta_pend(vm_talloc *a, block *b) {
     if (a->pending) a->pending->child[0] = &b->node;
     a->pending = &b->node;
     a->pendings++;
+}
+
+block *ta_split(vm_talloc *a, block *b, uint64_t size) {
+    block *rest = ta_element(a);
+    rest->node.stream = b->node.stream;
+    rest->node.address = b->node.address + size;
+    rest->node.size = b->node.size - size;
+    rest->segment = b->segment;
+    rest->small = b->small;
+    rest->mapped = b->mapped;
+    rest->expandable = b->expandable;
+    rest->prev = b;
+    rest->next = b->next;
+    if (rest->next) rest->next->prev = rest;
+    b->next = rest;
+    b->node.size = size;
+    return rest;
 }
 
 uint64_t ta_merge(vm_talloc *a, block *b, block *neighbour) {
@@ -113,8 +135,7 @@ void ta_segment_drop(vm_talloc *a, block *only) {
 void ta_release(vm_talloc *a, block *b) {
     a->stats.num_device_free++;
     ta_record(a, VM_TALLOC_SEGMENT_FREE, b->node.address, b->node.size, b->node.stream, a->tag);
-    ta_count(a, VM_TALLOC_SEGMENT, b->small, -1);
-    ta_count(a, VM_TALLOC_RESERVED_BYTES, b->small, -(int64_t)b->node.size);
+    ta_count_both(a, VM_TALLOC_SEGMENT, b->small, -1, -(int64_t)b->node.size);
     ta_count_oversized(a, &a->stats.oversize_segments, b->node.size, -1);
     ta_remove(&ta_pool(a, b)->cached, &b->node);
     ta_segment_drop(a, b);

@@ -16,18 +16,12 @@ static const segment *next_segment(const vm_talloc *a, const segment *s) {
     return (const segment *)(s ? ta_after(&a->segments, &s->node) : ta_at_least(&a->segments, &(node){.address = 0}));
 }
 
-size_t vm_talloc_block_count(const vm_talloc *a) {
+size_t vm_talloc_blocks(const vm_talloc *a, vm_talloc_block *out) {
     size_t n = 0;
     for (const segment *s = next_segment(a, NULL); s; s = next_segment(a, s))
-        for (const block *b = s->first; b; b = b->next) n += b->mapped;
-    return n;
-}
-
-void vm_talloc_blocks(const vm_talloc *a, vm_talloc_block *out) {
-    for (const segment *s = next_segment(a, NULL); s; s = next_segment(a, s))
-        for (const block *b = s->first; b; b = b->next)
-            if (b->mapped)
-                *out++ = (vm_talloc_block){.address = b->node.address,
+        for (const block *b = s->first; b; b = b->next) {
+            if (b->mapped && out)
+                out[n] = (vm_talloc_block){.address = b->node.address,
                                            .size = b->node.size,
                                            .requested = b->requested,
                                            .stream = b->node.stream,
@@ -36,6 +30,9 @@ void vm_talloc_blocks(const vm_talloc *a, vm_talloc_block *out) {
                                            .small = b->small,
                                            .expandable = b->expandable,
                                            .first = !b->prev || !b->prev->mapped};
+            n += b->mapped;
+        }
+    return n;
 }
 
 /* ---- what is imposed ---- */
@@ -80,7 +77,7 @@ vm_status vm_talloc_release(vm_talloc *a, uint64_t address) {
 }
 
 static vm_status check_segment(const vm_talloc_block *s, const vm_talloc_block *block, size_t blocks) {
-    if (s->address % TA_BLOCK || s->size % TA_BLOCK || !s->size || s->size > TA_LARGEST)
+    if (s->address % TA_BLOCK || s->size % TA_BLOCK || !s->size || s->size > VM_TALLOC_LARGEST)
         return vm_fail(VM_EINVAL, "segment: want address and size as multiples of 512, got 0x%llx and %llu",
                        (unsigned long long)s->address, (unsigned long long)s->size);
     uint64_t end = s->address;
@@ -103,17 +100,7 @@ static block *cut(vm_talloc *a, block **rest, uint64_t size) {
     block *front = *rest;
     *rest = NULL;
     if (front->node.size == size) return front;
-    block *back = ta_element(a);
-    back->node.stream = front->node.stream;
-    back->node.address = front->node.address + size;
-    back->node.size = front->node.size - size;
-    back->segment = front->segment;
-    back->small = front->small;
-    back->mapped = true;
-    back->prev = front;
-    front->next = back;
-    front->node.size = size;
-    *rest = back;
+    *rest = ta_split(a, front, size);
     return front;
 }
 
@@ -121,23 +108,20 @@ static void restore_block(vm_talloc *a, block *b, const vm_talloc_block *as) {
     if (!as) {
         ta_cache(a, b);
         if (!ta_is_split(b)) return;
-        ta_count(a, VM_TALLOC_INACTIVE_SPLIT, b->small, 1);
-        ta_count(a, VM_TALLOC_INACTIVE_SPLIT_BYTES, b->small, (int64_t)b->node.size);
+        ta_count_both(a, VM_TALLOC_INACTIVE_SPLIT, b->small, 1, (int64_t)b->node.size);
         return;
     }
     b->state = (uint8_t)as->state;
     b->requested = as->requested;
     b->tag = as->tag;
     ta_table_add(a, b);
-    ta_count(a, VM_TALLOC_ACTIVE, b->small, 1);
-    ta_count(a, VM_TALLOC_ACTIVE_BYTES, b->small, (int64_t)b->node.size);
+    ta_count_both(a, VM_TALLOC_ACTIVE, b->small, 1, (int64_t)b->node.size);
     ta_count(a, VM_TALLOC_REQUESTED_BYTES, b->small, (int64_t)b->requested);
     if (as->state == VM_TALLOC_PENDING) {
         ta_pend(a, b);
         return;
     }
-    ta_count(a, VM_TALLOC_ALLOCATION, b->small, 1);
-    ta_count(a, VM_TALLOC_ALLOCATED_BYTES, b->small, (int64_t)b->node.size);
+    ta_count_both(a, VM_TALLOC_ALLOCATION, b->small, 1, (int64_t)b->node.size);
     ta_count_oversized(a, &a->stats.oversize_allocations, b->node.size, 1);
 }
 
@@ -153,8 +137,7 @@ vm_status vm_talloc_restore(vm_talloc *a, const vm_talloc_block *s, const vm_tal
         return vm_fail(VM_EINVAL, "segment: 0x%llx of %llu bytes lies on another one", (unsigned long long)s->address,
                        (unsigned long long)s->size);
     }
-    ta_count(a, VM_TALLOC_SEGMENT, s->small, 1);
-    ta_count(a, VM_TALLOC_RESERVED_BYTES, s->small, (int64_t)s->size);
+    ta_count_both(a, VM_TALLOC_SEGMENT, s->small, 1, (int64_t)s->size);
     ta_count_oversized(a, &a->stats.oversize_segments, s->size, 1);
     for (size_t i = 0; i < blocks; i++) {
         /* Room for this block and the gap before it was made a step earlier: failing leaves the tail free and cached.

@@ -9,9 +9,9 @@
 
 enum { FIRST_BINS = 128 };
 
-/* Makes place for one more item in *array; its index must be a uint32_t. */
+/* Makes place for one more item in *array; there are no more of any kind than steps. */
 static vm_status grow(vm_trace *t, void *array, size_t count, size_t item) {
-    if (count == UINT32_MAX) return vm_fail(VM_EOVERFLOW, "trace: want at most %zu steps, got more", count);
+    if (count == VM_TRACE_STEPS) return vm_fail(VM_EOVERFLOW, "trace: want at most %zu steps, got more", count);
     return vm_mem_grow(t->mem, VM_SCRATCH, array, count, item);
 }
 
@@ -94,6 +94,8 @@ static vm_status add(vm_trace *t, vm_trace_op op, uint32_t id, uint64_t bytes, c
 }
 
 vm_status vm_trace_take(vm_trace *t, uint64_t bytes, const char *name, uint32_t *id) {
+    if (bytes > VM_TALLOC_LARGEST || bytes == SIZE_MAX)
+        return vm_fail(VM_EOVERFLOW, "%s: want a storage of at most 2^60 bytes, got more", name);
     vm_status s = add(t, VM_TRACE_TAKE, t->ids, bytes, name);
     if (!s) *id = t->ids++;
     return s;
@@ -106,15 +108,9 @@ vm_status vm_trace_give(vm_trace *t, uint32_t id) {
 
 vm_status vm_trace_blas(vm_trace *t, vm_trace_op op, const char *name) { return add(t, op, 0, 0, name); }
 
-static bool same_conv(const vm_conv *a, const vm_conv *b) {
-    return a->dtype == b->dtype && a->tf32 == b->tf32 && a->nhwc == b->nhwc && a->n == b->n && a->c == b->c &&
-           a->h == b->h && a->w == b->w && a->k == b->k && a->r == b->r && a->s == b->s && a->padding == b->padding &&
-           a->stride == b->stride;
-}
-
 vm_status vm_trace_conv(vm_trace *t, const vm_conv *conv, const char *name) {
     size_t i = 0;
-    while (i < t->convs && !same_conv(&t->conv[i], conv)) i++;
+    while (i < t->convs && !vm_conv_same(&t->conv[i], conv)) i++;
     if (i == t->convs) {
         vm_status s = grow(t, &t->conv, t->convs, sizeof *t->conv);
         if (s) return s;
@@ -138,24 +134,18 @@ static vm_status pass_through(vm_trace *t, const uint64_t *bytes, size_t count, 
 
 vm_status vm_trace_norm(vm_trace *t, vm_dtype dtype, size_t n, size_t c, size_t groups, size_t pixels, const char *name,
                         uint32_t stats[2]) {
-    const uint64_t fused[2] = {4 * n * c, 4 * n * c}; /* float whatever the dtype */
-    vm_status s = vm_trace_take(t, n * groups * element(dtype), name, &stats[0]);
-    if (!s) s = vm_trace_take(t, n * groups * element(dtype), name, &stats[1]);
-    if (!s && pixels > 1) s = pass_through(t, fused, 2, name);
+    const size_t bytes = VM_PRODUCT(n, groups, element(dtype)), fused = VM_PRODUCT(4, n, c); /* whatever the dtype */
+    vm_status s = vm_trace_take(t, bytes, name, &stats[0]);
+    if (!s) s = vm_trace_take(t, bytes, name, &stats[1]);
+    if (!s && pixels > 1) s = pass_through(t, (uint64_t[]){fused, fused}, 2, name);
     return s;
-}
-
-vm_attention vm_attention_kernel(const vm_attention_shape *a, const vm_trace_gpu *gpu) {
-    if (a->dtype != VM_F32 && gpu->sm >= 80 && a->depth <= 256 && !a->mask) return VM_ATTENTION_FLASH;
-    if (a->dtype == VM_BF16 && gpu->sm < 80) return VM_ATTENTION_MATH;
-    return VM_ATTENTION_EFFICIENT;
 }
 
 /* How many parts flash attention cuts the keys into when the queries alone do not fill the device. */
 static size_t flash_splits(const vm_attention_shape *a, const vm_trace_gpu *gpu) {
     const size_t block = a->depth <= 64 ? 256 : a->depth <= 128 ? 128 : 64;
-    const size_t blocks = (a->keys + block - 1) / block, slots = 2 * (size_t)gpu->multiprocessors;
-    const size_t work = a->batch * a->heads * ((a->queries + 63) / 64);
+    const size_t blocks = vm_round_up(a->keys, block) / block, slots = 2 * (size_t)gpu->multiprocessors;
+    const size_t work = VM_PRODUCT(a->batch, a->heads, vm_round_up(a->queries, 64) / 64);
     if ((double)work >= 0.8 * (double)slots) return 1;
     const size_t most = VM_MIN(VM_MIN(128, slots), blocks);
     double best = 0, efficiency[129] = {0};
@@ -172,23 +162,25 @@ static size_t flash_splits(const vm_attention_shape *a, const vm_trace_gpu *gpu)
 
 static vm_status flash(vm_trace *t, const vm_attention_shape *a, const vm_trace_gpu *gpu, const char *name,
                        uint32_t *id) {
-    const size_t rows = a->batch * a->heads * a->queries, splits = flash_splits(a, gpu);
+    const size_t rows = VM_PRODUCT(a->batch, a->heads, a->queries), splits = flash_splits(a, gpu);
     const size_t depth = VM_ROUND_UP(a->depth, 8), rounded = VM_ROUND_UP(a->depth, a->depth <= 128 ? 32 : 64);
-    const uint64_t other = a->batch * a->heads * a->keys * depth * 2;
+    const size_t q = VM_PRODUCT(rows, depth, 2), kv = VM_PRODUCT(a->batch, a->heads, a->keys, depth, 2);
     const bool pads = depth != a->depth;
     uint32_t padded[3] = {0};
     vm_status s = VM_OK;
-    for (size_t i = 0; !s && pads && i < 3; i++) s = vm_trace_take(t, i ? other : rows * depth * 2, name, &padded[i]);
-    if (!s) s = vm_trace_take(t, rows * depth * 2, name, id);
-    const uint64_t lse_and_parts[3] = {4 * rows, 4 * splits * rows, 4 * splits * rows * rounded};
+    for (size_t i = 0; !s && pads && i < 3; i++) s = vm_trace_take(t, i ? kv : q, name, &padded[i]);
+    if (!s) s = vm_trace_take(t, q, name, id);
+    const uint64_t lse_and_parts[3] = {VM_PRODUCT(4, rows), VM_PRODUCT(4, splits, rows),
+                                       VM_PRODUCT(4, splits, rows, rounded)};
     if (!s) s = pass_through(t, lse_and_parts, splits > 1 ? 3 : 1, name);
     for (size_t i = 0; !s && pads && i < 3; i++) s = vm_trace_give(t, padded[i]);
     return s;
 }
 
 static vm_status efficient(vm_trace *t, const vm_attention_shape *a, const char *name, uint32_t *id) {
-    const uint64_t count = a->batch * a->heads * a->queries * a->depth, sums = 4 * count;
-    vm_status s = vm_trace_take(t, count * element(a->dtype), name, id);
+    const size_t count = VM_PRODUCT(a->batch, a->heads, a->queries, a->depth);
+    const uint64_t sums = VM_PRODUCT(4, count);
+    vm_status s = vm_trace_take(t, VM_PRODUCT(count, element(a->dtype)), name, id);
     /* Heads wider than 128 are accumulated in a float tensor in memory instead of registers. */
     if (!s && a->dtype != VM_F32 && a->depth > 128) s = pass_through(t, &sums, 1, name);
     return s;
@@ -197,8 +189,8 @@ static vm_status efficient(vm_trace *t, const vm_attention_shape *a, const char 
 /* The math path: queries, keys and values in float, scaled scores, and a softmax that takes care of rows whose keys are
  * all masked. */
 static vm_status math(vm_trace *t, const vm_attention_shape *a, const char *name, uint32_t *id) {
-    const uint64_t rows = a->batch * a->heads * a->queries, q = 4 * rows * a->depth;
-    const uint64_t kv = 4 * a->batch * a->heads * a->keys * a->depth, scores = 4 * rows * a->keys;
+    const size_t rows = VM_PRODUCT(a->batch, a->heads, a->queries), q = VM_PRODUCT(4, rows, a->depth);
+    const size_t kv = VM_PRODUCT(4, a->batch, a->heads, a->keys, a->depth), scores = VM_PRODUCT(4, rows, a->keys);
     const bool half = a->dtype != VM_F32;
     uint32_t in[3] = {0}, scaled_q = 0, scaled_k = 0, raw = 0, soft = 0, safe = 0, out = 0;
     vm_status s = VM_OK;
@@ -209,7 +201,7 @@ static vm_status math(vm_trace *t, const vm_attention_shape *a, const char *name
     if (!s) s = vm_trace_blas(t, VM_TRACE_CUBLAS, name);
     if (!s) s = vm_trace_give(t, scaled_k);
     if (!s) s = vm_trace_take(t, scores, name, &soft);
-    const uint64_t masks[2] = {rows * a->keys, rows};
+    const uint64_t masks[2] = {scores / 4, rows};
     if (!s) s = vm_trace_take(t, scores, name, &safe);
     if (!s) s = pass_through(t, masks, 2, name);
     if (!s) s = vm_trace_give(t, soft);
@@ -232,14 +224,10 @@ static vm_status math(vm_trace *t, const vm_attention_shape *a, const char *name
 
 vm_status vm_trace_attention(vm_trace *t, const vm_attention_shape *a, const vm_trace_gpu *gpu, const char *name,
                              uint32_t *id) {
-    switch (vm_attention_kernel(a, gpu)) {
-    case VM_ATTENTION_FLASH:
-        return flash(t, a, gpu, name, id);
-    case VM_ATTENTION_EFFICIENT:
-        return efficient(t, a, name, id);
-    default:
-        return math(t, a, name, id);
-    }
+    if (gpu->multiprocessors < 1)
+        return vm_fail(VM_EINVAL, "multiprocessors: want 1 or more, got %d", gpu->multiprocessors);
+    if (a->dtype != VM_F32 && gpu->sm >= 80 && a->depth <= 256 && !a->mask) return flash(t, a, gpu, name, id);
+    return a->dtype == VM_BF16 && gpu->sm < 80 ? math(t, a, name, id) : efficient(t, a, name, id);
 }
 
 /* ---- running ---- */

@@ -40,7 +40,11 @@ typedef struct vm_trace {
 vm_status vm_trace_new(vm_trace **out);
 void vm_trace_free(vm_trace *t); /* accepts NULL */
 
-/* Names over VM_NAME - 1 bytes lose their front. */
+/* A trace of more steps is refused, and so its memory is bounded: 96 MiB of steps. */
+enum { VM_TRACE_STEPS = 1 << 22 };
+
+/* VM_EOVERFLOW over VM_TALLOC_LARGEST, as every product of sizes is that did not fit. Names over VM_NAME - 1 bytes lose
+ * their front. */
 vm_status vm_trace_take(vm_trace *t, uint64_t bytes, const char *name, uint32_t *id);
 vm_status vm_trace_give(vm_trace *t, uint32_t id);
 /* op: VM_TRACE_CUBLAS or VM_TRACE_CUBLASLT. */
@@ -54,8 +58,6 @@ vm_status vm_trace_conv(vm_trace *t, const vm_conv *conv, const char *name);
 vm_status vm_trace_norm(vm_trace *t, vm_dtype dtype, size_t n, size_t c, size_t groups, size_t pixels, const char *name,
                         uint32_t stats[2]);
 
-typedef enum vm_attention { VM_ATTENTION_FLASH, VM_ATTENTION_EFFICIENT, VM_ATTENTION_MATH } vm_attention;
-
 typedef struct vm_trace_gpu {
     int sm; /* compute capability, 89 for 8.9 */
     int multiprocessors;
@@ -67,9 +69,8 @@ typedef struct vm_attention_shape {
     bool mask;
 } vm_attention_shape;
 
-/* The kernel of scaled_dot_product_attention without dropout: flash where it can, else memory-efficient, else math. */
-vm_attention vm_attention_kernel(const vm_attention_shape *shape, const vm_trace_gpu *gpu);
-/* The whole call: the output is taken and stays; what the kernel takes besides comes and goes. */
+/* scaled_dot_product_attention without dropout, by flash where it can, else memory-efficient, else math. The output is
+ * taken and stays; what the kernel takes besides comes and goes. */
 vm_status vm_trace_attention(vm_trace *t, const vm_attention_shape *shape, const vm_trace_gpu *gpu, const char *name,
                              uint32_t *id);
 

@@ -15,11 +15,11 @@ typedef struct list {
 
 static void add(list *l, size_t count) {
     uint32_t id;
-    if (!l->status) l->status = vm_trace_take(l->t, count * l->element, "weights", &id);
+    if (!l->status) l->status = vm_trace_take(l->t, VM_PRODUCT(count, l->element), "weights", &id);
 }
 
 static void conv(list *l, size_t in, size_t out, size_t side) {
-    add(l, out * in * side * side);
+    add(l, VM_PRODUCT(out, in, side, side));
     add(l, out);
 }
 

@@ -15,13 +15,13 @@
 
 #include "../vm.h"
 
-/* Raises ValueError, MemoryError or OverflowError with vm_error()'s sentence. Returns NULL. */
-PyObject *vm_py_raise(vm_status status);
-/* An architecture as the dict that Python sees, and back; -1 with an exception set. */
+/* An architecture as the dict that Python sees, and for PyArg_ParseTuple's O& back: a vm_arch. */
 PyObject *vm_py_arch_to_dict(const vm_arch *arch);
-int vm_py_arch_from_dict(PyObject *dict, vm_arch *arch);
+int vm_py_to_arch(PyObject *dict, void *arch);
 /* name: NULL or "" for the best usable one. NULL with an exception set. */
 const vm_backend *vm_py_backend(const char *name);
+/* A tuple of integers. */
+PyObject *vm_py_sizes(const size_t *size, size_t count);
 
 /* Threads. An object that two of them can reach (Model, CachingAllocator, Trace) has one vm_py_lock. Whoever reads or
  * changes what the object may change after it was made holds it, with the GIL or without; what is fixed when the object
@@ -45,6 +45,8 @@ void vm_py_lock_free(vm_py_lock *l);
  * RuntimeError where this same thread holds it already, or a thread that a fork left behind. */
 int vm_py_acquire(vm_py_lock *l, const char *call);
 void vm_py_release(vm_py_lock *l);
+/* Releases it; None, or the status raised. */
+PyObject *vm_py_done(vm_py_lock *l, vm_status status);
 
 /* py_allocator.c: raises allocator.OutOfMemoryError with vm_error()'s sentence and the figures. */
 struct vm_talloc;
@@ -53,12 +55,9 @@ void vm_py_raise_full(PyObject *allocator, const struct vm_talloc_oom *oom);
 /* The simulated allocator inside a CachingAllocator, and the lock to take for it; both borrowed. NULL: TypeError. */
 struct vm_talloc *vm_py_allocator(PyObject *object, vm_py_lock **lock);
 
-/* Each adds its part to the module; -1 with an exception set. */
-int vm_py_add_model(PyObject *module);
-int vm_py_add_kernels(PyObject *module);
-int vm_py_add_allocator(PyObject *module);
-int vm_py_add_unpickle(PyObject *module);
-int vm_py_add_workspace(PyObject *module);
-int vm_py_add_trace(PyObject *module);
+/* What the module has, by file. */
+extern PyType_Spec vm_py_model_type, vm_py_cudnn_type, vm_py_trace_type;
+extern PyMethodDef vm_py_kernels[], vm_py_unpickle[];
+int vm_py_add_allocator(PyObject *module); /* with its exception; -1 with one set */
 
 #endif

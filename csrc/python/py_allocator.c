@@ -103,11 +103,9 @@ static PyObject *allocator_new(PyTypeObject *type, PyObject *args, PyObject *kwa
 }
 
 static void allocator_dealloc(Allocator *self) {
-    PyTypeObject *type = Py_TYPE(self);
     vm_talloc_delete(self->talloc);
     vm_py_lock_free(&self->lock);
-    type->tp_free((PyObject *)self);
-    Py_DECREF(type);
+    vm_py_free((PyObject *)self);
 }
 
 vm_talloc *vm_py_allocator(PyObject *object, vm_py_lock **lock) {
@@ -144,22 +142,19 @@ static PyObject *allocator_free(Allocator *self, PyObject *args, PyObject *kwarg
     uint64_t address;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|p", names, &where, &pending)) return NULL;
     if (to_uint64(where, "address", &address) || vm_py_acquire(&self->lock, "free")) return NULL;
-    vm_status s = pending ? vm_talloc_free_request(self->talloc, address) : vm_talloc_free(self->talloc, address);
-    vm_py_release(&self->lock);
-    return s ? vm_py_raise(s) : Py_NewRef(Py_None);
+    return vm_py_done(&self->lock,
+                      pending ? vm_talloc_free_request(self->talloc, address) : vm_talloc_free(self->talloc, address));
 }
 
 static PyObject *allocator_empty_cache(Allocator *self, PyObject *Py_UNUSED(ignored)) {
     if (vm_py_acquire(&self->lock, "empty_cache")) return NULL;
-    vm_status s = vm_talloc_empty_cache(self->talloc);
-    vm_py_release(&self->lock);
-    return s ? vm_py_raise(s) : Py_NewRef(Py_None);
+    return vm_py_done(&self->lock, vm_talloc_empty_cache(self->talloc));
 }
 
 static PyObject *allocator_round(Allocator *self, PyObject *size) {
     uint64_t bytes;
     if (to_uint64(size, "bytes", &bytes)) return NULL;
-    if (bytes >> 60) return PyErr_Format(PyExc_OverflowError, "bytes: want less than 2^60, got %R", size);
+    if (bytes > VM_TALLOC_LARGEST) return PyErr_Format(PyExc_OverflowError, "bytes: want at most 2^60, got %R", size);
     return PyLong_FromUnsignedLongLong(vm_talloc_round(vm_talloc_settings(self->talloc), bytes));
 }
 
@@ -196,8 +191,7 @@ static PyObject *allocator_run(Allocator *self, PyObject *args) {
 static PyObject *allocator_reset_peak(Allocator *self, PyObject *Py_UNUSED(ignored)) {
     if (vm_py_acquire(&self->lock, "reset_peak_stats")) return NULL;
     vm_talloc_reset_peak(self->talloc);
-    vm_py_release(&self->lock);
-    Py_RETURN_NONE;
+    return vm_py_done(&self->lock, VM_OK);
 }
 
 static int put(PyObject *dict, const char *key, int64_t value) {
@@ -264,7 +258,8 @@ static PyObject *max_memory_reserved(Allocator *self, PyObject *Py_UNUSED(ignore
 
 /* ---- what a snapshot shows ---- */
 
-static PyObject *block_tuple(const vm_talloc_block *b) {
+static PyObject *block_item(const void *blocks, size_t i) {
+    const vm_talloc_block *b = (const vm_talloc_block *)blocks + i;
     static const char *const state[] = {"inactive", "active_pending_free", "active_allocated"};
     return Py_BuildValue("(OKKKKsOOI)", b->first ? Py_True : Py_False, (unsigned long long)b->address,
                          (unsigned long long)b->size, (unsigned long long)b->requested, (unsigned long long)b->stream,
@@ -273,20 +268,19 @@ static PyObject *block_tuple(const vm_talloc_block *b) {
 
 static PyObject *allocator_blocks(Allocator *self, PyObject *Py_UNUSED(ignored)) {
     if (vm_py_acquire(&self->lock, "_blocks")) return NULL;
-    const size_t n = vm_talloc_block_count(self->talloc);
+    const size_t n = vm_talloc_blocks(self->talloc, NULL);
     vm_talloc_block *block = PyMem_Calloc(n ? n : 1, sizeof *block);
     if (block) vm_talloc_blocks(self->talloc, block);
     vm_py_release(&self->lock);
-    PyObject *list = block ? PyList_New((Py_ssize_t)n) : PyErr_NoMemory();
-    for (size_t i = 0; list && i < n; i++) {
-        PyObject *item = block_tuple(&block[i]);
-        if (item)
-            PyList_SET_ITEM(list, (Py_ssize_t)i, item);
-        else
-            Py_CLEAR(list);
-    }
+    PyObject *list = block ? vm_py_list(n, block_item, block) : PyErr_NoMemory();
     PyMem_Free(block);
     return list;
+}
+
+static PyObject *event_item(const void *events, size_t i) {
+    const vm_talloc_event *e = (const vm_talloc_event *)events + i;
+    return Py_BuildValue("(sKKKI)", vm_talloc_action_name[e->action], (unsigned long long)e->address,
+                         (unsigned long long)e->size, (unsigned long long)e->stream, e->tag);
 }
 
 static PyObject *allocator_events(Allocator *self, PyObject *Py_UNUSED(ignored)) {
@@ -296,36 +290,22 @@ static PyObject *allocator_events(Allocator *self, PyObject *Py_UNUSED(ignored))
     vm_talloc_event *e = PyMem_Malloc((n ? n : 1) * sizeof *e);
     if (e && n) memcpy(e, events, n * sizeof *e);
     vm_py_release(&self->lock);
-    PyObject *list = e ? PyList_New((Py_ssize_t)n) : PyErr_NoMemory();
-    for (size_t i = 0; list && i < n; i++) {
-        PyObject *item = Py_BuildValue("(sKKKI)", vm_talloc_action_name[e[i].action], (unsigned long long)e[i].address,
-                                       (unsigned long long)e[i].size, (unsigned long long)e[i].stream, e[i].tag);
-        if (item)
-            PyList_SET_ITEM(list, (Py_ssize_t)i, item);
-        else
-            Py_CLEAR(list);
-    }
+    PyObject *list = e ? vm_py_list(n, event_item, e) : PyErr_NoMemory();
     PyMem_Free(e);
     return list;
 }
 
 static PyObject *allocator_settings(Allocator *self, PyObject *Py_UNUSED(ignored)) {
     const vm_talloc_config *c = vm_talloc_settings(self->talloc);
-    PyObject *divisions = PyTuple_New(VM_TALLOC_INTERVALS);
-    for (Py_ssize_t i = 0; divisions && i < VM_TALLOC_INTERVALS; i++) {
-        PyObject *n = PyLong_FromUnsignedLong(c->roundup_divisions[i]);
-        if (n)
-            PyTuple_SET_ITEM(divisions, i, n);
-        else
-            Py_CLEAR(divisions);
-    }
-    if (!divisions) return NULL;
-    return Py_BuildValue(
-        "{s:K, s:K, s:K, s:K, s:K, s:N, s:d, s:O, s:O}", "total_memory", (unsigned long long)c->total_memory,
-        "allowed_memory", (unsigned long long)c->allowed_memory, "max_split_size",
-        (unsigned long long)c->max_split_size, "max_non_split_rounding", (unsigned long long)c->max_non_split_rounding,
-        "reservation", (unsigned long long)c->reservation, "divisions", divisions, "gc_threshold", c->gc_threshold,
-        "expandable_segments", c->expandable_segments ? Py_True : Py_False, "history", c->history ? Py_True : Py_False);
+    size_t divisions[VM_TALLOC_INTERVALS];
+    for (int i = 0; i < VM_TALLOC_INTERVALS; i++) divisions[i] = c->roundup_divisions[i];
+    return Py_BuildValue("{s:K, s:K, s:K, s:K, s:K, s:N, s:d, s:O, s:O}", "total_memory",
+                         (unsigned long long)c->total_memory, "allowed_memory", (unsigned long long)c->allowed_memory,
+                         "max_split_size", (unsigned long long)c->max_split_size, "max_non_split_rounding",
+                         (unsigned long long)c->max_non_split_rounding, "reservation",
+                         (unsigned long long)c->reservation, "divisions", vm_py_sizes(divisions, VM_TALLOC_INTERVALS),
+                         "gc_threshold", c->gc_threshold, "expandable_segments",
+                         c->expandable_segments ? Py_True : Py_False, "history", c->history ? Py_True : Py_False);
 }
 
 /* ---- what a replay imposes ---- */
@@ -333,9 +313,7 @@ static PyObject *allocator_settings(Allocator *self, PyObject *Py_UNUSED(ignored
 static PyObject *allocator_place(Allocator *self, PyObject *where) {
     uint64_t address;
     if (to_uint64(where, "address", &address) || vm_py_acquire(&self->lock, "_place")) return NULL;
-    vm_status s = vm_talloc_place(self->talloc, address);
-    vm_py_release(&self->lock);
-    return s ? vm_py_raise(s) : Py_NewRef(Py_None);
+    return vm_py_done(&self->lock, vm_talloc_place(self->talloc, address));
 }
 
 static PyObject *allocator_whole_segments(Allocator *self, PyObject *Py_UNUSED(ignored)) {
@@ -356,16 +334,15 @@ static PyObject *allocator_releasable(Allocator *self, PyObject *where) {
 static PyObject *allocator_release(Allocator *self, PyObject *where) {
     uint64_t address;
     if (to_uint64(where, "address", &address) || vm_py_acquire(&self->lock, "_release")) return NULL;
-    vm_status s = vm_talloc_release(self->talloc, address);
-    vm_py_release(&self->lock);
-    return s ? vm_py_raise(s) : Py_NewRef(Py_None);
+    return vm_py_done(&self->lock, vm_talloc_release(self->talloc, address));
 }
 
 static PyObject *allocator_restore(Allocator *self, PyObject *args) {
-    unsigned long long address, size, stream;
+    vm_talloc_block segment = {0};
     int small;
     PyObject *items, *list, *result = NULL;
-    if (!PyArg_ParseTuple(args, "KKKpO", &address, &size, &stream, &small, &items)) return NULL;
+    if (!PyArg_ParseTuple(args, "KKKpO", &segment.address, &segment.size, &segment.stream, &small, &items)) return NULL;
+    segment.small = small;
     if (!(list = PySequence_Tuple(items))) return NULL; /* a copy, as in parse_divisions */
     const Py_ssize_t n = PyTuple_GET_SIZE(list);
     vm_talloc_block *block = PyMem_Calloc(n ? (size_t)n : 1, sizeof *block);
@@ -374,18 +351,15 @@ static PyObject *allocator_restore(Allocator *self, PyObject *args) {
         goto done;
     }
     for (Py_ssize_t i = 0; i < n; i++) {
-        unsigned long long at, bytes, requested;
+        vm_talloc_block *b = &block[i];
         int pending;
         PyObject *item = PyTuple_GET_ITEM(list, i);
-        if (!PyTuple_Check(item) || !PyArg_ParseTuple(item, "KKKp", &at, &bytes, &requested, &pending)) goto done;
-        block[i] = (vm_talloc_block){.address = at, .size = bytes, .requested = requested};
-        block[i].state = pending ? VM_TALLOC_PENDING : VM_TALLOC_LIVE;
+        if (!PyTuple_Check(item) || !PyArg_ParseTuple(item, "KKKp", &b->address, &b->size, &b->requested, &pending))
+            goto done;
+        b->state = pending ? VM_TALLOC_PENDING : VM_TALLOC_LIVE;
     }
     if (vm_py_acquire(&self->lock, "_restore")) goto done;
-    const vm_talloc_block segment = {.address = address, .size = size, .stream = stream, .small = small};
-    vm_status s = vm_talloc_restore(self->talloc, &segment, block, (size_t)n);
-    vm_py_release(&self->lock);
-    result = s ? vm_py_raise(s) : Py_NewRef(Py_None);
+    result = vm_py_done(&self->lock, vm_talloc_restore(self->talloc, &segment, block, (size_t)n));
 done:
     if (!result && !PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "blocks: want tuples of four");
     PyMem_Free(block);
@@ -397,19 +371,16 @@ static PyObject *allocator_tag(Allocator *self, PyObject *number) {
     uint64_t tag;
     if (to_uint64(number, "tag", &tag) || vm_py_acquire(&self->lock, "tag")) return NULL;
     vm_talloc_tag(self->talloc, (uint32_t)tag);
-    vm_py_release(&self->lock);
-    Py_RETURN_NONE;
+    return vm_py_done(&self->lock, VM_OK);
 }
 
 /* ---- the type ---- */
 
-#define KEYWORDS(f) ((PyCFunction)(void (*)(void))(f))
-
 static PyMethodDef methods[] = {
-    {"malloc", KEYWORDS(allocator_malloc), METH_VARARGS | METH_KEYWORDS,
+    {"malloc", VM_PY_KEYWORDS(allocator_malloc), METH_VARARGS | METH_KEYWORDS,
      "malloc($self, /, bytes, stream=0)\n--\n\nTakes bytes on a stream. Returns the address (0 for 0 bytes).\n\n"
      "Raises OutOfMemoryError when the simulated device is full."},
-    {"free", KEYWORDS(allocator_free), METH_VARARGS | METH_KEYWORDS,
+    {"free", VM_PY_KEYWORDS(allocator_free), METH_VARARGS | METH_KEYWORDS,
      "free($self, /, address, pending=False)\n--\n\nGives the block at address back. With pending, another stream "
      "still\n"
      "uses it: it is not allocated any more but stays active until it is freed again, or until the cache is "

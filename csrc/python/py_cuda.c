@@ -2,14 +2,6 @@
 #include "../../kernels/cuda/gpu.h"
 #include "py_shared.h"
 
-static PyObject *raise(vm_status status) {
-    PyErr_SetString(status == VM_ENOMEM   ? PyExc_MemoryError
-                    : status == VM_EINVAL ? PyExc_ValueError
-                                          : PyExc_RuntimeError,
-                    vm_error());
-    return NULL;
-}
-
 /* ---- Backend ---- */
 
 typedef struct Backend {
@@ -28,13 +20,12 @@ static void close_gpu(PyObject *capsule) {
 static PyObject *backend_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"device", "dtype", "tf32", "autotune", "libcuda", "libcudnn", "own_conv", NULL};
     vm_gpu_options o = {0};
-    const char *dtype = "float32";
     int tf32 = 0, autotune = 0, own_conv = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|isppzzp:Backend", names, &o.device, &dtype, &tf32, &autotune,
-                                     &o.libcuda, &o.libcudnn, &own_conv) ||
-        vm_py_parse_dtype(dtype, &o.dtype))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|iO&ppzzp:Backend", names, &o.device, vm_py_to_dtype, &o.dtype,
+                                     &tf32, &autotune, &o.libcuda, &o.libcudnn, &own_conv))
         return NULL;
-    if (tf32 && o.dtype != VM_F32) return PyErr_Format(PyExc_ValueError, "tf32: want dtype float32, got %s", dtype);
+    if (tf32 && o.dtype != VM_F32)
+        return PyErr_Format(PyExc_ValueError, "tf32: want dtype float32, got %s", vm_dtype_name(o.dtype));
     o.tf32 = tf32;
     o.autotune = autotune;
     o.own_conv = own_conv;
@@ -43,7 +34,7 @@ static PyObject *backend_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     Py_BEGIN_ALLOW_THREADS
     s = vm_gpu_open(&o, &gpu);
     Py_END_ALLOW_THREADS
-    if (s) return raise(s);
+    if (s) return vm_py_raise(s);
     Backend *self = (Backend *)type->tp_alloc(type, 0);
     PyObject *capsule = self ? PyCapsule_New(&gpu->backend, vm_py_backend_name, close_gpu) : NULL;
     if (!capsule) {
@@ -57,24 +48,20 @@ static PyObject *backend_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
 }
 
 static void backend_dealloc(Backend *self) {
-    PyTypeObject *type = Py_TYPE(self);
     Py_XDECREF(self->capsule);
-    type->tp_free(self);
-    Py_DECREF(type);
+    vm_py_free((PyObject *)self);
 }
 
 static PyObject *backend_memory(Backend *self, PyObject *Py_UNUSED(ignored)) {
     size_t free, total;
     vm_status s = vm_gpu_memory(self->gpu, &free, &total);
-    return s ? raise(s) : Py_BuildValue("nn", (Py_ssize_t)free, (Py_ssize_t)total);
+    return s ? vm_py_raise(s) : Py_BuildValue("nn", (Py_ssize_t)free, (Py_ssize_t)total);
 }
 
 static PyObject *with_stream(Backend *self, PyObject *stream, vm_status (*call)(vm_gpu *gpu, void *stream)) {
     const unsigned long long handle = PyLong_AsUnsignedLongLong(stream);
     if (PyErr_Occurred()) return NULL;
-    vm_status s = call(self->gpu, (void *)(uintptr_t)handle);
-    if (s) return raise(s);
-    Py_RETURN_NONE;
+    return vm_py_none_or_raise(call(self->gpu, (void *)(uintptr_t)handle));
 }
 
 static PyObject *backend_order(Backend *self, PyObject *stream) { return with_stream(self, stream, vm_gpu_order); }
@@ -91,8 +78,7 @@ static PyObject *backend_read(Backend *self, PyObject *args) {
     s = vm_gpu_read(self->gpu, to.buf, (const void *)(uintptr_t)from, (size_t)to.len);
     Py_END_ALLOW_THREADS
     PyBuffer_Release(&to);
-    if (s) return raise(s);
-    Py_RETURN_NONE;
+    return vm_py_none_or_raise(s);
 }
 
 static PyObject *get_capsule(Backend *self, void *Py_UNUSED(closure)) { return Py_NewRef(self->capsule); }
@@ -145,18 +131,19 @@ static PyType_Spec backend_spec = {"vaemem._cuda.Backend", sizeof(Backend), 0,
 
 /* ---- devices ---- */
 
-static PyObject *describe(const vm_driver *d, int index) {
+static PyObject *describe(const void *driver, size_t index) {
+    const vm_driver *d = driver;
     CUdevice device;
     char name[128] = "";
     int major = 0, minor = 0;
     size_t total = 0;
-    CUresult r = d->DeviceGet(&device, index);
+    CUresult r = d->DeviceGet(&device, (int)index);
     if (!r) r = d->DeviceGetName(name, sizeof name, device);
     if (!r) r = d->DeviceGetAttribute(&major, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device);
     if (!r) r = d->DeviceGetAttribute(&minor, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device);
     if (!r) r = d->DeviceTotalMem(&total, device);
     vm_status s = vm_driver_check(d, r, "describing a device");
-    return s ? raise(s)
+    return s ? vm_py_raise(s)
              : Py_BuildValue("{s:s, s:(ii), s:n}", "name", name, "capability", major, minor, "total_bytes",
                              (Py_ssize_t)total);
 }
@@ -169,16 +156,9 @@ static PyObject *devices(PyObject *Py_UNUSED(module), PyObject *args) {
     Py_BEGIN_ALLOW_THREADS
     d = vm_driver_get(libcuda);
     Py_END_ALLOW_THREADS
-    if (!d) return raise(VM_EDEVICE);
+    if (!d) return vm_py_raise(VM_EDEVICE);
     vm_status s = vm_driver_check(d, d->DeviceGetCount(&count), "counting devices");
-    if (s) return raise(s);
-    PyObject *list = PyList_New(0);
-    for (int i = 0; list && i < count; i++) {
-        PyObject *one = describe(d, i);
-        if (!one || PyList_Append(list, one)) Py_CLEAR(list);
-        Py_XDECREF(one);
-    }
-    return list;
+    return s ? vm_py_raise(s) : vm_py_list((size_t)count, describe, d);
 }
 
 /* ---- DLPack: the structures of its ABI in version 0.x, which every library understands ---- */
@@ -313,12 +293,7 @@ static PyMethodDef functions[] = {
      "alive."},
     {NULL, NULL, 0, NULL}};
 
-static int exec_module(PyObject *module) {
-    PyObject *type = PyType_FromModuleAndSpec(module, &backend_spec, NULL);
-    const int failed = !type || PyModule_AddType(module, (PyTypeObject *)type);
-    Py_XDECREF(type);
-    return failed ? -1 : 0;
-}
+static int exec_module(PyObject *module) { return vm_py_add_type(module, &backend_spec); }
 
 static PyModuleDef_Slot slots[] = {{Py_mod_exec, (void *)exec_module},
 #ifdef Py_mod_multiple_interpreters

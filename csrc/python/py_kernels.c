@@ -23,16 +23,12 @@ static PyObject *kernel_gemm(PyObject *Py_UNUSED(module), PyObject *args) {
     const char *backend;
     PyObject *y, *x, *offsets, *w, *bias, *add;
     vm_gemm g = {0};
-    Py_ssize_t pixels, blocks, depth;
-    if (!PyArg_ParseTuple(args, "sOOOOOO(nnnnnnnnnn)", &backend, &y, &x, &offsets, &w, &bias, &add, &pixels, &blocks,
-                          &depth, &g.x_pixel, &g.x_step, &g.w_block, &g.add_pixel, &g.add_block, &g.y_pixel,
-                          &g.y_block))
+    if (!PyArg_ParseTuple(args, "sOOOOOO(nnnnnnnnnn)", &backend, &y, &x, &offsets, &w, &bias, &add, &g.pixels,
+                          &g.blocks, &g.depth, &g.x_pixel, &g.x_step, &g.w_block, &g.add_pixel, &g.add_block,
+                          &g.y_pixel, &g.y_block))
         return NULL;
     const vm_cpu_ops *ops = ops_of(backend);
     if (!ops) return NULL;
-    g.pixels = (size_t)pixels;
-    g.blocks = (size_t)blocks;
-    g.depth = (size_t)depth;
     if (g.pixels < 1 || g.pixels > ops->max_pixels || g.blocks < 1 || g.blocks > 2)
         return PyErr_Format(PyExc_ValueError, "gemm: want 1 to %zu pixels and 1 or 2 blocks", ops->max_pixels);
     if (!(g.x_offset = data_of(offsets, "offsets", NPY_INTP, 0, false))) return NULL;
@@ -152,10 +148,8 @@ static vm_status burn_all(const vm_exec *exec, void *context) {
 static PyObject *kernel_peak(PyObject *Py_UNUSED(module), PyObject *args) {
     const char *backend;
     int threads;
-    Py_ssize_t rounds;
-    if (!PyArg_ParseTuple(args, "sin", &backend, &threads, &rounds)) return NULL;
-    peak_job j = {.ops = ops_of(backend), .rounds = (size_t)rounds};
-    if (!j.ops) return NULL;
+    peak_job j = {0};
+    if (!PyArg_ParseTuple(args, "sin", &backend, &threads, &j.rounds) || !(j.ops = ops_of(backend))) return NULL;
     if (threads < 1 || threads > 1024)
         return PyErr_Format(PyExc_ValueError, "threads: want 1 to 1024, got %d", threads);
     vm_status s;
@@ -199,12 +193,11 @@ static size_t scratch_floats(const vm_backend *b, const vm_pass *p, const vm_lim
 static PyObject *kernel_pass(PyObject *Py_UNUSED(module), PyObject *args) {
     const char *backend, *kind;
     int threads, up, silu;
-    Py_ssize_t groups;
     PyObject *a[10];
     vm_pass p = {0};
     if (!PyArg_ParseTuple(args, "sis(nnnnnn)(iippnf)(OOOOOOOOOO)", &backend, &threads, &kind, &p.x.c, &p.x.h, &p.x.w,
-                          &p.y.c, &p.y.h, &p.y.w, &p.ksize, &p.stride, &up, &silu, &groups, &p.eps, &a[0], &a[1], &a[2],
-                          &a[3], &a[4], &a[5], &a[6], &a[7], &a[8], &a[9]))
+                          &p.y.c, &p.y.h, &p.y.w, &p.ksize, &p.stride, &up, &silu, &p.groups, &p.eps, &a[0], &a[1],
+                          &a[2], &a[3], &a[4], &a[5], &a[6], &a[7], &a[8], &a[9]))
         return NULL;
     const vm_backend *b = vm_py_backend(backend);
     if (!b) return NULL;
@@ -213,8 +206,7 @@ static PyObject *kernel_pass(PyObject *Py_UNUSED(module), PyObject *args) {
     p.kind = strcmp(kind, "conv") ? VM_PASS_ATTENTION : VM_PASS_CONV;
     p.up = up;
     p.silu = silu;
-    p.groups = (size_t)groups;
-    p.norm = groups > 0;
+    p.norm = p.groups > 0;
     p.add = a[2] != Py_None;
     p.stats = a[8] != Py_None;
     p.clamp_from = p.y.c;
@@ -276,7 +268,7 @@ static PyObject *kernel_needs(PyObject *Py_UNUSED(module), PyObject *args) {
                          (Py_ssize_t)(b->parts(b, &p, &limits) * vm_stats_floats(p.y.c)));
 }
 
-static PyMethodDef functions[] = {
+PyMethodDef vm_py_kernels[] = {
     {"kernel_gemm", kernel_gemm, METH_VARARGS, "For tests: vm_cpu_ops.gemm."},
     {"kernel_load", kernel_load, METH_VARARGS, "For tests: vm_cpu_ops.load."},
     {"kernel_stats", kernel_stats, METH_VARARGS, "For tests: vm_cpu_ops.stats."},
@@ -288,5 +280,3 @@ static PyMethodDef functions[] = {
     {"kernel_needs", kernel_needs, METH_VARARGS,
      "For tests and benchmarks: floats of scratch and sums of such a pass."},
     {NULL, NULL, 0, NULL}};
-
-int vm_py_add_kernels(PyObject *module) { return PyModule_AddFunctions(module, functions); }

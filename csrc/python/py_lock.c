@@ -54,3 +54,8 @@ void vm_py_release(vm_py_lock *l) {
     atomic_store(&l->owner, 0);
     PyThread_release_lock(l->lock);
 }
+
+PyObject *vm_py_done(vm_py_lock *l, vm_status status) {
+    vm_py_release(l);
+    return vm_py_none_or_raise(status);
+}

@@ -10,13 +10,14 @@ static int parse_parts(const char *text, unsigned *parts) {
 
 static PyObject *model_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"arch", "parts", "backend", NULL};
-    PyObject *dict, *capsule = Py_None;
+    PyObject *capsule = Py_None;
     const vm_backend *backend = NULL;
     const char *parts_name = "all";
     unsigned parts;
     vm_arch arch;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|sO", names, &dict, &parts_name, &capsule)) return NULL;
-    if (parse_parts(parts_name, &parts) || vm_py_arch_from_dict(dict, &arch)) return NULL;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&|sO", names, vm_py_to_arch, &arch, &parts_name, &capsule) ||
+        parse_parts(parts_name, &parts))
+        return NULL;
     if (capsule != Py_None && !(backend = PyCapsule_GetPointer(capsule, vm_py_backend_name))) return NULL;
     Model *self = (Model *)type->tp_alloc(type, 0);
     if (!self) return NULL;
@@ -28,32 +29,21 @@ static PyObject *model_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 }
 
 static void model_dealloc(Model *self) {
-    PyTypeObject *type = Py_TYPE(self);
     vm_model_free(self->model);
     Py_XDECREF(self->backend);
     vm_py_lock_free(&self->lock);
-    type->tp_free(self);
-    Py_DECREF(type);
+    vm_py_free((PyObject *)self);
 }
 
 /* ---- weights ---- */
 
-static PyObject *shape_of(const vm_tensor *t) {
-    PyObject *shape = PyTuple_New((Py_ssize_t)t->dims);
-    for (size_t i = 0; shape && i < t->dims; i++)
-        PyTuple_SET_ITEM(shape, (Py_ssize_t)i, PyLong_FromSize_t(t->shape[i]));
-    return shape;
+static PyObject *tensor_item(const void *tensors, size_t i) {
+    const vm_tensor *t = (const vm_tensor *)tensors + i;
+    return Py_BuildValue("(sN)", t->name, vm_py_sizes(t->shape, t->dims));
 }
 
 static PyObject *model_tensors(Model *self, void *Py_UNUSED(closure)) {
-    PyObject *list = PyList_New(0);
-    for (size_t i = 0; list && i < self->model->tensors; i++) {
-        const vm_tensor *t = &self->model->tensor[i];
-        PyObject *pair = Py_BuildValue("(sN)", t->name, shape_of(t));
-        if (!pair || PyList_Append(list, pair)) Py_CLEAR(list);
-        Py_XDECREF(pair);
-    }
-    return list;
+    return vm_py_list(self->model->tensors, tensor_item, self->model->tensor);
 }
 
 static PyObject *model_arch(Model *self, void *Py_UNUSED(closure)) { return vm_py_arch_to_dict(&self->model->arch); }
@@ -67,15 +57,14 @@ static PyObject *model_reserved(Model *self, void *Py_UNUSED(closure)) {
     return PyLong_FromSize_t(vm_mem_usage(self->model->mem).reserved);
 }
 
+static PyObject *missing_item(const void *tensors, size_t i) {
+    const vm_tensor *t = (const vm_tensor *)tensors + i;
+    return t->set ? NULL : PyUnicode_FromString(t->name);
+}
+
 static PyObject *model_missing(Model *self, PyObject *Py_UNUSED(ignored)) {
     if (vm_py_acquire(&self->lock, "save")) return NULL; /* which begins with this question */
-    PyObject *list = PyList_New(0);
-    for (size_t i = 0; list && i < self->model->tensors; i++) {
-        if (self->model->tensor[i].set) continue;
-        PyObject *name = PyUnicode_FromString(self->model->tensor[i].name);
-        if (!name || PyList_Append(list, name)) Py_CLEAR(list);
-        Py_XDECREF(name);
-    }
+    PyObject *list = vm_py_list(self->model->tensors, missing_item, self->model->tensor);
     vm_py_release(&self->lock);
     return list;
 }
@@ -106,24 +95,20 @@ static PyObject *model_set_tensor(Model *self, PyObject *args) {
     bool same = (size_t)PyArray_NDIM(a) == t->dims;
     for (size_t i = 0; same && i < t->dims; i++) same = (size_t)PyArray_DIM(a, (int)i) == t->shape[i];
     if (!same) {
-        PyObject *want = shape_of(t), *got = PyObject_GetAttrString((PyObject *)a, "shape");
+        PyObject *want = vm_py_sizes(t->shape, t->dims), *got = PyObject_GetAttrString((PyObject *)a, "shape");
         if (want && got) PyErr_Format(PyExc_ValueError, "%s: want shape %R, got %R", name, want, got);
         Py_XDECREF(want);
         Py_XDECREF(got);
         return NULL;
     }
-    if (!PyArray_IS_C_CONTIGUOUS(a) || !PyArray_ISNOTSWAPPED(a) || !PyArray_ISALIGNED(a)) {
-        PyErr_Format(PyExc_ValueError, "%s: want a C-contiguous, aligned array in native byte order", name);
-        return NULL;
-    }
+    if (!PyArray_IS_C_CONTIGUOUS(a) || !PyArray_ISNOTSWAPPED(a) || !PyArray_ISALIGNED(a))
+        return PyErr_Format(PyExc_ValueError, "%s: want a C-contiguous, aligned array in native byte order", name);
     if (vm_py_acquire(&self->lock, "set_tensor")) return NULL;
     vm_status s;
     Py_BEGIN_ALLOW_THREADS
     s = vm_weights_set(self->model, (size_t)(t - self->model->tensor), dtype, PyArray_DATA(a));
     Py_END_ALLOW_THREADS
-    vm_py_release(&self->lock);
-    if (s) return vm_py_raise(s);
-    Py_RETURN_NONE;
+    return vm_py_done(&self->lock, s);
 }
 
 static PyObject *model_get_tensor(Model *self, PyObject *name) {
@@ -146,8 +131,7 @@ static PyObject *model_get_tensor(Model *self, PyObject *name) {
 static PyObject *model_trim(Model *self, PyObject *Py_UNUSED(ignored)) {
     if (vm_py_acquire(&self->lock, "trim")) return NULL;
     vm_model_trim(self->model);
-    vm_py_release(&self->lock);
-    Py_RETURN_NONE;
+    return vm_py_done(&self->lock, VM_OK);
 }
 
 static PyMethodDef methods[] = {
@@ -156,9 +140,9 @@ static PyMethodDef methods[] = {
      "set_tensor(name, array)\n--\n\nConverts to float32 and packs; array may be freed after."},
     {"get_tensor", (PyCFunction)model_get_tensor, METH_O,
      "get_tensor(name)\n--\n\nA float32 copy, bit for bit what was set."},
-    {"plan", (PyCFunction)(void (*)(void))vm_py_plan, METH_VARARGS | METH_KEYWORDS, vm_py_plan_doc},
-    {"run", (PyCFunction)(void (*)(void))vm_py_run, METH_VARARGS | METH_KEYWORDS, vm_py_run_doc},
-    {"run_at", (PyCFunction)(void (*)(void))vm_py_run_at, METH_VARARGS | METH_KEYWORDS, vm_py_run_at_doc},
+    {"plan", VM_PY_KEYWORDS(vm_py_plan), METH_VARARGS | METH_KEYWORDS, vm_py_plan_doc},
+    {"run", VM_PY_KEYWORDS(vm_py_run), METH_VARARGS | METH_KEYWORDS, vm_py_run_doc},
+    {"run_at", VM_PY_KEYWORDS(vm_py_run_at), METH_VARARGS | METH_KEYWORDS, vm_py_run_at_doc},
     {"trim", (PyCFunction)model_trim, METH_NOARGS, "trim()\n--\n\nGives the arena back to the system."},
     {NULL, NULL, 0, NULL}};
 
@@ -177,13 +161,5 @@ static PyType_Slot type_slots[] = {
     {Py_tp_getset, attributes},
     {0, NULL}};
 
-static PyType_Spec type_spec = {"vaemem._core.Model", sizeof(Model), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+PyType_Spec vm_py_model_type = {"vaemem._core.Model", sizeof(Model), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
                                 type_slots};
-
-int vm_py_add_model(PyObject *module) {
-    PyObject *type = PyType_FromModuleAndSpec(module, &type_spec, NULL);
-    if (!type) return -1;
-    int result = PyModule_AddType(module, (PyTypeObject *)type);
-    Py_DECREF(type);
-    return result;
-}

@@ -2,38 +2,26 @@
 #define VM_PY_MODULE
 #include "py.h"
 
-PyObject *vm_py_raise(vm_status status) {
-    PyObject *type = status == VM_ENOMEM      ? PyExc_MemoryError
-                     : status == VM_EOVERFLOW ? PyExc_OverflowError
-                                              : PyExc_ValueError;
-    if (status == VM_EDEVICE || status == VM_ECANCELLED) type = PyExc_RuntimeError;
-    if (!PyErr_Occurred()) PyErr_SetString(type, vm_error());
-    return NULL;
+static PyObject *size_item(const void *size, size_t i) { return PyLong_FromSize_t(((const size_t *)size)[i]); }
+
+PyObject *vm_py_sizes(const size_t *size, size_t count) {
+    PyObject *list = vm_py_list(count, size_item, size), *tuple = list ? PyList_AsTuple(list) : NULL;
+    Py_XDECREF(list);
+    return tuple;
 }
 
 /* ---- architectures ---- */
 
 PyObject *vm_py_arch_to_dict(const vm_arch *a) {
-    PyObject *widths = PyTuple_New((Py_ssize_t)a->levels);
-    for (size_t i = 0; widths && i < a->levels; i++) {
-        PyObject *w = PyLong_FromSize_t(a->block_out_channels[i]);
-        if (!w) Py_CLEAR(widths);
-        if (w) PyTuple_SET_ITEM(widths, (Py_ssize_t)i, w);
-    }
-    if (!widths) return NULL;
-    PyObject *scaling = a->scaling_known ? PyFloat_FromDouble((double)a->scaling_factor) : Py_NewRef(Py_None);
-    if (!scaling) {
-        Py_DECREF(widths);
-        return NULL;
-    }
     return Py_BuildValue(
         "{s:s, s:n, s:n, s:n, s:N, s:n, s:n, s:f, s:N, s:N, s:N, s:N, s:f}", "name", a->name, "in_channels",
         (Py_ssize_t)a->in_channels, "out_channels", (Py_ssize_t)a->out_channels, "latent_channels",
-        (Py_ssize_t)a->latent_channels, "block_out_channels", widths, "layers_per_block",
-        (Py_ssize_t)a->layers_per_block, "norm_num_groups", (Py_ssize_t)a->norm_num_groups, "norm_eps", a->norm_eps,
-        "use_quant_conv", PyBool_FromLong(a->use_quant_conv), "use_post_quant_conv",
+        (Py_ssize_t)a->latent_channels, "block_out_channels", vm_py_sizes(a->block_out_channels, a->levels),
+        "layers_per_block", (Py_ssize_t)a->layers_per_block, "norm_num_groups", (Py_ssize_t)a->norm_num_groups,
+        "norm_eps", a->norm_eps, "use_quant_conv", PyBool_FromLong(a->use_quant_conv), "use_post_quant_conv",
         PyBool_FromLong(a->use_post_quant_conv), "mid_block_add_attention", PyBool_FromLong(a->mid_block_add_attention),
-        "scaling_factor", scaling, "shift_factor", a->shift_factor);
+        "scaling_factor", a->scaling_known ? PyFloat_FromDouble((double)a->scaling_factor) : Py_NewRef(Py_None),
+        "shift_factor", a->shift_factor);
 }
 
 static PyObject *item(PyObject *dict, const char *key) {
@@ -75,31 +63,30 @@ static int get_widths(PyObject *dict, vm_arch *a) {
     return PyErr_Occurred() ? -1 : 0;
 }
 
-int vm_py_arch_from_dict(PyObject *dict, vm_arch *a) {
+int vm_py_to_arch(PyObject *dict, void *out) {
+    vm_arch *a = out;
     *a = (vm_arch){.name = "custom"};
     if (!PyDict_Check(dict)) {
         PyErr_Format(PyExc_TypeError, "arch: want a dict, got %s", Py_TYPE(dict)->tp_name);
-        return -1;
+        return 0;
     }
     PyObject *name = PyDict_GetItemString(dict, "name"), *scaling = PyDict_GetItemString(dict, "scaling_factor");
     if (name) {
         const char *text = PyUnicode_AsUTF8(name);
-        if (!text) return -1;
+        if (!text) return 0;
         snprintf(a->name, sizeof a->name, "%s", text);
         vm_end_whole(a->name);
     }
     a->scaling_known = scaling && scaling != Py_None;
-    if (a->scaling_known && get_float(dict, "scaling_factor", &a->scaling_factor)) return -1;
-    if (a->scaling_known && get_float(dict, "shift_factor", &a->shift_factor)) return -1;
-    return get_size(dict, "in_channels", &a->in_channels) || get_size(dict, "out_channels", &a->out_channels) ||
-                   get_size(dict, "latent_channels", &a->latent_channels) || get_widths(dict, a) ||
-                   get_size(dict, "layers_per_block", &a->layers_per_block) ||
-                   get_size(dict, "norm_num_groups", &a->norm_num_groups) ||
-                   get_float(dict, "norm_eps", &a->norm_eps) || get_bool(dict, "use_quant_conv", &a->use_quant_conv) ||
-                   get_bool(dict, "use_post_quant_conv", &a->use_post_quant_conv) ||
-                   get_bool(dict, "mid_block_add_attention", &a->mid_block_add_attention)
-               ? -1
-               : 0;
+    if (a->scaling_known && get_float(dict, "scaling_factor", &a->scaling_factor)) return 0;
+    if (a->scaling_known && get_float(dict, "shift_factor", &a->shift_factor)) return 0;
+    return !(get_size(dict, "in_channels", &a->in_channels) || get_size(dict, "out_channels", &a->out_channels) ||
+             get_size(dict, "latent_channels", &a->latent_channels) || get_widths(dict, a) ||
+             get_size(dict, "layers_per_block", &a->layers_per_block) ||
+             get_size(dict, "norm_num_groups", &a->norm_num_groups) || get_float(dict, "norm_eps", &a->norm_eps) ||
+             get_bool(dict, "use_quant_conv", &a->use_quant_conv) ||
+             get_bool(dict, "use_post_quant_conv", &a->use_post_quant_conv) ||
+             get_bool(dict, "mid_block_add_attention", &a->mid_block_add_attention));
 }
 
 static PyObject *models(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored)) {
@@ -127,14 +114,15 @@ const vm_backend *vm_py_backend(const char *name) {
     return NULL;
 }
 
+static PyObject *backend_item(const void *backends, size_t i) {
+    const vm_backend *b = ((const vm_backend *const *)backends)[i];
+    return Py_BuildValue("(sN)", b->name, PyBool_FromLong(b->usable()));
+}
+
 static PyObject *backends(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored)) {
-    PyObject *list = PyList_New(0);
-    for (const vm_backend *const *b = vm_backends(); list && *b; b++) {
-        PyObject *pair = Py_BuildValue("(sN)", (*b)->name, PyBool_FromLong((*b)->usable()));
-        if (!pair || PyList_Append(list, pair)) Py_CLEAR(list);
-        Py_XDECREF(pair);
-    }
-    return list;
+    size_t n = 0;
+    while (vm_backends()[n]) n++;
+    return vm_py_list(n, backend_item, vm_backends());
 }
 
 static PyObject *disable(PyObject *Py_UNUSED(module), PyObject *names) {
@@ -161,11 +149,13 @@ static PyMethodDef functions[] = {
 
 static int exec_module(PyObject *module) {
     if (PyArray_ImportNumPyAPI() < 0) return -1;
-    int (*const parts[])(PyObject *) = {vm_py_add_model,    vm_py_add_kernels,   vm_py_add_allocator,
-                                        vm_py_add_unpickle, vm_py_add_workspace, vm_py_add_trace};
-    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
-        if (parts[i](module)) return -1;
-    return 0;
+    PyType_Spec *const types[] = {&vm_py_model_type, &vm_py_cudnn_type, &vm_py_trace_type};
+    for (int i = 0; i < 3; i++)
+        if (vm_py_add_type(module, types[i])) return -1;
+    return PyModule_AddFunctions(module, vm_py_kernels) || PyModule_AddFunctions(module, vm_py_unpickle) ||
+                   vm_py_add_allocator(module)
+               ? -1
+               : 0;
 }
 
 static PyModuleDef_Slot slots[] = {{Py_mod_exec, (void *)exec_module},

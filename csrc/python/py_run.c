@@ -77,20 +77,15 @@ static int parse_request(Model *self, vm_request *r, const char *op, const char 
     return (r->backend = on_host(m) ? vm_py_backend(backend) : m->backend) ? 0 : -1;
 }
 
-static int parse_size(vm_request *r, Py_ssize_t height, Py_ssize_t width, Py_ssize_t batch, Py_ssize_t stripe_bytes,
-                      Py_ssize_t memory_limit) {
-    const Py_ssize_t value[] = {height, width, batch, stripe_bytes, memory_limit};
+/* Sizes that were parsed as signed. */
+static int check_sizes(const vm_request *r) {
+    const size_t value[] = {r->height, r->width, r->batch, r->limits.stripe_bytes, r->memory_limit};
     static const char *const name[] = {"height", "width", "batch", "stripe_bytes", "memory_limit"};
     for (int i = 0; i < 5; i++)
-        if (value[i] < 0) {
-            PyErr_Format(PyExc_ValueError, "%s: want a positive number, got %zd", name[i], value[i]);
+        if (value[i] > PY_SSIZE_T_MAX) {
+            PyErr_Format(PyExc_ValueError, "%s: want a positive number, got %zd", name[i], (Py_ssize_t)value[i]);
             return -1;
         }
-    r->height = (size_t)height;
-    r->width = (size_t)width;
-    r->batch = (size_t)batch;
-    r->limits.stripe_bytes = (size_t)stripe_bytes;
-    r->memory_limit = (size_t)memory_limit;
     return 0;
 }
 
@@ -114,16 +109,13 @@ PyObject *vm_py_plan(Model *self, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"op",      "height",     "width",       "batch",   "pixels",       "threads",      "scaled",
                             "backend", "own_output", "host_arrays", "latents", "stripe_bytes", "memory_limit", NULL};
     const char *op, *pixels = "float", *latents = NULL, *backend = NULL;
-    Py_ssize_t height, width, batch = 1, stripe_bytes = 0, memory_limit = 0;
     int threads = 1, scaled = 0, own_output = 1, host_arrays = 1;
-    vm_request r = {0};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "snn|nsipzppznn", names, &op, &height, &width, &batch, &pixels,
-                                     &threads, &scaled, &backend, &own_output, &host_arrays, &latents, &stripe_bytes,
-                                     &memory_limit))
+    vm_request r = {.batch = 1};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "snn|nsipzppznn", names, &op, &r.height, &r.width, &r.batch, &pixels,
+                                     &threads, &scaled, &backend, &own_output, &host_arrays, &latents,
+                                     &r.limits.stripe_bytes, &r.memory_limit))
         return NULL;
-    if (parse_request(self, &r, op, pixels, latents, threads, backend) ||
-        parse_size(&r, height, width, batch, stripe_bytes, memory_limit))
-        return NULL;
+    if (parse_request(self, &r, op, pixels, latents, threads, backend) || check_sizes(&r)) return NULL;
     r.host_arrays = host_arrays;
     r.own_output = own_output;
     r.scaled = scaled;
@@ -165,17 +157,6 @@ static PyObject *own(Model *self, const vm_run *run) {
     }
     *b = (block){vm_mem_retain(run->out_mem), Py_NewRef(self->backend), run->out, run->out_bytes};
     return capsule;
-}
-
-/* Both steal: a new array whose base is the capsule. */
-static PyObject *array_of(PyObject *capsule, void *data, const npy_intp dims[4], int type) {
-    PyObject *array = capsule ? PyArray_SimpleNewFromData(4, (npy_intp *)dims, type, data) : NULL;
-    if (!array) {
-        Py_XDECREF(capsule);
-        return NULL;
-    }
-    PyArray_SetBaseObject((PyArrayObject *)array, capsule); /* cannot fail: the array is new and has no base */
-    return array;
 }
 
 typedef struct polling {
@@ -306,16 +287,16 @@ PyObject *vm_py_run(Model *self, PyObject *args, PyObject *kwargs) {
     const char *op, *pixels = "float", *backend = NULL;
     PyObject *out = Py_None, *callback = Py_None;
     int threads = 1, scaled = 0, check = 0, replay = 0;
-    Py_ssize_t stripe_bytes = 0, memory_limit = 0;
     io x = {0};
     vm_request r = {.scale = 1, .host_arrays = true};
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sO!|OsipzOpnfpn", names, &op, &PyArray_Type, &x.in, &out, &pixels,
-                                     &threads, &scaled, &backend, &callback, &check, &stripe_bytes, &r.scale, &replay,
-                                     &memory_limit))
+                                     &threads, &scaled, &backend, &callback, &check, &r.limits.stripe_bytes, &r.scale,
+                                     &replay, &r.memory_limit))
         return NULL;
     if (strcmp(pixels, "float") && strcmp(pixels, "uint8"))
         return PyErr_Format(PyExc_ValueError, "pixels: want float or uint8, got '%s'", pixels);
-    if (parse_request(self, &r, op, pixels, NULL, threads, backend) || describe(self->model, &r, &x)) return NULL;
+    if (parse_request(self, &r, op, pixels, NULL, threads, backend) || describe(self->model, &r, &x) || check_sizes(&r))
+        return NULL;
     if (out != Py_None) {
         if (!PyArray_Check(out))
             return PyErr_Format(PyExc_TypeError, "out: want an array, got %s", Py_TYPE(out)->tp_name);
@@ -327,8 +308,6 @@ PyObject *vm_py_run(Model *self, PyObject *args, PyObject *kwargs) {
     if (vm_py_acquire(&self->lock, op)) return NULL;
     r.own_output = !x.out;
     r.scaled = scaled;
-    r.limits.stripe_bytes = (size_t)VM_MAX(stripe_bytes, 0);
-    r.memory_limit = (size_t)VM_MAX(memory_limit, 0);
     job j = {.run = {.in = PyArray_DATA(x.in),
                      .out = x.out ? PyArray_DATA(x.out) : NULL,
                      .wait = true,
@@ -338,10 +317,12 @@ PyObject *vm_py_run(Model *self, PyObject *args, PyObject *kwargs) {
     const int failed = run_locked(self, &r, &j);
     vm_py_release(&self->lock);
     if (failed) return NULL;
-    PyObject *array = x.out ? Py_NewRef(out) : array_of(j.owner, j.run.out, x.out_dims, x.out_type);
-    if (array) return Py_BuildValue("(NN)", array, j.record);
-    Py_DECREF(j.record);
-    return NULL;
+    PyObject *array = x.out ? Py_NewRef(out) : PyArray_SimpleNewFromData(4, x.out_dims, x.out_type, j.run.out);
+    if (array && j.owner)
+        PyArray_SetBaseObject((PyArrayObject *)array, j.owner); /* steals; cannot fail: a new array has no base */
+    else
+        Py_XDECREF(j.owner);
+    return Py_BuildValue("(NN)", array, j.record);
 }
 
 /* ---- on a device's own memory ---- */
@@ -359,18 +340,16 @@ PyObject *vm_py_run_at(Model *self, PyObject *args, PyObject *kwargs) {
                             "stripe_bytes", "scale",   "replay", "own_output", "memory_limit", NULL};
     const char *op, *pixels = "float32", *latents = NULL;
     unsigned long long in, out, stream = 0;
-    Py_ssize_t height, width, batch = 1, stripe_bytes = 0, memory_limit = 0;
     PyObject *callback = Py_None;
     int scaled = 0, wait = 1, replay = 0, own_output = 0;
-    vm_request r = {.scale = 1};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sKKnn|nszpKpOnfppn", names, &op, &in, &out, &height, &width, &batch,
-                                     &pixels, &latents, &scaled, &stream, &wait, &callback, &stripe_bytes, &r.scale,
-                                     &replay, &own_output, &memory_limit))
+    vm_request r = {.batch = 1, .scale = 1};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sKKnn|nszpKpOnfppn", names, &op, &in, &out, &r.height, &r.width,
+                                     &r.batch, &pixels, &latents, &scaled, &stream, &wait, &callback,
+                                     &r.limits.stripe_bytes, &r.scale, &replay, &own_output, &r.memory_limit))
         return NULL;
     if (on_host(self->model))
         return PyErr_Format(PyExc_ValueError, "run_at: want a model on a device, got one on the CPU");
-    if (parse_request(self, &r, op, pixels, latents, 1, NULL) ||
-        parse_size(&r, height, width, batch, stripe_bytes, memory_limit) || check_callback(callback) ||
+    if (parse_request(self, &r, op, pixels, latents, 1, NULL) || check_sizes(&r) || check_callback(callback) ||
         vm_py_acquire(&self->lock, op))
         return NULL;
     r.scaled = scaled;

@@ -10,12 +10,56 @@
 /* The name of capsules that hold a vm_backend with a device: vaemem._cuda makes them, vaemem._core takes them. */
 #define vm_py_backend_name "vaemem.backend"
 
-/* -1 with an exception set where it is no type of ours. */
-static inline int vm_py_parse_dtype(const char *name, vm_dtype *out) {
-    for (*out = VM_F32; *out <= VM_BF16; (*out)++)
-        if (!strcmp(name, vm_dtype_name(*out))) return 0;
-    PyErr_Format(PyExc_ValueError, "dtype: want float32, float16 or bfloat16, got '%s'", name);
-    return -1;
+/* A method that takes keywords, as PyMethodDef wants it. */
+#define VM_PY_KEYWORDS(f) ((PyCFunction)(void (*)(void))(f))
+
+/* Raises what the status is to Python, with vm_error()'s sentence. Returns NULL. */
+static inline PyObject *vm_py_raise(vm_status status) {
+    PyObject *type = status == VM_ENOMEM      ? PyExc_MemoryError
+                     : status == VM_EOVERFLOW ? PyExc_OverflowError
+                     : status == VM_EINVAL    ? PyExc_ValueError
+                                              : PyExc_RuntimeError;
+    if (!PyErr_Occurred()) PyErr_SetString(type, vm_error());
+    return NULL;
+}
+
+static inline PyObject *vm_py_none_or_raise(vm_status status) {
+    return status ? vm_py_raise(status) : Py_NewRef(Py_None);
+}
+
+/* A list of what item(context, i) makes for each i below n; where it makes NULL without an exception, nothing. */
+static inline PyObject *vm_py_list(size_t n, PyObject *(*item)(const void *context, size_t i), const void *context) {
+    PyObject *list = PyList_New(0);
+    for (size_t i = 0; list && i < n; i++) {
+        PyObject *one = item(context, i);
+        if (one ? PyList_Append(list, one) : PyErr_Occurred() != NULL) Py_CLEAR(list);
+        Py_XDECREF(one);
+    }
+    return list;
+}
+
+/* Makes a type and adds it to the module; -1 with an exception set. */
+static inline int vm_py_add_type(PyObject *module, PyType_Spec *spec) {
+    PyObject *type = PyType_FromModuleAndSpec(module, spec, NULL);
+    const int failed = !type || PyModule_AddType(module, (PyTypeObject *)type);
+    Py_XDECREF(type);
+    return failed ? -1 : 0;
+}
+
+/* The end of every tp_dealloc: the object's own memory, and its reference to its type. */
+static inline void vm_py_free(PyObject *self) {
+    PyTypeObject *type = Py_TYPE(self);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+/* For PyArg_ParseTuple's O&: a vm_dtype. */
+static inline int vm_py_to_dtype(PyObject *name, void *out) {
+    vm_dtype *dtype = out;
+    for (*dtype = VM_F32; *dtype <= VM_BF16; (*dtype)++)
+        if (PyUnicode_Check(name) && !PyUnicode_CompareWithASCIIString(name, vm_dtype_name(*dtype))) return 1;
+    PyErr_Format(PyExc_ValueError, "dtype: want float32, float16 or bfloat16, got %R", name);
+    return 0;
 }
 
 #endif

@@ -8,22 +8,20 @@ typedef struct Trace {
     vm_py_lock lock;
 } Trace;
 
-static const char *const dtype_name[] = {[VM_F32] = "float32", [VM_F16] = "float16", [VM_BF16] = "bfloat16"};
 static const char *const runtime_name[] = {[VM_TORCH_DIFFUSERS] = "diffusers", [VM_TORCH_BFL] = "bfl"};
 static const char *const op_name[] = {[VM_ENCODE] = "encode", [VM_DECODE] = "decode"};
 static const char *const step_name[] = {"take", "give", "conv", "cublas", "cublaslt"};
 static const char *const cublaslt_name[] = {"each", "kept", "shared"};
 
+static PyObject *text_item(const void *names, size_t i) {
+    return PyUnicode_FromString(((const char *const *)names)[i]);
+}
+
 /* The index of text among names; -1 with a ValueError that names the argument. */
 static int choose(const char *argument, const char *text, const char *const *names, int count) {
     for (int i = 0; i < count; i++)
         if (!strcmp(text, names[i])) return i;
-    PyObject *list = PyList_New(0);
-    for (int i = 0; list && i < count; i++) {
-        PyObject *name = PyUnicode_FromString(names[i]);
-        if (!name || PyList_Append(list, name)) Py_CLEAR(list);
-        Py_XDECREF(name);
-    }
+    PyObject *list = vm_py_list((size_t)count, text_item, names);
     if (list) PyErr_Format(PyExc_ValueError, "%s: want one of %R, got '%s'", argument, list, text);
     Py_XDECREF(list);
     return -1;
@@ -50,11 +48,9 @@ static PyObject *trace_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 }
 
 static void trace_dealloc(Trace *self) {
-    PyTypeObject *type = Py_TYPE(self);
     vm_trace_free(self->trace);
     vm_py_lock_free(&self->lock);
-    type->tp_free((PyObject *)self);
-    Py_DECREF(type);
+    vm_py_free((PyObject *)self);
 }
 
 /* ---- from an architecture ---- */
@@ -62,31 +58,25 @@ static void trace_dealloc(Trace *self) {
 static PyObject *trace_vae(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"arch",  "runtime", "op",      "dtype", "height",          "width",
                             "batch", "tile",    "slicing", "sm",    "multiprocessors", NULL};
-    PyObject *dict;
-    const char *runtime, *op, *dtype;
-    Py_ssize_t height, width, batch = 1, tile = 0;
-    int slicing = 0, sm = 89, multiprocessors = 128;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "Osssnn|nnpii:vae", names, &dict, &runtime, &op, &dtype, &height,
-                                     &width, &batch, &tile, &slicing, &sm, &multiprocessors))
-        return NULL;
+    const char *runtime, *op;
     vm_arch arch;
+    vm_trace_vae vae = {.arch = &arch, .batch = 1, .gpu = {.sm = 89, .multiprocessors = 128}};
+    int slicing = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&ssO&nn|nnpii:vae", names, vm_py_to_arch, &arch, &runtime, &op,
+                                     vm_py_to_dtype, &vae.dtype, &vae.height, &vae.width, &vae.batch, &vae.tile,
+                                     &slicing, &vae.gpu.sm, &vae.gpu.multiprocessors))
+        return NULL;
     const int r = CHOOSE("runtime", runtime, runtime_name), o = r < 0 ? -1 : CHOOSE("op", op, op_name);
-    const int d = o < 0 ? -1 : CHOOSE("dtype", dtype, dtype_name);
-    if (d < 0 || vm_py_arch_from_dict(dict, &arch)) return NULL;
+    if (o < 0) return NULL;
+    const Py_ssize_t height = (Py_ssize_t)vae.height, width = (Py_ssize_t)vae.width, batch = (Py_ssize_t)vae.batch,
+                     tile = (Py_ssize_t)vae.tile;
     if (height < 1 || width < 1 || batch < 1 || tile < 0)
         return PyErr_Format(PyExc_ValueError,
                             "height, width, batch, tile: want 1 or more (a tile of 0 is none), got %zd, %zd, %zd, %zd",
                             height, width, batch, tile);
-    const vm_trace_vae vae = {.arch = &arch,
-                              .runtime = (vm_trace_runtime)r,
-                              .op = (vm_op)o,
-                              .dtype = (vm_dtype)d,
-                              .height = (size_t)height,
-                              .width = (size_t)width,
-                              .batch = (size_t)batch,
-                              .tile = (size_t)tile,
-                              .slicing = slicing,
-                              .gpu = {.sm = sm, .multiprocessors = multiprocessors}};
+    vae.runtime = (vm_trace_runtime)r;
+    vae.op = (vm_op)o;
+    vae.slicing = slicing;
     vm_trace *trace;
     vm_status s;
     Py_BEGIN_ALLOW_THREADS
@@ -96,14 +86,14 @@ static PyObject *trace_vae(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 }
 
 static PyObject *trace_weights(PyTypeObject *type, PyObject *args) {
-    PyObject *dict;
-    const char *runtime, *dtype;
+    const char *runtime;
+    vm_dtype dtype;
     vm_arch arch;
-    if (!PyArg_ParseTuple(args, "Oss:weights", &dict, &runtime, &dtype)) return NULL;
-    const int r = CHOOSE("runtime", runtime, runtime_name), d = r < 0 ? -1 : CHOOSE("dtype", dtype, dtype_name);
-    if (d < 0 || vm_py_arch_from_dict(dict, &arch)) return NULL;
+    if (!PyArg_ParseTuple(args, "O&sO&:weights", vm_py_to_arch, &arch, &runtime, vm_py_to_dtype, &dtype)) return NULL;
+    const int r = CHOOSE("runtime", runtime, runtime_name);
+    if (r < 0) return NULL;
     vm_trace *trace;
-    vm_status s = vm_trace_vae_weights(&arch, (vm_trace_runtime)r, (vm_dtype)d, &trace);
+    vm_status s = vm_trace_vae_weights(&arch, (vm_trace_runtime)r, dtype, &trace);
     return s ? vm_py_raise(s) : wrap(type, trace);
 }
 
@@ -123,9 +113,7 @@ static PyObject *trace_take(Trace *self, PyObject *args) {
 static PyObject *trace_give(Trace *self, PyObject *number) {
     const unsigned long id = PyLong_AsUnsignedLong(number);
     if (PyErr_Occurred() || vm_py_acquire(&self->lock, "give")) return NULL;
-    vm_status s = vm_trace_give(self->trace, (uint32_t)VM_MIN(id, UINT32_MAX));
-    vm_py_release(&self->lock);
-    return s ? vm_py_raise(s) : Py_NewRef(Py_None);
+    return vm_py_done(&self->lock, vm_trace_give(self->trace, (uint32_t)VM_MIN(id, UINT32_MAX)));
 }
 
 static PyObject *trace_blas(Trace *self, PyObject *args) {
@@ -133,69 +121,44 @@ static PyObject *trace_blas(Trace *self, PyObject *args) {
     int lt = 0;
     if (!PyArg_ParseTuple(args, "s|p:blas", &name, &lt)) return NULL;
     if (vm_py_acquire(&self->lock, "blas")) return NULL;
-    vm_status s = vm_trace_blas(self->trace, lt ? VM_TRACE_CUBLASLT : VM_TRACE_CUBLAS, name);
-    vm_py_release(&self->lock);
-    return s ? vm_py_raise(s) : Py_NewRef(Py_None);
+    return vm_py_done(&self->lock, vm_trace_blas(self->trace, lt ? VM_TRACE_CUBLASLT : VM_TRACE_CUBLAS, name));
 }
 
 static PyObject *trace_conv(Trace *self, PyObject *args) {
-    const char *dtype, *name;
-    long long n, c, h, w, k, r, stride, padding;
+    const char *name;
+    vm_conv conv = {.tf32 = true};
     int nhwc;
-    if (!PyArg_ParseTuple(args, "sLLLLLLLLps:conv", &dtype, &n, &c, &h, &w, &k, &r, &stride, &padding, &nhwc, &name))
+    if (!PyArg_ParseTuple(args, "O&LLLLLLLLps:conv", vm_py_to_dtype, &conv.dtype, &conv.n, &conv.c, &conv.h, &conv.w,
+                          &conv.k, &conv.side, &conv.stride, &conv.padding, &nhwc, &name))
         return NULL;
-    const int d = CHOOSE("dtype", dtype, dtype_name);
-    if (d < 0) return NULL;
-    const vm_conv conv = {.dtype = (vm_dtype)d,
-                          .tf32 = true,
-                          .nhwc = nhwc,
-                          .n = n,
-                          .c = c,
-                          .h = h,
-                          .w = w,
-                          .k = k,
-                          .r = r,
-                          .s = r,
-                          .padding = padding,
-                          .stride = stride};
+    conv.nhwc = nhwc;
     if (vm_py_acquire(&self->lock, "conv")) return NULL;
-    vm_status s = vm_trace_conv(self->trace, &conv, name);
-    vm_py_release(&self->lock);
-    return s ? vm_py_raise(s) : Py_NewRef(Py_None);
+    return vm_py_done(&self->lock, vm_trace_conv(self->trace, &conv, name));
 }
 
 static PyObject *trace_norm(Trace *self, PyObject *args) {
-    const char *dtype, *name;
-    Py_ssize_t n, c, groups, pixels;
+    const char *name;
+    vm_dtype dtype;
+    size_t n, c, groups, pixels; /* parsed as signed: a negative one is a size that does not fit */
     uint32_t stats[2];
-    if (!PyArg_ParseTuple(args, "snnnns:norm", &dtype, &n, &c, &groups, &pixels, &name)) return NULL;
-    const int d = CHOOSE("dtype", dtype, dtype_name);
-    if (d < 0) return NULL;
-    if (vm_py_acquire(&self->lock, "norm")) return NULL;
-    vm_status s =
-        vm_trace_norm(self->trace, (vm_dtype)d, (size_t)n, (size_t)c, (size_t)groups, (size_t)pixels, name, stats);
+    if (!PyArg_ParseTuple(args, "O&nnnns:norm", vm_py_to_dtype, &dtype, &n, &c, &groups, &pixels, &name) ||
+        vm_py_acquire(&self->lock, "norm"))
+        return NULL;
+    vm_status s = vm_trace_norm(self->trace, dtype, n, c, groups, pixels, name, stats);
     vm_py_release(&self->lock);
     return s ? vm_py_raise(s) : Py_BuildValue("(II)", stats[0], stats[1]);
 }
 
 static PyObject *trace_attention(Trace *self, PyObject *args) {
-    const char *dtype, *name;
-    Py_ssize_t batch, heads, queries, keys, depth;
-    int mask, sm, multiprocessors;
+    const char *name;
+    vm_attention_shape shape;
+    vm_trace_gpu gpu;
+    int mask;
     uint32_t id;
-    if (!PyArg_ParseTuple(args, "snnnnnpiis:attention", &dtype, &batch, &heads, &queries, &keys, &depth, &mask, &sm,
-                          &multiprocessors, &name))
+    if (!PyArg_ParseTuple(args, "O&nnnnnpiis:attention", vm_py_to_dtype, &shape.dtype, &shape.batch, &shape.heads,
+                          &shape.queries, &shape.keys, &shape.depth, &mask, &gpu.sm, &gpu.multiprocessors, &name))
         return NULL;
-    const int d = CHOOSE("dtype", dtype, dtype_name);
-    if (d < 0) return NULL;
-    const vm_attention_shape shape = {.dtype = (vm_dtype)d,
-                                      .batch = (size_t)batch,
-                                      .heads = (size_t)heads,
-                                      .queries = (size_t)queries,
-                                      .keys = (size_t)keys,
-                                      .depth = (size_t)depth,
-                                      .mask = mask};
-    const vm_trace_gpu gpu = {.sm = sm, .multiprocessors = multiprocessors};
+    shape.mask = mask;
     if (vm_py_acquire(&self->lock, "attention")) return NULL;
     vm_status s = vm_trace_attention(self->trace, &shape, &gpu, name, &id);
     vm_py_release(&self->lock);
@@ -204,26 +167,27 @@ static PyObject *trace_attention(Trace *self, PyObject *args) {
 
 /* ---- reading ---- */
 
-static PyObject *conv_item(const vm_trace *t, size_t i) {
-    const vm_conv *c = &t->conv[i];
-    return Py_BuildValue("(sLLLLLLLLs)", dtype_name[c->dtype], (long long)c->n, (long long)c->c, (long long)c->h,
-                         (long long)c->w, (long long)c->k, (long long)c->r, (long long)c->stride, (long long)c->padding,
-                         c->nhwc ? "nhwc" : "nchw");
+static PyObject *conv_item(const void *t, size_t i) {
+    const vm_conv *c = &((const vm_trace *)t)->conv[i];
+    return Py_BuildValue("(sLLLLLLLLs)", vm_dtype_name(c->dtype), (long long)c->n, (long long)c->c, (long long)c->h,
+                         (long long)c->w, (long long)c->k, (long long)c->side, (long long)c->stride,
+                         (long long)c->padding, c->nhwc ? "nhwc" : "nchw");
 }
 
-static PyObject *step_item(const vm_trace *t, size_t i) {
+static PyObject *step_item(const void *trace, size_t i) {
+    const vm_trace *t = trace;
     const vm_trace_step *step = &t->step[i];
     return Py_BuildValue("(sIKs)", step_name[step->op], step->id, (unsigned long long)step->bytes,
                          step->op == VM_TRACE_GIVE ? "" : t->name[step->name]);
 }
 
-static PyObject *name_item(const vm_trace *t, size_t i) { return PyUnicode_FromString(t->name[i]); }
+static PyObject *name_item(const void *t, size_t i) { return PyUnicode_FromString(((const vm_trace *)t)->name[i]); }
 
 /* The attributes that are lists: where vm_trace has the length, and what makes an item. */
 typedef struct listing {
     const char *name;
     size_t count;
-    PyObject *(*item)(const vm_trace *t, size_t i);
+    PyObject *(*item)(const void *trace, size_t i);
 } listing;
 
 static const listing convs = {"convs", offsetof(vm_trace, convs), conv_item};
@@ -234,14 +198,7 @@ static PyObject *trace_list(Trace *self, void *closure) {
     const listing *l = closure;
     if (vm_py_acquire(&self->lock, l->name)) return NULL;
     const size_t n = *(const size_t *)((const char *)self->trace + l->count);
-    PyObject *list = PyList_New((Py_ssize_t)n);
-    for (size_t i = 0; list && i < n; i++) {
-        PyObject *item = l->item(self->trace, i);
-        if (item)
-            PyList_SET_ITEM(list, (Py_ssize_t)i, item);
-        else
-            Py_CLEAR(list);
-    }
+    PyObject *list = vm_py_list(n, l->item, self->trace);
     vm_py_release(&self->lock);
     return list;
 }
@@ -333,29 +290,24 @@ static PyObject *trace_run(Trace *self, PyObject *args, PyObject *kwargs) {
     static char *keywords[] = {"allocator", "workspaces", "cublas_bytes", "cublaslt_bytes", "cublaslt_use",
                                "cublas",    "cublaslt",   "tag",          "heights",        NULL};
     const char *use;
-    unsigned long long cublas_bytes, lt_bytes, cublas, lt;
-    unsigned int tag;
     int heights;
     PyObject *workspaces;
     job j = {{0}};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOKKsKKIp:run", keywords, &j.allocator, &workspaces, &cublas_bytes,
-                                     &lt_bytes, &use, &cublas, &lt, &tag, &heights))
+    vm_trace_process *p = &j.process;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOKKsKKIp:run", keywords, &j.allocator, &workspaces,
+                                     &p->cublas_bytes, &p->cublaslt_bytes, &use, &p->cublas, &p->cublaslt, &p->tag,
+                                     &heights))
         return NULL;
     const int u = CHOOSE("cublaslt_use", use, cublaslt_name);
     if (u < 0) return NULL;
-    j.process = (vm_trace_process){.cublas_bytes = cublas_bytes,
-                                   .cublaslt_bytes = lt_bytes,
-                                   .cublaslt_use = (vm_cublaslt)u,
-                                   .cublas = cublas,
-                                   .cublaslt = lt,
-                                   .tag = tag};
+    p->cublaslt_use = (vm_cublaslt)u;
     PyObject *result = NULL;
     if ((j.workspaces = PySequence_Tuple(workspaces)) && !vm_py_acquire(&self->lock, "run")) {
         const int failed = run_locked(self->trace, &j, heights);
         vm_py_release(&self->lock);
         if (!failed)
-            result = Py_BuildValue("(NKKOO)", j.left, (unsigned long long)j.process.cublas,
-                                   (unsigned long long)j.process.cublaslt, j.allocated, j.reserved);
+            result = Py_BuildValue("(NKKOO)", j.left, (unsigned long long)p->cublas, (unsigned long long)p->cublaslt,
+                                   j.allocated, j.reserved);
     }
     Py_XDECREF(j.workspaces);
     Py_XDECREF(j.allocated);
@@ -365,10 +317,8 @@ static PyObject *trace_run(Trace *self, PyObject *args, PyObject *kwargs) {
 
 /* ---- the type ---- */
 
-#define KEYWORDS(f) ((PyCFunction)(void (*)(void))(f))
-
 static PyMethodDef methods[] = {
-    {"vae", KEYWORDS(trace_vae), METH_VARARGS | METH_KEYWORDS | METH_CLASS,
+    {"vae", VM_PY_KEYWORDS(trace_vae), METH_VARARGS | METH_KEYWORDS | METH_CLASS,
      "vae($type, /, arch, runtime, op, dtype, height, width, batch=1, tile=0, slicing=False, sm=89, "
      "multiprocessors=128)\n--\n\n"
      "encode or decode of a VAE, from its arch dict. runtime: diffusers or bfl. tile: side in pixels, 0 for none."},
@@ -387,7 +337,7 @@ static PyMethodDef methods[] = {
     {"attention", (PyCFunction)trace_attention, METH_VARARGS,
      "attention($self, dtype, batch, heads, queries, keys, depth, mask, sm, multiprocessors, name, /)\n--\n\n"
      "scaled_dot_product_attention. Returns the id of its output."},
-    {"run", KEYWORDS(trace_run), METH_VARARGS | METH_KEYWORDS,
+    {"run", VM_PY_KEYWORDS(trace_run), METH_VARARGS | METH_KEYWORDS,
      "run($self, /, allocator, workspaces, cublas_bytes, cublaslt_bytes, cublaslt_use, cublas, cublaslt, tag, "
      "heights)\n--\n\n"
      "Takes every step on a CachingAllocator. Returns ({id: address} of what stays, cublas, cublaslt, allocated, "
@@ -412,13 +362,5 @@ static PyType_Slot slots[] = {
     {Py_tp_doc, "What a PyTorch call takes from the caching allocator and gives back, in order."},
     {0, NULL}};
 
-static PyType_Spec spec = {
+PyType_Spec vm_py_trace_type = {
     .name = "vaemem._core.Trace", .basicsize = sizeof(Trace), .flags = Py_TPFLAGS_DEFAULT, .slots = slots};
-
-int vm_py_add_trace(PyObject *module) {
-    PyObject *type = PyType_FromModuleAndSpec(module, &spec, NULL);
-    if (!type) return -1;
-    const int result = PyModule_AddType(module, (PyTypeObject *)type);
-    Py_DECREF(type);
-    return result;
-}

@@ -231,12 +231,10 @@ static int step(reader *r) {
         return push(r, PyDict_New());
     case ')':
         return push_tuple(r, 0);
-    case 0x85:
-        return push_tuple(r, 1);
+    case 0x85: /* TUPLE1, TUPLE2, TUPLE3 */
     case 0x86:
-        return push_tuple(r, 2);
     case 0x87:
-        return push_tuple(r, 3);
+        return push_tuple(r, *op - 0x84u);
     case 't':
         return pop_mark(r, &items) ? -1 : push_tuple(r, items);
     case 'a':
@@ -281,11 +279,9 @@ static PyObject *read_pickle(PyObject *Py_UNUSED(module), PyObject *data) {
     return result;
 }
 
-static PyMethodDef functions[] = {{"read_pickle", read_pickle, METH_O,
-                                   "read_pickle(data, /)\n--\n\nThe object in a pickle of plain data (protocol 2 to "
-                                   "5): dict, list, tuple, int of 64 bits,\n"
-                                   "float, str, bytes, bool and None.\n\nRaises ValueError for anything else, and for "
-                                   "a pickle that is cut or corrupt."},
-                                  {NULL, NULL, 0, NULL}};
-
-int vm_py_add_unpickle(PyObject *module) { return PyModule_AddFunctions(module, functions); }
+PyMethodDef vm_py_unpickle[] = {{"read_pickle", read_pickle, METH_O,
+                                 "read_pickle(data, /)\n--\n\nThe object in a pickle of plain data (protocol 2 to "
+                                 "5): dict, list, tuple, int of 64 bits,\n"
+                                 "float, str, bytes, bool and None.\n\nRaises ValueError for anything else, and for "
+                                 "a pickle that is cut or corrupt."},
+                                {NULL, NULL, 0, NULL}};

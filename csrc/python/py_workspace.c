@@ -2,8 +2,6 @@
 #include "py.h"
 #include "../predict/workspace.h"
 
-int vm_py_add_workspace(PyObject *module);
-
 typedef struct {
     PyObject_HEAD
     vm_cudnn *cudnn;
@@ -27,37 +25,26 @@ static PyObject *cudnn_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 }
 
 static void cudnn_dealloc(Cudnn *self) {
-    PyTypeObject *type = Py_TYPE(self);
     vm_cudnn_close(self->cudnn);
-    type->tp_free(self);
-    Py_DECREF(type);
+    vm_py_free((PyObject *)self);
 }
 
 static PyObject *cudnn_version(Cudnn *self, void *Py_UNUSED(closure)) {
-    const size_t v = vm_cudnn_version(self->cudnn);
+    const size_t v = self->cudnn->version;
     return PyUnicode_FromFormat("%zu.%zu.%zu", v / 10000, v / 100 % 100, v % 100);
 }
 
 static PyObject *cudnn_conv(Cudnn *self, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"device", "dtype", "n", "c", "h", "w", "k", "r", "stride", "padding", "tf32", "nhwc", NULL};
-    const char *device, *dtype;
-    long long n, c, h, w, k, r, stride, padding;
+    const char *device;
     int tf32 = 1, nhwc = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "ssLLLLLLLL|pp:conv", names, &device, &dtype, &n, &c, &h, &w, &k, &r,
-                                     &stride, &padding, &tf32, &nhwc))
+    vm_conv conv = {0};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sO&LLLLLLLL|pp:conv", names, &device, vm_py_to_dtype, &conv.dtype,
+                                     &conv.n, &conv.c, &conv.h, &conv.w, &conv.k, &conv.side, &conv.stride,
+                                     &conv.padding, &tf32, &nhwc))
         return NULL;
-    vm_conv conv = {.tf32 = tf32,
-                    .nhwc = nhwc,
-                    .n = n,
-                    .c = c,
-                    .h = h,
-                    .w = w,
-                    .k = k,
-                    .r = r,
-                    .s = r,
-                    .padding = padding,
-                    .stride = stride};
-    if (vm_py_parse_dtype(dtype, &conv.dtype)) return NULL;
+    conv.tf32 = tf32;
+    conv.nhwc = nhwc;
     vm_conv_plan plan;
     vm_status status;
     Py_BEGIN_ALLOW_THREADS
@@ -70,7 +57,7 @@ static PyObject *cudnn_conv(Cudnn *self, PyObject *args, PyObject *kwargs) {
 }
 
 static PyMethodDef methods[] = {
-    {"conv", (PyCFunction)(void (*)(void))cudnn_conv, METH_VARARGS | METH_KEYWORDS,
+    {"conv", VM_PY_KEYWORDS(cudnn_conv), METH_VARARGS | METH_KEYWORDS,
      "conv(device, dtype, n, c, h, w, k, r, stride, padding, tf32=True, nhwc=False)\n--\n\n"
      "The plan that PyTorch's eager convolution would run, as a dict with its workspace in bytes; None where cuDNN has "
      "none.\n"
@@ -90,13 +77,5 @@ static PyType_Slot type_slots[] = {{Py_tp_doc,
                                    {Py_tp_getset, attributes},
                                    {0, NULL}};
 
-static PyType_Spec type_spec = {"vaemem._core.Cudnn", sizeof(Cudnn), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+PyType_Spec vm_py_cudnn_type = {"vaemem._core.Cudnn", sizeof(Cudnn), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
                                 type_slots};
-
-int vm_py_add_workspace(PyObject *module) {
-    PyObject *type = PyType_FromModuleAndSpec(module, &type_spec, NULL);
-    if (!type) return -1;
-    const int result = PyModule_AddType(module, (PyTypeObject *)type);
-    Py_DECREF(type);
-    return result;
-}

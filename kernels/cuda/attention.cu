@@ -136,6 +136,15 @@ VM_DEVICE void vm_softmax(float (&s)[ROWS][COLUMNS], vm_rows<ROWS> &r, float sca
     }
 }
 
+/* Before the first tile. */
+template <int ROWS>
+VM_DEVICE vm_rows<ROWS> vm_no_rows(int first, int step) {
+    vm_rows<ROWS> r;
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) r.row[i] = first + i * step, r.top[i] = -INFINITY, r.sum[i] = 0;
+    return r;
+}
+
 /* Leaves every warp's share of the rows' sums in sums [WARPS][queries]. */
 template <int LANES, int ROWS>
 VM_DEVICE void vm_leave_sums(const vm_rows<ROWS> &r, float *sums, int queries, int warp) {
@@ -177,13 +186,7 @@ VM_DEVICE void vm_attend(const vm_attention_args &a, T *shared, float shift) {
     for (int i = 0; i < STAGES - 1; i++) vm_fetch(g);
 
     float o[PARTS][OM][ON][4] = {};
-    vm_rows<2 * SM> rows;
-#pragma unroll
-    for (int i = 0; i < 2 * SM; i++) {
-        rows.row[i] = half_row * QUERIES / 2 + i * 8 + lane / 4;
-        rows.top[i] = -INFINITY;
-        rows.sum[i] = 0;
-    }
+    vm_rows<2 * SM> rows = vm_no_rows<2 * SM>(half_row * QUERIES / 2 + lane / 4, 8);
 
     for (uint32_t key = 0; key < a.n; key += KEYS) {
         float d[SM][SN][4] = {};
@@ -314,13 +317,7 @@ VM_KERNEL __launch_bounds__(VM_CUDA_THREADS) vm_attention_f32_64x64(vm_attention
     for (int i = 0; i < STAGES - 1; i++) vm_fetch(g);
 
     float o[ROWS][2][4] = {};
-    vm_rows<R> rows;
-#pragma unroll
-    for (int i = 0; i < R; i++) {
-        rows.row[i] = row0 + lane / 8 + i * 4;
-        rows.top[i] = -INFINITY;
-        rows.sum[i] = 0;
-    }
+    vm_rows<R> rows = vm_no_rows<R>(row0 + lane / 8, 4);
 
     for (uint32_t key = 0; key < a.n; key += KEYS) {
         float s[R][R] = {};

@@ -25,19 +25,11 @@ typedef struct shape {
 /* Elements from pixel to pixel: channels lie side by side. */
 static uint32_t pitch_of(const vm_view *v, const vm_shape *s) { return (uint32_t)(v->row / s->w); }
 
-static size_t padded(size_t c) { return VM_BLOCKS(c) * VM_BLOCK; }
-
 static size_t in_rows(const vm_pass *p, const shape *s, size_t rows) {
     return p->up ? rows / 2 + 2 : (rows - 1) * s->stride + s->k;
 }
 
-static size_t raw_rows(const vm_pass *p, size_t rows) { return p->up ? rows / 2 + 1 : rows; }
-
-static size_t put_bytes(size_t *total, size_t bytes) {
-    const size_t at = *total;
-    *total += VM_ROUND_UP(bytes, 256);
-    return at;
-}
+static size_t put_bytes(size_t *end, size_t bytes) { return vm_put_bytes(end, bytes, 256); }
 
 /* Fills the layout for stripes of `rows`. */
 static void lay_out(const vm_pass *p, shape *s, size_t rows, size_t element) {
@@ -45,14 +37,14 @@ static void lay_out(const vm_pass *p, shape *s, size_t rows, size_t element) {
     s->scratch = 0;
     s->scale = put_bytes(&s->scratch, p->norm ? 2 * s->in_c * sizeof(float) : 0);
     s->in = put_bytes(&s->scratch, in_rows(p, s, rows) * s->in_w * s->in_c * element);
-    s->raw = put_bytes(&s->scratch, raw_rows(p, rows) * s->raw_w * s->raw_c * element);
+    s->raw = put_bytes(&s->scratch, (p->up ? rows / 2 + 1 : rows) * s->raw_w * s->raw_c * element);
 }
 
 static shape shape_of(const vm_pass *p, const vm_limits *limits, size_t element) {
     shape s = {.k = p->up ? 2 : (size_t)p->ksize, .stride = (size_t)p->stride};
     s.pad = s.stride == 1 ? (size_t)p->ksize / 2 : 0;
-    s.in_c = padded(p->x.c);
-    s.raw_c = padded(p->y.c) * (p->up ? 4 : 1);
+    s.in_c = vm_padded(p->x.c);
+    s.raw_c = vm_padded(p->y.c) * (p->up ? 4 : 1);
     s.raw_w = p->up ? p->x.w + 1 : p->y.w;
     s.in_w = p->up ? p->x.w + 2 : (p->y.w - 1) * s.stride + s.k;
     /* the most rows that fit, by bisection; then as many stripes of nearly the same height */
@@ -81,22 +73,20 @@ static size_t parts_of(const vm_pass *p, size_t rows) {
 
 static size_t stripe_rows(const vm_pass *p, const shape *s, size_t row0) { return VM_MIN(s->rows, p->y.h - row0); }
 
-/* On GPUs other than Hopper cuDNN's TF32 engines want tens of megabytes; with less it would compute in plain float32. */
-static size_t workspace_limit(const vm_gpu *g, const vm_limits *limits) {
-    const size_t least = g->tf32 ? 64u << 20 : 1u << 20;
-    return VM_MAX(limits->stripe_bytes / 5 * 2, least);
-}
-
 static vm_conv_key key_of(const vm_gpu *g, const vm_pass *p, const vm_limits *limits, const shape *s, size_t rows) {
-    return (vm_conv_key){.dtype = g->dtype,
-                         .tf32 = g->tf32,
-                         .h = (int64_t)in_rows(p, s, rows),
-                         .w = (int64_t)s->in_w,
-                         .c = (int64_t)s->in_c,
-                         .k = (int64_t)s->raw_c,
-                         .r = (int64_t)s->k,
-                         .stride = (int64_t)s->stride,
-                         .limit = workspace_limit(g, limits)};
+    const vm_conv conv = {.dtype = g->dtype,
+                          .tf32 = g->tf32,
+                          .nhwc = true,
+                          .n = 1,
+                          .c = (int64_t)s->in_c,
+                          .h = (int64_t)in_rows(p, s, rows),
+                          .w = (int64_t)s->in_w,
+                          .k = (int64_t)s->raw_c,
+                          .side = (int64_t)s->k,
+                          .stride = (int64_t)s->stride};
+    /* On GPUs other than Hopper cuDNN's TF32 engines want tens of megabytes; with less it computes in plain float32. */
+    const size_t least = g->tf32 ? 64u << 20 : 1u << 20;
+    return (vm_conv_key){conv, VM_MAX(limits->stripe_bytes / 5 * 2, least)};
 }
 
 /* ---- our own convolution: a pass in one kernel; only the user's pixels are first converted, whole, by load ---- */
@@ -104,7 +94,7 @@ static vm_conv_key key_of(const vm_gpu *g, const vm_pass *p, const vm_limits *li
 static vm_conv_args own_args(const vm_pass *p) {
     return (vm_conv_args){.x_h = (uint32_t)p->x.h,
                           .x_w = (uint32_t)p->x.w,
-                          .in_c = (uint32_t)padded(p->x.c),
+                          .in_c = (uint32_t)vm_padded(p->x.c),
                           .y_h = (uint32_t)p->y.h,
                           .y_w = (uint32_t)p->y.w,
                           .y_c = (uint32_t)p->y.c,
@@ -128,10 +118,21 @@ static vm_conv_tile own_tile(const vm_gpu *g, const vm_pass *p) {
 
 /* scratch: scale | shift | the user's pixels as rows */
 static shape own_shape(const vm_pass *p, size_t element) {
-    shape s = {.rows = p->y.h, .in_w = p->x.w, .in_c = padded(p->x.c), .k = 1, .stride = 1};
+    shape s = {.rows = p->y.h, .in_w = p->x.w, .in_c = vm_padded(p->x.c), .k = 1, .stride = 1};
     s.scale = put_bytes(&s.scratch, p->norm ? 2 * s.in_c * sizeof(float) : 0);
     s.in = put_bytes(&s.scratch, p->x_format == VM_ROWS ? 0 : p->x.h * s.in_w * s.in_c * element);
     return s;
+}
+
+/* Passes run whole. */
+vm_cut vm_gpu_cut(const vm_backend *b, const vm_pass *p) {
+    (void)b;
+    return (vm_cut){.rows = 1, .columns = 1, .out_rows = p->y.h, .in_rows = p->x.h};
+}
+
+size_t vm_gpu_prepared(const vm_backend *b, const vm_pass *p) {
+    (void)b, (void)p;
+    return 0;
 }
 
 size_t vm_gpu_scratch(const vm_backend *b, const vm_pass *p, const vm_limits *limits) {
@@ -181,7 +182,7 @@ static vm_status merge(const vm_gpu *g, const vm_pass *p, const vm_operands *at,
                        .gamma = at->gamma,
                        .beta = at->beta,
                        .scale = scale,
-                       .shift = scale + padded(p->x.c),
+                       .shift = scale + vm_padded(p->x.c),
                        .parts = (uint32_t)at->x_parts,
                        .c = (uint32_t)p->x.c,
                        .groups = (uint32_t)p->groups,
@@ -235,13 +236,13 @@ static vm_status store(const vm_gpu *g, const vm_pass *p, const vm_operands *at,
                        .add_pitch = pitch_of(&at->add, &p->y),
                        .row0 = (uint32_t)row0,
                        .rows = (uint32_t)rows,
-                       .channels = (uint32_t)padded(p->y.c),
+                       .channels = (uint32_t)vm_padded(p->y.c),
                        .part_pixels = (uint32_t)part_pixels(p),
                        .up = p->up,
                        .format = p->y_format,
                        .clamp_from = (uint32_t)p->clamp_from,
                        .bias_scale = p->y_scale};
-    const size_t vectors = padded(p->y.c) / 8;
+    const size_t vectors = vm_padded(p->y.c) / 8;
     return launch(g, g->kernel[VM_KERNEL_STORE], parts_of(p, rows), (vectors + VM_CUDA_LANES - 1) / VM_CUDA_LANES, 0,
                   &a);
 }

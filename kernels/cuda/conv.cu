@@ -149,7 +149,7 @@ VM_DEVICE void vm_conv_measure(const vm_conv_args &a, const float (&d)[S::M][S::
     for (int i = 1; i < S::DOWN; i++) {
         const float *const b = sums + S::DOWN * 4 + i * 2 * S::OUTS + c;
         const float share = sums[i] > 0 ? sums[i] / (count + sums[i]) : 0;
-        vm_conv_merge(count, share, all, all2, b[0], b[S::OUTS]);
+        vm_merge_sums(count, share, all, all2, b[0], b[S::OUTS]);
         count += sums[i];
     }
     float *const part = a.stats + at.part * vm_stats_floats(a.y_c);

@@ -28,14 +28,9 @@ struct vm_cudnn_convs {
     plan *plans;
 };
 
-static bool same(const vm_conv_key *a, const vm_conv_key *b) {
-    return a->dtype == b->dtype && a->tf32 == b->tf32 && a->h == b->h && a->w == b->w && a->c == b->c && a->k == b->k &&
-           a->r == b->r && a->stride == b->stride && a->limit == b->limit;
-}
-
 static plan *find(const vm_cudnn_convs *s, const vm_conv_key *key) {
     plan *p = s->plans;
-    while (p && !same(&p->key, key)) p = p->next;
+    while (p && !(p->key.limit == key->limit && vm_conv_same(&p->key.conv, &key->conv))) p = p->next;
     return p;
 }
 
@@ -80,7 +75,7 @@ void vm_cudnn_convs_free(vm_cudnn_convs *s) {
     free(s);
 }
 
-size_t vm_cudnn_convs_version(const vm_cudnn_convs *s) { return vm_cudnn_version(s->c); }
+size_t vm_cudnn_convs_version(const vm_cudnn_convs *s) { return s->c->version; }
 
 size_t vm_cudnn_convs_count(const vm_cudnn_convs *s) {
     pthread_mutex_lock(&s->c->lock);
@@ -107,7 +102,7 @@ const char *vm_cudnn_convs_name(const vm_cudnn_convs *s, const vm_conv_key *key)
 static bool refused(vm_cudnn *c, desc engine, const vm_conv_key *key) {
     uint32_t notes,
         bad = 1u << NOTE_DOWN_CONVERT_INPUTS | 1u << NOTE_REDUCED_PRECISION_REDUCTION | 1u << NOTE_NONDETERMINISTIC;
-    if (key->dtype == VM_F32 && !key->tf32)
+    if (key->conv.dtype == VM_F32 && !key->conv.tf32)
         bad |= 1u << NOTE_TENSOR_CORE | 1u << NOTE_FFT | 1u << NOTE_WINOGRAD_TILE_4x4 | 1u << NOTE_WINOGRAD_TILE_6x6 |
                1u << NOTE_WINOGRAD_TILE_13x13;
     return !vm_cudnn_notes(c, engine, ENGINE_NUMERICAL_NOTE, T_NUMERICAL_NOTE, &notes) || (notes & bad);
@@ -162,23 +157,12 @@ static void walk(search *f, vm_cudnn_question *q, desc graph, int mode) {
 
 /* Up to `wanted` plans, best first. */
 static vm_status look(search *f) {
-    const vm_conv_key *k = f->key;
-    const vm_conv conv = {.dtype = k->dtype,
-                          .tf32 = k->tf32,
-                          .nhwc = true,
-                          .n = 1,
-                          .c = k->c,
-                          .h = k->h,
-                          .w = k->w,
-                          .k = k->k,
-                          .r = k->r,
-                          .s = k->r,
-                          .stride = k->stride};
-    vm_status status = vm_cudnn_check(&conv);
+    const vm_conv *v = &f->key->conv;
+    vm_status status = vm_cudnn_check(v);
     if (status) return status;
     vm_cudnn_question q = {.c = f->s->c};
     if (f->s->device_json) f->device = vm_cudnn_device(&q, f->s->device_json);
-    desc graph = vm_cudnn_graph(&q, &conv, f->s->handle);
+    desc graph = vm_cudnn_graph(&q, v, f->s->handle);
     f->least = -1;
     walk(f, &q, graph, HEUR_A);
     if (!f->count) walk(f, &q, graph, HEUR_FALLBACK);
@@ -190,8 +174,9 @@ static vm_status look(search *f) {
         VM_EDEVICE,
         "cuDNN %zu: want an engine for %s%s %lldx%lldx%lld, %lld filters %lldx%lld, stride %lld, within %zu bytes of "
         "workspace, got none (%s)",
-        vm_cudnn_version(f->s->c), vm_dtype_name(k->dtype), k->tf32 ? " tf32" : "", (long long)k->h, (long long)k->w,
-        (long long)k->c, (long long)k->k, (long long)k->r, (long long)k->r, (long long)k->stride, k->limit, why);
+        f->s->c->version, vm_dtype_name(v->dtype), v->tf32 ? " tf32" : "", (long long)v->h, (long long)v->w,
+        (long long)v->c, (long long)v->k, (long long)v->side, (long long)v->side, (long long)v->stride, f->key->limit,
+        why);
 }
 
 /* With the lock held: the plan, found or made. */

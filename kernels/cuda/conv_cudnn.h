@@ -4,13 +4,11 @@
 
 #include "../cudnn/cudnn_api.h"
 
-/* x [h][w][c] * filters [k][r][r][c] -> y [(h - r) / stride + 1][(w - r) / stride + 1][k]: NHWC, packed, no padding,
- * float sums. tf32: float factors may be rounded to 10 bits. limit: bytes of workspace that the plan may want. */
+/* x [h][w][c] * filters [k][side][side][c] -> y [(h - side) / stride + 1][(w - side) / stride + 1][k]: n is 1, NHWC, packed,
+ * no padding, float sums. tf32: float factors may be rounded to 10 bits. */
 typedef struct vm_conv_key {
-    vm_dtype dtype;
-    bool tf32;
-    int64_t h, w, c, k, r, stride;
-    size_t limit;
+    vm_conv conv;
+    size_t limit; /* bytes of workspace that the plan may want */
 } vm_conv_key;
 
 /* How long running a candidate takes, in any unit; negative where it failed. run(job) enqueues it once. */

@@ -174,13 +174,6 @@ VM_DEVICE void vm_conv_turn(uint32_t pairs[2]) {
         pairs[1] = got;
 }
 
-/* Merges the mean and squared deviations of other numbers (b) into those of n numbers. share: b's part of all. */
-VM_DEVICE void vm_conv_merge(float n, float share, float &mean, float &m2, float b_mean, float b_m2) {
-    const float delta = b_mean - mean;
-    mean = fmaf(delta, share, mean);
-    m2 += fmaf(delta * delta, n * share, b_m2);
-}
-
 /* Merges the sums of the lanes of a warp that have the same channels (their lane / 4 differs). Of COUNT channels a lane
  * keeps one half, merged with its partner's, and gives the partner the other; then a quarter, then an eighth. */
 template <int COUNT, int MASK>
@@ -194,7 +187,7 @@ VM_DEVICE void vm_conv_share(float &n, float *mean, float *m2) {
         const float b_mean = vm_shuffle_xor(high ? mean[i] : mean[i + UP], MASK);
         const float b_m2 = vm_shuffle_xor(high ? m2[i] : m2[i + UP], MASK);
         if (high) mean[i] = mean[i + UP], m2[i] = m2[i + UP];
-        vm_conv_merge(n, share, mean[i], m2[i], b_mean, b_m2);
+        vm_merge_sums(n, share, mean[i], m2[i], b_mean, b_m2);
     }
     n += other;
     if constexpr (MASK > 4) vm_conv_share<KEEP, MASK / 2>(n, mean, m2);

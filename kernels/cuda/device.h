@@ -59,7 +59,6 @@ VM_DEVICE float vm_exp2(float v) {
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(v));
     return out;
 }
-VM_DEVICE float vm_exp(float v) { return __expf(v); }
 VM_DEVICE float vm_reciprocal(float v) {
     float out;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(v));
@@ -122,29 +121,27 @@ VM_DEVICE void vm_ldmatrix_x4_trans(uint32_t r[4], const void *row) {
 /* d += a b of 16x16 by 16x8 numbers, in the fragments of PTX's mma.m16n8k16 (row, col). */
 template <typename T>
 VM_DEVICE void vm_mma_16816(float d[4], const uint32_t a[4], const uint32_t b[2]) {
-    if constexpr (std::is_same<T, vm_bfloat16>::value) {
+    constexpr bool half = std::is_same<T, vm_half>::value;
+    static_assert(half || std::is_same<T, vm_bfloat16>::value, "half or bfloat16");
 #if __CUDA_ARCH__ >= 800
-        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-            "{%0, %1, %2, %3};"
-            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+#define VM_MMA(TYPES)                                     \
+    asm("mma.sync.aligned.m16n8k16.row.col." TYPES        \
+        " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, " \
+        "{%0, %1, %2, %3};"                               \
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])  \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]))
+    if constexpr (half)
+        VM_MMA("f32.f16.f16.f32");
+    else
+        VM_MMA("f32.bf16.bf16.f32");
+#undef VM_MMA
 #else
-        __trap(); /* the host refuses bfloat16 there */
-#endif
-    } else {
-        static_assert(std::is_same<T, vm_half>::value, "half or bfloat16");
-#if __CUDA_ARCH__ >= 800
-        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-            "{%0, %1, %2, %3};"
+    if (!half) __trap(); /* the host refuses bfloat16 there */
+    for (int k = 0; k < 2; k++)
+        asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
             : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-#else
-        for (int k = 0; k < 2; k++)
-            asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
-                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                : "r"(a[2 * k]), "r"(a[2 * k + 1]), "r"(b[k]));
+            : "r"(a[2 * k]), "r"(a[2 * k + 1]), "r"(b[k]));
 #endif
-    }
 }
 
 #endif /* VM_EMULATED */

@@ -120,6 +120,8 @@ extern const vm_device vm_gpu_device;
     } while (0)
 
 /* backend.c: a pass enqueued on gpu->stream. */
+vm_cut vm_gpu_cut(const vm_backend *b, const vm_pass *pass);
+size_t vm_gpu_prepared(const vm_backend *b, const vm_pass *pass);
 size_t vm_gpu_scratch(const vm_backend *b, const vm_pass *pass, const vm_limits *limits);
 vm_status vm_gpu_workspace(const vm_backend *b, const vm_pass *pass, const vm_limits *limits, size_t *bytes);
 size_t vm_gpu_parts(const vm_backend *b, const vm_pass *pass, const vm_limits *limits);
@@ -130,5 +132,7 @@ size_t vm_gpu_weight_bytes(vm_dtype dtype, const vm_weight *w);
  * GPU's type. */
 vm_status vm_gpu_pack_weight(vm_dtype dtype, const vm_weight *w, void *out, vm_dtype file_dtype, const void *data);
 size_t vm_gpu_element(vm_dtype dtype);
+/* Channels as tensors and weights have them on a GPU. */
+static inline size_t vm_padded(size_t c) { return VM_ROUND_UP(c, VM_BLOCK); }
 
 #endif

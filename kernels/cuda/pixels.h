@@ -9,6 +9,13 @@
 /* Where e^-v is so small that exp2 gives 0, it is nothing beside the 1. */
 VM_DEVICE float vm_silu(float v) { return v * vm_reciprocal(1 + vm_exp2(v * -(float)M_LOG2E)); }
 
+/* Merges the mean and squared deviations of other numbers (b) into those of n numbers. share: b's part of all. */
+VM_DEVICE void vm_merge_sums(float n, float share, float &mean, float &m2, float b_mean, float b_m2) {
+    const float delta = b_mean - mean;
+    mean = fmaf(delta, share, mean);
+    m2 += fmaf(delta * delta, n * share, b_m2);
+}
+
 /* Writes one number into the user's pixels. Returns the number as it was stored, or for bytes, which cannot be
  * infinite, the number before it was rounded: the caller looks at it for overflow. */
 template <typename Args>

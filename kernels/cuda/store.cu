@@ -43,11 +43,7 @@ VM_DEVICE void vm_leave_part(const vm_store_args &a, float n, float mean[8], flo
         if (pixel_lane < half && pixel_lane + half < pixel_lanes && ns[from] > 0) {
             const float share = ns[from] / (n + ns[from]);
 #pragma unroll
-            for (int i = 0; i < 8; i++) {
-                const float delta = means[i][from] - mean[i];
-                mean[i] = fmaf(delta, share, mean[i]);
-                m2[i] += fmaf(delta * delta, n * share, m2s[i][from]);
-            }
+            for (int i = 0; i < 8; i++) vm_merge_sums(n, share, mean[i], m2[i], means[i][from], m2s[i][from]);
             n += ns[from];
         }
     }

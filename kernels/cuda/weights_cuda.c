@@ -14,11 +14,9 @@
 
 size_t vm_gpu_element(vm_dtype dtype) { return dtype == VM_F32 ? 4 : 2; }
 
-static size_t padded(size_t c) { return VM_BLOCKS(c) * VM_BLOCK; }
-
 size_t vm_gpu_weight_bytes(vm_dtype dtype, const vm_weight *w) {
-    if (w->vector) return padded(w->out) * sizeof(float);
-    return padded(w->out) * (w->up ? 16 : w->ksize * w->ksize) * padded(w->in) * vm_gpu_element(dtype);
+    if (w->vector) return vm_padded(w->out) * sizeof(float);
+    return vm_padded(w->out) * (w->up ? 16 : w->ksize * w->ksize) * vm_padded(w->in) * vm_gpu_element(dtype);
 }
 
 /* Round to nearest even; a number too large becomes infinite. */
@@ -82,14 +80,14 @@ vm_status vm_gpu_pack_weight(vm_dtype dtype, const vm_weight *w, void *out, vm_d
     bool fits = true;
     memset(out, 0, vm_gpu_weight_bytes(dtype, w));
     const size_t file_taps = w->ksize * w->ksize, phases = w->up ? 4 : 1, taps = w->up ? 4 : file_taps;
-    const size_t in = w->vector ? 1 : padded(w->in);
+    const size_t in = w->vector ? 1 : vm_padded(w->in);
     for (size_t phase = 0; phase < phases; phase++)
         for (size_t o = 0; o < w->out; o++)
             for (size_t tap = 0; tap < taps; tap++)
                 for (size_t i = 0; i < w->in; i++) {
                     const size_t first = (o * w->in + i) * file_taps;
                     const float v = w->up ? folded(&from, first, phase, tap) : read(&from, first + tap);
-                    const size_t at = ((phase * padded(w->out) + o) * taps + tap) * in + i;
+                    const size_t at = ((phase * vm_padded(w->out) + o) * taps + tap) * in + i;
                     fits &= put(w->vector ? VM_F32 : dtype, out, at, v);
                 }
     if (!from.finite) return vm_fail(VM_EINVAL, "want finite numbers, got Inf or NaN");

@@ -82,18 +82,16 @@ void vm_cudnn_close(vm_cudnn *cudnn) {
     free(cudnn);
 }
 
-size_t vm_cudnn_version(const vm_cudnn *cudnn) { return cudnn->version; }
-
 vm_status vm_cudnn_check(const vm_conv *conv) {
-    const int64_t sizes[] = {conv->n, conv->c, conv->h, conv->w, conv->k, conv->r, conv->s, conv->stride};
+    const int64_t sizes[] = {conv->n, conv->c, conv->h, conv->w, conv->k, conv->side, conv->stride};
     bool good = conv->padding >= 0 && conv->padding < MAX_SIZE;
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) good = good && sizes[i] >= 1 && sizes[i] < MAX_SIZE;
-    if (good && conv->h + 2 * conv->padding >= conv->r && conv->w + 2 * conv->padding >= conv->s) return VM_OK;
+    if (good && conv->h + 2 * conv->padding >= conv->side && conv->w + 2 * conv->padding >= conv->side) return VM_OK;
     return vm_fail(VM_EINVAL,
                    "conv: want sizes of 1 to %d and a filter no larger than the padded input, got "
                    "%lldx%lldx%lldx%lld, filter %lldx%lldx%lld, stride %lld, padding %lld",
                    MAX_SIZE - 1, (long long)conv->n, (long long)conv->c, (long long)conv->h, (long long)conv->w,
-                   (long long)conv->k, (long long)conv->r, (long long)conv->s, (long long)conv->stride,
+                   (long long)conv->k, (long long)conv->side, (long long)conv->side, (long long)conv->stride,
                    (long long)conv->padding);
 }
 
@@ -160,9 +158,9 @@ static desc tensor(vm_cudnn_question *q, char uid, const vm_conv *conv, const in
 desc vm_cudnn_graph(vm_cudnn_question *q, const vm_conv *v, void *handle) {
     static const int data_types[] = {[VM_F32] = DATA_FLOAT, [VM_F16] = DATA_HALF, [VM_BF16] = DATA_BFLOAT16};
     const int type = data_types[v->dtype];
-    const int64_t x_dims[4] = {v->n, v->c, v->h, v->w}, w_dims[4] = {v->k, v->c, v->r, v->s};
-    const int64_t y_dims[4] = {v->n, v->k, (v->h + 2 * v->padding - v->r) / v->stride + 1,
-                               (v->w + 2 * v->padding - v->s) / v->stride + 1};
+    const int64_t x_dims[4] = {v->n, v->c, v->h, v->w}, w_dims[4] = {v->k, v->c, v->side, v->side};
+    const int64_t border = 2 * v->padding - v->side;
+    const int64_t y_dims[4] = {v->n, v->k, (v->h + border) / v->stride + 1, (v->w + border) / v->stride + 1};
     const int64_t spatial = 2, ones[2] = {1, 1}, padding[2] = {v->padding, v->padding},
                   stride[2] = {v->stride, v->stride};
     const float one = 1.0f, zero = 0.0f;

@@ -15,96 +15,41 @@
 
 typedef void *desc;
 
-enum { /* cudnnBackendDescriptorType_t */
-       CONVOLUTION = 1,
-       ENGINE = 2,
-       ENGINECFG = 3,
-       ENGINEHEUR = 4,
-       EXECUTION_PLAN = 5,
-       KNOB_CHOICE = 7,
-       OPERATION_CONVOLUTION_FORWARD = 10,
-       OPERATIONGRAPH = 15,
-       VARIANT_PACK = 16,
-       TENSOR = 17,
-       DEVICEPROP = 38
-};
+/* cudnnBackendDescriptorType_t */
+enum { CONVOLUTION = 1, ENGINE, ENGINECFG, ENGINEHEUR, EXECUTION_PLAN, KNOB_CHOICE = 7 };
+enum { OPERATION_CONVOLUTION_FORWARD = 10, OPERATIONGRAPH = 15, VARIANT_PACK, TENSOR, DEVICEPROP = 38 };
 
-enum { /* cudnnBackendAttributeName_t */
-       CONVOLUTION_COMP_TYPE = 100,
-       CONVOLUTION_CONV_MODE,
-       CONVOLUTION_DILATIONS,
-       CONVOLUTION_FILTER_STRIDES,
-       CONVOLUTION_POST_PADDINGS,
-       CONVOLUTION_PRE_PADDINGS,
-       CONVOLUTION_SPATIAL_DIMS,
-       ENGINEHEUR_MODE = 200,
-       ENGINEHEUR_OPERATION_GRAPH,
-       ENGINEHEUR_RESULTS,
-       ENGINEHEUR_DEVICEPROP = 204,
-       ENGINECFG_ENGINE = 300,
-       ENGINECFG_KNOB_CHOICES = 302,
-       EXECUTION_PLAN_HANDLE = 400,
-       EXECUTION_PLAN_ENGINE_CONFIG,
-       EXECUTION_PLAN_WORKSPACE_SIZE,
-       EXECUTION_PLAN_DEVICEPROP = 407,
-       KNOB_CHOICE_KNOB_TYPE = 600,
-       KNOB_CHOICE_KNOB_VALUE,
-       FORWARD_ALPHA = 700,
-       FORWARD_BETA,
-       FORWARD_CONV_DESC,
-       FORWARD_W,
-       FORWARD_X,
-       FORWARD_Y,
-       OPERATIONGRAPH_HANDLE = 800,
-       OPERATIONGRAPH_OPS,
-       TENSOR_BYTE_ALIGNMENT = 900,
-       TENSOR_DATA_TYPE,
-       TENSOR_DIMENSIONS,
-       TENSOR_STRIDES,
-       TENSOR_UNIQUE_ID = 906,
-       VARIANT_PACK_UNIQUE_IDS = 1000,
-       VARIANT_PACK_DATA_POINTERS,
-       VARIANT_PACK_WORKSPACE = 1003,
-       ENGINE_GLOBAL_INDEX = 1301,
-       ENGINE_NUMERICAL_NOTE = 1303,
-       ENGINE_BEHAVIOR_NOTE = 1305,
-       DEVICEPROP_JSON_REPRESENTATION = 2702
-};
+/* cudnnBackendAttributeName_t, a descriptor's after the other's */
+enum { CONVOLUTION_COMP_TYPE = 100, CONVOLUTION_CONV_MODE, CONVOLUTION_DILATIONS, CONVOLUTION_FILTER_STRIDES };
+enum { CONVOLUTION_POST_PADDINGS = 104, CONVOLUTION_PRE_PADDINGS, CONVOLUTION_SPATIAL_DIMS };
+enum { ENGINEHEUR_MODE = 200, ENGINEHEUR_OPERATION_GRAPH, ENGINEHEUR_RESULTS, ENGINEHEUR_DEVICEPROP = 204 };
+enum { ENGINECFG_ENGINE = 300, ENGINECFG_KNOB_CHOICES = 302 };
+enum { EXECUTION_PLAN_HANDLE = 400, EXECUTION_PLAN_ENGINE_CONFIG, EXECUTION_PLAN_WORKSPACE_SIZE };
+enum { EXECUTION_PLAN_DEVICEPROP = 407 };
+enum { KNOB_CHOICE_KNOB_TYPE = 600, KNOB_CHOICE_KNOB_VALUE };
+enum { FORWARD_ALPHA = 700, FORWARD_BETA, FORWARD_CONV_DESC, FORWARD_W, FORWARD_X, FORWARD_Y };
+enum { OPERATIONGRAPH_HANDLE = 800, OPERATIONGRAPH_OPS };
+enum { TENSOR_BYTE_ALIGNMENT = 900, TENSOR_DATA_TYPE, TENSOR_DIMENSIONS, TENSOR_STRIDES, TENSOR_UNIQUE_ID = 906 };
+enum { VARIANT_PACK_UNIQUE_IDS = 1000, VARIANT_PACK_DATA_POINTERS, VARIANT_PACK_WORKSPACE = 1003 };
+enum { ENGINE_GLOBAL_INDEX = 1301, ENGINE_NUMERICAL_NOTE = 1303, ENGINE_BEHAVIOR_NOTE = 1305 };
+enum { DEVICEPROP_JSON_REPRESENTATION = 2702 };
 
-enum { /* cudnnBackendAttributeType_t */
-       T_HANDLE = 0,
-       T_DATA_TYPE = 1,
-       T_INT64 = 3,
-       T_FLOAT = 4,
-       T_VOID_PTR = 6,
-       T_CONVOLUTION_MODE = 7,
-       T_HEUR_MODE = 8,
-       T_KNOB_TYPE = 9,
-       T_NUMERICAL_NOTE = 11,
-       T_DESC = 15,
-       T_BEHAVIOR_NOTE = 19,
-       T_CHAR = 24
-};
+/* cudnnBackendAttributeType_t */
+enum { T_HANDLE, T_DATA_TYPE, T_INT64 = 3, T_FLOAT, T_VOID_PTR = 6, T_CONVOLUTION_MODE, T_HEUR_MODE, T_KNOB_TYPE };
+enum { T_NUMERICAL_NOTE = 11, T_DESC = 15, T_BEHAVIOR_NOTE = 19, T_CHAR = 24 };
 
 enum { DATA_FLOAT = 0, DATA_HALF = 2, DATA_BFLOAT16 = 9 };
 enum { CROSS_CORRELATION = 1, HEUR_INSTANT = 0, HEUR_FALLBACK = 2, HEUR_A = 3 };
-enum { /* cudnnBackendNumericalNote_t */
-       NOTE_TENSOR_CORE,
-       NOTE_DOWN_CONVERT_INPUTS,
-       NOTE_REDUCED_PRECISION_REDUCTION,
-       NOTE_FFT,
-       NOTE_NONDETERMINISTIC,
-       NOTE_WINOGRAD_TILE_4x4 = 6,
-       NOTE_WINOGRAD_TILE_6x6,
-       NOTE_WINOGRAD_TILE_13x13
-};
+/* cudnnBackendNumericalNote_t */
+enum { NOTE_TENSOR_CORE, NOTE_DOWN_CONVERT_INPUTS, NOTE_REDUCED_PRECISION_REDUCTION, NOTE_FFT, NOTE_NONDETERMINISTIC };
+enum { NOTE_WINOGRAD_TILE_4x4 = 6, NOTE_WINOGRAD_TILE_6x6, NOTE_WINOGRAD_TILE_13x13 };
 enum { BEHAVIOR_RUNTIME_COMPILATION = 0 };
 enum { MAX_CONFIGS = 256, MAX_DESCS = 16 };
 
 /* A library. The last four entries are NULL where it has none, and cannot run. */
 typedef struct vm_cudnn {
     pthread_mutex_t lock; /* held by the user around its questions */
-    size_t version;
+    size_t version;       /* 10000 * major + 100 * minor + patch */
     int (*create)(int type, desc *out);
     int (*destroy)(desc d);
     int (*set)(desc d, int name, int type, int64_t count, const void *values);
@@ -126,8 +71,6 @@ enum { VM_CUDNN_ASKABLE = 90800 }; /* the first that answers without a device */
  * vm_cudnn_close. VM_EDEVICE where there is no cuDNN, one older than `least`, or no cuBLASLt for it. */
 vm_status vm_cudnn_open(const char *path, const char *no_driver, size_t least, vm_cudnn **out);
 void vm_cudnn_close(vm_cudnn *cudnn);
-/* 10000 * major + 100 * minor + patch. */
-size_t vm_cudnn_version(const vm_cudnn *cudnn);
 
 /* A forward convolution: cross-correlation, no dilation, one group, no bias; the same padding on both sides. */
 typedef struct vm_conv {
@@ -135,9 +78,15 @@ typedef struct vm_conv {
     bool tf32;          /* float input may run on TF32 tensor cores */
     bool nhwc;          /* channels_last tensors and filters */
     int64_t n, c, h, w; /* input */
-    int64_t k, r, s;    /* filters, their height and width */
+    int64_t k, side;    /* filters, their height and width */
     int64_t padding, stride;
 } vm_conv;
+
+static inline bool vm_conv_same(const vm_conv *a, const vm_conv *b) {
+    return a->dtype == b->dtype && a->tf32 == b->tf32 && a->nhwc == b->nhwc && a->n == b->n && a->c == b->c &&
+           a->h == b->h && a->w == b->w && a->k == b->k && a->side == b->side && a->padding == b->padding &&
+           a->stride == b->stride;
+}
 
 /* One question: its descriptors, destroyed together, and the first status that was not success; after it the rest does
  * nothing. */

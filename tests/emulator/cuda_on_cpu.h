@@ -127,7 +127,6 @@ static inline uint32_t vm_pack(float first, float second) {
     return a.bits | (uint32_t)b.bits << 16;
 }
 
-static inline float vm_exp(float v) { return expf(v); }
 static inline float vm_exp2(float v) { return exp2f(v); }
 static inline float vm_reciprocal(float v) { return 1.0f / v; }
 

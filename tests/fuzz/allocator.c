@@ -15,7 +15,7 @@ static int64_t figure(const vm_talloc *a, vm_talloc_kind kind) {
 }
 
 static void check(const vm_talloc *a, const handle *held) {
-    const size_t n = vm_talloc_block_count(a);
+    const size_t n = vm_talloc_blocks(a, NULL);
     vm_talloc_block *block = calloc(n + 1, sizeof *block);
     vm_talloc_blocks(a, block);
     int64_t reserved = 0, active = 0, allocated = 0, live = 0, requested = 0;
@@ -106,7 +106,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
             break;
         case 14:
             vm_talloc_reset_peak(a);
-            CHECK(vm_talloc_whole_segments(a) <= vm_talloc_block_count(a));
+            CHECK(vm_talloc_whole_segments(a) <= vm_talloc_blocks(a, NULL));
             break;
         case 15:
             CHECK(vm_talloc_free(a, 1 + number(&in) * 2)); /* odd: nothing lies there */

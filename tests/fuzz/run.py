@@ -75,8 +75,9 @@ def corpus(target: str) -> list[Path]:
 
 
 def environment() -> dict[str, str]:
-    # a refused allocation is one of the answers; a leak is a fault
-    return os.environ | {"ASAN_OPTIONS": "allocator_may_return_null=1", "UBSAN_OPTIONS": "print_stacktrace=1"}
+    # a refused allocation is one of the answers; a leak is a fault, and so are more than 3 GB
+    options = "allocator_may_return_null=1:hard_rss_limit_mb=3000"
+    return os.environ | {"ASAN_OPTIONS": options, "UBSAN_OPTIONS": "print_stacktrace=1"}
 
 
 def keep(target: str, last: Path, folder: Path) -> Path:
@@ -134,6 +135,9 @@ def main() -> int:
     args = parser.parse_args()
     targets = [args.target] if args.target else [*IN_C, *IN_PYTHON]
     in_c = tuple(target for target in targets if target in IN_C)
+    if in_c:
+        name, guided = compiler()
+        print(f"fuzz: {name}, {'libFuzzer' if guided else 'without libFuzzer: changed at random'}", flush=True)
     programs = build(args.folder, in_c) if in_c else {}
     good = [fuzz(target, args.seconds, args.seed, args.folder, programs) for target in targets]
     return 0 if all(good) else 1

@@ -240,7 +240,7 @@ def fuzz(target: str, seconds: float, seed: int, files: list[Path], last: Path) 
 
 def main(arguments: list[str]) -> None:
     target, seconds, seed, last, *files = arguments
-    resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
+    resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30))
     print(fuzz(target, float(seconds), int(seed), [Path(file) for file in files], Path(last)), "executions")
 
 

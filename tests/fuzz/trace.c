@@ -8,16 +8,12 @@ static vm_trace *build(input *in) {
     vm_trace_vae v = {.arch = &arch, .runtime = how & 1, .op = how & 2 ? VM_ENCODE : VM_DECODE, .dtype = how / 4 % 3};
     const size_t factor = vm_arch_factor(&arch);
     v.slicing = how & 16;
-    v.batch = v.slicing ? take(in, 1) % 4 : number(in);
+    const size_t unit = how & 64 ? factor : 1;
+    v.batch = number(in);
     v.gpu = (vm_trace_gpu){.sm = (int)take(in, 1), .multiprocessors = (int)take(in, 4)};
-    if (how & 32) { /* as many steps as tiles: a few */
-        v.tile = take(in, 1) * (how & 64 ? factor : 1);
-        v.height = take(in, 1) % 64 * factor;
-        v.width = take(in, 1) % 64 * factor;
-    } else {
-        v.height = number(in) * (how & 64 ? factor : 1);
-        v.width = number(in) * (how & 64 ? factor : 1);
-    }
+    v.tile = how & 32 ? number(in) * unit : 0;
+    v.height = number(in) * unit;
+    v.width = number(in) * unit;
     vm_trace *t;
     vm_status s = how & 128 ? vm_trace_vae_weights(&arch, v.runtime, v.dtype, &t) : vm_trace_vae_build(&v, &t);
     return s ? NULL : t;

@@ -9,18 +9,17 @@ from typing import Any
 
 import numpy as np
 
-from vaemem._common import DTYPES
+from vaemem._common import DTYPES, choose, need
 from vaemem.engine.device import CONVOLUTIONS, Device, parse_device
 
-Progress = bool | Callable[[int, int], object] | None
+Poll = Callable[[int, int], object] | None
+Progress = Poll | bool
 
 
 def open_device(device: Any, dtype: str, tf32: bool, autotune: bool, convolution: str) -> Device | None:
     number = parse_device(device)
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype: want one of {', '.join(DTYPES)}, got {dtype!r}")
-    if convolution not in CONVOLUTIONS:
-        raise ValueError(f"convolution: want {' or '.join(CONVOLUTIONS)}, got {convolution!r}")
+    choose("dtype", dtype, DTYPES)
+    choose("convolution", convolution, CONVOLUTIONS)
     if number is not None:
         return Device(number, dtype, bool(tf32), bool(autotune), convolution)
     if dtype != "float32":
@@ -74,27 +73,25 @@ def check_out(out: Any, shape: tuple[int, ...], dtype: type) -> None:
 
 
 def pixels_of(output_type: str) -> str:
-    if output_type not in ("float", "uint8"):
-        raise ValueError(f"output_type: want float or uint8, got {output_type!r}")
+    choose("output_type", output_type, ("float", "uint8"))
     return output_type
 
 
 @contextlib.contextmanager
-def polling(progress: Progress, op: str) -> Iterator[Callable[[int, int], object] | None]:
-    if callable(progress):
-        yield progress
+def polling(
+    progress: Progress, title: str, total: int = 0, form: str | None = None, says: Callable[[], str] | None = None
+) -> Iterator[Poll]:
+    """What is to be told (done, to do): the caller's function, a bar of tqdm's for True, or nobody (None). The bar says
+    the title, or what `says` says when it moves."""
+    if callable(progress) or not progress:
+        yield progress or None
         return
-    if not progress:
-        yield None
-        return
-    try:
-        from tqdm.auto import tqdm
-    except ImportError:
-        raise ImportError("progress=True needs tqdm: pip install 'vaemem[progress]'") from None
-    with tqdm(total=0, desc=op, unit="row") as bar:
+    with need("tqdm.auto", "progress=True").tqdm(total=total, desc=title, unit="row", bar_format=form) as bar:
 
         def show(done: int, total: int) -> None:
             bar.total = total
+            if says:
+                bar.set_description_str(says(), refresh=False)
             bar.update(done - bar.n)
 
         yield show

@@ -10,16 +10,8 @@ __all__ = ["find_cudnn"]
 def find_cudnn() -> str | None:
     """Path of an installed libcudnn.so.9, or None to leave it to the loader.
 
-    Returns
-    -------
-    str or None
-        What ``VAEMEM_CUDNN`` names (the file, or its folder), else the file in the ``nvidia-cudnn-cu12`` or ``-cu13``
-        wheel.
-
-    Raises
-    ------
-    FileNotFoundError
-        Where ``VAEMEM_CUDNN`` names nothing.
+    It is what ``VAEMEM_CUDNN`` names (the file, or its folder; FileNotFoundError where there is none), else the file
+    in the ``nvidia-cudnn-cu12`` or ``-cu13`` wheel.
     """
     named = os.environ.get("VAEMEM_CUDNN")
     if named:

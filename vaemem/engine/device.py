@@ -28,13 +28,7 @@ LEGACY_STREAM = 1  # CUDA's own name for stream 0
 
 
 def parse_device(device: Any) -> int | None:
-    """None for the CPU, else the number of a GPU.
-
-    Parameters
-    ----------
-    device : str or torch.device
-        ``"cpu"``, ``"cuda"`` or ``"cuda:1"``.
-    """
+    """None for the CPU, else the number of a GPU: of ``"cpu"``, ``"cuda"``, ``"cuda:1"``, or a torch.device."""
     name = str(device)
     kind, colon, number = name.partition(":")
     if name == "cpu":
@@ -182,13 +176,7 @@ class Device:
 
 
 def out_of_memory(core: _core.Model, device: Device, error: MemoryError, plan: Mapping[str, Any]) -> MemoryError:
-    """What was required, what is free, and the largest square that would fit.
-
-    Parameters
-    ----------
-    plan : mapping
-        Arguments of ``core.plan``.
-    """
+    """What was required by a plan (arguments of ``core.plan``), what is free, and the largest square that would fit."""
     required = core.plan(**plan)["reserved"] - core.reserved_bytes
     free, total = device.backend.memory()
     text = f"{error}. This {plan['op']} of {plan['height']}x{plan['width']} needs {required / 2**20:.1f} MiB more"

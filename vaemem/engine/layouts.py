@@ -110,8 +110,9 @@ _DEFAULTS: Arch = {  # of diffusers' AutoencoderKL
 _BLOCK_TYPES = {"down_block_types": "DownEncoderBlock2D", "up_block_types": "UpDecoderBlock2D"}
 # What the engine can do only one of. Per-channel latent statistics replace the scaling factor in pipelines.
 _FIXED = {"_class_name": "AutoencoderKL", "act_fn": "silu", "latents_mean": None, "latents_std": None}
-# Says nothing about the arithmetic: tile size and precision are chosen by whoever runs the model.
+# Says nothing about the arithmetic: tile size (`sample_size_of`) and precision are chosen by whoever runs the model.
 _IGNORED = ("name", "sample_size", "force_upcast")
+SAMPLE_SIZES = {"sd15": 512, "sdxl": 1024, "flux": 1024}
 _SCALING = ("name", "norm_eps", "scaling_factor", "shift_factor")  # what tensors cannot tell
 
 
@@ -175,30 +176,10 @@ def _load_json(path: Path) -> object:
         raise ValueError(f"config: want a JSON file, got {path}: {error}") from None
 
 
-def read_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> Arch:
-    """The architecture that a diffusers ``config.json`` describes.
-
-    Parameters
-    ----------
-    config : path or mapping
-        A ``config.json``, a directory that holds one, or its contents. Keys that are absent have the defaults of
-        diffusers' ``AutoencoderKL``; ``scaling_factor`` may be None (unknown). An `Arch` is accepted too.
-
-    Returns
-    -------
-    dict
-        What ``_core.Model`` takes. Its name is that of the model that it equals in every field, else ``"custom"``.
-
-    Raises
-    ------
-    ValueError
-        A key that is unknown, of the wrong type, or asks for what the engine cannot do (another class, activation,
-        block type, per-channel latent statistics).
-    TypeError, FileNotFoundError
-        `config` is no path and no mapping, or there is no such file.
-    """
+def _contents(config: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[Mapping[str, Any], Path | None]:
+    """What a config says, and the file that it came from."""
     if isinstance(config, Mapping):
-        return _parse_config(config)
+        return config, None
     path = as_path(config, "config", "a path or a dict")
     path = path / CONFIG if path.is_dir() else path
     if not path.is_file():
@@ -206,10 +187,33 @@ def read_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> Arch:
     contents = _load_json(path)
     if not isinstance(contents, dict):
         raise ValueError(f"config: want a JSON object, got {type(contents).__name__} in {path}")
+    return contents, path
+
+
+def read_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> Arch:
+    """The architecture, as ``_core.Model`` takes it, that a diffusers ``config.json`` (a directory that holds one, its
+    contents, an `Arch`) describes. Its name is that of the model that it equals in every field, else ``"custom"``.
+
+    Keys that are absent have the defaults of diffusers' ``AutoencoderKL``; ``scaling_factor`` may be None (unknown).
+    ValueError for a key that is unknown, of the wrong type, or asks for what the engine cannot do (another class,
+    activation, block type, per-channel latent statistics).
+    """
+    contents, path = _contents(config)
     try:
         return _parse_config(contents)
     except ValueError as error:
-        raise ValueError(f"{error} (in {path})") from None
+        raise ValueError(f"{error} (in {path})" if path else str(error)) from None
+
+
+def sample_size_of(config: str | os.PathLike[str] | Mapping[str, Any] | None, model: str) -> int | None:
+    """The side in pixels of diffusers' tiles: what the config says, 32 as in diffusers where that says nothing. Without
+    a config, or with an `Arch` for one, the model's own. None: unknown, or no size."""
+    if config is None:
+        return SAMPLE_SIZES.get(model)
+    contents = _contents(config)[0]
+    size = contents.get("sample_size", SAMPLE_SIZES.get(contents.get("name", ""), 32))
+    size = size[0] if isinstance(size, (list, tuple)) and size else size
+    return size if type(size) is int and size > 0 else None
 
 
 def _parse_config(config: Mapping[str, Any]) -> Arch:
@@ -234,8 +238,9 @@ def _parse_config(config: Mapping[str, Any]) -> Arch:
     return equal[0] if equal else arch
 
 
-def config_of(arch: Arch) -> Arch:
-    """What diffusers.AutoencoderKL.from_pretrained reads. An unknown scaling factor is written as null."""
+def config_of(arch: Arch, sample_size: int | None = None) -> Arch:
+    """What diffusers.AutoencoderKL.from_pretrained reads. An unknown scaling factor is written as null, an unknown
+    sample_size not at all."""
     levels = len(arch["block_out_channels"])
     config: Arch = {"_class_name": "AutoencoderKL", "act_fn": "silu", "force_upcast": True}
     config.update({key: [block] * levels for key, block in _BLOCK_TYPES.items()})
@@ -243,10 +248,8 @@ def config_of(arch: Arch) -> Arch:
     for key in ("scaling_factor", "shift_factor"):  # the shortest decimal of the core's single precision
         config[key] = None if arch[key] is None else float(str(np.float32(arch[key])))
     config["shift_factor"] = config["shift_factor"] or None
-    sizes = {"sd15": 512, "sdxl": 1024, "flux": 1024}  # only diffusers' tiling reads it
-    if arch["name"] in sizes:
-        config["sample_size"] = sizes[arch["name"]]
-    return config
+    size = sample_size or SAMPLE_SIZES.get(arch["name"])
+    return config | ({"sample_size": size} if size else {})
 
 
 # ---- checking ----
@@ -387,30 +390,15 @@ def _find_arch(in_file: Mapping[str, Shape], layout: str, prefix: str, parts: st
 
 
 def detect(shapes: Mapping[str, Shape], parts: str = "all") -> tuple[str, str, Arch]:
-    """Layout and architecture of a file's tensors.
+    """Layout, prefix of the names, and architecture of a file's tensors, of which those that are no part of the VAE are
+    ignored. Where the halves might disagree, `parts` says which to look at.
 
-    Parameters
-    ----------
-    shapes : mapping of name to shape
-        All tensors of the file; what is no part of the VAE is ignored.
-    parts : {"all", "encoder", "decoder"}
-        The half to look at where they might disagree.
+    SD1.5 and SDXL have the same tensors: the architecture is named ``"sd"``, with scaling_factor None. FLUX's tensors
+    give ``"flux"`` with its scaling, though SD3's VAE has the same ones and another scaling (1.5305, shift 0.0609):
+    pass its config. Anything else is ``"custom"``, scaling_factor None.
 
-    Returns
-    -------
-    layout : {"diffusers", "ldm", "bfl"}
-    prefix : str
-        ``"first_stage_model."``, ``"vae."`` or ``""``.
-    arch : dict
-        What ``_core.Model`` takes. SD1.5 and SDXL have the same tensors: named ``"sd"``, with scaling_factor None.
-        FLUX's tensors give ``"flux"`` with its scaling, though SD3's VAE has the same ones and another scaling
-        (1.5305, shift 0.0609): pass its config. Anything else is ``"custom"``, scaling_factor None.
-
-    Raises
-    ------
-    ValueError
-        An unknown layout, or tensors that fit no architecture; norm_num_groups, which leaves no trace in tensors,
-        is taken to be 32, and where that does not divide the channels the error asks for ``config=``.
+    ValueError for an unknown layout, or tensors that fit no architecture; norm_num_groups, which leaves no trace in
+    tensors, is taken to be 32, and where that does not divide the channels the error asks for ``config=``.
     """
     layout, prefix = find_layout(shapes)
     return layout.removesuffix("-old"), prefix, _find_arch(shapes, layout, prefix, parts)

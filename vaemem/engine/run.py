@@ -11,6 +11,8 @@ import numpy as np
 
 __all__ = ["Encoded", "Run", "make_run"]
 
+CATEGORIES = ("weights", "activations", "scratch", "workspace", "output")  # of memory, by the core's names
+
 
 @dataclass(frozen=True, repr=False)
 class Run:
@@ -76,23 +78,14 @@ class Run:
     @property
     def peak_bytes(self) -> int:
         """Bytes in use when they were most."""
-        return (
-            self.weights_bytes + self.activations_bytes + self.scratch_bytes + self.workspace_bytes + self.output_bytes
-        )
+        return sum(getattr(self, f"{name}_bytes") for name in CATEGORIES)
 
     def __repr__(self) -> str:
         size = f"{self.op} {self.height}x{self.width}" + (f" batch {self.batch}" if self.batch > 1 else "")
-        parts = ", ".join(
-            f"{name} {value / 2**20:.1f}"
-            for name, value in (
-                ("weights", self.weights_bytes),
-                ("activations", self.activations_bytes),
-                ("scratch", self.scratch_bytes),
-                ("workspace", self.workspace_bytes),
-                ("output", self.output_bytes),
-            )
-            if value or name != "workspace"
-        )
+        sizes = {
+            name: getattr(self, f"{name}_bytes") for name in CATEGORIES if name != "workspace" or self.workspace_bytes
+        }
+        parts = ", ".join(f"{name} {size / 2**20:.1f}" for name, size in sizes.items())
         took = "" if self.seconds is None else f", {self.seconds:.2f} s"
         took = f", {self.work:.2f} times the work{took}" if self.work > 1 else took
         return (

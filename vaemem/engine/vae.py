@@ -26,8 +26,10 @@ from vaemem.engine.arguments import (
     polling,
 )
 from vaemem.engine.device import Device, DeviceArray, gpu_rows, out_of_memory
+from vaemem.engine.layouts import sample_size_of
 from vaemem.engine.limits import Limit, Plans, check_aspect, parse_size, resolve, taken
 from vaemem.engine.run import Encoded, Run, make_run
+from vaemem.engine.tiling import Tiling, cut, refuse
 
 __all__ = ["VAE", "Encoded", "Progress", "Run", "backends"]
 
@@ -64,11 +66,13 @@ class VAE:
         3.2 of those; more is faster where the image is small.
     graphs : bool
         On a GPU: keep each run as a CUDA graph and replay it for the same sizes and arrays.
+    sample_size : int or None
+        The side of a `Tiling`'s tiles where it names none: the config's, as diffusers takes it.
     last_run : Run or None
         What the last encode or decode that succeeded took.
     """
 
-    def __init__(self, core: _core.Model, device: Device | None = None) -> None:
+    def __init__(self, core: _core.Model, device: Device | None = None, config: Any = None) -> None:
         self._core = core
         self._device = device
         self._scale = 1.0  # power of two by which activations are kept multiplied, against float16's overflow
@@ -81,6 +85,7 @@ class VAE:
         self.arch: dict[str, Any] = core.arch
         self.model: str = self.arch["name"]
         self.threads = default_threads()
+        self.sample_size = sample_size_of(config, self.model)
         self.last_run: Run | None = None
 
     # ---- making one ----
@@ -103,14 +108,15 @@ class VAE:
         Parameters
         ----------
         path : path
-            diffusers, LDM/SD checkpoint or BFL layout (detected); float32, float16 or bfloat16.
+            A safetensors file in diffusers, LDM/SD checkpoint or BFL layout (detected), float32, float16 or
+            bfloat16; or a diffusers directory, whose ``config.json`` is then the architecture.
         model : str, optional
-            ``"sd15"``, ``"sdxl"`` or ``"flux"``. Needed only where ``scaled=True`` will be, for SD1.5 and SDXL, whose
-            tensors are the same.
+            ``"sd15"``, ``"sdxl"`` or ``"flux"``: wins over what the file says, and must fit its tensors. Needed only
+            where ``scaled=True`` will be, for SD1.5 and SDXL, whose tensors are the same.
         config : path or mapping, optional
-            An AutoencoderKL ``config.json`` for any other architecture.
+            An AutoencoderKL ``config.json`` for any other architecture; wins likewise.
         parts : {"all", "encoder", "decoder"}
-            Reads only that half.
+            Reads only that half; the file need not hold the other, whose tensors are not looked at.
         device : str
             ``"cpu"``, ``"cuda"`` or ``"cuda:N"``.
         dtype : {"float32", "float16", "bfloat16"}
@@ -125,14 +131,20 @@ class VAE:
 
         Raises
         ------
-        ValueError, FileNotFoundError, MemoryError
-            What was wanted and what came; nothing stays allocated.
+        ValueError
+            A bad argument; a file that is damaged or no safetensors file; a tensor that is missing, extra, misshapen,
+            cut or of another dtype, by its name in the file. Whatever is raised, nothing stays allocated.
+        OSError
+            The file cannot be read. FileNotFoundError: no such file, or a directory without weights or config.
+        MemoryError
+            No room for the weights.
         RuntimeError
             No driver, no cuDNN, or a GPU that refused.
         """
         gpu = open_device(device, dtype, tf32, autotune, convolution)
         capsule = gpu.backend.capsule if gpu else None
-        return cls(weights.load(path, model=model, config=config, parts=parts, backend=capsule), gpu)
+        core = weights.load(path, model=model, config=config, parts=parts, backend=capsule)
+        return cls(core, gpu, path if config is None and model is None and os.path.isdir(path) else config)
 
     @classmethod
     def random(
@@ -149,19 +161,18 @@ class VAE:
     ) -> VAE:
         """Weights of the real shapes: PyTorch's default initialisation, random norm affines.
 
-        The same seed gives the same tensors whatever the parts. With ``config=`` the architecture is the config's.
+        The same seed, 0 or more, gives the same tensors whatever the parts. With ``config=`` the architecture is the
+        config's. What else there is to say goes for `load` too.
         """
         gpu = open_device(device, dtype, tf32, autotune, convolution)
         if config is None:
-            known = _core.models()
-            if model not in known:
-                raise ValueError(f"model: want one of {', '.join(known)}, got {model!r}")
-            arch = known[model]
+            choose("model", model, _core.models())
+            arch = _core.models()[model]
         else:
             arch = weights.read_config(config)
         core = _core.Model(arch, parts, gpu.backend.capsule if gpu else None)
         weights.random_tensors(core, seed)
-        return cls(core, gpu)
+        return cls(core, gpu, config)
 
     def save(self, path: str | os.PathLike[str], layout: str = "diffusers") -> None:
         """Writes the weights as float32 safetensors.
@@ -169,13 +180,22 @@ class VAE:
         Parameters
         ----------
         path : path
-            A ``.safetensors`` file; for ``"diffusers"`` also a directory, which gets a ``config.json`` too.
+            A ``.safetensors`` file; for ``"diffusers"`` also a directory, made where there is none, which gets a
+            ``config.json`` too. A file without one does not tell norm_num_groups or the scaling.
         layout : {"diffusers", "ldm", "bfl"}
-            Refused where it cannot hold the model, and where the model is on a GPU, whose copy is rounded.
+            ``"ldm"`` wants both quant convs, ``"bfl"`` none and the middle attention.
+
+        Raises
+        ------
+        ValueError
+            A layout that is unknown or cannot hold the model, a path of the wrong kind, or a model on a GPU, whose copy
+            is rounded.
+        OSError
+            The file cannot be written. Whatever was there before is as it was.
         """
         if self._device:
             raise ValueError(f"save: want a VAE on the cpu, got one on {self.device}, whose weights are {self.dtype}")
-        weights.save(self._core, path, layout=layout)
+        weights.save(self._core, path, layout=layout, sample_size=self.sample_size)
 
     # ---- running ----
 
@@ -186,6 +206,7 @@ class VAE:
         output_type: str = "float",
         progress: Progress = None,
         out: Any = None,
+        tiling: Tiling | None = None,
         memory_limit: Limit = None,
     ) -> Any:
         """Latents to images.
@@ -208,6 +229,8 @@ class VAE:
             what the VAE holds and what is free when the run begins (the least of MemAvailable and what the cgroups
             leave, or what is free on the GPU), less an eighth of that, at most 1 GiB, for others. None: the attribute
             `memory_limit`. The result has the same bits under every limit; `Run.work` says what a limit costs.
+        tiling : Tiling, optional
+            In tiles, as diffusers does it: not exact, as a limit is. z in host memory only, and no limit beside it.
 
         Returns
         -------
@@ -228,6 +251,7 @@ class VAE:
         """
         pixels = pixels_of(output_type)
         if self._device and Device.holds(z):
+            refuse(tiling, "z")
             return self._run_on_device("decode", z, pixels, scaled, progress, out, self._limit(memory_limit))
         data = as_float(z, "z", "(N, C, h, w)")
         latents = self.arch["latent_channels"]
@@ -236,10 +260,20 @@ class VAE:
         if out is not None:
             check_out(out, self._image_shape(data.shape, pixels), np.uint8 if pixels == "uint8" else np.float32)
             check_apart(np.lib.array_utils.byte_bounds(data), np.lib.array_utils.byte_bounds(out))
-        height, width = (side * self._factor for side in data.shape[2:])
-        return self._run("decode", data, height, width, pixels, scaled, progress, out, self._limit(memory_limit))
+        limit = self._limit(memory_limit)
+        height, width = data.shape[2] * self._factor, data.shape[3] * self._factor
+        if tiling is not None and (tiles := cut(self, tiling, "decode", height, width, data.shape[0], pixels, limit)):
+            return tiles.run(data, scaled, progress, out)
+        return self._run("decode", data, height, width, pixels, scaled, progress, out, limit)
 
-    def encode(self, x: Any, scaled: bool = False, progress: Progress = None, memory_limit: Limit = None) -> Encoded:
+    def encode(
+        self,
+        x: Any,
+        scaled: bool = False,
+        progress: Progress = None,
+        tiling: Tiling | None = None,
+        memory_limit: Limit = None,
+    ) -> Encoded:
         """Images to a distribution over latents.
 
         Parameters
@@ -248,9 +282,8 @@ class VAE:
             Real numbers nominally in [-1, 1], or bytes, which become v / 127.5 - 1. H and W are multiples of 8.
         scaled : bool
             `Encoded.sample` and `Encoded.mode` give (latent - shift) * scaling, as pipelines pass them on.
-        progress : bool or callable
-        memory_limit : int or str, optional
-            As for `decode`.
+        progress, tiling, memory_limit
+            As for `decode`. Moments are blended, each tile's log-variances clamped already.
 
         Returns
         -------
@@ -264,6 +297,7 @@ class VAE:
             )
         scaling, shift = (self.arch["scaling_factor"], self.arch["shift_factor"]) if scaled else (1.0, 0.0)
         if self._device and Device.holds(x):
+            refuse(tiling, "x")
             moments = self._run_on_device("encode", x, "", False, progress, None, self._limit(memory_limit))
             return Encoded(moments, scaling, shift)
         array = np.asarray(x)
@@ -277,7 +311,10 @@ class VAE:
             if data.ndim != 4 or data.shape[1] != channels:
                 raise ValueError(f"x: want shape (N, {channels}, H, W), got {data.shape}")
             height, width = data.shape[2:]
-        moments = self._run("encode", data, height, width, pixels, False, progress, None, self._limit(memory_limit))
+        limit = self._limit(memory_limit)
+        if tiling is not None and (tiles := cut(self, tiling, "encode", height, width, data.shape[0], pixels, limit)):
+            return Encoded(tiles.run(data, False, progress, None), scaling, shift)
+        moments = self._run("encode", data, height, width, pixels, False, progress, None, limit)
         return Encoded(moments, scaling, shift)
 
     def estimate(
@@ -288,6 +325,7 @@ class VAE:
         batch: int = 1,
         output_type: str = "float",
         staged: bool = True,
+        tiling: Tiling | None = None,
         memory_limit: Limit = None,
     ) -> Run:
         """What a run will take, to the byte, before it.
@@ -303,6 +341,8 @@ class VAE:
         staged : bool
             On a GPU: the arrays are in host memory and pass through the GPU's. False: they are in the GPU's, latents
             and floats in `dtype`.
+        tiling : Tiling, optional
+            As for `decode`: one tile's run, the result, and as scratch the tile itself and what it blends with.
         memory_limit : int or str, optional
             As for `decode`.
 
@@ -313,6 +353,12 @@ class VAE:
         """
         limit = self._limit(memory_limit)
         ask = self._request(op, height, width, batch, output_type, staged)
+        if self._device and not staged:
+            refuse(tiling, "the arrays")
+        if tiling is not None:
+            height, width, batch = ask["height"], ask["width"], ask["batch"]
+            if tiles := cut(self, tiling, op, height, width, batch, pixels_of(output_type), limit):
+                return tiles.estimate()
         plans = Plans(self._core, ask)
         try:
             return self._estimated(ask, plans.within(limit))

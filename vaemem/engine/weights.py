@@ -1,4 +1,4 @@
-"""Weights files: safetensors read into the core's one packed copy, and written back. `_layouts` knows the names."""
+"""Weights files: safetensors read into the core's one packed copy, and written back. `layouts` knows the names."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import math
 import os
 import stat
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
 from vaemem import _core
+from vaemem._common import choose
 from vaemem.engine.layouts import (
     CONFIG,
     DTYPES,
@@ -67,32 +68,29 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def _is_size(value: object) -> bool:
-    return type(value) is int and 0 <= value < 1 << 64
+def _are_sizes(value: object) -> bool:
+    return isinstance(value, list) and all(type(n) is int and 0 <= n < 1 << 64 for n in value)
 
 
-def _check_entry(name: str, entry: Any, start: int) -> int:
-    """Where the tensor ends that should start at `start`."""
-    where = f"header: {shown(name)}"
-    keys = ("dtype", "shape", "data_offsets")
-    if not isinstance(entry, dict) or not all(key in entry for key in keys):
-        raise ValueError(f"{where}: want {', '.join(keys)}, got {shown(entry)}")
-    dtype, shape, offsets = (entry[key] for key in keys)
-    if not isinstance(dtype, str) or dtype not in BITS:
-        raise ValueError(f"{where}: want a dtype of the format, got {shown(dtype)}")
-    if not isinstance(shape, list) or not all(map(_is_size, shape)):
-        raise ValueError(f"{where}: want a shape of integers from 0 to 2^64, got {shown(shape)}")
-    bits = BITS[dtype]
-    for side in shape:
+FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {  # of a tensor in the header: what each is, and whether it is
+    "dtype": ("a type of the format", lambda value: isinstance(value, str) and value in BITS),
+    "shape": ("a list of integers from 0 to 2^64", _are_sizes),
+    "data_offsets": ("two integers from 0 to 2^64", lambda value: _are_sizes(value) and len(value) == 2),
+}
+
+
+def _bits(name: str, entry: Any) -> int:
+    """What a tensor of the header takes by its type and shape. A byte may hold more than one number."""
+    for field, (wanted, good) in FIELDS.items():
+        value = entry.get(field) if isinstance(entry, dict) else None
+        if not good(value):
+            raise ValueError(f"header: {shown(name)}: want {wanted} as {field}, got {shown(value)}")
+    bits = BITS[entry["dtype"]]
+    for side in entry["shape"]:
         bits *= side
-        if bits >> 64:
-            raise ValueError(f"{where}: want a tensor of less than 2^64 bits, got shape {shown(shape)}")
-    if offsets != [start, start + bits // 8] or bits % 8:
-        raise ValueError(
-            f"{where}: want {bits / 8:g} bytes for {dtype} {shown(shape)} from byte {start} on, where the "
-            f"tensor before it ends, got data_offsets {shown(offsets)}"
-        )
-    return start + bits // 8
+        if bits >> 64:  # before it takes long to multiply
+            raise ValueError(f"header: {shown(name)}: want less than 2^64 bits, got shape {shown(entry['shape'])}")
+    return bits
 
 
 def _read_header(f: IO[bytes]) -> tuple[dict[str, dict[str, Any]], int]:
@@ -110,19 +108,18 @@ def _read_header(f: IO[bytes]) -> tuple[dict[str, dict[str, Any]], int]:
     about = header.pop("__metadata__", None)
     if about is not None and not (isinstance(about, dict) and all(isinstance(v, str) for v in about.values())):
         raise ValueError("header: want texts in __metadata__")
-    end = 0
-    for name, entry in sorted(header.items(), key=_offsets):
-        end = _check_entry(name, entry, end)
-    if 8 + header_bytes + end != size:
-        raise ValueError(f"want {8 + header_bytes + end} bytes, header and tensors, got {size}")
+    bits = {name: _bits(name, entry) for name, entry in header.items()}
+    end = 0  # in bits
+    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        begin, end = end, end + bits[name]
+        if [8 * offset for offset in entry["data_offsets"]] != [begin, end]:
+            raise ValueError(
+                f"header: {shown(name)}: want {bits[name] / 8:g} bytes for {entry['dtype']} {shown(entry['shape'])} "
+                f"from byte {begin // 8} on, where the tensor before it ends, got data_offsets {entry['data_offsets']}"
+            )
+    if 8 * (8 + header_bytes) + end != 8 * size:
+        raise ValueError(f"want {8 + header_bytes + end // 8} bytes, header and tensors, got {size}")
     return header, 8 + header_bytes
-
-
-def _offsets(item: tuple[str, Any]) -> list[int]:
-    """Where a tensor lies by its header; nowhere where that cannot be, for `_check_entry` to refuse."""
-    offsets = item[1].get("data_offsets") if isinstance(item[1], dict) else None
-    good = isinstance(offsets, list) and len(offsets) == 2 and all(map(_is_size, offsets))
-    return offsets if good else []  # type: ignore[return-value]
 
 
 def _read_tensor(f: IO[bytes], name: str, entry: Mapping[str, Any], start: int, shape: Shape) -> np.ndarray:
@@ -155,8 +152,8 @@ def _locate(path: Path, need_config: bool) -> tuple[Path, Path | None]:
 
 
 def _arch_asked_for(model: str | None, config: Any) -> Arch | None:
-    if model is not None and (not isinstance(model, str) or model not in _core.models()):
-        raise ValueError(f"model: want one of {', '.join(_core.models())}, got {model!r}")
+    if model is not None:
+        choose("model", model, _core.models())
     if config is None:
         return None if model is None else _core.models()[model]
     arch = read_config(config)
@@ -172,43 +169,12 @@ def load(
     parts: str = "all",
     backend: Any = None,
 ) -> _core.Model:
-    """Reads a weights file into a new core model.
+    """Reads a weights file into a new core model, all of its tensors set, as `vaemem.VAE.load` says.
 
-    Parameters
-    ----------
-    path : path
-        A safetensors file of any layout (float32, float16 or bfloat16), or a diffusers directory, whose
-        ``config.json`` is then the architecture.
-    model : str, optional
-        ``"sd15"``, ``"sdxl"`` or ``"flux"``: wins over what the file says, and must fit its tensors.
-    config : path or mapping, optional
-        As `read_config` takes it; wins likewise.
-    parts : {"all", "encoder", "decoder"}
-        The half to read; the file need not hold the other, and its tensors are not looked at.
-    backend : capsule, optional
-        Of a GPU: tensors go there one by one.
-
-    Returns
-    -------
-    _core.Model
-        Owns a packed copy of the tensors, all of them set.
-
-    Raises
-    ------
-    ValueError
-        An unknown model, layout or parts; a file that is damaged or no safetensors file; a tensor that is missing,
-        extra, misshapen, cut or of another dtype, by its name in the file, with what was wanted and what came.
-    OSError
-        The file cannot be read. FileNotFoundError: no such file, or a directory without weights or config.
-    MemoryError
-        No room for the packed copy.
-
-    Notes
-    -----
-    The peak while loading is the packed copy plus one tensor as it lies in the file.
+    With the capsule of a GPU as `backend` tensors go there one by one. The peak while loading is the packed copy plus
+    one tensor as it lies in the file.
     """
-    if parts not in PARTS:
-        raise ValueError(f"parts: want one of {', '.join(PARTS)}, got {parts!r}")
+    choose("parts", parts, PARTS)
     arch = _arch_asked_for(model, config)
     file, beside = _locate(as_path(path, "path"), need_config=arch is None)
     if beside:
@@ -289,44 +255,19 @@ def _write_tensors(f: IO[bytes], model: _core.Model, layout: str) -> None:
         f.write(model.get_tensor(name).astype("<f4", copy=False).data)
 
 
-def save(model: _core.Model, path: str | os.PathLike[str], layout: str = "diffusers") -> None:
-    """Writes a model's tensors, in float32.
-
-    Parameters
-    ----------
-    model : _core.Model
-        Borrowed; all its tensors are set.
-    path : path
-        A name that ends in ``.safetensors``: one file. Otherwise, for ``"diffusers"``, a directory, made where there
-        is none, that gets ``config.json`` and ``diffusion_pytorch_model.safetensors``.
-    layout : {"diffusers", "ldm", "bfl"}
-        ``"ldm"`` wants both quant convs, ``"bfl"`` none and the middle attention.
-
-    Raises
-    ------
-    ValueError
-        An unknown layout, one that cannot hold the model, a path of the wrong kind, or tensors that were never set.
-    OSError
-        The file cannot be written. Whatever was there before is as it was.
-
-    Notes
-    -----
-    One tensor is in memory at a time. Files without a ``config.json`` do not tell norm_num_groups or the scaling.
-    """
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout: want one of {', '.join(LAYOUTS)}, got {layout!r}")
+def save(
+    model: _core.Model, path: str | os.PathLike[str], layout: str = "diffusers", sample_size: int | None = None
+) -> None:
+    """Writes a model's tensors, as `vaemem.VAE.save` says; one is in memory at a time. ValueError for a model that has
+    tensors which were never set. sample_size: for ``config.json``; None: the model's own, if it is a known one."""
+    choose("layout", layout, LAYOUTS)
     arch = model.arch
-    quant = (arch["use_quant_conv"], arch["use_post_quant_conv"])
-    if layout == "ldm" and not all(quant):
-        raise ValueError(
-            f"layout: ldm always has both quant convs, and {arch['name']} has {sum(quant)}: want diffusers"
-            f"{'' if any(quant) else ' or bfl'}"
-        )
-    if layout == "bfl" and any(quant):
-        raise ValueError(
-            f"layout: bfl has no quant convs, and {arch['name']} has {sum(quant)}: want diffusers"
-            f"{' or ldm' if all(quant) else ''}"
-        )
+    quant = arch["use_quant_conv"] + arch["use_post_quant_conv"]
+    holds = {"diffusers": True, "ldm": quant == 2, "bfl": quant == 0}
+    if not holds[layout]:
+        always = "always has both quant convs" if layout == "ldm" else "has no quant convs"
+        others = " or ".join(name for name in LAYOUTS if holds[name])
+        raise ValueError(f"layout: {layout} {always}, and {arch['name']} has {quant}: want {others}")
     if layout == "bfl" and not arch["mid_block_add_attention"]:
         raise ValueError(f"layout: bfl always has the middle attention, and {arch['name']} has none: want diffusers")
     unset = model.missing()
@@ -349,7 +290,7 @@ def save(model: _core.Model, path: str | os.PathLike[str], layout: str = "diffus
     target.mkdir(parents=True, exist_ok=True)
     try:
         with _replacing(target / CONFIG) as c, _replacing(target / WEIGHTS) as f:
-            c.write(json.dumps(config_of(arch), indent=2).encode() + b"\n")
+            c.write(json.dumps(config_of(arch, sample_size), indent=2).encode() + b"\n")
             _write_tensors(f, model, layout)
     except BaseException:
         if new:
@@ -362,23 +303,11 @@ def save(model: _core.Model, path: str | os.PathLike[str], layout: str = "diffus
 
 
 def random_tensors(model: _core.Model, seed: int) -> None:
-    """Sets every tensor of a model to random numbers of the size that an untrained one has.
+    """Sets every tensor of a model, whatever it was, to random numbers of the size that an untrained one has.
 
     Convolutions and linear layers as PyTorch initialises them, weight and bias uniform within 1/sqrt(fan_in)
     (``kaiming_uniform_(a=sqrt(5))``); norms unlike PyTorch, 1 + 0.1 N(0, 1) and 0.1 N(0, 1), so that a skipped one
     shows. Numbers are drawn per tensor from (seed, name) with PCG64: half a model has the same as the whole.
-
-    Parameters
-    ----------
-    model : _core.Model
-        Its tensors are set, whatever they were.
-    seed : int
-        0 or more.
-
-    Raises
-    ------
-    ValueError, TypeError
-        `seed` is negative, or no integer.
     """
     if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)):
         raise TypeError(f"seed: want an integer, got {type(seed).__name__}")

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from vaemem._common import OPS, choose
-from vaemem.prediction.names import Names
 from vaemem.prediction.process import LoadedVAE, SimulatedProcess, Tensor
 
 
@@ -35,6 +34,30 @@ class Counters:
         return Reading(allocated - self._baseline[0], reserved - self._baseline[1], allocated, reserved)
 
 
+class _Names:
+    """The local names of a Python function, on a simulated process: they keep their tensors.
+
+    A name that is bound anew lets go of its old value only once the new one is there, as in ``x = f(x)``.
+    """
+
+    def __init__(self, process: SimulatedProcess):
+        self._process = process
+        self.held: dict[str, Tensor] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.held[name]
+
+    def __setitem__(self, name: str, value: Tensor) -> None:
+        old = self.held.get(name)
+        self.held[name] = value
+        self._process.drop(old)
+
+    def delete(self, *names: str) -> None:
+        """``del name``, for those that are bound."""
+        for name in names:
+            self._process.drop(self.held.pop(name, None))
+
+
 def benchmark(
     process: SimulatedProcess, vae: LoadedVAE, op: str, height: int, width: int, batch: int = 1, *,
     dtype: str | None = None, input_dtype: str | None = None, tile: int = 0, slicing: bool = False, warmups: int = 2,
@@ -43,34 +66,16 @@ def benchmark(
     """Plays the benchmark that the seed table was made with: warm-up runs, then measured ones, each after an emptied
     cache.
 
-    Parameters
-    ----------
-    process, vae
-        Where, and what.
-    op : str
-        ``"encode"`` (with sampling and scaling, as pipelines do) or ``"decode"``.
-    height, width, batch : int
-        Of the image.
-    dtype, input_dtype : str, optional
-        Of the run and of the input; the weights' by default. Where they differ, weights and input are converted within
-        each run, and the weights back after it.
-    tile : int
-        Side of a tile in pixels where tiling is on, 0 where it is off.
-    slicing : bool
-        One image of the batch after the other.
-    warmups, runs : int
-        How many.
-
-    Returns
-    -------
-    list of Reading
-        One of each measured run. The first still holds what the warm-up runs left bound.
+    An encode is sampled and scaled, as pipelines do. `dtype` and `input_dtype`, the weights' by default, are those of
+    the run and of the input: where they differ, weights and input are converted within each run, and the weights back
+    after it. `tile` and `slicing` are as `SimulatedProcess.encode` takes them. There is one reading of each measured
+    run; the first still holds what the warm-up runs left bound.
     """
     choose("op", op, OPS)
     weights_dtype = vae.dtype
     dtype = dtype or weights_dtype
     input_dtype = input_dtype or weights_dtype
-    names = Names(process)
+    names = _Names(process)
     image = (batch, vae.arch["in_channels"], height, width)
     latent = (batch, vae.arch["latent_channels"], height // vae.factor, width // vae.factor)
     names["input"] = process.tensor(image if op == "encode" else latent, input_dtype)
@@ -109,5 +114,5 @@ def benchmark(
         measurements.append(counters.read())
         process.convert(vae, weights_dtype)
         names.delete("result", "dist", "scaled")
-    names.close()
+    names.delete(*names.held)  # the function returns
     return measurements

@@ -162,25 +162,11 @@ class InstalledCudnn:
             return {"error": str(error)}
 
     def conv(self, device_json: str, **question: Any) -> dict[str, Any] | None:
-        """The plan of one convolution.
+        """The plan of one convolution (``bytes``, ``engine`` and more), asked with cuDNN's device properties and what
+        ``vaemem._core.Cudnn.conv`` takes; None where cuDNN has no engine for it on this device.
 
-        Parameters
-        ----------
-        device_json : str
-            cuDNN's device properties.
-        **question
-            What ``vaemem._core.Cudnn.conv`` takes.
-
-        Returns
-        -------
-        dict or None
-            ``bytes``, ``engine`` and more; None where cuDNN has no engine for this convolution on this device.
-
-        Raises
-        ------
-        RuntimeError
-            Where there is no cuDNN to ask, it refused the question or crashed on it, or a signal handler asks while the
-            thread that it interrupted waits for a reply.
+        RuntimeError where there is no cuDNN to ask, it refused the question or crashed on it, or a signal handler asks
+        while the thread that it interrupted waits for a reply.
         """
         reply = self._talk(device_json, question)
         if "error" in reply:

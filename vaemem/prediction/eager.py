@@ -21,15 +21,8 @@ def _is(shape: tuple[int, ...], strides: tuple[int, ...], wanted: tuple[int, ...
 def eager_strides(
     shape: tuple[int, ...], operands: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
 ) -> tuple[int, ...]:
-    """Strides that an eager pointwise operator gives its output (TensorIterator.cpp).
-
-    Parameters
-    ----------
-    shape : tuple of int
-        Of the output.
-    operands : sequence of (shape, strides)
-        Of the inputs, in order.
-    """
+    """Strides that an eager pointwise operator gives its output of a shape (TensorIterator.cpp); shapes and strides of
+    its inputs are given in order."""
     contiguous = _dense(shape, reversed(range(len(shape))))
     if all(size == shape for size, _ in operands):
         if all(_is(shape, strides, contiguous) for _, strides in operands):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from vaemem._common import ELEMENT_BYTES, MIB, render
 from vaemem.prediction.benchmark import Reading
 from vaemem.prediction.process import SimulatedProcess
-from vaemem.prediction.question import Question, ask
+from vaemem.prediction.question import Question
 
 STEP, LAST = 64, 4096  # the squares that a derivation looks at: 64, 128, ... 4096 pixels a side
 ROUNDING = 512  # bytes: the allocator's granule; a tensor that is off its law by no more still follows it
@@ -224,10 +224,6 @@ def formula(
         What else `predict` takes: ``batch``, ``weights_dtype``, ``cudnn_version``, ``torch_version``, ``slicing``,
         ``workspace``.
 
-    Returns
-    -------
-    ClosedForm
-
     Raises
     ------
     ValueError
@@ -242,7 +238,7 @@ def formula(
     """
     if str(op).endswith("_tiled"):
         raise ValueError(f"op: want 'encode' or 'decode' for a closed form in H and W, got {op!r}")
-    question = ask(model, op, height, width, dtype, runtime=runtime, gpu=gpu, **settings)
+    question = Question(model, op, height, width, dtype, runtime=runtime, gpu=gpu, **settings)
     return derive(question, *question.play())
 
 

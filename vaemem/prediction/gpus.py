@@ -4,8 +4,9 @@ import difflib
 import functools
 import json
 import re
-from importlib import resources
 from typing import Any, NamedTuple
+
+from vaemem._common import shipped
 
 
 class Gpu(NamedTuple):
@@ -54,7 +55,7 @@ def _key(name: str) -> str:
 @functools.cache
 def _table() -> tuple[dict[str, Gpu], dict[str, str]]:
     """GPUs by device name, and device names by the key of each name they are known by."""
-    data = json.loads((resources.files("vaemem") / "data" / "gpus.json").read_text("utf-8"))
+    data = json.loads(shipped("gpus.json"))
     gpus: dict[str, Gpu] = {}
     keys: dict[str, str] = {}
     for entry in data["gpus"]:
@@ -82,10 +83,6 @@ def find_gpu(name: str) -> Gpu:
     ----------
     name : str
         CUDA's device name, or the part of it that tells it apart: ``"RTX 4090"``, ``"4090"``, ``"a100-80gb"``.
-
-    Returns
-    -------
-    Gpu
 
     Raises
     ------

@@ -15,18 +15,12 @@ from vaemem._common import MIB
 from vaemem.prediction.benchmark import Counters, Reading
 from vaemem.prediction.formula import derive
 from vaemem.prediction.process import Moment, PeakTensor, SimulatedProcess
-from vaemem.prediction.question import Question, ask
+from vaemem.prediction.question import Question
 from vaemem.prediction.snapshot import CachingAllocator
 
 
 class _Peaks:
     """What a prediction reads off the process that it played."""
-
-    allocated: int
-    reserved: int
-    peak_allocated: int
-    peak_reserved: int
-    workspace_source: str
 
     def _read(self, process: SimulatedProcess, measured: Reading) -> None:
         self._measured, self._process = measured, process
@@ -129,10 +123,6 @@ def predict(
     workspace : object, optional
         What answers for the convolutions' workspaces in place of `vaemem.prediction.workspace.Workspace`.
 
-    Returns
-    -------
-    Prediction
-
     Raises
     ------
     ValueError
@@ -148,7 +138,7 @@ def predict(
     >>> predict("sdxl", "decode", 1024, 1024, dtype="float16", gpu="RTX 4090").allocated / 2**20
     2434.224609375
     """
-    question = ask(
+    question = Question(
         model, op, height, width, dtype, batch, runtime, gpu, cudnn_version, torch_version, weights_dtype, tile,
         slicing, workspace,
     )  # fmt: skip

@@ -24,13 +24,7 @@ _LAST_EACH, _LAST_KEPT = (2, 8), (2, 11)
 
 
 def torch_release(version: str) -> tuple[int, int]:
-    """(2, 7) of ``"2.7.1+cu128"``.
-
-    Raises
-    ------
-    ValueError
-        Where it is no version, or one whose operators are not modelled.
-    """
+    """(2, 7) of ``"2.7.1+cu128"``; ValueError where it is no version, or one whose operators are not modelled."""
     parts = version.split("+")[0].split(".")
     release = ".".join(parts[:2])
     if release not in CUDNN_OF_TORCH or not all(part.isdigit() for part in parts):
@@ -50,10 +44,7 @@ def blas_settings(gpu: Gpu, torch_version: str) -> dict[str, Any]:
 def architecture(model: str | Mapping[str, Any]) -> dict[str, Any]:
     """The arch dict of a shipped model's name, or of a path or dict that `vaemem.VAE` takes as ``config=``.
 
-    Raises
-    ------
-    ValueError
-        Unknown name, or a config that is no AutoencoderKL.
+    ValueError for an unknown name, or a config that is no AutoencoderKL.
     """
     shipped = _core.models()
     if isinstance(model, str):
@@ -76,7 +67,18 @@ def _vae_trace(arch: tuple[tuple[str, Any], ...], **call: Any) -> _core.Trace:
     return _core.Trace.vae(dict(arch), **call)
 
 
-class Tensor:
+class _Held:
+    """Storages that something of a simulated process holds until it is dropped."""
+
+    def __init__(self, storages: Mapping[int, int]):
+        self.storages: dict[int, int] | None = dict(storages)  # address: bytes, in order; None once dropped
+
+    @property
+    def nbytes(self) -> int:
+        return sum((self.storages or {}).values())
+
+
+class Tensor(_Held):
     """Storages of a simulated process. `drop` it when the name that held it goes.
 
     Attributes
@@ -91,19 +93,15 @@ class Tensor:
     """
 
     def __init__(self, name: str, shape: Sequence[int], dtype: str, storages: Mapping[int, int]):
+        super().__init__(storages)
         self.name, self.shape, self.dtype = name, tuple(shape), dtype
-        self.storages: dict[int, int] | None = dict(storages)  # address: bytes; None once dropped
-
-    @property
-    def nbytes(self) -> int:
-        return sum((self.storages or {}).values())
 
     def __repr__(self) -> str:
         state = "dropped" if self.storages is None else f"{self.nbytes / MIB:.2f} MiB"
         return f"<Tensor {self.name} {'x'.join(map(str, self.shape))} {self.dtype}, {state}>"
 
 
-class LoadedVAE:
+class LoadedVAE(_Held):
     """A VAE whose weights lie on the simulated device.
 
     Attributes
@@ -117,15 +115,11 @@ class LoadedVAE:
         Image pixels a side of one latent pixel.
     """
 
-    def __init__(self, arch: Mapping[str, Any], runtime: str, dtype: str, weights: list[tuple[int, int]]):
+    def __init__(self, arch: Mapping[str, Any], runtime: str, dtype: str, weights: Mapping[int, int]):
+        super().__init__(weights)
         self.arch, self.runtime, self.dtype = dict(arch), runtime, dtype
-        self.weights: list[tuple[int, int]] | None = weights  # (address, bytes), in order
         self.factor = latent_factor(arch)
         self.key = tuple(sorted(self.arch.items()))
-
-    @property
-    def nbytes(self) -> int:
-        return sum(size for _, size in self.weights or ())
 
     def __repr__(self) -> str:
         return f"<LoadedVAE {self.arch['name']} ({self.runtime}, {self.dtype}), {self.nbytes / MIB:.2f} MiB>"
@@ -237,27 +231,27 @@ class SimulatedProcess:
         trace = _core.Trace.weights(arch, runtime, dtype)
         sizes = [size for _, _, size, _ in trace.steps]
         self._tag("weights")
-        weights = [(self.allocator.malloc(size), size) for size in sizes]
-        self._live.update((address, (f"weights of {arch['name']}", size)) for address, size in weights)
+        weights = {self.allocator.malloc(size): size for size in sizes}
+        self._live.update((address, (f"weights of {arch['name']}", size)) for address, size in weights.items())
         return LoadedVAE(arch, runtime, dtype, weights)
 
     def convert(self, vae: LoadedVAE, dtype: str) -> None:
         """``vae.to(dtype)``: each parameter is copied, then the old one dropped. Nothing happens where it has that
         dtype."""
         choose("dtype", dtype, DTYPES)
-        if vae.weights is None:
+        if vae.storages is None:
             raise ValueError("vae: want one that was not dropped")
         if vae.dtype == dtype:
             return
         self._tag("weights")
         old = ELEMENT_BYTES[vae.dtype]
-        for i, (address, size) in enumerate(vae.weights):
+        for address, size in list(vae.storages.items()):
             wanted = size // old * ELEMENT_BYTES[dtype]
             new = self.allocator.malloc(wanted)
             self._note_peak()
-            name = self._release(address)[0]
-            vae.weights[i] = (new, wanted)
-            self._live[new] = (name, wanted)
+            self._live[new] = (self._release(address)[0], wanted)
+            del vae.storages[address]
+            vae.storages[new] = wanted
         vae.dtype = dtype
 
     def tensor(self, shape: Sequence[int], dtype: str, name: str = "input") -> Tensor:
@@ -361,16 +355,10 @@ class SimulatedProcess:
         for thing in things:
             if thing is None:
                 continue
-            if isinstance(thing, LoadedVAE):
-                if thing.weights is None:
-                    raise ValueError(f"drop: {thing!r} was dropped before")
-                self.release(address for address, _ in thing.weights)
-                thing.weights = None
-            else:
-                if thing.storages is None:
-                    raise ValueError(f"drop: {thing!r} was dropped before")
-                self.release(thing.storages)
-                thing.storages = None
+            if thing.storages is None:
+                raise ValueError(f"drop: {thing!r} was dropped before")
+            self.release(thing.storages)
+            thing.storages = None
 
     def empty_cache(self) -> None:
         """``torch.cuda.empty_cache()``."""
@@ -435,7 +423,7 @@ class SimulatedProcess:
         self, vae: LoadedVAE, op: str, x: Tensor, channels: int, size: tuple[int, int], result: tuple[int, ...],
         tile: int, slicing: bool,
     ) -> Tensor:  # fmt: skip
-        if vae.weights is None or x.storages is None:
+        if vae.storages is None or x.storages is None:
             raise ValueError(f"{op}: want a model and an input that were not dropped")
         if len(x.shape) != 4 or x.shape[1] != channels:
             raise ValueError(f"{op}: want a tensor (N, {channels}, height, width), got {x.shape}")

@@ -23,7 +23,7 @@ import re
 from importlib import resources
 from typing import Any, NamedTuple
 
-from vaemem._common import ELEMENT_BYTES
+from vaemem._common import ELEMENT_BYTES, shipped
 from vaemem.prediction.gpus import Gpu
 
 _FILE = re.compile(r"sm(\d+)((?:-\w+)*)_cudnn(\d+\.\d+\.\d+)\.json")
@@ -51,13 +51,7 @@ class Conv(NamedTuple):
 
 
 def version_number(version: str) -> int:
-    """10000 * major + 100 * minor + patch of ``"9.10.2"``; a fourth part is left out.
-
-    Raises
-    ------
-    ValueError
-        Where it is no version.
-    """
+    """10000 * major + 100 * minor + patch of ``"9.10.2"``; a fourth part is left out. ValueError for no version."""
     parts = version.split(".")
     if not 2 <= len(parts) <= 4 or not all(part.isdigit() for part in parts):
         raise ValueError(f"cudnn_version: want one such as '9.10.2', got {version!r}")
@@ -168,11 +162,10 @@ def _applies(rule: dict[str, Any], conv: Conv) -> bool:
 
 @functools.cache
 def _load(name: str) -> Profile:
-    folder = resources.files("vaemem") / "data" / "profiles"
-    data = json.loads((folder / name).read_text("utf-8"))
+    data = json.loads(shipped("profiles", name))
     if "same_as" in data:  # another version that gave the same answers
         name = data["same_as"]
-        data = json.loads((folder / name).read_text("utf-8")) | data
+        data = json.loads(shipped("profiles", name)) | data
     return Profile(data, name)
 
 

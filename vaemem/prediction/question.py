@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,24 +13,43 @@ from vaemem.prediction.snapshot import CachingAllocator
 DEFAULT_TILE = 512  # pixels: the side of a tile where nobody says, diffusers' default for these models
 
 
-@dataclass(frozen=True)
+@dataclass
 class Question:
-    """The arguments of `vaemem.predict`, checked, with the defaults that follow from others filled in."""
+    """The arguments of `vaemem.predict`, checked, with the defaults that follow from others filled in: ValueError names
+    the one that cannot be answered."""
 
-    arch: Mapping[str, Any]
+    arch: Any  # given as a model's name or config
     op: str
     height: int
     width: int
-    dtype: str
-    batch: int
-    runtime: str
-    gpu: str
-    cudnn_version: str | None
-    torch_version: str | None
-    weights_dtype: str
-    tile: int | None
-    slicing: bool
-    workspace: Any
+    dtype: str = "float16"
+    batch: int = 1
+    runtime: Any = None
+    gpu: str = "RTX 4090"
+    cudnn_version: str | None = None
+    torch_version: str | None = None
+    weights_dtype: Any = None
+    tile: int | None = None
+    slicing: bool = False
+    workspace: Any = None
+
+    def __post_init__(self) -> None:
+        choose("op", self.op, TILED_OPS)
+        choose("dtype", self.dtype, DTYPES)
+        tiled = self.op.endswith("_tiled")
+        if self.tile is not None and not tiled:
+            raise ValueError(f"tile: want it with a tiled op, got {self.tile!r} with {self.op}")
+        self.arch = architecture(self.arch)
+        if self.runtime is None:
+            self.runtime = "diffusers" if tiled or self.slicing else usual_runtime(self.arch)
+        self.tile = (self.tile or DEFAULT_TILE) if tiled else None
+        self.weights_dtype, self.slicing = self.weights_dtype or self.dtype, bool(self.slicing)
+        for name in ("height", "width", "batch", "tile") if tiled else ("height", "width", "batch"):
+            whole(name, getattr(self, name))
+        factor = latent_factor(self.arch)
+        for name, value in (("height", self.height), ("width", self.width)):
+            if value % factor:
+                raise ValueError(f"{name}: want a multiple of {factor}, got {value}")
 
     def play(self, allocator: CachingAllocator | None = None) -> tuple[Reading, SimulatedProcess]:
         """A fresh process loads the model and runs the benchmark once, after its warm-up runs."""
@@ -44,32 +62,3 @@ class Question:
             input_dtype=self.weights_dtype, tile=self.tile or 0, slicing=self.slicing, runs=1,
         )  # fmt: skip
         return measured, process
-
-
-def ask(
-    model: str | Mapping[str, Any], op: str, height: int, width: int, dtype: str = "float16", batch: int = 1,
-    runtime: str | None = None, gpu: str = "RTX 4090", cudnn_version: str | None = None,
-    torch_version: str | None = None, weights_dtype: str | None = None, tile: int | None = None, slicing: bool = False,
-    workspace: Any = None,
-) -> Question:  # fmt: skip
-    """The question that the arguments of `vaemem.predict` put; ValueError names the one that cannot be answered."""
-    choose("op", op, TILED_OPS)
-    choose("dtype", dtype, DTYPES)
-    tiled = op.endswith("_tiled")
-    if tile is not None and not tiled:
-        raise ValueError(f"tile: want it with a tiled op, got {tile!r} with {op}")
-    arch = architecture(model)
-    if runtime is None:
-        runtime = "diffusers" if tiled or slicing else usual_runtime(arch)
-    tile = (tile or DEFAULT_TILE) if tiled else None
-    for name, value in (("height", height), ("width", width), ("batch", batch), ("tile", tile)):
-        if value is not None:
-            whole(name, value)
-    factor = latent_factor(arch)
-    for name, value in (("height", height), ("width", width)):
-        if value % factor:
-            raise ValueError(f"{name}: want a multiple of {factor}, got {value}")
-    return Question(
-        arch, op, height, width, dtype, batch, runtime, gpu, cudnn_version, torch_version, weights_dtype or dtype,
-        tile, bool(slicing), workspace,
-    )  # fmt: skip

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vaemem import _core
-from vaemem._common import MIB
+from vaemem._common import MIB, choose, mib
 from vaemem.prediction.snapshot import INTERVALS, CachingAllocator, check_snapshot, load_snapshot, parse_conf, want
 
 
@@ -145,29 +145,26 @@ class Replay:
     @property
     def same(self) -> bool:
         """Reserved bytes (end and peak), segments and allocated bytes agree, and no event differed."""
-        return (
-            self.first_difference is None
-            and self.recorded_reserved == self.simulated_reserved
-            and self.recorded_reserved_peak == self.simulated_reserved_peak
-            and self.recorded_segments == self.simulated_segments
-            and self.recorded_allocated == self.simulated_allocated
-        )
+        return self.first_difference is None and all(one == other for _, one, other in self._pairs())
+
+    def _pairs(self) -> list[tuple[str, int, int]]:
+        """What the two sides say."""
+        return [
+            ("reserved, MiB", self.recorded_reserved, self.simulated_reserved),
+            ("reserved, peak, MiB", self.recorded_reserved_peak, self.simulated_reserved_peak),
+            ("allocated, MiB", self.recorded_allocated, self.simulated_allocated),
+            ("segments", self.recorded_segments, self.simulated_segments),
+        ]
 
     def __str__(self) -> str:
-        def row(name: str, recorded: int, simulated: int, unit: int) -> str:
-            return (
-                f"{name:<22}{recorded / unit:>14.{2 if unit > 1 else 0}f}{simulated / unit:>14.{2 if unit > 1 else 0}f}"
-            )
-
         lines = [
             f"device {self.device}, {self.events} events, history {'whole' if self.whole else 'not whole'}",
             f"{'':<22}{'recorded':>14}{'simulated':>14}",
-            row("reserved, MiB", self.recorded_reserved, self.simulated_reserved, MIB),
-            row("reserved, peak, MiB", self.recorded_reserved_peak, self.simulated_reserved_peak, MIB),
-            row("allocated, MiB", self.recorded_allocated, self.simulated_allocated, MIB),
-            row("segments", self.recorded_segments, self.simulated_segments, 1),
-            f"first difference: {self.first_difference or 'none'}",
         ]
+        for name, *sides in self._pairs():
+            cells = [f"{side:14}" if name == "segments" else f"{mib(side):>14}" for side in sides]
+            lines.append(f"{name:<22}{''.join(cells)}")
+        lines.append(f"first difference: {self.first_difference or 'none'}")
         if self.imposed_releases:
             lines.append(f"segments given back as recorded: {self.imposed_releases}")
         return "\n".join(lines + [f"not whole: {reason}" for reason in self.why_not])
@@ -196,17 +193,12 @@ def replay(
     **settings
         Of `CachingAllocator`, in place of those that the snapshot names.
 
-    Returns
-    -------
-    Replay
-
     Raises
     ------
     ValueError
         For what is no snapshot, or holds no trace.
     """
-    if addresses not in ("recorded", "model"):
-        raise ValueError(f"addresses: want 'recorded' or 'model', got {addresses!r}")
+    choose("addresses", addresses, ("recorded", "model"))
     snapshot = check_snapshot(snapshot) if isinstance(snapshot, dict) else load_snapshot(snapshot)
     traces = snapshot["device_traces"]
     with_trace = [i for i, trace in enumerate(traces) if trace]
@@ -293,7 +285,6 @@ def _find_start(
     A segment or block that is given back without having been taken was there before; so was one that stands at the end
     and was never taken. Between live blocks a segment is free, for free neighbours are always merged.
     """
-    holes: list[str] = []
     born: dict[int, int] = {}  # segments taken and not given back
     block: dict[int, str] = {}  # last thing that happened to a block
     segments: dict[int, _Segment] = {}
@@ -332,23 +323,17 @@ def _find_start(
     lost_segments += len(born)
     start = [_Segment(s.address, s.size, s.stream, s.small) for _, s in sorted(segments.items())]
     unplaced = _place_blocks(start, live, allocator)
-    if mapped:
-        holes.append(
-            f"{abs(mapped)} bytes of expandable segments were mapped before the trace began; they are not rebuilt"
-        )
-    if start:
-        holes.append(f"{len(start)} segments ({sum(s.size for s in start) / MIB:.0f} MiB) are older than the trace")
-    if live:
-        holes.append(f"{len(live)} blocks are older than the trace")
-    if unplaced:
-        holes.append(f"{unplaced} of them lie in no segment that could be rebuilt")
-    if lost_frees:
-        holes.append(f"{lost_frees} blocks are taken where the trace shows no free of the one before")
-    if lost_allocs:
-        holes.append(f"{lost_allocs} blocks are freed or stand at the end where the trace shows none taken")
-    if lost_segments:
-        holes.append(f"{lost_segments} segments were taken but neither given back nor there at the end")
-    return start, holes
+    older = f"segments ({sum(s.size for s in start) / MIB:.0f} MiB) are older than the trace"
+    holes = [
+        (abs(mapped), "bytes of expandable segments were mapped before the trace began; they are not rebuilt"),
+        (len(start), older),
+        (len(live), "blocks are older than the trace"),
+        (unplaced, "of them lie in no segment that could be rebuilt"),
+        (lost_frees, "blocks are taken where the trace shows no free of the one before"),
+        (lost_allocs, "blocks are freed or stand at the end where the trace shows none taken"),
+        (lost_segments, "segments were taken but neither given back nor there at the end"),
+    ]
+    return start, [f"{count} {what}" for count, what in holes if count]
 
 
 def _size_shown(address: int, requested: int, taken: dict[int, str], allocator: CachingAllocator) -> int:

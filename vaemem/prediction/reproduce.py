@@ -12,17 +12,15 @@ float32. In each, size by size: encode, decode, tiled decode from 1024 on. What 
 
 from __future__ import annotations
 
-import argparse
 import csv
 import json
 import os
-import sys
 from collections.abc import Iterable, Sequence
-from importlib import resources
+from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from vaemem._common import MIB, OPS
+from vaemem._common import MIB, OPS, shipped
 from vaemem.prediction.benchmark import benchmark
 from vaemem.prediction.cudnn import InstalledCudnn, installed_cudnn
 from vaemem.prediction.gpus import find_gpu
@@ -108,15 +106,9 @@ def play(workspace: Any) -> dict[Key, tuple[float, float]]:
 
 
 def read_table(path: str | os.PathLike[str] | None = None) -> list[tuple[Key, tuple[float, float]]]:
-    """Rows of a table with the seed table's columns; the shipped copy by default.
-
-    Raises
-    ------
-    ValueError
-        A column or a number is missing, or a row is none of the benchmark's.
-    """
-    source = resources.files("vaemem") / "data" / "seed_table.csv" if path is None else None
-    text = source.read_text("utf-8") if source is not None else open(path, encoding="utf-8").read()  # type: ignore[arg-type]
+    """Rows of a table with the seed table's columns; the shipped copy by default. ValueError where a column or a number
+    is missing."""
+    text = shipped("seed_table.csv") if path is None else Path(path).read_text("utf-8")
     reader = csv.DictReader(text.splitlines())
     wanted = ("model", "op", "height", "width", "dtype", "group", "allocated_mib", "reserved_mib")
     missing = [name for name in wanted if name not in (reader.fieldnames or ())]
@@ -136,19 +128,10 @@ def read_table(path: str | os.PathLike[str] | None = None) -> list[tuple[Key, tu
 
 
 def reproduce(table: Iterable[tuple[Key, tuple[float, float]]], workspace: Any = None) -> list[Row]:
-    """Prediction beside each row of the table.
+    """Prediction beside each row of the table. Workspaces are the given ones, or those inferred from the table.
 
-    Parameters
-    ----------
-    table
-        As `read_table` gives it.
-    workspace : object, optional
-        Who answers for the convolutions' workspaces; by default the profile that was inferred from the table.
-
-    Raises
-    ------
-    ValueError
-        A row that is none of the benchmark's: `reserved` depends on the whole script, so no other row can be played.
+    ValueError for a row that is none of the benchmark's: `reserved` depends on the whole script, so no other row can be
+    played.
     """
     played = play(workspace or profile_workspace(CUDNN))
     table = list(table)
@@ -178,7 +161,7 @@ def inferred() -> dict[str, Any]:
     """The profile that was inferred from the table, as its file says it."""
     profile = Workspace(GPU, CUDNN)._profile
     assert profile is not None and profile.how == "inferred"
-    return json.loads((resources.files("vaemem") / "data" / "profiles" / profile.file).read_text("utf-8"))
+    return json.loads(shipped("profiles", profile.file))
 
 
 class AskedWorkspace:
@@ -264,20 +247,17 @@ def write_csv(rows: Iterable[Row], path: str | os.PathLike[str]) -> None:
             writer.writerow([*key, *(f"{size:.2f}" for size in measured), *(f"{size:.4f}" for size in predicted)])
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """``python -m vaemem reproduce TABLE.csv [--csv OUT.csv]``."""
-    parser = argparse.ArgumentParser(prog="vaemem reproduce", description=__doc__.splitlines()[0])
-    parser.add_argument("table", nargs="?", help="a CSV with the seed table's columns; the shipped copy by default")
-    parser.add_argument("--csv", metavar="FILE", help="also write measured and predicted there")
-    args = parser.parse_args(argv)
-    table = read_table(args.table)
+def run(path: str | os.PathLike[str] | None = None, csv_path: str | os.PathLike[str] | None = None) -> None:
+    """``python -m vaemem reproduce TABLE.csv --csv OUT.csv``: prints all, and writes the rows where a path is given."""
+    table = read_table(path)
     rows = reproduce(table)
     print(f"Workspaces by the {len(inferred()['rules'])} rules that were inferred from this table (cuDNN {CUDNN}):\n")
     print(render(rows))
-    if args.csv:
-        write_csv(rows, args.csv)
-    sources: list[tuple[str, Any]] = []
-    sources.append((f"cuDNN {NEAREST}'s workspaces, asked beforehand, nothing inferred", profile_workspace(NEAREST)))
+    if csv_path:
+        write_csv(rows, csv_path)
+    sources: list[tuple[str, Any]] = [
+        (f"cuDNN {NEAREST}'s workspaces, asked beforehand, nothing inferred", profile_workspace(NEAREST))
+    ]
     cudnn = installed_cudnn()
     if cudnn.version is not None:
         sources.append((f"workspaces asked of the installed cuDNN {cudnn.version}", AskedWorkspace(cudnn)))
@@ -290,8 +270,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(_line(title, shown))
     if cudnn.version is None:
         print(f"No installed cuDNN could be asked: {cudnn.reason}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

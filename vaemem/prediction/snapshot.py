@@ -10,7 +10,7 @@ import operator
 import os
 import pickle
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from vaemem import _core
@@ -196,7 +196,47 @@ class CachingAllocator(_core.CachingAllocator):
         dict
             Plain builtins. ``time_us`` counts events, for a simulation has no clock.
         """
-        return build_snapshot(self, frames)
+        stacks = [
+            [{"name": f, "filename": "vaemem", "line": 0}] if isinstance(f, str) else list(f) for f in frames or ()
+        ]
+
+        def stack(tag: int) -> list[Any]:
+            return stacks[tag] if tag < len(stacks) else []
+
+        segments: list[dict[str, Any]] = []
+        for first, address, size, requested, stream, state, small, expandable, tag in self._blocks():
+            if first:
+                segment: dict[str, Any] = {
+                    "device": 0,
+                    "address": address,
+                    **dict.fromkeys(("total_size", "allocated_size", "active_size", "requested_size"), 0),
+                    "stream": stream,
+                    "segment_type": "small" if small else "large",
+                    "segment_pool_id": (0, 0),
+                    "is_expandable": expandable,
+                    "frames": [],
+                    "blocks": [],
+                }
+                segments.append(segment)
+            segment["blocks"].append(
+                {"address": address, "size": size, "requested_size": requested, "state": state, "frames": stack(tag)}
+            )
+            segment["total_size"] += size
+            if state != "inactive":
+                segment["active_size"] += size
+                segment["requested_size"] += requested
+                segment["allocated_size"] += size if state == "active_allocated" else 0
+        trace = []
+        for time, (action, address, size, stream, tag) in enumerate(self._events()):
+            where = "device_free" if action == "oom" else "addr"
+            entry = {"action": action, where: address, "size": size, "stream": stream, "time_us": time}
+            trace.append(entry | {"frames": stack(tag)})
+        return {
+            "segments": segments,
+            "device_traces": [trace],
+            "allocator_settings": _settings_shown(self._settings()),
+            "external_annotations": [],
+        }
 
     def save_snapshot(self, path: str | os.PathLike[str], frames: Sequence[Any] | None = None) -> None:
         """Writes `snapshot` as the pickle that ``torch.cuda._memory_viz`` and pytorch.org/memory_viz read."""
@@ -221,24 +261,29 @@ def _split_conf(conf: str) -> dict[str, str]:
     return options
 
 
+def _read_divisions(text: str) -> int | dict[str, int]:
+    if not text.startswith("["):
+        return int(text)
+    return {size: int(divisions) for size, divisions in (pair.split(":") for pair in text[1:-1].split(","))}
+
+
+_OPTIONS: dict[str, Callable[[str], Any]] = {
+    "max_split_size_mb": int,
+    "max_non_split_rounding_mb": int,
+    "garbage_collection_threshold": float,
+    "expandable_segments": {"True": True, "False": False}.__getitem__,
+    "roundup_power2_divisions": _read_divisions,
+}
+
+
 def parse_conf(conf: str) -> dict[str, Any]:
+    """`CachingAllocator`'s arguments, as a PYTORCH_CUDA_ALLOC_CONF says them."""
     result: dict[str, Any] = {}
     for key, value in _split_conf(conf).items():
+        if (key, value) == ("backend", "native") or key.startswith(_IGNORED):
+            continue
         try:
-            if key in ("max_split_size_mb", "max_non_split_rounding_mb"):
-                result[key] = int(value)
-            elif key == "garbage_collection_threshold":
-                result[key] = float(value)
-            elif key == "expandable_segments":
-                result[key] = {"True": True, "False": False}[value]
-            elif key == "roundup_power2_divisions" and value.startswith("["):
-                result[key] = {k: int(v) for k, v in (pair.split(":") for pair in value[1:-1].split(","))}
-            elif key == "roundup_power2_divisions":
-                result[key] = int(value)
-            elif (key == "backend" and value == "native") or key.startswith(_IGNORED):
-                pass
-            else:
-                raise KeyError(key)
+            result[key] = _OPTIONS[key](value)
         except (KeyError, ValueError):
             got = f"{key}:{value}"[:80]
             raise ValueError(f"conf: want an option of the native allocator with its value, got {got!r}") from None
@@ -269,62 +314,6 @@ def _settings_shown(settings: Mapping[str, Any]) -> dict[str, Any]:
         "release_lock_on_cudamalloc": False,
         "pinned_use_cuda_host_register": False,
         "roundup_power2_divisions": {str(1 << i): d for i, d in enumerate(settings["divisions"])},
-    }
-
-
-# ---- writing ----
-
-
-def build_snapshot(allocator: _core.CachingAllocator, frames: Sequence[Any] | None = None) -> dict[str, Any]:
-    """`CachingAllocator.snapshot` for any simulated allocator."""
-    stacks = [[{"name": f, "filename": "vaemem", "line": 0}] if isinstance(f, str) else list(f) for f in frames or ()]
-
-    def stack(tag: int) -> list[Any]:
-        return stacks[tag] if tag < len(stacks) else []
-
-    segments: list[dict[str, Any]] = []
-    for first, address, size, requested, stream, state, small, expandable, tag in allocator._blocks():
-        if first:
-            segment: dict[str, Any] = {
-                "device": 0,
-                "address": address,
-                "total_size": 0,
-                "allocated_size": 0,
-                "active_size": 0,
-                "requested_size": 0,
-                "stream": stream,
-                "segment_type": "small" if small else "large",
-                "segment_pool_id": (0, 0),
-                "is_expandable": expandable,
-                "frames": [],
-                "blocks": [],
-            }
-            segments.append(segment)
-        segment["blocks"].append(
-            {"address": address, "size": size, "requested_size": requested, "state": state, "frames": stack(tag)}
-        )
-        segment["total_size"] += size
-        if state != "inactive":
-            segment["active_size"] += size
-            segment["requested_size"] += requested
-            segment["allocated_size"] += size if state == "active_allocated" else 0
-    trace = []
-    for time, (action, address, size, stream, tag) in enumerate(allocator._events()):
-        where = "device_free" if action == "oom" else "addr"
-        entry = {
-            "action": action,
-            where: address,
-            "size": size,
-            "stream": stream,
-            "time_us": time,
-            "frames": stack(tag),
-        }
-        trace.append(entry)
-    return {
-        "segments": segments,
-        "device_traces": [trace],
-        "allocator_settings": _settings_shown(allocator._settings()),
-        "external_annotations": [],
     }
 
 

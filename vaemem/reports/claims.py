@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from vaemem import _core
-from vaemem._common import ELEMENT_BYTES, mib, render
-from vaemem.tables.estimators import pixels, ran_tiled, size_of
+from vaemem._common import ELEMENT_BYTES, grouped, mib, render
+from vaemem.tables.estimators import pixels, ran_tiled, series_of, size_of
 from vaemem.tables.table import Row, Table
 
 HOLDS = "holds"
@@ -67,20 +68,10 @@ class Rows:
         ]
 
 
-class Checked(Sequence[tuple[Claim, Finding]]):
+class Checked(tuple[tuple[Claim, Finding], ...]):
     """Claims with what the rows say of them. Printing it shows them all."""
 
-    def __init__(self, pairs: Iterable[tuple[Claim, Finding]]) -> None:
-        self._pairs = tuple(pairs)
-
-    def __len__(self) -> int:
-        return len(self._pairs)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._pairs[index]
-
-    def __iter__(self) -> Iterator[tuple[Claim, Finding]]:
-        return iter(self._pairs)
+    __slots__ = ()
 
     def contradictions(self) -> Checked:
         """Those that the rows contradict, or bear out only where unlike rows are mixed."""
@@ -106,10 +97,6 @@ def check(table: Table, claims: Iterable[Claim] | None = None) -> Checked:
         Rows of vaemem's own engine, and rows without allocated or reserved bytes, are not looked at.
     claims : iterable of Claim, optional
         By default `PUBLISHED`, what the published benchmark report says.
-
-    Returns
-    -------
-    Checked
 
     Examples
     --------
@@ -139,9 +126,9 @@ def case(row: Row) -> str:
     return f"{row['model']} {row['op']} {row['height']}x{row['width']} {row['dtype']}"
 
 
-def span(values: Sequence[float], form: str = "{:.2f}") -> str:
+def span(values: Sequence[float], form: Callable[[float], str] = "{:.2f}".format) -> str:
     """`1.04 to 1.96`, or `1.04` where both ends read the same."""
-    low, high = form.format(min(values)), form.format(max(values))
+    low, high = form(min(values)), form(max(values))
     return low if low == high else f"{low} to {high}"
 
 
@@ -152,27 +139,20 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 def growth(rows: Sequence[Row]) -> dict[tuple[Any, ...], tuple[Row, Row]]:
     """The smallest and the largest row of each series of one model, op, dtype, runtime, device, batch and group."""
-    names = ("model", "op", "dtype", "runtime", "device", "batch", "source", "group")
-    series: dict[tuple[Any, ...], list[Row]] = {}
-    for row in rows:
-        series.setdefault(tuple(row[name] for name in names), []).append(row)
+    series = grouped(rows, series_of)
     ends = {key: (min(mine, key=pixels), max(mine, key=pixels)) for key, mine in series.items()}
     return {key: (first, last) for key, (first, last) in ends.items() if pixels(last) > pixels(first)}
 
 
 def pairs(rows: Sequence[Row], model: str, other: str) -> list[tuple[Row, Row]]:
     """Rows of two models that are alike in everything else, in their order."""
-    names = ("op", "height", "width", "dtype", "batch", "device", "source", "group")
-    mine = {tuple(row[name] for name in names): row for row in rows if row["model"] == model}
-    keys = [(tuple(row[name] for name in names), row) for row in rows if row["model"] == other]
-    return [(mine[key], row) for key, row in keys if key in mine]
+    key = operator.itemgetter("op", "height", "width", "dtype", "batch", "device", "source", "group")
+    mine = {key(row): row for row in rows if row["model"] == model}
+    return [(mine[key(row)], row) for row in rows if row["model"] == other and key(row) in mine]
 
 
 def _groups(rows: Sequence[Row], *names: str) -> dict[str, list[Row]]:
-    grouped: dict[str, list[Row]] = {}
-    for row in rows:
-        grouped.setdefault(" ".join(str(row[name]) for name in names), []).append(row)
-    return grouped
+    return grouped(rows, lambda row: " ".join(str(row[name]) for name in names))
 
 
 def _means(rows: Sequence[Row], *names: str) -> dict[str, float]:
@@ -315,16 +295,13 @@ def _encode_needs(rows: Rows) -> Finding:
     mine, decode = rows.of(op="encode", whole_image=True), rows.of(op="decode", whole_image=True)
     if not mine or not decode:
         return Finding(UNKNOWN, "")
-    names = ("model", "height", "width", "dtype")
-    other = {tuple(row[n] for n in names): row for row in decode}
-    parts = [
-        row["reserved_bytes"] / other[key]["reserved_bytes"]
-        for row in mine
-        if (key := tuple(row[n] for n in names)) in other
-    ]
-    found = f"constants of {span([*map(constant, mine)], '{:.0f}')}, enough for all: {max(map(constant, mine)):.0f}"
+    key = operator.itemgetter("model", "height", "width", "dtype")
+    other = {key(row): row["reserved_bytes"] for row in decode}
+    parts = [row["reserved_bytes"] / other[key(row)] for row in mine if key(row) in other]
+    constants = [constant(row) for row in mine]
+    found = f"constants of {span(constants, '{:.0f}'.format)}, enough for all: {max(constants):.0f}"
     if parts:
-        found += f"; {span([100 * part for part in parts], '{:.0f}')}% of decoding the same size"
+        found += f"; {span([100 * part for part in parts], '{:.0f}'.format)}% of decoding the same size"
     return Finding(HOLDS, found)
 
 

@@ -7,7 +7,7 @@ import html
 import io
 import re
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from vaemem.tables.table import render
 
@@ -25,11 +25,6 @@ code { background: #f2f2f2; padding: 0 .25rem; }
 """
 
 
-class _Block(NamedTuple):
-    markdown: str
-    html: str
-
-
 class Document:
     """Blocks in order. Text may hold `code` and **bold**; everything else in it is text.
 
@@ -43,7 +38,7 @@ class Document:
     def __init__(self, title: str) -> None:
         self.title = title
         self.figures: dict[str, Figure] = {}
-        self._blocks: list[_Block] = []
+        self._blocks: list[tuple[str, str]] = []  # as Markdown, as HTML
         self.heading(title, 1)
 
     def heading(self, text: str, level: int = 2) -> None:
@@ -61,17 +56,17 @@ class Document:
             whole = "".join(f"<li>{_inline(line)}</li>" for line in lines)
             self._add("\n".join(f"- {line}" for line in lines), f"<ul>{whole}</ul>")
 
-    def table(self, header: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
+    def table(self, header: Sequence[str], lines: Sequence[Sequence[object]]) -> None:
         """A table, numbers to the right; columns that hold nothing are left out, and so is a table without lines."""
         if not lines:
             return
-        kept = [i for i in range(len(header)) if any(line[i] for line in lines)]
-        header, lines = [header[i] for i in kept], [[line[i] for i in kept] for line in lines]
+        kept = [i for i in range(len(header)) if any(line[i] not in (None, "") for line in lines)]
+        header = [header[i] for i in kept]
+        shown = [["" if line[i] is None else str(line[i]) for i in kept] for line in lines]
         head = "".join(f"<th>{_inline(cell)}</th>" for cell in header)
-        body = "".join("<tr>" + "".join(map(_cell, line)) + "</tr>" for line in lines)
-        self._add(
-            render(header, lines, markdown=True), f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-        )
+        body = "".join("<tr>" + "".join(map(_cell, line)) + "</tr>" for line in shown)
+        whole = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        self._add(render(header, shown, markdown=True), whole)
 
     def figure(self, name: str, caption: str, figure: Figure) -> None:
         """A figure."""
@@ -82,18 +77,18 @@ class Document:
 
     def markdown(self) -> str:
         """The document as Markdown."""
-        return "\n\n".join(block.markdown for block in self._blocks) + "\n"
+        return "\n\n".join(markdown for markdown, _ in self._blocks) + "\n"
 
     def html(self) -> str:
         """The document as one HTML file that needs no other."""
-        body = "\n".join(block.html for block in self._blocks)
+        body = "\n".join(whole for _, whole in self._blocks)
         return (
             f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(self.title)}</title>\n'
             f"<style>{_STYLE}</style></head>\n<body>\n{body}\n</body></html>\n"
         )
 
     def _add(self, markdown: str, whole: str) -> None:
-        self._blocks.append(_Block(markdown, whole))
+        self._blocks.append((markdown, whole))
 
 
 def png(figure: Figure) -> bytes:

@@ -100,10 +100,6 @@ def report(
         Whether to draw figures, which needs matplotlib (``pip install 'vaemem[plot]'``).
     title : str
 
-    Returns
-    -------
-    Report
-
     Raises
     ------
     ValueError

@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 
 from vaemem import _core, plot
-from vaemem._common import ELEMENT_BYTES, MIB, distinct, mib
+from vaemem._common import ELEMENT_BYTES, MIB, distinct, grouped, mib
 from vaemem.prediction.gpus import find_gpu
 from vaemem.reports.claims import (
     FAILS,
@@ -61,10 +61,7 @@ class Facts:
 
     def groups(self, rows: Iterable[Row], *names: str) -> dict[tuple[str, ...], list[Row]]:
         """Rows by label and columns, in their order."""
-        found: dict[tuple[str, ...], list[Row]] = {}
-        for row in rows:
-            found.setdefault((self.label(row), *(str(row[name]) for name in names)), []).append(row)
-        return found
+        return grouped(rows, lambda row: (self.label(row), *(str(row[name]) for name in names)))
 
 
 # ---- sections ----
@@ -129,7 +126,7 @@ def tables(document: Document, facts: Facts) -> None:
             document.heading(op, 4)
             lines = [
                 (
-                    f"{row['height']}x{row['width']}", row["dtype"] or "", _text(row["group"]),
+                    f"{row['height']}x{row['width']}", row["dtype"], row["group"],
                     _mib(row["allocated_bytes"]), _mib(row["reserved_bytes"]),
                     f"{ratio(row):.2f}" if row["allocated_bytes"] and row["reserved_bytes"] else "",
                     "" if row["seconds"] is None else f"{row['seconds']:.3f}",
@@ -161,7 +158,7 @@ def ratios(document: Document, facts: Facts) -> None:
         for dtype, mine in shown:
             values = [ratio(row) for row in mine]
             figures = (statistics.mean(values), min(values), max(values))
-            lines.append((model, op, dtype, str(len(mine)), *(f"{value:.2f}" for value in figures)))
+            lines.append((model, op, dtype, len(mine), *(f"{value:.2f}" for value in figures)))
     document.table(("model", "op", "dtype", "rows", "mean", "lowest", "highest"), lines)
 
 
@@ -178,12 +175,12 @@ def scaling(document: Document, facts: Facts) -> None:
     ]
     if powers:
         document.text(
-            f"Whole images: allocated bytes grow as the pixels to the power {span(powers, '{:.3f}')}, compared within "
-            f"one dtype and series ({len(powers)} of them), smallest with largest."
+            f"Whole images: allocated bytes grow as the pixels to the power {span(powers, '{:.3f}'.format)}, compared "
+            f"within one dtype and series ({len(powers)} of them), smallest with largest."
         )
     lines = [
         (
-            facts.label(a), a["op"], a["dtype"] or "", _text(a["group"]), f"{a['height']}x{a['width']}",
+            facts.label(a), a["op"], a["dtype"], a["group"], f"{a['height']}x{a['width']}",
             f"{b['height']}x{b['width']}", f"{pixels(b) / pixels(a):.1f}",
             f"{b['allocated_bytes'] / a['allocated_bytes']:.2f}",
             f"{b['reserved_bytes'] / a['reserved_bytes']:.2f}" if a["reserved_bytes"] and b["reserved_bytes"] else "",
@@ -212,7 +209,7 @@ def constants(document: Document, facts: Facts, plots: bool) -> None:
         for dtype in ("all", *dtypes) if len(dtypes) > 1 else dtypes:
             values = [constant(row, target) for row in mine if dtype in ("all", row["dtype"])]
             figures = (min(values), percentile(values, 0.5), percentile(values, 0.95), max(values))
-            lines.append((op, dtype, str(len(values)), *(f"{value:.0f}" for value in figures)))
+            lines.append((op, dtype, len(values), *(f"{value:.0f}" for value in figures)))
     document.table(("op", "dtype", "rows", "lowest", "median", "95th percentile", "largest"), lines)
     if plots:
         figure = plot.implied_constants(Table(facts.sized), _SHIPPED, target)
@@ -221,7 +218,7 @@ def constants(document: Document, facts: Facts, plots: bool) -> None:
         ("model", "op", "size", "dtype", "group", "constant", f"{facts.word} MiB"),
         [
             (
-                facts.label(row), row["op"], f"{row['height']}x{row['width']}", row["dtype"], _text(row["group"]),
+                facts.label(row), row["op"], f"{row['height']}x{row['width']}", row["dtype"], row["group"],
                 f"{constant(row, target):.0f}", _mib(row[target]),
             )
             for row in facts.sized
@@ -265,7 +262,7 @@ def formulas(document: Document, facts: Facts) -> None:
     for key, rows in fitted.items():
         (line,) = fit(rows, facts.target)
         cells = [
-            *key, str(line.n), f"{line.a:.2f}", _sigma(line.a_error, "{:.2f}"),
+            *key, line.n, f"{line.a:.2f}", _sigma(line.a_error, "{:.2f}"),
             f"{line.a / 128:.3f}", mib(line.b), _sigma(line.b_error and line.b_error / MIB, "{:.2f}"),
             f"{_percent(-line.max_under)}..{_percent(line.max_over)}",
         ]  # fmt: skip
@@ -293,15 +290,16 @@ def models(document: Document, facts: Facts) -> None:
         a, b = max(same, key=lambda pair: abs(_more(pair[0], pair[1], "reserved_bytes")))
         document.text(
             f"In {_count(len(same), 'case')} with the same op, size, dtype and group, {other} allocates "
-            f"{_range(more['allocated_bytes'])} more than {model} and reserves {_range(more['reserved_bytes'])} more; "
-            f"the same within half a percent in {alike} of {len(same)}. The widest: {case(b)}, "
+            f"{span(more['allocated_bytes'], _percent)} more than {model} and reserves "
+            f"{span(more['reserved_bytes'], _percent)} more; the same within half a percent "
+            f"in {alike} of {len(same)}. The widest: {case(b)}, "
             f"{mib(b['reserved_bytes'])} MiB beside {mib(a['reserved_bytes'])}."
         )
         document.table(
             ("op", "size", "dtype", "group", f"{model} reserved MiB", f"{other} reserved MiB", "more", "allocated"),
             [
                 (
-                    a["op"], f"{a['height']}x{a['width']}", a["dtype"], _text(a["group"]), mib(a["reserved_bytes"]),
+                    a["op"], f"{a['height']}x{a['width']}", a["dtype"], a["group"], mib(a["reserved_bytes"]),
                     mib(b["reserved_bytes"]), _percent(_more(a, b, "reserved_bytes")),
                     _percent(_more(a, b, "allocated_bytes")),
                 )
@@ -382,10 +380,8 @@ def _nearest(op: str, comparison: Comparison | None) -> list[str]:
     if comparison is None:
         return []
     names = {estimator.name for estimator in comparison.estimators if estimator.runtime == "PyTorch"}
-    errors: dict[str, list[float]] = {}
-    for row in comparison.rows:
-        if row.row["op"] == op and row.estimator in names:
-            errors.setdefault(row.estimator, []).append(row.error)
+    mine = [row for row in comparison.rows if row.row["op"] == op and row.estimator in names]
+    errors = {name: [row.error for row in rows] for name, rows in grouped(mine, lambda r: r.estimator).items()}
     most = max(map(len, errors.values()), default=0)
     safe = {name: e for name, e in errors.items() if len(e) == most and min(e) >= 0}
     if not safe:
@@ -408,11 +404,6 @@ def _more(a: Row, b: Row, name: str) -> float:
     return float(b[name] / a[name] - 1)
 
 
-def _range(values: Sequence[float]) -> str:
-    low, high = _percent(min(values)), _percent(max(values))
-    return low if low == high else f"{low} to {high}"
-
-
 def _percent(value: float) -> str:
     return f"{round(100 * value, 1) + 0.0:+.1f}%"
 
@@ -423,10 +414,6 @@ def _sigma(error: float | None, form: str) -> str:
 
 def _mib(size: int | None) -> str:
     return "" if size is None else mib(size)
-
-
-def _text(value: object) -> str:
-    return "" if value is None else str(value)
 
 
 def _count(n: int, what: str) -> str:

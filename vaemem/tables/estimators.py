@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import operator
 import statistics
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vaemem._common import ELEMENT_BYTES, MIB, choose, mib, need, render
+from vaemem._common import ELEMENT_BYTES, MIB, choose, grouped, mib, need, render
 from vaemem.prediction.question import DEFAULT_TILE
 from vaemem.tables.fit import KEY, Fit, FittedLine
 from vaemem.tables.table import BYTE_COLUMNS, Row, Table
@@ -55,6 +56,10 @@ def size_of(row: Row) -> int | None:
     """H*W*e of a row in bytes; None where its dtype has no known width."""
     element = ELEMENT_BYTES.get(row["dtype"])
     return None if element is None else pixels(row) * element
+
+
+# What rows have in common that differ in their size alone.
+series_of = operator.itemgetter("model", "op", "dtype", "runtime", "device", "batch", "source", "group")
 
 
 def _images(row: Row) -> int:
@@ -143,23 +148,21 @@ def ran_tiled(table: Table) -> list[bool]:
     A whole-image run grows in proportion; what cuDNN chooses for one size or another moves it by 1.4 at most, where
     the least ratio that counts, 2, asks for 1.7.
     """
-    series: dict[tuple[Any, ...], list[tuple[int, int, int]]] = {}
-    names = ("model", "op", "dtype", "runtime", "device", "batch", "source", "group")
-    for i, row in enumerate(table):
-        if (
-            None in (row["op"], row["height"], row["width"])
-            or row["op"].endswith("_tiled")
-            or not row["allocated_bytes"]
-        ):
-            continue
-        point = (i, pixels(row), row["allocated_bytes"])
-        series.setdefault(tuple(row[name] for name in names), []).append(point)
-    tiled = [False] * len(table)
-    for points in series.values():
-        for i, area, size in points:
-            smaller = [(p, s) for _, p, s in points if 2 * p <= area]
-            tiled[i] = any(size < s * (area / p) ** 0.25 for p, s in smaller)
-    return tiled
+
+    def is_told(row: Row) -> bool:
+        known = None not in (row["op"], row["height"], row["width"]) and row["allocated_bytes"]
+        return bool(known and not row["op"].endswith("_tiled"))
+
+    series = grouped(filter(is_told, table), series_of)
+
+    def is_tiled(row: Row) -> bool:
+        smaller = [other for other in series[series_of(row)] if 2 * pixels(other) <= pixels(row)]
+        return any(
+            row["allocated_bytes"] < other["allocated_bytes"] * (pixels(row) / pixels(other)) ** 0.25
+            for other in smaller
+        )
+
+    return [is_told(row) and is_tiled(row) for row in table]
 
 
 # ---- comparing ----
@@ -214,11 +217,11 @@ class Comparison:
         self, target: str, estimators: tuple[Estimator, ...], rows: tuple[ComparedRow, ...], left_out: Table
     ) -> None:
         self.target, self.estimators, self.rows, self.left_out = target, estimators, rows, left_out
-        errors: dict[tuple[str, tuple[Any, Any, Any]], list[float]] = {}
+        errors: dict[tuple[Any, ...], list[float]] = {}
         for row in rows:
             for key in ((row.row["model"], row.row["op"], row.row["dtype"]), (None, None, None)):
-                errors.setdefault((row.estimator, key), []).append(row.error)
-        self.groups = tuple(_group(name, key, found) for (name, key), found in errors.items())
+                errors.setdefault((row.estimator, *key), []).append(row.error)
+        self.groups = tuple(_group(key, found) for key, found in errors.items())
 
     def find(
         self, estimator: str, model: str | None = None, op: str | None = None, dtype: str | None = None
@@ -235,25 +238,18 @@ class Comparison:
         if not rows:
             cells = {group[:4]: f"{_percent(group.median)} ({_percent(group.lowest)}..{_percent(group.highest)})"
                      for group in self.groups}  # fmt: skip
-            counts: dict[tuple[Any, ...], int] = {}
-            for group in self.groups:
-                counts[group[1:4]] = max(group.rows, counts.get(group[1:4], 0))
-            # All rows come last, and each estimator's count may differ there.
-            keys = sorted(counts, key=lambda key: key[0] is None)
-            lines = [
-                [*(part or "all" for part in key), str(counts[key]), *(cells.get((name, *key), "") for name in names)]
-                for key in keys
-            ]
+            kinds = grouped(sorted(self.groups, key=lambda group: group.model is None), lambda group: group[1:4])
+            lines = []
+            for key, groups in kinds.items():
+                count = str(max(group.rows for group in groups))  # of all rows, each estimator has its own
+                lines.append([*(part or "all" for part in key), count, *(cells.get((n, *key), "") for n in names)])
             return ["model", "op", "dtype", "rows", *names], lines
-        by_row: dict[int, dict[str, ComparedRow]] = {}
-        for row in self.rows:
-            by_row.setdefault(id(row.row), {})[row.estimator] = row
         lines = []
-        for found in by_row.values():
-            first = next(iter(found.values()))
-            r = first.row
-            shown = [f"{mib(found[n].estimate)} ({_percent(found[n].error)})" if n in found else "" for n in names]
-            lines.append([r["model"], r["op"], f"{r['height']}x{r['width']}", r["dtype"], mib(first.measured), *shown])
+        for compared in grouped(self.rows, lambda row: id(row.row)).values():
+            r, measured = compared[0].row, compared[0].measured
+            said = {row.estimator: f"{mib(row.estimate)} ({_percent(row.error)})" for row in compared}
+            shown = [said.get(name, "") for name in names]
+            lines.append([r["model"], r["op"], f"{r['height']}x{r['width']}", r["dtype"], mib(measured), *shown])
         return ["model", "op", "size", "dtype", "rows' MiB", *names], lines
 
     def text(self, rows: bool = False, markdown: bool = False) -> str:
@@ -299,10 +295,6 @@ def compare(table: Table, estimators: Any = None, target: str = "reserved_bytes"
     target : str
         A column in bytes; ``"allocated_bytes"`` for what tensors take, ``"reserved_bytes"`` for what the process holds.
 
-    Returns
-    -------
-    Comparison
-
     Raises
     ------
     ValueError
@@ -336,9 +328,10 @@ def compare(table: Table, estimators: Any = None, target: str = "reserved_bytes"
     return Comparison(target, chosen, tuple(compared), left_out)
 
 
-def _group(name: str, key: tuple[Any, Any, Any], errors: list[float]) -> GroupError:
+def _group(key: Any, errors: list[float]) -> GroupError:
     low, high = min(errors), max(errors)
-    return GroupError(name, *key, len(errors), statistics.median(errors), max(0.0, high), max(0.0, -low), low, high)
+    found = (len(errors), statistics.median(errors), max(0.0, high), max(0.0, -low), low, high)
+    return GroupError._make((*key, *found))
 
 
 def _estimate(estimator: Estimator, row: Row, target: str) -> float | None:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import re
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from vaemem._common import ELEMENT_BYTES, choose, mib, need, render
+from vaemem._common import ELEMENT_BYTES, choose, grouped, mib, need, render
 from vaemem.tables.table import BYTE_COLUMNS, Row, Table
 
 KEY = ("model", "op", "runtime", "device", "batch")
@@ -190,9 +191,6 @@ class Fit(Sequence[FittedLine]):
     def __getitem__(self, index: Any) -> Any:
         return self.formulas[index]
 
-    def __iter__(self) -> Iterator[FittedLine]:
-        return iter(self.formulas)
-
     def find(self, **key: object) -> FittedLine:
         """The one formula with the given model, op, runtime, device or batch; ValueError if none or several fit."""
         unknown = [name for name in key if name not in KEY]
@@ -220,11 +218,8 @@ class Fit(Sequence[FittedLine]):
 
     def json(self) -> str:
         """The formulas with their rows as a JSON object."""
-        whole = {
-            "target": self.target,
-            "quantile": self.quantile,
-            "formulas": [formula._dict() for formula in self.formulas],
-        }
+        formulas = [formula._dict() for formula in self.formulas]
+        whole = {"target": self.target, "quantile": self.quantile, "formulas": formulas}
         return json.dumps(whole, ensure_ascii=False, indent=1)
 
     def __str__(self) -> str:
@@ -251,10 +246,6 @@ def fit(table: Table, target: str = "allocated_bytes", quantile: float | None = 
         quantile regression); 1 is the lowest line, by its mean, that no row lies above. Needs SciPy
         (``pip install 'vaemem[fit]'``).
 
-    Returns
-    -------
-    Fit
-
     Raises
     ------
     ValueError
@@ -277,12 +268,11 @@ def fit(table: Table, target: str = "allocated_bytes", quantile: float | None = 
         raise ValueError(f"quantile: want a number above 0 and at most 1, or None, got {quantile!r}")
     if not len(table):
         raise ValueError("table: want at least 2 rows, got none")
-    groups: dict[tuple[Any, ...], list[Row]] = {}
     for i, row in enumerate(table):
         lacking = [name for name in ("model", "op", "height", "width", "dtype", target) if row[name] is None]
         if lacking:
             raise ValueError(f"row {i}: has no {', '.join(lacking)}; filter such rows out")
-        groups.setdefault(tuple(row[name] for name in KEY), []).append(row)
+    groups = grouped(table, operator.itemgetter(*KEY))
     # A formula is named by its model, its op, and what else tells it from the others.
     varying = [i for i in range(len(KEY)) if i < 2 or len({key[i] for key in groups}) > 1]
     formulas = []

@@ -25,14 +25,7 @@ class Meter(Protocol):
 
 
 class CudaMeter:
-    """The counters of PyTorch's caching allocator.
-
-    Parameters
-    ----------
-    cuda : module
-        ``torch.cuda``.
-    device : torch.device
-    """
+    """The counters of PyTorch's caching allocator; `cuda` is ``torch.cuda``."""
 
     def __init__(self, cuda: Any, device: Any):
         self._cuda, self._device = cuda, device
@@ -62,10 +55,7 @@ class CudaMeter:
 class CpuMeter:
     """The resident size of this process. What malloc has in use is not known, so allocated is None.
 
-    Raises
-    ------
-    OSError
-        The system is not Linux, or does not let a process reset its peak resident size.
+    OSError where the system is not Linux, or does not let a process reset its peak resident size.
     """
 
     def __init__(self) -> None:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import platform
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from vaemem import _core
-from vaemem._common import DTYPES, OPS, __version__, latent_factor, listed, need, whole
+from vaemem._common import DTYPES, OPS, __version__, choose, latent_factor, listed, whole
+from vaemem.engine.arguments import Poll, Progress, polling
 from vaemem.engine.device import parse_device
 from vaemem.engine.limits import Limit
-from vaemem.engine.vae import VAE, Progress, Run
+from vaemem.engine.vae import VAE, Run
 from vaemem.tables.table import Row, Table
 
 # What a pixel costs, encode beside decode (1117 and 2515 GFLOP at 512x512): for the progress bar only.
@@ -94,23 +94,22 @@ def sweep(
     >>> table = sweep(["sdxl"], ["decode"], [256, (512, 768)])
     >>> estimate = sweep(["sdxl"], ["decode"], [2048], measure=False)
     """
-    for name, value in (("batch", batch), ("repeats", repeats)):
-        whole(name, value)
+    whole("batch", batch)
+    whole("repeats", repeats)
     wanted = [(model, dtype) for model in _models(models) for dtype in _dtypes(dtypes, model, device)]
-    cases = [(op, h, w, batch) for op in _ops(ops) for h, w in image_sizes(sizes)]
+    asked = [Case(op, h, w, batch, "") for op in _ops(ops) for h, w in image_sizes(sizes)]
     rows: list[Row] = []
-    work = len(wanted) * repeats * sum(Case(*case, "").work for case in cases)
+    done, work = 0, len(wanted) * repeats * sum(case.work for case in asked)
     try:
-        with _bar(progress if measure else None, work) as advance:
+        layout = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
+        with polling(progress if measure else None, "sweep", work, layout) as poll:
             for model, dtype in wanted:
                 vae = _vae(model, device, dtype)
-                # refuses what cannot run, before any does
-                estimates = _estimates(vae, [Case(*case, dtype) for case in cases], memory_limit)
+                cases = [case._replace(dtype=dtype) for case in asked]
+                estimates = _estimates(vae, cases, memory_limit)  # refuses what cannot run, before any does
                 for case, estimate in zip(cases, estimates, strict=True):
-                    row = estimate
-                    if measure:
-                        row = _measure(vae, Case(*case, dtype), repeats, advance, memory_limit)
-                    rows.append(row)
+                    rows.append(_measure(vae, case, repeats, poll, done, work, memory_limit) if measure else estimate)
+                    done += repeats * case.work
                 del vae  # one model's weights at a time
     except BaseException as error:
         error.table = Table(rows)  # type: ignore[attr-defined]
@@ -146,18 +145,15 @@ def tradeoff(model: str | VAE, op: str, height: int, width: int, batch: int = 1)
     )
 
 
-def _measure(vae: VAE, case: Case, repeats: int, advance: Callable[[int], object], memory_limit: Limit) -> Row:
+def _measure(vae: VAE, case: Case, repeats: int, poll: Poll, done: int, work: int, memory_limit: Limit) -> Row:
     data = _input(vae, case)
     vae.trim()  # or a larger case's arena would count as this one's
     runs = []
-    for _ in range(repeats):
-        done = 0
+    for i in range(repeats):
 
-        def report(rows: int, total: int) -> None:
-            nonlocal done
-            now = case.work * rows // total
-            advance(now - done)
-            done = now
+        def report(rows: int, total: int, before: int = done + i * case.work) -> None:
+            if poll:
+                poll(before + case.work * rows // total, work)
 
         getattr(vae, case.op)(data, progress=report, memory_limit=memory_limit)
         assert vae.last_run is not None and vae.last_run.seconds is not None  # it has just run
@@ -232,8 +228,7 @@ def _vae(model: str | VAE, device: str, dtype: str) -> VAE:
 def _ops(ops: str | Sequence[str]) -> list[str]:
     wanted = listed(ops, str)
     for op in wanted:
-        if op not in OPS:
-            raise ValueError(f"ops: want {' or '.join(OPS)}, got {op!r}")
+        choose("ops", op, OPS)
     return wanted
 
 
@@ -263,24 +258,3 @@ def image_sizes(sizes: Any) -> list[tuple[int, int]]:
             raise ValueError(f"sizes: want at least 1 pixel a side, got {size!r}")
         pairs.append((int(pair[0]), int(pair[1])))
     return pairs
-
-
-@contextmanager
-def _bar(progress: Progress, total: int) -> Iterator[Callable[[int], object]]:
-    """A function to report that so much more work is done."""
-    if not progress:
-        yield lambda more: None
-    elif callable(progress):
-        done = 0
-
-        def add(more: int) -> None:
-            nonlocal done
-            done += more
-            progress(done, total)
-
-        yield add
-    else:
-        tqdm = need("tqdm.auto", "progress=True").tqdm
-        layout = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
-        with tqdm(total=total, desc="sweep", bar_format=layout) as bar:
-            yield bar.update

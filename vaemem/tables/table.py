@@ -211,10 +211,6 @@ class Table(Sequence[Row]):
         **equals
             Column -> wanted value; a list, tuple or set means any of its values. All must hold.
 
-        Returns
-        -------
-        Table
-
         Raises
         ------
         ValueError
@@ -264,10 +260,6 @@ class Table(Sequence[Row]):
             good to 5243.
         **missing
             Values for columns that the file lacks or leaves empty, such as ``device="RTX 4090"``.
-
-        Returns
-        -------
-        Table
 
         Raises
         ------
