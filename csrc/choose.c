@@ -102,19 +102,23 @@ static vm_status without_limit(const vm_model *m, choice *c) {
     return vm_plan_lay_out(m, c->plan);
 }
 
-/* The least work whose plan keeps within the limit. */
+/* The least work whose plan keeps within the limit. The bounds that are tried do not depend on it, so that the smallest
+ * plan is the same for every limit, and as a limit of its own will do. */
 static vm_status within_limit(const vm_model *m, choice *c) {
     vm_plan *plan = c->plan;
-    const size_t limit = plan->ask.memory_limit;
-    size_t bound = SIZE_MAX, most, smallest = SIZE_MAX;
-    while (cut(c, bound, &most)) {
+    const size_t limit = plan->ask.memory_limit, beside = vm_plan_beside_arena(m, plan);
+    size_t bound = SIZE_MAX, last = SIZE_MAX, most;
+    for (; cut(c, bound, &most); bound = most - VM_MAX(most / 32, 1)) {
+        last = bound;
+        if (vm_sum(beside, most) > limit) continue;
         vm_status s = vm_plan_lay_out(m, plan);
-        const size_t taken = VM_MAX(peak(plan), plan->reserved);
-        if (s || taken <= limit) return s;
-        smallest = VM_MIN(smallest, taken);
-        const size_t over = taken - limit;
-        bound = over < most / 8 ? most - VM_MAX(over / 2, 1) : most - most / 16;
+        if (s || VM_MAX(peak(plan), plan->reserved) <= limit) return s;
     }
+    cut(c, last, &most);
+    vm_status s = vm_plan_lay_out(m, plan);
+    if (s) return s;
+    const size_t smallest = VM_MAX(peak(plan), plan->reserved);
+    if (smallest <= limit) return VM_OK;
     plan->reserved = smallest;
     return vm_fail(VM_ELIMIT, "memory_limit: want at least %zu bytes (%.1f MiB) for this size, got %zu (%.1f MiB)",
                    smallest, (double)smallest / 1048576, limit, (double)limit / 1048576);

@@ -305,10 +305,21 @@ static void count_shared(vm_plan *plan) {
     }
 }
 
+static size_t output_bytes(const vm_plan *plan) {
+    return plan->ask.own_output ? VM_PRODUCT(plan->out_bytes, plan->ask.batch) : 0;
+}
+
+static size_t own_bytes(const vm_model *m, const vm_plan *plan) {
+    return m->mem == m->host ? plan->plan_bytes + plan->pool_bytes : 0;
+}
+
+size_t vm_plan_beside_arena(const vm_model *m, const vm_plan *plan) {
+    return vm_sum(vm_mem_usage(m->mem).live[VM_WEIGHTS], vm_sum(output_bytes(plan), own_bytes(m, plan)));
+}
+
 static void count_live(const vm_model *m, vm_plan *plan) {
-    const size_t output = plan->ask.own_output ? VM_PRODUCT(plan->out_bytes, plan->ask.batch) : 0;
-    const size_t weights = vm_mem_usage(m->mem).live[VM_WEIGHTS];
-    plan->own_bytes = m->mem == m->host ? plan->plan_bytes + plan->pool_bytes : 0;
+    const size_t output = output_bytes(plan), weights = vm_mem_usage(m->mem).live[VM_WEIGHTS];
+    plan->own_bytes = own_bytes(m, plan);
     memset(plan->peak, 0, sizeof plan->peak);
     for (size_t i = 0; i < plan->chains; i++) {
         size_t *live = plan->chain[i].live;
@@ -324,7 +335,7 @@ static void count_live(const vm_model *m, vm_plan *plan) {
         }
         if (sum(live) > sum(plan->peak)) memcpy(plan->peak, live, sizeof plan->peak);
     }
-    plan->reserved = sum((const size_t[VM_CATEGORIES]){weights, output, plan->own_bytes, plan->arena_bytes});
+    plan->reserved = vm_sum(vm_plan_beside_arena(m, plan), plan->arena_bytes);
 }
 
 static vm_status lay_out(const vm_model *m, vm_plan *plan) {

@@ -8,6 +8,8 @@
 vm_status vm_plan_choose(const vm_model *m, vm_plan *plan);
 /* Places every piece of the chains that the plan has now, and counts. */
 vm_status vm_plan_lay_out(const vm_model *m, vm_plan *plan);
+/* Bytes that the plan takes besides its arena, whatever the chains. */
+size_t vm_plan_beside_arena(const vm_model *m, const vm_plan *plan);
 /* Bytes of one row of the tensor that a node makes. */
 size_t vm_plan_row_bytes(const vm_plan *plan, int node);
 /* Rows that the ring of a streamed tensor needs, looking at so many steps of each round. */
