@@ -43,14 +43,15 @@ static stretch look(const vm_plan *plan, int first, int last) {
     if (!plan->ask.memory_limit && flops > once) return s; /* nobody asked to pay for memory with work */
     s.flops = flops;
     const size_t dying = stored_after(plan, first - 1, last), kept = stored_after(plan, first - 1, end) - dying;
-    size_t born = 0, scratch = 0;
+    size_t born = 0, scratch = 0, ring[VM_CHAIN];
+    if (first != last) vm_plan_ring_rows(plan, first, last, ring, STEPS);
     for (int i = first; i <= last; i++) {
         const vm_step *step = &plan->step[i];
         const size_t row = vm_plan_row_bytes(plan, i);
         if (step->last > last)
             born = vm_sum(born, VM_PRODUCT(row, step->pass.y.h));
         else if (i + 1 < end)
-            s.bytes = vm_sum(s.bytes, VM_PRODUCT(row, vm_plan_ring_rows(plan, first, last, i, STEPS)));
+            s.bytes = vm_sum(s.bytes, VM_PRODUCT(row, ring[i - first]));
         s.bytes = vm_sum(s.bytes, b->prepared(b, &step->pass));
         scratch = VM_MAX(scratch, b->scratch(b, &step->pass, &plan->ask.limits));
         if (step->pass.stats)

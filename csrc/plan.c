@@ -175,22 +175,23 @@ static ptrdiff_t shift_of(const vm_plan *plan, const vm_chain *c, int piece, con
     return shift;
 }
 
-size_t vm_plan_ring_rows(const vm_plan *plan, int first, int last, int node, size_t most_steps) {
+void vm_plan_ring_rows(const vm_plan *plan, int first, int last, size_t *rows, size_t most_steps) {
     vm_stage stage[VM_CHAIN];
     const size_t stages = vm_chain_stages(plan, first, last, stage);
-    const vm_stage *s = &stage[node - first];
-    size_t rows = 0;
     int target;
+    memset(rows, 0, stages * sizeof *rows);
     for (size_t round = 0; vm_chain_round(plan, first, stage, stages, round, &target); round++)
-        for (size_t step = 0; step < most_steps && vm_chain_step(stage, stages); step++) {
-            const size_t made = vm_stage_made(s, s->done + s->now);
-            size_t from = SIZE_MAX;
-            for (size_t i = 0; i < stages; i++)
-                if (stage[i].active) from = VM_MIN(from, reads_from(plan, first, stage, i, node));
-            if (from == SIZE_MAX) from = vm_stage_made(s, s->done); /* only measured */
-            rows = VM_MAX(rows, made > from ? made - from : 0);
-        }
-    return VM_MIN(vm_round_up(rows, VM_MAX(s->cut.out_rows, 2)), s->y_rows);
+        for (size_t step = 0; step < most_steps && vm_chain_step(stage, stages); step++)
+            for (size_t i = 0; i < stages; i++) {
+                size_t from = SIZE_MAX;
+                for (size_t j = i + 1; j < stages; j++)
+                    if (stage[j].active) from = VM_MIN(from, reads_from(plan, first, stage, j, first + (int)i));
+                const size_t made = vm_stage_made(&stage[i], stage[i].done + stage[i].now);
+                if (from == SIZE_MAX) from = vm_stage_made(&stage[i], stage[i].done); /* only measured */
+                if (made > from) rows[i] = VM_MAX(rows[i], made - from);
+            }
+    for (size_t i = 0; i < stages; i++)
+        rows[i] = VM_MIN(vm_round_up(rows[i], VM_MAX(stage[i].cut.out_rows, 2)), stage[i].y_rows);
 }
 
 /* What a chain stores: the place of what it adds to or passes by, or a piece of its own, rows side by side. */
@@ -241,13 +242,14 @@ static vm_status add_chain(vm_plan *plan, int c) {
     const vm_backend *b = plan->ask.backend;
     const vm_limits *limits = &plan->ask.limits;
     vm_chain *chain = &plan->chain[c];
-    size_t scratch = 0;
+    size_t scratch = 0, ring[VM_CHAIN];
+    if (chain->first != chain->last) vm_plan_ring_rows(plan, chain->first, chain->last, ring, SIZE_MAX);
     add_outputs(plan, c);
     for (int i = chain->first; i <= chain->last; i++) {
         const vm_node *n = &plan->graph->node[i];
         vm_step *s = &plan->step[i];
         if (s->streamed) {
-            const size_t rows = vm_plan_ring_rows(plan, chain->first, chain->last, i, SIZE_MAX);
+            const size_t rows = ring[i - chain->first];
             s->y = add_piece(plan, VM_ACTIVATIONS, VM_PRODUCT(rows, vm_plan_row_bytes(plan, i)), c, c);
             plan->piece[s->y].pitch = VM_BLOCKS(s->pass.y.c);
             plan->piece[s->y].ring = rows < s->pass.y.h ? rows : SIZE_MAX;

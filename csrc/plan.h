@@ -12,7 +12,7 @@ vm_status vm_plan_lay_out(const vm_model *m, vm_plan *plan);
 size_t vm_plan_beside_arena(const vm_model *m, const vm_plan *plan);
 /* Bytes of one row of the tensor that a node makes. */
 size_t vm_plan_row_bytes(const vm_plan *plan, int node);
-/* Rows that the ring of a streamed tensor needs, looking at so many steps of each round. */
-size_t vm_plan_ring_rows(const vm_plan *plan, int first, int last, int node, size_t most_steps);
+/* rows: [last - first + 1], out: how high the ring of each tensor of a chain must be, looking at so many steps of a round. */
+void vm_plan_ring_rows(const vm_plan *plan, int first, int last, size_t *rows, size_t most_steps);
 
 #endif
