@@ -111,7 +111,7 @@ bool vm_chain_step(vm_stage *stage, size_t stages) {
 bool vm_chain_can(const vm_plan *plan, int first, int last) {
     const vm_node *node = plan->graph->node;
     if (first == last) return true;
-    if (!plan->ask.backend->prepare || last - first >= VM_CHAIN) return false;
+    if (plan->whole || last - first >= VM_CHAIN) return false;
     int stored = VM_NONE; /* the level of what is read later */
     for (int i = first; i <= last; i++) {
         bool inside = false, later = plan->step[i].last > last;

@@ -16,6 +16,7 @@ typedef struct stretch {
 typedef struct choice {
     vm_plan *plan;
     stretch *at;  /* [nodes][nodes]: first, last */
+    bool free;    /* only chains that cost no work */
     double *work; /* of the best cuts up to a node */
     int *cut;     /* and where its last chain begins */
 } choice;
@@ -31,7 +32,7 @@ static size_t stored_after(const vm_plan *plan, int at, int dead_by) {
     return bytes;
 }
 
-static stretch look(const vm_plan *plan, int first, int last) {
+static stretch look(const vm_plan *plan, int first, int last, bool free) {
     enum { STEPS = 48 /* rings are as high as they get long before */ };
     const vm_backend *b = plan->ask.backend;
     const int end = (int)plan->steps;
@@ -40,7 +41,7 @@ static stretch look(const vm_plan *plan, int first, int last) {
     if (!vm_chain_can(plan, first, last)) return s;
     for (int i = first; i <= last; i++) once += vm_pass_flops(&plan->step[i].pass);
     const double flops = vm_chain_flops(plan, first, last, VM_NONE);
-    if (!plan->ask.memory_limit && flops > once) return s; /* nobody asked to pay for memory with work */
+    if (free && flops > once) return s;
     s.flops = flops;
     const size_t dying = stored_after(plan, first - 1, last), kept = stored_after(plan, first - 1, end) - dying;
     size_t born = 0, scratch = 0, ring[VM_CHAIN];
@@ -69,7 +70,7 @@ static bool cut(choice *c, size_t bound, size_t *most) {
         c->work[last] = -1;
         for (int first = last; first >= 0 && last - first < VM_CHAIN; first--) {
             stretch *s = &c->at[first * n + last];
-            if (s->flops == 0) *s = look(c->plan, first, last);
+            if (s->flops == 0) *s = look(c->plan, first, last, c->free);
             if (s->flops < 0 || s->bytes > bound || (first && c->work[first - 1] < 0)) continue;
             const double work = s->flops + (first ? c->work[first - 1] : 0);
             if (c->work[last] >= 0 && work >= c->work[last]) continue;
@@ -89,10 +90,20 @@ static bool cut(choice *c, size_t bound, size_t *most) {
     return true;
 }
 
-static size_t peak(const vm_plan *plan) {
-    size_t total = 0;
-    for (int i = 0; i < VM_CATEGORIES; i++) total = vm_sum(total, plan->peak[i]);
-    return total;
+static size_t taken(const vm_plan *plan) {
+    size_t peak = 0;
+    for (int i = 0; i < VM_CATEGORIES; i++) peak = vm_sum(peak, plan->peak[i]);
+    return VM_MAX(peak, plan->reserved);
+}
+
+static bool within(const vm_plan *plan) { return !plan->ask.memory_limit || taken(plan) <= plan->ask.memory_limit; }
+
+/* The plan that is laid out is the smallest one. */
+static vm_status refuse(vm_plan *plan) {
+    const size_t limit = plan->ask.memory_limit, smallest = taken(plan);
+    plan->reserved = smallest;
+    return vm_fail(VM_ELIMIT, "memory_limit: want at least %zu bytes (%.1f MiB) for this size, got %zu (%.1f MiB)",
+                   smallest, (double)smallest / 1048576, limit, (double)limit / 1048576);
 }
 
 /* The least bytes: every cut that is found costs the same work, that of each pass once. */
@@ -113,23 +124,24 @@ static vm_status within_limit(const vm_model *m, choice *c) {
         last = bound;
         if (vm_sum(beside, most) > limit) continue;
         vm_status s = vm_plan_lay_out(m, plan);
-        if (s || VM_MAX(peak(plan), plan->reserved) <= limit) return s;
+        if (s || within(plan)) return s;
     }
     cut(c, last, &most);
     vm_status s = vm_plan_lay_out(m, plan);
     if (s) return s;
-    const size_t smallest = VM_MAX(peak(plan), plan->reserved);
-    if (smallest <= limit) return VM_OK;
-    plan->reserved = smallest;
-    return vm_fail(VM_ELIMIT, "memory_limit: want at least %zu bytes (%.1f MiB) for this size, got %zu (%.1f MiB)",
-                   smallest, (double)smallest / 1048576, limit, (double)limit / 1048576);
+    return within(plan) ? VM_OK : refuse(plan);
 }
 
 vm_status vm_plan_choose(const vm_model *m, vm_plan *plan) {
+    enum { TALLEST = 1 << 16 /* rows: the schedule of a chain is walked to know its memory */ };
     const size_t n = plan->steps;
+    plan->whole = !plan->ask.backend->prepare || plan->ask.height > TALLEST;
     plan->chains = n;
     for (size_t i = 0; i < n; i++) plan->chain[i] = (vm_chain){.first = (int)i, .last = (int)i};
-    if (!plan->ask.backend->prepare) return vm_plan_lay_out(m, plan);
+    if (plan->whole) {
+        vm_status s = vm_plan_lay_out(m, plan);
+        return s || within(plan) || !plan->ask.backend->prepare ? s : refuse(plan); /* a GPU's limit is its caller's */
+    }
     size_t bytes = 0;
     const size_t at = vm_put_bytes(&bytes, n * n * sizeof(stretch), VM_ALIGN);
     const size_t work = vm_put_bytes(&bytes, n * sizeof(double), VM_ALIGN);
@@ -137,9 +149,16 @@ vm_status vm_plan_choose(const vm_model *m, vm_plan *plan) {
     char *block;
     vm_status s = vm_mem_reserve(m->host, bytes, (void **)&block);
     if (s) return s;
+    choice c = {
+        .plan = plan, .at = (stretch *)(block + at), .work = (double *)(block + work), .cut = (int *)(block + cuts)};
+    c.free = true;
     memset(block, 0, bytes);
-    choice c = {plan, (stretch *)(block + at), (double *)(block + work), (int *)(block + cuts)};
-    s = plan->ask.memory_limit ? within_limit(m, &c) : without_limit(m, &c);
+    s = without_limit(m, &c);
+    if (!s && !within(plan)) {
+        c.free = false;
+        memset(block, 0, bytes);
+        s = within_limit(m, &c);
+    }
     vm_mem_unreserve(m->host, block, bytes);
     return s;
 }

@@ -109,7 +109,7 @@ static int place_of(const vm_plan *plan, int node) {
     const bool local = n->add != VM_NONE || p->kind == VM_PASS_ATTENTION || (p->ksize == 1 && p->stride == 1);
     if (over == VM_NONE || !local || plan->step[over].streamed || plan->step[over].last != node) return VM_NONE;
     const size_t blocks = VM_BLOCKS(p->y.c);
-    const bool heirs = plan->ask.backend->prepare != NULL; /* then an heir may leave the wide rows behind */
+    const bool heirs = !plan->whole; /* then an heir may leave the wide rows behind */
     const bool waste = heirs && n->add != VM_NONE && !plan->wide && blocks < plan->piece[plan->step[over].y].pitch;
     return blocks <= VM_BLOCKS(plan->step[over].pass.y.c) && !waste ? over : VM_NONE;
 }
@@ -229,7 +229,7 @@ static void add_outputs(vm_plan *plan, int c) {
     const int piece = add_piece(plan, VM_ACTIVATIONS, VM_PRODUCT(row, s->pass.y.h), c, last);
     plan->piece[piece].pitch = pitch;
     for (size_t o = 0; o < outputs; o++) plan->step[output[o]].y = piece;
-    if (!plan->ask.backend->prepare || s->pass.kind == VM_PASS_ATTENTION) return;
+    if (plan->whole || s->pass.kind == VM_PASS_ATTENTION) return;
     for (int p = 0; p < piece; p++) {
         vm_piece *dying = &plan->piece[p];
         if (dying->last != c || dying->first == c || !dying->pitch) continue;
@@ -372,7 +372,7 @@ vm_status vm_plan_lay_out(const vm_model *m, vm_plan *plan) {
     plan->wide = false;
     vm_status s = lay_out(m, plan);
     const size_t narrow = plan->arena_bytes;
-    if (s || !plan->ask.backend->prepare) return s;
+    if (s || plan->whole) return s;
     plan->wide = true;
     if ((s = lay_out(m, plan)) || plan->arena_bytes <= narrow) return s;
     plan->wide = false;

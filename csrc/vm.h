@@ -247,6 +247,7 @@ typedef struct vm_plan {
     vm_step *step; /* one a node */
     vm_chain *chain;
     vm_piece *piece;
+    bool whole; /* every pass is a chain of its own and runs whole */
     bool wide; /* tensors may lie side by side in the rows of one piece, which then lives as long as the last of them */
     size_t arena_bytes, pool_bytes, plan_bytes;
     size_t own_bytes;           /* of the last two: what the run counts as its scratch */
