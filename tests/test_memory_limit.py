@@ -321,11 +321,14 @@ def test_the_same_bits_under_any_limit(seed):
         smallest = vae.smallest(op, height, width, batch)
         limit = smallest if draw.random() < 0.4 else draw.randint(smallest, max(smallest, whole.peak_bytes))
         estimate = vae.estimate(op, height, width, batch, memory_limit=limit)
+        if fresh := draw.random() < 0.5:
+            vae.trim()
         got = bits(getattr(vae, op)(data, memory_limit=limit))
         run = vae.last_run
         assert np.array_equal(got, want), f"{case}, limit {limit}"
         assert run.peak_bytes <= limit and run.reserved_bytes <= limit, case
-        same = ("peak_bytes", "reserved_bytes", "timeline", "work", "values", "flops", "threads", "output_bytes")
+        same = ["peak_bytes", "timeline", "work", "values", "flops", "threads", "output_bytes"]
+        same += ["reserved_bytes"] if fresh else []  # or the arena of the run before may be a little larger
         assert [getattr(run, name) for name in same] == [getattr(estimate, name) for name in same], case
         streamed += run.work > 1
     assert streamed > 0
@@ -417,7 +420,7 @@ def test_memory_that_runs_out_in_the_smallest_plan_is_an_error(vae):
         vae.decode(z, memory_limit=limit)
     _core.fail_alloc_at(0)
     vae.on_out_of_memory = "perhaps"
-    with pytest.raises(ValueError, match="on_out_of_memory: want one of retry, raise"):
+    with pytest.raises(ValueError, match=r"on_out_of_memory: want .+"):
         vae.decode(z)
 
 
