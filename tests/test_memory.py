@@ -89,8 +89,8 @@ def test_no_pass_leaves_its_plan(name, op, backend):
 @pytest.mark.parametrize("op", ["encode", "decode"])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_bar(name, op):
-    """At most 2.1 T from 1024x1024 up and 2.2 T from 512x512 up with up to 4 threads, T = 128*H*W*4 bytes, output within
-    it; no work beyond that of each pass once; all but no hole under the peak."""
+    """At most 2.1 T from 1024x1024 up and 2.2 T from 512x512 up with up to 4 threads, T = 128*H*W*4 bytes; output
+    within it; no work beyond that of each pass once; all but no hole under the peak."""
     model = _core.Model(_core.models()[name])
     for h, w in ((512, 512), (768, 512), (1024, 1024), (832, 1216), (2048, 2048)):
         for threads in (1, 2, 4):

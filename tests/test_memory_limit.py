@@ -318,14 +318,20 @@ def test_the_same_bits_under_any_limit(seed):
         whole = vae.last_run
         assert np.isfinite(want).all() and vae.estimate(op, height, width, batch).peak_bytes == whole.peak_bytes
         vae.threads = draw.choice((1, 2, 3, 8))
-        smallest = vae.smallest(op, height, width, batch)
-        limit = smallest if draw.random() < 0.4 else draw.randint(smallest, max(smallest, whole.peak_bytes))
+        limit = draw.randint(whole.peak_bytes // 2, whole.peak_bytes)
+        try:
+            vae._core.plan(op, height, width, batch, threads=vae.threads, memory_limit=limit)
+        except ValueError:
+            limit = vae.smallest(op, height, width, batch)
         estimate = vae.estimate(op, height, width, batch, memory_limit=limit)
+        if fresh := draw.random() < 0.5:
+            vae.trim()
         got = bits(getattr(vae, op)(data, memory_limit=limit))
         run = vae.last_run
         assert np.array_equal(got, want), f"{case}, limit {limit}"
         assert run.peak_bytes <= limit and run.reserved_bytes <= limit, case
-        same = ("peak_bytes", "reserved_bytes", "timeline", "work", "values", "flops", "threads", "output_bytes")
+        same = ["peak_bytes", "timeline", "work", "values", "flops", "threads", "output_bytes"]
+        same += ["reserved_bytes"] if fresh else []  # or the arena of the run before may be a little larger
         assert [getattr(run, name) for name in same] == [getattr(estimate, name) for name in same], case
         streamed += run.work > 1
     assert streamed > 0
