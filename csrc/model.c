@@ -42,10 +42,8 @@ void vm_model_free(vm_model *m) {
     vm_mem_free(m->mem, VM_WEIGHTS, m->weights, m->weights_bytes);
     vm_mem_release(m->mem);
     vm_mem_free(host, VM_WEIGHTS, m->tensor, vm_mem_capacity(m->tensors) * sizeof *m->tensor);
-    for (vm_op op = 0; op < VM_OPS; op++) {
+    for (vm_op op = 0; op < VM_OPS; op++)
         vm_mem_free(host, VM_WEIGHTS, m->graph[op].node, vm_mem_capacity(m->graph[op].nodes) * sizeof(vm_node));
-        vm_mem_free(host, VM_WEIGHTS, m->graph[op].value, vm_mem_capacity(m->graph[op].values) * sizeof(vm_value));
-    }
     vm_mem_free(host, VM_WEIGHTS, m, sizeof *m);
     vm_mem_release(host);
 }

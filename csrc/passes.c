@@ -6,13 +6,7 @@
  *           -> norm, conv_out -> pixels
  *   mid     resnet, attention, resnet
  *   resnet  x -> conv1(silu norm1 x) = h;  conv2(silu norm2 h) + x,
- *           where x passes a 1x1 shortcut if the number of channels changes
- *
- * What decides the memory is written here and nowhere else: which pass writes in place.
- *   - conv2 adds to the residual where it lies, so a resnet needs its input and one h;
- *   - a shortcut that narrows is computed into its input's own rows (the row keeps its width, so no
- *     thread meets another's), one that widens gets a value of its own;
- *   - attention's result takes the place of its queries. */
+ *           where x passes a 1x1 shortcut if the number of channels changes */
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
@@ -25,28 +19,10 @@ typedef struct builder {
     vm_status status;
     char prefix[48]; /* of the names */
     int level;       /* of x */
-    int writer[512]; /* the last node to write a value */
 } builder;
 
 static void out_of_room(builder *b, vm_status s) {
     if (!b->status) b->status = s;
-}
-
-static int add_value(builder *b, size_t c) {
-    vm_graph *g = b->g;
-    if (b->status) return VM_NONE;
-    if (g->values == sizeof b->writer / sizeof *b->writer) {
-        out_of_room(b, vm_fail(VM_EINVAL, "config: more than %zu tensors in a run", g->values));
-        return VM_NONE;
-    }
-    vm_status s = vm_mem_grow(b->m->host, VM_WEIGHTS, (void **)&g->value, g->values, sizeof *g->value);
-    if (s) {
-        out_of_room(b, s);
-        return VM_NONE;
-    }
-    g->value[g->values] = (vm_value){.c = c, .level = b->level};
-    b->writer[g->values] = VM_NONE;
-    return (int)g->values++;
 }
 
 static int add_tensor(builder *b, const char *module, const char *leaf, size_t dims, vm_weight weight) {
@@ -59,21 +35,19 @@ static int add_tensor(builder *b, const char *module, const char *leaf, size_t d
     return index;
 }
 
-/* Appends a node and, unless the builder has failed, notes who writes its output. */
-static vm_node *add_node(builder *b, const vm_node *node) {
-    static vm_node nowhere;
+/* Appends a node; its index. */
+static int add_node(builder *b, const vm_node *node) {
     vm_graph *g = b->g;
     if (!b->status) out_of_room(b, vm_mem_grow(b->m->host, VM_WEIGHTS, (void **)&g->node, g->nodes, sizeof *g->node));
-    if (b->status) return &nowhere;
+    if (b->status) return 0;
     g->node[g->nodes] = *node;
-    if (node->y != VM_NONE) b->writer[node->y] = (int)g->nodes;
-    return &g->node[g->nodes++];
+    return (int)g->nodes++;
 }
 
-/* A convolution from value x to value y (VM_NONE: the user's pixels), named after its module. */
+/* A convolution of what node x makes (VM_NONE: the user's pixels), named after its module. */
 typedef struct conv {
     const char *module;
-    int x, y, add;
+    int x, add;
     size_t in, out;
     int k, stride;
     bool up;
@@ -90,22 +64,17 @@ static vm_node conv_node(builder *b, const conv *c) {
                  .stride = c->stride ? c->stride : 1,
                  .up = c->up,
                  .add = c->add != VM_NONE,
-                 .clamp_from = c->out,
-                 .x_format = c->x == VM_NONE ? VM_F32_NCHW : VM_ROWS,
-                 .y_format = c->y == VM_NONE ? VM_F32_NCHW : VM_ROWS},
+                 .clamp_from = c->out},
         .x_level = b->level,
-        .y_level = c->stride == 2 ? b->level + 1
-                   : c->up        ? b->level - 1
-                                  : b->level,
         .x = c->x,
-        .y = c->y,
         .add = c->add,
         .weight = VM_NONE,
         .bias = VM_NONE,
         .gamma = VM_NONE,
         .beta = VM_NONE,
-        .x_stats = VM_NONE,
     };
+    b->level += (c->stride == 2) - c->up;
+    n.y_level = b->level;
     snprintf(n.name, sizeof n.name, "%s%s", b->prefix, c->module);
     return n;
 }
@@ -118,9 +87,7 @@ static void norm_on_load(builder *b, vm_node *n, const char *module, bool silu) 
     n->pass.eps = b->m->arch.norm_eps;
     n->gamma = add_tensor(b, module, "weight", 1, (vm_weight){c, 1, 1});
     n->beta = add_tensor(b, module, "bias", 1, (vm_weight){c, 1, 1});
-    if (b->status) return;
-    n->x_stats = b->writer[n->x];
-    b->g->node[n->x_stats].pass.stats = true;
+    if (!b->status) b->g->node[n->x].pass.stats = true;
 }
 
 static int add_conv(builder *b, const conv *c) {
@@ -129,8 +96,7 @@ static int add_conv(builder *b, const conv *c) {
     n.weight =
         add_tensor(b, c->module, "weight", c->linear ? 2 : 4, (vm_weight){c->out, c->in, (size_t)c->k, .up = c->up});
     n.bias = add_tensor(b, c->module, "bias", 1, (vm_weight){c->out, 1, 1});
-    add_node(b, &n);
-    return c->y;
+    return add_node(b, &n);
 }
 
 __attribute__((format(printf, 2, 3))) static void enter(builder *b, const char *format, ...) {
@@ -141,22 +107,17 @@ __attribute__((format(printf, 2, 3))) static void enter(builder *b, const char *
 }
 
 static int resnet(builder *b, int x, size_t in, size_t out) {
-    int h = add_value(b, out), residual = x;
-    add_conv(b, &(conv){"conv1", x, h, VM_NONE, in, out, 3, .norm = "norm1"});
-    if (in != out) {
-        residual = out < in ? x : add_value(b, out);
-        add_conv(b, &(conv){"conv_shortcut", x, residual, VM_NONE, in, out, 1});
-    }
-    return add_conv(b, &(conv){"conv2", h, residual, residual, out, out, 3, .norm = "norm2"});
+    const int h = add_conv(b, &(conv){"conv1", x, VM_NONE, in, out, 3, .norm = "norm1"});
+    const int residual = in == out ? x : add_conv(b, &(conv){"conv_shortcut", x, VM_NONE, in, out, 1});
+    return add_conv(b, &(conv){"conv2", h, residual, out, out, 3, .norm = "norm2"});
 }
 
 /* q, k and v are one convolution: their weights lie side by side, then their biases. */
-static void attention(builder *b, int x, size_t c) {
+static int attention(builder *b, int x, size_t c) {
     static const char *const projections[] = {"to_q", "to_k", "to_v"};
     const size_t padded = VM_BLOCKS(c) * VM_BLOCK;
-    int qkv = add_value(b, 3 * padded);
-    if (!b->status) b->g->value[qkv].exact = true;
-    vm_node n = conv_node(b, &(conv){"to_qkv", x, qkv, VM_NONE, c, 3 * padded, 1});
+    vm_node n = conv_node(b, &(conv){"to_qkv", x, VM_NONE, c, 3 * padded, 1});
+    n.exact = true;
     norm_on_load(b, &n, "group_norm", false);
     for (int i = 0; i < 3; i++) {
         int t = add_tensor(b, projections[i], "weight", 2, (vm_weight){c, c, 1});
@@ -166,23 +127,20 @@ static void attention(builder *b, int x, size_t c) {
         int t = add_tensor(b, projections[i], "bias", 1, (vm_weight){c, 1, 1});
         if (i == 0) n.bias = t;
     }
-    add_node(b, &n);
     vm_node attend = {
         .pass = {.kind = VM_PASS_ATTENTION, .x.c = 3 * padded, .y.c = c, .scale_channels = c, .clamp_from = c},
         .x_level = b->level,
         .y_level = b->level,
-        .x = qkv,
-        .y = qkv,
+        .x = add_node(b, &n),
         .add = VM_NONE,
         .weight = VM_NONE,
         .bias = VM_NONE,
         .gamma = VM_NONE,
         .beta = VM_NONE,
-        .x_stats = VM_NONE,
+        .exact = true,
     };
     snprintf(attend.name, sizeof attend.name, "%sattention", b->prefix);
-    add_node(b, &attend);
-    add_conv(b, &(conv){"to_out.0", qkv, x, x, c, c, 1, .linear = true});
+    return add_conv(b, &(conv){"to_out.0", add_node(b, &attend), x, c, c, 1, .linear = true});
 }
 
 static int mid(builder *b, const char *half, int x, size_t c) {
@@ -190,7 +148,7 @@ static int mid(builder *b, const char *half, int x, size_t c) {
     x = resnet(b, x, c, c);
     if (b->m->arch.mid_block_add_attention) {
         enter(b, "%s.mid_block.attentions.0.", half);
-        attention(b, x, c);
+        x = attention(b, x, c);
     }
     enter(b, "%s.mid_block.resnets.1.", half);
     return resnet(b, x, c, c);
@@ -200,7 +158,7 @@ static void encode(builder *b) {
     const vm_arch *a = &b->m->arch;
     const size_t *width = a->block_out_channels, moments = 2 * a->latent_channels, last = width[a->levels - 1];
     enter(b, "encoder.");
-    int x = add_conv(b, &(conv){"conv_in", VM_NONE, add_value(b, width[0]), VM_NONE, a->in_channels, width[0], 3});
+    int x = add_conv(b, &(conv){"conv_in", VM_NONE, VM_NONE, a->in_channels, width[0], 3});
     size_t c = width[0];
     for (size_t i = 0; i < a->levels; c = width[i++]) {
         for (size_t j = 0; j < a->layers_per_block; j++) {
@@ -209,19 +167,14 @@ static void encode(builder *b) {
         }
         if (i + 1 == a->levels) break;
         enter(b, "encoder.down_blocks.%zu.downsamplers.0.", i);
-        b->level++;
-        int y = add_value(b, width[i]);
-        b->level--;
-        x = add_conv(b, &(conv){"conv", x, y, VM_NONE, width[i], width[i], 3, 2});
-        b->level++;
+        x = add_conv(b, &(conv){"conv", x, VM_NONE, width[i], width[i], 3, 2});
     }
     x = mid(b, "encoder", x, last);
     enter(b, "encoder.");
-    int y = a->use_quant_conv ? add_value(b, moments) : VM_NONE;
-    add_conv(b, &(conv){"conv_out", x, y, VM_NONE, last, moments, 3, .norm = "conv_norm_out"});
+    x = add_conv(b, &(conv){"conv_out", x, VM_NONE, last, moments, 3, .norm = "conv_norm_out"});
     enter(b, "%s", "");
-    if (a->use_quant_conv) add_conv(b, &(conv){"quant_conv", y, VM_NONE, VM_NONE, moments, moments, 1});
-    if (!b->status) b->g->node[b->g->nodes - 1].pass.clamp_from = a->latent_channels;
+    if (a->use_quant_conv) x = add_conv(b, &(conv){"quant_conv", x, VM_NONE, moments, moments, 1});
+    if (!b->status) b->g->node[x].pass.clamp_from = a->latent_channels;
 }
 
 static void decode(builder *b) {
@@ -231,10 +184,9 @@ static void decode(builder *b) {
     size_t c = a->block_out_channels[a->levels - 1];
     int x = VM_NONE;
     enter(b, "%s", "");
-    if (a->use_post_quant_conv)
-        x = add_conv(b, &(conv){"post_quant_conv", x, add_value(b, latent), VM_NONE, latent, latent, 1});
+    if (a->use_post_quant_conv) x = add_conv(b, &(conv){"post_quant_conv", x, VM_NONE, latent, latent, 1});
     enter(b, "decoder.");
-    x = add_conv(b, &(conv){"conv_in", x, add_value(b, c), VM_NONE, latent, c, 3});
+    x = add_conv(b, &(conv){"conv_in", x, VM_NONE, latent, c, 3});
     x = mid(b, "decoder", x, c);
     for (size_t i = 0; i < a->levels; i++) {
         const size_t out = a->block_out_channels[a->levels - 1 - i];
@@ -244,14 +196,10 @@ static void decode(builder *b) {
         }
         if (i + 1 == a->levels) break;
         enter(b, "decoder.up_blocks.%zu.upsamplers.0.", i);
-        b->level--;
-        int y = add_value(b, out);
-        b->level++;
-        x = add_conv(b, &(conv){"conv", x, y, VM_NONE, out, out, 3, .up = true});
-        b->level--;
+        x = add_conv(b, &(conv){"conv", x, VM_NONE, out, out, 3, .up = true});
     }
     enter(b, "decoder.");
-    add_conv(b, &(conv){"conv_out", x, VM_NONE, VM_NONE, c, a->out_channels, 3, .norm = "conv_norm_out"});
+    add_conv(b, &(conv){"conv_out", x, VM_NONE, c, a->out_channels, 3, .norm = "conv_norm_out"});
 }
 
 vm_status vm_passes_build(vm_model *model, vm_op op) {

@@ -1,74 +1,388 @@
 /* Where every byte of a run lies, known before it.
  *
- * Each value, each pass's scratch and each set of partial sums is a piece: so many bytes, from one
- * step to another. Pieces whose steps overlap must not share bytes. They are placed one after another,
- * large ones first, each at the lowest offset that is free for all of its steps:
+ * The passes are cut into chains (choose.c says which). A tensor that a later chain reads is stored whole, one that stays
+ * within its chain is a ring of rows. Tensors, sums, prepared weights and scratch are pieces: so many bytes, from one
+ * chain to another. Pieces whose chains overlap must not share bytes, but for one case: what a chain stores may lie over
+ * what it reads for the last time, row behind row, as far ahead of the rows still to be read as `shift` says.
  *
  *   offset
  *     ^   h h h   h h     q k v
- *     |  x x x x x x x | up up up up        a column is a step; the arena is as high as the
- *     0  ------------------------> step      highest column
- *
- * For the shipped models this leaves no hole under the peak (a test holds it to that). */
+ *     |  x x x x x x x | up up up up        a column is a chain; the arena is as high as the
+ *     0  ------------------------> chain    highest column */
 #include <stdio.h>
 #include <string.h>
 
-#include "vm.h"
+#include "plan.h"
+
+/* ---- placing ---- */
 
 static bool overlap(const vm_piece *a, const vm_piece *b) { return a->first <= b->last && b->first <= a->last; }
 
-/* Lowest offset where p meets no placed piece that it overlaps in time. */
-static size_t lowest_offset(const vm_plan *plan, const vm_piece *p) {
-    for (size_t offset = 0;;) {
-        const vm_piece *hit = NULL;
-        for (size_t i = 0; i < plan->pieces && !hit; i++) {
-            const vm_piece *q = &plan->piece[i];
-            if (q->placed && overlap(p, q) && offset < vm_sum(q->offset, q->bytes) &&
-                q->offset < vm_sum(offset, p->bytes))
-                hit = q;
-        }
-        if (!hit) return offset;
-        offset = vm_sum(hit->offset, hit->bytes);
+/* Where p may lie at the lowest beside q when it cannot lie at `offset`; offset itself where it can. */
+static size_t beside(const vm_plan *plan, const vm_piece *p, const vm_piece *q, size_t offset) {
+    if (offset >= vm_sum(q->offset, q->bytes) || q->offset >= vm_sum(offset, p->bytes)) return offset;
+    if (q->heir == (int)(p - plan->piece) && (ptrdiff_t)offset <= (ptrdiff_t)q->offset + q->shift) return offset;
+    if (p->heir == (int)(q - plan->piece)) {
+        const ptrdiff_t from = (ptrdiff_t)q->offset - p->shift;
+        if ((ptrdiff_t)offset >= from) return offset;
+        return VM_MIN(vm_sum(q->offset, q->bytes), vm_round_up((size_t)from, plan->ask.backend->device->align));
     }
+    return vm_sum(q->offset, q->bytes);
 }
 
-/* Which pieces are placed first: those with the most bytes, or with the most bytes times steps. Neither order is always
- * better, so both are tried. */
+/* Lowest offset where p meets no placed piece that it must not. */
+static size_t lowest_offset(const vm_plan *plan, const vm_piece *p) {
+    size_t offset = 0;
+    for (size_t i = 0; i < plan->pieces; i++) {
+        const vm_piece *q = &plan->piece[i];
+        const size_t to = q->placed && overlap(p, q) ? beside(plan, p, q, offset) : offset;
+        if (to == offset) continue;
+        offset = to;
+        i = (size_t)-1; /* all of them again, from there */
+    }
+    return offset;
+}
+
+/* Which pieces are placed first. No order is always better, so each is tried. */
 typedef double (*vm_weigh)(const vm_piece *p);
 static double by_bytes(const vm_piece *p) { return (double)p->bytes; }
-static double by_bytes_and_steps(const vm_piece *p) { return (double)p->bytes * (p->last - p->first + 1); }
+static double by_bytes_and_chains(const vm_piece *p) { return (double)p->bytes * (p->last - p->first + 1); }
+static double by_end(const vm_piece *p) { return (double)p->last * 0x1p60 + (double)p->bytes; }
 
 /* Fills the offsets; returns the height of the arena. */
 static size_t place_by(vm_plan *plan, vm_weigh weigh) {
     size_t height = 0;
     for (size_t i = 0; i < plan->pieces; i++) plan->piece[i].placed = false;
     for (size_t n = 0; n < plan->pieces; n++) {
-        size_t next = plan->pieces;
-        for (size_t i = 0; i < plan->pieces; i++)
-            if (!plan->piece[i].placed && (next == plan->pieces || weigh(&plan->piece[i]) > weigh(&plan->piece[next])))
-                next = i;
-        vm_piece *p = &plan->piece[next];
-        p->offset = lowest_offset(plan, p);
-        p->placed = true;
-        height = VM_MAX(height, vm_sum(p->offset, p->bytes));
+        vm_piece *next = NULL;
+        for (vm_piece *p = plan->piece; p < plan->piece + plan->pieces; p++) /* of equal ones the later: heirs first */
+            if (!p->placed && (!next || weigh(p) >= weigh(next))) next = p;
+        next->offset = lowest_offset(plan, next);
+        next->placed = true;
+        height = VM_MAX(height, vm_sum(next->offset, next->bytes));
     }
     return height;
 }
 
 static void place(vm_plan *plan) {
-    const size_t other = place_by(plan, by_bytes_and_steps);
-    plan->arena_bytes = place_by(plan, by_bytes);
-    if (other < plan->arena_bytes) plan->arena_bytes = place_by(plan, by_bytes_and_steps);
+    static const vm_weigh orders[] = {by_bytes, by_bytes_and_chains, by_end};
+    vm_weigh best = NULL;
+    for (size_t i = 0; i < sizeof orders / sizeof *orders; i++) {
+        const size_t height = place_by(plan, orders[i]);
+        if (best && height >= plan->arena_bytes) continue;
+        best = orders[i];
+        plan->arena_bytes = height;
+    }
+    plan->arena_bytes = place_by(plan, best);
 }
 
+/* ---- pieces ---- */
+
 static int add_piece(vm_plan *plan, vm_category category, size_t bytes, int first, int last) {
-    plan->piece[plan->pieces] =
-        (vm_piece){category, first, last, vm_round_up(bytes, plan->ask.backend->device->align), 0, false};
+    plan->piece[plan->pieces] = (vm_piece){.category = category,
+                                           .first = first,
+                                           .last = last,
+                                           .bytes = vm_round_up(bytes, plan->ask.backend->device->align),
+                                           .ring = SIZE_MAX,
+                                           .heir = VM_NONE};
     return (int)plan->pieces++;
 }
 
-static float scale_of(const vm_request *r, const vm_graph *g, int value) {
-    return value == VM_NONE || g->value[value].exact || !r->scale ? 1 : r->scale;
+static int chain_of(const vm_plan *plan, int node) {
+    int c = 0;
+    while (plan->chain[c].last < node) c++;
+    return c;
+}
+
+size_t vm_plan_row_bytes(const vm_plan *plan, int node) {
+    const vm_pass *p = &plan->step[node].pass;
+    return VM_PRODUCT(VM_BLOCKS(p->y.c) * VM_BLOCK, p->y.w, plan->ask.backend->element);
+}
+
+static bool last_node(const vm_plan *plan, int node) { return node + 1 == (int)plan->steps; }
+
+/* The node in whose place this one's tensor may lie, pixel upon pixel, whatever the order of the rows; VM_NONE. */
+static int place_of(const vm_plan *plan, int node) {
+    const vm_node *n = &plan->graph->node[node];
+    const vm_pass *p = &plan->step[node].pass;
+    const int over = n->add != VM_NONE ? n->add : n->x;
+    const bool local = n->add != VM_NONE || p->kind == VM_PASS_ATTENTION || (p->ksize == 1 && p->stride == 1);
+    if (over == VM_NONE || !local || plan->step[over].streamed || plan->step[over].last != node) return VM_NONE;
+    const size_t blocks = VM_BLOCKS(p->y.c);
+    const bool heirs = !plan->whole; /* then an heir may leave the wide rows behind */
+    const bool waste = heirs && n->add != VM_NONE && !plan->wide && blocks < plan->piece[plan->step[over].y].pitch;
+    return blocks <= VM_BLOCKS(plan->step[over].pass.y.c) && !waste ? over : VM_NONE;
+}
+
+/* A piece whose rows have `blocks` free blocks side by side all through chain c, among rows of this size. */
+static int free_blocks(const vm_plan *plan, int c, const vm_pass *pass, size_t blocks, size_t *at) {
+    for (int p = 0; p < (int)plan->pieces; p++) {
+        const vm_piece *q = &plan->piece[p];
+        if (!q->pitch || q->ring != SIZE_MAX || q->first >= c || q->last < c) continue;
+        for (*at = 0; *at + blocks <= q->pitch;) {
+            size_t next = *at;
+            bool same = false;
+            for (int i = 0; i < plan->chain[c].first; i++) {
+                const vm_step *s = &plan->step[i];
+                if (s->y != p || plan->chain[c].first > s->last) continue;
+                const size_t end = s->y_block + VM_BLOCKS(s->pass.y.c);
+                same = s->pass.y.h == pass->y.h && s->pass.y.w == pass->y.w;
+                if (s->y_block < *at + blocks && *at < end) next = VM_MAX(next, end);
+            }
+            if (!same) break;
+            if (next == *at) return p;
+            *at = next;
+        }
+    }
+    return VM_NONE;
+}
+
+/* Rows of what node `from` made that stage s still reads, from this step on. */
+static size_t reads_from(const vm_plan *plan, int first, const vm_stage *stage, size_t i, int from) {
+    const vm_node *n = &plan->graph->node[first + (int)i];
+    size_t row = SIZE_MAX;
+    if (n->x == from) row = vm_stage_from(&stage[i], stage[i].done);
+    if (n->add == from) row = VM_MIN(row, vm_stage_made(&stage[i], stage[i].done));
+    return row;
+}
+
+/* How many bytes behind the beginning of `piece` its heir may begin, so that no row is written over that is still read. */
+static ptrdiff_t shift_of(const vm_plan *plan, const vm_chain *c, int piece, const int *output, size_t outputs) {
+    vm_stage stage[VM_CHAIN];
+    const size_t stages = vm_chain_stages(plan, c->first, c->last, stage);
+    ptrdiff_t shift = PTRDIFF_MAX;
+    int target;
+    for (size_t round = 0; vm_chain_round(plan, c->first, stage, stages, round, &target); round++)
+        while (target == VM_NONE && vm_chain_step(stage, stages)) {
+            size_t read = plan->piece[piece].bytes, written = 0;
+            for (int from = 0; from < c->first; from++)
+                for (size_t i = 0; plan->step[from].y == piece && i < stages; i++) {
+                    const size_t row = reads_from(plan, c->first, stage, i, from);
+                    const vm_pass *p = &plan->step[from].pass;
+                    if (row < p->y.h)
+                        read = VM_MIN(read,
+                                      row * plan->piece[piece].pitch * VM_BLOCK * p->y.w * plan->ask.backend->element);
+                }
+            for (size_t o = 0; o < outputs; o++) {
+                const vm_stage *s = &stage[output[o] - c->first];
+                const vm_step *step = &plan->step[output[o]];
+                if (s->now)
+                    written = VM_MAX(written, vm_stage_made(s, s->done + s->now) * plan->piece[step->y].pitch *
+                                                  VM_BLOCK * step->pass.y.w * plan->ask.backend->element);
+            }
+            if (written) shift = VM_MIN(shift, (ptrdiff_t)read - (ptrdiff_t)written);
+        }
+    return shift;
+}
+
+void vm_plan_ring_rows(const vm_plan *plan, int first, int last, size_t *rows, size_t most_steps) {
+    vm_stage stage[VM_CHAIN];
+    const size_t stages = vm_chain_stages(plan, first, last, stage);
+    int target;
+    memset(rows, 0, stages * sizeof *rows);
+    for (size_t round = 0; vm_chain_round(plan, first, stage, stages, round, &target); round++)
+        for (size_t step = 0; step < most_steps && vm_chain_step(stage, stages); step++)
+            for (size_t i = 0; i < stages; i++) {
+                size_t from = SIZE_MAX;
+                for (size_t j = i + 1; j < stages; j++)
+                    if (stage[j].active) from = VM_MIN(from, reads_from(plan, first, stage, j, first + (int)i));
+                const size_t made = vm_stage_made(&stage[i], stage[i].done + stage[i].now);
+                if (from == SIZE_MAX) from = vm_stage_made(&stage[i], stage[i].done); /* only measured */
+                if (made > from) rows[i] = VM_MAX(rows[i], made - from);
+            }
+    for (size_t i = 0; i < stages; i++)
+        rows[i] = VM_MIN(vm_round_up(rows[i], VM_MAX(stage[i].cut.out_rows, 2)), stage[i].y_rows);
+}
+
+/* What a chain stores: the place of what it adds to or passes by, or a piece of its own, rows side by side. */
+static void add_outputs(vm_plan *plan, int c) {
+    const vm_chain *chain = &plan->chain[c];
+    int output[VM_CHAIN];
+    size_t outputs = 0, pitch = 0;
+    for (int i = chain->first; i <= chain->last; i++) {
+        vm_step *s = &plan->step[i];
+        if (s->last <= chain->last || last_node(plan, i)) continue;
+        s->y_block = pitch;
+        pitch += VM_BLOCKS(s->pass.y.c);
+        output[outputs++] = i;
+    }
+    if (!outputs) return;
+    vm_step *s = &plan->step[output[0]];
+    int last = c;
+    for (size_t o = 0; o < outputs; o++) last = VM_MAX(last, chain_of(plan, plan->step[output[o]].last));
+    const int over = outputs == 1 && chain->first == chain->last ? place_of(plan, output[0]) : VM_NONE;
+    if (over != VM_NONE && plan->piece[plan->step[over].y].last == c) {
+        s->y = plan->step[over].y;
+        s->y_block = plan->step[over].y_block;
+        plan->piece[s->y].last = last;
+        return;
+    }
+    size_t at;
+    const int beside = plan->wide && outputs == 1 ? free_blocks(plan, c, &s->pass, pitch, &at) : VM_NONE;
+    if (beside != VM_NONE) {
+        s->y = beside;
+        s->y_block = at;
+        plan->piece[beside].last = VM_MAX(plan->piece[beside].last, last);
+        return;
+    }
+    const size_t row = VM_PRODUCT(pitch, VM_BLOCK, s->pass.y.w, plan->ask.backend->element);
+    const int piece = add_piece(plan, VM_ACTIVATIONS, VM_PRODUCT(row, s->pass.y.h), c, last);
+    plan->piece[piece].pitch = pitch;
+    for (size_t o = 0; o < outputs; o++) plan->step[output[o]].y = piece;
+    if (plan->whole || s->pass.kind == VM_PASS_ATTENTION) return;
+    for (int p = 0; p < piece; p++) {
+        vm_piece *dying = &plan->piece[p];
+        if (dying->last != c || dying->first == c || !dying->pitch) continue;
+        dying->heir = piece;
+        dying->shift = shift_of(plan, chain, p, output, outputs);
+    }
+}
+
+static vm_status add_chain(vm_plan *plan, int c) {
+    const vm_backend *b = plan->ask.backend;
+    const vm_limits *limits = &plan->ask.limits;
+    vm_chain *chain = &plan->chain[c];
+    size_t scratch = 0, ring[VM_CHAIN];
+    if (chain->first != chain->last) vm_plan_ring_rows(plan, chain->first, chain->last, ring, SIZE_MAX);
+    add_outputs(plan, c);
+    for (int i = chain->first; i <= chain->last; i++) {
+        const vm_node *n = &plan->graph->node[i];
+        vm_step *s = &plan->step[i];
+        if (s->streamed) {
+            const size_t rows = ring[i - chain->first];
+            s->y = add_piece(plan, VM_ACTIVATIONS, VM_PRODUCT(rows, vm_plan_row_bytes(plan, i)), c, c);
+            plan->piece[s->y].pitch = VM_BLOCKS(s->pass.y.c);
+            plan->piece[s->y].ring = rows < s->pass.y.h ? rows : SIZE_MAX;
+        }
+        int last = i; /* the last norm that wants its sums */
+        for (int j = i + 1; j < (int)plan->steps; j++)
+            if (plan->graph->node[j].x == i && plan->graph->node[j].pass.norm) last = j;
+        s->parts = n->pass.stats ? b->parts(b, &s->pass, limits) : 0;
+        if (s->parts)
+            s->y_stats = add_piece(plan, VM_SCRATCH, VM_PRODUCT(s->parts, vm_stats_floats(s->pass.y.c), sizeof(float)),
+                                   c, chain_of(plan, last));
+        const size_t prepared = b->prepared(b, &s->pass);
+        if (prepared) s->prepared = add_piece(plan, VM_SCRATCH, prepared, c, c);
+        scratch = VM_MAX(scratch, b->scratch(b, &s->pass, limits));
+        size_t bytes = 0;
+        const vm_status status = b->workspace(b, &s->pass, limits, &bytes);
+        if (status) {
+            char sentence[VM_SENTENCE];
+            snprintf(sentence, sizeof sentence, "%s", b->device->error());
+            return vm_fail(status, "%s: %s", n->name, sentence);
+        }
+        if (bytes) s->workspace = add_piece(plan, VM_WORKSPACE, bytes, c, c);
+    }
+    chain->scratch = add_piece(plan, VM_SCRATCH, scratch, c, c);
+    return VM_OK;
+}
+
+/* The user's arrays on their way through the arena. With a batch they are there all the time, so that one item's
+ * copies run beside the next one's passes. */
+static void add_staging(vm_plan *plan) {
+    const int last = (int)plan->chains - 1, whole = plan->ask.batch > 1;
+    plan->in = plan->out = VM_NONE;
+    if (!plan->staged) return;
+    plan->in = add_piece(plan, VM_ACTIVATIONS, plan->in_bytes, 0, whole ? last : plan->chain[0].last);
+    plan->out = add_piece(plan, VM_OUTPUT, plan->out_bytes, whole ? 0 : last, last);
+}
+
+/* ---- counting ---- */
+
+static size_t sum(const size_t bytes[VM_CATEGORIES]) {
+    size_t total = 0;
+    for (int c = 0; c < VM_CATEGORIES; c++) total = vm_sum(total, bytes[c]);
+    return total;
+}
+
+/* Bytes of an heir that lie over those whose place it takes: counted once they have gone. */
+static void count_shared(vm_plan *plan) {
+    for (size_t i = 0; i < plan->pieces; i++) {
+        const vm_piece *s = &plan->piece[i];
+        if (s->heir == VM_NONE) continue;
+        vm_piece *o = &plan->piece[s->heir];
+        const size_t from = VM_MAX(s->offset, o->offset), to = VM_MIN(s->offset + s->bytes, o->offset + o->bytes);
+        if (to > from) o->shared += to - from;
+        if (to > from) plan->chain[o->first].stepped = true;
+    }
+}
+
+static size_t output_bytes(const vm_plan *plan) {
+    return plan->ask.own_output ? VM_PRODUCT(plan->out_bytes, plan->ask.batch) : 0;
+}
+
+static size_t own_bytes(const vm_model *m, const vm_plan *plan) {
+    return m->mem == m->host ? plan->plan_bytes + plan->pool_bytes : 0;
+}
+
+size_t vm_plan_beside_arena(const vm_model *m, const vm_plan *plan) {
+    return vm_sum(vm_mem_usage(m->mem).live[VM_WEIGHTS], vm_sum(output_bytes(plan), own_bytes(m, plan)));
+}
+
+static void count_live(const vm_model *m, vm_plan *plan) {
+    const size_t output = output_bytes(plan), weights = vm_mem_usage(m->mem).live[VM_WEIGHTS];
+    plan->own_bytes = own_bytes(m, plan);
+    memset(plan->peak, 0, sizeof plan->peak);
+    for (size_t i = 0; i < plan->chains; i++) {
+        size_t *live = plan->chain[i].live;
+        memset(live, 0, sizeof plan->chain[i].live);
+        live[VM_WEIGHTS] = weights;
+        live[VM_OUTPUT] = output;
+        live[VM_SCRATCH] = plan->own_bytes;
+        for (size_t p = 0; p < plan->pieces; p++) {
+            const vm_piece *q = &plan->piece[p];
+            size_t *bytes = &live[q->category];
+            if (q->first <= (int)i && (int)i <= q->last)
+                *bytes = vm_sum(*bytes, q->bytes - (q->first == (int)i ? q->shared : 0));
+        }
+        if (sum(live) > sum(plan->peak)) memcpy(plan->peak, live, sizeof plan->peak);
+    }
+    plan->reserved = vm_sum(vm_plan_beside_arena(m, plan), plan->arena_bytes);
+}
+
+static vm_status lay_out(const vm_model *m, vm_plan *plan) {
+    double once = 0, all = 0;
+    plan->pieces = plan->rows = 0;
+    for (size_t c = 0; c < plan->chains; c++) plan->chain[c].stepped = plan->chain[c].first != plan->chain[c].last;
+    for (int i = 0; i < (int)plan->steps; i++) {
+        vm_step *s = &plan->step[i];
+        const vm_chain *c = &plan->chain[chain_of(plan, i)];
+        s->streamed = s->last <= c->last && !last_node(plan, i);
+        s->y = s->y_stats = s->prepared = s->workspace = VM_NONE;
+        s->y_block = 0;
+        s->flops = vm_chain_flops(plan, c->first, c->last, i);
+        once += vm_pass_flops(&s->pass);
+        all += s->flops;
+        plan->rows = vm_sum(
+            plan->rows, VM_PRODUCT(s->pass.y.h, plan->ask.batch, (size_t)(s->flops / vm_pass_flops(&s->pass) + 0.5)));
+    }
+    plan->work = all / once;
+    for (size_t c = 0; c < plan->chains; c++) {
+        vm_status s = add_chain(plan, (int)c);
+        if (s) return s;
+    }
+    add_staging(plan);
+    place(plan);
+    count_shared(plan);
+    count_live(m, plan);
+    return VM_OK;
+}
+
+vm_status vm_plan_lay_out(const vm_model *m, vm_plan *plan) {
+    plan->wide = false;
+    vm_status s = lay_out(m, plan);
+    const size_t narrow = plan->arena_bytes;
+    if (s || plan->whole) return s;
+    plan->wide = true;
+    if ((s = lay_out(m, plan)) || plan->arena_bytes <= narrow) return s;
+    plan->wide = false;
+    return lay_out(m, plan);
+}
+
+/* ---- the plan ---- */
+
+static float scale_of(const vm_request *r, const vm_graph *g, int node) {
+    return node == VM_NONE || g->node[node].exact || !r->scale ? 1 : r->scale;
 }
 
 /* A tenth of T, the largest tensor of 128 channels: with the rest of the peak that stays within 3.2 T. */
@@ -78,116 +392,28 @@ static size_t default_stripe_bytes(const vm_request *r, const vm_arch *arch) {
     return VM_MAX(VM_PRODUCT(c, r->height, r->width, r->backend->element) / 10, LEAST);
 }
 
-static void set_shapes(const vm_request *r, const vm_graph *g, const vm_node *n, vm_step *step, const vm_arch *arch) {
-    vm_pass *p = &step->pass;
+static void set_shapes(vm_plan *plan, int i, const vm_arch *arch) {
+    const vm_request *r = &plan->ask;
+    const vm_graph *g = plan->graph;
+    const vm_node *n = &g->node[i];
+    vm_pass *p = &plan->step[i].pass;
     *p = n->pass;
     p->x.h = r->height >> n->x_level;
     p->x.w = r->width >> n->x_level;
     p->y.h = r->height >> n->y_level;
     p->y.w = r->width >> n->y_level;
     p->x_scale = scale_of(r, g, n->x);
-    p->y_scale = scale_of(r, g, n->y);
+    p->y_scale = last_node(plan, i) ? 1 : scale_of(r, g, i);
     if (n->x == VM_NONE) p->x_format = r->in;
-    if (n->y == VM_NONE) p->y_format = r->out;
+    if (last_node(plan, i)) p->y_format = r->out;
     if (n->x == VM_NONE && r->op == VM_DECODE && r->scaled) {
         p->affine = true;
         p->in_scale = 1 / arch->scaling_factor;
         p->in_shift = arch->shift_factor;
     }
-}
-
-/* Pieces of the values: from the first node that touches one to the last. */
-static void add_values(vm_plan *plan, const vm_graph *g) {
-    const vm_request *r = &plan->ask;
-    for (size_t v = 0; v < g->values; v++) {
-        const vm_value *value = &g->value[v];
-        int first = VM_NONE, last = VM_NONE;
-        for (size_t i = 0; i < g->nodes; i++) {
-            const vm_node *n = &g->node[i];
-            if (n->x != (int)v && n->y != (int)v && n->add != (int)v) continue;
-            if (first == VM_NONE) first = (int)i;
-            last = (int)i;
-        }
-        const size_t bytes = VM_PRODUCT(VM_BLOCKS(value->c) * VM_BLOCK, r->height >> value->level,
-                                        r->width >> value->level, r->backend->element);
-        plan->piece_of[v] = add_piece(plan, VM_ACTIVATIONS, bytes, first, last);
-    }
-}
-
-static int last_reader_of_stats(const vm_graph *g, size_t node) {
-    for (size_t i = g->nodes; i-- > 0;)
-        if (g->node[i].x_stats == (int)node) return (int)i;
-    return (int)node;
-}
-
-static vm_status add_steps(vm_plan *plan, const vm_graph *g) {
-    const vm_backend *b = plan->ask.backend;
-    const vm_limits *limits = &plan->ask.limits;
-    const int *piece_of = plan->piece_of;
-    for (size_t i = 0; i < g->nodes; i++) {
-        const vm_node *n = &g->node[i];
-        vm_step *s = &plan->step[i];
-        s->x = n->x == VM_NONE ? VM_NONE : piece_of[n->x];
-        s->y = n->y == VM_NONE ? VM_NONE : piece_of[n->y];
-        s->add = n->add == VM_NONE ? VM_NONE : piece_of[n->add];
-        s->y_stats = s->x_stats = VM_NONE;
-        const size_t parts = n->pass.stats ? b->parts(b, &s->pass, limits) : 0;
-        if (parts)
-            s->y_stats = add_piece(plan, VM_SCRATCH, VM_PRODUCT(parts, vm_stats_floats(s->pass.y.c), sizeof(float)),
-                                   (int)i, last_reader_of_stats(g, i));
-        if (n->x_stats != VM_NONE) {
-            s->x_stats = plan->step[n->x_stats].y_stats;
-            s->parts = b->parts(b, &plan->step[n->x_stats].pass, limits);
-        }
-        s->scratch = add_piece(plan, VM_SCRATCH, b->scratch(b, &s->pass, limits), (int)i, (int)i);
-        s->workspace = VM_NONE;
-        size_t bytes = 0;
-        const vm_status status = b->workspace(b, &s->pass, limits, &bytes);
-        if (status) {
-            char sentence[VM_SENTENCE];
-            snprintf(sentence, sizeof sentence, "%s", b->device->error());
-            return vm_fail(status, "%s: %s", n->name, sentence);
-        }
-        if (bytes) s->workspace = add_piece(plan, VM_WORKSPACE, bytes, (int)i, (int)i);
-    }
-    return VM_OK;
-}
-
-/* The user's arrays on their way through the arena. With a batch they are there all the time, so that one item's
- * copies run beside the next one's passes. */
-static void add_staging(vm_plan *plan) {
-    const int last = (int)plan->steps - 1, whole = plan->ask.batch > 1;
-    plan->in = plan->out = VM_NONE;
-    if (!plan->staged) return;
-    plan->in = add_piece(plan, VM_ACTIVATIONS, plan->in_bytes, 0, whole ? last : 0);
-    plan->out = add_piece(plan, VM_OUTPUT, plan->out_bytes, whole ? 0 : last, last);
-}
-
-static size_t sum(const size_t bytes[VM_CATEGORIES]) {
-    size_t total = 0;
-    for (int c = 0; c < VM_CATEGORIES; c++) total = vm_sum(total, bytes[c]);
-    return total;
-}
-
-static void count_live(const vm_model *m, vm_plan *plan) {
-    const size_t output = plan->ask.own_output ? VM_PRODUCT(plan->out_bytes, plan->ask.batch) : 0;
-    const size_t weights = vm_mem_usage(m->mem).live[VM_WEIGHTS];
-    plan->own_bytes = m->mem == m->host ? plan->plan_bytes + plan->pool_bytes : 0;
-    for (size_t i = 0; i < plan->steps; i++) {
-        size_t *live = plan->step[i].live;
-        live[VM_WEIGHTS] = weights;
-        live[VM_OUTPUT] = output;
-        live[VM_SCRATCH] = plan->own_bytes;
-        for (size_t p = 0; p < plan->pieces; p++) {
-            size_t *bytes = &live[plan->piece[p].category];
-            if (plan->piece[p].first <= (int)i && (int)i <= plan->piece[p].last)
-                *bytes = vm_sum(*bytes, plan->piece[p].bytes);
-        }
-        if (sum(live) <= sum(plan->peak)) continue;
-        memcpy(plan->peak, live, sizeof plan->peak);
-        plan->peak_step = i;
-    }
-    plan->reserved = sum((const size_t[VM_CATEGORIES]){weights, output, plan->own_bytes, plan->arena_bytes});
+    plan->step[i].last = i;
+    if (n->x != VM_NONE) plan->step[n->x].last = i;
+    if (n->add != VM_NONE) plan->step[n->add].last = i;
 }
 
 /* Bytes of one batch item of the user's pixels: images at full size, latents (or moments) at the lowest level. */
@@ -223,28 +449,21 @@ static vm_status check_fits(const vm_request *r, size_t bytes) {
 
 static vm_status build(const vm_model *m, vm_plan *plan) {
     vm_request *r = &plan->ask;
-    const vm_graph *g = &m->graph[r->op];
     const size_t factor = vm_arch_factor(&m->arch), latent = m->arch.latent_channels;
     const bool encode = r->op == VM_ENCODE;
+    vm_status s = VM_OK;
     plan->staged = r->host_arrays && !r->backend->device->addressable;
     r->own_output &=
         !plan->staged; /* a staged one has its place in the arena; the host's copy is no part of the plan */
     if (!r->limits.stripe_bytes) r->limits.stripe_bytes = default_stripe_bytes(r, &m->arch);
     plan->in_bytes = pixel_bytes(r, r->in, encode ? m->arch.in_channels : latent, encode ? 1 : factor);
     plan->out_bytes = pixel_bytes(r, r->out, encode ? 2 * latent : m->arch.out_channels, encode ? factor : 1);
-    add_values(plan, g);
-    vm_status s = VM_OK;
-    for (size_t p = 0; p < plan->pieces && !s; p++) s = check_fits(r, plan->piece[p].bytes);
-    if (s) return s; /* before a backend is asked about passes of such sizes */
-    for (size_t i = 0; i < g->nodes; i++) {
-        set_shapes(r, g, &g->node[i], &plan->step[i], &m->arch);
-        plan->rows = vm_sum(plan->rows, VM_PRODUCT(plan->step[i].pass.y.h, r->batch));
+    for (int i = 0; i < (int)plan->steps && !s; i++) { /* before a backend is asked about passes of such sizes */
+        set_shapes(plan, i, &m->arch);
+        s = check_fits(r, VM_PRODUCT(vm_plan_row_bytes(plan, i), plan->step[i].pass.y.h, 8));
     }
-    if ((s = add_steps(plan, g))) return s;
-    add_staging(plan);
-    place(plan);
-    count_live(m, plan);
-    return check_fits(r, vm_sum(plan->reserved, VM_PRODUCT(vm_sum(plan->in_bytes, plan->out_bytes), r->batch)));
+    if (!s) s = vm_plan_choose(m, plan);
+    return s ? s : check_fits(r, vm_sum(plan->reserved, VM_PRODUCT(vm_sum(plan->in_bytes, plan->out_bytes), r->batch)));
 }
 
 vm_status vm_plan_new(const vm_model *m, const vm_request *ask, vm_plan **out) {
@@ -252,23 +471,23 @@ vm_status vm_plan_new(const vm_model *m, const vm_request *ask, vm_plan **out) {
     vm_status s = check_request(m, ask);
     if (s) return s;
     const vm_graph *g = &m->graph[ask->op];
-    const size_t pieces = g->values + 3 * g->nodes + 2;
     size_t bytes = 0;
     vm_put_bytes(&bytes, sizeof(vm_plan), VM_ALIGN);
     const size_t step = vm_put_bytes(&bytes, g->nodes * sizeof(vm_step), VM_ALIGN);
-    const size_t piece = vm_put_bytes(&bytes, pieces * sizeof(vm_piece), VM_ALIGN);
-    const size_t piece_of = vm_put_bytes(&bytes, g->values * sizeof(int), VM_ALIGN);
+    const size_t chain = vm_put_bytes(&bytes, g->nodes * sizeof(vm_chain), VM_ALIGN);
+    const size_t piece = vm_put_bytes(&bytes, (5 * g->nodes + 2) * sizeof(vm_piece), VM_ALIGN);
     char *block;
     if ((s = vm_mem_reserve(m->host, bytes, (void **)&block))) return s;
     vm_plan *plan = (vm_plan *)block;
     *plan = (vm_plan){.ask = *ask,
+                      .graph = g,
                       .steps = g->nodes,
                       .step = (vm_step *)(block + step),
+                      .chain = (vm_chain *)(block + chain),
                       .piece = (vm_piece *)(block + piece),
-                      .piece_of = (int *)(block + piece_of),
                       .pool_bytes = vm_pool_bytes(ask->limits.threads),
                       .plan_bytes = bytes};
-    if ((s = build(m, plan)))
+    if ((s = build(m, plan)) && s != VM_ELIMIT)
         vm_plan_free(m, plan);
     else
         *out = plan;

@@ -39,12 +39,14 @@ static void *address(const walk *w, int piece) {
     return piece == VM_NONE ? NULL : w->arena + w->plan->piece[piece].offset;
 }
 
-/* Rows keep the width of the value, which may be wider than the tensor in it now. */
-static vm_view view(const walk *w, int piece, int value, const vm_shape *shape) {
-    if (piece == VM_NONE) return (vm_view){NULL, 0, 0};
-    const vm_value *v = &w->m->graph[w->plan->ask.op].value[value];
-    const size_t block = shape->w * VM_BLOCK;
-    return (vm_view){address(w, piece), block, VM_BLOCKS(v->c) * block};
+/* The rows of what a node makes. They keep the width of their piece, which may be wider. */
+static vm_view view(const walk *w, int node) {
+    if (node == VM_NONE || w->plan->step[node].y == VM_NONE) return (vm_view){.ring = SIZE_MAX};
+    const vm_step *s = &w->plan->step[node];
+    const vm_piece *p = &w->plan->piece[s->y];
+    const size_t block = s->pass.y.w * VM_BLOCK;
+    char *data = (char *)address(w, s->y) + s->y_block * block * w->backend->element;
+    return (vm_view){(float *)(void *)data, block, p->pitch * block, p->ring};
 }
 
 static const char *user_in(const walk *w, size_t item) { return (const char *)w->run->in + item * w->plan->in_bytes; }
@@ -54,40 +56,53 @@ static const float *weights_of(const walk *w, int tensor) {
     return tensor == VM_NONE ? NULL : (const float *)((const char *)w->m->weights + w->m->tensor[tensor].offset);
 }
 
-static vm_operands operands(const walk *w, size_t i, size_t item) {
+static vm_operands operands(const walk *w, int node, const vm_chain *chain, size_t item) {
     const vm_plan *plan = w->plan;
-    const vm_node *n = &w->m->graph[plan->ask.op].node[i];
-    const vm_step *s = &plan->step[i];
+    const vm_node *n = &plan->graph->node[node];
+    const vm_step *s = &plan->step[node], *x = n->x == VM_NONE ? NULL : &plan->step[n->x];
     const bool staged = plan->staged;
     return (vm_operands){
-        .x = view(w, s->x, n->x, &s->pass.x),
-        .y = view(w, s->y, n->y, &s->pass.y),
-        .add = view(w, s->add, n->add, &s->pass.y),
-        .x_pixels = n->x != VM_NONE ? NULL
-                    : staged        ? address(w, plan->in)
-                                    : user_in(w, item),
-        .y_pixels = n->y != VM_NONE ? NULL
-                    : staged        ? address(w, plan->out)
-                                    : user_out(w, item),
+        .x = view(w, n->x),
+        .y = view(w, node),
+        .add = view(w, n->add),
+        .x_pixels = x        ? NULL
+                    : staged ? address(w, plan->in)
+                             : user_in(w, item),
+        .y_pixels = node + 1 < (int)plan->steps ? NULL
+                    : staged                    ? address(w, plan->out)
+                                                : user_out(w, item),
         .weight = weights_of(w, n->weight),
         .bias = weights_of(w, n->bias),
         .gamma = weights_of(w, n->gamma),
         .beta = weights_of(w, n->beta),
-        .x_stats = address(w, s->x_stats),
+        .x_stats = n->pass.norm ? address(w, x->y_stats) : NULL,
         .y_stats = address(w, s->y_stats),
-        .x_parts = s->parts,
-        .scratch = address(w, s->scratch),
+        .x_parts = n->pass.norm ? x->parts : 0,
+        .prepared = address(w, s->prepared),
+        .scratch = address(w, chain->scratch),
+        .scratch_each = plan->piece[chain->scratch].bytes / plan->ask.limits.threads,
         .workspace = address(w, s->workspace),
     };
 }
 
-static bool touched(const vm_step *s, int piece) {
-    return piece == s->x || piece == s->y || piece == s->add || piece == s->x_stats || piece == s->y_stats ||
-           piece == s->scratch || piece == s->workspace;
+/* Whether a chain may write to a piece, or read it. */
+static bool written(const walk *w, const vm_chain *c, int piece) {
+    bool is = piece == c->scratch;
+    for (int i = c->first; i <= c->last; i++) {
+        const vm_step *s = &w->plan->step[i];
+        is |= piece == s->y || piece == s->y_stats || piece == s->prepared || piece == s->workspace;
+    }
+    return is;
 }
 
-static bool written(const vm_step *s, int piece) {
-    return piece == s->y || piece == s->y_stats || piece == s->scratch || piece == s->workspace;
+static bool touched(const walk *w, const vm_chain *c, int piece) {
+    bool is = written(w, c, piece);
+    for (int i = c->first; i <= c->last; i++) {
+        const vm_node *n = &w->plan->graph->node[i];
+        if (n->x != VM_NONE) is |= piece == w->plan->step[n->x].y || piece == w->plan->step[n->x].y_stats;
+        if (n->add != VM_NONE) is |= piece == w->plan->step[n->add].y;
+    }
+    return is;
 }
 
 static uint64_t fnv(uint64_t hash, const void *data, size_t bytes) {
@@ -95,18 +110,18 @@ static uint64_t fnv(uint64_t hash, const void *data, size_t bytes) {
     return hash;
 }
 
-/* FNV-1a over the bytes of the arena that step i must not write; `poison` first fills those that it
+/* FNV-1a over the bytes of the arena that chain c must not write; `poison` first fills those that it
  * must not read (no piece alive there) with NaN. */
-static uint64_t outside(const walk *w, size_t i, bool poison) {
+static uint64_t outside(const walk *w, int c, bool poison) {
     const vm_plan *plan = w->plan;
     uint64_t hash = 14695981039346656037u;
     for (size_t at = 0; at < plan->arena_bytes; at += VM_ALIGN) { /* pieces begin and end at multiples of VM_ALIGN */
         bool live = false, writes = false;
         for (size_t p = 0; p < plan->pieces; p++) {
             const vm_piece *q = &plan->piece[p];
-            if (q->first > (int)i || (int)i > q->last || at < q->offset || at >= q->offset + q->bytes) continue;
-            live |= q->first < (int)i;
-            writes |= written(&plan->step[i], (int)p);
+            if (q->first > c || c > q->last || at < q->offset || at >= q->offset + q->bytes) continue;
+            live |= q->first < c;
+            writes |= written(w, &plan->chain[c], (int)p);
         }
         if (poison && !live) memset(w->arena + at, 0xff, VM_ALIGN);
         if (!writes) hash = fnv(hash, w->arena + at, VM_ALIGN);
@@ -114,11 +129,11 @@ static uint64_t outside(const walk *w, size_t i, bool poison) {
     return hash;
 }
 
-static void guard(const walk *w, const vm_step *s) {
+static void guard(const walk *w, const vm_chain *c) {
     if (!w->device->addressable) return;
     ASAN_POISON_MEMORY_REGION(w->arena, w->m->arena_bytes);
     for (size_t p = 0; p < w->plan->pieces; p++)
-        if (touched(s, (int)p))
+        if (touched(w, c, (int)p))
             ASAN_UNPOISON_MEMORY_REGION(w->arena + w->plan->piece[p].offset, w->plan->piece[p].bytes);
 }
 
@@ -126,35 +141,94 @@ static void unguard(const walk *w) {
     if (w->device->addressable) ASAN_UNPOISON_MEMORY_REGION(w->arena, w->m->arena_bytes);
 }
 
-/* Runs the pass, or where it has been enqueued already only accounts for it. */
-static vm_status run_pass(walk *w, size_t i, size_t item) {
-    vm_step *s = &w->plan->step[i];
+/* The tasks of one step of a chain: some of each stage's. */
+typedef struct batch {
+    const vm_stage *stage;
+    const vm_tasks *tasks;
+    size_t stages;
+} batch;
+
+static void batch_task(const void *job, size_t task, unsigned thread) {
+    const batch *b = job;
+    for (size_t i = 0; i < b->stages; i++) {
+        const vm_stage *s = &b->stage[i];
+        const size_t n = s->now * s->cut.columns;
+        if (task < n) {
+            b->tasks[i].fn(b->tasks[i].job, s->done * s->cut.columns + task, thread);
+            return;
+        }
+        task -= n;
+    }
+}
+
+/* Row by row. Each pass is made ready in the first round that it is part of. */
+static vm_status run_stepped(walk *w, const vm_chain *c, size_t item) {
+    vm_stage stage[VM_CHAIN];
+    vm_tasks tasks[VM_CHAIN];
+    bool ready[VM_CHAIN] = {false};
+    int target;
+    vm_status s = VM_OK;
+    const size_t stages = vm_chain_stages(w->plan, c->first, c->last, stage);
+    for (size_t round = 0; !s && vm_chain_round(w->plan, c->first, stage, stages, round, &target); round++) {
+        for (size_t i = 0; i < stages && !s; i++) {
+            if (!stage[i].active || ready[i]) continue;
+            const vm_operands at = operands(w, c->first + (int)i, c, item);
+            s = w->backend->prepare(w->backend, &w->plan->step[c->first + (int)i].pass, &at, &w->exec, &tasks[i]);
+            ready[i] = true;
+        }
+        while (!s && vm_chain_step(stage, stages)) {
+            size_t n = 0, rows = 0;
+            for (size_t i = 0; i < stages; i++) {
+                n += stage[i].now * stage[i].cut.columns;
+                rows +=
+                    vm_stage_made(&stage[i], stage[i].done + stage[i].now) - vm_stage_made(&stage[i], stage[i].done);
+            }
+            s = w->exec.each(w->exec.pool, n, rows, batch_task, &(batch){stage, tasks, stages});
+        }
+    }
+    return s;
+}
+
+/* What a chain took, told to its passes by their share of its work. */
+static void share_seconds(const walk *w, const vm_chain *c, double seconds) {
+    double flops = 0;
+    for (int i = c->first; i <= c->last; i++) flops += w->plan->step[i].flops;
+    for (int i = c->first; i <= c->last; i++) w->plan->step[i].seconds += seconds * w->plan->step[i].flops / flops;
+}
+
+/* Runs the chain, or where it has been enqueued already only accounts for it. */
+static vm_status run_passes(walk *w, int i, size_t item) {
+    const vm_chain *c = &w->plan->chain[i];
+    const vm_pass *first = &w->plan->step[c->first].pass;
     const uint64_t before = w->run->check ? outside(w, i, true) : 0;
-    const vm_operands at = operands(w, i, item);
-    guard(w, s);
+    const vm_operands at = operands(w, c->first, c, item);
+    guard(w, c);
     const double start = now();
-    vm_status status = said(w, w->backend->run(w->backend, &s->pass, &at, &w->exec));
-    s->seconds += now() - start;
+    vm_status status =
+        said(w, c->stepped ? run_stepped(w, c, item) : w->backend->run(w->backend, first, &at, &w->exec));
+    share_seconds(w, c, now() - start);
     unguard(w);
     if (!status && w->run->check && outside(w, i, false) != before)
-        status = vm_fail(VM_EINVAL, "check: pass %zu (%s) wrote outside its plan", i,
-                         w->m->graph[w->plan->ask.op].node[i].name);
+        status = vm_fail(VM_EINVAL, "check: %s wrote outside its plan", w->plan->graph->node[c->first].name);
     if (!status && !w->run->replay)
-        status = said(w, w->device->step_enqueued(w->backend, i, s->pass.y.h, w->run->wait ? &w->exec : NULL));
+        status = said(w, w->device->step_enqueued(w->backend, (size_t)i, first->y.h, w->run->wait ? &w->exec : NULL));
     return status;
 }
 
-static vm_status run_step(walk *w, size_t i, size_t item, bool enqueued) {
+static vm_status run_chain(walk *w, int c, size_t item, bool enqueued) {
     vm_plan *plan = w->plan;
-    vm_step *s = &plan->step[i];
-    for (size_t p = 0; p < plan->pieces; p++)
-        if (plan->piece[p].first == (int)i) vm_mem_use(w->m->mem, plan->piece[p].category, plan->piece[p].bytes);
-    const vm_usage usage = vm_mem_usage(w->m->mem);
-    memcpy(s->measured, usage.live, sizeof s->measured);
-    vm_status status = enqueued ? VM_OK : run_pass(w, i, item);
-    for (size_t p = 0; p < plan->pieces; p++)
-        if (plan->piece[p].last == (int)i || (status && plan->piece[p].first <= (int)i && (int)i < plan->piece[p].last))
-            vm_mem_unuse(w->m->mem, plan->piece[p].category, plan->piece[p].bytes);
+    vm_mem *mem = w->m->mem;
+    for (vm_piece *p = plan->piece; p < plan->piece + plan->pieces; p++)
+        if (p->first == c) vm_mem_use(mem, p->category, p->bytes - p->shared);
+    const vm_usage usage = vm_mem_usage(mem);
+    memcpy(plan->chain[c].measured, usage.live, sizeof usage.live);
+    vm_status status = enqueued ? VM_OK : run_passes(w, c, item);
+    for (vm_piece *p = plan->piece; p < plan->piece + plan->pieces; p++) {
+        const bool gone = p->last == c || (status && p->first <= c && c < p->last);
+        if (gone) vm_mem_unuse(mem, p->category, p->bytes - (p->first == c ? p->shared : 0));
+    }
+    for (vm_piece *p = plan->piece; p < plan->piece + plan->pieces; p++) /* what it lay over has gone */
+        if (p->first == c && p->last != c && !status) vm_mem_use(mem, p->category, p->shared);
     return status;
 }
 
@@ -199,9 +273,9 @@ static vm_status run_item(walk *w, size_t item) {
     const uint64_t key = replay ? key_of(w, item) : 0; /* 0: pass by pass */
     if (!s) s = said(w, w->device->begin(w->backend, key, &enqueued));
     if (s) return s;
-    for (size_t i = 0; i < plan->steps && !s; i++) {
-        if (staged && !replay && item && i + 1 == plan->steps) s = fetch(w, item - 1);
-        if (!s) s = run_step(w, i, item, enqueued);
+    for (size_t i = 0; i < plan->chains && !s; i++) {
+        if (staged && !replay && item && i + 1 == plan->chains) s = fetch(w, item - 1);
+        if (!s) s = run_chain(w, (int)i, item, enqueued);
     }
     const vm_status ended = w->device->end(w->backend, key, s);
     return s ? s : said(w, ended);
@@ -216,8 +290,8 @@ static vm_status run_items(walk *w) {
     if (!s && plan->staged) s = fetch(w, plan->ask.batch - 1);
     /* what was enqueued must not outlive the memory that it works on: a run that failed waits too */
     const vm_status finished = w->device->finish(w->backend, s ? NULL : &w->exec, s || run->wait, &run->overflow);
-    for (size_t i = 0; i < plan->steps && !s && run->wait && !run->replay; i++)
-        w->device->seconds(w->backend, i, &plan->step[i].seconds);
+    for (size_t i = 0; i < plan->chains && !s && run->wait && !run->replay; i++)
+        w->device->seconds(w->backend, i, &plan->step[plan->chain[i].first].seconds);
     return s ? s : said(w, finished);
 }
 

@@ -99,27 +99,20 @@ typedef struct vm_tensor {
     bool set;
 } vm_tensor;
 
-/* A pass before its size is known: levels say how often the image side is halved. Values are
- * numbered tensors; a value written again in place keeps its number. */
+/* A pass before its size is known: levels say how often the image side is halved. It makes one tensor, known by the
+ * node's index; whose memory that takes is the plan's. */
 typedef struct vm_node {
     char name[VM_NAME];
     vm_pass pass;
     int x_level, y_level;
-    int x, y, add;                 /* values; VM_NONE for the user's pixels, or no add */
-    int weight, bias, gamma, beta; /* tensors; VM_NONE where the pass has none */
-    int x_stats;                   /* the node whose parts the norm on load merges */
+    int x, add;                    /* nodes; VM_NONE for the user's pixels, or no add */
+    int weight, bias, gamma, beta; /* tensors of weights; VM_NONE where the pass has none */
+    bool exact; /* its tensor is never multiplied by vm_request.scale: what attention reads and writes */
 } vm_node;
 
-typedef struct vm_value {
-    size_t c; /* the widest tensor it holds: its row keeps that width */
-    int level;
-    bool exact; /* kept as it is, never multiplied by vm_request.scale: what attention reads and writes */
-} vm_value;
-
 typedef struct vm_graph {
-    size_t nodes, values;
-    vm_node *node;
-    vm_value *value;
+    size_t nodes;
+    vm_node *node; /* the last one writes the user's pixels */
 } vm_graph;
 
 struct vm_model;
@@ -165,24 +158,69 @@ vm_status vm_weights_set(vm_model *model, size_t tensor, vm_dtype dtype, const v
 /* VM_EINVAL where the device keeps weights rounded. */
 vm_status vm_weights_get(const vm_model *model, size_t tensor, float *data);
 
+/* ---- chain.c: passes that run together, row by row ---- */
+
+enum { VM_CHAIN = 64 /* passes at most */ };
+
+/* A pass within a chain. */
+typedef struct vm_stage {
+    vm_cut cut;
+    size_t x_rows, y_rows; /* of its tensors */
+    int x, add;            /* stages that make them, VM_NONE where they are there from the beginning */
+    size_t each, ahead;    /* rows of tiles in one step, at most, and steps whose input may be made beforehand */
+    bool active;           /* in this round */
+    size_t done, now;      /* rows of tiles: before this step, and in it */
+} vm_stage;
+
+/* Nodes [first, last] that run together. Tensors that pass between them exist as rings of rows; those that are read later
+ * are stored. A round runs the chain as far as a tensor whose sums a norm within the chain wants; the last runs it all. */
+typedef struct vm_chain {
+    int first, last;
+    bool stepped;                   /* row by row; else its one pass runs whole */
+    size_t live[VM_CATEGORIES];     /* planned bytes in use while it runs */
+    size_t measured[VM_CATEGORIES]; /* the same, as mem.c counted them */
+    int scratch;                    /* piece */
+} vm_chain;
+
+struct vm_plan;
+/* The stages of a chain; how many. */
+size_t vm_chain_stages(const struct vm_plan *plan, int first, int last, vm_stage *stage);
+/* The next round's stages are made active, and begin. round: 0 for the first; false after the last. *target: the stage
+ * that is only measured, VM_NONE in the last round. */
+bool vm_chain_round(const struct vm_plan *plan, int first, vm_stage *stage, size_t stages, size_t round, int *target);
+/* Fills now: every stage whose input is ready, and whose rows somebody waits for. false when the round is done. */
+bool vm_chain_step(vm_stage *stage, size_t stages);
+/* Rows of its output that a stage has made, and the first row of its input that it still reads from row `k` of tiles on. */
+size_t vm_stage_made(const vm_stage *stage, size_t k);
+size_t vm_stage_from(const vm_stage *stage, size_t k);
+/* Whether nodes [first, last] can be a chain. */
+bool vm_chain_can(const struct vm_plan *plan, int first, int last);
+/* FLOPs of all its rounds, of one batch item; where node is not VM_NONE, of that node alone. */
+double vm_chain_flops(const struct vm_plan *plan, int first, int last, int node);
+
 /* ---- plan.c: every byte of a run, before it ---- */
 
-/* A piece of the arena, from the first node that needs it to the last. */
+/* A piece of the arena, from the first chain that needs it to the last. */
 typedef struct vm_piece {
     vm_category category;
     int first, last;
     size_t bytes, offset;
-    bool placed; /* offset is known */
+    size_t pitch, ring; /* of tensors: blocks of channels in a row, and rows (SIZE_MAX: all) */
+    bool placed;        /* offset is known */
+    int heir;           /* the piece that its last chain writes over it row behind row, or VM_NONE */
+    ptrdiff_t shift;    /* which then begins at offset + shift at the latest */
+    size_t shared;      /* of its bytes, those that lie over others in its first chain */
 } vm_piece;
 
 /* What a node needs, by index into vm_plan.piece; VM_NONE where it needs none. */
 typedef struct vm_step {
     vm_pass pass; /* with its sizes */
-    int x, y, add, x_stats, y_stats, scratch, workspace;
-    size_t parts;                   /* of x_stats */
-    size_t live[VM_CATEGORIES];     /* planned bytes in use while it runs */
-    size_t measured[VM_CATEGORIES]; /* the same, as mem.c counted them */
-    double seconds;
+    int y, y_stats, prepared, workspace;
+    size_t y_block; /* where its tensor begins in a row of its piece */
+    int last;       /* the last node that reads its tensor */
+    bool streamed;
+    size_t parts;
+    double flops, seconds;
 } vm_step;
 
 /* What is asked of a run. */
@@ -194,8 +232,9 @@ typedef struct vm_request {
     vm_format in, out;           /* of the user's arrays */
     bool host_arrays;            /* they are in the host's memory, else in the device's */
     bool own_output;             /* the output is this run's, and counted */
-    bool scaled; /* latents are divided by the scaling factor, and shifted, on the way into the decoder */
-    float scale; /* a power of two that activations are kept multiplied by; 0 is 1 */
+    bool scaled;         /* latents are divided by the scaling factor, and shifted, on the way into the decoder */
+    float scale;         /* a power of two that activations are kept multiplied by; 0 is 1 */
+    size_t memory_limit; /* for all of vm_plan.peak; 0: none, and then the least memory that costs no extra work */
 } vm_request;
 
 typedef struct vm_plan {
@@ -203,19 +242,25 @@ typedef struct vm_plan {
     size_t in_bytes, out_bytes; /* of one batch item of the user's pixels */
     bool staged;                /* the user's arrays pass through the arena, for the device cannot address them */
     int in, out;                /* their pieces then */
-    size_t steps, pieces;
-    vm_step *step;
+    const vm_graph *graph;
+    size_t steps, chains, pieces;
+    vm_step *step; /* one a node */
+    vm_chain *chain;
     vm_piece *piece;
-    int *piece_of; /* value -> its piece */
+    bool whole; /* every pass is a chain of its own and runs whole */
+    bool wide; /* tensors may lie side by side in the rows of one piece, which then lives as long as the last of them */
     size_t arena_bytes, pool_bytes, plan_bytes;
     size_t own_bytes;           /* of the last two: what the run counts as its scratch */
     size_t peak[VM_CATEGORIES]; /* when their sum is largest */
-    size_t peak_step;
-    size_t reserved; /* weights + arena + output + what the run itself needs */
-    size_t rows;     /* of progress, the whole batch */
+    double work;                /* FLOPs, relative to those of every pass once */
+    size_t smallest;            /* the peak of the smallest plan, where the limit is below it (VM_ELIMIT) */
+    size_t reserved;            /* weights + arena + output + what the run itself needs */
+    size_t rows;                /* of progress, the whole batch */
 } vm_plan;
 
-/* Needs nothing of the model that a run changes, so a model may be planned for while it runs. */
+/* VM_ELIMIT where no plan keeps within ask->memory_limit; *out is then a plan in name only, whose `reserved` is the smallest
+ * limit that would do.
+ * Needs nothing of the model that a run changes, so a model may be planned for while it runs. */
 vm_status vm_plan_new(const vm_model *model, const vm_request *ask, vm_plan **out);
 void vm_plan_free(const vm_model *model, vm_plan *plan);
 

@@ -26,7 +26,7 @@ enum {
 typedef struct layout {
     size_t q, s, o, top, offsets; /* floats from the thread's own; top: top, sum, keep of each block;
                                      offsets: of k's channel blocks, then of the rows of a run */
-    size_t per_thread;            /* bytes */
+    size_t scratch;               /* bytes */
     size_t c;                     /* channels of one head, padded */
 } layout;
 
@@ -37,23 +37,14 @@ static layout make_layout(const vm_pass *p) {
     l.o = l.s + lanes * KEYS;
     l.top = l.o + lanes * l.c;
     l.offsets = l.top + 3 * lanes;
-    l.per_thread = VM_ROUND_UP(l.offsets * sizeof(float) + (VM_BLOCKS(p->y.c) + KEYS) * sizeof(ptrdiff_t), VM_ALIGN);
+    l.scratch = VM_ROUND_UP(l.offsets * sizeof(float) + (VM_BLOCKS(p->y.c) + KEYS) * sizeof(ptrdiff_t), VM_ALIGN);
     return l;
-}
-
-static size_t attention_scratch(const vm_pass *pass, unsigned threads) {
-    return VM_PRODUCT(threads, make_layout(pass).per_thread);
-}
-
-static size_t attention_parts(const vm_pass *pass) {
-    (void)pass;
-    return 0; /* no GroupNorm reads what attention writes */
 }
 
 typedef struct job {
     const vm_cpu_ops *ops;
     const vm_pass *pass;
-    const vm_operands *at;
+    vm_operands at;
     layout l;
 } job;
 
@@ -64,7 +55,7 @@ static void transpose(const job *j, float *mine, size_t first, size_t n, bool in
         const size_t y = (first + i) / w, x = (first + i) % w;
         float *lane = mine + i / VM_BLOCK * c * VM_BLOCK + i % VM_BLOCK;
         for (size_t b = 0; b < c / VM_BLOCK; b++) {
-            const vm_view *v = in ? &j->at->x : &j->at->y;
+            const vm_view *v = in ? &j->at.x : &j->at.y;
             float *px = v->data + y * v->row + b * v->block + x * VM_BLOCK;
             for (size_t l = 0; l < VM_BLOCK; l++) {
                 float *at = lane + (b * VM_BLOCK + l) * VM_BLOCK;
@@ -80,7 +71,7 @@ static void transpose(const job *j, float *mine, size_t first, size_t n, bool in
 /* Keys: `rows` rows from y, `width` pixels of each from x0; rows * width <= KEYS. */
 static void attend(const job *j, float *own, size_t blocks, size_t y, size_t rows, size_t x0, size_t width) {
     const layout *l = &j->l;
-    const vm_view *v = &j->at->x;
+    const vm_view *v = &j->at.x;
     const size_t cb = l->c / VM_BLOCK, keys = rows * width;
     const ptrdiff_t *block_offsets = (const ptrdiff_t *)(own + l->offsets), *row_offsets = block_offsets + cb;
     const float *k = v->data + y * v->row + cb * v->block + x0 * VM_BLOCK, *value = k + cb * v->block;
@@ -141,14 +132,14 @@ static void attend(const job *j, float *own, size_t blocks, size_t y, size_t row
 static void attention_task(const void *context, size_t task, unsigned thread) {
     const job *j = context;
     const layout *l = &j->l;
-    float *own = (float *)((char *)j->at->scratch + thread * l->per_thread);
+    float *own = (float *)((char *)j->at.scratch + thread * j->at.scratch_each);
     const size_t first = task * QUERIES * VM_BLOCK, n = VM_MIN(j->pass->x.h * j->pass->x.w - first, QUERIES * VM_BLOCK);
     const size_t blocks = VM_BLOCKS(n);
     memset(own + l->q, 0, blocks * l->c * VM_BLOCK * sizeof(float));
     memset(own + l->o, 0, blocks * l->c * VM_BLOCK * sizeof(float));
     ptrdiff_t *offsets = (ptrdiff_t *)(own + l->offsets);
-    for (size_t b = 0; b < l->c / VM_BLOCK; b++) *offsets++ = (ptrdiff_t)(b * j->at->x.block);
-    for (size_t r = 0; r < KEYS; r++) *offsets++ = (ptrdiff_t)(r * j->at->x.row);
+    for (size_t b = 0; b < l->c / VM_BLOCK; b++) *offsets++ = (ptrdiff_t)(b * j->at.x.block);
+    for (size_t r = 0; r < KEYS; r++) *offsets++ = (ptrdiff_t)(r * j->at.x.row);
     for (size_t i = 0; i < blocks * 3 * VM_BLOCK; i++) own[l->top + i] = i % (3 * VM_BLOCK) < VM_BLOCK ? -INFINITY : 0;
     transpose(j, own + l->q, first, n, true);
     const size_t w = j->pass->x.w, h = j->pass->x.h, rows = VM_MAX(KEYS / w, 1);
@@ -162,10 +153,25 @@ static void attention_task(const void *context, size_t task, unsigned thread) {
     transpose(j, own + l->o, first, n, false);
 }
 
-static vm_status attention_run(const vm_cpu_ops *ops, const vm_pass *pass, const vm_operands *at, const vm_exec *exec) {
-    job j = {.ops = ops, .pass = pass, .at = at, .l = make_layout(pass)};
-    const size_t pixels = pass->x.h * pass->x.w, each = QUERIES * VM_BLOCK;
-    return exec->each(exec->pool, (pixels + each - 1) / each, pass->y.h, attention_task, &j);
+static vm_cut attention_cut(const vm_pass *p) {
+    const size_t pixels = p->x.h * p->x.w, each = QUERIES * VM_BLOCK;
+    return (vm_cut){.rows = 1, .columns = (pixels + each - 1) / each, .out_rows = p->y.h, .in_rows = p->x.h};
 }
 
-const vm_method vm_attention = {attention_scratch, attention_parts, attention_run};
+static size_t attention_prepared(const vm_pass *p) {
+    (void)p;
+    return VM_ROUND_UP(sizeof(job), VM_ALIGN);
+}
+
+static size_t attention_scratch(const vm_pass *p) { return make_layout(p).scratch; }
+
+static vm_status attention_prepare(const vm_cpu_ops *ops, const vm_pass *pass, const vm_operands *at,
+                                   const vm_exec *exec, vm_tasks *out) {
+    (void)exec;
+    job *j = at->prepared;
+    *j = (job){.ops = ops, .pass = pass, .at = *at, .l = make_layout(pass)};
+    *out = (vm_tasks){attention_task, j};
+    return VM_OK;
+}
+
+const vm_method vm_attention = {attention_cut, attention_prepared, attention_scratch, attention_prepare};

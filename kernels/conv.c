@@ -25,6 +25,7 @@
 enum {
     STEPS = 128,     /* products summed in one go, at least: their weights for two blocks (16 KiB) stay in L1 */
     TILE_WIDTH = 64, /* pixels; the x tile should stay in a core's L2 beside the weights of two blocks */
+    TILE_ROWS = 4,   /* flat tiles keep rings of streamed rows short */
     TILE_BYTES = 768 * 1024,
     TILES_WANTED = 32 /* enough to share among threads when the image is small */
 };
@@ -36,20 +37,29 @@ static vm_grid make_grid(const vm_pass *p) {
     const size_t row_bytes = (tile_w * g.step + g.overlap) * VM_BLOCKS(p->x.c) * VM_BLOCK * sizeof(float);
     const size_t fit = TILE_BYTES / row_bytes, share = g.height * columns / TILES_WANTED;
     const size_t cached = fit > g.overlap ? (fit - g.overlap) / g.step : 1;
-    vm_grid_cut(&g, VM_MIN(cached, share), tile_w);
+    const size_t rows = VM_MIN(VM_MIN(cached, share), TILE_ROWS);
+    vm_grid_cut(&g, rows == 3 ? 2 : rows, tile_w); /* a power of two, so that rings may hold whole rows of tiles */
     return g;
 }
 
 typedef struct layout {
-    size_t offsets, folded, threads; /* bytes from scratch, where scale and shift lie first */
-    size_t y_pixels, per_thread;     /* bytes from the thread's own, where the x tile begins */
-    size_t total;
+    size_t channels, offsets, folded, prepared; /* bytes from the pass's prepared memory, where the job lies first */
+    size_t y_pixels, scratch;                   /* bytes from the thread's own, where the x tile begins */
     size_t taps, depth, batches, phases;
     size_t run;     /* batches that are multiplied at once */
     size_t w_block; /* floats between blocks of output channels */
 } layout;
 
-static layout make_layout(const vm_pass *p, const vm_grid *g, unsigned threads) {
+typedef struct job {
+    vm_work work;
+    vm_grid g;
+    layout l;
+    const float *weight;
+    float *folded;
+    ptrdiff_t *offsets;
+} job;
+
+static layout make_layout(const vm_pass *p, const vm_grid *g) {
     layout l = {0};
     const size_t xb = VM_BLOCKS(p->x.c), yb = VM_BLOCKS(p->y.c), block = VM_BLOCK * sizeof(float);
     l.phases = p->up ? 4 : 1;
@@ -58,35 +68,30 @@ static layout make_layout(const vm_pass *p, const vm_grid *g, unsigned threads) 
     l.batches = xb * l.taps;
     l.run = VM_MAX(STEPS / (l.taps * l.depth), 1) * l.taps;
     l.w_block = l.batches * l.depth * VM_BLOCK;
-    vm_put_bytes(&l.total, vm_work_bytes(p), VM_ALIGN);
-    l.offsets = vm_put_bytes(&l.total, l.phases * l.batches * sizeof(ptrdiff_t), VM_ALIGN);
-    l.folded = vm_put_bytes(&l.total, p->up ? VM_PRODUCT(l.phases, yb, l.batches, l.depth, block) : 0, VM_ALIGN);
-    l.threads = l.total;
-    vm_put_bytes(&l.per_thread, VM_PRODUCT(xb, g->input_h, g->input_w, block), VM_ALIGN);
+    vm_put_bytes(&l.prepared, sizeof(job), VM_ALIGN);
+    l.channels = vm_put_bytes(&l.prepared, vm_work_bytes(p), VM_ALIGN);
+    l.offsets = vm_put_bytes(&l.prepared, l.phases * l.batches * sizeof(ptrdiff_t), VM_ALIGN);
+    l.folded = vm_put_bytes(&l.prepared, p->up ? VM_PRODUCT(l.phases, yb, l.batches, l.depth, block) : 0, VM_ALIGN);
+    vm_put_bytes(&l.scratch, VM_PRODUCT(xb, g->input_h, g->input_w, block), VM_ALIGN);
     l.y_pixels =
-        vm_put_bytes(&l.per_thread, p->y_format == VM_ROWS ? 0 : VM_PRODUCT(2, g->tile_h, g->tile_w, block), VM_ALIGN);
-    l.total = vm_sum(l.total, VM_PRODUCT(threads, l.per_thread));
+        vm_put_bytes(&l.scratch, p->y_format == VM_ROWS ? 0 : VM_PRODUCT(2, g->tile_h, g->tile_w, block), VM_ALIGN);
     return l;
 }
 
-static size_t direct_scratch(const vm_pass *pass, unsigned threads) {
+static vm_cut direct_cut(const vm_pass *pass) {
     const vm_grid g = make_grid(pass);
-    return make_layout(pass, &g, threads).total;
+    return vm_grid_rows(&g);
 }
 
-static size_t direct_parts(const vm_pass *pass) {
+static size_t direct_prepared(const vm_pass *pass) {
     const vm_grid g = make_grid(pass);
-    return g.rows * g.columns;
+    return make_layout(pass, &g).prepared;
 }
 
-typedef struct job {
-    vm_work work;
-    vm_grid g;
-    layout l;
-    char *scratch;
-    const float *weight;
-    ptrdiff_t *offsets;
-} job;
+static size_t direct_scratch(const vm_pass *pass) {
+    const vm_grid g = make_grid(pass);
+    return make_layout(pass, &g).scratch;
+}
 
 /* The part of the grid that one task computes. */
 typedef struct tile {
@@ -109,9 +114,9 @@ static void store_pixels(const job *j, const float *src, size_t block, size_t y,
             float v = src[i * VM_BLOCK + c % VM_BLOCK];
             if (c >= j->work.pass->clamp_from) v = v < -30 ? -30 : v > 20 ? 20 : v;
             if (j->work.pass->y_format == VM_U8_NHWC)
-                ((uint8_t *)j->work.at->y_pixels)[(y * s->w + x + i) * s->c + c] = to_byte(v);
+                ((uint8_t *)j->work.at.y_pixels)[(y * s->w + x + i) * s->c + c] = to_byte(v);
             else
-                ((float *)j->work.at->y_pixels)[(c * s->h + y) * s->w + x + i] = v;
+                ((float *)j->work.at.y_pixels)[(c * s->h + y) * s->w + x + i] = v;
         }
 }
 
@@ -121,10 +126,10 @@ static void store_pixels(const job *j, const float *src, size_t block, size_t y,
 static vm_view destination(const job *j, const tile *t, size_t block, size_t y, size_t x) {
     if (j->work.pass->y_format != VM_ROWS) {
         const size_t row = t->at.w * VM_BLOCK;
-        return (vm_view){t->y_pixels + (y - t->at.y0) * row + (x - t->at.x0) * VM_BLOCK, t->at.h * row, row};
+        return (vm_view){t->y_pixels + (y - t->at.y0) * row + (x - t->at.x0) * VM_BLOCK, t->at.h * row, row, SIZE_MAX};
     }
-    const vm_view *v = &j->work.at->y;
-    return (vm_view){v->data + y * v->row + block * v->block + x * VM_BLOCK, v->block, v->row};
+    const vm_view *v = &j->work.at.y;
+    return (vm_view){vm_row(v, y) + block * v->block + x * VM_BLOCK, v->block, v->row, SIZE_MAX};
 }
 
 /* One row of a tile, for one or two blocks of output channels, one phase and one run of batches. */
@@ -157,10 +162,10 @@ static void multiply_row(const job *j, const tile *t, size_t block, size_t block
             g.add_pixel = g.y_pixel;
             g.add_block = g.y_block;
         } else {
-            g.bias = j->work.at->bias + block * VM_BLOCK;
+            g.bias = j->work.at.bias + block * VM_BLOCK;
             if (p->add) {
-                const vm_view *a = &j->work.at->add;
-                g.add = a->data + y * a->row + block * a->block + x * VM_BLOCK;
+                const vm_view *a = &j->work.at.add;
+                g.add = vm_row(a, y) + block * a->block + x * VM_BLOCK;
                 g.add_pixel = g.y_pixel;
                 g.add_block = (ptrdiff_t)a->block;
             }
@@ -184,7 +189,7 @@ static void multiply(const job *j, const tile *t, size_t block, size_t blocks) {
 static void conv_tile(const void *context, size_t task, unsigned thread) {
     const job *j = context;
     const vm_pass *p = j->work.pass;
-    char *own = j->scratch + j->l.threads + thread * j->l.per_thread;
+    char *own = (char *)j->work.at.scratch + thread * j->work.at.scratch_each;
     const tile t = {.at = vm_grid_tile(&j->g, task), .x = (float *)own, .y_pixels = (float *)(own + j->l.y_pixels)};
     const vm_box input = vm_tile_input(&j->g, &t.at), output = vm_tile_output(&j->g, &t.at);
     vm_load_box(&j->work, &input, t.x, j->g.input_h * j->g.input_w * VM_BLOCK, j->g.input_w * VM_BLOCK);
@@ -216,9 +221,8 @@ static void fold_block(const void *context, size_t task, unsigned thread) {
     for (size_t phase = 0; phase < 4; phase++)
         for (size_t b = 0; b < xb; b++)
             for (size_t tap = 0; tap < 4; tap++) {
-                float *dst =
-                    (float *)(j->scratch + j->l.folded) + (phase * yb + task) * j->l.w_block + (b * 4 + tap) * n;
-                const float *src = j->work.at->weight + (task * xb + b) * 9 * n;
+                float *dst = j->folded + (phase * yb + task) * j->l.w_block + (b * 4 + tap) * n;
+                const float *src = j->work.at.weight + (task * xb + b) * 9 * n;
                 size_t y0, y1, x0, x1;
                 vm_folded_taps(phase / 2, tap / 2, &y0, &y1);
                 vm_folded_taps(phase % 2, tap % 2, &x0, &x1);
@@ -229,18 +233,21 @@ static void fold_block(const void *context, size_t task, unsigned thread) {
             }
 }
 
-static vm_status direct_run(const vm_cpu_ops *ops, const vm_pass *pass, const vm_operands *at, const vm_exec *exec) {
-    job j = {.g = make_grid(pass), .scratch = at->scratch, .weight = at->weight};
-    j.l = make_layout(pass, &j.g, exec->limits.threads);
-    j.work = vm_work_begin(ops, pass, at);
-    j.offsets = (ptrdiff_t *)(j.scratch + j.l.offsets);
-    make_offsets(&j);
-    if (pass->up) {
-        vm_status s = exec->each(exec->pool, VM_BLOCKS(pass->y.c), 0, fold_block, &j);
-        if (s) return s;
-        j.weight = (const float *)(j.scratch + j.l.folded);
-    }
-    return exec->each(exec->pool, j.g.rows * j.g.columns, pass->y.h, conv_tile, &j);
+static vm_status direct_prepare(const vm_cpu_ops *ops, const vm_pass *pass, const vm_operands *at, const vm_exec *exec,
+                                vm_tasks *out) {
+    char *prepared = at->prepared;
+    job *j = at->prepared;
+    *j = (job){.g = make_grid(pass), .weight = at->weight};
+    j->l = make_layout(pass, &j->g);
+    j->work = vm_work_begin(ops, pass, at, prepared + j->l.channels);
+    j->offsets = (ptrdiff_t *)(prepared + j->l.offsets);
+    make_offsets(j);
+    *out = (vm_tasks){conv_tile, j};
+    if (!pass->up) return VM_OK;
+    j->folded = (float *)(prepared + j->l.folded);
+    vm_status s = exec->each(exec->pool, VM_BLOCKS(pass->y.c), 0, fold_block, j);
+    j->weight = j->folded;
+    return s;
 }
 
-const vm_method vm_direct = {direct_scratch, direct_parts, direct_run};
+const vm_method vm_direct = {direct_cut, direct_prepared, direct_scratch, direct_prepare};

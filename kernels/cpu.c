@@ -68,14 +68,25 @@ static const vm_method *method_of(const vm_pass *p) {
     return three && rows && wide && p->y.h * p->y.w >= WORTH ? &vm_winograd : &vm_direct;
 }
 
+static vm_cut cut(const vm_backend *b, const vm_pass *p) {
+    (void)b;
+    return method_of(p)->cut(p);
+}
+
 static size_t parts(const vm_backend *b, const vm_pass *p, const vm_limits *limits) {
-    (void)b, (void)limits;
-    return method_of(p)->parts(p);
+    (void)limits;
+    const vm_cut c = cut(b, p);
+    return c.rows * c.columns;
+}
+
+static size_t prepared(const vm_backend *b, const vm_pass *p) {
+    (void)b;
+    return method_of(p)->prepared(p);
 }
 
 static size_t scratch(const vm_backend *b, const vm_pass *p, const vm_limits *limits) {
     (void)b;
-    return method_of(p)->scratch(p, limits->threads);
+    return VM_PRODUCT(limits->threads, method_of(p)->scratch(p));
 }
 
 static vm_status workspace(const vm_backend *b, const vm_pass *p, const vm_limits *limits, size_t *bytes) {
@@ -84,18 +95,29 @@ static vm_status workspace(const vm_backend *b, const vm_pass *p, const vm_limit
     return VM_OK;
 }
 
+static vm_status prepare(const vm_backend *b, const vm_pass *p, const vm_operands *at, const vm_exec *exec,
+                         vm_tasks *out) {
+    return method_of(p)->prepare(b->self, p, at, exec, out);
+}
+
 static vm_status run(const vm_backend *b, const vm_pass *p, const vm_operands *at, const vm_exec *exec) {
-    return method_of(p)->run(b->self, p, at, exec);
+    const vm_cut c = cut(b, p);
+    vm_tasks tasks;
+    vm_status s = prepare(b, p, at, exec, &tasks);
+    return s ? s : exec->each(exec->pool, c.rows * c.columns, p->y.h, tasks.fn, tasks.job);
 }
 
 #define VM_CPU_BACKEND(NAME, USABLE)                        \
     static const vm_backend NAME = {.name = #NAME,          \
                                     .usable = USABLE,       \
                                     .element = 4,           \
+                                    .cut = cut,             \
+                                    .prepared = prepared,   \
                                     .scratch = scratch,     \
                                     .workspace = workspace, \
                                     .parts = parts,         \
                                     .run = run,             \
+                                    .prepare = prepare,     \
                                     .device = &vm_host,     \
                                     .self = (void *)&vm_cpu_##NAME};
 

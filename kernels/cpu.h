@@ -66,13 +66,13 @@ const vm_cpu_ops *vm_cpu_ops_named(const char *name);
 typedef struct vm_work {
     const vm_cpu_ops *ops;
     const vm_pass *pass;
-    const vm_operands *at;
+    vm_operands at;
     const float *scale, *shift; /* of the norm on load, or of scaled latents; NULL where nothing is done but copying */
 } vm_work;
 
-/* scale and shift lie at the beginning of the pass's scratch, in so many bytes. */
+/* scale and shift take so many bytes, from `channels` on. */
 size_t vm_work_bytes(const vm_pass *pass);
-vm_work vm_work_begin(const vm_cpu_ops *ops, const vm_pass *pass, const vm_operands *at);
+vm_work vm_work_begin(const vm_cpu_ops *ops, const vm_pass *pass, const vm_operands *at, void *channels);
 
 /* The output in cells: its pixels, or squares of 2x2 where a method computes these at once. */
 typedef struct vm_grid {
@@ -100,6 +100,7 @@ void vm_grid_cut(vm_grid *grid, size_t tile_h, size_t tile_w);
 vm_tile vm_grid_tile(const vm_grid *grid, size_t task);
 vm_box vm_tile_input(const vm_grid *grid, const vm_tile *tile);
 vm_box vm_tile_output(const vm_grid *grid, const vm_tile *tile);
+vm_cut vm_grid_rows(const vm_grid *grid);
 
 /* x: [c/16] planes of [rows][width][16], so many floats apart; zero outside the image. */
 void vm_load_box(const vm_work *work, const vm_box *box, float *x, size_t plane, size_t row);
@@ -109,9 +110,11 @@ void vm_measure_box(const vm_work *work, const vm_box *box, size_t part, size_t 
 /* ---- the methods: ways to compute a pass with any of the operations above; cpu.c chooses ---- */
 
 typedef struct vm_method {
-    size_t (*scratch)(const vm_pass *pass, unsigned threads);
-    size_t (*parts)(const vm_pass *pass);
-    vm_status (*run)(const vm_cpu_ops *ops, const vm_pass *pass, const vm_operands *at, const vm_exec *exec);
+    vm_cut (*cut)(const vm_pass *pass);
+    size_t (*prepared)(const vm_pass *pass);
+    size_t (*scratch)(const vm_pass *pass); /* of one thread, a multiple of VM_ALIGN */
+    vm_status (*prepare)(const vm_cpu_ops *ops, const vm_pass *pass, const vm_operands *at, const vm_exec *exec,
+                         vm_tasks *out);
 } vm_method;
 
 extern const vm_method vm_direct, vm_winograd, vm_attention;

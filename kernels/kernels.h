@@ -39,7 +39,8 @@ typedef enum vm_status {
     VM_ENOMEM,     /* the system, the budget or an injected fault refused memory */
     VM_EOVERFLOW,  /* a byte count does not fit in size_t */
     VM_ECANCELLED, /* the caller's poll asked to stop */
-    VM_EDEVICE     /* a GPU, its driver or its libraries refused */
+    VM_EDEVICE,    /* a GPU, its driver or its libraries refused */
+    VM_ELIMIT      /* no plan keeps within the memory limit */
 } vm_status;
 
 enum { VM_SENTENCE = 512 /* bytes that are kept of one */ };
@@ -139,11 +140,15 @@ typedef struct vm_pass {
     float x_scale, y_scale; /* tensors are kept multiplied by these powers of two (against float16's overflow) */
 } vm_pass;
 
-/* Rows of a tensor, in elements of the backend's own type (floats on a CPU). */
+/* Rows of a tensor, in elements of the backend's own type (floats on a CPU). Of a streamed one only `ring` rows are
+ * there, each in the place of the one that many rows before it; ring is SIZE_MAX where all are. */
 typedef struct vm_view {
     float *data;
     size_t block, row; /* elements between channel blocks, and between rows */
+    size_t ring;
 } vm_view;
+
+static inline float *vm_row(const vm_view *v, size_t y) { return v->data + (y < v->ring ? y : y % v->ring) * v->row; }
 
 typedef struct vm_operands {
     vm_view x, y, add;         /* rows; add may be y itself, y may be x where the pass is local to a pixel */
@@ -155,7 +160,9 @@ typedef struct vm_operands {
     const float *x_stats;      /* what the producer of x left */
     float *y_stats;            /* what this pass leaves: vm_backend.parts times vm_stats_floats(y.c) floats */
     size_t x_parts;            /* number of partial sums in x_stats */
-    void *scratch;             /* vm_backend.scratch bytes, VM_ALIGN-aligned */
+    void *prepared;            /* vm_backend.prepared bytes, VM_ALIGN-aligned */
+    void *scratch;             /* vm_backend.scratch bytes or more, likewise */
+    size_t scratch_each;       /* of them, each thread's own */
     void *workspace;           /* vm_backend.workspace bytes, likewise */
 } vm_operands;
 
@@ -182,6 +189,20 @@ typedef struct vm_weight {
     size_t out, in, ksize;
     bool vector, up; /* up: of a convolution after nearest 2x */
 } vm_weight;
+
+/* How the rows of a pass's output are cut into rows of tiles: what can be computed piece by piece. It follows from the
+ * shape alone. */
+typedef struct vm_cut {
+    size_t rows, columns;         /* of tiles; a tile is a task, counted row by row */
+    size_t out_rows;              /* of the output in a full row of tiles */
+    size_t in_step, in_rows, pad; /* row k reads rows [k * in_step - pad, k * in_step - pad + in_rows) of x */
+} vm_cut;
+
+/* A pass at work: task t of it is fn(job, t, thread). */
+typedef struct vm_tasks {
+    vm_task fn;
+    const void *job;
+} vm_tasks;
 
 typedef struct vm_backend vm_backend;
 
@@ -221,12 +242,18 @@ struct vm_backend {
     const char *name;
     bool (*usable)(void);
     size_t element; /* bytes of a number in a tensor */
-    /* Bytes that a pass needs beside its tensors, given back when it ends: its own, and a library's. */
+    vm_cut (*cut)(const vm_backend *b, const vm_pass *pass);
+    /* Bytes that a pass needs beside its tensors: kept from its beginning to its end, in use while a task runs (of all
+     * threads together, so that passes at work at the same time share them), and a library's. */
+    size_t (*prepared)(const vm_backend *b, const vm_pass *pass);
     size_t (*scratch)(const vm_backend *b, const vm_pass *pass, const vm_limits *limits);
     vm_status (*workspace)(const vm_backend *b, const vm_pass *pass, const vm_limits *limits, size_t *bytes);
     /* How many partial sums (each vm_stats_floats(y.c) floats) the pass leaves for a GroupNorm. */
     size_t (*parts)(const vm_backend *b, const vm_pass *pass, const vm_limits *limits);
     vm_status (*run)(const vm_backend *b, const vm_pass *pass, const vm_operands *at, const vm_exec *exec);
+    /* Makes a pass ready to be computed task by task. *out borrows pass and at->prepared. NULL: passes run whole only. */
+    vm_status (*prepare)(const vm_backend *b, const vm_pass *pass, const vm_operands *at, const vm_exec *exec,
+                         vm_tasks *out);
     const vm_device *device;
     void *self;
 };

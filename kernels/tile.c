@@ -9,11 +9,11 @@ size_t vm_work_bytes(const vm_pass *pass) {
     return pass->norm || pass->affine ? 2 * channels : 0;
 }
 
-vm_work vm_work_begin(const vm_cpu_ops *ops, const vm_pass *pass, const vm_operands *at) {
-    vm_work w = {.ops = ops, .pass = pass, .at = at};
+vm_work vm_work_begin(const vm_cpu_ops *ops, const vm_pass *pass, const vm_operands *at, void *channels) {
+    vm_work w = {.ops = ops, .pass = pass, .at = *at};
     const size_t padded = VM_BLOCKS(pass->x.c) * VM_BLOCK;
     if (!pass->norm && !pass->affine) return w;
-    float *scale = at->scratch, *shift = scale + padded;
+    float *scale = channels, *shift = scale + padded;
     w.scale = scale;
     w.shift = shift;
     if (pass->norm)
@@ -65,11 +65,20 @@ vm_box vm_tile_output(const vm_grid *g, const vm_tile *t) {
                     VM_MIN(t->w * g->cell, g->output_w - left)};
 }
 
+vm_cut vm_grid_rows(const vm_grid *g) {
+    return (vm_cut){.rows = g->rows,
+                    .columns = g->columns,
+                    .out_rows = g->tile_h * g->cell,
+                    .in_step = g->tile_h * g->step,
+                    .in_rows = g->input_h,
+                    .pad = g->pad};
+}
+
 static float pixel_at(const vm_work *j, size_t c, size_t y, size_t x) {
     const vm_shape *s = &j->pass->x;
     if (j->pass->x_format == VM_U8_NHWC)
-        return (float)((const uint8_t *)j->at->x_pixels)[(y * s->w + x) * s->c + c] / 127.5f - 1;
-    return ((const float *)j->at->x_pixels)[(c * s->h + y) * s->w + x];
+        return (float)((const uint8_t *)j->at.x_pixels)[(y * s->w + x) * s->c + c] / 127.5f - 1;
+    return ((const float *)j->at.x_pixels)[(c * s->h + y) * s->w + x];
 }
 
 static void load_pixels(const vm_work *j, float *dst, size_t block, size_t y, size_t x, size_t n) {
@@ -102,8 +111,8 @@ void vm_load_box(const vm_work *j, const vm_box *box, float *x, size_t plane, si
                 load_pixels(j, dst, b, (size_t)y, x0, n);
                 continue;
             }
-            const vm_view *v = &j->at->x;
-            const float *src = v->data + (size_t)y * v->row + b * v->block + x0 * VM_BLOCK;
+            const vm_view *v = &j->at.x;
+            const float *src = vm_row(v, (size_t)y) + b * v->block + x0 * VM_BLOCK;
             j->ops->load(dst, src, n, j->scale ? j->scale + b * VM_BLOCK : NULL,
                          j->shift ? j->shift + b * VM_BLOCK : NULL, j->pass->silu);
         }
@@ -111,11 +120,10 @@ void vm_load_box(const vm_work *j, const vm_box *box, float *x, size_t plane, si
 
 void vm_measure_box(const vm_work *j, const vm_box *box, size_t part, size_t block) {
     const size_t padded = VM_BLOCKS(j->pass->y.c) * VM_BLOCK;
-    const vm_view *v = &j->at->y;
-    float *sums = j->at->y_stats + part * vm_stats_floats(j->pass->y.c);
+    const vm_view *v = &j->at.y;
+    float *sums = j->at.y_stats + part * vm_stats_floats(j->pass->y.c);
     float *mean = sums + VM_BLOCK + block * VM_BLOCK;
     sums[0] = (float)(box->rows * box->width);
-    j->ops->stats(mean, mean + padded,
-                  v->data + (size_t)box->top * v->row + block * v->block + (size_t)box->left * VM_BLOCK, box->rows,
-                  v->row, box->width);
+    j->ops->stats(mean, mean + padded, vm_row(v, (size_t)box->top) + block * v->block + (size_t)box->left * VM_BLOCK,
+                  box->rows, v->row, box->width);
 }

@@ -14,8 +14,8 @@ enum {
     TILES = 128,      /* in a task: u is read once for each task, v and m are written and read */
     TILES_LEAST = 64, /* when the image is small and threads want their share */
     TASKS_WANTED = 16,
-    TILES_ACROSS = 32,
-    RUN = 8 /* blocks of x multiplied in one go: 128 products, their weights stay in L1 (as in conv.c) */
+    TILES_ACROSS = 64, /* flat regions keep rings of streamed rows short */
+    RUN = 8            /* blocks of x multiplied in one go: 128 products, their weights stay in L1 (as in conv.c) */
 };
 
 /* A cell of the grid is one of Winograd's tiles, a tile of the grid a region of them. */
@@ -24,18 +24,27 @@ static vm_grid make_grid(const vm_pass *p) {
     const size_t columns = (g.width + TILES_ACROSS - 1) / TILES_ACROSS, wide = (g.width + columns - 1) / columns;
     const size_t share = g.height * g.width / TASKS_WANTED;
     const size_t tiles = VM_MAX(VM_MIN(share, TILES), TILES_LEAST);
-    vm_grid_cut(&g, tiles / wide, wide);
+    size_t tall = 1; /* a power of two, so that rings may hold whole regions */
+    while (2 * tall * wide <= tiles) tall *= 2;
+    vm_grid_cut(&g, tall, wide);
     return g;
 }
 
 typedef struct layout {
-    size_t offsets, u, threads; /* bytes from scratch, where scale and shift lie first */
-    size_t v, m, per_thread;    /* bytes from the thread's own, where the x tile begins */
-    size_t total;
+    size_t channels, offsets, u, prepared; /* bytes from the pass's prepared memory, where the job lies first */
+    size_t v, m, scratch;                  /* bytes from the thread's own, where the x tile begins */
     size_t x_row, x_plane, v_step, m_step, u_step;
 } layout;
 
-static layout make_layout(const vm_pass *p, const vm_grid *g, unsigned threads) {
+typedef struct job {
+    vm_work work;
+    vm_grid g;
+    layout l;
+    float *u;
+    ptrdiff_t *offsets;
+} job;
+
+static layout make_layout(const vm_pass *p, const vm_grid *g) {
     layout l = {0};
     const size_t xb = VM_BLOCKS(p->x.c), yb = VM_BLOCKS(p->y.c), tiles = g->tile_h * g->tile_w;
     l.x_row = g->input_w * VM_BLOCK;
@@ -43,33 +52,30 @@ static layout make_layout(const vm_pass *p, const vm_grid *g, unsigned threads) 
     l.v_step = xb * tiles * VM_BLOCK;
     l.m_step = yb * tiles * VM_BLOCK;
     l.u_step = VM_PRODUCT(yb, xb, VM_BLOCK, VM_BLOCK);
-    vm_put_bytes(&l.total, vm_work_bytes(p), VM_ALIGN);
-    l.offsets = vm_put_bytes(&l.total, xb * sizeof(ptrdiff_t), VM_ALIGN);
-    l.u = vm_put_bytes(&l.total, VM_PRODUCT(16, l.u_step, sizeof(float)), VM_ALIGN);
-    l.threads = l.total;
-    vm_put_bytes(&l.per_thread, VM_PRODUCT(xb, l.x_plane, sizeof(float)), VM_ALIGN);
-    l.v = vm_put_bytes(&l.per_thread, VM_PRODUCT(16, l.v_step, sizeof(float)), VM_ALIGN);
-    l.m = vm_put_bytes(&l.per_thread, VM_PRODUCT(16, l.m_step, sizeof(float)), VM_ALIGN);
-    l.total = vm_sum(l.total, VM_PRODUCT(threads, l.per_thread));
+    vm_put_bytes(&l.prepared, sizeof(job), VM_ALIGN);
+    l.channels = vm_put_bytes(&l.prepared, vm_work_bytes(p), VM_ALIGN);
+    l.offsets = vm_put_bytes(&l.prepared, xb * sizeof(ptrdiff_t), VM_ALIGN);
+    l.u = vm_put_bytes(&l.prepared, VM_PRODUCT(16, l.u_step, sizeof(float)), VM_ALIGN);
+    vm_put_bytes(&l.scratch, VM_PRODUCT(xb, l.x_plane, sizeof(float)), VM_ALIGN);
+    l.v = vm_put_bytes(&l.scratch, VM_PRODUCT(16, l.v_step, sizeof(float)), VM_ALIGN);
+    l.m = vm_put_bytes(&l.scratch, VM_PRODUCT(16, l.m_step, sizeof(float)), VM_ALIGN);
     return l;
 }
 
-static size_t winograd_scratch(const vm_pass *pass, unsigned threads) {
+static vm_cut winograd_cut(const vm_pass *pass) {
     const vm_grid g = make_grid(pass);
-    return make_layout(pass, &g, threads).total;
+    return vm_grid_rows(&g);
 }
 
-static size_t winograd_parts(const vm_pass *pass) {
+static size_t winograd_prepared(const vm_pass *pass) {
     const vm_grid g = make_grid(pass);
-    return g.rows * g.columns;
+    return make_layout(pass, &g).prepared;
 }
 
-typedef struct job {
-    vm_work work;
-    vm_grid g;
-    layout l;
-    char *scratch;
-} job;
+static size_t winograd_scratch(const vm_pass *pass) {
+    const vm_grid g = make_grid(pass);
+    return make_layout(pass, &g).scratch;
+}
 
 typedef struct region {
     vm_tile at;
@@ -81,9 +87,8 @@ static void transform_weights(const void *context, size_t task, unsigned thread)
     const job *j = context;
     enum { N = VM_BLOCK * VM_BLOCK };
     const size_t xb = VM_BLOCKS(j->work.pass->x.c);
-    float *u = (float *)(j->scratch + j->l.u);
     for (size_t b = task * xb; b < (task + 1) * xb; b++)
-        j->work.ops->winograd_weights(u + b * N, j->l.u_step, j->work.at->weight + b * 9 * N);
+        j->work.ops->winograd_weights(j->u + b * N, j->l.u_step, j->work.at.weight + b * 9 * N);
 }
 
 /* m[f] = u[f] v[f] for one f and one or two blocks of output channels. */
@@ -100,10 +105,10 @@ static void multiply(const job *j, const region *r, size_t f, size_t block, size
                 .batches = VM_MIN(RUN, xb - first),
                 .depth = VM_BLOCK,
                 .x = r->v + f * j->l.v_step + from * VM_BLOCK,
-                .x_offset = (const ptrdiff_t *)(j->scratch + j->l.offsets) + first,
+                .x_offset = j->offsets + first,
                 .x_pixel = VM_BLOCK,
                 .x_step = 1,
-                .w = (const float *)(j->scratch + j->l.u) + f * j->l.u_step + (block * xb + first) * N,
+                .w = j->u + f * j->l.u_step + (block * xb + first) * N,
                 .w_block = (ptrdiff_t)(xb * N),
                 .y = r->m + f * j->l.m_step + (block * j->g.tile_h * j->g.tile_w + from) * VM_BLOCK,
                 .y_pixel = VM_BLOCK,
@@ -120,15 +125,15 @@ static void multiply(const job *j, const region *r, size_t f, size_t block, size
 
 static void store(const job *j, const region *r, size_t block) {
     const vm_pass *p = j->work.pass;
-    const vm_view *y = &j->work.at->y, *a = &j->work.at->add;
+    const vm_view *y = &j->work.at.y, *a = &j->work.at.add;
     const vm_box box = vm_tile_output(&j->g, &r->at);
     const size_t left = (size_t)box.left;
     for (size_t t = 0; t < r->at.h; t++) {
         const size_t top = (size_t)box.top + 2 * t;
-        j->work.ops->winograd_out(y->data + top * y->row + block * y->block + left * VM_BLOCK, y->row,
+        j->work.ops->winograd_out(vm_row(y, top) + block * y->block + left * VM_BLOCK, y->row,
                                   r->m + (block * j->g.tile_h * j->g.tile_w + t * r->at.w) * VM_BLOCK, j->l.m_step,
-                                  VM_MIN(2, p->y.h - top), box.width, j->work.at->bias + block * VM_BLOCK,
-                                  p->add ? a->data + top * a->row + block * a->block + left * VM_BLOCK : NULL, a->row);
+                                  VM_MIN(2, p->y.h - top), box.width, j->work.at.bias + block * VM_BLOCK,
+                                  p->add ? vm_row(a, top) + block * a->block + left * VM_BLOCK : NULL, a->row);
     }
 }
 
@@ -136,7 +141,7 @@ static void winograd_region(const void *context, size_t task, unsigned thread) {
     const job *j = context;
     const vm_pass *p = j->work.pass;
     const size_t xb = VM_BLOCKS(p->x.c), yb = VM_BLOCKS(p->y.c);
-    char *own = j->scratch + j->l.threads + thread * j->l.per_thread;
+    char *own = (char *)j->work.at.scratch + thread * j->work.at.scratch_each;
     const region r = {
         .at = vm_grid_tile(&j->g, task), .x = (float *)own, .v = (float *)(own + j->l.v), .m = (float *)(own + j->l.m)};
     const vm_box input = vm_tile_input(&j->g, &r.at), output = vm_tile_output(&j->g, &r.at);
@@ -153,13 +158,19 @@ static void winograd_region(const void *context, size_t task, unsigned thread) {
     }
 }
 
-static vm_status winograd_run(const vm_cpu_ops *ops, const vm_pass *pass, const vm_operands *at, const vm_exec *exec) {
-    job j = {.work = vm_work_begin(ops, pass, at), .g = make_grid(pass), .scratch = at->scratch};
-    j.l = make_layout(pass, &j.g, exec->limits.threads);
-    ptrdiff_t *offsets = (ptrdiff_t *)(j.scratch + j.l.offsets);
-    for (size_t b = 0; b < VM_BLOCKS(pass->x.c); b++) offsets[b] = (ptrdiff_t)(b * j.g.tile_h * j.g.tile_w * VM_BLOCK);
-    vm_status s = exec->each(exec->pool, VM_BLOCKS(pass->y.c), 0, transform_weights, &j);
-    return s ? s : exec->each(exec->pool, j.g.rows * j.g.columns, pass->y.h, winograd_region, &j);
+static vm_status winograd_prepare(const vm_cpu_ops *ops, const vm_pass *pass, const vm_operands *at,
+                                  const vm_exec *exec, vm_tasks *out) {
+    char *prepared = at->prepared;
+    job *j = at->prepared;
+    *j = (job){.g = make_grid(pass)};
+    j->l = make_layout(pass, &j->g);
+    j->work = vm_work_begin(ops, pass, at, prepared + j->l.channels);
+    j->u = (float *)(prepared + j->l.u);
+    j->offsets = (ptrdiff_t *)(prepared + j->l.offsets);
+    const size_t plane = j->g.tile_h * j->g.tile_w * VM_BLOCK;
+    for (size_t b = 0; b < VM_BLOCKS(pass->x.c); b++) j->offsets[b] = (ptrdiff_t)(b * plane);
+    *out = (vm_tasks){winograd_region, j};
+    return exec->each(exec->pool, VM_BLOCKS(pass->y.c), 0, transform_weights, j);
 }
 
-const vm_method vm_winograd = {winograd_scratch, winograd_parts, winograd_run};
+const vm_method vm_winograd = {winograd_cut, winograd_prepared, winograd_scratch, winograd_prepare};

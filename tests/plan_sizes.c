@@ -6,10 +6,13 @@
 
 static bool holds_its_pieces(const vm_plan *p) {
     const double arena = (double)p->arena_bytes;
-    for (size_t i = 0; i < p->steps; i++) {
+    for (size_t i = 0; i < p->chains; i++) {
         double live = 0;
-        for (size_t j = 0; j < p->pieces; j++)
-            if (p->piece[j].first <= (int)i && (int)i <= p->piece[j].last) live += (double)p->piece[j].bytes;
+        for (size_t j = 0; j < p->pieces; j++) {
+            const vm_piece *q = &p->piece[j];
+            if (q->first <= (int)i && (int)i <= q->last)
+                live += (double)(q->bytes - (q->first == (int)i ? q->shared : 0));
+        }
         if (live > arena) return false;
     }
     return (double)p->reserved >= arena + (double)p->own_bytes;

@@ -89,17 +89,20 @@ def test_no_pass_leaves_its_plan(name, op, backend):
 @pytest.mark.parametrize("op", ["encode", "decode"])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_bar(name, op):
-    """At most 3.2 T from 512x512 up, T = 128*H*W*4 bytes; no hole under the peak; output within it."""
+    """At most 2.1 T from 1024x1024 up and 2.2 T from 512x512 up with up to 4 threads, T = 128*H*W*4 bytes; output
+    within it; no work beyond that of each pass once; all but no hole under the peak."""
     model = _core.Model(_core.models()[name])
     for h, w in ((512, 512), (768, 512), (1024, 1024), (832, 1216), (2048, 2048)):
-        plan = model.plan(op, h, w, threads=2)
-        t = 128 * h * w * 4
-        peak = plan["peak"]
-        assert peak["activations"] + peak["scratch"] + peak["output"] <= 3.2 * t
-        assert plan["reserved"] - peak["weights"] <= 3.2 * t
-        assert plan["reserved"] == sum(peak.values()), "the arena has a hole under its peak"
-        biggest = max(s["live"]["activations"] for s in plan["steps"])
-        assert biggest <= 3 * t
+        for threads in (1, 2, 4):
+            plan = model.plan(op, h, w, threads=threads)
+            t = 128 * h * w * 4
+            peak = plan["peak"]
+            bar = (2.1 if threads <= 2 and h * w >= 1 << 20 else 2.2) * t
+            assert peak["activations"] + peak["scratch"] + peak["output"] <= bar
+            assert plan["reserved"] - peak["weights"] <= bar
+            # what lies over what it is made from begins a few rows before it
+            assert sum(peak.values()) <= plan["reserved"] <= sum(peak.values()) + 0.01 * t
+            assert plan["work"] == 1
 
 
 def test_one_packed_copy_of_the_weights():

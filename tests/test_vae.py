@@ -419,6 +419,7 @@ def test_a_vae_survives_fork():
 def test_every_allocation_fails_in_turn(op):
     arch = vaemem.engine.weights.read_config(config("sd"))
     vae = small_vae()
+    vae.on_out_of_memory = "raise"
     x, z = images(8, 8), latents(vae, 2, 2)
     want = vae.decode(z)
     calls = {

@@ -18,7 +18,7 @@ from vaemem.prediction.snapshot import CachingAllocator
 from vaemem.reports.report import report
 from vaemem.tables.estimators import ESTIMATORS, Estimator, compare
 from vaemem.tables.fit import fit
-from vaemem.tables.sweep import sweep
+from vaemem.tables.sweep import sweep, tradeoff
 from vaemem.tables.table import Table
 from vaemem.vae import VAE, Encoded, Run, Tiling, backends
 
@@ -44,6 +44,7 @@ __all__ = [
     "replay",
     "report",
     "sweep",
+    "tradeoff",
 ]
 
 _core.disable(_os.environ.get("VAEMEM_DISABLE", ""))

@@ -56,8 +56,18 @@ def _make_demo(args: argparse.Namespace) -> None:
 
 
 def _estimate(args: argparse.Namespace) -> None:
-    estimates = sweep(args.model, args.op, args.sizes, args.dtype, device=args.device, batch=args.batch, measure=False)
+    estimates = sweep(
+        args.model, args.op, args.sizes, args.dtype, device=args.device, batch=args.batch, measure=False,
+        memory_limit=args.memory_limit,
+    )  # fmt: skip
     _print(estimates, args.format)
+
+
+def _tradeoff(args: argparse.Namespace) -> None:
+    from vaemem.tables.sweep import tradeoff
+
+    rows = [row for h, w in args.sizes for row in tradeoff(args.model, args.op, h, w, args.batch)]
+    _print(Table(rows), args.format)
 
 
 def _sweep(args: argparse.Namespace) -> None:
@@ -159,7 +169,17 @@ def _parser() -> argparse.ArgumentParser:
 
     sub = command("estimate", _estimate, "The engine's memory before a run, without running it.")
     asked(sub, OPS)
+    sub.add_argument("--memory-limit", metavar="SIZE", help="such as '512 MiB', '2 GB' or auto")
     placed(sub)
+    formatted(sub, "text", "csv", "json")
+
+    sub = command(
+        "tradeoff", _tradeoff, "What less memory costs: the engine's plans, from the fastest to the smallest."
+    )
+    sub.add_argument("model", help="sd15, sdxl or flux")
+    sub.add_argument("op", choices=OPS)
+    sub.add_argument("sizes", type=_size, nargs="+", metavar="HxW", help="height x width of the image in pixels")
+    sub.add_argument("--batch", type=_count, default=1)
     formatted(sub, "text", "csv", "json")
 
     sub = command("sweep", _sweep, "Measure the engine's memory and time over models, operations and sizes.")

@@ -20,6 +20,7 @@ class _Step(TypedDict):
     live: _Bytes
     flops: float
     seconds: float
+    streamed: bool
 
 class _Plan(TypedDict):
     peak: _Bytes
@@ -27,6 +28,7 @@ class _Plan(TypedDict):
     arena: int
     backend: str
     threads: int
+    work: float
     steps: list[_Step]
 
 class _Ran(_Plan):
@@ -72,12 +74,12 @@ class Model:
     def plan(
         self, op: str, height: int, width: int, batch: int = 1, pixels: str = "float", threads: int = 1,
         scaled: bool = False, backend: str | None = None, own_output: bool = True, host_arrays: bool = True,
-        latents: str = "float", stripe_bytes: int = 0,
+        latents: str = "float", stripe_bytes: int = 0, memory_limit: int = 0,
     ) -> _Plan: ...  # fmt: skip
     def run(
         self, op: str, input: np.ndarray, out: np.ndarray | None = None, pixels: str = "float", threads: int = 1,
         scaled: bool = False, backend: str | None = None, poll: Callable[[int, int], object] | None = None,
-        check: bool = False, stripe_bytes: int = 0, scale: float = 1.0, replay: bool = False,
+        check: bool = False, stripe_bytes: int = 0, scale: float = 1.0, replay: bool = False, memory_limit: int = 0,
     ) -> tuple[np.ndarray, _Ran]: ...  # fmt: skip
     def run_at(  # input, out: addresses on the device; returns the output's, and what owns it
         self,
@@ -97,6 +99,7 @@ class Model:
         scale: float = 1.0,
         replay: bool = False,
         own_output: bool = False,
+        memory_limit: int = 0,
     ) -> tuple[int, object | None, _Ran]: ...
     def trim(self) -> None: ...
 

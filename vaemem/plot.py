@@ -121,6 +121,49 @@ def timeline(run: Any) -> Figure:
     return figure
 
 
+def tradeoff(table: Table, points: Mapping[str, tuple[float, float]] | None = None) -> Figure:
+    """Bytes against work, relative to the fastest plan: a step a plan, one colour a model, operation and size.
+
+    Parameters
+    ----------
+    table : Table
+        Of `vaemem.tradeoff`, or several added.
+    points : dict of name to (bytes, work), optional
+        Drawn beside them, such as another runtime's; bytes with weights.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+
+    Raises
+    ------
+    ValueError
+        No row holds work, allocated_bytes and weights_bytes.
+    """
+    rows = [row for row in table if None not in (row["work"], row["allocated_bytes"], row["weights_bytes"])]
+    if not rows:
+        raise ValueError("table: want rows with work, allocated_bytes and weights_bytes, got none")
+    figure = _figure(7.2, 4.4)
+    axes = figure.subplots()
+    names = distinct((row["model"], row["op"], row["height"], row["width"]) for row in rows)
+    for i, (model, op, height, width) in enumerate(names):
+        mine = [r for r in rows if (r["model"], r["op"], r["height"], r["width"]) == (model, op, height, width)]
+        mine.sort(key=lambda row: row["work"])
+        mebibytes = [(row["allocated_bytes"] + row["weights_bytes"]) / MIB for row in mine]
+        axes.step(
+            mebibytes, [row["work"] for row in mine], where="pre", marker="o", markersize=4, linewidth=1.4,
+            color=_COLOURS[i % len(_COLOURS)], label=f"{model} {op} {height}x{width}",
+        )  # fmt: skip
+    for name, (size, work) in (points or {}).items():
+        axes.plot(size / MIB, work, "D", color=_GREY, markersize=6)
+        axes.annotate(name, (size / MIB, work), (6, 4), textcoords="offset points", fontsize=8, color=_GREY)
+    axes.set(xlabel="peak, MiB, weights included", ylabel="work, of an unlimited run")
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
+    _finish(axes)
+    return figure
+
+
 def implied_constants(table: Table, shipped: Mapping[str, Mapping[str, float]] | None = None,
                       target: str = "reserved_bytes") -> Figure:  # fmt: skip
     """The constant k that k*H*W*e would need, against the number of pixels: one panel an operation.

@@ -180,7 +180,12 @@ static vm_status run_pass(const vm_exec *exec, void *context) {
 static size_t rows_floats(const vm_shape *s) { return VM_BLOCKS(s->c) * VM_BLOCK * s->h * s->w; }
 
 static vm_view whole(float *data, const vm_shape *s) {
-    return (vm_view){data, s->w * VM_BLOCK, VM_BLOCKS(s->c) * VM_BLOCK * s->w};
+    return (vm_view){data, s->w * VM_BLOCK, VM_BLOCKS(s->c) * VM_BLOCK * s->w, SIZE_MAX};
+}
+
+/* Floats of an array that holds what a pass prepares and its scratch, wherever the array begins. */
+static size_t scratch_floats(const vm_backend *b, const vm_pass *p, const vm_limits *limits) {
+    return (b->prepared(b, p) + b->scratch(b, p, limits) + VM_ALIGN) / sizeof(float);
 }
 
 /* kernel_pass(backend, threads, kind, (xc, xh, xw, yc, yh, yw), (ksize, stride, up, silu, groups, eps), arrays)
@@ -218,7 +223,7 @@ static PyObject *kernel_pass(PyObject *Py_UNUSED(module), PyObject *args) {
                              xc,
                              0,
                              conv ? b->parts(b, &p, &limits) * vm_stats_floats(p.y.c) : 0,
-                             b->scratch(b, &p, &limits) / sizeof(float)};
+                             scratch_floats(b, &p, &limits)};
     float *d[10] = {0};
     for (int i = 0; i < 10; i++)
         if (a[i] != Py_None && !(d[i] = data_of(a[i], "array", NPY_FLOAT, need[i], i == 1 || i > 7))) return NULL;
@@ -231,7 +236,9 @@ static PyObject *kernel_pass(PyObject *Py_UNUSED(module), PyObject *args) {
                       .beta = d[6],
                       .x_stats = d[7],
                       .y_stats = d[8],
-                      .scratch = d[9]};
+                      .prepared = (void *)VM_ROUND_UP((uintptr_t)d[9], VM_ALIGN)};
+    at.scratch = (char *)at.prepared + b->prepared(b, &p);
+    at.scratch_each = b->scratch(b, &p, &limits) / limits.threads;
     at.x_parts = d[7] ? (size_t)PyArray_SIZE((PyArrayObject *)a[7]) / vm_stats_floats(p.x.c) : 0;
     if (!conv) at.y = at.x; /* attention's result takes its queries' place */
     pass_job j = {b, &p, &at, 0};
@@ -257,7 +264,7 @@ static PyObject *kernel_needs(PyObject *Py_UNUSED(module), PyObject *args) {
     p.up = up;
     p.norm = true; /* the most that the pass can want */
     const vm_limits limits = {(unsigned)threads, 0};
-    return Py_BuildValue("nn", (Py_ssize_t)(b->scratch(b, &p, &limits) / sizeof(float)),
+    return Py_BuildValue("nn", (Py_ssize_t)scratch_floats(b, &p, &limits),
                          (Py_ssize_t)(b->parts(b, &p, &limits) * vm_stats_floats(p.y.c)));
 }
 

@@ -8,21 +8,25 @@ static PyObject *bytes_dict(const size_t bytes[VM_CATEGORIES]) {
 }
 
 /* What the plan says, or where there is a run what it took. */
-static PyObject *summary(const vm_model *m, const vm_plan *plan, const vm_run *run) {
+static PyObject *summary(const vm_plan *plan, const vm_run *run) {
+    size_t chain = 0;
     PyObject *steps = PyList_New(0);
     for (size_t i = 0; steps && i < plan->steps; i++) {
         const vm_step *s = &plan->step[i];
-        PyObject *row = Py_BuildValue("{s:s, s:N, s:d, s:d}", "name", m->graph[plan->ask.op].node[i].name, "live",
-                                      bytes_dict(run ? s->measured : s->live), "flops",
-                                      vm_pass_flops(&s->pass) * (double)plan->ask.batch, "seconds", s->seconds);
+        while (plan->chain[chain].last < (int)i) chain++;
+        const vm_chain *c = &plan->chain[chain];
+        PyObject *row =
+            Py_BuildValue("{s:s, s:N, s:d, s:d, s:O}", "name", plan->graph->node[i].name, "live",
+                          bytes_dict(run ? c->measured : c->live), "flops", s->flops * (double)plan->ask.batch,
+                          "seconds", s->seconds, "streamed", s->streamed ? Py_True : Py_False);
         if (!row || PyList_Append(steps, row)) Py_CLEAR(steps);
         Py_XDECREF(row);
     }
     if (!steps) return NULL;
-    return Py_BuildValue("{s:N, s:n, s:n, s:s, s:i, s:N, s:N}", "peak", bytes_dict(run ? run->peak : plan->peak),
+    return Py_BuildValue("{s:N, s:n, s:n, s:s, s:i, s:d, s:N, s:N}", "peak", bytes_dict(run ? run->peak : plan->peak),
                          "reserved", (Py_ssize_t)(run ? run->reserved : plan->reserved), "arena",
                          (Py_ssize_t)plan->arena_bytes, "backend", plan->ask.backend->name, "threads",
-                         (int)plan->ask.limits.threads, "steps", steps, "overflow",
+                         (int)plan->ask.limits.threads, "work", plan->work, "steps", steps, "overflow",
                          PyBool_FromLong(run && run->overflow));
 }
 
@@ -75,9 +79,9 @@ static int parse_request(Model *self, vm_request *r, const char *op, const char 
 
 /* Sizes that were parsed as signed. */
 static int check_sizes(const vm_request *r) {
-    const size_t value[] = {r->height, r->width, r->batch, r->limits.stripe_bytes};
-    static const char *const name[] = {"height", "width", "batch", "stripe_bytes"};
-    for (int i = 0; i < 4; i++)
+    const size_t value[] = {r->height, r->width, r->batch, r->limits.stripe_bytes, r->memory_limit};
+    static const char *const name[] = {"height", "width", "batch", "stripe_bytes", "memory_limit"};
+    for (int i = 0; i < 5; i++)
         if (value[i] > PY_SSIZE_T_MAX) {
             PyErr_Format(PyExc_ValueError, "%s: want a positive number, got %zd", name[i], (Py_ssize_t)value[i]);
             return -1;
@@ -85,20 +89,31 @@ static int check_sizes(const vm_request *r) {
     return 0;
 }
 
+/* Raises what planning refused; a limit that is too low as ValueError with the attribute smallest, in bytes. */
+static PyObject *raise_plan(vm_status s, const vm_plan *plan) {
+    if (s != VM_ELIMIT) return vm_py_raise(s);
+    PyObject *error = PyObject_CallFunction(PyExc_ValueError, "s", vm_error());
+    PyObject *smallest = error ? PyLong_FromSize_t(plan->reserved) : NULL;
+    if (smallest && !PyObject_SetAttrString(error, "smallest", smallest)) PyErr_SetObject(PyExc_ValueError, error);
+    Py_XDECREF(smallest);
+    Py_XDECREF(error);
+    return NULL;
+}
+
 const char vm_py_plan_doc[] =
     "plan(op, height, width, batch=1, pixels='float', threads=1, scaled=False, backend=None, own_output=True, "
-    "host_arrays=True, latents='float', stripe_bytes=0)\n--\n\n"
+    "host_arrays=True, latents='float', stripe_bytes=0, memory_limit=0)\n--\n\n"
     "What a run would take, as a dict. host_arrays: the user's arrays are in host memory, not in the device's.";
 
 PyObject *vm_py_plan(Model *self, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"op",      "height",     "width",       "batch",   "pixels",       "threads", "scaled",
-                            "backend", "own_output", "host_arrays", "latents", "stripe_bytes", NULL};
+    static char *names[] = {"op",      "height",     "width",       "batch",   "pixels",       "threads",      "scaled",
+                            "backend", "own_output", "host_arrays", "latents", "stripe_bytes", "memory_limit", NULL};
     const char *op, *pixels = "float", *latents = NULL, *backend = NULL;
     int threads = 1, scaled = 0, own_output = 1, host_arrays = 1;
     vm_request r = {.batch = 1};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "snn|nsipzppzn", names, &op, &r.height, &r.width, &r.batch, &pixels,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "snn|nsipzppznn", names, &op, &r.height, &r.width, &r.batch, &pixels,
                                      &threads, &scaled, &backend, &own_output, &host_arrays, &latents,
-                                     &r.limits.stripe_bytes))
+                                     &r.limits.stripe_bytes, &r.memory_limit))
         return NULL;
     if (parse_request(self, &r, op, pixels, latents, threads, backend) || check_sizes(&r)) return NULL;
     r.host_arrays = host_arrays;
@@ -109,7 +124,7 @@ PyObject *vm_py_plan(Model *self, PyObject *args, PyObject *kwargs) {
     Py_BEGIN_ALLOW_THREADS
     s = vm_plan_new(self->model, &r, &plan);
     Py_END_ALLOW_THREADS
-    PyObject *result = s ? vm_py_raise(s) : summary(self->model, plan, NULL);
+    PyObject *result = s ? raise_plan(s, plan) : summary(plan, NULL);
     vm_plan_free(self->model, plan);
     return result;
 }
@@ -186,9 +201,9 @@ static int run_locked(Model *self, const vm_request *r, job *j) {
     if (!s) s = vm_plan_run(m, plan, run);
     PyEval_RestoreThread(p.thread);
     if (s)
-        vm_py_raise(s);
+        raise_plan(s, plan);
     else if (!run->out_mem || (j->owner = own(self, run)))
-        j->record = summary(m, plan, run);
+        j->record = summary(plan, run);
     else
         vm_mem_unreserve(run->out_mem, run->out, run->out_bytes);
     const size_t rows = s ? 0 : plan->rows;
@@ -262,21 +277,21 @@ static int describe(const vm_model *m, vm_request *r, io *x) {
 
 const char vm_py_run_doc[] =
     "run(op, input, out=None, pixels='float', threads=1, scaled=False, backend=None, poll=None, check=False, "
-    "stripe_bytes=0, scale=1.0, replay=False)\n--\n\n"
+    "stripe_bytes=0, scale=1.0, replay=False, memory_limit=0)\n--\n\n"
     "(output, what it took as a dict), NumPy arrays. poll(rows_done, rows_total) is called about 20 times a second and "
     "once at the end.";
 
 PyObject *vm_py_run(Model *self, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"op",   "input", "out",          "pixels", "threads", "scaled", "backend",
-                            "poll", "check", "stripe_bytes", "scale",  "replay",  NULL};
+    static char *names[] = {"op",   "input", "out",          "pixels", "threads", "scaled",       "backend",
+                            "poll", "check", "stripe_bytes", "scale",  "replay",  "memory_limit", NULL};
     const char *op, *pixels = "float", *backend = NULL;
     PyObject *out = Py_None, *callback = Py_None;
     int threads = 1, scaled = 0, check = 0, replay = 0;
     io x = {0};
     vm_request r = {.scale = 1, .host_arrays = true};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sO!|OsipzOpnfp", names, &op, &PyArray_Type, &x.in, &out, &pixels,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sO!|OsipzOpnfpn", names, &op, &PyArray_Type, &x.in, &out, &pixels,
                                      &threads, &scaled, &backend, &callback, &check, &r.limits.stripe_bytes, &r.scale,
-                                     &replay))
+                                     &replay, &r.memory_limit))
         return NULL;
     if (strcmp(pixels, "float") && strcmp(pixels, "uint8"))
         return PyErr_Format(PyExc_ValueError, "pixels: want float or uint8, got '%s'", pixels);
@@ -314,22 +329,23 @@ PyObject *vm_py_run(Model *self, PyObject *args, PyObject *kwargs) {
 
 const char vm_py_run_at_doc[] =
     "run_at(op, input, out, height, width, batch=1, pixels='float32', latents='float32', scaled=False, stream=0, "
-    "wait=True, poll=None, stripe_bytes=0, scale=1.0, replay=False, own_output=False)\n--\n\n"
+    "wait=True, poll=None, stripe_bytes=0, scale=1.0, replay=False, own_output=False, "
+    "memory_limit=0)\n--\n\n"
     "(address of the output, its owner or None, what it took as a dict), for a model on a device. input, out: "
     "addresses there; out 0: taken by the run. own_output: out was taken for this run and counts as its output.";
 
 PyObject *vm_py_run_at(Model *self, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"op",           "input",   "out",    "height",     "width", "batch",
-                            "pixels",       "latents", "scaled", "stream",     "wait",  "poll",
-                            "stripe_bytes", "scale",   "replay", "own_output", NULL};
+    static char *names[] = {"op",           "input",   "out",    "height",     "width",        "batch",
+                            "pixels",       "latents", "scaled", "stream",     "wait",         "poll",
+                            "stripe_bytes", "scale",   "replay", "own_output", "memory_limit", NULL};
     const char *op, *pixels = "float32", *latents = NULL;
     unsigned long long in, out, stream = 0;
     PyObject *callback = Py_None;
     int scaled = 0, wait = 1, replay = 0, own_output = 0;
     vm_request r = {.batch = 1, .scale = 1};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sKKnn|nszpKpOnfpp", names, &op, &in, &out, &r.height, &r.width,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sKKnn|nszpKpOnfppn", names, &op, &in, &out, &r.height, &r.width,
                                      &r.batch, &pixels, &latents, &scaled, &stream, &wait, &callback,
-                                     &r.limits.stripe_bytes, &r.scale, &replay, &own_output))
+                                     &r.limits.stripe_bytes, &r.scale, &replay, &own_output, &r.memory_limit))
         return NULL;
     if (on_host(self->model))
         return PyErr_Format(PyExc_ValueError, "run_at: want a model on a device, got one on the CPU");

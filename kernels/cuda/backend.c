@@ -124,6 +124,17 @@ static shape own_shape(const vm_pass *p, size_t element) {
     return s;
 }
 
+/* Passes run whole. */
+vm_cut vm_gpu_cut(const vm_backend *b, const vm_pass *p) {
+    (void)b;
+    return (vm_cut){.rows = 1, .columns = 1, .out_rows = p->y.h, .in_rows = p->x.h};
+}
+
+size_t vm_gpu_prepared(const vm_backend *b, const vm_pass *p) {
+    (void)b, (void)p;
+    return 0;
+}
+
 size_t vm_gpu_scratch(const vm_backend *b, const vm_pass *p, const vm_limits *limits) {
     if (p->kind != VM_PASS_CONV) return 0;
     return own_tile(b->self, p).rows ? own_shape(p, b->element).scratch : shape_of(p, limits, b->element).scratch;

@@ -46,7 +46,11 @@ class Run:
         The kernels used, such as ``"avx512"`` or ``"cuda:0 bfloat16"``.
     threads : int
     notes : tuple of str
-        What was done besides: float16 that overflowed and was run again.
+        What was done besides: float16 that overflowed and was run again, memory that ran out and a smaller plan.
+    work : float
+        FLOPs relative to a run without a limit.
+    values : tuple of (str, str)
+        Each pass's result by the pass's name: ``"stored"`` (whole) or ``"streamed"`` (a few rows at a time).
     """
 
     op: str
@@ -68,6 +72,8 @@ class Run:
     backend: str
     threads: int
     notes: tuple[str, ...] = ()
+    work: float = 1.0
+    values: tuple[tuple[str, str], ...] = ()
 
     @property
     def peak_bytes(self) -> int:
@@ -81,6 +87,7 @@ class Run:
         }
         parts = ", ".join(f"{name} {size / 2**20:.1f}" for name, size in sizes.items())
         took = "" if self.seconds is None else f", {self.seconds:.2f} s"
+        took = f", {self.work:.2f} times the work{took}" if self.work > 1 else took
         return (
             f"<Run {size}: peak {self.peak_bytes / 2**20:.1f} MiB ({parts}) at {self.peak_pass}{took}, {self.backend}>"
         )
@@ -113,6 +120,8 @@ def make_run(
         backend=record["backend"],
         threads=record["threads"],
         notes=notes,
+        work=record["work"],
+        values=tuple((step["name"], "streamed" if step["streamed"] else "stored") for step in steps),
     )
 
 

@@ -67,11 +67,15 @@ def refuse(tiling: Tiling | None, name: str) -> None:
         raise ValueError(f"tiling: want {name} in host memory, got it in a GPU's: copy it, or leave tiling out")
 
 
-def cut(vae: Any, tiling: Tiling, op: str, height: int, width: int, batch: int, pixels: str) -> _Tiles | None:
+def cut(
+    vae: Any, tiling: Tiling, op: str, height: int, width: int, batch: int, pixels: str, limit: int
+) -> _Tiles | None:
     """The tiles of an image. None where an ordinary run is to be done: where it fits into one tile, and for sizes that
     are none, which that refuses."""
     if not isinstance(tiling, Tiling):
         raise TypeError(f"tiling: want a vaemem.Tiling or None, got {type(tiling).__name__}")
+    if limit:
+        raise ValueError("memory_limit: want no limit with tiling (a limit is exact and tiles are not), got both")
     size, factor = tiling.sample_size or vae.sample_size, vae._factor
     if size is None:
         raise ValueError("sample_size: want one, such as Tiling(sample_size=512): no config tells it")
@@ -195,7 +199,7 @@ class _Tiles:
                 source = given[: piece.size].reshape(piece.shape)
                 source[...] = piece
                 tile = made[: self.batch * channels * h * w * b * b].reshape(self.batch, channels, h * b, w * b)
-                alone._run(self.op, source, h * vae._factor, w * vae._factor, pixels, scaled, poll and show, tile)
+                alone._run(self.op, source, h * vae._factor, w * vae._factor, pixels, scaled, poll and show, tile, 0)
                 tiles, done = _joined(tiles, alone.last_run), done + unit * h
                 column = self.cols.index(x) * min(self.side, self.width) * b
                 down = lower[..., column : column + w * b], tile, y, self.height

@@ -27,6 +27,7 @@ from vaemem.engine.arguments import (
 )
 from vaemem.engine.device import Device, DeviceArray, gpu_rows, out_of_memory
 from vaemem.engine.layouts import sample_size_of
+from vaemem.engine.limits import Limit, Plans, check_aspect, parse_size, resolve, taken
 from vaemem.engine.run import Encoded, Run, make_run
 from vaemem.engine.tiling import Tiling, cut, refuse
 
@@ -52,6 +53,14 @@ class VAE:
     threads : int
         Used by runs on the CPU; from VAEMEM_THREADS, else the processors this process may use. The result does not
         depend on it.
+    memory_limit : int, str or None
+        What a run may take where the call does not say: bytes, ``"512 MiB"``, ``"2 GB"`` or ``"auto"``; None: no limit,
+        and then the least memory that costs no extra work. See `decode`.
+    cache_limit : int, str or None
+        An arena larger than that is given back after each run. None: it is kept for the next.
+    on_out_of_memory : {"retry", "raise"}
+        When memory runs out during a run on the CPU: run again with the next smaller plan, which `Run.notes` then says,
+        or raise MemoryError at once.
     stripe_bytes : int or None
         On a GPU: what the stripes of a pass may take. None: a tenth of the largest tensor, which keeps a decode within
         3.2 of those; more is faster where the image is small.
@@ -67,6 +76,10 @@ class VAE:
         self._core = core
         self._device = device
         self._scale = 1.0  # power of two by which activations are kept multiplied, against float16's overflow
+        self._weights_bytes, self._arena_bytes = core.reserved_bytes, 0
+        self.memory_limit: Limit = None
+        self.cache_limit: Limit = None
+        self.on_out_of_memory = "retry"
         self.stripe_bytes: int | None = None
         self.graphs = False
         self.arch: dict[str, Any] = core.arch
@@ -194,6 +207,7 @@ class VAE:
         progress: Progress = None,
         out: Any = None,
         tiling: Tiling | None = None,
+        memory_limit: Limit = None,
     ) -> Any:
         """Latents to images.
 
@@ -208,9 +222,15 @@ class VAE:
         progress : bool or callable
             True shows a tqdm bar; a callable gets (rows done, rows to do).
         out : ndarray, optional
-            Written and returned; must have the result's shape and dtype, be contiguous and not overlap z.
+            Written and returned; must have the result's shape and dtype, be contiguous and not overlap z. After an
+            error, an interrupt too, what it holds is undefined: some of it may have been written.
+        memory_limit : int or str, optional
+            Of `Run.peak_bytes`, weights and output included: bytes, ``"512 MiB"``, ``"2 GB"`` (decimal), or ``"auto"``:
+            what the VAE holds and what is free when the run begins (the least of MemAvailable and what the cgroups
+            leave, or what is free on the GPU), less an eighth of that, at most 1 GiB, for others. None: the attribute
+            `memory_limit`. The result has the same bits under every limit; `Run.work` says what a limit costs.
         tiling : Tiling, optional
-            In tiles, as diffusers does it: not exact. z in host memory only.
+            In tiles, as diffusers does it: not exact, as a limit is. z in host memory only, and no limit beside it.
 
         Returns
         -------
@@ -224,14 +244,15 @@ class VAE:
         Raises
         ------
         ValueError, TypeError, MemoryError, KeyboardInterrupt
-            The VAE stays usable and what the run took is given back.
+            The VAE stays usable and what the run took is given back. A limit below the smallest plan: ValueError with
+            the attribute ``smallest`` (bytes).
         RuntimeError
             The GPU refused.
         """
         pixels = pixels_of(output_type)
         if self._device and Device.holds(z):
             refuse(tiling, "z")
-            return self._run_on_device("decode", z, pixels, scaled, progress, out)
+            return self._run_on_device("decode", z, pixels, scaled, progress, out, self._limit(memory_limit))
         data = as_float(z, "z", "(N, C, h, w)")
         latents = self.arch["latent_channels"]
         if data.ndim != 4 or data.shape[1] != latents:
@@ -239,12 +260,20 @@ class VAE:
         if out is not None:
             check_out(out, self._image_shape(data.shape, pixels), np.uint8 if pixels == "uint8" else np.float32)
             check_apart(np.lib.array_utils.byte_bounds(data), np.lib.array_utils.byte_bounds(out))
+        limit = self._limit(memory_limit)
         height, width = data.shape[2] * self._factor, data.shape[3] * self._factor
-        if tiling is not None and (tiles := cut(self, tiling, "decode", height, width, data.shape[0], pixels)):
+        if tiling is not None and (tiles := cut(self, tiling, "decode", height, width, data.shape[0], pixels, limit)):
             return tiles.run(data, scaled, progress, out)
-        return self._run("decode", data, height, width, pixels, scaled, progress, out)
+        return self._run("decode", data, height, width, pixels, scaled, progress, out, limit)
 
-    def encode(self, x: Any, scaled: bool = False, progress: Progress = None, tiling: Tiling | None = None) -> Encoded:
+    def encode(
+        self,
+        x: Any,
+        scaled: bool = False,
+        progress: Progress = None,
+        tiling: Tiling | None = None,
+        memory_limit: Limit = None,
+    ) -> Encoded:
         """Images to a distribution over latents.
 
         Parameters
@@ -253,7 +282,7 @@ class VAE:
             Real numbers nominally in [-1, 1], or bytes, which become v / 127.5 - 1. H and W are multiples of 8.
         scaled : bool
             `Encoded.sample` and `Encoded.mode` give (latent - shift) * scaling, as pipelines pass them on.
-        progress, tiling
+        progress, tiling, memory_limit
             As for `decode`. Moments are blended, each tile's log-variances clamped already.
 
         Returns
@@ -269,7 +298,8 @@ class VAE:
         scaling, shift = (self.arch["scaling_factor"], self.arch["shift_factor"]) if scaled else (1.0, 0.0)
         if self._device and Device.holds(x):
             refuse(tiling, "x")
-            return Encoded(self._run_on_device("encode", x, "", False, progress, None), scaling, shift)
+            moments = self._run_on_device("encode", x, "", False, progress, None, self._limit(memory_limit))
+            return Encoded(moments, scaling, shift)
         array = np.asarray(x)
         if array.dtype == np.uint8:
             data, pixels = np.ascontiguousarray(array), "uint8"
@@ -281,9 +311,10 @@ class VAE:
             if data.ndim != 4 or data.shape[1] != channels:
                 raise ValueError(f"x: want shape (N, {channels}, H, W), got {data.shape}")
             height, width = data.shape[2:]
-        if tiling is not None and (tiles := cut(self, tiling, "encode", height, width, data.shape[0], pixels)):
+        limit = self._limit(memory_limit)
+        if tiling is not None and (tiles := cut(self, tiling, "encode", height, width, data.shape[0], pixels, limit)):
             return Encoded(tiles.run(data, False, progress, None), scaling, shift)
-        moments = self._run("encode", data, height, width, pixels, False, progress, None)
+        moments = self._run("encode", data, height, width, pixels, False, progress, None, limit)
         return Encoded(moments, scaling, shift)
 
     def estimate(
@@ -295,6 +326,7 @@ class VAE:
         output_type: str = "float",
         staged: bool = True,
         tiling: Tiling | None = None,
+        memory_limit: Limit = None,
     ) -> Run:
         """What a run will take, to the byte, before it.
 
@@ -311,24 +343,75 @@ class VAE:
             and floats in `dtype`.
         tiling : Tiling, optional
             As for `decode`: one tile's run, the result, and as scratch the tile itself and what it blends with.
+        memory_limit : int or str, optional
+            As for `decode`.
 
         Returns
         -------
         Run
             Equal to what `last_run` will say, but for the seconds.
         """
-        height, width, batch = (as_int(n, v) for n, v in (("height", height), ("width", width), ("batch", batch)))
-        pixels = pixels_of(output_type)
+        limit = self._limit(memory_limit)
+        ask = self._request(op, height, width, batch, output_type, staged)
         if self._device and not staged:
             refuse(tiling, "the arrays")
-        if tiling is not None and (tiles := cut(self, tiling, op, height, width, batch, pixels)):
-            return tiles.estimate()
-        record = self._core.plan(**self._plan(op, height, width, batch, pixels, staged))
-        return make_run(op, height, width, batch, record, None)
+        if tiling is not None:
+            height, width, batch = ask["height"], ask["width"], ask["batch"]
+            if tiles := cut(self, tiling, op, height, width, batch, pixels_of(output_type), limit):
+                return tiles.estimate()
+        plans = Plans(self._core, ask)
+        try:
+            return self._estimated(ask, plans.within(limit))
+        except ValueError as error:
+            if not hasattr(error, "smallest"):
+                raise
+            raise plans.refusal(limit) from None
+
+    def tradeoff(self, op: str, height: int, width: int, batch: int = 1, output_type: str = "float") -> tuple[Run, ...]:
+        """Estimates of every plan worth choosing, from the fastest to the smallest: each takes less memory and more
+        work than the one before. `vaemem.tradeoff` gives them as a table."""
+        ask = self._request(op, height, width, batch, output_type)
+        return tuple(self._estimated(ask, record) for record in Plans(self._core, ask).curve())
+
+    def smallest(self, op: str, height: int, width: int, batch: int = 1, output_type: str = "float") -> int:
+        """The smallest `memory_limit`, in bytes, that will do."""
+        return Plans(self._core, self._request(op, height, width, batch, output_type)).smallest()[0]
+
+    def largest(
+        self,
+        op: str,
+        memory_limit: Limit = None,
+        aspect: float = 1.0,
+        batch: int = 1,
+        output_type: str = "float",
+    ) -> tuple[int, int]:
+        """(height, width) of the largest image that a limit allows.
+
+        Parameters
+        ----------
+        op : {"encode", "decode"}
+        memory_limit : int or str, optional
+            As for `decode`.
+        aspect : float
+            Width over height, as nearly as latents of whole pixels can have it.
+
+        Raises
+        ------
+        ValueError
+            No size fits, or there is no limit.
+        """
+        if not (limit := self._limit(memory_limit)):
+            raise ValueError("memory_limit: want one, here or as the VAE's attribute, got None")
+        plans = Plans(self._core, self._request(op, self._factor, self._factor, batch, output_type))
+        found = plans.largest(limit, check_aspect(aspect))
+        if found is None:
+            raise plans.refusal(limit)
+        return found
 
     def trim(self) -> None:
         """Gives the arena, kept between runs, back to the system."""
         self._core.trim()
+        self._arena_bytes = 0
 
     @property
     def device(self) -> str:
@@ -390,6 +473,24 @@ class VAE:
             raise ValueError(f"stripe_bytes: want 1 or more, or None, got {stripes}")
         return stripes
 
+    @property
+    def _held_bytes(self) -> int:
+        """Of weights and arena now; a run that failed has given the arena back."""
+        return self._weights_bytes + min(self._arena_bytes, self._core.reserved_bytes - self._weights_bytes)
+
+    def _limit(self, memory_limit: Limit) -> int:
+        given = self.memory_limit if memory_limit is None else memory_limit
+        return resolve(given, self._held_bytes, self._device)
+
+    def _request(
+        self, op: str, height: int, width: int, batch: int, output_type: str, staged: bool = True
+    ) -> dict[str, Any]:
+        height, width, batch = (as_int(n, v) for n, v in (("height", height), ("width", width), ("batch", batch)))
+        return self._plan(op, height, width, batch, pixels_of(output_type), staged)
+
+    def _estimated(self, ask: Mapping[str, Any], record: Mapping[str, Any]) -> Run:
+        return make_run(ask["op"], ask["height"], ask["width"], ask["batch"], record, None)
+
     def _plan(self, op: str, height: int, width: int, batch: int, pixels: str, staged: bool) -> dict[str, Any]:
         """Arguments of the core's plan."""
         plan = dict(op=op, height=height, width=width, batch=batch, pixels=pixels, threads=self._thread_count())
@@ -409,8 +510,11 @@ class VAE:
         scaled: bool,
         progress: Progress,
         out: np.ndarray | None,
+        limit: int,
     ) -> np.ndarray:
-        def run(poll: Any) -> tuple[np.ndarray, Mapping[str, Any]]:
+        plan = self._plan(op, height, width, data.shape[0], pixels, True) | dict(own_output=out is None)
+
+        def run(poll: Any, limit: int) -> tuple[np.ndarray, Mapping[str, Any]]:
             gpu: dict[str, Any] = {}
             if self._device:
                 gpu = dict(stripe_bytes=self._stripes(), scale=self._scale, replay=self.graphs)
@@ -419,17 +523,19 @@ class VAE:
                 data,
                 out=out,
                 pixels=pixels,
-                threads=self._thread_count(),
+                threads=plan["threads"],
                 scaled=bool(scaled),
                 poll=poll,
+                memory_limit=limit,
                 **gpu,
             )
 
-        plan = self._plan(op, height, width, data.shape[0], pixels, True)
         with polling(progress, op) as poll:
-            return self._run_until_finite(run, poll, plan, waits=True)
+            return self._run_until_done(run, poll, plan, limit, waits=True)
 
-    def _run_on_device(self, op: str, array: Any, pixels: str, scaled: bool, progress: Progress, out: Any) -> Any:
+    def _run_on_device(
+        self, op: str, array: Any, pixels: str, scaled: bool, progress: Progress, out: Any, limit: int = 0
+    ) -> Any:
         """A run on arrays in the GPU's memory."""
         assert self._device is not None
         name = "z" if op == "decode" else "x"
@@ -456,7 +562,7 @@ class VAE:
         # how long it keeps its input.
         waits = self.dtype == "float16" or bool(progress) or not known
 
-        def run(poll: Any) -> tuple[Any, Mapping[str, Any]]:
+        def run(poll: Any, limit: int) -> tuple[Any, Mapping[str, Any]]:
             address, owner, record = self._core.run_at(
                 op,
                 borrowed.address,
@@ -472,13 +578,14 @@ class VAE:
                 scale=self._scale,
                 replay=self.graphs,
                 own_output=out is None,
+                memory_limit=limit,
                 **forms,
             )
             return (address, owner), record
 
         plan = dict(op=op, height=height, width=width, batch=batch, host_arrays=False, own_output=out is None, **forms)
         with polling(progress, op) as poll:
-            address, owner = self._run_until_finite(run, poll, plan | dict(stripe_bytes=self._stripes()), waits)
+            address, owner = self._run_until_done(run, poll, plan | dict(stripe_bytes=self._stripes()), limit, waits)
         if result is not None:
             return result
         return self._device.as_library(DeviceArray(self._device, address, shape, dtype, owner), array)
@@ -500,16 +607,34 @@ class VAE:
         height, width = shape[1:3] if bytes_ else shape[2:]
         return shape[0], height, width, array.dtype
 
-    def _run_until_finite(self, run: Any, poll: Any, plan: dict[str, Any], waits: bool) -> Any:
-        """Runs; where float16 overflowed, again with activations kept smaller, and says so."""
-        start, notes = time.perf_counter(), []
+    def _run_until_done(self, run: Any, poll: Any, plan: dict[str, Any], limit: int, waits: bool) -> Any:
+        """Runs. Where memory ran out, again with the next smaller plan; where float16 overflowed, again with
+        activations kept smaller; and says so."""
+        start, notes, plans = time.perf_counter(), [], Plans(self._core, plan)
+        choose("on_out_of_memory", self.on_out_of_memory, ("retry", "raise"))
+        retries = self.on_out_of_memory == "retry"
+        cache = None if self.cache_limit is None else parse_size("cache_limit", self.cache_limit, least=0)
+        if limit and self.last_run and self.last_run.reserved_bytes > limit:
+            self.trim()  # or the arena of an earlier run would be held beside the limit
         while True:
             try:
-                result, record = run(poll)
-            except MemoryError as error:
-                if not self._device:
+                if limit and self._device:
+                    plans.within(limit)
+                result, record = run(poll, limit)
+            except ValueError as error:
+                if not hasattr(error, "smallest"):
                     raise
-                raise out_of_memory(self._core, self._device, error, plan) from None
+                raise plans.refusal(limit) from None
+            except MemoryError as error:
+                if self._device:
+                    raise out_of_memory(self._core, self._device, error, plan) from None
+                failed = plans.within(limit)
+                smaller = plans.smaller(failed) if retries else None
+                if not smaller:
+                    raise
+                limit = taken(failed) - 1
+                notes.append(f"out of memory: run again within {limit} bytes, {smaller['work']:.2f} times the work")
+                continue
             if not record["overflow"] or self.dtype != "float16":
                 break
             if self._scale <= LEAST_UNIT:
@@ -519,6 +644,9 @@ class VAE:
                 break
             self._scale *= UNIT_STEP
             notes.append(f"float16 overflowed: run again with activations multiplied by 1/{round(1 / self._scale)}")
+        self._arena_bytes = max(self._arena_bytes, record["arena"])
+        if cache is not None and self._arena_bytes > cache:
+            self.trim()
         seconds = time.perf_counter() - start if waits else None
         self.last_run = make_run(
             plan["op"], plan["height"], plan["width"], plan["batch"], record, seconds, tuple(notes)

@@ -13,6 +13,7 @@ from vaemem import _core
 from vaemem._common import DTYPES, OPS, __version__, choose, latent_factor, listed, whole
 from vaemem.engine.arguments import Poll, Progress, polling
 from vaemem.engine.device import parse_device
+from vaemem.engine.limits import Limit
 from vaemem.engine.vae import VAE, Run
 from vaemem.tables.table import Row, Table
 
@@ -45,6 +46,7 @@ def sweep(
     measure: bool = True,
     repeats: int = 1,
     progress: Progress = None,
+    memory_limit: Limit = None,
 ) -> Table:
     """Measure, or only estimate, the engine's memory and time.
 
@@ -70,6 +72,8 @@ def sweep(
         pays for its pages: with 3 or more the median is that of a warm run.
     progress : bool or callable, optional
         True shows a bar (tqdm, ``pip install 'vaemem[progress]'``); a callable gets (work done, work to do).
+    memory_limit : int or str, optional
+        Of each run, as for `VAE.decode`; the columns `work` and `streamed` then say what it costs.
 
     Returns
     -------
@@ -102,9 +106,9 @@ def sweep(
             for model, dtype in wanted:
                 vae = _vae(model, device, dtype)
                 cases = [case._replace(dtype=dtype) for case in asked]
-                estimates = _estimates(vae, cases)  # refuses what cannot run, before any does
+                estimates = _estimates(vae, cases, memory_limit)  # refuses what cannot run, before any does
                 for case, estimate in zip(cases, estimates, strict=True):
-                    rows.append(_measure(vae, case, repeats, poll, done, work) if measure else estimate)
+                    rows.append(_measure(vae, case, repeats, poll, done, work, memory_limit) if measure else estimate)
                     done += repeats * case.work
                 del vae  # one model's weights at a time
     except BaseException as error:
@@ -113,7 +117,35 @@ def sweep(
     return Table(rows)
 
 
-def _measure(vae: VAE, case: Case, repeats: int, poll: Poll, done: int, work: int) -> Row:
+def tradeoff(model: str | VAE, op: str, height: int, width: int, batch: int = 1) -> Table:
+    """What less memory costs: the plans of one run, from the fastest to the smallest.
+
+    Parameters
+    ----------
+    model : str or VAE
+        Of a VAE whose `last_run` was the same operation, `seconds` are predicted from it, by the work to do.
+    op : {"encode", "decode"}
+    height, width, batch : int
+        Of the images, in pixels.
+
+    Returns
+    -------
+    Table
+        Each row takes less memory and more `work` than the one before; `streamed` counts the tensors that are never
+        whole (their names: `VAE.tradeoff`). A limit of weights_bytes + reserved_bytes gives that plan.
+    """
+    _ops(op)
+    (vae,) = (_vae(name, "cpu", "float32") for name in _models([model]))
+    runs, last = vae.tradeoff(op, height, width, batch), vae.last_run
+    speed = last.seconds / sum(last.flops) if last and last.op == op and last.seconds else None
+    return Table(
+        _row(vae, Case(op, height, width, batch, vae.dtype), "estimated", run, limited=True)
+        | ({"seconds": sum(run.flops) * speed} if speed else {})
+        for run in runs
+    )
+
+
+def _measure(vae: VAE, case: Case, repeats: int, poll: Poll, done: int, work: int, memory_limit: Limit) -> Row:
     data = _input(vae, case)
     vae.trim()  # or a larger case's arena would count as this one's
     runs = []
@@ -123,33 +155,40 @@ def _measure(vae: VAE, case: Case, repeats: int, poll: Poll, done: int, work: in
             if poll:
                 poll(before + case.work * rows // total, work)
 
-        getattr(vae, case.op)(data, progress=report)
+        getattr(vae, case.op)(data, progress=report, memory_limit=memory_limit)
         assert vae.last_run is not None and vae.last_run.seconds is not None  # it has just run
         runs.append((vae.last_run, vae.last_run.seconds))
     vae.trim()
     largest = max((run for run, _ in runs), key=lambda run: run.peak_bytes)
     seconds = statistics.median(seconds for _, seconds in runs)
-    return _row(vae, case, "measured", largest) | {"seconds": seconds}
+    return _row(vae, case, "measured", largest, memory_limit is not None) | {"seconds": seconds}
 
 
-def _estimates(vae: VAE, cases: Sequence[Case]) -> list[Row]:
-    return [_row(vae, c, "estimated", vae.estimate(c.op, c.height, c.width, c.batch)) for c in cases]
+def _estimates(vae: VAE, cases: Sequence[Case], memory_limit: Limit) -> list[Row]:
+    runs = [vae.estimate(c.op, c.height, c.width, c.batch, memory_limit=memory_limit) for c in cases]
+    limited = memory_limit is not None
+    return [_row(vae, case, "estimated", run, limited) for case, run in zip(cases, runs, strict=True)]
 
 
-def _row(vae: VAE, case: Case, source: str, run: Run) -> Row:
-    return case._asdict() | {
-        "model": vae.model,
-        "runtime": "vaemem",
-        "device": vae.device,
-        "source": source,
-        "allocated_bytes": run.activations_bytes + run.scratch_bytes + run.workspace_bytes + run.output_bytes,
-        "reserved_bytes": run.reserved_bytes - run.weights_bytes,
-        "weights_bytes": run.weights_bytes,
-        "activations_bytes": run.activations_bytes,
-        "scratch_bytes": run.scratch_bytes + run.workspace_bytes,
-        "output_bytes": run.output_bytes,
-        "versions": versions(run),
-    }
+def _row(vae: VAE, case: Case, source: str, run: Run, limited: bool = False) -> Row:
+    cost = {"work": run.work, "streamed": sum(kind == "streamed" for _, kind in run.values)} if limited else {}
+    return (
+        cost
+        | case._asdict()
+        | {
+            "model": vae.model,
+            "runtime": "vaemem",
+            "device": vae.device,
+            "source": source,
+            "allocated_bytes": run.activations_bytes + run.scratch_bytes + run.workspace_bytes + run.output_bytes,
+            "reserved_bytes": run.reserved_bytes - run.weights_bytes,
+            "weights_bytes": run.weights_bytes,
+            "activations_bytes": run.activations_bytes,
+            "scratch_bytes": run.scratch_bytes + run.workspace_bytes,
+            "output_bytes": run.output_bytes,
+            "versions": versions(run),
+        }
+    )
 
 
 def _input(vae: VAE, case: Case) -> np.ndarray:

@@ -23,7 +23,7 @@ SOURCES = ("measured", "estimated", "predicted")
 
 
 class Column(NamedTuple):
-    """A column of the schema. `kind` is text, count (>= 1), number (>= 0), bytes (>= 0) or seconds (>= 0)."""
+    """A column of the schema. `kind` is text, count (>= 1), or number, bytes, seconds or ratio (>= 0)."""
 
     name: str
     kind: str
@@ -50,10 +50,13 @@ SCHEMA: tuple[Column, ...] = (
     Column("seconds", "seconds", "wall clock of one run"),
     Column("group", "number", "the measuring series that a row belongs to, where its author numbered them"),
     Column("versions", "text", "of the software that ran, as 'name version' separated by commas"),
+    Column("work", "ratio", "FLOPs relative to a run without a memory limit"),
+    Column("streamed", "number", "tensors of the run that are never whole in memory"),
 )  # fmt: skip
 COLUMNS: tuple[str, ...] = tuple(column.name for column in SCHEMA)
 BYTE_COLUMNS = tuple(column.name for column in SCHEMA if column.kind == "bytes")
 _KIND = {column.name: column.kind for column in SCHEMA}
+_FLOATS = ("seconds", "ratio")
 _REPR = reprlib.Repr()  # what came may be anything, of any size and depth
 
 # The published benchmark that the project starts from has its own columns: PyTorch, measured, batch 1.
@@ -74,7 +77,7 @@ def _value(name: str, value: object) -> object:
         return str(value)
     if isinstance(value, bool) or isinstance(value, str):
         raise ValueError(f"{name}: want a number, got {repr(value)[:80]}")
-    if kind == "seconds":
+    if kind in _FLOATS:
         try:
             seconds = float(value)  # type: ignore[arg-type]
         except (TypeError, ValueError, OverflowError):
@@ -108,9 +111,9 @@ def _parse(name: str, text: str) -> object:
     if not text or _KIND[name] == "text":
         return text or None
     try:
-        return float(text) if _KIND[name] == "seconds" else int(text)
+        return float(text) if _KIND[name] in _FLOATS else int(text)
     except ValueError:
-        kind = "number" if _KIND[name] == "seconds" else "whole number"
+        kind = "number" if _KIND[name] in _FLOATS else "whole number"
         raise ValueError(f"{name}: want a {kind}, got {text[:80]!r}") from None
 
 
@@ -319,7 +322,7 @@ class Table(Sequence[Row]):
         columns = {}
         for column in SCHEMA:
             values = [row[column.name] for row in self._rows]
-            dtype = {"text": "object", "seconds": "float64"}.get(column.kind, "int64")
+            dtype = {"text": "object", "seconds": "float64", "ratio": "float64"}.get(column.kind, "int64")
             if dtype != "object" and None in values:
                 dtype = dtype.capitalize()
             columns[column.name] = pd.Series(values, dtype=dtype)
@@ -369,7 +372,7 @@ def _cell(column: Column, value: Any) -> str:
         return ""
     if column.kind == "bytes":
         return mib(value)
-    if column.kind == "seconds":
+    if column.kind in _FLOATS:
         return f"{value:.3f}"
     text = str(value)
     return text if len(text) <= 32 else text[:31] + "…"

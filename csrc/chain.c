@@ -1,0 +1,137 @@
+/* Passes that run together, row of tiles by row of tiles, so that what one hands to the next need not exist whole.
+ *
+ *   x --conv1--> h --conv2--> y        each step: every pass whose input is ready, if the next one waits for its rows
+ *
+ *   step   1    2    3    4    5
+ *   conv1  0    1    2    3    4       rows of tiles; conv2's row k reads h up to row k + 1
+ *   conv2            0    1    2
+ *
+ * A norm on load wants the sums of all of its input first. Where that is streamed, the chain runs in rounds: as far as
+ * that tensor, whose rows are only measured; then again from the beginning, with the sums known. */
+#include "vm.h"
+
+size_t vm_stage_made(const vm_stage *s, size_t k) { return VM_MIN(k * s->cut.out_rows, s->y_rows); }
+
+size_t vm_stage_from(const vm_stage *s, size_t k) {
+    if (k >= s->cut.rows) return s->x_rows;
+    const size_t at = k * s->cut.in_step;
+    return VM_MIN(at > s->cut.pad ? at - s->cut.pad : 0, s->x_rows);
+}
+
+/* The row behind the last one of x that row k of tiles reads. */
+static size_t reads_to(const vm_stage *s, size_t k) {
+    k = VM_MIN(k, s->cut.rows - 1);
+    const size_t end = k * s->cut.in_step + s->cut.in_rows;
+    return VM_MIN(end > s->cut.pad ? end - s->cut.pad : 0, s->x_rows);
+}
+
+size_t vm_chain_stages(const vm_plan *plan, int first, int last, vm_stage *stage) {
+    const vm_backend *b = plan->ask.backend;
+    const unsigned threads = plan->ask.limits.threads;
+    for (int i = first; i <= last; i++) {
+        const vm_node *n = &plan->graph->node[i];
+        const vm_pass *p = &plan->step[i].pass;
+        vm_stage *s = &stage[i - first];
+        *s = (vm_stage){.cut = b->cut(b, p),
+                        .x_rows = p->x.h,
+                        .y_rows = p->y.h,
+                        .x = n->x >= first ? n->x - first : VM_NONE,
+                        .add = n->add >= first ? n->add - first : VM_NONE};
+        s->each = VM_MAX((threads + s->cut.columns - 1) / s->cut.columns, 1);
+        s->ahead = threads > s->cut.columns ? 2 : 1; /* busy while its input is made: or rings as low as can be */
+    }
+    return (size_t)(last - first + 1);
+}
+
+bool vm_chain_round(const vm_plan *plan, int first, vm_stage *stage, size_t stages, size_t round, int *target) {
+    size_t found = 0;
+    *target = VM_NONE;
+    for (size_t i = 0; i < stages && *target == VM_NONE; i++) {
+        bool wanted = false;
+        for (size_t j = i + 1; j < stages; j++)
+            wanted |= stage[j].x == (int)i && plan->graph->node[first + (int)j].pass.norm;
+        if (wanted && found++ == round) *target = (int)i;
+    }
+    if (*target == VM_NONE && round > found) return false;
+    for (size_t i = 0; i < stages; i++) {
+        stage[i].done = stage[i].now = 0;
+        stage[i].active = *target == VM_NONE || (int)i == *target;
+    }
+    for (size_t i = stages; *target != VM_NONE && i-- > 0;) /* and what the target is made of */
+        for (size_t j = i + 1; j < stages; j++)
+            stage[i].active |= stage[j].active && (stage[j].x == (int)i || stage[j].add == (int)i);
+    return true;
+}
+
+static bool is_read(const vm_stage *stage, size_t stages, size_t i) {
+    for (size_t j = i + 1; j < stages; j++)
+        if (stage[j].active && (stage[j].x == (int)i || stage[j].add == (int)i)) return true;
+    return false;
+}
+
+/* Rows of stage i's output that the others wait for. Those that nobody in the chain reads keep together, so that they may
+ * lie over what they are made from. */
+static size_t wanted_rows(const vm_stage *stage, size_t stages, size_t i) {
+    size_t wanted = 0, lowest = SIZE_MAX, reach = 0;
+    const bool read = is_read(stage, stages, i);
+    for (size_t j = 0; j < stages; j++) {
+        const vm_stage *s = &stage[j];
+        if (!s->active || s->done == s->cut.rows) continue;
+        const size_t next = s->done + s->ahead * s->each - 1;
+        if (s->x == (int)i) wanted = VM_MAX(wanted, reads_to(s, next));
+        if (s->add == (int)i) wanted = VM_MAX(wanted, vm_stage_made(s, next + 1));
+        if (read || is_read(stage, stages, j)) continue;
+        lowest = VM_MIN(lowest, vm_stage_made(s, s->done));
+        reach = VM_MAX(reach, s->each * s->cut.out_rows);
+    }
+    return read ? wanted : lowest + reach;
+}
+
+static bool ready(const vm_stage *stage, const vm_stage *s, size_t k) {
+    const vm_stage *x = s->x == VM_NONE ? NULL : &stage[s->x], *add = s->add == VM_NONE ? NULL : &stage[s->add];
+    return (!x || vm_stage_made(x, x->done) >= reads_to(s, k)) &&
+           (!add || vm_stage_made(add, add->done) >= vm_stage_made(s, k + 1));
+}
+
+bool vm_chain_step(vm_stage *stage, size_t stages) {
+    bool more = false;
+    for (size_t i = 0; i < stages; i++) stage[i].done += stage[i].now, stage[i].now = 0;
+    for (size_t i = 0; i < stages; i++) {
+        vm_stage *s = &stage[i];
+        if (!s->active) continue;
+        const size_t wanted = wanted_rows(stage, stages, i);
+        while (s->now < s->each && s->done + s->now < s->cut.rows && vm_stage_made(s, s->done + s->now) < wanted &&
+               ready(stage, s, s->done + s->now))
+            s->now++;
+        more |= s->now > 0;
+    }
+    return more;
+}
+
+bool vm_chain_can(const vm_plan *plan, int first, int last) {
+    const vm_node *node = plan->graph->node;
+    if (first == last) return true;
+    if (plan->whole || last - first >= VM_CHAIN) return false;
+    int stored = VM_NONE; /* the level of what is read later */
+    for (int i = first; i <= last; i++) {
+        bool inside = false, later = plan->step[i].last > last;
+        if (node[i].pass.kind == VM_PASS_ATTENTION) return false; /* it reads all of its input for every row */
+        for (int j = i + 1; j <= last; j++) inside |= node[j].x == i || node[j].add == i;
+        if (later && (inside || (stored != VM_NONE && stored != node[i].y_level))) return false;
+        if (later) stored = node[i].y_level;
+    }
+    return true;
+}
+
+double vm_chain_flops(const vm_plan *plan, int first, int last, int node) {
+    vm_stage stage[VM_CHAIN];
+    int target;
+    double flops = 0;
+    if (first == last) return vm_pass_flops(&plan->step[first].pass);
+    const size_t stages = vm_chain_stages(plan, first, last, stage);
+    for (size_t round = 0; vm_chain_round(plan, first, stage, stages, round, &target); round++)
+        for (size_t i = 0; i < stages; i++)
+            if (stage[i].active && (node == VM_NONE || node == first + (int)i))
+                flops += vm_pass_flops(&plan->step[first + (int)i].pass);
+    return flops;
+}

@@ -1,0 +1,164 @@
+/* Which tensors are stored and which streamed: where the list of passes is cut into chains.
+ *
+ * For every stretch of passes that can be a chain: the bytes that it needs, if what it stores may lie over what it reads
+ * for the last time, and its FLOPs, rounds counted. Dynamic programming over the list then finds, for a bound on bytes,
+ * the cuts with the least work. What a plan really takes is known when it is laid out; the bound is lowered until that
+ * keeps within the limit. */
+#include <string.h>
+
+#include "plan.h"
+
+typedef struct stretch {
+    double flops; /* negative: no chain */
+    size_t bytes;
+} stretch;
+
+typedef struct choice {
+    vm_plan *plan;
+    stretch *at;  /* [nodes][nodes]: first, last */
+    bool free;    /* only chains that cost no work */
+    double *work; /* of the best cuts up to a node */
+    int *cut;     /* and where its last chain begins */
+} choice;
+
+/* Bytes of tensors that are there after node `at` and read later. read: only those that chain [at + 1, last] reads last. */
+static size_t stored_after(const vm_plan *plan, int at, int dead_by) {
+    size_t bytes = 0;
+    for (int i = 0; i <= at; i++) {
+        const int last = plan->step[i].last;
+        if (last > at && last <= dead_by)
+            bytes = vm_sum(bytes, VM_PRODUCT(vm_plan_row_bytes(plan, i), plan->step[i].pass.y.h));
+    }
+    return bytes;
+}
+
+static stretch look(const vm_plan *plan, int first, int last, bool free) {
+    enum { STEPS = 48 /* rings are as high as they get long before */ };
+    const vm_backend *b = plan->ask.backend;
+    const int end = (int)plan->steps;
+    stretch s = {-1, 0};
+    double once = 0;
+    if (!vm_chain_can(plan, first, last)) return s;
+    for (int i = first; i <= last; i++) once += vm_pass_flops(&plan->step[i].pass);
+    const double flops = vm_chain_flops(plan, first, last, VM_NONE);
+    if (free && flops > once) return s;
+    s.flops = flops;
+    const size_t dying = stored_after(plan, first - 1, last), kept = stored_after(plan, first - 1, end) - dying;
+    size_t born = 0, scratch = 0, ring[VM_CHAIN];
+    if (first != last) vm_plan_ring_rows(plan, first, last, ring, STEPS);
+    for (int i = first; i <= last; i++) {
+        const vm_step *step = &plan->step[i];
+        const size_t row = vm_plan_row_bytes(plan, i);
+        if (step->last > last)
+            born = vm_sum(born, VM_PRODUCT(row, step->pass.y.h));
+        else if (i + 1 < end)
+            s.bytes = vm_sum(s.bytes, VM_PRODUCT(row, ring[i - first]));
+        s.bytes = vm_sum(s.bytes, b->prepared(b, &step->pass));
+        scratch = VM_MAX(scratch, b->scratch(b, &step->pass, &plan->ask.limits));
+        if (step->pass.stats)
+            s.bytes = vm_sum(s.bytes, VM_PRODUCT(b->parts(b, &step->pass, &plan->ask.limits),
+                                                 vm_stats_floats(step->pass.y.c), sizeof(float)));
+    }
+    s.bytes = vm_sum(vm_sum(s.bytes, scratch), vm_sum(kept, VM_MAX(dying, born)));
+    return s;
+}
+
+/* Makes the cuts with the least work whose chains need at most `bound` bytes each; *most: what the largest needs. */
+static bool cut(choice *c, size_t bound, size_t *most) {
+    const int n = (int)c->plan->steps;
+    for (int last = 0; last < n; last++) {
+        c->work[last] = -1;
+        for (int first = last; first >= 0 && last - first < VM_CHAIN; first--) {
+            stretch *s = &c->at[first * n + last];
+            if (s->flops == 0) *s = look(c->plan, first, last, c->free);
+            if (s->flops < 0 || s->bytes > bound || (first && c->work[first - 1] < 0)) continue;
+            const double work = s->flops + (first ? c->work[first - 1] : 0);
+            if (c->work[last] >= 0 && work >= c->work[last]) continue;
+            c->work[last] = work;
+            c->cut[last] = first;
+        }
+    }
+    if (c->work[n - 1] < 0) return false;
+    size_t chains = 0;
+    *most = 0;
+    for (int last = n - 1; last >= 0; last = c->cut[last] - 1) chains++;
+    c->plan->chains = chains;
+    for (int last = n - 1; last >= 0; last = c->cut[last] - 1) {
+        *most = VM_MAX(*most, c->at[c->cut[last] * n + last].bytes);
+        c->plan->chain[--chains] = (vm_chain){.first = c->cut[last], .last = last};
+    }
+    return true;
+}
+
+static size_t taken(const vm_plan *plan) {
+    size_t peak = 0;
+    for (int i = 0; i < VM_CATEGORIES; i++) peak = vm_sum(peak, plan->peak[i]);
+    return VM_MAX(peak, plan->reserved);
+}
+
+static bool within(const vm_plan *plan) { return !plan->ask.memory_limit || taken(plan) <= plan->ask.memory_limit; }
+
+/* The plan that is laid out is the smallest one. */
+static vm_status refuse(vm_plan *plan) {
+    const size_t limit = plan->ask.memory_limit, smallest = taken(plan);
+    plan->reserved = smallest;
+    return vm_fail(VM_ELIMIT, "memory_limit: want at least %zu bytes (%.1f MiB) for this size, got %zu (%.1f MiB)",
+                   smallest, (double)smallest / 1048576, limit, (double)limit / 1048576);
+}
+
+/* The least bytes: every cut that is found costs the same work, that of each pass once. */
+static vm_status without_limit(const vm_model *m, choice *c) {
+    size_t bound = SIZE_MAX, most;
+    while (cut(c, bound, &most)) bound = most - 1;
+    cut(c, bound + 1, &most);
+    return vm_plan_lay_out(m, c->plan);
+}
+
+/* The least work whose plan keeps within the limit. The bounds that are tried do not depend on it, so that the smallest
+ * plan is the same for every limit, and as a limit of its own will do. */
+static vm_status within_limit(const vm_model *m, choice *c) {
+    vm_plan *plan = c->plan;
+    const size_t limit = plan->ask.memory_limit, beside = vm_plan_beside_arena(m, plan);
+    size_t bound = SIZE_MAX, last = SIZE_MAX, most;
+    for (; cut(c, bound, &most); bound = most - VM_MAX(most / 32, 1)) {
+        last = bound;
+        if (vm_sum(beside, most) > limit) continue;
+        vm_status s = vm_plan_lay_out(m, plan);
+        if (s || within(plan)) return s;
+    }
+    cut(c, last, &most);
+    vm_status s = vm_plan_lay_out(m, plan);
+    if (s) return s;
+    return within(plan) ? VM_OK : refuse(plan);
+}
+
+vm_status vm_plan_choose(const vm_model *m, vm_plan *plan) {
+    enum { TALLEST = 1 << 16 /* rows: the schedule of a chain is walked to know its memory */ };
+    const size_t n = plan->steps;
+    plan->whole = !plan->ask.backend->prepare || plan->ask.height > TALLEST;
+    plan->chains = n;
+    for (size_t i = 0; i < n; i++) plan->chain[i] = (vm_chain){.first = (int)i, .last = (int)i};
+    if (plan->whole) {
+        vm_status s = vm_plan_lay_out(m, plan);
+        return s || within(plan) || !plan->ask.backend->prepare ? s : refuse(plan); /* a GPU's limit is its caller's */
+    }
+    size_t bytes = 0;
+    const size_t at = vm_put_bytes(&bytes, n * n * sizeof(stretch), VM_ALIGN);
+    const size_t work = vm_put_bytes(&bytes, n * sizeof(double), VM_ALIGN);
+    const size_t cuts = vm_put_bytes(&bytes, n * sizeof(int), VM_ALIGN);
+    char *block;
+    vm_status s = vm_mem_reserve(m->host, bytes, (void **)&block);
+    if (s) return s;
+    choice c = {
+        .plan = plan, .at = (stretch *)(block + at), .work = (double *)(block + work), .cut = (int *)(block + cuts)};
+    c.free = true;
+    memset(block, 0, bytes);
+    s = without_limit(m, &c);
+    if (!s && !within(plan)) {
+        c.free = false;
+        memset(block, 0, bytes);
+        s = within_limit(m, &c);
+    }
+    vm_mem_unreserve(m->host, block, bytes);
+    return s;
+}
