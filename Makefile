@@ -111,7 +111,7 @@ pythons: $(VENV)/check.stamp
 	@other="$$(.ci/other_python $(BIN)/python)"; \
 	if [ -z "$$other" ]; then echo "pythons: there is no second CPython of 3.10 or later: skipped"; exit; fi; set -ex; \
 	rm -rf build/python && "$$other" -m venv build/python; \
-	VAEMEM_WERROR=1 VAEMEM_CUDA=0 build/python/bin/pip --disable-pip-version-check -q install . 'pytest>=8'; \
+	VAEMEM_WERROR=1 VAEMEM_CUDA=0 build/python/bin/pip --disable-pip-version-check -q install . 'pytest>=8' 'safetensors>=0.4.3'; \
 	PYTHONSAFEPATH=1 build/python/bin/pytest $(NUMPY_ALONE)
 
 # The source distribution and the wheel, each built, installed into a fresh environment and used there.

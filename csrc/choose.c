@@ -21,7 +21,7 @@ typedef struct choice {
     int *cut;     /* and where its last chain begins */
 } choice;
 
-/* Bytes of tensors that are there after node `at` and read later. read: only those that chain [at + 1, last] reads last. */
+/* Bytes of the tensors that are there after node `at`, are read later, and for the last time by node `dead_by`. */
 static size_t stored_after(const vm_plan *plan, int at, int dead_by) {
     size_t bytes = 0;
     for (int i = 0; i <= at; i++) {
@@ -32,6 +32,7 @@ static size_t stored_after(const vm_plan *plan, int at, int dead_by) {
     return bytes;
 }
 
+/* What a chain of these passes would need and cost. free: chains that cost work are none. */
 static stretch look(const vm_plan *plan, int first, int last, bool free) {
     enum { STEPS = 48 /* rings are as high as they get long before */ };
     const vm_backend *b = plan->ask.backend;

@@ -9,7 +9,6 @@ import threading
 from types import SimpleNamespace
 from typing import ClassVar
 
-import matplotlib.figure
 import numpy as np
 import pytest
 from engine import config, images, latents, small_vae
@@ -256,6 +255,7 @@ def test_tradeoff_falls_in_memory_and_rises_in_work(vae, op):
 
 
 def test_tradeoff_as_a_table_and_a_picture(vae, capsys):
+    matplotlib = pytest.importorskip("matplotlib.figure")
     vae.decode(latents(vae, 16, 16))
     vae.last_run = vae.last_run.__class__(**{**vars(vae.last_run), "seconds": 2.0})
     table = vaemem.tradeoff(vae, "decode", 64, 64)
@@ -268,7 +268,7 @@ def test_tradeoff_as_a_table_and_a_picture(vae, capsys):
         assert vae.estimate("decode", 64, 64, memory_limit=row["weights_bytes"] + row["reserved_bytes"]) == run
     assert "seconds" not in repr(vaemem.tradeoff(vae, "encode", 64, 64)), "no encode was measured"
     figure = vaemem.plot.tradeoff(table + vaemem.tradeoff(vae, "encode", 64, 64), {"PyTorch": (2 * MIB, 1.0)})
-    assert isinstance(figure, matplotlib.figure.Figure) and len(figure.axes[0].lines) == 3
+    assert isinstance(figure, matplotlib.Figure) and len(figure.axes[0].lines) == 3
     with pytest.raises(ValueError, match="table: want rows with work"):
         vaemem.plot.tradeoff(vaemem.Table())
     with pytest.raises(ValueError, match="ops: want"):

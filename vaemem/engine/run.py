@@ -82,10 +82,8 @@ class Run:
 
     def __repr__(self) -> str:
         size = f"{self.op} {self.height}x{self.width}" + (f" batch {self.batch}" if self.batch > 1 else "")
-        sizes = {
-            name: getattr(self, f"{name}_bytes") for name in CATEGORIES if name != "workspace" or self.workspace_bytes
-        }
-        parts = ", ".join(f"{name} {size / 2**20:.1f}" for name, size in sizes.items())
+        sizes = {name: getattr(self, f"{name}_bytes") / 2**20 for name in CATEGORIES}
+        parts = ", ".join(f"{name} {mib:.1f}" for name, mib in sizes.items() if mib or name != "workspace")
         took = "" if self.seconds is None else f", {self.seconds:.2f} s"
         took = f", {self.work:.2f} times the work{took}" if self.work > 1 else took
         return (
