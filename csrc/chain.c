@@ -108,6 +108,12 @@ bool vm_chain_step(vm_stage *stage, size_t stages) {
     return more;
 }
 
+size_t vm_chain_at_once(const vm_plan *plan, int first, int last, int node) {
+    vm_stage stage;
+    vm_chain_stages(plan, node, node, &stage);
+    return first == last ? stage.cut.rows : VM_MIN(stage.each, stage.cut.rows);
+}
+
 bool vm_chain_can(const vm_plan *plan, int first, int last) {
     const vm_node *node = plan->graph->node;
     if (first == last) return true;

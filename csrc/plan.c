@@ -261,7 +261,7 @@ static vm_status add_chain(vm_plan *plan, int c) {
         if (s->parts)
             s->y_stats = add_piece(plan, VM_SCRATCH, VM_PRODUCT(s->parts, vm_stats_floats(s->pass.y.c), sizeof(float)),
                                    c, chain_of(plan, last));
-        const size_t prepared = b->prepared(b, &s->pass);
+        const size_t prepared = b->prepared(b, &s->pass, vm_chain_at_once(plan, chain->first, chain->last, i));
         if (prepared) s->prepared = add_piece(plan, VM_SCRATCH, prepared, c, c);
         scratch = VM_MAX(scratch, b->scratch(b, &s->pass, limits));
         size_t bytes = 0;

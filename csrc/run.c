@@ -79,6 +79,7 @@ static vm_operands operands(const walk *w, int node, const vm_chain *chain, size
         .y_stats = address(w, s->y_stats),
         .x_parts = n->pass.norm ? x->parts : 0,
         .prepared = address(w, s->prepared),
+        .at_once = vm_chain_at_once(plan, chain->first, chain->last, node),
         .scratch = address(w, chain->scratch),
         .scratch_each = plan->piece[chain->scratch].bytes / plan->ask.limits.threads,
         .workspace = address(w, s->workspace),
@@ -184,6 +185,8 @@ static vm_status run_stepped(walk *w, const vm_chain *c, size_t item) {
                     vm_stage_made(&stage[i], stage[i].done + stage[i].now) - vm_stage_made(&stage[i], stage[i].done);
             }
             s = w->exec.each(w->exec.pool, n, rows, batch_task, &(batch){stage, tasks, stages});
+            for (size_t i = 0; i < stages && !s; i++)
+                if (stage[i].now && tasks[i].merge) tasks[i].merge(tasks[i].job, stage[i].done, stage[i].now);
         }
     }
     return s;

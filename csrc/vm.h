@@ -190,6 +190,8 @@ size_t vm_chain_stages(const struct vm_plan *plan, int first, int last, vm_stage
 bool vm_chain_round(const struct vm_plan *plan, int first, vm_stage *stage, size_t stages, size_t round, int *target);
 /* Fills now: every stage whose input is ready, and whose rows somebody waits for. false when the round is done. */
 bool vm_chain_step(vm_stage *stage, size_t stages);
+/* Rows of a node's tiles that are at work at the same time, at most. */
+size_t vm_chain_at_once(const struct vm_plan *plan, int first, int last, int node);
 /* Rows of its output that a stage has made, and the first row of its input that it still reads from row `k` of tiles on. */
 size_t vm_stage_made(const vm_stage *stage, size_t k);
 size_t vm_stage_from(const vm_stage *stage, size_t k);

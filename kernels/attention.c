@@ -158,8 +158,8 @@ static vm_cut attention_cut(const vm_pass *p) {
     return (vm_cut){.rows = 1, .columns = (pixels + each - 1) / each, .out_rows = p->y.h, .in_rows = p->x.h};
 }
 
-static size_t attention_prepared(const vm_pass *p) {
-    (void)p;
+static size_t attention_prepared(const vm_pass *p, size_t at_once) {
+    (void)p, (void)at_once;
     return VM_ROUND_UP(sizeof(job), VM_ALIGN);
 }
 
@@ -170,7 +170,7 @@ static vm_status attention_prepare(const vm_cpu_ops *ops, const vm_pass *pass, c
     (void)exec;
     job *j = at->prepared;
     *j = (job){.ops = ops, .pass = pass, .at = *at, .l = make_layout(pass)};
-    *out = (vm_tasks){attention_task, j};
+    *out = (vm_tasks){attention_task, j, NULL};
     return VM_OK;
 }
 

@@ -2,7 +2,8 @@
  * own scratch (normalised, activated and padded on the way, so no such copy is ever stored whole),
  * multiply, store, and measure what was stored for the next GroupNorm while it is in cache.
  *
- *   scratch:  scale | shift | x offsets | folded weights | thread 0: x tile, y pixels | thread 1 ...
+ *   prepared: job | scale, shift, sums | x offsets | folded weights
+ *   scratch:  thread 0: x tile, y pixels | thread 1 ...
  *   x tile:   [c/16][rows + halo][columns + halo][16]
  *
  * Nearest 2x followed by a 3x3 convolution reads each source pixel under several taps; summing
@@ -43,8 +44,8 @@ static vm_grid make_grid(const vm_pass *p) {
 }
 
 typedef struct layout {
-    size_t channels, offsets, folded, prepared; /* bytes from the pass's prepared memory, where the job lies first */
-    size_t y_pixels, scratch;                   /* bytes from the thread's own, where the x tile begins */
+    size_t work, offsets, folded, prepared; /* bytes from the pass's prepared memory, where the job lies first */
+    size_t y_pixels, scratch;               /* bytes from the thread's own, where the x tile begins */
     size_t taps, depth, batches, phases;
     size_t run;     /* batches that are multiplied at once */
     size_t w_block; /* floats between blocks of output channels */
@@ -59,7 +60,8 @@ typedef struct job {
     ptrdiff_t *offsets;
 } job;
 
-static layout make_layout(const vm_pass *p, const vm_grid *g) {
+static layout make_layout(const vm_pass *p, const vm_grid *g, size_t at_once) {
+    const vm_cut cut = vm_grid_rows(g);
     layout l = {0};
     const size_t xb = VM_BLOCKS(p->x.c), yb = VM_BLOCKS(p->y.c), block = VM_BLOCK * sizeof(float);
     l.phases = p->up ? 4 : 1;
@@ -69,7 +71,7 @@ static layout make_layout(const vm_pass *p, const vm_grid *g) {
     l.run = VM_MAX(STEPS / (l.taps * l.depth), 1) * l.taps;
     l.w_block = l.batches * l.depth * VM_BLOCK;
     vm_put_bytes(&l.prepared, sizeof(job), VM_ALIGN);
-    l.channels = vm_put_bytes(&l.prepared, vm_work_bytes(p), VM_ALIGN);
+    l.work = vm_put_bytes(&l.prepared, vm_work_bytes(p, &cut, at_once), VM_ALIGN);
     l.offsets = vm_put_bytes(&l.prepared, l.phases * l.batches * sizeof(ptrdiff_t), VM_ALIGN);
     l.folded = vm_put_bytes(&l.prepared, p->up ? VM_PRODUCT(l.phases, yb, l.batches, l.depth, block) : 0, VM_ALIGN);
     vm_put_bytes(&l.scratch, VM_PRODUCT(xb, g->input_h, g->input_w, block), VM_ALIGN);
@@ -83,14 +85,14 @@ static vm_cut direct_cut(const vm_pass *pass) {
     return vm_grid_rows(&g);
 }
 
-static size_t direct_prepared(const vm_pass *pass) {
+static size_t direct_prepared(const vm_pass *pass, size_t at_once) {
     const vm_grid g = make_grid(pass);
-    return make_layout(pass, &g).prepared;
+    return make_layout(pass, &g, at_once).prepared;
 }
 
 static size_t direct_scratch(const vm_pass *pass) {
     const vm_grid g = make_grid(pass);
-    return make_layout(pass, &g).scratch;
+    return make_layout(pass, &g, 0).scratch;
 }
 
 /* The part of the grid that one task computes. */
@@ -238,11 +240,12 @@ static vm_status direct_prepare(const vm_cpu_ops *ops, const vm_pass *pass, cons
     char *prepared = at->prepared;
     job *j = at->prepared;
     *j = (job){.g = make_grid(pass), .weight = at->weight};
-    j->l = make_layout(pass, &j->g);
-    j->work = vm_work_begin(ops, pass, at, prepared + j->l.channels);
+    const vm_cut cut = vm_grid_rows(&j->g);
+    j->l = make_layout(pass, &j->g, at->at_once);
+    j->work = vm_work_begin(ops, pass, at, &cut, prepared + j->l.work);
     j->offsets = (ptrdiff_t *)(prepared + j->l.offsets);
     make_offsets(j);
-    *out = (vm_tasks){conv_tile, j};
+    *out = (vm_tasks){conv_tile, j, pass->stats ? vm_merge_rows : NULL};
     if (!pass->up) return VM_OK;
     j->folded = (float *)(prepared + j->l.folded);
     vm_status s = exec->each(exec->pool, VM_BLOCKS(pass->y.c), 0, fold_block, j);

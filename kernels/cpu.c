@@ -74,14 +74,13 @@ static vm_cut cut(const vm_backend *b, const vm_pass *p) {
 }
 
 static size_t parts(const vm_backend *b, const vm_pass *p, const vm_limits *limits) {
-    (void)limits;
-    const vm_cut c = cut(b, p);
-    return c.rows * c.columns;
+    (void)b, (void)p, (void)limits;
+    return 1;
 }
 
-static size_t prepared(const vm_backend *b, const vm_pass *p) {
+static size_t prepared(const vm_backend *b, const vm_pass *p, size_t at_once) {
     (void)b;
-    return method_of(p)->prepared(p);
+    return method_of(p)->prepared(p, at_once);
 }
 
 static size_t scratch(const vm_backend *b, const vm_pass *p, const vm_limits *limits) {
@@ -104,7 +103,9 @@ static vm_status run(const vm_backend *b, const vm_pass *p, const vm_operands *a
     const vm_cut c = cut(b, p);
     vm_tasks tasks;
     vm_status s = prepare(b, p, at, exec, &tasks);
-    return s ? s : exec->each(exec->pool, c.rows * c.columns, p->y.h, tasks.fn, tasks.job);
+    if (!s) s = exec->each(exec->pool, c.rows * c.columns, p->y.h, tasks.fn, tasks.job);
+    if (!s && tasks.merge) tasks.merge(tasks.job, 0, c.rows);
+    return s;
 }
 
 #define VM_CPU_BACKEND(NAME, USABLE)                        \

@@ -68,11 +68,14 @@ typedef struct vm_work {
     const vm_pass *pass;
     vm_operands at;
     const float *scale, *shift; /* of the norm on load, or of scaled latents; NULL where nothing is done but copying */
+    vm_cut cut;
+    double *sums; /* of y's rows so far, laid out as a partial sum; NULL where none are wanted */
+    float *parts; /* partial sums of the tiles at work */
 } vm_work;
 
-/* scale and shift take so many bytes, from `channels` on. */
-size_t vm_work_bytes(const vm_pass *pass);
-vm_work vm_work_begin(const vm_cpu_ops *ops, const vm_pass *pass, const vm_operands *at, void *channels);
+/* All but the structure itself takes so many bytes of memory, from `to` on. */
+size_t vm_work_bytes(const vm_pass *pass, const vm_cut *cut, size_t at_once);
+vm_work vm_work_begin(const vm_cpu_ops *ops, const vm_pass *pass, const vm_operands *at, const vm_cut *cut, void *to);
 
 /* The output in cells: its pixels, or squares of 2x2 where a method computes these at once. */
 typedef struct vm_grid {
@@ -104,14 +107,14 @@ vm_cut vm_grid_rows(const vm_grid *grid);
 
 /* x: [c/16] planes of [rows][width][16], so many floats apart; zero outside the image. */
 void vm_load_box(const vm_work *work, const vm_box *box, float *x, size_t plane, size_t row);
-/* Part number `part` of y's sums, one channel block of it. */
-void vm_measure_box(const vm_work *work, const vm_box *box, size_t part, size_t block);
+/* The partial sum of a task's output, one channel block of it. */
+void vm_measure_box(const vm_work *work, const vm_box *box, size_t task, size_t block);
 
 /* ---- the methods: ways to compute a pass with any of the operations above; cpu.c chooses ---- */
 
 typedef struct vm_method {
     vm_cut (*cut)(const vm_pass *pass);
-    size_t (*prepared)(const vm_pass *pass);
+    size_t (*prepared)(const vm_pass *pass, size_t at_once);
     size_t (*scratch)(const vm_pass *pass); /* of one thread, a multiple of VM_ALIGN */
     vm_status (*prepare)(const vm_cpu_ops *ops, const vm_pass *pass, const vm_operands *at, const vm_exec *exec,
                          vm_tasks *out);
@@ -119,7 +122,11 @@ typedef struct vm_method {
 
 extern const vm_method vm_direct, vm_winograd, vm_attention;
 
-/* norm.c: merge the parts of x's producer (Chan, double, in order) into y = x*scale + shift. */
+/* ---- norm.c ---- */
+
+/* vm_tasks.merge of a job that begins with its vm_work: adds the tiles' partial sums up, and leaves them with the last. */
+void vm_merge_rows(const void *work, size_t row, size_t rows);
+/* From what x's producer left to y = x*scale + shift. */
 void vm_norm_scale(float *scale, float *shift, const vm_pass *pass, const vm_operands *at);
 
 #endif

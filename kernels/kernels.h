@@ -161,6 +161,7 @@ typedef struct vm_operands {
     float *y_stats;            /* what this pass leaves: vm_backend.parts times vm_stats_floats(y.c) floats */
     size_t x_parts;            /* number of partial sums in x_stats */
     void *prepared;            /* vm_backend.prepared bytes, VM_ALIGN-aligned */
+    size_t at_once;            /* rows of tiles that are at work at the same time, at most: all of them, or a step's */
     void *scratch;             /* vm_backend.scratch bytes or more, likewise */
     size_t scratch_each;       /* of them, each thread's own */
     void *workspace;           /* vm_backend.workspace bytes, likewise */
@@ -202,6 +203,8 @@ typedef struct vm_cut {
 typedef struct vm_tasks {
     vm_task fn;
     const void *job;
+    /* Once the tasks of rows [row, row + rows) of tiles are done, in their order; NULL where there is nothing to add up. */
+    void (*merge)(const void *job, size_t row, size_t rows);
 } vm_tasks;
 
 typedef struct vm_backend vm_backend;
@@ -245,13 +248,14 @@ struct vm_backend {
     vm_cut (*cut)(const vm_backend *b, const vm_pass *pass);
     /* Bytes that a pass needs beside its tensors: kept from its beginning to its end, in use while a task runs (of all
      * threads together, so that passes at work at the same time share them), and a library's. */
-    size_t (*prepared)(const vm_backend *b, const vm_pass *pass);
+    size_t (*prepared)(const vm_backend *b, const vm_pass *pass, size_t at_once);
     size_t (*scratch)(const vm_backend *b, const vm_pass *pass, const vm_limits *limits);
     vm_status (*workspace)(const vm_backend *b, const vm_pass *pass, const vm_limits *limits, size_t *bytes);
     /* How many partial sums (each vm_stats_floats(y.c) floats) the pass leaves for a GroupNorm. */
     size_t (*parts)(const vm_backend *b, const vm_pass *pass, const vm_limits *limits);
     vm_status (*run)(const vm_backend *b, const vm_pass *pass, const vm_operands *at, const vm_exec *exec);
-    /* Makes a pass ready to be computed task by task. *out borrows pass and at->prepared. NULL: passes run whole only. */
+    /* Makes a pass ready to be computed, row of tiles by row of tiles. *out borrows pass and at->prepared. NULL: passes run
+     * whole only. */
     vm_status (*prepare)(const vm_backend *b, const vm_pass *pass, const vm_operands *at, const vm_exec *exec,
                          vm_tasks *out);
     const vm_device *device;

@@ -1,11 +1,31 @@
-/* GroupNorm, the half of it that is not done on load: from the parts that the producer of x left
- * (pixels, mean and M2 per channel) to one scale and shift per channel.
+/* GroupNorm, the half of it that is not done on load: from the tiles' partial sums (pixels, mean and M2 per channel) to
+ * those of the whole tensor, and from these to one scale and shift per channel.
  *
- * Parts are merged by Chan's formula in double and in their own order, so the result does not
- * depend on which thread made which part. */
+ * Sums are merged by Chan's formula in double, tile by tile in the order of the tiles, so the result does not depend on
+ * which thread made which of them, nor on how many rows of tiles were made at a time. */
 #include <math.h>
+#include <string.h>
 
 #include "cpu.h"
+
+void vm_merge_rows(const void *work, size_t row, size_t rows) {
+    const vm_work *w = work;
+    const size_t padded = VM_BLOCKS(w->pass->y.c) * VM_BLOCK, floats = vm_stats_floats(w->pass->y.c);
+    double *count = w->sums, *mean = count + VM_BLOCK, *m2 = mean + padded;
+    if (!row) memset(count, 0, floats * sizeof *count);
+    for (size_t t = row * w->cut.columns; t < (row + rows) * w->cut.columns; t++) {
+        const float *part = w->parts + t % (w->at.at_once * w->cut.columns) * floats, *means = part + VM_BLOCK;
+        const double total = *count + part[0], share = part[0] / total, weight = *count * share;
+        for (size_t i = 0; i < padded; i++) {
+            const double delta = means[i] - mean[i];
+            mean[i] += delta * share;
+            m2[i] += means[padded + i] + delta * delta * weight;
+        }
+        *count = total;
+    }
+    if (row + rows < w->cut.rows) return;
+    for (size_t i = 0; i < floats; i++) w->at.y_stats[i] = (float)count[i];
+}
 
 void vm_norm_scale(float *scale, float *shift, const vm_pass *pass, const vm_operands *at) {
     const size_t c = pass->x.c, padded = VM_BLOCKS(c) * VM_BLOCK, part = vm_stats_floats(c);

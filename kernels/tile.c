@@ -4,16 +4,35 @@
 
 #include "cpu.h"
 
-size_t vm_work_bytes(const vm_pass *pass) {
-    const size_t channels = VM_BLOCKS(pass->x.c) * VM_BLOCK * sizeof(float);
-    return pass->norm || pass->affine ? 2 * channels : 0;
+typedef struct layout {
+    size_t channels, sums, parts, bytes;
+} layout;
+
+static layout make_layout(const vm_pass *pass, const vm_cut *cut, size_t at_once) {
+    const size_t channels = pass->norm || pass->affine ? VM_BLOCKS(pass->x.c) * VM_BLOCK : 0;
+    const size_t sum = pass->stats ? vm_stats_floats(pass->y.c) : 0;
+    layout l = {0};
+    l.channels = vm_put_bytes(&l.bytes, 2 * channels * sizeof(float), VM_ALIGN);
+    l.sums = vm_put_bytes(&l.bytes, sum * sizeof(double), VM_ALIGN);
+    l.parts = vm_put_bytes(&l.bytes, VM_PRODUCT(at_once, cut->columns, sum, sizeof(float)), VM_ALIGN);
+    return l;
 }
 
-vm_work vm_work_begin(const vm_cpu_ops *ops, const vm_pass *pass, const vm_operands *at, void *channels) {
-    vm_work w = {.ops = ops, .pass = pass, .at = *at};
+size_t vm_work_bytes(const vm_pass *pass, const vm_cut *cut, size_t at_once) {
+    return make_layout(pass, cut, at_once).bytes;
+}
+
+vm_work vm_work_begin(const vm_cpu_ops *ops, const vm_pass *pass, const vm_operands *at, const vm_cut *cut, void *to) {
+    const layout l = make_layout(pass, cut, at->at_once);
     const size_t padded = VM_BLOCKS(pass->x.c) * VM_BLOCK;
+    char *base = to;
+    vm_work w = {.ops = ops, .pass = pass, .at = *at, .cut = *cut};
+    if (pass->stats) {
+        w.sums = (double *)(void *)(base + l.sums);
+        w.parts = (float *)(void *)(base + l.parts);
+    }
     if (!pass->norm && !pass->affine) return w;
-    float *scale = channels, *shift = scale + padded;
+    float *scale = (float *)(void *)(base + l.channels), *shift = scale + padded;
     w.scale = scale;
     w.shift = shift;
     if (pass->norm)
@@ -118,12 +137,12 @@ void vm_load_box(const vm_work *j, const vm_box *box, float *x, size_t plane, si
         }
 }
 
-void vm_measure_box(const vm_work *j, const vm_box *box, size_t part, size_t block) {
+void vm_measure_box(const vm_work *j, const vm_box *box, size_t task, size_t block) {
     const size_t padded = VM_BLOCKS(j->pass->y.c) * VM_BLOCK;
     const vm_view *v = &j->at.y;
-    float *sums = j->at.y_stats + part * vm_stats_floats(j->pass->y.c);
-    float *mean = sums + VM_BLOCK + block * VM_BLOCK;
-    sums[0] = (float)(box->rows * box->width);
+    float *part = j->parts + task % (j->at.at_once * j->cut.columns) * vm_stats_floats(j->pass->y.c);
+    float *mean = part + VM_BLOCK + block * VM_BLOCK;
+    part[0] = (float)(box->rows * box->width);
     j->ops->stats(mean, mean + padded, vm_row(v, (size_t)box->top) + block * v->block + (size_t)box->left * VM_BLOCK,
                   box->rows, v->row, box->width);
 }

@@ -2,7 +2,8 @@
  * real arithmetic. Every 4x4 piece of the input (overlapping by two) and every 3x3 of weights become
  * 16 numbers; per number, a plain product over the channels; 16 results become 2x2 pixels.
  *
- *   scratch:  scale | shift | x offsets | u [16][y block][x block][16][16] | thread 0 | thread 1 ...
+ *   prepared: job | scale, shift, sums | x offsets | u [16][y block][x block][16][16]
+ *   scratch:  thread 0 | thread 1 ...
  *   thread:   x tile [x block][row][column][16] | v [16][x block][tile][16] | m [16][y block][tile][16]
  *
  * A region of about TILES tiles is a task. Only sums, differences and halves are added to what is
@@ -31,8 +32,8 @@ static vm_grid make_grid(const vm_pass *p) {
 }
 
 typedef struct layout {
-    size_t channels, offsets, u, prepared; /* bytes from the pass's prepared memory, where the job lies first */
-    size_t v, m, scratch;                  /* bytes from the thread's own, where the x tile begins */
+    size_t work, offsets, u, prepared; /* bytes from the pass's prepared memory, where the job lies first */
+    size_t v, m, scratch;              /* bytes from the thread's own, where the x tile begins */
     size_t x_row, x_plane, v_step, m_step, u_step;
 } layout;
 
@@ -44,7 +45,8 @@ typedef struct job {
     ptrdiff_t *offsets;
 } job;
 
-static layout make_layout(const vm_pass *p, const vm_grid *g) {
+static layout make_layout(const vm_pass *p, const vm_grid *g, size_t at_once) {
+    const vm_cut cut = vm_grid_rows(g);
     layout l = {0};
     const size_t xb = VM_BLOCKS(p->x.c), yb = VM_BLOCKS(p->y.c), tiles = g->tile_h * g->tile_w;
     l.x_row = g->input_w * VM_BLOCK;
@@ -53,7 +55,7 @@ static layout make_layout(const vm_pass *p, const vm_grid *g) {
     l.m_step = yb * tiles * VM_BLOCK;
     l.u_step = VM_PRODUCT(yb, xb, VM_BLOCK, VM_BLOCK);
     vm_put_bytes(&l.prepared, sizeof(job), VM_ALIGN);
-    l.channels = vm_put_bytes(&l.prepared, vm_work_bytes(p), VM_ALIGN);
+    l.work = vm_put_bytes(&l.prepared, vm_work_bytes(p, &cut, at_once), VM_ALIGN);
     l.offsets = vm_put_bytes(&l.prepared, xb * sizeof(ptrdiff_t), VM_ALIGN);
     l.u = vm_put_bytes(&l.prepared, VM_PRODUCT(16, l.u_step, sizeof(float)), VM_ALIGN);
     vm_put_bytes(&l.scratch, VM_PRODUCT(xb, l.x_plane, sizeof(float)), VM_ALIGN);
@@ -67,14 +69,14 @@ static vm_cut winograd_cut(const vm_pass *pass) {
     return vm_grid_rows(&g);
 }
 
-static size_t winograd_prepared(const vm_pass *pass) {
+static size_t winograd_prepared(const vm_pass *pass, size_t at_once) {
     const vm_grid g = make_grid(pass);
-    return make_layout(pass, &g).prepared;
+    return make_layout(pass, &g, at_once).prepared;
 }
 
 static size_t winograd_scratch(const vm_pass *pass) {
     const vm_grid g = make_grid(pass);
-    return make_layout(pass, &g).scratch;
+    return make_layout(pass, &g, 0).scratch;
 }
 
 typedef struct region {
@@ -163,13 +165,14 @@ static vm_status winograd_prepare(const vm_cpu_ops *ops, const vm_pass *pass, co
     char *prepared = at->prepared;
     job *j = at->prepared;
     *j = (job){.g = make_grid(pass)};
-    j->l = make_layout(pass, &j->g);
-    j->work = vm_work_begin(ops, pass, at, prepared + j->l.channels);
+    const vm_cut cut = vm_grid_rows(&j->g);
+    j->l = make_layout(pass, &j->g, at->at_once);
+    j->work = vm_work_begin(ops, pass, at, &cut, prepared + j->l.work);
     j->u = (float *)(prepared + j->l.u);
     j->offsets = (ptrdiff_t *)(prepared + j->l.offsets);
     const size_t plane = j->g.tile_h * j->g.tile_w * VM_BLOCK;
     for (size_t b = 0; b < VM_BLOCKS(pass->x.c); b++) j->offsets[b] = (ptrdiff_t)(b * plane);
-    *out = (vm_tasks){winograd_region, j};
+    *out = (vm_tasks){winograd_region, j, pass->stats ? vm_merge_rows : NULL};
     return exec->each(exec->pool, VM_BLOCKS(pass->y.c), 0, transform_weights, j);
 }
 

@@ -185,7 +185,7 @@ static vm_view whole(float *data, const vm_shape *s) {
 
 /* Floats of an array that holds what a pass prepares and its scratch, wherever the array begins. */
 static size_t scratch_floats(const vm_backend *b, const vm_pass *p, const vm_limits *limits) {
-    return (b->prepared(b, p) + b->scratch(b, p, limits) + VM_ALIGN) / sizeof(float);
+    return (b->prepared(b, p, b->cut(b, p).rows) + b->scratch(b, p, limits) + VM_ALIGN) / sizeof(float);
 }
 
 /* kernel_pass(backend, threads, kind, (xc, xh, xw, yc, yh, yw), (ksize, stride, up, silu, groups, eps), arrays)
@@ -236,8 +236,9 @@ static PyObject *kernel_pass(PyObject *Py_UNUSED(module), PyObject *args) {
                       .beta = d[6],
                       .x_stats = d[7],
                       .y_stats = d[8],
-                      .prepared = (void *)VM_ROUND_UP((uintptr_t)d[9], VM_ALIGN)};
-    at.scratch = (char *)at.prepared + b->prepared(b, &p);
+                      .prepared = (void *)VM_ROUND_UP((uintptr_t)d[9], VM_ALIGN),
+                      .at_once = b->cut(b, &p).rows};
+    at.scratch = (char *)at.prepared + b->prepared(b, &p, at.at_once);
     at.scratch_each = b->scratch(b, &p, &limits) / limits.threads;
     at.x_parts = d[7] ? (size_t)PyArray_SIZE((PyArrayObject *)a[7]) / vm_stats_floats(p.x.c) : 0;
     if (!conv) at.y = at.x; /* attention's result takes its queries' place */
@@ -262,7 +263,7 @@ static PyObject *kernel_needs(PyObject *Py_UNUSED(module), PyObject *args) {
     if (!b) return NULL;
     p.kind = strcmp(kind, "conv") ? VM_PASS_ATTENTION : VM_PASS_CONV;
     p.up = up;
-    p.norm = true; /* the most that the pass can want */
+    p.norm = p.stats = true; /* the most that the pass can want */
     const vm_limits limits = {(unsigned)threads, 0};
     return Py_BuildValue("nn", (Py_ssize_t)scratch_floats(b, &p, &limits),
                          (Py_ssize_t)(b->parts(b, &p, &limits) * vm_stats_floats(p.y.c)));

@@ -130,8 +130,8 @@ vm_cut vm_gpu_cut(const vm_backend *b, const vm_pass *p) {
     return (vm_cut){.rows = 1, .columns = 1, .out_rows = p->y.h, .in_rows = p->x.h};
 }
 
-size_t vm_gpu_prepared(const vm_backend *b, const vm_pass *p) {
-    (void)b, (void)p;
+size_t vm_gpu_prepared(const vm_backend *b, const vm_pass *p, size_t at_once) {
+    (void)b, (void)p, (void)at_once;
     return 0;
 }
 

@@ -121,7 +121,7 @@ extern const vm_device vm_gpu_device;
 
 /* backend.c: a pass enqueued on gpu->stream. */
 vm_cut vm_gpu_cut(const vm_backend *b, const vm_pass *pass);
-size_t vm_gpu_prepared(const vm_backend *b, const vm_pass *pass);
+size_t vm_gpu_prepared(const vm_backend *b, const vm_pass *pass, size_t at_once);
 size_t vm_gpu_scratch(const vm_backend *b, const vm_pass *pass, const vm_limits *limits);
 vm_status vm_gpu_workspace(const vm_backend *b, const vm_pass *pass, const vm_limits *limits, size_t *bytes);
 size_t vm_gpu_parts(const vm_backend *b, const vm_pass *pass, const vm_limits *limits);
