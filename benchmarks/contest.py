@@ -77,9 +77,9 @@ class Contestant:
 
 
 class Ours(Contestant):
-    def __init__(self, vae, op: str, x, stripe_bytes: int | None = None, graphs: bool = False, bytes_out: bool = False):
+    def __init__(self, vae, op: str, x, graphs: bool = False, memory_limit: int | None = None, bytes_out: bool = False):
         self.vae, self.op, self.x, self.batch = vae, op, x, x.shape[0]
-        self.settings = {"stripe_bytes": stripe_bytes, "graphs": graphs}
+        self.settings = {"graphs": graphs, "memory_limit": memory_limit}
         self.output = {"output_type": "uint8"} if bytes_out else {}
         self.record: Any = None
 

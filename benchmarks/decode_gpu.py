@@ -31,7 +31,6 @@ from contest import ELEMENT, Case, Contestant, Elsewhere, Ours, Peer, Setup, att
 from torch.nn import functional as F
 from torch_vae import AutoencoderKL
 
-MIB = 1 << 20
 PEERS = {  # name: (channels_last, mode of torch.compile)
     "eager": (False, None),
     "channels_last": (True, None),
@@ -39,27 +38,30 @@ PEERS = {  # name: (channels_last, mode of torch.compile)
     "compile-autotune": (True, "max-autotune-no-cudagraphs"),
     "compile-graphs": (True, "reduce-overhead"),
 }
-ABLATED = (32, 64, 256)  # MiB of stripes
 
 
 # ---- the tables ----
 
 
 def ours_here(
-    setup: Setup, case: Case, autotune: bool = False, convolution: str = "cudnn", hosted: bool = False, **settings: Any
-) -> Ours:
-    """On arrays in the GPU's memory, or `hosted` in NumPy's, which is all that there is on the CPU."""
-    x = hosted_data(case)
-    here = x if hosted or not setup.machine.gpu else setup.here(x)
-    return Ours(setup.ours(autotune, convolution), case.op, here, **settings)
+    setup: Setup, case: Case, autotune: bool = False, convolution: str = "cudnn", hosted: bool = False,
+    smallest: bool = False, **settings: Any,
+) -> Ours:  # fmt: skip
+    """On arrays in the GPU's memory, or `hosted` in NumPy's, which is all that there is on the CPU; `smallest`: within
+    the smallest memory limit that will do."""
+    vae, x = setup.ours(autotune, convolution), hosted_data(case)
+    staged = hosted or not setup.machine.gpu
+    if smallest:
+        settings["memory_limit"] = vae.smallest(case.op, case.size, case.size, case.batch, staged=staged)
+    return Ours(vae, case.op, x if staged else setup.here(x), **settings)
 
 
 def entries_of(setup: Setup, case: Case, args: argparse.Namespace) -> dict[str, Callable[[], Contestant]]:
     entries: dict[str, Callable[[], Contestant]] = {"vaemem": lambda: ours_here(setup, case)}
     if setup.machine.gpu and case.type != "float32":
         entries["vaemem own conv"] = lambda: ours_here(setup, case, convolution="own")
-    for mib in args.stripes:
-        entries[f"vaemem stripes {mib} MiB"] = lambda n=mib: ours_here(setup, case, stripe_bytes=n * MIB)
+    if args.smallest:
+        entries["vaemem smallest"] = lambda: ours_here(setup, case, smallest=True)
     for name in args.peers:
         channels_last, mode = PEERS[name]
         entries[f"torch {name}"] = lambda c=channels_last, m=mode: Peer(setup.peer(c), case.op, setup.data(case), m)
@@ -98,12 +100,9 @@ def ablation(machine: Machine, case: Case, args: argparse.Namespace) -> list[dic
     if machine.gpu and case.type != "float32":
         entries["vaemem own conv"] = lambda: ours_here(setup, case, convolution="own")
         entries["vaemem own conv, graphs"] = lambda: ours_here(setup, case, convolution="own", graphs=True)
-    for mib in ABLATED:
-        entries[f"vaemem stripes {mib} MiB"] = lambda n=mib: ours_here(setup, case, stripe_bytes=n * MIB)
-    whole = 32 * case.unit  # more than any pass can use
     entries |= {
-        "vaemem whole images": lambda: ours_here(setup, case, stripe_bytes=whole),
-        "vaemem whole images, autotune": lambda: ours_here(setup, case, autotune=True, stripe_bytes=whole),
+        "vaemem smallest": lambda: ours_here(setup, case, smallest=True),
+        "vaemem smallest, graphs": lambda: ours_here(setup, case, smallest=True, graphs=True),
         "vaemem batch 4": lambda: ours_here(setup, many),
         "vaemem numpy": lambda: ours_here(setup, case, hosted=True),
         "vaemem numpy batch 4": lambda: ours_here(setup, many, hosted=True),
@@ -126,7 +125,7 @@ def ablation(machine: Machine, case: Case, args: argparse.Namespace) -> list[dic
         if machine.gpu and dtype != case.dtype:
             setup = Setup(machine, other)
             peers = argparse.Namespace(
-                **vars(args) | {"peers": ["eager", "channels_last"], "stripes": [], "alone": False}
+                **vars(args) | {"peers": ["eager", "channels_last"], "smallest": False, "alone": False}
             )
             lines += contest(setup, other, entries_of(setup, other, peers), args)
             write_csv(name, lines, quiet=True)
@@ -303,7 +302,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--ops", nargs="+", default=["decode", "encode"], choices=["decode", "encode"])
     parser.add_argument("--sizes", nargs="+", type=int, default=[1024, 2048, 512])
     parser.add_argument("--peers", nargs="*", default=["eager", "channels_last"], choices=list(PEERS))
-    parser.add_argument("--stripes", nargs="*", type=int, default=[], help="also ours with so many MiB for stripes")
+    parser.add_argument("--smallest", action="store_true", help="also ours within the smallest memory limit")
     parser.add_argument("--alone", action="store_true", help="also ours in a process of its own, on NumPy arrays")
     parser.add_argument("--passes", action="store_true", help="this table instead")
     parser.add_argument("--parts", action="store_true", help="with PyTorch's time for each pass; implies --passes")

@@ -52,7 +52,7 @@ step_test() { # the other files are the emulator's
     VAEMEM_TEST_GPU=1 within 150 "$PYTHON" -m pytest -p no:cacheprovider tests/test_cuda_vae*.py
     VAEMEM_TEST_GPU=1 within 30 "$PYTHON" -m pytest -p no:cacheprovider tests/test_measure.py -k gpu
 }
-step_headline() { bench 75 --models flux --dtypes bfloat16 --ops decode --stripes 64 --alone --label headline; }
+step_headline() { bench 75 --models flux --dtypes bfloat16 --ops decode --smallest --alone --label headline; }
 step_passes() {
     bench 60 --sizes 1024 --dtypes bfloat16 --parts
     bench 40 --sizes 1024 --dtypes bfloat16 --passes --convolution own --label own

@@ -3,7 +3,7 @@
  * For every stretch of passes that can be a chain: the bytes that it needs, if what it stores may lie over what it reads
  * for the last time, and its FLOPs, rounds counted. Dynamic programming over the list then finds, for a bound on bytes,
  * the cuts with the least work. What a plan really takes is known when it is laid out; the bound is lowered until that
- * keeps within the limit. */
+ * keeps within the limit. Where passes run whole (GPUs) there is one choice, how large their stripes are. */
 #include <string.h>
 
 #include "plan.h"
@@ -133,16 +133,40 @@ static vm_status within_limit(const vm_model *m, choice *c) {
     return within(plan) ? VM_OK : refuse(plan);
 }
 
+/* A tenth of T, the largest tensor of 128 channels: with the rest of the peak that stays within 3.2 T. */
+static size_t most_stripe_bytes(const vm_model *m, const vm_request *r) {
+    enum { LEAST = 1 << 20 };
+    const size_t c = VM_BLOCKS(m->arch.block_out_channels[0]) * VM_BLOCK;
+    return VM_MAX(VM_PRODUCT(c, r->height, r->width, r->backend->element) / 10, LEAST);
+}
+
+/* A bound from below on what the plan takes with these stripes, for which no library is asked about workspaces. */
+static size_t least(const vm_model *m, const vm_plan *plan) {
+    size_t most = 0;
+    for (int i = 0; i < (int)plan->steps; i++) most = VM_MAX(most, look(plan, i, i, false).bytes);
+    return vm_sum(vm_plan_beside_arena(m, plan), most);
+}
+
+/* Passes that run whole, in stripes: the largest ones, halved from a tenth of T on, whose plan keeps within the limit. */
+static vm_status by_stripes(const vm_model *m, vm_plan *plan) {
+    const size_t limit = plan->ask.memory_limit;
+    size_t *stripe_bytes = &plan->ask.limits.stripe_bytes;
+    for (*stripe_bytes = most_stripe_bytes(m, &plan->ask); *stripe_bytes > 1; *stripe_bytes /= 2) {
+        if (limit && least(m, plan) > limit) continue;
+        vm_status s = vm_plan_lay_out(m, plan);
+        if (s || within(plan)) return s;
+    }
+    vm_status s = vm_plan_lay_out(m, plan);
+    return s || within(plan) ? s : refuse(plan);
+}
+
 vm_status vm_plan_choose(const vm_model *m, vm_plan *plan) {
     enum { TALLEST = 1 << 16 /* rows: the schedule of a chain is walked to know its memory */ };
     const size_t n = plan->steps;
     plan->whole = !plan->ask.backend->prepare || plan->ask.height > TALLEST;
     plan->chains = n;
     for (size_t i = 0; i < n; i++) plan->chain[i] = (vm_chain){.first = (int)i, .last = (int)i};
-    if (plan->whole) {
-        vm_status s = vm_plan_lay_out(m, plan);
-        return s || within(plan) || !plan->ask.backend->prepare ? s : refuse(plan); /* a GPU's limit is its caller's */
-    }
+    if (plan->whole) return by_stripes(m, plan);
     size_t bytes = 0;
     const size_t at = vm_put_bytes(&bytes, n * n * sizeof(stretch), VM_ALIGN);
     const size_t work = vm_put_bytes(&bytes, n * sizeof(double), VM_ALIGN);

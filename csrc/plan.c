@@ -385,13 +385,6 @@ static float scale_of(const vm_request *r, const vm_graph *g, int node) {
     return node == VM_NONE || g->node[node].exact || !r->scale ? 1 : r->scale;
 }
 
-/* A tenth of T, the largest tensor of 128 channels: with the rest of the peak that stays within 3.2 T. */
-static size_t default_stripe_bytes(const vm_request *r, const vm_arch *arch) {
-    enum { LEAST = 1 << 20 };
-    const size_t c = VM_BLOCKS(arch->block_out_channels[0]) * VM_BLOCK;
-    return VM_MAX(VM_PRODUCT(c, r->height, r->width, r->backend->element) / 10, LEAST);
-}
-
 static void set_shapes(vm_plan *plan, int i, const vm_arch *arch) {
     const vm_request *r = &plan->ask;
     const vm_graph *g = plan->graph;
@@ -455,7 +448,6 @@ static vm_status build(const vm_model *m, vm_plan *plan) {
     plan->staged = r->host_arrays && !r->backend->device->addressable;
     r->own_output &=
         !plan->staged; /* a staged one has its place in the arena; the host's copy is no part of the plan */
-    if (!r->limits.stripe_bytes) r->limits.stripe_bytes = default_stripe_bytes(r, &m->arch);
     plan->in_bytes = pixel_bytes(r, r->in, encode ? m->arch.in_channels : latent, encode ? 1 : factor);
     plan->out_bytes = pixel_bytes(r, r->out, encode ? 2 * latent : m->arch.out_channels, encode ? factor : 1);
     for (int i = 0; i < (int)plan->steps && !s; i++) { /* before a backend is asked about passes of such sizes */

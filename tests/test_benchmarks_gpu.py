@@ -314,9 +314,9 @@ def table(path: Path) -> list[dict[str, str]]:
 
 
 def test_main_table(tmp_path, monkeypatch):
-    main(tmp_path, monkeypatch, "--stripes", "1", "--label", "t")
+    main(tmp_path, monkeypatch, "--smallest", "--label", "t")
     lines = table(tmp_path / "decode_gpu_cpu_t.csv")
-    names = ["vaemem", "vaemem stripes 1 MiB", "torch eager", "torch channels_last"]
+    names = ["vaemem", "vaemem smallest", "torch eager", "torch channels_last"]
     assert [(line["op"], line["contestant"]) for line in lines] == [
         (op, n) for op in ("decode", "encode") for n in names
     ]
@@ -358,7 +358,7 @@ def test_ours_on_a_gpu(monkeypatch):
     setup.open["ours", False, "cudnn"] = contest.open_vae(case, "cuda")
     entries = {
         "vaemem": lambda: decode_gpu.ours_here(setup, case),
-        "stripes": lambda: decode_gpu.ours_here(setup, case, stripe_bytes=1 << 20),
+        "smallest": lambda: decode_gpu.ours_here(setup, case, smallest=True),
         "graphs": lambda: decode_gpu.ours_here(setup, case, graphs=True),
         "alone": lambda: contest.Elsewhere("alone", case, "cuda"),
         "torch": lambda: contest.Peer(setup.peer(True), case.op, setup.data(case)),
@@ -367,7 +367,7 @@ def test_ours_on_a_gpu(monkeypatch):
     lines = contest.contest(setup, case, entries, SimpleNamespace(rounds=3, case_seconds=1), want)
     by_name = {line["contestant"]: line for line in lines}
     assert all(line["failure"] == "" and line["vaemem_cudnn"] for line in lines)
-    for name in ("vaemem", "stripes", "graphs", "torch"):
+    for name in ("vaemem", "smallest", "graphs", "torch"):
         assert float(by_name[name]["error"]) < 10 * 2.0**-9  # as tests/gpu.py derives it
     assert isinstance(by_name["alone"]["unaccounted_bytes"], int)
     assert by_name["alone"]["allocated_bytes"] == by_name["vaemem"]["allocated_bytes"]

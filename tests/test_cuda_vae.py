@@ -93,16 +93,6 @@ def test_scaled_latents():
     assert error(there.decode(z, scaled=True), cpu.decode(z, scaled=True)) < LIMIT["float32"]
 
 
-@pytest.mark.parametrize("stripe_bytes", [1, 20_000, 10**9])
-def test_stripes_do_not_show(stripe_bytes):
-    cpu, there = pair("odd")
-    there.stripe_bytes = stripe_bytes
-    z = latents(cpu, 7, 9)
-    assert error(there.decode(z), cpu.decode(z)) < LIMIT["float32"]
-    x = images(28, 36)
-    assert error(there.encode(x).mean, cpu.encode(x).mean) < LIMIT["float32"]
-
-
 @every_dtype
 def test_the_same_bits_again(dtype):
     there = on_gpu("sd", dtype)
@@ -240,6 +230,135 @@ def test_too_little_memory_says_what_would_fit():
     ):
         there.decode(z)
     assert there.reserved_bytes == there.estimate("decode", 8, 8).weights_bytes  # nothing is left of it
+
+
+# ---- limits ----
+
+
+def limits_of(there, *ask, **how):
+    """Of every plan, the largest stripes first."""
+    return [max(run.peak_bytes, run.reserved_bytes) for run in there.tradeoff(*ask, **how)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("op", ["decode", "encode"])
+def test_a_limit_is_kept_and_does_not_show(dtype, op):
+    cpu, there = pair("odd", dtype)
+    data = latents(cpu, 12, 8, batch=2) if op == "decode" else images(48, 32, batch=2)
+
+    def run(vae, **limit):
+        return vae.decode(data, **limit) if op == "decode" else vae.encode(data, **limit).mean
+
+    want, whole = run(cpu), run(there)
+    first = there.last_run
+    limits = [*limits_of(there, op, 48, 32, 2), there.smallest(op, 48, 32, 2)]
+    assert len(limits) > 3 and limits[-1] == min(limits) < limits[0] == max(limits)
+    for limit in limits:
+        there.trim()
+        got = run(there, memory_limit=limit)
+        assert error(got, want) < LIMIT[dtype] * (1 if op == "decode" else 2)
+        taken, planned = there.last_run, there.estimate(op, 48, 32, 2, memory_limit=limit)
+        assert [f for f in vars(taken) if getattr(taken, f) != getattr(planned, f)] == ["pass_seconds", "seconds"]
+        assert max(taken.peak_bytes, taken.reserved_bytes) <= limit and taken.work == 1
+        assert set(kind for _, kind in taken.values) == {"stored"}
+    assert there.last_run.peak_bytes < first.peak_bytes
+    there.memory_limit = limits[0]
+    assert (run(there) == whole).all() and there.last_run.peak_bytes == first.peak_bytes
+
+
+def test_a_limit_is_kept_by_the_driver():
+    emulator = gpu.emulator()
+    before = emulator.live()[0]
+    there = small_vae("odd", device="cuda")
+    z, limit = latents(there, 12, 8), there.smallest("decode", 48, 32)
+    emulator.peak()
+    there.decode(z, memory_limit=limit)
+    rounding = 2 * 255  # two blocks, weights and arena, which the driver rounds up to 256 bytes
+    assert emulator.peak() - before <= limit + rounding
+    there.decode(z)
+    assert emulator.live()[0] - before > limit + rounding
+    there.decode(z, memory_limit=limit)
+    assert emulator.live()[0] - before <= limit + rounding, "the arena of the run before it is given back"
+
+
+def test_limits_of_arrays_on_it():
+    cpu, there = pair("odd")
+    z = latents(cpu, 12, 8)
+    for limit in limits_of(there, "decode", 48, 32, staged=False):
+        there.trim()
+        assert error(there.decode(gpu.Array(z), memory_limit=limit).numpy(), cpu.decode(z)) < LIMIT["float32"]
+        planned = there.estimate("decode", 48, 32, staged=False, memory_limit=limit)
+        assert there.last_run.peak_bytes == planned.peak_bytes <= limit
+    smallest = there.smallest("decode", 48, 32, staged=False)
+    with pytest.raises(ValueError, match=r"^memory_limit: want at least .+") as caught:
+        there.decode(gpu.Array(z), memory_limit=smallest - 1)
+    assert caught.value.smallest == smallest <= limit
+
+
+@pytest.mark.parametrize("op", ["decode", "encode"])
+@pytest.mark.parametrize("convolution", ["cudnn", "own"])
+def test_below_the_smallest_plan(op, convolution):
+    there = on_gpu("sd", "bfloat16 own" if convolution == "own" else "bfloat16")
+    smallest = there.smallest(op, 64, 48)
+    data = latents(there, 16, 12) if op == "decode" else images(64, 48)
+    for call in (
+        lambda limit: there.estimate(op, 64, 48, memory_limit=limit),
+        lambda limit: getattr(there, op)(data, memory_limit=limit),
+    ):
+        for limit in (smallest - 1, 1):
+            with pytest.raises(
+                ValueError, match=r"^memory_limit: want at least [^\n]+ for an? .+code of 64x48"
+            ) as caught:
+                call(limit)
+            assert caught.value.smallest == smallest
+    getattr(there, op)(data, memory_limit=smallest)
+    assert there.last_run.peak_bytes <= smallest
+    height, width = there.largest(op, smallest)
+    assert there.estimate(op, height, width, memory_limit=smallest).peak_bytes <= smallest
+    with pytest.raises(ValueError, match="memory_limit"):
+        there.estimate(op, height + 4, width + 4, memory_limit=smallest)
+
+
+@pytest.mark.parametrize("bad", [0, -1, 1.5, True, "5 apples", "nan", 2**63, [512]], ids=str)
+def test_bad_limits_get_one_sentence(bad):
+    there = small_vae("odd", device="cuda")
+    for call in (
+        lambda: there.decode(latents(there, 2, 2), memory_limit=bad),
+        lambda: there.encode(images(8, 8), memory_limit=bad),
+        lambda: there.estimate("decode", 8, 8, memory_limit=bad),
+        lambda: there.largest("decode", bad),
+    ):
+        with pytest.raises((TypeError, ValueError), match=r"^memory_limit: want [^\n]{5,200}$"):
+            call()
+
+
+def test_auto_is_what_the_gpu_has_free_when_a_run_begins(monkeypatch):
+    """Others take of the GPU between runs: stripes become smaller, and then none fit."""
+    emulator = gpu.emulator()
+    there = small_vae("odd", device="cuda")
+    z, weights, limits = latents(there, 12, 8), there.reserved_bytes, limits_of(there, "decode", 48, 32)
+    there.memory_limit = "auto"
+    for limit in [*limits, there.smallest("decode", 48, 32) - 1]:
+        there.trim()
+        free = (limit - weights) * 8 // 7  # of which an eighth is for others
+        monkeypatch.setenv("VAEMEM_EMULATED_MEMORY", str(emulator.live()[0] + free))
+        if limit < min(limits):
+            with pytest.raises(ValueError, match="memory_limit: want at least"):
+                there.decode(z)
+        else:
+            there.decode(z)
+            run = there.last_run
+            assert max(run.peak_bytes, run.reserved_bytes) == limit and run.notes == ()
+
+
+def test_graphs_of_other_limits_do_not_mix():
+    cpu, there = pair("odd")
+    there.graphs = True
+    z = latents(cpu, 12, 8)
+    want, limits = cpu.decode(z), limits_of(there, "decode", 48, 32)
+    there.decode(z)  # an arena that the others find large enough
+    for limit in [None, limits[-1], None, limits[1]] * 3:
+        assert error(there.decode(z, memory_limit=limit), want) < LIMIT["float32"]
 
 
 # ---- timed engines ----

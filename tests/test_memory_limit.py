@@ -219,13 +219,18 @@ def test_largest(vae):
             vae.largest("decode", limit, bad)
 
 
-def test_a_device_has_one_plan_whatever_the_limit():
+def test_where_there_is_one_plan_of_a_size():
     class Core:
         arch: ClassVar = {"block_out_channels": (16, 16, 16)}
 
         def plan(self, height, width, memory_limit, **other):
             size = 1000 + height * width
-            return {"peak": {"weights": 1000, "output": height * width}, "reserved": size, "work": 1.0}
+            if 0 < memory_limit < size:
+                error = ValueError("memory_limit: too low")
+                error.smallest = size
+                raise error
+            peak = {"weights": 1000, "output": height * width}
+            return {"peak": peak, "reserved": size, "work": 1.0, "stripe_bytes": 0}
 
     plans = Plans(Core(), dict(op="decode", height=8, width=8))
     assert taken(plans.within(0)) == taken(plans.within(1064)) == plans.smallest()[0] == 1064

@@ -29,6 +29,7 @@ class _Plan(TypedDict):
     backend: str
     threads: int
     work: float
+    stripe_bytes: int
     steps: list[_Step]
 
 class _Ran(_Plan):
@@ -74,12 +75,12 @@ class Model:
     def plan(
         self, op: str, height: int, width: int, batch: int = 1, pixels: str = "float", threads: int = 1,
         scaled: bool = False, backend: str | None = None, own_output: bool = True, host_arrays: bool = True,
-        latents: str = "float", stripe_bytes: int = 0, memory_limit: int = 0,
+        latents: str = "float", memory_limit: int = 0,
     ) -> _Plan: ...  # fmt: skip
     def run(
         self, op: str, input: np.ndarray, out: np.ndarray | None = None, pixels: str = "float", threads: int = 1,
         scaled: bool = False, backend: str | None = None, poll: Callable[[int, int], object] | None = None,
-        check: bool = False, stripe_bytes: int = 0, scale: float = 1.0, replay: bool = False, memory_limit: int = 0,
+        check: bool = False, scale: float = 1.0, replay: bool = False, memory_limit: int = 0,
     ) -> tuple[np.ndarray, _Ran]: ...  # fmt: skip
     def run_at(  # input, out: addresses on the device; returns the output's, and what owns it
         self,
@@ -95,7 +96,6 @@ class Model:
         stream: int = 0,
         wait: bool = True,
         poll: Callable[[int, int], object] | None = None,
-        stripe_bytes: int = 0,
         scale: float = 1.0,
         replay: bool = False,
         own_output: bool = False,

@@ -23,11 +23,11 @@ static PyObject *summary(const vm_plan *plan, const vm_run *run) {
         Py_XDECREF(row);
     }
     if (!steps) return NULL;
-    return Py_BuildValue("{s:N, s:n, s:n, s:s, s:i, s:d, s:N, s:N}", "peak", bytes_dict(run ? run->peak : plan->peak),
-                         "reserved", (Py_ssize_t)(run ? run->reserved : plan->reserved), "arena",
-                         (Py_ssize_t)plan->arena_bytes, "backend", plan->ask.backend->name, "threads",
-                         (int)plan->ask.limits.threads, "work", plan->work, "steps", steps, "overflow",
-                         PyBool_FromLong(run && run->overflow));
+    return Py_BuildValue(
+        "{s:N, s:n, s:n, s:s, s:i, s:d, s:n, s:N, s:N}", "peak", bytes_dict(run ? run->peak : plan->peak), "reserved",
+        (Py_ssize_t)(run ? run->reserved : plan->reserved), "arena", (Py_ssize_t)plan->arena_bytes, "backend",
+        plan->ask.backend->name, "threads", (int)plan->ask.limits.threads, "work", plan->work, "stripe_bytes",
+        (Py_ssize_t)plan->ask.limits.stripe_bytes, "steps", steps, "overflow", PyBool_FromLong(run && run->overflow));
 }
 
 static const struct {
@@ -79,9 +79,9 @@ static int parse_request(Model *self, vm_request *r, const char *op, const char 
 
 /* Sizes that were parsed as signed. */
 static int check_sizes(const vm_request *r) {
-    const size_t value[] = {r->height, r->width, r->batch, r->limits.stripe_bytes, r->memory_limit};
-    static const char *const name[] = {"height", "width", "batch", "stripe_bytes", "memory_limit"};
-    for (int i = 0; i < 5; i++)
+    const size_t value[] = {r->height, r->width, r->batch, r->memory_limit};
+    static const char *const name[] = {"height", "width", "batch", "memory_limit"};
+    for (int i = 0; i < 4; i++)
         if (value[i] > PY_SSIZE_T_MAX) {
             PyErr_Format(PyExc_ValueError, "%s: want a positive number, got %zd", name[i], (Py_ssize_t)value[i]);
             return -1;
@@ -102,18 +102,17 @@ static PyObject *raise_plan(vm_status s, const vm_plan *plan) {
 
 const char vm_py_plan_doc[] =
     "plan(op, height, width, batch=1, pixels='float', threads=1, scaled=False, backend=None, own_output=True, "
-    "host_arrays=True, latents='float', stripe_bytes=0, memory_limit=0)\n--\n\n"
+    "host_arrays=True, latents='float', memory_limit=0)\n--\n\n"
     "What a run would take, as a dict. host_arrays: the user's arrays are in host memory, not in the device's.";
 
 PyObject *vm_py_plan(Model *self, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"op",      "height",     "width",       "batch",   "pixels",       "threads",      "scaled",
-                            "backend", "own_output", "host_arrays", "latents", "stripe_bytes", "memory_limit", NULL};
+    static char *names[] = {"op",      "height",     "width",       "batch",   "pixels",       "threads", "scaled",
+                            "backend", "own_output", "host_arrays", "latents", "memory_limit", NULL};
     const char *op, *pixels = "float", *latents = NULL, *backend = NULL;
     int threads = 1, scaled = 0, own_output = 1, host_arrays = 1;
     vm_request r = {.batch = 1};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "snn|nsipzppznn", names, &op, &r.height, &r.width, &r.batch, &pixels,
-                                     &threads, &scaled, &backend, &own_output, &host_arrays, &latents,
-                                     &r.limits.stripe_bytes, &r.memory_limit))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "snn|nsipzppzn", names, &op, &r.height, &r.width, &r.batch, &pixels,
+                                     &threads, &scaled, &backend, &own_output, &host_arrays, &latents, &r.memory_limit))
         return NULL;
     if (parse_request(self, &r, op, pixels, latents, threads, backend) || check_sizes(&r)) return NULL;
     r.host_arrays = host_arrays;
@@ -277,21 +276,21 @@ static int describe(const vm_model *m, vm_request *r, io *x) {
 
 const char vm_py_run_doc[] =
     "run(op, input, out=None, pixels='float', threads=1, scaled=False, backend=None, poll=None, check=False, "
-    "stripe_bytes=0, scale=1.0, replay=False, memory_limit=0)\n--\n\n"
+    "scale=1.0, replay=False, memory_limit=0)\n--\n\n"
     "(output, what it took as a dict), NumPy arrays. poll(rows_done, rows_total) is called about 20 times a second and "
     "once at the end.";
 
 PyObject *vm_py_run(Model *self, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"op",   "input", "out",          "pixels", "threads", "scaled",       "backend",
-                            "poll", "check", "stripe_bytes", "scale",  "replay",  "memory_limit", NULL};
+    static char *names[] = {"op",   "input", "out",   "pixels", "threads",      "scaled", "backend",
+                            "poll", "check", "scale", "replay", "memory_limit", NULL};
     const char *op, *pixels = "float", *backend = NULL;
     PyObject *out = Py_None, *callback = Py_None;
     int threads = 1, scaled = 0, check = 0, replay = 0;
     io x = {0};
     vm_request r = {.scale = 1, .host_arrays = true};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sO!|OsipzOpnfpn", names, &op, &PyArray_Type, &x.in, &out, &pixels,
-                                     &threads, &scaled, &backend, &callback, &check, &r.limits.stripe_bytes, &r.scale,
-                                     &replay, &r.memory_limit))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sO!|OsipzOpfpn", names, &op, &PyArray_Type, &x.in, &out, &pixels,
+                                     &threads, &scaled, &backend, &callback, &check, &r.scale, &replay,
+                                     &r.memory_limit))
         return NULL;
     if (strcmp(pixels, "float") && strcmp(pixels, "uint8"))
         return PyErr_Format(PyExc_ValueError, "pixels: want float or uint8, got '%s'", pixels);
@@ -329,23 +328,22 @@ PyObject *vm_py_run(Model *self, PyObject *args, PyObject *kwargs) {
 
 const char vm_py_run_at_doc[] =
     "run_at(op, input, out, height, width, batch=1, pixels='float32', latents='float32', scaled=False, stream=0, "
-    "wait=True, poll=None, stripe_bytes=0, scale=1.0, replay=False, own_output=False, "
-    "memory_limit=0)\n--\n\n"
+    "wait=True, poll=None, scale=1.0, replay=False, own_output=False, memory_limit=0)\n--\n\n"
     "(address of the output, its owner or None, what it took as a dict), for a model on a device. input, out: "
     "addresses there; out 0: taken by the run. own_output: out was taken for this run and counts as its output.";
 
 PyObject *vm_py_run_at(Model *self, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"op",           "input",   "out",    "height",     "width",        "batch",
-                            "pixels",       "latents", "scaled", "stream",     "wait",         "poll",
-                            "stripe_bytes", "scale",   "replay", "own_output", "memory_limit", NULL};
+    static char *names[] = {"op",     "input",   "out",        "height",       "width", "batch",
+                            "pixels", "latents", "scaled",     "stream",       "wait",  "poll",
+                            "scale",  "replay",  "own_output", "memory_limit", NULL};
     const char *op, *pixels = "float32", *latents = NULL;
     unsigned long long in, out, stream = 0;
     PyObject *callback = Py_None;
     int scaled = 0, wait = 1, replay = 0, own_output = 0;
     vm_request r = {.batch = 1, .scale = 1};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sKKnn|nszpKpOnfppn", names, &op, &in, &out, &r.height, &r.width,
-                                     &r.batch, &pixels, &latents, &scaled, &stream, &wait, &callback,
-                                     &r.limits.stripe_bytes, &r.scale, &replay, &own_output, &r.memory_limit))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sKKnn|nszpKpOfppn", names, &op, &in, &out, &r.height, &r.width,
+                                     &r.batch, &pixels, &latents, &scaled, &stream, &wait, &callback, &r.scale, &replay,
+                                     &own_output, &r.memory_limit))
         return NULL;
     if (on_host(self->model))
         return PyErr_Format(PyExc_ValueError, "run_at: want a model on a device, got one on the CPU");

@@ -6,13 +6,10 @@ import importlib
 import math
 import os
 import sys
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from vaemem import _core
-from vaemem._common import latent_factor
 from vaemem.engine.cudnn import find_cudnn
 
 try:
@@ -173,18 +170,3 @@ class Device:
         if library in ("jax", "jaxlib"):
             return importlib.import_module("jax.dlpack").from_dlpack(array)
         return array
-
-
-def out_of_memory(core: _core.Model, device: Device, error: MemoryError, plan: Mapping[str, Any]) -> MemoryError:
-    """What was required by a plan (arguments of ``core.plan``), what is free, and the largest square that would fit."""
-    required = core.plan(**plan)["reserved"] - core.reserved_bytes
-    free, total = device.backend.memory()
-    text = f"{error}. This {plan['op']} of {plan['height']}x{plan['width']} needs {required / 2**20:.1f} MiB more"
-    text += f" and {free / 2**20:.1f} of {total / 2**20:.1f} MiB are free on cuda:{device.number}"
-    factor = latent_factor(core.arch)
-    side = (plan["height"] * plan["width"] * min(free / max(required, 1), 1)) ** 0.5
-    while (side := side * 0.96 // factor * factor) >= factor:
-        smaller = {**plan, "height": int(side), "width": int(side)}
-        if core.plan(**smaller)["reserved"] - core.reserved_bytes <= free:
-            return MemoryError(f"{text}: {int(side)}x{int(side)} would fit")
-    return MemoryError(f"{text}: no size would fit")

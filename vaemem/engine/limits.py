@@ -158,13 +158,9 @@ class Plans:
         self._core, self._request = core, dict(request)
 
     def within(self, limit: int, **other: Any) -> Any:
-        """The plan with the least work that keeps within a limit (0: none); ValueError with `smallest` otherwise."""
-        record = self._core.plan(**{**self._request, **other}, memory_limit=limit)
-        if limit and taken(record) > limit:  # a device has one plan, whatever the limit
-            error = ValueError(f"memory_limit: want at least {taken(record)} bytes, got {limit}")
-            error.smallest = taken(record)  # type: ignore[attr-defined]
-            raise error
-        return record
+        """The plan with the least work, on a GPU the largest stripes, that keeps within a limit (0: none); ValueError
+        with `smallest` otherwise."""
+        return self._core.plan(**{**self._request, **other}, memory_limit=limit)
 
     def smaller(self, record: Any) -> Any:
         """The next smaller plan, or None."""
@@ -195,10 +191,14 @@ class Plans:
 
     def curve(self) -> list[Any]:
         """From the fastest plan to the smallest, without those that another one beats in memory and in work."""
+
+        def work(record: Any) -> tuple[float, int]:  # the same FLOPs in smaller stripes are more kernels
+            return record["work"], -record["stripe_bytes"]
+
         found: list[Any] = []
         record = self.within(0)
         while record:
-            while found and found[-1]["work"] >= record["work"]:
+            while found and work(found[-1]) >= work(record):
                 found.pop()
             if not found or sum(record["peak"].values()) < sum(found[-1]["peak"].values()):
                 found.append(record)
@@ -246,6 +246,17 @@ class Plans:
         error = ValueError(f"memory_limit: want at least {wanted} for {op}{batch}{work}, got {_mib(limit)}, {fits}")
         error.smallest = least  # type: ignore[attr-defined]
         return error
+
+    def out_of_memory(self, error: MemoryError, failed: Mapping[str, Any], device: Any) -> MemoryError:
+        """What a plan that failed required of a GPU beside the weights, what is free, and the largest square for it."""
+        ask, weights = self._request, failed["peak"]["weights"]
+        free, total = device.backend.memory()
+        fits = self.largest(weights + free)
+        return MemoryError(
+            f"{error}. This {ask['op']} of {ask['height']}x{ask['width']} needs {_mib(taken(failed) - weights)} more "
+            f"and {_mib(free)} of {_mib(total)} are free on cuda:{device.number}: "
+            f"{f'{fits[0]}x{fits[1]}' if fits else 'no size'} would fit"
+        )
 
 
 def check_aspect(aspect: Any) -> float:

@@ -25,7 +25,7 @@ from vaemem.engine.arguments import (
     pixels_of,
     polling,
 )
-from vaemem.engine.device import Device, DeviceArray, gpu_rows, out_of_memory
+from vaemem.engine.device import Device, DeviceArray, gpu_rows
 from vaemem.engine.layouts import sample_size_of
 from vaemem.engine.limits import Limit, Plans, check_aspect, parse_size, resolve, taken
 from vaemem.engine.run import Encoded, Run, make_run
@@ -59,11 +59,8 @@ class VAE:
     cache_limit : int, str or None
         An arena larger than that is given back after each run. None: it is kept for the next.
     on_out_of_memory : {"retry", "raise"}
-        When memory runs out during a run on the CPU: run again with the next smaller plan, which `Run.notes` then says,
+        When memory runs out during a run: run again with the next smaller plan, which `Run.notes` then says,
         or raise MemoryError at once.
-    stripe_bytes : int or None
-        On a GPU: what the stripes of a pass may take. None: a tenth of the largest tensor, which keeps a decode within
-        3.2 of those; more is faster where the image is small.
     graphs : bool
         On a GPU: keep each run as a CUDA graph and replay it for the same sizes and arrays.
     sample_size : int or None
@@ -80,7 +77,6 @@ class VAE:
         self.memory_limit: Limit = None
         self.cache_limit: Limit = None
         self.on_out_of_memory = "retry"
-        self.stripe_bytes: int | None = None
         self.graphs = False
         self.arch: dict[str, Any] = core.arch
         self.model: str = self.arch["name"]
@@ -228,7 +224,8 @@ class VAE:
             Of `Run.peak_bytes`, weights and output included: bytes, ``"512 MiB"``, ``"2 GB"`` (decimal), or ``"auto"``:
             what the VAE holds and what is free when the run begins (the least of MemAvailable and what the cgroups
             leave, or what is free on the GPU), less an eighth of that, at most 1 GiB, for others. None: the attribute
-            `memory_limit`. The result has the same bits under every limit; `Run.work` says what a limit costs.
+            `memory_limit`. On the CPU the result has the same bits under every limit, and `Run.work` says what a limit
+            costs; on a GPU a limit means smaller stripes, which may change the last bits and take longer.
         tiling : Tiling, optional
             In tiles, as diffusers does it: not exact, as a limit is. z in host memory only, and no limit beside it.
 
@@ -367,15 +364,20 @@ class VAE:
                 raise
             raise plans.refusal(limit) from None
 
-    def tradeoff(self, op: str, height: int, width: int, batch: int = 1, output_type: str = "float") -> tuple[Run, ...]:
+    def tradeoff(
+        self, op: str, height: int, width: int, batch: int = 1, output_type: str = "float", staged: bool = True
+    ) -> tuple[Run, ...]:
         """Estimates of every plan worth choosing, from the fastest to the smallest: each takes less memory and more
-        work than the one before. `vaemem.tradeoff` gives them as a table."""
-        ask = self._request(op, height, width, batch, output_type)
+        work than the one before; on a GPU the same work in smaller stripes. Arguments are `estimate`'s.
+        `vaemem.tradeoff` gives them as a table."""
+        ask = self._request(op, height, width, batch, output_type, staged)
         return tuple(self._estimated(ask, record) for record in Plans(self._core, ask).curve())
 
-    def smallest(self, op: str, height: int, width: int, batch: int = 1, output_type: str = "float") -> int:
-        """The smallest `memory_limit`, in bytes, that will do."""
-        return Plans(self._core, self._request(op, height, width, batch, output_type)).smallest()[0]
+    def smallest(
+        self, op: str, height: int, width: int, batch: int = 1, output_type: str = "float", staged: bool = True
+    ) -> int:
+        """The smallest `memory_limit`, in bytes, that will do. Arguments are `estimate`'s."""
+        return Plans(self._core, self._request(op, height, width, batch, output_type, staged)).smallest()[0]
 
     def largest(
         self,
@@ -384,6 +386,7 @@ class VAE:
         aspect: float = 1.0,
         batch: int = 1,
         output_type: str = "float",
+        staged: bool = True,
     ) -> tuple[int, int]:
         """(height, width) of the largest image that a limit allows.
 
@@ -394,6 +397,8 @@ class VAE:
             As for `decode`.
         aspect : float
             Width over height, as nearly as latents of whole pixels can have it.
+        batch, output_type, staged
+            As for `estimate`.
 
         Raises
         ------
@@ -402,7 +407,7 @@ class VAE:
         """
         if not (limit := self._limit(memory_limit)):
             raise ValueError("memory_limit: want one, here or as the VAE's attribute, got None")
-        plans = Plans(self._core, self._request(op, self._factor, self._factor, batch, output_type))
+        plans = Plans(self._core, self._request(op, self._factor, self._factor, batch, output_type, staged))
         found = plans.largest(limit, check_aspect(aspect))
         if found is None:
             raise plans.refusal(limit)
@@ -465,14 +470,6 @@ class VAE:
     def _thread_count(self) -> int:
         return as_int("threads", self.threads)
 
-    def _stripes(self) -> int:
-        if self.stripe_bytes is None:
-            return 0
-        stripes = as_int("stripe_bytes", self.stripe_bytes)
-        if stripes < 1:
-            raise ValueError(f"stripe_bytes: want 1 or more, or None, got {stripes}")
-        return stripes
-
     @property
     def _held_bytes(self) -> int:
         """Of weights and arena now; a run that failed has given the arena back."""
@@ -495,7 +492,7 @@ class VAE:
         """Arguments of the core's plan."""
         plan = dict(op=op, height=height, width=width, batch=batch, pixels=pixels, threads=self._thread_count())
         if self._device:
-            plan |= dict(stripe_bytes=self._stripes(), host_arrays=staged)
+            plan |= dict(host_arrays=staged)
             if not staged:
                 plan |= dict(latents=self.dtype, pixels=self.dtype if pixels == "float" else pixels)
         return plan
@@ -515,9 +512,7 @@ class VAE:
         plan = self._plan(op, height, width, data.shape[0], pixels, True) | dict(own_output=out is None)
 
         def run(poll: Any, limit: int) -> tuple[np.ndarray, Mapping[str, Any]]:
-            gpu: dict[str, Any] = {}
-            if self._device:
-                gpu = dict(stripe_bytes=self._stripes(), scale=self._scale, replay=self.graphs)
+            gpu: dict[str, Any] = dict(scale=self._scale, replay=self.graphs) if self._device else {}
             return self._core.run(
                 op,
                 data,
@@ -574,7 +569,6 @@ class VAE:
                 stream=stream,
                 wait=waits,
                 poll=poll,
-                stripe_bytes=self._stripes(),
                 scale=self._scale,
                 replay=self.graphs,
                 own_output=out is None,
@@ -585,7 +579,7 @@ class VAE:
 
         plan = dict(op=op, height=height, width=width, batch=batch, host_arrays=False, own_output=out is None, **forms)
         with polling(progress, op) as poll:
-            address, owner = self._run_until_done(run, poll, plan | dict(stripe_bytes=self._stripes()), limit, waits)
+            address, owner = self._run_until_done(run, poll, plan, limit, waits)
         if result is not None:
             return result
         return self._device.as_library(DeviceArray(self._device, address, shape, dtype, owner), array)
@@ -618,20 +612,16 @@ class VAE:
             self.trim()  # or the arena of an earlier run would be held beside the limit
         while True:
             try:
-                if limit and self._device:
-                    plans.within(limit)
                 result, record = run(poll, limit)
             except ValueError as error:
                 if not hasattr(error, "smallest"):
                     raise
                 raise plans.refusal(limit) from None
             except MemoryError as error:
-                if self._device:
-                    raise out_of_memory(self._core, self._device, error, plan) from None
                 failed = plans.within(limit)
                 smaller = plans.smaller(failed) if retries else None
                 if not smaller:
-                    raise
+                    raise (plans.out_of_memory(error, failed, self._device) if self._device else error) from None
                 limit = taken(failed) - 1
                 notes.append(f"out of memory: run again within {limit} bytes, {smaller['work']:.2f} times the work")
                 continue

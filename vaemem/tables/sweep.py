@@ -123,7 +123,7 @@ def tradeoff(model: str | VAE, op: str, height: int, width: int, batch: int = 1)
     Parameters
     ----------
     model : str or VAE
-        Of a VAE whose `last_run` was the same operation, `seconds` are predicted from it, by the work to do.
+        Of a VAE on the CPU whose `last_run` was the same operation, `seconds` are predicted from it, by the work to do.
     op : {"encode", "decode"}
     height, width, batch : int
         Of the images, in pixels.
@@ -131,13 +131,14 @@ def tradeoff(model: str | VAE, op: str, height: int, width: int, batch: int = 1)
     Returns
     -------
     Table
-        Each row takes less memory and more `work` than the one before; `streamed` counts the tensors that are never
-        whole (their names: `VAE.tradeoff`). A limit of weights_bytes + reserved_bytes gives that plan.
+        Each row takes less memory and more `work` than the one before (on a GPU the same, in smaller stripes);
+        `streamed` counts the tensors that are never whole (their names: `VAE.tradeoff`). A limit of weights_bytes +
+        reserved_bytes gives that plan.
     """
     _ops(op)
     (vae,) = (_vae(name, "cpu", "float32") for name in _models([model]))
     runs, last = vae.tradeoff(op, height, width, batch), vae.last_run
-    speed = last.seconds / sum(last.flops) if last and last.op == op and last.seconds else None
+    speed = last.seconds / sum(last.flops) if last and last.op == op and last.seconds and vae.device == "cpu" else None
     return Table(
         _row(vae, Case(op, height, width, batch, vae.dtype), "estimated", run, limited=True)
         | ({"seconds": sum(run.flops) * speed} if speed else {})
