@@ -17,10 +17,14 @@ demo: $(VENV)/demo.stamp
 test: $(VENV)/test.stamp
 	PYTHONSAFEPATH=1 $(BIN)/pytest
 
-# Ours beside PyTorch in one run; writes benchmarks/results/*.csv.
+# Ours beside PyTorch in one run; writes benchmarks/results/*.csv. Under a memory limit last: it takes hours, and PyTorch 15 GiB.
 bench: $(VENV)/test.stamp
 	$(BIN)/python benchmarks/decode.py
 	$(BIN)/python benchmarks/passes.py
+	$(BIN)/python benchmarks/memory.py
+	$(BIN)/python benchmarks/memory.py --op encode
+	$(BIN)/python benchmarks/memory.py --size 2048 --rounds 1
+	$(BIN)/python benchmarks/memory.py --plot
 
 # What follows wants a GPU, and uses the Python that has PyTorch for it (PYTHON), as it is: built in place, nothing installed.
 # The session script does the same and more within ten minutes, what is worth most first.

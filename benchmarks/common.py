@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import ctypes
 import gc
 import json
 import os
@@ -62,10 +63,27 @@ def serve(measure) -> None:
         print(json.dumps(measure()), flush=True)
 
 
-def peak_rss() -> int:
-    """Bytes; of this process since it began."""
+def rss(field: str = "VmRSS:") -> int:
+    """Bytes; the resident size of this process now."""
     with open("/proc/self/status") as f:
-        return next(int(line.split()[1]) for line in f if line.startswith("VmHWM:")) * 1024
+        return next(int(line.split()[1]) for line in f if line.startswith(field)) * 1024
+
+
+def peak_rss() -> int:
+    """Bytes; the largest resident size since the process began, or since `reset_peak_rss`."""
+    return rss("VmHWM:")
+
+
+def settled_rss() -> int:
+    """The resident size once garbage is collected and malloc has given back what it keeps of freed memory."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    return rss()
+
+
+def reset_peak_rss() -> None:
+    with open("/proc/self/clear_refs", "w") as f:
+        f.write("5")
 
 
 def median(values: list[float]) -> float:

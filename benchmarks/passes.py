@@ -96,7 +96,7 @@ def main() -> None:
                 f"{100 * r['share_of_peak']:.0f}% of the FMA peak; time {r['time_ratio_to_torch']:.2f} of torch's",
                 flush=True,
             )
-        write_csv(f"{operation}_{args.backend}.csv", rows)
+        write_csv(f"{operation}_{args.backend}{'_small' if args.small else ''}.csv", rows)
 
 
 if __name__ == "__main__":
