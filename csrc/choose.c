@@ -115,22 +115,21 @@ static vm_status without_limit(const vm_model *m, choice *c) {
     return vm_plan_lay_out(m, c->plan);
 }
 
-/* The least work whose plan keeps within the limit. The bounds that are tried do not depend on it, so that the smallest
- * plan is the same for every limit, and as a limit of its own will do. */
+/* The cuts with the least work whose plan keeps within the limit; where none does, those with the smallest plan. The bounds
+ * that are tried do not depend on the limit, so that the smallest plan is the same for each, and as one of its own will do. */
 static vm_status within_limit(const vm_model *m, choice *c) {
     vm_plan *plan = c->plan;
-    const size_t limit = plan->ask.memory_limit, beside = vm_plan_beside_arena(m, plan);
-    size_t bound = SIZE_MAX, last = SIZE_MAX, most;
+    size_t bound = SIZE_MAX, smallest = SIZE_MAX, best = SIZE_MAX, most;
     for (; cut(c, bound, &most); bound = most - VM_MAX(most / 32, 1)) {
-        last = bound;
-        if (vm_sum(beside, most) > limit) continue;
         vm_status s = vm_plan_lay_out(m, plan);
         if (s || within(plan)) return s;
+        if (taken(plan) >= smallest) continue;
+        smallest = taken(plan);
+        best = bound;
     }
-    cut(c, last, &most);
+    cut(c, best, &most);
     vm_status s = vm_plan_lay_out(m, plan);
-    if (s) return s;
-    return within(plan) ? VM_OK : refuse(plan);
+    return s ? s : refuse(plan);
 }
 
 /* A tenth of T, the largest tensor of 128 channels: with the rest of the peak that stays within 3.2 T. */

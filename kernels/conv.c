@@ -26,7 +26,7 @@
 enum {
     STEPS = 128,     /* products summed in one go, at least: their weights for two blocks (16 KiB) stay in L1 */
     TILE_WIDTH = 64, /* pixels; the x tile should stay in a core's L2 beside the weights of two blocks */
-    TILE_ROWS = 4,   /* flat tiles keep rings of streamed rows short */
+    TILE_ROWS = 2,   /* flat tiles keep rings of streamed rows short */
     TILE_BYTES = 768 * 1024,
     TILES_WANTED = 32 /* enough to share among threads when the image is small */
 };

@@ -15,7 +15,7 @@ enum {
     TILES = 128,      /* in a task: u is read once for each task, v and m are written and read */
     TILES_LEAST = 64, /* when the image is small and threads want their share */
     TASKS_WANTED = 16,
-    TILES_ACROSS = 64, /* flat regions keep rings of streamed rows short */
+    TILES_ACROSS = 128, /* flat regions keep rings of streamed rows short */
     RUN = 8            /* blocks of x multiplied in one go: 128 products, their weights stay in L1 (as in conv.c) */
 };
 
