@@ -69,6 +69,33 @@ def test_parity(name, sample_size, overlap, h, w, batch):
     assert error(got.logvar, posterior.logvar.numpy()) <= PARITY
 
 
+@pytest.mark.parametrize("name", ["sd", "flux"])
+def test_logvar_is_clamped_after_blending(name):
+    """Where log-variances leave [-30, 20] in one tile and not in the other, a blend of clamped ones is another."""
+    theirs, vae = pair(name, 32)
+    import torch
+
+    last = "quant_conv" if vae.arch["use_quant_conv"] else "encoder.conv_out"
+    with torch.no_grad():
+        for p in theirs.get_submodule(last).parameters():
+            p[len(p) // 2 :] *= 60
+    for tensor in (f"{last}.weight", f"{last}.bias"):
+        vae._core.set_tensor(tensor, theirs.state_dict()[tensor].numpy())
+    x, tiling = images(52, 72, 2), Tiling(32)
+    with torch.no_grad():
+        posterior = theirs.encode(torch.from_numpy(x)).latent_dist
+    got, blended = vae.encode(x, tiling=tiling), np.split(posterior.parameters.numpy(), 2, axis=1)[1]
+    shared = np.zeros(blended.shape[2:], bool)  # rows 6 and 7 of a tile of 8 are the next one's first
+    for start in range(6, max(shared.shape), 6):
+        shared[start : start + 2] = shared[:, start : start + 2] = True
+    assert (blended[..., shared] < -30).any() and (blended[..., shared] > 20).any()
+    # what clamping each tile beforehand makes: the same but in what is shared
+    clamped = reference(lambda tile: vae.encode(tile).moments, x, 4, 1, 8, 2, got.moments.shape, lambda t: t)
+    assert error(clamped[:, got.mean.shape[1] :], posterior.logvar.numpy()) > 0.01
+    assert error(got.logvar, posterior.logvar.numpy()) <= PARITY and got.logvar.min() == -30 and got.logvar.max() == 20
+    assert error(got.mean, posterior.mean.numpy()) <= PARITY
+
+
 def test_refused_where_diffusers_result_has_another_size():
     """Part of a latent shared: its tiles lie a number of latents apart that their kept pixels do not have."""
     theirs, vae = pair("sd", 16, 0.4)
@@ -263,7 +290,7 @@ def test_progress(op):
 def test_progress_of_a_tile_that_is_run_again(monkeypatch):
     """As float16 does where it overflows."""
     vae, once, seen = small_vae(), VAE._run, []
-    monkeypatch.setattr(VAE, "_run", lambda *a: once(*a) is once(*a))
+    monkeypatch.setattr(VAE, "_run", lambda *a, **how: once(*a, **how) is once(*a, **how))
     vae.decode(latents(vae, 8, 20), tiling=Tiling(32), progress=lambda done, total: seen.append(done))
     assert seen == sorted(seen) and seen[-1] == 4 * 4 * (8 + 2)
 

@@ -21,6 +21,8 @@ from vaemem.engine.run import Run, make_run
 
 __all__ = ["Tiling", "cut", "refuse"]
 
+LOGVAR = -30, 20  # to which diffusers' DiagonalGaussianDistribution clamps log-variances, and kernels.h a whole run's
+
 
 @dataclass(frozen=True)
 class Tiling:
@@ -199,7 +201,8 @@ class _Tiles:
                 source = given[: piece.size].reshape(piece.shape)
                 source[...] = piece
                 tile = made[: self.batch * channels * h * w * b * b].reshape(self.batch, channels, h * b, w * b)
-                alone._run(self.op, source, h * vae._factor, w * vae._factor, pixels, scaled, poll and show, tile, 0)
+                size = h * vae._factor, w * vae._factor
+                alone._run(self.op, source, *size, pixels, scaled, poll and show, tile, 0, unclamped=True)
                 tiles, done = _joined(tiles, alone.last_run), done + unit * h
                 column = self.cols.index(x) * min(self.side, self.width) * b
                 down = lower[..., column : column + w * b], tile, y, self.height
@@ -213,6 +216,9 @@ class _Tiles:
                     n = max(0, min(self.shared, length - at - step)) * b
                     border[:, :, :n] = new[:, :, step * b : step * b + n]
                 kept = tile[:, :, : step * b, : step * b]
+                if self.op == "encode":
+                    logvar = kept[:, channels // 2 :]
+                    np.clip(logvar, *LOGVAR, out=logvar)
                 if self.bytes_out:  # as the core rounds: NaN is 0
                     kept += 1
                     kept *= 127.5

@@ -283,7 +283,7 @@ class VAE:
         scaled : bool
             `Encoded.sample` and `Encoded.mode` give (latent - shift) * scaling, as pipelines pass them on.
         progress, tiling, memory_limit
-            As for `decode`. Moments are blended, each tile's log-variances clamped already.
+            As for `decode`. Of tiles the moments are blended, and clamped then.
 
         Returns
         -------
@@ -511,6 +511,7 @@ class VAE:
         progress: Progress,
         out: np.ndarray | None,
         limit: int,
+        unclamped: bool = False,
     ) -> np.ndarray:
         plan = self._plan(op, height, width, data.shape[0], pixels, True) | dict(own_output=out is None)
 
@@ -527,6 +528,7 @@ class VAE:
                 scaled=bool(scaled),
                 poll=poll,
                 memory_limit=limit,
+                unclamped=unclamped,
                 **gpu,
             )
 
