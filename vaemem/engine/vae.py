@@ -38,8 +38,8 @@ class VAE:
     """An AutoencoderKL with its weights, run by our own kernels. Make one with `load` or `random`.
 
     Two threads that call one VAE wait for each other; two VAEs run side by side. `estimate` waits for nobody. A
-    progress callback or signal handler may call `estimate`, but nothing else of the VAE that it interrupts, nor may the
-    child of a fork during another thread's run: RuntimeError.
+    progress callback or signal handler may call `estimate` and `save`, but nothing else of the VAE that it interrupts,
+    nor may the child of a fork during another thread's run: RuntimeError.
 
     Attributes
     ----------
