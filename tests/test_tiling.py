@@ -13,6 +13,7 @@ from engine import config, error, images, latents, small_vae
 
 from vaemem import VAE, Tiling, _core
 from vaemem.engine import layouts
+from vaemem.engine.runner import Runner
 
 PARITY = 1e-5  # of the norm, as for whole images
 
@@ -264,6 +265,7 @@ def test_a_kept_arena_and_earlier_outputs():
     z = latents(vae, 20, 20)
     kept = vae.decode(z, tiling=tiling)
     held = vae.reserved_bytes  # the result is NumPy's
+    assert vae._runner.held_bytes == held, "what memory_limit='auto' counts as the VAE's own"
     assert np.array_equal(kept, vae.decode(z, tiling=tiling)) and vae.reserved_bytes == held
     assert vae.last_run.reserved_bytes == vae.estimate("decode", 80, 80, tiling=tiling).reserved_bytes
     vae.decode(latents(vae, 40, 40))
@@ -289,8 +291,8 @@ def test_progress(op):
 
 def test_progress_of_a_tile_that_is_run_again(monkeypatch):
     """As float16 does where it overflows."""
-    vae, once, seen = small_vae(), VAE._run, []
-    monkeypatch.setattr(VAE, "_run", lambda *a, **how: once(*a, **how) is once(*a, **how))
+    vae, once, seen = small_vae(), Runner.run, []
+    monkeypatch.setattr(Runner, "run", lambda *a, **how: (once(*a, **how), once(*a, **how))[1])
     vae.decode(latents(vae, 8, 20), tiling=Tiling(32), progress=lambda done, total: seen.append(done))
     assert seen == sorted(seen) and seen[-1] == 4 * 4 * (8 + 2)
 
@@ -419,13 +421,19 @@ def test_no_config_no_sample_size():
 
 
 def test_arrays_on_a_gpu_are_refused():
-    vae = small_vae()
-    vae._device = types.SimpleNamespace(dtype="float32")
-    there = types.SimpleNamespace(__dlpack_device__=lambda: (2, 0))
-    for call, name in (
-        (lambda: vae.decode(there, tiling=Tiling(32)), "z"),
-        (lambda: vae.encode(there, tiling=Tiling(32)), "x"),
-        (lambda: vae.estimate("decode", 64, 64, staged=False, tiling=Tiling(32)), "the arrays"),
+    there = types.SimpleNamespace(__dlpack_device__=lambda: (2, 0), dtype="float32")
+    device = types.SimpleNamespace(
+        dtype="float32",
+        stream_of=lambda array: (0, True),
+        backend=types.SimpleNamespace(check_stream=lambda stream: None),
+        borrow=lambda array, name, stream: array,
+    )
+    vae = VAE(small_vae()._core, device)
+    for shape, call in (
+        ((1, 4, 20, 20), lambda: vae.decode(there, tiling=Tiling(32))),
+        ((1, 3, 80, 80), lambda: vae.encode(there, tiling=Tiling(32))),
+        ((), lambda: vae.estimate("decode", 64, 64, staged=False, tiling=Tiling(32))),
     ):
-        with pytest.raises(ValueError, match=f"tiling: want {name} in host memory, got it in a GPU's"):
+        there.shape = shape
+        with pytest.raises(ValueError, match="tiling: want arrays in host memory, got them in a GPU's"):
             call()
