@@ -399,6 +399,7 @@ static void set_shapes(vm_plan *plan, int i, const vm_arch *arch) {
     p->y_scale = last_node(plan, i) ? 1 : scale_of(r, g, i);
     if (n->x == VM_NONE) p->x_format = r->in;
     if (last_node(plan, i)) p->y_format = r->out;
+    if (r->unclamped) p->clamp_from = p->y.c;
     if (n->x == VM_NONE && r->op == VM_DECODE && r->scaled) {
         p->affine = true;
         p->in_scale = 1 / arch->scaling_factor;

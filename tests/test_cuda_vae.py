@@ -83,7 +83,7 @@ def test_tiles_of_host_arrays(dtype):
     one = there.estimate("decode", 16, 16, 2)
     assert got.peak_bytes == one.peak_bytes  # result, tiles and borders are the host's
     assert error(there.encode(x, tiling=tiling).moments, cpu.encode(x, tiling=tiling).moments) < 2 * LIMIT[dtype]
-    with pytest.raises(ValueError, match="tiling: want z in host memory, got it in a GPU's"):
+    with pytest.raises(ValueError, match="tiling: want arrays in host memory, got them in a GPU's"):
         there.decode(gpu.Array(z), tiling=tiling)
 
 

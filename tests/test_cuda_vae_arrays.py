@@ -55,8 +55,10 @@ def test_dlpack_refusals():
     z = latents(there, 4, 4)
     with pytest.raises(ValueError, match="z: want an array on cuda:0, got one on device"):
         there.decode(gpu.Array(z, device=3))
-    with pytest.raises(ValueError, match=r"z: want float32, float16 or bfloat16 of shape \(N, 16, h, w\)"):
+    with pytest.raises(ValueError, match=r"z: want shape \(N, 16, h, w\) for custom, got \(1, 3, 4, 4\)"):
         there.decode(gpu.Array(z[:, :3]))
+    with pytest.raises(ValueError, match="z: want float32, float16 or bfloat16, got uint8"):
+        there.decode(gpu.Array(z.astype(np.uint8)))
     with pytest.raises(TypeError, match="another dtype"):
         there.decode(Strange(z))
     with pytest.raises(ValueError, match="out: want float32 of shape"):

@@ -8,6 +8,7 @@ import pytest
 from engine import BACKENDS, SMALL, images, latents, small_vae
 
 from vaemem import _core
+from vaemem._common import latent_factor
 
 MODELS = list(_core.models())
 
@@ -15,7 +16,7 @@ MODELS = list(_core.models())
 def run_of(vae, op, h, w, batch=1):
     vae.trim()
     if op == "decode":
-        vae.decode(latents(vae, h // vae._factor, w // vae._factor, batch))
+        vae.decode(latents(vae, h // latent_factor(vae.arch), w // latent_factor(vae.arch), batch))
     else:
         vae.encode(images(h, w, batch))
     return vae.last_run

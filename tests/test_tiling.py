@@ -13,6 +13,7 @@ from engine import config, error, images, latents, small_vae
 
 from vaemem import VAE, Tiling, _core
 from vaemem.engine import layouts
+from vaemem.engine.runner import Runner
 
 PARITY = 1e-5  # of the norm, as for whole images
 
@@ -67,6 +68,33 @@ def test_parity(name, sample_size, overlap, h, w, batch):
     got = vae.encode(x, tiling=tiling)
     assert error(got.moments, posterior.parameters.numpy()) <= PARITY
     assert error(got.logvar, posterior.logvar.numpy()) <= PARITY
+
+
+@pytest.mark.parametrize("name", ["sd", "flux"])
+def test_logvar_is_clamped_after_blending(name):
+    """Where log-variances leave [-30, 20] in one tile and not in the other, a blend of clamped ones is another."""
+    theirs, vae = pair(name, 32)
+    import torch
+
+    last = "quant_conv" if vae.arch["use_quant_conv"] else "encoder.conv_out"
+    with torch.no_grad():
+        for p in theirs.get_submodule(last).parameters():
+            p[len(p) // 2 :] *= 60
+    for tensor in (f"{last}.weight", f"{last}.bias"):
+        vae._core.set_tensor(tensor, theirs.state_dict()[tensor].numpy())
+    x, tiling = images(52, 72, 2), Tiling(32)
+    with torch.no_grad():
+        posterior = theirs.encode(torch.from_numpy(x)).latent_dist
+    got, blended = vae.encode(x, tiling=tiling), np.split(posterior.parameters.numpy(), 2, axis=1)[1]
+    shared = np.zeros(blended.shape[2:], bool)  # rows 6 and 7 of a tile of 8 are the next one's first
+    for start in range(6, max(shared.shape), 6):
+        shared[start : start + 2] = shared[:, start : start + 2] = True
+    assert (blended[..., shared] < -30).any() and (blended[..., shared] > 20).any()
+    # what clamping each tile beforehand makes: the same but in what is shared
+    clamped = reference(lambda tile: vae.encode(tile).moments, x, 4, 1, 8, 2, got.moments.shape, lambda t: t)
+    assert error(clamped[:, got.mean.shape[1] :], posterior.logvar.numpy()) > 0.01
+    assert error(got.logvar, posterior.logvar.numpy()) <= PARITY and got.logvar.min() == -30 and got.logvar.max() == 20
+    assert error(got.mean, posterior.mean.numpy()) <= PARITY
 
 
 def test_refused_where_diffusers_result_has_another_size():
@@ -237,6 +265,7 @@ def test_a_kept_arena_and_earlier_outputs():
     z = latents(vae, 20, 20)
     kept = vae.decode(z, tiling=tiling)
     held = vae.reserved_bytes  # the result is NumPy's
+    assert vae._runner.held_bytes == held, "what memory_limit='auto' counts as the VAE's own"
     assert np.array_equal(kept, vae.decode(z, tiling=tiling)) and vae.reserved_bytes == held
     assert vae.last_run.reserved_bytes == vae.estimate("decode", 80, 80, tiling=tiling).reserved_bytes
     vae.decode(latents(vae, 40, 40))
@@ -262,8 +291,8 @@ def test_progress(op):
 
 def test_progress_of_a_tile_that_is_run_again(monkeypatch):
     """As float16 does where it overflows."""
-    vae, once, seen = small_vae(), VAE._run, []
-    monkeypatch.setattr(VAE, "_run", lambda *a: once(*a) is once(*a))
+    vae, once, seen = small_vae(), Runner.run, []
+    monkeypatch.setattr(Runner, "run", lambda *a, **how: (once(*a, **how), once(*a, **how))[1])
     vae.decode(latents(vae, 8, 20), tiling=Tiling(32), progress=lambda done, total: seen.append(done))
     assert seen == sorted(seen) and seen[-1] == 4 * 4 * (8 + 2)
 
@@ -392,13 +421,19 @@ def test_no_config_no_sample_size():
 
 
 def test_arrays_on_a_gpu_are_refused():
-    vae = small_vae()
-    vae._device = types.SimpleNamespace(dtype="float32")
-    there = types.SimpleNamespace(__dlpack_device__=lambda: (2, 0))
-    for call, name in (
-        (lambda: vae.decode(there, tiling=Tiling(32)), "z"),
-        (lambda: vae.encode(there, tiling=Tiling(32)), "x"),
-        (lambda: vae.estimate("decode", 64, 64, staged=False, tiling=Tiling(32)), "the arrays"),
+    there = types.SimpleNamespace(__dlpack_device__=lambda: (2, 0), dtype="float32")
+    device = types.SimpleNamespace(
+        dtype="float32",
+        stream_of=lambda array: (0, True),
+        backend=types.SimpleNamespace(check_stream=lambda stream: None),
+        borrow=lambda array, name, stream: array,
+    )
+    vae = VAE(small_vae()._core, device)
+    for shape, call in (
+        ((1, 4, 20, 20), lambda: vae.decode(there, tiling=Tiling(32))),
+        ((1, 3, 80, 80), lambda: vae.encode(there, tiling=Tiling(32))),
+        ((), lambda: vae.estimate("decode", 64, 64, staged=False, tiling=Tiling(32))),
     ):
-        with pytest.raises(ValueError, match=f"tiling: want {name} in host memory, got it in a GPU's"):
+        there.shape = shape
+        with pytest.raises(ValueError, match="tiling: want arrays in host memory, got them in a GPU's"):
             call()

@@ -80,7 +80,7 @@ class Model:
     def run(
         self, op: str, input: np.ndarray, out: np.ndarray | None = None, pixels: str = "float", threads: int = 1,
         scaled: bool = False, backend: str | None = None, poll: Callable[[int, int], object] | None = None,
-        check: bool = False, scale: float = 1.0, replay: bool = False, memory_limit: int = 0,
+        check: bool = False, scale: float = 1.0, replay: bool = False, memory_limit: int = 0, unclamped: bool = False,
     ) -> tuple[np.ndarray, _Ran]: ...  # fmt: skip
     def run_at(  # input, out: addresses on the device; returns the output's, and what owns it
         self,

@@ -1,6 +1,6 @@
 """The engine's public names, under the path that they have always had."""
 
-from vaemem.engine.run import Encoded, Run
+from vaemem.engine.records import Encoded, Run
 from vaemem.engine.tiling import Tiling
 from vaemem.engine.vae import VAE, backends
 

@@ -20,14 +20,17 @@ void vm_py_lock_free(vm_py_lock *l) {
     if (l->lock) PyThread_free_lock(l->lock);
 }
 
+static bool forked(const vm_py_lock *l) { return atomic_load(&l->forks) != atomic_load(&forks); }
+static bool mine(const vm_py_lock *l) { return atomic_load(&l->owner) == PyThread_get_thread_ident(); }
+
 /* Whether waiting for the holder would never end; -1 with an exception set. */
 static int hopeless(const vm_py_lock *l, const char *call) {
-    if (atomic_load(&l->forks) != atomic_load(&forks))
+    if (forked(l))
         PyErr_Format(PyExc_RuntimeError,
                      "%s: this process was forked while another call was at work on this %s, which is unfinished here "
                      "for good; make a new one in this process, or fork between calls",
                      call, l->type);
-    else if (atomic_load(&l->owner) == PyThread_get_thread_ident())
+    else if (mine(l))
         PyErr_Format(PyExc_RuntimeError,
                      "%s: this thread is in the middle of another call of this same %s, from which a progress "
                      "callback, a signal handler or a __del__ made this one; wait until that call has returned",
@@ -50,7 +53,17 @@ int vm_py_acquire(vm_py_lock *l, const char *call) {
     return 0;
 }
 
+int vm_py_acquire_to_read(vm_py_lock *l, const char *call) {
+    if (forked(l) || !mine(l)) return vm_py_acquire(l, call);
+    l->readers++;
+    return 0;
+}
+
 void vm_py_release(vm_py_lock *l) {
+    if (l->readers) {
+        l->readers--;
+        return;
+    }
     atomic_store(&l->owner, 0);
     PyThread_release_lock(l->lock);
 }

@@ -63,7 +63,7 @@ static PyObject *missing_item(const void *tensors, size_t i) {
 }
 
 static PyObject *model_missing(Model *self, PyObject *Py_UNUSED(ignored)) {
-    if (vm_py_acquire(&self->lock, "save")) return NULL; /* which begins with this question */
+    if (vm_py_acquire_to_read(&self->lock, "save")) return NULL; /* which begins with this question */
     PyObject *list = vm_py_list(self->model->tensors, missing_item, self->model->tensor);
     vm_py_release(&self->lock);
     return list;
@@ -117,7 +117,7 @@ static PyObject *model_get_tensor(Model *self, PyObject *name) {
     if (!t) return NULL;
     npy_intp dims[4] = {(npy_intp)t->shape[0], (npy_intp)t->shape[1], (npy_intp)t->shape[2], (npy_intp)t->shape[3]};
     PyObject *a = PyArray_SimpleNew((int)t->dims, dims, NPY_FLOAT);
-    if (!a || vm_py_acquire(&self->lock, "get_tensor")) {
+    if (!a || vm_py_acquire_to_read(&self->lock, "get_tensor")) {
         Py_XDECREF(a);
         return NULL;
     }

@@ -276,21 +276,21 @@ static int describe(const vm_model *m, vm_request *r, io *x) {
 
 const char vm_py_run_doc[] =
     "run(op, input, out=None, pixels='float', threads=1, scaled=False, backend=None, poll=None, check=False, "
-    "scale=1.0, replay=False, memory_limit=0)\n--\n\n"
+    "scale=1.0, replay=False, memory_limit=0, unclamped=False)\n--\n\n"
     "(output, what it took as a dict), NumPy arrays. poll(rows_done, rows_total) is called about 20 times a second and "
-    "once at the end.";
+    "once at the end. unclamped: log-variances may leave [-30, 20].";
 
 PyObject *vm_py_run(Model *self, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"op",   "input", "out",   "pixels", "threads",      "scaled", "backend",
-                            "poll", "check", "scale", "replay", "memory_limit", NULL};
+    static char *names[] = {"op",   "input", "out",   "pixels", "threads",      "scaled",    "backend",
+                            "poll", "check", "scale", "replay", "memory_limit", "unclamped", NULL};
     const char *op, *pixels = "float", *backend = NULL;
     PyObject *out = Py_None, *callback = Py_None;
-    int threads = 1, scaled = 0, check = 0, replay = 0;
+    int threads = 1, scaled = 0, check = 0, replay = 0, unclamped = 0;
     io x = {0};
     vm_request r = {.scale = 1, .host_arrays = true};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sO!|OsipzOpfpn", names, &op, &PyArray_Type, &x.in, &out, &pixels,
-                                     &threads, &scaled, &backend, &callback, &check, &r.scale, &replay,
-                                     &r.memory_limit))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sO!|OsipzOpfpnp", names, &op, &PyArray_Type, &x.in, &out, &pixels,
+                                     &threads, &scaled, &backend, &callback, &check, &r.scale, &replay, &r.memory_limit,
+                                     &unclamped))
         return NULL;
     if (strcmp(pixels, "float") && strcmp(pixels, "uint8"))
         return PyErr_Format(PyExc_ValueError, "pixels: want float or uint8, got '%s'", pixels);
@@ -307,6 +307,7 @@ PyObject *vm_py_run(Model *self, PyObject *args, PyObject *kwargs) {
     if (vm_py_acquire(&self->lock, op)) return NULL;
     r.own_output = !x.out;
     r.scaled = scaled;
+    r.unclamped = unclamped;
     job j = {.run = {.in = PyArray_DATA(x.in),
                      .out = x.out ? PyArray_DATA(x.out) : NULL,
                      .wait = true,

@@ -7,8 +7,6 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
-
 from vaemem._common import DTYPES, choose, need
 from vaemem.engine.device import CONVOLUTIONS, Device, parse_device
 
@@ -46,30 +44,6 @@ def as_int(name: str, value: Any) -> int:
     if number.bit_length() > 63:
         raise ValueError(f"{name}: want an integer below 2^63, got one of {number.bit_length()} bits")
     return number
-
-
-def as_float(value: Any, name: str, shape: str) -> np.ndarray:
-    """Contiguous native float32; anything else that is real numbers is copied to it."""
-    array = np.asarray(value)
-    if array.dtype.kind not in "fiu" and array.dtype.name != "bfloat16":
-        raise TypeError(f"{name}: want an array of real numbers of shape {shape}, got dtype {array.dtype}")
-    return np.ascontiguousarray(array, dtype=np.float32)
-
-
-def check_apart(z: tuple[int, int], out: tuple[int, int]) -> None:
-    """z and out, as (first byte, end): images written while latents are still to be read would be wrong in silence."""
-    if z[0] < out[1] and out[0] < z[1]:
-        raise ValueError("out: want memory apart from z, got an array that overlaps it: decode a copy of z")
-
-
-def check_out(out: Any, shape: tuple[int, ...], dtype: type) -> None:
-    want = f"a writable contiguous {np.dtype(dtype).name} array of shape {shape}"
-    if not isinstance(out, np.ndarray):
-        raise TypeError(f"out: want {want}, got {type(out).__name__}")
-    if out.shape != shape or out.dtype != dtype or not out.flags.c_contiguous or not out.flags.writeable:
-        kind = "" if out.flags.c_contiguous else "non-contiguous "
-        kind += "" if out.flags.writeable else "read-only "
-        raise ValueError(f"out: want {want}, got {kind}{out.dtype} {out.shape}")
 
 
 def pixels_of(output_type: str) -> str:

@@ -155,39 +155,40 @@ class Plans:
     """
 
     def __init__(self, core: _core.Model, request: Mapping[str, Any]) -> None:
-        self._core, self._request = core, dict(request)
+        self._core, self.request = core, dict(request)
 
-    def within(self, limit: int, **other: Any) -> Any:
-        """The plan with the least work, on a GPU the largest stripes, that keeps within a limit (0: none); ValueError
-        with `smallest` otherwise."""
-        return self._core.plan(**{**self._request, **other}, memory_limit=limit)
+    def look(self, limit: int, **other: Any) -> tuple[Any, int]:
+        """The plan with the least work, on a GPU the largest stripes, that keeps within a limit (0: none), and what it
+        takes; or None, and a limit that may do. other: in place of the request's."""
+        try:
+            record = self._core.plan(**{**self.request, **other}, memory_limit=limit)
+        except ValueError as error:
+            if hasattr(error, "smallest"):
+                return None, error.smallest
+            raise
+        return record, taken(record)
+
+    def within(self, limit: int) -> Any:
+        """That plan; ValueError with `smallest` where there is none."""
+        record, _ = self.look(limit)
+        if not record:
+            raise self.refusal(limit)
+        return record
 
     def smaller(self, record: Any) -> Any:
         """The next smaller plan, or None."""
-        try:
-            return self.within(taken(record) - 1)
-        except ValueError as error:
-            if hasattr(error, "smallest"):
-                return None
-            raise
+        return self.look(taken(record) - 1)[0]
 
     def smallest(self) -> tuple[int, Any]:
         """The smallest limit that will do, and its plan."""
-        limit, record = 1, None
+        record, limit, least = None, 0, 1
         while not record:  # what the core names as smallest is a plan that it saw on the way to this limit
-            try:
-                record = self.within(limit)
-            except ValueError as error:
-                if not hasattr(error, "smallest"):
-                    raise
-                limit = max(limit + 1, error.smallest)
+            limit = max(limit + 1, least)
+            record, least = self.look(limit)
         while less := self.smaller(record):
             limit, record = taken(record) - 1, less
-        try:
-            self.within(taken(record))
-        except ValueError:  # a plan that is found from above alone
-            return limit, record
-        return taken(record), record
+        same, least = self.look(taken(record))
+        return least if same else limit, record  # some plans are found from above alone
 
     def curve(self) -> list[Any]:
         """From the fastest plan to the smallest, without those that another one beats in memory and in work."""
@@ -214,11 +215,7 @@ class Plans:
             return (short, long * factor) if aspect > 1 else (long * factor, short)
 
         def fits(long: int) -> bool:
-            try:
-                self.within(limit, height=size(long)[0], width=size(long)[1])
-            except ValueError:
-                return False
-            return True
+            return self.look(limit, height=size(long)[0], width=size(long)[1])[0] is not None
 
         # `low` fits (0 stands for nothing at all), `high` does not.
         low, high, end = 0, 64, _SIDE // factor
@@ -231,7 +228,7 @@ class Plans:
 
     def refusal(self, limit: int) -> ValueError:
         """What to raise for a limit below the smallest plan: it says what would do, its cost, and what would fit."""
-        (least, smallest), ask = self.smallest(), self._request
+        (least, smallest), ask = self.smallest(), self.request
         op = f"{'an' if ask['op'] == 'encode' else 'a'} {ask['op']} of {ask['height']}x{ask['width']}"
         batch = f" in a batch of {ask['batch']}" if ask.get("batch", 1) > 1 else ""
         work = f" ({smallest['work']:.1f} times the work of an unlimited run)" if smallest["work"] > 1 else ""
@@ -249,7 +246,7 @@ class Plans:
 
     def out_of_memory(self, error: MemoryError, failed: Mapping[str, Any], device: Any) -> MemoryError:
         """What a plan that failed required of a GPU beside the weights, what is free, and the largest square for it."""
-        ask, weights = self._request, failed["peak"]["weights"]
+        ask, weights = self.request, failed["peak"]["weights"]
         free, total = device.backend.memory()
         fits = self.largest(weights + free)
         return MemoryError(

@@ -7,6 +7,7 @@ import math
 import sys
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from numbers import Real
@@ -17,9 +18,13 @@ import numpy as np
 
 from vaemem._common import choose
 from vaemem.engine.arguments import Progress, as_int, polling
-from vaemem.engine.run import Run, make_run
+from vaemem.engine.arrays import HostArrays, ends_of
+from vaemem.engine.records import Run, make_run
+from vaemem.engine.runner import Runner, Settings
 
-__all__ = ["Tiling", "cut", "refuse"]
+__all__ = ["Tiling", "cut"]
+
+LOGVAR = -30, 20  # to which diffusers' DiagonalGaussianDistribution clamps log-variances, and kernels.h a whole run's
 
 
 @dataclass(frozen=True)
@@ -61,22 +66,21 @@ class Tiling:
         return np.array([1 - t, t], np.float32)
 
 
-def refuse(tiling: Tiling | None, name: str) -> None:
-    """For arrays in a GPU's memory."""
-    if tiling is not None:
-        raise ValueError(f"tiling: want {name} in host memory, got it in a GPU's: copy it, or leave tiling out")
-
-
 def cut(
-    vae: Any, tiling: Tiling, op: str, height: int, width: int, batch: int, pixels: str, limit: int
+    runner: Runner, tiling: Tiling | None, sample_size: int | None, request: Mapping[str, Any], limit: int
 ) -> _Tiles | None:
-    """The tiles of an image. None where an ordinary run is to be done: where it fits into one tile, and for sizes that
-    are none, which that refuses."""
+    """The tiles of the image that arguments of the core's plan ask for; sample_size: the config's. None where an
+    ordinary run is to be done: without a tiling, where the image fits into one tile, and for sizes that are none, which
+    that refuses."""
+    if tiling is None:
+        return None
+    if not request.get("host_arrays", True):
+        raise ValueError("tiling: want arrays in host memory, got them in a GPU's: copy them, or leave tiling out")
     if not isinstance(tiling, Tiling):
         raise TypeError(f"tiling: want a vaemem.Tiling or None, got {type(tiling).__name__}")
     if limit:
         raise ValueError("memory_limit: want no limit with tiling (a limit is exact and tiles are not), got both")
-    size, factor = tiling.sample_size or vae.sample_size, vae._factor
+    size, factor = tiling.sample_size or sample_size, runner.factor
     if size is None:
         raise ValueError("sample_size: want one, such as Tiling(sample_size=512): no config tells it")
     if (size := as_int("sample_size", size)) < 1 or size % factor:
@@ -87,9 +91,10 @@ def cut(
         raise ValueError(
             f"overlap: want whole latents, a multiple of 1/{side} for sample_size {size}, got {tiling.overlap}"
         )
-    if max(height, width) <= size or min(height, width, batch) < 1 or height % factor or width % factor:
+    height, width = request["height"], request["width"]
+    if max(height, width) <= size or min(height, width, request["batch"]) < 1 or height % factor or width % factor:
         return None
-    return _Tiles(vae, tiling, op, batch, pixels, side, shared, height // factor, width // factor)
+    return _Tiles(runner, tiling, request, side, shared, height // factor, width // factor)
 
 
 @dataclass
@@ -97,26 +102,22 @@ class _Tiles:
     """Those of one call. Lengths are in latents: `side` a tile's, `shared` what it has in common with the next one,
     `height` and `width` the image's."""
 
-    vae: Any
+    runner: Runner
     tiling: Tiling
-    op: str
-    batch: int
-    pixels: str  # the image's: float or uint8
+    request: Mapping[str, Any]  # the whole image's
     side: int
     shared: int
     height: int
     width: int
 
     def __post_init__(self) -> None:
-        step, factor, arch = self.side - self.shared, self.vae._factor, self.vae.arch
+        step, self.factor = self.side - self.shared, self.runner.factor
+        self.op, self.batch = self.request["op"], self.request["batch"]
         self.rows, self.cols = range(0, self.height, step), range(0, self.width, step)
         self.count = len(self.rows) * len(self.cols)
-        decodes, as_bytes = self.op == "decode", self.pixels == "uint8"
+        decodes, as_bytes = self.op == "decode", self.request["pixels"] == "uint8"
         self.bytes_in, self.bytes_out = as_bytes and not decodes, as_bytes and decodes
-        # numbers a side of a latent, and channels: of what goes in, of what comes out
-        self.ends = [(1, arch["latent_channels"]), (factor, arch["out_channels"])]
-        if not decodes:
-            self.ends = [(factor, arch["in_channels"]), (1, 2 * arch["latent_channels"])]
+        self.ends = ends_of(self.runner.arch, self.op)
 
     def sizes(self, starts: range, length: int) -> Counter[int]:
         """How many tiles have each size along a side, the largest first: the last ones end where the image does."""
@@ -141,13 +142,12 @@ class _Tiles:
 
     def estimate(self) -> Run:
         """What `run` will report."""
-        tiles, factor = None, self.vae._factor
+        tiles = None
         sizes = self.sizes(self.rows, self.height).items(), self.sizes(self.cols, self.width).items()
         for (h, down), (w, across) in product(*sizes):
-            size = h * factor, w * factor, self.batch
-            plan = self.vae._plan(self.op, *size, "uint8" if self.bytes_in else "float", True)
-            tile = make_run(self.op, *size, self.vae._core.plan(**plan, own_output=False), None)
-            tiles = _joined(tiles, tile, down * across)
+            size = dict(height=h * self.factor, width=w * self.factor, pixels="uint8" if self.bytes_in else "float")
+            request = {**self.request, **size, "own_output": False}
+            tiles = _joined(tiles, make_run(request, self.runner.core.plan(**request)), down * across)
         assert tiles is not None
         held = [math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in self.buffers()]
         if sum(held) > sys.maxsize:
@@ -157,31 +157,29 @@ class _Tiles:
     def report(self, tiles: Run, held: list[int], seconds: float | None) -> Run:
         """The run of all tiles, from theirs joined and the bytes of the buffers. Beside a GPU these are in the host's
         memory and not counted, as an ordinary run's arrays are not."""
-        output, *scratch = [0] if self.vae._device else held
-        beside, factor = output + sum(scratch), self.vae._factor
+        output, *scratch = [0] if self.runner.device else held
+        beside = output + sum(scratch)
         return replace(
             tiles,
-            height=self.height * factor,
-            width=self.width * factor,
+            height=self.height * self.factor,
+            width=self.width * self.factor,
             scratch_bytes=tiles.scratch_bytes + sum(scratch),
             output_bytes=tiles.output_bytes + output,
             reserved_bytes=tiles.reserved_bytes + beside,
             timeline=tuple((name, live + beside) for name, live in tiles.timeline),
             seconds=seconds,
-            notes=(f"{self.count} tiles of {self.side * factor}x{self.side * factor}", *tiles.notes),
+            notes=(f"{self.count} tiles of {self.side * self.factor}x{self.side * self.factor}", *tiles.notes),
         )
 
-    def run(self, data: np.ndarray, scaled: bool, progress: Progress, out: np.ndarray | None) -> np.ndarray:
+    def run(self, arrays: HostArrays, settings: Settings, progress: Progress, scaled: bool) -> tuple[np.ndarray, Run]:
         """Each tile is run, blended with the one above, then with the one to the left, and written."""
-        start, vae, tiles, count, seen = time.perf_counter(), self.vae, None, 0, 0
-        alone = object.__new__(type(vae))  # with the settings of now, whoever changes them meanwhile
-        vars(alone).update(vars(vae))
-        (shape, dtype), *others = self.buffers()
+        start, tiles, count, seen = time.perf_counter(), None, 0, 0
+        data, out, ((shape, dtype), *others) = arrays.data, arrays.out, self.buffers()
         result = np.empty(shape, dtype) if out is None else out
         held: list[np.ndarray] = [np.empty(*other) for other in others]
         given, made, lower, right = held
         (a, _), (b, channels), step = *self.ends, self.rows.step
-        unit, pixels = self.batch * vae._factor, "uint8" if self.bytes_in else "float"
+        unit = self.batch * self.factor
         done, total = 0, unit * len(self.cols) * sum(min(self.side, self.height - y) for y in self.rows)
         shares = functools.cache(lambda n: self.tiling.ramp(n)[:, :, None])
         into = result.transpose(0, 3, 1, 2) if self.bytes_out else result
@@ -199,8 +197,9 @@ class _Tiles:
                 source = given[: piece.size].reshape(piece.shape)
                 source[...] = piece
                 tile = made[: self.batch * channels * h * w * b * b].reshape(self.batch, channels, h * b, w * b)
-                alone._run(self.op, source, h * vae._factor, w * vae._factor, pixels, scaled, poll and show, tile, 0)
-                tiles, done = _joined(tiles, alone.last_run), done + unit * h
+                one = HostArrays(self.runner.arch, self.op, source, "float", tile)
+                _, took = self.runner.run(one, settings, poll and show, scaled=scaled, unclamped=True)
+                tiles, done = _joined(tiles, took), done + unit * h
                 column = self.cols.index(x) * min(self.side, self.width) * b
                 down = lower[..., column : column + w * b], tile, y, self.height
                 across = right[..., : h * b], tile.mT, x, self.width
@@ -213,16 +212,17 @@ class _Tiles:
                     n = max(0, min(self.shared, length - at - step)) * b
                     border[:, :, :n] = new[:, :, step * b : step * b + n]
                 kept = tile[:, :, : step * b, : step * b]
+                if self.op == "encode":
+                    logvar = kept[:, channels // 2 :]
+                    np.clip(logvar, *LOGVAR, out=logvar)
                 if self.bytes_out:  # as the core rounds: NaN is 0
                     kept += 1
                     kept *= 127.5
                     np.rint(np.clip(np.fmax(kept, 0, out=kept), 0, 255, out=kept), out=kept)
                 into[:, :, y * b : (y + step) * b, x * b : (x + step) * b] = kept
         assert tiles is not None
-        vae._scale = alone._scale
         bytes_held = [0 if out is not None else result.nbytes, *(array.nbytes for array in held)]
-        vae.last_run = self.report(tiles, bytes_held, time.perf_counter() - start)
-        return result
+        return result, self.report(tiles, bytes_held, time.perf_counter() - start)
 
 
 def _joined(tiles: Run | None, tile: Run, times: int = 1) -> Run:

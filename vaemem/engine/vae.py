@@ -4,32 +4,20 @@ from __future__ import annotations
 
 import math
 import os
-import time
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from vaemem import _core
-from vaemem._common import choose, latent_factor
+from vaemem._common import choose
 from vaemem.engine import weights
-from vaemem.engine.arguments import (
-    Progress,
-    as_float,
-    as_int,
-    check_apart,
-    check_out,
-    default_threads,
-    open_device,
-    pixels_of,
-    polling,
-)
-from vaemem.engine.device import Device, DeviceArray, gpu_rows
+from vaemem.engine.arguments import Progress, as_int, default_threads, open_device, pixels_of, polling
+from vaemem.engine.arrays import DeviceArrays, HostArrays, request_of
+from vaemem.engine.device import Device, gpu_rows
 from vaemem.engine.layouts import sample_size_of
-from vaemem.engine.limits import Limit, Plans, check_aspect, parse_size, resolve, taken
-from vaemem.engine.run import Encoded, Run, make_run
-from vaemem.engine.tiling import Tiling, cut, refuse
+from vaemem.engine.limits import Limit, Plans, check_aspect, parse_size, resolve
+from vaemem.engine.records import Encoded, Run, make_run
+from vaemem.engine.runner import Runner, Settings
+from vaemem.engine.tiling import Tiling, cut
 
 __all__ = ["VAE", "Encoded", "Progress", "Run", "backends"]
 
@@ -38,8 +26,8 @@ class VAE:
     """An AutoencoderKL with its weights, run by our own kernels. Make one with `load` or `random`.
 
     Two threads that call one VAE wait for each other; two VAEs run side by side. `estimate` waits for nobody. A
-    progress callback or signal handler may call `estimate`, but nothing else of the VAE that it interrupts, nor may the
-    child of a fork during another thread's run: RuntimeError.
+    progress callback or signal handler may call `estimate` and `save`, but nothing else of the VAE that it interrupts,
+    nor may the child of a fork during another thread's run: RuntimeError.
 
     Attributes
     ----------
@@ -70,15 +58,12 @@ class VAE:
     """
 
     def __init__(self, core: _core.Model, device: Device | None = None, config: Any = None) -> None:
-        self._core = core
-        self._device = device
-        self._scale = 1.0  # power of two by which activations are kept multiplied, against float16's overflow
-        self._weights_bytes, self._arena_bytes = core.reserved_bytes, 0
+        self._core, self._device, self._runner = core, device, Runner(core, device)
         self.memory_limit: Limit = None
         self.cache_limit: Limit = None
         self.on_out_of_memory = "retry"
         self.graphs = False
-        self.arch: dict[str, Any] = core.arch
+        self.arch = self._runner.arch
         self.model: str = self.arch["name"]
         self.threads = default_threads()
         self.sample_size = sample_size_of(config, self.model)
@@ -138,8 +123,7 @@ class VAE:
             No driver, no cuDNN, or a GPU that refused.
         """
         gpu = open_device(device, dtype, tf32, autotune, convolution)
-        capsule = gpu.backend.capsule if gpu else None
-        core = weights.load(path, model=model, config=config, parts=parts, backend=capsule)
+        core = weights.load(path, model, config, parts, gpu.backend.capsule if gpu else None)
         return cls(core, gpu, path if config is None and model is None and os.path.isdir(path) else config)
 
     @classmethod
@@ -246,22 +230,7 @@ class VAE:
         RuntimeError
             The GPU refused.
         """
-        pixels = pixels_of(output_type)
-        if self._device and Device.holds(z):
-            refuse(tiling, "z")
-            return self._run_on_device("decode", z, pixels, scaled, progress, out, self._limit(memory_limit))
-        data = as_float(z, "z", "(N, C, h, w)")
-        latents = self.arch["latent_channels"]
-        if data.ndim != 4 or data.shape[1] != latents:
-            raise ValueError(f"z: want shape (N, {latents}, h, w) for {self.model}, got {data.shape}")
-        if out is not None:
-            check_out(out, self._image_shape(data.shape, pixels), np.uint8 if pixels == "uint8" else np.float32)
-            check_apart(np.lib.array_utils.byte_bounds(data), np.lib.array_utils.byte_bounds(out))
-        limit = self._limit(memory_limit)
-        height, width = data.shape[2] * self._factor, data.shape[3] * self._factor
-        if tiling is not None and (tiles := cut(self, tiling, "decode", height, width, data.shape[0], pixels, limit)):
-            return tiles.run(data, scaled, progress, out)
-        return self._run("decode", data, height, width, pixels, scaled, progress, out, limit)
+        return self._run("decode", z, pixels_of(output_type), out, scaled, progress, tiling, memory_limit)
 
     def encode(
         self,
@@ -280,38 +249,14 @@ class VAE:
         scaled : bool
             `Encoded.sample` and `Encoded.mode` give (latent - shift) * scaling, as pipelines pass them on.
         progress, tiling, memory_limit
-            As for `decode`. Moments are blended, each tile's log-variances clamped already.
+            As for `decode`. Of tiles the moments are blended, and clamped then.
 
         Returns
         -------
         Encoded
         """
-        channels = self.arch["in_channels"]
-        if scaled and self.arch["scaling_factor"] is None:
-            raise ValueError(
-                "scaled: the weights do not tell the scaling factor (sd15 and sdxl have the same tensors); "
-                "load with model= or config="
-            )
+        moments = self._run("encode", x, "", None, scaled, progress, tiling, memory_limit)
         scaling, shift = (self.arch["scaling_factor"], self.arch["shift_factor"]) if scaled else (1.0, 0.0)
-        if self._device and Device.holds(x):
-            refuse(tiling, "x")
-            moments = self._run_on_device("encode", x, "", False, progress, None, self._limit(memory_limit))
-            return Encoded(moments, scaling, shift)
-        array = np.asarray(x)
-        if array.dtype == np.uint8:
-            data, pixels = np.ascontiguousarray(array), "uint8"
-            if data.ndim != 4 or data.shape[3] != channels:
-                raise ValueError(f"x: want shape (N, H, W, {channels}) for uint8, got {data.shape}")
-            height, width = data.shape[1:3]
-        else:
-            data, pixels = as_float(array, "x", f"(N, {channels}, H, W)"), "float"
-            if data.ndim != 4 or data.shape[1] != channels:
-                raise ValueError(f"x: want shape (N, {channels}, H, W), got {data.shape}")
-            height, width = data.shape[2:]
-        limit = self._limit(memory_limit)
-        if tiling is not None and (tiles := cut(self, tiling, "encode", height, width, data.shape[0], pixels, limit)):
-            return Encoded(tiles.run(data, False, progress, None), scaling, shift)
-        moments = self._run("encode", data, height, width, pixels, False, progress, None, limit)
         return Encoded(moments, scaling, shift)
 
     def estimate(
@@ -349,20 +294,9 @@ class VAE:
             Equal to what `last_run` will say, but for the seconds.
         """
         limit = self._limit(memory_limit)
-        ask = self._request(op, height, width, batch, output_type, staged)
-        if self._device and not staged:
-            refuse(tiling, "the arrays")
-        if tiling is not None:
-            height, width, batch = ask["height"], ask["width"], ask["batch"]
-            if tiles := cut(self, tiling, op, height, width, batch, pixels_of(output_type), limit):
-                return tiles.estimate()
-        plans = Plans(self._core, ask)
-        try:
-            return self._estimated(ask, plans.within(limit))
-        except ValueError as error:
-            if not hasattr(error, "smallest"):
-                raise
-            raise plans.refusal(limit) from None
+        request = self._request(op, height, width, batch, output_type, staged)
+        tiles = cut(self._runner, tiling, self.sample_size, request, limit)
+        return tiles.estimate() if tiles else make_run(request, Plans(self._core, request).within(limit))
 
     def tradeoff(
         self, op: str, height: int, width: int, batch: int = 1, output_type: str = "float", staged: bool = True
@@ -370,8 +304,8 @@ class VAE:
         """Estimates of every plan worth choosing, from the fastest to the smallest: each takes less memory and more
         work than the one before; on a GPU the same work in smaller stripes. Arguments are `estimate`'s.
         `vaemem.tradeoff` gives them as a table."""
-        ask = self._request(op, height, width, batch, output_type, staged)
-        return tuple(self._estimated(ask, record) for record in Plans(self._core, ask).curve())
+        request = self._request(op, height, width, batch, output_type, staged)
+        return tuple(make_run(request, record) for record in Plans(self._core, request).curve())
 
     def smallest(
         self, op: str, height: int, width: int, batch: int = 1, output_type: str = "float", staged: bool = True
@@ -407,7 +341,8 @@ class VAE:
         """
         if not (limit := self._limit(memory_limit)):
             raise ValueError("memory_limit: want one, here or as the VAE's attribute, got None")
-        plans = Plans(self._core, self._request(op, self._factor, self._factor, batch, output_type, staged))
+        side = self._runner.factor
+        plans = Plans(self._core, self._request(op, side, side, batch, output_type, staged))
         found = plans.largest(limit, check_aspect(aspect))
         if found is None:
             raise plans.refusal(limit)
@@ -415,8 +350,7 @@ class VAE:
 
     def trim(self) -> None:
         """Gives the arena, kept between runs, back to the system."""
-        self._core.trim()
-        self._arena_bytes = 0
+        self._runner.trim()
 
     @property
     def device(self) -> str:
@@ -459,195 +393,49 @@ class VAE:
 
     # ---- inside ----
 
-    @property
-    def _factor(self) -> int:
-        return latent_factor(self.arch)
-
-    def _image_shape(self, latent: tuple[int, ...], pixels: str) -> tuple[int, ...]:
-        n, h, w, c = latent[0], latent[2] * self._factor, latent[3] * self._factor, self.arch["out_channels"]
-        return (n, h, w, c) if pixels == "uint8" else (n, c, h, w)
-
-    def _thread_count(self) -> int:
-        return as_int("threads", self.threads)
-
-    @property
-    def _held_bytes(self) -> int:
-        """Of weights and arena now; a run that failed has given the arena back."""
-        return self._weights_bytes + min(self._arena_bytes, self._core.reserved_bytes - self._weights_bytes)
-
     def _limit(self, memory_limit: Limit) -> int:
         given = self.memory_limit if memory_limit is None else memory_limit
-        return resolve(given, self._held_bytes, self._device)
+        return resolve(given, self._runner.held_bytes, self._device)
+
+    def _resources(self) -> dict[str, int]:
+        """Arguments of the core's plan and run: what they may use."""
+        return {} if self._device else {"threads": as_int("threads", self.threads)}
 
     def _request(
         self, op: str, height: int, width: int, batch: int, output_type: str, staged: bool = True
     ) -> dict[str, Any]:
         height, width, batch = (as_int(n, v) for n, v in (("height", height), ("width", width), ("batch", batch)))
-        return self._plan(op, height, width, batch, pixels_of(output_type), staged)
-
-    def _estimated(self, ask: Mapping[str, Any], record: Mapping[str, Any]) -> Run:
-        return make_run(ask["op"], ask["height"], ask["width"], ask["batch"], record, None)
-
-    def _plan(self, op: str, height: int, width: int, batch: int, pixels: str, staged: bool) -> dict[str, Any]:
-        """Arguments of the core's plan."""
-        plan = dict(op=op, height=height, width=width, batch=batch, pixels=pixels, threads=self._thread_count())
-        if self._device:
-            plan |= dict(host_arrays=staged)
-            if not staged:
-                plan |= dict(latents=self.dtype, pixels=self.dtype if pixels == "float" else pixels)
-        return plan
+        floats = self.dtype if self._device and not staged else None
+        return request_of(op, height, width, batch, pixels_of(output_type), floats) | self._resources()
 
     def _run(
         self,
         op: str,
-        data: np.ndarray,
-        height: int,
-        width: int,
+        array: Any,
         pixels: str,
+        out: Any,
         scaled: bool,
         progress: Progress,
-        out: np.ndarray | None,
-        limit: int,
-    ) -> np.ndarray:
-        plan = self._plan(op, height, width, data.shape[0], pixels, True) | dict(own_output=out is None)
-
-        def run(poll: Any, limit: int) -> tuple[np.ndarray, Mapping[str, Any]]:
-            gpu: dict[str, Any] = dict(scale=self._scale, replay=self.graphs) if self._device else {}
-            return self._core.run(
-                op,
-                data,
-                out=out,
-                pixels=pixels,
-                threads=plan["threads"],
-                scaled=bool(scaled),
-                poll=poll,
-                memory_limit=limit,
-                **gpu,
-            )
-
-        with polling(progress, op) as poll:
-            return self._run_until_done(run, poll, plan, limit, waits=True)
-
-    def _run_on_device(
-        self, op: str, array: Any, pixels: str, scaled: bool, progress: Progress, out: Any, limit: int = 0
+        tiling: Tiling | None,
+        memory_limit: Limit,
     ) -> Any:
-        """A run on arrays in the GPU's memory."""
-        assert self._device is not None
-        name = "z" if op == "decode" else "x"
-        stream, known = self._device.stream_of(array)
-        self._device.backend.check_stream(stream)
-        borrowed = self._device.borrow(array, name, stream)
-        batch, height, width, form = self._check_there(op, name, borrowed)
-        if op == "encode":
-            dtype = self.dtype if borrowed.dtype == "uint8" else borrowed.dtype
-            factor = self._factor
-            shape: tuple[int, ...] = (batch, 2 * self.arch["latent_channels"], height // factor, width // factor)
-            forms = {"pixels": form, "latents": dtype}
+        arrays: Any
+        if self._device and Device.holds(array):
+            arrays = DeviceArrays(self.arch, op, array, pixels, out, self._device)
         else:
-            dtype = "uint8" if pixels == "uint8" else borrowed.dtype
-            shape = self._image_shape(borrowed.shape, pixels)
-            forms = {"latents": form, "pixels": dtype}
-        result = self._device.empty_like(array, shape, dtype) if out is None else out
-        target = None if result is None else self._device.borrow(result, "out", stream)
-        if target and (target.shape, target.dtype) != (shape, dtype):
-            raise ValueError(f"out: want {dtype} of shape {shape}, got {target.dtype} of shape {target.shape}")
-        if target and out is not None:
-            check_apart((borrowed.address, borrowed.end), (target.address, target.end))
-        # Halves are looked at for overflow when they are done; what an unknown library does next cannot be ordered, nor
-        # how long it keeps its input.
-        waits = self.dtype == "float16" or bool(progress) or not known
-
-        def run(poll: Any, limit: int) -> tuple[Any, Mapping[str, Any]]:
-            address, owner, record = self._core.run_at(
-                op,
-                borrowed.address,
-                target.address if target else 0,
-                height,
-                width,
-                batch,
-                scaled=bool(scaled),
-                stream=stream,
-                wait=waits,
-                poll=poll,
-                scale=self._scale,
-                replay=self.graphs,
-                own_output=out is None,
-                memory_limit=limit,
-                **forms,
-            )
-            return (address, owner), record
-
-        plan = dict(op=op, height=height, width=width, batch=batch, host_arrays=False, own_output=out is None, **forms)
-        with polling(progress, op) as poll:
-            address, owner = self._run_until_done(run, poll, plan, limit, waits)
-        if result is not None:
-            return result
-        return self._device.as_library(DeviceArray(self._device, address, shape, dtype, owner), array)
-
-    def _check_there(self, op: str, name: str, array: Any) -> tuple[int, int, int, str]:
-        """Batch, height and width of the image, and the format, of an array on the GPU."""
-        latents, channels, factor = self.arch["latent_channels"], self.arch["in_channels"], self._factor
-        shape, bytes_ = array.shape, array.dtype == "uint8"
-        if op == "decode":
-            if len(shape) != 4 or shape[1] != latents or bytes_:
-                raise ValueError(
-                    f"{name}: want float32, float16 or bfloat16 of shape (N, {latents}, h, w) for {self.model}, "
-                    f"got {array.dtype} {shape}"
-                )
-            return shape[0], shape[2] * factor, shape[3] * factor, array.dtype
-        if len(shape) != 4 or shape[3 if bytes_ else 1] != channels:
-            want = f"(N, H, W, {channels}) for uint8" if bytes_ else f"(N, {channels}, H, W)"
-            raise ValueError(f"{name}: want shape {want}, got {shape}")
-        height, width = shape[1:3] if bytes_ else shape[2:]
-        return shape[0], height, width, array.dtype
-
-    def _run_until_done(self, run: Any, poll: Any, plan: dict[str, Any], limit: int, waits: bool) -> Any:
-        """Runs. Where memory ran out, again with the next smaller plan; where float16 overflowed, again with
-        activations kept smaller; and says so."""
-        start, notes, plans = time.perf_counter(), [], Plans(self._core, plan)
+            arrays = HostArrays(self.arch, op, array, pixels, out)
+        limit = self._limit(memory_limit)
         choose("on_out_of_memory", self.on_out_of_memory, ("retry", "raise"))
-        retries = self.on_out_of_memory == "retry"
         cache = None if self.cache_limit is None else parse_size("cache_limit", self.cache_limit, least=0)
+        settings = Settings(self._resources(), self.graphs, self.on_out_of_memory == "retry", cache)
+        if tiles := cut(self._runner, tiling, self.sample_size, arrays.request | settings.resources, limit):
+            result, self.last_run = tiles.run(arrays, settings, progress, bool(scaled))
+            return result
         if limit and self.last_run and self.last_run.reserved_bytes > limit:
             self.trim()  # or the arena of an earlier run would be held beside the limit
-        while True:
-            try:
-                result, record = run(poll, limit)
-            except ValueError as error:
-                if not hasattr(error, "smallest"):
-                    raise
-                raise plans.refusal(limit) from None
-            except MemoryError as error:
-                failed = plans.within(limit)
-                smaller = plans.smaller(failed) if retries else None
-                if not smaller:
-                    raise (plans.out_of_memory(error, failed, self._device) if self._device else error) from None
-                limit = taken(failed) - 1
-                notes.append(f"out of memory: run again within {limit} bytes, {smaller['work']:.2f} times the work")
-                continue
-            if not record["overflow"] or self.dtype != "float16":
-                break
-            if self._scale <= LEAST_UNIT:
-                notes.append("float16: not finite even so: the input or the weights are not")
-                warnings.warn(f"{plan['op']}: the result is not finite", RuntimeWarning, stacklevel=4)
-                self._scale = 1.0
-                break
-            self._scale *= UNIT_STEP
-            notes.append(f"float16 overflowed: run again with activations multiplied by 1/{round(1 / self._scale)}")
-        self._arena_bytes = max(self._arena_bytes, record["arena"])
-        if cache is not None and self._arena_bytes > cache:
-            self.trim()
-        seconds = time.perf_counter() - start if waits else None
-        self.last_run = make_run(
-            plan["op"], plan["height"], plan["width"], plan["batch"], record, seconds, tuple(notes)
-        )
+        with polling(progress, op) as poll:
+            result, self.last_run = self._runner.run(arrays, settings, poll, limit, scaled=bool(scaled))
         return result
-
-
-# Activations overflow in some models' halves; GroupNorm takes any factor out again, so a power of two costs nothing but
-# the smallest numbers' last bits.
-UNIT_STEP = 2.0**-4
-LEAST_UNIT = 2.0**-12
 
 
 def backends() -> list[dict[str, Any]]:

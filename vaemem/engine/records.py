@@ -92,21 +92,13 @@ class Run:
 
 
 def make_run(
-    op: str,
-    height: int,
-    width: int,
-    batch: int,
-    record: Mapping[str, Any],
-    seconds: float | None,
-    notes: tuple[str, ...] = (),
+    request: Mapping[str, Any], record: Mapping[str, Any], seconds: float | None = None, notes: tuple[str, ...] = ()
 ) -> Run:
+    """From arguments of the core's plan and the core's record of it."""
     steps = record["steps"]
     live = [sum(step["live"].values()) for step in steps]
     return Run(
-        op,
-        height,
-        width,
-        batch,
+        **{name: request[name] for name in ("op", "height", "width", "batch")},
         **{f"{name}_bytes": value for name, value in record["peak"].items()},
         reserved_bytes=record["reserved"],
         passes=tuple(step["name"] for step in steps),

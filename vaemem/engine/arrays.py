@@ -1,0 +1,159 @@
+"""The arrays of a run, in host memory or in a GPU's: checked, and what they ask of the core."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from vaemem import _core
+from vaemem._common import latent_factor
+from vaemem.engine.device import Device, DeviceArray
+
+__all__ = ["Arrays", "DeviceArrays", "HostArrays", "ends_of", "request_of"]
+
+NAMES = {"encode": "x", "decode": "z"}  # of what goes in
+
+
+def request_of(op: str, height: int, width: int, batch: int, pixels: str, floats: str | None = None) -> dict[str, Any]:
+    """Arguments of the core's plan.
+
+    Parameters
+    ----------
+    height, width : int
+        Of the image.
+    pixels : {"float", "uint8"}
+        The image's.
+    floats : str, optional
+        The arrays are in the GPU's memory, and this is the dtype of those that are no bytes. None: in the host's.
+    """
+    request: dict[str, Any] = dict(op=op, height=height, width=width, batch=batch, pixels=pixels)
+    if floats:
+        request |= dict(host_arrays=False, latents=floats, pixels=floats if pixels == "float" else pixels)
+    return request
+
+
+def ends_of(arch: Mapping[str, Any], op: str) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Pixels on a side of a latent, and channels: of what goes in, and of what comes out."""
+    if op == "decode":
+        return (1, arch["latent_channels"]), (latent_factor(arch), arch["out_channels"])
+    return (latent_factor(arch), arch["in_channels"]), (1, 2 * arch["latent_channels"])
+
+
+class _Arrays:
+    """What goes in and what comes out: `request`, arguments of the core's plan; `shape` and `dtype` of the result."""
+
+    waits = True  # a run is over when the call returns
+
+    def __init__(self, arch: dict[str, Any], op: str, given: Any, pixels: str, out: Any, floats: str | None = None):
+        """pixels: of decode's result; what encode is given says its own. floats: as for `request_of`."""
+        ((a, channels), (b, made)), shape, axis = ends_of(arch, op), given.shape, 1
+        if op == "decode":
+            wanted = f"(N, {channels}, h, w) for {arch['name']}"
+        elif given.dtype == "uint8":
+            axis, pixels, wanted = 3, "uint8", f"(N, H, W, {channels}) for uint8"
+        else:
+            pixels, wanted = "float", f"(N, {channels}, H, W)"
+        if len(shape) != 4 or shape[axis] != channels:
+            raise ValueError(f"{NAMES[op]}: want shape {wanted}, got {shape}")
+        n, h, w = shape[:axis] + shape[axis + 1 :]
+        scale, as_bytes = latent_factor(arch) // a, op == "decode" and pixels == "uint8"
+        self.request = request_of(op, h * scale, w * scale, n, pixels, floats) | dict(own_output=out is None)
+        h, w = h * b // a, w * b // a
+        self.shape = (n, h, w, made) if as_bytes else (n, made, h, w)
+        self.dtype = "uint8" if as_bytes else floats or "float32"
+
+
+class HostArrays(_Arrays):
+    """NumPy's. What is not contiguous native float32, nor bytes to encode, is copied to it."""
+
+    def __init__(self, arch: dict[str, Any], op: str, array: Any, pixels: str, out: np.ndarray | None):
+        data = np.asarray(array)
+        if op == "encode" and data.dtype == np.uint8:
+            data = np.ascontiguousarray(data)
+        else:
+            data = as_float(data, NAMES[op], "(N, C, h, w)" if op == "decode" else f"(N, {arch['in_channels']}, H, W)")
+        super().__init__(arch, op, data, pixels, out)
+        if out is not None:
+            check_out(out, self.shape, self.dtype)
+            check_apart(np.lib.array_utils.byte_bounds(data), np.lib.array_utils.byte_bounds(out))
+        self.data, self.out = data, out
+
+    def run(self, core: _core.Model, wait: bool, **how: Any) -> tuple[np.ndarray, Any]:
+        """The result, and the core's record of the run. how: more arguments of the core's run."""
+        return core.run(self.request["op"], self.data, out=self.out, pixels=self.request["pixels"], **how)
+
+
+class DeviceArrays(_Arrays):
+    """Of any library with DLPack, never copied. The result is the same library's where we know how it makes one."""
+
+    def __init__(self, arch: dict[str, Any], op: str, array: Any, pixels: str, out: Any, device: Device):
+        self._device, self._like, self._out = device, array, None
+        self._target: Any = None  # out, borrowed
+        self._stream, known = device.stream_of(array)
+        device.backend.check_stream(self._stream)
+        self._given = device.borrow(array, NAMES[op], self._stream)
+        as_bytes = self._given.dtype == "uint8"
+        if as_bytes and op == "decode":
+            raise ValueError("z: want float32, float16 or bfloat16, got uint8")
+        super().__init__(arch, op, self._given, pixels, out, device.dtype if as_bytes else self._given.dtype)
+        # Halves are looked at for overflow when they are done; what an unknown library does next cannot be ordered, nor
+        # how long it keeps its input.
+        self.waits = device.dtype == "float16" or not known
+        if out is not None:
+            self._write_to(out)
+
+    def _write_to(self, out: Any) -> None:
+        target = self._device.borrow(out, "out", self._stream)
+        if (target.shape, target.dtype) != (self.shape, self.dtype):
+            want = f"{self.dtype} of shape {self.shape}"
+            raise ValueError(f"out: want {want}, got {target.dtype} of shape {target.shape}")
+        check_apart((self._given.address, self._given.end), (target.address, target.end))
+        self._out, self._target = out, target
+
+    def run(self, core: _core.Model, wait: bool, **how: Any) -> tuple[Any, Any]:
+        """The result, and the core's record of the run. how: more arguments of the core's run_at."""
+        if self._out is None and (made := self._device.empty_like(self._like, self.shape, self.dtype)) is not None:
+            self._write_to(made)
+        address, owner, record = core.run_at(
+            **{name: value for name, value in self.request.items() if name != "host_arrays"},
+            input=self._given.address,
+            out=self._target.address if self._target else 0,
+            stream=self._stream,
+            wait=wait,
+            **how,
+        )
+        if self._out is not None:
+            return self._out, record
+        array = DeviceArray(self._device, address, self.shape, self.dtype, owner)
+        return self._device.as_library(array, self._like), record
+
+
+Arrays = HostArrays | DeviceArrays
+
+# ---- checks ----
+
+
+def as_float(value: Any, name: str, shape: str) -> np.ndarray:
+    """Contiguous native float32; anything else that is real numbers is copied to it."""
+    array = np.asarray(value)
+    if array.dtype.kind not in "fiu" and array.dtype.name != "bfloat16":
+        raise TypeError(f"{name}: want an array of real numbers of shape {shape}, got dtype {array.dtype}")
+    return np.ascontiguousarray(array, dtype=np.float32)
+
+
+def check_apart(z: tuple[int, int], out: tuple[int, int]) -> None:
+    """z and out, as (first byte, end): images written while latents are still to be read would be wrong in silence."""
+    if z[0] < out[1] and out[0] < z[1]:
+        raise ValueError("out: want memory apart from z, got an array that overlaps it: decode a copy of z")
+
+
+def check_out(out: Any, shape: tuple[int, ...], dtype: str) -> None:
+    want = f"a writable contiguous {dtype} array of shape {shape}"
+    if not isinstance(out, np.ndarray):
+        raise TypeError(f"out: want {want}, got {type(out).__name__}")
+    if out.shape != shape or out.dtype != dtype or not out.flags.c_contiguous or not out.flags.writeable:
+        kind = "" if out.flags.c_contiguous else "non-contiguous "
+        kind += "" if out.flags.writeable else "read-only "
+        raise ValueError(f"out: want {want}, got {kind}{out.dtype} {out.shape}")
