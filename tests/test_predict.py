@@ -277,6 +277,13 @@ def test_a_card_by_its_capability_and_memory():
     assert p.reserved == predict("sdxl", "decode", 1024, 1024, gpu="RTX 4080 SUPER", torch_version="2.9.1").reserved
 
 
+def test_a_card_on_the_command_line(capsys):
+    asked = ["predict", "sdxl", "decode", "512x512", "--gpu", "sm_89", "--memory", "16 GB", "--torch", "2.6.0"]
+    assert main(asked) == 0
+    printed = capsys.readouterr().out
+    assert "sm_89 (as NVIDIA GeForce RTX 40" in printed and "upper" in printed and "cuDNN 9.8.0 for 9.1.0" in printed
+
+
 def test_the_cudnn_of_a_build_answers():
     for torch, cudnn in (("2.7.1+cu126", "9.5.1"), ("2.7.1", "9.5.1"), ("2.7.1+cu128", "9.7.1"), ("2.4.1", "9.1.0")):
         assert predict("sdxl", "decode", 64, 64, torch_version=torch).cudnn_version == cudnn

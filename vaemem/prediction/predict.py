@@ -6,7 +6,6 @@ A prediction is a question (question.py), which a simulated process answers (pro
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import os
@@ -51,8 +50,7 @@ class _Peaks:
         alternatives = getattr(self._process.workspace, "alternatives", None)
         for workspace in alternatives(every) if alternatives else ():
             for count in warmups:
-                with contextlib.suppress(ValueError):  # a version without an engine for it: PyTorch would not run
-                    yield self._replay(workspace, count)
+                yield self._replay(workspace, count)
 
     @functools.cached_property
     def band(self) -> tuple[int, int]:

@@ -14,6 +14,7 @@ Every answer says which it was, and whatever stands in for what was asked is amo
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
 from collections.abc import Iterable
@@ -135,6 +136,7 @@ class Workspace:
         self._guess = _rule
         self._prefer_installed: bool | None = None
         self._known: dict[tuple[Any, ...], tuple[int, str]] = {}
+        self._plans: dict[Conv, dict[str, Any] | None] = {}  # of the installed cuDNN, for the alternatives too
         self.substitutions: dict[str, None] = {}
 
     def conv(
@@ -186,7 +188,8 @@ class Workspace:
     def alternatives(self, every: bool = False) -> list[Workspace]:
         """What else may be the truth, where anything was substituted: the three nearest versions that were asked
         (beside an inferred one the nearest), below 9.8 also what is inferred or possible there, and bounds for what
-        only a rule answers. With `every`, all versions that are known: for a process whose cuDNN is not."""
+        only a rule answers. With `every`, all versions that are known: for a process whose cuDNN is not. Only those
+        that answer the questions so far otherwise, each such answer once."""
         others: list[Workspace] = []
         if every or set(self.substitutions) - {_RULED}:
             near = profiles_near(self.gpu, self.cudnn_version)
@@ -199,7 +202,14 @@ class Workspace:
                 others.append(self._with(min(asked, key=lambda p: version_number(p.version)), possible))
         if _RULED in self.substitutions:
             others += [self._with(self._profile, self._rules, guess) for guess in (_least, _most)]
-        return others
+        found = {self._answers(self._known): self}
+        for other in others:
+            with contextlib.suppress(ValueError):  # it has no engine for one of them: PyTorch would not run
+                found.setdefault(other._answers(self._known), other)
+        return list(found.values())[1:]
+
+    def _answers(self, questions: Iterable[tuple[Any, ...]]) -> tuple[int, ...]:
+        return tuple(self.conv(*question)[0] for question in questions)
 
     def _with(self, profile: Profile | None, rules: Iterable[dict[str, Any]] = (), guess: Any = None) -> Workspace:
         """The same with other answers, whatever version was wanted."""
@@ -226,7 +236,9 @@ class Workspace:
         question = conv._asdict()
         question.update(nhwc=question.pop("layout") == "nhwc", tf32=self.tf32)
         try:
-            plan = self._cudnn.conv(self.gpu.device_json, **question)
+            if conv not in self._plans:
+                self._plans[conv] = self._cudnn.conv(self.gpu.device_json, **question)
+            plan = self._plans[conv]
         except RuntimeError as error:
             wanted = self.cudnn_version or (self._profile and self._profile.version)
             count, why = self._guess(self.gpu, version_number(wanted) if wanted else 0, self.tf32, conv)
@@ -268,11 +280,11 @@ class Workspace:
         return version is not None and version_number(version) == number
 
     def _ask_first(self) -> bool:
-        """Whether the installed cuDNN is the version wanted and the profile is another's."""
+        """Whether the installed cuDNN is the version wanted and the profile is another's, or another card's."""
         if self._prefer_installed is None:
             wanted = version_number(self.cudnn_version) if self.cudnn_version else 0
-            exact = self._profile is None or version_number(self._profile.version) == wanted
-            self._prefer_installed = not exact and wanted >= _ASKABLE and self._is_installed(wanted)
+            is_other = self._profile is not None and self._differs(self._profile) != ""
+            self._prefer_installed = is_other and wanted >= _ASKABLE and self._is_installed(wanted)
         return self._prefer_installed
 
 
