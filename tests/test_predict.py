@@ -266,6 +266,8 @@ def test_a_prediction_says_what_stands_in_for_what():
     ruled = predict(custom, "decode", 256, 256, torch_version="2.9.1")
     assert "a rule for convolutions that no cuDNN was asked about" in repr(ruled)
     assert ruled.band[0] < ruled.reserved < ruled.band[1]
+    bfl = predict("flux", "decode", 512, 512, torch_version="2.9.1")
+    assert bfl.substitutions == ("a rule for channels_last convolutions that no cuDNN was asked about",)
     unasked = predict("sdxl", "decode", 512, 512, gpu="H100 PCIe", cudnn_version="9.28.0")
     assert "substituted: a profile of NVIDIA H100 80GB HBM3" in repr(unasked)
     assert "sm_89 (as NVIDIA GeForce RTX 40" in repr(predict("sdxl", "decode", 512, 512, gpu="sm_89", memory="16 GB"))

@@ -191,7 +191,7 @@ class Workspace:
         only a rule answers. With `every`, all versions that are known: for a process whose cuDNN is not. Only those
         that answer the questions so far otherwise, each such answer once."""
         others: list[Workspace] = []
-        if every or set(self.substitutions) - {_RULED}:
+        if every or set(self.substitutions).difference(_RULED.values()):
             near = profiles_near(self.gpu, self.cudnn_version)
             asked = [profile for profile in near if profile.how != "inferred"]
             is_inferred = self._profile is not None and self._profile.how == "inferred"
@@ -200,7 +200,7 @@ class Workspace:
             if possible and (every or not is_inferred):
                 others += [self._with(profile) for profile in near if profile.how == "inferred"]
                 others.append(self._with(min(asked, key=lambda p: version_number(p.version)), possible))
-        if _RULED in self.substitutions:
+        if not set(_RULED.values()).isdisjoint(self.substitutions):
             others += [self._with(self._profile, self._rules, guess) for guess in (_least, _most)]
         found = {self._answers(self._known): self}
         for other in others:
@@ -242,7 +242,7 @@ class Workspace:
         except RuntimeError as error:
             wanted = self.cudnn_version or (self._profile and self._profile.version)
             count, why = self._guess(self.gpu, version_number(wanted) if wanted else 0, self.tf32, conv)
-            self._substitute(_RULED)
+            self._substitute(_RULED[conv.layout])
             return count, f"rule: {why}; uncertain (no profile has this convolution; {error})"
         version = self._cudnn.version
         if plan is None:
@@ -289,7 +289,10 @@ class Workspace:
 
 
 _ASKABLE = version_number("9.8.0")  # the first that answers without a device
-_RULED = "a rule for convolutions that no cuDNN was asked about"
+_RULED = {
+    "nchw": "a rule for convolutions that no cuDNN was asked about",
+    "nhwc": "a rule for channels_last convolutions that no cuDNN was asked about",
+}
 
 
 def _check(conv: Conv) -> None:
