@@ -134,11 +134,14 @@ def test_what_the_asked_answer_says(tmp_path):
     assert (
         source == "cuDNN 9.10.0, asked without a device, after engines that compile at run time and could not be tried"
     )
-    assert Workspace(named("x"), "9.15", cudnn=cudnn).conv(*conv)[1].endswith("(9.15 was wanted)")
+    later = Workspace(named("x"), "9.15", cudnn=cudnn)
+    assert later.conv(*conv)[1].endswith("(9.15 was wanted)")
+    assert list(later.substitutions) == ["cuDNN 9.10.0 for 9.15"]
     with pytest.raises(ValueError, match=r"cuDNN 9\.10\.0 has no engine for .*c=96.*; PyTorch would raise"):
         Workspace(named("none"), cudnn=cudnn).conv(*conv)
     # the installed cuDNN is the version that was wanted, and the nearest profile is another's
-    assert Workspace(named("x"), "9.10.0", cudnn=cudnn).conv("float16", 1, 128, 512, 512, 128, 3)[0] == 1002
+    exact = Workspace(named("x"), "9.10.0", cudnn=cudnn)
+    assert exact.conv("float16", 1, 128, 512, 512, 128, 3)[0] == 1002 and not exact.substitutions
     cudnn.close()
 
 

@@ -6,14 +6,15 @@ import csv
 import json
 import pickle
 
+import numpy as np
 import pytest
 
 from vaemem import CachingAllocator, OutOfMemoryError, _core
 from vaemem.__main__ import main
-from vaemem.prediction import reproduce
+from vaemem.prediction import profiles, reproduce, workspace
 from vaemem.prediction.benchmark import benchmark
 from vaemem.prediction.cudnn import InstalledCudnn
-from vaemem.prediction.predict import predict
+from vaemem.prediction.predict import MARGIN, predict
 from vaemem.prediction.process import SimulatedProcess
 from vaemem.prediction.workspace import Workspace
 
@@ -114,7 +115,7 @@ def test_a_prediction():
     assert baseline < p.peak_allocated - p.allocated < 1.05 * baseline  # blocks that are not split add to weights
     assert p.reserved > p.allocated and p.peak_reserved > p.reserved and p.peak_reserved % (2 * MIB) == 0
     assert (p.model, p.runtime, p.batch, p.tile, p.weights_dtype) == ("sdxl", "diffusers", 1, None, "float16")
-    assert p.torch_version == "2.7.1" and p.cudnn_version == "9.7.1" and "4090" in p.gpu
+    assert p.torch_version == "2.7.1+cu128" and p.cudnn_version == "9.7.1" and "4090" in p.gpu
     names = [t.name for t in p.peak_tensors]
     assert (
         names[0] == "decoder.up_blocks.2.upsamplers.0.conv [workspace]"
@@ -197,7 +198,21 @@ def test_any_config(tmp_path):
         ({"op": "train"}, "op: want one of"),
         ({"dtype": "float64"}, "dtype: want one of"),
         ({"weights_dtype": "int8"}, "dtype: want one of"),
-        ({"gpu": "RTX 9999"}, "gpu: want one of"),
+        ({"gpu": "RTX 9999"}, "gpu: want an NVIDIA card"),
+        ({"gpu": "RX 7900 XTX"}, "other makers' cards"),
+        ({"memory": "lots"}, "memory: want bytes"),
+        ({"torch_version": "2.7.1+rocm6.3"}, "torch_version: want a CUDA build"),
+        ({"torch_version": ""}, "torch_version: want one of"),
+        ({"cudnn_version": "7.6"}, "cudnn_version: want one of cuDNN 9"),
+        ({"cudnn_version": "99.0"}, "cudnn_version: want one of cuDNN 9"),
+        ({"weights_dtype": ""}, "weights_dtype: want one of"),
+        ({"slicing": "no"}, "slicing: want True or False, got 'no'"),
+        ({"slicing": 1}, "slicing: want True or False, got 1"),
+        ({"model": "flux", "runtime": "bfl", "slicing": True}, "the bfl runtime has neither"),
+        ({"model": "flux", "runtime": "bfl", "op": "decode_tiled"}, "the bfl runtime has neither"),
+        ({"op": "decode_tiled", "tile": 0}, "tile: want a whole number of at least 1, got 0"),
+        ({"op": "decode_tiled", "tile": True}, "tile: want a whole number"),
+        ({"height": True}, "height: want a whole number"),
         ({"torch_version": "1.13.1"}, "torch_version: want one of"),
         ({"cudnn_version": "nine"}, "cudnn_version"),
         ({"runtime": "bfl"}, "quant convolutions"),
@@ -212,6 +227,113 @@ def test_bad_questions(change, named):
     question = {"model": "sdxl", "op": "decode", "height": 512, "width": 512} | change
     with pytest.raises(ValueError, match=named):
         predict(**question)
+
+
+def test_numpy_integers_are_integers():
+    sizes = [np.int64(512), np.uint16(512)]
+    assert (
+        predict("sdxl", "decode", *sizes, batch=np.int32(2)).reserved
+        == predict("sdxl", "decode", 512, 512, batch=2).reserved
+    )
+    assert predict("sdxl", "decode", 512, 512, slicing=np.bool_(False)).slicing is False
+
+
+def test_tiles_are_those_of_the_config(tmp_path):
+    assert [predict(m, "decode_tiled", 512, 512).tile for m in ("sd15", "sdxl", "flux")] == [512, 1024, 1024]
+    config = {"block_out_channels": [32, 64, 64], "down_block_types": ["DownEncoderBlock2D"] * 3,
+              "up_block_types": ["UpDecoderBlock2D"] * 3, "norm_num_groups": 8, "sample_size": 256}  # fmt: skip
+    p = predict(config, "decode_tiled", 512, 512)
+    assert p.tile == 256 and "in tiles of 256" in repr(p)
+    assert p.reserved == predict(config, "decode_tiled", 512, 512, tile=256).reserved
+    (tmp_path / "config.json").write_text(json.dumps(config | {"sample_size": 128}))
+    assert predict(str(tmp_path), "decode_tiled", 512, 512).tile == 128
+    del config["sample_size"]
+    assert predict(config, "decode_tiled", 256, 256).tile == 32  # diffusers' default
+    with pytest.raises(ValueError, match="tile: want one"):
+        predict(config | {"sample_size": "big"}, "decode_tiled", 512, 512)
+
+
+def test_a_prediction_says_what_stands_in_for_what():
+    exact = predict("sdxl", "decode", 512, 512, torch_version="2.9.1")
+    assert exact.substitutions == () and exact.band == (exact.reserved,) * 2 and "substituted" not in repr(exact)
+    older = predict("sdxl", "encode", 1024, 1024, dtype="float32", torch_version="2.5.1")
+    assert older.cudnn_version == "9.1.0" and "cuDNN 9.8.0 for 9.1.0" in older.substitutions
+    assert older.band[0] < older.reserved < older.band[1] < older.upper
+    for what in older.substitutions:
+        assert what in repr(older)
+    assert f"({older.band[0] / MIB:.2f} to {older.band[1] / MIB:.2f})" in repr(older)
+    custom = _core.models()["sdxl"] | {"name": "custom", "block_out_channels": (96, 192), "norm_num_groups": 8}
+    ruled = predict(custom, "decode", 256, 256, torch_version="2.9.1")
+    assert "a rule for convolutions that no cuDNN was asked about" in repr(ruled)
+    assert ruled.band[0] < ruled.reserved < ruled.band[1]
+    bfl = predict("flux", "decode", 512, 512, torch_version="2.9.1")
+    assert bfl.substitutions == ("a rule for channels_last convolutions that no cuDNN was asked about",)
+    unasked = predict("sdxl", "decode", 512, 512, gpu="H100 PCIe", cudnn_version="9.28.0")
+    assert "substituted: a profile of NVIDIA H100 80GB HBM3" in repr(unasked)
+    assert "sm_89 (as NVIDIA GeForce RTX 40" in repr(predict("sdxl", "decode", 512, 512, gpu="sm_89", memory="16 GB"))
+
+
+def test_a_card_by_its_capability_and_memory():
+    p = predict("sdxl", "decode", 1024, 1024, gpu="sm_89", memory="16 GB", torch_version="2.9.1")
+    assert p.total_memory == 16 << 30
+    assert p.reserved == predict("sdxl", "decode", 1024, 1024, gpu="RTX 4080 SUPER", torch_version="2.9.1").reserved
+
+
+def test_a_card_on_the_command_line(capsys):
+    asked = ["predict", "sdxl", "decode", "512x512", "--gpu", "sm_89", "--memory", "16 GB", "--torch", "2.6.0"]
+    assert main(asked) == 0
+    printed = capsys.readouterr().out
+    assert "sm_89 (as NVIDIA GeForce RTX 40" in printed and "upper" in printed and "cuDNN 9.8.0 for 9.1.0" in printed
+
+
+def test_the_cudnn_of_a_build_answers():
+    for torch, cudnn in (("2.7.1+cu126", "9.5.1"), ("2.7.1", "9.5.1"), ("2.7.1+cu128", "9.7.1"), ("2.4.1", "9.1.0")):
+        assert predict("sdxl", "decode", 64, 64, torch_version=torch).cudnn_version == cudnn
+    other = predict("sdxl", "decode", 64, 64, torch_version="2.7.1+cu130", cudnn_version="9.10.2")
+    assert other.substitutions == ()
+
+
+# ---- the bound ----
+
+
+def test_the_upper_bound_covers_what_it_says(table):
+    share = predict("sdxl", "decode", 64, 64).upper_share
+    assert reproduce.covered(table, torch_version=reproduce.TORCH) == share * len(table)
+    assert reproduce.covered(table) == share * len(table)
+    assert reproduce.covered(table, cudnn_version=reproduce.NEAREST) == 87  # of 98: another version's answers
+
+
+def test_the_upper_bound_needs_nothing_from_the_table_itself(table, monkeypatch):
+    near, older = profiles.profiles_near, profiles.older_rules
+    nearest = lambda gpu, version: [p for p in near(gpu, version) if p.how != "inferred"]  # noqa: E731
+    other = lambda *asked: [rule for rule in older(*asked) if "seed_table" not in rule["from"]]  # noqa: E731
+    monkeypatch.setattr(workspace, "profiles_near", nearest)
+    monkeypatch.setattr(workspace, "older_rules", other)
+    monkeypatch.setattr(workspace, "nearest_profile", lambda gpu, version: nearest(gpu, version)[0])
+    assert predict("sdxl", "decode", 64, 64).substitutions == ("cuDNN 9.8.0 for 9.7.1",)
+    assert reproduce.covered(table, torch_version=reproduce.TORCH) == len(table)
+
+
+def test_the_margin_is_what_the_table_shows(table):
+    """The most that the benchmark's history adds to the worse of a cold and a warmed process, and not twice as much."""
+    more = []
+    for key, (_, reserved) in table:
+        p = reproduce.predict_row(key, torch_version=reproduce.TORCH)
+        more.append(reserved * MIB / max(p.reserved, p._replay(p._process.workspace, 0)))
+    assert 1 + (MARGIN - 1) / 2 < max(more) < MARGIN
+
+
+def test_the_upper_bound_is_never_below_what_it_bounds():
+    for kw in ({}, {"torch_version": "2.9.1"}, {"gpu": "T4", "dtype": "bfloat16"}, {"batch": 3, "slicing": True}):
+        p = predict("sd15", "decode", 256, 320, **kw)
+        assert p.upper > p.band[1] >= p.reserved >= p.band[0]
+
+    class Nothing:
+        def conv(self, *question):
+            return 0, "nobody"
+
+    p = predict("sdxl", "decode", 512, 512, workspace=Nothing())
+    assert p.band == (p.reserved,) * 2 and p.upper > p.reserved and p.substitutions == ()
 
 
 def test_profiles_are_read_once(monkeypatch):

@@ -233,6 +233,8 @@ def test_unet_of_sd15(tmp_path):
     # 320 channels of two latents at 64x64 are 5 MiB; the gated MLP there is 16 of these and more at a time.
     assert 80 * MIB < p.allocated < 300 * MIB and p.allocated < p.reserved + 20 * MIB
     assert p.peak_tensors[0].name == "weights" and "transformer_blocks.0.ff" in p.peak_tensors[1].name
+    assert p.upper > p.band[1] >= p.reserved and f"upper {p.upper / 2**20:.0f} MiB" in repr(p)
+    assert all(what in repr(p) for what in p.substitutions) and p.substitutions
     larger = predict_peak(unet, meta(2, 4, 128, 128), *inputs[1:])
     assert 2 * p.allocated < larger.allocated < 6 * p.allocated
     p.save_snapshot(tmp_path / "unet.pickle")

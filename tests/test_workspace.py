@@ -4,9 +4,10 @@ import json
 
 import pytest
 
+from vaemem._common import shipped
 from vaemem.prediction import profiles
 from vaemem.prediction.cudnn import InstalledCudnn
-from vaemem.prediction.gpus import find_gpu, gpu_names
+from vaemem.prediction.gpus import _key, find_gpu, gpu_names
 from vaemem.prediction.profiles import Conv
 from vaemem.prediction.workspace import CUDNN_OF_TORCH, Workspace
 
@@ -26,6 +27,23 @@ NAMES = [
     ("A100", "NVIDIA A100-SXM4-80GB"),
     ("A100 40GB", "NVIDIA A100-PCIE-40GB"),
     ("L40S", "NVIDIA L40S"),
+    ("5080", "NVIDIA GeForce RTX 5080"),
+    ("RTX 4080 SUPER", "NVIDIA GeForce RTX 4080 SUPER"),
+    ("4070 Ti", "NVIDIA GeForce RTX 4070 Ti"),
+    ("4060 Ti", "NVIDIA GeForce RTX 4060 Ti"),
+    ("3060ti", "NVIDIA GeForce RTX 3060 Ti"),
+    ("A6000", "NVIDIA RTX A6000"),
+    ("RTX 6000 Ada", "NVIDIA RTX 6000 Ada Generation"),
+    ("NVIDIA L4", "NVIDIA L4"),
+    ("A10", "NVIDIA A10"),
+    ("A10G", "NVIDIA A10G"),
+    ("NVIDIA A100 80GB PCIe", "NVIDIA A100 80GB PCIe"),
+    ("NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-40GB"),
+    ("H100 PCIe", "NVIDIA H100 PCIe"),
+    ("GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 4090 Laptop GPU"),
+    ("3060 mobile", "NVIDIA GeForce RTX 3060 Laptop GPU"),
+    ("NVIDIA A100-SXM4-80GB MIG 3g.40gb", "NVIDIA A100-SXM4-80GB MIG 3g.40gb"),
+    ("h100 MIG 1g.10gb", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"),
 ]
 # What cuDNN 9.28's device descriptor wants (earlier ones want fewer).
 KEYS = {
@@ -48,14 +66,52 @@ def test_every_gpu_has_what_cudnn_wants_and_a_source(name):
     gpu = find_gpu(name)
     assert set(json.loads(gpu.device_json)) == KEYS
     assert gpu.properties["deviceVer"] == gpu.sm * 10
-    assert gpu.source and gpu.total_memory > 7 << 30
+    assert gpu.source and gpu.total_memory >= 4 << 30
+
+
+def test_no_two_cards_go_by_one_name():
+    data = json.loads(shipped("gpus.json"))["gpus"]
+    keys = [_key(name) for entry in data for name in {_key(n): n for n in [entry["deviceName"], *entry["aliases"]]}]
+    assert len(keys) == len(set(keys))
+
+
+def test_variants_of_a_card_are_told_by_their_memory():
+    assert find_gpu("4060 Ti").total_memory == 8 << 30
+    for gpu in (find_gpu("4060 Ti 16GB"), find_gpu("4060 Ti", "16 GB"), find_gpu("4060 Ti", memory=16 << 30)):
+        assert gpu.total_memory == json.loads(gpu.device_json)["totalGlobalMem"] == 16 << 30
+    assert find_gpu("RTX 3090 24GB") == find_gpu("RTX 3090")  # what CUDA reports is more exact than what is sold
+    with pytest.raises(ValueError, match="memory: want bytes"):
+        find_gpu("4090", "much")
+
+
+def test_a_compute_capability_is_a_card_of_it():
+    gpu = find_gpu("sm_89", "16 GB")
+    assert gpu.sm == 89 and gpu.total_memory == 16 << 30 and gpu.name.startswith("sm_89 (as NVIDIA GeForce RTX 40")
+    assert find_gpu("8.6").sm == 86 and find_gpu("SM120").sm == 120
+    for dtype in ("float16", "float32"):
+        question = dtype, 1, 128, 512, 512, 128, 3
+        assert Workspace(gpu, "9.10.2").conv(*question) == Workspace("RTX 4090", "9.10.2").conv(*question)
+    with pytest.raises(ValueError, match=r"compute capability that was recorded \(sm_70, .*got 6\.1"):
+        find_gpu("sm_61")
+
+
+def test_a_mig_slice_is_a_part_of_its_card():
+    whole, part = find_gpu("A100-SXM4-80GB"), find_gpu("A100-SXM4-80GB MIG 3g.40gb")
+    assert (part.multiprocessors, part.total_memory, part.key) == (42, 40 << 30, whole.key)
+    for name in ("A10 MIG 1g.6gb", "A100 40GB MIG 7g.80gb"):
+        with pytest.raises(ValueError, match="want a MIG slice that the card can be cut into"):
+            find_gpu(name)
 
 
 def test_an_unknown_gpu_is_refused_with_the_nearest_names():
-    with pytest.raises(ValueError, match=r"got 'RTX 4091' \(did you mean .*RTX 4090"):
+    with pytest.raises(ValueError, match=r"got 'RTX 4091' \(nearest: NVIDIA GeForce RTX 4090") as error:
         find_gpu("RTX 4091")
-    with pytest.raises(ValueError, match="want one of Tesla T4"):
-        find_gpu("GeForce RTX 4090 Laptop GPU")  # another chip
+    assert len(str(error.value)) < 250
+    with pytest.raises(ValueError, match="no name is near"):
+        find_gpu("potato")
+    for name in ("Radeon RX 7900 XTX", "RX 7900 XTX", "AMD Instinct MI300X", "gfx1100"):
+        with pytest.raises(ValueError, match="other makers' cards"):
+            find_gpu(name)
     with pytest.raises(TypeError, match="gpu: want a name"):
         find_gpu(4090)
 
@@ -159,16 +215,102 @@ def test_recorded_answers(gpu, dtype, conv, want):
 def test_versions():
     exact = Workspace("RTX 4090", "9.10.2.21").conv("float16", 1, 128, 512, 512, 128, 3)[1]
     assert exact.endswith("cuDNN 9.10.2, asked")
-    for torch_version in CUDNN_OF_TORCH:
-        assert (
-            Workspace("RTX 4090", torch_version=f"{torch_version}.0+cu128").cudnn_version
-            == CUDNN_OF_TORCH[torch_version]
-        )
+    for release, builds in CUDNN_OF_TORCH.items():
+        for build, cudnn in builds.items():
+            assert Workspace("RTX 4090", torch_version=f"{release}.0+{build}").cudnn_version == cudnn
+        assert Workspace("RTX 4090", torch_version=f"{release}.0").cudnn_version == next(iter(builds.values()))
     assert Workspace("RTX 4090", torch_version="2.9.1").conv("float16", 1, 128, 512, 512, 128, 3)[1] == exact
-    with pytest.raises(ValueError, match=r"torch_version: want one of 2\.5.* got '1\.13'"):
-        Workspace("RTX 4090", torch_version="1.13")
-    with pytest.raises(ValueError, match=r"cudnn_version: want one such as '9\.10\.2', got 'nine'"):
-        Workspace("RTX 4090", "nine")
+
+
+@pytest.mark.parametrize("version", ["nine", "7.6", "8.9.7", "99.0", "9", "9.100.0", "9.1.0.70.1", "", 9.1])
+def test_what_is_no_cudnn_9_is_refused(version):
+    with pytest.raises(ValueError, match=r"cudnn_version: want one of cuDNN 9 such as '9\.10\.2', got "):
+        Workspace("RTX 4090", version)
+
+
+@pytest.mark.parametrize(
+    "version, named",
+    [
+        ("1.13", r"want one of 2\.4, 2\.5.* got '1\.13'"),
+        (2.7, "want one of"),
+        ("2.7.1+rocm6.3", "want a CUDA build"),
+        ("2.7.1+cpu", "want a CUDA build"),
+        ("2.7.1+cu130", "want 2.7 built for cu126 or cu118 or cu128, or a cudnn_version too"),
+        ("2.7.1a", "want one of"),
+    ],
+)
+def test_builds_without_a_known_cudnn_are_refused(version, named):
+    with pytest.raises(ValueError, match=f"torch_version: {named}"):
+        Workspace("RTX 4090", torch_version=version)
+
+
+# ---- versions that nobody asked ----
+
+
+def test_the_inferred_profile_answers_for_its_version_alone(nobody):
+    question = "float32", 1, 512, 128, 128, 512, 3
+    inferred = Workspace("RTX 4090", "9.7.1", cudnn=nobody)
+    assert "9.7.1, inferred" in inferred.conv(*question)[1]
+    assert list(inferred.substitutions) == ["cuDNN 9.7.1 as inferred from measurements"]
+    for version in ("9.1.0", "9.5.1", "9.7.0"):
+        older = Workspace("RTX 4090", version, cudnn=nobody)
+        count, source = older.conv(*question)
+        assert count == Workspace("RTX 4090", "9.8.0").conv(*question)[0]
+        assert source.endswith(f"cuDNN 9.8.0, asked ({version} was wanted)")
+        assert list(older.substitutions) == [f"cuDNN 9.8.0 for {version}"]
+        tensor, filters = 512 * 128 * 128 * 4, 512 * 512 * 9 * 4
+        assert count < tensor + filters + 1024  # i+f
+        assert max(other.conv(*question)[0] for other in older.alternatives()) > 4 * tensor + filters  # i+f+3o
+
+
+def test_rules_of_older_versions(nobody):
+    """Stride 2 at 512 to 256 pixels, padded by one: 3(i+o)+f in half precision up to 9.1 (facts of public
+    measurements)."""
+    pixels = 513 * 513, 256 * 256
+
+    def conv(gpu, version, dtype):
+        workspace = Workspace(gpu, version, cudnn=nobody)
+        return *workspace.conv(dtype, 1, 128, 513, 513, 128, 3, 2, 0), workspace
+
+    for gpu in ("RTX 4090", "RTX 3090"):
+        i, o, f = (128 * n * 2 for n in (*pixels, 128 * 9))
+        count, source, workspace = conv(gpu, "9.1.0", "float16")
+        assert 0 <= count - (3 * (i + o) + f) < 128
+        assert source.startswith("rule: 3x3 with stride 2") and "public measurements" in source
+        assert any("before 9.2.0" in what for what in workspace.substitutions)
+        assert conv(gpu, "9.5.1", "float16")[0] < count  # no more than possible there
+        others = [other.conv("float16", 1, 128, 513, 513, 128, 3, 2, 0)[0] for other in workspace.alternatives()]
+        assert (
+            others
+            and max(others)
+            < count
+            == conv(gpu, "9.7.0", "float16")[2].alternatives()[-1].conv("float16", 1, 128, 513, 513, 128, 3, 2, 0)[0]
+        )  # possible in every version before 9.8
+    i, o, f = (128 * n * 4 for n in (*pixels, 128 * 9))
+    assert 0 <= conv("RTX 4090", "9.1.0", "float32")[0] - (i + 2 * o + f) < 128
+    assert 0 <= conv("RTX 3090", "9.1.0", "float32")[0] - (2 * i + 3 * o + f) < 128
+    assert "rule" not in conv("A100", "9.1.0", "float16")[1]  # nothing was measured there
+
+
+def test_what_was_asked_has_no_alternatives(nobody):
+    workspace = Workspace("RTX 4090", "9.10.2", cudnn=nobody)
+    workspace.conv("float16", 1, 128, 512, 512, 128, 3)
+    assert not workspace.substitutions and not workspace.alternatives()
+    assert not workspace.alternatives(every=True)  # every version says the same
+    workspace.conv("float32", 1, 512, 96, 96, 512, 3)
+    assert len(workspace.alternatives(every=True)) >= 2
+    workspace.conv("float16", 1, 96, 512, 512, 200, 3)  # channels that no profile holds
+    assert list(workspace.substitutions) == ["a rule for convolutions that no cuDNN was asked about"]
+    answers = {other.conv("float16", 1, 96, 512, 512, 200, 3)[0] for other in workspace.alternatives()}
+    assert len(answers) == 2 and 0 in answers
+
+
+def test_a_card_that_was_not_asked_about_has_the_profile_of_one_like_it(nobody):
+    for gpu, other in (("2070", "Tesla T4"), ("2080", "Tesla T4"), ("TITAN RTX", "NVIDIA GeForce RTX 2080 Ti")):
+        workspace = Workspace(gpu, "9.10.2", cudnn=nobody)
+        answer = workspace.conv("float16", 1, 128, 512, 512, 128, 3)
+        assert answer == Workspace(other, "9.10.2").conv("float16", 1, 128, 512, 512, 128, 3)
+        assert list(workspace.substitutions) == [f"a profile of {other}"]
 
 
 def test_another_version_is_said(nobody):

@@ -116,7 +116,7 @@ def _report(args: argparse.Namespace) -> None:
 
 
 def _predict(args: argparse.Namespace) -> None:
-    where = {"gpu": args.gpu, "cudnn_version": args.cudnn, "torch_version": args.torch}
+    where = {"gpu": args.gpu, "memory": args.memory, "cudnn_version": args.cudnn, "torch_version": args.torch}
     for height, width in args.sizes:
         prediction = predict(args.model, args.op, height, width, args.dtype, args.batch, **where)
         print(prediction)
@@ -220,9 +220,14 @@ def _parser() -> argparse.ArgumentParser:
     sub = command("predict", _predict, "PyTorch's peak allocated and reserved VRAM, with no GPU and no PyTorch.")
     asked(sub, TILED_OPS)
     sub.add_argument("--dtype", default="float16", choices=DTYPES)
-    sub.add_argument("--gpu", default="RTX 4090")
-    sub.add_argument("--cudnn", metavar="VERSION")
-    sub.add_argument("--torch", metavar="VERSION")
+    sub.add_argument(
+        "--gpu", default="RTX 4090", help="a card (default: RTX 4090) or a compute capability such as sm_89"
+    )
+    sub.add_argument("--memory", metavar="SIZE", help="of the card, such as '16 GB', where its name leaves that open")
+    sub.add_argument("--cudnn", metavar="VERSION", help="such as 9.10.2")
+    sub.add_argument(
+        "--torch", metavar="VERSION", help="such as 2.7.1+cu128 (default); 2.7.1 is the build that PyPI has"
+    )
     sub.add_argument("--tensors", type=_count, default=6, help="how many of the peak's tensors to show (default: 6)")
 
     sub = command("reproduce", _reproduce, "The published PyTorch benchmark, row by row: measured, predicted, error.")

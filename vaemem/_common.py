@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import resources
 from typing import Any, TypeVar
@@ -31,10 +32,15 @@ def choose(argument: str, value: Any, among: Iterable[str]) -> None:
         raise ValueError(f"{argument}: want {wanted}, got {value!r}")
 
 
-def whole(argument: str, value: Any, least: int = 1) -> None:
-    """ValueError where an argument is no whole number, or a smaller one than `least`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+def whole(argument: str, value: Any, least: int = 1) -> int:
+    """The value as an int, NumPy's integers too; ValueError where it is no whole number, or less than `least`."""
+    try:
+        number = least - 1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = least - 1
+    if number < least:
         raise ValueError(f"{argument}: want a whole number of at least {least}, got {value!r}")
+    return number
 
 
 def listed(value: Any, single: type | tuple[type, ...]) -> list[Any]:

@@ -454,10 +454,10 @@ def predict_peak(
     module, *args, call, **kwargs
         As `record` takes them.
     gpu : str
-        ``"RTX 4090"``, ``"H200"`` ...
+        ``"RTX 4090"``, ``"H200"``, ``"sm_89"`` ...
     cudnn_version, torch_version : str, optional
-        2.7.1 and the cuDNN that its wheels bring by default. The module's own Python code is that of the installed
-        versions.
+        2.7.1+cu128 and the cuDNN that this build brings by default. The module's own Python code is that of the
+        installed versions.
 
     Examples
     --------

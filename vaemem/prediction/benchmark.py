@@ -10,6 +10,8 @@ from typing import NamedTuple
 from vaemem._common import OPS, choose
 from vaemem.prediction.process import LoadedVAE, SimulatedProcess, Tensor
 
+BENCHMARK_TILE = 512  # pixels: the side of the seed table's tiles, whatever its models' configs say
+
 
 class Reading(NamedTuple):
     """What a benchmark reads off the counters for one run, in bytes: above the baseline, and as they stand."""
@@ -91,7 +93,8 @@ def benchmark(
     def call(measured: bool) -> None:
         x = converted()
         if vae.runtime != "diffusers":
-            names["result"] = process.encode(vae, x) if op == "encode" else process.decode(vae, x)
+            run = process.encode if op == "encode" else process.decode
+            names["result"] = run(vae, x, tile=tile, slicing=slicing)  # refused where the runtime has neither
         elif op == "encode":
             names["dist"] = process.encode(vae, x, tile=tile, slicing=slicing)
             names["result"] = process.sample(names["dist"])

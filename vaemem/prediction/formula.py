@@ -222,7 +222,7 @@ def formula(
         The size whose peak is wanted; others may rule at other sizes.
     **settings
         What else `predict` takes: ``batch``, ``weights_dtype``, ``cudnn_version``, ``torch_version``, ``slicing``,
-        ``workspace``.
+        ``memory``, ``workspace``.
 
     Raises
     ------

@@ -7,6 +7,7 @@ import re
 from typing import Any, NamedTuple
 
 from vaemem._common import shipped
+from vaemem.engine.limits import parse_size
 
 
 class Gpu(NamedTuple):
@@ -15,7 +16,7 @@ class Gpu(NamedTuple):
     Attributes
     ----------
     name : str
-        CUDA's device name, such as ``"NVIDIA GeForce RTX 4090"``.
+        CUDA's device name, such as ``"NVIDIA GeForce RTX 4090"``, or what was asked for where no card was.
     capability : str
         Compute capability, such as ``"8.9"``.
     total_memory : int
@@ -24,6 +25,8 @@ class Gpu(NamedTuple):
         Device properties under the keys of cuDNN's device descriptor.
     source : str
         Where the figures of this GPU come from.
+    card : str
+        The device name of the card whose properties these are, where that is another's.
     """
 
     name: str
@@ -31,11 +34,16 @@ class Gpu(NamedTuple):
     total_memory: int
     properties: dict[str, Any]
     source: str
+    card: str = ""
 
     @property
     def key(self) -> str:
-        """The name without makers, brands and punctuation: ``"4090"``."""
-        return _key(self.name)
+        """The card's name without makers, brands and punctuation: ``"4090"``."""
+        return _key(self.card or self.name)
+
+    @property
+    def multiprocessors(self) -> int:
+        return int(self.properties["multiProcessorCount"])
 
     @property
     def sm(self) -> int:
@@ -48,27 +56,37 @@ class Gpu(NamedTuple):
         return json.dumps(self.properties)
 
 
+_BRANDS = re.compile(r"nvidia|geforce|tesla|quadro|rtx|\bgpu\b|\bgeneration\b|[^a-z0-9]")
+_CAPABILITY = re.compile(r"sm_?(\d{1,2})(\d)a?|(?:compute capability )?(\d{1,2})\.(\d)")
+_SLICE = re.compile(r"(.+?)\W+mig\W+([1-7])g\.(\d+)gb(?:\+me)?")
+_SIZED = re.compile(r"(.+?)\W*(\d+)\s*gb")
+_OTHERS = re.compile(r"amd|radeon|instinct|gfx\d|rx ?\d|mi\d|intel|arc\b|apple|xpu")
+
+
 def _key(name: str) -> str:
-    return re.sub(r"nvidia|geforce|tesla|rtx|[^a-z0-9]", "", name.lower())
+    return _BRANDS.sub("", name.lower().replace("mobile", "laptop"))
 
 
 @functools.cache
-def _table() -> tuple[dict[str, Gpu], dict[str, str]]:
-    """GPUs by device name, and device names by the key of each name they are known by."""
+def _table() -> tuple[dict[str, Gpu], dict[str, str], dict[str, int]]:
+    """GPUs by device name, device names by the key of each name they are known by, and the multiprocessors of one MIG
+    slice by device name."""
     data = json.loads(shipped("gpus.json"))
     gpus: dict[str, Gpu] = {}
     keys: dict[str, str] = {}
+    slices: dict[str, int] = {}
     for entry in data["gpus"]:
-        capability = entry["compute_capability"]
+        capability, name = entry["compute_capability"], entry["deviceName"]
         properties = data["every_gpu"] | data["compute_capability"][capability] | entry
         source = properties["source"]
-        for key in ("source", "aliases", "compute_capability"):
-            properties.pop(key)
-        name = entry["deviceName"]
+        if "migSlice" in entry:
+            slices[name] = entry["migSlice"]
+        for key in ("source", "aliases", "compute_capability", "migSlice"):
+            properties.pop(key, None)
         gpus[name] = Gpu(name, capability, entry["totalGlobalMem"], properties, source)
         for known in [name, *entry["aliases"]]:
             keys[_key(known)] = name
-    return gpus, keys
+    return gpus, keys, slices
 
 
 def gpu_names() -> list[str]:
@@ -76,30 +94,101 @@ def gpu_names() -> list[str]:
     return list(_table()[0])
 
 
-def find_gpu(name: str) -> Gpu:
+def find_gpu(name: str | Gpu, memory: int | str | None = None) -> Gpu:
     """The GPU of that name.
 
     Parameters
     ----------
-    name : str
-        CUDA's device name, or the part of it that tells it apart: ``"RTX 4090"``, ``"4090"``, ``"a100-80gb"``.
+    name : str or Gpu
+        CUDA's device name, or the part of it that tells it apart (``"RTX 4090"``, ``"4060 Ti 16GB"``, ``"a100-80gb"``);
+        a MIG slice as CUDA names it, ``"A100 80GB MIG 3g.40gb"``; or a compute capability, ``"sm_89"``, which takes the
+        properties of its card whose memory is nearest to `memory`, and is named after it.
+    memory : int or str, optional
+        What the card has, in bytes or as cards are sold: ``"16 GB"`` (of 2^30 bytes here); the shipped figure by
+        default.
 
     Raises
     ------
+    TypeError
+        A name that is no text.
     ValueError
-        Where no shipped GPU goes by that name; the nearest names are given, and all of them.
+        Where no shipped GPU goes by that name: the nearest names are given.
 
     Examples
     --------
     >>> find_gpu("rtx 4090").capability
     '8.9'
+    >>> find_gpu("sm_89", "16 GB").name
+    'sm_89 (as NVIDIA GeForce RTX 4070 Ti SUPER)'
     """
+    size = None if memory is None else _sold(memory)
+    if isinstance(name, Gpu):
+        return _with(name, size)
     if not isinstance(name, str):
         raise TypeError(f"gpu: want a name such as 'RTX 4090', got {type(name).__name__}")
-    gpus, keys = _table()
-    key = _key(name)
-    if key in keys:
-        return gpus[keys[key]]
-    near = difflib.get_close_matches(key, keys, n=3, cutoff=0.5)
-    hint = f" (did you mean {', '.join(dict.fromkeys(keys[k] for k in near))}?)" if near else ""
-    raise ValueError(f"gpu: want one of {', '.join(gpus)}; got {name!r}{hint}")
+    text = name.strip().lower()
+    if match := _CAPABILITY.fullmatch(text):
+        return _of_capability(".".join(filter(None, match.groups())), size)
+    if match := _SLICE.fullmatch(text):
+        return _with(_slice(find_gpu(match[1]), int(match[2]), int(match[3])), size)
+    gpus, keys, _ = _table()
+    known = keys.get(_key(name))
+    if known is None and (match := _SIZED.fullmatch(text)) and (known := keys.get(_key(match[1]))):
+        nominal = int(match[2]) << 30
+        if size is None and not 0.9 * nominal < gpus[known].total_memory <= nominal:  # another variant of the card
+            size = nominal
+    if known is None:
+        raise ValueError(_unknown(name))
+    return _with(gpus[known], size)
+
+
+def _sold(memory: int | str) -> int:
+    """Bytes of a card's memory, whose GB are of 2^30 bytes."""
+    return parse_size("memory", re.sub(r"(?i)gb\b", "GiB", memory) if isinstance(memory, str) else memory)
+
+
+def _with(gpu: Gpu, size: int | None, **changes: Any) -> Gpu:
+    """The same with other memory and properties."""
+    if size is not None:
+        gpu = gpu._replace(total_memory=size, source=f"{gpu.source}; memory as it was given")
+        changes["totalGlobalMem"] = size
+    return gpu._replace(properties=gpu.properties | changes) if changes else gpu
+
+
+def _of_capability(capability: str, size: int | None) -> Gpu:
+    """A compute capability by the card of it that has the memory, or its first."""
+    alike = [gpu for gpu in _table()[0].values() if gpu.capability == capability]
+    if not alike:
+        raise ValueError(f"gpu: want a compute capability that was recorded ({_capabilities()}), got {capability}")
+    card = min(alike, key=lambda gpu: abs(gpu.total_memory - size)) if size else alike[0]
+    name = f"sm_{card.sm} (as {card.name})"
+    return _with(card, size)._replace(name=name, card=card.name, source=f"{card.source}; for its compute capability")
+
+
+def _slice(gpu: Gpu, slices: int, gigabytes: int) -> Gpu:
+    """A MIG slice of a card."""
+    each = _table()[2].get(gpu.name)
+    if each is None or slices * each > gpu.multiprocessors or gigabytes << 30 > 1.1 * gpu.total_memory:
+        raise ValueError(
+            f"gpu: want a MIG slice that the card can be cut into, got {slices}g.{gigabytes}gb of {gpu.name}"
+        )
+    cut = _with(gpu, gigabytes << 30, multiProcessorCount=slices * each)
+    source = f"{gpu.source}; {each} multiprocessors a slice and the nominal memory (CUDA reports 1-5% less)"
+    return cut._replace(name=f"{gpu.name} MIG {slices}g.{gigabytes}gb", card=gpu.name, source=source)
+
+
+def _capabilities() -> str:
+    return ", ".join(dict.fromkeys(f"sm_{gpu.sm}" for gpu in _table()[0].values()))
+
+
+def _unknown(name: str) -> str:
+    """What to say of a name that is no card's."""
+    want = f"gpu: want an NVIDIA card such as 'RTX 4090', or 'sm_89' with memory='16 GB'; got {name!r}"
+    if _OTHERS.match(name.strip().lower()):
+        return f"{want}: what PyTorch takes on other makers' cards is not modelled"
+    keys = _table()[1]
+    near = difflib.get_close_matches(_key(name), keys, n=3, cutoff=0.6)
+    names = ", ".join(dict.fromkeys(keys[key] for key in near))
+    return (
+        f"{want} (nearest: {names})" if near else f"{want} (no name is near; compute capabilities: {_capabilities()})"
+    )

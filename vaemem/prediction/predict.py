@@ -6,8 +6,11 @@ A prediction is a question (question.py), which a simulated process answers (pro
 
 from __future__ import annotations
 
+import functools
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from fractions import Fraction
 from typing import Any
 
 from vaemem import _core
@@ -18,16 +21,46 @@ from vaemem.prediction.process import Moment, PeakTensor, SimulatedProcess
 from vaemem.prediction.question import Question
 from vaemem.prediction.snapshot import CachingAllocator
 
+# What reserved may be above the worse of a cold and a warmed process, for what else ran before. Of the seed table's
+# rows, with their own workspaces, one is 3.7% above it, two are 2.4% and the rest 0.7% or less; a 16th is the largest
+# of them with room for sizes that were not measured. A small run may meet one more of the allocator's large segments.
+MARGIN = Fraction(17, 16)
+SEGMENT = 20 * MIB
+
 
 class _Peaks:
     """What a prediction reads off the process that it played."""
 
-    def _read(self, process: SimulatedProcess, measured: Reading) -> None:
-        self._measured, self._process = measured, process
+    upper_share = 1.0
+
+    def _read(self, process: SimulatedProcess, measured: Reading, versions_said: bool) -> None:
+        self._measured, self._process, self._versions_said = measured, process, versions_said
         self.allocated, self.reserved, self.peak_allocated, self.peak_reserved = measured
         self.gpu, self.torch_version = process.gpu.name, process.torch_version
+        self.total_memory = process.gpu.total_memory
         self.cudnn_version: str | None = getattr(process.workspace, "cudnn_version", None)
-        self.workspace_source = process.workspace_source
+        self.workspace_source, self.substitutions = process.workspace_source, process.substitutions
+
+    def _replay(self, workspace: Any, warmups: int) -> int:
+        """Reserved bytes above the baseline of the same call with other workspaces, or after other runs."""
+        raise NotImplementedError
+
+    def _others(self, every: bool, *warmups: int) -> Iterator[int]:
+        """Reserved bytes as other workspaces have it that may be the truth, after so many warm-up runs."""
+        alternatives = getattr(self._process.workspace, "alternatives", None)
+        for workspace in alternatives(every) if alternatives else ():
+            for count in warmups:
+                yield self._replay(workspace, count)
+
+    @functools.cached_property
+    def band(self) -> tuple[int, int]:
+        sizes = [self.reserved, *self._others(False, 2)]
+        return min(sizes), max(sizes)
+
+    @functools.cached_property
+    def upper(self) -> int:
+        known = self._replay(self._process.workspace, 0), *self.band
+        return math.ceil(max(*known, *self._others(not self._versions_said, 0, 2)) * MARGIN) + SEGMENT
 
     @property
     def peak_tensors(self) -> tuple[PeakTensor, ...]:
@@ -36,6 +69,23 @@ class _Peaks:
     @property
     def timeline(self) -> tuple[Moment, ...]:
         return tuple(self._process.timeline())
+
+    @property
+    def _sizes(self) -> str:
+        """For `repr`: what is predicted, how sure it is, and what was substituted."""
+        least, most = (f"{size / MIB:.2f}" for size in self.band)
+        parts = [
+            f"allocated {self.allocated / MIB:.2f} MiB, reserved {self.reserved / MIB:.2f} MiB"
+            + (f" ({least} to {most})" if least != most else "")
+            + f", upper {self.upper / MIB:.0f} MiB"
+        ]
+        return "; ".join(parts + ([f"substituted: {', '.join(self.substitutions)}"] if self.substitutions else []))
+
+    @property
+    def _place(self) -> str:
+        return f"{self.gpu}, torch {self.torch_version}" + (
+            f", cuDNN {self.cudnn_version}" if self.cudnn_version else ""
+        )
 
 
 class Prediction(_Peaks):
@@ -48,6 +98,23 @@ class Prediction(_Peaks):
         likewise reserved; weights and input are in the baseline.
     peak_allocated, peak_reserved : int
         As ``torch.cuda.max_memory_allocated()`` and ``max_memory_reserved()`` report them.
+    band : tuple of int
+        Least and most of `reserved`, as the answers of neighbouring cuDNN versions have it, where something was
+        substituted; twice `reserved` where nothing was.
+    upper : int
+        A bound to reserve by, beside `reserved`: 17/16 of the most that any of these says, and 20 MiB: the process cold
+        or warmed up; the cuDNN that was asked for or what `band` is made of, and where neither ``cudnn_version`` nor
+        ``torch_version`` was given, every version that is known. For a process's whole reservation add
+        ``peak_reserved - reserved``. The 16th is derived from the seed table's rows alone.
+    upper_share : float
+        The share of known measurements that `upper` would have covered: 1.0, all 98 rows of the seed table, each
+        predicted alone (one card, one PyTorch; `vaemem.prediction.reproduce.covered` counts). It is 98 too where no
+        version is told, and where nothing is used that was inferred from that table; 87 where the answers of cuDNN
+        9.8.0 are taken for those of the 9.7.1 that ran.
+    substitutions : tuple of str
+        What stood in for the cuDNN and the card that were asked for.
+    total_memory : int
+        Of the card, as it was given or as it is listed.
     peak_tensors : tuple of PeakTensor
         ``(name, bytes)`` of what was allocated at the peak, weights and input included, largest first.
     workspace_source : str
@@ -65,7 +132,10 @@ class Prediction(_Peaks):
         self.model: str = q.arch["name"]
         self.op, self.height, self.width, self.batch, self.dtype = q.op, q.height, q.width, q.batch, q.dtype
         self.runtime, self.weights_dtype, self.tile, self.slicing = q.runtime, q.weights_dtype, q.tile, q.slicing
-        self._read(process, measured)
+        self._read(process, measured, (q.cudnn_version or q.torch_version) is not None)
+
+    def _replay(self, workspace: Any, warmups: int) -> int:
+        return self._question.play(workspace=workspace, warmups=warmups)[0].reserved
 
     @property
     def formula(self) -> str:
@@ -82,8 +152,8 @@ class Prediction(_Peaks):
 
     def __repr__(self) -> str:
         return (
-            f"<Prediction {self.model} {self.op} {self.height}x{self.width} {self.dtype} ({self.runtime}, {self.gpu}): "
-            f"allocated {self.allocated / MIB:.2f} MiB, reserved {self.reserved / MIB:.2f} MiB>"
+            f"<Prediction {self.model} {self.op} {self.height}x{self.width} {self.dtype}"
+            f"{f' in tiles of {self.tile}' if self.tile else ''} ({self.runtime}, {self._place}): {self._sizes}>"
         )
 
 
@@ -91,7 +161,7 @@ def predict(
     model: str | Mapping[str, Any], op: str, height: int, width: int, dtype: str = "float16", batch: int = 1,
     runtime: str | None = None, gpu: str = "RTX 4090", cudnn_version: str | None = None,
     torch_version: str | None = None, weights_dtype: str | None = None, tile: int | None = None, slicing: bool = False,
-    *, workspace: Any = None,
+    *, memory: int | str | None = None, workspace: Any = None,
 ) -> Prediction:  # fmt: skip
     """The memory that PyTorch takes for a VAE's run: a fresh process, the model loaded, two warm-up runs, one measured.
 
@@ -111,15 +181,22 @@ def predict(
         ``"diffusers"`` (AutoencoderKL) or ``"bfl"`` (AutoEncoder of the flux repository); by default bfl for flux
         where the op is not tiled, else diffusers.
     gpu : str
-        ``"RTX 4090"``, ``"A100 80GB"`` ...
+        A card's name, ``"RTX 4090"``, ``"A100 80GB MIG 3g.40gb"``, ``"4070 laptop"`` ..., or a compute capability,
+        ``"sm_89"``: workspaces depend on that, and hardly on anything else.
     cudnn_version, torch_version : str, optional
-        2.7.1 and the cuDNN that its wheels bring by default.
+        2.7.1+cu128 and its cuDNN, 9.7.1, by default. A `torch_version` without a CUDA build, ``"2.7.1"``, is PyPI's.
+        Where nobody could ask a version (below 9.8), the nearest one that was asked answers: `Prediction.band` and
+        `Prediction.substitutions` say so.
     weights_dtype : str, optional
         Of the weights between runs; where it is not `dtype`, weights and input are converted within the run.
     tile : int, optional
-        Side of a tile in pixels for the tiled ops, 512 by default. Tiles overlap by a quarter, diffusers' default.
+        Side of a tile in pixels for the tiled ops; by default the config's sample_size, as diffusers has it: 512 for
+        sd15, 1024 for sdxl and flux. Tiles overlap by a quarter, diffusers' default.
     slicing : bool
         One image of the batch after the other (diffusers' ``enable_slicing``).
+    memory : int or str, optional
+        Of the card, in bytes or as cards are sold, ``"16 GB"`` (of 2^30 bytes here): tells variants apart, and says
+        which card of a compute capability is meant.
     workspace : object, optional
         What answers for the convolutions' workspaces in place of `vaemem.prediction.workspace.Workspace`.
 
@@ -140,7 +217,7 @@ def predict(
     """
     question = Question(
         model, op, height, width, dtype, batch, runtime, gpu, cudnn_version, torch_version, weights_dtype, tile,
-        slicing, workspace,
+        slicing, workspace, memory,
     )  # fmt: skip
     measured, process = question.play()
     return Prediction(question, measured, process)
@@ -163,7 +240,11 @@ class ModulePrediction(_Peaks):
         self._settings = dict(settings)
         self.unmodelled = dict(unmodelled)
         process = SimulatedProcess(**self._settings)
-        self._read(process, self._play(process))
+        said = settings.get("cudnn_version") is not None or settings.get("torch_version") is not None
+        self._read(process, self._play(process), said)
+
+    def _replay(self, workspace: Any, warmups: int) -> int:
+        return self._play(SimulatedProcess(**self._settings, workspace=workspace), warmups).reserved
 
     def _play(self, process: SimulatedProcess, warmups: int = 2) -> Reading:
         trace, held = self._call
@@ -184,7 +265,4 @@ class ModulePrediction(_Peaks):
 
     def __repr__(self) -> str:
         baseline = self.peak_allocated - self.allocated
-        return (
-            f"<ModulePrediction on {self.gpu}: allocated {self.allocated / MIB:.2f} MiB, "
-            f"reserved {self.reserved / MIB:.2f} MiB above {baseline / MIB:.2f} MiB of weights and inputs>"
-        )
+        return f"<ModulePrediction ({self._place}): above {baseline / MIB:.2f} MiB of weights and inputs {self._sizes}>"

@@ -14,22 +14,19 @@ from vaemem._common import DTYPES, ELEMENT_BYTES, MIB, choose, latent_factor
 from vaemem.engine.layouts import read_config
 from vaemem.prediction.gpus import Gpu, find_gpu
 from vaemem.prediction.snapshot import CachingAllocator
-from vaemem.prediction.workspace import CUDNN_OF_TORCH, Workspace
+from vaemem.prediction.workspace import Workspace, torch_build
 
 RUNTIMES = ("diffusers", "bfl")
-DEFAULT_TORCH = "2.7.1"  # the version that predictions were compared with measurements for
+DEFAULT_TORCH = "2.7.1+cu128"  # the build that predictions were compared with measurements for
 # PyTorch takes cuBLASLt's workspace anew in each call up to the first release, keeps it up to the second, and later
 # uses cuBLAS's.
 _LAST_EACH, _LAST_KEPT = (2, 8), (2, 11)
 
 
 def torch_release(version: str) -> tuple[int, int]:
-    """(2, 7) of ``"2.7.1+cu128"``; ValueError where it is no version, or one whose operators are not modelled."""
-    parts = version.split("+")[0].split(".")
-    release = ".".join(parts[:2])
-    if release not in CUDNN_OF_TORCH or not all(part.isdigit() for part in parts):
-        raise ValueError(f"torch_version: want one of {', '.join(CUDNN_OF_TORCH)}, got {version!r}")
-    return int(parts[0]), int(parts[1])
+    """(2, 7) of ``"2.7.1+cu128"``; ValueError where `torch_build` raises it."""
+    major, minor = torch_build(version)[0].split(".")
+    return int(major), int(minor)
 
 
 def blas_settings(gpu: Gpu, torch_version: str) -> dict[str, Any]:
@@ -147,10 +144,10 @@ class SimulatedProcess:
 
     Parameters
     ----------
-    gpu : str
+    gpu : str or Gpu
         A name for `vaemem.prediction.gpus.find_gpu`: ``"RTX 4090"``.
     cudnn_version, torch_version : str, optional
-        PyTorch 2.7.1 by default, and the cuDNN that its wheels bring.
+        PyTorch 2.7.1+cu128 by default, and the cuDNN that the build brings; without ``+cu128``, PyPI's build.
     allocator : CachingAllocator, optional
         One with settings of its own (``CachingAllocator.from_conf``, a device's memory); by default one without end.
     workspace : object, optional
@@ -167,11 +164,11 @@ class SimulatedProcess:
     """
 
     def __init__(
-        self, gpu: str = "RTX 4090", cudnn_version: str | None = None, torch_version: str | None = None, *,
+        self, gpu: str | Gpu = "RTX 4090", cudnn_version: str | None = None, torch_version: str | None = None, *,
         allocator: CachingAllocator | None = None, workspace: Any = None,
     ):  # fmt: skip
         self.gpu = find_gpu(gpu)
-        self.torch_version = torch_version or DEFAULT_TORCH
+        self.torch_version = DEFAULT_TORCH if torch_version is None else torch_version
         self._blas = blas_settings(self.gpu, self.torch_version)
         self._kept = {"cublas": 0, "cublaslt": 0}
         self.workspace = workspace or Workspace(self.gpu, cudnn_version, self.torch_version)
@@ -210,6 +207,11 @@ class SimulatedProcess:
     def workspace_source(self) -> str:
         """Who said how much the convolutions' workspaces take, most answers first."""
         return "; ".join(sorted(self.sources, key=lambda source: -self.sources[source]))
+
+    @property
+    def substitutions(self) -> tuple[str, ...]:
+        """What stood in for the cuDNN and the GPU that were asked for; of a `workspace` given, what that says of it."""
+        return tuple(getattr(self.workspace, "substitutions", ()))
 
     # ---- what it does ----
 

@@ -14,7 +14,8 @@ with `tensors` a sum such as ``i+o+f`` or ``i+f+3o``: input, output and filter, 
 ``O``, ``F``: with the channels padded to 16 bytes), and P the output pixels of the batch. A tree is a formula's number,
 or ``[feature, limit, tree up to it, tree beyond it]`` where the feature is ``P``, ``h``, ``w`` (of the input) or ``m``,
 the pixels that P lacks to a multiple of 128. A file may also hold rules that go before its trees, and name the file
-that answers what it does not.
+that answers what it does not. An inferred profile answers for its own version alone. ``older.json`` holds rules for
+versions that were never asked.
 """
 
 import functools
@@ -24,7 +25,7 @@ from importlib import resources
 from typing import Any, NamedTuple
 
 from vaemem._common import ELEMENT_BYTES, shipped
-from vaemem.prediction.gpus import Gpu
+from vaemem.prediction.gpus import Gpu, find_gpu
 
 _FILE = re.compile(r"sm(\d+)((?:-\w+)*)_cudnn(\d+\.\d+\.\d+)\.json")
 
@@ -51,12 +52,12 @@ class Conv(NamedTuple):
 
 
 def version_number(version: str) -> int:
-    """10000 * major + 100 * minor + patch of ``"9.10.2"``; a fourth part is left out. ValueError for no version."""
-    parts = version.split(".")
-    if not 2 <= len(parts) <= 4 or not all(part.isdigit() for part in parts):
-        raise ValueError(f"cudnn_version: want one such as '9.10.2', got {version!r}")
-    numbers = [int(part) for part in parts] + [0]
-    return 10000 * numbers[0] + 100 * numbers[1] + numbers[2]
+    """10000 * major + 100 * minor + patch of ``"9.10.2"``; a fourth part is left out. ValueError for no version of
+    cuDNN 9, the only one whose heuristics were recorded."""
+    match = re.fullmatch(r"9\.(\d{1,2})(?:\.(\d{1,2})(?:\.\d+)?)?", version) if isinstance(version, str) else None
+    if not match:
+        raise ValueError(f"cudnn_version: want one of cuDNN 9 such as '9.10.2', got {version!r}")
+    return 90000 + 100 * int(match[1]) + int(match[2] or 0)
 
 
 def _up(n: int, multiple: int) -> int:
@@ -117,10 +118,13 @@ class Profile:
         ``"asked"``, ``"measured"`` or ``"inferred"``.
     recorded : dict
         How it was made and checked, as the file says.
+    cards : list of str
+        Keys of the GPUs that alone it is for; none where it is for all of its capability.
     """
 
     def __init__(self, data: dict[str, Any], file: str = ""):
         self.file = file
+        self.cards: list[str] = []
         other = data.get("otherwise")
         self._otherwise = _load(other) if other else None
         self.capability: str = data["capability"]
@@ -136,7 +140,7 @@ class Profile:
         """(bytes, source) of a convolution of NCHW tensors, TF32 allowed; None where none of its kind was recorded."""
         s = sizes(conv)
         for rule in self._rules:
-            if _applies(rule, conv):
+            if applies(rule, conv):
                 return formula_bytes(rule["formula"], s), f"{self._source} ({rule['name']})"
         tree = self._trees.get(f"{conv.c},{conv.k},{conv.r},{conv.stride},{conv.padding}/{conv.dtype}")
         if isinstance(tree, str):
@@ -151,22 +155,25 @@ class Profile:
         return None if formula is None else (formula_bytes(formula, s), self._source)
 
 
-def _applies(rule: dict[str, Any], conv: Conv) -> bool:
+def applies(rule: dict[str, Any], conv: Conv) -> bool:
+    """Whether a rule speaks of a convolution."""
     if conv.dtype not in rule["dtypes"] or (conv.r, conv.stride) != (rule["r"], rule["stride"]):
         return False
     if "channels" in rule and [conv.c, conv.k] not in rule["channels"]:
         return False
-    low, high = rule["pixels"]
-    return low <= conv.h * conv.w <= high
+    low, high = rule.get("pixels", (1, conv.h * conv.w))
+    return bool(low <= conv.h * conv.w <= high)
 
 
 @functools.cache
 def _load(name: str) -> Profile:
     data = json.loads(shipped("profiles", name))
-    if "same_as" in data:  # another version that gave the same answers
-        name = data["same_as"]
-        data = json.loads(shipped("profiles", name)) | data
-    return Profile(data, name)
+    file = data.get("same_as", name)
+    if file != name:  # another version that gave the same answers
+        data = json.loads(shipped("profiles", file)) | data
+    profile = Profile(data, file)
+    profile.cards = profile_files()[name][1]
+    return profile
 
 
 @functools.cache
@@ -180,14 +187,53 @@ def profile_files() -> dict[str, tuple[int, list[str], int]]:
     return found
 
 
+@functools.lru_cache(maxsize=256)
+def _recorded(sm: int, key: str, multiprocessors: int) -> dict[int, str]:
+    """{version number: file} of the profiles for one kind of GPU."""
+    have: dict[int, tuple[int, str]] = {}
+    for name, (capability, keys, number) in profile_files().items():
+        if capability == sm:
+            far = (
+                0
+                if not keys or key in keys
+                else 1 + min(abs(find_gpu(k).multiprocessors - multiprocessors) for k in keys)
+            )
+            have[number] = min(have.get(number, (far, name)), (far, name))
+    return {number: name for number, (_, name) in have.items()}
+
+
+def profiles_near(gpu: Gpu, version: str | None) -> list[Profile]:
+    """The profiles for GPUs like this one, the nearest cuDNN to `version` first (None: the newest), inferred ones too.
+
+    Where a version's answers differ among the GPUs of a capability and this one was not asked about, it is the profile
+    of the card with the nearest number of multiprocessors.
+    """
+    have = _recorded(gpu.sm, gpu.key, gpu.multiprocessors)
+    wanted = max(have, default=0) if version is None else version_number(version)
+    return [_load(have[number]) for number in sorted(have, key=lambda number: (abs(number - wanted), -number))]
+
+
 def nearest_profile(gpu: Gpu, version: str | None) -> Profile | None:
-    """The profile for GPUs like this one whose cuDNN is nearest to `version` (None: the newest); None where none is."""
-    have = {
-        number: name
-        for name, (sm, keys, number) in profile_files().items()
-        if sm == gpu.sm and (not keys or gpu.key in keys)
-    }
-    if not have:
-        return None
-    wanted = max(have) if version is None else version_number(version)
-    return _load(have[min(have, key=lambda number: (abs(number - wanted), -number))])
+    """The first of `profiles_near` that may answer for the version: an inferred one for its own alone. None where none
+    is."""
+    for profile in profiles_near(gpu, version):
+        if profile.how != "inferred" or (version and version_number(profile.version) == version_number(version)):
+            return profile
+    return None
+
+
+@functools.cache
+def _older() -> list[dict[str, Any]]:
+    rules: list[dict[str, Any]] = json.loads(shipped("profiles", "older.json"))["rules"]
+    return rules
+
+
+def older_rules(gpu: Gpu, version: str | None, standing: str) -> list[dict[str, Any]]:
+    """The rules of ``older.json`` for a GPU and a cuDNN version (None: any), of one standing: "taken" or "possible"."""
+    return [
+        rule
+        for rule in _older()
+        if rule["standing"] == standing
+        and gpu.sm in rule["capabilities"]
+        and (version is None or version_number(version) < version_number(rule["before"]))
+    ]

@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from vaemem import _core
 from vaemem._common import DTYPES, TILED_OPS, choose, latent_factor, whole
+from vaemem.engine.layouts import sample_size_of
 from vaemem.prediction.benchmark import Reading, benchmark
+from vaemem.prediction.gpus import find_gpu
 from vaemem.prediction.process import SimulatedProcess, architecture, usual_runtime
 from vaemem.prediction.snapshot import CachingAllocator
-
-DEFAULT_TILE = 512  # pixels: the side of a tile where nobody says, diffusers' default for these models
 
 
 @dataclass
@@ -25,13 +28,14 @@ class Question:
     dtype: str = "float16"
     batch: int = 1
     runtime: Any = None
-    gpu: str = "RTX 4090"
+    gpu: Any = "RTX 4090"  # given as a name
     cudnn_version: str | None = None
     torch_version: str | None = None
     weights_dtype: Any = None
     tile: int | None = None
     slicing: bool = False
     workspace: Any = None
+    memory: int | str | None = None
 
     def __post_init__(self) -> None:
         choose("op", self.op, TILED_OPS)
@@ -39,26 +43,44 @@ class Question:
         tiled = self.op.endswith("_tiled")
         if self.tile is not None and not tiled:
             raise ValueError(f"tile: want it with a tiled op, got {self.tile!r} with {self.op}")
-        self.arch = architecture(self.arch)
+        if not isinstance(self.slicing, bool | np.bool_):
+            raise ValueError(f"slicing: want True or False, got {self.slicing!r}")
+        model, self.arch = self.arch, architecture(self.arch)
         if self.runtime is None:
             self.runtime = "diffusers" if tiled or self.slicing else usual_runtime(self.arch)
-        self.tile = (self.tile or DEFAULT_TILE) if tiled else None
-        self.weights_dtype, self.slicing = self.weights_dtype or self.dtype, bool(self.slicing)
+        if tiled and self.tile is None:
+            self.tile = _tile_of(model)
+        self.weights_dtype = self.dtype if self.weights_dtype is None else self.weights_dtype
+        choose("weights_dtype", self.weights_dtype, DTYPES)
         for name in ("height", "width", "batch", "tile") if tiled else ("height", "width", "batch"):
-            whole(name, getattr(self, name))
+            setattr(self, name, whole(name, getattr(self, name)))
+        self.slicing, self.gpu, self.memory = bool(self.slicing), find_gpu(self.gpu, self.memory), None
         factor = latent_factor(self.arch)
         for name, value in (("height", self.height), ("width", self.width)):
             if value % factor:
                 raise ValueError(f"{name}: want a multiple of {factor}, got {value}")
 
-    def play(self, allocator: CachingAllocator | None = None) -> tuple[Reading, SimulatedProcess]:
-        """A fresh process loads the model and runs the benchmark once, after its warm-up runs."""
+    def play(
+        self, allocator: CachingAllocator | None = None, *, workspace: Any = None, warmups: int = 2
+    ) -> tuple[Reading, SimulatedProcess]:
+        """A fresh process loads the model and runs the benchmark once, after its warm-up runs; with another workspace
+        than the question's, where one is given."""
         process = SimulatedProcess(
-            self.gpu, self.cudnn_version, self.torch_version, allocator=allocator, workspace=self.workspace
+            self.gpu, self.cudnn_version, self.torch_version, allocator=allocator, workspace=workspace or self.workspace
         )
         vae = process.load(self.arch, self.weights_dtype, self.runtime)
         (measured,) = benchmark(
             process, vae, self.op.removesuffix("_tiled"), self.height, self.width, self.batch, dtype=self.dtype,
-            input_dtype=self.weights_dtype, tile=self.tile or 0, slicing=self.slicing, runs=1,
+            input_dtype=self.weights_dtype, tile=self.tile or 0, slicing=self.slicing, warmups=warmups,
+            runs=1,
         )  # fmt: skip
         return measured, process
+
+
+def _tile_of(model: Any) -> int:
+    """The side in pixels of the tiles that diffusers' ``enable_tiling`` cuts: the config's sample_size."""
+    named = isinstance(model, str) and model in _core.models()
+    size = sample_size_of(None, model) if named else sample_size_of(model, "")
+    if size is None:
+        raise ValueError("tile: want one, such as tile=512: the config's sample_size tells none")
+    return size

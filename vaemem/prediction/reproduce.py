@@ -21,15 +21,15 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from vaemem._common import MIB, OPS, shipped
-from vaemem.prediction.benchmark import benchmark
+from vaemem.prediction.benchmark import BENCHMARK_TILE, benchmark
 from vaemem.prediction.cudnn import InstalledCudnn, installed_cudnn
 from vaemem.prediction.gpus import find_gpu
+from vaemem.prediction.predict import Prediction, predict
 from vaemem.prediction.process import SimulatedProcess
 from vaemem.prediction.profiles import Profile
-from vaemem.prediction.question import DEFAULT_TILE
 from vaemem.prediction.workspace import Workspace
 
-GPU, TORCH, CUDNN = "RTX 4090", "2.7.1", "9.7.1"
+GPU, TORCH, CUDNN = "RTX 4090", "2.7.1+cu128", "9.7.1"
 NEAREST = "9.8.0"  # the nearest version that answers without a device
 SIZES = (512, 768, 1024, 1536, 2048)
 COLUMNS = (
@@ -88,7 +88,7 @@ def sd_process(workspace: Any) -> dict[Key, tuple[float, float]]:
                     p.drop(image)
                 else:
                     rows[(name, "encode", *key)] = _mean(benchmark(p, vae, "encode", side, side, tile=tile))
-                for tile in (0, DEFAULT_TILE) if side >= 1024 else (0,):
+                for tile in (0, BENCHMARK_TILE) if side >= 1024 else (0,):
                     op = "decode_tiled" if tile else "decode"
                     runs = benchmark(p, vae, "decode", side, side, dtype=dtype, input_dtype=loaded, tile=tile)
                     rows[(name, op, *key)] = _mean(runs)
@@ -139,6 +139,26 @@ def reproduce(table: Iterable[tuple[Key, tuple[float, float]]], workspace: Any =
         if key not in played:
             raise ValueError(f"table: want rows of the published benchmark, got {', '.join(map(str, key))}")
     return [Row(key, measured, played[key]) for key, measured in table]
+
+
+# ---- the rows one by one ----
+
+MODELS = {"FLUX": "flux", "SD1.5": "sd15", "SDXL": "sdxl"}
+
+
+def predict_row(key: Key, **versions: Any) -> Prediction:
+    """A row of the table predicted alone, in a fresh process, with the tiles that the row had."""
+    name, op, height, width, dtype, group = key
+    if name != "FLUX" and op == "encode" and height >= 1536:
+        op = "encode_tiled"
+    tile = BENCHMARK_TILE if op.endswith("_tiled") else None
+    weights = "float16" if group == 2 else dtype
+    return predict(MODELS[name], op, height, width, dtype, gpu=GPU, weights_dtype=weights, tile=tile, **versions)
+
+
+def covered(table: Iterable[tuple[Key, tuple[float, float]]], **versions: Any) -> int:
+    """How many rows reserved no more than `Prediction.upper`, each predicted alone with the versions that are told."""
+    return sum(predict_row(key, **versions).upper >= (reserved - EQUAL_MIB) * MIB for key, (_, reserved) in table)
 
 
 # ---- other sources of workspaces ----
@@ -268,5 +288,7 @@ def run(path: str | os.PathLike[str] | None = None, csv_path: str | os.PathLike[
     print(_line("inferred rules, each size predicted without the rules that only it shows", leave_one_out(table)))
     for title, shown in asked:
         print(_line(title, shown))
+    told, untold = covered(table, torch_version=TORCH), covered(table)
+    print(f"`upper` of each row predicted alone covers {told} of {len(table)}, and {untold} where no version is told")
     if cudnn.version is None:
         print(f"No installed cuDNN could be asked: {cudnn.reason}")

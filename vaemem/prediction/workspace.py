@@ -4,34 +4,84 @@ PyTorch (eager, ``torch.backends.cudnn.benchmark`` off) gives each convolution a
 allocator: as many bytes as the first plan of cuDNN's instant heuristics asks for. Three sources know how many, in this
 order:
 
-1. a profile: cuDNN's answers, recorded beforehand for a GPU and a cuDNN version (``vaemem/data/profiles``);
+1. a profile: cuDNN's answers, recorded beforehand for a GPU and a cuDNN version (``vaemem/data/profiles``), below 9.8
+   with what is known of older versions before it (``older.json``);
 2. the installed cuDNN, asked without a device (9.8 or later), in a process of its own because it may crash;
 3. a rule, with what is known of its error.
 
-Every answer says which it was.
+Every answer says which it was, and whatever stands in for what was asked is among the `substitutions`.
 """
 
+from __future__ import annotations
+
+import contextlib
+import copy
+import re
+from collections.abc import Iterable
 from typing import Any
 
 from vaemem._common import DTYPES, ELEMENT_BYTES, choose
 from vaemem.prediction.cudnn import InstalledCudnn, installed_cudnn
 from vaemem.prediction.gpus import Gpu, find_gpu
-from vaemem.prediction.profiles import Conv, Profile, nearest_profile, version_number
+from vaemem.prediction.profiles import (
+    Conv,
+    Profile,
+    applies,
+    formula_bytes,
+    nearest_profile,
+    older_rules,
+    profiles_near,
+    sizes,
+    version_number,
+)
 
-# The cuDNN that PyTorch's own wheels for Linux bring (their package metadata). 2.7 built for CUDA 12.6 brings 9.5.1.
+# The cuDNN that PyTorch's wheels for Linux bring, by release and CUDA build: first the build that PyPI has (its package
+# metadata), then those of download.pytorch.org (the release branches' generate_binary_build_matrix.py).
 CUDNN_OF_TORCH = {
-    "2.5": "9.1.0",
-    "2.6": "9.1.0",
-    "2.7": "9.7.1",
-    "2.8": "9.10.2",
-    "2.9": "9.10.2",
-    "2.10": "9.10.2",
-    "2.11": "9.19.0",
-    "2.12": "9.20.0",
-    "2.13": "9.20.0",
-    "2.14": "9.24.0",
-    "2.15": "9.26.0",
+    "2.4": {"cu121": "9.1.0", "cu118": "9.1.0", "cu124": "9.1.0"},
+    "2.5": {"cu124": "9.1.0", "cu118": "9.1.0", "cu121": "9.1.0"},
+    "2.6": {"cu124": "9.1.0", "cu118": "9.1.0", "cu126": "9.5.1"},
+    "2.7": {"cu126": "9.5.1", "cu118": "9.1.0", "cu128": "9.7.1"},
+    "2.8": {"cu128": "9.10.2", "cu126": "9.10.2", "cu129": "9.10.2"},
+    "2.9": {"cu128": "9.10.2", "cu126": "9.10.2", "cu130": "9.13.0"},
+    "2.10": {"cu128": "9.10.2", "cu126": "9.10.2", "cu130": "9.15.1"},
+    "2.11": {"cu130": "9.19.0", "cu128": "9.19.0"},
+    "2.12": {"cu130": "9.20.0"},
+    "2.13": {"cu130": "9.20.0"},
+    "2.14": {"cu130": "9.24.0"},
+    "2.15": {"cu132": "9.26.0"},
 }
+
+
+def torch_build(version: str) -> tuple[str, str]:
+    """Release and CUDA build, ``("2.7", "cu128")``, of ``"2.7.1+cu128"``; of ``"2.7.1"``, PyPI's build.
+
+    Raises
+    ------
+    ValueError
+        Where it is no version, one whose operators are not modelled, or no CUDA build.
+    """
+    match = re.fullmatch(r"(\d+\.\d+)(?:\.\d+)*(?:\+([a-z]+)([\w.]*))?", version) if isinstance(version, str) else None
+    if not match or match[1] not in CUDNN_OF_TORCH:
+        raise ValueError(
+            f"torch_version: want one of {', '.join(CUDNN_OF_TORCH)}, such as '2.7.1' or '2.7.1+cu128', got {version!r}"
+        )
+    if match[2] not in (None, "cu"):
+        raise ValueError(
+            f"torch_version: want a CUDA build such as '2.7.1+cu128', got {version!r}: only cuDNN's workspaces are"
+            " known"
+        )
+    return match[1], f"cu{match[3]}" if match[2] else next(iter(CUDNN_OF_TORCH[match[1]]))
+
+
+def cudnn_of_torch(version: str) -> str:
+    """The cuDNN of a build of PyTorch; ValueError where it is not known."""
+    release, build = torch_build(version)
+    known = CUDNN_OF_TORCH[release]
+    if build not in known:
+        builds = " or ".join(known)
+        raise ValueError(f"torch_version: want {release} built for {builds}, or a cudnn_version too, got {version!r}")
+    return known[build]
 
 
 class Workspace:
@@ -51,10 +101,15 @@ class Workspace:
     cudnn : InstalledCudnn, optional
         Who is asked where no profile answers; the installed one by default.
 
+    Attributes
+    ----------
+    substitutions : dict
+        Its keys say what stood in for the cuDNN and the GPU that were asked for, in the answers so far.
+
     Raises
     ------
     ValueError
-        Unknown GPU or PyTorch version.
+        Unknown GPU, cuDNN or PyTorch version.
 
     Examples
     --------
@@ -70,19 +125,19 @@ class Workspace:
         tf32: bool = True,
         cudnn: InstalledCudnn | None = None,
     ):
-        self.gpu = gpu if isinstance(gpu, Gpu) else find_gpu(gpu)
+        self.gpu = find_gpu(gpu)
         if cudnn_version is None and torch_version is not None:
-            release = ".".join(torch_version.split("+")[0].split(".")[:2])
-            if release not in CUDNN_OF_TORCH:
-                known = ", ".join(CUDNN_OF_TORCH)
-                raise ValueError(f"torch_version: want one of {known} or a cudnn_version, got {torch_version!r}")
-            cudnn_version = CUDNN_OF_TORCH[release]
+            cudnn_version = cudnn_of_torch(torch_version)
         self.cudnn_version = cudnn_version
         self.tf32 = tf32
         self._cudnn = cudnn or installed_cudnn()
         self._profile: Profile | None = nearest_profile(self.gpu, cudnn_version)
+        self._rules = older_rules(self.gpu, cudnn_version, "taken") if cudnn_version else []
+        self._guess = _rule
         self._prefer_installed: bool | None = None
         self._known: dict[tuple[Any, ...], tuple[int, str]] = {}
+        self._plans: dict[Conv, dict[str, Any] | None] = {}  # of the installed cuDNN, for the alternatives too
+        self.substitutions: dict[str, None] = {}
 
     def conv(
         self,
@@ -130,27 +185,89 @@ class Workspace:
             answer = self._known[key] = self._look_up(Conv(*key))
         return answer
 
+    def alternatives(self, every: bool = False) -> list[Workspace]:
+        """What else may be the truth, where anything was substituted: the three nearest versions that were asked
+        (beside an inferred one the nearest), below 9.8 also what is inferred or possible there, and bounds for what
+        only a rule answers. With `every`, all versions that are known: for a process whose cuDNN is not. Only those
+        that answer the questions so far otherwise, each such answer once."""
+        others: list[Workspace] = []
+        if every or set(self.substitutions).difference(_RULED.values()):
+            near = profiles_near(self.gpu, self.cudnn_version)
+            asked = [profile for profile in near if profile.how != "inferred"]
+            is_inferred = self._profile is not None and self._profile.how == "inferred"
+            others += [self._with(profile) for profile in (asked if every else asked[: 1 if is_inferred else 3])]
+            possible = older_rules(self.gpu, None if every else self.cudnn_version, "possible")
+            if possible and (every or not is_inferred):
+                others += [self._with(profile) for profile in near if profile.how == "inferred"]
+                others.append(self._with(min(asked, key=lambda p: version_number(p.version)), possible))
+        if not set(_RULED.values()).isdisjoint(self.substitutions):
+            others += [self._with(self._profile, self._rules, guess) for guess in (_least, _most)]
+        found = {self._answers(self._known): self}
+        for other in others:
+            with contextlib.suppress(ValueError):  # it has no engine for one of them: PyTorch would not run
+                found.setdefault(other._answers(self._known), other)
+        return list(found.values())[1:]
+
+    def _answers(self, questions: Iterable[tuple[Any, ...]]) -> tuple[int, ...]:
+        return tuple(self.conv(*question)[0] for question in questions)
+
+    def _with(self, profile: Profile | None, rules: Iterable[dict[str, Any]] = (), guess: Any = None) -> Workspace:
+        """The same with other answers, whatever version was wanted."""
+        other = copy.copy(self)
+        other._profile, other._rules, other._guess = profile, list(rules), guess or self._guess
+        other._prefer_installed, other._known, other.substitutions = False, {}, {}
+        return other
+
     def _look_up(self, conv: Conv) -> tuple[int, str]:
         _check(conv)
         if conv.dtype == "bfloat16" and self.gpu.sm < 80:
             return _im2col(self.gpu, conv)
-        if self._profile is not None and conv.layout == "nchw" and self.tf32 and not self._ask_first():
-            found = self._profile.conv(conv)
+        if conv.layout == "nchw" and self.tf32 and not self._ask_first():
+            for rule in self._rules:
+                if applies(rule, conv):
+                    what = f"{rule['name']}, in cuDNN before {rule['before']}"
+                    self._substitute(f"a rule for {what}")
+                    return formula_bytes(rule["formula"], sizes(conv)), f"rule: {what}; from {rule['from']}"
+            found = self._profile.conv(conv) if self._profile is not None else None
             if found is not None:
+                assert self._profile is not None
+                self._substitute(self._differs(self._profile))
                 return found[0], found[1] + self._wanted(self._profile.version)
         question = conv._asdict()
         question.update(nhwc=question.pop("layout") == "nhwc", tf32=self.tf32)
         try:
-            plan = self._cudnn.conv(self.gpu.device_json, **question)
+            if conv not in self._plans:
+                self._plans[conv] = self._cudnn.conv(self.gpu.device_json, **question)
+            plan = self._plans[conv]
         except RuntimeError as error:
             wanted = self.cudnn_version or (self._profile and self._profile.version)
-            count, why = _rule(self.gpu, version_number(wanted) if wanted else 0, self.tf32, conv)
+            count, why = self._guess(self.gpu, version_number(wanted) if wanted else 0, self.tf32, conv)
+            self._substitute(_RULED[conv.layout])
             return count, f"rule: {why}; uncertain (no profile has this convolution; {error})"
         version = self._cudnn.version
         if plan is None:
             raise ValueError(f"conv: cuDNN {version} has no engine for {conv} on {self.gpu.name}; PyTorch would raise")
+        wanted = self._wanted(version)
+        if wanted:
+            self._substitute(f"cuDNN {version} for {self.cudnn_version}")
         unsure = ", after engines that compile at run time and could not be tried" if plan["untried"] else ""
-        return plan["bytes"], f"cuDNN {version}, asked without a device{unsure}{self._wanted(version)}"
+        return plan["bytes"], f"cuDNN {version}, asked without a device{unsure}{wanted}"
+
+    def _substitute(self, what: str) -> None:
+        if what:
+            self.substitutions[what] = None
+
+    def _differs(self, profile: Profile) -> str:
+        """What of a profile is not what was asked for; "" where nothing is."""
+        parts = []
+        if self._wanted(profile.version):
+            parts.append(f"cuDNN {profile.version} for {self.cudnn_version}")
+        if profile.how == "inferred":
+            parts.append(f"cuDNN {profile.version} as inferred from measurements")
+        cards = profile.cards
+        if cards and self.gpu.key not in cards:
+            parts.append(f"a profile of {find_gpu(cards[0]).name}")
+        return ", ".join(parts)
 
     def _wanted(self, version: str | None) -> str:
         """What to add to a source that is not the version that was asked for."""
@@ -158,14 +275,24 @@ class Workspace:
         same = wanted is None or version is None or version_number(wanted) == version_number(version)
         return "" if same else f" ({wanted} was wanted)"
 
+    def _is_installed(self, number: int) -> bool:
+        version = self._cudnn.version
+        return version is not None and version_number(version) == number
+
     def _ask_first(self) -> bool:
-        """Whether the installed cuDNN is the version wanted and the profile is another's."""
+        """Whether the installed cuDNN is the version wanted and the profile is another's, or another card's."""
         if self._prefer_installed is None:
-            profile = self._profile
-            wanted = self.cudnn_version and version_number(self.cudnn_version)
-            exact = profile is None or wanted is None or version_number(profile.version) == wanted
-            self._prefer_installed = not exact and version_number(self._cudnn.version or "0.0") == wanted
+            wanted = version_number(self.cudnn_version) if self.cudnn_version else 0
+            is_other = self._profile is not None and self._differs(self._profile) != ""
+            self._prefer_installed = is_other and wanted >= _ASKABLE and self._is_installed(wanted)
         return self._prefer_installed
+
+
+_ASKABLE = version_number("9.8.0")  # the first that answers without a device
+_RULED = {
+    "nchw": "a rule for convolutions that no cuDNN was asked about",
+    "nhwc": "a rule for channels_last convolutions that no cuDNN was asked about",
+}
 
 
 def _check(conv: Conv) -> None:
@@ -210,3 +337,11 @@ def _rule(gpu: Gpu, version: int, tf32: bool, conv: Conv) -> tuple[int, str]:
     if conv.dtype == "float32" and gpu.sm not in (90, 100):
         return i + f, "input + filter, TF32"
     return i + o + f, "input + output + filter"
+
+
+def _least(_gpu: Gpu, _version: int, _tf32: bool, _conv: Conv) -> tuple[int, str]:
+    return 0, "the least there can be"
+
+
+def _most(_gpu: Gpu, _version: int, _tf32: bool, conv: Conv) -> tuple[int, str]:
+    return formula_bytes(["i+f+3o", 0, 0, 0, 0], sizes(conv)), "the most that large convolutions were seen to take"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vaemem._common import ELEMENT_BYTES, MIB, choose, grouped, mib, need, render
-from vaemem.prediction.question import DEFAULT_TILE
+from vaemem.prediction.benchmark import BENCHMARK_TILE
 from vaemem.tables.fit import KEY, Fit, FittedLine
 from vaemem.tables.table import BYTE_COLUMNS, Row, Table
 
@@ -79,7 +79,7 @@ def _invokeai(row: Row) -> float | None:
     size = size_of(row)
     if constant is None or size is None or _images(row) > 1 or (tiled and row["model"] == "flux"):
         return None  # knows no batch, and no tiles for FLUX
-    estimate = constant * (DEFAULT_TILE * DEFAULT_TILE * ELEMENT_BYTES[row["dtype"]] * 1.25 if tiled else size)
+    estimate = constant * (BENCHMARK_TILE * BENCHMARK_TILE * ELEMENT_BYTES[row["dtype"]] * 1.25 if tiled else size)
     is_upcast = row["dtype"] == "float32" and row["model"] in ("sd15", "sdxl")
     return estimate + 250 * MIB if is_upcast else estimate
 
@@ -111,7 +111,7 @@ ESTIMATORS: dict[str, Estimator] = {
         ),
         Estimator(
             "invokeai",
-            f"2200 H W e (decode), 1100 H W e (encode), + 250 MiB for float32 SD; tiled: {DEFAULT_TILE}^2 e k 1.25",
+            f"2200 H W e (decode), 1100 H W e (encode), + 250 MiB for float32 SD; tiled: {BENCHMARK_TILE}^2 e k 1.25",
             "InvokeAI, estimate_vae_working_memory_sd15_sdxl and _flux; the 250 MiB stand for larger weights",
             _invokeai,
         ),
@@ -399,7 +399,8 @@ def _fitted(found: Fit, row: Row) -> float | None:
 
 
 def _predicted(predict: Callable[..., Any], row: Row) -> Any:
-    """`vaemem.predict` asked for the row; what the row does not say, and what a partial has bound, stays as it is."""
+    """`vaemem.predict` asked for the row; what the row does not say, and what a partial has bound, stays as it is.
+    Tables do not say a tile's side: it is the seed table's, which `vaemem.pytorch.measure` takes by default too."""
     if row["runtime"] == "vaemem":
         return None  # predicts PyTorch, not this engine
     names = {"model": "model", "op": "op", "height": "height", "width": "width", "dtype": "dtype", "batch": "batch",
@@ -407,6 +408,8 @@ def _predicted(predict: Callable[..., Any], row: Row) -> Any:
     bound = predict.keywords if isinstance(predict, functools.partial) else {}
     known = inspect.signature(predict).parameters
     asked = {k: row[column] for k, column in names.items() if row[column] is not None and k in known and k not in bound}
+    if "tile" in known and "tile" not in bound and row["op"].endswith("_tiled"):
+        asked["tile"] = BENCHMARK_TILE
     return predict(**asked)
 
 

@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 
 from vaemem._common import DTYPES, TILED_OPS, choose, latent_factor, listed, whole
 from vaemem.engine.layouts import config_of, read_config
+from vaemem.prediction.benchmark import BENCHMARK_TILE
 from vaemem.prediction.process import RUNTIMES, architecture
 from vaemem.prediction.profiles import Conv
-from vaemem.prediction.question import DEFAULT_TILE
 from vaemem.tables.meters import CpuMeter, CudaMeter, Meter
 from vaemem.tables.sweep import image_sizes
 from vaemem.tables.table import Row, Table
@@ -108,9 +108,8 @@ def measure(
         raise ValueError(f"tile: want it with a tiled op, got {tile!r} with {op}")
     if tiled and runtime == "bfl":
         raise ValueError(f"op: want encode or decode with runtime bfl, which has no tiles, got {op!r}")
-    tile = DEFAULT_TILE if tile is None else tile
-    for name, value, least in (("warmups", warmups, 0), ("runs", runs, 1), ("batch", batch, 1), ("tile", tile, 1)):
-        whole(name, value, least)
+    tile = whole("tile", BENCHMARK_TILE if tile is None else tile)
+    warmups, runs, batch = whole("warmups", warmups, 0), whole("runs", runs), whole("batch", batch)
     place = _device(torch, device)
     for name, path in (("snapshot", snapshot), ("profile", profile)):
         if path is not None and place.type != "cuda":

@@ -94,8 +94,7 @@ def sweep(
     >>> table = sweep(["sdxl"], ["decode"], [256, (512, 768)])
     >>> estimate = sweep(["sdxl"], ["decode"], [2048], measure=False)
     """
-    whole("batch", batch)
-    whole("repeats", repeats)
+    batch, repeats = whole("batch", batch), whole("repeats", repeats)
     wanted = [(model, dtype) for model in _models(models) for dtype in _dtypes(dtypes, model, device)]
     asked = [Case(op, h, w, batch, "") for op in _ops(ops) for h, w in image_sizes(sizes)]
     rows: list[Row] = []
