@@ -342,6 +342,38 @@ def test_the_same_bits_under_any_limit(seed):
     assert streamed > 0
 
 
+@pytest.fixture(scope="module")
+def sdxl():
+    """Planned for alone: its weights stay unset."""
+    vae = vaemem.VAE(_core.Model(_core.models()["sdxl"]))
+    vae.threads = 2
+    return vae
+
+
+@pytest.mark.parametrize(
+    "op, size, limit, work",
+    [
+        ("decode", 1024, 2.1, 1.0),
+        ("decode", 1024, 1.2, 1.3),
+        ("decode", 1024, 0.8, 2.7),
+        ("decode", 1024, 0.65, 2.7),
+        ("decode", 1024, 0.55, 5.8),
+        ("encode", 1024, 1.2, 1.5),
+        ("encode", 1024, 0.7, 1.5),
+        ("encode", 1024, 0.4, 1.8),
+        ("decode", 2048, 1.1, 1.3),
+        ("decode", 2048, 0.6, 2.5),
+        ("decode", 2048, 0.45, 5.1),
+        ("decode", 2048, 0.3, 8.0),
+    ],
+)
+def test_what_limits_cost_sdxl(sdxl, op, size, limit, work):
+    """limit: of full-size activations beside the weights; work: FLOPs at most, of those of a run without a limit."""
+    weights, full = sdxl.estimate(op, size, size).weights_bytes, 128 * size * size * 4
+    run = sdxl.estimate(op, size, size, memory_limit=int(weights + limit * full))
+    assert run.peak_bytes - weights <= limit * full and run.work <= work
+
+
 def test_the_limit_holds_for_out_and_bytes(vae):
     z = latents(vae, 32, 32)
     want = vae.decode(z, output_type="uint8")
