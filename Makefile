@@ -23,7 +23,7 @@ bench: $(VENV)/test.stamp
 	$(BIN)/python benchmarks/passes.py
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/memory.py --op encode
-	$(BIN)/python benchmarks/memory.py --size 2048 --rounds 1
+	$(BIN)/python benchmarks/memory.py --size 2048 --rounds 0
 	$(BIN)/python benchmarks/memory.py --plot
 
 # What follows wants a GPU, and uses the Python that has PyTorch for it (PYTHON), as it is: built in place, nothing installed.

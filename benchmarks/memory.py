@@ -11,7 +11,8 @@ says so.
 
 Seconds: one process runs every limit in turns with the unlimited run, the same VAE and the same input; PyTorch's
 processes take their turns in the same rounds. Each of our runs takes its memory anew, and its planning is counted.
-Medians. The smallest plan runs in the first round alone, unless it stands for a limit below it.
+Medians. The smallest plan runs in the first round alone, unless it stands for a limit below it. With --rounds 0 the
+seconds are those of the runs that memory is measured in: one each, one after another, in processes of their own.
 
 Memory: the peak resident size of a process that does that run and nothing else, after loading and after a small model
 has run once. What it held before it loaded is its base, the interpreter and libraries.
@@ -205,8 +206,10 @@ def plan(args: argparse.Namespace) -> tuple[dict[str, int | None], str, int]:
             limits[f"vaemem, {x:g} T"] = limit
         else:
             below.append(f"{x:g} T")
-    last = SMALLEST + (f" (for {', '.join(below)})" if below else "")
-    limits[last] = smallest
+    last = list(limits)[-1]
+    if below or vae.estimate(args.op, args.size, args.size, memory_limit=limits[last]).peak_bytes > smallest:
+        last = SMALLEST + (f" (for {', '.join(below)})" if below else "")
+        limits[last] = smallest
     return limits, last, weights
 
 
@@ -214,7 +217,7 @@ def contest(args: argparse.Namespace, folder: str) -> list[dict]:
     limits, last, weights = plan(args)
     task = {"op": args.op, "size": args.size, "threads": args.threads}
     alone: dict[str, dict] = {}  # of each contestant's first run, in a process that has done nothing else
-    times: dict[str, list[float]] = {}
+    times: dict[str, list[float]] = {}  # of the rounds
 
     def ready(name: str, result: dict) -> None:
         alone[name] = result
@@ -246,16 +249,21 @@ def contest(args: argparse.Namespace, folder: str) -> list[dict]:
     if last == SMALLEST:  # nobody asked for it: once
         rounds[1:] = [[name for name in limits if name != last]] * (args.rounds - 1)
     schedule = [limits[name] for names in rounds for name in names]
-    timed = Worker("vaemem, in turns", __file__, task | {"who": "ours", "limits": schedule, "alone": False}, {})
+    workers = dict(peers)
+    if rounds:
+        one = Worker("vaemem, in turns", __file__, task | {"who": "ours", "limits": schedule, "alone": False}, {})
+        workers |= dict.fromkeys(limits, one)
     for i, names in enumerate(rounds):
         for name in (*names, *peers):
-            result = peers.get(name, timed).ask()
+            result = workers[name].ask()
             if name in limits:
                 refuse_difference(name, result["bits"], alone[UNLIMITED]["bits"])
             times.setdefault(name, []).append(result["seconds"])
             print(f"  round {i + 1}: {name:22s} {result['seconds']:7.2f} s", flush=True)
-    for worker in (timed, *peers.values()):
+    for worker in set(workers.values()):
         worker.close()
+    if not rounds:
+        times = {name: [alone[name]["seconds"]] for name in (*limits, *peers)}
     return [row(args, name, limits.get(name), alone[name], times, said.get(name)) for name in times]
 
 
