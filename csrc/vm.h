@@ -256,7 +256,6 @@ typedef struct vm_plan {
     size_t own_bytes;           /* of the last two: what the run counts as its scratch */
     size_t peak[VM_CATEGORIES]; /* when their sum is largest */
     double work;                /* FLOPs, relative to those of every pass once */
-    size_t smallest;            /* the peak of the smallest plan, where the limit is below it (VM_ELIMIT) */
     size_t reserved;            /* weights + arena + output + what the run itself needs */
     size_t rows;                /* of progress, the whole batch */
 } vm_plan;
