@@ -154,6 +154,43 @@ def test_other_questions():
     assert upcast.allocated - native.allocated == pytest.approx(83653863 * 2, rel=0.05)
 
 
+@pytest.mark.parametrize("runtime", ["ldm", "comfyui", "a1111"])
+def test_runtimes_after_compvis(runtime):
+    """Where T = 128*H*W*e, a decode peaks at the last upsampler: 0.5 T goes in, is doubled to 2 T, 2 T come out, with
+    4 T of workspace; diffusers' caller holds T more."""
+    T = 128 * 1024 * 1024 * 2
+    p = predict("sdxl", "decode", 1024, 1024, runtime=runtime)
+    assert p.runtime == runtime and 8.5 < p.allocated / T < 8.52
+    assert p.peak_tensors[0].name == "decoder.up.1.upsample.conv [workspace]"
+    listed = predict("sdxl", "encode", 1024, 1024, runtime=runtime)
+    assert ("encoder.down.0.block.0 [sum]" in dict(listed.peak_tensors)) == (runtime != "comfyui")
+    assert predict("sdxl", "encode", 1024, 1024, "float32", runtime=runtime).allocated > listed.allocated
+
+
+def test_scores_are_the_peak_of_large_images():
+    names = [predict("sd15", "decode", side, side, runtime="ldm").peak_tensors[0].name for side in (1440, 1472)]
+    assert names[0].endswith("[workspace]") and names[1].startswith("decoder.mid.attn_1 [scores")
+    small, large = (predict("sd15", "decode", 2048, 2048, runtime="a1111", gpu=g) for g in ("RTX 3060", "A100 80GB"))
+    scores = [dict(p.peak_tensors).get("decoder.mid.attn_1 [scores]", 0) for p in (small, large)]
+    assert scores == [0, 2 * 256**4] and small.allocated < large.allocated  # in parts, another tensor peaks
+
+
+def test_comfyui_takes_from_the_host_and_gives_to_it():
+    p = predict("flux", "decode", 512, 512, runtime="comfyui")
+    process = SimulatedProcess()
+    vae = process.load("flux", runtime="comfyui")
+    before = process.allocated
+    image = process.decode(vae, process.tensor((1, 16, 64, 64), "float16", host=True))
+    assert image.shape == (1, 3, 512, 512) and image.nbytes == 0 and process.peak_allocated == p.peak_allocated
+    assert process.allocated - before == sum(size for name, size in p.peak_tensors if name.startswith("cublas"))
+    with pytest.raises(ValueError, match="decode: want an input on the host"):
+        process.decode(vae, process.tensor((1, 16, 64, 64), "float16"))
+    with pytest.raises(ValueError, match="encode: want an input on the device"):
+        process.encode(process.load("flux"), process.tensor((1, 3, 64, 64), "float16", host=True))
+    tiled = predict("flux", "decode_tiled", 1024, 1024, runtime="comfyui", tile=512)
+    assert tiled.allocated < predict("flux", "decode", 1024, 1024, runtime="comfyui").allocated / 3
+
+
 def test_gpus_and_versions_differ():
     sizes = {}
     for gpu in ("T4", "V100", "RTX 3090", "A100 80GB", "H100", "RTX 5090"):
@@ -201,6 +238,11 @@ def test_any_config(tmp_path):
         ({"torch_version": "1.13.1"}, "torch_version: want one of"),
         ({"cudnn_version": "nine"}, "cudnn_version"),
         ({"runtime": "bfl"}, "quant convolutions"),
+        ({"runtime": "forge"}, "runtime: want one of diffusers, bfl, ldm, comfyui, a1111"),
+        ({"runtime": "ldm", "model": "flux"}, "such as bfl or comfyui, got ldm"),
+        ({"runtime": "a1111", "op": "decode_tiled"}, "tile: want diffusers or comfyui for tiles"),
+        ({"runtime": "bfl", "model": "flux", "op": "decode_tiled"}, "the bfl runtime has none"),
+        ({"runtime": "comfyui", "weights_dtype": "float32"}, "weights_dtype: want the run's dtype float16"),
         ({"height": 500}, "height: want a multiple of 8"),
         ({"width": 512.0}, "width: want a whole number"),
         ({"batch": 0}, "batch"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from vaemem._common import OPS, choose
-from vaemem.prediction.process import LoadedVAE, SimulatedProcess, Tensor
+from vaemem.prediction.process import RUNTIMES, LoadedVAE, SimulatedProcess, Tensor
 
 
 class Reading(NamedTuple):
@@ -78,7 +78,8 @@ def benchmark(
     names = _Names(process)
     image = (batch, vae.arch["in_channels"], height, width)
     latent = (batch, vae.arch["latent_channels"], height // vae.factor, width // vae.factor)
-    names["input"] = process.tensor(image if op == "encode" else latent, input_dtype)
+    runtime = RUNTIMES[vae.runtime]
+    names["input"] = process.tensor(image if op == "encode" else latent, input_dtype, host=runtime.host)
 
     def converted() -> Tensor:
         """The input in the run's dtype, which the weights get too."""
@@ -90,8 +91,9 @@ def benchmark(
 
     def call(measured: bool) -> None:
         x = converted()
-        if vae.runtime != "diffusers":
-            names["result"] = process.encode(vae, x) if op == "encode" else process.decode(vae, x)
+        if runtime.samples:
+            method = process.encode if op == "encode" else process.decode
+            names["result"] = method(vae, x, tile=tile, slicing=slicing)
         elif op == "encode":
             names["dist"] = process.encode(vae, x, tile=tile, slicing=slicing)
             names["result"] = process.sample(names["dist"])

@@ -108,8 +108,9 @@ def predict(
     batch : int
         Images.
     runtime : str, optional
-        ``"diffusers"`` (AutoencoderKL) or ``"bfl"`` (AutoEncoder of the flux repository); by default bfl for flux
-        where the op is not tiled, else diffusers.
+        Whose code runs the VAE: ``"diffusers"`` (AutoencoderKL), ``"bfl"`` (AutoEncoder of the flux repository),
+        ``"ldm"`` (CompVis' AutoencoderKL), ``"comfyui"`` (its class VAE) or ``"a1111"`` (CompVis' as A1111 changes it);
+        by default bfl for flux where the op is not tiled, else diffusers. docs/PREDICTION.md says how each was checked.
     gpu : str
         ``"RTX 4090"``, ``"A100 80GB"`` ...
     cudnn_version, torch_version : str, optional
@@ -117,7 +118,9 @@ def predict(
     weights_dtype : str, optional
         Of the weights between runs; where it is not `dtype`, weights and input are converted within the run.
     tile : int, optional
-        Side of a tile in pixels for the tiled ops, 512 by default. Tiles overlap by a quarter, diffusers' default.
+        Side of a tile in pixels for the tiled ops of diffusers and comfyui, 512 by default. Tiles overlap by a quarter,
+        diffusers' default; ComfyUI's by 64 pixels, at most a quarter, and it makes three passes: squares, wide and high
+        ones.
     slicing : bool
         One image of the batch after the other (diffusers' ``enable_slicing``).
     workspace : object, optional

@@ -7,7 +7,7 @@ from typing import Any
 
 from vaemem._common import DTYPES, TILED_OPS, choose, latent_factor, whole
 from vaemem.prediction.benchmark import Reading, benchmark
-from vaemem.prediction.process import SimulatedProcess, architecture, usual_runtime
+from vaemem.prediction.process import RUNTIMES, SimulatedProcess, architecture, usual_runtime
 from vaemem.prediction.snapshot import CachingAllocator
 
 DEFAULT_TILE = 512  # pixels: the side of a tile where nobody says, diffusers' default for these models
@@ -43,7 +43,13 @@ class Question:
         if self.runtime is None:
             self.runtime = "diffusers" if tiled or self.slicing else usual_runtime(self.arch)
         self.tile = (self.tile or DEFAULT_TILE) if tiled else None
+        choose("runtime", self.runtime, RUNTIMES)
         self.weights_dtype, self.slicing = self.weights_dtype or self.dtype, bool(self.slicing)
+        if RUNTIMES[self.runtime].host and self.weights_dtype != self.dtype:
+            raise ValueError(
+                f"weights_dtype: want the run's dtype {self.dtype} with {self.runtime}, which keeps its weights in it, "
+                f"got {self.weights_dtype!r}"
+            )
         for name in ("height", "width", "batch", "tile") if tiled else ("height", "width", "batch"):
             whole(name, getattr(self, name))
         factor = latent_factor(self.arch)
