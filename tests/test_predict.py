@@ -175,6 +175,15 @@ def test_scores_are_the_peak_of_large_images():
     assert scores == [0, 2 * 256**4] and small.allocated < large.allocated  # in parts, another tensor peaks
 
 
+def test_tiles_of_a1111_are_padded():
+    tile = predict("sdxl", "decode", 688, 688, runtime="a1111")  # 512 and 2 * 11 * 8
+    small, large = (predict("sdxl", "decode_tiled", side, side, runtime="a1111", tile=512) for side in (1024, 4096))
+    assert tile.allocated < small.allocated < 1.1 * tile.allocated
+    assert dict(large.peak_tensors)["result [float]"] == 3 * 4096**2 * 4
+    whole, once = (predict("sdxl", op, 640, 640, runtime="a1111") for op in ("decode", "decode_tiled"))
+    assert whole.allocated == once.allocated  # no larger than one padded tile
+
+
 def test_comfyui_takes_from_the_host_and_gives_to_it():
     p = predict("flux", "decode", 512, 512, runtime="comfyui")
     process = SimulatedProcess()
@@ -240,7 +249,7 @@ def test_any_config(tmp_path):
         ({"runtime": "bfl"}, "quant convolutions"),
         ({"runtime": "forge"}, "runtime: want one of diffusers, bfl, ldm, comfyui, a1111"),
         ({"runtime": "ldm", "model": "flux"}, "such as bfl or comfyui, got ldm"),
-        ({"runtime": "a1111", "op": "decode_tiled"}, "tile: want diffusers or comfyui for tiles"),
+        ({"runtime": "ldm", "op": "decode_tiled"}, "tile: want diffusers, comfyui or a1111 for tiles"),
         ({"runtime": "bfl", "model": "flux", "op": "decode_tiled"}, "the bfl runtime has none"),
         ({"runtime": "comfyui", "weights_dtype": "float32"}, "weights_dtype: want the run's dtype float16"),
         ({"height": 500}, "height: want a multiple of 8"),

@@ -201,6 +201,30 @@ def test_comfyui_tiles_and_vaes_without_quant_convolutions(case, op):
     ldm_case("comfyui", case[0], op, *case[1:])
 
 
+@pytest.mark.parametrize("op", ["encode", "decode"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        (MODELS["sdxl"], 1024, 768, 1, 256),
+        (SMALL, 200, 300, 2, 64, "bfloat16"),
+        (SMALL, 400, 88, 1, 64, "float32"),
+        (SMALL, 100, 100, 1, 64),
+    ],
+)
+def test_a1111_pads_its_tiles(case, op):
+    torch = pytest.importorskip("torch")
+    from torch_ldm import TiledVae
+
+    from vaemem.pytorch import record
+
+    arch, height, width, batch, tile, dtype = (*case, "float16")[:6]
+    vae = TiledVae(arch, getattr(torch, dtype))
+    shape = batch, arch["latent_channels"], height // vae.factor, width // vae.factor
+    x = torch.empty(shape if op == "decode" else (batch, 3, height, width), dtype=getattr(torch, dtype), device="meta")
+    recording = record(vae, x, call=lambda v, x: getattr(v, op)(x, tile))
+    assert_same(_core.Trace.vae(arch, "a1111", op, dtype, height, width, batch, tile), recording.trace)
+
+
 def test_images_of_comfyui_reach_the_gpu_in_channels_last():
     """What it does with them on the host: (N, H, W, C) seen as (N, C, H, W), cut, times 2, minus 1, another dtype."""
     torch = pytest.importorskip("torch")
@@ -359,9 +383,8 @@ def test_flash_attention_splits_keys_when_queries_are_few():
         ({"dtype": "int8"}, "dtype: want float32, float16 or bfloat16"),
         ({"runtime": "jax"}, "runtime: want one of"),
         ({"runtime": "bfl"}, "quant convolutions"),
-        ({"runtime": "bfl", "arch": MODELS["flux"], "tile": 64}, "tile: want diffusers or comfyui for tiles"),
+        ({"runtime": "bfl", "arch": MODELS["flux"], "tile": 64}, "tile: want diffusers, comfyui or a1111 for tiles"),
         ({"runtime": "ldm", "slicing": True}, "slicing: want it with the diffusers runtime, got ldm"),
-        ({"runtime": "a1111", "tile": 512}, "which pads them, ask one without tiles: 688 pixels a side"),
         ({"runtime": "ldm", "tile": 512}, "the ldm runtime has none"),
         ({"runtime": "comfyui", "tile": 72}, "tile: want a multiple of 16"),
         ({"runtime": "ldm", "arch": MODELS["flux"]}, "such as bfl or comfyui, got ldm"),

@@ -299,3 +299,144 @@ def tiled_scale(samples, function, tile_x: int, tile_y: int, overlap: int):  # C
 def ldm_vae(arch: dict, runtime: str, dtype: torch.dtype) -> nn.Module:
     with torch.device("meta"):
         return (ComfyVae(arch) if runtime == "comfyui" else AutoencoderKL(arch, runtime)).eval().to(dtype)
+
+
+# ---- A1111's extension Tiled VAE: multidiffusion-upscaler-for-automatic1111, scripts/tilevae.py, fast mode ----
+
+
+def var_mean(tile, groups: int):  # get_var_mean, without the look for infinities
+    return [torch.empty(len(tile) * groups, dtype=tile.dtype, device=tile.device) for _ in range(2)]
+
+
+def custom_group_norm(x, groups: int, var, mean, layer):
+    seen = x.contiguous().view(1, len(x) * groups, -1, *x.shape[2:])
+    out = F.batch_norm(seen, mean.to(x), var.to(x), weight=None, bias=None, training=False, momentum=0, eps=1e-6)
+    out = out.view(x.shape)
+    out *= layer.weight.view(1, -1, 1, 1)
+    out += layer.bias.view(1, -1, 1, 1)
+    return out
+
+
+def attention_of_tile(net, h):  # tile_utils/attn.py: cross_attention_attnblock_forward
+    q, k, v = net.q(h), net.k(h), net.v(h)
+    n, c, height, width = q.shape
+    q, k = q.reshape(n, c, -1).permute(0, 2, 1), k.reshape(n, c, -1)
+    h = torch.zeros_like(k)
+    scores = torch.bmm(q, k)
+    scores = scores * c**-0.5
+    scores = F.softmax(scores, dim=2, dtype=q.dtype).permute(0, 2, 1)
+    h[:, :, :] = torch.bmm(v.reshape(n, c, -1), scores)
+    del scores
+    out = net.proj_out(h.reshape(n, c, height, width))
+    del h
+    return out
+
+
+def _resnet_tasks(net):
+    store = net.nin_shortcut if hasattr(net, "nin_shortcut") else (lambda x: x)
+    silu = ["silu", lambda x: F.silu(x, inplace=True)]
+    convs = [["norm", net.norm1], silu, ["conv", net.conv1], ["norm", net.norm2], silu, ["conv", net.conv2]]
+    return [["store", store], *convs, ["add", None]]
+
+
+def _middle_tasks(mid):
+    attn = mid.attn_1
+    middle = [
+        ["store", lambda x: x],
+        ["norm", attn.norm],
+        ["attn", lambda x: attention_of_tile(attn, x)],
+        ["add", None],
+    ]
+    return [*_resnet_tasks(mid.block_1), *middle, *_resnet_tasks(mid.block_2)]
+
+
+def task_queue(net, decodes: bool):  # build_task_queue
+    tasks = [["conv", net.conv_in], *(_middle_tasks(net.mid) if decodes else [])]
+    for level in reversed(net.up) if decodes else net.down:
+        for block in level.block:
+            tasks += _resnet_tasks(block)
+        resample = getattr(level, "upsample" if decodes else "downsample", None)
+        tasks += [["resample", resample]] if resample else []
+    tasks += [] if decodes else _middle_tasks(net.mid)
+    return [*tasks, ["norm", net.norm_out], ["silu", lambda x: F.silu(x, inplace=True)], ["conv", net.conv_out]]
+
+
+def estimate_group_norm(z, tasks, groups: int):
+    tile = z
+    last = max(i for i, task in enumerate(tasks) if task[0] == "norm")
+    for i, task in enumerate(tasks[: last + 1]):
+        if task[0] == "norm":
+            var, mean = var_mean(tile, groups)
+            tasks[i] = ["apply", lambda x, v=var, m=mean, layer=task[1]: custom_group_norm(x, groups, v, m, layer)]
+            if i < last:
+                tile = tasks[i][1](tile)
+        elif task[0] == "store":
+            following = next(j for j in range(i, len(tasks)) if tasks[j][0] == "add")
+            tasks[following][1] = task[1](tile)
+        elif task[0] == "add":
+            tile += task[1]
+            task[1] = None
+        else:
+            tile = task[1](tile)
+
+
+def corners(side: int, most: int, pad: int):  # split_tiles and get_best_tile_size, along one side
+    count = max(-(-(side - 2 * pad) // most), 1)
+    even = -(-(side - 2 * pad) // count)
+    divider = 32
+    while divider >= 2 and even % divider:
+        rounded = even - even % divider + divider
+        if rounded <= most:
+            even = rounded
+            break
+        divider //= 2
+    return [(i * even, min((i + 1) * even + 2 * pad, side)) for i in range(count)]
+
+
+def vae_tile_forward(net, z, most: int, factor: int, groups: int, decodes: bool):  # VAEHook
+    pad = 11 if decodes else 32
+    n, _, height, width = z.shape
+    if max(height, width) <= 2 * pad + most:
+        return net(z)
+    tasks = task_queue(net, decodes)
+    small = F.interpolate(z, scale_factor=most / max(height, width), mode="nearest-exact")
+    small = (small - 0.0) / 1.0 * 1.0 + 0.0
+    estimate_group_norm(small, tasks, groups)
+    del small
+    result = None
+    for (top, bottom), (left, right) in itertools.product(corners(height, most, pad), corners(width, most, pad)):
+        shape = n, z.shape[1], bottom - top, right - left
+        tile = torch.empty(shape, dtype=z.dtype, device=z.device)  # from the host
+        queue = [list(task) for task in tasks]
+        while queue:
+            task = queue.pop(0)
+            if task[0] == "store":
+                res = task[1](tile)
+                next(later for later in queue if later[0] == "add")[1] = res
+            elif task[0] == "add":
+                tile += task[1]
+                task[1] = None
+            else:
+                tile = task[1](tile)
+        if result is None:
+            size = (height * factor, width * factor) if decodes else (height // factor, width // factor)
+            result = torch.zeros(n, tile.shape[1], *size, device=z.device)
+        del tile
+    return result.to(z.dtype)
+
+
+class TiledVae(nn.Module):
+    def __init__(self, arch: dict, dtype: torch.dtype):
+        super().__init__()
+        self.vae, self.factor = ldm_vae(arch, "a1111", dtype), 2 ** (len(arch["block_out_channels"]) - 1)
+        self.groups = arch["norm_num_groups"]
+
+    def encode(self, x, tile: int):
+        h = vae_tile_forward(self.vae.encoder, x, tile, self.factor, self.groups, decodes=False)
+        moments = self.vae.quant_conv(h)
+        posterior = Gaussian(moments)
+        return posterior
+
+    def decode(self, z, tile: int):
+        z = self.vae.post_quant_conv(z)
+        return vae_tile_forward(self.vae.decoder, z, tile // self.factor, self.factor, self.groups, decodes=True)

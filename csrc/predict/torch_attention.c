@@ -51,10 +51,14 @@ typedef struct heads {
     tensor normed, qkv[3];
 } heads;
 
-static heads project(walk *w, const tensor *x, path name) {
-    heads a = {.normed = norm(w, x, at(name, ".norm"))};
-    for (int i = 0; i < 3; i++) a.qkv[i] = conv1(w, &a.normed, x->c, at(name, ".%c", "qkv"[i]));
+static heads project_normed(walk *w, tensor normed, path name) {
+    heads a = {.normed = normed};
+    for (int i = 0; i < 3; i++) a.qkv[i] = conv1(w, &normed, normed.c, at(name, ".%c", "qkv"[i]));
     return a;
+}
+
+static heads project(walk *w, const tensor *x, path name) {
+    return project_normed(w, norm(w, x, at(name, ".norm")), name);
 }
 
 static void give_qkv(walk *w, const heads *a) {
@@ -134,11 +138,12 @@ static size_t parts(const walk *w, const tensor *x) {
     return tokens % n ? 1 : n;
 }
 
-tensor vm_walk_attention_a1111(walk *w, const tensor *x, path name) {
+/* drops: the name of the block's own that held its normalised input is bound to the result's zeros. */
+static tensor attend_in_parts(walk *w, const heads *a, bool drops, path name) {
     const path attended = at(name, " [attention]");
-    const heads a = project(w, x, name);
-    tensor h = take_like(w, &a.normed, attended); /* zeros */
-    give(w, &a.normed);
+    const tensor *x = &a->normed;
+    tensor h = take_like(w, x, attended); /* zeros */
+    if (drops) give(w, x);
     const size_t n = parts(w, x), queries = VM_PRODUCT(x->h, x->w) / n;
     for (size_t i = 0; !w->status && i < n; i++) {
         const tensor weights = scores(w, x, queries, name);
@@ -147,7 +152,17 @@ tensor vm_walk_attention_a1111(walk *w, const tensor *x, path name) {
         give(w, &part);
         give(w, &weights);
     }
-    bind(w, &h, conv1(w, &h, x->c, at(name, ".proj_out"))); /* to which x is added in place */
-    give_qkv(w, &a);
+    bind(w, &h, conv1(w, &h, x->c, at(name, ".proj_out"))); /* to which the block's input is added in place */
+    give_qkv(w, a);
     return h;
+}
+
+tensor vm_walk_attention_a1111(walk *w, const tensor *x, path name) {
+    const heads a = project(w, x, name);
+    return attend_in_parts(w, &a, true, name);
+}
+
+tensor vm_walk_attention_of_tile(walk *w, const tensor *normed, path name) {
+    const heads a = project_normed(w, *normed, name);
+    return attend_in_parts(w, &a, false, name);
 }

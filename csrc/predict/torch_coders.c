@@ -81,14 +81,14 @@ static void finish(walk *w, tensor *x, size_t c, path name) {
     bind(w, x, conv3(w, x, c, at(name, "conv_out")));
 }
 
-static tensor downsample(walk *w, const tensor *x, path name) {
+tensor vm_walk_downsample(walk *w, const tensor *x, path name) {
     const tensor padded = take(w, x->n, x->c, x->h + 1, x->w + 1, x->layout, at(name, " [pad]"));
     const tensor y = conv(w, &padded, x->c, 3, 2, 0, name);
     give(w, &padded);
     return y;
 }
 
-static tensor upsample_conv(walk *w, const tensor *x, path name) {
+tensor vm_walk_upsample(walk *w, const tensor *x, path name) {
     const layout layout = x->layout == CHANNELS_LAST ? CHANNELS_LAST : CONTIGUOUS;
     const tensor wide = take(w, x->n, x->c, 2 * x->h, 2 * x->w, layout, at(name, " [nearest 2x]"));
     const tensor y = conv3(w, &wide, x->c, name);
@@ -119,7 +119,8 @@ tensor vm_walk_encoder(walk *w, const tensor *image) {
         for (size_t i = 0; i < a->layers_per_block + (level + 1 < a->levels); i++) {
             const bool down = i == a->layers_per_block;
             const path block = block_name(w, name, "down", level, i, down);
-            const tensor y = down ? downsample(w, &h, block) : resnet(w, &h, a->block_out_channels[level], block);
+            const tensor y =
+                down ? vm_walk_downsample(w, &h, block) : resnet(w, &h, a->block_out_channels[level], block);
             if (lists)
                 kept[keeps++] = h;
             else if (!d || h.id != held.id)
@@ -148,7 +149,7 @@ tensor vm_walk_decoder(walk *w, const tensor *z) {
         for (size_t j = 0; j < a->layers_per_block + 1 + (level > 0); j++) {
             const bool up = j == a->layers_per_block + 1;
             const path block = block_name(w, name, "up", w->frames->diffusers ? i : level, j, up);
-            const tensor y = up ? upsample_conv(w, &h, block) : resnet(w, &h, a->block_out_channels[level], block);
+            const tensor y = up ? vm_walk_upsample(w, &h, block) : resnet(w, &h, a->block_out_channels[level], block);
             if (!w->frames->diffusers || h.id != held.id) give(w, &h);
             h = y;
         }

@@ -4,6 +4,16 @@
  * calls too; ComfyUI's comfy/sd.py (class VAE), comfy/utils.py (tiled_scale) and comfy/ldm/models/autoencoder.py. */
 #include "torch_walk.h"
 
+/* Whether A1111's Tiled VAE takes over from a half of the model: where its input is larger than one padded tile. */
+static bool takes_over(const walk *w, const tensor *x) {
+    const size_t tile = w->vae->op == VM_DECODE ? w->vae->tile / vm_arch_factor(w->vae->arch) : w->vae->tile;
+    return w->vae->runtime == VM_TORCH_A1111 && tile && VM_MAX(x->h, x->w) > tile + 2 * vm_walk_pad(w->vae);
+}
+
+static tensor encode_half(walk *w, const tensor *image) {
+    return takes_over(w, image) ? vm_walk_tiled_vae(w, image) : vm_walk_encoder(w, image);
+}
+
 static tensor encode_moments(walk *w, const tensor *image) {
     tensor h = vm_walk_encoder(w, image);
     if (w->vae->arch->use_quant_conv) bind(w, &h, conv1(w, &h, h.c, (path){"quant_conv"}));
@@ -13,7 +23,7 @@ static tensor encode_moments(walk *w, const tensor *image) {
 static tensor decode_latents(walk *w, const tensor *z) {
     tensor h = *z;
     if (w->vae->arch->use_post_quant_conv) h = conv1(w, z, z->c, (path){"post_quant_conv"});
-    const tensor y = vm_walk_decoder(w, &h);
+    const tensor y = takes_over(w, &h) ? vm_walk_tiled_vae(w, &h) : vm_walk_decoder(w, &h);
     give_copy(w, &h, z);
     return y;
 }
@@ -137,7 +147,7 @@ static void call_ldm(walk *w, tensor x) {
         decode_latents(w, &x);
         return;
     }
-    const tensor h = vm_walk_encoder(w, &x), moments = conv1(w, &h, h.c, (path){"quant_conv"});
+    const tensor h = encode_half(w, &x), moments = conv1(w, &h, h.c, (path){"quant_conv"});
     posterior(w, &moments);
     give(w, &h);
 }
@@ -238,7 +248,6 @@ static vm_status check_runtime(const vm_trace_vae *v) {
     const char *name = vm_trace_runtime_name[v->runtime];
     const quant quant = vm_walk_frames[v->runtime].quant;
     const int convs = v->arch->use_quant_conv + v->arch->use_post_quant_conv;
-    const size_t factor = vm_arch_factor(v->arch);
     if (quant == QUANT_NONE && convs)
         return vm_fail(VM_EINVAL,
                        "runtime: want one whose VAE has quant convolutions for %s, such as diffusers, got %s",
@@ -253,14 +262,8 @@ static vm_status check_runtime(const vm_trace_vae *v) {
     if (v->slicing && v->runtime != VM_TORCH_DIFFUSERS)
         return vm_fail(VM_EINVAL, "slicing: want it with the diffusers runtime, got %s (a batch of 1 is one slice)",
                        name);
-    if (v->tile && v->runtime == VM_TORCH_A1111)
-        return vm_fail(
-            VM_EINVAL,
-            "tile: want diffusers or comfyui for tiles; of a1111's Tiled VAE, which pads them, ask one without "
-            "tiles: %zu pixels a side",
-            v->tile + 2 * (v->op == VM_DECODE ? 11 * factor : 32));
-    if (v->tile && v->runtime != VM_TORCH_DIFFUSERS && v->runtime != VM_TORCH_COMFYUI)
-        return vm_fail(VM_EINVAL, "tile: want diffusers or comfyui for tiles, the %s runtime has none", name);
+    if (v->tile && (v->runtime == VM_TORCH_BFL || v->runtime == VM_TORCH_LDM))
+        return vm_fail(VM_EINVAL, "tile: want diffusers, comfyui or a1111 for tiles, the %s runtime has none", name);
     return VM_OK;
 }
 

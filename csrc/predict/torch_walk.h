@@ -4,6 +4,7 @@
  *   torch_walk.h       tensors and operators
  *   torch_attention.c  the attention blocks
  *   torch_coders.c     the other blocks, encoder and decoder
+ *   torch_tiled_vae.c  these tile by tile, as A1111's extension runs them
  *   torch_vae.c        the methods around them, tiles and slices
  *
  * Functions named after a module return its output and leave its input to the caller. Errors stick in walk.status. */
@@ -171,7 +172,15 @@ tensor vm_walk_attention_ldm(walk *w, const tensor *x, path name);
 /* A1111's default: those scores for as many queries at once as free memory allows. */
 tensor vm_walk_attention_a1111(walk *w, const tensor *x, path name);
 
+/* Tiled VAE's: the same without the norm before and the sum after. */
+tensor vm_walk_attention_of_tile(walk *w, const tensor *normed, path name);
+
+tensor vm_walk_downsample(walk *w, const tensor *x, path name);
+tensor vm_walk_upsample(walk *w, const tensor *x, path name);
 tensor vm_walk_encoder(walk *w, const tensor *image);
 tensor vm_walk_decoder(walk *w, const tensor *z);
+/* Either half by A1111's extension Tiled VAE; vm_walk_pad: what it adds to a tile on each side. */
+tensor vm_walk_tiled_vae(walk *w, const tensor *x);
+size_t vm_walk_pad(const vm_trace_vae *vae);
 
 #endif
