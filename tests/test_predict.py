@@ -182,6 +182,11 @@ def test_tiles_of_a1111_are_padded():
     assert dict(large.peak_tensors)["result [float]"] == 3 * 4096**2 * 4
     whole, once = (predict("sdxl", op, 640, 640, runtime="a1111") for op in ("decode", "decode_tiled"))
     assert whole.allocated == once.allocated  # no larger than one padded tile
+    sides = [
+        [predict("sd15", op, 64, 64, runtime="a1111", gpu=gpu).tile for gpu in ("RTX 3060", "RTX 4090", "A100 80GB")]
+        for op in ("encode_tiled", "decode_tiled")
+    ]
+    assert sides == [[2048, 3072, 3072], [1024, 1536, 2048]]
 
 
 def test_comfyui_takes_from_the_host_and_gives_to_it():

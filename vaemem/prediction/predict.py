@@ -118,9 +118,9 @@ def predict(
     weights_dtype : str, optional
         Of the weights between runs; where it is not `dtype`, weights and input are converted within the run.
     tile : int, optional
-        Side of a tile in pixels for the tiled ops of diffusers, comfyui and a1111, 512 by default. Tiles overlap by a
-        quarter, diffusers' default; ComfyUI's by 64 pixels, at most a quarter, in three passes; those of A1111's
-        Tiled VAE are padded on every side, by 11 latents or 32 pixels.
+        Side of a tile in pixels for the tiled ops of diffusers, comfyui and a1111: 512 by default, or a1111's for the
+        card. Tiles overlap by a quarter, diffusers' default; ComfyUI's by 64 pixels, at most a quarter, in three
+        passes; those of A1111's Tiled VAE are padded on every side, by 11 latents or 32 pixels.
     slicing : bool
         One image of the batch after the other (diffusers' ``enable_slicing``).
     workspace : object, optional

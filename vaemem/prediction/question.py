@@ -5,12 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from vaemem._common import DTYPES, TILED_OPS, choose, latent_factor, whole
+from vaemem._common import DTYPES, MIB, TILED_OPS, choose, latent_factor, whole
 from vaemem.prediction.benchmark import Reading, benchmark
+from vaemem.prediction.gpus import find_gpu
 from vaemem.prediction.process import RUNTIMES, SimulatedProcess, architecture, usual_runtime
 from vaemem.prediction.snapshot import CachingAllocator
 
-DEFAULT_TILE = 512  # pixels: the side of a tile where nobody says, diffusers' default for these models
+DEFAULT_TILE = 512  # pixels: the side of a tile where nobody says, diffusers' and ComfyUI's default for these models
+# What A1111's Tiled VAE recommends, and so has set, for a card of more MiB than so many.
+TILED_VAE = {
+    "encode_tiled": ((16000, 3072), (12000, 2048), (8000, 1536), (0, 960)),
+    "decode_tiled": ((30000, 2048), (16000, 1536), (12000, 1024), (8000, 768), (0, 512)),
+}
 
 
 @dataclass
@@ -42,7 +48,10 @@ class Question:
         self.arch = architecture(self.arch)
         if self.runtime is None:
             self.runtime = "diffusers" if tiled or self.slicing else usual_runtime(self.arch)
-        self.tile = (self.tile or DEFAULT_TILE) if tiled else None
+        if tiled and self.tile is None:
+            memory = find_gpu(self.gpu).total_memory // MIB
+            recommended = TILED_VAE[self.op] if self.runtime == "a1111" else ((0, DEFAULT_TILE),)
+            self.tile = next(side for least, side in recommended if memory > least)
         choose("runtime", self.runtime, RUNTIMES)
         self.weights_dtype, self.slicing = self.weights_dtype or self.dtype, bool(self.slicing)
         if RUNTIMES[self.runtime].host and self.weights_dtype != self.dtype:
