@@ -389,6 +389,8 @@ def test_flash_attention_splits_keys_when_queries_are_few():
         ({"runtime": "comfyui", "tile": 72}, "tile: want a multiple of 16"),
         ({"runtime": "ldm", "arch": MODELS["flux"]}, "such as bfl or comfyui, got ldm"),
         ({"runtime": "comfyui", "arch": {**SMALL, "use_quant_conv": False}}, "runtime: want diffusers for small"),
+        ({"runtime": "a1111", "op": "encode", "tile": 512, "height": 8, "width": 4096}, "want a tile that leaves"),
+        ({"tile": 1 << 21}, "at most 2\\^20"),
         ({"free_bytes": -1}, "free_bytes: want 0 or more"),
         ({"arch": {**SMALL, "norm_num_groups": 7}}, "block_out_channels"),
         ({"arch": {"name": "nothing"}}, "want the key"),

@@ -275,8 +275,9 @@ static vm_status check(const vm_trace_vae *v) {
                            side[i]);
     if (!v->batch || v->batch > 1u << 16) return vm_fail(VM_EINVAL, "batch: want 1 to 65536, got %zu", v->batch);
     const size_t multiple = v->runtime == VM_TORCH_COMFYUI ? 2 * factor : factor; /* ComfyUI halves tiles */
-    if (v->tile && (v->tile % multiple || v->tile < 4 * factor))
-        return vm_fail(VM_EINVAL, "tile: want a multiple of %zu, at least %zu, got %zu", multiple, 4 * factor, v->tile);
+    if (v->tile && (v->tile % multiple || v->tile < 4 * factor || v->tile > 1u << 20))
+        return vm_fail(VM_EINVAL, "tile: want a multiple of %zu, at least %zu, at most 2^20, got %zu", multiple,
+                       4 * factor, v->tile);
     return check_runtime(v);
 }
 

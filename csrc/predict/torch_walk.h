@@ -102,6 +102,10 @@ static inline void give_copy(walk *w, const tensor *copy, const tensor *of) {
 static inline tensor conv(walk *w, const tensor *x, size_t k, size_t side, size_t stride, size_t padding, path name) {
     const bool nhwc = x->layout == CHANNELS_LAST && !x->slice;
     const tensor in = nhwc ? *x : contiguous(w, x, name);
+    if (!w->status && VM_MIN(x->h, x->w) + 2 * padding < side)
+        w->status = vm_fail(VM_EINVAL, "%s: want a tile that leaves a convolution %zu pixels, got %zu x %zu", name.text,
+                            side, x->h, x->w);
+    if (w->status) return *x;
     const size_t h = (x->h + 2 * padding - side) / stride + 1, wide = (x->w + 2 * padding - side) / stride + 1;
     const tensor y = take(w, x->n, k, h, wide, nhwc ? CHANNELS_LAST : CONTIGUOUS, name);
     uint32_t filter = EXTERNAL;
