@@ -82,15 +82,6 @@ class Question:
             return next(side for least, side in TILED_VAE[self.op] if memory > least)
         return _tile_of(model)
 
-    def _usual_tile(self, model: Any) -> int:
-        """The side of a tile where none is given."""
-        if self.runtime == "comfyui":
-            return COMFYUI_TILE
-        if self.runtime == "a1111":
-            memory = find_gpu(self.gpu, self.memory).total_memory // MIB
-            return next(side for least, side in TILED_VAE[self.op] if memory > least)
-        return _tile_of(model)
-
     def play(
         self, allocator: CachingAllocator | None = None, *, workspace: Any = None, warmups: int = 2
     ) -> tuple[Reading, SimulatedProcess]:
