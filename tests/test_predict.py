@@ -155,6 +155,57 @@ def test_other_questions():
     assert upcast.allocated - native.allocated == pytest.approx(83653863 * 2, rel=0.05)
 
 
+@pytest.mark.parametrize("runtime", ["ldm", "comfyui", "a1111"])
+def test_runtimes_after_compvis(runtime):
+    """Where T = 128*H*W*e, a decode peaks at the last upsampler: 0.5 T goes in, is doubled to 2 T, 2 T come out, with
+    4 T of workspace; diffusers' caller holds T more."""
+    T = 128 * 1024 * 1024 * 2
+    p = predict("sdxl", "decode", 1024, 1024, runtime=runtime)
+    assert p.runtime == runtime and 8.5 < p.allocated / T < 8.52
+    assert p.peak_tensors[0].name == "decoder.up.1.upsample.conv [workspace]"
+    listed = predict("sdxl", "encode", 1024, 1024, runtime=runtime)
+    assert ("encoder.down.0.block.0 [sum]" in dict(listed.peak_tensors)) == (runtime != "comfyui")
+    assert predict("sdxl", "encode", 1024, 1024, "float32", runtime=runtime).allocated > listed.allocated
+
+
+def test_scores_are_the_peak_of_large_images():
+    names = [predict("sd15", "decode", side, side, runtime="ldm").peak_tensors[0].name for side in (1440, 1472)]
+    assert names[0].endswith("[workspace]") and names[1].startswith("decoder.mid.attn_1 [scores")
+    small, large = (predict("sd15", "decode", 2048, 2048, runtime="a1111", gpu=g) for g in ("RTX 3060", "A100 80GB"))
+    scores = [dict(p.peak_tensors).get("decoder.mid.attn_1 [scores]", 0) for p in (small, large)]
+    assert scores == [0, 2 * 256**4] and small.allocated < large.allocated  # in parts, another tensor peaks
+
+
+def test_tiles_of_a1111_are_padded():
+    tile = predict("sdxl", "decode", 688, 688, runtime="a1111")  # 512 and 2 * 11 * 8
+    small, large = (predict("sdxl", "decode_tiled", side, side, runtime="a1111", tile=512) for side in (1024, 4096))
+    assert tile.allocated < small.allocated < 1.1 * tile.allocated
+    assert dict(large.peak_tensors)["result [float]"] == 3 * 4096**2 * 4
+    whole, once = (predict("sdxl", op, 640, 640, runtime="a1111") for op in ("decode", "decode_tiled"))
+    assert whole.allocated == once.allocated  # no larger than one padded tile
+    sides = [
+        [predict("sd15", op, 64, 64, runtime="a1111", gpu=gpu).tile for gpu in ("RTX 3060", "RTX 4090", "A100 80GB")]
+        for op in ("encode_tiled", "decode_tiled")
+    ]
+    assert sides == [[2048, 3072, 3072], [1024, 1536, 2048]]
+
+
+def test_comfyui_takes_from_the_host_and_gives_to_it():
+    p = predict("flux", "decode", 512, 512, runtime="comfyui")
+    process = SimulatedProcess()
+    vae = process.load("flux", runtime="comfyui")
+    before = process.allocated
+    image = process.decode(vae, process.tensor((1, 16, 64, 64), "float16", host=True))
+    assert image.shape == (1, 3, 512, 512) and image.nbytes == 0 and process.peak_allocated == p.peak_allocated
+    assert process.allocated - before == sum(size for name, size in p.peak_tensors if name.startswith("cublas"))
+    with pytest.raises(ValueError, match="decode: want an input on the host"):
+        process.decode(vae, process.tensor((1, 16, 64, 64), "float16"))
+    with pytest.raises(ValueError, match="encode: want an input on the device"):
+        process.encode(process.load("flux"), process.tensor((1, 3, 64, 64), "float16", host=True))
+    tiled = predict("flux", "decode_tiled", 1024, 1024, runtime="comfyui", tile=512)
+    assert tiled.allocated < predict("flux", "decode", 1024, 1024, runtime="comfyui").allocated / 3
+
+
 def test_gpus_and_versions_differ():
     sizes = {}
     for gpu in ("T4", "V100", "RTX 3090", "A100 80GB", "H100", "RTX 5090"):
@@ -208,14 +259,19 @@ def test_any_config(tmp_path):
         ({"weights_dtype": ""}, "weights_dtype: want one of"),
         ({"slicing": "no"}, "slicing: want True or False, got 'no'"),
         ({"slicing": 1}, "slicing: want True or False, got 1"),
-        ({"model": "flux", "runtime": "bfl", "slicing": True}, "the bfl runtime has neither"),
-        ({"model": "flux", "runtime": "bfl", "op": "decode_tiled"}, "the bfl runtime has neither"),
+        ({"model": "flux", "runtime": "bfl", "slicing": True}, "slicing: want it with the diffusers runtime, got bfl"),
+        ({"model": "flux", "runtime": "bfl", "op": "decode_tiled"}, "tile: want diffusers, comfyui or a1111 for tiles"),
         ({"op": "decode_tiled", "tile": 0}, "tile: want a whole number of at least 1, got 0"),
         ({"op": "decode_tiled", "tile": True}, "tile: want a whole number"),
         ({"height": True}, "height: want a whole number"),
         ({"torch_version": "1.13.1"}, "torch_version: want one of"),
         ({"cudnn_version": "nine"}, "cudnn_version"),
         ({"runtime": "bfl"}, "quant convolutions"),
+        ({"runtime": "forge"}, "runtime: want one of diffusers, bfl, ldm, comfyui, a1111"),
+        ({"runtime": "ldm", "model": "flux"}, "such as bfl or comfyui, got ldm"),
+        ({"runtime": "ldm", "op": "decode_tiled"}, "tile: want diffusers, comfyui or a1111 for tiles"),
+        ({"runtime": "bfl", "model": "flux", "op": "decode_tiled"}, "the bfl runtime has none"),
+        ({"runtime": "comfyui", "weights_dtype": "float32"}, "weights_dtype: want the run's dtype float16"),
         ({"height": 500}, "height: want a multiple of 8"),
         ({"width": 512.0}, "width: want a whole number"),
         ({"batch": 0}, "batch"),

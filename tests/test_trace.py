@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 
 import pytest
@@ -144,6 +145,118 @@ def test_bfl_lives_as_recorded(case, op):
     assert_same(_core.Trace.vae(arch, "bfl", op, "bfloat16", height, width, batch), recording.trace)
 
 
+def ldm_case(runtime, arch, op, height, width, batch=1, tile=0, dtype="float16"):
+    torch = pytest.importorskip("torch")
+    from torch_ldm import ldm_vae
+
+    from vaemem.pytorch import record
+
+    factor = 2 ** (len(arch["block_out_channels"]) - 1)
+    vae = ldm_vae(arch, runtime, getattr(torch, dtype))
+    small = arch["latent_channels"], height // factor, width // factor
+    shape = (batch, *(small if op == "decode" else (arch["in_channels"], height, width)))
+    call = getattr(vae, f"{op}_tiled" if tile else op)
+    sides = (tile // factor, min(64, tile // 4) // factor) if op == "decode" else (tile, min(64, tile // 4))
+    x = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+    recording = record(vae, x, call=lambda _, x: call(x, *(sides if tile else ())))
+    assert_same(_core.Trace.vae(arch, runtime, op, dtype, height, width, batch, tile), recording.trace)
+    assert recording.unmodelled == {}
+
+
+@pytest.mark.parametrize("op", ["encode", "decode"])
+@pytest.mark.parametrize("runtime", ["ldm", "comfyui", "a1111"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        (MODELS["sd15"], 512, 512),
+        (MODELS["sdxl"], 832, 1216),
+        (MODELS["sdxl"], 64, 128, 1, 0, "float32"),
+        (MODELS["sdxl"], 64, 128, 2, 0, "bfloat16"),
+        (SMALL, 64, 96, 3),
+        (SMALL, 8, 40),
+        (SMALL, 4, 8),
+        (ODD, 32, 48, 2),
+        (WIDE, 16, 32),
+        (FLAT, 16, 16),
+        ({**SMALL, "mid_block_add_attention": False}, 32, 32),
+    ],
+)
+def test_ldm_lives_as_its_frames_are_written(runtime, case, op):
+    ldm_case(runtime, case[0], op, *case[1:])
+
+
+@pytest.mark.parametrize("op", ["encode", "decode"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        (MODELS["flux"], 256, 256),
+        (BFL, 32, 48, 2),
+        (MODELS["sdxl"], 768, 640, 1, 512),
+        (SMALL, 160, 96, 2, 64),
+        (SMALL, 64, 200, 1, 48, "float32"),
+        (SMALL, 32, 32, 1, 64),
+    ],
+)
+def test_comfyui_tiles_and_vaes_without_quant_convolutions(case, op):
+    ldm_case("comfyui", case[0], op, *case[1:])
+
+
+@pytest.mark.parametrize("op", ["encode", "decode"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        (MODELS["sdxl"], 1024, 768, 1, 256),
+        (SMALL, 200, 300, 2, 64, "bfloat16"),
+        (SMALL, 400, 88, 1, 64, "float32"),
+        (SMALL, 100, 100, 1, 64),
+    ],
+)
+def test_a1111_pads_its_tiles(case, op):
+    torch = pytest.importorskip("torch")
+    from torch_ldm import TiledVae
+
+    from vaemem.pytorch import record
+
+    arch, height, width, batch, tile, dtype = (*case, "float16")[:6]
+    vae = TiledVae(arch, getattr(torch, dtype))
+    shape = batch, arch["latent_channels"], height // vae.factor, width // vae.factor
+    x = torch.empty(shape if op == "decode" else (batch, 3, height, width), dtype=getattr(torch, dtype), device="meta")
+    recording = record(vae, x, call=lambda v, x: getattr(v, op)(x, tile))
+    assert_same(_core.Trace.vae(arch, "a1111", op, dtype, height, width, batch, tile), recording.trace)
+
+
+def test_images_of_comfyui_reach_the_gpu_in_channels_last():
+    """What it does with them on the host: (N, H, W, C) seen as (N, C, H, W), cut, times 2, minus 1, another dtype."""
+    torch = pytest.importorskip("torch")
+    image = torch.rand(1, 64, 96, 3).movedim(-1, 1)
+    for x in (image, image.narrow(2, 8, 32).narrow(3, 0, 16)):
+        for dtype in (torch.float16, torch.float32):
+            moved = (x * 2.0 - 1.0).to(dtype).to("cpu", copy=True)
+            assert moved.is_contiguous(memory_format=torch.channels_last) and not moved.is_contiguous()
+
+
+def test_a1111_takes_queries_in_parts_where_memory_is_short():
+    from math import inf
+
+    torch = pytest.importorskip("torch")
+    from torch_ldm import SlicedAttention, ldm_vae
+
+    from vaemem.pytorch import record
+
+    tokens, free = 32 * 32, None
+    wanted = 2.5 * 2 * tokens**2
+    z = torch.empty(1, 4, 32, 32, dtype=torch.float16, device="meta")
+    for steps, share in ((1, inf), (2, 0.7), (16, 0.07)):
+        vae = ldm_vae(MODELS["sdxl"], "a1111", torch.float16)
+        vae.decoder.mid.attn_1.steps = steps
+        assert isinstance(vae.decoder.mid.attn_1, SlicedAttention)
+        recording = record(vae, z, call=lambda v, z: v.decode(z))
+        before = 6 * 512 * tokens * 2 + 4 * tokens * 2  # normed, q, k, v, zeros, the block's input; the latents
+        free = 0 if share == inf else int(before - 512 * tokens * 2 + share * wanted)
+        built = _core.Trace.vae(MODELS["sdxl"], "a1111", "decode", "float16", 256, 256, free_bytes=free)
+        assert_same(built, recording.trace)
+
+
 @pytest.mark.parametrize(
     "runtime, arch",
     [
@@ -153,16 +266,23 @@ def test_bfl_lives_as_recorded(case, op):
         ("diffusers", ODD),
         ("bfl", MODELS["flux"]),
         ("bfl", BFL),
+        ("ldm", MODELS["sd15"]),
+        ("comfyui", MODELS["sdxl"]),
+        ("comfyui", MODELS["flux"]),
+        ("a1111", ODD),
     ],
 )
 def test_weights_are_moved_in_the_modules_order(runtime, arch):
     torch = pytest.importorskip("torch")
     pytest.importorskip("diffusers")
+    from torch_ldm import ldm_vae
     from torch_vaes import bfl_vae, diffusers_vae
 
     from vaemem.pytorch import _in_order_of_to
 
-    vae = (bfl_vae if runtime == "bfl" else diffusers_vae)(arch, torch.float16)
+    others = {"diffusers": diffusers_vae, "bfl": bfl_vae}
+    make = others.get(runtime) or functools.partial(ldm_vae, runtime=runtime)
+    vae = make(arch, dtype=torch.float16)
     sizes = [tensor.nbytes for _, tensor in _in_order_of_to(vae)]
     assert [count for _, _, count, _ in _core.Trace.weights(arch, runtime, "float16").steps] == sizes
 
@@ -263,7 +383,15 @@ def test_flash_attention_splits_keys_when_queries_are_few():
         ({"dtype": "int8"}, "dtype: want float32, float16 or bfloat16"),
         ({"runtime": "jax"}, "runtime: want one of"),
         ({"runtime": "bfl"}, "quant convolutions"),
-        ({"runtime": "bfl", "arch": MODELS["flux"], "tile": 64}, "neither"),
+        ({"runtime": "bfl", "arch": MODELS["flux"], "tile": 64}, "tile: want diffusers, comfyui or a1111 for tiles"),
+        ({"runtime": "ldm", "slicing": True}, "slicing: want it with the diffusers runtime, got ldm"),
+        ({"runtime": "ldm", "tile": 512}, "the ldm runtime has none"),
+        ({"runtime": "comfyui", "tile": 72}, "tile: want a multiple of 16"),
+        ({"runtime": "ldm", "arch": MODELS["flux"]}, "such as bfl or comfyui, got ldm"),
+        ({"runtime": "comfyui", "arch": {**SMALL, "use_quant_conv": False}}, "runtime: want diffusers for small"),
+        ({"runtime": "a1111", "op": "encode", "tile": 512, "height": 8, "width": 4096}, "want a tile that leaves"),
+        ({"tile": 1 << 21}, "at most 2\\^20"),
+        ({"free_bytes": -1}, "free_bytes: want 0 or more"),
         ({"arch": {**SMALL, "norm_num_groups": 7}}, "block_out_channels"),
         ({"arch": {"name": "nothing"}}, "want the key"),
         (

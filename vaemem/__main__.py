@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from vaemem import _demo, backends, compare, fit, predict, report, sweep
 from vaemem._common import DTYPES, MIB, OPS, TILED_OPS, render
 from vaemem.prediction import reproduce
+from vaemem.prediction.process import RUNTIMES
 from vaemem.tables.fit import TARGETS
 from vaemem.tables.table import Table
 
@@ -118,7 +119,7 @@ def _report(args: argparse.Namespace) -> None:
 def _predict(args: argparse.Namespace) -> None:
     where = {"gpu": args.gpu, "memory": args.memory, "cudnn_version": args.cudnn, "torch_version": args.torch}
     for height, width in args.sizes:
-        prediction = predict(args.model, args.op, height, width, args.dtype, args.batch, **where)
+        prediction = predict(args.model, args.op, height, width, args.dtype, args.batch, args.runtime, **where)
         print(prediction)
         print(f"  workspaces: {prediction.workspace_source}")
         for tensor in prediction.peak_tensors[: args.tensors]:
@@ -220,6 +221,7 @@ def _parser() -> argparse.ArgumentParser:
     sub = command("predict", _predict, "PyTorch's peak allocated and reserved VRAM, with no GPU and no PyTorch.")
     asked(sub, TILED_OPS)
     sub.add_argument("--dtype", default="float16", choices=DTYPES)
+    sub.add_argument("--runtime", choices=RUNTIMES, help="whose code (default: bfl for flux, else diffusers)")
     sub.add_argument(
         "--gpu", default="RTX 4090", help="a card (default: RTX 4090) or a compute capability such as sm_89"
     )

@@ -2,7 +2,7 @@
  * operators take besides, on the eager CUDA path of PyTorch 2.5 and later.
  *
  *   torch_trace.c  the trace, its operators' temporaries, and a trace run on a simulated allocator
- *   torch_vae.c    the traces of the VAEs, from an architecture
+ *   torch_vae.c    the traces of the VAEs, from an architecture (torch_walk.h says how they are made)
  *
  * A trace knows shapes, not devices: convolutions stand in it as questions (whose workspaces the caller looks up) and
  * matrix products as uses of cuBLAS. vaemem/pytorch.py records the same traces from real modules under fake tensors. */
@@ -61,6 +61,7 @@ vm_status vm_trace_norm(vm_trace *t, vm_dtype dtype, size_t n, size_t c, size_t 
 typedef struct vm_trace_gpu {
     int sm; /* compute capability, 89 for 8.9 */
     int multiprocessors;
+    size_t free_bytes; /* of its memory when the call begins; 0: without end */
 } vm_trace_gpu;
 
 typedef struct vm_attention_shape {
@@ -97,7 +98,16 @@ vm_status vm_trace_run(const vm_trace *t, vm_trace_process *process, uint64_t *a
 
 /* ---- the VAEs ---- */
 
-typedef enum vm_trace_runtime { VM_TORCH_DIFFUSERS, VM_TORCH_BFL } vm_trace_runtime;
+/* Whose code runs: torch_coders.c says what that is. */
+typedef enum vm_trace_runtime {
+    VM_TORCH_DIFFUSERS,
+    VM_TORCH_BFL,
+    VM_TORCH_LDM,
+    VM_TORCH_COMFYUI,
+    VM_TORCH_A1111,
+    VM_TORCH_RUNTIMES
+} vm_trace_runtime;
+extern const char *const vm_trace_runtime_name[VM_TORCH_RUNTIMES];
 
 typedef struct vm_trace_vae {
     const vm_arch *arch;
@@ -111,7 +121,8 @@ typedef struct vm_trace_vae {
 } vm_trace_vae;
 
 /* encode(image) or decode(latents) as the model's method; the input is the caller's and not in the trace. What stays:
- * decode: the image; encode: bfl's latents, or diffusers' posterior (moments, logvar, std, var). */
+ * decode: the image; encode: bfl's latents, or the others' posterior (moments, logvar, std, var). ComfyUI's methods take
+ * from the host and give to it: the input is in the trace, and nothing stays. */
 vm_status vm_trace_vae_build(const vm_trace_vae *vae, vm_trace **out);
 /* The parameters, taken one by one in the order in which Module.to moves them. */
 vm_status vm_trace_vae_weights(const vm_arch *arch, vm_trace_runtime runtime, vm_dtype dtype, vm_trace **out);

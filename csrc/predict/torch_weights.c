@@ -1,4 +1,4 @@
-/* The parameters of the two VAEs in the order in which Module.to moves them: submodules in the order in which
+/* The parameters of the VAEs in the order in which Module.to moves them: submodules in the order in which
  * __init__ assigns them, then a module's own parameters, weight before bias. The order decides which small
  * leftovers of segments remain. */
 #include <stdio.h>
@@ -66,7 +66,7 @@ static void decoder(list *l) {
     const size_t *c = a->block_out_channels, last = a->levels - 1;
     conv(l, a->latent_channels, c[last], 3);
     if (!l->diffusers) mid(l, c[last]);
-    for (size_t i = 0; i < a->levels; i++) { /* BFL numbers the levels by size, diffusers by order of use */
+    for (size_t i = 0; i < a->levels; i++) { /* diffusers numbers the levels by order of use, the others by size */
         const size_t here = l->diffusers ? last - i : i;
         level(l, c[here < last ? here + 1 : last], c[here], a->layers_per_block + 1, here > 0);
     }
@@ -83,8 +83,8 @@ vm_status vm_trace_vae_weights(const vm_arch *arch, vm_trace_runtime runtime, vm
     list l = {.t = *out, .arch = arch, .element = dtype == VM_F32 ? 4 : 2, .diffusers = runtime == VM_TORCH_DIFFUSERS};
     encoder(&l);
     decoder(&l);
-    if (l.diffusers && arch->use_quant_conv) conv(&l, 2 * arch->latent_channels, 2 * arch->latent_channels, 1);
-    if (l.diffusers && arch->use_post_quant_conv) conv(&l, arch->latent_channels, arch->latent_channels, 1);
+    if (arch->use_quant_conv) conv(&l, 2 * arch->latent_channels, 2 * arch->latent_channels, 1);
+    if (arch->use_post_quant_conv) conv(&l, arch->latent_channels, arch->latent_channels, 1);
     if (l.status) {
         vm_trace_free(*out);
         *out = NULL;

@@ -8,7 +8,6 @@ typedef struct Trace {
     vm_py_lock lock;
 } Trace;
 
-static const char *const runtime_name[] = {[VM_TORCH_DIFFUSERS] = "diffusers", [VM_TORCH_BFL] = "bfl"};
 static const char *const op_name[] = {[VM_ENCODE] = "encode", [VM_DECODE] = "decode"};
 static const char *const step_name[] = {"take", "give", "conv", "cublas", "cublaslt"};
 static const char *const cublaslt_name[] = {"each", "kept", "shared"};
@@ -56,20 +55,22 @@ static void trace_dealloc(Trace *self) {
 /* ---- from an architecture ---- */
 
 static PyObject *trace_vae(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"arch",  "runtime", "op",      "dtype", "height",          "width",
-                            "batch", "tile",    "slicing", "sm",    "multiprocessors", NULL};
+    static char *names[] = {"arch", "runtime", "op", "dtype",           "height",     "width", "batch",
+                            "tile", "slicing", "sm", "multiprocessors", "free_bytes", NULL};
     const char *runtime, *op;
     vm_arch arch;
     vm_trace_vae vae = {.arch = &arch, .batch = 1, .gpu = {.sm = 89, .multiprocessors = 128}};
     int slicing = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&ssO&nn|nnpii:vae", names, vm_py_to_arch, &arch, &runtime, &op,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&ssO&nn|nnpiin:vae", names, vm_py_to_arch, &arch, &runtime, &op,
                                      vm_py_to_dtype, &vae.dtype, &vae.height, &vae.width, &vae.batch, &vae.tile,
-                                     &slicing, &vae.gpu.sm, &vae.gpu.multiprocessors))
+                                     &slicing, &vae.gpu.sm, &vae.gpu.multiprocessors, &vae.gpu.free_bytes))
         return NULL;
-    const int r = CHOOSE("runtime", runtime, runtime_name), o = r < 0 ? -1 : CHOOSE("op", op, op_name);
+    const int r = choose("runtime", runtime, vm_trace_runtime_name, VM_TORCH_RUNTIMES),
+              o = r < 0 ? -1 : CHOOSE("op", op, op_name);
     if (o < 0) return NULL;
     const Py_ssize_t height = (Py_ssize_t)vae.height, width = (Py_ssize_t)vae.width, batch = (Py_ssize_t)vae.batch,
                      tile = (Py_ssize_t)vae.tile;
+    if ((Py_ssize_t)vae.gpu.free_bytes < 0) return PyErr_Format(PyExc_ValueError, "free_bytes: want 0 or more");
     if (height < 1 || width < 1 || batch < 1 || tile < 0)
         return PyErr_Format(PyExc_ValueError,
                             "height, width, batch, tile: want 1 or more (a tile of 0 is none), got %zd, %zd, %zd, %zd",
@@ -90,7 +91,7 @@ static PyObject *trace_weights(PyTypeObject *type, PyObject *args) {
     vm_dtype dtype;
     vm_arch arch;
     if (!PyArg_ParseTuple(args, "O&sO&:weights", vm_py_to_arch, &arch, &runtime, vm_py_to_dtype, &dtype)) return NULL;
-    const int r = CHOOSE("runtime", runtime, runtime_name);
+    const int r = choose("runtime", runtime, vm_trace_runtime_name, VM_TORCH_RUNTIMES);
     if (r < 0) return NULL;
     vm_trace *trace;
     vm_status s = vm_trace_vae_weights(&arch, (vm_trace_runtime)r, dtype, &trace);
@@ -320,8 +321,9 @@ static PyObject *trace_run(Trace *self, PyObject *args, PyObject *kwargs) {
 static PyMethodDef methods[] = {
     {"vae", VM_PY_KEYWORDS(trace_vae), METH_VARARGS | METH_KEYWORDS | METH_CLASS,
      "vae($type, /, arch, runtime, op, dtype, height, width, batch=1, tile=0, slicing=False, sm=89, "
-     "multiprocessors=128)\n--\n\n"
-     "encode or decode of a VAE, from its arch dict. runtime: diffusers or bfl. tile: side in pixels, 0 for none."},
+     "multiprocessors=128, free_bytes=0)\n--\n\n"
+     "encode or decode of a VAE, from its arch dict. tile: side in pixels, 0 for none. free_bytes: of the GPU's memory "
+     "when\nthe call begins, which a1111 looks at; 0 for without end."},
     {"weights", (PyCFunction)trace_weights, METH_VARARGS | METH_CLASS,
      "weights($type, arch, runtime, dtype, /)\n--\n\nThe parameters, in the order in which Module.to moves them."},
     {"take", (PyCFunction)trace_take, METH_VARARGS,

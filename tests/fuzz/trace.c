@@ -5,12 +5,16 @@
 static vm_trace *build(input *in) {
     const vm_arch arch = take_arch(in);
     const uint64_t how = take(in, 1);
-    vm_trace_vae v = {.arch = &arch, .runtime = how & 1, .op = how & 2 ? VM_ENCODE : VM_DECODE, .dtype = how / 4 % 3};
+    vm_trace_vae v = {.arch = &arch,
+                      .runtime = how & 1 ? take(in, 1) % VM_TORCH_RUNTIMES : VM_TORCH_DIFFUSERS,
+                      .op = how & 2 ? VM_ENCODE : VM_DECODE,
+                      .dtype = how / 4 % 3};
     const size_t factor = vm_arch_factor(&arch);
     v.slicing = how & 16;
     const size_t unit = how & 64 ? factor : 1;
     v.batch = number(in);
     v.gpu = (vm_trace_gpu){.sm = (int)take(in, 1), .multiprocessors = (int)take(in, 4)};
+    v.gpu.free_bytes = v.runtime == VM_TORCH_A1111 ? number(in) : 0;
     v.tile = how & 32 ? number(in) * unit : 0;
     v.height = number(in) * unit;
     v.width = number(in) * unit;

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from vaemem._common import OPS, choose
-from vaemem.prediction.process import LoadedVAE, SimulatedProcess, Tensor
+from vaemem.prediction.process import RUNTIMES, LoadedVAE, SimulatedProcess, Tensor
 
 BENCHMARK_TILE = 512  # pixels: the side of the seed table's tiles, whatever its models' configs say
 
@@ -80,7 +80,8 @@ def benchmark(
     names = _Names(process)
     image = (batch, vae.arch["in_channels"], height, width)
     latent = (batch, vae.arch["latent_channels"], height // vae.factor, width // vae.factor)
-    names["input"] = process.tensor(image if op == "encode" else latent, input_dtype)
+    runtime = RUNTIMES[vae.runtime]
+    names["input"] = process.tensor(image if op == "encode" else latent, input_dtype, host=runtime.host)
 
     def converted() -> Tensor:
         """The input in the run's dtype, which the weights get too."""
@@ -92,9 +93,9 @@ def benchmark(
 
     def call(measured: bool) -> None:
         x = converted()
-        if vae.runtime != "diffusers":
-            run = process.encode if op == "encode" else process.decode
-            names["result"] = run(vae, x, tile=tile, slicing=slicing)  # refused where the runtime has neither
+        if runtime.samples:
+            method = process.encode if op == "encode" else process.decode
+            names["result"] = method(vae, x, tile=tile, slicing=slicing)  # refused where the runtime has neither
         elif op == "encode":
             names["dist"] = process.encode(vae, x, tile=tile, slicing=slicing)
             names["result"] = process.sample(names["dist"])

@@ -178,8 +178,9 @@ def predict(
     batch : int
         Images.
     runtime : str, optional
-        ``"diffusers"`` (AutoencoderKL) or ``"bfl"`` (AutoEncoder of the flux repository); by default bfl for flux
-        where the op is not tiled, else diffusers.
+        Whose code runs the VAE: ``"diffusers"`` (AutoencoderKL), ``"bfl"`` (AutoEncoder of the flux repository),
+        ``"ldm"`` (CompVis' AutoencoderKL), ``"comfyui"`` (its class VAE) or ``"a1111"`` (CompVis' as A1111 changes it);
+        by default bfl for flux where the op is not tiled, else diffusers. docs/PREDICTION.md says how each was checked.
     gpu : str
         A card's name, ``"RTX 4090"``, ``"A100 80GB MIG 3g.40gb"``, ``"4070 laptop"`` ..., or a compute capability,
         ``"sm_89"``: workspaces depend on that, and hardly on anything else.
@@ -190,8 +191,10 @@ def predict(
     weights_dtype : str, optional
         Of the weights between runs; where it is not `dtype`, weights and input are converted within the run.
     tile : int, optional
-        Side of a tile in pixels for the tiled ops; by default the config's sample_size, as diffusers has it: 512 for
-        sd15, 1024 for sdxl and flux. Tiles overlap by a quarter, diffusers' default.
+        Side of a tile in pixels for the tiled ops of diffusers, comfyui and a1111; by default the config's sample_size
+        as diffusers has it (512 for sd15, 1024 for sdxl and flux), ComfyUI's 512, and what A1111's Tiled VAE
+        recommends for the card. Tiles overlap by a quarter, diffusers' default; ComfyUI's by 64 pixels, at most a
+        quarter, in three passes; those of Tiled VAE are padded on every side, by 11 latents or 32 pixels.
     slicing : bool
         One image of the batch after the other (diffusers' ``enable_slicing``).
     memory : int or str, optional

@@ -16,7 +16,22 @@ from vaemem.prediction.gpus import Gpu, find_gpu
 from vaemem.prediction.snapshot import CachingAllocator
 from vaemem.prediction.workspace import Workspace, torch_build
 
-RUNTIMES = ("diffusers", "bfl")
+
+class Runtime(NamedTuple):
+    """Whose code runs a VAE, and how its methods are called; csrc/predict/torch_coders.c has their frames."""
+
+    samples: bool = False  # encode returns latents and decode takes them, scaled within or elsewhere; else a posterior
+    host: bool = False  # inputs come from the host's memory, and results go there
+    looks_at_memory: bool = False  # attention is cut up where free memory is short
+
+
+RUNTIMES = {
+    "diffusers": Runtime(),
+    "bfl": Runtime(samples=True),
+    "ldm": Runtime(),
+    "comfyui": Runtime(samples=True, host=True),
+    "a1111": Runtime(looks_at_memory=True),
+}
 DEFAULT_TORCH = "2.7.1+cu128"  # the build that predictions were compared with measurements for
 # PyTorch takes cuBLASLt's workspace anew in each call up to the first release, keeps it up to the second, and later
 # uses cuBLAS's.
@@ -105,7 +120,7 @@ class LoadedVAE(_Held):
     ----------
     arch : dict
     runtime : str
-        ``"diffusers"`` or ``"bfl"``.
+        One of `RUNTIMES`.
     dtype : str
         Of the weights now.
     factor : int
@@ -224,7 +239,7 @@ class SimulatedProcess:
             ``"sd15"``, ``"sdxl"``, ``"flux"``, or a config.
         dtype : str
         runtime : str, optional
-            ``"diffusers"`` or ``"bfl"``; by default BFL's for flux, else diffusers'.
+            One of `RUNTIMES`; by default BFL's for flux, else diffusers'.
         """
         arch = architecture(model)
         runtime = runtime or usual_runtime(arch)
@@ -256,12 +271,13 @@ class SimulatedProcess:
             vae.storages[new] = wanted
         vae.dtype = dtype
 
-    def tensor(self, shape: Sequence[int], dtype: str, name: str = "input") -> Tensor:
-        """A new tensor, such as an input moved to the device."""
+    def tensor(self, shape: Sequence[int], dtype: str, name: str = "input", *, host: bool = False) -> Tensor:
+        """A new tensor, such as an input moved to the device; with `host` one in the host's memory, where the runtime
+        comfyui takes its inputs from."""
         choose("dtype", dtype, DTYPES)
         if not shape or min(shape) < 1:
             raise ValueError(f"shape: want sizes of 1 or more, got {tuple(shape)}")
-        return self._take(name, shape, dtype)
+        return Tensor(name, shape, dtype, {}) if host else self._take(name, shape, dtype)
 
     def hold(self, name: str, size: int) -> int:
         """Takes `size` bytes for good under a name. Returns the address (0 for 0 bytes), which `release` takes."""
@@ -277,7 +293,7 @@ class SimulatedProcess:
         return self._take(name, x.shape, dtype or x.dtype)
 
     def encode(self, vae: LoadedVAE, image: Tensor, *, tile: int = 0, slicing: bool = False) -> Tensor:
-        """The model's ``encode``: BFL's latents, or the posterior of diffusers (see `sample`).
+        """The model's ``encode``: latents from bfl and comfyui, the posterior from the others (see `sample`).
 
         Parameters
         ----------
@@ -431,9 +447,15 @@ class SimulatedProcess:
             raise ValueError(f"{op}: want a tensor (N, {channels}, height, width), got {x.shape}")
         if x.dtype != vae.dtype:
             raise ValueError(f"{op}: want the weights' dtype {vae.dtype}, got {x.dtype}")
+        runtime = RUNTIMES[vae.runtime]
+        if bool(x.storages) == runtime.host:
+            place = "the host (tensor(..., host=True))" if runtime.host else "the device"
+            raise ValueError(f"{op}: want an input on {place} with the runtime {vae.runtime}, got {x!r}")
+        free = max(self.gpu.total_memory - self.allocated, 1) if runtime.looks_at_memory else 0
         trace = _vae_trace(
             vae.key, runtime=vae.runtime, op=op, dtype=vae.dtype, height=size[0], width=size[1], batch=x.shape[0],
             tile=tile, slicing=slicing, sm=self.gpu.sm, multiprocessors=self.gpu.properties["multiProcessorCount"],
+            free_bytes=free,
         )  # fmt: skip
         left = self.call(trace)
         return Tensor(f"{op} of {vae.arch['name']}", result, vae.dtype, {a: self._live[a][1] for a in left.values()})

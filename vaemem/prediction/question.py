@@ -8,12 +8,19 @@ from typing import Any
 import numpy as np
 
 from vaemem import _core
-from vaemem._common import DTYPES, TILED_OPS, choose, latent_factor, whole
+from vaemem._common import DTYPES, MIB, TILED_OPS, choose, latent_factor, whole
 from vaemem.engine.layouts import sample_size_of
 from vaemem.prediction.benchmark import Reading, benchmark
 from vaemem.prediction.gpus import find_gpu
-from vaemem.prediction.process import SimulatedProcess, architecture, usual_runtime
+from vaemem.prediction.process import RUNTIMES, SimulatedProcess, architecture, usual_runtime
 from vaemem.prediction.snapshot import CachingAllocator
+
+COMFYUI_TILE = 512  # pixels: of ComfyUI's tiled nodes
+# What A1111's Tiled VAE recommends, and so has set, for a card of more MiB than so many.
+TILED_VAE = {
+    "encode_tiled": ((16000, 3072), (12000, 2048), (8000, 1536), (0, 960)),
+    "decode_tiled": ((30000, 2048), (16000, 1536), (12000, 1024), (8000, 768), (0, 512)),
+}
 
 
 @dataclass
@@ -49,9 +56,15 @@ class Question:
         if self.runtime is None:
             self.runtime = "diffusers" if tiled or self.slicing else usual_runtime(self.arch)
         if tiled and self.tile is None:
-            self.tile = _tile_of(model)
+            self.tile = self._usual_tile(model)
+        choose("runtime", self.runtime, RUNTIMES)
         self.weights_dtype = self.dtype if self.weights_dtype is None else self.weights_dtype
         choose("weights_dtype", self.weights_dtype, DTYPES)
+        if RUNTIMES[self.runtime].host and self.weights_dtype != self.dtype:
+            raise ValueError(
+                f"weights_dtype: want the run's dtype {self.dtype} with {self.runtime}, which keeps its weights in it, "
+                f"got {self.weights_dtype!r}"
+            )
         for name in ("height", "width", "batch", "tile") if tiled else ("height", "width", "batch"):
             setattr(self, name, whole(name, getattr(self, name)))
         self.slicing, self.gpu, self.memory = bool(self.slicing), find_gpu(self.gpu, self.memory), None
@@ -59,6 +72,15 @@ class Question:
         for name, value in (("height", self.height), ("width", self.width)):
             if value % factor:
                 raise ValueError(f"{name}: want a multiple of {factor}, got {value}")
+
+    def _usual_tile(self, model: Any) -> int:
+        """The side of a tile where none is given."""
+        if self.runtime == "comfyui":
+            return COMFYUI_TILE
+        if self.runtime == "a1111":
+            memory = find_gpu(self.gpu, self.memory).total_memory // MIB
+            return next(side for least, side in TILED_VAE[self.op] if memory > least)
+        return _tile_of(model)
 
     def play(
         self, allocator: CachingAllocator | None = None, *, workspace: Any = None, warmups: int = 2

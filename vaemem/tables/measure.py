@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from vaemem._common import DTYPES, TILED_OPS, choose, latent_factor, listed, whole
 from vaemem.engine.layouts import config_of, read_config
 from vaemem.prediction.benchmark import BENCHMARK_TILE
-from vaemem.prediction.process import RUNTIMES, architecture
+from vaemem.prediction.process import architecture
 from vaemem.prediction.profiles import Conv
 from vaemem.tables.meters import CpuMeter, CudaMeter, Meter
 from vaemem.tables.sweep import image_sizes
@@ -99,7 +99,7 @@ def measure(
 ) -> Table:  # fmt: skip
     """What `vaemem.pytorch.measure` says; `torch` is PyTorch, which only that module imports."""
     choose("op", op, TILED_OPS)
-    choose("runtime", runtime, RUNTIMES)
+    choose("runtime", runtime, ("diffusers", "bfl"))
     pairs, wanted = image_sizes(sizes), listed(dtypes, str)
     for dtype in wanted:
         choose("dtypes", dtype, DTYPES)

@@ -1,0 +1,152 @@
+/* The halves of CompVis' VAE as A1111's extension Tiled VAE runs them in its fast mode, the default
+ * (multidiffusion-upscaler-for-automatic1111, scripts/tilevae.py and tile_utils/attn.py).
+ *
+ * The blocks become a queue of tasks on one name, tile. It runs once on the input shrunk to a tile's side, to learn the
+ * statistics of every norm, then on each tile with its padding; batch_norm with those statistics stands for GroupNorm.
+ * SiLU and sums are in place. The worker's name res holds the last residual until the next one is stored, in another
+ * block or another tile. The whole result is in float32 until it is complete. */
+#include "torch_walk.h"
+
+enum { MOST_NORMS = 2 * VM_MAX_LEVELS * (VM_MAX_LAYERS + 1) + 6 };
+
+typedef struct worker {
+    walk *w;
+    tensor tile, res;
+    bool learns; /* no name holds a residual but the task that adds it; the last norm ends it */
+    size_t kept;
+    tensor statistics[2 * MOST_NORMS]; /* that were learned */
+} worker;
+
+/* tile = y */
+static void next(worker *k, tensor y) {
+    if (k->tile.id != k->res.id) give(k->w, &k->tile);
+    k->tile = y;
+}
+
+static void store(worker *k, tensor res) {
+    if (k->res.id != k->tile.id) give(k->w, &k->res);
+    k->res = res;
+}
+
+/* tile += res */
+static void add(worker *k) {
+    if (!k->learns) return;
+    give(k->w, &k->res);
+    k->res.id = EXTERNAL;
+}
+
+static void learn(worker *k, path name) {
+    const size_t groups = k->w->vae->arch->norm_num_groups;
+    for (int i = 0; k->learns && i < 2; i++) /* variance and mean */
+        k->statistics[k->kept++] = take(k->w, k->tile.n, groups, 1, 1, CONTIGUOUS, at(name, " [statistics]"));
+}
+
+/* batch_norm, whose own mean and deviation come and go, then products and sums in place. */
+static void apply_norm(worker *k, path name) {
+    learn(k, name);
+    const tensor y = take_like(k->w, &k->tile, name);
+    tensor saved[2];
+    for (int i = 0; i < 2; i++)
+        saved[i] = take_sized(k->w, y.n, k->w->vae->arch->norm_num_groups, 1, 1, CONTIGUOUS, 4, at(name, " [saved]"));
+    for (int i = 0; i < 2; i++) give(k->w, &saved[i]);
+    next(k, y);
+}
+
+static void resnet(worker *k, size_t c, path name) {
+    store(k, k->tile.c == c ? k->tile : conv1(k->w, &k->tile, c, at(name, ".nin_shortcut")));
+    for (int i = 1; i <= 2; i++) {
+        apply_norm(k, at(name, ".norm%d", i));
+        next(k, conv3(k->w, &k->tile, c, at(name, ".conv%d", i)));
+    }
+    add(k);
+}
+
+static void mid(worker *k, path half) {
+    const path name = at(half, "mid."), attention = at(name, "attn_1");
+    resnet(k, k->tile.c, at(name, "block_1"));
+    if (k->w->vae->arch->mid_block_add_attention) {
+        store(k, k->tile);
+        apply_norm(k, at(attention, ".norm"));
+        next(k, vm_walk_attention_of_tile(k->w, &k->tile, attention));
+        add(k);
+    }
+    resnet(k, k->tile.c, at(name, "block_2"));
+}
+
+/* The queue on x, which the worker takes over. */
+static void run(worker *k, tensor x) {
+    const vm_arch *a = k->w->vae->arch;
+    const bool decodes = k->w->vae->op == VM_DECODE;
+    const path half = at((path){""}, decodes ? "decoder." : "encoder.");
+    const size_t *c = a->block_out_channels, last = a->levels - 1;
+    k->tile = x;
+    next(k, conv3(k->w, &x, c[decodes ? last : 0], at(half, "conv_in")));
+    if (decodes) mid(k, half);
+    for (size_t i = 0; i <= last; i++) {
+        const size_t level = decodes ? last - i : i;
+        const path name = at(half, "%s.%zu", decodes ? "up" : "down", level);
+        for (size_t j = 0; j < a->layers_per_block + decodes; j++) resnet(k, c[level], at(name, ".block.%zu", j));
+        if (i == last) break;
+        next(k, decodes ? vm_walk_upsample(k->w, &k->tile, at(name, ".upsample.conv"))
+                        : vm_walk_downsample(k->w, &k->tile, at(name, ".downsample.conv")));
+    }
+    if (!decodes) mid(k, half);
+    if (k->learns) {
+        learn(k, at(half, "norm_out"));
+        give(k->w, &k->tile);
+        return;
+    }
+    apply_norm(k, at(half, "norm_out"));
+    next(k, conv3(k->w, &k->tile, decodes ? a->out_channels : 2 * a->latent_channels, at(half, "conv_out")));
+}
+
+size_t vm_walk_pad(const vm_trace_vae *vae) { return vae->op == VM_DECODE ? 11 : 32; }
+
+/* Side of a tile without its padding: even parts, rounded up to 32 or to what smaller power of two stays within most. */
+static size_t side_of(size_t side, size_t pad, size_t most, size_t *count) {
+    const size_t inner = side > 2 * pad ? side - 2 * pad : 0;
+    *count = VM_MAX((inner + most - 1) / most, 1);
+    const size_t even = (inner + *count - 1) / *count;
+    for (size_t n = 32; n >= 2 && even % n; n /= 2)
+        if (VM_ROUND_UP(even, n) <= most) return VM_ROUND_UP(even, n);
+    return even;
+}
+
+/* The input, made so small that its longer side is a tile's, with the mean and the deviation that it had. */
+static tensor shrink(walk *w, const tensor *x, size_t most) {
+    const double scale = (double)most / (double)VM_MAX(x->h, x->w);
+    const size_t h = (size_t)((double)x->h * scale), wide = (size_t)((double)x->w * scale);
+    tensor y = take(w, x->n, x->c, VM_MAX(h, 1), VM_MAX(wide, 1), CONTIGUOUS, (path){"shrunk"});
+    tensor scaled = take_like(w, &y, (path){"shrunk [scaled]"});
+    for (int i = 0; i < 3; i++) bind(w, &scaled, take_like(w, &scaled, (path){"shrunk [scaled]"}));
+    bind(w, &y, scaled);
+    return y;
+}
+
+tensor vm_walk_tiled_vae(walk *w, const tensor *x) {
+    const bool decodes = w->vae->op == VM_DECODE;
+    const size_t factor = vm_arch_factor(w->vae->arch), pad = vm_walk_pad(w->vae);
+    const size_t most = decodes ? w->vae->tile / factor : w->vae->tile;
+    const size_t high = decodes ? x->h * factor : x->h / factor, wide = decodes ? x->w * factor : x->w / factor;
+    worker learner = {.w = w, .res = {.id = EXTERNAL}, .learns = true};
+    const tensor shrunk = shrink(w, x, most);
+    tensor named = shrunk;
+    named.id = EXTERNAL; /* shrunk is another function's */
+    run(&learner, named);
+    give(w, &shrunk);
+    worker k = {.w = w, .res = {.id = EXTERNAL}};
+    size_t rows, cols;
+    const size_t side[2] = {side_of(x->h, pad, most, &rows), side_of(x->w, pad, most, &cols)};
+    tensor result = {.id = EXTERNAL};
+    for (size_t i = 0; !w->status && i < rows * cols; i++) {
+        const size_t top = i / cols * side[0], left = i % cols * side[1];
+        const size_t h = VM_MIN(side[0] + 2 * pad, x->h - top), v = VM_MIN(side[1] + 2 * pad, x->w - left);
+        run(&k, take(w, x->n, x->c, h, v, CONTIGUOUS, (path){"tile"}));
+        if (!i) result = take_sized(w, x->n, k.tile.c, high, wide, CONTIGUOUS, 4, (path){"result [float]"});
+        give(w, &k.tile);
+    }
+    if (element(w) < 4) bind(w, &result, take(w, x->n, result.c, high, wide, CONTIGUOUS, (path){"result"}));
+    give(w, &k.res);
+    for (size_t i = 0; i < learner.kept; i++) give(w, &learner.statistics[i]);
+    return result;
+}

@@ -1,0 +1,190 @@
+/* A walk through the Python frames of a VAE's module: each tensor is taken when a statement makes it and given back when
+ * its last reference goes.
+ *
+ *   torch_walk.h       tensors and operators
+ *   torch_attention.c  the attention blocks
+ *   torch_coders.c     the other blocks, encoder and decoder
+ *   torch_tiled_vae.c  these tile by tile, as A1111's extension runs them
+ *   torch_vae.c        the methods around them, tiles and slices
+ *
+ * Functions named after a module return its output and leave its input to the caller. Errors stick in walk.status. */
+#ifndef VM_TORCH_WALK_H
+#define VM_TORCH_WALK_H
+
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "torch_trace.h"
+
+enum { EXTERNAL = UINT32_MAX }; /* the id of the caller's input */
+
+/* CHANNELS_LAST_ONE: dense in channels-last order, but of batch 1 and with strides that PyTorch does not take for
+ * channels_last (the batch's is too small). Group norms and convolutions copy it, interpolation returns NCHW. */
+typedef enum layout { CONTIGUOUS, CHANNELS_LAST, CHANNELS_LAST_ONE } layout;
+
+typedef struct tensor {
+    uint32_t id;
+    size_t n, c, h, w;
+    layout layout;
+    bool slice;   /* a view that is not dense: an operator that needs it dense copies it */
+    size_t bytes; /* of its storage */
+} tensor;
+
+typedef struct frames frames;
+
+typedef struct walk {
+    vm_trace *t;
+    const vm_trace_vae *vae;
+    const frames *frames; /* of vae->runtime */
+    size_t live;          /* bytes of the tensors that are taken */
+    vm_status status;
+} walk;
+
+typedef struct path {
+    char text[2 * VM_NAME];
+} path;
+
+__attribute__((format(printf, 2, 3))) static inline path at(path parent, const char *format, ...) {
+    const size_t length = strlen(parent.text);
+    va_list args;
+    va_start(args, format);
+    vsnprintf(parent.text + length, sizeof parent.text - length, format, args);
+    va_end(args);
+    return parent;
+}
+
+/* ---- tensors ---- */
+
+static inline size_t element(const walk *w) { return w->vae->dtype == VM_F32 ? 4 : 2; }
+
+static inline tensor take_sized(walk *w, size_t n, size_t c, size_t h, size_t x, layout layout, size_t element,
+                                path name) {
+    tensor y = {.id = EXTERNAL, .n = n, .c = c, .h = h, .w = x, .layout = layout};
+    y.bytes = VM_PRODUCT(n, c, h, x, element);
+    if (!w->status) w->status = vm_trace_take(w->t, y.bytes, name.text, &y.id);
+    if (!w->status) w->live += y.bytes;
+    return y;
+}
+
+static inline tensor take(walk *w, size_t n, size_t c, size_t h, size_t x, layout layout, path name) {
+    return take_sized(w, n, c, h, x, layout, element(w), name);
+}
+
+static inline tensor take_like(walk *w, const tensor *x, path name) {
+    return take(w, x->n, x->c, x->h, x->w, x->layout, name);
+}
+
+static inline void give(walk *w, const tensor *x) {
+    if (w->status || x->id == EXTERNAL) return;
+    w->status = vm_trace_give(w->t, x->id);
+    w->live -= x->bytes;
+}
+
+/* The Python name *x is bound to y; the tensor that it named before loses its last reference. */
+static inline void bind(walk *w, tensor *x, tensor y) {
+    give(w, x);
+    *x = y;
+}
+
+/* x.contiguous(); a new tensor, or x itself. */
+static inline tensor contiguous(walk *w, const tensor *x, path name) {
+    if (x->layout == CONTIGUOUS && !x->slice) return *x;
+    return take(w, x->n, x->c, x->h, x->w, CONTIGUOUS, at(name, " [contiguous]"));
+}
+
+static inline void give_copy(walk *w, const tensor *copy, const tensor *of) {
+    if (copy->id != of->id) give(w, copy);
+}
+
+/* ---- operators ---- */
+
+static inline tensor conv(walk *w, const tensor *x, size_t k, size_t side, size_t stride, size_t padding, path name) {
+    const bool nhwc = x->layout == CHANNELS_LAST && !x->slice;
+    const tensor in = nhwc ? *x : contiguous(w, x, name);
+    if (!w->status && VM_MIN(x->h, x->w) + 2 * padding < side)
+        w->status = vm_fail(VM_EINVAL, "%s: want a tile that leaves a convolution %zu pixels, got %zu x %zu", name.text,
+                            side, x->h, x->w);
+    if (w->status) return *x;
+    const size_t h = (x->h + 2 * padding - side) / stride + 1, wide = (x->w + 2 * padding - side) / stride + 1;
+    const tensor y = take(w, x->n, k, h, wide, nhwc ? CHANNELS_LAST : CONTIGUOUS, name);
+    uint32_t filter = EXTERNAL;
+    if (!w->status && nhwc && side > 1) /* a 1x1 filter is dense either way */
+        w->status =
+            vm_trace_take(w->t, VM_PRODUCT(k, x->c, side, side, element(w)), at(name, " [filter]").text, &filter);
+    const vm_conv question = {.dtype = w->vae->dtype,
+                              .tf32 = true,
+                              .nhwc = nhwc,
+                              .n = (int64_t)x->n,
+                              .c = (int64_t)x->c,
+                              .h = (int64_t)x->h,
+                              .w = (int64_t)x->w,
+                              .k = (int64_t)k,
+                              .side = (int64_t)side,
+                              .padding = (int64_t)padding,
+                              .stride = (int64_t)stride};
+    if (!w->status) w->status = vm_trace_conv(w->t, &question, at(name, " [workspace]").text);
+    if (!w->status && filter != EXTERNAL) w->status = vm_trace_give(w->t, filter);
+    give_copy(w, &in, x);
+    return y;
+}
+
+static inline tensor conv3(walk *w, const tensor *x, size_t k, path name) { return conv(w, x, k, 3, 1, 1, name); }
+static inline tensor conv1(walk *w, const tensor *x, size_t k, path name) { return conv(w, x, k, 1, 1, 0, name); }
+
+static inline tensor norm(walk *w, const tensor *x, path name) {
+    const tensor in = contiguous(w, x, name);
+    const tensor y = take(w, x->n, x->c, x->h, x->w, CONTIGUOUS, name);
+    uint32_t stats[2];
+    if (!w->status)
+        w->status = vm_trace_norm(w->t, w->vae->dtype, x->n, x->c, w->vae->arch->norm_num_groups,
+                                  VM_PRODUCT(x->h, x->w), at(name, " [statistics]").text, stats);
+    give_copy(w, &in, x);
+    for (int i = 0; !w->status && i < 2; i++) w->status = vm_trace_give(w->t, stats[i]);
+    return y;
+}
+
+static inline void blas(walk *w, vm_trace_op op, path name) {
+    if (!w->status) w->status = vm_trace_blas(w->t, op, name.text);
+}
+
+/* ---- what runtimes differ in ---- */
+
+typedef enum activation { SILU, SILU_IN_PLACE, SIGMOID_PRODUCT } activation; /* F.silu(x), or x * sigmoid(x) */
+
+/* quant convolutions: none, both, or both or none. */
+typedef enum quant { QUANT_ANY, QUANT_NONE, QUANT_BOTH, QUANT_EVEN } quant;
+
+struct frames {
+    bool diffusers; /* its names of modules, divisions by scale factors, and callers that hold what goes into a level */
+    bool lists;     /* the encoder keeps all that it makes in a list until it returns */
+    activation resnet, last;
+    tensor (*attention)(walk *w, const tensor *x, path name);
+    quant quant;
+};
+
+/* Of a vm_trace_runtime. */
+extern const frames vm_walk_frames[VM_TORCH_RUNTIMES];
+
+tensor vm_walk_attention_diffusers(walk *w, const tensor *x, path name);
+/* BFL's: scaled_dot_product_attention. */
+tensor vm_walk_attention_bfl(walk *w, const tensor *x, path name);
+/* ComfyUI's: the same in a function whose caller keeps queries, keys and values. */
+tensor vm_walk_attention_comfyui(walk *w, const tensor *x, path name);
+/* CompVis': the scores of all pixels for all pixels. */
+tensor vm_walk_attention_ldm(walk *w, const tensor *x, path name);
+/* A1111's default: those scores for as many queries at once as free memory allows. */
+tensor vm_walk_attention_a1111(walk *w, const tensor *x, path name);
+
+/* Tiled VAE's: the same without the norm before and the sum after. */
+tensor vm_walk_attention_of_tile(walk *w, const tensor *normed, path name);
+
+tensor vm_walk_downsample(walk *w, const tensor *x, path name);
+tensor vm_walk_upsample(walk *w, const tensor *x, path name);
+tensor vm_walk_encoder(walk *w, const tensor *image);
+tensor vm_walk_decoder(walk *w, const tensor *z);
+/* Either half by A1111's extension Tiled VAE; vm_walk_pad: what it adds to a tile on each side. */
+tensor vm_walk_tiled_vae(walk *w, const tensor *x);
+size_t vm_walk_pad(const vm_trace_vae *vae);
+
+#endif
