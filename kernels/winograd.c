@@ -16,7 +16,7 @@ enum {
     TILES_LEAST = 64, /* when the image is small and threads want their share */
     TASKS_WANTED = 16,
     TILES_ACROSS = 128, /* flat regions keep rings of streamed rows short */
-    RUN = 8            /* blocks of x multiplied in one go: 128 products, their weights stay in L1 (as in conv.c) */
+    RUN = 8             /* blocks of x multiplied in one go: 128 products, their weights stay in L1 (as in conv.c) */
 };
 
 /* A cell of the grid is one of Winograd's tiles, a tile of the grid a region of them. */
