@@ -299,8 +299,10 @@ static vm_status run_items(walk *w) {
     return s ? s : said(w, finished);
 }
 
+/* The arena of an earlier run will do where it is large enough and, with all else, within the limit. */
 static vm_status reserve_arena(vm_model *m, const vm_plan *plan) {
-    if (m->arena_bytes >= plan->arena_bytes) return VM_OK;
+    const size_t limit = plan->ask.memory_limit, beside = plan->reserved - plan->arena_bytes;
+    if (m->arena_bytes >= plan->arena_bytes && (!limit || m->arena_bytes <= limit - beside)) return VM_OK;
     vm_model_trim(m);
     vm_status s = vm_mem_reserve(m->mem, plan->arena_bytes, &m->arena);
     if (!s) m->arena_bytes = plan->arena_bytes;

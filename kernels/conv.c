@@ -38,8 +38,7 @@ static vm_grid make_grid(const vm_pass *p) {
     const size_t row_bytes = (tile_w * g.step + g.overlap) * VM_BLOCKS(p->x.c) * VM_BLOCK * sizeof(float);
     const size_t fit = TILE_BYTES / row_bytes, share = g.height * columns / TILES_WANTED;
     const size_t cached = fit > g.overlap ? (fit - g.overlap) / g.step : 1;
-    const size_t rows = VM_MIN(VM_MIN(cached, share), TILE_ROWS);
-    vm_grid_cut(&g, rows == 3 ? 2 : rows, tile_w); /* a power of two, so that rings may hold whole rows of tiles */
+    vm_grid_cut(&g, VM_MIN(VM_MIN(cached, share), TILE_ROWS), tile_w);
     return g;
 }
 

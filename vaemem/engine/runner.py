@@ -70,7 +70,7 @@ class Runner:
                 break
             self._scale *= UNIT_STEP
             notes.append(f"float16 overflowed: run again with activations multiplied by 1/{round(1 / self._scale)}")
-        self._arena_bytes = max(self._arena_bytes, record["arena"])
+        self._arena_bytes = record["arena"]
         if settings.cache_bytes is not None and self._arena_bytes > settings.cache_bytes:
             self.trim()
         return result, make_run(request, record, time.perf_counter() - start if wait else None, tuple(notes))

@@ -431,8 +431,6 @@ class VAE:
         if tiles := cut(self._runner, tiling, self.sample_size, arrays.request | settings.resources, limit):
             result, self.last_run = tiles.run(arrays, settings, progress, bool(scaled))
             return result
-        if limit and self.last_run and self.last_run.reserved_bytes > limit:
-            self.trim()  # or the arena of an earlier run would be held beside the limit
         with polling(progress, op) as poll:
             result, self.last_run = self._runner.run(arrays, settings, poll, limit, scaled=bool(scaled))
         return result
