@@ -481,6 +481,13 @@ def test_the_least_is_enough_and_two_mib_less_are_not(op, dtype):
     assert not any("next plan" in what for what in p.substitutions)
 
 
+def test_what_fits_in_less_fits_in_more():
+    """Which the search for the least takes for granted."""
+    p = predict("flux", "encode", 512, 512)
+    fit = [p._within(2 * MIB * pages)[0] is None for pages in range(1, p._process.most_reserved // (2 * MIB) + 2)]
+    assert fit == sorted(fit) and 2 * MIB * (fit.index(True) + 1) == p.least_reserved
+
+
 def test_pytorchs_own_convolution_has_no_other_plan():
     """bfloat16 on a T4: the columns of im2col are no workspace that cuDNN could do without."""
     p = predict("sd15", "decode", 512, 512, dtype="bfloat16", gpu="T4")

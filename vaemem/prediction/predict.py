@@ -275,7 +275,7 @@ def predict(
     ------
     ValueError
         A model, op, dtype, GPU or version that is unknown; a size that the model cannot take; a convolution that the
-        GPU has no engine for.
+        GPU has no engine for; a card of which `used` and the CUDA context leave nothing.
 
     Notes
     -----

@@ -395,7 +395,8 @@ class SimulatedProcess:
     def peak_tensors(self) -> list[PeakTensor]:
         """What was allocated at the peak since `reset_peak`, largest first; equal names are summed.
 
-        Empty where the peak lies outside of the calls (or in a call without heights).
+        Empty where the peak lies outside of the calls (or in a call without heights). A workspace that could not be had
+        any more later in that call counts as what stood in for it.
         """
         if self._peak[1] is None:
             return []
