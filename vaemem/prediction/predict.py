@@ -284,7 +284,7 @@ def predict(
     Examples
     --------
     >>> predict("sdxl", "decode", 1024, 1024, dtype="float16", gpu="RTX 4090").allocated / 2**20
-    2434.224609375
+    2434.125
     >>> p = predict("sdxl", "decode", 4096, 4096, dtype="float32", gpu="RTX 4060")
     >>> p.fits, p.out_of_memory_at.name
     (False, 'decoder.up_blocks.1.resnets.0')
