@@ -9,7 +9,7 @@ import pickle
 import numpy as np
 import pytest
 
-from vaemem import CachingAllocator, OutOfMemoryError, _core
+from vaemem import CachingAllocator, OutOfMemoryError, _core, predict_largest
 from vaemem.__main__ import main
 from vaemem.prediction import profiles, reproduce, workspace
 from vaemem.prediction.benchmark import benchmark
@@ -473,7 +473,7 @@ def test_converting_weights():
 
 
 def test_a_full_device():
-    p = SimulatedProcess(allocator=CachingAllocator(total_memory=2 << 30))
+    p = SimulatedProcess(allocator=CachingAllocator(total_memory=1 << 30))
     vae = p.load("sdxl", "float16")
     latents = p.tensor((1, 4, 128, 128), "float16")
     before = p.allocated
@@ -482,6 +482,121 @@ def test_a_full_device():
     assert p.allocated <= before + 8519680
     small = p.tensor((1, 4, 64, 64), "float16")
     assert p.decode(vae, small).shape == (1, 3, 512, 512)  # the process goes on
+
+
+# ---- the card's size ----
+
+
+def test_where_all_fits_nothing_is_refused_and_nothing_changes():
+    p = predict("sdxl", "decode", 1024, 1024, gpu="RTX 4090")
+    assert p.fits and p.out_of_memory_at is None
+    assert p.available == p.total_memory - 512 * MIB and p._process.most_reserved < p.available
+    assert predict("sdxl", "decode", 1024, 1024, gpu="RTX 4090", used="4 GB").reserved == p.reserved
+    assert f"at least {p.least_reserved // MIB}; fits in {p.available / MIB:.0f} MiB" in repr(p)
+
+
+def test_a_run_that_the_card_has_no_room_for():
+    p = predict("sdxl", "decode", 4096, 4096, dtype="float32", gpu="RTX 4060")
+    name, size = p.out_of_memory_at
+    assert not p.fits and (name, size) in [(step[3], step[2]) for step in p._process._last[0].steps]
+    assert f"out of memory at {name} ({size / MIB:.2f} MiB) with {p.available / MIB:.0f} MiB" in repr(p)
+    assert p.available < p.least_reserved < p.peak_reserved
+
+
+def test_the_weights_may_be_what_does_not_fit():
+    room = predict("flux", "decode", 256, 256, gpu="RTX 3060").available
+    p = predict("flux", "decode", 256, 256, gpu="RTX 3060", used=room - 32 * MIB)
+    assert p.available == 32 * MIB and p.out_of_memory_at.name == "weights"
+    with pytest.raises(ValueError, match=f"used: want less than the {room} bytes"):
+        predict("flux", "decode", 256, 256, gpu="RTX 3060", used=room)
+
+
+@pytest.mark.parametrize("used", [-1, "lots", 1.5])
+def test_what_others_hold_is_a_size(used):
+    with pytest.raises((ValueError, TypeError), match="used: want"):
+        predict("sd15", "decode", 256, 256, used=used)
+
+
+def test_a_nominal_size_is_less_to_cuda():
+    assert predict("sd15", "decode", 256, 256, gpu="sm_89", memory="16 GB").available == (16 << 30) * 97 // 100 - (
+        512 * MIB
+    )
+
+
+@pytest.mark.parametrize("op", ["decode", "encode"])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_the_least_is_enough_and_two_mib_less_are_not(op, dtype):
+    p = predict("sd15", op, 768, 512, dtype=dtype, gpu="RTX 3060")
+    spare = p.available - p.least_reserved
+    enough = predict("sd15", op, 768, 512, dtype=dtype, gpu="RTX 3060", used=spare)
+    less = predict("sd15", op, 768, 512, dtype=dtype, gpu="RTX 3060", used=spare + 2 * MIB)
+    assert enough.fits and not less.fits
+    assert enough.reserved == p.reserved == less.reserved  # what is taken where there is room
+    assert enough._within(enough.available)[1].most_reserved <= p.least_reserved
+    assert any("next plan" in what for what in enough.substitutions)
+    assert not any("next plan" in what for what in p.substitutions)
+
+
+def test_what_fits_in_less_fits_in_more():
+    """Which the search for the least takes for granted."""
+    p = predict("flux", "encode", 512, 512)
+    fit = [p._within(2 * MIB * pages)[0] is None for pages in range(1, p._process.most_reserved // (2 * MIB) + 2)]
+    assert fit == sorted(fit) and 2 * MIB * (fit.index(True) + 1) == p.least_reserved
+
+
+def test_pytorchs_own_convolution_has_no_other_plan():
+    """bfloat16 on a T4: the columns of im2col are no workspace that cuDNN could do without."""
+    p = predict("sd15", "decode", 512, 512, dtype="bfloat16", gpu="T4")
+    columns = max(p._process.workspace.conv(*question)[0] for question in p._process._last[0].convs)
+    spare = p.available - p.least_reserved
+    less = predict("sd15", "decode", 512, 512, "bfloat16", gpu="T4", used=spare + 2 * MIB)
+    assert p.least_reserved > columns and less.out_of_memory_at.bytes == columns
+    assert not any("next plan" in what for what in less.substitutions)
+
+
+def test_a_workspace_that_cannot_be_had_is_done_without_from_then_on():
+    class Fixed:
+        def conv(self, *question):
+            return 40 * MIB, "said"
+
+    def play(capacity):
+        p = SimulatedProcess(allocator=CachingAllocator(total_memory=capacity), workspace=Fixed())
+        trace = _core.Trace()
+        x = trace.take(30 * MIB, "x")
+        trace.conv("float16", 1, 8, 8, 8, 8, 3, 1, 1, False, "conv")
+        trace.give(x)
+        trace.conv("float16", 1, 8, 8, 8, 8, 3, 1, 1, False, "conv")
+        p.call(trace)
+        p.empty_cache()
+        p.call(trace)
+        return p
+
+    full, roomy = play(60 * MIB), play(70 * MIB)
+    # The second has room in the full process too, where PyTorch's cache of plans keeps to the plan that ran.
+    assert full.most_reserved == 30 * MIB and "1 of the convolutions" in full.substitutions[0]
+    assert roomy.most_reserved == 70 * MIB and not roomy.substitutions
+
+
+def test_the_largest_fits_and_the_next_does_not():
+    asked = {"dtype": "float16", "gpu": "RTX 4060", "used": "1 GB"}
+    height, width = predict_largest("sdxl", "decode", aspect=1.5, **asked)
+    assert width == pytest.approx(1.5 * height, abs=8) and predict("sdxl", "decode", height, width, **asked).fits
+    assert not predict("sdxl", "decode", height + 8, width + 8, **asked).fits
+    more = predict_largest("sdxl", "decode", aspect=1.5, **(asked | {"used": 0}))
+    tiled = predict_largest("sdxl", "decode_tiled", tile=512, **(asked | {"used": "6.5 GB"}))
+    whole = predict_largest("sdxl", "decode", **(asked | {"used": "6.5 GB"}))
+    assert more > (height, width) and tiled > whole
+
+
+def test_no_size_fits():
+    with pytest.raises(ValueError, match=r"gpu: want one with \d+ bytes .* got NVIDIA GeForce RTX 4060 with"):
+        predict_largest("sdxl", "decode", dtype="float32", gpu="RTX 4060", used="7.7 GB")
+
+
+def test_the_largest_on_the_command_line(capsys):
+    assert main(["largest", "sdxl", "decode", "--gpu", "RTX 4060", "--used", "1 GB"]) == 0
+    height, width = predict_largest("sdxl", "decode", gpu="RTX 4060", used="1 GB")
+    assert f"decode {height}x{width} float16" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -199,6 +199,14 @@ def test_a_linear_layer():
     assert "17.00 MiB" in repr(p) and p.peak_tensors[0].name == "weights" and len(p.timeline) == 2
 
 
+def test_a_module_on_a_card_that_others_use():
+    layer, x = on_meta(lambda: nn.Linear(4096, 4096)), meta(2048, 4096)
+    p = predict_peak(layer, x)
+    assert p.fits and p.least_reserved <= p.peak_reserved
+    less = predict_peak(layer, x, used=p.available - p.least_reserved + (2 << 20))
+    assert not less.fits and less.out_of_memory_at.name and "out of memory at" in repr(less)
+
+
 def test_a_vae_as_predict_has_it():
     from torch_vaes import diffusers_vae
 

@@ -471,8 +471,8 @@ def test_a_run_on_an_allocator():
     y = trace.take(1 << 20, "y")
     trace.give(x)
     allocator = CachingAllocator()
-    left, cublas, cublaslt, allocated, reserved = run(trace, allocator, [5 << 20])
-    assert list(left) == [y] and cublas and not cublaslt
+    left, cublas, cublaslt, allocated, reserved, workspaces = run(trace, allocator, [5 << 20])
+    assert list(left) == [y] and cublas and not cublaslt and workspaces == [5 << 20]
     assert [n / (1 << 20) for n in allocated] == [3, 8, 11.125, 12.125, 12.125, 9.125]
     assert list(reserved) == sorted(reserved) and reserved[-1] == allocator.memory_reserved()
     assert allocator.memory_allocated() == allocated[-1]
@@ -485,7 +485,7 @@ def test_cublaslt_by_version(use, kept):
     trace = _core.Trace()
     trace.blas("fused", True)
     allocator = CachingAllocator()
-    _, cublas, cublaslt, _, _ = run(trace, allocator, cublaslt_use=use)
+    _, cublas, cublaslt, *_ = run(trace, allocator, cublaslt_use=use)
     assert (allocator.memory_allocated() >> 10) / 1024 == (0 if use == "each" else kept)
     assert bool(cublaslt) == (use == "kept") and bool(cublas) == (use != "each")
 
@@ -496,14 +496,32 @@ def test_a_full_device_gives_everything_back():
     with pytest.raises(OutOfMemoryError) as caught:
         run(trace, allocator, [0] * len(trace.convs))
     assert caught.value.requested >= 1 << 20 and caught.value.total == 256 << 20
+    assert trace.names[caught.value.tag].startswith("decoder.")
     live = allocator.memory_allocated()
     assert live == 8519680  # cuBLAS keeps its own
+
+
+def test_the_next_plans_workspace():
+    trace = _core.Trace()
+    x = trace.take(30 << 20, "x")
+    trace.conv("float16", 1, 8, 8, 8, 8, 3, 1, 1, False, "conv")
+    trace.give(x)
+    full = CachingAllocator(total_memory=70 << 20)
+    assert run(trace, full, [50 << 20], next=[40 << 20])[5] == [40 << 20]
+    for following in (None, [50 << 20], [60 << 20]):
+        with pytest.raises(OutOfMemoryError) as caught:
+            run(trace, full, [50 << 20], next=following)
+        assert caught.value.requested == 50 << 20 and trace.names[caught.value.tag] == "conv"
+    with pytest.raises(OutOfMemoryError) as caught:
+        run(trace, full, [50 << 20], next=[45 << 20])  # which does not fit either
+    assert caught.value.requested == 45 << 20 and full.memory_allocated() == 0
 
 
 @pytest.mark.parametrize(
     "wrong, error",
     [
         ({"workspaces": [1]}, ValueError),
+        ({"next": [1]}, ValueError),
         ({"workspaces": [-1, 0]}, OverflowError),
         ({"cublaslt_use": "never"}, ValueError),
         ({"allocator": 3}, TypeError),

@@ -11,7 +11,7 @@ from vaemem._common import __version__ as __version__
 from vaemem._core import OutOfMemoryError
 from vaemem.engine.device import DeviceArray
 from vaemem.prediction.formula import formula
-from vaemem.prediction.predict import Prediction, predict
+from vaemem.prediction.predict import Prediction, predict, predict_largest
 from vaemem.prediction.process import SimulatedProcess
 from vaemem.prediction.replay import Replay, replay
 from vaemem.prediction.snapshot import CachingAllocator
@@ -41,6 +41,7 @@ __all__ = [
     "fit",
     "formula",
     "predict",
+    "predict_largest",
     "replay",
     "report",
     "sweep",

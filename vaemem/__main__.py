@@ -7,8 +7,9 @@ import importlib.util
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
-from vaemem import _demo, backends, compare, fit, predict, report, sweep
+from vaemem import _demo, backends, compare, fit, predict, predict_largest, report, sweep
 from vaemem._common import DTYPES, MIB, OPS, TILED_OPS, render
 from vaemem.prediction import reproduce
 from vaemem.prediction.process import RUNTIMES
@@ -116,10 +117,23 @@ def _report(args: argparse.Namespace) -> None:
         print(file)
 
 
+def _where(args: argparse.Namespace) -> dict[str, Any]:
+    """What `predict` and `predict_largest` are told of the card and the software on it."""
+    return {
+        "gpu": args.gpu, "memory": args.memory, "used": args.used, "cudnn_version": args.cudnn,
+        "torch_version": args.torch, "runtime": args.runtime,
+    }  # fmt: skip
+
+
+def _largest(args: argparse.Namespace) -> None:
+    height, width = predict_largest(args.model, args.op, args.dtype, args.batch, aspect=args.aspect, **_where(args))
+    print(predict(args.model, args.op, height, width, args.dtype, args.batch, **_where(args)))
+
+
 def _predict(args: argparse.Namespace) -> None:
-    where = {"gpu": args.gpu, "memory": args.memory, "cudnn_version": args.cudnn, "torch_version": args.torch}
+    where = _where(args)
     for height, width in args.sizes:
-        prediction = predict(args.model, args.op, height, width, args.dtype, args.batch, args.runtime, **where)
+        prediction = predict(args.model, args.op, height, width, args.dtype, args.batch, **where)
         print(prediction)
         print(f"  workspaces: {prediction.workspace_source}")
         for tensor in prediction.peak_tensors[: args.tensors]:
@@ -157,6 +171,19 @@ def _parser() -> argparse.ArgumentParser:
     def placed(sub: argparse.ArgumentParser) -> None:
         sub.add_argument("--device", default="cpu", help="cpu (default), cuda or cuda:N")
         sub.add_argument("--dtype", default="float32", choices=DTYPES)
+
+    def on_a_card(sub: argparse.ArgumentParser) -> None:
+        sub.add_argument("--dtype", default="float16", choices=DTYPES)
+        sub.add_argument("--runtime", choices=RUNTIMES, help="whose code (default: bfl for flux, else diffusers)")
+        sub.add_argument(
+            "--gpu", default="RTX 4090", help="a card (default: RTX 4090) or a compute capability such as sm_89"
+        )
+        sub.add_argument("--memory", metavar="SIZE", help="of the card, such as '16 GB', where its name leaves it open")
+        sub.add_argument("--used", metavar="SIZE", default=0, help="what others hold of the card, such as '1.5 GB'")
+        sub.add_argument("--cudnn", metavar="VERSION", help="such as 9.10.2")
+        sub.add_argument(
+            "--torch", metavar="VERSION", help="such as 2.7.1+cu128 (default); 2.7.1 is the build that PyPI has"
+        )
 
     def formatted(sub: argparse.ArgumentParser, *forms: str) -> None:
         sub.add_argument("--format", choices=forms, default="text", help="of what is printed")
@@ -220,17 +247,15 @@ def _parser() -> argparse.ArgumentParser:
 
     sub = command("predict", _predict, "PyTorch's peak allocated and reserved VRAM, with no GPU and no PyTorch.")
     asked(sub, TILED_OPS)
-    sub.add_argument("--dtype", default="float16", choices=DTYPES)
-    sub.add_argument("--runtime", choices=RUNTIMES, help="whose code (default: bfl for flux, else diffusers)")
-    sub.add_argument(
-        "--gpu", default="RTX 4090", help="a card (default: RTX 4090) or a compute capability such as sm_89"
-    )
-    sub.add_argument("--memory", metavar="SIZE", help="of the card, such as '16 GB', where its name leaves that open")
-    sub.add_argument("--cudnn", metavar="VERSION", help="such as 9.10.2")
-    sub.add_argument(
-        "--torch", metavar="VERSION", help="such as 2.7.1+cu128 (default); 2.7.1 is the build that PyPI has"
-    )
+    on_a_card(sub)
     sub.add_argument("--tensors", type=_count, default=6, help="how many of the peak's tensors to show (default: 6)")
+
+    sub = command("largest", _largest, "The largest image that PyTorch has room for on a card, and its prediction.")
+    sub.add_argument("model", help="sd15, sdxl or flux")
+    sub.add_argument("op", choices=TILED_OPS)
+    sub.add_argument("--batch", type=_count, default=1)
+    sub.add_argument("--aspect", type=float, default=1.0, help="width over height (default: 1)")
+    on_a_card(sub)
 
     sub = command("reproduce", _reproduce, "The published PyTorch benchmark, row by row: measured, predicted, error.")
     sub.add_argument("table", nargs="?", metavar="CSV", help="by default the copy that comes with vaemem")

@@ -120,6 +120,7 @@ class OutOfMemoryError(MemoryError):
     allowed: int
     allocated: int
     reserved: int
+    tag: int
 
 class CachingAllocator:
     OutOfMemoryError: type[OutOfMemoryError]
@@ -187,6 +188,9 @@ class Trace:
     def run(
         self, allocator: CachingAllocator, workspaces: Sequence[int], cublas_bytes: int, cublaslt_bytes: int,
         cublaslt_use: str, cublas: int, cublaslt: int, tag: int, heights: bool,
-    ) -> tuple[dict[int, int], int, int, NDArray[np.uint64] | None, NDArray[np.uint64] | None]: ...  # fmt: skip
+        next: Sequence[int] | None = None,
+    ) -> tuple[
+        dict[int, int], int, int, NDArray[np.uint64] | None, NDArray[np.uint64] | None, list[int],
+    ]: ...  # fmt: skip
 
 def read_pickle(data: bytes, /) -> Any: ...

@@ -444,7 +444,7 @@ def _in_order_of_to(module: torch.nn.Module, prefix: str = "") -> Iterator[tuple
 
 def predict_peak(
     module: torch.nn.Module, *args: Any, gpu: str = "RTX 4090", cudnn_version: str | None = None,
-    torch_version: str | None = None, call: Callable[..., Any] | None = None, **kwargs: Any,
+    torch_version: str | None = None, used: int | str = 0, call: Callable[..., Any] | None = None, **kwargs: Any,
 ) -> ModulePrediction:  # fmt: skip
     """What ``torch.cuda``'s memory counters would say of a module's call: a fresh process, two warm-up runs, one
     measured.
@@ -458,6 +458,8 @@ def predict_peak(
     cudnn_version, torch_version : str, optional
         2.7.1+cu128 and the cuDNN that this build brings by default. The module's own Python code is that of the
         installed versions.
+    used : int or str
+        What others hold of the card, in bytes or as ``"1.5 GB"``: see `Prediction.fits`.
 
     Examples
     --------
@@ -469,7 +471,7 @@ def predict_peak(
     """
     settings = {"gpu": gpu, "cudnn_version": cudnn_version, "torch_version": torch_version}
     recording = record(module, *args, gpu=gpu, call=call, **kwargs)
-    return ModulePrediction(recording.trace, recording.weights, recording.inputs, recording.unmodelled, settings)
+    return ModulePrediction(recording.trace, recording.weights, recording.inputs, recording.unmodelled, settings, used)
 
 
 def measure(

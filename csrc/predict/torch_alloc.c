@@ -253,7 +253,8 @@ static vm_status out_of_memory(vm_talloc *a, const request *r) {
                          .total = a->config.total_memory,
                          .allowed = a->config.allowed_memory,
                          .allocated = (uint64_t)a->stats.of[VM_TALLOC_ALLOCATED_BYTES][VM_TALLOC_ALL].current,
-                         .reserved = reserved(a)};
+                         .reserved = reserved(a),
+                         .tag = a->tag};
     o->free = o->total > o->reserved ? o->total - o->reserved : 0;
     a->out_of_memory = true;
     a->stats.num_ooms++;

@@ -94,6 +94,7 @@ typedef struct vm_talloc_oom {
     uint64_t requested, wanted;    /* by the caller; of the device */
     uint64_t total, free, allowed; /* of the device; allowed is 0 when not set, total 0 when without end */
     uint64_t allocated, reserved;
+    uint32_t tag; /* whose request it was */
 } vm_talloc_oom;
 
 /* NULL unless the last call on a failed because the simulated device was full. */

@@ -249,6 +249,14 @@ static vm_status keep(vm_talloc *a, uint64_t bytes, uint64_t *address) {
     return *address ? VM_OK : vm_talloc_malloc(a, bytes, 0, address);
 }
 
+/* A convolution's workspace: of the first plan, else of the next (try_configs in Conv_v8.cpp). */
+static vm_status convolve(vm_trace_process *p, uint32_t id, uint64_t *height) {
+    vm_status s = borrow(p->talloc, p->workspace[id], height);
+    if (s != VM_ENOMEM || !vm_talloc_last_oom(p->talloc) || !p->next || p->next[id] >= p->workspace[id]) return s;
+    p->workspace[id] = p->next[id];
+    return borrow(p->talloc, p->workspace[id], height);
+}
+
 static vm_status take_step(vm_trace_process *p, const vm_trace_step *step, uint64_t *address, uint64_t *height) {
     vm_status s;
     vm_talloc_tag(p->talloc, p->tag + step->name);
@@ -260,7 +268,7 @@ static vm_status take_step(vm_trace_process *p, const vm_trace_step *step, uint6
         address[step->id] = 0;
         return s;
     case VM_TRACE_CONV:
-        return borrow(p->talloc, p->workspace[step->id], height);
+        return convolve(p, step->id, height);
     case VM_TRACE_CUBLASLT:
         if (p->cublaslt_use == VM_CUBLASLT_EACH) return borrow(p->talloc, p->cublaslt_bytes, height);
         s = keep(p->talloc, p->cublas_bytes, &p->cublas); /* cuBLASLt's handle is cuBLAS's */

@@ -80,8 +80,10 @@ vm_status vm_trace_attention(vm_trace *t, const vm_attention_shape *shape, const
 typedef enum vm_cublaslt { VM_CUBLASLT_EACH, VM_CUBLASLT_KEPT, VM_CUBLASLT_SHARED } vm_cublaslt;
 
 typedef struct vm_trace_process {
-    vm_talloc *talloc;         /* borrowed */
-    const uint64_t *workspace; /* [trace->convs], borrowed */
+    vm_talloc *talloc;    /* borrowed */
+    uint64_t *workspace;  /* [trace->convs], borrowed; in, out: see next */
+    const uint64_t *next; /* [trace->convs], borrowed, or NULL: what a convolution takes where its workspace cannot be
+                             had, for cuDNN has other plans; PyTorch's cache of plans keeps to the one that ran */
     uint64_t cublas_bytes, cublaslt_bytes;
     vm_cublaslt cublaslt_use;  /* taken by each call, kept by the first, or cuBLAS's own */
     uint64_t cublas, cublaslt; /* in, out: addresses of what is kept; 0 before the first use */

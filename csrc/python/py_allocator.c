@@ -17,7 +17,7 @@ void vm_py_raise_full(PyObject *allocator, const struct vm_talloc_oom *oom) {
         uint64_t value;
     } figures[] = {{"requested", oom->requested}, {"wanted", oom->wanted},   {"total", oom->total},
                    {"free", oom->free},           {"allowed", oom->allowed}, {"allocated", oom->allocated},
-                   {"reserved", oom->reserved}};
+                   {"reserved", oom->reserved},   {"tag", oom->tag}};
     for (size_t i = 0; error && i < sizeof figures / sizeof *figures; i++) {
         PyObject *value = PyLong_FromUnsignedLongLong(figures[i].value);
         if (!value || PyObject_SetAttrString(error, figures[i].name, value)) Py_CLEAR(error);
@@ -444,12 +444,13 @@ static PyType_Spec spec = {.name = "vaemem._core.CachingAllocator",
 
 int vm_py_add_allocator(PyObject *module) {
     PyObject *type = PyType_FromModuleAndSpec(module, &spec, NULL);
-    PyObject *error =
-        PyErr_NewExceptionWithDoc("vaemem.OutOfMemoryError",
-                                  "The simulated device is full. Attributes, in bytes: requested (by the caller), "
-                                  "wanted (of the device), total,\n"
-                                  "free and allowed (of the device; 0: without end, or not set), allocated, reserved.",
-                                  PyExc_MemoryError, NULL);
+    PyObject *error = PyErr_NewExceptionWithDoc(
+        "vaemem.OutOfMemoryError",
+        "The simulated device is full. Attributes, in bytes: requested (by the caller), "
+        "wanted (of the device), total,\n"
+        "free and allowed (of the device; 0: without end, or not set), allocated, reserved. And "
+        "tag: of the request.",
+        PyExc_MemoryError, NULL);
     int bad = !type || !error || PyObject_SetAttrString(type, "OutOfMemoryError", error) ||
               PyModule_AddObjectRef(module, "OutOfMemoryError", error) ||
               PyModule_AddObjectRef(module, "CachingAllocator", type);

@@ -224,11 +224,11 @@ static PyObject *trace_kept(Trace *self, void *Py_UNUSED(closure)) {
 
 /* ---- running ---- */
 
-/* Reads the workspaces, a tuple, into a new array; NULL with an exception set. */
-static uint64_t *read_workspaces(PyObject *list, size_t count) {
+/* Reads workspaces, a tuple, into a new array; NULL with an exception set. */
+static uint64_t *read_workspaces(const char *name, PyObject *list, size_t count) {
     uint64_t *bytes = NULL;
     if ((size_t)PyTuple_GET_SIZE(list) != count)
-        PyErr_Format(PyExc_ValueError, "workspaces: want %zu of them, got %zd", count, PyTuple_GET_SIZE(list));
+        PyErr_Format(PyExc_ValueError, "%s: want %zu of them, got %zd", name, count, PyTuple_GET_SIZE(list));
     else if (!(bytes = PyMem_Calloc(count ? count : 1, sizeof *bytes)))
         PyErr_NoMemory();
     for (size_t i = 0; bytes && i < count; i++) {
@@ -238,6 +238,18 @@ static uint64_t *read_workspaces(PyObject *list, size_t count) {
         bytes = NULL;
     }
     return bytes;
+}
+
+static PyObject *as_list(const uint64_t *bytes, size_t count) {
+    PyObject *list = PyList_New((Py_ssize_t)count);
+    for (size_t i = 0; list && i < count; i++) {
+        PyObject *number = PyLong_FromUnsignedLongLong(bytes[i]);
+        if (number)
+            PyList_SET_ITEM(list, (Py_ssize_t)i, number);
+        else
+            Py_CLEAR(list);
+    }
+    return list;
 }
 
 /* {id: address} of what the run left. */
@@ -256,7 +268,7 @@ static PyObject *kept(const uint64_t *address, size_t ids) {
 /* What a run is asked, and what it leaves: new references. */
 typedef struct job {
     vm_trace_process process;
-    PyObject *allocator, *workspaces, *allocated, *reserved, *left;
+    PyObject *allocator, *workspaces, *next, *allocated, *reserved, *left, *taken;
 } job;
 
 /* With the trace's lock held; takes the allocator's. -1 with an exception set. */
@@ -267,11 +279,13 @@ static int run_locked(const vm_trace *t, job *j, bool heights) {
     npy_intp steps[1] = {(npy_intp)t->steps};
     j->allocated = heights ? PyArray_SimpleNew(1, steps, NPY_UINT64) : Py_NewRef(Py_None);
     j->reserved = heights ? PyArray_SimpleNew(1, steps, NPY_UINT64) : Py_NewRef(Py_None);
-    uint64_t *bytes = j->allocated && j->reserved ? read_workspaces(j->workspaces, t->convs) : NULL;
-    uint64_t *address = bytes ? PyMem_Calloc(t->ids ? t->ids : 1, sizeof *address) : NULL;
-    if (bytes && !address) PyErr_NoMemory();
+    uint64_t *bytes = j->allocated && j->reserved ? read_workspaces("workspaces", j->workspaces, t->convs) : NULL;
+    uint64_t *next = bytes ? read_workspaces("next", j->next, t->convs) : NULL;
+    uint64_t *address = next ? PyMem_Calloc(t->ids ? t->ids : 1, sizeof *address) : NULL;
+    if (next && !address) PyErr_NoMemory();
     if (address && !vm_py_acquire(lock, "Trace.run")) {
         p->workspace = bytes;
+        p->next = next;
         const vm_status s = vm_trace_run(t, p, address, heights ? PyArray_DATA((PyArrayObject *)j->allocated) : NULL,
                                          heights ? PyArray_DATA((PyArrayObject *)j->reserved) : NULL);
         vm_py_release(lock);
@@ -279,38 +293,44 @@ static int run_locked(const vm_trace *t, job *j, bool heights) {
             vm_py_raise_full(j->allocator, &p->oom);
         else if (s)
             vm_py_raise(s);
-        else
+        else if ((j->taken = as_list(bytes, t->convs)))
             j->left = kept(address, t->ids);
     }
     PyMem_Free(bytes);
+    PyMem_Free(next);
     PyMem_Free(address);
     return j->left ? 0 : -1;
 }
 
 static PyObject *trace_run(Trace *self, PyObject *args, PyObject *kwargs) {
     static char *keywords[] = {"allocator", "workspaces", "cublas_bytes", "cublaslt_bytes", "cublaslt_use",
-                               "cublas",    "cublaslt",   "tag",          "heights",        NULL};
+                               "cublas",    "cublaslt",   "tag",          "heights",        "next",
+                               NULL};
     const char *use;
     int heights;
-    PyObject *workspaces;
+    PyObject *workspaces, *next = Py_None;
     job j = {{0}};
     vm_trace_process *p = &j.process;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOKKsKKIp:run", keywords, &j.allocator, &workspaces,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOKKsKKIp|O:run", keywords, &j.allocator, &workspaces,
                                      &p->cublas_bytes, &p->cublaslt_bytes, &use, &p->cublas, &p->cublaslt, &p->tag,
-                                     &heights))
+                                     &heights, &next))
         return NULL;
     const int u = CHOOSE("cublaslt_use", use, cublaslt_name);
     if (u < 0) return NULL;
     p->cublaslt_use = (vm_cublaslt)u;
     PyObject *result = NULL;
-    if ((j.workspaces = PySequence_Tuple(workspaces)) && !vm_py_acquire(&self->lock, "run")) {
+    if ((j.workspaces = PySequence_Tuple(workspaces)) &&
+        (j.next = next == Py_None ? Py_NewRef(j.workspaces) : PySequence_Tuple(next)) &&
+        !vm_py_acquire(&self->lock, "run")) {
         const int failed = run_locked(self->trace, &j, heights);
         vm_py_release(&self->lock);
         if (!failed)
-            result = Py_BuildValue("(NKKOO)", j.left, (unsigned long long)p->cublas, (unsigned long long)p->cublaslt,
-                                   j.allocated, j.reserved);
+            result = Py_BuildValue("(NKKOOO)", j.left, (unsigned long long)p->cublas, (unsigned long long)p->cublaslt,
+                                   j.allocated, j.reserved, j.taken);
     }
     Py_XDECREF(j.workspaces);
+    Py_XDECREF(j.next);
+    Py_XDECREF(j.taken);
     Py_XDECREF(j.allocated);
     Py_XDECREF(j.reserved);
     return result;
@@ -341,10 +361,11 @@ static PyMethodDef methods[] = {
      "scaled_dot_product_attention. Returns the id of its output."},
     {"run", VM_PY_KEYWORDS(trace_run), METH_VARARGS | METH_KEYWORDS,
      "run($self, /, allocator, workspaces, cublas_bytes, cublaslt_bytes, cublaslt_use, cublas, cublaslt, tag, "
-     "heights)\n--\n\n"
+     "heights, next=None)\n--\n\n"
      "Takes every step on a CachingAllocator. Returns ({id: address} of what stays, cublas, cublaslt, allocated, "
-     "reserved):\n"
-     "addresses of the workspaces that cuBLAS keeps, and bytes at the height of each step where heights is true."},
+     "reserved, workspaces):\n"
+     "addresses of the workspaces that cuBLAS keeps, bytes at the height of each step where heights is true, and the\n"
+     "workspaces, in whose place those of next stand where they could not be had."},
     {NULL, NULL, 0, NULL}};
 
 static PyGetSetDef attributes[] = {

@@ -81,7 +81,9 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     uint64_t *workspaces = calloc(t->convs + 1, 8), *address = calloc(t->ids + 1, 8);
     uint64_t *allocated = calloc(t->steps + 1, 8), *reserved = calloc(t->steps + 1, 8);
     for (size_t i = 0; i < t->convs; i++) workspaces[i] = workspace;
+    uint64_t *next = how & 128 ? calloc(t->convs + 1, 8) : NULL; /* 0 bytes for other plans */
     p.workspace = workspaces;
+    p.next = next;
     const vm_status s = vm_trace_run(t, &p, address, allocated, reserved);
     for (size_t i = 0; i < t->steps && !s; i++) CHECK(allocated[i] <= reserved[i]);
     for (size_t i = 0; i < t->ids; i++) CHECK(!address[i] || (!s && !vm_talloc_free(p.talloc, address[i])));
@@ -89,6 +91,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     if (p.cublaslt) CHECK(!vm_talloc_free(p.talloc, p.cublaslt));
     CHECK(!vm_talloc_get_stats(p.talloc)->of[VM_TALLOC_ALLOCATED_BYTES][VM_TALLOC_ALL].current);
     free(workspaces);
+    free(next);
     free(address);
     free(allocated);
     free(reserved);

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from vaemem import _core
 from vaemem._common import MIB, latent_factor
 from vaemem.engine.arguments import as_int
 
-__all__ = ["Limit", "Plans", "available_memory", "parse_size", "resolve"]
+__all__ = ["Limit", "Plans", "available_memory", "check_aspect", "largest_size", "parse_size", "resolve"]
 
 Limit = int | str | None
 
@@ -208,23 +208,10 @@ class Plans:
 
     def largest(self, limit: int, aspect: float = 1.0) -> tuple[int, int] | None:
         """(height, width) of the largest image that fits; None where none does."""
-        factor = latent_factor(self._core.arch)
-
-        def size(long: int) -> tuple[int, int]:
-            short = max(1, round(long * min(aspect, 1 / aspect))) * factor
-            return (short, long * factor) if aspect > 1 else (long * factor, short)
-
-        def fits(long: int) -> bool:
-            return self.look(limit, height=size(long)[0], width=size(long)[1])[0] is not None
-
-        # `low` fits (0 stands for nothing at all), `high` does not.
-        low, high, end = 0, 64, _SIDE // factor
-        while high <= end and fits(high):
-            low, high = high, min(high * 2, end + 1)
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle) else (low, middle)
-        return size(low) if low else None
+        return largest_size(
+            lambda height, width: self.look(limit, height=height, width=width)[0] is not None,
+            latent_factor(self._core.arch), aspect,
+        )  # fmt: skip
 
     def refusal(self, limit: int) -> ValueError:
         """What to raise for a limit below the smallest plan: it says what would do, its cost, and what would fit."""
@@ -254,6 +241,23 @@ class Plans:
             f"and {_mib(free)} of {_mib(total)} are free on cuda:{device.number}: "
             f"{f'{fits[0]}x{fits[1]}' if fits else 'no size'} would fit"
         )
+
+
+def largest_size(fits: Callable[[int, int], bool], factor: int, aspect: float) -> tuple[int, int] | None:
+    """(height, width) of the largest image that fits, sides multiples of `factor`; None where none does."""
+
+    def size(long: int) -> tuple[int, int]:
+        short = max(1, round(long * min(aspect, 1 / aspect))) * factor
+        return (short, long * factor) if aspect > 1 else (long * factor, short)
+
+    # `low` fits (0 stands for nothing at all), `high` does not.
+    low, high, end = 0, 64, _SIDE // factor
+    while high <= end and fits(*size(high)):
+        low, high = high, min(high * 2, end + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(*size(middle)) else (low, middle)
+    return size(low) if low else None
 
 
 def check_aspect(aspect: Any) -> float:

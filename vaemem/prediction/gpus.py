@@ -42,6 +42,12 @@ class Gpu(NamedTuple):
         return _key(self.card or self.name)
 
     @property
+    def reported_memory(self) -> int:
+        """`total_memory` as CUDA would report it: a size in whole GiB is what the card is sold with, of which graphics
+        cards report up to 3% less (RTX 3070 2.7%, 4090 2.0%; those of this list that were read, ECC off)."""
+        return self.total_memory if self.total_memory % (1 << 30) else self.total_memory * 97 // 100
+
+    @property
     def multiprocessors(self) -> int:
         return int(self.properties["multiProcessorCount"])
 

@@ -14,10 +14,12 @@ from fractions import Fraction
 from typing import Any
 
 from vaemem import _core
-from vaemem._common import MIB
+from vaemem._common import MIB, latent_factor
+from vaemem._core import OutOfMemoryError
+from vaemem.engine.limits import check_aspect, largest_size, parse_size
 from vaemem.prediction.benchmark import Counters, Reading
 from vaemem.prediction.formula import derive
-from vaemem.prediction.process import Moment, PeakTensor, SimulatedProcess
+from vaemem.prediction.process import Moment, PeakTensor, SimulatedProcess, architecture
 from vaemem.prediction.question import Question
 from vaemem.prediction.snapshot import CachingAllocator
 
@@ -26,6 +28,11 @@ from vaemem.prediction.snapshot import CachingAllocator
 # of them with room for sizes that were not measured. A small run may meet one more of the allocator's large segments.
 MARGIN = Fraction(17, 16)
 SEGMENT = 20 * MIB
+PAGE = 2 * MIB  # every segment is a multiple of it
+# What a CUDA context takes of the card, with the kernels that are loaded into it as they are used. The context alone
+# took 426 MiB on an RTX 6000 Ada (PyTorch 2.10+cu130, nvidia-smi: unslothai/unsloth-zoo#1053); around 400 MB is usual
+# since CUDA 11.7 (pytorch/pytorch#109888). The rest is room for the kernels, whose size was not measured.
+CONTEXT = 512 * MIB
 
 
 class _Peaks:
@@ -33,17 +40,53 @@ class _Peaks:
 
     upper_share = 1.0
 
-    def _read(self, process: SimulatedProcess, measured: Reading, versions_said: bool) -> None:
+    def _read(self, process: SimulatedProcess, measured: Reading, versions_said: bool, used: int | str) -> None:
         self._measured, self._process, self._versions_said = measured, process, versions_said
         self.allocated, self.reserved, self.peak_allocated, self.peak_reserved = measured
         self.gpu, self.torch_version = process.gpu.name, process.torch_version
         self.total_memory = process.gpu.total_memory
         self.cudnn_version: str | None = getattr(process.workspace, "cudnn_version", None)
         self.workspace_source, self.substitutions = process.workspace_source, process.substitutions
+        room = process.gpu.reported_memory - CONTEXT
+        self.available = room - parse_size("used", used, least=0)
+        if self.available <= 0:
+            raise ValueError(f"used: want less than the {room} bytes that the card has beside a context, got {used!r}")
+        self.out_of_memory_at: PeakTensor | None = None
+        if process.most_reserved > self.available:  # else nothing is ever refused and all goes as it did
+            self.out_of_memory_at, tried = self._within(self.available)
+            self.substitutions = tried.substitutions
+
+    def _start(self, allocator: CachingAllocator | None = None, workspace: Any = None) -> SimulatedProcess:
+        raise NotImplementedError
+
+    def _run(self, process: SimulatedProcess, warmups: int = 2) -> Reading:
+        raise NotImplementedError
 
     def _replay(self, workspace: Any, warmups: int) -> int:
         """Reserved bytes above the baseline of the same call with other workspaces, or after other runs."""
-        raise NotImplementedError
+        return self._run(self._start(workspace=workspace), warmups).reserved
+
+    def _within(self, capacity: int) -> tuple[PeakTensor | None, SimulatedProcess]:
+        """The same call where the device gives so many bytes: what could not be had, if anything, and the process."""
+        allocator = CachingAllocator(total_memory=capacity, history=False)
+        process = self._start(allocator, self._process.workspace)
+        try:
+            self._run(process)
+        except OutOfMemoryError as full:
+            return PeakTensor(process.frames[full.tag], full.requested), process
+        return None, process
+
+    @property
+    def fits(self) -> bool:
+        return self.out_of_memory_at is None
+
+    @functools.cached_property
+    def least_reserved(self) -> int:
+        low, high = 0, -(-self._process.most_reserved // PAGE)  # in pages: `low` is too little, `high` is enough
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self._within(middle * PAGE)[0] else (low, middle)
+        return high * PAGE
 
     def _others(self, every: bool, *warmups: int) -> Iterator[int]:
         """Reserved bytes as other workspaces have it that may be the truth, after so many warm-up runs."""
@@ -77,9 +120,18 @@ class _Peaks:
         parts = [
             f"allocated {self.allocated / MIB:.2f} MiB, reserved {self.reserved / MIB:.2f} MiB"
             + (f" ({least} to {most})" if least != most else "")
-            + f", upper {self.upper / MIB:.0f} MiB"
+            + f", upper {self.upper / MIB:.0f} MiB",
+            f"of the card {self.peak_reserved / MIB:.0f} MiB where there is room and at least"
+            f" {self.least_reserved / MIB:.0f}; {self._verdict} {self.available / MIB:.0f} MiB",
         ]
         return "; ".join(parts + ([f"substituted: {', '.join(self.substitutions)}"] if self.substitutions else []))
+
+    @property
+    def _verdict(self) -> str:
+        if self.out_of_memory_at is None:
+            return "fits in"
+        name, size = self.out_of_memory_at
+        return f"out of memory at {name} ({size / MIB:.2f} MiB) with"
 
     @property
     def _place(self) -> str:
@@ -97,7 +149,8 @@ class Prediction(_Peaks):
         Above the baseline, as the seed table counts: ``max_memory_allocated() - memory_allocated()`` before the run,
         likewise reserved; weights and input are in the baseline.
     peak_allocated, peak_reserved : int
-        As ``torch.cuda.max_memory_allocated()`` and ``max_memory_reserved()`` report them.
+        As ``torch.cuda.max_memory_allocated()`` and ``max_memory_reserved()`` report them. These four are those of a
+        card with room for all that PyTorch likes to take: on one where it fits with less they stay below.
     band : tuple of int
         Least and most of `reserved`, as the answers of neighbouring cuDNN versions have it, where something was
         substituted; twice `reserved` where nothing was.
@@ -113,6 +166,19 @@ class Prediction(_Peaks):
         9.8.0 are taken for those of the 9.7.1 that ran.
     substitutions : tuple of str
         What stood in for the cuDNN and the card that were asked for.
+    fits : bool
+        Whether the run goes through on this card: the same process played with no more than `available`, where PyTorch
+        gives cached segments back before it gives up, and goes on to cuDNN's next plan where a workspace cannot be had
+        (what that takes was not recorded, so it is taken to be nothing: see `substitutions`).
+    out_of_memory_at : PeakTensor or None
+        ``(name, bytes)`` of what PyTorch raises out of memory for: the module with the tensor, and the request.
+    least_reserved : int
+        The least `available` with which the run still goes through, weights and input included, to 2 MiB: beside
+        `peak_reserved`, which is what PyTorch takes where there is room. Found by bisection when it is asked for.
+    available : int
+        What PyTorch's allocator can have of the card: `total_memory`, less 3% where that is a nominal size (whole GiB,
+        of which CUDA reports less), less 512 MiB for the CUDA context and its kernels (426 MiB were measured for a
+        context alone), less what ``used=`` says.
     total_memory : int
         Of the card, as it was given or as it is listed.
     peak_tensors : tuple of PeakTensor
@@ -132,10 +198,13 @@ class Prediction(_Peaks):
         self.model: str = q.arch["name"]
         self.op, self.height, self.width, self.batch, self.dtype = q.op, q.height, q.width, q.batch, q.dtype
         self.runtime, self.weights_dtype, self.tile, self.slicing = q.runtime, q.weights_dtype, q.tile, q.slicing
-        self._read(process, measured, (q.cudnn_version or q.torch_version) is not None)
+        self._read(process, measured, (q.cudnn_version or q.torch_version) is not None, q.used)
 
-    def _replay(self, workspace: Any, warmups: int) -> int:
-        return self._question.play(workspace=workspace, warmups=warmups)[0].reserved
+    def _start(self, allocator: CachingAllocator | None = None, workspace: Any = None) -> SimulatedProcess:
+        return self._question.start(allocator, workspace)
+
+    def _run(self, process: SimulatedProcess, warmups: int = 2) -> Reading:
+        return self._question.play(process, warmups=warmups)[0]
 
     @property
     def formula(self) -> str:
@@ -148,7 +217,7 @@ class Prediction(_Peaks):
 
     def save_snapshot(self, path: str | os.PathLike[str]) -> None:
         """Writes the simulated history as a pickle that ``torch.cuda._memory_viz`` and pytorch.org/memory_viz read."""
-        self._question.play(CachingAllocator(history=True))[1].save_snapshot(path)
+        self._question.play(self._start(CachingAllocator(history=True)))[1].save_snapshot(path)
 
     def __repr__(self) -> str:
         return (
@@ -161,7 +230,7 @@ def predict(
     model: str | Mapping[str, Any], op: str, height: int, width: int, dtype: str = "float16", batch: int = 1,
     runtime: str | None = None, gpu: str = "RTX 4090", cudnn_version: str | None = None,
     torch_version: str | None = None, weights_dtype: str | None = None, tile: int | None = None, slicing: bool = False,
-    *, memory: int | str | None = None, workspace: Any = None,
+    *, memory: int | str | None = None, used: int | str = 0, workspace: Any = None,
 ) -> Prediction:  # fmt: skip
     """The memory that PyTorch takes for a VAE's run: a fresh process, the model loaded, two warm-up runs, one measured.
 
@@ -200,6 +269,8 @@ def predict(
     memory : int or str, optional
         Of the card, in bytes or as cards are sold, ``"16 GB"`` (of 2^30 bytes here): tells variants apart, and says
         which card of a compute capability is meant.
+    used : int or str
+        What others hold of the card, the desktop and other models: bytes, or ``"1.5 GB"``.
     workspace : object, optional
         What answers for the convolutions' workspaces in place of `vaemem.prediction.workspace.Workspace`.
 
@@ -207,7 +278,7 @@ def predict(
     ------
     ValueError
         A model, op, dtype, GPU or version that is unknown; a size that the model cannot take; a convolution that the
-        GPU has no engine for.
+        GPU has no engine for; a card of which `used` and the CUDA context leave nothing.
 
     Notes
     -----
@@ -216,14 +287,63 @@ def predict(
     Examples
     --------
     >>> predict("sdxl", "decode", 1024, 1024, dtype="float16", gpu="RTX 4090").allocated / 2**20
-    2434.224609375
+    2434.125
+    >>> p = predict("sdxl", "decode", 4096, 4096, dtype="float32", gpu="RTX 4060")
+    >>> p.fits, p.out_of_memory_at.name
+    (False, 'decoder.up_blocks.1.resnets.0')
     """
     question = Question(
         model, op, height, width, dtype, batch, runtime, gpu, cudnn_version, torch_version, weights_dtype, tile,
-        slicing, workspace, memory,
+        slicing, workspace, memory, used,
     )  # fmt: skip
     measured, process = question.play()
     return Prediction(question, measured, process)
+
+
+def predict_largest(
+    model: str | Mapping[str, Any], op: str, dtype: str = "float16", batch: int = 1, *, gpu: str = "RTX 4090",
+    aspect: float = 1.0, used: int | str = 0, **others: Any,
+) -> tuple[int, int]:  # fmt: skip
+    """(height, width) of the largest image that PyTorch decodes, or encodes, on a card: of those whose `predict` fits.
+
+    Parameters
+    ----------
+    model, op, dtype, batch, gpu, used, **others
+        As `predict` takes them.
+    aspect : float
+        Width over height, as nearly as latents of whole pixels can have it.
+
+    Raises
+    ------
+    ValueError
+        No size fits; or as `predict` raises it.
+    OverflowError
+        A tiled op on a card so large that it is not full with the most steps that can be played, 4,194,304.
+
+    Notes
+    -----
+    Sizes that fit only with other plans of cuDNN than the first count: see `Prediction.fits`.
+
+    Examples
+    --------
+    >>> predict_largest("sdxl", "decode", gpu="RTX 4060", used="1 GB")
+    (1952, 1952)
+    """
+    asked = {"dtype": dtype, "batch": batch, "gpu": gpu, "used": used, **others}
+    arch = architecture(model)
+
+    def fits(height: int, width: int) -> bool:
+        return predict(model, op, height, width, **asked).fits
+
+    factor = latent_factor(arch)
+    found = largest_size(fits, factor, check_aspect(aspect))
+    if found is None:
+        smallest = predict(model, op, factor, factor, **asked)
+        raise ValueError(
+            f"gpu: want one with {smallest.least_reserved} bytes for PyTorch, which {op} takes at least,"
+            f" got {smallest.gpu} with {smallest.available}"
+        )
+    return found
 
 
 class ModulePrediction(_Peaks):
@@ -237,19 +357,19 @@ class ModulePrediction(_Peaks):
 
     def __init__(
         self, trace: _core.Trace, weights: list[tuple[str, int]], inputs: list[tuple[str, int]],
-        unmodelled: Mapping[str, int], settings: Mapping[str, Any],
+        unmodelled: Mapping[str, int], settings: Mapping[str, Any], used: int | str = 0,
     ):  # fmt: skip
         self._call = trace, [("weights", size) for _, size in weights] + inputs
         self._settings = dict(settings)
         self.unmodelled = dict(unmodelled)
-        process = SimulatedProcess(**self._settings)
+        process = self._start()
         said = settings.get("cudnn_version") is not None or settings.get("torch_version") is not None
-        self._read(process, self._play(process), said)
+        self._read(process, self._run(process), said, used)
 
-    def _replay(self, workspace: Any, warmups: int) -> int:
-        return self._play(SimulatedProcess(**self._settings, workspace=workspace), warmups).reserved
+    def _start(self, allocator: CachingAllocator | None = None, workspace: Any = None) -> SimulatedProcess:
+        return SimulatedProcess(**self._settings, allocator=allocator, workspace=workspace)
 
-    def _play(self, process: SimulatedProcess, warmups: int = 2) -> Reading:
+    def _run(self, process: SimulatedProcess, warmups: int = 2) -> Reading:
         trace, held = self._call
         for name, size in held:
             process.hold(name, size)
@@ -262,8 +382,8 @@ class ModulePrediction(_Peaks):
 
     def save_snapshot(self, path: str | os.PathLike[str]) -> None:
         """Writes the simulated history as a pickle that ``torch.cuda._memory_viz`` and pytorch.org/memory_viz read."""
-        process = SimulatedProcess(**self._settings, allocator=CachingAllocator(history=True))
-        self._play(process)
+        process = self._start(CachingAllocator(history=True))
+        self._run(process)
         process.save_snapshot(path)
 
     def __repr__(self) -> str:

@@ -14,7 +14,7 @@ from vaemem._common import DTYPES, ELEMENT_BYTES, MIB, choose, latent_factor
 from vaemem.engine.layouts import read_config
 from vaemem.prediction.gpus import Gpu, find_gpu
 from vaemem.prediction.snapshot import CachingAllocator
-from vaemem.prediction.workspace import Workspace, torch_build
+from vaemem.prediction.workspace import Workspace, by_cudnn, torch_build
 
 
 class Runtime(NamedTuple):
@@ -165,6 +165,8 @@ class SimulatedProcess:
         PyTorch 2.7.1+cu128 by default, and the cuDNN that the build brings; without ``+cu128``, PyPI's build.
     allocator : CachingAllocator, optional
         One with settings of its own (``CachingAllocator.from_conf``, a device's memory); by default one without end.
+        Where a convolution's workspace cannot be had PyTorch goes on to cuDNN's next plan, and keeps to it; what that
+        takes was not recorded and is taken to be nothing.
     workspace : object, optional
         What answers ``conv(dtype, n, c, h, w, k, r, stride, padding, layout) -> (bytes, source)`` in place of
         `Workspace`.
@@ -192,7 +194,9 @@ class SimulatedProcess:
         self.frames: list[str] = []  # by tag of the allocator's history
         self._tags: dict[Any, int] = {}  # of names and traces
         self._live: dict[int, tuple[str, int]] = {}  # between calls: address -> (name, bytes)
+        self._smaller: dict[Any, int] = {}  # workspaces of the plans that stand in for first ones, by convolution
         self._peak: tuple[int, Any] = (0, None)  # bytes, and the call that took them
+        self._most_reserved = 0  # before the peaks were reset
         self._baseline: tuple[tuple[str, int], ...] = ()  # what was live when the peaks were reset
         self._last: tuple[_core.Trace, Any, Any] | None = None
 
@@ -219,14 +223,22 @@ class SimulatedProcess:
         return self.allocator.max_memory_reserved()
 
     @property
+    def most_reserved(self) -> int:
+        """Bytes: the peak since the process began, whatever was reset."""
+        return max(self._most_reserved, self.peak_reserved)
+
+    @property
     def workspace_source(self) -> str:
         """Who said how much the convolutions' workspaces take, most answers first."""
         return "; ".join(sorted(self.sources, key=lambda source: -self.sources[source]))
 
     @property
     def substitutions(self) -> tuple[str, ...]:
-        """What stood in for the cuDNN and the GPU that were asked for; of a `workspace` given, what that says of it."""
-        return tuple(getattr(self.workspace, "substitutions", ()))
+        """What stood in for the cuDNN and the GPU that were asked for, of a `workspace` given what that says of it; and
+        for workspaces that could not be had."""
+        smaller = len(self._smaller)
+        fallback = f"0 bytes for cuDNN's next plan where a workspace cannot be had ({smaller} of the convolutions)"
+        return (*getattr(self.workspace, "substitutions", ()), *([fallback] if smaller else []))
 
     # ---- what it does ----
 
@@ -337,16 +349,21 @@ class SimulatedProcess:
         vaemem.OutOfMemoryError
             The simulated device is full; what the call took is given back.
         """
-        workspaces = []
+        wanted, following = [], []
         for question in trace.convs:
             count, source = self.workspace.conv(*question)
-            workspaces.append(count)
+            wanted.append(self._smaller.get(question, count))
+            following.append(0 if by_cudnn(self.gpu, question[0]) else count)
             self.sources[source] = self.sources.get(source, 0) + 1
         before = tuple(self._live.values())
-        left, cublas, cublaslt, allocated, reserved = trace.run(
-            self.allocator, workspaces, **self._blas, cublas=self._kept["cublas"], cublaslt=self._kept["cublaslt"],
-            tag=self._tag(trace), heights=heights,
+        left, cublas, cublaslt, allocated, reserved, workspaces = trace.run(
+            self.allocator, wanted, **self._blas, cublas=self._kept["cublas"], cublaslt=self._kept["cublaslt"],
+            tag=self._tag(trace), heights=heights, next=following,
         )  # fmt: skip
+        if workspaces != wanted:
+            self._smaller.update(
+                (conv, took) for conv, want, took in zip(trace.convs, wanted, workspaces, strict=True) if took < want
+            )
         if heights:
             self._last = (trace, allocated, reserved)
         self._note_peak((trace, workspaces, allocated, before) if heights else None)
@@ -384,6 +401,7 @@ class SimulatedProcess:
 
     def reset_peak(self) -> None:
         """``torch.cuda.reset_peak_memory_stats()``."""
+        self._most_reserved = self.most_reserved
         self.allocator.reset_peak_stats()
         self._peak = (self.allocated, None)
         self._baseline = tuple(self._live.values())
@@ -393,7 +411,8 @@ class SimulatedProcess:
     def peak_tensors(self) -> list[PeakTensor]:
         """What was allocated at the peak since `reset_peak`, largest first; equal names are summed.
 
-        Empty where the peak lies outside of the calls (or in a call without heights).
+        Empty where the peak lies outside of the calls (or in a call without heights). A workspace that could not be had
+        any more later in that call counts as what stood in for it.
         """
         if self._peak[1] is None:
             return []

@@ -43,6 +43,7 @@ class Question:
     slicing: bool = False
     workspace: Any = None
     memory: int | str | None = None
+    used: int | str = 0
 
     def __post_init__(self) -> None:
         choose("op", self.op, TILED_OPS)
@@ -82,14 +83,15 @@ class Question:
             return next(side for least, side in TILED_VAE[self.op] if memory > least)
         return _tile_of(model)
 
-    def play(
-        self, allocator: CachingAllocator | None = None, *, workspace: Any = None, warmups: int = 2
-    ) -> tuple[Reading, SimulatedProcess]:
-        """A fresh process loads the model and runs the benchmark once, after its warm-up runs; with another workspace
-        than the question's, where one is given."""
-        process = SimulatedProcess(
+    def start(self, allocator: CachingAllocator | None = None, workspace: Any = None) -> SimulatedProcess:
+        """A fresh process; with another workspace than the question's, where one is given."""
+        return SimulatedProcess(
             self.gpu, self.cudnn_version, self.torch_version, allocator=allocator, workspace=workspace or self.workspace
         )
+
+    def play(self, process: SimulatedProcess | None = None, *, warmups: int = 2) -> tuple[Reading, SimulatedProcess]:
+        """A fresh process loads the model and runs the benchmark once, after its warm-up runs."""
+        process = process or self.start()
         vae = process.load(self.arch, self.weights_dtype, self.runtime)
         (measured,) = benchmark(
             process, vae, self.op.removesuffix("_tiled"), self.height, self.width, self.batch, dtype=self.dtype,

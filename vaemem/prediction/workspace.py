@@ -84,6 +84,11 @@ def cudnn_of_torch(version: str) -> str:
     return known[build]
 
 
+def by_cudnn(gpu: Gpu, dtype: str) -> bool:
+    """Whether cuDNN has engines for a dtype; PyTorch unfolds the input itself (im2col) where it has none."""
+    return dtype != "bfloat16" or gpu.sm >= 80
+
+
 class Workspace:
     """Workspaces of PyTorch's convolutions on one GPU.
 
@@ -220,7 +225,7 @@ class Workspace:
 
     def _look_up(self, conv: Conv) -> tuple[int, str]:
         _check(conv)
-        if conv.dtype == "bfloat16" and self.gpu.sm < 80:
+        if not by_cudnn(self.gpu, conv.dtype):
             return _im2col(self.gpu, conv)
         if conv.layout == "nchw" and self.tf32 and not self._ask_first():
             for rule in self._rules:
