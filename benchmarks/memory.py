@@ -2,7 +2,7 @@
 
     python benchmarks/memory.py [--op decode] [--size 1024] [--limits 2.1 1.2 0.8 0.65] [--rounds 3] [--threads 2]
         [--no-peers] [--tile 512]
-    python benchmarks/memory.py --markdown      prints a table of every result that there is
+    python benchmarks/memory.py --markdown      prints every result that there is as one table
     python benchmarks/memory.py --plot          draws all of them in docs/images/memory.svg
 
 SDXL, float32, random weights. A limit x stands for the weights and x T beside them, T = 128 * size * size * 4 bytes
@@ -330,19 +330,18 @@ def title(rows: list[dict[str, str]]) -> str:
     return f"{first['op']} {first['height']}x{first['width']}"
 
 
-def markdown(rows: list[dict[str, str]]) -> str:
+def markdown(tables: list[list[dict[str, str]]]) -> str:
     lines = [
-        f"| {title(rows)}, {rows[0]['threads']} threads | planned | resident | peak RSS | seconds | of unlimited "
-        "| of PyTorch | of tiles | result |",
-        "|" + "---|" * 9,
+        "| run | which | planned | resident | peak RSS | seconds | of unlimited | of PyTorch | of tiles | result |",
+        "|" + "---|" * 10,
     ]
-    for r in rows:
+    for r in (r for rows in tables for r in rows):
         result = "exact" if r["exact"] == "1" else f"PSNR {r['psnr']} dB, seam {r['seam']}/255" if r["psnr"] else ""
         planned, resident = (f"{float(r[key]):.2f} T" if r[key] else "" for key in ("planned_t", "rss_t"))
         ratios = (f"{float(r[f'ratio_to_{of}']):.2f}" if r[f"ratio_to_{of}"] else "" for of in (
             "unlimited", "torch", "tiles"))  # fmt: skip
         cells = r["contestant"], planned, resident, f"{int(r['peak_rss_bytes']) / MIB:.0f} MiB", r["seconds"]
-        lines.append(f"| {' | '.join((*cells, *ratios, result))} |")
+        lines.append(f"| {' | '.join((title([r]), *cells, *ratios, result))} |")
     return "\n".join(lines)
 
 
@@ -393,7 +392,7 @@ def main() -> None:
     if args.worker:
         return serve((ours if args.worker["who"] == "ours" else peer)(args.worker))
     if args.markdown:
-        print("\n\n".join(map(markdown, measured())))
+        print(markdown(measured()))
     if args.plot:
         plot(measured(), PICTURE)
     if args.markdown or args.plot:
@@ -407,7 +406,7 @@ def main() -> None:
     name = f"memory_{args.op}_{args.size}.csv"
     write_csv(name, rows)
     with open(common.RESULTS / name, newline="") as file:
-        print(markdown(list(csv.DictReader(file))))
+        print(markdown([list(csv.DictReader(file))]))
 
 
 if __name__ == "__main__":

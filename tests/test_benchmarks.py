@@ -69,9 +69,9 @@ def test_the_plan_explains_the_process(rows):
 
 
 def test_table_and_picture(rows, tmp_path):
-    lines = memory.markdown(rows).splitlines()
+    lines = memory.markdown([rows]).splitlines()
     assert len(lines) == 2 + len(rows) and len({line.count("|") for line in lines}) == 1
-    assert [line.split(" | ")[0] for line in lines[2:]] == [f"| {name}" for name in NAMES]
+    assert [line.split(" | ")[:2] for line in lines[2:]] == [["| decode 64x64", name] for name in NAMES]
     assert all(line.endswith("| exact |") for line in lines[2:])
     pytest.importorskip("matplotlib")
     peer = rows[0] | {"contestant": "PyTorch", "exact": "", "planned_t": ""}

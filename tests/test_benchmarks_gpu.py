@@ -218,7 +218,7 @@ def test_events_tell_the_time():
         cuda.now += 250.0  # ms
 
     seconds, host = machine.time(work)
-    assert seconds == 0.25 and 0 <= host < 0.2
+    assert seconds == 0.25 and host >= 0
 
 
 def test_memory_is_what_a_run_adds():
