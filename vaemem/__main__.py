@@ -12,6 +12,7 @@ from typing import Any
 from vaemem import _demo, backends, compare, fit, predict, predict_largest, report, sweep
 from vaemem._common import DTYPES, MIB, OPS, TILED_OPS, render
 from vaemem.prediction import reproduce
+from vaemem.prediction.benchmark import PROTOCOLS, USUAL_PROTOCOL
 from vaemem.prediction.process import RUNTIMES
 from vaemem.tables.fit import TARGETS
 from vaemem.tables.table import Table
@@ -121,7 +122,7 @@ def _where(args: argparse.Namespace) -> dict[str, Any]:
     """What `predict` and `predict_largest` are told of the card and the software on it."""
     return {
         "gpu": args.gpu, "memory": args.memory, "used": args.used, "cudnn_version": args.cudnn,
-        "torch_version": args.torch, "runtime": args.runtime,
+        "torch_version": args.torch, "runtime": args.runtime, "protocol": args.protocol,
     }  # fmt: skip
 
 
@@ -175,6 +176,11 @@ def _parser() -> argparse.ArgumentParser:
     def on_a_card(sub: argparse.ArgumentParser) -> None:
         sub.add_argument("--dtype", default="float16", choices=DTYPES)
         sub.add_argument("--runtime", choices=RUNTIMES, help="whose code (default: bfl for flux, else diffusers)")
+        sub.add_argument(
+            "--protocol", choices=PROTOCOLS, default=USUAL_PROTOCOL,
+            help="what is read off the counters: " + "; ".join(f"{name}, {p.what}" for name, p in PROTOCOLS.items())
+            + f" (default: {USUAL_PROTOCOL})",
+        )  # fmt: skip
         sub.add_argument(
             "--gpu", default="RTX 4090", help="a card (default: RTX 4090) or a compute capability such as sm_89"
         )

@@ -13,6 +13,27 @@ from vaemem.prediction.process import RUNTIMES, LoadedVAE, SimulatedProcess, Ten
 BENCHMARK_TILE = 512  # pixels: the side of the seed table's tiles, whatever its models' configs say
 
 
+class Protocol(NamedTuple):
+    """What a fresh process has done with its loaded model when the counters are read."""
+
+    what: str  # in words
+    warmups: int = 2
+    runs: int = 1  # measured ones, of which the last is read
+    emptied: bool = True  # the cache is emptied, and the peaks are reset, before each run
+
+
+PROTOCOLS = {
+    "cold": Protocol("the first run, which no other came before", warmups=0),
+    "warm": Protocol("the first run after two warm-up runs, while what the second of them left is still bound"),
+    "repeated": Protocol("the second run after two warm-up runs, when nothing of them is bound any more", runs=2),
+    "kept": Protocol(
+        "three runs in a row from a cold start, the cache never emptied, and the most that any of them took",
+        warmups=0, runs=3, emptied=False,
+    ),
+}  # fmt: skip
+USUAL_PROTOCOL = "warm"
+
+
 class Reading(NamedTuple):
     """What a benchmark reads off the counters for one run, in bytes: above the baseline, and as they stand."""
 
@@ -63,7 +84,7 @@ class _Names:
 def benchmark(
     process: SimulatedProcess, vae: LoadedVAE, op: str, height: int, width: int, batch: int = 1, *,
     dtype: str | None = None, input_dtype: str | None = None, tile: int = 0, slicing: bool = False, warmups: int = 2,
-    runs: int = 5,
+    runs: int = 5, emptied: bool = True,
 ) -> list[Reading]:  # fmt: skip
     """Plays the benchmark that the seed table was made with: warm-up runs, then measured ones, each after an emptied
     cache.
@@ -71,7 +92,8 @@ def benchmark(
     An encode is sampled and scaled, as pipelines do. `dtype` and `input_dtype`, the weights' by default, are those of
     the run and of the input: where they differ, weights and input are converted within each run, and the weights back
     after it. `tile` and `slicing` are as `SimulatedProcess.encode` takes them. There is one reading of each measured
-    run; the first still holds what the warm-up runs left bound.
+    run; the first still holds what the warm-up runs left bound. Where the cache is not to be `emptied` it is so before
+    the first measured run alone, and each reading is of all measured runs so far.
     """
     choose("op", op, OPS)
     weights_dtype = vae.dtype
@@ -109,11 +131,13 @@ def benchmark(
         names.delete("result")
         call(measured=False)
         process.convert(vae, weights_dtype)
-        process.empty_cache()
+        if emptied:
+            process.empty_cache()
     names.delete("result")
-    measurements = []
+    measurements: list[Reading] = []
     for _ in range(runs):
-        counters = Counters(process)
+        if emptied or not measurements:
+            counters = Counters(process)
         call(measured=True)
         measurements.append(counters.read())
         process.convert(vae, weights_dtype)

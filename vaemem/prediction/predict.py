@@ -17,7 +17,7 @@ from vaemem import _core
 from vaemem._common import MIB, latent_factor
 from vaemem._core import OutOfMemoryError
 from vaemem.engine.limits import check_aspect, largest_size, parse_size
-from vaemem.prediction.benchmark import Counters, Reading
+from vaemem.prediction.benchmark import PROTOCOLS, USUAL_PROTOCOL, Counters, Reading
 from vaemem.prediction.formula import derive
 from vaemem.prediction.process import Moment, PeakTensor, SimulatedProcess, architecture
 from vaemem.prediction.question import Question
@@ -39,6 +39,7 @@ class _Peaks:
     """What a prediction reads off the process that it played."""
 
     upper_share = 1.0
+    protocol = USUAL_PROTOCOL
 
     def _read(self, process: SimulatedProcess, measured: Reading, versions_said: bool, used: int | str) -> None:
         self._measured, self._process, self._versions_said = measured, process, versions_said
@@ -59,12 +60,12 @@ class _Peaks:
     def _start(self, allocator: CachingAllocator | None = None, workspace: Any = None) -> SimulatedProcess:
         raise NotImplementedError
 
-    def _run(self, process: SimulatedProcess, warmups: int = 2) -> Reading:
+    def _run(self, process: SimulatedProcess, protocol: str | None = None) -> Reading:
         raise NotImplementedError
 
-    def _replay(self, workspace: Any, warmups: int) -> int:
-        """Reserved bytes above the baseline of the same call with other workspaces, or after other runs."""
-        return self._run(self._start(workspace=workspace), warmups).reserved
+    def _replay(self, workspace: Any, protocol: str) -> int:
+        """Reserved bytes above the baseline of the same call with other workspaces, or by another protocol."""
+        return self._run(self._start(workspace=workspace), protocol).reserved
 
     def _within(self, capacity: int) -> tuple[PeakTensor | None, SimulatedProcess]:
         """The same call where the device gives so many bytes: what could not be had, if anything, and the process."""
@@ -88,22 +89,24 @@ class _Peaks:
             low, high = (middle, high) if self._within(middle * PAGE)[0] else (low, middle)
         return high * PAGE
 
-    def _others(self, every: bool, *warmups: int) -> Iterator[int]:
-        """Reserved bytes as other workspaces have it that may be the truth, after so many warm-up runs."""
+    def _others(self, every: bool, *protocols: str) -> Iterator[int]:
+        """Reserved bytes as other workspaces have it that may be the truth, by each of these protocols."""
         alternatives = getattr(self._process.workspace, "alternatives", None)
         for workspace in alternatives(every) if alternatives else ():
-            for count in warmups:
-                yield self._replay(workspace, count)
+            for protocol in protocols:
+                yield self._replay(workspace, protocol)
 
     @functools.cached_property
     def band(self) -> tuple[int, int]:
-        sizes = [self.reserved, *self._others(False, 2)]
+        sizes = [self.reserved, *self._others(False, self.protocol)]
         return min(sizes), max(sizes)
 
     @functools.cached_property
     def upper(self) -> int:
-        known = self._replay(self._process.workspace, 0), *self.band
-        return math.ceil(max(*known, *self._others(not self._versions_said, 0, 2)) * MARGIN) + SEGMENT
+        protocols = tuple(dict.fromkeys(("cold", USUAL_PROTOCOL, self.protocol)))
+        known = [self._replay(self._process.workspace, name) for name in protocols if name != self.protocol]
+        others = self._others(not self._versions_said, *protocols)
+        return math.ceil(max(*known, *self.band, *others) * MARGIN) + SEGMENT
 
     @property
     def peak_tensors(self) -> tuple[PeakTensor, ...]:
@@ -155,10 +158,10 @@ class Prediction(_Peaks):
         Least and most of `reserved`, as the answers of neighbouring cuDNN versions have it, where something was
         substituted; twice `reserved` where nothing was.
     upper : int
-        A bound to reserve by, beside `reserved`: 17/16 of the most that any of these says, and 20 MiB: the process cold
-        or warmed up; the cuDNN that was asked for or what `band` is made of, and where neither ``cudnn_version`` nor
-        ``torch_version`` was given, every version that is known. For a process's whole reservation add
-        ``peak_reserved - reserved``. The 16th is derived from the seed table's rows alone.
+        A bound to reserve by, beside `reserved`: 17/16 of the most that any of these says, and 20 MiB: the process
+        cold, warmed up or as `protocol` has it; the cuDNN that was asked for or what `band` is made of, and where
+        neither ``cudnn_version`` nor ``torch_version`` was given, every version that is known. For a process's whole
+        reservation add ``peak_reserved - reserved``. The 16th is derived from the seed table's rows alone.
     upper_share : float
         The share of known measurements that `upper` would have covered: 1.0, all 98 rows of the seed table, each
         predicted alone (one card, one PyTorch; `vaemem.prediction.reproduce.covered` counts). It is 98 too where no
@@ -189,7 +192,8 @@ class Prediction(_Peaks):
         ``(name, allocated, reserved)`` step by step through the model's call; bytes as the counters stand.
     formula : str
         ``allocated`` as a closed form in the image's H and W at this size's peak, or why there is none.
-    model, op, height, width, batch, dtype, runtime, gpu, torch_version, cudnn_version, weights_dtype, tile, slicing
+    model, op, height, width, batch, dtype, runtime, gpu, torch_version, cudnn_version, weights_dtype, tile, slicing,
+    protocol
         What was asked.
     """
 
@@ -198,13 +202,14 @@ class Prediction(_Peaks):
         self.model: str = q.arch["name"]
         self.op, self.height, self.width, self.batch, self.dtype = q.op, q.height, q.width, q.batch, q.dtype
         self.runtime, self.weights_dtype, self.tile, self.slicing = q.runtime, q.weights_dtype, q.tile, q.slicing
+        self.protocol = q.protocol
         self._read(process, measured, (q.cudnn_version or q.torch_version) is not None, q.used)
 
     def _start(self, allocator: CachingAllocator | None = None, workspace: Any = None) -> SimulatedProcess:
         return self._question.start(allocator, workspace)
 
-    def _run(self, process: SimulatedProcess, warmups: int = 2) -> Reading:
-        return self._question.play(process, warmups=warmups)[0]
+    def _run(self, process: SimulatedProcess, protocol: str | None = None) -> Reading:
+        return self._question.play(process, protocol=protocol)[0]
 
     @property
     def formula(self) -> str:
@@ -220,9 +225,11 @@ class Prediction(_Peaks):
         self._question.play(self._start(CachingAllocator(history=True)))[1].save_snapshot(path)
 
     def __repr__(self) -> str:
+        protocol = "" if self.protocol == USUAL_PROTOCOL else f", {self.protocol}"
         return (
             f"<Prediction {self.model} {self.op} {self.height}x{self.width} {self.dtype}"
-            f"{f' in tiles of {self.tile}' if self.tile else ''} ({self.runtime}, {self._place}): {self._sizes}>"
+            f"{f' in tiles of {self.tile}' if self.tile else ''} ({self.runtime}, {self._place}{protocol}):"
+            f" {self._sizes}>"
         )
 
 
@@ -231,8 +238,10 @@ def predict(
     runtime: str | None = None, gpu: str = "RTX 4090", cudnn_version: str | None = None,
     torch_version: str | None = None, weights_dtype: str | None = None, tile: int | None = None, slicing: bool = False,
     *, memory: int | str | None = None, used: int | str = 0, workspace: Any = None,
+    protocol: str = USUAL_PROTOCOL,
 ) -> Prediction:  # fmt: skip
-    """The memory that PyTorch takes for a VAE's run: a fresh process, the model loaded, two warm-up runs, one measured.
+    """The memory that PyTorch takes for a VAE's run: a fresh process, the model loaded, by default two warm-up runs,
+    one measured.
 
     Parameters
     ----------
@@ -273,12 +282,23 @@ def predict(
         What others hold of the card, the desktop and other models: bytes, or ``"1.5 GB"``.
     workspace : object, optional
         What answers for the convolutions' workspaces in place of `vaemem.prediction.workspace.Workspace`.
+    protocol : str
+        What the process has done when the counters are read, for `reserved` depends on it:
+
+        - ``"cold"``: the first run, which no other came before;
+        - ``"warm"``: the first run after two warm-up runs, while what the second of them left is still bound;
+        - ``"repeated"``: the second run after two warm-up runs, when nothing of them is bound any more;
+        - ``"kept"``: three runs in a row from a cold start, the cache never emptied, and the most that any of them
+          took.
+
+        In the first three the cache is emptied, and the peaks are reset, before each run.
+        `vaemem.prediction.benchmark.PROTOCOLS` is the table of them.
 
     Raises
     ------
     ValueError
-        A model, op, dtype, GPU or version that is unknown; a size that the model cannot take; a convolution that the
-        GPU has no engine for; a card of which `used` and the CUDA context leave nothing.
+        A model, op, dtype, protocol, GPU or version that is unknown; a size that the model cannot take; a convolution
+        that the GPU has no engine for; a card of which `used` and the CUDA context leave nothing.
 
     Notes
     -----
@@ -294,7 +314,7 @@ def predict(
     """
     question = Question(
         model, op, height, width, dtype, batch, runtime, gpu, cudnn_version, torch_version, weights_dtype, tile,
-        slicing, workspace, memory, used,
+        slicing, workspace, memory, used, protocol,
     )  # fmt: skip
     measured, process = question.play()
     return Prediction(question, measured, process)
@@ -369,11 +389,11 @@ class ModulePrediction(_Peaks):
     def _start(self, allocator: CachingAllocator | None = None, workspace: Any = None) -> SimulatedProcess:
         return SimulatedProcess(**self._settings, allocator=allocator, workspace=workspace)
 
-    def _run(self, process: SimulatedProcess, warmups: int = 2) -> Reading:
+    def _run(self, process: SimulatedProcess, protocol: str | None = None) -> Reading:
         trace, held = self._call
         for name, size in held:
             process.hold(name, size)
-        for _ in range(warmups + 1):
+        for _ in range(PROTOCOLS[protocol or self.protocol].warmups + 1):
             counters = Counters(process)
             left = process.call(trace)
             measured = counters.read()

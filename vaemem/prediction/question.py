@@ -10,7 +10,7 @@ import numpy as np
 from vaemem import _core
 from vaemem._common import DTYPES, MIB, TILED_OPS, choose, latent_factor, whole
 from vaemem.engine.layouts import sample_size_of
-from vaemem.prediction.benchmark import Reading, benchmark
+from vaemem.prediction.benchmark import PROTOCOLS, USUAL_PROTOCOL, Reading, benchmark
 from vaemem.prediction.gpus import find_gpu
 from vaemem.prediction.process import RUNTIMES, SimulatedProcess, architecture, usual_runtime
 from vaemem.prediction.snapshot import CachingAllocator
@@ -44,10 +44,12 @@ class Question:
     workspace: Any = None
     memory: int | str | None = None
     used: int | str = 0
+    protocol: str = USUAL_PROTOCOL
 
     def __post_init__(self) -> None:
         choose("op", self.op, TILED_OPS)
         choose("dtype", self.dtype, DTYPES)
+        choose("protocol", self.protocol, PROTOCOLS)
         tiled = self.op.endswith("_tiled")
         if self.tile is not None and not tiled:
             raise ValueError(f"tile: want it with a tiled op, got {self.tile!r} with {self.op}")
@@ -89,14 +91,17 @@ class Question:
             self.gpu, self.cudnn_version, self.torch_version, allocator=allocator, workspace=workspace or self.workspace
         )
 
-    def play(self, process: SimulatedProcess | None = None, *, warmups: int = 2) -> tuple[Reading, SimulatedProcess]:
-        """A fresh process loads the model and runs the benchmark once, after its warm-up runs."""
+    def play(
+        self, process: SimulatedProcess | None = None, *, protocol: str | None = None
+    ) -> tuple[Reading, SimulatedProcess]:
+        """A fresh process loads the model and runs what the question's protocol, or another one, says."""
+        _, warmups, runs, emptied = PROTOCOLS[protocol or self.protocol]
         process = process or self.start()
         vae = process.load(self.arch, self.weights_dtype, self.runtime)
-        (measured,) = benchmark(
+        *_, measured = benchmark(
             process, vae, self.op.removesuffix("_tiled"), self.height, self.width, self.batch, dtype=self.dtype,
             input_dtype=self.weights_dtype, tile=self.tile or 0, slicing=self.slicing, warmups=warmups,
-            runs=1,
+            runs=runs, emptied=emptied,
         )  # fmt: skip
         return measured, process
 
