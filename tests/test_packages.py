@@ -72,6 +72,7 @@ def use(what, folder, **environment):
         image = vae.decode(np.ones((1, 4, 8, 8), np.float32))
         assert np.isfinite(image).all() and vae.last_run.peak_bytes > 0
         vaemem.predict("sdxl", "decode", 512, 512, dtype="float16", gpu="RTX 4090")
+        assert len(vaemem.seed_table()) == 98
         print(image.shape, vaemem.backends())
     """
     said = run(python, "-c", textwrap.dedent(code), cwd=folder)

@@ -9,6 +9,7 @@ import sys
 import numpy as np
 import pytest
 
+import vaemem
 from vaemem import Table
 from vaemem._common import need, render
 from vaemem.tables.table import COLUMNS
@@ -223,6 +224,20 @@ def test_the_published_benchmark():
     assert (sdxl["group"], sdxl["device"], sdxl["weights_bytes"]) == (3, "RTX 4090", None)
     for row, mib in ((flux, "546.12"), (sd15, "384.28"), (sdxl, "15364.05")):
         assert f"{row['allocated_bytes'] / 2**20:.2f}" == mib  # to the decimals that were published
+
+
+def test_the_benchmark_that_comes_with_vaemem():
+    table = vaemem.seed_table()
+    assert len(table) == 98 and {row["source"] for row in table} == {"measured"}
+    assert {(row["model"], row["runtime"]) for row in table} == {
+        ("flux", "bfl"),
+        ("sd15", "diffusers"),
+        ("sdxl", "diffusers"),
+    }
+    assert {row["device"] for row in table} == {vaemem.predict("flux", "decode", 64, 64, gpu="RTX 4090").gpu}
+    # The benchmark's own line: SDXL,decode,1024,1024,float16,2434.22,4274.00,0.156,1
+    (row,) = table.filter(model="sdxl", op="decode", height=1024, dtype="float16", group=1)
+    assert row["reserved_bytes"] == 4274 * 2**20 and abs(row["allocated_bytes"] - 2434.22 * 2**20) <= 5243
 
 
 def test_what_people_see():

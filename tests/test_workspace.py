@@ -91,6 +91,12 @@ def test_a_compute_capability_is_a_card_of_it():
     for dtype in ("float16", "float32"):
         question = dtype, 1, 128, 512, 512, 128, 3
         assert Workspace(gpu, "9.10.2").conv(*question) == Workspace("RTX 4090", "9.10.2").conv(*question)
+    for name in ("sm_70", "sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_120"):
+        for found in (find_gpu(name), find_gpu(name, "16 GB"), find_gpu(name, "24 GB")):
+            assert find_gpu(found.name)[:2] == found[:2], "the name of what was found finds it"
+    assert find_gpu(gpu.name, "16 GB") == gpu
+    with pytest.raises(ValueError, match="gpu: want an NVIDIA card"):
+        find_gpu("sm_89 (as nothing)")
     with pytest.raises(ValueError, match=r"compute capability that was recorded \(sm_70, .*got 6\.1"):
         find_gpu("sm_61")
 

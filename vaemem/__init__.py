@@ -19,7 +19,7 @@ from vaemem.reports.report import report
 from vaemem.tables.estimators import ESTIMATORS, Estimator, compare
 from vaemem.tables.fit import fit
 from vaemem.tables.sweep import sweep, tradeoff
-from vaemem.tables.table import Table
+from vaemem.tables.table import Table, seed_table
 from vaemem.vae import VAE, Encoded, Run, Tiling, backends
 
 __all__ = [
@@ -44,6 +44,7 @@ __all__ = [
     "predict_largest",
     "replay",
     "report",
+    "seed_table",
     "sweep",
     "tradeoff",
 ]

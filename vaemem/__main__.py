@@ -133,6 +133,9 @@ def _largest(args: argparse.Namespace) -> None:
 
 def _predict(args: argparse.Namespace) -> None:
     where = _where(args)
+    if args.format != "text":
+        table = sweep(args.model, args.op, args.sizes, args.dtype, source="predicted", batch=args.batch, **where)
+        return _print(table, args.format)
     for height, width in args.sizes:
         prediction = predict(args.model, args.op, height, width, args.dtype, args.batch, **where)
         print(prediction)
@@ -255,6 +258,7 @@ def _parser() -> argparse.ArgumentParser:
     asked(sub, TILED_OPS)
     on_a_card(sub)
     sub.add_argument("--tensors", type=_count, default=6, help="how many of the peak's tensors to show (default: 6)")
+    formatted(sub, "text", "csv", "json")
 
     sub = command("largest", _largest, "The largest image that PyTorch has room for on a card, and its prediction.")
     sub.add_argument("model", help="sd15, sdxl or flux")

@@ -108,7 +108,7 @@ def find_gpu(name: str | Gpu, memory: int | str | None = None) -> Gpu:
     name : str or Gpu
         CUDA's device name, or the part of it that tells it apart (``"RTX 4090"``, ``"4060 Ti 16GB"``, ``"a100-80gb"``);
         a MIG slice as CUDA names it, ``"A100 80GB MIG 3g.40gb"``; or a compute capability, ``"sm_89"``, which takes the
-        properties of its card whose memory is nearest to `memory`, and is named after it.
+        properties of its card whose memory is nearest to `memory`, and is named after it; that name finds it again.
     memory : int or str, optional
         What the card has, in bytes or as cards are sold: ``"16 GB"`` (of 2^30 bytes here); the shipped figure by
         default.
@@ -133,7 +133,10 @@ def find_gpu(name: str | Gpu, memory: int | str | None = None) -> Gpu:
     if not isinstance(name, str):
         raise TypeError(f"gpu: want a name such as 'RTX 4090', got {type(name).__name__}")
     text = name.strip().lower()
-    if match := _CAPABILITY.fullmatch(text):
+    capability, _, card = text.partition(" (as ")
+    if match := _CAPABILITY.fullmatch(capability):
+        if card and size is None:  # the name of a Gpu that was found so
+            size = find_gpu(card.removesuffix(")")).total_memory
         return _of_capability(".".join(filter(None, match.groups())), size)
     if match := _SLICE.fullmatch(text):
         return _with(_slice(find_gpu(match[1]), int(match[2]), int(match[3])), size)

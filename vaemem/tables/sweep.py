@@ -1,24 +1,33 @@
-"""Run the engine over models, operations and sizes, and write down what it took."""
+"""Go over models, operations and sizes, and write down what the engine takes, or what PyTorch is predicted to take."""
 
 from __future__ import annotations
 
+import inspect
 import platform
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from vaemem import _core
-from vaemem._common import DTYPES, OPS, __version__, choose, latent_factor, listed, whole
+from vaemem._common import DTYPES, OPS, TILED_OPS, __version__, choose, latent_factor, listed, whole
 from vaemem.engine.arguments import Poll, Progress, polling
 from vaemem.engine.device import parse_device
 from vaemem.engine.limits import Limit
 from vaemem.engine.vae import VAE, Run
-from vaemem.tables.table import Row, Table
+from vaemem.prediction.gpus import find_gpu
+from vaemem.prediction.predict import Prediction, predict
+from vaemem.prediction.process import architecture
+from vaemem.tables.table import SOURCES, Row, Table
 
 # What a pixel costs, encode beside decode (1117 and 2515 GFLOP at 512x512): for the progress bar only.
 _WORK = {"encode": 4, "decode": 9}
+_LAYOUT = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
+# What a predicted sweep hands on as it is: arguments of `predict` that are neither swept nor its own.
+_OTHERS = frozenset(inspect.signature(predict).parameters) - {
+    "model", "op", "height", "width", "dtype", "batch", "gpu", "workspace",
+}  # fmt: skip
 
 
 class Case(NamedTuple):
@@ -32,7 +41,7 @@ class Case(NamedTuple):
 
     @property
     def work(self) -> int:
-        return _WORK[self.op] * self.height * self.width * self.batch
+        return _WORK[self.op.removesuffix("_tiled")] * self.height * self.width * self.batch
 
 
 def sweep(
@@ -41,79 +50,93 @@ def sweep(
     sizes: int | Sequence[int | tuple[int, int]] = (256, 512, (512, 768)),
     dtypes: str | Sequence[str] = "float32",
     *,
-    device: str = "cpu",
+    source: str = "measured",
+    device: str | None = None,
+    gpu: str | Sequence[str] | None = None,
     batch: int = 1,
     measure: bool = True,
     repeats: int = 1,
     progress: Progress = None,
     memory_limit: Limit = None,
+    **others: Any,
 ) -> Table:
-    """Measure, or only estimate, the engine's memory and time.
+    """Measure or estimate the engine's memory and time, or predict PyTorch's memory on GPUs.
 
     Parameters
     ----------
     models : names or VAE objects, or one of them
         A name gets random weights, made for this sweep and dropped after: memory and time do not depend on them.
+        Predicted, also configs: a dict, or a path.
     ops : str or sequence of str
-        ``"encode"``, ``"decode"``.
+        ``"encode"``, ``"decode"``; predicted, also ``"encode_tiled"`` and ``"decode_tiled"``.
     sizes : int or sequence of int and (int, int)
         Of the image in pixels, multiples of 8: an int is a square, a pair is (height, width). ``(512, 768)`` alone
         is two squares, ``[(512, 768)]`` one landscape.
     dtypes : str or sequence of str
         ``"float32"`` is the only one that the CPU engine computes in; a GPU also ``"float16"`` and ``"bfloat16"``.
-    device : str
-        Where named models run: ``"cpu"``, ``"cuda"``, ``"cuda:1"``. VAE objects run where they are.
+    source : {"measured", "estimated", "predicted"}
+        "measured" runs each case on the engine; "estimated" asks its plan and runs nothing (no seconds); "predicted"
+        asks `vaemem.predict` what PyTorch takes on each GPU (no seconds).
+    device : str, optional
+        Where the engine runs named models: ``"cpu"`` (default), ``"cuda"``, ``"cuda:1"``. VAE objects run where they
+        are.
+    gpu : str or sequence of str, optional
+        Predicted: the cards, as `vaemem.predict` takes them; an RTX 4090 by default.
     batch : int
         Images in one run.
     measure : bool
-        True runs each case; False asks the plan and runs nothing (source "estimated", no seconds).
+        False is ``source="estimated"``.
     repeats : int
         Runs of each case; seconds is their median. The arena is given back before each case, so the first run also
         pays for its pages: with 3 or more the median is that of a warm run.
     progress : bool or callable, optional
         True shows a bar (tqdm, ``pip install 'vaemem[progress]'``); a callable gets (work done, work to do).
     memory_limit : int or str, optional
-        Of each run, as for `VAE.decode`; the columns `work` and `streamed` then say what it costs.
+        Of each run of the engine, as for `VAE.decode`; the columns `work` and `streamed` then say what it costs.
+    **others
+        Predicted: `runtime`, `torch_version`, `cudnn_version`, `weights_dtype`, `tile`, `slicing`, `memory` and `used`,
+        as `vaemem.predict` takes them, for every row.
 
     Returns
     -------
     Table
-        One row a case, runtime "vaemem"; peaks are the largest of the runs. `allocated_bytes` is activations + scratch
-        (cuDNN's workspace too) + output, `reserved_bytes` what was held from the system beside the weights. On a GPU
-        arrays come from host memory and return there.
+        One row a case. The engine's have runtime "vaemem"; peaks are the largest of the runs. `allocated_bytes` is
+        activations + scratch (cuDNN's workspace too) + output, `reserved_bytes` what was held from the system beside
+        the weights. On a GPU arrays come from host memory and return there.
+        Predicted rows have the runtime whose code it is, the card's full name as `device`, and `Prediction.allocated`
+        and `reserved`, which are those of a card with room for them: whether it fits, `vaemem.predict` says. `versions`
+        tells what stood in for the cuDNN or the card that was asked for. No column tells a tile's side.
 
     Raises
     ------
     ValueError, TypeError
-        An argument that cannot be run, named, before anything is measured on that model.
+        An argument that cannot be run, named, before anything is measured on that model; one that belongs to the engine
+        given with "predicted", or the other way round.
     KeyboardInterrupt, MemoryError, RuntimeError
         Whatever ends the sweep has the finished rows as its attribute ``table``.
 
     Examples
     --------
     >>> table = sweep(["sdxl"], ["decode"], [256, (512, 768)])
-    >>> estimate = sweep(["sdxl"], ["decode"], [2048], measure=False)
+    >>> estimate = sweep(["sdxl"], ["decode"], [2048], source="estimated")
+    >>> cards = sweep("sdxl", "decode", [1024, 2048], "float16", source="predicted", gpu=["RTX 4090", "RTX 3060"])
     """
+    choose("source", source, SOURCES)
     batch, repeats = whole("batch", batch), whole("repeats", repeats)
-    wanted = [(model, dtype) for model in _models(models) for dtype in _dtypes(dtypes, model, device)]
-    asked = [Case(op, h, w, batch, "") for op in _ops(ops) for h, w in image_sizes(sizes)]
-    rows: list[Row] = []
-    done, work = 0, len(wanted) * repeats * sum(case.work for case in asked)
-    try:
-        layout = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
-        with polling(progress if measure else None, "sweep", work, layout) as poll:
-            for model, dtype in wanted:
-                vae = _vae(model, device, dtype)
-                cases = [case._replace(dtype=dtype) for case in asked]
-                estimates = _estimates(vae, cases, memory_limit)  # refuses what cannot run, before any does
-                for case, estimate in zip(cases, estimates, strict=True):
-                    rows.append(_measure(vae, case, repeats, poll, done, work, memory_limit) if measure else estimate)
-                    done += repeats * case.work
-                del vae  # one model's weights at a time
-    except BaseException as error:
-        error.table = Table(rows)  # type: ignore[attr-defined]
-        raise
-    return Table(rows)
+    engine = {"device": device is not None, "measure": not measure, "repeats": repeats > 1,
+              "memory_limit": memory_limit is not None}  # fmt: skip
+    _check_given(source, [name for name, given in engine.items() if given], gpu is not None, others)
+    if source == "predicted":
+        cases = _cases(ops, TILED_OPS, sizes, batch)
+        cards = listed("RTX 4090" if gpu is None else gpu, str)
+        for card in cards:
+            find_gpu(card, others.get("memory"))  # refuses an unknown one before anything is predicted
+        return _table(_predictions(_configs(models), cards, _known_dtypes(dtypes), cases, progress, others))
+    place = "cpu" if device is None else device
+    wanted = [(model, dtype) for model in _models(models) for dtype in _dtypes(dtypes, model, place)]
+    cases = _cases(ops, OPS, sizes, batch)
+    measure = measure and source == "measured"
+    return _table(_runs(wanted, cases, place, measure, repeats, progress, memory_limit))
 
 
 def tradeoff(model: str | VAE, op: str, height: int, width: int, batch: int = 1) -> Table:
@@ -143,6 +166,63 @@ def tradeoff(model: str | VAE, op: str, height: int, width: int, batch: int = 1)
         | ({"seconds": sum(run.flops) * speed} if speed else {})
         for run in runs
     )
+
+
+def _table(rows: Iterator[Row]) -> Table:
+    """The rows; whatever ends them has the finished ones as its attribute `table`."""
+    done: list[Row] = []
+    try:
+        for row in rows:
+            done.append(row)
+    except BaseException as error:
+        error.table = Table(done)  # type: ignore[attr-defined]
+        raise
+    return Table(done)
+
+
+def _runs(
+    wanted: Sequence[tuple[str | VAE, str]], asked: Sequence[Case], device: str, measure: bool, repeats: int,
+    progress: Progress, memory_limit: Limit,
+) -> Iterator[Row]:  # fmt: skip
+    """Of the engine."""
+    done, work = 0, len(wanted) * repeats * sum(case.work for case in asked)
+    with polling(progress if measure else None, "sweep", work, _LAYOUT) as poll:
+        for model, dtype in wanted:
+            vae = _vae(model, device, dtype)
+            cases = [case._replace(dtype=dtype) for case in asked]
+            estimates = _estimates(vae, cases, memory_limit)  # refuses what cannot run, before any does
+            for case, estimate in zip(cases, estimates, strict=True):
+                yield _measure(vae, case, repeats, poll, done, work, memory_limit) if measure else estimate
+                done += repeats * case.work
+            del vae  # one model's weights at a time
+
+
+def _predictions(
+    models: Sequence[Any], gpus: Sequence[str], dtypes: Sequence[str], asked: Sequence[Case], progress: Progress,
+    others: Mapping[str, Any],
+) -> Iterator[Row]:  # fmt: skip
+    """Of PyTorch, on each card."""
+    todo = [(m, g, case._replace(dtype=d)) for m in models for g in gpus for d in dtypes for case in asked]
+    done, work = 0, sum(case.work for *_, case in todo)
+    with polling(progress, "sweep", work, _LAYOUT) as poll:
+        for model, gpu, case in todo:
+            op, height, width, batch, dtype = case
+            yield _predicted(model, predict(model, op, height, width, dtype, batch, gpu=gpu, **others))
+            done += case.work
+            if poll:
+                poll(done, work)
+
+
+def _predicted(model: Any, p: Prediction) -> Row:
+    cudnn = f", cudnn {p.cudnn_version}" if p.cudnn_version else ""
+    stood_in = f" (substituted: {'; '.join(p.substitutions)})" if p.substitutions else ""
+    weights = _core.Trace.weights(architecture(model), p.runtime, p.weights_dtype).steps
+    return {
+        "model": p.model, "op": p.op, "height": p.height, "width": p.width, "batch": p.batch, "dtype": p.dtype,
+        "runtime": p.runtime, "device": p.gpu, "source": "predicted", "allocated_bytes": p.allocated,
+        "reserved_bytes": p.reserved, "weights_bytes": sum(size for _, _, size, _ in weights),
+        "versions": f"torch {p.torch_version}{cudnn}{stood_in}, vaemem {__version__}",
+    }  # fmt: skip
 
 
 def _measure(vae: VAE, case: Case, repeats: int, poll: Poll, done: int, work: int, memory_limit: Limit) -> Row:
@@ -212,6 +292,41 @@ def versions(run: Run) -> str:
 # ---- arguments ----
 
 
+def _check_given(source: str, engine: Sequence[str], gpu: bool, others: Mapping[str, Any]) -> None:
+    """Arguments that mean nothing with the source are refused: those of the engine, and those of `predict`."""
+    for name in others:
+        if name not in _OTHERS:
+            raise TypeError(f"sweep() got an unexpected keyword argument {name!r}")
+    if source == "predicted" and engine:
+        raise ValueError(f"{engine[0]}: want it with source measured or estimated, got it with predicted")
+    foreign = (["gpu"] if gpu else []) + list(others)
+    if source != "predicted" and foreign:
+        raise ValueError(f"{foreign[0]}: want it with source predicted, got it with {source}")
+
+
+def _cases(ops: str | Sequence[str], known: Sequence[str], sizes: Any, batch: int) -> list[Case]:
+    return [Case(op, h, w, batch, "") for op in _ops(ops, known) for h, w in image_sizes(sizes)]
+
+
+def _configs(models: Any) -> list[Any]:
+    """What `predict` takes for models: of a VAE, its architecture."""
+    wanted = listed(models, (str, Mapping, VAE))
+    for model in wanted:
+        if not isinstance(model, str | Mapping | VAE):
+            raise ValueError(f"models: want {', '.join(_core.models())}, a config or a VAE, got {model!r}")
+    configs = [model.arch if isinstance(model, VAE) else model for model in wanted]
+    for config in configs:
+        architecture(config)  # refuses what is none before anything is predicted
+    return configs
+
+
+def _known_dtypes(dtypes: str | Sequence[str]) -> list[str]:
+    wanted = listed(dtypes, str)
+    for dtype in wanted:
+        choose("dtypes", dtype, DTYPES)
+    return wanted
+
+
 def _models(models: Any) -> list[str | VAE]:
     known = _core.models()
     wanted = listed(models, (str, VAE))
@@ -225,10 +340,10 @@ def _vae(model: str | VAE, device: str, dtype: str) -> VAE:
     return VAE.random(model, device=device, dtype=dtype) if isinstance(model, str) else model
 
 
-def _ops(ops: str | Sequence[str]) -> list[str]:
+def _ops(ops: str | Sequence[str], known: Sequence[str] = OPS) -> list[str]:
     wanted = listed(ops, str)
     for op in wanted:
-        choose("ops", op, OPS)
+        choose("ops", op, known)
     return wanted
 
 

@@ -1,0 +1,163 @@
+"""Predicted rows: what `predict` says, in the table that fit, compare, report and plot read."""
+
+import functools
+import io
+
+import pytest
+
+import vaemem
+from vaemem import VAE, Table, predict, sweep
+from vaemem.__main__ import main
+
+CARDS = ["RTX 4090", "RTX 3060"]
+
+
+@pytest.fixture(scope="module")
+def table():
+    return sweep(
+        ["sdxl", "flux"], ["encode", "decode"], [512, (512, 768), 1024], ["float16", "float32"], source="predicted",
+        gpu=CARDS,
+    )  # fmt: skip
+
+
+def test_rows_are_what_predict_says(table):
+    assert len(table) == 2 * 2 * 3 * 2 * 2 and {row["source"] for row in table} == {"predicted"}
+    asked = [(m, op, h, w, dtype, gpu) for m in ("sdxl", "flux") for gpu in CARDS for dtype in ("float16", "float32")
+             for op in ("encode", "decode") for h, w in ((512, 512), (512, 768), (1024, 1024))]  # fmt: skip
+    for row, (model, op, height, width, dtype, gpu) in zip(table, asked, strict=True):
+        p = predict(model, op, height, width, dtype, gpu=gpu)
+        assert (row["allocated_bytes"], row["reserved_bytes"]) == (p.allocated, p.reserved)
+        assert (row["model"], row["op"], row["height"], row["width"]) == (model, op, height, width)
+        assert (row["dtype"], row["batch"], row["runtime"], row["device"]) == (dtype, 1, p.runtime, p.gpu)
+        assert row["versions"].startswith("torch 2.7.1+cu128, cudnn 9.7.1") and row["seconds"] is None
+        assert all(text in row["versions"] for text in p.substitutions)
+        (weights,) = (tensor.bytes for tensor in p.peak_tensors if tensor.name.startswith("weights of"))
+        assert row["weights_bytes"] == weights
+
+
+def test_what_predict_takes_is_handed_on():
+    (row,) = sweep(
+        "sdxl", "decode_tiled", 1024, "float16", source="predicted", gpu="RTX 4060", batch=2, runtime="comfyui",
+        tile=256, torch_version="2.6.0+cu124",
+    )  # fmt: skip
+    p = predict(
+        "sdxl", "decode_tiled", 1024, 1024, batch=2, runtime="comfyui", gpu="RTX 4060", tile=256,
+        torch_version="2.6.0+cu124",
+    )  # fmt: skip
+    assert (row["allocated_bytes"], row["reserved_bytes"]) == (p.allocated, p.reserved)
+    assert (row["batch"], row["runtime"], row["op"]) == (2, "comfyui", "decode_tiled")
+    assert row["versions"].startswith("torch 2.6.0+cu124, cudnn 9.1.0")
+
+
+def test_a_vae_and_a_config_are_models_too():
+    config = {"block_out_channels": [32, 64], "down_block_types": ["DownEncoderBlock2D"] * 2,
+              "up_block_types": ["UpDecoderBlock2D"] * 2, "layers_per_block": 1, "latent_channels": 4,
+              "norm_num_groups": 8}  # fmt: skip
+    rows = sweep([VAE.random(config=config), config], "decode", 64, source="predicted")
+    assert rows[0] == rows[1] and rows[0]["model"] == "custom"
+    assert rows[0]["allocated_bytes"] == predict(config, "decode", 64, 64, "float32").allocated
+
+
+def test_files_keep_predicted_rows(table):
+    assert Table.from_csv(io.StringIO(table.to_csv())) == table
+    assert Table.from_json(io.StringIO(table.to_json())) == table
+
+
+def test_fit(table):
+    formulas = vaemem.fit(table.filter(dtype="float32"))
+    assert len(formulas) == 2 * 2 * 2 and {formula.runtime for formula in formulas} == {"diffusers", "bfl"}
+    line = formulas.find(model="sdxl", op="decode", device="NVIDIA GeForce RTX 4090")
+    assert line.n == 3 and line.r2 > 0.99
+
+
+def test_compare(table):
+    both = vaemem.compare(table, ["comfyui", predict])
+    assert both.find("comfyui", "sdxl", "decode", "float16").rows == 6
+    same = both.find("predict")  # of the row's own card
+    assert same.rows == len(table) and same.worst_over == same.worst_under == 0
+
+
+def test_compare_knows_a_card_by_its_capability():
+    rows = sweep("sdxl", "decode", 512, source="predicted", gpu=["sm_89", "A100 80GB MIG 3g.40gb"])
+    assert rows[0]["device"].startswith("sm_89 (as NVIDIA")
+    assert vaemem.compare(rows, functools.partial(predict)).find("predict").worst_over == 0
+
+
+def test_predicted_and_measured_rows_in_one_table():
+    """The table that comes with vaemem, and a prediction of it: the same device, so that one key finds both."""
+    measured = vaemem.seed_table().filter(model="flux", op="decode", dtype="bfloat16")
+    sizes = [row["height"] for row in measured]
+    predicted = sweep("flux", "decode", sizes, "bfloat16", source="predicted")
+    assert [(r["device"], r["runtime"]) for r in predicted] == [(r["device"], r["runtime"]) for r in measured]
+    for m, p in zip(measured, predicted, strict=True):
+        assert abs(p["allocated_bytes"] - m["allocated_bytes"]) <= 5243  # the benchmark's two decimals
+
+
+def test_report(table):
+    markdown = vaemem.report(table, plots=False).markdown
+    assert "predicted" in markdown and "NVIDIA GeForce RTX 3060" in markdown
+
+
+def test_plot(table):
+    pytest.importorskip("matplotlib")
+    from vaemem import plot
+
+    figure = plot.memory_vs_pixels(table, target="reserved_bytes")
+    names = {text.get_text() for axes in figure.axes for text in axes.get_legend().get_texts()}
+    assert "sdxl (diffusers) float16, predicted" in names
+    assert plot.implied_constants(table).axes
+    assert plot.estimator_errors(vaemem.compare(table)).axes
+
+
+def test_progress_counts_up_to_the_end():
+    calls: list[tuple[int, int]] = []
+    sweep("sdxl", "decode", [64, 128], source="predicted", gpu=CARDS, progress=lambda *step: calls.append(step))
+    total = 2 * 9 * (64 * 64 + 128 * 128)
+    assert len(calls) == 4 and calls[-1] == (total, total) and [d for d, _ in calls] == sorted(d for d, _ in calls)
+
+
+def test_what_ends_it_carries_the_finished_rows():
+    with pytest.raises(ValueError, match="height: want a multiple of 8, got 513") as caught:
+        sweep("sdxl", "decode", [512, 513], source="predicted")
+    assert [row["height"] for row in caught.value.table] == [512]
+
+
+def test_estimated_is_measure_false():
+    assert sweep("sdxl", "decode", 64, source="estimated") == sweep("sdxl", "decode", 64, measure=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"source": "guessed"}, ValueError, "source: want one of measured, estimated, predicted, got 'guessed'"),
+        ({"device": "cpu"}, ValueError, "device: want it with source measured or estimated, got it with predicted"),
+        ({"measure": False}, ValueError, "measure: want it with source measured"),
+        ({"repeats": 3}, ValueError, "repeats: want it with source measured"),
+        ({"memory_limit": "1 GB"}, ValueError, "memory_limit: want it with source measured"),
+        ({"source": "measured", "gpu": "RTX 4090"}, ValueError, "gpu: want it with source predicted, got it with meas"),
+        (
+            {"source": "estimated", "tile": 512},
+            ValueError,
+            "tile: want it with source predicted, got it with estimated",
+        ),
+        ({"height": 512}, TypeError, "unexpected keyword argument 'height'"),
+        ({"source": "measured", "repeat": 3}, TypeError, "unexpected keyword argument 'repeat'"),
+        ({"models": ["sdxl", "sd3"]}, ValueError, "model: want one of sd15"),
+        ({"models": [1]}, ValueError, "models: want sd15, .* a config or a VAE, got 1"),
+        ({"ops": "upscale"}, ValueError, "ops: want one of encode, decode, encode_tiled"),
+        ({"dtypes": ["float16", "int8"]}, ValueError, "dtypes: want one of float32, .* got 'int8'"),
+        ({"gpu": ["RTX 4090", "RX 7900"]}, ValueError, "gpu: want an NVIDIA card"),
+        ({"gpu": [4090]}, TypeError, "gpu: want a name"),
+    ],
+)
+def test_bad_arguments_are_named(arguments, error, message):
+    with pytest.raises(error, match=message) as caught:
+        sweep(**({"models": "sdxl", "ops": "decode", "sizes": 64, "source": "predicted"} | arguments))
+    assert not len(getattr(caught.value, "table", ()))
+
+
+@pytest.mark.parametrize(("form", "read"), [("csv", Table.from_csv), ("json", Table.from_json)])
+def test_predict_command(capsys, form, read):
+    assert main(["predict", "sdxl", "decode", "512", "512x768", "--gpu", "RTX 3060", "--format", form]) == 0
+    want = sweep("sdxl", "decode", [512, (512, 768)], "float16", source="predicted", gpu="RTX 3060")
+    assert read(io.StringIO(capsys.readouterr().out)) == want
