@@ -364,8 +364,8 @@ def plot(tables: list[list[dict[str, str]]], path: Path) -> None:
             axes.plot(x, y, marker, color=colour, label=name)
         axes.set(xscale="log", yscale="log", title=title(rows), xlabel="peak RSS above the base, MiB", ylabel="seconds")
         axes.margins(0.15)
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+        for axis, ticks in (axes.xaxis, (1, 2, 5)), (axes.yaxis, (1, 1.5, 2, 3, 5, 7)):
+            axis.set_major_locator(LogLocator(subs=ticks))
             axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
             axis.set_minor_locator(NullLocator())
         axes.grid(color="#E5E5E5", linewidth=0.8)
