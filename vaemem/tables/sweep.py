@@ -202,10 +202,10 @@ def _predictions(
     others: Mapping[str, Any],
 ) -> Iterator[Row]:  # fmt: skip
     """Of PyTorch, on each card."""
-    todo = [(m, g, case._replace(dtype=d)) for m in models for g in gpus for d in dtypes for case in asked]
-    done, work = 0, sum(case.work for *_, case in todo)
+    wanted = [(m, g, case._replace(dtype=d)) for m in models for g in gpus for d in dtypes for case in asked]
+    done, work = 0, sum(case.work for *_, case in wanted)
     with polling(progress, "sweep", work, _LAYOUT) as poll:
-        for model, gpu, case in todo:
+        for model, gpu, case in wanted:
             op, height, width, batch, dtype = case
             yield _predicted(model, predict(model, op, height, width, dtype, batch, gpu=gpu, **others))
             done += case.work
