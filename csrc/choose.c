@@ -17,6 +17,7 @@ typedef struct choice {
     vm_plan *plan;
     stretch *at;  /* [nodes][nodes]: first, last */
     bool free;    /* only chains that cost no work */
+    bool longer;  /* of cuts with the same work, those into the longer chains */
     double *work; /* of the best cuts up to a node */
     int *cut;     /* and where its last chain begins */
 } choice;
@@ -74,7 +75,7 @@ static bool cut(choice *c, size_t bound, size_t *most) {
             if (s->flops == 0) *s = look(c->plan, first, last, c->free);
             if (s->flops < 0 || s->bytes > bound || (first && c->work[first - 1] < 0)) continue;
             const double work = s->flops + (first ? c->work[first - 1] : 0);
-            if (c->work[last] >= 0 && work >= c->work[last]) continue;
+            if (c->work[last] >= 0 && (c->longer ? work > c->work[last] : work >= c->work[last])) continue;
             c->work[last] = work;
             c->cut[last] = first;
         }
@@ -115,18 +116,25 @@ static vm_status without_limit(const vm_model *m, choice *c) {
     return vm_plan_lay_out(m, c->plan);
 }
 
-/* The cuts with the least work whose plan keeps within the limit; where none does, those with the smallest plan. The bounds
- * that are tried do not depend on the limit, so that the smallest plan is the same for each, and as one of its own will do. */
+/* The cuts with the least work whose plan keeps within the limit; where none does, those with the smallest plan. Of cuts
+ * with the same work now the longer chains can be laid out in less, now the shorter. The bounds that are tried do not
+ * depend on the limit, so that the smallest plan is the same for each, and as one of its own will do. */
 static vm_status within_limit(const vm_model *m, choice *c) {
     vm_plan *plan = c->plan;
-    size_t bound = SIZE_MAX, smallest = SIZE_MAX, best = SIZE_MAX, most;
-    for (; cut(c, bound, &most); bound = most - VM_MAX(most / 32, 1)) {
+    size_t bound = SIZE_MAX, smallest = SIZE_MAX, best = SIZE_MAX, most = 0;
+    bool longer = false;
+    while (cut(c, bound, &most)) {
         vm_status s = vm_plan_lay_out(m, plan);
         if (s || within(plan)) return s;
-        if (taken(plan) >= smallest) continue;
-        smallest = taken(plan);
-        best = bound;
+        if (taken(plan) < smallest) {
+            smallest = taken(plan);
+            best = bound;
+            longer = c->longer;
+        }
+        if (c->longer) bound = most - VM_MAX(most / 32, 1);
+        c->longer = !c->longer;
     }
+    c->longer = longer;
     cut(c, best, &most);
     vm_status s = vm_plan_lay_out(m, plan);
     return s ? s : refuse(plan);

@@ -18,24 +18,27 @@
 
 static bool overlap(const vm_piece *a, const vm_piece *b) { return a->first <= b->last && b->first <= a->last; }
 
-/* Where p may lie at the lowest beside q when it cannot lie at `offset`; offset itself where it can. */
-static size_t beside(const vm_plan *plan, const vm_piece *p, const vm_piece *q, size_t offset) {
-    if (offset >= vm_sum(q->offset, q->bytes) || q->offset >= vm_sum(offset, p->bytes)) return offset;
-    if (q->heir == (int)(p - plan->piece) && (ptrdiff_t)offset <= (ptrdiff_t)q->offset + q->shift) return offset;
-    if (p->heir == (int)(q - plan->piece)) {
-        const ptrdiff_t from = (ptrdiff_t)q->offset - p->shift;
-        if ((ptrdiff_t)offset >= from) return offset;
-        return VM_MIN(vm_sum(q->offset, q->bytes), vm_round_up((size_t)from, plan->ask.backend->device->align));
-    }
-    return vm_sum(q->offset, q->bytes);
+/* Where p may lie at the lowest beside q when it cannot lie at `offset`; offset itself where it can. With `down`, offsets
+ * count from the top of the arena: then it is the source that may not begin too far above its heir. */
+static size_t beside(const vm_plan *plan, const vm_piece *p, const vm_piece *q, bool down, size_t offset) {
+    const size_t after = vm_sum(q->offset, q->bytes);
+    if (offset >= after || q->offset >= vm_sum(offset, p->bytes)) return offset;
+    const bool heir = q->heir == (int)(p - plan->piece), source = p->heir == (int)(q - plan->piece);
+    if (!heir && !source) return after;
+    const vm_piece *of = heir ? q : p, *to = heir ? p : q;
+    const ptrdiff_t shift = of->shift + (down ? (ptrdiff_t)to->bytes - (ptrdiff_t)of->bytes : 0);
+    if (heir != down) return (ptrdiff_t)offset <= (ptrdiff_t)q->offset + shift ? offset : after;
+    const ptrdiff_t from = (ptrdiff_t)q->offset - shift;
+    if ((ptrdiff_t)offset >= from) return offset;
+    return VM_MIN(after, vm_round_up((size_t)from, plan->ask.backend->device->align));
 }
 
 /* Lowest offset where p meets no placed piece that it must not. */
-static size_t lowest_offset(const vm_plan *plan, const vm_piece *p) {
+static size_t lowest_offset(const vm_plan *plan, const vm_piece *p, bool down) {
     size_t offset = 0;
     for (size_t i = 0; i < plan->pieces; i++) {
         const vm_piece *q = &plan->piece[i];
-        const size_t to = q->placed && overlap(p, q) ? beside(plan, p, q, offset) : offset;
+        const size_t to = q->placed && overlap(p, q) ? beside(plan, p, q, down, offset) : offset;
         if (to == offset) continue;
         offset = to;
         i = (size_t)-1; /* all of them again, from there */
@@ -48,32 +51,36 @@ typedef double (*vm_weigh)(const vm_piece *p);
 static double by_bytes(const vm_piece *p) { return (double)p->bytes; }
 static double by_bytes_and_chains(const vm_piece *p) { return (double)p->bytes * (p->last - p->first + 1); }
 static double by_end(const vm_piece *p) { return (double)p->last * 0x1p60 + (double)p->bytes; }
+static double by_start(const vm_piece *p) { return (double)p->bytes - (double)p->first * 0x1p60; }
 
-/* Fills the offsets; returns the height of the arena. */
-static size_t place_by(vm_plan *plan, vm_weigh weigh) {
+/* Fills the offsets, from the bottom of the arena or down from its top; returns its height. */
+static size_t place_by(vm_plan *plan, vm_weigh weigh, bool down) {
     size_t height = 0;
     for (size_t i = 0; i < plan->pieces; i++) plan->piece[i].placed = false;
     for (size_t n = 0; n < plan->pieces; n++) {
         vm_piece *next = NULL;
         for (vm_piece *p = plan->piece; p < plan->piece + plan->pieces; p++) /* of equal ones the later: heirs first */
             if (!p->placed && (!next || weigh(p) >= weigh(next))) next = p;
-        next->offset = lowest_offset(plan, next);
+        next->offset = lowest_offset(plan, next, down);
         next->placed = true;
         height = VM_MAX(height, vm_sum(next->offset, next->bytes));
     }
+    for (vm_piece *p = plan->piece; down && p < plan->piece + plan->pieces; p++)
+        p->offset = height - p->offset - p->bytes;
     return height;
 }
 
 static void place(vm_plan *plan) {
-    static const vm_weigh orders[] = {by_bytes, by_bytes_and_chains, by_end};
-    vm_weigh best = NULL;
-    for (size_t i = 0; i < sizeof orders / sizeof *orders; i++) {
-        const size_t height = place_by(plan, orders[i]);
-        if (best && height >= plan->arena_bytes) continue;
-        best = orders[i];
+    static const vm_weigh orders[] = {by_bytes, by_bytes_and_chains, by_end, by_start};
+    enum { WAYS = 2 * sizeof orders / sizeof *orders };
+    size_t best = WAYS;
+    for (size_t way = 0; way < WAYS; way++) {
+        const size_t height = place_by(plan, orders[way / 2], way % 2);
+        if (best < WAYS && height >= plan->arena_bytes) continue;
+        best = way;
         plan->arena_bytes = height;
     }
-    plan->arena_bytes = place_by(plan, best);
+    plan->arena_bytes = place_by(plan, orders[best / 2], best % 2);
 }
 
 /* ---- pieces ---- */
