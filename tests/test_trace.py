@@ -128,13 +128,13 @@ def test_tiles_of_a_shipped_model():
 def test_bfl_lives_as_recorded(case, op):
     torch = pytest.importorskip("torch")
     pytest.importorskip("diffusers")
-    from torch_vaes import bfl_vae
+    from torch_ldm import ldm_vae
 
     from vaemem.pytorch import record
 
     arch, height, width, batch = (*case, 1)[:4]
     factor = 2 ** (len(arch["block_out_channels"]) - 1)
-    vae = bfl_vae(arch, torch.bfloat16)
+    vae = ldm_vae(arch, "bfl", torch.bfloat16)
     shape = (
         (batch, arch["latent_channels"], height // factor, width // factor)
         if op == "decode"
@@ -276,12 +276,11 @@ def test_weights_are_moved_in_the_modules_order(runtime, arch):
     torch = pytest.importorskip("torch")
     pytest.importorskip("diffusers")
     from torch_ldm import ldm_vae
-    from torch_vaes import bfl_vae, diffusers_vae
+    from torch_vaes import diffusers_vae
 
     from vaemem.pytorch import _in_order_of_to
 
-    others = {"diffusers": diffusers_vae, "bfl": bfl_vae}
-    make = others.get(runtime) or functools.partial(ldm_vae, runtime=runtime)
+    make = diffusers_vae if runtime == "diffusers" else functools.partial(ldm_vae, runtime=runtime)
     vae = make(arch, dtype=torch.float16)
     sizes = [tensor.nbytes for _, tensor in _in_order_of_to(vae)]
     assert [count for _, _, count, _ in _core.Trace.weights(arch, runtime, "float16").steps] == sizes

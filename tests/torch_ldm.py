@@ -1,4 +1,4 @@
-"""VAEs that live as CompVis' AutoencoderKL does, and as ComfyUI's and A1111's versions of it do.
+"""VAEs that live as CompVis' AutoencoderKL does, and as ComfyUI's, A1111's and Black Forest Labs' versions of it do.
 
 No package index has these, so each function below stands for the one that its comment names, with the same order of
 names bound and dropped. They compute the same as the originals but for A1111's and ComfyUI's choices by free memory.
@@ -94,6 +94,21 @@ class ComfyAttention(Attention):  # the same file: AttnBlock
         return x + h
 
 
+class BflAttention(Attention):  # black-forest-labs/flux, src/flux/modules/autoencoder.py: AttnBlock
+    def attend(self, h):
+        h = self.norm(h)
+        q, k, v = self.q(h), self.k(h), self.v(h)
+        n, c, height, width = q.shape
+        q = q.permute(0, 2, 3, 1).reshape(n, 1, -1, c).contiguous()
+        k = k.permute(0, 2, 3, 1).reshape(n, 1, -1, c).contiguous()
+        v = v.permute(0, 2, 3, 1).reshape(n, 1, -1, c).contiguous()
+        h = F.scaled_dot_product_attention(q, k, v)
+        return h.reshape(n, height, width, c).permute(0, 3, 1, 2)
+
+    def forward(self, x):
+        return x + self.proj_out(self.attend(x))
+
+
 class Resample(nn.Module):  # CompVis: Downsample and Upsample
     def __init__(self, c: int, down: bool):
         super().__init__()
@@ -116,6 +131,7 @@ RUNTIMES = {
     "ldm": Runtime(swish, swish, Attention, lists=True),
     # ComfyUI's ResnetBlock has nn.SiLU(inplace=True), its Encoder and Decoder end with CompVis' nonlinearity.
     "comfyui": Runtime(lambda x: F.silu(x, inplace=True), swish, ComfyAttention, lists=False),
+    "bfl": Runtime(F.silu, F.silu, BflAttention, lists=True),
     "a1111": Runtime(F.silu, F.silu, SlicedAttention, lists=True),  # modules/sd_hijack.py: nonlinearity = silu
 }
 
@@ -258,6 +274,27 @@ class ComfyModel(AutoencoderKL):  # ComfyUI, comfy/ldm/models/autoencoder.py: Au
         return dec
 
 
+class BflModel(nn.Module):  # black-forest-labs/flux: AutoEncoder, whose `reg` is DiagonalGaussian
+    def __init__(self, arch: dict):
+        super().__init__()
+        self.encoder, self.decoder = Encoder(arch, RUNTIMES["bfl"]), Decoder(arch, RUNTIMES["bfl"])
+        self.scale, self.shift = arch["scaling_factor"], arch["shift_factor"]
+
+    def reg(self, moments):
+        mean, logvar = torch.chunk(moments, 2, dim=1)
+        std = torch.exp(0.5 * logvar)
+        return mean + std * torch.randn_like(mean)
+
+    def encode(self, x):
+        z = self.reg(self.encoder(x))
+        z = self.scale * (z - self.shift)
+        return z
+
+    def decode(self, z):
+        z = z / self.scale + self.shift
+        return self.decoder(z)
+
+
 def from_host(x, image: bool):
     """``.to(device)`` of what lies on the host: images as (N, H, W, C), seen as (N, C, H, W)."""
     order = torch.channels_last if image else torch.contiguous_format
@@ -297,8 +334,9 @@ def tiled_scale(samples, function, tile_x: int, tile_y: int, overlap: int):  # C
 
 
 def ldm_vae(arch: dict, runtime: str, dtype: torch.dtype) -> nn.Module:
+    models = {"comfyui": ComfyVae, "bfl": BflModel}
     with torch.device("meta"):
-        return (ComfyVae(arch) if runtime == "comfyui" else AutoencoderKL(arch, runtime)).eval().to(dtype)
+        return (models[runtime](arch) if runtime in models else AutoencoderKL(arch, runtime)).eval().to(dtype)
 
 
 # ---- A1111's extension Tiled VAE: multidiffusion-upscaler-for-automatic1111, scripts/tilevae.py, fast mode ----
