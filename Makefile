@@ -8,6 +8,13 @@ SOURCES := setup.py pyproject.toml $(shell find csrc kernels vaemem -type f -not
 C_SOURCES := $(shell find csrc kernels tests -name '*.[ch]' -o -name '*.cu' -o -name '*.cc')
 export PYTHONUNBUFFERED := 1
 
+# For this machine alone GPU kernels are compiled for its own GPU, or for one kind where there is none: all seven kinds take
+# minutes. VAEMEM_CUDA_ARCHS="80 90" asks for others and an empty one for all, as wheels have them.
+VAEMEM_CUDA_ARCHS ?= $(or $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | grep -oE '^[0-9]+\.[0-9]$$' | tr -d . | sort -u),90)
+export VAEMEM_CUDA_ARCHS
+SAY_BUILD = echo "Installing vaemem and what it needs in $(VENV): the C core and, where there is nvcc, GPU kernels for compute capability" \
+	"$(or $(VAEMEM_CUDA_ARCHS),75 to 120) (VAEMEM_CUDA_ARCHS='80 90' for others, VAEMEM_CUDA=0 for none)."
+
 .PHONY: demo test bench check lint asan tsan clang pythons packages fuzz format wheel wheel-cpu wheel-cuda clean \
         build-gpu test-gpu bench-gpu check-gpu
 
@@ -53,10 +60,12 @@ $(BIN)/python:
 
 # Reinstalled, not editable: what runs is what a user would get.
 $(VENV)/demo.stamp: $(BIN)/python $(SOURCES)
+	@$(SAY_BUILD)
 	$(PIP) install '.[demo]'
 	touch $@
 
 $(VENV)/test.stamp: $(BIN)/python $(SOURCES)
+	@$(SAY_BUILD)
 	VAEMEM_WERROR=1 $(PIP) install '.[test]'
 	touch $@
 
@@ -138,7 +147,7 @@ wheel: wheel-cpu
 
 wheel-cpu wheel-cuda: wheel-%: $(VENV)/wheel.stamp
 	rm -rf build/wheel/$* dist/$*
-	VAEMEM_CUDA=$(if $(filter cuda,$*),1,0) $(PIP) wheel --no-deps -w build/wheel/$* .
+	VAEMEM_CUDA_ARCHS= VAEMEM_CUDA=$(if $(filter cuda,$*),1,0) $(PIP) wheel --no-deps -w build/wheel/$* .
 	PATH="$(abspath $(BIN)):$$PATH" auditwheel repair -w dist/$* build/wheel/$*/*.whl
 
 

@@ -43,7 +43,7 @@ FOLDERS = ["csrc", "csrc/predict", "csrc/python", "kernels", "kernels/cudnn", "k
 FOLDERS += ["kernels/avx2", "kernels/avx512"] if X86 else []
 
 # The GPUs that get machine code, as far as this nvcc knows them; later ones compile PTX when they load it.
-CUDA_ARCHS = os.environ.get("VAEMEM_CUDA_ARCHS", "75 80 86 89 90 100 120").split()
+CUDA_ARCHS = (os.environ.get("VAEMEM_CUDA_ARCHS") or "75 80 86 89 90 100 120").split()
 CUDA_PTX = 90
 NVCC_FLAGS = ["-std=c++17", "-O3", "-Wno-deprecated-gpu-targets", "-Xfatbin", "-compress-all", "--threads=0"]
 
@@ -84,7 +84,7 @@ def compile_kernels(nvcc: str, folder: str) -> None:
     """kernels/cuda/*.cu to one fat binary each: machine code for every GPU of CUDA_ARCHS, and PTX."""
     known = subprocess.run([nvcc, "--list-gpu-code"], capture_output=True, text=True, check=True).stdout.split()
     archs = [a for a in CUDA_ARCHS if f"sm_{a}" in known]
-    if not archs or ("VAEMEM_CUDA_ARCHS" in os.environ and archs != CUDA_ARCHS):
+    if not archs or (os.environ.get("VAEMEM_CUDA_ARCHS") and archs != CUDA_ARCHS):
         want = f"want numbers such as '80 90', of {' '.join(known)}"
         raise SystemExit(f"vaemem: VAEMEM_CUDA_ARCHS: {want}, got {' '.join(CUDA_ARCHS)!r}")
     targets = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in archs]

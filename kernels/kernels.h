@@ -270,7 +270,7 @@ static inline VM_ANYWHERE size_t vm_stats_floats(size_t c) { return VM_BLOCK + 2
 
 /* cpu.c: every backend this build knows, best first, NULL-terminated. */
 const vm_backend *const *vm_backends(void);
-/* Comma-separated names that must not be used (VAEMEM_DISABLE); unknown names are ignored. */
+/* Comma-separated names that must not be used (VAEMEM_DISABLE); unknown names are ignored (vaemem/__init__.py warns of them). */
 void vm_cpu_disable(const char *names);
 
 #endif

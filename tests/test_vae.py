@@ -458,7 +458,9 @@ def test_environment():
     def run(**env):
         return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **env})
 
-    done = run(VAEMEM_DISABLE="avx512,avx2,amx", VAEMEM_THREADS="3")
+    done = run(VAEMEM_DISABLE="avx512,avx2", VAEMEM_THREADS="3")
     assert done.stdout.strip() == "['ref'] 3", done.stderr
+    done = run(VAEMEM_DISABLE="avx1024,avx2")
+    assert "got 'avx1024', which changes nothing" in done.stderr and "avx2" not in done.stdout
     assert "avx512" not in run(VAEMEM_DISABLE="avx512").stdout
     assert "VAEMEM_THREADS: want a number from 1 to 1024, got 'many'" in run(VAEMEM_THREADS="many").stderr

@@ -2,6 +2,7 @@
 
 import os as _os
 import pkgutil as _pkgutil
+import warnings as _warnings
 
 # In the folder of an unbuilt source tree this package hides the installed one: its core is used then.
 __path__ = _pkgutil.extend_path(__path__, __name__)
@@ -49,4 +50,14 @@ __all__ = [
     "tradeoff",
 ]
 
-_core.disable(_os.environ.get("VAEMEM_DISABLE", ""))
+
+def _disable(names: str) -> None:
+    known = [name for name, _ in _core.backends() if name != "ref"]
+    for name in filter(None, names.split(",")):
+        if name not in known:
+            what = f"want names of {', '.join(known)}, separated by commas" if known else "there is nothing to disable"
+            _warnings.warn(f"VAEMEM_DISABLE: {what}, got {name!r}, which changes nothing", stacklevel=3)
+    _core.disable(names)
+
+
+_disable(_os.environ.get("VAEMEM_DISABLE", ""))

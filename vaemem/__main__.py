@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from vaemem import _demo, backends, compare, fit, predict, predict_largest, report, sweep
-from vaemem._common import DTYPES, MIB, OPS, TILED_OPS, render
+from vaemem._common import DTYPES, MIB, OPS, TILED_OPS, __version__, render
 from vaemem.prediction import reproduce
 from vaemem.prediction.benchmark import PROTOCOLS, USUAL_PROTOCOL
 from vaemem.prediction.process import RUNTIMES
@@ -47,6 +47,11 @@ def _check_writable(path: str) -> None:
     open(path, "a").close()
     if new:
         os.unlink(path)
+
+
+def _table(path: str, **missing: Any) -> Table:
+    """Of a CSV file, or of what is piped in: '-'."""
+    return Table.from_csv(sys.stdin if path == "-" else path, **missing)
 
 
 def _print(table: Table, form: str) -> None:
@@ -95,7 +100,7 @@ def _sweep(args: argparse.Namespace) -> None:
 
 
 def _fit(args: argparse.Namespace) -> None:
-    table = Table.from_csv(args.table)
+    table = _table(args.table)
     equals = {name: value for name in ("model", "op", "dtype", "source") if (value := getattr(args, name))}
     if not len(chosen := table.filter(**equals)):
         raise ValueError(f"{args.table}: no row has {', '.join(f'{n}={v}' for n, v in equals.items()) or 'anything'}")
@@ -104,7 +109,7 @@ def _fit(args: argparse.Namespace) -> None:
 
 
 def _compare(args: argparse.Namespace) -> None:
-    table = Table.from_csv(args.table)
+    table = _table(args.table)
     if args.sizes:
         table = Table([row for row in table if (row["height"], row["width"]) in args.sizes])
     estimators = [predict, "comfyui", "invokeai"] if args.predict else None
@@ -114,7 +119,7 @@ def _compare(args: argparse.Namespace) -> None:
 
 def _report(args: argparse.Namespace) -> None:
     missing = {"device": args.device} if args.device else {}
-    for file in report(Table.from_csv(args.table, **missing), plots=not args.no_plots).save(args.out):
+    for file in report(_table(args.table, **missing), plots=not args.no_plots).save(args.out):
         print(file)
 
 
@@ -159,7 +164,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="vaemem", description="Run the SD1.5, SDXL and FLUX VAEs in a memory known to the byte."
     )
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    parser.add_argument("--version", action="version", version=f"vaemem {__version__}")
+    parser.set_defaults(function=lambda args: parser.print_help())
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
 
     def command(name: str, function, text: str) -> argparse.ArgumentParser:  # type: ignore[no-untyped-def]
         sub = commands.add_parser(name, help=text, description=text)
@@ -231,7 +238,7 @@ def _parser() -> argparse.ArgumentParser:
     formatted(sub, "text", "csv", "json")
 
     sub = command("fit", _fit, "Fit a*H*W*e + b to a table, for each model and operation.")
-    sub.add_argument("table", metavar="CSV", help="a table of vaemem's, or of the published PyTorch benchmark")
+    sub.add_argument("table", metavar="CSV", help="a table of vaemem's or of the PyTorch benchmark; - reads a pipe")
     sub.add_argument("--target", choices=TARGETS, default="allocated_bytes")
     sub.add_argument("--quantile", type=float, help="a line above this share of the rows (needs SciPy); 1: above all")
     for name in ("model", "op", "dtype", "source"):
@@ -282,6 +289,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         args.function(args)
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush when Python ends
     except (ValueError, OSError, ImportError, OverflowError, MemoryError, RuntimeError) as error:
         print(f"vaemem {args.command}: {error}", file=sys.stderr)
         return 2

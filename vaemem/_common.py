@@ -72,7 +72,8 @@ def need(module: str, what: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        extra = {"pandas": "table", "scipy": "fit", "matplotlib": "plot", "tqdm": "progress"}.get(package, "demo")
+        extras = {"pandas": "table", "scipy": "fit", "matplotlib": "plot", "tqdm": "progress", "torch": "pytorch"}
+        extra = extras.get(package, "demo")
         raise ImportError(f"{what} needs {package}: pip install 'vaemem[{extra}]' ({error})") from error
 
 

@@ -39,7 +39,8 @@ def gpu_rows() -> list[dict[str, Any]]:
     """A row of `vaemem.backends` for each GPU, or one that says why there is none."""
     row = {"name": "cuda", "device": "cuda", "usable": False, "chosen": False}
     if _cuda is None:
-        return [row | {"why": "vaemem was built without CUDA (VAEMEM_CUDA=1 makes that an error)"}]
+        what_to_do = "put nvcc on the path (or set CUDA_HOME), then VAEMEM_CUDA=1 pip install ."
+        return [row | {"why": f"vaemem was built without CUDA: {what_to_do}"}]
     try:
         found = _cuda.devices(os.environ.get("VAEMEM_LIBCUDA"))
     except RuntimeError as error:

@@ -125,6 +125,8 @@ def report(
     comparison = compare(comparable, estimators, facts.target) if len(comparable) else None
     checked = check(table, claims)
     document = Document(title)
+    sections.summary(document, facts, checked)
+    sections.advice(document, facts, comparison)
     sections.system(document, facts)
     sections.tables(document, facts)
     if plots and comparison is not None:
@@ -135,7 +137,6 @@ def report(
     sections.estimates(document, comparison, plots)
     sections.formulas(document, facts)
     sections.models(document, facts)
-    sections.advice(document, facts, comparison)
     sections.claims(document, checked)
     made = Report(document, comparison, checked)
     if path is not None:

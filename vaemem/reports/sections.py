@@ -67,6 +67,25 @@ class Facts:
 # ---- sections ----
 
 
+def summary(document: Document, facts: Facts, checked: Checked) -> None:
+    """What the rows are, the most that they take, and what is wrong with them or with what was written about them."""
+    document.heading("Summary")
+    names = {name: distinct(str(row[name]) for row in facts.rows if row[name]) for name in ("model", "op", "dtype")}
+    small, large = min(facts.rows, key=pixels), max(facts.rows, key=pixels)
+    sizes = " to ".join(distinct(f"{row['height']}x{row['width']}" for row in (small, large)))
+    items = [f"{_count(len(facts.rows), 'row')}: {'; '.join(', '.join(some) for some in names.values())}; {sizes}."]
+    for op, rows in grouped((r for r in facts.rows if r[facts.target]), lambda row: row["op"]).items():
+        top = max(rows, key=lambda row: row[facts.target])
+        items.append(f"The most that {op} takes: {mib(top[facts.target])} MiB {facts.word}, {case(top)}.")
+    if facts.tiled:
+        items.append(f"{_count(len(facts.tiled), 'row')} ran in tiles although the op does not say so.")
+    if wrong := len(checked.contradictions()):
+        items.append(
+            f"{wrong} of {_count(len(checked), 'published statement')} are contradicted or hold for mixtures only."
+        )
+    document.items(items)
+
+
 def system(document: Document, facts: Facts) -> None:
     """What ran the rows, the models, and the rows that ran in tiles."""
     document.heading("System")

@@ -165,7 +165,7 @@ class FittedLine:
             facts.append(f"implied constant {constants}")
         lines.append("  " + "; ".join(facts))
         unit, show = ("MiB", mib) if is_bytes else ("s", "{:.3f}".format)
-        header = ("  size", "dtype", f"measured {unit}", f"fitted {unit}", f"residual {unit}", "error", "per H*W*e")
+        header = ("  size", "dtype", f"table {unit}", f"fitted {unit}", f"residual {unit}", "error", "per H*W*e")
         cells = [
             (f"  {r.height}x{r.width}", r.dtype, show(r.measured), show(r.fitted), show(r.residual),
              _percent(r.error), f"{r.constant:.5g}")
