@@ -2,14 +2,9 @@
  * own scratch (normalised, activated and padded on the way, so no such copy is ever stored whole),
  * multiply, store, and measure what was stored for the next GroupNorm while it is in cache.
  *
- *   prepared: job | scale, shift, sums | x offsets | folded weights
+ *   prepared: job | scale, shift, sums | x offsets
  *   scratch:  thread 0: x tile, y pixels | thread 1 ...
  *   x tile:   [c/16][rows + halo][columns + halo][16]
- *
- * Nearest 2x followed by a 3x3 convolution reads each source pixel under several taps; summing
- * those taps' weights first gives four 2x2 convolutions, one per parity of the output row and
- * column: 16 instead of 36 products, the same in real arithmetic. The weights are folded when the
- * pass begins, into scratch, so that the model keeps one copy.
  *
  * A long sum is made of short ones, over one or a few blocks of input channels at a time: that keeps
  * a run's weights in L1 while the tile passes by, and rounds as a sum of sums does, not as one of
@@ -21,7 +16,6 @@
 #include <string.h>
 
 #include "cpu.h"
-#include "fold.h"
 
 enum {
     STEPS = 128,     /* products summed in one go, at least: their weights for two blocks (16 KiB) stay in L1 */
@@ -31,9 +25,8 @@ enum {
     TILES_WANTED = 32 /* enough to share among threads when the image is small */
 };
 
-/* A cell is an output pixel, or the four that a source pixel becomes where the pass upsamples. */
 static vm_grid make_grid(const vm_pass *p) {
-    vm_grid g = vm_grid_of(p, p->up ? 2 : 1);
+    vm_grid g = vm_grid_of(p, 1);
     const size_t columns = (g.width + TILE_WIDTH - 1) / TILE_WIDTH, tile_w = (g.width + columns - 1) / columns;
     const size_t row_bytes = (tile_w * g.step + g.overlap) * VM_BLOCKS(p->x.c) * VM_BLOCK * sizeof(float);
     const size_t fit = TILE_BYTES / row_bytes, share = g.height * columns / TILES_WANTED;
@@ -43,9 +36,9 @@ static vm_grid make_grid(const vm_pass *p) {
 }
 
 typedef struct layout {
-    size_t work, offsets, folded, prepared; /* bytes from the pass's prepared memory, where the job lies first */
-    size_t y_pixels, scratch;               /* bytes from the thread's own, where the x tile begins */
-    size_t taps, depth, batches, phases;
+    size_t work, offsets, prepared; /* bytes from the pass's prepared memory, where the job lies first */
+    size_t y_pixels, scratch;       /* bytes from the thread's own, where the x tile begins */
+    size_t taps, depth, batches;
     size_t run;     /* batches that are multiplied at once */
     size_t w_block; /* floats between blocks of output channels */
 } layout;
@@ -54,25 +47,21 @@ typedef struct job {
     vm_work work;
     vm_grid g;
     layout l;
-    const float *weight;
-    float *folded;
     ptrdiff_t *offsets;
 } job;
 
 static layout make_layout(const vm_pass *p, const vm_grid *g, size_t at_once) {
     const vm_cut cut = vm_grid_rows(g);
     layout l = {0};
-    const size_t xb = VM_BLOCKS(p->x.c), yb = VM_BLOCKS(p->y.c), block = VM_BLOCK * sizeof(float);
-    l.phases = p->up ? 4 : 1;
-    l.taps = p->up ? 4 : (size_t)(p->ksize * p->ksize);
+    const size_t xb = VM_BLOCKS(p->x.c), block = VM_BLOCK * sizeof(float);
+    l.taps = (size_t)(p->ksize * p->ksize);
     l.depth = VM_MIN(p->x.c, VM_BLOCK);
     l.batches = xb * l.taps;
     l.run = VM_MAX(STEPS / (l.taps * l.depth), 1) * l.taps;
     l.w_block = l.batches * l.depth * VM_BLOCK;
     vm_put_bytes(&l.prepared, sizeof(job), VM_ALIGN);
     l.work = vm_put_bytes(&l.prepared, vm_work_bytes(p, &cut, at_once), VM_ALIGN);
-    l.offsets = vm_put_bytes(&l.prepared, l.phases * l.batches * sizeof(ptrdiff_t), VM_ALIGN);
-    l.folded = vm_put_bytes(&l.prepared, p->up ? VM_PRODUCT(l.phases, yb, l.batches, l.depth, block) : 0, VM_ALIGN);
+    l.offsets = vm_put_bytes(&l.prepared, l.batches * sizeof(ptrdiff_t), VM_ALIGN);
     vm_put_bytes(&l.scratch, VM_PRODUCT(xb, g->input_h, g->input_w, block), VM_ALIGN);
     l.y_pixels =
         vm_put_bytes(&l.scratch, p->y_format == VM_ROWS ? 0 : VM_PRODUCT(2, g->tile_h, g->tile_w, block), VM_ALIGN);
@@ -133,15 +122,13 @@ static vm_view destination(const job *j, const tile *t, size_t block, size_t y, 
     return (vm_view){vm_row(v, y) + block * v->block + x * VM_BLOCK, v->block, v->row, SIZE_MAX};
 }
 
-/* One row of a tile, for one or two blocks of output channels, one phase and one run of batches. */
-static void multiply_row(const job *j, const tile *t, size_t block, size_t blocks, size_t row, size_t phase,
-                         size_t first) {
+/* One row of a tile, for one or two blocks of output channels and one run of batches. */
+static void multiply_row(const job *j, const tile *t, size_t block, size_t blocks, size_t row, size_t first) {
     const vm_pass *p = j->work.pass;
-    const size_t s = (size_t)p->stride, zoom = p->up ? 2 : 1;
-    const size_t y = (t->at.y0 + row) * zoom + phase / 2;
+    const size_t s = (size_t)p->stride, y = t->at.y0 + row;
     const size_t groups = (t->at.w + j->work.ops->max_pixels - 1) / j->work.ops->max_pixels;
     for (size_t i = 0; i < groups; i++) {
-        const size_t from = t->at.w * i / groups, x = (t->at.x0 + from) * zoom + phase % 2;
+        const size_t from = t->at.w * i / groups, x = t->at.x0 + from;
         const vm_view to = destination(j, t, block, y, x);
         vm_gemm g = {
             .pixels = t->at.w * (i + 1) / groups - from,
@@ -149,13 +136,13 @@ static void multiply_row(const job *j, const tile *t, size_t block, size_t block
             .batches = VM_MIN(j->l.run, j->l.batches - first),
             .depth = j->l.depth,
             .x = t->x + (row * s * j->g.input_w + from * s) * VM_BLOCK,
-            .x_offset = j->offsets + phase * j->l.batches + first,
+            .x_offset = j->offsets + first,
             .x_pixel = (ptrdiff_t)s * VM_BLOCK,
             .x_step = 1,
-            .w = j->weight + (phase * VM_BLOCKS(p->y.c) + block) * j->l.w_block + first * j->l.depth * VM_BLOCK,
+            .w = j->work.at.weight + block * j->l.w_block + first * j->l.depth * VM_BLOCK,
             .w_block = (ptrdiff_t)j->l.w_block,
             .y = to.data,
-            .y_pixel = (ptrdiff_t)zoom * VM_BLOCK,
+            .y_pixel = VM_BLOCK,
             .y_block = (ptrdiff_t)to.block,
         };
         if (first) { /* add to the partial sum of the runs before */
@@ -177,9 +164,8 @@ static void multiply_row(const job *j, const tile *t, size_t block, size_t block
 
 /* Two blocks of output channels at most. */
 static void multiply(const job *j, const tile *t, size_t block, size_t blocks) {
-    for (size_t phase = 0; phase < j->l.phases; phase++)
-        for (size_t first = 0; first < j->l.batches; first += j->l.run)
-            for (size_t row = 0; row < t->at.h; row++) multiply_row(j, t, block, blocks, row, phase, first);
+    for (size_t first = 0; first < j->l.batches; first += j->l.run)
+        for (size_t row = 0; row < t->at.h; row++) multiply_row(j, t, block, blocks, row, first);
     if (j->work.pass->y_format == VM_ROWS) return;
     for (size_t o = 0; o < blocks; o++)
         for (size_t row = 0; row < t->at.h; row++)
@@ -204,52 +190,26 @@ static void conv_tile(const void *context, size_t task, unsigned thread) {
 /* ---- prepare ---- */
 
 static void make_offsets(const job *j) {
-    const vm_pass *p = j->work.pass;
+    const size_t k = (size_t)j->work.pass->ksize;
     ptrdiff_t *out = j->offsets;
-    for (size_t phase = 0; phase < j->l.phases; phase++)
-        for (size_t b = 0; b < VM_BLOCKS(p->x.c); b++)
-            for (size_t tap = 0; tap < j->l.taps; tap++) {
-                const size_t k = p->up ? 2 : (size_t)p->ksize;
-                const size_t dy = tap / k + phase / 2, dx = tap % k + phase % 2;
-                *out++ = (ptrdiff_t)(((b * j->g.input_h + dy) * j->g.input_w + dx) * VM_BLOCK);
-            }
-}
-
-static void fold_block(const void *context, size_t task, unsigned thread) {
-    (void)thread;
-    const job *j = context;
-    const size_t xb = VM_BLOCKS(j->work.pass->x.c), yb = VM_BLOCKS(j->work.pass->y.c), n = j->l.depth * VM_BLOCK;
-    for (size_t phase = 0; phase < 4; phase++)
-        for (size_t b = 0; b < xb; b++)
-            for (size_t tap = 0; tap < 4; tap++) {
-                float *dst = j->folded + (phase * yb + task) * j->l.w_block + (b * 4 + tap) * n;
-                const float *src = j->work.at.weight + (task * xb + b) * 9 * n;
-                size_t y0, y1, x0, x1;
-                vm_folded_taps(phase / 2, tap / 2, &y0, &y1);
-                vm_folded_taps(phase % 2, tap % 2, &x0, &x1);
-                memset(dst, 0, n * sizeof *dst);
-                for (size_t y = y0; y <= y1; y++)
-                    for (size_t x = x0; x <= x1; x++)
-                        for (size_t i = 0; i < n; i++) dst[i] += src[(y * 3 + x) * n + i];
-            }
+    for (size_t b = 0; b < VM_BLOCKS(j->work.pass->x.c); b++)
+        for (size_t tap = 0; tap < j->l.taps; tap++)
+            *out++ = (ptrdiff_t)(((b * j->g.input_h + tap / k) * j->g.input_w + tap % k) * VM_BLOCK);
 }
 
 static vm_status direct_prepare(const vm_cpu_ops *ops, const vm_pass *pass, const vm_operands *at, const vm_exec *exec,
                                 vm_tasks *out) {
+    (void)exec;
     char *prepared = at->prepared;
     job *j = at->prepared;
-    *j = (job){.g = make_grid(pass), .weight = at->weight};
+    *j = (job){.g = make_grid(pass)};
     const vm_cut cut = vm_grid_rows(&j->g);
     j->l = make_layout(pass, &j->g, at->at_once);
     j->work = vm_work_begin(ops, pass, at, &cut, prepared + j->l.work);
     j->offsets = (ptrdiff_t *)(prepared + j->l.offsets);
     make_offsets(j);
     *out = (vm_tasks){conv_tile, j, pass->stats ? vm_merge_rows : NULL};
-    if (!pass->up) return VM_OK;
-    j->folded = (float *)(prepared + j->l.folded);
-    vm_status s = exec->each(exec->pool, VM_BLOCKS(pass->y.c), 0, fold_block, j);
-    j->weight = j->folded;
-    return s;
+    return VM_OK;
 }
 
 const vm_method vm_direct = {direct_cut, direct_prepared, direct_scratch, direct_prepare};

@@ -57,12 +57,13 @@ const vm_cpu_ops *vm_cpu_ops_named(const char *name) {
 
 static bool always(void) { return true; }
 
-/* How a pass is computed, chosen from its shape alone. Winograd's F(2x2, 3x3) wants a 3x3 convolution between rows, of
- * enough pixels that transforming its weights pays. The direct method folds nearest 2x into its filters. */
+/* How a pass is computed, chosen from its shape alone. Winograd's way wants a 3x3 convolution between rows, of enough
+ * pixels that transforming its weights pays. After nearest 2x, which stands between rows, it is the only one. */
 static const vm_method *method_of(const vm_pass *p) {
     enum { WORTH = 1024 /* pixels: with fewer, transforming the weights costs more than it saves */ };
     if (p->kind == VM_PASS_ATTENTION) return &vm_attention;
-    const bool three = p->ksize == 3 && p->stride == 1 && !p->up;
+    if (p->up) return &vm_winograd;
+    const bool three = p->ksize == 3 && p->stride == 1;
     const bool rows = p->x_format == VM_ROWS && p->y_format == VM_ROWS;
     const bool wide = p->x.c >= 2 * VM_BLOCK && p->y.c >= 2 * VM_BLOCK;
     return three && rows && wide && p->y.h * p->y.w >= WORTH ? &vm_winograd : &vm_direct;

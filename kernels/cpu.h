@@ -25,6 +25,19 @@ typedef struct vm_gemm {
     ptrdiff_t y_pixel, y_block;
 } vm_gemm;
 
+/* Winograd's way to a 3x3 convolution: side*side numbers f = side*row + column stand for a tile of 2x2 output pixels.
+ * In: one channel block, `tiles` tiles side by side; v[f*v_step + t*16 + l] from x[row*x_row + column*16 + l], tile t's
+ * input of side*side pixels beginning at column 2t, or t after nearest 2x. Weights: [9][n] to u[f*u_step + i]. Out: from
+ * m[f*m_step + t*16 + l] the pixels y[row*y_row + column*16 + l], row < rows <= 2, column < width <= 2*tiles, plus bias
+ * and, where not NULL, add (which may be y). */
+typedef struct vm_transforms {
+    size_t side;
+    void (*in)(float *v, size_t v_step, const float *x, size_t x_row, size_t tiles);
+    void (*weights)(float *u, size_t u_step, const float *w, size_t n);
+    void (*out)(float *y, size_t y_row, const float *m, size_t m_step, size_t rows, size_t width, const float *bias,
+                const float *add, size_t add_row);
+} vm_transforms;
+
 typedef struct vm_cpu_ops {
     size_t max_pixels; /* of one gemm call */
     void (*gemm)(const vm_gemm *g);
@@ -38,15 +51,7 @@ typedef struct vm_cpu_ops {
     void (*softmax)(float *s, size_t keys, float scale, float *top, float *sum, float *keep);
     /* x[p][l] *= keep[l] */
     void (*rescale)(float *x, size_t rows, const float *keep);
-    /* Winograd's F(2x2, 3x3), 16 numbers f = 4*row + column for each 4x4 input (of 2x2 output) tile.
-     * In: one channel block, `tiles` tiles side by side; v[f*v_step + t*16 + l] from x[row*x_row + column*16 + l],
-     * tile t's input beginning at column 2t. Weights: one block of [9][16][16] to u[f*u_step + i]. Out: from
-     * m[f*m_step + t*16 + l] the pixels y[row*y_row + column*16 + l], row < rows <= 2, column < width <= 2*tiles,
-     * plus bias and, where not NULL, add (which may be y). */
-    void (*winograd_in)(float *v, size_t v_step, const float *x, size_t x_row, size_t tiles);
-    void (*winograd_weights)(float *u, size_t u_step, const float *w);
-    void (*winograd_out)(float *y, size_t y_row, const float *m, size_t m_step, size_t rows, size_t width,
-                         const float *bias, const float *add, size_t add_row);
+    vm_transforms winograd, upsampled; /* of a 3x3 convolution, and of one after nearest 2x */
     /* `rounds` rounds of independent multiply-adds on registers alone: the floor that benchmarks
      * measure against. Returns the floating-point operations done; *sink keeps them from being dropped. */
     double (*burn)(size_t rounds, float *sink);

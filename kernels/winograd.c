@@ -2,9 +2,13 @@
  * real arithmetic. Every 4x4 piece of the input (overlapping by two) and every 3x3 of weights become
  * 16 numbers; per number, a plain product over the channels; 16 results become 2x2 pixels.
  *
- *   prepared: job | scale, shift, sums | x offsets | u [16][y block][x block][16][16]
+ * After nearest 2x it is 9 numbers, of a pixel and those around it. With a, b, c three pixels side by side and p, q, r a
+ * filter's taps, b becomes two pixels that are p a + (q + r) b and (p + q) b + r c: with s = (p + q + r) b, which both
+ * have, p (a - b) + s and s + r (c - b). The same down the columns.
+ *
+ *   prepared: job | scale, shift, sums | x offsets | u [number][y block][x block][depth][16]
  *   scratch:  thread 0 | thread 1 ...
- *   thread:   x tile [x block][row][column][16] | v [16][x block][tile][16] | m [16][y block][tile][16]
+ *   thread:   x tile [x block][row][column][16] | v [number][x block][tile][16] | m [number][y block][tile][16]
  *
  * A region of about TILES tiles is a task. Only sums, differences and halves are added to what is
  * multiplied, which costs about one bit beside a direct sum; docs/SPEED.md has both. The weights are
@@ -32,6 +36,7 @@ static vm_grid make_grid(const vm_pass *p) {
 }
 
 typedef struct layout {
+    size_t side, depth;                /* of vm_transforms; input channels of a block of weights */
     size_t work, offsets, u, prepared; /* bytes from the pass's prepared memory, where the job lies first */
     size_t v, m, scratch;              /* bytes from the thread's own, where the x tile begins */
     size_t x_row, x_plane, v_step, m_step, u_step;
@@ -41,26 +46,28 @@ typedef struct job {
     vm_work work;
     vm_grid g;
     layout l;
+    const vm_transforms *transforms;
     float *u;
     ptrdiff_t *offsets;
 } job;
 
 static layout make_layout(const vm_pass *p, const vm_grid *g, size_t at_once) {
     const vm_cut cut = vm_grid_rows(g);
-    layout l = {0};
+    layout l = {.side = p->up ? 3 : 4, .depth = VM_MIN(p->x.c, VM_BLOCK)};
     const size_t xb = VM_BLOCKS(p->x.c), yb = VM_BLOCKS(p->y.c), tiles = g->tile_h * g->tile_w;
+    const size_t numbers = l.side * l.side;
     l.x_row = g->input_w * VM_BLOCK;
     l.x_plane = g->input_h * l.x_row;
     l.v_step = xb * tiles * VM_BLOCK;
     l.m_step = yb * tiles * VM_BLOCK;
-    l.u_step = VM_PRODUCT(yb, xb, VM_BLOCK, VM_BLOCK);
+    l.u_step = VM_PRODUCT(yb, xb, l.depth, VM_BLOCK);
     vm_put_bytes(&l.prepared, sizeof(job), VM_ALIGN);
     l.work = vm_put_bytes(&l.prepared, vm_work_bytes(p, &cut, at_once), VM_ALIGN);
     l.offsets = vm_put_bytes(&l.prepared, xb * sizeof(ptrdiff_t), VM_ALIGN);
-    l.u = vm_put_bytes(&l.prepared, VM_PRODUCT(16, l.u_step, sizeof(float)), VM_ALIGN);
+    l.u = vm_put_bytes(&l.prepared, VM_PRODUCT(numbers, l.u_step, sizeof(float)), VM_ALIGN);
     vm_put_bytes(&l.scratch, VM_PRODUCT(xb, l.x_plane, sizeof(float)), VM_ALIGN);
-    l.v = vm_put_bytes(&l.scratch, VM_PRODUCT(16, l.v_step, sizeof(float)), VM_ALIGN);
-    l.m = vm_put_bytes(&l.scratch, VM_PRODUCT(16, l.m_step, sizeof(float)), VM_ALIGN);
+    l.v = vm_put_bytes(&l.scratch, VM_PRODUCT(numbers, l.v_step, sizeof(float)), VM_ALIGN);
+    l.m = vm_put_bytes(&l.scratch, VM_PRODUCT(numbers, l.m_step, sizeof(float)), VM_ALIGN);
     return l;
 }
 
@@ -87,16 +94,14 @@ typedef struct region {
 static void transform_weights(const void *context, size_t task, unsigned thread) {
     (void)thread;
     const job *j = context;
-    enum { N = VM_BLOCK * VM_BLOCK };
-    const size_t xb = VM_BLOCKS(j->work.pass->x.c);
+    const size_t xb = VM_BLOCKS(j->work.pass->x.c), n = j->l.depth * VM_BLOCK;
     for (size_t b = task * xb; b < (task + 1) * xb; b++)
-        j->work.ops->winograd_weights(j->u + b * N, j->l.u_step, j->work.at.weight + b * 9 * N);
+        j->transforms->weights(j->u + b * n, j->l.u_step, j->work.at.weight + b * 9 * n, n);
 }
 
 /* m[f] = u[f] v[f] for one f and one or two blocks of output channels. */
 static void multiply(const job *j, const region *r, size_t f, size_t block, size_t blocks) {
-    enum { N = VM_BLOCK * VM_BLOCK };
-    const size_t xb = VM_BLOCKS(j->work.pass->x.c), tiles = r->at.h * r->at.w;
+    const size_t xb = VM_BLOCKS(j->work.pass->x.c), tiles = r->at.h * r->at.w, n = j->l.depth * VM_BLOCK;
     const size_t groups = (tiles + j->work.ops->max_pixels - 1) / j->work.ops->max_pixels;
     for (size_t first = 0; first < xb; first += RUN)
         for (size_t i = 0; i < groups; i++) {
@@ -105,13 +110,13 @@ static void multiply(const job *j, const region *r, size_t f, size_t block, size
                 .pixels = tiles * (i + 1) / groups - from,
                 .blocks = blocks,
                 .batches = VM_MIN(RUN, xb - first),
-                .depth = VM_BLOCK,
+                .depth = j->l.depth,
                 .x = r->v + f * j->l.v_step + from * VM_BLOCK,
                 .x_offset = j->offsets + first,
                 .x_pixel = VM_BLOCK,
                 .x_step = 1,
-                .w = j->u + f * j->l.u_step + (block * xb + first) * N,
-                .w_block = (ptrdiff_t)(xb * N),
+                .w = j->u + f * j->l.u_step + (block * xb + first) * n,
+                .w_block = (ptrdiff_t)(xb * n),
                 .y = r->m + f * j->l.m_step + (block * j->g.tile_h * j->g.tile_w + from) * VM_BLOCK,
                 .y_pixel = VM_BLOCK,
                 .y_block = (ptrdiff_t)(j->g.tile_h * j->g.tile_w * VM_BLOCK),
@@ -132,10 +137,10 @@ static void store(const job *j, const region *r, size_t block) {
     const size_t left = (size_t)box.left;
     for (size_t t = 0; t < r->at.h; t++) {
         const size_t top = (size_t)box.top + 2 * t;
-        j->work.ops->winograd_out(vm_row(y, top) + block * y->block + left * VM_BLOCK, y->row,
-                                  r->m + (block * j->g.tile_h * j->g.tile_w + t * r->at.w) * VM_BLOCK, j->l.m_step,
-                                  VM_MIN(2, p->y.h - top), box.width, j->work.at.bias + block * VM_BLOCK,
-                                  p->add ? vm_row(a, top) + block * a->block + left * VM_BLOCK : NULL, a->row);
+        j->transforms->out(vm_row(y, top) + block * y->block + left * VM_BLOCK, y->row,
+                           r->m + (block * j->g.tile_h * j->g.tile_w + t * r->at.w) * VM_BLOCK, j->l.m_step,
+                           VM_MIN(2, p->y.h - top), box.width, j->work.at.bias + block * VM_BLOCK,
+                           p->add ? vm_row(a, top) + block * a->block + left * VM_BLOCK : NULL, a->row);
     }
 }
 
@@ -150,9 +155,9 @@ static void winograd_region(const void *context, size_t task, unsigned thread) {
     vm_load_box(&j->work, &input, r.x, j->l.x_plane, j->l.x_row);
     for (size_t b = 0; b < xb; b++)
         for (size_t t = 0; t < r.at.h; t++)
-            j->work.ops->winograd_in(r.v + (b * j->g.tile_h * j->g.tile_w + t * r.at.w) * VM_BLOCK, j->l.v_step,
-                                     r.x + b * j->l.x_plane + 2 * t * j->l.x_row, j->l.x_row, r.at.w);
-    for (size_t f = 0; f < 16; f++)
+            j->transforms->in(r.v + (b * j->g.tile_h * j->g.tile_w + t * r.at.w) * VM_BLOCK, j->l.v_step,
+                              r.x + b * j->l.x_plane + t * j->g.step * j->l.x_row, j->l.x_row, r.at.w);
+    for (size_t f = 0; f < j->l.side * j->l.side; f++)
         for (size_t b = 0; b < yb; b += 2) multiply(j, &r, f, b, VM_MIN(yb - b, 2));
     for (size_t b = 0; b < yb; b++) {
         store(j, &r, b);
@@ -164,7 +169,7 @@ static vm_status winograd_prepare(const vm_cpu_ops *ops, const vm_pass *pass, co
                                   const vm_exec *exec, vm_tasks *out) {
     char *prepared = at->prepared;
     job *j = at->prepared;
-    *j = (job){.g = make_grid(pass)};
+    *j = (job){.g = make_grid(pass), .transforms = pass->up ? &ops->upsampled : &ops->winograd};
     const vm_cut cut = vm_grid_rows(&j->g);
     j->l = make_layout(pass, &j->g, at->at_once);
     j->work = vm_work_begin(ops, pass, at, &cut, prepared + j->l.work);

@@ -56,7 +56,7 @@ class Conv:
 
     @property
     def flops(self) -> int:
-        """A folded upsampling has 4 products for an output and input channel, of PyTorch's 9."""
+        """Of direct sums. After 2x, folded, there are 4 products for an output and input channel, of PyTorch's 9."""
         return 2 * self.in_c * int(np.prod(self.y)) * (4 if self.up else self.k**2)
 
     @property

@@ -87,12 +87,11 @@ static void winograd_in(float *v, size_t v_step, const float *x, size_t x_row, s
     }
 }
 
-static void winograd_weights(float *u, size_t u_step, const float *w) {
-    enum { N = L * L };
-    for (size_t i = 0; i < N; i++) {
+static void winograd_weights(float *u, size_t u_step, const float *w, size_t n) {
+    for (size_t i = 0; i < n; i++) {
         float t[4][3]; /* G g */
         for (size_t c = 0; c < 3; c++) {
-            const float g0 = w[c * N + i], g1 = w[(3 + c) * N + i], g2 = w[(6 + c) * N + i];
+            const float g0 = w[c * n + i], g1 = w[(3 + c) * n + i], g2 = w[(6 + c) * n + i];
             t[0][c] = g0, t[1][c] = (g0 + g2 + g1) * 0.5f, t[2][c] = (g0 + g2 - g1) * 0.5f, t[3][c] = g2;
         }
         for (size_t r = 0; r < 4; r++) { /* times G^T */
@@ -104,22 +103,67 @@ static void winograd_weights(float *u, size_t u_step, const float *w) {
     }
 }
 
-static void winograd_out(float *y, size_t y_row, const float *m, size_t m_step, size_t rows, size_t width,
-                         const float *bias, const float *add, size_t add_row) {
+static void upsampled_in(float *v, size_t v_step, const float *x, size_t x_row, size_t tiles) {
+    for (size_t i = 0; i < tiles * L; i++) {
+        const float *d = x + i;
+        float t[3][3];
+        for (size_t c = 0; c < 3; c++) {
+            const float d1 = d[x_row + c * L];
+            t[0][c] = d[c * L] - d1, t[1][c] = d1, t[2][c] = d[2 * x_row + c * L] - d1;
+        }
+        for (size_t r = 0; r < 3; r++) {
+            v[(3 * r + 0) * v_step + i] = t[r][0] - t[r][1];
+            v[(3 * r + 1) * v_step + i] = t[r][1];
+            v[(3 * r + 2) * v_step + i] = t[r][2] - t[r][1];
+        }
+    }
+}
+
+static void upsampled_weights(float *u, size_t u_step, const float *w, size_t n) {
+    for (size_t i = 0; i < n; i++) {
+        float t[3][3];
+        for (size_t c = 0; c < 3; c++) {
+            const float g0 = w[c * n + i], g2 = w[(6 + c) * n + i];
+            t[0][c] = g0, t[1][c] = g0 + g2 + w[(3 + c) * n + i], t[2][c] = g2;
+        }
+        for (size_t r = 0; r < 3; r++) {
+            u[(3 * r + 0) * u_step + i] = t[r][0];
+            u[(3 * r + 1) * u_step + i] = t[r][0] + t[r][2] + t[r][1];
+            u[(3 * r + 2) * u_step + i] = t[r][2];
+        }
+    }
+}
+
+/* The two numbers that A^T makes of `side` ones, the nearer pixel's and the farther one's. */
+static float near_pixel(size_t side, const float *t) { return side == 4 ? t[0] + t[1] + t[2] : t[0] + t[1]; }
+static float far_pixel(size_t side, const float *t) { return side == 4 ? t[1] - t[2] - t[3] : t[1] + t[2]; }
+
+static void store(size_t side, float *y, size_t y_row, const float *m, size_t m_step, size_t rows, size_t width,
+                  const float *bias, const float *add, size_t add_row) {
     for (size_t x = 0; x < width; x++)
         for (size_t l = 0; l < L; l++) {
-            const float *at = m + x / 2 * L + l;
             float t[4]; /* m A, the column of this pixel */
-            for (size_t r = 0; r < 4; r++) {
-                const float *f = at + 4 * r * m_step;
-                t[r] = x % 2 ? f[m_step] - f[2 * m_step] - f[3 * m_step] : f[0] + f[m_step] + f[2 * m_step];
+            for (size_t r = 0; r < side; r++) {
+                float f[4];
+                for (size_t c = 0; c < side; c++) f[c] = m[(side * r + c) * m_step + x / 2 * L + l];
+                t[r] = x % 2 ? far_pixel(side, f) : near_pixel(side, f);
             }
             for (size_t r = 0; r < rows; r++) { /* A^T times that */
-                float v = (r ? t[1] - t[2] - t[3] : t[0] + t[1] + t[2]) + bias[l];
+                float v = (r ? far_pixel(side, t) : near_pixel(side, t)) + bias[l];
                 if (add) v += add[r * add_row + x * L + l];
                 y[r * y_row + x * L + l] = v;
             }
         }
+}
+
+static void winograd_out(float *y, size_t y_row, const float *m, size_t m_step, size_t rows, size_t width,
+                         const float *bias, const float *add, size_t add_row) {
+    store(4, y, y_row, m, m_step, rows, width, bias, add, add_row);
+}
+
+static void upsampled_out(float *y, size_t y_row, const float *m, size_t m_step, size_t rows, size_t width,
+                          const float *bias, const float *add, size_t add_row) {
+    store(3, y, y_row, m, m_step, rows, width, bias, add, add_row);
 }
 
 static double burn(size_t rounds, float *sink) {
@@ -132,5 +176,12 @@ static double burn(size_t rounds, float *sink) {
     return 2.0 * 8 * L * (double)rounds;
 }
 
-const vm_cpu_ops vm_cpu_ref = {PIXELS,           gemm,         load, stats, softmax, rescale, winograd_in,
-                               winograd_weights, winograd_out, burn};
+const vm_cpu_ops vm_cpu_ref = {PIXELS,
+                               gemm,
+                               load,
+                               stats,
+                               softmax,
+                               rescale,
+                               {4, winograd_in, winograd_weights, winograd_out},
+                               {3, upsampled_in, upsampled_weights, upsampled_out},
+                               burn};

@@ -173,13 +173,12 @@ static void winograd_in(float *v, size_t v_step, const float *x, size_t x_row, s
     }
 }
 
-static void winograd_weights(float *u, size_t u_step, const float *w) {
-    enum { N = VM_BLOCK * VM_BLOCK };
+static void winograd_weights(float *u, size_t u_step, const float *w, size_t n) {
     const vf half = splat(0.5f);
-    for (size_t i = 0; i < N; i += VM_LANES) {
+    for (size_t i = 0; i < n; i += VM_LANES) {
         vf t[4][3];
         UNROLL for (int c = 0; c < 3; c++) {
-            const vf g0 = at(w + c * N + i), g1 = at(w + (3 + c) * N + i), g2 = at(w + (6 + c) * N + i);
+            const vf g0 = at(w + c * n + i), g1 = at(w + (3 + c) * n + i), g2 = at(w + (6 + c) * n + i);
             t[0][c] = g0, t[1][c] = (g0 + g2 + g1) * half, t[2][c] = (g0 + g2 - g1) * half, t[3][c] = g2;
         }
         UNROLL for (int r = 0; r < 4; r++) {
@@ -192,26 +191,76 @@ static void winograd_weights(float *u, size_t u_step, const float *w) {
     }
 }
 
-static void winograd_out(float *y, size_t y_row, const float *m, size_t m_step, size_t rows, size_t width,
-                         const float *bias, const float *add, size_t add_row) {
+static void upsampled_in(float *v, size_t v_step, const float *x, size_t x_row, size_t tiles) {
+    for (size_t i = 0; i < tiles * VM_BLOCK; i += VM_LANES) {
+        const float *d = x + i;
+        vf t[3][3];
+        UNROLL for (int c = 0; c < 3; c++) {
+            const vf d1 = at(d + x_row + c * VM_BLOCK);
+            t[0][c] = at(d + c * VM_BLOCK) - d1, t[1][c] = d1, t[2][c] = at(d + 2 * x_row + c * VM_BLOCK) - d1;
+        }
+        UNROLL for (int r = 0; r < 3; r++) {
+            float *to = v + 3 * (size_t)r * v_step + i;
+            put(to, t[r][0] - t[r][1]);
+            put(to + v_step, t[r][1]);
+            put(to + 2 * v_step, t[r][2] - t[r][1]);
+        }
+    }
+}
+
+static void upsampled_weights(float *u, size_t u_step, const float *w, size_t n) {
+    for (size_t i = 0; i < n; i += VM_LANES) {
+        vf t[3][3];
+        UNROLL for (int c = 0; c < 3; c++) {
+            const vf g0 = at(w + c * n + i), g2 = at(w + (6 + c) * n + i);
+            t[0][c] = g0, t[1][c] = g0 + g2 + at(w + (3 + c) * n + i), t[2][c] = g2;
+        }
+        UNROLL for (int r = 0; r < 3; r++) {
+            float *to = u + 3 * (size_t)r * u_step + i;
+            put(to, t[r][0]);
+            put(to + u_step, t[r][0] + t[r][2] + t[r][1]);
+            put(to + 2 * u_step, t[r][2]);
+        }
+    }
+}
+
+/* The two numbers that A^T makes of `side` ones, the nearer pixel's and the farther one's. */
+static inline vf near_pixel(int side, vf t0, vf t1, vf t2) { return side == 4 ? t0 + t1 + t2 : t0 + t1; }
+static inline vf far_pixel(int side, vf t1, vf t2, vf t3) { return side == 4 ? t1 - t2 - t3 : t1 + t2; }
+
+static inline __attribute__((always_inline)) void store(int side, float *y, size_t y_row, const float *m, size_t m_step,
+                                                        size_t rows, size_t width, const float *bias, const float *add,
+                                                        size_t add_row) {
     for (int l = 0; l < VM_BLOCK; l += VM_LANES) {
         const vf b = at(bias + l);
         for (size_t x = 0; x < width; x += 2) {
             vf t[4][2];
-            UNROLL for (int r = 0; r < 4; r++) {
-                const float *f = m + 4 * (size_t)r * m_step + x / 2 * VM_BLOCK + l;
+            UNROLL for (int r = 0; r < side; r++) {
+                const float *f = m + (size_t)(side * r) * m_step + x / 2 * VM_BLOCK + l;
                 const vf f1 = at(f + m_step), f2 = at(f + 2 * m_step);
-                t[r][0] = at(f) + f1 + f2;
-                t[r][1] = f1 - f2 - at(f + 3 * m_step);
+                t[r][0] = near_pixel(side, at(f), f1, f2);
+                t[r][1] = far_pixel(side, f1, f2, at(f + (size_t)(side - 1) * m_step));
             }
             for (size_t c = 0; c < VM_MIN(width - x, 2); c++)
                 for (size_t r = 0; r < rows; r++) {
-                    vf v = (r ? t[1][c] - t[2][c] - t[3][c] : t[0][c] + t[1][c] + t[2][c]) + b;
+                    vf v = r ? far_pixel(side, t[1][c], t[2][c], t[side - 1][c])
+                             : near_pixel(side, t[0][c], t[1][c], t[2][c]);
+                    v += b;
                     if (add) v += at(add + r * add_row + (x + c) * VM_BLOCK + l);
                     put(y + r * y_row + (x + c) * VM_BLOCK + l, v);
                 }
         }
     }
+}
+
+static void winograd_out(float *y, size_t y_row, const float *m, size_t m_step, size_t rows, size_t width,
+                         const float *bias, const float *add, size_t add_row) {
+    store(4, y, y_row, m, m_step, rows, width, bias, add, add_row);
+}
+
+static void upsampled_out(float *y, size_t y_row, const float *m, size_t m_step, size_t rows, size_t width,
+                          const float *bias, const float *add, size_t add_row) {
+    store(3, y, y_row, m, m_step, rows, width, bias, add, add_row);
 }
 
 static double burn(size_t rounds, float *sink) {
@@ -226,5 +275,12 @@ static double burn(size_t rounds, float *sink) {
     return 2.0 * 12 * VM_LANES * (double)rounds;
 }
 
-const vm_cpu_ops VM_OPS = {VM_PIXELS,        gemm,         load, stats, softmax, rescale, winograd_in,
-                           winograd_weights, winograd_out, burn};
+const vm_cpu_ops VM_OPS = {VM_PIXELS,
+                           gemm,
+                           load,
+                           stats,
+                           softmax,
+                           rescale,
+                           {4, winograd_in, winograd_weights, winograd_out},
+                           {3, upsampled_in, upsampled_weights, upsampled_out},
+                           burn};
