@@ -8,6 +8,15 @@ static const vm_backend *host_backend(void) {
     return *b;
 }
 
+/* The running statistics of AutoencoderKLFlux2's BatchNorm, which no pass reads: pipelines do. */
+static vm_status add_batch_norm(vm_model *m) {
+    const size_t *patch = m->arch.patch_size, c = VM_PRODUCT(patch[0], patch[1], m->arch.latent_channels);
+    const vm_weight w = {c, 1, 1, .vector = true};
+    const bool added = !c || (vm_weights_add(m, "bn.running_mean", 1, &w) != VM_NONE &&
+                              vm_weights_add(m, "bn.running_var", 1, &w) != VM_NONE);
+    return added ? VM_OK : VM_ENOMEM;
+}
+
 vm_status vm_model_new(const vm_arch *arch, unsigned parts, const vm_backend *backend, vm_model **out) {
     *out = NULL;
     vm_status s = vm_arch_check(arch);
@@ -27,6 +36,7 @@ vm_status vm_model_new(const vm_arch *arch, unsigned parts, const vm_backend *ba
     m->parts = parts;
     for (vm_op op = 0; op < VM_OPS && !s; op++)
         if (parts & 1u << op) s = vm_passes_build(m, op);
+    if (!s) s = add_batch_norm(m);
     if (!s) s = vm_mem_alloc(mem, VM_WEIGHTS, m->weights_bytes, &m->weights);
     if (s)
         vm_model_free(m);

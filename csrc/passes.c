@@ -156,7 +156,7 @@ static int mid(builder *b, const char *half, int x, size_t c) {
 
 static void encode(builder *b) {
     const vm_arch *a = &b->m->arch;
-    const size_t *width = a->block_out_channels, moments = 2 * a->latent_channels, last = width[a->levels - 1];
+    const size_t *width = vm_arch_widths(a, VM_ENCODE), moments = 2 * a->latent_channels, last = width[a->levels - 1];
     enter(b, "encoder.");
     int x = add_conv(b, &(conv){"conv_in", VM_NONE, VM_NONE, a->in_channels, width[0], 3});
     size_t c = width[0];
@@ -179,9 +179,9 @@ static void encode(builder *b) {
 
 static void decode(builder *b) {
     const vm_arch *a = &b->m->arch;
-    const size_t latent = a->latent_channels;
+    const size_t *width = vm_arch_widths(a, VM_DECODE), latent = a->latent_channels;
     b->level = (int)a->levels - 1;
-    size_t c = a->block_out_channels[a->levels - 1];
+    size_t c = width[a->levels - 1];
     int x = VM_NONE;
     enter(b, "%s", "");
     if (a->use_post_quant_conv) x = add_conv(b, &(conv){"post_quant_conv", x, VM_NONE, latent, latent, 1});
@@ -189,7 +189,7 @@ static void decode(builder *b) {
     x = add_conv(b, &(conv){"conv_in", x, VM_NONE, latent, c, 3});
     x = mid(b, "decoder", x, c);
     for (size_t i = 0; i < a->levels; i++) {
-        const size_t out = a->block_out_channels[a->levels - 1 - i];
+        const size_t out = width[a->levels - 1 - i];
         for (size_t j = 0; j < a->layers_per_block + 1; j++, c = out) {
             enter(b, "decoder.up_blocks.%zu.resnets.%zu.", i, j);
             x = resnet(b, x, c, out);

@@ -64,18 +64,25 @@ size_t vm_mem_fail_at(size_t nth);
 
 /* ---- arch.c: the models ---- */
 
-enum { VM_MAX_LEVELS = 8, VM_MAX_LAYERS = 16 };
+enum { VM_MAX_LEVELS = 8, VM_MAX_LAYERS = 16, VM_MAX_STATISTICS = 128 };
 
-/* An AutoencoderKL as its config.json describes it (names are diffusers'). */
+typedef enum vm_op { VM_ENCODE, VM_DECODE, VM_OPS } vm_op;
+
+/* An AutoencoderKL or AutoencoderKLFlux2 as its config.json describes it (names are diffusers'). */
 typedef struct vm_arch {
-    char name[32]; /* sd15, sdxl, flux, or "custom" */
+    char name[32]; /* a shipped model's, or "custom" */
     size_t in_channels, out_channels, latent_channels;
     size_t levels, block_out_channels[VM_MAX_LEVELS], layers_per_block;
+    size_t decoder_block_out_channels[VM_MAX_LEVELS]; /* zeros: as block_out_channels */
     size_t norm_num_groups;
     float norm_eps;
     bool use_quant_conv, use_post_quant_conv, mid_block_add_attention;
     bool scaling_known; /* false when the weights cannot tell (sd15 and sdxl have the same tensors) */
     float scaling_factor, shift_factor;
+    size_t statistics; /* how many channels have a mean and a deviation below: all latent channels, or none */
+    float latents_mean[VM_MAX_STATISTICS], latents_std[VM_MAX_STATISTICS];
+    size_t patch_size[2]; /* of the latents that a pipeline normalises by the model's BatchNorm; zeros: it has none */
+    float batch_norm_eps;
 } vm_arch;
 
 /* NULL-terminated. */
@@ -84,10 +91,11 @@ const vm_arch *vm_arch_find(const char *name);
 vm_status vm_arch_check(const vm_arch *arch);
 /* Pixels of an image side per latent pixel: 2^(levels - 1). */
 size_t vm_arch_factor(const vm_arch *arch);
+/* block_out_channels of the half that does `op`. */
+const size_t *vm_arch_widths(const vm_arch *arch, vm_op op);
 
 /* ---- passes.c: what a run does, whatever its size ---- */
 
-typedef enum vm_op { VM_ENCODE, VM_DECODE, VM_OPS } vm_op;
 enum { VM_NAME = 72, VM_NONE = -1 };
 
 /* A tensor of weights as files name it (diffusers' names) and where its one packed copy lies. */

@@ -22,12 +22,35 @@ SMALL = {
     },
     "odd": {"latent_channels": 3, "block_out_channels": (24, 40, 72), "norm_num_groups": 8, "layers_per_block": 1},
 }
+# Other models, small: groups of 3, 6 and 12 in FLUX.2's small decoder.
+_FLUX2 = {"_class_name": "AutoencoderKLFlux2", "latent_channels": 8, "block_out_channels": (32, 64, 64)}
+_FLUX2 |= {"layers_per_block": 1, "norm_num_groups": 8}
+OTHERS = {
+    "sd3": SMALL["flux"] | {"scaling_factor": 1.5305, "shift_factor": 0.0609},
+    "cogview4": SMALL["flux"]
+    | {
+        "block_out_channels": (16, 64, 128),
+        "layers_per_block": 3,
+        "mid_block_add_attention": False,
+        "scaling_factor": 1.0,
+        "shift_factor": 0.0,
+    },
+    "playground": SMALL["sd"]
+    | {
+        "scaling_factor": 0.5,
+        "latents_mean": [-1.6574, 1.886, -1.383, 2.5155],
+        "latents_std": [8.4927, 5.9022, 6.5498, 5.2299],
+    },
+    "flux2": _FLUX2,
+    "flux2-small": _FLUX2 | {"decoder_block_out_channels": (24, 48, 96)},
+}
 BACKENDS = [name for name, usable in _core.backends() if usable]
 
 
 def config(name: str) -> dict:
     """A config.json with what the small models have in common."""
-    levels = len(SMALL[name]["block_out_channels"])
+    settings = (SMALL | OTHERS)[name]
+    levels = len(settings["block_out_channels"])
     return {
         "_class_name": "AutoencoderKL",
         "in_channels": 3,
@@ -35,7 +58,7 @@ def config(name: str) -> dict:
         "down_block_types": ("DownEncoderBlock2D",) * levels,
         "up_block_types": ("UpDecoderBlock2D",) * levels,
         "layers_per_block": 2,
-        **SMALL[name],
+        **settings,
     }
 
 

@@ -84,7 +84,7 @@ def test_a_csv_that_cannot_be_written_is_refused_before_the_first_run(command, m
     assert main([command, "--csv", str(tmp_path)]) == 2
     monkeypatch.undo()
     new = tmp_path / "new.csv"
-    assert main(["sweep", "--models", "sd3", "--csv", str(new)]) == 2 and not new.exists()
+    assert main(["sweep", "--models", "sd4", "--csv", str(new)]) == 2 and not new.exists()
 
 
 def test_backends_command(capsys):
@@ -95,7 +95,7 @@ def test_backends_command(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["estimate", "sd3", "decode", "512"], "vaemem estimate: models: want sd15, sdxl, flux"),
+        (["estimate", "sd4", "decode", "512"], "vaemem estimate: models: want sd15, sdxl, flux"),
         (["estimate", "sdxl", "decode", "511"], "vaemem estimate: .*511"),
         (["estimate", "sdxl", "decode", "1" + "0" * 15 + "x8"], "vaemem estimate: "),
         (["sweep", "--batch", "0"], "vaemem sweep: batch"),

@@ -38,7 +38,7 @@ def test_config_names_the_known_models(tmp_path, name):
         ("down_block_types", ["DownEncoderBlock2D", "AttnDownEncoderBlock2D"]),
         ("up_block_types", ["UpDecoderBlock2D"]),
         ("up_block_types", "UpDecoderBlock2D"),
-        ("latents_mean", [0.0] * 4),
+        ("latents_std", [1.0] * 4),
         ("block_out_channels", 32),
         ("block_out_channels", []),
         ("block_out_channels", [32, -64]),

@@ -200,5 +200,5 @@ class Plain:
 def test_sampling_where_no_function_is_known():
     moments, noise = np.random.default_rng(0).standard_normal((2, 1, 8, 3, 3))
     noise = noise[:, :4]
-    got = vaemem.Encoded(Plain(moments), 1.0, 0.0).sample(noise=Plain(noise)).values
+    got = vaemem.Encoded(Plain(moments)).sample(noise=Plain(noise)).values
     assert np.allclose(got, moments[:, :4] + np.exp(moments[:, 4:] / 2) * noise)

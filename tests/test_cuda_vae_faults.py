@@ -241,7 +241,7 @@ def test_bad_arguments():
     with pytest.raises(ValueError, match="save: want a VAE on the cpu"):
         there.save("x.safetensors")
     with pytest.raises(ValueError, match="want a model on the CPU"):
-        there._core.get_tensor("decoder.conv_in.bias")
+        there._core.get_tensor("decoder.conv_in.weight")
 
 
 def test_bfloat16_wants_ampere(monkeypatch):

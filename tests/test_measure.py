@@ -242,7 +242,7 @@ def test_a_module_keeps_its_tiling():
 @pytest.mark.parametrize(
     "change, error, message",
     [
-        ({"model": "sd3"}, ValueError, "model: want one of sd15"),
+        ({"model": "sd4"}, ValueError, "model: want one of sd15"),
         ({"model": 3}, TypeError, "model: want a name"),
         ({"model": torch.nn.Linear(1, 1)}, TypeError, "AutoencoderKL, got Linear"),
         ({"op": "train"}, ValueError, "op: want"),

@@ -246,7 +246,7 @@ def test_any_config(tmp_path):
 @pytest.mark.parametrize(
     "change, named",
     [
-        ({"model": "sd3"}, "model: want one of"),
+        ({"model": "sd4"}, "model: want one of"),
         ({"op": "train"}, "op: want one of"),
         ({"dtype": "float64"}, "dtype: want one of"),
         ({"weights_dtype": "int8"}, "dtype: want one of"),

@@ -142,7 +142,7 @@ def test_estimated_is_measure_false():
         ),
         ({"height": 512}, TypeError, "unexpected keyword argument 'height'"),
         ({"source": "measured", "repeat": 3}, TypeError, "unexpected keyword argument 'repeat'"),
-        ({"models": ["sdxl", "sd3"]}, ValueError, "model: want one of sd15"),
+        ({"models": ["sdxl", "sd4"]}, ValueError, "model: want one of sd15"),
         ({"models": [1]}, ValueError, "models: want sd15, .* a config or a VAE, got 1"),
         ({"ops": "upscale"}, ValueError, "ops: want one of encode, decode, encode_tiled"),
         ({"dtypes": ["float16", "int8"]}, ValueError, "dtypes: want one of float32, .* got 'int8'"),

@@ -125,7 +125,7 @@ def test_full_models_by_name():
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"models": "sd3"}, ValueError, "models: want sd15, sdxl, flux or a VAE, got 'sd3'"),
+        ({"models": "sd4"}, ValueError, "models: want sd15, sdxl, flux, .* or a VAE, got 'sd4'"),
         ({"models": [1]}, ValueError, "models: want .* or a VAE, got 1"),
         ({"ops": "decode_tiled"}, ValueError, "ops: want encode or decode, got 'decode_tiled'"),
         ({"sizes": [64, "512"]}, ValueError, r"sizes: want a whole number or \(height, width\), got '512'"),

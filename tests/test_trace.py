@@ -117,6 +117,14 @@ def test_small_architectures_batches_slices_tiles(case, op):
     diffusers_case(case[0], op, *case[1:])
 
 
+@pytest.mark.parametrize("op", ["encode", "decode"])
+@pytest.mark.parametrize("model", ["sd3", "cogview4", "playground-v2.5", "flux2", "flux2-small"])
+def test_other_vaes_live_as_recorded(model, op):
+    diffusers_case(MODELS[model], op, 512, 512)
+    diffusers_case(MODELS[model], op, 192, 256, batch=2, dtype="float32")
+    diffusers_case(MODELS[model], op, 160, 96, tile=64)
+
+
 def test_tiles_of_a_shipped_model():
     diffusers_case(MODELS["sdxl"], "encode", 768, 640, tile=512)
 
@@ -264,6 +272,8 @@ def test_a1111_takes_queries_in_parts_where_memory_is_short():
         ("diffusers", MODELS["flux"]),
         ("diffusers", PLAIN),
         ("diffusers", ODD),
+        ("diffusers", MODELS["flux2-small"]),
+        ("diffusers", MODELS["cogview4"]),
         ("bfl", MODELS["flux"]),
         ("bfl", BFL),
         ("ldm", MODELS["sd15"]),

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from vaemem import _demo, backends, compare, fit, predict, predict_largest, report, sweep
+from vaemem import _core, _demo, backends, compare, fit, predict, predict_largest, report, sweep
 from vaemem._common import DTYPES, MIB, OPS, TILED_OPS, __version__, render
 from vaemem.prediction import reproduce
 from vaemem.prediction.benchmark import PROTOCOLS, USUAL_PROTOCOL
@@ -174,7 +174,7 @@ def _parser() -> argparse.ArgumentParser:
         return sub
 
     def asked(sub: argparse.ArgumentParser, ops: Sequence[str]) -> None:
-        sub.add_argument("model", help="sd15, sdxl or flux")
+        sub.add_argument("model", help=", ".join(_core.models()))
         sub.add_argument("op", choices=ops)
         sub.add_argument("sizes", type=_size, nargs="+", metavar="HxW", help="height x width of the image in pixels")
         sub.add_argument("--batch", type=_count, default=1)
@@ -220,7 +220,7 @@ def _parser() -> argparse.ArgumentParser:
     sub = command(
         "tradeoff", _tradeoff, "What less memory costs: the engine's plans, from the fastest to the smallest."
     )
-    sub.add_argument("model", help="sd15, sdxl or flux")
+    sub.add_argument("model", help=", ".join(_core.models()))
     sub.add_argument("op", choices=OPS)
     sub.add_argument("sizes", type=_size, nargs="+", metavar="HxW", help="height x width of the image in pixels")
     sub.add_argument("--batch", type=_count, default=1)
@@ -268,7 +268,7 @@ def _parser() -> argparse.ArgumentParser:
     formatted(sub, "text", "csv", "json")
 
     sub = command("largest", _largest, "The largest image that PyTorch has room for on a card, and its prediction.")
-    sub.add_argument("model", help="sd15, sdxl or flux")
+    sub.add_argument("model", help=", ".join(_core.models()))
     sub.add_argument("op", choices=TILED_OPS)
     sub.add_argument("--batch", type=_count, default=1)
     sub.add_argument("--aspect", type=float, default=1.0, help="width over height (default: 1)")

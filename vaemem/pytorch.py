@@ -484,8 +484,8 @@ def measure(
     Parameters
     ----------
     model : str or torch.nn.Module
-        ``"sd15"``, ``"sdxl"``, ``"flux"`` or a config.json: diffusers' AutoencoderKL with random weights, on which
-        neither memory nor time depends. Or a module of `runtime`; it is put in eval mode, converted and moved to
+        A name that `vaemem.predict` takes, or a config.json: diffusers' module with random weights, on which neither
+        memory nor time depends. Or a module of `runtime`; it is put in eval mode, converted and moved to
         `device`, and stays so.
     op : str
         ``"encode"`` (sampled and scaled, as pipelines do), ``"decode"``, ``"encode_tiled"`` or ``"decode_tiled"``.

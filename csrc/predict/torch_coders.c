@@ -109,9 +109,10 @@ enum { MOST_KEPT = VM_MAX_LEVELS * (VM_MAX_LAYERS + 1) + 1 };
 
 tensor vm_walk_encoder(walk *w, const tensor *image) {
     const vm_arch *a = w->vae->arch;
+    const size_t *width = vm_arch_widths(a, VM_ENCODE);
     const bool d = w->frames->diffusers, lists = w->frames->lists;
     const path name = {"encoder."};
-    tensor h = conv3(w, image, a->block_out_channels[0], at(name, "conv_in"));
+    tensor h = conv3(w, image, width[0], at(name, "conv_in"));
     tensor kept[MOST_KEPT]; /* the list; diffusers: the caller's name holds the input of a level, or of mid */
     size_t keeps = 0;
     for (size_t level = 0; level < a->levels; level++) {
@@ -119,8 +120,7 @@ tensor vm_walk_encoder(walk *w, const tensor *image) {
         for (size_t i = 0; i < a->layers_per_block + (level + 1 < a->levels); i++) {
             const bool down = i == a->layers_per_block;
             const path block = block_name(w, name, "down", level, i, down);
-            const tensor y =
-                down ? vm_walk_downsample(w, &h, block) : resnet(w, &h, a->block_out_channels[level], block);
+            const tensor y = down ? vm_walk_downsample(w, &h, block) : resnet(w, &h, width[level], block);
             if (lists)
                 kept[keeps++] = h;
             else if (!d || h.id != held.id)
@@ -139,8 +139,9 @@ tensor vm_walk_encoder(walk *w, const tensor *image) {
 
 tensor vm_walk_decoder(walk *w, const tensor *z) {
     const vm_arch *a = w->vae->arch;
+    const size_t *width = vm_arch_widths(a, VM_DECODE);
     const path name = {"decoder."};
-    tensor h = conv3(w, z, a->block_out_channels[a->levels - 1], at(name, "conv_in")), held = h;
+    tensor h = conv3(w, z, width[a->levels - 1], at(name, "conv_in")), held = h;
     h = mid(w, &h, !w->frames->diffusers, name);
     if (w->frames->diffusers) give(w, &held); /* by the caller's name, here and below */
     for (size_t i = 0; i < a->levels; i++) {
@@ -149,7 +150,7 @@ tensor vm_walk_decoder(walk *w, const tensor *z) {
         for (size_t j = 0; j < a->layers_per_block + 1 + (level > 0); j++) {
             const bool up = j == a->layers_per_block + 1;
             const path block = block_name(w, name, "up", w->frames->diffusers ? i : level, j, up);
-            const tensor y = up ? vm_walk_upsample(w, &h, block) : resnet(w, &h, a->block_out_channels[level], block);
+            const tensor y = up ? vm_walk_upsample(w, &h, block) : resnet(w, &h, width[level], block);
             if (!w->frames->diffusers || h.id != held.id) give(w, &h);
             h = y;
         }

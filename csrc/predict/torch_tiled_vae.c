@@ -78,7 +78,7 @@ static void run(worker *k, tensor x) {
     const vm_arch *a = k->w->vae->arch;
     const bool decodes = k->w->vae->op == VM_DECODE;
     const path half = at((path){""}, decodes ? "decoder." : "encoder.");
-    const size_t *c = a->block_out_channels, last = a->levels - 1;
+    const size_t *c = vm_arch_widths(a, k->w->vae->op), last = a->levels - 1;
     k->tile = x;
     next(k, conv3(k->w, &x, c[decodes ? last : 0], at(half, "conv_in")));
     if (decodes) mid(k, half);

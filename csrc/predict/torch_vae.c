@@ -248,6 +248,9 @@ static vm_status check_runtime(const vm_trace_vae *v) {
     const char *name = vm_trace_runtime_name[v->runtime];
     const quant quant = vm_walk_frames[v->runtime].quant;
     const int convs = v->arch->use_quant_conv + v->arch->use_post_quant_conv;
+    if (v->arch->patch_size[0] && v->runtime != VM_TORCH_DIFFUSERS)
+        return vm_fail(VM_EINVAL, "runtime: want diffusers for %s, whose BatchNorm other runtimes apply within, got %s",
+                       v->arch->name, name);
     if (quant == QUANT_NONE && convs)
         return vm_fail(VM_EINVAL,
                        "runtime: want one whose VAE has quant convolutions for %s, such as diffusers, got %s",

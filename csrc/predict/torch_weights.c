@@ -28,6 +28,13 @@ static void norm(list *l, size_t c) {
     add(l, c);
 }
 
+/* Without parameters: its running mean and variance, and how many batches it saw, a 64-bit integer in any dtype. */
+static void batch_norm(list *l, size_t c) {
+    norm(l, c);
+    l->element = sizeof(int64_t);
+    add(l, 1);
+}
+
 static void resnet(list *l, size_t in, size_t out) {
     norm(l, in);
     conv(l, in, out, 3);
@@ -53,7 +60,7 @@ static void level(list *l, size_t in, size_t out, size_t resnets, bool resamples
 
 static void encoder(list *l) {
     const vm_arch *a = l->arch;
-    const size_t *c = a->block_out_channels, last = a->levels - 1;
+    const size_t *c = vm_arch_widths(a, VM_ENCODE), last = a->levels - 1;
     conv(l, a->in_channels, c[0], 3);
     for (size_t i = 0; i < a->levels; i++) level(l, c[i ? i - 1 : 0], c[i], a->layers_per_block, i < last);
     mid(l, c[last]);
@@ -63,7 +70,7 @@ static void encoder(list *l) {
 
 static void decoder(list *l) {
     const vm_arch *a = l->arch;
-    const size_t *c = a->block_out_channels, last = a->levels - 1;
+    const size_t *c = vm_arch_widths(a, VM_DECODE), last = a->levels - 1;
     conv(l, a->latent_channels, c[last], 3);
     if (!l->diffusers) mid(l, c[last]);
     for (size_t i = 0; i < a->levels; i++) { /* diffusers numbers the levels by order of use, the others by size */
@@ -85,6 +92,8 @@ vm_status vm_trace_vae_weights(const vm_arch *arch, vm_trace_runtime runtime, vm
     decoder(&l);
     if (arch->use_quant_conv) conv(&l, 2 * arch->latent_channels, 2 * arch->latent_channels, 1);
     if (arch->use_post_quant_conv) conv(&l, arch->latent_channels, arch->latent_channels, 1);
+    if (arch->patch_size[0])
+        batch_norm(&l, VM_PRODUCT(arch->patch_size[0], arch->patch_size[1], arch->latent_channels));
     if (l.status) {
         vm_trace_free(*out);
         *out = NULL;

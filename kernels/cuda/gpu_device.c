@@ -123,7 +123,7 @@ static vm_status set_weight(const vm_backend *b, const vm_weight *w, void *to, v
 }
 
 static vm_status get_weight(const vm_backend *b, const vm_weight *w, const void *from, float *data) {
-    (void)w, (void)from, (void)data;
+    if (w->vector) return fetch(b, data, from, w->out * sizeof *data);
     return vm_fail(VM_EINVAL, "want a model on the CPU, got one on %s, whose copy is rounded and folded", b->name);
 }
 

@@ -6,11 +6,12 @@ A layout is a spelling of those names, and `_pieces` is the only place that know
 =========  ===========================================================================================================
 diffusers  the core's names; older files write ``query``, ``key``, ``value``, ``proj_attn`` for ``to_q`` and so on
 ldm        CompVis' names, in original Stable Diffusion checkpoints under ``first_stage_model.``; with quant convs
-bfl        the same names without quant convs: Black Forest Labs' ``ae.safetensors``
+bfl        the same names without quant convs, or with those of FLUX.2 within the halves: Black Forest Labs' files
 =========  ===========================================================================================================
 
-Sources of the names: ``AutoencoderKL`` of diffusers 0.33, ``ldm/modules/diffusionmodules/model.py`` of
-CompVis/latent-diffusion, ``flux/modules/autoencoder.py`` of black-forest-labs/flux.
+Sources of the names: ``AutoencoderKL`` of diffusers 0.33, ``AutoencoderKLFlux2`` of its main branch in August 2026,
+``ldm/modules/diffusionmodules/model.py`` of CompVis/latent-diffusion, ``flux/modules/autoencoder.py`` of
+black-forest-labs/flux, and for FLUX.2 diffusers' ``scripts/convert_flux2_to_diffusers.py``.
 """
 
 from __future__ import annotations
@@ -41,6 +42,9 @@ CONFIG = "config.json"
 LARGEST = float(np.finfo(np.float32).max)
 
 # ---- names ----
+
+_QUANT = re.compile(r"(post_)?quant_conv\.")
+_WITHIN_HALF = re.compile(r"(encoder|decoder)\.(?=(post_)?quant_conv\.)")
 
 
 def _pieces(layout: str, levels: int) -> Iterator[tuple[str, str]]:
@@ -77,6 +81,8 @@ def spell(names: Iterable[str], layout: str, levels: int) -> dict[str, str]:
         spelt[name] = name
         for mine, theirs in pieces:
             spelt[name] = spelt[name].replace(mine, theirs)
+        if layout == "bfl" and _QUANT.match(name):  # it is the encoder's, or the decoder's
+            spelt[name] = f"{half_of(name)}.{name}"
     return spelt
 
 
@@ -93,27 +99,46 @@ def half_of(name: str) -> str | None:
 
 # ---- architectures ----
 
-_DEFAULTS: Arch = {  # of diffusers' AutoencoderKL
+# The keys of diffusers' two classes, with their defaults.
+_AUTOENCODER: Arch = {
     "in_channels": 3,
     "out_channels": 3,
     "latent_channels": 4,
     "block_out_channels": (64,),
     "layers_per_block": 1,
     "norm_num_groups": 32,
-    "norm_eps": 1e-6,  # no key of AutoencoderKL, which has no other; accepted so that an arch is a config too
+    "norm_eps": 1e-6,  # no key of the class, which has no other; accepted so that an arch is a config too
     "use_quant_conv": True,
     "use_post_quant_conv": True,
     "mid_block_add_attention": True,
-    "scaling_factor": 0.18215,
-    "shift_factor": None,
 }
+_CLASSES: dict[str, Arch] = {
+    "AutoencoderKL": _AUTOENCODER
+    | {"scaling_factor": 0.18215, "shift_factor": None, "latents_mean": None, "latents_std": None},
+    "AutoencoderKLFlux2": _AUTOENCODER
+    | {
+        "latent_channels": 32,
+        "block_out_channels": (128, 256, 512, 512),
+        "decoder_block_out_channels": None,
+        "layers_per_block": 2,
+        "batch_norm_eps": 1e-4,
+        "patch_size": (2, 2),
+    },
+}
+_KEYS = list(dict.fromkeys(key for keys in _CLASSES.values() for key in keys))
+_STATISTICS = ("latents_mean", "latents_std")
+_LISTS = ("block_out_channels", "decoder_block_out_channels", "patch_size", *_STATISTICS)
+_ALWAYS = (*_AUTOENCODER, "scaling_factor", "shift_factor")  # keys of every arch; it has others where they are not None
+_SCALING = ("name", "norm_eps", "scaling_factor", "shift_factor", *_STATISTICS)  # what tensors cannot tell
 _BLOCK_TYPES = {"down_block_types": "DownEncoderBlock2D", "up_block_types": "UpDecoderBlock2D"}
-# What the engine can do only one of. Per-channel latent statistics replace the scaling factor in pipelines.
-_FIXED = {"_class_name": "AutoencoderKL", "act_fn": "silu", "latents_mean": None, "latents_std": None}
-# Says nothing about the arithmetic: tile size (`sample_size_of`) and precision are chosen by whoever runs the model.
-_IGNORED = ("name", "sample_size", "force_upcast")
-SAMPLE_SIZES = {"sd15": 512, "sdxl": 1024, "flux": 1024}
-_SCALING = ("name", "norm_eps", "scaling_factor", "shift_factor")  # what tensors cannot tell
+# Says nothing about the arithmetic: tile size (`sample_size_of`) and precision are chosen by whoever runs the model;
+# momentum is for training.
+_IGNORED = ("name", "sample_size", "force_upcast", "batch_norm_momentum")
+SAMPLE_SIZES = {name: 512 if name == "sd15" else 1024 for name in _core.models()}
+_CLASS_SAMPLE_SIZES = {"AutoencoderKL": 32, "AutoencoderKLFlux2": 1024}
+# Where several models have the same tensors they are taken to be the first one's in the core's order: FLUX.1's, which
+# SD3 and Z-Image have too. Those of SD1.5, SDXL and Playground are nobody's.
+_NOBODYS = {"sd15": {"name": "sd", "scaling_factor": None}}
 
 
 def as_path(value: object, argument: str, want: str = "a path") -> Path:
@@ -142,6 +167,12 @@ def _integer(key: str, value: object) -> int:
     raise _bad_config(key, "a positive integer below 2^31", value)
 
 
+def _number(key: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.floating)) or not -LARGEST <= value <= LARGEST:
+        raise _bad_config(key, "a finite number of single precision", value)
+    return float(value)
+
+
 def _setting(key: str, value: object, default: object) -> object:
     """value, checked to be of the kind that its default is."""
     if isinstance(default, bool):
@@ -150,23 +181,31 @@ def _setting(key: str, value: object, default: object) -> object:
         return bool(value)
     if isinstance(default, int):
         return _integer(key, value)
-    if isinstance(default, tuple):
-        if not isinstance(value, (list, tuple)) or not value:
-            raise _bad_config(key, "a list of positive integers", value)
-        return tuple(_integer(f"{key}[{i}]", v) for i, v in enumerate(value))
-    if value is None:
+    if value is None and default is None:
         return 0.0 if key == "shift_factor" else None
-    if isinstance(value, bool) or not isinstance(value, (int, float, np.floating)) or not -LARGEST <= value <= LARGEST:
-        raise _bad_config(key, "a finite number of single precision", value)
-    if key == "scaling_factor" and value <= 0:
+    if key in _LISTS:
+        one, what = (_number, "finite numbers") if key in _STATISTICS else (_integer, "positive integers")
+        if not isinstance(value, (list, tuple)) or not value:
+            raise _bad_config(key, f"a list of {what}", value)
+        return tuple(one(f"{key}[{i}]", v) for i, v in enumerate(value))
+    if value is None and key == "scaling_factor":
+        return None
+    number = _number(key, value)
+    if key == "scaling_factor" and number <= 0:
         raise _bad_config(key, "more than 0", value)
-    return float(value)
+    return number
+
+
+def _single(value: object) -> object:
+    """Numbers as the core keeps them, in single precision."""
+    if isinstance(value, tuple):
+        return tuple(_single(v) for v in value)
+    return np.float32(value) if isinstance(value, float) else value
 
 
 def _same(a: Arch, b: Arch, but: tuple[str, ...]) -> bool:
-    """Whether two archs agree in all but some keys; numbers as the core keeps them, in single precision."""
-    single = {k: [np.float32(x[k]) if isinstance(x[k], float) else x[k] for x in (a, b)] for k in _DEFAULTS}
-    return all(x == y for k, (x, y) in single.items() if k not in but)
+    """Whether two archs agree in all but some keys."""
+    return all(_single(a.get(k)) == _single(b.get(k)) for k in _KEYS if k not in but)
 
 
 def _load_json(path: Path) -> object:
@@ -194,9 +233,9 @@ def read_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> Arch:
     """The architecture, as ``_core.Model`` takes it, that a diffusers ``config.json`` (a directory that holds one, its
     contents, an `Arch`) describes. Its name is that of the model that it equals in every field, else ``"custom"``.
 
-    Keys that are absent have the defaults of diffusers' ``AutoencoderKL``; ``scaling_factor`` may be None (unknown).
-    ValueError for a key that is unknown, of the wrong type, or asks for what the engine cannot do (another class,
-    activation, block type, per-channel latent statistics).
+    Keys that are absent have the defaults of diffusers' class, ``AutoencoderKL`` or ``AutoencoderKLFlux2``;
+    ``scaling_factor`` may be None (unknown). ValueError for a key that is unknown, of the wrong type, or asks for what
+    the engine cannot do (another class, activation, block type).
     """
     contents, path = _contents(config)
     try:
@@ -206,48 +245,81 @@ def read_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> Arch:
 
 
 def sample_size_of(config: str | os.PathLike[str] | Mapping[str, Any] | None, model: str) -> int | None:
-    """The side in pixels of diffusers' tiles: what the config says, 32 as in diffusers where that says nothing. Without
+    """The side in pixels of diffusers' tiles: what the config says, its class's where that says nothing. Without
     a config, or with an `Arch` for one, the model's own. None: unknown, or no size."""
     if config is None:
         return SAMPLE_SIZES.get(model)
     contents = _contents(config)[0]
-    size = contents.get("sample_size", SAMPLE_SIZES.get(contents.get("name", ""), 32))
+    usual = _CLASS_SAMPLE_SIZES.get(_class_of(contents), 32)
+    size = contents.get("sample_size", SAMPLE_SIZES.get(contents.get("name", ""), usual))
     size = size[0] if isinstance(size, (list, tuple)) and size else size
     return size if type(size) is int and size > 0 else None
 
 
+def _class_of(config: Mapping[str, Any]) -> Any:
+    """An `Arch` does not say it, but has patches where it is AutoencoderKLFlux2."""
+    return config.get("_class_name", "AutoencoderKLFlux2" if config.get("patch_size") else "AutoencoderKL")
+
+
 def _parse_config(config: Mapping[str, Any]) -> Arch:
-    for key in config:
-        known = key in _DEFAULTS or key in _BLOCK_TYPES or key in _FIXED or key in _IGNORED
-        if not known and not str(key).startswith("_"):
-            raise _bad_config(str(key), "a key of AutoencoderKL", config[key])
-    for key, value in _FIXED.items():
-        if config.get(key, value) != value:
-            raise _bad_config(key, str(value), config[key])
-    arch: Arch = {"name": "custom"}
-    for key, default in _DEFAULTS.items():
-        arch[key] = _setting(key, config.get(key, default), default)
+    name = _class_of(config)
+    if not isinstance(name, str) or name not in _CLASSES:
+        raise _bad_config("_class_name", " or ".join(_CLASSES), name)
+    defaults = _CLASSES[name]
+    for key, value in config.items():
+        known = key in defaults or key in _BLOCK_TYPES or key in _IGNORED or key == "act_fn" or str(key)[:1] == "_"
+        if not known and not (key in _KEYS and value in (None, 0)):  # an `Arch` has all keys of AutoencoderKL
+            raise _bad_config(str(key), f"a key of {name}", value)
+    if config.get("act_fn", "silu") != "silu":
+        raise _bad_config("act_fn", "silu", config["act_fn"])
+    arch: Arch = {"name": "custom", "scaling_factor": None, "shift_factor": 0.0}
+    arch |= {key: _setting(key, config.get(key, default), default) for key, default in defaults.items()}
+    _check_lists(arch)
     levels = len(arch["block_out_channels"])
     for key, block in _BLOCK_TYPES.items():
         blocks = config.get(key, [block] * levels)
         if not isinstance(blocks, (list, tuple)) or list(blocks) != [block] * levels:
             raise _bad_config(key, f"{levels} of {block}, one for each of block_out_channels", blocks)
     if np.float32(arch["norm_eps"]) != np.float32(1e-6):
-        raise _bad_config("norm_eps", "1e-6, the only one of AutoencoderKL", arch["norm_eps"])
+        raise _bad_config("norm_eps", f"1e-6, the only one of {name}", arch["norm_eps"])
+    if arch.get("decoder_block_out_channels") == arch["block_out_channels"]:
+        del arch["decoder_block_out_channels"]
+    arch = {key: value for key, value in arch.items() if value is not None or key in _ALWAYS}
     equal = [model for model in _core.models().values() if _same(arch, model, but=("name",))]
     return equal[0] if equal else arch
 
 
+def _check_lists(arch: Arch) -> None:
+    """How many numbers each has, where it is there."""
+    sides, channels = len(arch["block_out_channels"]), arch["latent_channels"]
+    wanted = {"decoder_block_out_channels": (sides, "one for each of block_out_channels"), "patch_size": (2, "two")}
+    wanted |= dict.fromkeys(_STATISTICS, (channels, "one for each of the latent channels"))
+    for key, (count, what) in wanted.items():
+        if arch.get(key) is not None and len(arch[key]) != count:
+            raise _bad_config(key, f"{count} numbers, {what}", arch[key])
+    mean, std = (arch.get(key) for key in _STATISTICS)
+    if (mean is None) != (std is None):
+        raise _bad_config("latents_std", "it where latents_mean is, and nowhere else", std)
+    if std and min(std) <= 0:
+        raise _bad_config("latents_std", "numbers of more than 0", std)
+
+
+def _decimal(value: Any) -> Any:
+    """The shortest decimal of the core's single precision; None where there is no number."""
+    if isinstance(value, tuple):
+        return [_decimal(v) for v in value]
+    return float(str(np.float32(value))) if isinstance(value, float) else value
+
+
 def config_of(arch: Arch, sample_size: int | None = None) -> Arch:
-    """What diffusers.AutoencoderKL.from_pretrained reads. An unknown scaling factor is written as null, an unknown
-    sample_size not at all."""
-    levels = len(arch["block_out_channels"])
-    config: Arch = {"_class_name": "AutoencoderKL", "act_fn": "silu", "force_upcast": True}
+    """What diffusers' from_pretrained reads. An unknown scaling factor is written as null, an unknown sample_size not
+    at all."""
+    levels, name = len(arch["block_out_channels"]), _class_of(arch)
+    config: Arch = {"_class_name": name, "act_fn": "silu", "force_upcast": True}
     config.update({key: [block] * levels for key, block in _BLOCK_TYPES.items()})
-    config.update({key: arch[key] for key in _DEFAULTS if key != "norm_eps"})
-    for key in ("scaling_factor", "shift_factor"):  # the shortest decimal of the core's single precision
-        config[key] = None if arch[key] is None else float(str(np.float32(arch[key])))
-    config["shift_factor"] = config["shift_factor"] or None
+    config.update({key: _decimal(arch.get(key)) for key in _CLASSES[name] if key != "norm_eps"})
+    if "shift_factor" in config:
+        config["shift_factor"] = config["shift_factor"] or None
     size = sample_size or SAMPLE_SIZES.get(arch["name"])
     return config | ({"sample_size": size} if size else {})
 
@@ -259,7 +331,8 @@ def ours(names: Iterable[str], prefix: str, parts: str) -> set[str]:
     """The names under prefix, without it, that are neither the other half's nor there for training alone."""
     stripped = {name[len(prefix) :] for name in names if name.startswith(prefix)}
     other = {"encoder": "decoder", "decoder": "encoder"}.get(parts, "no half")
-    return {name for name in stripped if half_of(name) != other and not name.startswith(("loss.", "model_ema."))}
+    training = ("loss.", "model_ema.", "bn.num_batches_tracked")
+    return {name for name in stripped if half_of(name) != other and not name.startswith(training)}
 
 
 def check(
@@ -323,12 +396,8 @@ def _run(numbers: Iterable[int]) -> int:
     return next(i for i in itertools.count() if i not in have)
 
 
-def _find_arch(in_file: Mapping[str, Shape], layout: str, prefix: str, parts: str) -> Arch:
-    """The architecture of a file's tensors. Each number is what most of the tensors that show it say, so that a
-    single missing, extra or misshapen one is found out by the check that follows, and named."""
-    shapes = {name: in_file[prefix + name] for name in ours(in_file, prefix, "all")}
-    halves = {half_of(name) for name in shapes}
-    half = parts if parts in halves else "decoder" if "decoder" in halves else "encoder"
+def _blocks_of(shapes: Mapping[str, Shape], half: str, layout: str) -> tuple[list[int], int]:
+    """block_out_channels of a half, and layers_per_block."""
     blocks: dict[int, dict[int, list[int]]] = {}  # level -> layer -> first dimensions
     for name, shape in shapes.items():
         found = _BLOCK.match(name)
@@ -339,9 +408,22 @@ def _find_arch(in_file: Mapping[str, Shape], layout: str, prefix: str, parts: st
         raise ValueError(f"want the resnets of the {half}'s first block, found none")
     widths = [statistics.mode(itertools.chain(*blocks[i].values())) for i in range(levels)]
     layers = statistics.mode(_run(blocks[i]) for i in range(levels))
-    if half == "decoder":
-        layers -= 1
-        widths = widths if layout in ("ldm", "bfl") else widths[::-1]
+    if half == "encoder":
+        return widths, layers
+    return widths if layout in ("ldm", "bfl") else widths[::-1], layers - 1
+
+
+def _find_arch(in_file: Mapping[str, Shape], layout: str, prefix: str, parts: str) -> Arch:
+    """The architecture of a file's tensors. Each number is what most of the tensors that show it say, so that a
+    single missing, extra or misshapen one is found out by the check that follows, and named."""
+    shapes = {_WITHIN_HALF.sub("", name): in_file[prefix + name] for name in ours(in_file, prefix, "all")}
+    halves = {half_of(name) for name in shapes}
+    half = parts if parts in halves else "decoder" if "decoder" in halves else "encoder"
+    widths, layers = _blocks_of(shapes, half, layout)
+    flux2 = any(name.startswith("bn.") for name in shapes)
+    sides = {half: widths}
+    if flux2 and parts == "all" and {"encoder", "decoder"} <= halves:  # only then may the halves differ
+        sides = {each: _blocks_of(shapes, each, layout)[0] for each in ("encoder", "decoder")}
 
     def votes(*where: tuple[str, int, int]) -> list[int]:
         return [shapes[n][axis] // per for n, axis, per in where if len(shapes.get(n, ())) > axis]
@@ -359,43 +441,47 @@ def _find_arch(in_file: Mapping[str, Shape], layout: str, prefix: str, parts: st
     # a half that is not there is taken to be as the other; what no tensor shows has its default, and is then missing
     quant = {"encoder": any(n.startswith("quant_conv.") for n in shapes)}
     quant["decoder"] = any(n.startswith("post_quant_conv.") for n in shapes)
-    arch = {
-        **_DEFAULTS,
+    arch: Arch = {
         "name": "custom",
         "in_channels": (images[0] or images[1] or [3])[0],
         "out_channels": (images[1] or images[0] or [3])[0],
         "latent_channels": statistics.mode(latents or [4]),
-        "block_out_channels": tuple(widths),
+        "block_out_channels": tuple(sides.get("encoder", widths)),
         "layers_per_block": layers,
+        "norm_num_groups": 32,
+        "norm_eps": 1e-6,
         "use_quant_conv": quant["encoder" if "encoder" in halves else "decoder"],
         "use_post_quant_conv": quant["decoder" if "decoder" in halves else "encoder"],
         "mid_block_add_attention": any(".attentions." in n or ".attn_1." in n for n in shapes if n.startswith(half)),
         "scaling_factor": None,
         "shift_factor": 0.0,
     }
+    if flux2:
+        arch |= {"patch_size": (2, 2), "batch_norm_eps": 1e-4}
+    if sides.get("decoder", widths) != sides.get("encoder", widths):
+        arch["decoder_block_out_channels"] = tuple(sides["decoder"])
     # before anything is allocated: the widest tensors must be there, so that a file bounds what its model takes
-    side = "down_blocks.{}" if half == "encoder" else "up_blocks.{}"
-    order = widths if half == "encoder" else widths[::-1]
-    wanted = {f"{half}.{side.format(i)}.resnets.0.conv2.weight": (c, c, 3, 3) for i, c in enumerate(order)}
-    check(in_file, wanted, spell(wanted, layout, levels), prefix, "the architecture that most of them make")
-    if any(c % arch["norm_num_groups"] for c in widths):
-        raise ValueError(
-            f"config: norm_num_groups cannot be seen in tensors, and the usual {arch['norm_num_groups']} does not "
-            f"divide block_out_channels {arch['block_out_channels']}: pass config="
-        )
+    for each, channels in sides.items():
+        block, order = ("down", channels) if each == "encoder" else ("up", channels[::-1])
+        wanted = {f"{each}.{block}_blocks.{i}.resnets.0.conv2.weight": (c, c, 3, 3) for i, c in enumerate(order)}
+        spelt = spell(wanted, layout, len(channels))
+        check(in_file, wanted, spelt, prefix, "the architecture that most of them make")
+        if any(c % arch["norm_num_groups"] for c in channels):
+            raise ValueError(
+                f"config: norm_num_groups cannot be seen in tensors, and the usual {arch['norm_num_groups']} does not "
+                f"divide block_out_channels {tuple(channels)}: pass config="
+            )
     alike = [model for model in _core.models().values() if _same(arch, model, but=_SCALING)]
-    if len(alike) == 1:
-        return alike[0]
-    return {**alike[0], "name": "sd", "scaling_factor": None} if alike else arch
+    return alike[0] | _NOBODYS.get(alike[0]["name"], {}) if alike else arch
 
 
 def detect(shapes: Mapping[str, Shape], parts: str = "all") -> tuple[str, str, Arch]:
     """Layout, prefix of the names, and architecture of a file's tensors, of which those that are no part of the VAE are
     ignored. Where the halves might disagree, `parts` says which to look at.
 
-    SD1.5 and SDXL have the same tensors: the architecture is named ``"sd"``, with scaling_factor None. FLUX's tensors
-    give ``"flux"`` with its scaling, though SD3's VAE has the same ones and another scaling (1.5305, shift 0.0609):
-    pass its config. Anything else is ``"custom"``, scaling_factor None.
+    SD1.5, SDXL and Playground have the same tensors: the architecture is named ``"sd"``, with scaling_factor None.
+    FLUX's tensors give ``"flux"`` with its scaling, though SD3's VAE has the same ones and another scaling (1.5305,
+    shift 0.0609): pass its name or config. What is no known model is ``"custom"``, scaling_factor None.
 
     ValueError for an unknown layout, or tensors that fit no architecture; norm_num_groups, which leaves no trace in
     tensors, is taken to be 32, and where that does not divide the channels the error asks for ``config=``.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,10 +127,10 @@ class Encoded:
         Raw, never scaled; logvar is clamped to [-30, 20] as diffusers does. Both are views of moments.
     """
 
-    def __init__(self, moments: Any, scaling: float, shift: float) -> None:
-        self.moments = moments
+    def __init__(self, moments: Any, held: Callable[[Any], Any] = lambda latents: latents) -> None:
+        """held: what `mode` and `sample` make of latents."""
+        self.moments, self._held = moments, held
         self._channels = moments.shape[1] // 2
-        self._scaling, self._shift = float(np.float32(scaling)), float(np.float32(shift))
 
     @property
     def mean(self) -> Any:
@@ -140,14 +140,9 @@ class Encoded:
     def logvar(self) -> Any:
         return self.moments[:, self._channels :]
 
-    def _scale(self, latents: Any) -> Any:
-        if self._shift == 0 and self._scaling == 1:
-            return latents
-        return (latents - self._shift) * self._scaling
-
     def mode(self) -> Any:
-        """The mean: (mean - shift) * scaling if encoded with ``scaled=True``, as pipelines pass it on."""
-        return self._scale(self.mean + 0)
+        """The mean; as pipelines pass it on if encoded with ``scaled=True``: see `VAE.encode`."""
+        return self._held(self.mean + 0)
 
     def sample(self, generator: np.random.Generator | int | None = None, noise: Any = None) -> Any:
         """One draw, mean + exp(logvar / 2) * noise, scaled as `mode` is.
@@ -167,7 +162,7 @@ class Encoded:
             noise = np.random.default_rng(generator).standard_normal(self.mean.shape, dtype=np.float32)
         half = self.logvar * 0.5
         deviation = np.exp(half) if isinstance(half, np.ndarray) else math.e**half  # what every library has
-        return self._scale(self.mean + deviation * noise)
+        return self._held(self.mean + deviation * noise)
 
     def __repr__(self) -> str:
         return f"<Encoded {tuple(self.moments.shape)}>"

@@ -13,6 +13,7 @@ from vaemem.engine import weights
 from vaemem.engine.arguments import Progress, as_int, default_threads, open_device, pixels_of, polling
 from vaemem.engine.arrays import DeviceArrays, HostArrays, request_of
 from vaemem.engine.device import Device, gpu_rows
+from vaemem.engine.latents import Normalised, Scaling, held_by_pipelines
 from vaemem.engine.layouts import sample_size_of
 from vaemem.engine.limits import Limit, Plans, check_aspect, parse_size, resolve
 from vaemem.engine.records import Encoded, Run, make_run
@@ -23,7 +24,7 @@ __all__ = ["VAE", "Encoded", "Progress", "Run", "backends"]
 
 
 class VAE:
-    """An AutoencoderKL with its weights, run by our own kernels. Make one with `load` or `random`.
+    """An AutoencoderKL, or FLUX.2's, with its weights, run by our own kernels. Make one with `load` or `random`.
 
     Two threads that call one VAE wait for each other; two VAEs run side by side. `estimate` waits for nobody. A
     progress callback or signal handler may call `estimate` and `save`, but nothing else of the VAE that it interrupts,
@@ -32,8 +33,8 @@ class VAE:
     Attributes
     ----------
     model : str
-        ``"sd15"``, ``"sdxl"``, ``"flux"``, ``"sd"`` (SD1.5's and SDXL's tensors, which of the two unknown) or
-        ``"custom"``.
+        ``"sd15"``, ``"sdxl"``, ``"flux"``, ``"sd3"``, ``"zimage"``, ``"cogview4"``, ``"playground-v2.5"``,
+        ``"flux2"``, ``"flux2-small"``, ``"sd"`` (SD1.5's and SDXL's tensors, which of the two unknown) or ``"custom"``.
     arch : dict
         The architecture, with diffusers' names.
     device, dtype : str
@@ -92,10 +93,11 @@ class VAE:
             A safetensors file in diffusers, LDM/SD checkpoint or BFL layout (detected), float32, float16 or
             bfloat16; or a diffusers directory, whose ``config.json`` is then the architecture.
         model : str, optional
-            ``"sd15"``, ``"sdxl"`` or ``"flux"``: wins over what the file says, and must fit its tensors. Needed only
-            where ``scaled=True`` will be, for SD1.5 and SDXL, whose tensors are the same.
+            A known one, as the attribute `model` lists them: wins over what the file says, and must fit its tensors.
+            Needed only where ``scaled=True`` will be, for SD1.5, SDXL and Playground, whose tensors are the same, and
+            for SD3, whose tensors are FLUX's.
         config : path or mapping, optional
-            An AutoencoderKL ``config.json`` for any other architecture; wins likewise.
+            An AutoencoderKL or AutoencoderKLFlux2 ``config.json`` for any other architecture; wins likewise.
         parts : {"all", "encoder", "decoder"}
             Reads only that half; the file need not hold the other, whose tensors are not looked at.
         device : str
@@ -197,7 +199,10 @@ class VAE:
             C latent channels; the image is 8h by 8w. In host memory anything but contiguous native float32 is copied to
             it first. In a GPU's memory (any library with DLPack) contiguous float32, float16 or bfloat16, not copied.
         scaled : bool
-            z is as a pipeline holds it: z / scaling + shift is decoded.
+            z is as a pipeline holds it: z / scaling + shift is decoded. Where the config has latents_mean and
+            latents_std (Playground) z * std / scaling + mean. For FLUX.2 z is packed, (N, 4C, h / 2, w / 2) with the
+            2x2 pixels of a channel side by side, and z * std + mean of its BatchNorm is unpacked and decoded. These two
+            want z in host memory, and make a copy of it there.
         output_type : {"float", "uint8"}
         progress : bool or callable
             True shows a tqdm bar; a callable gets (rows done, rows to do).
@@ -230,7 +235,10 @@ class VAE:
         RuntimeError
             The GPU refused.
         """
-        return self._run("decode", z, pixels_of(output_type), out, scaled, progress, tiling, memory_limit)
+        latents = self._latents(z) if scaled else None
+        z = latents.raw(z) if isinstance(latents, Normalised) else z
+        pixels, scaled = pixels_of(output_type), isinstance(latents, Scaling)
+        return self._run("decode", z, pixels, out, scaled, progress, tiling, memory_limit)
 
     def encode(
         self,
@@ -247,7 +255,8 @@ class VAE:
         x : array, shape (N, 3, H, W) or, if uint8, (N, H, W, 3)
             Real numbers nominally in [-1, 1], or bytes, which become v / 127.5 - 1. H and W are multiples of 8.
         scaled : bool
-            `Encoded.sample` and `Encoded.mode` give (latent - shift) * scaling, as pipelines pass them on.
+            `Encoded.sample` and `Encoded.mode` give (latent - shift) * scaling, as pipelines pass them on; by channel,
+            and for FLUX.2 packed, where `decode` takes them so, and then x must be in host memory.
         progress, tiling, memory_limit
             As for `decode`. Of tiles the moments are blended, and clamped then.
 
@@ -255,9 +264,9 @@ class VAE:
         -------
         Encoded
         """
-        moments = self._run("encode", x, "", None, scaled, progress, tiling, memory_limit)
-        scaling, shift = (self.arch["scaling_factor"], self.arch["shift_factor"]) if scaled else (1.0, 0.0)
-        return Encoded(moments, scaling, shift)
+        latents = self._latents(x) if scaled else None
+        moments = self._run("encode", x, "", None, isinstance(latents, Scaling), progress, tiling, memory_limit)
+        return Encoded(moments, latents.held) if latents else Encoded(moments)
 
     def estimate(
         self,
@@ -396,6 +405,16 @@ class VAE:
     def _limit(self, memory_limit: Limit) -> int:
         given = self.memory_limit if memory_limit is None else memory_limit
         return resolve(given, self._runner.held_bytes, self._device)
+
+    def _latents(self, array: Any) -> Scaling | Normalised:
+        """How pipelines hold latents; array: what a run is given."""
+        latents = held_by_pipelines(self.arch, self._core.get_tensor)
+        if isinstance(latents, Normalised) and self._device and Device.holds(array):
+            raise ValueError(
+                f"scaled: want arrays in host memory for {self.model}, whose latents are normalised channel by "
+                "channel, got one in a GPU's: normalise there and leave scaled out"
+            )
+        return latents
 
     def _resources(self) -> dict[str, int]:
         """Arguments of the core's plan and run: what they may use."""

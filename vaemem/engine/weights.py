@@ -27,7 +27,6 @@ from vaemem.engine.layouts import (
     config_of,
     detect,
     find_layout,
-    half_of,
     is_attention_matrix,
     ours,
     read_config,
@@ -262,12 +261,13 @@ def save(
     tensors which were never set. sample_size: for ``config.json``; None: the model's own, if it is a known one."""
     choose("layout", layout, LAYOUTS)
     arch = model.arch
-    quant = arch["use_quant_conv"] + arch["use_post_quant_conv"]
-    holds = {"diffusers": True, "ldm": quant == 2, "bfl": quant == 0}
+    quant, flux2 = arch["use_quant_conv"] + arch["use_post_quant_conv"], "patch_size" in arch
+    holds = {"diffusers": True, "ldm": quant == 2 and not flux2, "bfl": quant == (2 if flux2 else 0)}
     if not holds[layout]:
         always = "always has both quant convs" if layout == "ldm" else "has no quant convs"
+        got = f"{quant} and a BatchNorm" if flux2 else quant
         others = " or ".join(name for name in LAYOUTS if holds[name])
-        raise ValueError(f"layout: {layout} {always}, and {arch['name']} has {quant}: want {others}")
+        raise ValueError(f"layout: {layout} {always}, and {arch['name']} has {got}: want {others}")
     if layout == "bfl" and not arch["mid_block_add_attention"]:
         raise ValueError(f"layout: bfl always has the middle attention, and {arch['name']} has none: want diffusers")
     unset = model.missing()
@@ -282,7 +282,7 @@ def save(
         return
     if layout != "diffusers":
         raise ValueError(f"path: want a name that ends in .safetensors for layout {layout}, got {target}")
-    if {half_of(name) for name, _ in model.tensors} != {"encoder", "decoder"}:
+    if model.parts != "all":
         raise ValueError(f"path: want a name that ends in .safetensors for half a model, got {target}")
     if target.exists() and not target.is_dir():
         raise ValueError(f"path: want a directory or a name that ends in .safetensors, got the file {target}")
@@ -317,11 +317,11 @@ def random_tensors(model: _core.Model, seed: int) -> None:
     for name, shape in shapes.items():
         stem, _, kind = name.rpartition(".")
         rng = np.random.Generator(np.random.PCG64([int(seed), int.from_bytes(name.encode(), "little")]))
-        weight = shapes[f"{stem}.weight"]
-        if len(weight) == 1:  # a norm's affine
+        weight = shapes.get(f"{stem}.weight", shape)
+        if len(weight) == 1:  # a norm's affine, or running statistics
             values = rng.standard_normal(shape, dtype=np.float32)
             values *= np.float32(0.1)
-            values += np.float32(kind == "weight")
+            values += np.float32(kind in ("weight", "running_var"))
         else:
             values = rng.random(shape, dtype=np.float32)
             values -= np.float32(0.5)

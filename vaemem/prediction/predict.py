@@ -246,7 +246,8 @@ def predict(
     Parameters
     ----------
     model : str or dict
-        ``"sd15"``, ``"sdxl"``, ``"flux"``, or the config of another AutoencoderKL (a dict, or a path).
+        ``"sd15"``, ``"sdxl"``, ``"flux"``, ``"sd3"``, ``"zimage"``, ``"cogview4"``, ``"playground-v2.5"``,
+        ``"flux2"``, ``"flux2-small"``, or another's config, AutoencoderKL or AutoencoderKLFlux2 (a dict, or a path).
     op : str
         ``"encode"``, ``"decode"``, ``"encode_tiled"`` or ``"decode_tiled"``.
     height, width : int
@@ -270,7 +271,7 @@ def predict(
         Of the weights between runs; where it is not `dtype`, weights and input are converted within the run.
     tile : int, optional
         Side of a tile in pixels for the tiled ops of diffusers, comfyui and a1111; by default the config's sample_size
-        as diffusers has it (512 for sd15, 1024 for sdxl and flux), ComfyUI's 512, and what A1111's Tiled VAE
+        as diffusers has it (512 for sd15, 1024 for the others), ComfyUI's 512, and what A1111's Tiled VAE
         recommends for the card. Tiles overlap by a quarter, diffusers' default; ComfyUI's by 64 pixels, at most a
         quarter, in three passes; those of Tiled VAE are padded on every side, by 11 latents or 32 pixels.
     slicing : bool

@@ -56,7 +56,7 @@ def blas_settings(gpu: Gpu, torch_version: str) -> dict[str, Any]:
 def architecture(model: str | Mapping[str, Any]) -> dict[str, Any]:
     """The arch dict of a shipped model's name, or of a path or dict that `vaemem.VAE` takes as ``config=``.
 
-    ValueError for an unknown name, or a config that is no AutoencoderKL.
+    ValueError for an unknown name, or a config of neither AutoencoderKL nor AutoencoderKLFlux2.
     """
     shipped = _core.models()
     if isinstance(model, str):
@@ -248,7 +248,7 @@ class SimulatedProcess:
         Parameters
         ----------
         model : str or dict
-            ``"sd15"``, ``"sdxl"``, ``"flux"``, or a config.
+            A name that `vaemem.predict` takes, or a config.
         dtype : str
         runtime : str, optional
             One of `RUNTIMES`; by default BFL's for flux, else diffusers'.

@@ -193,15 +193,20 @@ def _maker(torch: Any, model: Any, runtime: str) -> Callable[[], _Subject]:
     if runtime != "diffusers":
         raise ValueError(f"model: want a module with runtime {runtime}, of which no package is known, got {model!r}")
     arch = architecture(os.fspath(model))
+    config = config_of(arch)
+    name = config.pop("_class_name")
     try:
-        build = importlib.import_module("diffusers").AutoencoderKL
+        diffusers = importlib.import_module("diffusers")
     except ImportError as error:
         raise ImportError(
             f"measure of {model!r} needs diffusers: pip install diffusers, or give a module ({error})"
         ) from error
-    config = {key: value for key, value in config_of(arch).items() if not key.startswith("_")}
-    # Without a factor any number does: the multiplication takes memory and time, its value neither.
-    config["scaling_factor"] = config["scaling_factor"] or 1.0
+    build = getattr(diffusers, name, None)
+    if build is None:
+        raise ImportError(f"measure of {model!r} needs a diffusers that has {name}, got {diffusers.__version__}")
+    if "scaling_factor" in config:
+        # Without a factor any number does: the multiplication takes memory and time, its value neither.
+        config["scaling_factor"] = config["scaling_factor"] or 1.0
     return lambda: _described(build(**config), runtime)._replace(model=arch["name"])
 
 
@@ -211,7 +216,7 @@ def _described(vae: Any, runtime: str) -> _Subject:
         if runtime == "bfl":
             return _Subject(vae, "custom", *channels, 2 ** (vae.encoder.num_resolutions - 1), None)
         factor = latent_factor(vae.config)
-        scaling = vae.config.scaling_factor
+        scaling = vae.config.get("scaling_factor")
     except (AttributeError, KeyError) as error:
         wanted = "AutoencoderKL" if runtime == "diffusers" else "AutoEncoder"
         raise TypeError(f"model: want {runtime}'s {wanted}, got {type(vae).__name__}: {error}") from None

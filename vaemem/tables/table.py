@@ -31,7 +31,7 @@ class Column(NamedTuple):
 
 
 SCHEMA: tuple[Column, ...] = (
-    Column("model", "text", "sd15, sdxl, flux, or the name of a custom architecture"),
+    Column("model", "text", "sd15, sdxl, flux ..., or the name of a custom architecture"),
     Column("op", "text", "encode, decode, encode_tiled or decode_tiled"),
     Column("height", "count", "of the image, in pixels"),
     Column("width", "count", "of the image, in pixels"),

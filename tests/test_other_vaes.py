@@ -1,0 +1,317 @@
+"""VAEs beside those of SD1.5, SDXL and FLUX.1, from their configs: numbers, bytes, latents as pipelines hold them."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from engine import BACKENDS, OTHERS, config, error, images, latents, small_vae
+
+from vaemem import VAE, Tiling, _core
+from vaemem.engine import layouts, weights
+
+# As for the other models: fp32 roundings of some 60 layers leave 1e-6.
+PARITY = 1e-5
+SIZE = (24, 40)  # of images, in pixels; a latent is a quarter of a side
+FLUX2 = ("flux2", "flux2-small")
+
+
+def pair(name: str):
+    """diffusers' module with every tensor perturbed, in float64, and ours with its tensors."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("diffusers")
+    from torch_vaes import diffusers_vae
+
+    torch.manual_seed(0)
+    theirs = diffusers_vae(weights.read_config(config(name)), torch.float32, "cpu")
+    with torch.no_grad():
+        for p in theirs.parameters():
+            p += 0.02 * torch.randn(p.shape)
+        if name in FLUX2:
+            theirs.bn.running_mean.normal_()
+            theirs.bn.running_var.uniform_(0.5, 4)
+    vae = VAE(_core.Model(weights.read_config(config(name))), config=config(name))
+    for tensor, _ in vae._core.tensors:
+        vae._core.set_tensor(tensor, theirs.state_dict()[tensor].contiguous().numpy())
+    return theirs.double(), vae
+
+
+# ---- the engine ----
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_numbers_are_those_of_diffusers(name):
+    theirs, vae = pair(name)
+    import torch
+
+    for h, w, batch in ((*SIZE, 2), (8, 300, 1)):
+        x, z = images(h, w, batch), latents(vae, h // 4, w // 4, batch)
+        with torch.no_grad():
+            moments = theirs.encode(torch.from_numpy(x).double()).latent_dist
+            image = theirs.decode(torch.from_numpy(z).double()).sample.numpy()
+        got = vae.encode(x)
+        assert error(got.mean, moments.mean.numpy()) <= PARITY
+        assert error(got.logvar, moments.logvar.numpy()) <= PARITY
+        assert error(vae.decode(z), image) <= PARITY
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_numbers_of_tiles_are_those_of_diffusers(name):
+    theirs, vae = pair(name)
+    import torch
+
+    theirs.enable_tiling()
+    theirs.tile_sample_min_size, theirs.tile_latent_min_size = 16, 4
+    z = latents(vae, 6, 9)
+    with torch.no_grad():
+        want = theirs.decode(torch.from_numpy(z).double()).sample.numpy()
+    assert error(vae.decode(z, tiling=Tiling(16)), want) <= PARITY
+
+
+@pytest.mark.parametrize("op", ["encode", "decode"])
+@pytest.mark.parametrize("name", OTHERS)
+def test_backends_agree_and_threads_do_not_matter(name, op):
+    """Of one backend the same bits; between backends parity. check: nothing leaves its place."""
+    vae = small_vae(name)
+    x = images(*SIZE, 2) if op == "encode" else latents(vae, SIZE[0] // 4, SIZE[1] // 4, 2)
+    first = None
+    for backend in BACKENDS:
+        one = vae._core.run(op, x, threads=1, backend=backend)[0]
+        assert np.array_equal(one, vae._core.run(op, x, threads=3, backend=backend, check=True)[0])
+        first = one if first is None else first
+        assert error(one, first.astype(np.float64)) <= PARITY
+
+
+@pytest.mark.parametrize("op", ["encode", "decode"])
+@pytest.mark.parametrize("name", OTHERS)
+def test_the_least_memory_leaves_the_bits(name, op):
+    vae = small_vae(name)
+    x = images(160, 160) if op == "encode" else latents(vae, 40, 40)
+    free = getattr(vae, op)(x)
+    unlimited, smallest = vae.last_run.peak_bytes, vae.smallest(op, 160, 160)
+    vae.trim()
+    limited = getattr(vae, op)(x, memory_limit=smallest)
+    assert vae.last_run.peak_bytes <= smallest < unlimited
+    got, want = (limited, free) if op == "decode" else (limited.moments, free.moments)
+    assert np.array_equal(got, want)
+
+
+@pytest.mark.parametrize("op", ["encode", "decode"])
+@pytest.mark.parametrize("name", OTHERS)
+def test_estimates_are_what_is_measured(name, op):
+    vae = small_vae(name)
+    for h, w, batch in ((*SIZE, 2), (64, 20, 1)):
+        vae.trim()
+        x = images(h, w, batch) if op == "encode" else latents(vae, h // 4, w // 4, batch)
+        getattr(vae, op)(x)
+        got, want = vae.last_run, vae.estimate(op, h, w, batch)
+        for field in ("weights", "activations", "scratch", "output"):
+            assert getattr(got, f"{field}_bytes") == getattr(want, f"{field}_bytes"), field
+        assert (got.reserved_bytes, got.timeline) == (want.reserved_bytes, want.timeline)
+
+
+# ---- latents as pipelines hold them ----
+
+
+def test_latents_of_flux2_are_packed_and_normalised_as_in_its_pipeline():
+    theirs, vae = pair("flux2-small")
+    import torch
+    from torch.nn.functional import pixel_shuffle, pixel_unshuffle
+
+    x = images(*SIZE, 2)
+    with torch.no_grad():
+        mean = theirs.encode(torch.from_numpy(x).double()).latent_dist.mode()
+        held = theirs.bn(pixel_unshuffle(mean, 2))  # in eval mode: the running statistics
+        std = torch.sqrt(theirs.bn.running_var + theirs.bn.eps).view(1, -1, 1, 1)
+        raw = pixel_shuffle(held * std + theirs.bn.running_mean.view(1, -1, 1, 1), 2)
+        image = theirs.decode(raw).sample.numpy()
+    encoded = vae.encode(x, scaled=True)
+    assert encoded.mode().shape == (2, 32, 3, 5)
+    assert error(encoded.mode(), held.numpy()) <= PARITY
+    assert error(vae.decode(held.float().numpy(), scaled=True), image) <= PARITY
+    assert np.array_equal(encoded.mean, vae.encode(x).mode())  # moments are raw whatever scaled says
+    drawn = encoded.sample(3)
+    assert drawn.shape == (2, 32, 3, 5) and not np.array_equal(drawn, encoded.mode())
+    with pytest.raises(
+        ValueError, match=r"z: want shape \(N, 32, h, w\) with scaled=True for custom, got \(2, 8, 6, 10"
+    ):
+        vae.decode(encoded.mean, scaled=True)
+    with pytest.raises(ValueError, match=r"z: want shape \(N, 8, h, w\) for custom, got \(2, 32, 3, 5\)"):
+        vae.decode(encoded.mode())
+    with pytest.raises(ValueError, match=r"scaled: want latents whose sides are multiples of \(2, 2\)"):
+        vae.encode(images(20, 40), scaled=True).mode()
+
+
+def test_latents_of_playground_have_a_mean_and_a_deviation_by_channel():
+    _, vae = pair("playground")
+    x = images(*SIZE)
+    column = {key: np.array(config("playground")[f"latents_{key}"]).reshape(1, 4, 1, 1) for key in ("mean", "std")}
+    encoded = vae.encode(x, scaled=True)
+    held = (encoded.mean.astype(np.float64) - column["mean"]) * 0.5 / column["std"]
+    assert error(encoded.mode(), held) <= PARITY
+    raw = held * column["std"] / 0.5 + column["mean"]
+    want = vae.decode(raw).astype(np.float64)
+    assert error(vae.decode(held, scaled=True), want) <= PARITY
+    assert error(vae.decode(held, scaled=True, tiling=Tiling(64)), want) <= PARITY
+    unknown = VAE.random(config=config("playground") | {"scaling_factor": None})
+    with pytest.raises(ValueError, match="scaled: the weights do not tell the scaling factor"):
+        unknown.decode(latents(unknown, 2, 2), scaled=True)
+
+
+# ---- weights and configs ----
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_directory_keeps_all(tmp_path, name):
+    vae = small_vae(name)
+    vae.save(tmp_path / "vae")
+    again = VAE.load(tmp_path / "vae")
+    assert again.arch == vae.arch
+    z = latents(vae, 4, 6)
+    assert np.array_equal(again.decode(z), vae.decode(z))
+    written = json.loads((tmp_path / "vae" / "config.json").read_text())
+    for key in ("_class_name", "latents_mean", "latents_std", "decoder_block_out_channels"):
+        if key in config(name):
+            assert json.dumps(written[key]) == json.dumps(config(name)[key])
+
+
+def test_files_of_flux2(tmp_path):
+    """In BFL's layout the quant convolutions lie within the halves; training's counter is ignored."""
+    pytest.importorskip("safetensors")
+    from safetensors import numpy as safetensors_numpy
+
+    vae = small_vae("flux2-small")
+    path = tmp_path / "a.safetensors"
+    vae.save(path, layout="bfl")
+    tensors = safetensors_numpy.load_file(path)
+    assert {"encoder.quant_conv.bias", "decoder.post_quant_conv.weight", "bn.running_var"} <= set(tensors)
+    safetensors_numpy.save_file(tensors | {"bn.num_batches_tracked": np.array(7)}, path)
+    z = latents(vae, 2, 4)
+    for parts in ("all", "decoder"):
+        assert np.array_equal(VAE.load(path, config=config("flux2-small"), parts=parts).decode(z), vae.decode(z))
+    with pytest.raises(ValueError, match="layout: ldm always has both quant convs, and custom has 2 and a BatchNorm"):
+        vae.save(path, layout="ldm")
+    del tensors["bn.running_mean"]
+    safetensors_numpy.save_file(tensors, path)
+    with pytest.raises(ValueError, match=r"missing bn.running_mean: want \(32,\)"):
+        VAE.load(path, config=config("flux2-small"))
+
+
+@pytest.mark.parametrize("layout", ["diffusers", "bfl"])
+@pytest.mark.parametrize("name", FLUX2)
+def test_flux2_is_detected(name, layout):
+    tensors = dict(_core.Model(_core.models()[name]).tensors)
+    spelt = layouts.spell(tensors, layout, 4)
+    assert layouts.detect({spelt[n]: shape for n, shape in tensors.items()})[2] == _core.models()[name]
+    narrow = {n: s for n, s in tensors.items() if n != "decoder.up_blocks.2.resnets.0.conv2.weight"}
+    if name == "flux2-small":
+        with pytest.raises(ValueError, match=r"missing decoder.up_blocks.2.resnets.0.conv2.weight: want \(192, 192"):
+            layouts.detect(narrow)
+
+
+@pytest.mark.parametrize("name", _core.models())
+def test_shipped_models_are_their_configs(name):
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("diffusers")
+    from torch_vaes import diffusers_vae
+
+    arch = _core.models()[name]
+    written = layouts.config_of(arch)
+    assert weights.read_config(written)["name"] == {"zimage": "flux"}.get(name, name)
+    assert weights.read_config(json.loads(json.dumps(written))) == weights.read_config(arch)
+    assert written["sample_size"] == {"sd15": 512}.get(name, 1024)
+    state = diffusers_vae(arch, torch.float32).state_dict()
+    state.pop("bn.num_batches_tracked", None)
+    assert {n: tuple(t.shape) for n, t in state.items()} == dict(_core.Model(arch).tensors)
+
+
+def test_defaults_of_flux2_are_diffusers():
+    assert weights.read_config({"_class_name": "AutoencoderKLFlux2"}) == _core.models()["flux2"]
+    small = {"_class_name": "AutoencoderKLFlux2", "decoder_block_out_channels": [96, 192, 384, 384]}
+    assert weights.read_config(small) == _core.models()["flux2-small"]
+    same = {"_class_name": "AutoencoderKLFlux2", "decoder_block_out_channels": [128, 256, 512, 512]}
+    assert weights.read_config(same) == _core.models()["flux2"]
+    assert layouts.sample_size_of({"_class_name": "AutoencoderKLFlux2"}, "") == 1024
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("flux2", {"scaling_factor": 0.5}, "scaling_factor: want a key of AutoencoderKLFlux2"),
+        ("sd3", {"patch_size": [2, 2]}, "patch_size: want a key of AutoencoderKL, "),
+        ("sd3", {"decoder_block_out_channels": [8]}, "decoder_block_out_channels: want a key of AutoencoderKL, "),
+        ("flux2", {"patch_size": None}, "patch_size: want a list of positive integers, got None"),
+        ("flux2", {"patch_size": [2]}, "patch_size: want 2 numbers, two"),
+        ("flux2", {"decoder_block_out_channels": [32, 32]}, "decoder_block_out_channels: want 3 numbers, one for each"),
+        ("flux2", {"decoder_block_out_channels": [32, 32, 0]}, r"decoder_block_out_channels\[2\]: want a positive"),
+        ("flux2", {"batch_norm_eps": "x"}, "batch_norm_eps: want a finite number"),
+        ("playground", {"latents_std": None}, "latents_std: want it where latents_mean is"),
+        ("playground", {"latents_mean": [0.0] * 3}, "latents_mean: want 4 numbers, one for each"),
+        ("playground", {"latents_std": [1, 1, 0, 1]}, "latents_std: want numbers of more than 0"),
+        ("playground", {"latents_std": [1, 1, "1", 1]}, r"latents_std\[2\]: want a finite number"),
+        ("playground", {"latents_mean": 0.5}, "latents_mean: want a list of finite numbers"),
+    ],
+)
+def test_configs_refused_by_key(name, change, message):
+    with pytest.raises(ValueError, match=f"config: {message}"):
+        weights.read_config(config(name) | change)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "AsymmetricAutoencoderKL", "AutoencoderDC", "AutoencoderKLCogVideoX", "AutoencoderKLHunyuanVideo",
+        "AutoencoderKLMochi", "AutoencoderKLQwenImage", "AutoencoderKLWan", "AutoencoderTiny", "ConsistencyDecoderVAE",
+        "VQModel", ["AutoencoderKL"],
+    ],
+)  # fmt: skip
+def test_other_classes_are_refused_by_name(name):
+    from vaemem import predict
+
+    other = {"_class_name": name, "encoder_block_out_channels": [64]}
+    said = f"config: _class_name: want AutoencoderKL or AutoencoderKLFlux2, got {name!r}"
+    for call in (lambda: VAE.random(config=other), lambda: predict(other, "decode", 512, 512)):
+        with pytest.raises(ValueError) as refused:
+            call()
+        assert str(refused.value) == said
+
+
+def test_groups_that_do_not_divide_the_small_decoder():
+    with pytest.raises(
+        ValueError, match=r"config: decoder_block_out_channels\[0\]: want a multiple of norm_num_groups 8"
+    ):
+        VAE.random(config=config("flux2") | {"decoder_block_out_channels": (20, 48, 96)})
+
+
+# ---- predictions ----
+
+
+@pytest.mark.parametrize("name", _core.models())
+def test_predictions_by_name_and_by_config(name):
+    from vaemem import predict
+
+    by_name = predict(name, "decode", 512, 768)
+    assert (by_name.model, by_name.runtime) == (name, "bfl" if name == "flux" else "diffusers")
+    config = layouts.config_of(_core.models()[name])
+    by_config = predict(config, "decode", 512, 768, runtime=by_name.runtime)
+    assert (by_name.allocated, by_name.reserved) == (by_config.allocated, by_config.reserved)
+    assert predict(name, "encode_tiled", 2048, 2048).tile == {"sd15": 512}.get(name, 1024)
+    assert predict(config, "encode_tiled", 2048, 2048).tile == {"sd15": 512}.get(name, 1024)
+
+
+def test_the_small_decoder_takes_less():
+    from vaemem import formula, predict
+
+    for op, share in (("encode", 1), ("decode", 0.75)):  # 96 channels for 128
+        large, small = (predict(name, op, 1024, 1024, "bfloat16").allocated for name in ("flux2", "flux2-small"))
+        assert small == pytest.approx(share * large, rel=0.01)
+    assert formula("flux2-small", "decode", "bfloat16").predict(1024, 1024) == small
+
+
+@pytest.mark.parametrize("runtime", ["bfl", "ldm", "comfyui", "a1111"])
+def test_other_runtimes_of_flux2_are_refused(runtime):
+    from vaemem import predict
+
+    with pytest.raises(ValueError, match=f"runtime: want diffusers for flux2, whose BatchNorm .*, got {runtime}"):
+        predict("flux2", "decode", 512, 512, runtime=runtime)

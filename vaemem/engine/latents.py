@@ -1,0 +1,76 @@
+"""Latents as pipelines hold them, and as the VAE has them: what ``scaled=True`` goes between.
+
+Sources: diffusers' pipelines of Stable Diffusion XL (latents_mean, latents_std) and of FLUX.2 (``_patchify_latents``,
+``_encode_vae_image`` and the end of ``__call__`` in ``pipeline_flux2.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from vaemem.engine.arrays import as_float
+
+__all__ = ["Normalised", "Scaling", "held_by_pipelines"]
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """One factor and one shift for all latents, which the core undoes as it loads them. It refuses an unknown factor,
+    None."""
+
+    factor: float
+    shift: float
+
+    def held(self, latents: Any) -> Any:
+        """Of any library that has arithmetic, on any device."""
+        return latents if (self.factor, self.shift) == (1, 0) else (latents - self.shift) * self.factor
+
+
+@dataclass(frozen=True)
+class Normalised:
+    """A mean and a deviation for each channel: of latents (N, C, h, w), or of the patches that FLUX.2's pipeline packs
+    them into, (N, C * rows * columns, h / rows, w / columns). In host memory."""
+
+    model: str
+    mean: np.ndarray  # (channels, 1, 1) of float32
+    std: np.ndarray
+    patch: tuple[int, int]
+
+    def held(self, latents: Any) -> np.ndarray:
+        n, c, h, w = latents.shape
+        (a, b) = self.patch
+        if h % a or w % b:
+            raise ValueError(f"scaled: want latents whose sides are multiples of {self.patch}, got {latents.shape}")
+        patches = latents.reshape(n, c, h // a, a, w // b, b).transpose(0, 1, 3, 5, 2, 4)
+        return (patches.reshape(n, c * a * b, h // a, w // b) - self.mean) / self.std
+
+    def raw(self, z: Any) -> np.ndarray:
+        """What the decoder takes: float32, a copy."""
+        (a, b), channels = self.patch, len(self.mean)
+        shape = f"(N, {channels}, h, w) with scaled=True for {self.model}"
+        z = as_float(z, "z", shape)
+        if z.ndim != 4 or z.shape[1] != channels:
+            raise ValueError(f"z: want shape {shape}, got {z.shape}")
+        n, _, h, w = z.shape
+        latents = (z * self.std + self.mean).reshape(n, -1, a, b, h, w).transpose(0, 1, 4, 2, 5, 3)
+        return latents.reshape(n, channels // (a * b), h * a, w * b)
+
+
+def held_by_pipelines(arch: Mapping[str, Any], tensor: Callable[[str], np.ndarray]) -> Scaling | Normalised:
+    """How pipelines hold the latents of an architecture, whose scaling the core refuses where it is unknown. tensor:
+    gives its model's tensors by name."""
+
+    def column(values: Any) -> np.ndarray:
+        return np.asarray(values, np.float32).reshape(-1, 1, 1)
+
+    if patch := arch.get("patch_size"):
+        mean, variance = (column(tensor(f"bn.running_{name}")) for name in ("mean", "var"))
+        return Normalised(arch["name"], mean, np.sqrt(variance + np.float32(arch["batch_norm_eps"])), patch)
+    if "latents_mean" in arch and arch["scaling_factor"] is not None:
+        std = column(arch["latents_std"]) / np.float32(arch["scaling_factor"])
+        return Normalised(arch["name"], column(arch["latents_mean"]), std, (1, 1))
+    return Scaling(arch["scaling_factor"], arch["shift_factor"])
