@@ -193,8 +193,10 @@ class Prediction(_Peaks):
     formula : str
         ``allocated`` as a closed form in the image's H and W at this size's peak, or why there is none.
     model, op, height, width, batch, dtype, runtime, gpu, torch_version, cudnn_version, weights_dtype, tile, slicing,
-    protocol
+    protocol, channels_last, allow_tf32
         What was asked.
+    settings : tuple of str
+        Which of the last three are not as usual, in words.
     """
 
     def __init__(self, question: Question, measured: Reading, process: SimulatedProcess):
@@ -202,7 +204,8 @@ class Prediction(_Peaks):
         self.model: str = q.arch["name"]
         self.op, self.height, self.width, self.batch, self.dtype = q.op, q.height, q.width, q.batch, q.dtype
         self.runtime, self.weights_dtype, self.tile, self.slicing = q.runtime, q.weights_dtype, q.tile, q.slicing
-        self.protocol = q.protocol
+        self.protocol, self.channels_last, self.allow_tf32 = q.protocol, q.channels_last, q.allow_tf32
+        self.settings = q.settings
         self._read(process, measured, (q.cudnn_version or q.torch_version) is not None, q.used)
 
     def _start(self, allocator: CachingAllocator | None = None, workspace: Any = None) -> SimulatedProcess:
@@ -225,11 +228,10 @@ class Prediction(_Peaks):
         self._question.play(self._start(CachingAllocator(history=True)))[1].save_snapshot(path)
 
     def __repr__(self) -> str:
-        protocol = "" if self.protocol == USUAL_PROTOCOL else f", {self.protocol}"
+        how = ", ".join([self.runtime, self._place, *self.settings])
         return (
             f"<Prediction {self.model} {self.op} {self.height}x{self.width} {self.dtype}"
-            f"{f' in tiles of {self.tile}' if self.tile else ''} ({self.runtime}, {self._place}{protocol}):"
-            f" {self._sizes}>"
+            f"{f' in tiles of {self.tile}' if self.tile else ''} ({how}): {self._sizes}>"
         )
 
 
@@ -238,7 +240,8 @@ def predict(
     runtime: str | None = None, gpu: str = "RTX 4090", cudnn_version: str | None = None,
     torch_version: str | None = None, weights_dtype: str | None = None, tile: int | None = None, slicing: bool = False,
     *, memory: int | str | None = None, used: int | str = 0, workspace: Any = None,
-    protocol: str = USUAL_PROTOCOL,
+    protocol: str = USUAL_PROTOCOL, channels_last: bool = False, allow_tf32: bool = True,
+    cudnn_benchmark: bool = False,
 ) -> Prediction:  # fmt: skip
     """The memory that PyTorch takes for a VAE's run: a fresh process, the model loaded, by default two warm-up runs,
     one measured.
@@ -252,7 +255,7 @@ def predict(
     height, width : int
         Of the image in pixels, multiples of 8.
     dtype : str
-        Of the run: ``"float16"``, ``"bfloat16"`` or ``"float32"`` (TF32 allowed, PyTorch's default).
+        Of the run: ``"float16"``, ``"bfloat16"`` or ``"float32"``.
     batch : int
         Images.
     runtime : str, optional
@@ -293,12 +296,22 @@ def predict(
 
         In the first three the cache is emptied, and the peaks are reset, before each run.
         `vaemem.prediction.benchmark.PROTOCOLS` is the table of them.
+    channels_last : bool
+        Whether ``vae.to(memory_format=torch.channels_last)`` was called once the model was loaded: convolutions then
+        take and give that format, and every GroupNorm copies its input back. PyTorch up to 2.13; later ones are
+        refused.
+    allow_tf32 : bool
+        ``torch.backends.cudnn.allow_tf32``, True in PyTorch; False asks cuDNN for other plans in float32 on compute
+        capability 8.0 and later.
+    cudnn_benchmark : bool
+        ``torch.backends.cudnn.benchmark``. True is refused: which plan is the fastest only the card can tell.
 
     Raises
     ------
     ValueError
         A model, op, dtype, protocol, GPU or version that is unknown; a size that the model cannot take; a convolution
-        that the GPU has no engine for; a card of which `used` and the CUDA context leave nothing.
+        that the GPU has no engine for; a card of which `used` and the CUDA context leave nothing; a setting of PyTorch
+        that is not modelled.
 
     Notes
     -----
@@ -314,7 +327,7 @@ def predict(
     """
     question = Question(
         model, op, height, width, dtype, batch, runtime, gpu, cudnn_version, torch_version, weights_dtype, tile,
-        slicing, workspace, memory, used, protocol,
+        slicing, workspace, memory, used, protocol, channels_last, allow_tf32, cudnn_benchmark,
     )  # fmt: skip
     measured, process = question.play()
     return Prediction(question, measured, process)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from vaemem._common import DTYPES, ELEMENT_BYTES, choose
@@ -28,6 +28,7 @@ from vaemem.prediction.profiles import (
     Profile,
     applies,
     formula_bytes,
+    kind_of,
     nearest_profile,
     older_rules,
     profiles_near,
@@ -227,17 +228,16 @@ class Workspace:
         _check(conv)
         if not by_cudnn(self.gpu, conv.dtype):
             return _im2col(self.gpu, conv)
-        if conv.layout == "nchw" and self.tf32 and not self._ask_first():
+        if not self._ask_first():
             for rule in self._rules:
-                if applies(rule, conv):
+                if kind_of(conv, self.tf32) == conv.dtype and applies(rule, conv):
                     what = f"{rule['name']}, in cuDNN before {rule['before']}"
                     self._substitute(f"a rule for {what}")
                     return formula_bytes(rule["formula"], sizes(conv)), f"rule: {what}; from {rule['from']}"
-            found = self._profile.conv(conv) if self._profile is not None else None
-            if found is not None:
-                assert self._profile is not None
-                self._substitute(self._differs(self._profile))
-                return found[0], found[1] + self._wanted(self._profile.version)
+            for profile in self._near():
+                if found := profile.conv(conv, self.tf32):
+                    self._substitute(self._differs(profile))
+                    return found[0], found[1] + self._wanted(profile.version)
         question = conv._asdict()
         question.update(nhwc=question.pop("layout") == "nhwc", tf32=self.tf32)
         try:
@@ -257,6 +257,14 @@ class Workspace:
             self._substitute(f"cuDNN {version} for {self.cudnn_version}")
         unsure = ", after engines that compile at run time and could not be tried" if plan["untried"] else ""
         return plan["bytes"], f"cuDNN {version}, asked without a device{unsure}{wanted}"
+
+    def _near(self) -> Iterator[Profile]:
+        """The profile that answers first, then those of the nearest versions: not every file holds every kind."""
+        if self._profile is not None:
+            yield self._profile
+            for profile in profiles_near(self.gpu, self.cudnn_version):
+                if profile.how != "inferred":
+                    yield profile
 
     def _substitute(self, what: str) -> None:
         if what:
