@@ -2,13 +2,14 @@
 
     python benchmarks/record_profiles.py [--cudnn FOLDER] [--capability 8.9,9.0] [--step 32]
     python benchmarks/record_profiles.py --cudnn FOLDER --capability 8.9 --same-as 9.10.2
+    python benchmarks/record_profiles.py --cudnn FOLDER --add
 
 For each compute capability: asks an installed cuDNN (9.8 or later) for every convolution of the SD, SDXL and FLUX VAEs
 at every square image up to 2048 pixels in steps of 32, at pairs of common sides, at random rectangles and batches;
 explains each answer by a formula; learns the decision tree that picks the formula; and checks it against questions that
-it has not seen. About three minutes for each capability. Where the file is there already it keeps what it has, and adds
-the kinds of question that it lacks. With --same-as it asks for the squares of a profile of another version, and writes
-a reference to that profile where every answer is the same.
+it has not seen. About three minutes for each capability. With --same-as it asks for the squares of a profile of another
+version, and writes a reference to that profile where every answer is the same. With --add it goes through the files of
+the version, keeps what they have and adds the kinds of question that they lack.
 """
 
 import argparse
@@ -255,7 +256,7 @@ def alike(cudnn: InstalledCudnn, capability: str) -> list[list[Gpu]]:
     return groups
 
 
-def record(cudnn: InstalledCudnn, gpus: list[Gpu], step: int, known: dict | None) -> dict:
+def record(cudnn: InstalledCudnn, gpus: list[Gpu], step: int, known: dict | None = None) -> dict:
     """The profile of GPUs that answer alike, or what is `known` of it with the kinds that it lacks."""
     rng = random.Random(0)
     formulas = {formula and tuple(formula): i for i, formula in enumerate(known["formulas"])} if known else {}
@@ -332,6 +333,20 @@ def write(profile: dict, path: str) -> None:
         file.write("{\n" + "\n".join(lines) + "\n }\n}\n")
 
 
+def add(cudnn: InstalledCudnn, folder: str, capability: str | None, step: int) -> None:
+    """The kinds of question that the files of a version lack, asked of their first GPU."""
+    for name, (sm, _, number) in sorted(profiles.profile_files().items()):
+        path = os.path.join(folder, name)
+        if number != profiles.version_number(cudnn.version) or (capability and str(sm) != capability.replace(".", "")):
+            continue
+        with open(path, encoding="utf-8") as file:
+            known = json.load(file)
+        if "same_as" not in known:
+            profile = record(cudnn, [find_gpu(name) for name in known["recorded"]["gpus"]], step, known)
+            write(profile, path)
+            print(path, profile["recorded"]["added"], flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--cudnn", help="libcudnn.so.9 or its folder; the installed one by default")
@@ -340,6 +355,7 @@ def main() -> None:
     parser.add_argument(
         "--same-as", metavar="VERSION", help="refer to this version's profiles where the answers are the same"
     )
+    parser.add_argument("--add", action="store_true", help="what the version's files lack, of one --capability or all")
     parser.add_argument("--out", default="vaemem/data/profiles")
     arguments = parser.parse_args()
     path = arguments.cudnn
@@ -348,6 +364,8 @@ def main() -> None:
     cudnn = InstalledCudnn(path)
     if cudnn.version is None:
         sys.exit(cudnn.reason)
+    if arguments.add:
+        return add(cudnn, arguments.out, arguments.capability, arguments.step)
     every = dict.fromkeys(find_gpu(name).capability for name in gpu_names())
     for capability in arguments.capability.split(",") if arguments.capability else every:
         try:
@@ -360,11 +378,7 @@ def main() -> None:
                     with open(path, "w", encoding="utf-8") as file:
                         file.write(json.dumps(profile) + "\n")
                 else:
-                    known = json.load(open(path, encoding="utf-8")) if os.path.exists(path) else None
-                    if known and "same_as" in known:
-                        print(path, "refers to", known["same_as"])
-                        continue
-                    profile = record(cudnn, gpus, arguments.step, known)
+                    profile = record(cudnn, gpus, arguments.step)
                     write(profile, path)
                 print(path, profile.get("recorded", profile), flush=True)
         except RuntimeError as error:  # this cuDNN does not answer for this device

@@ -278,6 +278,14 @@ def test_any_config(tmp_path):
         ({"channels_last": True, "torch_version": "2.14.0"}, r"channels_last: want it with PyTorch up to 2\.13, got 2"),
         ({"allow_tf32": None}, "allow_tf32: want True or False, got None"),
         ({"allow_tf32": False, "workspace": object()}, "allow_tf32: want True with a workspace of your own"),
+        (
+            {"allocator": "cudamallocasync"},
+            "allocator: want native, cudaMallocAsync or what PYTORCH_CUDA_ALLOC_CONF says",
+        ),
+        ({"allocator": "backend:jemalloc"}, "allocator: want native, .* got 'backend:jemalloc'"),
+        ({"allocator": "garbage_collection_threshold:0.8"}, "works with set_per_process_memory_fraction alone"),
+        ({"allocator": "backend:cudaMallocAsync,max_split_size_mb:64"}, "max_split_size_mb: want it with the native"),
+        ({"allocator": None}, "allocator: want text"),
         ({"cudnn_benchmark": 1}, "cudnn_benchmark: want True or False, got 1"),
         ({"cudnn_benchmark": True}, "cudnn_benchmark: want False, got True: PyTorch then times all of cuDNN's plans"),
         ({"height": 500}, "height: want a multiple of 8"),
@@ -334,6 +342,38 @@ def test_tf32_matters_to_float32_on_cards_that_have_it():
     process = SimulatedProcess("RTX 4090", allow_tf32=False)
     process.decode(process.load("sdxl", "float32"), process.tensor((1, 4, 64, 64), "float32"))
     assert process.workspace.tf32 is False
+
+
+def test_the_drivers_pool():
+    """cudaMallocAsync: what is in use, with no rounding to segments; how much the driver wastes is a band."""
+    native = predict("sdxl", "decode", 1024, 1024, torch_version="2.9.1")
+    p = predict("sdxl", "decode", 1024, 1024, torch_version="2.9.1", allocator="cudaMallocAsync")
+    assert p.allocated <= native.allocated and p.reserved < native.reserved
+    assert -2 * MIB < p.peak_reserved - p.peak_allocated < 2 * MIB
+    assert p.band == (p.reserved, native.reserved) and p.upper == native.upper and p.upper_share != p.upper_share
+    assert p.substitutions == ("a pool of the driver's that wastes nothing",) and "cudaMallocAsync" in repr(p)
+    assert p.peak_reserved >= p.least_reserved > p.peak_reserved / 2 and p.fits
+    said = predict("sdxl", "decode", 1024, 1024, torch_version="2.9.1", allocator="backend:cudaMallocAsync")
+    assert said.allocator == p.allocator and sizes(said) == sizes(p)
+    small = predict("sdxl", "decode", 2048, 2048, dtype="float32", gpu="RTX 4060", allocator="cudaMallocAsync")
+    assert not small.fits and small.out_of_memory_at.bytes > 0
+    assert predict_largest("sdxl", "decode", gpu="RTX 4060", allocator="cudaMallocAsync")[0] >= 1024
+    with pytest.raises(ValueError, match="save_snapshot: want a process whose allocator is native"):
+        p.save_snapshot("nowhere")
+
+
+def test_allocator_settings(tmp_path):
+    usual, grown = (predict("sdxl", "decode", 1024, 1024, allocator=a) for a in ("native", "expandable_segments:True"))
+    assert grown.allocated <= usual.allocated and grown.reserved < usual.reserved and grown.upper_share != 1
+    assert "expandable_segments:True" in repr(grown) and usual.upper_share == 1
+    for conf in ("", "backend:native", "pinned_use_cuda_host_register:True"):
+        assert sizes(predict("sdxl", "decode", 1024, 1024, allocator=conf)) == sizes(usual)
+    assert predict("sdxl", "decode", 256, 256, allocator="backend:native").allocator == "native"
+    whole = predict("sdxl", "decode", 1024, 1024, allocator="max_split_size_mb:128")
+    assert whole.reserved > usual.reserved and whole.least_reserved < usual.least_reserved
+    grown.save_snapshot(tmp_path / "snapshot.pickle")
+    snapshot = pickle.loads((tmp_path / "snapshot.pickle").read_bytes())
+    assert snapshot["allocator_settings"]["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
 
 
 def test_switches_in_formulas_and_tables():

@@ -222,7 +222,8 @@ def formula(
         The size whose peak is wanted; others may rule at other sizes.
     **settings
         What else `predict` takes: ``batch``, ``weights_dtype``, ``cudnn_version``, ``torch_version``, ``slicing``,
-        ``memory``, ``workspace``, ``protocol``, ``channels_last``, ``allow_tf32``.
+        ``memory``, ``workspace``, ``protocol``, ``channels_last``, ``allow_tf32``,
+        ``allocator``.
 
     Raises
     ------

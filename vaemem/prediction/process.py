@@ -242,9 +242,11 @@ class SimulatedProcess:
     def substitutions(self) -> tuple[str, ...]:
         """What stood in for the cuDNN and the GPU that were asked for, of a `workspace` given what that says of it; and
         for workspaces that could not be had."""
-        smaller = len(self._smaller)
+        smaller, pooled = len(self._smaller), self.allocator._settings()["driver_pool"]
         fallback = f"0 bytes for cuDNN's next plan where a workspace cannot be had ({smaller} of the convolutions)"
-        return (*getattr(self.workspace, "substitutions", ()), *([fallback] if smaller else []))
+        pool = "a pool of the driver's that wastes nothing"
+        said = getattr(self.workspace, "substitutions", ())
+        return (*said, *([fallback] if smaller else []), *([pool] if pooled else []))
 
     # ---- what it does ----
 
@@ -458,7 +460,7 @@ class SimulatedProcess:
     def save_snapshot(self, path: str | os.PathLike[str]) -> None:
         """Writes the allocator's history as PyTorch's ``_dump_snapshot`` does; ValueError where it keeps none."""
         if not self.allocator._settings()["history"]:
-            raise ValueError("save_snapshot: want a process whose allocator was made with history=True")
+            raise ValueError("save_snapshot: want a process whose allocator is native and made with history=True")
         self.allocator.save_snapshot(path, self.frames)
 
     # ---- within ----

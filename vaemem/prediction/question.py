@@ -20,7 +20,7 @@ from vaemem.prediction.process import (
     torch_release,
     usual_runtime,
 )
-from vaemem.prediction.snapshot import CachingAllocator
+from vaemem.prediction.snapshot import BACKENDS, CachingAllocator, parse_conf
 
 COMFYUI_TILE = 512  # pixels: of ComfyUI's tiled nodes
 # What A1111's Tiled VAE recommends, and so has set, for a card of more MiB than so many.
@@ -57,6 +57,7 @@ class Question:
     channels_last: bool = False
     allow_tf32: bool = True
     cudnn_benchmark: bool = False
+    allocator: str = "native"
 
     def __post_init__(self) -> None:
         choose("op", self.op, TILED_OPS)
@@ -100,6 +101,7 @@ class Question:
             )
         if self.workspace is not None and not self.allow_tf32 and getattr(self.workspace, "tf32", True):
             raise ValueError("allow_tf32: want True with a workspace of your own, which answers by itself, got False")
+        self.new_allocator()  # refuses what is none
         version = DEFAULT_TORCH if self.torch_version is None else self.torch_version
         if self.channels_last and torch_release(version) > LAST_COPYING_NORM:
             raise ValueError(
@@ -114,6 +116,7 @@ class Question:
             self.protocol: self.protocol != USUAL_PROTOCOL,
             "channels_last": self.channels_last,
             "allow_tf32=False": not self.allow_tf32,
+            self.allocator: self.allocator != "native",
         }
         return tuple(name for name, given in unusual.items() if given)
 
@@ -126,10 +129,28 @@ class Question:
             return next(side for least, side in TILED_VAE[self.op] if memory > least)
         return _tile_of(model)
 
+    def new_allocator(self, total_memory: int | None = None, history: bool = False) -> CachingAllocator:
+        """A fresh allocator as the question has it."""
+        if not isinstance(self.allocator, str):
+            raise ValueError(f"allocator: want text such as 'cudaMallocAsync', got {self.allocator!r}")
+        conf = f"backend:{self.allocator}" if self.allocator in BACKENDS else self.allocator
+        try:
+            settings = parse_conf(conf)
+            if not settings.keys() - {"backend"}:
+                self.allocator = settings.get("backend", "native")
+            if "garbage_collection_threshold" in settings:
+                raise ValueError("a garbage_collection_threshold works with set_per_process_memory_fraction alone")
+            return CachingAllocator(**settings, total_memory=total_memory, history=history)
+        except (ValueError, TypeError) as error:
+            raise ValueError(
+                f"allocator: want native, cudaMallocAsync or what PYTORCH_CUDA_ALLOC_CONF says, such as"
+                f" 'expandable_segments:True', got {self.allocator!r} ({error})"
+            ) from None
+
     def start(self, allocator: CachingAllocator | None = None, workspace: Any = None) -> SimulatedProcess:
         """A fresh process; with another workspace than the question's, where one is given."""
         return SimulatedProcess(
-            self.gpu, self.cudnn_version, self.torch_version, allocator=allocator,
+            self.gpu, self.cudnn_version, self.torch_version, allocator=allocator or self.new_allocator(),
             workspace=workspace or self.workspace, allow_tf32=self.allow_tf32,
         )  # fmt: skip
 

@@ -95,7 +95,7 @@ def sweep(
         Of each run of the engine, as for `VAE.decode`; the columns `work` and `streamed` then say what it costs.
     **others
         Predicted: `runtime`, `torch_version`, `cudnn_version`, `weights_dtype`, `tile`, `slicing`, `memory`, `used`,
-        `protocol`, `channels_last` and `allow_tf32`, as `vaemem.predict` takes them, for every row.
+        `protocol`, `channels_last`, `allow_tf32` and `allocator`, as `vaemem.predict` takes them, for every row.
 
     Returns
     -------
