@@ -275,7 +275,7 @@ def test_any_config(tmp_path):
         ({"runtime": "bfl", "model": "flux", "op": "decode_tiled"}, "the bfl runtime has none"),
         ({"runtime": "comfyui", "weights_dtype": "float32"}, "weights_dtype: want the run's dtype float16"),
         ({"channels_last": "yes"}, "channels_last: want True or False, got 'yes'"),
-        ({"channels_last": True, "torch_version": "2.14.0"}, r"channels_last: want it with PyTorch up to 2\.13, got 2"),
+        ({"channels_last": True, "torch_version": "2.15.0"}, r"channels_last: want it with PyTorch up to 2\.14, got 2"),
         ({"allow_tf32": None}, "allow_tf32: want True or False, got None"),
         ({"allow_tf32": False, "workspace": object()}, "allow_tf32: want True with a workspace of your own"),
         (
@@ -309,7 +309,7 @@ def test_channels_last_is_copied_around_every_norm():
     the block and again for its convolution: 2 T each, beside what goes in (2 T), conv2's output and its own (T each).
     """
     T, filters = 128 * 1024 * 1024 * 2, ("weights of sdxl", "input", "cublas [workspace]")
-    for version in ("2.5.1", "2.9.1"):
+    for version in ("2.5.1", "2.14.0", "2.9.1"):
         p = predict("sdxl", "decode", 1024, 1024, channels_last=True, torch_version=version)
         tensors = {name: size for name, size in p.peak_tensors if name not in filters}
         assert tensors["decoder.up_blocks.3.resnets.0.conv_shortcut [contiguous]"] == 4 * T

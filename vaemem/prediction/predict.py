@@ -315,7 +315,7 @@ def predict(
         `vaemem.prediction.benchmark.PROTOCOLS` is the table of them.
     channels_last : bool
         Whether ``vae.to(memory_format=torch.channels_last)`` was called once the model was loaded: convolutions then
-        take and give that format, and every GroupNorm copies its input back. PyTorch up to 2.13; later ones are
+        take and give that format, and every GroupNorm copies its input back. PyTorch up to 2.14; later ones are
         refused.
     allow_tf32 : bool
         ``torch.backends.cudnn.allow_tf32``, True in PyTorch; False asks cuDNN for other plans in float32 on compute

@@ -29,7 +29,8 @@ TILED_VAE = {
     "decode_tiled": ((30000, 2048), (16000, 1536), (12000, 1024), (8000, 768), (0, 512)),
 }
 
-LAST_COPYING_NORM = (2, 13)  # PyTorch whose GroupNorm on CUDA wants NCHW; a kernel for NHWC is in pytorch#191945
+# PyTorch whose GroupNorm on CUDA wants NCHW. The kernel for NHWC (pytorch#191945) is in 2.15's wheel, not in 2.14's.
+LAST_COPYING_NORM = (2, 14)
 
 
 @dataclass
@@ -106,7 +107,7 @@ class Question:
         if self.channels_last and torch_release(version) > LAST_COPYING_NORM:
             raise ValueError(
                 f"channels_last: want it with PyTorch up to {'.'.join(map(str, LAST_COPYING_NORM))}, got {version},"
-                " whose GroupNorm may have a kernel for it that is not modelled"
+                " whose GroupNorm has a kernel for it that is not modelled"
             )
 
     @property
