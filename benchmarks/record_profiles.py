@@ -2,12 +2,14 @@
 
     python benchmarks/record_profiles.py [--cudnn FOLDER] [--capability 8.9,9.0] [--step 32]
     python benchmarks/record_profiles.py --cudnn FOLDER --capability 8.9 --same-as 9.10.2
+    python benchmarks/record_profiles.py --cudnn FOLDER --add
 
 For each compute capability: asks an installed cuDNN (9.8 or later) for every convolution of the SD, SDXL and FLUX VAEs
 at every square image up to 2048 pixels in steps of 32, at pairs of common sides, at random rectangles and batches;
 explains each answer by a formula; learns the decision tree that picks the formula; and checks it against questions that
-it has not seen. About a minute for each capability. With --same-as it asks for the squares of a profile of another
-version, and writes a reference to that profile where every answer is the same.
+it has not seen. About three minutes for each capability. With --same-as it asks for the squares of a profile of another
+version, and writes a reference to that profile where every answer is the same. With --add it goes through the files of
+the version, keeps what they have and adds the kinds of question that they lack.
 """
 
 import argparse
@@ -24,9 +26,17 @@ from vaemem.prediction.cudnn import InstalledCudnn
 from vaemem.prediction.gpus import Gpu, find_gpu, gpu_names
 
 COMMON = (512, 576, 640, 704, 720, 768, 832, 896, 960, 1024, 1088, 1152, 1216, 1280, 1344, 1536, 1664, 1920, 2048)
-DTYPES = ("float16", "bfloat16", "float32")
+KINDS = (
+    "float16", "bfloat16", "float32", "float16 nhwc", "bfloat16 nhwc", "float32 nhwc", "float32 strict",
+    "float32 strict nhwc",
+)  # fmt: skip
 FEATURES = ("P", "h", "w", "m")
 TENSORS = ("", "i+o+f", "i+f", "i+o", "I+O+F", "I+F", "i", "o", "f", "9i")
+
+
+def kinds(gpu: Gpu) -> list[str]:
+    """What is asked of a GPU: before compute capability 8.0 there is neither bfloat16 nor TF32."""
+    return [kind for kind in KINDS if gpu.sm >= 80 or not ("bfloat16" in kind or "strict" in kind)]
 
 
 def convolutions() -> dict[tuple[int, int, int, int, int], set[int]]:
@@ -59,10 +69,10 @@ def convolutions() -> dict[tuple[int, int, int, int, int], set[int]]:
 
 
 class Recorder:
-    """Asks about one convolution and dtype on one GPU, and remembers."""
+    """Asks about one convolution and kind on one GPU, and remembers."""
 
-    def __init__(self, cudnn: InstalledCudnn, gpu: Gpu, conv: tuple[int, int, int, int, int], dtype: str):
-        self.cudnn, self.gpu, self.conv, self.dtype = cudnn, gpu, conv, dtype
+    def __init__(self, cudnn: InstalledCudnn, gpu: Gpu, conv: tuple[int, int, int, int, int], kind: str):
+        self.cudnn, self.gpu, self.conv, self.kind = cudnn, gpu, conv, kind
         self.sizes: list[dict[str, int]] = []
         self.bytes: list[int | None] = []
         self.engines: list[str] = []
@@ -72,8 +82,10 @@ class Recorder:
         """Of an image's height and width."""
         c, k, r, stride, padding = self.conv
         h, w = (height >> level) + (stride == 2), (width >> level) + (stride == 2)  # padded by one before a stride of 2
-        question = dict(dtype=self.dtype, n=n, c=c, h=h, w=w, k=k, r=r, stride=stride, padding=padding)
-        plan = self.cudnn.conv(self.gpu.device_json, **question)
+        dtype = self.kind.split()[0]
+        question = dict(dtype=dtype, n=n, c=c, h=h, w=w, k=k, r=r, stride=stride, padding=padding)
+        settings = {"nhwc": "nhwc" in self.kind, "tf32": "strict" not in self.kind}
+        plan = self.cudnn.conv(self.gpu.device_json, **question, **settings)
         self.untried += plan["untried"] if plan else 0
         return profiles.sizes(profiles.Conv(**question)), plan and plan["bytes"], plan["engine"] if plan else ""
 
@@ -183,7 +195,7 @@ def rounded(count: int | None) -> int | None:
 
 
 class Learned:
-    """What one convolution and dtype comes to: formulas, a tree, and how it did on unseen questions."""
+    """What one convolution and kind comes to: formulas, a tree, and how it did on unseen questions."""
 
     def __init__(self, recorder: Recorder, levels: set[int], rng: random.Random, step: int):
         for level in sorted(levels):
@@ -223,10 +235,10 @@ def agree(cudnn: InstalledCudnn, one: Gpu, other: Gpu, rng: random.Random) -> bo
     convs = convolutions()
     for _ in range(60):
         conv = rng.choice(list(convs))
-        dtype = rng.choice(DTYPES if one.sm >= 80 else ("float16", "float32"))
+        kind = rng.choice(kinds(one))
         ((height, width),) = rectangles(rng, 1)
         level = rng.choice(sorted(convs[conv]))
-        first, second = (Recorder(cudnn, gpu, conv, dtype).ask(height, width, level)[1] for gpu in (one, other))
+        first, second = (Recorder(cudnn, gpu, conv, kind).ask(height, width, level)[1] for gpu in (one, other))
         if first != second:
             return False
     return True
@@ -244,40 +256,43 @@ def alike(cudnn: InstalledCudnn, capability: str) -> list[list[Gpu]]:
     return groups
 
 
-def record(cudnn: InstalledCudnn, gpus: list[Gpu], step: int) -> dict:
-    """The profile of GPUs that answer alike."""
+def record(cudnn: InstalledCudnn, gpus: list[Gpu], step: int, known: dict | None = None) -> dict:
+    """The profile of GPUs that answer alike, or what is `known` of it with the kinds that it lacks."""
     rng = random.Random(0)
-    formulas: dict[tuple | None, int] = {}
-    trees: dict[str, object] = {}
-    totals = collections.Counter()
+    formulas = {formula and tuple(formula): i for i, formula in enumerate(known["formulas"])} if known else {}
+    trees = dict(known["convolutions"]) if known else {}
+    missing = [kind for kind in kinds(gpus[0]) if not any(key.endswith(f"/{kind}") for key in trees)]
+    totals: collections.Counter[str] = collections.Counter()
     worst = 0
     for conv, levels in convolutions().items():
-        for dtype in DTYPES if gpus[0].sm >= 80 else ("float16", "float32"):
-            recorder = Recorder(cudnn, gpus[0], conv, dtype)
+        name = ",".join(map(str, conv))
+        for kind in missing:
+            recorder = Recorder(cudnn, gpus[0], conv, kind)
             learned = Learned(recorder, levels, rng, step)
             numbers = {i: formulas.setdefault(f, len(formulas)) for i, f in enumerate(learned.formulas)}
-            name = ",".join(map(str, conv))
             tree = relabel(learned.tree, numbers)
-            same = dtype == "bfloat16" and tree == trees[f"{name}/float16"]
-            trees[f"{name}/{dtype}"] = f"{name}/float16" if same else tree
+            half = kind.replace("bfloat16", "float16")
+            same = half != kind and tree == trees[f"{name}/{half}"]
+            trees[f"{name}/{kind}"] = f"{name}/{half}" if same else tree
             totals.update(
                 questions=learned.questions, held_out=learned.asked, same=learned.same, untried=recorder.untried
             )
             worst = max(worst, learned.worst)
+    recorded = {
+        "how": "asked",
+        "by": "benchmarks/record_profiles.py",
+        "gpus": [gpu.name for gpu in gpus],
+        "sizes": f"images up to 2048 pixels a side: squares in steps of {step}, common and random rectangles",
+        "questions": totals["questions"],
+        "held_out": totals["held_out"],
+        "held_out_same": totals["same"],
+        "held_out_worst_bytes": worst,
+        "answers_after_untried_engines": totals["untried"],
+    }
     return {
         "capability": gpus[0].capability,
         "cudnn": cudnn.version,
-        "recorded": {
-            "how": "asked",
-            "by": "benchmarks/record_profiles.py",
-            "gpus": [gpu.name for gpu in gpus],
-            "sizes": f"images up to 2048 pixels a side: squares in steps of {step}, common and random rectangles",
-            "questions": totals["questions"],
-            "held_out": totals["held_out"],
-            "held_out_same": totals["same"],
-            "held_out_worst_bytes": worst,
-            "answers_after_untried_engines": totals["untried"],
-        },
+        "recorded": known["recorded"] | {"added": {"kinds": missing, **recorded}} if known else recorded,
         "formulas": [list(formula) if formula else None for formula in formulas],
         "convolutions": trees,
     }
@@ -292,14 +307,16 @@ def compare(cudnn: InstalledCudnn, gpu: Gpu, version: str, count: int = 1000) ->
     convs = convolutions()
     for _ in range(count):
         conv = rng.choice(list(convs))
-        dtype = rng.choice(DTYPES if gpu.sm >= 80 else ("float16", "float32"))
+        kind = rng.choice(kinds(gpu))
         side = 64 * rng.randint(1, 32)
-        size, answer, _ = Recorder(cudnn, gpu, conv, dtype).ask(side, side, level := rng.choice(sorted(convs[conv])))
+        size, answer, _ = Recorder(cudnn, gpu, conv, kind).ask(side, side, level := rng.choice(sorted(convs[conv])))
         c, k, r, stride, padding = conv
-        known = profile.conv(profiles.Conv(dtype, 1, c, size["h"], size["w"], k, r, stride, padding))
+        layout = "nhwc" if "nhwc" in kind else "nchw"
+        question = profiles.Conv(kind.split()[0], 1, c, size["h"], size["w"], k, r, stride, padding, layout)
+        known = profile.conv(question, "strict" not in kind)
         if (known and known[0]) != answer:
             raise SystemExit(
-                f"{gpu.name}: {conv} {dtype} at {side} (level {level}): {version} says {known}, this says {answer}"
+                f"{gpu.name}: {conv} {kind} at {side} (level {level}): {version} says {known}, this says {answer}"
             )
     return {"same_as": profile.file, "cudnn": cudnn.version, "same_answers": count}
 
@@ -316,6 +333,20 @@ def write(profile: dict, path: str) -> None:
         file.write("{\n" + "\n".join(lines) + "\n }\n}\n")
 
 
+def add(cudnn: InstalledCudnn, folder: str, capability: str | None, step: int) -> None:
+    """The kinds of question that the files of a version lack, asked of their first GPU."""
+    for name, (sm, _, number) in sorted(profiles.profile_files().items()):
+        path = os.path.join(folder, name)
+        if number != profiles.version_number(cudnn.version) or (capability and str(sm) != capability.replace(".", "")):
+            continue
+        with open(path, encoding="utf-8") as file:
+            known = json.load(file)
+        if "same_as" not in known:
+            profile = record(cudnn, [find_gpu(name) for name in known["recorded"]["gpus"]], step, known)
+            write(profile, path)
+            print(path, profile["recorded"]["added"], flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--cudnn", help="libcudnn.so.9 or its folder; the installed one by default")
@@ -324,6 +355,7 @@ def main() -> None:
     parser.add_argument(
         "--same-as", metavar="VERSION", help="refer to this version's profiles where the answers are the same"
     )
+    parser.add_argument("--add", action="store_true", help="what the version's files lack, of one --capability or all")
     parser.add_argument("--out", default="vaemem/data/profiles")
     arguments = parser.parse_args()
     path = arguments.cudnn
@@ -332,6 +364,8 @@ def main() -> None:
     cudnn = InstalledCudnn(path)
     if cudnn.version is None:
         sys.exit(cudnn.reason)
+    if arguments.add:
+        return add(cudnn, arguments.out, arguments.capability, arguments.step)
     every = dict.fromkeys(find_gpu(name).capability for name in gpu_names())
     for capability in arguments.capability.split(",") if arguments.capability else every:
         try:

@@ -180,6 +180,72 @@ def test_failing_allocations_leave_it_whole(name):
     _core.fail_alloc_at(0)
 
 
+# ---- the driver's pool ----
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("settings", [{}, {"total_memory": 300 * MIB}, {"total_memory": GIB, "memory_fraction": 0.25}])
+def test_random_traces_on_the_drivers_pool(settings, seed):
+    """What is in use, and the most of it since the pool was trimmed, in pages of 2 MiB."""
+    allocator, rng = CachingAllocator(backend="cudaMallocAsync", **settings), random.Random(seed)
+    total, allowed = settings.get("total_memory", 1 << 60), 1 << 60
+    if "memory_fraction" in settings:
+        allowed = int(settings["memory_fraction"] * total)
+    live: dict[int, tuple[int, bool]] = {}  # address: bytes, and whether its free waits for another stream
+    reserved = refused = 0
+
+    def used(**kinds):
+        return sum(-(-size // 512) * 512 for size, pends in live.values() if kinds.get("all") or not pends)
+
+    def pages(size):
+        return -(-size // (2 * MIB)) * 2 * MIB
+
+    for op, argument in steps_of(rng, 600):
+        if op == "malloc":
+            size = argument[0]
+            wanted = pages(used(all=True) + -(-size // 512) * 512)
+            fits = wanted <= max(reserved, total) and sum(s for s, _ in live.values()) + size <= allowed
+            try:
+                address = allocator.malloc(*argument)
+            except OutOfMemory as full:
+                assert not fits and full.requested == size
+                refused += 1
+            else:
+                assert fits
+                live[address], reserved = (size, False), max(reserved, wanted)
+        elif op in ("free", "pend") and (blocks := [a for a, (_, pends) in live.items() if not pends]):
+            address = blocks[int(argument * len(blocks))]
+            allocator.free(address, pending=op == "pend")
+            size, _ = live.pop(address)
+            if op == "pend":
+                live[address] = size, True
+        elif op == "complete" and (pending := [a for a, (_, pends) in live.items() if pends]):
+            address = pending[int(argument * len(pending))]
+            allocator.free(address)
+            del live[address]
+        elif op == "empty":
+            allocator.empty_cache()
+            live = {a: (size, pends) for a, (size, pends) in live.items() if not pends}
+            reserved = pages(used())
+        assert (allocator.memory_allocated(), allocator.memory_reserved()) == (used(), reserved)
+    assert bool(refused) == bool(settings) and allocator.max_memory_reserved() >= reserved
+
+
+def test_the_drivers_pool_keeps_no_blocks():
+    pool = CachingAllocator.from_conf("backend:cudaMallocAsync", total_memory=64 * MIB)
+    first, second = pool.malloc(30 * MIB), pool.malloc(30 * MIB + 1)
+    assert pool.memory_allocated() == 60 * MIB + 512 and pool.memory_reserved() == 62 * MIB
+    pool.free(first)
+    assert pool.memory_reserved() == 62 * MIB and pool.malloc(32 * MIB)  # no gap is too small for it
+    with pytest.raises(OutOfMemory, match=r"no 3\.00 MiB to allocate; capacity 64\.00 MiB"):
+        pool.malloc(3 * MIB)
+    pool.free(second)
+    pool.empty_cache()
+    assert pool.memory_reserved() == 32 * MIB and pool.stats()["num_alloc_retries"] == 0
+    with pytest.raises(ValueError, match="snapshot: want the native backend"):
+        pool.snapshot()
+
+
 # ---- known figures ----
 
 
@@ -386,7 +452,7 @@ def test_from_conf():
         "max_split_size_mb",
         "max_split_size_mb:x",
         "unknown:1",
-        "backend:cudaMallocAsync",
+        "backend:jemalloc",
         "a:[1:2",
         "expandable_segments:yes",
     ],
@@ -409,6 +475,9 @@ def test_from_conf_refuses(conf):
         ({"roundup_power2_divisions": [4, 4]}, "16 numbers, got 2"),
         ({"garbage_collection_threshold": 0.5}, "total_memory"),
         ({"garbage_collection_threshold": 1.0, "total_memory": GIB}, "garbage_collection_threshold"),
+        ({"backend": "cudamallocasync"}, "backend: want native or cudaMallocAsync, got 'cudamallocasync'"),
+        ({"backend": "cudaMallocAsync", "expandable_segments": True}, "expandable_segments: want it with the native"),
+        ({"backend": "cudaMallocAsync", "max_split_size_mb": 128}, "max_split_size_mb: want it with the native"),
         ({"memory_fraction": 1.5, "total_memory": GIB}, "memory_fraction"),
     ],
 )

@@ -9,7 +9,7 @@ import pickle
 import numpy as np
 import pytest
 
-from vaemem import CachingAllocator, OutOfMemoryError, _core, predict_largest
+from vaemem import CachingAllocator, OutOfMemoryError, _core, predict_largest, sweep
 from vaemem.__main__ import main
 from vaemem.prediction import profiles, reproduce, workspace
 from vaemem.prediction.benchmark import PROTOCOLS, USUAL_PROTOCOL, benchmark
@@ -274,6 +274,20 @@ def test_any_config(tmp_path):
         ({"runtime": "ldm", "op": "decode_tiled"}, "tile: want diffusers, comfyui or a1111 for tiles"),
         ({"runtime": "bfl", "model": "flux", "op": "decode_tiled"}, "the bfl runtime has none"),
         ({"runtime": "comfyui", "weights_dtype": "float32"}, "weights_dtype: want the run's dtype float16"),
+        ({"channels_last": "yes"}, "channels_last: want True or False, got 'yes'"),
+        ({"channels_last": True, "torch_version": "2.15.0"}, r"channels_last: want it with PyTorch up to 2\.14, got 2"),
+        ({"allow_tf32": None}, "allow_tf32: want True or False, got None"),
+        ({"allow_tf32": False, "workspace": object()}, "allow_tf32: want True with a workspace of your own"),
+        (
+            {"allocator": "cudamallocasync"},
+            "allocator: want native, cudaMallocAsync or what PYTORCH_CUDA_ALLOC_CONF says",
+        ),
+        ({"allocator": "backend:jemalloc"}, "allocator: want native, .* got 'backend:jemalloc'"),
+        ({"allocator": "garbage_collection_threshold:0.8"}, "works with set_per_process_memory_fraction alone"),
+        ({"allocator": "backend:cudaMallocAsync,max_split_size_mb:64"}, "max_split_size_mb: want it with the native"),
+        ({"allocator": None}, "allocator: want text"),
+        ({"cudnn_benchmark": 1}, "cudnn_benchmark: want True or False, got 1"),
+        ({"cudnn_benchmark": True}, "cudnn_benchmark: want False, got True: PyTorch then times all of cuDNN's plans"),
         ({"height": 500}, "height: want a multiple of 8"),
         ({"width": 512.0}, "width: want a whole number"),
         ({"batch": 0}, "batch"),
@@ -285,6 +299,109 @@ def test_bad_questions(change, named):
     question = {"model": "sdxl", "op": "decode", "height": 512, "width": 512} | change
     with pytest.raises(ValueError, match=named):
         predict(**question)
+
+
+# ---- PyTorch's switches ----
+
+
+def test_channels_last_is_copied_around_every_norm():
+    """T = 128*H*W*e. A diffusers decode peaks where a shortcut's input, 256 channels of the whole size, is copied for
+    the block and again for its convolution: 2 T each, beside what goes in (2 T), conv2's output and its own (T each).
+    """
+    T, filters = 128 * 1024 * 1024 * 2, ("weights of sdxl", "input", "cublas [workspace]")
+    for version in ("2.5.1", "2.14.0", "2.9.1"):
+        p = predict("sdxl", "decode", 1024, 1024, channels_last=True, torch_version=version)
+        tensors = {name: size for name, size in p.peak_tensors if name not in filters}
+        assert tensors["decoder.up_blocks.3.resnets.0.conv_shortcut [contiguous]"] == 4 * T
+        assert 8 * T <= p.allocated < 8.01 * T and "channels_last" in repr(p) and p.channels_last is True
+    other = predict("sdxl", "decode", 1024, 1024, torch_version="2.9.1")
+    assert p.allocated < other.allocated  # whose workspace is 4 T
+    (weights,) = (size for name, size in p.peak_tensors if name == filters[0])
+    assert weights == dict(other.peak_tensors)[filters[0]] and p.weights_dtype == "float16"
+    assert predict("sd15", "decode", 256, 256, "float32", weights_dtype="float16", channels_last=True).allocated > 0
+
+
+def test_channels_last_copies_filters_one_by_one():
+    process = SimulatedProcess()
+    vae = process.load("sdxl", channels_last=True)
+    plain = SimulatedProcess()
+    assert plain.load("sdxl").nbytes == vae.nbytes and vae.channels_last
+    largest = 512 * 512 * 9 * 2
+    assert process.peak_allocated - plain.peak_allocated <= largest + MIB < process.peak_reserved
+    order = [size for _, _, size, _ in _core.Trace.weights(_core.models()["sdxl"], "diffusers", "float16").steps]
+    assert list(vae.storages.values()) == order  # Module.to goes through them in the old order
+
+
+def test_tf32_matters_to_float32_on_cards_that_have_it():
+    ada, turing = {"gpu": "RTX 4090"}, {"gpu": "T4"}
+    for kw in ({"dtype": "float16", **ada}, {"dtype": "float32", **turing}):
+        on, off = (predict("sdxl", "decode", 512, 512, allow_tf32=allowed, **kw) for allowed in (True, False))
+        assert sizes(on) == sizes(off) and "allow_tf32" not in repr(on) and "allow_tf32=False" in repr(off)
+    on, off = (predict("sdxl", "decode", 512, 512, "float32", allow_tf32=allowed) for allowed in (True, False))
+    assert off.allocated < on.allocated  # Winograd's filters, not a transposed input
+    process = SimulatedProcess("RTX 4090", allow_tf32=False)
+    process.decode(process.load("sdxl", "float32"), process.tensor((1, 4, 64, 64), "float32"))
+    assert process.workspace.tf32 is False
+
+
+def test_the_drivers_pool():
+    """cudaMallocAsync: what is in use, with no rounding to segments; how much the driver wastes is a band."""
+    native = predict("sdxl", "decode", 1024, 1024, torch_version="2.9.1")
+    p = predict("sdxl", "decode", 1024, 1024, torch_version="2.9.1", allocator="cudaMallocAsync")
+    assert p.allocated <= native.allocated and p.reserved < native.reserved
+    assert -2 * MIB < p.peak_reserved - p.peak_allocated < 2 * MIB
+    assert p.band == (p.reserved, native.reserved) and p.upper == native.upper and p.upper_share != p.upper_share
+    assert p.substitutions == ("a pool of the driver's that wastes nothing",) and "cudaMallocAsync" in repr(p)
+    assert p.peak_reserved >= p.least_reserved > p.peak_reserved / 2 and p.fits
+    said = predict("sdxl", "decode", 1024, 1024, torch_version="2.9.1", allocator="backend:cudaMallocAsync")
+    assert said.allocator == p.allocator and sizes(said) == sizes(p)
+    small = predict("sdxl", "decode", 2048, 2048, dtype="float32", gpu="RTX 4060", allocator="cudaMallocAsync")
+    assert not small.fits and small.out_of_memory_at.bytes > 0
+    assert predict_largest("sdxl", "decode", gpu="RTX 4060", allocator="cudaMallocAsync")[0] >= 1024
+    with pytest.raises(ValueError, match="save_snapshot: want a process whose allocator is native"):
+        p.save_snapshot("nowhere")
+
+
+def test_allocator_settings(tmp_path):
+    usual, grown = (predict("sdxl", "decode", 1024, 1024, allocator=a) for a in ("native", "expandable_segments:True"))
+    assert grown.allocated <= usual.allocated and grown.reserved < usual.reserved and grown.upper_share != 1
+    assert "expandable_segments:True" in repr(grown) and usual.upper_share == 1
+    for conf in ("", "backend:native", "pinned_use_cuda_host_register:True"):
+        assert sizes(predict("sdxl", "decode", 1024, 1024, allocator=conf)) == sizes(usual)
+    assert predict("sdxl", "decode", 256, 256, allocator="backend:native").allocator == "native"
+    whole = predict("sdxl", "decode", 1024, 1024, allocator="max_split_size_mb:128")
+    assert whole.reserved > usual.reserved and whole.least_reserved < usual.least_reserved
+    grown.save_snapshot(tmp_path / "snapshot.pickle")
+    snapshot = pickle.loads((tmp_path / "snapshot.pickle").read_bytes())
+    assert snapshot["allocator_settings"]["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+
+
+def test_switches_in_formulas_and_tables():
+    names = formula("sdxl", "decode", "float32", allow_tf32=False, channels_last=True).name
+    assert names == "sdxl decode float32 diffusers channels_last allow_tf32=False"
+    (row,) = sweep("sdxl", "decode", 256, "float32", source="predicted", allow_tf32=False, channels_last=True)
+    p = predict("sdxl", "decode", 256, 256, "float32", allow_tf32=False, channels_last=True)
+    assert row["reserved_bytes"] == p.reserved and ", channels_last, allow_tf32=False, vaemem" in row["versions"]
+
+
+def test_switches_on_the_command_line(capsys):
+    assert main(["predict", "sdxl", "decode", "256x256", "--dtype", "float32", "--channels-last", "--no-tf32"]) == 0
+    assert ", channels_last, allow_tf32=False)" in capsys.readouterr().out
+    assert main(["largest", "sdxl", "decode", "--gpu", "RTX 4060", "--cudnn-benchmark"]) == 2
+    assert "cudnn_benchmark: want False, got True" in capsys.readouterr().err
+
+
+def test_channels_last_and_strict_float32_were_recorded():
+    for kw in ({"channels_last": True}, {"dtype": "float32", "allow_tf32": False}):
+        for gpu in ("RTX 4090", "RTX 3090", "A100", "RTX 5090"):
+            p = predict("sdxl", "decode", 512, 512, gpu=gpu, torch_version="2.9.1", **kw)
+            assert p.substitutions == () and p.band == (p.reserved,) * 2
+    ruled = predict(
+        _core.models()["sdxl"] | {"name": "custom", "block_out_channels": (96, 192), "norm_num_groups": 8},
+        "decode", 256, 256, torch_version="2.9.1", channels_last=True,
+    )  # fmt: skip
+    assert "a rule for channels_last convolutions that no cuDNN was asked about" in ruled.substitutions
+    assert ruled.band[0] <= ruled.reserved < ruled.band[1]
 
 
 # ---- protocols ----
@@ -434,7 +551,7 @@ def test_a_prediction_says_what_stands_in_for_what():
     assert "a rule for convolutions that no cuDNN was asked about" in repr(ruled)
     assert ruled.band[0] < ruled.reserved < ruled.band[1]
     bfl = predict("flux", "decode", 512, 512, torch_version="2.9.1")
-    assert bfl.substitutions == ("a rule for channels_last convolutions that no cuDNN was asked about",)
+    assert bfl.substitutions == ()  # its one convolution in channels_last, proj_out, was recorded too
     unasked = predict("sdxl", "decode", 512, 512, gpu="H100 PCIe", cudnn_version="9.28.0")
     assert "substituted: a profile of NVIDIA H100 80GB HBM3" in repr(unasked)
     assert "sm_89 (as NVIDIA GeForce RTX 40" in repr(predict("sdxl", "decode", 512, 512, gpu="sm_89", memory="16 GB"))

@@ -48,7 +48,16 @@ def assert_same(built, recorded):
     assert built.convs == recorded.convs
 
 
-def diffusers_case(arch, op, height, width, batch=1, tile=0, slicing=False, dtype="float16"):
+def formatted(module, channels_last):
+    """The module, its filters in channels_last where that is asked."""
+    import torch
+
+    return module.to(memory_format=torch.channels_last) if channels_last else module
+
+
+def diffusers_case(
+    arch, op, height, width, batch=1, tile=0, slicing=False, dtype="float16", *, channels_last=False
+):  # fmt: skip
     torch = pytest.importorskip("torch")
     pytest.importorskip("diffusers")
     from torch_vaes import diffusers_vae
@@ -56,7 +65,7 @@ def diffusers_case(arch, op, height, width, batch=1, tile=0, slicing=False, dtyp
     from vaemem.pytorch import record
 
     factor = 2 ** (len(arch["block_out_channels"]) - 1)
-    vae = diffusers_vae(arch, getattr(torch, dtype))
+    vae = formatted(diffusers_vae(arch, getattr(torch, dtype)), channels_last)
     vae.use_slicing, vae.use_tiling = slicing, bool(tile)
     vae.tile_sample_min_size, vae.tile_latent_min_size = tile, tile // factor
     if op == "decode":
@@ -67,7 +76,9 @@ def diffusers_case(arch, op, height, width, batch=1, tile=0, slicing=False, dtyp
     else:
         image = torch.empty(batch, arch["in_channels"], height, width, dtype=vae.dtype, device="meta")
         recording = record(vae, image, call=lambda v, x: v.encode(x).latent_dist)
-    built = _core.Trace.vae(arch, "diffusers", op, dtype, height, width, batch, tile, slicing)
+    built = _core.Trace.vae(
+        arch, "diffusers", op, dtype, height, width, batch, tile, slicing, channels_last=channels_last
+    )
     assert_same(built, recording.trace)
     assert recording.unmodelled == {}
     return recording
@@ -133,7 +144,8 @@ def test_tiles_of_a_shipped_model():
 @pytest.mark.parametrize(
     "case", [(MODELS["flux"], 512, 512), (MODELS["flux"], 256, 384, 2), (BFL, 4, 4), (BFL, 8, 40), (BFL, 32, 32, 2)]
 )
-def test_bfl_lives_as_recorded(case, op):
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_bfl_lives_as_recorded(channels_last, case, op):
     torch = pytest.importorskip("torch")
     pytest.importorskip("diffusers")
     from torch_ldm import ldm_vae
@@ -142,7 +154,7 @@ def test_bfl_lives_as_recorded(case, op):
 
     arch, height, width, batch = (*case, 1)[:4]
     factor = 2 ** (len(arch["block_out_channels"]) - 1)
-    vae = ldm_vae(arch, "bfl", torch.bfloat16)
+    vae = formatted(ldm_vae(arch, "bfl", torch.bfloat16), channels_last)
     shape = (
         (batch, arch["latent_channels"], height // factor, width // factor)
         if op == "decode"
@@ -150,24 +162,26 @@ def test_bfl_lives_as_recorded(case, op):
     )
     x = torch.empty(shape, dtype=torch.bfloat16, device="meta")
     recording = record(vae, x, call=lambda v, x: getattr(v, op)(x))
-    assert_same(_core.Trace.vae(arch, "bfl", op, "bfloat16", height, width, batch), recording.trace)
+    built = _core.Trace.vae(arch, "bfl", op, "bfloat16", height, width, batch, channels_last=channels_last)
+    assert_same(built, recording.trace)
 
 
-def ldm_case(runtime, arch, op, height, width, batch=1, tile=0, dtype="float16"):
+def ldm_case(runtime, arch, op, height, width, batch=1, tile=0, dtype="float16", *, channels_last=False):
     torch = pytest.importorskip("torch")
     from torch_ldm import ldm_vae
 
     from vaemem.pytorch import record
 
     factor = 2 ** (len(arch["block_out_channels"]) - 1)
-    vae = ldm_vae(arch, runtime, getattr(torch, dtype))
+    vae = formatted(ldm_vae(arch, runtime, getattr(torch, dtype)), channels_last)
     small = arch["latent_channels"], height // factor, width // factor
     shape = (batch, *(small if op == "decode" else (arch["in_channels"], height, width)))
     call = getattr(vae, f"{op}_tiled" if tile else op)
     sides = (tile // factor, min(64, tile // 4) // factor) if op == "decode" else (tile, min(64, tile // 4))
     x = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
     recording = record(vae, x, call=lambda _, x: call(x, *(sides if tile else ())))
-    assert_same(_core.Trace.vae(arch, runtime, op, dtype, height, width, batch, tile), recording.trace)
+    built = _core.Trace.vae(arch, runtime, op, dtype, height, width, batch, tile, channels_last=channels_last)
+    assert_same(built, recording.trace)
     assert recording.unmodelled == {}
 
 
@@ -219,18 +233,54 @@ def test_comfyui_tiles_and_vaes_without_quant_convolutions(case, op):
         (SMALL, 100, 100, 1, 64),
     ],
 )
-def test_a1111_pads_its_tiles(case, op):
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_a1111_pads_its_tiles(channels_last, case, op):
     torch = pytest.importorskip("torch")
     from torch_ldm import TiledVae
 
     from vaemem.pytorch import record
 
     arch, height, width, batch, tile, dtype = (*case, "float16")[:6]
-    vae = TiledVae(arch, getattr(torch, dtype))
+    vae = formatted(TiledVae(arch, getattr(torch, dtype)), channels_last)
     shape = batch, arch["latent_channels"], height // vae.factor, width // vae.factor
     x = torch.empty(shape if op == "decode" else (batch, 3, height, width), dtype=getattr(torch, dtype), device="meta")
     recording = record(vae, x, call=lambda v, x: getattr(v, op)(x, tile))
-    assert_same(_core.Trace.vae(arch, "a1111", op, dtype, height, width, batch, tile), recording.trace)
+    built = _core.Trace.vae(arch, "a1111", op, dtype, height, width, batch, tile, channels_last=channels_last)
+    assert_same(built, recording.trace)
+
+
+@pytest.mark.parametrize("op", ["encode", "decode"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        (MODELS["sdxl"], 512, 512),
+        (MODELS["sdxl"], 4096, 2048),  # too large for diffusers to upsample in channels_last
+        (SMALL, 32, 32, 64),  # as is such a batch
+        (SMALL, 4, 4, 2),
+        (SMALL, 8, 40),
+        (SMALL, 64, 96, 3, 0, True),
+        (ODD, 32, 48, 2),
+        (WIDE, 16, 32),
+        (FLAT, 16, 16),
+        (PLAIN, 32, 32, 2),
+        (SMALL, 160, 96, 2, 64),
+        ({**SMALL, "in_channels": 1, "latent_channels": 1}, 48, 64, 1, 32),
+    ],
+)
+def test_channels_last_lives_as_recorded(case, op):
+    diffusers_case(case[0], op, *case[1:], channels_last=True)
+
+
+@pytest.mark.parametrize("op", ["encode", "decode"])
+@pytest.mark.parametrize("runtime", ["ldm", "comfyui", "a1111"])
+@pytest.mark.parametrize("case", [(MODELS["sd15"], 256, 256), (SMALL, 64, 96, 3), (SMALL, 4, 8), (ODD, 32, 48, 2)])
+def test_channels_last_in_code_after_compvis(runtime, case, op):
+    ldm_case(runtime, case[0], op, *case[1:], channels_last=True)
+
+
+@pytest.mark.parametrize("op", ["encode", "decode"])
+def test_channels_last_in_tiles_of_comfyui(op):
+    ldm_case("comfyui", SMALL, op, 160, 96, 2, 64, channels_last=True)
 
 
 def test_images_of_comfyui_reach_the_gpu_in_channels_last():
@@ -292,8 +342,8 @@ def test_weights_are_moved_in_the_modules_order(runtime, arch):
 
     make = diffusers_vae if runtime == "diffusers" else functools.partial(ldm_vae, runtime=runtime)
     vae = make(arch, dtype=torch.float16)
-    sizes = [tensor.nbytes for _, tensor in _in_order_of_to(vae)]
-    assert [count for _, _, count, _ in _core.Trace.weights(arch, runtime, "float16").steps] == sizes
+    wanted = [(t.nbytes, "filter" if t.dim() == 4 else "weights") for _, t in _in_order_of_to(vae)]
+    assert [(count, name) for *_, count, name in _core.Trace.weights(arch, runtime, "float16").steps] == wanted
 
 
 def test_eager_strides_are_pytorchs():

@@ -444,7 +444,8 @@ def vae_tile_forward(net, z, most: int, factor: int, groups: int, decodes: bool)
     result = None
     for (top, bottom), (left, right) in itertools.product(corners(height, most, pad), corners(width, most, pad)):
         shape = n, z.shape[1], bottom - top, right - left
-        tile = torch.empty(shape, dtype=z.dtype, device=z.device)  # from the host
+        order = torch.channels_last if z.is_contiguous(memory_format=torch.channels_last) else torch.contiguous_format
+        tile = torch.empty(shape, dtype=z.dtype, device=z.device, memory_format=order)  # from the host, strides kept
         queue = [list(task) for task in tasks]
         while queue:
             task = queue.pop(0)

@@ -128,6 +128,8 @@ def _where(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "gpu": args.gpu, "memory": args.memory, "used": args.used, "cudnn_version": args.cudnn,
         "torch_version": args.torch, "runtime": args.runtime, "protocol": args.protocol,
+        "channels_last": args.channels_last, "allow_tf32": not args.no_tf32, "cudnn_benchmark": args.cudnn_benchmark,
+        "allocator": args.allocator,
     }  # fmt: skip
 
 
@@ -200,6 +202,13 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument(
             "--torch", metavar="VERSION", help="such as 2.7.1+cu128 (default); 2.7.1 is the build that PyPI has"
         )
+        sub.add_argument("--channels-last", action="store_true", help="the model in PyTorch's channels_last format")
+        sub.add_argument("--no-tf32", action="store_true", help="torch.backends.cudnn.allow_tf32 = False")
+        sub.add_argument(
+            "--allocator", default="native", metavar="CONF",
+            help="native, cudaMallocAsync or what PYTORCH_CUDA_ALLOC_CONF says, such as expandable_segments:True",
+        )  # fmt: skip
+        sub.add_argument("--cudnn-benchmark", action="store_true", help="refused: only the card knows what that takes")
 
     def formatted(sub: argparse.ArgumentParser, *forms: str) -> None:
         sub.add_argument("--format", choices=forms, default="text", help="of what is printed")

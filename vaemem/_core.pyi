@@ -51,6 +51,7 @@ class _Settings(TypedDict):
     divisions: tuple[int, ...]
     gc_threshold: float
     expandable_segments: bool
+    driver_pool: bool
     history: bool
 
 # dtype, n, c, h, w, k, r, stride, padding, layout
@@ -126,7 +127,7 @@ class CachingAllocator:
     OutOfMemoryError: type[OutOfMemoryError]
     def __new__(
         cls, total_memory: int, allowed_memory: int, max_split_size: int, max_non_split_rounding: int, reservation: int,
-        divisions: Sequence[int], gc_threshold: float, expandable_segments: bool, history: bool,
+        divisions: Sequence[int], gc_threshold: float, expandable_segments: bool, driver_pool: bool, history: bool,
     ) -> Self: ...  # fmt: skip
     def malloc(self, bytes: int, stream: int = 0) -> int: ...
     def free(self, address: int, pending: bool = False) -> None: ...
@@ -168,6 +169,7 @@ class Trace:
     def vae(
         cls, arch: Mapping[str, Any], runtime: str, op: str, dtype: str, height: int, width: int, batch: int = 1,
         tile: int = 0, slicing: bool = False, sm: int = 89, multiprocessors: int = 128, free_bytes: int = 0,
+        channels_last: bool = False,
     ) -> Trace: ...  # fmt: skip
     @classmethod
     def weights(cls, arch: Mapping[str, Any], runtime: str, dtype: str, /) -> Trace: ...

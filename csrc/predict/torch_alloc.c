@@ -23,7 +23,8 @@ uint64_t vm_talloc_round(const vm_talloc_config *config, uint64_t bytes) {
     return VM_ROUND_UP(bytes, step);
 }
 
-static uint64_t segment_size(const request *r) {
+static uint64_t segment_size(const vm_talloc *a, const request *r) {
+    if (a->config.driver_pool) return r->size;
     if (r->small) return TA_SMALL_SEGMENT;
     return r->size < TA_LARGE_FROM ? TA_LARGE_SEGMENT : VM_ROUND_UP(r->size, TA_LARGE_ROUND);
 }
@@ -51,16 +52,8 @@ static void request_free(vm_talloc *a, block *b) {
     ta_record(a, VM_TALLOC_FREE_REQUESTED, b->node.address, b->requested, b->node.stream, b->tag);
 }
 
-static void complete_free(vm_talloc *a, block *b) {
-    node *newer = b->node.child[0], *older = b->node.child[1];
-    *(newer ? &newer->child[1] : &a->pending) = older;
-    if (older) older->child[0] = newer;
-    a->pendings--;
-    ta_record(a, VM_TALLOC_FREE_COMPLETED, b->node.address, b->requested, b->node.stream, b->tag);
-    ta_table_remove(a, b);
-    const int64_t size = (int64_t)b->node.size, requested = (int64_t)b->requested;
-    b->state = VM_TALLOC_FREE_BLOCK;
-    b->tag = 0;
+/* A free block goes to its pool's tree, merged with its neighbours; the driver's pool keeps none. */
+static void cache_free(vm_talloc *a, block *b) {
     int64_t blocks = 0, bytes = 0; /* how the inactive split blocks change, in number and in size */
     block *neighbours[2] = {b->prev, b->next};
     for (int i = 0; i < 2; i++) {
@@ -70,8 +63,23 @@ static void complete_free(vm_talloc *a, block *b) {
     ta_cache(a, b);
     if (ta_is_split(b)) blocks++, bytes += (int64_t)b->node.size;
     if (!b->expandable) ta_count_both(a, VM_TALLOC_INACTIVE_SPLIT, b->small, blocks, bytes);
-    ta_count_both(a, VM_TALLOC_ACTIVE, b->small, -1, -size);
-    ta_count(a, VM_TALLOC_REQUESTED_BYTES, b->small, -requested);
+}
+
+static void complete_free(vm_talloc *a, block *b) {
+    node *newer = b->node.child[0], *older = b->node.child[1];
+    *(newer ? &newer->child[1] : &a->pending) = older;
+    if (older) older->child[0] = newer;
+    a->pendings--;
+    ta_record(a, VM_TALLOC_FREE_COMPLETED, b->node.address, b->requested, b->node.stream, b->tag);
+    ta_table_remove(a, b);
+    ta_count_both(a, VM_TALLOC_ACTIVE, b->small, -1, -(int64_t)b->node.size);
+    ta_count(a, VM_TALLOC_REQUESTED_BYTES, b->small, -(int64_t)b->requested);
+    b->state = VM_TALLOC_FREE_BLOCK;
+    b->tag = 0;
+    if (a->config.driver_pool)
+        ta_segment_drop(a, b);
+    else
+        cache_free(a, b);
 }
 
 vm_status vm_talloc_free_request(vm_talloc *a, uint64_t address) {
@@ -95,10 +103,17 @@ vm_status vm_talloc_free(vm_talloc *a, uint64_t address) {
     return VM_OK;
 }
 
+/* What the driver's pool holds while so many more bytes are in use. */
+static uint64_t pool_size(const vm_talloc *a, uint64_t more) {
+    return VM_ROUND_UP((uint64_t)a->stats.of[VM_TALLOC_ACTIVE_BYTES][VM_TALLOC_ALL].current + more, TA_LARGE_ROUND);
+}
+
 /* Pending frees complete, then every cached segment that is whole goes back to the device. */
 static void release_whole_segments(vm_talloc *a) {
     a->stats.num_sync_all_streams++; /* which ends every use on another stream */
     while (a->pending) complete_free(a, ta_block(a->pending));
+    if (a->config.driver_pool)
+        ta_count(a, VM_TALLOC_RESERVED_BYTES, false, (int64_t)pool_size(a, 0) - (int64_t)reserved(a));
     for (int small = 0; small < 2; small++) {
         tree *t = &a->pools[small].cached;
         for (node *n = ta_next(t, NULL), *next; n; n = next) {
@@ -196,9 +211,20 @@ static bool release_oversized(vm_talloc *a, const request *r) {
     return released >= key.size;
 }
 
+/* Memory of the driver's pool, which grows where it must; NULL when it cannot. */
+static block *take_of_pool(vm_talloc *a, const request *r) {
+    const uint64_t size = pool_size(a, r->size), held = reserved(a);
+    const uint64_t requested = (uint64_t)a->stats.of[VM_TALLOC_REQUESTED_BYTES][VM_TALLOC_ALL].current;
+    if (a->config.allowed_memory && requested + r->bytes > a->config.allowed_memory) return NULL;
+    if (a->config.total_memory && size > VM_MAX(held, a->config.total_memory)) return NULL;
+    block *b = ta_segment_new(a, r->size, r->stream, false);
+    if (b && size > held) ta_count(a, VM_TALLOC_RESERVED_BYTES, false, (int64_t)(size - held));
+    return b;
+}
+
 /* Memory from the device; NULL when it has none left. */
 static block *take_new(vm_talloc *a, const request *r) {
-    const uint64_t size = segment_size(r), held = reserved(a);
+    const uint64_t size = segment_size(a, r), held = reserved(a);
     if (a->config.allowed_memory && held + size > a->config.allowed_memory) return NULL;
     if (a->config.expandable_segments) return ta_expand(a, r->size, r->stream, r->small);
     if (a->config.total_memory && held + size > a->config.total_memory) return NULL;
@@ -249,7 +275,7 @@ static const char *human(uint64_t bytes, char text[32]) {
 static vm_status out_of_memory(vm_talloc *a, const request *r) {
     vm_talloc_oom *o = &a->oom;
     *o = (vm_talloc_oom){.requested = r->bytes,
-                         .wanted = segment_size(r),
+                         .wanted = segment_size(a, r),
                          .total = a->config.total_memory,
                          .allowed = a->config.allowed_memory,
                          .allocated = (uint64_t)a->stats.of[VM_TALLOC_ALLOCATED_BYTES][VM_TALLOC_ALL].current,
@@ -277,8 +303,10 @@ vm_status vm_talloc_malloc(vm_talloc *a, uint64_t bytes, uint64_t stream, uint64
     vm_status s = ta_make_room(a);
     if (s) return s;
     const uint64_t size = vm_talloc_round(&a->config, bytes);
-    const request r = {.bytes = bytes, .size = size, .stream = stream, .small = size <= TA_SMALL};
-    block *b = take_cached(a, &r);
+    const bool pooled = a->config.driver_pool;
+    const request r = {.bytes = bytes, .size = size, .stream = stream, .small = !pooled && size <= TA_SMALL};
+    block *b = pooled ? take_of_pool(a, &r) : take_cached(a, &r);
+    if (!b && pooled) return out_of_memory(a, &r);
     if (!b) {
         if (collects(a)) collect_garbage(a);
         b = take_new(a, &r);

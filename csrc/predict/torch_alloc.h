@@ -1,4 +1,4 @@
-/* PyTorch's native CUDA caching allocator, without the memory: addresses and sizes only.
+/* PyTorch's CUDA allocators, without the memory: addresses and sizes only. First the native one, which caches.
  *
  * What it does (c10/cuda/CUDACachingAllocator.cpp of PyTorch 2.5 to 2.9, backend "native"):
  *
@@ -15,8 +15,14 @@
  * order.
  *
  * Not modelled: private pools of CUDA graphs, the moment at which the events of record_stream complete (the caller says
- * it: vm_talloc_free_request, later vm_talloc_free), the CUDA context's own memory (subtract it from total_memory), the
- * cudaMallocAsync backend. */
+ * it: vm_talloc_free_request, later vm_talloc_free), the CUDA context's own memory (subtract it from total_memory).
+ *
+ * With driver_pool it is the backend "cudaMallocAsync" (c10/cuda/CUDAMallocAsyncAllocator.cpp): PyTorch keeps nothing, each
+ * request goes to the driver's memory pool, whose attributes its statistics are: used is allocated, reserved is
+ * reserved. The release threshold is set to the largest, so the pool gives back only when the cache is emptied (trimmed to 0).
+ * The driver moves free pages together where none fits (it says so; pools were seen to waste memory all the same), so
+ * this pool wastes nothing: reserved is the most that was in use since it was trimmed, in pages of 2 MiB, which is the least
+ * that it can be. Sizes are rounded to 512 B, an assumption. */
 #ifndef VM_TORCH_ALLOC_H
 #define VM_TORCH_ALLOC_H
 
@@ -34,7 +40,8 @@ typedef struct vm_talloc_config {
     uint32_t roundup_divisions[VM_TALLOC_INTERVALS]; /* from 2^(20+i) on, smaller ones as [0]; 0: round to 512 B */
     double gc_threshold; /* share of allowed_memory above which old cached segments are freed; 0: off */
     bool expandable_segments;
-    bool history; /* keep every event for vm_talloc_events */
+    bool driver_pool; /* the cudaMallocAsync backend; of the rest only total_memory and allowed_memory then matter */
+    bool history;     /* keep every event for vm_talloc_events */
 } vm_talloc_config;
 
 typedef struct vm_talloc vm_talloc;

@@ -38,7 +38,8 @@ tensor vm_walk_attention_diffusers(walk *w, const tensor *x, path name) {
     const tensor projected = take_like(w, &normed, out);
     blas(w, VM_TRACE_CUBLASLT, at(out, " [workspace]"));
     bind(w, &h, projected);
-    tensor y = take(w, x->n, x->c, x->h, x->w, seen(x), at(name, " [sum]"));
+    const layout layout = x->layout == CHANNELS_LAST ? CHANNELS_LAST : seen(x);
+    tensor y = take(w, x->n, x->c, x->h, x->w, layout, at(name, " [sum]"));
     give(w, &h);
     bind(w, &y, take_like(w, &y, name)); /* / rescale_output_factor */
     give(w, &normed);
@@ -66,9 +67,7 @@ static void give_qkv(walk *w, const heads *a) {
 }
 
 /* (N, 1, H*W, C), made contiguous: new tensors, or the same. */
-static tensor transposed(walk *w, const tensor *x, path name) {
-    return x->c > 1 && x->h * x->w > 1 ? take_like(w, x, at(name, " [contiguous]")) : *x;
-}
+static tensor transposed(walk *w, const tensor *x, path name) { return dense(w, x, true, name); }
 
 tensor vm_walk_attention_bfl(walk *w, const tensor *x, path name) {
     heads a = project(w, x, name);
@@ -142,7 +141,7 @@ static size_t parts(const walk *w, const tensor *x) {
 static tensor attend_in_parts(walk *w, const heads *a, bool drops, path name) {
     const path attended = at(name, " [attention]");
     const tensor *x = &a->normed;
-    tensor h = take_like(w, x, attended); /* zeros */
+    tensor h = take_like(w, &a->qkv[1], attended); /* zeros like the keys */
     if (drops) give(w, x);
     const size_t n = parts(w, x), queries = VM_PRODUCT(x->h, x->w) / n;
     for (size_t i = 0; !w->status && i < n; i++) {

@@ -88,9 +88,16 @@ tensor vm_walk_downsample(walk *w, const tensor *x, path name) {
     return y;
 }
 
+/* diffusers keeps large tensors from PyTorch's channels_last kernel (pytorch#141831). */
+static bool too_large_for_nhwc(const tensor *x) {
+    return x->n >= 64 || VM_PRODUCT(2, x->n, x->c, x->h, x->w) > (size_t)1 << 31;
+}
+
 tensor vm_walk_upsample(walk *w, const tensor *x, path name) {
-    const layout layout = x->layout == CHANNELS_LAST ? CHANNELS_LAST : CONTIGUOUS;
+    const tensor in = w->frames->diffusers && too_large_for_nhwc(x) ? contiguous(w, x, name) : *x;
+    const layout layout = in.layout == CHANNELS_LAST ? CHANNELS_LAST : CONTIGUOUS;
     const tensor wide = take(w, x->n, x->c, 2 * x->h, 2 * x->w, layout, at(name, " [nearest 2x]"));
+    give_copy(w, &in, x);
     const tensor y = conv3(w, &wide, x->c, name);
     give(w, &wide);
     return y;

@@ -44,11 +44,12 @@ static void learn(worker *k, path name) {
 /* batch_norm, whose own mean and deviation come and go, then products and sums in place. */
 static void apply_norm(worker *k, path name) {
     learn(k, name);
-    const tensor y = take_like(k->w, &k->tile, name);
+    const tensor in = contiguous(k->w, &k->tile, name), y = take_like(k->w, &in, name);
     tensor saved[2];
     for (int i = 0; i < 2; i++)
         saved[i] = take_sized(k->w, y.n, k->w->vae->arch->norm_num_groups, 1, 1, CONTIGUOUS, 4, at(name, " [saved]"));
     for (int i = 0; i < 2; i++) give(k->w, &saved[i]);
+    give_copy(k->w, &in, &k->tile);
     next(k, y);
 }
 
@@ -116,7 +117,7 @@ static size_t side_of(size_t side, size_t pad, size_t most, size_t *count) {
 static tensor shrink(walk *w, const tensor *x, size_t most) {
     const double scale = (double)most / (double)VM_MAX(x->h, x->w);
     const size_t h = (size_t)((double)x->h * scale), wide = (size_t)((double)x->w * scale);
-    tensor y = take(w, x->n, x->c, VM_MAX(h, 1), VM_MAX(wide, 1), CONTIGUOUS, (path){"shrunk"});
+    tensor y = take(w, x->n, x->c, VM_MAX(h, 1), VM_MAX(wide, 1), x->layout, (path){"shrunk"});
     tensor scaled = take_like(w, &y, (path){"shrunk [scaled]"});
     for (int i = 0; i < 3; i++) bind(w, &scaled, take_like(w, &scaled, (path){"shrunk [scaled]"}));
     bind(w, &y, scaled);
@@ -141,7 +142,7 @@ tensor vm_walk_tiled_vae(walk *w, const tensor *x) {
     for (size_t i = 0; !w->status && i < rows * cols; i++) {
         const size_t top = i / cols * side[0], left = i % cols * side[1];
         const size_t h = VM_MIN(side[0] + 2 * pad, x->h - top), v = VM_MIN(side[1] + 2 * pad, x->w - left);
-        run(&k, take(w, x->n, x->c, h, v, CONTIGUOUS, (path){"tile"}));
+        run(&k, take(w, x->n, x->c, h, v, x->layout, (path){"tile"}));
         if (!i) result = take_sized(w, x->n, k.tile.c, high, wide, CONTIGUOUS, 4, (path){"result [float]"});
         give(w, &k.tile);
     }

@@ -119,6 +119,7 @@ typedef struct vm_trace_vae {
     size_t height, width, batch; /* of the image; multiples of vm_arch_factor */
     size_t tile;                 /* side of a tile in pixels; 0: tiling is off */
     bool slicing;
+    bool channels_last; /* the filters' memory format: module.to(memory_format=torch.channels_last) */
     vm_trace_gpu gpu;
 } vm_trace_vae;
 
@@ -126,7 +127,8 @@ typedef struct vm_trace_vae {
  * decode: the image; encode: bfl's latents, or the others' posterior (moments, logvar, std, var). ComfyUI's methods take
  * from the host and give to it: the input is in the trace, and nothing stays. */
 vm_status vm_trace_vae_build(const vm_trace_vae *vae, vm_trace **out);
-/* The parameters, taken one by one in the order in which Module.to moves them. */
+/* The parameters, taken one by one in the order in which Module.to moves them; those of four dimensions, which alone
+ * have a memory format, under the name "filter", the others under "weights". */
 vm_status vm_trace_vae_weights(const vm_arch *arch, vm_trace_runtime runtime, vm_dtype dtype, vm_trace **out);
 
 #endif

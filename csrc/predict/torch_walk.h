@@ -71,8 +71,11 @@ static inline tensor take(walk *w, size_t n, size_t c, size_t h, size_t x, layou
     return take_sized(w, n, c, h, x, layout, element(w), name);
 }
 
+/* Of one channel, or one pixel: dense in either format. */
+static inline bool either(const tensor *x) { return x->c == 1 || x->h * x->w == 1; }
+
 static inline tensor take_like(walk *w, const tensor *x, path name) {
-    return take(w, x->n, x->c, x->h, x->w, x->layout, name);
+    return take(w, x->n, x->c, x->h, x->w, either(x) ? CONTIGUOUS : x->layout, name);
 }
 
 static inline void give(walk *w, const tensor *x) {
@@ -87,11 +90,13 @@ static inline void bind(walk *w, tensor *x, tensor y) {
     *x = y;
 }
 
-/* x.contiguous(); a new tensor, or x itself. */
-static inline tensor contiguous(walk *w, const tensor *x, path name) {
-    if (x->layout == CONTIGUOUS && !x->slice) return *x;
-    return take(w, x->n, x->c, x->h, x->w, CONTIGUOUS, at(name, " [contiguous]"));
+/* x.contiguous(memory_format): a new tensor, or x itself. */
+static inline tensor dense(walk *w, const tensor *x, bool nhwc, path name) {
+    if (!x->slice && (either(x) || (x->layout != CONTIGUOUS) == nhwc)) return *x;
+    return take(w, x->n, x->c, x->h, x->w, nhwc ? CHANNELS_LAST : CONTIGUOUS, at(name, " [contiguous]"));
 }
+
+static inline tensor contiguous(walk *w, const tensor *x, path name) { return dense(w, x, false, name); }
 
 static inline void give_copy(walk *w, const tensor *copy, const tensor *of) {
     if (copy->id != of->id) give(w, copy);
@@ -100,8 +105,10 @@ static inline void give_copy(walk *w, const tensor *copy, const tensor *of) {
 /* ---- operators ---- */
 
 static inline tensor conv(walk *w, const tensor *x, size_t k, size_t side, size_t stride, size_t padding, path name) {
-    const bool nhwc = x->layout == CHANNELS_LAST && !x->slice;
-    const tensor in = nhwc ? *x : contiguous(w, x, name);
+    const bool of_input = x->layout == CHANNELS_LAST && !x->slice;
+    const bool of_filter = w->vae->channels_last && x->c * side > 1; /* a filter of one number each has no format */
+    const bool nhwc = of_input || of_filter;
+    const tensor in = dense(w, x, nhwc, name);
     if (!w->status && VM_MIN(x->h, x->w) + 2 * padding < side)
         w->status = vm_fail(VM_EINVAL, "%s: want a tile that leaves a convolution %zu pixels, got %zu x %zu", name.text,
                             side, x->h, x->w);
@@ -109,7 +116,7 @@ static inline tensor conv(walk *w, const tensor *x, size_t k, size_t side, size_
     const size_t h = (x->h + 2 * padding - side) / stride + 1, wide = (x->w + 2 * padding - side) / stride + 1;
     const tensor y = take(w, x->n, k, h, wide, nhwc ? CHANNELS_LAST : CONTIGUOUS, name);
     uint32_t filter = EXTERNAL;
-    if (!w->status && nhwc && side > 1) /* a 1x1 filter is dense either way */
+    if (!w->status && nhwc && !of_filter && side > 1) /* a 1x1 filter is dense either way */
         w->status =
             vm_trace_take(w->t, VM_PRODUCT(k, x->c, side, side, element(w)), at(name, " [filter]").text, &filter);
     const vm_conv question = {.dtype = w->vae->dtype,

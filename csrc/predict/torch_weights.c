@@ -13,19 +13,24 @@ typedef struct list {
     vm_status status;
 } list;
 
-static void add(list *l, size_t count) {
+static void add(list *l, size_t count, const char *name) {
     uint32_t id;
-    if (!l->status) l->status = vm_trace_take(l->t, VM_PRODUCT(count, l->element), "weights", &id);
+    if (!l->status) l->status = vm_trace_take(l->t, VM_PRODUCT(count, l->element), name, &id);
 }
 
 static void conv(list *l, size_t in, size_t out, size_t side) {
-    add(l, VM_PRODUCT(out, in, side, side));
-    add(l, out);
+    add(l, VM_PRODUCT(out, in, side, side), "filter");
+    add(l, out, "weights");
+}
+
+static void linear(list *l, size_t c) {
+    add(l, VM_PRODUCT(c, c), "weights");
+    add(l, c, "weights");
 }
 
 static void norm(list *l, size_t c) {
-    add(l, c);
-    add(l, c);
+    add(l, c, "weights");
+    add(l, c, "weights");
 }
 
 /* Without parameters: its running mean and variance, and how many batches it saw, a 64-bit integer in any dtype. */
@@ -47,7 +52,12 @@ static void mid(list *l, size_t c) {
     if (!l->diffusers) resnet(l, c, c);
     if (l->arch->mid_block_add_attention) {
         norm(l, c);
-        for (int i = 0; i < 4; i++) conv(l, c, c, 1); /* q, k, v and the projection: linear or 1x1, as many numbers */
+        for (int i = 0; i < 4; i++) { /* q, k, v and the projection: linear or 1x1, as many numbers */
+            if (l->diffusers)
+                linear(l, c);
+            else
+                conv(l, c, c, 1);
+        }
     }
     if (l->diffusers) resnet(l, c, c);
     resnet(l, c, c);

@@ -75,16 +75,23 @@ static int parse_divisions(PyObject *object, vm_talloc_config *config) {
 }
 
 static PyObject *allocator_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"total_memory",   "allowed_memory",
-                            "max_split_size", "max_non_split_rounding",
-                            "reservation",    "divisions",
-                            "gc_threshold",   "expandable_segments",
-                            "history",        NULL};
+    static char *names[] = {"total_memory",
+                            "allowed_memory",
+                            "max_split_size",
+                            "max_non_split_rounding",
+                            "reservation",
+                            "divisions",
+                            "gc_threshold",
+                            "expandable_segments",
+                            "driver_pool",
+                            "history",
+                            NULL};
     PyObject *total, *allowed, *split, *rounding, *reservation, *divisions;
-    int expandable, history;
+    int expandable, driver_pool, history;
     vm_talloc_config config = {0};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOOOdpp", names, &total, &allowed, &split, &rounding,
-                                     &reservation, &divisions, &config.gc_threshold, &expandable, &history))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOOOdppp", names, &total, &allowed, &split, &rounding,
+                                     &reservation, &divisions, &config.gc_threshold, &expandable, &driver_pool,
+                                     &history))
         return NULL;
     if (to_uint64(total, "total_memory", &config.total_memory) ||
         to_uint64(allowed, "allowed_memory", &config.allowed_memory) ||
@@ -93,6 +100,7 @@ static PyObject *allocator_new(PyTypeObject *type, PyObject *args, PyObject *kwa
         to_uint64(reservation, "reservation", &config.reservation) || parse_divisions(divisions, &config))
         return NULL;
     config.expandable_segments = expandable;
+    config.driver_pool = driver_pool;
     config.history = history;
     Allocator *self = (Allocator *)type->tp_alloc(type, 0);
     if (!self) return NULL;
@@ -299,13 +307,13 @@ static PyObject *allocator_settings(Allocator *self, PyObject *Py_UNUSED(ignored
     const vm_talloc_config *c = vm_talloc_settings(self->talloc);
     size_t divisions[VM_TALLOC_INTERVALS];
     for (int i = 0; i < VM_TALLOC_INTERVALS; i++) divisions[i] = c->roundup_divisions[i];
-    return Py_BuildValue("{s:K, s:K, s:K, s:K, s:K, s:N, s:d, s:O, s:O}", "total_memory",
-                         (unsigned long long)c->total_memory, "allowed_memory", (unsigned long long)c->allowed_memory,
-                         "max_split_size", (unsigned long long)c->max_split_size, "max_non_split_rounding",
-                         (unsigned long long)c->max_non_split_rounding, "reservation",
-                         (unsigned long long)c->reservation, "divisions", vm_py_sizes(divisions, VM_TALLOC_INTERVALS),
-                         "gc_threshold", c->gc_threshold, "expandable_segments",
-                         c->expandable_segments ? Py_True : Py_False, "history", c->history ? Py_True : Py_False);
+    return Py_BuildValue(
+        "{s:K, s:K, s:K, s:K, s:K, s:N, s:d, s:O, s:O, s:O}", "total_memory", (unsigned long long)c->total_memory,
+        "allowed_memory", (unsigned long long)c->allowed_memory, "max_split_size",
+        (unsigned long long)c->max_split_size, "max_non_split_rounding", (unsigned long long)c->max_non_split_rounding,
+        "reservation", (unsigned long long)c->reservation, "divisions", vm_py_sizes(divisions, VM_TALLOC_INTERVALS),
+        "gc_threshold", c->gc_threshold, "expandable_segments", c->expandable_segments ? Py_True : Py_False,
+        "driver_pool", c->driver_pool ? Py_True : Py_False, "history", c->history ? Py_True : Py_False);
 }
 
 /* ---- what a replay imposes ---- */

@@ -55,15 +55,16 @@ static void trace_dealloc(Trace *self) {
 /* ---- from an architecture ---- */
 
 static PyObject *trace_vae(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"arch", "runtime", "op", "dtype",           "height",     "width", "batch",
-                            "tile", "slicing", "sm", "multiprocessors", "free_bytes", NULL};
+    static char *names[] = {"arch", "runtime", "op", "dtype",           "height",     "width",         "batch",
+                            "tile", "slicing", "sm", "multiprocessors", "free_bytes", "channels_last", NULL};
     const char *runtime, *op;
     vm_arch arch;
     vm_trace_vae vae = {.arch = &arch, .batch = 1, .gpu = {.sm = 89, .multiprocessors = 128}};
-    int slicing = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&ssO&nn|nnpiin:vae", names, vm_py_to_arch, &arch, &runtime, &op,
+    int slicing = 0, channels_last = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&ssO&nn|nnpiinp:vae", names, vm_py_to_arch, &arch, &runtime, &op,
                                      vm_py_to_dtype, &vae.dtype, &vae.height, &vae.width, &vae.batch, &vae.tile,
-                                     &slicing, &vae.gpu.sm, &vae.gpu.multiprocessors, &vae.gpu.free_bytes))
+                                     &slicing, &vae.gpu.sm, &vae.gpu.multiprocessors, &vae.gpu.free_bytes,
+                                     &channels_last))
         return NULL;
     const int r = choose("runtime", runtime, vm_trace_runtime_name, VM_TORCH_RUNTIMES),
               o = r < 0 ? -1 : CHOOSE("op", op, op_name);
@@ -78,6 +79,7 @@ static PyObject *trace_vae(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     vae.runtime = (vm_trace_runtime)r;
     vae.op = (vm_op)o;
     vae.slicing = slicing;
+    vae.channels_last = channels_last;
     vm_trace *trace;
     vm_status s;
     Py_BEGIN_ALLOW_THREADS
@@ -341,7 +343,7 @@ static PyObject *trace_run(Trace *self, PyObject *args, PyObject *kwargs) {
 static PyMethodDef methods[] = {
     {"vae", VM_PY_KEYWORDS(trace_vae), METH_VARARGS | METH_KEYWORDS | METH_CLASS,
      "vae($type, /, arch, runtime, op, dtype, height, width, batch=1, tile=0, slicing=False, sm=89, "
-     "multiprocessors=128, free_bytes=0)\n--\n\n"
+     "multiprocessors=128, free_bytes=0, channels_last=False)\n--\n\n"
      "encode or decode of a VAE, from its arch dict. tile: side in pixels, 0 for none. free_bytes: of the GPU's memory "
      "when\nthe call begins, which a1111 looks at; 0 for without end."},
     {"weights", (PyCFunction)trace_weights, METH_VARARGS | METH_CLASS,

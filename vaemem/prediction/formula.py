@@ -11,7 +11,7 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from vaemem._common import ELEMENT_BYTES, MIB, render
-from vaemem.prediction.benchmark import USUAL_PROTOCOL, Reading
+from vaemem.prediction.benchmark import Reading
 from vaemem.prediction.process import SimulatedProcess
 from vaemem.prediction.question import Question
 
@@ -222,7 +222,8 @@ def formula(
         The size whose peak is wanted; others may rule at other sizes.
     **settings
         What else `predict` takes: ``batch``, ``weights_dtype``, ``cudnn_version``, ``torch_version``, ``slicing``,
-        ``memory``, ``workspace``, ``protocol``.
+        ``memory``, ``workspace``, ``protocol``, ``channels_last``, ``allow_tf32``,
+        ``allocator``.
 
     Raises
     ------
@@ -324,7 +325,7 @@ def derive(question: Question, measured: Reading, process: SimulatedProcess) -> 
     name = f"{q.arch['name']} {q.op} {q.dtype} {q.runtime}"
     name += "" if q.weights_dtype == q.dtype else f" from {q.weights_dtype}"
     name += f" batch {q.batch}" if q.batch > 1 else ""
-    name += "" if q.protocol == USUAL_PROTOCOL else f" {q.protocol}"
+    name += "".join(f" {setting}" for setting in q.settings)
     return ClosedForm(
         name=name,
         model=q.arch["name"],

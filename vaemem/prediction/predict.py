@@ -10,6 +10,7 @@ import functools
 import math
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -60,6 +61,9 @@ class _Peaks:
     def _start(self, allocator: CachingAllocator | None = None, workspace: Any = None) -> SimulatedProcess:
         raise NotImplementedError
 
+    def _allocator(self, total_memory: int | None = None, history: bool = False) -> CachingAllocator:
+        return CachingAllocator(total_memory=total_memory, history=history)
+
     def _run(self, process: SimulatedProcess, protocol: str | None = None) -> Reading:
         raise NotImplementedError
 
@@ -69,8 +73,7 @@ class _Peaks:
 
     def _within(self, capacity: int) -> tuple[PeakTensor | None, SimulatedProcess]:
         """The same call where the device gives so many bytes: what could not be had, if anything, and the process."""
-        allocator = CachingAllocator(total_memory=capacity, history=False)
-        process = self._start(allocator, self._process.workspace)
+        process = self._start(self._allocator(capacity), self._process.workspace)
         try:
             self._run(process)
         except OutOfMemoryError as full:
@@ -166,7 +169,8 @@ class Prediction(_Peaks):
         The share of known measurements that `upper` would have covered: 1.0, all 98 rows of the seed table, each
         predicted alone (one card, one PyTorch; `vaemem.prediction.reproduce.covered` counts). It is 98 too where no
         version is told, and where nothing is used that was inferred from that table; 87 where the answers of cuDNN
-        9.8.0 are taken for those of the 9.7.1 that ran.
+        9.8.0 are taken for those of the 9.7.1 that ran. NaN with another allocator than the native one as PyTorch
+        has it, of which no measurement is known.
     substitutions : tuple of str
         What stood in for the cuDNN and the card that were asked for.
     fits : bool
@@ -193,8 +197,10 @@ class Prediction(_Peaks):
     formula : str
         ``allocated`` as a closed form in the image's H and W at this size's peak, or why there is none.
     model, op, height, width, batch, dtype, runtime, gpu, torch_version, cudnn_version, weights_dtype, tile, slicing,
-    protocol
+    protocol, channels_last, allow_tf32, allocator
         What was asked.
+    settings : tuple of str
+        Which of the last four are not as usual, in words.
     """
 
     def __init__(self, question: Question, measured: Reading, process: SimulatedProcess):
@@ -202,11 +208,25 @@ class Prediction(_Peaks):
         self.model: str = q.arch["name"]
         self.op, self.height, self.width, self.batch, self.dtype = q.op, q.height, q.width, q.batch, q.dtype
         self.runtime, self.weights_dtype, self.tile, self.slicing = q.runtime, q.weights_dtype, q.tile, q.slicing
-        self.protocol = q.protocol
+        self.protocol, self.channels_last, self.allow_tf32 = q.protocol, q.channels_last, q.allow_tf32
+        self.allocator, self.settings = q.allocator, q.settings
+        if q.allocator != "native":
+            self.upper_share = math.nan  # none of the known measurements is of it
         self._read(process, measured, (q.cudnn_version or q.torch_version) is not None, q.used)
 
     def _start(self, allocator: CachingAllocator | None = None, workspace: Any = None) -> SimulatedProcess:
         return self._question.start(allocator, workspace)
+
+    def _allocator(self, total_memory: int | None = None, history: bool = False) -> CachingAllocator:
+        return self._question.new_allocator(total_memory, history)
+
+    def _others(self, every: bool, *protocols: str) -> Iterator[int]:
+        yield from super()._others(every, *protocols)
+        if self.allocator == "cudaMallocAsync":  # how much the driver's pool wastes is not known: as much as PyTorch's?
+            native = replace(self._question, allocator="native", workspace=self._process.workspace)
+            other = Prediction(native, *native.play())
+            yield from (other._replay(native.workspace, protocol) for protocol in protocols)
+            yield from other._others(every, *protocols)
 
     def _run(self, process: SimulatedProcess, protocol: str | None = None) -> Reading:
         return self._question.play(process, protocol=protocol)[0]
@@ -222,14 +242,13 @@ class Prediction(_Peaks):
 
     def save_snapshot(self, path: str | os.PathLike[str]) -> None:
         """Writes the simulated history as a pickle that ``torch.cuda._memory_viz`` and pytorch.org/memory_viz read."""
-        self._question.play(self._start(CachingAllocator(history=True)))[1].save_snapshot(path)
+        self._question.play(self._start(self._allocator(history=True)))[1].save_snapshot(path)
 
     def __repr__(self) -> str:
-        protocol = "" if self.protocol == USUAL_PROTOCOL else f", {self.protocol}"
+        how = ", ".join([self.runtime, self._place, *self.settings])
         return (
             f"<Prediction {self.model} {self.op} {self.height}x{self.width} {self.dtype}"
-            f"{f' in tiles of {self.tile}' if self.tile else ''} ({self.runtime}, {self._place}{protocol}):"
-            f" {self._sizes}>"
+            f"{f' in tiles of {self.tile}' if self.tile else ''} ({how}): {self._sizes}>"
         )
 
 
@@ -238,7 +257,8 @@ def predict(
     runtime: str | None = None, gpu: str = "RTX 4090", cudnn_version: str | None = None,
     torch_version: str | None = None, weights_dtype: str | None = None, tile: int | None = None, slicing: bool = False,
     *, memory: int | str | None = None, used: int | str = 0, workspace: Any = None,
-    protocol: str = USUAL_PROTOCOL,
+    protocol: str = USUAL_PROTOCOL, channels_last: bool = False, allow_tf32: bool = True,
+    cudnn_benchmark: bool = False, allocator: str = "native",
 ) -> Prediction:  # fmt: skip
     """The memory that PyTorch takes for a VAE's run: a fresh process, the model loaded, by default two warm-up runs,
     one measured.
@@ -253,7 +273,7 @@ def predict(
     height, width : int
         Of the image in pixels, multiples of 8.
     dtype : str
-        Of the run: ``"float16"``, ``"bfloat16"`` or ``"float32"`` (TF32 allowed, PyTorch's default).
+        Of the run: ``"float16"``, ``"bfloat16"`` or ``"float32"``.
     batch : int
         Images.
     runtime : str, optional
@@ -294,12 +314,26 @@ def predict(
 
         In the first three the cache is emptied, and the peaks are reset, before each run.
         `vaemem.prediction.benchmark.PROTOCOLS` is the table of them.
+    channels_last : bool
+        Whether ``vae.to(memory_format=torch.channels_last)`` was called once the model was loaded: convolutions then
+        take and give that format, and every GroupNorm copies its input back. PyTorch up to 2.14; later ones are
+        refused.
+    allow_tf32 : bool
+        ``torch.backends.cudnn.allow_tf32``, True in PyTorch; False asks cuDNN for other plans in float32 on compute
+        capability 8.0 and later.
+    cudnn_benchmark : bool
+        ``torch.backends.cudnn.benchmark``. True is refused: which plan is the fastest only the card can tell.
+    allocator : str
+        ``"native"``, ``"cudaMallocAsync"``, or what ``PYTORCH_CUDA_ALLOC_CONF`` says (``"expandable_segments:True"``).
+        cudaMallocAsync is the driver's memory pool: `Prediction.reserved` is then the least that it can hold, and the
+        upper end of `Prediction.band` what the native allocator reserves.
 
     Raises
     ------
     ValueError
         A model, op, dtype, protocol, GPU or version that is unknown; a size that the model cannot take; a convolution
-        that the GPU has no engine for; a card of which `used` and the CUDA context leave nothing.
+        that the GPU has no engine for; a card of which `used` and the CUDA context leave nothing; a setting of PyTorch
+        that is not modelled.
 
     Notes
     -----
@@ -315,7 +349,8 @@ def predict(
     """
     question = Question(
         model, op, height, width, dtype, batch, runtime, gpu, cudnn_version, torch_version, weights_dtype, tile,
-        slicing, workspace, memory, used, protocol,
+        slicing, workspace, memory, used, protocol, channels_last, allow_tf32, cudnn_benchmark,
+        allocator,
     )  # fmt: skip
     measured, process = question.play()
     return Prediction(question, measured, process)

@@ -125,11 +125,15 @@ class LoadedVAE(_Held):
         Of the weights now.
     factor : int
         Image pixels a side of one latent pixel.
+    channels_last : bool
+        Whether the convolutions' filters are in that memory format.
     """
 
-    def __init__(self, arch: Mapping[str, Any], runtime: str, dtype: str, weights: Mapping[int, int]):
+    def __init__(
+        self, arch: Mapping[str, Any], runtime: str, dtype: str, weights: Mapping[int, int], channels_last: bool = False
+    ):
         super().__init__(weights)
-        self.arch, self.runtime, self.dtype = dict(arch), runtime, dtype
+        self.arch, self.runtime, self.dtype, self.channels_last = dict(arch), runtime, dtype, channels_last
         self.factor = latent_factor(arch)
         self.key = tuple(sorted(self.arch.items()))
 
@@ -170,6 +174,8 @@ class SimulatedProcess:
     workspace : object, optional
         What answers ``conv(dtype, n, c, h, w, k, r, stride, padding, layout) -> (bytes, source)`` in place of
         `Workspace`.
+    allow_tf32 : bool
+        ``torch.backends.cudnn.allow_tf32``, as PyTorch has it by default. A `workspace` answers by itself.
 
     Examples
     --------
@@ -182,13 +188,13 @@ class SimulatedProcess:
 
     def __init__(
         self, gpu: str | Gpu = "RTX 4090", cudnn_version: str | None = None, torch_version: str | None = None, *,
-        allocator: CachingAllocator | None = None, workspace: Any = None,
+        allocator: CachingAllocator | None = None, workspace: Any = None, allow_tf32: bool = True,
     ):  # fmt: skip
         self.gpu = find_gpu(gpu)
         self.torch_version = DEFAULT_TORCH if torch_version is None else torch_version
         self._blas = blas_settings(self.gpu, self.torch_version)
         self._kept = {"cublas": 0, "cublaslt": 0}
-        self.workspace = workspace or Workspace(self.gpu, cudnn_version, self.torch_version)
+        self.workspace = workspace or Workspace(self.gpu, cudnn_version, self.torch_version, allow_tf32)
         self.allocator = CachingAllocator(history=False) if allocator is None else allocator
         self.sources: dict[str, int] = {}  # who answered how many questions for workspaces
         self.frames: list[str] = []  # by tag of the allocator's history
@@ -236,13 +242,18 @@ class SimulatedProcess:
     def substitutions(self) -> tuple[str, ...]:
         """What stood in for the cuDNN and the GPU that were asked for, of a `workspace` given what that says of it; and
         for workspaces that could not be had."""
-        smaller = len(self._smaller)
+        smaller, pooled = len(self._smaller), self.allocator._settings()["driver_pool"]
         fallback = f"0 bytes for cuDNN's next plan where a workspace cannot be had ({smaller} of the convolutions)"
-        return (*getattr(self.workspace, "substitutions", ()), *([fallback] if smaller else []))
+        pool = "a pool of the driver's that wastes nothing"
+        said = getattr(self.workspace, "substitutions", ())
+        return (*said, *([fallback] if smaller else []), *([pool] if pooled else []))
 
     # ---- what it does ----
 
-    def load(self, model: str | Mapping[str, Any], dtype: str = "float16", runtime: str | None = None) -> LoadedVAE:
+    def load(
+        self, model: str | Mapping[str, Any], dtype: str = "float16", runtime: str | None = None, *,
+        channels_last: bool = False,
+    ) -> LoadedVAE:  # fmt: skip
         """Moves a VAE's weights to the device, parameter by parameter.
 
         Parameters
@@ -252,17 +263,22 @@ class SimulatedProcess:
         dtype : str
         runtime : str, optional
             One of `RUNTIMES`; by default BFL's for flux, else diffusers'.
+        channels_last : bool
+            Then calls ``vae.to(memory_format=torch.channels_last)``, which copies one filter after the other.
         """
         arch = architecture(model)
         runtime = runtime or usual_runtime(arch)
         choose("runtime", runtime, RUNTIMES)
         choose("dtype", dtype, DTYPES)
         trace = _core.Trace.weights(arch, runtime, dtype)
-        sizes = [size for _, _, size, _ in trace.steps]
         self._tag("weights")
-        weights = {self.allocator.malloc(size): size for size in sizes}
+        placed = [(self.allocator.malloc(size), size, name == "filter") for _, _, size, name in trace.steps]
+        weights = {address: size for address, size, _ in placed}
         self._live.update((address, (f"weights of {arch['name']}", size)) for address, size in weights.items())
-        return LoadedVAE(arch, runtime, dtype, weights)
+        vae = LoadedVAE(arch, runtime, dtype, weights, channels_last)
+        if channels_last:
+            self._copy(vae, {address: size for address, size, is_filter in placed if is_filter})
+        return vae
 
     def convert(self, vae: LoadedVAE, dtype: str) -> None:
         """``vae.to(dtype)``: each parameter is copied, then the old one dropped. Nothing happens where it has that
@@ -272,15 +288,8 @@ class SimulatedProcess:
             raise ValueError("vae: want one that was not dropped")
         if vae.dtype == dtype:
             return
-        self._tag("weights")
         old = ELEMENT_BYTES[vae.dtype]
-        for address, size in list(vae.storages.items()):
-            wanted = size // old * ELEMENT_BYTES[dtype]
-            new = self.allocator.malloc(wanted)
-            self._note_peak()
-            self._live[new] = (self._release(address)[0], wanted)
-            del vae.storages[address]
-            vae.storages[new] = wanted
+        self._copy(vae, {address: size // old * ELEMENT_BYTES[dtype] for address, size in vae.storages.items()})
         vae.dtype = dtype
 
     def tensor(self, shape: Sequence[int], dtype: str, name: str = "input", *, host: bool = False) -> Tensor:
@@ -451,7 +460,7 @@ class SimulatedProcess:
     def save_snapshot(self, path: str | os.PathLike[str]) -> None:
         """Writes the allocator's history as PyTorch's ``_dump_snapshot`` does; ValueError where it keeps none."""
         if not self.allocator._settings()["history"]:
-            raise ValueError("save_snapshot: want a process whose allocator was made with history=True")
+            raise ValueError("save_snapshot: want a process whose allocator is native and made with history=True")
         self.allocator.save_snapshot(path, self.frames)
 
     # ---- within ----
@@ -474,10 +483,24 @@ class SimulatedProcess:
         trace = _vae_trace(
             vae.key, runtime=vae.runtime, op=op, dtype=vae.dtype, height=size[0], width=size[1], batch=x.shape[0],
             tile=tile, slicing=slicing, sm=self.gpu.sm, multiprocessors=self.gpu.properties["multiProcessorCount"],
-            free_bytes=free,
+            free_bytes=free, channels_last=vae.channels_last,
         )  # fmt: skip
         left = self.call(trace)
         return Tensor(f"{op} of {vae.arch['name']}", result, vae.dtype, {a: self._live[a][1] for a in left.values()})
+
+    def _copy(self, vae: LoadedVAE, sizes: Mapping[int, int]) -> None:
+        """Each of these parameters, by address, is copied into so many bytes, then the old one dropped."""
+        assert vae.storages is not None
+        self._tag("weights")
+        copies: dict[int, tuple[int, int]] = {}
+        try:
+            for address, wanted in sizes.items():
+                new = self.allocator.malloc(wanted)
+                self._note_peak()
+                self._live[new] = (self._release(address)[0], wanted)
+                copies[address] = (new, wanted)
+        finally:
+            vae.storages = dict(copies.get(address, (address, size)) for address, size in vae.storages.items())
 
     def _take(self, name: str, shape: Sequence[int], dtype: str) -> Tensor:
         size = math.prod(shape) * ELEMENT_BYTES[dtype]

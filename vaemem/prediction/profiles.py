@@ -2,8 +2,9 @@
 
 Most GPUs of one capability get the same answers; where they do not, the file names those that it is for (``sm75-t4``).
 
-A file holds formulas, and for each convolution and dtype a decision tree that picks one: cuDNN's instant heuristic is
-a decision tree itself. A formula is ``[tensors, index, tile, per_tile, constant]`` and means, in bytes,
+A file holds formulas, and for each convolution and kind of question a decision tree that picks one: cuDNN's instant
+heuristic is a decision tree itself. A kind is a dtype (``float32 strict`` where TF32 is not allowed), with ``nhwc``
+behind it for channels_last tensors. A formula is ``[tensors, index, tile, per_tile, constant]`` and means, in bytes,
 
     tensors
     + 128 * (index * oh * ow // 128 + 1)    where index is not 0
@@ -58,6 +59,12 @@ def version_number(version: str) -> int:
     if not match:
         raise ValueError(f"cudnn_version: want one of cuDNN 9 such as '9.10.2', got {version!r}")
     return 90000 + 100 * int(match[1]) + int(match[2] or 0)
+
+
+def kind_of(conv: Conv, tf32: bool) -> str:
+    """Which of a profile's trees a question is for: TF32 matters to float32 alone."""
+    strict = " strict" if conv.dtype == "float32" and not tf32 else ""
+    return f"{conv.dtype}{strict}{' nhwc' if conv.layout == 'nhwc' else ''}"
 
 
 def _up(n: int, multiple: int) -> int:
@@ -136,17 +143,18 @@ class Profile:
         self._trees: dict[str, Any] = data.get("convolutions", {})
         self._source = f"profile: compute capability {self.capability}, cuDNN {self.version}, {self.how}"
 
-    def conv(self, conv: Conv) -> tuple[int, str] | None:
-        """(bytes, source) of a convolution of NCHW tensors, TF32 allowed; None where none of its kind was recorded."""
+    def conv(self, conv: Conv, tf32: bool = True) -> tuple[int, str] | None:
+        """(bytes, source) of a convolution; None where none of its kind was recorded."""
         s = sizes(conv)
+        kind = kind_of(conv, tf32 or int(self.capability.replace(".", "")) < 80)
         for rule in self._rules:
-            if applies(rule, conv):
+            if kind == conv.dtype and applies(rule, conv):
                 return formula_bytes(rule["formula"], s), f"{self._source} ({rule['name']})"
-        tree = self._trees.get(f"{conv.c},{conv.k},{conv.r},{conv.stride},{conv.padding}/{conv.dtype}")
+        tree = self._trees.get(f"{conv.c},{conv.k},{conv.r},{conv.stride},{conv.padding}/{kind}")
         if isinstance(tree, str):
             tree = self._trees[tree]
         if tree is None:
-            answer = self._otherwise.conv(conv) if self._otherwise else None
+            answer = self._otherwise.conv(conv, tf32) if self._otherwise else None
             return answer and (answer[0], f"{answer[1]}, in place of {self.version}")
         while isinstance(tree, list):
             feature, limit, up_to, beyond = tree

@@ -12,8 +12,15 @@ from vaemem._common import DTYPES, MIB, TILED_OPS, choose, latent_factor, whole
 from vaemem.engine.layouts import sample_size_of
 from vaemem.prediction.benchmark import PROTOCOLS, USUAL_PROTOCOL, Reading, benchmark
 from vaemem.prediction.gpus import find_gpu
-from vaemem.prediction.process import RUNTIMES, SimulatedProcess, architecture, usual_runtime
-from vaemem.prediction.snapshot import CachingAllocator
+from vaemem.prediction.process import (
+    DEFAULT_TORCH,
+    RUNTIMES,
+    SimulatedProcess,
+    architecture,
+    torch_release,
+    usual_runtime,
+)
+from vaemem.prediction.snapshot import BACKENDS, CachingAllocator, parse_conf
 
 COMFYUI_TILE = 512  # pixels: of ComfyUI's tiled nodes
 # What A1111's Tiled VAE recommends, and so has set, for a card of more MiB than so many.
@@ -21,6 +28,9 @@ TILED_VAE = {
     "encode_tiled": ((16000, 3072), (12000, 2048), (8000, 1536), (0, 960)),
     "decode_tiled": ((30000, 2048), (16000, 1536), (12000, 1024), (8000, 768), (0, 512)),
 }
+
+# PyTorch whose GroupNorm on CUDA wants NCHW. The kernel for NHWC (pytorch#191945) is in 2.15's wheel, not in 2.14's.
+LAST_COPYING_NORM = (2, 14)
 
 
 @dataclass
@@ -45,6 +55,10 @@ class Question:
     memory: int | str | None = None
     used: int | str = 0
     protocol: str = USUAL_PROTOCOL
+    channels_last: bool = False
+    allow_tf32: bool = True
+    cudnn_benchmark: bool = False
+    allocator: str = "native"
 
     def __post_init__(self) -> None:
         choose("op", self.op, TILED_OPS)
@@ -53,8 +67,7 @@ class Question:
         tiled = self.op.endswith("_tiled")
         if self.tile is not None and not tiled:
             raise ValueError(f"tile: want it with a tiled op, got {self.tile!r} with {self.op}")
-        if not isinstance(self.slicing, bool | np.bool_):
-            raise ValueError(f"slicing: want True or False, got {self.slicing!r}")
+        self._check_switches()
         model, self.arch = self.arch, architecture(self.arch)
         if self.runtime is None:
             self.runtime = "diffusers" if tiled or self.slicing else usual_runtime(self.arch)
@@ -70,11 +83,43 @@ class Question:
             )
         for name in ("height", "width", "batch", "tile") if tiled else ("height", "width", "batch"):
             setattr(self, name, whole(name, getattr(self, name)))
-        self.slicing, self.gpu, self.memory = bool(self.slicing), find_gpu(self.gpu, self.memory), None
+        self.gpu, self.memory = find_gpu(self.gpu, self.memory), None
         factor = latent_factor(self.arch)
         for name, value in (("height", self.height), ("width", self.width)):
             if value % factor:
                 raise ValueError(f"{name}: want a multiple of {factor}, got {value}")
+
+    def _check_switches(self) -> None:
+        for name in ("slicing", "channels_last", "allow_tf32", "cudnn_benchmark"):
+            value = getattr(self, name)
+            if not isinstance(value, bool | np.bool_):
+                raise ValueError(f"{name}: want True or False, got {value!r}")
+            setattr(self, name, bool(value))
+        if self.cudnn_benchmark:
+            raise ValueError(
+                "cudnn_benchmark: want False, got True: PyTorch then times all of cuDNN's plans and keeps to the"
+                " fastest, which only the card can tell; vaemem.pytorch.measure reads there what it takes"
+            )
+        if self.workspace is not None and not self.allow_tf32 and getattr(self.workspace, "tf32", True):
+            raise ValueError("allow_tf32: want True with a workspace of your own, which answers by itself, got False")
+        self.new_allocator()  # refuses what is none
+        version = DEFAULT_TORCH if self.torch_version is None else self.torch_version
+        if self.channels_last and torch_release(version) > LAST_COPYING_NORM:
+            raise ValueError(
+                f"channels_last: want it with PyTorch up to {'.'.join(map(str, LAST_COPYING_NORM))}, got {version},"
+                " whose GroupNorm has a kernel for it that is not modelled"
+            )
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """What is not as usual, in words."""
+        unusual = {
+            self.protocol: self.protocol != USUAL_PROTOCOL,
+            "channels_last": self.channels_last,
+            "allow_tf32=False": not self.allow_tf32,
+            self.allocator: self.allocator != "native",
+        }
+        return tuple(name for name, given in unusual.items() if given)
 
     def _usual_tile(self, model: Any) -> int:
         """The side of a tile where none is given."""
@@ -85,11 +130,30 @@ class Question:
             return next(side for least, side in TILED_VAE[self.op] if memory > least)
         return _tile_of(model)
 
+    def new_allocator(self, total_memory: int | None = None, history: bool = False) -> CachingAllocator:
+        """A fresh allocator as the question has it."""
+        if not isinstance(self.allocator, str):
+            raise ValueError(f"allocator: want text such as 'cudaMallocAsync', got {self.allocator!r}")
+        conf = f"backend:{self.allocator}" if self.allocator in BACKENDS else self.allocator
+        try:
+            settings = parse_conf(conf)
+            if not settings.keys() - {"backend"}:
+                self.allocator = settings.get("backend", "native")
+            if "garbage_collection_threshold" in settings:
+                raise ValueError("a garbage_collection_threshold works with set_per_process_memory_fraction alone")
+            return CachingAllocator(**settings, total_memory=total_memory, history=history)
+        except (ValueError, TypeError) as error:
+            raise ValueError(
+                f"allocator: want native, cudaMallocAsync or what PYTORCH_CUDA_ALLOC_CONF says, such as"
+                f" 'expandable_segments:True', got {self.allocator!r} ({error})"
+            ) from None
+
     def start(self, allocator: CachingAllocator | None = None, workspace: Any = None) -> SimulatedProcess:
         """A fresh process; with another workspace than the question's, where one is given."""
         return SimulatedProcess(
-            self.gpu, self.cudnn_version, self.torch_version, allocator=allocator, workspace=workspace or self.workspace
-        )
+            self.gpu, self.cudnn_version, self.torch_version, allocator=allocator or self.new_allocator(),
+            workspace=workspace or self.workspace, allow_tf32=self.allow_tf32,
+        )  # fmt: skip
 
     def play(
         self, process: SimulatedProcess | None = None, *, protocol: str | None = None
@@ -97,7 +161,7 @@ class Question:
         """A fresh process loads the model and runs what the question's protocol, or another one, says."""
         _, warmups, runs, emptied = PROTOCOLS[protocol or self.protocol]
         process = process or self.start()
-        vae = process.load(self.arch, self.weights_dtype, self.runtime)
+        vae = process.load(self.arch, self.weights_dtype, self.runtime, channels_last=self.channels_last)
         *_, measured = benchmark(
             process, vae, self.op.removesuffix("_tiled"), self.height, self.width, self.batch, dtype=self.dtype,
             input_dtype=self.weights_dtype, tile=self.tile or 0, slicing=self.slicing, warmups=warmups,

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from vaemem import _core
-from vaemem._common import MIB
+from vaemem._common import MIB, choose
 
 INTERVALS = 16  # of roundup_power2_divisions: 1 MiB, 2 MiB, ... 32 GiB and above
 
@@ -74,8 +74,12 @@ def _divisions(value: int | Mapping[Any, int] | Sequence[int] | None) -> list[in
     return [_power_of_two(name, value)] * INTERVALS
 
 
+BACKENDS = ("native", "cudaMallocAsync")
+
+
 class CachingAllocator(_core.CachingAllocator):
-    """PyTorch's native CUDA caching allocator, simulated: addresses and sizes, no memory and no GPU.
+    """PyTorch's CUDA allocator, simulated: addresses and sizes, no memory and no GPU. The native one, which caches, or
+    the driver's memory pool.
 
     Parameters
     ----------
@@ -100,18 +104,22 @@ class CachingAllocator(_core.CachingAllocator):
         Addresses of an expandable segment: 1 1/8 of `total_memory` by default, as PyTorch reserves, or 1 TiB.
     history : bool
         Keep every event, for `snapshot`: 32 bytes each.
+    backend : str
+        ``"native"``, or ``"cudaMallocAsync"``: each request goes to the driver's pool, `memory_allocated` is what is
+        used of it, and `memory_reserved` the least that it can hold, as if it wasted nothing between allocations.
+        Only `total_memory` and `memory_fraction` go with it, and as in PyTorch it has no snapshot.
 
     Raises
     ------
     ValueError
-        For a setting that PyTorch refuses.
+        For a setting that PyTorch refuses, or that its backend does not have.
 
     Notes
     -----
-    Follows ``c10/cuda/CUDACachingAllocator.cpp`` (PyTorch 2.5 to 2.9). The driver's part is a model: segments lie at
-    ascending addresses, aligned to 2 MiB, and no address is used twice. Not modelled: the private pools of CUDA graphs,
-    and when the events of ``record_stream`` complete, which the caller says (``free(address, pending=True)``, later
-    ``free(address)``).
+    Follows ``c10/cuda/CUDACachingAllocator.cpp`` (PyTorch 2.5 to 2.9) and ``CUDAMallocAsyncAllocator.cpp``. The
+    driver's part is a model: segments lie at ascending addresses, aligned to 2 MiB, and no address is used twice. Not
+    modelled: the private pools of CUDA graphs, and when the events of ``record_stream`` complete, which the caller says
+    (``free(address, pending=True)``, later ``free(address)``).
 
     Examples
     --------
@@ -137,8 +145,19 @@ class CachingAllocator(_core.CachingAllocator):
         max_non_split_rounding_mb: int | None = None,
         reservation: int | None = None,
         history: bool = True,
+        backend: str = "native",
     ) -> CachingAllocator:
         total = _bytes("total_memory", total_memory)
+        choose("backend", backend, BACKENDS)
+        pooled = backend == "cudaMallocAsync"
+        native = {
+            "max_split_size_mb": max_split_size_mb, "roundup_power2_divisions": roundup_power2_divisions,
+            "expandable_segments": expandable_segments, "garbage_collection_threshold": garbage_collection_threshold,
+            "max_non_split_rounding_mb": max_non_split_rounding_mb, "reservation": reservation,
+        }  # fmt: skip
+        for name, value in native.items():
+            if pooled and value not in (None, False):
+                raise ValueError(f"{name}: want it with the native backend, got {value!r} with {backend}")
         if garbage_collection_threshold is not None:
             if not 0 < garbage_collection_threshold < 1:
                 raise ValueError(
@@ -160,7 +179,8 @@ class CachingAllocator(_core.CachingAllocator):
             divisions=_divisions(roundup_power2_divisions),
             gc_threshold=float(garbage_collection_threshold or 0),
             expandable_segments=bool(expandable_segments),
-            history=bool(history),
+            driver_pool=pooled,
+            history=bool(history) and not pooled,
         )
 
     @classmethod
@@ -178,7 +198,7 @@ class CachingAllocator(_core.CachingAllocator):
         Raises
         ------
         ValueError
-            For an unknown option, a malformed value, or a backend other than native.
+            For an unknown option or backend, or a malformed value.
         """
         return cls(**parse_conf(conf), **settings)
 
@@ -195,7 +215,14 @@ class CachingAllocator(_core.CachingAllocator):
         -------
         dict
             Plain builtins. ``time_us`` counts events, for a simulation has no clock.
+
+        Raises
+        ------
+        ValueError
+            With the backend cudaMallocAsync, as PyTorch does.
         """
+        if self._settings()["driver_pool"]:
+            raise ValueError("snapshot: want the native backend, got cudaMallocAsync, which tracks no blocks")
         stacks = [
             [{"name": f, "filename": "vaemem", "line": 0}] if isinstance(f, str) else list(f) for f in frames or ()
         ]
@@ -273,6 +300,7 @@ _OPTIONS: dict[str, Callable[[str], Any]] = {
     "garbage_collection_threshold": float,
     "expandable_segments": {"True": True, "False": False}.__getitem__,
     "roundup_power2_divisions": _read_divisions,
+    "backend": {name: name for name in BACKENDS}.__getitem__,
 }
 
 
@@ -280,13 +308,13 @@ def parse_conf(conf: str) -> dict[str, Any]:
     """`CachingAllocator`'s arguments, as a PYTORCH_CUDA_ALLOC_CONF says them."""
     result: dict[str, Any] = {}
     for key, value in _split_conf(conf).items():
-        if (key, value) == ("backend", "native") or key.startswith(_IGNORED):
+        if key.startswith(_IGNORED):
             continue
         try:
             result[key] = _OPTIONS[key](value)
         except (KeyError, ValueError):
             got = f"{key}:{value}"[:80]
-            raise ValueError(f"conf: want an option of the native allocator with its value, got {got!r}") from None
+            raise ValueError(f"conf: want an option of PyTorch's allocators with its value, got {got!r}") from None
     return result
 
 

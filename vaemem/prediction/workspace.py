@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from vaemem._common import DTYPES, ELEMENT_BYTES, choose
@@ -28,6 +28,7 @@ from vaemem.prediction.profiles import (
     Profile,
     applies,
     formula_bytes,
+    kind_of,
     nearest_profile,
     older_rules,
     profiles_near,
@@ -191,7 +192,7 @@ class Workspace:
         return answer
 
     def alternatives(self, every: bool = False) -> list[Workspace]:
-        """What else may be the truth, where anything was substituted: the three nearest versions that were asked
+        """What else may be the truth, where anything was substituted: the three nearest versions that were asked this
         (beside an inferred one the nearest), below 9.8 also what is inferred or possible there, and bounds for what
         only a rule answers. With `every`, all versions that are known: for a process whose cuDNN is not. Only those
         that answer the questions so far otherwise, each such answer once."""
@@ -200,7 +201,8 @@ class Workspace:
             near = profiles_near(self.gpu, self.cudnn_version)
             asked = [profile for profile in near if profile.how != "inferred"]
             is_inferred = self._profile is not None and self._profile.how == "inferred"
-            others += [self._with(profile) for profile in (asked if every else asked[: 1 if is_inferred else 3])]
+            nearest = self._best_informed(asked)[: 1 if is_inferred else 3]
+            others += [self._with(profile) for profile in (asked if every else nearest)]
             possible = older_rules(self.gpu, None if every else self.cudnn_version, "possible")
             if possible and (every or not is_inferred):
                 others += [self._with(profile) for profile in near if profile.how == "inferred"]
@@ -212,6 +214,12 @@ class Workspace:
             with contextlib.suppress(ValueError):  # it has no engine for one of them: PyTorch would not run
                 found.setdefault(other._answers(self._known), other)
         return list(found.values())[1:]
+
+    def _best_informed(self, profiles: Sequence[Profile]) -> list[Profile]:
+        """Of these, those that answer most of the questions so far: not every file holds every kind."""
+        questions = [Conv(*question) for question in self._known]
+        counts = [sum(bool(profile.conv(question, self.tf32)) for question in questions) for profile in profiles]
+        return [profile for profile, count in zip(profiles, counts, strict=True) if count == max(counts)]
 
     def _answers(self, questions: Iterable[tuple[Any, ...]]) -> tuple[int, ...]:
         return tuple(self.conv(*question)[0] for question in questions)
@@ -227,17 +235,16 @@ class Workspace:
         _check(conv)
         if not by_cudnn(self.gpu, conv.dtype):
             return _im2col(self.gpu, conv)
-        if conv.layout == "nchw" and self.tf32 and not self._ask_first():
+        if not self._ask_first():
             for rule in self._rules:
-                if applies(rule, conv):
+                if kind_of(conv, self.tf32) == conv.dtype and applies(rule, conv):
                     what = f"{rule['name']}, in cuDNN before {rule['before']}"
                     self._substitute(f"a rule for {what}")
                     return formula_bytes(rule["formula"], sizes(conv)), f"rule: {what}; from {rule['from']}"
-            found = self._profile.conv(conv) if self._profile is not None else None
-            if found is not None:
-                assert self._profile is not None
-                self._substitute(self._differs(self._profile))
-                return found[0], found[1] + self._wanted(self._profile.version)
+            for profile in self._near():
+                if found := profile.conv(conv, self.tf32):
+                    self._substitute(self._differs(profile))
+                    return found[0], found[1] + self._wanted(profile.version)
         question = conv._asdict()
         question.update(nhwc=question.pop("layout") == "nhwc", tf32=self.tf32)
         try:
@@ -257,6 +264,14 @@ class Workspace:
             self._substitute(f"cuDNN {version} for {self.cudnn_version}")
         unsure = ", after engines that compile at run time and could not be tried" if plan["untried"] else ""
         return plan["bytes"], f"cuDNN {version}, asked without a device{unsure}{wanted}"
+
+    def _near(self) -> Iterator[Profile]:
+        """The profile that answers first, then those of the nearest versions: not every file holds every kind."""
+        if self._profile is not None:
+            yield self._profile
+            for profile in profiles_near(self.gpu, self.cudnn_version):
+                if profile.how != "inferred":
+                    yield profile
 
     def _substitute(self, what: str) -> None:
         if what:
@@ -325,17 +340,23 @@ def _rule(gpu: Gpu, version: int, tf32: bool, conv: Conv) -> tuple[int, str]:
 
     Of the recorded 3x3 convolutions with 128 channels or more, at 256 to 1024 pixels a side, at least seven in ten are
     within 1% in half precision and half of them in float32, on every GPU and version (tests/test_workspace.py counts
-    them); of 1x1 and thin ones, about half.
+    them); of 1x1 and thin ones, about half. All this in NCHW with TF32 allowed: the rest is what 3x3 convolutions of
+    128 channels take in cuDNN 9.10.2.
     """
     size = ELEMENT_BYTES[conv.dtype]
     oh, ow = conv.out
     i, o = conv.n * conv.c * conv.h * conv.w * size, conv.n * conv.k * oh * ow * size
     f = conv.k * conv.c * conv.r * conv.r * size
+    strict = conv.dtype == "float32" and (not tf32 or gpu.sm < 80)
     if conv.layout == "nhwc":
+        if strict:
+            return i + o + f, "input + output + filter, strict float32 in channels_last"
+        if conv.dtype == "float32" and gpu.sm not in (90, 100):
+            return i + f, "input + filter, TF32"
         return 0, "nothing to transpose in channels_last"
     if gpu.sm < 75 and version >= 91100:
         return 0, "none for Volta since cuDNN 9.11"
-    if conv.dtype == "float32" and (not tf32 or gpu.sm < 80):
+    if strict:
         if (conv.r, conv.stride) == (3, 1) and gpu.sm < 90:
             return 100 * conv.c * conv.k + 4 * conv.k, "Winograd's transformed filter, strict float32"
         return 0, "none in strict float32"

@@ -94,8 +94,8 @@ def sweep(
     memory_limit : int or str, optional
         Of each run of the engine, as for `VAE.decode`; the columns `work` and `streamed` then say what it costs.
     **others
-        Predicted: `runtime`, `torch_version`, `cudnn_version`, `weights_dtype`, `tile`, `slicing`, `memory` and `used`,
-        as `vaemem.predict` takes them, for every row.
+        Predicted: `runtime`, `torch_version`, `cudnn_version`, `weights_dtype`, `tile`, `slicing`, `memory`, `used`,
+        `protocol`, `channels_last`, `allow_tf32` and `allocator`, as `vaemem.predict` takes them, for every row.
 
     Returns
     -------
@@ -105,7 +105,8 @@ def sweep(
         the weights. On a GPU arrays come from host memory and return there.
         Predicted rows have the runtime whose code it is, the card's full name as `device`, and `Prediction.allocated`
         and `reserved`, which are those of a card with room for them: whether it fits, `vaemem.predict` says. `versions`
-        tells what stood in for the cuDNN or the card that was asked for. No column tells a tile's side.
+        tells what stood in for the cuDNN or the card that was asked for, and the settings that are not as usual. No
+        column tells a tile's side.
 
     Raises
     ------
@@ -221,7 +222,7 @@ def _predicted(model: Any, p: Prediction) -> Row:
         "model": p.model, "op": p.op, "height": p.height, "width": p.width, "batch": p.batch, "dtype": p.dtype,
         "runtime": p.runtime, "device": p.gpu, "source": "predicted", "allocated_bytes": p.allocated,
         "reserved_bytes": p.reserved, "weights_bytes": sum(size for _, _, size, _ in weights),
-        "versions": f"torch {p.torch_version}{cudnn}{stood_in}, vaemem {__version__}",
+        "versions": ", ".join([f"torch {p.torch_version}{cudnn}{stood_in}", *p.settings, f"vaemem {__version__}"]),
     }  # fmt: skip
 
 
