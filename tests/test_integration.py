@@ -99,7 +99,7 @@ def test_what_others_hold(recipes, monkeypatch):
     assert recipes.used_by_others() == 3 * GIB  # the cache can be given back
 
 
-@pytest.mark.parametrize("side, used, tile", [(1024, 1, None), (2048, 1, 1024), (2048, 6, 768), (2048, 7, 0)])
+@pytest.mark.parametrize("side, used, tile", [(1024, 1, None), (2048, 1, 1024), (2048, 6, 512), (2048, 7, 0)])
 def test_tiles_where_the_whole_image_does_not_fit(recipes, monkeypatch, side, used, tile):
     card = Card()
     card.others = used * GIB
