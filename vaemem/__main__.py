@@ -124,7 +124,7 @@ def _where(args: argparse.Namespace) -> dict[str, Any]:
     """What `predict` and `predict_largest` are told of the card and the software on it."""
     return {
         "gpu": args.gpu, "memory": args.memory, "used": args.used, "cudnn_version": args.cudnn,
-        "torch_version": args.torch, "runtime": args.runtime, "protocol": args.protocol,
+        "torch_version": args.torch, "runtime": args.runtime, "protocol": args.protocol, "tile": args.tile,
     }  # fmt: skip
 
 
@@ -193,6 +193,7 @@ def _parser() -> argparse.ArgumentParser:
     def on_a_card(sub: argparse.ArgumentParser) -> None:
         sub.add_argument("--dtype", default="float16", choices=DTYPES)
         sub.add_argument("--runtime", choices=RUNTIMES, help="whose code (default: bfl for flux, else diffusers)")
+        sub.add_argument("--tile", type=_count, metavar="PIXELS", help="side of a tile of the tiled operations")
         sub.add_argument(
             "--protocol", choices=PROTOCOLS, default=USUAL_PROTOCOL,
             help="what is read off the counters: " + "; ".join(f"{name}, {p.what}" for name, p in PROTOCOLS.items())

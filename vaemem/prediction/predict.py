@@ -233,8 +233,10 @@ class Prediction(_Peaks):
 
     def __repr__(self) -> str:
         protocol = "" if self.protocol == USUAL_PROTOCOL else f", {self.protocol}"
+        weights = "" if self.weights_dtype == self.dtype else f" from {self.weights_dtype} weights"
+        images = f" in a batch of {self.batch}{', sliced' * self.slicing}" if self.batch > 1 else ""
         return (
-            f"<Prediction {self.model} {self.op} {self.height}x{self.width} {self.dtype}"
+            f"<Prediction {self.model} {self.op} {self.height}x{self.width} {self.dtype}{weights}{images}"
             f"{f' in tiles of {self.tile}' if self.tile else ''} ({self.runtime}, {self._place}{protocol}):"
             f" {self._sizes}>"
         )
