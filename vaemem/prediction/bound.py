@@ -335,7 +335,9 @@ class _Asked(NamedTuple):
             lines.append("weights: of the run's dtype; SD's float32 also from float16")
         if any(f.is_tiled for f in functions):
             tiles = " and ".join(", ".join(map(str, TILES)).rsplit(", ", 1))
-            lines.append(f"tiles: {tiles} pixels, overlapping by a quarter, in images of multiples of {TILED_STEP}")
+            lines.append(
+                f"tiles: {tiles} pixels as diffusers cuts them, in images with sides of multiples of {TILED_STEP}"
+            )
         return "\n".join(f"- {line}" for line in lines)
 
 
