@@ -720,7 +720,7 @@ def test_where_all_fits_nothing_is_refused_and_nothing_changes():
     assert p.fits and p.out_of_memory_at is None
     assert p.available == p.total_memory - 512 * MIB and p._process.most_reserved < p.available
     assert predict("sdxl", "decode", 1024, 1024, gpu="RTX 4090", used="4 GB").reserved == p.reserved
-    assert f"at least {p.least_reserved // MIB}; fits in {p.available / MIB:.0f} MiB" in repr(p)
+    assert f"of the card {p.peak_reserved / MIB:.0f} MiB; fits in {p.available / MIB:.0f} MiB" in repr(p)
 
 
 def test_a_run_that_the_card_has_no_room_for():
@@ -729,6 +729,7 @@ def test_a_run_that_the_card_has_no_room_for():
     assert not p.fits and (name, size) in [(step[3], step[2]) for step in p._process._last[0].steps]
     assert f"out of memory at {name} ({size / MIB:.2f} MiB) with {p.available / MIB:.0f} MiB" in repr(p)
     assert p.available < p.least_reserved < p.peak_reserved
+    assert f"where there is room and at least {p.least_reserved // MIB}; out of memory" in repr(p)
 
 
 def test_the_weights_may_be_what_does_not_fit():
@@ -814,6 +815,27 @@ def test_the_largest_fits_and_the_next_does_not():
     tiled = predict_largest("sdxl", "decode_tiled", tile=512, **(asked | {"used": "6.5 GB"}))
     whole = predict_largest("sdxl", "decode", **(asked | {"used": "6.5 GB"}))
     assert more > (height, width) and tiled > whole
+
+
+def test_the_end_of_the_search_is_told(monkeypatch, capsys):
+    """ComfyUI puts its tiles together in the host's memory: no image is too large for the card."""
+    asked = {"runtime": "comfyui", "gpu": "RTX 4060", "aspect": 1 / 16}
+    with pytest.warns(RuntimeWarning, match="16384x1024 fits, and larger images were not looked at"):
+        assert predict_largest("sdxl", "decode_tiled", **asked) == (16384, 1024)
+    said = ["largest", "sdxl", "decode_tiled", "--runtime", "comfyui", "--gpu", "RTX 4060", "--aspect", "0.0625"]
+    assert main(said) == 0
+    assert capsys.readouterr().err == (
+        "vaemem largest: predict_largest: 16384x1024 fits, and larger images were not looked at\n"
+    )
+
+    def no_more_than_720(model, op, height, width, **others):
+        if height > 720:
+            raise OverflowError("want fewer steps")
+        return predict(model, op, height, width, **others)
+
+    monkeypatch.setattr("vaemem.prediction.predict.predict", no_more_than_720)
+    with pytest.warns(RuntimeWarning, match="720x720 fits, and larger images were not looked at"):
+        predict_largest("sdxl", "decode_tiled", tile=512, gpu="RTX 4060")
 
 
 def test_no_size_fits():

@@ -453,12 +453,6 @@ def test_flash_attention_splits_keys_when_queries_are_few():
         ({"free_bytes": -1}, "free_bytes: want 0 or more"),
         ({"arch": {**SMALL, "norm_num_groups": 7}}, "block_out_channels"),
         ({"arch": {"name": "nothing"}}, "want the key"),
-        (
-            {"tile": 32, "height": 1 << 20, "width": 1 << 20},
-            "want at most 65536 tiles in all, got 43691 x 43691",
-        ),
-        ({"tile": 32, "height": 1 << 11, "width": 1 << 11, "batch": 16, "slicing": True}, "86 x 86 of 16 slices"),
-        ({"slicing": True, "batch": 1 << 16, "tile": 64, "width": 1024}, "of 65536 slices"),
     ],
 )
 def test_what_cannot_be_is_named(change, named):
@@ -474,9 +468,19 @@ def test_what_cannot_be_is_named(change, named):
         _core.Trace.vae(**call)
 
 
-def test_steps_are_bounded():
-    with pytest.raises(OverflowError, match="want at most 4194304 steps"):
-        _core.Trace.vae(MODELS["sdxl"], "diffusers", "decode", "float16", 1 << 15, 1 << 15, tile=512)
+@pytest.mark.parametrize(
+    "change, named",
+    [
+        ({}, "want at most 4194304 steps"),
+        ({"tile": 32, "height": 1 << 20, "width": 1 << 20}, "want at most 65536 tiles in all, got 43691 x 43691"),
+        ({"tile": 32, "height": 1 << 11, "width": 1 << 11, "batch": 16, "slicing": True}, "86 x 86 of 16 slices"),
+        ({"slicing": True, "batch": 1 << 16, "tile": 64, "height": 512, "width": 1024}, "of 65536 slices"),
+    ],
+)
+def test_steps_are_bounded(change, named):
+    call = {"height": 1 << 15, "width": 1 << 15, "tile": 512} | change
+    with pytest.raises(OverflowError, match=named):
+        _core.Trace.vae(arch=MODELS["sdxl"], runtime="diffusers", op="decode", dtype="float16", **call)
 
 
 def test_sizes_that_do_not_fit_are_refused():

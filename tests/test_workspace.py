@@ -109,6 +109,24 @@ def test_a_mig_slice_is_a_part_of_its_card():
             find_gpu(name)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "GTX 1080",
+        "GeForce GTX 970",
+        "NVIDIA GeForce GTX 1080 Ti",
+        "Tesla P40",
+        "P100",
+        "TITAN Xp",
+        "B300",
+        "Jetson Orin",
+    ],
+)
+def test_a_generation_that_nobody_asked_about_is_no_near_name(name):
+    with pytest.raises(ValueError, match=r"no cuDNN was asked about its generation \(compute capabilities: sm_70"):
+        find_gpu(name)
+
+
 def test_an_unknown_gpu_is_refused_with_the_nearest_names():
     with pytest.raises(ValueError, match=r"got 'RTX 4091' \(nearest: NVIDIA GeForce RTX 4090") as error:
         find_gpu("RTX 4091")

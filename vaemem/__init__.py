@@ -11,6 +11,7 @@ from vaemem import _core
 from vaemem._common import __version__ as __version__
 from vaemem._core import OutOfMemoryError
 from vaemem.engine.device import DeviceArray
+from vaemem.prediction.bound import bound
 from vaemem.prediction.formula import formula
 from vaemem.prediction.predict import Prediction, predict, predict_largest
 from vaemem.prediction.process import SimulatedProcess
@@ -38,6 +39,7 @@ __all__ = [
     "Table",
     "Tiling",
     "backends",
+    "bound",
     "compare",
     "fit",
     "formula",

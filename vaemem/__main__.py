@@ -6,13 +6,15 @@ import argparse
 import importlib.util
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from vaemem import _core, _demo, backends, compare, fit, predict, predict_largest, report, sweep
+from vaemem import _core, _demo, backends, bound, compare, fit, predict, predict_largest, report, sweep
 from vaemem._common import DTYPES, MIB, OPS, TILED_OPS, __version__, render
 from vaemem.prediction import reproduce
 from vaemem.prediction.benchmark import PROTOCOLS, USUAL_PROTOCOL
+from vaemem.prediction.bound import APPLICATIONS, SIDES
 from vaemem.prediction.process import RUNTIMES
 from vaemem.tables.fit import TARGETS
 from vaemem.tables.table import Table
@@ -127,15 +129,19 @@ def _where(args: argparse.Namespace) -> dict[str, Any]:
     """What `predict` and `predict_largest` are told of the card and the software on it."""
     return {
         "gpu": args.gpu, "memory": args.memory, "used": args.used, "cudnn_version": args.cudnn,
-        "torch_version": args.torch, "runtime": args.runtime, "protocol": args.protocol,
+        "torch_version": args.torch, "runtime": args.runtime, "protocol": args.protocol, "tile": args.tile,
         "channels_last": args.channels_last, "allow_tf32": not args.no_tf32, "cudnn_benchmark": args.cudnn_benchmark,
         "allocator": args.allocator,
     }  # fmt: skip
 
 
 def _largest(args: argparse.Namespace) -> None:
-    height, width = predict_largest(args.model, args.op, args.dtype, args.batch, aspect=args.aspect, **_where(args))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        height, width = predict_largest(args.model, args.op, args.dtype, args.batch, aspect=args.aspect, **_where(args))
     print(predict(args.model, args.op, height, width, args.dtype, args.batch, **_where(args)))
+    for warning in said:
+        print(f"vaemem largest: {warning.message}", file=sys.stderr)
 
 
 def _predict(args: argparse.Namespace) -> None:
@@ -149,6 +155,14 @@ def _predict(args: argparse.Namespace) -> None:
         print(f"  workspaces: {prediction.workspace_source}")
         for tensor in prediction.peak_tensors[: args.tensors]:
             print(f"  {tensor.bytes / MIB:10.2f} MiB  {tensor.name}")
+
+
+def _bound(args: argparse.Namespace) -> None:
+    found = bound(
+        args.application, args.models, args.dtypes, gpu=args.gpu, memory=args.memory, cudnn_version=args.cudnn,
+        torch_version=args.torch, sides=args.sides,
+    )  # fmt: skip
+    print(found if args.format == "text" else found.python().rstrip("\n"))
 
 
 def _reproduce(args: argparse.Namespace) -> None:
@@ -188,6 +202,7 @@ def _parser() -> argparse.ArgumentParser:
     def on_a_card(sub: argparse.ArgumentParser) -> None:
         sub.add_argument("--dtype", default="float16", choices=DTYPES)
         sub.add_argument("--runtime", choices=RUNTIMES, help="whose code (default: bfl for flux, else diffusers)")
+        sub.add_argument("--tile", type=_count, metavar="PIXELS", help="side of a tile of the tiled operations")
         sub.add_argument(
             "--protocol", choices=PROTOCOLS, default=USUAL_PROTOCOL,
             help="what is read off the counters: " + "; ".join(f"{name}, {p.what}" for name, p in PROTOCOLS.items())
@@ -196,12 +211,8 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument(
             "--gpu", default="RTX 4090", help="a card (default: RTX 4090) or a compute capability such as sm_89"
         )
-        sub.add_argument("--memory", metavar="SIZE", help="of the card, such as '16 GB', where its name leaves it open")
         sub.add_argument("--used", metavar="SIZE", default=0, help="what others hold of the card, such as '1.5 GB'")
-        sub.add_argument("--cudnn", metavar="VERSION", help="such as 9.10.2")
-        sub.add_argument(
-            "--torch", metavar="VERSION", help="such as 2.7.1+cu128 (default); 2.7.1 is the build that PyPI has"
-        )
+        card_and_software(sub, "2.7.1+cu128")
         sub.add_argument("--channels-last", action="store_true", help="the model in PyTorch's channels_last format")
         sub.add_argument("--no-tf32", action="store_true", help="torch.backends.cudnn.allow_tf32 = False")
         sub.add_argument(
@@ -209,6 +220,13 @@ def _parser() -> argparse.ArgumentParser:
             help="native, cudaMallocAsync or what PYTORCH_CUDA_ALLOC_CONF says, such as expandable_segments:True",
         )  # fmt: skip
         sub.add_argument("--cudnn-benchmark", action="store_true", help="refused: only the card knows what that takes")
+
+    def card_and_software(sub: argparse.ArgumentParser, usual: str) -> None:
+        sub.add_argument("--memory", metavar="SIZE", help="of the card, such as '16 GB', where its name leaves it open")
+        sub.add_argument("--cudnn", metavar="VERSION", help="such as 9.10.2")
+        sub.add_argument(
+            "--torch", metavar="VERSION", help=f"such as 2.9.1+cu128; 2.9.1 is PyPI's build (default: {usual})"
+        )
 
     def formatted(sub: argparse.ArgumentParser, *forms: str) -> None:
         sub.add_argument("--format", choices=forms, default="text", help="of what is printed")
@@ -282,6 +300,18 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--batch", type=_count, default=1)
     sub.add_argument("--aspect", type=float, default=1.0, help="width over height (default: 1)")
     on_a_card(sub)
+
+    sub = command("bound", _bound, "Formulas that ComfyUI and InvokeAI can paste: above every prediction of a domain.")
+    sub.add_argument("application", choices=APPLICATIONS)
+    sub.add_argument("--models", nargs="+", metavar="MODEL", help="sd15, sdxl, flux (default: all)")
+    sub.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
+    sub.add_argument(
+        "--sides", type=_count, nargs="+", default=SIDES, metavar="PIXELS",
+        help=f"every pair of these heights and widths is predicted (default: {len(SIDES)} from 256 to 2048)",
+    )  # fmt: skip
+    sub.add_argument("--gpu", nargs="+", default=["RTX 4090"], metavar="GPU", help="cards or compute capabilities")
+    card_and_software(sub, "every cuDNN that is known")
+    formatted(sub, "text", "python")
 
     sub = command("reproduce", _reproduce, "The published PyTorch benchmark, row by row: measured, predicted, error.")
     sub.add_argument("table", nargs="?", metavar="CSV", help="by default the copy that comes with vaemem")

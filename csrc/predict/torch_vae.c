@@ -295,7 +295,7 @@ vm_status vm_trace_vae_build(const vm_trace_vae *vae, vm_trace **out) {
     const tiling tiles = tiling_of(vae);
     const size_t rows = VM_MAX(tiles.rows, 1), cols = VM_MAX(tiles.cols, 1), slices = vae->slicing ? vae->batch : 1;
     if (VM_PRODUCT(rows, cols, slices) > MOST_CALLS)
-        return vm_fail(VM_EINVAL, "tile, slicing: want at most %d tiles in all, got %zu x %zu of %zu slices",
+        return vm_fail(VM_EOVERFLOW, "tile, slicing: want at most %d tiles in all, got %zu x %zu of %zu slices",
                        MOST_CALLS, rows, cols, slices);
     s = vm_trace_new(out);
     if (s) return s;

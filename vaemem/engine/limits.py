@@ -14,7 +14,16 @@ from vaemem import _core
 from vaemem._common import MIB, latent_factor
 from vaemem.engine.arguments import as_int
 
-__all__ = ["Limit", "Plans", "available_memory", "check_aspect", "largest_size", "parse_size", "resolve"]
+__all__ = [
+    "LARGEST_SIDE",
+    "Limit",
+    "Plans",
+    "available_memory",
+    "check_aspect",
+    "largest_size",
+    "parse_size",
+    "resolve",
+]
 
 Limit = int | str | None
 
@@ -24,7 +33,7 @@ _UNITS = {
     **{f"{prefix}b": 1000 ** (i + 1) for i, prefix in enumerate("kmgt")},
     **{f"{prefix}ib": 1024 ** (i + 1) for i, prefix in enumerate("kmgt")},
 }
-_SIDE = 1 << 16  # pixels: no larger square is looked for
+LARGEST_SIDE = 1 << 16  # pixels: no larger image is looked for
 
 
 def parse_size(argument: str, value: Any, least: int = 1) -> int:
@@ -243,15 +252,18 @@ class Plans:
         )
 
 
-def largest_size(fits: Callable[[int, int], bool], factor: int, aspect: float) -> tuple[int, int] | None:
-    """(height, width) of the largest image that fits, sides multiples of `factor`; None where none does."""
+def largest_size(
+    fits: Callable[[int, int], bool], factor: int, aspect: float, most: int = LARGEST_SIDE
+) -> tuple[int, int] | None:
+    """(height, width) of the largest image that fits, sides multiples of `factor`, `most` pixels at most; None where
+    none does."""
 
     def size(long: int) -> tuple[int, int]:
         short = max(1, round(long * min(aspect, 1 / aspect))) * factor
         return (short, long * factor) if aspect > 1 else (long * factor, short)
 
     # `low` fits (0 stands for nothing at all), `high` does not.
-    low, high, end = 0, 64, _SIDE // factor
+    low, high, end = 0, 64, most // factor
     while high <= end and fits(*size(high)):
         low, high = high, min(high * 2, end + 1)
     while high - low > 1:

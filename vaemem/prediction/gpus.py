@@ -67,6 +67,11 @@ _CAPABILITY = re.compile(r"sm_?(\d{1,2})(\d)a?|(?:compute capability )?(\d{1,2})
 _SLICE = re.compile(r"(.+?)\W+mig\W+([1-7])g\.(\d+)gb(?:\+me)?")
 _SIZED = re.compile(r"(.+?)\W*(\d+)\s*gb")
 _OTHERS = re.compile(r"amd|radeon|instinct|gfx\d|rx ?\d|mi\d|intel|arc\b|apple|xpu")
+# NVIDIA's that no cuDNN was asked about: Kepler to Pascal, and what is newer than what was recorded, or embedded.
+_UNRECORDED = re.compile(
+    r"(nvidia|geforce|tesla|quadro|\W)*(gtx ?(6|7|9|10)\d\d|titan x|[kmp]\d{1,4}\b|g?b300|gb10\b|dgx spark|jetson|orin|"
+    r"xavier|thor)"
+)
 
 
 def _key(name: str) -> str:
@@ -195,6 +200,8 @@ def _unknown(name: str) -> str:
     want = f"gpu: want an NVIDIA card such as 'RTX 4090', or 'sm_89' with memory='16 GB'; got {name!r}"
     if _OTHERS.match(name.strip().lower()):
         return f"{want}: what PyTorch takes on other makers' cards is not modelled"
+    if _UNRECORDED.match(name.strip().lower()):
+        return f"{want}: no cuDNN was asked about its generation (compute capabilities: {_capabilities()})"
     keys = _table()[1]
     near = difflib.get_close_matches(_key(name), keys, n=3, cutoff=0.6)
     names = ", ".join(dict.fromkeys(keys[key] for key in near))

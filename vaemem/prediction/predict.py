@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from fractions import Fraction
@@ -17,7 +18,7 @@ from typing import Any
 from vaemem import _core
 from vaemem._common import MIB, latent_factor
 from vaemem._core import OutOfMemoryError
-from vaemem.engine.limits import check_aspect, largest_size, parse_size
+from vaemem.engine.limits import LARGEST_SIDE, check_aspect, largest_size, parse_size
 from vaemem.prediction.benchmark import PROTOCOLS, USUAL_PROTOCOL, Counters, Reading
 from vaemem.prediction.formula import derive
 from vaemem.prediction.process import Moment, PeakTensor, SimulatedProcess, architecture
@@ -30,6 +31,7 @@ from vaemem.prediction.snapshot import CachingAllocator
 MARGIN = Fraction(17, 16)
 SEGMENT = 20 * MIB
 PAGE = 2 * MIB  # every segment is a multiple of it
+TILED_SIDE = 1 << 14  # pixels: `predict_largest` looks no further in tiles, where a larger image may take no more
 # What a CUDA context takes of the card, with the kernels that are loaded into it as they are used. The context alone
 # took 426 MiB on an RTX 6000 Ada (PyTorch 2.10+cu130, nvidia-smi: unslothai/unsloth-zoo#1053); around 400 MB is usual
 # since CUDA 11.7 (pytorch/pytorch#109888). The rest is room for the kernels, whose size was not measured.
@@ -54,7 +56,8 @@ class _Peaks:
         if self.available <= 0:
             raise ValueError(f"used: want less than the {room} bytes that the card has beside a context, got {used!r}")
         self.out_of_memory_at: PeakTensor | None = None
-        if process.most_reserved > self.available:  # else nothing is ever refused and all goes as it did
+        self._has_room = process.most_reserved <= self.available  # then nothing is ever refused and all goes as it did
+        if not self._has_room:
             self.out_of_memory_at, tried = self._within(self.available)
             self.substitutions = tried.substitutions
 
@@ -89,7 +92,9 @@ class _Peaks:
         low, high = 0, -(-self._process.most_reserved // PAGE)  # in pages: `low` is too little, `high` is enough
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if self._within(middle * PAGE)[0] else (low, middle)
+            full, process = self._within(middle * PAGE)
+            # What fits goes the same way in no more than it reserved.
+            low, high = (middle, high) if full else (low, -(-process.most_reserved // PAGE))
         return high * PAGE
 
     def _others(self, every: bool, *protocols: str) -> Iterator[int]:
@@ -127,8 +132,9 @@ class _Peaks:
             f"allocated {self.allocated / MIB:.2f} MiB, reserved {self.reserved / MIB:.2f} MiB"
             + (f" ({least} to {most})" if least != most else "")
             + f", upper {self.upper / MIB:.0f} MiB",
-            f"of the card {self.peak_reserved / MIB:.0f} MiB where there is room and at least"
-            f" {self.least_reserved / MIB:.0f}; {self._verdict} {self.available / MIB:.0f} MiB",
+            f"of the card {self.peak_reserved / MIB:.0f} MiB"
+            + ("" if self._has_room else f" where there is room and at least {self.least_reserved / MIB:.0f}")
+            + f"; {self._verdict} {self.available / MIB:.0f} MiB",
         ]
         return "; ".join(parts + ([f"substituted: {', '.join(self.substitutions)}"] if self.substitutions else []))
 
@@ -181,7 +187,8 @@ class Prediction(_Peaks):
         ``(name, bytes)`` of what PyTorch raises out of memory for: the module with the tensor, and the request.
     least_reserved : int
         The least `available` with which the run still goes through, weights and input included, to 2 MiB: beside
-        `peak_reserved`, which is what PyTorch takes where there is room. Found by bisection when it is asked for.
+        `peak_reserved`, which is what PyTorch takes where there is room. Found by bisection when it is asked for, and
+        in `repr` where the card has not that room.
     available : int
         What PyTorch's allocator can have of the card: `total_memory`, less 3% where that is a nominal size (whole GiB,
         of which CUDA reports less), less 512 MiB for the CUDA context and its kernels (426 MiB were measured for a
@@ -246,8 +253,10 @@ class Prediction(_Peaks):
 
     def __repr__(self) -> str:
         how = ", ".join([self.runtime, self._place, *self.settings])
+        weights = "" if self.weights_dtype == self.dtype else f" from {self.weights_dtype} weights"
+        images = f" in a batch of {self.batch}{', sliced' * self.slicing}" if self.batch > 1 else ""
         return (
-            f"<Prediction {self.model} {self.op} {self.height}x{self.width} {self.dtype}"
+            f"<Prediction {self.model} {self.op} {self.height}x{self.width} {self.dtype}{weights}{images}"
             f"{f' in tiles of {self.tile}' if self.tile else ''} ({how}): {self._sizes}>"
         )
 
@@ -373,8 +382,12 @@ def predict_largest(
     ------
     ValueError
         No size fits; or as `predict` raises it.
-    OverflowError
-        A tiled op on a card so large that it is not full with the most steps that can be played, 4,194,304.
+
+    Warns
+    -----
+    RuntimeWarning
+        Where the search ended before the card was full, so that larger images may fit: tiled ops are looked at up to
+        16,384 pixels a side, and as far as they can be played (65,536 tiles, 4,194,304 steps).
 
     Notes
     -----
@@ -388,11 +401,23 @@ def predict_largest(
     asked = {"dtype": dtype, "batch": batch, "gpu": gpu, "used": used, **others}
     arch = architecture(model)
 
+    refused: dict[tuple[int, int], bool] = {}  # whether it was played, or is more than can be
+
     def fits(height: int, width: int) -> bool:
-        return predict(model, op, height, width, **asked).fits
+        try:
+            if predict(model, op, height, width, **asked).fits:
+                return True
+            refused[height, width] = True
+        except OverflowError:
+            refused[height, width] = False
+        return False
 
     factor = latent_factor(arch)
-    found = largest_size(fits, factor, check_aspect(aspect))
+    most = TILED_SIDE if str(op).endswith("_tiled") else LARGEST_SIDE
+    found = largest_size(fits, factor, check_aspect(aspect), most)
+    if found and not (refused and refused[min(refused)]):
+        what = f"predict_largest: {found[0]}x{found[1]} fits, and larger images were not looked at"
+        warnings.warn(what, RuntimeWarning, stacklevel=2)
     if found is None:
         smallest = predict(model, op, factor, factor, **asked)
         raise ValueError(

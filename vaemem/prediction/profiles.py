@@ -55,10 +55,16 @@ class Conv(NamedTuple):
 def version_number(version: str) -> int:
     """10000 * major + 100 * minor + patch of ``"9.10.2"``; a fourth part is left out. ValueError for no version of
     cuDNN 9, the only one whose heuristics were recorded."""
-    match = re.fullmatch(r"9\.(\d{1,2})(?:\.(\d{1,2})(?:\.\d+)?)?", version) if isinstance(version, str) else None
-    if not match:
+    number = _version_number(version) if isinstance(version, str) else None
+    if number is None:
         raise ValueError(f"cudnn_version: want one of cuDNN 9 such as '9.10.2', got {version!r}")
-    return 90000 + 100 * int(match[1]) + int(match[2] or 0)
+    return number
+
+
+@functools.lru_cache(maxsize=256)
+def _version_number(version: str) -> int | None:
+    match = re.fullmatch(r"9\.(\d{1,2})(?:\.(\d{1,2})(?:\.\d+)?)?", version)
+    return 90000 + 100 * int(match[1]) + int(match[2] or 0) if match else None
 
 
 def kind_of(conv: Conv, tf32: bool) -> str:

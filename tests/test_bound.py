@@ -1,0 +1,190 @@
+"""Formulas for applications, as they are pasted: above every prediction of their domain, and what was measured."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+import pytest
+
+from vaemem import bound, predict, seed_table
+from vaemem.__main__ import main
+from vaemem._common import OPS
+from vaemem.prediction.bound import APPLICATIONS, TILES, _over
+
+TORCH = "2.7.1+cu128"
+SIDES = (256, 512, 1000, 2048)
+
+
+def pasted(b) -> SimpleNamespace:
+    names: dict = {}
+    exec(b.python(), names)
+    return SimpleNamespace(**{name: value for name, value in names.items() if not name.startswith("__")})
+
+
+class _VAE:
+    """What an application hands to its estimate: parameters with a dtype."""
+
+    def __init__(self, dtype, tile_sample_min_size=512):
+        self.dtype, self.tile_sample_min_size = dtype, tile_sample_min_size
+
+    def parameters(self):
+        return iter([SimpleNamespace(dtype=f"torch.{self.dtype}")])  # as str(torch.float16) is
+
+
+def estimate(functions, application, model, op, height, width, dtype, tile=None):
+    """What the pasted source says of a run."""
+    scale = 8 if op == "decode" else 1
+    shape = (1, 4 if op == "decode" else 3, height // scale, width // scale)
+    if application == "comfyui":
+        return getattr(functions, f"memory_used_{op}")(shape, f"torch.{dtype}")
+    tensor = SimpleNamespace(shape=shape)
+    if model == "flux":
+        return functions.estimate_vae_working_memory_flux(op, tensor, _VAE(dtype), tile)
+    return functions.estimate_vae_working_memory_sd15_sdxl(op, tensor, _VAE(dtype), tile, dtype == "float32")
+
+
+def ways(application, model, dtype):
+    """(runtime, weights_dtype) of the runs that an application makes."""
+    if application == "comfyui":
+        return [("comfyui", dtype)]
+    if model == "flux":
+        return [("bfl", dtype), ("diffusers", dtype)]
+    return [("diffusers", dtype)] + ([("diffusers", "float16")] if dtype == "float32" else [])
+
+
+@pytest.mark.parametrize("application, gpu", [("comfyui", "RTX 4090"), ("invokeai", "RTX 4090"), ("comfyui", "T4")])
+def test_no_prediction_of_the_domain_lies_above_what_is_pasted(application, gpu):
+    b = bound(application, gpu=gpu, torch_version=TORCH, sides=SIDES)
+    functions, most = pasted(b), {line: dict.fromkeys(((h, w) for h in SIDES for w in SIDES), 0) for line in b.lines}
+    for function in APPLICATIONS[application].functions.values():
+        for model, op, dtype in ((m, op, d) for m in function.models for op in OPS for d in function.dtypes):
+            line = b.find(model, op, dtype)
+            for (height, width), known in most[line].items():
+                said = estimate(functions, application, model, op, height, width, dtype)
+                uppers = [
+                    predict(
+                        model, op, height, width, dtype, runtime=runtime, weights_dtype=weights, gpu=gpu,
+                        torch_version=TORCH,
+                    ).upper
+                    for runtime, weights in ways(application, model, dtype)
+                ]  # fmt: skip
+                assert said == line.bytes(height, width) >= max(uppers), (model, op, dtype, height, width)
+                most[line][height, width] = max(known, *uppers)
+    assert len(most) == (6 if application == "comfyui" else 10)
+    for line, uppers in most.items():  # the largest is the one that is told
+        assert line.overshoot == max(line.bytes(*size) / upper - 1 for size, upper in uppers.items())
+
+
+def test_no_prediction_in_tiles_lies_above():
+    b = bound("invokeai", dtypes="float16", torch_version=TORCH, sides=(512, 1024, 1536))
+    functions = pasted(b)
+    for model, runtime in (("sdxl", "diffusers"), ("flux", "diffusers")):
+        for op in ("encode", "decode"):
+            for tile in TILES:
+                for height, width in ((1536, 1536), (512, 1536), (1536, 1024)):
+                    said = estimate(functions, "invokeai", model, op, height, width, "float16", tile)
+                    p = predict(
+                        model, f"{op}_tiled", height, width, "float16", runtime=runtime, tile=tile, torch_version=TORCH
+                    )
+                    assert said == b.find(model, op, "float16").bytes(height, width, tile) >= p.upper
+    # A tile that covers the image is no tile.
+    assert estimate(functions, "invokeai", "sdxl", "decode", 512, 512, "float16", 1024) == estimate(
+        functions, "invokeai", "sdxl", "decode", 512, 512, "float16"
+    )
+    sdxl = functions.estimate_vae_working_memory_sd15_sdxl
+    latents = SimpleNamespace(shape=(1, 4, 192, 192))
+    assert sdxl("decode", latents, _VAE("float16", 768), 0, False) == sdxl(
+        "decode", latents, _VAE("float16"), 768, False
+    )
+
+
+def test_no_measured_row_lies_above():
+    """The seed table's rows are of the code that InvokeAI runs: no prediction, and nothing that the lines saw."""
+    sides = (512, 768, 1024, 1536, 2048)
+    b = bound("invokeai", torch_version=TORCH, sides=sides)
+    functions, seen = pasted(b), 0
+    for row in seed_table():
+        op, _, tiled = row["op"].partition("_")
+        if {row["height"], row["width"]} <= set(sides) and (row["model"] == "flux" or row["dtype"] != "bfloat16"):
+            tile = 512 if tiled else None
+            said = estimate(functions, "invokeai", row["model"], op, row["height"], row["width"], row["dtype"], tile)
+            assert said >= row["reserved_bytes"], row
+            seen += 1
+    assert seen >= 90
+
+
+def test_each_card_and_version_is_in_it():
+    sides = (512, 1024)
+    asked = {"models": "sdxl", "dtypes": "float32", "sides": sides}
+    both = bound("comfyui", gpu=["RTX 4090", "H200"], **asked)
+    for gpu in ("RTX 4090", "H200"):
+        for torch_version in (None, "2.5.1", "2.9.1"):
+            alone = bound("comfyui", gpu=gpu, torch_version=torch_version, **asked)
+            for line, other in zip(both.lines, alone.lines, strict=True):
+                assert all(
+                    line.bytes(height, width) >= predict(
+                        "sdxl", line.op, height, width, "float32", runtime="comfyui", gpu=gpu,
+                        torch_version=torch_version,
+                    ).upper
+                    for height in sides for width in sides
+                )  # fmt: skip
+                assert line.predictions == 2 * other.predictions == 8
+    assert "cards: NVIDIA GeForce RTX 4090, NVIDIA H200" in both.domain and "every cuDNN" in both.domain
+    assert "versions: PyTorch 2.9.1" in alone.domain
+
+
+def test_the_line_is_the_lowest_over_the_points():
+    """By the worst overshoot, among all lines through two points that none lies above; and never below 0 at 0."""
+    for seed in range(40):
+        draw = random.Random(seed)
+        points = [(draw.randrange(1, 400), draw.randrange(1000, 90000)) for _ in range(draw.randrange(1, 12))]
+        a, b = _over(points)
+        assert a >= 0 and b >= 0 and all(a * x + b >= y for x, y in points)
+        assert min(a * x + b - y for x, y in points) == 0 or b == 0  # it cannot be any lower
+        ends = sorted({*points, (0, 0)})
+        worst = max((a * x + b) / y for x, y in points)
+        for (x0, y0), (x1, y1) in ((p, q) for p in ends for q in ends if p[0] < q[0]):
+            slope = (y1 - y0) / (x1 - x0)
+            start = y0 - slope * x0
+            if slope >= 0 and start >= 0 and all(slope * x + start >= y - 1e-6 for x, y in points):
+                # `a` is rounded up to whole bytes, which is at most 400 more at these points
+                assert worst <= max((slope * x + start) / y for x, y in points) + 400 / min(y for _, y in points)
+
+
+def test_prints(capsys):
+    said = f"bound comfyui --models flux --dtypes float16 --torch {TORCH} --sides 512 768 1024".split()
+    b = bound("comfyui", "flux", "float16", torch_version=TORCH, sides=range(512, 1025, 256))
+    assert main(said) == 0
+    assert capsys.readouterr().out == f"{b}\n"
+    assert main([*said, "--format", "python"]) == 0
+    assert capsys.readouterr().out == b.python()
+    for text in (str(b), b.python()):
+        assert "every pair of 512, 768, 1024 pixels" in text
+        assert "models: flux; one image" in text and f"{100 * b.lines[0].overshoot:.1f}%" in text
+    assert str(b.lines[0].predictions) == "9"
+
+
+@pytest.mark.parametrize(
+    "asked, named",
+    [
+        (("forge",), "application: want comfyui or invokeai, got 'forge'"),
+        (("comfyui", "sd9"), "models: want one of sd15, sdxl, flux, got 'sd9'"),
+        (("comfyui", "flux", "float64"), "dtypes: want one of float32, float16, bfloat16, got 'float64'"),
+        (("invokeai", "sdxl", "bfloat16"), "models, dtypes: want some that invokeai runs"),
+        (("comfyui", "flux", "float16", []), "sides: want one or more, got none"),
+        (("comfyui", "flux", "float16", [100]), "height: want a multiple of 8, got 100"),
+        (("comfyui", "flux", "float16", [0]), "sides: want a whole number of at least 1, got 0"),
+    ],
+)
+def test_what_cannot_be_asked(asked, named):
+    names = ("application", "models", "dtypes", "sides")
+    with pytest.raises(ValueError, match=named):
+        bound(**dict(zip(names, asked, strict=False)))
+
+
+def test_what_is_left_out_is_named():
+    b = bound("invokeai", "sdxl", "float16", torch_version=TORCH, sides=[512])
+    with pytest.raises(ValueError, match=r"find: want one of sd15_sdxl encode float16, .*, got flux decode float16"):
+        b.find("flux", "decode", "float16")
+    assert "models: sdxl;" in b.domain and "bfl" not in b.domain

@@ -1,0 +1,376 @@
+"""Bounds that applications can paste: lines in H*W that no prediction's `upper` lies above, over a stated domain."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from vaemem import _core
+from vaemem._common import DTYPES, MIB, OPS, __version__, choose, distinct, listed, render, whole
+from vaemem.prediction.gpus import find_gpu
+from vaemem.prediction.predict import Prediction, predict
+from vaemem.prediction.process import architecture
+
+# Pixels: of the sizes that are predicted where none are given. Those that people use, and some that are multiples of 8
+# alone, for which cuDNN chooses otherwise: without these one size in four between the others is up to 2% above a line.
+SIDES = (
+    256, 264, 320, 360, 384, 512, 520, 616, 640, 720, 768, 832, 896, 1000, 1024, 1080, 1152, 1216, 1280, 1344, 1384,
+    1536, 1720, 1792, 1920, 1928, 2048,
+)  # fmt: skip
+TILES = (512, 768, 1024)  # pixels
+TILED_STEP = 512  # pixels: the sides of the images that are predicted in tiles
+
+
+class _Function(NamedTuple):
+    """What one estimate of an application is about."""
+
+    models: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    runtimes: tuple[str, ...]  # whose code the application runs, in any of its releases
+    is_upcast: bool = False  # float32 runs of float16 weights, too
+    is_tiled: bool = False  # it is told a tile's side
+
+
+class _Application(NamedTuple):
+    title: str
+    functions: dict[str, _Function]
+    source: str  # what is pasted, beside the lines
+
+
+_COMFYUI = '''
+def _bytes(op, height, width, dtype):
+    per_pixel, constant = BYTES["vae", op, str(dtype).removeprefix("torch.")]
+    return per_pixel * height * width + constant
+
+
+def memory_used_encode(shape, dtype):
+    """Of one image; shape: of the pixels, (N, C, H, W)."""
+    return _bytes("encode", shape[2], shape[3], dtype)
+
+
+def memory_used_decode(shape, dtype):
+    """Of one image; shape: of the latents, (N, C, H / 8, W / 8)."""
+    return _bytes("decode", 8 * shape[2], 8 * shape[3], dtype)
+'''
+
+_INVOKEAI = """
+def _bytes(name, operation, image_tensor, dtype, tile):
+    scale = 8 if operation == "decode" else 1
+    height, width = (scale * side for side in image_tensor.shape[-2:])
+    per_pixel, constant, in_tiles = BYTES[name, operation, str(dtype).removeprefix("torch.")]
+    if tile is None or (tile >= height and tile >= width):
+        return per_pixel * height * width + constant
+    return per_pixel * min(tile, height) * min(tile, width) + constant + in_tiles * height * width
+
+
+def estimate_vae_working_memory_sd15_sdxl(operation, image_tensor, vae, tile_size, fp32):
+    tile = vae.tile_sample_min_size if tile_size == 0 else tile_size
+    return _bytes("sd15_sdxl", operation, image_tensor, "float32" if fp32 else "float16", tile)
+
+
+def estimate_vae_working_memory_flux(operation, image_tensor, vae, tile_size=None):
+    tile = tile_size if tile_size is None or tile_size > 0 else 512  # 0: the nodes' default
+    return _bytes("flux", operation, image_tensor, next(vae.parameters()).dtype, tile)
+"""
+
+APPLICATIONS = {
+    "comfyui": _Application("ComfyUI", {"vae": _Function(("sd15", "sdxl", "flux"), DTYPES, ("comfyui",))}, _COMFYUI),
+    # It runs SD's VAE in one of two dtypes, whatever the weights are stored in; FLUX's in its own AutoEncoder, after
+    # BFL's, and later in diffusers'.
+    "invokeai": _Application(
+        "InvokeAI",
+        {
+            "sd15_sdxl": _Function(("sd15", "sdxl"), ("float16", "float32"), ("diffusers",), True, True),
+            "flux": _Function(("flux",), DTYPES, ("bfl", "diffusers"), False, True),
+        },
+        _INVOKEAI,
+    ),
+}  # fmt: skip
+
+
+class BoundLine(NamedTuple):
+    """``per_pixel * H*W + constant`` bytes, H and W the image's in pixels: at least `upper` of every prediction.
+
+    Attributes
+    ----------
+    function : str
+        Of the application's estimates, as the keys of the pasted table have it.
+    op, dtype : str
+    per_pixel, constant : int
+        Bytes.
+    in_tiles : int or None
+        With tiles smaller than the image, H and W are the tile's, and this is added for each pixel of the image; None
+        where the application's estimate knows no tiles.
+    predictions : int
+        That it was made from and holds for.
+    overshoot : float
+        The most that it is above the largest `upper` of a size, as a share of that, without tiles.
+    at : tuple of int
+        (height, width) where that is.
+    """
+
+    function: str
+    op: str
+    dtype: str
+    per_pixel: int
+    constant: int
+    in_tiles: int | None
+    predictions: int
+    overshoot: float
+    at: tuple[int, int]
+
+    def bytes(self, height: int, width: int, tile: int | None = None) -> int:
+        if tile is None or (tile >= height and tile >= width):
+            return self.per_pixel * height * width + self.constant
+        if self.in_tiles is None:
+            raise ValueError(f"tile: want none, for {self.function} knows no tiles, got {tile}")
+        return self.per_pixel * min(tile, height) * min(tile, width) + self.constant + self.in_tiles * height * width
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """As the pasted table has them."""
+        return self.per_pixel, self.constant, *(() if self.in_tiles is None else (self.in_tiles,))
+
+
+class Bound:
+    """What `vaemem.bound` gives. Printing it shows the lines.
+
+    Attributes
+    ----------
+    application : str
+    lines : tuple of BoundLine
+        One for each function, op and dtype.
+    domain : str
+        What they were checked for, in words.
+    """
+
+    def __init__(self, application: str, lines: Sequence[BoundLine], domain: str):
+        self.application, self.lines, self.domain = application, tuple(lines), domain
+
+    def find(self, model: str, op: str, dtype: str) -> BoundLine:
+        """The line for a model's op; ValueError where there is none."""
+        functions = APPLICATIONS[self.application].functions
+        for line in self.lines:
+            if model in functions[line.function].models and (line.op, line.dtype) == (op, dtype):
+                return line
+        known = ", ".join(f"{line.function} {line.op} {line.dtype}" for line in self.lines)
+        raise ValueError(f"find: want one of {known}, got {model} {op} {dtype}")
+
+    def python(self) -> str:
+        """A Python module with the application's functions, to be pasted: it imports nothing."""
+        title, _, source = APPLICATIONS[self.application]
+        rows = [
+            f"    {(line.function, line.op, line.dtype)!r}: {line.numbers!r},"
+            f"  # at most {_percent(line.overshoot)} above the predictions, at {_size(line.at)}"
+            for line in self.lines
+        ]
+        tiled = any(line.in_tiles is not None for line in self.lines)
+        columns = "bytes for each pixel, bytes beside" + (", and for each pixel of an image in tiles" if tiled else "")
+        return "\n".join([
+            f'"""The working memory of VAEs in {title}, in bytes: what to reserve beside the weights.',
+            "",
+            f"By vaemem {__version__}. No `upper` of its predictions lies above, for",
+            self.domain,
+            '"""',
+            "",
+            f"# {columns}",
+            'BYTES = {',
+            *(row.replace("'", '"') for row in rows),
+            "}",
+            "",
+            source,
+        ])  # fmt: skip
+
+    def __str__(self) -> str:
+        header = ["function", "op", "dtype", "bytes per pixel", "and MiB", "in tiles", "predictions", "at most above"]
+        cells = [
+            (line.function, line.op, line.dtype, str(line.per_pixel), f"{line.constant / MIB:.1f}",
+             "" if line.in_tiles is None else str(line.in_tiles), str(line.predictions),
+             f"{_percent(line.overshoot)} at {_size(line.at)}")
+            for line in self.lines
+        ]  # fmt: skip
+        return f"{APPLICATIONS[self.application].title}, for\n{self.domain}\n{render(header, cells)}"
+
+    __repr__ = __str__
+
+
+def bound(
+    application: str, models: str | Sequence[str] | None = None, dtypes: str | Sequence[str] = DTYPES, *,
+    gpu: str | Sequence[str] = "RTX 4090", memory: int | str | None = None, cudnn_version: str | None = None,
+    torch_version: str | None = None, sides: Iterable[int] = SIDES,
+) -> Bound:  # fmt: skip
+    """Formulas for an application's own estimates of a VAE's memory, which no prediction's `upper` lies above.
+
+    Every size of the domain is predicted, on every card, in every way that the application runs it; the formulas are
+    the lines over those predictions that exceed them the least.
+
+    Parameters
+    ----------
+    application : str
+        ``"comfyui"``: ``memory_used_encode`` and ``memory_used_decode`` of its class VAE. ``"invokeai"``:
+        ``estimate_vae_working_memory_sd15_sdxl`` and ``_flux``, with tiles.
+    models, dtypes : str or sequence of str, optional
+        ``"sd15"``, ``"sdxl"``, ``"flux"``, ``"float16"`` ...; by default all that its functions are about. What is
+        left out is not in the formulas.
+    gpu : str or sequence of str
+        Cards or compute capabilities, as `predict` takes them: the formulas hold on each.
+    memory : int or str, optional
+        Of the cards, as `predict` takes it.
+    cudnn_version, torch_version : str, optional
+        As `predict` takes them; by default the formulas hold for every version that is known.
+    sides : iterable of int
+        Heights and widths in pixels: every pair of them is a size of the domain. By default 27 from 256 to 2048, which
+        makes aspect ratios from 1/8 to 8.
+
+    Raises
+    ------
+    ValueError
+        What `predict` raises, an unknown application, or nothing that it runs.
+
+    Notes
+    -----
+    It takes minutes where no version is given: every version is a prediction of its own. Between the sizes of the
+    domain the formulas were not checked, and beyond it they are no bound. Images are one at a time.
+
+    Tiles are predicted with 512, 768 and 1024 pixels a side, in images with sides of multiples of 512.
+
+    Examples
+    --------
+    >>> b = bound("comfyui", "sdxl", "float16", torch_version="2.7.1+cu128", sides=(512, 1024, 2048))
+    >>> b.find("sdxl", "decode", "float16").bytes(1024, 1024) / 2**20
+    4545.4
+    >>> print(b.python())
+    """
+    choose("application", application, APPLICATIONS)
+    asked = _Asked(listed(gpu, str), {"memory": memory, "cudnn_version": cudnn_version, "torch_version": torch_version})
+    wanted, known = None if models is None else listed(models, str), _core.models()
+    for model in wanted or ():
+        choose("models", model, known)
+    for dtype in (dtypes := listed(dtypes, str)):
+        choose("dtypes", dtype, DTYPES)
+    pixels = sorted(distinct(whole("sides", side) for side in sides))
+    if not pixels:
+        raise ValueError("sides: want one or more, got none")
+    lines = [
+        asked.line(name, _of(function, wanted), op, dtype, pixels)
+        for name, function in APPLICATIONS[application].functions.items()
+        for op in OPS
+        for dtype in function.dtypes
+        if dtype in dtypes and _of(function, wanted).models
+    ]
+    if not lines:
+        raise ValueError(f"models, dtypes: want some that {application} runs, got {models!r}, {dtypes!r}")
+    return Bound(application, lines, asked.domain(APPLICATIONS[application], wanted, pixels))
+
+
+def _of(function: _Function, models: list[str] | None) -> _Function:
+    return function if models is None else function._replace(models=tuple(m for m in function.models if m in models))
+
+
+class _Asked(NamedTuple):
+    """On which cards, with which software."""
+
+    gpus: list[str]
+    settings: dict[str, Any]
+
+    def line(self, name: str, function: _Function, op: str, dtype: str, sides: Sequence[int]) -> BoundLine:
+        """The line over the predictions of all sizes, and what is added in tiles."""
+        uppers: dict[tuple[int, int], list[int]] = {
+            (height, width): [p.upper for p in self._predictions(function, op, dtype, height, width)]
+            for height in sides
+            for width in sides
+        }
+        most = {size: max(found) for size, found in uppers.items()}
+        per_pixel, constant = _over([(height * width, size) for (height, width), size in most.items()])
+        line = BoundLine(name, op, dtype, per_pixel, constant, None, sum(map(len, uppers.values())), 0.0, (0, 0))
+        overshoot, at = max((line.bytes(*size) / upper - 1, size) for size, upper in most.items())
+        line = line._replace(overshoot=overshoot, at=at)
+        return self._in_tiles(line, function, sides) if function.is_tiled else line
+
+    def _in_tiles(self, line: BoundLine, function: _Function, sides: Sequence[int]) -> BoundLine:
+        """The same with what is to be added for each pixel of an image in tiles."""
+        in_tiles, count = 0, 0
+        images = [side for side in sides if side % TILED_STEP == 0]
+        for tile, height, width in ((t, h, w) for t in TILES for h in images for w in images if t < max(h, w)):
+            alone = line.bytes(min(tile, height), min(tile, width))
+            for p in self._predictions(function, f"{line.op}_tiled", line.dtype, height, width, tile):
+                in_tiles, count = max(in_tiles, -((alone - p.upper) // (height * width))), count + 1
+        return line._replace(in_tiles=in_tiles, predictions=line.predictions + count)
+
+    def _predictions(
+        self, function: _Function, op: str, dtype: str, height: int, width: int, tile: int | None = None
+    ) -> Iterator[Prediction]:
+        """In every way that the application may run one size."""
+        weights = distinct((dtype, "float16")) if function.is_upcast and dtype == "float32" else [dtype]
+        runtimes = ["diffusers"] if tile else function.runtimes
+        # Models of the same layers take the same memory.
+        layers = {tuple(v for k, v in architecture(m).items() if k not in _NO_LAYERS): m for m in function.models}
+        for gpu in self.gpus:
+            for model in layers.values():
+                for runtime in runtimes:
+                    for weight in weights:
+                        yield predict(
+                            model, op, height, width, dtype, runtime=runtime, gpu=gpu, weights_dtype=weight, tile=tile,
+                            **self.settings,
+                        )  # fmt: skip
+
+    def domain(self, application: _Application, models: list[str] | None, sides: Sequence[int]) -> str:
+        """In words, a line a thing."""
+        functions = [_of(function, models) for function in application.functions.values()]
+        functions = [function for function in functions if function.models]
+        cards = ", ".join(distinct(find_gpu(gpu, self.settings["memory"]).name for gpu in self.gpus))
+        torch, cudnn = self.settings["torch_version"], self.settings["cudnn_version"]
+        versions = " and ".join(
+            f"{name} {version}" for name, version in (("PyTorch", torch), ("cuDNN", cudnn)) if version
+        )
+        lines = [
+            f"models: {', '.join(distinct(m for f in functions for m in f.models))}; one image",
+            f"heights and widths: every pair of {', '.join(map(str, sides))} pixels",
+            f"cards: {cards}",
+            f"versions: {versions or 'every cuDNN that vaemem knows, as PyTorch 2.7 uses it'}",
+            f"code: {', '.join(distinct(r for f in functions for r in f.runtimes))}",
+        ]
+        if any(f.is_upcast for f in functions):
+            lines.append("weights: of the run's dtype; SD's float32 also from float16")
+        if any(f.is_tiled for f in functions):
+            tiles = " and ".join(", ".join(map(str, TILES)).rsplit(", ", 1))
+            lines.append(
+                f"tiles: {tiles} pixels as diffusers cuts them, in images with sides of multiples of {TILED_STEP}"
+            )
+        return "\n".join(f"- {line}" for line in lines)
+
+
+_NO_LAYERS = ("name", "scaling_factor", "shift_factor")
+
+
+def _over(points: Iterable[tuple[int, int]]) -> tuple[int, int]:
+    """(a, b), neither negative: of the lines a*x + b along an edge of the points' upper hull that no (x, y) lies above,
+    the one whose worst overshoot, as a share of y, is the least."""
+    highest: dict[int, int] = {0: 0}  # the origin keeps b from being negative
+    for x, y in points:
+        highest[x] = max(y, highest.get(x, 0))
+    hull: list[tuple[int, int]] = []
+    for x, y in sorted(highest.items()):
+        while len(hull) > 1 and _turns_left(hull[-2], hull[-1], (x, y)):
+            hull.pop()
+        hull.append((x, y))
+    lines = []
+    for (x, y), (right, top) in itertools.pairwise(hull):
+        a = max(0, -((y - top) // (right - x)))  # whole bytes, rounded up
+        lines.append((a, max(top - a * at for at, top in highest.items())))
+    del highest[0]
+    return min(lines, key=lambda line: max((line[0] * x + line[1]) / y for x, y in highest.items()))
+
+
+def _turns_left(a: tuple[int, int], b: tuple[int, int], c: tuple[int, int]) -> bool:
+    """Whether b lies on or below the line from a to c."""
+    return (b[1] - a[1]) * (c[0] - a[0]) <= (c[1] - a[1]) * (b[0] - a[0])
+
+
+def _size(size: tuple[int, int]) -> str:
+    return f"{size[0]}x{size[1]}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f}%"
