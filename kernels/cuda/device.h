@@ -53,6 +53,23 @@ VM_DEVICE uint32_t vm_pack(float first, float second) {
     }
 }
 
+/* pair * 0 + seen: NaN, and stays it, once a number was not finite. */
+template <typename T>
+VM_DEVICE uint32_t vm_spoil(uint32_t seen, uint32_t pair) {
+    uint32_t out;
+    if constexpr (std::is_same<T, vm_bfloat16>::value) {
+#if __CUDA_ARCH__ >= 800
+        asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(pair), "r"(0), "r"(seen));
+#else
+        __trap(); /* the host refuses bfloat16 there */
+        out = seen;
+#endif
+    } else {
+        asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(pair), "r"(0), "r"(seen));
+    }
+    return out;
+}
+
 /* Off by a few units in the last place; subnormal numbers become zero. */
 VM_DEVICE float vm_exp2(float v) {
     float out;

@@ -127,6 +127,14 @@ static inline uint32_t vm_pack(float first, float second) {
     return a.bits | (uint32_t)b.bits << 16;
 }
 
+template <typename T>
+static inline uint32_t vm_spoil(uint32_t seen, uint32_t pair) {
+    float v[2];
+    for (int i = 0; i < 2; i++)
+        v[i] = vm_to_float(T{(uint16_t)(pair >> 16 * i)}) * 0 + vm_to_float(T{(uint16_t)(seen >> 16 * i)});
+    return vm_pack<T>(v[0], v[1]);
+}
+
 static inline float vm_exp2(float v) { return exp2f(v); }
 static inline float vm_reciprocal(float v) { return 1.0f / v; }
 
