@@ -20,6 +20,7 @@ from emulator import build
 E = 2.0**-24
 TYPES = {"f32": np.dtype(np.float32), "f16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
 UNIT = {"f32": E, "f16": 2.0**-11, "bf16": 2.0**-8, "u8": 0}
+SILU = {"f32": 0, "f16": 0, "bf16": 2.0**-12}  # the error of a bfloat16's SiLU, by the size of its argument (pixels.h)
 LEAST = {"f32": 1e-36, "f16": 2.0**-25, "bf16": 1e-36, "u8": 0}
 FORMATS = {"rows": 0, "f32": 1, "u8": 2, "f16": 3, "bf16": 4}  # vm_format
 BLOCK, THREADS, LANES = 16, 256, 64

@@ -116,7 +116,7 @@ VM_DEVICE void vm_conv_transform(const vm_conv_args &a, const vm_conv_input &in,
 #pragma unroll
         for (int j = 0; j < 8; j++) {
             const float t = fmaf(v[j], scale[j], shift[j]);
-            v[j] = (a.silu ? vm_silu(t) : t) * a.multiply;
+            v[j] = (a.silu ? vm_silu<T>(t) : t) * a.multiply;
         }
         vm_store8(p, v);
     }

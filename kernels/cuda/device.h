@@ -76,6 +76,12 @@ VM_DEVICE float vm_exp2(float v) {
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(v));
     return out;
 }
+/* Its relative error is at most 2^-11; those of infinite numbers are 1 and -1. */
+VM_DEVICE float vm_tanh(float v) {
+    float out;
+    asm("tanh.approx.f32 %0, %1;" : "=f"(out) : "f"(v));
+    return out;
+}
 VM_DEVICE float vm_reciprocal(float v) {
     float out;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(v));

@@ -136,6 +136,11 @@ static inline uint32_t vm_spoil(uint32_t seen, uint32_t pair) {
 }
 
 static inline float vm_exp2(float v) { return exp2f(v); }
+/* Off by up to the 2^-11 that a GPU's may be. */
+static inline float vm_tanh(float v) {
+    const float t = tanhf(v);
+    return t != t ? t : vm_float_of((vm_bits_of(t) + 0x1000) & ~0x1fffu);
+}
 static inline float vm_reciprocal(float v) { return 1.0f / v; }
 
 /* ---- memory ---- */
