@@ -34,16 +34,20 @@ bench: $(VENV)/test.stamp
 	$(BIN)/python benchmarks/memory.py --plot
 
 # What follows wants a GPU, and uses the Python that has PyTorch for it (PYTHON), as it is: built in place, nothing installed.
-# The session script does the same and more within ten minutes, what is worth most first.
+# The session script does the same and more in two calls of ten minutes, what is worth most first.
 GPU := PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR) VAEMEM_TEST_GPU=1
+GPU_KERNELS := $(addprefix tests/test_,emulator.py cuda_kernels.py cuda_store.py cuda_attention.py cuda_own_conv.py)
 GPU_TESTS := $(wildcard tests/test_cuda_vae*.py) tests/test_measure.py
-SANITIZER := compute-sanitizer --report-api-errors no --error-exitcode 1
+SANITIZER := compute-sanitizer --kernel-name kns=vm_ --report-api-errors no --error-exitcode 1
 
 build-gpu:
 	VAEMEM_CUDA=1 $(PYTHON) setup.py -q build_ext --inplace
 
+# Kernels by name first, each file in a process of its own: a wrong address ends its context for good.
 test-gpu: build-gpu
-	$(GPU) $(PYTHON) -m pytest $(GPU_TESTS)
+	@for tests in $(GPU_KERNELS) "$(GPU_TESTS)"; do \
+	    echo $$tests; $(GPU) $(PYTHON) -m pytest --tb=short --maxfail=5 $$tests || exit 1; \
+	done
 
 # Ours beside PyTorch eager, channels_last and compiled, in one process; writes benchmarks/results/*.csv.
 bench-gpu: build-gpu

@@ -216,9 +216,10 @@ class Setup:
             self.open[key] = make()
         return self.open[key]
 
-    def ours(self, autotune: bool = False, convolution: str = "cudnn"):
-        device = self.machine.device.type
-        return self._once(("ours", autotune, convolution), lambda: open_vae(self.case, device, autotune, convolution))
+    def ours(self, autotune: bool = False, convolution: str = "cudnn", apart: Any = ()):
+        """apart: a VAE for each, where they would give back each other's arena or graphs in turns."""
+        device, key = self.machine.device.type, ("ours", autotune, convolution, apart)
+        return self._once(key, lambda: open_vae(self.case, device, autotune, convolution))
 
     def peer(self, channels_last: bool, dtype: str | None = None):
         dtype = dtype or self.case.type

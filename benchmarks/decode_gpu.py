@@ -49,7 +49,7 @@ def ours_here(
 ) -> Ours:  # fmt: skip
     """On arrays in the GPU's memory, or `hosted` in NumPy's, which is all that there is on the CPU; `smallest`: within
     the smallest memory limit that will do."""
-    vae, x = setup.ours(autotune, convolution), hosted_data(case)
+    vae, x = setup.ours(autotune, convolution, (smallest, *settings)), hosted_data(case)
     staged = hosted or not setup.machine.gpu
     if smallest:
         settings["memory_limit"] = vae.smallest(case.op, case.size, case.size, case.batch, staged=staged)
@@ -60,6 +60,10 @@ def entries_of(setup: Setup, case: Case, args: argparse.Namespace) -> dict[str, 
     entries: dict[str, Callable[[], Contestant]] = {"vaemem": lambda: ours_here(setup, case)}
     if setup.machine.gpu and case.type != "float32":
         entries["vaemem own conv"] = lambda: ours_here(setup, case, convolution="own")
+    if args.graphs:
+        entries["vaemem graphs"] = lambda: ours_here(setup, case, graphs=True)
+        if "vaemem own conv" in entries:
+            entries["vaemem own conv, graphs"] = lambda: ours_here(setup, case, convolution="own", graphs=True)
     if args.smallest:
         entries["vaemem smallest"] = lambda: ours_here(setup, case, smallest=True)
     for name in args.peers:
@@ -125,7 +129,7 @@ def ablation(machine: Machine, case: Case, args: argparse.Namespace) -> list[dic
         if machine.gpu and dtype != case.dtype:
             setup = Setup(machine, other)
             peers = argparse.Namespace(
-                **vars(args) | {"peers": ["eager", "channels_last"], "smallest": False, "alone": False}
+                **vars(args) | {"peers": ["eager", "channels_last"], "graphs": False, "smallest": False, "alone": False}
             )
             lines += contest(setup, other, entries_of(setup, other, peers), args)
             write_csv(name, lines, quiet=True)
@@ -302,6 +306,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--ops", nargs="+", default=["decode", "encode"], choices=["decode", "encode"])
     parser.add_argument("--sizes", nargs="+", type=int, default=[1024, 2048, 512])
     parser.add_argument("--peers", nargs="*", default=["eager", "channels_last"], choices=list(PEERS))
+    parser.add_argument("--graphs", action="store_true", help="also ours as CUDA graphs")
     parser.add_argument("--smallest", action="store_true", help="also ours within the smallest memory limit")
     parser.add_argument("--alone", action="store_true", help="also ours in a process of its own, on NumPy arrays")
     parser.add_argument("--passes", action="store_true", help="this table instead")

@@ -1,39 +1,60 @@
 #!/usr/bin/env bash
-# All that a machine with a GPU is asked for, in one call of less than ten minutes, what is worth most first:
+# All that a machine with a GPU is asked for, in two calls of less than ten minutes each, what is worth most first:
 #
-#   benchmarks/gpu_session.sh                       build test headline passes ablation compile rest
-#   benchmarks/gpu_session.sh build memory          PyTorch's memory beside its prediction
-#   benchmarks/gpu_session.sh STEP...               any steps, in that order
+#   benchmarks/gpu_session.sh           first: is it right, how fast is it, and why
+#   benchmarks/gpu_session.sh second    whole runs with faults; PyTorch beside its prediction and compiled; the rest
+#   benchmarks/gpu_session.sh STEP...   any steps, in that order (first and second are lists of them)
 #
-# Uses the Python, PyTorch, setuptools and nvcc that are there and fetches nothing. A step that fails or takes too long
-# leaves the others their turns; rows are written as they come. Environment:
-#   OUT             where everything goes, else benchmarks/results
+# Uses the Python, PyTorch, setuptools, nvcc, compute-sanitizer and ncu that are there and fetches nothing. Each step has
+# its own limit and is stopped by SIGINT, so that Python says where it was; one that fails or takes too long leaves the
+# others their turns. All that a step has written is in one archive, packed anew after each. Environment:
+#   OUT             where session.log and session.tgz go, else build/gpu_session
 #   PYTHON          else python3
 #   LIMIT           seconds for all steps together, else 570
 #   VAEMEM_COMMIT   what is measured, where there is no git
 set -u
 cd "$(dirname "$0")/.."
-OUT="${OUT:-benchmarks/results}"
+OUT="${OUT:-build/gpu_session}"
 mkdir -p "$OUT"
 OUT="$(cd "$OUT" && pwd)"
 PYTHON="${PYTHON:-python3}"
 LIMIT="${LIMIT:-570}"
-export VAEMEM_RESULTS="$OUT" PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
-failed=0
+WORK="$(mktemp -d)"
+export VAEMEM_RESULTS="$WORK" PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+FIRST="build kernels smoke memcheck racecheck headline passes profile_own profile_cudnn"
+SECOND="build faults memory compile ablation cudnn_profile rest"
+failed=0 part=0
 
-# within SECONDS COMMAND...: at most so long, and never past LIMIT
+smi() { nvidia-smi --query-gpu="$1" --format=csv,noheader 2>/dev/null | head -1; }
+
+# within SECONDS COMMAND...: at most so long, and never past LIMIT. It prints to a file, not to a pipe, which a process that
+# outlives it would keep open.
 within() {
-    local most=$1 left=$((LIMIT - SECONDS)) status=1
+    local most=$1 left=$((LIMIT - SECONDS)) status=1 log
     shift
-    echo "-- at $SECONDS s: $*"
+    part=$((part + 1))
+    log="$WORK/$(printf %02d $part)-$step.log"
+    echo "-- $step, at $SECONDS s: $*"
     if ((left < 5)); then
         echo "-- no time is left for that"
     else
-        timeout -k 5 $((most < left ? most : left)) "$@"
+        timeout -s INT -k 10 $((most < left ? most : left)) "$@" >"$log" 2>&1
         status=$?
+        cat "$log"
     fi
-    if ((status == 124)); then echo "-- stopped after its time"; fi
+    if ((status == 124 || status == 137)); then echo "-- stopped after its time"; fi
     if ((status != 0)); then failed=1; fi
+    return $status
+}
+
+pack() { tar -czf "$OUT/.session.tgz" -C "$WORK" . && mv "$OUT/.session.tgz" "$OUT/session.tgz"; }
+
+# on_gpu SECONDS WORDS...: pytest in a process of its own, since a wrong address ends its context for good
+on_gpu() {
+    local most=$1
+    shift
+    VAEMEM_TEST_GPU=1 within "$most" "$PYTHON" -m pytest -p no:cacheprovider --tb=short --maxfail=5 -rs \
+        --durations=3 -o faulthandler_timeout=$((most - 5)) "$@"
 }
 
 bench() {
@@ -42,39 +63,117 @@ bench() {
     within "$most" "$PYTHON" benchmarks/decode_gpu.py "$@"
 }
 
+ONE_DECODE='import sys, numpy, vaemem
+latent, convolution = int(sys.argv[1]), sys.argv[2]
+vae = vaemem.VAE.random("flux", parts="decoder", device="cuda", dtype="bfloat16", convolution=convolution)
+image = vae.decode(numpy.random.default_rng(0).standard_normal((1, 16, latent, latent), dtype=numpy.float32))
+print(convolution, image.shape, image.std(), vae.last_run.backend)'
+
+sanitize() { # only our own kernels: a library's take too long
+    VAEMEM_TEST_GPU=1 within 75 compute-sanitizer --tool "$1" --kernel-name kns=vm_ --report-api-errors no \
+        --error-exitcode 1 "$PYTHON" -m pytest -p no:cacheprovider tests/test_cuda_vae.py \
+        -k "test_decode and odd and size1"
+}
+
+profile() { # CONVOLUTION NCU-OPTIONS...: counters of kernels of a decode at 1024x1024; the clocks stay as they are
+    local convolution=$1
+    shift
+    within 60 ncu --clock-control none --section SpeedOfLight --section Occupancy --section LaunchStats \
+        --section WarpStateStats --section SchedulerStats --section MemoryWorkloadAnalysis \
+        --section ComputeWorkloadAnalysis --section InstructionStats "$@" --csv --page raw \
+        --log-file "$WORK/ncu-$convolution-$part.csv" "$PYTHON" -c "$ONE_DECODE" 128 "$convolution"
+}
+
+# ---- the first call ----
+
 step_build() {
+    local target
+    target="$(smi compute_cap | tr -d '. ')"
     export VAEMEM_CUDA=1
-    "$PYTHON" -c 'import setuptools, numpy, sys; print(sys.version, "setuptools", setuptools.__version__, "numpy", numpy.__version__)'
-    within 240 "$PYTHON" setup.py -q build_ext --inplace
-    within 30 "$PYTHON" -c 'import vaemem; print(*vaemem.backends(), sep="\n")'
+    if [[ $target =~ ^[0-9]+$ ]]; then export VAEMEM_CUDA_ARCHS="$target"; fi
+    within 200 "$PYTHON" setup.py -q build_ext --inplace
+    within 30 "$PYTHON" -c 'import platform, sys, numpy, vaemem
+print(sys.version, "numpy", numpy.__version__, platform.platform())
+print(*vaemem.backends(), sep="\n")'
 }
-step_test() { # the other files are the emulator's
-    VAEMEM_TEST_GPU=1 within 150 "$PYTHON" -m pytest -p no:cacheprovider tests/test_cuda_vae*.py
-    VAEMEM_TEST_GPU=1 within 30 "$PYTHON" -m pytest -p no:cacheprovider tests/test_measure.py -k gpu
+step_kernels() { # by name, beside float64: what is wrong in a kernel shows here first
+    local workers=()
+    if "$PYTHON" -c 'import xdist' 2>/dev/null; then workers=(-n 6); fi
+    on_gpu 30 tests/test_emulator.py
+    on_gpu 45 "${workers[@]}" tests/test_cuda_kernels.py
+    on_gpu 45 "${workers[@]}" tests/test_cuda_store.py
+    on_gpu 60 "${workers[@]}" tests/test_cuda_attention.py
+    on_gpu 90 "${workers[@]}" tests/test_cuda_own_conv.py
 }
-step_headline() { bench 75 --models flux --dtypes bfloat16 --ops decode --smallest --alone --label headline; }
+step_smoke() { on_gpu 60 tests/test_cuda_vae.py -k "test_decode or test_no_worse or test_estimate"; }
+step_memcheck() { sanitize memcheck; }
+step_racecheck() { sanitize racecheck; }
+step_headline() {
+    bench 100 --models flux --dtypes bfloat16 --ops decode --sizes 1024 2048 --graphs --smallest --label headline
+}
 step_passes() {
-    bench 60 --sizes 1024 --dtypes bfloat16 --parts
-    bench 40 --sizes 1024 --dtypes bfloat16 --passes --convolution own --label own
+    bench 50 --sizes 1024 --dtypes bfloat16 --parts
+    bench 30 --sizes 1024 --dtypes bfloat16 --passes --convolution own --label own
 }
-step_ablation() { bench 120 --sizes 1024 --dtypes bfloat16 --ablation; }
+# 512 channels come first and 128 last: all of our convolutions, and attention.
+step_profile_own() { profile own --kernel-name 'regex:^vm_(conv|attention)'; }
+# A few stripes in a row (load, cuDNN's engine, store): 512 channels at 128x128 are in the first hundred launches of about
+# 860, 128 channels at 1024x1024 in the last four hundred (from the sizes of stripes).
+step_profile_cudnn() {
+    profile cudnn --launch-skip 60 --launch-count 9
+    profile cudnn --launch-skip 600 --launch-count 9
+}
+
+# ---- the second ----
+
+step_faults() {
+    on_gpu 150 tests/test_cuda_vae*.py
+    on_gpu 30 tests/test_measure.py -k gpu
+}
+step_memory() { within 150 "$PYTHON" benchmarks/torch_memory.py --profile; }
 step_compile() { # the second may take longer than there is
     bench 90 --models flux --dtypes bfloat16 --ops decode --sizes 1024 2048 --peers compile --label compile
     bench 60 --models flux --dtypes bfloat16 --ops decode --sizes 1024 --peers compile-autotune --label autotune
 }
+step_ablation() { bench 120 --sizes 1024 --dtypes bfloat16 --ablation; }
+step_cudnn_profile() {
+    mkdir -p "$WORK/profiles"
+    within 120 "$PYTHON" benchmarks/record_profiles.py --capability "$(smi compute_cap)" --out "$WORK/profiles"
+}
 step_rest() { bench 400 --models sdxl flux --sizes 1024 2048 512 --case-seconds 4; }
-step_memory() { within 560 "$PYTHON" benchmarks/torch_memory.py --profile; }
 
 session() {
-    if command -v nvidia-smi >/dev/null; then nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv; fi
-    for step in "$@"; do "step_$step"; done
+    local clocks=
+    if command -v nvidia-smi >/dev/null; then
+        nvidia-smi --query-gpu=name,driver_version,memory.total,compute_cap --format=csv
+        nvidia-smi --query-gpu=timestamp,clocks.sm,clocks.mem,power.draw,temperature.gpu,utilization.gpu \
+            --format=csv -lms 500 >"$WORK/clocks.csv" 2>&1 &
+        clocks=$!
+    fi
+    for step in "$@"; do
+        "step_$step"
+        pack
+    done
+    if [[ -n $clocks ]]; then kill "$clocks" 2>/dev/null; fi
+    pack
     echo "-- at $SECONDS s: done, $([ $failed = 0 ] && echo "all well" || echo "not all well")"
     return $failed
 }
 
-(($#)) || set -- build test headline passes ablation compile rest
+(($#)) || set -- first
+steps=()
 for step in "$@"; do
+    case $step in
+    first) read -ra some <<<"$FIRST" ;;
+    second) read -ra some <<<"$SECOND" ;;
+    *) some=("$step") ;;
+    esac
+    steps+=("${some[@]}")
+done
+for step in "${steps[@]}"; do
     declare -F "step_$step" >/dev/null || { echo "gpu_session: no step $step" >&2 && exit 2; }
 done
-session "$@" 2>&1 | tee "$OUT/session.log"
-exit "${PIPESTATUS[0]}"
+session "${steps[@]}" 2>&1 | tee "$OUT/session.log"
+status=${PIPESTATUS[0]}
+rm -rf "$WORK"
+exit "$status"

@@ -154,14 +154,19 @@ static size_t least(const vm_model *m, const vm_plan *plan) {
     return vm_sum(vm_plan_beside_arena(m, plan), most);
 }
 
-/* Passes that run whole, in stripes: the largest ones, halved from a tenth of T on, whose plan keeps within the limit. */
+/* Passes that run whole, in stripes: the largest ones, halved from a tenth of T on, whose plan keeps within the limit. An
+ * ample workspace is the first thing to go. */
 static vm_status by_stripes(const vm_model *m, vm_plan *plan) {
     const size_t limit = plan->ask.memory_limit;
-    size_t *stripe_bytes = &plan->ask.limits.stripe_bytes;
-    for (*stripe_bytes = most_stripe_bytes(m, &plan->ask); *stripe_bytes > 1; *stripe_bytes /= 2) {
-        if (limit && least(m, plan) > limit) continue;
-        vm_status s = vm_plan_lay_out(m, plan);
-        if (s || within(plan)) return s;
+    vm_limits *try = &plan->ask.limits;
+    try->ample = true;
+    for (try->stripe_bytes = most_stripe_bytes(m, &plan->ask); try->stripe_bytes > 1;) {
+        if (!limit || least(m, plan) <= limit) {
+            vm_status s = vm_plan_lay_out(m, plan);
+            if (s || within(plan)) return s;
+        }
+        if (!try->ample) try->stripe_bytes /= 2;
+        try->ample = false;
     }
     vm_status s = vm_plan_lay_out(m, plan);
     return s || within(plan) ? s : refuse(plan);

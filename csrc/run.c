@@ -240,7 +240,7 @@ static uint64_t key_of(const walk *w, size_t item) {
     const vm_request *r = &w->plan->ask;
     const struct {
         const void *model, *weights, *arena, *in, *out;
-        size_t op, many, staged, height, width, in_format, out_format, scaled, unclamped, stripe_bytes;
+        size_t op, many, staged, height, width, in_format, out_format, scaled, unclamped, stripe_bytes, ample;
         double scale;
     } all = {.model = w->m,
              .weights = w->m->weights,
@@ -257,6 +257,7 @@ static uint64_t key_of(const walk *w, size_t item) {
              .scaled = r->scaled,
              .unclamped = r->unclamped,
              .stripe_bytes = r->limits.stripe_bytes,
+             .ample = r->limits.ample,
              .scale = (double)r->scale};
     return fnv(14695981039346656037u, &all, sizeof all);
 }

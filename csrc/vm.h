@@ -238,7 +238,7 @@ typedef struct vm_step {
 typedef struct vm_request {
     vm_op op;
     const vm_backend *backend;
-    vm_limits limits;            /* stripe_bytes: the planner's choice */
+    vm_limits limits;            /* stripe_bytes and ample: the planner's choice */
     size_t height, width, batch; /* of the image */
     vm_format in, out;           /* of the user's arrays */
     bool host_arrays;            /* they are in the host's memory, else in the device's */

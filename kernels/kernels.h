@@ -174,6 +174,7 @@ typedef void (*vm_task)(const void *job, size_t task, unsigned thread);
 typedef struct vm_limits {
     unsigned threads;
     size_t stripe_bytes; /* what a pass's stripes should keep within, where the backend computes by stripes */
+    bool ample;          /* a library may take as much again as the stripes, where that makes it faster */
 } vm_limits;
 
 /* Threads lent to a backend for the length of a run. each() calls fn for every task in [0, n)

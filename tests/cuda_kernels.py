@@ -11,6 +11,7 @@ import tempfile
 from ctypes import POINTER, c_float, c_int, c_int32, c_size_t, c_uint32, c_void_p
 from pathlib import Path
 
+import cuda_driver
 import ml_dtypes
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from emulator import build
 E = 2.0**-24
 TYPES = {"f32": np.dtype(np.float32), "f16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
 UNIT = {"f32": E, "f16": 2.0**-11, "bf16": 2.0**-8, "u8": 0}
+SILU = {"f32": 0, "f16": 0, "bf16": 2.0**-12}  # the error of a bfloat16's SiLU, by the size of its argument (pixels.h)
 LEAST = {"f32": 1e-36, "f16": 2.0**-25, "bf16": 1e-36, "u8": 0}
 FORMATS = {"rows": 0, "f32": 1, "u8": 2, "f16": 3, "bf16": 4}  # vm_format
 BLOCK, THREADS, LANES = 16, 256, 64
@@ -140,21 +142,30 @@ def number(dtype):
     return list(TYPES).index(dtype)  # the order of vm_dtype
 
 
-def built(*names):
-    """A fixture: the kernels of these .cu files on the emulator."""
+def built(*names, of=build.CUDA):
+    """A fixture: the kernels of these .cu files, on the emulator, or with VAEMEM_TEST_GPU=1 on a GPU."""
+    sources = [of / f"{name}.cu" for name in names]
 
     @pytest.fixture(scope="module")
     def kernels(tmp_path_factory):
+        folder = tmp_path_factory.mktemp("kernels")
+        if cuda_driver.driver():
+            return cuda_driver.load(sources, folder)
         try:
-            return build.Kernels(tmp_path_factory.mktemp("kernels"), [build.CUDA / f"{name}.cu" for name in names])
+            return build.Kernels(folder, sources)
         except FileNotFoundError as missing:
             pytest.skip(str(missing))
 
     return kernels
 
 
+# What a GPU would not show, or would not survive.
+emulated = pytest.mark.skipif(cuda_driver.driver() is not None, reason="the emulator's faults and orders of threads")
+
+
 class Memory:
-    """Arrays at 64-byte boundaries between guards of `around`: FILL, or NAN, so that reading these shows."""
+    """Arrays that kernels can use, at 64-byte boundaries between guards of `around`: FILL, or NAN, so that reading
+    these shows."""
 
     FILL, NAN, GUARD = 0xA5, 0xFF, 256
 
@@ -164,7 +175,9 @@ class Memory:
     def empty(self, shape, dtype, around=FILL):
         dtype = np.dtype(dtype)
         size = int(np.prod(shape)) * dtype.itemsize
-        whole = np.full(size + 2 * self.GUARD + 64, around, np.uint8)
+        gpu, room = cuda_driver.driver(), size + 2 * self.GUARD + 64
+        whole = gpu.empty(room) if gpu else np.empty(room, np.uint8)
+        whole[...] = around
         first = self.GUARD + -(whole.ctypes.data + self.GUARD) % 64
         self.guards += [(whole[:first], around), (whole[first + size :], around)]
         return whole[first : first + size].view(dtype).reshape(shape)
@@ -204,6 +217,8 @@ def close(got, want, tolerance):
 
 def far(pixels, pitch, dtype):
     """An array that is mostly never touched, so that it takes no memory."""
+    if cuda_driver.driver():
+        pytest.skip("a GPU would want all of it pinned")
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE, which mmap names since 3.13
     try:
         pages = mmap.mmap(-1, pixels * pitch * dtype.itemsize, flags=flags)

@@ -53,12 +53,12 @@ def convs(stand_in_process, library, stand_in):
 # ---- which plan ----
 
 # The stand-in's engines: 100 to 102 are not to be taken, 103 wants 1 GiB, 104 cannot be made, 105 has tensor cores,
-# 106 is Winograd's, 107 plain, 108 too but of the fallback list. Workspaces grow with h % 3.
+# 106 is Winograd's, 107 to 109 plain: 107 wants more than 1 MiB, 109 is of the fallback list. Workspaces grow with h.
 FIRST = [
     ("float16", False, 105, 5),
     ("bfloat16", False, 105, 5),
     ("float32", True, 105, 5),
-    ("float32", False, 107, 7),
+    ("float32", False, 108, 7),
 ]
 
 
@@ -76,8 +76,8 @@ LIMITS = [
     ((1 << 30) - 1, 105, 5 << 10),
     (5 << 10, 105, 5 << 10),
     ((5 << 10) - 1, 106, 2 << 10),
-    ((2 << 10) - 1, 108, 1 << 10),
-    (1 << 10, 108, 1 << 10),
+    ((2 << 10) - 1, 109, 1 << 10),
+    (1 << 10, 109, 1 << 10),
 ]
 
 
@@ -85,6 +85,11 @@ LIMITS = [
 def test_limit(convs, limit, engine, bytes_):
     k = key("float16", limit=limit)
     assert convs.bytes(k) == bytes_ and convs.name(k).startswith(f"eng{engine}_")
+
+
+def test_plain_float32_wants_more_of_its_first_engine(convs):
+    k = key(limit=2 * MIB)
+    assert convs.bytes(k) == 1025 << 10 and convs.name(k).startswith("eng107_")
 
 
 def test_no_plan_within_the_limit(convs):
@@ -212,7 +217,7 @@ def test_the_fastest_is_kept(convs):
     k = key("float16")
     x, w = tensors(k)
     assert convs.bytes(k) == 5 << 10 and not convs.tuned(k)
-    assert convs.tune(k, x, w, [3.0, 1.0, 2.0]) == 3  # 105, 106 and 107
+    assert convs.tune(k, x, w, [3.0, 1.0, 2.0]) == 3  # 105, 106 and 108
     assert convs.tuned(k) and convs.name(k).startswith("eng106_") and convs.bytes(k) == 2 << 10
     assert convs.count() == 1
     want, sizes = exact(k, x, w)
@@ -223,7 +228,7 @@ def test_the_fastest_is_kept(convs):
     third = key("float16", limit=7 << 10)
     assert convs.tune(third, x, w, [2.0, 1.0, -1.0]) == 3 and convs.name(third).startswith("eng106_")  # one fails
     strict = key("float32")
-    assert convs.tune(strict, *tensors(strict), [1.0]) == 1 and convs.name(strict).startswith("eng107_")
+    assert convs.tune(strict, *tensors(strict), [1.0]) == 1 and convs.name(strict).startswith("eng108_")
 
 
 def test_none_can_be_timed(convs):

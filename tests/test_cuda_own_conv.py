@@ -4,6 +4,7 @@ With e and u of cuda_kernels.py (E, UNIT), K = taps * channels, p = w * f(x) and
 
 - f is rounded to the type, errors of random signs:                                   4 * u * sqrt(sum p^2)
 - f in float, its exp and reciprocal a few ulp each, the exponent's own times |t|:    32 * e * sum |p|
+- a bfloat16's SiLU, whose tanh is off by 2^-11 of itself:                            2^-12 * sum |w t|
 - sums of K products, errors of random signs:                                         4 * sqrt(K) * e * sum |p|
 - the sums begin with bias:                                                           4 * sqrt(K) * e * |bias|
 - add:                                                                                4 * e * |add|
@@ -20,6 +21,7 @@ import numpy as np
 import pytest
 from cases import CONVS, small
 from cuda_kernels import (
+    SILU,
     SM_90,
     THREADS,
     TYPES,
@@ -99,6 +101,8 @@ class Case:
         if self.scale is not None or self.multiply != 1:
             tolerance += 4 * UNIT[self.dtype] * np.sqrt(self.sum_over(f**2, w**2))
             tolerance += 4 * 2.0**-25 * np.sqrt(self.sum_over(np.ones_like(f), w**2)) if self.dtype == "f16" else 0
+        if self.silu:
+            tolerance += SILU[self.dtype] * self.sum_over(np.abs(t) * self.multiply, np.abs(w))
         if self.add is not None:
             y = y + self.add.astype(np.float64)
             tolerance = tolerance + 4 * E * np.abs(self.add.astype(np.float64))

@@ -1,27 +1,20 @@
-"""The emulator that stands in for a GPU: it runs right kernels right, and shows what is wrong with wrong ones."""
+"""The emulator that stands in for a GPU: it runs right kernels right, and shows what is wrong with wrong ones. With
+VAEMEM_TEST_GPU=1 the right ones run on the GPU, which should agree with it."""
 
 from __future__ import annotations
 
-import shutil
 from ctypes import c_size_t
 
 import ml_dtypes
 import numpy as np
 import pytest
-from cuda_kernels import Memory, ProbeArgs
+from cuda_kernels import Memory, ProbeArgs, built, emulated
 from emulator import build
 
-PROBE = [build.HERE / "probe.cu"]
 SEEDS = range(1, 9)
 TYPES = {"f16": np.float16, "bf16": ml_dtypes.bfloat16}
 
-if not shutil.which("g++"):
-    pytest.skip("the emulator is compiled by g++, which is missing", allow_module_level=True)
-
-
-@pytest.fixture(scope="module")
-def kernels(tmp_path_factory):
-    return build.Kernels(tmp_path_factory.mktemp("kernels"), PROBE)
+kernels = built("probe", of=build.HERE)
 
 
 def launch(kernels, name, in_, out, n=0, grid=(1,), block=(256,), shared=0, seed=1):
@@ -81,6 +74,11 @@ def test_mma(kernels, dtype, seed):
     assert np.all(abs(out - (d + a @ b.T)) <= bound)
 
 
+def test_groups_of_copies(kernels):
+    x = np.arange(2048, dtype=np.uint32)
+    assert seeds_right(kernels, "groups", x, x, shared=8192) == len(SEEDS)
+
+
 # ---- numbers ----
 
 
@@ -129,26 +127,29 @@ def seeds_right(kernels, name, x, want, **kwargs) -> int:
     return sum(np.array_equal(out, want) for out in outs)
 
 
+@emulated
 @pytest.mark.parametrize("neighbour", [1, 32, 255])
 def test_missing_barrier_is_seen(kernels, neighbour):
     x = numbers(256)
     assert seeds_right(kernels, "race", x, x[np.arange(256) ^ neighbour], n=neighbour) == 0
 
 
-def test_copies(kernels):
+@emulated
+def test_copies_not_waited_for_are_seen(kernels):
     x = np.arange(2048, dtype=np.uint32)
-    assert seeds_right(kernels, "groups", x, x, shared=8192) == len(SEEDS)
     assert seeds_right(kernels, "no_wait", x[:1024], x[:1024], shared=4096) == 0
     reversed_ = x[:1024].reshape(256, 4)[::-1].ravel()
     assert seeds_right(kernels, "too_early", x, reversed_, shared=4096) == 0
 
 
+@emulated
 def test_shared_memory_begins_as_nan(kernels):
     for name in ("uninitialised", "uninitialised_of"):
         launch(kernels, name, None, np.zeros(256, np.float32), 1)
         assert np.isnan(launch(kernels, name, None, np.zeros(256, np.float32))).all()
 
 
+@emulated
 @pytest.mark.parametrize(
     ("name", "n", "shared", "says"),
     [
@@ -174,6 +175,7 @@ def test_faults(kernels, name, n, shared, says, seed):
     test_barriers(kernels, seed)  # and the next one runs
 
 
+@emulated
 def test_launches_refused(kernels):
     x = np.zeros(256, np.float32)
     with pytest.raises(RuntimeError, match="no kernel is called vm_probe_none"):

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 import shutil
+import subprocess
+import sys
 from ctypes import byref, c_float, c_int, c_size_t, c_uint, c_ulonglong, c_void_p
 from pathlib import Path
 
+import cuda_driver
 import numpy as np
 import pytest
 from cuda_kernels import ProbeArgs
@@ -394,3 +398,41 @@ def test_every_entry_is_there(libcuda):
     assert len(names) > 40
     for name in names:
         assert hasattr(library, name), name
+
+
+# ---- the tests of kernels, as they reach a GPU ----
+
+
+@pytest.mark.parametrize(
+    ("name", "shared", "n", "says"),
+    [
+        ("beside", 1024, 1, r"vm_probe_beside: cuCtxSynchronize: an illegal memory access .*\(700\)"),
+        ("beside", (227 << 10) + 16, 0, "vm_probe_beside wants .* this GPU has 232448"),
+        ("none", 0, 0, "no kernel is called vm_probe_none"),
+    ],
+)
+def test_what_a_driver_refuses_names_the_kernel(libcuda, driver, name, shared, n, says):
+    gpu = cuda_driver.Driver(str(libcuda))
+    try:
+        kernels = cuda_driver.Kernels(gpu, [FATBIN])
+        out = gpu.empty(1024)
+        with pytest.raises((RuntimeError, pytest.skip.Exception), match=says):
+            kernels.launch(f"vm_probe_{name}", (1,), (256,), ProbeArgs(in_=out, out=out, n=n), shared)
+        del out
+        assert driver.live()[2] == 0  # pinned blocks
+    finally:
+        driver.library.cuCtxPopCurrent_v2(None)
+
+
+def test_kernels_run_through_a_driver(libcuda):
+    """The file that a GPU is first given, with the stand-in for its driver."""
+    try:
+        build.nvcc()
+    except FileNotFoundError as missing:
+        pytest.skip(str(missing))
+    env = os.environ | {"VAEMEM_TEST_GPU": "1", "VAEMEM_LIBCUDA": str(libcuda)}
+    words = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--tb=short", "-rs"]
+    done = subprocess.run([*words, build.HERE.parent / "test_emulator.py"], capture_output=True, text=True, env=env)
+    counts = dict((kind, int(n)) for n, kind in re.findall(r"(\d+) (passed|failed|skipped|error)", done.stdout))
+    assert done.returncode == 0 and counts["passed"] > 30, done.stdout + done.stderr
+    assert done.stdout.count("the emulator's faults and orders of threads") >= 1

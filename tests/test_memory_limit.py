@@ -65,8 +65,18 @@ BAD = [
 ]  # fmt: skip
 
 
+@pytest.fixture(params=["cpu", "cuda"])
+def anywhere(request, vae):
+    """On the CPU and on a GPU, or the emulator."""
+    if request.param == "cpu":
+        return vae
+    request.getfixturevalue("cuda")
+    return small_vae("odd", device="cuda")
+
+
 @pytest.mark.parametrize("bad", BAD, ids=range(len(BAD)))
-def test_bad_limits_get_one_sentence(vae, bad):
+def test_bad_limits_get_one_sentence(anywhere, bad):
+    vae = anywhere
     for call in (
         lambda: vae.decode(latents(vae, 2, 2), memory_limit=bad),
         lambda: vae.encode(images(8, 8), memory_limit=bad),
@@ -229,7 +239,7 @@ def test_where_there_is_one_plan_of_a_size():
                 error = ValueError("memory_limit: too low")
                 error.smallest = size
                 raise error
-            peak = {"weights": 1000, "output": height * width}
+            peak = {"weights": 1000, "workspace": 0, "output": height * width}
             return {"peak": peak, "reserved": size, "work": 1.0, "stripe_bytes": 0}
 
     plans = Plans(Core(), dict(op="decode", height=8, width=8))

@@ -85,8 +85,12 @@ static vm_conv_key key_of(const vm_gpu *g, const vm_pass *p, const vm_limits *li
                           .side = (int64_t)s->k,
                           .stride = (int64_t)s->stride};
     /* On GPUs other than Hopper cuDNN's TF32 engines want tens of megabytes; with less it computes in plain float32. */
-    const size_t least = g->tf32 ? 64u << 20 : 1u << 20;
-    return (vm_conv_key){conv, VM_MAX(limits->stripe_bytes / 5 * 2, least)};
+    const size_t least = g->tf32 ? 64u << 20 : 1u << 20, usual = VM_MAX(limits->stripe_bytes / 5 * 2, least);
+    /* What cuDNN 9.28 ranks first for plain float32 on a described H200 or A100 (engine 1) copies its tensors into another
+     * layout: it wants the bytes of x, y and the filters, and some KiB. */
+    const size_t copies = s->scratch + s->raw_c * s->k * s->k * s->in_c * sizeof(float) + least;
+    const bool copy = limits->ample && g->dtype == VM_F32 && !g->tf32;
+    return (vm_conv_key){conv, copy ? VM_MAX(usual, copies) : usual};
 }
 
 /* ---- our own convolution: a pass in one kernel; only the user's pixels are first converted, whole, by load ---- */

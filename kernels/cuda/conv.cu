@@ -33,7 +33,7 @@ template <typename T, typename S, bool PIXELS, bool WHOLE>
 VM_DEVICE void vm_conv_store(const vm_conv_args &a, float (&d)[S::M][S::N][4], const vm_conv_item &at, uint32_t row0,
                              uint32_t out) {
     const uint32_t lane = threadIdx.x % 32, step = a.up ? 2 : 1, outs = VM_ROUND_UP(a.y_c, VM_BLOCK);
-    const uint32_t mine = (lane & 1) * 8 + (lane & 2) * 2; /* of 16 channels: where the lane's four begin, in memory */
+    const uint32_t mine = vm_conv_channel(0);
     const T *const add = static_cast<const T *>(a.add);
     T *const y = static_cast<T *>(a.y);
 
@@ -57,6 +57,7 @@ VM_DEVICE void vm_conv_store(const vm_conv_args &a, float (&d)[S::M][S::N][4], c
     };
 
     float nonfinite = 0; /* becomes NaN, and stays it, once a number is not finite: v * 0 is 0 for all others */
+    uint32_t seen = 0;   /* the same of stored pairs */
     if (add) fetch(0);
 #pragma unroll
     for (int r = 0; r < 2 * S::M; r++) {
@@ -68,12 +69,10 @@ VM_DEVICE void vm_conv_store(const vm_conv_args &a, float (&d)[S::M][S::N][4], c
             const bool here = WHOLE || (some && out + n * 8 < outs);
             float *const v[2] = {&d[r / 2][n][r % 2 * 2], &d[r / 2][n + 1][r % 2 * 2]};
             if (add) {
-                uint32_t *const pairs = more[r & 1][n / 2];
                 float more_v[2];
-                vm_conv_turn(pairs);
 #pragma unroll
                 for (int e = 0; e < 2; e++) {
-                    vm_unpack<T>(more_v, pairs[e]);
+                    vm_unpack<T>(more_v, more[r & 1][n / 2][e]);
                     v[e][0] += more_v[0];
                     v[e][1] += more_v[1];
                 }
@@ -81,23 +80,27 @@ VM_DEVICE void vm_conv_store(const vm_conv_args &a, float (&d)[S::M][S::N][4], c
             if constexpr (PIXELS) {
 #pragma unroll
                 for (int e = 0; e < 4; e++) {
-                    const uint32_t c = out + (n + e / 2) * 8 + lane % 4 * 2 + e % 2;
+                    const uint32_t c = out + vm_conv_channel(2 * n + e);
                     v[e / 2][e % 2] = some && c < a.y_c ? vm_store_number(a, pixel, c, v[e / 2][e % 2]) : 0;
+                    nonfinite = fmaf(v[e / 2][e % 2], 0.0f, nonfinite);
                 }
             } else {
-                uint32_t pairs[2] = {vm_pack<T>(v[0][0], v[0][1]), vm_pack<T>(v[1][0], v[1][1])};
+                const uint32_t pairs[2] = {vm_pack<T>(v[0][0], v[0][1]), vm_pack<T>(v[1][0], v[1][1])};
 #pragma unroll
-                for (int e = 0; e < 2; e++) vm_unpack<T>(v[e], here ? pairs[e] : 0);
-                vm_conv_turn(pairs);
+                for (int e = 0; e < 2; e++) {
+                    const uint32_t stored = here ? pairs[e] : 0;
+                    vm_unpack<T>(v[e], stored);
+                    seen = vm_spoil<T>(seen, stored);
+                }
                 if (here)
                     *reinterpret_cast<vm_long *>(y + pixel * a.y_pitch + out + n * 8 + mine) =
                         pairs[0] | (vm_long)pairs[1] << 32;
             }
-#pragma unroll
-            for (int e = 0; e < 4; e++) nonfinite = fmaf(v[e / 2][e % 2], 0.0f, nonfinite);
         }
     }
-    if (nonfinite != 0) vm_atomic_or(a.flags, 1);
+    float last[2];
+    vm_unpack<T>(last, seen);
+    if (nonfinite != 0 || last[0] != 0 || last[1] != 0) vm_atomic_or(a.flags, 1);
 }
 
 /* The sums of the item's pixels and channels, its part of what the next GroupNorm needs: first within a lane, then
@@ -134,7 +137,7 @@ VM_DEVICE void vm_conv_measure(const vm_conv_args &a, const float (&d)[S::M][S::
     float *const mine = sums + S::DOWN * 4 + down * 2 * S::OUTS;
 #pragma unroll
     for (int i = 0; i < KEPT; i++) {
-        const uint32_t c = across * S::N * 8 + (first + i) / 2 * 8 + lane % 4 * 2 + (first + i) % 2;
+        const uint32_t c = across * S::N * 8 + vm_conv_channel(first + i);
         if (2 * S::N < 8 && lane & 4) continue; /* two lanes have the same sums, rounded in another order: one writes */
         mine[c] = mean[i];
         mine[S::OUTS + c] = m2[i];
@@ -205,13 +208,13 @@ VM_DEVICE void vm_convolve(const vm_conv_args &a, char *shared) {
     next_input(shared + S::INPUT);
     vm_copy_commit();
 
-    /* The lane's row of the matrices that ldmatrix reads: of x, 16 pixels of a tile row by 16 channels; of w, 16
-     * filters by 16. */
+    /* The lane's row of the matrices that ldmatrix reads: of x, 16 pixels of a tile row by 16 channels; of w, 16 filters
+     * by 16. */
     const auto x_at = [&](uint32_t buffer, uint32_t i, uint32_t j) {
         return buffer * S::INPUT + vm_conv_place<S>(down * S::M * S::STRIDE + i, lane % 16 * S::STRIDE + j, lane / 16);
     };
-    const uint32_t w_row = across * S::N * 8 + lane / 16 * 8 + lane % 8;
-    const uint32_t w_lane = S::RING + w_row * S::LINE + ((lane / 8 % 2 ^ lane % 8) << 4);
+    const uint32_t w_row = across * S::N * 8 + vm_conv_filter_of(lane % 8, lane / 16);
+    const uint32_t w_lane = S::RING + vm_conv_filter_place<S>(w_row, lane / 8 % 2);
 
     uint32_t slot = 0, buffer = 0, x_now = x_at(0, 0, 0), xf[2][S::M][4], wf[2][S::N / 2][4];
     for (uint32_t item = blockIdx.x; item < items; item += gridDim.x) {
@@ -219,7 +222,7 @@ VM_DEVICE void vm_convolve(const vm_conv_args &a, char *shared) {
         float d[S::M][S::N][4];
 #pragma unroll
         for (int i = 0; i < 2 * S::N; i++) {
-            const uint32_t o = at.out + (across * S::N + i / 2) * 8 + lane % 4 * 2 + i % 2;
+            const uint32_t o = at.out + across * S::N * 8 + vm_conv_channel(i);
             const float bias = o < VM_ROUND_UP(a.y_c, VM_BLOCK) ? a.bias[o] * a.bias_scale : 0;
 #pragma unroll
             for (int r = 0; r < 2 * S::M; r++) d[r / 2][i / 2][r % 2 * 2 + i % 2] = bias;

@@ -116,13 +116,27 @@ VM_DEVICE void vm_conv_transform(const vm_conv_args &a, const vm_conv_input &in,
 #pragma unroll
         for (int j = 0; j < 8; j++) {
             const float t = fmaf(v[j], scale[j], shift[j]);
-            v[j] = (a.silu ? vm_silu(t) : t) * a.multiply;
+            v[j] = (a.silu ? vm_silu<T>(t) : t) * a.multiply;
         }
         vm_store8(p, v);
     }
 }
 
 /* ---- filters ---- */
+
+/* A product leaves a lane two neighbouring columns of each 8. So that these are four neighbouring channels of y in memory,
+ * filters are read in another order: of 16, lane j of a matrix reads filter 4 * (j / 2) + j % 2 for the first 8 columns, and
+ * the one two further for the second. */
+VM_DEVICE uint32_t vm_conv_filter_of(uint32_t column, bool second) { return column / 2 * 4 + second * 2 + column % 2; }
+/* Which of a lane's channels is its i-th, of 16 for every four. */
+VM_DEVICE uint32_t vm_conv_channel(uint32_t i) { return i / 4 * 16 + threadIdx.x % 4 * 4 + i % 4; }
+
+/* Where a vector of a filter lies. The vectors are permuted so that eight filters' same vector, which is what one ldmatrix
+ * reads, lies in eight different groups of banks: this is the `column` of vm_conv_filter_of. */
+template <typename S>
+VM_DEVICE uint32_t vm_conv_filter_place(uint32_t filter, uint32_t vector) {
+    return filter * S::LINE + ((vector ^ (filter / 2 & 6) ^ (filter & 1)) << 4);
+}
 
 /* What the next slot of the ring will hold: OUTS filters at one tap, of one chunk's channels. */
 struct vm_conv_filter {
@@ -152,7 +166,7 @@ VM_DEVICE void vm_conv_fetch_filter(const vm_conv_args &a, vm_conv_filter &f, ch
         const uint32_t row = i + first;
         if (S::OUTS % S::STEP && row >= S::OUTS) break;
         const bool some = f.out + row < outs && c < a.in_c;
-        vm_copy_async(to + row * S::LINE + ((v ^ (row & 7)) << 4), some ? from + i * step : w, some);
+        vm_copy_async(to + vm_conv_filter_place<S>(row, v), some ? from + i * step : w, some);
     }
     if (++f.tap < taps) return;
     f.tap = 0;
@@ -161,18 +175,6 @@ VM_DEVICE void vm_conv_fetch_filter(const vm_conv_args &a, vm_conv_filter &f, ch
 }
 
 /* ---- y ---- */
-
-/* A product leaves a lane two channels of one group of 8 and two of the next. Memory is read and written by four
- * neighbouring channels a lane: even lanes take theirs from the first group, odd lanes from the second. Neighbouring
- * lanes exchange a pair for that; exchanging again undoes it. */
-VM_DEVICE void vm_conv_turn(uint32_t pairs[2]) {
-    const bool odd = threadIdx.x & 1;
-    const uint32_t got = vm_bits_of(vm_shuffle_xor(vm_float_of(odd ? pairs[0] : pairs[1]), 1));
-    if (odd)
-        pairs[0] = got;
-    else
-        pairs[1] = got;
-}
 
 /* Merges the sums of the lanes of a warp that have the same channels (their lane / 4 differs). Of COUNT channels a lane
  * keeps one half, merged with its partner's, and gives the partner the other; then a quarter, then an eighth. */

@@ -53,10 +53,33 @@ VM_DEVICE uint32_t vm_pack(float first, float second) {
     }
 }
 
+/* pair * 0 + seen: NaN, and stays it, once a number was not finite. */
+template <typename T>
+VM_DEVICE uint32_t vm_spoil(uint32_t seen, uint32_t pair) {
+    uint32_t out;
+    if constexpr (std::is_same<T, vm_bfloat16>::value) {
+#if __CUDA_ARCH__ >= 800
+        asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(pair), "r"(0), "r"(seen));
+#else
+        __trap(); /* the host refuses bfloat16 there */
+        out = seen;
+#endif
+    } else {
+        asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(pair), "r"(0), "r"(seen));
+    }
+    return out;
+}
+
 /* Off by a few units in the last place; subnormal numbers become zero. */
 VM_DEVICE float vm_exp2(float v) {
     float out;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(v));
+    return out;
+}
+/* Its relative error is at most 2^-11; those of infinite numbers are 1 and -1. */
+VM_DEVICE float vm_tanh(float v) {
+    float out;
+    asm("tanh.approx.f32 %0, %1;" : "=f"(out) : "f"(v));
     return out;
 }
 VM_DEVICE float vm_reciprocal(float v) {

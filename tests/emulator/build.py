@@ -43,13 +43,24 @@ def run(*command: object) -> str:
     return done.stdout
 
 
+def toolkits() -> list[Path]:
+    """Where CUDA may lie: CUDA_HOME, the path, /usr/local/cuda, or the nvidia-* wheels."""
+    found = shutil.which("nvcc")
+    roots = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), found and Path(found).resolve().parents[1]]
+    wheels = [wheel for path in sys.path if path for wheel in sorted(Path(path).glob("nvidia/*"))]
+    return [Path(root) for root in [*roots, "/usr/local/cuda"] if root] + wheels
+
+
 def cuda_include() -> Path | None:
-    """The folder of <cuda.h>: CUDA_HOME, a toolkit, or the nvidia-* wheels."""
-    nvcc = shutil.which("nvcc")
-    roots = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), nvcc and Path(nvcc).resolve().parents[1]]
-    folders = [Path(root) / "include" for root in [*roots, "/usr/local/cuda"] if root]
-    folders += [found for path in sys.path if path for found in sorted(Path(path).glob("nvidia/*/include"))]
-    return next((folder for folder in folders if (folder / "cuda.h").is_file()), None)
+    """The folder of <cuda.h>."""
+    return next((root / "include" for root in toolkits() if (root / "include" / "cuda.h").is_file()), None)
+
+
+def nvcc() -> Path:
+    found = next((root / "bin" / "nvcc" for root in toolkits() if (root / "bin" / "nvcc").is_file()), None)
+    if not found:
+        raise FileNotFoundError("nvcc is wanted: put it on the path or set CUDA_HOME")
+    return found
 
 
 def compile_kernels(folder: Path, source: Path) -> Path:

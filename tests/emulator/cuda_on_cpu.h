@@ -127,7 +127,20 @@ static inline uint32_t vm_pack(float first, float second) {
     return a.bits | (uint32_t)b.bits << 16;
 }
 
+template <typename T>
+static inline uint32_t vm_spoil(uint32_t seen, uint32_t pair) {
+    float v[2];
+    for (int i = 0; i < 2; i++)
+        v[i] = vm_to_float(T{(uint16_t)(pair >> 16 * i)}) * 0 + vm_to_float(T{(uint16_t)(seen >> 16 * i)});
+    return vm_pack<T>(v[0], v[1]);
+}
+
 static inline float vm_exp2(float v) { return exp2f(v); }
+/* Off by up to the 2^-11 that a GPU's may be. */
+static inline float vm_tanh(float v) {
+    const float t = tanhf(v);
+    return t != t ? t : vm_float_of((vm_bits_of(t) + 0x1000) & ~0x1fffu);
+}
 static inline float vm_reciprocal(float v) { return 1.0f / v; }
 
 /* ---- memory ---- */

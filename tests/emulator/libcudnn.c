@@ -87,7 +87,7 @@ enum { ATTRIBUTES = sizeof attributes / sizeof *attributes };
 
 /* What the heuristics offer, best first. An engine that must not be taken gives NaN, so that taking it is noticed. */
 enum { TENSOR_CORE = 1, DOWN_CONVERT = 2, REDUCED = 4, NONDETERMINISTIC = 16, WINOGRAD_4x4 = 64 }; /* 1 << the note */
-enum { LIST_A = 3, LIST_FALLBACK = 2, COMPILED = 1, HUGE = 1 << 20 };
+enum { LIST_A = 3, LIST_FALLBACK = 2, COMPILED = 1, AMPLE = 1025, HUGE = 1 << 20 };
 static const struct engine {
     int list, notes, kib;
     bool compiled; /* at run time, for which this library has no compiler */
@@ -99,6 +99,7 @@ static const struct engine {
     {LIST_A, TENSOR_CORE, 1, true},
     {LIST_A, TENSOR_CORE, 5, false},
     {LIST_A, WINOGRAD_4x4, 2, false},
+    {LIST_A, 0, AMPLE, false},
     {LIST_A, 0, 7, false},
     {LIST_FALLBACK, 0, 1, false},
 };

@@ -202,8 +202,9 @@ class Plans:
     def curve(self) -> list[Any]:
         """From the fastest plan to the smallest, without those that another one beats in memory and in work."""
 
-        def work(record: Any) -> tuple[float, int]:  # the same FLOPs in smaller stripes are more kernels
-            return record["work"], -record["stripe_bytes"]
+        def work(record: Any) -> tuple[float, int, int]:
+            """Of the same FLOPs, smaller stripes are more kernels, and a smaller workspace is for slower ones."""
+            return record["work"], -record["stripe_bytes"], -record["peak"]["workspace"]
 
         found: list[Any] = []
         record = self.within(0)

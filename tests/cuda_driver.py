@@ -1,0 +1,138 @@
+"""The twin of emulator.build.Kernels for a GPU: kernels launched by name through the CUDA driver, by ctypes.
+
+Arrays lie in pinned host memory. Where addresses are unified, which they are on every 64-bit system, kernels use the
+host's pointers to it as they are, so the tests hand the same arrays to a GPU and to the emulator. It is slow memory for
+a GPU, which these tests do not mind.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_void_p
+from pathlib import Path
+
+import numpy as np
+import pytest
+from emulator import build
+
+BUILT = build.HERE.parents[1] / "build"
+MAJOR, MINOR, MOST_SHARED, UNIFIED = 75, 76, 97, 41  # CUdevice_attribute
+DYNAMIC_SHARED = 8  # CUfunction_attribute
+
+
+class Driver:
+    """libcuda.so.1 with device 0's context, which stays this thread's."""
+
+    def __init__(self, path: str = "libcuda.so.1"):
+        self.library = ctypes.CDLL(path)
+        self.call("cuInit", c_uint(0))
+        self.device = self.new("cuDeviceGet", c_int(0), kind=c_int)
+        self.call("cuCtxPushCurrent_v2", self.new("cuDevicePrimaryCtxRetain", self.device))
+        if not self.attribute(UNIFIED):
+            pytest.fail("a GPU with unified addresses is wanted, and this one has none")
+
+    def call(self, name: str, *args) -> None:
+        if code := getattr(self.library, name)(*args):
+            why = c_char_p()
+            self.library.cuGetErrorString(c_int(code), byref(why))
+            raise RuntimeError(f"{name}: {why.value.decode() if why.value else 'unknown'} ({code})")
+
+    def new(self, name: str, *args, kind=c_void_p):
+        out = kind()
+        self.call(name, byref(out), *args)
+        return out
+
+    def attribute(self, which: int) -> int:
+        return self.new("cuDeviceGetAttribute", c_int(which), self.device, kind=c_int).value
+
+    @property
+    def target(self) -> str:
+        """Of nvcc, such as "sm_90"."""
+        return f"sm_{10 * self.attribute(MAJOR) + self.attribute(MINOR)}"
+
+    def empty(self, size: int) -> np.ndarray:
+        """Bytes that the GPU reads and writes where they are."""
+        return np.asarray(Pinned(self, size))
+
+
+class Pinned:
+    """A block of pinned memory, given back with the last array that lies in it."""
+
+    def __init__(self, driver: Driver, size: int):
+        self.address = None
+        self.driver = driver
+        self.address = driver.new("cuMemHostAlloc", c_size_t(size), c_uint(0))
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": (size,),
+            "typestr": "|u1",
+            "data": (self.address.value, False),
+        }
+
+    def __del__(self):
+        if self.address:
+            self.driver.library.cuMemFreeHost(self.address)  # refused where a fault has ended the context
+
+
+class Kernels:
+    """As emulator.build.Kernels. A fault ends the process's context: every launch after it fails with the same words.
+
+    Parameters
+    ----------
+    driver : Driver
+    images : list of bytes
+        What cuModuleLoadData takes.
+    """
+
+    def __init__(self, driver: Driver, images: list[bytes]):
+        self.driver = driver
+        self.modules = [driver.new("cuModuleLoadData", image) for image in images]
+
+    def function(self, name: str) -> c_void_p:
+        for module in self.modules:
+            found = c_void_p()
+            if not self.driver.library.cuModuleGetFunction(byref(found), module, name.encode()):
+                return found
+        raise RuntimeError(f"no kernel is called {name}")
+
+    def launch(self, kernel, grid, block, args: ctypes.Structure, shared: int = 0, seed: int = 1) -> None:
+        """Waits until it has run. seed: a GPU has its own order of threads."""
+        function, most = self.function(kernel), self.driver.attribute(MOST_SHARED)
+        if shared > most:
+            pytest.skip(f"{kernel} wants {shared} bytes of shared memory here, and this GPU has {most}")
+        sizes = [c_uint(size) for three in (grid, block) for size in (*three, 1, 1)[:3]]
+        try:
+            self.driver.call("cuFuncSetAttribute", function, c_int(DYNAMIC_SHARED), c_int(shared))
+            params = (c_void_p * 1)(ctypes.addressof(args))
+            self.driver.call("cuLaunchKernel", function, *sizes, c_uint(shared), None, params, None)
+            self.driver.call("cuCtxSynchronize")
+        except RuntimeError as error:
+            raise RuntimeError(f"{kernel}: {error}") from None
+
+
+@functools.cache
+def driver() -> Driver | None:
+    """Where VAEMEM_TEST_GPU=1 asks for a GPU, its driver (VAEMEM_LIBCUDA names another); None: kernels are emulated."""
+    if os.environ.get("VAEMEM_TEST_GPU") != "1":
+        return None
+    return Driver(os.environ.get("VAEMEM_LIBCUDA") or "libcuda.so.1")
+
+
+def image(source: Path, folder: Path) -> bytes:
+    """The machine code of a .cu file: what `setup.py build_ext --inplace` has left of it, or nvcc's."""
+    if source.parent != build.CUDA:
+        target = folder / f"{source.stem}.fatbin"
+        flags = ["-std=c++17", "-O3", "-fatbin", f"-arch={driver().target}", "-I", build.CUDA]
+        build.run(build.nvcc(), *flags, "-o", target, source)
+        return target.read_bytes()
+    found = max(BUILT.glob(f"temp.*/fatbins-*/{source.stem}.fatbin"), key=lambda f: f.stat().st_mtime, default=None)
+    newest = max(f.stat().st_mtime for f in (source, *build.CUDA.glob("*.h"), build.CUDA.parent / "kernels.h"))
+    if found is None or found.stat().st_mtime < newest:
+        pytest.fail(f"{source.name}: machine code that is as new is wanted: run setup.py build_ext --inplace first")
+    return found.read_bytes()
+
+
+def load(sources: list[Path], folder: Path) -> Kernels:
+    return Kernels(driver(), [image(source, folder) for source in sources])
