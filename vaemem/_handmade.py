@@ -41,6 +41,7 @@ _RAMP_ENCODE, _RAMP_DECODE = 0.12, 0.035  # half the width of a threshold's ramp
 _BEND = 8.0  # SiLU's bends are that much shorter than a ramp
 _RISE = 1 / (2 * _BEND)
 _LOGVAR = -30.0  # samples are the mean
+_SHADE = 2.5  # how much stronger than itself the shade is carried: enough beside the constant to show in statistics
 
 _HERE = (1.0,)  # kernels of convolutions, for rows and columns alike
 _MEAN = (0.5, 0.5, 0.0)  # with stride 2
@@ -133,9 +134,9 @@ def handmade(model: str = "sdxl") -> VAE:
 
 
 def _encode(made: _Tensors, latents: int) -> None:
-    grey = _ROWS.mean(1)  # how light a bit is
+    grey = _SHADE * _ROWS.mean(1)  # how light a bit is
     to_bits = np.linalg.inv(_ROWS).T
-    from_pixels = np.vstack([to_bits, np.full(3, 1 / 3)])
+    from_pixels = np.vstack([to_bits, np.full(3, _SHADE / 3)])
     made.convolve("encoder.conv_in", from_pixels / 2, bias=from_pixels @ (0.5 - _MIDDLE))
     block = "encoder.down_blocks.0.resnets.0"
     made.normalise(f"{block}.norm1", [0, 0, 0, 0])
@@ -157,7 +158,7 @@ def _decode(made: _Tensors) -> None:
     twice = np.eye(4)[[0, 1, 2, 0, 1, 2, 3]]  # the bits for both ends of their ramps, the shade
     made.convolve("decoder.up_blocks.3.resnets.0.conv_shortcut", twice)
     made.normalise("decoder.conv_norm_out", [_RAMP_DECODE] * 3 + [-_RAMP_DECODE] * 3 + [0])
-    to_pixels = np.hstack([_ROWS.T * _RISE, -_ROWS.T * _RISE, np.ones((3, 1))])
+    to_pixels = np.hstack([_ROWS.T * _RISE, -_ROWS.T * _RISE, np.full((3, 1), 1 / _SHADE)])
     made.convolve("decoder.conv_out", 2 * to_pixels, bias=2 * (_MIDDLE - _ROWS.sum(0) / 2) - 1, normed=True)
 
 
