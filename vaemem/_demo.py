@@ -279,7 +279,7 @@ def _sweep(document: Document, sizes: Sequence[int | tuple[int, int]], folder: P
 def _row(panels: Mapping[str, np.ndarray]) -> Figure:
     """Pictures side by side; numbers, as against colours, with a scale."""
     size = (3.9 * len(panels), 4.9)
-    figure: Figure = need("matplotlib.figure", "the demo").Figure(figsize=size, layout="constrained", dpi=144)
+    figure: Figure = need("matplotlib.figure", "the demo").Figure(figsize=size, layout="constrained", dpi=112)
     for axes, (title, pixels) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
         if pixels.ndim == 3:
             axes.imshow(pixels)
