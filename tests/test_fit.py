@@ -264,6 +264,49 @@ def test_memory_vs_pixels(plot, tmp_path):
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_legend_is_no_data(plot):
+    """It lies outside the axes, so that no dot or line of it can be taken for a measurement."""
+    measured = line(392, 5e6, source="measured")
+    figures = (
+        plot.memory_vs_pixels(measured, fit(measured)),
+        plot.implied_constants(measured, {"decode": {"mine": 300}}, "allocated_bytes"),
+    )
+    for figure in figures:
+        figure.canvas.draw()
+        for axes in figure.axes:
+            assert axes.get_legend().get_window_extent().y1 < axes.get_window_extent().y0
+
+
+def test_series_that_coincide_are_both_seen(plot):
+    one = line(392, 5e6, source="measured")
+    both = one + Table([row | {"model": "flux"} for row in one])
+    (axes,) = plot.memory_vs_pixels(both, fit(both)).axes
+    dashed = [drawn for drawn in axes.lines if drawn.get_linestyle() == "--"]
+    assert len(dashed) == 2 and dashed[0].get_color() != dashed[1].get_color()
+    np.testing.assert_array_equal(dashed[0].get_ydata(), dashed[1].get_ydata())
+    (first, gap), (second, _) = (drawn._unscaled_dash_pattern for drawn in dashed)
+    assert (second - first) % sum(gap) == gap[0] == gap[1], "one's dashes fill the other's gaps"
+    dots = [drawn for drawn in axes.lines if drawn.get_marker() == "o"]
+    assert dots[0].get_markersize() > dots[1].get_markersize() and dots[0].zorder < dots[1].zorder
+
+
+def test_rows_in_tiles_are_hollow(plot):
+    rows = [row | {"source": "measured"} for row in line(392, 0)]
+    biggest = max(rows, key=lambda row: row["height"] * row["width"])
+    smallest = min(rows, key=lambda row: row["height"] * row["width"])
+    tiled = Table([row | ({"allocated_bytes": smallest["allocated_bytes"]} if row is biggest else {}) for row in rows])
+    for figure in (plot.memory_vs_pixels(tiled), plot.implied_constants(tiled, target="allocated_bytes")):
+        (axes,) = figure.axes
+        dots = {drawn.get_fillstyle(): drawn for drawn in axes.lines if len(drawn.get_xdata())}
+        assert list(dots["none"].get_xdata()) == [biggest["height"] * biggest["width"] / 1e6]
+        assert len(dots["full"].get_xdata()) == len(rows) - 1
+        labels = [text.get_text() for text in axes.get_legend().get_texts()]
+        assert labels[-1] == "hollow: in tiles" and len(labels) == 2
+        assert "hollow: in tiles" not in [
+            text.get_text() for text in plot.memory_vs_pixels(Table(rows)).axes[0].get_legend().get_texts()
+        ]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -62,7 +62,7 @@ def _print(table: Table, form: str) -> None:
 
 
 def _make_demo(args: argparse.Namespace) -> None:
-    _demo.run(args.out)
+    _demo.run(args.out, args.weights)
 
 
 def _estimate(args: argparse.Namespace) -> None:
@@ -234,8 +234,9 @@ def _parser() -> argparse.ArgumentParser:
     sub = command(
         "demo",
         _make_demo,
-        "The whole job on a photograph: weights files, encode, decode, sweep, fit, report.",
+        "The whole job on a picture: does it fit, encode, decode, limits, tiles, predictions, a formula, as a page.",
     )
+    sub.add_argument("--weights", metavar="FILE", help="of a VAE (default: made by hand, nothing trained)")
     sub.add_argument("--out", default="out", help="folder for everything it leaves (default: out)")
 
     sub = command("estimate", _estimate, "The engine's memory before a run, without running it.")

@@ -1,181 +1,330 @@
-"""`python -m vaemem demo`: the main job on real input, from weights files to a report."""
+"""`python -m vaemem demo`: what vaemem is for, on a picture, as a page to read: out/index.html."""
 
 from __future__ import annotations
 
+import importlib.util
+import math
 import os
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from vaemem import plot
-from vaemem._common import mib, need, render
-from vaemem.engine.vae import VAE, backends
-from vaemem.tables.fit import Fit, fit
-from vaemem.tables.sweep import sweep
-from vaemem.tables.table import Table
+from vaemem._common import latent_factor, mib, need, render
+from vaemem._handmade import handmade, picture
+from vaemem.engine.tiling import Tiling
+from vaemem.engine.vae import VAE, Run, backends
+from vaemem.prediction.predict import predict, predict_largest
+from vaemem.reports.document import Document, png
+from vaemem.tables.estimators import compare
+from vaemem.tables.fit import fit
+from vaemem.tables.sweep import sweep, tradeoff
+from vaemem.tables.table import Table, seed_table
 
-WEIGHTS = {"sdxl": ("sdxl", "diffusers"), "flux": ("flux/ae.safetensors", "bfl")}  # model: file, layout
-_FULL_SIZE_BYTES = 128 * 4  # a pixel of T, one full-size activation in float32
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+CARDS = ("RTX 3050 Laptop", "RTX 2060", "RTX 4060", "RTX 3060", "RTX 4090")
+SIDES = (1024, 1536, 2048, 3072)  # of the images that are asked about
+SWEEP = ("sdxl", "flux")
 
 
 def run(
     out: str | os.PathLike[str] = "out",
+    weights: str | os.PathLike[str] | None = None,
     progress: bool = True,
     side: int | None = None,
     sizes: Sequence[int | tuple[int, int]] | None = None,
 ) -> Path:
-    """Write weights, load them, encode and decode a photograph, sweep, fit, and report.
+    """Predict, encode and decode a picture whole, under a limit and in tiles, compare, sweep, fit: a page of results.
 
     Parameters
     ----------
     out : path
-        Folder for everything; made if needed, files of an earlier demo are overwritten. Takes 0.7 GB.
+        Folder for everything; made if needed, files of an earlier demo are overwritten. Takes 0.4 GB, or a few MB
+        where `weights` are given.
+    weights : path, optional
+        Of a VAE, as `VAE.load` takes it. By default weights made by hand are written and loaded: SDXL's layout, and an
+        encode and decode that can be looked at, with nothing trained (vaemem/_handmade.py says how).
     progress : bool
         Show what is being done and how far it is.
     side : int, optional
-        Of the photograph in pixels, a divisor of 512. By default 512, or 256 on the plain C kernels, which are about
-        ten times slower: the demo is to stay under five minutes.
+        Of the picture in pixels, a multiple of what the VAE divides sides by. By default 512, or 256 on the plain C
+        kernels, which are about ten times slower.
     sizes : sequence of int and (int, int), optional
-        For the sweep. By default 128, 256 and 384, or 64, 96 and 128 on plain C.
+        For the sweep. By default 128, 192 and 256, or 64, 96 and 128 on plain C.
 
     Returns
     -------
     pathlib.Path
-        The report, ``out/report.md``.
+        The page, ``out/index.html``; ``out/report.md`` says the same.
 
     Raises
     ------
     ImportError
         A package of the extra "demo" is missing (``pip install 'vaemem[demo]'``).
     ValueError
-        A side or size that cannot be run.
+        A side or size that cannot be run; weights that cannot be loaded.
     OSError
-        `out` cannot be written.
+        `out` cannot be written or `weights` not be read.
     """
-    image = need("PIL.Image", "the demo")
-    for module in ("skimage.data", "matplotlib.figure", *(["tqdm.auto"] if progress else [])):
+    for module in ("PIL.Image", "matplotlib.figure", *(["tqdm.auto"] if progress else [])):
         need(module, "the demo")  # now, not after minutes of work
     started = time.perf_counter()
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     is_plain_c = next(row["name"] for row in backends() if row["chosen"]) == "ref"
-    photograph = _photograph((256 if is_plain_c else 512) if side is None else side)
-    image.fromarray(photograph).save(folder / "photograph.png")
+    side = (256 if is_plain_c else 512) if side is None else side
+    vae = _weights(folder, weights, progress)
+    step = latent_factor(vae.arch)
+    if side < step or side % step:
+        raise ValueError(f"side: want a multiple of {step}, got {side}")
 
-    lines = [_round_trip(model, photograph, folder, progress) for model in WEIGHTS]
-    sizes = sizes or ((64, 96, 128) if is_plain_c else (128, 256, 384))
-    _say(progress, f"sweep: {', '.join(WEIGHTS)} at {', '.join(map(str, sizes))}")
-    estimated = sweep(list(WEIGHTS), sizes=sizes, measure=False)
-    measured = sweep(list(WEIGHTS), sizes=sizes, progress=progress)
-    table = measured + estimated
-    table.to_csv(folder / "sweep.csv")
-    formulas = fit(measured)
-    plot.memory_vs_pixels(table, formulas).savefig(folder / "memory.png")
+    document = Document("Does it fit?")
+    _cards(document, vae, progress)
+    image = picture(side)
+    latents, whole = _round_trip(document, vae, image, progress, made_by_hand=weights is None)
+    ours = _less_memory(document, vae, latents, whole, progress)
+    np.save(folder / "latents.npy", latents)
+    need("PIL.Image", "the demo").fromarray(np.hstack([image, whole])).save(folder / "there_and_back.png")
+    _beside_pytorch(document, ours, progress)
+    _predictions(document, progress)
+    _sweep(document, sizes or ((64, 96, 128) if is_plain_c else (128, 192, 256)), folder, progress)
     seconds = time.perf_counter() - started
-    report = folder / "report.md"
-    report.write_text(_report(lines, measured, estimated, formulas, seconds), encoding="utf-8")
-    _say(progress, f"{formulas}\n\n{_files(folder)}\n\nDone in {seconds:.0f} s. Read {report}")
-    return report
+    document.text(f"{platform.system()}, {os.cpu_count()} CPUs, {_last(vae).backend} kernels; {seconds:.0f} s in all.")
+    page = folder / "index.html"
+    page.write_text(document.html(), "utf-8")
+    (folder / "report.md").write_text(document.markdown(), "utf-8")
+    for name, figure in document.figures.items():
+        (folder / f"{name}.png").write_bytes(png(figure))
+    _say(progress, f"\n{_files(folder)}\n\nDone in {seconds:.0f} s. Open {page}")
+    return page
 
 
-def _photograph(side: int) -> np.ndarray:
-    """A (side, side, 3) uint8 photograph of Eileen Collins (NASA, public domain), which scikit-image's wheel holds."""
-    picture = need("skimage.data", "the demo").astronaut()
-    if side < 8 or side % 8 or len(picture) % side:
-        raise ValueError(f"side: want a multiple of 8 that divides {len(picture)}, got {side}")
-    step = len(picture) // side
-    blocks = picture.reshape(side, step, side, step, 3).mean((1, 3))
-    return np.asarray(np.rint(blocks), dtype=np.uint8)
+def _weights(folder: Path, weights: str | os.PathLike[str] | None, progress: bool) -> VAE:
+    if weights is None:
+        weights = folder / "weights"
+        _say(progress, f"make weights by hand, in SDXL's layout: {weights}")
+        handmade("sdxl").save(weights)
+    _say(progress, f"load {weights}")
+    return VAE.load(weights)
 
 
-def _round_trip(model: str, photograph: np.ndarray, folder: Path, progress: bool) -> list[str]:
-    """Write the model's weights, load them, encode and decode; a line of the report's first table."""
-    name, layout = WEIGHTS[model]
-    path = folder / name
-    _say(progress, f"{model}: write random weights ({layout} layout) to {path}, load them")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    VAE.random(model).save(path, layout=layout)
-    vae = VAE.load(path)
-    _say(progress, f"{model}: encode the photograph, decode its latent")
-    latent = vae.encode(photograph[None], scaled=True, progress=progress).mode()
-    encode_seconds = _seconds(vae)
-    np.save(folder / f"{model}_latent.npy", latent)
-    decoded = vae.decode(latent, scaled=True, output_type="uint8", progress=progress)
-    need("PIL.Image", "the demo").fromarray(decoded[0]).save(folder / f"{model}_decoded.png")
-    if model == "sdxl":
-        plot.timeline(vae.last_run).savefig(folder / "timeline.png")
-    size = f"{photograph.shape[0]}x{photograph.shape[1]}"
-    shape = "x".join(map(str, latent.shape))
-    return [model, layout, size, shape, encode_seconds, _seconds(vae)]
+def _cards(document: Document, vae: VAE, progress: bool) -> None:
+    """The answer: PyTorch on cards, the engine here."""
+    _say(progress, f"predict SDXL's decode in PyTorch on {', '.join(CARDS)}")
+    lines = []
+    for card in CARDS:
+        asked = [predict("sdxl", "decode", side, side, "float16", gpu=card) for side in SIDES]
+        height, width = predict_largest("sdxl", "decode", "float16", gpu=card)
+        verdicts = ("✓ fits" if p.fits else "✗ no" for p in asked)
+        lines.append([card, _gib(asked[0].available), *verdicts, f"{height}x{width}"])
+    document.text(
+        "SDXL's VAE decodes an image in PyTorch: diffusers, float16, nothing else on the card. Predicted, with no GPU "
+        "and no PyTorch:"
+    )
+    sizes = [f"{side}x{side}" for side in SIDES]
+    document.table(["card", "GiB to have", *sizes, "largest square"], lines)
+    document.table(
+        [f"GiB that it takes on {CARDS[-1]}", *sizes],
+        [
+            ["with room to spare", *(_gib(p.peak_reserved) for p in asked)],
+            ["at least: PyTorch frees its cache when short", *(_gib(p.least_reserved) for p in asked)],
+        ],
+    )
+    run, smallest = vae.estimate("decode", SIDES[0], SIDES[0]), vae.smallest("decode", SIDES[0], SIDES[0])
+    document.text(
+        f"vaemem's own decode of {sizes[0]} on this CPU, in float32, takes {mib(run.peak_bytes)} MiB with the weights; "
+        f"{mib(smallest)} are enough for the same bits, with more work."
+    )
 
 
-def _seconds(vae: VAE) -> str:
-    assert vae.last_run is not None and vae.last_run.seconds is not None  # it has just run
-    return f"{vae.last_run.seconds:.2f}"
+def _round_trip(
+    document: Document, vae: VAE, image: np.ndarray, progress: bool, made_by_hand: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """The picture's latents, and what they decode to."""
+    size = f"{image.shape[0]}x{image.shape[1]}"
+    _say(progress, f"encode and decode a picture of {size}")
+    latents = vae.encode(image[None], progress=progress).mode()
+    seconds = _last(vae).seconds
+    whole = vae.decode(latents, output_type="uint8", progress=progress)
+    document.heading("A picture, there and back")
+    document.text(
+        "**The weights are made by hand, nothing is trained.** They fill SDXL's whole layout and carry eight colours, "
+        "a shade and shapes of some size through every pass that trained weights take; memory and time do not depend "
+        "on what weights say. `vaemem/_handmade.py` tells how they do it, `--weights FILE` takes real ones."
+        if made_by_hand
+        else "The weights are those that were given. The picture was drawn for others, made by hand, that vaemem has."
+    )
+    panels = {f"picture, {size}": image, f"its latents, {latents.shape[1]} channels": _mosaic(latents[0])}
+    panels["decoded"] = whole[0]
+    document.figure("pictures", "A picture, its latents, and what they decode to", _row(panels))
+    document.text(
+        f"Encoded in {seconds:.1f} s, decoded in {_last(vae).seconds:.1f} s, to within {_psnr(whole[0], image):.1f} dB."
+    )
+    return latents, whole[0]
 
 
-def _report(lines: list[list[str]], measured: Table, estimated: Table, formulas: Fit, seconds: float) -> str:
-    weights = " and ".join(dict.fromkeys(mib(row["weights_bytes"]) for row in measured))
+def _less_memory(document: Document, vae: VAE, latents: np.ndarray, whole: np.ndarray, progress: bool) -> Run:
+    """The decode again under a limit and in tiles: what each takes, what comes out, and what every limit would cost.
+    `vae` has just decoded the whole: that run is returned."""
+    first = _last(vae)
+    height, width = whole.shape[:2]
+    plans = tradeoff(vae, "decode", height, width)
+    plan = plans[min(1, len(plans) - 1)]  # the first that takes less
+    tile = max(height // 16 * 8, latent_factor(vae.arch))
+    ways: dict[str, dict[str, Any]] = {
+        "whole": {},
+        "under a limit": {"memory_limit": plan["weights_bytes"] + plan["reserved_bytes"]},
+        f"in tiles of {tile}": {"tiling": Tiling(tile)},
+    }
+    pictures, points, lines = {"whole": whole}, {}, []
+    for name, how in ways.items():
+        if how:
+            _say(progress, f"decode {name}")
+            pictures[name] = vae.decode(latents, False, "uint8", progress, **how)[0]
+        run, before = _last(vae), vae.estimate("decode", height, width, 1, "uint8", **how)
+        points[name] = run.peak_bytes, sum(run.flops) / sum(first.flops)
+        taken = (mib(before.peak_bytes), mib(run.peak_bytes), mib(run.weights_bytes), f"{points[name][1]:.2f}")
+        lines.append([name, *taken, f"{run.seconds:.1f}", _same(pictures[name], whole) if how else ""])
+    document.heading("The same picture in less memory")
+    header = ("decode", "estimated MiB", "measured MiB", "of it weights", "work", "seconds", "beside the whole")
+    document.table(header, lines)
+    document.text(
+        "Estimated before the run, measured during it. Under a limit some passes run more than once, a few rows at a "
+        "time, and the picture is the same to the bit. Tiles are what diffusers' `enable_tiling` does: each is "
+        "normalised by its own statistics and ends at its own borders, which leaves seams."
+    )
+    limited, tiled = list(pictures.items())[1:]
+    difference = ("what tiles change, of 255", _difference(tiled[1], whole))
+    caption = "Decoded under a limit and in tiles, and what tiles change"
+    document.figure("tiles", caption, _row(dict((limited, tiled, difference))))
+    document.text("What every limit costs is known before any run:")
+    document.figure("tradeoff", "Memory against work", plot.tradeoff(plans, {tiled[0]: points[tiled[0]]}))
+    document.text(f"The peak of the whole decode is in `{first.peak_pass}`:")
+    document.figure("timeline", "Bytes live in each pass of the decode", plot.timeline(first))
+    return first
+
+
+def _beside_pytorch(document: Document, ours: Run, progress: bool) -> None:
+    """PyTorch's decode of the same size on this CPU, where it is installed."""
+    document.heading("PyTorch beside it, here")
+    missing = [name for name in ("torch", "diffusers") if importlib.util.find_spec(name) is None]
+    if missing:
+        document.text(
+            f"Not measured, for want of {' and '.join(missing)}: `pip install torch diffusers` and run again."
+        )
+        return
+    from vaemem.pytorch import measure
+
+    size = f"{ours.height}x{ours.width}"
+    _say(progress, f"decode {size} in PyTorch")
+    asked = [(ours.height, ours.width)]
+    try:
+        (theirs,) = measure("sdxl", "decode", asked, "float32", device="cpu", warmups=0, runs=1)
+    except OSError as error:  # of a system that does not let a process look at its own size
+        document.text(f"Not measured: {error}")
+        return
+    beside = ours.peak_bytes - ours.weights_bytes
+    document.table(
+        [f"decode {size}, float32", "MiB beside the weights", "seconds"],
+        [
+            ["vaemem", mib(beside), f"{ours.seconds:.1f}"],
+            ["PyTorch", mib(theirs["reserved_bytes"]), f"{theirs['seconds']:.1f}"],
+        ],
+    )
+    document.text(f"PyTorch's is the growth of the process; each ran once. {theirs['versions']}.")
+
+
+def _predictions(document: Document, progress: bool) -> None:
+    """vaemem.predict, ComfyUI and InvokeAI beside what was measured on a GPU."""
+    _say(progress, "compare predictions with measurements")
+    rows = Table(row for row in seed_table() if (row["height"], row["width"]) == (1024, 1024))
+    comparison = compare(rows, [predict, "comfyui", "invokeai"])
+    document.heading("How near is the prediction?")
+    document.text(
+        f"Reserved memory at 1024x1024 on an RTX 4090, measured by others with PyTorch 2.7.1 ({len(rows)} rows), and "
+        "what `vaemem.predict`, ComfyUI and InvokeAI say of it; in brackets the error in percent. Part of the "
+        "prediction was inferred from this very table: docs/PREDICTION.md tells which."
+    )
+    document.figure("estimators", "Estimates over measurements", plot.estimator_errors(comparison))
+    document.table(*comparison.grid(rows=True))
+
+
+def _sweep(document: Document, sizes: Sequence[int | tuple[int, int]], folder: Path, progress: bool) -> None:
+    """Memory over sizes, measured and estimated, and the formula through it."""
+    _say(progress, f"sweep: {', '.join(SWEEP)} at {', '.join(map(str, sizes))}")
+    estimated = sweep(list(SWEEP), sizes=sizes, measure=False)
+    measured = sweep(list(SWEEP), sizes=sizes, progress=progress)
+    table, formulas = measured + estimated, fit(measured)
+    table.to_csv(folder / "sweep.csv")
     pairs = list(zip(measured, estimated, strict=True))
     equal = sum(m["allocated_bytes"] == e["allocated_bytes"] for m, e in pairs)
-    memory = [
-        (
-            m["model"], m["op"], f"{m['height']}x{m['width']}", mib(e["allocated_bytes"]), mib(m["allocated_bytes"]),
-            f"{m['allocated_bytes'] - e['allocated_bytes']:+d}",
-            f"{m['allocated_bytes'] / (_FULL_SIZE_BYTES * m['height'] * m['width']):.2f}",
-            mib(m["activations_bytes"]), mib(m["scratch_bytes"]), mib(m["output_bytes"]), f"{m['seconds']:.2f}",
-        )
-        for m, e in pairs
-    ]  # fmt: skip
-    trips = render(("model", "weights file", "image", "latent", "encode s", "decode s"), lines, markdown=True)
-    sizes = render(
-        ("model", "op", "size", "estimated", "measured", "difference, bytes", "in T",
-         "activations", "scratch", "output", "seconds"),
-        memory, markdown=True,
-    )  # fmt: skip
-    return f"""# vaemem demo
+    document.heading("A sweep and its formula")
+    document.text(
+        f"vaemem's own runs, beside the weights; estimated and measured agree to the byte in {equal} of {len(pairs)} "
+        "cases:"
+    )
+    document.figure("memory", "Peak memory against pixels", plot.memory_vs_pixels(table, formulas))
+    document.items(f"`{line}`" for line in str(formulas).splitlines())
 
-{measured[0]["versions"]}; {platform.system()}, {os.cpu_count()} CPUs. {seconds:.0f} s in all.
 
-## A photograph, there and back
+# ---- pictures ----
 
-Random weights of the real shapes were written to a file for each model, in the layout that people have it in, and
-loaded from there. `photograph.png` (Eileen Collins, by NASA, from scikit-image) was encoded to a latent
-(`*_latent.npy`, scaled as pipelines do) and decoded again.
 
-{trips}
+def _row(panels: Mapping[str, np.ndarray]) -> Figure:
+    """Pictures side by side; numbers, as against colours, with a scale."""
+    size = (3.9 * len(panels), 4.9)
+    figure: Figure = need("matplotlib.figure", "the demo").Figure(figsize=size, layout="constrained", dpi=112)
+    for axes, (title, pixels) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
+        if pixels.ndim == 3:
+            axes.imshow(pixels)
+        else:
+            most = np.nanpercentile(pixels, 99.5)  # a few pixels that are far above the rest leave these visible
+            shown = axes.imshow(pixels, cmap="magma", interpolation="nearest", vmax=max(most, np.nanmin(pixels) + 1))
+            figure.colorbar(shown, ax=axes, orientation="horizontal", shrink=0.8, pad=0.02)
+        axes.set_title(title, fontsize=10)
+        axes.set_axis_off()
+    return figure
 
-**The decoded pictures (`*_decoded.png`) are noise, and should be**: no trained weights come with vaemem, and a random
-encoder and decoder undo nothing. That the arithmetic is right is for the tests to show, which compare it with
-diffusers on the same weights. Memory and time do not depend on the values.
 
-## Memory
+def _mosaic(channels: np.ndarray) -> np.ndarray:
+    """The channels of one latent as tiles of one picture."""
+    across = math.ceil(math.sqrt(len(channels)))
+    room = np.full((-len(channels) % across, *channels.shape[1:]), np.nan, channels.dtype)
+    padded = np.pad(np.concatenate([channels, room]), ((0, 0), (1, 1), (1, 1)), constant_values=np.nan)
+    return np.vstack([np.hstack(list(padded[i : i + across])) for i in range(0, len(padded), across)])
 
-What a run adds to the weights ({weights} MiB): activations, scratch and output at the peak, in MiB. *Estimated* was
-known before the run; *measured* was counted during it. They agree to the byte in {equal} of {len(pairs)} cases.
-T = 128 * H * W * 4 bytes is one full-size activation.
 
-{sizes}
+def _difference(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """The largest of each pixel's colours' differences."""
+    return np.asarray(abs(a.astype(int) - b).max(-1))
 
-![Peak memory against pixels](memory.png)
 
-## Formula
+def _same(a: np.ndarray, b: np.ndarray) -> str:
+    if np.array_equal(a, b):
+        return "the same bits"
+    return f"{_psnr(a, b):.1f} dB, up to {_difference(a, b).max()} of 255 off"
 
-`a*H*W*e + b` in bytes (e = 4), least squares over the measured rows, with what it leaves unexplained:
 
-```
-{formulas}
-```
+def _psnr(a: np.ndarray, b: np.ndarray) -> float:
+    return float(20 * np.log10(255 / np.sqrt(np.mean((a.astype(float) - b) ** 2))))
 
-## Where the peak is
 
-Bytes live in each pass of the SDXL decode:
+# ---- words ----
 
-![Timeline of the SDXL decode](timeline.png)
-"""
+
+def _last(vae: VAE) -> Run:
+    assert vae.last_run is not None  # it has just run
+    return vae.last_run
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.1f}"
 
 
 def _files(folder: Path) -> str:

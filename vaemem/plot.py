@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from vaemem._common import ELEMENT_BYTES, MIB, choose, distinct, need
-from vaemem.tables.estimators import Comparison, pixels
+from vaemem.tables.estimators import Comparison, pixels, ran_tiled
 from vaemem.tables.fit import Fit, FittedLine
 from vaemem.tables.table import BYTE_COLUMNS, Row, Table
 
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 # Colours that people with a colour-vision deficiency tell apart (Okabe and Ito).
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _MARKERS = {"float32": "o", "float16": "s", "bfloat16": "D", "float64": "^"}
-_LINES = {"float32": "-", "float16": "--", "bfloat16": ":", "float64": "-."}
+_SHIPPED_LINES = ("--", ":", "-.")
+_DASH = 5.0  # in widths of a line
 _GREY, _LIGHT = "#6E6E6E", "#D0D0D0"
 
 
@@ -30,9 +31,11 @@ def memory_vs_pixels(table: Table, fit: Fit | None = None, target: str = "alloca
     ----------
     table : Table
         Rows without the target or a size are left out. Measured rows are dots, estimated and predicted ones
-        crosses a little larger, so that a measurement that agrees with its estimate is a dot on a cross.
+        crosses a little larger, so that a measurement that agrees with its estimate is a dot on a cross. Dots are
+        hollow where a row ran in tiles, whether its op says so or its bytes that do not grow with the pixels.
     fit : Fit, optional
-        Drawn as lines over the sizes of the table, one for each dtype that the formula was fitted to.
+        Drawn as lines over the sizes of the table, one for each dtype that the formula was fitted to. Where there
+        are several models each is dashed, and the dashes of two that coincide lie in each other's gaps.
     target : str
         The column in bytes to draw.
 
@@ -54,21 +57,22 @@ def memory_vs_pixels(table: Table, fit: Fit | None = None, target: str = "alloca
         raise ValueError(f"table: want rows with height, width and {target}, got none")
     ops = distinct(row["op"] for row in rows)
     series = distinct((row["model"], row["runtime"]) for row in rows)
+    drawn = _with_tiles(rows)
     figure, panels = _panels(ops, 4.8)
     for axes, op in zip(panels, ops, strict=True):
-        here = [row for row in rows if row["op"] == op]
+        here = [(row, tiled) for row, tiled in drawn if row["op"] == op]
         for i, (model, runtime) in enumerate(series):
-            mine = [row for row in here if (row["model"], row["runtime"]) == (model, runtime)]
+            mine = [(row, tiled) for row, tiled in here if (row["model"], row["runtime"]) == (model, runtime)]
             name = model if len({r for _, r in series}) == 1 else f"{model} ({runtime})"
             # Models that coincide stay visible: the first is drawn largest, under the others.
             style = {"color": _COLOURS[i % len(_COLOURS)], "zorder": 3 + i}
-            excess = min(3, len(series) - 1 - i)
-            _points(axes, mine, target, name, excess, style)
+            _points(axes, mine, target, name, min(3, len(series) - 1 - i), style)
             for formula in fit or ():
                 if mine and (formula.op, formula.model, formula.runtime) == (op, model, runtime):
-                    _line(axes, formula, name, max(map(pixels, here)), excess, style)
+                    dashes = "-" if len(series) == 1 else (_DASH * i, (_DASH, _DASH * (len(series) - 1)))
+                    _line(axes, formula, name, max(pixels(row) for row, _ in here), style | {"linestyle": dashes})
         axes.set_xlim(left=0)
-        _finish(axes, loc="upper left")
+    _finish_panels(figure, panels)
     # One unit for all panels: the axis is in bytes, its labels are not.
     top = max(row[target] for row in rows)
     scale, unit = (2**30, "GiB") if top >= 4 * 2**30 else (MIB, "MiB")
@@ -160,7 +164,7 @@ def tradeoff(table: Table, points: Mapping[str, tuple[float, float]] | None = No
     axes.set(xlabel="peak, MiB, weights included", ylabel="work, of an unlimited run")
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
-    _finish(axes)
+    _finish(axes, ncols=2, loc="lower left", bbox_to_anchor=(0, 1))
     return figure
 
 
@@ -171,7 +175,8 @@ def implied_constants(table: Table, shipped: Mapping[str, Mapping[str, float]] |
     Parameters
     ----------
     table : Table
-        Rows without the target, a size or a dtype of known width are left out.
+        Rows without the target, a size or a dtype of known width are left out. Dots are hollow where a row ran in
+        tiles.
     shipped : dict of op to dict of name to constant, optional
         Drawn as lines across the operation's panel.
     target : str
@@ -187,21 +192,20 @@ def implied_constants(table: Table, shipped: Mapping[str, Mapping[str, float]] |
         raise ValueError(f"table: want rows with height, width, dtype and {target}, got none")
     ops, models = distinct(row["op"] for row in rows), distinct(row["model"] for row in rows)
     figure, panels = _panels(ops, 4.4)
+    drawn = _with_tiles(rows)
     for axes, op in zip(panels, ops, strict=True):
-        for i, (model, dtype) in enumerate(distinct((r["model"], r["dtype"]) for r in rows if r["op"] == op)):
-            mine = [row for row in rows if (row["op"], row["model"], row["dtype"]) == (op, model, dtype)]
-            constants = [row[target] / (pixels(row) * ELEMENT_BYTES[dtype]) for row in mine]
+        here = [(row, tiled) for row, tiled in drawn if row["op"] == op]
+        for i, (model, dtype) in enumerate(distinct((row["model"], row["dtype"]) for row, _ in here)):
+            mine = [(row, tiled) for row, tiled in here if (row["model"], row["dtype"]) == (model, dtype)]
+            constants = [row[target] / (pixels(row) * ELEMENT_BYTES[dtype]) for row, _ in mine]
             excess = min(3, len(models) - 1 - models.index(model))  # models that coincide stay visible
-            axes.plot(
-                [pixels(row) / 1e6 for row in mine], constants, linestyle="none", marker=_MARKERS.get(dtype, "v"),
-                markersize=5 + 3 * excess, markeredgewidth=0, color=_COLOURS[models.index(model) % len(_COLOURS)],
-                zorder=3 + i, label=f"{model} {dtype}",
-            )  # fmt: skip
+            style = {"color": _COLOURS[models.index(model) % len(_COLOURS)], "zorder": 3 + i}
+            _dots(axes, mine, constants, _MARKERS.get(dtype, "v"), 5 + 3 * excess, f"{model} {dtype}", style)
         for i, (name, value) in enumerate((shipped or {}).get(op, {}).items()):
-            style = list(_LINES.values())[1 + i % 3]  # named in the legend: two may lie near each other
-            axes.axhline(value, color=_GREY, linewidth=1, linestyle=style, label=f"{name}, {value:g}")
+            style = {"linestyle": _SHIPPED_LINES[i % 3]}  # named in the legend: two may lie near each other
+            axes.axhline(value, color=_GREY, linewidth=1, label=f"{name}, {value:g}", **style)
         axes.set_xlim(left=0)
-        _finish(axes, ncols=2, loc="lower left")
+    _finish_panels(figure, panels)
     panels[0].set_ylabel(f"{target.removesuffix('_bytes')} / (H·W·e)")
     panels[0].set_ylim(bottom=0)
     return figure
@@ -238,8 +242,9 @@ def estimator_errors(comparison: Comparison) -> Figure:
     axes.axvline(1, color="black", linewidth=1)
     axes.set_xscale("log")
     ticker = need("matplotlib.ticker", "plot")
+    axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
     axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}x"))
-    axes.xaxis.set_minor_formatter(ticker.NullFormatter())
+    axes.xaxis.set_minor_locator(ticker.NullLocator())
     axes.set_yticks(range(len(keys)), [" ".join(map(str, key)) for key in keys], fontsize=8)
     axes.set(xlabel=f"estimate / {comparison.target.removesuffix('_bytes')}", ylim=(len(keys) - 0.4, -0.6))
     _finish(axes, "x", ncols=3, loc="lower left", bbox_to_anchor=(0, 1))
@@ -261,28 +266,61 @@ def _panels(ops: Sequence[str], height: float) -> tuple[Figure, Any]:
     return figure, panels
 
 
-def _points(axes: Axes, rows: list[Row], target: str, name: str, excess: int, style: dict[str, Any]) -> None:
-    for dtype, source in distinct((row["dtype"], row["source"]) for row in rows):
-        mine = [row for row in rows if (row["dtype"], row["source"]) == (dtype, source)]
+def _with_tiles(rows: Sequence[Row]) -> list[tuple[Row, bool]]:
+    """Each row, and whether it ran in tiles: as its op says, or as its bytes do."""
+    return [
+        (row, told or str(row["op"]).endswith("_tiled")) for row, told in zip(rows, ran_tiled(Table(rows)), strict=True)
+    ]
+
+
+def _points(
+    axes: Axes, rows: Sequence[tuple[Row, bool]], target: str, name: str, excess: int, style: dict[str, Any]
+) -> None:
+    for dtype, source in distinct((row["dtype"], row["source"]) for row, _ in rows):
+        mine = [(row, tiled) for row, tiled in rows if (row["dtype"], row["source"]) == (dtype, source)]
         is_measured = source in ("measured", None)
+        marker, size = (_MARKERS.get(dtype, "v"), 5) if is_measured else ("x", 9)
+        values = [row[target] for row, _ in mine]
+        _dots(axes, mine, values, marker, size + 3 * excess, f"{name} {dtype}, {source}", style)
+
+
+def _dots(
+    axes: Axes, rows: Sequence[tuple[Row, bool]], values: Sequence[float], marker: str, size: float, name: str,
+    style: dict[str, Any],
+) -> None:  # fmt: skip
+    """Values over their rows' pixels; hollow for rows that ran in tiles."""
+    for hollow in sorted({tiled for _, tiled in rows}):
         axes.plot(
-            [pixels(row) / 1e6 for row in mine], [row[target] for row in mine], linestyle="none", clip_on=False,
-            marker=_MARKERS.get(dtype, "v") if is_measured else "x", markersize=(5 if is_measured else 9) + 3 * excess,
-            markeredgewidth=0 if is_measured else 1.5, label=f"{name} {dtype}, {source}", **style,
+            [pixels(row) / 1e6 for row, tiled in rows if tiled == hollow],
+            [value for value, (_, tiled) in zip(values, rows, strict=True) if tiled == hollow],
+            linestyle="none", clip_on=False, marker=marker, markersize=size, label=name,
+            fillstyle="none" if hollow else "full", markeredgewidth=1.5 if hollow or marker == "x" else 0, **style,
         )  # fmt: skip
+        name = "_"  # one line of the legend a series
 
 
-def _line(axes: Axes, formula: FittedLine, name: str, pixels: int, excess: int, style: dict[str, Any]) -> None:
+def _line(axes: Axes, formula: FittedLine, name: str, pixels: int, style: dict[str, Any]) -> None:
     x = np.array([0, pixels])
-    label: str | None = f"{name}: {formula.a / 128:.2f} T {formula.b / MIB:+.1f} MiB"
+    label = f"{name}: {formula.a / 128:.2f} T {formula.b / MIB:+.1f} MiB"
+    axes.plot([], [], linewidth=1.6, color=style["color"], label=label)  # the legend's: one a formula, and whole
     for dtype in distinct(row.dtype for row in formula.rows):
         y = formula.a * x * ELEMENT_BYTES[dtype] + formula.b
-        axes.plot(x / 1e6, y, _LINES[dtype], linewidth=1.2 + 1.8 * excess, label=label, **style)
-        label = None  # one line of the legend a formula
+        axes.plot(x / 1e6, y, linewidth=1.6, **style)
+
+
+def _finish_panels(figure: Figure, panels: Sequence[Axes]) -> None:
+    """Legends below their panels, for which the figure grows."""
+    lines = []
+    for axes in panels:
+        if any(line.get_fillstyle() == "none" for line in axes.lines):
+            axes.plot([], [], "o", fillstyle="none", color=_GREY, label="hollow: in tiles")
+        lines.append(-(-len(axes.get_legend_handles_labels()[0]) // 2))
+        _finish(axes, ncols=2, loc="upper left", bbox_to_anchor=(0, -0.13))
+    figure.set_figheight(figure.get_figheight() + 0.19 * max(lines))
 
 
 def _finish(axes: Axes, grid: Literal["both", "x"] = "both", **legend: Any) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis=grid, color="#E5E5E5", linewidth=0.8)
     axes.set_axisbelow(True)
-    axes.legend(frameon=False, fontsize=8, **legend)
+    axes.legend(frameon=False, fontsize=8, columnspacing=1, handlelength=1.6, handletextpad=0.5, **legend)

@@ -19,8 +19,9 @@ body { font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto
 table { border-collapse: collapse; font-size: 13px; margin: 1rem 0; }
 th, td { padding: .25rem .6rem; border-bottom: 1px solid #ddd; text-align: left; vertical-align: top; }
 th { border-bottom: 2px solid #888; }
-td.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
-img { max-width: 100%; }
+td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+figure { margin: 1rem 0; }
+img { max-width: 100%; height: auto; }
 code { background: #f2f2f2; padding: 0 .25rem; }
 """
 
@@ -63,7 +64,8 @@ class Document:
         kept = [i for i in range(len(header)) if any(line[i] not in (None, "") for line in lines)]
         header = [header[i] for i in kept]
         shown = [["" if line[i] is None else str(line[i]) for i in kept] for line in lines]
-        head = "".join(f"<th>{_inline(cell)}</th>" for cell in header)
+        right = [all(_is_number(cell) or not cell for cell in column) for column in zip(*shown, strict=True)]
+        head = "".join(f"<th{_class(r)}>{_inline(cell)}</th>" for cell, r in zip(header, right, strict=True))
         body = "".join("<tr>" + "".join(map(_cell, line)) + "</tr>" for line in shown)
         whole = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
         self._add(render(header, shown, markdown=True), whole)
@@ -72,7 +74,9 @@ class Document:
         """A figure."""
         self.figures[name] = figure
         image = base64.b64encode(png(figure)).decode()
-        whole = f'<figure><img alt="{html.escape(caption)}" src="data:image/png;base64,{image}"></figure>'
+        width = round(96 * figure.get_size_inches()[0])  # a browser's pixels; the PNG has more, for sharp screens
+        source = f'width="{width}" src="data:image/png;base64,{image}"'
+        whole = f'<figure><img alt="{html.escape(caption)}" {source}></figure>'
         self._add(f"![{caption}]({name}.png)", whole)
 
     def markdown(self) -> str:
@@ -104,5 +108,12 @@ def _inline(text: str) -> str:
 
 
 def _cell(text: str) -> str:
-    is_number = re.fullmatch(r"[+-]?[\d,.]+%?", text)
-    return f"<td{' class=n' if is_number else ''}>{_inline(text)}</td>"
+    return f"<td{_class(_is_number(text))}>{_inline(text)}</td>"
+
+
+def _is_number(text: str) -> bool:
+    return re.fullmatch(r"[+-]?[\d,.]+%?", text) is not None
+
+
+def _class(is_number: bool) -> str:
+    return " class=n" if is_number else ""
