@@ -251,16 +251,17 @@ def estimator_errors(comparison: Comparison) -> Figure:
 def _figure(width: float, height: float) -> Figure:
     # A bare Figure: no pyplot, so no window, no global state, and any thread may draw.
     figure: Figure = need("matplotlib.figure", "plot").Figure(figsize=(width, height), layout="constrained", dpi=144)
-    figure._repr_png_ = functools.partial(_shown, figure)  # type: ignore[attr-defined]
+    figure._repr_mimebundle_ = functools.partial(_shown, figure)  # type: ignore[attr-defined]
     return figure
 
 
-def _shown(figure: Figure) -> tuple[bytes, dict[str, int]]:
+def _shown(figure: Figure, **_: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """What a notebook shows, with or without ``%matplotlib inline``: a PNG, 72 pixels of the page an inch."""
     file = io.BytesIO()
     figure.savefig(file, format="png")
     width, height = figure.get_size_inches()
-    return file.getvalue(), {"width": round(72 * width), "height": round(72 * height)}
+    shown = {"width": round(72 * width), "height": round(72 * height)}
+    return {"image/png": file.getvalue(), "text/plain": repr(figure)}, {"image/png": shown}
 
 
 def _panels(ops: Sequence[str], height: float) -> tuple[Figure, Any]:
