@@ -14,7 +14,7 @@ SHOWN = {
     "which_resolution": (4, ["1024x1024", "Skipped: ", "RTX 4060", "<td>decode</td>", "| sdxl"]),
     "sweep_fit_formula": (2, ["sweep: 100%", r"\begin{aligned}", r"\pm", "def sdxl_decode_allocated_bytes", "<iframe"]),
     "beside_pytorch": (0, ["diffusers 128x128", "vaemem 128x128", "first difference: none", "viewer.html"]),
-    "under_a_limit": (2, ["decode: 100%", "tiles of 96x96", "same bits"]),
+    "under_a_limit": (2, ["decode: 100%", "tiles of 128x128", "the same bits\n"]),
 }
 
 if not FOLDER.exists():
