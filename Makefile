@@ -15,7 +15,7 @@ export VAEMEM_CUDA_ARCHS
 SAY_BUILD = echo "Installing vaemem and what it needs in $(VENV): the C core and, where there is nvcc, GPU kernels for compute capability" \
 	"$(or $(VAEMEM_CUDA_ARCHS),75 to 120) (VAEMEM_CUDA_ARCHS='80 90' for others, VAEMEM_CUDA=0 for none)."
 
-.PHONY: demo test bench check lint asan tsan clang pythons packages fuzz format wheel wheel-cpu wheel-cuda clean \
+.PHONY: demo test docs bench check lint asan tsan clang pythons packages fuzz format wheel wheel-cpu wheel-cuda clean \
         build-gpu test-gpu bench-gpu check-gpu
 
 demo: $(VENV)/demo.stamp
@@ -23,6 +23,10 @@ demo: $(VENV)/demo.stamp
 
 test: $(VENV)/test.stamp
 	PYTHONSAFEPATH=1 $(BIN)/pytest
+
+# The notebooks, run here and rendered to HTML.
+docs: $(VENV)/test.stamp
+	$(BIN)/python -m nbconvert --execute --coalesce-streams --to html --output-dir out/notebooks docs/notebooks/*.ipynb
 
 # Ours beside PyTorch in one run; writes benchmarks/results/*.csv. Under a memory limit last: it takes hours, and PyTorch 15 GiB.
 bench: $(VENV)/test.stamp
@@ -101,9 +105,9 @@ in_place = rm -rf build/$(1) && mkdir -p build/$(1) && cp -r setup.py pyproject.
 	find build/$(1) -name '*.so*' -delete && cd build/$(1) && VAEMEM_WERROR=1 $(2) $(3) setup.py -q build_ext --inplace
 
 # The core under AddressSanitizer and UndefinedBehaviorSanitizer, running the tests that need no torch. Left out is what runs
-# none of it (kernels alone on the emulator, programs that are built with sanitizers of their own) and the demo, a minute of
-# runs that other tests make in smaller models.
-NOT_THE_CORE := 'cuda_[!v]*' 'emulator*' 'fuzz*' 'threads*' 'demo*'
+# none of it (kernels alone on the emulator, programs that are built with sanitizers of their own) and the demo
+# and the notebooks, a minute of runs each that other tests make in smaller models.
+NOT_THE_CORE := 'cuda_[!v]*' 'emulator*' 'fuzz*' 'threads*' 'demo*' 'notebooks*'
 asan: $(VENV)/check.stamp
 	$(call in_place,asan,VAEMEM_SANITIZE=1 VAEMEM_CUDA_ARCHS=90,$(abspath $(BIN))/python)
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" \

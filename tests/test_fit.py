@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from vaemem import Table, fit
+from vaemem import Table, fit, seed_table
 from vaemem.tables.fit import Fit
 
 BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -237,6 +237,22 @@ def test_printing_shows_the_formula_and_every_row():
     assert " * H*W*e - 16384\n" in str(fit(line(4, -16384)))
 
 
+def test_a_notebook_shows_the_equation_with_its_errors():
+    found = fit(seed_table().filter(op="decode", dtype="float16", model=("sdxl", "flux")))
+    assert found._repr_latex_().startswith("$$\\begin{aligned}\n") and "\\pm" in found._repr_latex_()
+    text = found._repr_markdown_()
+    for f in found:
+        assert f.latex() in text and f"| {f.name}" in text and f"{f.r2:.6f}" in text
+    assert " ± " in text and "*" not in text, "Markdown would take a star for emphasis"
+    (one, _) = found
+    assert repr(one) == str(one) and one.latex() in one._repr_markdown_()
+    assert all(f" {row.height}x{row.width} |" in one._repr_markdown_() for row in one.rows)
+    seconds = fit(seed_table().filter(op="decode", model="sdxl"), target="seconds")._repr_markdown_()
+    assert "b, s" in seconds and "MiB" not in seconds
+    two_rows = fit(line(392, 5_000_000, sizes=((256, 256), (512, 512))))
+    assert " ± " not in two_rows._repr_markdown_() and r"\pm" not in two_rows._repr_latex_()
+
+
 # ---- figures ----
 
 
@@ -305,6 +321,13 @@ def test_rows_in_tiles_are_hollow(plot):
         assert "hollow: in tiles" not in [
             text.get_text() for text in plot.memory_vs_pixels(Table(rows)).axes[0].get_legend().get_texts()
         ]
+
+
+def test_a_notebook_shows_a_figure_without_being_told(plot):
+    data, metadata = plot.memory_vs_pixels(line(392, 5e6))._repr_mimebundle_(include=None, exclude=None)
+    png, shown = data["image/png"], metadata["image/png"]
+    assert png.startswith(b"\x89PNG")
+    assert 1.5 < int.from_bytes(png[16:20], "big") / shown["width"] < 2, "pixels for sharp screens"
 
 
 @pytest.mark.parametrize(

@@ -240,6 +240,14 @@ def test_prints():
     assert "9.500488 T" in text and "rules from 64x64 to 4096x4096" in text and "profile" in text
 
 
+def test_a_notebook_shows_the_equation_and_the_tensors():
+    f = formula("sdxl", "encode", "float16")
+    assert repr(f) == str(f) and f.latex() in f._repr_latex_()
+    text = f._repr_markdown_()
+    assert text.startswith(f._repr_latex_()) and all(f"| {term.name}" in text for term in f.terms)
+    assert text.count("*") == text.count(r"\*") > 0, "Markdown would take a bare star for emphasis"
+
+
 def test_of_a_prediction():
     p = predict("sdxl", "decode", 832, 1216, "float16")
     text = p.formula

@@ -1,5 +1,8 @@
 """The sweep: it measures what was estimated and names bad arguments."""
 
+import sys
+import warnings
+
 import numpy as np
 import pytest
 
@@ -91,6 +94,17 @@ def test_a_progress_bar(vae, capsys):
     pytest.importorskip("tqdm")
     sweep(vae, "encode", 32, progress=True)
     assert "sweep: 100%" in capsys.readouterr().err
+
+
+def test_a_notebook_without_widgets_has_its_bar_in_the_output(vae, capsys, monkeypatch):
+    pytest.importorskip("tqdm")
+    monkeypatch.setitem(sys.modules, "ipykernel", sys)
+    monkeypatch.setitem(sys.modules, "ipywidgets", None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sweep(vae, "encode", 32, progress=True)
+    said = capsys.readouterr()
+    assert "sweep: 100%" in said.out and not said.err
 
 
 def test_what_progress_raises_comes_out_and_the_vae_stays_usable(vae):

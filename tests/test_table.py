@@ -246,8 +246,18 @@ def test_what_people_see():
     assert "seconds" not in repr(Table([ROW])), "columns that hold nothing are left out"
     assert repr(Table()) == "Table, 0 rows"
     assert len(repr(Table([ROW] * 1000)).splitlines()) == 23  # count, header, 10, a gap, 10
-    page = mixed()._repr_html_()
+    page = Table([ROW | {"model": "<b>"}, ROW])._repr_html_()
     assert "&lt;b&gt;" in page and "<b>" not in page and page.count("<tr>") == 3
+    assert "versions" not in text + page, "longer than all others together"
+
+
+def test_a_notebook_says_what_all_rows_have_in_common_once():
+    one, two = ROW | {"dtype": "float16", "width": 8}, ROW | {"dtype": "float16", "width": 16}
+    head, below = Table([one, two])._repr_html_().split("</table>")
+    assert "float16" not in head and "dtype float16" in below and "<th>width</th>" in head
+    head, below = Table([one, two | {"dtype": "float32"}])._repr_html_().split("</table>")
+    assert "<td>float16</td>" in head and "<td>float32</td>" in head and "dtype" not in below
+    assert "<th>height</th>" in head, "a size stays, though all have it"
 
 
 def test_render_aligns():

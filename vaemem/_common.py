@@ -77,6 +77,11 @@ def need(module: str, what: str) -> Any:
         raise ImportError(f"{what} needs {package}: pip install 'vaemem[{extra}]' ({error})") from error
 
 
+def typeset(equations: Iterable[str]) -> str:
+    """LaTeX equation bodies, aligned at their &, as notebooks and Markdown typeset them."""
+    return "$$\\begin{aligned}\n" + " \\\\\n".join(equations) + "\n\\end{aligned}$$"
+
+
 def mib(size: float) -> str:
     """Bytes as MiB with two decimals, without the unit."""
     return f"{round(size / MIB, 2) + 0.0:.2f}"  # + 0.0: no negative zero

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import io
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -42,7 +44,7 @@ def memory_vs_pixels(table: Table, fit: Fit | None = None, target: str = "alloca
     Returns
     -------
     matplotlib.figure.Figure
-        ``figure.savefig("memory.png")`` writes it; a notebook with ``%matplotlib inline`` shows it.
+        ``figure.savefig("memory.png")`` writes it; a notebook shows it where it is a cell's last value.
 
     Raises
     ------
@@ -254,7 +256,16 @@ def estimator_errors(comparison: Comparison) -> Figure:
 def _figure(width: float, height: float) -> Figure:
     # A bare Figure: no pyplot, so no window, no global state, and any thread may draw.
     figure: Figure = need("matplotlib.figure", "plot").Figure(figsize=(width, height), layout="constrained", dpi=144)
+    figure._repr_mimebundle_ = functools.partial(_shown, figure)  # type: ignore[attr-defined]
     return figure
+
+
+def _shown(figure: Figure, **_: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a notebook shows, with or without ``%matplotlib inline``: a PNG, 80 pixels of the page an inch."""
+    file = io.BytesIO()
+    figure.savefig(file, format="png")
+    shown = {"width": round(80 * figure.get_figwidth())}
+    return {"image/png": file.getvalue(), "text/plain": repr(figure)}, {"image/png": shown}
 
 
 def _panels(ops: Sequence[str], height: float) -> tuple[Figure, Any]:

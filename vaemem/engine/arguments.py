@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -60,7 +62,11 @@ def polling(
     if callable(progress) or not progress:
         yield progress or None
         return
-    with need("tqdm.auto", "progress=True").tqdm(total=total, desc=title, unit="row", bar_format=form) as bar:
+    # In a notebook without ipywidgets, tqdm.auto would warn and draw on stderr, which notebooks show in red.
+    plain = "ipykernel" in sys.modules and importlib.util.find_spec("ipywidgets") is None
+    make = need("tqdm.std" if plain else "tqdm.auto", "progress=True").tqdm
+    where = {"file": sys.stdout} if plain else {}
+    with make(total=total, desc=title, unit="row", bar_format=form, **where) as bar:
 
         def show(done: int, total: int) -> None:
             bar.total = total

@@ -205,7 +205,7 @@ class VAE:
             want z in host memory, and make a copy of it there.
         output_type : {"float", "uint8"}
         progress : bool or callable
-            True shows a tqdm bar; a callable gets (rows done, rows to do).
+            True shows tqdm's bar (in a notebook without ipywidgets as text); a callable gets (rows done, rows to do).
         out : ndarray, optional
             Written and returned; must have the result's shape and dtype, be contiguous and not overlap z. After an
             error, an interrupt too, what it holds is undefined: some of it may have been written.

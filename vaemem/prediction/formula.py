@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from vaemem._common import ELEMENT_BYTES, MIB, render
+from vaemem._common import ELEMENT_BYTES, MIB, render, typeset
 from vaemem.prediction.benchmark import Reading
 from vaemem.prediction.process import SimulatedProcess
 from vaemem.prediction.question import Question
@@ -36,7 +36,7 @@ class Term(NamedTuple):
     square: Fraction = Fraction(0)  # of (H*W)^2*e: attention's scores
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ClosedForm:
     """``allocated = a * H*W*e + b`` (and what `terms` add), H and W in pixels, e the bytes of one element of dtype.
 
@@ -175,7 +175,8 @@ class ClosedForm:
                 parts.append(f"{_number(self._sum(column))} * {powers}*e")
         return f"{' + '.join(parts)} {'-' if self.b < 0 else '+'} {_number(abs(self.b))}"
 
-    def __str__(self) -> str:
+    def _facts(self) -> list[str]:
+        """Lines under the equation."""
         facts = [
             f"a is {_number(self.t)} T (T = 128*H*W*e, e = {self.element_bytes})",
             f"peak at {self.where}",
@@ -184,23 +185,41 @@ class ClosedForm:
         facts += [f"{side}: {what}" for side, what in (("below", self.below), ("above", self.above)) if what]
         held = ", ".join(f"{h}x{w}" for h, w in self.checked) or "none"
         why = "unsplit blocks" + ("; a workspace that alternates" if self.within > ROUNDING else "")
-        lines = [
-            f"{self.name}: allocated_bytes = {self._equation()}",
-            "  " + "; ".join(facts),
-            f"  each tensor rounded up to {ROUNDING} B; the allocator adds {self.unsplit[0]} to {self.unsplit[1]} B"
+        return [
+            "; ".join(facts),
+            f"each tensor rounded up to {ROUNDING} B; the allocator adds {self.unsplit[0]} to {self.unsplit[1]} B"
             f" ({why}); held-out sizes: {held}"
             + "".join(f"; not {h}x{w}, which peaks elsewhere" for h, w in self.elsewhere),
-            f"  convolutions' workspaces: {self.workspace_source}",
+            f"convolutions' workspaces: {self.workspace_source}",
         ]
-        header: tuple[str, ...] = ("  tensor at the peak", "T", "of H*W*e", "bytes", "and")
+
+    def _grid(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+        """Header and cells: a line a tensor."""
+        header: tuple[str, ...] = ("tensor at the peak", "T", "of H*W*e", "bytes", "and")
         cells: list[tuple[str, ...]] = [
-            (f"  {t.name}", _number(t.coefficient / 128), _number(t.coefficient), _number(t.constant),
+            (t.name, _number(t.coefficient / 128), _number(t.coefficient), _number(t.constant),
              " + ".join(f"{_number(v)} {x}e" for v, x in ((t.edge, "(H+W)"), (t.square, "(H*W)^2")) if v))
             for t in self.terms
         ]  # fmt: skip
         if not any(row[-1] for row in cells):
             header, cells = header[:-1], [row[:-1] for row in cells]
-        return "\n".join([*lines, render(header, cells)])
+        return header, cells
+
+    def __str__(self) -> str:
+        header, cells = self._grid()
+        indented = [(f"  {name}", *others) for name, *others in (header, *cells)]
+        lines = [f"{self.name}: allocated_bytes = {self._equation()}", *(f"  {line}" for line in self._facts())]
+        return "\n".join([*lines, render(indented[0], indented[1:])])
+
+    __repr__ = __str__
+
+    def _repr_latex_(self) -> str:
+        return typeset([self.latex()])
+
+    def _repr_markdown_(self) -> str:
+        facts = "\n".join(f"- {line}" for line in self._facts())
+        grid = render(*self._grid(), markdown=True)
+        return f"{self._repr_latex_()}\n\n" + f"{facts}\n\n{grid}".replace("*", r"\*")
 
 
 def formula(

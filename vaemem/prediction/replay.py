@@ -97,7 +97,7 @@ def _read_segments(segments: list[Any], device: int) -> tuple[list[_Segment], bo
 # ---- replay ----
 
 
-@dataclass
+@dataclass(repr=False)
 class Replay:
     """What a recorded history says, and what the simulated allocator makes of the same requests.
 
@@ -168,6 +168,8 @@ class Replay:
         if self.imposed_releases:
             lines.append(f"segments given back as recorded: {self.imposed_releases}")
         return "\n".join(lines + [f"not whole: {reason}" for reason in self.why_not])
+
+    __repr__ = __str__
 
 
 def replay(

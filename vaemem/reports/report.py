@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -66,7 +67,9 @@ class Report:
         return list(written)
 
     def _repr_html_(self) -> str:
-        return self.html
+        """In a frame of its own, whose style is not the notebook's."""
+        page = html.escape(self.html)
+        return f'<iframe srcdoc="{page}" style="width: 100%; height: 40rem; border: 1px solid #ddd"></iframe>'
 
     def __str__(self) -> str:
         return self.markdown

@@ -258,7 +258,7 @@ class Comparison:
         if len(self.left_out):
             which = sorted({f"{r['model']} {r['op']} {r['height']}x{r['width']}" for r in self.left_out})
             notes.append(f"left out, ran in tiles: {len(self.left_out)} rows ({', '.join(which)})")
-        return "\n".join([*notes, *([""] if markdown else []), render(*self.grid(rows), markdown=markdown)])
+        return ("\n\n" if markdown else "\n").join([*notes, render(*self.grid(rows), markdown=markdown)])
 
     def to_pandas(self, rows: bool = False) -> pandas.DataFrame:
         """The groups as a pandas.DataFrame, or with `rows` a line for each row and estimator; errors are fractions."""

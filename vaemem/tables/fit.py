@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vaemem._common import ELEMENT_BYTES, choose, grouped, mib, need, render
+from vaemem._common import ELEMENT_BYTES, MIB, choose, grouped, mib, need, render, typeset
 from vaemem.tables.table import BYTE_COLUMNS, Row, Table
 
 KEY = ("model", "op", "runtime", "device", "batch")
@@ -33,7 +33,7 @@ class FitRow(NamedTuple):
     constant: float  # measured / (H*W*e): what a formula without b would need for this row
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class FittedLine:
     """`target = a * H*W*e + b` for one model, op, runtime, device and batch.
 
@@ -164,14 +164,29 @@ class FittedLine:
             constants = f"{least:.5g} to {self.constant_max:.5g} per H*W*e, median {self.constant_median:.5g}"
             facts.append(f"implied constant {constants}")
         lines.append("  " + "; ".join(facts))
-        unit, show = ("MiB", mib) if is_bytes else ("s", "{:.3f}".format)
-        header = ("  size", "dtype", f"table {unit}", f"fitted {unit}", f"residual {unit}", "error", "per H*W*e")
-        cells = [
-            (f"  {r.height}x{r.width}", r.dtype, show(r.measured), show(r.fitted), show(r.residual),
+        header, cells = self._grid()
+        indented = [(f"  {size}", *others) for size, *others in (header, *cells)]
+        return "\n".join([*lines, render(indented[0], indented[1:])])
+
+    __repr__ = __str__
+
+    def _repr_latex_(self) -> str:
+        return typeset([self.latex()])
+
+    def _repr_markdown_(self) -> str:
+        grid = render(*self._grid(), markdown=True).replace("*", r"\*")
+        return f"{self._repr_latex_()}\n\n{self._summary()}\n\n{grid}"
+
+    def _grid(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+        """Header and cells: a line a row."""
+        unit, show = ("MiB", mib) if self.target != "seconds" else ("s", "{:.3f}".format)
+        header = ("size", "dtype", f"table {unit}", f"fitted {unit}", f"residual {unit}", "error", "per H*W*e")
+        cells: list[tuple[str, ...]] = [
+            (f"{r.height}x{r.width}", r.dtype, show(r.measured), show(r.fitted), show(r.residual),
              _percent(r.error), f"{r.constant:.5g}")
             for r in self.rows
         ]  # fmt: skip
-        return "\n".join([*lines, render(header, cells)])
+        return header, cells
 
 
 class Fit(Sequence[FittedLine]):
@@ -226,6 +241,23 @@ class Fit(Sequence[FittedLine]):
         return "\n\n".join(map(str, self.formulas))
 
     __repr__ = __str__
+
+    def _repr_latex_(self) -> str:
+        return typeset(formula.latex() for formula in self.formulas)
+
+    def _repr_markdown_(self) -> str:
+        """The equations and a line for each: what they are worth. The rows stand in each formula's own."""
+        is_bytes = self.target != "seconds"
+        a, b = (128, MIB) if is_bytes else (1, 1)
+        header = ("formula", f"a, {'T' if is_bytes else 's'}", f"b, {'MiB' if is_bytes else 's'}", "R²",
+                  "too much", "too little", "rows")  # fmt: skip
+        cells = [
+            (f.name, _interval(f.a, f.a_error, a), _interval(f.b, f.b_error, b), "" if f.r2 is None else f"{f.r2:.6f}",
+             _percent(f.max_over), _percent(-f.max_under), str(f.n))
+            for f in self.formulas
+        ]  # fmt: skip
+        what = f"{self.target} = a H W e + b" + ("; T = 128 H W e" if is_bytes else "")
+        return f"{self._repr_latex_()}\n\n{what}\n\n{render(header, cells, markdown=True)}"
 
 
 def fit(table: Table, target: str = "allocated_bytes", quantile: float | None = None) -> Fit:
@@ -346,6 +378,14 @@ def _element_bytes(dtype: str) -> int:
 
 def _percent(error: float | None) -> str:
     return "" if error is None else f"{round(error, 4) + 0.0:+.2%}"  # + 0.0: no negative zero
+
+
+def _interval(value: float, error: float | None, unit: float) -> str:
+    """With two digits of the standard error; what is smaller than a millionth is not shown."""
+    if error is None:
+        return f"{value / unit:.5g}"
+    digits = min(6, max(0, 1 - math.floor(math.log10(error / unit)))) if error else 6
+    return f"{value / unit:.{digits}f} ± {error / unit:.{digits}f}"
 
 
 def _latex(value: float, digits: int) -> str:

@@ -56,6 +56,7 @@ SCHEMA: tuple[Column, ...] = (
 COLUMNS: tuple[str, ...] = tuple(column.name for column in SCHEMA)
 BYTE_COLUMNS = tuple(column.name for column in SCHEMA if column.kind == "bytes")
 _KIND = {column.name: column.kind for column in SCHEMA}
+_SAID_ONCE = ("batch", "dtype", "runtime", "device", "source")  # in a notebook, where all rows have the same
 _FLOATS = ("seconds", "ratio")
 _REPR = reprlib.Repr()  # what came may be anything, of any size and depth
 
@@ -345,26 +346,34 @@ class Table(Sequence[Row]):
         """What each column means, as aligned text."""
         return render(("column", "kind", "meaning"), SCHEMA)
 
-    def _shown(self) -> tuple[list[str], list[list[str]]]:
-        """Header and cells of the columns that hold anything; bytes as MiB; the middle of a long table left out."""
-        shown = [c for c in SCHEMA if any(row[c.name] is not None for row in self._rows)]
+    def _held(self) -> list[Column]:
+        """The columns that hold anything, but for the long versions."""
+        return [c for c in SCHEMA if c.name != "versions" and any(row[c.name] is not None for row in self._rows)]
+
+    def _shown(self, shown: Sequence[Column]) -> tuple[list[str], list[list[str]]]:
+        """Header and cells of some columns; bytes as MiB; the middle of a long table left out."""
         rows = self._rows if len(self) <= 24 else [*self._rows[:10], {}, *self._rows[-10:]]
         header = [c.name.replace("_bytes", " MiB") for c in shown]
         return header, [[_cell(c, row[c.name]) if row else "…" for c in shown] for row in rows]
 
     def __repr__(self) -> str:
         count = f"Table, {len(self)} row{'' if len(self) == 1 else 's'}"
-        return f"{count}\n{render(*self._shown())}" if self._rows else count
+        return f"{count}\n{render(*self._shown(self._held()))}" if self._rows else count
 
     def _repr_html_(self) -> str:
-        header, rows = self._shown()
+        """Of who ran and how, what all rows have in common is said once, below: the table is no wider than a page."""
+        held = self._held()
+        common = [c for c in held if c.name in _SAID_ONCE and len({row[c.name] for row in self._rows}) == 1]
+        header, rows = self._shown([c for c in held if c not in common])
 
         def line(tag: str, cells: Iterable[str]) -> str:
             return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
 
         body = "".join(line("td", row) for row in rows)
-        count = f"{len(self)} row{'' if len(self) == 1 else 's'}"
-        return f"<table><thead>{line('th', header)}</thead><tbody>{body}</tbody></table><p>{count}</p>"
+        below = [f"{len(self)} row{'' if len(self) == 1 else 's'}"]
+        below += [f"{c.name} {html.escape(_cell(c, self._rows[0][c.name]))}" for c in common]
+        table = f"<table><thead>{line('th', header)}</thead><tbody>{body}</tbody></table>"
+        return f'<div style="overflow-x: auto">{table}</div><p>{", ".join(below)}</p>'
 
 
 def seed_table() -> Table:

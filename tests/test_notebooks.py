@@ -1,0 +1,94 @@
+"""The notebooks of docs/notebooks: kept without outputs, they run from top to bottom and show what they promise."""
+
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parent.parent / "docs" / "notebooks"
+# What a reader is to see of each: figures, and text that only a run that went well puts there.
+SHOWN = {
+    "which_resolution": (4, ["1024x1024", "Skipped: ", "RTX 4060", "<td>decode</td>", "| sdxl"]),
+    "sweep_fit_formula": (2, ["sweep: 100%", r"\begin{aligned}", r"\pm", "def sdxl_decode_allocated_bytes", "<iframe"]),
+    "beside_pytorch": (0, ["diffusers 128x128", "vaemem 128x128", "first difference: none", "viewer.html"]),
+    "under_a_limit": (2, ["decode: 100%", "tiles of 128x128", "the same bits\n"]),
+}
+
+if not FOLDER.exists():
+    pytest.skip("the notebooks are not here", allow_module_level=True)
+
+
+def test_each_is_looked_at():
+    assert {path.stem for path in FOLDER.glob("*.ipynb")} == set(SHOWN)
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_kept_without_outputs(name):
+    """Small and diffable: what a run adds stays out, and the text is what one writer would write."""
+    text = (FOLDER / f"{name}.ipynb").read_text("utf-8")
+    notebook = json.loads(text)
+    assert text == json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells)
+    assert not any(cell["metadata"] for cell in notebook["cells"])
+    assert "%pip install" in "".join(cells[0]["source"]), "it opens with what Colab wants"
+    assert not re.search(r"(?<![\w.<])/(home|root|tmp|usr|work|Users)/|[A-Z]:\\\\", text), "no machine's paths"
+
+
+@pytest.fixture(scope="module", params=SHOWN)
+def run(request, tmp_path_factory):
+    """(name, the notebook with the outputs of a run on the CPU, where it ran)."""
+    for package in ("nbclient", "nbconvert", "ipykernel", "pandas", "matplotlib", "tqdm", "torch", "diffusers"):
+        pytest.importorskip(package)
+    import nbclient
+    import nbformat
+
+    folder = tmp_path_factory.mktemp(request.param)
+    notebook = nbformat.read(FOLDER / f"{request.param}.ipynb", 4)
+    environment = {**os.environ, "IPYTHONDIR": str(folder), "CUDA_VISIBLE_DEVICES": ""}
+    client = nbclient.NotebookClient(
+        notebook, timeout=600, coalesce_streams=True, resources={"metadata": {"path": str(folder)}}
+    )
+    client.execute(env=environment)
+    return request.param, notebook, folder
+
+
+def texts(outputs):
+    """What each output holds as text."""
+    for output in outputs:
+        data = output.get("data", {"text/plain": output.get("text", "")})
+        yield from (value for kind, value in data.items() if not kind.startswith("image/"))
+
+
+def test_shows_what_it_promises(run):
+    name, notebook, _ = run
+    figures, wanted = SHOWN[name]
+    cells = [cell.get("outputs", []) for cell in notebook.cells]
+    pictures = [sum("image/png" in output.get("data", ()) for output in outputs) for outputs in cells]
+    assert max(pictures) <= 1, "a figure is shown once"
+    assert sum(pictures) >= figures
+    everything = "\n".join(text for outputs in cells for text in texts(outputs))
+    assert [text for text in wanted if text not in everything] == []
+
+
+def test_shows_nothing_red_and_no_path(run):
+    _, notebook, folder = run
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    assert [output["text"] for output in outputs if output.get("name") == "stderr"] == []
+    everything = "\n".join(texts(outputs))
+    assert str(folder) not in everything and sys.prefix not in everything
+    assert "versions" not in re.sub(r"<iframe.*?</iframe>", "", everything), "a table is no wider than a page"
+
+
+def test_renders(run):
+    from nbconvert import HTMLExporter
+
+    name, notebook, _ = run
+    page, _ = HTMLExporter().from_notebook_node(notebook)
+    pictures = sum("image/png" in o.get("data", ()) for cell in notebook.cells for o in cell.get("outputs", []))
+    assert page.count('src="data:image/png') == pictures
+    if name == "sweep_fit_formula":
+        assert "MathJax" in page and page.count(r"\begin{aligned}") >= 4, "formulas are left to MathJax"
