@@ -157,7 +157,7 @@ def _backends(args: argparse.Namespace) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="vaemem", description="Run the SD1.5, SDXL and FLUX VAEs in a memory known to the byte."
+        prog="vaemem", description="Run the VAEs of SD1.5, SDXL, SD3, FLUX and others in a memory known to the byte."
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
