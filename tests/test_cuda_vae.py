@@ -36,6 +36,30 @@ def test_encode(name, dtype, size):
     assert error(got.logvar, want.logvar) < LIMIT[dtype] * 2
 
 
+@every_dtype
+@pytest.mark.parametrize("name", ["flux2-small", "cogview4"])
+def test_groups_of_three_and_no_attention(name, dtype):
+    """Groups of 3, 6 and 12 in the decoder; and channels that narrow to a quarter."""
+    cpu, there = pair(name, dtype)
+    z, x = latents(cpu, 6, 4, batch=2), images(16, 24)
+    assert error(there.decode(z), cpu.decode(z)) < LIMIT[dtype]
+    assert there.last_run.peak_bytes == there.estimate("decode", 24, 16, 2).peak_bytes
+    assert error(there.encode(x).mean, cpu.encode(x).mean) < LIMIT[dtype] * 2
+
+
+@every_dtype
+def test_latents_of_flux2_are_normalised_in_host_memory(dtype):
+    cpu, there = pair("flux2-small", dtype)
+    x = images(16, 24)
+    held = np.random.default_rng(0).standard_normal((1, 32, 2, 3), dtype=np.float32)
+    assert there.encode(x, scaled=True).mode().shape == held.shape
+    assert error(there.encode(x, scaled=True).mode(), cpu.encode(x, scaled=True).mode()) < LIMIT[dtype] * 4
+    assert error(there.decode(held, scaled=True), cpu.decode(held, scaled=True)) < LIMIT[dtype]
+    for call in (there.decode, there.encode):
+        with pytest.raises(ValueError, match="scaled: want arrays in host memory for custom, whose latents"):
+            call(gpu.Array(held), scaled=True)
+
+
 @pytest.mark.parametrize("kind", ["float16", "bfloat16", "float16 own", "bfloat16 own"])
 def test_no_worse_than_torch(kind):
     torch = pytest.importorskip("torch")

@@ -56,6 +56,25 @@ def test_numbers_are_those_of_diffusers(name):
         assert error(vae.decode(z), image) <= PARITY
 
 
+def test_the_small_decoder_at_full_size():
+    """96 channels in 32 groups of three, some of which cross from one block of 16 channels into the next."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("diffusers")
+    from torch_vaes import diffusers_vae
+
+    arch = _core.models()["flux2-small"]
+    torch.manual_seed(0)
+    theirs = diffusers_vae(arch, torch.float32, "cpu")
+    core = _core.Model(arch, "decoder")
+    for tensor, _ in core.tensors:
+        core.set_tensor(tensor, theirs.state_dict()[tensor].contiguous().numpy())
+    vae = VAE(core)
+    z = latents(vae, 3, 5)
+    with torch.no_grad():
+        want = theirs.double().decode(torch.from_numpy(z).double()).sample.numpy()
+    assert error(vae.decode(z), want) <= PARITY
+
+
 @pytest.mark.parametrize("name", OTHERS)
 def test_numbers_of_tiles_are_those_of_diffusers(name):
     theirs, vae = pair(name)

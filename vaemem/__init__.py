@@ -1,4 +1,4 @@
-"""Run the SD1.5, SDXL and FLUX VAEs in a memory known to the byte, and know what they take elsewhere."""
+"""Run the VAEs of SD1.5, SDXL, SD3, FLUX and others in memory known to the byte, and know what they take elsewhere."""
 
 import os as _os
 import pkgutil as _pkgutil

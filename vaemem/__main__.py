@@ -178,7 +178,7 @@ def _backends(args: argparse.Namespace) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="vaemem", description="Run the SD1.5, SDXL and FLUX VAEs in a memory known to the byte."
+        prog="vaemem", description="Run the VAEs of SD1.5, SDXL, SD3, FLUX and others in a memory known to the byte."
     )
     parser.add_argument("--version", action="version", version=f"vaemem {__version__}")
     parser.set_defaults(function=lambda args: parser.print_help())
