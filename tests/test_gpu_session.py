@@ -13,7 +13,7 @@ SCRIPT = Path(__file__).parents[1] / "benchmarks" / "gpu_session.sh"
 STAND_INS = {
     "nvidia-smi": """
 case "$*" in
-*-lms*) echo "$*"; exec sleep 1000 ;;
+*-lms*) echo "$*"; while sleep 0.01; do echo 1980; done ;;
 *compute_cap*) echo 9.0 ;;
 esac""",
     "ncu": """

@@ -9,7 +9,8 @@
  * f is normalisation and SiLU. x is read and transformed once for all taps and for OUTS channels of y, and no im2col copy
  * is made. Copies and f run ahead of the products, from one item into the next: while one chunk is multiplied, the next
  * is copied and then transformed. Half of the warps transform before they multiply and the others after, so that the
- * tensor cores and the rest of the multiprocessor both have work at any time. There is one barrier for each tap.
+ * tensor cores and the rest of the multiprocessor both have work at any time. There is one barrier for each tap. The
+ * residual is asked for before an item's products, and added after them.
  *
  * A warp with 64 pixels x 64 channels reads 4 KiB from shared memory for 32 products of 16 x 8 x 16. Smaller tiles read
  * more for each product, and that limits their speed. A block with 256 pixels x 128 channels reads a filter from the L2
@@ -219,6 +220,7 @@ VM_DEVICE void vm_convolve(const vm_conv_args &a, char *shared) {
     uint32_t slot = 0, buffer = 0, x_now = x_at(0, 0, 0), xf[2][S::M][4], wf[2][S::N / 2][4];
     for (uint32_t item = blockIdx.x; item < items; item += gridDim.x) {
         const vm_conv_item at = vm_conv_item_of<S>(a, item);
+        if (a.add) vm_conv_prefetch<T, S>(a, at);
         float d[S::M][S::N][4];
 #pragma unroll
         for (int i = 0; i < 2 * S::N; i++) {

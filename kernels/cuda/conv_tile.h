@@ -176,6 +176,20 @@ VM_DEVICE void vm_conv_fetch_filter(const vm_conv_args &a, vm_conv_filter &f, ch
 
 /* ---- y ---- */
 
+/* Asks for the item's residual, so that it comes from the L2 cache when it is added. */
+template <typename T, typename S>
+VM_DEVICE void vm_conv_prefetch(const vm_conv_args &a, const vm_conv_item &at) {
+    enum { LINE = 64 }; /* numbers in 128 bytes */
+    const uint32_t step = a.up ? 2 : 1, pixel = threadIdx.x;
+    static_assert(S::ROWS * VM_CONV_COLUMNS <= VM_CUDA_THREADS, "a thread has one pixel at most");
+    const uint32_t row = (at.row + pixel / VM_CONV_COLUMNS) * step + at.phase / 2;
+    const uint32_t column = (at.column + pixel % VM_CONV_COLUMNS) * step + at.phase % 2;
+    if (pixel >= S::ROWS * VM_CONV_COLUMNS || row >= a.y_h || column >= a.y_w) return;
+    const T *const from = static_cast<const T *>(a.add) + ((size_t)row * a.y_w + column) * a.add_pitch + at.out;
+#pragma unroll 1
+    for (uint32_t c = 0; c < S::OUTS && at.out + c < a.y_c; c += LINE) vm_prefetch(from + c);
+}
+
 /* Merges the sums of the lanes of a warp that have the same channels (their lane / 4 differs). Of COUNT channels a lane
  * keeps one half, merged with its partner's, and gives the partner the other; then a quarter, then an eighth. */
 template <int COUNT, int MASK>

@@ -92,6 +92,11 @@ VM_DEVICE uint4 vm_load16(const void *p) { return *static_cast<const uint4 *>(p)
 VM_DEVICE void vm_store16(void *p, uint4 v) { *static_cast<uint4 *>(p) = v; }
 VM_DEVICE uint32_t vm_atomic_or(uint32_t *p, uint32_t bits) { return atomicOr(p, bits); }
 
+/* Begins to bring what lies at p from memory into the L2 cache: a hint. */
+VM_DEVICE void vm_prefetch(const void *p) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(p)));
+}
+
 /* The block's dynamic shared memory, aligned to 16 bytes. */
 extern __shared__ uint4 vm_all_shared[];
 #define VM_SHARED(type, name) type *const name = reinterpret_cast<type *>(vm_all_shared)

@@ -165,6 +165,9 @@ static inline uint32_t vm_atomic_or(uint32_t *p, uint32_t bits) {
     return old;
 }
 
+/* It must be memory that can be read. */
+static inline void vm_prefetch(const void *p) { (void)*(const volatile char *)p; }
+
 static inline void vm_copy_async(void *shared, const void *global, bool valid) {
     vm_check_aligned(shared, "copy to shared memory");
     if (valid) vm_check_aligned(global, "copy from global memory");
