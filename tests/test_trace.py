@@ -278,7 +278,7 @@ def test_weights_are_moved_in_the_modules_order(runtime, arch):
     from torch_ldm import ldm_vae
     from torch_vaes import bfl_vae, diffusers_vae
 
-    from vaemem.pytorch import _in_order_of_to
+    from vaemem.pytorch.recording import _in_order_of_to
 
     others = {"diffusers": diffusers_vae, "bfl": bfl_vae}
     make = others.get(runtime) or functools.partial(ldm_vae, runtime=runtime)
