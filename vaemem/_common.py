@@ -16,6 +16,7 @@ MIB = 1 << 20
 DTYPES = ("float32", "float16", "bfloat16")  # that models run in
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 OPS = ("encode", "decode")
+EXTRAS = {"pandas": "table", "scipy": "fit", "matplotlib": "plot", "tqdm": "progress", "PIL": "image"}  # by package
 TILED_OPS = (*OPS, "encode_tiled", "decode_tiled")  # what PyTorch's runtimes do beside
 
 
@@ -72,8 +73,9 @@ def need(module: str, what: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        extra = {"pandas": "table", "scipy": "fit", "matplotlib": "plot", "tqdm": "progress"}.get(package, "demo")
-        raise ImportError(f"{what} needs {package}: pip install 'vaemem[{extra}]' ({error})") from error
+        raise ImportError(
+            f"{what} needs {package}: pip install 'vaemem[{EXTRAS.get(package, 'demo')}]' ({error})"
+        ) from error
 
 
 def mib(size: float) -> str:

@@ -125,10 +125,12 @@ class Encoded:
         a `DeviceArray` there is no mean or logvar: take it to a library first.
     mean, logvar : array of shape (N, C, H/8, W/8)
         Raw, never scaled; logvar is clamped to [-30, 20] as diffusers does. Both are views of moments.
+    size : (int, int) or None
+        Height and width of the images before they were padded, as `VAE.decode` takes it. None: unknown.
     """
 
-    def __init__(self, moments: Any, scaling: float, shift: float) -> None:
-        self.moments = moments
+    def __init__(self, moments: Any, scaling: float, shift: float, size: tuple[int, int] | None = None) -> None:
+        self.moments, self.size = moments, size
         self._channels = moments.shape[1] // 2
         self._scaling, self._shift = float(np.float32(scaling)), float(np.float32(shift))
 
