@@ -29,7 +29,7 @@ bench: $(VENV)/test.stamp
 # What follows wants a GPU, and uses the Python that has PyTorch for it (PYTHON), as it is: built in place, nothing installed.
 # The session script does the same and more within ten minutes, what is worth most first.
 GPU := PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR) VAEMEM_TEST_GPU=1
-GPU_TESTS := $(wildcard tests/test_cuda_vae*.py) tests/test_measure.py
+GPU_TESTS := $(wildcard tests/test_cuda_vae*.py) tests/test_measure.py tests/test_diffusers.py
 SANITIZER := compute-sanitizer --report-api-errors no --error-exitcode 1
 
 build-gpu:

@@ -148,7 +148,7 @@ class VAE(Model):
         >>> button = threading.Event()
         >>> threading.Timer(0.05, button.set).start()
         >>> try:
-        ...     vae.decode(np.zeros((1, 4, 256, 256)), cancel=button)
+        ...     vae.decode(np.zeros((1, 4, 128, 128)), cancel=button)
         ... except vaemem.Cancelled:
         ...     print("pressed")
         pressed

@@ -1,10 +1,10 @@
-"""The only room of vaemem that imports PyTorch: predictions for any module, and measurements."""
+"""The only room of vaemem that imports PyTorch: predictions for any module, measurements, a drop-in for diffusers."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 try:
     import torch
@@ -16,7 +16,10 @@ from vaemem.pytorch.recording import Recording, predict_peak, record
 from vaemem.tables import measure as _measure
 from vaemem.tables.table import Table
 
-__all__ = ["ModulePrediction", "Recording", "measure", "predict_peak", "record"]
+if TYPE_CHECKING:
+    from vaemem.pytorch.autoencoder import AutoencoderKL
+
+__all__ = ["AutoencoderKL", "ModulePrediction", "Recording", "measure", "predict_peak", "record"]
 
 
 def measure(
@@ -86,3 +89,12 @@ def measure(
         torch, model, op, sizes, dtypes, runtime=runtime, device=device, warmups=warmups, runs=runs, tile=tile,
         batch=batch, snapshot=snapshot, profile=profile,
     )  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    """The drop-in, which alone wants diffusers, when it is asked for."""
+    if name == "AutoencoderKL":
+        from vaemem.pytorch.autoencoder import AutoencoderKL
+
+        return AutoencoderKL
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
