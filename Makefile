@@ -41,7 +41,7 @@ bench: $(VENV)/test.stamp
 # The session script does the same and more in two calls of ten minutes, what is worth most first.
 GPU := PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR) VAEMEM_TEST_GPU=1
 GPU_KERNELS := $(addprefix tests/test_,emulator.py cuda_kernels.py cuda_store.py cuda_attention.py cuda_own_conv.py)
-GPU_TESTS := $(wildcard tests/test_cuda_vae*.py) tests/test_measure.py
+GPU_TESTS := $(wildcard tests/test_cuda_vae*.py) tests/test_measure.py tests/test_diffusers.py
 SANITIZER := compute-sanitizer --kernel-name kns=vm_ --report-api-errors no --error-exitcode 1
 
 build-gpu:

@@ -338,7 +338,7 @@ def test_weights_are_moved_in_the_modules_order(runtime, arch):
     from torch_ldm import ldm_vae
     from torch_vaes import diffusers_vae
 
-    from vaemem.pytorch import _in_order_of_to
+    from vaemem.pytorch.recording import _in_order_of_to
 
     make = diffusers_vae if runtime == "diffusers" else functools.partial(ldm_vae, runtime=runtime)
     vae = make(arch, dtype=torch.float16)

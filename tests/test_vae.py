@@ -231,7 +231,7 @@ def test_nonfinite_passes_through(bad):
         (lambda v: v.decode(np.zeros((1, 4, 0, 4))), ValueError, "height: want a positive multiple of 4, got 0"),
         (lambda v: v.decode(np.zeros((1, 4, 4, 4), complex)), TypeError, "z: want an array of real numbers"),
         (lambda v: v.decode("latents"), TypeError, "z: want an array of real numbers"),
-        (lambda v: v.decode(np.zeros((1, 4, 4, 4)), output_type="pil"), ValueError, "output_type: want float or uint8"),
+        (lambda v: v.decode(np.zeros((1, 4, 4, 4)), output_type="jpeg"), ValueError, "want one of float, uint8, pil"),
         (lambda v: v.encode(np.zeros((1, 4, 8, 8))), ValueError, r"x: want shape \(N, 3, H, W\), got \(1, 4, 8, 8\)"),
         (lambda v: v.encode(np.zeros((1, 3, 10, 8))), ValueError, "height: want a positive multiple of 4, got 10"),
         (lambda v: v.encode(np.zeros((1, 3, 8, 8), np.uint8)), ValueError, r"x: want shape \(N, H, W, 3\) for uint8"),

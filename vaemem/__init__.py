@@ -22,12 +22,13 @@ from vaemem.tables.estimators import ESTIMATORS, Estimator, compare
 from vaemem.tables.fit import fit
 from vaemem.tables.sweep import sweep, tradeoff
 from vaemem.tables.table import Table, seed_table
-from vaemem.vae import VAE, Encoded, Run, Tiling, backends
+from vaemem.vae import VAE, Cancelled, Encoded, Run, Tiling, backends
 
 __all__ = [
     "ESTIMATORS",
     "VAE",
     "CachingAllocator",
+    "Cancelled",
     "DeviceArray",
     "Encoded",
     "Estimator",

@@ -16,6 +16,14 @@ MIB = 1 << 20
 DTYPES = ("float32", "float16", "bfloat16")  # that models run in
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 OPS = ("encode", "decode")
+EXTRAS = {  # that bring a package
+    "pandas": "table",
+    "scipy": "fit",
+    "matplotlib": "plot",
+    "tqdm": "progress",
+    "PIL": "image",
+    "torch": "pytorch",
+}
 TILED_OPS = (*OPS, "encode_tiled", "decode_tiled")  # what PyTorch's runtimes do beside
 
 
@@ -72,8 +80,7 @@ def need(module: str, what: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        extras = {"pandas": "table", "scipy": "fit", "matplotlib": "plot", "tqdm": "progress", "torch": "pytorch"}
-        extra = extras.get(package, "demo")
+        extra = EXTRAS.get(package, "demo")
         raise ImportError(f"{what} needs {package}: pip install 'vaemem[{extra}]' ({error})") from error
 
 

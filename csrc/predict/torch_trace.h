@@ -5,7 +5,7 @@
  *   torch_vae.c    the traces of the VAEs, from an architecture (torch_walk.h says how they are made)
  *
  * A trace knows shapes, not devices: convolutions stand in it as questions (whose workspaces the caller looks up) and
- * matrix products as uses of cuBLAS. vaemem/pytorch.py records the same traces from real modules under fake tensors. */
+ * matrix products as uses of cuBLAS. vaemem/pytorch records the same traces from real modules under fake tensors. */
 #ifndef VM_TORCH_TRACE_H
 #define VM_TORCH_TRACE_H
 

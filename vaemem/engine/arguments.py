@@ -7,6 +7,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterator
+from threading import Event
 from typing import Any
 
 from vaemem._common import DTYPES, choose, need
@@ -14,6 +15,10 @@ from vaemem.engine.device import CONVOLUTIONS, Device, parse_device
 
 Poll = Callable[[int, int], object] | None
 Progress = Poll | bool
+
+
+class Cancelled(Exception):
+    """A run was ended by its `cancel` event. The VAE stays usable, and what the run took is given back."""
 
 
 def open_device(device: Any, dtype: str, tf32: bool, autotune: bool, convolution: str) -> Device | None:
@@ -49,16 +54,43 @@ def as_int(name: str, value: Any) -> int:
 
 
 def pixels_of(output_type: str) -> str:
-    choose("output_type", output_type, ("float", "uint8"))
-    return output_type
+    choose("output_type", output_type, ("float", "uint8", "pil"))
+    return "float" if output_type == "float" else "uint8"
 
 
 @contextlib.contextmanager
 def polling(
-    progress: Progress, title: str, total: int = 0, form: str | None = None, says: Callable[[], str] | None = None
+    progress: Progress,
+    title: str,
+    total: int = 0,
+    form: str | None = None,
+    says: Callable[[], str] | None = None,
+    cancel: Event | None = None,
 ) -> Iterator[Poll]:
     """What is to be told (done, to do): the caller's function, a bar of tqdm's for True, or nobody (None). The bar says
-    the title, or what `says` says when it moves."""
+    the title, or what `says` says when it moves. Once `cancel` is set the next one to tell anything gets Cancelled."""
+    if cancel is not None and not callable(getattr(cancel, "is_set", None)):
+        raise TypeError(f"cancel: want a threading.Event or None, got {type(cancel).__name__}")
+    with _told(progress, title, total, form, says) as poll:
+        if cancel is None:
+            yield poll
+            return
+
+        def look(done: int, total: int) -> None:
+            if cancel.is_set():
+                raise Cancelled(f"{title}: cancelled after {done} of {total} rows")
+            if poll:
+                poll(done, total)
+
+        if cancel.is_set():
+            raise Cancelled(f"{title}: cancelled before it began")
+        yield look
+
+
+@contextlib.contextmanager
+def _told(
+    progress: Progress, title: str, total: int, form: str | None, says: Callable[[], str] | None
+) -> Iterator[Poll]:
     if callable(progress) or not progress:
         yield progress or None
         return

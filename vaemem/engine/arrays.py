@@ -58,6 +58,10 @@ class _Arrays:
         if len(shape) != 4 or shape[axis] != channels:
             raise ValueError(f"{NAMES[op]}: want shape {wanted}, got {shape}")
         n, h, w = shape[:axis] + shape[axis + 1 :]
+        for name, side in (("height", h), ("width", w)) if op == "encode" and floats is None else ():
+            if side % a:
+                hint = "pad='reflect' or pad='edge' makes it one"
+                raise ValueError(f"{name}: want a positive multiple of {a}, got {side}: {hint}")
         scale, as_bytes = latent_factor(arch) // a, op == "decode" and pixels == "uint8"
         self.request = request_of(op, h * scale, w * scale, n, pixels, floats) | dict(own_output=out is None)
         h, w = h * b // a, w * b // a

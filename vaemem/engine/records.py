@@ -125,11 +125,16 @@ class Encoded:
         a `DeviceArray` there is no mean or logvar: take it to a library first.
     mean, logvar : array of shape (N, C, H/8, W/8)
         Raw, never scaled; logvar is clamped to [-30, 20] as diffusers does. Both are views of moments.
+    size : (int, int) or None
+        Height and width of the images before they were padded, as `VAE.decode` takes it. None: unknown.
     """
 
-    def __init__(self, moments: Any, held: Callable[[Any], Any] = lambda latents: latents) -> None:
+    def __init__(
+        self, moments: Any, held: Callable[[Any], Any] | None = None, size: tuple[int, int] | None = None
+    ) -> None:
         """held: what `mode` and `sample` make of latents."""
-        self.moments, self._held = moments, held
+        self.moments, self.size = moments, size
+        self._held = held or (lambda latents: latents)
         self._channels = moments.shape[1] // 2
 
     @property

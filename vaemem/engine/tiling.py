@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from numbers import Real
 from operator import add
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -171,7 +172,9 @@ class _Tiles:
             notes=(f"{self.count} tiles of {self.side * self.factor}x{self.side * self.factor}", *tiles.notes),
         )
 
-    def run(self, arrays: HostArrays, settings: Settings, progress: Progress, scaled: bool) -> tuple[np.ndarray, Run]:
+    def run(
+        self, arrays: HostArrays, settings: Settings, progress: Progress, cancel: Event | None, scaled: bool
+    ) -> tuple[np.ndarray, Run]:
         """Each tile is run, blended with the one above, then with the one to the left, and written."""
         start, tiles, count, seen = time.perf_counter(), None, 0, 0
         data, out, ((shape, dtype), *others) = arrays.data, arrays.out, self.buffers()
@@ -189,7 +192,10 @@ class _Tiles:
             seen = max(seen, done + unit * h * rows // of)  # where float16 overflows a tile begins again
             poll(seen, total)  # type: ignore[misc]
 
-        with polling(progress, self.op, says=lambda: f"{self.op}, tile {count} of {self.count}") as poll:
+        def says() -> str:
+            return f"{self.op}, tile {count} of {self.count}"
+
+        with polling(progress, self.op, says=says, cancel=cancel) as poll:
             for y, x in product(self.rows, self.cols):
                 h, w, count = min(self.side, self.height - y), min(self.side, self.width - x), count + 1
                 ys, xs = slice(y * a, (y + h) * a), slice(x * a, (x + w) * a)

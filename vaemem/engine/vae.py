@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
-import math
-import os
-from collections.abc import Mapping
+from dataclasses import replace
+from threading import Event
 from typing import Any
 
 from vaemem import _core
-from vaemem._common import choose
-from vaemem.engine import weights
-from vaemem.engine.arguments import Progress, as_int, default_threads, open_device, pixels_of, polling
-from vaemem.engine.arrays import DeviceArrays, HostArrays, request_of
+from vaemem._common import choose, need
+from vaemem.engine import images
+from vaemem.engine.arguments import Cancelled, Progress, as_int, default_threads, pixels_of, polling
+from vaemem.engine.arrays import Arrays, DeviceArrays, HostArrays, request_of
 from vaemem.engine.device import Device, gpu_rows
 from vaemem.engine.latents import Normalised, Scaling, held_by_pipelines
-from vaemem.engine.layouts import sample_size_of
 from vaemem.engine.limits import Limit, Plans, check_aspect, parse_size, resolve
+from vaemem.engine.model import Model
 from vaemem.engine.records import Encoded, Run, make_run
-from vaemem.engine.runner import Runner, Settings
+from vaemem.engine.runner import Settings
 from vaemem.engine.tiling import Tiling, cut
 
-__all__ = ["VAE", "Encoded", "Progress", "Run", "backends"]
+__all__ = ["VAE", "Cancelled", "Encoded", "Progress", "Run", "backends"]
 
 
-class VAE:
+class VAE(Model):
     """An AutoencoderKL, or FLUX.2's, with its weights, run by our own kernels. Make one with `load` or `random`.
+
+    Its memory goes back to the system when the last reference to it dies, with `close`, or at the end of a ``with``:
+
+    >>> import numpy as np, vaemem
+    >>> with vaemem.VAE.random("sdxl", parts="decoder") as vae:
+    ...     vae.decode(np.zeros((1, 4, 8, 8))).shape
+    (1, 3, 64, 64)
+    >>> vae
+    <VAE sdxl: closed>
 
     Two threads that call one VAE wait for each other; two VAEs run side by side. `estimate` waits for nobody. A
     progress callback or signal handler may call `estimate` and `save`, but nothing else of the VAE that it interrupts,
@@ -59,125 +67,13 @@ class VAE:
     """
 
     def __init__(self, core: _core.Model, device: Device | None = None, config: Any = None) -> None:
-        self._core, self._device, self._runner = core, device, Runner(core, device)
+        super().__init__(core, device, config)
         self.memory_limit: Limit = None
         self.cache_limit: Limit = None
         self.on_out_of_memory = "retry"
         self.graphs = False
-        self.arch = self._runner.arch
-        self.model: str = self.arch["name"]
         self.threads = default_threads()
-        self.sample_size = sample_size_of(config, self.model)
         self.last_run: Run | None = None
-
-    # ---- making one ----
-
-    @classmethod
-    def load(
-        cls,
-        path: str | os.PathLike[str],
-        model: str | None = None,
-        config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
-        parts: str = "all",
-        device: Any = "cpu",
-        dtype: str = "float32",
-        tf32: bool = False,
-        autotune: bool = False,
-        convolution: str = "cudnn",
-    ) -> VAE:
-        """Loads a safetensors file, or a diffusers directory.
-
-        Parameters
-        ----------
-        path : path
-            A safetensors file in diffusers, LDM/SD checkpoint or BFL layout (detected), float32, float16 or
-            bfloat16; or a diffusers directory, whose ``config.json`` is then the architecture.
-        model : str, optional
-            A known one, as the attribute `model` lists them: wins over what the file says, and must fit its tensors.
-            Needed only where ``scaled=True`` will be, for SD1.5, SDXL and Playground, whose tensors are the same, and
-            for SD3, whose tensors are FLUX's.
-        config : path or mapping, optional
-            An AutoencoderKL or AutoencoderKLFlux2 ``config.json`` for any other architecture; wins likewise.
-        parts : {"all", "encoder", "decoder"}
-            Reads only that half; the file need not hold the other, whose tensors are not looked at.
-        device : str
-            ``"cpu"``, ``"cuda"`` or ``"cuda:N"``.
-        dtype : {"float32", "float16", "bfloat16"}
-            Of weights, activations and products; sums and statistics are float32. The CPU has float32 only.
-        tf32 : bool
-            float32 on a GPU: whether products may round their factors to TF32 (10 bits).
-        autotune : bool
-            On a GPU: time cuDNN's engines in the first run of a size, instead of taking the heuristics' first.
-        convolution : {"cudnn", "own"}
-            On a GPU, float16 and bfloat16: whose. Our own takes a pass in one kernel, with no stripes and less memory;
-            cuDNN is still asked where that has no tile.
-
-        Raises
-        ------
-        ValueError
-            A bad argument; a file that is damaged or no safetensors file; a tensor that is missing, extra, misshapen,
-            cut or of another dtype, by its name in the file. Whatever is raised, nothing stays allocated.
-        OSError
-            The file cannot be read. FileNotFoundError: no such file, or a directory without weights or config.
-        MemoryError
-            No room for the weights.
-        RuntimeError
-            No driver, no cuDNN, or a GPU that refused.
-        """
-        gpu = open_device(device, dtype, tf32, autotune, convolution)
-        core = weights.load(path, model, config, parts, gpu.backend.capsule if gpu else None)
-        return cls(core, gpu, path if config is None and model is None and os.path.isdir(path) else config)
-
-    @classmethod
-    def random(
-        cls,
-        model: str = "sdxl",
-        seed: int = 0,
-        config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
-        parts: str = "all",
-        device: Any = "cpu",
-        dtype: str = "float32",
-        tf32: bool = False,
-        autotune: bool = False,
-        convolution: str = "cudnn",
-    ) -> VAE:
-        """Weights of the real shapes: PyTorch's default initialisation, random norm affines.
-
-        The same seed, 0 or more, gives the same tensors whatever the parts. With ``config=`` the architecture is the
-        config's. What else there is to say goes for `load` too.
-        """
-        gpu = open_device(device, dtype, tf32, autotune, convolution)
-        if config is None:
-            choose("model", model, _core.models())
-            arch = _core.models()[model]
-        else:
-            arch = weights.read_config(config)
-        core = _core.Model(arch, parts, gpu.backend.capsule if gpu else None)
-        weights.random_tensors(core, seed)
-        return cls(core, gpu, config)
-
-    def save(self, path: str | os.PathLike[str], layout: str = "diffusers") -> None:
-        """Writes the weights as float32 safetensors.
-
-        Parameters
-        ----------
-        path : path
-            A ``.safetensors`` file; for ``"diffusers"`` also a directory, made where there is none, which gets a
-            ``config.json`` too. A file without one does not tell norm_num_groups or the scaling.
-        layout : {"diffusers", "ldm", "bfl"}
-            ``"ldm"`` wants both quant convs, ``"bfl"`` none and the middle attention.
-
-        Raises
-        ------
-        ValueError
-            A layout that is unknown or cannot hold the model, a path of the wrong kind, or a model on a GPU, whose copy
-            is rounded.
-        OSError
-            The file cannot be written. Whatever was there before is as it was.
-        """
-        if self._device:
-            raise ValueError(f"save: want a VAE on the cpu, got one on {self.device}, whose weights are {self.dtype}")
-        weights.save(self._core, path, layout=layout, sample_size=self.sample_size)
 
     # ---- running ----
 
@@ -190,6 +86,8 @@ class VAE:
         out: Any = None,
         tiling: Tiling | None = None,
         memory_limit: Limit = None,
+        size: tuple[int, int] | None = None,
+        cancel: Event | None = None,
     ) -> Any:
         """Latents to images.
 
@@ -203,9 +101,9 @@ class VAE:
             latents_std (Playground) z * std / scaling + mean. For FLUX.2 z is packed, (N, 4C, h / 2, w / 2) with the
             2x2 pixels of a channel side by side, and z * std + mean of its BatchNorm is unpacked and decoded. These two
             want z in host memory, and make a copy of it there.
-        output_type : {"float", "uint8"}
+        output_type : {"float", "uint8", "pil"}
         progress : bool or callable
-            True shows tqdm's bar (in a notebook without ipywidgets as text); a callable gets (rows done, rows to do).
+            True shows a tqdm bar; a callable gets (rows done, rows to do). What it raises ends the run.
         out : ndarray, optional
             Written and returned; must have the result's shape and dtype, be contiguous and not overlap z. After an
             error, an interrupt too, what it holds is undefined: some of it may have been written.
@@ -217,12 +115,18 @@ class VAE:
             costs; on a GPU a limit means smaller stripes, which may change the last bits and take longer.
         tiling : Tiling, optional
             In tiles, as diffusers does it: not exact, as a limit is. z in host memory only, and no limit beside it.
+        size : (int, int), optional
+            Height and width of the images: so much of the 8h by 8w ones, from the top left, as `Encoded.size` says of
+            images that were padded. The result is a view then.
+        cancel : threading.Event, optional
+            Once it is set, by whichever thread, the run ends at the next step with `vaemem.Cancelled`. On a GPU the
+            call waits for the run then.
 
         Returns
         -------
-        ndarray
+        ndarray or list
             "float": float32 (N, 3, H, W), nominally in [-1, 1], never clamped. "uint8": (N, H, W, 3), clamped and
-            rounded. Its memory is the caller's.
+            rounded. Its memory is the caller's. "pil": N of Pillow's images, made of "uint8"; z in host memory only.
             For z in a GPU's memory: an array of z's library (a `DeviceArray` where that is none we know) and, for
             "float", of z's dtype. The work is put on the stream where torch or CuPy put theirs and may still be under
             way.
@@ -232,13 +136,44 @@ class VAE:
         ValueError, TypeError, MemoryError, KeyboardInterrupt
             The VAE stays usable and what the run took is given back. A limit below the smallest plan: ValueError with
             the attribute ``smallest`` (bytes).
+        vaemem.Cancelled
+            `cancel` was set. The VAE stays usable here too.
         RuntimeError
             The GPU refused.
+
+        Examples
+        --------
+        >>> import threading, numpy as np, vaemem
+        >>> vae, latents = vaemem.VAE.random("sdxl", parts="decoder"), np.zeros((1, 4, 8, 8))
+        >>> vae.decode(latents, size=(60, 61), output_type="uint8").shape
+        (1, 60, 61, 3)
+        >>> vae.last_run.notes
+        ('cropped from 64x64 to 60x61',)
+        >>> button = threading.Event()
+        >>> threading.Timer(0.05, button.set).start()
+        >>> try:
+        ...     vae.decode(np.zeros((1, 4, 128, 128)), cancel=button)
+        ... except vaemem.Cancelled:
+        ...     print("pressed")
+        pressed
         """
+        if output_type == "pil":
+            need("PIL.Image", "output_type='pil'")
+            channels = self.arch["out_channels"]
+            for why, wrong in (
+                ("z in a GPU's memory", Device.holds(z)),
+                ("out=", out is not None),
+                (f"images of {channels} channels", channels != 3),
+            ):
+                if wrong:
+                    raise ValueError(f"output_type: want float or uint8 for {why}, got 'pil'")
         latents = self._latents(z) if scaled else None
         z = latents.raw(z) if isinstance(latents, Normalised) else z
-        pixels, scaled = pixels_of(output_type), isinstance(latents, Scaling)
-        return self._run("decode", z, pixels, out, scaled, progress, tiling, memory_limit)
+        arrays = self._arrays("decode", z, pixels_of(output_type), out)
+        index, notes = images.crop(size, arrays.request)
+        result = self._run(arrays, isinstance(latents, Scaling), progress, tiling, memory_limit, cancel, notes)
+        result = result[index] if index else result
+        return images.to_pillow(result) if output_type == "pil" else result
 
     def encode(
         self,
@@ -247,6 +182,8 @@ class VAE:
         progress: Progress = None,
         tiling: Tiling | None = None,
         memory_limit: Limit = None,
+        pad: str | None = None,
+        cancel: Event | None = None,
     ) -> Encoded:
         """Images to a distribution over latents.
 
@@ -254,19 +191,43 @@ class VAE:
         ----------
         x : array, shape (N, 3, H, W) or, if uint8, (N, H, W, 3)
             Real numbers nominally in [-1, 1], or bytes, which become v / 127.5 - 1. H and W are multiples of 8.
+            Or one of Pillow's images or an image file's path, or a list of N of them, which become bytes: RGB, without
+            alpha, and a file turned as its EXIF says. All of a batch have one size.
         scaled : bool
             `Encoded.sample` and `Encoded.mode` give (latent - shift) * scaling, as pipelines pass them on; by channel,
             and for FLUX.2 packed, where `decode` takes them so, and then x must be in host memory.
-        progress, tiling, memory_limit
+        progress, tiling, memory_limit, cancel
             As for `decode`. Of tiles the moments are blended, and clamped then.
+        pad : {"reflect", "edge"}, optional
+            Sizes that are no multiples of 8 are padded to the next ones, at the bottom and on the right, which
+            `Run.notes` then says. None refuses them. Arrays in host memory only.
 
         Returns
         -------
         Encoded
+
+        Examples
+        --------
+        >>> import numpy as np, vaemem
+        >>> vae = vaemem.VAE.random("sdxl")
+        >>> photo = np.zeros((1, 61, 50, 3), np.uint8)    # or "photo.jpg", or a Pillow image
+        >>> encoded = vae.encode(photo, pad="reflect")
+        >>> encoded.mean.shape, vae.last_run.notes
+        ((1, 4, 8, 7), ('padded from 61x50 to 64x56 (reflect)',))
+        >>> vae.decode(encoded.mode(), size=encoded.size, output_type="pil")[0].size    # Pillow's (width, height)
+        (50, 61)
         """
+        x, notes = images.read(x)
+        if pad is not None and self._device and Device.holds(x):
+            raise ValueError("pad: want an array in host memory, got one in a GPU's: pad it there, or copy it")
         latents = self._latents(x) if scaled else None
-        moments = self._run("encode", x, "", None, isinstance(latents, Scaling), progress, tiling, memory_limit)
-        return Encoded(moments, latents.held) if latents else Encoded(moments)
+        padded, done = images.pad(x, pad, self._runner.factor)
+        arrays = self._arrays("encode", padded, "", None)
+        moments = self._run(
+            arrays, isinstance(latents, Scaling), progress, tiling, memory_limit, cancel, (*notes, *done)
+        )
+        size = images.size_of(x) if done else (arrays.request["height"], arrays.request["width"])
+        return Encoded(moments, latents.held if latents else None, size)
 
     def estimate(
         self,
@@ -287,8 +248,9 @@ class VAE:
         height, width : int
             Of the image, in pixels.
         batch : int
-        output_type : {"float", "uint8"}
-            Of decode's output; ``out=`` would take its bytes away (but not those of a staged one's place on a GPU).
+        output_type : {"float", "uint8", "pil"}
+            Of decode's output, "pil" counted as "uint8"; ``out=`` would take its bytes away (but not those of a staged
+            one's place on a GPU).
         staged : bool
             On a GPU: the arrays are in host memory and pass through the GPU's. False: they are in the GPU's, latents
             and floats in `dtype`.
@@ -300,7 +262,7 @@ class VAE:
         Returns
         -------
         Run
-            Equal to what `last_run` will say, but for the seconds.
+            Equal to what `last_run` will say, but for the seconds and what it notes of padding and cropping.
         """
         limit = self._limit(memory_limit)
         request = self._request(op, height, width, batch, output_type, staged)
@@ -361,45 +323,6 @@ class VAE:
         """Gives the arena, kept between runs, back to the system."""
         self._runner.trim()
 
-    @property
-    def device(self) -> str:
-        return "cpu" if self._device is None else f"cuda:{self._device.number}"
-
-    @property
-    def dtype(self) -> str:
-        return "float32" if self._device is None else self._device.dtype
-
-    def __reduce__(self) -> Any:
-        raise TypeError("VAE: cannot be pickled or copied: load it again where it is wanted")
-
-    @property
-    def parts(self) -> str:
-        """``"all"``, ``"encoder"`` or ``"decoder"``."""
-        return self._core.parts
-
-    @property
-    def reserved_bytes(self) -> int:
-        """Held from the system now: weights, the arena, and outputs that are still referenced."""
-        return self._core.reserved_bytes
-
-    @property
-    def unaccounted_bytes(self) -> int:
-        """What a GPU has lost since this VAE was opened beside `reserved_bytes`: kernels, cuDNN's handle, and whatever
-        else was taken there meanwhile, by anyone. The context itself was there before. 0 on the CPU."""
-        if not self._device:
-            return 0
-        return self._device.backend.free_at_open - self._device.backend.memory()[0] - self.reserved_bytes
-
-    @property
-    def parameters(self) -> int:
-        """How many numbers the weights hold."""
-        return sum(math.prod(shape) for _, shape in self._core.tensors)
-
-    def __repr__(self) -> str:
-        held = f"{self.reserved_bytes / 2**20:.0f} MiB held"
-        where = f"{self.device} {self.dtype}, " if self._device else ""
-        return f"<VAE {self.model}: {self.parameters:,} parameters, parts={self.parts}, {where}{held}>"
-
     # ---- inside ----
 
     def _limit(self, memory_limit: Limit) -> int:
@@ -427,31 +350,33 @@ class VAE:
         floats = self.dtype if self._device and not staged else None
         return request_of(op, height, width, batch, pixels_of(output_type), floats) | self._resources()
 
+    def _arrays(self, op: str, array: Any, pixels: str, out: Any) -> Arrays:
+        if self._device and Device.holds(array):
+            return DeviceArrays(self.arch, op, array, pixels, out, self._device)
+        return HostArrays(self.arch, op, array, pixels, out)
+
     def _run(
         self,
-        op: str,
-        array: Any,
-        pixels: str,
-        out: Any,
+        arrays: Arrays,
         scaled: bool,
         progress: Progress,
         tiling: Tiling | None,
         memory_limit: Limit,
+        cancel: Event | None,
+        notes: tuple[str, ...],
     ) -> Any:
-        arrays: Any
-        if self._device and Device.holds(array):
-            arrays = DeviceArrays(self.arch, op, array, pixels, out, self._device)
-        else:
-            arrays = HostArrays(self.arch, op, array, pixels, out)
-        limit = self._limit(memory_limit)
+        """notes: of what was done to the arrays."""
+        limit, runner, op = self._limit(memory_limit), self._runner, arrays.request["op"]
         choose("on_out_of_memory", self.on_out_of_memory, ("retry", "raise"))
         cache = None if self.cache_limit is None else parse_size("cache_limit", self.cache_limit, least=0)
         settings = Settings(self._resources(), self.graphs, self.on_out_of_memory == "retry", cache)
-        if tiles := cut(self._runner, tiling, self.sample_size, arrays.request | settings.resources, limit):
-            result, self.last_run = tiles.run(arrays, settings, progress, bool(scaled))
-            return result
-        with polling(progress, op) as poll:
-            result, self.last_run = self._runner.run(arrays, settings, poll, limit, scaled=bool(scaled))
+        tiles = cut(runner, tiling, self.sample_size, arrays.request | settings.resources, limit)
+        if tiles and isinstance(arrays, HostArrays):
+            result, run = tiles.run(arrays, settings, progress, cancel, bool(scaled))
+        else:
+            with polling(progress, op, cancel=cancel) as poll:
+                result, run = runner.run(arrays, settings, poll, limit, scaled=bool(scaled))
+        self.last_run = replace(run, notes=notes + run.notes)
         return result
 
 

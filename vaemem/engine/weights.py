@@ -34,11 +34,13 @@ from vaemem.engine.layouts import (
     spell,
 )
 
-__all__ = ["detect", "load", "random_tensors", "read_config", "save"]
+__all__ = ["config_beside", "copy", "detect", "load", "random_tensors", "read_config", "save"]
 
 PARTS = ("all", "encoder", "decoder")
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 WEIGHTS_FP16 = "diffusion_pytorch_model.fp16.safetensors"
+PIPELINE = "model_index.json"  # in a pipeline's directory, beside its parts' own
+PICKLES = (".bin", ".ckpt", ".pt", ".pth")  # of PyTorch's files, and of diffusers' before safetensors
 
 # ---- reading ----
 
@@ -132,8 +134,23 @@ def _read_tensor(f: IO[bytes], name: str, entry: Mapping[str, Any], start: int, 
     return array.astype(array.dtype.newbyteorder("="), copy=False).view(native)
 
 
-def _locate(path: Path, need_config: bool) -> tuple[Path, Path | None]:
-    """The weights file, and the config.json beside it where path is a directory and it is needed."""
+def config_beside(path: Any) -> Path | Mapping[str, Any] | None:
+    """The config that weights bring with them: a module's, or the file in a directory; None where they have none."""
+    if hasattr(path, "state_dict") or isinstance(path, Mapping):
+        config = getattr(path, "config", None)
+        return config if isinstance(config, Mapping) else None
+    folder = _in_pipeline(as_path(path, "path"))
+    return folder / CONFIG if folder.is_dir() else None
+
+
+def _in_pipeline(path: Path) -> Path:
+    """The directory of a pipeline's VAE; any other path as it is."""
+    return path / "vae" if (path / PIPELINE).is_file() and (path / "vae").is_dir() else path
+
+
+def _locate(path: Path, need_config: bool) -> Path:
+    """The weights file, where path is a directory one with a config.json beside it if that is needed."""
+    path = _in_pipeline(path)
     if not path.is_dir():
         if not path.exists():
             raise FileNotFoundError(
@@ -141,13 +158,25 @@ def _locate(path: Path, need_config: bool) -> tuple[Path, Path | None]:
             )
         if not path.is_file():
             raise ValueError(f"path: want a .safetensors file or a diffusers directory, got {path}, which is neither")
-        return path, None
+        return path
     files = [path / name for name in (WEIGHTS, WEIGHTS_FP16) if (path / name).is_file()]
     if not files:
-        raise FileNotFoundError(f"path: want a directory with {WEIGHTS}, got {path}, which has none")
+        pickles = [file for file in sorted(path.iterdir()) if file.suffix in PICKLES]
+        have = f"only {pickles[0].name}. {_convert(pickles[0])}" if pickles else "which has none"
+        raise FileNotFoundError(f"path: want a directory with {WEIGHTS}, got {path}, {have}")
     if need_config and not (path / CONFIG).is_file():
         raise FileNotFoundError(f"path: want a directory with {CONFIG} (or pass model= or config=), got {path}")
-    return files[0], path / CONFIG if need_config else None
+    return files[0]
+
+
+def _convert(pickle: Path) -> str:
+    """What to do with a file that is none of safetensors."""
+    config = f", config={str(pickle.parent / CONFIG)!r}" if (pickle.parent / CONFIG).is_file() else ""
+    return (
+        "A pickle may run whatever its maker wrote into it. To convert one that you trust: "
+        f"VAE.load(torch.load({str(pickle)!r}, map_location='cpu', weights_only=True){config})"
+        f".save({str(pickle.with_suffix('.safetensors'))!r})"
+    )
 
 
 def _arch_asked_for(model: str | None, config: Any) -> Arch | None:
@@ -162,32 +191,67 @@ def _arch_asked_for(model: str | None, config: Any) -> Arch | None:
 
 
 def load(
-    path: str | os.PathLike[str],
+    path: Any,
     model: str | None = None,
     config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     parts: str = "all",
     backend: Any = None,
 ) -> _core.Model:
-    """Reads a weights file into a new core model, all of its tensors set, as `vaemem.VAE.load` says.
+    """Reads weights into a new core model, all of its tensors set, as `vaemem.VAE.load` says.
 
     With the capsule of a GPU as `backend` tensors go there one by one. The peak while loading is the packed copy plus
     one tensor as it lies in the file.
     """
     choose("parts", parts, PARTS)
     arch = _arch_asked_for(model, config)
-    file, beside = _locate(as_path(path, "path"), need_config=arch is None)
-    if beside:
+    state = path.state_dict() if hasattr(path, "state_dict") else path
+    file = None if isinstance(state, Mapping) else _locate(as_path(path, "path"), need_config=arch is None)
+    if arch is None and (beside := config_beside(path)) is not None:
         arch = read_config(beside)
+    if file is None:
+        return _load_from(_Memory(state), "state dict", arch, parts, backend)
     with open(file, "rb", buffering=0) as f:
-        return _load_from(f, file, arch, parts, backend)
+        try:
+            source = _File(f, *_read_header(f))
+        except (ValueError, RecursionError) as error:
+            hint = f". {_convert(file)}" if file.suffix in PICKLES else ""
+            raise ValueError(f"path: want a safetensors file, got {file}: {error}{hint}") from None
+        return _load_from(source, str(file), arch, parts, backend)
 
 
-def _load_from(f: IO[bytes], file: Path, arch: Arch | None, parts: str, backend: Any) -> _core.Model:
-    try:
-        header, start = _read_header(f)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"path: want a safetensors file, got {file}: {error}") from None
-    shapes = {name: tuple(entry["shape"]) for name, entry in header.items()}
+class _File:
+    """The tensors of a safetensors file: shapes, types, and each one's numbers when they are wanted."""
+
+    def __init__(self, f: IO[bytes], header: Mapping[str, dict[str, Any]], start: int) -> None:
+        self._file, self._header, self._start = f, header, start
+        self.shapes = {name: tuple(entry["shape"]) for name, entry in header.items()}
+        self.dtypes = {name: entry["dtype"] for name, entry in header.items()}
+
+    def read(self, name: str, shape: Shape) -> np.ndarray:
+        return _read_tensor(self._file, name, self._header[name], self._start, shape)
+
+
+class _Memory:
+    """The same of tensors in memory: NumPy's, or torch's, which is not imported for that."""
+
+    def __init__(self, tensors: Mapping[str, Any]) -> None:
+        inner = tensors.get("state_dict")
+        self._tensors = inner if isinstance(inner, Mapping) else tensors
+        arrays = {name: value for name, value in self._tensors.items() if hasattr(value, "dtype")}
+        self.shapes = {name: tuple(value.shape) for name, value in arrays.items()}
+        names = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+        dtypes = {name: str(value.dtype).removeprefix("torch.") for name, value in arrays.items()}
+        self.dtypes = {name: names.get(dtype, dtype) for name, dtype in dtypes.items()}
+
+    def read(self, name: str, shape: Shape) -> np.ndarray:
+        value = self._tensors[name]
+        if hasattr(value, "detach"):
+            value = value.detach().cpu().float().numpy()
+        return np.ascontiguousarray(value, np.float32).reshape(shape)
+
+
+def _load_from(source: _File | _Memory, where: str, arch: Arch | None, parts: str, backend: Any) -> _core.Model:
+    shapes = source.shapes
     try:
         layout, prefix = find_layout(shapes)
         if arch is None:
@@ -196,16 +260,22 @@ def _load_from(f: IO[bytes], file: Path, arch: Arch | None, parts: str, backend:
         tensors = dict(result.tensors)
         spelt = spell(tensors, layout, len(arch["block_out_channels"]))
         extra = [prefix + name for name in ours(shapes, prefix, parts) - set(spelt.values())]
-        dtypes = {name: entry["dtype"] for name, entry in header.items()}
         wanted_by = f"{arch['name']}{'' if parts == 'all' else f' ({parts})'} in layout {layout}"
-        check(shapes, tensors, spelt, prefix, wanted_by, dtypes, extra)
+        check(shapes, tensors, spelt, prefix, wanted_by, source.dtypes, extra)
         for name, shape in tensors.items():
-            in_file = prefix + spelt[name]
-            result.set_tensor(name, _read_tensor(f, in_file, header[in_file], start, shape))
+            result.set_tensor(name, source.read(prefix + spelt[name], shape))
     except ValueError as error:
-        raise ValueError(f"{file}: {error}") from None
+        raise ValueError(f"{where}: {error}") from None
     except OSError as error:
-        raise OSError(error.errno, f"cannot read: {error.strerror}", str(file)) from None
+        raise OSError(error.errno, f"cannot read: {error.strerror}", where) from None
+    return result
+
+
+def copy(model: _core.Model, backend: Any = None) -> _core.Model:
+    """The same model once more, or on the GPU whose capsule `backend` is."""
+    result = _core.Model(model.arch, model.parts, backend)
+    for name, _ in model.tensors:
+        result.set_tensor(name, model.get_tensor(name))
     return result
 
 

@@ -1,5 +1,4 @@
-"""The only module of vaemem that imports PyTorch: it records what a module's call takes from the CUDA caching
-allocator.
+"""Records what a module's call takes from the CUDA caching allocator.
 
 The module runs under fake tensors that say they are on a GPU: no weights, no activations, no GPU, no CUDA build of
 PyTorch. Storages are followed from the operator that makes them to the death of their last reference, so the Python
@@ -15,14 +14,10 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-try:
-    import torch
-except ImportError as error:  # pragma: no cover
-    raise ImportError("vaemem.pytorch wants PyTorch: pip install 'vaemem[pytorch]'") from error
+import torch
 from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -37,10 +32,8 @@ from vaemem import _core
 from vaemem.prediction.eager import eager_strides
 from vaemem.prediction.gpus import Gpu, find_gpu
 from vaemem.prediction.predict import ModulePrediction
-from vaemem.tables import measure as _measure
-from vaemem.tables.table import Table
 
-__all__ = ["ModulePrediction", "Recording", "measure", "predict_peak", "record"]
+__all__ = ["Recording", "predict_peak", "record"]
 
 aten = torch.ops.aten
 _DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -472,72 +465,3 @@ def predict_peak(
     settings = {"gpu": gpu, "cudnn_version": cudnn_version, "torch_version": torch_version}
     recording = record(module, *args, gpu=gpu, call=call, **kwargs)
     return ModulePrediction(recording.trace, recording.weights, recording.inputs, recording.unmodelled, settings, used)
-
-
-def measure(
-    model: Any, op: str, sizes: int | Sequence[int | tuple[int, int]], dtypes: str | Sequence[str] = ("float16",), *,
-    runtime: str = "diffusers", device: Any = None, warmups: int = 2, runs: int = 5, tile: int | None = None,
-    batch: int = 1, snapshot: str | os.PathLike[str] | None = None, profile: str | os.PathLike[str] | None = None,
-) -> Table:  # fmt: skip
-    """Measures a VAE's memory and time in PyTorch, the way the seed table was measured.
-
-    Parameters
-    ----------
-    model : str or torch.nn.Module
-        A name that `vaemem.predict` takes, or a config.json: diffusers' module with random weights, on which neither
-        memory nor time depends. Or a module of `runtime`; it is put in eval mode, converted and moved to
-        `device`, and stays so.
-    op : str
-        ``"encode"`` (sampled and scaled, as pipelines do), ``"decode"``, ``"encode_tiled"`` or ``"decode_tiled"``.
-    sizes : int or sequence of int and (int, int)
-        Of the image in pixels, multiples of 8: an int is a square, a pair is (height, width).
-    dtypes : str or sequence of str
-        Of weights and run: ``"float16"``, ``"bfloat16"``, ``"float32"``.
-    runtime : str
-        Whose code the module is: ``"diffusers"``, or ``"bfl"`` (AutoEncoder of the flux repository; only as a module).
-    device : torch.device or str, optional
-        The GPU where PyTorch has one, else the CPU.
-    warmups, runs : int
-        Runs that are not measured, and those whose mean is taken.
-    tile : int, optional
-        Side of a tile in pixels for the tiled ops, 512 by default; tiles overlap by a quarter.
-    batch : int
-        Images in one run.
-    snapshot : path, optional
-        Gets the allocator's history from before the model is loaded, as `vaemem.replay` and pytorch.org/memory_viz
-        read it. Recording slows the runs down. CUDA only.
-    profile : path, optional
-        Gets a CSV of the workspace that cuDNN takes for each convolution of these runs, in bytes as requested from the
-        allocator. CUDA only.
-
-    Returns
-    -------
-    Table
-        A row a dtype and size, source "measured". On CUDA `allocated_bytes` and `reserved_bytes` are the peaks minus
-        what was there just before the run. On the CPU `reserved_bytes` is the growth of the resident size, and
-        `allocated_bytes` is not known.
-
-    Raises
-    ------
-    ValueError, TypeError
-        An argument that cannot be run, named, before anything is measured.
-    ImportError
-        No PyTorch, or no diffusers where `model` is a name.
-    OSError
-        A CPU run where the peak resident size cannot be reset.
-    torch.OutOfMemoryError
-        A run does not fit.
-
-    Notes
-    -----
-    Before each run garbage is collected, the cache emptied and the peaks reset. `reserved_bytes` depends on what the
-    process did before; what `vaemem.predict` means by default is one size and dtype in a fresh process.
-
-    Examples
-    --------
-    >>> measure("sdxl", "decode", [(832, 1216)], ["float16", "bfloat16"])
-    """
-    return _measure.measure(
-        torch, model, op, sizes, dtypes, runtime=runtime, device=device, warmups=warmups, runs=runs, tile=tile,
-        batch=batch, snapshot=snapshot, profile=profile,
-    )  # fmt: skip

@@ -1,0 +1,388 @@
+"""The drop-in for diffusers' AutoencoderKL: in whole pipelines, and call by call beside diffusers' own."""
+
+import copy
+import json
+import pickle
+import threading
+
+import numpy as np
+import pytest
+from engine import config, error, small_vae
+
+import vaemem
+
+torch = pytest.importorskip("torch")
+diffusers = pytest.importorskip("diffusers")
+pytest.importorskip("transformers")
+
+from torch_pipelines import PIPELINES, autoencoder, pictures
+
+from vaemem.pytorch import AutoencoderKL
+
+# Of float32: 24 bits, some 60 layers, as in test_vae.py. Of halves: both round their results, and diffusers' every
+# layer's too, which leaves a few times 2^-8 (bfloat16) or 2^-11 (float16).
+PARITY = 1e-5
+HALVES = {torch.float16: 2.0**-8, torch.bfloat16: 2.0**-5}
+PICTURE = 1 / 255
+
+
+@pytest.fixture(autouse=True)
+def no_gradients():
+    with torch.no_grad():
+        yield
+
+
+def pair(name="sd", dtype=torch.float32, **settings):
+    theirs = autoencoder(name, **settings).to(dtype)
+    return theirs, AutoencoderKL.from_module(theirs)
+
+
+def tensors(name="sd", height=16, width=12, batch=2, dtype=torch.float32):
+    torch.manual_seed(5)
+    channels = config(name)["latent_channels"]
+    z = torch.randn(batch, channels, height // 4, width // 4).to(dtype)
+    return torch.rand(batch, 3, height, width).to(dtype) * 2 - 1, z
+
+
+def close(got, want, limit=PARITY):
+    assert got.dtype == want.dtype and got.shape == want.shape
+    assert error(got.double().numpy(), want.double().numpy()) <= limit
+
+
+# ---- whole pipelines ----
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_a_pipeline_makes_the_same_pictures(tmp_path, name):
+    pipe = PIPELINES[name](tmp_path)
+    want = pictures(pipe, name)
+    pipe.vae = AutoencoderKL.from_module(pipe.vae, memory_limit="64 MiB")
+    got = pictures(pipe, name)
+    assert want.std() > 0.1 and (got - want).abs().max() < PICTURE / 10
+    run = pipe.vae.last_run
+    assert (run.op, run.height, run.width) == ("decode", 48, 32)
+    assert pipe.device.type == "cpu" and pipe.vae.dtype == torch.float32 and pipe.vae.device == torch.device("cpu")
+    assert pictures(pipe, name, output_type="pil")[0].size == (32, 48)
+
+
+def test_sdxl_in_float16_upcasts(tmp_path):
+    """Which asks for the attention's processor and for dtypes of single layers."""
+    pipe = PIPELINES["sdxl"](tmp_path).to(torch.float16)
+    want = pictures(pipe, "sdxl")
+    pipe.vae = AutoencoderKL.from_module(pipe.vae)
+    assert pipe.vae.dtype == torch.float16 and pipe.vae.config.force_upcast
+    seen = []
+    decode = pipe.vae._decode
+    pipe.vae._decode = lambda z: seen.append(pipe.vae.dtype) or decode(z)
+    got = pictures(pipe, "sdxl")
+    assert seen == [torch.float32] and pipe.vae.dtype == torch.float16
+    assert {p.dtype for p in pipe.vae.parameters()} == {torch.float16}
+    # what diffusers leaves in float16 even then, a layer or ten, is computed in float32 here
+    assert (got - want).abs().max() < PICTURE
+
+
+def test_image_to_image_encodes_with_the_generator(tmp_path):
+    from torch_pipelines import stable_diffusion
+
+    pipe = diffusers.StableDiffusionImg2ImgPipeline(
+        **stable_diffusion(tmp_path).components, requires_safety_checker=False
+    )
+    pipe.set_progress_bar_config(disable=True)
+    image, results = torch.rand(1, 3, 32, 32), []
+    for vae in (pipe.vae, AutoencoderKL.from_module(pipe.vae)):
+        pipe.vae = vae
+        how = dict(num_inference_steps=4, strength=0.5, output_type="pt", generator=torch.Generator().manual_seed(1))
+        results.append(pipe("a cat", image=image, **how).images)
+    assert (results[0] - results[1]).abs().max() < PICTURE / 10
+
+
+def test_a_pipeline_is_saved_and_loaded(tmp_path):
+    pipe = PIPELINES["sd"](tmp_path)
+    want = pictures(pipe, "sd")
+    pipe.save_pretrained(tmp_path / "theirs")
+    vae = AutoencoderKL.from_pretrained(tmp_path / "theirs")
+    assert vae.config.sample_size == pipe.vae.config.sample_size
+    given = diffusers.StableDiffusionPipeline.from_pretrained(tmp_path / "theirs", vae=vae)
+    assert given.vae is vae
+    given.save_pretrained(tmp_path / "ours")
+    loaded = diffusers.StableDiffusionPipeline.from_pretrained(tmp_path / "ours")
+    assert type(loaded.vae) is diffusers.AutoencoderKL, "whoever loads it needs no vaemem"
+    for other in (given, loaded):
+        assert (pictures(other, "sd") - want).abs().max() < PICTURE / 10
+
+
+# ---- call by call ----
+
+
+@pytest.mark.parametrize("name", ["sd", "flux"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_parity(name, dtype):
+    theirs, ours = pair(name, dtype)
+    x, z = tensors(name, dtype=dtype)
+    limit = HALVES.get(dtype, PARITY)
+    assert ours.dtype == dtype and dict(ours.config) == dict(theirs.config)
+    close(ours.decode(z).sample, theirs.decode(z).sample, limit)
+    close(ours.decode(z, return_dict=False)[0], theirs.decode(z, return_dict=False)[0], limit)
+    got, want = ours.encode(x).latent_dist, theirs.encode(x, return_dict=False)[0]
+    close(got.mean, want.mean, limit)
+    close(got.logvar, want.logvar, limit)
+    seeds = torch.Generator().manual_seed(3), torch.Generator().manual_seed(3)
+    close(got.sample(seeds[0]), want.sample(seeds[1]), limit)
+    close(ours(x).sample, theirs(x).sample, 4 * limit)
+
+
+def test_any_floating_dtype_goes_in():
+    _, ours = pair()
+    x, z = tensors()
+    for dtype in (torch.float64, torch.float16, torch.bfloat16):
+        given = z.to(dtype)
+        assert torch.equal(ours.decode(given).sample, ours.decode(given.float()).sample)
+    assert torch.equal(ours.encode(x.double()).latent_dist.mean, ours.encode(x).latent_dist.mean)
+    channels_last = x.contiguous(memory_format=torch.channels_last)
+    assert torch.equal(ours.encode(channels_last).latent_dist.mean, ours.encode(x).latent_dist.mean)
+
+
+def test_the_cpu_copies_nothing(monkeypatch):
+    """A float32 tensor's memory is what the engine is given, and the result's is what it gave."""
+    _, ours = pair()
+    z, seen = tensors()[1], []
+    decode = ours.vae.decode
+
+    def spy(array, **how):
+        seen.append((array, decode(array, **how)))
+        return seen[0][1]
+
+    monkeypatch.setattr(ours.vae, "decode", spy)
+    image = ours.decode(z).sample
+    assert seen[0][0].ctypes.data == z.data_ptr() and seen[0][1].ctypes.data == image.data_ptr()
+
+
+def test_slices_and_tiles():
+    theirs, ours = pair(sample_size=32)
+    x, z = tensors(height=40, width=28)
+    want = ours.decode(z).sample
+    for vae in (theirs, ours):
+        vae.enable_slicing()
+    assert torch.equal(ours.decode(z).sample, want) and ours.last_run.batch == 1
+    for vae in (theirs, ours):
+        vae.enable_tiling()
+    close(ours.decode(z).sample, theirs.decode(z).sample)
+    assert ours.last_run.notes == ("4 tiles of 32x32",)
+    close(ours.encode(x).latent_dist.mean, theirs.encode(x).latent_dist.mean)
+    for vae in (theirs, ours):
+        vae.tile_overlap_factor, vae.tile_latent_min_size, vae.tile_sample_min_size = 0.5, 4, 16
+    close(ours.decode(z).sample, theirs.decode(z).sample)
+    assert AutoencoderKL.from_module(ours).use_tiling
+    ours.disable_tiling()
+    ours.disable_slicing()
+    assert torch.equal(ours.decode(z).sample, want)
+
+
+def test_a_memory_limit_gives_the_same_bits():
+    _, ours = pair()
+    z = tensors(height=320, width=256, batch=1)[1]
+    want = ours.decode(z).sample
+    ours.memory_limit = ours.vae.smallest("decode", 320, 256)
+    assert ours.memory_limit < ours.last_run.peak_bytes
+    assert torch.equal(ours.decode(z).sample, want)
+    assert ours.last_run.peak_bytes <= ours.memory_limit and ours.last_run.work > 1
+    ours.memory_limit = 1
+    with pytest.raises(ValueError, match="memory_limit: want at least"):
+        ours.decode(z)
+
+
+def test_gradients_are_refused():
+    _, ours = pair()
+    x, z = tensors()
+    want = ours.decode(z).sample
+    assert torch.equal(ours.decode(z.requires_grad_()).sample, want), "none are wanted under no_grad"
+    with torch.enable_grad():
+        with pytest.raises(ValueError, match=r"z: want a tensor that needs no gradient, .*decode under torch.no_grad"):
+            ours.decode(z)
+        with pytest.raises(ValueError, match=r"or give x.detach\(\)"):
+            ours.encode(x.requires_grad_())
+        assert torch.equal(ours.decode(z.detach()).sample, want)
+
+
+def test_to():
+    _, ours = pair()
+    z = tensors()[1]
+    want = ours.decode(z).sample
+    assert ours.half().dtype == torch.float16 and ours.decode(z).sample.dtype == torch.float16
+    assert ours.to("cpu", torch.bfloat16).dtype == torch.bfloat16
+    assert ours.to(memory_format=torch.channels_last).dtype == torch.bfloat16
+    assert torch.equal(ours.float().decode(z).sample, want), "the weights were not rounded on the way"
+    for dtype in (torch.float64, torch.float8_e4m3fn):
+        with pytest.raises(ValueError, match=r"dtype: want float32, float16 or bfloat16, got torch\.float"):
+            ours.to(dtype)
+    with pytest.raises(ValueError, match="device: want cpu or cuda, got meta"):
+        ours.to("meta")
+    assert ours.dtype == torch.float32 and ours.device.type == "cpu"
+    if not torch.cuda.is_available():
+        with pytest.raises((AssertionError, RuntimeError)):  # PyTorch's own
+            ours.cuda()
+    assert torch.equal(ours.decode(z).sample, want)
+
+
+class Elsewhere:
+    """Stands in for a VAE on a GPU, whose memory is the host's: the module's part is to make it and to ask it."""
+
+    def __init__(self, vae, device, dtype):
+        self.vae, self.device, self.dtype, self.last_run = vae, device, dtype, None
+
+    def decode(self, z, **how):
+        return self.vae.decode(z, **how)
+
+
+def test_the_vae_of_another_device_is_made_when_wanted(monkeypatch):
+    """A pipeline that takes the module to float32 and back makes none of float16."""
+    _, ours = pair()
+    made = []
+    monkeypatch.setattr(ours.vae, "copy", lambda *where: made.append(where) or Elsewhere(ours.vae, *where))
+    monkeypatch.setattr(AutoencoderKL, "device", property(lambda self: torch.device("cuda:1")))
+    ours.half()
+    ours.float()
+    ours._engine()
+    ours.half()
+    ours.float()
+    assert ours._engine() is ours._engine() and made == [("cuda:1", "float32")]
+    ours.half()
+    assert ours._engine().dtype == "float16" and made[1:] == [("cuda:1", "float16")]
+    monkeypatch.undo()
+    assert ours._engine() is ours.vae
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_on_a_gpu(dtype):
+    theirs, ours = pair(dtype=torch.float32)
+    x, z = (t.cuda() for t in tensors())
+    want = theirs.decode(z.cpu()).sample.to(dtype), theirs.encode(x.cpu()).latent_dist.mean.to(dtype)
+    ours.to("cuda", dtype)
+    limit = HALVES.get(dtype, PARITY)
+    image, mean = ours.decode(z.to(dtype)).sample, ours.encode(x.to(dtype)).latent_dist.mean
+    assert image.is_cuda and mean.is_cuda and ours.last_run.backend.startswith("cuda")
+    close(image.cpu(), want[0], limit)
+    close(mean.cpu(), want[1], limit)
+    with pytest.raises(ValueError, match="z: want a tensor on cuda:0, where the module is, got one on cpu"):
+        ours.decode(z.cpu())
+    ours.enable_tiling()
+    assert ours.decode(z.to(dtype)).sample.is_cuda
+    ours.cpu()
+    ours.disable_tiling()
+    close(ours.float().decode(z.cpu()).sample, theirs.decode(z.cpu()).sample)
+
+
+def test_what_is_refused():
+    _, ours = pair()
+    z = tensors()[1]
+    for call, kind, message in (
+        (
+            lambda: ours.decode(z.to("meta")),
+            ValueError,
+            "z: want a tensor on cpu, where the module is, got one on meta",
+        ),
+        (lambda: ours.decode(z.int()), TypeError, "z: want a tensor of floating-point numbers, got torch.int32"),
+        (lambda: ours.decode(z.numpy()), TypeError, "z: want a tensor of floating-point numbers, got ndarray"),
+        (lambda: ours.decode(z[:, :3]), ValueError, r"z: want shape \(N, 4, h, w\)"),
+        (lambda: ours.load_state_dict({}), TypeError, "its weights cannot be changed"),
+        (lambda: copy.deepcopy(ours), TypeError, "VAE: cannot be pickled or copied"),
+        (lambda: pickle.dumps(ours), (TypeError, pickle.PicklingError), ""),
+        (lambda: AutoencoderKL.from_module(torch.nn.Linear(1, 1)), TypeError, "module: want diffusers' AutoencoderKL"),
+    ):
+        with pytest.raises(kind, match=message):
+            call()
+    assert torch.isfinite(ours.decode(z).sample).all()
+
+
+def test_cancel_and_progress():
+    _, ours = pair()
+    z, seen = tensors()[1], []
+    ours.progress = lambda done, total: seen.append(done)
+    ours.decode(z)
+    assert seen
+    ours.cancel = threading.Event()
+    ours.cancel.set()
+    with pytest.raises(vaemem.Cancelled):
+        ours.decode(z)
+    ours.cancel.clear()
+    ours.decode(z)
+
+
+# ---- where it comes from ----
+
+
+def test_a_state_dict_is_a_copy(tmp_path):
+    theirs, ours = pair()
+    state = ours.state_dict()
+    assert state.keys() == theirs.state_dict().keys()
+    assert all(torch.equal(state[name], t) for name, t in theirs.state_dict().items())
+    ours.save_pretrained(tmp_path)
+    back = diffusers.AutoencoderKL.from_pretrained(tmp_path)
+    assert torch.equal(back.decoder.conv_in.weight, theirs.decoder.conv_in.weight)
+
+
+def test_from_pretrained(tmp_path):
+    theirs = autoencoder("flux", force_upcast=False)
+    z = tensors("flux")[1]
+    want = theirs.decode(z).sample
+    theirs.save_pretrained(tmp_path / "pipeline" / "vae")
+    ours = AutoencoderKL.from_pretrained(tmp_path / "pipeline", subfolder="vae", memory_limit="1 GiB")
+    close(ours.decode(z).sample, want)
+    assert not ours.config.force_upcast and ours.memory_limit == "1 GiB"
+    assert AutoencoderKL.from_pretrained(tmp_path / "pipeline/vae", torch_dtype=torch.bfloat16).dtype == torch.bfloat16
+    # what only diffusers reads
+    theirs.save_pretrained(tmp_path / "variant", variant="fp32", safe_serialization=False)
+    ours = AutoencoderKL.from_pretrained(tmp_path / "variant", variant="fp32", use_safetensors=False)
+    close(ours.decode(z).sample, want)
+
+
+def test_from_the_hubs_cache(tmp_path):
+    """As the hub's own files lie in its cache: nothing is downloaded."""
+    theirs = autoencoder("sd")
+    repo = tmp_path / "models--some--vae"
+    theirs.save_pretrained(repo / "snapshots" / "0123abc" / "vae")
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text("0123abc")
+    ours = AutoencoderKL.from_pretrained("some/vae", subfolder="vae", cache_dir=tmp_path, local_files_only=True)
+    z = tensors()[1]
+    close(ours.decode(z).sample, theirs.decode(z).sample)
+
+
+def test_from_single_file(tmp_path):
+    vae = small_vae("flux")
+    vae.save(tmp_path / "ae.safetensors", layout="bfl")
+    settings = json.loads(json.dumps(config("flux")))
+    ours = AutoencoderKL.from_single_file(tmp_path / "ae.safetensors", config=settings, torch_dtype=torch.float16)
+    z = tensors("flux")[1]
+    want = torch.from_numpy(vae.decode(z.numpy())).half()
+    assert torch.equal(ours.decode(z).sample, want)
+    assert ours.config.scaling_factor == pytest.approx(0.3611) and ours.config.shift_factor == pytest.approx(0.1159)
+
+
+def test_a_scaling_that_is_not_known(tmp_path):
+    """A file's tensors do not tell it (SD1.5's and SDXL's are the same), and a pipeline divides by it."""
+    small_vae().save(tmp_path / "vae.safetensors")
+    with pytest.raises(ValueError, match="config: want a scaling_factor: load with model='sd15', model='sdxl' or"):
+        AutoencoderKL.from_single_file(tmp_path / "vae.safetensors")
+    settings = config("sd") | {"scaling_factor": 0.5, "sample_size": 96}
+    ours = AutoencoderKL.from_single_file(tmp_path / "vae.safetensors", config=settings)
+    assert ours.config.scaling_factor == 0.5 and ours.config.sample_size == 96
+    assert sum(p.numel() for p in ours.parameters()) == ours.vae.parameters
+
+
+def test_half_a_model():
+    vae = small_vae(parts="decoder")
+    ours = AutoencoderKL(vae)
+    x, z = tensors()
+    assert np.array_equal(ours.decode(z).sample.numpy(), vae.decode(z.numpy()))
+    with pytest.raises(ValueError, match="encode: this VAE was loaded without its encoder"):
+        ours.encode(x)
+
+
+def test_the_examples():
+    import doctest
+
+    from vaemem.pytorch import autoencoder as module
+
+    assert doctest.testmod(module)[0] == 0

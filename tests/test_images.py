@@ -1,0 +1,127 @@
+"""Pillow's images and files in and out, sizes that are no multiples, batches of several sizes."""
+
+import numpy as np
+import pytest
+from engine import config, images, latents, small_vae
+
+from vaemem import VAE
+
+Image = pytest.importorskip("PIL.Image", reason="images need the extra 'image'")
+
+
+def picture(height=8, width=12, mode="RGB", seed=0):
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+    return Image.fromarray(pixels).convert(mode)
+
+
+def same(a, b):
+    return np.array_equal(a.moments, b.moments)
+
+
+def test_pillow_and_files_are_bytes(tmp_path):
+    vae, image = small_vae(), picture()
+    image.save(tmp_path / "a.png")
+    other = picture(seed=1)
+    want = vae.encode(np.stack([np.asarray(image), np.asarray(other)]))
+    assert same(vae.encode([image, other]), want)
+    assert same(vae.encode((tmp_path / "a.png", other)), want)
+    assert same(vae.encode(image), vae.encode(str(tmp_path / "a.png")))
+    assert vae.encode(image).size == (8, 12) and vae.last_run.notes == ()
+    assert same(vae.encode([np.asarray(image), np.asarray(other)]), want)
+
+
+@pytest.mark.parametrize("mode", ["L", "P", "1", "CMYK", "RGBA", "LA"])
+def test_other_modes_become_rgb(mode):
+    vae, image = small_vae(), picture(mode=mode)
+    assert same(vae.encode(image), vae.encode(np.asarray(image.convert("RGB"))[None]))
+    vae.encode(image)
+    assert vae.last_run.notes == (("the image's alpha was left out",) if "A" in mode else ())
+
+
+def test_a_file_is_turned_as_its_exif_says(tmp_path):
+    vae, image = small_vae(), picture(8, 12)
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned by 90 degrees
+    image.save(tmp_path / "turned.png", exif=exif)
+    encoded = vae.encode(tmp_path / "turned.png")
+    assert encoded.size == (12, 8) and same(encoded, vae.encode(image.transpose(Image.Transpose.ROTATE_270)))
+
+
+def test_pillow_out():
+    vae = small_vae()
+    z = latents(vae, 3, 5, batch=2)
+    want = vae.decode(z, output_type="uint8")
+    got = vae.decode(z, output_type="pil")
+    assert [image.size for image in got] == [(20, 12)] * 2
+    assert all(np.array_equal(np.asarray(image), pixels) for image, pixels in zip(got, want, strict=True))
+    assert vae.estimate("decode", 12, 20, 2, output_type="pil").peak_bytes == vae.last_run.peak_bytes
+
+
+@pytest.mark.parametrize("how", ["reflect", "edge"])
+@pytest.mark.parametrize("as_bytes", [False, True])
+def test_padding_and_cropping(how, as_bytes):
+    vae = small_vae()
+    x = images(10, 7, 2)
+    widths = [(0, 0), (0, 0), (0, 2), (0, 1)]
+    if as_bytes:
+        x = np.random.default_rng(0).integers(0, 256, (2, 10, 7, 3), np.uint8)
+        widths = [(0, 0), (0, 2), (0, 1), (0, 0)]
+    encoded = vae.encode(x, pad=how)
+    assert vae.last_run.notes == (f"padded from 10x7 to 12x8 ({how})",) and vae.last_run.height == 12
+    assert same(encoded, vae.encode(np.pad(x, widths, mode=how))) and encoded.size == (10, 7)
+    z = encoded.mode()
+    for output_type, index in (("float", np.s_[:, :, :10, :7]), ("uint8", np.s_[:, :10, :7])):
+        got = vae.decode(z, size=encoded.size, output_type=output_type)
+        assert vae.last_run.notes == ("cropped from 12x8 to 10x7",)
+        assert np.array_equal(got, vae.decode(z, output_type=output_type)[index])
+    assert vae.decode(z, size=encoded.size, output_type="pil")[1].size == (7, 10)
+
+
+def test_multiples_are_left_alone():
+    vae, x = small_vae(), images(8, 12)
+    assert same(vae.encode(x, pad="reflect"), vae.encode(x)) and vae.last_run.notes == ()
+    z = latents(vae, 2, 3)
+    assert np.array_equal(vae.decode(z, size=(8, 12)), vae.decode(z)) and vae.last_run.notes == ()
+
+
+def test_padding_in_tiles():
+    from vaemem import Tiling
+
+    vae, x = small_vae(), images(30, 50)
+    encoded = vae.encode(x, pad="edge", tiling=Tiling(32))
+    assert encoded.moments.shape[2:] == (8, 13)
+    assert vae.last_run.notes == ("padded from 30x50 to 32x52 (edge)", "6 tiles of 32x32")
+
+
+def test_what_is_refused(tmp_path):
+    vae = small_vae()
+    (tmp_path / "a.png").write_bytes(b"no picture")
+    depth = Image.fromarray(np.zeros((8, 8), np.uint16))
+    z = latents(vae, 2, 2)
+    for call, kind, message in (
+        (lambda: vae.encode([picture(), picture(8, 8)]), ValueError, "one size in a batch, got 8x12 and 8x8: encode"),
+        (lambda: vae.encode([images(8, 8)[0], images(8, 4)[0]]), ValueError, r"got \(3, 8, 8\) and \(3, 8, 4\)"),
+        (lambda: vae.encode([picture(), 3]), TypeError, "x: want images and files of them, or arrays, got int among"),
+        (lambda: vae.encode(picture(9, 8)), ValueError, "height: want a positive multiple of 4, got 9: pad='reflect'"),
+        (lambda: vae.encode(images(8, 8), pad="zeros"), ValueError, "pad: want reflect or edge, got 'zeros'"),
+        (lambda: vae.encode(images(0, 8), pad="edge"), ValueError, "height: want a positive multiple of 4, got 0"),
+        (lambda: vae.encode(tmp_path / "b.png"), FileNotFoundError, "x: want an image file, got .*b.png: no such file"),
+        (lambda: vae.encode(tmp_path / "a.png"), ValueError, "x: want an image file, got .*a.png: cannot identify"),
+        (lambda: vae.encode(tmp_path), ValueError, "x: want an image file, got .*: .*Is a directory"),
+        (lambda: vae.encode(depth), ValueError, "x: want an image of 8 bits a channel, got mode I;16"),
+        (lambda: vae.encode([]), ValueError, "x: want shape"),
+        (lambda: vae.decode(z, size=(9, 8)), ValueError, "size: want 1x1 to 8x8, what these latents give, got 9x8"),
+        (lambda: vae.decode(z, size=8), TypeError, r"size: want \(height, width\) or None, got 8"),
+        (lambda: vae.decode(z, output_type="pil", out=0), ValueError, "output_type: want float or uint8 for out=, got"),
+    ):
+        with pytest.raises(kind, match=message):
+            call()
+    assert np.isfinite(vae.decode(z)).all()
+
+
+def test_two_channels_are_no_picture():
+    vae = VAE.random(config=config("sd") | {"in_channels": 1, "out_channels": 2})
+    with pytest.raises(ValueError, match="output_type: want float or uint8 for images of 2 channels, got 'pil'"):
+        vae.decode(latents(vae, 2, 2), output_type="pil")
+    with pytest.raises(ValueError, match=r"x: want shape \(N, H, W, 1\) for uint8, got \(1, 8, 12, 3\)"):
+        vae.encode(picture())

@@ -1,0 +1,79 @@
+"""Weights that are in memory or in a pipeline's directory, and files that are none of safetensors."""
+
+import re
+
+import numpy as np
+import pytest
+from weights_files import CONFIGS, SMALL, autoencoder, make, respell, same, tensors_of
+
+from vaemem import VAE
+from vaemem.engine import weights
+
+
+@pytest.mark.parametrize("prefix", ["", "first_stage_model."])
+def test_a_state_dict_of_arrays(prefix):
+    model = make()
+    state = {prefix + name: t for name, t in respell(tensors_of(model), "ldm").items()}
+    state["global_step"] = 3
+    same(weights.load(state), tensors_of(model))
+    same(weights.load({"state_dict": state, "epoch": 1}), tensors_of(model))
+    vae = VAE.load(state, config=SMALL)
+    same(weights.load(vae.state_dict()), tensors_of(model))
+    state.pop(prefix + "encoder.conv_in.bias")
+    with pytest.raises(ValueError, match=rf"state dict: 1 tensor.*missing {prefix}encoder.conv_in.bias"):
+        VAE.load(state)
+    state[prefix + "encoder.conv_in.bias"] = np.zeros(32)
+    with pytest.raises(ValueError, match=rf"{prefix}encoder.conv_in.bias: want F32, F16, BF16, got float64"):
+        VAE.load(state)
+    with pytest.raises(ValueError, match=r"state dict: unknown layout"):
+        VAE.load({})
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_a_module(dtype):
+    torch = pytest.importorskip("torch")
+    module = autoencoder({**CONFIGS["flux_like"], "sample_size": 72}).to(getattr(torch, dtype))
+    vae = VAE.load(module)
+    same(vae._core, {name: tensor.float().numpy() for name, tensor in module.state_dict().items()})
+    assert vae.arch["scaling_factor"] == 0.5 and vae.sample_size == 72
+    same(VAE.load(module.state_dict(), config=module.config)._core, tensors_of(vae._core))
+    assert VAE.load(module, config=CONFIGS["flux_like"]).sample_size == 32
+    assert VAE.load(module, parts="decoder").parts == "decoder"
+
+
+def test_a_pipelines_directory(tmp_path):
+    vae = VAE.random(config={**SMALL, "sample_size": 96})
+    vae.save(tmp_path / "vae")
+    with pytest.raises(FileNotFoundError, match="which has none"):
+        VAE.load(tmp_path)
+    (tmp_path / "model_index.json").write_text("{}")
+    found = VAE.load(tmp_path)
+    assert found.sample_size == 96
+    same(found._core, tensors_of(vae._core))
+
+
+@pytest.mark.parametrize("name", ["diffusion_pytorch_model.bin", "old.ckpt"])
+def test_a_pickle_says_how_to_convert_it(tmp_path, name):
+    """What it says is run, and gives the file."""
+    torch = pytest.importorskip("torch")
+    module = autoencoder(SMALL)
+    state = module.state_dict()
+    torch.save({"state_dict": state} if name == "old.ckpt" else state, tmp_path / name)
+    with pytest.raises(ValueError, match=r"path: want a safetensors file, got .*A pickle may run") as caught:
+        VAE.load(tmp_path / name)
+    said = re.search(r"VAE\.load\(torch.*\.safetensors'\)", str(caught.value))[0]
+    exec(said, {"VAE": VAE, "torch": torch})
+    want = {n: t.numpy() for n, t in state.items()}
+    same(VAE.load((tmp_path / name).with_suffix(".safetensors"))._core, want)
+
+
+def test_a_directory_with_a_pickle_alone(tmp_path):
+    torch = pytest.importorskip("torch")
+    module = autoencoder({**SMALL, "scaling_factor": 0.5})
+    module.save_pretrained(tmp_path, safe_serialization=False)
+    with pytest.raises(FileNotFoundError, match=r"only diffusion_pytorch_model.bin. A pickle may run") as caught:
+        VAE.load(tmp_path)
+    exec(re.search(r"VAE\.load\(torch.*\.safetensors'\)", str(caught.value))[0], {"VAE": VAE, "torch": torch})
+    vae = VAE.load(tmp_path)
+    assert vae.arch["scaling_factor"] == 0.5
+    same(vae._core, {n: t.numpy() for n, t in module.state_dict().items()})

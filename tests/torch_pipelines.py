@@ -1,0 +1,102 @@
+"""Whole pipelines of diffusers', tiny and random, from configs: nothing is downloaded."""
+
+from __future__ import annotations
+
+import json
+
+import diffusers
+import tokenizers
+import torch
+import transformers
+from engine import config
+
+MAX_LENGTH = 8
+
+
+def autoencoder(name: str, **settings) -> diffusers.AutoencoderKL:
+    torch.manual_seed(0)
+    return diffusers.AutoencoderKL(**{k: v for k, v in (config(name) | settings).items() if k != "_class_name"}).eval()
+
+
+def clip(folder, projection: bool = False):
+    """A tokenizer that knows single letters, and a text encoder of one layer."""
+    letters = [letter + end for letter in "abcdefghijklmnopqrstuvwxyz" for end in ("", "</w>")]
+    words = ["<|startoftext|>", "<|endoftext|>", *letters]
+    (folder / "vocab.json").write_text(json.dumps({word: i for i, word in enumerate(words)}))
+    (folder / "merges.txt").write_text("#version: 0.2\n")
+    tokenizer = transformers.CLIPTokenizer(
+        folder / "vocab.json", folder / "merges.txt", model_max_length=MAX_LENGTH, unk_token="<|endoftext|>"
+    )
+    settings = transformers.CLIPTextConfig(
+        vocab_size=len(words), hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
+        projection_dim=32, max_position_embeddings=MAX_LENGTH, bos_token_id=0, eos_token_id=1, pad_token_id=1,
+    )  # fmt: skip
+    build = transformers.CLIPTextModelWithProjection if projection else transformers.CLIPTextModel
+    return tokenizer, build(settings).eval()
+
+
+def t5():
+    letters = [
+        ("<pad>", 0.0),
+        ("</s>", 0.0),
+        ("<unk>", 0.0),
+        *((letter, -1.0) for letter in "▁abcdefghijklmnopqrstuvwxyz"),
+    ]
+    fast = tokenizers.Tokenizer(tokenizers.models.Unigram(letters, unk_id=2))
+    fast.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    tokenizer = transformers.T5TokenizerFast(tokenizer_object=fast, extra_ids=0, model_max_length=MAX_LENGTH)
+    settings = transformers.T5Config(vocab_size=len(letters), d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4)
+    return tokenizer, transformers.T5EncoderModel(settings).eval()
+
+
+def unet(**settings):
+    return diffusers.UNet2DConditionModel(
+        sample_size=8, block_out_channels=(32, 64), layers_per_block=1, norm_num_groups=8, attention_head_dim=8,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        **settings,
+    )  # fmt: skip
+
+
+def stable_diffusion(folder):
+    torch.manual_seed(1)
+    tokenizer, encoder = clip(folder)
+    return diffusers.StableDiffusionPipeline(
+        vae=autoencoder("sd"), tokenizer=tokenizer, text_encoder=encoder, unet=unet(cross_attention_dim=32),
+        scheduler=diffusers.DDIMScheduler(clip_sample=False, steps_offset=1), safety_checker=None,
+        feature_extractor=None, requires_safety_checker=False,
+    )  # fmt: skip
+
+
+def stable_diffusion_xl(folder):
+    torch.manual_seed(2)
+    tokenizer, encoder = clip(folder)
+    size = dict(addition_embed_type="text_time", addition_time_embed_dim=8, projection_class_embeddings_input_dim=80)
+    return diffusers.StableDiffusionXLPipeline(
+        vae=autoencoder("sd", scaling_factor=0.13025), tokenizer=tokenizer, text_encoder=encoder, tokenizer_2=tokenizer,
+        text_encoder_2=clip(folder, projection=True)[1], unet=unet(cross_attention_dim=64, **size),
+        scheduler=diffusers.EulerDiscreteScheduler(), add_watermarker=False,
+    )  # fmt: skip
+
+
+def flux(folder):
+    torch.manual_seed(3)
+    tokenizer, encoder = clip(folder)
+    tokenizer_2, encoder_2 = t5()
+    transformer = diffusers.FluxTransformer2DModel(
+        in_channels=64, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
+        joint_attention_dim=32, pooled_projection_dim=32, axes_dims_rope=(4, 4, 8),
+    )  # fmt: skip
+    return diffusers.FluxPipeline(
+        vae=autoencoder("flux"), tokenizer=tokenizer, text_encoder=encoder, tokenizer_2=tokenizer_2,
+        text_encoder_2=encoder_2, transformer=transformer, scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
+    )  # fmt: skip
+
+
+PIPELINES = {"sd": stable_diffusion, "sdxl": stable_diffusion_xl, "flux": flux}
+
+
+def pictures(pipe, name: str, output_type: str = "pt", **settings):
+    how = dict(prompt="a cat", height=48, width=32, num_inference_steps=2, output_type=output_type, **settings)
+    how |= dict(max_sequence_length=MAX_LENGTH) if name == "flux" else {}
+    pipe.set_progress_bar_config(disable=True)
+    return pipe(generator=torch.Generator().manual_seed(0), **how).images

@@ -1,0 +1,111 @@
+"""Images as people have them: Pillow's and files in, Pillow's out, and any size by padding and cropping."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from vaemem._common import choose, distinct, need
+from vaemem.engine.arguments import as_int
+
+__all__ = ["crop", "pad", "read", "size_of", "to_pillow"]
+
+Notes = tuple[str, ...]
+
+PADS = ("reflect", "edge")  # NumPy's names
+ALPHA = ("RGBA", "RGBa", "LA", "La", "PA")
+BYTES = ("RGB", "RGBX", "L", "1", "P", "CMYK", "YCbCr", "LAB", "HSV", *ALPHA)  # Pillow's modes of 8 bits a channel
+
+
+def read(x: Any) -> tuple[Any, Notes]:
+    """Pillow's images and files of them, one or a sequence, as uint8 (N, H, W, 3); anything else as it is. Beside it
+    what was done to them. ValueError where those of a sequence, or its arrays, have different sizes."""
+    if not x if isinstance(x, (list, tuple)) else not _is_image(x):
+        return x, ()
+    items, notes = list(x) if isinstance(x, (list, tuple)) else [x], list[str]()
+    if any(_is_image(item) for item in items):
+        items = [_as_bytes(item, notes) for item in items]
+    sizes = distinct(np.shape(item) for item in items)
+    if len(sizes) > 1:
+        one, other = (f"{s[0]}x{s[1]}" if s[2:] == (3,) else str(s) for s in sizes[:2])
+        raise ValueError(f"x: want images of one size in a batch, got {one} and {other}: encode them one by one")
+    return np.stack(items), tuple(distinct(notes))
+
+
+def _is_image(item: Any) -> bool:
+    pillow = sys.modules.get("PIL.Image")
+    return isinstance(item, (str, os.PathLike)) or (pillow is not None and isinstance(item, pillow.Image))
+
+
+def _as_bytes(item: Any, notes: list[str]) -> np.ndarray:
+    """uint8 (H, W, 3). A file is turned as a viewer would turn it."""
+    if isinstance(item, (str, os.PathLike)):
+        pillow, ops = need("PIL.Image", "reading an image file"), need("PIL.ImageOps", "reading an image file")
+        try:
+            with pillow.open(item) as file:
+                item = ops.exif_transpose(file)
+                item.load()
+        except FileNotFoundError:
+            raise FileNotFoundError(f"x: want an image file, got {os.fspath(item)}: no such file") from None
+        except OSError as error:
+            raise ValueError(f"x: want an image file, got {os.fspath(item)}: {error}") from None
+    if not _is_image(item):
+        raise TypeError(f"x: want images and files of them, or arrays, got {type(item).__name__} among images")
+    if item.mode not in BYTES:
+        raise ValueError(f"x: want an image of 8 bits a channel, got mode {item.mode}: make it an array in [-1, 1]")
+    if item.mode in ALPHA or "transparency" in item.info:
+        notes.append("the image's alpha was left out")
+    return np.asarray(item.convert("RGB"))
+
+
+def pad(x: Any, how: str | None, factor: int) -> tuple[Any, Notes]:
+    """Images in host memory with both sides multiples of `factor`, padded at the bottom and on the right. Those that
+    have such sides, and what has no shape of images, come back as they are."""
+    if how is None:
+        return x, ()
+    choose("pad", how, PADS)
+    array = np.asarray(x)
+    if array.ndim != 4 or 0 in array.shape:
+        return x, ()
+    height, width = size_of(array)
+    more = -height % factor, -width % factor
+    if not any(more):
+        return x, ()
+    sides = [(0, n) for n in more]
+    widths = [(0, 0), *sides, (0, 0)] if array.dtype == np.uint8 else [(0, 0), (0, 0), *sides]
+    done = f"padded from {height}x{width} to {height + more[0]}x{width + more[1]} ({how})"
+    return np.pad(array, widths, mode=how), (done,)  # type: ignore[call-overload]
+
+
+def size_of(array: Any) -> tuple[int, int]:
+    """(height, width) of the images in an array, or in what NumPy makes one of."""
+    array = np.asarray(array)
+    return tuple(array.shape[1:3] if array.dtype == np.uint8 else array.shape[2:])
+
+
+def crop(size: Any, request: Mapping[str, Any]) -> tuple[tuple[Any, ...], Notes]:
+    """The index that takes `size` (height, width) out of a decode's images from the top left, None for all of them.
+    request: arguments of the core's plan."""
+    if size is None:
+        return (), ()
+    if not isinstance(size, (list, tuple)) or len(size) != 2:
+        raise TypeError(f"size: want (height, width) or None, got {size!r}")
+    whole = request["height"], request["width"]
+    height, width = (as_int("size", side) for side in size)
+    if not (0 < height <= whole[0] and 0 < width <= whole[1]):
+        raise ValueError(f"size: want 1x1 to {whole[0]}x{whole[1]}, what these latents give, got {height}x{width}")
+    if (height, width) == whole:
+        return (), ()
+    index = (slice(height), slice(width))
+    first = (slice(None),) if request["pixels"] == "uint8" else (slice(None), slice(None))
+    return (*first, *index), (f"cropped from {whole[0]}x{whole[1]} to {height}x{width}",)
+
+
+def to_pillow(pictures: np.ndarray) -> list[Any]:
+    """Of uint8 (N, H, W, 3): an image of Pillow's for each."""
+    pillow = need("PIL.Image", "output_type='pil'")
+    return [pillow.fromarray(np.ascontiguousarray(picture)) for picture in pictures]

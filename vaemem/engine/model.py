@@ -1,0 +1,258 @@
+"""A model with its weights, where it lives: made, written, and closed. `vae` is what runs it."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vaemem import _core
+from vaemem._common import choose
+from vaemem._core import Model as Core
+from vaemem.engine import weights
+from vaemem.engine.arguments import open_device
+from vaemem.engine.device import Device
+from vaemem.engine.layouts import sample_size_of
+from vaemem.engine.runner import Runner
+
+if TYPE_CHECKING:
+    from typing import Self
+
+__all__ = ["Model"]
+
+
+class Model:
+    """What `vaemem.VAE` says of its making, its weights and its end."""
+
+    def __init__(self, core: Core, device: Device | None = None, config: Any = None) -> None:
+        self._open: Runner | None = Runner(core, device)
+        self.arch = self._runner.arch
+        self.model: str = self.arch["name"]
+        self.sample_size = sample_size_of(config, self.model)
+
+    # ---- making one ----
+
+    @classmethod
+    def load(
+        cls,
+        path: Any,
+        model: str | None = None,
+        config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+        parts: str = "all",
+        device: Any = "cpu",
+        dtype: str = "float32",
+        tf32: bool = False,
+        autotune: bool = False,
+        convolution: str = "cudnn",
+    ) -> Self:
+        """Loads a safetensors file, a diffusers directory, or tensors that are in memory.
+
+        Parameters
+        ----------
+        path : path, mapping or module
+            A safetensors file in diffusers, LDM/SD checkpoint or BFL layout (detected), float32, float16 or
+            bfloat16; or a directory of diffusers' (a VAE's, or a pipeline's, in which ``vae`` is meant), whose
+            ``config.json`` is then the architecture.
+            Or a state dict, of NumPy arrays or of torch tensors wherever they lie, by the same names, or a checkpoint
+            that holds one under ``"state_dict"``. Or a module with such a ``state_dict()``, whose ``config``, if it has
+            one, is then the architecture. Tensors are copied.
+        model : str, optional
+            A known one, as the attribute `model` lists them: wins over what the file says, and must fit its tensors.
+            Needed only where ``scaled=True`` will be, for SD1.5, SDXL and Playground, whose tensors are the same, and
+            for SD3, whose tensors are FLUX's.
+        config : path or mapping, optional
+            An AutoencoderKL or AutoencoderKLFlux2 ``config.json`` for any other architecture; wins likewise.
+        parts : {"all", "encoder", "decoder"}
+            Reads only that half; the file need not hold the other, whose tensors are not looked at.
+        device : str
+            ``"cpu"``, ``"cuda"`` or ``"cuda:N"``.
+        dtype : {"float32", "float16", "bfloat16"}
+            Of weights, activations and products; sums and statistics are float32. The CPU has float32 only.
+        tf32 : bool
+            float32 on a GPU: whether products may round their factors to TF32 (10 bits).
+        autotune : bool
+            On a GPU: time cuDNN's engines in the first run of a size, instead of taking the heuristics' first.
+        convolution : {"cudnn", "own"}
+            On a GPU, float16 and bfloat16: whose. Our own takes a pass in one kernel, with no stripes and less memory;
+            cuDNN is still asked where that has no tile.
+
+        Raises
+        ------
+        ValueError
+            A bad argument; a file that is damaged or no safetensors file (of a ``.bin`` or ``.ckpt`` it says how to
+            convert it); a tensor that is missing, extra, misshapen, cut or of another dtype, by its name in the file.
+            Whatever is raised, nothing stays allocated.
+        OSError
+            The file cannot be read. FileNotFoundError: no such file, or a directory without weights or config.
+        MemoryError
+            No room for the weights.
+        RuntimeError
+            No driver, no cuDNN, or a GPU that refused.
+        """
+        gpu = open_device(device, dtype, tf32, autotune, convolution)
+        core = weights.load(path, model, config, parts, gpu.backend.capsule if gpu else None)
+        beside = config is None and model is None
+        return cls(core, gpu, weights.config_beside(path) if beside else config)
+
+    @classmethod
+    def random(
+        cls,
+        model: str = "sdxl",
+        seed: int = 0,
+        config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+        parts: str = "all",
+        device: Any = "cpu",
+        dtype: str = "float32",
+        tf32: bool = False,
+        autotune: bool = False,
+        convolution: str = "cudnn",
+    ) -> Self:
+        """Weights of the real shapes: PyTorch's default initialisation, random norm affines.
+
+        The same seed, 0 or more, gives the same tensors whatever the parts. With ``config=`` the architecture is the
+        config's. What else there is to say goes for `load` too.
+        """
+        gpu = open_device(device, dtype, tf32, autotune, convolution)
+        if config is None:
+            choose("model", model, _core.models())
+            arch = _core.models()[model]
+        else:
+            arch = weights.read_config(config)
+        core = _core.Model(arch, parts, gpu.backend.capsule if gpu else None)
+        weights.random_tensors(core, seed)
+        return cls(core, gpu, config)
+
+    def copy(
+        self,
+        device: Any = "cpu",
+        dtype: str = "float32",
+        tf32: bool = False,
+        autotune: bool = False,
+        convolution: str = "cudnn",
+    ) -> Self:
+        """A new VAE with the weights of this one, which must be on the CPU. Arguments are `load`'s.
+
+        >>> import vaemem
+        >>> one = vaemem.VAE.random("sdxl", parts="decoder")
+        >>> two = one.copy()    # device="cuda", dtype="bfloat16" where there is a GPU
+        >>> one.close(), two.parameters
+        (None, 49490199)
+        """
+        source = self._on_the_cpu("copy")
+        gpu = open_device(device, dtype, tf32, autotune, convolution)
+        made = type(self)(weights.copy(source, gpu.backend.capsule if gpu else None), gpu)
+        made.sample_size = self.sample_size
+        return made
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """Copies of the weights as float32 arrays, by diffusers' names. Of a VAE on the CPU."""
+        core = self._on_the_cpu("state_dict")
+        return {name: core.get_tensor(name) for name, _ in core.tensors}
+
+    def save(self, path: str | os.PathLike[str], layout: str = "diffusers") -> None:
+        """Writes the weights as float32 safetensors.
+
+        Parameters
+        ----------
+        path : path
+            A ``.safetensors`` file; for ``"diffusers"`` also a directory, made where there is none, which gets a
+            ``config.json`` too. A file without one does not tell norm_num_groups or the scaling.
+        layout : {"diffusers", "ldm", "bfl"}
+            ``"ldm"`` wants both quant convs, ``"bfl"`` none and the middle attention.
+
+        Raises
+        ------
+        ValueError
+            A layout that is unknown or cannot hold the model, a path of the wrong kind, or a model on a GPU, whose copy
+            is rounded.
+        OSError
+            The file cannot be written. Whatever was there before is as it was.
+        """
+        weights.save(self._on_the_cpu("save"), path, layout=layout, sample_size=self.sample_size)
+
+    # ---- its end ----
+
+    def close(self) -> None:
+        """Gives weights and arena back to the system; results stay their owners'. A run of another thread's goes on to
+        its end first. Whatever else is asked of a VAE that is closed is a ValueError; closing it again is none."""
+        self._open = None
+
+    @property
+    def closed(self) -> bool:
+        return self._open is None
+
+    def __enter__(self) -> Self:
+        _ = self._runner  # raises where it is closed
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    # ---- what it is ----
+
+    @property
+    def device(self) -> str:
+        return "cpu" if self._device is None else f"cuda:{self._device.number}"
+
+    @property
+    def dtype(self) -> str:
+        return "float32" if self._device is None else self._device.dtype
+
+    def __reduce__(self) -> Any:
+        raise TypeError("VAE: cannot be pickled or copied: load it again where it is wanted")
+
+    @property
+    def parts(self) -> str:
+        """``"all"``, ``"encoder"`` or ``"decoder"``."""
+        return self._core.parts
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Held from the system now: weights, the arena, and outputs that are still referenced."""
+        return self._core.reserved_bytes
+
+    @property
+    def unaccounted_bytes(self) -> int:
+        """What a GPU has lost since this VAE was opened beside `reserved_bytes`: kernels, cuDNN's handle, and whatever
+        else was taken there meanwhile, by anyone. The context itself was there before. 0 on the CPU."""
+        if not self._device:
+            return 0
+        return self._device.backend.free_at_open - self._device.backend.memory()[0] - self.reserved_bytes
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers the weights hold."""
+        return sum(math.prod(shape) for _, shape in self._core.tensors)
+
+    def __repr__(self) -> str:
+        if self.closed:
+            return f"<VAE {self.model}: closed>"
+        held = f"{self.reserved_bytes / 2**20:.0f} MiB held"
+        where = f"{self.device} {self.dtype}, " if self._device else ""
+        return f"<VAE {self.model}: {self.parameters:,} parameters, parts={self.parts}, {where}{held}>"
+
+    # ---- inside ----
+
+    @property
+    def _runner(self) -> Runner:
+        if self._open is None:
+            raise ValueError("VAE: want one that is open, got one that was closed: load it again")
+        return self._open
+
+    @property
+    def _core(self) -> Core:
+        return self._runner.core
+
+    @property
+    def _device(self) -> Device | None:
+        return self._runner.device
+
+    def _on_the_cpu(self, wish: str) -> Core:
+        """The core model, whose weights are what they were made of. A GPU's are rounded."""
+        if self._device:
+            raise ValueError(f"{wish}: want a VAE on the cpu, got one on {self.device}, whose weights are {self.dtype}")
+        return self._core

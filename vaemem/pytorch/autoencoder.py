@@ -1,0 +1,246 @@
+"""diffusers' AutoencoderKL, computed by vaemem: what `vaemem.pytorch.AutoencoderKL` is.
+
+It is diffusers' own class whose parameters lie on the device "meta": names, shapes, dtypes and config are there for
+whoever asks (pipelines ask for dtypes of single layers), numbers are not. Two methods are overridden, which are given a
+batch and return one; slices, outputs and distributions are diffusers'.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from threading import Event
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+try:
+    import diffusers
+    from diffusers.models.autoencoders.vae import DecoderOutput
+except ImportError as error:  # pragma: no cover
+    raise ImportError(
+        f"vaemem.pytorch.AutoencoderKL wants diffusers: pip install 'vaemem[diffusers]' ({error})"
+    ) from error
+
+from vaemem.engine import weights
+from vaemem.engine.arguments import Progress
+from vaemem.engine.layouts import config_of
+from vaemem.engine.limits import Limit
+from vaemem.engine.records import Run
+from vaemem.engine.tiling import Tiling
+from vaemem.engine.vae import VAE
+
+if TYPE_CHECKING:
+    from typing import Self
+
+__all__ = ["AutoencoderKL"]
+
+DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+
+
+class AutoencoderKL(diffusers.AutoencoderKL):  # type: ignore[misc]
+    """A drop-in for diffusers' AutoencoderKL, for inference: ``pipe.vae = AutoencoderKL.from_module(pipe.vae)``.
+
+    Tensors go in and come out as in diffusers, on the CPU or on a GPU. The weights lie in a `vaemem.VAE` on the CPU, in
+    float32, and where the module was moved to a GPU there too, in the module's dtype. On the CPU every run computes in
+    float32, and the module's dtype is that of results. What is given may have any floating dtype.
+
+    Parameters
+    ----------
+    vae : VAE
+        On the CPU; one of the parts will do for runs of that part.
+    config : mapping, optional
+        As diffusers' class takes it. None: what `vae` says.
+    torch_dtype : torch.dtype
+        float32, float16 or bfloat16, as ``.to(dtype)`` takes it too.
+    memory_limit : int or str, optional
+        As `VAE.decode` takes it, for every run: ``"900 MiB"``, ``"auto"``. An attribute, too.
+
+    Attributes
+    ----------
+    vae : VAE
+        The one on the CPU.
+    last_run : Run or None
+        What the last encode or decode took.
+    progress, cancel
+        As `VAE.decode` takes them, for every run.
+
+    Raises
+    ------
+    ValueError
+        Where gradients would be wanted, for there are none; a tensor on another device; a dtype that is none of those.
+
+    Notes
+    -----
+    `enable_tiling` does what diffusers' does, tile by tile, which is not exact: a `memory_limit` is, and goes without
+    tiles. Tiles are put together in host memory. On a GPU, results of float16 that overflow are made again with smaller
+    activations, so that SDXL's need no upcast: ``pipe.vae.register_to_config(force_upcast=False)`` saves it.
+    Attention processors, adapters and what else changes the module's layers change nothing.
+
+    Examples
+    --------
+    >>> import torch, vaemem
+    >>> from vaemem.pytorch import AutoencoderKL
+    >>> vae = AutoencoderKL(vaemem.VAE.random("sdxl"), memory_limit="600 MiB")
+    >>> with torch.no_grad():
+    ...     latents = vae.encode(torch.zeros(1, 3, 64, 64)).latent_dist.mode()
+    ...     vae.decode(latents).sample.shape
+    torch.Size([1, 3, 64, 64])
+    >>> vae.last_run.peak_bytes <= 600 << 20, vae.config.scaling_factor
+    (True, 0.13025)
+    """
+
+    memory_limit: Limit
+    progress: Progress
+    cancel: Event | None
+
+    def __init__(
+        self, vae: VAE, config: Any = None, torch_dtype: torch.dtype = torch.float32, memory_limit: Limit = None
+    ) -> None:
+        if vae.device != "cpu":
+            raise ValueError(f"vae: want one on the cpu, which .to({vae.device!r}) takes there, got {vae!r}")
+        config = dict(config_of(vae.arch, vae.sample_size) if config is None else config)
+        if config.get("scaling_factor", 0) is None:
+            raise ValueError("config: want a scaling_factor: load with model='sd15', model='sdxl' or config=")
+        with torch.device("meta"):
+            super().__init__(**config)
+        # A pipeline that is saved names the instance's module, and who loads it wants diffusers, with these weights.
+        self.__module__ = diffusers.AutoencoderKL.__module__
+        self.vae, self._there = vae, vae
+        self._place = torch.empty(0)  # on the module's device, in its dtype
+        self.memory_limit, self.progress, self.cancel = memory_limit, False, None
+        self.eval().requires_grad_(False).to(torch_dtype)
+
+    # ---- making one ----
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | os.PathLike[str],
+        *,
+        torch_dtype: torch.dtype | None = None,
+        memory_limit: Limit = None,
+        subfolder: str | None = None,
+        **kwargs: Any,
+    ) -> Self:
+        """From a directory: a VAE's, or a pipeline's, in which ``vae`` is meant. It is read by vaemem where nothing
+        else is asked for. For the hub's names, and with any other keyword of diffusers', diffusers loads and
+        `from_module` copies."""
+        dtype = torch_dtype or torch.float32
+        path = os.path.join(pretrained_model_name_or_path, subfolder or "")
+        if os.path.isdir(path) and not any(value is not None for value in kwargs.values()):
+            vae, beside = VAE.load(path), weights.config_beside(path)
+            return cls(vae, diffusers.AutoencoderKL.load_config(beside), dtype, memory_limit)
+        if subfolder is not None:
+            kwargs["subfolder"] = subfolder
+        module = diffusers.AutoencoderKL.from_pretrained(pretrained_model_name_or_path, torch_dtype=dtype, **kwargs)
+        return cls.from_module(module, memory_limit=memory_limit)
+
+    @classmethod
+    def from_single_file(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        model: str | None = None,
+        config: Any = None,
+        torch_dtype: torch.dtype | None = None,
+        memory_limit: Limit = None,
+    ) -> Self:
+        """From a safetensors file in any layout that `VAE.load` reads. SD1.5's and SDXL's files are alike: `model`
+        (``"sd15"`` or ``"sdxl"``) or `config` says which it is."""
+        return cls(VAE.load(path, model, config), None, torch_dtype or torch.float32, memory_limit)
+
+    @classmethod
+    def from_module(cls, module: Any, *, torch_dtype: torch.dtype | None = None, memory_limit: Limit = None) -> Self:
+        """From diffusers' AutoencoderKL, such as a pipeline's: its weights are copied, its config, dtype and device are
+        taken over."""
+        if not isinstance(module, diffusers.AutoencoderKL):
+            raise TypeError(f"module: want diffusers' AutoencoderKL, got {type(module).__name__}")
+        made = cls(VAE.load(module), module.config, torch_dtype or module.dtype, memory_limit)
+        made.use_slicing, made.use_tiling = module.use_slicing, module.use_tiling
+        return made.to(module.device)
+
+    # ---- where it is ----
+
+    @property
+    def device(self) -> torch.device:
+        """Where it takes its tensors and gives them."""
+        return self._place.device
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """What ``to()``, ``half()``, ``cuda()`` and the like come to."""
+        place = fn(self._place)
+        if place.dtype not in DTYPES:
+            raise ValueError(f"dtype: want float32, float16 or bfloat16, got {place.dtype}")
+        if place.device.type not in ("cpu", "cuda"):
+            raise ValueError(f"device: want cpu or cuda, got {place.device}")
+        before, self._place = self._place, place
+        if place.device != before.device:
+            try:
+                self._engine()
+            except BaseException:
+                self._place = before
+                raise
+        for parameter in self.parameters():
+            parameter.data = parameter.data.to(place.dtype)
+        return self
+
+    def _engine(self) -> VAE:
+        """The VAE that computes where the module is now. On a GPU it is made when it is first wanted, for a pipeline
+        may take it to another dtype and back."""
+        if self.device.type == "cpu":
+            wanted = "cpu", "float32"
+        else:
+            wanted = f"cuda:{self.device.index or 0}", DTYPES[self.dtype]
+        if (self._there.device, self._there.dtype) != wanted:
+            self._there = self.vae  # the old one's memory goes before the new one's is taken
+            if wanted[0] != "cpu":
+                self._there = self.vae.copy(*wanted)
+        return self._there
+
+    # ---- running ----
+
+    def _encode(self, x: torch.Tensor) -> torch.Tensor:
+        return self._run("encode", x, self.tile_sample_min_size)
+
+    def _decode(self, z: torch.Tensor, return_dict: bool = True) -> Any:
+        image = self._run("decode", z, self.tile_latent_min_size * 2 ** (len(self.config.block_out_channels) - 1))
+        return DecoderOutput(sample=image) if return_dict else (image,)
+
+    def _run(self, op: str, x: torch.Tensor, tile: int) -> torch.Tensor:
+        name = "x" if op == "encode" else "z"
+        if not isinstance(x, torch.Tensor) or not x.is_floating_point():
+            got = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
+            raise TypeError(f"{name}: want a tensor of floating-point numbers, got {got}")
+        if x.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                f"{name}: want a tensor that needs no gradient, got one with requires_grad=True: vaemem computes none; "
+                f"{op} under torch.no_grad() or give {name}.detach()"
+            )
+        if x.device != self.device:
+            raise ValueError(f"{name}: want a tensor on {self.device}, where the module is, got one on {x.device}")
+        how: dict[str, Any] = dict(memory_limit=self.memory_limit, progress=self.progress, cancel=self.cancel)
+        if self.use_tiling:
+            how["tiling"] = Tiling(tile, self.tile_overlap_factor)
+        engine, x = self._engine(), x.detach()
+        if self.device.type == "cpu" or self.use_tiling:
+            given: Any = x.to("cpu", torch.float32).contiguous().numpy()
+        else:
+            given = x.to(self.dtype).contiguous()
+        result = engine.decode(given, **how) if op == "decode" else engine.encode(given, **how).moments
+        if not isinstance(result, torch.Tensor):
+            result = torch.from_numpy(result)
+        return result.to(self.device, self.dtype)
+
+    @property
+    def last_run(self) -> Run | None:
+        return self._there.last_run
+
+    # ---- its numbers ----
+
+    def state_dict(self, *, prefix: str = "", **kwargs: Any) -> dict[str, torch.Tensor]:
+        """Copies of the weights, in the module's dtype on the CPU."""
+        return {prefix + name: torch.from_numpy(t).to(self.dtype) for name, t in self.vae.state_dict().items()}
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError("AutoencoderKL: its weights cannot be changed: make another one, with from_module or VAE.load")
