@@ -37,7 +37,7 @@ static void norm(list *l, size_t c) {
 static void batch_norm(list *l, size_t c) {
     norm(l, c);
     l->element = sizeof(int64_t);
-    add(l, 1);
+    add(l, 1, "weights");
 }
 
 static void resnet(list *l, size_t in, size_t out) {
