@@ -55,6 +55,22 @@ class VAE:
         The side of a `Tiling`'s tiles where it names none: the config's, as diffusers takes it.
     last_run : Run or None
         What the last encode or decode that succeeded took.
+
+    Examples
+    --------
+    >>> picture = vae.decode(np.zeros((1, 4, 16, 16)))  # of a VAE with small random weights
+    >>> picture.shape
+    (1, 3, 128, 128)
+    >>> vae.last_run.peak_bytes == vae.estimate("decode", 128, 128).peak_bytes
+    True
+    >>> fastest, *_, smallest = vae.tradeoff("decode", 256, 256)
+    >>> smallest.peak_bytes <= vae.smallest("decode", 256, 256) < fastest.peak_bytes
+    True
+    >>> height, width = vae.largest("decode", "32 MiB", aspect=16 / 9)
+    >>> vae.estimate("decode", height, width, memory_limit="32 MiB").peak_bytes <= 32 << 20
+    True
+    >>> vae.trim()
+    >>> vae.save("vae.safetensors", layout="ldm")
     """
 
     def __init__(self, core: _core.Model, device: Device | None = None, config: Any = None) -> None:
@@ -121,6 +137,12 @@ class VAE:
             No room for the weights.
         RuntimeError
             No driver, no cuDNN, or a GPU that refused.
+
+        Examples
+        --------
+        >>> vae.save("model")
+        >>> VAE.load("model", parts="decoder")
+        <VAE custom: ... parameters, parts=decoder, ... MiB held>
         """
         gpu = open_device(device, dtype, tf32, autotune, convolution)
         core = weights.load(path, model, config, parts, gpu.backend.capsule if gpu else None)
@@ -143,6 +165,11 @@ class VAE:
 
         The same seed, 0 or more, gives the same tensors whatever the parts. With ``config=`` the architecture is the
         config's. What else there is to say goes for `load` too.
+
+        Examples
+        --------
+        >>> VAE.random("sdxl", parts="decoder").parameters
+        49490199
         """
         gpu = open_device(device, dtype, tf32, autotune, convolution)
         if config is None:
@@ -229,6 +256,16 @@ class VAE:
             the attribute ``smallest`` (bytes).
         RuntimeError
             The GPU refused.
+
+        Examples
+        --------
+        >>> latents = np.random.default_rng(0).standard_normal((1, 4, 16, 16))
+        >>> picture = vae.decode(latents, output_type="uint8")
+        >>> picture.shape, picture.dtype
+        ((1, 128, 128, 3), dtype('uint8'))
+        >>> limit = vae.smallest("decode", 128, 128, output_type="uint8")
+        >>> bool((vae.decode(latents, output_type="uint8", memory_limit=limit) == picture).all())
+        True
         """
         return self._run("decode", z, pixels_of(output_type), out, scaled, progress, tiling, memory_limit)
 
@@ -254,6 +291,12 @@ class VAE:
         Returns
         -------
         Encoded
+
+        Examples
+        --------
+        >>> photograph = np.zeros((1, 64, 96, 3), np.uint8)
+        >>> vae.encode(photograph, scaled=True).sample(0).shape
+        (1, 4, 8, 12)
         """
         moments = self._run("encode", x, "", None, scaled, progress, tiling, memory_limit)
         scaling, shift = (self.arch["scaling_factor"], self.arch["shift_factor"]) if scaled else (1.0, 0.0)
@@ -443,6 +486,11 @@ def backends() -> list[dict[str, Any]]:
     -------
     list of dict
         ``name``, ``device``, ``usable``, ``chosen`` (what runs on the CPU use), ``why`` (a sentence where not usable).
+
+    Examples
+    --------
+    >>> [row["usable"] for row in backends() if row["name"] == "ref"]  # plain C
+    [True]
     """
     rows: list[dict[str, Any]] = []
     for name, usable in _core.backends():

@@ -179,6 +179,13 @@ class CachingAllocator(_core.CachingAllocator):
         ------
         ValueError
             For an unknown option, a malformed value, or a backend other than native.
+
+        Examples
+        --------
+        >>> a = CachingAllocator.from_conf("expandable_segments:True")
+        >>> x = a.malloc(30 << 20)
+        >>> a.memory_reserved() >> 20  # in pages of 20 MiB
+        40
         """
         return cls(**parse_conf(conf), **settings)
 
@@ -195,6 +202,13 @@ class CachingAllocator(_core.CachingAllocator):
         -------
         dict
             Plain builtins. ``time_us`` counts events, for a simulation has no clock.
+
+        Examples
+        --------
+        >>> a = CachingAllocator()
+        >>> a.free(a.malloc(3 << 20))
+        >>> [event["action"] for event in a.snapshot()["device_traces"][0]]
+        ['segment_alloc', 'alloc', 'free_requested', 'free_completed']
         """
         stacks = [
             [{"name": f, "filename": "vaemem", "line": 0}] if isinstance(f, str) else list(f) for f in frames or ()
@@ -239,7 +253,16 @@ class CachingAllocator(_core.CachingAllocator):
         }
 
     def save_snapshot(self, path: str | os.PathLike[str], frames: Sequence[Any] | None = None) -> None:
-        """Writes `snapshot` as the pickle that ``torch.cuda._memory_viz`` and pytorch.org/memory_viz read."""
+        """Writes `snapshot` as the pickle that ``torch.cuda._memory_viz`` and pytorch.org/memory_viz read.
+
+        Examples
+        --------
+        >>> a = CachingAllocator()
+        >>> x = a.malloc(3 << 20)
+        >>> a.save_snapshot("history.pickle")
+        >>> replay("history.pickle").same
+        True
+        """
         with open(path, "wb") as file:
             pickle.dump(self.snapshot(frames), file, protocol=4)
 
