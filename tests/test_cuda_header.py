@@ -73,7 +73,13 @@ def geometry(h, w, in_c, out, k=3, stride=1, up=False, format=ROWS):
         ("bf16", SM_90, (512, 512, 512, 256), True, (0, 0, 0)),
         ("bf16", SM_90, (512, 512, 128, 128, 5), False, (0, 0, 0)),
         ("bf16", SM_90, (16, 16, 1 << 16, 7280), False, (8, 128, 1)),
-        ("bf16", SM_90, (16, 16, 1 << 16, 7296), False, (0, 0, 0)),  # 9 * 2^16 * 7296 filters' numbers are 2^32 and more
+        (
+            "bf16",
+            SM_90,
+            (16, 16, 1 << 16, 7296),
+            False,
+            (0, 0, 0),
+        ),  # 9 * 2^16 * 7296 filters' numbers are 2^32 and more
         ("bf16", SM_90, (512, 512, 128, 128, 3, 3), False, (0, 0, 0)),
     ],
 )

@@ -50,6 +50,11 @@ def memory_vs_pixels(table: Table, fit: Fit | None = None, target: str = "alloca
     ------
     ValueError
         The target is no column in bytes, differs from the fit's, or no row holds it.
+
+    Examples
+    --------
+    >>> rows = seed_table().filter(op="decode", dtype="float16")
+    >>> plot.memory_vs_pixels(rows, fit(rows)).savefig("memory.png")
     """
     choose("target", target, BYTE_COLUMNS)
     if fit is not None and fit.target != target:
@@ -101,6 +106,10 @@ def timeline(run: Any) -> Figure:
     ------
     ValueError
         The run has no passes.
+
+    Examples
+    --------
+    >>> plot.timeline(vae.estimate("decode", 512, 512)).savefig("timeline.png")
     """
     if not run.timeline:
         raise ValueError("run: want one with a timeline, got none")
@@ -145,6 +154,10 @@ def tradeoff(table: Table, points: Mapping[str, tuple[float, float]] | None = No
     ------
     ValueError
         No row holds work, allocated_bytes and weights_bytes.
+
+    Examples
+    --------
+    >>> plot.tradeoff(tradeoff(vae, "decode", 256, 256), {"another": (40 << 20, 1.5)}).savefig("tradeoff.png")
     """
     rows = [row for row in table if None not in (row["work"], row["allocated_bytes"], row["weights_bytes"])]
     if not rows:
@@ -188,6 +201,10 @@ def implied_constants(table: Table, shipped: Mapping[str, Mapping[str, float]] |
     ------
     ValueError
         No row holds the target.
+
+    Examples
+    --------
+    >>> plot.implied_constants(seed_table(), {"decode": {"ComfyUI": 2178}}).savefig("constants.png")
     """
     rows = [r for r in table if None not in (r[target], r["height"], r["width"]) and r["dtype"] in ELEMENT_BYTES]
     if not rows:
@@ -225,6 +242,10 @@ def estimator_errors(comparison: Comparison) -> Figure:
     ------
     ValueError
         No estimator applies to any row.
+
+    Examples
+    --------
+    >>> plot.estimator_errors(compare(seed_table(), ["comfyui", "invokeai"])).savefig("errors.png")
     """
     groups = [group for group in comparison.groups if group.model is not None and group.lowest > -1]
     if not groups:

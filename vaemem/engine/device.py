@@ -65,6 +65,13 @@ class DeviceArray:
     dtype : str
         ``"float32"``, ``"float16"``, ``"bfloat16"`` or ``"uint8"``.
     device : str
+
+    Examples
+    --------
+    >>> vae = VAE.random("sdxl", device="cuda", dtype="bfloat16")  # doctest: +SKIP
+    >>> image = vae.decode(latents)  # doctest: +SKIP
+    >>> image.numpy().shape  # doctest: +SKIP
+    (1, 3, 512, 512)
     """
 
     def __init__(self, device: Device, address: int, shape: tuple[int, ...], dtype: str, owner: Any):

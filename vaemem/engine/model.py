@@ -92,6 +92,12 @@ class Model:
             No room for the weights.
         RuntimeError
             No driver, no cuDNN, or a GPU that refused.
+
+        Examples
+        --------
+        >>> vae.save("model")
+        >>> VAE.load("model", parts="decoder")
+        <VAE custom: ... parameters, parts=decoder, ... MiB held>
         """
         gpu = open_device(device, dtype, tf32, autotune, convolution)
         core = weights.load(path, model, config, parts, gpu.backend.capsule if gpu else None)
@@ -115,6 +121,11 @@ class Model:
 
         The same seed, 0 or more, gives the same tensors whatever the parts. With ``config=`` the architecture is the
         config's. What else there is to say goes for `load` too.
+
+        Examples
+        --------
+        >>> VAE.random("sdxl", parts="decoder").parameters
+        49490199
         """
         gpu = open_device(device, dtype, tf32, autotune, convolution)
         if config is None:
@@ -136,8 +147,7 @@ class Model:
     ) -> Self:
         """A new VAE with the weights of this one, which must be on the CPU. Arguments are `load`'s.
 
-        >>> import vaemem
-        >>> one = vaemem.VAE.random("sdxl", parts="decoder")
+        >>> one = VAE.random("sdxl", parts="decoder")
         >>> two = one.copy()    # device="cuda", dtype="bfloat16" where there is a GPU
         >>> one.close(), two.parameters
         (None, 49490199)
@@ -149,7 +159,11 @@ class Model:
         return made
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Copies of the weights as float32 arrays, by diffusers' names. Of a VAE on the CPU."""
+        """Copies of the weights as float32 arrays, by diffusers' names. Of a VAE on the CPU.
+
+        >>> VAE.load(vae.state_dict()).parameters == vae.parameters
+        True
+        """
         core = self._on_the_cpu("state_dict")
         return {name: core.get_tensor(name) for name, _ in core.tensors}
 
@@ -178,7 +192,13 @@ class Model:
 
     def close(self) -> None:
         """Gives weights and arena back to the system; results stay their owners'. A run of another thread's goes on to
-        its end first. Whatever else is asked of a VAE that is closed is a ValueError; closing it again is none."""
+        its end first. Whatever else is asked of a VAE that is closed is a ValueError; closing it again is none.
+
+        >>> one = vae.copy()
+        >>> one.close()
+        >>> one.closed
+        True
+        """
         self._open = None
 
     @property

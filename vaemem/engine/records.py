@@ -51,6 +51,14 @@ class Run:
         FLOPs relative to a run without a limit.
     values : tuple of (str, str)
         Each pass's result by the pass's name: ``"stored"`` (whole) or ``"streamed"`` (a few rows at a time).
+
+    Examples
+    --------
+    >>> run = vae.estimate("decode", 64, 64)
+    >>> run.output_bytes, run.passes[0]
+    (49152, 'post_quant_conv')
+    >>> max(size for _, size in run.timeline) == run.peak_bytes
+    True
     """
 
     op: str
@@ -127,6 +135,14 @@ class Encoded:
         Raw, never scaled; logvar is clamped to [-30, 20] as diffusers does. Both are views of moments.
     size : (int, int) or None
         Height and width of the images before they were padded, as `VAE.decode` takes it. None: unknown.
+
+    Examples
+    --------
+    >>> encoded = vae.encode(np.zeros((1, 3, 64, 64)))
+    >>> encoded.mean.shape
+    (1, 4, 8, 8)
+    >>> bool((encoded.sample(noise=0 * encoded.mean) == encoded.mode()).all())
+    True
     """
 
     def __init__(

@@ -44,6 +44,13 @@ class Tiling:
     blend : {"linear", "cosine"}
         The share of the newer tile in pixel i of n shared ones: t = i / n, as diffusers has it, or
         (1 - cos(pi t)) / 2, which begins and ends level.
+
+    Examples
+    --------
+    >>> vae.decode(np.zeros((1, 4, 16, 24)), tiling=Tiling(64)).shape
+    (1, 3, 128, 192)
+    >>> vae.last_run.notes
+    ('12 tiles of 64x64',)
     """
 
     sample_size: int | None = None
@@ -60,7 +67,14 @@ class Tiling:
         choose("blend", self.blend, ("linear", "cosine"))
 
     def ramp(self, n: int) -> np.ndarray:
-        """The shares of the older and of the newer tile in n pixels, (2, n)."""
+        """The shares of the older and of the newer tile in n pixels, (2, n).
+
+        Examples
+        --------
+        >>> Tiling(64).ramp(4)
+        array([[1.  , 0.75, 0.5 , 0.25],
+               [0.  , 0.25, 0.5 , 0.75]], dtype=float32)
+        """
         t = np.arange(n) / n
         if self.blend == "cosine":
             t = (1 - np.cos(np.pi * t)) / 2

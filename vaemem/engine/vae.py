@@ -27,11 +27,10 @@ class VAE(Model):
 
     Its memory goes back to the system when the last reference to it dies, with `close`, or at the end of a ``with``:
 
-    >>> import numpy as np, vaemem
-    >>> with vaemem.VAE.random("sdxl", parts="decoder") as vae:
-    ...     vae.decode(np.zeros((1, 4, 8, 8))).shape
+    >>> with VAE.random("sdxl", parts="decoder") as sdxl:
+    ...     sdxl.decode(np.zeros((1, 4, 8, 8))).shape
     (1, 3, 64, 64)
-    >>> vae
+    >>> sdxl
     <VAE sdxl: closed>
 
     Two threads that call one VAE wait for each other; two VAEs run side by side. `estimate` waits for nobody. A
@@ -64,6 +63,22 @@ class VAE(Model):
         The side of a `Tiling`'s tiles where it names none: the config's, as diffusers takes it.
     last_run : Run or None
         What the last encode or decode that succeeded took.
+
+    Examples
+    --------
+    >>> picture = vae.decode(np.zeros((1, 4, 16, 16)))  # of a VAE with small random weights
+    >>> picture.shape
+    (1, 3, 128, 128)
+    >>> vae.last_run.peak_bytes == vae.estimate("decode", 128, 128).peak_bytes
+    True
+    >>> fastest, *_, smallest = vae.tradeoff("decode", 256, 256)
+    >>> smallest.peak_bytes <= vae.smallest("decode", 256, 256) < fastest.peak_bytes
+    True
+    >>> height, width = vae.largest("decode", "32 MiB", aspect=16 / 9)
+    >>> vae.estimate("decode", height, width, memory_limit="32 MiB").peak_bytes <= 32 << 20
+    True
+    >>> vae.trim()
+    >>> vae.save("vae.safetensors", layout="ldm")
     """
 
     def __init__(self, core: _core.Model, device: Device | None = None, config: Any = None) -> None:
@@ -143,16 +158,19 @@ class VAE(Model):
 
         Examples
         --------
-        >>> import threading, numpy as np, vaemem
-        >>> vae, latents = vaemem.VAE.random("sdxl", parts="decoder"), np.zeros((1, 4, 8, 8))
-        >>> vae.decode(latents, size=(60, 61), output_type="uint8").shape
-        (1, 60, 61, 3)
-        >>> vae.last_run.notes
-        ('cropped from 64x64 to 60x61',)
+        >>> latents = np.random.default_rng(0).standard_normal((1, 4, 16, 16))
+        >>> picture = vae.decode(latents, output_type="uint8")
+        >>> picture.shape, picture.dtype
+        ((1, 128, 128, 3), dtype('uint8'))
+        >>> limit = vae.smallest("decode", 128, 128, output_type="uint8")
+        >>> bool((vae.decode(latents, output_type="uint8", memory_limit=limit) == picture).all())
+        True
+        >>> vae.decode(latents, output_type="uint8", size=(125, 126)).shape, vae.last_run.notes
+        ((1, 125, 126, 3), ('cropped from 128x128 to 125x126',))
         >>> button = threading.Event()
-        >>> threading.Timer(0.05, button.set).start()
+        >>> button.set()  # by another thread, at any time
         >>> try:
-        ...     vae.decode(np.zeros((1, 4, 128, 128)), cancel=button)
+        ...     vae.decode(latents, cancel=button)
         ... except vaemem.Cancelled:
         ...     print("pressed")
         pressed
@@ -208,14 +226,12 @@ class VAE(Model):
 
         Examples
         --------
-        >>> import numpy as np, vaemem
-        >>> vae = vaemem.VAE.random("sdxl")
-        >>> photo = np.zeros((1, 61, 50, 3), np.uint8)    # or "photo.jpg", or a Pillow image
+        >>> photo = np.zeros((1, 61, 50, 3), np.uint8)  # or "photo.jpg", or a Pillow image
         >>> encoded = vae.encode(photo, pad="reflect")
-        >>> encoded.mean.shape, vae.last_run.notes
+        >>> encoded.sample(0).shape, vae.last_run.notes
         ((1, 4, 8, 7), ('padded from 61x50 to 64x56 (reflect)',))
-        >>> vae.decode(encoded.mode(), size=encoded.size, output_type="pil")[0].size    # Pillow's (width, height)
-        (50, 61)
+        >>> vae.decode(encoded.mode(), size=encoded.size, output_type="uint8").shape
+        (1, 61, 50, 3)
         """
         x, notes = images.read(x)
         if pad is not None and self._device and Device.holds(x):
@@ -387,6 +403,11 @@ def backends() -> list[dict[str, Any]]:
     -------
     list of dict
         ``name``, ``device``, ``usable``, ``chosen`` (what runs on the CPU use), ``why`` (a sentence where not usable).
+
+    Examples
+    --------
+    >>> [row["usable"] for row in backends() if row["name"] == "ref"]  # plain C
+    [True]
     """
     rows: list[dict[str, Any]] = []
     for name, usable in _core.backends():

@@ -239,8 +239,8 @@ def bound(
     --------
     >>> b = bound("comfyui", "sdxl", "float16", torch_version="2.7.1+cu128", sides=(512, 1024, 2048))
     >>> b.find("sdxl", "decode", "float16").bytes(1024, 1024) / 2**20
-    4545.4
-    >>> print(b.python())
+    3419.0
+    >>> source = b.python()  # to paste
     """
     choose("application", application, APPLICATIONS)
     asked = _Asked(listed(gpu, str), {"memory": memory, "cudnn_version": cudnn_version, "torch_version": torch_version})

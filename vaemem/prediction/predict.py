@@ -208,6 +208,15 @@ class Prediction(_Peaks):
         What was asked.
     settings : tuple of str
         Which of the last four are not as usual, in words.
+
+    Examples
+    --------
+    >>> p = predict("sdxl", "decode", 1024, 1024, gpu="RTX 4060", used="1 GB")
+    >>> p.fits, p.peak_reserved >> 20, p.least_reserved >> 20
+    (True, 4466, 1882)
+    >>> p.peak_tensors[0].name
+    'decoder.up_blocks.2.upsamplers.0.conv [workspace]'
+    >>> p.save_snapshot("decode.pickle")  # for pytorch.org/memory_viz
     """
 
     def __init__(self, question: Question, measured: Reading, process: SimulatedProcess):

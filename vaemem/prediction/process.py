@@ -179,11 +179,21 @@ class SimulatedProcess:
 
     Examples
     --------
-    >>> p = SimulatedProcess("RTX 4090")
-    >>> vae = p.load("sdxl", "float16")
-    >>> latents = p.tensor((1, 4, 128, 128), "float16")
-    >>> image = p.decode(vae, latents)
-    >>> p.drop(image); p.empty_cache()
+    >>> p = SimulatedProcess("RTX 4090", allocator=CachingAllocator(total_memory=24 << 30))
+    >>> other = p.hold("another model", 2 << 30)
+    >>> model = p.load("sdxl", "float32")
+    >>> p.convert(model, "float16")
+    >>> image = p.tensor((1, 3, 1024, 1024), "float16")
+    >>> posterior = p.encode(model, image)
+    >>> latents = p.elementwise(p.sample(posterior))
+    >>> p.drop(posterior); p.empty_cache(); p.reset_peak()
+    >>> decoded = p.decode(model, latents)
+    >>> p.peak_above_baseline()[0], p.peak_tensors()[0]
+    ('decoder.up_blocks.2.upsamplers.0.conv [workspace]', PeakTensor(name='another model', bytes=2147483648))
+    >>> max(moment.allocated for moment in p.timeline()) == p.peak_allocated
+    True
+    >>> p.release([other])
+    >>> p.save_snapshot("history.pickle")
     """
 
     def __init__(
@@ -357,6 +367,16 @@ class SimulatedProcess:
         ------
         vaemem.OutOfMemoryError
             The simulated device is full; what the call took is given back.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from vaemem.pytorch import record
+        >>> p = SimulatedProcess("RTX 4090")
+        >>> left = p.call(record(torch.nn.Linear(4096, 4096, dtype=torch.float16), torch.empty(64, 4096).half()).trace)
+        >>> p.peak_allocated, len(left)  # the output, and beside it the product's workspace
+        (1572864, 1)
+        >>> p.release(left.values())
         """
         wanted, following = [], []
         for question in trace.convs:

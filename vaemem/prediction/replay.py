@@ -124,6 +124,18 @@ class Replay:
         Segments given back where only the record knows why: a limit or a threshold freed some cached segments, not all.
     allocator : CachingAllocator
         The simulated allocator after the last event.
+
+    Examples
+    --------
+    >>> predict("sdxl", "decode", 512, 512).save_snapshot("history.pickle")
+    >>> print(replay("history.pickle"))
+    device 0, 2966 events, history whole
+                                recorded     simulated
+    reserved, MiB                1268.00       1268.00
+    reserved, peak, MiB          1268.00       1268.00
+    allocated, MiB                172.94        172.94
+    segments                          27            27
+    first difference: none
     """
 
     device: int
@@ -199,6 +211,13 @@ def replay(
     ------
     ValueError
         For what is no snapshot, or holds no trace.
+
+    Examples
+    --------
+    >>> predict("flux", "encode", 512, 512).save_snapshot("history.pickle")
+    >>> found = replay("history.pickle")
+    >>> found.whole, found.same
+    (True, True)
     """
     choose("addresses", addresses, ("recorded", "model"))
     snapshot = check_snapshot(snapshot) if isinstance(snapshot, dict) else load_snapshot(snapshot)

@@ -199,6 +199,13 @@ class CachingAllocator(_core.CachingAllocator):
         ------
         ValueError
             For an unknown option or backend, or a malformed value.
+
+        Examples
+        --------
+        >>> a = CachingAllocator.from_conf("expandable_segments:True")
+        >>> x = a.malloc(30 << 20)
+        >>> a.memory_reserved() >> 20  # in pages of 20 MiB
+        40
         """
         return cls(**parse_conf(conf), **settings)
 
@@ -220,6 +227,12 @@ class CachingAllocator(_core.CachingAllocator):
         ------
         ValueError
             With the backend cudaMallocAsync, as PyTorch does.
+        Examples
+        --------
+        >>> a = CachingAllocator()
+        >>> a.free(a.malloc(3 << 20))
+        >>> [event["action"] for event in a.snapshot()["device_traces"][0]]
+        ['segment_alloc', 'alloc', 'free_requested', 'free_completed']
         """
         if self._settings()["driver_pool"]:
             raise ValueError("snapshot: want the native backend, got cudaMallocAsync, which tracks no blocks")
@@ -266,7 +279,16 @@ class CachingAllocator(_core.CachingAllocator):
         }
 
     def save_snapshot(self, path: str | os.PathLike[str], frames: Sequence[Any] | None = None) -> None:
-        """Writes `snapshot` as the pickle that ``torch.cuda._memory_viz`` and pytorch.org/memory_viz read."""
+        """Writes `snapshot` as the pickle that ``torch.cuda._memory_viz`` and pytorch.org/memory_viz read.
+
+        Examples
+        --------
+        >>> a = CachingAllocator()
+        >>> x = a.malloc(3 << 20)
+        >>> a.save_snapshot("history.pickle")
+        >>> replay("history.pickle").same
+        True
+        """
         with open(path, "wb") as file:
             pickle.dump(self.snapshot(frames), file, protocol=4)
 

@@ -83,7 +83,10 @@ def measure(
 
     Examples
     --------
-    >>> measure("sdxl", "decode", [(832, 1216)], ["float16", "bfloat16"])
+    >>> from diffusers import AutoencoderKL
+    >>> (row,) = measure(AutoencoderKL(), "decode", 64, "float32", device="cpu", warmups=0, runs=1)
+    >>> row["source"], row["runtime"], row["reserved_bytes"] > 0
+    ('measured', 'diffusers', True)
     """
     return _measure.measure(
         torch, model, op, sizes, dtypes, runtime=runtime, device=device, warmups=warmups, runs=runs, tile=tile,

@@ -65,6 +65,12 @@ class Recording:
     unmodelled : dict
         Operators that may take more than their outputs, with how often they ran: their temporaries are not in the
         trace.
+
+    Examples
+    --------
+    >>> recording = record(torch.nn.Linear(8, 8), torch.empty(4, 8))
+    >>> recording.inputs, recording.unmodelled
+    ([('input 0', 128)], {})
     """
 
     def __init__(self) -> None:
@@ -392,6 +398,12 @@ def record(
     Notes
     -----
     Recorded without gradients. Sizes of storages that the module changes in place later (``resize_``) are not followed.
+
+    Examples
+    --------
+    >>> recording = record(torch.nn.Conv2d(3, 8, 3), torch.empty(1, 3, 64, 64))
+    >>> recording.weights, tuple(recording.output.shape)
+    ([('weight', 864), ('bias', 32)], (1, 8, 62, 62))
     """
     recording = Recording()
     names = {id(m): name for name, m in module.named_modules()}

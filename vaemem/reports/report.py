@@ -119,7 +119,8 @@ def report(
 
     Examples
     --------
-    >>> report(Table.from_csv("table.csv", device="RTX 4090"), "out")
+    >>> [path.name for path in report(seed_table(), plots=False).save("out")]
+    ['report.md', 'report.html']
     """
     facts = Facts(table)
     if not facts.rows:

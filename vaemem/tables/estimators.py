@@ -35,6 +35,14 @@ class Estimator:
         Whose memory it estimates.
     function : callable
         Row -> bytes, or None where the estimate does not apply (another model, op or dtype).
+
+    Examples
+    --------
+    >>> mine = Estimator("mine", "2200 H W e", "a guess", lambda row: 2200 * row["height"] * row["width"] * 2)
+    >>> mine({"height": 1024, "width": 1024}) / 2**20
+    4400.0
+    >>> ESTIMATORS["comfyui"].formula
+    '2178 H W e (decode), 1767 H W e (encode); the same for a tiled run'
     """
 
     name: str
@@ -308,8 +316,13 @@ def compare(table: Table, estimators: Any = None, target: str = "reserved_bytes"
 
     Examples
     --------
-    >>> print(compare(Table.from_csv("table.csv"), ["comfyui", "invokeai"]))
-    >>> compare(table, {"mine": lambda row: 2200 * row["height"] * row["width"] * 2}).find("mine").worst_under
+    >>> print(compare(seed_table().filter(model="flux", op="decode"), [predict, "comfyui", "invokeai"]))
+    reserved_bytes: median error (lowest..highest), %
+    model  op      dtype     rows  predict  comfyui  invokeai
+    ...
+    >>> table = seed_table().filter(op="decode", dtype="float16")
+    >>> compare(table, {"mine": lambda row: 2000 * row["height"] * row["width"] * 2}).find("mine").worst_under
+    0.08...
     """
     choose("target", target, BYTE_COLUMNS)
     chosen = _estimators(estimators, target)

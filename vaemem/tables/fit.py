@@ -291,9 +291,11 @@ def fit(table: Table, target: str = "allocated_bytes", quantile: float | None = 
 
     Examples
     --------
-    >>> formulas = fit(sweep("sdxl", "decode", (256, 384, 512), measure=False))
-    >>> print(formulas)
-    >>> formulas.predict(1024, 1024, "float32", model="sdxl", op="decode")
+    >>> formulas = fit(seed_table().filter(op="decode", dtype="float16"))
+    >>> formulas.predict(832, 1216, "float16", model="sdxl") >> 20
+    2348
+    >>> print(formulas[0].latex())
+    M_{\\text{allocated, flux decode bfl}} &= (1088.28 \\pm 0.072)\\,H W e + (2\\,177\\,982 \\pm 318\\,115)
     """
     choose("target", target, TARGETS)
     if quantile is not None and not 0 < quantile <= 1:

@@ -118,9 +118,13 @@ def sweep(
 
     Examples
     --------
-    >>> table = sweep(["sdxl"], ["decode"], [256, (512, 768)])
-    >>> estimate = sweep(["sdxl"], ["decode"], [2048], source="estimated")
-    >>> cards = sweep("sdxl", "decode", [1024, 2048], "float16", source="predicted", gpu=["RTX 4090", "RTX 3060"])
+    >>> measured = sweep(vae, "decode", [64, (64, 96)])
+    >>> estimated = sweep(vae, "decode", [64, (64, 96)], source="estimated")
+    >>> [row["allocated_bytes"] for row in measured] == [row["allocated_bytes"] for row in estimated]
+    True
+    >>> cards = sweep("sdxl", "decode", 1024, "float16", source="predicted", gpu=["RTX 4090", "RTX 4060"])
+    >>> [row["reserved_bytes"] >> 20 for row in cards]
+    [4258, 4258]
     """
     choose("source", source, SOURCES)
     batch, repeats = whole("batch", batch), whole("repeats", repeats)
@@ -157,6 +161,12 @@ def tradeoff(model: str | VAE, op: str, height: int, width: int, batch: int = 1)
         Each row takes less memory and more `work` than the one before (on a GPU the same, in smaller stripes);
         `streamed` counts the tensors that are never whole (their names: `VAE.tradeoff`). A limit of weights_bytes +
         reserved_bytes gives that plan.
+
+    Examples
+    --------
+    >>> plans = tradeoff(vae, "decode", 256, 256)
+    >>> plans[0]["work"], plans[0]["allocated_bytes"] > plans[-1]["allocated_bytes"]
+    (1.0, True)
     """
     _ops(op)
     (vae,) = (_vae(name, "cpu", "float32") for name in _models([model]))

@@ -219,8 +219,11 @@ class Table(Sequence[Row]):
 
         Examples
         --------
-        >>> table.filter(op="decode", model=("sd15", "sdxl"))
-        >>> table.filter(lambda row: row["height"] < 1536, op="encode")
+        >>> table = seed_table()
+        >>> len(table.filter(op="decode", model=("sd15", "sdxl")))
+        30
+        >>> len(table.filter(lambda row: row["height"] < 1536, op="encode"))
+        21
         """
         unknown = [name for name in equals if name not in _KIND]
         if unknown:
@@ -241,6 +244,12 @@ class Table(Sequence[Row]):
         -------
         str or None
             The text when `path` is None.
+
+        Examples
+        --------
+        >>> seed_table().to_csv("table.csv")
+        >>> seed_table()[:1].to_csv().splitlines()[0]
+        'model,op,height,width,batch,dtype,runtime,device,source,allocated_bytes,...'
         """
         text = io.StringIO()
         writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
@@ -268,6 +277,12 @@ class Table(Sequence[Row]):
             No such file.
         ValueError
             Not such a table; the message names the file, the line and the column.
+
+        Examples
+        --------
+        >>> seed_table().to_csv("table.csv")
+        >>> Table.from_csv("table.csv") == seed_table()
+        True
         """
         text, name = _read(file)
         try:
@@ -297,13 +312,26 @@ class Table(Sequence[Row]):
         return cls(rows)
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str | None:
-        """Write the table as JSON: a list of row objects, null for None. Returns the text when `path` is None."""
+        """Write the table as JSON: a list of row objects, null for None. Returns the text when `path` is None.
+
+        Examples
+        --------
+        >>> Table([{"model": "sdxl"}]).to_json()
+        '[{"model": "sdxl", "op": null, "height": null, ...}]\\n'
+        """
         rows = ",\n ".join(json.dumps(row, ensure_ascii=False) for row in self._rows)
         return _write(path, f"[{rows}]\n")
 
     @classmethod
     def from_json(cls, file: str | os.PathLike[str] | IO[str]) -> Table:
-        """Read what `to_json` wrote. Raises FileNotFoundError, or ValueError that names the file and the row."""
+        """Read what `to_json` wrote. Raises FileNotFoundError, or ValueError that names the file and the row.
+
+        Examples
+        --------
+        >>> seed_table().to_json("table.json")
+        >>> Table.from_json("table.json") == seed_table()
+        True
+        """
         text, name = _read(file)
         try:
             rows = json.loads(text)
@@ -318,6 +346,11 @@ class Table(Sequence[Row]):
 
         Numbers are int64 and float64; a column that lacks some has pandas' nullable Int64 or Float64, so that bytes
         stay whole. Needs pandas (``pip install 'vaemem[table]'``).
+
+        Examples
+        --------
+        >>> seed_table().to_pandas().groupby("op")["seconds"].max()["encode"]
+        np.float64(0.992)
         """
         pd = need("pandas", "to_pandas")
         columns = {}
@@ -332,7 +365,13 @@ class Table(Sequence[Row]):
 
     @classmethod
     def from_pandas(cls, frame: pandas.DataFrame) -> Table:
-        """A table from a pandas.DataFrame; NA and NaN become None, the index is left out. Raises ValueError."""
+        """A table from a pandas.DataFrame; NA and NaN become None, the index is left out. Raises ValueError.
+
+        Examples
+        --------
+        >>> Table.from_pandas(seed_table().to_pandas()) == seed_table()
+        True
+        """
         pd = need("pandas", "from_pandas")
         return cls(
             {name: None if pd.isna(value) else value for name, value in row.items()}
@@ -343,7 +382,15 @@ class Table(Sequence[Row]):
 
     @staticmethod
     def describe() -> str:
-        """What each column means, as aligned text."""
+        """What each column means, as aligned text.
+
+        Examples
+        --------
+        >>> print(Table.describe())
+        column             kind     meaning
+        model              text     sd15, sdxl, flux ..., or the name of a custom architecture
+        ...
+        """
         return render(("column", "kind", "meaning"), SCHEMA)
 
     def _held(self) -> list[Column]:
