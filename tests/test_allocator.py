@@ -244,6 +244,8 @@ def test_the_drivers_pool_keeps_no_blocks():
     assert pool.memory_reserved() == 32 * MIB and pool.stats()["num_alloc_retries"] == 0
     with pytest.raises(ValueError, match="snapshot: want the native backend"):
         pool.snapshot()
+    with pytest.raises(ValueError, match="segment: want the native backend"):
+        pool._restore(0x7F0000000000, 2 * MIB, 0, False, [])
 
 
 # ---- known figures ----

@@ -126,6 +126,8 @@ static void restore_block(vm_talloc *a, block *b, const vm_talloc_block *as) {
 }
 
 vm_status vm_talloc_restore(vm_talloc *a, const vm_talloc_block *s, const vm_talloc_block *live, size_t blocks) {
+    if (a->config.driver_pool)
+        return vm_fail(VM_EINVAL, "segment: want the native backend, the driver's pool has none");
     vm_status status = check_segment(s, live, blocks);
     if (!status) status = ta_make_room(a);
     if (!status) status = vm_talloc_place(a, s->address);
