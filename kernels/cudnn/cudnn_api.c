@@ -89,6 +89,16 @@ static int64_t output_size(const vm_conv *v, int i) {
     return v->size[i] + pads < reach ? 0 : (v->size[i] + pads - reach) / v->stride[i] + 1;
 }
 
+enum { EXTENTS_TEXT = 72 };
+
+/* "3x3", or "3x3x3" with a depth. */
+static const char *in_words(const vm_conv *v, const int64_t extents[VM_CONV_DIMS], char text[EXTENTS_TEXT]) {
+    int used = 0;
+    if (v->dims == 3) used = snprintf(text, EXTENTS_TEXT, "%lldx", (long long)extents[0]);
+    snprintf(text + used, EXTENTS_TEXT - (size_t)used, "%lldx%lld", (long long)extents[1], (long long)extents[2]);
+    return text;
+}
+
 vm_status vm_cudnn_check(const vm_conv *v) {
     const int64_t counts[] = {v->n, v->c, v->k, v->groups};
     bool good = (v->dims == 2 || v->dims == 3);
@@ -109,15 +119,14 @@ vm_status vm_cudnn_check(const vm_conv *v) {
         good = VM_MAX(in, out) <= INT64_MAX / 8;
     }
     if (good) return VM_OK;
-    return vm_fail(VM_EINVAL,
-                   "conv: want sizes of 1 to %d, channels that fall into the groups and an output of 1 or more, got "
-                   "%lldx%lldx%lldx%lldx%lld, %lld filters %lldx%lldx%lld in %lld groups, stride %lldx%lldx%lld, "
-                   "padding %lldx%lldx%lld",
-                   MAX_SIZE - 1, (long long)v->n, (long long)v->c, (long long)v->size[0], (long long)v->size[1],
-                   (long long)v->size[2], (long long)v->k, (long long)v->filter[0], (long long)v->filter[1],
-                   (long long)v->filter[2], (long long)v->groups, (long long)v->stride[0], (long long)v->stride[1],
-                   (long long)v->stride[2], (long long)v->padding[0], (long long)v->padding[1],
-                   (long long)v->padding[2]);
+    char size[EXTENTS_TEXT], filter[EXTENTS_TEXT], stride[EXTENTS_TEXT], padding[EXTENTS_TEXT];
+    return vm_fail(
+        VM_EINVAL,
+        "conv: want sizes of 1 to %d with an output of 1 or more, and channels that fall into the groups, got "
+        "%lldx%lldx%s, %lld filters %s in %lld groups, stride %s, padding %s",
+        MAX_SIZE - 1, (long long)v->n, (long long)v->c, in_words(v, v->size, size), (long long)v->k,
+        in_words(v, v->filter, filter), (long long)v->groups, in_words(v, v->stride, stride),
+        in_words(v, v->padding, padding));
 }
 
 static void note(vm_cudnn_question *q, int status, const char *step) {
