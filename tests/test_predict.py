@@ -16,7 +16,7 @@ from vaemem.prediction.benchmark import PROTOCOLS, USUAL_PROTOCOL, benchmark
 from vaemem.prediction.cudnn import InstalledCudnn
 from vaemem.prediction.formula import formula
 from vaemem.prediction.predict import MARGIN, predict
-from vaemem.prediction.process import SimulatedProcess
+from vaemem.prediction.process import ROUNDING, SimulatedProcess
 from vaemem.prediction.workspace import Workspace
 
 MIB = 1 << 20
@@ -123,8 +123,9 @@ def test_a_prediction():
         and p.peak_tensors[0].bytes == 4 * tensor + 256 * 256 * 9 * 2 + 16
     )
     assert "weights of sdxl" in names and "cublas [workspace]" in names and "input" in names
-    # The counters count blocks, the list what was asked for: the difference is rounding.
-    assert 0 <= p.peak_allocated - sum(t.bytes for t in p.peak_tensors) < 10 * MIB
+    # The counters count blocks, the list what was asked for: the difference is rounding, and the last of the list.
+    assert sum(t.bytes for t in p.peak_tensors) == p.peak_allocated
+    assert p.peak_tensors[-1].name == ROUNDING and 0 < p.peak_tensors[-1].bytes < 10 * MIB
     assert "cuDNN 9.8.0, asked, in place of 9.7.1" in p.workspace_source
     assert max(m.allocated for m in p.timeline) == p.peak_allocated
     assert max(m.reserved for m in p.timeline) == p.peak_reserved
@@ -873,11 +874,23 @@ def test_the_peak_may_lie_outside_of_calls():
     p = SimulatedProcess()
     vae = p.load("sd15", "float16")
     z = p.tensor((1, 4, 8, 8), "float16")
-    p.drop(p.decode(vae, z))
-    assert p.peak_tensors() and p.timeline()
+    image = p.decode(vae, z)
+    p.drop(image)
+
+    def names():
+        assert sum(size for _, size in p.peak_tensors()) == p.peak_allocated
+        return {name for name, _ in p.peak_tensors()}
+
+    assert any(name.startswith("decoder.") for name in names()) and p.timeline()
     p.reset_peak()
-    assert p.peak_tensors() == []
-    p.tensor((1, 64 << 20), "float16")
+    assert names() == {"weights of sd15", "input", "cublas [workspace]", ROUNDING}
+    p.tensor((1, 64 << 20), "float16", "large")
+    assert p.peak_tensors()[1] == ("large", 128 << 20) and p.peak_above_baseline() is None
+    p.reset_peak()
+    p.convert(vae, "float32")
+    assert "large" in names() and p.peak_above_baseline() is None
+    p.reset_peak()
+    p.call(_core.Trace.vae(vae.arch, "diffusers", "decode", "float32", 512, 512), heights=False)
     assert p.peak_tensors() == []
 
 

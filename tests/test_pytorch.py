@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -10,6 +12,7 @@ diffusers = pytest.importorskip("diffusers")
 from torch import nn
 from torch.nn import functional as F
 
+from vaemem.prediction.benchmark import PROTOCOLS
 from vaemem.pytorch import predict_peak, record
 
 MIB = 1 << 20
@@ -45,6 +48,7 @@ class Calls(nn.Module):
     def __init__(self, function):
         super().__init__()
         self.function = function
+        self.eval()
 
     def forward(self, *args):
         return self.function(*args)
@@ -117,21 +121,66 @@ def test_convolutions_are_questions():
     assert takes(sliced) == [2 * 8 * 32 * 24 * 2, 2 * 16 * 16 * 12 * 2] and len(sliced.trace.kept) == 1
 
 
+PLAIN = (1, 1, None, 0)
+
+
 @pytest.mark.parametrize(
-    "make, x",
+    "make, x, asked",
     [
-        (lambda: nn.Conv2d(8, 8, 3, groups=8), (1, 8, 16, 16)),
-        (lambda: nn.Conv2d(8, 8, 3, dilation=2), (1, 8, 16, 16)),
-        (lambda: nn.Conv2d(8, 8, (1, 3)), (1, 8, 16, 16)),
-        (lambda: nn.ConvTranspose2d(8, 8, 2, stride=2), (1, 8, 16, 16)),
-        (lambda: nn.Conv1d(8, 8, 3), (1, 8, 16)),
+        (lambda: nn.Conv2d(8, 16, 3, groups=8), (1, 8, 16, 18), (8, 16, 18, 16, 3, 1, 0, "nchw", 1, 8, None, 0)),
+        (lambda: nn.Conv2d(8, 8, 3, dilation=2), (1, 8, 16, 18), (8, 16, 18, 8, 3, 1, 0, "nchw", 2, *PLAIN[1:])),
+        (lambda: nn.Conv2d(8, 4, (1, 3), stride=(2, 1)), (1, 8, 16, 18), (8, 16, 18, 4, (1, 3), (2, 1), 0, "nchw")),
+        (lambda: nn.ConvTranspose2d(8, 4, 2, stride=2), (1, 8, 16, 18), (8, 16, 18, 4, 2, 2, 0, "nchw", 1, 1, 0, 0)),
+        (lambda: nn.Conv1d(8, 4, 3, padding=1), (1, 8, 16), (8, 1, 16, 4, (1, 3), 1, (0, 1), "nchw")),
+        (
+            lambda: nn.ConvTranspose1d(8, 4, 4, 2, output_padding=1),
+            (1, 8, 16),
+            (8, 1, 16, 4, (1, 4), (1, 2), 0, "nchw", 1, 1, (0, 1), 0),
+        ),
+        (
+            lambda: nn.Conv3d(8, 4, 3, padding=(0, 1, 1)),
+            (1, 8, 5, 16, 18),
+            (8, 16, 18, 4, 3, 1, (0, 1, 1), "nchw", 1, 1, None, 5),
+        ),
     ],
 )
-def test_what_is_not_modelled_is_said(make, x):
-    recording = record(on_meta(make), meta(*x))
-    assert list(recording.unmodelled.values()) == [1] and not recording.trace.convs
-    recording = record(Calls(lambda x: torch.sort(x)[0]), meta(100))
-    assert "aten.sort.default" in recording.unmodelled
+def test_every_convolution_is_a_question(make, x, asked):
+    module = on_meta(make)
+    recording = record(module, meta(*x))
+    assert recording.trace.convs == [("float16", 1, *asked)] and not recording.unmodelled
+    out = module(torch.empty(x, dtype=torch.float16, device="meta"))
+    assert takes(recording) == [out.numel() * 2] and recording.output.shape == out.shape
+    p = predict_peak(module, meta(*x))
+    assert "not square, 2d and whole" in repr(p) or "own kernels for depthwise" in p.workspace_source
+
+
+def test_convolutions_of_channels_last_in_3d_and_of_lines():
+    layer = on_meta(lambda: nn.Conv3d(8, 16, 3))
+    x = meta(1, 8, 5, 16, 18).to(memory_format=torch.channels_last_3d)
+    recording = record(layer, x)
+    assert recording.trace.convs[0][9] == "nhwc" and takes(recording) == [16 * 3 * 14 * 16 * 2, 16 * 8 * 27 * 2]
+    assert recording.output.is_contiguous(memory_format=torch.channels_last_3d)
+    lines = record(on_meta(lambda: nn.Conv1d(8, 4, 1)), meta(2, 16, 8), call=lambda layer, x: layer(x.mT))
+    assert takes(lines) == [2 * 16 * 8 * 2, 2 * 4 * 16 * 2] and len(lines.trace.kept) == 1  # made dense, the result
+
+
+def test_convolutions_that_pytorch_unfolds():
+    """pytorch/pytorch#132300 measured "~9.26 GB", and #128947 could not have 161.37 GiB."""
+    video = on_meta(lambda: nn.Conv3d(3, 128, 3, padding=1), torch.bfloat16)
+    x = meta(1, 3, 24, 740, 1316, dtype=torch.bfloat16)
+    p = predict_peak(video, x, gpu="A100", torch_version="2.4.0")
+    assert p.peak_allocated / 2**30 == pytest.approx(9.26, rel=0.005)
+    wide = on_meta(lambda: nn.Conv3d(256, 64, 3), torch.float32)
+    p = predict_peak(wide, meta(1, 256, 5, 1090, 1922, dtype=torch.float32), gpu="A100", torch_version="2.4.0")
+    assert p.out_of_memory_at.name == "Conv3d [workspace]" and p.out_of_memory_at.bytes / 2**30 == pytest.approx(
+        161.37, rel=1e-4
+    )
+
+
+def test_what_is_not_modelled_is_said():
+    module = Calls(lambda x: torch.sort(x)[0])
+    assert "aten.sort.default" in record(module, meta(100)).unmodelled
+    assert "not counted: aten.sort.default (1)" in repr(predict_peak(module, meta(100)))
 
 
 def test_group_norm_copies_what_is_not_dense():
@@ -162,7 +211,7 @@ def test_attention_kernels():
 
 
 def test_modules_are_left_alone():
-    layer = nn.Linear(4, 4)
+    layer = nn.Linear(4, 4).eval()
     weight, hooks = layer.weight, len(nn.modules.module._global_forward_pre_hooks)
     before = weight.detach().clone()
     record(layer, torch.ones(2, 4))
@@ -177,17 +226,341 @@ def test_shared_parameters_count_once():
     a = on_meta(lambda: nn.Linear(8, 8, bias=False))
     b = on_meta(lambda: nn.Linear(8, 8, bias=False))
     b.weight = a.weight
-    both = nn.Sequential(a, b)
+    both = nn.Sequential(a, b).eval()
     assert record(both, meta(2, 8)).weights == [("0.weight", 128)]
     x = meta(2, 8)
     assert record(Calls(lambda x, y: x + y), x, x).inputs == [("input 0", 32)]
 
 
-def test_data_dependent_modules_are_refused():
-    from torch._subclasses.fake_tensor import DataDependentOutputException
+compiled = torch.compile(lambda x: x + 1, backend="eager")
+encoder = functools.partial(nn.TransformerEncoderLayer, 16, 2, 32, batch_first=True)
 
-    with pytest.raises(DataDependentOutputException):
-        record(Calls(lambda x: x if x.sum() > 0 else -x), meta(4))
+
+@pytest.mark.parametrize(
+    "run, sentence",
+    [
+        (lambda: record(nn.Linear(4, 4), meta(2, 4)), "module: want it in eval mode"),
+        (lambda: predict_peak(nn.Linear(4, 4), meta(2, 4)), "module: want it in eval mode"),
+        (lambda: run_linear(lambda m, x: m(x).sum().backward()), "call: want a call without gradients"),
+        (lambda: run_linear(lambda m, x: torch.autograd.grad(m(x).sum(), m.weight)), "call: want a call without grad"),
+        (lambda: run_linear(lambda m, x: torch.enable_grad()(m)(x)), "Linear: want a call without gradients"),
+        (lambda: record(on_meta(lambda: nn.GRU(4, 4)), meta(2, 3, 4)), "GRU: want a module without GRU, LSTM"),
+        (lambda: record(on_meta(lambda: nn.LSTM(4, 4, 2)), meta(2, 3, 4)), "LSTM: want a module without GRU, LSTM"),
+        (lambda: record(on_meta(lambda: nn.RNN(4, 4)), meta(2, 3, 4)), "RNN: want a module without GRU, LSTM"),
+        (lambda: record(on_meta(lambda: nn.LSTMCell(4, 4)), meta(2, 4)), "LSTMCell: want a module without GRU, LSTM"),
+        (lambda: record(Calls(lambda x: x if x.sum() > 0 else -x), meta(4)), "do not depend on what its tensors hold"),
+        (lambda: record(Calls(lambda x: x * x.max().item()), meta(4)), "Calls: want .*_local_scalar_dense"),
+        (lambda: record(Calls(lambda x: x[x > 0]), meta(4)), "an index of bools: want .* tensors hold"),
+        (lambda: record(Calls(lambda x: x.nonzero()), meta(4)), "Calls: want .* tensors hold"),
+        (lambda: record(Calls(lambda x: torch.repeat_interleave(x, x)), meta(4, dtype=torch.long)), "tensors hold"),
+        (lambda: record(torch.compile(nn.Linear(4, 4).eval()), meta(2, 4)), "module: want it as it was before"),
+        (lambda: run_linear(torch.compile(lambda m, x: m(x))), "call: want it as it was before torch.compile"),
+        (lambda: record(Calls(compiled), meta(4)), "want it as it was before torch.compile"),
+        (
+            lambda: record(
+                on_meta(lambda: nn.TransformerEncoder(encoder(), 2)), meta(1, 8, 16),
+                src_key_padding_mask=torch.zeros(1, 8, dtype=torch.bool),
+            ),
+            "want a module without nested tensors",
+        ),
+    ],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore:PyTorch was compiled without cuDNN")
+def test_what_would_be_wrong_is_refused(run, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        run()
+
+
+def run_linear(call):
+    return record(on_meta(lambda: nn.Linear(4, 4)), meta(2, 4), call=call)
+
+
+def test_a_module_compiled_in_place_is_refused():
+    layer = nn.Linear(4, 4).eval()
+    layer.compile(backend="eager")
+    with pytest.raises(ValueError, match="0: want it as it was before"):
+        record(nn.Sequential(layer).eval(), meta(2, 4))
+
+
+# ---- autocast ----
+
+
+def test_autocast_keeps_the_casts_of_weights():
+    layer = on_meta(lambda: nn.Linear(64, 32), torch.float32)
+    x = meta(8, 64, dtype=torch.float32)
+
+    def twice(layer, x):
+        a = layer(x)
+        return a, layer(x), torch.is_autocast_enabled()
+
+    weights, inputs, outputs = [32 * 2, 64 * 32 * 2], 8 * 64 * 2, 8 * 32 * 2
+    region = record(layer, x, call=twice, autocast=torch.float16)
+    assert region.output[2] and region.output[0].dtype is torch.float16
+    assert takes(region) == [*weights, inputs, outputs, inputs, outputs]  # of the second call the input alone
+    assert [count for _, _, count, _ in region.trace.kept] == [outputs, outputs]  # the region has ended
+
+    def regions(layer, x):
+        with torch.autocast("cuda", torch.bfloat16):
+            a = layer(x)
+        with torch.autocast("cuda", torch.bfloat16):
+            return a, layer(x)
+
+    assert takes(record(layer, x, call=regions)) == 2 * [*weights, inputs, outputs]
+    layer.requires_grad_(False)  # which autocast does not keep
+    assert takes(record(layer, x, call=twice, autocast=torch.float16)) == 2 * [*weights, inputs, outputs]
+    assert not torch.is_autocast_enabled()
+
+
+def test_autocast_where_casts_live():
+    """Both weights' casts are there at the end of the region, in it the peak; without it each dies after its layer."""
+    module = on_meta(lambda: nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1024)), torch.float32)
+    x = meta(4, 1024, dtype=torch.float32)
+    kept = predict_peak(module, x, autocast=torch.float16)
+    once = predict_peak(module.requires_grad_(False), x, autocast=torch.float16)
+    assert kept.allocated - once.allocated == pytest.approx(2 * MIB, rel=0.01)
+
+
+def test_autocast_as_the_cpu_has_it():
+    """The sequence of casts and results, watched where it can be: with the CPU's autocast on real tensors."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if not func.is_view and isinstance(out, torch.Tensor):
+                seen.append(out.numel() * out.element_size())
+            return out
+
+    module = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4)).eval()
+    x = torch.ones(3, 16)
+    with torch.no_grad(), Watch(), torch.autocast("cpu", torch.bfloat16):
+        module(module[0](x) @ module[0].weight)
+    recording = record(module, x, call=lambda m, x: m(m[0](x) @ m[0].weight), autocast=torch.bfloat16)
+    assert takes(recording) == seen and len(seen) == 10
+
+
+# ---- attention ----
+
+
+def attention(*shapes, gpu="RTX 4090", dtype=torch.float16, **how):
+    return record(
+        Calls(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, **how)),
+        *(meta(*shape, dtype=dtype) for shape in shapes), gpu=gpu,
+    )  # fmt: skip
+
+
+def test_sdpa_kernel_chooses():
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    shape = (2, 4, 128, 64)
+    rows, out = 2 * 4 * 128, 2 * 4 * 128 * 64 * 2
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        assert takes(attention(shape, shape, shape)) == [out, rows * 4]
+        with pytest.raises(ValueError, match=r"flash wants half precision and compute capability 8\.0: PyTorch would"):
+            attention(shape, shape, shape, gpu="T4")
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+        assert takes(attention(shape, shape, shape)) == [out]
+        with pytest.raises(ValueError, match=r"efficient wants heads .* a multiple of 8"):
+            attention(*[(2, 4, 128, 60)] * 3)
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        recording = attention(shape, shape, shape)
+        assert takes(recording) == [out] and recording.unmodelled == {"the workspace of cuDNN's attention": 1}
+    with sdpa_kernel(SDPBackend.MATH):
+        scores = rows * 128 * 4
+        assert takes(attention(shape, shape, shape)).count(scores) == 3 and not attention(*[shape] * 3).unmodelled
+
+    def own(q):
+        with sdpa_kernel([SDPBackend.MATH, SDPBackend.EFFICIENT_ATTENTION]):
+            return F.scaled_dot_product_attention(q, q, q)
+
+    assert takes(record(Calls(own), meta(*shape))) == [out]
+
+
+@pytest.mark.parametrize(
+    "change, kernel",
+    [
+        ({}, "flash"),
+        ({"dtype": "float32"}, "efficient"),
+        ({"sm": 75}, "efficient"),
+        ({"sm": 75, "dtype": "bfloat16"}, "math"),
+        ({"masked": True}, "efficient"),
+        ({"depth": 512}, "efficient"),
+        ({"depth": 60}, "flash"),  # padded
+        ({"depth": 60, "masked": True}, "math"),
+        ({"depth": 60, "dtype": "float32"}, "efficient"),
+        ({"depth": 62, "dtype": "float32"}, "math"),
+        ({"depth": 63, "dtype": "float32", "sm": 75}, "efficient"),
+        ({"causal": True}, "flash"),
+        ({"causal": True, "keys": 64}, "efficient"),
+        ({"heads": 2}, "math"),
+        ({"heads": 2, "grouped": True}, "flash"),
+        ({"heads": 3, "grouped": True}, "math"),
+        ({"heads": 2, "grouped": True, "masked": True}, "cudnn"),
+        ({"step": 2}, "math"),
+    ],
+)
+def test_pytorchs_order_of_kernels(change, kernel):
+    from vaemem.prediction.attention import Call, Heads, choose_kernel
+
+    asked = {"dtype": "float16", "sm": 89, "depth": 64, "keys": 128, "heads": 4, "step": 1} | change
+    sm, depth, step = asked.pop("sm"), asked.pop("depth"), asked.pop("step")
+    length, heads = asked.pop("keys"), asked.pop("heads")
+
+    def tensor(heads, length):
+        head = length * depth * step
+        return Heads((2, heads, length, depth), (heads * head, head, depth * step, step))
+
+    call = Call(asked.pop("dtype"), tensor(4, 128), tensor(heads, length), tensor(heads, length), **asked)
+    order = ("flash", "efficient", "cudnn", "math") if kernel == "cudnn" else ("flash", "efficient", "math", "cudnn")
+    assert choose_kernel(call, sm, order) == kernel
+
+
+@pytest.mark.parametrize("how", [{}, {"is_causal": True}, {"mask": "float"}, {"mask": "bool"}, {"enable_gqa": True}])
+def test_the_math_kernel_as_the_cpu_runs_it(how):
+    """The same operators in the same order as those of the installed PyTorch on real tensors; but for the mask, which
+    C++ adds in place there, and what a mode sees of a safe softmax as one operator."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    aten, how = torch.ops.aten, dict(how)
+    kind = how.pop("mask", None)
+    q, heads = torch.ones(2, 4, 6, 8), 2 if how.get("enable_gqa") else 4
+    kv = torch.ones(2, heads, 6, 8)
+    mask = {None: None, "float": torch.zeros(6, 6), "bool": torch.ones(6, 6, dtype=torch.bool)}[kind]
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            own = (aten.add.Tensor, aten.add_.Tensor, aten._unsafe_view.default)
+            if not func.is_view and isinstance(out, torch.Tensor) and func not in own:
+                seen.append(out.numel() * out.element_size())
+            return out
+
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+        given = mask.float().log() if kind == "bool" else mask  # converted before the operator, as on a GPU
+        with Watch():
+            torch._scaled_dot_product_attention_math(q, kv, kv, given, 0.0, **how)
+        recording = record(Calls(lambda q, k, v, m: F.scaled_dot_product_attention(q, k, v, m, **how)), q, kv, kv, mask)
+    scores = 2 * 4 * 6 * 6
+    soft = [scores * 4, 4, scores, 2 * 4 * 6, 4, scores * 4]  # softmax, -inf, the comparison, its rows, 0, the choice
+    at = seen.index(scores * 4, seen.index(scores * 4) + 1)  # after the scores themselves
+    converted = [6 * 6 * 4] if kind == "bool" else []
+    assert takes(recording) == converted + seen[:at] + soft + seen[at + 1 :]
+
+
+def test_grouped_queries_are_not_copied_by_flash():
+    q, kv = (1, 8, 128, 64), (1, 2, 128, 64)
+    assert takes(attention(q, kv, kv, enable_gqa=True)) == [8 * 128 * 64 * 2, 8 * 128 * 4]
+    copies = takes(attention(q, kv, kv, enable_gqa=True, dtype=torch.float32))
+    assert copies.count(8 * 128 * 64 * 4) > 3 and 8 * 128 * 128 * 4 in copies  # math: repeated heads, scores
+
+
+# ---- the transformer's own layers ----
+
+WIDTH = 2 * 128 * 256 * 2  # a tensor of two sequences of 128 tokens, 256 channels wide, in half precision
+
+
+def lives(recording):
+    """Bytes alive after each step that takes any."""
+    alive, sizes, totals = 0, {}, []
+    for op, number, count, _ in recording.trace.steps:
+        if op == "take":
+            sizes[number] = count
+            alive += count
+            totals.append(alive)
+        elif op == "give":
+            alive -= sizes[number]
+    return totals
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+def test_an_encoder_layer_takes_its_fast_path(norm_first, activation):
+    layer = on_meta(
+        lambda: nn.TransformerEncoderLayer(256, 4, 1024, activation=activation, batch_first=True, norm_first=norm_first)
+    )
+    x = meta(2, 128, 256)
+    recording = record(layer, x)
+    norm = [WIDTH, 2 * 128 * 4, 2 * 128 * 4]
+    attention = [3 * WIDTH, WIDTH, 2 * 4 * 128 * 4, WIDTH]  # q, k, v in one, attended, log-sum-exp, projected
+    forward = [4 * WIDTH, WIDTH]
+    expected = [*norm, *attention, *norm, *forward] if norm_first else [*attention, *norm, *forward, *norm]
+    assert takes(recording) == expected and not recording.unmodelled
+    # The feed-forward part's input, its four times wider middle, its output; with norm_first the sum before its norm.
+    assert max(lives(recording)) == (6 + norm_first) * WIDTH
+    assert [count for _, _, count, _ in recording.trace.kept] == [WIDTH]
+    slow = record(layer, x, autocast=torch.float16)  # autocast has no fast path
+    assert len(takes(slow)) > len(takes(recording))
+
+
+def test_multi_head_attention_with_and_without_weights():
+    layer, x = on_meta(lambda: nn.MultiheadAttention(256, 4, batch_first=True)), meta(2, 128, 256)
+    scores = 2 * 4 * 128 * 128 * 2
+    without = record(layer, x, x, x, need_weights=False)
+    assert takes(without) == [3 * WIDTH, WIDTH, 2 * 4 * 128 * 4, WIDTH]
+    # With weights: projected, rescaled into heads, scores (softmax in place, context in q's place), context made
+    # dense, projected, the mean of the heads.
+    weights = record(layer, x, x, x)
+    assert takes(weights) == [3 * WIDTH, 3 * WIDTH, scores, WIDTH, WIDTH, scores // 4]
+    assert sorted(count for _, _, count, _ in weights.trace.kept) == sorted([WIDTH, scores // 4])
+    each = record(layer, x, x, x, average_attn_weights=False)
+    assert takes(each) == [3 * WIDTH, 3 * WIDTH, scores, WIDTH, WIDTH]
+    assert each.output[1].shape == (2, 4, 128, 128)
+
+
+@pytest.mark.parametrize(("tokens", "extra"), [(128, 1), (2048, 3)])
+def test_masked_softmax_of_the_fast_path(tokens, extra):
+    """One pass over rows of at most 1024 elements; beyond, the masked scores and another result."""
+    layer, x = on_meta(lambda: nn.MultiheadAttention(64, 2, batch_first=True)), meta(1, tokens, 64)
+    mask = torch.zeros(1, tokens, dtype=torch.bool, device="meta")
+    taken = takes(record(layer, x, x, x, key_padding_mask=mask, need_weights=False))
+    assert taken.count(2 * tokens * tokens * 2) == 1 + extra
+
+
+def test_a_slow_multi_head_attention_goes_by_python():
+    """Sequence first has no fast path: what F.multi_head_attention_forward calls is seen."""
+    layer, x = on_meta(lambda: nn.MultiheadAttention(256, 4)), meta(128, 2, 256)
+    recording = record(layer, x, x, x, need_weights=False)
+    assert "MultiheadAttention [attention]" in {name for _, _, _, name in recording.trace.steps}
+    assert 2 * 4 * 128 * 128 * 2 not in takes(recording)  # no scores: a fused kernel
+    assert 2 * 4 * 128 * 128 * 2 in takes(record(layer, x, x, x))  # they are wanted
+
+
+def test_fast_paths_as_the_cpu_runs_them():
+    """The results have the shapes that the real operators give."""
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
+    attention = nn.MultiheadAttention(16, 2, batch_first=True).eval()
+    x = torch.ones(2, 6, 16)
+    with torch.no_grad():
+        assert record(layer, x).output.shape == layer(x).shape
+        for how in ({}, {"need_weights": False}, {"average_attn_weights": False}):
+            real, fake = attention(x, x, x, **how), record(attention, x, x, x, **how).output
+            assert real[0].shape == fake[0].shape and real[0].stride() == fake[0].stride()
+            assert real[1] is fake[1] is None or real[1].shape == fake[1].shape
+
+
+# ---- predictions ----
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_protocols(protocol):
+    """The first product takes cuBLAS's workspace: it counts in a process without warm-up runs."""
+    module, x = on_meta(lambda: nn.Linear(1024, 1024, bias=False)), meta(1024, 1024)
+    p, warm = predict_peak(module, x, protocol=protocol), predict_peak(module, x)
+    assert (p.allocated - warm.allocated > 8 * MIB) == (protocol in ("cold", "kept"))
+    assert p.peak_allocated == warm.peak_allocated and (protocol in repr(p)) == (protocol != "warm")
+    assert p.upper >= warm.band[1]
+    with pytest.raises(ValueError, match="protocol: want one of cold, warm, repeated, kept, got 'hot'"):
+        predict_peak(module, x, protocol="hot")
+
+
+def test_the_peak_is_the_sum_of_its_tensors():
+    layer = on_meta(lambda: nn.TransformerEncoderLayer(256, 4, 1000, batch_first=True))
+    for p in (predict_peak(layer, meta(3, 77, 256)), predict_peak(on_meta(nn.Identity), meta(3))):
+        assert sum(size for _, size in p.peak_tensors) == p.peak_allocated
 
 
 def test_a_linear_layer():

@@ -392,27 +392,27 @@ def test_what_encode_leaves():
 
 
 @pytest.mark.parametrize(
-    "dtype, heads, queries, depth, mask, sm, extra",
+    "dtype, heads, queries, depth, kernel, sm, extra",
     [
-        ("float16", 8, 4096, 40, False, 89, [4 * 8 * 4096]),  # flash: log-sum-exp
-        ("float16", 1, 4096, 512, False, 89, [4 * 4096 * 512]),  # memory-efficient, wide: float sums
-        ("float16", 8, 4096, 64, True, 89, []),  # a mask: memory-efficient, sums in registers
-        ("float32", 1, 4096, 512, False, 89, []),
-        ("float16", 8, 4096, 64, False, 75, []),  # no flash before 8.0
+        ("float16", 8, 4096, 40, "usual", 89, [4 * 8 * 4096]),  # flash: log-sum-exp
+        ("float16", 1, 4096, 512, "usual", 89, [4 * 4096 * 512]),  # memory-efficient, wide: float sums
+        ("float16", 8, 4096, 64, "efficient", 89, []),  # as with a mask: sums in registers
+        ("float32", 1, 4096, 512, "usual", 89, []),
+        ("float16", 8, 4096, 64, "usual", 75, []),  # no flash before 8.0
         (
             "bfloat16",
             1,
             64,
             8,
-            False,
+            "usual",
             75,
-            [4 * 512] * 4 + [4 * 512] + [4 * 64 * 64, 4 * 64 * 64, 4 * 64 * 64, 64 * 64, 64, 4 * 512, 2 * 64 * 64],
+            [4 * 512] * 6 + [4 * 64 * 64] * 3 + [64 * 64, 64, 4, 4, 2 * 64 * 64],
         ),
     ],
 )
-def test_attention_takes(dtype, heads, queries, depth, mask, sm, extra):
+def test_attention_takes(dtype, heads, queries, depth, kernel, sm, extra):
     trace = _core.Trace()
-    out = trace.attention(dtype, 1, heads, queries, queries, depth, mask, sm, 128, "attention")
+    out = trace.attention(dtype, 1, heads, queries, queries, depth, kernel, sm, 128, "attention")
     size = 4 if dtype == "float32" else 2
     counts = [count for op, number, count, _ in trace.steps if op == "take" and number != out]
     assert sorted(counts) == sorted(extra)
@@ -422,7 +422,7 @@ def test_attention_takes(dtype, heads, queries, depth, mask, sm, extra):
 
 def test_flash_attention_splits_keys_when_queries_are_few():
     trace = _core.Trace()
-    trace.attention("float16", 1, 1, 16, 8192, 64, False, 89, 128, "few queries")
+    trace.attention("float16", 1, 1, 16, 8192, 64, "usual", 89, 128, "few queries")
     counts = [count for op, _, count, _ in trace.steps if op == "take"]
     assert len(counts) == 4  # output, log-sum-exp, both in parts
     parts = counts[2] // counts[1]
@@ -499,10 +499,10 @@ def test_sizes_that_do_not_fit_are_refused():
     for batch, heads, queries, keys, depth in [
         (half, half, 64, 64, 64), (1, half, half, 64, 64), (1, 1, most, most, 8), (1, 1 << 20, 1 << 20, 16, 1 << 30),
     ]:  # fmt: skip
-        for dtype, mask, sm in [("float16", False, 89), ("float32", False, 89), ("bfloat16", True, 75)]:
-            refused("attention", dtype, batch, heads, queries, keys, depth, mask, sm, 128)
-    refused("attention", "float16", 1, 1, 16, 1 << 59, 60, False, 89, 128)  # keys that are padded, few queries
-    refused("attention", "bfloat16", 1, 1, half, half, 1, False, 75, 128)  # scores
+        for dtype, sm in [("float16", 89), ("float32", 89), ("bfloat16", 75)]:
+            refused("attention", dtype, batch, heads, queries, keys, depth, "usual", sm, 128)
+    refused("attention", "float16", 1, 1, 16, 1 << 59, 60, "usual", 89, 128)  # keys that are padded, few queries
+    refused("attention", "bfloat16", 1, 1, half, half, 1, "usual", 75, 128)  # scores
     with pytest.raises(OverflowError, match="conv_in: want a storage"):
         _core.Trace.vae(MODELS["sdxl"], "diffusers", "encode", "float32", 1 << 20, 1 << 20, 1 << 16)
 
@@ -510,7 +510,7 @@ def test_sizes_that_do_not_fit_are_refused():
 @pytest.mark.parametrize("multiprocessors", [0, -1])
 def test_a_gpu_has_multiprocessors(multiprocessors):
     with pytest.raises(ValueError, match=f"multiprocessors: want 1 or more, got {multiprocessors}"):
-        _core.Trace().attention("float16", 1, 1, 16, 16, 64, False, 89, multiprocessors, "x")
+        _core.Trace().attention("float16", 1, 1, 16, 16, 64, "usual", 89, multiprocessors, "x")
 
 
 def run(trace, allocator, workspaces=(), **settings):

@@ -432,6 +432,96 @@ def test_bfloat16_before_ampere_is_im2col(nobody):
         assert workspace.conv("bfloat16", 1, 128, 64, 64, 256, 1, padding=0)[0] == 0
 
 
+# What PyTorch gives to no cuDNN: the convolution, and the bytes besides its output.
+OWN = [
+    # pytorch/pytorch#128947: "Tried to allocate 161.37 GiB" for an input of more than 2^31 elements
+    (
+        ("A100", "2.4.0", "float32", 1, 256, 1090, 1922, 64, 3, 1, 0, "nchw", 1, 1, None, 5),
+        256 * 27 * 3 * 1088 * 1920 * 4,
+    ),
+    (("A100", "2.4.0", "float32", 1, 256, 1090, 1922, 64, 3, 1, 0, "nchw", 1, 1, None, 4), None),
+    # pytorch/pytorch#166643: half precision in 3d, not where it is channels_last or 1x1x1
+    (("4090", "2.9.1", "bfloat16", 1, 8, 64, 64, 16, 3, 1, 1, "nchw", 1, 1, None, 6), 8 * 27 * 6 * 64 * 64 * 2),
+    (("4090", "2.9.1", "float16", 1, 8, 64, 64, 16, 3, 1, 1, "nhwc", 1, 1, None, 6), None),
+    (("4090", "2.9.1", "float16", 1, 8, 64, 64, 16, 1, 1, 0, "nchw", 1, 1, None, 6), None),
+    (("4090", "2.9.1", "float32", 1, 8, 64, 64, 16, 3, 1, 1, "nchw", 1, 1, None, 6), None),
+    (("4090", "2.8.0", "float16", 1, 8, 64, 64, 16, 3, 1, 1, "nchw", 1, 1, None, 6), None),
+    (("4090", "2.11.0", "float16", 1, 8, 64, 64, 16, 3, 1, 1, "nchw", 1, 1, None, 6), None),
+    # depthwise: its own kernels, but for what cuDNN is thought to be faster at
+    (("4090", "2.8.0", "float32", 1, 64, 56, 56, 64, 3, 1, 1, "nchw", 1, 64), 0),
+    (("4090", "2.8.0", "float16", 1, 64, 56, 56, 64, 7, 1, 3, "nchw", 1, 64), 0),
+    (("4090", "2.8.0", "float16", 1, 64, 56, 56, 128, 3, 1, 2, "nchw", 2, 64), 0),
+    (("4090", "2.8.0", "float16", 8, 64, 56, 56, 64, 3, 2, 1, "nchw", 1, 64), 0),
+    (("4090", "2.8.0", "float16", 1, 16, 56, 56, 16, 3, 1, 1, "nchw", 1, 16), 0),
+    (("4090", "2.8.0", "float16", 1, 64, 56, 56, 64, 3, 1, 1, "nchw", 1, 64), None),
+    (("4090", "2.8.0", "float16", 1, 64, 56, 56, 64, 3, 2, 1, "nchw", 1, 64), None),
+    (("4090", "2.8.0", "float16", 1, 64, 1, 4096, 64, (1, 31), (1, 1), (0, 15), "nchw", 1, 64), None),
+    (("4090", "2.8.0", "float16", 1, 64, 56, 56, 96, 3, 1, 1, "nchw", 1, 32), None),  # two channels a group
+    # one group after the other: its input and filter are copied, and the outputs are put together
+    (
+        ("T4", "2.8.0", "bfloat16", 1, 64, 16, 16, 64, 3, 1, 1, "nchw", 1, 4),
+        (64 * 256 + 64 * 16 * 9) * 2 // 4 + 16 * 9 * 256 * 2,
+    ),
+    (("T4", "2.8.0", "bfloat16", 1, 64, 16, 16, 32, 4, 2, 1, "nchw", 1, 1, 0), 32 * 16 * 256 * 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("conv, count", OWN)
+def test_convolutions_of_pytorchs_own(nobody, conv, count):
+    gpu, torch_version, *question = conv
+    answer, source = Workspace(gpu, torch_version=torch_version, cudnn=nobody).conv(*question)
+    assert ("PyTorch's" in source) == (count is not None)
+    assert count is None or answer == count
+
+
+# cuDNN 9.28.0, asked for an RTX 4090 (docs/PREDICTION.md has more).
+OTHERS = [
+    (("float16", 1, 512, 1, 65536, 512, (1, 7), 1, (0, 3)), 131.5),
+    (("float16", 1, 128, 512, 256, 128, (3, 1), 1, (1, 0)), 64.09),
+    (("float32", 1, 128, 512, 512, 128, 3, 1, 2, "nchw", 2), 128.56),
+    (("float16", 1, 128, 512, 512, 128, 3, 1, 1, "nchw", 1, 4), 128.07),
+    (("float32", 1, 128, 512, 512, 128, 3, 1, 1, "nchw", 1, 4), 256.14),
+    (("float32", 1, 256, 128, 128, 128, 4, 2, 1, "nchw", 1, 1, 0), 50.0),
+    (("float16", 1, 512, 1, 8192, 256, (1, 16), (1, 8), (0, 4), "nchw", 1, 1, 0), 44.0),
+    (("float16", 1, 192, 480, 832, 192, 3, 1, (0, 1, 1), "nchw", 1, 1, None, 6), 1464.4),
+    (("float32", 1, 128, 258, 258, 128, 3, 1, 0, "nchw", 1, 1, None, 19), 619.22),
+]
+
+
+@pytest.mark.parametrize("question, mebibytes", OTHERS)
+def test_a_rule_for_other_convolutions(nobody, question, mebibytes):
+    workspace = Workspace("RTX 4090", "9.20.0", cudnn=nobody)
+    count, source = workspace.conv(*question)
+    assert count / MIB == pytest.approx(mebibytes, rel=0.001)
+    assert "rule" in source and "not square, 2d and whole" in "".join(workspace.substitutions)
+    assert {other.conv(*question)[0] for other in workspace.alternatives()} > {0}
+
+
+def test_shapes_of_convolutions():
+    """As PyTorch's shapes are."""
+    torch = pytest.importorskip("torch")
+    functional = torch.nn.functional
+    for dims, convolve in ((2, functional.conv2d), (3, functional.conv3d)):
+        for transposed in (False, True):
+            for stride, padding, dilation, groups in ((1, 0, 1, 1), (2, 1, 1, 2), (3, 2, 2, 4)):
+                size = (11, 12, 13)[:dims]
+                x = torch.empty(2, 8, *size, device="meta")
+                r = (2, 3, 4)[:dims]
+                weight = torch.empty(8, 4 // groups if transposed else 8 // groups, *r, device="meta")
+                if transposed:
+                    convolve = (functional.conv_transpose2d, functional.conv_transpose3d)[dims - 2]
+                    out = convolve(x, weight, None, stride, padding, stride - 1, groups, dilation)
+                else:
+                    out = convolve(x, weight, None, stride, padding, dilation, groups)
+                *depth, h, w = size
+                conv = Conv(
+                    "float16", 2, 8, h, w, out.shape[1], r, stride, padding, "nchw", dilation, groups,
+                    stride - 1 if transposed else None, *depth,
+                )  # fmt: skip
+                assert conv.out == tuple(out.shape[2:])
+                assert conv.elements == (x.numel(), out.numel(), weight.numel())
+
+
 RULES = [
     ("RTX 4090", "float16", True, "nchw", lambda i, o, f: i + o + f),
     ("RTX 4090", "float32", True, "nchw", lambda i, o, f: i + f),
@@ -486,6 +576,9 @@ BAD = [
     (dict(stride=0), "want sizes and a stride of 1 or more"),
     (dict(padding=-1), "want sizes and a stride of 1 or more"),
     (dict(h=2, padding=0), "want a 3x3 filter within the padded input, got 2x8"),
+    (dict(groups=3), "want channels that fall into 3 groups"),
+    (dict(r=(1, 2, 3)), "want an int or 2 of them for each extent"),
+    (dict(dilation=5), "want a 3x3 filter within the padded input"),
 ]
 
 

@@ -54,8 +54,14 @@ class _Settings(TypedDict):
     driver_pool: bool
     history: bool
 
-# dtype, n, c, h, w, k, r, stride, padding, layout
-_Conv = tuple[str, int, int, int, int, int, int, int, int, str]
+_Extents = int | tuple[int, ...]
+# dtype, n, c, h, w, k, r, stride, padding, layout; of unusual ones also dilation, groups, output_padding, depth.
+_Conv = (
+    tuple[str, int, int, int, int, int, _Extents, _Extents, _Extents, str]
+    | tuple[
+        str, int, int, int, int, int, _Extents, _Extents, _Extents, str, _Extents, int, _Extents | None, int,
+    ]
+)  # fmt: skip
 # op, id, bytes, name
 _TraceStep = tuple[Literal["take", "give", "conv", "cublas", "cublaslt"], int, int, str]
 
@@ -155,8 +161,9 @@ class Cudnn:
     version: str
     def __init__(self, path: str | None = None, no_driver: str | None = None) -> None: ...
     def conv(
-        self, device: str, dtype: str, n: int, c: int, h: int, w: int, k: int, r: int, stride: int, padding: int,
-        tf32: bool = True, nhwc: bool = False,
+        self, device: str, dtype: str, n: int, c: int, h: int, w: int, k: int, r: _Extents, stride: _Extents,
+        padding: _Extents, tf32: bool = True, nhwc: bool = False, dilation: _Extents = 1, groups: int = 1,
+        output_padding: _Extents | None = None, depth: int = 0,
     ) -> _ConvPlan | None: ...  # fmt: skip
 
 class Trace:
@@ -177,12 +184,13 @@ class Trace:
     def give(self, id: int, /) -> None: ...
     def blas(self, name: str, lt: bool = False, /) -> None: ...
     def conv(
-        self, dtype: str, n: int, c: int, h: int, w: int, k: int, r: int, stride: int, padding: int, nhwc: bool,
-        name: str, /,
+        self, dtype: str, n: int, c: int, h: int, w: int, k: int, r: _Extents, stride: _Extents, padding: _Extents,
+        nhwc: bool, name: str, dilation: _Extents = 1, groups: int = 1, output_padding: _Extents | None = None,
+        depth: int = 0, /,
     ) -> None: ...  # fmt: skip
     def norm(self, dtype: str, n: int, c: int, groups: int, pixels: int, name: str, /) -> tuple[int, int]: ...
     def attention(
-        self, dtype: str, batch: int, heads: int, queries: int, keys: int, depth: int, mask: bool, sm: int,
+        self, dtype: str, batch: int, heads: int, queries: int, keys: int, depth: int, kernel: str, sm: int,
         multiprocessors: int, name: str, /,
     ) -> int: ...  # fmt: skip
     # {id: address} of what stays, cuBLAS's and cuBLASLt's workspaces, and with heights the bytes at each step's height:

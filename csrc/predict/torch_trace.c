@@ -187,47 +187,54 @@ static vm_status efficient(vm_trace *t, const vm_attention_shape *a, const char 
 }
 
 /* The math path: queries, keys and values in float, scaled scores, and a softmax that takes care of rows whose keys are
- * all masked. */
+ * all masked (_safe_softmax). The scores in half precision are made for a caller that does not want them. */
 static vm_status math(vm_trace *t, const vm_attention_shape *a, const char *name, uint32_t *id) {
     const size_t rows = VM_PRODUCT(a->batch, a->heads, a->queries), q = VM_PRODUCT(4, rows, a->depth);
     const size_t kv = VM_PRODUCT(4, a->batch, a->heads, a->keys, a->depth), scores = VM_PRODUCT(4, rows, a->keys);
     const bool half = a->dtype != VM_F32;
-    uint32_t in[3] = {0}, scaled_q = 0, scaled_k = 0, raw = 0, soft = 0, safe = 0, out = 0;
+    enum { Q, K, V, SCALED_Q, SCALED_K, RAW, SOFT, LEAST, MASKED, ROWS, ZERO, SAFE, HALF, OUT, COUNT };
+    const size_t bytes[COUNT] = {q, kv, kv, q, kv, scores, scores, 4, scores / 4, rows, 4, scores, scores / 2, q};
+    static const int8_t plan[] = {SCALED_Q, SCALED_K, RAW,   ~SCALED_K, SOFT,    LEAST,  MASKED, ROWS,
+                                  ZERO,     SAFE,     ~ZERO, ~ROWS,     ~MASKED, ~LEAST, ~SOFT,  ~RAW};
+    uint32_t ids[COUNT] = {0};
     vm_status s = VM_OK;
-    for (size_t i = 0; !s && half && i < 3; i++) s = vm_trace_take(t, i ? kv : q, name, &in[i]);
-    if (!s) s = vm_trace_take(t, q, name, &scaled_q);
-    if (!s) s = vm_trace_take(t, kv, name, &scaled_k);
-    if (!s) s = vm_trace_take(t, scores, name, &raw);
-    if (!s) s = vm_trace_blas(t, VM_TRACE_CUBLAS, name);
-    if (!s) s = vm_trace_give(t, scaled_k);
-    if (!s) s = vm_trace_take(t, scores, name, &soft);
-    const uint64_t masks[2] = {scores / 4, rows};
-    if (!s) s = vm_trace_take(t, scores, name, &safe);
-    if (!s) s = pass_through(t, masks, 2, name);
-    if (!s) s = vm_trace_give(t, soft);
-    if (!s) s = vm_trace_give(t, raw);
-    if (!s) s = vm_trace_take(t, q, name, &out);
-    if (!s) s = vm_trace_blas(t, VM_TRACE_CUBLAS, name);
-    if (!s && half) {
-        const uint64_t scores_in_half = scores / 2;
-        s = vm_trace_take(t, q / 2, name, id);
-        if (!s) s = pass_through(t, &scores_in_half, 1, name);
-        if (!s) s = vm_trace_give(t, out);
-    } else {
-        *id = out;
+    for (int i = Q; !s && half && i <= V; i++) s = vm_trace_take(t, bytes[i], name, &ids[i]);
+    for (size_t i = 0; !s && i < sizeof plan; i++) {
+        const int what = plan[i];
+        s = what < 0 ? vm_trace_give(t, ids[~what]) : vm_trace_take(t, bytes[what], name, &ids[what]);
+        if (!s && what == RAW) s = vm_trace_blas(t, VM_TRACE_CUBLAS, name);
     }
-    if (!s) s = vm_trace_give(t, safe);
-    if (!s) s = vm_trace_give(t, scaled_q);
-    for (size_t i = 0; !s && half && i < 3; i++) s = vm_trace_give(t, in[i]);
+    if (!s && half) s = vm_trace_take(t, bytes[HALF], name, &ids[HALF]);
+    if (!s) s = vm_trace_take(t, bytes[OUT], name, &ids[OUT]);
+    if (!s) s = vm_trace_blas(t, VM_TRACE_CUBLAS, name);
+    *id = ids[OUT];
+    if (!s && half) s = vm_trace_take(t, q / 2, name, id);
+    if (!s && half) s = vm_trace_give(t, ids[OUT]);
+    if (!s && half) s = vm_trace_give(t, ids[HALF]);
+    if (!s) s = vm_trace_give(t, ids[SAFE]);
+    if (!s) s = vm_trace_give(t, ids[SCALED_Q]);
+    for (int i = Q; !s && half && i <= V; i++) s = vm_trace_give(t, ids[i]);
     return s;
+}
+
+/* The memory-efficient kernel wants its rows aligned (minimum_gemm_alignment), and bfloat16 new cards. */
+static bool is_efficient(const vm_attention_shape *a, const vm_trace_gpu *gpu) {
+    const bool half = a->dtype != VM_F32;
+    const size_t unit = half && gpu->sm >= 70 ? 8 : gpu->sm >= 80 ? 4 : 1;
+    return a->depth % unit == 0 && (a->dtype != VM_BF16 || gpu->sm >= 80);
 }
 
 vm_status vm_trace_attention(vm_trace *t, const vm_attention_shape *a, const vm_trace_gpu *gpu, const char *name,
                              uint32_t *id) {
     if (gpu->multiprocessors < 1)
         return vm_fail(VM_EINVAL, "multiprocessors: want 1 or more, got %d", gpu->multiprocessors);
-    if (a->dtype != VM_F32 && gpu->sm >= 80 && a->depth <= 256 && !a->mask) return flash(t, a, gpu, name, id);
-    return a->dtype == VM_BF16 && gpu->sm < 80 ? math(t, a, name, id) : efficient(t, a, name, id);
+    vm_attention_kernel kernel = a->kernel;
+    if (kernel == VM_ATTENTION_USUAL)
+        kernel = a->dtype != VM_F32 && gpu->sm >= 80 && a->depth <= 256 ? VM_ATTENTION_FLASH
+                 : is_efficient(a, gpu)                                 ? VM_ATTENTION_EFFICIENT
+                                                                        : VM_ATTENTION_MATH;
+    if (kernel == VM_ATTENTION_FLASH) return flash(t, a, gpu, name, id);
+    return kernel == VM_ATTENTION_MATH ? math(t, a, name, id) : efficient(t, a, name, id);
 }
 
 /* ---- running ---- */

@@ -64,14 +64,21 @@ typedef struct vm_trace_gpu {
     size_t free_bytes; /* of its memory when the call begins; 0: without end */
 } vm_trace_gpu;
 
+typedef enum vm_attention_kernel {
+    VM_ATTENTION_USUAL, /* flash where it can be, else memory-efficient, else math: PyTorch's order without a mask */
+    VM_ATTENTION_FLASH,
+    VM_ATTENTION_EFFICIENT,
+    VM_ATTENTION_MATH
+} vm_attention_kernel;
+
 typedef struct vm_attention_shape {
     vm_dtype dtype;
     size_t batch, heads, queries, keys, depth; /* depth: of a head */
-    bool mask;
+    vm_attention_kernel kernel;
 } vm_attention_shape;
 
-/* scaled_dot_product_attention without dropout, by flash where it can, else memory-efficient, else math. The output is
- * taken and stays; what the kernel takes besides comes and goes. */
+/* scaled_dot_product_attention without dropout and mask. The output is taken and stays; what the kernel takes besides
+ * comes and goes. */
 vm_status vm_trace_attention(vm_trace *t, const vm_attention_shape *shape, const vm_trace_gpu *gpu, const char *name,
                              uint32_t *id);
 

@@ -119,17 +119,11 @@ static inline tensor conv(walk *w, const tensor *x, size_t k, size_t side, size_
     if (!w->status && nhwc && !of_filter && side > 1) /* a 1x1 filter is dense either way */
         w->status =
             vm_trace_take(w->t, VM_PRODUCT(k, x->c, side, side, element(w)), at(name, " [filter]").text, &filter);
-    const vm_conv question = {.dtype = w->vae->dtype,
-                              .tf32 = true,
-                              .nhwc = nhwc,
-                              .n = (int64_t)x->n,
-                              .c = (int64_t)x->c,
-                              .h = (int64_t)x->h,
-                              .w = (int64_t)x->w,
-                              .k = (int64_t)k,
-                              .side = (int64_t)side,
-                              .padding = (int64_t)padding,
-                              .stride = (int64_t)stride};
+    const int64_t shape[4] = {(int64_t)x->n, (int64_t)x->c, (int64_t)x->h, (int64_t)x->w};
+    vm_conv question =
+        vm_conv_square(w->vae->dtype, shape, (int64_t)k, (int64_t)side, (int64_t)stride, (int64_t)padding);
+    question.tf32 = true;
+    question.nhwc = nhwc;
     if (!w->status) w->status = vm_trace_conv(w->t, &question, at(name, " [workspace]").text);
     if (!w->status && filter != EXTERNAL) w->status = vm_trace_give(w->t, filter);
     give_copy(w, &in, x);

@@ -11,7 +11,7 @@
 
 enum { VM_ENGINE_NAME = 256 };
 
-/* vm_conv, of PyTorch: bias is added outside, an unequal padding is a padded tensor of its own, and tf32 is
+/* vm_conv, of PyTorch: one dimension is two with a height of 1, bias is added outside, an unequal padding is a padded tensor of its own, and tf32 is
  * torch.backends.cudnn.allow_tf32 (on by default). */
 
 /* The plan that PyTorch would run. */

@@ -1,6 +1,6 @@
 /* vaemem._core.Trace: what a PyTorch call takes and gives back, built from an architecture or recorded step by step. */
-#include "py.h"
 #include "../predict/torch_trace.h"
+#include "py_conv.h"
 
 typedef struct Trace {
     PyObject_HEAD
@@ -10,6 +10,10 @@ typedef struct Trace {
 
 static const char *const op_name[] = {[VM_ENCODE] = "encode", [VM_DECODE] = "decode"};
 static const char *const step_name[] = {"take", "give", "conv", "cublas", "cublaslt"};
+static const char *const kernel_name[] = {[VM_ATTENTION_USUAL] = "usual",
+                                          [VM_ATTENTION_FLASH] = "flash",
+                                          [VM_ATTENTION_EFFICIENT] = "efficient",
+                                          [VM_ATTENTION_MATH] = "math"};
 static const char *const cublaslt_name[] = {"each", "kept", "shared"};
 
 static PyObject *text_item(const void *names, size_t i) {
@@ -129,12 +133,13 @@ static PyObject *trace_blas(Trace *self, PyObject *args) {
 
 static PyObject *trace_conv(Trace *self, PyObject *args) {
     const char *name;
-    vm_conv conv = {.tf32 = true};
-    int nhwc;
-    if (!PyArg_ParseTuple(args, "O&LLLLLLLLps:conv", vm_py_to_dtype, &conv.dtype, &conv.n, &conv.c, &conv.h, &conv.w,
-                          &conv.k, &conv.side, &conv.stride, &conv.padding, &nhwc, &name))
+    vm_py_conv from = {.groups = 1};
+    vm_conv conv;
+    if (!PyArg_ParseTuple(args, "O&LLLLLOOOps|OLOL:conv", vm_py_to_dtype, &from.dtype, &from.n, &from.c, &from.h,
+                          &from.w, &from.k, &from.r, &from.stride, &from.padding, &from.nhwc, &name, &from.dilation,
+                          &from.groups, &from.output_padding, &from.depth) ||
+        vm_py_to_conv(&from, &conv))
         return NULL;
-    conv.nhwc = nhwc;
     if (vm_py_acquire(&self->lock, "conv")) return NULL;
     return vm_py_done(&self->lock, vm_trace_conv(self->trace, &conv, name));
 }
@@ -156,12 +161,14 @@ static PyObject *trace_attention(Trace *self, PyObject *args) {
     const char *name;
     vm_attention_shape shape;
     vm_trace_gpu gpu;
-    int mask;
+    const char *kernel;
     uint32_t id;
-    if (!PyArg_ParseTuple(args, "O&nnnnnpiis:attention", vm_py_to_dtype, &shape.dtype, &shape.batch, &shape.heads,
-                          &shape.queries, &shape.keys, &shape.depth, &mask, &gpu.sm, &gpu.multiprocessors, &name))
+    if (!PyArg_ParseTuple(args, "O&nnnnnsiis:attention", vm_py_to_dtype, &shape.dtype, &shape.batch, &shape.heads,
+                          &shape.queries, &shape.keys, &shape.depth, &kernel, &gpu.sm, &gpu.multiprocessors, &name))
         return NULL;
-    shape.mask = mask;
+    const int k = CHOOSE("kernel", kernel, kernel_name);
+    if (k < 0) return NULL;
+    shape.kernel = (vm_attention_kernel)k;
     if (vm_py_acquire(&self->lock, "attention")) return NULL;
     vm_status s = vm_trace_attention(self->trace, &shape, &gpu, name, &id);
     vm_py_release(&self->lock);
@@ -170,12 +177,7 @@ static PyObject *trace_attention(Trace *self, PyObject *args) {
 
 /* ---- reading ---- */
 
-static PyObject *conv_item(const void *t, size_t i) {
-    const vm_conv *c = &((const vm_trace *)t)->conv[i];
-    return Py_BuildValue("(sLLLLLLLLs)", vm_dtype_name(c->dtype), (long long)c->n, (long long)c->c, (long long)c->h,
-                         (long long)c->w, (long long)c->k, (long long)c->side, (long long)c->stride,
-                         (long long)c->padding, c->nhwc ? "nhwc" : "nchw");
-}
+static PyObject *conv_item(const void *t, size_t i) { return vm_py_from_conv(&((const vm_trace *)t)->conv[i]); }
 
 static PyObject *step_item(const void *trace, size_t i) {
     const vm_trace *t = trace;
@@ -354,13 +356,16 @@ static PyMethodDef methods[] = {
     {"blas", (PyCFunction)trace_blas, METH_VARARGS,
      "blas($self, name, lt=False, /)\n--\n\nA matrix product by cuBLAS, or by cuBLASLt."},
     {"conv", (PyCFunction)trace_conv, METH_VARARGS,
-     "conv($self, dtype, n, c, h, w, k, r, stride, padding, nhwc, name, /)\n--\n\nA convolution's workspace."},
+     "conv($self, dtype, n, c, h, w, k, r, stride, padding, nhwc, name, dilation=1, groups=1, output_padding=None, "
+     "depth=0, /)\n--\n\nA convolution's workspace. r, stride, padding, dilation, output_padding: an int, or a tuple "
+     "with one for each\ndimension; output_padding: of a transposed convolution; depth: 0 with two dimensions."},
     {"norm", (PyCFunction)trace_norm, METH_VARARGS,
      "norm($self, dtype, n, c, groups, pixels, name, /)\n--\n\nA group norm's statistics. Returns the ids of mean and "
      "rstd."},
     {"attention", (PyCFunction)trace_attention, METH_VARARGS,
-     "attention($self, dtype, batch, heads, queries, keys, depth, mask, sm, multiprocessors, name, /)\n--\n\n"
-     "scaled_dot_product_attention. Returns the id of its output."},
+     "attention($self, dtype, batch, heads, queries, keys, depth, kernel, sm, multiprocessors, name, /)\n--\n\n"
+     "scaled_dot_product_attention without a mask. kernel: usual, flash, efficient or math. Returns the id of its "
+     "output."},
     {"run", VM_PY_KEYWORDS(trace_run), METH_VARARGS | METH_KEYWORDS,
      "run($self, /, allocator, workspaces, cublas_bytes, cublaslt_bytes, cublaslt_use, cublas, cublaslt, tag, "
      "heights, next=None)\n--\n\n"
@@ -371,7 +376,9 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL}};
 
 static PyGetSetDef attributes[] = {
-    {"convs", (getter)trace_list, NULL, "[(dtype, n, c, h, w, k, r, stride, padding, layout)], each once.",
+    {"convs", (getter)trace_list, NULL,
+     "[(dtype, n, c, h, w, k, r, stride, padding, layout)], each once, with (dilation, groups, output_padding, depth)\n"
+     "where these are others than usual.",
      (void *)&convs},
     {"steps", (getter)trace_list, NULL, "[(op, id, bytes, name)]; op: take, give, conv, cublas or cublaslt.",
      (void *)&steps},

@@ -1,6 +1,5 @@
 /* vaemem._core.Cudnn: an installed cuDNN that answers for devices that need not exist. */
-#include "py.h"
-#include "../predict/workspace.h"
+#include "py_conv.h"
 
 typedef struct {
     PyObject_HEAD
@@ -35,16 +34,20 @@ static PyObject *cudnn_version(Cudnn *self, void *Py_UNUSED(closure)) {
 }
 
 static PyObject *cudnn_conv(Cudnn *self, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"device", "dtype", "n", "c", "h", "w", "k", "r", "stride", "padding", "tf32", "nhwc", NULL};
+    static char *names[] = {
+        "device", "dtype",          "n",     "c", "h", "w", "k", "r", "stride", "padding", "tf32", "nhwc", "dilation",
+        "groups", "output_padding", "depth", NULL};
     const char *device;
-    int tf32 = 1, nhwc = 0;
-    vm_conv conv = {0};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sO&LLLLLLLL|pp:conv", names, &device, vm_py_to_dtype, &conv.dtype,
-                                     &conv.n, &conv.c, &conv.h, &conv.w, &conv.k, &conv.side, &conv.stride,
-                                     &conv.padding, &tf32, &nhwc))
+    int tf32 = 1;
+    vm_py_conv from = {.groups = 1};
+    vm_conv conv;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sO&LLLLLOOO|ppOLOL:conv", names, &device, vm_py_to_dtype,
+                                     &from.dtype, &from.n, &from.c, &from.h, &from.w, &from.k, &from.r, &from.stride,
+                                     &from.padding, &tf32, &from.nhwc, &from.dilation, &from.groups,
+                                     &from.output_padding, &from.depth) ||
+        vm_py_to_conv(&from, &conv))
         return NULL;
     conv.tf32 = tf32;
-    conv.nhwc = nhwc;
     vm_conv_plan plan;
     vm_status status;
     Py_BEGIN_ALLOW_THREADS
@@ -58,10 +61,13 @@ static PyObject *cudnn_conv(Cudnn *self, PyObject *args, PyObject *kwargs) {
 
 static PyMethodDef methods[] = {
     {"conv", VM_PY_KEYWORDS(cudnn_conv), METH_VARARGS | METH_KEYWORDS,
-     "conv(device, dtype, n, c, h, w, k, r, stride, padding, tf32=True, nhwc=False)\n--\n\n"
+     "conv(device, dtype, n, c, h, w, k, r, stride, padding, tf32=True, nhwc=False, dilation=1, groups=1, "
+     "output_padding=None, depth=0)\n--\n\n"
      "The plan that PyTorch's eager convolution would run, as a dict with its workspace in bytes; None where cuDNN has "
      "none.\n"
-     "device: cuDNN's device properties as JSON. untried: configurations before it that compile at run time."},
+     "device: cuDNN's device properties as JSON. r, stride, padding, dilation, output_padding: an int, or a tuple with "
+     "one\nfor each dimension; output_padding: of a transposed convolution. depth: 0 with two dimensions. untried:\n"
+     "configurations before it that compile at run time."},
     {NULL, NULL, 0, NULL}};
 
 static PyGetSetDef attributes[] = {{"version", (getter)cudnn_version, NULL, "cuDNN's version, '9.28.0'.", NULL},

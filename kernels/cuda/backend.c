@@ -74,16 +74,10 @@ static size_t parts_of(const vm_pass *p, size_t rows) {
 static size_t stripe_rows(const vm_pass *p, const shape *s, size_t row0) { return VM_MIN(s->rows, p->y.h - row0); }
 
 static vm_conv_key key_of(const vm_gpu *g, const vm_pass *p, const vm_limits *limits, const shape *s, size_t rows) {
-    const vm_conv conv = {.dtype = g->dtype,
-                          .tf32 = g->tf32,
-                          .nhwc = true,
-                          .n = 1,
-                          .c = (int64_t)s->in_c,
-                          .h = (int64_t)in_rows(p, s, rows),
-                          .w = (int64_t)s->in_w,
-                          .k = (int64_t)s->raw_c,
-                          .side = (int64_t)s->k,
-                          .stride = (int64_t)s->stride};
+    const int64_t x[4] = {1, (int64_t)s->in_c, (int64_t)in_rows(p, s, rows), (int64_t)s->in_w};
+    vm_conv conv = vm_conv_square(g->dtype, x, (int64_t)s->raw_c, (int64_t)s->k, (int64_t)s->stride, 0);
+    conv.tf32 = g->tf32;
+    conv.nhwc = true;
     /* On GPUs other than Hopper cuDNN's TF32 engines want tens of megabytes; with less it computes in plain float32. */
     const size_t least = g->tf32 ? 64u << 20 : 1u << 20, usual = VM_MAX(limits->stripe_bytes / 5 * 2, least);
     /* What cuDNN 9.28 ranks first for plain float32 on a described H200 or A100 (engine 1) copies its tensors into another

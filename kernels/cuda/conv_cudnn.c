@@ -174,9 +174,9 @@ static vm_status look(search *f) {
         VM_EDEVICE,
         "cuDNN %zu: want an engine for %s%s %lldx%lldx%lld, %lld filters %lldx%lld, stride %lld, within %zu bytes of "
         "workspace, got none (%s)",
-        f->s->c->version, vm_dtype_name(v->dtype), v->tf32 ? " tf32" : "", (long long)v->h, (long long)v->w,
-        (long long)v->c, (long long)v->k, (long long)v->side, (long long)v->side, (long long)v->stride, f->key->limit,
-        why);
+        f->s->c->version, vm_dtype_name(v->dtype), v->tf32 ? " tf32" : "", (long long)v->size[1], (long long)v->size[2],
+        (long long)v->c, (long long)v->k, (long long)v->filter[1], (long long)v->filter[2], (long long)v->stride[1],
+        f->key->limit, why);
 }
 
 /* With the lock held: the plan, found or made. */

@@ -82,17 +82,51 @@ void vm_cudnn_close(vm_cudnn *cudnn) {
     free(cudnn);
 }
 
-vm_status vm_cudnn_check(const vm_conv *conv) {
-    const int64_t sizes[] = {conv->n, conv->c, conv->h, conv->w, conv->k, conv->side, conv->stride};
-    bool good = conv->padding >= 0 && conv->padding < MAX_SIZE;
-    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) good = good && sizes[i] >= 1 && sizes[i] < MAX_SIZE;
-    if (good && conv->h + 2 * conv->padding >= conv->side && conv->w + 2 * conv->padding >= conv->side) return VM_OK;
-    return vm_fail(VM_EINVAL,
-                   "conv: want sizes of 1 to %d and a filter no larger than the padded input, got "
-                   "%lldx%lldx%lldx%lld, filter %lldx%lldx%lld, stride %lld, padding %lld",
-                   MAX_SIZE - 1, (long long)conv->n, (long long)conv->c, (long long)conv->h, (long long)conv->w,
-                   (long long)conv->k, (long long)conv->side, (long long)conv->side, (long long)conv->stride,
-                   (long long)conv->padding);
+/* Of the output, along one dimension. */
+static int64_t output_size(const vm_conv *v, int i) {
+    const int64_t reach = v->dilation[i] * (v->filter[i] - 1) + 1, pads = 2 * v->padding[i];
+    if (v->transposed) return (v->size[i] - 1) * v->stride[i] - pads + reach + v->output_padding[i];
+    return v->size[i] + pads < reach ? 0 : (v->size[i] + pads - reach) / v->stride[i] + 1;
+}
+
+enum { EXTENTS_TEXT = 72 };
+
+/* "3x3", or "3x3x3" with a depth. */
+static const char *in_words(const vm_conv *v, const int64_t extents[VM_CONV_DIMS], char text[EXTENTS_TEXT]) {
+    int used = 0;
+    if (v->dims == 3) used = snprintf(text, EXTENTS_TEXT, "%lldx", (long long)extents[0]);
+    snprintf(text + used, EXTENTS_TEXT - (size_t)used, "%lldx%lld", (long long)extents[1], (long long)extents[2]);
+    return text;
+}
+
+vm_status vm_cudnn_check(const vm_conv *v) {
+    const int64_t counts[] = {v->n, v->c, v->k, v->groups};
+    bool good = (v->dims == 2 || v->dims == 3);
+    for (size_t i = 0; i < sizeof counts / sizeof *counts; i++) good = good && counts[i] >= 1 && counts[i] < MAX_SIZE;
+    good = good && v->c % v->groups == 0 && v->k % v->groups == 0;
+    for (int i = 0; i < VM_CONV_DIMS; i++) {
+        const int64_t sizes[] = {v->size[i], v->filter[i], v->stride[i], v->dilation[i]};
+        const int64_t pads[] = {v->padding[i], v->output_padding[i]};
+        for (int j = 0; j < 4; j++) good = good && sizes[j] >= 1 && sizes[j] < MAX_SIZE;
+        for (int j = 0; j < 2; j++) good = good && pads[j] >= 0 && pads[j] < MAX_SIZE;
+        good = good && output_size(v, i) >= 1 && output_size(v, i) < MAX_SIZE;
+    }
+    if (good) { /* the elements of a tensor, and so its strides, fit in 64 bits */
+        const size_t in =
+            VM_PRODUCT((size_t)v->n, (size_t)v->c, (size_t)v->size[0], (size_t)v->size[1], (size_t)v->size[2]);
+        const size_t out = VM_PRODUCT((size_t)v->n, (size_t)v->k, (size_t)output_size(v, 0), (size_t)output_size(v, 1),
+                                      (size_t)output_size(v, 2));
+        good = VM_MAX(in, out) <= INT64_MAX / 8;
+    }
+    if (good) return VM_OK;
+    char size[EXTENTS_TEXT], filter[EXTENTS_TEXT], stride[EXTENTS_TEXT], padding[EXTENTS_TEXT];
+    return vm_fail(
+        VM_EINVAL,
+        "conv: want sizes of 1 to %d with an output of 1 or more, and channels that fall into the groups, got "
+        "%lldx%lldx%s, %lld filters %s in %lld groups, stride %s, padding %s",
+        MAX_SIZE - 1, (long long)v->n, (long long)v->c, in_words(v, v->size, size), (long long)v->k,
+        in_words(v, v->filter, filter), (long long)v->groups, in_words(v, v->stride, stride),
+        in_words(v, v->padding, padding));
 }
 
 static void note(vm_cudnn_question *q, int status, const char *step) {
@@ -140,14 +174,20 @@ desc vm_cudnn_device(vm_cudnn_question *q, const char *json) {
     return d;
 }
 
-/* dims: n, c, h, w, packed as PyTorch packs them. */
-static desc tensor(vm_cudnn_question *q, char uid, const vm_conv *conv, const int64_t dims[4], int data_type) {
-    const int64_t n = dims[1] * dims[2] * dims[3], alignment = 32, id = uid;
-    const int64_t nchw[4] = {n, dims[2] * dims[3], dims[3], 1}, nhwc[4] = {n, 1, dims[3] * dims[1], dims[1]};
+/* n and c, then the last `dims` of extents: packed as PyTorch packs them. */
+static desc tensor(vm_cudnn_question *q, char uid, const vm_conv *conv, int64_t n, int64_t c,
+                   const int64_t extents[VM_CONV_DIMS], int data_type) {
+    const int64_t alignment = 32, id = uid;
+    const int count = conv->dims + 2;
+    int64_t dims[VM_CONV_DIMS + 2] = {n, c}, strides[VM_CONV_DIMS + 2], step = conv->nhwc ? c : 1;
+    for (int i = 0; i < conv->dims; i++) dims[2 + i] = extents[VM_CONV_DIMS - conv->dims + i];
+    for (int i = count - 1; i >= 2; step *= dims[i--]) strides[i] = step;
+    strides[1] = conv->nhwc ? 1 : step;
+    strides[0] = conv->nhwc ? step : step * c;
     desc d = vm_cudnn_make(q, TENSOR);
     vm_cudnn_set_int(q, d, TENSOR_DATA_TYPE, T_DATA_TYPE, data_type);
-    vm_cudnn_set(q, d, TENSOR_DIMENSIONS, T_INT64, 4, dims);
-    vm_cudnn_set(q, d, TENSOR_STRIDES, T_INT64, 4, conv->nhwc ? nhwc : nchw);
+    vm_cudnn_set(q, d, TENSOR_DIMENSIONS, T_INT64, count, dims);
+    vm_cudnn_set(q, d, TENSOR_STRIDES, T_INT64, count, strides);
     vm_cudnn_set(q, d, TENSOR_UNIQUE_ID, T_INT64, 1, &id);
     vm_cudnn_set(q, d, TENSOR_BYTE_ALIGNMENT, T_INT64, 1,
                  &alignment); /* the most PyTorch claims; its allocator gives 512 */
@@ -158,31 +198,34 @@ static desc tensor(vm_cudnn_question *q, char uid, const vm_conv *conv, const in
 desc vm_cudnn_graph(vm_cudnn_question *q, const vm_conv *v, void *handle) {
     static const int data_types[] = {[VM_F32] = DATA_FLOAT, [VM_F16] = DATA_HALF, [VM_BF16] = DATA_BFLOAT16};
     const int type = data_types[v->dtype];
-    const int64_t x_dims[4] = {v->n, v->c, v->h, v->w}, w_dims[4] = {v->k, v->c, v->side, v->side};
-    const int64_t border = 2 * v->padding - v->side;
-    const int64_t y_dims[4] = {v->n, v->k, (v->h + border) / v->stride + 1, (v->w + border) / v->stride + 1};
-    const int64_t spatial = 2, ones[2] = {1, 1}, padding[2] = {v->padding, v->padding},
-                  stride[2] = {v->stride, v->stride};
+    const int first = VM_CONV_DIMS - v->dims; /* of the extents */
+    const int64_t spatial = v->dims, from = v->transposed ? v->c : v->k, to = v->transposed ? v->k : v->c;
+    const int64_t out[VM_CONV_DIMS] = {output_size(v, 0), output_size(v, 1), output_size(v, 2)};
     const float one = 1.0f, zero = 0.0f;
 
-    desc x = tensor(q, 'x', v, x_dims, type), w = tensor(q, 'w', v, w_dims, type), y = tensor(q, 'y', v, y_dims, type);
+    desc x = tensor(q, 'x', v, v->n, v->c, v->size, type);
+    desc w = tensor(q, 'w', v, from, to / v->groups, v->filter, type);
+    desc y = tensor(q, 'y', v, v->n, v->k, out, type);
     desc c = vm_cudnn_make(q, CONVOLUTION);
     vm_cudnn_set_int(q, c, CONVOLUTION_COMP_TYPE, T_DATA_TYPE, DATA_FLOAT);
     vm_cudnn_set_int(q, c, CONVOLUTION_CONV_MODE, T_CONVOLUTION_MODE, CROSS_CORRELATION);
     vm_cudnn_set(q, c, CONVOLUTION_SPATIAL_DIMS, T_INT64, 1, &spatial);
-    vm_cudnn_set(q, c, CONVOLUTION_FILTER_STRIDES, T_INT64, 2, stride);
-    vm_cudnn_set(q, c, CONVOLUTION_PRE_PADDINGS, T_INT64, 2, padding);
-    vm_cudnn_set(q, c, CONVOLUTION_POST_PADDINGS, T_INT64, 2, padding);
-    vm_cudnn_set(q, c, CONVOLUTION_DILATIONS, T_INT64, 2, ones);
+    vm_cudnn_set(q, c, CONVOLUTION_FILTER_STRIDES, T_INT64, spatial, v->stride + first);
+    vm_cudnn_set(q, c, CONVOLUTION_PRE_PADDINGS, T_INT64, spatial, v->padding + first);
+    vm_cudnn_set(q, c, CONVOLUTION_POST_PADDINGS, T_INT64, spatial, v->padding + first);
+    vm_cudnn_set(q, c, CONVOLUTION_DILATIONS, T_INT64, spatial, v->dilation + first);
     vm_cudnn_finalize(q, c, "convolution");
 
-    desc op = vm_cudnn_make(q, OPERATION_CONVOLUTION_FORWARD);
-    vm_cudnn_set_desc(q, op, FORWARD_X, x);
-    vm_cudnn_set_desc(q, op, FORWARD_W, w);
-    vm_cudnn_set_desc(q, op, FORWARD_Y, y);
-    vm_cudnn_set_desc(q, op, FORWARD_CONV_DESC, c);
-    vm_cudnn_set(q, op, FORWARD_ALPHA, T_FLOAT, 1, &one);
-    vm_cudnn_set(q, op, FORWARD_BETA, T_FLOAT, 1, &zero);
+    /* Of a transposed convolution dx is the output, and dy the input. */
+    const int kind = v->transposed ? OPERATION_CONVOLUTION_BACKWARD_DATA : OPERATION_CONVOLUTION_FORWARD;
+    const int shift = v->transposed ? BACKWARD_DATA_ALPHA - FORWARD_ALPHA : 0;
+    desc op = vm_cudnn_make(q, kind);
+    vm_cudnn_set_desc(q, op, FORWARD_X + shift, v->transposed ? y : x);
+    vm_cudnn_set_desc(q, op, FORWARD_W + shift, w);
+    vm_cudnn_set_desc(q, op, FORWARD_Y + shift, v->transposed ? x : y);
+    vm_cudnn_set_desc(q, op, FORWARD_CONV_DESC + shift, c);
+    vm_cudnn_set(q, op, FORWARD_ALPHA + shift, T_FLOAT, 1, &one);
+    vm_cudnn_set(q, op, FORWARD_BETA + shift, T_FLOAT, 1, &zero);
     vm_cudnn_finalize(q, op, "operation");
 
     desc g = vm_cudnn_make(q, OPERATIONGRAPH);

@@ -17,7 +17,14 @@ typedef void *desc;
 
 /* cudnnBackendDescriptorType_t */
 enum { CONVOLUTION = 1, ENGINE, ENGINECFG, ENGINEHEUR, EXECUTION_PLAN, KNOB_CHOICE = 7 };
-enum { OPERATION_CONVOLUTION_FORWARD = 10, OPERATIONGRAPH = 15, VARIANT_PACK, TENSOR, DEVICEPROP = 38 };
+enum {
+    OPERATION_CONVOLUTION_FORWARD = 10,
+    OPERATION_CONVOLUTION_BACKWARD_DATA = 12,
+    OPERATIONGRAPH = 15,
+    VARIANT_PACK,
+    TENSOR,
+    DEVICEPROP = 38
+};
 
 /* cudnnBackendAttributeName_t, a descriptor's after the other's */
 enum { CONVOLUTION_COMP_TYPE = 100, CONVOLUTION_CONV_MODE, CONVOLUTION_DILATIONS, CONVOLUTION_FILTER_STRIDES };
@@ -27,7 +34,9 @@ enum { ENGINECFG_ENGINE = 300, ENGINECFG_KNOB_CHOICES = 302 };
 enum { EXECUTION_PLAN_HANDLE = 400, EXECUTION_PLAN_ENGINE_CONFIG, EXECUTION_PLAN_WORKSPACE_SIZE };
 enum { EXECUTION_PLAN_DEVICEPROP = 407 };
 enum { KNOB_CHOICE_KNOB_TYPE = 600, KNOB_CHOICE_KNOB_VALUE };
+/* Those of OPERATION_CONVOLUTION_BACKWARD_DATA have the same order: dx in the place of x, dy in that of y. */
 enum { FORWARD_ALPHA = 700, FORWARD_BETA, FORWARD_CONV_DESC, FORWARD_W, FORWARD_X, FORWARD_Y };
+enum { BACKWARD_DATA_ALPHA = 706 };
 enum { OPERATIONGRAPH_HANDLE = 800, OPERATIONGRAPH_OPS };
 enum { TENSOR_BYTE_ALIGNMENT = 900, TENSOR_DATA_TYPE, TENSOR_DIMENSIONS, TENSOR_STRIDES, TENSOR_UNIQUE_ID = 906 };
 enum { VARIANT_PACK_UNIQUE_IDS = 1000, VARIANT_PACK_DATA_POINTERS, VARIANT_PACK_WORKSPACE = 1003 };
@@ -72,20 +81,46 @@ enum { VM_CUDNN_ASKABLE = 90800 }; /* the first that answers without a device */
 vm_status vm_cudnn_open(const char *path, const char *no_driver, size_t least, vm_cudnn **out);
 void vm_cudnn_close(vm_cudnn *cudnn);
 
-/* A forward convolution: cross-correlation, no dilation, one group, no bias; the same padding on both sides. */
+enum { VM_CONV_DIMS = 3 };
+
+/* A convolution: cross-correlation without bias, the same padding on both sides. Its extents are depth, height and
+ * width; with two dimensions the depth is that of one slice. */
 typedef struct vm_conv {
-    vm_dtype dtype;     /* of input, filter and output; sums are float */
-    bool tf32;          /* float input may run on TF32 tensor cores */
-    bool nhwc;          /* channels_last tensors and filters */
-    int64_t n, c, h, w; /* input */
-    int64_t k, side;    /* filters, their height and width */
-    int64_t padding, stride;
+    vm_dtype dtype;             /* of input, filter and output; sums are float */
+    bool tf32;                  /* float input may run on TF32 tensor cores */
+    bool nhwc;                  /* channels_last tensors and filters */
+    bool transposed;            /* the gradient of a convolution by its input */
+    int dims;                   /* 2 or 3 */
+    int64_t n, c, k, groups;    /* batch, channels of the input and of the output */
+    int64_t size[VM_CONV_DIMS]; /* of the input */
+    int64_t filter[VM_CONV_DIMS], stride[VM_CONV_DIMS], padding[VM_CONV_DIMS], dilation[VM_CONV_DIMS];
+    int64_t output_padding[VM_CONV_DIMS]; /* rows that a transposed convolution's output has more */
 } vm_conv;
 
+/* Two dimensions, square filters, one group. x: n, c, h, w. */
+static inline vm_conv vm_conv_square(vm_dtype dtype, const int64_t x[4], int64_t k, int64_t side, int64_t stride,
+                                     int64_t padding) {
+    return (vm_conv){.dtype = dtype,
+                     .dims = 2,
+                     .n = x[0],
+                     .c = x[1],
+                     .k = k,
+                     .groups = 1,
+                     .size = {1, x[2], x[3]},
+                     .filter = {1, side, side},
+                     .stride = {1, stride, stride},
+                     .padding = {0, padding, padding},
+                     .dilation = {1, 1, 1}};
+}
+
 static inline bool vm_conv_same(const vm_conv *a, const vm_conv *b) {
-    return a->dtype == b->dtype && a->tf32 == b->tf32 && a->nhwc == b->nhwc && a->n == b->n && a->c == b->c &&
-           a->h == b->h && a->w == b->w && a->k == b->k && a->side == b->side && a->padding == b->padding &&
-           a->stride == b->stride;
+    bool same = a->dtype == b->dtype && a->tf32 == b->tf32 && a->nhwc == b->nhwc && a->transposed == b->transposed &&
+                a->dims == b->dims && a->n == b->n && a->c == b->c && a->k == b->k && a->groups == b->groups;
+    for (int i = 0; i < VM_CONV_DIMS; i++)
+        same = same && a->size[i] == b->size[i] && a->filter[i] == b->filter[i] && a->stride[i] == b->stride[i] &&
+               a->padding[i] == b->padding[i] && a->dilation[i] == b->dilation[i] &&
+               a->output_padding[i] == b->output_padding[i];
+    return same;
 }
 
 /* One question: its descriptors, destroyed together, and the first status that was not success; after it the rest does
@@ -103,7 +138,7 @@ void vm_cudnn_set(vm_cudnn_question *q, desc d, int name, int type, int64_t coun
 void vm_cudnn_set_int(vm_cudnn_question *q, desc d, int name, int type, int value);
 void vm_cudnn_set_desc(vm_cudnn_question *q, desc d, int name, desc value);
 void vm_cudnn_finalize(vm_cudnn_question *q, desc d, const char *what);
-/* The operation graph, with unique ids 'x', 'w', 'y'; for a handle's device, or NULL for a described one. */
+/* The operation graph, with unique ids 'x', 'w', 'y' of input, filter and output; for a handle's device, or NULL for a described one. */
 desc vm_cudnn_graph(vm_cudnn_question *q, const vm_conv *conv, void *handle);
 /* json: cuDNN's device properties (vaemem/data/gpus.json). */
 desc vm_cudnn_device(vm_cudnn_question *q, const char *json);
@@ -113,7 +148,7 @@ int64_t vm_cudnn_configs(vm_cudnn_question *q, desc graph, desc device, int mode
 /* Destroys what was made. VM_OK, or `otherwise` with the step and cuDNN's own words. */
 vm_status vm_cudnn_end(vm_cudnn_question *q, vm_status otherwise);
 
-/* VM_EINVAL where a size is out of range, or the filter is larger than the padded input. */
+/* VM_EINVAL where a size is out of range, channels do not fall into groups, or no output is left. */
 vm_status vm_cudnn_check(const vm_conv *conv);
 /* Of an engine, as the sum of 1 << note; false where they cannot be read. */
 bool vm_cudnn_notes(vm_cudnn *c, desc engine, int attribute, int type, uint32_t *bits);

@@ -42,8 +42,9 @@ static vm_trace *record(input *in) {
             vm_trace_blas(t, take(in, 1) & 1 ? VM_TRACE_CUBLAS : VM_TRACE_CUBLASLT, name);
             break;
         case 3: {
-            vm_conv c = {.dtype = take(in, 1) % 3, .n = (int64_t)number(in), .c = (int64_t)number(in)};
-            c.h = c.w = (int64_t)number(in);
+            const vm_dtype dtype = take(in, 1) % 3;
+            const int64_t n = (int64_t)number(in), channels = (int64_t)number(in), side = (int64_t)number(in);
+            const vm_conv c = vm_conv_square(dtype, (int64_t[]){n, channels, side, side}, 1, 1, 1, 0);
             vm_trace_conv(t, &c, name);
             break;
         }
@@ -55,8 +56,8 @@ static vm_trace *record(input *in) {
         case 5: {
             const uint64_t kind = take(in, 1);
             const vm_trace_gpu gpu = {.sm = (int)take(in, 1), .multiprocessors = (int)take(in, 4)};
-            const vm_attention_shape shape = {kind % 3,   number(in), number(in), number(in),
-                                              number(in), number(in), kind & 4};
+            const vm_attention_shape shape = {kind % 3,   number(in), number(in),  number(in),
+                                              number(in), number(in), kind / 4 % 4};
             vm_trace_attention(t, &shape, &gpu, name, id);
             break;
         }

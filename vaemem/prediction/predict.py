@@ -16,7 +16,7 @@ from fractions import Fraction
 from typing import Any
 
 from vaemem import _core
-from vaemem._common import MIB, latent_factor
+from vaemem._common import MIB, choose, latent_factor
 from vaemem._core import OutOfMemoryError
 from vaemem.engine.limits import LARGEST_SIDE, check_aspect, largest_size, parse_size
 from vaemem.prediction.benchmark import PROTOCOLS, USUAL_PROTOCOL, Counters, Reading
@@ -196,7 +196,8 @@ class Prediction(_Peaks):
     total_memory : int
         Of the card, as it was given or as it is listed.
     peak_tensors : tuple of PeakTensor
-        ``(name, bytes)`` of what was allocated at the peak, weights and input included, largest first.
+        ``(name, bytes)`` of what was allocated at the peak, weights and input included, largest first, and last what
+        the allocator rounded up: the sum is `peak_allocated`.
     workspace_source : str
         Who said how much scratch the convolutions take: a profile, an installed cuDNN, or a rule.
     timeline : tuple of Moment
@@ -442,13 +443,16 @@ class ModulePrediction(_Peaks):
     Attributes
     ----------
     unmodelled : dict
-        Operators whose temporaries are not counted, with how often they ran.
+        What takes memory that is not counted, operators and more, with how often it ran; in `repr` too.
     """
 
     def __init__(
         self, trace: _core.Trace, weights: list[tuple[str, int]], inputs: list[tuple[str, int]],
         unmodelled: Mapping[str, int], settings: Mapping[str, Any], used: int | str = 0,
+        protocol: str = USUAL_PROTOCOL,
     ):  # fmt: skip
+        choose("protocol", protocol, PROTOCOLS)
+        self.protocol = protocol
         self._call = trace, [("weights", size) for _, size in weights] + inputs
         self._settings = dict(settings)
         self.unmodelled = dict(unmodelled)
@@ -463,8 +467,10 @@ class ModulePrediction(_Peaks):
         trace, held = self._call
         for name, size in held:
             process.hold(name, size)
-        for _ in range(PROTOCOLS[protocol or self.protocol].warmups + 1):
-            counters = Counters(process)
+        _, warmups, runs, emptied = PROTOCOLS[protocol or self.protocol]
+        for i in range(warmups + runs):
+            if emptied or i == warmups:
+                counters = Counters(process)
             left = process.call(trace)
             measured = counters.read()
             process.release(left.values())
@@ -478,4 +484,9 @@ class ModulePrediction(_Peaks):
 
     def __repr__(self) -> str:
         baseline = self.peak_allocated - self.allocated
-        return f"<ModulePrediction ({self._place}): above {baseline / MIB:.2f} MiB of weights and inputs {self._sizes}>"
+        protocol = "" if self.protocol == USUAL_PROTOCOL else f", {self.protocol}"
+        missing = ", ".join(f"{what} ({count})" for what, count in self.unmodelled.items())
+        return (
+            f"<ModulePrediction ({self._place}{protocol}): above {baseline / MIB:.2f} MiB of weights and inputs"
+            f" {self._sizes}{f'; not counted: {missing}' if missing else ''}>"
+        )

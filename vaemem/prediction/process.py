@@ -13,8 +13,9 @@ from vaemem import _core
 from vaemem._common import DTYPES, ELEMENT_BYTES, MIB, choose, latent_factor
 from vaemem.engine.layouts import read_config
 from vaemem.prediction.gpus import Gpu, find_gpu
+from vaemem.prediction.profiles import Conv
 from vaemem.prediction.snapshot import CachingAllocator
-from vaemem.prediction.workspace import Workspace, by_cudnn, torch_build
+from vaemem.prediction.workspace import Workspace, not_cudnn, torch_release
 
 
 class Runtime(NamedTuple):
@@ -36,12 +37,6 @@ DEFAULT_TORCH = "2.7.1+cu128"  # the build that predictions were compared with m
 # PyTorch takes cuBLASLt's workspace anew in each call up to the first release, keeps it up to the second, and later
 # uses cuBLAS's.
 _LAST_EACH, _LAST_KEPT = (2, 8), (2, 11)
-
-
-def torch_release(version: str) -> tuple[int, int]:
-    """(2, 7) of ``"2.7.1+cu128"``; ValueError where `torch_build` raises it."""
-    major, minor = torch_build(version)[0].split(".")
-    return int(major), int(minor)
 
 
 def blas_settings(gpu: Gpu, torch_version: str) -> dict[str, Any]:
@@ -173,7 +168,7 @@ class SimulatedProcess:
         takes was not recorded and is taken to be nothing.
     workspace : object, optional
         What answers ``conv(dtype, n, c, h, w, k, r, stride, padding, layout) -> (bytes, source)`` in place of
-        `Workspace`.
+        `Workspace`; convolutions of other kinds have four more arguments, as `Workspace.conv` takes them.
     allow_tf32 : bool
         ``torch.backends.cudnn.allow_tf32``, as PyTorch has it by default. A `workspace` answers by itself.
 
@@ -211,7 +206,8 @@ class SimulatedProcess:
         self._tags: dict[Any, int] = {}  # of names and traces
         self._live: dict[int, tuple[str, int]] = {}  # between calls: address -> (name, bytes)
         self._smaller: dict[Any, int] = {}  # workspaces of the plans that stand in for first ones, by convolution
-        self._peak: tuple[int, Any] = (0, None)  # bytes, and the call that took them
+        # Bytes at the peak, the call that took them, and what was live outside of it (None: not known).
+        self._peak: tuple[int, Any, tuple[tuple[str, int], ...] | None] = (0, None, ())
         self._most_reserved = 0  # before the peaks were reset
         self._baseline: tuple[tuple[str, int], ...] = ()  # what was live when the peaks were reset
         self._last: tuple[_core.Trace, Any, Any] | None = None
@@ -285,6 +281,7 @@ class SimulatedProcess:
         placed = [(self.allocator.malloc(size), size, name == "filter") for _, _, size, name in trace.steps]
         weights = {address: size for address, size, _ in placed}
         self._live.update((address, (f"weights of {arch['name']}", size)) for address, size in weights.items())
+        self._note_peak(tuple(self._live.values()))
         vae = LoadedVAE(arch, runtime, dtype, weights, channels_last)
         if channels_last:
             self._copy(vae, {address: size for address, size, is_filter in placed if is_filter})
@@ -314,9 +311,9 @@ class SimulatedProcess:
         """Takes `size` bytes for good under a name. Returns the address (0 for 0 bytes), which `release` takes."""
         self._tag(name)
         address = self.allocator.malloc(size)
-        self._note_peak()
         if address:
             self._live[address] = (name, size)
+            self._note_peak(tuple(self._live.values()))
         return address
 
     def elementwise(self, x: Tensor, name: str = "scaled", dtype: str | None = None) -> Tensor:
@@ -382,7 +379,10 @@ class SimulatedProcess:
         for question in trace.convs:
             count, source = self.workspace.conv(*question)
             wanted.append(self._smaller.get(question, count))
-            following.append(0 if by_cudnn(self.gpu, question[0]) else count)
+            own = not_cudnn(
+                self.gpu, getattr(self.workspace, "cudnn_version", None), self.torch_version, Conv(*question)
+            )
+            following.append(count if own else 0)
             self.sources[source] = self.sources.get(source, 0) + 1
         before = tuple(self._live.values())
         left, cublas, cublaslt, allocated, reserved, workspaces = trace.run(
@@ -395,7 +395,7 @@ class SimulatedProcess:
             )
         if heights:
             self._last = (trace, allocated, reserved)
-        self._note_peak((trace, workspaces, allocated, before) if heights else None)
+        self._note_peak(before if heights else None, (trace, workspaces, allocated) if heights else None)
         for name, address in (("cublas", cublas), ("cublaslt", cublaslt)):
             if address and not self._kept[name]:
                 self._live[address] = (f"{name} [workspace]", self._blas[f"{name}_bytes"])
@@ -432,25 +432,22 @@ class SimulatedProcess:
         """``torch.cuda.reset_peak_memory_stats()``."""
         self._most_reserved = self.most_reserved
         self.allocator.reset_peak_stats()
-        self._peak = (self.allocated, None)
         self._baseline = tuple(self._live.values())
+        self._peak = (self.allocated, None, self._baseline)
 
     # ---- what happened ----
 
     def peak_tensors(self) -> list[PeakTensor]:
-        """What was allocated at the peak since `reset_peak`, largest first; equal names are summed.
+        """What was allocated at the peak since `reset_peak`, largest first; equal names are summed. What the allocator
+        gave beyond what was asked for comes last, so that the sum is `peak_allocated`.
 
-        Empty where the peak lies outside of the calls (or in a call without heights). A workspace that could not be had
-        any more later in that call counts as what stood in for it.
+        Empty where the peak lies in a call without heights. A workspace that could not be had any more later in that
+        call counts as what stood in for it.
         """
-        if self._peak[1] is None:
-            return []
-        trace, workspaces, allocated, before = self._peak[1]
-        live = live_at(trace, int(allocated.argmax()), workspaces, self._blas)
-        names: dict[str, int] = {}
-        for name, size in [*before, *(item for item in live.values() if item not in before or item[0] not in _ONCE)]:
-            names[name] = names.get(name, 0) + size
-        return [PeakTensor(name, size) for name, size in sorted(names.items(), key=lambda item: -item[1]) if size]
+        names = self._at_peak()
+        rounding = self.peak_allocated - sum(names.values()) if names else 0
+        found = [PeakTensor(name, size) for name, size in sorted(names.items(), key=lambda item: -item[1]) if size]
+        return [*found, PeakTensor(ROUNDING, rounding)] if rounding else found
 
     def peak_above_baseline(self) -> tuple[str, dict[str, int]] | None:
         """The step that makes the peak, and {name: bytes} of what was allocated since `reset_peak` and lives then.
@@ -459,11 +456,25 @@ class SimulatedProcess:
         """
         if self._peak[1] is None:
             return None
-        trace, _, allocated, _ = self._peak[1]
-        tensors = dict(self.peak_tensors())
+        trace, _, allocated = self._peak[1]
+        tensors = self._at_peak()
         for name, size in self._baseline:
             tensors[name] = tensors.get(name, 0) - size
         return trace.steps[int(allocated.argmax())][3], {name: size for name, size in tensors.items() if size}
+
+    def _at_peak(self) -> dict[str, int]:
+        """{name: bytes}, as requested, of what lived at the peak."""
+        _, call, outside = self._peak
+        names: dict[str, int] = {}
+        for name, size in outside or ():
+            names[name] = names.get(name, 0) + size
+        if call is not None:
+            trace, workspaces, allocated = call
+            once = {name for name in _ONCE if name in names}
+            for name, size in live_at(trace, int(allocated.argmax()), workspaces, self._blas).values():
+                if name not in once:
+                    names[name] = names.get(name, 0) + size
+        return names
 
     def timeline(self) -> list[Moment]:
         """The last call, step by step; what was given back has the name of what was taken before."""
@@ -516,8 +527,9 @@ class SimulatedProcess:
         try:
             for address, wanted in sizes.items():
                 new = self.allocator.malloc(wanted)
-                self._note_peak()
-                self._live[new] = (self._release(address)[0], wanted)
+                self._live[new] = (self._live[address][0], wanted)
+                self._note_peak(tuple(self._live.values()))
+                self._release(address)
                 copies[address] = (new, wanted)
         finally:
             vae.storages = dict(copies.get(address, (address, size)) for address, size in vae.storages.items())
@@ -530,10 +542,10 @@ class SimulatedProcess:
         self.allocator.free(address)
         return self._live.pop(address)
 
-    def _note_peak(self, call: Any = None) -> None:
-        """After anything that takes memory: which call made the peak, None where none did."""
+    def _note_peak(self, outside: tuple[tuple[str, int], ...] | None, call: Any = None) -> None:
+        """After anything that takes memory: what was live outside of the calls, and which call made the peak."""
         if self.peak_allocated > self._peak[0]:
-            self._peak = (self.peak_allocated, call)
+            self._peak = (self.peak_allocated, call, outside)
 
     def _tag(self, what: str | _core.Trace) -> int:
         """The tag of what comes next: of a name, or the first of a trace's."""
@@ -546,6 +558,7 @@ class SimulatedProcess:
         return tag
 
 
+ROUNDING = "[rounded up by the allocator]"  # to 512 bytes, and remainders of blocks that are too small to split off
 _ONCE = ("cublas [workspace]", "cublaslt [workspace]")  # kept from the first use on
 
 

@@ -21,6 +21,7 @@ versions that were never asked.
 
 import functools
 import json
+import math
 import re
 from importlib import resources
 from typing import Any, NamedTuple
@@ -31,8 +32,11 @@ from vaemem.prediction.gpus import Gpu, find_gpu
 _FILE = re.compile(r"sm(\d+)((?:-\w+)*)_cudnn(\d+\.\d+\.\d+)\.json")
 
 
+Extents = int | tuple[int, ...]  # the same along every dimension, or one for each
+
+
 class Conv(NamedTuple):
-    """A forward convolution as PyTorch gives it to cuDNN: square filter, one group, no dilation, bias added outside."""
+    """A convolution as PyTorch gives it to cuDNN, bias added outside; one dimension is two with a height of 1."""
 
     dtype: str
     n: int
@@ -40,16 +44,43 @@ class Conv(NamedTuple):
     h: int
     w: int
     k: int
-    r: int
-    stride: int = 1
-    padding: int = 1
+    r: Extents
+    stride: Extents = 1
+    padding: Extents = 1
     layout: str = "nchw"
+    dilation: Extents = 1
+    groups: int = 1
+    output_padding: Extents | None = None  # of a transposed convolution; None where it is none
+    depth: int = 0  # of the input; 0 with two dimensions
 
     @property
-    def out(self) -> tuple[int, int]:
-        """Height and width of the output."""
-        extra = 2 * self.padding - self.r
-        return (self.h + extra) // self.stride + 1, (self.w + extra) // self.stride + 1
+    def is_plain(self) -> bool:
+        """Whether it is of the kind that profiles hold: two dimensions, square, one group, no dilation."""
+        return self[10:] == (1, 1, None, 0) and all(isinstance(extent, int) for extent in self[6:9])
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        """(depth), height and width of the input."""
+        return (self.depth, self.h, self.w) if self.depth else (self.h, self.w)
+
+    def along(self, extents: Extents) -> tuple[int, ...]:
+        """An extent for every dimension."""
+        return extents if isinstance(extents, tuple) else (extents,) * len(self.size)
+
+    @property
+    def out(self) -> tuple[int, ...]:
+        """(depth), height and width of the output."""
+        sides = zip(*map(self.along, (self.size, self.r, self.stride, self.padding, self.dilation)), strict=True)
+        if self.output_padding is None:
+            return tuple((n + 2 * p - d * (r - 1) - 1) // s + 1 for n, r, s, p, d in sides)
+        more = self.along(self.output_padding)
+        return tuple((n - 1) * s - 2 * p + d * (r - 1) + 1 + m for (n, r, s, p, d), m in zip(sides, more, strict=True))
+
+    @property
+    def elements(self) -> tuple[int, int, int]:
+        """Of input, output and filter."""
+        filters = self.c * self.k // self.groups * math.prod(self.along(self.r))
+        return self.n * self.c * math.prod(self.size), self.n * self.k * math.prod(self.out), filters
 
 
 def version_number(version: str) -> int:
@@ -81,18 +112,19 @@ def sizes(conv: Conv) -> dict[str, int]:
     """What formulas and trees speak of, for one convolution."""
     dtype, n, c, h, w, k, r = conv[:7]
     size = ELEMENT_BYTES[dtype]
-    oh, ow = conv.out
-    pixels = n * oh * ow
+    each = math.prod(conv.out)
+    pixels = n * each
     wide_c, wide_k = _up(c * size, 16), _up(k * size, 16)
+    i, o, f = conv.elements
     return {
-        "i": _up(n * c * h * w * size, 16),
-        "o": _up(pixels * k * size, 16),
-        "f": _up(k * c * r * r * size, 16),
-        "I": n * h * w * wide_c,
+        "i": _up(i * size, 16),
+        "o": _up(o * size, 16),
+        "f": _up(f * size, 16),
+        "I": i // c * wide_c,
         "O": pixels * wide_k,
-        "F": wide_k * wide_c // size * r * r,
+        "F": wide_k * wide_c // size * math.prod(conv.along(r)),
         "P": pixels,
-        "Q": oh * ow,
+        "Q": each,
         "h": h,
         "w": w,
         "m": -pixels % 128,
@@ -151,6 +183,8 @@ class Profile:
 
     def conv(self, conv: Conv, tf32: bool = True) -> tuple[int, str] | None:
         """(bytes, source) of a convolution; None where none of its kind was recorded."""
+        if not conv.is_plain:
+            return None
         s = sizes(conv)
         kind = kind_of(conv, tf32 or int(self.capability.replace(".", "")) < 80)
         for rule in self._rules:
@@ -171,7 +205,7 @@ class Profile:
 
 def applies(rule: dict[str, Any], conv: Conv) -> bool:
     """Whether a rule speaks of a convolution."""
-    if conv.dtype not in rule["dtypes"] or (conv.r, conv.stride) != (rule["r"], rule["stride"]):
+    if not conv.is_plain or conv.dtype not in rule["dtypes"] or (conv.r, conv.stride) != (rule["r"], rule["stride"]):
         return False
     if "channels" in rule and [conv.c, conv.k] not in rule["channels"]:
         return False

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -25,6 +26,7 @@ from vaemem.prediction.cudnn import InstalledCudnn, installed_cudnn
 from vaemem.prediction.gpus import Gpu, find_gpu
 from vaemem.prediction.profiles import (
     Conv,
+    Extents,
     Profile,
     applies,
     formula_bytes,
@@ -75,6 +77,12 @@ def torch_build(version: str) -> tuple[str, str]:
     return match[1], f"cu{match[3]}" if match[2] else next(iter(CUDNN_OF_TORCH[match[1]]))
 
 
+def torch_release(version: str) -> tuple[int, int]:
+    """(2, 7) of ``"2.7.1+cu128"``; ValueError where `torch_build` raises it."""
+    major, minor = torch_build(version)[0].split(".")
+    return int(major), int(minor)
+
+
 def cudnn_of_torch(version: str) -> str:
     """The cuDNN of a build of PyTorch; ValueError where it is not known."""
     release, build = torch_build(version)
@@ -85,9 +93,60 @@ def cudnn_of_torch(version: str) -> str:
     return known[build]
 
 
-def by_cudnn(gpu: Gpu, dtype: str) -> bool:
-    """Whether cuDNN has engines for a dtype; PyTorch unfolds the input itself (im2col) where it has none."""
-    return dtype != "bfloat16" or gpu.sm >= 80
+def not_cudnn(gpu: Gpu, cudnn_version: str | None, torch_version: str | None, conv: Conv) -> str:
+    """Why PyTorch runs a convolution by code of its own; "" where cuDNN does.
+
+    After `use_cudnn`, `needs_64bit_indexing_no_split`, `use_cudnn_depthwise` and, of those for cuDNN 8.2 and later,
+    `check_cudnn_depthwise_workload_with_filter` in Convolution.cpp.
+    """
+    if conv.dtype == "bfloat16" and gpu.sm < 80:
+        return f"im2col: no bfloat16 for cuDNN below compute capability 8.0 ({gpu.name} has {gpu.capability})"
+    if conv.depth and conv.layout == "nchw" and conv.dtype != "float32" and max(conv.along(conv.r)) > 1:
+        avoided = cudnn_version is not None and 90800 <= version_number(cudnn_version) < 91500
+        if torch_version and torch_release(torch_version) >= _CONV3D_AVOIDED:
+            if avoided or torch_version.startswith("2.9.0"):
+                return "im2col: no cuDNN for 3d convolutions in half precision in 2.9.0, nor later below cuDNN 9.15"
+    if cudnn_version is not None and version_number(cudnn_version) < 90300 and _items(conv) >= 1 << 31:
+        return "im2col: no cuDNN before 9.3 for more than 2^31 elements"
+    if is_depthwise(conv) and conv.layout == "nchw" and _items(conv) < 1 << 31 and not _cudnn_depthwise(conv):
+        return "own kernels for depthwise convolutions"
+    return ""
+
+
+def _items(conv: Conv) -> int:
+    """Elements of the larger of input and output, for each item of the batch."""
+    return max(conv.elements[:2]) // conv.n
+
+
+# PyTorch's first release that keeps 3d convolutions in half precision from cuDNN: 2.9.0 from every one, later ones from
+# 9.8 to 9.14 (use_cudnn in Convolution.cpp; pytorch/pytorch#166643).
+_CONV3D_AVOIDED = (2, 9)
+
+
+def is_depthwise(conv: Conv) -> bool:
+    """Whether PyTorch takes it for one: a group for each channel of the input."""
+    return conv.output_padding is None and conv.c == conv.groups > 1 and conv.k % conv.c == 0
+
+
+def _cudnn_depthwise(conv: Conv) -> bool:
+    """Whether cuDNN is thought to be faster than PyTorch's own kernel, NCHW."""
+    vertical, stride = (conv.along(conv.stride) * 2)[:2]
+    if conv.dtype != "float16" or conv.depth or conv.c < 32 or max(conv.along(conv.dilation)) > 1:
+        return False
+    if vertical != stride and conv.h != 1:
+        return False
+    if conv.h == 1 and stride == 1:
+        return True
+    r, s = conv.along(conv.r)
+    if r != s or r not in (1, 3, 5) or conv.w < 7 or stride > 2:
+        return False
+    if stride == 1:
+        return True
+    if conv.n == 1:
+        return r > 1 or conv.w <= 28
+    if r == 1:
+        return conv.n <= 16 and conv.c >= 128 and conv.w <= 7
+    return conv.c >= 512 or (conv.c >= 256 and conv.w >= 28)
 
 
 class Workspace:
@@ -134,7 +193,7 @@ class Workspace:
         self.gpu = find_gpu(gpu)
         if cudnn_version is None and torch_version is not None:
             cudnn_version = cudnn_of_torch(torch_version)
-        self.cudnn_version = cudnn_version
+        self.cudnn_version, self._torch_version = cudnn_version, torch_version
         self.tf32 = tf32
         self._cudnn = cudnn or installed_cudnn()
         self._profile: Profile | None = nearest_profile(self.gpu, cudnn_version)
@@ -153,25 +212,34 @@ class Workspace:
         h: int,
         w: int,
         k: int,
-        r: int,
-        stride: int = 1,
-        padding: int = 1,
+        r: Extents,
+        stride: Extents = 1,
+        padding: Extents = 1,
         layout: str = "nchw",
+        dilation: Extents = 1,
+        groups: int = 1,
+        output_padding: Extents | None = None,
+        depth: int = 0,
     ) -> tuple[int, str]:
-        """Workspace of one forward convolution.
+        """Workspace of one convolution. Extents are an int, or a tuple with one for each dimension.
 
         Parameters
         ----------
         dtype : str
             ``"float16"``, ``"bfloat16"`` or ``"float32"``, of input, filter and output.
         n, c, h, w : int
-            Input: batch, channels, height and width, before `padding`.
+            Input: batch, channels, height and width, before `padding`. PyTorch takes a convolution of one dimension
+            for one of two with a height of 1.
         k, r : int
-            Filters, and their height and width.
-        stride, padding : int
+            Channels of the output, and the filters' height and width.
+        stride, padding, dilation, groups : int
             As ``torch.nn.Conv2d`` takes them. A one-sided padding is a padded input with `padding` 0.
         layout : str
             ``"nchw"``, or ``"nhwc"`` for channels_last tensors.
+        output_padding : int, optional
+            Of a transposed convolution, 0 too; None where it is none.
+        depth : int
+            Of the input of a convolution with three dimensions, else 0.
 
         Returns
         -------
@@ -185,7 +253,7 @@ class Workspace:
         ValueError
             A bad argument, or a convolution that cuDNN has no engine for (PyTorch would raise).
         """
-        key = (dtype, n, c, h, w, k, r, stride, padding, layout)
+        key = (dtype, n, c, h, w, k, r, stride, padding, layout, dilation, groups, output_padding, depth)
         answer = self._known.get(key)
         if answer is None:
             answer = self._known[key] = self._look_up(Conv(*key))
@@ -233,8 +301,9 @@ class Workspace:
 
     def _look_up(self, conv: Conv) -> tuple[int, str]:
         _check(conv)
-        if not by_cudnn(self.gpu, conv.dtype):
-            return _im2col(self.gpu, conv)
+        why = not_cudnn(self.gpu, self.cudnn_version, self._torch_version, conv)
+        if why:
+            return _by_pytorch(conv), f"PyTorch's {why}"
         if not self._ask_first():
             for rule in self._rules:
                 if kind_of(conv, self.tf32) == conv.dtype and applies(rule, conv):
@@ -254,7 +323,7 @@ class Workspace:
         except RuntimeError as error:
             wanted = self.cudnn_version or (self._profile and self._profile.version)
             count, why = self._guess(self.gpu, version_number(wanted) if wanted else 0, self.tf32, conv)
-            self._substitute(_RULED[conv.layout])
+            self._substitute(_RULED[conv.layout if conv.is_plain else "other"])
             return count, f"rule: {why}; uncertain (no profile has this convolution; {error})"
         version = self._cudnn.version
         if plan is None:
@@ -312,27 +381,46 @@ _ASKABLE = version_number("9.8.0")  # the first that answers without a device
 _RULED = {
     "nchw": "a rule for convolutions that no cuDNN was asked about",
     "nhwc": "a rule for channels_last convolutions that no cuDNN was asked about",
+    "other": "a rule for convolutions that are not square, 2d and whole, and that no cuDNN was asked about",
 }
 
 
 def _check(conv: Conv) -> None:
-    dtype, n, c, h, w, k, r, stride, padding, layout = conv
-    choose("dtype", dtype, DTYPES)
-    if layout not in ("nchw", "nhwc"):
-        raise ValueError(f"layout: want 'nchw' or 'nhwc', got {layout!r}")
-    if min(n, c, h, w, k, r, stride) < 1 or padding < 0:
+    choose("dtype", conv.dtype, DTYPES)
+    if conv.layout not in ("nchw", "nhwc"):
+        raise ValueError(f"layout: want 'nchw' or 'nhwc', got {conv.layout!r}")
+    dims, extents = len(conv.size), (conv.r, conv.stride, conv.padding, conv.dilation, conv.output_padding or 0)
+    if any(len(conv.along(extent)) != dims for extent in extents):
+        raise ValueError(f"conv: want an int or {dims} of them for each extent, got {conv}")
+    least = (conv.n, conv.c, conv.k, conv.groups, *conv.size, *map(min, map(conv.along, extents[:2])))
+    if min(least) < 1 or min(conv.along(conv.dilation)) < 1 or min(map(min, map(conv.along, extents))) < 0:
         raise ValueError(f"conv: want sizes and a stride of 1 or more and no negative padding, got {conv}")
-    if min(h, w) + 2 * padding < r:
-        raise ValueError(f"conv: want a {r}x{r} filter within the padded input, got {h}x{w} and padding {padding}")
+    if conv.c % conv.groups or conv.k % conv.groups:
+        raise ValueError(f"conv: want channels that fall into {conv.groups} groups, got {conv}")
+    if min(conv.out) < 1:
+        filters, sides = ("x".join(map(str, conv.along(extent))) for extent in (conv.r, conv.size))
+        raise ValueError(
+            f"conv: want a {filters} filter within the padded input, got {sides} and padding {conv.padding}"
+        )
 
 
-def _im2col(gpu: Gpu, conv: Conv) -> tuple[int, str]:
-    """PyTorch's own convolution: the columns of one batch item, none for a plain 1x1 (ConvolutionMM2d.cu)."""
-    source = f"PyTorch's im2col: no bfloat16 for cuDNN below compute capability 8.0 ({gpu.name} has {gpu.capability})"
-    if (conv.r, conv.stride, conv.padding) == (1, 1, 0):
-        return 0, source
-    oh, ow = conv.out
-    return conv.c * conv.r * conv.r * oh * ow * ELEMENT_BYTES[conv.dtype], source
+def _by_pytorch(conv: Conv) -> int:
+    """What PyTorch's own convolutions take besides their output.
+
+    Depthwise ones nothing (DepthwiseConv2d.cu, DepthwiseConv3d.cu). The others unfold the input into columns, one batch
+    item at a time, none for a plain 1x1 in two dimensions (ConvolutionMM2d.cu; NaiveDilatedConvolution.cu with dilation
+    or depth; NaiveConvolutionTranspose2d.cu and 3d), and one group after the other: each has its part of the input and
+    of the filter copied, and all outputs are there before they are put together (_convolution in Convolution.cpp).
+    """
+    if is_depthwise(conv):
+        return 0
+    size, groups = ELEMENT_BYTES[conv.dtype], conv.groups
+    i, o, f = (count * size for count in conv.elements)
+    channels, pixels = (conv.c, conv.out) if conv.output_padding is None else (conv.k, conv.size)
+    columns = channels // groups * math.prod(conv.along(conv.r)) * math.prod(pixels) * size
+    if conv.is_plain and (conv.r, conv.stride, conv.padding) == (1, 1, 0):
+        columns = 0
+    return columns if groups == 1 else max((i + f) // groups + columns, o)
 
 
 def _rule(gpu: Gpu, version: int, tf32: bool, conv: Conv) -> tuple[int, str]:
@@ -341,12 +429,12 @@ def _rule(gpu: Gpu, version: int, tf32: bool, conv: Conv) -> tuple[int, str]:
     Of the recorded 3x3 convolutions with 128 channels or more, at 256 to 1024 pixels a side, at least seven in ten are
     within 1% in half precision and half of them in float32, on every GPU and version (tests/test_workspace.py counts
     them); of 1x1 and thin ones, about half. All this in NCHW with TF32 allowed: the rest is what 3x3 convolutions of
-    128 channels take in cuDNN 9.10.2.
+    128 channels take in cuDNN 9.10.2. 1d, 3d, grouped, dilated, rectangular and transposed ones were asked of
+    cuDNN 9.10.2 and 9.28 for an RTX 4090 and an H100 (docs/PREDICTION.md): grouped and transposed ones copy the output
+    in float32 too.
     """
     size = ELEMENT_BYTES[conv.dtype]
-    oh, ow = conv.out
-    i, o = conv.n * conv.c * conv.h * conv.w * size, conv.n * conv.k * oh * ow * size
-    f = conv.k * conv.c * conv.r * conv.r * size
+    i, o, f = (count * size for count in conv.elements)
     strict = conv.dtype == "float32" and (not tf32 or gpu.sm < 80)
     if conv.layout == "nhwc":
         if strict:
@@ -357,10 +445,10 @@ def _rule(gpu: Gpu, version: int, tf32: bool, conv: Conv) -> tuple[int, str]:
     if gpu.sm < 75 and version >= 91100:
         return 0, "none for Volta since cuDNN 9.11"
     if strict:
-        if (conv.r, conv.stride) == (3, 1) and gpu.sm < 90:
+        if conv.is_plain and (conv.r, conv.stride) == (3, 1) and gpu.sm < 90:
             return 100 * conv.c * conv.k + 4 * conv.k, "Winograd's transformed filter, strict float32"
         return 0, "none in strict float32"
-    if conv.dtype == "float32" and gpu.sm not in (90, 100):
+    if conv.dtype == "float32" and gpu.sm not in (90, 100) and conv.groups == 1 and conv.output_padding is None:
         return i + f, "input + filter, TF32"
     return i + o + f, "input + output + filter"
 

@@ -1,0 +1,123 @@
+"""Which kernel PyTorch's scaled_dot_product_attention runs on a GPU, without torch.
+
+After native/transformers/cuda/sdp_utils.cpp and sdp_utils_cpp.h: the first kernel of PyTorch's order that is enabled
+and has nothing against the call. Gradients, nested tensors and dropout are none of ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+
+class Heads(NamedTuple):
+    """Queries, keys or values: (N, heads, length, depth)."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether the elements of one head lie side by side."""
+        return self.strides[-1] == 1 or self.shape[-1] == 1
+
+
+class Call(NamedTuple):
+    """A call of scaled_dot_product_attention. dtype as ``"float16"``; grouped: enable_gqa."""
+
+    dtype: str
+    queries: Heads
+    keys: Heads
+    values: Heads
+    masked: bool = False
+    causal: bool = False
+    grouped: bool = False
+
+
+def _against_any(call: Call, grouped: bool) -> str:
+    """What every fused kernel has against a call; "" for nothing. grouped: whether it shares keys among queries."""
+    tensors = call[1:4]
+    if any(len(x.shape) != 4 for x in tensors):
+        return "wants 4 dimensions"
+    if len({x.shape[0] for x in tensors}) > 1:
+        return "wants one size of batch"
+    heads = [x.shape[1] for x in tensors]
+    shares = grouped and call.grouped and heads[1] == heads[2] and heads[0] % heads[1] == 0
+    if len(set(heads)) > 1 and not shares:
+        return "wants as many heads of keys and values as of queries"
+    if min(x.shape[2] for x in tensors) == 0:
+        return "wants sequences of 1 or more"
+    return ""
+
+
+def _against_flash(call: Call, sm: int) -> str:
+    depths = {x.shape[-1] for x in call[1:4]}
+    if call.dtype == "float32" or sm < 80:
+        return "wants half precision and compute capability 8.0"
+    if call.masked:
+        return "takes no mask"
+    if len(depths) > 1 or max(depths) > 256:
+        return "wants heads of one depth, 256 at most"
+    if call.causal and call.queries.shape[-2] != call.keys.shape[-2]:
+        return "wants as many queries as keys with is_causal"
+    if not all(x.is_dense for x in call[1:4]):
+        return "wants the elements of a head side by side"
+    return _against_any(call, grouped=True)
+
+
+def _against_efficient(call: Call, sm: int) -> str:
+    half = call.dtype != "float32"
+    if call.dtype == "bfloat16" and sm < 80:
+        return "wants compute capability 8.0 for bfloat16"
+    unit = (8 if half else 4) if sm >= 80 else 8 if half and sm >= 70 else 1
+    q, k, v = (x.shape[-1] for x in call[1:4])
+    if q != k or q % unit or v % unit or not q or not v:
+        return f"wants heads of queries and keys of one depth, a multiple of {unit}, and of values too"
+    if any(x.strides[-1] != 1 for x in call[1:4]):
+        return "wants the elements of a head side by side"
+    return _against_any(call, grouped=False)
+
+
+def _against_cudnn(call: Call, sm: int) -> str:
+    depths = [x.shape[-1] for x in call[1:4]]
+    if call.dtype == "float32" or sm < 80:
+        return "wants half precision and compute capability 8.0"
+    if any(depth % 8 for depth in depths) or max(depths) > 128:
+        return "wants heads of a multiple of 8 channels, 128 at most"
+    if call.keys.shape[-2] == 1:
+        return "wants more than one key"
+    if not all(x.is_dense for x in call[1:4]):
+        return "wants the elements of a head side by side"
+    return _against_any(call, grouped=True)
+
+
+def _against_math(_call: Call, _sm: int) -> str:
+    return ""
+
+
+KERNELS: dict[str, Callable[[Call, int], str]] = {
+    "flash": _against_flash,
+    "efficient": _against_efficient,
+    "cudnn": _against_cudnn,
+    "math": _against_math,
+}
+
+
+def choose_kernel(call: Call, sm: int, enabled: Sequence[str]) -> str:
+    """The first of the `enabled` kernels that takes a call on a card of compute capability `sm` (89 for 8.9).
+
+    Raises
+    ------
+    ValueError
+        None does: PyTorch would raise.
+    """
+    against = []
+    for name in enabled:
+        why = KERNELS[name](call, sm)
+        if not why:
+            return name
+        against.append(f"{name} {why}")
+    raise ValueError(
+        "scaled_dot_product_attention: want an enabled kernel that takes this call, got"
+        f" {'; '.join(against) or 'none'}: PyTorch would raise"
+    )
