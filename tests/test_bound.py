@@ -78,6 +78,7 @@ def test_no_prediction_of_the_domain_lies_above_what_is_pasted(application, gpu)
 
 def test_no_prediction_in_tiles_lies_above():
     b = bound("invokeai", dtypes="float16", torch_version=TORCH, sides=(512, 1024, 1536))
+    assert "tiles: 512, 768, 1024 pixels as diffusers cuts them, in images of 512, 1024, 1536 a side" in b.domain
     functions = pasted(b)
     for model, runtime in (("sdxl", "diffusers"), ("flux", "diffusers")):
         for op in ("encode", "decode"):
@@ -173,12 +174,13 @@ def test_prints(capsys):
         (("comfyui", "flux", "float64"), "dtypes: want one of float32, float16, bfloat16, got 'float64'"),
         (("invokeai", "sdxl", "bfloat16"), "models, dtypes: want some that invokeai runs"),
         (("comfyui", "flux", "float16", []), "sides: want one or more, got none"),
+        (("comfyui", "flux", "float16", 512, []), "gpu: want one or more, got none"),
         (("comfyui", "flux", "float16", [100]), "height: want a multiple of 8, got 100"),
         (("comfyui", "flux", "float16", [0]), "sides: want a whole number of at least 1, got 0"),
     ],
 )
 def test_what_cannot_be_asked(asked, named):
-    names = ("application", "models", "dtypes", "sides")
+    names = ("application", "models", "dtypes", "sides", "gpu")
     with pytest.raises(ValueError, match=named):
         bound(**dict(zip(names, asked, strict=False)))
 
@@ -187,4 +189,4 @@ def test_what_is_left_out_is_named():
     b = bound("invokeai", "sdxl", "float16", torch_version=TORCH, sides=[512])
     with pytest.raises(ValueError, match=r"find: want one of sd15_sdxl encode float16, .*, got flux decode float16"):
         b.find("flux", "decode", "float16")
-    assert "models: sdxl;" in b.domain and "bfl" not in b.domain
+    assert "models: sdxl;" in b.domain and "bfl" not in b.domain and "tiles: none were predicted" in b.domain

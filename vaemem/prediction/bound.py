@@ -198,7 +198,7 @@ class Bound:
 def bound(
     application: str, models: str | Sequence[str] | None = None, dtypes: str | Sequence[str] = DTYPES, *,
     gpu: str | Sequence[str] = "RTX 4090", memory: int | str | None = None, cudnn_version: str | None = None,
-    torch_version: str | None = None, sides: Iterable[int] = SIDES,
+    torch_version: str | None = None, sides: int | Iterable[int] = SIDES,
 ) -> Bound:  # fmt: skip
     """Formulas for an application's own estimates of a VAE's memory, which no prediction's `upper` lies above.
 
@@ -219,7 +219,7 @@ def bound(
         Of the cards, as `predict` takes it.
     cudnn_version, torch_version : str, optional
         As `predict` takes them; by default the formulas hold for every version that is known.
-    sides : iterable of int
+    sides : int or iterable of int
         Heights and widths in pixels: every pair of them is a size of the domain. By default 27 from 256 to 2048, which
         makes aspect ratios from 1/8 to 8.
 
@@ -249,9 +249,11 @@ def bound(
         choose("models", model, known)
     for dtype in (dtypes := listed(dtypes, str)):
         choose("dtypes", dtype, DTYPES)
-    pixels = sorted(distinct(whole("sides", side) for side in sides))
+    pixels = sorted(distinct(whole("sides", side) for side in listed(sides, int)))
     if not pixels:
         raise ValueError("sides: want one or more, got none")
+    if not asked.gpus:
+        raise ValueError("gpu: want one or more, got none")
     lines = [
         asked.line(name, _of(function, wanted), op, dtype, pixels)
         for name, function in APPLICATIONS[application].functions.items()
@@ -334,10 +336,12 @@ class _Asked(NamedTuple):
         if any(f.is_upcast for f in functions):
             lines.append("weights: of the run's dtype; SD's float32 also from float16")
         if any(f.is_tiled for f in functions):
-            tiles = " and ".join(", ".join(map(str, TILES)).rsplit(", ", 1))
-            lines.append(
-                f"tiles: {tiles} pixels as diffusers cuts them, in images with sides of multiples of {TILED_STEP}"
+            images = [side for side in sides if side % TILED_STEP == 0]
+            tiles = [str(tile) for tile in TILES if tile < max(images, default=0)]
+            told = (
+                f"{', '.join(tiles)} pixels as diffusers cuts them, in images of {', '.join(map(str, images))} a side"
             )
+            lines.append(f"tiles: {told if tiles else 'none were predicted'}")
         return "\n".join(f"- {line}" for line in lines)
 
 
