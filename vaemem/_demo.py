@@ -90,7 +90,7 @@ def run(
     latents, whole = _round_trip(document, vae, image, progress, made_by_hand=weights is None)
     ours = _less_memory(document, vae, latents, whole, progress)
     np.save(folder / "latents.npy", latents)
-    need("PIL.Image", "the demo").fromarray(np.hstack([image, whole])).save(folder / "there_and_back.png")
+    need("PIL.Image", "the demo").fromarray(np.hstack([image, _bytes(whole)])).save(folder / "there_and_back.png")
     _beside_pytorch(document, ours, progress)
     _predictions(document, progress)
     _sweep(document, sizes or ((64, 96, 128) if is_plain_c else (128, 192, 256)), folder, progress)
@@ -128,7 +128,7 @@ def _cards(document: Document, vae: VAE, progress: bool) -> None:
         "and no PyTorch:"
     )
     sizes = [f"{side}x{side}" for side in SIDES]
-    document.table(["card", "GiB to have", *sizes, "largest square"], lines)
+    document.table(["card", "GiB to use", *sizes, "largest square"], lines)
     document.table(
         [f"GiB that it takes on {CARDS[-1]}", *sizes],
         [
@@ -146,12 +146,12 @@ def _cards(document: Document, vae: VAE, progress: bool) -> None:
 def _round_trip(
     document: Document, vae: VAE, image: np.ndarray, progress: bool, made_by_hand: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The picture's latents, and what they decode to."""
+    """The picture's latents, and what they decode to, in floats."""
     size = f"{image.shape[0]}x{image.shape[1]}"
     _say(progress, f"encode and decode a picture of {size}")
     latents = vae.encode(image[None], progress=progress).mode()
     seconds = _last(vae).seconds
-    whole = vae.decode(latents, output_type="uint8", progress=progress)
+    whole = vae.decode(latents, progress=progress)[0]
     document.heading("A picture, there and back")
     document.text(
         "**The weights are made by hand, nothing is trained.** They fill SDXL's whole layout and carry eight colours, "
@@ -161,19 +161,20 @@ def _round_trip(
         else "The weights are those that were given. The picture was drawn for others, made by hand, that vaemem has."
     )
     panels = {f"picture, {size}": image, f"its latents, {latents.shape[1]} channels": _mosaic(latents[0])}
-    panels["decoded"] = whole[0]
+    back = _bytes(whole)
+    panels["decoded"] = back
     document.figure("pictures", "A picture, its latents, and what they decode to", _row(panels))
     document.text(
-        f"Encoded in {seconds:.1f} s, decoded in {_last(vae).seconds:.1f} s, to within {_psnr(whole[0], image):.1f} dB."
+        f"Encoded in {seconds:.1f} s, decoded in {_last(vae).seconds:.1f} s, to within {_psnr(back, image):.1f} dB."
     )
-    return latents, whole[0]
+    return latents, whole
 
 
 def _less_memory(document: Document, vae: VAE, latents: np.ndarray, whole: np.ndarray, progress: bool) -> Run:
     """The decode again under a limit and in tiles: what each takes, what comes out, and what every limit would cost.
     `vae` has just decoded the whole: that run is returned."""
     first = _last(vae)
-    height, width = whole.shape[:2]
+    height, width = whole.shape[1:]
     plans = tradeoff(vae, "decode", height, width)
     plan = plans[min(1, len(plans) - 1)]  # the first that takes less
     tile = max(height // 16 * 8, latent_factor(vae.arch))
@@ -186,8 +187,8 @@ def _less_memory(document: Document, vae: VAE, latents: np.ndarray, whole: np.nd
     for name, how in ways.items():
         if how:
             _say(progress, f"decode {name}")
-            pictures[name] = vae.decode(latents, False, "uint8", progress, **how)[0]
-        run, before = _last(vae), vae.estimate("decode", height, width, 1, "uint8", **how)
+            pictures[name] = vae.decode(latents, progress=progress, **how)[0]
+        run, before = _last(vae), vae.estimate("decode", height, width, **how)
         points[name] = run.peak_bytes, sum(run.flops) / sum(first.flops)
         taken = (mib(before.peak_bytes), mib(run.peak_bytes), mib(run.weights_bytes), f"{points[name][1]:.2f}")
         lines.append([name, *taken, f"{run.seconds:.1f}", _same(pictures[name], whole) if how else ""])
@@ -199,12 +200,12 @@ def _less_memory(document: Document, vae: VAE, latents: np.ndarray, whole: np.nd
         "time, and the picture is the same to the bit. Tiles are what diffusers' `enable_tiling` does: each is "
         "normalised by its own statistics and ends at its own borders, which leaves seams."
     )
-    limited, tiled = list(pictures.items())[1:]
-    difference = ("what tiles change, of 255", _difference(tiled[1], whole))
-    caption = "Decoded under a limit and in tiles, and what tiles change"
-    document.figure("tiles", caption, _row(dict((limited, tiled, difference))))
+    panels = {name: _bytes(pixels) for name, pixels in pictures.items() if name != "whole"}
+    tiled = list(panels)[-1]
+    panels["what tiles change, of 255"] = _difference(pictures[tiled], whole)
+    document.figure("tiles", "Decoded under a limit and in tiles, and what tiles change", _row(panels))
     document.text("What every limit costs is known before any run:")
-    document.figure("tradeoff", "Memory against work", plot.tradeoff(plans, {tiled[0]: points[tiled[0]]}))
+    document.figure("tradeoff", "Memory against work", plot.tradeoff(plans, {tiled: points[tiled]}))
     document.text(f"The peak of the whole decode is in `{first.peak_pass}`:")
     document.figure("timeline", "Bytes live in each pass of the decode", plot.timeline(first))
     return first
@@ -270,7 +271,16 @@ def _sweep(document: Document, sizes: Sequence[int | tuple[int, int]], folder: P
         "cases:"
     )
     document.figure("memory", "Peak memory against pixels", plot.memory_vs_pixels(table, formulas))
-    document.items(f"`{line}`" for line in str(formulas).splitlines())
+    document.table(
+        ["model", "op", "bytes", "too much by at most", "too little by at most"],
+        [
+            [
+                line.model, line.op, f"{line.a:.1f} H W 4 {line.b:+,.0f}",
+                f"{100 * line.max_over:.1f}%", f"{100 * line.max_under:.1f}%",
+            ]
+            for line in formulas
+        ],
+    )  # fmt: skip
 
 
 # ---- pictures ----
@@ -284,9 +294,9 @@ def _row(panels: Mapping[str, np.ndarray]) -> Figure:
         if pixels.ndim == 3:
             axes.imshow(pixels)
         else:
-            most = np.nanpercentile(pixels, 99.5)  # a few pixels that are far above the rest leave these visible
-            shown = axes.imshow(pixels, cmap="magma", interpolation="nearest", vmax=max(most, np.nanmin(pixels) + 1))
-            figure.colorbar(shown, ax=axes, orientation="horizontal", shrink=0.8, pad=0.02)
+            most = np.nanpercentile(pixels, 99.5)  # a few pixels far above the rest leave these to be seen
+            shown = axes.imshow(pixels, cmap="magma", interpolation="nearest", vmax=most)
+            figure.colorbar(shown, cax=axes.inset_axes((0.1, -0.08, 0.8, 0.04)), orientation="horizontal")
         axes.set_title(title, fontsize=10)
         axes.set_axis_off()
     return figure
@@ -300,15 +310,20 @@ def _mosaic(channels: np.ndarray) -> np.ndarray:
     return np.vstack([np.hstack(list(padded[i : i + across])) for i in range(0, len(padded), across)])
 
 
+def _bytes(pixels: np.ndarray) -> np.ndarray:
+    """(3, H, W) floats from -1 to 1 as an (H, W, 3) picture."""
+    return np.rint(np.clip(pixels.transpose(1, 2, 0) * 127.5 + 127.5, 0, 255)).astype(np.uint8)
+
+
 def _difference(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """The largest of each pixel's colours' differences."""
-    return np.asarray(abs(a.astype(int) - b).max(-1))
+    """The largest of each pixel's three differences, in steps of 255."""
+    return np.asarray(abs(a - b).max(0) * 127.5)
 
 
 def _same(a: np.ndarray, b: np.ndarray) -> str:
     if np.array_equal(a, b):
         return "the same bits"
-    return f"{_psnr(a, b):.1f} dB, up to {_difference(a, b).max()} of 255 off"
+    return f"{_psnr(_bytes(a), _bytes(b)):.1f} dB, up to {_difference(a, b).max():.1f} of 255 off"
 
 
 def _psnr(a: np.ndarray, b: np.ndarray) -> float:
