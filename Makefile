@@ -26,7 +26,7 @@ test: $(VENV)/test.stamp
 
 # The notebooks, run here and rendered to HTML.
 docs: $(VENV)/test.stamp
-	$(BIN)/python -m nbconvert --execute --coalesce-streams --to html --output-dir out/notebooks docs/notebooks/*.ipynb
+	$(BIN)/python docs/notebooks/render.py out/notebooks
 
 # Ours beside PyTorch in one run; writes benchmarks/results/*.csv. Under a memory limit last: it takes hours, and PyTorch 15 GiB.
 bench: $(VENV)/test.stamp

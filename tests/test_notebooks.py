@@ -1,7 +1,6 @@
 """The notebooks of docs/notebooks: kept without outputs, they run from top to bottom and show what they promise."""
 
 import json
-import os
 import re
 import sys
 from pathlib import Path
@@ -40,20 +39,18 @@ def test_kept_without_outputs(name):
 
 @pytest.fixture(scope="module", params=SHOWN)
 def run(request, tmp_path_factory):
-    """(name, the notebook with the outputs of a run on the CPU, where it ran)."""
+    """(name, the notebook with the outputs of a run on the CPU, where it ran, the page it is rendered to)."""
     for package in ("nbclient", "nbconvert", "ipykernel", "pandas", "matplotlib", "tqdm", "torch", "diffusers"):
         pytest.importorskip(package)
-    import nbclient
-    import nbformat
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.syspath_prepend(FOLDER)
+    import render
 
+    monkeypatch.undo()
     folder = tmp_path_factory.mktemp(request.param)
-    notebook = nbformat.read(FOLDER / f"{request.param}.ipynb", 4)
-    environment = {**os.environ, "IPYTHONDIR": str(folder), "CUDA_VISIBLE_DEVICES": ""}
-    client = nbclient.NotebookClient(
-        notebook, timeout=600, coalesce_streams=True, resources={"metadata": {"path": str(folder)}}
-    )
-    client.execute(env=environment)
-    return request.param, notebook, folder
+    path = FOLDER / f"{request.param}.ipynb"
+    notebook = render.run(path, folder, IPYTHONDIR=str(folder), CUDA_VISIBLE_DEVICES="")
+    return request.param, notebook, folder, render.html(notebook, path.stem)
 
 
 def texts(outputs):
@@ -64,7 +61,7 @@ def texts(outputs):
 
 
 def test_shows_what_it_promises(run):
-    name, notebook, _ = run
+    name, notebook, *_ = run
     figures, wanted = SHOWN[name]
     cells = [cell.get("outputs", []) for cell in notebook.cells]
     pictures = [sum("image/png" in output.get("data", ()) for output in outputs) for outputs in cells]
@@ -75,7 +72,7 @@ def test_shows_what_it_promises(run):
 
 
 def test_shows_nothing_red_and_no_path(run):
-    _, notebook, folder = run
+    _, notebook, folder, _ = run
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     assert [output["text"] for output in outputs if output.get("name") == "stderr"] == []
     everything = "\n".join(texts(outputs))
@@ -84,10 +81,7 @@ def test_shows_nothing_red_and_no_path(run):
 
 
 def test_renders(run):
-    from nbconvert import HTMLExporter
-
-    name, notebook, _ = run
-    page, _ = HTMLExporter().from_notebook_node(notebook)
+    name, notebook, _, page = run
     pictures = sum("image/png" in o.get("data", ()) for cell in notebook.cells for o in cell.get("outputs", []))
     assert page.count('src="data:image/png') == pictures
     if name == "sweep_fit_formula":

@@ -1,5 +1,6 @@
 """The report: the published document's figures from its table, what its table contradicts, and any other table."""
 
+import html
 import re
 import statistics
 from importlib import resources
@@ -71,6 +72,11 @@ def cells(lines):
 
 
 # ---- the published document from its table ----
+
+
+def test_a_notebook_shows_it_in_a_frame_whose_style_stays_inside(made):
+    frame = made._repr_html_()
+    assert frame.startswith("<iframe srcdoc=") and "<style" not in frame and html.unescape(frame).count(made.html) == 1
 
 
 def test_the_tables_are_those_of_the_document(table, made):
