@@ -159,14 +159,14 @@ VM_DEVICE void vm_conv_fetch_filter(const vm_conv_args &a, vm_conv_filter &f, ch
     const uint32_t taps = a.k * a.k, outs = VM_ROUND_UP(a.y_c, VM_BLOCK);
     const uint32_t v = threadIdx.x % S::VECTORS, first = threadIdx.x / S::VECTORS, c = f.chunk * VM_CONV_CHUNK + v * 8;
     const T *const w = static_cast<const T *>(a.w);
-    const size_t step = (size_t)taps * a.in_c; /* of a filter */
-    const T *const from = w + ((size_t)f.phase * outs + f.out + first) * step + (size_t)f.tap * a.in_c + c;
+    const uint32_t step = taps * a.in_c; /* of a filter; vm_conv_choose has seen that all of them keep within 32 bits */
+    const uint32_t from = (f.phase * outs + f.out + first) * step + f.tap * a.in_c + c;
 #pragma unroll
     for (int i = 0; i < S::OUTS; i += S::STEP) {
         const uint32_t row = i + first;
         if (S::OUTS % S::STEP && row >= S::OUTS) break;
         const bool some = f.out + row < outs && c < a.in_c;
-        vm_copy_async(to + vm_conv_filter_place<S>(row, v), some ? from + i * step : w, some);
+        vm_copy_async(to + vm_conv_filter_place<S>(row, v), w + (some ? from + i * step : 0), some);
     }
     if (++f.tap < taps) return;
     f.tap = 0;

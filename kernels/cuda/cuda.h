@@ -185,6 +185,8 @@ static inline vm_conv_tile vm_conv_choose(vm_dtype dtype, const vm_conv_args *a,
 #undef VM_CONV_TILE
     vm_conv_tile best = {0, 0, 0, 0, 0, 0};
     uint64_t least = UINT64_MAX;
+    const uint64_t filters = (uint64_t)(a->up ? 4 : 1) * VM_ROUND_UP(a->y_c, VM_BLOCK) * a->k * a->k;
+    if (filters > UINT32_MAX / VM_MAX(a->in_c, 1)) return best; /* the kernels count filters' numbers in 32 bits */
     if (dtype == VM_F32 || (a->up ? a->k != 2 || a->stride != 1 : a->k != 1 && a->k != 3) || (in_place && a->k != 1))
         return best;
     for (size_t i = 0; i < sizeof tiles / sizeof *tiles; i++) {
