@@ -108,6 +108,18 @@ def test_linear_adds_its_bias_as_on_a_gpu():
     assert [op for op, *_ in plain.steps] == ["take", "cublas"]
 
 
+def test_inference_mode_changes_nothing():
+    def inferring(module, x):
+        with torch.inference_mode():
+            return module(x)
+
+    x = meta(2, 16, 64)
+    for make in (lambda: nn.Linear(64, 32), lambda: nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)):
+        module = on_meta(make)
+        plain, inference = record(module, x), record(module, x, call=inferring)
+        assert plain.trace.steps == inference.trace.steps and not inference.unmodelled
+
+
 def test_convolutions_are_questions():
     layer = on_meta(lambda: nn.Conv2d(8, 16, 3, stride=2, padding=1))
     recording = record(layer, meta(2, 8, 32, 24))

@@ -147,6 +147,11 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._silent:
             return func(*args, **kwargs)
+        if torch.is_inference_mode_enabled() and func.namespace == "aten":  # operators made of others are still whole
+            with self:
+                parts = func.decompose(*args, **kwargs)
+            if parts is not NotImplemented:
+                return parts
         self.sweep()
         if torch.is_grad_enabled() and any(id(x) in self.leaves for x in tree_flatten(args)[0]):
             raise ValueError(f"{self.name()}: {_NO_GRADIENTS}")
