@@ -287,7 +287,7 @@ def test_what_is_refused():
         (lambda: ours.decode(z[:, :3]), ValueError, r"z: want shape \(N, 4, h, w\)"),
         (lambda: ours.load_state_dict({}), TypeError, "its weights cannot be changed"),
         (lambda: copy.deepcopy(ours), TypeError, "VAE: cannot be pickled or copied"),
-        (lambda: pickle.dumps(ours), (TypeError, pickle.PicklingError), ""),
+        (lambda: pickle.dumps(ours), TypeError, "VAE: cannot be pickled or copied"),
         (lambda: AutoencoderKL.from_module(torch.nn.Linear(1, 1)), TypeError, "module: want diffusers' AutoencoderKL"),
     ):
         with pytest.raises(kind, match=message):
