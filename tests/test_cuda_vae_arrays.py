@@ -1,5 +1,6 @@
 """Arrays of other libraries on a GPU, or on the emulator: DLPack, streams, what a DeviceArray cannot."""
 
+import gc
 import pickle
 import sys
 import threading
@@ -8,7 +9,7 @@ import types
 import gpu
 import numpy as np
 import pytest
-from engine import error, latents, small_vae
+from engine import error, images, latents, small_vae
 from gpu import LIMIT, every_dtype, pair
 
 import vaemem
@@ -202,3 +203,47 @@ def test_sampling_where_no_function_is_known():
     noise = noise[:, :4]
     got = vaemem.Encoded(Plain(moments)).sample(noise=Plain(noise)).values
     assert np.allclose(got, moments[:, :4] + np.exp(moments[:, 4:] / 2) * noise)
+
+
+def test_what_wants_host_memory():
+    there = small_vae("flux", device="cuda")
+    x, z = images(9, 8), latents(there, 2, 2)
+    with pytest.raises(ValueError, match="pad: want an array in host memory, got one in a GPU's"):
+        there.encode(gpu.Array(x), pad="edge")
+    with pytest.raises(ValueError, match="output_type: want float or uint8 for z in a GPU's memory, got 'pil'"):
+        there.decode(gpu.Array(z), output_type="pil")
+    with pytest.raises(ValueError, match="copy: want a VAE on the cpu, got one on cuda:0"):
+        there.copy()
+    with pytest.raises(ValueError, match="state_dict: want a VAE on the cpu, got one on cuda:0"):
+        there.state_dict()
+    cpu = small_vae("flux")
+    assert error(there.encode(x, pad="edge").moments, cpu.encode(x, pad="edge").moments) < LIMIT["float32"]
+    assert there.decode(z, output_type="pil", size=(7, 5))[0].size == (5, 7)
+
+
+@every_dtype
+def test_a_copy_is_what_random_makes_there(dtype):
+    """The same weights, rounded once, on their way to the GPU."""
+    kind, _, own = dtype.partition(" ")
+    there = gpu.on_gpu("flux", dtype)
+    copy = small_vae("flux").copy("cuda", kind, convolution=own or "cudnn")
+    z = latents(there, 4, 4)
+    assert (copy.device, copy.dtype) == (there.device, there.dtype)
+    assert np.array_equal(copy.decode(z), there.decode(z))
+
+
+def test_cancelled_and_closed():
+    emulator = gpu.emulator()
+    small_vae("flux", device="cuda").close()  # opens the driver
+    before = emulator.live()
+    cpu, there = pair("flux")
+    z, event = latents(cpu, 4, 4), threading.Event()
+    event.set()
+    with pytest.raises(vaemem.Cancelled):
+        there.decode(gpu.Array(z), cancel=event)
+    event.clear()
+    assert error(there.decode(gpu.Array(z), cancel=event).numpy(), cpu.decode(z)) < LIMIT["float32"]
+    assert emulator.live()[0] > before[0] and there.last_run.seconds is not None
+    there.close()
+    gc.collect()
+    assert emulator.live()[:8] == before[:8], "but for the contexts that arrays retain"

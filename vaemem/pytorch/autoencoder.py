@@ -174,16 +174,20 @@ class AutoencoderKL(diffusers.AutoencoderKL):  # type: ignore[misc]
             raise ValueError(f"dtype: want float32, float16 or bfloat16, got {place.dtype}")
         if place.device.type not in ("cpu", "cuda"):
             raise ValueError(f"device: want cpu or cuda, got {place.device}")
-        before, self._place = self._place, place
+        before = self._place
+        self._be_at(place)
         if place.device != before.device:
             try:
                 self._engine()
             except BaseException:
-                self._place = before
+                self._be_at(before)
                 raise
+        return self
+
+    def _be_at(self, place: torch.Tensor) -> None:
+        self._place = place
         for parameter in self.parameters():
             parameter.data = parameter.data.to(place.dtype)
-        return self
 
     def _engine(self) -> VAE:
         """The VAE that computes where the module is now. On a GPU it is made when it is first wanted, for a pipeline
