@@ -1,6 +1,6 @@
 """Weights made by hand, and a picture for them: an encode and a decode that can be looked at, with nothing trained.
 
-Trained weights cannot be shipped. These fill the whole layout of SD1.5, SDXL or FLUX and take every pass that those
+Trained weights cannot be shipped. These fill the whole layout of SDXL or another model and take every pass that those
 take; most of the numbers are zero. They know eight flat colours, the corners of a box that three bits span, and a shade
 to lighten or darken these.
 
@@ -97,12 +97,12 @@ class _Tensors:
 
 
 def handmade(model: str = "sdxl") -> VAE:
-    """A VAE whose weights are made by hand, the same on every machine.
+    """A VAE whose weights are made by hand: the module tells how.
 
     Parameters
     ----------
-    model : {"sd15", "sdxl", "flux"}
-        Whose layout they fill.
+    model : str
+        Whose layout they fill, as `VAE.random` takes it.
 
     Returns
     -------
