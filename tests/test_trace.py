@@ -241,7 +241,7 @@ def test_a1111_pads_its_tiles(channels_last, case, op):
     from vaemem.pytorch import record
 
     arch, height, width, batch, tile, dtype = (*case, "float16")[:6]
-    vae = formatted(TiledVae(arch, getattr(torch, dtype)), channels_last)
+    vae = formatted(TiledVae(arch, getattr(torch, dtype)).eval(), channels_last)
     shape = batch, arch["latent_channels"], height // vae.factor, width // vae.factor
     x = torch.empty(shape if op == "decode" else (batch, 3, height, width), dtype=getattr(torch, dtype), device="meta")
     recording = record(vae, x, call=lambda v, x: getattr(v, op)(x, tile))
