@@ -7,6 +7,7 @@ import runpy
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 import vaemem
@@ -155,3 +156,74 @@ def test_a_closed_pipe_is_no_error():
         assert process.stdout.read(1)
         process.stdout.close()
         assert process.stderr.read() == b"" and process.wait() == 0
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    path = tmp_path_factory.mktemp("weights") / "vae"
+    VAE.random(config=SMALL).save(path)
+    return str(path)
+
+
+def test_a_picture_there_and_back(weights, tmp_path, capsys):
+    image = pytest.importorskip("PIL.Image")
+    source, latents, out = (str(tmp_path / name) for name in ("a.png", "z.npy", "b.png"))
+    image.fromarray(np.full((61, 50, 3), 99, np.uint8)).save(source)
+    assert main(["encode", source, source, "--weights", weights, "-o", latents, "--pad", "edge"]) == 0
+    assert np.load(latents).shape == (2, 4, 31, 25)
+    assert main(["decode", latents, "--weights", weights, "-o", out, "--size", "61x50", "--memory-limit", "1 GB"]) == 0
+    assert [image.open(tmp_path / f"b-{i}.png").size for i in range(2)] == [(50, 61)] * 2
+    assert "b-1.png" in capsys.readouterr().out
+    vae = VAE.load(weights)
+    want = vae.decode(np.load(latents), output_type="pil", size=(61, 50))
+    np.testing.assert_array_equal(image.open(tmp_path / "b-0.png"), want[0])
+
+
+@pytest.mark.parametrize("suffix", ["npy", "safetensors", "pt"])
+def test_latents_of_files(suffix, tmp_path):
+    from vaemem.engine.latents import read
+
+    want, path = np.arange(64, dtype=np.float32).reshape(4, 4, 4), tmp_path / f"z.{suffix}"
+    if suffix == "npy":
+        np.save(path, want)
+    elif suffix == "pt":
+        torch = pytest.importorskip("torch")
+        torch.save({"latents": torch.from_numpy(want), "step": 3}, path)
+    else:
+        pytest.importorskip("safetensors.numpy").save_file({"latent_tensor": want, "version": want[0, 0, :1]}, path)
+    np.testing.assert_array_equal(read(path), want[None])
+
+
+def test_what_holds_no_latents_is_refused(weights, tmp_path, capsys):
+    pytest.importorskip("PIL.Image")
+    bad, good = str(tmp_path / "bad.npy"), str(tmp_path / "good.npy")
+    np.save(bad, np.zeros(3))
+    np.save(good, np.zeros((1, 4, 8, 8), np.float32))
+    for arguments, message in (
+        (["decode", bad, "--weights", weights, "-o", "x.png"], "want one array"),
+        (["decode", "a.png", "--weights", weights, "-o", "x.png"], "want a .npy"),
+        (["decode", good, "--weights", weights, "-o", "x.xyz"], "--out: want a name that ends in"),
+        (["encode", "a.png", "--weights", weights, "-o", "x.png"], "ends in .npy"),
+        (["info", bad], "safetensors"),
+        (["largest", "sdxk", "decode", "--engine", "1 GiB"], "model: want one of"),
+    ):
+        assert main(arguments) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_info(weights, capsys):
+    assert main(["info", weights, "--sizes", "64"]) == 0
+    said = capsys.readouterr().out
+    assert "diffusers layout" in said and "block_out_channels" in said and "Table, 2 rows" in said
+
+
+def test_fits_says_so_by_its_status(capsys):
+    assert main(["fits", "sdxl", "decode", "512", "--gpu", "RTX 4060"]) == 0
+    assert capsys.readouterr().out.startswith("512x512 fits")
+    assert main(["fits", "sdxl", "decode", "512", "4096", "--gpu", "RTX 4060"]) == 1
+    assert "4096x4096 does not fit" in capsys.readouterr().out
+
+
+def test_the_largest_of_our_own_engine(capsys):
+    assert main(["largest", "sdxl", "decode", "--engine", "2 GiB"]) == 0
+    assert re.match(r"\d+x\d+\n<Run decode", capsys.readouterr().out)

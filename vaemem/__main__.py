@@ -10,8 +10,11 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from vaemem import _core, _demo, backends, bound, compare, fit, predict, predict_largest, report, sweep
-from vaemem._common import DTYPES, MIB, OPS, TILED_OPS, __version__, render
+import numpy as np
+
+from vaemem import VAE, _core, _demo, backends, bound, compare, fit, predict, predict_largest, report, sweep
+from vaemem._common import DTYPES, MIB, OPS, TILED_OPS, __version__, choose, mib, need, render
+from vaemem.engine import latents, layouts, weights
 from vaemem.prediction import reproduce
 from vaemem.prediction.benchmark import PROTOCOLS, USUAL_PROTOCOL
 from vaemem.prediction.bound import APPLICATIONS, SIDES
@@ -125,6 +128,53 @@ def _report(args: argparse.Namespace) -> None:
         print(file)
 
 
+def _loaded(args: argparse.Namespace, parts: str) -> VAE:
+    return VAE.load(args.weights, args.model, parts=parts, device=args.device, dtype=args.dtype)
+
+
+def _decode(args: argparse.Namespace) -> None:
+    z = latents.read(args.latents)
+    stem, suffix = os.path.splitext(args.out)
+    known = need("PIL.Image", "decode").registered_extensions()
+    if suffix.lower() not in known:
+        raise ValueError(f"--out: want a name that ends in one of {' '.join(sorted(known))}, got {args.out!r}")
+    _check_writable(args.out)
+    with _loaded(args, "decoder") as vae:
+        pictures = vae.decode(z, args.scaled, "pil", args.progress, memory_limit=args.memory_limit, size=args.size)
+        for i, picture in enumerate(pictures):
+            name = args.out if len(pictures) == 1 else f"{stem}-{i}{suffix}"
+            picture.save(name)
+            print(name)
+        print(vae.last_run)
+
+
+def _encode(args: argparse.Namespace) -> None:
+    if not args.out.endswith(".npy"):
+        raise ValueError(f"--out: want a name that ends in .npy, got {args.out!r}")
+    _check_writable(args.out)
+    with _loaded(args, "encoder") as vae:
+        encoded = vae.encode(args.images, args.scaled, args.progress, memory_limit=args.memory_limit, pad=args.pad)
+        np.save(args.out, encoded.mode() if args.sample is None else encoded.sample(args.sample))
+        print(args.out, vae.last_run, sep="\n")
+
+
+def _info(args: argparse.Namespace) -> None:
+    found = weights.look(args.file)
+    vae, config = VAE(_core.Model(found.arch)), layouts.config_of(found.arch)
+    print(f"{found.file}: {found.layout} layout, {found.tensors} tensors of {', '.join(found.dtypes)}")
+    print(f"model {vae.model}, {vae.parameters:,} parameters, {mib(os.path.getsize(found.file))} MiB on disk")
+    print("; ".join(f"{name} {value}" for name, value in config.items() if not name.endswith("_block_types")))
+    print(sweep(vae, OPS, args.sizes, measure=False))
+
+
+def _fits(args: argparse.Namespace) -> int:
+    """0 where all sizes fit, 1 where one does not."""
+    found = [predict(args.model, args.op, h, w, args.dtype, args.batch, **_where(args)) for h, w in args.sizes]
+    for p in found:
+        print(f"{p.height}x{p.width} {'fits' if p.fits else 'does not fit'}: {p}")
+    return 0 if all(p.fits for p in found) else 1
+
+
 def _where(args: argparse.Namespace) -> dict[str, Any]:
     """What `predict` and `predict_largest` are told of the card and the software on it."""
     return {
@@ -136,6 +186,12 @@ def _where(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _largest(args: argparse.Namespace) -> None:
+    if args.engine:
+        choose("model", args.model, _core.models())
+        vae = VAE(_core.Model(_core.models()[args.model]))
+        height, width = vae.largest(args.op, args.engine, args.aspect, args.batch)
+        print(f"{height}x{width}", vae.estimate(args.op, height, width, args.batch, memory_limit=args.engine), sep="\n")
+        return
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         height, width = predict_largest(args.model, args.op, args.dtype, args.batch, aspect=args.aspect, **_where(args))
@@ -239,6 +295,34 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--weights", metavar="FILE", help="of a VAE (default: made by hand, nothing trained)")
     sub.add_argument("--out", default="out", help="folder for everything it leaves (default: out)")
 
+    def with_weights(sub: argparse.ArgumentParser, scaled: str) -> None:
+        sub.add_argument("--weights", required=True, metavar="FILE", help="safetensors, or a directory of diffusers'")
+        sub.add_argument("-o", "--out", required=True, metavar="FILE")
+        sub.add_argument("--model", choices=_core.models(), help="where the file leaves it open")
+        sub.add_argument("--scaled", action="store_true", help=scaled)
+        sub.add_argument("--memory-limit", metavar="SIZE", help="such as '512 MiB', '2 GB' or auto")
+        sub.add_argument("--progress", action="store_true")
+        placed(sub)
+
+    sub = command("decode", _decode, "Latents to pictures.")
+    sub.add_argument("latents", metavar="LATENTS", help=".npy, .safetensors, ComfyUI's .latent, .pt or .pth")
+    sub.add_argument("--size", type=_size, metavar="HxW", help="crop the pictures to it")
+    with_weights(sub, "the latents are as a pipeline holds them")
+
+    sub = command("encode", _encode, "Pictures to latents, as .npy.")
+    sub.add_argument("images", nargs="+", metavar="IMAGE", help="files that Pillow reads, of one size")
+    sub.add_argument("--pad", choices=["reflect", "edge"], help="where the size is no multiple of the latents'")
+    sub.add_argument("--sample", type=_count, metavar="SEED", help="draw from the distribution (default: its mean)")
+    with_weights(sub, "the latents become as a pipeline holds them")
+
+    sub = command("info", _info, "What a weights file holds, and what each run with it will take.")
+    sub.add_argument("file", metavar="FILE", help="safetensors, or a directory of diffusers'")
+    sub.add_argument("--sizes", nargs="+", type=_size, default=[512, 1024, 2048], metavar="HxW")
+
+    sub = command("fits", _fits, "Whether PyTorch has room for images on a card; ends with 1 where it has none.")
+    asked(sub, TILED_OPS)
+    on_a_card(sub)
+
     sub = command("estimate", _estimate, "The engine's memory before a run, without running it.")
     asked(sub, OPS)
     sub.add_argument("--memory-limit", metavar="SIZE", help="such as '512 MiB', '2 GB' or auto")
@@ -300,6 +384,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("op", choices=TILED_OPS)
     sub.add_argument("--batch", type=_count, default=1)
     sub.add_argument("--aspect", type=float, default=1.0, help="width over height (default: 1)")
+    sub.add_argument("--engine", metavar="SIZE", help="what our own engine has room for in a memory such as '2 GiB'")
     on_a_card(sub)
 
     sub = command("bound", _bound, "Formulas that ComfyUI and InvokeAI can paste: above every prediction of a domain.")
@@ -328,7 +413,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; 0 when done, 2 for bad input (a sentence on stderr, no traceback), 130 for Ctrl-C."""
     args = _parser().parse_args(argv)
     try:
-        args.function(args)
+        status = args.function(args)
         sys.stdout.flush()
     except BrokenPipeError:  # whoever read has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush when Python ends
@@ -338,7 +423,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"vaemem {args.command}: stopped", file=sys.stderr)
         return 130
-    return 0
+    return status or 0
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Latents as pipelines hold them, and as the VAE has them: what ``scaled=True`` goes between.
+"""Latents as pipelines hold them, and as the VAE has them: what ``scaled=True`` goes between; and as files hold them.
 
 Sources: diffusers' pipelines of Stable Diffusion XL (latents_mean, latents_std) and of FLUX.2 (``_patchify_latents``,
 ``_encode_vae_image`` and the end of ``__call__`` in ``pipeline_flux2.py``).
@@ -6,15 +6,41 @@ Sources: diffusers' pipelines of Stable Diffusion XL (latents_mean, latents_std)
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from vaemem._common import need
 from vaemem.engine.arrays import as_float
+from vaemem.engine.weights import read_tensors
 
-__all__ = ["Normalised", "Scaling", "held_by_pipelines"]
+__all__ = ["Normalised", "Scaling", "held_by_pipelines", "read"]
+
+
+def read(path: str | os.PathLike[str]) -> np.ndarray:
+    """Latents (N, C, h, w), or one (C, h, w), of a file of NumPy's, of safetensors (ComfyUI's ``.latent`` too) or of
+    ``torch.save``, read by ``torch.load(weights_only=True)``: the one array that is there."""
+    file = Path(path)
+    if file.suffix == ".npy":
+        held = {file.name: np.load(file, allow_pickle=False)}
+    elif file.suffix in (".pt", ".pth"):
+        loaded = need("torch", f"reading {file.name}").load(file, map_location="cpu", weights_only=True)
+        tensors = loaded if isinstance(loaded, Mapping) else {file.name: loaded}
+        held = {name: value.float().numpy() for name, value in tensors.items() if hasattr(value, "numpy")}
+    elif file.suffix in (".safetensors", ".latent"):
+        held = read_tensors(file)
+    else:
+        raise ValueError(f"latents: want a .npy, .safetensors, .latent, .pt or .pth file, got {str(path)!r}")
+    found = {name: array for name, array in held.items() if array.ndim in (3, 4)}
+    if len(found) != 1:
+        names = ", ".join(f"{name} {array.shape}" for name, array in list(held.items())[:5])
+        raise ValueError(f"latents: want one array (N, C, h, w) in {path}, got {len(found)} of {names or 'nothing'}")
+    (array,) = found.values()
+    return array if array.ndim == 4 else array[None]
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import stat
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
@@ -34,7 +34,18 @@ from vaemem.engine.layouts import (
     spell,
 )
 
-__all__ = ["config_beside", "copy", "detect", "load", "random_tensors", "read_config", "save"]
+__all__ = [
+    "Contents",
+    "config_beside",
+    "copy",
+    "detect",
+    "load",
+    "look",
+    "random_tensors",
+    "read_config",
+    "read_tensors",
+    "save",
+]
 
 PARTS = ("all", "encoder", "decoder")
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -210,12 +221,7 @@ def load(
         arch = read_config(beside)
     if file is None:
         return _load_from(_Memory(state), "state dict", arch, parts, backend)
-    with open(file, "rb", buffering=0) as f:
-        try:
-            source = _File(f, *_read_header(f))
-        except (ValueError, RecursionError) as error:
-            hint = f". {_convert(file)}" if file.suffix in PICKLES else ""
-            raise ValueError(f"path: want a safetensors file, got {file}: {error}{hint}") from None
+    with _reading(file) as source:
         return _load_from(source, str(file), arch, parts, backend)
 
 
@@ -229,6 +235,17 @@ class _File:
 
     def read(self, name: str, shape: Shape) -> np.ndarray:
         return _read_tensor(self._file, name, self._header[name], self._start, shape)
+
+
+@contextlib.contextmanager
+def _reading(file: Path) -> Iterator[_File]:
+    with open(file, "rb", buffering=0) as f:
+        try:
+            source = _File(f, *_read_header(f))
+        except (ValueError, RecursionError) as error:
+            hint = f". {_convert(file)}" if file.suffix in PICKLES else ""
+            raise ValueError(f"path: want a safetensors file, got {file}: {error}{hint}") from None
+        yield source
 
 
 class _Memory:
@@ -248,6 +265,33 @@ class _Memory:
         if hasattr(value, "detach"):
             value = value.detach().cpu().float().numpy()
         return np.ascontiguousarray(value, np.float32).reshape(shape)
+
+
+class Contents(NamedTuple):
+    """What a weights file holds, of its header alone."""
+
+    file: Path
+    layout: str
+    arch: Arch
+    dtypes: tuple[str, ...]
+    tensors: int
+
+
+def look(path: Any) -> Contents:
+    """A weights file's layout and architecture, as `load` would find them, without its numbers."""
+    file = _locate(as_path(path, "path"), need_config=True)
+    with _reading(file) as source:
+        layout, prefix, arch = detect(source.shapes)
+    if (beside := config_beside(path)) is not None:
+        arch = read_config(beside)
+    names = ours(source.shapes, prefix, "all")
+    return Contents(file, layout, arch, tuple(sorted({source.dtypes[prefix + name] for name in names})), len(names))
+
+
+def read_tensors(file: Path) -> dict[str, np.ndarray]:
+    """Every tensor of floats of a safetensors file."""
+    with _reading(file) as source:
+        return {name: source.read(name, source.shapes[name]) for name in source.shapes if source.dtypes[name] in DTYPES}
 
 
 def _load_from(source: _File | _Memory, where: str, arch: Arch | None, parts: str, backend: Any) -> _core.Model:
