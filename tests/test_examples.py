@@ -35,7 +35,7 @@ def modules():
     """All of vaemem, but for what stays at home and what wants a package that is not there."""
     yield vaemem
     for module in pkgutil.walk_packages(vaemem.__path__, "vaemem."):
-        if module.name.rpartition(".")[2] not in ("_core", "_cuda", "__main__", *(() if TORCH else ("pytorch",))):
+        if not {"_core", "_cuda", "__main__", *(() if TORCH else ("pytorch",))} & set(module.name.split(".")):
             yield importlib.import_module(module.name)
 
 
@@ -78,7 +78,7 @@ def public():
             thing = getattr(room, name)
             if not callable(thing) or (isinstance(thing, type) and issubclass(thing, BaseException)):
                 continue
-            if room is not vaemem and thing.__module__ != room.__name__:
+            if not thing.__module__.startswith(room.__name__):
                 continue  # imported there from a room that is looked at itself
             yield f"{room.__name__}.{name}", thing, None
             for own, value in vars(thing).items() if isinstance(thing, type) else ():
