@@ -85,7 +85,7 @@ def public():
             thing = getattr(room, name)
             if not callable(thing) or (isinstance(thing, type) and issubclass(thing, BaseException)):
                 continue
-            if room is not vaemem and thing.__module__ != room.__name__:
+            if not thing.__module__.startswith(room.__name__):
                 continue  # imported there from a room that is looked at itself
             yield f"{room.__name__}.{name}", thing, None
             kinds = (
