@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from vaemem import VAE, _core, _demo, backends, bound, compare, fit, predict, predict_largest, report, sweep
-from vaemem._common import DTYPES, MIB, OPS, TILED_OPS, __version__, choose, mib, need, render
+from vaemem._common import DTYPES, ELEMENT_BYTES, MIB, OPS, TILED_OPS, __version__, choose, mib, need, render
 from vaemem.engine import latents, layouts, weights
 from vaemem.prediction import reproduce
 from vaemem.prediction.benchmark import PROTOCOLS, USUAL_PROTOCOL
@@ -45,6 +45,10 @@ def _count(text: str) -> int:
     return number
 
 
+def _dtype(text: str) -> str:
+    return {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}.get(text, text)
+
+
 def _check_writable(path: str) -> None:
     """Raises OSError now, not after an hour of runs. Leaves the file as it was."""
     path = os.path.realpath(path)
@@ -60,7 +64,7 @@ def _table(path: str, **missing: Any) -> Table:
 
 
 def _print(table: Table, form: str) -> None:
-    text = table.to_csv() if form == "csv" else table.to_json() if form == "json" else repr(table)
+    text = repr(table) if form == "text" else getattr(table, f"to_{form}")()
     print(str(text).rstrip("\n"))
 
 
@@ -74,6 +78,11 @@ def _estimate(args: argparse.Namespace) -> None:
         memory_limit=args.memory_limit,
     )  # fmt: skip
     _print(estimates, args.format)
+    if args.format == "text":
+        print("\nBeside the weights, in T = 128 * height * width * bytes of a number, one full-size activation:")
+        for row in estimates:
+            full = 128 * row["height"] * row["width"] * row["batch"] * ELEMENT_BYTES[row["dtype"]]
+            print(f"  {row['op']} {row['height']}x{row['width']}: {row['allocated_bytes'] / full:.2f} T")
 
 
 def _tradeoff(args: argparse.Namespace) -> None:
@@ -253,10 +262,10 @@ def _parser() -> argparse.ArgumentParser:
 
     def placed(sub: argparse.ArgumentParser) -> None:
         sub.add_argument("--device", default="cpu", help="cpu (default), cuda or cuda:N")
-        sub.add_argument("--dtype", default="float32", choices=DTYPES)
+        sub.add_argument("--dtype", default="float32", type=_dtype, choices=DTYPES)
 
     def on_a_card(sub: argparse.ArgumentParser) -> None:
-        sub.add_argument("--dtype", default="float16", choices=DTYPES)
+        sub.add_argument("--dtype", default="float16", type=_dtype, choices=DTYPES)
         sub.add_argument("--runtime", choices=RUNTIMES, help="whose code (default: bfl for flux, else diffusers)")
         sub.add_argument("--tile", type=_count, metavar="PIXELS", help="side of a tile of the tiled operations")
         sub.add_argument(
@@ -327,7 +336,7 @@ def _parser() -> argparse.ArgumentParser:
     asked(sub, OPS)
     sub.add_argument("--memory-limit", metavar="SIZE", help="such as '512 MiB', '2 GB' or auto")
     placed(sub)
-    formatted(sub, "text", "csv", "json")
+    formatted(sub, "text", "csv", "json", "markdown")
 
     sub = command(
         "tradeoff", _tradeoff, "What less memory costs: the engine's plans, from the fastest to the smallest."
@@ -336,7 +345,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("op", choices=OPS)
     sub.add_argument("sizes", type=_size, nargs="+", metavar="HxW", help="height x width of the image in pixels")
     sub.add_argument("--batch", type=_count, default=1)
-    formatted(sub, "text", "csv", "json")
+    formatted(sub, "text", "csv", "json", "markdown")
 
     sub = command("sweep", _sweep, "Measure the engine's memory and time over models, operations and sizes.")
     sub.add_argument("--models", nargs="+", default=["sd15", "sdxl", "flux"], metavar="MODEL")
@@ -347,7 +356,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--repeats", type=_count, default=1, help="runs of each case, of whose times the median is taken")
     sub.add_argument("--estimate", action="store_true", help="ask the plan, run nothing")
     sub.add_argument("--csv", metavar="FILE", help="also write the table there")
-    formatted(sub, "text", "csv", "json")
+    formatted(sub, "text", "csv", "json", "markdown")
 
     sub = command("fit", _fit, "Fit a*H*W*e + b to a table, for each model and operation.")
     sub.add_argument("table", metavar="CSV", help="a table of vaemem's or of the PyTorch benchmark; - reads a pipe")
@@ -377,7 +386,7 @@ def _parser() -> argparse.ArgumentParser:
     asked(sub, TILED_OPS)
     on_a_card(sub)
     sub.add_argument("--tensors", type=_count, default=6, help="how many of the peak's tensors to show (default: 6)")
-    formatted(sub, "text", "csv", "json")
+    formatted(sub, "text", "csv", "json", "markdown")
 
     sub = command("largest", _largest, "The largest image that PyTorch has room for on a card, and its prediction.")
     sub.add_argument("model", help=", ".join(_core.models()))
@@ -411,9 +420,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; 0 when done, 2 for bad input (a sentence on stderr, no traceback), 130 for Ctrl-C."""
-    args = _parser().parse_args(argv)
+    args, status = _parser().parse_args(argv), 0
     try:
-        status = args.function(args)
+        status = args.function(args) or 0
         sys.stdout.flush()
     except BrokenPipeError:  # whoever read has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush when Python ends
@@ -423,7 +432,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"vaemem {args.command}: stopped", file=sys.stderr)
         return 130
-    return status or 0
+    return status
 
 
 if __name__ == "__main__":

@@ -4,12 +4,13 @@
  *   after nearest 2x  [4][out][2][2][in] one 2x2 filter for each parity of the output's row and column
  *   vector        [out] floats, padded likewise
  *
- * The taps of folded filters (fold.h) are summed in float and rounded once. */
+ * A 3x3 filter over an image whose pixels were doubled meets every source pixel under several taps. Summing those first
+ * gives four 2x2 filters: the same in real arithmetic, and 16 products instead of 36. Taps are summed in float and rounded
+ * once. */
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "../fold.h"
 #include "gpu.h"
 
 size_t vm_gpu_element(vm_dtype dtype) { return dtype == VM_F32 ? 4 : 2; }
@@ -64,12 +65,18 @@ static float read(source *from, size_t i) {
     return v;
 }
 
+/* Which of three taps in a row (first to last) fall on tap `a` of parity `phase`: 0 | 1 2 and 0 1 | 2. */
+static void folded_taps(size_t phase, size_t a, size_t *first, size_t *last) {
+    *first = a == 0 ? 0 : phase + 1;
+    *last = a == 0 ? phase : 2;
+}
+
 /* Tap of the folded filter whose nine taps begin at element `first`. */
 static float folded(source *from, size_t first, size_t phase, size_t tap) {
     size_t y0, y1, x0, x1;
     float sum = 0;
-    vm_folded_taps(phase / 2, tap / 2, &y0, &y1);
-    vm_folded_taps(phase % 2, tap % 2, &x0, &x1);
+    folded_taps(phase / 2, tap / 2, &y0, &y1);
+    folded_taps(phase % 2, tap % 2, &x0, &x1);
     for (size_t y = y0; y <= y1; y++)
         for (size_t x = x0; x <= x1; x++) sum += read(from, first + y * 3 + x);
     return sum;

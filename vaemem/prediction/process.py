@@ -370,7 +370,8 @@ class SimulatedProcess:
         >>> import torch
         >>> from vaemem.pytorch import record
         >>> p = SimulatedProcess("RTX 4090")
-        >>> left = p.call(record(torch.nn.Linear(4096, 4096, dtype=torch.float16), torch.empty(64, 4096).half()).trace)
+        >>> linear = torch.nn.Linear(4096, 4096, dtype=torch.float16).eval()
+        >>> left = p.call(record(linear, torch.empty(64, 4096).half()).trace)
         >>> p.peak_allocated, len(left)  # the output, and beside it the product's workspace
         (1572864, 1)
         >>> p.release(left.values())

@@ -88,6 +88,19 @@ class AutoencoderKL(diffusers.AutoencoderKL):  # type: ignore[misc]
     torch.Size([1, 3, 64, 64])
     >>> vae.last_run.peak_bytes <= 600 << 20, vae.config.scaling_factor
     (True, 0.13025)
+    >>> vae.save_pretrained("model")
+    >>> AutoencoderKL.from_pretrained("model").config.scaling_factor
+    0.13025
+    >>> vae.vae.save("model.safetensors", layout="ldm")
+    >>> AutoencoderKL.from_single_file("model.safetensors", model="sdxl").config.scaling_factor
+    0.13025
+    >>> import diffusers
+    >>> small = AutoencoderKL.from_module(diffusers.AutoencoderKL())  # such as a pipeline's
+    >>> small.state_dict()["decoder.conv_in.bias"].shape
+    torch.Size([64])
+    >>> small.load_state_dict({})
+    Traceback (most recent call last):
+    TypeError: AutoencoderKL: its weights cannot be changed: make another one, with from_module or VAE.load
     """
 
     memory_limit: Limit

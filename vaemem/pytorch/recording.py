@@ -80,7 +80,7 @@ class Recording:
 
     Examples
     --------
-    >>> recording = record(torch.nn.Linear(8, 8), torch.empty(4, 8))
+    >>> recording = record(torch.nn.Linear(8, 8).eval(), torch.empty(4, 8))
     >>> recording.inputs, recording.unmodelled
     ([('input 0', 128)], {})
     """
@@ -612,7 +612,7 @@ def record(
 
     Examples
     --------
-    >>> recording = record(torch.nn.Conv2d(3, 8, 3), torch.empty(1, 3, 64, 64))
+    >>> recording = record(torch.nn.Conv2d(3, 8, 3).eval(), torch.empty(1, 3, 64, 64))
     >>> recording.weights, tuple(recording.output.shape)
     ([('weight', 864), ('bias', 32)], (1, 8, 62, 62))
     """

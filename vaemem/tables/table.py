@@ -341,6 +341,16 @@ class Table(Sequence[Row]):
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{name}: {error}") from None
 
+    def to_markdown(self) -> str:
+        """What `print` shows, as a Markdown table.
+
+        Examples
+        --------
+        >>> print(sweep("sdxl", "decode", 512, measure=False).to_markdown())
+        | model | op     | height | width | ...
+        """
+        return render(*self._shown(self._held()), markdown=True)
+
     def to_pandas(self) -> pandas.DataFrame:
         """The table as a pandas.DataFrame with one column for each of the schema's.
 
