@@ -1,0 +1,382 @@
+"""Watches the operators that a module calls under fake tensors: what each takes, and when its storages die."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch._prims_common import suggest_memory_format
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+from vaemem import _core
+from vaemem.prediction.attention import KERNELS, Call, Heads, choose_kernel
+from vaemem.prediction.eager import eager_strides
+from vaemem.prediction.gpus import Gpu
+
+__all__ = ["NO_COMPILER", "NO_CONTENTS", "NO_GRADIENTS", "Recorder", "Recording", "setting"]
+
+aten = torch.ops.aten
+_DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+_BLAS = (
+    aten.mm.default, aten.bmm.default, aten.bmm.out, aten.baddbmm.default, aten.addmv.default, aten.mv.default,
+    aten.dot.default,
+)  # fmt: skip
+# Operators besides the pointwise ones that take nothing but their outputs.
+_PLAIN_NAMES = """
+    empty empty_like empty_strided new_empty zeros zeros_like ones ones_like full full_like new_zeros new_ones
+    new_full arange clone _to_copy copy_ cat stack constant_pad_nd upsample_nearest2d embedding index_select
+    gather _softmax _log_softmax native_layer_norm _unsafe_view repeat roll tril triu lift_fresh scalar_tensor
+    randn rand randn_like rand_like native_dropout fill_ zero_ avg_pool2d glu index fill linspace flip eye
+    rms_norm _fused_rms_norm masked_fill masked_fill_
+"""
+_PLAIN = {getattr(aten, name) for name in _PLAIN_NAMES.split() if hasattr(aten, name)}
+
+
+class Recording:
+    """What `record` returns.
+
+    Attributes
+    ----------
+    trace : vaemem._core.Trace
+        The call: storages, convolutions, matrix products.
+    weights : list of (str, int)
+        Parameters and buffers, name and bytes, in the order in which ``Module.to`` moves them; shared ones once.
+    inputs : list of (str, int)
+        Storages of the tensors that were passed in.
+    output : object
+        The call's result, of fake tensors.
+    unmodelled : dict
+        Operators that may take more than their outputs, with how often they ran: their temporaries are not in the
+        trace.
+
+    Examples
+    --------
+    >>> recording = record(torch.nn.Linear(8, 8).eval(), torch.empty(4, 8))
+    >>> recording.inputs, recording.unmodelled
+    ([('input 0', 128)], {})
+    """
+
+    def __init__(self) -> None:
+        self.trace = _core.Trace()
+        self.weights: list[tuple[str, int]] = []
+        self.inputs: list[tuple[str, int]] = []
+        self.output: Any = None
+        self.unmodelled: dict[str, int] = {}
+
+
+class Recorder(TorchDispatchMode):
+    """Follows storages through the operators that run."""
+
+    def __init__(self, recording: Recording, gpu: Gpu):
+        super().__init__()
+        self._recording, self._trace = recording, recording.trace
+        self._gpu = gpu.sm, gpu.properties["multiProcessorCount"]
+        self.path: list[str] = []
+        self._alive: dict[int, tuple[StorageWeakRef, int | None]] = {}  # by address of the storage; id None: not ours
+        self.leaves: set[int] = set()  # ids of tensors that stand for parameters which require gradients
+        self.casts: dict[int, torch.Tensor] = {}  # what autocast made of them; it keeps them to its region's end
+        self.adds_in_place = False
+        self.caches_casts = False  # within a region of autocast, and its cache is on
+        self._silent = False
+
+    # ---- storages ----
+
+    def adopt(self, tensor: torch.Tensor) -> bool:
+        """A storage that is there before the call; whether it is a new one."""
+        storage = tensor.untyped_storage()
+        new = storage._cdata not in self._alive
+        self._alive[storage._cdata] = (StorageWeakRef(storage), None)
+        return new
+
+    def sweep(self) -> None:
+        """Gives back what died since the last operator."""
+        dead = [key for key, (reference, _) in self._alive.items() if reference.expired()]
+        for key in dead:
+            number = self._alive.pop(key)[1]
+            if number is not None:
+                self._trace.give(number)
+
+    def bind(self, tensor: torch.Tensor, number: int | None = None) -> None:
+        """A storage that an operator made, taken now unless it has its number."""
+        storage = tensor.untyped_storage()
+        known = self._alive.get(storage._cdata)
+        if tensor.device.type != "cuda" or (known is not None and not known[0].expired()):
+            return
+        if number is None:
+            number = self._trace.take(storage.nbytes(), self.name())
+        self._alive[storage._cdata] = (StorageWeakRef(storage), number)
+
+    def name(self, what: str = "") -> str:
+        return (self.path[-1] if self.path else "call") + (f" [{what}]" if what else "")
+
+    def borrow(self, count: int, what: str) -> int:
+        return self._trace.take(count, self.name(what))
+
+    # ---- operators ----
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._silent:
+            return func(*args, **kwargs)
+        if torch.is_inference_mode_enabled() and func.namespace == "aten":  # operators made of others are still whole
+            with self:
+                parts = func.decompose(*args, **kwargs)
+            if parts is not NotImplemented:
+                return parts
+        self.sweep()
+        if torch.is_grad_enabled() and any(id(x) in self.leaves for x in tree_flatten(args)[0]):
+            raise ValueError(f"{self.name()}: {NO_GRADIENTS}")
+        if func is aten._to_copy.default and self._is_autocast(args[0], kwargs.get("dtype")):
+            if id(args[0]) not in self.casts:
+                self.casts[id(args[0])] = func(*args, **kwargs)
+                self.bind(self.casts[id(args[0])])
+            return self.casts[id(args[0])]
+        if self.adds_in_place and func is aten.add.Tensor:
+            func = aten.add_.Tensor
+        if func is aten.convolution.default:
+            return self._convolution(*args)
+        if func is aten._safe_softmax.default:
+            return self._safe_softmax(*args)
+        try:
+            out = func(*args, **kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            raise ValueError(
+                f"{self.name()}: {NO_CONTENTS}; {func} asks for it (.item() and `if` on a tensor do)"
+            ) from None
+        if torch.Tag.pointwise in func.tags and not func._schema.is_mutable and func.overloadpacket not in _PLAIN:
+            out = self._as_eager(func, args, out)
+        elif func is aten.view.default:
+            out = self._view_as_eager(args[0], out)
+        for tensor in tree_flatten(out)[0]:
+            if isinstance(tensor, torch.Tensor):
+                self.bind(tensor)
+        if func is aten.native_group_norm.default:
+            self._group_norm(*args)
+        elif func in (aten.addmm.default, aten._addmm_activation.default):
+            bias, _, b = args[:3]
+            fused = bias.dim() == 1 and bias.is_contiguous() and min(b.shape) > 1 and kwargs.get("beta", 1) == 1
+            self._trace.blas(self.name("workspace"), fused)
+        elif func in _BLAS:
+            self._trace.blas(self.name())
+        elif not self._plain(func):
+            self._miss(str(func))
+        return out
+
+    def _miss(self, what: str) -> None:
+        self._recording.unmodelled[what] = self._recording.unmodelled.get(what, 0) + 1
+
+    def _is_autocast(self, x: Any, dtype: Any) -> bool:
+        """Whether a cast is one that autocast makes of a weight and keeps (cached_cast in autocast_mode.cpp)."""
+        return (
+            self.caches_casts
+            and not torch.is_autocast_enabled("cuda")  # off beneath it; on where the module itself asks for a cast
+            and id(x) in self.leaves
+            and x.dtype is torch.float32
+            and dtype is torch.get_autocast_dtype("cuda")
+        )
+
+    def _as_eager(self, func: Any, args: Any, out: Any) -> Any:
+        """The output of a pointwise operator, laid out as eager ones do. Fake tensors have formulas of their own,
+        which give a batch of one another stride, and later operators take that for another memory format."""
+        if not isinstance(out, torch.Tensor):
+            return out
+        tensors = [x for x in args if isinstance(x, torch.Tensor)]
+        shapes = [(tuple(x.shape), x.stride()) for x in tensors]
+        if func._overloadname == "Tensor":  # a Python number is a tensor without dimensions there
+            shapes += [((), ()) for x in args[:2] if isinstance(x, bool | int | float | complex)]
+        stride = eager_strides(tuple(out.shape), shapes)
+        if stride == out.stride() or not tensors:
+            return out
+        self._silent = True
+        out = torch.empty_strided(out.shape, stride, dtype=out.dtype, device=out.device)
+        self._silent = False
+        return out
+
+    def _view_as_eager(self, x: Any, out: Any) -> Any:
+        """A view with the strides that eager ones have, which again differ where a dimension has size 1."""
+        with no_dispatch(), torch._C.DisableTorchFunction():
+            stride = torch.empty_strided(x.shape, x.stride(), device="meta").view(out.shape).stride()
+        if stride == out.stride():
+            return out
+        self._silent = True
+        out = aten.as_strided.default(x, out.shape, stride, x.storage_offset())
+        self._silent = False
+        return out
+
+    @staticmethod
+    def _plain(func: Any) -> bool:
+        return (
+            func.is_view
+            or func.overloadpacket in _PLAIN
+            or torch.Tag.pointwise in func.tags
+            or func.namespace == "prim"
+            or (func._schema.name.endswith("_") and torch.Tag.inplace_view in func.tags)
+        )
+
+    def _convolution(
+        self, x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, transposed: bool,
+        output_padding: Any, groups: int,
+    ) -> Any:  # fmt: skip
+        """Input made dense, output, filter made dense in channels-last, workspace. One dimension is two with a height
+        of 1 there, of an input made dense before."""
+        size, copies = x.element_size(), []
+        self._silent = True
+        lines = x.dim() == 3
+        if lines and not x.is_contiguous():
+            x = torch.empty_like(x, memory_format=torch.contiguous_format)
+            copies.append(self.borrow(x.numel() * size, "contiguous"))
+        out = aten.convolution.default(x, weight, bias, stride, padding, dilation, transposed, output_padding, groups)
+        if lines:
+            x, weight, out = (tensor.unsqueeze(2) for tensor in (x, weight, out))
+            stride, padding, dilation = (1, *stride), (0, *padding), (1, *dilation)
+            output_padding = (0, *output_padding)
+        last = torch.channels_last if x.dim() == 4 else torch.channels_last_3d
+        nhwc = last in (suggest_memory_format(x), suggest_memory_format(weight))
+        wanted = last if nhwc else torch.contiguous_format
+        if nhwc != (last == suggest_memory_format(out)):  # a build without cuDNN chose
+            out = torch.empty_like(out, memory_format=wanted)
+        result = out.squeeze(2) if lines else out
+        self._silent = False
+        if not x.is_contiguous(memory_format=wanted):
+            copies.append(self.borrow(x.numel() * size, "contiguous"))
+        self.bind(out)
+        if not weight.is_contiguous(memory_format=wanted):
+            copies.append(self.borrow(weight.numel() * size, "filter"))
+        if x.dtype in _DTYPES:
+            n, c, *depth, h, w = x.shape
+            self._trace.conv(
+                _DTYPES[x.dtype], n, c, h, w, out.shape[1], tuple(weight.shape[2:]), tuple(stride), tuple(padding),
+                nhwc, self.name("workspace"), tuple(dilation), groups, tuple(output_padding) if transposed else None,
+                *depth,
+            )  # fmt: skip
+        else:
+            self._miss(f"aten.convolution in {x.dtype}")
+        for number in reversed(copies):
+            self._trace.give(number)
+        return result
+
+    def _group_norm(self, x: Any, weight: Any, bias: Any, n: int, c: int, pixels: int, groups: int, eps: float) -> None:
+        """Mean and rstd are outputs and followed as such; the fused parameters come and go."""
+        if pixels > 1 and weight is not None:
+            fused = [self.borrow(4 * n * c, "statistics") for _ in range(2)]
+            for number in fused:
+                self._trace.give(number)
+
+    def _safe_softmax(self, x: Any, dim: int, dtype: Any = None) -> Any:
+        """A softmax that gives 0 to rows of -inf alone: one operator for a mode, five for the allocator."""
+        with self:
+            out = aten._softmax.default(x if dtype is None else x.to(dtype), dim, False)
+            least = x.new_full((), float("-inf"))
+            masked = x == least
+            rows = masked.new_empty([1 if i == dim % x.dim() else n for i, n in enumerate(x.shape)])
+            return torch.where(rows, out.new_zeros(()), out)
+
+    def made(self, like: Any, shape: Sequence[int], what: str) -> Any:
+        """A tensor that no operator is seen to make."""
+        self._silent = True
+        out = like.new_empty(shape)
+        self._silent = False
+        self.bind(out, self.borrow(out.numel() * out.element_size(), what))
+        return out
+
+    def kernel(self, q: Any, k: Any, v: Any, mask: Any = None, causal: bool = False, grouped: bool = False) -> str:
+        """Which kernel scaled_dot_product_attention takes."""
+        if q.dtype not in _DTYPES:
+            raise ValueError(f"scaled_dot_product_attention: want float32, float16 or bfloat16, got {q.dtype}")
+        queries, keys, values = (Heads(tuple(x.shape), x.stride()) for x in (q, k, v))
+        call = Call(_DTYPES[q.dtype], queries, keys, values, mask is not None, causal, grouped)
+        return choose_kernel(call, self._gpu[0], _enabled_kernels())
+
+    def attention(
+        self, q: Any, k: Any, v: Any, mask: Any, dropout: float, causal: bool, scale: Any, grouped: bool
+    ) -> Any:
+        """scaled_dot_product_attention."""
+        kernel = self.kernel(q, k, v, mask, causal, grouped)
+        self.sweep()
+        if mask is not None and mask.dtype is torch.bool:
+            mask = self.made(q, mask.shape, "mask")
+        if kernel == "math":
+            # C++ adds the mask in place for plain tensors, and not for those of a subclass such as fake ones.
+            with setting(self, adds_in_place=True):
+                return torch._scaled_dot_product_attention_math(
+                    q, k, v, mask, dropout, causal, scale=scale, enable_gqa=grouped
+                )[0]
+        if dropout:
+            self._miss("scaled_dot_product_attention with dropout")
+        copies = []
+        if mask is not None and kernel == "efficient" and mask.shape[-1] % 8:
+            row = mask.shape[-1] + -mask.shape[-1] % 8
+            copies.append(self.borrow(mask.numel() // mask.shape[-1] * row * q.element_size(), "mask, padded"))
+        batch, heads, queries, _ = q.shape
+        if kernel == "cudnn":
+            self._miss("the workspace of cuDNN's attention")
+            number = None
+        else:
+            number = self._trace.attention(
+                _DTYPES[q.dtype], batch, heads, queries, k.shape[-2], v.shape[-1], kernel, *self._gpu,
+                self.name("attention"),
+            )  # fmt: skip
+        self._silent = True
+        out = q.new_empty((batch, queries, heads, v.shape[-1])).transpose(1, 2)
+        self._silent = False
+        self.bind(out, number)
+        for number in reversed(copies):
+            self._trace.give(number)
+        return out
+
+
+NO_CONTENTS = (
+    "want a call whose course and sizes do not depend on what its tensors hold, which is not there to be looked at"
+)
+NO_GRADIENTS = (
+    "want a call without gradients, got a backward pass or torch.enable_grad(): what autograd keeps is not modelled"
+)
+NO_COMPILER = (
+    "want it as it was before torch.compile, got it compiled: compiled code fuses operators and plans memory by itself,"
+    " which is not modelled"
+)
+
+
+def _enabled_kernels() -> list[str]:
+    """Those of scaled_dot_product_attention that are switched on, in PyTorch's order (``torch.nn.attention.
+    sdpa_kernel``, ``torch.backends.cuda.enable_flash_sdp`` and their like)."""
+    backend = torch.nn.attention.SDPBackend
+    names = {
+        backend.FLASH_ATTENTION: "flash", backend.EFFICIENT_ATTENTION: "efficient", backend.CUDNN_ATTENTION: "cudnn",
+        backend.MATH: "math",
+    }  # fmt: skip
+    switches = torch.backends.cuda
+    on = dict(
+        zip(
+            KERNELS,
+            (
+                switches.flash_sdp_enabled(), switches.mem_efficient_sdp_enabled(), switches.cudnn_sdp_enabled(),
+                switches.math_sdp_enabled(),
+            ),
+            strict=True,
+        )
+    )  # fmt: skip
+    order = [names[backend(number)] for number in torch._C._get_sdp_priority_order() if backend(number) in names]
+    return [name for name in order if on[name]]
+
+
+@contextlib.contextmanager
+def setting(place: Any, **values: Any) -> Iterator[None]:
+    """Attributes that have other values for a while."""
+    before = {name: getattr(place, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(place, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(place, name, value)
