@@ -15,7 +15,7 @@ from vaemem.engine.layouts import read_config
 from vaemem.prediction.gpus import Gpu, find_gpu
 from vaemem.prediction.profiles import Conv
 from vaemem.prediction.snapshot import CachingAllocator
-from vaemem.prediction.workspace import Workspace, not_cudnn, torch_release
+from vaemem.prediction.workspace import Workspace, torch_release
 
 
 class Runtime(NamedTuple):
@@ -376,14 +376,11 @@ class SimulatedProcess:
         (1572864, 1)
         >>> p.release(left.values())
         """
-        wanted, following = [], []
+        wanted, following, own = [], [], getattr(self.workspace, "by_pytorch", ())
         for question in trace.convs:
             count, source = self.workspace.conv(*question)
             wanted.append(self._smaller.get(question, count))
-            own = not_cudnn(
-                self.gpu, getattr(self.workspace, "cudnn_version", None), self.torch_version, Conv(*question)
-            )
-            following.append(count if own else 0)
+            following.append(count if Conv(*question) in own else 0)
             self.sources[source] = self.sources.get(source, 0) + 1
         before = tuple(self._live.values())
         left, cublas, cublaslt, allocated, reserved, workspaces = trace.run(

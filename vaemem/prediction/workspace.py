@@ -170,6 +170,8 @@ class Workspace:
     ----------
     substitutions : dict
         Its keys say what stood in for the cuDNN and the GPU that were asked for, in the answers so far.
+    by_pytorch : set of Conv
+        Of the convolutions so far those that PyTorch runs by code of its own, which has no plan that takes less.
 
     Raises
     ------
@@ -203,6 +205,7 @@ class Workspace:
         self._known: dict[tuple[Any, ...], tuple[int, str]] = {}
         self._plans: dict[Conv, dict[str, Any] | None] = {}  # of the installed cuDNN, for the alternatives too
         self.substitutions: dict[str, None] = {}
+        self.by_pytorch: set[Conv] = set()
 
     def conv(
         self,
@@ -303,6 +306,7 @@ class Workspace:
         _check(conv)
         why = not_cudnn(self.gpu, self.cudnn_version, self._torch_version, conv)
         if why:
+            self.by_pytorch.add(conv)
             return _by_pytorch(conv), f"PyTorch's {why}"
         if not self._ask_first():
             for rule in self._rules:
