@@ -24,17 +24,22 @@ STATUS = ("OK", "EINVAL", "ENOMEM", "EOVERFLOW", "ECANCELLED", "EDEVICE")
 MIB = 1 << 20
 
 
+Extents = ctypes.c_int64 * 3
+
+
 class Key(ctypes.Structure):
     _fields_ = [
         ("dtype", ctypes.c_int),
-        ("tf32", ctypes.c_bool),
-        ("nhwc", ctypes.c_bool),
-        *((name, ctypes.c_int64) for name in "n c h w k r padding stride".split()),
+        *((name, ctypes.c_bool) for name in ("tf32", "nhwc", "transposed")),
+        ("dims", ctypes.c_int),
+        *((name, ctypes.c_int64) for name in "n c k groups".split()),
+        *((name, Extents) for name in "size filter stride padding dilation output_padding".split()),
         ("limit", ctypes.c_size_t),
     ]
 
     def __init__(self, dtype, tf32, h, w, c, k, r, stride, limit):
-        super().__init__(dtype, tf32, True, 1, c, h, w, k, r, 0, stride, limit)
+        extents = [(1, h, w), (1, r, r), (1, stride, stride), (0, 0, 0), (1, 1, 1), (0, 0, 0)]
+        super().__init__(dtype, tf32, True, False, 2, 1, c, k, 1, *(Extents(*each) for each in extents), limit)
 
 
 def key(dtype="float32", h=6, w=7, c=16, k=32, r=3, stride=1, limit=MIB, tf32=False):
@@ -101,7 +106,7 @@ class Convs:
     def _memory(self, key, x, w, workspace):
         """Memory, and in it x, w, y and the workspace."""
         of, memory = Key(*key), Memory()
-        y_shape = *((n - of.r) // of.stride + 1 for n in (of.h, of.w)), of.k
+        y_shape = *((n - of.filter[1]) // of.stride[1] + 1 for n in of.size[1:]), of.k
         arrays = memory.copy(x), memory.copy(w), memory.empty(y_shape, x.dtype), memory.empty(workspace, np.uint8)
         return memory, arrays, [ctypes.c_void_p(a.ctypes.data) for a in arrays]
 

@@ -252,6 +252,10 @@ def test_the_vae_of_another_device_is_made_when_wanted(monkeypatch):
     assert ours._engine() is ours.vae
 
 
+def refuse(*_):
+    raise RuntimeError("no such GPU")
+
+
 def test_moving(monkeypatch):
     """To a GPU that tensors claim to be on: its VAE is made at once and in the new dtype, or all stays as it was."""
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -259,8 +263,8 @@ def test_moving(monkeypatch):
     _, ours = pair()
     with FakeTensorMode():
         there = torch.empty(0, device="cuda", dtype=torch.float16)
-    with pytest.raises(RuntimeError):  # no GPU, or no vaemem._cuda
-        monkeypatch.setenv("VAEMEM_LIBCUDA", "/nowhere/libcuda.so.1")
+    with monkeypatch.context() as nowhere, pytest.raises(RuntimeError, match="no such GPU"):
+        nowhere.setattr(ours.vae, "copy", refuse)
         ours._apply(lambda tensor: there)
     assert (ours.device.type, ours.dtype, ours._engine()) == ("cpu", torch.float32, ours.vae)
     made = []

@@ -300,8 +300,9 @@ def test_the_convolutions_of_a_run():
     with torch.inference_mode():
         found = measuring._convolutions(torch, vae, "encode", torch.zeros(1, 3, 16, 24))
     assert len(set(found)) == len(found)
-    assert found[0] == ("float32", 1, 3, 16, 24, 32, 3, 1, 1, "nchw")
-    assert ("float32", 1, 32, 17, 25, 32, 3, 2, 0, "nchw") in found  # padded by one before a stride of 2
+    plain = [conv[:10] for conv in found if conv.is_plain]
+    assert plain[0] == ("float32", 1, 3, 16, 24, 32, 3, 1, 1, "nchw")
+    assert ("float32", 1, 32, 17, 25, 32, 3, 2, 0, "nchw") in plain  # padded by one before a stride of 2
     assert not any(part._forward_pre_hooks for part in vae.modules())
 
 

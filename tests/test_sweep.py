@@ -1,6 +1,7 @@
 """The sweep: it measures what was estimated and names bad arguments."""
 
 import sys
+import types
 import warnings
 
 import numpy as np
@@ -98,7 +99,8 @@ def test_a_progress_bar(vae, capsys):
 
 def test_a_notebook_without_widgets_has_its_bar_in_the_output(vae, capsys, monkeypatch):
     pytest.importorskip("tqdm")
-    monkeypatch.setitem(sys.modules, "ipykernel", sys)
+    kernel = types.SimpleNamespace(get_ipython=lambda: types.SimpleNamespace(kernel=True))
+    monkeypatch.setitem(sys.modules, "IPython", kernel)
     monkeypatch.setitem(sys.modules, "ipywidgets", None)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -95,7 +95,8 @@ def _told(
         yield progress or None
         return
     # In a notebook without ipywidgets, tqdm.auto would warn and draw on stderr, which notebooks show in red.
-    plain = "ipykernel" in sys.modules and importlib.util.find_spec("ipywidgets") is None
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    plain = hasattr(shell, "kernel") and importlib.util.find_spec("ipywidgets") is None
     make = need("tqdm.std" if plain else "tqdm.auto", "progress=True").tqdm
     where = {"file": sys.stdout} if plain else {}
     with make(total=total, desc=title, unit="row", bar_format=form, **where) as bar:
