@@ -170,7 +170,7 @@ def test_prints(capsys):
     "asked, named",
     [
         (("forge",), "application: want comfyui or invokeai, got 'forge'"),
-        (("comfyui", "sd9"), "models: want one of sd15, sdxl, flux, got 'sd9'"),
+        (("comfyui", "sd9"), "models: want one of sd15, sdxl, flux.*got 'sd9'"),
         (("comfyui", "flux", "float64"), "dtypes: want one of float32, float16, bfloat16, got 'float64'"),
         (("invokeai", "sdxl", "bfloat16"), "models, dtypes: want some that invokeai runs"),
         (("comfyui", "flux", "float16", []), "sides: want one or more, got none"),

@@ -1,7 +1,5 @@
 """A VAE's end, and a run's: close, with, and the event that cancels."""
 
-import doctest
-import importlib
 import threading
 
 import numpy as np
@@ -116,11 +114,3 @@ def test_cancelled_before_it_began():
         vae.decode(latents(vae, 2, 2), cancel=event)
     with pytest.raises(TypeError, match=r"cancel: want a threading.Event or None, got bool"):
         vae.decode(latents(vae, 2, 2), cancel=True)
-
-
-@pytest.mark.parametrize("name", ["vae", "model"])
-def test_the_examples(name):
-    """Of the docstrings."""
-    pytest.importorskip("PIL")
-    module = importlib.import_module(f"vaemem.engine.{name}")
-    assert doctest.testmod(module)[0] == 0

@@ -403,11 +403,3 @@ def test_half_a_model():
     assert np.array_equal(ours.decode(z).sample.numpy(), vae.decode(z.numpy()))
     with pytest.raises(ValueError, match="encode: this VAE was loaded without its encoder"):
         ours.encode(x)
-
-
-def test_the_examples():
-    import doctest
-
-    from vaemem.pytorch import autoencoder as module
-
-    assert doctest.testmod(module)[0] == 0

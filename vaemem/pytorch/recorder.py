@@ -60,6 +60,7 @@ class Recording:
 
     Examples
     --------
+    >>> from vaemem.pytorch import record
     >>> recording = record(torch.nn.Linear(8, 8).eval(), torch.empty(4, 8))
     >>> recording.inputs, recording.unmodelled
     ([('input 0', 128)], {})
