@@ -105,9 +105,9 @@ in_place = rm -rf build/$(1) && mkdir -p build/$(1) && cp -r setup.py pyproject.
 	find build/$(1) -name '*.so*' -delete && cd build/$(1) && VAEMEM_WERROR=1 $(2) $(3) setup.py -q build_ext --inplace
 
 # The core under AddressSanitizer and UndefinedBehaviorSanitizer, running the tests that need no torch. Left out is what runs
-# none of it (kernels alone on the emulator, programs that are built with sanitizers of their own) and the demo
-# and the notebooks, a minute of runs each that other tests make in smaller models.
-NOT_THE_CORE := 'cuda_[!v]*' 'emulator*' 'fuzz*' 'threads*' 'demo*' 'notebooks*'
+# none of it (kernels alone on the emulator, programs that are built with sanitizers of their own), and what runs the same
+# by the thousand or in larger models: the demo, its weights, the notebooks, formulas over whole domains.
+NOT_THE_CORE := 'cuda_[!v]*' 'emulator*' 'fuzz*' 'threads*' 'demo*' 'handmade*' 'notebooks*' 'bound*' 'integration*'
 asan: $(VENV)/check.stamp
 	$(call in_place,asan,VAEMEM_SANITIZE=1 VAEMEM_CUDA_ARCHS=90,$(abspath $(BIN))/python)
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" \
