@@ -6,6 +6,7 @@ import re
 import runpy
 import subprocess
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -141,6 +142,20 @@ def test_version(capsys):
     with pytest.raises(SystemExit) as caught:
         main(["--version"])
     assert not caught.value.code and capsys.readouterr().out == f"vaemem {vaemem.__version__}\n"
+
+
+def test_the_shell_may_ask_what_comes_next(monkeypatch):
+    asked = []
+
+    def autocomplete(parser):
+        asked.append(parser.prog)
+        raise SystemExit(0)
+
+    monkeypatch.setenv("_ARGCOMPLETE", "1")
+    monkeypatch.setitem(sys.modules, "argcomplete", types.SimpleNamespace(autocomplete=autocomplete))
+    with pytest.raises(SystemExit):
+        main([])
+    assert asked == ["vaemem"]
 
 
 def test_a_table_from_a_pipe(monkeypatch, capsys):

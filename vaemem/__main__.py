@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """The command line: `python -m vaemem COMMAND`, or `vaemem COMMAND`."""
 
 from __future__ import annotations
@@ -420,7 +421,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; 0 when done, 2 for bad input (a sentence on stderr, no traceback), 130 for Ctrl-C."""
-    args, status = _parser().parse_args(argv), 0
+    parser = _parser()
+    if "_ARGCOMPLETE" in os.environ:  # the shell asks what could come next
+        need("argcomplete", "completion").autocomplete(parser)
+    args, status = parser.parse_args(argv), 0
     try:
         status = args.function(args) or 0
         sys.stdout.flush()

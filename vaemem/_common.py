@@ -23,6 +23,7 @@ EXTRAS = {  # that bring a package
     "tqdm": "progress",
     "PIL": "image",
     "torch": "pytorch",
+    "argcomplete": "completion",
 }
 TILED_OPS = (*OPS, "encode_tiled", "decode_tiled")  # what PyTorch's runtimes do beside
 
