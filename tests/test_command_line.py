@@ -214,7 +214,15 @@ def test_what_holds_no_latents_is_refused(weights, tmp_path, capsys):
     bad, good = str(tmp_path / "bad.npy"), str(tmp_path / "good.npy")
     np.save(bad, np.zeros(3))
     np.save(good, np.zeros((1, 4, 8, 8), np.float32))
+    empty, cut, words, archive = (str(tmp_path / f"{name}.npy") for name in ("empty", "cut", "words", "archive"))
+    open(empty, "wb").close()
+    open(cut, "wb").write(open(good, "rb").read()[:200])
+    np.save(words, np.full((1, 4, 8, 8), "a"))
+    with open(archive, "wb") as f:
+        np.savez(f, z=np.zeros((1, 4, 8, 8)))
     for arguments, message in (
+        *((["decode", file, "--weights", weights, "-o", "x.png"], "vaemem decode: ") for file in (empty, cut, archive)),
+        (["decode", words, "--weights", weights, "-o", "x.png"], "want one array"),
         (["decode", bad, "--weights", weights, "-o", "x.png"], "want one array"),
         (["decode", "a.png", "--weights", weights, "-o", "x.png"], "want a .npy"),
         (["decode", good, "--weights", weights, "-o", "x.xyz"], "--out: want a name that ends in"),
@@ -224,6 +232,15 @@ def test_what_holds_no_latents_is_refused(weights, tmp_path, capsys):
     ):
         assert main(arguments) == 2
         assert message in capsys.readouterr().err
+
+
+def test_a_pickle_that_is_none_is_refused(weights, tmp_path, capsys):
+    pytest.importorskip("PIL.Image")
+    pytest.importorskip("torch")
+    for content in (b"", b"no pickle at all"):
+        (tmp_path / "z.pt").write_bytes(content)
+        assert main(["decode", str(tmp_path / "z.pt"), "--weights", weights, "-o", "x.png"]) == 2
+        assert "want tensors in" in capsys.readouterr().err
 
 
 def test_info(weights, capsys):

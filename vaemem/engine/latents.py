@@ -7,6 +7,7 @@ Sources: diffusers' pipelines of Stable Diffusion XL (latents_mean, latents_std)
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,16 +27,21 @@ def read(path: str | os.PathLike[str]) -> np.ndarray:
     ``torch.save``, read by ``torch.load(weights_only=True)``: the one array that is there."""
     file = Path(path)
     if file.suffix == ".npy":
-        held = {file.name: np.load(file, allow_pickle=False)}
+        with open(file, "rb") as f:
+            held = {file.name: np.lib.format.read_array(f, allow_pickle=False)}
     elif file.suffix in (".pt", ".pth"):
-        loaded = need("torch", f"reading {file.name}").load(file, map_location="cpu", weights_only=True)
+        torch = need("torch", f"reading {file.name}")
+        try:
+            loaded = torch.load(file, map_location="cpu", weights_only=True)
+        except (pickle.UnpicklingError, EOFError) as error:
+            raise ValueError(f"latents: want tensors in {path}: {error}") from None
         tensors = loaded if isinstance(loaded, Mapping) else {file.name: loaded}
         held = {name: value.float().numpy() for name, value in tensors.items() if hasattr(value, "numpy")}
     elif file.suffix in (".safetensors", ".latent"):
         held = read_tensors(file)
     else:
         raise ValueError(f"latents: want a .npy, .safetensors, .latent, .pt or .pth file, got {str(path)!r}")
-    found = {name: array for name, array in held.items() if array.ndim in (3, 4)}
+    found = {name: array for name, array in held.items() if array.ndim in (3, 4) and array.dtype.kind not in "OSUMmc"}
     if len(found) != 1:
         names = ", ".join(f"{name} {array.shape}" for name, array in list(held.items())[:5])
         raise ValueError(f"latents: want one array (N, C, h, w) in {path}, got {len(found)} of {names or 'nothing'}")
