@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import resources
 from typing import Any, TypeVar
 
@@ -88,6 +89,19 @@ def need(module: str, what: str) -> Any:
 def typeset(equations: Iterable[str]) -> str:
     """LaTeX equation bodies, aligned at their &, as notebooks and Markdown typeset them."""
     return "$$\\begin{aligned}\n" + " \\\\\n".join(equations) + "\n\\end{aligned}$$"
+
+
+@contextlib.contextmanager
+def setting(place: Any, **values: Any) -> Iterator[None]:
+    """Attributes that have other values for a while."""
+    before = {name: getattr(place, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(place, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(place, name, value)
 
 
 def mib(size: float) -> str:

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from vaemem._common import setting
 from vaemem.prediction.native_transformer import encoder_layer, multi_head_attention
-from vaemem.pytorch.recorder import NO_COMPILER, NO_CONTENTS, Recorder, setting
+from vaemem.pytorch.recorder import NO_COMPILER, NO_CONTENTS, Recorder
 
 __all__ = ["Eager", "as_on_a_gpu", "check_module"]
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,11 +17,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from vaemem import _core
+from vaemem._common import setting
 from vaemem.prediction.attention import KERNELS, Call, Heads, choose_kernel
 from vaemem.prediction.eager import eager_strides
 from vaemem.prediction.gpus import Gpu
 
-__all__ = ["NO_COMPILER", "NO_CONTENTS", "NO_GRADIENTS", "Recorder", "Recording", "setting"]
+__all__ = ["NO_COMPILER", "NO_CONTENTS", "NO_GRADIENTS", "Recorder", "Recording"]
 
 aten = torch.ops.aten
 _DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -368,16 +368,3 @@ def _enabled_kernels() -> list[str]:
     )  # fmt: skip
     order = [names[backend(number)] for number in torch._C._get_sdp_priority_order() if backend(number) in names]
     return [name for name in order if on[name]]
-
-
-@contextlib.contextmanager
-def setting(place: Any, **values: Any) -> Iterator[None]:
-    """Attributes that have other values for a while."""
-    before = {name: getattr(place, name) for name in values}
-    try:
-        for name, value in values.items():
-            setattr(place, name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(place, name, value)

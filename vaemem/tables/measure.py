@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from vaemem._common import DTYPES, TILED_OPS, choose, latent_factor, listed, whole
+from vaemem._common import DTYPES, TILED_OPS, choose, latent_factor, listed, setting, whole
 from vaemem.engine.layouts import config_of, read_config
 from vaemem.prediction.benchmark import BENCHMARK_TILE
 from vaemem.prediction.process import architecture
@@ -244,14 +244,8 @@ def _tiling(vae: Any, runtime: str, tile: int, factor: int) -> Iterator[None]:
     settings: dict[str, Any] = {"use_tiling": bool(tile)}
     if tile:
         settings |= {"tile_sample_min_size": tile, "tile_latent_min_size": tile // factor, "tile_overlap_factor": 0.25}
-    before = {name: getattr(vae, name) for name in settings}
-    try:
-        for name, value in settings.items():
-            setattr(vae, name, value)
+    with setting(vae, **settings):
         yield
-    finally:
-        for name, value in before.items():
-            setattr(vae, name, value)
 
 
 def versions(torch: Any, device: Any, runtime: str) -> str:
