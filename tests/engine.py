@@ -106,3 +106,14 @@ def pack(weight: np.ndarray) -> np.ndarray:
 
 def pad16(v: np.ndarray) -> np.ndarray:
     return np.pad(v.astype(np.float32), (0, up16(len(v)) - len(v)))
+
+
+# An AutoencoderKL of two levels: an image is twice its latent's size.
+TWO_LEVELS = {
+    "block_out_channels": [32, 64],
+    "down_block_types": ["DownEncoderBlock2D"] * 2,
+    "up_block_types": ["UpDecoderBlock2D"] * 2,
+    "layers_per_block": 1,
+    "latent_channels": 4,
+    "norm_num_groups": 8,
+}

@@ -10,20 +10,11 @@ import types
 
 import numpy as np
 import pytest
+from engine import TWO_LEVELS
 
 import vaemem
 from vaemem import VAE, Table
 from vaemem.__main__ import main
-
-# An AutoencoderKL of two levels: an image is twice its latent's size.
-SMALL = {
-    "block_out_channels": [32, 64],
-    "down_block_types": ["DownEncoderBlock2D"] * 2,
-    "up_block_types": ["UpDecoderBlock2D"] * 2,
-    "layers_per_block": 1,
-    "latent_channels": 4,
-    "norm_num_groups": 8,
-}
 
 
 def test_estimate_command(capsys):
@@ -58,7 +49,7 @@ class Stopped:
             self.left -= 1
             return decode(vae, *args, **kwargs)
 
-        monkeypatch.setattr(VAE, "random", lambda *args, **kwargs: VAE_RANDOM(config=SMALL))
+        monkeypatch.setattr(VAE, "random", lambda *args, **kwargs: VAE_RANDOM(config=TWO_LEVELS))
         monkeypatch.setattr(VAE, "decode", limited)
 
 
@@ -176,7 +167,7 @@ def test_a_closed_pipe_is_no_error():
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory):
     path = tmp_path_factory.mktemp("weights") / "vae"
-    VAE.random(config=SMALL).save(path)
+    VAE.random(config=TWO_LEVELS).save(path)
     return str(path)
 
 

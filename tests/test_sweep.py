@@ -6,24 +6,15 @@ import warnings
 
 import numpy as np
 import pytest
+from engine import TWO_LEVELS
 
 import vaemem
 from vaemem import VAE, sweep
 
-# An AutoencoderKL of two levels: an image is twice its latent's size.
-SMALL = {
-    "block_out_channels": [32, 64],
-    "down_block_types": ["DownEncoderBlock2D"] * 2,
-    "up_block_types": ["UpDecoderBlock2D"] * 2,
-    "layers_per_block": 1,
-    "latent_channels": 4,
-    "norm_num_groups": 8,
-}
-
 
 @pytest.fixture(scope="module")
 def vae():
-    return VAE.random(config=SMALL)
+    return VAE.random(config=TWO_LEVELS)
 
 
 SIZES = [64, (32, 48), (16, 80)]
@@ -59,7 +50,7 @@ def test_a_case_does_not_see_what_an_earlier_one_held(vae):
 
 
 def test_the_order_is_model_op_size(vae):
-    other = VAE.random(config=SMALL | {"latent_channels": 8})
+    other = VAE.random(config=TWO_LEVELS | {"latent_channels": 8})
     rows = sweep([vae, other], ["decode", "encode"], [16, 32], measure=False)
     assert [(r["op"], r["height"]) for r in rows] == [
         ("decode", 16),
@@ -163,7 +154,7 @@ def test_what_the_plan_refuses_is_refused_before_anything_runs(vae):
     ran = []
     with pytest.raises(ValueError, match="33"):
         sweep(vae, sizes=[32, 33], progress=lambda *step: ran.append(step))
-    decoder = VAE.random(config=SMALL, parts="decoder")
+    decoder = VAE.random(config=TWO_LEVELS, parts="decoder")
     with pytest.raises(ValueError, match="encode"):
         sweep(decoder, ["decode", "encode"], 32, progress=lambda *step: ran.append(step))
     assert not ran
