@@ -339,10 +339,10 @@ BAD = {
     "list_of_texts_beyond_file": (file_bytes(values=[value("a", LIST, struct.pack("<IQ", TEXT, HUGE))]), "texts"),
     "list_of_lists": (file_bytes(values=[value("a", LIST, struct.pack("<IQ", LIST, 1) * 9)]), "want numbers or texts"),
     "value_twice": (file_bytes(values=[value("a", U32, bytes(4))] * 2), "a comes twice"),
-    "alignment_0": (file_bytes(values=[value(gguf.ALIGNMENT, U32, bytes(4))]), "want a power of 2 of 32 bits, got 0"),
+    "alignment_0": (file_bytes(values=[value(gguf.ALIGNMENT, U32, bytes(4))]), "want a power of 2 .* got 0 of type 4"),
     "alignment_3": (
         file_bytes(values=[value(gguf.ALIGNMENT, U32, struct.pack("<I", 3))]),
-        "want a power of 2 of 32 bits, got 3",
+        "want a power of 2 .* got 3 of type 4",
     ),
     "alignment_text": (file_bytes(values=[value(gguf.ALIGNMENT, TEXT, text("32"))]), "want a power of 2"),
     "alignment_float": (file_bytes(values=[value(gguf.ALIGNMENT, 6, struct.pack("<f", 32))]), "want a power of 2"),

@@ -159,7 +159,7 @@ def header(f: IO[bytes]) -> list[Stored]:
     values = _values(cursor, value_count)
     kind, alignment = values.get(ALIGNMENT, (UINT32, USUAL_ALIGNMENT))
     if kind != UINT32 or alignment < 1 or alignment & (alignment - 1):
-        raise ValueError(f"header: {ALIGNMENT}: want a power of 2 of 32 bits, got {shown(alignment)}")
+        raise ValueError(f"header: {ALIGNMENT}: want a power of 2 of type {UINT32}, got {alignment} of type {kind}")
 
     def rounded_up(at: int) -> int:
         return -(-at // alignment) * alignment
