@@ -4,6 +4,7 @@ import math
 import struct
 import subprocess
 import sys
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -472,10 +473,26 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path, monkeypatch):
 # ---- memory ----
 
 
+@pytest.mark.parametrize("dtype", DECODED)
+def test_a_tensor_becomes_numbers_a_few_blocks_at_a_time(tmp_path, dtype):
+    """What Python and NumPy take meanwhile: the largest tensor's numbers, and one step. All of its blocks
+    decoded at once would take 7 MiB more, or above that."""
+    tensors = tensors_of(make({"block_out_channels": (32, 256), "layers_per_block": 1}))
+    write_gguf(tmp_path / "a.gguf", tensors, blocks(dtype), reshape=True)
+    weights.load(tmp_path / "a.gguf")  # what is imported and set up once
+    tracemalloc.start()
+    try:
+        weights.load(tmp_path / "a.gguf")
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak <= 256 * 256 * 9 * 4 + (2 << 20)  # a step took 1.3 MiB and less
+
+
 @pytest.mark.resident
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak resident size is read from /proc")
 def test_peak_memory_of_a_real_size(tmp_path):
-    """SDXL's decoder in Q8_0, 50 MiB of 189: the packed copy and one tensor's numbers, not its blocks beside."""
+    """SDXL's decoder in Q8_0, 50 MiB of 189, in a process: the packed copy and one tensor's numbers."""
     arch, blocks_of = _core.models()["sdxl"], blocks("Q8_0")
     model = _core.Model(arch, "decoder")
     weights.random_tensors(model, 0)
