@@ -193,7 +193,7 @@ class Run:
         trace = part.recording.trace(part.dtype, self.process.gpu, passing, **sizes)
         left = self.process.call(trace)
         self._note(part.role)
-        return self.process._kept(f"output of {part.role}", left, (), part.dtype)
+        return self.process._as_tensor(f"output of {part.role}", left, (), part.dtype)
 
     def decode(self, latents: Tensor, how: str = "whole", memory_limit: int = 0) -> Tensor:
         """``vae.decode(latents).sample``, or the same by vaemem on the device within a memory limit.
