@@ -1,4 +1,4 @@
-"""One run of a pipeline on a simulated process: its components come and go, its names hold tensors, its phases are read.
+"""A pipeline's run on a simulated process: its components come and go, its names hold tensors, its phases are read.
 
 diffusers.py says what each pipeline does in these terms.
 """
@@ -15,10 +15,11 @@ from typing import NamedTuple
 from vaemem import _core
 from vaemem._common import ELEMENT_BYTES
 from vaemem.pipelines import programs
+from vaemem.pipelines.components import VAE_STRIDE
 from vaemem.pipelines.storage import GGML, SPELT, Stored
 from vaemem.prediction.benchmark import Names
 from vaemem.prediction.process import LoadedVAE, Moment, PeakTensor, SimulatedProcess, Tensor
-from vaemem.prediction.profiles import Conv
+from vaemem.prediction.question import usual_tile
 
 
 @dataclass(frozen=True)
@@ -35,22 +36,34 @@ class Part:
         What it computes in.
     weights : tuple of Stored
         As they are stored; of a VAE in `dtype`.
+    upcast : bool
+        Of a VAE, whether it is converted to float32 for its call, and back.
     """
 
     role: str
     component: str
     dtype: str
     weights: tuple[Stored, ...]
+    upcast: bool = False
+
+    @property
+    def recording(self) -> programs.Recorded:
+        return programs.load(RECORDED_VAES.get(self.component, self.component))
 
     @functools.cached_property
     def nbytes(self) -> int:
         return sum(weight.bytes for weight in self.weights)
 
     def _by_module(self, made: Mapping[str, int]) -> dict[str, list[tuple[str, int]]]:
+        """What each submodule has; of a file whose tensors have other names, the largest for the whole call."""
+        modules = {weight.module for weight in self.recording.weights}
         found: dict[str, list[tuple[str, int]]] = {}
         for name, size in made.items():
             module, _, own = name.rpartition(".")
-            found.setdefault(module, []).append((own, size))
+            if module in modules:
+                found.setdefault(module, []).append((own, size))
+            elif size > sum(other for _, other in found.get("", ())):
+                found[""] = [(name, size)]
         return found
 
     @functools.cached_property
@@ -82,6 +95,7 @@ class Phase(NamedTuple):
     activations: the rest of allocated: tensors, inputs, what the allocator rounds up
     outside: on the device, but not by PyTorch's allocator
     peak_tensors: (name, bytes) of what is allocated at that height, largest first
+    where: the step of a call that makes it; "" outside of calls
     flops: of all its calls
     sent: bytes of weights that go to the device for it
     fits: whether it goes through on the card; None where an earlier phase does not
@@ -95,6 +109,7 @@ class Phase(NamedTuple):
     activations: int
     outside: int
     peak_tensors: tuple[PeakTensor, ...]
+    where: str
     flops: int
     sent: int
     fits: bool | None = True
@@ -105,6 +120,8 @@ class Phase(NamedTuple):
         return self.reserved + self.outside
 
 
+RECORDED_VAES = {"sd15": "autoencoder-4", "sdxl": "autoencoder-4", "flux": "autoencoder-16", "zimage": "autoencoder-16"}
+TILE_OVERLAP = 0.25  # of a tile's side: diffusers' default
 OFFLOADS = ("none", "model", "sequential")
 PLAYED_STEPS = 2  # of the denoiser; the cache and the sizes are the same from the second one on
 
@@ -121,22 +138,28 @@ class Run:
         ``"none"``: all components stay on the device. ``"model"``: ``enable_model_cpu_offload``, each comes as a whole
         when it is called, and goes when the next one is. ``"sequential"``: ``enable_sequential_cpu_offload``, each
         submodule's weights come and go with its call.
+    own_vae : bool
+        Whether vaemem runs the VAE, in memory of its own.
     """
 
-    def __init__(self, process: SimulatedProcess, parts: Mapping[str, Part], offload: str = "none"):
-        self.process, self.parts, self.offload = process, dict(parts), offload
+    def __init__(
+        self, process: SimulatedProcess, parts: Mapping[str, Part], offload: str = "none", own_vae: bool = False
+    ):
+        self.process, self.parts, self.offload, self._own_vae = process, dict(parts), offload, own_vae
         self.names = Names(process)
         self.phases: list[Phase] = []
         self.moments: list[Moment] = []
-        self.outside = 0  # bytes now on the device that PyTorch does not know of
         self._loaded: dict[str, list[int] | LoadedVAE] = {}
-        self._flops = self._sent = self._most_outside = 0
+        self._flops = self._sent = self._outside = 0
 
     # ---- components ----
 
     def load(self, role: str) -> None:
         """``component.to("cuda")``."""
         part = self.parts[role]
+        if role == "vae" and self._own_vae:
+            self._loaded[role] = []
+            return
         self._sent += part.nbytes
         if part.component in _core.models():
             self._loaded[role] = self.process.load(part.component, part.dtype, "diffusers")
@@ -166,32 +189,70 @@ class Run:
         """
         self.bring(role)
         part = self.parts[role]
-        module = programs.load(part.component)
-        wanted = {name: sizes[name] for name in module.variables}
+        wanted = {name: sizes[name] for name in part.recording.variables}
+        self._flops += part.recording.flops(part.dtype, **wanted)
+        return self._play(part, wanted)
+
+    def _play(self, part: Part, sizes: Mapping[str, int]) -> Tensor:
         passing = dict(part.unpacked)
         if self.offload == "sequential":
-            for name, weights in part.sent.items():
-                passing[name] = weights + passing.get(name, [])
+            passing = {name: [*held, *passing.get(name, ())] for name, held in part.sent.items()}
             self._sent += part.nbytes
-        self._flops += module.flops(part.dtype, **wanted)
-        left = self.process.call(_trace(part.component, part.dtype, self.process.gpu.name, _frozen(passing), **wanted))
-        self._note(role)
-        return Tensor(f"output of {role}", (), part.dtype, {a: self.process._live[a][1] for a in left.values()})
+        trace = part.recording.trace(part.dtype, self.process.gpu, passing, **sizes)
+        left = self.process.call(trace)
+        self._note(part.role)
+        return self.process._as_tensor(f"output of {part.role}", left, (), part.dtype)
 
-    def vae(self, role: str = "vae") -> LoadedVAE:
-        """The VAE, on the device."""
-        self.bring(role)
-        held = self._loaded[role]
-        assert isinstance(held, LoadedVAE)
-        return held
+    def decode(self, latents: Tensor, how: str = "whole", memory_limit: int = 0) -> Tensor:
+        """``vae.decode(latents).sample``, or the same by vaemem on the device within a memory limit.
 
-    def decoded(self, latents: Tensor, tile: int = 0, slicing: bool = False) -> Tensor:
-        """``vae.decode(latents).sample``."""
-        vae = self.vae()
-        out = self.process.decode(vae, latents, tile=tile, slicing=slicing)
-        self._flops += vae_flops(self.process, vae)
+        how: ``"whole"``, ``"tiled"`` (``enable_tiling``), ``"sliced"`` (``enable_slicing``) or ``"vaemem"``.
+        """
+        part = self.parts["vae"]
+        batch, _, height, width = latents.shape
+        flops = part.recording.flops(part.dtype, h=height, w=width)
+        self._flops += int(batch * flops * self._tiles(how, height, width))
+        if how == "vaemem":
+            return self._decode_outside(latents, memory_limit)
+        if self.offload == "sequential":
+            if batch > 1 or how != "whole":
+                raise ValueError(
+                    f"vae: want one image, whole, with offload='sequential', got {batch} and vae={how!r}: how weights"
+                    " come and go was recorded for that alone"
+                )
+            return self._play(part, {"h": height, "w": width})
+        self.bring("vae")
+        vae = self._loaded["vae"]
+        assert isinstance(vae, LoadedVAE)
+        tile = usual_tile(part.component) if how == "tiled" else 0
+        process = self.process
+        if part.upcast:
+            process.convert(vae, "float32")
+            latents = process.elementwise(latents, "latents", "float32")
+        image = process.decode(vae, latents, tile=tile, slicing=how == "sliced")
         self._note("vae")
-        return out
+        if part.upcast:
+            process.drop(latents)
+            process.convert(vae, part.dtype)
+        return image
+
+    def _decode_outside(self, latents: Tensor, memory_limit: int) -> Tensor:
+        """vaemem's own memory is not PyTorch's: the whole limit counts while it runs; the image comes as a tensor."""
+        batch, _, height, width = latents.shape
+        image = self.tensor("image", (batch, 3, VAE_STRIDE * height, VAE_STRIDE * width), latents.dtype)
+        self._outside = memory_limit
+        return image
+
+    def _tiles(self, how: str, height: int, width: int) -> float:
+        """Pixels that are decoded for a pixel of the image."""
+        if how != "tiled":
+            return 1
+        tile = usual_tile(self.parts["vae"].component) // VAE_STRIDE
+        sides = [
+            sum(min(tile, side - at) for at in range(0, side, int(tile * (1 - TILE_OVERLAP)))) / side
+            for side in (height, width)
+        ]
+        return math.prod(sides) if max(height, width) > tile else 1
 
     def _note(self, role: str) -> None:
         self.moments += [moment._replace(name=f"{role}.{moment.name}") for moment in self.process.timeline()]
@@ -203,27 +264,36 @@ class Run:
         address = self.process.hold(name, size)
         return Tensor(name, shape, dtype, {address: size} if address else {})
 
-    def passing(self, *tensors: Tensor) -> None:
-        """What an expression makes and lets go at once."""
-        self.process.drop(*tensors)
-
     # ---- phases ----
 
     @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        self.process.reset_peak()
+    def phase(self, name: str, first: str | None = None) -> Iterator[None]:
+        """Reads the counters around a phase, which begins when the component that it calls `first` is there: the one
+        before has then gone, where it goes."""
         self._flops = self._sent = 0
-        self._most_outside = self.outside
+        if first:
+            self.bring(first)
+        self.process.reset_peak()
+        self._outside = 0
         yield
-        process, tensors = self.process, tuple(self.process.peak_tensors())
+        process, tensors = self.process, self._peak_tensors()
         weights = sum(size for what, size in tensors if what.startswith("weights of "))
         workspace = sum(size for what, size in tensors if what.endswith("[workspace]"))
+        step = process.peak_above_baseline()
         self.phases.append(
             Phase(
                 name, process.peak_allocated, process.peak_reserved, weights, workspace,
-                process.peak_allocated - weights - workspace, self._most_outside, tensors, self._flops, self._sent,
+                process.peak_allocated - weights - workspace, self._outside, tensors, step[0] if step else "",
+                self._flops, self._sent,
             )
         )  # fmt: skip
+
+    def _peak_tensors(self) -> tuple[PeakTensor, ...]:
+        """Weights by their component's role: a VAE's have its name."""
+        names = {f"weights of {part.component}": f"weights of {role}" for role, part in self.parts.items()}
+        return tuple(
+            tensor._replace(name=names.get(tensor.name, tensor.name)) for tensor in self.process.peak_tensors()
+        )
 
     def steps(self, count: int) -> Iterator[int]:
         """Plays the first steps of a loop, and counts the others' work as that of the last one played."""
@@ -234,26 +304,3 @@ class Run:
             yield step
         self._flops += (count - played) * (self._flops - before[0])
         self._sent += (count - played) * (self._sent - before[1])
-
-
-def _frozen(passing: Mapping[str, Sequence[tuple[str, int]]]) -> tuple[tuple[str, tuple[tuple[str, int], ...]], ...]:
-    return tuple((name, tuple(held)) for name, held in passing.items())
-
-
-@functools.lru_cache(maxsize=64)
-def _trace(component: str, dtype: str, gpu: str, passing: tuple[tuple[str, tuple[tuple[str, int], ...]], ...],
-           **sizes: int) -> _core.Trace:  # fmt: skip
-    from vaemem.prediction.gpus import find_gpu
-
-    return programs.load(component).trace(dtype, find_gpu(gpu), dict(passing), **sizes)
-
-
-def vae_flops(process: SimulatedProcess, vae: LoadedVAE) -> int:
-    """FLOPs of the VAE's last call: its convolutions, and its attention."""
-    assert process._last is not None
-    trace = process._last[0]
-    total = 0
-    for op, index, _, _ in trace.steps:
-        if op == "conv":
-            total += programs.conv_flops(Conv(*trace.convs[index]))
-    return total

@@ -127,7 +127,7 @@ class ClosedForm:
         low, high = self.lowest, self.highest
         lines = [
             f"def {'_' * function[0].isdigit()}{function}(height, width):",
-            f'    """{self._equation()}; the allocator adds {self.unsplit[0]} to {self.unsplit[1]}."""',
+            f'    """{self.equation}; the allocator adds {self.unsplit[0]} to {self.unsplit[1]}."""',
             f"    if not {low}**2 <= height * width <= {high}**2:",
             f'        raise ValueError(f"height * width: want {low}^2 to {high}^2, got {{height}}x{{width}}")',
             "    pixels = height * width",
@@ -168,7 +168,9 @@ class ClosedForm:
     def _sum(self, column: str) -> Fraction:
         return sum((getattr(term, column) for term in self.terms), Fraction(0))
 
-    def _equation(self) -> str:
+    @property
+    def equation(self) -> str:
+        """Bytes in a line: ``1216 * H*W*e + 2107904``."""
         parts = [f"{_number(self.a)} * H*W*e"]
         for column, powers in (("edge", "(H+W)"), ("square", "(H*W)^2")):
             if self._sum(column):
@@ -208,7 +210,7 @@ class ClosedForm:
     def __str__(self) -> str:
         header, cells = self._grid()
         indented = [(f"  {name}", *others) for name, *others in (header, *cells)]
-        lines = [f"{self.name}: allocated_bytes = {self._equation()}", *(f"  {line}" for line in self._facts())]
+        lines = [f"{self.name}: allocated_bytes = {self.equation}", *(f"  {line}" for line in self._facts())]
         return "\n".join([*lines, render(indented[0], indented[1:])])
 
     __repr__ = __str__
@@ -223,9 +225,9 @@ class ClosedForm:
 
 
 def formula(
-    model: str | Mapping[str, Any], op: str, dtype: str = "float16", runtime: str | None = None, gpu: str = "RTX 4090",
+    model: Any, op: str | None = None, dtype: str = "float16", runtime: str | None = None, gpu: str = "RTX 4090",
     *, height: int = 1024, width: int = 1024, **settings: Any,
-) -> ClosedForm:  # fmt: skip
+) -> Any:  # fmt: skip
     """PyTorch's allocated memory in closed form: the tensors alive at the peak, each as a function of the image's size.
 
     Derived, not fitted: the trace is run at every square of a multiple of 64 pixels, the peak's tensors are matched by
@@ -234,7 +236,8 @@ def formula(
     Parameters
     ----------
     model, dtype, runtime, gpu
-        As `predict` takes them.
+        As `predict` takes them. Or, alone, what `vaemem.predict_pipeline` returned: there is a line for each of its
+        phases then.
     op : str
         ``"encode"`` or ``"decode"``.
     height, width : int
@@ -256,7 +259,9 @@ def formula(
     >>> f.t, f.predict(832, 1216)
     (Fraction(6, 1), 1554285056)
     """
-    if str(op).endswith("_tiled"):
+    if op is None and hasattr(model, "formula"):
+        return model.formula
+    if op is None or str(op).endswith("_tiled"):
         raise ValueError(f"op: want 'encode' or 'decode' for a closed form in H and W, got {op!r}")
     question = Question(model, op, height, width, dtype, runtime=runtime, gpu=gpu, **settings)
     return derive(question, *question.play())
@@ -265,23 +270,25 @@ def formula(
 # ---- the derivation ----
 
 
-class _Peak(NamedTuple):
+class Peak(NamedTuple):
+    """Bytes allocated at a peak, the step that makes it, and {name: requested bytes} of what lives then."""
+
     allocated: int
     where: str
-    tensors: dict[str, int]  # above the baseline, requested bytes
+    tensors: dict[str, int]
 
     @property
     def key(self) -> tuple[str, frozenset[str]]:
         return self.where, frozenset(self.tensors)
 
 
-def _peak(measured: Reading, process: SimulatedProcess) -> _Peak | None:
+def _peak(measured: Reading, process: SimulatedProcess) -> Peak | None:
     """The peak of a run; None where it lies outside of the model's call."""
     peak = process.peak_above_baseline()
-    return peak and _Peak(measured.allocated, *peak)
+    return peak and Peak(measured.allocated, *peak)
 
 
-def _look(question: Question, height: int, width: int) -> _Peak | None:
+def _look(question: Question, height: int, width: int) -> Peak | None:
     """The peak of another size; None also where PyTorch would refuse the size."""
     try:
         return _peak(*replace(question, height=height, width=width).play())
@@ -292,16 +299,44 @@ def _look(question: Question, height: int, width: int) -> _Peak | None:
 def derive(question: Question, measured: Reading, process: SimulatedProcess) -> ClosedForm:
     """The closed form of the peak that answers a question; ValueError where it has none, as `formula` says."""
     q = replace(question, workspace=process.workspace)  # what this one has looked up need not be looked up again
-    height, width = q.height, q.width
-    anchor = _peak(measured, process)
+    name = f"{q.arch['name']} {q.op} {q.dtype} {q.runtime}"
+    name += "" if q.weights_dtype == q.dtype else f" from {q.weights_dtype}"
+    name += f" batch {q.batch}" if q.batch > 1 else ""
+    name += "".join(f" {setting}" for setting in q.settings)
+    labels = Labels(
+        name, q.arch["name"], q.op, q.dtype, q.runtime, process.gpu.name, q.batch, process.workspace_source
+    )  # fmt: skip
+    peak = _peak(measured, process)
+    return close(labels, lambda h, w: _look(q, h, w), peak, q.height, q.width, range(STEP, LAST + 1, STEP))
+
+
+class Labels(NamedTuple):
+    """What a closed form says of itself; as in `ClosedForm`."""
+
+    name: str
+    model: str
+    op: str
+    dtype: str
+    runtime: str
+    gpu: str
+    batch: int
+    workspace_source: str
+
+
+def close(
+    labels: Labels, look: Callable[[int, int], Peak | None], anchor: Peak | None, height: int, width: int,
+    sides: Sequence[int],
+) -> ClosedForm:  # fmt: skip
+    """The closed form of the peak `anchor` at height x width, from what `look` finds at the squares of `sides`."""
     if anchor is None:
         raise ValueError(f"formula: want a size whose peak lies within the model's call, got {height}x{width}")
-    sides = range(STEP, LAST + 1, STEP)
     # All of them: a peak may rule, give way to another, and rule again.
-    peaks = {side: _look(q, side, side) for side in sides}
+    peaks = {side: look(side, side) for side in sides}
     same = {side: peak for side, peak in peaks.items() if peak and peak.key == anchor.key}
     if not same:
-        raise ValueError(f"formula: no square from {STEP} to {LAST} pixels a side peaks as {height}x{width} does")
+        raise ValueError(
+            f"formula: no square from {sides[0]} to {sides[-1]} pixels a side peaks as {height}x{width} does"
+        )
     centre = min(same, key=lambda side: abs(side * side - height * width))
     alike = _around(centre, sides, lambda side: side in same)
     for within in (ROUNDING, ALTERNATION):
@@ -311,13 +346,13 @@ def derive(question: Question, measured: Reading, process: SimulatedProcess) -> 
             break
     else:
         raise ValueError(f"formula: want 3 squares or more that peak as {height}x{width} does, got {len(run)}")
-    e, powers = ELEMENT_BYTES[q.dtype], _powers(height, width)
+    e, powers = ELEMENT_BYTES[labels.dtype], _powers(height, width)
     terms = [
         Term(name, law[0] / e, law[3], name.partition(" [")[0], law[1] / e, law[2] / e)
         for name, (law, _) in sorted(laws.items(), key=lambda item: -_value(item[1][0], powers))
     ]
 
-    def unsplit(h: int, w: int, peak: _Peak | None) -> int | None:
+    def unsplit(h: int, w: int, peak: Peak | None) -> int | None:
         """What the allocator added at a size; None where the tensors are not what the laws say."""
         if peak is None or peak.key != anchor.key:
             return None
@@ -329,9 +364,11 @@ def derive(question: Question, measured: Reading, process: SimulatedProcess) -> 
     added = {(side, side): unsplit(side, side, same[side]) for side in run}
     for h, w in [(height, width), *HELD_OUT]:
         if run[0] ** 2 <= h * w <= run[-1] ** 2 and (h, w) not in added:
-            added[h, w] = unsplit(h, w, _look(q, h, w))
+            added[h, w] = unsplit(h, w, look(h, w))
     known = [count for count in added.values() if count is not None]
     held_out = [size for size in added if size[0] != size[1] or size[0] not in run]
+
+    step = sides[1] - sides[0]
 
     def beyond(side: int) -> str | None:
         if side not in peaks:
@@ -341,29 +378,18 @@ def derive(question: Question, measured: Reading, process: SimulatedProcess) -> 
             return f"at {side}x{side} no peak within the model's call"
         return f"at {side}x{side} {'the same tensors in other sizes' if side in same else peak.where}"
 
-    name = f"{q.arch['name']} {q.op} {q.dtype} {q.runtime}"
-    name += "" if q.weights_dtype == q.dtype else f" from {q.weights_dtype}"
-    name += f" batch {q.batch}" if q.batch > 1 else ""
-    name += "".join(f" {setting}" for setting in q.settings)
     return ClosedForm(
-        name=name,
-        model=q.arch["name"],
-        op=q.op,
-        dtype=q.dtype,
-        runtime=q.runtime,
-        gpu=process.gpu.name,
-        batch=q.batch,
+        **labels._asdict(),
         where=anchor.where,
         terms=tuple(terms),
         lowest=run[0],
         highest=run[-1],
-        below=beyond(run[0] - STEP),
-        above=beyond(run[-1] + STEP),
+        below=beyond(run[0] - step),
+        above=beyond(run[-1] + step),
         within=within,
         unsplit=(min(known), max(known)),
         checked=tuple(size for size in held_out if added[size] is not None),
         elsewhere=tuple(size for size in held_out if added[size] is None),
-        workspace_source=process.workspace_source,
     )
 
 
