@@ -1,0 +1,1 @@
+"""Whole pipelines: what their components take beside the VAE."""
