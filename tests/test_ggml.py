@@ -9,7 +9,7 @@ import pytest
 
 from vaemem.pipelines.ggml import COMPONENTS, DEFAULT_TILE, compute_buffer, graph
 from vaemem.prediction.ggml import GGML_COMMIT, Tensor, flash_attn_ext, mul_mat, nodes_of, reserve
-from vaemem.prediction.sdcpp import SDCPP_COMMIT, TYPES, Runner
+from vaemem.prediction.sdcpp import SDCPP_COMMIT, TYPES, Runner, tile_count
 
 MIB = 1 << 20
 MEASURED = Path(__file__).parents[1] / "benchmarks" / "results" / "sdcpp_buffers.csv"
@@ -74,6 +74,15 @@ def test_tiles_take_what_images_of_their_size_take():
         tiled = compute_buffer(component, 2048, 1024, conv_direct=True, tile=DEFAULT_TILE)
         assert tiled == compute_buffer(component, side, side, conv_direct=True)
     assert compute_buffer("vae-decoder", 64, 128, tile=32) == compute_buffer("vae-decoder", 64, 128)
+
+
+def test_as_many_tiles_as_it_makes():
+    """Latent pixels of a side, of a tile, their overlap, and how often its tiling called back."""
+    cases = [(120, 32, 0.5, 6), (64, 64, 0.5, 1), (71, 64, 0.5, 2), (99, 41, 0.25, 3), (295, 33, 0, 9)]
+    for side, tile, overlap, count in cases:
+        assert tile_count(side, tile, overlap) == count
+    assert graph("vae-decoder", 1024, 1024, tile=DEFAULT_TILE).runs == 49
+    assert graph("vae-decoder", 1024, 1024).runs == graph("unet-sd15").runs == 1
 
 
 def test_flops_are_those_of_the_layers():

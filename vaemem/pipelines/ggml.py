@@ -93,7 +93,7 @@ def graph(
     Examples
     --------
     >>> graph("zimage", tokens=20, weight_type="q8_0", flash=True)
-    Graph(buffer=579391872, pool=..., weights=6544989312, flops=...)
+    Graph(buffer=579391872, pool=..., weights=6544989312, flops=..., runs=1)
     """
     choose("component", component, COMPONENTS)
     if component in _VAES:

@@ -27,6 +27,7 @@ ROW_PADDING = 512
 MMQ_BYTES = 128 * 144  # of a tile of factors, beyond the last row
 LATENT_CHANNELS = {"sd15": 4, "sdxl": 4, "sd3": 16, "flux": 16}
 ENCODE_TILE = 1.30539  # what sd.cpp multiplies a tile's side by when it encodes
+TILE_OVERLAP = 0.5  # of a tile's side, by default
 
 
 class Graph(NamedTuple):
@@ -44,12 +45,15 @@ class Graph(NamedTuple):
         Bytes of the buffer that holds them, as the log prints it.
     flops : int
         Of matrix products and convolutions, two for each multiplication and addition.
+    runs : int
+        How often a component runs its graph: once a tile.
     """
 
     buffer: int
     pool: int
     weights: int
     flops: int
+    runs: int = 1
 
 
 class Runner:
@@ -298,6 +302,21 @@ def tile_side(op: str, tile: int, side: int) -> int:
     return max(min(tile, side), 4)
 
 
+def tile_count(side: int, tile: int, overlap: float = TILE_OVERLAP) -> int:
+    """How many tiles lie along a side, both in latent pixels: as many as fit when they overlap by that share of a tile,
+    and one more where they then still overlap by less than half."""
+    if side <= tile:
+        return 1
+    shared = int(tile * overlap)
+    step = tile - shared
+    count = (side - shared) // step
+    beyond = ((count + 1) * step + shared) % side
+    if beyond != step and beyond <= count * (tile // 2 - shared):
+        count += 1
+    shared = 2 * tile - side if count <= 2 else (tile * count - side) // (count - 1)
+    return 1 + math.ceil((side - tile) / (tile - shared))
+
+
 @functools.lru_cache(maxsize=1024)
 def vae_graph(
     op: str,
@@ -337,11 +356,13 @@ def vae_graph(
     """
     choose("op", op, OPS)
     choose("model", model, LATENT_CHANNELS)
-    sides = []
+    tiles = []  # along each side, and how long
     for name, side in (("height", height), ("width", width)):
         if whole(name, side, 8) % 8:
             raise ValueError(f"{name}: want a multiple of 8, got {side}")
-        sides.append(side // 8 if tile is None else tile_side(op, whole("tile", tile, 4), side // 8))
-    h, w = sides
+        length = side // 8 if tile is None else tile_side(op, whole("tile", tile, 4), side // 8)
+        tiles.append((tile_count(side // 8, length), length))
+    (rows, h), (columns, w) = tiles
     runner = Autoencoder(conv_direct=conv_direct, flash=flash, conv_scale=conv_scale, backend=backend)
-    return runner.taken(runner.build(op, h, w, LATENT_CHANNELS[model], quant=model in ("sd15", "sdxl")))
+    taken = runner.taken(runner.build(op, h, w, LATENT_CHANNELS[model], quant=model in ("sd15", "sdxl")))
+    return taken._replace(runs=rows * columns)
