@@ -12,7 +12,6 @@ from vaemem.pipelines.sdcpp_encoders import T5, Clip, Qwen3
 from vaemem.prediction.sdcpp import Graph, vae_graph
 
 DEFAULT_TILE = 32  # latent pixels: of --vae-tiling
-CLIP_TOKENS = 77
 
 _VAES = {"vae-decoder": "decode", "vae-encoder": "encode"}
 _DENOISERS: dict[str, Callable[..., Any]] = {
@@ -29,7 +28,7 @@ _ENCODERS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "t5-xxl": (T5, {}),
 }
 COMPONENTS = (*_VAES, *_DENOISERS, *_ENCODERS)
-# Tokens that sd.cpp pads a prompt to, or of which it takes several times as many; others it does not pad.
+# Tokens that sd.cpp pads a prompt to. Z-Image's and Qwen3's it does not pad.
 PADDED_TOKENS = {"clip-l": 77, "clip-g": 77, "unet-sd15": 77, "unet-sdxl": 77, "t5-xxl": 256, "flux-dev": 256,
                  "flux-schnell": 256}  # fmt: skip
 
@@ -58,8 +57,8 @@ def graph(
     height, width : int
         Of the image, multiples of 8 (of 64 for UNets). Text encoders have none.
     tokens : int, optional
-        Of the prompt with its template; needed for Z-Image and Qwen3. Others take what sd.cpp pads it to: 77 for CLIP,
-        multiples of 77 for the UNets, of 256 for T5 and FLUX; by default the least.
+        Of the prompt with its template; needed for Z-Image and Qwen3. By default what sd.cpp pads a short prompt to: 77
+        for CLIP, which takes no more at once, and the UNets; 256 for FLUX and its T5.
     model : "sd15", "sdxl", "sd3" or "flux"
         Whose VAE; Z-Image's is FLUX's.
     weight_type : str
@@ -101,10 +100,10 @@ def graph(
         return vae_graph(_VAES[component], height, width, model, tile=tile, backend=backend, **options)
     if tile is not None:
         raise ValueError(f"tile: want None for {component}, got {tile!r}; sd.cpp tiles the VAE alone")
-    step = PADDED_TOKENS.get(component, 1)
-    count = step if tokens is None and step > 1 else whole(f"tokens of {component}", tokens, step)
-    if count % step or (component.startswith("clip") and count > step):
-        raise ValueError(f"tokens of {component}: want {step}, or what sd.cpp pads to, got {count}")
+    padded = PADDED_TOKENS.get(component)
+    count = whole(f"tokens of {component}", padded if tokens is None else tokens)
+    if component.startswith("clip") and count != padded:
+        raise ValueError(f"tokens of {component}: want {padded}, got {count}; longer prompts go through it in parts")
     if component in _ENCODERS:
         encoder, sizes = _ENCODERS[component]
         runner = encoder(weight_type, backend=backend)
