@@ -313,7 +313,8 @@ def tile_count(side: int, tile: int, overlap: float = TILE_OVERLAP) -> int:
     beyond = ((count + 1) * step + shared) % side
     if beyond != step and beyond <= count * (tile // 2 - shared):
         count += 1
-    shared = 2 * tile - side if count <= 2 else (tile * count - side) // (count - 1)
+    count = max(count, 2)
+    shared = (tile * count - side) // (count - 1)
     return 1 + math.ceil((side - tile) / (tile - shared))
 
 
