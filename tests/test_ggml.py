@@ -76,6 +76,23 @@ def test_tiles_take_what_images_of_their_size_take():
     assert compute_buffer("vae-decoder", 64, 128, tile=32) == compute_buffer("vae-decoder", 64, 128)
 
 
+def test_z_image_on_a_card_of_12_gib():
+    """1024x1024 in Q8_0: what lies there together in a phase, without context and cuBLAS. The text encoder has to leave
+    before attention can store its scores, and im2col decodes only after the diffusion model has left, too."""
+    card = 12 * 1024
+
+    def taken(running, *staying):
+        return (running.buffer + running.pool + sum(g.weights for g in (running, *staying))) / MIB
+
+    text = graph("qwen3-4b", tokens=10, weight_type="q8_0")
+    plain, flash = (graph("zimage", tokens=10, weight_type="q8_0", flash=flag) for flag in (False, True))
+    im2col, direct = (graph("vae-decoder", conv_direct=flag) for flag in (False, True))
+    assert taken(plain, text, im2col) > card > taken(flash, text, im2col) > 10900
+    assert taken(plain, im2col) < 8800
+    assert taken(im2col, plain) > card > taken(direct, plain) + 3000
+    assert taken(im2col) < 7400
+
+
 def test_as_many_tiles_as_it_makes():
     """Latent pixels of a side, of a tile, their overlap, and how often its tiling called back."""
     cases = [(120, 32, 0.5, 6), (64, 64, 0.5, 1), (71, 64, 0.5, 2), (99, 41, 0.25, 3), (295, 33, 0, 9)]
