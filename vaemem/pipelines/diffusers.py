@@ -89,7 +89,9 @@ def _denoise(run: Run, pipeline: Pipeline, call: Call) -> None:
     for _ in run.steps(call.steps):
         names["latent_model_input"] = run.tensor("latent_model_input", (images, *latent[1:]), dtype)
         names["noise_pred"] = run.call(role, n=images, h=height, w=width, t=tokens)
-        if images > call.batch:  # uncond + scale * (text - uncond)
+        if images > call.batch:  # uncond + scale * (text - uncond), both parts of what the denoiser gave
+            names.delete("noise_pred_uncond, noise_pred_text")
+            names.held["noise_pred_uncond, noise_pred_text"] = names.held.pop("noise_pred")
             difference = run.tensor("noise_pred_text - noise_pred_uncond", latent, dtype)
             scaled = run.tensor("guidance_scale * ...", latent, dtype)
             process.drop(difference)
