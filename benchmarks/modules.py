@@ -296,6 +296,14 @@ def _vae(channels: int) -> torch.nn.Module:
     )  # fmt: skip
 
 
+def _upcast_vae(dtype: torch.dtype) -> torch.nn.Module:
+    """As StableDiffusionXLPipeline.upcast_vae leaves it."""
+    vae = _vae(4)(dtype).to(torch.float32)
+    for part in (vae.post_quant_conv, vae.decoder.conv_in, vae.decoder.mid_block):
+        part.to(dtype)
+    return vae
+
+
 def _latents(channels: int) -> Callable[[Sizes, torch.dtype], Any]:
     return lambda sizes, dtype: ((torch.empty(1, channels, sizes["h"], sizes["w"], dtype=dtype),), {})
 
@@ -313,6 +321,9 @@ def _autoencoder(channels: int, whose: str) -> Module:
 # Tongyi-MAI/Z-Image-Turbo.
 MODULES = {
     "autoencoder-4": _autoencoder(4, "SD 1.5 and SDXL"),
+    "autoencoder-4-upcast": _autoencoder(4, "SDXL, in float32 but for its first blocks")._replace(
+        build=_upcast_vae, dtypes=(torch.float16,)
+    ),
     "autoencoder-16": _autoencoder(16, "FLUX.1 and Z-Image"),
     "sd15-unet": Module(
         "UNet2DConditionModel of stable-diffusion-v1-5; n images, twice with guidance, a latent h x w, t tokens",

@@ -68,9 +68,15 @@ def built(name):
     with torch.device("meta"):
         parts = {role: MODULES[RECORDED_VAES.get(part, part)].build(dtype) for role, part in kind.parts.items()}
     none = {"tokenizer": None, "scheduler": diffusers.DDIMScheduler(clip_sample=False, steps_offset=1)}
-    rest = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
-    pipeline = diffusers.StableDiffusionPipeline(**parts, **none, **rest)
-    pipeline.tokenizer, pipeline.scheduler = Tokenizer(), Scheduler()
+    if name == "sd15":
+        rest = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
+        pipeline = diffusers.StableDiffusionPipeline(**parts, **none, **rest)
+    elif name == "sdxl":
+        pipeline = diffusers.StableDiffusionXLPipeline(**parts, **none, tokenizer_2=None, add_watermarker=False)
+    else:
+        pipeline = diffusers.FluxPipeline(**parts, **none, tokenizer_2=None)
+    pipeline.tokenizer = pipeline.tokenizer_2 = Tokenizer()
+    pipeline.scheduler = Scheduler()
     pipeline.set_progress_bar_config(disable=True)
     return torch.nn.ModuleDict(parts).eval(), pipeline
 

@@ -65,12 +65,15 @@ def _encode_prompt(run: Run, pipeline: Pipeline, call: Call) -> None:
         names[name] = run.tensor(name, (call.batch, tokens, pipeline.width), dtype)
         run.process.drop(*encoded)
     if len(prompts) > 1:
-        for name in [name for name in names.held if name.startswith("p")]:
-            held = names[name]
-            names[name] = run.tensor(f"{name}, both", (2, *held.shape), dtype)
+        names["prompt_embeds"] = run.tensor("prompt_embeds, both", (2, *names["prompt_embeds"].shape), dtype)
+    if pipeline.pooled and pipeline.guides:  # SDXL's further conditions
+        images = call.batch * len(prompts)
+        names["add_time_ids"] = run.tensor("add_time_ids", (images, 6), dtype)
+        if len(prompts) > 1:
+            names["add_text_embeds"] = run.tensor("add_text_embeds", (images, pipeline.pooled), dtype)
 
 
-CLIPS = ("clip-l", "openclip-g")
+CLIPS = ("clip-l", "clip-l-sdxl", "clip-l-flux", "openclip-g")
 CLIP_TOKENS = 77
 
 
