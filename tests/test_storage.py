@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 
 import diffusers
+import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.numpy import save_file
 
+from vaemem.engine.weights import tensor_types
 from vaemem.pipelines import programs
 from vaemem.pipelines.storage import GGML, RULES, TYPES, Stored, stored, tensor_bytes
 
@@ -52,21 +55,6 @@ def total(*args, **kwargs) -> int:
     return sum(tensor.bytes for tensor in stored(*args, **kwargs))
 
 
-def test_blocks_are_ggmls():
-    """Bits a weight as ggml's own comments give them, and its package's table where that is installed."""
-    bits = {name: 8 * block.bytes / block.numbers for name, block in GGML.items()}
-    assert bits == {
-        "Q4_0": 4.5, "Q4_1": 5, "Q5_0": 5.5, "Q5_1": 6, "Q8_0": 8.5, "Q2_K": 2.625, "Q3_K": 3.4375, "Q4_K": 4.5,
-        "Q5_K": 5.5, "Q6_K": 6.5625,
-    }  # fmt: skip
-
-
-def test_blocks_are_the_gguf_packages():
-    constants = pytest.importorskip("gguf.constants", reason="the package gguf has the same table")
-    for name, block in GGML.items():
-        assert constants.GGML_QUANT_SIZES[constants.GGMLQuantizationType[name]] == tuple(block)
-
-
 @pytest.mark.parametrize(
     ("shape", "single", "double"), [((96, 80), 4384, 5056), ((3840, 256), 553024, 508212), ((30, 70), 1246, 2179)]
 )
@@ -104,6 +92,7 @@ def test_what_cannot_be_stored_is_refused():
 
 def test_every_rule_has_types_and_every_type_a_rule():
     assert {name for rule in RULES.values() for name in rule.types} <= set(TYPES)
+    assert set(GGML) < set(TYPES)
     assert set(GGML) | {"nf4", "nf4 double", "int8", "fp8", "float32"} <= {n for r in RULES.values() for n in r.types}
 
 
@@ -178,6 +167,16 @@ def test_a_files_own_list_takes_the_rules_place():
     assert stored([("x", (64, 33))], None, FILE) == [Stored(*row) for row in FILE]
     with pytest.raises(ValueError, match=r"want a file that has the model's 2176 numbers, got one of 2112"):
         stored([("x", (64, 34))], None, FILE)
+
+
+def test_a_files_header_is_such_a_list(tmp_path):
+    tensors = {"norm.weight": np.ones(64, np.float32), "proj.weight": np.ones((64, 32), np.float16)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    found = stored([("proj.weight", (64, 32))], None, tensor_types(tmp_path / "model.safetensors"))
+    assert {(t.name, t.shape, t.type, t.bytes) for t in found} == {
+        ("norm.weight", (64,), "F32", 256), ("proj.weight", (64, 32), "F16", 4096),
+    }  # fmt: skip
+    assert all(tensor_bytes(t.shape, t.type) == t.bytes for t in found)
 
 
 def test_seed_004s_sizes():
