@@ -301,11 +301,11 @@ def _vae(channels: int) -> torch.nn.Module:
     )  # fmt: skip
 
 
-def _upcast_vae(dtype: torch.dtype) -> torch.nn.Module:
+def _upcast_vae() -> torch.nn.Module:
     """As StableDiffusionXLPipeline.upcast_vae leaves it."""
-    vae = _vae(4)(dtype).to(torch.float32)
+    vae = _vae(4).to(torch.float32)
     for part in (vae.post_quant_conv, vae.decoder.conv_in, vae.decoder.mid_block):
-        part.to(dtype)
+        part.to(torch.get_default_dtype())
     return vae
 
 

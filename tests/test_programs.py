@@ -55,7 +55,8 @@ def test_the_replay_takes_the_steps_of_the_module(module, name):
     from vaemem.pytorch.recorder import Recorder, Recording
 
     sizes = module.checks[0]
-    for dtype in module.dtypes:
+    # In bfloat16 the steps are those of float16, which the file says: one module shows it.
+    for dtype in module.dtypes if name == "sd15-unet" else module.dtypes[::2]:
         run = str(dtype).removeprefix("torch.")
         gpu = find_gpu(RUNS[run])
         fresh = record_at(module, sizes, dtype, Recorder(Recording(), gpu))
