@@ -397,10 +397,10 @@ def test_sdpa_kernel_chooses():
         ({"dtype": "float32"}, "efficient"),
         ({"sm": 75}, "efficient"),
         ({"sm": 75, "dtype": "bfloat16"}, "math"),
-        ({"masked": True}, "efficient"),
+        ({"mask": (8, 8, False)}, "efficient"),
         ({"depth": 512}, "efficient"),
         ({"depth": 60}, "flash"),  # padded
-        ({"depth": 60, "masked": True}, "math"),
+        ({"depth": 60, "mask": (8, 8, False)}, "math"),
         ({"depth": 60, "dtype": "float32"}, "efficient"),
         ({"depth": 62, "dtype": "float32"}, "math"),
         ({"depth": 63, "dtype": "float32", "sm": 75}, "efficient"),
@@ -409,7 +409,7 @@ def test_sdpa_kernel_chooses():
         ({"heads": 2}, "math"),
         ({"heads": 2, "grouped": True}, "flash"),
         ({"heads": 3, "grouped": True}, "math"),
-        ({"heads": 2, "grouped": True, "masked": True}, "cudnn"),
+        ({"heads": 2, "grouped": True, "mask": (8, 8, False)}, "cudnn"),
         ({"step": 2}, "math"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Which kernel PyTorch's scaled_dot_product_attention runs on a GPU, without torch.
+"""Which kernel PyTorch's scaled_dot_product_attention runs on a GPU, and what it takes there, without torch.
 
 After native/transformers/cuda/sdp_utils.cpp and sdp_utils_cpp.h: the first kernel of PyTorch's order that is enabled
 and has nothing against the call. Gradients, nested tensors and dropout are none of ours.
@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
+
+from vaemem import _core
+from vaemem._common import ELEMENT_BYTES
 
 
 class Heads(NamedTuple):
@@ -22,6 +25,14 @@ class Heads(NamedTuple):
         return self.strides[-1] == 1 or self.shape[-1] == 1
 
 
+class Mask(NamedTuple):
+    """Of an attention: elements in all and in a row of keys; a boolean one becomes numbers."""
+
+    elements: int
+    row: int
+    boolean: bool = False
+
+
 class Call(NamedTuple):
     """A call of scaled_dot_product_attention. dtype as ``"float16"``; grouped: enable_gqa."""
 
@@ -29,7 +40,7 @@ class Call(NamedTuple):
     queries: Heads
     keys: Heads
     values: Heads
-    masked: bool = False
+    mask: Mask | None = None
     causal: bool = False
     grouped: bool = False
 
@@ -54,7 +65,7 @@ def _against_flash(call: Call, sm: int) -> str:
     depths = {x.shape[-1] for x in call[1:4]}
     if call.dtype == "float32" or sm < 80:
         return "wants half precision and compute capability 8.0"
-    if call.masked:
+    if call.mask:
         return "takes no mask"
     if len(depths) > 1 or max(depths) > 256:
         return "wants heads of one depth, 256 at most"
@@ -103,6 +114,9 @@ KERNELS: dict[str, Callable[[Call, int], str]] = {
 }
 
 
+FUSED = ("flash", "efficient")  # those that `attend` knows whole
+
+
 def choose_kernel(call: Call, sm: int, enabled: Sequence[str]) -> str:
     """The first of the `enabled` kernels that takes a call on a card of compute capability `sm` (89 for 8.9).
 
@@ -121,3 +135,24 @@ def choose_kernel(call: Call, sm: int, enabled: Sequence[str]) -> str:
         "scaled_dot_product_attention: want an enabled kernel that takes this call, got"
         f" {'; '.join(against) or 'none'}: PyTorch would raise"
     )
+
+
+def attend(trace: _core.Trace, call: Call, kernel: str, sm: int, multiprocessors: int, name: str) -> int | None:
+    """Adds what a fused kernel takes to a trace: the output, whose id it returns (None for cuDNN's, which is not
+    counted), and meanwhile the mask as numbers and in rows of a multiple of 8, where it is not so."""
+    copies, mask, size = [], call.mask, ELEMENT_BYTES[call.dtype]
+    if mask and mask.boolean:
+        copies.append(trace.take(mask.elements * size, f"{name} [mask]"))
+    if mask and kernel == "efficient" and mask.row % 8:
+        padded = mask.elements // mask.row * (mask.row + -mask.row % 8)
+        copies.append(trace.take(padded * size, f"{name} [mask, padded]"))
+    batch, heads, queries, _ = call.queries.shape
+    keys, depth = call.keys.shape[-2], call.values.shape[-1]
+    number = None
+    if kernel != "cudnn":
+        number = trace.attention(
+            call.dtype, batch, heads, queries, keys, depth, kernel, sm, multiprocessors, f"{name} [attention]"
+        )
+    for copy in reversed(copies):
+        trace.give(copy)
+    return number

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten
 
 from vaemem import _core
 from vaemem._common import setting
-from vaemem.prediction.attention import KERNELS, Call, Heads, choose_kernel
+from vaemem.prediction.attention import KERNELS, Call, Heads, Mask, attend, choose_kernel
 from vaemem.prediction.eager import eager_strides
 from vaemem.prediction.gpus import Gpu
 
@@ -39,6 +39,19 @@ _PLAIN_NAMES = """
     rms_norm _fused_rms_norm masked_fill masked_fill_
 """
 _PLAIN = {getattr(aten, name) for name in _PLAIN_NAMES.split() if hasattr(aten, name)}
+
+# Sums over a dimension take nothing but their outputs while one block of threads sums all that makes an element: below
+# 256 elements, or 256 times a warp along the dimension in which they lie side by side (setReduceConfig in Reduce.cuh).
+_REDUCTIONS = {aten.sum, aten.mean, aten.amax, aten.amin, aten.argmax, aten.argmin, aten.any, aten.all}
+_BLOCK_SUMS, _WARP = 256, 32
+
+
+def _sums_in_a_block(func: Any, out: Any, x: Any, dims: Any = None, *_: Any) -> bool:
+    if func.overloadpacket not in _REDUCTIONS or not out.numel():
+        return False
+    summed = [dims] if isinstance(dims, int) else dims or range(x.dim())
+    together = min((x.stride(i) for i in summed), default=1) == 1
+    return bool(x.numel() // out.numel() < _BLOCK_SUMS * (_WARP if together else 1))
 
 
 class Recording:
@@ -79,7 +92,7 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self, recording: Recording, gpu: Gpu):
         super().__init__()
-        self._recording, self._trace = recording, recording.trace
+        self.recording, self._trace = recording, recording.trace
         self._gpu = gpu.sm, gpu.properties["multiProcessorCount"]
         self.path: list[str] = []
         self._alive: dict[int, tuple[StorageWeakRef, int | None]] = {}  # by address of the storage; id None: not ours
@@ -115,6 +128,14 @@ class Recorder(TorchDispatchMode):
         if number is None:
             number = self._trace.take(storage.nbytes(), self.name())
         self._alive[storage._cdata] = (StorageWeakRef(storage), number)
+
+    def enter(self, name: str) -> None:
+        """A module's call begins, ..."""
+        self.path.append(name)
+
+    def leave(self) -> None:
+        """... and ends."""
+        self.path.pop()
 
     def name(self, what: str = "") -> str:
         return (self.path[-1] if self.path else "call") + (f" [{what}]" if what else "")
@@ -168,12 +189,12 @@ class Recorder(TorchDispatchMode):
             self._trace.blas(self.name("workspace"), fused)
         elif func in _BLAS:
             self._trace.blas(self.name())
-        elif not self._plain(func):
+        elif not self._plain(func) and not _sums_in_a_block(func, out, *args):
             self._miss(str(func))
         return out
 
     def _miss(self, what: str) -> None:
-        self._recording.unmodelled[what] = self._recording.unmodelled.get(what, 0) + 1
+        self.recording.unmodelled[what] = self.recording.unmodelled.get(what, 0) + 1
 
     def _is_autocast(self, x: Any, dtype: Any) -> bool:
         """Whether a cast is one that autocast makes of a weight and keeps (cached_cast in autocast_mode.cpp)."""
@@ -289,13 +310,20 @@ class Recorder(TorchDispatchMode):
         self.bind(out, self.borrow(out.numel() * out.element_size(), what))
         return out
 
-    def kernel(self, q: Any, k: Any, v: Any, mask: Any = None, causal: bool = False, grouped: bool = False) -> str:
-        """Which kernel scaled_dot_product_attention takes."""
+    def _call(self, q: Any, k: Any, v: Any, mask: Any, causal: bool, grouped: bool) -> Call:
         if q.dtype not in _DTYPES:
             raise ValueError(f"scaled_dot_product_attention: want float32, float16 or bfloat16, got {q.dtype}")
         queries, keys, values = (Heads(tuple(x.shape), x.stride()) for x in (q, k, v))
-        call = Call(_DTYPES[q.dtype], queries, keys, values, mask is not None, causal, grouped)
-        return choose_kernel(call, self._gpu[0], _enabled_kernels())
+        size = None if mask is None else Mask(mask.numel(), mask.shape[-1], mask.dtype is torch.bool)
+        return Call(_DTYPES[q.dtype], queries, keys, values, size, causal, grouped)
+
+    def kernel(self, q: Any, k: Any, v: Any, mask: Any = None, causal: bool = False, grouped: bool = False) -> str:
+        """Which kernel scaled_dot_product_attention takes."""
+        return choose_kernel(self._call(q, k, v, mask, causal, grouped), self._gpu[0], _enabled_kernels())
+
+    def attend(self, call: Call, kernel: str) -> int | None:
+        """What a fused kernel takes; the output's id."""
+        return attend(self._trace, call, kernel, *self._gpu, self.name())
 
     def attention(
         self, q: Any, k: Any, v: Any, mask: Any, dropout: float, causal: bool, scale: Any, grouped: bool
@@ -303,9 +331,9 @@ class Recorder(TorchDispatchMode):
         """scaled_dot_product_attention."""
         kernel = self.kernel(q, k, v, mask, causal, grouped)
         self.sweep()
-        if mask is not None and mask.dtype is torch.bool:
-            mask = self.made(q, mask.shape, "mask")
         if kernel == "math":
+            if mask is not None and mask.dtype is torch.bool:
+                mask = self.made(q, mask.shape, "mask")
             # C++ adds the mask in place for plain tensors, and not for those of a subclass such as fake ones.
             with setting(self, adds_in_place=True):
                 return torch._scaled_dot_product_attention_math(
@@ -313,25 +341,14 @@ class Recorder(TorchDispatchMode):
                 )[0]
         if dropout:
             self._miss("scaled_dot_product_attention with dropout")
-        copies = []
-        if mask is not None and kernel == "efficient" and mask.shape[-1] % 8:
-            row = mask.shape[-1] + -mask.shape[-1] % 8
-            copies.append(self.borrow(mask.numel() // mask.shape[-1] * row * q.element_size(), "mask, padded"))
-        batch, heads, queries, _ = q.shape
         if kernel == "cudnn":
             self._miss("the workspace of cuDNN's attention")
-            number = None
-        else:
-            number = self._trace.attention(
-                _DTYPES[q.dtype], batch, heads, queries, k.shape[-2], v.shape[-1], kernel, *self._gpu,
-                self.name("attention"),
-            )  # fmt: skip
+        number = self.attend(self._call(q, k, v, mask, causal, grouped), kernel)
+        batch, heads, queries, _ = q.shape
         self._silent = True
         out = q.new_empty((batch, queries, heads, v.shape[-1])).transpose(1, 2)
         self._silent = False
         self.bind(out, number)
-        for number in reversed(copies):
-            self._trace.give(number)
         return out
 
 

@@ -42,10 +42,10 @@ def _path(recorder: Recorder, names: Mapping[int, str]) -> Iterator[None]:
     root = next(iter(names.values()), "")
 
     def enter(module: torch.nn.Module, args: Any) -> None:
-        recorder.path.append(names.get(id(module), root) or type(module).__name__)
+        recorder.enter(names.get(id(module), root) or type(module).__name__)
 
     def leave(module: torch.nn.Module, args: Any, output: Any) -> None:
-        recorder.path.pop()
+        recorder.leave()
 
     hooks = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
     try:
@@ -102,10 +102,17 @@ def record(
     >>> recording.weights, tuple(recording.output.shape)
     ([('weight', 864), ('bias', 32)], (1, 8, 62, 62))
     """
+    return record_by(Recorder(Recording(), find_gpu(gpu)), module, args, kwargs, call, autocast)
+
+
+def record_by(
+    recorder: Recorder, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any],
+    call: Callable[..., Any] | None = None, autocast: torch.dtype | None = None,
+) -> Recording:  # fmt: skip
+    """`record` by a recorder of one's own."""
     check_module(module, call)
-    recording = Recording()
+    recording = recorder.recording
     names = {id(m): name for name, m in module.named_modules()}
-    recorder = Recorder(recording, find_gpu(gpu))
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     mode.cache_enabled = False
     fakes: dict[int, torch.Tensor] = {}

@@ -1,0 +1,312 @@
+"""Records the components of pipelines for vaemem/data/modules, as vaemem/pipelines/programs.py replays them.
+
+    python benchmarks/record_modules.py [NAME ...]
+
+Each module runs under fake tensors at several sizes. Its calls must be the same at all of them, submodule by submodule
+and event by event, but for the sizes; each size is then fitted as a polynomial with the fewest terms that is exact at
+all of them, and checked at sizes that the fit has not seen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from modules import MODULES, Module
+from torch.utils.flop_counter import flop_registry
+
+from vaemem.pipelines.programs import Recorded, evaluate, parse
+from vaemem.prediction.attention import FUSED, Call
+from vaemem.prediction.gpus import find_gpu
+from vaemem.pytorch.recorder import Recorder, Recording
+from vaemem.pytorch.recording import record_by
+
+OUT = Path(__file__).parent.parent / "vaemem" / "data" / "modules"
+MOST_TERMS = 3
+
+# ---- what happens, as a tree of module calls ----
+
+
+class ModuleCall(list[Any]):
+    """Events in order: tuples, and calls of submodules with their names."""
+
+    def __init__(self, name: str):
+        super().__init__()
+        self.name = name
+
+
+class Script:
+    """Takes a recording's events in place of `vaemem._core.Trace`."""
+
+    def __init__(self) -> None:
+        self.calls = [ModuleCall("")]
+        self.taken = 0
+        self.flops = 0  # of the operator that runs
+
+    def _add(self, *event: Any) -> int:
+        self.calls[-1].append(event)
+        return self.taken
+
+    def take(self, size: int, name: str) -> int:
+        self.taken += 1
+        return self._add("take", name.partition(" [")[2].rstrip("]"), size)
+
+    def give(self, number: int) -> None:
+        self._add("give", self.taken - number + 1)
+
+    def blas(self, name: str, lt: bool = False) -> None:
+        self._add("blas", "l" if lt else "b", self.flops)
+
+    def conv(
+        self, dtype: str, n: int, c: int, h: int, w: int, k: int, r: Any, stride: Any, padding: Any, nhwc: bool,
+        name: str, dilation: Any, groups: int, output_padding: Any, *depth: int,
+    ) -> None:  # fmt: skip
+        uneven = any(len(set(extent)) > 1 for extent in (r, stride, padding))
+        if uneven or set(dilation) != {1} or groups > 1 or output_padding or depth:
+            raise ValueError(f"{name}: want a plain 2d convolution with a square filter")
+        self._add("conv", dtype, "nhwc" if nhwc else "nchw", n, c, h, w, k, r[0], stride[0], padding[0])
+
+    def attention(self, call: Call) -> int:
+        self.taken += 1
+        q, k, v = call[1:4]
+        if not all(x.is_dense for x in (q, k, v)):
+            raise ValueError("attention: want the elements of a head side by side")
+        mask = (call.mask.elements, call.mask.row) if call.mask else ()
+        kind = None if call.mask is None else call.mask.boolean
+        sizes = (q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3])
+        return self._add("attention", call.dtype, kind, call.causal, call.grouped, *sizes, *mask)
+
+
+class ScriptRecorder(Recorder):
+    """Records a `Script`."""
+
+    def __init__(self, root: str) -> None:
+        recording = Recording()
+        recording.trace = self.script = Script()
+        self._root = root
+        super().__init__(recording, find_gpu("RTX 4090"))
+
+    def enter(self, name: str) -> None:
+        outer = self.path[-1] if self.path else ""
+        super().enter(name)
+        if outer not in ("", self._root) and not name.startswith(f"{outer}."):
+            raise ValueError(f"{outer}: want it to call its own submodules, got {name}")
+        call = ModuleCall("" if name == self._root else name.removeprefix(f"{outer}."))
+        self.script.calls[-1].append(call)
+        self.script.calls.append(call)
+
+    def leave(self) -> None:
+        super().leave()
+        self.script.calls.pop()
+
+    def attend(self, call: Call, kernel: str) -> int:
+        if kernel not in FUSED:
+            raise ValueError(f"{self.name()}: want a fused kernel, got {kernel}")
+        return self.script.attention(call)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        count = flop_registry.get(func.overloadpacket)
+        products = (torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.addmm, torch.ops.aten.baddbmm)
+        if func.overloadpacket in products:
+            self.script.flops = count(*args, **(kwargs or {}), out_val=None)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def record_at(
+    module: Module, sizes: Mapping[str, int], dtype: torch.dtype, recorder: Recorder | None = None
+) -> Recording:
+    """The module's call, recorded by a `ScriptRecorder` where none is given."""
+    with torch.device("meta"):
+        built = module.build(dtype).eval()
+        args, kwargs = module.call(sizes, dtype)
+    recording = record_by(recorder or ScriptRecorder(type(built).__name__), built, args, kwargs, module.run)
+    if recording.unmodelled:
+        raise ValueError(f"not modelled: {recording.unmodelled}")
+    return recording
+
+
+# ---- sizes as polynomials ----
+
+
+class Fit:
+    """Finds polynomials for values at several sizes."""
+
+    def __init__(self, monomials: Sequence[str], values: Sequence[Mapping[str, int]]):
+        self.monomials = monomials
+        self.columns = np.array(
+            [[evaluate(parse(f"1 {m}"), point) for m in monomials] for point in values], dtype=float
+        )
+        self.values = values
+        self.sizes: dict[tuple[int, ...], int] = {}
+        self.polynomials: list[str] = []
+
+    def index(self, wanted: tuple[int, ...]) -> int:
+        """Of the polynomial that has these values."""
+        if wanted not in self.sizes:
+            self.sizes[wanted] = len(self.polynomials)
+            self.polynomials.append(self._polynomial(wanted))
+        return self.sizes[wanted]
+
+    def _polynomial(self, wanted: tuple[int, ...]) -> str:
+        if len(set(wanted)) == 1:
+            return str(wanted[0])
+        y = np.array(wanted, dtype=float)
+        for terms in range(1, MOST_TERMS + 1):
+            for chosen in itertools.combinations(range(len(self.monomials)), terms):
+                part = self.columns[:, chosen]
+                factors, _, rank, _ = np.linalg.lstsq(part[: terms + 1], y[: terms + 1], rcond=None)
+                whole = [round(factor) for factor in factors]
+                if rank < terms or 0 in whole or not np.allclose(part @ whole, y, rtol=1e-9):
+                    continue
+                text = " + ".join(f"{f} {self.monomials[i]}".strip() for f, i in zip(whole, chosen, strict=True))
+                if all(evaluate(parse(text), p) == value for p, value in zip(self.values, wanted, strict=True)):
+                    return text
+        raise ValueError(f"no polynomial of {MOST_TERMS} terms has the values {wanted}")
+
+
+class Writer:
+    """Makes one text of equal calls at several sizes."""
+
+    def __init__(self, fit: Fit, dtype: str):
+        self.fit, self.dtype = fit, dtype
+        self.modules: dict[str, int] = {}
+        self.convs: list[Any] = []
+        self.attentions: list[Any] = []
+
+    def write(self, calls: Sequence[ModuleCall]) -> int:
+        """The index of what these calls, of one module at several sizes, do."""
+        lengths = {len(call) for call in calls}
+        if len(lengths) > 1:
+            raise ValueError(f"{calls[0].name}: takes other steps at other sizes ({sorted(lengths)})")
+        words = []
+        for events in zip(*calls, strict=True):
+            if isinstance(events[0], ModuleCall):
+                same = all(isinstance(e, ModuleCall) and e.name == events[0].name for e in events)
+                self._same(same, calls[0], events)
+                words.append(f"{events[0].name}={self.write(events)}")
+            else:
+                words.append(self._word(calls[0], events))
+        return self.modules.setdefault(" ".join(words), len(self.modules))
+
+    def _same(self, same: bool, call: ModuleCall, events: Sequence[Any]) -> None:
+        if not same:
+            raise ValueError(f"{call.name}: takes other steps at other sizes: {[str(e)[:80] for e in events]}")
+
+    def _word(self, call: ModuleCall, events: Sequence[tuple[Any, ...]]) -> str:
+        kind, *_ = events[0]
+        fixed = {"take": 2, "give": 2, "blas": 2, "conv": 3, "attention": 5}[kind]
+        self._same(all(e[:fixed] == events[0][:fixed] for e in events), call, events)
+        indices = [self.fit.index(values) for values in zip(*(e[fixed:] for e in events), strict=True)]
+        if kind == "take":
+            return f"+{indices[0]}" + (f":{events[0][1]}".replace(" ", "_") if events[0][1] else "")
+        if kind == "give":
+            return f"-{events[0][1]}"
+        if kind == "blas":
+            return f"{events[0][1]}{indices[0]}"
+        own = "run" if events[0][1] == self.dtype else events[0][1]
+        if kind == "conv":
+            return f"c{_intern(self.convs, [own, *indices, events[0][2]])}"
+        _, _, boolean, causal, grouped = events[0][:5]
+        mask = None if boolean is None else [*indices[7:], boolean]
+        return f"a{_intern(self.attentions, [own, *indices[:7], mask, causal, grouped])}"
+
+
+def _intern(table: list[Any], row: list[Any]) -> int:
+    if row not in table:
+        table.append(row)
+    return table.index(row)
+
+
+# ---- files ----
+
+
+def weights(module: torch.nn.Module, dtype: torch.dtype) -> list[str]:
+    """The module's tensors, one text a distinct submodule, as programs.py reads them."""
+    nodes: dict[str, int] = {}
+    seen: set[int] = set()
+
+    def write(part: torch.nn.Module) -> int:
+        words = [f"{name}={write(child)}" for name, child in part.named_children()]
+        for own in (part._parameters, part._buffers):
+            for name, tensor in own.items():
+                if tensor is not None and id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    kind = "run" if tensor.dtype is dtype else str(tensor.dtype).removeprefix("torch.")
+                    words.append(f"{name}:{kind}:{','.join(map(str, tensor.shape))}")
+        return nodes.setdefault(" ".join(words), len(nodes))
+
+    write(module)
+    return list(nodes)
+
+
+def call_of(name: str, module: Module, dtype: torch.dtype, recorded: Recorded) -> dict[str, Any]:
+    values = [recorded.values(**sizes) for sizes in module.points]
+    fit = Fit(module.monomials, values)
+    writer = Writer(fit, str(dtype).removeprefix("torch."))
+    writer.write([record_at(module, sizes, dtype).trace.calls[0] for sizes in module.points])
+    lists = {"convs": writer.convs, "attentions": writer.attentions, "modules": list(writer.modules)}
+    return {"sizes": fit.polynomials, **lists}
+
+
+def record(name: str, say: Callable[[str], None] = print) -> dict[str, Any]:
+    """What a file of data/modules holds."""
+    module = MODULES[name]
+    with torch.device("meta"):
+        built = module.build(torch.float16)
+    data: dict[str, Any] = {
+        "about": module.about,
+        "source": ", ".join(f"{package} {version(package)}" for package in ("diffusers", "transformers", "torch")),
+        "variables": list(module.points[0]), "derived": module.derived,
+        "weights": weights(built, torch.float16), "calls": {},
+    }  # fmt: skip
+    for dtype in module.dtypes:
+        key, call = str(dtype).removeprefix("torch."), call_of(name, module, dtype, Recorded(name, data))
+        same = next((other for other, found in data["calls"].items() if found == call), None)
+        if same:
+            data["calls"][f"{same} {key}"] = data["calls"].pop(same)
+        else:
+            data["calls"][key] = call
+        say(f"{name} {key}: {len(call['sizes'])} sizes, {len(call['modules'])} distinct calls")
+    check(name, data)
+    return data
+
+
+def check(name: str, data: Mapping[str, Any]) -> None:
+    """The replay takes the same steps as a recording at sizes that were not used for the fit."""
+    gpu, module = find_gpu("RTX 4090"), MODULES[name]
+    for dtype, sizes in itertools.product(module.dtypes, module.checks):
+        replayed = Recorded(name, data).trace(str(dtype).removeprefix("torch."), gpu, **sizes).steps
+        steps = record_at(module, sizes, dtype, Recorder(Recording(), gpu)).trace.steps
+        if [step[:3] for step in replayed] != [step[:3] for step in steps]:
+            raise ValueError(f"{name}: takes other steps than the fit says at {sizes} in {dtype}")
+
+
+def layout(value: Any, indent: str = "") -> str:
+    """JSON with a line for each text or row of a list."""
+    inner = indent + " "
+    if isinstance(value, dict):
+        rows = [f"{json.dumps(key)}: {layout(each, inner)}" for key, each in value.items()]
+    elif isinstance(value, list) and len(json.dumps(value)) > 100:
+        rows = [json.dumps(each) for each in value]
+    else:
+        return json.dumps(value)
+    begin, end = "{}" if isinstance(value, dict) else "[]"
+    return begin + "\n" + ",\n".join(inner + row for row in rows) + "\n" + indent + end
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="of benchmarks/modules.py; all by default")
+    for name in parser.parse_args().names or MODULES:
+        (OUT / f"{name}.json").write_text(layout(record(name)) + "\n", "utf-8")
+
+
+if __name__ == "__main__":
+    main()
