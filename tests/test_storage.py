@@ -1,0 +1,185 @@
+"""What weights take by storage type: beside the formats' own tables, the libraries' own choices and published sizes."""
+
+from __future__ import annotations
+
+import math
+
+import diffusers
+import pytest
+import torch
+import transformers
+
+from vaemem.pipelines.storage import GGML, RULES, TYPES, Stored, stored, tensor_bytes
+
+FILE = [("a", (64, 32), "Q8_0", 2176), ("b", (64,), "F32", 256)]  # as vaemem.engine.weights.tensor_types lists one
+
+
+def on_meta(build, *args, **kwargs) -> torch.nn.Module:
+    with torch.device("meta"):
+        return build(*args, **kwargs)
+
+
+def inventory(module: torch.nn.Module) -> list[tuple[str, tuple[int, ...]]]:
+    return [(name, tuple(tensor.shape)) for name, tensor in module.named_parameters()]
+
+
+def flux(**settings) -> torch.nn.Module:
+    return on_meta(diffusers.FluxTransformer2DModel, **settings)
+
+
+def unet() -> torch.nn.Module:
+    return on_meta(diffusers.UNet2DConditionModel, cross_attention_dim=768, attention_head_dim=8)
+
+
+def clip() -> torch.nn.Module:
+    return on_meta(transformers.CLIPTextModel, transformers.CLIPTextConfig())
+
+
+def t5() -> torch.nn.Module:
+    return on_meta(transformers.T5EncoderModel, transformers.T5Config(feed_forward_proj="gated-gelu"))
+
+
+def qwen3_4b() -> torch.nn.Module:
+    config = transformers.Qwen3Config(
+        vocab_size=151936, hidden_size=2560, intermediate_size=9728, num_hidden_layers=36, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=128,
+    )  # fmt: skip
+    return on_meta(transformers.Qwen3Model, config)
+
+
+def total(*args, **kwargs) -> int:
+    return sum(tensor.bytes for tensor in stored(*args, **kwargs))
+
+
+def test_blocks_are_ggmls():
+    """Bits a weight as ggml's own comments give them, and its package's table where that is installed."""
+    bits = {name: 8 * block.bytes / block.numbers for name, block in GGML.items()}
+    assert bits == {
+        "Q4_0": 4.5, "Q4_1": 5, "Q5_0": 5.5, "Q5_1": 6, "Q8_0": 8.5, "Q2_K": 2.625, "Q3_K": 3.4375, "Q4_K": 4.5,
+        "Q5_K": 5.5, "Q6_K": 6.5625,
+    }  # fmt: skip
+
+
+def test_blocks_are_the_gguf_packages():
+    constants = pytest.importorskip("gguf.constants", reason="the package gguf has the same table")
+    for name, block in GGML.items():
+        assert constants.GGML_QUANT_SIZES[constants.GGMLQuantizationType[name]] == tuple(block)
+
+
+@pytest.mark.parametrize(
+    ("shape", "single", "double"), [((96, 80), 4384, 5056), ((3840, 256), 553024, 508212), ((30, 70), 1246, 2179)]
+)
+def test_nf4_as_bitsandbytes_stores_it(shape, single, double):
+    """Measured: the bytes of all tensors that quantize_4bit of bitsandbytes 0.50.2 returned for such a weight."""
+    assert tensor_bytes(shape, "nf4") == single
+    assert tensor_bytes(shape, "nf4 double") == double
+
+
+def test_int8_has_a_scale_a_row():
+    assert tensor_bytes((96, 64), "int8") == 96 * 64 + 4 * 96
+
+
+def test_plain_types_and_the_spellings_of_files():
+    sizes = {"float32": 4, "F32": 4, "float16": 2, "F16": 2, "bfloat16": 2, "BF16": 2, "fp8": 1, "F8_E4M3": 1}
+    for name, size in sizes.items():
+        assert tensor_bytes((3, 5), name) == 15 * size
+    assert tensor_bytes((), "float32") == 4
+
+
+def test_what_cannot_be_stored_is_refused():
+    with pytest.raises(ValueError, match="rows of a multiple of 32 for Q8_0"):
+        tensor_bytes((64, 30), "Q8_0")
+    with pytest.raises(ValueError, match="want a matrix for nf4"):
+        tensor_bytes((64,), "nf4")
+    with pytest.raises(ValueError, match="type: want one of"):
+        tensor_bytes((64,), "Q9")
+    with pytest.raises(ValueError, match="rule: want one of"):
+        stored([], "Q8_0", "ollama")
+    with pytest.raises(ValueError, match="type: want"):
+        stored([], "Q8_0", "bitsandbytes")
+    with pytest.raises(ValueError, match="type: want"):
+        stored([], None, "sd.cpp")
+
+
+def test_every_rule_has_types_and_every_type_a_rule():
+    assert {name for rule in RULES.values() for name in rule.types} <= set(TYPES)
+    assert set(GGML) | {"nf4", "nf4 double", "int8", "fp8", "float32"} <= {n for r in RULES.values() for n in r.types}
+
+
+@pytest.mark.parametrize("build", [flux, unet, clip, t5, qwen3_4b])
+def test_bitsandbytes_takes_linear_layers_alone(build):
+    module = build()
+    linear = {f"{name}.weight" for name, part in module.named_modules() if isinstance(part, torch.nn.Linear)}
+    by_type = {tensor.name: tensor.type for tensor in stored(inventory(module), "nf4", "bitsandbytes")}
+    single = {name for name, kind in by_type.items() if kind == "float32"}
+    assert single == ({name for name in linear if ".wo." in name} if build is t5 else set())
+    assert {name for name, kind in by_type.items() if kind == "nf4"} == linear - single
+    assert set(by_type.values()) <= {"nf4", "bfloat16", "float32"}
+
+
+@pytest.mark.parametrize("build", [flux, unet])
+def test_layerwise_casting_is_diffusers(build):
+    module = build().to(torch.bfloat16)
+    module.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.bfloat16)
+    cast = {name for name, tensor in module.named_parameters() if tensor.dtype is torch.float8_e4m3fn}
+    assert {t.name for t in stored(inventory(module), "fp8", "layerwise") if t.type == "fp8"} == cast != set()
+
+
+def test_all_is_what_a_cast_module_has():
+    module = unet().to(torch.float16)
+    assert total(inventory(module), "float16", "all") == sum(2 * x.numel() for x in module.parameters())
+
+
+def test_flux_in_stable_diffusion_cpp():
+    """What it logged as the "flux params backend buffer size" of dev in q8_0 (leejet/stable-diffusion.cpp#356) and of
+    schnell in q2_k (#376), in MiB. These versions, of August 2024, did not keep any layer yet."""
+    rule = RULES["sd.cpp"]._replace(keeps="$^")
+    assert f"{total(inventory(flux(guidance_embeds=True)), 'Q8_0', rule) / 2**20:.2f}" == "12068.09"
+    assert f"{total(inventory(flux()), 'Q2_K', rule) / 2**20:.2f}" == "3732.51"
+
+
+def test_stable_diffusion_cpp_keeps_first_and_last_layers():
+    """As many as tensor_should_be_converted names, in the original layout and in diffusers'."""
+    kept = {t.name for t in stored(inventory(flux()), "Q8_0", "sd.cpp") if t.type == "bfloat16"}
+    assert {name.split(".")[0] for name in kept} == {
+        "x_embedder", "context_embedder", "time_text_embed", "norm_out", "proj_out"
+    }  # fmt: skip
+    original = [(f"{name}.weight", (64, 64)) for name in ("img_in", "time_in.in_layer", "final_layer.linear", "double")]
+    assert [t.type for t in stored(original, "Q8_0", "sd.cpp")] == ["bfloat16"] * 3 + ["Q8_0"]
+
+
+def test_qwen3_4b_in_llama_cpp():
+    """Beside the bytes of unsloth/Qwen3-4B-GGUF's Q8_0 file, which also has the vocabulary, and beside the sizes that
+    bartowski/Qwen_Qwen3-4B-GGUF lists in GB: llama-quantize gave its Q4_0 a few layers in Q4_1."""
+    weights = inventory(qwen3_4b())
+    vocabulary = 4280405792 - total(weights, "Q8_0", "llama.cpp")
+    assert 5.5e6 < vocabulary < 6.5e6
+    sizes = {name: (total(weights, name, "llama.cpp") + vocabulary) / 1e9 for name in ("Q8_0", "Q4_0", "Q4_1")}
+    assert f"{sizes['Q8_0']:.2f}" == "4.28" and f"{sizes['Q4_1']:.2f}" == "2.60"
+    assert sizes["Q4_0"] == pytest.approx(2.38, abs=0.015)
+
+
+def test_comfyui_flattens_convolutions():
+    """3x3 filters whose numbers fill rows of 256 are quantised in such rows; the first and the last convolution not."""
+    by_name = {t.name: t for t in stored(inventory(unet()), "Q4_K", "comfyui-gguf", "float16")}
+    filter_ = by_name["down_blocks.0.resnets.0.conv1.weight"]
+    assert filter_ == Stored(filter_.name, (320 * 320 * 9 // 256, 256), "Q4_K", 320 * 320 * 9 // 256 * 144)
+    assert by_name["conv_in.weight"].type == by_name["time_embedding.linear_1.weight"].type == "float16"
+    assert by_name["conv_in.bias"].type == "float32"
+
+
+def test_tensors_of_their_own_dtype_stay():
+    weights = [("ids", (1, 77), "int64"), ("w", (32, 32), "run"), ("wo", (32, 32), "float32")]
+    assert [t.type for t in stored(weights, "Q8_0", "llama.cpp")] == ["int64", "Q8_0", "float32"]
+
+
+def test_a_files_own_list_takes_the_rules_place():
+    assert stored([("x", (64, 33))], None, FILE) == [Stored(*row) for row in FILE]
+    with pytest.raises(ValueError, match=r"want a file that has the model's 2176 numbers, got one of 2112"):
+        stored([("x", (64, 34))], None, FILE)
+
+
+def test_seed_004_as_ls_printed_it():
+    """Seed 004 lists Qwen3-4B in Q8_0 with 4.0 GiB."""
+    qwen = total(inventory(qwen3_4b()), "Q8_0", "llama.cpp")
+    assert math.ceil(10 * qwen / 2**30) / 10 == 4.0

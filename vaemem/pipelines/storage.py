@@ -1,0 +1,264 @@
+"""Bytes that a model's weights take, by the type in which they are stored and by whose rule.
+
+A type alone says little: every runtime keeps some tensors from it, and each keeps others. `RULES` has what they do,
+each with its source; where a file is at hand, its own list of tensors takes a rule's place.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from vaemem._common import ELEMENT_BYTES, choose
+
+__all__ = ["RULES", "TYPES", "Rule", "Stored", "stored", "tensor_bytes"]
+
+Shape = Sequence[int]
+
+
+class Block(NamedTuple):
+    """What a type stores together: so many numbers of a row in so many bytes."""
+
+    numbers: int
+    bytes: int
+
+
+# ggml's from ggml-common.h: numbers of few bits and the scales of a block.
+GGML = {
+    "Q4_0": Block(32, 18), "Q4_1": Block(32, 20), "Q5_0": Block(32, 22), "Q5_1": Block(32, 24), "Q8_0": Block(32, 34),
+    "Q2_K": Block(256, 84), "Q3_K": Block(256, 110), "Q4_K": Block(256, 144), "Q5_K": Block(256, 176),
+    "Q6_K": Block(256, 210),
+}  # fmt: skip
+PLAIN = {name: Block(1, size) for name, size in {**ELEMENT_BYTES, "fp8": 1, "int64": 8, "bool": 1}.items()}
+SPELT = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "fp8"}  # in files
+BITSANDBYTES = ("int8", "nf4", "nf4 double")
+TYPES = (*PLAIN, *GGML, *BITSANDBYTES, *SPELT)
+
+NF4_BLOCK, NESTED_BLOCK = 64, 256  # numbers that share a scale; scales that share theirs
+NF4_CODE, NESTED_CODE, OFFSET = 4 * 16, 4 * 256, 4  # float32: the values of 4 bits, of 8 bits, and a mean
+
+
+def tensor_bytes(shape: Shape, type: str) -> int:
+    """What a tensor takes.
+
+    Parameters
+    ----------
+    shape : sequence of int
+        The last dimension is that of rows, in which ggml's types have their blocks.
+    type : str
+        ``"float32"``, ``"float16"``, ``"bfloat16"``, ``"fp8"`` (e4m3); ``"int8"``, bitsandbytes' LLM.int8(), with a
+        float32 scale a row; ``"nf4"`` of bitsandbytes, with a float32 scale for 64 numbers, and ``"nf4 double"``, whose
+        scales are in 8 bits; ggml's ``"Q8_0"``, ``"Q4_K"``, ``"Q4_0"``, ``"Q4_1"``, ``"Q2_K"`` and their like. Names as
+        files spell them, ``"F32"``, ``"BF16"``, ``"F8_E4M3"``, do too.
+
+    Raises
+    ------
+    ValueError
+        Another type, rows that are no multiple of a block, scales for a tensor that is no matrix.
+
+    Notes
+    -----
+    With bitsandbytes each layer also has the table of the values that its 4 bits stand for (64 bytes, and with double
+    quantisation 1024 for the scales and their mean): they are counted.
+
+    Examples
+    --------
+    >>> from vaemem.pipelines.storage import tensor_bytes
+    >>> [tensor_bytes((3840, 10240), type) for type in ("bfloat16", "Q8_0", "nf4")]
+    [78643200, 41779200, 22118464]
+    """
+    choose("type", type, TYPES)
+    numbers, type = math.prod(shape), SPELT.get(type, type)
+    if type in BITSANDBYTES:
+        if len(shape) != 2:
+            raise ValueError(f"shape: want a matrix for {type}, got {tuple(shape)}")
+        if type == "int8":
+            return numbers + 4 * shape[0]
+        packed, scales = -(-numbers // 2), -(-numbers // NF4_BLOCK)
+        nested = scales + 4 * -(-scales // NESTED_BLOCK) + NESTED_CODE + OFFSET
+        return packed + NF4_CODE + (nested if type == "nf4 double" else 4 * scales)
+    block = PLAIN.get(type) or GGML[type]
+    if block.numbers > 1 and (not shape or shape[-1] % block.numbers):
+        raise ValueError(f"shape: want rows of a multiple of {block.numbers} for {type}, got {tuple(shape)}")
+    return numbers // block.numbers * block.bytes
+
+
+EMBEDDINGS = r"(^|\.)(embed_tokens|shared|token_embedding|position_embedding|relative_attention_bias)\."
+
+
+class Rule(NamedTuple):
+    """Which tensors take the type that is asked for. A dimension of 1 before the others does not count as one.
+
+    about: whose rule this is, and where it stands
+    types: those that it stores
+    dims: numbers of dimensions of the tensors that it stores in them
+    keeps: what the names of others have in them, as diffusers and transformers and as the original files spell them
+    vectors, images: what tensors of one dimension, and of four, are kept in; None for what they come in
+    odd: the same of matrices whose rows are no multiple of the type's block
+    single: what the names have in them of those that are kept in float32
+    embeddings: the type of tables of embeddings, where smaller types are asked for
+    least: fewer numbers than this are kept in float32
+    biases: whether a bias goes with its weight
+    flat: whether blocks may run over the ends of rows
+    """
+
+    about: str
+    types: tuple[str, ...]
+    dims: tuple[int, ...]
+    keeps: str = "$^"
+    vectors: str | None = None
+    images: str | None = None
+    odd: str | None = None
+    single: str = "$^"
+    embeddings: str | None = None
+    least: int = 0
+    biases: bool = False
+    flat: bool = False
+
+
+# What FLUX's first and last layers are called.
+_FLUX_ENDS = (
+    r"img_in\.|txt_in\.|time_in\.|vector_in\.|guidance_in\.|final_layer\."
+    r"|^x_embedder\.|^context_embedder\.|^time_text_embed\.|^norm_out\.|^proj_out\."
+)
+RULES = {
+    "all": Rule(
+        "every tensor, as module.to(dtype) and checkpoints in one dtype have it", tuple(PLAIN), (0, 1, 2, 3, 4, 5),
+    ),
+    "layerwise": Rule(
+        "diffusers' enable_layerwise_casting (hooks/layerwise_casting.py, and each model's own patterns): linear layers"
+        " and convolutions with biases, but for norms, embeddings of positions and patches, the first and last layer",
+        ("fp8",), (2, 3, 4, 5),
+        rf"norm|pos_embed|patch_embed|^proj_in\.|^proj_out\.|(^|\.)t_embedder\.|cap_embedder\.|{EMBEDDINGS}",
+        biases=True,
+    ),
+    "bitsandbytes": Rule(
+        "diffusers and transformers with BitsAndBytesConfig (_replace_with_bnb_linear): every nn.Linear's weight; the"
+        " head stays (get_keys_to_not_convert), and T5's wo in float32 (_keep_in_fp32_modules)",
+        BITSANDBYTES, (2,), rf"(^|\.)lm_head\.|{EMBEDDINGS}", single=r"\.DenseReluDense\.wo\.",
+    ),
+    "comfyui-gguf": Rule(
+        "ComfyUI-GGUF's tools: convert.py, which flattens what a UNet has, and lcpp.patch, for what llama-quantize"
+        " leaves as it is: matrices but for first and last layers, embeddings of time, and Z-Image's refiners",
+        tuple(GGML), (2, 4),
+        rf"{_FLUX_ENDS}|(class|time|add)_embedding\.|time_embed\.|label_emb\.|^conv_in\.|^conv_out\.|^input_blocks\.0\.0\."
+        r"|^out\.2\.|t_embedder\.|x_embedder\.|cap_embedder\.|context_refiner\.|noise_refiner\.",
+        vectors="float32", least=1025, flat=True,
+    ),
+    "sd.cpp": Rule(
+        "stable-diffusion.cpp's tensor_should_be_converted (model_loader.cpp), and what its layers ask for"
+        " (ggml_extend.hpp): convolutions stay float16, rows that fit no block and what has one dimension float32",
+        tuple(GGML), (2,),
+        rf"{_FLUX_ENDS}|x_embedder\.|t_embedder\.|y_embedder\.|pos_embed|context_embedder\.|time_embed\.|label_emb\."
+        "|embedding",
+        vectors="float32", images="float16", odd="float32",
+    ),
+    "llama.cpp": Rule(
+        "llama-quantize without a K mixture (llama_tensor_get_type): matrices; the table of embeddings, which is the"
+        " head too, in Q6_K at least",
+        tuple(GGML), (2,), r"relative_attention_bias\.", vectors="float32", odd="float16", embeddings="Q6_K",
+    ),
+}  # fmt: skip
+
+
+class Stored(NamedTuple):
+    """A tensor as it is stored."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: str
+    bytes: int
+
+
+def stored(
+    weights: Iterable[Sequence[Any]],
+    type: str | None,
+    rule: str | Rule | list[Any],
+    dtype: str = "bfloat16",
+) -> list[Stored]:
+    """How a model's tensors are stored.
+
+    Parameters
+    ----------
+    weights : iterable of (name, shape) or (name, shape, dtype)
+        As diffusers and transformers name them, such as `vaemem.pipelines.programs.Recorded.weights`. A dtype other
+        than ``"run"`` is the tensor's own, and stays.
+    type : str or None
+        As `tensor_bytes` takes it, of those that the rule has; None with a file's list.
+    rule : str, Rule, or list of (name, shape, type, bytes)
+        One of `RULES`; or the tensors of a file, as `vaemem.engine.weights.tensor_types` lists them, which are what
+        is stored then, under the file's own names.
+    dtype : str
+        Of the tensors that the rule leaves as they are.
+
+    Returns
+    -------
+    list of Stored
+        Tensors by name, shape, type and bytes. A tensor whose blocks run over the ends of rows has the shape of these
+        blocks' rows.
+
+    Raises
+    ------
+    ValueError
+        Another rule, a type that the rule does not have, a file with fewer numbers than the model.
+
+    Examples
+    --------
+    >>> from vaemem.pipelines.storage import stored
+    >>> stored([("proj.weight", (64, 32)), ("proj.bias", (64,))], "Q8_0", "llama.cpp")
+    [Stored(name='proj.weight', shape=(64, 32), type='Q8_0', bytes=2176),
+     Stored(name='proj.bias', shape=(64,), type='float32', bytes=256)]
+    """
+    tensors = [(name, tuple(shape), *own) for name, shape, *own in weights]
+    if isinstance(rule, str):
+        choose("rule", rule, RULES)
+        rule = RULES[rule]
+    if isinstance(rule, list):
+        listed = [Stored(name, tuple(shape), kind, size) for name, shape, kind, size in rule]
+        numbers, have = (sum(math.prod(shape) for _, shape, *_ in each) for each in (tensors, listed))
+        if have < numbers:
+            raise ValueError(f"rule: want a file that has the model's {numbers} numbers, got one of {have}")
+        return listed
+    if type not in rule.types:
+        choose("type", type, rule.types)
+    assert type is not None
+    shapes = {name: shape for name, shape, *_ in tensors}
+    return [_store(name, shape, own, shapes, type, rule, dtype) for name, shape, *own in tensors]
+
+
+def _store(
+    name: str, shape: tuple[int, ...], own: Sequence[str], shapes: dict[str, tuple[int, ...]], type: str, rule: Rule,
+    dtype: str,
+) -> Stored:  # fmt: skip
+    def kept(kind: str | None) -> Stored:
+        kind = kind or dtype
+        return Stored(name, shape, kind, tensor_bytes(shape, kind))
+
+    if own and own[0] != "run":
+        return kept(own[0])
+    goes = name
+    if rule.biases and name.endswith(".bias"):
+        goes = name.removesuffix("bias") + "weight"
+    decides = shapes.get(goes, shape)
+    dims = _dims(decides)
+    if re.search(rule.single, name) or math.prod(shape) < rule.least:
+        return kept("float32")
+    if dims == 1 and 1 not in rule.dims:
+        return kept(rule.vectors)
+    if dims not in rule.dims or re.search(rule.keeps, goes):
+        return kept(rule.images if dims == 4 else None)
+    if rule.embeddings and type != "Q8_0" and re.search(EMBEDDINGS, name):
+        type = rule.embeddings
+    block = GGML.get(type, Block(1, 0)).numbers
+    if rule.flat and shape[-1] % 256 and math.prod(shape) % 256 == 0:
+        shape = (math.prod(shape) // 256, 256)
+    if shape and shape[-1] % block:
+        return kept(rule.odd)
+    return kept(type)
+
+
+def _dims(shape: Shape) -> int:
+    """How many dimensions count: not those of 1 before another."""
+    return len(shape) - next((i for i, side in enumerate(shape[:-1]) if side != 1), max(len(shape) - 1, 0))
