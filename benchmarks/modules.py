@@ -98,7 +98,41 @@ def _tokens(sizes: Sizes, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str
     return (torch.empty(sizes["n"], sizes["t"], dtype=torch.int64),), {"attention_mask": None}
 
 
+# ---- VAEs ----
+
+# One latent: of several, what attention leaves is laid out in another way, and the upsampler copies it.
+VAE_POINTS = points("h w", (64, 64), (48, 72), (33, 95), (56, 122), (101, 49))
+VAE_CHECKS = points("h w", (88, 120), (57, 66))
+
+
+def _vae(channels: int) -> Callable[[torch.dtype], torch.nn.Module]:
+    def build(dtype: torch.dtype) -> torch.nn.Module:
+        from diffusers import AutoencoderKL
+
+        return AutoencoderKL(
+            down_block_types=("DownEncoderBlock2D",) * 4, up_block_types=("UpDecoderBlock2D",) * 4,
+            block_out_channels=(128, 256, 512, 512), layers_per_block=2, latent_channels=channels, sample_size=512,
+            use_quant_conv=channels == 4, use_post_quant_conv=channels == 4,
+        ).to(dtype)  # fmt: skip
+
+    return build
+
+
+def _latents(channels: int) -> Callable[[Sizes, torch.dtype], Any]:
+    return lambda sizes, dtype: ((torch.empty(1, channels, sizes["h"], sizes["w"], dtype=dtype),), {})
+
+
+def _autoencoder(channels: int, whose: str) -> Module:
+    return Module(
+        f"AutoencoderKL.decode of {whose}; a latent h x w", _vae(channels), _latents(channels),
+        VAE_POINTS, VAE_CHECKS, ["", "h", "w", "h w", "h h w w"],
+        run=lambda vae, z: vae.decode(z).sample,
+    )  # fmt: skip
+
+
 MODULES = {
+    "autoencoder-4": _autoencoder(4, "SD 1.5 and SDXL"),
+    "autoencoder-16": _autoencoder(16, "FLUX.1 and Z-Image"),
     "sd15-unet": Module(
         "UNet2DConditionModel of stable-diffusion-v1-5; n images, twice with guidance, a latent h x w, t tokens",
         _sd15_unet, _unet_call(768), UNET_POINTS, UNET_CHECKS,

@@ -14,7 +14,7 @@ import pytest
 from weights_files import CONFIGS, FLUX_LIKE, SMALL, make, respell, same, tensors_of, write
 
 from vaemem import _core
-from vaemem.engine import weights
+from vaemem.engine import stored, weights
 
 # ---- tensors that are not as they should be ----
 
@@ -167,21 +167,21 @@ def test_every_truncation_of_a_real_file(tmp_path):
 def test_a_file_that_shrinks_while_it_is_read(tmp_path, monkeypatch):
     path = tmp_path / "a.safetensors"
     weights.save(make(), path)
-    size, read = path.stat().st_size, weights._read_tensor
+    size, read = path.stat().st_size, stored.read
 
-    def cut(file, name, entry, *where):
-        if name == "encoder.conv_in.bias":
+    def cut(file, tensor, shape):
+        if tensor.name == "encoder.conv_in.bias":
             with open(path, "r+b") as f:
                 f.truncate(size // 2)
-        return read(file, name, entry, *where)
+        return read(file, tensor, shape)
 
-    monkeypatch.setattr(weights, "_read_tensor", cut)
+    monkeypatch.setattr(stored, "read", cut)
     with pytest.raises(ValueError, match=r"a\.safetensors: \S+\.weight: want \d+ bytes .*, got \d+: the file was cut"):
         weights.load(path)
 
 
 def test_nothing_of_the_file_is_mapped(tmp_path, monkeypatch):
-    path, read, maps = tmp_path / "a.safetensors", weights._read_tensor, []
+    path, read, maps = tmp_path / "a.safetensors", stored.read, []
 
     def look(*args):
         array = read(*args)
@@ -189,7 +189,7 @@ def test_nothing_of_the_file_is_mapped(tmp_path, monkeypatch):
         return array
 
     weights.save(make(), path)
-    monkeypatch.setattr(weights, "_read_tensor", look)
+    monkeypatch.setattr(stored, "read", look)
     if sys.platform == "linux":
         weights.load(path)
         assert maps and not any("a.safetensors" in text for text in maps)

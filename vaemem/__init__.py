@@ -11,6 +11,7 @@ from vaemem import _core
 from vaemem._common import __version__ as __version__
 from vaemem._core import OutOfMemoryError
 from vaemem.engine.device import DeviceArray
+from vaemem.pipelines.predict import PipelinePrediction, predict_pipeline
 from vaemem.prediction.bound import bound
 from vaemem.prediction.formula import formula
 from vaemem.prediction.predict import Prediction, predict, predict_largest
@@ -33,6 +34,7 @@ __all__ = [
     "Encoded",
     "Estimator",
     "OutOfMemoryError",
+    "PipelinePrediction",
     "Prediction",
     "Replay",
     "Run",
@@ -46,6 +48,7 @@ __all__ = [
     "formula",
     "predict",
     "predict_largest",
+    "predict_pipeline",
     "replay",
     "report",
     "seed_table",

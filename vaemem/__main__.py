@@ -306,7 +306,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--out", default="out", help="folder for everything it leaves (default: out)")
 
     def with_weights(sub: argparse.ArgumentParser, scaled: str) -> None:
-        sub.add_argument("--weights", required=True, metavar="FILE", help="safetensors, or a directory of diffusers'")
+        sub.add_argument("--weights", required=True, metavar="FILE", help="safetensors, GGUF, or diffusers' directory")
         sub.add_argument("-o", "--out", required=True, metavar="FILE")
         sub.add_argument("--model", choices=_core.models(), help="where the file leaves it open")
         sub.add_argument("--scaled", action="store_true", help=scaled)
@@ -326,7 +326,7 @@ def _parser() -> argparse.ArgumentParser:
     with_weights(sub, "the latents become as a pipeline holds them")
 
     sub = command("info", _info, "What a weights file holds, and what each run with it will take.")
-    sub.add_argument("file", metavar="FILE", help="safetensors, or a directory of diffusers'")
+    sub.add_argument("file", metavar="FILE", help="safetensors, GGUF, or diffusers' directory")
     sub.add_argument("--sizes", nargs="+", type=_size, default=[512, 1024, 2048], metavar="HxW")
 
     sub = command("fits", _fits, "Whether PyTorch has room for images on a card; ends with 1 where it has none.")

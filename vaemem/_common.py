@@ -25,6 +25,7 @@ EXTRAS = {  # that bring a package
     "PIL": "image",
     "torch": "pytorch",
     "argcomplete": "completion",
+    "gguf": "gguf",
 }
 TILED_OPS = (*OPS, "encode_tiled", "decode_tiled")  # what PyTorch's runtimes do beside
 

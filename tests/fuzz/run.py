@@ -2,8 +2,8 @@
 
 Targets in C (plan, trace, allocator) run under clang's libFuzzer, guided by coverage, where there is clang; elsewhere
 under a plain random mutator; both with AddressSanitizer and UndefinedBehaviorSanitizer. Targets in Python (unpickle,
-safetensors, table) run under one that knows their formats. An input that fails is kept in build/fuzz/failed, and the
-exit code is 1; put it into tests/fuzz/corpus once it is mended, and tests/test_fuzz.py replays it for good.
+safetensors, gguf, table) run under one that knows their formats. An input that fails is kept in build/fuzz/failed, and
+the exit code is 1; put it into tests/fuzz/corpus once it is mended, and tests/test_fuzz.py replays it for good.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 IN_C = ("plan", "trace", "allocator")
-IN_PYTHON = ("unpickle", "safetensors", "table")
+IN_PYTHON = ("unpickle", "safetensors", "gguf", "table")
 SOURCES = ("csrc/*.c", "csrc/predict/torch_*.c", "kernels/*.c", "kernels/ref/*.c")
 FLAGS = ["-std=gnu11", "-O1", "-g", "-Wno-missing-field-initializers", "-fno-sanitize-recover=all"]
 SANITIZE = "address,undefined"
@@ -133,6 +133,7 @@ def main() -> int:
         "--folder", type=Path, default=ROOT / "build" / "fuzz", help="where programs and finds are kept"
     )
     args = parser.parse_args()
+    args.folder.mkdir(parents=True, exist_ok=True)
     targets = [args.target] if args.target else [*IN_C, *IN_PYTHON]
     in_c = tuple(target for target in targets if target in IN_C)
     if in_c:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import pickle
 import random
 import resource
+import struct
 import tempfile
 import tracemalloc
 from collections.abc import Callable
@@ -50,16 +52,7 @@ def unpickle(data: bytes) -> None:
 def safetensors(data: bytes) -> None:
     """A weights file: ValueError or a model. The safetensors package, where it is here, takes the same headers."""
     path = FOLDER / "a.safetensors"
-    path.write_bytes(data)
-    with open(path, "rb", buffering=0) as f:
-        try:
-            weights._read_header(f)
-            ours = None
-        except (ValueError, RecursionError) as error:
-            ours = error
-    for settings in ({}, {"parts": "decoder"}, {"config": CONFIG}):
-        with contextlib.suppress(ValueError):
-            weights.load(path, **settings)
+    ours = _tensors(path, data)
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError:
@@ -69,8 +62,35 @@ def safetensors(data: bytes) -> None:
             theirs = None
     except (SafetensorError, OSError, ValueError) as error:
         theirs = error
-    if ours is None and theirs is not None:  # the other way round they are more lenient: a key twice, say
+    if ours is not None and theirs is not None:  # the other way round they are more lenient: a key twice, say
         raise Found(f"we take a header that safetensors refuses: {theirs}")
+
+
+def gguf(data: bytes) -> None:
+    """The same of the other format, whose package finds the same tensors in what we take."""
+    path = FOLDER / "a.gguf"
+    ours = _tensors(path, data)
+    try:
+        from gguf import GGUFReader
+    except ImportError:
+        return
+    if ours is None or not path.stat().st_size:
+        return
+    theirs = {t.name: (t.tensor_type.name, t.n_bytes, t.n_elements) for t in GGUFReader(path).tensors}
+    if theirs != {name: (kind, size, math.prod(shape)) for name, shape, kind, size in ours}:
+        raise Found(f"gguf finds other tensors: {theirs}")
+
+
+def _tensors(path: Path, data: bytes) -> list[tuple] | None:
+    """What a weights file holds; None where it is refused. Loading it gives a model or a ValueError."""
+    path.write_bytes(data)
+    for settings in ({}, {"parts": "decoder"}, {"config": CONFIG}):
+        with contextlib.suppress(ValueError):
+            weights.load(path, **settings)
+    try:
+        return weights.tensor_types(path)
+    except ValueError:
+        return None
 
 
 def table(data: bytes) -> None:
@@ -93,7 +113,12 @@ def table(data: bytes) -> None:
             raise Found("JSON does not come back")
 
 
-TARGETS: dict[str, Callable[[bytes], None]] = {"unpickle": unpickle, "safetensors": safetensors, "table": table}
+TARGETS: dict[str, Callable[[bytes], None]] = {
+    "unpickle": unpickle,
+    "safetensors": safetensors,
+    "gguf": gguf,
+    "table": table,
+}
 
 # ---- inputs to start from ----
 
@@ -161,6 +186,35 @@ def _weights(rng: random.Random) -> bytes:
     return b""
 
 
+def _gguf(rng: random.Random) -> bytes:
+    """A file of the gguf package's, or with odd numbers in places of its header."""
+    from gguf import GGMLQuantizationType, GGUFWriter, quantize
+
+    path = FOLDER / "seed.gguf"
+    writer = GGUFWriter(path, "vae")
+    if rng.random() < 0.3:
+        writer.add_custom_alignment(rng.choice([8, 64, 1024]))
+    writer.add_array("tokens", ["a", "bc"])
+    kind = rng.choice([GGMLQuantizationType.Q8_0, GGMLQuantizationType.Q4_0, GGMLQuantizationType.F16])
+    for name, shape in _core.Model(weights.read_config(CONFIG), "all").tensors:
+        tensor = np.zeros(shape, np.float32)
+        if tensor.ndim == 4 and tensor.size % 256 == 0:
+            writer.add_array(f"comfy.gguf.orig_shape.{name}", list(shape))
+            writer.add_tensor(name, quantize(tensor.reshape(-1, 256), kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(name, tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    data = bytearray(path.read_bytes())
+    for _ in range(rng.randrange(4)):
+        form, limit = rng.choice([("<I", 1 << 32), ("<Q", 1 << 64)])
+        number = rng.choice([n for n in ODD if type(n) is int] + [rng.randrange(45)]) % limit
+        struct.pack_into(form, data, rng.randrange(8192), number)
+    return bytes(data)
+
+
 def _spoil_json(rng: random.Random, header: dict) -> None:
     entry = rng.choice(list(header.values()))
     if not isinstance(entry, dict):
@@ -191,7 +245,12 @@ def _table(rng: random.Random) -> bytes:
     return json.dumps([{n: value(v) for n, v in zip(names, row, strict=True)} for row in rows]).encode()
 
 
-SEEDS: dict[str, Callable[[random.Random], bytes]] = {"unpickle": _snapshot, "safetensors": _weights, "table": _table}
+SEEDS: dict[str, Callable[[random.Random], bytes]] = {
+    "unpickle": _snapshot,
+    "safetensors": _weights,
+    "gguf": _gguf,
+    "table": _table,
+}
 
 
 def change(rng: random.Random, data: bytes) -> bytes:

@@ -26,7 +26,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from vaemem import _core
@@ -36,8 +35,6 @@ Arch = dict[str, Any]
 
 LAYOUTS = ("diffusers", "ldm", "bfl")
 PREFIXES = ("first_stage_model.", "vae.", "")
-# As stored (little-endian) and as the core takes it; numpy has no bfloat16, so its bits travel as integers.
-DTYPES = {"F32": ("<f4", np.float32), "F16": ("<f2", np.float16), "BF16": ("<u2", ml_dtypes.bfloat16)}
 CONFIG = "config.json"
 LARGEST = float(np.finfo(np.float32).max)
 
@@ -341,12 +338,13 @@ def check(
     spelt: Mapping[str, str],
     prefix: str,
     wanted_by: str,
-    dtypes: Mapping[str, str] | None = None,
+    unreadable: Mapping[str, str] | None = None,
     extra: Iterable[str] = (),
 ) -> None:
     """Every wanted tensor is there with its shape and a dtype that can be read, and nothing extra is.
 
-    shapes, dtypes, extra: by the names in the file. wanted: by the core's names; spelt and prefix lead to the file's.
+    shapes, unreadable, extra: by the names in the file. unreadable: what is wrong with a dtype. wanted: by the core's
+    names; spelt and prefix lead to the file's.
     """
     problems = []
     for name, shape in wanted.items():
@@ -356,8 +354,8 @@ def check(
             problems.append(f"missing {in_file}: want {shape}, got no such tensor")
         elif got != shape and not (is_attention_matrix(name, shape) and got == (*shape, 1, 1)):
             problems.append(f"{in_file}: want {shape}, got {shown(got)}")
-        elif dtypes and dtypes[in_file] not in DTYPES:
-            problems.append(f"{in_file}: want {', '.join(DTYPES)}, got {dtypes[in_file]}")
+        elif unreadable and in_file in unreadable:
+            problems.append(f"{in_file}: {unreadable[in_file]}")
     problems += [f"extra {shown(n)}: want no such tensor, got {shown(shapes[n])}" for n in sorted(extra)]
     if problems:
         more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
@@ -365,6 +363,11 @@ def check(
 
 
 # ---- detection ----
+
+# What else a pipeline's files hold, by names that no VAE has: diffusers', the first authors', llama.cpp's.
+_DIFFUSION = r"model\.diffusion_model|(input|output|down|up|double|single|joint|transformer)_blocks|\w+_refiner"
+_TEXT = r"text_model|text_encoders|cond_stage_model|conditioner|token_embd|(enc\.)?blk|model\.layers|encoder\.block"
+_OTHERS = {"a diffusion model": re.compile(rf"({_DIFFUSION})\."), "a text encoder": re.compile(rf"({_TEXT})\.")}
 
 
 def find_layout(names: Iterable[str]) -> tuple[str, str]:
@@ -384,7 +387,9 @@ def find_layout(names: Iterable[str]) -> tuple[str, str]:
             to_q = sum(".attentions.0.to_q." in n for n in inside)
             return "diffusers-old" if query > to_q else "diffusers", prefix
     got = ", ".join(map(_REPR.repr, names[:3])) or "none"
-    raise ValueError(f"unknown layout: want a VAE's tensors as {', '.join(LAYOUTS)} name them, got {got}")
+    others = [what for what, spelling in _OTHERS.items() if any(map(spelling.match, names))]
+    hint = f": these are {others[0]}'s tensors, and the VAE is another file" if others else ""
+    raise ValueError(f"unknown layout: want a VAE's tensors as {', '.join(LAYOUTS)} name them, got {got}{hint}")
 
 
 _BLOCK = re.compile(r"(encoder\.down|decoder\.up)(?:_blocks)?\.(\d{1,3})\.(?:resnets|block)\.(\d{1,3})\.")

@@ -49,13 +49,14 @@ class Model:
         autotune: bool = False,
         convolution: str = "cudnn",
     ) -> Self:
-        """Loads a safetensors file, a diffusers directory, or tensors that are in memory.
+        """Loads a safetensors or GGUF file, a diffusers directory, or tensors that are in memory.
 
         Parameters
         ----------
         path : path, mapping or module
-            A safetensors file in diffusers, LDM/SD checkpoint or BFL layout (detected), float32, float16 or
-            bfloat16; or a directory of diffusers' (a VAE's, or a pipeline's, in which ``vae`` is meant), whose
+            A safetensors or GGUF file in diffusers, LDM/SD checkpoint or BFL layout (detected), float32, float16 or
+            bfloat16, and in GGUF any type that the ``gguf`` package decodes (Q8_0, Q4_0, Q4_K...), which becomes
+            float32; or a directory of diffusers' (a VAE's, or a pipeline's, in which ``vae`` is meant), whose
             ``config.json`` is then the architecture.
             Or a state dict, of NumPy arrays or of torch tensors wherever they lie, by the same names, or a checkpoint
             that holds one under ``"state_dict"``. Or a module with such a ``state_dict()``, whose ``config``, if it has
@@ -83,11 +84,13 @@ class Model:
         Raises
         ------
         ValueError
-            A bad argument; a file that is damaged or no safetensors file (of a ``.bin`` or ``.ckpt`` it says how to
-            convert it); a tensor that is missing, extra, misshapen, cut or of another dtype, by its name in the file.
-            Whatever is raised, nothing stays allocated.
+            A bad argument; a file that is damaged, neither safetensors nor GGUF (of a ``.bin`` or ``.ckpt`` it says how
+            to convert it), or of no VAE; a tensor that is missing, extra, misshapen, cut or of another dtype, by its
+            name in the file. Whatever is raised, nothing stays allocated.
         OSError
             The file cannot be read. FileNotFoundError: no such file, or a directory without weights or config.
+        ImportError
+            Quantised tensors, and no ``gguf`` package: ``pip install 'vaemem[gguf]'``.
         MemoryError
             No room for the weights.
         RuntimeError

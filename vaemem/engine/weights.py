@@ -1,4 +1,4 @@
-"""Weights files: safetensors read into the core's one packed copy, and written back. `layouts` knows the names."""
+"""Weights files read into the core's one packed copy, and written back as safetensors. `layouts` knows the names."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import math
 import os
 import stat
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -16,9 +16,9 @@ import numpy as np
 
 from vaemem import _core
 from vaemem._common import choose
+from vaemem.engine import gguf, safetensors, stored
 from vaemem.engine.layouts import (
     CONFIG,
-    DTYPES,
     LAYOUTS,
     Arch,
     Shape,
@@ -30,7 +30,6 @@ from vaemem.engine.layouts import (
     is_attention_matrix,
     ours,
     read_config,
-    shown,
     spell,
 )
 
@@ -45,6 +44,7 @@ __all__ = [
     "read_config",
     "read_tensors",
     "save",
+    "tensor_types",
 ]
 
 PARTS = ("all", "encoder", "decoder")
@@ -54,95 +54,6 @@ PIPELINE = "model_index.json"  # in a pipeline's directory, beside its parts' ow
 PICKLES = (".bin", ".ckpt", ".pt", ".pth")  # of PyTorch's files, and of diffusers' before safetensors
 
 # ---- reading ----
-
-
-MAX_HEADER = 100_000_000  # bytes: the format's own limit
-# Of a number of each type that the format knows; tensors beside the VAE's may have any of them.
-BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "C64": 64, "BOOL": 8, "BF16": 16}
-BITS |= dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8)
-BITS |= {f"{kind}{bits}": bits for kind in "IUF" for bits in (8, 16, 32, 64) if (kind, bits) != ("F", 8)}
-
-
-def _fill(f: IO[bytes], at: int, into: memoryview) -> int:
-    """Fills `into` from byte `at` on; how many bytes were there. Read, not mapped: a process dies of a map whose file
-    shrinks."""
-    f.seek(at)
-    done = 0
-    while done < len(into) and (got := f.readinto(into[done:])):  # type: ignore[attr-defined]
-        done += got
-    return done
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        raise ValueError("header: a key comes twice")
-    return result
-
-
-def _are_sizes(value: object) -> bool:
-    return isinstance(value, list) and all(type(n) is int and 0 <= n < 1 << 64 for n in value)
-
-
-FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {  # of a tensor in the header: what each is, and whether it is
-    "dtype": ("a type of the format", lambda value: isinstance(value, str) and value in BITS),
-    "shape": ("a list of integers from 0 to 2^64", _are_sizes),
-    "data_offsets": ("two integers from 0 to 2^64", lambda value: _are_sizes(value) and len(value) == 2),
-}
-
-
-def _bits(name: str, entry: Any) -> int:
-    """What a tensor of the header takes by its type and shape. A byte may hold more than one number."""
-    for field, (wanted, good) in FIELDS.items():
-        value = entry.get(field) if isinstance(entry, dict) else None
-        if not good(value):
-            raise ValueError(f"header: {shown(name)}: want {wanted} as {field}, got {shown(value)}")
-    bits = BITS[entry["dtype"]]
-    for side in entry["shape"]:
-        bits *= side
-        if bits >> 64:  # before it takes long to multiply
-            raise ValueError(f"header: {shown(name)}: want less than 2^64 bits, got shape {shown(entry['shape'])}")
-    return bits
-
-
-def _read_header(f: IO[bytes]) -> tuple[dict[str, dict[str, Any]], int]:
-    """Name -> {dtype, shape, data_offsets} and where the data starts. As strict as the safetensors package: the header
-    lies in the file, the tensors lie end to end and fill it, and each takes what its shape says."""
-    size, length = os.fstat(f.fileno()).st_size, bytearray(8)
-    _fill(f, 0, memoryview(length))
-    header_bytes = int.from_bytes(length, "little")
-    if not 2 <= header_bytes <= min(size - 8, MAX_HEADER):
-        raise ValueError(f"header: want 2 to {MAX_HEADER} bytes, inside a file of {size} bytes, got {header_bytes}")
-    text = bytearray(header_bytes)
-    if _fill(f, 8, memoryview(text)) < header_bytes or text[:1] != b"{":
-        raise ValueError("header: want an object in JSON")
-    header = json.loads(text.decode(), object_pairs_hook=_once)
-    about = header.pop("__metadata__", None)
-    if about is not None and not (isinstance(about, dict) and all(isinstance(v, str) for v in about.values())):
-        raise ValueError("header: want texts in __metadata__")
-    bits = {name: _bits(name, entry) for name, entry in header.items()}
-    end = 0  # in bits
-    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-        begin, end = end, end + bits[name]
-        if [8 * offset for offset in entry["data_offsets"]] != [begin, end]:
-            raise ValueError(
-                f"header: {shown(name)}: want {bits[name] / 8:g} bytes for {entry['dtype']} {shown(entry['shape'])} "
-                f"from byte {begin // 8} on, where the tensor before it ends, got data_offsets {entry['data_offsets']}"
-            )
-    if 8 * (8 + header_bytes) + end != 8 * size:
-        raise ValueError(f"want {8 + header_bytes + end // 8} bytes, header and tensors, got {size}")
-    return header, 8 + header_bytes
-
-
-def _read_tensor(f: IO[bytes], name: str, entry: Mapping[str, Any], start: int, shape: Shape) -> np.ndarray:
-    """A tensor in memory of its own: the one surplus that a load takes."""
-    stored, native = DTYPES[entry["dtype"]]
-    array = np.empty(shape, stored)
-    at = start + entry["data_offsets"][0]
-    got = _fill(f, at, array.reshape(-1).view(np.uint8).data)
-    if got < array.nbytes:
-        raise ValueError(f"{name}: want {array.nbytes} bytes from byte {at} on, got {got}: the file was cut while read")
-    return array.astype(array.dtype.newbyteorder("="), copy=False).view(native)
 
 
 def config_beside(path: Any) -> Path | Mapping[str, Any] | None:
@@ -163,12 +74,11 @@ def _locate(path: Path, need_config: bool) -> Path:
     """The weights file, where path is a directory one with a config.json beside it if that is needed."""
     path = _in_pipeline(path)
     if not path.is_dir():
+        want = "path: want a .safetensors or .gguf file, or a diffusers directory"
         if not path.exists():
-            raise FileNotFoundError(
-                f"path: want a .safetensors file or a diffusers directory, got {path}: no such file"
-            )
+            raise FileNotFoundError(f"{want}, got {path}: no such file")
         if not path.is_file():
-            raise ValueError(f"path: want a .safetensors file or a diffusers directory, got {path}, which is neither")
+            raise ValueError(f"{want}, got {path}, which is neither")
         return path
     files = [path / name for name in (WEIGHTS, WEIGHTS_FP16) if (path / name).is_file()]
     if not files:
@@ -181,7 +91,7 @@ def _locate(path: Path, need_config: bool) -> Path:
 
 
 def _convert(pickle: Path) -> str:
-    """What to do with a file that is none of safetensors."""
+    """What to do with a file that may run what it holds."""
     config = f", config={str(pickle.parent / CONFIG)!r}" if (pickle.parent / CONFIG).is_file() else ""
     return (
         "A pickle may run whatever its maker wrote into it. To convert one that you trust: "
@@ -226,25 +136,29 @@ def load(
 
 
 class _File:
-    """The tensors of a safetensors file: shapes, types, and each one's numbers when they are wanted."""
+    """The tensors of a weights file: shapes, types, and each one's numbers when they are wanted."""
 
-    def __init__(self, f: IO[bytes], header: Mapping[str, dict[str, Any]], start: int) -> None:
-        self._file, self._header, self._start = f, header, start
-        self.shapes = {name: tuple(entry["shape"]) for name, entry in header.items()}
-        self.dtypes = {name: entry["dtype"] for name, entry in header.items()}
+    def __init__(self, f: IO[bytes], form: Any) -> None:
+        self._file, self.readable = f, form.READABLE
+        self.header = {tensor.name: tensor for tensor in form.header(f)}
+        self.shapes = {name: tensor.shape for name, tensor in self.header.items()}
+        self.dtypes = {name: tensor.dtype for name, tensor in self.header.items()}
 
     def read(self, name: str, shape: Shape) -> np.ndarray:
-        return _read_tensor(self._file, name, self._header[name], self._start, shape)
+        return stored.read(self._file, self.header[name], shape)
 
 
 @contextlib.contextmanager
 def _reading(file: Path) -> Iterator[_File]:
+    """GGUF where its first bytes say so; as the length of a safetensors header they would be above the limit."""
     with open(file, "rb", buffering=0) as f:
+        is_gguf = f.read(len(gguf.MAGIC)) == gguf.MAGIC or file.suffix == ".gguf"
         try:
-            source = _File(f, *_read_header(f))
+            source = _File(f, gguf if is_gguf else safetensors)
         except (ValueError, RecursionError) as error:
             hint = f". {_convert(file)}" if file.suffix in PICKLES else ""
-            raise ValueError(f"path: want a safetensors file, got {file}: {error}{hint}") from None
+            kind = "GGUF" if is_gguf else "safetensors"
+            raise ValueError(f"path: want a {kind} file, got {file}: {error}{hint}") from None
         yield source
 
 
@@ -259,6 +173,7 @@ class _Memory:
         names = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
         dtypes = {name: str(value.dtype).removeprefix("torch.") for name, value in arrays.items()}
         self.dtypes = {name: names.get(dtype, dtype) for name, dtype in dtypes.items()}
+        self.readable = tuple(stored.FLOATS)
 
     def read(self, name: str, shape: Shape) -> np.ndarray:
         value = self._tensors[name]
@@ -289,9 +204,25 @@ def look(path: Any) -> Contents:
 
 
 def read_tensors(file: Path) -> dict[str, np.ndarray]:
-    """Every tensor of floats of a safetensors file."""
+    """Every tensor of a weights file whose type can be read."""
     with _reading(file) as source:
-        return {name: source.read(name, source.shapes[name]) for name in source.shapes if source.dtypes[name] in DTYPES}
+        held = source.header.values()
+        return {one.name: source.read(one.name, one.shape) for one in held if one.dtype in source.readable}
+
+
+def tensor_types(path: Any) -> list[tuple[str, Shape, str, int]]:
+    """Name, shape in PyTorch's order, type and bytes of every tensor of a safetensors or GGUF file, whatever model it
+    is of, in the order of its bytes. Of its header alone: a file of any size is answered at once.
+
+    Types are named as the formats do: "F32", "BF16", "F8_E4M3", "Q8_0", "Q4_K". ValueError, OSError: as `load`.
+    """
+    with _reading(_locate(as_path(path, "path"), need_config=False)) as source:
+        return [(one.name, one.shape, one.dtype, one.nbytes) for one in source.header.values()]
+
+
+def _unreadable(source: _File | _Memory) -> dict[str, str]:
+    want = ", ".join(source.readable)
+    return {name: f"want {want}, got {dtype}" for name, dtype in source.dtypes.items() if dtype not in source.readable}
 
 
 def _load_from(source: _File | _Memory, where: str, arch: Arch | None, parts: str, backend: Any) -> _core.Model:
@@ -305,7 +236,7 @@ def _load_from(source: _File | _Memory, where: str, arch: Arch | None, parts: st
         spelt = spell(tensors, layout, len(arch["block_out_channels"]))
         extra = [prefix + name for name in ours(shapes, prefix, parts) - set(spelt.values())]
         wanted_by = f"{arch['name']}{'' if parts == 'all' else f' ({parts})'} in layout {layout}"
-        check(shapes, tensors, spelt, prefix, wanted_by, source.dtypes, extra)
+        check(shapes, tensors, spelt, prefix, wanted_by, _unreadable(source), extra)
         for name, shape in tensors.items():
             result.set_tensor(name, source.read(prefix + spelt[name], shape))
     except ValueError as error:

@@ -57,7 +57,7 @@ class Counters:
         return Reading(allocated - self._baseline[0], reserved - self._baseline[1], allocated, reserved)
 
 
-class _Names:
+class Names:
     """The local names of a Python function, on a simulated process: they keep their tensors.
 
     A name that is bound anew lets go of its old value only once the new one is there, as in ``x = f(x)``.
@@ -99,7 +99,7 @@ def benchmark(
     weights_dtype = vae.dtype
     dtype = dtype or weights_dtype
     input_dtype = input_dtype or weights_dtype
-    names = _Names(process)
+    names = Names(process)
     image = (batch, vae.arch["in_channels"], height, width)
     latent = (batch, vae.arch["latent_channels"], height // vae.factor, width // vae.factor)
     runtime = RUNTIMES[vae.runtime]

@@ -514,8 +514,11 @@ class SimulatedProcess:
             tile=tile, slicing=slicing, sm=self.gpu.sm, multiprocessors=self.gpu.properties["multiProcessorCount"],
             free_bytes=free, channels_last=vae.channels_last,
         )  # fmt: skip
-        left = self.call(trace)
-        return Tensor(f"{op} of {vae.arch['name']}", result, vae.dtype, {a: self._live[a][1] for a in left.values()})
+        return self._kept(f"{op} of {vae.arch['name']}", self.call(trace), result, vae.dtype)
+
+    def _kept(self, name: str, left: Mapping[int, int], shape: Sequence[int], dtype: str) -> Tensor:
+        """What `call` left, as one tensor."""
+        return Tensor(name, shape, dtype, {address: self._live[address][1] for address in left.values()})
 
     def _copy(self, vae: LoadedVAE, sizes: Mapping[int, int]) -> None:
         """Each of these parameters, by address, is copied into so many bytes, then the old one dropped."""

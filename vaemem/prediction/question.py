@@ -128,7 +128,7 @@ class Question:
         if self.runtime == "a1111":
             memory = find_gpu(self.gpu, self.memory).total_memory // MIB
             return next(side for least, side in TILED_VAE[self.op] if memory > least)
-        return _tile_of(model)
+        return usual_tile(model)
 
     def new_allocator(self, total_memory: int | None = None, history: bool = False) -> CachingAllocator:
         """A fresh allocator as the question has it."""
@@ -170,7 +170,7 @@ class Question:
         return measured, process
 
 
-def _tile_of(model: Any) -> int:
+def usual_tile(model: Any) -> int:
     """The side in pixels of the tiles that diffusers' ``enable_tiling`` cuts: the config's sample_size."""
     named = isinstance(model, str) and model in _core.models()
     size = sample_size_of(None, model) if named else sample_size_of(model, "")

@@ -159,8 +159,8 @@ class AutoencoderKL(diffusers.AutoencoderKL):  # type: ignore[misc]
         torch_dtype: torch.dtype | None = None,
         memory_limit: Limit = None,
     ) -> Self:
-        """From a safetensors file in any layout that `VAE.load` reads. SD1.5's and SDXL's files are alike: `model`
-        (``"sd15"`` or ``"sdxl"``) or `config` says which it is."""
+        """From a safetensors or GGUF file in any layout that `VAE.load` reads. SD1.5's and SDXL's files are alike:
+        `model` (``"sd15"`` or ``"sdxl"``) or `config` says which it is."""
         return cls(VAE.load(path, model, config), None, torch_dtype or torch.float32, memory_limit)
 
     @classmethod

@@ -1,0 +1,193 @@
+"""Whole pipelines on a simulated GPU: phases, offloading, what fits."""
+
+from __future__ import annotations
+
+import pytest
+
+from vaemem import predict, predict_pipeline
+from vaemem.pipelines import programs
+from vaemem.pipelines.components import PIPELINES
+from vaemem.pipelines.run import RECORDED_VAES
+from vaemem.prediction.gpus import find_gpu
+from vaemem.prediction.process import SimulatedProcess
+
+MIB = 1 << 20
+
+
+def phase(prediction, name):
+    return next(phase for phase in prediction.phases if phase.name == name)
+
+
+@pytest.mark.parametrize("gpu", ["RTX 4090", "T4", "H200"])
+@pytest.mark.parametrize("model", ["sd15", "flux"])
+def test_recorded_decoders_are_the_c_traces(model, gpu):
+    """The check on the method: what was recorded and fitted is what csrc/predict has, written from the source."""
+    process = SimulatedProcess(gpu)
+    vae = process.load(model, "float16", "diffusers")
+    latents = process.tensor((1, vae.arch["latent_channels"], 88, 120), "float16")
+    process.decode(vae, latents)
+    trace = process._last[0]
+    replayed = programs.load(RECORDED_VAES[model]).trace("float16", find_gpu(gpu), h=88, w=120)
+    assert replayed.convs == trace.convs and in_runs(replayed.steps) == in_runs(trace.steps)
+
+
+def in_runs(steps):
+    """Sizes in order, where what dies together dies in one order."""
+    runs, given = [], []
+    for op, number, size, _ in steps:
+        if op == "give":
+            given.append(number)
+        else:
+            runs += [*sorted(given), (op, number, size)]
+            given = []
+    return [*runs, *sorted(given)]
+
+
+def test_weights_of_recorded_decoders_are_the_models():
+    for model, recorded in RECORDED_VAES.items():
+        held = SimulatedProcess("T4").load(model, "float16", "diffusers").nbytes
+        assert held == sum(weight.nbytes("float16") for weight in programs.load(recorded).weights)
+
+
+def test_phases_of_a_pipeline():
+    found = predict_pipeline("sd15", 512, 512, gpu="T4")
+    assert [p.name for p in found.phases] == ["load", "encode prompt", "denoise", "decode"]
+    weights = {part.role: part.nbytes for part in found.parts.values()}
+    assert sum(weights.values()) == 2 * (859_520_964 + 123_060_480 + 83_653_863) + 8 * 77  # int64 position_ids
+    for p in found.phases:
+        assert p.weights == sum(weights.values())
+        assert p.allocated == p.weights + p.workspace + p.activations == sum(size for _, size in p.peak_tensors)
+        assert p.allocated <= p.reserved == p.total and p.fits
+    decode = predict("sd15", "decode", 512, 512, gpu="T4")
+    above = phase(found, "decode").allocated - phase(found, "load").allocated
+    assert decode.allocated <= above <= decode.allocated + 8 * MIB + MIB  # cuBLAS's workspace is there already, or now
+    assert found.peak == phase(found, "decode").reserved and found.bottleneck == "decode"
+    assert found.band[0] <= found.peak <= found.band[1]
+    assert max(moment.allocated for moment in found.timeline) == phase(found, "decode").allocated
+    assert "decode" in repr(found)
+
+
+def test_the_denoisers_height_is_the_modules():
+    """Beside what is resident, what a recording of the module alone says."""
+    found = predict_pipeline("sd15", 512, 768, batch=2, gpu="RTX 4090")
+    process = SimulatedProcess("RTX 4090")
+    process.call(programs.load("sd15-unet").trace("float16", find_gpu("RTX 4090"), n=4, h=64, w=96, t=77))
+    above = phase(found, "denoise").allocated - phase(found, "load").allocated
+    tensors = 40 * (4 * 64 * 96 * 2) + 4 * 77 * 768 * 2 * 3
+    assert process.peak_allocated <= above <= process.peak_allocated + tensors + 9 * MIB
+
+
+def test_steps_beyond_the_second_take_no_more(monkeypatch):
+    from vaemem.pipelines import run
+
+    before = predict_pipeline("sd15", 512, 512, gpu="T4")
+    monkeypatch.setattr(run, "PLAYED_STEPS", 5)
+    after = predict_pipeline("sd15", 512, 512, gpu="T4")
+    assert [p._replace(peak_tensors=()) for p in before.phases] == [p._replace(peak_tensors=()) for p in after.phases]
+
+
+def test_guidance_and_steps_double_the_work():
+    both = phase(predict_pipeline("sd15", 512, 512, steps=10), "denoise")
+    alone = phase(predict_pipeline("sd15", 512, 512, steps=10, guidance=False), "denoise")
+    longer = phase(predict_pipeline("sd15", 512, 512, steps=20), "denoise")
+    assert alone.activations < both.activations and both.flops == 2 * alone.flops and longer.flops == 2 * both.flops
+    assert longer.allocated - both.allocated <= 512
+
+
+def test_model_offload_keeps_one_component():
+    found = predict_pipeline("sd15", 512, 512, gpu="T4", offload="model")
+    parts = found.parts
+    assert [p.name for p in found.phases] == ["encode prompt", "denoise", "decode"]
+    assert phase(found, "encode prompt").weights == parts["text_encoder"].nbytes
+    assert phase(found, "denoise").weights == parts["unet"].nbytes
+    assert phase(found, "denoise").sent == parts["unet"].nbytes and phase(found, "decode").sent == parts["vae"].nbytes
+    whole = predict_pipeline("sd15", 512, 512, gpu="T4")
+    gone = phase(whole, "denoise").allocated - phase(found, "denoise").allocated
+    others = sum(part.nbytes for part in parts.values()) - parts["unet"].nbytes
+    assert others <= gone <= others + 16 * MIB  # and what the allocator rounds up for them
+    assert found.host == sum(part.nbytes for part in parts.values()) and whole.host == 0
+
+
+def test_sequential_offload_sends_every_submodules_weights():
+    found = predict_pipeline("sd15", 512, 512, gpu="T4", offload="sequential", steps=3)
+    unet = found.parts["unet"]
+    denoise = phase(found, "denoise")
+    assert denoise.sent == 3 * unet.nbytes and denoise.weights == 0
+    largest = max(sum(size for _, size in held) for held in unet.sent.values())
+    model = phase(predict_pipeline("sd15", 512, 512, gpu="T4", offload="model"), "denoise")
+    assert denoise.allocated < model.allocated - unet.nbytes + largest + MIB
+    with pytest.raises(ValueError, match="sequential"):
+        predict_pipeline("sd15", 512, 512, offload="sequential", vae="tiled")
+
+
+def test_the_ways_of_the_vae():
+    ways = {
+        way: phase(predict_pipeline("sd15", 1024, 1024, batch=2, vae=way), "decode")
+        for way in ("whole", "tiled", "sliced")
+    }
+    assert ways["tiled"].allocated < ways["sliced"].allocated < ways["whole"].allocated
+    assert ways["tiled"].flops > ways["whole"].flops == ways["sliced"].flops
+    ours = predict_pipeline("sd15", 1024, 1024, vae="vaemem", vae_memory_limit="1 GiB")
+    decode = phase(ours, "decode")
+    assert decode.outside == 1 << 30 and decode.total == decode.reserved + (1 << 30)
+    assert decode.allocated < phase(ours, "denoise").allocated
+    tight = predict_pipeline("sd15", 1024, 1024, vae="vaemem", vae_memory_limit="22.5 GiB")
+    assert tight.out_of_memory_at[0] == "decode" and phase(tight, "decode").fits is False
+
+
+def test_weights_in_other_types():
+    plain = predict_pipeline("sd15", 512, 512)
+    packed = predict_pipeline("sd15", 512, 512, components={"unet": "Q8_0"})
+    assert packed.parts["unet"].nbytes < 0.6 * plain.parts["unet"].nbytes
+    assert packed.peak < plain.peak and any("unpacked" in note for note in packed.notes)
+    single = predict_pipeline("sd15", 512, 512, components={"vae": "float32"})
+    assert single.parts["vae"].nbytes == 2 * plain.parts["vae"].nbytes
+    assert phase(single, "decode").allocated > phase(plain, "decode").allocated
+    given = predict_pipeline("sd15", 512, 512, components={"text_encoder": None})
+    assert "text_encoder" not in given.parts and phase(given, "encode prompt").flops == 0
+
+
+def test_unpacked_weights_are_there_for_their_layer():
+    """What a linear layer computes with is as large as the layer was before it was packed."""
+    packed = predict_pipeline("sd15", 512, 512, components={"unet": "Q8_0"}).parts["unet"]
+    layer = "down_blocks.0.attentions.0.transformer_blocks.0.ff.net.0.proj"
+    assert packed.unpacked[layer] == [("weight, unpacked", 2560 * 320 * 2)]
+
+
+def test_where_memory_runs_out():
+    for used, where in (("14 GB", "load"), ("12.9 GB", "decode")):
+        found = predict_pipeline("sd15", 512, 512, gpu="T4", used=used)
+        at = [p.name for p in found.phases].index(where)
+        assert not found.fits and found.out_of_memory_at[0] == where and found.out_of_memory_at[1].bytes > 0
+        assert [p.fits for p in found.phases] == [True] * at + [False] + [None] * (3 - at)
+        assert "out of memory" in repr(found)
+    assert predict_pipeline("sd15", 512, 512, gpu="T4", offload="model", used="12.9 GB").fits
+
+
+@pytest.mark.parametrize(
+    "wrong, match",
+    [
+        ({"pipeline": "sd16"}, "pipeline: want"),
+        ({"height": 500}, "height: want a multiple of 8"),
+        ({"offload": "group"}, "offload: want"),
+        ({"vae": "vaemem"}, "vae_memory_limit: want it"),
+        ({"vae_memory_limit": "1 GB"}, "vae_memory_limit: want it"),
+        ({"components": {"transformer": "nf4"}}, "components: want"),
+        ({"components": {"unet": "Q9"}}, "unet"),
+        ({"components": {"unet": None}}, "unet"),
+        ({"components": {"vae": "Q8_0"}}, "vae"),
+        ({"dtype": "int8"}, "dtype: want"),
+        ({"used": "16 GB", "gpu": "T4"}, "used: want less"),
+        ({"dtype": "bfloat16", "gpu": "T4"}, "fused kernels"),
+        ({"batch": 0}, "batch: want"),
+    ],
+)
+def test_bad_questions(wrong, match):
+    with pytest.raises(ValueError, match=match):
+        predict_pipeline(**{"pipeline": "sd15", "height": 512, "width": 512, **wrong})
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_every_pipelines_parts_were_recorded(name):
+    for part in PIPELINES[name].parts.values():
+        assert RECORDED_VAES.get(part, part) in programs.recorded()

@@ -1,0 +1,73 @@
+"""What the pipelines are made of, as diffusers has them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+VAE_STRIDE = 8  # pixels a side of one pixel of a latent
+
+
+class Pipeline(NamedTuple):
+    """A pipeline of diffusers.
+
+    about: the class, and whose weights
+    parts: what each role is played by, in the order of ``model_cpu_offload_seq``: a recorded module, or a VAE's name
+    dtype: the one that it is usually run in
+    width, pooled: channels of the prompt's embeddings, and of the pooled ones (0: none)
+    tokens: of a prompt by default
+    encoded: what prompts are padded to for the text encoder, longer ones in several calls; 0 where that is said by the
+        call (FLUX's max_sequence_length)
+    pads: whether the denoiser sees the padded prompt
+    guides: whether guidance takes a second image through the denoiser (else it is an input of it, or there is none)
+    steps: by default
+    """
+
+    about: str
+    parts: Mapping[str, str]
+    dtype: str
+    width: int
+    pooled: int
+    tokens: int
+    encoded: int
+    pads: bool
+    guides: bool
+    steps: int
+
+    @property
+    def denoiser(self) -> str:
+        """Its role."""
+        return "unet" if "unet" in self.parts else "transformer"
+
+    def lengths(self, tokens: int) -> tuple[int, int, int]:
+        """Of a prompt's tokens: calls of a text encoder, tokens of each, and what the denoiser sees."""
+        encoded = self.encoded or tokens
+        calls = -(-tokens // encoded)
+        return calls, encoded, calls * encoded if self.pads else tokens
+
+    @property
+    def encoders(self) -> list[str]:
+        return [role for role in self.parts if role.startswith("text_encoder")]
+
+
+PIPELINES = {
+    "sd15": Pipeline(
+        "StableDiffusionPipeline of stable-diffusion-v1-5 without its safety checker",
+        {"text_encoder": "clip-l", "unet": "sd15-unet", "vae": "sd15"}, "float16", 768, 0, 77, 77, True, True, 50,
+    ),
+    "sdxl": Pipeline(
+        "StableDiffusionXLPipeline of stable-diffusion-xl-base-1.0",
+        {"text_encoder": "clip-l", "text_encoder_2": "openclip-g", "unet": "sdxl-unet", "vae": "sdxl"},
+        "float16", 2048, 1280, 77, 77, True, True, 50,
+    ),
+    "flux": Pipeline(
+        "FluxPipeline of FLUX.1-dev",
+        {"text_encoder": "clip-l", "text_encoder_2": "t5-xxl", "transformer": "flux-transformer", "vae": "flux"},
+        "bfloat16", 4096, 768, 512, 0, True, False, 28,
+    ),
+    "zimage-turbo": Pipeline(
+        "ZImagePipeline of Z-Image-Turbo",
+        {"text_encoder": "qwen3-4b", "transformer": "zimage-transformer", "vae": "zimage"},
+        "bfloat16", 2560, 0, 77, 512, False, False, 9,
+    ),
+}  # fmt: skip

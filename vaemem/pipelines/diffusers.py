@@ -1,0 +1,113 @@
+"""What the pipelines of diffusers do, phase by phase, in the order and with the names of their own code.
+
+Read in StableDiffusionPipeline, StableDiffusionXLPipeline and FluxPipeline of diffusers 0.33, and ZImagePipeline of
+0.42. Tensors of prompts, latents and images are followed by the names that hold them; what a scheduler's step makes in
+passing is three tensors of the latents' size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vaemem.pipelines.components import VAE_STRIDE, Pipeline
+from vaemem.pipelines.run import Run
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of a pipeline's call, and how its VAE runs."""
+
+    height: int
+    width: int
+    batch: int
+    tokens: int
+    guidance: bool
+    steps: int
+    vae: str
+    memory_limit: int
+
+
+def run_pipeline(run: Run, pipeline: Pipeline, call: Call) -> None:
+    """All phases, into `Run.phases`."""
+    if run.offload == "none":
+        with run.phase("load"):
+            for role in run.parts:
+                run.load(role)
+    with run.phase("encode prompt"):
+        _encode_prompt(run, pipeline, call)
+    with run.phase("denoise"):
+        _denoise(run, pipeline, call)
+    with run.phase("decode"):
+        _decode(run, pipeline, call)
+
+
+def _encode_prompt(run: Run, pipeline: Pipeline, call: Call) -> None:
+    names, dtype = run.names, run.parts[pipeline.denoiser].dtype
+    calls, encodes, tokens = pipeline.lengths(call.tokens)
+    prompts = ["prompt_embeds", *["negative_prompt_embeds"] * (pipeline.guides and call.guidance)]
+    for name in prompts:
+        encoded = []
+        for role in pipeline.encoders:
+            if role not in run.parts:
+                continue
+            # FLUX's CLIP has its own number of tokens; its pooled output alone is kept.
+            own = CLIP_TOKENS if run.parts[role].component in CLIPS else encodes
+            for _ in range(calls):
+                ids = run.tensor("text_input_ids", (1, own), "int64")
+                encoded.append(run.call(role, n=1, t=own))
+                run.process.drop(ids)
+        if pipeline.pooled:
+            names[name.replace("prompt", "pooled_prompt")] = run.tensor(
+                "pooled_prompt_embeds", (call.batch, pipeline.pooled), dtype
+            )
+        # Of several encoders side by side, or repeated for each image.
+        names[name] = run.tensor(name, (call.batch, tokens, pipeline.width), dtype)
+        run.process.drop(*encoded)
+    if len(prompts) > 1:
+        for name in [name for name in names.held if name.startswith("p")]:
+            held = names[name]
+            names[name] = run.tensor(f"{name}, both", (2, *held.shape), dtype)
+
+
+CLIPS = ("clip-l", "openclip-g")
+CLIP_TOKENS = 77
+
+
+def _denoise(run: Run, pipeline: Pipeline, call: Call) -> None:
+    names, process = run.names, run.process
+    role = pipeline.denoiser
+    dtype = run.parts[role].dtype
+    kept = "float32" if role == "transformer" and pipeline.encoders == ["text_encoder"] else dtype  # Z-Image's latents
+    height, width = call.height // VAE_STRIDE, call.width // VAE_STRIDE
+    *_, tokens = pipeline.lengths(call.tokens)
+    images = call.batch * (2 if pipeline.guides and call.guidance else 1)
+    channels = LATENT_CHANNELS[run.parts["vae"].component]
+    latent = (call.batch, channels, height, width)
+    names["timesteps"] = run.tensor("timesteps", (call.steps,), "float32")
+    names["latents"] = run.tensor("latents", latent, kept)
+    for _ in run.steps(call.steps):
+        names["latent_model_input"] = run.tensor("latent_model_input", (images, *latent[1:]), dtype)
+        names["noise_pred"] = run.call(role, n=images, h=height, w=width, t=tokens)
+        if images > call.batch:  # uncond + scale * (text - uncond)
+            difference = run.tensor("noise_pred_text - noise_pred_uncond", latent, dtype)
+            scaled = run.tensor("guidance_scale * ...", latent, dtype)
+            process.drop(difference)
+            names["noise_pred"] = run.tensor("noise_pred", latent, dtype)
+            process.drop(scaled)
+        made = [run.tensor("scheduler.step", latent, "float32") for _ in range(2)]
+        names["latents"] = run.tensor("latents", latent, kept)
+        process.drop(*made)
+
+
+LATENT_CHANNELS = {"sd15": 4, "sdxl": 4, "flux": 16, "zimage": 16}
+
+
+def _decode(run: Run, pipeline: Pipeline, call: Call) -> None:
+    names, process, part = run.names, run.process, run.parts["vae"]
+    latents = names["latents"]
+    scaled = run.tensor("latents / scaling_factor", latents.shape, part.dtype)
+    names["image"] = run.decode(scaled, call.vae, call.memory_limit)
+    process.drop(scaled)
+    dtype = "float32" if part.upcast else part.dtype
+    for name in ("image * 0.5", "image * 0.5 + 0.5", "image, clamped"):
+        names["image"] = run.tensor(name, (call.batch, 3, call.height, call.width), dtype)

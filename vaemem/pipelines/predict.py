@@ -1,0 +1,300 @@
+"""What a pipeline takes of a GPU in every phase, without PyTorch and without the GPU."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vaemem._common import DTYPES, MIB, choose, whole
+from vaemem._core import OutOfMemoryError
+from vaemem.engine.limits import parse_size
+from vaemem.pipelines import programs
+from vaemem.pipelines.components import PIPELINES, VAE_STRIDE, Pipeline
+from vaemem.pipelines.diffusers import Call, run_pipeline
+from vaemem.pipelines.run import OFFLOADS, RECORDED_VAES, Part, Run
+from vaemem.pipelines.storage import BITSANDBYTES, GGML, TYPES, stored
+from vaemem.prediction.gpus import Gpu, find_gpu
+from vaemem.prediction.predict import CONTEXT
+from vaemem.prediction.process import Moment, PeakTensor, SimulatedProcess
+from vaemem.prediction.snapshot import CachingAllocator
+
+VAE_WAYS = ("whole", "tiled", "sliced", "vaemem")
+
+
+@dataclass(frozen=True)
+class PipelineQuestion:
+    """The arguments of `predict_pipeline`, checked."""
+
+    pipeline: Pipeline
+    name: str
+    call: Call
+    parts: tuple[Part, ...]
+    offload: str
+    gpu: Gpu
+    cudnn_version: str | None
+    torch_version: str | None
+    used: int
+
+    @property
+    def available(self) -> int:
+        """Bytes that the card has for the process beside a CUDA context and what others hold."""
+        return self.gpu.reported_memory - CONTEXT - self.used
+
+    def play(
+        self, allocator: CachingAllocator | None = None, workspace: Any = None
+    ) -> tuple[Run, OutOfMemoryError | None]:
+        """A fresh process runs the pipeline, as far as its allocator lets it."""
+        process = SimulatedProcess(
+            self.gpu, self.cudnn_version, self.torch_version, allocator=allocator, workspace=workspace
+        )
+        run = Run(process, {part.role: part for part in self.parts}, self.offload)
+        try:
+            run_pipeline(run, self.pipeline, self.call)
+        except OutOfMemoryError as full:
+            return run, full
+        return run, None
+
+
+class PipelinePrediction:
+    """What `predict_pipeline` returns. Sizes in bytes.
+
+    Attributes
+    ----------
+    phases : tuple of Phase
+        In order: load (where all is loaded first), encode prompt, denoise, decode.
+    peak : int
+        The most that the process takes of the card at once: what PyTorch reserves, and vaemem's memory beside it. On a
+        card with room for all that PyTorch likes to take.
+    bottleneck : str
+        The phase that takes it.
+    fits : bool
+        Whether the run goes through on this card, where PyTorch gives cached memory back before it gives up.
+    out_of_memory_at : tuple of (str, PeakTensor) or None
+        The phase, and the tensor that cannot be had.
+    available : int
+        What the card has beside a CUDA context (512 MiB) and what others use.
+    band : tuple of int
+        Least and most of `peak` as the answers of neighbouring cuDNN versions have it.
+    host : int
+        Bytes of weights that the host keeps.
+    timeline : tuple of Moment
+        ``(name, allocated, reserved)`` step by step through every call; names begin with the role.
+    notes : tuple of str
+        What is known to be left out, or stood in for.
+
+    Examples
+    --------
+    >>> p = predict_pipeline("sd15", 768, 768, gpu="RTX 3060", offload="model")
+    >>> p.bottleneck, p.fits, p.host >> 20
+    ('decode', True, 2033)
+    >>> p.phases[-1].peak_tensors[0]
+    PeakTensor(name='decoder.up_blocks.2.upsamplers.0.conv [workspace]', bytes=606076944)
+    """
+
+    def __init__(self, question: PipelineQuestion):
+        self._question = question
+        run, _ = question.play()
+        self.timeline: tuple[Moment, ...] = tuple(run.moments)
+        self._process = run.process
+        limited = CachingAllocator(total_memory=max(question.available, 1), history=False)
+        tried, full = question.play(limited, run.process.workspace)
+        self.out_of_memory_at: tuple[str, PeakTensor] | None = None
+        done = len(tried.phases)
+        if full is not None:
+            what = PeakTensor(tried.process.frames[full.tag], full.requested)
+            self.out_of_memory_at = run.phases[done].name, what
+        for i, phase in enumerate(tried.phases):
+            if phase.outside and phase.total > question.available:
+                done, self.out_of_memory_at = i, (phase.name, PeakTensor("vaemem's memory limit", phase.outside))
+                break
+        verdicts = [True if i < done else None if i > done else False for i in range(len(run.phases))]
+        self.phases = tuple(phase._replace(fits=fits) for phase, fits in zip(run.phases, verdicts, strict=True))
+
+    @property
+    def pipeline(self) -> str:
+        return self._question.name
+
+    @property
+    def parts(self) -> dict[str, Part]:
+        return {part.role: part for part in self._question.parts}
+
+    @property
+    def peak(self) -> int:
+        return max(phase.total for phase in self.phases)
+
+    @property
+    def bottleneck(self) -> str:
+        return max(self.phases, key=lambda phase: phase.total).name
+
+    @property
+    def available(self) -> int:
+        return self._question.available
+
+    @property
+    def fits(self) -> bool:
+        return self.out_of_memory_at is None
+
+    @property
+    def host(self) -> int:
+        return 0 if self._question.offload == "none" else sum(part.nbytes for part in self._question.parts)
+
+    @functools.cached_property
+    def band(self) -> tuple[int, int]:
+        alternatives = getattr(self._process.workspace, "alternatives", None)
+        peaks = [self.peak]
+        for workspace in alternatives(False) if alternatives else ():
+            run, _ = self._question.play(workspace=workspace)
+            peaks.append(max(phase.total for phase in run.phases))
+        return min(peaks), max(peaks)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        found = list(self._process.substitutions)
+        for part in self._question.parts:
+            types = {weight.type for weight in part.weights}
+            if types & {"int8"}:
+                found.append(f"{part.role}: what LLM.int8() makes of activations is not counted")
+            if types & {*GGML, "nf4", "nf4 double", "fp8"}:
+                found.append(f"{part.role}: of unpacking, only the unpacked weights of the layer that runs are counted")
+            if part.upcast:
+                found.append(f"{part.role}: all of it in float32, where diffusers leaves the middle block as it is")
+        return tuple(found)
+
+    def __repr__(self) -> str:
+        q = self._question
+        least, most = (f"{size / MIB:.0f}" for size in self.band)
+        shown = "; ".join(
+            f"{phase.name} {phase.total / MIB:.0f} MiB ({phase.weights / MIB:.0f} of weights)" for phase in self.phases
+        )
+        verdict = "fits in" if self.fits else f"out of memory in {self.out_of_memory_at[0]} with"  # type: ignore[index]
+        return (
+            f"<PipelinePrediction {q.name} {q.call.height}x{q.call.width} ({q.gpu.name}, offload {q.offload}, VAE"
+            f" {q.call.vae}): {shown}; peak in {self.bottleneck}"
+            + (f" ({least} to {most})" if least != most else "")
+            + f"; {verdict} {self.available / MIB:.0f} MiB>"
+        )
+
+
+def predict_pipeline(
+    pipeline: str, height: int, width: int, batch: int = 1, prompt_tokens: int | None = None, guidance: bool = True,
+    dtype: str | None = None, *, components: Mapping[str, Any] | None = None, offload: str = "none",
+    vae: str = "whole", vae_memory_limit: int | str | None = None, steps: int | None = None, gpu: str = "RTX 4090",
+    memory: int | str | None = None, used: int | str = 0, cudnn_version: str | None = None,
+    torch_version: str | None = None,
+) -> PipelinePrediction:  # fmt: skip
+    """What a pipeline of diffusers takes of a GPU in each phase: weights, activations, workspaces, and whether it fits.
+
+    Parameters
+    ----------
+    pipeline : str
+        ``"sd15"``, ``"sdxl"``, ``"flux"`` or ``"zimage-turbo"``.
+    height, width : int
+        Of the image in pixels, multiples of 8.
+    batch : int
+        Images of one prompt.
+    prompt_tokens : int, optional
+        Of the prompt: 77 by default, and FLUX's 512, which is its max_sequence_length. SD 1.5 and SDXL pad to 77 and
+        encode longer prompts in parts of so many.
+    guidance : bool
+        Whether SD 1.5 and SDXL denoise each image twice. FLUX takes guidance as a number, Z-Image-Turbo none.
+    dtype : str, optional
+        What is computed in: float16 for SD 1.5 and SDXL, bfloat16 for FLUX and Z-Image.
+    components : dict, optional
+        By role (``"text_encoder"``, ``"text_encoder_2"``, ``"unet"``, ``"transformer"``, ``"vae"``): the type of its
+        weights as `vaemem.pipelines.storage.tensor_bytes` has them (``"nf4"``, ``"Q8_0"``, ``"fp8"``, ``"float32"``),
+        or the path of a safetensors or GGUF file, whose header says them; None for a text encoder that is not there.
+        SDXL's VAE is kept in float16 and converted to float32 for its call unless this says what it runs in.
+    offload : str
+        ``"none"``, ``"model"`` (``enable_model_cpu_offload``) or ``"sequential"`` (``enable_sequential_cpu_offload``).
+    vae : str
+        ``"whole"``, ``"tiled"``, ``"sliced"``, or ``"vaemem"``: run by this package within `vae_memory_limit`.
+    vae_memory_limit : int or str, optional
+        Bytes, or ``"1 GB"``: weights included.
+    steps : int, optional
+        Of the denoiser. Memory is that of two; FLOPs are those of all.
+    gpu, memory, used, cudnn_version, torch_version
+        As `vaemem.predict` takes them.
+
+    Raises
+    ------
+    ValueError
+        What is unknown or cannot be; a component that was not recorded, in a dtype or on a GPU whose attention was
+        not.
+
+    Notes
+    -----
+    docs/PIPELINES.md tells how it works and what is not known.
+
+    Examples
+    --------
+    >>> p = predict_pipeline("sd15", 512, 512, gpu="T4")
+    >>> [(phase.name, phase.allocated >> 20) for phase in p.phases]
+    [('load', 2056), ('encode prompt', 2058), ('denoise', 2196), ('decode', 2675)]
+    >>> p.fits, p.bottleneck
+    (True, 'decode')
+    """
+    choose("pipeline", pipeline, PIPELINES)
+    kind = PIPELINES[pipeline]
+    choose("offload", offload, OFFLOADS)
+    choose("vae", vae, VAE_WAYS)
+    dtype = kind.dtype if dtype is None else dtype
+    choose("dtype", dtype, DTYPES)
+    for name, value in (("height", height), ("width", width)):
+        if whole(name, value) % VAE_STRIDE:
+            raise ValueError(f"{name}: want a multiple of {VAE_STRIDE}, got {value}")
+    if (vae == "vaemem") != (vae_memory_limit is not None):
+        raise ValueError(
+            f"vae_memory_limit: want it with vae='vaemem' and with that alone, got {vae_memory_limit!r} with {vae!r}"
+        )
+    limit = parse_size("vae_memory_limit", vae_memory_limit) if vae_memory_limit is not None else 0
+    tokens = kind.tokens if prompt_tokens is None else whole("prompt_tokens", prompt_tokens)
+    steps = kind.steps if steps is None else whole("steps", steps)
+    call = Call(height, width, whole("batch", batch), tokens, bool(guidance), steps, vae, limit)
+    question = PipelineQuestion(
+        kind, pipeline, call, _parts(kind, dtype, components or {}), offload, find_gpu(gpu, memory), cudnn_version,
+        torch_version, parse_size("used", used, least=0),
+    )  # fmt: skip
+    if question.available <= 0:
+        raise ValueError(f"used: want less than the card has beside a context, got {used!r}")
+    return PipelinePrediction(question)
+
+
+def _parts(pipeline: Pipeline, dtype: str, components: Mapping[str, Any]) -> tuple[Part, ...]:
+    for role in components:
+        choose("components", role, pipeline.parts)
+    parts = []
+    for role, component in pipeline.parts.items():
+        given = components.get(role, dtype)
+        if given is None:
+            if not role.startswith("text_encoder"):
+                raise ValueError(f"components: want a type or a file for {role}, got None")
+            continue
+        parts.append(_part(role, component, dtype, given, upcast=component == "sdxl" and role not in components))
+    return tuple(parts)
+
+
+def _part(role: str, component: str, dtype: str, given: Any, upcast: bool) -> Part:
+    weights = programs.load(RECORDED_VAES.get(component, component)).weights
+    named = [(weight.name, weight.shape, weight.dtype) for weight in weights]
+    if given in DTYPES:
+        return Part(role, component, given, tuple(stored(named, given, "all", given)), upcast and given == "float16")
+    if component in RECORDED_VAES:
+        choose(f"components[{role!r}]", given, DTYPES)
+    if isinstance(given, os.PathLike) or os.path.exists(given):
+        from vaemem.engine.weights import tensor_types
+
+        return Part(role, component, dtype, tuple(stored(named, None, tensor_types(given))))
+    choose(f"components[{role!r}]", given, TYPES)
+    return Part(role, component, dtype, tuple(stored(named, given, _usual_rule(role, given), dtype)))
+
+
+def _usual_rule(role: str, kind: str) -> str:
+    """Whose rule says which tensors a type is for, where no file does."""
+    if kind in BITSANDBYTES:
+        return "bitsandbytes"
+    if kind in GGML:
+        return "llama.cpp" if role.startswith("text_encoder") else "comfyui-gguf"
+    return "layerwise" if kind == "fp8" else "all"

@@ -1,0 +1,296 @@
+"""A pipeline's run on a simulated process: its components come and go, its names hold tensors, its phases are read.
+
+diffusers.py says what each pipeline does in these terms.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from vaemem import _core
+from vaemem._common import ELEMENT_BYTES
+from vaemem.pipelines import programs
+from vaemem.pipelines.components import VAE_STRIDE
+from vaemem.pipelines.storage import GGML, SPELT, Stored
+from vaemem.prediction.benchmark import Names
+from vaemem.prediction.process import LoadedVAE, Moment, PeakTensor, SimulatedProcess, Tensor
+from vaemem.prediction.question import usual_tile
+
+
+@dataclass(frozen=True)
+class Part:
+    """A component as it is run.
+
+    Attributes
+    ----------
+    role : str
+        ``"unet"``, ``"vae"`` ...
+    component : str
+        What plays it: a recorded module, or a VAE's name.
+    dtype : str
+        What it computes in.
+    weights : tuple of Stored
+        As they are stored; of a VAE in `dtype`.
+    upcast : bool
+        Of a VAE, whether it is converted to float32 for its call, and back.
+    """
+
+    role: str
+    component: str
+    dtype: str
+    weights: tuple[Stored, ...]
+    upcast: bool = False
+
+    @property
+    def recording(self) -> programs.Recorded:
+        return programs.load(RECORDED_VAES.get(self.component, self.component))
+
+    @functools.cached_property
+    def nbytes(self) -> int:
+        return sum(weight.bytes for weight in self.weights)
+
+    def _by_module(self, made: Mapping[str, int]) -> dict[str, list[tuple[str, int]]]:
+        """What each submodule has; of a file whose tensors have other names, the largest for the whole call."""
+        modules = {weight.module for weight in self.recording.weights}
+        found: dict[str, list[tuple[str, int]]] = {}
+        for name, size in made.items():
+            module, _, own = name.rpartition(".")
+            if module in modules:
+                found.setdefault(module, []).append((own, size))
+            elif size > sum(other for _, other in found.get("", ())):
+                found[""] = [(name, size)]
+        return found
+
+    @functools.cached_property
+    def sent(self) -> dict[str, list[tuple[str, int]]]:
+        """What a submodule's call has on the device where each is sent for its own call."""
+        return self._by_module({w.name: w.bytes for w in self.weights})
+
+    @functools.cached_property
+    def unpacked(self) -> dict[str, list[tuple[str, int]]]:
+        """What a submodule's call has on the device in the dtype that it computes in, of weights stored smaller."""
+        smaller = (*GGML, "nf4", "nf4 double", "fp8")
+        size = ELEMENT_BYTES[self.dtype]
+        return self._by_module(
+            {
+                f"{w.name}, unpacked": math.prod(w.shape) * size
+                for w in self.weights
+                if SPELT.get(w.type, w.type) in smaller
+            }
+        )
+
+
+class Phase(NamedTuple):
+    """What a pipeline takes in one of its phases. Sizes in bytes.
+
+    name: load, encode prompt, denoise, decode
+    allocated, reserved: as PyTorch's counters stand at their height
+    weights: of components on the device at that height
+    workspace: of convolutions and products, at that height
+    activations: the rest of allocated: tensors, inputs, what the allocator rounds up
+    outside: on the device, but not by PyTorch's allocator
+    peak_tensors: (name, bytes) of what is allocated at that height, largest first
+    flops: of all its calls
+    sent: bytes of weights that go to the device for it
+    fits: whether it goes through on the card; None where an earlier phase does not
+    """
+
+    name: str
+    allocated: int
+    reserved: int
+    weights: int
+    workspace: int
+    activations: int
+    outside: int
+    peak_tensors: tuple[PeakTensor, ...]
+    flops: int
+    sent: int
+    fits: bool | None = True
+
+    @property
+    def total(self) -> int:
+        """What the card gives for it besides the CUDA context."""
+        return self.reserved + self.outside
+
+
+RECORDED_VAES = {"sd15": "autoencoder-4", "sdxl": "autoencoder-4", "flux": "autoencoder-16", "zimage": "autoencoder-16"}
+TILE_OVERLAP = 0.25  # of a tile's side: diffusers' default
+OFFLOADS = ("none", "model", "sequential")
+PLAYED_STEPS = 2  # of the denoiser; the cache and the sizes are the same from the second one on
+
+
+class Run:
+    """A pipeline's call.
+
+    Parameters
+    ----------
+    process : SimulatedProcess
+    parts : dict
+        {role: Part} in the order of ``model_cpu_offload_seq``.
+    offload : str
+        ``"none"``: all components stay on the device. ``"model"``: ``enable_model_cpu_offload``, each comes as a whole
+        when it is called, and goes when the next one is. ``"sequential"``: ``enable_sequential_cpu_offload``, each
+        submodule's weights come and go with its call.
+    """
+
+    def __init__(self, process: SimulatedProcess, parts: Mapping[str, Part], offload: str = "none"):
+        self.process, self.parts, self.offload = process, dict(parts), offload
+        self.names = Names(process)
+        self.phases: list[Phase] = []
+        self.moments: list[Moment] = []
+        self.outside = 0  # bytes now on the device that PyTorch does not know of
+        self._loaded: dict[str, list[int] | LoadedVAE] = {}
+        self._flops = self._sent = self._most_outside = 0
+
+    # ---- components ----
+
+    def load(self, role: str) -> None:
+        """``component.to("cuda")``."""
+        part = self.parts[role]
+        self._sent += part.nbytes
+        if part.component in _core.models():
+            self._loaded[role] = self.process.load(part.component, part.dtype, "diffusers")
+        else:
+            self._loaded[role] = [self.process.hold(f"weights of {role}", weight.bytes) for weight in part.weights]
+
+    def unload(self, role: str) -> None:
+        held = self._loaded.pop(role)
+        if isinstance(held, LoadedVAE):
+            self.process.drop(held)
+        else:
+            self.process.release(address for address in held if address)
+        self.process.empty_cache()
+
+    def bring(self, role: str) -> None:
+        """What happens before a component is called."""
+        if self.offload != "model" or role in self._loaded:
+            return
+        for other in list(self._loaded):  # accelerate's hook sends the one away that came before
+            self.unload(other)
+        self.load(role)
+
+    def call(self, role: str, **sizes: int) -> Tensor:
+        """Calls a recorded module; what it leaves.
+
+        `sizes` may have more than its variables.
+        """
+        self.bring(role)
+        part = self.parts[role]
+        wanted = {name: sizes[name] for name in part.recording.variables}
+        self._flops += part.recording.flops(part.dtype, **wanted)
+        return self._play(part, wanted)
+
+    def _play(self, part: Part, sizes: Mapping[str, int]) -> Tensor:
+        passing = dict(part.unpacked)
+        if self.offload == "sequential":
+            passing = {name: [*held, *passing.get(name, ())] for name, held in part.sent.items()}
+            self._sent += part.nbytes
+        trace = part.recording.trace(part.dtype, self.process.gpu, passing, **sizes)
+        left = self.process.call(trace)
+        self._note(part.role)
+        return self.process._kept(f"output of {part.role}", left, (), part.dtype)
+
+    def decode(self, latents: Tensor, how: str = "whole", memory_limit: int = 0) -> Tensor:
+        """``vae.decode(latents).sample``, or the same by vaemem on the device within a memory limit.
+
+        how: ``"whole"``, ``"tiled"`` (``enable_tiling``), ``"sliced"`` (``enable_slicing``) or ``"vaemem"``.
+        """
+        part = self.parts["vae"]
+        batch, _, height, width = latents.shape
+        flops = part.recording.flops(part.dtype, h=height, w=width)
+        self._flops += int(batch * flops * self._tiles(how, height, width))
+        if how == "vaemem":
+            return self._decode_outside(latents, memory_limit)
+        if self.offload == "sequential":
+            if batch > 1 or how != "whole":
+                raise ValueError(
+                    f"vae: want one image, whole, with offload='sequential', got {batch} and vae={how!r}: how weights"
+                    " come and go was recorded for that alone"
+                )
+            return self._play(part, {"h": height, "w": width})
+        self.bring("vae")
+        vae = self._loaded["vae"]
+        assert isinstance(vae, LoadedVAE)
+        tile = usual_tile(part.component) if how == "tiled" else 0
+        process = self.process
+        if part.upcast:
+            process.convert(vae, "float32")
+            latents = process.elementwise(latents, "latents", "float32")
+        image = process.decode(vae, latents, tile=tile, slicing=how == "sliced")
+        self._note("vae")
+        if part.upcast:
+            process.drop(latents)
+            process.convert(vae, part.dtype)
+        return image
+
+    def _decode_outside(self, latents: Tensor, memory_limit: int) -> Tensor:
+        """vaemem's own memory is not PyTorch's: the whole limit counts while it runs; the image comes as a tensor."""
+        if self.offload == "model":
+            for other in list(self._loaded):
+                self.unload(other)
+        self.process.empty_cache()
+        batch, _, height, width = latents.shape
+        image = self.tensor("image", (batch, 3, VAE_STRIDE * height, VAE_STRIDE * width), latents.dtype)
+        self._most_outside = max(self._most_outside, memory_limit)
+        return image
+
+    def _tiles(self, how: str, height: int, width: int) -> float:
+        """Pixels that are decoded for a pixel of the image."""
+        if how != "tiled":
+            return 1
+        tile = usual_tile(self.parts["vae"].component) // VAE_STRIDE
+        sides = [
+            sum(min(tile, side - at) for at in range(0, side, int(tile * (1 - TILE_OVERLAP)))) / side
+            for side in (height, width)
+        ]
+        return math.prod(sides) if max(height, width) > tile else 1
+
+    def _note(self, role: str) -> None:
+        self.moments += [moment._replace(name=f"{role}.{moment.name}") for moment in self.process.timeline()]
+
+    # ---- tensors ----
+
+    def tensor(self, name: str, shape: Sequence[int], dtype: str) -> Tensor:
+        size = math.prod(shape) * programs.DTYPE_BYTES[dtype]
+        address = self.process.hold(name, size)
+        return Tensor(name, shape, dtype, {address: size} if address else {})
+
+    # ---- phases ----
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        self.process.reset_peak()
+        self._flops = self._sent = 0
+        self._most_outside = self.outside
+        yield
+        process, tensors = self.process, self._peak_tensors()
+        weights = sum(size for what, size in tensors if what.startswith("weights of "))
+        workspace = sum(size for what, size in tensors if what.endswith("[workspace]"))
+        self.phases.append(
+            Phase(
+                name, process.peak_allocated, process.peak_reserved, weights, workspace,
+                process.peak_allocated - weights - workspace, self._most_outside, tensors, self._flops, self._sent,
+            )
+        )  # fmt: skip
+
+    def _peak_tensors(self) -> tuple[PeakTensor, ...]:
+        """Weights by their component's role: a VAE's have its name."""
+        names = {f"weights of {part.component}": f"weights of {role}" for role, part in self.parts.items()}
+        return tuple(
+            tensor._replace(name=names.get(tensor.name, tensor.name)) for tensor in self.process.peak_tensors()
+        )
+
+    def steps(self, count: int) -> Iterator[int]:
+        """Plays the first steps of a loop, and counts the others' work as that of the last one played."""
+        played = min(count, PLAYED_STEPS)
+        before = self._flops, self._sent
+        for step in range(played):
+            before = self._flops, self._sent
+            yield step
+        self._flops += (count - played) * (self._flops - before[0])
+        self._sent += (count - played) * (self._sent - before[1])
