@@ -33,11 +33,12 @@ def run_pipeline(run: Run, pipeline: Pipeline, call: Call) -> None:
         with run.phase("load"):
             for role in run.parts:
                 run.load(role)
-    with run.phase("encode prompt"):
+    encoders = [role for role in pipeline.encoders if role in run.parts]
+    with run.phase("encode prompt", *encoders[:1]):
         _encode_prompt(run, pipeline, call)
-    with run.phase("denoise"):
+    with run.phase("denoise", pipeline.denoiser):
         _denoise(run, pipeline, call)
-    with run.phase("decode"):
+    with run.phase("decode", "vae"):
         _decode(run, pipeline, call)
 
 

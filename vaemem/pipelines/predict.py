@@ -50,7 +50,7 @@ class PipelineQuestion:
         process = SimulatedProcess(
             self.gpu, self.cudnn_version, self.torch_version, allocator=allocator, workspace=workspace
         )
-        run = Run(process, {part.role: part for part in self.parts}, self.offload)
+        run = Run(process, {part.role: part for part in self.parts}, self.offload, self.call.vae == "vaemem")
         try:
             run_pipeline(run, self.pipeline, self.call)
         except OutOfMemoryError as full:
@@ -91,7 +91,7 @@ class PipelinePrediction:
     >>> p.bottleneck, p.fits, p.host >> 20
     ('decode', True, 2033)
     >>> p.phases[-1].peak_tensors[0]
-    PeakTensor(name='decoder.up_blocks.2.upsamplers.0.conv [workspace]', bytes=606076944)
+    PeakTensor(name='decoder.up_blocks.3.resnets.0.conv1 [workspace]', bytes=755601583)
     """
 
     def __init__(self, question: PipelineQuestion):

@@ -136,22 +136,28 @@ class Run:
         ``"none"``: all components stay on the device. ``"model"``: ``enable_model_cpu_offload``, each comes as a whole
         when it is called, and goes when the next one is. ``"sequential"``: ``enable_sequential_cpu_offload``, each
         submodule's weights come and go with its call.
+    own_vae : bool
+        Whether vaemem runs the VAE, in memory of its own.
     """
 
-    def __init__(self, process: SimulatedProcess, parts: Mapping[str, Part], offload: str = "none"):
-        self.process, self.parts, self.offload = process, dict(parts), offload
+    def __init__(
+        self, process: SimulatedProcess, parts: Mapping[str, Part], offload: str = "none", own_vae: bool = False
+    ):
+        self.process, self.parts, self.offload, self._own_vae = process, dict(parts), offload, own_vae
         self.names = Names(process)
         self.phases: list[Phase] = []
         self.moments: list[Moment] = []
-        self.outside = 0  # bytes now on the device that PyTorch does not know of
         self._loaded: dict[str, list[int] | LoadedVAE] = {}
-        self._flops = self._sent = self._most_outside = 0
+        self._flops = self._sent = self._outside = 0
 
     # ---- components ----
 
     def load(self, role: str) -> None:
         """``component.to("cuda")``."""
         part = self.parts[role]
+        if role == "vae" and self._own_vae:
+            self._loaded[role] = []
+            return
         self._sent += part.nbytes
         if part.component in _core.models():
             self._loaded[role] = self.process.load(part.component, part.dtype, "diffusers")
@@ -193,7 +199,7 @@ class Run:
         trace = part.recording.trace(part.dtype, self.process.gpu, passing, **sizes)
         left = self.process.call(trace)
         self._note(part.role)
-        return self.process._kept(f"output of {part.role}", left, (), part.dtype)
+        return self.process._as_tensor(f"output of {part.role}", left, (), part.dtype)
 
     def decode(self, latents: Tensor, how: str = "whole", memory_limit: int = 0) -> Tensor:
         """``vae.decode(latents).sample``, or the same by vaemem on the device within a memory limit.
@@ -230,13 +236,10 @@ class Run:
 
     def _decode_outside(self, latents: Tensor, memory_limit: int) -> Tensor:
         """vaemem's own memory is not PyTorch's: the whole limit counts while it runs; the image comes as a tensor."""
-        if self.offload == "model":
-            for other in list(self._loaded):
-                self.unload(other)
         self.process.empty_cache()
         batch, _, height, width = latents.shape
         image = self.tensor("image", (batch, 3, VAE_STRIDE * height, VAE_STRIDE * width), latents.dtype)
-        self._most_outside = max(self._most_outside, memory_limit)
+        self._outside = memory_limit
         return image
 
     def _tiles(self, how: str, height: int, width: int) -> float:
@@ -263,10 +266,14 @@ class Run:
     # ---- phases ----
 
     @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        self.process.reset_peak()
+    def phase(self, name: str, first: str | None = None) -> Iterator[None]:
+        """Reads the counters around a phase, which begins when the component that it calls `first` is there: the one
+        before has then gone, where it goes."""
         self._flops = self._sent = 0
-        self._most_outside = self.outside
+        if first:
+            self.bring(first)
+        self.process.reset_peak()
+        self._outside = 0
         yield
         process, tensors = self.process, self._peak_tensors()
         weights = sum(size for what, size in tensors if what.startswith("weights of "))
@@ -274,7 +281,7 @@ class Run:
         self.phases.append(
             Phase(
                 name, process.peak_allocated, process.peak_reserved, weights, workspace,
-                process.peak_allocated - weights - workspace, self._most_outside, tensors, self._flops, self._sent,
+                process.peak_allocated - weights - workspace, self._outside, tensors, self._flops, self._sent,
             )
         )  # fmt: skip
 

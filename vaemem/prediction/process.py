@@ -514,9 +514,9 @@ class SimulatedProcess:
             tile=tile, slicing=slicing, sm=self.gpu.sm, multiprocessors=self.gpu.properties["multiProcessorCount"],
             free_bytes=free, channels_last=vae.channels_last,
         )  # fmt: skip
-        return self._kept(f"{op} of {vae.arch['name']}", self.call(trace), result, vae.dtype)
+        return self._as_tensor(f"{op} of {vae.arch['name']}", self.call(trace), result, vae.dtype)
 
-    def _kept(self, name: str, left: Mapping[int, int], shape: Sequence[int], dtype: str) -> Tensor:
+    def _as_tensor(self, name: str, left: Mapping[int, int], shape: Sequence[int], dtype: str) -> Tensor:
         """What `call` left, as one tensor."""
         return Tensor(name, shape, dtype, {address: self._live[address][1] for address in left.values()})
 
