@@ -236,7 +236,6 @@ class Run:
 
     def _decode_outside(self, latents: Tensor, memory_limit: int) -> Tensor:
         """vaemem's own memory is not PyTorch's: the whole limit counts while it runs; the image comes as a tensor."""
-        self.process.empty_cache()
         batch, _, height, width = latents.shape
         image = self.tensor("image", (batch, 3, VAE_STRIDE * height, VAE_STRIDE * width), latents.dtype)
         self._outside = memory_limit

@@ -265,23 +265,25 @@ def formula(
 # ---- the derivation ----
 
 
-class _Peak(NamedTuple):
+class Peak(NamedTuple):
+    """Bytes allocated at a peak, the step that makes it, and {name: requested bytes} of what lives then."""
+
     allocated: int
     where: str
-    tensors: dict[str, int]  # above the baseline, requested bytes
+    tensors: dict[str, int]
 
     @property
     def key(self) -> tuple[str, frozenset[str]]:
         return self.where, frozenset(self.tensors)
 
 
-def _peak(measured: Reading, process: SimulatedProcess) -> _Peak | None:
+def _peak(measured: Reading, process: SimulatedProcess) -> Peak | None:
     """The peak of a run; None where it lies outside of the model's call."""
     peak = process.peak_above_baseline()
-    return peak and _Peak(measured.allocated, *peak)
+    return peak and Peak(measured.allocated, *peak)
 
 
-def _look(question: Question, height: int, width: int) -> _Peak | None:
+def _look(question: Question, height: int, width: int) -> Peak | None:
     """The peak of another size; None also where PyTorch would refuse the size."""
     try:
         return _peak(*replace(question, height=height, width=width).play())
@@ -292,16 +294,44 @@ def _look(question: Question, height: int, width: int) -> _Peak | None:
 def derive(question: Question, measured: Reading, process: SimulatedProcess) -> ClosedForm:
     """The closed form of the peak that answers a question; ValueError where it has none, as `formula` says."""
     q = replace(question, workspace=process.workspace)  # what this one has looked up need not be looked up again
-    height, width = q.height, q.width
-    anchor = _peak(measured, process)
+    name = f"{q.arch['name']} {q.op} {q.dtype} {q.runtime}"
+    name += "" if q.weights_dtype == q.dtype else f" from {q.weights_dtype}"
+    name += f" batch {q.batch}" if q.batch > 1 else ""
+    name += "".join(f" {setting}" for setting in q.settings)
+    labels = Labels(
+        name, q.arch["name"], q.op, q.dtype, q.runtime, process.gpu.name, q.batch, process.workspace_source
+    )  # fmt: skip
+    peak = _peak(measured, process)
+    return close(labels, lambda h, w: _look(q, h, w), peak, q.height, q.width, range(STEP, LAST + 1, STEP))
+
+
+class Labels(NamedTuple):
+    """What a closed form says of itself; as in `ClosedForm`."""
+
+    name: str
+    model: str
+    op: str
+    dtype: str
+    runtime: str
+    gpu: str
+    batch: int
+    workspace_source: str
+
+
+def close(
+    labels: Labels, look: Callable[[int, int], Peak | None], anchor: Peak | None, height: int, width: int,
+    sides: Sequence[int],
+) -> ClosedForm:  # fmt: skip
+    """The closed form of the peak `anchor` at height x width, from what `look` finds at the squares of `sides`."""
     if anchor is None:
         raise ValueError(f"formula: want a size whose peak lies within the model's call, got {height}x{width}")
-    sides = range(STEP, LAST + 1, STEP)
     # All of them: a peak may rule, give way to another, and rule again.
-    peaks = {side: _look(q, side, side) for side in sides}
+    peaks = {side: look(side, side) for side in sides}
     same = {side: peak for side, peak in peaks.items() if peak and peak.key == anchor.key}
     if not same:
-        raise ValueError(f"formula: no square from {STEP} to {LAST} pixels a side peaks as {height}x{width} does")
+        raise ValueError(
+            f"formula: no square from {sides[0]} to {sides[-1]} pixels a side peaks as {height}x{width} does"
+        )
     centre = min(same, key=lambda side: abs(side * side - height * width))
     alike = _around(centre, sides, lambda side: side in same)
     for within in (ROUNDING, ALTERNATION):
@@ -311,13 +341,13 @@ def derive(question: Question, measured: Reading, process: SimulatedProcess) -> 
             break
     else:
         raise ValueError(f"formula: want 3 squares or more that peak as {height}x{width} does, got {len(run)}")
-    e, powers = ELEMENT_BYTES[q.dtype], _powers(height, width)
+    e, powers = ELEMENT_BYTES[labels.dtype], _powers(height, width)
     terms = [
         Term(name, law[0] / e, law[3], name.partition(" [")[0], law[1] / e, law[2] / e)
         for name, (law, _) in sorted(laws.items(), key=lambda item: -_value(item[1][0], powers))
     ]
 
-    def unsplit(h: int, w: int, peak: _Peak | None) -> int | None:
+    def unsplit(h: int, w: int, peak: Peak | None) -> int | None:
         """What the allocator added at a size; None where the tensors are not what the laws say."""
         if peak is None or peak.key != anchor.key:
             return None
@@ -329,9 +359,11 @@ def derive(question: Question, measured: Reading, process: SimulatedProcess) -> 
     added = {(side, side): unsplit(side, side, same[side]) for side in run}
     for h, w in [(height, width), *HELD_OUT]:
         if run[0] ** 2 <= h * w <= run[-1] ** 2 and (h, w) not in added:
-            added[h, w] = unsplit(h, w, _look(q, h, w))
+            added[h, w] = unsplit(h, w, look(h, w))
     known = [count for count in added.values() if count is not None]
     held_out = [size for size in added if size[0] != size[1] or size[0] not in run]
+
+    step = sides[1] - sides[0]
 
     def beyond(side: int) -> str | None:
         if side not in peaks:
@@ -341,29 +373,18 @@ def derive(question: Question, measured: Reading, process: SimulatedProcess) -> 
             return f"at {side}x{side} no peak within the model's call"
         return f"at {side}x{side} {'the same tensors in other sizes' if side in same else peak.where}"
 
-    name = f"{q.arch['name']} {q.op} {q.dtype} {q.runtime}"
-    name += "" if q.weights_dtype == q.dtype else f" from {q.weights_dtype}"
-    name += f" batch {q.batch}" if q.batch > 1 else ""
-    name += "".join(f" {setting}" for setting in q.settings)
     return ClosedForm(
-        name=name,
-        model=q.arch["name"],
-        op=q.op,
-        dtype=q.dtype,
-        runtime=q.runtime,
-        gpu=process.gpu.name,
-        batch=q.batch,
+        **labels._asdict(),
         where=anchor.where,
         terms=tuple(terms),
         lowest=run[0],
         highest=run[-1],
-        below=beyond(run[0] - STEP),
-        above=beyond(run[-1] + STEP),
+        below=beyond(run[0] - step),
+        above=beyond(run[-1] + step),
         within=within,
         unsplit=(min(known), max(known)),
         checked=tuple(size for size in held_out if added[size] is not None),
         elsewhere=tuple(size for size in held_out if added[size] is None),
-        workspace_source=process.workspace_source,
     )
 
 
