@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vaemem import predict, predict_pipeline
+from vaemem import formula, predict, predict_pipeline
 from vaemem.pipelines import programs
 from vaemem.pipelines.components import PIPELINES
 from vaemem.pipelines.run import RECORDED_VAES
@@ -191,3 +191,19 @@ def test_bad_questions(wrong, match):
 def test_every_pipelines_parts_were_recorded(name):
     for part in PIPELINES[name].parts.values():
         assert RECORDED_VAES.get(part, part) in programs.recorded()
+
+
+def test_closed_forms_of_the_phases():
+    """One line a phase, and what it says is what the prediction says, at sizes that it was not derived from."""
+    found = predict_pipeline("sd15", 512, 512, gpu="T4")
+    forms = formula(found)
+    assert list(forms) == [p.name for p in found.phases] and "H*W*e" in str(forms)
+    for height, width in ((512, 768), (832, 1216)):
+        other = predict_pipeline("sd15", height, width, gpu="T4")
+        for name in ("denoise", "decode"):
+            least, most = forms[name].unsplit
+            assert least <= phase(other, name).allocated - forms[name].predict(height, width) <= most
+    weights = sum(part.nbytes for part in found.parts.values())
+    assert sum(term.constant for term in forms["load"].terms) == weights
+    assert forms.predict(768, 768) == forms["decode"].predict(768, 768)
+    assert "aligned" in forms._repr_latex_()

@@ -5,57 +5,22 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from vaemem._common import DTYPES, MIB, choose, whole
-from vaemem._core import OutOfMemoryError
 from vaemem.engine.limits import parse_size
 from vaemem.pipelines import programs
 from vaemem.pipelines.components import PIPELINES, VAE_STRIDE, Pipeline
-from vaemem.pipelines.diffusers import Call, run_pipeline
-from vaemem.pipelines.run import OFFLOADS, RECORDED_VAES, Part, Run
+from vaemem.pipelines.diffusers import Call
+from vaemem.pipelines.formula import PipelineFormula, derive
+from vaemem.pipelines.question import PipelineQuestion
+from vaemem.pipelines.run import OFFLOADS, RECORDED_VAES, Part
 from vaemem.pipelines.storage import BITSANDBYTES, GGML, TYPES, stored
-from vaemem.prediction.gpus import Gpu, find_gpu
-from vaemem.prediction.predict import CONTEXT
-from vaemem.prediction.process import Moment, PeakTensor, SimulatedProcess
+from vaemem.prediction.gpus import find_gpu
+from vaemem.prediction.process import Moment, PeakTensor
 from vaemem.prediction.snapshot import CachingAllocator
 
 VAE_WAYS = ("whole", "tiled", "sliced", "vaemem")
-
-
-@dataclass(frozen=True)
-class PipelineQuestion:
-    """The arguments of `predict_pipeline`, checked."""
-
-    pipeline: Pipeline
-    name: str
-    call: Call
-    parts: tuple[Part, ...]
-    offload: str
-    gpu: Gpu
-    cudnn_version: str | None
-    torch_version: str | None
-    used: int
-
-    @property
-    def available(self) -> int:
-        """Bytes that the card has for the process beside a CUDA context and what others hold."""
-        return self.gpu.reported_memory - CONTEXT - self.used
-
-    def play(
-        self, allocator: CachingAllocator | None = None, workspace: Any = None
-    ) -> tuple[Run, OutOfMemoryError | None]:
-        """A fresh process runs the pipeline, as far as its allocator lets it."""
-        process = SimulatedProcess(
-            self.gpu, self.cudnn_version, self.torch_version, allocator=allocator, workspace=workspace
-        )
-        run = Run(process, {part.role: part for part in self.parts}, self.offload, self.call.vae == "vaemem")
-        try:
-            run_pipeline(run, self.pipeline, self.call)
-        except OutOfMemoryError as full:
-            return run, full
-        return run, None
 
 
 class PipelinePrediction:
@@ -149,6 +114,11 @@ class PipelinePrediction:
             run, _ = self._question.play(workspace=workspace)
             peaks.append(max(phase.total for phase in run.phases))
         return min(peaks), max(peaks)
+
+    @functools.cached_property
+    def formula(self) -> PipelineFormula:
+        """`Phase.allocated` in closed form, a line a phase."""
+        return derive(self._question, self.phases, self._process)
 
     @property
     def notes(self) -> tuple[str, ...]:

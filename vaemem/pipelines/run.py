@@ -95,6 +95,7 @@ class Phase(NamedTuple):
     activations: the rest of allocated: tensors, inputs, what the allocator rounds up
     outside: on the device, but not by PyTorch's allocator
     peak_tensors: (name, bytes) of what is allocated at that height, largest first
+    where: the step of a call that makes it; "" outside of calls
     flops: of all its calls
     sent: bytes of weights that go to the device for it
     fits: whether it goes through on the card; None where an earlier phase does not
@@ -108,6 +109,7 @@ class Phase(NamedTuple):
     activations: int
     outside: int
     peak_tensors: tuple[PeakTensor, ...]
+    where: str
     flops: int
     sent: int
     fits: bool | None = True
@@ -277,10 +279,12 @@ class Run:
         process, tensors = self.process, self._peak_tensors()
         weights = sum(size for what, size in tensors if what.startswith("weights of "))
         workspace = sum(size for what, size in tensors if what.endswith("[workspace]"))
+        step = process.peak_above_baseline()
         self.phases.append(
             Phase(
                 name, process.peak_allocated, process.peak_reserved, weights, workspace,
-                process.peak_allocated - weights - workspace, self._outside, tensors, self._flops, self._sent,
+                process.peak_allocated - weights - workspace, self._outside, tensors, step[0] if step else "",
+                self._flops, self._sent,
             )
         )  # fmt: skip
 

@@ -127,7 +127,7 @@ class ClosedForm:
         low, high = self.lowest, self.highest
         lines = [
             f"def {'_' * function[0].isdigit()}{function}(height, width):",
-            f'    """{self._equation()}; the allocator adds {self.unsplit[0]} to {self.unsplit[1]}."""',
+            f'    """{self.equation}; the allocator adds {self.unsplit[0]} to {self.unsplit[1]}."""',
             f"    if not {low}**2 <= height * width <= {high}**2:",
             f'        raise ValueError(f"height * width: want {low}^2 to {high}^2, got {{height}}x{{width}}")',
             "    pixels = height * width",
@@ -168,7 +168,9 @@ class ClosedForm:
     def _sum(self, column: str) -> Fraction:
         return sum((getattr(term, column) for term in self.terms), Fraction(0))
 
-    def _equation(self) -> str:
+    @property
+    def equation(self) -> str:
+        """Bytes in a line: ``1216 * H*W*e + 2107904``."""
         parts = [f"{_number(self.a)} * H*W*e"]
         for column, powers in (("edge", "(H+W)"), ("square", "(H*W)^2")):
             if self._sum(column):
@@ -208,7 +210,7 @@ class ClosedForm:
     def __str__(self) -> str:
         header, cells = self._grid()
         indented = [(f"  {name}", *others) for name, *others in (header, *cells)]
-        lines = [f"{self.name}: allocated_bytes = {self._equation()}", *(f"  {line}" for line in self._facts())]
+        lines = [f"{self.name}: allocated_bytes = {self.equation}", *(f"  {line}" for line in self._facts())]
         return "\n".join([*lines, render(indented[0], indented[1:])])
 
     __repr__ = __str__
@@ -223,9 +225,9 @@ class ClosedForm:
 
 
 def formula(
-    model: str | Mapping[str, Any], op: str, dtype: str = "float16", runtime: str | None = None, gpu: str = "RTX 4090",
+    model: Any, op: str | None = None, dtype: str = "float16", runtime: str | None = None, gpu: str = "RTX 4090",
     *, height: int = 1024, width: int = 1024, **settings: Any,
-) -> ClosedForm:  # fmt: skip
+) -> Any:  # fmt: skip
     """PyTorch's allocated memory in closed form: the tensors alive at the peak, each as a function of the image's size.
 
     Derived, not fitted: the trace is run at every square of a multiple of 64 pixels, the peak's tensors are matched by
@@ -234,7 +236,8 @@ def formula(
     Parameters
     ----------
     model, dtype, runtime, gpu
-        As `predict` takes them.
+        As `predict` takes them. Or, alone, what `vaemem.predict_pipeline` returned: there is a line for each of its
+        phases then.
     op : str
         ``"encode"`` or ``"decode"``.
     height, width : int
@@ -256,7 +259,9 @@ def formula(
     >>> f.t, f.predict(832, 1216)
     (Fraction(6, 1), 1554285056)
     """
-    if str(op).endswith("_tiled"):
+    if op is None and hasattr(model, "formula"):
+        return model.formula
+    if op is None or str(op).endswith("_tiled"):
         raise ValueError(f"op: want 'encode' or 'decode' for a closed form in H and W, got {op!r}")
     question = Question(model, op, height, width, dtype, runtime=runtime, gpu=gpu, **settings)
     return derive(question, *question.play())

@@ -1,0 +1,85 @@
+"""What a pipeline takes in each phase, in closed form."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+
+from vaemem._common import render, typeset
+from vaemem.pipelines.question import PipelineQuestion
+from vaemem.pipelines.run import Phase
+from vaemem.prediction.formula import ClosedForm, Labels, Peak, close
+from vaemem.prediction.process import ROUNDING, SimulatedProcess
+
+SIDES = range(64, 2049, 64)  # pixels: of the squares that a derivation looks at
+
+
+class PipelineFormula(dict[str, "ClosedForm | str"]):
+    """{phase: its `ClosedForm`, or why it has none}: bytes allocated at the phase's height, weights included.
+
+    The whole takes the largest of them, and the CUDA context and what the allocator keeps beside it.
+
+    Examples
+    --------
+    >>> found = formula(predict_pipeline("sd15", 512, 512, gpu="T4"))
+    >>> print(found)
+    phase          allocated bytes, H and W in pixels, e bytes an element
+    ...
+    >>> found["denoise"].predict(512, 768) >> 20
+    2237
+    """
+
+    def predict(self, height: int, width: int) -> int:
+        """The most of any phase; ValueError out of the range where its peak rules, or where one has no closed form."""
+        for name, form in self.items():
+            if isinstance(form, str):
+                raise ValueError(f"{name}: {form}")
+        return max(form.predict(height, width) for form in self.values() if isinstance(form, ClosedForm))
+
+    def _lines(self) -> list[tuple[str, str, str]]:
+        return [
+            (name, form.equation, f"{form.lowest} to {form.highest}")
+            if isinstance(form, ClosedForm)
+            else (name, form, "")
+            for name, form in self.items()
+        ]
+
+    def __str__(self) -> str:
+        header = ("phase", "allocated bytes, H and W in pixels, e bytes an element", "square sides")
+        return render(header, self._lines())
+
+    __repr__ = __str__
+
+    def _repr_latex_(self) -> str:
+        return typeset(form.latex() for form in self.values() if isinstance(form, ClosedForm))
+
+
+def derive(question: PipelineQuestion, phases: Sequence[Phase], process: SimulatedProcess) -> PipelineFormula:
+    """The closed forms of a prediction's phases, from runs of the same at the squares of `SIDES`."""
+    q = question
+    played: dict[tuple[int, int], list[Phase]] = {}
+
+    def look(index: int, height: int, width: int) -> Peak | None:
+        if (height, width) not in played:
+            call = replace(q.call, height=height, width=width)
+            played[height, width] = replace(q, call=call).play(workspace=process.workspace)[0].phases
+        return _peak(played[height, width][index])
+
+    found = PipelineFormula()
+    for index, phase in enumerate(phases):
+        dtype = next(part.dtype for part in q.parts if part.role == q.pipeline.denoiser)
+        labels = Labels(
+            f"{q.name} {phase.name}", q.name, phase.name, dtype, "diffusers", process.gpu.name, q.call.batch,
+            process.workspace_source,
+        )  # fmt: skip
+        try:
+            look_at = functools.partial(look, index)
+            found[phase.name] = close(labels, look_at, _peak(phase), q.call.height, q.call.width, SIDES)
+        except ValueError as error:
+            found[phase.name] = str(error)
+    return found
+
+
+def _peak(phase: Phase) -> Peak:
+    return Peak(phase.allocated, phase.where, {name: size for name, size in phase.peak_tensors if name != ROUNDING})
