@@ -8,6 +8,7 @@ import pytest
 from vaemem import _core
 from vaemem._common import shipped
 from vaemem.engine import layouts
+from vaemem.pipelines import programs
 from vaemem.pipelines.seconds import (
     Machine,
     Rate,
@@ -200,3 +201,19 @@ def test_a_machine_whose_card_is_not_named():
         machine_of(memory=13 << 30)
     with pytest.raises(ValueError, match="gpu: want a card's name"):
         machine_of()
+
+
+def test_flops_of_the_modules_are_the_recorded_ones():
+    """What shares of peaks were computed with is what the recorded modules count, where they are."""
+    sizes = {
+        "sd15-unet": {"n": 1, "h": 64, "w": 64, "t": 77},
+        "sdxl-unet": {"n": 1, "h": 128, "w": 128, "t": 77},
+        "flux-transformer": {"n": 1, "h": 128, "w": 128, "t": 512},
+    }
+    known = json.loads(shipped("rates.json"))["flops"]
+    there = [name for name in sizes if name in programs.recorded()]
+    assert "sd15-unet" in there
+    for name in there:
+        module = programs.load(name)
+        wanted = {key: sizes[name][key] for key in module.variables}
+        assert module.flops(module.dtypes[0], **wanted) == pytest.approx(known[name]["flops"], rel=0.01)

@@ -435,7 +435,7 @@ class Machine:
         return found
 
 
-def _cards_of(memory: int) -> list[Gpu]:
+def cards_of(memory: int) -> list[Gpu]:
     """Those of the list that have so many bytes, within 5%."""
     cards = [card for card in map(find_gpu, gpu_names()) if 0.95 * memory < card.total_memory < 1.05 * memory]
     if not cards:
@@ -482,7 +482,7 @@ def machine_of(
     4... GB/s within 2.1 times: any of 9 cards of that memory, from NVIDIA GeForce RTX 3060 to NVIDIA ...
     """
     choose("runtime", runtime, ("diffusers", "sd.cpp"))
-    cards = [find_gpu(gpu)] if gpu is not None else _cards_of(memory or 0)
+    cards = [find_gpu(gpu)] if gpu is not None else cards_of(memory or 0)
     first, last = (min(cards, key=peak), max(cards, key=peak))
     which = f"any of {len(cards)} cards of that memory, from {first.name} to {last.name}"
 
