@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import torch
 
 Sizes = Mapping[str, int]
+Call = tuple[tuple[Any, ...], dict[str, Any]]
 HALF = (torch.float16, torch.bfloat16)
 
 
@@ -18,17 +22,21 @@ class Module(NamedTuple):
     call: (args, kwargs) of the call at some sizes in a dtype, meta tensors
     points, checks: sizes for the fit, and other ones that the fit must predict
     derived: variables that follow from others, {name: (polynomial, by, to)}: to * ceil(polynomial / by)
+    cases: equations of polynomials; the call takes other steps where one holds than where it does not
+    needs: a package and its first version that has the module with the code that was recorded
     monomials: what a size may be made of, as products of variables; "" for 1
     run: (module, *args, **kwargs) -> what the pipeline keeps, where that is not all that the call returns
     """
 
     about: str
     build: Callable[[torch.dtype], torch.nn.Module]
-    call: Callable[[Sizes, torch.dtype], tuple[tuple[Any, ...], dict[str, Any]]]
+    call: Callable[[Sizes, torch.dtype], Call]
     points: Sequence[Sizes]
     checks: Sequence[Sizes]
     monomials: Sequence[str]
     derived: Mapping[str, tuple[str, int, int]] = {}
+    cases: Sequence[str] = ()
+    needs: tuple[str, str] | None = None
     dtypes: Sequence[torch.dtype] = (*HALF, torch.float32)
     run: Callable[..., Any] | None = None
 
@@ -41,15 +49,45 @@ def products(*factors: Sequence[str]) -> list[str]:
     return made
 
 
+@contextlib.contextmanager
+def made_in(dtype: torch.dtype) -> Iterator[None]:
+    """Modules are made in a dtype, as from_pretrained does it: what is made in another one of its own keeps that."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def missing(module: Module) -> str:
+    """What keeps a module from being made here as it was recorded; "" where nothing does."""
+    if module.needs is None:
+        return ""
+    (package, first), number = module.needs, version(module.needs[0])
+    older = tuple(map(int, number.split(".")[:2])) < tuple(map(int, first.split(".")))
+    return f"recorded with {package} {first}, got {number}" if older else ""
+
+
 def points(names: str, *rows: Sequence[int]) -> list[dict[str, int]]:
     return [dict(zip(names.split(), row, strict=True)) for row in rows]
 
 
+SINGLE = ("1 n = 1",)  # what has one of a kind lies otherwise: fewer copies are made of it
+
 # ---- UNets ----
 
-# A latent h x w, and what three halvings make of it; n counts images twice where there is guidance; t tokens.
-HALVED = {f"{side}{i + 1}": (f"1 {side}{i or ''}", 2, 1) for side in "hw" for i in range(3)}
-LEVELS = ["", *(f"h{i} w{i}".replace("0", "") for i in range(4)), "h", "w", *HALVED]
+
+# A latent h x w, and what halvings make of it; n counts images twice where there is guidance; t tokens.
+def halved(times: int) -> dict[str, tuple[str, int, int]]:
+    return {f"{side}{i + 1}": (f"1 {side}{i or ''}", 2, 1) for side in "hw" for i in range(times)}
+
+
+def levels(halvings: int) -> list[str]:
+    areas = [f"h{i} w{i}".replace("0", "") for i in range(halvings + 1)]
+    return ["", *areas, "h", "w", *halved(halvings)]
+
+
 UNET_POINTS = points(
     "n h w t",
     (2, 64, 64, 77),
@@ -68,19 +106,107 @@ def _sd15_unet(dtype: torch.dtype) -> torch.nn.Module:
     return UNet2DConditionModel(sample_size=64, cross_attention_dim=768, attention_head_dim=8).to(dtype)
 
 
-def _unet_call(channels: int) -> Callable[[Sizes, torch.dtype], Any]:
-    def call(sizes: Sizes, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        x = torch.empty(sizes["n"], 4, sizes["h"], sizes["w"], dtype=dtype)
-        prompt = torch.empty(sizes["n"], sizes["t"], channels, dtype=dtype)
-        return (x, torch.empty((), dtype=torch.int64)), {"encoder_hidden_states": prompt, "return_dict": False}
+def _sdxl_unet(dtype: torch.dtype) -> torch.nn.Module:
+    from diffusers import UNet2DConditionModel
 
-    return call
+    return UNet2DConditionModel(
+        sample_size=128, block_out_channels=(320, 640, 1280), cross_attention_dim=2048,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"), attention_head_dim=(5, 10, 20),
+        transformer_layers_per_block=(1, 2, 10), use_linear_projection=True, addition_embed_type="text_time",
+        addition_time_embed_dim=256, projection_class_embeddings_input_dim=2816,
+    ).to(dtype)  # fmt: skip
+
+
+def _unet_call(sizes: Sizes, dtype: torch.dtype, channels: int, time: torch.dtype, **extra: Any) -> Call:
+    """The step's time is one of the scheduler's on the device: whole for PNDM, SD 1.5's, and float32 for Euler."""
+    x = torch.empty(sizes["n"], 4, sizes["h"], sizes["w"], dtype=dtype)
+    prompt = torch.empty(sizes["n"], sizes["t"], channels, dtype=dtype)
+    return (x, torch.empty((), dtype=time)), {"encoder_hidden_states": prompt, "return_dict": False, **extra}
+
+
+def _sd15_unet_call(sizes: Sizes, dtype: torch.dtype) -> Call:
+    return _unet_call(sizes, dtype, 768, torch.int64)
+
+
+def _sdxl_unet_call(sizes: Sizes, dtype: torch.dtype) -> Call:
+    n = sizes["n"]
+    added = {"text_embeds": torch.empty(n, 1280, dtype=dtype), "time_ids": torch.empty(n, 6, dtype=dtype)}
+    return _unet_call(sizes, dtype, 2048, torch.float32, added_cond_kwargs=added)
+
+
+# ---- transformers of images, whose latents h x w are even and come as patches of 2 x 2 ----
+
+PATCHES = halved(1)
+PATCH_MONOMIALS = products(["", "n"], ["", "t", "h1 w1"])
+FLUX_POINTS = points(
+    "n h w t", (1, 128, 128, 512), (1, 62, 90, 77), (1, 96, 40, 300), (1, 48, 122, 256), (2, 96, 64, 256),
+    (2, 62, 90, 77), (3, 48, 122, 300), (4, 100, 50, 512), (5, 64, 64, 128),
+)  # fmt: skip
+FLUX_CHECKS = points("n h w t", (1, 104, 152, 512), (2, 66, 58, 128))
+
+
+def _flux(dtype: torch.dtype, guidance: bool) -> torch.nn.Module:
+    from diffusers import FluxTransformer2DModel
+
+    return FluxTransformer2DModel(guidance_embeds=guidance).to(dtype)
+
+
+def _flux_call(sizes: Sizes, dtype: torch.dtype, guidance: bool) -> Call:
+    n, t, patches = sizes["n"], sizes["t"], sizes["h"] // 2 * (sizes["w"] // 2)
+    return (), {
+        "hidden_states": torch.empty(n, patches, 64, dtype=dtype), "timestep": torch.empty(n, dtype=dtype),
+        "guidance": torch.empty(1, dtype=torch.float32).expand(n) if guidance else None,
+        "pooled_projections": torch.empty(n, 768, dtype=dtype),
+        "encoder_hidden_states": torch.empty(n, t, 4096, dtype=dtype), "txt_ids": torch.empty(t, 3, dtype=dtype),
+        "img_ids": torch.empty(patches, 3, dtype=dtype), "joint_attention_kwargs": {}, "return_dict": False,
+    }  # fmt: skip
+
+
+# Z-Image pads tokens and patches to multiples of 32, where they are none; its batch is a list of images, one here.
+ZIMAGE_SIZES = (
+    ((128, 128), (64, 128), (96, 160), (80, 112), (112, 64)),
+    ((90, 90), (100, 130), (74, 122), (62, 90), (122, 38)),
+)
+ZIMAGE_TOKENS = ((32, 64, 256, 96, 160), (20, 77, 45, 200, 130))
+ZIMAGE_POINTS = points(
+    "n h w t",
+    *(
+        (1, *size, t)
+        for sizes in ZIMAGE_SIZES
+        for tokens in ZIMAGE_TOKENS
+        for size, t in zip(sizes, tokens, strict=True)
+    ),
+)
+ZIMAGE_CHECKS = points("n h w t", (1, 104, 152, 52), (1, 90, 106, 128), (1, 70, 82, 40), (1, 128, 96, 192))
+PADDED = PATCHES | {"t32": ("1 t", 32, 32), "p32": ("1 h1 w1", 32, 32)}
+
+
+def _zimage(dtype: torch.dtype) -> torch.nn.Module:
+    from diffusers import ZImageTransformer2DModel
+
+    with made_in(dtype):
+        return ZImageTransformer2DModel(axes_lens=[1536, 512, 512])
+
+
+def _zimage_call(sizes: Sizes, dtype: torch.dtype) -> Call:
+    n, h, w, t = (sizes[name] for name in "nhwt")
+    latents = [torch.empty(16, 1, h, w, dtype=dtype) for _ in range(n)]
+    prompts = [torch.empty(t, 2560, dtype=dtype) for _ in range(n)]
+    return (latents, torch.empty(n, dtype=torch.float32), prompts), {
+        "joint_attention_kwargs": None,
+        "return_dict": False,
+    }
 
 
 # ---- text encoders ----
 
 TEXT_POINTS = points("n t", (1, 77), (2, 77), (3, 40), (4, 61), (2, 16), (5, 33))
 TEXT_CHECKS = points("n t", (1, 64), (6, 77))
+LONG_POINTS = points(
+    "n t", (1, 512), (1, 77), (1, 256), (1, 40), (2, 256), (3, 128), (4, 77), (2, 333), (5, 40), (3, 200)
+)
+LONG_CHECKS = points("n t", (1, 300), (3, 512))
 TEXT_MONOMIALS = products(["", "n"], ["", "t", "t t"])
 
 
@@ -89,13 +215,71 @@ def _clip_l(dtype: torch.dtype) -> torch.nn.Module:
 
     config = CLIPTextConfig(
         vocab_size=49408, hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12,
-        projection_dim=768, hidden_act="quick_gelu",
+        projection_dim=768, hidden_act="quick_gelu", bos_token_id=0, eos_token_id=2, pad_token_id=1,
     )  # fmt: skip
     return CLIPTextModel(config).to(dtype)
 
 
-def _tokens(sizes: Sizes, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return (torch.empty(sizes["n"], sizes["t"], dtype=torch.int64),), {"attention_mask": None}
+def _openclip_g(dtype: torch.dtype) -> torch.nn.Module:
+    from transformers import CLIPTextConfig, CLIPTextModelWithProjection
+
+    config = CLIPTextConfig(
+        vocab_size=49408, hidden_size=1280, intermediate_size=5120, num_hidden_layers=32, num_attention_heads=20,
+        projection_dim=1280, hidden_act="gelu", bos_token_id=0, eos_token_id=2, pad_token_id=1,
+    )  # fmt: skip
+    return CLIPTextModelWithProjection(config).to(dtype)
+
+
+def _t5_xxl(dtype: torch.dtype) -> torch.nn.Module:
+    from transformers import T5Config, T5EncoderModel
+
+    config = T5Config(
+        vocab_size=32128, d_model=4096, d_kv=64, d_ff=10240, num_layers=24, num_heads=64,
+        feed_forward_proj="gated-gelu", tie_word_embeddings=False, use_cache=False,
+    )  # fmt: skip
+    return T5EncoderModel(config).to(dtype)
+
+
+def _qwen3_4b(dtype: torch.dtype) -> torch.nn.Module:
+    from transformers import Qwen3Config, Qwen3Model
+
+    config = Qwen3Config(
+        vocab_size=151936, hidden_size=2560, intermediate_size=9728, num_hidden_layers=36, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=128, max_position_embeddings=40960, rope_theta=1000000, rms_norm_eps=1e-6,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    with made_in(dtype):
+        return Qwen3Model(config)
+
+
+def _ids(sizes: Sizes) -> torch.Tensor:
+    return torch.empty(sizes["n"], sizes["t"], dtype=torch.int64)
+
+
+def _tokens(sizes: Sizes, dtype: torch.dtype) -> Call:
+    return (_ids(sizes),), {"attention_mask": None}
+
+
+def _tokens_alone(sizes: Sizes, dtype: torch.dtype) -> Call:
+    return (_ids(sizes),), {"output_hidden_states": False}
+
+
+def _tokens_for_all_layers(sizes: Sizes, dtype: torch.dtype) -> Call:
+    return (_ids(sizes),), {"output_hidden_states": True}
+
+
+def _padded_tokens(sizes: Sizes, dtype: torch.dtype) -> Call:
+    mask = torch.empty(sizes["n"], sizes["t"], dtype=torch.bool)
+    return (), {"input_ids": _ids(sizes), "attention_mask": mask, "output_hidden_states": True}
+
+
+def _last_but_one(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return module(*args, **kwargs).hidden_states[-2]
+
+
+def _pooled_and_last_but_one(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    output = module(*args, **kwargs)
+    return output[0], output.hidden_states[-2]
 
 
 # ---- VAEs ----
@@ -118,6 +302,14 @@ def _vae(channels: int) -> Callable[[torch.dtype], torch.nn.Module]:
     return build
 
 
+def _upcast_vae(dtype: torch.dtype) -> torch.nn.Module:
+    """As StableDiffusionXLPipeline.upcast_vae leaves it."""
+    vae = _vae(4)(dtype).to(torch.float32)
+    for part in (vae.post_quant_conv, vae.decoder.conv_in, vae.decoder.mid_block):
+        part.to(dtype)
+    return vae
+
+
 def _latents(channels: int) -> Callable[[Sizes, torch.dtype], Any]:
     return lambda sizes, dtype: ((torch.empty(1, channels, sizes["h"], sizes["w"], dtype=dtype),), {})
 
@@ -130,17 +322,66 @@ def _autoencoder(channels: int, whose: str) -> Module:
     )  # fmt: skip
 
 
+# Configurations are those of config.json in the published folders, where they differ from the classes' defaults:
+# stable-diffusion-v1-5, stabilityai/stable-diffusion-xl-base-1.0, black-forest-labs/FLUX.1-dev and FLUX.1-schnell,
+# Tongyi-MAI/Z-Image-Turbo.
 MODULES = {
     "autoencoder-4": _autoencoder(4, "SD 1.5 and SDXL"),
+    "autoencoder-4-upcast": _autoencoder(4, "SDXL, in float32 but for its first blocks")._replace(
+        build=_upcast_vae, dtypes=(torch.float16,)
+    ),
     "autoencoder-16": _autoencoder(16, "FLUX.1 and Z-Image"),
     "sd15-unet": Module(
         "UNet2DConditionModel of stable-diffusion-v1-5; n images, twice with guidance, a latent h x w, t tokens",
-        _sd15_unet, _unet_call(768), UNET_POINTS, UNET_CHECKS,
-        products(["", "n"], ["", "t"], LEVELS), HALVED,
+        _sd15_unet, _sd15_unet_call, UNET_POINTS, UNET_CHECKS, products(["", "n"], ["", "t"], levels(3)), halved(3),
+    ),
+    "sdxl-unet": Module(
+        "UNet2DConditionModel of stable-diffusion-xl-base-1.0; n images, twice with guidance, a latent h x w, t tokens",
+        _sdxl_unet, _sdxl_unet_call, UNET_POINTS, UNET_CHECKS, products(["", "n"], ["", "t"], levels(2)), halved(2),
+    ),
+    "flux-transformer": Module(
+        "FluxTransformer2DModel of FLUX.1-dev; n images, an even latent h x w, t tokens",
+        partial(_flux, guidance=True), partial(_flux_call, guidance=True), FLUX_POINTS, FLUX_CHECKS, PATCH_MONOMIALS,
+        PATCHES, SINGLE,
+    ),
+    "flux-schnell-transformer": Module(
+        "FluxTransformer2DModel of FLUX.1-schnell; n images, an even latent h x w, t tokens",
+        partial(_flux, guidance=False), partial(_flux_call, guidance=False), FLUX_POINTS, FLUX_CHECKS, PATCH_MONOMIALS,
+        PATCHES, SINGLE,
     ),
     "clip-l": Module(
-        "CLIPTextModel of clip-vit-large-patch14; n prompts of t tokens",
+        "CLIPTextModel of clip-vit-large-patch14 as SD 1.5 calls it; n prompts of t tokens",
         _clip_l, _tokens, TEXT_POINTS, TEXT_CHECKS, TEXT_MONOMIALS,
         run=lambda module, *args, **kwargs: module(*args, **kwargs)[0],
+    ),
+    "clip-l-sdxl": Module(
+        "The same as SDXL calls it: the outputs of all layers, of which it keeps the last but one",
+        _clip_l, _tokens_for_all_layers, TEXT_POINTS, TEXT_CHECKS, TEXT_MONOMIALS,
+        run=_last_but_one,
+    ),
+    "clip-l-flux": Module(
+        "The same as FLUX.1 calls it, which keeps one vector a prompt",
+        _clip_l, _tokens_alone, TEXT_POINTS, TEXT_CHECKS, TEXT_MONOMIALS,
+        run=lambda module, *args, **kwargs: module(*args, **kwargs).pooler_output,
+    ),
+    "openclip-g": Module(
+        "CLIPTextModelWithProjection of OpenCLIP ViT-bigG as SDXL calls it; n prompts of t tokens",
+        _openclip_g, _tokens_for_all_layers, TEXT_POINTS, TEXT_CHECKS, TEXT_MONOMIALS, run=_pooled_and_last_but_one,
+    ),
+    "t5-xxl": Module(
+        "T5EncoderModel of T5 v1.1 XXL as FLUX.1 calls it; n prompts of t tokens",
+        _t5_xxl, _tokens_alone, LONG_POINTS, LONG_CHECKS, TEXT_MONOMIALS, cases=SINGLE,
+        dtypes=(torch.bfloat16, torch.float32),
+        run=lambda module, *args, **kwargs: module(*args, **kwargs)[0],
+    ),
+    "qwen3-4b": Module(
+        "Qwen3Model of Z-Image-Turbo's text_encoder; n prompts, padded to t tokens",
+        _qwen3_4b, _padded_tokens, LONG_POINTS, LONG_CHECKS, TEXT_MONOMIALS, cases=SINGLE, run=_last_but_one,
+        needs=("transformers", "5.23"),
+    ),
+    "zimage-transformer": Module(
+        "ZImageTransformer2DModel of Z-Image-Turbo; one image, an even latent h x w, t tokens",
+        _zimage, _zimage_call, ZIMAGE_POINTS, ZIMAGE_CHECKS, ["", "t", "t32", "h1 w1", "p32", "h1", "w1"], PADDED,
+        ("1 n = 1", "1 t = 1 t32", "1 h1 w1 = 1 p32"), needs=("diffusers", "0.42"),
     ),
 }  # fmt: skip

@@ -1,6 +1,6 @@
 """Records the components of pipelines for vaemem/data/modules, as vaemem/pipelines/programs.py replays them.
 
-    python benchmarks/record_modules.py [NAME ...]
+    python benchmarks/record_modules.py [NAME ...]     # without names: all that the installed packages have
 
 Each module runs under fake tensors at several sizes. Its calls must be the same at all of them, submodule by submodule
 and event by event, but for the sizes; each size is then fitted as a polynomial with the fewest terms that is exact at
@@ -19,10 +19,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from modules import MODULES, Module
+from modules import MODULES, Module, missing
 from torch.utils.flop_counter import flop_registry
 
-from vaemem.pipelines.programs import Recorded, evaluate, parse
+from vaemem._common import grouped
+from vaemem.pipelines.programs import Recorded, evaluate, holds, parse
 from vaemem.prediction.attention import FUSED, Call
 from vaemem.prediction.gpus import find_gpu
 from vaemem.pytorch.recorder import Recorder, Recording
@@ -96,9 +97,9 @@ class ScriptRecorder(Recorder):
     def enter(self, name: str) -> None:
         outer = self.path[-1] if self.path else ""
         super().enter(name)
-        if outer not in ("", self._root) and not name.startswith(f"{outer}."):
-            raise ValueError(f"{outer}: want it to call its own submodules, got {name}")
-        call = ModuleCall("" if name == self._root else name.removeprefix(f"{outer}."))
+        own = outer in ("", self._root) or name.startswith(f"{outer}.")
+        short = name.removeprefix(f"{outer}.") if own else f"/{name}"
+        call = ModuleCall("" if name == self._root else short)
         self.script.calls[-1].append(call)
         self.script.calls.append(call)
 
@@ -246,34 +247,39 @@ def weights(module: torch.nn.Module, dtype: torch.dtype) -> list[str]:
     return list(nodes)
 
 
-def call_of(name: str, module: Module, dtype: torch.dtype, recorded: Recorded) -> dict[str, Any]:
-    values = [recorded.values(**sizes) for sizes in module.points]
+def call_of(module: Module, dtype: torch.dtype, values: Sequence[Mapping[str, int]]) -> dict[str, Any]:
     fit = Fit(module.monomials, values)
     writer = Writer(fit, str(dtype).removeprefix("torch."))
-    writer.write([record_at(module, sizes, dtype).trace.calls[0] for sizes in module.points])
+    sizes = [{name: point[name] for name in module.points[0]} for point in values]
+    writer.write([record_at(module, point, dtype).trace.calls[0] for point in sizes])
     lists = {"convs": writer.convs, "attentions": writer.attentions, "modules": list(writer.modules)}
     return {"sizes": fit.polynomials, **lists}
+
+
+def case_of(module: Module, values: Mapping[str, int]) -> str:
+    """Which of the module's equations hold and which do not."""
+    return "".join(f"; {case if holds(case, values) else case.replace(' = ', ' != ')}" for case in module.cases)
 
 
 def record(name: str, say: Callable[[str], None] = print) -> dict[str, Any]:
     """What a file of data/modules holds."""
     module = MODULES[name]
     with torch.device("meta"):
-        built = module.build(torch.float16)
+        built = module.build(module.dtypes[0])
     data: dict[str, Any] = {
         "about": module.about,
         "source": ", ".join(f"{package} {version(package)}" for package in ("diffusers", "transformers", "torch")),
         "variables": list(module.points[0]), "derived": module.derived,
-        "weights": weights(built, torch.float16), "calls": {},
+        "weights": weights(built, module.dtypes[0]), "calls": {},
     }  # fmt: skip
-    for dtype in module.dtypes:
-        key, call = str(dtype).removeprefix("torch."), call_of(name, module, dtype, Recorded(name, data))
-        same = next((other for other, found in data["calls"].items() if found == call), None)
-        if same:
-            data["calls"][f"{same} {key}"] = data["calls"].pop(same)
-        else:
-            data["calls"][key] = call
-        say(f"{name} {key}: {len(call['sizes'])} sizes, {len(call['modules'])} distinct calls")
+    empty = Recorded(name, data)
+    cases = grouped([empty.values(**sizes) for sizes in module.points], lambda values: case_of(module, values))
+    for (case, values), dtype in itertools.product(cases.items(), module.dtypes):
+        key, call = str(dtype).removeprefix("torch."), call_of(module, dtype, values)
+        same = next((other for other, found in data["calls"].items() if found == call and other.endswith(case)), "")
+        data["calls"].pop(same, None)
+        data["calls"][f"{same.removesuffix(case)} {key}".strip() + case] = call
+        say(f"{name} {key}{case}: {len(call['sizes'])} sizes, {len(call['modules'])} distinct calls")
     check(name, data)
     return data
 
@@ -304,7 +310,7 @@ def layout(value: Any, indent: str = "") -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="of benchmarks/modules.py; all by default")
-    for name in parser.parse_args().names or MODULES:
+    for name in parser.parse_args().names or [name for name in MODULES if not missing(MODULES[name])]:
         (OUT / f"{name}.json").write_text(layout(record(name)) + "\n", "utf-8")
 
 

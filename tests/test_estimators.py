@@ -22,6 +22,7 @@ def estimate(name, **case):
 
 
 PIXELS = 1024 * 1024
+SDXL_INPUTS = 4 * 4 * 128 * 128 + 2 * 128  # bytes: the latent, and two numbers that each graph of sd.cpp holds
 
 
 @pytest.mark.parametrize(
@@ -47,9 +48,12 @@ PIXELS = 1024 * 1024
         ("sd15-equation", {"model": "sd15", "op": "pipeline", "dtype": "float32"}, None),
         ("mlx-im2col", {}, 1152 * PIXELS * 2),
         ("mlx-im2col", {"op": "encode"}, None),
-        ("sd.cpp-im2col", {"dtype": "float32"}, 6656 * PIXELS),  # 6656 MiB, as its log says
-        ("sd.cpp-direct", {}, 2560 * PIXELS),
-        ("sd.cpp-direct", {"op": "encode"}, None),
+        ("sd.cpp-im2col", {"dtype": "float32"}, 6656 * PIXELS + SDXL_INPUTS),  # 6656.25 MB, as its log says
+        ("sd.cpp-im2col", {"op": "encode"}, 3382 * PIXELS + 12 * PIXELS + 256),
+        ("sd.cpp-direct", {}, 2816 * PIXELS + SDXL_INPUTS),
+        ("sd.cpp-direct", {"model": "sd3", "op": "decode_tiled"}, None),
+        ("sd.cpp-direct", {"batch": 2}, None),
+        ("sd.cpp-direct", {"height": 1004}, None),
         ("comfyui", {"dtype": "int8"}, None),
         ("comfyui", {"op": "upscale"}, None),
     ],
@@ -76,6 +80,13 @@ def test_the_whole_equation_for_sd15():
     assert ESTIMATORS["sd15-equation"](Table([row(model="sd15", op="pipeline", side=512)])[0]) / 2**30 < 2.41
     with pytest.raises(ValueError, match="prompt_tokens: want a whole number of at least 1, got 0"):
         sd15_equation(512, 512, 0)
+
+
+def test_sd_cpp_is_what_attention_takes_in_large_images():
+    """Of 2048x2048 the scores alone are 4096 H W bytes, more than all else where convolutions are direct."""
+    assert estimate("sd.cpp-direct", side=2048) // (4 * PIXELS) == 4096 + 160
+    assert estimate("sd.cpp-im2col", side=2048) // (4 * PIXELS) == 6656
+    assert estimate("sd.cpp-im2col", side=4096) // (16 * PIXELS) == 16384 + 160
 
 
 def test_the_note_on_mlx_gives_its_own_example():

@@ -57,13 +57,21 @@ PIPELINES = {
     ),
     "sdxl": Pipeline(
         "StableDiffusionXLPipeline of stable-diffusion-xl-base-1.0",
-        {"text_encoder": "clip-l", "text_encoder_2": "openclip-g", "unet": "sdxl-unet", "vae": "sdxl"},
+        {"text_encoder": "clip-l-sdxl", "text_encoder_2": "openclip-g", "unet": "sdxl-unet", "vae": "sdxl"},
         "float16", 2048, 1280, 77, 77, True, True, 50,
     ),
     "flux": Pipeline(
         "FluxPipeline of FLUX.1-dev",
-        {"text_encoder": "clip-l", "text_encoder_2": "t5-xxl", "transformer": "flux-transformer", "vae": "flux"},
+        {"text_encoder": "clip-l-flux", "text_encoder_2": "t5-xxl", "transformer": "flux-transformer", "vae": "flux"},
         "bfloat16", 4096, 768, 512, 0, True, False, 28,
+    ),
+    "flux-schnell": Pipeline(
+        "FluxPipeline of FLUX.1-schnell",
+        {
+            "text_encoder": "clip-l-flux", "text_encoder_2": "t5-xxl", "transformer": "flux-schnell-transformer",
+            "vae": "flux",
+        },
+        "bfloat16", 4096, 768, 256, 0, True, False, 4,
     ),
     "zimage-turbo": Pipeline(
         "ZImagePipeline of Z-Image-Turbo",

@@ -65,12 +65,15 @@ def _encode_prompt(run: Run, pipeline: Pipeline, call: Call) -> None:
         names[name] = run.tensor(name, (call.batch, tokens, pipeline.width), dtype)
         run.process.drop(*encoded)
     if len(prompts) > 1:
-        for name in [name for name in names.held if name.startswith("p")]:
-            held = names[name]
-            names[name] = run.tensor(f"{name}, both", (2, *held.shape), dtype)
+        names["prompt_embeds"] = run.tensor("prompt_embeds, both", (2, *names["prompt_embeds"].shape), dtype)
+    if pipeline.pooled and pipeline.guides:  # SDXL's further conditions
+        images = call.batch * len(prompts)
+        names["add_time_ids"] = run.tensor("add_time_ids", (images, 6), dtype)
+        if len(prompts) > 1:
+            names["add_text_embeds"] = run.tensor("add_text_embeds", (images, pipeline.pooled), dtype)
 
 
-CLIPS = ("clip-l", "openclip-g")
+CLIPS = ("clip-l", "clip-l-sdxl", "clip-l-flux", "openclip-g")
 CLIP_TOKENS = 77
 
 
@@ -89,7 +92,9 @@ def _denoise(run: Run, pipeline: Pipeline, call: Call) -> None:
     for _ in run.steps(call.steps):
         names["latent_model_input"] = run.tensor("latent_model_input", (images, *latent[1:]), dtype)
         names["noise_pred"] = run.call(role, n=images, h=height, w=width, t=tokens)
-        if images > call.batch:  # uncond + scale * (text - uncond)
+        if images > call.batch:  # uncond + scale * (text - uncond), both parts of what the denoiser gave
+            names.delete("noise_pred_uncond, noise_pred_text")
+            names.held["noise_pred_uncond, noise_pred_text"] = names.held.pop("noise_pred")
             difference = run.tensor("noise_pred_text - noise_pred_uncond", latent, dtype)
             scaled = run.tensor("guidance_scale * ...", latent, dtype)
             process.drop(difference)

@@ -143,7 +143,8 @@ class PipelinePrediction:
                 found.append(f"{part.role}: what LLM.int8() makes of activations is not counted")
             if types & {*GGML, "nf4", "nf4 double", "fp8"}:
                 found.append(f"{part.role}: of unpacking, only the unpacked weights of the layer that runs are counted")
-            if part.upcast:
+            call = self._question.call
+            if part.upcast and (call.vae != "whole" or call.batch > 1):
                 found.append(f"{part.role}: all of it in float32, where diffusers leaves the middle block as it is")
         return tuple(found)
 

@@ -4,7 +4,8 @@ benchmarks/record_modules.py runs a module under fake tensors at several sizes (
 what it takes and gives back as a tree of module calls, equal calls once, with every size as a polynomial in the call's
 variables. Convolutions and attentions stay questions: their workspaces, and which kernel runs, are decided at replay.
 
-A file of data/modules holds, for each dtype: `sizes`, the polynomials (``"1280 n h w + 640"``); `convs` and
+A file of data/modules holds, for dtypes and the cases in which a call takes the same steps (``"float16 bfloat16; 1 n =
+1"``): `sizes`, the polynomials (``"1280 n h w + 640"``); `convs` and
 `attentions`, their arguments as indices into `sizes`; and `modules`, one text a distinct module call, the outermost
 last, of words:
 
@@ -12,7 +13,8 @@ last, of words:
     -5              give back what was taken five takes ago
     c2  a0          a convolution; an attention, whose output counts as a take
     b7  l7          a product by cuBLAS, by cuBLASLt, of sizes[7] FLOPs
-    conv1=12        the submodule conv1 is called, which does what modules[12] says; =12 the module itself
+    conv1=12        the submodule conv1 is called, which does what modules[12] says; =12 the module itself, and
+                    /conv1=12 one that belongs to another module, by its whole name
 
 `weights` are written in the same way: ``weight:run:320,4,3,3`` a tensor with dtype and shape ("run" is the module's
 own dtype), ``conv1=12`` a submodule.
@@ -23,12 +25,13 @@ from __future__ import annotations
 import functools
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping
 from importlib import resources
 from typing import Any, NamedTuple
 
 from vaemem import _core
-from vaemem._common import ELEMENT_BYTES, choose, shipped
+from vaemem._common import ELEMENT_BYTES, choose, distinct, shipped
 from vaemem.prediction.attention import FUSED, Call, Heads, Mask, attend, choose_kernel
 from vaemem.prediction.gpus import Gpu
 from vaemem.prediction.profiles import Conv
@@ -62,6 +65,12 @@ def evaluate(polynomial: list[tuple[int, list[str]]], values: Mapping[str, int])
     return sum(factor * math.prod(values[name] for name in variables) for factor, variables in polynomial)
 
 
+def holds(case: str, values: Mapping[str, int]) -> bool:
+    """Whether an equation of two polynomials is true (``"1 n = 1"``), or an inequality (``"1 n != 1"``)."""
+    left, sign, right = re.split(" (!?=) ", case)
+    return (evaluate(parse(left), values) == evaluate(parse(right), values)) == (sign == "=")
+
+
 class Recorded:
     """A module's file: its weights, and what its call takes by dtype.
 
@@ -78,12 +87,12 @@ class Recorded:
         self.name, self.about, self.source = name, str(data["about"]), str(data["source"])
         self.variables = tuple(data["variables"])
         self._derived = {key: (parse(of), by, to) for key, (of, by, to) in data["derived"].items()}
-        self._calls = {dtype: _Call(data["calls"][key]) for key in data["calls"] for dtype in key.split()}
+        self._calls = [_Call(key, call) for key, call in data["calls"].items()]
         self.weights = tuple(_weights(data["weights"], len(data["weights"]) - 1, ""))
 
     @property
     def dtypes(self) -> tuple[str, ...]:
-        return tuple(self._calls)
+        return tuple(distinct(dtype for call in self._calls for dtype in call.dtypes))
 
     def values(self, **sizes: int) -> dict[str, int]:
         """The variables with those that follow from them: each ``to * ceil(polynomial / by)``."""
@@ -94,9 +103,15 @@ class Recorded:
             values[name] = to * -(-evaluate(of, values) // by)
         return values
 
-    def call(self, dtype: str) -> _Call:
-        choose("dtype", dtype, self._calls)
-        return self._calls[dtype]
+    def call(self, dtype: str, values: Mapping[str, int]) -> _Call:
+        """What was recorded for a dtype in the case that the values make."""
+        choose("dtype", dtype, self.dtypes)
+        calls = [call for call in self._calls if dtype in call.dtypes]
+        for call in calls:
+            if all(holds(case, values) for case in call.cases):
+                return call
+        recorded = " or ".join(" and ".join(call.cases) for call in calls)
+        raise ValueError(f"{self.name}: want sizes of which a call was recorded, {recorded}, got {dict(values)}")
 
     def trace(
         self, dtype: str, gpu: Gpu, passing: Mapping[str, Iterable[tuple[str, int]]] | None = None, **sizes: int
@@ -118,15 +133,18 @@ class Recorded:
         Raises
         ------
         ValueError
-            A dtype that was not recorded, other variables, or attention that no recorded kernel computes on that GPU.
+            A dtype, variables or a case of sizes that was not recorded, or attention that no recorded kernel computes
+            on that GPU.
         """
-        player = _Player(self.call(dtype), dtype, gpu, self.values(**sizes), passing or {})
+        values = self.values(**sizes)
+        player = _Player(self.call(dtype, values), dtype, gpu, values, passing or {})
         player.play(len(player.call.modules) - 1, None, self.name)
         return player.trace
 
     def flops(self, dtype: str, **sizes: int) -> int:
         """FLOPs of a call's products, convolutions and attentions; a multiplication and an addition count as two."""
-        call, values = self.call(dtype), self.values(**sizes)
+        values = self.values(**sizes)
+        call = self.call(dtype, values)
         numbers = [evaluate(size, values) for size in call.sizes]
 
         @functools.cache
@@ -148,9 +166,11 @@ class Recorded:
 
 
 class _Call:
-    """What a call takes in some dtype."""
+    """What a call takes in some dtypes, where all of some equations hold."""
 
-    def __init__(self, data: Mapping[str, Any]):
+    def __init__(self, key: str, data: Mapping[str, Any]):
+        dtypes, *cases = key.split("; ")
+        self.dtypes, self.cases = dtypes.split(), cases
         self.sizes = [parse(size) for size in data["sizes"]]
         self.modules = [text.split() for text in data["modules"]]
         self._convs, self._attentions = data["convs"], data["attentions"]
@@ -204,7 +224,7 @@ class _Player:
             kind, rest = word[0], word[1:]
             child, is_child, number = word.partition("=")
             if is_child:
-                path = f"{module}.{child}" if module else child
+                path = f"{module}.{child}" if module and child[:1] != "/" else child.removeprefix("/")
                 self.play(int(number), path, path or shown)
             elif kind == "+":
                 size, _, what = rest.partition(":")

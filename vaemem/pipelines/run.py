@@ -9,7 +9,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from vaemem import _core
@@ -121,6 +121,7 @@ class Phase(NamedTuple):
 
 
 RECORDED_VAES = {"sd15": "autoencoder-4", "sdxl": "autoencoder-4", "flux": "autoencoder-16", "zimage": "autoencoder-16"}
+UPCAST = "autoencoder-4-upcast"
 TILE_OVERLAP = 0.25  # of a tile's side: diffusers' default
 OFFLOADS = ("none", "model", "sequential")
 PLAYED_STEPS = 2  # of the denoiser; the cache and the sizes are the same from the second one on
@@ -224,6 +225,8 @@ class Run:
         self.bring("vae")
         vae = self._loaded["vae"]
         assert isinstance(vae, LoadedVAE)
+        if part.upcast and how == "whole" and batch == 1:
+            return self._decode_upcast(part, vae, {"h": height, "w": width})
         tile = usual_tile(part.component) if how == "tiled" else 0
         process = self.process
         if part.upcast:
@@ -235,6 +238,23 @@ class Run:
             process.drop(latents)
             process.convert(vae, part.dtype)
         return image
+
+    def _decode_upcast(self, part: Part, vae: LoadedVAE, sizes: Mapping[str, int]) -> Tensor:
+        """As `upcast_vae` has it: to float32, the first blocks back, and all of it back after the call."""
+        process, before = self.process, vae.dtype
+        process.convert(vae, "float32")
+        recording = programs.load(UPCAST)
+        self._resize(vae, [weight.nbytes(part.dtype) for weight in recording.weights])
+        image = self._play(replace(part, component=UPCAST), sizes)
+        self._resize(vae, [weight.nbytes(part.dtype) for weight in part.recording.weights])
+        vae.dtype = before
+        return image
+
+    def _resize(self, vae: LoadedVAE, sizes: Sequence[int]) -> None:
+        """Weights of another size are copied into it, in order."""
+        held = vae.storages or {}
+        changed = {a: size for (a, old), size in zip(held.items(), sizes, strict=True) if size != old}
+        self.process._copy(vae, changed)
 
     def _decode_outside(self, latents: Tensor, memory_limit: int) -> Tensor:
         """vaemem's own memory is not PyTorch's: the whole limit counts while it runs; the image comes as a tensor."""

@@ -178,9 +178,11 @@ class Recorder(TorchDispatchMode):
             out = self._as_eager(func, args, out)
         elif func is aten.view.default:
             out = self._view_as_eager(args[0], out)
-        for tensor in tree_flatten(out)[0]:
-            if isinstance(tensor, torch.Tensor):
-                self.bind(tensor)
+        tensors = [x for x in tree_flatten(out)[0] if isinstance(x, torch.Tensor)]
+        for tensor in tensors:
+            self.bind(tensor)
+        if tensors and not any(tensor.is_cuda for tensor in tensors):
+            return out  # computed on the host
         if func is aten.native_group_norm.default:
             self._group_norm(*args)
         elif func in (aten.addmm.default, aten._addmm_activation.default):

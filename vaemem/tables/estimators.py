@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vaemem._common import ELEMENT_BYTES, MIB, choose, grouped, mib, need, render, whole
+from vaemem._common import ELEMENT_BYTES, MIB, OPS, choose, grouped, mib, need, render, whole
 from vaemem.prediction.benchmark import BENCHMARK_TILE
+from vaemem.prediction.sdcpp import LATENT_CHANNELS, vae_graph
 from vaemem.tables.fit import KEY, Fit, FittedLine
 from vaemem.tables.table import BYTE_COLUMNS, Row, Table
 
@@ -152,10 +153,12 @@ def _mlx_im2col(row: Row) -> int | None:
     return None if row["op"] != "decode" or size is None else 9 * 128 * size * _images(row)
 
 
-def _sd_cpp(bytes_per_pixel: int, row: Row) -> int | None:
-    if row["op"] != "decode" or _images(row) > 1:
+def _sd_cpp(conv_direct: bool, row: Row) -> int | None:
+    """The graph runs in one type, whatever the weights are, and on one image at a time."""
+    sides = row["height"], row["width"]
+    if row["op"] not in OPS or row["model"] not in LATENT_CHANNELS or _images(row) > 1 or any(s % 8 for s in sides):
         return None
-    return bytes_per_pixel * pixels(row)  # the graph runs in one type, whatever the weights are
+    return vae_graph(row["op"], *sides, row["model"], conv_direct=conv_direct).buffer
 
 
 ESTIMATORS: dict[str, Estimator] = {
@@ -187,14 +190,16 @@ ESTIMATORS: dict[str, Estimator] = {
             "A note on MLX's VAE decode; one buffer, no activations", _mlx_im2col, "MLX",
         ),
         Estimator(
-            "sd.cpp-im2col", "6656 H W",
-            "stable-diffusion.cpp's own compute buffer, as its log prints it (pull request 890)",
-            functools.partial(_sd_cpp, 6656), "stable-diffusion.cpp",
+            "sd.cpp-im2col",
+            "max(6656, 160 + H W / 1024) H W (decode), max(3382, 160 + H W / 1024) H W (encode), and the input",
+            "stable-diffusion.cpp's own compute buffer on CUDA, its graph simulated; its log says 6656.25 MB for SDXL"
+            " at 1024x1024 (pull request 890)", functools.partial(_sd_cpp, False), "stable-diffusion.cpp",
         ),
         Estimator(
-            "sd.cpp-direct", "2560 H W",
-            "stable-diffusion.cpp's own compute buffer with direct convolution (issue 1154)",
-            functools.partial(_sd_cpp, 2560), "stable-diffusion.cpp",
+            "sd.cpp-direct",
+            "max(2816, 160 + H W / 1024) H W (decode), max(1538, 160 + H W / 1024) H W (encode), and the input",
+            "the same with direct convolution; its log says 176 MB for a tile of 256x256 (issue 1154)",
+            functools.partial(_sd_cpp, True), "stable-diffusion.cpp",
         ),
     )
 }  # fmt: skip

@@ -1,0 +1,99 @@
+"""diffusers' own pipelines, whole and of full size, recorded under fake tensors beside `predict_pipeline`.
+
+The tokenizer and the scheduler are stand-ins: the real ones look at what tensors hold, which is not there.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+diffusers = pytest.importorskip("diffusers")
+pytest.importorskip("transformers")
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+if not BENCHMARKS.exists():
+    pytest.skip("the sources are not here", allow_module_level=True)
+sys.path.insert(0, str(BENCHMARKS))
+
+from modules import MODULES
+
+from vaemem import SimulatedProcess, predict_pipeline
+from vaemem.pipelines.components import PIPELINES
+from vaemem.pipelines.run import RECORDED_VAES
+from vaemem.pytorch import record
+
+
+class Tokenizer:
+    """Pads to what is asked for, or to its own length; of no padding, or to the longest, there are 5 tokens."""
+
+    model_max_length = 77
+    added_tokens_encoder = ()
+
+    def __call__(self, prompt, padding=None, max_length=77, **_):
+        length = max_length if padding == "max_length" else 5
+        count = 1 if isinstance(prompt, str) else len(prompt)
+        return types.SimpleNamespace(input_ids=torch.zeros(count, length, dtype=torch.int64), attention_mask=None)
+
+    def tokenize(self, prompt):
+        return [prompt]
+
+
+class Scheduler:
+    """As Euler's for flow matching, in the two tensors that a step makes."""
+
+    order, init_noise_sigma = 1, 1.0
+
+    def __init__(self):
+        self.config = {}
+
+    def set_timesteps(self, steps, device=None, **_):
+        self.timesteps = torch.arange(steps, device=device, dtype=torch.float32)
+
+    def scale_model_input(self, sample, _):
+        return sample
+
+    def step(self, noise, _, sample, return_dict=False):
+        return ((sample.to(torch.float32) + 0.1 * noise).to(noise.dtype),)
+
+
+def built(name):
+    """A module of the pipeline's components, and the pipeline that calls them, both on the device "meta"."""
+    kind = PIPELINES[name]
+    dtype = getattr(torch, kind.dtype)
+    with torch.device("meta"):
+        parts = {role: MODULES[RECORDED_VAES.get(part, part)].build(dtype) for role, part in kind.parts.items()}
+    none = {"tokenizer": None, "scheduler": diffusers.DDIMScheduler(clip_sample=False, steps_offset=1)}
+    if name == "sd15":
+        rest = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
+        pipeline = diffusers.StableDiffusionPipeline(**parts, **none, **rest)
+    elif name == "sdxl":
+        pipeline = diffusers.StableDiffusionXLPipeline(**parts, **none, tokenizer_2=None, add_watermarker=False)
+    else:
+        pipeline = diffusers.FluxPipeline(**parts, **none, tokenizer_2=None)
+    pipeline.tokenizer = pipeline.tokenizer_2 = Tokenizer()
+    pipeline.scheduler = Scheduler()
+    pipeline.set_progress_bar_config(disable=True)
+    return torch.nn.ModuleDict(parts).eval(), pipeline
+
+
+@pytest.mark.parametrize("output, phase", [("latent", "denoise"), ("pt", "decode")])
+def test_stable_diffusion_to_the_byte(output, phase):
+    """All that the pipeline allocates up to a phase's end: at the peak, and reserved, as predicted."""
+    parts, pipeline = built("sd15")
+    asked = {"height": 512, "width": 512}
+    recording = record(
+        parts, gpu="T4", call=lambda _: pipeline("x", **asked, num_inference_steps=2, output_type=output).images
+    )
+    assert not recording.unmodelled
+    process = SimulatedProcess("T4")
+    for name, size in recording.weights:
+        process.hold(name, size)
+    process.call(recording.trace)
+    predicted = next(p for p in predict_pipeline("sd15", gpu="T4", steps=2, **asked).phases if p.name == phase)
+    assert process.peak_above_baseline()[0].endswith(predicted.where)
+    assert (predicted.allocated, predicted.reserved) == (process.peak_allocated, process.peak_reserved)
