@@ -29,6 +29,7 @@ from vaemem import (
 )
 from vaemem._common import DTYPES, ELEMENT_BYTES, MIB, OPS, TILED_OPS, __version__, choose, mib, need, render
 from vaemem.engine import latents, layouts, weights
+from vaemem.pipelines import published
 from vaemem.pipelines.components import PIPELINES
 from vaemem.pipelines.plan import RUNTIMES as PLANNED_RUNTIMES
 from vaemem.prediction import reproduce
@@ -245,7 +246,7 @@ def _plan(args: argparse.Namespace) -> int:
         "prompt_tokens": args.tokens, "guidance": not args.no_guidance, "steps": args.steps, "dtype": args.dtype,
         "components": dict(args.component), "used": args.used, "calibrate": dict(args.measured),
         "time_limit": args.time_limit, "link": args.link, "cpu": args.cpu, "cores": args.cores,
-        "torch_version": args.torch, "cudnn_version": args.cudnn,
+        "torch_version": args.torch, "cudnn_version": args.cudnn, "flash": args.flash, "cache_limit": args.cache_limit,
     }  # fmt: skip
     height, width = args.size
     plan = plan_pipeline(args.pipeline, height, width, args.batch, **given)
@@ -278,6 +279,9 @@ def _bound(args: argparse.Namespace) -> None:
 
 
 def _reproduce(args: argparse.Namespace) -> None:
+    if args.plan or args.equation:
+        print("\n\n".join([published.reproduce_plan()] * args.plan + [published.judge_text()] * args.equation))
+        return
     if args.csv:
         _check_writable(args.csv)
     reproduce.run(args.table, args.csv)
@@ -463,6 +467,8 @@ def _parser() -> argparse.ArgumentParser:
         "--measured", type=_measured, action="append", default=[], metavar="WAY=SECONDS",
         help="what a way took on this machine, by its name as the plan prints it; may come again",
     )  # fmt: skip
+    sub.add_argument("--flash", action="store_true", help="sd.cpp's --diffusion-fa")
+    sub.add_argument("--cache-limit", metavar="SIZE", help="of MLX's allocator")
     sub.add_argument("--time-limit", type=float, metavar="SECONDS", help="more does not count as fitting")
     sub.add_argument("--link", default="PCIe 3.0 x16", help="between host and card (default: PCIe 3.0 x16)")
     sub.add_argument("--cpu", default="AVX2", help="the host's instructions: SSE4.2, AVX, AVX2 or 'no AVX2'")
@@ -485,6 +491,8 @@ def _parser() -> argparse.ArgumentParser:
     sub = command("reproduce", _reproduce, "The published PyTorch benchmark, row by row: measured, predicted, error.")
     sub.add_argument("table", nargs="?", metavar="CSV", help="by default the copy that comes with vaemem")
     sub.add_argument("--csv", metavar="FILE", help="also write measured and predicted there")
+    sub.add_argument("--plan", action="store_true", help="instead: eight published ways to fit a 12 GB card, and ours")
+    sub.add_argument("--equation", action="store_true", help="instead: a published equation for SD 1.5, term by term")
 
     command(
         "backends", _backends, "The instruction sets and GPUs that the engine has kernels for, and which it uses here."

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vaemem._common import DTYPES, choose, whole
 from vaemem.engine.limits import parse_size
 from vaemem.engine.weights import tensor_types
-from vaemem.pipelines import programs, ways_diffusers, ways_mlx
+from vaemem.pipelines import programs, ways_diffusers, ways_mlx, ways_sdcpp
 from vaemem.pipelines.components import PIPELINES, Pipeline
 from vaemem.pipelines.run import RECORDED_VAES
-from vaemem.pipelines.seconds import Machine, cards_of, machine_of
+from vaemem.pipelines.seconds import cards_of, machine_of
+from vaemem.pipelines.storage import is_size
 from vaemem.pipelines.ways import PipelinePlan, Room, planned
 from vaemem.prediction.gpus import Gpu, find_gpu, sold
 from vaemem.prediction.predict import CONTEXT
 
-RUNTIMES = ("diffusers", "mlx")
+RUNTIMES = {"diffusers": "types", "sd.cpp": "flash", "mlx": "cache_limit"}  # and the choice that each alone has
 
 
 def plan_pipeline(
@@ -26,7 +26,7 @@ def plan_pipeline(
     host_memory: int | str | None = None, gpu: str | Gpu | None = None, runtime: str = "diffusers",
     prompt_tokens: int | None = None, guidance: bool = True, steps: int | None = None, dtype: str | None = None,
     components: Mapping[str, Any] | None = None, types: Sequence[str | None] | None = None, used: int | str = 0,
-    calibrate: Mapping[str, float] | None = None, time_limit: float | None = None,
+    calibrate: Mapping[str, float] | None = None, time_limit: float | None = None, flash: bool = False,
     cache_limit: int | str | None = None, link: str = "PCIe 3.0 x16", cpu: str = "AVX2", cores: int | None = None,
     cudnn_version: str | None = None, torch_version: str | None = None,
 ) -> PipelinePlan:  # fmt: skip
@@ -45,9 +45,11 @@ def plan_pipeline(
     gpu : str or Gpu, optional
         The card. Without one seconds are told only where `calibrate` measured them, and a card of that memory stands
         for it.
-    runtime : {"diffusers", "mlx"}
-        mlx: `memory` is the Mac's, of which two thirds are taken to be for Metal; the denoiser's weights and the decode
-        are what is known (`vaemem.pipelines.ways_mlx`), and no seconds.
+    runtime : {"diffusers", "sd.cpp", "mlx"}
+        sd.cpp is stable-diffusion.cpp with CUDA (`vaemem.pipelines.ways_sdcpp`). Its `components` are types of ggml's
+        such as ``"Q8_0"``, which FLUX and Z-Image have by default, sizes such as ``"6.8 GiB"``, or files. With mlx
+        `memory` is the Mac's, of which two thirds are taken to be for Metal; what is known are the denoiser's weights
+        and the decode (`vaemem.pipelines.ways_mlx`), and no seconds.
     prompt_tokens, guidance, steps, dtype, components, cudnn_version, torch_version
         As `predict_pipeline` takes them.
     types : sequence of str or None, optional
@@ -60,6 +62,8 @@ def plan_pipeline(
         come out, and all others follow.
     time_limit : float, optional
         Seconds after which a way does not count as fitting.
+    flash : bool
+        stable-diffusion.cpp's ``--diffusion-fa``.
     cache_limit : int or str, optional
         Of MLX's allocator.
     link, cpu, cores
@@ -92,20 +96,31 @@ def plan_pipeline(
     choose("pipeline", pipeline, PIPELINES)
     choose("runtime", runtime, RUNTIMES)
     kind, batch = PIPELINES[pipeline], whole("batch", batch)
-    dtype = kind.dtype if dtype is None else dtype
+    for name, value in (("types", types), ("flash", flash or None), ("cache_limit", cache_limit)):
+        if value is not None and RUNTIMES[runtime] != name:
+            raise ValueError(f"{name}: want None with runtime={runtime!r}, which has no such choice, got {value!r}")
     host = None if host_memory is None else parse_size("host_memory", host_memory)
-    title = f"{pipeline} {height}x{width} by {runtime}"
+    title, components = f"{pipeline} {height}x{width} by {runtime}", components or {}
     if runtime == "mlx":
-        return _by_mlx(title, kind, height, width, memory, components or {}, cache_limit)
+        return _by_mlx(title, kind, height, width, memory, components, cache_limit)
     card, notes = _card(gpu, memory)
-    room = Room(card.reported_memory - CONTEXT - parse_size("used", used, least=0), host, time_limit)
-    machine = _machine(gpu, card, dtype, runtime, link, cpu, cores, bool(calibrate))
-    asked = {
-        "prompt_tokens": prompt_tokens, "guidance": guidance, "steps": steps, "dtype": dtype, "components": components,
-        "gpu": card, "used": used, "cudnn_version": cudnn_version, "torch_version": torch_version,
-    }  # fmt: skip
-    ways = ways_diffusers.ways(pipeline, height, width, batch, machine, types, **asked)
-    return planned(f"{title}, {steps or kind.steps} steps, on {card.name}", ways, room, machine, calibrate, notes)
+    context = CONTEXT if runtime == "diffusers" else ways_sdcpp.CONTEXT
+    room = Room(card.reported_memory - context - parse_size("used", used, least=0), host, time_limit)
+    steps = kind.steps if steps is None else whole("steps", steps)
+    machine = None  # nothing is known of how fast it is
+    if gpu is not None or calibrate:
+        named = None if gpu is None else card
+        machine = machine_of(named, card.total_memory, dtype or kind.dtype, runtime, link, cpu, cores)
+    if runtime == "sd.cpp":
+        ways = ways_sdcpp.ways(pipeline, height, width, batch, steps, guidance, prompt_tokens, components, flash)
+    else:
+        asked = {
+            "prompt_tokens": prompt_tokens, "guidance": guidance, "steps": steps, "dtype": dtype,
+            "components": components, "gpu": card, "used": used, "cudnn_version": cudnn_version,
+            "torch_version": torch_version,
+        }  # fmt: skip
+        ways = ways_diffusers.ways(pipeline, height, width, batch, machine, types, **asked)
+    return planned(f"{title}, {steps} steps, on {card.name}", ways, room, machine, calibrate, notes)
 
 
 def _by_mlx(
@@ -138,7 +153,7 @@ def weights_bytes(role: str, component: str, given: Any) -> int:
     >>> weights_bytes("unet", "sd15-unet", "float16"), weights_bytes("unet", "sd15-unet", "1.6 GiB")
     (1719041928, 1717986918)
     """
-    if isinstance(given, int) or re.fullmatch(r"\s*[\d.]+ *[kmgtKMGT]i?[bB]\s*", str(given)):
+    if is_size(given):
         return parse_size(f"components[{role!r}]", given)
     if os.path.exists(given):
         return sum(size for *_, size in tensor_types(given))
@@ -155,12 +170,3 @@ def _card(gpu: str | Gpu | None, memory: int | str | None) -> tuple[Gpu, list[st
         raise ValueError("gpu: want a card's name, or what it has as memory='12 GB', got neither")
     card = cards_of(sold(memory))[0]
     return card, [f"No card was named: {card.name} stands for any of that memory."]
-
-
-def _machine(
-    gpu: str | Gpu | None, card: Gpu, dtype: str, runtime: str, link: str, cpu: str, cores: int | None, measured: bool
-) -> Machine | None:
-    """None where nothing is known of how fast it is."""
-    if gpu is None and not measured:
-        return None
-    return machine_of(None if gpu is None else card, card.total_memory, dtype, runtime, link, cpu, cores)

@@ -132,13 +132,17 @@ def peak(gpu: str | Gpu, dtype: str = "float16") -> float:
     """
     card = find_gpu(gpu)
     choose("dtype", dtype, ("float32", "float16", "bfloat16"))
-    each = _data()["flops_per_multiprocessor_and_clock"][card.capability]
-    kind = "tf32" if dtype == "float32" else "tensor"
-    if kind not in each or (dtype == "bfloat16" and card.sm < 80):
-        kind = "float32"
+    is_late = dtype == "bfloat16" and card.sm < 80
+    return _peak(card, "float32" if is_late else "tf32" if dtype == "float32" else "tensor")
+
+
+def _peak(card: Gpu, kind: str) -> float:
+    """On tensor cores ("tensor", "tf32"), or in float32 without them, as where there are none for it."""
+    known = _data()["flops_per_multiprocessor_and_clock"][card.capability]
+    kind = kind if kind in known else "float32"
     name = card.card or card.name
-    is_half = any(re.search(rf"{known}\b", name) for known in _data()["half_rate"]["cards"])
-    flops = each[kind] / (2 if is_half and kind != "float32" and card.sm > 70 else 1)
+    is_half = any(re.search(rf"{half}\b", name) for half in _data()["half_rate"]["cards"])
+    flops = known[kind] / (2 if is_half and kind != "float32" and card.sm > 70 else 1)
     return float(card.multiprocessors * flops * card.properties["smClockRateKHz"] * 1000)
 
 
@@ -448,6 +452,13 @@ def _by_ggml(rate: Rate) -> Rate:
     return replace(rate, factor=2 * rate.factor, why=f"PyTorch's {rate.why}; ggml's kernels may do half or twice that")
 
 
+def _direct(card: Gpu) -> Rate:
+    """ggml's direct convolution, which does not use tensor cores."""
+    most = _peak(card, "float32")
+    why = f"1 to 50% of {_short(most / 1e12)} TFLOP/s in float32 without tensor cores: no measurement is known"
+    return Rate.between(0.01 * most, 0.5 * most, "FLOP/s", why)
+
+
 def machine_of(
     gpu: str | Gpu | None = None,
     memory: int | None = None,
@@ -492,6 +503,7 @@ def machine_of(
     rates = {work: of([gpu_rate(card, work, dtype) for card in cards]) for work in WORK}
     if runtime == "sd.cpp":
         rates = {work: _by_ggml(rate) for work, rate in rates.items()}
+        rates["vae direct"] = of([_direct(card) for card in cards])
     rates["memory"] = of([memory_rate(card) for card in cards])
     rates["link"] = link_rate(link)
     rates["cpu"] = cpu_rate(cpu, cores)

@@ -236,7 +236,17 @@ class PipelinePlan:
         if len(alike) == 1 and not best.way.changes:
             picture = " and leaves the picture as it is"
         why = "" if best is plainest else f" {plainest.way.name} {plainest.verdict}."
-        return f"Take {best.way.name}. {what}{among}{picture}.{why}"
+        return f"Take {best.way.name}. {what}{among}{picture}.{why}{self._faster(best)}"
+
+    def _faster(self, best: Outcome) -> str:
+        """The fastest way that changes the picture, where it saves a tenth of the time or more."""
+        changed = [one for one in self.outcomes if one.fits and one.way.changes and one.seconds]
+        other = min(changed, key=lambda one: one.seconds.likely if one.seconds else 0.0, default=None)
+        if best.way.changes or not (other and other.seconds and best.seconds):
+            return ""
+        if other.seconds.likely > 0.9 * best.seconds.likely:
+            return ""
+        return f" {other.way.name} would take {other.seconds}: {other.way.changes}."
 
     # ---- files and data frames ----
 

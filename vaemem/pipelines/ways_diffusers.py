@@ -11,6 +11,7 @@ from vaemem.pipelines.predict import PipelinePrediction, predict_pipeline
 from vaemem.pipelines.run import OFFLOADS
 from vaemem.pipelines.seconds import Machine
 from vaemem.pipelines.ways import PlannedPhase, Way
+from vaemem.prediction.question import usual_tile
 
 OFFLOAD_NAMES = {"none": "no offload", "model": "model offload", "sequential": "sequential offload"}
 
@@ -43,7 +44,7 @@ def ways(
         if kind is not None:
             components |= {role: kind for role in _large(pipeline) if role not in components}
         for offload in OFFLOADS:
-            for vae in _vae_ways(offload, batch):
+            for vae in _vae_ways(offload, batch, max(height, width) > usual_tile(PIPELINES[pipeline].parts["vae"])):
                 settings = {"offload": offload, "vae": vae, **({"components": components} if components else {})}
                 if vae == "vaemem":
                     settings["vae_memory_limit"] = _limit(found[0], height, width)
@@ -90,11 +91,11 @@ def _large(pipeline: str) -> list[str]:
     return [kind.denoiser, *(role for role in kind.encoders if kind.parts[role] not in ("clip-l", "openclip-g"))]
 
 
-def _vae_ways(offload: str, batch: int) -> list[str]:
+def _vae_ways(offload: str, batch: int, has_tiles: bool) -> list[str]:
     """Where submodules come and go with their calls, the whole decode of one image was recorded alone."""
     if offload == "sequential":
         return ["whole"]
-    return ["whole", *(["sliced"] if batch > 1 else []), "tiled", "vaemem"]
+    return ["whole", *(["sliced"] if batch > 1 else []), *(["tiled"] if has_tiles else []), "vaemem"]
 
 
 def _way(asked: _Asked, machine: Machine | None) -> Way:
