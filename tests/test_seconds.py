@@ -5,9 +5,7 @@ import math
 
 import pytest
 
-from vaemem import _core
 from vaemem._common import shipped
-from vaemem.engine import layouts
 from vaemem.pipelines import programs
 from vaemem.pipelines.seconds import (
     Machine,
@@ -20,7 +18,6 @@ from vaemem.pipelines.seconds import (
     memory_rate,
     peak,
     shares,
-    vae_flops,
 )
 from vaemem.prediction.gpus import gpu_names
 
@@ -63,41 +60,9 @@ def test_every_card_has_rates():
         assert 0 < gpu_rate(name, "unet").value < peak(name) and memory_rate(name).value > 5e10
 
 
-@pytest.mark.parametrize(
-    ("op", "side", "flops"),
-    [  # torch.utils.flop_counter's, of AutoencoderKL(SD1.5's config) on the device meta
-        ("decode", 512, 2514518933504),
-        ("encode", 512, 1116658466816),
-        ("decode", 1024, 10470392594432),
-        ("encode", 1024, 4878950727680),
-    ],
-)
-def test_flops_of_a_vae(op, side, flops):
-    assert vae_flops("sd15", op, side, side) == flops
-
-
-def test_flops_of_the_real_vae():
-    """As PyTorch counts them, where a side is no power of two; FLUX's decoder has no 1x1 before it."""
-    torch = pytest.importorskip("torch")
-    diffusers = pytest.importorskip("diffusers")
-    from torch.utils.flop_counter import FlopCounterMode
-
-    for model in ("sd15", "flux"):
-        config = layouts.config_of(_core.models()[model])
-        known = {key: value for key, value in config.items() if key != "_class_name"}
-        with torch.device("meta"), torch.no_grad():
-            vae = diffusers.AutoencoderKL(**known)
-            with FlopCounterMode(display=False) as count:
-                vae.decode(torch.empty(1, known["latent_channels"], 12, 20))
-            assert vae_flops(model, "decode", 96, 160) == count.get_total_flops()
-            with FlopCounterMode(display=False) as count:
-                vae.encode(torch.empty(1, 3, 96, 160))
-            assert vae_flops(model, "encode", 96, 160) == count.get_total_flops()
-
-
 def test_no_run_reached_more_than_its_card_can():
     found = shares()
-    assert len(found) > 60 and all(0.02 < share.share < 0.8 for share in found)
+    assert len(found) > 55 and all(0.02 < share.share < 0.8 for share in found)
     assert all(run["source"] in json.loads(shipped("rates.json"))["sources"] for run in _measured())
 
 
@@ -117,7 +82,8 @@ def test_a_band_covers_the_runs_that_it_came_from():
 def test_the_vae_of_the_seed_table_within_its_band():
     rate = gpu_rate("RTX 4090", "vae")
     for side, seconds in ((768, 0.083), (1024, 0.153), (2048, 0.693)):  # FLUX decode, float16
-        took = Machine({"vae": rate}).seconds({"vae": vae_flops("flux", "decode", side, side)})
+        flops = programs.load("autoencoder-16").flops("float16", h=side // 8, w=side // 8)
+        took = Machine({"vae": rate}).seconds({"vae": flops})
         assert took.low <= seconds <= took.high
 
 
@@ -204,16 +170,16 @@ def test_a_machine_whose_card_is_not_named():
 
 
 def test_flops_of_the_modules_are_the_recorded_ones():
-    """What shares of peaks were computed with is what the recorded modules count, where they are."""
+    """What shares of peaks were computed with is what the recorded modules count."""
     sizes = {
         "sd15-unet": {"n": 1, "h": 64, "w": 64, "t": 77},
         "sdxl-unet": {"n": 1, "h": 128, "w": 128, "t": 77},
         "flux-transformer": {"n": 1, "h": 128, "w": 128, "t": 512},
+        "autoencoder-4": {"h": 128, "w": 128},
     }
     known = json.loads(shipped("rates.json"))["flops"]
-    there = [name for name in sizes if name in programs.recorded()]
-    assert "sd15-unet" in there
-    for name in there:
+    known["autoencoder-4"] = known["vae-decoder"]
+    for name, wanted in sizes.items():
         module = programs.load(name)
-        wanted = {key: sizes[name][key] for key in module.variables}
-        assert module.flops(module.dtypes[0], **wanted) == pytest.approx(known[name]["flops"], rel=0.01)
+        counted = module.flops(module.dtypes[0], **{key: wanted[key] for key in module.variables})
+        assert counted == pytest.approx(known[name]["flops"], rel=1e-3), name

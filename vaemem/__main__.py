@@ -29,7 +29,6 @@ from vaemem import (
 )
 from vaemem._common import DTYPES, ELEMENT_BYTES, MIB, OPS, TILED_OPS, __version__, choose, mib, need, render
 from vaemem.engine import latents, layouts, weights
-from vaemem.pipelines import published
 from vaemem.pipelines.components import PIPELINES
 from vaemem.pipelines.plan import RUNTIMES as PLANNED_RUNTIMES
 from vaemem.prediction import reproduce
@@ -280,6 +279,8 @@ def _bound(args: argparse.Namespace) -> None:
 
 def _reproduce(args: argparse.Namespace) -> None:
     if args.plan or args.equation:
+        from vaemem.pipelines import published
+
         print("\n\n".join([published.reproduce_plan()] * args.plan + [published.judge_text()] * args.equation))
         return
     if args.csv:

@@ -321,7 +321,8 @@ def pipeline(run: Any, available: int | None = None) -> Figure:
     for i, total in enumerate(bottom):
         is_over = available is not None and total * MIB > available
         style: dict[str, Any] = {"color": _COLOURS[1], "fontweight": "bold"} if is_over else {"color": "black"}
-        axes.text(i, total + 0.01 * top, f"{total:,.0f}", ha="center", va="bottom", fontsize=8, **style)
+        behind = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
+        axes.text(i, total + 0.01 * top, f"{total:,.0f}", ha="center", va="bottom", fontsize=8, bbox=behind, **style)
     if available is not None:
         axes.axhline(available / MIB, color=_COLOURS[1], linewidth=1.4, linestyle="--", label="what the card has")
     axes.set_xticks(range(len(phases)), [phase.name for phase in phases])

@@ -9,7 +9,7 @@ from typing import Any
 from vaemem._common import DTYPES, choose, whole
 from vaemem.engine.limits import parse_size
 from vaemem.engine.weights import tensor_types
-from vaemem.pipelines import programs, ways_diffusers, ways_mlx, ways_sdcpp
+from vaemem.pipelines import programs, ways_diffusers, ways_mlx
 from vaemem.pipelines.components import PIPELINES, Pipeline
 from vaemem.pipelines.run import RECORDED_VAES
 from vaemem.pipelines.seconds import cards_of, machine_of
@@ -103,6 +103,8 @@ def plan_pipeline(
     title, components = f"{pipeline} {height}x{width} by {runtime}", components or {}
     if runtime == "mlx":
         return _by_mlx(title, kind, height, width, memory, components, cache_limit)
+    from vaemem.pipelines import ways_sdcpp  # half of this module's import
+
     card, notes = _card(gpu, memory)
     context = CONTEXT if runtime == "diffusers" else ways_sdcpp.CONTEXT
     room = Room(card.reported_memory - context - parse_size("used", used, least=0), host, time_limit)

@@ -13,14 +13,13 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from vaemem import _core
 from vaemem._common import choose, grouped, shipped
+from vaemem.pipelines import programs
 from vaemem.prediction.gpus import Gpu, find_gpu, gpu_names
 
 Work = Mapping[str, float]
@@ -30,14 +29,13 @@ WORK = ("unet", "transformer", "vae")  # that measurements of whole modules are 
 REPEATS_DIFFER = 0.02
 
 
-@dataclass(frozen=True)
-class Seconds:
+class Seconds(NamedTuple):
     """A time with its band.
 
     Attributes
     ----------
     low, likely, high : float
-        Seconds. Nothing is known to lie outside of low to high, and nothing proves that it cannot.
+        Seconds: from low to high is what the rates' bands leave open, a judgement and no bound.
     why : str
         Where the rates come from.
 
@@ -45,8 +43,6 @@ class Seconds:
     --------
     >>> print(Seconds(12, 20.0, 41, "an example"))
     20 s (12 to 41)
-    >>> Seconds(12, 20.0, 41) > 50
-    False
     """
 
     low: float
@@ -57,18 +53,13 @@ class Seconds:
     def __str__(self) -> str:
         return f"{_short(self.likely)} s ({_short(self.low)} to {_short(self.high)})"
 
-    def __gt__(self, limit: float) -> bool:
-        """Whether it likely takes longer."""
-        return self.likely > limit
-
 
 def _short(number: float) -> str:
     """Two digits, as many as a band leaves to say."""
     return f"{number:.0f}" if number >= 9.95 else f"{number:.2g}"
 
 
-@dataclass(frozen=True)
-class Rate:
+class Rate(NamedTuple):
     """What a machine does in a second.
 
     Attributes
@@ -146,6 +137,9 @@ def _peak(card: Gpu, kind: str) -> float:
     return float(card.multiprocessors * flops * card.properties["smClockRateKHz"] * 1000)
 
 
+_DECODERS = {"FLUX": "autoencoder-16", "SD1.5": "autoencoder-4", "SDXL": "autoencoder-4"}  # of the seed table's models
+
+
 class Share(NamedTuple):
     """A measured run's share of its card's peak."""
 
@@ -158,7 +152,7 @@ class Share(NamedTuple):
 
 @functools.cache
 def shares() -> tuple[Share, ...]:
-    """What measured runs reached of their card's peak: the published ones of data/rates.json, and the seed table's.
+    """What measured runs reached of their card's peak: those of data/rates.json, and the seed table's decodes.
 
     Examples
     --------
@@ -171,11 +165,10 @@ def shares() -> tuple[Share, ...]:
         card, source = find_gpu(run["gpu"]), _data()["sources"][run["source"]]
         found.append(Share(run["work"], card.capability, flops / peak(card), 1 / run["per_second"], source))
     for row in csv.DictReader(shipped("seed_table.csv").splitlines()):
-        op, side, seconds = row["op"], int(row["height"]), float(row["time_s"])
-        tiled_on = row["model"] != "FLUX" and op == "encode" and side >= 1536  # tiling stayed on in those rows
-        if op in ("encode", "decode") and not tiled_on:
-            rate = vae_flops("flux" if row["model"] == "FLUX" else "sd15", op, side, side) / seconds
-            source = "the seed table: RTX 4090, PyTorch 2.7.1"
+        if row["op"] == "decode":
+            decoder, latents = _DECODERS[row["model"]], {"h": int(row["height"]) // 8, "w": int(row["width"]) // 8}
+            seconds, source = float(row["time_s"]), "the seed table: RTX 4090, PyTorch 2.7.1"
+            rate = programs.load(decoder).flops(row["dtype"], **latents) / seconds
             found.append(Share("vae", "8.9", rate / peak("RTX 4090", row["dtype"]), seconds, source))
     return tuple(found)
 
@@ -199,7 +192,7 @@ def gpu_rate(gpu: str | Gpu, work: str, dtype: str = "float16") -> Rate:
     Examples
     --------
     >>> print(gpu_rate("RTX 4090", "vae"))
-    69 TFLOP/s within 1.3 times: 42% of 165 TFLOP/s, as 57 measured runs on compute capability 8.9 (the seed table)
+    72 TFLOP/s within 1.1 times: 44% of 165 TFLOP/s, as 41 measured runs on compute capability 8.9 (the seed table)
     """
     choose("work", work, WORK)
     card = find_gpu(gpu)
@@ -298,58 +291,6 @@ def either(rates: Iterable[Rate], which: str) -> Rate:
     return Rate.between(low, high, rates[0].unit, which)
 
 
-# ---- FLOPs of a VAE ----
-
-
-def vae_flops(model: str, op: str, height: int, width: int) -> float:
-    """FLOPs of a VAE's encode or decode of one image as PyTorch runs it: convolutions and attention, as
-    torch.utils.flop_counter counts them.
-
-    Examples
-    --------
-    >>> vae_flops("sd15", "decode", 512, 512)
-    2514518933504.0
-    """
-    models = _core.models()
-    choose("model", model, models)
-    choose("op", op, ("encode", "decode"))
-    arch = models[model]
-    blocks, layers = tuple(arch["block_out_channels"]), arch["layers_per_block"]
-    latents, top = arch["latent_channels"], blocks[-1]
-    h, w = height >> (len(blocks) - 1), width >> (len(blocks) - 1)
-
-    def conv(c: int, k: int, size: int, r: int = 3) -> float:
-        return 2.0 * r * r * c * k * size
-
-    def resnet(c: int, k: int, size: int) -> float:
-        return conv(c, k, size) + conv(k, k, size) + (conv(c, k, size, 1) if c != k else 0)
-
-    def middle(size: int) -> float:
-        attention = 4 * conv(top, top, size, 1) + 4.0 * size * size * top if arch["mid_block_add_attention"] else 0
-        return 2 * resnet(top, top, size) + attention
-
-    size = h * w
-    if op == "decode":
-        total = conv(latents, latents, size, 1) if arch["use_post_quant_conv"] else 0.0
-        total += conv(latents, top, size) + middle(size)
-        order, more, before = blocks[::-1], 1, top
-    else:
-        size = height * width
-        total = conv(arch["in_channels"], blocks[0], size)
-        order, more, before = blocks, 0, blocks[0]
-    for i, channels in enumerate(order):
-        for _ in range(layers + more):
-            total += resnet(before, channels, size)
-            before = channels
-        if i < len(order) - 1:
-            size = size * 4 if op == "decode" else size // 4
-            total += conv(channels, channels, size)
-    if op == "decode":
-        return total + conv(before, arch["out_channels"], size)
-    total += middle(size) + conv(top, 2 * latents, size)
-    return total + (conv(2 * latents, 2 * latents, size, 1) if arch["use_quant_conv"] else 0)
-
-
 # ---- machines ----
 
 
@@ -435,7 +376,7 @@ class Machine:
             if any(work.get(name) for work, _ in runs):
                 factor = math.exp(2 * math.sqrt(max(0.0, float(variance))))
                 why = f"from {len(runs)} measured run{'s' * (len(runs) > 1)}; before: {self.rates[name]}"
-                found.rates[name] = replace(self.rates[name], value=1 / float(cost), factor=factor, why=why)
+                found.rates[name] = self.rates[name]._replace(value=1 / float(cost), factor=factor, why=why)
         return found
 
 
@@ -449,7 +390,7 @@ def cards_of(memory: int) -> list[Gpu]:
 
 def _by_ggml(rate: Rate) -> Rate:
     """PyTorch's rate for ggml's kernels, of which no measurement is known: twice as wide."""
-    return replace(rate, factor=2 * rate.factor, why=f"PyTorch's {rate.why}; ggml's kernels may do half or twice that")
+    return rate._replace(factor=2 * rate.factor, why=f"PyTorch's {rate.why}; ggml's kernels may do half or twice that")
 
 
 def _direct(card: Gpu) -> Rate:

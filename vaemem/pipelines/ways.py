@@ -8,7 +8,6 @@ import io
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vaemem._common import MIB, distinct, mib, need, render
@@ -44,8 +43,7 @@ class PlannedPhase(NamedTuple):
         return self.weights + self.added
 
 
-@dataclass(frozen=True)
-class Way:
+class Way(NamedTuple):
     """One way of running a pipeline.
 
     Attributes
@@ -91,8 +89,7 @@ class Way:
         return max(self.phases, key=lambda phase: phase.total)
 
 
-@dataclass(frozen=True)
-class Room:
+class Room(NamedTuple):
     """What there is.
 
     Attributes
@@ -108,8 +105,7 @@ class Room:
     seconds: float | None = None
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """How one way does in the room that there is.
 
     Attributes
@@ -159,12 +155,11 @@ def outcome(way: Way, room: Room, machine: Machine | None) -> Outcome:
         return Outcome(way, took, each, *out)
     if room.host is not None and way.host > room.host:
         return Outcome(way, took, each, "host", way.host - room.host)
-    if took and room.seconds is not None and took > room.seconds:
+    if took and room.seconds is not None and took.likely > room.seconds:
         return Outcome(way, took, each, "time", took.likely - room.seconds)
     return Outcome(way, took, each, None, 0)
 
 
-@dataclass(frozen=True)
 class PipelinePlan:
     """What `vaemem.plan_pipeline` gives. Printing it shows every way and the recommendation.
 
@@ -191,11 +186,11 @@ class PipelinePlan:
     sd15 1536x1536 by mlx...
     """
 
-    title: str
-    room: Room
-    outcomes: tuple[Outcome, ...]
-    machine: Machine | None = None
-    notes: tuple[str, ...] = field(default=())
+    def __init__(
+        self, title: str, room: Room, outcomes: Sequence[Outcome], machine: Machine | None, notes: Iterable[str]
+    ) -> None:
+        self.title, self.room, self.machine = title, room, machine
+        self.outcomes, self.notes = tuple(outcomes), tuple(notes)
 
     def __len__(self) -> int:
         return len(self.outcomes)
@@ -425,4 +420,4 @@ def planned(
         assert machine is not None
         machine = machine.calibrated([(by_name[name].work, seconds) for name, seconds in measured.items()])
     notes = distinct([*notes, *(note for way in ways for note in way.notes)])
-    return PipelinePlan(title, room, tuple(outcome(way, room, machine) for way in ways), machine, tuple(notes))
+    return PipelinePlan(title, room, [outcome(way, room, machine) for way in ways], machine, notes)
