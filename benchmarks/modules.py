@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
 from typing import Any, NamedTuple
@@ -18,7 +17,7 @@ HALF = (torch.float16, torch.bfloat16)
 class Module(NamedTuple):
     """A module, its call, and the sizes at which it is recorded.
 
-    build: makes it on the device "meta" in a dtype, of which some submodules may keep another
+    build: makes it in the default dtype on the default device
     call: (args, kwargs) of the call at some sizes in a dtype, meta tensors
     points, checks: sizes for the fit, and other ones that the fit must predict
     derived: variables that follow from others, {name: (polynomial, by, to)}: to * ceil(polynomial / by)
@@ -29,7 +28,7 @@ class Module(NamedTuple):
     """
 
     about: str
-    build: Callable[[torch.dtype], torch.nn.Module]
+    build: Callable[[], torch.nn.Module]
     call: Callable[[Sizes, torch.dtype], Call]
     points: Sequence[Sizes]
     checks: Sequence[Sizes]
@@ -49,13 +48,13 @@ def products(*factors: Sequence[str]) -> list[str]:
     return made
 
 
-@contextlib.contextmanager
-def made_in(dtype: torch.dtype) -> Iterator[None]:
-    """Modules are made in a dtype, as from_pretrained does it: what is made in another one of its own keeps that."""
+def make(module: Module, dtype: torch.dtype, device: str = "meta") -> torch.nn.Module:
+    """A module in a dtype from the beginning, as from_pretrained makes it: what has another of its own keeps that."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        yield
+        with torch.device(device):
+            return module.build().eval()
     finally:
         torch.set_default_dtype(before)
 
@@ -100,13 +99,13 @@ UNET_POINTS = points(
 UNET_CHECKS = points("n h w t", (2, 88, 120, 77), (8, 57, 66, 154))
 
 
-def _sd15_unet(dtype: torch.dtype) -> torch.nn.Module:
+def _sd15_unet() -> torch.nn.Module:
     from diffusers import UNet2DConditionModel
 
-    return UNet2DConditionModel(sample_size=64, cross_attention_dim=768, attention_head_dim=8).to(dtype)
+    return UNet2DConditionModel(sample_size=64, cross_attention_dim=768, attention_head_dim=8)
 
 
-def _sdxl_unet(dtype: torch.dtype) -> torch.nn.Module:
+def _sdxl_unet() -> torch.nn.Module:
     from diffusers import UNet2DConditionModel
 
     return UNet2DConditionModel(
@@ -115,7 +114,7 @@ def _sdxl_unet(dtype: torch.dtype) -> torch.nn.Module:
         up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"), attention_head_dim=(5, 10, 20),
         transformer_layers_per_block=(1, 2, 10), use_linear_projection=True, addition_embed_type="text_time",
         addition_time_embed_dim=256, projection_class_embeddings_input_dim=2816,
-    ).to(dtype)  # fmt: skip
+    )  # fmt: skip
 
 
 def _unet_call(sizes: Sizes, dtype: torch.dtype, channels: int, time: torch.dtype, **extra: Any) -> Call:
@@ -146,10 +145,10 @@ FLUX_POINTS = points(
 FLUX_CHECKS = points("n h w t", (1, 104, 152, 512), (2, 66, 58, 128))
 
 
-def _flux(dtype: torch.dtype, guidance: bool) -> torch.nn.Module:
+def _flux(guidance: bool) -> torch.nn.Module:
     from diffusers import FluxTransformer2DModel
 
-    return FluxTransformer2DModel(guidance_embeds=guidance).to(dtype)
+    return FluxTransformer2DModel(guidance_embeds=guidance)
 
 
 def _flux_call(sizes: Sizes, dtype: torch.dtype, guidance: bool) -> Call:
@@ -182,11 +181,10 @@ ZIMAGE_CHECKS = points("n h w t", (1, 104, 152, 52), (1, 90, 106, 128), (1, 70, 
 PADDED = PATCHES | {"t32": ("1 t", 32, 32), "p32": ("1 h1 w1", 32, 32)}
 
 
-def _zimage(dtype: torch.dtype) -> torch.nn.Module:
+def _zimage() -> torch.nn.Module:
     from diffusers import ZImageTransformer2DModel
 
-    with made_in(dtype):
-        return ZImageTransformer2DModel(axes_lens=[1536, 512, 512])
+    return ZImageTransformer2DModel(axes_lens=[1536, 512, 512])
 
 
 def _zimage_call(sizes: Sizes, dtype: torch.dtype) -> Call:
@@ -210,37 +208,37 @@ LONG_CHECKS = points("n t", (1, 300), (3, 512))
 TEXT_MONOMIALS = products(["", "n"], ["", "t", "t t"])
 
 
-def _clip_l(dtype: torch.dtype) -> torch.nn.Module:
+def _clip_l() -> torch.nn.Module:
     from transformers import CLIPTextConfig, CLIPTextModel
 
     config = CLIPTextConfig(
         vocab_size=49408, hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12,
         projection_dim=768, hidden_act="quick_gelu", bos_token_id=0, eos_token_id=2, pad_token_id=1,
     )  # fmt: skip
-    return CLIPTextModel(config).to(dtype)
+    return CLIPTextModel(config)
 
 
-def _openclip_g(dtype: torch.dtype) -> torch.nn.Module:
+def _openclip_g() -> torch.nn.Module:
     from transformers import CLIPTextConfig, CLIPTextModelWithProjection
 
     config = CLIPTextConfig(
         vocab_size=49408, hidden_size=1280, intermediate_size=5120, num_hidden_layers=32, num_attention_heads=20,
         projection_dim=1280, hidden_act="gelu", bos_token_id=0, eos_token_id=2, pad_token_id=1,
     )  # fmt: skip
-    return CLIPTextModelWithProjection(config).to(dtype)
+    return CLIPTextModelWithProjection(config)
 
 
-def _t5_xxl(dtype: torch.dtype) -> torch.nn.Module:
+def _t5_xxl() -> torch.nn.Module:
     from transformers import T5Config, T5EncoderModel
 
     config = T5Config(
         vocab_size=32128, d_model=4096, d_kv=64, d_ff=10240, num_layers=24, num_heads=64,
         feed_forward_proj="gated-gelu", tie_word_embeddings=False, use_cache=False,
     )  # fmt: skip
-    return T5EncoderModel(config).to(dtype)
+    return T5EncoderModel(config)
 
 
-def _qwen3_4b(dtype: torch.dtype) -> torch.nn.Module:
+def _qwen3_4b() -> torch.nn.Module:
     from transformers import Qwen3Config, Qwen3Model
 
     config = Qwen3Config(
@@ -248,8 +246,7 @@ def _qwen3_4b(dtype: torch.dtype) -> torch.nn.Module:
         num_key_value_heads=8, head_dim=128, max_position_embeddings=40960, rope_theta=1000000, rms_norm_eps=1e-6,
         tie_word_embeddings=True,
     )  # fmt: skip
-    with made_in(dtype):
-        return Qwen3Model(config)
+    return Qwen3Model(config)
 
 
 def _ids(sizes: Sizes) -> torch.Tensor:
@@ -289,17 +286,14 @@ VAE_POINTS = points("h w", (64, 64), (48, 72), (33, 95), (56, 122), (101, 49))
 VAE_CHECKS = points("h w", (88, 120), (57, 66))
 
 
-def _vae(channels: int) -> Callable[[torch.dtype], torch.nn.Module]:
-    def build(dtype: torch.dtype) -> torch.nn.Module:
-        from diffusers import AutoencoderKL
+def _vae(channels: int) -> torch.nn.Module:
+    from diffusers import AutoencoderKL
 
-        return AutoencoderKL(
-            down_block_types=("DownEncoderBlock2D",) * 4, up_block_types=("UpDecoderBlock2D",) * 4,
-            block_out_channels=(128, 256, 512, 512), layers_per_block=2, latent_channels=channels, sample_size=512,
-            use_quant_conv=channels == 4, use_post_quant_conv=channels == 4,
-        ).to(dtype)  # fmt: skip
-
-    return build
+    return AutoencoderKL(
+        down_block_types=("DownEncoderBlock2D",) * 4, up_block_types=("UpDecoderBlock2D",) * 4,
+        block_out_channels=(128, 256, 512, 512), layers_per_block=2, latent_channels=channels, sample_size=512,
+        use_quant_conv=channels == 4, use_post_quant_conv=channels == 4,
+    )  # fmt: skip
 
 
 def _upcast_vae(dtype: torch.dtype) -> torch.nn.Module:
@@ -316,7 +310,7 @@ def _latents(channels: int) -> Callable[[Sizes, torch.dtype], Any]:
 
 def _autoencoder(channels: int, whose: str) -> Module:
     return Module(
-        f"AutoencoderKL.decode of {whose}; a latent h x w", _vae(channels), _latents(channels),
+        f"AutoencoderKL.decode of {whose}; a latent h x w", partial(_vae, channels), _latents(channels),
         VAE_POINTS, VAE_CHECKS, ["", "h", "w", "h w", "h h w w"],
         run=lambda vae, z: vae.decode(z).sample,
     )  # fmt: skip

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from modules import MODULES, Module, missing
+from modules import MODULES, Module, make, missing
 from torch.utils.flop_counter import flop_registry
 
 from vaemem._common import grouped
@@ -124,8 +124,8 @@ def record_at(
     module: Module, sizes: Mapping[str, int], dtype: torch.dtype, recorder: Recorder | None = None
 ) -> Recording:
     """The module's call, recorded by a `ScriptRecorder` where none is given."""
+    built = make(module, dtype)
     with torch.device("meta"):
-        built = module.build(dtype).eval()
         args, kwargs = module.call(sizes, dtype)
     recording = record_by(recorder or ScriptRecorder(type(built).__name__), built, args, kwargs, module.run)
     if recording.unmodelled:
@@ -264,8 +264,7 @@ def case_of(module: Module, values: Mapping[str, int]) -> str:
 def record(name: str, say: Callable[[str], None] = print) -> dict[str, Any]:
     """What a file of data/modules holds."""
     module = MODULES[name]
-    with torch.device("meta"):
-        built = module.build(module.dtypes[0])
+    built = make(module, module.dtypes[0])
     data: dict[str, Any] = {
         "about": module.about,
         "source": ", ".join(f"{package} {version(package)}" for package in ("diffusers", "transformers", "torch")),

@@ -5,10 +5,14 @@ from __future__ import annotations
 import math
 
 import diffusers
+import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.numpy import save_file
 
+from vaemem.engine.weights import tensor_types
+from vaemem.pipelines import programs
 from vaemem.pipelines.storage import GGML, RULES, TYPES, Stored, stored, tensor_bytes
 
 FILE = [("a", (64, 32), "Q8_0", 2176), ("b", (64,), "F32", 256)]  # as vaemem.engine.weights.tensor_types lists one
@@ -51,21 +55,6 @@ def total(*args, **kwargs) -> int:
     return sum(tensor.bytes for tensor in stored(*args, **kwargs))
 
 
-def test_blocks_are_ggmls():
-    """Bits a weight as ggml's own comments give them, and its package's table where that is installed."""
-    bits = {name: 8 * block.bytes / block.numbers for name, block in GGML.items()}
-    assert bits == {
-        "Q4_0": 4.5, "Q4_1": 5, "Q5_0": 5.5, "Q5_1": 6, "Q8_0": 8.5, "Q2_K": 2.625, "Q3_K": 3.4375, "Q4_K": 4.5,
-        "Q5_K": 5.5, "Q6_K": 6.5625,
-    }  # fmt: skip
-
-
-def test_blocks_are_the_gguf_packages():
-    constants = pytest.importorskip("gguf.constants", reason="the package gguf has the same table")
-    for name, block in GGML.items():
-        assert constants.GGML_QUANT_SIZES[constants.GGMLQuantizationType[name]] == tuple(block)
-
-
 @pytest.mark.parametrize(
     ("shape", "single", "double"), [((96, 80), 4384, 5056), ((3840, 256), 553024, 508212), ((30, 70), 1246, 2179)]
 )
@@ -103,6 +92,7 @@ def test_what_cannot_be_stored_is_refused():
 
 def test_every_rule_has_types_and_every_type_a_rule():
     assert {name for rule in RULES.values() for name in rule.types} <= set(TYPES)
+    assert set(GGML) < set(TYPES)
     assert set(GGML) | {"nf4", "nf4 double", "int8", "fp8", "float32"} <= {n for r in RULES.values() for n in r.types}
 
 
@@ -179,7 +169,38 @@ def test_a_files_own_list_takes_the_rules_place():
         stored([("x", (64, 34))], None, FILE)
 
 
-def test_seed_004_as_ls_printed_it():
-    """Seed 004 lists Qwen3-4B in Q8_0 with 4.0 GiB."""
-    qwen = total(inventory(qwen3_4b()), "Q8_0", "llama.cpp")
-    assert math.ceil(10 * qwen / 2**30) / 10 == 4.0
+def test_a_files_header_is_such_a_list(tmp_path):
+    tensors = {"norm.weight": np.ones(64, np.float32), "proj.weight": np.ones((64, 32), np.float16)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    found = stored([("proj.weight", (64, 32))], None, tensor_types(tmp_path / "model.safetensors"))
+    assert {(t.name, t.shape, t.type, t.bytes) for t in found} == {
+        ("norm.weight", (64,), "F32", 256), ("proj.weight", (64, 32), "F16", 4096),
+    }  # fmt: skip
+    assert all(tensor_bytes(t.shape, t.type) == t.bytes for t in found)
+
+
+def test_seed_004s_sizes():
+    """Seed 004's files as `ls -lh` prints sizes: rounded up. Z-Image Turbo in Q8_0 is as ComfyUI-GGUF quantises it: its
+    file of that name is published with 7.2 GB; stable-diffusion.cpp's own, of 6577440704 bytes, would be 6.2 GiB. The
+    VAE, "Q8_0", has the size of ae.safetensors, which is float32."""
+    zimage, qwen = (programs.load(name).weights for name in ("zimage-transformer", "qwen3-4b"))
+    sizes = [total(zimage, "Q8_0", "comfyui-gguf"), total(qwen, "Q8_0", "llama.cpp")]
+    assert [math.ceil(10 * size / 2**30) / 10 for size in sizes] == [6.8, 4.0]
+    vae = sum(weight.nbytes("float32") for weight in programs.load("autoencoder-16").weights)
+    assert math.ceil(vae / 2**20) == 320
+
+
+def test_z_image_as_stable_diffusion_cpps_author_published_it():
+    """Beside the bytes of leejet/Z-Image-Turbo-GGUF's Q8_0 file, which also keeps the prompt's embedder, in float32."""
+    rule = RULES["sd.cpp"]
+    rule = rule._replace(keeps=rf"{rule.keeps}|cap_embedder\.")
+    assert 0 < 6577440704 - total(programs.load("zimage-transformer").weights, "Q8_0", rule, "float32") < 1e5
+
+
+def test_files_that_comfyui_gguf_made():
+    """Beside the bytes of city96/FLUX.1-dev-gguf, whose one-dimensional tensors are float16, and whose headers are
+    small: Q8_0, and Q4_0, which has blocks of the same numbers."""
+    rule = RULES["comfyui-gguf"]._replace(vectors="float16")
+    weights = programs.load("flux-transformer").weights
+    for kind, size in (("Q8_0", 12708281504), ("Q4_0", 6791167136)):
+        assert 0 < size - total(weights, kind, rule) < 1e5

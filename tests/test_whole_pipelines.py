@@ -51,8 +51,9 @@ class Scheduler:
     def __init__(self):
         self.config = {}
 
-    def set_timesteps(self, steps, device=None, **_):
-        self.timesteps = torch.arange(steps, device=device, dtype=torch.float32)
+    def set_timesteps(self, steps=None, device=None, sigmas=None, mu=None):
+        count = steps if sigmas is None else len(sigmas)
+        self.timesteps = torch.arange(count, device=device, dtype=torch.float32)
 
     def scale_model_input(self, sample, _):
         return sample
@@ -74,6 +75,7 @@ def built(name):
     elif name == "sdxl":
         pipeline = diffusers.StableDiffusionXLPipeline(**parts, **none, tokenizer_2=None, add_watermarker=False)
     else:
+        parts["vae"].register_to_config(shift_factor=0.1159)
         pipeline = diffusers.FluxPipeline(**parts, **none, tokenizer_2=None)
     pipeline.tokenizer = pipeline.tokenizer_2 = Tokenizer()
     pipeline.scheduler = Scheduler()
@@ -81,19 +83,29 @@ def built(name):
     return torch.nn.ModuleDict(parts).eval(), pipeline
 
 
-@pytest.mark.parametrize("output, phase", [("latent", "denoise"), ("pt", "decode")])
-def test_stable_diffusion_to_the_byte(output, phase):
-    """All that the pipeline allocates up to a phase's end: at the peak, and reserved, as predicted."""
-    parts, pipeline = built("sd15")
-    asked = {"height": 512, "width": 512}
+CASES = {  # of each: up to which phase, on which GPU, at which size
+    "sd15": (("latent", "denoise", "T4", 512), ("pt", "decode", "T4", 512)),
+    "sdxl": (("latent", "denoise", "RTX 4090", 768),),  # to decode it changes weights' dtype, which is not recorded
+    "flux": (("pt", "decode", "H200", 768),),
+}
+
+
+@pytest.mark.parametrize("name, case", [(name, case) for name, cases in CASES.items() for case in cases])
+def test_a_pipeline_to_the_byte(name, case):
+    """All that a pipeline allocates up to a phase's end: at the peak, and reserved, as predicted."""
+    output, phase, gpu, side = case
+    parts, pipeline = built(name)
+    asked = {"height": side, "width": side}
     recording = record(
-        parts, gpu="T4", call=lambda _: pipeline("x", **asked, num_inference_steps=2, output_type=output).images
+        parts, gpu=gpu, call=lambda _: pipeline("x", **asked, num_inference_steps=2, output_type=output).images
     )
     assert not recording.unmodelled
-    process = SimulatedProcess("T4")
-    for name, size in recording.weights:
-        process.hold(name, size)
+    process = SimulatedProcess(gpu)
+    for name_, size in recording.weights:
+        process.hold(name_, size)
     process.call(recording.trace)
-    predicted = next(p for p in predict_pipeline("sd15", gpu="T4", steps=2, **asked).phases if p.name == phase)
+    predicted = next(p for p in predict_pipeline(name, gpu=gpu, steps=2, **asked).phases if p.name == phase)
     assert process.peak_above_baseline()[0].endswith(predicted.where)
-    assert (predicted.allocated, predicted.reserved) == (process.peak_allocated, process.peak_reserved)
+    assert predicted.allocated == process.peak_allocated
+    # One of the allocator's small segments may go another way: when FLUX's prompts are let go was not followed.
+    assert abs(predicted.reserved - process.peak_reserved) <= (name == "flux") * (2 << 20)

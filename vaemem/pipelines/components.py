@@ -20,7 +20,12 @@ class Pipeline(NamedTuple):
         call (FLUX's max_sequence_length)
     pads: whether the denoiser sees the padded prompt
     guides: whether guidance takes a second image through the denoiser (else it is an input of it, or there is none)
+    rescales: whether the latents that are decoded take the place of the others
     steps: by default
+    conditions: what is held beside the prompt while it denoises, {name: (elements, dtype)}: a polynomial in n images, t
+        tokens and p image tokens; "run" is the pipeline's dtype
+    passes: what is made for each call of the denoiser, in the same way
+    latents: the dtype in which they are kept
     """
 
     about: str
@@ -32,7 +37,11 @@ class Pipeline(NamedTuple):
     encoded: int
     pads: bool
     guides: bool
+    rescales: bool
     steps: int
+    conditions: Mapping[str, tuple[str, str]] = {}
+    passes: Mapping[str, tuple[str, str]] = {}
+    latents: str = "run"
 
     @property
     def denoiser(self) -> str:
@@ -46,24 +55,35 @@ class Pipeline(NamedTuple):
         return calls, encoded, calls * encoded if self.pads else tokens
 
     @property
+    def pools(self) -> str:
+        """The text encoder whose pooled output is kept: FLUX's first, SDXL's second."""
+        return self.encoders[-1 if self.guides else 0]
+
+    @property
     def encoders(self) -> list[str]:
         return [role for role in self.parts if role.startswith("text_encoder")]
 
 
+_FLUX = {
+    "text_ids": ("3 t", "run"), "latent_image_ids": ("3 p", "run"),
+    "timestep": ("1 n", "run"),
+}  # fmt: skip
+_PASSED = {"timestep / 1000": ("1 n", "run")}
 PIPELINES = {
     "sd15": Pipeline(
         "StableDiffusionPipeline of stable-diffusion-v1-5 without its safety checker",
-        {"text_encoder": "clip-l", "unet": "sd15-unet", "vae": "sd15"}, "float16", 768, 0, 77, 77, True, True, 50,
+        {"text_encoder": "clip-l", "unet": "sd15-unet", "vae": "sd15"}, "float16",
+        768, 0, 77, 77, True, True, False, 50,
     ),
     "sdxl": Pipeline(
         "StableDiffusionXLPipeline of stable-diffusion-xl-base-1.0",
         {"text_encoder": "clip-l-sdxl", "text_encoder_2": "openclip-g", "unet": "sdxl-unet", "vae": "sdxl"},
-        "float16", 2048, 1280, 77, 77, True, True, 50,
+        "float16", 2048, 1280, 77, 77, True, True, True, 50, {"add_time_ids": ("6 n", "run")},
     ),
     "flux": Pipeline(
         "FluxPipeline of FLUX.1-dev",
         {"text_encoder": "clip-l-flux", "text_encoder_2": "t5-xxl", "transformer": "flux-transformer", "vae": "flux"},
-        "bfloat16", 4096, 768, 512, 0, True, False, 28,
+        "bfloat16", 4096, 768, 512, 0, True, False, True, 28, {**_FLUX, "guidance": ("1", "float32")}, _PASSED,
     ),
     "flux-schnell": Pipeline(
         "FluxPipeline of FLUX.1-schnell",
@@ -71,11 +91,12 @@ PIPELINES = {
             "text_encoder": "clip-l-flux", "text_encoder_2": "t5-xxl", "transformer": "flux-schnell-transformer",
             "vae": "flux",
         },
-        "bfloat16", 4096, 768, 256, 0, True, False, 4,
+        "bfloat16", 4096, 768, 256, 0, True, False, True, 4, _FLUX, _PASSED,
     ),
     "zimage-turbo": Pipeline(
         "ZImagePipeline of Z-Image-Turbo",
         {"text_encoder": "qwen3-4b", "transformer": "zimage-transformer", "vae": "zimage"},
-        "bfloat16", 2560, 0, 77, 512, False, False, 9,
+        "bfloat16", 2560, 0, 77, 512, False, False, True, 9,
+        {"timestep": ("1 n", "float32")}, {}, "float32",
     ),
 }  # fmt: skip

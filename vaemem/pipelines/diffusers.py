@@ -7,10 +7,13 @@ passing is three tensors of the latents' size.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from vaemem.pipelines.components import VAE_STRIDE, Pipeline
+from vaemem.pipelines.programs import evaluate, parse
 from vaemem.pipelines.run import Run
+from vaemem.prediction.process import Tensor
 
 
 @dataclass(frozen=True)
@@ -57,20 +60,18 @@ def _encode_prompt(run: Run, pipeline: Pipeline, call: Call) -> None:
                 ids = run.tensor("text_input_ids", (1, own), "int64")
                 encoded.append(run.call(role, n=1, t=own))
                 run.process.drop(ids)
-        if pipeline.pooled:
-            names[name.replace("prompt", "pooled_prompt")] = run.tensor(
-                "pooled_prompt_embeds", (call.batch, pipeline.pooled), dtype
-            )
+            if pipeline.pooled and role == pipeline.pools:
+                pooled = name.replace("prompt", "pooled_prompt")
+                names[pooled] = run.tensor(pooled, (call.batch, pipeline.pooled), dtype)
+                if run.parts[role].component == "clip-l-flux":  # which gives that alone
+                    run.process.drop(encoded.pop())
         # Of several encoders side by side, or repeated for each image.
         names[name] = run.tensor(name, (call.batch, tokens, pipeline.width), dtype)
         run.process.drop(*encoded)
     if len(prompts) > 1:
         names["prompt_embeds"] = run.tensor("prompt_embeds, both", (2, *names["prompt_embeds"].shape), dtype)
-    if pipeline.pooled and pipeline.guides:  # SDXL's further conditions
-        images = call.batch * len(prompts)
-        names["add_time_ids"] = run.tensor("add_time_ids", (images, 6), dtype)
-        if len(prompts) > 1:
-            names["add_text_embeds"] = run.tensor("add_text_embeds", (images, pipeline.pooled), dtype)
+        if pipeline.pooled:
+            names["add_text_embeds"] = run.tensor("add_text_embeds", (2 * call.batch, pipeline.pooled), dtype)
 
 
 CLIPS = ("clip-l", "clip-l-sdxl", "clip-l-flux", "openclip-g")
@@ -81,7 +82,7 @@ def _denoise(run: Run, pipeline: Pipeline, call: Call) -> None:
     names, process = run.names, run.process
     role = pipeline.denoiser
     dtype = run.parts[role].dtype
-    kept = "float32" if role == "transformer" and pipeline.encoders == ["text_encoder"] else dtype  # Z-Image's latents
+    kept = dtype if pipeline.latents == "run" else pipeline.latents
     height, width = call.height // VAE_STRIDE, call.width // VAE_STRIDE
     *_, tokens = pipeline.lengths(call.tokens)
     images = call.batch * (2 if pipeline.guides and call.guidance else 1)
@@ -89,9 +90,21 @@ def _denoise(run: Run, pipeline: Pipeline, call: Call) -> None:
     latent = (call.batch, channels, height, width)
     names["timesteps"] = run.tensor("timesteps", (call.steps,), "float32")
     names["latents"] = run.tensor("latents", latent, kept)
+    values = {"n": images, "t": tokens, "p": height // 2 * (width // 2)}
+
+    def made(what: Mapping[str, tuple[str, str]]) -> dict[str, Tensor]:
+        return {
+            name: run.tensor(name, (evaluate(parse(elements), values),), dtype if own == "run" else own)
+            for name, (elements, own) in what.items()
+        }
+
+    names.held.update(made(pipeline.conditions))
     for _ in run.steps(call.steps):
-        names["latent_model_input"] = run.tensor("latent_model_input", (images, *latent[1:]), dtype)
+        if images > call.batch or kept != dtype:
+            names["latent_model_input"] = run.tensor("latent_model_input", (images, *latent[1:]), dtype)
+        passed = made(pipeline.passes)
         names["noise_pred"] = run.call(role, n=images, h=height, w=width, t=tokens)
+        process.drop(*passed.values())
         if images > call.batch:  # uncond + scale * (text - uncond), both parts of what the denoiser gave
             names.delete("noise_pred_uncond, noise_pred_text")
             names.held["noise_pred_uncond, noise_pred_text"] = names.held.pop("noise_pred")
@@ -100,20 +113,26 @@ def _denoise(run: Run, pipeline: Pipeline, call: Call) -> None:
             process.drop(difference)
             names["noise_pred"] = run.tensor("noise_pred", latent, dtype)
             process.drop(scaled)
-        made = [run.tensor("scheduler.step", latent, "float32") for _ in range(2)]
+        elif kept != dtype:  # stacked in that dtype, and negated
+            names["model_out_list"] = names.held.pop("noise_pred")
+            stacked = run.tensor("noise_pred", latent, kept)
+            names["noise_pred"] = run.tensor("- noise_pred", latent, kept)
+            process.drop(stacked)
+        steps = [run.tensor("scheduler.step", latent, "float32") for _ in range(2)]
         names["latents"] = run.tensor("latents", latent, kept)
-        process.drop(*made)
+        process.drop(*steps)
 
 
 LATENT_CHANNELS = {"sd15": 4, "sdxl": 4, "flux": 16, "zimage": 16}
 
 
 def _decode(run: Run, pipeline: Pipeline, call: Call) -> None:
-    names, process, part = run.names, run.process, run.parts["vae"]
-    latents = names["latents"]
-    scaled = run.tensor("latents / scaling_factor", latents.shape, part.dtype)
-    names["image"] = run.decode(scaled, call.vae, call.memory_limit)
-    process.drop(scaled)
+    names, part = run.names, run.parts["vae"]
+    kept = "latents" if pipeline.rescales else "latents / scaling_factor"
+    names[kept] = run.tensor("latents / scaling_factor", names["latents"].shape, part.dtype)
+    names["image"] = run.decode(names[kept], call.vae, call.memory_limit)
+    if not pipeline.rescales:
+        names.delete(kept)
     dtype = "float32" if part.upcast else part.dtype
     for name in ("image * 0.5", "image * 0.5 + 0.5", "image, clamped"):
         names["image"] = run.tensor(name, (call.batch, 3, call.height, call.width), dtype)

@@ -11,30 +11,22 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from vaemem._common import ELEMENT_BYTES, choose
+from vaemem._common import choose, distinct
+from vaemem.engine.stored import BLOCKS, QUANTISED
 
 __all__ = ["RULES", "TYPES", "Rule", "Stored", "stored", "tensor_bytes"]
 
 Shape = Sequence[int]
 
 
-class Block(NamedTuple):
-    """What a type stores together: so many numbers of a row in so many bytes."""
-
-    numbers: int
-    bytes: int
-
-
-# ggml's from ggml-common.h: numbers of few bits and the scales of a block.
-GGML = {
-    "Q4_0": Block(32, 18), "Q4_1": Block(32, 20), "Q5_0": Block(32, 22), "Q5_1": Block(32, 24), "Q8_0": Block(32, 34),
-    "Q2_K": Block(256, 84), "Q3_K": Block(256, 110), "Q4_K": Block(256, 144), "Q5_K": Block(256, 176),
-    "Q6_K": Block(256, 210),
+GGML = tuple(QUANTISED)
+PLAIN = {  # as files spell them
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "fp8": "F8_E4M3", "int64": "I64",
+    "bool": "BOOL",
 }  # fmt: skip
-PLAIN = {name: Block(1, size) for name, size in {**ELEMENT_BYTES, "fp8": 1, "int64": 8, "bool": 1}.items()}
-SPELT = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "fp8"}  # in files
+SPELT = {spelt: name for name, spelt in PLAIN.items()}
 BITSANDBYTES = ("int8", "nf4", "nf4 double")
-TYPES = (*PLAIN, *GGML, *BITSANDBYTES, *SPELT)
+TYPES = tuple(distinct((*PLAIN, *GGML, *BITSANDBYTES, *BLOCKS)))
 
 NF4_BLOCK, NESTED_BLOCK = 64, 256  # numbers that share a scale; scales that share theirs
 NF4_CODE, NESTED_CODE, OFFSET = 4 * 16, 4 * 256, 4  # float32: the values of 4 bits, of 8 bits, and a mean
@@ -79,10 +71,10 @@ def tensor_bytes(shape: Shape, type: str) -> int:
         packed, scales = -(-numbers // 2), -(-numbers // NF4_BLOCK)
         nested = scales + 4 * -(-scales // NESTED_BLOCK) + NESTED_CODE + OFFSET
         return packed + NF4_CODE + (nested if type == "nf4 double" else 4 * scales)
-    block = PLAIN.get(type) or GGML[type]
-    if block.numbers > 1 and (not shape or shape[-1] % block.numbers):
-        raise ValueError(f"shape: want rows of a multiple of {block.numbers} for {type}, got {tuple(shape)}")
-    return numbers // block.numbers * block.bytes
+    together, size = BLOCKS[PLAIN.get(type, type)]
+    if together > 1 and (not shape or shape[-1] % together):
+        raise ValueError(f"shape: want rows of a multiple of {together} for {type}, got {tuple(shape)}")
+    return numbers // together * size
 
 
 def is_size(given: Any) -> bool:
@@ -153,7 +145,7 @@ RULES = {
     "comfyui-gguf": Rule(
         "ComfyUI-GGUF's tools: convert.py, which flattens what a UNet has, and lcpp.patch, for what llama-quantize"
         " leaves as it is: matrices but for first and last layers, embeddings of time, and Z-Image's refiners",
-        tuple(GGML), (2, 4),
+        GGML, (2, 4),
         rf"{_FLUX_ENDS}|(class|time|add)_embedding\.|time_embed\.|label_emb\.|^conv_in\.|^conv_out\.|^input_blocks\.0\.0\."
         r"|^out\.2\.|t_embedder\.|x_embedder\.|cap_embedder\.|context_refiner\.|noise_refiner\.",
         vectors="float32", least=1025, flat=True,
@@ -161,7 +153,7 @@ RULES = {
     "sd.cpp": Rule(
         "stable-diffusion.cpp's tensor_should_be_converted (model_loader.cpp), and what its layers ask for"
         " (ggml_extend.hpp): convolutions stay float16, rows that fit no block and what has one dimension float32",
-        tuple(GGML), (2,),
+        GGML, (2,),
         rf"{_FLUX_ENDS}|x_embedder\.|t_embedder\.|y_embedder\.|pos_embed|context_embedder\.|time_embed\.|label_emb\."
         "|embedding",
         vectors="float32", images="float16", odd="float32",
@@ -169,7 +161,7 @@ RULES = {
     "llama.cpp": Rule(
         "llama-quantize without a K mixture (llama_tensor_get_type): matrices; the table of embeddings, which is the"
         " head too, in Q6_K at least",
-        tuple(GGML), (2,), r"relative_attention_bias\.", vectors="float32", odd="float16", embeddings="Q6_K",
+        GGML, (2,), r"relative_attention_bias\.", vectors="float32", odd="float16", embeddings="Q6_K",
     ),
 }  # fmt: skip
 
@@ -262,10 +254,10 @@ def _store(
         return kept(rule.images if dims == 4 else None)
     if rule.embeddings and type != "Q8_0" and re.search(EMBEDDINGS, name):
         type = rule.embeddings
-    block = GGML.get(type, Block(1, 0)).numbers
+    together, _ = BLOCKS.get(type, (1, 0))
     if rule.flat and shape[-1] % 256 and math.prod(shape) % 256 == 0:
         shape = (math.prod(shape) // 256, 256)
-    if shape and shape[-1] % block:
+    if shape and shape[-1] % together:
         return kept(rule.odd)
     return kept(type)
 
