@@ -281,6 +281,8 @@ def _reproduce(args: argparse.Namespace) -> None:
     if args.plan or args.equation:
         from vaemem.pipelines import published
 
+        if args.table or args.csv:
+            raise ValueError("--plan, --equation: want neither a table nor --csv beside them")
         print("\n\n".join([published.reproduce_plan()] * args.plan + [published.judge_text()] * args.equation))
         return
     if args.csv:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vaemem._common import DTYPES, choose, whole
+from vaemem._common import DTYPES, choose, listed, whole
 from vaemem.engine.limits import parse_size
 from vaemem.engine.weights import tensor_types
 from vaemem.pipelines import programs, ways_diffusers, ways_mlx
@@ -25,7 +25,7 @@ def plan_pipeline(
     pipeline: str, height: int, width: int, batch: int = 1, *, memory: int | str | None = None,
     host_memory: int | str | None = None, gpu: str | Gpu | None = None, runtime: str = "diffusers",
     prompt_tokens: int | None = None, guidance: bool = True, steps: int | None = None, dtype: str | None = None,
-    components: Mapping[str, Any] | None = None, types: Sequence[str | None] | None = None, used: int | str = 0,
+    components: Mapping[str, Any] | None = None, types: str | Sequence[str | None] | None = None, used: int | str = 0,
     calibrate: Mapping[str, float] | None = None, time_limit: float | None = None, flash: bool = False,
     cache_limit: int | str | None = None, link: str = "PCIe 3.0 x16", cpu: str = "AVX2", cores: int | None = None,
     cudnn_version: str | None = None, torch_version: str | None = None,
@@ -100,7 +100,8 @@ def plan_pipeline(
         if value is not None and RUNTIMES[runtime] != name:
             raise ValueError(f"{name}: want None with runtime={runtime!r}, which has no such choice, got {value!r}")
     host = None if host_memory is None else parse_size("host_memory", host_memory)
-    title, components = f"{pipeline} {height}x{width} by {runtime}", components or {}
+    title = f"{pipeline} {height}x{width}{f', {batch} images' if batch > 1 else ''} by {runtime}"
+    components = components or {}
     if runtime == "mlx":
         return _by_mlx(title, kind, height, width, memory, components, cache_limit)
     from vaemem.pipelines import ways_sdcpp  # half of this module's import
@@ -108,6 +109,8 @@ def plan_pipeline(
     card, notes = _card(gpu, memory)
     context = CONTEXT if runtime == "diffusers" else ways_sdcpp.CONTEXT
     room = Room(card.reported_memory - context - parse_size("used", used, least=0), host, time_limit)
+    if room.card is not None and room.card <= 0:
+        raise ValueError(f"used: want less than {card.name} has beside a context of {context} bytes, got {used!r}")
     steps = kind.steps if steps is None else whole("steps", steps)
     machine = None  # nothing is known of how fast it is
     if gpu is not None or calibrate:
@@ -121,7 +124,8 @@ def plan_pipeline(
             "components": components, "gpu": card, "used": used, "cudnn_version": cudnn_version,
             "torch_version": torch_version,
         }  # fmt: skip
-        ways = ways_diffusers.ways(pipeline, height, width, batch, machine, types, **asked)
+        kinds = None if types is None else listed(types, str)
+        ways = ways_diffusers.ways(pipeline, height, width, batch, machine, kinds, **asked)
     return planned(f"{title}, {steps} steps, on {card.name}", ways, room, machine, calibrate, notes)
 
 

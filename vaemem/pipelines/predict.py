@@ -125,7 +125,8 @@ class PipelinePrediction:
     @functools.cached_property
     def least(self) -> int:
         """The least `available` with which the run goes through, to 2 MiB: as if what fits in less fitted in more."""
-        low, high = 0, self.peak
+        # Without its workspaces a phase's tensors are what it cannot do without.
+        low, high = max(phase.allocated - phase.workspace for phase in self.phases), self.peak
         while high - low > 2 * MIB:
             middle = (low + high) // 2
             allocator = CachingAllocator(total_memory=middle, history=False)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vaemem._common import choose, grouped, shipped
+from vaemem._common import choose, grouped, shipped, whole
 from vaemem.pipelines import programs
 from vaemem.prediction.gpus import Gpu, find_gpu, gpu_names
 
@@ -277,7 +277,7 @@ def cpu_rate(instructions: str = "AVX2", cores: int | None = None, weights: str 
     choose("weights", weights, known["AVX2"])
     named = sets[: sets.index("AVX2")] if instructions == "no AVX2" else [instructions]
     timed = [rate for name in named for rate in known[name][weights]]
-    least, most = (2, 8) if cores is None else (cores, cores)
+    least, most = (2, 8) if cores is None else (whole("cores", cores), cores)
     many = f"{least} to {most} cores" if cores is None else f"{cores} cores"
     why = f"{instructions}, {many}, {weights} weights: ggml timed on one core, older ones taken to do half or as much"
     return Rate.between(min(timed) * known["older_core"] * least * 1e9, max(timed) * most * 1e9, "FLOP/s", why)

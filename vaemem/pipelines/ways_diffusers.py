@@ -18,6 +18,9 @@ OFFLOAD_NAMES = {"none": "no offload", "model": "model offload", "sequential": "
 # What vaemem's decode takes on a GPU beside its weights, in T = 128 * height * width * bytes of a number: 3.03 to 3.19
 # are planned from 256x256 to 4096x4096 (docs/CUDA.md).
 VAE_LIMIT = 3.2
+SEQUENTIAL = (
+    "Sequential offload: what accelerate's hooks take at each submodule, beside moving its weights, is not counted."
+)
 SMALLER = ("Q8_0", "nf4")  # GGUF's and bitsandbytes'
 
 
@@ -108,8 +111,9 @@ def _way(asked: _Asked, machine: Machine | None) -> Way:
             work = _work(kinds.get(phase.name, "transformer"), phase.flops, phase.weights, machine)
             work |= {"link": float(phase.sent)} if phase.sent else {}
         phases.append(PlannedPhase(phase.name, phase.weights, phase.total - phase.weights, work))
+    notes = (*p.notes, *([SEQUENTIAL] if asked.settings["offload"] == "sequential" else []))
     out = (p.out_of_memory_at[0], max(p.least - p.available, 1)) if p.out_of_memory_at else None
-    return Way(asked.name, asked.settings, tuple(phases), p.host, asked.changes, p.notes, out, played=True)
+    return Way(asked.name, asked.settings, tuple(phases), p.host, asked.changes, notes, out, played=True)
 
 
 def _work(kind: str, flops: float, weights: int, machine: Machine | None) -> dict[str, float]:
