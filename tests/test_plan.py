@@ -201,6 +201,13 @@ def test_flux_offloaded_leaf_by_leaf_takes_what_was_measured():
     assert took.low < 1.9 < took.high and took.high / took.low < 4
 
 
+def test_a_run_that_no_rate_was_taken_from():
+    """pruna.ai measured 8.71 s for FLUX.1-dev at 512x512 in 50 steps on an L40S, in PyTorch without compiling."""
+    plan = plan_pipeline("flux", 512, 512, gpu="L40S", steps=50, types=[None])
+    took = plan["no offload, VAE whole"].seconds
+    assert took.low < 8.71 < took.high and took.high / took.low < 4
+
+
 def test_the_host_may_be_too_small():
     plan = plan_pipeline("sd15", 512, 512, gpu="RTX 3060", host_memory="1 GB")
     assert plan["model offload, VAE whole"].fails_in == "host" and plan["no offload, VAE whole"].fits
@@ -373,7 +380,18 @@ def test_guidance_batches_and_sizes_of_sdcpp():
     assert twice["transformer"] == 2 * once["transformer"]
     sized = by_sdcpp(components={"transformer": "6.8 GiB", "text_encoder": 4 * GIB})
     assert phases(sized["--offload-to-cpu, VAE whole"])["denoise"].weights == int(6.8 * GIB)
-    assert len(by_sdcpp("flux")) == len(by_sdcpp("sdxl")) == 25
+    assert len(by_sdcpp("sd15")) == len(by_sdcpp("sdxl")) == 25
+
+
+def test_smaller_types_of_sdcpp():
+    """Tried by themselves where nothing fits; what is given of a component stays."""
+    plan = by_sdcpp("flux", flash=True)
+    assert len(plan) == 50 and plan.recommended.way.name.endswith(", Q4_K") and "rounded" in plan.reason
+    named = by_sdcpp(types="Q4_0", components={"text_encoder": "F16"})
+    assert len(named) == 25 and all(one.way.name.endswith(", Q4_0") for one in named.outcomes)
+    found = phases(named["--offload-to-cpu, VAE whole, Q4_0"])
+    assert found["denoise"].weights == graph("zimage", tokens=64, weight_type="q4_0").weights
+    assert found["encode prompt"].weights == graph("qwen3-4b", tokens=64, weight_type="f16").weights
 
 
 def test_a_gguf_says_what_its_weights_take(tmp_path):
@@ -390,7 +408,8 @@ def test_a_gguf_says_what_its_weights_take(tmp_path):
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"types": ["Q8_0"]}, "types: want None with runtime='sd.cpp'"),
+        ({"types": ["nf4"]}, r"components\['text_encoder'\]: want one of f32"),
+        ({"cache_limit": 1}, "cache_limit: want None with runtime='sd.cpp'"),
         ({"components": {"unet": "Q8_0"}}, "components: want text_encoder or|components: want one of text_encoder"),
         ({"components": {"transformer": "nf4"}}, r"components\['transformer'\]: want one of f32"),
         ({"runtime": "diffusers", "flash": True}, "flash: want None with runtime='diffusers'"),

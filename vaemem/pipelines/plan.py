@@ -14,11 +14,12 @@ from vaemem.pipelines.components import PIPELINES, Pipeline
 from vaemem.pipelines.run import RECORDED_VAES
 from vaemem.pipelines.seconds import cards_of, machine_of
 from vaemem.pipelines.storage import is_size
-from vaemem.pipelines.ways import PipelinePlan, Room, planned
+from vaemem.pipelines.ways import PipelinePlan, Room, Way, outcome, planned
 from vaemem.prediction.gpus import Gpu, find_gpu, sold
 from vaemem.prediction.predict import CONTEXT
 
-RUNTIMES = {"diffusers": "types", "sd.cpp": "flash", "mlx": "cache_limit"}  # and the choice that each alone has
+# And the choices that are not everybody's.
+RUNTIMES = {"diffusers": ("types",), "sd.cpp": ("types", "flash"), "mlx": ("cache_limit",)}
 
 
 def plan_pipeline(
@@ -52,9 +53,10 @@ def plan_pipeline(
         and the decode (`vaemem.pipelines.ways_mlx`), and no seconds.
     prompt_tokens, guidance, steps, dtype, components, cudnn_version, torch_version
         As `predict_pipeline` takes them.
-    types : sequence of str or None, optional
-        Types of the largest components' weights to try; None stands for what they are run in. By default that, and
-        where the denoiser takes more than half of the card so, ``"Q8_0"`` and ``"nf4"`` too.
+    types : str or sequence of str or None, optional
+        Types of the largest components' weights to try; None stands for what they are run in. By default that; with
+        diffusers also ``"Q8_0"`` and ``"nf4"`` where the denoiser takes more than half of the card, with sd.cpp
+        ``"Q4_K"`` where nothing else fits.
     used : int or str
         What others hold of the card.
     calibrate : dict of str to float, optional
@@ -97,7 +99,7 @@ def plan_pipeline(
     choose("runtime", runtime, RUNTIMES)
     kind, batch = PIPELINES[pipeline], whole("batch", batch)
     for name, value in (("types", types), ("flash", flash or None), ("cache_limit", cache_limit)):
-        if value is not None and RUNTIMES[runtime] != name:
+        if value is not None and name not in RUNTIMES[runtime]:
             raise ValueError(f"{name}: want None with runtime={runtime!r}, which has no such choice, got {value!r}")
     host = None if host_memory is None else parse_size("host_memory", host_memory)
     title = f"{pipeline} {height}x{width}{f', {batch} images' if batch > 1 else ''} by {runtime}"
@@ -116,15 +118,22 @@ def plan_pipeline(
     if gpu is not None or calibrate:
         named = None if gpu is None else card
         machine = machine_of(named, card.total_memory, dtype or kind.dtype, runtime, link, cpu, cores)
+    kinds = None if types is None else listed(types, str)
     if runtime == "sd.cpp":
-        ways = ways_sdcpp.ways(pipeline, height, width, batch, steps, guidance, prompt_tokens, components, flash)
+
+        def by_sdcpp(kind: str | None) -> list[Way]:
+            asked = (steps, guidance, prompt_tokens, components, flash, kind)
+            return ways_sdcpp.ways(pipeline, height, width, batch, *asked)
+
+        ways = [way for kind in kinds or [None] for way in by_sdcpp(kind)]
+        if kinds is None and not any(outcome(way, room, None).fits for way in ways):
+            ways += by_sdcpp(ways_sdcpp.SMALLER)
     else:
         asked = {
             "prompt_tokens": prompt_tokens, "guidance": guidance, "steps": steps, "dtype": dtype,
             "components": components, "gpu": card, "used": used, "cudnn_version": cudnn_version,
             "torch_version": torch_version,
         }  # fmt: skip
-        kinds = None if types is None else listed(types, str)
         ways = ways_diffusers.ways(pipeline, height, width, batch, machine, kinds, **asked)
     return planned(f"{title}, {steps} steps, on {card.name}", ways, room, machine, calibrate, notes)
 

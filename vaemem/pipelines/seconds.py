@@ -144,10 +144,16 @@ class Share(NamedTuple):
     """A measured run's share of its card's peak."""
 
     work: str
+    card: str
     capability: str
     share: float
     seconds: float
     source: str
+
+    @property
+    def kind(self) -> str:
+        """UNets and transformers are much alike, a VAE is not."""
+        return "vae" if self.work == "vae" else "denoiser"
 
 
 @functools.cache
@@ -163,13 +169,14 @@ def shares() -> tuple[Share, ...]:
     for run in _data()["measured"]:
         flops = run["samples"] * _data()["flops"][run["module"]]["flops"] * run["per_second"]
         card, source = find_gpu(run["gpu"]), _data()["sources"][run["source"]]
-        found.append(Share(run["work"], card.capability, flops / peak(card), 1 / run["per_second"], source))
+        found.append(Share(run["work"], card.name, card.capability, flops / peak(card), 1 / run["per_second"], source))
     for row in csv.DictReader(shipped("seed_table.csv").splitlines()):
         if row["op"] == "decode":
             decoder, latents = _DECODERS[row["model"]], {"h": int(row["height"]) // 8, "w": int(row["width"]) // 8}
             seconds, source = float(row["time_s"]), "the seed table: RTX 4090, PyTorch 2.7.1"
             rate = programs.load(decoder).flops(row["dtype"], **latents) / seconds
-            found.append(Share("vae", "8.9", rate / peak("RTX 4090", row["dtype"]), seconds, source))
+            card = find_gpu("RTX 4090")
+            found.append(Share("vae", card.name, "8.9", rate / peak(card, row["dtype"]), seconds, source))
     return tuple(found)
 
 
@@ -185,33 +192,47 @@ def gpu_rate(gpu: str | Gpu, work: str, dtype: str = "float16") -> Rate:
     Returns
     -------
     Rate
-        The card's peak times the share of theirs that cards of its compute capability reached in published
-        measurements, else that cards of all did. UNets and transformers count together. Runs shorter than 50 ms are
-        left out: they wait for Python.
+        The card's peak times the share of it that this work reached on it in published measurements, else that cards
+        of its compute capability reached of theirs, UNets and transformers together, else that cards of all did. Runs
+        shorter than 50 ms are left out: they wait for Python.
 
     Examples
     --------
     >>> print(gpu_rate("RTX 4090", "vae"))
-    72 TFLOP/s within 1.1 times: 44% of 165 TFLOP/s, as 41 measured runs on compute capability 8.9 (the seed table)
+    72 TFLOP/s within 1.2 times: 44% of 165 TFLOP/s, as 41 measured runs on this card (the seed table)
     """
     choose("work", work, WORK)
     card = find_gpu(gpu)
-    long = [run for run in shares() if run.seconds >= _data()["shortest_step"]]
-    by = grouped([run for run in long if (run.work == "vae") == (work == "vae")], lambda run: run.capability)
-    means = {capability: fmean([math.log(run.share) for run in runs]) for capability, runs in by.items()}
-    off = {key: max(abs(math.log(run.share) - means[key]) for run in runs) for key, runs in by.items()}
-    if card.capability in by:  # no surer than the capability whose runs lie furthest apart, for want of more of its own
-        used, log, band = by[card.capability], means[card.capability], max(off.values())
-        which = f"compute capability {card.capability}"
-    else:
-        used, log = [run for runs in by.values() for run in runs], fmean(means.values())
-        band = max(abs(math.log(run.share) - log) for run in used)
+    known = [run for run in shares() if run.seconds >= _data()["shortest_step"]]
+    alike = [run for run in known if run.kind == ("vae" if work == "vae" else "denoiser")]
+    own = [run for run in alike if run.work == work and run.card == (card.card or card.name)]
+    near = [run for run in alike if run.capability == card.capability]
+    used = own or near or alike
+    if used is alike:
+        by = grouped(alike, lambda run: run.capability)
+        share = _mean(_mean(run.share for run in runs) for runs in by.values())
+        band = max(_off(share, run.share) for run in alike)
         which = f"{len(by)} other compute capabilities"
-    most, share = peak(card, dtype), math.exp(log)
+    else:  # no surer than the card, or the capability, whose runs lie furthest apart
+        share = _mean(run.share for run in used)
+        groups = grouped(known, lambda run: (run.work, run.card) if own else (run.kind, run.capability)).values()
+        band = max(_off(_mean(run.share for run in runs), run.share) for runs in groups for run in runs)
+        which = "this card" if own else f"compute capability {card.capability}"
+    most = peak(card, dtype)
     sources = "; ".join(dict.fromkeys(run.source.partition(":")[0] for run in used))
     runs = f"{len(used)} measured run{'s' * (len(used) > 1)}"
     why = f"{share:.0%} of {_short(most / 1e12)} TFLOP/s, as {runs} on {which} ({sources})"
-    return Rate(share * most, math.exp(band), "FLOP/s", why)
+    return Rate(share * most, band, "FLOP/s", why)
+
+
+def _mean(numbers: Iterable[float]) -> float:
+    """The geometric one."""
+    return math.exp(fmean(map(math.log, numbers)))
+
+
+def _off(a: float, b: float) -> float:
+    """As a factor of 1 or more."""
+    return max(a / b, b / a)
 
 
 def memory_rate(gpu: str | Gpu) -> Rate:

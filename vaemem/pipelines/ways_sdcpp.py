@@ -21,6 +21,7 @@ from vaemem.prediction.sdcpp import TYPES, Graph
 # A CUDA context alone took 426 MiB on an RTX 6000 Ada (unslothai/unsloth-zoo#1053); what ggml's kernels add was not
 # measured.
 CONTEXT = 426 * MIB
+SMALLER = "Q4_K"  # tried where nothing fits
 PROMPT_TOKENS = 64  # of Z-Image's prompt with its template, which is not padded, where none are told
 ENCODE, DENOISE, DECODE = "encode prompt", "denoise", "decode"
 
@@ -128,13 +129,14 @@ VAE_WAYS = (
 )
 NOTES = (
     "stable-diffusion.cpp: compute buffers as its graphs and ggml's allocator make them (docs/GGML.md), beside them "
-    "what ggml-cuda takes for the largest product, and 426 MiB for the CUDA context.",
+    "what ggml-cuda takes for the largest product, and 426 MiB for the CUDA context. cond_only is a server's option,"
+    " the others are its own.",
 )
 
 
 def ways(
     pipeline: str, height: int, width: int, batch: int, steps: int, guidance: bool, tokens: int | None,
-    components: Mapping[str, Any], flash: bool = False,
+    components: Mapping[str, Any], flash: bool = False, smaller: str | None = None,
 ) -> list[Way]:  # fmt: skip
     """All of them, the plainest first. Images of a batch are made one after the other.
 
@@ -144,12 +146,18 @@ def ways(
         By role, a type of ggml's such as ``"Q8_0"``, a size such as ``"6.8 GiB"``, or a file.
     flash : bool
         ``--diffusion-fa``.
+    smaller : str, optional
+        A type for the denoiser and encoders that are no CLIP, where `components` says nothing of them.
     """
     choose("pipeline", pipeline, MODELS)
     known = MODELS[pipeline]
     role, denoiser = known.denoiser
     for name in components:
         choose("components", name, (*known.encoders, role, "vae"))
+
+    if smaller:
+        large = [role, *(name for name, of in known.encoders.items() if of in LONG)]
+        components = {**dict.fromkeys(large, smaller), **components}
 
     def made(name: str, of: str, given: str, **options: Any) -> Graph:
         """A model's graph with the weights that it is given."""
@@ -178,8 +186,15 @@ def ways(
                 tile=DEFAULT_TILE if how.tiled else None, backend="cpu" if how.on_cpu else "cuda",
             )  # fmt: skip
             vae = vae._replace(runs=vae.runs * batch)
-            found.append(_way(residence, how, models | {VAE: vae}, known.kind, quantised))
+            way = _way(residence, how, models | {VAE: vae}, known.kind, quantised)
+            found.append(way._replace(**_rounded(way, smaller)) if smaller else way)
     return found
+
+
+def _rounded(way: Way, kind: str) -> dict[str, Any]:
+    """What is another of a way with weights in a smaller type."""
+    changes = " and ".join(filter(None, [way.changes, f"weights in {kind} are rounded"]))
+    return {"name": f"{way.name}, {kind}", "settings": dict(way.settings) | {"types": kind}, "changes": changes}
 
 
 LONG = ("qwen3-4b", "zimage", "t5-xxl", "flux-dev")  # that take more tokens than 77
@@ -191,8 +206,9 @@ def _weights(role: str, given: Any) -> tuple[str | None, int | None]:
         return None, parse_size(f"components[{role!r}]", given)
     if os.path.exists(given):
         return None, sum(size for *_, size in tensor_types(given))
-    choose(f"components[{role!r}]", str(given).lower(), TYPES)
-    return str(given).lower(), None
+    spelt = {name.lower(): name for name in TYPES}.get(str(given).lower(), given)
+    choose(f"components[{role!r}]", spelt, TYPES)
+    return spelt, None
 
 
 def _together(graphs: list[Graph]) -> Graph:
