@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from vaemem import Table, fit
-from vaemem.tables.estimators import ESTIMATORS, Comparison, compare, ran_tiled
+from vaemem.tables.estimators import ESTIMATORS, Comparison, compare, ran_tiled, sd15_equation
 
 MIB = 2**20
 
@@ -43,6 +43,9 @@ SDXL_INPUTS = 4 * 4 * 128 * 128 + 2 * 128  # bytes: the latent, and two numbers 
         ("sd15-calculator", {}, None),
         ("sd15-calculator", {"model": "sd15"}, 8 * 128 * 128 + 24 * PIXELS),
         ("sd15-calculator", {"model": "sd15", "dtype": "float32"}, None),
+        ("sd15-equation", {"model": "sd15"}, None),
+        ("sd15-equation", {"model": "sdxl", "op": "pipeline"}, None),
+        ("sd15-equation", {"model": "sd15", "op": "pipeline", "dtype": "float32"}, None),
         ("mlx-im2col", {}, 1152 * PIXELS * 2),
         ("mlx-im2col", {"op": "encode"}, None),
         ("sd.cpp-im2col", {"dtype": "float32"}, 6656 * PIXELS + SDXL_INPUTS),  # 6656.25 MB, as its log says
@@ -57,6 +60,26 @@ SDXL_INPUTS = 4 * 4 * 128 * 128 + 2 * 128  # bytes: the latent, and two numbers 
 )
 def test_what_each_says(name, case, want):
     assert estimate(name, **case) == want
+
+
+def test_the_whole_equation_for_sd15():
+    """Term by term as its Python says them, 745 channels and all: 2.40 GiB at 512x512 with 77 tokens."""
+
+    def said(h, w, tokens):
+        vae = h * w * 3 * 2 + h * w * 3 * 2 * 3 + (h // 8) * (w // 8) * 4 * 2
+        unet = (h // 8) * (w // 8) * 745 * 2 * 3 + (h // 8) * (w // 8) * tokens * 2
+        return (2 * 1_066_235_307 + max(vae, unet)) * 1.2
+
+    for h, w, tokens in ((512, 512, 77), (768, 512, 10), (1024, 1024, 231)):
+        terms = sd15_equation(h, w, tokens)
+        assert terms["total"] == pytest.approx(said(h, w, tokens))
+        assert max(terms, key=lambda name: terms[name] * (name in ("encode image", "denoise", "decode"))) == "denoise"
+        case = row(model="sd15", op="pipeline", height=h, width=w)
+        assert ESTIMATORS["sd15-equation"](case | {"prompt_tokens": tokens}) == terms["total"]
+    assert round(sd15_equation(512, 512)["total"] / 2**30, 2) == 2.40
+    assert ESTIMATORS["sd15-equation"](Table([row(model="sd15", op="pipeline", side=512)])[0]) / 2**30 < 2.41
+    with pytest.raises(ValueError, match="prompt_tokens: want a whole number of at least 1, got 0"):
+        sd15_equation(512, 512, 0)
 
 
 def test_sd_cpp_is_what_attention_takes_in_large_images():

@@ -11,7 +11,9 @@ from vaemem import _core
 from vaemem._common import __version__ as __version__
 from vaemem._core import OutOfMemoryError
 from vaemem.engine.device import DeviceArray
+from vaemem.pipelines.plan import plan_pipeline
 from vaemem.pipelines.predict import PipelinePrediction, predict_pipeline
+from vaemem.pipelines.ways import PipelinePlan
 from vaemem.prediction.bound import bound
 from vaemem.prediction.formula import formula
 from vaemem.prediction.predict import Prediction, predict, predict_largest
@@ -34,6 +36,7 @@ __all__ = [
     "Encoded",
     "Estimator",
     "OutOfMemoryError",
+    "PipelinePlan",
     "PipelinePrediction",
     "Prediction",
     "Replay",
@@ -46,6 +49,7 @@ __all__ = [
     "compare",
     "fit",
     "formula",
+    "plan_pipeline",
     "predict",
     "predict_largest",
     "predict_pipeline",

@@ -13,9 +13,24 @@ from typing import Any
 
 import numpy as np
 
-from vaemem import VAE, _core, _demo, backends, bound, compare, fit, predict, predict_largest, report, sweep
+from vaemem import (
+    VAE,
+    _core,
+    _demo,
+    backends,
+    bound,
+    compare,
+    fit,
+    plan_pipeline,
+    predict,
+    predict_largest,
+    report,
+    sweep,
+)
 from vaemem._common import DTYPES, ELEMENT_BYTES, MIB, OPS, TILED_OPS, __version__, choose, mib, need, render
 from vaemem.engine import latents, layouts, weights
+from vaemem.pipelines.components import PIPELINES
+from vaemem.pipelines.plan import RUNTIMES as PLANNED_RUNTIMES
 from vaemem.prediction import reproduce
 from vaemem.prediction.benchmark import PROTOCOLS, USUAL_PROTOCOL
 from vaemem.prediction.bound import APPLICATIONS, SIDES
@@ -223,6 +238,37 @@ def _predict(args: argparse.Namespace) -> None:
             print(f"  {tensor.bytes / MIB:10.2f} MiB  {tensor.name}")
 
 
+def _plan(args: argparse.Namespace) -> int:
+    """0 where a way fits, 1 where none does."""
+    given = {
+        "memory": args.memory, "host_memory": args.host_memory, "gpu": args.gpu, "runtime": args.runtime,
+        "prompt_tokens": args.tokens, "guidance": not args.no_guidance, "steps": args.steps, "dtype": args.dtype,
+        "components": dict(args.component), "used": args.used, "calibrate": dict(args.measured),
+        "time_limit": args.time_limit, "link": args.link, "cpu": args.cpu, "cores": args.cores,
+        "torch_version": args.torch, "cudnn_version": args.cudnn, "flash": args.flash, "cache_limit": args.cache_limit,
+    }  # fmt: skip
+    height, width = args.size
+    plan = plan_pipeline(args.pipeline, height, width, args.batch, **given)
+    text = repr(plan) if args.format == "text" else getattr(plan, f"to_{args.format}")()
+    print(str(text).rstrip("\n"))
+    return 0 if plan.recommended else 1
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, equals, value = text.rpartition("=")
+    if not (name and equals and value):
+        raise argparse.ArgumentTypeError(f"want NAME=VALUE, got {text[:80]!r}")
+    return name, value
+
+
+def _measured(text: str) -> tuple[str, float]:
+    name, value = _pair(text)
+    try:
+        return name, float(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"want WAY=SECONDS, got {text[:80]!r}") from None
+
+
 def _bound(args: argparse.Namespace) -> None:
     found = bound(
         args.application, args.models, args.dtypes, gpu=args.gpu, memory=args.memory, cudnn_version=args.cudnn,
@@ -232,6 +278,13 @@ def _bound(args: argparse.Namespace) -> None:
 
 
 def _reproduce(args: argparse.Namespace) -> None:
+    if args.plan or args.equation:
+        from vaemem.pipelines import published
+
+        if args.table or args.csv:
+            raise ValueError("--plan, --equation: want neither a table nor --csv beside them")
+        print("\n\n".join([published.reproduce_plan()] * args.plan + [published.judge_text()] * args.equation))
+        return
     if args.csv:
         _check_writable(args.csv)
     reproduce.run(args.table, args.csv)
@@ -397,6 +450,35 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--engine", metavar="SIZE", help="what our own engine has room for in a memory such as '2 GiB'")
     on_a_card(sub)
 
+    sub = command("plan", _plan, "Every way of running a pipeline: which fit, how long they take, which to take.")
+    sub.add_argument("pipeline", help=", ".join(PIPELINES))
+    sub.add_argument("size", type=_size, metavar="HxW", help="height x width of the image in pixels")
+    sub.add_argument("--batch", type=_count, default=1)
+    sub.add_argument("--runtime", choices=PLANNED_RUNTIMES, default="diffusers")
+    sub.add_argument("--gpu", help="a card; without one its --memory, and seconds only where some were --measured")
+    sub.add_argument("--host-memory", metavar="SIZE", help="what the host may give, such as '16 GB'")
+    sub.add_argument("--used", metavar="SIZE", default=0, help="what others hold of the card, such as '1.5 GB'")
+    sub.add_argument("--tokens", type=_count, help="of the prompt (default: what the pipeline pads to)")
+    sub.add_argument("--no-guidance", action="store_true", help="SD 1.5 and SDXL denoise each image once")
+    sub.add_argument("--steps", type=_count)
+    sub.add_argument("--dtype", type=_dtype, choices=DTYPES)
+    sub.add_argument(
+        "--component", type=_pair, action="append", default=[], metavar="ROLE=TYPE",
+        help="the type of a component's weights, or a file of them, such as transformer=Q8_0; may come again",
+    )  # fmt: skip
+    sub.add_argument(
+        "--measured", type=_measured, action="append", default=[], metavar="WAY=SECONDS",
+        help="what a way took on this machine, by its name as the plan prints it; may come again",
+    )  # fmt: skip
+    sub.add_argument("--flash", action="store_true", help="sd.cpp's --diffusion-fa")
+    sub.add_argument("--cache-limit", metavar="SIZE", help="of MLX's allocator")
+    sub.add_argument("--time-limit", type=float, metavar="SECONDS", help="more does not count as fitting")
+    sub.add_argument("--link", default="PCIe 3.0 x16", help="between host and card (default: PCIe 3.0 x16)")
+    sub.add_argument("--cpu", default="AVX2", help="the host's instructions: SSE4.2, AVX, AVX2 or 'no AVX2'")
+    sub.add_argument("--cores", type=_count, help="of the host's CPU")
+    card_and_software(sub, "2.7.1+cu128")
+    formatted(sub, "text", "csv", "json", "markdown")
+
     sub = command("bound", _bound, "Formulas that ComfyUI and InvokeAI can paste: above every prediction of a domain.")
     sub.add_argument("application", choices=APPLICATIONS)
     sub.add_argument("--models", nargs="+", metavar="MODEL", help="sd15, sdxl, flux (default: all)")
@@ -412,6 +494,8 @@ def _parser() -> argparse.ArgumentParser:
     sub = command("reproduce", _reproduce, "The published PyTorch benchmark, row by row: measured, predicted, error.")
     sub.add_argument("table", nargs="?", metavar="CSV", help="by default the copy that comes with vaemem")
     sub.add_argument("--csv", metavar="FILE", help="also write measured and predicted there")
+    sub.add_argument("--plan", action="store_true", help="instead: eight published ways to fit a 12 GB card, and ours")
+    sub.add_argument("--equation", action="store_true", help="instead: a published equation for SD 1.5, term by term")
 
     command(
         "backends", _backends, "The instruction sets and GPUs that the engine has kernels for, and which it uses here."

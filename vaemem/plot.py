@@ -274,6 +274,70 @@ def estimator_errors(comparison: Comparison) -> Figure:
     return figure
 
 
+# What a phase of a pipeline is made of, from the bottom up: attribute, meaning, colour.
+_PHASE_PARTS = (
+    ("weights", "weights", _LIGHT),
+    ("activations", "tensors", _COLOURS[0]),
+    ("workspace", "workspaces", _COLOURS[4]),
+    ("added", "beside the weights", _COLOURS[0]),
+    ("cached", "kept by the allocator", _COLOURS[5]),
+    ("outside", "outside of PyTorch", _COLOURS[3]),
+)
+
+
+def pipeline(run: Any, available: int | None = None) -> Figure:
+    """A pipeline's phases side by side: what is resident in each, what is added, and what the card has.
+
+    Parameters
+    ----------
+    run : PipelinePrediction, or Outcome of a PipelinePlan
+        With `phases`, or a `way` that has them.
+    available : int, optional
+        Bytes that the card has, drawn as a line; by default what a prediction says.
+
+    Raises
+    ------
+    ValueError
+        There are no phases.
+
+    Examples
+    --------
+    >>> plan = plan_pipeline("sd15", 1536, 1536, memory="16 GB", runtime="mlx")
+    >>> plot.pipeline(plan.recommended, plan.room.card).savefig("pipeline.png")
+    """
+    phases = getattr(run, "way", run).phases
+    if not phases:
+        raise ValueError("run: want one with phases, got none")
+    available = getattr(run, "available", None) if available is None else available
+    figure = _figure(1.6 + 1.3 * len(phases), 4.2)
+    axes = figure.subplots()
+    bottom = np.zeros(len(phases))
+    for name, meaning, colour in _PHASE_PARTS:
+        sizes = np.array([_part_of(phase, name) for phase in phases], dtype=np.float64) / MIB
+        if sizes.any():
+            axes.bar(range(len(phases)), sizes, 0.62, bottom, color=colour, label=meaning)
+            bottom += sizes
+    top = max(bottom.max(), (available or 0) / MIB)
+    for i, total in enumerate(bottom):
+        is_over = available is not None and total * MIB > available
+        style: dict[str, Any] = {"color": _COLOURS[1], "fontweight": "bold"} if is_over else {"color": "black"}
+        behind = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
+        axes.text(i, total + 0.01 * top, f"{total:,.0f}", ha="center", va="bottom", fontsize=8, bbox=behind, **style)
+    if available is not None:
+        axes.axhline(available / MIB, color=_COLOURS[1], linewidth=1.4, linestyle="--", label="what the card has")
+    axes.set_xticks(range(len(phases)), [phase.name for phase in phases])
+    axes.set(ylabel="MiB", ylim=(0, 1.1 * top))
+    _finish(axes, ncols=2, loc="lower left", bbox_to_anchor=(0, 1))
+    return figure
+
+
+def _part_of(phase: Any, name: str) -> float:
+    """Of a prediction's phase or a plan's, whose parts have other names: a part that it does not have is 0."""
+    if name == "cached":
+        return float(phase.reserved - phase.allocated) if hasattr(phase, "reserved") else 0.0
+    return float(getattr(phase, name, 0))
+
+
 def _figure(width: float, height: float) -> Figure:
     # A bare Figure: no pyplot, so no window, no global state, and any thread may draw.
     figure: Figure = need("matplotlib.figure", "plot").Figure(figsize=(width, height), layout="constrained", dpi=144)

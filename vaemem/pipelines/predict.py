@@ -41,6 +41,8 @@ class PipelinePrediction:
         The phase, and the tensor that cannot be had.
     available : int
         What the card has beside a CUDA context (512 MiB) and what others use.
+    least : int
+        The least `available` with which the run goes through.
     band : tuple of int
         Least and most of `peak` as the answers of neighbouring cuDNN versions have it.
     host : int
@@ -119,6 +121,19 @@ class PipelinePrediction:
     def formula(self) -> PipelineFormula:
         """`Phase.allocated` in closed form, a line a phase."""
         return derive(self._question, self.phases, self._process)
+
+    @functools.cached_property
+    def least(self) -> int:
+        """The least `available` with which the run goes through, to 2 MiB: as if what fits in less fitted in more."""
+        # Without its workspaces a phase's tensors are what it cannot do without.
+        low, high = max(phase.allocated - phase.workspace for phase in self.phases), self.peak
+        while high - low > 2 * MIB:
+            middle = (low + high) // 2
+            allocator = CachingAllocator(total_memory=middle, history=False)
+            run, full = self._question.play(allocator, self._process.workspace)
+            goes = full is None and all(phase.total <= middle for phase in run.phases if phase.outside)
+            low, high = (low, middle) if goes else (middle, high)
+        return high
 
     @property
     def notes(self) -> tuple[str, ...]:

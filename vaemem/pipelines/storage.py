@@ -77,6 +77,17 @@ def tensor_bytes(shape: Shape, type: str) -> int:
     return numbers // together * size
 
 
+def is_size(given: Any) -> bool:
+    """Whether weights are given as a size, in bytes or as programs print it.
+
+    Examples
+    --------
+    >>> is_size("6.8 GiB"), is_size(4096), is_size("Q8_0"), is_size("model.gguf")
+    (True, True, False, False)
+    """
+    return isinstance(given, int) or bool(re.fullmatch(r"\s*[\d.]+ *[kmgt]?i?b\s*", str(given), re.IGNORECASE))
+
+
 EMBEDDINGS = r"(^|\.)(embed_tokens|shared|token_embedding|position_embedding|relative_attention_bias)\."
 
 

@@ -132,7 +132,7 @@ def find_gpu(name: str | Gpu, memory: int | str | None = None) -> Gpu:
     >>> find_gpu("sm_89", "16 GB").name
     'sm_89 (as NVIDIA GeForce RTX 4070 Ti SUPER)'
     """
-    size = None if memory is None else _sold(memory)
+    size = None if memory is None else sold(memory)
     if isinstance(name, Gpu):
         return _with(name, size)
     if not isinstance(name, str):
@@ -156,8 +156,12 @@ def find_gpu(name: str | Gpu, memory: int | str | None = None) -> Gpu:
     return _with(gpus[known], size)
 
 
-def _sold(memory: int | str) -> int:
-    """Bytes of a card's memory, whose GB are of 2^30 bytes."""
+def sold(memory: int | str) -> int:
+    """Bytes of a card's memory, whose GB are of 2^30 bytes.
+
+    >>> sold("12 GB")
+    12884901888
+    """
     return parse_size("memory", re.sub(r"(?i)gb\b", "GiB", memory) if isinstance(memory, str) else memory)
 
 

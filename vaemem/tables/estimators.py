@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vaemem._common import ELEMENT_BYTES, MIB, OPS, choose, grouped, mib, need, render
+from vaemem._common import ELEMENT_BYTES, MIB, OPS, choose, grouped, mib, need, render, whole
 from vaemem.prediction.benchmark import BENCHMARK_TILE
 from vaemem.prediction.sdcpp import LATENT_CHANNELS, vae_graph
 from vaemem.tables.fit import KEY, Fit, FittedLine
@@ -100,6 +100,54 @@ def _sd15_calculator(row: Row) -> int | None:
     return 8 * (row["height"] // 8) * (row["width"] // 8) + 24 * row["height"] * row["width"]
 
 
+# Parameters of stable-diffusion-v1-5: UNet2DConditionModel, AutoencoderKL and CLIPTextModel, from their configs.
+SD15_PARAMETERS = {"unet": 859_520_964, "vae": 83_653_863, "text_encoder": 123_060_480}
+# The equation's average of a UNet's channels. It is written there as (320 + 640 + 1280) / 3, which is 746.67.
+SD15_AVERAGE_CHANNELS = 745
+
+
+def sd15_equation(height: int, width: int, prompt_tokens: int = 77) -> dict[str, float]:
+    """A published equation for a whole run of Stable Diffusion 1.5 in float16, term by term.
+
+    Parameters
+    ----------
+    height, width : int
+        Of the image, in pixels.
+    prompt_tokens : int
+
+    Returns
+    -------
+    dict of str to float
+        Bytes of the terms: weights, "encode image", denoise and decode, and 20% of weights and the largest of the
+        three as overhead; total is what the equation answers.
+
+    Examples
+    --------
+    >>> {name: round(size / 2**20, 1) for name, size in sd15_equation(512, 512).items()}
+    {'weights': 2033.7, 'encode image': 6.0, 'denoise': 18.1, 'decode': 6.0, 'overhead': 410.3, 'total': 2462.1}
+    """
+    height, width, prompt_tokens = (
+        whole(name, value) for name, value in (("height", height), ("width", width), ("prompt_tokens", prompt_tokens))
+    )
+    latent = (height // 8) * (width // 8)
+    image = 4 * height * width * 3 * 2  # it and three temporary ones, in 2 bytes a number
+    terms = {
+        "weights": 2.0 * sum(SD15_PARAMETERS.values()),
+        "encode image": image + 2.0 * 4 * latent,
+        "denoise": 3 * 2.0 * latent * SD15_AVERAGE_CHANNELS + 2.0 * latent * prompt_tokens,
+        "decode": image + 2.0 * 4 * latent,
+    }
+    held = terms["weights"] + max(terms["encode image"], terms["denoise"], terms["decode"])
+    return terms | {"overhead": 0.2 * held, "total": 1.2 * held}
+
+
+def _sd15_equation(row: Row) -> float | None:
+    is_known = row["model"] == "sd15" and row["op"] == "pipeline" and ELEMENT_BYTES.get(row["dtype"]) == 2
+    if not is_known or _images(row) > 1:
+        return None
+    return sd15_equation(row["height"], row["width"], row.get("prompt_tokens") or 77)["total"]
+
+
 def _mlx_im2col(row: Row) -> int | None:
     size = size_of(row)
     return None if row["op"] != "decode" or size is None else 9 * 128 * size * _images(row)
@@ -129,6 +177,13 @@ ESTIMATORS: dict[str, Estimator] = {
         Estimator(
             "sd15-calculator", "8 (H/8) (W/8) + 24 H W: latent, image and three copies of it, in 2 bytes an element",
             "An SD 1.5 VRAM calculator's VAE phases, before its 20% overhead on everything", _sd15_calculator,
+        ),
+        Estimator(
+            "sd15-equation",
+            "1.2 (weights + max of encode, decode: 8 (H/8) (W/8) + 24 H W and UNet: (H/8) (W/8) (4470 + 2 tokens))",
+            "The same calculator's whole equation, of rows whose op is pipeline: 745 for an average channel count that "
+            "it writes as (320 + 640 + 1280) / 3, which is 746.67; 77 tokens where a row has no prompt_tokens",
+            _sd15_equation,
         ),
         Estimator(
             "mlx-im2col", "9 C_in H W e with C_in = 128: the im2col buffer of one full-size 3x3 convolution",

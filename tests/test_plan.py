@@ -1,0 +1,484 @@
+"""Plans of pipelines: outcomes, recommendations, what is printed and written, and each runtime's ways."""
+
+import csv
+import io
+import json
+import struct
+
+import pytest
+
+from vaemem import plan_pipeline, plot, predict_pipeline
+from vaemem.__main__ import main
+from vaemem.pipelines import published, ways_mlx
+from vaemem.pipelines.ggml import DEFAULT_TILE, graph
+from vaemem.pipelines.seconds import Machine, Rate, machine_of
+from vaemem.pipelines.ways import PlannedPhase, Room, Way, outcome, planned
+
+MIB, GIB = 2**20, 2**30
+MACHINE = Machine({"a": Rate(1.0, 2, "FLOP/s", "a guess")})
+
+
+def way(name="x", sizes=(1, 2), seconds=10.0, **other):
+    phases = tuple(
+        PlannedPhase(phase, MIB, (size - 1) * MIB, {"a": seconds / len(sizes)})
+        for phase, size in zip(("denoise", "decode"), sizes, strict=True)
+    )
+    return Way(name, {}, phases, **other)
+
+
+# ---- outcomes ----
+
+
+def test_the_first_phase_that_does_not_fit_is_named_and_what_the_whole_run_lacks():
+    found = outcome(way(sizes=(6, 9)), Room(5 * MIB), MACHINE)
+    assert (found.fails_in, found.short, found.fits) == ("denoise", 4 * MIB, False)
+    assert found.verdict == "runs out in denoise, lacks 4 MiB"
+    assert outcome(way(sizes=(5, 5)), Room(5 * MIB), None).verdict == "fits"
+
+
+def test_the_host_and_time_run_out_too():
+    assert outcome(way(host=3 * MIB), Room(9 * MIB, 2 * MIB), None).verdict == "the host lacks 1 MiB"
+    late = outcome(way(seconds=70.0), Room(9 * MIB, None, 60.0), MACHINE)
+    assert late.fails_in == "time" and late.verdict == "takes 10 s too long"
+    assert outcome(way(seconds=70.0), Room(9 * MIB, None, 60.0), None).fits, "no time is known"
+
+
+def test_what_was_played_decides_where_it_was():
+    """PyTorch gives cached memory back: a phase that takes more where there is room may fit."""
+    assert outcome(way(sizes=(9, 9), played=True), Room(5 * MIB), None).fits
+    found = outcome(way(sizes=(1, 1), played=True, out=("decode", 7)), Room(5 * MIB), None)
+    assert (found.fails_in, found.short) == ("decode", 7)
+
+
+# ---- recommendations ----
+
+
+@pytest.mark.parametrize(
+    ("ways", "name", "why"),
+    [
+        ([way("a")], "a", "It is the only one that fits and leaves the picture as it is."),
+        ([way("a"), way("b", seconds=9)], "b", "It is the fastest of the 2 that fit"),
+        ([way("a"), way("b", seconds=9.9)], "a", "It is the fastest of the 2"),  # as fast as the other
+        ([way("a", changes="tiles show"), way("b", seconds=99)], "b", "the only one that fits and leaves the picture"),
+        ([way("a", (9, 9)), way("b", changes="tiles show")], "b", "though tiles show. a runs out in denoise, lacks"),
+    ],
+)
+def test_the_recommended_way(ways, name, why):
+    plan = planned("t", ways, Room(5 * MIB), MACHINE)
+    assert plan.recommended.way.name == name and why in plan.reason and plan.reason.startswith(f"Take {name}.")
+
+
+def test_without_times_the_plainest_way_is_taken():
+    plan = planned("t", [way("a", (3, 3)), way("b", (1, 1))], Room(5 * MIB), None)
+    assert plan.recommended.way.name == "a" and "plainest of the 2" in plan.reason
+
+
+def test_nothing_fits():
+    plan = planned("t", [way("a", (9, 8)), way("b", (7, 8))], Room(5 * MIB), MACHINE)
+    assert plan.recommended is None and plan.reason == "Nothing fits. b comes nearest: 8.00 MiB in decode."
+
+
+def test_calibrating_moves_every_other_way():
+    plan = planned("t", [way("a"), way("b", seconds=20.0)], Room(None), MACHINE, {"a": 30.0})
+    assert plan["a"].seconds.likely == pytest.approx(30, rel=0.01)
+    assert plan["b"].seconds.likely == pytest.approx(60, rel=0.01) and "1 measured run" in repr(plan)
+    with pytest.raises(ValueError, match="calibrate: want ways out of a, got 'c'"):
+        planned("t", [way("a")], Room(None), MACHINE, {"c": 1.0})
+
+
+# ---- files ----
+
+
+def test_what_is_written_is_what_was_found(tmp_path):
+    plan = planned("t", [way("a, b", (6, 9)), way("c")], Room(5 * MIB, MIB), MACHINE, notes=["said"])
+    rows = list(csv.DictReader(io.StringIO(plan.to_csv())))
+    assert [row["way"] for row in rows] == ["a, b", "c"] and rows[0]["fails_in"] == "denoise"
+    assert int(rows[1]["decode_bytes"]) == 2 * MIB and rows[1]["recommended"] == "True"
+    data = json.loads(plan.to_json())
+    assert data["recommended"] == "c" and data["card_bytes"] == 5 * MIB and data["notes"] == ["said"]
+    assert data["ways"][1]["seconds_high"] == pytest.approx(20) and "a guess" in data["rates"]["a"]
+    assert plan.to_csv(tmp_path / "plan.csv") is None and plan.to_json(tmp_path / "plan.json") is None
+    assert (tmp_path / "plan.csv").read_text("utf-8") == plan.to_csv()
+    assert json.loads((tmp_path / "plan.json").read_text("utf-8")) == data
+    assert plan.to_markdown().count("\n| ") == 4 and "Take c." in plan.to_markdown()
+    assert "<b" not in plan._repr_html_() and "a, b" in plan._repr_html_()
+    with pytest.raises(KeyError, match="way: want one of a, b; c, got 'd'"):
+        plan["d"]
+
+
+def test_notes_are_said_once():
+    plan = planned("t", [way("a", notes=("one",)), way("b", notes=("one", "two"))], Room(None), None, notes=["one"])
+    assert plan.notes == ("one", "two") and repr(plan).count("one") == 1
+
+
+# ---- diffusers ----
+
+
+@pytest.fixture(scope="module")
+def small_card():
+    return plan_pipeline("sd15", 1024, 1024, gpu="RTX 3060", memory="4 GB")
+
+
+def test_ways_of_diffusers_are_predictions(small_card):
+    """Each way is `predict_pipeline` asked so, with its phases, verdicts and bytes."""
+    names = [one.way.name for one in small_card.outcomes]
+    assert len(names) == 7 and names[0] == "no offload, VAE whole" and names[-1] == "sequential offload, VAE whole"
+    for name, settings in (
+        ("no offload, VAE whole", {}),
+        ("model offload, VAE tiled", {"offload": "model", "vae": "tiled"}),
+    ):
+        p = predict_pipeline("sd15", 1024, 1024, gpu="RTX 3060", memory="4 GB", **settings)
+        found = small_card[name]
+        assert [(phase.name, phase.total) for phase in found.way.phases] == [(f.name, f.total) for f in p.phases]
+        assert found.fits == p.fits and found.way.host == p.host
+        assert found.fails_in == (p.out_of_memory_at[0] if p.out_of_memory_at else None)
+        assert found.way.phases[-1].work["vae"] == p.phases[-1].flops
+
+
+def test_what_a_way_lacks_would_have_done(small_card):
+    """With that much more of a card it fits, and with 4 MiB less than that it does not."""
+    short = small_card["no offload, VAE whole"].short
+    available = small_card.room.card
+
+    def fits(more):
+        # What a card of that size has beside a context: 97% of it, less 512 MiB.
+        used = predict_pipeline("sd15", 1024, 1024, gpu="RTX 3060").available - available - more
+        return predict_pipeline("sd15", 1024, 1024, gpu="RTX 3060", used=used).fits
+
+    assert fits(short) and not fits(short - 4 * MIB)
+
+
+def test_the_small_card_gets_offloading(small_card):
+    assert small_card["no offload, VAE whole"].fails_in == "decode"
+    assert small_card.recommended.way.name == "model offload, VAE whole"
+    slow, fast = (small_card[f"{offload} offload, VAE whole"].seconds for offload in ("sequential", "model"))
+    assert slow.likely > 1.2 * fast.likely and "link" in slow.why
+    assert small_card["no offload, VAE tiled"].way.changes
+    assert "gives cached memory back" in repr(small_card)
+
+
+def test_a_card_that_is_not_named_has_no_seconds():
+    plan = plan_pipeline("sd15", 512, 512, memory="12 GB")
+    assert plan.machine is None and plan.recommended.way.name == "no offload, VAE whole"
+    assert any("No card was named" in note for note in plan.notes) and "seconds" not in repr(plan).splitlines()[1]
+    measured = plan_pipeline("sd15", 512, 512, memory="12 GB", calibrate={"no offload, VAE whole": 8.0})
+    assert measured["no offload, VAE whole"].seconds.likely == pytest.approx(8, rel=0.02)
+
+
+def test_smaller_types_are_tried_where_weights_are_large():
+    asked = {"gpu": "RTX 3060", "memory": "3 GB"}
+    assert any(one.way.name.endswith(", nf4") for one in plan_pipeline("sd15", 512, 512, **asked).outcomes)
+    few = plan_pipeline("sd15", 512, 512, types="fp8", **asked)
+    assert len(few) == 5 and all(one.way.changes for one in few.outcomes)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({}, "gpu: want a card's name, or what it has as memory='12 GB'"),
+        ({"gpu": "RTX 3060", "runtime": "ollama"}, "runtime: want "),
+        ({"memory": "13 GB"}, "no card of the list has just that memory"),
+        ({"gpu": "RTX 3060", "host_memory": "lots"}, "host_memory: want bytes"),
+        ({"gpu": "RTX 3060", "batch": 0}, "batch: want a whole number"),
+        ({"gpu": "RTX 3060", "used": "12 GiB"}, "used: want less than NVIDIA GeForce RTX 3060 has"),
+        ({"gpu": "RTX 3060", "cores": 0}, "cores: want a whole number of at least 1"),
+        ({"gpu": "RTX 3060", "link": "USB"}, "link: want such as"),
+        ({"gpu": "RTX 3060", "calibrate": {"by hand": 3.0}}, "calibrate: want ways out of"),
+        ({"runtime": "mlx"}, "memory: want what the Mac has"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(asked, said):
+    with pytest.raises(ValueError, match=said):
+        plan_pipeline("sd15", 512, 512, **asked)
+
+
+def test_flux_offloaded_leaf_by_leaf_takes_what_was_measured():
+    """diffusers' benchmarks have 1.9 s for a step on an L40S whose weights all come for each layer's call, in bfloat16
+    and over PCIe 4.0 x16: what computing and moving them take one after the other, at most."""
+    p = predict_pipeline("flux", 1024, 1024, gpu="L40S", offload="sequential", steps=1)
+    step = next(phase for phase in p.phases if phase.name == "denoise")
+    took = machine_of("L40S", link="PCIe 4.0 x16").seconds({"transformer": step.flops, "link": step.sent})
+    assert took.low < 1.9 < took.high and took.high / took.low < 4
+
+
+def test_a_run_that_no_rate_was_taken_from():
+    """pruna.ai measured 8.71 s for FLUX.1-dev at 512x512 in 50 steps on an L40S, in PyTorch without compiling."""
+    plan = plan_pipeline("flux", 512, 512, gpu="L40S", steps=50, types=[None])
+    took = plan["no offload, VAE whole"].seconds
+    assert took.low < 8.71 < took.high and took.high / took.low < 4
+
+
+def test_the_host_may_be_too_small():
+    plan = plan_pipeline("sd15", 512, 512, gpu="RTX 3060", host_memory="1 GB")
+    assert plan["model offload, VAE whole"].fails_in == "host" and plan["no offload, VAE whole"].fits
+
+
+# ---- MLX ----
+
+
+@pytest.mark.parametrize(("dtype", "gib"), [("bfloat16", 7.6), ("float32", 15.2)])
+def test_the_note_on_mlx_gives_its_sizes(dtype, gib):
+    """Its example: a 3x3 of 128 channels at 1536x2304, as one buffer of columns."""
+    conv = ways_mlx.Conv("a 3x3", 1536, 2304, 128, 128, 3, 0)
+    assert round(ways_mlx.workspace(conv, dtype, "im2col") / GIB, 1) == gib
+
+
+def test_the_largest_convolution_has_twice_the_channels_of_the_note():
+    most = ways_mlx.decode("flux", 1536, 2304, "bfloat16", "im2col")
+    assert most.workspace == 9 * 256 * 1536 * 2304 * 2 and most.at == "decoder.up_blocks.3.resnets.0.conv1"
+
+
+def test_winograd_by_hand():
+    """6 x 6 outputs a tile, 64 numbers each, of channels in and out; a padded input; 64 numbers a filter."""
+    conv = ways_mlx.Conv("a 3x3", 60, 90, 128, 256, 3, 0)
+    tiles = 10 * 15
+    want = 2 * (62 * 92 * 128 + 64 * tiles * (128 + 256) + 64 * 128 * 256)
+    assert ways_mlx.workspace(conv, "bfloat16") == want
+    for small in (conv._replace(height=45), conv._replace(c=120), conv._replace(k=64), conv._replace(r=1)):
+        assert ways_mlx.workspace(small, "bfloat16") == 0
+
+
+def test_the_decoder_of_mlx_is_diffusers_decoder():
+    """Its convolutions have the weights of the model's, but for the attention's."""
+    weights = ways_mlx.vae_bytes("flux", "decoder", "bfloat16") // 2
+    counted = sum(conv.c * conv.k * conv.r**2 + conv.k for conv in ways_mlx.convs("flux", 512, 512))
+    attention = 4 * (512 * 512 + 512)
+    norms = weights - counted - attention
+    assert 0 < norms < 40_000
+    assert ways_mlx.vae_bytes("flux", "all", "float32") == 4 * 83_819_683
+
+
+def test_attention_takes_over_where_images_are_large():
+    assert ways_mlx.decode("flux", 1024, 1024).at.startswith("decoder.up_blocks")
+    large = ways_mlx.decode("flux", 4096, 4096)
+    assert large.at == "decoder.mid_block.attentions.0" and large.workspace == 2 * 512**4
+
+
+def test_ways_of_mlx():
+    """Decoder only, the denoiser unloaded first, limits of the cache: each takes what it says off the decode."""
+    plan = plan_pipeline("sd15", 1536, 2304, memory="16 GB", runtime="mlx")
+    bare = plan_pipeline("sd15", 1536, 2304, memory="16 GB", runtime="mlx", cache_limit="1 GiB")
+    sizes = {one.way.name: one.way.phases[-1].total for one in plan.outcomes}
+    best = sizes["decoder only, denoiser unloaded, bfloat16"]
+    encoder = ways_mlx.vae_bytes("sd15", "all", "bfloat16") - ways_mlx.vae_bytes("sd15", "decoder", "bfloat16")
+    assert sizes["whole VAE, denoiser unloaded, bfloat16"] - best == encoder
+    assert sizes["decoder only, denoiser kept, bfloat16"] - best == 2 * 859_520_964
+    assert bare["decoder only, denoiser unloaded, bfloat16"].way.phases[-1].total - best == GIB
+    im2col = ways_mlx.decode("sd15", 1536, 2304, "float32", "im2col").workspace
+    assert im2col / GIB == pytest.approx(2 * 15.1875)
+    assert plan.machine is None and any("Not known for MLX" in note for note in plan.notes)
+    sized = plan_pipeline("sd15", 512, 512, memory="16 GB", runtime="mlx", components={"unet": "6.8 GiB"})
+    assert sized.outcomes[0].way.phases[0].weights >= int(6.8 * GIB)
+
+
+# ---- drawn ----
+
+
+def test_phases_are_drawn(small_card):
+    pytest.importorskip("matplotlib")
+    figure = plot.pipeline(small_card.outcomes[0], small_card.room.card)
+    heights = [bar.get_height() + bar.get_y() for bar in figure.axes[0].patches]
+    assert max(heights) == pytest.approx(small_card.outcomes[0].way.peak.total / MIB)
+    labels = figure.axes[0].get_legend_handles_labels()[1]
+    assert set(labels) == {
+        "what the card has", "weights", "beside the weights",
+    }  # fmt: skip
+    p = predict_pipeline("sd15", 512, 512, gpu="RTX 3060", vae="vaemem", vae_memory_limit="500 MiB")
+    drawn = plot.pipeline(p)
+    tops = {}
+    for bar in drawn.axes[0].patches:
+        x = round(bar.get_x() + bar.get_width() / 2)
+        tops[x] = max(tops.get(x, 0), bar.get_height() + bar.get_y())
+    assert [tops[i] for i in range(len(p.phases))] == pytest.approx([phase.total / MIB for phase in p.phases])
+    with pytest.raises(ValueError, match="run: want one with phases"):
+        plot.pipeline(Way("x", {}, ()))
+
+
+# ---- the command line ----
+
+
+def test_the_command(capsys):
+    asked = ["plan", "sd15", "512", "--runtime", "mlx", "--memory", "16GB", "--component", "unet=6.8 GiB"]
+    assert main(asked) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("sd15 512x512 by mlx") and "Take whole VAE" in said
+    assert main([*asked, "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["ways"][0]["denoise_weights_bytes"] > 6.8 * GIB
+    assert main([*asked[:6], "1GB"]) == 1
+    assert "Nothing fits." in capsys.readouterr().out
+    assert main(["plan", "sd15", "512"]) == 2
+    assert "vaemem plan: gpu: want a card's name" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([*asked, "--measured", "no offload"])
+    assert "want NAME=VALUE" in capsys.readouterr().err
+
+
+def test_the_command_is_calibrated(capsys):
+    measured = "no offload, VAE whole=8.0"
+    assert main(["plan", "sd15", "512", "--memory", "12GB", "--measured", measured, "--format", "csv"]) == 0
+    row = next(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert float(row["seconds"]) == pytest.approx(8, rel=0.02)
+
+
+# ---- stable-diffusion.cpp ----
+
+
+def by_sdcpp(pipeline="zimage-turbo", **asked):
+    return plan_pipeline(pipeline, 1024, 1024, **({"memory": "12 GB", "runtime": "sd.cpp"} | asked))
+
+
+def phases(one):
+    return {phase.name: phase for phase in one.way.phases}
+
+
+def test_ways_of_sdcpp_are_its_graphs_and_weights():
+    plan = by_sdcpp(prompt_tokens=20, components={"transformer": "Q4_0"}, flash=True)
+    encoder = graph("qwen3-4b", tokens=20, weight_type="q8_0")
+    denoiser = graph("zimage", tokens=20, weight_type="q4_0", flash=True)
+    vae = graph("vae-decoder")
+    alone = phases(plan["--offload-to-cpu, VAE whole"])
+    everything = phases(plan["no offload, VAE whole"])
+    weights = encoder.weights + denoiser.weights + vae.weights
+    assert [phase.weights for phase in everything.values()] == [weights] * 4
+    for name, one in (("encode prompt", encoder), ("denoise", denoiser), ("decode", vae)):
+        assert everything[name].added == alone[name].added == one.buffer + one.pool
+        assert alone[name].weights == one.weights
+    assert alone["load"].total == 0 and plan["--offload-to-cpu, VAE whole"].way.host == weights
+    assert everything["denoise"].work == {"transformer": 9 * denoiser.flops}
+    assert alone["denoise"].work["link"] == denoiser.weights and "link" not in everything["denoise"].work
+
+
+def test_where_weights_are_with_each_option():
+    plan = by_sdcpp()
+    encoder = graph("qwen3-4b", tokens=64, weight_type="q8_0").weights
+    everything = phases(plan["no offload, VAE whole"])["denoise"].weights
+    server, host = phases(plan["cond_only, VAE whole"]), phases(plan["--clip-on-cpu, VAE whole"])
+    assert server["encode prompt"].weights == everything and server["denoise"].weights == everything - encoder
+    assert host["encode prompt"].weights == everything - encoder and host["encode prompt"].added == 0
+    assert "cpu Q8_0" in host["encode prompt"].work and "transformer" not in host["encode prompt"].work
+    assert plan["cond_only, VAE whole"].way.work["link"] == 2 * encoder
+    freed = phases(plan["freed after use, VAE whole"])
+    assert freed["load"].weights == everything and freed["decode"].weights == graph("vae-decoder").weights
+
+
+def test_the_vae_of_sdcpp():
+    plan = by_sdcpp()
+    sizes = {one.way.name.partition(", ")[2]: phases(one)["decode"] for one in plan.outcomes[:5]}
+    whole, tile = graph("vae-decoder"), graph("vae-decoder", tile=DEFAULT_TILE)
+    assert sizes["VAE whole"].work == {"vae": whole.flops}
+    assert sizes["VAE tiled"].work == {"vae": 49 * tile.flops} and sizes["VAE tiled"].added == tile.buffer + tile.pool
+    assert set(sizes["VAE direct"].work) == {"vae direct"} and sizes["VAE direct"].added < whole.buffer / 2
+    on_cpu = sizes["VAE on CPU, tiled"]
+    assert set(on_cpu.work) == {"cpu"} and on_cpu.added == 0
+    assert plan["no offload, VAE on CPU, tiled"].way.settings == {"--vae-tiling": True, "--vae-on-cpu": True}
+
+
+def test_guidance_batches_and_sizes_of_sdcpp():
+    once = by_sdcpp("sd15", guidance=False)["no offload, VAE whole"].way.work
+    twice = by_sdcpp("sd15", batch=3)["no offload, VAE whole"].way.work
+    assert twice["unet"] == 6 * once["unet"] and twice["vae"] == 3 * once["vae"]
+    assert twice["transformer"] == 2 * once["transformer"]
+    sized = by_sdcpp(components={"transformer": "6.8 GiB", "text_encoder": 4 * GIB})
+    assert phases(sized["--offload-to-cpu, VAE whole"])["denoise"].weights == int(6.8 * GIB)
+    assert len(by_sdcpp("sd15")) == len(by_sdcpp("sdxl")) == 25
+
+
+def test_smaller_types_of_sdcpp():
+    """Tried by themselves where nothing fits; what is given of a component stays."""
+    plan = by_sdcpp("flux", flash=True)
+    assert len(plan) == 50 and plan.recommended.way.name.endswith(", Q4_K") and "rounded" in plan.reason
+    named = by_sdcpp(types="Q4_0", components={"text_encoder": "F16"})
+    assert len(named) == 25 and all(one.way.name.endswith(", Q4_0") for one in named.outcomes)
+    found = phases(named["--offload-to-cpu, VAE whole, Q4_0"])
+    assert found["denoise"].weights == graph("zimage", tokens=64, weight_type="q4_0").weights
+    assert found["encode prompt"].weights == graph("qwen3-4b", tokens=64, weight_type="f16").weights
+
+
+def test_a_gguf_says_what_its_weights_take(tmp_path):
+    """Its header alone is read."""
+    name = b"first.weight"
+    header = b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + struct.pack("<Q", len(name)) + name
+    header += struct.pack("<IQQIQ", 2, 64, 32, 0, 0)
+    path = tmp_path / "transformer.gguf"
+    path.write_bytes(header + bytes(-len(header) % 32) + bytes(4 * 64 * 32))
+    plan = by_sdcpp(components={"transformer": str(path)})
+    assert phases(plan["--offload-to-cpu, VAE whole"])["denoise"].weights == 4 * 64 * 32
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"types": ["nf4"]}, r"components\['text_encoder'\]: want one of f32"),
+        ({"cache_limit": 1}, "cache_limit: want None with runtime='sd.cpp'"),
+        ({"components": {"unet": "Q8_0"}}, "components: want text_encoder or|components: want one of text_encoder"),
+        ({"components": {"transformer": "nf4"}}, r"components\['transformer'\]: want one of f32"),
+        ({"runtime": "diffusers", "flash": True}, "flash: want None with runtime='diffusers'"),
+    ],
+)
+def test_what_sdcpp_does_not_have_is_refused(asked, said):
+    with pytest.raises(ValueError, match=said):
+        by_sdcpp(**asked)
+
+
+# ---- the published table ----
+
+
+def test_the_published_table_comes_out():
+    """Out of memory, out of memory, success three times, two timeouts, success: where, and in which order of time."""
+    plan = published.plan_of()
+    rows = published.judged(plan, direct=True)
+    assert [row.ours for row in rows] == [row.tried.result for row in rows]
+    assert [row.ours for row in rows] == ["oom"] * 2 + ["success"] * 3 + ["timeout"] * 2 + ["success"]
+    assert {row.outcome.fails_in for row in rows[:2]} == {"denoise"}
+    seconds = [row.outcome.seconds for row in rows]
+    for i in (2, 3, 4, 7):  # the third and fourth row were given
+        assert seconds[i].low <= rows[i].tried.seconds <= seconds[i].high
+    assert seconds[2].likely < 0.5 * min(seconds[i].likely for i in (3, 4, 7))
+    assert seconds[4].likely == pytest.approx(151, rel=0.03) and seconds[7].likely == pytest.approx(146, rel=0.03)
+    assert all(seconds[i].likely > 600 > seconds[3].high for i in (5, 6))
+    fitting = [row for row in rows if row.ours == "success"]
+    assert min(fitting, key=lambda row: row.outcome.seconds.likely).tried.number == 3, "what it recommends"
+
+
+def test_by_im2col_the_third_row_would_have_run_out_in_decode():
+    rows = published.judged(published.plan_of(False, calibrated=False), direct=False)
+    assert rows[2].ours == "oom" and rows[2].outcome.fails_in == "decode" and rows[2].outcome.short > GIB
+    assert [rows[i].ours for i in (0, 1, 3, 4, 7)] == ["oom", "oom", "success", "success", "success"]
+
+
+def test_it_ran_out_in_diffusion_and_not_in_decode():
+    """In tiles the decode fits beside all weights; the diffusion model's buffer does not, and the prompt's does."""
+    plan = published.plan_of(calibrated=False)
+    second = {phase.name: phase.total for phase in plan["no offload, VAE direct, tiled"].way.phases}
+    room = plan.room.card
+    assert second["load"] < second["encode prompt"] < room < second["denoise"] and second["decode"] < room
+    assert plan.machine is None and plan["no offload, VAE direct, tiled"].seconds is None
+
+
+def test_its_vae_has_the_size_of_float32():
+    assert round(ways_mlx.vae_bytes("flux", "all", "float32") / MIB) == 320
+
+
+def test_the_table_is_printed(capsys):
+    assert main(["reproduce", "--plan"]) == 0
+    said = capsys.readouterr().out
+    assert "8 of 8 rows agree" in said and "319.7 MiB" in said and "Why in diffusion" in said
+    assert main(["reproduce", "--equation"]) == 0
+    assert "746.67" in capsys.readouterr().out
+    assert main(["reproduce", "--plan", "--csv", "rows.csv"]) == 2
+    assert "neither a table nor --csv" in capsys.readouterr().err
+
+
+# ---- the published equation ----
+
+
+def test_the_equation_is_judged():
+    """The VAE 100 times too small, the UNet several times, no phase for the prompt; small sizes hide it in the sum."""
+    for side, tokens in ((512, 77), (1024, 77), (1024, 231)):
+        terms = {term.phase: term for term in published.judge_equation(side, side, tokens)}
+        assert 95 < terms["decode"].ratio < 110 and 7 < terms["denoise"].ratio < 10
+        assert terms["encode prompt"].theirs is None and terms["encode prompt"].ours > 20 * MIB
+        p = predict_pipeline("sd15", side, side, gpu="T4", prompt_tokens=tokens)
+        assert terms["total"].ours == p.peak
+        assert terms["decode"].ours == p.phases[-1].allocated - p.phases[-1].weights
+    assert terms["total"].ratio > 2.5

@@ -1,0 +1,185 @@
+"""Rates and their sources, the times that follow from them, and what measured runs change."""
+
+import json
+import math
+
+import pytest
+
+from vaemem._common import shipped
+from vaemem.pipelines import programs
+from vaemem.pipelines.seconds import (
+    Machine,
+    Rate,
+    cpu_rate,
+    either,
+    gpu_rate,
+    link_rate,
+    machine_of,
+    memory_rate,
+    peak,
+    shares,
+)
+from vaemem.prediction.gpus import gpu_names
+
+TERA = 1e12
+
+
+@pytest.mark.parametrize(
+    ("gpu", "dtype", "teraflops"),
+    [  # NVIDIA's data sheets: dense, float32 sums; some of the list's cards report a clock of their own
+        ("V100", "float16", 125),
+        ("T4", "float16", 65),
+        ("A100-SXM4-80GB", "float16", 312),
+        ("A100-SXM4-80GB", "float32", 156),
+        ("A30", "bfloat16", 165),
+        ("A10", "float16", 125),
+        ("A10G", "float16", 70),
+        ("A40", "float16", 149.7),
+        ("RTX 3090", "float16", 71),
+        ("RTX A6000", "float16", 154.8),
+        ("RTX 4090", "float16", 165.2),
+        ("RTX 4090", "float32", 82.6),
+        ("L4", "float16", 121),
+        ("L40", "float16", 181),
+        ("L40S", "float16", 362),
+        ("RTX 6000 Ada", "bfloat16", 364.2),
+        ("RTX 5090", "float16", 209.5),
+    ],
+)
+def test_peaks_are_those_of_data_sheets(gpu, dtype, teraflops):
+    assert peak(gpu, dtype) / TERA == pytest.approx(teraflops, rel=0.03)
+
+
+def test_without_tensor_cores():
+    assert peak("T4", "float32") / TERA == pytest.approx(8.1, rel=0.02)  # no TF32
+    assert peak("V100", "bfloat16") == peak("V100", "float32")
+
+
+def test_every_card_has_rates():
+    for name in gpu_names():
+        assert 0 < gpu_rate(name, "unet").value < peak(name) and memory_rate(name).value > 5e10
+
+
+def test_no_run_reached_more_than_its_card_can():
+    found = shares()
+    assert len(found) > 55 and all(0.02 < share.share < 0.8 for share in found)
+    assert all(run["source"] in json.loads(shipped("rates.json"))["sources"] for run in _measured())
+
+
+def _measured():
+    return json.loads(shipped("rates.json"))["measured"]
+
+
+def test_a_band_covers_the_runs_that_it_came_from():
+    """Each run of more than 50 ms lies within the band of its own card's rate."""
+    for run in (run for run in _measured() if run["per_second"] < 20):
+        data = json.loads(shipped("rates.json"))["flops"][run["module"]]
+        rate = gpu_rate(run["gpu"], run["work"])
+        took = run["samples"] * data["flops"] * run["per_second"]
+        assert rate.value / rate.factor * 0.999 <= took <= rate.value * rate.factor * 1.001
+
+
+def test_the_vae_of_the_seed_table_within_its_band():
+    rate = gpu_rate("RTX 4090", "vae")
+    for side, seconds in ((768, 0.083), (1024, 0.153), (2048, 0.693)):  # FLUX decode, float16
+        flops = programs.load("autoencoder-16").flops("float16", h=side // 8, w=side // 8)
+        took = Machine({"vae": rate}).seconds({"vae": flops})
+        assert took.low <= seconds <= took.high
+
+
+def test_what_was_not_measured_has_a_wider_band():
+    """No VAE was timed on a T4: all cards' shares, and a wider band than the card's whose VAE was."""
+    known, other = gpu_rate("RTX 4090", "vae"), gpu_rate("T4", "vae")
+    assert other.factor > 2 * known.factor and "other compute capabilities" in other.why
+    assert "seed table" in known.why
+
+
+def test_links_and_memory():
+    assert link_rate("PCIe 4.0 x8").value == pytest.approx(link_rate("pcie3 x16").value, rel=0.01)
+    fast = link_rate("PCIe 3.0 x16")
+    assert fast.value / fast.factor < 4.0 * 2**30 / 1.3 < fast.value * fast.factor  # what it was inferred from
+    assert fast.value * fast.factor == pytest.approx(12e9, rel=0.01)
+    for wrong in ("PCIe", "PCIe 9.0 x16", "PCIe 3.0 x3", "NVLink", None):
+        with pytest.raises(ValueError, match="link: want such as"):
+            link_rate(wrong)
+    assert memory_rate("RTX 4090").value < 1008e9 < memory_rate("H200").value
+
+
+def test_cpus():
+    assert cpu_rate("SSE4.2", 4).value < cpu_rate("AVX", 4).value < cpu_rate("AVX2", 4).value
+    unknown, low, high = cpu_rate("no AVX2"), cpu_rate("SSE4.2", 2), cpu_rate("AVX", 8)
+    assert unknown.value / unknown.factor == pytest.approx(low.value / low.factor)
+    assert unknown.value * unknown.factor == pytest.approx(high.value * high.factor)
+    with pytest.raises(ValueError, match=r"instructions: want one of SSE4.2, AVX, AVX2, no AVX2, got 'MMX'"):
+        cpu_rate("MMX")
+
+
+def test_either_holds_both():
+    found = either([Rate(1e12, 2, "FLOP/s", "a"), Rate(9e12, 1.5, "FLOP/s", "b")], "a or b")
+    assert found.value / found.factor == pytest.approx(0.5e12) and found.value * found.factor == pytest.approx(13.5e12)
+
+
+def test_a_machine_adds_and_says_why():
+    machine = Machine({"a": Rate(2.0, 2, "B/s", "first"), "b": Rate(1.0, 2, "B/s", "second")})
+    alone, both = machine.seconds({"a": 10}), machine.seconds({"a": 10, "b": 5})
+    assert (alone.low, alone.likely, alone.high) == pytest.approx((2.5, 5, 10)) and "first" in alone.why
+    assert both.likely == 10 and 2 < both.high / both.likely * math.sqrt(2) < 2.9  # two that are not off together
+    assert "second" in both.why and "second" not in alone.why
+    assert machine.seconds({}).high == 0
+    with pytest.raises(ValueError, match="work: want amounts of a, b, got c"):
+        machine.seconds({"c": 1})
+
+
+def test_measured_runs_are_given_back_and_others_follow():
+    """Two unknowns, two runs: both solved, whatever was thought before; a third run that mixes them follows."""
+    truth = {"a": 3.0, "b": 0.02}
+    machine = Machine({name: Rate(1.0, 4, "FLOP/s", "a guess") for name in truth})
+
+    def took(work):
+        return sum(amount / truth[name] for name, amount in work.items())
+
+    runs = [{"a": 60.0, "b": 1.0}, {"a": 60.0, "b": 3.0}]
+    known = machine.calibrated([(work, took(work)) for work in runs])
+    for work in (*runs, {"a": 90.0, "b": 2.0}):
+        found = known.seconds(work)
+        assert found.likely == pytest.approx(took(work), rel=0.03) and found.low < took(work) < found.high
+        assert found.high / found.low < 1.25
+    assert machine.seconds(runs[0]).high / machine.seconds(runs[0]).low > 4
+    assert "from 2 measured runs; before: 1 FLOP/s" in str(known.rates["a"])
+
+
+def test_what_no_run_used_stays_as_it_was():
+    machine = Machine({"a": Rate(1.0, 2, "FLOP/s", "x"), "b": Rate(1.0, 3, "FLOP/s", "y")})
+    known = machine.calibrated([({"a": 10.0}, 25.0)])
+    assert known.rates["b"] == machine.rates["b"] and known.seconds({"b": 5}) == machine.seconds({"b": 5})
+    assert machine.seconds({"a": 10}).likely == 10, "the first machine is left as it was"
+    for runs in ([], [({"a": 1}, 0.0)], [({"a": 1}, math.nan)]):
+        with pytest.raises(ValueError, match="calibrate: want measured runs"):
+            machine.calibrated(runs)
+
+
+def test_a_machine_whose_card_is_not_named():
+    """Every card of that memory, so a wider band than any one of them has; ggml's kernels wider than PyTorch's."""
+    named, unnamed = machine_of("RTX 3060"), machine_of(memory=12 << 30)
+    assert unnamed.rates["unet"].factor > named.rates["unet"].factor
+    assert machine_of("RTX 3060", runtime="sd.cpp").rates["unet"].factor == 2 * named.rates["unet"].factor
+    with pytest.raises(ValueError, match="gpu: want a card's name, since no card"):
+        machine_of(memory=13 << 30)
+    with pytest.raises(ValueError, match="gpu: want a card's name"):
+        machine_of()
+
+
+def test_flops_of_the_modules_are_the_recorded_ones():
+    """What shares of peaks were computed with is what the recorded modules count."""
+    sizes = {
+        "sd15-unet": {"n": 1, "h": 64, "w": 64, "t": 77},
+        "sdxl-unet": {"n": 1, "h": 128, "w": 128, "t": 77},
+        "flux-transformer": {"n": 1, "h": 128, "w": 128, "t": 512},
+        "autoencoder-4": {"h": 128, "w": 128},
+    }
+    known = json.loads(shipped("rates.json"))["flops"]
+    known["autoencoder-4"] = known["vae-decoder"]
+    for name, wanted in sizes.items():
+        module = programs.load(name)
+        counted = module.flops(module.dtypes[0], **{key: wanted[key] for key in module.variables})
+        assert counted == pytest.approx(known[name]["flops"], rel=1e-3), name

@@ -1,0 +1,187 @@
+"""`plan_pipeline`: every way of running a pipeline that makes sense, on a card or within a memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vaemem._common import DTYPES, choose, listed, whole
+from vaemem.engine.limits import parse_size
+from vaemem.engine.weights import tensor_types
+from vaemem.pipelines import programs, ways_diffusers, ways_mlx
+from vaemem.pipelines.components import PIPELINES, Pipeline
+from vaemem.pipelines.run import RECORDED_VAES
+from vaemem.pipelines.seconds import cards_of, machine_of
+from vaemem.pipelines.storage import is_size
+from vaemem.pipelines.ways import PipelinePlan, Room, Way, outcome, planned
+from vaemem.prediction.gpus import Gpu, find_gpu, sold
+from vaemem.prediction.predict import CONTEXT
+
+# And the choices that are not everybody's.
+RUNTIMES = {"diffusers": ("types",), "sd.cpp": ("types", "flash"), "mlx": ("cache_limit",)}
+
+
+def plan_pipeline(
+    pipeline: str, height: int, width: int, batch: int = 1, *, memory: int | str | None = None,
+    host_memory: int | str | None = None, gpu: str | Gpu | None = None, runtime: str = "diffusers",
+    prompt_tokens: int | None = None, guidance: bool = True, steps: int | None = None, dtype: str | None = None,
+    components: Mapping[str, Any] | None = None, types: str | Sequence[str | None] | None = None, used: int | str = 0,
+    calibrate: Mapping[str, float] | None = None, time_limit: float | None = None, flash: bool = False,
+    cache_limit: int | str | None = None, link: str = "PCIe 3.0 x16", cpu: str = "AVX2", cores: int | None = None,
+    cudnn_version: str | None = None, torch_version: str | None = None,
+) -> PipelinePlan:  # fmt: skip
+    """Every way of running a pipeline that makes sense: whether it fits, where it runs out, how long it takes.
+
+    Parameters
+    ----------
+    pipeline : str
+        As `predict_pipeline` takes it.
+    height, width, batch : int
+        Of the images.
+    memory : int or str, optional
+        What the card has, as cards are sold (``"12 GB"``), where its name does not say it or no card is named.
+    host_memory : int or str, optional
+        What the host may give for weights that are not on the card. By default it has enough.
+    gpu : str or Gpu, optional
+        The card. Without one seconds are told only where `calibrate` measured them, and a card of that memory stands
+        for it.
+    runtime : {"diffusers", "sd.cpp", "mlx"}
+        sd.cpp is stable-diffusion.cpp with CUDA (`vaemem.pipelines.ways_sdcpp`). Its `components` are types of ggml's
+        such as ``"Q8_0"``, which FLUX and Z-Image have by default, sizes such as ``"6.8 GiB"``, or files. With mlx
+        `memory` is the Mac's, of which two thirds are taken to be for Metal; what is known are the denoiser's weights
+        and the decode (`vaemem.pipelines.ways_mlx`), and no seconds.
+    prompt_tokens, guidance, steps, dtype, components, cudnn_version, torch_version
+        As `predict_pipeline` takes them.
+    types : str or sequence of str or None, optional
+        Types of the largest components' weights to try; None stands for what they are run in. By default that; with
+        diffusers also ``"Q8_0"`` and ``"nf4"`` where the denoiser takes more than half of the card, with sd.cpp
+        ``"Q4_K"`` where nothing else fits.
+    used : int or str
+        What others hold of the card.
+    calibrate : dict of str to float, optional
+        Seconds that were measured on this machine, by the names of ways. The machine's rates are moved to where these
+        come out, and all others follow.
+    time_limit : float, optional
+        Seconds after which a way does not count as fitting.
+    flash : bool
+        stable-diffusion.cpp's ``--diffusion-fa``.
+    cache_limit : int or str, optional
+        Of MLX's allocator.
+    link, cpu, cores
+        Between host and card, and the host's CPU, as `vaemem.pipelines.seconds` has them.
+
+    Returns
+    -------
+    PipelinePlan
+        Printing it shows everything; ``.recommended`` and ``.reason`` say which to take.
+
+    Raises
+    ------
+    ValueError
+        What `predict_pipeline` refuses; no card and no memory; a way to calibrate with that is none.
+
+    Notes
+    -----
+    docs/PIPELINES.md says where seconds come from.
+
+    Examples
+    --------
+    >>> plan = plan_pipeline("sd15", 1024, 1024, gpu="RTX 3060", memory="4 GB")
+    >>> plan["no offload, VAE whole"].verdict
+    'runs out in decode, lacks ... MiB'
+    >>> plan.recommended.way.name
+    'model offload, VAE whole'
+    >>> print(plan.recommended.seconds)
+    32 s (20 to 53)
+    """
+    choose("pipeline", pipeline, PIPELINES)
+    choose("runtime", runtime, RUNTIMES)
+    kind, batch = PIPELINES[pipeline], whole("batch", batch)
+    for name, value in (("types", types), ("flash", flash or None), ("cache_limit", cache_limit)):
+        if value is not None and name not in RUNTIMES[runtime]:
+            raise ValueError(f"{name}: want None with runtime={runtime!r}, which has no such choice, got {value!r}")
+    host = None if host_memory is None else parse_size("host_memory", host_memory)
+    title = f"{pipeline} {height}x{width}{f', {batch} images' if batch > 1 else ''} by {runtime}"
+    components = components or {}
+    if runtime == "mlx":
+        return _by_mlx(title, kind, height, width, memory, components, cache_limit)
+    from vaemem.pipelines import ways_sdcpp  # half of this module's import
+
+    card, notes = _card(gpu, memory)
+    context = CONTEXT if runtime == "diffusers" else ways_sdcpp.CONTEXT
+    room = Room(card.reported_memory - context - parse_size("used", used, least=0), host, time_limit)
+    if room.card is not None and room.card <= 0:
+        raise ValueError(f"used: want less than {card.name} has beside a context of {context} bytes, got {used!r}")
+    steps = kind.steps if steps is None else whole("steps", steps)
+    machine = None  # nothing is known of how fast it is
+    if gpu is not None or calibrate:
+        named = None if gpu is None else card
+        machine = machine_of(named, card.total_memory, dtype or kind.dtype, runtime, link, cpu, cores)
+    kinds = None if types is None else listed(types, str)
+    if runtime == "sd.cpp":
+
+        def by_sdcpp(kind: str | None) -> list[Way]:
+            asked = (steps, guidance, prompt_tokens, components, flash, kind)
+            return ways_sdcpp.ways(pipeline, height, width, batch, *asked)
+
+        ways = [way for kind in kinds or [None] for way in by_sdcpp(kind)]
+        if kinds is None and not any(outcome(way, room, None).fits for way in ways):
+            ways += by_sdcpp(ways_sdcpp.SMALLER)
+    else:
+        asked = {
+            "prompt_tokens": prompt_tokens, "guidance": guidance, "steps": steps, "dtype": dtype,
+            "components": components, "gpu": card, "used": used, "cudnn_version": cudnn_version,
+            "torch_version": torch_version,
+        }  # fmt: skip
+        ways = ways_diffusers.ways(pipeline, height, width, batch, machine, kinds, **asked)
+    return planned(f"{title}, {steps} steps, on {card.name}", ways, room, machine, calibrate, notes)
+
+
+def _by_mlx(
+    title: str, kind: Pipeline, height: int, width: int, memory: int | str | None, components: Mapping[str, Any],
+    cache_limit: int | str | None,
+) -> PipelinePlan:  # fmt: skip
+    if memory is None:
+        raise ValueError("memory: want what the Mac has, such as '16 GB', got None")
+    share, of = ways_mlx.WORKING_SET
+    given = components.get(kind.denoiser, kind.dtype)
+    ways = ways_mlx.ways(
+        kind.parts["vae"], height, width, weights_bytes(kind.denoiser, kind.parts[kind.denoiser], given),
+        None if cache_limit is None else parse_size("cache_limit", cache_limit, least=0),
+    )  # fmt: skip
+    return planned(f"{title} on a Mac of {memory}", ways, Room(sold(memory) * share // of), None)
+
+
+def weights_bytes(role: str, component: str, given: Any) -> int:
+    """Bytes of a component's weights.
+
+    Parameters
+    ----------
+    role, component : str
+        Such as ``"unet"``, played by ``"sd15-unet"``.
+    given : str or path
+        A size as a program prints it (``"6.8 GiB"``), a file whose header says what is in it, or a dtype.
+
+    Examples
+    --------
+    >>> weights_bytes("unet", "sd15-unet", "float16"), weights_bytes("unet", "sd15-unet", "1.6 GiB")
+    (1719041928, 1717986918)
+    """
+    if is_size(given):
+        return parse_size(f"components[{role!r}]", given)
+    if os.path.exists(given):
+        return sum(size for *_, size in tensor_types(given))
+    choose(f"components[{role!r}]", given, DTYPES)
+    weights = programs.load(RECORDED_VAES.get(component, component)).weights
+    return sum(weight.nbytes(given) for weight in weights)
+
+
+def _card(gpu: str | Gpu | None, memory: int | str | None) -> tuple[Gpu, list[str]]:
+    """The card, and what there is to say of it."""
+    if gpu is not None:
+        return find_gpu(gpu, memory), []
+    if memory is None:
+        raise ValueError("gpu: want a card's name, or what it has as memory='12 GB', got neither")
+    card = cards_of(sold(memory))[0]
+    return card, [f"No card was named: {card.name} stands for any of that memory."]

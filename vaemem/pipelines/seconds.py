@@ -1,0 +1,473 @@
+"""How long a phase takes: counted FLOPs and bytes over rates, each with its source and a band, never a bare number.
+
+A `Rate` is what some part of a machine does in a second, within a factor. Work is a dict of a rate's name to an amount,
+``{"unet": 4e13, "link": 5e9}`` in FLOPs and bytes, and a `Machine` turns it into `Seconds`. Measured runs calibrate it:
+rates move no further from what they were thought to be than the measurements ask for.
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from vaemem._common import choose, grouped, shipped, whole
+from vaemem.pipelines import programs
+from vaemem.prediction.gpus import Gpu, find_gpu, gpu_names
+
+Work = Mapping[str, float]
+WORK = ("unet", "transformer", "vae")  # that measurements of whole modules are known of
+# Two runs of one configuration differ by this share of their time: 149 and 146 s in the table of eight ways to fit a
+# 12 GB card that `vaemem reproduce --plan` prints.
+REPEATS_DIFFER = 0.02
+
+
+class Seconds(NamedTuple):
+    """A time with its band.
+
+    Attributes
+    ----------
+    low, likely, high : float
+        Seconds: from low to high is what the rates' bands leave open, a judgement and no bound.
+    why : str
+        Where the rates come from.
+
+    Examples
+    --------
+    >>> print(Seconds(12, 20.0, 41, "an example"))
+    20 s (12 to 41)
+    """
+
+    low: float
+    likely: float
+    high: float
+    why: str = ""
+
+    def __str__(self) -> str:
+        return f"{_short(self.likely)} s ({_short(self.low)} to {_short(self.high)})"
+
+
+def _short(number: float) -> str:
+    """Two digits, as many as a band leaves to say."""
+    return f"{number:.0f}" if number >= 9.95 else f"{number:.2g}"
+
+
+class Rate(NamedTuple):
+    """What a machine does in a second.
+
+    Attributes
+    ----------
+    value : float
+        FLOPs or bytes in a second.
+    factor : float
+        It is taken to lie between ``value / factor`` and ``value * factor``.
+    unit : str
+        ``"FLOP/s"`` or ``"B/s"``.
+    why : str
+        Its source.
+
+    Examples
+    --------
+    >>> print(Rate(2.1e13, 1.5, "FLOP/s", "an example"))
+    21 TFLOP/s within 1.5 times: an example
+    >>> Rate.between(1e9, 4e9, "B/s", "an example").value
+    2000000000.0
+    """
+
+    value: float
+    factor: float
+    unit: str
+    why: str
+
+    @classmethod
+    def between(cls, low: float, high: float, unit: str, why: str) -> Rate:
+        """From its least and its most."""
+        return cls(math.sqrt(low * high), math.sqrt(high / low), unit, why)
+
+    def __str__(self) -> str:
+        prefixes = (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("", 1))
+        prefix, scale = next((pair for pair in prefixes if self.value >= pair[1]), prefixes[-1])
+        return f"{_short(self.value / scale)} {prefix}{self.unit} within {self.factor:.2g} times: {self.why}"
+
+
+# ---- rates of what can be named ----
+
+
+@functools.cache
+def _data() -> dict[str, Any]:
+    return json.loads(shipped("rates.json"))  # type: ignore[no-any-return]
+
+
+def peak(gpu: str | Gpu, dtype: str = "float16") -> float:
+    """The most FLOP/s that a card's data sheet claims, dense, at its boost clock.
+
+    Parameters
+    ----------
+    gpu : str or Gpu
+        As `vaemem.predict` takes it.
+    dtype : str
+        float16 and bfloat16 on tensor cores with float32 sums; float32 as TF32 where the card has it. bfloat16 on cards
+        before compute capability 8.0 and float32 on those without TF32 run outside of tensor cores.
+
+    Examples
+    --------
+    >>> round(peak("RTX 4090") / 1e12), round(peak("RTX 4090", "float32") / 1e12), round(peak("T4", "bfloat16") / 1e12)
+    (165, 83, 8)
+    """
+    card = find_gpu(gpu)
+    choose("dtype", dtype, ("float32", "float16", "bfloat16"))
+    is_late = dtype == "bfloat16" and card.sm < 80
+    return _peak(card, "float32" if is_late else "tf32" if dtype == "float32" else "tensor")
+
+
+def _peak(card: Gpu, kind: str) -> float:
+    """On tensor cores ("tensor", "tf32"), or in float32 without them, as where there are none for it."""
+    known = _data()["flops_per_multiprocessor_and_clock"][card.capability]
+    kind = kind if kind in known else "float32"
+    name = card.card or card.name
+    is_half = any(re.search(rf"{half}\b", name) for half in _data()["half_rate"]["cards"])
+    flops = known[kind] / (2 if is_half and kind != "float32" and card.sm > 70 else 1)
+    return float(card.multiprocessors * flops * card.properties["smClockRateKHz"] * 1000)
+
+
+_DECODERS = {"FLUX": "autoencoder-16", "SD1.5": "autoencoder-4", "SDXL": "autoencoder-4"}  # of the seed table's models
+
+
+class Share(NamedTuple):
+    """A measured run's share of its card's peak."""
+
+    work: str
+    card: str
+    capability: str
+    share: float
+    seconds: float
+    source: str
+
+    @property
+    def kind(self) -> str:
+        """UNets and transformers are much alike, a VAE is not."""
+        return "vae" if self.work == "vae" else "denoiser"
+
+
+@functools.cache
+def shares() -> tuple[Share, ...]:
+    """What measured runs reached of their card's peak: those of data/rates.json, and the seed table's decodes.
+
+    Examples
+    --------
+    >>> [round(share.share, 2) for share in shares() if share.work == "transformer"]
+    [0.38, 0.33]
+    """
+    found = []
+    for run in _data()["measured"]:
+        flops = run["samples"] * _data()["flops"][run["module"]]["flops"] * run["per_second"]
+        card, source = find_gpu(run["gpu"]), _data()["sources"][run["source"]]
+        found.append(Share(run["work"], card.name, card.capability, flops / peak(card), 1 / run["per_second"], source))
+    for row in csv.DictReader(shipped("seed_table.csv").splitlines()):
+        if row["op"] == "decode":
+            decoder, latents = _DECODERS[row["model"]], {"h": int(row["height"]) // 8, "w": int(row["width"]) // 8}
+            seconds, source = float(row["time_s"]), "the seed table: RTX 4090, PyTorch 2.7.1"
+            rate = programs.load(decoder).flops(row["dtype"], **latents) / seconds
+            card = find_gpu("RTX 4090")
+            found.append(Share("vae", card.name, "8.9", rate / peak(card, row["dtype"]), seconds, source))
+    return tuple(found)
+
+
+def gpu_rate(gpu: str | Gpu, work: str, dtype: str = "float16") -> Rate:
+    """FLOP/s that PyTorch's eager code reaches on a card.
+
+    Parameters
+    ----------
+    gpu : str or Gpu
+    work : {"unet", "transformer", "vae"}
+    dtype : str
+
+    Returns
+    -------
+    Rate
+        The card's peak times the share of it that this work reached on it in published measurements, else that cards
+        of its compute capability reached of theirs, UNets and transformers together, else that cards of all did. Runs
+        shorter than 50 ms are left out: they wait for Python.
+
+    Examples
+    --------
+    >>> print(gpu_rate("RTX 4090", "vae"))
+    72 TFLOP/s within 1.2 times: 44% of 165 TFLOP/s, as 41 measured runs on this card (the seed table)
+    """
+    choose("work", work, WORK)
+    card = find_gpu(gpu)
+    known = [run for run in shares() if run.seconds >= _data()["shortest_step"]]
+    alike = [run for run in known if run.kind == ("vae" if work == "vae" else "denoiser")]
+    own = [run for run in alike if run.work == work and run.card == (card.card or card.name)]
+    near = [run for run in alike if run.capability == card.capability]
+    used = own or near or alike
+    if used is alike:
+        by = grouped(alike, lambda run: run.capability)
+        share = _mean(_mean(run.share for run in runs) for runs in by.values())
+        band = max(_off(share, run.share) for run in alike)
+        which = f"{len(by)} other compute capabilities"
+    else:  # no surer than the card, or the capability, whose runs lie furthest apart
+        share = _mean(run.share for run in used)
+        groups = grouped(known, lambda run: (run.work, run.card) if own else (run.kind, run.capability)).values()
+        band = max(_off(_mean(run.share for run in runs), run.share) for runs in groups for run in runs)
+        which = "this card" if own else f"compute capability {card.capability}"
+    most = peak(card, dtype)
+    sources = "; ".join(dict.fromkeys(run.source.partition(":")[0] for run in used))
+    runs = f"{len(used)} measured run{'s' * (len(used) > 1)}"
+    why = f"{share:.0%} of {_short(most / 1e12)} TFLOP/s, as {runs} on {which} ({sources})"
+    return Rate(share * most, band, "FLOP/s", why)
+
+
+def _mean(numbers: Iterable[float]) -> float:
+    """The geometric one."""
+    return math.exp(fmean(map(math.log, numbers)))
+
+
+def _off(a: float, b: float) -> float:
+    """As a factor of 1 or more."""
+    return max(a / b, b / a)
+
+
+def memory_rate(gpu: str | Gpu) -> Rate:
+    """Bytes in a second that a card reads of its own memory: two transfers a clock, over the bus; 70 to 95% of it.
+
+    Examples
+    --------
+    >>> print(memory_rate("RTX 3060"))
+    294 GB/s within 1.2 times: 70 to 95% of 360 GB/s (memory clock times bus width, two transfers a clock)
+    """
+    card = find_gpu(gpu)
+    most = 2 * card.properties["memClockRateKHz"] * 1000 * card.properties["memoryBusWidth"] / 8
+    why = f"70 to 95% of {most / 1e9:.0f} GB/s (memory clock times bus width, two transfers a clock)"
+    return Rate.between(0.7 * most, 0.95 * most, "B/s", why)
+
+
+def link_rate(link: str = "PCIe 3.0 x16") -> Rate:
+    """Bytes in a second that weights move between host and card, one way.
+
+    Parameters
+    ----------
+    link : str
+        Generation and lanes, such as ``"PCIe 4.0 x8"``.
+
+    Examples
+    --------
+    >>> print(link_rate("PCIe 4.0 x16"))
+    12 GB/s within 1.9 times: 20 to 76% of PCIe 4.0 x16's 32 GB/s; the host's memory may be pageable or pinned
+    """
+    known = _data()["links"]
+    match = re.fullmatch(r"pcie ?(\d)(?:\.0)? ?x(1|2|4|8|16)", link.strip().lower()) if isinstance(link, str) else None
+    lane = known["PCIe"].get(f"{match[1]}.0") if match else None
+    if match is None or lane is None:
+        raise ValueError(f"link: want such as 'PCIe 4.0 x16', generations {', '.join(known['PCIe'])}, got {link!r}")
+    most = lane * int(match[2]) * 1e9
+    why = (
+        f"{known['low']:.0%} to {known['high']:.0%} of PCIe {match[1]}.0 x{match[2]}'s {most / 1e9:.0f} GB/s; "
+        "the host's memory may be pageable or pinned"
+    ).replace("% to", " to", 1)
+    return Rate.between(known["low"] * most, known["high"] * most, "B/s", why)
+
+
+def cpu_rate(instructions: str = "AVX2", cores: int | None = None, weights: str = "float16") -> Rate:
+    """FLOP/s of ggml's products on a CPU.
+
+    Parameters
+    ----------
+    instructions : {"SSE4.2", "AVX", "AVX2", "no AVX2"}
+        ``"no AVX2"``: SSE4.2 or AVX, whichever it may be.
+    cores : int, optional
+        2 to 8 where it is not told.
+    weights : {"float16", "Q8_0"}
+        float16 is what the VAE's convolutions multiply by.
+
+    Examples
+    --------
+    >>> print(cpu_rate("AVX2", 8))
+    2... GFLOP/s within 1.6 times: AVX2, 8 cores, float16 weights: ggml timed on one core, older ones ...
+    """
+    known = _data()["cpus"]
+    sets = [name for name in known if isinstance(known[name], dict)]
+    choose("instructions", instructions, (*sets, "no AVX2"))
+    choose("weights", weights, known["AVX2"])
+    named = sets[: sets.index("AVX2")] if instructions == "no AVX2" else [instructions]
+    timed = [rate for name in named for rate in known[name][weights]]
+    least, most = (2, 8) if cores is None else (whole("cores", cores), cores)
+    many = f"{least} to {most} cores" if cores is None else f"{cores} cores"
+    why = f"{instructions}, {many}, {weights} weights: ggml timed on one core, older ones taken to do half or as much"
+    return Rate.between(min(timed) * known["older_core"] * least * 1e9, max(timed) * most * 1e9, "FLOP/s", why)
+
+
+def either(rates: Iterable[Rate], which: str) -> Rate:
+    """Any of several: from the least of them to the most."""
+    rates = list(rates)
+    low = min(rate.value / rate.factor for rate in rates)
+    high = max(rate.value * rate.factor for rate in rates)
+    return Rate.between(low, high, rates[0].unit, which)
+
+
+# ---- machines ----
+
+
+class Machine:
+    """The rates of a machine, and what is known of them together.
+
+    Parameters
+    ----------
+    rates : dict of str to Rate
+        By the names that work goes under.
+
+    Examples
+    --------
+    Two runs that share their work, of which neither says what a decode takes by itself:
+
+    >>> machine = Machine({"unet": Rate(2e13, 3, "FLOP/s", "a guess"), "vae": Rate(2e13, 3, "FLOP/s", "a guess")})
+    >>> print(machine.seconds({"unet": 4e14}))
+    20 s (6.7 to 60)
+    >>> known = machine.calibrated([({"unet": 4e14, "vae": 1e13}, 36.0), ({"unet": 4e14, "vae": 3e13}, 38.0)])
+    >>> print(known.seconds({"unet": 8e14, "vae": 1e13}))
+    72 s (69 to 75)
+    """
+
+    def __init__(self, rates: Mapping[str, Rate]) -> None:
+        self.rates = dict(rates)
+        self._names = list(self.rates)
+        # Seconds a unit, and the covariance of their logarithms: a factor is two standard deviations.
+        self._cost = np.array([1 / rate.value for rate in self.rates.values()])
+        self._spread = np.diag([(math.log(rate.factor) / 2) ** 2 for rate in self.rates.values()])
+
+    def _amounts(self, work: Work) -> np.ndarray:
+        unknown = set(work) - set(self._names)
+        if unknown:
+            raise ValueError(f"work: want amounts of {', '.join(self._names)}, got {', '.join(sorted(unknown))}")
+        return np.array([float(work.get(name, 0)) for name in self._names])
+
+    def seconds(self, work: Work) -> Seconds:
+        """How long it takes, one thing after the other."""
+        each = self._amounts(work) * self._cost
+        total = float(each.sum())
+        if not total:
+            return Seconds(0, 0, 0, "nothing to do")
+        factor = math.exp(2 * math.sqrt(max(0.0, float(each @ self._spread @ each))) / total)
+        why = "; ".join(f"{name}: {self.rates[name]}" for name, part in zip(self._names, each, strict=True) if part)
+        return Seconds(total / factor, total, total * factor, why)
+
+    def calibrated(self, runs: Iterable[tuple[Work, float]]) -> Machine:
+        """The machine that measured runs make likely.
+
+        Parameters
+        ----------
+        runs : sequence of (work, seconds)
+
+        Returns
+        -------
+        Machine
+            Of all rates that give the measured seconds, within 2% as repeated runs differ, those that are nearest to
+            what was thought before, in factors relative to each rate's own.
+
+        Raises
+        ------
+        ValueError
+            No run, seconds that are no positive number, or work of which nothing is known.
+        """
+        runs = list(runs)
+        if not runs or not all(seconds > 0 and math.isfinite(seconds) for _, seconds in runs):
+            raise ValueError("calibrate: want measured runs of more than 0 seconds")
+        amounts = np.array([self._amounts(work) for work, _ in runs])
+        measured = np.array([seconds for _, seconds in runs], dtype=float)
+        noise = np.diag((REPEATS_DIFFER * measured) ** 2)
+        change = np.zeros(len(self._names))  # of the logarithms; the equations are linear but for these
+        for _ in range(200):
+            slopes = amounts * self._cost * np.exp(change)
+            gain = self._spread @ slopes.T @ np.linalg.inv(slopes @ self._spread @ slopes.T + noise)
+            step = gain @ (measured - slopes.sum(1) + slopes @ change) - change
+            change += np.clip(step, -0.5, 0.5)
+            if np.abs(step).max() < 1e-9:
+                break
+        found = Machine(self.rates)
+        found._cost = self._cost * np.exp(change)
+        found._spread = (np.eye(len(change)) - gain @ slopes) @ self._spread
+        for name, cost, variance in zip(self._names, found._cost, np.diag(found._spread), strict=True):
+            if any(work.get(name) for work, _ in runs):
+                factor = math.exp(2 * math.sqrt(max(0.0, float(variance))))
+                why = f"from {len(runs)} measured run{'s' * (len(runs) > 1)}; before: {self.rates[name]}"
+                found.rates[name] = self.rates[name]._replace(value=1 / float(cost), factor=factor, why=why)
+        return found
+
+
+def cards_of(memory: int) -> list[Gpu]:
+    """Those of the list that have so many bytes, within 5%."""
+    cards = [card for card in map(find_gpu, gpu_names()) if 0.95 * memory < card.total_memory < 1.05 * memory]
+    if not cards:
+        raise ValueError("gpu: want a card's name, since no card of the list has just that memory")
+    return cards
+
+
+def _by_ggml(rate: Rate) -> Rate:
+    """PyTorch's rate for ggml's kernels, of which no measurement is known: twice as wide."""
+    return rate._replace(factor=2 * rate.factor, why=f"PyTorch's {rate.why}; ggml's kernels may do half or twice that")
+
+
+def _direct(card: Gpu) -> Rate:
+    """ggml's direct convolution, which does not use tensor cores."""
+    most = _peak(card, "float32")
+    why = f"1 to 50% of {_short(most / 1e12)} TFLOP/s in float32 without tensor cores: no measurement is known"
+    return Rate.between(0.01 * most, 0.5 * most, "FLOP/s", why)
+
+
+def machine_of(
+    gpu: str | Gpu | None = None,
+    memory: int | None = None,
+    dtype: str = "float16",
+    runtime: str = "diffusers",
+    link: str = "PCIe 3.0 x16",
+    cpu: str = "AVX2",
+    cores: int | None = None,
+) -> Machine:
+    """What is known of a machine before anything was measured on it.
+
+    Parameters
+    ----------
+    gpu : str or Gpu, optional
+        Where none is named: any card of the list that has `memory`, from the slowest to the fastest.
+    memory : int, optional
+        Bytes.
+    runtime : {"diffusers", "sd.cpp"}
+    dtype, link, cpu, cores
+        As `gpu_rate`, `link_rate` and `cpu_rate` take them.
+
+    Raises
+    ------
+    ValueError
+        A name that is not known, or neither a card nor a memory that one has.
+
+    Examples
+    --------
+    >>> print(machine_of("RTX 3060").rates["vae"].unit)
+    FLOP/s
+    >>> print(machine_of(memory=12 << 30).rates["memory"])
+    4... GB/s within 2.1 times: any of 9 cards of that memory, from NVIDIA GeForce RTX 3060 to NVIDIA ...
+    """
+    choose("runtime", runtime, ("diffusers", "sd.cpp"))
+    cards = [find_gpu(gpu)] if gpu is not None else cards_of(memory or 0)
+    first, last = (min(cards, key=peak), max(cards, key=peak))
+    which = f"any of {len(cards)} cards of that memory, from {first.name} to {last.name}"
+
+    def of(rates: list[Rate]) -> Rate:
+        return rates[0] if len(rates) == 1 else either(rates, which)
+
+    rates = {work: of([gpu_rate(card, work, dtype) for card in cards]) for work in WORK}
+    if runtime == "sd.cpp":
+        rates = {work: _by_ggml(rate) for work, rate in rates.items()}
+        rates["vae direct"] = of([_direct(card) for card in cards])
+    rates["memory"] = of([memory_rate(card) for card in cards])
+    rates["link"] = link_rate(link)
+    rates["cpu"] = cpu_rate(cpu, cores)
+    rates["cpu Q8_0"] = cpu_rate(cpu, cores, "Q8_0")
+    return Machine(rates)

@@ -1,0 +1,124 @@
+"""Ways of running a pipeline with diffusers: offloading, how its VAE decodes, and types of the largest weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from vaemem._common import ELEMENT_BYTES, MIB
+from vaemem.pipelines.components import PIPELINES
+from vaemem.pipelines.predict import PipelinePrediction, predict_pipeline
+from vaemem.pipelines.run import OFFLOADS
+from vaemem.pipelines.seconds import Machine
+from vaemem.pipelines.ways import PlannedPhase, Way
+from vaemem.prediction.question import usual_tile
+
+OFFLOAD_NAMES = {"none": "no offload", "model": "model offload", "sequential": "sequential offload"}
+
+# What vaemem's decode takes on a GPU beside its weights, in T = 128 * height * width * bytes of a number: 3.03 to 3.19
+# are planned from 256x256 to 4096x4096 (docs/CUDA.md).
+VAE_LIMIT = 3.2
+SEQUENTIAL = (
+    "Sequential offload: what accelerate's hooks take at each submodule, beside moving its weights, is not counted."
+)
+SMALLER = ("Q8_0", "nf4")  # GGUF's and bitsandbytes'
+
+
+def ways(
+    pipeline: str, height: int, width: int, batch: int, machine: Machine | None, types: Sequence[str | None] | None,
+    **asked: Any,
+) -> list[Way]:  # fmt: skip
+    """All of them, the plainest first.
+
+    Parameters
+    ----------
+    machine : Machine or None
+        Decides whether a text encoder computes or reads its weights for longer.
+    types : sequence of str or None, optional
+        Of the denoiser's weights and of text encoders as large, one after the other; None stands for what they are run
+        in. By default that, and smaller ones where the denoiser takes more than half of the card.
+    **asked
+        What else `predict_pipeline` takes.
+    """
+    found: list[_Asked] = []
+    kinds: list[str | None] = [None] if types is None else list(types)
+    for kind in kinds:
+        components = dict(asked.get("components") or {})
+        if kind is not None:
+            components |= {role: kind for role in _large(pipeline) if role not in components}
+        for offload in OFFLOADS:
+            for vae in _vae_ways(offload, batch, max(height, width) > usual_tile(PIPELINES[pipeline].parts["vae"])):
+                settings = {"offload": offload, "vae": vae, **({"components": components} if components else {})}
+                if vae == "vaemem":
+                    settings["vae_memory_limit"] = _limit(found[0], height, width)
+                p = predict_pipeline(pipeline, height, width, batch, **{**asked, **settings})
+                found.append(_Asked(settings, kind, p))
+        if types is None and len(kinds) == 1 and _is_large(found[0].prediction):
+            kinds += SMALLER
+    return [_way(one, machine) for one in found]
+
+
+def _is_large(p: PipelinePrediction) -> bool:
+    """Whether the denoiser's weights alone take more than half of the card."""
+    return 2 * p.parts[PIPELINES[p.pipeline].denoiser].nbytes > p.available
+
+
+class _Asked(NamedTuple):
+    settings: Mapping[str, Any]
+    kind: str | None
+    prediction: PipelinePrediction
+
+    @property
+    def name(self) -> str:
+        limit = self.settings.get("vae_memory_limit")
+        vae = f"VAE by vaemem in {limit}" if limit else f"VAE {self.settings['vae']}"
+        return f"{OFFLOAD_NAMES[self.settings['offload']]}, {vae}" + (f", {self.kind}" if self.kind else "")
+
+    @property
+    def changes(self) -> str:
+        """Of the picture."""
+        said = ["tiles are blended where they overlap"] if self.settings["vae"] == "tiled" else []
+        return " and ".join([*said, f"weights in {self.kind} are rounded"] if self.kind else said)
+
+
+def _limit(asked: _Asked, height: int, width: int) -> str:
+    """Under which vaemem decodes on a GPU, an image at a time, in whole MiB."""
+    vae = asked.prediction.parts["vae"]
+    full = 128 * height * width * ELEMENT_BYTES[vae.dtype]
+    return f"{int((vae.nbytes + VAE_LIMIT * full) // MIB) + 1} MiB"
+
+
+def _large(pipeline: str) -> list[str]:
+    """Roles whose weights are worth a smaller type: the denoiser, and text encoders that are no CLIP."""
+    kind = PIPELINES[pipeline]
+    return [kind.denoiser, *(role for role in kind.encoders if kind.parts[role] not in ("clip-l", "openclip-g"))]
+
+
+def _vae_ways(offload: str, batch: int, has_tiles: bool) -> list[str]:
+    """Where submodules come and go with their calls, the whole decode of one image was recorded alone."""
+    if offload == "sequential":
+        return ["whole"]
+    return ["whole", *(["sliced"] if batch > 1 else []), *(["tiled"] if has_tiles else []), "vaemem"]
+
+
+def _way(asked: _Asked, machine: Machine | None) -> Way:
+    p = asked.prediction
+    kinds = {"denoise": PIPELINES[p.pipeline].denoiser, "decode": "vae"}
+    phases = []
+    for phase in p.phases:
+        work = {}
+        if phase.name != "load":  # once for many pictures
+            work = _work(kinds.get(phase.name, "transformer"), phase.flops, phase.weights, machine)
+            work |= {"link": float(phase.sent)} if phase.sent else {}
+        phases.append(PlannedPhase(phase.name, phase.weights, phase.total - phase.weights, work))
+    notes = (*p.notes, *([SEQUENTIAL] if asked.settings["offload"] == "sequential" else []))
+    out = (p.out_of_memory_at[0], max(p.least - p.available, 1)) if p.out_of_memory_at else None
+    return Way(asked.name, asked.settings, tuple(phases), p.host, asked.changes, notes, out, played=True)
+
+
+def _work(kind: str, flops: float, weights: int, machine: Machine | None) -> dict[str, float]:
+    """The encoder of a short prompt may read its weights for longer than it computes."""
+    computes, reads = {kind: float(flops)}, {"memory": float(weights)}
+    if machine is None or kind != "transformer":
+        return computes
+    return max(computes, reads, key=lambda work: machine.seconds(work).likely)
