@@ -51,6 +51,10 @@ MODELS = {
         {"text_encoder": "clip-l", "text_encoder_2": "t5-xxl"}, ("transformer", "flux-dev"), "flux", False,
         "transformer", "q8_0",
     ),
+    "flux-schnell": Models(
+        {"text_encoder": "clip-l", "text_encoder_2": "t5-xxl"}, ("transformer", "flux-schnell"), "flux", False,
+        "transformer", "q8_0",
+    ),
     "zimage-turbo": Models(
         {"text_encoder": "qwen3-4b"}, ("transformer", "zimage"), "flux", False, "transformer", "q8_0",
     ),
@@ -197,7 +201,16 @@ def _rounded(way: Way, kind: str) -> dict[str, Any]:
     return {"name": f"{way.name}, {kind}", "settings": dict(way.settings) | {"types": kind}, "changes": changes}
 
 
-LONG = ("qwen3-4b", "zimage", "t5-xxl", "flux-dev")  # that take more tokens than 77
+def way(offload: str, vae: str, *asked: Any) -> Way:
+    """One of them: `offload` is a residence's name, or "none", and `vae` a way of the VAE without the word; the rest as
+    `ways` takes it."""
+    residences = {residence.name: residence.name for residence in RESIDENCES} | {"none": RESIDENCES[0].name}
+    choose("offload", offload, residences)
+    choose("vae", vae, [how.name.removeprefix("VAE ") for how in VAE_WAYS])
+    return next(one for one in ways(*asked) if one.name == f"{residences[offload]}, VAE {vae}")
+
+
+LONG = ("qwen3-4b", "zimage", "t5-xxl", "flux-dev", "flux-schnell")  # that take more tokens than 77
 
 
 def _weights(role: str, given: Any) -> tuple[str | None, int | None]:
