@@ -115,6 +115,11 @@ class Phase(NamedTuple):
     fits: bool | None = True
 
     @property
+    def cached(self) -> int:
+        """What PyTorch's allocator has reserved beyond what is allocated, each at its height."""
+        return self.reserved - self.allocated
+
+    @property
     def total(self) -> int:
         """What the card gives for it besides the CUDA context."""
         return self.reserved + self.outside
