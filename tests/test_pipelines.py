@@ -237,7 +237,11 @@ def test_stable_diffusion_cpps_phases():
     less = predict_pipeline(
         "zimage-turbo", 1024, 1024, runtime="sd.cpp", offload="cond_only", vae="direct", gpu="RTX 3060"
     )
-    assert less.fits and less.host > 4 << 30 and "fits in" in repr(less)
+    assert (
+        less.fits
+        and less.host == phase(found, "load").weights - phase(less, "denoise").weights
+        and "fits in" in repr(less)
+    )
     for wrong, match in (
         ({"dtype": "float16"}, "dtype: want none"),
         ({"offload": "model"}, "offload: want"),

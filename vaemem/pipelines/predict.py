@@ -186,7 +186,7 @@ class GraphPrediction(_Phases):
     --------
     >>> p = predict_pipeline("zimage-turbo", 1024, 1024, runtime="sd.cpp", offload="cond_only", gpu="RTX 3060")
     >>> p.fits, p.out_of_memory_at[0], p.phases[2].total >> 20
-    (False, 'decode', 8795)
+    (False, 'decode', 8794)
     """
 
     def __init__(self, title: str, way: Way, available: int):
