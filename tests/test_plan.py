@@ -5,11 +5,13 @@ import io
 import json
 import struct
 
+import numpy as np
 import pytest
 
 from vaemem import plan_pipeline, plot, predict_pipeline
 from vaemem.__main__ import main
-from vaemem.pipelines import published, ways_mlx
+from vaemem.pipelines import published, ways_mlx, ways_sdcpp
+from vaemem.pipelines.components import PIPELINES
 from vaemem.pipelines.ggml import DEFAULT_TILE, graph
 from vaemem.pipelines.seconds import Machine, Rate, machine_of
 from vaemem.pipelines.ways import PlannedPhase, Room, Way, outcome, planned
@@ -37,7 +39,7 @@ def test_the_first_phase_that_does_not_fit_is_named_and_what_the_whole_run_lacks
 
 
 def test_the_host_and_time_run_out_too():
-    assert outcome(way(host=3 * MIB), Room(9 * MIB, 2 * MIB), None).verdict == "the host lacks 1 MiB"
+    assert outcome(way(host=3 * MIB), Room(9 * MIB, 2 * MIB), None).verdict == "lacks 1 MiB of the host's"
     late = outcome(way(seconds=70.0), Room(9 * MIB, None, 60.0), MACHINE)
     assert late.fails_in == "time" and late.verdict == "takes 10 s too long"
     assert outcome(way(seconds=70.0), Room(9 * MIB, None, 60.0), None).fits, "no time is known"
@@ -75,7 +77,11 @@ def test_without_times_the_plainest_way_is_taken():
 
 def test_nothing_fits():
     plan = planned("t", [way("a", (9, 8)), way("b", (7, 8))], Room(5 * MIB), MACHINE)
-    assert plan.recommended is None and plan.reason == "Nothing fits. b comes nearest: 8.00 MiB in decode."
+    assert plan.recommended is None and plan.reason == (
+        "Nothing fits. b comes nearest: it runs out in denoise, lacks 3 MiB."
+    )
+    late = planned("t", [way("a", (9, 8)), way("b", seconds=99)], Room(5 * MIB, None, 9.0), MACHINE)
+    assert late.reason == "Nothing fits. b comes nearest: it takes 90 s too long."
 
 
 def test_calibrating_moves_every_other_way():
@@ -165,6 +171,14 @@ def test_a_card_that_is_not_named_has_no_seconds():
     assert measured["no offload, VAE whole"].seconds.likely == pytest.approx(8, rel=0.02)
 
 
+def test_batches_and_numpys_integers():
+    """Submodules that come and go were recorded for one image; slices make sense for more than one."""
+    plan = plan_pipeline("sd15", np.int64(512), 512, np.int64(2), gpu="RTX 3060")
+    names = [one.way.name for one in plan.outcomes]
+    assert "no offload, VAE sliced" in names and not any("sequential" in name for name in names)
+    assert "2 images" in plan.title
+
+
 def test_smaller_types_are_tried_where_weights_are_large():
     asked = {"gpu": "RTX 3060", "memory": "3 GB"}
     assert any(one.way.name.endswith(", nf4") for one in plan_pipeline("sd15", 512, 512, **asked).outcomes)
@@ -184,7 +198,11 @@ def test_smaller_types_are_tried_where_weights_are_large():
         ({"gpu": "RTX 3060", "cores": 0}, "cores: want a whole number of at least 1"),
         ({"gpu": "RTX 3060", "link": "USB"}, "link: want such as"),
         ({"gpu": "RTX 3060", "calibrate": {"by hand": 3.0}}, "calibrate: want ways out of"),
+        ({"gpu": "RTX 3060", "calibrate": {"no offload, VAE whole": "8"}}, "calibrate: want seconds as numbers"),
+        ({"gpu": "RTX 3060", "types": []}, "types: want one type or more"),
         ({"runtime": "mlx"}, "memory: want what the Mac has"),
+        ({"runtime": "mlx", "memory": "16 GB", "gpu": "RTX 3060"}, "gpu: want none with runtime='mlx'"),
+        ({"runtime": "sd.cpp", "memory": "12 GB", "dtype": "float16"}, "dtype: want none with runtime='sd.cpp'"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(asked, said):
@@ -383,6 +401,14 @@ def test_guidance_batches_and_sizes_of_sdcpp():
     assert len(by_sdcpp("sd15")) == len(by_sdcpp("sdxl")) == 25
 
 
+def test_every_pipeline_has_ways_of_sdcpp():
+    assert set(ways_sdcpp.MODELS) == set(PIPELINES)
+    for name, known in ways_sdcpp.MODELS.items():
+        roles = {*known.encoders, known.denoiser[0], "vae"}
+        assert roles == set(PIPELINES[name].parts) and known.guides == PIPELINES[name].guides
+        assert by_sdcpp(name, memory="24 GB").recommended
+
+
 def test_smaller_types_of_sdcpp():
     """Tried by themselves where nothing fits; what is given of a component stays."""
     plan = by_sdcpp("flux", flash=True)
@@ -409,10 +435,10 @@ def test_a_gguf_says_what_its_weights_take(tmp_path):
     ("asked", "said"),
     [
         ({"types": ["nf4"]}, r"components\['text_encoder'\]: want one of f32"),
-        ({"cache_limit": 1}, "cache_limit: want None with runtime='sd.cpp'"),
+        ({"cache_limit": 1}, "cache_limit: want none with runtime='sd.cpp'"),
         ({"components": {"unet": "Q8_0"}}, "components: want text_encoder or|components: want one of text_encoder"),
         ({"components": {"transformer": "nf4"}}, r"components\['transformer'\]: want one of f32"),
-        ({"runtime": "diffusers", "flash": True}, "flash: want None with runtime='diffusers'"),
+        ({"runtime": "diffusers", "flash": True}, "flash: want none with runtime='diffusers'"),
     ],
 )
 def test_what_sdcpp_does_not_have_is_refused(asked, said):

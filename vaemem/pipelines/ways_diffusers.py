@@ -97,7 +97,7 @@ def _large(pipeline: str) -> list[str]:
 def _vae_ways(offload: str, batch: int, has_tiles: bool) -> list[str]:
     """Where submodules come and go with their calls, the whole decode of one image was recorded alone."""
     if offload == "sequential":
-        return ["whole"]
+        return ["whole"] if batch == 1 else []
     return ["whole", *(["sliced"] if batch > 1 else []), *(["tiled"] if has_tiles else []), "vaemem"]
 
 

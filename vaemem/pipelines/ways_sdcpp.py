@@ -47,10 +47,13 @@ MODELS = {
     "sdxl": Models(
         {"text_encoder": "clip-l", "text_encoder_2": "clip-g"}, ("unet", "unet-sdxl"), "sdxl", True, "unet", "f16"
     ),
-    "flux": Models(
-        {"text_encoder": "clip-l", "text_encoder_2": "t5-xxl"}, ("transformer", "flux-dev"), "flux", False,
-        "transformer", "q8_0",
-    ),
+    **{
+        name: Models(
+            {"text_encoder": "clip-l", "text_encoder_2": "t5-xxl"}, ("transformer", denoiser), "flux", False,
+            "transformer", "q8_0",
+        )
+        for name, denoiser in (("flux", "flux-dev"), ("flux-schnell", "flux-schnell"))
+    },
     "zimage-turbo": Models(
         {"text_encoder": "qwen3-4b"}, ("transformer", "zimage"), "flux", False, "transformer", "q8_0",
     ),
@@ -197,7 +200,7 @@ def _rounded(way: Way, kind: str) -> dict[str, Any]:
     return {"name": f"{way.name}, {kind}", "settings": dict(way.settings) | {"types": kind}, "changes": changes}
 
 
-LONG = ("qwen3-4b", "zimage", "t5-xxl", "flux-dev")  # that take more tokens than 77
+LONG = ("qwen3-4b", "zimage", "t5-xxl", "flux-dev", "flux-schnell")  # that take more tokens than 77
 
 
 def _weights(role: str, given: Any) -> tuple[str | None, int | None]:
