@@ -162,22 +162,27 @@ def _flux_call(sizes: Sizes, dtype: torch.dtype, guidance: bool) -> Call:
     }  # fmt: skip
 
 
-# Z-Image pads tokens and patches to multiples of 32, where they are none; its batch is a list of images, one here.
+# Z-Image pads tokens and patches to multiples of 32, where they are none; its batch is a list, of up to 4 images here
+# with prompts of one length.
 ZIMAGE_SIZES = (
     ((128, 128), (64, 128), (96, 160), (80, 112), (112, 64)),
     ((90, 90), (100, 130), (74, 122), (62, 90), (122, 38)),
 )
 ZIMAGE_TOKENS = ((32, 64, 256, 96, 160), (20, 77, 45, 200, 130))
+ZIMAGE_BATCH = 4
 ZIMAGE_POINTS = points(
     "n h w t",
     *(
-        (1, *size, t)
+        (n, *size, t)
+        for n in range(1, ZIMAGE_BATCH + 1)
         for sizes in ZIMAGE_SIZES
         for tokens in ZIMAGE_TOKENS
         for size, t in zip(sizes, tokens, strict=True)
     ),
 )
-ZIMAGE_CHECKS = points("n h w t", (1, 104, 152, 52), (1, 90, 106, 128), (1, 70, 82, 40), (1, 128, 96, 192))
+ZIMAGE_CHECKS = points("n h w t", (1, 104, 152, 52), (3, 90, 106, 128), (2, 70, 82, 40), (4, 128, 96, 192))
+ZIMAGE_MONOMIALS = ["", "t", "t32", "h1 w1", "p32", "h1", "w1"]
+ZIMAGE_CASES = (*(f"1 n = {n + 1}" for n in range(ZIMAGE_BATCH)), "1 t = 1 t32", "1 h1 w1 = 1 p32")
 PADDED = PATCHES | {"t32": ("1 t", 32, 32), "p32": ("1 h1 w1", 32, 32)}
 
 
@@ -296,11 +301,11 @@ def _vae(channels: int) -> torch.nn.Module:
     )  # fmt: skip
 
 
-def _upcast_vae(dtype: torch.dtype) -> torch.nn.Module:
+def _upcast_vae() -> torch.nn.Module:
     """As StableDiffusionXLPipeline.upcast_vae leaves it."""
-    vae = _vae(4)(dtype).to(torch.float32)
+    vae = _vae(4).to(torch.float32)
     for part in (vae.post_quant_conv, vae.decoder.conv_in, vae.decoder.mid_block):
-        part.to(dtype)
+        part.to(torch.get_default_dtype())
     return vae
 
 
@@ -374,8 +379,8 @@ MODULES = {
         needs=("transformers", "5.23"),
     ),
     "zimage-transformer": Module(
-        "ZImageTransformer2DModel of Z-Image-Turbo; one image, an even latent h x w, t tokens",
-        _zimage, _zimage_call, ZIMAGE_POINTS, ZIMAGE_CHECKS, ["", "t", "t32", "h1 w1", "p32", "h1", "w1"], PADDED,
-        ("1 n = 1", "1 t = 1 t32", "1 h1 w1 = 1 p32"), needs=("diffusers", "0.42"),
+        "ZImageTransformer2DModel of Z-Image-Turbo; n images, an even latent h x w, t tokens of each prompt",
+        _zimage, _zimage_call, ZIMAGE_POINTS, ZIMAGE_CHECKS, ZIMAGE_MONOMIALS, PADDED, ZIMAGE_CASES,
+        dtypes=HALF, needs=("diffusers", "0.42"),
     ),
 }  # fmt: skip

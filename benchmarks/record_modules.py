@@ -257,8 +257,11 @@ def call_of(module: Module, dtype: torch.dtype, values: Sequence[Mapping[str, in
 
 
 def case_of(module: Module, values: Mapping[str, int]) -> str:
-    """Which of the module's equations hold and which do not."""
-    return "".join(f"; {case if holds(case, values) else case.replace(' = ', ' != ')}" for case in module.cases)
+    """Which of the module's equations hold, and which do not that have another left side."""
+    held = [case for case in module.cases if holds(case, values)]
+    known = {case.split(" = ")[0] for case in held}
+    others = [case.replace(" = ", " != ") for case in module.cases if case.split(" = ")[0] not in known]
+    return "".join(f"; {case}" for case in (*held, *others))
 
 
 def record(name: str, say: Callable[[str], None] = print) -> dict[str, Any]:

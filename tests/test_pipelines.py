@@ -207,3 +207,24 @@ def test_closed_forms_of_the_phases():
     assert sum(term.constant for term in forms["load"].terms) == weights
     assert forms.predict(768, 768) == forms["decode"].predict(768, 768)
     assert "aligned" in forms._repr_latex_()
+
+
+def test_an_image_to_begin_with():
+    found = predict_pipeline("sd15", 512, 512, gpu="T4", image=True)
+    assert [p.name for p in found.phases] == ["load", "encode prompt", "encode image", "denoise", "decode"]
+    encode = predict("sd15", "encode", 512, 512, gpu="T4")
+    above = phase(found, "encode image").allocated - phase(found, "load").allocated
+    assert encode.allocated <= above <= encode.allocated + 4 * MIB
+    assert phase(predict_pipeline("sdxl", 512, 512, image=True), "encode image").fits  # converted, and back
+    with pytest.raises(ValueError, match="image: want it with the VAE whole"):
+        predict_pipeline("sd15", 512, 512, image=True, offload="sequential")
+
+
+def test_model_offload_sends_away_what_came_before():
+    """accelerate's hooks know one component before each: SDXL's first encoder comes back beside the second."""
+    found = predict_pipeline("sdxl", 512, 512, offload="model")
+    parts = found.parts
+    assert phase(found, "encode prompt").weights == parts["text_encoder"].nbytes + parts["text_encoder_2"].nbytes
+    assert phase(found, "denoise").weights == parts["unet"].nbytes
+    again = predict_pipeline("sd15", 512, 512, offload="model", image=True)
+    assert phase(again, "encode image").weights == again.parts["vae"].nbytes + again.parts["text_encoder"].nbytes

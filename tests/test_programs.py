@@ -55,7 +55,8 @@ def test_the_replay_takes_the_steps_of_the_module(module, name):
     from vaemem.pytorch.recorder import Recorder, Recording
 
     sizes = module.checks[0]
-    for dtype in module.dtypes:
+    # In bfloat16 the steps are those of float16, which the file says: one module shows it.
+    for dtype in module.dtypes if name == "sd15-unet" else module.dtypes[::2]:
         run = str(dtype).removeprefix("torch.")
         gpu = find_gpu(RUNS[run])
         fresh = record_at(module, sizes, dtype, Recorder(Recording(), gpu))
@@ -86,8 +87,8 @@ def test_a_case_that_was_not_recorded_is_refused():
     sizes = [{"n": 1, "h": side, "w": side, "t": t} for side in (128, 130) for t in (64, 65)]
     traces = [module.trace("bfloat16", gpu, **each) for each in sizes]
     assert len({tuple(kind for kind, *_ in trace.steps) for trace in traces}) == 4
-    with pytest.raises(ValueError, match="zimage-transformer: want sizes of which a call was recorded, 1 n = 1"):
-        module.trace("bfloat16", gpu, n=2, h=128, w=128, t=64)
+    with pytest.raises(ValueError, match=r"want a case that was recorded, n = 1 or n = 2 .* n = 4, got n = 5, h ="):
+        module.trace("bfloat16", gpu, n=5, h=128, w=128, t=64)
 
 
 def test_equations_of_cases():
@@ -144,6 +145,10 @@ def test_flops_are_those_that_pytorch_counts(module, name):
     from torch.utils.flop_counter import FlopCounterMode
 
     dtype = module.dtypes[0]
+    if name.endswith("-upcast"):  # fake modules do not change their dtype
+        plain = programs.load(name.removesuffix("-upcast")).flops("float16", **module.checks[0])
+        assert programs.load(name).flops("float16", **module.checks[0]) == plain
+        return
     counter = FlopCounterMode(display=False)
     with FakeTensorMode(), torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter:  # attention as products
         built = make(module, dtype, "cpu")

@@ -20,7 +20,7 @@ if not BENCHMARKS.exists():
     pytest.skip("the sources are not here", allow_module_level=True)
 sys.path.insert(0, str(BENCHMARKS))
 
-from modules import MODULES
+from modules import MODULES, make
 
 from vaemem import SimulatedProcess, predict_pipeline
 from vaemem.pipelines.components import PIPELINES
@@ -66,8 +66,7 @@ def built(name):
     """A module of the pipeline's components, and the pipeline that calls them, both on the device "meta"."""
     kind = PIPELINES[name]
     dtype = getattr(torch, kind.dtype)
-    with torch.device("meta"):
-        parts = {role: MODULES[RECORDED_VAES.get(part, part)].build(dtype) for role, part in kind.parts.items()}
+    parts = {role: make(MODULES[RECORDED_VAES.get(part, part)], dtype) for role, part in kind.parts.items()}
     none = {"tokenizer": None, "scheduler": diffusers.DDIMScheduler(clip_sample=False, steps_offset=1)}
     if name == "sd15":
         rest = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}

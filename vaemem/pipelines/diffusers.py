@@ -28,6 +28,7 @@ class Call:
     steps: int
     vae: str
     memory_limit: int
+    image: bool = False
 
 
 def run_pipeline(run: Run, pipeline: Pipeline, call: Call) -> None:
@@ -39,6 +40,9 @@ def run_pipeline(run: Run, pipeline: Pipeline, call: Call) -> None:
     encoders = [role for role in pipeline.encoders if role in run.parts]
     with run.phase("encode prompt", *encoders[:1]):
         _encode_prompt(run, pipeline, call)
+    if call.image:
+        with run.phase("encode image", "vae"):
+            _encode_image(run, call)
     with run.phase("denoise", pipeline.denoiser):
         _denoise(run, pipeline, call)
     with run.phase("decode", "vae"):
@@ -76,6 +80,14 @@ def _encode_prompt(run: Run, pipeline: Pipeline, call: Call) -> None:
 
 CLIPS = ("clip-l", "clip-l-sdxl", "clip-l-flux", "openclip-g")
 CLIP_TOKENS = 77
+
+
+def _encode_image(run: Run, call: Call) -> None:
+    """As the image-to-image pipelines do: the image on the device, its latents, and noise beside them."""
+    names, dtype = run.names, run.parts["vae"].dtype
+    names["init_image"] = run.tensor("init_image", (call.batch, 3, call.height, call.width), dtype)
+    names["init_latents"] = run.encode(names["init_image"])
+    names["noise"] = run.tensor("noise", names["init_latents"].shape, dtype)
 
 
 def _denoise(run: Run, pipeline: Pipeline, call: Call) -> None:

@@ -29,7 +29,7 @@ class PipelinePrediction:
     Attributes
     ----------
     phases : tuple of Phase
-        In order: load (where all is loaded first), encode prompt, denoise, decode.
+        In order: load (where all is loaded first), encode prompt, encode image (where there is one), denoise, decode.
     peak : int
         The most that the process takes of the card at once: what PyTorch reserves, and vaemem's memory beside it. On a
         card with room for all that PyTorch likes to take.
@@ -167,7 +167,8 @@ class PipelinePrediction:
 def predict_pipeline(
     pipeline: str, height: int, width: int, batch: int = 1, prompt_tokens: int | None = None, guidance: bool = True,
     dtype: str | None = None, *, components: Mapping[str, Any] | None = None, offload: str = "none",
-    vae: str = "whole", vae_memory_limit: int | str | None = None, steps: int | None = None, gpu: str = "RTX 4090",
+    vae: str = "whole", vae_memory_limit: int | str | None = None, image: bool = False, steps: int | None = None,
+    gpu: str = "RTX 4090",
     memory: int | str | None = None, used: int | str = 0, cudnn_version: str | None = None,
     torch_version: str | None = None,
 ) -> PipelinePrediction:  # fmt: skip
@@ -199,6 +200,8 @@ def predict_pipeline(
         ``"whole"``, ``"tiled"``, ``"sliced"``, or ``"vaemem"``: run by this package within `vae_memory_limit`.
     vae_memory_limit : int or str, optional
         Bytes, or ``"1 GB"``: weights included.
+    image : bool
+        Whether it begins with an image, which the VAE encodes, as the image-to-image pipelines do.
     steps : int, optional
         Of the denoiser. Memory is that of two; FLOPs are those of all.
     gpu, memory, used, cudnn_version, torch_version
@@ -238,7 +241,7 @@ def predict_pipeline(
     limit = parse_size("vae_memory_limit", vae_memory_limit) if vae_memory_limit is not None else 0
     tokens = kind.tokens if prompt_tokens is None else whole("prompt_tokens", prompt_tokens)
     steps = kind.steps if steps is None else whole("steps", steps)
-    call = Call(height, width, whole("batch", batch), tokens, bool(guidance), steps, vae, limit)
+    call = Call(height, width, whole("batch", batch), tokens, bool(guidance), steps, vae, limit, bool(image))
     question = PipelineQuestion(
         kind, pipeline, call, _parts(kind, dtype, components or {}), offload, find_gpu(gpu, memory), cudnn_version,
         torch_version, parse_size("used", used, least=0),

@@ -31,7 +31,7 @@ from importlib import resources
 from typing import Any, NamedTuple
 
 from vaemem import _core
-from vaemem._common import ELEMENT_BYTES, choose, distinct, shipped
+from vaemem._common import ELEMENT_BYTES, choose, distinct, grouped, shipped
 from vaemem.prediction.attention import FUSED, Call, Heads, Mask, attend, choose_kernel
 from vaemem.prediction.gpus import Gpu
 from vaemem.prediction.profiles import Conv
@@ -110,8 +110,13 @@ class Recorded:
         for call in calls:
             if all(holds(case, values) for case in call.cases):
                 return call
-        recorded = " or ".join(" and ".join(call.cases) for call in calls)
-        raise ValueError(f"{self.name}: want sizes of which a call was recorded, {recorded}, got {dict(values)}")
+        cases = grouped(
+            distinct(case for call in calls for case in call.cases), lambda case: re.split(" !?= ", case)[0]
+        )
+        unmet = [each for each in cases.values() if not any(holds(case, values) for case in each)] or cases.values()
+        wanted = ", and ".join(" or ".join(re.sub(r"\b1 (?=[a-z])", "", case) for case in each) for each in unmet)
+        got = ", ".join(f"{name} = {values[name]}" for name in self.variables)
+        raise ValueError(f"{self.name}: want a case that was recorded, {wanted}, got {got}")
 
     def trace(
         self, dtype: str, gpu: Gpu, passing: Mapping[str, Iterable[tuple[str, int]]] | None = None, **sizes: int

@@ -176,12 +176,16 @@ class Run:
         self.process.empty_cache()
 
     def bring(self, role: str) -> None:
-        """What happens before a component is called."""
-        if self.offload != "model" or role in self._loaded:
+        """What happens before a component is called: accelerate's hook sends away the one before it in the sequence."""
+        if self.offload != "model":
             return
-        for other in list(self._loaded):  # accelerate's hook sends the one away that came before
-            self.unload(other)
-        self.load(role)
+        roles = list(self.parts)
+        before = roles[: roles.index(role)][-1:]
+        for other in before:
+            if other in self._loaded:
+                self.unload(other)
+        if role not in self._loaded:
+            self.load(role)
 
     def call(self, role: str, **sizes: int) -> Tensor:
         """Calls a recorded module; what it leaves.
@@ -203,6 +207,29 @@ class Run:
         left = self.process.call(trace)
         self._note(part.role)
         return self.process._as_tensor(f"output of {part.role}", left, (), part.dtype)
+
+    def encode(self, image: Tensor) -> Tensor:
+        """``vae.encode(image).latent_dist.sample()``, scaled."""
+        part, process = self.parts["vae"], self.process
+        if self.offload == "sequential" or self._own_vae:
+            raise ValueError(
+                "image: want it with the VAE whole on the device, got one with offload='sequential' or vae='vaemem',"
+                " of which encoding was not recorded"
+            )
+        self.bring("vae")
+        vae = self._loaded["vae"]
+        assert isinstance(vae, LoadedVAE)
+        if part.upcast:
+            image = process.elementwise(image, "image", "float32")
+            process.convert(vae, "float32")
+        posterior = process.encode(vae, image)
+        self._note("vae")
+        latents = process.sample(posterior)
+        scaled = process.elementwise(latents, "latents", part.dtype)
+        process.drop(posterior, latents, *[image] * part.upcast)
+        if part.upcast:
+            process.convert(vae, part.dtype)
+        return scaled
 
     def decode(self, latents: Tensor, how: str = "whole", memory_limit: int = 0) -> Tensor:
         """``vae.decode(latents).sample``, or the same by vaemem on the device within a memory limit.
