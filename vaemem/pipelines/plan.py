@@ -22,9 +22,9 @@ RUNTIMES = ("diffusers", "sd.cpp", "mlx")
 # Arguments that a runtime has no use for.
 WITHOUT = {
     "diffusers": ("flash", "cache_limit"),
-    "sd.cpp": ("cache_limit", "dtype", "cudnn_version", "torch_version"),
+    "sd.cpp": ("image", "cache_limit", "dtype", "cudnn_version", "torch_version"),
     "mlx": (
-        "gpu", "host_memory", "calibrate", "time_limit", "types", "flash", "steps", "prompt_tokens", "dtype",
+        "gpu", "host_memory", "calibrate", "time_limit", "types", "flash", "image", "steps", "prompt_tokens", "dtype",
         "cudnn_version", "torch_version",
     ),
 }  # fmt: skip
@@ -33,8 +33,9 @@ WITHOUT = {
 def plan_pipeline(
     pipeline: str, height: int, width: int, batch: int = 1, *, memory: int | str | None = None,
     host_memory: int | str | None = None, gpu: str | Gpu | None = None, runtime: str = "diffusers",
-    prompt_tokens: int | None = None, guidance: bool = True, steps: int | None = None, dtype: str | None = None,
-    components: Mapping[str, Any] | None = None, types: str | Sequence[str | None] | None = None, used: int | str = 0,
+    prompt_tokens: int | None = None, guidance: bool = True, image: bool = False, steps: int | None = None,
+    dtype: str | None = None, components: Mapping[str, Any] | None = None,
+    types: str | Sequence[str | None] | None = None, used: int | str = 0,
     calibrate: Mapping[str, float] | None = None, time_limit: float | None = None, flash: bool = False,
     cache_limit: int | str | None = None, link: str = "PCIe 3.0 x16", cpu: str = "AVX2", cores: int | None = None,
     cudnn_version: str | None = None, torch_version: str | None = None,
@@ -59,7 +60,7 @@ def plan_pipeline(
         such as ``"Q8_0"``, which FLUX and Z-Image have by default, sizes such as ``"6.8 GiB"``, or files. With mlx
         `memory` is the Mac's, of which two thirds are taken to be for Metal; what is known are the denoiser's weights
         and the decode (`vaemem.pipelines.ways_mlx`), and no seconds.
-    prompt_tokens, guidance, steps, dtype, components, cudnn_version, torch_version
+    prompt_tokens, guidance, image, steps, dtype, components, cudnn_version, torch_version
         As `predict_pipeline` takes them.
     types : str or sequence of str or None, optional
         Types of the largest components' weights to try; None stands for what they are run in. By default that; with
@@ -111,7 +112,7 @@ def plan_pipeline(
     }  # fmt: skip
     _refuse(
         runtime, **asked, gpu=gpu, host_memory=host_memory, calibrate=calibrate or None, time_limit=time_limit,
-        types=types, flash=flash or None, cache_limit=cache_limit,
+        types=types, flash=flash or None, cache_limit=cache_limit, image=image or None,
     )  # fmt: skip
     kind, batch = PIPELINES[pipeline], whole("batch", batch)
     height, width = whole("height", height), whole("width", width)
@@ -145,7 +146,8 @@ def plan_pipeline(
         if kinds is None and not any(outcome(way, room, None).fits for way in ways):
             ways += by_sdcpp(ways_sdcpp.SMALLER)
     else:
-        asked |= {"guidance": guidance, "steps": steps, "components": components, "gpu": card, "used": used}
+        asked |= {"guidance": guidance, "image": image, "steps": steps, "components": components, "gpu": card}
+        asked["used"] = used
         ways = ways_diffusers.ways(pipeline, height, width, batch, machine, kinds, **asked)
     return planned(f"{title}, {steps} steps, on {card.name}", ways, room, machine, calibrate, notes)
 

@@ -42,12 +42,13 @@ def ways(
     """
     found: list[_Asked] = []
     kinds: list[str | None] = [None] if types is None else list(types)
+    has_tiles = max(height, width) > usual_tile(PIPELINES[pipeline].parts["vae"])
     for kind in kinds:
         components = dict(asked.get("components") or {})
         if kind is not None:
             components |= {role: kind for role in _large(pipeline) if role not in components}
         for offload in OFFLOADS:
-            for vae in _vae_ways(offload, batch, max(height, width) > usual_tile(PIPELINES[pipeline].parts["vae"])):
+            for vae in _vae_ways(offload, batch, has_tiles, bool(asked.get("image"))):
                 settings = {"offload": offload, "vae": vae, **({"components": components} if components else {})}
                 if vae == "vaemem":
                     settings["vae_memory_limit"] = _limit(found[0], height, width)
@@ -94,16 +95,18 @@ def _large(pipeline: str) -> list[str]:
     return [kind.denoiser, *(role for role in kind.encoders if kind.parts[role] not in ("clip-l", "openclip-g"))]
 
 
-def _vae_ways(offload: str, batch: int, has_tiles: bool) -> list[str]:
-    """Where submodules come and go with their calls, the whole decode of one image was recorded alone."""
+def _vae_ways(offload: str, batch: int, has_tiles: bool, image: bool) -> list[str]:
+    """Where submodules come and go with their calls, the whole decode of one image was recorded alone; an image at the
+    beginning is encoded by PyTorch with the VAE on the device."""
     if offload == "sequential":
-        return ["whole"] if batch == 1 else []
-    return ["whole", *(["sliced"] if batch > 1 else []), *(["tiled"] if has_tiles else []), "vaemem"]
+        return ["whole"] if batch == 1 and not image else []
+    ways = ["whole", *(["sliced"] if batch > 1 else []), *(["tiled"] if has_tiles else [])]
+    return ways if image else [*ways, "vaemem"]
 
 
 def _way(asked: _Asked, machine: Machine | None) -> Way:
     p = asked.prediction
-    kinds = {"denoise": PIPELINES[p.pipeline].denoiser, "decode": "vae"}
+    kinds = {"encode image": "vae", "denoise": PIPELINES[p.pipeline].denoiser, "decode": "vae"}
     phases = []
     for phase in p.phases:
         work = {}
