@@ -228,3 +228,25 @@ def test_model_offload_sends_away_what_came_before():
     assert phase(found, "denoise").weights == parts["unet"].nbytes
     again = predict_pipeline("sd15", 512, 512, offload="model", image=True)
     assert phase(again, "encode image").weights == again.parts["vae"].nbytes + again.parts["text_encoder"].nbytes
+
+
+def test_stable_diffusion_cpps_phases():
+    found = predict_pipeline("zimage-turbo", 1024, 1024, runtime="sd.cpp", offload="none", gpu="RTX 3060")
+    assert found.out_of_memory_at[0] == "denoise" and [p.fits for p in found.phases] == [True, True, False, None]
+    assert phase(found, "denoise").total == phase(found, "denoise").weights + phase(found, "denoise").activations
+    less = predict_pipeline(
+        "zimage-turbo", 1024, 1024, runtime="sd.cpp", offload="cond_only", vae="direct", gpu="RTX 3060"
+    )
+    assert (
+        less.fits
+        and less.host == phase(found, "load").weights - phase(less, "denoise").weights
+        and "fits in" in repr(less)
+    )
+    for wrong, match in (
+        ({"dtype": "float16"}, "dtype: want none"),
+        ({"offload": "model"}, "offload: want"),
+        ({"vae": "sliced"}, "vae: want"),
+        ({"runtime": "sd.c"}, "runtime: want"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            predict_pipeline(**{"pipeline": "sd15", "height": 512, "width": 512, "runtime": "sd.cpp", **wrong})

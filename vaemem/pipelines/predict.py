@@ -14,8 +14,9 @@ from vaemem.pipelines.components import PIPELINES, VAE_STRIDE, Pipeline
 from vaemem.pipelines.diffusers import Call
 from vaemem.pipelines.formula import PipelineFormula, derive
 from vaemem.pipelines.question import PipelineQuestion
-from vaemem.pipelines.run import OFFLOADS, RECORDED_VAES, Part
+from vaemem.pipelines.run import OFFLOADS, RECORDED_VAES, Part, Phase
 from vaemem.pipelines.storage import BITSANDBYTES, GGML, TYPES, stored
+from vaemem.pipelines.ways import Way
 from vaemem.prediction.gpus import find_gpu
 from vaemem.prediction.process import Moment, PeakTensor
 from vaemem.prediction.snapshot import CachingAllocator
@@ -23,8 +24,34 @@ from vaemem.prediction.snapshot import CachingAllocator
 VAE_WAYS = ("whole", "tiled", "sliced", "vaemem")
 
 
-class PipelinePrediction:
-    """What `predict_pipeline` returns. Sizes in bytes.
+class _Phases:
+    """What every prediction of a pipeline says of its phases."""
+
+    phases: tuple[Phase, ...]
+    out_of_memory_at: tuple[str, PeakTensor] | None
+
+    @property
+    def peak(self) -> int:
+        return max(phase.total for phase in self.phases)
+
+    @property
+    def bottleneck(self) -> str:
+        return max(self.phases, key=lambda phase: phase.total).name
+
+    @property
+    def fits(self) -> bool:
+        return self.out_of_memory_at is None
+
+    def _shown(self, what: str, band: str, available: int) -> str:
+        shown = "; ".join(
+            f"{phase.name} {phase.total / MIB:.0f} MiB ({phase.weights / MIB:.0f} of weights)" for phase in self.phases
+        )
+        verdict = f"out of memory in {self.out_of_memory_at[0]} with" if self.out_of_memory_at else "fits in"
+        return f"{what}: {shown}; peak in {self.bottleneck}{band}; {verdict} {available / MIB:.0f} MiB"
+
+
+class PipelinePrediction(_Phases):
+    """What `predict_pipeline` returns for diffusers. Sizes in bytes.
 
     Attributes
     ----------
@@ -89,20 +116,8 @@ class PipelinePrediction:
         return {part.role: part for part in self._question.parts}
 
     @property
-    def peak(self) -> int:
-        return max(phase.total for phase in self.phases)
-
-    @property
-    def bottleneck(self) -> str:
-        return max(self.phases, key=lambda phase: phase.total).name
-
-    @property
     def available(self) -> int:
         return self._question.available
-
-    @property
-    def fits(self) -> bool:
-        return self.out_of_memory_at is None
 
     @property
     def host(self) -> int:
@@ -152,27 +167,58 @@ class PipelinePrediction:
     def __repr__(self) -> str:
         q = self._question
         least, most = (f"{size / MIB:.0f}" for size in self.band)
-        shown = "; ".join(
-            f"{phase.name} {phase.total / MIB:.0f} MiB ({phase.weights / MIB:.0f} of weights)" for phase in self.phases
-        )
-        verdict = "fits in" if self.fits else f"out of memory in {self.out_of_memory_at[0]} with"  # type: ignore[index]
-        return (
-            f"<PipelinePrediction {q.name} {q.call.height}x{q.call.width} ({q.gpu.name}, offload {q.offload}, VAE"
-            f" {q.call.vae}): {shown}; peak in {self.bottleneck}"
-            + (f" ({least} to {most})" if least != most else "")
-            + f"; {verdict} {self.available / MIB:.0f} MiB>"
-        )
+        what = f"{q.name} {q.call.height}x{q.call.width} ({q.gpu.name}, offload {q.offload}, VAE {q.call.vae})"
+        return f"<PipelinePrediction {self._shown(what, f' ({least} to {most})' * (least != most), self.available)}>"
+
+
+class GraphPrediction(_Phases):
+    """What `predict_pipeline` returns for stable-diffusion.cpp, whose models are graphs with a buffer each.
+
+    Attributes
+    ----------
+    phases, peak, bottleneck, fits, out_of_memory_at, available, host, notes
+        As `PipelinePrediction` has them; the context here is 426 MiB. A phase's `activations` are the graph's buffer
+        and what ggml-cuda takes for its largest product; allocated and reserved are the same.
+    way : Way
+        How it runs, by the name that `vaemem.plan_pipeline` gives it.
+
+    Examples
+    --------
+    >>> p = predict_pipeline("zimage-turbo", 1024, 1024, runtime="sd.cpp", offload="cond_only", gpu="RTX 3060")
+    >>> p.fits, p.out_of_memory_at[0], p.phases[2].total >> 20
+    (False, 'decode', 8794)
+    """
+
+    def __init__(self, title: str, way: Way, available: int):
+        self.way, self._title, self.available = way, title, available
+        self.host, self.notes = way.host, way.notes
+        found, self.out_of_memory_at = [], None
+        for phase in way.phases:
+            fits = None if self.out_of_memory_at else phase.total <= available
+            if fits is False:
+                self.out_of_memory_at = phase.name, PeakTensor(f"compute buffer of {phase.name}", phase.added)
+            work = {name: int(amount) for name, amount in phase.work.items()}
+            sent = work.pop("link", 0)
+            found.append(
+                Phase(
+                    phase.name, phase.total, phase.total, phase.weights, 0, phase.added, 0, (), "",
+                    sum(work.values()), sent, fits,
+                )
+            )  # fmt: skip
+        self.phases = tuple(found)
+
+    def __repr__(self) -> str:
+        return f"<GraphPrediction {self._shown(f'{self._title}, {self.way.name}', '', self.available)}>"
 
 
 def predict_pipeline(
     pipeline: str, height: int, width: int, batch: int = 1, prompt_tokens: int | None = None, guidance: bool = True,
     dtype: str | None = None, *, components: Mapping[str, Any] | None = None, offload: str = "none",
     vae: str = "whole", vae_memory_limit: int | str | None = None, image: bool = False, steps: int | None = None,
-    gpu: str = "RTX 4090",
-    memory: int | str | None = None, used: int | str = 0, cudnn_version: str | None = None,
-    torch_version: str | None = None,
-) -> PipelinePrediction:  # fmt: skip
-    """What a pipeline of diffusers takes of a GPU in each phase: weights, activations, workspaces, and whether it fits.
+    gpu: str = "RTX 4090", memory: int | str | None = None, used: int | str = 0, cudnn_version: str | None = None,
+    torch_version: str | None = None, runtime: str = "diffusers",
+) -> Any:  # fmt: skip
+    """What a pipeline takes of a GPU in each phase: weights, activations, workspaces, and whether it fits.
 
     Parameters
     ----------
@@ -206,6 +252,15 @@ def predict_pipeline(
         Of the denoiser. Memory is that of two; FLOPs are those of all.
     gpu, memory, used, cudnn_version, torch_version
         As `vaemem.predict` takes them.
+    runtime : {"diffusers", "sd.cpp"}
+        Whose code runs it. Of stable-diffusion.cpp `offload` is ``"none"``, ``"cond_only"``, ``"--clip-on-cpu"``,
+        ``"--offload-to-cpu"`` or ``"freed after use"``, `vae` is ``"whole"``, ``"direct"``, ``"tiled"``,
+        ``"direct, tiled"`` or ``"on CPU, tiled"``, and `components` are types of ggml's, sizes (``"6.8 GiB"``) or
+        files; `dtype`, `image`, `vae_memory_limit` and versions are none of its.
+
+    Returns
+    -------
+    PipelinePrediction, or GraphPrediction for sd.cpp
 
     Raises
     ------
@@ -226,7 +281,25 @@ def predict_pipeline(
     (True, 'decode')
     """
     choose("pipeline", pipeline, PIPELINES)
+    choose("runtime", runtime, ("diffusers", "sd.cpp"))
     kind = PIPELINES[pipeline]
+    steps = kind.steps if steps is None else whole("steps", steps)
+    if runtime == "sd.cpp":
+        from vaemem.pipelines import ways_sdcpp  # a third of this module's import
+
+        for name, value in {
+            "dtype": dtype, "image": image or None, "vae_memory_limit": vae_memory_limit,
+            "cudnn_version": cudnn_version, "torch_version": torch_version,
+        }.items():  # fmt: skip
+            if value is not None:
+                raise ValueError(f"{name}: want none with runtime='sd.cpp', which has no such choice, got {value!r}")
+        card = find_gpu(gpu, memory)
+        way = ways_sdcpp.way(
+            offload, vae, pipeline, height, width, whole("batch", batch), steps, guidance, prompt_tokens,
+            components or {},
+        )  # fmt: skip
+        available = card.reported_memory - ways_sdcpp.CONTEXT - parse_size("used", used, least=0)
+        return GraphPrediction(f"{pipeline} {height}x{width} by sd.cpp ({card.name})", way, available)
     choose("offload", offload, OFFLOADS)
     choose("vae", vae, VAE_WAYS)
     dtype = kind.dtype if dtype is None else dtype
@@ -240,7 +313,6 @@ def predict_pipeline(
         )
     limit = parse_size("vae_memory_limit", vae_memory_limit) if vae_memory_limit is not None else 0
     tokens = kind.tokens if prompt_tokens is None else whole("prompt_tokens", prompt_tokens)
-    steps = kind.steps if steps is None else whole("steps", steps)
     call = Call(height, width, whole("batch", batch), tokens, bool(guidance), steps, vae, limit, bool(image))
     question = PipelineQuestion(
         kind, pipeline, call, _parts(kind, dtype, components or {}), offload, find_gpu(gpu, memory), cudnn_version,

@@ -47,13 +47,14 @@ MODELS = {
     "sdxl": Models(
         {"text_encoder": "clip-l", "text_encoder_2": "clip-g"}, ("unet", "unet-sdxl"), "sdxl", True, "unet", "f16"
     ),
-    **{
-        name: Models(
-            {"text_encoder": "clip-l", "text_encoder_2": "t5-xxl"}, ("transformer", denoiser), "flux", False,
-            "transformer", "q8_0",
-        )
-        for name, denoiser in (("flux", "flux-dev"), ("flux-schnell", "flux-schnell"))
-    },
+    "flux": Models(
+        {"text_encoder": "clip-l", "text_encoder_2": "t5-xxl"}, ("transformer", "flux-dev"), "flux", False,
+        "transformer", "q8_0",
+    ),
+    "flux-schnell": Models(
+        {"text_encoder": "clip-l", "text_encoder_2": "t5-xxl"}, ("transformer", "flux-schnell"), "flux", False,
+        "transformer", "q8_0",
+    ),
     "zimage-turbo": Models(
         {"text_encoder": "qwen3-4b"}, ("transformer", "zimage"), "flux", False, "transformer", "q8_0",
     ),
@@ -198,6 +199,15 @@ def _rounded(way: Way, kind: str) -> dict[str, Any]:
     """What is another of a way with weights in a smaller type."""
     changes = " and ".join(filter(None, [way.changes, f"weights in {kind} are rounded"]))
     return {"name": f"{way.name}, {kind}", "settings": dict(way.settings) | {"types": kind}, "changes": changes}
+
+
+def way(offload: str, vae: str, *asked: Any) -> Way:
+    """One of them: `offload` is a residence's name, or "none", and `vae` a way of the VAE without the word; the rest as
+    `ways` takes it."""
+    residences = {residence.name: residence.name for residence in RESIDENCES} | {"none": RESIDENCES[0].name}
+    choose("offload", offload, residences)
+    choose("vae", vae, [how.name.removeprefix("VAE ") for how in VAE_WAYS])
+    return next(one for one in ways(*asked) if one.name == f"{residences[offload]}, VAE {vae}")
 
 
 LONG = ("qwen3-4b", "zimage", "t5-xxl", "flux-dev", "flux-schnell")  # that take more tokens than 77
