@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from vaemem import formula, predict, predict_pipeline
@@ -250,3 +253,23 @@ def test_stable_diffusion_cpps_phases():
     ):
         with pytest.raises(ValueError, match=match):
             predict_pipeline(**{"pipeline": "sd15", "height": 512, "width": 512, "runtime": "sd.cpp", **wrong})
+
+
+def test_components_on_the_cpu():
+    whole = predict_pipeline("sd15", 512, 512, gpu="T4")
+    placed = predict_pipeline("sd15", 512, 512, gpu="T4", offload={"text_encoder": "cpu", "vae": "cpu", "unet": "cuda"})
+    parts = whole.parts
+    assert phase(placed, "load").weights == parts["unet"].nbytes
+    assert placed.host == parts["text_encoder"].nbytes + parts["vae"].nbytes
+    for name in ("encode prompt", "decode"):
+        assert (phase(placed, name).flops, phase(placed, name).host_flops) == (0, phase(whole, name).flops)
+    assert phase(placed, "denoise").flops == phase(whole, "denoise").flops
+    assert phase(placed, "decode").allocated < phase(placed, "denoise").allocated
+    for wrong in ({"vae": "disk"}, {"transformer": "cpu"}):
+        with pytest.raises(ValueError, match="offload"):
+            predict_pipeline("sd15", 512, 512, offload=wrong)
+
+
+def test_import_leaves_pipelines_for_later():
+    code = "import sys, vaemem; assert not [m for m in sys.modules if m.startswith(('vaemem.pipelines', 'torch'))]"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -121,7 +121,8 @@ class PipelinePrediction(_Phases):
 
     @property
     def host(self) -> int:
-        return 0 if self._question.offload == "none" else sum(part.nbytes for part in self._question.parts)
+        q = self._question
+        return sum(part.nbytes for part in q.parts if q.offload != "none" or part.role in q.on_cpu)
 
     @functools.cached_property
     def band(self) -> tuple[int, int]:
@@ -213,7 +214,7 @@ class GraphPrediction(_Phases):
 
 def predict_pipeline(
     pipeline: str, height: int, width: int, batch: int = 1, prompt_tokens: int | None = None, guidance: bool = True,
-    dtype: str | None = None, *, components: Mapping[str, Any] | None = None, offload: str = "none",
+    dtype: str | None = None, *, components: Mapping[str, Any] | None = None, offload: Any = "none",
     vae: str = "whole", vae_memory_limit: int | str | None = None, image: bool = False, steps: int | None = None,
     gpu: str = "RTX 4090", memory: int | str | None = None, used: int | str = 0, cudnn_version: str | None = None,
     torch_version: str | None = None, runtime: str = "diffusers",
@@ -240,8 +241,9 @@ def predict_pipeline(
         weights as `vaemem.pipelines.storage.tensor_bytes` has them (``"nf4"``, ``"Q8_0"``, ``"fp8"``, ``"float32"``),
         or the path of a safetensors or GGUF file, whose header says them; None for a text encoder that is not there.
         SDXL's VAE is kept in float16 and converted to float32 for its call unless this says what it runs in.
-    offload : str
-        ``"none"``, ``"model"`` (``enable_model_cpu_offload``) or ``"sequential"`` (``enable_sequential_cpu_offload``).
+    offload : str or dict
+        ``"none"``, ``"model"`` (``enable_model_cpu_offload``) or ``"sequential"`` (``enable_sequential_cpu_offload``);
+        or where components are and run, ``{"text_encoder_2": "cpu"}``, the others on the GPU.
     vae : str
         ``"whole"``, ``"tiled"``, ``"sliced"``, or ``"vaemem"``: run by this package within `vae_memory_limit`.
     vae_memory_limit : int or str, optional
@@ -300,6 +302,12 @@ def predict_pipeline(
         )  # fmt: skip
         available = card.reported_memory - ways_sdcpp.CONTEXT - parse_size("used", used, least=0)
         return GraphPrediction(f"{pipeline} {height}x{width} by sd.cpp ({card.name})", way, available)
+    on_cpu: tuple[str, ...] = ()
+    if isinstance(offload, Mapping):
+        for role, place in offload.items():
+            choose("offload", role, kind.parts)
+            choose(f"offload[{role!r}]", place, ("cpu", "cuda"))
+        on_cpu, offload = tuple(role for role, place in offload.items() if place == "cpu"), "none"
     choose("offload", offload, OFFLOADS)
     choose("vae", vae, VAE_WAYS)
     dtype = kind.dtype if dtype is None else dtype
@@ -316,8 +324,8 @@ def predict_pipeline(
     tokens = kind.tokens if prompt_tokens is None else whole("prompt_tokens", prompt_tokens)
     call = Call(height, width, whole("batch", batch), tokens, bool(guidance), steps, vae, limit, bool(image))
     question = PipelineQuestion(
-        kind, pipeline, call, _parts(kind, dtype, components or {}), offload, find_gpu(gpu, memory), cudnn_version,
-        torch_version, parse_size("used", used, least=0),
+        kind, pipeline, call, _parts(kind, dtype, components or {}), offload, on_cpu, find_gpu(gpu, memory),
+        cudnn_version, torch_version, parse_size("used", used, least=0),
     )  # fmt: skip
     if question.available <= 0:
         raise ValueError(f"used: want less than the card has beside a context, got {used!r}")
