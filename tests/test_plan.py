@@ -128,7 +128,7 @@ def small_card():
 def test_ways_of_diffusers_are_predictions(small_card):
     """Each way is `predict_pipeline` asked so, with its phases, verdicts and bytes."""
     names = [one.way.name for one in small_card.outcomes]
-    assert len(names) == 7 and names[0] == "no offload, VAE whole" and names[-1] == "sequential offload, VAE whole"
+    assert len(names) == 10 and names[0] == "no offload, VAE whole" and "sequential offload, VAE whole" in names
     for name, settings in (
         ("no offload, VAE whole", {}),
         ("model offload, VAE tiled", {"offload": "model", "vae": "tiled"}),
@@ -163,6 +163,16 @@ def test_the_small_card_gets_offloading(small_card):
     assert "gives cached memory back" in repr(small_card)
 
 
+def test_text_encoders_on_the_cpu_take_the_hosts_time(small_card):
+    found = small_card["text encoders on CPU, VAE tiled"]
+    encode = found.way.phases[1]
+    p = predict_pipeline("sd15", 1024, 1024, gpu="RTX 3060", memory="4 GB")
+    assert encode.work == {"cpu": p.phases[1].flops} and found.way.host == p.parts["text_encoder"].nbytes
+    assert "link" not in found.way.work and encode.weights == p.phases[1].weights - p.parts["text_encoder"].nbytes
+    whole = small_card["no offload, VAE whole"].way.phases[1].work
+    assert whole in ({"transformer": p.phases[1].flops}, {"memory": p.parts["text_encoder"].nbytes})
+
+
 def test_a_card_that_is_not_named_has_no_seconds():
     plan = plan_pipeline("sd15", 512, 512, memory="12 GB")
     assert plan.machine is None and plan.recommended.way.name == "no offload, VAE whole"
@@ -192,7 +202,7 @@ def test_smaller_types_are_tried_where_weights_are_large():
     asked = {"gpu": "RTX 3060", "memory": "3 GB"}
     assert any(one.way.name.endswith(", nf4") for one in plan_pipeline("sd15", 512, 512, **asked).outcomes)
     few = plan_pipeline("sd15", 512, 512, types="fp8", **asked)
-    assert len(few) == 5 and all(one.way.changes for one in few.outcomes)
+    assert len(few) == 7 and all(one.way.changes for one in few.outcomes)
 
 
 @pytest.mark.parametrize(
