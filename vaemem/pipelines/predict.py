@@ -315,6 +315,7 @@ def predict_pipeline(
     for name, value in (("height", height), ("width", width)):
         if whole(name, value) % VAE_STRIDE:
             raise ValueError(f"{name}: want a multiple of {VAE_STRIDE}, got {value}")
+    height, width = int(height), int(width)  # of NumPy's integers too
     if (vae == "vaemem") != (vae_memory_limit is not None):
         raise ValueError(
             f"vae_memory_limit: want it with vae='vaemem' and with that alone, got {vae_memory_limit!r} with {vae!r}"

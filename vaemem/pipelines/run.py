@@ -20,6 +20,7 @@ from vaemem.pipelines.storage import GGML, SPELT, Stored
 from vaemem.prediction.benchmark import Names
 from vaemem.prediction.process import LoadedVAE, Moment, PeakTensor, SimulatedProcess, Tensor
 from vaemem.prediction.question import usual_tile
+from vaemem.prediction.sdcpp import vae_graph
 
 
 @dataclass(frozen=True)
@@ -229,6 +230,9 @@ class Run:
                 "image: want it with the VAE whole on the device, got it on the CPU, with offload='sequential' or"
                 " vae='vaemem', of which encoding was not recorded"
             )
+        batch, _, height, width = image.shape
+        model = {"zimage": "flux"}.get(part.component, part.component)
+        self._flops += batch * vae_graph("encode", height, width, model).flops  # of the same encoder
         self.bring("vae")
         vae = self._loaded["vae"]
         assert isinstance(vae, LoadedVAE)
