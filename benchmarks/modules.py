@@ -96,7 +96,7 @@ UNET_POINTS = points(
     (3, 101, 49, 77),
     (2, 128, 37, 308),
 )
-UNET_CHECKS = points("n h w t", (2, 88, 120, 77), (8, 57, 66, 154))
+UNET_CHECKS = points("n h w t", (2, 88, 120, 77), (8, 57, 66, 154), (1, 17, 130, 77))
 
 
 def _sd15_unet() -> torch.nn.Module:
@@ -137,6 +137,7 @@ def _sdxl_unet_call(sizes: Sizes, dtype: torch.dtype) -> Call:
 # ---- transformers of images, whose latents h x w are even and come as patches of 2 x 2 ----
 
 PATCHES = halved(1)
+EVEN = ("1 h = 2 h1", "1 w = 2 w1")
 PATCH_MONOMIALS = products(["", "n"], ["", "t", "h1 w1"])
 FLUX_POINTS = points(
     "n h w t", (1, 128, 128, 512), (1, 62, 90, 77), (1, 96, 40, 300), (1, 48, 122, 256), (2, 96, 64, 256),
@@ -182,7 +183,7 @@ ZIMAGE_POINTS = points(
 )
 ZIMAGE_CHECKS = points("n h w t", (1, 104, 152, 52), (3, 90, 106, 128), (2, 70, 82, 40), (4, 128, 96, 192))
 ZIMAGE_MONOMIALS = ["", "t", "t32", "h1 w1", "p32", "h1", "w1"]
-ZIMAGE_CASES = (*(f"1 n = {n + 1}" for n in range(ZIMAGE_BATCH)), "1 t = 1 t32", "1 h1 w1 = 1 p32")
+ZIMAGE_CASES = (*(f"1 n = {n + 1}" for n in range(ZIMAGE_BATCH)), "1 t = 1 t32", "1 h1 w1 = 1 p32", *EVEN)
 PADDED = PATCHES | {"t32": ("1 t", 32, 32), "p32": ("1 h1 w1", 32, 32)}
 
 
@@ -341,12 +342,12 @@ MODULES = {
     "flux-transformer": Module(
         "FluxTransformer2DModel of FLUX.1-dev; n images, an even latent h x w, t tokens",
         partial(_flux, guidance=True), partial(_flux_call, guidance=True), FLUX_POINTS, FLUX_CHECKS, PATCH_MONOMIALS,
-        PATCHES, SINGLE,
+        PATCHES, (*SINGLE, *EVEN),
     ),
     "flux-schnell-transformer": Module(
         "FluxTransformer2DModel of FLUX.1-schnell; n images, an even latent h x w, t tokens",
         partial(_flux, guidance=False), partial(_flux_call, guidance=False), FLUX_POINTS, FLUX_CHECKS, PATCH_MONOMIALS,
-        PATCHES, SINGLE,
+        PATCHES, (*SINGLE, *EVEN),
     ),
     "clip-l": Module(
         "CLIPTextModel of clip-vit-large-patch14 as SD 1.5 calls it; n prompts of t tokens",

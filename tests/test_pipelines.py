@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -241,7 +243,11 @@ def test_stable_diffusion_cpps_phases():
     less = predict_pipeline(
         "zimage-turbo", 1024, 1024, runtime="sd.cpp", offload="cond_only", vae="direct", gpu="RTX 3060"
     )
-    assert less.fits and less.host > 4 << 30 and "fits in" in repr(less)
+    assert (
+        less.fits
+        and less.host == phase(found, "load").weights - phase(less, "denoise").weights
+        and "fits in" in repr(less)
+    )
     for wrong, match in (
         ({"dtype": "float16"}, "dtype: want none"),
         ({"offload": "model"}, "offload: want"),
@@ -310,3 +316,23 @@ def test_what_a_pipeline_cannot_be_is_refused(pipeline, height, given, message):
 def test_sizes_as_numpy_has_them():
     sizes = np.array([512, 768])
     assert repr(predict_pipeline("sd15", *sizes)) == repr(predict_pipeline("sd15", 512, 768))
+
+
+def test_components_on_the_cpu():
+    whole = predict_pipeline("sd15", 512, 512, gpu="T4")
+    placed = predict_pipeline("sd15", 512, 512, gpu="T4", offload={"text_encoder": "cpu", "vae": "cpu", "unet": "cuda"})
+    parts = whole.parts
+    assert phase(placed, "load").weights == parts["unet"].nbytes
+    assert placed.host == parts["text_encoder"].nbytes + parts["vae"].nbytes
+    for name in ("encode prompt", "decode"):
+        assert (phase(placed, name).flops, phase(placed, name).host_flops) == (0, phase(whole, name).flops)
+    assert phase(placed, "denoise").flops == phase(whole, "denoise").flops
+    assert phase(placed, "decode").allocated < phase(placed, "denoise").allocated
+    for wrong in ({"vae": "disk"}, {"transformer": "cpu"}):
+        with pytest.raises(ValueError, match="offload"):
+            predict_pipeline("sd15", 512, 512, offload=wrong)
+
+
+def test_import_leaves_pipelines_for_later():
+    code = "import sys, vaemem; assert not [m for m in sys.modules if m.startswith(('vaemem.pipelines', 'torch'))]"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -5,11 +5,13 @@ import io
 import json
 import struct
 
+import numpy as np
 import pytest
 
 from vaemem import plan_pipeline, plot, predict_pipeline
 from vaemem.__main__ import main
-from vaemem.pipelines import published, ways_mlx
+from vaemem.pipelines import ways_mlx, ways_sdcpp
+from vaemem.pipelines.components import PIPELINES
 from vaemem.pipelines.ggml import DEFAULT_TILE, graph
 from vaemem.pipelines.seconds import Machine, Rate, machine_of
 from vaemem.pipelines.ways import PlannedPhase, Room, Way, outcome, planned
@@ -37,7 +39,7 @@ def test_the_first_phase_that_does_not_fit_is_named_and_what_the_whole_run_lacks
 
 
 def test_the_host_and_time_run_out_too():
-    assert outcome(way(host=3 * MIB), Room(9 * MIB, 2 * MIB), None).verdict == "the host lacks 1 MiB"
+    assert outcome(way(host=3 * MIB), Room(9 * MIB, 2 * MIB), None).verdict == "lacks 1 MiB of the host's"
     late = outcome(way(seconds=70.0), Room(9 * MIB, None, 60.0), MACHINE)
     assert late.fails_in == "time" and late.verdict == "takes 10 s too long"
     assert outcome(way(seconds=70.0), Room(9 * MIB, None, 60.0), None).fits, "no time is known"
@@ -75,7 +77,11 @@ def test_without_times_the_plainest_way_is_taken():
 
 def test_nothing_fits():
     plan = planned("t", [way("a", (9, 8)), way("b", (7, 8))], Room(5 * MIB), MACHINE)
-    assert plan.recommended is None and plan.reason == "Nothing fits. b comes nearest: 8.00 MiB in decode."
+    assert plan.recommended is None and plan.reason == (
+        "Nothing fits. b comes nearest: it runs out in denoise, lacks 3 MiB."
+    )
+    late = planned("t", [way("a", (9, 8)), way("b", seconds=99)], Room(5 * MIB, None, 9.0), MACHINE)
+    assert late.reason == "Nothing fits. b comes nearest: it takes 90 s too long."
 
 
 def test_calibrating_moves_every_other_way():
@@ -122,7 +128,7 @@ def small_card():
 def test_ways_of_diffusers_are_predictions(small_card):
     """Each way is `predict_pipeline` asked so, with its phases, verdicts and bytes."""
     names = [one.way.name for one in small_card.outcomes]
-    assert len(names) == 7 and names[0] == "no offload, VAE whole" and names[-1] == "sequential offload, VAE whole"
+    assert len(names) == 10 and names[0] == "no offload, VAE whole" and "sequential offload, VAE whole" in names
     for name, settings in (
         ("no offload, VAE whole", {}),
         ("model offload, VAE tiled", {"offload": "model", "vae": "tiled"}),
@@ -157,6 +163,16 @@ def test_the_small_card_gets_offloading(small_card):
     assert "gives cached memory back" in repr(small_card)
 
 
+def test_text_encoders_on_the_cpu_take_the_hosts_time(small_card):
+    found = small_card["text encoders on CPU, VAE tiled"]
+    encode = found.way.phases[1]
+    p = predict_pipeline("sd15", 1024, 1024, gpu="RTX 3060", memory="4 GB")
+    assert encode.work == {"cpu": p.phases[1].flops} and found.way.host == p.parts["text_encoder"].nbytes
+    assert "link" not in found.way.work and encode.weights == p.phases[1].weights - p.parts["text_encoder"].nbytes
+    whole = small_card["no offload, VAE whole"].way.phases[1].work
+    assert whole in ({"transformer": p.phases[1].flops}, {"memory": p.parts["text_encoder"].nbytes})
+
+
 def test_a_card_that_is_not_named_has_no_seconds():
     plan = plan_pipeline("sd15", 512, 512, memory="12 GB")
     assert plan.machine is None and plan.recommended.way.name == "no offload, VAE whole"
@@ -165,11 +181,28 @@ def test_a_card_that_is_not_named_has_no_seconds():
     assert measured["no offload, VAE whole"].seconds.likely == pytest.approx(8, rel=0.02)
 
 
+def test_a_run_that_begins_with_an_image():
+    plan = plan_pipeline("sd15", 512, 512, gpu="RTX 3060", image=True)
+    found = {phase.name: phase for phase in plan.outcomes[0].way.phases}
+    assert list(found) == ["load", "encode prompt", "encode image", "denoise", "decode"]
+    assert set(found["encode image"].work) == {"vae"} and 0 < found["encode image"].work["vae"]
+    assert found["encode image"].work["vae"] < found["decode"].work["vae"]
+
+
+def test_batches_and_numpys_integers():
+    """Submodules that come and go were recorded for one image; slices make sense for more than one."""
+    plan = plan_pipeline("sd15", np.int64(512), 512, np.int64(2), gpu="RTX 3060")
+    names = [one.way.name for one in plan.outcomes]
+    assert "no offload, VAE sliced" in names and not any("sequential" in name for name in names)
+    assert "2 images" in plan.title
+    assert predict_pipeline("sd15", np.int64(512), np.int32(512), gpu="RTX 3060").fits
+
+
 def test_smaller_types_are_tried_where_weights_are_large():
     asked = {"gpu": "RTX 3060", "memory": "3 GB"}
     assert any(one.way.name.endswith(", nf4") for one in plan_pipeline("sd15", 512, 512, **asked).outcomes)
     few = plan_pipeline("sd15", 512, 512, types="fp8", **asked)
-    assert len(few) == 5 and all(one.way.changes for one in few.outcomes)
+    assert len(few) == 7 and all(one.way.changes for one in few.outcomes)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +217,11 @@ def test_smaller_types_are_tried_where_weights_are_large():
         ({"gpu": "RTX 3060", "cores": 0}, "cores: want a whole number of at least 1"),
         ({"gpu": "RTX 3060", "link": "USB"}, "link: want such as"),
         ({"gpu": "RTX 3060", "calibrate": {"by hand": 3.0}}, "calibrate: want ways out of"),
+        ({"gpu": "RTX 3060", "calibrate": {"no offload, VAE whole": "8"}}, "calibrate: want seconds as numbers"),
+        ({"gpu": "RTX 3060", "types": []}, "types: want one type or more"),
         ({"runtime": "mlx"}, "memory: want what the Mac has"),
+        ({"runtime": "mlx", "memory": "16 GB", "gpu": "RTX 3060"}, "gpu: want none with runtime='mlx'"),
+        ({"runtime": "sd.cpp", "memory": "12 GB", "dtype": "float16"}, "dtype: want none with runtime='sd.cpp'"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(asked, said):
@@ -383,6 +420,14 @@ def test_guidance_batches_and_sizes_of_sdcpp():
     assert len(by_sdcpp("sd15")) == len(by_sdcpp("sdxl")) == 25
 
 
+def test_every_pipeline_has_ways_of_sdcpp():
+    assert set(ways_sdcpp.MODELS) == set(PIPELINES)
+    for name, known in ways_sdcpp.MODELS.items():
+        roles = {*known.encoders, known.denoiser[0], "vae"}
+        assert roles == set(PIPELINES[name].parts) and known.guides == PIPELINES[name].guides
+        assert by_sdcpp(name, memory="24 GB").recommended
+
+
 def test_smaller_types_of_sdcpp():
     """Tried by themselves where nothing fits; what is given of a component stays."""
     plan = by_sdcpp("flux", flash=True)
@@ -409,76 +454,12 @@ def test_a_gguf_says_what_its_weights_take(tmp_path):
     ("asked", "said"),
     [
         ({"types": ["nf4"]}, r"components\['text_encoder'\]: want one of f32"),
-        ({"cache_limit": 1}, "cache_limit: want None with runtime='sd.cpp'"),
+        ({"cache_limit": 1}, "cache_limit: want none with runtime='sd.cpp'"),
         ({"components": {"unet": "Q8_0"}}, "components: want text_encoder or|components: want one of text_encoder"),
         ({"components": {"transformer": "nf4"}}, r"components\['transformer'\]: want one of f32"),
-        ({"runtime": "diffusers", "flash": True}, "flash: want None with runtime='diffusers'"),
+        ({"runtime": "diffusers", "flash": True}, "flash: want none with runtime='diffusers'"),
     ],
 )
 def test_what_sdcpp_does_not_have_is_refused(asked, said):
     with pytest.raises(ValueError, match=said):
         by_sdcpp(**asked)
-
-
-# ---- the published table ----
-
-
-def test_the_published_table_comes_out():
-    """Out of memory, out of memory, success three times, two timeouts, success: where, and in which order of time."""
-    plan = published.plan_of()
-    rows = published.judged(plan, direct=True)
-    assert [row.ours for row in rows] == [row.tried.result for row in rows]
-    assert [row.ours for row in rows] == ["oom"] * 2 + ["success"] * 3 + ["timeout"] * 2 + ["success"]
-    assert {row.outcome.fails_in for row in rows[:2]} == {"denoise"}
-    seconds = [row.outcome.seconds for row in rows]
-    for i in (2, 3, 4, 7):  # the third and fourth row were given
-        assert seconds[i].low <= rows[i].tried.seconds <= seconds[i].high
-    assert seconds[2].likely < 0.5 * min(seconds[i].likely for i in (3, 4, 7))
-    assert seconds[4].likely == pytest.approx(151, rel=0.03) and seconds[7].likely == pytest.approx(146, rel=0.03)
-    assert all(seconds[i].likely > 600 > seconds[3].high for i in (5, 6))
-    fitting = [row for row in rows if row.ours == "success"]
-    assert min(fitting, key=lambda row: row.outcome.seconds.likely).tried.number == 3, "what it recommends"
-
-
-def test_by_im2col_the_third_row_would_have_run_out_in_decode():
-    rows = published.judged(published.plan_of(False, calibrated=False), direct=False)
-    assert rows[2].ours == "oom" and rows[2].outcome.fails_in == "decode" and rows[2].outcome.short > GIB
-    assert [rows[i].ours for i in (0, 1, 3, 4, 7)] == ["oom", "oom", "success", "success", "success"]
-
-
-def test_it_ran_out_in_diffusion_and_not_in_decode():
-    """In tiles the decode fits beside all weights; the diffusion model's buffer does not, and the prompt's does."""
-    plan = published.plan_of(calibrated=False)
-    second = {phase.name: phase.total for phase in plan["no offload, VAE direct, tiled"].way.phases}
-    room = plan.room.card
-    assert second["load"] < second["encode prompt"] < room < second["denoise"] and second["decode"] < room
-    assert plan.machine is None and plan["no offload, VAE direct, tiled"].seconds is None
-
-
-def test_its_vae_has_the_size_of_float32():
-    assert round(ways_mlx.vae_bytes("flux", "all", "float32") / MIB) == 320
-
-
-def test_the_table_is_printed(capsys):
-    assert main(["reproduce", "--plan"]) == 0
-    said = capsys.readouterr().out
-    assert "8 of 8 rows agree" in said and "319.7 MiB" in said and "Why in diffusion" in said
-    assert main(["reproduce", "--equation"]) == 0
-    assert "746.67" in capsys.readouterr().out
-    assert main(["reproduce", "--plan", "--csv", "rows.csv"]) == 2
-    assert "neither a table nor --csv" in capsys.readouterr().err
-
-
-# ---- the published equation ----
-
-
-def test_the_equation_is_judged():
-    """The VAE 100 times too small, the UNet several times, no phase for the prompt; small sizes hide it in the sum."""
-    for side, tokens in ((512, 77), (1024, 77), (1024, 231)):
-        terms = {term.phase: term for term in published.judge_equation(side, side, tokens)}
-        assert 95 < terms["decode"].ratio < 110 and 7 < terms["denoise"].ratio < 10
-        assert terms["encode prompt"].theirs is None and terms["encode prompt"].ours > 20 * MIB
-        p = predict_pipeline("sd15", side, side, gpu="T4", prompt_tokens=tokens)
-        assert terms["total"].ours == p.peak
-        assert terms["decode"].ours == p.phases[-1].allocated - p.phases[-1].weights
-    assert terms["total"].ratio > 2.5

@@ -89,6 +89,8 @@ def test_a_case_that_was_not_recorded_is_refused():
     assert len({tuple(kind for kind, *_ in trace.steps) for trace in traces}) == 4
     with pytest.raises(ValueError, match=r"want a case that was recorded, n = 1 or n = 2 .* n = 4, got n = 5, h ="):
         module.trace("bfloat16", gpu, n=5, h=128, w=128, t=64)
+    with pytest.raises(ValueError, match="want a case that was recorded, h = 2 h1, got n = 1, h = 65"):
+        programs.load("flux-transformer").trace("bfloat16", gpu, n=1, h=65, w=64, t=512)
 
 
 def test_equations_of_cases():

@@ -1,8 +1,11 @@
 """Run the VAEs of SD1.5, SDXL, SD3, FLUX and others in memory known to the byte, and know what they take elsewhere."""
 
+import importlib as _importlib
 import os as _os
 import pkgutil as _pkgutil
 import warnings as _warnings
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
 
 # In the folder of an unbuilt source tree this package hides the installed one: its core is used then.
 __path__ = _pkgutil.extend_path(__path__, __name__)
@@ -11,21 +14,32 @@ from vaemem import _core
 from vaemem._common import __version__ as __version__
 from vaemem._core import OutOfMemoryError
 from vaemem.engine.device import DeviceArray
-from vaemem.pipelines.plan import plan_pipeline
-from vaemem.pipelines.predict import PipelinePrediction, predict_pipeline
-from vaemem.pipelines.ways import PipelinePlan
 from vaemem.prediction.bound import bound
 from vaemem.prediction.formula import formula
 from vaemem.prediction.predict import Prediction, predict, predict_largest
 from vaemem.prediction.process import SimulatedProcess
 from vaemem.prediction.replay import Replay, replay
 from vaemem.prediction.snapshot import CachingAllocator
-from vaemem.reports.report import report
 from vaemem.tables.estimators import ESTIMATORS, Estimator, compare
 from vaemem.tables.fit import fit
 from vaemem.tables.sweep import sweep, tradeoff
 from vaemem.tables.table import Table, seed_table
 from vaemem.vae import VAE, Cancelled, Encoded, Run, Tiling, backends
+
+if _TYPE_CHECKING:
+    from vaemem.pipelines.plan import plan_pipeline
+    from vaemem.pipelines.predict import PipelinePrediction, predict_pipeline
+    from vaemem.pipelines.ways import PipelinePlan
+    from vaemem.reports.report import report
+
+# Imported when they are asked for: half of the import's time would be theirs.
+_LATER = {
+    "PipelinePlan": "vaemem.pipelines.ways",
+    "PipelinePrediction": "vaemem.pipelines.predict",
+    "plan_pipeline": "vaemem.pipelines.plan",
+    "predict_pipeline": "vaemem.pipelines.predict",
+    "report": "vaemem.reports.report",
+}
 
 __all__ = [
     "ESTIMATORS",
@@ -59,6 +73,17 @@ __all__ = [
     "sweep",
     "tradeoff",
 ]
+
+
+def __getattr__(name: str) -> _Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(_importlib.import_module(_LATER[name]), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATER})
 
 
 def _disable(names: str) -> None:

@@ -259,7 +259,8 @@ def _plan(args: argparse.Namespace) -> int:
     """0 where a way fits, 1 where none does."""
     given = {
         "memory": args.memory, "host_memory": args.host_memory, "gpu": args.gpu, "runtime": args.runtime,
-        "prompt_tokens": args.tokens, "guidance": not args.no_guidance, "steps": args.steps, "dtype": args.dtype,
+        "prompt_tokens": args.tokens, "guidance": not args.no_guidance, "image": args.image, "steps": args.steps,
+        "dtype": args.dtype,
         "components": dict(args.component), "used": args.used, "calibrate": dict(args.measured),
         "time_limit": args.time_limit, "link": args.link, "cpu": args.cpu, "cores": args.cores,
         "torch_version": args.torch, "cudnn_version": args.cudnn, "flash": args.flash, "cache_limit": args.cache_limit,
@@ -473,6 +474,7 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument("--used", metavar="SIZE", default=0, help="what others hold of the card, such as '1.5 GB'")
         sub.add_argument("--tokens", type=_count, help="of the prompt (default: what the pipeline pads to)")
         sub.add_argument("--no-guidance", action="store_true", help="SD 1.5 and SDXL denoise each image once")
+        sub.add_argument("--image", action="store_true", help="it begins with an image, which is encoded first")
         sub.add_argument("--steps", type=_count)
         sub.add_argument("--dtype", type=_dtype, choices=DTYPES)
         sub.add_argument(
@@ -491,7 +493,6 @@ def _parser() -> argparse.ArgumentParser:
         "--vae", default="whole", help="whole, tiled, sliced or vaemem; of sd.cpp direct, tiled and others"
     )
     sub.add_argument("--vae-memory-limit", metavar="SIZE", help="of vaemem's decoder, such as '1 GB'")
-    sub.add_argument("--image", action="store_true", help="it begins with an image, which is encoded first")
     card_and_software(sub, "2.7.1+cu128")
     formatted(sub, "text", "csv", "json", "markdown")
 

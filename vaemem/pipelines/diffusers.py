@@ -145,6 +145,8 @@ def _decode(run: Run, pipeline: Pipeline, call: Call) -> None:
     names["image"] = run.decode(names[kept], call.vae, call.memory_limit)
     if not pipeline.rescales:
         names.delete(kept)
+    if "vae" in run.on_cpu:
+        return
     dtype = "float32" if part.upcast else part.dtype
     for name in ("image * 0.5", "image * 0.5 + 0.5", "image, clamped"):
         names["image"] = run.tensor(name, (call.batch, 3, call.height, call.width), dtype)

@@ -18,15 +18,24 @@ from vaemem.pipelines.ways import PipelinePlan, Room, Way, outcome, planned
 from vaemem.prediction.gpus import Gpu, find_gpu, sold
 from vaemem.prediction.predict import CONTEXT
 
-# And the choices that are not everybody's.
-RUNTIMES = {"diffusers": ("types",), "sd.cpp": ("types", "flash"), "mlx": ("cache_limit",)}
+RUNTIMES = ("diffusers", "sd.cpp", "mlx")
+# Arguments that a runtime has no use for.
+WITHOUT = {
+    "diffusers": ("flash", "cache_limit"),
+    "sd.cpp": ("image", "cache_limit", "dtype", "cudnn_version", "torch_version"),
+    "mlx": (
+        "gpu", "host_memory", "calibrate", "time_limit", "types", "flash", "image", "steps", "prompt_tokens", "dtype",
+        "cudnn_version", "torch_version",
+    ),
+}  # fmt: skip
 
 
 def plan_pipeline(
     pipeline: str, height: int, width: int, batch: int = 1, *, memory: int | str | None = None,
     host_memory: int | str | None = None, gpu: str | Gpu | None = None, runtime: str = "diffusers",
-    prompt_tokens: int | None = None, guidance: bool = True, steps: int | None = None, dtype: str | None = None,
-    components: Mapping[str, Any] | None = None, types: str | Sequence[str | None] | None = None, used: int | str = 0,
+    prompt_tokens: int | None = None, guidance: bool = True, image: bool = False, steps: int | None = None,
+    dtype: str | None = None, components: Mapping[str, Any] | None = None,
+    types: str | Sequence[str | None] | None = None, used: int | str = 0,
     calibrate: Mapping[str, float] | None = None, time_limit: float | None = None, flash: bool = False,
     cache_limit: int | str | None = None, link: str = "PCIe 3.0 x16", cpu: str = "AVX2", cores: int | None = None,
     cudnn_version: str | None = None, torch_version: str | None = None,
@@ -51,7 +60,7 @@ def plan_pipeline(
         such as ``"Q8_0"``, which FLUX and Z-Image have by default, sizes such as ``"6.8 GiB"``, or files. With mlx
         `memory` is the Mac's, of which two thirds are taken to be for Metal; what is known are the denoiser's weights
         and the decode (`vaemem.pipelines.ways_mlx`), and no seconds.
-    prompt_tokens, guidance, steps, dtype, components, cudnn_version, torch_version
+    prompt_tokens, guidance, image, steps, dtype, components, cudnn_version, torch_version
         As `predict_pipeline` takes them.
     types : str or sequence of str or None, optional
         Types of the largest components' weights to try; None stands for what they are run in. By default that; with
@@ -97,10 +106,16 @@ def plan_pipeline(
     """
     choose("pipeline", pipeline, PIPELINES)
     choose("runtime", runtime, RUNTIMES)
+    asked: dict[str, Any] = {
+        "prompt_tokens": prompt_tokens, "steps": steps, "dtype": dtype, "cudnn_version": cudnn_version,
+        "torch_version": torch_version,
+    }  # fmt: skip
+    _refuse(
+        runtime, **asked, gpu=gpu, host_memory=host_memory, calibrate=calibrate or None, time_limit=time_limit,
+        types=types, flash=flash or None, cache_limit=cache_limit, image=image or None,
+    )  # fmt: skip
     kind, batch = PIPELINES[pipeline], whole("batch", batch)
-    for name, value in (("types", types), ("flash", flash or None), ("cache_limit", cache_limit)):
-        if value is not None and name not in RUNTIMES[runtime]:
-            raise ValueError(f"{name}: want None with runtime={runtime!r}, which has no such choice, got {value!r}")
+    height, width = whole("height", height), whole("width", width)
     host = None if host_memory is None else parse_size("host_memory", host_memory)
     title = f"{pipeline} {height}x{width}{f', {batch} images' if batch > 1 else ''} by {runtime}"
     components = components or {}
@@ -119,23 +134,28 @@ def plan_pipeline(
         named = None if gpu is None else card
         machine = machine_of(named, card.total_memory, dtype or kind.dtype, runtime, link, cpu, cores)
     kinds = None if types is None else listed(types, str)
+    if kinds == []:
+        raise ValueError("types: want one type or more, or None, got none")
     if runtime == "sd.cpp":
 
         def by_sdcpp(kind: str | None) -> list[Way]:
-            asked = (steps, guidance, prompt_tokens, components, flash, kind)
-            return ways_sdcpp.ways(pipeline, height, width, batch, *asked)
+            told = (steps, guidance, prompt_tokens, components, flash, kind)
+            return ways_sdcpp.ways(pipeline, height, width, batch, *told)
 
         ways = [way for kind in kinds or [None] for way in by_sdcpp(kind)]
         if kinds is None and not any(outcome(way, room, None).fits for way in ways):
             ways += by_sdcpp(ways_sdcpp.SMALLER)
     else:
-        asked = {
-            "prompt_tokens": prompt_tokens, "guidance": guidance, "steps": steps, "dtype": dtype,
-            "components": components, "gpu": card, "used": used, "cudnn_version": cudnn_version,
-            "torch_version": torch_version,
-        }  # fmt: skip
+        asked |= {"guidance": guidance, "image": image, "steps": steps, "components": components, "gpu": card}
+        asked["used"] = used
         ways = ways_diffusers.ways(pipeline, height, width, batch, machine, kinds, **asked)
     return planned(f"{title}, {steps} steps, on {card.name}", ways, room, machine, calibrate, notes)
+
+
+def _refuse(runtime: str, **given: Any) -> None:
+    for name, value in given.items():
+        if value is not None and name in WITHOUT[runtime]:
+            raise ValueError(f"{name}: want none with runtime={runtime!r}, which has no use for it, got {value!r}")
 
 
 def _by_mlx(

@@ -87,6 +87,7 @@ class _Phases:
                 "total_bytes": phase.total,
                 **{f"{name}_bytes": getattr(phase, name) for name in (*_PARTS, "sent")},
                 "flops": phase.flops,
+                "host_flops": phase.host_flops,
                 "largest": largest.name if (largest := _largest(phase)) else None,
                 "largest_bytes": largest.bytes if largest else None,
                 "fits": phase.fits,
@@ -211,9 +212,10 @@ class PipelinePrediction(_Phases):
         self._question = q = question
         batch = f", {q.call.batch} images" if q.call.batch > 1 else ""
         where = f"{q.gpu.name}, offload {q.offload}, VAE {q.call.vae}"
+        where += f", {' and '.join(q.on_cpu)} on the CPU" if q.on_cpu else ""
         self.title = f"{q.name} {q.call.height}x{q.call.width}{batch} ({where})"
         self.available = q.available
-        self.host = 0 if q.offload == "none" else sum(part.nbytes for part in q.parts)
+        self.host = sum(part.nbytes for part in q.parts if q.offload != "none" or part.role in q.on_cpu)
         run, _ = question.play()
         self.timeline: tuple[Moment, ...] = tuple(run.moments)
         self._process = run.process
@@ -296,7 +298,7 @@ class GraphPrediction(_Phases):
     --------
     >>> p = predict_pipeline("zimage-turbo", 1024, 1024, runtime="sd.cpp", offload="cond_only", gpu="RTX 3060")
     >>> p.fits, p.out_of_memory_at[0], p.phases[2].total >> 20
-    (False, 'decode', 8795)
+    (False, 'decode', 8794)
     """
 
     def __init__(self, title: str, way: Way, available: int):
@@ -321,7 +323,7 @@ class GraphPrediction(_Phases):
 
 def predict_pipeline(
     pipeline: str, height: int, width: int, batch: int = 1, prompt_tokens: int | None = None, guidance: bool = True,
-    dtype: str | None = None, *, components: Mapping[str, Any] | None = None, offload: str = "none",
+    dtype: str | None = None, *, components: Mapping[str, Any] | None = None, offload: Any = "none",
     vae: str = "whole", vae_memory_limit: int | str | None = None, image: bool = False, steps: int | None = None,
     gpu: str = "RTX 4090", memory: int | str | None = None, used: int | str = 0, cudnn_version: str | None = None,
     torch_version: str | None = None, runtime: str = "diffusers",
@@ -349,8 +351,9 @@ def predict_pipeline(
         weights as `vaemem.pipelines.storage.tensor_bytes` has them (``"nf4"``, ``"Q8_0"``, ``"fp8"``, ``"float32"``),
         or the path of a safetensors or GGUF file, whose header says them; None for a text encoder that is not there.
         SDXL's VAE is kept in float16 and converted to float32 for its call unless this says what it runs in.
-    offload : str
-        ``"none"``, ``"model"`` (``enable_model_cpu_offload``) or ``"sequential"`` (``enable_sequential_cpu_offload``).
+    offload : str or dict
+        ``"none"``, ``"model"`` (``enable_model_cpu_offload``) or ``"sequential"`` (``enable_sequential_cpu_offload``);
+        or where components are and run, ``{"text_encoder_2": "cpu"}``, the others on the GPU.
     vae : str
         ``"whole"``, ``"tiled"``, ``"sliced"``, or ``"vaemem"``: run by this package within `vae_memory_limit`.
     vae_memory_limit : int or str, optional
@@ -409,6 +412,12 @@ def predict_pipeline(
         )  # fmt: skip
         available = card.reported_memory - ways_sdcpp.CONTEXT - parse_size("used", used, least=0)
         return GraphPrediction(f"{pipeline} {height}x{width} by sd.cpp ({card.name})", way, available)
+    on_cpu: tuple[str, ...] = ()
+    if isinstance(offload, Mapping):
+        for role, place in offload.items():
+            choose("offload", role, kind.parts)
+            choose(f"offload[{role!r}]", place, ("cpu", "cuda"))
+        on_cpu, offload = tuple(role for role, place in offload.items() if place == "cpu"), "none"
     choose("offload", offload, OFFLOADS)
     choose("vae", vae, VAE_WAYS)
     dtype = kind.dtype if dtype is None else dtype
@@ -433,8 +442,8 @@ def predict_pipeline(
             f" {vae_memory_limit!r}"
         )
     question = PipelineQuestion(
-        kind, pipeline, call, parts, offload, find_gpu(gpu, memory), cudnn_version,
-        torch_version, parse_size("used", used, least=0),
+        kind, pipeline, call, parts, offload, on_cpu, find_gpu(gpu, memory), cudnn_version, torch_version,
+        parse_size("used", used, least=0),
     )  # fmt: skip
     if question.available <= 0:
         raise ValueError(f"used: want less than the card has beside a context, got {used!r}")

@@ -176,16 +176,16 @@ def judge_equation(height: int, width: int, prompt_tokens: int = 77, gpu: str = 
     Returns
     -------
     tuple of Term
-        Of encode prompt, denoise and decode; then the whole: what its total stands beside is the most that the process
-        takes of the card, without a CUDA context.
+        Of encode prompt, encode image (its pipeline begins with one), denoise and decode; then the whole: what its
+        total stands beside is the most that the process takes of the card, without a CUDA context.
 
     Examples
     --------
     >>> [(term.phase, round(term.ratio or 0)) for term in judge_equation(512, 512)]
-    [('encode prompt', 0), ('denoise', 9), ('decode', 106), ('total', 1)]
+    [('encode prompt', 0), ('encode image', 68), ('denoise', 9), ('decode', 107), ('total', 1)]
     """
     theirs = sd15_equation(height, width, prompt_tokens)
-    p = predict_pipeline("sd15", height, width, prompt_tokens=prompt_tokens, gpu=gpu)
+    p = predict_pipeline("sd15", height, width, prompt_tokens=prompt_tokens, image=True, gpu=gpu)
     terms = [
         Term(phase.name, theirs.get(phase.name), phase.allocated - phase.weights)
         for phase in p.phases
@@ -221,12 +221,12 @@ def judge_text(sizes: tuple[int, ...] = (512, 768, 1024), tokens: tuple[int, ...
             " where pixels become fewer, guidance runs two images at once, and PyTorch's attention keeps no scores: a"
             " prompt's length costs next to nothing.",
             "encode prompt: no phase of the equation; its size does not depend on the image.",
-            "encode image: a phase of the equation that text to image does not have.",
+            "encode image: as little as for decode, where PyTorch holds 6 tensors of 128 channels.",
             f"total: 20% of the weights stand for what the phases lack. It is {_lacks(sizes[0], gpu):.1f} times too"
             f" small at {sizes[0]}x{sizes[0]} and {_lacks(sizes[-1], gpu):.1f} times at {sizes[-1]}x{sizes[-1]}, beside"
             " what PyTorch reserves with all weights on the card.",
             "What replaces it, of what is allocated, with e = 2 bytes in float16:",
-            str(predict_pipeline("sd15", sizes[0], sizes[0], gpu=gpu).formula),
+            str(predict_pipeline("sd15", sizes[0], sizes[0], image=True, gpu=gpu).formula),
         ]
     )
 

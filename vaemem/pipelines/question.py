@@ -24,6 +24,7 @@ class PipelineQuestion:
     call: Call
     parts: tuple[Part, ...]
     offload: str
+    on_cpu: tuple[str, ...]
     gpu: Gpu
     cudnn_version: str | None
     torch_version: str | None
@@ -41,7 +42,9 @@ class PipelineQuestion:
         process = SimulatedProcess(
             self.gpu, self.cudnn_version, self.torch_version, allocator=allocator, workspace=workspace
         )
-        run = Run(process, {part.role: part for part in self.parts}, self.offload, self.call.vae == "vaemem")
+        run = Run(
+            process, {part.role: part for part in self.parts}, self.offload, self.call.vae == "vaemem", self.on_cpu
+        )
         try:
             run_pipeline(run, self.pipeline, self.call)
         except OutOfMemoryError as full:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -20,6 +20,7 @@ from vaemem.pipelines.storage import GGML, SPELT, Stored
 from vaemem.prediction.benchmark import Names
 from vaemem.prediction.process import LoadedVAE, Moment, PeakTensor, SimulatedProcess, Tensor
 from vaemem.prediction.question import usual_tile
+from vaemem.prediction.sdcpp import vae_graph
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ class Phase(NamedTuple):
     outside: on the device, but not by PyTorch's allocator
     peak_tensors: (name, bytes) of what is allocated at that height, largest first
     where: the step of a call that makes it; "" outside of calls
-    flops: of all its calls
+    flops, host_flops: of all its calls on the device, and on the host
     sent: bytes of weights that go to the device for it
     fits: whether it goes through on the card; None where an earlier phase does not
     """
@@ -113,6 +114,7 @@ class Phase(NamedTuple):
     flops: int
     sent: int
     fits: bool | None = True
+    host_flops: int = 0
 
     @property
     def cached(self) -> int:
@@ -146,24 +148,28 @@ class Run:
         submodule's weights come and go with its call.
     own_vae : bool
         Whether vaemem runs the VAE, in memory of its own.
+    on_cpu : collection of str
+        Roles whose components stay on the host, and run there.
     """
 
     def __init__(
-        self, process: SimulatedProcess, parts: Mapping[str, Part], offload: str = "none", own_vae: bool = False
-    ):
+        self, process: SimulatedProcess, parts: Mapping[str, Part], offload: str = "none", own_vae: bool = False,
+        on_cpu: Collection[str] = (),
+    ):  # fmt: skip
         self.process, self.parts, self.offload, self._own_vae = process, dict(parts), offload, own_vae
+        self.on_cpu = on_cpu
         self.names = Names(process)
         self.phases: list[Phase] = []
         self.moments: list[Moment] = []
         self._loaded: dict[str, list[int] | LoadedVAE] = {}
-        self._flops = self._sent = self._outside = 0
+        self._flops = self._host_flops = self._sent = self._outside = 0
 
     # ---- components ----
 
     def load(self, role: str) -> None:
         """``component.to("cuda")``."""
         part = self.parts[role]
-        if role == "vae" and self._own_vae:
+        if role in self.on_cpu or (role == "vae" and self._own_vae):
             self._loaded[role] = []
             return
         self._sent += part.nbytes
@@ -200,8 +206,16 @@ class Run:
         self.bring(role)
         part = self.parts[role]
         wanted = {name: sizes[name] for name in part.recording.variables}
-        self._flops += part.recording.flops(part.dtype, **wanted)
+        if self._count(role, part.recording.flops(part.dtype, **wanted)):
+            return Tensor(f"output of {role}", (), part.dtype, {})
         return self._play(part, wanted)
+
+    def _count(self, role: str, flops: int) -> bool:
+        """Counts work; whether it is the host's."""
+        on_cpu = role in self.on_cpu
+        self._host_flops += flops * on_cpu
+        self._flops += flops * (not on_cpu)
+        return on_cpu
 
     def _play(self, part: Part, sizes: Mapping[str, int]) -> Tensor:
         passing = dict(part.unpacked)
@@ -216,11 +230,14 @@ class Run:
     def encode(self, image: Tensor) -> Tensor:
         """``vae.encode(image).latent_dist.sample()``, scaled."""
         part, process = self.parts["vae"], self.process
-        if self.offload == "sequential" or self._own_vae:
+        if self.offload == "sequential" or self._own_vae or "vae" in self.on_cpu:
             raise ValueError(
-                "image: want it with the VAE whole on the device, got one with offload='sequential' or vae='vaemem',"
-                " of which encoding was not recorded"
+                "image: want it with the VAE whole on the device, got it on the CPU, with offload='sequential' or"
+                " vae='vaemem', of which encoding was not recorded"
             )
+        batch, _, height, width = image.shape
+        model = {"zimage": "flux"}.get(part.component, part.component)
+        self._flops += batch * vae_graph("encode", height, width, model).flops  # of the same encoder
         self.bring("vae")
         vae = self._loaded["vae"]
         assert isinstance(vae, LoadedVAE)
@@ -244,7 +261,8 @@ class Run:
         part = self.parts["vae"]
         batch, _, height, width = latents.shape
         flops = part.recording.flops(part.dtype, h=height, w=width)
-        self._flops += int(batch * flops * self._tiles(how, height, width))
+        if self._count("vae", int(batch * flops * self._tiles(how, height, width))):
+            return Tensor("image", (), part.dtype, {})
         if how == "vaemem":
             return self._decode_outside(latents, memory_limit)
         if self.offload == "sequential":
@@ -322,7 +340,7 @@ class Run:
     def phase(self, name: str, first: str | None = None) -> Iterator[None]:
         """Reads the counters around a phase, which begins when the component that it calls `first` is there: the one
         before has then gone, where it goes."""
-        self._flops = self._sent = 0
+        self._flops = self._host_flops = self._sent = 0
         if first:
             self.bring(first)
         self.process.reset_peak()
@@ -336,7 +354,7 @@ class Run:
             Phase(
                 name, process.peak_allocated, process.peak_reserved, weights, workspace,
                 process.peak_allocated - weights - workspace, self._outside, tensors, step[0] if step else "",
-                self._flops, self._sent,
+                self._flops, self._sent, host_flops=self._host_flops,
             )
         )  # fmt: skip
 
@@ -350,9 +368,10 @@ class Run:
     def steps(self, count: int) -> Iterator[int]:
         """Plays the first steps of a loop, and counts the others' work as that of the last one played."""
         played = min(count, PLAYED_STEPS)
-        before = self._flops, self._sent
+        before = self._flops, self._host_flops, self._sent
         for step in range(played):
-            before = self._flops, self._sent
+            before = self._flops, self._host_flops, self._sent
             yield step
-        self._flops += (count - played) * (self._flops - before[0])
-        self._sent += (count - played) * (self._sent - before[1])
+        now = self._flops, self._host_flops, self._sent
+        more = [after + (count - played) * (after - earlier) for after, earlier in zip(now, before, strict=True)]
+        self._flops, self._host_flops, self._sent = more

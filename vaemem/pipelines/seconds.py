@@ -469,5 +469,8 @@ def machine_of(
     rates["memory"] = of([memory_rate(card) for card in cards])
     rates["link"] = link_rate(link)
     rates["cpu"] = cpu_rate(cpu, cores)
+    if runtime == "diffusers":
+        why = f"as ggml's, of which PyTorch may do half or twice: {rates['cpu'].why}"
+        rates["cpu"] = rates["cpu"]._replace(factor=2 * rates["cpu"].factor, why=why)
     rates["cpu Q8_0"] = cpu_rate(cpu, cores, "Q8_0")
     return Machine(rates)

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vaemem._common import MIB, distinct, mib, need, render
+from vaemem._common import MIB, distinct, need, render
 from vaemem.pipelines.seconds import REPEATS_DIFFER, Machine, Seconds, Work
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ class Outcome(NamedTuple):
         if self.fails_in == "time":
             return f"takes {self.short:.0f} s too long"
         if self.fails_in == "host":
-            return f"the host lacks {self.short / MIB:.0f} MiB"
+            return f"lacks {self.short / MIB:.0f} MiB of the host's"
         return f"runs out in {self.fails_in}, lacks {self.short / MIB:.0f} MiB"
 
 
@@ -220,9 +220,10 @@ class PipelinePlan:
         """Why that one."""
         best, plainest = self.recommended, self.outcomes[0]
         if best is None:
-            nearest = min(self.outcomes, key=lambda one: one.way.peak.total)
-            peak = nearest.way.peak
-            return f"Nothing fits. {nearest.way.name} comes nearest: {mib(peak.total)} MiB in {peak.name}."
+            # One that has memory enough, and time or the host's memory too little, comes nearer than one that has not.
+            order = {"time": 0, "host": 1}
+            nearest = min(self.outcomes, key=lambda one: (order.get(one.fails_in or "", 2), one.short))
+            return f"Nothing fits. {nearest.way.name} comes nearest: it {nearest.verdict}."
         alike = [one for one in self.outcomes if one.fits and bool(one.way.changes) == bool(best.way.changes)]
         is_fastest = best.seconds and len(alike) > 1
         what = "It is the fastest" if is_fastest else "It is the plainest" if len(alike) > 1 else "It is the only one"
@@ -417,6 +418,8 @@ def planned(
         unknown = [name for name in measured if name not in by_name]
         if unknown:
             raise ValueError(f"calibrate: want ways out of {'; '.join(by_name)}, got {'; '.join(map(repr, unknown))}")
+        if not all(isinstance(seconds, int | float) for seconds in measured.values()):
+            raise ValueError(f"calibrate: want seconds as numbers, got {dict(measured)}")
         assert machine is not None
         machine = machine.calibrated([(by_name[name].work, seconds) for name, seconds in measured.items()])
     notes = distinct([*notes, *(note for way in ways for note in way.notes)])

@@ -8,12 +8,10 @@ from typing import Any, NamedTuple
 from vaemem._common import ELEMENT_BYTES, MIB
 from vaemem.pipelines.components import PIPELINES
 from vaemem.pipelines.predict import PipelinePrediction, predict_pipeline
-from vaemem.pipelines.run import OFFLOADS
+from vaemem.pipelines.run import Phase
 from vaemem.pipelines.seconds import Machine
 from vaemem.pipelines.ways import PlannedPhase, Way
 from vaemem.prediction.question import usual_tile
-
-OFFLOAD_NAMES = {"none": "no offload", "model": "model offload", "sequential": "sequential offload"}
 
 # What vaemem's decode takes on a GPU beside its weights, in T = 128 * height * width * bytes of a number: 3.03 to 3.19
 # are planned from 256x256 to 4096x4096 (docs/CUDA.md).
@@ -42,17 +40,18 @@ def ways(
     """
     found: list[_Asked] = []
     kinds: list[str | None] = [None] if types is None else list(types)
+    has_tiles = max(height, width) > usual_tile(PIPELINES[pipeline].parts["vae"])
     for kind in kinds:
         components = dict(asked.get("components") or {})
         if kind is not None:
             components |= {role: kind for role in _large(pipeline) if role not in components}
-        for offload in OFFLOADS:
-            for vae in _vae_ways(offload, batch, max(height, width) > usual_tile(PIPELINES[pipeline].parts["vae"])):
+        for place, offload in _offloads(pipeline):
+            for vae in _vae_ways(offload, batch, has_tiles, bool(asked.get("image"))):
                 settings = {"offload": offload, "vae": vae, **({"components": components} if components else {})}
                 if vae == "vaemem":
                     settings["vae_memory_limit"] = _limit(found[0], height, width)
                 p = predict_pipeline(pipeline, height, width, batch, **{**asked, **settings})
-                found.append(_Asked(settings, kind, p))
+                found.append(_Asked(place, settings, kind, p))
         if types is None and len(kinds) == 1 and _is_large(found[0].prediction):
             kinds += SMALLER
     return [_way(one, machine) for one in found]
@@ -63,7 +62,18 @@ def _is_large(p: PipelinePrediction) -> bool:
     return 2 * p.parts[PIPELINES[p.pipeline].denoiser].nbytes > p.available
 
 
+def _offloads(pipeline: str) -> list[tuple[str, Any]]:
+    """Names, and what `predict_pipeline` calls them."""
+    return [
+        ("no offload", "none"),
+        ("model offload", "model"),
+        ("sequential offload", "sequential"),
+        ("text encoders on CPU", dict.fromkeys(PIPELINES[pipeline].encoders, "cpu")),
+    ]
+
+
 class _Asked(NamedTuple):
+    place: str
     settings: Mapping[str, Any]
     kind: str | None
     prediction: PipelinePrediction
@@ -72,7 +82,7 @@ class _Asked(NamedTuple):
     def name(self) -> str:
         limit = self.settings.get("vae_memory_limit")
         vae = f"VAE by vaemem in {limit}" if limit else f"VAE {self.settings['vae']}"
-        return f"{OFFLOAD_NAMES[self.settings['offload']]}, {vae}" + (f", {self.kind}" if self.kind else "")
+        return f"{self.place}, {vae}" + (f", {self.kind}" if self.kind else "")
 
     @property
     def changes(self) -> str:
@@ -94,31 +104,33 @@ def _large(pipeline: str) -> list[str]:
     return [kind.denoiser, *(role for role in kind.encoders if kind.parts[role] not in ("clip-l", "openclip-g"))]
 
 
-def _vae_ways(offload: str, batch: int, has_tiles: bool) -> list[str]:
-    """Where submodules come and go with their calls, the whole decode of one image was recorded alone."""
+def _vae_ways(offload: Any, batch: int, has_tiles: bool, image: bool) -> list[str]:
+    """Where submodules come and go with their calls, the whole decode of one image was recorded alone; an image at the
+    beginning is encoded by PyTorch with the VAE on the device."""
     if offload == "sequential":
-        return ["whole"]
-    return ["whole", *(["sliced"] if batch > 1 else []), *(["tiled"] if has_tiles else []), "vaemem"]
+        return ["whole"] if batch == 1 and not image else []
+    ways = ["whole", *(["sliced"] if batch > 1 else []), *(["tiled"] if has_tiles else [])]
+    return ways if image else [*ways, "vaemem"]
 
 
 def _way(asked: _Asked, machine: Machine | None) -> Way:
     p = asked.prediction
-    kinds = {"denoise": PIPELINES[p.pipeline].denoiser, "decode": "vae"}
     phases = []
     for phase in p.phases:
-        work = {}
-        if phase.name != "load":  # once for many pictures
-            work = _work(kinds.get(phase.name, "transformer"), phase.flops, phase.weights, machine)
-            work |= {"link": float(phase.sent)} if phase.sent else {}
+        work = {} if phase.name == "load" else _work(p, phase, machine)  # once for many pictures
         phases.append(PlannedPhase(phase.name, phase.weights, phase.total - phase.weights, work))
     notes = (*p.notes, *([SEQUENTIAL] if asked.settings["offload"] == "sequential" else []))
     out = (p.out_of_memory_at[0], max(p.least - p.available, 1)) if p.out_of_memory_at else None
     return Way(asked.name, asked.settings, tuple(phases), p.host, asked.changes, notes, out, played=True)
 
 
-def _work(kind: str, flops: float, weights: int, machine: Machine | None) -> dict[str, float]:
+def _work(p: PipelinePrediction, phase: Phase, machine: Machine | None) -> dict[str, float]:
     """The encoder of a short prompt may read its weights for longer than it computes."""
-    computes, reads = {kind: float(flops)}, {"memory": float(weights)}
-    if machine is None or kind != "transformer":
-        return computes
-    return max(computes, reads, key=lambda work: machine.seconds(work).likely)
+    known = PIPELINES[p.pipeline]
+    kinds = {"encode image": "vae", "denoise": known.denoiser, "decode": "vae"}
+    work = {kinds.get(phase.name, "transformer"): float(phase.flops)}
+    if machine and phase.flops and phase.name == "encode prompt":
+        read = {"memory": float(sum(p.parts[role].nbytes for role in known.encoders if role in p.parts))}
+        work = max(work, read, key=lambda one: machine.seconds(one).likely)
+    work |= {"link": float(phase.sent), "cpu": float(phase.host_flops)}
+    return {name: amount for name, amount in work.items() if amount}

@@ -1,0 +1,74 @@
+"""Published accounts of whole pipelines come out: eight ways to fit a card of 12 GB, an equation for SD 1.5."""
+
+import pytest
+
+from vaemem import predict_pipeline
+from vaemem.__main__ import main
+from vaemem.pipelines import published, ways_mlx
+
+MIB, GIB = 2**20, 2**30
+
+
+# ---- the published table ----
+
+
+def test_the_published_table_comes_out():
+    """Out of memory, out of memory, success three times, two timeouts, success: where, and in which order of time."""
+    plan = published.plan_of()
+    rows = published.judged(plan, direct=True)
+    assert [row.ours for row in rows] == [row.tried.result for row in rows]
+    assert [row.ours for row in rows] == ["oom"] * 2 + ["success"] * 3 + ["timeout"] * 2 + ["success"]
+    assert {row.outcome.fails_in for row in rows[:2]} == {"denoise"}
+    seconds = [row.outcome.seconds for row in rows]
+    for i in (2, 3, 4, 7):  # the third and fourth row were given
+        assert seconds[i].low <= rows[i].tried.seconds <= seconds[i].high
+    assert seconds[2].likely < 0.5 * min(seconds[i].likely for i in (3, 4, 7))
+    assert seconds[4].likely == pytest.approx(151, rel=0.03) and seconds[7].likely == pytest.approx(146, rel=0.03)
+    assert all(seconds[i].likely > 600 > seconds[3].high for i in (5, 6))
+    fitting = [row for row in rows if row.ours == "success"]
+    assert min(fitting, key=lambda row: row.outcome.seconds.likely).tried.number == 3, "what it recommends"
+
+
+def test_by_im2col_the_third_row_would_have_run_out_in_decode():
+    rows = published.judged(published.plan_of(False, calibrated=False), direct=False)
+    assert rows[2].ours == "oom" and rows[2].outcome.fails_in == "decode" and rows[2].outcome.short > GIB
+    assert [rows[i].ours for i in (0, 1, 3, 4, 7)] == ["oom", "oom", "success", "success", "success"]
+
+
+def test_it_ran_out_in_diffusion_and_not_in_decode():
+    """In tiles the decode fits beside all weights; the diffusion model's buffer does not, and the prompt's does."""
+    plan = published.plan_of(calibrated=False)
+    second = {phase.name: phase.total for phase in plan["no offload, VAE direct, tiled"].way.phases}
+    room = plan.room.card
+    assert second["load"] < second["encode prompt"] < room < second["denoise"] and second["decode"] < room
+    assert plan.machine is None and plan["no offload, VAE direct, tiled"].seconds is None
+
+
+def test_its_vae_has_the_size_of_float32():
+    assert round(ways_mlx.vae_bytes("flux", "all", "float32") / MIB) == 320
+
+
+def test_the_table_is_printed(capsys):
+    assert main(["reproduce", "--plan"]) == 0
+    said = capsys.readouterr().out
+    assert "8 of 8 rows agree" in said and "319.7 MiB" in said and "Why in diffusion" in said
+    assert main(["reproduce", "--equation"]) == 0
+    assert "746.67" in capsys.readouterr().out
+    assert main(["reproduce", "--plan", "--csv", "rows.csv"]) == 2
+    assert "neither a table nor --csv" in capsys.readouterr().err
+
+
+# ---- the published equation ----
+
+
+def test_the_equation_is_judged():
+    """The VAE 100 times too small, the UNet several times, no phase for the prompt; small sizes hide it in the sum."""
+    for side, tokens in ((512, 77), (1024, 77), (1024, 231)):
+        terms = {term.phase: term for term in published.judge_equation(side, side, tokens)}
+        assert 95 < terms["decode"].ratio < 110 and 7 < terms["denoise"].ratio < 10
+        assert terms["encode prompt"].theirs is None and terms["encode prompt"].ours > 20 * MIB
+        p = predict_pipeline("sd15", side, side, gpu="T4", prompt_tokens=tokens, image=True)
+        assert 60 < terms["encode image"].ratio < 70
+        assert terms["total"].ours == p.peak
+        assert terms["decode"].ours == p.phases[-1].allocated - p.phases[-1].weights
+    assert terms["total"].ratio > 2
