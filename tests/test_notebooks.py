@@ -15,6 +15,10 @@ SHOWN = {
     "sweep_fit_formula": (2, ["sweep: 100%", r"\begin{aligned}", r"\pm", "def sdxl_decode_allocated_bytes", "<iframe"]),
     "beside_pytorch": (0, ["diffusers 128x128", "vaemem 128x128", "first difference: none", "viewer.html"]),
     "under_a_limit": (2, ["decode: 100%", "tiles of 128x128", "the same bits\n"]),
+    "pipeline_on_a_small_card": (
+        2,
+        ["runs out in denoise", r"\begin{aligned}", "Take model offload", "blended where", "Skipped: "],
+    ),
 }
 
 if not FOLDER.exists():

@@ -297,6 +297,12 @@ def test_formulas_in_a_notebook():
     assert "$$" not in found._repr_markdown_() and "no closed form" in found._repr_markdown_()
 
 
+def test_formulas_where_some_sizes_are_none_of_the_pipelines():
+    found = predict_pipeline("zimage-turbo", 1024, 1024, gpu="RTX 4070", offload="model").formula
+    assert not isinstance(found["decode"], str) and found["decode"].predict(1024, 1024) > 2 << 30
+    assert not any("recorded" in str(form) for form in found.values())
+
+
 @pytest.mark.parametrize(
     ("pipeline", "height", "given", "message"),
     [

@@ -69,8 +69,12 @@ def derive(question: PipelineQuestion, phases: Sequence[Phase], process: Simulat
     def look(index: int, height: int, width: int) -> Peak | None:
         if (height, width) not in played:
             call = replace(q.call, height=height, width=width)
-            played[height, width] = replace(q, call=call).play(workspace=process.workspace)[0].phases
-        return _peak(played[height, width][index])
+            try:
+                played[height, width] = replace(q, call=call).play(workspace=process.workspace)[0].phases
+            except ValueError:  # a size that the pipeline does not make
+                played[height, width] = []
+        phases = played[height, width]
+        return _peak(phases[index]) if phases else None
 
     found = PipelineFormula()
     for index, phase in enumerate(phases):

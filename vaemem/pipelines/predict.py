@@ -153,7 +153,10 @@ class _Phases:
         table = render(cells, list(zip(*cells.values(), strict=True)), markdown)
         verdict = self.verdict[0].upper() + self.verdict[1:]
         host = f"; {self.host / MIB:.0f} MiB of weights kept by the host" if self.host else ""
-        return ("\n\n" if markdown else "\n").join([self.title, table, f"{verdict}{host}.", *self.notes])
+        lines = [self.title, table, f"{verdict}{host}."]
+        if markdown:
+            return "\n\n".join([*lines, "\n".join(f"- {note}" for note in self.notes)])
+        return "\n".join([*lines, *self.notes])
 
     def __str__(self) -> str:
         return self._text()
