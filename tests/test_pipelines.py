@@ -172,6 +172,7 @@ def test_where_memory_runs_out():
     [
         ({"pipeline": "sd16"}, "pipeline: want"),
         ({"height": 500}, "height: want a multiple of 8"),
+        ({"pipeline": "flux", "height": 1000}, "height: want a multiple of 16"),
         ({"offload": "group"}, "offload: want"),
         ({"vae": "vaemem"}, "vae_memory_limit: want it"),
         ({"vae_memory_limit": "1 GB"}, "vae_memory_limit: want it"),

@@ -60,6 +60,11 @@ class Pipeline(NamedTuple):
         return self.encoders[-1 if self.guides else 0]
 
     @property
+    def stride(self) -> int:
+        """What the image's sides are multiples of, in pixels: transformers take latents in squares of two."""
+        return VAE_STRIDE * (2 if self.denoiser == "transformer" else 1)
+
+    @property
     def encoders(self) -> list[str]:
         return [role for role in self.parts if role.startswith("text_encoder")]
 

@@ -10,7 +10,7 @@ from typing import Any
 from vaemem._common import DTYPES, MIB, choose, whole
 from vaemem.engine.limits import parse_size
 from vaemem.pipelines import programs
-from vaemem.pipelines.components import PIPELINES, VAE_STRIDE, Pipeline
+from vaemem.pipelines.components import PIPELINES, Pipeline
 from vaemem.pipelines.diffusers import Call
 from vaemem.pipelines.formula import PipelineFormula, derive
 from vaemem.pipelines.question import PipelineQuestion
@@ -91,7 +91,7 @@ class PipelinePrediction(_Phases):
     def __init__(self, question: PipelineQuestion):
         self._question = question
         run, _ = question.play()
-        self.timeline: tuple[Moment, ...] = tuple(run.moments)
+        self._run = run
         self._process = run.process
         limited = CachingAllocator(total_memory=max(question.available, 1), history=False)
         tried, full = question.play(limited, run.process.workspace)
@@ -106,6 +106,10 @@ class PipelinePrediction(_Phases):
                 break
         verdicts = [True if i < done else None if i > done else False for i in range(len(run.phases))]
         self.phases = tuple(phase._replace(fits=fits) for phase, fits in zip(run.phases, verdicts, strict=True))
+
+    @functools.cached_property
+    def timeline(self) -> tuple[Moment, ...]:
+        return tuple(self._run.timeline())
 
     @property
     def pipeline(self) -> str:
@@ -226,7 +230,7 @@ def predict_pipeline(
     pipeline : str
         ``"sd15"``, ``"sdxl"``, ``"flux"`` or ``"zimage-turbo"``.
     height, width : int
-        Of the image in pixels, multiples of 8.
+        Of the image in pixels, multiples of 8; of 16 for FLUX and Z-Image.
     batch : int
         Images of one prompt.
     prompt_tokens : int, optional
@@ -313,8 +317,8 @@ def predict_pipeline(
     dtype = kind.dtype if dtype is None else dtype
     choose("dtype", dtype, DTYPES)
     for name, value in (("height", height), ("width", width)):
-        if whole(name, value) % VAE_STRIDE:
-            raise ValueError(f"{name}: want a multiple of {VAE_STRIDE}, got {value}")
+        if whole(name, value) % kind.stride:
+            raise ValueError(f"{name}: want a multiple of {kind.stride}, got {value}")
     height, width = int(height), int(width)  # of NumPy's integers too
     if (vae == "vaemem") != (vae_memory_limit is not None):
         raise ValueError(
