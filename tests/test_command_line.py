@@ -250,3 +250,19 @@ def test_fits_says_so_by_its_status(capsys):
 def test_the_largest_of_our_own_engine(capsys):
     assert main(["largest", "sdxl", "decode", "--engine", "2 GiB"]) == 0
     assert re.match(r"\d+x\d+\n<Run decode", capsys.readouterr().out)
+
+
+def test_a_pipelines_phases(capsys):
+    command = ["pipeline", "sd15", "512x512", "--gpu", "T4", "--offload", "model", "--vae", "tiled"]
+    assert main([*command, "--component", "unet=nf4", "--format", "json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    want = vaemem.predict_pipeline("sd15", 512, 512, gpu="T4", offload="model", vae="tiled", components={"unet": "nf4"})
+    assert said == json.loads(want.to_json())
+    assert main([*command, "--format", "csv"]) == 0
+    assert capsys.readouterr().out.startswith("phase,total_bytes")
+    assert main(["pipeline", "flux", "1024", "--gpu", "RTX 3060", "--memory", "12 GB"]) == 1, "it does not fit"
+    assert "out of memory in load" in capsys.readouterr().out.lower()
+    assert main(["pipeline", "sdxl", "1024", "--runtime", "sd.cpp", "--offload=--offload-to-cpu"]) == 0
+    assert "--offload-to-cpu" in capsys.readouterr().out
+    assert main(["pipeline", "sd15", "512", "--offload", "cpu"]) == 2
+    assert capsys.readouterr().err == "vaemem pipeline: offload: want one of none, model, sequential, got 'cpu'\n"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import csv
+import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from vaemem import formula, predict, predict_pipeline
@@ -254,6 +257,66 @@ def test_stable_diffusion_cpps_phases():
     ):
         with pytest.raises(ValueError, match=match):
             predict_pipeline(**{"pipeline": "sd15", "height": 512, "width": 512, "runtime": "sd.cpp", **wrong})
+
+
+def test_a_prediction_as_a_table():
+    p = predict_pipeline("sdxl", 1024, 1024, gpu="T4", offload="model", vae="vaemem", vae_memory_limit="1 GB")
+    title, header, *lines = str(p).splitlines()
+    assert title == p.title and [line.split("  ")[0] for line in lines[:3]] == [phase.name for phase in p.phases]
+    assert "outside MiB" in header and "954" in lines[2] and "Peak in denoise" in lines[3]
+    assert p._repr_markdown_() == p.to_markdown() and p.to_markdown().count("\n|") == 5
+    assert repr(p).startswith("<PipelinePrediction sdxl 1024x1024") and "\n" not in repr(p)
+    for row, one in zip(p.rows(), p.phases, strict=True):
+        parts = ("weights", "activations", "workspace", "cached", "outside")
+        assert row["total_bytes"] == one.total == sum(row[f"{part}_bytes"] for part in parts)
+        assert not (row["largest"] or "").startswith("weights of ")
+
+
+def test_a_prediction_in_files(tmp_path):
+    p = predict_pipeline("sd15", 512, 512, gpu="RTX 3060", memory="3 GB", used="1 GB")
+    assert p.to_csv(tmp_path / "phases.csv") is None
+    rows = list(csv.DictReader((tmp_path / "phases.csv").open()))
+    assert [row["fits"] for row in rows] == ["False", "", "", ""] and int(rows[-1]["total_bytes"]) == p.peak
+    data = json.loads(p.to_json())
+    assert data["fits"] is False and data["bottleneck"] == "decode"
+    assert [row["phase"] for row in data["phases"]] == [phase.name for phase in p.phases]
+    assert "runs out" in str(p) and "not reached" in str(p)
+
+
+def test_a_graphs_prediction_has_the_same_displays():
+    p = predict_pipeline("zimage-turbo", 1024, 1024, gpu="RTX 3060", runtime="sd.cpp", offload="cond_only")
+    assert "largest tensor" not in str(p) and "kept by the host" in str(p) and p.to_csv().count("\n") == 5
+    assert json.loads(p.to_json())["host_bytes"] == p.host and p.band == (p.peak, p.peak)
+
+
+def test_formulas_in_a_notebook():
+    found = formula(predict_pipeline("sd15", 512, 512, gpu="T4"))
+    shown = found._repr_markdown_()
+    assert shown.startswith("$$") and shown.count("\n|") == 2 + len(found) and r"H\*W\*e" in shown
+    found.clear()
+    found["decode"] = "no closed form"
+    assert "$$" not in found._repr_markdown_() and "no closed form" in found._repr_markdown_()
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "height", "given", "message"),
+    [
+        ("flux", 1000, {}, "height: want a multiple of 16 up to 1048576 for flux, got 1000"),
+        ("sd15", 1 << 21, {}, "height: want a multiple of 8 up to"),
+        ("sd15", 512, {"components": ["nf4"]}, "components: want {role: type or file}"),
+        ("sd15", 512, {"components": {"unet": ["nf4"]}}, r"components\['unet'\]: want one of"),
+        ("sd15", 512, {"components": {"unet": "bool"}}, r"components\['unet'\]: want one of"),
+        ("sd15", 512, {"vae": "vaemem", "vae_memory_limit": "10 MB"}, "vae_memory_limit: want more than the VAE's"),
+    ],
+)
+def test_what_a_pipeline_cannot_be_is_refused(pipeline, height, given, message):
+    with pytest.raises(ValueError, match=message):
+        predict_pipeline(pipeline, height, 512, **given)
+
+
+def test_sizes_as_numpy_has_them():
+    sizes = np.array([512, 768])
+    assert repr(predict_pipeline("sd15", *sizes)) == repr(predict_pipeline("sd15", 512, 768))
 
 
 def test_components_on_the_cpu():

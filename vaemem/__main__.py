@@ -24,6 +24,7 @@ from vaemem import (
     plan_pipeline,
     predict,
     predict_largest,
+    predict_pipeline,
     report,
     sweep,
 )
@@ -31,6 +32,7 @@ from vaemem._common import DTYPES, ELEMENT_BYTES, MIB, OPS, TILED_OPS, __version
 from vaemem.engine import latents, layouts, weights
 from vaemem.pipelines.components import PIPELINES
 from vaemem.pipelines.plan import RUNTIMES as PLANNED_RUNTIMES
+from vaemem.pipelines.predict import RUNTIMES as PREDICTED_RUNTIMES
 from vaemem.prediction import reproduce
 from vaemem.prediction.benchmark import PROTOCOLS, USUAL_PROTOCOL
 from vaemem.prediction.bound import APPLICATIONS, SIDES
@@ -79,9 +81,9 @@ def _table(path: str, **missing: Any) -> Table:
     return Table.from_csv(sys.stdin if path == "-" else path, **missing)
 
 
-def _print(table: Table, form: str) -> None:
-    text = repr(table) if form == "text" else getattr(table, f"to_{form}")()
-    print(str(text).rstrip("\n"))
+def _print(result: Any, form: str) -> None:
+    text = str(result) if form == "text" else getattr(result, f"to_{form}")()
+    print(text.rstrip("\n"))
 
 
 def _make_demo(args: argparse.Namespace) -> None:
@@ -238,6 +240,21 @@ def _predict(args: argparse.Namespace) -> None:
             print(f"  {tensor.bytes / MIB:10.2f} MiB  {tensor.name}")
 
 
+def _pipeline(args: argparse.Namespace) -> int:
+    """0 where it fits, 1 where it does not."""
+    given = {
+        "prompt_tokens": args.tokens, "guidance": not args.no_guidance, "dtype": args.dtype,
+        "components": dict(args.component), "offload": args.offload, "vae": args.vae,
+        "vae_memory_limit": args.vae_memory_limit, "image": args.image, "steps": args.steps, "gpu": args.gpu,
+        "memory": args.memory, "used": args.used, "cudnn_version": args.cudnn, "torch_version": args.torch,
+        "runtime": args.runtime,
+    }  # fmt: skip
+    height, width = args.size
+    prediction = predict_pipeline(args.pipeline, height, width, args.batch, **given)
+    _print(prediction, args.format)
+    return 0 if prediction.fits else 1
+
+
 def _plan(args: argparse.Namespace) -> int:
     """0 where a way fits, 1 where none does."""
     given = {
@@ -250,8 +267,7 @@ def _plan(args: argparse.Namespace) -> int:
     }  # fmt: skip
     height, width = args.size
     plan = plan_pipeline(args.pipeline, height, width, args.batch, **given)
-    text = repr(plan) if args.format == "text" else getattr(plan, f"to_{args.format}")()
-    print(str(text).rstrip("\n"))
+    _print(plan, args.format)
     return 0 if plan.recommended else 1
 
 
@@ -451,23 +467,40 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--engine", metavar="SIZE", help="what our own engine has room for in a memory such as '2 GiB'")
     on_a_card(sub)
 
+    def of_a_pipeline(sub: argparse.ArgumentParser) -> None:
+        sub.add_argument("pipeline", help=", ".join(PIPELINES))
+        sub.add_argument("size", type=_size, metavar="HxW", help="height x width of the image in pixels")
+        sub.add_argument("--batch", type=_count, default=1)
+        sub.add_argument("--used", metavar="SIZE", default=0, help="what others hold of the card, such as '1.5 GB'")
+        sub.add_argument("--tokens", type=_count, help="of the prompt (default: what the pipeline pads to)")
+        sub.add_argument("--no-guidance", action="store_true", help="SD 1.5 and SDXL denoise each image once")
+        sub.add_argument("--image", action="store_true", help="it begins with an image, which is encoded first")
+        sub.add_argument("--steps", type=_count)
+        sub.add_argument("--dtype", type=_dtype, choices=DTYPES)
+        sub.add_argument(
+            "--component", type=_pair, action="append", default=[], metavar="ROLE=TYPE",
+            help="the type of a component's weights, or a file of them, such as transformer=Q8_0; may come again",
+        )  # fmt: skip
+
+    sub = command("pipeline", _pipeline, "What a whole pipeline takes of a card, phase by phase; 1 if it does not fit.")
+    of_a_pipeline(sub)
+    sub.add_argument("--runtime", choices=PREDICTED_RUNTIMES, default="diffusers")
+    sub.add_argument("--gpu", default="RTX 4090", help="a card (default: RTX 4090)")
+    sub.add_argument(
+        "--offload", default="none", help="none, model or sequential; of sd.cpp its own (--offload-to-cpu)"
+    )
+    sub.add_argument(
+        "--vae", default="whole", help="whole, tiled, sliced or vaemem; of sd.cpp direct, tiled and others"
+    )
+    sub.add_argument("--vae-memory-limit", metavar="SIZE", help="of vaemem's decoder, such as '1 GB'")
+    card_and_software(sub, "2.7.1+cu128")
+    formatted(sub, "text", "csv", "json", "markdown")
+
     sub = command("plan", _plan, "Every way of running a pipeline: which fit, how long they take, which to take.")
-    sub.add_argument("pipeline", help=", ".join(PIPELINES))
-    sub.add_argument("size", type=_size, metavar="HxW", help="height x width of the image in pixels")
-    sub.add_argument("--batch", type=_count, default=1)
+    of_a_pipeline(sub)
     sub.add_argument("--runtime", choices=PLANNED_RUNTIMES, default="diffusers")
     sub.add_argument("--gpu", help="a card; without one its --memory, and seconds only where some were --measured")
     sub.add_argument("--host-memory", metavar="SIZE", help="what the host may give, such as '16 GB'")
-    sub.add_argument("--used", metavar="SIZE", default=0, help="what others hold of the card, such as '1.5 GB'")
-    sub.add_argument("--tokens", type=_count, help="of the prompt (default: what the pipeline pads to)")
-    sub.add_argument("--no-guidance", action="store_true", help="SD 1.5 and SDXL denoise each image once")
-    sub.add_argument("--image", action="store_true", help="it begins with an image")
-    sub.add_argument("--steps", type=_count)
-    sub.add_argument("--dtype", type=_dtype, choices=DTYPES)
-    sub.add_argument(
-        "--component", type=_pair, action="append", default=[], metavar="ROLE=TYPE",
-        help="the type of a component's weights, or a file of them, such as transformer=Q8_0; may come again",
-    )  # fmt: skip
     sub.add_argument(
         "--measured", type=_measured, action="append", default=[], metavar="WAY=SECONDS",
         help="what a way took on this machine, by its name as the plan prints it; may come again",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import operator
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import resources
 from typing import Any, TypeVar
@@ -90,6 +91,15 @@ def need(module: str, what: str) -> Any:
 def typeset(equations: Iterable[str]) -> str:
     """LaTeX equation bodies, aligned at their &, as notebooks and Markdown typeset them."""
     return "$$\\begin{aligned}\n" + " \\\\\n".join(equations) + "\n\\end{aligned}$$"
+
+
+def write(path: str | os.PathLike[str] | None, text: str) -> str | None:
+    """Text to a file as it is; without a path it is given back."""
+    if path is None:
+        return text
+    with open(path, "w", encoding="utf-8", newline="") as file:
+        file.write(text)
+    return None
 
 
 @contextlib.contextmanager

@@ -333,8 +333,6 @@ def pipeline(run: Any, available: int | None = None) -> Figure:
 
 def _part_of(phase: Any, name: str) -> float:
     """Of a prediction's phase or a plan's, whose parts have other names: a part that it does not have is 0."""
-    if name == "cached":
-        return float(phase.reserved - phase.allocated) if hasattr(phase, "reserved") else 0.0
     return float(getattr(phase, name, 0))
 
 

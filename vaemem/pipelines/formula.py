@@ -37,22 +37,28 @@ class PipelineFormula(dict[str, "ClosedForm | str"]):
                 raise ValueError(f"{name}: {form}")
         return max(form.predict(height, width) for form in self.values() if isinstance(form, ClosedForm))
 
-    def _lines(self) -> list[tuple[str, str, str]]:
-        return [
+    def _grid(self, markdown: bool = False) -> str:
+        header = ("phase", "allocated bytes, H and W in pixels, e bytes an element", "square sides")
+        rows = [
             (name, form.equation, f"{form.lowest} to {form.highest}")
             if isinstance(form, ClosedForm)
             else (name, form, "")
             for name, form in self.items()
         ]
+        return render(header, rows, markdown)
 
     def __str__(self) -> str:
-        header = ("phase", "allocated bytes, H and W in pixels, e bytes an element", "square sides")
-        return render(header, self._lines())
+        return self._grid()
 
     __repr__ = __str__
 
     def _repr_latex_(self) -> str:
         return typeset(form.latex() for form in self.values() if isinstance(form, ClosedForm))
+
+    def _repr_markdown_(self) -> str:
+        has_forms = any(isinstance(form, ClosedForm) for form in self.values())
+        grid = self._grid(markdown=True).replace("*", r"\*")
+        return f"{self._repr_latex_()}\n\n{grid}" if has_forms else grid
 
 
 def derive(question: PipelineQuestion, phases: Sequence[Phase], process: SimulatedProcess) -> PipelineFormula:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import csv
 import functools
+import io
+import json
 import os
 from collections.abc import Mapping
 from typing import Any
 
-from vaemem._common import DTYPES, MIB, choose, whole
+from vaemem._common import DTYPES, MIB, choose, render, whole, write
 from vaemem.engine.limits import parse_size
 from vaemem.pipelines import programs
 from vaemem.pipelines.components import PIPELINES, Pipeline
@@ -21,14 +24,28 @@ from vaemem.prediction.gpus import find_gpu
 from vaemem.prediction.process import Moment, PeakTensor
 from vaemem.prediction.snapshot import CachingAllocator
 
+RUNTIMES = ("diffusers", "sd.cpp")
+WEIGHT_TYPES = [name for name in TYPES if name not in ("float64", "int64", "bool")]  # which are tables' and masks'
+LARGEST = 1 << 20  # pixels a side, as `vaemem.predict` has it
 VAE_WAYS = ("whole", "tiled", "sliced", "vaemem")
+_PARTS = ("weights", "activations", "workspace", "cached", "outside")  # make up a phase's total
+_OUTCOMES = {True: "goes through", False: "runs out", None: "not reached"}
+
+
+def _largest(phase: Phase) -> PeakTensor | None:
+    """Of what a phase has at its height beside weights."""
+    return next((one for one in phase.peak_tensors if not one.name.startswith("weights of ")), None)
 
 
 class _Phases:
-    """What every prediction of a pipeline says of its phases."""
+    """What every prediction of a pipeline says of its phases. Printing it shows a line a phase."""
 
     phases: tuple[Phase, ...]
     out_of_memory_at: tuple[str, PeakTensor] | None
+    title: str
+    available: int
+    host: int
+    notes: tuple[str, ...]
 
     @property
     def peak(self) -> int:
@@ -42,12 +59,113 @@ class _Phases:
     def fits(self) -> bool:
         return self.out_of_memory_at is None
 
-    def _shown(self, what: str, band: str, available: int) -> str:
+    @property
+    def band(self) -> tuple[int, int]:
+        return self.peak, self.peak
+
+    @property
+    def verdict(self) -> str:
+        """Where the peak is, and whether the run goes through, in a line."""
+        least, most = (f"{size / MIB:.0f}" for size in self.band)
+        band = f" ({least} to {most} MiB)" if least != most else ""
+        end = "fits in" if self.out_of_memory_at is None else f"out of memory in {self.out_of_memory_at[0]} with"
+        return f"peak in {self.bottleneck}{band}; {end} {self.available / MIB:.0f} MiB"
+
+    # ---- files ----
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One dict a phase: sizes in bytes, the largest tensor at its height, whether it goes through.
+
+        Examples
+        --------
+        >>> predict_pipeline("sd15", 512, 512, gpu="T4").rows()[-1]["phase"]
+        'decode'
+        """
+        return [
+            {
+                "phase": phase.name,
+                "total_bytes": phase.total,
+                **{f"{name}_bytes": getattr(phase, name) for name in (*_PARTS, "sent")},
+                "flops": phase.flops,
+                "host_flops": phase.host_flops,
+                "largest": largest.name if (largest := _largest(phase)) else None,
+                "largest_bytes": largest.bytes if largest else None,
+                "fits": phase.fits,
+            }
+            for phase in self.phases
+        ]
+
+    def to_csv(self, path: str | os.PathLike[str] | None = None) -> str | None:
+        """The rows as CSV, to a file or as text.
+
+        Examples
+        --------
+        >>> predict_pipeline("sd15", 512, 512, gpu="T4").to_csv().splitlines()[0]
+        'phase,total_bytes,weights_bytes,...'
+        """
+        text, rows = io.StringIO(), self.rows()
+        writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+        return write(path, text.getvalue())
+
+    def to_json(self, path: str | os.PathLike[str] | None = None) -> str | None:
+        """What was asked, the rows and the verdict as JSON, to a file or as text.
+
+        Examples
+        --------
+        >>> import json
+        >>> json.loads(predict_pipeline("sd15", 512, 512, gpu="T4").to_json())["fits"]
+        True
+        """
+        data = {
+            "title": self.title, "available_bytes": self.available, "host_bytes": self.host, "peak_bytes": self.peak,
+            "peak_band_bytes": self.band, "bottleneck": self.bottleneck, "fits": self.fits, "phases": self.rows(),
+            "notes": self.notes,
+        }  # fmt: skip
+        return write(path, json.dumps(data, indent=1, ensure_ascii=False) + "\n")
+
+    def to_markdown(self) -> str:
+        """What `print` shows, as Markdown.
+
+        Examples
+        --------
+        >>> print(predict_pipeline("sd15", 512, 512, gpu="T4").to_markdown())
+        sd15 512x512...
+        """
+        return self._text(markdown=True)
+
+    # ---- for people ----
+
+    def _text(self, markdown: bool = False) -> str:
+        """A line a phase; a column in which no phase has anything is left out."""
+        cells: dict[str, list[str]] = {
+            "phase": [phase.name for phase in self.phases],
+            "on the card MiB": [f"{phase.total / MIB:.0f}" for phase in self.phases],
+        }
+        for name in _PARTS:
+            if any(getattr(phase, name) for phase in self.phases):
+                cells[f"{name} MiB"] = [f"{getattr(phase, name) / MIB:.0f}" for phase in self.phases]
+        largest = [_largest(phase) for phase in self.phases]
+        if any(largest):
+            cells["largest tensor"] = [f"{one.name}, {one.bytes / MIB:.0f} MiB" if one else "" for one in largest]
+        cells["outcome"] = [_OUTCOMES[phase.fits] for phase in self.phases]
+        table = render(cells, list(zip(*cells.values(), strict=True)), markdown)
+        verdict = self.verdict[0].upper() + self.verdict[1:]
+        host = f"; {self.host / MIB:.0f} MiB of weights kept by the host" if self.host else ""
+        return ("\n\n" if markdown else "\n").join([self.title, table, f"{verdict}{host}.", *self.notes])
+
+    def __str__(self) -> str:
+        return self._text()
+
+    def _repr_markdown_(self) -> str:
+        return self._text(markdown=True)
+
+    def __repr__(self) -> str:
         shown = "; ".join(
             f"{phase.name} {phase.total / MIB:.0f} MiB ({phase.weights / MIB:.0f} of weights)" for phase in self.phases
         )
-        verdict = f"out of memory in {self.out_of_memory_at[0]} with" if self.out_of_memory_at else "fits in"
-        return f"{what}: {shown}; peak in {self.bottleneck}{band}; {verdict} {available / MIB:.0f} MiB"
+        return f"<{type(self).__name__} {self.title}: {shown}; {self.verdict}>"
 
 
 class PipelinePrediction(_Phases):
@@ -55,6 +173,8 @@ class PipelinePrediction(_Phases):
 
     Attributes
     ----------
+    title : str
+        What was asked.
     phases : tuple of Phase
         In order: load (where all is loaded first), encode prompt, encode image (where there is one), denoise, decode.
     peak : int
@@ -89,7 +209,13 @@ class PipelinePrediction(_Phases):
     """
 
     def __init__(self, question: PipelineQuestion):
-        self._question = question
+        self._question = q = question
+        batch = f", {q.call.batch} images" if q.call.batch > 1 else ""
+        where = f"{q.gpu.name}, offload {q.offload}, VAE {q.call.vae}"
+        where += f", {' and '.join(q.on_cpu)} on the CPU" if q.on_cpu else ""
+        self.title = f"{q.name} {q.call.height}x{q.call.width}{batch} ({where})"
+        self.available = q.available
+        self.host = sum(part.nbytes for part in q.parts if q.offload != "none" or part.role in q.on_cpu)
         run, _ = question.play()
         self._run = run
         self._process = run.process
@@ -106,6 +232,7 @@ class PipelinePrediction(_Phases):
                 break
         verdicts = [True if i < done else None if i > done else False for i in range(len(run.phases))]
         self.phases = tuple(phase._replace(fits=fits) for phase, fits in zip(run.phases, verdicts, strict=True))
+        self.notes = self._notes()
 
     @functools.cached_property
     def timeline(self) -> tuple[Moment, ...]:
@@ -118,15 +245,6 @@ class PipelinePrediction(_Phases):
     @property
     def parts(self) -> dict[str, Part]:
         return {part.role: part for part in self._question.parts}
-
-    @property
-    def available(self) -> int:
-        return self._question.available
-
-    @property
-    def host(self) -> int:
-        q = self._question
-        return sum(part.nbytes for part in q.parts if q.offload != "none" or part.role in q.on_cpu)
 
     @functools.cached_property
     def band(self) -> tuple[int, int]:
@@ -155,8 +273,7 @@ class PipelinePrediction(_Phases):
             low, high = (low, middle) if goes else (middle, high)
         return high
 
-    @property
-    def notes(self) -> tuple[str, ...]:
+    def _notes(self) -> tuple[str, ...]:
         found = list(self._process.substitutions)
         for part in self._question.parts:
             types = {weight.type for weight in part.weights}
@@ -169,19 +286,13 @@ class PipelinePrediction(_Phases):
                 found.append(f"{part.role}: all of it in float32, where diffusers leaves the middle block as it is")
         return tuple(found)
 
-    def __repr__(self) -> str:
-        q = self._question
-        least, most = (f"{size / MIB:.0f}" for size in self.band)
-        what = f"{q.name} {q.call.height}x{q.call.width} ({q.gpu.name}, offload {q.offload}, VAE {q.call.vae})"
-        return f"<PipelinePrediction {self._shown(what, f' ({least} to {most})' * (least != most), self.available)}>"
-
 
 class GraphPrediction(_Phases):
     """What `predict_pipeline` returns for stable-diffusion.cpp, whose models are graphs with a buffer each.
 
     Attributes
     ----------
-    phases, peak, bottleneck, fits, out_of_memory_at, available, host, notes
+    title, phases, peak, bottleneck, fits, out_of_memory_at, available, host, notes
         As `PipelinePrediction` has them; the context here is 426 MiB. A phase's `activations` are the graph's buffer
         and what ggml-cuda takes for its largest product; allocated and reserved are the same.
     way : Way
@@ -195,7 +306,8 @@ class GraphPrediction(_Phases):
     """
 
     def __init__(self, title: str, way: Way, available: int):
-        self.way, self._title, self.available = way, title, available
+        self.way, self.available = way, available
+        self.title = f"{title}, {way.name}"
         self.host, self.notes = way.host, way.notes
         found, self.out_of_memory_at = [], None
         for phase in way.phases:
@@ -212,9 +324,6 @@ class GraphPrediction(_Phases):
             )  # fmt: skip
         self.phases = tuple(found)
 
-    def __repr__(self) -> str:
-        return f"<GraphPrediction {self._shown(f'{self._title}, {self.way.name}', '', self.available)}>"
-
 
 def predict_pipeline(
     pipeline: str, height: int, width: int, batch: int = 1, prompt_tokens: int | None = None, guidance: bool = True,
@@ -230,7 +339,8 @@ def predict_pipeline(
     pipeline : str
         ``"sd15"``, ``"sdxl"``, ``"flux"`` or ``"zimage-turbo"``.
     height, width : int
-        Of the image in pixels, multiples of 8; of 16 for FLUX and Z-Image.
+        Of the image in pixels: multiples of 8, and of 16 for FLUX and Z-Image. Of other sizes diffusers makes the next
+        smaller one with FLUX, and none with Z-Image.
     batch : int
         Images of one prompt.
     prompt_tokens : int, optional
@@ -287,7 +397,7 @@ def predict_pipeline(
     (True, 'decode')
     """
     choose("pipeline", pipeline, PIPELINES)
-    choose("runtime", runtime, ("diffusers", "sd.cpp"))
+    choose("runtime", runtime, RUNTIMES)
     kind = PIPELINES[pipeline]
     steps = kind.steps if steps is None else whole("steps", steps)
     if runtime == "sd.cpp":
@@ -316,10 +426,10 @@ def predict_pipeline(
     choose("vae", vae, VAE_WAYS)
     dtype = kind.dtype if dtype is None else dtype
     choose("dtype", dtype, DTYPES)
+    height, width = whole("height", height), whole("width", width)
     for name, value in (("height", height), ("width", width)):
-        if whole(name, value) % kind.stride:
-            raise ValueError(f"{name}: want a multiple of {kind.stride}, got {value}")
-    height, width = int(height), int(width)  # of NumPy's integers too
+        if value % kind.stride or value > LARGEST:
+            raise ValueError(f"{name}: want a multiple of {kind.stride} up to {LARGEST} for {pipeline}, got {value}")
     if (vae == "vaemem") != (vae_memory_limit is not None):
         raise ValueError(
             f"vae_memory_limit: want it with vae='vaemem' and with that alone, got {vae_memory_limit!r} with {vae!r}"
@@ -327,9 +437,16 @@ def predict_pipeline(
     limit = parse_size("vae_memory_limit", vae_memory_limit) if vae_memory_limit is not None else 0
     tokens = kind.tokens if prompt_tokens is None else whole("prompt_tokens", prompt_tokens)
     call = Call(height, width, whole("batch", batch), tokens, bool(guidance), steps, vae, limit, bool(image))
+    parts = _parts(kind, dtype, components or {})
+    held = next(part.nbytes for part in parts if part.role == "vae")
+    if vae == "vaemem" and limit <= held:
+        raise ValueError(
+            f"vae_memory_limit: want more than the VAE's weights, which count in it and are {held} bytes, got"
+            f" {vae_memory_limit!r}"
+        )
     question = PipelineQuestion(
-        kind, pipeline, call, _parts(kind, dtype, components or {}), offload, on_cpu, find_gpu(gpu, memory),
-        cudnn_version, torch_version, parse_size("used", used, least=0),
+        kind, pipeline, call, parts, offload, on_cpu, find_gpu(gpu, memory), cudnn_version, torch_version,
+        parse_size("used", used, least=0),
     )  # fmt: skip
     if question.available <= 0:
         raise ValueError(f"used: want less than the card has beside a context, got {used!r}")
@@ -337,6 +454,8 @@ def predict_pipeline(
 
 
 def _parts(pipeline: Pipeline, dtype: str, components: Mapping[str, Any]) -> tuple[Part, ...]:
+    if not isinstance(components, Mapping):
+        raise ValueError(f"components: want {{role: type or file}}, got {components!r}")
     for role in components:
         choose("components", role, pipeline.parts)
     parts = []
@@ -357,11 +476,11 @@ def _part(role: str, component: str, dtype: str, given: Any, upcast: bool) -> Pa
         return Part(role, component, given, tuple(stored(named, given, "all", given)), upcast and given == "float16")
     if component in RECORDED_VAES:
         choose(f"components[{role!r}]", given, DTYPES)
-    if isinstance(given, os.PathLike) or os.path.exists(given):
+    if isinstance(given, os.PathLike) or (isinstance(given, str) and os.path.exists(given)):
         from vaemem.engine.weights import tensor_types
 
         return Part(role, component, dtype, tuple(stored(named, None, tensor_types(given))))
-    choose(f"components[{role!r}]", given, TYPES)
+    choose(f"components[{role!r}]", given, WEIGHT_TYPES)
     return Part(role, component, dtype, tuple(stored(named, given, _usual_rule(role, given), dtype)))
 
 

@@ -122,6 +122,11 @@ class Phase(NamedTuple):
     host_flops: int = 0
 
     @property
+    def cached(self) -> int:
+        """What PyTorch's allocator has reserved beyond what is allocated, each at its height."""
+        return self.reserved - self.allocated
+
+    @property
     def total(self) -> int:
         """What the card gives for it besides the CUDA context."""
         return self.reserved + self.outside

@@ -13,7 +13,7 @@ import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, overload
 
-from vaemem._common import MIB, mib, need, render, shipped
+from vaemem._common import MIB, mib, need, render, shipped, write
 
 if TYPE_CHECKING:
     import pandas
@@ -255,7 +255,7 @@ class Table(Sequence[Row]):
         writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
         writer.writeheader()
         writer.writerows(self._rows)
-        return _write(path, text.getvalue())
+        return write(path, text.getvalue())
 
     @classmethod
     def from_csv(cls, file: str | os.PathLike[str] | IO[str], **missing: object) -> Table:
@@ -320,7 +320,7 @@ class Table(Sequence[Row]):
         '[{"model": "sdxl", "op": null, "height": null, ...}]\\n'
         """
         rows = ",\n ".join(json.dumps(row, ensure_ascii=False) for row in self._rows)
-        return _write(path, f"[{rows}]\n")
+        return write(path, f"[{rows}]\n")
 
     @classmethod
     def from_json(cls, file: str | os.PathLike[str] | IO[str]) -> Table:
@@ -461,14 +461,6 @@ def _cell(column: Column, value: Any) -> str:
         return f"{value:.3f}"
     text = str(value)
     return text if len(text) <= 32 else text[:31] + "…"
-
-
-def _write(path: str | os.PathLike[str] | None, text: str) -> str | None:
-    if path is None:
-        return text
-    with open(path, "w", encoding="utf-8", newline="") as file:
-        file.write(text)
-    return None
 
 
 def _read(file: str | os.PathLike[str] | IO[str]) -> tuple[str, str]:
