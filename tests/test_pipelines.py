@@ -337,3 +337,15 @@ def test_components_on_the_cpu():
 def test_import_leaves_pipelines_for_later():
     code = "import sys, vaemem; assert not [m for m in sys.modules if m.startswith(('vaemem.pipelines', 'torch'))]"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("offload", ["none", "model", "sequential"])
+def test_the_safety_checker_stays_on_the_device(offload):
+    plain = predict_pipeline("sd15", 512, 512, gpu="T4", offload=offload)
+    found = predict_pipeline("sd15", 512, 512, gpu="T4", offload=offload, components={"safety_checker": "float16"})
+    checker = found.parts["safety_checker"].nbytes
+    assert checker == 2 * 303_981_588 + 8 * 257  # int64 position_ids
+    for name in ("encode prompt", "denoise", "decode"):
+        more = phase(found, name).allocated - phase(plain, name).allocated
+        assert checker <= more <= checker + 16 * MIB
+    assert phase(found, "decode").flops > phase(plain, "decode").flops

@@ -354,6 +354,7 @@ def predict_pipeline(
         By role (``"text_encoder"``, ``"text_encoder_2"``, ``"unet"``, ``"transformer"``, ``"vae"``): the type of its
         weights as `vaemem.pipelines.storage.tensor_bytes` has them (``"nf4"``, ``"Q8_0"``, ``"fp8"``, ``"float32"``),
         or the path of a safetensors or GGUF file, whose header says them; None for a text encoder that is not there.
+        SD 1.5's ``"safety_checker"`` is there where it is named.
         SDXL's VAE is kept in float16 and converted to float32 for its call unless this says what it runs in.
     offload : str or dict
         ``"none"``, ``"model"`` (``enable_model_cpu_offload``) or ``"sequential"`` (``enable_sequential_cpu_offload``);
@@ -456,12 +457,15 @@ def predict_pipeline(
 def _parts(pipeline: Pipeline, dtype: str, components: Mapping[str, Any]) -> tuple[Part, ...]:
     if not isinstance(components, Mapping):
         raise ValueError(f"components: want {{role: type or file}}, got {components!r}")
+    known = {**pipeline.parts, **pipeline.optional}
     for role in components:
-        choose("components", role, pipeline.parts)
+        choose("components", role, known)
     parts = []
-    for role, component in pipeline.parts.items():
-        given = components.get(role, dtype)
+    for role, component in known.items():
+        given = components.get(role, None if role in pipeline.optional else dtype)
         if given is None:
+            if role in pipeline.optional:
+                continue
             if not role.startswith("text_encoder"):
                 raise ValueError(f"components: want a type or a file for {role}, got None")
             continue

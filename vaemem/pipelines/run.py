@@ -153,16 +153,16 @@ class Run:
         submodule's weights come and go with its call.
     own_vae : bool
         Whether vaemem runs the VAE, in memory of its own.
-    on_cpu : collection of str
-        Roles whose components stay on the host, and run there.
+    on_cpu, resident : collection of str
+        Roles whose components stay on the host, and run there; and those that are never offloaded.
     """
 
     def __init__(
         self, process: SimulatedProcess, parts: Mapping[str, Part], offload: str = "none", own_vae: bool = False,
-        on_cpu: Collection[str] = (),
+        on_cpu: Collection[str] = (), resident: Collection[str] = (),
     ):  # fmt: skip
         self.process, self.parts, self.offload, self._own_vae = process, dict(parts), offload, own_vae
-        self.on_cpu = on_cpu
+        self.on_cpu, self.resident = on_cpu, resident
         self.names = Names(process)
         self.phases: list[Phase] = []
         self._calls: list[tuple[str, Any]] = []  # roles, and what the process keeps of their calls
@@ -196,9 +196,8 @@ class Run:
         if self.offload != "model":
             return
         roles = list(self.parts)
-        before = roles[: roles.index(role)][-1:]
-        for other in before:
-            if other in self._loaded:
+        for other in roles[: roles.index(role)][-1:]:
+            if other in self._loaded and role not in self.resident:
                 self.unload(other)
         if role not in self._loaded:
             self.load(role)
@@ -224,10 +223,11 @@ class Run:
 
     def _play(self, part: Part, sizes: Mapping[str, int]) -> Tensor:
         passing = dict(part.unpacked)
-        if self.offload == "sequential":
+        sends = self.offload == "sequential" and part.role not in self.resident
+        if sends:
             passing = {name: [*held, *passing.get(name, ())] for name, held in part.sent.items()}
             self._sent += part.nbytes
-        asked = (self.process.gpu.name, self.offload == "sequential", *sizes.items())
+        asked = (self.process.gpu.name, sends, *sizes.items())
         trace = part.traces.get(asked)
         if trace is None:
             trace = part.traces[asked] = part.recording.trace(part.dtype, self.process.gpu, passing, **sizes)
