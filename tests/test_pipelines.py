@@ -73,6 +73,12 @@ def test_phases_of_a_pipeline():
     assert "decode" in repr(found)
 
 
+@pytest.mark.parametrize("gpu", ["T4", "RTX 3060", "RTX 4090", "H100", "RTX 5090"])
+def test_nothing_stands_in_for_cudnns_answers(gpu):
+    found = predict_pipeline("sd15", 512, 768, gpu=gpu, torch_version="2.9.1")
+    assert found.notes == () and found.band == (found.peak, found.peak)
+
+
 def test_the_denoisers_height_is_the_modules():
     """Beside what is resident, what a recording of the module alone says."""
     found = predict_pipeline("sd15", 512, 768, batch=2, gpu="RTX 4090")

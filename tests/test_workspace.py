@@ -5,6 +5,7 @@ import json
 import pytest
 
 from vaemem._common import shipped
+from vaemem.pipelines import programs
 from vaemem.prediction import profiles
 from vaemem.prediction.cudnn import InstalledCudnn
 from vaemem.prediction.gpus import _key, find_gpu, gpu_names
@@ -260,6 +261,57 @@ def test_recorded_answers_of_other_kinds(nobody, gpu, dtype, tf32, layout, conv,
     workspace = Workspace(gpu, "9.10.2", tf32=tf32, cudnn=nobody)
     count, source = workspace.conv(dtype, 1, c, side, side, k, r, padding=r // 2, layout=layout)
     assert count == want and source.endswith("cuDNN 9.10.2, asked") and not workspace.substitutions
+
+
+# UNets' convolutions, batch first: cuDNN 9.10.2 and 9.20, asked by other code.
+OF_UNETS = [
+    ("RTX 3060", "float16", (2, 320, 64, 64, 640, 3, 1, 1), 19415056),
+    ("RTX 3060", "float16", (2, 640, 32, 32, 640, 3, 2, 1), 11960815),
+    ("RTX 3090", "float16", (2, 1280, 32, 32, 1280, 3, 1, 1), 71436975),
+    ("RTX 3090", "float32", (2, 960, 64, 64, 320, 1, 1, 0), 32686096),
+    ("RTX 4090", "float16", (2, 640, 64, 64, 640, 3, 1, 1), 49318575),
+    ("RTX 4090", "bfloat16", (4, 1280, 16, 24, 1280, 3, 1, 1), 45220975),
+    ("RTX 4090", "float16", (2, 1920, 32, 32, 640, 1, 1, 0), 10485776),
+    ("H100", "float16", (2, 1280, 8, 8, 1280, 3, 1, 1), 30671071),
+    ("H100", "float16", (2, 320, 96, 96, 320, 3, 2, 1), 16588947),
+    ("T4", "float16", (2, 640, 32, 32, 640, 3, 1, 1), 12621968),
+    ("T4", "float32", (2, 320, 64, 64, 320, 3, 1, 1), 10241280),
+    ("RTX 2080 Ti", "float16", (2, 1280, 16, 16, 1280, 3, 1, 1), 34734575),
+    ("A100", "float16", (2, 1280, 16, 16, 1280, 3, 2, 1), 33751615),
+    ("RTX 5090", "float16", (2, 4, 128, 128, 320, 3, 1, 1), 21256720),
+    ("RTX 5090", "float16", (2, 640, 64, 64, 1280, 3, 1, 1), 46202896),
+]
+
+
+@pytest.mark.parametrize("version", ["9.10.2", "9.20.0"])
+@pytest.mark.parametrize("gpu, dtype, conv, want", OF_UNETS)
+def test_recorded_answers_of_unets(nobody, gpu, dtype, conv, want, version):
+    workspace = Workspace(gpu, version, cudnn=nobody)
+    count, source = workspace.conv(dtype, *conv)
+    assert count == want and source.endswith(f"cuDNN {version}, asked") and not workspace.substitutions
+
+
+def test_unets_by_version(nobody):
+    question = "float32", 2, 2560, 16, 16, 1280, 3, 1, 1
+    for version, want in (("9.10.2", 125829935), ("9.20.0", 131072655)):
+        assert Workspace("RTX 4090", version, cudnn=nobody).conv(*question)[0] == want
+    older = Workspace("RTX 4090", "9.1.0", cudnn=nobody)
+    assert older.conv(*question)[0] == 125829935 and list(older.substitutions) == ["cuDNN 9.8.0 for 9.1.0"]
+
+
+@pytest.mark.parametrize("name", programs.recorded())
+def test_no_convolution_of_a_recorded_module_is_left_to_a_rule(nobody, name):
+    """At sizes that no profile was asked about; text encoders and transformers have no convolution."""
+    module = programs.load(name)
+    sizes = {variable: {"n": 2, "h": 72, "w": 84}.get(variable, 77) for variable in module.variables}
+    for dtype in module.dtypes:
+        found = module.trace(dtype, find_gpu("RTX 4090"), **sizes).convs
+        assert bool(found) == ("unet" in name or "autoencoder" in name)
+        for gpu in ("RTX 3060", "RTX 4090", "A100", "H100", "RTX 5090", *(["T4", "2080 Ti"] * (dtype != "bfloat16"))):
+            for torch_version in ("2.7.1", "2.9.1", "2.11.0", "2.12.0", None):
+                workspace = Workspace(gpu, torch_version=torch_version, cudnn=nobody)
+                sources = [workspace.conv(*conv)[1] for conv in found]
+                assert all(source.startswith("profile: ") for source in sources)
 
 
 def test_versions():
