@@ -299,7 +299,7 @@ def test_unets_by_version(nobody):
     assert older.conv(*question)[0] == 125829935 and list(older.substitutions) == ["cuDNN 9.8.0 for 9.1.0"]
 
 
-@pytest.mark.parametrize("name", programs.recorded())
+@pytest.mark.parametrize("name", sorted({*programs.recorded()} - {"safety-checker"}))  # whose one takes patches
 def test_no_convolution_of_a_recorded_module_is_left_to_a_rule(nobody, name):
     """At sizes that no profile was asked about; text encoders and transformers have no convolution."""
     module = programs.load(name)
