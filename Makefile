@@ -15,7 +15,7 @@ export VAEMEM_CUDA_ARCHS
 SAY_BUILD = echo "Installing vaemem and what it needs in $(VENV): the C core and, where there is nvcc, GPU kernels for compute capability" \
 	"$(or $(VAEMEM_CUDA_ARCHS),75 to 120) (VAEMEM_CUDA_ARCHS='80 90' for others, VAEMEM_CUDA=0 for none)."
 
-.PHONY: demo test docs bench check lint asan tsan clang pythons packages fuzz format wheel wheel-cpu wheel-cuda clean \
+.PHONY: demo test docs bench check lint asan tsan clang pythons packages fuzz newer format wheel wheel-cpu wheel-cuda clean \
         build-gpu test-gpu bench-gpu check-gpu
 
 demo: $(VENV)/demo.stamp
@@ -119,6 +119,13 @@ asan: $(VENV)/check.stamp
 tsan: $(VENV)/test.stamp
 	@if [ -f tests/test_threads.py ]; then PYTHONSAFEPATH=1 $(BIN)/pytest -rs tests/test_threads.py; \
 	else echo "tsan: there is no tests/test_threads.py: skipped"; fi
+
+# What newer packages have alone, Z-Image's modules, beside fresh recordings of it, in an environment of its own.
+NEWER := torch==2.13.0 diffusers==0.42.1 transformers==5.23.0
+newer:
+	rm -rf build/newer && $(PYTHON) -m venv build/newer
+	VAEMEM_CUDA=0 build/newer/bin/pip --disable-pip-version-check -q install . $(NEWER) 'pytest>=8'
+	PYTHONSAFEPATH=1 build/newer/bin/pytest -rs tests/test_programs.py tests/test_module_calls.py -k "qwen3 or zimage or Qwen or z_image"
 
 # What another compiler warns of, and whether its kernels are right.
 clang: $(VENV)/check.stamp

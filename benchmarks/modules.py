@@ -285,6 +285,22 @@ def _pooled_and_last_but_one(module: torch.nn.Module, *args: Any, **kwargs: Any)
     return output[0], output.hidden_states[-2]
 
 
+def _safety_checker() -> torch.nn.Module:
+    from diffusers.pipelines.stable_diffusion import StableDiffusionSafetyChecker
+    from transformers import CLIPConfig
+
+    vision = dict(
+        hidden_size=1024, intermediate_size=4096, num_hidden_layers=24, num_attention_heads=16, patch_size=14,
+        image_size=224, projection_dim=768,
+    )  # fmt: skip
+    return StableDiffusionSafetyChecker(CLIPConfig(vision_config=vision, projection_dim=768))
+
+
+def _checked(checker: Any, image: torch.Tensor) -> torch.Tensor:
+    """What it makes on the device; it looks at the rest on the host."""
+    return checker.visual_projection(checker.vision_model(image)[1])
+
+
 # ---- VAEs ----
 
 # One latent: of several, what attention leaves is laid out in another way, and the upsampler copies it.
@@ -331,6 +347,11 @@ MODULES = {
         build=_upcast_vae, dtypes=(torch.float16,)
     ),
     "autoencoder-16": _autoencoder(16, "FLUX.1 and Z-Image"),
+    "safety-checker": Module(
+        "StableDiffusionSafetyChecker; n images", _safety_checker,
+        lambda sizes, dtype: ((torch.empty(sizes["n"], 3, 224, 224, dtype=dtype),), {}),
+        points("n", (2,), (3,), (5,)), points("n", (1,), (4,)), ["", "n"], run=_checked,
+    ),
     "sd15-unet": Module(
         "UNet2DConditionModel of stable-diffusion-v1-5; n images, twice with guidance, a latent h x w, t tokens",
         _sd15_unet, _sd15_unet_call, UNET_POINTS, UNET_CHECKS, products(["", "n"], ["", "t"], levels(3)), halved(3),

@@ -1,47 +1,87 @@
-"""Records cuDNN's workspaces for the VAEs' convolutions as profile files, with no GPU.
+"""Records cuDNN's workspaces for the convolutions of VAEs and UNets as profile files, with no GPU.
 
     python benchmarks/record_profiles.py [--cudnn FOLDER] [--capability 8.9,9.0] [--step 32]
     python benchmarks/record_profiles.py --cudnn FOLDER --capability 8.9 --same-as 9.10.2
     python benchmarks/record_profiles.py --cudnn FOLDER --add
 
 For each compute capability: asks an installed cuDNN (9.8 or later) for every convolution of the SD, SDXL and FLUX VAEs
-at every square image up to 2048 pixels in steps of 32, at pairs of common sides, at random rectangles and batches;
-explains each answer by a formula; learns the decision tree that picks the formula; and checks it against questions that
-it has not seen. About three minutes for each capability. With --same-as it asks for the squares of a profile of another
-version, and writes a reference to that profile where every answer is the same. With --add it goes through the files of
-the version, keeps what they have and adds the kinds of question that they lack.
+and of the UNets in vaemem/data/modules, at every square image up to 2048 pixels in steps of 32, at pairs of common
+sides, at random rectangles and batches; explains each answer by a formula; learns the decision tree that picks the
+formula; and checks it against questions that it has not seen. About three minutes for each capability. With --same-as
+it asks for the squares of a profile of another version, and writes a reference to that profile where every answer is
+the same. With --add it goes through the files of the version, keeps what they have and adds the convolutions and kinds
+of question that they lack.
 """
 
 import argparse
 import collections
+import functools
 import itertools
 import json
+import math
 import os
 import random
-import re
 import sys
+from collections.abc import Iterator
+from typing import NamedTuple
 
+from vaemem.pipelines import programs
 from vaemem.prediction import profiles
 from vaemem.prediction.cudnn import InstalledCudnn
 from vaemem.prediction.gpus import Gpu, find_gpu, gpu_names
 
 COMMON = (512, 576, 640, 704, 720, 768, 832, 896, 960, 1024, 1088, 1152, 1216, 1280, 1344, 1536, 1664, 1920, 2048)
-KINDS = (
-    "float16", "bfloat16", "float32", "float16 nhwc", "bfloat16 nhwc", "float32 nhwc", "float32 strict",
-    "float32 strict nhwc",
-)  # fmt: skip
-FEATURES = ("P", "h", "w", "m")
+FEATURES = ("P", "Q", "h", "w", "m", "n")
 TENSORS = ("", "i+o+f", "i+f", "i+o", "I+O+F", "I+F", "i", "o", "f", "9i")
 
-
-def kinds(gpu: Gpu) -> list[str]:
-    """What is asked of a GPU: before compute capability 8.0 there is neither bfloat16 nor TF32."""
-    return [kind for kind in KINDS if gpu.sm >= 80 or not ("bfloat16" in kind or "strict" in kind)]
+Shape = tuple[int, int, int, int, int]  # c, k, r, stride, padding
 
 
-def convolutions() -> dict[tuple[int, int, int, int, int], set[int]]:
-    """{(c, k, r, stride, padding): levels}: a level's input side is the image's shifted right by it."""
-    found: dict[tuple[int, int, int, int, int], set[int]] = collections.defaultdict(set)
+class Network(NamedTuple):
+    """Networks whose convolutions are asked in the same way.
+
+    about: whose
+    convolutions: by shape the levels that it is at: the input's side is the image's, shifted right and rounded up
+    kinds: of question, as profiles have them
+    smallest: side of an image in pixels
+    batches: of the squares, and of what is held out; the rest is of the first
+    others: batches of some more rectangles
+    """
+
+    about: str
+    convolutions: dict[Shape, set[int]]
+    kinds: tuple[str, ...]
+    smallest: int
+    batches: tuple[int, ...]
+    others: tuple[int, ...]
+
+    def asked(self, gpu: Gpu) -> list[str]:
+        """Its kinds for a GPU: before compute capability 8.0 there is neither bfloat16 nor TF32."""
+        return [kind for kind in self.kinds if gpu.sm >= 80 or not ("bfloat16" in kind or "strict" in kind)]
+
+    def rectangles(self, rng: random.Random, count: int) -> list[tuple[int, int]]:
+        """Half of them of any size and shape, half of the sizes that people use."""
+        least = math.log2(self.smallest / 8)
+        any_size = [
+            (8 * round(2 ** rng.uniform(least, 8)), 8 * round(2 ** rng.uniform(least, 8))) for _ in range(count // 2)
+        ]
+        return any_size + [(8 * rng.randint(32, 256), 8 * rng.randint(32, 256)) for _ in range(count - count // 2)]
+
+
+@functools.cache
+def networks() -> tuple[Network, ...]:
+    vaes = (
+        "float16", "bfloat16", "float32", "float16 nhwc", "bfloat16 nhwc", "float32 nhwc", "float32 strict",
+        "float32 strict nhwc",
+    )  # fmt: skip
+    return (
+        Network("VAEs", _of_vaes(), vaes, 8, (1,), (2, 2, 2, 2, 3, 4, 4, 4, 8, 8)),
+        Network("UNets", _of_unets(), vaes[:3], 256, (2, 1, 4, 8), (1, 2, 3, 4, 6, 8, 16) * 20),
+    )
+
+
+def _of_vaes() -> dict[Shape, set[int]]:
+    found: dict[Shape, set[int]] = collections.defaultdict(set)
 
     def add(level: int, c: int, k: int, r: int, stride: int = 1) -> None:
         found[c, k, r, stride, 0 if stride == 2 else r // 2].add(level)
@@ -68,45 +108,49 @@ def convolutions() -> dict[tuple[int, int, int, int, int], set[int]]:
     return found
 
 
+def _of_unets() -> dict[Shape, set[int]]:
+    found: dict[Shape, set[int]] = collections.defaultdict(set)
+    side = 2048
+    for name in programs.recorded():
+        if name.endswith("-unet"):
+            sizes = {"n": 1, "h": side // 8, "w": side // 8, "t": 77}
+            trace = programs.load(name).trace("float16", find_gpu("RTX 4090"), **sizes)
+            for _, _, c, h, _, k, r, stride, padding, _ in trace.convs:
+                found[c, k, r, stride, padding].add((side // h).bit_length() - 1)
+    return found
+
+
 class Recorder:
     """Asks about one convolution and kind on one GPU, and remembers."""
 
-    def __init__(self, cudnn: InstalledCudnn, gpu: Gpu, conv: tuple[int, int, int, int, int], kind: str):
+    def __init__(self, cudnn: InstalledCudnn, gpu: Gpu, conv: Shape, kind: str):
         self.cudnn, self.gpu, self.conv, self.kind = cudnn, gpu, conv, kind
         self.sizes: list[dict[str, int]] = []
         self.bytes: list[int | None] = []
-        self.engines: list[str] = []
         self.untried = 0
 
-    def ask(self, height: int, width: int, level: int, n: int = 1) -> tuple[dict[str, int], int | None, str]:
+    def ask(self, height: int, width: int, level: int, n: int = 1) -> tuple[dict[str, int], int | None]:
         """Of an image's height and width."""
         c, k, r, stride, padding = self.conv
-        h, w = (height >> level) + (stride == 2), (width >> level) + (stride == 2)  # padded by one before a stride of 2
+        padded = stride == 2 and padding == 0  # the VAEs pad one side before a stride of 2
+        h, w = (-(-side >> level) + padded for side in (height, width))
         dtype = self.kind.split()[0]
         question = dict(dtype=dtype, n=n, c=c, h=h, w=w, k=k, r=r, stride=stride, padding=padding)
         settings = {"nhwc": "nhwc" in self.kind, "tf32": "strict" not in self.kind}
         plan = self.cudnn.conv(self.gpu.device_json, **question, **settings)
         self.untried += plan["untried"] if plan else 0
-        return profiles.sizes(profiles.Conv(**question)), plan and plan["bytes"], plan["engine"] if plan else ""
+        return profiles.sizes(profiles.Conv(**question)), plan and plan["bytes"]
 
     def learn(self, height: int, width: int, level: int, n: int = 1) -> None:
-        size, count, engine = self.ask(height, width, level, n)
+        size, count = self.ask(height, width, level, n)
         self.sizes.append(size)
         self.bytes.append(count)
-        self.engines.append(engine)
-
-
-def rectangles(rng: random.Random, count: int) -> list[tuple[int, int]]:
-    """Half of them of any size and shape, half of the sizes that people use."""
-    any_size = [(8 * round(2 ** rng.uniform(0, 8)), 8 * round(2 ** rng.uniform(0, 8))) for _ in range(count // 2)]
-    return any_size + [(8 * rng.randint(32, 256), 8 * rng.randint(32, 256)) for _ in range(count - count // 2)]
 
 
 def explain(recorder: Recorder) -> list[tuple | None]:
     """A formula for every answer, as few as a greedy cover finds; None where cuDNN has no engine."""
     sizes, answers = recorder.sizes, recorder.bytes
     cover: dict[tuple | None, set[int]] = collections.defaultdict(set)
-    split: dict[str, list[int]] = collections.defaultdict(list)
     for j, (s, count) in enumerate(zip(sizes, answers, strict=True)):
         if count is None:
             cover[None].add(j)
@@ -120,14 +164,8 @@ def explain(recorder: Recorder) -> list[tuple | None]:
                 more = rest - profiles.formula_bytes(["", index, 0, 0, 0], s)
                 if 0 <= more <= 128:
                     cover[tensors, index, 0, 0, more].add(j)
-        if "_k17=" in recorder.engines[j]:  # split along the reduction: partial sums for each tile of pixels
-            split[re.sub(r"_k(13|14|15|18|22|23)=-?\d+", "", recorder.engines[j])].append(j)
-    for group in split.values():
-        for tensors in ("i+o+f", "i+f", "I+O+F", "I+F"):
-            for tile in (256, 128, 64, 32, 16):
-                formula = _line(recorder, group, tensors, tile)
-                if formula:
-                    cover[formula].update(group)
+            for formula in _partial_sums(tensors, rest, s["P"], recorder.conv[1]):
+                cover[formula].add(j)
     formulas: list[tuple | None] = [None] * len(answers)
     left = set(range(len(answers)))
     while left:  # most answers explained first; of equals, the smaller constants
@@ -138,20 +176,19 @@ def explain(recorder: Recorder) -> list[tuple | None]:
     return formulas
 
 
-def _line(recorder: Recorder, group: list[int], tensors: str, tile: int) -> tuple | None:
-    """The formula of answers that grow by the same for each tile of pixels."""
-    points: dict[int, set[int]] = collections.defaultdict(set)
-    for j in group:
-        s = recorder.sizes[j]
-        points[-(-s["P"] // tile)].add(recorder.bytes[j] - profiles.formula_bytes([tensors, 0, 0, 0, 0], s))
-    if len(points) < 3 or any(len(rests) > 1 for rests in points.values()):
-        return None
-    line = sorted((tiles, min(rests)) for tiles, rests in points.items())
-    (first, low), (last, high) = line[0], line[-1]
-    step, uneven = divmod(high - low, last - first)
-    if uneven or step < 0 or any(rest != low + step * (tiles - first) for tiles, rest in line):
-        return None
-    return (tensors, 0, tile, step, low - step * first)
+def _partial_sums(tensors: str, rest: int, pixels: int, channels: int) -> Iterator[tuple]:
+    """The formulas of a split reduction: each tile of the output has partial sums in float32 in some buffers, a counter
+    for each of them and one more.
+
+    So were all of 3,024 answers of engines with a knob 17, and none of 13,776 others, about UNets' convolutions on
+    seven GPUs with six versions of cuDNN.
+    """
+    for tile, wide in itertools.product((32, 64, 128, 256), repeat=2):
+        per_tile, uneven = divmod(rest - 175, -(-pixels // tile))
+        across = -(-channels // wide)
+        buffers, more = divmod(per_tile - 4 * across, across * (4 * tile * wide + 4))
+        if buffers >= 1 and not uneven and not more:
+            yield tensors, 0, tile, per_tile, 175
 
 
 def grow(sizes: list[dict[str, int]], labels: list[int], members: list[int]) -> object:
@@ -197,20 +234,21 @@ def rounded(count: int | None) -> int | None:
 class Learned:
     """What one convolution and kind comes to: formulas, a tree, and how it did on unseen questions."""
 
-    def __init__(self, recorder: Recorder, levels: set[int], rng: random.Random, step: int):
-        for level in sorted(levels):
-            for side in range(step, 2049, step):
-                if side >> level:
-                    recorder.learn(side, side, level)
+    def __init__(self, recorder: Recorder, network: Network, rng: random.Random, step: int):
+        levels = sorted(network.convolutions[recorder.conv])
+        usual = network.batches[0]
+        for level, side, n in itertools.product(levels, range(step, 2049, step), network.batches):
+            if side >= network.smallest and side >> level:
+                recorder.learn(side, side, level, n)
         pairs = [(a, b) for a in COMMON for b in COMMON if a != b]
-        for height, width in rng.sample(pairs, 120) + rectangles(rng, 240):
-            recorder.learn(height, width, rng.choice(sorted(levels)))
-        for batch in (2, 2, 2, 2, 3, 4, 4, 4, 8, 8):
-            recorder.learn(8 * rng.randint(8, 128), 8 * rng.randint(8, 128), rng.choice(sorted(levels)), batch)
+        for height, width in pairs + network.rectangles(rng, 240):
+            recorder.learn(height, width, rng.choice(levels), usual)
+        for (height, width), n in zip(network.rectangles(rng, len(network.others)), network.others, strict=True):
+            recorder.learn(height, width, rng.choice(levels), n)
         self._fit(recorder)
         self.asked, self.same, self.worst = 0, 0, 0
-        for height, width in rectangles(rng, 40):
-            size, count, _ = recorder.ask(height, width, rng.choice(sorted(levels)))
+        for height, width in network.rectangles(rng, 40):
+            size, count = recorder.ask(height, width, rng.choice(levels), rng.choice(network.batches))
             formula = self.formulas[pick(self.tree, size)]
             said = formula and profiles.formula_bytes(list(formula), size)
             self.asked += 1
@@ -230,15 +268,20 @@ def relabel(tree: object, numbers: dict[int, int]) -> object:
     return [*tree[:2], *(relabel(t, numbers) for t in tree[2:])] if isinstance(tree, list) else numbers[tree]
 
 
+def random_question(rng: random.Random, gpu: Gpu) -> tuple[Shape, str, int, int]:
+    """A convolution, a kind, a level that it is at and a batch."""
+    network = rng.choice(networks())
+    conv = rng.choice(list(network.convolutions))
+    level = rng.choice(sorted(network.convolutions[conv]))
+    return conv, rng.choice(network.asked(gpu)), level, rng.choice(network.batches)
+
+
 def agree(cudnn: InstalledCudnn, one: Gpu, other: Gpu, rng: random.Random) -> bool:
-    """Whether two GPUs of a capability get the same answers, on 60 questions."""
-    convs = convolutions()
-    for _ in range(60):
-        conv = rng.choice(list(convs))
-        kind = rng.choice(kinds(one))
-        ((height, width),) = rectangles(rng, 1)
-        level = rng.choice(sorted(convs[conv]))
-        first, second = (Recorder(cudnn, gpu, conv, kind).ask(height, width, level)[1] for gpu in (one, other))
+    """Whether two GPUs of a capability get the same answers, on 120 questions."""
+    for _ in range(120):
+        conv, kind, level, n = random_question(rng, one)
+        height, width = (8 * rng.randint(32, 256) for _ in range(2))
+        first, second = (Recorder(cudnn, gpu, conv, kind).ask(height, width, level, n)[1] for gpu in (one, other))
         if first != second:
             return False
     return True
@@ -257,45 +300,60 @@ def alike(cudnn: InstalledCudnn, capability: str) -> list[list[Gpu]]:
 
 
 def record(cudnn: InstalledCudnn, gpus: list[Gpu], step: int, known: dict | None = None) -> dict:
-    """The profile of GPUs that answer alike, or what is `known` of it with the kinds that it lacks."""
-    rng = random.Random(0)
-    formulas = {formula and tuple(formula): i for i, formula in enumerate(known["formulas"])} if known else {}
-    trees = dict(known["convolutions"]) if known else {}
-    missing = [kind for kind in kinds(gpus[0]) if not any(key.endswith(f"/{kind}") for key in trees)]
+    """The profile of GPUs that answer alike, or what is `known` of it with the questions that it lacks."""
+    profile = known or {"capability": gpus[0].capability, "cudnn": cudnn.version, "formulas": [], "convolutions": {}}
+    formulas = {formula and tuple(formula): i for i, formula in enumerate(profile["formulas"])}
+    trees = dict(profile["convolutions"])
+    made = []
+    for network in networks():
+        made += ask(cudnn, gpus, step, network, formulas, trees)
+    recorded = profile.get("recorded")
+    first, *added = ([recorded, *recorded.get("added", [])] if recorded else []) + made
+    return {
+        **profile,
+        "recorded": first | ({"added": added} if added else {}),
+        "formulas": [list(formula) if formula else None for formula in formulas],
+        "convolutions": trees,
+    }
+
+
+def ask(cudnn: InstalledCudnn, gpus: list[Gpu], step: int, network: Network, formulas: dict, trees: dict) -> list[dict]:
+    """Adds a network's questions to formulas and trees where they are not there; how it went, for `recorded`."""
     totals: collections.Counter[str] = collections.Counter()
+    kinds = {}
     worst = 0
-    for conv, levels in convolutions().items():
+    for conv in network.convolutions:
         name = ",".join(map(str, conv))
-        for kind in missing:
+        for kind in network.asked(gpus[0]):
+            if f"{name}/{kind}" in trees:
+                continue
             recorder = Recorder(cudnn, gpus[0], conv, kind)
-            learned = Learned(recorder, levels, rng, step)
+            learned = Learned(recorder, network, random.Random(name), step)  # all kinds are asked the same
             numbers = {i: formulas.setdefault(f, len(formulas)) for i, f in enumerate(learned.formulas)}
             tree = relabel(learned.tree, numbers)
             half = kind.replace("bfloat16", "float16")
             same = half != kind and tree == trees[f"{name}/{half}"]
             trees[f"{name}/{kind}"] = f"{name}/{half}" if same else tree
+            kinds[kind] = None
             totals.update(
                 questions=learned.questions, held_out=learned.asked, same=learned.same, untried=recorder.untried
             )
             worst = max(worst, learned.worst)
     recorded = {
+        "networks": network.about,
+        "kinds": list(kinds),
         "how": "asked",
         "by": "benchmarks/record_profiles.py",
         "gpus": [gpu.name for gpu in gpus],
-        "sizes": f"images up to 2048 pixels a side: squares in steps of {step}, common and random rectangles",
+        "sizes": f"images of {network.smallest} to 2048 pixels a side: squares in steps of {step}, common and random"
+        f" rectangles, batches of 1 to {max(network.batches + network.others)}",
         "questions": totals["questions"],
         "held_out": totals["held_out"],
         "held_out_same": totals["same"],
         "held_out_worst_bytes": worst,
         "answers_after_untried_engines": totals["untried"],
     }
-    return {
-        "capability": gpus[0].capability,
-        "cudnn": cudnn.version,
-        "recorded": known["recorded"] | {"added": {"kinds": missing, **recorded}} if known else recorded,
-        "formulas": [list(formula) if formula else None for formula in formulas],
-        "convolutions": trees,
-    }
+    return [recorded] if kinds else []
 
 
 def compare(cudnn: InstalledCudnn, gpu: Gpu, version: str, count: int = 1000) -> dict:
@@ -304,15 +362,13 @@ def compare(cudnn: InstalledCudnn, gpu: Gpu, version: str, count: int = 1000) ->
     if profile is None or profile.version != version:
         raise SystemExit(f"--same-as: want a version with a profile for {gpu.name}, got {version}")
     rng = random.Random(1)
-    convs = convolutions()
     for _ in range(count):
-        conv = rng.choice(list(convs))
-        kind = rng.choice(kinds(gpu))
-        side = 64 * rng.randint(1, 32)
-        size, answer, _ = Recorder(cudnn, gpu, conv, kind).ask(side, side, level := rng.choice(sorted(convs[conv])))
+        conv, kind, level, n = random_question(rng, gpu)
+        side = 64 * rng.randint(4, 32)
+        size, answer = Recorder(cudnn, gpu, conv, kind).ask(side, side, level, n)
         c, k, r, stride, padding = conv
         layout = "nhwc" if "nhwc" in kind else "nchw"
-        question = profiles.Conv(kind.split()[0], 1, c, size["h"], size["w"], k, r, stride, padding, layout)
+        question = profiles.Conv(kind.split()[0], n, c, size["h"], size["w"], k, r, stride, padding, layout)
         known = profile.conv(question, "strict" not in kind)
         if (known and known[0]) != answer:
             raise SystemExit(
@@ -334,7 +390,7 @@ def write(profile: dict, path: str) -> None:
 
 
 def add(cudnn: InstalledCudnn, folder: str, capability: str | None, step: int) -> None:
-    """The kinds of question that the files of a version lack, asked of their first GPU."""
+    """The questions that the files of a version lack."""
     for name, (sm, _, number) in sorted(profiles.profile_files().items()):
         path = os.path.join(folder, name)
         if number != profiles.version_number(cudnn.version) or (capability and str(sm) != capability.replace(".", "")):
@@ -342,9 +398,11 @@ def add(cudnn: InstalledCudnn, folder: str, capability: str | None, step: int) -
         with open(path, encoding="utf-8") as file:
             known = json.load(file)
         if "same_as" not in known:
-            profile = record(cudnn, [find_gpu(name) for name in known["recorded"]["gpus"]], step, known)
+            first = known["recorded"]["gpus"][0]
+            groups = alike(cudnn, known["capability"])
+            profile = record(cudnn, next(g for g in groups if first in [gpu.name for gpu in g]), step, known)
             write(profile, path)
-            print(path, profile["recorded"]["added"], flush=True)
+            print(path, profile["recorded"].get("added", [])[-1:], flush=True)
 
 
 def main() -> None:

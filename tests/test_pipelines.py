@@ -73,6 +73,12 @@ def test_phases_of_a_pipeline():
     assert "decode" in repr(found)
 
 
+@pytest.mark.parametrize("gpu", ["T4", "RTX 3060", "RTX 4090", "H100", "RTX 5090"])
+def test_nothing_stands_in_for_cudnns_answers(gpu):
+    found = predict_pipeline("sd15", 512, 768, gpu=gpu, torch_version="2.9.1")
+    assert found.notes == () and found.band == (found.peak, found.peak)
+
+
 def test_the_denoisers_height_is_the_modules():
     """Beside what is resident, what a recording of the module alone says."""
     found = predict_pipeline("sd15", 512, 768, batch=2, gpu="RTX 4090")
@@ -175,6 +181,7 @@ def test_where_memory_runs_out():
     [
         ({"pipeline": "sd16"}, "pipeline: want"),
         ({"height": 500}, "height: want a multiple of 8"),
+        ({"pipeline": "flux", "height": 1000}, "height: want a multiple of 16"),
         ({"offload": "group"}, "offload: want"),
         ({"vae": "vaemem"}, "vae_memory_limit: want it"),
         ({"vae_memory_limit": "1 GB"}, "vae_memory_limit: want it"),
@@ -342,3 +349,15 @@ def test_components_on_the_cpu():
 def test_import_leaves_pipelines_for_later():
     code = "import sys, vaemem; assert not [m for m in sys.modules if m.startswith(('vaemem.pipelines', 'torch'))]"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("offload", ["none", "model", "sequential"])
+def test_the_safety_checker_stays_on_the_device(offload):
+    plain = predict_pipeline("sd15", 512, 512, gpu="T4", offload=offload)
+    found = predict_pipeline("sd15", 512, 512, gpu="T4", offload=offload, components={"safety_checker": "float16"})
+    checker = found.parts["safety_checker"].nbytes
+    assert checker == 2 * 303_981_588 + 8 * 257  # int64 position_ids
+    for name in ("encode prompt", "denoise", "decode"):
+        more = phase(found, name).allocated - phase(plain, name).allocated
+        assert checker <= more <= checker + 16 * MIB
+    assert phase(found, "decode").flops > phase(plain, "decode").flops

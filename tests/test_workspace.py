@@ -5,6 +5,7 @@ import json
 import pytest
 
 from vaemem._common import shipped
+from vaemem.pipelines import programs
 from vaemem.prediction import profiles
 from vaemem.prediction.cudnn import InstalledCudnn
 from vaemem.prediction.gpus import _key, find_gpu, gpu_names
@@ -200,7 +201,7 @@ def test_every_shipped_profile_loads_and_names_its_making():
         if profile.how == "asked":
             # Unseen questions, half of them random rectangles down to 8 pixels: cuDNN's choice there follows wave
             # quantisation that a tree of sizes only approximates. Seen ones are exact by construction.
-            for made in (profile.recorded, profile.recorded.get("added", profile.recorded)):
+            for made in (profile.recorded, *profile.recorded.get("added", ())):
                 assert made["held_out_same"] >= 0.85 * made["held_out"] and made["answers_after_untried_engines"] == 0
 
 
@@ -260,6 +261,57 @@ def test_recorded_answers_of_other_kinds(nobody, gpu, dtype, tf32, layout, conv,
     workspace = Workspace(gpu, "9.10.2", tf32=tf32, cudnn=nobody)
     count, source = workspace.conv(dtype, 1, c, side, side, k, r, padding=r // 2, layout=layout)
     assert count == want and source.endswith("cuDNN 9.10.2, asked") and not workspace.substitutions
+
+
+# UNets' convolutions, batch first: cuDNN 9.10.2 and 9.20, asked by other code.
+OF_UNETS = [
+    ("RTX 3060", "float16", (2, 320, 64, 64, 640, 3, 1, 1), 19415056),
+    ("RTX 3060", "float16", (2, 640, 32, 32, 640, 3, 2, 1), 11960815),
+    ("RTX 3090", "float16", (2, 1280, 32, 32, 1280, 3, 1, 1), 71436975),
+    ("RTX 3090", "float32", (2, 960, 64, 64, 320, 1, 1, 0), 32686096),
+    ("RTX 4090", "float16", (2, 640, 64, 64, 640, 3, 1, 1), 49318575),
+    ("RTX 4090", "bfloat16", (4, 1280, 16, 24, 1280, 3, 1, 1), 45220975),
+    ("RTX 4090", "float16", (2, 1920, 32, 32, 640, 1, 1, 0), 10485776),
+    ("H100", "float16", (2, 1280, 8, 8, 1280, 3, 1, 1), 30671071),
+    ("H100", "float16", (2, 320, 96, 96, 320, 3, 2, 1), 16588947),
+    ("T4", "float16", (2, 640, 32, 32, 640, 3, 1, 1), 12621968),
+    ("T4", "float32", (2, 320, 64, 64, 320, 3, 1, 1), 10241280),
+    ("RTX 2080 Ti", "float16", (2, 1280, 16, 16, 1280, 3, 1, 1), 34734575),
+    ("A100", "float16", (2, 1280, 16, 16, 1280, 3, 2, 1), 33751615),
+    ("RTX 5090", "float16", (2, 4, 128, 128, 320, 3, 1, 1), 21256720),
+    ("RTX 5090", "float16", (2, 640, 64, 64, 1280, 3, 1, 1), 46202896),
+]
+
+
+@pytest.mark.parametrize("version", ["9.10.2", "9.20.0"])
+@pytest.mark.parametrize("gpu, dtype, conv, want", OF_UNETS)
+def test_recorded_answers_of_unets(nobody, gpu, dtype, conv, want, version):
+    workspace = Workspace(gpu, version, cudnn=nobody)
+    count, source = workspace.conv(dtype, *conv)
+    assert count == want and source.endswith(f"cuDNN {version}, asked") and not workspace.substitutions
+
+
+def test_unets_by_version(nobody):
+    question = "float32", 2, 2560, 16, 16, 1280, 3, 1, 1
+    for version, want in (("9.10.2", 125829935), ("9.20.0", 131072655)):
+        assert Workspace("RTX 4090", version, cudnn=nobody).conv(*question)[0] == want
+    older = Workspace("RTX 4090", "9.1.0", cudnn=nobody)
+    assert older.conv(*question)[0] == 125829935 and list(older.substitutions) == ["cuDNN 9.8.0 for 9.1.0"]
+
+
+@pytest.mark.parametrize("name", sorted({*programs.recorded()} - {"safety-checker"}))  # whose one takes patches
+def test_no_convolution_of_a_recorded_module_is_left_to_a_rule(nobody, name):
+    """At sizes that no profile was asked about; text encoders and transformers have no convolution."""
+    module = programs.load(name)
+    sizes = {variable: {"n": 2, "h": 72, "w": 84}.get(variable, 77) for variable in module.variables}
+    for dtype in module.dtypes:
+        found = module.trace(dtype, find_gpu("RTX 4090"), **sizes).convs
+        assert bool(found) == ("unet" in name or "autoencoder" in name)
+        for gpu in ("RTX 3060", "RTX 4090", "A100", "H100", "RTX 5090", *(["T4", "2080 Ti"] * (dtype != "bfloat16"))):
+            for torch_version in ("2.7.1", "2.9.1", "2.11.0", "2.12.0", None):
+                workspace = Workspace(gpu, torch_version=torch_version, cudnn=nobody)
+                sources = [workspace.conv(*conv)[1] for conv in found]
+                assert all(source.startswith("profile: ") for source in sources)
 
 
 def test_versions():
@@ -549,6 +601,7 @@ def test_rules_say_so(nobody, gpu, dtype, tf32, layout, want):
 
 
 WIDE = ((128, 128), (128, 256), (256, 256), (256, 512), (512, 512), (512, 256), (256, 128))
+POINTWISE = ((128, 256), (256, 512), (512, 512), (512, 256), (256, 128))
 
 
 @pytest.mark.parametrize("name", sorted(profiles.profile_files()))
@@ -557,16 +610,19 @@ def test_the_rule_is_as_good_as_it_says(nobody, name, monkeypatch):
     if profile.how != "asked":
         pytest.skip("inferred from a table of another kind")
     gpu = find_gpu(profile.recorded["gpus"][0])
-    for dtype in ("float16", "float32"):
-        rule = Workspace(gpu, profile.version, cudnn=nobody)
-        rule._profile = None
+    wanted = [("float16", WIDE, 3, 0.7), ("float32", WIDE, 3, 0.5)]
+    if gpu.sm >= 80:
+        wanted.append(("float16", POINTWISE, 1, 0.5))
+    rule = Workspace(gpu, profile.version, cudnn=nobody)
+    rule._profile = None
+    for dtype, channels, r, share in wanted:
         near = []
-        for c, k in WIDE:
-            for side in (256, 512, 768, 1024):
-                recorded = profile.conv(Conv(dtype, 1, c, side, side, k, 3))[0]
-                count = rule.conv(dtype, 1, c, side, side, k, 3)[0]
+        for c, k in channels:
+            for side in (64, 128, 256, 512, 768, 1024) if r == 1 else (256, 512, 768, 1024):
+                question = dtype, 1, c, side, side, k, r, 1, r // 2
+                recorded, count = profile.conv(Conv(*question))[0], rule.conv(*question)[0]
                 near.append(abs(count - recorded) <= 0.01 * max(count, recorded) + 65536)
-        assert sum(near) >= (0.7 if dtype == "float16" else 0.5) * len(near), f"{dtype}: {sum(near)} of {len(near)}"
+        assert sum(near) >= share * len(near), f"{r}x{r} in {dtype}: {sum(near)} of {len(near)}"
 
 
 BAD = [

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+CLIPS = ("clip-l", "clip-l-sdxl", "clip-l-flux", "openclip-g")
+CLIP_TOKENS = 77
 VAE_STRIDE = 8  # pixels a side of one pixel of a latent
 
 
@@ -26,6 +28,7 @@ class Pipeline(NamedTuple):
         tokens and p image tokens; "run" is the pipeline's dtype
     passes: what is made for each call of the denoiser, in the same way
     latents: the dtype in which they are kept
+    optional: further parts, there where they are named; they stay on the device whatever is offloaded
     """
 
     about: str
@@ -42,6 +45,7 @@ class Pipeline(NamedTuple):
     conditions: Mapping[str, tuple[str, str]] = {}
     passes: Mapping[str, tuple[str, str]] = {}
     latents: str = "run"
+    optional: Mapping[str, str] = {}
 
     @property
     def denoiser(self) -> str:
@@ -60,6 +64,11 @@ class Pipeline(NamedTuple):
         return self.encoders[-1 if self.guides else 0]
 
     @property
+    def stride(self) -> int:
+        """What the image's sides are multiples of, in pixels: transformers take latents in squares of two."""
+        return VAE_STRIDE * (2 if self.denoiser == "transformer" else 1)
+
+    @property
     def encoders(self) -> list[str]:
         return [role for role in self.parts if role.startswith("text_encoder")]
 
@@ -71,9 +80,9 @@ _FLUX = {
 _PASSED = {"timestep / 1000": ("1 n", "run")}
 PIPELINES = {
     "sd15": Pipeline(
-        "StableDiffusionPipeline of stable-diffusion-v1-5 without its safety checker",
+        "StableDiffusionPipeline of stable-diffusion-v1-5",
         {"text_encoder": "clip-l", "unet": "sd15-unet", "vae": "sd15"}, "float16",
-        768, 0, 77, 77, True, True, False, 50,
+        768, 0, 77, 77, True, True, False, 50, optional={"safety_checker": "safety-checker"},
     ),
     "sdxl": Pipeline(
         "StableDiffusionXLPipeline of stable-diffusion-xl-base-1.0",

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from vaemem.pipelines.components import VAE_STRIDE, Pipeline
+from vaemem.pipelines.components import CLIP_TOKENS, CLIPS, VAE_STRIDE, Pipeline
 from vaemem.pipelines.programs import evaluate, parse
 from vaemem.pipelines.run import Run
 from vaemem.prediction.process import Tensor
@@ -33,9 +33,10 @@ class Call:
 
 def run_pipeline(run: Run, pipeline: Pipeline, call: Call) -> None:
     """All phases, into `Run.phases`."""
-    if run.offload == "none":
+    stay = [role for role in run.parts if run.offload == "none" or role in pipeline.optional]
+    if stay:
         with run.phase("load"):
-            for role in run.parts:
+            for role in stay:
                 run.load(role)
     encoders = [role for role in pipeline.encoders if role in run.parts]
     with run.phase("encode prompt", *encoders[:1]):
@@ -76,10 +77,6 @@ def _encode_prompt(run: Run, pipeline: Pipeline, call: Call) -> None:
         names["prompt_embeds"] = run.tensor("prompt_embeds, both", (2, *names["prompt_embeds"].shape), dtype)
         if pipeline.pooled:
             names["add_text_embeds"] = run.tensor("add_text_embeds", (2 * call.batch, pipeline.pooled), dtype)
-
-
-CLIPS = ("clip-l", "clip-l-sdxl", "clip-l-flux", "openclip-g")
-CLIP_TOKENS = 77
 
 
 def _encode_image(run: Run, call: Call) -> None:
@@ -145,8 +142,14 @@ def _decode(run: Run, pipeline: Pipeline, call: Call) -> None:
     names["image"] = run.decode(names[kept], call.vae, call.memory_limit)
     if not pipeline.rescales:
         names.delete(kept)
-    if "vae" in run.on_cpu:
-        return
     dtype = "float32" if part.upcast else part.dtype
-    for name in ("image * 0.5", "image * 0.5 + 0.5", "image, clamped"):
-        names["image"] = run.tensor(name, (call.batch, 3, call.height, call.width), dtype)
+    image = call.batch, 3, call.height, call.width
+    steps = [] if "vae" in run.on_cpu else ["image * 0.5", "image * 0.5 + 0.5", "image, clamped"]
+    if "safety_checker" in run.parts:  # it is shown the finished picture, made small
+        for name in steps:
+            names["shown"] = run.tensor(name, image, dtype)
+        names.delete("shown")
+        names["clip_input"] = run.tensor("clip_input", (call.batch, 3, 224, 224), dtype)
+        names["checked"] = run.call("safety_checker", n=call.batch)
+    for name in steps:
+        names["image"] = run.tensor(name, image, dtype)

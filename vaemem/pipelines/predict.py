@@ -13,7 +13,7 @@ from typing import Any
 from vaemem._common import DTYPES, MIB, choose, render, whole, write
 from vaemem.engine.limits import parse_size
 from vaemem.pipelines import programs
-from vaemem.pipelines.components import PIPELINES, VAE_STRIDE, Pipeline
+from vaemem.pipelines.components import PIPELINES, Pipeline
 from vaemem.pipelines.diffusers import Call
 from vaemem.pipelines.formula import PipelineFormula, derive
 from vaemem.pipelines.question import PipelineQuestion
@@ -220,7 +220,7 @@ class PipelinePrediction(_Phases):
         self.available = q.available
         self.host = sum(part.nbytes for part in q.parts if q.offload != "none" or part.role in q.on_cpu)
         run, _ = question.play()
-        self.timeline: tuple[Moment, ...] = tuple(run.moments)
+        self._run = run
         self._process = run.process
         limited = CachingAllocator(total_memory=max(question.available, 1), history=False)
         tried, full = question.play(limited, run.process.workspace)
@@ -236,6 +236,10 @@ class PipelinePrediction(_Phases):
         verdicts = [True if i < done else None if i > done else False for i in range(len(run.phases))]
         self.phases = tuple(phase._replace(fits=fits) for phase, fits in zip(run.phases, verdicts, strict=True))
         self.notes = self._notes()
+
+    @functools.cached_property
+    def timeline(self) -> tuple[Moment, ...]:
+        return tuple(self._run.timeline())
 
     @property
     def pipeline(self) -> str:
@@ -353,6 +357,7 @@ def predict_pipeline(
         By role (``"text_encoder"``, ``"text_encoder_2"``, ``"unet"``, ``"transformer"``, ``"vae"``): the type of its
         weights as `vaemem.pipelines.storage.tensor_bytes` has them (``"nf4"``, ``"Q8_0"``, ``"fp8"``, ``"float32"``),
         or the path of a safetensors or GGUF file, whose header says them; None for a text encoder that is not there.
+        SD 1.5's ``"safety_checker"`` is there where it is named.
         SDXL's VAE is kept in float16 and converted to float32 for its call unless this says what it runs in.
     offload : str or dict
         ``"none"``, ``"model"`` (``enable_model_cpu_offload``) or ``"sequential"`` (``enable_sequential_cpu_offload``);
@@ -426,10 +431,9 @@ def predict_pipeline(
     dtype = kind.dtype if dtype is None else dtype
     choose("dtype", dtype, DTYPES)
     height, width = whole("height", height), whole("width", width)
-    stride = VAE_STRIDE * (1 if kind.denoiser == "unet" else 2)  # transformers take 2x2 latent pixels as one
     for name, value in (("height", height), ("width", width)):
-        if value % stride or value > LARGEST:
-            raise ValueError(f"{name}: want a multiple of {stride} up to {LARGEST} for {pipeline}, got {value}")
+        if value % kind.stride or value > LARGEST:
+            raise ValueError(f"{name}: want a multiple of {kind.stride} up to {LARGEST} for {pipeline}, got {value}")
     if (vae == "vaemem") != (vae_memory_limit is not None):
         raise ValueError(
             f"vae_memory_limit: want it with vae='vaemem' and with that alone, got {vae_memory_limit!r} with {vae!r}"
@@ -456,12 +460,15 @@ def predict_pipeline(
 def _parts(pipeline: Pipeline, dtype: str, components: Mapping[str, Any]) -> tuple[Part, ...]:
     if not isinstance(components, Mapping):
         raise ValueError(f"components: want {{role: type or file}}, got {components!r}")
+    known = {**pipeline.parts, **pipeline.optional}
     for role in components:
-        choose("components", role, pipeline.parts)
+        choose("components", role, known)
     parts = []
-    for role, component in pipeline.parts.items():
-        given = components.get(role, dtype)
+    for role, component in known.items():
+        given = components.get(role, None if role in pipeline.optional else dtype)
         if given is None:
+            if role in pipeline.optional:
+                continue
             if not role.startswith("text_encoder"):
                 raise ValueError(f"components: want a type or a file for {role}, got None")
             continue

@@ -43,7 +43,12 @@ class PipelineQuestion:
             self.gpu, self.cudnn_version, self.torch_version, allocator=allocator, workspace=workspace
         )
         run = Run(
-            process, {part.role: part for part in self.parts}, self.offload, self.call.vae == "vaemem", self.on_cpu
+            process,
+            {part.role: part for part in self.parts},
+            self.offload,
+            self.call.vae == "vaemem",
+            self.on_cpu,
+            self.pipeline.optional,
         )
         try:
             run_pipeline(run, self.pipeline, self.call)

@@ -10,7 +10,7 @@ import functools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from vaemem import _core
 from vaemem._common import ELEMENT_BYTES
@@ -18,7 +18,7 @@ from vaemem.pipelines import programs
 from vaemem.pipelines.components import VAE_STRIDE
 from vaemem.pipelines.storage import GGML, SPELT, Stored
 from vaemem.prediction.benchmark import Names
-from vaemem.prediction.process import LoadedVAE, Moment, PeakTensor, SimulatedProcess, Tensor
+from vaemem.prediction.process import LoadedVAE, Moment, PeakTensor, SimulatedProcess, Tensor, moments
 from vaemem.prediction.question import usual_tile
 from vaemem.prediction.sdcpp import vae_graph
 
@@ -46,6 +46,11 @@ class Part:
     dtype: str
     weights: tuple[Stored, ...]
     upcast: bool = False
+
+    @functools.cached_property
+    def traces(self) -> dict[Any, _core.Trace]:
+        """Of calls that were played: they are built in a longer time than they are played in."""
+        return {}
 
     @property
     def recording(self) -> programs.Recorded:
@@ -148,19 +153,19 @@ class Run:
         submodule's weights come and go with its call.
     own_vae : bool
         Whether vaemem runs the VAE, in memory of its own.
-    on_cpu : collection of str
-        Roles whose components stay on the host, and run there.
+    on_cpu, resident : collection of str
+        Roles whose components stay on the host, and run there; and those that are never offloaded.
     """
 
     def __init__(
         self, process: SimulatedProcess, parts: Mapping[str, Part], offload: str = "none", own_vae: bool = False,
-        on_cpu: Collection[str] = (),
+        on_cpu: Collection[str] = (), resident: Collection[str] = (),
     ):  # fmt: skip
         self.process, self.parts, self.offload, self._own_vae = process, dict(parts), offload, own_vae
-        self.on_cpu = on_cpu
+        self.on_cpu, self.resident = on_cpu, resident
         self.names = Names(process)
         self.phases: list[Phase] = []
-        self.moments: list[Moment] = []
+        self._calls: list[tuple[str, Any]] = []  # roles, and what the process keeps of their calls
         self._loaded: dict[str, list[int] | LoadedVAE] = {}
         self._flops = self._host_flops = self._sent = self._outside = 0
 
@@ -191,9 +196,8 @@ class Run:
         if self.offload != "model":
             return
         roles = list(self.parts)
-        before = roles[: roles.index(role)][-1:]
-        for other in before:
-            if other in self._loaded:
+        for other in roles[: roles.index(role)][-1:]:
+            if other in self._loaded and role not in self.resident:
                 self.unload(other)
         if role not in self._loaded:
             self.load(role)
@@ -219,10 +223,14 @@ class Run:
 
     def _play(self, part: Part, sizes: Mapping[str, int]) -> Tensor:
         passing = dict(part.unpacked)
-        if self.offload == "sequential":
+        sends = self.offload == "sequential" and part.role not in self.resident
+        if sends:
             passing = {name: [*held, *passing.get(name, ())] for name, held in part.sent.items()}
             self._sent += part.nbytes
-        trace = part.recording.trace(part.dtype, self.process.gpu, passing, **sizes)
+        asked = (self.process.gpu.name, sends, *sizes.items())
+        trace = part.traces.get(asked)
+        if trace is None:
+            trace = part.traces[asked] = part.recording.trace(part.dtype, self.process.gpu, passing, **sizes)
         left = self.process.call(trace)
         self._note(part.role)
         return self.process._as_tensor(f"output of {part.role}", left, (), part.dtype)
@@ -325,7 +333,12 @@ class Run:
         return math.prod(sides) if max(height, width) > tile else 1
 
     def _note(self, role: str) -> None:
-        self.moments += [moment._replace(name=f"{role}.{moment.name}") for moment in self.process.timeline()]
+        self._calls.append((role, self.process._last))
+
+    def timeline(self) -> Iterator[Moment]:
+        """Every call step by step; names begin with the role."""
+        for role, (trace, allocated, reserved) in self._calls:
+            yield from moments(trace, allocated, reserved, f"{role}.")
 
     # ---- tensors ----
 

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vaemem._common import MIB, distinct, need, render
+from vaemem._common import MIB, distinct, need, render, write
 from vaemem.pipelines.seconds import REPEATS_DIFFER, Machine, Seconds, Work
 
 if TYPE_CHECKING:
@@ -289,7 +289,7 @@ class PipelinePlan:
         writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
-        return _write(path, text.getvalue())
+        return write(path, text.getvalue())
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str | None:
         """What was asked, the rows, the recommendation and the rates as JSON, to a file or as text.
@@ -312,7 +312,7 @@ class PipelinePlan:
             "rates": {name: str(rate) for name, rate in self.machine.rates.items()} if self.machine else {},
             "notes": list(self.notes),
         }
-        return _write(path, json.dumps(data, indent=1, ensure_ascii=False) + "\n")
+        return write(path, json.dumps(data, indent=1, ensure_ascii=False) + "\n")
 
     def to_markdown(self) -> str:
         """What `print` shows, as Markdown.
@@ -383,14 +383,6 @@ class PipelinePlan:
         table = f"<table><thead>{line('th', header)}</thead><tbody>{body}</tbody></table>"
         title, reason = html.escape(self.title), html.escape(self.reason)
         return f'<p>{title}</p><div style="overflow-x: auto">{table}</div><p>{reason}</p>'
-
-
-def _write(path: str | os.PathLike[str] | None, text: str) -> str | None:
-    if path is None:
-        return text
-    with open(path, "w", encoding="utf-8", newline="") as file:
-        file.write(text)
-    return None
 
 
 def planned(

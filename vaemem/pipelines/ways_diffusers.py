@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from vaemem._common import ELEMENT_BYTES, MIB
-from vaemem.pipelines.components import PIPELINES
+from vaemem.pipelines.components import CLIPS, PIPELINES
 from vaemem.pipelines.predict import PipelinePrediction, predict_pipeline
 from vaemem.pipelines.run import Phase
 from vaemem.pipelines.seconds import Machine
@@ -101,7 +101,7 @@ def _limit(asked: _Asked, height: int, width: int) -> str:
 def _large(pipeline: str) -> list[str]:
     """Roles whose weights are worth a smaller type: the denoiser, and text encoders that are no CLIP."""
     kind = PIPELINES[pipeline]
-    return [kind.denoiser, *(role for role in kind.encoders if kind.parts[role] not in ("clip-l", "openclip-g"))]
+    return [kind.denoiser, *(role for role in kind.encoders if kind.parts[role] not in CLIPS)]
 
 
 def _vae_ways(offload: Any, batch: int, has_tiles: bool, image: bool) -> list[str]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from vaemem import _core
@@ -476,15 +476,7 @@ class SimulatedProcess:
 
     def timeline(self) -> list[Moment]:
         """The last call, step by step; what was given back has the name of what was taken before."""
-        if self._last is None:
-            return []
-        moments, (trace, allocated, reserved) = [], self._last
-        owner: dict[int, str] = {}
-        for i, (op, id_, _, name) in enumerate(trace.steps):
-            if op == "take":
-                owner[id_] = name
-            moments.append(Moment(f"free {owner[id_]}" if op == "give" else name, int(allocated[i]), int(reserved[i])))
-        return moments
+        return [] if self._last is None else list(moments(*self._last))
 
     def save_snapshot(self, path: str | os.PathLike[str]) -> None:
         """Writes the allocator's history as PyTorch's ``_dump_snapshot`` does; ValueError where it keeps none."""
@@ -557,6 +549,16 @@ class SimulatedProcess:
         if isinstance(what, str):
             self.allocator.tag(tag)
         return tag
+
+
+def moments(trace: _core.Trace, allocated: Any, reserved: Any, caller: str = "") -> Iterator[Moment]:
+    """A call's steps with the bytes at their heights; names begin with the caller's."""
+    owner: dict[int, str] = {}
+    for i, (op, id_, _, name) in enumerate(trace.steps):
+        if op == "take":
+            owner[id_] = name
+        shown = f"free {caller}{owner[id_]}" if op == "give" else caller + name
+        yield Moment(shown, int(allocated[i]), int(reserved[i]))
 
 
 ROUNDING = "[rounded up by the allocator]"  # to 512 bytes, and remainders of blocks that are too small to split off

@@ -13,10 +13,10 @@ behind it for channels_last tensors. A formula is ``[tensors, index, tile, per_t
 
 with `tensors` a sum such as ``i+o+f`` or ``i+f+3o``: input, output and filter, each rounded up to 16 bytes (``I``,
 ``O``, ``F``: with the channels padded to 16 bytes), and P the output pixels of the batch. A tree is a formula's number,
-or ``[feature, limit, tree up to it, tree beyond it]`` where the feature is ``P``, ``h``, ``w`` (of the input) or ``m``,
-the pixels that P lacks to a multiple of 128. A file may also hold rules that go before its trees, and name the file
-that answers what it does not. An inferred profile answers for its own version alone. ``older.json`` holds rules for
-versions that were never asked.
+or ``[feature, limit, tree up to it, tree beyond it]`` where the feature is ``P``, ``Q`` (P of one image), ``h``, ``w``
+(of the input), ``n`` (the batch) or ``m``, the pixels that P lacks to a multiple of 128. A file may also hold rules
+that go before its trees, and name the file that answers what it does not. An inferred profile answers for its own
+version alone. ``older.json`` holds rules for versions that were never asked.
 """
 
 import functools
@@ -123,6 +123,7 @@ def sizes(conv: Conv) -> dict[str, int]:
         "I": i // c * wide_c,
         "O": pixels * wide_k,
         "F": wide_k * wide_c // size * math.prod(conv.along(r)),
+        "n": n,
         "P": pixels,
         "Q": each,
         "h": h,

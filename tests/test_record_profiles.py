@@ -1,0 +1,81 @@
+"""How profiles are made: whose convolutions are asked, formulas for the answers, and trees that pick them."""
+
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+from vaemem.prediction import profiles
+from vaemem.prediction.gpus import find_gpu
+from vaemem.prediction.profiles import Conv, formula_bytes
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+if not BENCHMARKS.exists():
+    pytest.skip("the sources are not here", allow_module_level=True)
+sys.path.insert(0, str(BENCHMARKS))
+
+import record_profiles
+from record_profiles import Learned, Network, Recorder, pick
+
+SHAPE = 320, 640, 3, 1, 1
+
+
+def answer(n, s):
+    """Partial sums of small outputs in two buffers, tiles of 128 pixels and 64 channels, else by the batch."""
+    if s["P"] <= 5000:
+        tiles = -(-s["P"] // 128) * (640 // 64)
+        return s["i"] + s["f"] + s["o"] + tiles * (2 * 4 * 128 * 64 + 4 * 2 + 4) + 175
+    return s["i"] + s["f"] + 16 if n == 1 else s["i"] + s["o"]
+
+
+class Rules:
+    """A cuDNN that answers by `answer`."""
+
+    version = "9.99.0"
+
+    def conv(self, _device, nhwc, tf32, **question):
+        assert not nhwc and tf32
+        return {"bytes": answer(question["n"], profiles.sizes(Conv(**question))), "untried": 0}
+
+
+def network(*shapes):
+    return Network("tests", {shape: {3, 4} for shape in shapes}, ("float16", "float32"), 256, (2, 1), (1, 2, 4))
+
+
+def test_the_unets_convolutions_are_those_of_the_recorded_modules():
+    vaes, unets = record_profiles.networks()
+    assert vaes.convolutions[128, 128, 3, 2, 0] == {0}
+    assert unets.convolutions[320, 320, 3, 2, 1] == unets.convolutions[4, 320, 3, 1, 1] == {3}
+    assert unets.convolutions[1280, 1280, 3, 1, 1] == {4, 5, 6} and unets.convolutions[2560, 1280, 1, 1, 0] == {5, 6}
+    assert not set(vaes.convolutions) & set(unets.convolutions)
+    assert "bfloat16" not in unets.asked(find_gpu("T4")) and "bfloat16" in unets.asked(find_gpu("A100"))
+
+
+def test_answers_become_formulas_and_a_tree():
+    recorder = Recorder(Rules(), find_gpu("RTX 4090"), SHAPE, "float16")
+    learned = Learned(recorder, network(SHAPE), random.Random(0), 64)
+    per_tile = 10 * (2 * 4 * 128 * 64 + 4 * 2 + 4)
+    assert set(learned.formulas) == {("i+o", 0, 0, 0, 0), ("i+f", 0, 0, 0, 16), ("i+o+f", 0, 128, per_tile, 175)}
+    for size, count in zip(recorder.sizes, recorder.bytes, strict=True):
+        assert formula_bytes(list(learned.formulas[pick(learned.tree, size)]), size) == count
+    assert learned.asked == 40 and learned.same >= 38
+
+
+def test_what_a_profile_lacks_is_added(monkeypatch):
+    gpus = [find_gpu("RTX 4090")]
+    monkeypatch.setattr(record_profiles, "networks", lambda: (network(SHAPE),))
+    first = record_profiles.record(Rules(), gpus, 256)
+    assert "added" not in first["recorded"] and set(first["convolutions"]) == {
+        f"320,640,3,1,1/{kind}" for kind in ("float16", "float32")
+    }
+    other = 640, 640, 3, 1, 1
+    monkeypatch.setattr(record_profiles, "networks", lambda: (network(SHAPE), network(SHAPE, other)))
+    second = record_profiles.record(Rules(), gpus, 256, first)
+    (added,) = second["recorded"]["added"]
+    assert added["questions"] == first["recorded"]["questions"] and added["kinds"] == ["float16", "float32"]
+    assert second["convolutions"].items() > first["convolutions"].items() and len(second["convolutions"]) == 4
+    assert record_profiles.record(Rules(), gpus, 256, second) == second
+    profile = profiles.Profile(second)
+    question = Conv("float32", 2, 640, 64, 64, 640, 3)
+    assert profile.conv(question)[0] == answer(2, profiles.sizes(question))
