@@ -9,6 +9,35 @@ from vaemem.pipelines import published, ways_mlx
 MIB, GIB = 2**20, 2**30
 
 
+# ---- peaks that others measured ----
+
+# Hugging Face's post "Exploring Quantization Backends in Diffusers": FLUX.1-dev at 1024x1024 on an H100 80GB, GiB
+# reserved once it is loaded and after a picture, and how far off the predictions are.
+FLUX = (
+    ({}, 31.447, 36.166, 0.001, 0.001),
+    ({"transformer": "fp8"}, 23.682, 28.451, 0.001, 0.001),
+    ({"transformer": "Q8_0"}, 21.502, 25.973, 0.001, 0.003),
+    ({"transformer": "Q4_1"}, 16.838, 21.326, 0.001, 0.003),
+    ({"transformer": "Q2_K"}, 13.264, 17.752, 0.001, 0.003),
+    ({"transformer": "int8", "text_encoder_2": "int8"}, 19.273, 24.432, 0.03, 0.003),
+    ({"transformer": "nf4", "text_encoder_2": "nf4"}, 12.584, 17.281, 0.06, 0.03),
+)
+
+
+@pytest.mark.parametrize(("components", "loaded", "peak", "loaded_off", "peak_off"), FLUX)
+def test_flux_on_an_h100(components, loaded, peak, loaded_off, peak_off):
+    p = predict_pipeline("flux", 1024, 1024, gpu="H100", memory="80 GB", components=components)
+    assert p.phases[0].reserved / GIB == pytest.approx(loaded, rel=loaded_off)
+    assert p.peak / GIB == pytest.approx(peak, rel=peak_off)
+
+
+@pytest.mark.parametrize(("dtype", "taken"), [("float32", 28.09), ("float16", 21.72)])
+def test_sdxl_on_an_a100(dtype, taken):
+    """Hugging Face's post "Exploring simple optimizations for SDXL": four images at 1024x1024, A100 40GB."""
+    p = predict_pipeline("sdxl", 1024, 1024, 4, dtype=dtype, gpu="A100", memory="40 GB")
+    assert max(phase.allocated for phase in p.phases) / GIB == pytest.approx(taken, rel=0.002)
+
+
 # ---- the published table ----
 
 
