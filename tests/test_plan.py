@@ -463,3 +463,19 @@ def test_a_gguf_says_what_its_weights_take(tmp_path):
 def test_what_sdcpp_does_not_have_is_refused(asked, said):
     with pytest.raises(ValueError, match=said):
         by_sdcpp(**asked)
+
+
+@pytest.mark.parametrize("memory", ["6 GB", "8 GB", "16 GB", "24 GB"])
+def test_a_card_stands_in_whose_attention_was_recorded(memory):
+    """Of the cards of a size the oldest write out bfloat16's scores."""
+    assert plan_pipeline("zimage-turbo", 512, 512, memory=memory).outcomes
+
+
+def test_arguments_that_are_not_needed_are_checked_too():
+    for wrong, match in (
+        ({"time_limit": -1}, "time_limit: want more than 0"),
+        ({"link": "USB"}, "link: want"),
+        ({"cpu": "M1"}, "cpu: want"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            plan_pipeline("sd15", 512, 512, memory="8 GB", **wrong)

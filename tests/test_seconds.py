@@ -110,7 +110,7 @@ def test_cpus():
     unknown, low, high = cpu_rate("no AVX2"), cpu_rate("SSE4.2", 2), cpu_rate("AVX", 8)
     assert unknown.value / unknown.factor == pytest.approx(low.value / low.factor)
     assert unknown.value * unknown.factor == pytest.approx(high.value * high.factor)
-    with pytest.raises(ValueError, match=r"instructions: want one of SSE4.2, AVX, AVX2, no AVX2, got 'MMX'"):
+    with pytest.raises(ValueError, match=r"cpu: want one of SSE4.2, AVX, AVX2, no AVX2, got 'MMX'"):
         cpu_rate("MMX")
 
 

@@ -123,16 +123,17 @@ def plan_pipeline(
         return _by_mlx(title, kind, height, width, memory, components, cache_limit)
     from vaemem.pipelines import ways_sdcpp  # half of this module's import
 
-    card, notes = _card(gpu, memory)
+    card, notes = _card(gpu, memory, dtype or kind.dtype)
     context = CONTEXT if runtime == "diffusers" else ways_sdcpp.CONTEXT
     room = Room(card.reported_memory - context - parse_size("used", used, least=0), host, time_limit)
     if room.card is not None and room.card <= 0:
         raise ValueError(f"used: want less than {card.name} has beside a context of {context} bytes, got {used!r}")
     steps = kind.steps if steps is None else whole("steps", steps)
-    machine = None  # nothing is known of how fast it is
-    if gpu is not None or calibrate:
-        named = None if gpu is None else card
-        machine = machine_of(named, card.total_memory, dtype or kind.dtype, runtime, link, cpu, cores)
+    if time_limit is not None and not time_limit > 0:
+        raise ValueError(f"time_limit: want more than 0 seconds, got {time_limit!r}")
+    named = None if gpu is None else card
+    known = machine_of(named, card.total_memory, dtype or kind.dtype, runtime, link, cpu, cores)
+    machine = known if gpu is not None or calibrate else None  # nothing is known of how fast it is
     kinds = None if types is None else listed(types, str)
     if kinds == []:
         raise ValueError("types: want one type or more, or None, got none")
@@ -197,11 +198,14 @@ def weights_bytes(role: str, component: str, given: Any) -> int:
     return sum(weight.nbytes(given) for weight in weights)
 
 
-def _card(gpu: str | Gpu | None, memory: int | str | None) -> tuple[Gpu, list[str]]:
+def _card(gpu: str | Gpu | None, memory: int | str | None, dtype: str) -> tuple[Gpu, list[str]]:
     """The card, and what there is to say of it."""
     if gpu is not None:
         return find_gpu(gpu, memory), []
     if memory is None:
         raise ValueError("gpu: want a card's name, or what it has as memory='12 GB', got neither")
-    card = cards_of(sold(memory))[0]
+    cards = cards_of(sold(memory))
+    # Older cards write out the scores of bfloat16's attention, which was not recorded.
+    fused = [card for card in cards if dtype != "bfloat16" or card.sm >= 80]
+    card = (fused or cards)[0]
     return card, [f"No card was named: {card.name} stands for any of that memory."]

@@ -375,7 +375,7 @@ def predict_pipeline(
     runtime : {"diffusers", "sd.cpp"}
         Whose code runs it. Of stable-diffusion.cpp `offload` is ``"none"``, ``"cond_only"``, ``"--clip-on-cpu"``,
         ``"--offload-to-cpu"`` or ``"freed after use"``, `vae` is ``"whole"``, ``"direct"``, ``"tiled"``,
-        ``"direct, tiled"`` or ``"on CPU, tiled"``, and `components` are types of ggml's, sizes (``"6.8 GiB"``) or
+        ``"direct tiled"`` or ``"on CPU tiled"``, and `components` are types of ggml's, sizes (``"6.8 GiB"``) or
         files; `dtype`, `image`, `vae_memory_limit` and versions are none of its.
 
     Returns

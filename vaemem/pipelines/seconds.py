@@ -294,7 +294,7 @@ def cpu_rate(instructions: str = "AVX2", cores: int | None = None, weights: str 
     """
     known = _data()["cpus"]
     sets = [name for name in known if isinstance(known[name], dict)]
-    choose("instructions", instructions, (*sets, "no AVX2"))
+    choose("cpu", instructions, (*sets, "no AVX2"))
     choose("weights", weights, known["AVX2"])
     named = sets[: sets.index("AVX2")] if instructions == "no AVX2" else [instructions]
     timed = [rate for name in named for rate in known[name][weights]]

@@ -202,12 +202,13 @@ def _rounded(way: Way, kind: str) -> dict[str, Any]:
 
 
 def way(offload: str, vae: str, *asked: Any) -> Way:
-    """One of them: `offload` is a residence's name, or "none", and `vae` a way of the VAE without the word; the rest as
-    `ways` takes it."""
-    residences = {residence.name: residence.name for residence in RESIDENCES} | {"none": RESIDENCES[0].name}
+    """One of them: `offload` is a residence's name, or "none", and `vae` a way of the VAE without the word and without
+    commas; the rest as `ways` takes it."""
+    residences = {"none": RESIDENCES[0].name} | {residence.name: residence.name for residence in RESIDENCES[1:]}
+    hows = {how.name.removeprefix("VAE ").replace(",", ""): how.name for how in VAE_WAYS}
     choose("offload", offload, residences)
-    choose("vae", vae, [how.name.removeprefix("VAE ") for how in VAE_WAYS])
-    return next(one for one in ways(*asked) if one.name == f"{residences[offload]}, VAE {vae}")
+    choose("vae", vae, hows)
+    return next(one for one in ways(*asked) if one.name == f"{residences[offload]}, {hows[vae]}")
 
 
 LONG = ("qwen3-4b", "zimage", "t5-xxl", "flux-dev", "flux-schnell")  # that take more tokens than 77
