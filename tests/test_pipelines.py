@@ -361,3 +361,27 @@ def test_the_safety_checker_stays_on_the_device(offload):
         more = phase(found, name).allocated - phase(plain, name).allocated
         assert checker <= more <= checker + 16 * MIB
     assert phase(found, "decode").flops > phase(plain, "decode").flops
+
+
+def test_a_files_own_types(tmp_path):
+    """Of a GGUF file the header says what each tensor takes; integers that the module makes itself are added."""
+    gguf = pytest.importorskip("gguf")
+    writer = gguf.GGUFWriter(tmp_path / "clip.gguf", "clip")
+    expected = 0
+    for weight in programs.load("clip-l").weights:
+        if weight.dtype == "run":
+            packed = len(weight.shape) == 2
+            kind = gguf.GGMLQuantizationType.Q8_0 if packed else gguf.GGMLQuantizationType.F32
+            array = np.zeros(weight.shape, np.float32)
+            writer.add_tensor(weight.name, gguf.quants.quantize(array, kind), raw_dtype=kind)
+            expected += array.size * 34 // 32 if packed else 4 * array.size
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    part = predict_pipeline("sd15", 512, 512, components={"text_encoder": tmp_path / "clip.gguf"}).parts["text_encoder"]
+    assert part.nbytes == expected + 8 * 77
+    layer = "text_model.encoder.layers.3.mlp.fc1"
+    assert part.unpacked[layer] == [("weight, unpacked", 3072 * 768 * 2)]
+    with pytest.raises(ValueError, match=r"components\['unet'\]: .*want a file that has the model's 859520964 numbers"):
+        predict_pipeline("sd15", 512, 512, components={"unet": tmp_path / "clip.gguf"})

@@ -356,7 +356,8 @@ def predict_pipeline(
     components : dict, optional
         By role (``"text_encoder"``, ``"text_encoder_2"``, ``"unet"``, ``"transformer"``, ``"vae"``): the type of its
         weights as `vaemem.pipelines.storage.tensor_bytes` has them (``"nf4"``, ``"Q8_0"``, ``"fp8"``, ``"float32"``),
-        or the path of a safetensors or GGUF file, whose header says them; None for a text encoder that is not there.
+        or the path of a safetensors or GGUF file, whose header says them (weights stay in the file's types, which
+        ``from_pretrained(torch_dtype=...)`` would change); None for a text encoder that is not there.
         SD 1.5's ``"safety_checker"`` is there where it is named.
         SDXL's VAE is kept in float16 and converted to float32 for its call unless this says what it runs in.
     offload : str or dict
@@ -486,7 +487,10 @@ def _part(role: str, component: str, dtype: str, given: Any, upcast: bool) -> Pa
     if isinstance(given, os.PathLike) or (isinstance(given, str) and os.path.exists(given)):
         from vaemem.engine.weights import tensor_types
 
-        return Part(role, component, dtype, tuple(stored(named, None, tensor_types(given))))
+        try:
+            return Part(role, component, dtype, tuple(stored(named, None, tensor_types(given))))
+        except ValueError as error:
+            raise ValueError(f"components[{role!r}]: {given}: {error}") from None
     choose(f"components[{role!r}]", given, WEIGHT_TYPES)
     return Part(role, component, dtype, tuple(stored(named, given, _usual_rule(role, given), dtype)))
 

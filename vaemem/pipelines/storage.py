@@ -220,10 +220,16 @@ def stored(
         rule = RULES[rule]
     if isinstance(rule, list):
         listed = [Stored(name, tuple(shape), kind, size) for name, shape, kind, size in rule]
-        numbers, have = (sum(math.prod(shape) for _, shape, *_ in each) for each in (tensors, listed))
+        # Buffers of integers are the module's own: files do without them.
+        own = [(name, shape) for name, shape, *kind in tensors if kind[:1] == ["int64"]]
+        numbers = sum(math.prod(shape) for _, shape, *kind in tensors if kind[:1] != ["int64"])
+        have = sum(math.prod(tensor.shape) for tensor in listed)
         if have < numbers:
             raise ValueError(f"rule: want a file that has the model's {numbers} numbers, got one of {have}")
-        return listed
+        there = {tensor.name for tensor in listed}
+        return listed + [
+            Stored(name, shape, "int64", tensor_bytes(shape, "int64")) for name, shape in own if name not in there
+        ]
     if type not in rule.types:
         choose("type", type, rule.types)
     assert type is not None
