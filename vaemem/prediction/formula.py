@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 from vaemem._common import ELEMENT_BYTES, MIB, render, typeset
 from vaemem.prediction.benchmark import Reading
@@ -222,6 +222,15 @@ class ClosedForm:
         facts = "\n".join(f"- {line}" for line in self._facts())
         grid = render(*self._grid(), markdown=True)
         return f"{self._repr_latex_()}\n\n" + f"{facts}\n\n{grid}".replace("*", r"\*")
+
+
+@overload
+def formula(
+    model: str | Mapping[str, Any], op: str, dtype: str = ..., runtime: str | None = ..., gpu: str = ..., *,
+    height: int = ..., width: int = ..., **settings: Any,
+) -> ClosedForm: ...  # fmt: skip
+@overload
+def formula(model: Any) -> Any: ...
 
 
 def formula(
