@@ -46,7 +46,7 @@ static double now(void) {
 
 static void poll_now(vm_pool *p) {
     double t = now();
-    if (!p->poll || t - p->polled < POLL_MS * 1e-3) return;
+    if (!p->poll || atomic_load(&p->stop) || t - p->polled < POLL_MS * 1e-3) return; /* a stopped run asks no more */
     p->polled = t;
     size_t part = p->tasks ? (size_t)((double)p->rows_batch * (double)atomic_load(&p->done) / (double)p->tasks) : 0;
     if (p->poll(p->poll_context, p->rows_before + part, p->rows_total)) atomic_store(&p->stop, true);

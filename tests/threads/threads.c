@@ -4,6 +4,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #include "../../csrc/predict/torch_trace.h"
 #include "../../csrc/vm.h"
@@ -71,6 +72,27 @@ static void *run_pool_until_exit(void *out) {
     for (;;) CHECK(!vm_pool_each(pool, TASKS, 1, count_task, &done));
 }
 
+/* A run that was told to stop asks no more, however long its workers' tasks last: the answer may be an exception. */
+static void slow_task(const void *job, size_t task, unsigned thread) {
+    (void)job, (void)task;
+    const struct timespec t = {.tv_nsec = (thread ? 300 : 60) * 1000000L};
+    nanosleep(&t, NULL);
+}
+
+static bool poll_once(void *context, size_t done, size_t total) {
+    (void)done, (void)total;
+    return ++*(int *)context > 0;
+}
+
+static void stop_slow_pool(void) {
+    int asked = 0;
+    vm_pool *pool = calloc(1, vm_pool_bytes(CREW));
+    CHECK(pool && !vm_pool_open(pool, CREW, 1, poll_once, &asked));
+    CHECK(vm_pool_each(pool, 2 * CREW, 1, slow_task, NULL) == VM_ECANCELLED && asked == 1);
+    vm_pool_close(pool);
+    free(pool);
+}
+
 static void pools(void) {
     vm_poll on = poll_on, stop = poll_stop, none = NULL;
     crew(run_pool, &on);
@@ -81,6 +103,7 @@ static void pools(void) {
     CHECK(!pthread_create(&thread, NULL, run_pool_until_exit, left) && !pthread_join(thread, NULL));
     free(left[0]);
     free(left[1]);
+    stop_slow_pool();
 }
 
 /* ---- models ---- */
