@@ -4,46 +4,47 @@ from __future__ import annotations
 
 import math
 
-import diffusers
 import numpy as np
 import pytest
-import torch
-import transformers
 from safetensors.numpy import save_file
 
 from vaemem.engine.weights import tensor_types
 from vaemem.pipelines import programs
 from vaemem.pipelines.storage import GGML, RULES, TYPES, Stored, stored, tensor_bytes
 
+torch = pytest.importorskip("torch")
+diffusers = pytest.importorskip("diffusers")
+transformers = pytest.importorskip("transformers")
+
 FILE = [("a", (64, 32), "Q8_0", 2176), ("b", (64,), "F32", 256)]  # as vaemem.engine.weights.tensor_types lists one
 
 
-def on_meta(build, *args, **kwargs) -> torch.nn.Module:
+def on_meta(build, *args, **kwargs):
     with torch.device("meta"):
         return build(*args, **kwargs)
 
 
-def inventory(module: torch.nn.Module) -> list[tuple[str, tuple[int, ...]]]:
+def inventory(module) -> list[tuple[str, tuple[int, ...]]]:
     return [(name, tuple(tensor.shape)) for name, tensor in module.named_parameters()]
 
 
-def flux(**settings) -> torch.nn.Module:
+def flux(**settings):
     return on_meta(diffusers.FluxTransformer2DModel, **settings)
 
 
-def unet() -> torch.nn.Module:
+def unet():
     return on_meta(diffusers.UNet2DConditionModel, cross_attention_dim=768, attention_head_dim=8)
 
 
-def clip() -> torch.nn.Module:
+def clip():
     return on_meta(transformers.CLIPTextModel, transformers.CLIPTextConfig())
 
 
-def t5() -> torch.nn.Module:
+def t5():
     return on_meta(transformers.T5EncoderModel, transformers.T5Config(feed_forward_proj="gated-gelu"))
 
 
-def qwen3_4b() -> torch.nn.Module:
+def qwen3_4b():
     config = transformers.Qwen3Config(
         vocab_size=151936, hidden_size=2560, intermediate_size=9728, num_hidden_layers=36, num_attention_heads=32,
         num_key_value_heads=8, head_dim=128,
