@@ -14,29 +14,36 @@ from vaemem import _core
 from vaemem._common import __version__ as __version__
 from vaemem._core import OutOfMemoryError
 from vaemem.engine.device import DeviceArray
-from vaemem.prediction.bound import bound
 from vaemem.prediction.formula import formula
 from vaemem.prediction.predict import Prediction, predict, predict_largest
 from vaemem.prediction.process import SimulatedProcess
 from vaemem.prediction.replay import Replay, replay
 from vaemem.prediction.snapshot import CachingAllocator
-from vaemem.tables.estimators import ESTIMATORS, Estimator, compare
-from vaemem.tables.fit import fit
 from vaemem.tables.sweep import sweep, tradeoff
 from vaemem.tables.table import Table, seed_table
 from vaemem.vae import VAE, Cancelled, Encoded, Run, Tiling, backends
 
 if _TYPE_CHECKING:
+    from vaemem import plot as plot
     from vaemem.pipelines.plan import plan_pipeline
     from vaemem.pipelines.predict import PipelinePrediction, predict_pipeline
     from vaemem.pipelines.ways import PipelinePlan
+    from vaemem.prediction.bound import bound
     from vaemem.reports.report import report
+    from vaemem.tables.estimators import ESTIMATORS, Estimator, compare
+    from vaemem.tables.fit import fit
 
 # Imported when they are asked for: half of the import's time would be theirs.
 _LATER = {
+    "ESTIMATORS": "vaemem.tables.estimators",
+    "Estimator": "vaemem.tables.estimators",
     "PipelinePlan": "vaemem.pipelines.ways",
     "PipelinePrediction": "vaemem.pipelines.predict",
+    "bound": "vaemem.prediction.bound",
+    "compare": "vaemem.tables.estimators",
+    "fit": "vaemem.tables.fit",
     "plan_pipeline": "vaemem.pipelines.plan",
+    "plot": "vaemem.plot",
     "predict_pipeline": "vaemem.pipelines.predict",
     "report": "vaemem.reports.report",
 }
@@ -78,7 +85,8 @@ __all__ = [
 def __getattr__(name: str) -> _Any:
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = getattr(_importlib.import_module(_LATER[name]), name)
+    module = _importlib.import_module(_LATER[name])
+    found = globals()[name] = module if _LATER[name] == f"{__name__}.{name}" else getattr(module, name)
     return found
 
 
