@@ -124,8 +124,8 @@ def test_sequential_offload_sends_every_submodules_weights():
     found = predict_pipeline("sd15", 512, 512, gpu="T4", offload="sequential", steps=3)
     unet = found.parts["unet"]
     denoise = phase(found, "denoise")
-    assert denoise.sent == 3 * unet.nbytes and denoise.weights == 0
     largest = max(sum(size for _, size in held) for held in unet.sent.values())
+    assert denoise.sent == 3 * unet.nbytes and 0 < denoise.weights <= largest
     model = phase(predict_pipeline("sd15", 512, 512, gpu="T4", offload="model"), "denoise")
     assert denoise.allocated < model.allocated - unet.nbytes + largest + MIB
     with pytest.raises(ValueError, match="sequential"):

@@ -135,7 +135,7 @@ def test_what_passes_through_lives_for_its_modules_call():
     assert len(sent) == len(plain) + 2 and len(takes) == 1
     gives = [i for i, step in enumerate(sent) if step[0] == "give" and step[1] == sent[takes[0]][1]]
     within = {step[3] for step in sent[takes[0] : gives[0]] if step[3]}
-    assert len(gives) == 1 and within == {f"{layer} [weight]", layer, f"{layer} [workspace]"}
+    assert len(gives) == 1 and within == {f"weights of {layer} [weight]", layer, f"{layer} [workspace]"}
 
 
 @pytest.mark.parametrize("name", programs.recorded())

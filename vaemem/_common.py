@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import importlib
+import io
 import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -100,6 +102,15 @@ def write(path: str | os.PathLike[str] | None, text: str) -> str | None:
     with open(path, "w", encoding="utf-8", newline="") as file:
         file.write(text)
     return None
+
+
+def as_csv(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] | None = None) -> str:
+    """Rows as CSV; by default with the first one's columns."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns or list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
 
 
 @contextlib.contextmanager

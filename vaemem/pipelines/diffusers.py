@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from vaemem import _core
 from vaemem.pipelines.components import CLIP_TOKENS, CLIPS, VAE_STRIDE, Pipeline
 from vaemem.pipelines.programs import evaluate, parse
 from vaemem.pipelines.run import Run
@@ -95,7 +96,7 @@ def _denoise(run: Run, pipeline: Pipeline, call: Call) -> None:
     height, width = call.height // VAE_STRIDE, call.width // VAE_STRIDE
     *_, tokens = pipeline.lengths(call.tokens)
     images = call.batch * (2 if pipeline.guides and call.guidance else 1)
-    channels = LATENT_CHANNELS[run.parts["vae"].component]
+    channels = _core.models()[run.parts["vae"].component]["latent_channels"]
     latent = (call.batch, channels, height, width)
     names["timesteps"] = run.tensor("timesteps", (call.steps,), "float32")
     names["latents"] = run.tensor("latents", latent, kept)
@@ -130,9 +131,6 @@ def _denoise(run: Run, pipeline: Pipeline, call: Call) -> None:
         steps = [run.tensor("scheduler.step", latent, "float32") for _ in range(2)]
         names["latents"] = run.tensor("latents", latent, kept)
         process.drop(*steps)
-
-
-LATENT_CHANNELS = {"sd15": 4, "sdxl": 4, "flux": 16, "zimage": 16}
 
 
 def _decode(run: Run, pipeline: Pipeline, call: Call) -> None:

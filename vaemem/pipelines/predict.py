@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 import functools
-import io
 import json
 import os
 from collections.abc import Mapping
 from typing import Any
 
-from vaemem._common import DTYPES, MIB, choose, render, whole, write
+from vaemem._common import DTYPES, MIB, as_csv, choose, render, whole, write
 from vaemem.engine.limits import parse_size
 from vaemem.pipelines import programs
 from vaemem.pipelines.components import PIPELINES, Pipeline
@@ -103,11 +101,7 @@ class _Phases:
         >>> predict_pipeline("sd15", 512, 512, gpu="T4").to_csv().splitlines()[0]
         'phase,total_bytes,weights_bytes,...'
         """
-        text, rows = io.StringIO(), self.rows()
-        writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-        return write(path, text.getvalue())
+        return write(path, as_csv(self.rows()))
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str | None:
         """What was asked, the rows and the verdict as JSON, to a file or as text.
@@ -279,10 +273,9 @@ class PipelinePrediction(_Phases):
     def _notes(self) -> tuple[str, ...]:
         found = list(self._process.substitutions)
         for part in self._question.parts:
-            types = {weight.type for weight in part.weights}
-            if types & {"int8"}:
+            if any(weight.type == "int8" for weight in part.weights):
                 found.append(f"{part.role}: what LLM.int8() makes of activations is not counted")
-            if types & {*GGML, "nf4", "nf4 double", "fp8"}:
+            if part.unpacked:
                 found.append(f"{part.role}: of unpacking, only the unpacked weights of the layer that runs are counted")
             call = self._question.call
             if part.upcast and (call.vae != "whole" or call.batch > 1):
@@ -318,11 +311,11 @@ class GraphPrediction(_Phases):
             if fits is False:
                 self.out_of_memory_at = phase.name, PeakTensor(f"compute buffer of {phase.name}", phase.added)
             work = {name: int(amount) for name, amount in phase.work.items()}
-            sent = work.pop("link", 0)
+            sent, on_cpu = work.pop("link", 0), sum(work.pop(name) for name in list(work) if name.startswith("cpu"))
             found.append(
                 Phase(
                     phase.name, phase.total, phase.total, phase.weights, 0, phase.added, 0, (), "",
-                    sum(work.values()), sent, fits,
+                    sum(work.values()), sent, fits, on_cpu,
                 )
             )  # fmt: skip
         self.phases = tuple(found)
@@ -340,7 +333,7 @@ def predict_pipeline(
     Parameters
     ----------
     pipeline : str
-        ``"sd15"``, ``"sdxl"``, ``"flux"`` or ``"zimage-turbo"``.
+        ``"sd15"``, ``"sdxl"``, ``"flux"``, ``"flux-schnell"`` or ``"zimage-turbo"``.
     height, width : int
         Of the image in pixels: multiples of 8, and of 16 for FLUX and Z-Image. Of other sizes diffusers makes the next
         smaller one with FLUX, and none with Z-Image.
@@ -467,13 +460,10 @@ def _parts(pipeline: Pipeline, dtype: str, components: Mapping[str, Any]) -> tup
     parts = []
     for role, component in known.items():
         given = components.get(role, None if role in pipeline.optional else dtype)
-        if given is None:
-            if role in pipeline.optional:
-                continue
-            if not role.startswith("text_encoder"):
-                raise ValueError(f"components: want a type or a file for {role}, got None")
-            continue
-        parts.append(_part(role, component, dtype, given, upcast=component == "sdxl" and role not in components))
+        if given is not None:
+            parts.append(_part(role, component, dtype, given, upcast=component == "sdxl" and role not in components))
+        elif role not in (*pipeline.encoders, *pipeline.optional):
+            raise ValueError(f"components: want a type or a file for {role}, got None")
     return tuple(parts)
 
 

@@ -4,10 +4,9 @@ benchmarks/record_modules.py runs a module under fake tensors at several sizes (
 what it takes and gives back as a tree of module calls, equal calls once, with every size as a polynomial in the call's
 variables. Convolutions and attentions stay questions: their workspaces, and which kernel runs, are decided at replay.
 
-A file of data/modules holds, for dtypes and the cases in which a call takes the same steps (``"float16 bfloat16; 1 n =
-1"``): `sizes`, the polynomials (``"1280 n h w + 640"``); `convs` and
-`attentions`, their arguments as indices into `sizes`; and `modules`, one text a distinct module call, the outermost
-last, of words:
+A file of data/modules holds, for dtypes and the cases in which a call takes the same steps (``"float16; 1 n = 1"``):
+`sizes`, the polynomials (``"1280 n h w + 640"``); `convs` and `attentions`, their arguments as indices into `sizes`;
+and `modules`, one text a distinct module call, the outermost last, of words:
 
     +3:statistics   take sizes[3] bytes, under the module's name and [statistics]
     -5              give back what was taken five takes ago
@@ -224,7 +223,7 @@ class _Player:
         """What modules[index] says: a call of `module`, "" for the outermost and None for what calls that."""
         trace, numbers, ids = self.trace, self._numbers, self._ids
         sent = self._passing.get(module, ()) if module is not None else ()
-        passing = [trace.take(size, f"{shown} [{what}]") for what, size in sent]
+        passing = [trace.take(size, f"weights of {shown} [{what}]") for what, size in sent]
         for word in self.call.modules[index]:
             kind, rest = word[0], word[1:]
             child, is_child, number = word.partition("=")

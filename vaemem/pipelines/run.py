@@ -94,7 +94,7 @@ class Part:
 class Phase(NamedTuple):
     """What a pipeline takes in one of its phases. Sizes in bytes.
 
-    name: load, encode prompt, denoise, decode
+    name: load, encode prompt, encode image, denoise, decode
     allocated, reserved: as PyTorch's counters stand at their height
     weights: of components on the device at that height
     workspace: of convolutions and products, at that height

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 import html
-import io
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vaemem._common import MIB, distinct, need, render, write
+from vaemem._common import MIB, as_csv, distinct, need, render, write
 from vaemem.pipelines.seconds import REPEATS_DIFFER, Machine, Seconds, Work
 
 if TYPE_CHECKING:
@@ -285,11 +283,7 @@ class PipelinePlan:
         >>> plan_pipeline("sd15", 1536, 1536, memory="16 GB", runtime="mlx").to_csv().splitlines()[0]
         'way,fits,fails_in,short,denoise_bytes,...'
         """
-        text, rows = io.StringIO(), self.rows()
-        writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-        return write(path, text.getvalue())
+        return write(path, as_csv(self.rows()))
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str | None:
         """What was asked, the rows, the recommendation and the rates as JSON, to a file or as text.

@@ -37,7 +37,21 @@ class Term(NamedTuple):
 
 
 @dataclass(frozen=True, repr=False)
-class ClosedForm:
+class Labels:
+    """What a closed form says of itself."""
+
+    name: str
+    model: str
+    op: str
+    dtype: str
+    runtime: str
+    gpu: str
+    batch: int
+    workspace_source: str
+
+
+@dataclass(frozen=True, repr=False)
+class ClosedForm(Labels):
     """``allocated = a * H*W*e + b`` (and what `terms` add), H and W in pixels, e the bytes of one element of dtype.
 
     Attributes
@@ -65,13 +79,6 @@ class ClosedForm:
         Who said how much scratch the convolutions take.
     """
 
-    name: str
-    model: str
-    op: str
-    dtype: str
-    runtime: str
-    gpu: str
-    batch: int
     where: str
     terms: tuple[Term, ...]
     lowest: int
@@ -82,7 +89,6 @@ class ClosedForm:
     unsplit: tuple[int, int]
     checked: tuple[tuple[int, int], ...]
     elsewhere: tuple[tuple[int, int], ...]
-    workspace_source: str
 
     @property
     def element_bytes(self) -> int:
@@ -319,19 +325,6 @@ def derive(question: Question, measured: Reading, process: SimulatedProcess) -> 
     return close(labels, lambda h, w: _look(q, h, w), peak, q.height, q.width, range(STEP, LAST + 1, STEP))
 
 
-class Labels(NamedTuple):
-    """What a closed form says of itself; as in `ClosedForm`."""
-
-    name: str
-    model: str
-    op: str
-    dtype: str
-    runtime: str
-    gpu: str
-    batch: int
-    workspace_source: str
-
-
 def close(
     labels: Labels, look: Callable[[int, int], Peak | None], anchor: Peak | None, height: int, width: int,
     sides: Sequence[int],
@@ -388,7 +381,7 @@ def close(
         return f"at {side}x{side} {'the same tensors in other sizes' if side in same else peak.where}"
 
     return ClosedForm(
-        **labels._asdict(),
+        **vars(labels),
         where=anchor.where,
         terms=tuple(terms),
         lowest=run[0],

@@ -13,7 +13,7 @@ import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, overload
 
-from vaemem._common import MIB, mib, need, render, shipped, write
+from vaemem._common import MIB, as_csv, mib, need, render, shipped, write
 
 if TYPE_CHECKING:
     import pandas
@@ -251,11 +251,7 @@ class Table(Sequence[Row]):
         >>> seed_table()[:1].to_csv().splitlines()[0]
         'model,op,height,width,batch,dtype,runtime,device,source,allocated_bytes,...'
         """
-        text = io.StringIO()
-        writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(self._rows)
-        return write(path, text.getvalue())
+        return write(path, as_csv(self._rows, COLUMNS))
 
     @classmethod
     def from_csv(cls, file: str | os.PathLike[str] | IO[str], **missing: object) -> Table:
