@@ -260,6 +260,8 @@ def test_of_a_prediction():
 
 
 def test_bad_input():
+    with pytest.raises(ValueError, match=r"op: want 'encode' or 'decode'.*got None"):
+        formula("sd15")
     with pytest.raises(ValueError, match=r"op: want 'encode' or 'decode'.*got 'decode_tiled'"):
         formula("sdxl", "decode_tiled")
     with pytest.raises(ValueError, match="op: want one of"):

@@ -79,16 +79,6 @@ def test_nothing_stands_in_for_cudnns_answers(gpu):
     assert found.notes == () and found.band == (found.peak, found.peak)
 
 
-def test_the_denoisers_height_is_the_modules():
-    """Beside what is resident, what a recording of the module alone says."""
-    found = predict_pipeline("sd15", 512, 768, batch=2, gpu="RTX 4090")
-    process = SimulatedProcess("RTX 4090")
-    process.call(programs.load("sd15-unet").trace("float16", find_gpu("RTX 4090"), n=4, h=64, w=96, t=77))
-    above = phase(found, "denoise").allocated - phase(found, "load").allocated
-    tensors = 40 * (4 * 64 * 96 * 2) + 4 * 77 * 768 * 2 * 3
-    assert process.peak_allocated <= above <= process.peak_allocated + tensors + 9 * MIB
-
-
 def test_steps_beyond_the_second_take_no_more(monkeypatch):
     from vaemem.pipelines import run
 
@@ -116,7 +106,8 @@ def test_model_offload_keeps_one_component():
     whole = predict_pipeline("sd15", 512, 512, gpu="T4")
     gone = phase(whole, "denoise").allocated - phase(found, "denoise").allocated
     others = sum(part.nbytes for part in parts.values()) - parts["unet"].nbytes
-    assert others <= gone <= others + 16 * MIB  # and what the allocator rounds up for them
+    rounded = sum(size for p in (whole, found) for name, size in phase(p, "denoise").peak_tensors if "rounded" in name)
+    assert others <= gone <= others + rounded
     assert found.host == sum(part.nbytes for part in parts.values()) and whole.host == 0
 
 
@@ -229,8 +220,9 @@ def test_an_image_to_begin_with():
     above = phase(found, "encode image").allocated - phase(found, "load").allocated
     assert encode.allocated <= above <= encode.allocated + 4 * MIB
     assert phase(predict_pipeline("sdxl", 512, 512, image=True), "encode image").fits  # converted, and back
-    with pytest.raises(ValueError, match="image: want it with the VAE whole"):
-        predict_pipeline("sd15", 512, 512, image=True, offload="sequential")
+    for how in ({"offload": "sequential"}, {"offload": {"vae": "cpu"}}, {"vae": "vaemem", "vae_memory_limit": "1 GB"}):
+        with pytest.raises(ValueError, match="image: want it with the VAE whole"):
+            predict_pipeline("sd15", 512, 512, image=True, **how)
 
 
 def test_model_offload_sends_away_what_came_before():
@@ -358,8 +350,8 @@ def test_the_safety_checker_stays_on_the_device(offload):
     checker = found.parts["safety_checker"].nbytes
     assert checker == 2 * 303_981_588 + 8 * 257  # int64 position_ids
     for name in ("encode prompt", "denoise", "decode"):
-        more = phase(found, name).allocated - phase(plain, name).allocated
-        assert checker <= more <= checker + 16 * MIB
+        more, less = ({n: size for n, size in phase(p, name).peak_tensors} for p in (found, plain))
+        assert more["weights of safety_checker"] == checker and "weights of safety_checker" not in less
     assert phase(found, "decode").flops > phase(plain, "decode").flops
 
 
