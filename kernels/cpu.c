@@ -10,14 +10,16 @@ static struct {
 
 void vm_cpu_disable(const char *names) { strncpy(disabled.names, names ? names : "", sizeof disabled.names - 1); }
 
-#ifdef VM_HAVE_X86
+#if defined(VM_HAVE_X86) || defined(VM_HAVE_NEON)
 static bool is_disabled(const char *name) {
     const size_t n = strlen(name);
     for (const char *p = disabled.names; (p = strstr(p, name)); p += n)
         if ((p == disabled.names || p[-1] == ',') && (p[n] == 0 || p[n] == ',')) return true;
     return false;
 }
+#endif
 
+#ifdef VM_HAVE_X86
 #include <cpuid.h>
 
 static uint64_t xcr0(void) {
@@ -31,6 +33,9 @@ static bool os_saves(uint64_t state) {
     unsigned a, b, c, d;
     return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_OSXSAVE) && (xcr0() & state) == state;
 }
+
+/* x86-64 is not without SSE2. */
+static bool sse_usable(void) { return !is_disabled("sse"); }
 
 static bool avx2_usable(void) {
     unsigned a, b, c, d;
@@ -47,10 +52,19 @@ static bool avx512_usable(void) {
 }
 #endif
 
+#ifdef VM_HAVE_NEON
+/* AArch64 is not without Advanced SIMD. */
+static bool neon_usable(void) { return !is_disabled("neon"); }
+#endif
+
 const vm_cpu_ops *vm_cpu_ops_named(const char *name) {
 #ifdef VM_HAVE_X86
     if (!strcmp(name, "avx512")) return &vm_cpu_avx512;
     if (!strcmp(name, "avx2")) return &vm_cpu_avx2;
+    if (!strcmp(name, "sse")) return &vm_cpu_sse;
+#endif
+#ifdef VM_HAVE_NEON
+    if (!strcmp(name, "neon")) return &vm_cpu_neon;
 #endif
     return strcmp(name, "ref") ? NULL : &vm_cpu_ref;
 }
@@ -125,15 +139,23 @@ static vm_status run(const vm_backend *b, const vm_pass *p, const vm_operands *a
 
 VM_CPU_BACKEND(ref, always)
 #ifdef VM_HAVE_X86
+VM_CPU_BACKEND(sse, sse_usable)
 VM_CPU_BACKEND(avx2, avx2_usable)
 VM_CPU_BACKEND(avx512, avx512_usable)
+#endif
+#ifdef VM_HAVE_NEON
+VM_CPU_BACKEND(neon, neon_usable)
 #endif
 
 const vm_backend *const *vm_backends(void) {
     static const vm_backend *const all[] = {
 #ifdef VM_HAVE_X86
-        &avx512, &avx2,
+        &avx512, &avx2, &sse,
 #endif
-        &ref, NULL};
+#ifdef VM_HAVE_NEON
+        &neon,
+#endif
+        &ref,    NULL,
+    };
     return all;
 }

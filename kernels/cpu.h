@@ -59,7 +59,10 @@ typedef struct vm_cpu_ops {
 
 extern const vm_cpu_ops vm_cpu_ref;
 #ifdef VM_HAVE_X86
-extern const vm_cpu_ops vm_cpu_avx2, vm_cpu_avx512;
+extern const vm_cpu_ops vm_cpu_sse, vm_cpu_avx2, vm_cpu_avx512;
+#endif
+#ifdef VM_HAVE_NEON
+extern const vm_cpu_ops vm_cpu_neon;
 #endif
 
 /* NULL where this build has no such set. For tests and benchmarks; runs go through vm_backends(). */
