@@ -86,7 +86,10 @@ typedef struct vm_cpu_ops {
 extern const vm_cpu_ops vm_cpu_ref;
 extern const vm_products vm_pairs_ref;
 #ifdef VM_HAVE_X86
-extern const vm_cpu_ops vm_cpu_avx2, vm_cpu_avx512;
+extern const vm_cpu_ops vm_cpu_sse, vm_cpu_avx2, vm_cpu_avx512;
+#endif
+#ifdef VM_HAVE_NEON
+extern const vm_cpu_ops vm_cpu_neon;
 #endif
 
 /* A backend's `self`: how its numbers are kept and multiplied. */
