@@ -6,6 +6,7 @@ Everything else about the package stands in pyproject.toml. Environment:
   VAEMEM_SANITIZE=1  AddressSanitizer and UndefinedBehaviorSanitizer
   VAEMEM_CUDA=1      nvcc that is missing is an error; 0: vaemem._cuda is not built
   VAEMEM_CUDA_ARCHS  the GPUs that get machine code, such as "80 90", instead of all
+  VAEMEM_EMULATE_AMX=1  products by AMX run on an emulator of its instructions, anywhere and slowly (tests)
   CUDA_HOME          the toolkit, where nvcc is not on the path
 """
 
@@ -25,6 +26,10 @@ X86 = platform.machine().lower() in ("x86_64", "amd64")
 # -ffp-contract: a*b + c may be one rounding where the instruction set has it; every kernel's tolerance allows for it.
 COMMON = ["-std=gnu11", "-O3", "-Wall", "-Wextra", "-Wno-missing-field-initializers", "-fvisibility=hidden"]
 KERNELS = [*COMMON, "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
+AVX512 = [*(f"-mavx512{x}" for x in ("f", "vl", "bw", "dq")), "-mfma", "-mprefer-vector-width=512"]
+AMX = [*AVX512, "-mamx-tile", "-mamx-bf16"]
+if os.environ.get("VAEMEM_EMULATE_AMX") == "1":
+    AMX = ["-mavx2", "-mfma", "-DVM_EMULATE_AMX", "-iquote", "tests/emulator"]
 FLAGS = {
     "csrc": COMMON,
     "kernels": KERNELS,
@@ -32,15 +37,12 @@ FLAGS = {
     "kernels/cudnn": COMMON,
     "kernels/ref": KERNELS,
     "kernels/avx2": [*KERNELS, "-mavx2", "-mfma"],
-    "kernels/avx512": [
-        *KERNELS,
-        *(f"-mavx512{x}" for x in ("f", "vl", "bw", "dq")),
-        "-mfma",
-        "-mprefer-vector-width=512",
-    ],
+    "kernels/avx512": [*KERNELS, *AVX512],
+    "kernels/avx512bf16": [*KERNELS, *AVX512, "-mavx512bf16"],
+    "kernels/amx": [*KERNELS, *AMX],
 }
 FOLDERS = ["csrc", "csrc/predict", "csrc/python", "kernels", "kernels/cudnn", "kernels/ref"]
-FOLDERS += ["kernels/avx2", "kernels/avx512"] if X86 else []
+FOLDERS += [f"kernels/{x}" for x in ("avx2", "avx512", "avx512bf16", "amx")] if X86 else []
 
 # The GPUs that get machine code, as far as this nvcc knows them; later ones compile PTX when they load it.
 CUDA_ARCHS = (os.environ.get("VAEMEM_CUDA_ARCHS") or "75 80 86 89 90 100 120").split()

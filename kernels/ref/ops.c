@@ -1,21 +1,42 @@
 /* The plain C path: what every operation means, and what runs where nothing better is known.
  * Built with the compiler's baseline flags; the loops over 16 lanes are left to its vectoriser. */
 #include <math.h>
+#include <string.h>
 
-#include "../cpu.h"
+#include "../products.h"
 
 enum { L = VM_BLOCK, PIXELS = 4 };
 
-static void gemm_block(const vm_gemm *g, size_t o) {
+static uint32_t bits_of(const float *number) {
+    uint32_t bits;
+    memcpy(&bits, number, sizeof bits);
+    return bits;
+}
+
+/* A step of 16 sums: a number times a row of weights, or a pair. */
+static void multiply(float *sum, const float *x, const float *w) {
+    for (size_t l = 0; l < L; l++) sum[l] += *x * w[l];
+}
+
+static float lower_half(const float *pair) { return vm_float_of_bits(bits_of(pair) << 16); }
+static float upper_half(const float *pair) { return vm_float_of_bits(bits_of(pair) & 0xffff0000); }
+
+/* The upper halves first, as vdpbf16ps does it. Products are exact (8 by 8 bits). */
+static void multiply_pairs(float *sum, const float *x, const float *w) {
+    for (size_t l = 0; l < L; l++) {
+        sum[l] += upper_half(x) * upper_half(w + l);
+        sum[l] += lower_half(x) * lower_half(w + l);
+    }
+}
+
+static inline void gemm_block(const vm_gemm *g, size_t o, void (*step)(float *, const float *, const float *)) {
     float sum[PIXELS][L] = {{0}};
     const float *w = g->w + (ptrdiff_t)o * g->w_block;
     for (size_t b = 0; b < g->batches; b++) {
         const float *x = g->x + g->x_offset[b];
         for (size_t k = 0; k < g->depth; k++, w += L)
-            for (size_t p = 0; p < PIXELS; p++) { /* a short tile computes its last pixel again */
-                float v = x[(ptrdiff_t)VM_MIN(p, g->pixels - 1) * g->x_pixel + (ptrdiff_t)k * g->x_step];
-                for (size_t l = 0; l < L; l++) sum[p][l] += v * w[l];
-            }
+            for (size_t p = 0; p < PIXELS; p++) /* a short tile computes its last pixel again */
+                step(sum[p], x + (ptrdiff_t)VM_MIN(p, g->pixels - 1) * g->x_pixel + (ptrdiff_t)k * g->x_step, w);
     }
     for (size_t p = 0; p < g->pixels; p++) {
         float *y = g->y + (ptrdiff_t)o * g->y_block + (ptrdiff_t)p * g->y_pixel;
@@ -30,7 +51,11 @@ static void gemm_block(const vm_gemm *g, size_t o) {
 }
 
 static void gemm(const vm_gemm *g) {
-    for (size_t o = 0; o < g->blocks; o++) gemm_block(g, o);
+    for (size_t o = 0; o < g->blocks; o++) gemm_block(g, o, multiply);
+}
+
+static void gemm_pairs(const vm_gemm *g) {
+    for (size_t o = 0; o < g->blocks; o++) gemm_block(g, o, multiply_pairs);
 }
 
 static void load(float *y, const float *x, size_t pixels, const float *scale, const float *shift, bool silu) {
@@ -185,3 +210,6 @@ const vm_cpu_ops vm_cpu_ref = {PIXELS,
                                {4, winograd_in, winograd_weights, winograd_out},
                                {3, upsampled_in, upsampled_weights, upsampled_out},
                                burn};
+
+/* Multiply-adds of pairs are two of floats here. */
+const vm_products vm_pairs_ref = {.max_pixels = PIXELS, .steps = 128, .gemm = gemm_pairs, .burn = burn};
