@@ -187,6 +187,7 @@ class Case:
         )
         products.gemm(ctypes.byref(g))
         check()
+        assert not products.library.amx_in_use()
         if self.blocks == 2 and not in_place:
             assert (y[n * 16 : y_block] == 777).all(), "written between the blocks"
         return np.stack([y[o * y_block :][: n * 16].reshape(n, 16) for o in range(self.blocks)])
@@ -263,6 +264,7 @@ def test_burn_counts_its_operations(products):
     sink = c_float(0)
     once, twice = (products.burn(rounds, ctypes.byref(sink)) for rounds in (10, 20))
     assert once > 0 and twice == 2 * once
+    assert not products.library.amx_in_use()
 
 
 def test_weights_of_three_batches(products):

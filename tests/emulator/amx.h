@@ -42,6 +42,10 @@ typedef struct amx_state {
 
 static _Thread_local amx_state amx;
 
+/* For tests: whether this thread holds tiles. */
+int amx_in_use(void);
+int amx_in_use(void) { return amx.config.palette != 0; }
+
 static inline void amx_check(int holds, const char *instruction, const char *wanted) {
     if (holds) return;
     fprintf(stderr, "AMX emulator: %s wants %s\n", instruction, wanted);
