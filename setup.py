@@ -27,9 +27,8 @@ X86 = platform.machine().lower() in ("x86_64", "amd64")
 COMMON = ["-std=gnu11", "-O3", "-Wall", "-Wextra", "-Wno-missing-field-initializers", "-fvisibility=hidden"]
 KERNELS = [*COMMON, "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
 AVX512 = [*(f"-mavx512{x}" for x in ("f", "vl", "bw", "dq")), "-mfma", "-mprefer-vector-width=512"]
-AMX = [*AVX512, "-mamx-tile", "-mamx-bf16"]
-if os.environ.get("VAEMEM_EMULATE_AMX") == "1":
-    AMX = ["-mavx2", "-mfma", "-DVM_EMULATE_AMX", "-iquote", "tests/emulator"]
+EMULATE_AMX = X86 and os.environ.get("VAEMEM_EMULATE_AMX") == "1"
+AMX = ["-mavx2", "-mfma", "-iquote", "tests/emulator"] if EMULATE_AMX else [*AVX512, "-mamx-tile", "-mamx-bf16"]
 FLAGS = {
     "csrc": COMMON,
     "kernels": KERNELS,
@@ -152,7 +151,7 @@ extensions = [
         "vaemem._core",
         sorted(core),
         include_dirs=[numpy.get_include()],
-        define_macros=[("VM_HAVE_X86", "1")] if X86 else [],
+        define_macros=[("VM_HAVE_X86", "1")] * X86 + [("VM_EMULATE_AMX", "1")] * EMULATE_AMX,
         depends=headers,
         libraries=["m", "pthread", "dl"],
         extra_link_args=sanitize,

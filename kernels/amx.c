@@ -2,7 +2,7 @@
  * and, on Linux, the kernel, which gives room for them to those processes alone that ask. Its answer holds for all threads
  * of the process and for its forks. It refuses where it knows of no tiles, where a filter on system calls does not let the
  * question through, and where a thread has a stack for signals that is too small for them. */
-#include "products.h"
+#include "cpu.h"
 
 #ifdef VM_HAVE_X86
 #include <cpuid.h>
@@ -20,7 +20,6 @@ bool vm_amx_present(void) {
 bool vm_amx_permitted(void) {
     enum { TILE_CONFIG = 17, TILE_DATA = 18, ARCH_REQ_XCOMP_PERM = 0x1023 }; /* two bits of XCR0; <asm/prctl.h> */
     unsigned a, b, c, d;
-    if (vm_amx_emulated) return true;
     if (!vm_amx_present() || !__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_OSXSAVE)) return false;
     uint32_t low, high;
     __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));

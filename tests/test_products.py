@@ -1,4 +1,4 @@
-"""Products of pairs of bfloat16 (kernels/products.h): plain C, AVX512_BF16 where this processor has it, and AMX on the
+"""Products of pairs of bfloat16 (vm_products of kernels/cpu.h): plain C, AVX512_BF16 where this processor has it, and AMX on the
 emulator of its instructions, beside float64 and, bit for bit, beside the order in which each adds up.
 
 Buffers end where readable memory does, so that a read beyond them ends the test run.

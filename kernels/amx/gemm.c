@@ -10,14 +10,12 @@
  * it computes a second time is dropped.
  *
  * Tiles belong to whoever computes (another library may use them between two calls), so each call configures and releases. */
-#include "../products.h"
+#include "../cpu.h"
 
 #ifdef VM_EMULATE_AMX
 #include "amx.h" /* tests/emulator */
-const bool vm_amx_emulated = true;
 #else
 #include <immintrin.h>
-const bool vm_amx_emulated = false;
 #endif
 
 enum {

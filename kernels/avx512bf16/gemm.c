@@ -8,7 +8,6 @@
 #define VM_VECTORS 2
 #define VM_MULTIPLY(SUM, X, W) ((SUM) = (vf)_mm512_dpbf16_ps((__m512)(SUM), (__m512bh)(X), (__m512bh)(W)))
 #include "../simd/gemm.h"
-#include "../products.h"
 
 static double burn(size_t rounds, float *sink) {
     vf sum[16]; /* 12 in flight were too few for two ports of a Zen 5 */
@@ -23,4 +22,4 @@ static double burn(size_t rounds, float *sink) {
     return 4.0 * 16 * VM_LANES * (double)rounds;
 }
 
-const vm_products vm_pairs_avx512bf16 = {.max_pixels = VM_PIXELS, .steps = 128, .gemm = gemm, .burn = burn};
+const vm_products vm_pairs_avx512bf16 = {.max_pixels = VM_PIXELS, .steps = VM_STEPS, .gemm = gemm, .burn = burn};
