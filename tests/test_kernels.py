@@ -21,7 +21,7 @@ def rng(seed=0):
 
 # ---- gemm ----
 
-MAX_PIXELS = {"avx512": 14, "avx2": 6, "ref": 4}
+MAX_PIXELS = {"avx512": 14, "avx2": 6, "sse": 6, "neon": 6, "ref": 4}
 GEMM = [
     (pixels, blocks, batches, depth, way)
     for pixels in (1, 2, 3, 4, 5, 6, 8, 13, 14)

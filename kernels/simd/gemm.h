@@ -61,13 +61,13 @@ static void gemm(const vm_gemm *g) {
         tiles[kind][g->blocks - 1][g->pixels - 1](g);
         return;
     }
-    for (size_t o = 0; o < g->blocks; o++) { /* too few registers: a block at a time */
+    for (size_t i = 0; i < g->blocks * VM_BLOCK; i += VM_PART * VM_LANES) { /* too few registers: a part at a time */
+        const ptrdiff_t o = (ptrdiff_t)(i / VM_BLOCK), l = (ptrdiff_t)(i % VM_BLOCK);
         vm_gemm one = *g;
-        one.blocks = 1;
-        one.w += (ptrdiff_t)o * g->w_block;
-        one.y += (ptrdiff_t)o * g->y_block;
-        if (one.bias) one.bias += o * VM_BLOCK;
-        if (one.add) one.add += (ptrdiff_t)o * g->add_block;
+        one.w += o * g->w_block + l;
+        one.y += o * g->y_block + l;
+        if (one.bias) one.bias += i;
+        if (one.add) one.add += o * g->add_block + l;
         tiles[kind][0][g->pixels - 1](&one);
     }
 }

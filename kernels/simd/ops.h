@@ -1,6 +1,6 @@
-/* The operations of cpu.h for any instruction set with vectors of VM_LANES floats (16 or 8) and
- * fused multiply-add, in the compiler's vector extension: one source, built once per ISA folder
- * with that folder's flags. The includer defines VM_LANES, VM_PIXELS, VM_VECTORS and VM_OPS. */
+/* The operations of cpu.h for any instruction set with vectors of VM_LANES floats (16, 8 or 4), in the
+ * compiler's vector extension: one source, built once per ISA folder with that folder's flags.
+ * The includer defines VM_LANES, VM_PIXELS, VM_VECTORS and VM_OPS. */
 #include <math.h>
 #include <string.h>
 
