@@ -3,16 +3,22 @@
  * x holds q, k and v side by side in its channels; y takes q's place (a task reads its queries
  * before it writes them, and no other task reads them). With scores kept transposed, s[key][query],
  * a lane is a query from beginning to end and nothing is reduced across lanes. Both products have
- * the form of a convolution's: pixels by channels times weights, for 16 queries.
+ * the form of a convolution's, pixels by channels (x) times weights (w) for 16 queries:
  *
- *   for each run of keys, copied to k [c/16][key][16] and v [key/16][c][16]:
+ *   for each run of keys:
  *       s[key][query]  = sum over c of k[key][c] * q[c][query]
  *       softmax step over the keys, per query
  *       o[c][query]    = o * keep + sum over keys of v[c][key] * s[key][query]
  *
- *   prepared: job | offsets of k's blocks of channels | of v's blocks of keys
+ * k lies as [c/16][key][16 c], v as [key/16][c][16 keys]. Where pairs are multiplied, a pair in the place of a float is two
+ * neighbours of those that are summed over, channels in the first product and keys in the second; where numbers are split, a
+ * second set of k and v has the rests, and each 16 lines of weights are followed by their rests and then by
+ * themselves again. Floats are copied run by run in each task, which costs little beside their products and no memory.
+ * Pairs are made when the pass begins.
+ *
+ *   prepared: job | offsets of batches of k | of v | runs of k and v, where pairs are multiplied
  *   scratch:  thread 0 | thread 1 ...
- *   thread:   q [16 queries][c][16] | o, likewise | s [16 queries][key][16], of two | k | v | top, sum, keep
+ *   thread:   q [16 queries][c][16] | o, likewise | s [16 queries][key][16], of two | its pairs | top, sum, keep | a run
  *
  * The order of keys is fixed and a task's queries are its own, so threads do not change a bit. */
 #include <math.h>
@@ -21,154 +27,272 @@
 #include "cpu.h"
 
 enum {
-    QUERIES = 16,      /* blocks of 16 in a task: keys and values are read and copied once for each task */
+    QUERIES = 16,      /* blocks of 16 in a task: keys and values are read once for each task */
     QUERIES_LEAST = 4, /* when the image is small and threads want their share */
     TASKS_WANTED = 16,
     KEYS =
-        112, /* in a run: it and what two blocks of queries need stay in L2. A multiple of 16, and of 14, which are the
-                   pixels of AVX-512's products */
-    RUN = 8  /* blocks of channels multiplied in one go: 128 products, q's share stays in L1 (as in conv.c) */
+        112, /* numbers in a run: it and what two blocks of queries need stay in L2. A multiple of 16, and of 14, which
+                   are the pixels of AVX-512's products */
+    LINES = VM_BLOCK * VM_BLOCK, /* numbers in 16 lines, which a product sums over in one go */
+    SLACK = 32                   /* lines behind a run, which products of 16 pixels at a time may read and not use */
 };
 
+/* Numbers are floats or pairs of bfloat16, four bytes each. */
 typedef struct layout {
-    size_t c;                              /* channels of one head, padded */
-    size_t queries;                        /* blocks in a task */
-    size_t k_offsets, v_offsets, prepared; /* bytes from the pass's prepared memory, where the job lies first */
-    size_t o, s, k, v, softmax, scratch;   /* bytes from the thread's own, where q lies first */
+    size_t c, blocks;                            /* channels of one head, padded, and blocks of them */
+    size_t queries;                              /* blocks in a task */
+    size_t in_number, parts, copies;             /* values in a number, sets of k and v, and of lines of weights */
+    size_t k_batches, v_batches;                 /* in the products of a full run; 16 lines of weights each */
+    size_t keys;                                 /* of a full run */
+    size_t k_set, v_set, run;                    /* numbers */
+    size_t k_offsets, v_offsets, runs, prepared; /* bytes from the pass's prepared memory, where the job lies first */
+    size_t o, s, p, softmax, own_run, scratch;   /* bytes from the thread's own, where q lies first */
 } layout;
 
 typedef struct job {
-    const vm_cpu_ops *ops;
+    const vm_cpu *cpu;
     const vm_pass *pass;
     vm_operands at;
     layout l;
     ptrdiff_t *k_offsets, *v_offsets;
+    float *runs; /* NULL where tasks make them */
 } job;
 
-static layout make_layout(const vm_pass *p) {
-    const size_t cb = VM_BLOCKS(p->y.c), share = p->x.h * p->x.w / VM_BLOCK / TASKS_WANTED;
-    layout l = {.c = cb * VM_BLOCK, .queries = VM_ROUND_UP(VM_MAX(VM_MIN(share, QUERIES), QUERIES_LEAST), 2)};
-    const size_t line = VM_BLOCK * sizeof(float);
+static size_t pixels_of(const vm_pass *p) { return p->x.h * p->x.w; }
+
+static size_t runs_of(const layout *l, const vm_pass *p) { return (pixels_of(p) + l->keys - 1) / l->keys; }
+
+static layout make_layout(const vm_cpu *cpu, const vm_pass *p) {
+    layout l = {.blocks = VM_BLOCKS(p->y.c),
+                .in_number = cpu->pairs ? 2 : 1,
+                .parts = cpu->pairs > 1 ? 2 : 1,
+                .copies = VM_MAX(cpu->pairs, 1)};
+    const size_t number = sizeof(float), line = VM_BLOCK * number, deep = VM_BLOCK * l.in_number;
+    l.c = l.blocks * VM_BLOCK;
+    l.queries = VM_MIN(pixels_of(p) / VM_BLOCK / TASKS_WANTED, QUERIES * l.in_number);
+    l.queries = VM_ROUND_UP(VM_MAX(l.queries, QUERIES_LEAST), 2);
+    l.keys = VM_MIN(KEYS * l.in_number, VM_ROUND_UP(pixels_of(p), deep));
+    l.k_batches = (l.c + deep - 1) / deep * l.copies;
+    l.v_batches = l.keys / deep * l.copies;
+    l.k_set = l.k_batches / l.copies * l.keys * VM_BLOCK;
+    l.v_set = l.v_batches / l.copies * l.c * VM_BLOCK;
+    l.run = l.parts * (l.k_set + l.v_set);
     vm_put_bytes(&l.prepared, sizeof(job), VM_ALIGN);
-    l.k_offsets = vm_put_bytes(&l.prepared, cb * sizeof(ptrdiff_t), VM_ALIGN);
-    l.v_offsets = vm_put_bytes(&l.prepared, KEYS / VM_BLOCK * sizeof(ptrdiff_t), VM_ALIGN);
-    vm_put_bytes(&l.scratch, VM_PRODUCT(l.queries, l.c, line), VM_ALIGN);
+    l.k_offsets = vm_put_bytes(&l.prepared, l.k_batches * sizeof(ptrdiff_t), VM_ALIGN);
+    l.v_offsets = vm_put_bytes(&l.prepared, l.v_batches * sizeof(ptrdiff_t), VM_ALIGN);
+    l.runs = vm_put_bytes(&l.prepared, cpu->pairs ? VM_PRODUCT(runs_of(&l, p), l.run, number) : 0, VM_ALIGN);
+    vm_put_bytes(&l.prepared, SLACK * line, VM_ALIGN);
+    vm_put_bytes(&l.scratch, VM_PRODUCT(l.queries, l.k_batches, LINES, number), VM_ALIGN);
     l.o = vm_put_bytes(&l.scratch, VM_PRODUCT(l.queries, l.c, line), VM_ALIGN);
-    l.s = vm_put_bytes(&l.scratch, 2 * KEYS * line, VM_ALIGN);
-    l.k = vm_put_bytes(&l.scratch, VM_PRODUCT(cb, KEYS, line), VM_ALIGN);
-    l.v = vm_put_bytes(&l.scratch, VM_PRODUCT(cb, KEYS, line), VM_ALIGN);
+    l.s = vm_put_bytes(&l.scratch, 2 * l.keys * line, VM_ALIGN);
+    l.p = vm_put_bytes(&l.scratch, cpu->pairs ? 2 * l.v_batches * LINES * number : 0, VM_ALIGN);
     l.softmax = vm_put_bytes(&l.scratch, VM_PRODUCT(3, l.queries, line), VM_ALIGN);
+    l.own_run = vm_put_bytes(&l.scratch, cpu->pairs ? 0 : VM_PRODUCT(l.run, number), VM_ALIGN);
+    vm_put_bytes(&l.scratch, SLACK * line, VM_ALIGN);
     return l;
 }
+
+/* ---- numbers, from x ---- */
+
+/* One block of channels of the pixels from `first` on, counted row by row: n of them, or as many as lie side by side. */
+static vm_source pixels_at(const job *j, size_t block, size_t first, size_t n) {
+    const size_t w = j->pass->x.w, y = first / w, x = first % w;
+    return (vm_source){vm_pixel(&j->at.x, y, block, x), j->at.x.dtype, VM_MIN(n, w - x)};
+}
+
+static void load_floats(const job *j, float *to, size_t block, size_t first, size_t n) {
+    for (size_t i = 0; i < n;) {
+        const vm_source from = pixels_at(j, block, first + i, n - i);
+        j->cpu->ops->load(to + i * VM_BLOCK, &from);
+        i += from.pixels;
+    }
+}
+
+/* [pixel][32] of which these are 16; rest NULL where numbers are not split. */
+static void load_halves(const job *j, uint16_t *to, uint16_t *rest, size_t block, size_t first, size_t n) {
+    for (size_t i = 0; i < n;) {
+        const vm_source from = pixels_at(j, block, first + i, n - i);
+        const size_t at = 2 * i * VM_BLOCK;
+        j->cpu->ops->load_pairs(to + at, rest ? rest + at : NULL, &from);
+        i += from.pixels;
+    }
+}
+
+static uint16_t *halves_of(float *pairs) { return (uint16_t *)(void *)pairs; }
+
+/* Lines [pixel][16] of numbers, of channels from a block on; the rests `set` numbers behind. */
+static void load_lines(const job *j, float *to, size_t set, size_t base, size_t block, size_t first, size_t n) {
+    if (!j->cpu->pairs) {
+        load_floats(j, to, base + block, first, n);
+        return;
+    }
+    for (size_t half = 0; half < 2; half++) {
+        uint16_t *high = halves_of(to) + half * VM_BLOCK, *low = halves_of(to + set) + half * VM_BLOCK;
+        const bool split = j->l.parts > 1;
+        if (block + half < j->l.blocks) {
+            load_halves(j, high, split ? low : NULL, base + block + half, first, n);
+            continue;
+        }
+        for (size_t i = 0; i < n; i++) { /* the last block has no neighbour */
+            memset(high + 2 * i * VM_BLOCK, 0, VM_BLOCK * sizeof *high);
+            if (split) memset(low + 2 * i * VM_BLOCK, 0, VM_BLOCK * sizeof *low);
+        }
+    }
+}
+
+/* 16 lines of pairs of neighbouring pixels, of which there are n, from [pixel][32]. */
+static void pair_pixels(float *to, uint16_t *from, size_t n) {
+    memset(from + 2 * n * VM_BLOCK, 0, 2 * (2 * VM_BLOCK - n) * VM_BLOCK * sizeof *from);
+    for (size_t i = 0; i < VM_BLOCK; i++)
+        for (size_t l = 0; l < VM_BLOCK; l++) {
+            halves_of(to)[2 * (i * VM_BLOCK + l)] = from[4 * i * VM_BLOCK + l];
+            halves_of(to)[2 * (i * VM_BLOCK + l) + 1] = from[(4 * i + 2) * VM_BLOCK + l];
+        }
+}
+
+typedef struct lines {
+    float part[2][LINES] __attribute__((aligned(VM_ALIGN)));
+} lines;
+
+typedef struct halves {
+    uint16_t part[2][4 * LINES] __attribute__((aligned(VM_ALIGN)));
+} halves;
+
+/* A block of values, n <= 16 numbers' keys of it, as 16 lines of them. */
+static void load_values(const job *j, float *to, size_t block, size_t first, size_t n) {
+    lines v;
+    if (j->cpu->pairs) {
+        halves h;
+        load_halves(j, h.part[0], j->l.parts > 1 ? h.part[1] : NULL, block, first, n);
+        for (size_t part = 0; part < j->l.parts; part++) pair_pixels(v.part[part], h.part[part], n);
+    } else {
+        load_floats(j, v.part[0], block, first, n);
+        memset(v.part[0] + n * VM_BLOCK, 0, (VM_BLOCK - n) * VM_BLOCK * sizeof(float));
+    }
+    for (size_t part = 0; part < j->l.parts; part++) j->cpu->ops->transpose(to + part * j->l.v_set, v.part[part]);
+}
+
+static void make_run(const job *j, float *run, size_t first, size_t n) {
+    const layout *l = &j->l;
+    const size_t deep = VM_BLOCK * l->in_number;
+    float *v = run + l->parts * l->k_set;
+    for (size_t b = 0; b < l->blocks; b += l->in_number)
+        load_lines(j, run + b / l->in_number * l->keys * VM_BLOCK, l->k_set, l->blocks, b, first, n);
+    for (size_t b = 0; b < l->blocks; b++)
+        for (size_t i = 0; i < n; i += deep)
+            load_values(j, v + i / deep * l->c * VM_BLOCK + b * LINES, 2 * l->blocks + b, first + i,
+                        VM_MIN(n - i, deep));
+}
+
+/* Weights of a batch, from its lines [query][16] of numbers. */
+static void load_queries(const job *j, float *w, size_t block, size_t first, size_t n) {
+    lines q;
+    memset(&q, 0, sizeof q);
+    load_lines(j, q.part[0], LINES, 0, block, first, n);
+    for (size_t part = 0; part < j->l.parts; part++) j->cpu->ops->transpose(w + part * LINES, q.part[part]);
+    if (j->l.parts > 1) memcpy(w + 2 * LINES, w, LINES * sizeof *w);
+}
+
+/* ---- a task ---- */
 
 /* What a thread works on. */
 typedef struct task {
     const job *j;
-    float *q, *o, *s, *k, *v;
+    float *q, *o, *s, *p, *run;
     float *softmax; /* top, sum, keep of each block of queries */
 } task;
 
-/* Lines (a pixel of one block of channels each) of pixels [first, first + n), counted row by row. */
-static void load_lines(const job *j, float *lines, size_t block, size_t first, size_t n) {
-    const size_t w = j->pass->x.w;
-    for (size_t i = 0, some; i < n; i += some) {
-        const size_t y = (first + i) / w, x = (first + i) % w;
-        some = VM_MIN(n - i, w - x);
-        memcpy(lines + i * VM_BLOCK, vm_row(&j->at.x, y) + block * j->at.x.block + x * VM_BLOCK,
-               some * VM_BLOCK * sizeof *lines);
-    }
-}
-
-static void store_lines(const job *j, const float *lines, size_t block, size_t first, size_t n) {
-    const size_t w = j->pass->y.w;
-    for (size_t i = 0, some; i < n; i += some) {
-        const size_t y = (first + i) / w, x = (first + i) % w;
-        some = VM_MIN(n - i, w - x);
-        memcpy(vm_row(&j->at.y, y) + block * j->at.y.block + x * VM_BLOCK, lines + i * VM_BLOCK,
-               some * VM_BLOCK * sizeof *lines);
-    }
-}
-
-/* The same with lines of 16 pixels of one channel each, zero beyond the n-th, to[pixel / 16 * step + channel * 16]. */
-static void load_turned(const task *t, float *to, size_t step, size_t block, size_t first, size_t n) {
-    const size_t rest = VM_ROUND_UP(n, VM_BLOCK) - n;
-    load_lines(t->j, t->s, block, first, n); /* s holds nothing yet */
-    memset(t->s + n * VM_BLOCK, 0, rest * VM_BLOCK * sizeof *t->s);
-    for (size_t i = 0; i < n; i += VM_BLOCK) t->j->ops->transpose(to + i / VM_BLOCK * step, t->s + i * VM_BLOCK);
-}
-
-static void load_keys(const task *t, size_t first, size_t n) {
-    const size_t c = t->j->l.c, cb = c / VM_BLOCK;
-    for (size_t b = 0; b < cb; b++) {
-        load_lines(t->j, t->k + b * KEYS * VM_BLOCK, cb + b, first, n);
-        load_turned(t, t->v + b * VM_BLOCK * VM_BLOCK, c * VM_BLOCK, 2 * cb + b, first, n);
-    }
-}
-
 /* For n "pixels" of x, which are keys or channels, in groups of what a product takes. */
 static void multiply(const job *j, size_t n, vm_gemm g) {
+    const vm_products *products = j->cpu->products;
+    const size_t groups = (n + products->max_pixels - 1) / products->max_pixels;
     const float *x = g.x;
     float *y = g.y;
-    const size_t groups = (n + j->ops->max_pixels - 1) / j->ops->max_pixels;
+    const bool add = g.add;
     g.depth = g.x_pixel = g.y_pixel = g.add_pixel = VM_BLOCK;
     g.x_step = 1;
     g.add_block = g.y_block;
-    const bool add = g.add;
     for (size_t i = 0; i < groups; i++) {
         const size_t from = n * i / groups;
         g.pixels = n * (i + 1) / groups - from;
         g.x = x + from * VM_BLOCK;
         g.y = y + from * VM_BLOCK;
         if (add) g.add = g.y;
-        j->ops->gemm(&g);
+        products->gemm(&g);
     }
 }
 
-/* One or two blocks of queries from `block` on, and a run of keys. */
-static void attend(const task *t, size_t block, size_t blocks, size_t keys) {
+/* One block's s for n keys as weights of the second product, in their own place where they are pairs. */
+static void make_weights(const task *t, size_t block, size_t n) {
+    const layout *l = &t->j->l;
+    float *s = t->s + block * l->keys * VM_BLOCK, *p = t->p + block * l->v_batches * LINES;
+    if (!t->j->cpu->pairs) {
+        memset(s + n * VM_BLOCK, 0, (VM_ROUND_UP(n, VM_BLOCK) - n) * VM_BLOCK * sizeof *s);
+        return;
+    }
+    for (size_t i = 0; i < n; i += 2 * VM_BLOCK) {
+        const vm_source from = {s + i * VM_BLOCK, VM_F32, VM_MIN(n - i, 2 * VM_BLOCK)};
+        float *w = p + i / (2 * VM_BLOCK) * l->copies * LINES;
+        halves h;
+        t->j->cpu->ops->load_pairs(h.part[0], l->parts > 1 ? h.part[1] : NULL, &from);
+        for (size_t part = 0; part < l->parts; part++) pair_pixels(w + part * LINES, h.part[part], from.pixels);
+        if (l->parts > 1) memcpy(w + 2 * LINES, w, LINES * sizeof *w);
+    }
+}
+
+/* One or two blocks of queries from `block` on, and a run of n keys. */
+static void attend(const task *t, const float *run, size_t block, size_t blocks, size_t n) {
     const job *j = t->j;
-    const size_t c = j->l.c, cb = c / VM_BLOCK, padding = VM_ROUND_UP(keys, VM_BLOCK) - keys;
+    const layout *l = &j->l;
+    const size_t steps = VM_MAX(j->cpu->products->steps / (l->copies * VM_BLOCK), 1) * l->copies; /* batches at once */
     const float scale = 1 / sqrtf((float)j->pass->scale_channels);
-    float *o = t->o + block * c * VM_BLOCK;
-    for (size_t b = 0; b < cb; b += RUN)
-        multiply(j, keys,
+    for (size_t b = 0; b < l->k_batches; b += steps)
+        multiply(j, n,
                  (vm_gemm){.blocks = blocks,
-                           .batches = VM_MIN(RUN, cb - b),
-                           .x = t->k,
+                           .batches = VM_MIN(steps, l->k_batches - b),
+                           .x = run,
                            .x_offset = j->k_offsets + b,
-                           .w = t->q + (block * c + b * VM_BLOCK) * VM_BLOCK,
-                           .w_block = (ptrdiff_t)(c * VM_BLOCK),
+                           .w = t->q + (block * l->k_batches + b) * LINES,
+                           .w_block = (ptrdiff_t)(l->k_batches * LINES),
                            .add = b ? t->s : NULL,
                            .y = t->s,
-                           .y_block = KEYS * VM_BLOCK});
+                           .y_block = (ptrdiff_t)(l->keys * VM_BLOCK)});
+    float *o = t->o + block * l->c * VM_BLOCK;
     for (size_t b = 0; b < blocks; b++) {
-        float *s = t->s + b * KEYS * VM_BLOCK;
         float *top = t->softmax + (block + b) * 3 * VM_BLOCK, *sum = top + VM_BLOCK, *keep = sum + VM_BLOCK;
-        j->ops->softmax(s, keys, scale, top, sum, keep);
-        memset(s + keys * VM_BLOCK, 0, padding * VM_BLOCK * sizeof *s);
-        j->ops->rescale(o + b * c * VM_BLOCK, c, keep);
+        j->cpu->ops->softmax(t->s + b * l->keys * VM_BLOCK, n, scale, top, sum, keep);
+        j->cpu->ops->rescale(o + b * l->c * VM_BLOCK, l->c, keep);
+        make_weights(t, b, n);
     }
-    multiply(j, c,
+    const size_t deep = VM_BLOCK * l->in_number;
+    multiply(j, l->c,
              (vm_gemm){.blocks = blocks,
-                       .batches = VM_BLOCKS(keys),
-                       .x = t->v,
+                       .batches = (n + deep - 1) / deep * l->copies,
+                       .x = run + l->parts * l->k_set,
                        .x_offset = j->v_offsets,
-                       .w = t->s,
-                       .w_block = KEYS * VM_BLOCK,
+                       .w = j->cpu->pairs ? t->p : t->s,
+                       .w_block = (ptrdiff_t)(j->cpu->pairs ? l->v_batches * LINES : l->keys * VM_BLOCK),
                        .add = o,
                        .y = o,
-                       .y_block = (ptrdiff_t)(c * VM_BLOCK)});
+                       .y_block = (ptrdiff_t)(l->c * VM_BLOCK)});
 }
 
-/* o over the sum of its weights, to y. */
+/* o over the sum of its weights, to y: a mean of finite numbers is finite in their type. */
 static void store_block(const task *t, size_t block, size_t first, size_t n) {
     const job *j = t->j;
+    const vm_view *y = &j->at.y;
+    const size_t w = j->pass->y.w;
     float *o = t->o + block * j->l.c * VM_BLOCK, *sum = t->softmax + (block * 3 + 1) * VM_BLOCK, inverse[VM_BLOCK];
     for (size_t i = 0; i < VM_BLOCK; i++) inverse[i] = 1 / sum[i];
-    j->ops->rescale(o, j->l.c, inverse);
-    for (size_t b = 0; b < j->l.c / VM_BLOCK; b++) {
-        j->ops->transpose(t->s, o + b * VM_BLOCK * VM_BLOCK);
-        store_lines(j, t->s, b, first, n);
+    j->cpu->ops->rescale(o, j->l.c, inverse);
+    for (size_t b = 0; b < j->l.blocks; b++) {
+        float pixels[LINES] __attribute__((aligned(VM_ALIGN)));
+        j->cpu->ops->transpose(pixels, o + b * LINES);
+        for (size_t i = 0, some; i < n; i += some) {
+            const size_t x = (first + i) % w;
+            some = VM_MIN(n - i, w - x);
+            j->cpu->ops->store(vm_pixel(y, (first + i) / w, b, x), y->dtype, pixels + i * VM_BLOCK, some, 1, NULL);
+        }
     }
 }
 
@@ -180,48 +304,67 @@ static void attention_task(const void *context, size_t index, unsigned thread) {
                     .q = (float *)own,
                     .o = (float *)(own + l->o),
                     .s = (float *)(own + l->s),
-                    .k = (float *)(own + l->k),
-                    .v = (float *)(own + l->v),
+                    .p = (float *)(own + l->p),
+                    .run = (float *)(own + l->own_run),
                     .softmax = (float *)(own + l->softmax)};
-    const size_t pixels = j->pass->x.h * j->pass->x.w, first = index * l->queries * VM_BLOCK;
+    const size_t pixels = pixels_of(j->pass), first = index * l->queries * VM_BLOCK;
     const size_t n = VM_MIN(pixels - first, l->queries * VM_BLOCK), blocks = VM_BLOCKS(n);
     memset(t.o, 0, blocks * l->c * VM_BLOCK * sizeof *t.o);
     for (size_t i = 0; i < blocks * 3 * VM_BLOCK; i++) t.softmax[i] = i % (3 * VM_BLOCK) < VM_BLOCK ? -INFINITY : 0;
-    for (size_t i = 0; i < n; i += VM_BLOCK)
-        for (size_t b = 0; b < l->c / VM_BLOCK; b++)
-            load_turned(&t, t.q + i * l->c + b * VM_BLOCK * VM_BLOCK, 0, b, first + i, VM_MIN(n - i, VM_BLOCK));
-    for (size_t key = 0; key < pixels; key += KEYS) {
-        const size_t keys = VM_MIN(KEYS, pixels - key);
-        load_keys(&t, key, keys);
-        for (size_t b = 0; b < blocks; b += 2) attend(&t, b, VM_MIN(blocks - b, 2), keys);
+    for (size_t i = 0; i < blocks; i++)
+        for (size_t b = 0; b < l->blocks; b += l->in_number)
+            load_queries(j, t.q + (i * l->k_batches + b / l->in_number * l->copies) * LINES, b, first + i * VM_BLOCK,
+                         VM_MIN(n - i * VM_BLOCK, VM_BLOCK));
+    for (size_t i = 0; i < runs_of(l, j->pass); i++) {
+        const size_t keys = VM_MIN(l->keys, pixels - i * l->keys);
+        const float *run = j->runs ? j->runs + i * l->run : t.run;
+        if (!j->runs) make_run(j, t.run, i * l->keys, keys);
+        for (size_t b = 0; b < blocks; b += 2) attend(&t, run, b, VM_MIN(blocks - b, 2), keys);
     }
     for (size_t b = 0; b < blocks; b++) store_block(&t, b, first + b * VM_BLOCK, VM_MIN(n - b * VM_BLOCK, VM_BLOCK));
 }
 
-static vm_cut attention_cut(const vm_pass *p) {
-    const size_t pixels = p->x.h * p->x.w, each = make_layout(p).queries * VM_BLOCK;
-    return (vm_cut){.rows = 1, .columns = (pixels + each - 1) / each, .out_rows = p->y.h, .in_rows = p->x.h};
+/* ---- the pass ---- */
+
+static vm_cut attention_cut(const vm_cpu *cpu, const vm_pass *p) {
+    const size_t each = make_layout(cpu, p).queries * VM_BLOCK;
+    return (vm_cut){.rows = 1, .columns = (pixels_of(p) + each - 1) / each, .out_rows = p->y.h, .in_rows = p->x.h};
 }
 
-static size_t attention_prepared(const vm_pass *p, size_t at_once) {
+static size_t attention_prepared(const vm_cpu *cpu, const vm_pass *p, size_t at_once) {
     (void)at_once;
-    return make_layout(p).prepared;
+    return make_layout(cpu, p).prepared;
 }
 
-static size_t attention_scratch(const vm_pass *p) { return make_layout(p).scratch; }
+static size_t attention_scratch(const vm_cpu *cpu, const vm_pass *p) { return make_layout(cpu, p).scratch; }
 
-static vm_status attention_prepare(const vm_cpu_ops *ops, const vm_pass *pass, const vm_operands *at,
-                                   const vm_exec *exec, vm_tasks *out) {
-    (void)exec;
+static void prepare_run(const void *context, size_t i, unsigned thread) {
+    (void)thread;
+    const job *j = context;
+    const size_t first = i * j->l.keys;
+    make_run(j, j->runs + i * j->l.run, first, VM_MIN(j->l.keys, pixels_of(j->pass) - first));
+}
+
+/* Of `copies` batches with the same weights but for the rests, the last meets the rests of x, a set further on. */
+static void make_offsets(ptrdiff_t *offsets, size_t batches, const layout *l, size_t step, size_t set) {
+    for (size_t i = 0; i < batches; i++)
+        offsets[i] = (ptrdiff_t)(i / l->copies * step + (i % l->copies == 2 ? set : 0));
+}
+
+static vm_status attention_prepare(const vm_cpu *cpu, const vm_pass *pass, const vm_operands *at, const vm_exec *exec,
+                                   vm_tasks *out) {
     char *prepared = at->prepared;
     job *j = at->prepared;
-    *j = (job){.ops = ops, .pass = pass, .at = *at, .l = make_layout(pass)};
-    j->k_offsets = (ptrdiff_t *)(void *)(prepared + j->l.k_offsets);
-    j->v_offsets = (ptrdiff_t *)(void *)(prepared + j->l.v_offsets);
-    for (size_t b = 0; b < j->l.c / VM_BLOCK; b++) j->k_offsets[b] = (ptrdiff_t)(b * KEYS * VM_BLOCK);
-    for (size_t b = 0; b < KEYS / VM_BLOCK; b++) j->v_offsets[b] = (ptrdiff_t)(b * j->l.c * VM_BLOCK);
+    *j = (job){.cpu = cpu, .pass = pass, .at = *at, .l = make_layout(cpu, pass)};
+    const layout *l = &j->l;
+    j->k_offsets = (ptrdiff_t *)(void *)(prepared + l->k_offsets);
+    j->v_offsets = (ptrdiff_t *)(void *)(prepared + l->v_offsets);
+    make_offsets(j->k_offsets, l->k_batches, l, l->keys * VM_BLOCK, l->k_set);
+    make_offsets(j->v_offsets, l->v_batches, l, l->c * VM_BLOCK, l->v_set);
     *out = (vm_tasks){attention_task, j, NULL};
-    return VM_OK;
+    if (!cpu->pairs) return VM_OK;
+    j->runs = (float *)(void *)(prepared + l->runs);
+    return exec->each(exec->pool, runs_of(l, pass), 0, prepare_run, j);
 }
 
 const vm_method vm_attention = {attention_cut, attention_prepared, attention_scratch, attention_prepare};
