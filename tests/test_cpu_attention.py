@@ -1,92 +1,52 @@
-"""The CPU's attention in every kind of numbers, beside float64 and beside PyTorch."""
+"""The CPU's attention as a whole: how far bfloat16 and what is split into two are from float64, beside PyTorch.
 
-import math
+Every number of it, for every shape and instruction set, is held to a bound in test_kernels.py.
+"""
 
-import ml_dtypes
 import numpy as np
 import pytest
-from engine import error, to_rows, up16
+from cases import Attention, AttentionRun, as_float, pairs_of
+from engine import error
 
 from vaemem import _core
 
-# dtype of rows and precision, and the largest relative error (Frobenius) against float64 of the same rows. Rounding the
-# result alone is off by 2^-11 or 2^-8 at most, by 0.4 of that at random. Products of bfloat16 round each weight, at
-# "medium" q, k and v too, by 2^-9 at most (an error of q or k changes a score by about as much of its size, which is 1
-# here, and e^x makes that a share of the weight). A number split into two is kept to 2^-17.
-KINDS = {
-    ("float16", "highest"): 2**-11,
-    ("bfloat16", "highest"): 2**-8,
-    ("float32", "high"): 2e-5,
-    ("float32", "medium"): 2**-7,
+CASES = [Attention(512, 16, 16), Attention(64, 31, 33)]
+BACKENDS = {
+    kind: [name for name, usable in _core.backends(*kind) if usable and pairs_of(name, *kind)]
+    for kind in (("float32", "high"), ("bfloat16", "highest"))
 }
-BACKENDS = [(*kind, name) for kind in KINDS for name, usable in _core.backends(*kind) if usable]
-SHAPES = [  # one key; fewer than a vector; a channel block without neighbour, many runs, rows that end within 16 keys
-    (16, 1, 1),
-    (24, 3, 5),
-    (80, 13, 13),
-    (64, 2, 300),
-    (512, 5, 13),
-    (16, 35, 45),
-]
-GUARD = 64
 
 
-def stored(x, dtype):
-    """As rows of that type keep it."""
-    return x.astype(ml_dtypes.bfloat16).view(np.uint16) if dtype == "bfloat16" else x.astype(dtype)
+def attend(run):
+    """(c, n) of a case's operands."""
+    run.run()
+    case = run.case
+    blocks = as_float(run.x).reshape(case.h, 3, -1, case.w, 16)[:, 0]
+    return blocks.transpose(1, 3, 0, 2).reshape(-1, case.n)[: case.c]
 
 
-def value(x):
-    return (x.view(ml_dtypes.bfloat16) if x.dtype == np.uint16 else x).astype(np.float32)
-
-
-def random_qkv(shape, dtype):
-    """(3, c, h, w) of numbers that rows of that type hold."""
-    return value(stored(np.random.default_rng(math.prod(shape)).standard_normal((3, *shape), np.float32), dtype))
-
-
-def attend(backend, dtype, precision, qkv, threads):
-    """(c, h, w), one head."""
-    _, c, h, w = qkv.shape
-    rows = stored(np.concatenate([to_rows(t) for t in qkv], 1), dtype)
-    shapes = (3 * up16(c), h, w, c, h, w)
-    floats, _ = _core.kernel_needs(backend, threads, "attention", shapes, (1, 1, False), dtype, precision)
-    scratch, x = np.full(floats + 2 * GUARD, np.nan, np.float32), np.full(rows.size + 2 * GUARD, 123, rows.dtype)
-    x[GUARD:-GUARD] = rows.ravel()
-    unused = np.zeros(rows.size, rows.dtype)
-    how, arrays = (1, 1, False, False, 0, 0.0), (x[GUARD:-GUARD], unused, *[None] * 7, scratch[GUARD:-GUARD])
-    _core.kernel_pass(backend, threads, "attention", shapes, how, arrays, dtype, precision)
-    assert np.isnan(scratch[:GUARD]).all() and np.isnan(scratch[-GUARD:]).all()
-    assert (x[:GUARD] == 123).all() and (x[-GUARD:] == 123).all()
-    got = x[GUARD:-GUARD].reshape(h, 3, -1, w, 16)
-    assert np.array_equal(got[:, 1:], rows.reshape(got.shape)[:, 1:]), "keys and values were written"
-    return value(got[:, 0].transpose(1, 3, 0, 2).reshape(-1, h, w)[:c])
-
-
-def exact(qkv):
-    q, k, v = qkv.astype(np.float64).reshape(3, qkv.shape[1], -1)
-    s = q.T @ k / np.sqrt(len(q))
+def exact(run):
+    q, k, v = run.qkv.astype(np.float64).reshape(3, run.case.c, -1)
+    s = q.T @ k / np.sqrt(run.case.c)
     p = np.exp(s - s.max(1, keepdims=True))
-    return (v @ (p / p.sum(1, keepdims=True)).T).reshape(qkv.shape[1:])
+    return v @ (p / p.sum(1, keepdims=True)).T
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype,precision,backend", BACKENDS)
-def test_numbers(dtype, precision, backend, shape):
-    qkv = random_qkv(shape, dtype)
-    got = attend(backend, dtype, precision, qkv, 1)
-    assert error(got, exact(qkv)) <= KINDS[dtype, precision]
-    assert np.array_equal(got, attend(backend, dtype, precision, qkv, 3)), "threads changed the result"
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("backend", BACKENDS["float32", "high"])
+def test_split(backend, case):
+    """A number kept as two bfloat16 is off by 2^-17 of itself at most, and scores are of about 4 here."""
+    run = AttentionRun(case, backend, 2, 1, "float32", "high")
+    assert error(attend(run), exact(run)) <= 2e-5
 
 
-@pytest.mark.parametrize("shape", [(512, 16, 16), (64, 31, 33)], ids=str)
-@pytest.mark.parametrize("dtype,precision,backend", [b for b in BACKENDS if b[0] == "bfloat16"])
-def test_no_worse_than_pytorch(dtype, precision, backend, shape):
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("backend", BACKENDS["bfloat16", "highest"])
+def test_bfloat16_is_no_worse_than_pytorch(backend, case):
     torch = pytest.importorskip("torch")
-    qkv = random_qkv(shape, dtype)
-    want = exact(qkv)
-    tensors = torch.from_numpy(qkv).bfloat16().reshape(3, 1, 1, shape[0], -1).mT.contiguous()
-    theirs = torch.nn.functional.scaled_dot_product_attention(*tensors).double().mT.reshape(shape).numpy()
-    ours = attend(backend, dtype, precision, qkv, 2)
+    run = AttentionRun(case, backend, 2, 1, "bfloat16", "highest")
+    q, k, v = torch.from_numpy(run.qkv).bfloat16().reshape(3, 1, 1, case.c, case.n).mT.contiguous()
+    theirs = torch.nn.functional.scaled_dot_product_attention(q, k, v)[0, 0].T.double().numpy()
+    want = exact(run)
     # both round the weights and the result to bfloat16, which is nearly all of either error; sums differ in their order
-    assert error(ours, want) <= 1.02 * error(theirs, want)
+    assert error(attend(run), want) <= 1.02 * error(theirs, want)
