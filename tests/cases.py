@@ -161,6 +161,7 @@ ATTENTIONS = [
     Attention(64, 2, 300),
     Attention(16, 40, 8),
     Attention(48, 13, 13),
+    Attention(16, 35, 45),  # more blocks of queries to a task, an odd number of them
     Attention(512, 64, 64, model=True),
 ]
 
