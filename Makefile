@@ -37,6 +37,8 @@ bench: $(VENV)/bench.stamp
 	$(BIN)/python benchmarks/decode.py --op decode encode --size 1024 --dtype bfloat16 --rounds 3
 	$(BIN)/python benchmarks/decode.py --bars
 	$(BIN)/python benchmarks/passes.py
+	$(BIN)/python benchmarks/passes.py --precision high
+	$(BIN)/python benchmarks/passes.py --dtype bfloat16
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/memory.py --op encode
 	$(BIN)/python benchmarks/memory.py --size 2048 --rounds 0

@@ -233,6 +233,7 @@ def answers(args: dict) -> Iterator[dict]:
     np.save(args["save"], contestant.run(inputs(args["op"], args["check"])))
     yield {"what": contestant.what, "backend": getattr(contestant, "backend", None)}
     data = inputs(args["op"], args["size"])
+    settled_rss()  # what loading left in malloc is no part of a run
     while True:
         reset_peak_rss()
         start = time.perf_counter()

@@ -18,7 +18,10 @@ sys.path.insert(0, str(BENCHMARKS))
 import common
 import decode
 import memory
+import passes
 from decode import Bar, Case, Entry
+
+from vaemem import _core
 
 NAMES = ["vaemem", "vaemem, 40 T", "vaemem, smallest (for 0.1 T)"]
 
@@ -359,8 +362,6 @@ def test_the_same_kernels_run_once(monkeypatch, tmp_path, capsys):
 
 
 def test_held_to():
-    from vaemem import _core
-
     names = [name for name, _ in _core.backends()]
     assert decode.held_to(names[0], "float32", "highest") == {"VAEMEM_DISABLE": ""}
     assert decode.held_to("ref", "float32", "highest") == {"VAEMEM_DISABLE": ",".join(names[:-1])}
@@ -418,3 +419,41 @@ def test_errors(tmp_path):
     np.save(tmp_path / "want.npy", want)
     np.save(tmp_path / "got.npy", np.array([3.0, 4.0, -0.5], np.float32))
     assert decode.errors_of(tmp_path / "got.npy", tmp_path / "want.npy") == (0.5, 0.1)
+
+
+# ---- pass by pass ----
+
+
+@pytest.mark.parametrize(
+    "backend, dtype, precision, unit, products",
+    [
+        ("avx512", "float32", "highest", (), 1),
+        ("avx512", "float32", "high", (), 1),  # no pairs: computed as "highest" is
+        ("avx512", "bfloat16", "highest", (), 1),  # widened to float32
+        ("amx", "bfloat16", "highest", ("pairs",), 1),
+        ("amx", "float32", "medium", ("pairs",), 1),
+        ("amx", "float32", "high", ("pairs",), 3),
+        ("amx", "float16", "highest", ("pairs",), 3),
+        ("avx512bf16", "bfloat16", "highest", ("pairs",), 1),
+        ("ref", "float32", "highest", (), 1),
+        ("ref", "bfloat16", "highest", ("pairs",), 1),
+    ],
+)
+def test_peak_of_the_unit(monkeypatch, backend, dtype, precision, unit, products):
+    asked = []
+    monkeypatch.setattr(_core, "kernel_peak", lambda *args: asked.append(args) or 6e9)
+    assert common.unit_peak(backend, dtype, precision, 2) == 6e9 / products
+    assert asked == [(backend, 2, common.PEAK_ROUNDS, *unit)]
+
+
+@pytest.mark.parametrize("op", ["decode", "encode"])
+def test_passes_of_a_whole_run(monkeypatch, op):
+    monkeypatch.setattr(passes, "unit_peak", lambda *args: 1e9)
+    names = {"dtype": "float32", "precision": "highest", "threads": 1, "backend": "avx2"}
+    rows = passes.whole(SimpleNamespace(**names, size=64, rounds=1, small=True), op)
+    assert len({row["pass"] for row in rows}) == len(rows) > 20
+    assert {f"{op}r.conv_in", f"{op}r.mid_block.attentions.0.attention"} <= {row["pass"] for row in rows}
+    assert 0 < sum(row["share_of_run"] for row in rows) <= 1.01
+    for row in rows:
+        assert names | {"op": op, "height": 64} == {key: row[key] for key in (*names, "op", "height")}
+        assert row["share_of_peak"] == pytest.approx(row["gflops"], abs=0.06) and row["peak_gflops"] == 1
