@@ -24,7 +24,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 RESULTS = Path(os.environ.get("VAEMEM_RESULTS") or HERE / "results")
-PEAK_ROUNDS = 10_000_000  # of multiply-adds: about a tenth of a second
+PEAK_ROUNDS = 10_000_000  # of _core.kernel_peak: about a tenth of a second
 
 
 class Worker:
@@ -111,21 +111,6 @@ def features() -> list[str]:
 def where() -> dict[str, str]:
     """What a row says of the machine and of the source."""
     return {"cpu": cpu(), "features": f"{platform.machine()} {' '.join(features())}", "commit": commit()}
-
-
-def unit_peak(backend: str, dtype: str, precision: str, threads: int) -> float:
-    """FLOP/s of the unit that computes the products of such a model, on registers alone.
-
-    Products of bfloat16 pairs have a unit of their own; where a number is split into two of bfloat16, one product
-    takes three of them, and a third of the unit's FLOP/s are the model's.
-    """
-    from vaemem import _core
-
-    pairs = backend in ("amx", "avx512bf16") or (backend == "ref" and (dtype, precision) != ("float32", "highest"))
-    if not pairs:
-        return _core.kernel_peak(backend, threads, PEAK_ROUNDS)
-    split = dtype == "float16" or precision == "high"
-    return _core.kernel_peak(backend, threads, PEAK_ROUNDS, "pairs") / (3 if split else 1)
 
 
 def commit() -> str:

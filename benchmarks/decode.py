@@ -109,11 +109,13 @@ def inputs(op: str, size: int) -> np.ndarray:
 class Ours:
     def __init__(self, args: dict):
         import vaemem
+        from vaemem import _core
 
-        self.args, self.base = args, settled_rss()
-        self.backend = next(b["name"] for b in vaemem.backends() if b["chosen"])
+        self.args, self.base, self.numbers = args, settled_rss(), (args["dtype"], args["precision"])
+        self.backend = next(name for name, usable in _core.backends(*self.numbers) if usable)
+        self.kernel_peak = _core.kernel_peak
         self.what = f"vaemem {vaemem.__version__} {self.backend}"
-        self.vae = vaemem.VAE.random(config=architecture(args), **numbers(args["dtype"], args["precision"]))
+        self.vae = vaemem.VAE.random(config=architecture(args), **numbers(*self.numbers))
         self.vae.threads = args["threads"]
 
     def run(self, x: np.ndarray) -> np.ndarray:
@@ -124,7 +126,7 @@ class Ours:
         return {
             "flops": sum(run.flops),
             "planned": self.vae.estimate(args["op"], args["size"], args["size"]).peak_bytes,
-            "peak": common.unit_peak(self.backend, args["dtype"], args["precision"], args["threads"]),
+            "peak": self.kernel_peak(self.backend, args["threads"], common.PEAK_ROUNDS, *self.numbers),
         }
 
 
@@ -249,7 +251,7 @@ def held_to(name: str, dtype: str, precision: str) -> dict[str, str] | None:
     """The environment in which ours computes with these kernels at best, or None where there are none of that name."""
     from vaemem import _core
 
-    names = [backend for backend, _ in _core.backends()]
+    names = [backend for backend, _ in _core.backends(dtype, precision)]
     return {"VAEMEM_DISABLE": ",".join(names[: names.index(name)])} if name in names else None
 
 
@@ -268,17 +270,17 @@ def entries(args: argparse.Namespace, case: Case) -> Iterator[tuple[str, str, st
 
 @dataclass
 class Entry:
-    """One of a contest that ran: its process's greeting and answers, and its errors beside the reference."""
+    """One of a contest: its process, what that greeted with, and its errors beside the reference."""
 
     label: str
     precision: str
     greeting: dict
-    results: list[dict]
+    worker: Worker
     errors: tuple[float, float] | None
 
     @property
     def seconds(self) -> list[float]:
-        return [result["seconds"] for result in self.results]
+        return [result["seconds"] for result in self.worker.results]
 
 
 def errors_of(result: Path, reference: Path) -> tuple[float, float]:
@@ -286,63 +288,68 @@ def errors_of(result: Path, reference: Path) -> tuple[float, float]:
     return float(abs(y - want).max()), float(np.linalg.norm(y - want) / np.linalg.norm(want))
 
 
-def contest(case: Case, args: argparse.Namespace, folder: str) -> dict[str, Entry]:
-    """Everybody who ran, by label."""
-    task = {
-        "op": case.op, "size": case.size, "dtype": case.dtype, "precision": "highest", "threads": args.threads,
-        "check": args.check, "small": args.small, "folder": folder,
-    }  # fmt: skip
+class Contest:
+    """Everybody who runs a case, by label; who cannot is left out, and why is printed."""
 
-    def prepare(who: str, **more: Any) -> str:
+    def __init__(self, case: Case, args: argparse.Namespace, folder: str):
+        self.case, self.folder, self.rounds = case, folder, args.rounds
+        self.task = {
+            "op": case.op, "size": case.size, "dtype": case.dtype, "precision": "highest", "threads": args.threads,
+            "check": args.check, "small": args.small, "folder": folder,
+        }  # fmt: skip
+        self.entered: dict[str, Entry] = {}
+        print(f"\n{case}, {args.threads} threads", flush=True)
+        self.reference = Path(folder, "reference.npy")
+        self.no_reference = self.prepare("torch", dtype="float64", save=str(self.reference))
+        if self.no_reference:
+            print(f"  errors are not measured: {self.no_reference}")
+        self.unconverted = self.prepare("convert", dtype="float32") if "openvino" in args.contestants else ""
+        for entry in entries(args, case):
+            why = self.enter(*entry)
+            if why:
+                print(f"  {entry[0]} is left out: {why}", flush=True)
+
+    def prepare(self, who: str, **more: Any) -> str:
         """Why it could not be done, or nothing."""
-        worker = Worker(who, __file__, task | {"who": who} | more, PEERS["openvino"][1])
+        worker = Worker(who, __file__, self.task | {"who": who} | more, PEERS["openvino"][1])
         skipped = worker.ask().get("skipped", "")
         worker.close()
         return skipped
 
-    print(f"\n{case}, {args.threads} threads", flush=True)
-    reference = Path(folder, "reference.npy")
-    no_reference = prepare("torch", dtype="float64", save=str(reference))
-    if no_reference:
-        print(f"  errors are not measured: {no_reference}")
-    unconverted = prepare("convert", dtype="float32") if "openvino" in args.contestants else ""
-    workers: dict[str, Worker] = {}
-    found: dict[str, Entry] = {}
-    seen: dict[tuple[str, str], str] = {}
-
-    def leave(label: str, why: str) -> None:
-        print(f"  {label} is left out: {why}", flush=True)
-
-    for label, precision, who, env in entries(args, case):
+    def enter(self, label: str, precision: str, who: str, env: dict[str, str] | None) -> str:
+        """Loads one and lets it run once, before the next one starts. Why it does not take part, or nothing."""
         if env is None:
-            leave(label, f"there are no such kernels for {case.dtype} {precision} in this build")
-            continue
-        if who == "openvino" and unconverted:
-            leave(label, unconverted)
-            continue
-        result = Path(folder, f"{label}.npy")
-        worker = Worker(label, __file__, task | {"who": who, "precision": precision, "save": str(result)}, env)
+            return f"there are no such kernels for {self.case.dtype} {precision} in this build"
+        if who == "openvino" and self.unconverted:
+            return self.unconverted
+        result = Path(self.folder, f"{label}.npy")
+        worker = Worker(label, __file__, self.task | {"who": who, "precision": precision, "save": str(result)}, env)
         greeting = worker.ask()
-        kernels = greeting.get("backend")
-        why = greeting.get("skipped") or seen.get((kernels, precision), "")
+        why = greeting.get("skipped") or self.known(label, precision, greeting.get("backend"))
         if why:
             worker.close()
-            leave(label, why)
-            continue
-        if kernels:
-            seen[kernels, precision] = f"{label} computes with the same kernels, {kernels}"
-        seconds = worker.ask()["seconds"]  # loaded and warm before the next one starts
-        print(f"  ready: {label} ({seconds:.2f} s)", flush=True)
+            return why
+        errors = None if self.no_reference else errors_of(result, self.reference)
+        self.entered[label] = Entry(label, precision, greeting, worker, errors)
+        print(f"  ready: {label} ({worker.ask()['seconds']:.2f} s)", flush=True)
         worker.results.clear()
-        workers[label] = worker
-        errors = None if no_reference else errors_of(result, reference)
-        found[label] = Entry(label, precision, greeting, worker.results, errors)
-    for i in range(args.rounds):
-        taken = {label: round(worker.ask()["seconds"], 2) for label, worker in workers.items()}
-        print(f"  round {i + 1}: {taken}", flush=True)
-    for worker in workers.values():
-        worker.close()
-    return found
+        return ""
+
+    def known(self, label: str, precision: str, kernels: str | None) -> str:
+        """Why a VAE of ours with these kernels is nothing new, or nothing."""
+        for other in self.entered.values():
+            if kernels and (other.precision, other.greeting["backend"]) == (precision, kernels):
+                return f"{other.label} computes with the same kernels, {kernels}"
+        held = label.split()[0].partition("-")[2]
+        return f"this machine cannot, it would compute with {kernels}" if kernels and held not in ("", kernels) else ""
+
+    def run(self) -> dict[str, Entry]:
+        for i in range(self.rounds):
+            taken = {label: round(entry.worker.ask()["seconds"], 2) for label, entry in self.entered.items()}
+            print(f"  round {i + 1}: {taken}", flush=True)
+        for entry in self.entered.values():
+            entry.worker.close()
+        return self.entered
 
 
 def ratio(ours: Entry, other: Entry) -> float:
@@ -357,7 +364,7 @@ def ratio_to(name: str) -> str:
 
 def row(case: Case, args: argparse.Namespace, entry: Entry, others: dict[str, Entry]) -> dict:
     """A line of the CSV."""
-    results, seconds = entry.results, median(entry.seconds)
+    results, seconds = entry.worker.results, median(entry.seconds)
 
     def figure(key: str, choose: Callable[[list], float], unit: float, digits: int | None = None) -> float | None:
         values = [r[key] for r in results if key in r]
@@ -471,7 +478,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         vaemem.VAE.random(config=SMALL if args.small else ARCHITECTURE).save(folder)
         for case in cases:
-            found = contest(case, args, folder)
+            found = Contest(case, args, folder).run()
             rows = [row(case, args, entry, found) for entry in found.values()]
             print(f"{case}, {args.threads} threads, medians of {args.rounds} rounds", *map(shown, rows), sep="\n")
             if rows:

@@ -24,7 +24,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from common import median, unit_peak, where, write_csv
+from common import PEAK_ROUNDS, median, where, write_csv
 from decode import DTYPES, PRECISIONS, architecture, held_to, inputs, numbers
 
 import vaemem
@@ -45,7 +45,7 @@ def whole(args: argparse.Namespace, op: str) -> list[dict]:
     for _ in range(args.rounds + 1):
         (vae.decode if op == "decode" else vae.encode)(x)
         runs.append(vae.last_run)
-        peaks.append(unit_peak(args.backend, args.dtype, args.precision, args.threads))
+        peaks.append(_core.kernel_peak(args.backend, args.threads, PEAK_ROUNDS, args.dtype, args.precision))
     runs, peaks = runs[1:], peaks[1:]  # the first round warms up
     rows = []
     for i, name in enumerate(runs[0].passes):
@@ -101,7 +101,7 @@ def measure(case: Conv | Attention, args: argparse.Namespace) -> dict:
     peer, peer_flops = peer_of(case)
     ours, shares, theirs = [], [], []
     for _ in range(args.rounds + 1):
-        peak = unit_peak(args.backend, "float32", "highest", args.threads)
+        peak = _core.kernel_peak(args.backend, args.threads, PEAK_ROUNDS)
         ours.append(run.run())
         shares.append(case.flops / ours[-1] / peak)
         start = time.perf_counter()
@@ -153,7 +153,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="a small model, the tests' shapes")
     args = parser.parse_args()
     args.suffix = "_small" * args.small
-    usable = [name for name, can in _core.backends() if can]
+    usable = [name for name, can in _core.backends(args.dtype, args.precision) if can]
     args.backend = args.backend or usable[0]
     if args.backend not in usable:
         parser.error(f"--backend: want one of {', '.join(usable)}, got {args.backend!r}")
