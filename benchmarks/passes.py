@@ -7,11 +7,11 @@ Whole runs of SDXL (passes_*.csv): each pass with its FLOPs and its seconds, med
 peak of the unit that computes its products, FMA or the one for pairs of bfloat16: products on registers alone, on the
 same threads, just after each run.
 
-Single passes, in float32 (conv_*.csv, attention_*.csv): the cases are those of tests/cases.py, the models' own, or with
---small those of the tests, to see that it runs. Each is first compared with float64, then timed beside oneDNN through
-PyTorch. A convolution is a pass as the engine runs it: GroupNorm and SiLU on load, bias on store, the next norm's sums;
-its peer is torch.nn.functional.conv2d alone (channels_last, no norm, no SiLU) on the same shape, and attention's is
-scaled_dot_product_attention. Bytes are those of input, output, residual and weights, each once.
+Single passes (conv_*.csv, attention_*.csv): the cases are those of tests/cases.py, the models' own, or with --small
+those of the tests, to see that it runs. Each is first compared with float64, then timed beside oneDNN through PyTorch
+in the same dtype. A convolution is a pass as the engine runs it: GroupNorm and SiLU on load, bias on store, the next
+norm's sums; its peer is torch.nn.functional.conv2d alone (channels_last, no norm, no SiLU) on the same shape, and
+attention's is scaled_dot_product_attention. Bytes are those of input, output, residual and weights, each once.
 """
 
 from __future__ import annotations
@@ -75,17 +75,18 @@ def whole(args: argparse.Namespace, op: str) -> list[dict]:
 # ---- single passes ----
 
 
-def peer_of(case: Conv | Attention) -> tuple[Callable[[], Any], int]:
+def peer_of(case: Conv | Attention, dtype: str) -> tuple[Callable[[], Any], int]:
     """What PyTorch does on the same shape, and its FLOPs."""
     import torch
     from torch.nn import functional as F
 
+    kind = getattr(torch, dtype)
     if isinstance(case, Attention):
-        q, k, v = torch.randn(3, 1, 1, case.n, case.c)
+        q, k, v = torch.randn(3, 1, 1, case.n, case.c, dtype=kind)
         return lambda: F.scaled_dot_product_attention(q, k, v), case.flops
     last = torch.channels_last
-    x = torch.randn(1, case.in_c, case.h, case.w).contiguous(memory_format=last)
-    weight = torch.randn(case.out_c, case.in_c, case.k, case.k).contiguous(memory_format=last)
+    x = torch.randn(1, case.in_c, case.h, case.w, dtype=kind).contiguous(memory_format=last)
+    weight = torch.randn(case.out_c, case.in_c, case.k, case.k, dtype=kind).contiguous(memory_format=last)
 
     def convolve() -> Any:
         source = F.interpolate(x, scale_factor=2.0, mode="nearest") if case.up else x
@@ -95,13 +96,14 @@ def peer_of(case: Conv | Attention) -> tuple[Callable[[], Any], int]:
 
 
 def measure(case: Conv | Attention, args: argparse.Namespace) -> dict:
-    run = on(case, args.backend, args.threads, sample=1 if args.small else 17)
+    sample = 1 if args.small else 17
+    run = on(case, args.backend, args.threads, sample, args.dtype, args.precision)
     run.run()
     run.check()
-    peer, peer_flops = peer_of(case)
+    peer, peer_flops = peer_of(case, args.dtype)
     ours, shares, theirs = [], [], []
     for _ in range(args.rounds + 1):
-        peak = _core.kernel_peak(args.backend, args.threads, PEAK_ROUNDS)
+        peak = _core.kernel_peak(args.backend, args.threads, PEAK_ROUNDS, args.dtype, args.precision)
         ours.append(run.run())
         shares.append(case.flops / ours[-1] / peak)
         start = time.perf_counter()
@@ -112,11 +114,13 @@ def measure(case: Conv | Attention, args: argparse.Namespace) -> dict:
     del shape["model"]
     return {
         **shape,
+        "dtype": args.dtype,
+        "precision": args.precision,
         "threads": args.threads,
         "backend": args.backend,
         "microseconds": round(median(ours) * 1e6),
         "gflops": round(case.flops / median(ours) / 1e9, 1),
-        "gbytes_per_second": round(case.bytes_moved / median(ours) / 1e9, 2),
+        "gbytes_per_second": round(case.bytes_moved * (1 if args.dtype == "float32" else 0.5) / median(ours) / 1e9, 2),
         "share_of_peak": round(median(shares), 3),
         "torch_gflops": round(peer_flops / median(theirs) / 1e9, 1),
         "time_ratio_to_torch": round(median([a / b for a, b in zip(ours, theirs, strict=True)]), 3),
@@ -135,10 +139,10 @@ def single(args: argparse.Namespace) -> None:
             r = rows[-1]
             print(
                 f"{case}: {r['microseconds']} us, {r['gflops']} GFLOP/s, {r['gbytes_per_second']} GB/s, "
-                f"{100 * r['share_of_peak']:.0f}% of the FMA peak; time {r['time_ratio_to_torch']:.2f} of torch's",
+                f"{100 * r['share_of_peak']:.0f}% of the peak; time {r['time_ratio_to_torch']:.2f} of torch's",
                 flush=True,
             )
-        write_csv(f"{operation}_{args.backend}{args.suffix}.csv", rows)
+        write_csv(f"{operation}_{args.suffix}.csv", rows)
 
 
 def main() -> None:
@@ -152,22 +156,21 @@ def main() -> None:
     parser.add_argument("--backend", help="instead of the best that there is")
     parser.add_argument("--small", action="store_true", help="a small model, the tests' shapes")
     args = parser.parse_args()
-    args.suffix = "_small" * args.small
     usable = [name for name, can in _core.backends(args.dtype, args.precision) if can]
     args.backend = args.backend or usable[0]
     if args.backend not in usable:
         parser.error(f"--backend: want one of {', '.join(usable)}, got {args.backend!r}")
     _core.disable(held_to(args.backend, args.dtype, args.precision)["VAEMEM_DISABLE"])
-    numbers_of = args.dtype if args.precision == "highest" else f"{args.dtype}_{args.precision}"
+    kept = args.dtype if args.precision == "highest" else f"{args.dtype}_{args.precision}"
+    args.suffix = f"{kept}_{args.backend}{'_small' * args.small}"
     for op in args.op:
         rows = whole(args, op)
-        print(f"{op} {args.size}x{args.size} {numbers_of}, {args.backend}, of {rows[0]['peak_gflops']} GFLOP/s")
+        print(f"{op} {args.size}x{args.size} {kept}, {args.backend}, of {rows[0]['peak_gflops']} GFLOP/s")
         for r in sorted(rows, key=lambda r: -r["share_of_run"]):
             shares = f"{100 * r['share_of_run']:5.1f}% of the run  {100 * r['share_of_peak']:5.0f}% of the peak"
             print(f"  {r['pass']:46s} {r['microseconds']:9d} us  {r['gflops']:8.1f} GFLOP/s  {shares}")
-        write_csv(f"passes_{op}_{args.size}_{numbers_of}_{args.backend}{args.suffix}.csv", rows)
-    if (args.dtype, args.precision) == ("float32", "highest"):
-        single(args)
+        write_csv(f"passes_{op}_{args.size}_{args.suffix}.csv", rows)
+    single(args)
 
 
 if __name__ == "__main__":

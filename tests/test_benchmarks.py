@@ -19,6 +19,7 @@ import common
 import decode
 import memory
 import passes
+from cases import Attention, Conv
 from decode import Bar, Case, Entry
 
 from vaemem import _core
@@ -438,3 +439,19 @@ def test_passes_of_a_whole_run(monkeypatch, op):
     for row in rows:
         assert names | {"op": op, "height": 64} == {key: row[key] for key in (*names, "op", "height")}
         assert row["share_of_peak"] == pytest.approx(row["gflops"], abs=0.06) and row["peak_gflops"] == 1
+
+
+@pytest.mark.parametrize("dtype, element", [("float32", 4), ("bfloat16", 2)])
+@pytest.mark.parametrize("case", [Conv(32, 48, 5, 9, groups=8), Conv(24, 24, 3, 5, up=True), Attention(16, 3, 5)])
+def test_single_passes(monkeypatch, case, dtype, element):
+    """With the clock and the peak at known figures; that the results are right is checked on the way."""
+    pytest.importorskip("torch")
+    kernel_pass = _core.kernel_pass
+    monkeypatch.setattr(_core, "kernel_pass", lambda *args: kernel_pass(*args) and 1e-6)
+    monkeypatch.setattr(_core, "kernel_peak", lambda *args: 1e12)
+    args = SimpleNamespace(backend="ref", threads=1, rounds=1, small=True, dtype=dtype, precision="highest")
+    row = passes.measure(case, args)
+    assert (row["dtype"], row["precision"], row["backend"], row["microseconds"]) == (dtype, "highest", "ref", 1)
+    assert row["gflops"] == pytest.approx(case.flops / 1e3, abs=0.06) and row["time_ratio_to_torch"] >= 0
+    assert row["share_of_peak"] == pytest.approx(case.flops / 1e6, abs=6e-4)
+    assert row["gbytes_per_second"] == pytest.approx(case.bytes_moved / 4 * element / 1e3, abs=0.006)
