@@ -28,7 +28,19 @@ from vaemem import (
     report,
     sweep,
 )
-from vaemem._common import DTYPES, ELEMENT_BYTES, MIB, OPS, TILED_OPS, __version__, choose, mib, need, render
+from vaemem._common import (
+    DTYPES,
+    ELEMENT_BYTES,
+    MIB,
+    OPS,
+    PRECISIONS,
+    TILED_OPS,
+    __version__,
+    choose,
+    mib,
+    need,
+    render,
+)
 from vaemem.engine import latents, layouts, weights
 from vaemem.pipelines.components import PIPELINES
 from vaemem.pipelines.plan import RUNTIMES as PLANNED_RUNTIMES
@@ -93,7 +105,7 @@ def _make_demo(args: argparse.Namespace) -> None:
 def _estimate(args: argparse.Namespace) -> None:
     estimates = sweep(
         args.model, args.op, args.sizes, args.dtype, device=args.device, batch=args.batch, measure=False,
-        memory_limit=args.memory_limit,
+        memory_limit=args.memory_limit, precision=args.precision,
     )  # fmt: skip
     _print(estimates, args.format)
     if args.format == "text":
@@ -117,7 +129,8 @@ def _sweep(args: argparse.Namespace) -> None:
     try:
         table = sweep(
             args.models, args.ops, args.sizes, args.dtype, device=args.device, batch=args.batch, repeats=args.repeats,
-            measure=not args.estimate, progress=sys.stderr.isatty() and importlib.util.find_spec("tqdm") is not None,
+            precision=args.precision, measure=not args.estimate,
+            progress=sys.stderr.isatty() and importlib.util.find_spec("tqdm") is not None,
         )  # fmt: skip
     except BaseException as error:
         table, ended = getattr(error, "table", Table()), error
@@ -156,7 +169,8 @@ def _report(args: argparse.Namespace) -> None:
 
 
 def _loaded(args: argparse.Namespace, parts: str) -> VAE:
-    return VAE.load(args.weights, args.model, parts=parts, device=args.device, dtype=args.dtype)
+    numbers = {"device": args.device, "dtype": args.dtype, "precision": args.precision}
+    return VAE.load(args.weights, args.model, parts=parts, **numbers)
 
 
 def _decode(args: argparse.Namespace) -> None:
@@ -334,6 +348,7 @@ def _parser() -> argparse.ArgumentParser:
     def placed(sub: argparse.ArgumentParser) -> None:
         sub.add_argument("--device", default="cpu", help="cpu (default), cuda or cuda:N")
         sub.add_argument("--dtype", default="float32", type=_dtype, choices=DTYPES)
+        sub.add_argument("--precision", default="highest", choices=PRECISIONS, help="of float32's products")
 
     def on_a_card(sub: argparse.ArgumentParser) -> None:
         sub.add_argument("--dtype", default="float16", type=_dtype, choices=DTYPES)

@@ -45,7 +45,7 @@ class Model:
         parts: str = "all",
         device: Any = "cpu",
         dtype: str = "float32",
-        tf32: bool = False,
+        precision: str = "highest",
         autotune: bool = False,
         convolution: str = "cudnn",
     ) -> Self:
@@ -73,8 +73,9 @@ class Model:
             ``"cpu"``, ``"cuda"`` or ``"cuda:N"``.
         dtype : {"float32", "float16", "bfloat16"}
             Of weights, activations and products; sums and statistics are float32. The CPU has float32 only.
-        tf32 : bool
-            float32 on a GPU: whether products may round their factors to TF32 (10 bits).
+        precision : {"highest", "high", "medium"}
+            Of float32's products, as ``torch.set_float32_matmul_precision`` takes it: "highest" is float32; with "high"
+            and "medium" a GPU may round their factors to TF32 (10 bits), which wants compute capability 8.0.
         autotune : bool
             On a GPU: time cuDNN's engines in the first run of a size, instead of taking the heuristics' first.
         convolution : {"cudnn", "own"}
@@ -102,7 +103,7 @@ class Model:
         >>> VAE.load("model", parts="decoder")
         <VAE custom: ... parameters, parts=decoder, ... MiB held>
         """
-        gpu = open_device(device, dtype, tf32, autotune, convolution)
+        gpu = open_device(device, dtype, precision, autotune, convolution)
         core = weights.load(path, model, config, parts, gpu.backend.capsule if gpu else None)
         beside = config is None and model is None
         return cls(core, gpu, weights.config_beside(path) if beside else config)
@@ -116,7 +117,7 @@ class Model:
         parts: str = "all",
         device: Any = "cpu",
         dtype: str = "float32",
-        tf32: bool = False,
+        precision: str = "highest",
         autotune: bool = False,
         convolution: str = "cudnn",
     ) -> Self:
@@ -130,7 +131,7 @@ class Model:
         >>> VAE.random("sdxl", parts="decoder").parameters
         49490199
         """
-        gpu = open_device(device, dtype, tf32, autotune, convolution)
+        gpu = open_device(device, dtype, precision, autotune, convolution)
         if config is None:
             choose("model", model, _core.models())
             arch = _core.models()[model]
@@ -144,7 +145,7 @@ class Model:
         self,
         device: Any = "cpu",
         dtype: str = "float32",
-        tf32: bool = False,
+        precision: str = "highest",
         autotune: bool = False,
         convolution: str = "cudnn",
     ) -> Self:
@@ -156,7 +157,7 @@ class Model:
         (None, 49490199)
         """
         source = self._on_the_cpu("copy")
-        gpu = open_device(device, dtype, tf32, autotune, convolution)
+        gpu = open_device(device, dtype, precision, autotune, convolution)
         made = type(self)(weights.copy(source, gpu.backend.capsule if gpu else None), gpu)
         made.sample_size = self.sample_size
         return made
@@ -225,6 +226,10 @@ class Model:
     def dtype(self) -> str:
         return "float32" if self._device is None else self._device.dtype
 
+    @property
+    def precision(self) -> str:
+        return "highest" if self._device is None else self._device.precision
+
     def __reduce__(self) -> Any:
         raise TypeError("VAE: cannot be pickled or copied: load it again where it is wanted")
 
@@ -255,7 +260,8 @@ class Model:
         if self.closed:
             return f"<VAE {self.model}: closed>"
         held = f"{self.reserved_bytes / 2**20:.0f} MiB held"
-        where = f"{self.device} {self.dtype}, " if self._device else ""
+        numbers = [self.device, self.dtype, self.precision][: 2 if self.precision == "highest" else 3]
+        where = "" if numbers == ["cpu", "float32"] else f"{' '.join(numbers)}, "
         return f"<VAE {self.model}: {self.parameters:,} parameters, parts={self.parts}, {where}{held}>"
 
     # ---- inside ----

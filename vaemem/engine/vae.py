@@ -44,8 +44,8 @@ class VAE(Model):
         ``"flux2"``, ``"flux2-small"``, ``"sd"`` (SD1.5's and SDXL's tensors, which of the two unknown) or ``"custom"``.
     arch : dict
         The architecture, with diffusers' names.
-    device, dtype : str
-        Where it lives, and the type of its numbers.
+    device, dtype, precision : str
+        Where it lives, the type of its numbers, and how its products are computed, as `load` takes them.
     threads : int
         Used by runs on the CPU; from VAEMEM_THREADS, else the processors this process may use. The result does not
         depend on it.

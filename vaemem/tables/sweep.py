@@ -58,6 +58,7 @@ def sweep(
     repeats: int = 1,
     progress: Progress = None,
     memory_limit: Limit = None,
+    precision: str = "highest",
     **others: Any,
 ) -> Table:
     """Measure or estimate the engine's memory and time, or predict PyTorch's memory on GPUs.
@@ -93,6 +94,8 @@ def sweep(
         True shows a bar (tqdm, ``pip install 'vaemem[progress]'``); a callable gets (work done, work to do).
     memory_limit : int or str, optional
         Of each run of the engine, as for `VAE.decode`; the columns `work` and `streamed` then say what it costs.
+    precision : {"highest", "high", "medium"}
+        Of named models in float32, as for `VAE.load`; other types want "highest". VAE objects have their own.
     **others
         Predicted: `runtime`, `torch_version`, `cudnn_version`, `weights_dtype`, `tile`, `slicing`, `memory`, `used`,
         `protocol`, `channels_last`, `allow_tf32` and `allocator`, as `vaemem.predict` takes them, for every row.
@@ -129,7 +132,7 @@ def sweep(
     choose("source", source, SOURCES)
     batch, repeats = whole("batch", batch), whole("repeats", repeats)
     engine = {"device": device is not None, "measure": not measure, "repeats": repeats > 1,
-              "memory_limit": memory_limit is not None}  # fmt: skip
+              "memory_limit": memory_limit is not None, "precision": precision != "highest"}  # fmt: skip
     _check_given(source, [name for name, given in engine.items() if given], gpu is not None, others)
     if source == "predicted":
         cases = _cases(ops, TILED_OPS, sizes, batch)
@@ -141,7 +144,7 @@ def sweep(
     wanted = [(model, dtype) for model in _models(models) for dtype in _dtypes(dtypes, model, place)]
     cases = _cases(ops, OPS, sizes, batch)
     measure = measure and source == "measured"
-    return _table(_runs(wanted, cases, place, measure, repeats, progress, memory_limit))
+    return _table(_runs(wanted, cases, place, precision, measure, repeats, progress, memory_limit))
 
 
 def tradeoff(model: str | VAE, op: str, height: int, width: int, batch: int = 1) -> Table:
@@ -169,7 +172,7 @@ def tradeoff(model: str | VAE, op: str, height: int, width: int, batch: int = 1)
     (1.0, True)
     """
     _ops(op)
-    (vae,) = (_vae(name, "cpu", "float32") for name in _models([model]))
+    (vae,) = (_vae(name) for name in _models([model]))
     runs, last = vae.tradeoff(op, height, width, batch), vae.last_run
     speed = last.seconds / sum(last.flops) if last and last.op == op and last.seconds and vae.device == "cpu" else None
     return Table(
@@ -192,14 +195,14 @@ def _table(rows: Iterator[Row]) -> Table:
 
 
 def _runs(
-    wanted: Sequence[tuple[str | VAE, str]], asked: Sequence[Case], device: str, measure: bool, repeats: int,
-    progress: Progress, memory_limit: Limit,
+    wanted: Sequence[tuple[str | VAE, str]], asked: Sequence[Case], device: str, precision: str, measure: bool,
+    repeats: int, progress: Progress, memory_limit: Limit,
 ) -> Iterator[Row]:  # fmt: skip
     """Of the engine."""
     done, work = 0, len(wanted) * repeats * sum(case.work for case in asked)
     with polling(progress if measure else None, "sweep", work, _LAYOUT) as poll:
         for model, dtype in wanted:
-            vae = _vae(model, device, dtype)
+            vae = _vae(model, device, dtype, precision)
             cases = [case._replace(dtype=dtype) for case in asked]
             estimates = _estimates(vae, cases, memory_limit)  # refuses what cannot run, before any does
             for case, estimate in zip(cases, estimates, strict=True):
@@ -347,8 +350,12 @@ def _models(models: Any) -> list[str | VAE]:
     return wanted
 
 
-def _vae(model: str | VAE, device: str, dtype: str) -> VAE:
-    return VAE.random(model, device=device, dtype=dtype) if isinstance(model, str) else model
+def _vae(model: str | VAE, device: str = "cpu", dtype: str = "float32", precision: str = "highest") -> VAE:
+    if isinstance(model, str):
+        return VAE.random(model, device=device, dtype=dtype, precision=precision)
+    if precision not in ("highest", model.precision):
+        raise ValueError(f"precision: the VAE on {model.device} computes in {model.precision}, got {precision!r}")
+    return model
 
 
 def _ops(ops: str | Sequence[str], known: Sequence[str] = OPS) -> list[str]:
