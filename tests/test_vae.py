@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from types import SimpleNamespace
 
 import numpy as np
@@ -469,3 +470,18 @@ def test_environment():
     assert "got 'avx1024', which changes nothing" in done.stderr and "avx2" not in done.stdout
     assert "avx512" not in run(VAEMEM_DISABLE="avx512").stdout
     assert "VAEMEM_THREADS: want a number from 1 to 1024, got 'many'" in run(VAEMEM_THREADS="many").stderr
+
+
+def test_the_environment_of_a_running_process_changes_nothing(monkeypatch):
+    """VAEMEM_DISABLE was read at the import; whoever sets it later is told, where the call stands."""
+    vae, before = small_vae(), os.environ.get("VAEMEM_DISABLE", "")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rows = vaemem.backends()
+    monkeypatch.setenv("VAEMEM_DISABLE", "avx512,avx2")
+    for ask in (vaemem.backends, lambda: VAE.random(config=config("sd")), vae.copy, lambda: VAE.load(vae.state_dict())):
+        with pytest.warns(UserWarning, match=rf"it was '{before}' when .* imported.* is 'avx512,avx2' now") as said:
+            ask()
+        assert [warning.filename for warning in said] == [__file__]
+    with pytest.warns(UserWarning):
+        assert vaemem.backends() == rows

@@ -12,6 +12,7 @@ from typing import Any
 
 from vaemem._common import DTYPES, PRECISIONS, choose, need
 from vaemem.engine.device import CONVOLUTIONS, Device, parse_device
+from vaemem.engine.instructions import warn_of_change
 
 Poll = Callable[[int, int], object] | None
 Progress = Poll | bool
@@ -29,6 +30,8 @@ def check_numbers(dtype: Any, precision: Any) -> None:
 
 
 def open_device(device: Any, dtype: str, precision: str, autotune: bool, convolution: str) -> Device | None:
+    """For a call of `VAE.load` and its like, whose caller is warned of what changed."""
+    warn_of_change(stacklevel=3)
     number = parse_device(device)
     check_numbers(dtype, precision)
     choose("convolution", convolution, CONVOLUTIONS)

@@ -12,6 +12,7 @@ from vaemem.engine import images
 from vaemem.engine.arguments import Cancelled, Progress, as_int, default_threads, pixels_of, polling
 from vaemem.engine.arrays import Arrays, DeviceArrays, HostArrays, request_of
 from vaemem.engine.device import Device, gpu_rows
+from vaemem.engine.instructions import warn_of_change
 from vaemem.engine.latents import Normalised, Scaling, held_by_pipelines
 from vaemem.engine.limits import Limit, Plans, check_aspect, parse_size, resolve
 from vaemem.engine.model import Model
@@ -409,9 +410,10 @@ def backends() -> list[dict[str, Any]]:
     >>> [row["usable"] for row in backends() if row["name"] == "ref"]  # plain C
     [True]
     """
+    warn_of_change(stacklevel=2)
     rows: list[dict[str, Any]] = []
     for name, usable in _core.backends():
         chosen = usable and not any(row["chosen"] for row in rows)
-        why = "" if usable else "this processor or its system lacks it, or it is named in VAEMEM_DISABLE"
+        why = "" if usable else "this processor or its system lacks it, or it was named in VAEMEM_DISABLE at the import"
         rows.append({"name": name, "device": "cpu", "usable": usable, "chosen": chosen, "why": why})
     return rows + gpu_rows()
