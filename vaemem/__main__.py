@@ -42,6 +42,7 @@ from vaemem._common import (
     render,
 )
 from vaemem.engine import latents, layouts, weights
+from vaemem.engine.arguments import open_device
 from vaemem.pipelines.components import PIPELINES
 from vaemem.pipelines.plan import RUNTIMES as PLANNED_RUNTIMES
 from vaemem.pipelines.predict import RUNTIMES as PREDICTED_RUNTIMES
@@ -118,7 +119,11 @@ def _estimate(args: argparse.Namespace) -> None:
 def _tradeoff(args: argparse.Namespace) -> None:
     from vaemem.tables.sweep import tradeoff
 
-    rows = [row for h, w in args.sizes for row in tradeoff(args.model, args.op, h, w, args.batch)]
+    rows = [
+        row
+        for h, w in args.sizes
+        for row in tradeoff(args.model, args.op, h, w, args.batch, args.dtype, args.precision)
+    ]
     _print(Table(rows), args.format)
 
 
@@ -199,9 +204,15 @@ def _encode(args: argparse.Namespace) -> None:
         print(args.out, vae.last_run, sep="\n")
 
 
+def _bare(arch: layouts.Arch, dtype: str, precision: str) -> VAE:
+    """On the CPU, without weights: for what its plans say."""
+    _, where = open_device("cpu", dtype, precision, autotune=False, convolution="cudnn")
+    return VAE(_core.Model(arch, **where))
+
+
 def _info(args: argparse.Namespace) -> None:
     found = weights.look(args.file)
-    vae, config = VAE(_core.Model(found.arch)), layouts.config_of(found.arch)
+    vae, config = _bare(found.arch, args.dtype, args.precision), layouts.config_of(found.arch)
     print(f"{found.file}: {found.layout} layout, {found.tensors} tensors of {', '.join(found.dtypes)}")
     print(f"model {vae.model}, {vae.parameters:,} parameters, {mib(os.path.getsize(found.file))} MiB on disk")
     print("; ".join(f"{name} {value}" for name, value in config.items() if not name.endswith("_block_types")))
@@ -229,14 +240,15 @@ def _where(args: argparse.Namespace) -> dict[str, Any]:
 def _largest(args: argparse.Namespace) -> None:
     if args.engine:
         choose("model", args.model, _core.models())
-        vae = VAE(_core.Model(_core.models()[args.model]))
+        vae = _bare(_core.models()[args.model], args.dtype or "float32", args.precision)
         height, width = vae.largest(args.op, args.engine, args.aspect, args.batch)
         print(f"{height}x{width}", vae.estimate(args.op, height, width, args.batch, memory_limit=args.engine), sep="\n")
         return
+    dtype = args.dtype or "float16"
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        height, width = predict_largest(args.model, args.op, args.dtype, args.batch, aspect=args.aspect, **_where(args))
-    print(predict(args.model, args.op, height, width, args.dtype, args.batch, **_where(args)))
+        height, width = predict_largest(args.model, args.op, dtype, args.batch, aspect=args.aspect, **_where(args))
+    print(predict(args.model, args.op, height, width, dtype, args.batch, **_where(args)))
     for warning in said:
         print(f"vaemem largest: {warning.message}", file=sys.stderr)
 
@@ -322,7 +334,7 @@ def _reproduce(args: argparse.Namespace) -> None:
 
 
 def _backends(args: argparse.Namespace) -> None:
-    rows = backends()
+    rows = backends(args.dtype, args.precision)
     print(render(rows[0], [[str(value) for value in row.values()] for row in rows]))
 
 
@@ -345,13 +357,19 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument("sizes", type=_size, nargs="+", metavar="HxW", help="height x width of the image in pixels")
         sub.add_argument("--batch", type=_count, default=1)
 
+    def precise(sub: argparse.ArgumentParser) -> None:
+        sub.add_argument("--precision", default="highest", choices=PRECISIONS, help="of the engine's float32 products")
+
+    def in_numbers(sub: argparse.ArgumentParser) -> None:
+        sub.add_argument("--dtype", default="float32", type=_dtype, choices=DTYPES)
+        precise(sub)
+
     def placed(sub: argparse.ArgumentParser) -> None:
         sub.add_argument("--device", default="cpu", help="cpu (default), cuda or cuda:N")
-        sub.add_argument("--dtype", default="float32", type=_dtype, choices=DTYPES)
-        sub.add_argument("--precision", default="highest", choices=PRECISIONS, help="of float32's products")
+        in_numbers(sub)
 
-    def on_a_card(sub: argparse.ArgumentParser) -> None:
-        sub.add_argument("--dtype", default="float16", type=_dtype, choices=DTYPES)
+    def on_a_card(sub: argparse.ArgumentParser, dtype: str | None = "float16") -> None:
+        sub.add_argument("--dtype", default=dtype, type=_dtype, choices=DTYPES)
         sub.add_argument("--runtime", choices=RUNTIMES, help="whose code (default: bfl for flux, else diffusers)")
         sub.add_argument("--tile", type=_count, metavar="PIXELS", help="side of a tile of the tiled operations")
         sub.add_argument(
@@ -413,6 +431,7 @@ def _parser() -> argparse.ArgumentParser:
     sub = command("info", _info, "What a weights file holds, and what each run with it will take.")
     sub.add_argument("file", metavar="FILE", help="safetensors, GGUF, or diffusers' directory")
     sub.add_argument("--sizes", nargs="+", type=_size, default=[512, 1024, 2048], metavar="HxW")
+    in_numbers(sub)
 
     sub = command("fits", _fits, "Whether PyTorch has room for images on a card; ends with 1 where it has none.")
     asked(sub, TILED_OPS)
@@ -431,6 +450,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("op", choices=OPS)
     sub.add_argument("sizes", type=_size, nargs="+", metavar="HxW", help="height x width of the image in pixels")
     sub.add_argument("--batch", type=_count, default=1)
+    in_numbers(sub)
     formatted(sub, "text", "csv", "json", "markdown")
 
     sub = command("sweep", _sweep, "Measure the engine's memory and time over models, operations and sizes.")
@@ -480,7 +500,8 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--batch", type=_count, default=1)
     sub.add_argument("--aspect", type=float, default=1.0, help="width over height (default: 1)")
     sub.add_argument("--engine", metavar="SIZE", help="what our own engine has room for in a memory such as '2 GiB'")
-    on_a_card(sub)
+    on_a_card(sub, None)  # float16, and of the engine float32
+    precise(sub)
 
     def of_a_pipeline(sub: argparse.ArgumentParser) -> None:
         sub.add_argument("pipeline", help=", ".join(PIPELINES))
@@ -547,9 +568,10 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--plan", action="store_true", help="instead: eight published ways to fit a 12 GB card, and ours")
     sub.add_argument("--equation", action="store_true", help="instead: a published equation for SD 1.5, term by term")
 
-    command(
+    sub = command(
         "backends", _backends, "The instruction sets and GPUs that the engine has kernels for, and which it uses here."
     )
+    in_numbers(sub)
     return parser
 
 

@@ -29,18 +29,22 @@ def check_numbers(dtype: Any, precision: Any) -> None:
         raise ValueError(f"precision: want highest with dtype {dtype} (others are float32's), got {precision!r}")
 
 
-def open_device(device: Any, dtype: str, precision: str, autotune: bool, convolution: str) -> Device | None:
-    """For a call of `VAE.load` and its like, whose caller is warned of what changed."""
+def open_device(
+    device: Any, dtype: str, precision: str, autotune: bool, convolution: str
+) -> tuple[Device | None, dict[str, Any]]:
+    """A GPU, or None for the CPU, and the core's arguments for a model there. For `VAE.load` and its like, whose caller
+    is warned of what changed."""
     warn_of_change(stacklevel=3)
     number = parse_device(device)
     check_numbers(dtype, precision)
     choose("convolution", convolution, CONVOLUTIONS)
     if number is not None:
-        return Device(number, dtype, precision, bool(autotune), convolution)
+        gpu = Device(number, dtype, precision, bool(autotune), convolution)
+        return gpu, {"backend": gpu.backend.capsule}
     for argument, only, given in (("dtype", "float32", dtype), ("precision", "highest", precision)):
         if given != only:
             raise ValueError(f"{argument}: want {only} on the cpu, got {given!r}")
-    return None
+    return None, {}
 
 
 def default_threads() -> int:

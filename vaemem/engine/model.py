@@ -103,8 +103,8 @@ class Model:
         >>> VAE.load("model", parts="decoder")
         <VAE custom: ... parameters, parts=decoder, ... MiB held>
         """
-        gpu = open_device(device, dtype, precision, autotune, convolution)
-        core = weights.load(path, model, config, parts, gpu.backend.capsule if gpu else None)
+        gpu, where = open_device(device, dtype, precision, autotune, convolution)
+        core = weights.load(path, model, config, parts, **where)
         beside = config is None and model is None
         return cls(core, gpu, weights.config_beside(path) if beside else config)
 
@@ -131,13 +131,13 @@ class Model:
         >>> VAE.random("sdxl", parts="decoder").parameters
         49490199
         """
-        gpu = open_device(device, dtype, precision, autotune, convolution)
+        gpu, where = open_device(device, dtype, precision, autotune, convolution)
         if config is None:
             choose("model", model, _core.models())
             arch = _core.models()[model]
         else:
             arch = weights.read_config(config)
-        core = _core.Model(arch, parts, gpu.backend.capsule if gpu else None)
+        core = _core.Model(arch, parts, **where)
         weights.random_tensors(core, seed)
         return cls(core, gpu, config)
 
@@ -157,8 +157,8 @@ class Model:
         (None, 49490199)
         """
         source = self._on_the_cpu("copy")
-        gpu = open_device(device, dtype, precision, autotune, convolution)
-        made = type(self)(weights.copy(source, gpu.backend.capsule if gpu else None), gpu)
+        gpu, where = open_device(device, dtype, precision, autotune, convolution)
+        made = type(self)(weights.copy(source, **where), gpu)
         made.sample_size = self.sample_size
         return made
 
@@ -224,11 +224,11 @@ class Model:
 
     @property
     def dtype(self) -> str:
-        return "float32" if self._device is None else self._device.dtype
+        return self._runner.dtype
 
     @property
     def precision(self) -> str:
-        return "highest" if self._device is None else self._device.precision
+        return self._runner.precision
 
     def __reduce__(self) -> Any:
         raise TypeError("VAE: cannot be pickled or copied: load it again where it is wanted")

@@ -9,7 +9,15 @@ from typing import Any
 from vaemem import _core
 from vaemem._common import choose, need
 from vaemem.engine import images
-from vaemem.engine.arguments import Cancelled, Progress, as_int, default_threads, pixels_of, polling
+from vaemem.engine.arguments import (
+    Cancelled,
+    Progress,
+    as_int,
+    check_numbers,
+    default_threads,
+    pixels_of,
+    polling,
+)
 from vaemem.engine.arrays import Arrays, DeviceArrays, HostArrays, request_of
 from vaemem.engine.device import Device, gpu_rows
 from vaemem.engine.instructions import warn_of_change
@@ -397,13 +405,19 @@ class VAE(Model):
         return result
 
 
-def backends() -> list[dict[str, Any]]:
-    """The kernels this build has, the CPU's best first, then GPUs.
+def backends(dtype: str = "float32", precision: str = "highest") -> list[dict[str, Any]]:
+    """The kernels this build has, the CPU's best for such numbers first, then GPUs.
+
+    Parameters
+    ----------
+    dtype, precision : str
+        As `VAE.load` takes them: which kernels are best depends on them.
 
     Returns
     -------
     list of dict
-        ``name``, ``device``, ``usable``, ``chosen`` (what runs on the CPU use), ``why`` (a sentence where not usable).
+        ``name``, ``device``, ``usable``, ``chosen`` (what such runs on the CPU use), ``why`` (a sentence where not
+        usable).
 
     Examples
     --------
@@ -411,6 +425,7 @@ def backends() -> list[dict[str, Any]]:
     [True]
     """
     warn_of_change(stacklevel=2)
+    check_numbers(dtype, precision)
     rows: list[dict[str, Any]] = []
     for name, usable in _core.backends():
         chosen = usable and not any(row["chosen"] for row in rows)
