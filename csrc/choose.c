@@ -144,7 +144,7 @@ static vm_status within_limit(const vm_model *m, choice *c) {
 static size_t most_stripe_bytes(const vm_model *m, const vm_request *r) {
     enum { LEAST = 1 << 20 };
     const size_t c = VM_BLOCKS(m->arch.block_out_channels[0]) * VM_BLOCK;
-    return VM_MAX(VM_PRODUCT(c, r->height, r->width, r->backend->element) / 10, LEAST);
+    return VM_MAX(VM_PRODUCT(c, r->height, r->width, vm_dtype_bytes(r->backend->dtype)) / 10, LEAST);
 }
 
 /* A bound from below on what the plan takes with these stripes, for which no library is asked about workspaces. */

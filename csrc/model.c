@@ -1,13 +1,6 @@
 /* A model: an architecture, its passes, their weights, and the arena that its runs use. */
 #include "vm.h"
 
-/* The CPU's backends share one memory; the plainest of them, which every processor has, stands for it. */
-static const vm_backend *host_backend(void) {
-    const vm_backend *const *b = vm_backends();
-    while (b[1]) b++;
-    return *b;
-}
-
 /* The running statistics of AutoencoderKLFlux2's BatchNorm, which no pass reads: pipelines do. */
 static vm_status add_batch_norm(vm_model *m) {
     const size_t *patch = m->arch.patch_size, c = VM_PRODUCT(patch[0], patch[1], m->arch.latent_channels);
@@ -18,10 +11,11 @@ static vm_status add_batch_norm(vm_model *m) {
 }
 
 vm_status vm_model_new(const vm_arch *arch, unsigned parts, const vm_backend *backend, vm_model **out) {
+    const bool on_host = backend->device == &vm_host;
     *out = NULL;
     vm_status s = vm_arch_check(arch);
     if (s) return s;
-    vm_mem *host = vm_mem_new(NULL), *mem = !host ? NULL : backend ? vm_mem_new(backend) : vm_mem_retain(host);
+    vm_mem *host = vm_mem_new(NULL), *mem = !host ? NULL : on_host ? vm_mem_retain(host) : vm_mem_new(backend);
     void *block;
     if (!mem || vm_mem_alloc(host, VM_WEIGHTS, sizeof(vm_model), &block)) {
         vm_mem_release(mem);
@@ -31,7 +25,7 @@ vm_status vm_model_new(const vm_arch *arch, unsigned parts, const vm_backend *ba
     vm_model *m = block;
     m->host = host;
     m->mem = mem;
-    m->backend = backend ? backend : host_backend();
+    m->backend = backend;
     m->arch = *arch;
     m->parts = parts;
     for (vm_op op = 0; op < VM_OPS && !s; op++)

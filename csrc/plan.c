@@ -103,7 +103,7 @@ static int chain_of(const vm_plan *plan, int node) {
 
 size_t vm_plan_row_bytes(const vm_plan *plan, int node) {
     const vm_pass *p = &plan->step[node].pass;
-    return VM_PRODUCT(VM_BLOCKS(p->y.c) * VM_BLOCK, p->y.w, plan->ask.backend->element);
+    return VM_PRODUCT(VM_BLOCKS(p->y.c) * VM_BLOCK, p->y.w, vm_dtype_bytes(plan->ask.backend->dtype));
 }
 
 static bool last_node(const vm_plan *plan, int node) { return node + 1 == (int)plan->steps; }
@@ -167,15 +167,15 @@ static ptrdiff_t shift_of(const vm_plan *plan, const vm_chain *c, int piece, con
                     const size_t row = reads_from(plan, c->first, stage, i, from);
                     const vm_pass *p = &plan->step[from].pass;
                     if (row < p->y.h)
-                        read = VM_MIN(read,
-                                      row * plan->piece[piece].pitch * VM_BLOCK * p->y.w * plan->ask.backend->element);
+                        read = VM_MIN(read, row * plan->piece[piece].pitch * VM_BLOCK * p->y.w *
+                                                vm_dtype_bytes(plan->ask.backend->dtype));
                 }
             for (size_t o = 0; o < outputs; o++) {
                 const vm_stage *s = &stage[output[o] - c->first];
                 const vm_step *step = &plan->step[output[o]];
                 if (s->now)
                     written = VM_MAX(written, vm_stage_made(s, s->done + s->now) * plan->piece[step->y].pitch *
-                                                  VM_BLOCK * step->pass.y.w * plan->ask.backend->element);
+                                                  VM_BLOCK * step->pass.y.w * vm_dtype_bytes(plan->ask.backend->dtype));
             }
             if (written) shift = VM_MIN(shift, (ptrdiff_t)read - (ptrdiff_t)written);
         }
@@ -232,7 +232,7 @@ static void add_outputs(vm_plan *plan, int c) {
         plan->piece[beside].last = VM_MAX(plan->piece[beside].last, last);
         return;
     }
-    const size_t row = VM_PRODUCT(pitch, VM_BLOCK, s->pass.y.w, plan->ask.backend->element);
+    const size_t row = VM_PRODUCT(pitch, VM_BLOCK, s->pass.y.w, vm_dtype_bytes(plan->ask.backend->dtype));
     const int piece = add_piece(plan, VM_ACTIVATIONS, VM_PRODUCT(row, s->pass.y.h), c, last);
     plan->piece[piece].pitch = pitch;
     for (size_t o = 0; o < outputs; o++) plan->step[output[o]].y = piece;

@@ -41,19 +41,20 @@ static void *address(const walk *w, int piece) {
 
 /* The rows of what a node makes. They keep the width of their piece, which may be wider. */
 static vm_view view(const walk *w, int node) {
-    if (node == VM_NONE || w->plan->step[node].y == VM_NONE) return (vm_view){.ring = SIZE_MAX};
+    const vm_dtype dtype = w->backend->dtype;
+    if (node == VM_NONE || w->plan->step[node].y == VM_NONE) return (vm_view){.dtype = dtype, .ring = SIZE_MAX};
     const vm_step *s = &w->plan->step[node];
     const vm_piece *p = &w->plan->piece[s->y];
     const size_t block = s->pass.y.w * VM_BLOCK;
-    char *data = (char *)address(w, s->y) + s->y_block * block * w->backend->element;
-    return (vm_view){(float *)(void *)data, block, p->pitch * block, p->ring};
+    char *data = (char *)address(w, s->y) + s->y_block * block * vm_dtype_bytes(dtype);
+    return (vm_view){data, dtype, block, p->pitch * block, p->ring};
 }
 
 static const char *user_in(const walk *w, size_t item) { return (const char *)w->run->in + item * w->plan->in_bytes; }
 static char *user_out(const walk *w, size_t item) { return (char *)w->run->out + item * w->plan->out_bytes; }
 
-static const float *weights_of(const walk *w, int tensor) {
-    return tensor == VM_NONE ? NULL : (const float *)((const char *)w->m->weights + w->m->tensor[tensor].offset);
+static const void *weights_of(const walk *w, int tensor) {
+    return tensor == VM_NONE ? NULL : (const char *)w->m->weights + w->m->tensor[tensor].offset;
 }
 
 static vm_operands operands(const walk *w, int node, const vm_chain *chain, size_t item) {
@@ -83,6 +84,7 @@ static vm_operands operands(const walk *w, int node, const vm_chain *chain, size
         .scratch = address(w, chain->scratch),
         .scratch_each = plan->piece[chain->scratch].bytes / plan->ask.limits.threads,
         .workspace = address(w, s->workspace),
+        .overflow = &w->run->overflow,
     };
 }
 
@@ -350,6 +352,7 @@ vm_status vm_plan_run(vm_model *m, vm_plan *plan, vm_run *run) {
     vm_status s = vm_weights_check(m);
     if (!s && run->check && !b->device->addressable) s = vm_fail(VM_EINVAL, "check: want a CPU, got %s", b->name);
     if (s) return s;
+    run->overflow = false;
     vm_mem_reset_peak(m->mem);
     vm_mem_use(m->host, VM_SCRATCH, plan->plan_bytes);
     if (!(s = open_output(m, plan, run))) s = run_with_output(m, plan, run);

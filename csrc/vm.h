@@ -104,7 +104,7 @@ typedef struct vm_tensor {
     size_t dims, shape[4]; /* as in the file: (c), (out, in) or (out, in, k, k) */
     vm_weight weight;
     size_t offset, bytes; /* in the packed copy */
-    bool set;
+    bool set, rounded;    /* rounded: the packed numbers are not quite those that were set */
 } vm_tensor;
 
 /* A pass before its size is known: levels say how often the image side is halved. It makes one tensor, known by the
@@ -149,7 +149,8 @@ typedef struct vm_model {
     size_t arena_bytes;
 } vm_model;
 
-/* backend: on whose device, borrowed until the model and its outputs are gone; NULL: the host. */
+/* backend: on whose device and in whose numbers, borrowed until the model and its outputs are gone. On the host any one of
+ * vm_backends(dtype, precision) stands for all. */
 vm_status vm_model_new(const vm_arch *arch, unsigned parts, const vm_backend *backend, vm_model **out);
 void vm_model_free(vm_model *model);
 /* Gives the arena back to the system. */

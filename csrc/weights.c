@@ -40,7 +40,8 @@ static vm_status about(const vm_model *m, const vm_tensor *t, vm_status s) {
 
 vm_status vm_weights_set(vm_model *m, size_t tensor, vm_dtype dtype, const void *data) {
     vm_tensor *t = &m->tensor[tensor];
-    vm_status s = m->backend->device->set_weight(m->backend, &t->weight, (char *)m->weights + t->offset, dtype, data);
+    vm_status s = m->backend->device->set_weight(m->backend, &t->weight, (char *)m->weights + t->offset, dtype, data,
+                                                 &t->rounded);
     t->set |= !s;
     return about(m, t, s);
 }

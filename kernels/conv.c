@@ -2,148 +2,146 @@
  * own scratch (normalised, activated and padded on the way, so no such copy is ever stored whole),
  * multiply, store, and measure what was stored for the next GroupNorm while it is in cache.
  *
- *   prepared: job | scale, shift, sums | x offsets
- *   scratch:  thread 0: x tile, y pixels | thread 1 ...
- *   x tile:   [c/16][rows + halo][columns + halo][16]
+ *   prepared: job | scale, shift, sums | x offsets | filters, where the model keeps them otherwise than they are multiplied
+ *   scratch:  thread 0: x tile, y tile | thread 1 ...
+ *   x tile:   [plane][rows + halo][columns + halo][16]    a plane is 16 channels, or 32 as pairs of bfloat16
  *
  * A long sum is made of short ones, over one or a few blocks of input channels at a time: that keeps
  * a run's weights in L1 while the tile passes by, and rounds as a sum of sums does, not as one of
- * thousands of terms. The partial results wait in y itself.
+ * thousands of terms. The partial results wait in y itself, or in the y tile where y is kept in fewer bits.
+ *
+ * After nearest 2x, where that is not Winograd's affair, 2x2 output pixels are a cell, and each of the four is a 2x2 convolution
+ * of its own (a phase), whose taps are sums of those that fall on the same pixel.
  *
  * Tiles follow from the shape alone, never from the number of threads, and every element is summed
  * in one fixed order: the result is bitwise the same for any number of threads. */
-#include <math.h>
 #include <string.h>
 
 #include "cpu.h"
 
 enum {
-    STEPS = 128,     /* products summed in one go, at least: their weights for two blocks (16 KiB) stay in L1 */
     TILE_WIDTH = 64, /* pixels; the x tile should stay in a core's L2 beside the weights of two blocks */
     TILE_ROWS = 2,   /* flat tiles keep rings of streamed rows short */
     TILE_BYTES = 768 * 1024,
-    TILES_WANTED = 32 /* enough to share among threads when the image is small */
+    TILES_WANTED = 32, /* enough to share among threads when the image is small */
+    SLACK = 32         /* pixels behind the x tile, which products of 16 pixels at a time may read and not use */
 };
 
-static vm_grid make_grid(const vm_pass *p) {
-    vm_grid g = vm_grid_of(p, 1);
+static vm_grid make_grid(const vm_cpu *cpu, const vm_pass *p) {
+    vm_grid g = vm_grid_of(p, p->up ? 2 : 1);
     const size_t columns = (g.width + TILE_WIDTH - 1) / TILE_WIDTH, tile_w = (g.width + columns - 1) / columns;
-    const size_t row_bytes = (tile_w * g.step + g.overlap) * VM_BLOCKS(p->x.c) * VM_BLOCK * sizeof(float);
+    const size_t row_bytes = (tile_w * g.step + g.overlap) * vm_planes(cpu, p->x.c) * VM_BLOCK * sizeof(float);
     const size_t fit = TILE_BYTES / row_bytes, share = g.height * columns / TILES_WANTED;
     const size_t cached = fit > g.overlap ? (fit - g.overlap) / g.step : 1;
     vm_grid_cut(&g, VM_MIN(VM_MIN(cached, share), TILE_ROWS), tile_w);
     return g;
 }
 
+/* Numbers are floats or pairs of bfloat16, four bytes each. */
 typedef struct layout {
-    size_t work, offsets, prepared; /* bytes from the pass's prepared memory, where the job lies first */
-    size_t y_pixels, scratch;       /* bytes from the thread's own, where the x tile begins */
-    size_t taps, depth, batches;
-    size_t run;     /* batches that are multiplied at once */
-    size_t w_block; /* floats between blocks of output channels */
+    size_t work, offsets, filters, prepared; /* bytes from the pass's prepared memory, where the job lies first */
+    size_t y, scratch;                       /* bytes from the thread's own, where the x tile begins */
+    size_t phases, taps, depth, batches;     /* filters side by side, taps and numbers of a batch */
+    size_t unit, run; /* batches that belong together: the products that make one; and that are multiplied at once */
+    size_t w_block;   /* numbers between blocks of output channels */
 } layout;
 
 typedef struct job {
     vm_work work;
     vm_grid g;
     layout l;
+    const float *filters; /* numbers [phase][out/16][batch][depth][16 out] */
     ptrdiff_t *offsets;
 } job;
 
-static layout make_layout(const vm_pass *p, const vm_grid *g, size_t at_once) {
+/* Whether the model keeps weights as they are multiplied. */
+static bool as_packed(const vm_cpu *cpu, const vm_pass *p) {
+    return !p->up && (cpu->pairs ? cpu->pairs == 1 && cpu->dtype == VM_BF16 : cpu->dtype == VM_F32);
+}
+
+static layout make_layout(const vm_cpu *cpu, const vm_pass *p, const vm_grid *g, size_t at_once) {
     const vm_cut cut = vm_grid_rows(g);
-    layout l = {0};
-    const size_t xb = VM_BLOCKS(p->x.c), block = VM_BLOCK * sizeof(float);
-    l.taps = (size_t)(p->ksize * p->ksize);
-    l.depth = VM_MIN(p->x.c, VM_BLOCK);
-    l.batches = xb * l.taps;
-    l.run = VM_MAX(STEPS / (l.taps * l.depth), 1) * l.taps;
+    const size_t number = sizeof(float), block = VM_BLOCK * number, steps = cpu->pairs ? (p->x.c + 1) / 2 : p->x.c;
+    layout l = {.phases = p->up ? 4 : 1,
+                .taps = p->up ? 4 : (size_t)(p->ksize * p->ksize),
+                .depth = VM_MIN(steps, VM_BLOCK),
+                .unit = VM_MAX(cpu->pairs, 1)};
+    const size_t groups = VM_BLOCKS(steps) * l.taps, each = l.taps * l.depth * l.unit;
+    l.batches = groups * l.unit;
+    l.run = VM_MIN(VM_MAX(cpu->products->steps / each, 1) * l.taps, groups) * l.unit;
     l.w_block = l.batches * l.depth * VM_BLOCK;
     vm_put_bytes(&l.prepared, sizeof(job), VM_ALIGN);
     l.work = vm_put_bytes(&l.prepared, vm_work_bytes(p, &cut, at_once), VM_ALIGN);
     l.offsets = vm_put_bytes(&l.prepared, l.batches * sizeof(ptrdiff_t), VM_ALIGN);
-    vm_put_bytes(&l.scratch, VM_PRODUCT(xb, g->input_h, g->input_w, block), VM_ALIGN);
-    l.y_pixels =
-        vm_put_bytes(&l.scratch, p->y_format == VM_ROWS ? 0 : VM_PRODUCT(2, g->tile_h, g->tile_w, block), VM_ALIGN);
+    l.filters = vm_put_bytes(
+        &l.prepared, as_packed(cpu, p) ? 0 : VM_PRODUCT(l.phases, VM_BLOCKS(p->y.c), l.w_block, number), VM_ALIGN);
+    vm_put_bytes(&l.scratch, VM_PRODUCT(vm_planes(cpu, p->x.c), g->input_h, g->input_w, block), VM_ALIGN);
+    vm_put_bytes(&l.scratch, SLACK * block, VM_ALIGN);
+    l.y = vm_put_bytes(
+        &l.scratch, vm_in_place(cpu, p) ? 0 : VM_PRODUCT(2, g->tile_h, g->cell, g->tile_w, g->cell, block), VM_ALIGN);
     return l;
 }
 
-static vm_cut direct_cut(const vm_pass *pass) {
-    const vm_grid g = make_grid(pass);
+static vm_cut direct_cut(const vm_cpu *cpu, const vm_pass *pass) {
+    const vm_grid g = make_grid(cpu, pass);
     return vm_grid_rows(&g);
 }
 
-static size_t direct_prepared(const vm_pass *pass, size_t at_once) {
-    const vm_grid g = make_grid(pass);
-    return make_layout(pass, &g, at_once).prepared;
+static size_t direct_prepared(const vm_cpu *cpu, const vm_pass *pass, size_t at_once) {
+    const vm_grid g = make_grid(cpu, pass);
+    return make_layout(cpu, pass, &g, at_once).prepared;
 }
 
-static size_t direct_scratch(const vm_pass *pass) {
-    const vm_grid g = make_grid(pass);
-    return make_layout(pass, &g, 0).scratch;
+static size_t direct_scratch(const vm_cpu *cpu, const vm_pass *pass) {
+    const vm_grid g = make_grid(cpu, pass);
+    return make_layout(cpu, pass, &g, 0).scratch;
 }
 
 /* The part of the grid that one task computes. */
 typedef struct tile {
     vm_tile at;
-    float *x, *y_pixels; /* the thread's own */
+    vm_box out;
+    float *x, *y; /* the thread's own; y: [2 blocks][rows][columns][16], where results do not go in place */
 } tile;
-
-/* ---- store to the user's pixels ---- */
-
-static uint8_t to_byte(float v) {
-    v = (v + 1) * 127.5f;
-    if (!(v > 0)) return 0; /* NaN too */
-    return v >= 255 ? 255 : (uint8_t)lrintf(v);
-}
-
-static void store_pixels(const job *j, const float *src, size_t block, size_t y, size_t x, size_t n) {
-    const vm_shape *s = &j->work.pass->y;
-    for (size_t c = block * VM_BLOCK; c < VM_MIN((block + 1) * VM_BLOCK, s->c); c++)
-        for (size_t i = 0; i < n; i++) {
-            float v = src[i * VM_BLOCK + c % VM_BLOCK];
-            if (c >= j->work.pass->clamp_from) v = v < -30 ? -30 : v > 20 ? 20 : v;
-            if (j->work.pass->y_format == VM_U8_NHWC)
-                ((uint8_t *)j->work.at.y_pixels)[(y * s->w + x + i) * s->c + c] = to_byte(v);
-            else
-                ((float *)j->work.at.y_pixels)[(c * s->h + y) * s->w + x + i] = v;
-        }
-}
 
 /* ---- multiply ---- */
 
-/* What a tile's pixels are written to: y itself, or scratch before the user's own format. */
-static vm_view destination(const job *j, const tile *t, size_t block, size_t y, size_t x) {
-    if (j->work.pass->y_format != VM_ROWS) {
-        const size_t row = t->at.w * VM_BLOCK;
-        return (vm_view){t->y_pixels + (y - t->at.y0) * row + (x - t->at.x0) * VM_BLOCK, t->at.h * row, row, SIZE_MAX};
+/* Where results of pixel (y, x) of a tile go: in place, or to the thread's own. */
+static float *destination(const job *j, const tile *t, size_t block, size_t y, size_t x, size_t *y_block) {
+    if (vm_in_place(j->work.cpu, j->work.pass)) {
+        *y_block = j->work.at.y.block;
+        return vm_pixel(&j->work.at.y, (size_t)t->out.top + y, block, (size_t)t->out.left + x);
     }
-    const vm_view *v = &j->work.at.y;
-    return (vm_view){vm_row(v, y) + block * v->block + x * VM_BLOCK, v->block, v->row, SIZE_MAX};
+    *y_block = t->out.rows * t->out.width * VM_BLOCK;
+    return t->y + (y * t->out.width + x) * VM_BLOCK;
 }
 
-/* One row of a tile, for one or two blocks of output channels and one run of batches. */
-static void multiply_row(const job *j, const tile *t, size_t block, size_t blocks, size_t row, size_t first) {
+/* One row of a tile's cells, for one or two blocks of output channels, one of the cells' pixels and one run of batches. */
+static void multiply_row(const job *j, const tile *t, size_t block, size_t blocks, size_t row, size_t phase,
+                         size_t first) {
     const vm_pass *p = j->work.pass;
-    const size_t s = (size_t)p->stride, y = t->at.y0 + row;
-    const size_t groups = (t->at.w + j->work.ops->max_pixels - 1) / j->work.ops->max_pixels;
+    const layout *l = &j->l;
+    const vm_products *products = j->work.cpu->products;
+    const size_t s = j->g.step, cell = j->g.cell, down = phase / 2, right = phase % 2;
+    const size_t groups = (t->at.w + products->max_pixels - 1) / products->max_pixels;
     for (size_t i = 0; i < groups; i++) {
-        const size_t from = t->at.w * i / groups, x = t->at.x0 + from;
-        const vm_view to = destination(j, t, block, y, x);
+        const size_t from = t->at.w * i / groups, y = row * cell + down, x = from * cell + right;
+        size_t y_block;
+        float *to = destination(j, t, block, y, x, &y_block);
         vm_gemm g = {
             .pixels = t->at.w * (i + 1) / groups - from,
             .blocks = blocks,
-            .batches = VM_MIN(j->l.run, j->l.batches - first),
-            .depth = j->l.depth,
-            .x = t->x + (row * s * j->g.input_w + from * s) * VM_BLOCK,
+            .batches = VM_MIN(l->run, l->batches - first),
+            .depth = l->depth,
+            .x = t->x + ((row * s + down) * j->g.input_w + from * s + right) * VM_BLOCK,
             .x_offset = j->offsets + first,
-            .x_pixel = (ptrdiff_t)s * VM_BLOCK,
+            .x_pixel = (ptrdiff_t)(s * VM_BLOCK),
             .x_step = 1,
-            .w = j->work.at.weight + block * j->l.w_block + first * j->l.depth * VM_BLOCK,
-            .w_block = (ptrdiff_t)j->l.w_block,
-            .y = to.data,
-            .y_pixel = VM_BLOCK,
-            .y_block = (ptrdiff_t)to.block,
+            .w = j->filters + (phase * VM_BLOCKS(p->y.c) + block) * l->w_block + first * l->depth * VM_BLOCK,
+            .w_block = (ptrdiff_t)l->w_block,
+            .y = to,
+            .y_pixel = (ptrdiff_t)(cell * VM_BLOCK),
+            .y_block = (ptrdiff_t)y_block,
         };
         if (first) { /* add to the partial sum of the runs before */
             g.add = g.y;
@@ -151,65 +149,121 @@ static void multiply_row(const job *j, const tile *t, size_t block, size_t block
             g.add_block = g.y_block;
         } else {
             g.bias = j->work.at.bias + block * VM_BLOCK;
-            if (p->add) {
-                const vm_view *a = &j->work.at.add;
-                g.add = vm_row(a, y) + block * a->block + x * VM_BLOCK;
+            if (p->add && vm_in_place(j->work.cpu, p)) {
+                g.add = vm_pixel(&j->work.at.add, (size_t)t->out.top + y, block, (size_t)t->out.left + x);
                 g.add_pixel = g.y_pixel;
-                g.add_block = (ptrdiff_t)a->block;
+                g.add_block = (ptrdiff_t)j->work.at.add.block;
             }
         }
-        j->work.ops->gemm(&g);
+        products->gemm(&g);
     }
 }
 
 /* Two blocks of output channels at most. */
 static void multiply(const job *j, const tile *t, size_t block, size_t blocks) {
-    for (size_t first = 0; first < j->l.batches; first += j->l.run)
-        for (size_t row = 0; row < t->at.h; row++) multiply_row(j, t, block, blocks, row, first);
-    if (j->work.pass->y_format == VM_ROWS) return;
+    const vm_box *out = &t->out;
+    for (size_t phase = 0; phase < j->l.phases; phase++)
+        for (size_t first = 0; first < j->l.batches; first += j->l.run)
+            for (size_t row = 0; row < t->at.h; row++) multiply_row(j, t, block, blocks, row, phase, first);
+    if (vm_in_place(j->work.cpu, j->work.pass)) return;
     for (size_t o = 0; o < blocks; o++)
-        for (size_t row = 0; row < t->at.h; row++)
-            store_pixels(j, t->y_pixels + (o * t->at.h + row) * t->at.w * VM_BLOCK, block + o, t->at.y0 + row, t->at.x0,
-                         t->at.w);
+        for (size_t row = 0; row < out->rows; row++)
+            vm_store_row(&j->work, t->y + (o * out->rows + row) * out->width * VM_BLOCK, block + o,
+                         (size_t)out->top + row, (size_t)out->left, out->width);
 }
 
 static void conv_tile(const void *context, size_t task, unsigned thread) {
     const job *j = context;
     const vm_pass *p = j->work.pass;
     char *own = (char *)j->work.at.scratch + thread * j->work.at.scratch_each;
-    const tile t = {.at = vm_grid_tile(&j->g, task), .x = (float *)own, .y_pixels = (float *)(own + j->l.y_pixels)};
-    const vm_box input = vm_tile_input(&j->g, &t.at), output = vm_tile_output(&j->g, &t.at);
+    tile t = {.at = vm_grid_tile(&j->g, task), .x = (float *)own, .y = (float *)(own + j->l.y)};
+    const vm_box input = vm_tile_input(&j->g, &t.at);
+    t.out = vm_tile_output(&j->g, &t.at);
     vm_load_box(&j->work, &input, t.x, j->g.input_h * j->g.input_w * VM_BLOCK, j->g.input_w * VM_BLOCK);
     for (size_t b = 0, yb = VM_BLOCKS(p->y.c); b < yb; b += 2) {
         const size_t blocks = VM_MIN(yb - b, 2);
         multiply(j, &t, b, blocks);
-        for (size_t o = 0; p->stats && o < blocks; o++) vm_measure_box(&j->work, &output, task, b + o);
+        for (size_t o = 0; p->stats && o < blocks; o++) vm_measure_box(&j->work, &t.out, task, b + o);
     }
 }
 
 /* ---- prepare ---- */
 
+/* A batch is a tap of a block of channels; where numbers are split there are three, for the products of high with high, high
+ * with low and low with high. */
 static void make_offsets(const job *j) {
-    const size_t k = (size_t)j->work.pass->ksize;
-    ptrdiff_t *out = j->offsets;
-    for (size_t b = 0; b < VM_BLOCKS(j->work.pass->x.c); b++)
-        for (size_t tap = 0; tap < j->l.taps; tap++)
-            *out++ = (ptrdiff_t)(((b * j->g.input_h + tap / k) * j->g.input_w + tap % k) * VM_BLOCK);
+    const size_t k = j->work.pass->up ? 2 : (size_t)j->work.pass->ksize, unit = j->l.unit;
+    const size_t plane = j->g.input_h * j->g.input_w, planes = vm_planes(j->work.cpu, j->work.pass->x.c);
+    for (size_t i = 0; i < j->l.batches; i++) {
+        const size_t tap = i / unit % j->l.taps, block = i / unit / j->l.taps + (i % unit == 2 ? planes / 2 : 0);
+        j->offsets[i] = (ptrdiff_t)((block * plane + tap / k * j->g.input_w + tap % k) * VM_BLOCK);
+    }
 }
 
-static vm_status direct_prepare(const vm_cpu_ops *ops, const vm_pass *pass, const vm_operands *at, const vm_exec *exec,
+/* Of 16 output channels the weights of input channel i at one tap of one phase. */
+static void filter_row(float row[VM_BLOCK], const job *j, const vm_filter *f, size_t phase, size_t block, size_t i,
+                       size_t tap) {
+    if (!j->work.pass->up) {
+        vm_filter_row(row, f, block, i, tap);
+        return;
+    }
+    /* of three taps in a row, 0 | 1 2 fall on the two pixels of the nearer output, 0 1 | 2 on those of the farther */
+    const size_t down = phase / 2, right = phase % 2, y = tap / 2, x = tap % 2;
+    const size_t y0 = y ? down + 1 : 0, y1 = y ? 2 : down, x0 = x ? right + 1 : 0, x1 = x ? 2 : right;
+    memset(row, 0, VM_BLOCK * sizeof *row);
+    for (size_t a = y0; a <= y1; a++)
+        for (size_t b = x0; b <= x1; b++) {
+            float one[VM_BLOCK];
+            vm_filter_row(one, f, block, i, a * 3 + b);
+            for (size_t o = 0; o < VM_BLOCK; o++) row[o] += one[o];
+        }
+}
+
+/* Filters as they are multiplied, of one block of output channels. */
+static void make_filters(const void *context, size_t task, unsigned thread) {
+    (void)thread;
+    const job *j = context;
+    const vm_pass *p = j->work.pass;
+    const layout *l = &j->l;
+    const size_t yb = VM_BLOCKS(p->y.c), line = l->depth * VM_BLOCK, pair = l->unit > 2 ? line : 0;
+    const vm_filter f = {j->work.at.weight, j->work.cpu->dtype, p->x.c, (size_t)(p->ksize * p->ksize)};
+    float *to = (float *)j->filters + task * l->w_block;
+    const size_t phase = task / yb, block = task % yb;
+    for (size_t i = 0; i < l->batches / l->unit; i++, to += l->unit * line)
+        for (size_t k = 0; k < l->depth; k++) {
+            const size_t tap = i % l->taps, step = i / l->taps * VM_BLOCK + k;
+            float *at = to + k * VM_BLOCK, row[VM_BLOCK];
+            if (!j->work.cpu->pairs) {
+                filter_row(at, j, &f, phase, block, step, tap);
+                continue;
+            }
+            for (size_t half = 0; half < 2; half++) {
+                uint16_t *high = (uint16_t *)(void *)at + half, *low = (uint16_t *)(void *)(at + pair) + half;
+                filter_row(row, j, &f, phase, block, 2 * step + half, tap);
+                for (size_t o = 0; o < VM_BLOCK; o++) {
+                    const uint16_t near = vm_to_bfloat16(row[o]);
+                    high[2 * o] = near;
+                    if (pair) low[2 * o] = vm_to_bfloat16(row[o] - vm_element(VM_BF16, &near, 0));
+                }
+            }
+            if (pair) memcpy(at + 2 * pair, at, VM_BLOCK * sizeof *at);
+        }
+}
+
+static vm_status direct_prepare(const vm_cpu *cpu, const vm_pass *pass, const vm_operands *at, const vm_exec *exec,
                                 vm_tasks *out) {
-    (void)exec;
     char *prepared = at->prepared;
     job *j = at->prepared;
-    *j = (job){.g = make_grid(pass)};
+    *j = (job){.g = make_grid(cpu, pass)};
     const vm_cut cut = vm_grid_rows(&j->g);
-    j->l = make_layout(pass, &j->g, at->at_once);
-    j->work = vm_work_begin(ops, pass, at, &cut, prepared + j->l.work);
+    j->l = make_layout(cpu, pass, &j->g, at->at_once);
+    j->work = vm_work_begin(cpu, pass, at, &cut, prepared + j->l.work);
     j->offsets = (ptrdiff_t *)(prepared + j->l.offsets);
     make_offsets(j);
     *out = (vm_tasks){conv_tile, j, pass->stats ? vm_merge_rows : NULL};
-    return VM_OK;
+    j->filters = as_packed(cpu, pass) ? at->weight : (float *)(prepared + j->l.filters);
+    if (as_packed(cpu, pass)) return VM_OK;
+    return exec->each(exec->pool, j->l.phases * VM_BLOCKS(pass->y.c), 0, make_filters, j);
 }
 
 const vm_method vm_direct = {direct_cut, direct_prepared, direct_scratch, direct_prepare};

@@ -47,21 +47,15 @@ static bool avx512_usable(void) {
 }
 #endif
 
-const vm_cpu_ops *vm_cpu_ops_named(const char *name) {
-#ifdef VM_HAVE_X86
-    if (!strcmp(name, "avx512")) return &vm_cpu_avx512;
-    if (!strcmp(name, "avx2")) return &vm_cpu_avx2;
-#endif
-    return strcmp(name, "ref") ? NULL : &vm_cpu_ref;
-}
-
 static bool always(void) { return true; }
 
-/* How a pass is computed, chosen from its shape alone. Winograd's way wants a 3x3 convolution between rows, of enough
- * pixels that transforming its weights pays. After nearest 2x, which stands between rows, it is the only one. */
-static const vm_method *method_of(const vm_pass *p) {
+/* How a pass is computed, chosen from its shape and what is multiplied. Winograd's way is for floats alone, whose sums and
+ * differences bfloat16 would round; it wants a 3x3 convolution between rows, of enough pixels that transforming its
+ * weights pays. Of floats after nearest 2x, which stands between rows, it is the only one. */
+static const vm_method *method_of(const vm_cpu *cpu, const vm_pass *p) {
     enum { WORTH = 1024 /* pixels: with fewer, transforming the weights costs more than it saves */ };
     if (p->kind == VM_PASS_ATTENTION) return &vm_attention;
+    if (cpu->pairs) return &vm_direct;
     if (p->up) return &vm_winograd;
     const bool three = p->ksize == 3 && p->stride == 1;
     const bool rows = p->x_format == VM_ROWS && p->y_format == VM_ROWS;
@@ -69,10 +63,7 @@ static const vm_method *method_of(const vm_pass *p) {
     return three && rows && wide && p->y.h * p->y.w >= WORTH ? &vm_winograd : &vm_direct;
 }
 
-static vm_cut cut(const vm_backend *b, const vm_pass *p) {
-    (void)b;
-    return method_of(p)->cut(p);
-}
+static vm_cut cut(const vm_backend *b, const vm_pass *p) { return method_of(b->self, p)->cut(b->self, p); }
 
 static size_t parts(const vm_backend *b, const vm_pass *p, const vm_limits *limits) {
     (void)b, (void)p, (void)limits;
@@ -80,13 +71,11 @@ static size_t parts(const vm_backend *b, const vm_pass *p, const vm_limits *limi
 }
 
 static size_t prepared(const vm_backend *b, const vm_pass *p, size_t at_once) {
-    (void)b;
-    return method_of(p)->prepared(p, at_once);
+    return method_of(b->self, p)->prepared(b->self, p, at_once);
 }
 
 static size_t scratch(const vm_backend *b, const vm_pass *p, const vm_limits *limits) {
-    (void)b;
-    return VM_PRODUCT(limits->threads, method_of(p)->scratch(p));
+    return VM_PRODUCT(limits->threads, method_of(b->self, p)->scratch(b->self, p));
 }
 
 static vm_status workspace(const vm_backend *b, const vm_pass *p, const vm_limits *limits, size_t *bytes) {
@@ -97,7 +86,7 @@ static vm_status workspace(const vm_backend *b, const vm_pass *p, const vm_limit
 
 static vm_status prepare(const vm_backend *b, const vm_pass *p, const vm_operands *at, const vm_exec *exec,
                          vm_tasks *out) {
-    return method_of(p)->prepare(b->self, p, at, exec, out);
+    return method_of(b->self, p)->prepare(b->self, p, at, exec, out);
 }
 
 static vm_status run(const vm_backend *b, const vm_pass *p, const vm_operands *at, const vm_exec *exec) {
@@ -109,31 +98,64 @@ static vm_status run(const vm_backend *b, const vm_pass *p, const vm_operands *a
     return s;
 }
 
-#define VM_CPU_BACKEND(NAME, USABLE)                        \
-    static const vm_backend NAME = {.name = #NAME,          \
-                                    .usable = USABLE,       \
-                                    .element = 4,           \
-                                    .cut = cut,             \
-                                    .prepared = prepared,   \
-                                    .scratch = scratch,     \
-                                    .workspace = workspace, \
-                                    .parts = parts,         \
-                                    .run = run,             \
-                                    .prepare = prepare,     \
-                                    .device = &vm_host,     \
-                                    .self = (void *)&vm_cpu_##NAME};
+/* ---- the list ----
+ *
+ * For each kind of numbers every instruction set that can compute them. One that has no fast products of pairs widens
+ * halves to floats and multiplies these, and computes float32 at any precision as the highest, as PyTorch does. Plain C
+ * has them, as the documentation of those that are fast. */
 
-VM_CPU_BACKEND(ref, always)
+#define VM_BACKEND(SET, USABLE, OPS, PRODUCTS, DTYPE, PRECISION, PAIRS)                                          \
+    {                                                                                                            \
+        .name = SET, .usable = USABLE, .dtype = DTYPE, .precision = PRECISION, .cut = cut, .prepared = prepared, \
+        .scratch = scratch, .workspace = workspace, .parts = parts, .run = run, .prepare = prepare,              \
+        .device = &vm_host, .self = &(vm_cpu) {                                                                  \
+            &OPS, PRODUCTS, DTYPE, PAIRS                                                                         \
+        }                                                                                                        \
+    }
+
+/* Kinds of numbers, in the order of the tables below. */
+enum { HIGHEST, HIGH, MEDIUM, HALF, BRAIN, KINDS };
+
+static size_t kind_of(vm_dtype dtype, vm_precision precision) {
+    return dtype == VM_F16          ? HALF
+           : dtype == VM_BF16       ? BRAIN
+           : precision == VM_HIGH   ? HIGH
+           : precision == VM_MEDIUM ? MEDIUM
+                                    : HIGHEST;
+}
+
+/* Floats, whatever the numbers. */
+#define VM_FLOATS(SET, USABLE, OPS)                                    \
+    {VM_BACKEND(SET, USABLE, OPS, &OPS.floats, VM_F32, VM_HIGHEST, 0), \
+     VM_BACKEND(SET, USABLE, OPS, &OPS.floats, VM_F32, VM_HIGH, 0),    \
+     VM_BACKEND(SET, USABLE, OPS, &OPS.floats, VM_F32, VM_MEDIUM, 0),  \
+     VM_BACKEND(SET, USABLE, OPS, &OPS.floats, VM_F16, VM_HIGHEST, 0), \
+     VM_BACKEND(SET, USABLE, OPS, &OPS.floats, VM_BF16, VM_HIGHEST, 0)}
+
+/* Pairs, where these will do. */
+#define VM_PAIRS(SET, USABLE, OPS, PAIRS)                              \
+    {VM_BACKEND(SET, USABLE, OPS, &OPS.floats, VM_F32, VM_HIGHEST, 0), \
+     VM_BACKEND(SET, USABLE, OPS, &PAIRS, VM_F32, VM_HIGH, 3),         \
+     VM_BACKEND(SET, USABLE, OPS, &PAIRS, VM_F32, VM_MEDIUM, 1),       \
+     VM_BACKEND(SET, USABLE, OPS, &PAIRS, VM_F16, VM_HIGHEST, 3),      \
+     VM_BACKEND(SET, USABLE, OPS, &PAIRS, VM_BF16, VM_HIGHEST, 1)}
+
+static const vm_backend ref[KINDS] = VM_PAIRS("ref", always, vm_cpu_ref, vm_pairs_ref);
 #ifdef VM_HAVE_X86
-VM_CPU_BACKEND(avx2, avx2_usable)
-VM_CPU_BACKEND(avx512, avx512_usable)
+static const vm_backend avx2[KINDS] = VM_FLOATS("avx2", avx2_usable, vm_cpu_avx2);
+static const vm_backend avx512[KINDS] = VM_FLOATS("avx512", avx512_usable, vm_cpu_avx512);
 #endif
 
-const vm_backend *const *vm_backends(void) {
-    static const vm_backend *const all[] = {
+const vm_backend *const *vm_backends(vm_dtype dtype, vm_precision precision) {
 #ifdef VM_HAVE_X86
-        &avx512, &avx2,
+#define VM_ALL(KIND) {&avx512[KIND], &avx2[KIND], &ref[KIND], NULL}
+#else
+#define VM_ALL(KIND)     \
+    {                    \
+        &ref[KIND], NULL \
+    }
 #endif
-        &ref, NULL};
-    return all;
+    static const vm_backend *const all[KINDS][8] = {VM_ALL(HIGHEST), VM_ALL(HIGH), VM_ALL(MEDIUM), VM_ALL(HALF),
+                                                    VM_ALL(BRAIN)};
+    return all[kind_of(dtype, precision)];
 }

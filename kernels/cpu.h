@@ -1,6 +1,10 @@
 /* What one instruction set brings: the few operations that touch every number. The tile walks in
- * conv.c and attention.c are written once on top of them. All pointers are to floats, unaligned
- * unless said; nothing here allocates, and NaN and Inf pass through every one of them. */
+ * conv.c and attention.c are written once on top of them. Pointers are unaligned unless said;
+ * nothing here allocates, and NaN and Inf pass through every one of these operations.
+ *
+ * Numbers. Tensors between passes are float32, float16 or bfloat16, which the two ends of a tile convert (tile.c). What is
+ * multiplied are floats, or pairs of bfloat16: two neighbouring channels in the place of one float, the first in the
+ * lower half, so that either product walks through memory alike and the second does twice the work in a step. */
 #ifndef VM_CPU_H
 #define VM_CPU_H
 
@@ -10,7 +14,8 @@
  *      + sum over b < batches, k < depth of
  *            x[x_offset[b] + p*x_pixel + k*x_step] * w[o*w_block + (b*depth + k)*16 + l]
  * for p < pixels <= max_pixels, o < blocks in {1, 2}, l < 16. bias and add may be NULL; add may
- * be y. The sum runs in the order of b, then k, for every element, whatever the tile. */
+ * be y. The sum runs in the order of b, then k, for every element, whatever the tile. Where pairs are multiplied, x and w
+ * point to these, and a product is that of the upper halves and that of the lower ones. */
 typedef struct vm_gemm {
     size_t pixels, blocks, batches, depth;
     const float *x;
@@ -38,13 +43,37 @@ typedef struct vm_transforms {
                 const float *add, size_t add_row);
 } vm_transforms;
 
-typedef struct vm_cpu_ops {
+enum { VM_STEPS = 128 /* of a sum in one go: their weights for two blocks (16 KiB) stay in L1 */ };
+
+/* One way to multiply. */
+typedef struct vm_products {
     size_t max_pixels; /* of one gemm call */
+    size_t steps;      /* of a sum, best made in one call: VM_STEPS, or more than any has */
     void (*gemm)(const vm_gemm *g);
-    /* y[p][l] = f(x[p][l] * scale[l] + shift[l]), f SiLU or nothing; scale NULL copies. */
-    void (*load)(float *y, const float *x, size_t pixels, const float *scale, const float *shift, bool silu);
-    /* mean[l] and m2[l] = sum of (x - mean)^2 over rows x pixels of one block; x_row floats apart. */
-    void (*stats)(float *mean, float *m2, const float *x, size_t rows, size_t x_row, size_t pixels);
+    /* `rounds` rounds of independent multiply-adds on registers alone: the floor that benchmarks
+     * measure against. Returns the floating-point operations done; *sink keeps them from being dropped. */
+    double (*burn)(size_t rounds, float *sink);
+} vm_products;
+
+/* Pixels of one block: f(x[p][l] * scale[l] + shift[l]), f SiLU or nothing; scale and shift NULL: x itself. */
+typedef struct vm_source {
+    const void *x;
+    vm_dtype dtype;
+    size_t pixels;
+    const float *scale, *shift;
+    bool silu;
+} vm_source;
+
+typedef struct vm_cpu_ops {
+    vm_products floats;
+    /* [pixel][16]; may be x where that is float32. */
+    void (*load)(float *y, const vm_source *from);
+    /* The same as bfloat16, [pixel][32] of which these are 16; rest: what was rounded off, likewise, or NULL. */
+    void (*load_pairs)(uint16_t *y, uint16_t *rest, const vm_source *from);
+    /* y = x * factor + add, in the type given; add may be y, or NULL. Whether all of y is finite. */
+    bool (*store)(void *y, vm_dtype dtype, const float *x, size_t pixels, float factor, const void *add);
+    /* mean[l] and m2[l] = sum of (x - mean)^2 over rows x pixels of one block; x_row numbers apart. */
+    void (*stats)(float *mean, float *m2, const void *x, vm_dtype dtype, size_t rows, size_t x_row, size_t pixels);
     /* Online softmax over `keys` rows of 16 queries: s[k][l] becomes exp(s*scale - top) where
      * top[l] = max(top[l], max_k s*scale); sum[l] is rescaled and added to; keep[l] is the factor
      * for what was accumulated under the old top. */
@@ -52,24 +81,28 @@ typedef struct vm_cpu_ops {
     /* x[p][l] *= keep[l] */
     void (*rescale)(float *x, size_t rows, const float *keep);
     vm_transforms winograd, upsampled; /* of a 3x3 convolution, and of one after nearest 2x */
-    /* `rounds` rounds of independent multiply-adds on registers alone: the floor that benchmarks
-     * measure against. Returns the floating-point operations done; *sink keeps them from being dropped. */
-    double (*burn)(size_t rounds, float *sink);
 } vm_cpu_ops;
 
 extern const vm_cpu_ops vm_cpu_ref;
+extern const vm_products vm_pairs_ref;
 #ifdef VM_HAVE_X86
 extern const vm_cpu_ops vm_cpu_avx2, vm_cpu_avx512;
 #endif
 
-/* NULL where this build has no such set. For tests and benchmarks; runs go through vm_backends(). */
-const vm_cpu_ops *vm_cpu_ops_named(const char *name);
+/* A backend's `self`: how its numbers are kept and multiplied. */
+typedef struct vm_cpu {
+    const vm_cpu_ops *ops;
+    const vm_products *products;
+    vm_dtype dtype;
+    unsigned
+        pairs; /* products of pairs for one of numbers: 1, or 3 where each number is split into two bfloat16; 0: floats */
+} vm_cpu;
 
 /* ---- tile.c: a pass is computed in tiles of its output, each a task ---- */
 
 /* What every tile of a pass at work needs. */
 typedef struct vm_work {
-    const vm_cpu_ops *ops;
+    const vm_cpu *cpu;
     const vm_pass *pass;
     vm_operands at;
     const float *scale, *shift; /* of the norm on load, or of scaled latents; NULL where nothing is done but copying */
@@ -80,7 +113,7 @@ typedef struct vm_work {
 
 /* All but the structure itself takes so many bytes of memory, from `to` on. */
 size_t vm_work_bytes(const vm_pass *pass, const vm_cut *cut, size_t at_once);
-vm_work vm_work_begin(const vm_cpu_ops *ops, const vm_pass *pass, const vm_operands *at, const vm_cut *cut, void *to);
+vm_work vm_work_begin(const vm_cpu *cpu, const vm_pass *pass, const vm_operands *at, const vm_cut *cut, void *to);
 
 /* The output in cells: its pixels, or squares of 2x2 where a method computes these at once. */
 typedef struct vm_grid {
@@ -110,22 +143,45 @@ vm_box vm_tile_input(const vm_grid *grid, const vm_tile *tile);
 vm_box vm_tile_output(const vm_grid *grid, const vm_tile *tile);
 vm_cut vm_grid_rows(const vm_grid *grid);
 
-/* x: [c/16] planes of [rows][width][16], so many floats apart; zero outside the image. */
+/* x: planes of [rows][width][16] floats, one for 16 channels, so many floats apart; or of so many pairs, one for 32 channels,
+ * and where numbers are split a second set of planes with the rests. Zero outside the image. */
+size_t vm_planes(const vm_cpu *cpu, size_t channels);
 void vm_load_box(const vm_work *work, const vm_box *box, float *x, size_t plane, size_t row);
+/* Whether results go where they belong as they are made; else, from floats elsewhere, by vm_store_row: n pixels of one
+ * block, with the residual added, into y or the user's pixels. */
+bool vm_in_place(const vm_cpu *cpu, const vm_pass *pass);
+void vm_store_row(const vm_work *work, const float *from, size_t block, size_t y, size_t x, size_t n);
 /* The partial sum of a task's output, one channel block of it. */
 void vm_measure_box(const vm_work *work, const vm_box *box, size_t task, size_t block);
 
 /* ---- the methods: ways to compute a pass with any of the operations above; cpu.c chooses ---- */
 
 typedef struct vm_method {
-    vm_cut (*cut)(const vm_pass *pass);
-    size_t (*prepared)(const vm_pass *pass, size_t at_once);
-    size_t (*scratch)(const vm_pass *pass); /* of one thread, a multiple of VM_ALIGN */
-    vm_status (*prepare)(const vm_cpu_ops *ops, const vm_pass *pass, const vm_operands *at, const vm_exec *exec,
+    vm_cut (*cut)(const vm_cpu *cpu, const vm_pass *pass);
+    size_t (*prepared)(const vm_cpu *cpu, const vm_pass *pass, size_t at_once);
+    size_t (*scratch)(const vm_cpu *cpu, const vm_pass *pass); /* of one thread, a multiple of VM_ALIGN */
+    vm_status (*prepare)(const vm_cpu *cpu, const vm_pass *pass, const vm_operands *at, const vm_exec *exec,
                          vm_tasks *out);
 } vm_method;
 
 extern const vm_method vm_direct, vm_winograd, vm_attention;
+
+/* ---- filters.c: weights, from a file's layout to the packed one, and from that to what is multiplied ---- */
+
+size_t vm_packed_bytes(vm_dtype dtype, const vm_weight *w);
+/* Whether every number is exactly what the file gave. */
+bool vm_pack(vm_dtype dtype, const vm_weight *w, void *to, vm_dtype from, const void *data);
+void vm_unpack(vm_dtype dtype, const vm_weight *w, const void *from, float *data);
+
+/* A packed filter. */
+typedef struct vm_filter {
+    const void *weight;
+    vm_dtype dtype;
+    size_t in, taps;
+} vm_filter;
+
+/* 16 output channels' weights of input channel i at one tap; zero where there is no such channel. */
+void vm_filter_row(float row[VM_BLOCK], const vm_filter *f, size_t block, size_t i, size_t tap);
 
 /* ---- norm.c ---- */
 

@@ -1,17 +1,11 @@
-/* The host as a device: its memory, its packed weights, and runs that are done when they return.
- *
- *   convolution, linear   [out/16][in/16][taps][min(16, in)][16 out]   (zero where out or in end)
- *   vector                [c/16][16]
- *
- * Tensors lie end to end, so the three projections of an attention are one convolution with three times the channels.
- * Packing only moves numbers: get_weight returns bit for bit what set_weight was given. */
+/* The host as a device: its memory, its packed weights, and runs that are done when they return. */
 #define _GNU_SOURCE
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include "kernels.h"
+#include "cpu.h"
 
 /* ---- memory: from 1 MiB up a mapping of its own, advised to huge pages ---- */
 
@@ -52,35 +46,16 @@ static void give(const vm_backend *b, void *block, size_t bytes) {
 
 /* ---- weights ---- */
 
-static size_t taps_of(const vm_weight *w) { return w->ksize * w->ksize; }
-static size_t depth_of(const vm_weight *w) { return VM_MIN(w->in, VM_BLOCK); }
+static size_t weight_bytes(const vm_backend *b, const vm_weight *w) { return vm_packed_bytes(b->dtype, w); }
 
-static size_t weight_bytes(const vm_backend *b, const vm_weight *w) {
-    (void)b;
-    return VM_PRODUCT(VM_BLOCKS(w->out) * VM_BLOCK, VM_BLOCKS(w->in), taps_of(w), depth_of(w), sizeof(float));
-}
-
-/* Where element (o, i, tap) of the file's layout lies in the packed copy. */
-static size_t packed_at(const vm_weight *w, size_t o, size_t i, size_t tap) {
-    const size_t block = (o / VM_BLOCK * VM_BLOCKS(w->in) + i / VM_BLOCK) * taps_of(w) + tap;
-    return (block * depth_of(w) + i % VM_BLOCK) * VM_BLOCK + o % VM_BLOCK;
-}
-
-static vm_status set_weight(const vm_backend *b, const vm_weight *w, void *to, vm_dtype dtype, const void *data) {
-    (void)b;
-    size_t n = 0;
-    for (size_t o = 0; o < w->out; o++)
-        for (size_t i = 0; i < w->in; i++)
-            for (size_t tap = 0; tap < taps_of(w); tap++)
-                ((float *)to)[packed_at(w, o, i, tap)] = vm_element(dtype, data, n++);
+static vm_status set_weight(const vm_backend *b, const vm_weight *w, void *to, vm_dtype dtype, const void *data,
+                            bool *rounded) {
+    *rounded = !vm_pack(b->dtype, w, to, dtype, data);
     return VM_OK;
 }
 
 static vm_status get_weight(const vm_backend *b, const vm_weight *w, const void *from, float *data) {
-    (void)b;
-    for (size_t o = 0; o < w->out; o++)
-        for (size_t i = 0; i < w->in; i++)
-            for (size_t tap = 0; tap < taps_of(w); tap++) *data++ = ((const float *)from)[packed_at(w, o, i, tap)];
+    vm_unpack(b->dtype, w, from, data);
     return VM_OK;
 }
 
@@ -93,7 +68,7 @@ static vm_status start(const vm_backend *b, void *stream) {
 
 static vm_status finish(const vm_backend *b, const vm_exec *exec, bool wait, bool *overflow) {
     (void)b, (void)exec, (void)wait;
-    *overflow = false; /* floats do not overflow where weights and pixels are sane */
+    (void)overflow; /* who stores sees it (vm_operands.overflow) */
     return VM_OK;
 }
 

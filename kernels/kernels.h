@@ -8,7 +8,7 @@
  * and beside it one attention. A vm_pass is the geometry of one of them (no pointers, so that it
  * can be planned and counted without memory); vm_operands are the pointers of one run.
  *
- * Rows. A tensor is h rows; a row is [c/16][w][16] floats: channels in blocks of VM_BLOCK, pixels
+ * Rows. A tensor is h rows; a row is [c/16][w][16] numbers: channels in blocks of VM_BLOCK, pixels
  * of one block side by side, channels beyond c zero. The distance between blocks and between
  * rows stands in the view, so a tensor may live in the first blocks of a wider one's rows.
  *
@@ -87,6 +87,11 @@ static inline const char *vm_dtype_name(vm_dtype dtype) {
     return dtype == VM_F32 ? "float32" : dtype == VM_F16 ? "float16" : "bfloat16";
 }
 
+static inline size_t vm_dtype_bytes(vm_dtype dtype) { return dtype == VM_F32 ? 4 : 2; }
+
+/* How products of float32 may be rounded, in torch.set_float32_matmul_precision's words. */
+typedef enum vm_precision { VM_HIGHEST, VM_HIGH, VM_MEDIUM } vm_precision;
+
 static inline float vm_float_of_bits(uint32_t bits) {
     const union {
         uint32_t bits;
@@ -105,6 +110,30 @@ static inline float vm_element(vm_dtype dtype, const void *data, size_t i) {
     return vm_float_of_bits(sign | magnitude << 13) * 0x1p112f;
 }
 
+static inline uint32_t vm_bits_of_float(float value) {
+    const union {
+        float value;
+        uint32_t bits;
+    } u = {value};
+    return u.bits;
+}
+
+/* To the nearest, to even of two; NaN stays NaN, and what is too large becomes Inf. */
+static inline uint16_t vm_to_bfloat16(float value) {
+    const uint32_t bits = vm_bits_of_float(value);
+    return (uint16_t)((value != value ? bits | 0x400000 : bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+static inline uint16_t vm_to_float16(float value) {
+    const uint32_t bits = vm_bits_of_float(value), sign = bits >> 16 & 0x8000, size = bits & 0x7fffffff;
+    if (size > 0x7f800000) return (uint16_t)(sign | 0x7e00);
+    if (size >= 0x47800000) return (uint16_t)(sign | 0x7c00);
+    if (size <
+        0x38800000) /* subnormal: 0.5 has float16's least step in its last place, so the sum rounds as it should */
+        return (uint16_t)(sign | (vm_bits_of_float(vm_float_of_bits(size) + 0.5f) - 0x3f000000));
+    return (uint16_t)(sign | (size - 0x38000000 + 0xfff + (size >> 13 & 1)) >> 13);
+}
+
 /* ---- the pass ---- */
 
 typedef enum vm_pass_kind { VM_PASS_CONV, VM_PASS_ATTENTION } vm_pass_kind;
@@ -114,7 +143,7 @@ typedef enum vm_format {
     VM_ROWS,     /* ours, as above */
     VM_F32_NCHW, /* float planes */
     VM_U8_NHWC,  /* bytes, pixels interleaved; v / 127.5 - 1 in, clamped and rounded out */
-    VM_F16_NCHW, /* planes of half and of bfloat16: GPUs only */
+    VM_F16_NCHW, /* planes of half and of bfloat16: in a GPU's memory only */
     VM_BF16_NCHW
 } vm_format;
 
@@ -140,21 +169,25 @@ typedef struct vm_pass {
     float x_scale, y_scale; /* tensors are kept multiplied by these powers of two (against float16's overflow) */
 } vm_pass;
 
-/* Rows of a tensor, in elements of the backend's own type (floats on a CPU). Of a streamed one only `ring` rows are
- * there, each in the place of the one that many rows before it; ring is SIZE_MAX where all are. */
+/* Rows of a tensor. Of a streamed one only `ring` rows are there, each in the place of the one that many rows before it;
+ * ring is SIZE_MAX where all are. */
 typedef struct vm_view {
-    float *data;
+    void *data;
+    vm_dtype dtype;    /* of an element */
     size_t block, row; /* elements between channel blocks, and between rows */
     size_t ring;
 } vm_view;
 
-static inline float *vm_row(const vm_view *v, size_t y) { return v->data + (y < v->ring ? y : y % v->ring) * v->row; }
+static inline void *vm_pixel(const vm_view *v, size_t y, size_t block, size_t x) {
+    const size_t row = y < v->ring ? y : y % v->ring;
+    return (char *)v->data + (row * v->row + block * v->block + x * VM_BLOCK) * vm_dtype_bytes(v->dtype);
+}
 
 typedef struct vm_operands {
     vm_view x, y, add;         /* rows; add may be y itself, y may be x where the pass is local to a pixel */
     const void *x_pixels;      /* when x_format is not VM_ROWS */
     void *y_pixels;            /* when y_format is not VM_ROWS */
-    const float *weight;       /* as the device keeps it (vm_device.set_weight) */
+    const void *weight;        /* as the device keeps it (vm_device.set_weight) */
     const float *bias;         /* [y.c rounded up to 16] */
     const float *gamma, *beta; /* [x.c rounded up to 16] */
     const float *x_stats;      /* what the producer of x left */
@@ -165,6 +198,7 @@ typedef struct vm_operands {
     void *scratch;             /* vm_backend.scratch bytes or more, likewise */
     size_t scratch_each;       /* of them, each thread's own */
     void *workspace;           /* vm_backend.workspace bytes, likewise */
+    bool *overflow;            /* set where a number that is stored in fewer bits is not finite; a GPU keeps its own */
 } vm_operands;
 
 /* One job of a pass: compute part `task`; `thread` < threads names the caller's own scratch. */
@@ -220,9 +254,10 @@ typedef struct vm_device {
     vm_status (*take)(const vm_backend *b, size_t bytes, void **out);
     void (*give)(const vm_backend *b, void *block, size_t bytes);
     size_t (*weight_bytes)(const vm_backend *b, const vm_weight *w);
-    /* data: the host's, in the file's layout; free to go when set_weight returns. */
-    vm_status (*set_weight)(const vm_backend *b, const vm_weight *w, void *to, vm_dtype dtype, const void *data);
-    /* Bit for bit what was set. VM_EINVAL where the device keeps it rounded. */
+    /* data: the host's, in the file's layout; free to go when set_weight returns. *rounded: some number had to be. */
+    vm_status (*set_weight)(const vm_backend *b, const vm_weight *w, void *to, vm_dtype dtype, const void *data,
+                            bool *rounded);
+    /* What is kept, in float32. VM_EINVAL where the device keeps other numbers than were set. */
     vm_status (*get_weight)(const vm_backend *b, const vm_weight *w, const void *from, float *data);
     /* Around a run: `stream` is the caller's or NULL for the backend's own. A run that waits is done, and its failures
      * are known, when finish returns; *overflow then says whether a stored number was not finite. */
@@ -245,7 +280,8 @@ typedef struct vm_device {
 struct vm_backend {
     const char *name;
     bool (*usable)(void);
-    size_t element; /* bytes of a number in a tensor */
+    vm_dtype dtype;         /* of tensors between passes, and of weights */
+    vm_precision precision; /* of float32's products */
     vm_cut (*cut)(const vm_backend *b, const vm_pass *pass);
     /* Bytes that a pass needs beside its tensors: kept from its beginning to its end, in use while a task runs (of all
      * threads together, so that passes at work at the same time share them), and a library's. */
@@ -269,8 +305,8 @@ extern const vm_device vm_host;
 /* A partial sum: pixel count, then mean and sum of squared deviations of each channel. */
 static inline VM_ANYWHERE size_t vm_stats_floats(size_t c) { return VM_BLOCK + 2 * VM_BLOCKS(c) * VM_BLOCK; }
 
-/* cpu.c: every backend this build knows, best first, NULL-terminated. */
-const vm_backend *const *vm_backends(void);
+/* cpu.c: every backend of this build for such numbers, best first, NULL-terminated. All keep a model's weights alike. */
+const vm_backend *const *vm_backends(vm_dtype dtype, vm_precision precision);
 /* Comma-separated names that must not be used (VAEMEM_DISABLE); unknown names are ignored (vaemem/__init__.py warns of them). */
 void vm_cpu_disable(const char *names);
 

@@ -43,7 +43,7 @@ void vm_norm_scale(float *scale, float *shift, const vm_pass *pass, const vm_ope
                 count = total;
             }
         }
-        const double r = 1 / sqrt(m2 / count + pass->eps);
+        const double r = 1 / sqrt(m2 / count + pass->eps * (double)pass->x_scale * (double)pass->x_scale);
         for (size_t i = g * width; i < (g + 1) * width; i++) {
             scale[i] = (float)(r * at->gamma[i]);
             shift[i] = (float)(at->beta[i] - mean * r * at->gamma[i]);

@@ -1,5 +1,7 @@
 /* Tiles, and the two ends of one, whatever is computed between them: its input, normalised, activated and
- * zero-padded into a thread's scratch, and the sums of its output for the next GroupNorm. */
+ * zero-padded into a thread's scratch as the numbers that are multiplied; and its output, rounded to the numbers that are
+ * kept, with its sums for the next GroupNorm. */
+#include <math.h>
 #include <string.h>
 
 #include "cpu.h"
@@ -9,7 +11,7 @@ typedef struct layout {
 } layout;
 
 static layout make_layout(const vm_pass *pass, const vm_cut *cut, size_t at_once) {
-    const size_t channels = pass->norm || pass->affine ? VM_BLOCKS(pass->x.c) * VM_BLOCK : 0;
+    const size_t channels = VM_BLOCKS(pass->x.c) * VM_BLOCK;
     const size_t sum = pass->stats ? vm_stats_floats(pass->y.c) : 0;
     layout l = {0};
     l.channels = vm_put_bytes(&l.bytes, 2 * channels * sizeof(float), VM_ALIGN);
@@ -22,16 +24,16 @@ size_t vm_work_bytes(const vm_pass *pass, const vm_cut *cut, size_t at_once) {
     return make_layout(pass, cut, at_once).bytes;
 }
 
-vm_work vm_work_begin(const vm_cpu_ops *ops, const vm_pass *pass, const vm_operands *at, const vm_cut *cut, void *to) {
+vm_work vm_work_begin(const vm_cpu *cpu, const vm_pass *pass, const vm_operands *at, const vm_cut *cut, void *to) {
     const layout l = make_layout(pass, cut, at->at_once);
     const size_t padded = VM_BLOCKS(pass->x.c) * VM_BLOCK;
     char *base = to;
-    vm_work w = {.ops = ops, .pass = pass, .at = *at, .cut = *cut};
+    vm_work w = {.cpu = cpu, .pass = pass, .at = *at, .cut = *cut};
     if (pass->stats) {
         w.sums = (double *)(void *)(base + l.sums);
         w.parts = (float *)(void *)(base + l.parts);
     }
-    if (!pass->norm && !pass->affine) return w;
+    if (!pass->norm && !pass->affine && pass->x_scale == 1) return w;
     float *scale = (float *)(void *)(base + l.channels), *shift = scale + padded;
     w.scale = scale;
     w.shift = shift;
@@ -39,8 +41,8 @@ vm_work vm_work_begin(const vm_cpu_ops *ops, const vm_pass *pass, const vm_opera
         vm_norm_scale(scale, shift, pass, at);
     else
         for (size_t i = 0; i < padded; i++) {
-            scale[i] = i < pass->x.c ? pass->in_scale : 0;
-            shift[i] = i < pass->x.c ? pass->in_shift : 0;
+            scale[i] = i >= pass->x.c ? 0 : pass->affine ? pass->in_scale : 1 / pass->x_scale;
+            shift[i] = i < pass->x.c && pass->affine ? pass->in_shift : 0;
         }
     return w;
 }
@@ -93,6 +95,24 @@ vm_cut vm_grid_rows(const vm_grid *g) {
                     .pad = g->pad};
 }
 
+/* ---- load ---- */
+
+size_t vm_planes(const vm_cpu *cpu, size_t c) {
+    const size_t pairs = (VM_BLOCKS(c) + 1) / 2;
+    return cpu->pairs == 0 ? VM_BLOCKS(c) : cpu->pairs == 1 ? pairs : 2 * pairs;
+}
+
+/* Pixels of a channel block to the scratch that begins at x, a plane of such blocks (or of pairs of them). */
+static void put(const vm_work *j, float *x, size_t block, size_t plane, const vm_source *from) {
+    if (!j->cpu->pairs) {
+        j->cpu->ops->load(x + block * plane, from);
+        return;
+    }
+    uint16_t *pairs = (uint16_t *)(void *)(x + block / 2 * plane) + block % 2 * VM_BLOCK;
+    const size_t rest = j->cpu->pairs > 1 ? vm_planes(j->cpu, j->pass->x.c) * plane : 0;
+    j->cpu->ops->load_pairs(pairs, rest ? pairs + rest : NULL, from);
+}
+
 static float pixel_at(const vm_work *j, size_t c, size_t y, size_t x) {
     const vm_shape *s = &j->pass->x;
     if (j->pass->x_format == VM_U8_NHWC)
@@ -100,42 +120,93 @@ static float pixel_at(const vm_work *j, size_t c, size_t y, size_t x) {
     return ((const float *)j->at.x_pixels)[(c * s->h + y) * s->w + x];
 }
 
-static void load_pixels(const vm_work *j, float *dst, size_t block, size_t y, size_t x, size_t n) {
+/* n of the user's pixels, some at a time. */
+static void put_pixels(const vm_work *j, float *to, size_t block, size_t plane, size_t y, size_t x, size_t n) {
+    enum { SOME = 32 };
     const size_t c0 = block * VM_BLOCK, lanes = VM_MIN(j->pass->x.c - c0, VM_BLOCK);
-    for (size_t i = 0; i < n; i++, dst += VM_BLOCK) {
-        for (size_t l = 0; l < lanes; l++) dst[l] = pixel_at(j, c0 + l, y, x + i);
-        memset(dst + lanes, 0, (VM_BLOCK - lanes) * sizeof *dst);
+    float pixels[SOME * VM_BLOCK] = {0};
+    vm_source from = {.x = pixels};
+    if (j->scale) {
+        from.scale = j->scale + c0;
+        from.shift = j->shift + c0;
     }
-    dst -= n * VM_BLOCK;
-    if (j->scale) j->ops->load(dst, dst, n, j->scale + c0, j->shift + c0, false);
+    for (size_t done = 0; done < n; done += from.pixels, to += from.pixels * VM_BLOCK) {
+        from.pixels = VM_MIN(n - done, SOME);
+        for (size_t i = 0; i < from.pixels; i++)
+            for (size_t l = 0; l < lanes; l++) pixels[i * VM_BLOCK + l] = pixel_at(j, c0 + l, y, x + done + i);
+        put(j, to, block, plane, &from);
+    }
+}
+
+static void put_row(const vm_work *j, float *to, size_t block, size_t plane, size_t y, size_t x, size_t n) {
+    vm_source from = {vm_pixel(&j->at.x, y, block, x), j->at.x.dtype, n, .silu = j->pass->silu};
+    if (j->scale) {
+        from.scale = j->scale + block * VM_BLOCK;
+        from.shift = j->shift + block * VM_BLOCK;
+    }
+    put(j, to, block, plane, &from);
 }
 
 void vm_load_box(const vm_work *j, const vm_box *box, float *x, size_t plane, size_t row) {
     const vm_shape *s = &j->pass->x;
     const size_t width = box->width, left = box->left < 0 ? (size_t)-box->left : 0; /* zero columns before and after */
     const size_t x0 = (size_t)(box->left + (ptrdiff_t)left), n = VM_MIN(s->w - x0, width - left);
-    const size_t right = width - left - n;
-    for (size_t b = 0; b < VM_BLOCKS(s->c); b++)
-        for (size_t r = 0; r < box->rows; r++) {
-            float *dst = x + b * plane + r * row;
-            const ptrdiff_t y = box->top + (ptrdiff_t)r;
-            if (y < 0 || y >= (ptrdiff_t)s->h) {
-                memset(dst, 0, width * VM_BLOCK * sizeof *dst);
-                continue;
-            }
-            memset(dst, 0, left * VM_BLOCK * sizeof *dst);
-            memset(dst + (left + n) * VM_BLOCK, 0, right * VM_BLOCK * sizeof *dst);
-            dst += left * VM_BLOCK;
-            if (j->pass->x_format != VM_ROWS) {
-                load_pixels(j, dst, b, (size_t)y, x0, n);
-                continue;
-            }
-            const vm_view *v = &j->at.x;
-            const float *src = vm_row(v, (size_t)y) + b * v->block + x0 * VM_BLOCK;
-            j->ops->load(dst, src, n, j->scale ? j->scale + b * VM_BLOCK : NULL,
-                         j->shift ? j->shift + b * VM_BLOCK : NULL, j->pass->silu);
+    const size_t right = width - left - n, blocks = VM_BLOCKS(s->c), planes = vm_planes(j->cpu, s->c);
+    const bool half = j->cpu->pairs && blocks % 2; /* the last block has no neighbour */
+    for (size_t r = 0; r < box->rows; r++) {
+        const ptrdiff_t y = box->top + (ptrdiff_t)r;
+        const bool outside = y < 0 || y >= (ptrdiff_t)s->h;
+        for (size_t p = 0; p < planes; p++) {
+            float *to = x + p * plane + r * row;
+            const bool all = outside || (half && (p + 1) % ((blocks + 1) / 2) == 0);
+            memset(to, 0, (all ? width : left) * VM_BLOCK * sizeof *to);
+            if (!all) memset(to + (left + n) * VM_BLOCK, 0, right * VM_BLOCK * sizeof *to);
+        }
+        for (size_t b = 0; !outside && b < blocks; b++) {
+            float *to = x + r * row + left * VM_BLOCK;
+            if (j->pass->x_format == VM_ROWS)
+                put_row(j, to, b, plane, (size_t)y, x0, n);
+            else
+                put_pixels(j, to, b, plane, (size_t)y, x0, n);
+        }
+    }
+}
+
+/* ---- store ---- */
+
+bool vm_in_place(const vm_cpu *cpu, const vm_pass *pass) { return cpu->dtype == VM_F32 && pass->y_format == VM_ROWS; }
+
+static uint8_t to_byte(float v) {
+    v = (v + 1) * 127.5f;
+    if (!(v > 0)) return 0; /* NaN too */
+    return v >= 255 ? 255 : (uint8_t)lrintf(v);
+}
+
+static void store_pixels(const vm_work *j, const float *from, size_t block, size_t y, size_t x, size_t n) {
+    const vm_shape *s = &j->pass->y;
+    for (size_t c = block * VM_BLOCK; c < VM_MIN((block + 1) * VM_BLOCK, s->c); c++)
+        for (size_t i = 0; i < n; i++) {
+            float v = from[i * VM_BLOCK + c % VM_BLOCK];
+            if (c >= j->pass->clamp_from) v = v < -30 ? -30 : v > 20 ? 20 : v;
+            if (j->pass->y_format == VM_U8_NHWC)
+                ((uint8_t *)j->at.y_pixels)[(y * s->w + x + i) * s->c + c] = to_byte(v);
+            else
+                ((float *)j->at.y_pixels)[(c * s->h + y) * s->w + x + i] = v;
         }
 }
+
+void vm_store_row(const vm_work *j, const float *from, size_t block, size_t y, size_t x, size_t n) {
+    if (j->pass->y_format != VM_ROWS) {
+        store_pixels(j, from, block, y, x, n);
+        return;
+    }
+    const void *add = j->pass->add ? vm_pixel(&j->at.add, y, block, x) : NULL;
+    const vm_view *v = &j->at.y;
+    if (!j->cpu->ops->store(vm_pixel(v, y, block, x), v->dtype, from, n, j->pass->y_scale, add))
+        __atomic_store_n(j->at.overflow, true, __ATOMIC_RELAXED);
+}
+
+/* ---- measure ---- */
 
 void vm_measure_box(const vm_work *j, const vm_box *box, size_t task, size_t block) {
     const size_t padded = VM_BLOCKS(j->pass->y.c) * VM_BLOCK;
@@ -143,6 +214,6 @@ void vm_measure_box(const vm_work *j, const vm_box *box, size_t task, size_t blo
     float *part = j->parts + task % (j->at.at_once * j->cut.columns) * vm_stats_floats(j->pass->y.c);
     float *mean = part + VM_BLOCK + block * VM_BLOCK;
     part[0] = (float)(box->rows * box->width);
-    j->ops->stats(mean, mean + padded, vm_row(v, (size_t)box->top) + block * v->block + (size_t)box->left * VM_BLOCK,
-                  box->rows, v->row, box->width);
+    j->cpu->ops->stats(mean, mean + padded, vm_pixel(v, (size_t)box->top, block, (size_t)box->left), v->dtype,
+                       box->rows, v->row, box->width);
 }

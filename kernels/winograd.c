@@ -9,6 +9,7 @@
  *   prepared: job | scale, shift, sums | x offsets | u [number][y block][x block][depth][16]
  *   scratch:  thread 0 | thread 1 ...
  *   thread:   x tile [x block][row][column][16] | v [number][x block][tile][16] | m [number][y block][tile][16]
+ *             | y [2 rows][column][16], where results do not go in place
  *
  * A region of about TILES tiles is a task. Only sums, differences and halves are added to what is
  * multiplied, which costs about one bit beside a direct sum; docs/SPEED.md has both. The weights are
@@ -20,7 +21,6 @@ enum {
     TILES_LEAST = 64, /* when the image is small and threads want their share */
     TASKS_WANTED = 16,
     TILES_ACROSS = 128, /* flat regions keep rings of streamed rows short */
-    RUN = 8             /* blocks of x multiplied in one go: 128 products, their weights stay in L1 (as in conv.c) */
 };
 
 /* A cell of the grid is one of Winograd's tiles, a tile of the grid a region of them. */
@@ -38,8 +38,9 @@ static vm_grid make_grid(const vm_pass *p) {
 typedef struct layout {
     size_t side, depth;                /* of vm_transforms; input channels of a block of weights */
     size_t work, offsets, u, prepared; /* bytes from the pass's prepared memory, where the job lies first */
-    size_t v, m, scratch;              /* bytes from the thread's own, where the x tile begins */
+    size_t v, m, y, scratch;           /* bytes from the thread's own, where the x tile begins */
     size_t x_row, x_plane, v_step, m_step, u_step;
+    size_t run; /* blocks of x that are multiplied at once */
 } layout;
 
 typedef struct job {
@@ -51,11 +52,12 @@ typedef struct job {
     ptrdiff_t *offsets;
 } job;
 
-static layout make_layout(const vm_pass *p, const vm_grid *g, size_t at_once) {
+static layout make_layout(const vm_cpu *cpu, const vm_pass *p, const vm_grid *g, size_t at_once) {
     const vm_cut cut = vm_grid_rows(g);
     layout l = {.side = p->up ? 3 : 4, .depth = VM_MIN(p->x.c, VM_BLOCK)};
     const size_t xb = VM_BLOCKS(p->x.c), yb = VM_BLOCKS(p->y.c), tiles = g->tile_h * g->tile_w;
     const size_t numbers = l.side * l.side;
+    l.run = VM_MAX(cpu->products->steps / VM_BLOCK, 1);
     l.x_row = g->input_w * VM_BLOCK;
     l.x_plane = g->input_h * l.x_row;
     l.v_step = xb * tiles * VM_BLOCK;
@@ -68,48 +70,57 @@ static layout make_layout(const vm_pass *p, const vm_grid *g, size_t at_once) {
     vm_put_bytes(&l.scratch, VM_PRODUCT(xb, l.x_plane, sizeof(float)), VM_ALIGN);
     l.v = vm_put_bytes(&l.scratch, VM_PRODUCT(numbers, l.v_step, sizeof(float)), VM_ALIGN);
     l.m = vm_put_bytes(&l.scratch, VM_PRODUCT(numbers, l.m_step, sizeof(float)), VM_ALIGN);
+    l.y = vm_put_bytes(&l.scratch, vm_in_place(cpu, p) ? 0 : VM_PRODUCT(2, 2 * g->tile_w, VM_BLOCK, sizeof(float)),
+                       VM_ALIGN);
     return l;
 }
 
-static vm_cut winograd_cut(const vm_pass *pass) {
+static vm_cut winograd_cut(const vm_cpu *cpu, const vm_pass *pass) {
+    (void)cpu;
     const vm_grid g = make_grid(pass);
     return vm_grid_rows(&g);
 }
 
-static size_t winograd_prepared(const vm_pass *pass, size_t at_once) {
+static size_t winograd_prepared(const vm_cpu *cpu, const vm_pass *pass, size_t at_once) {
     const vm_grid g = make_grid(pass);
-    return make_layout(pass, &g, at_once).prepared;
+    return make_layout(cpu, pass, &g, at_once).prepared;
 }
 
-static size_t winograd_scratch(const vm_pass *pass) {
+static size_t winograd_scratch(const vm_cpu *cpu, const vm_pass *pass) {
     const vm_grid g = make_grid(pass);
-    return make_layout(pass, &g, 0).scratch;
+    return make_layout(cpu, pass, &g, 0).scratch;
 }
 
 typedef struct region {
     vm_tile at;
-    float *x, *v, *m; /* the thread's own */
+    float *x, *v, *m, *y; /* the thread's own */
 } region;
 
 static void transform_weights(const void *context, size_t task, unsigned thread) {
     (void)thread;
     const job *j = context;
-    const size_t xb = VM_BLOCKS(j->work.pass->x.c), n = j->l.depth * VM_BLOCK;
-    for (size_t b = task * xb; b < (task + 1) * xb; b++)
-        j->transforms->weights(j->u + b * n, j->l.u_step, j->work.at.weight + b * 9 * n, n);
+    const size_t c = j->work.pass->x.c, xb = VM_BLOCKS(c), n = j->l.depth * VM_BLOCK;
+    const vm_filter f = {j->work.at.weight, j->work.cpu->dtype, c, 9};
+    for (size_t b = 0; b < xb; b++) {
+        float w[9 * VM_BLOCK * VM_BLOCK]; /* [9][depth][16] */
+        for (size_t i = 0; i < 9 * j->l.depth; i++)
+            vm_filter_row(w + i * VM_BLOCK, &f, task, b * VM_BLOCK + i % j->l.depth, i / j->l.depth);
+        j->transforms->weights(j->u + (task * xb + b) * n, j->l.u_step, w, n);
+    }
 }
 
 /* m[f] = u[f] v[f] for one f and one or two blocks of output channels. */
 static void multiply(const job *j, const region *r, size_t f, size_t block, size_t blocks) {
     const size_t xb = VM_BLOCKS(j->work.pass->x.c), tiles = r->at.h * r->at.w, n = j->l.depth * VM_BLOCK;
-    const size_t groups = (tiles + j->work.ops->max_pixels - 1) / j->work.ops->max_pixels;
-    for (size_t first = 0; first < xb; first += RUN)
+    const vm_products *products = j->work.cpu->products;
+    const size_t groups = (tiles + products->max_pixels - 1) / products->max_pixels;
+    for (size_t first = 0; first < xb; first += j->l.run)
         for (size_t i = 0; i < groups; i++) {
             const size_t from = tiles * i / groups;
             vm_gemm g = {
                 .pixels = tiles * (i + 1) / groups - from,
                 .blocks = blocks,
-                .batches = VM_MIN(RUN, xb - first),
+                .batches = VM_MIN(j->l.run, xb - first),
                 .depth = j->l.depth,
                 .x = r->v + f * j->l.v_step + from * VM_BLOCK,
                 .x_offset = j->offsets + first,
@@ -126,7 +137,7 @@ static void multiply(const job *j, const region *r, size_t f, size_t block, size
                 g.add_pixel = g.y_pixel;
                 g.add_block = g.y_block;
             }
-            j->work.ops->gemm(&g);
+            products->gemm(&g);
         }
 }
 
@@ -134,13 +145,16 @@ static void store(const job *j, const region *r, size_t block) {
     const vm_pass *p = j->work.pass;
     const vm_view *y = &j->work.at.y, *a = &j->work.at.add;
     const vm_box box = vm_tile_output(&j->g, &r->at);
-    const size_t left = (size_t)box.left;
+    const size_t left = (size_t)box.left, own = box.width * VM_BLOCK;
+    const bool in_place = vm_in_place(j->work.cpu, p);
     for (size_t t = 0; t < r->at.h; t++) {
-        const size_t top = (size_t)box.top + 2 * t;
-        j->transforms->out(vm_row(y, top) + block * y->block + left * VM_BLOCK, y->row,
-                           r->m + (block * j->g.tile_h * j->g.tile_w + t * r->at.w) * VM_BLOCK, j->l.m_step,
-                           VM_MIN(2, p->y.h - top), box.width, j->work.at.bias + block * VM_BLOCK,
-                           p->add ? vm_row(a, top) + block * a->block + left * VM_BLOCK : NULL, a->row);
+        const size_t top = (size_t)box.top + 2 * t, rows = VM_MIN(2, p->y.h - top);
+        j->transforms->out(in_place ? vm_pixel(y, top, block, left) : r->y, in_place ? y->row : own,
+                           r->m + (block * j->g.tile_h * j->g.tile_w + t * r->at.w) * VM_BLOCK, j->l.m_step, rows,
+                           box.width, j->work.at.bias + block * VM_BLOCK,
+                           in_place && p->add ? vm_pixel(a, top, block, left) : NULL, a->row);
+        for (size_t i = 0; !in_place && i < rows; i++)
+            vm_store_row(&j->work, r->y + i * own, block, top + i, left, box.width);
     }
 }
 
@@ -149,8 +163,11 @@ static void winograd_region(const void *context, size_t task, unsigned thread) {
     const vm_pass *p = j->work.pass;
     const size_t xb = VM_BLOCKS(p->x.c), yb = VM_BLOCKS(p->y.c);
     char *own = (char *)j->work.at.scratch + thread * j->work.at.scratch_each;
-    const region r = {
-        .at = vm_grid_tile(&j->g, task), .x = (float *)own, .v = (float *)(own + j->l.v), .m = (float *)(own + j->l.m)};
+    const region r = {.at = vm_grid_tile(&j->g, task),
+                      .x = (float *)own,
+                      .v = (float *)(own + j->l.v),
+                      .m = (float *)(own + j->l.m),
+                      .y = (float *)(own + j->l.y)};
     const vm_box input = vm_tile_input(&j->g, &r.at), output = vm_tile_output(&j->g, &r.at);
     vm_load_box(&j->work, &input, r.x, j->l.x_plane, j->l.x_row);
     for (size_t b = 0; b < xb; b++)
@@ -165,14 +182,14 @@ static void winograd_region(const void *context, size_t task, unsigned thread) {
     }
 }
 
-static vm_status winograd_prepare(const vm_cpu_ops *ops, const vm_pass *pass, const vm_operands *at,
-                                  const vm_exec *exec, vm_tasks *out) {
+static vm_status winograd_prepare(const vm_cpu *cpu, const vm_pass *pass, const vm_operands *at, const vm_exec *exec,
+                                  vm_tasks *out) {
     char *prepared = at->prepared;
     job *j = at->prepared;
-    *j = (job){.g = make_grid(pass), .transforms = pass->up ? &ops->upsampled : &ops->winograd};
+    *j = (job){.g = make_grid(pass), .transforms = pass->up ? &cpu->ops->upsampled : &cpu->ops->winograd};
     const vm_cut cut = vm_grid_rows(&j->g);
-    j->l = make_layout(pass, &j->g, at->at_once);
-    j->work = vm_work_begin(ops, pass, at, &cut, prepared + j->l.work);
+    j->l = make_layout(cpu, pass, &j->g, at->at_once);
+    j->work = vm_work_begin(cpu, pass, at, &cut, prepared + j->l.work);
     j->u = (float *)(prepared + j->l.u);
     j->offsets = (ptrdiff_t *)(prepared + j->l.offsets);
     const size_t plane = j->g.tile_h * j->g.tile_w * VM_BLOCK;

@@ -94,7 +94,7 @@ def test_load(backend, pixels):
     for silu in (False, True):
         for affine in (False, True):
             y, check = guarded(pixels * 16)
-            _core.kernel_load(backend, y, x.ravel(), scale if affine else None, shift if affine else None, silu)
+            _core.kernel_load(backend, y, None, x.ravel(), scale if affine else None, shift if affine else None, silu)
             check()
             t = x.astype(np.float64)
             # the affine is one or two roundings of numbers up to |x * scale| + |shift|; SiLU's slope is at most 1.1
@@ -110,11 +110,11 @@ def test_load(backend, pixels):
 def test_load_in_place_and_nonfinite(backend):
     x = rng().standard_normal(160).astype(np.float32)
     y = np.empty_like(x)
-    _core.kernel_load(backend, y, x, None, None, True)
-    _core.kernel_load(backend, x, x, None, None, True)
+    _core.kernel_load(backend, y, None, x, None, None, True)
+    _core.kernel_load(backend, x, None, x, None, None, True)
     assert np.array_equal(x, y)
     x[3], x[50] = np.nan, np.inf
-    _core.kernel_load(backend, y, x, None, None, True)
+    _core.kernel_load(backend, y, None, x, None, None, True)
     assert np.isnan(y[3]) and y[50] == np.inf and np.isfinite(np.delete(y, [3, 50])).all()
 
 

@@ -6,7 +6,24 @@
 #include "../../kernels/cpu.h"
 #include "py.h"
 
-static const vm_cpu_ops *ops_of(const char *name) { return vm_py_backend(name) ? vm_cpu_ops_named(name) : NULL; }
+/* How a backend computes float32, or such numbers. NULL with an exception set. */
+static const vm_cpu *cpu_of(const char *name, vm_dtype dtype) {
+    const vm_backend *b = vm_py_backend(name, dtype, VM_HIGHEST);
+    return b ? b->self : NULL;
+}
+
+static const vm_cpu_ops *ops_of(const char *name) {
+    const vm_cpu *cpu = cpu_of(name, VM_F32);
+    return cpu ? cpu->ops : NULL;
+}
+
+/* The type of rows in an array: of float32, float16, or uint16 that holds bfloat16. */
+static vm_dtype rows_of(PyObject *o) {
+    const int type = PyArray_Check(o) ? PyArray_TYPE((PyArrayObject *)o) : NPY_FLOAT;
+    return type == NPY_HALF ? VM_F16 : type == NPY_UINT16 ? VM_BF16 : VM_F32;
+}
+
+static int numpy_type(vm_dtype dtype) { return dtype == VM_F16 ? NPY_HALF : dtype == VM_BF16 ? NPY_UINT16 : NPY_FLOAT; }
 
 /* A C-contiguous array of `type` with at least `items` elements; NULL with an exception set. */
 static void *data_of(PyObject *o, const char *what, int type, size_t items, bool writable) {
@@ -27,36 +44,62 @@ static PyObject *kernel_gemm(PyObject *Py_UNUSED(module), PyObject *args) {
                           &g.blocks, &g.depth, &g.x_pixel, &g.x_step, &g.w_block, &g.add_pixel, &g.add_block,
                           &g.y_pixel, &g.y_block))
         return NULL;
-    const vm_cpu_ops *ops = ops_of(backend);
-    if (!ops) return NULL;
-    if (g.pixels < 1 || g.pixels > ops->max_pixels || g.blocks < 1 || g.blocks > 2)
-        return PyErr_Format(PyExc_ValueError, "gemm: want 1 to %zu pixels and 1 or 2 blocks", ops->max_pixels);
+    const bool pairs = PyArray_Check(x) && PyArray_TYPE((PyArrayObject *)x) == NPY_UINT32;
+    const int type = pairs ? NPY_UINT32 : NPY_FLOAT;
+    const vm_cpu *cpu = cpu_of(backend, pairs ? VM_BF16 : VM_F32);
+    if (!cpu) return NULL;
+    const vm_products *products = cpu->products;
+    if (pairs && !cpu->pairs) return PyErr_Format(PyExc_ValueError, "gemm: %s has no products of pairs", backend);
+    if (g.pixels < 1 || g.pixels > products->max_pixels || g.blocks < 1 || g.blocks > 2)
+        return PyErr_Format(PyExc_ValueError, "gemm: want 1 to %zu pixels and 1 or 2 blocks", products->max_pixels);
     if (!(g.x_offset = data_of(offsets, "offsets", NPY_INTP, 0, false))) return NULL;
     g.batches = (size_t)PyArray_SIZE((PyArrayObject *)offsets);
-    if (!(g.x = data_of(x, "x", NPY_FLOAT, 0, false)) || !(g.w = data_of(w, "w", NPY_FLOAT, 0, false)) ||
+    if (!(g.x = data_of(x, "x", type, 0, false)) || !(g.w = data_of(w, "w", type, 0, false)) ||
         !(g.y = data_of(y, "y", NPY_FLOAT, 0, true)))
         return NULL;
     if (bias != Py_None && !(g.bias = data_of(bias, "bias", NPY_FLOAT, g.blocks * VM_BLOCK, false))) return NULL;
     if (add != Py_None && !(g.add = data_of(add, "add", NPY_FLOAT, 0, false))) return NULL;
-    ops->gemm(&g);
+    products->gemm(&g);
     Py_RETURN_NONE;
 }
 
+/* kernel_load(backend, y, rest, x, scale, shift, silu): x of any rows' type; y float32, or uint16 for pairs, rest then too. */
 static PyObject *kernel_load(PyObject *Py_UNUSED(module), PyObject *args) {
     const char *backend;
-    PyObject *y, *x, *scale, *shift;
+    PyObject *y, *rest, *x, *scale, *shift;
     int silu;
-    if (!PyArg_ParseTuple(args, "sOOOOp", &backend, &y, &x, &scale, &shift, &silu)) return NULL;
+    if (!PyArg_ParseTuple(args, "sOOOOOp", &backend, &y, &rest, &x, &scale, &shift, &silu)) return NULL;
     const vm_cpu_ops *ops = ops_of(backend);
-    const float *xs = ops ? data_of(x, "x", NPY_FLOAT, 0, false) : NULL, *a = NULL, *b = NULL;
-    const size_t items = xs ? (size_t)PyArray_SIZE((PyArrayObject *)x) : 0;
-    float *ys = xs ? data_of(y, "y", NPY_FLOAT, items, true) : NULL;
-    if (!ys) return NULL;
-    if (scale != Py_None && (!(a = data_of(scale, "scale", NPY_FLOAT, VM_BLOCK, false)) ||
-                             !(b = data_of(shift, "shift", NPY_FLOAT, VM_BLOCK, false))))
+    const bool pairs = rows_of(y) == VM_BF16;
+    vm_source from = {.dtype = rows_of(x), .silu = silu};
+    if (!ops || !(from.x = data_of(x, "x", numpy_type(from.dtype), 0, false))) return NULL;
+    const size_t items = (size_t)PyArray_SIZE((PyArrayObject *)x);
+    void *to = data_of(y, "y", pairs ? NPY_UINT16 : NPY_FLOAT, pairs ? 2 * items : items, true), *left = NULL;
+    if (!to || (rest != Py_None && !(left = data_of(rest, "rest", NPY_UINT16, 2 * items, true)))) return NULL;
+    if (scale != Py_None && (!(from.scale = data_of(scale, "scale", NPY_FLOAT, VM_BLOCK, false)) ||
+                             !(from.shift = data_of(shift, "shift", NPY_FLOAT, VM_BLOCK, false))))
         return NULL;
-    ops->load(ys, xs, items / VM_BLOCK, a, b, silu);
+    from.pixels = items / VM_BLOCK;
+    if (pairs)
+        ops->load_pairs(to, left, &from);
+    else
+        ops->load(to, &from);
     Py_RETURN_NONE;
+}
+
+/* kernel_store(backend, y, x, factor, add) -> whether all of y is finite; y and add of any rows' type. */
+static PyObject *kernel_store(PyObject *Py_UNUSED(module), PyObject *args) {
+    const char *backend;
+    PyObject *y, *x, *add;
+    float factor;
+    if (!PyArg_ParseTuple(args, "sOOfO", &backend, &y, &x, &factor, &add)) return NULL;
+    const vm_cpu_ops *ops = ops_of(backend);
+    const float *from = ops ? data_of(x, "x", NPY_FLOAT, 0, false) : NULL;
+    const size_t items = from ? (size_t)PyArray_SIZE((PyArrayObject *)x) : 0;
+    const int type = numpy_type(rows_of(y));
+    void *to = from ? data_of(y, "y", type, items, true) : NULL, *more = NULL;
+    if (!to || (add != Py_None && !(more = data_of(add, "add", type, items, false)))) return NULL;
+    return PyBool_FromLong(ops->store(to, rows_of(y), from, items / VM_BLOCK, factor, more));
 }
 
 static PyObject *kernel_stats(PyObject *Py_UNUSED(module), PyObject *args) {
@@ -65,11 +108,12 @@ static PyObject *kernel_stats(PyObject *Py_UNUSED(module), PyObject *args) {
     Py_ssize_t rows, row, pixels;
     if (!PyArg_ParseTuple(args, "sOOOnnn", &backend, &mean, &m2, &x, &rows, &row, &pixels)) return NULL;
     const vm_cpu_ops *ops = ops_of(backend);
-    const float *xs = ops ? data_of(x, "x", NPY_FLOAT, (size_t)((rows - 1) * row + pixels * VM_BLOCK), false) : NULL;
+    const size_t items = (size_t)((rows - 1) * row + pixels * VM_BLOCK);
+    const void *xs = ops ? data_of(x, "x", numpy_type(rows_of(x)), items, false) : NULL;
     float *a = xs ? data_of(mean, "mean", NPY_FLOAT, VM_BLOCK, true) : NULL;
     float *b = a ? data_of(m2, "m2", NPY_FLOAT, VM_BLOCK, true) : NULL;
     if (!b) return NULL;
-    ops->stats(a, b, xs, (size_t)rows, (size_t)row, (size_t)pixels);
+    ops->stats(a, b, xs, rows_of(x), (size_t)rows, (size_t)row, (size_t)pixels);
     Py_RETURN_NONE;
 }
 
@@ -125,7 +169,7 @@ static vm_status with_pool(unsigned threads, vm_status (*body)(const vm_exec *ex
 }
 
 typedef struct peak_job {
-    const vm_cpu_ops *ops;
+    const vm_products *products;
     size_t rounds;
     double flops[1024], seconds;
 } peak_job;
@@ -134,7 +178,7 @@ static void burn_one(const void *job, size_t task, unsigned thread) {
     (void)thread;
     const peak_job *j = job;
     float sink = 0;
-    ((peak_job *)job)->flops[task] = j->ops->burn(j->rounds, &sink);
+    ((peak_job *)job)->flops[task] = j->products->burn(j->rounds, &sink);
 }
 
 static vm_status burn_all(const vm_exec *exec, void *context) {
@@ -149,7 +193,14 @@ static PyObject *kernel_peak(PyObject *Py_UNUSED(module), PyObject *args) {
     const char *backend;
     int threads;
     peak_job j = {0};
-    if (!PyArg_ParseTuple(args, "sin", &backend, &threads, &j.rounds) || !(j.ops = ops_of(backend))) return NULL;
+    vm_dtype dtype = VM_F32;
+    vm_precision precision = VM_HIGHEST;
+    if (!PyArg_ParseTuple(args, "sin|O&O&", &backend, &threads, &j.rounds, vm_py_to_dtype, &dtype, vm_py_to_precision,
+                          &precision))
+        return NULL;
+    const vm_backend *b = vm_py_backend(backend, dtype, precision);
+    if (!b) return NULL;
+    j.products = ((const vm_cpu *)b->self)->products;
     if (threads < 1 || threads > 1024)
         return PyErr_Format(PyExc_ValueError, "threads: want 1 to 1024, got %d", threads);
     vm_status s;
@@ -179,8 +230,8 @@ static vm_status run_pass(const vm_exec *exec, void *context) {
 
 static size_t rows_floats(const vm_shape *s) { return VM_BLOCKS(s->c) * VM_BLOCK * s->h * s->w; }
 
-static vm_view whole(float *data, const vm_shape *s) {
-    return (vm_view){data, s->w * VM_BLOCK, VM_BLOCKS(s->c) * VM_BLOCK * s->w, SIZE_MAX};
+static vm_view whole(void *data, vm_dtype dtype, const vm_shape *s) {
+    return (vm_view){data, dtype, s->w * VM_BLOCK, VM_BLOCKS(s->c) * VM_BLOCK * s->w, SIZE_MAX};
 }
 
 /* Floats of an array that holds what a pass prepares and its scratch, wherever the array begins. */
@@ -188,18 +239,23 @@ static size_t scratch_floats(const vm_backend *b, const vm_pass *p, const vm_lim
     return (b->prepared(b, p, b->cut(b, p).rows) + b->scratch(b, p, limits) + VM_ALIGN) / sizeof(float);
 }
 
-/* kernel_pass(backend, threads, kind, (xc, xh, xw, yc, yh, yw), (ksize, stride, up, silu, groups, eps), arrays)
- * arrays: x, y, add, weight, bias, gamma, beta, x_stats, y_stats, scratch; None where there is none; all rows. */
+/* kernel_pass(backend, threads, kind, (xc, xh, xw, yc, yh, yw), (ksize, stride, up, silu, groups, eps), arrays,
+ * dtype='float32', precision='highest')
+ * arrays: x, y, add, weight, bias, gamma, beta, x_stats, y_stats, scratch; None where there is none; all rows. x, y, add
+ * and weight are of that dtype (bfloat16 as uint16), the rest float32. */
 static PyObject *kernel_pass(PyObject *Py_UNUSED(module), PyObject *args) {
     const char *backend, *kind;
     int threads, up, silu;
     PyObject *a[10];
-    vm_pass p = {0};
-    if (!PyArg_ParseTuple(args, "sis(nnnnnn)(iippnf)(OOOOOOOOOO)", &backend, &threads, &kind, &p.x.c, &p.x.h, &p.x.w,
-                          &p.y.c, &p.y.h, &p.y.w, &p.ksize, &p.stride, &up, &silu, &p.groups, &p.eps, &a[0], &a[1],
-                          &a[2], &a[3], &a[4], &a[5], &a[6], &a[7], &a[8], &a[9]))
+    vm_pass p = {.x_scale = 1, .y_scale = 1};
+    vm_dtype dtype = VM_F32;
+    vm_precision precision = VM_HIGHEST;
+    if (!PyArg_ParseTuple(args, "sis(nnnnnn)(iippnf)(OOOOOOOOOO)|O&O&", &backend, &threads, &kind, &p.x.c, &p.x.h,
+                          &p.x.w, &p.y.c, &p.y.h, &p.y.w, &p.ksize, &p.stride, &up, &silu, &p.groups, &p.eps, &a[0],
+                          &a[1], &a[2], &a[3], &a[4], &a[5], &a[6], &a[7], &a[8], &a[9], vm_py_to_dtype, &dtype,
+                          vm_py_to_precision, &precision))
         return NULL;
-    const vm_backend *b = vm_py_backend(backend);
+    const vm_backend *b = vm_py_backend(backend, dtype, precision);
     if (!b) return NULL;
     if (threads < 1 || threads > 1024)
         return PyErr_Format(PyExc_ValueError, "threads: want 1 to 1024, got %d", threads);
@@ -211,25 +267,30 @@ static PyObject *kernel_pass(PyObject *Py_UNUSED(module), PyObject *args) {
     p.stats = a[8] != Py_None;
     p.clamp_from = p.y.c;
     p.scale_channels = p.y.c;
-    const size_t taps = (size_t)(p.ksize * p.ksize), xc = VM_BLOCKS(p.x.c) * VM_BLOCK, yc = VM_BLOCKS(p.y.c) * VM_BLOCK;
+    const size_t xc = VM_BLOCKS(p.x.c) * VM_BLOCK, yc = VM_BLOCKS(p.y.c) * VM_BLOCK;
+    const vm_weight w = {p.y.c, p.x.c, (size_t)p.ksize};
     const bool conv = p.kind == VM_PASS_CONV;
     const vm_limits limits = {(unsigned)threads, 0};
     const size_t need[10] = {rows_floats(&p.x),
                              rows_floats(&p.y),
                              rows_floats(&p.y),
-                             conv ? yc * VM_BLOCKS(p.x.c) * taps * VM_MIN(p.x.c, VM_BLOCK) : 0,
+                             conv ? vm_packed_bytes(dtype, &w) / vm_dtype_bytes(dtype) : 0,
                              conv ? yc : 0,
                              xc,
                              xc,
                              0,
                              conv ? b->parts(b, &p, &limits) * vm_stats_floats(p.y.c) : 0,
                              scratch_floats(b, &p, &limits)};
-    float *d[10] = {0};
+    void *d[10] = {0};
     for (int i = 0; i < 10; i++)
-        if (a[i] != Py_None && !(d[i] = data_of(a[i], "array", NPY_FLOAT, need[i], i == 1 || i > 7))) return NULL;
-    vm_operands at = {.x = whole(d[0], &p.x),
-                      .y = whole(d[1], &p.y),
-                      .add = whole(d[2], &p.y),
+        if (a[i] != Py_None &&
+            !(d[i] = data_of(a[i], "array", i < 4 ? numpy_type(dtype) : NPY_FLOAT, need[i], i == 1 || i > 7)))
+            return NULL;
+    bool overflow = false;
+    vm_operands at = {.x = whole(d[0], dtype, &p.x),
+                      .y = whole(d[1], dtype, &p.y),
+                      .add = whole(d[2], dtype, &p.y),
+                      .overflow = &overflow,
                       .weight = d[3],
                       .bias = d[4],
                       .gamma = d[5],
@@ -251,15 +312,19 @@ static PyObject *kernel_pass(PyObject *Py_UNUSED(module), PyObject *args) {
     return PyFloat_FromDouble(j.seconds);
 }
 
-/* kernel_needs(backend, threads, kind, shapes, (ksize, stride, up)) -> (scratch floats, y_stats floats) */
+/* kernel_needs(backend, threads, kind, shapes, (ksize, stride, up), dtype='float32', precision='highest')
+ * -> (scratch floats, y_stats floats) */
 static PyObject *kernel_needs(PyObject *Py_UNUSED(module), PyObject *args) {
     const char *backend, *kind;
     int threads, up;
-    vm_pass p = {0};
-    if (!PyArg_ParseTuple(args, "sis(nnnnnn)(iip)", &backend, &threads, &kind, &p.x.c, &p.x.h, &p.x.w, &p.y.c, &p.y.h,
-                          &p.y.w, &p.ksize, &p.stride, &up))
+    vm_pass p = {.x_scale = 1, .y_scale = 1};
+    vm_dtype dtype = VM_F32;
+    vm_precision precision = VM_HIGHEST;
+    if (!PyArg_ParseTuple(args, "sis(nnnnnn)(iip)|O&O&", &backend, &threads, &kind, &p.x.c, &p.x.h, &p.x.w, &p.y.c,
+                          &p.y.h, &p.y.w, &p.ksize, &p.stride, &up, vm_py_to_dtype, &dtype, vm_py_to_precision,
+                          &precision))
         return NULL;
-    const vm_backend *b = vm_py_backend(backend);
+    const vm_backend *b = vm_py_backend(backend, dtype, precision);
     if (!b) return NULL;
     p.kind = strcmp(kind, "conv") ? VM_PASS_ATTENTION : VM_PASS_CONV;
     p.up = up;
@@ -270,8 +335,9 @@ static PyObject *kernel_needs(PyObject *Py_UNUSED(module), PyObject *args) {
 }
 
 PyMethodDef vm_py_kernels[] = {
-    {"kernel_gemm", kernel_gemm, METH_VARARGS, "For tests: vm_cpu_ops.gemm."},
-    {"kernel_load", kernel_load, METH_VARARGS, "For tests: vm_cpu_ops.load."},
+    {"kernel_gemm", kernel_gemm, METH_VARARGS, "For tests: vm_products.gemm, of pairs where x and w are uint32."},
+    {"kernel_load", kernel_load, METH_VARARGS, "For tests: vm_cpu_ops.load, or load_pairs where y is uint16."},
+    {"kernel_store", kernel_store, METH_VARARGS, "For tests: vm_cpu_ops.store."},
     {"kernel_stats", kernel_stats, METH_VARARGS, "For tests: vm_cpu_ops.stats."},
     {"kernel_softmax", kernel_softmax, METH_VARARGS, "For tests: vm_cpu_ops.softmax."},
     {"kernel_rescale", kernel_rescale, METH_VARARGS, "For tests: vm_cpu_ops.rescale."},

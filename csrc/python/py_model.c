@@ -9,16 +9,20 @@ static int parse_parts(const char *text, unsigned *parts) {
 }
 
 static PyObject *model_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"arch", "parts", "backend", NULL};
+    static char *names[] = {"arch", "parts", "backend", "dtype", "precision", NULL};
     PyObject *capsule = Py_None;
     const vm_backend *backend = NULL;
     const char *parts_name = "all";
     unsigned parts;
     vm_arch arch;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&|sO", names, vm_py_to_arch, &arch, &parts_name, &capsule) ||
+    vm_dtype dtype = VM_F32;
+    vm_precision precision = VM_HIGHEST;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&|sOO&O&", names, vm_py_to_arch, &arch, &parts_name, &capsule,
+                                     vm_py_to_dtype, &dtype, vm_py_to_precision, &precision) ||
         parse_parts(parts_name, &parts))
         return NULL;
-    if (capsule != Py_None && !(backend = PyCapsule_GetPointer(capsule, vm_py_backend_name))) return NULL;
+    backend = capsule == Py_None ? vm_backends(dtype, precision)[0] : PyCapsule_GetPointer(capsule, vm_py_backend_name);
+    if (!backend) return NULL;
     Model *self = (Model *)type->tp_alloc(type, 0);
     if (!self) return NULL;
     self->backend = Py_NewRef(capsule);
@@ -55,6 +59,18 @@ static PyObject *model_parts(Model *self, void *Py_UNUSED(closure)) {
 
 static PyObject *model_reserved(Model *self, void *Py_UNUSED(closure)) {
     return PyLong_FromSize_t(vm_mem_usage(self->model->mem).reserved);
+}
+
+static PyObject *rounded_item(const void *tensors, size_t i) {
+    const vm_tensor *t = (const vm_tensor *)tensors + i;
+    return t->rounded ? PyUnicode_FromString(t->name) : NULL;
+}
+
+static PyObject *model_rounded(Model *self, PyObject *Py_UNUSED(ignored)) {
+    if (vm_py_acquire_to_read(&self->lock, "save")) return NULL;
+    PyObject *list = vm_py_list(self->model->tensors, rounded_item, self->model->tensor);
+    vm_py_release(&self->lock);
+    return list;
 }
 
 static PyObject *missing_item(const void *tensors, size_t i) {
@@ -136,10 +152,12 @@ static PyObject *model_trim(Model *self, PyObject *Py_UNUSED(ignored)) {
 
 static PyMethodDef methods[] = {
     {"missing", (PyCFunction)model_missing, METH_NOARGS, "missing()\n--\n\nNames of tensors that were never set."},
+    {"rounded", (PyCFunction)model_rounded, METH_NOARGS,
+     "rounded()\n--\n\nNames of tensors whose numbers had to be rounded to this model's dtype."},
     {"set_tensor", (PyCFunction)model_set_tensor, METH_VARARGS,
-     "set_tensor(name, array)\n--\n\nConverts to float32 and packs; array may be freed after."},
+     "set_tensor(name, array)\n--\n\nConverts to the model's dtype and packs; array may be freed after."},
     {"get_tensor", (PyCFunction)model_get_tensor, METH_O,
-     "get_tensor(name)\n--\n\nA float32 copy, bit for bit what was set."},
+     "get_tensor(name)\n--\n\nA float32 copy of what is kept: bit for bit what was set, where that was not rounded."},
     {"plan", VM_PY_KEYWORDS(vm_py_plan), METH_VARARGS | METH_KEYWORDS, vm_py_plan_doc},
     {"run", VM_PY_KEYWORDS(vm_py_run), METH_VARARGS | METH_KEYWORDS, vm_py_run_doc},
     {"run_at", VM_PY_KEYWORDS(vm_py_run_at), METH_VARARGS | METH_KEYWORDS, vm_py_run_at_doc},
@@ -153,13 +171,15 @@ static PyGetSetDef attributes[] = {
     {"reserved_bytes", (getter)model_reserved, NULL, "Bytes held from the system now.", NULL},
     {NULL, NULL, NULL, NULL, NULL}};
 
-static PyType_Slot type_slots[] = {
-    {Py_tp_doc, "Model(arch, parts='all')\n--\n\nAn AutoencoderKL with its packed weights."},
-    {Py_tp_new, (void *)model_new},
-    {Py_tp_dealloc, (void *)model_dealloc},
-    {Py_tp_methods, methods},
-    {Py_tp_getset, attributes},
-    {0, NULL}};
+static PyType_Slot type_slots[] = {{Py_tp_doc,
+                                    "Model(arch, parts='all', backend=None, dtype='float32', "
+                                    "precision='highest')\n--\n\nAn AutoencoderKL with its packed "
+                                    "weights. backend: a GPU's; dtype and precision are the CPU's."},
+                                   {Py_tp_new, (void *)model_new},
+                                   {Py_tp_dealloc, (void *)model_dealloc},
+                                   {Py_tp_methods, methods},
+                                   {Py_tp_getset, attributes},
+                                   {0, NULL}};
 
 PyType_Spec vm_py_model_type = {"vaemem._core.Model", sizeof(Model), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
                                 type_slots};

@@ -167,8 +167,8 @@ static PyObject *models(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored
 
 /* ---- backends ---- */
 
-const vm_backend *vm_py_backend(const char *name) {
-    for (const vm_backend *const *b = vm_backends(); *b; b++) {
+const vm_backend *vm_py_backend(const char *name, vm_dtype dtype, vm_precision precision) {
+    for (const vm_backend *const *b = vm_backends(dtype, precision); *b; b++) {
         if (name && *name && strcmp(name, (*b)->name)) continue;
         if ((*b)->usable()) return *b;
         if (name && *name) {
@@ -185,10 +185,26 @@ static PyObject *backend_item(const void *backends, size_t i) {
     return Py_BuildValue("(sN)", b->name, PyBool_FromLong(b->usable()));
 }
 
-static PyObject *backends(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored)) {
+int vm_py_to_precision(PyObject *name, void *out) {
+    static const char *const names[] = {"highest", "high", "medium"};
+    vm_precision *precision = out;
+    for (*precision = VM_HIGHEST; *precision <= VM_MEDIUM; (*precision)++)
+        if (PyUnicode_Check(name) && !PyUnicode_CompareWithASCIIString(name, names[*precision])) return 1;
+    PyErr_Format(PyExc_ValueError, "precision: want highest, high or medium, got %R", name);
+    return 0;
+}
+
+static PyObject *backends(PyObject *Py_UNUSED(module), PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"dtype", "precision", NULL};
+    vm_dtype dtype = VM_F32;
+    vm_precision precision = VM_HIGHEST;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|O&O&", names, vm_py_to_dtype, &dtype, vm_py_to_precision,
+                                     &precision))
+        return NULL;
+    const vm_backend *const *all = vm_backends(dtype, precision);
     size_t n = 0;
-    while (vm_backends()[n]) n++;
-    return vm_py_list(n, backend_item, vm_backends());
+    while (all[n]) n++;
+    return vm_py_list(n, backend_item, all);
 }
 
 static PyObject *disable(PyObject *Py_UNUSED(module), PyObject *names) {
@@ -206,7 +222,8 @@ static PyObject *fail_alloc_at(PyObject *Py_UNUSED(module), PyObject *nth) {
 
 static PyMethodDef functions[] = {
     {"models", models, METH_NOARGS, "models()\n--\n\nThe shipped architectures: {name: arch dict}."},
-    {"backends", backends, METH_NOARGS, "backends()\n--\n\n[(name, usable)], best first."},
+    {"backends", VM_PY_KEYWORDS(backends), METH_VARARGS | METH_KEYWORDS,
+     "backends(dtype='float32', precision='highest')\n--\n\n[(name, usable)] on the CPU for such numbers, best first."},
     {"disable", disable, METH_O, "disable(names)\n--\n\nBackends (comma-separated) that must not be used."},
     {"fail_alloc_at", fail_alloc_at, METH_O,
      "fail_alloc_at(n)\n--\n\nFor tests: the nth allocation of the core from now fails; 0 turns it off. Returns what "

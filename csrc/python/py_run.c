@@ -75,7 +75,9 @@ static int parse_request(Model *self, vm_request *r, const char *op, const char 
         PyErr_Format(PyExc_ValueError, "backend: this model lives on %s, got %s", m->backend->name, backend);
         return -1;
     }
-    return (r->backend = on_host(m) ? vm_py_backend(backend) : m->backend) ? 0 : -1;
+    return (r->backend = on_host(m) ? vm_py_backend(backend, m->backend->dtype, m->backend->precision) : m->backend)
+               ? 0
+               : -1;
 }
 
 /* Sizes that were parsed as signed. */

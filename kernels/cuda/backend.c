@@ -135,14 +135,15 @@ size_t vm_gpu_prepared(const vm_backend *b, const vm_pass *p, size_t at_once) {
 
 size_t vm_gpu_scratch(const vm_backend *b, const vm_pass *p, const vm_limits *limits) {
     if (p->kind != VM_PASS_CONV) return 0;
-    return own_tile(b->self, p).rows ? own_shape(p, b->element).scratch : shape_of(p, limits, b->element).scratch;
+    return own_tile(b->self, p).rows ? own_shape(p, vm_dtype_bytes(b->dtype)).scratch
+                                     : shape_of(p, limits, vm_dtype_bytes(b->dtype)).scratch;
 }
 
 size_t vm_gpu_parts(const vm_backend *b, const vm_pass *p, const vm_limits *limits) {
     const vm_conv_tile tile = own_tile(b->self, p);
     const vm_conv_args a = own_args(p);
     if (tile.rows) return vm_conv_parts(&a, tile);
-    const shape s = shape_of(p, limits, b->element);
+    const shape s = shape_of(p, limits, vm_dtype_bytes(b->dtype));
     size_t parts = 0;
     for (size_t row = 0; row < p->y.h; row += s.rows) parts += parts_of(p, stripe_rows(p, &s, row));
     return parts;
@@ -153,7 +154,7 @@ vm_status vm_gpu_workspace(const vm_backend *b, const vm_pass *p, const vm_limit
     *bytes = 0;
     if (p->kind != VM_PASS_CONV || own_tile(g, p).rows) return VM_OK;
     if (!g->convs) return vm_fail(VM_EDEVICE, "%s", g->no_cudnn);
-    const shape s = shape_of(p, limits, b->element);
+    const shape s = shape_of(p, limits, vm_dtype_bytes(b->dtype));
     const size_t last = p->y.h % s.rows;
     VM_ENTER(g);
     vm_status status = VM_OK;
@@ -252,7 +253,7 @@ static bool reads_x(const vm_pass *p, const vm_operands *at, const shape *s) {
 }
 
 static vm_status conv(vm_gpu *g, const vm_pass *p, const vm_operands *at, const vm_limits *limits) {
-    const shape s = shape_of(p, limits, g->backend.element);
+    const shape s = shape_of(p, limits, vm_dtype_bytes(g->dtype));
     float *scale = (float *)((char *)at->scratch + s.scale);
     const bool direct = reads_x(p, at, &s);
     vm_status status = p->norm ? merge(g, p, at, scale) : VM_OK;
@@ -260,7 +261,7 @@ static vm_status conv(vm_gpu *g, const vm_pass *p, const vm_operands *at, const 
         const size_t rows = stripe_rows(p, &s, row);
         const vm_conv_key key = key_of(g, p, limits, &s, rows);
         const char *in =
-            direct ? (char *)at->x.data + row * p->x.w * s.in_c * g->backend.element : (char *)at->scratch + s.in;
+            direct ? (char *)at->x.data + row * p->x.w * s.in_c * vm_dtype_bytes(g->dtype) : (char *)at->scratch + s.in;
         if (!direct) status = load(g, p, at, &s, row, rows, scale);
         char *raw = (char *)at->scratch + s.raw;
         if (!status && g->autotune && !g->outside && !vm_cudnn_convs_tuned(g->convs, &key))
@@ -273,7 +274,7 @@ static vm_status conv(vm_gpu *g, const vm_pass *p, const vm_operands *at, const 
 }
 
 static vm_status own_conv(vm_gpu *g, const vm_pass *p, const vm_operands *at, const vm_conv_tile *tile) {
-    const shape s = own_shape(p, g->backend.element);
+    const shape s = own_shape(p, vm_dtype_bytes(g->dtype));
     const bool rows = p->x_format == VM_ROWS, own_y = p->y_format == VM_ROWS;
     float *scale = (float *)((char *)at->scratch + s.scale);
     CUfunction kernel;

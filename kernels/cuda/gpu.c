@@ -171,7 +171,7 @@ vm_status vm_gpu_open(const vm_gpu_options *o, vm_gpu **out) {
     if (!s) s = retain_context(g, o->device);
     if (!s) s = fill(g, o);
     g->backend = (vm_backend){.name = g->name,
-                              .element = vm_gpu_element(o->dtype),
+                              .dtype = o->dtype,
                               .cut = vm_gpu_cut,
                               .prepared = vm_gpu_prepared,
                               .scratch = vm_gpu_scratch,

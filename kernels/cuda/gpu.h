@@ -131,7 +131,6 @@ size_t vm_gpu_weight_bytes(vm_dtype dtype, const vm_weight *w);
 /* out: vm_gpu_weight_bytes. data: in the file's layout and type. VM_EINVAL where a number is not finite, or not in the
  * GPU's type. */
 vm_status vm_gpu_pack_weight(vm_dtype dtype, const vm_weight *w, void *out, vm_dtype file_dtype, const void *data);
-size_t vm_gpu_element(vm_dtype dtype);
 /* Channels as tensors and weights have them on a GPU. */
 static inline size_t vm_padded(size_t c) { return VM_ROUND_UP(c, VM_BLOCK); }
 

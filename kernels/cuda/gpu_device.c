@@ -109,7 +109,9 @@ static size_t weight_bytes(const vm_backend *b, const vm_weight *w) {
     return vm_gpu_weight_bytes(((const vm_gpu *)b->self)->dtype, w);
 }
 
-static vm_status set_weight(const vm_backend *b, const vm_weight *w, void *to, vm_dtype dtype, const void *data) {
+static vm_status set_weight(const vm_backend *b, const vm_weight *w, void *to, vm_dtype dtype, const void *data,
+                            bool *rounded) {
+    *rounded = true; /* get_weight refuses */
     vm_gpu *g = b->self;
     VM_ENTER(g);
     const size_t bytes = vm_gpu_weight_bytes(g->dtype, w);

@@ -13,11 +13,9 @@
 
 #include "gpu.h"
 
-size_t vm_gpu_element(vm_dtype dtype) { return dtype == VM_F32 ? 4 : 2; }
-
 size_t vm_gpu_weight_bytes(vm_dtype dtype, const vm_weight *w) {
     if (w->vector) return vm_padded(w->out) * sizeof(float);
-    return vm_padded(w->out) * (w->up ? 16 : w->ksize * w->ksize) * vm_padded(w->in) * vm_gpu_element(dtype);
+    return vm_padded(w->out) * (w->up ? 16 : w->ksize * w->ksize) * vm_padded(w->in) * vm_dtype_bytes(dtype);
 }
 
 /* Round to nearest even; a number too large becomes infinite. */

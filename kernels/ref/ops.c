@@ -6,6 +6,17 @@
 
 enum { L = VM_BLOCK, PIXELS = 4 };
 
+static void finish(const vm_gemm *g, size_t o, size_t p, const float sum[L]) {
+    float *y = g->y + (ptrdiff_t)o * g->y_block + (ptrdiff_t)p * g->y_pixel;
+    const float *add = g->add ? g->add + (ptrdiff_t)o * g->add_block + (ptrdiff_t)p * g->add_pixel : NULL;
+    for (size_t l = 0; l < L; l++) {
+        float v = sum[l];
+        if (g->bias) v += g->bias[o * L + l];
+        if (add) v += add[l];
+        y[l] = v;
+    }
+}
+
 static void gemm_block(const vm_gemm *g, size_t o) {
     float sum[PIXELS][L] = {{0}};
     const float *w = g->w + (ptrdiff_t)o * g->w_block;
@@ -17,38 +28,75 @@ static void gemm_block(const vm_gemm *g, size_t o) {
                 for (size_t l = 0; l < L; l++) sum[p][l] += v * w[l];
             }
     }
-    for (size_t p = 0; p < g->pixels; p++) {
-        float *y = g->y + (ptrdiff_t)o * g->y_block + (ptrdiff_t)p * g->y_pixel;
-        const float *add = g->add ? g->add + (ptrdiff_t)o * g->add_block + (ptrdiff_t)p * g->add_pixel : NULL;
-        for (size_t l = 0; l < L; l++) {
-            float v = sum[p][l];
-            if (g->bias) v += g->bias[o * L + l];
-            if (add) v += add[l];
-            y[l] = v;
-        }
-    }
+    for (size_t p = 0; p < g->pixels; p++) finish(g, o, p, sum[p]);
 }
 
 static void gemm(const vm_gemm *g) {
     for (size_t o = 0; o < g->blocks; o++) gemm_block(g, o);
 }
 
-static void load(float *y, const float *x, size_t pixels, const float *scale, const float *shift, bool silu) {
-    for (size_t i = 0; i < pixels * L; i++) {
-        float v = scale ? x[i] * scale[i % L] + shift[i % L] : x[i];
-        y[i] = silu ? v / (1 + expf(-v)) : v;
+/* A product of bfloat16 is exact in float32, so this sums as fused multiply-adds do: the upper halves first, as vdpbf16ps. */
+static float add_products(float sum, uint32_t x, uint32_t w) {
+    sum += vm_float_of_bits(x & 0xffff0000) * vm_float_of_bits(w & 0xffff0000);
+    return sum + vm_float_of_bits(x << 16) * vm_float_of_bits(w << 16);
+}
+
+static void gemm_pairs(const vm_gemm *g) {
+    for (size_t o = 0; o < g->blocks; o++)
+        for (size_t p = 0; p < g->pixels; p++) {
+            float sum[L] = {0};
+            const float *w = g->w + (ptrdiff_t)o * g->w_block;
+            for (size_t b = 0; b < g->batches; b++)
+                for (size_t k = 0; k < g->depth; k++, w += L) {
+                    const float x = g->x[g->x_offset[b] + (ptrdiff_t)p * g->x_pixel + (ptrdiff_t)k * g->x_step];
+                    for (size_t l = 0; l < L; l++)
+                        sum[l] = add_products(sum[l], vm_bits_of_float(x), vm_bits_of_float(w[l]));
+                }
+            finish(g, o, p, sum);
+        }
+}
+
+static float element_at(const vm_source *from, size_t i) {
+    const float x = vm_element(from->dtype, from->x, i);
+    const float v = from->scale ? x * from->scale[i % L] + from->shift[i % L] : x;
+    return from->silu ? v / (1 + expf(-v)) : v;
+}
+
+static void load(float *y, const vm_source *from) {
+    for (size_t i = 0; i < from->pixels * L; i++) y[i] = element_at(from, i);
+}
+
+static void load_pairs(uint16_t *y, uint16_t *rest, const vm_source *from) {
+    for (size_t i = 0; i < from->pixels * L; i++) {
+        const float v = element_at(from, i);
+        const size_t at = i / L * 2 * L + i % L;
+        y[at] = vm_to_bfloat16(v);
+        if (rest) rest[at] = vm_to_bfloat16(v - vm_element(VM_BF16, y, at));
     }
 }
 
-static void stats(float *mean, float *m2, const float *x, size_t rows, size_t x_row, size_t pixels) {
+static bool store_rows(void *y, vm_dtype dtype, const float *x, size_t pixels, float factor, const void *add) {
+    bool finite = true;
+    for (size_t i = 0; i < pixels * L; i++) {
+        const float v = x[i] * factor + (add ? vm_element(dtype, add, i) : 0);
+        if (dtype == VM_F32)
+            ((float *)y)[i] = v;
+        else
+            ((uint16_t *)y)[i] = dtype == VM_BF16 ? vm_to_bfloat16(v) : vm_to_float16(v);
+        finite &= isfinite(vm_element(dtype, y, i)) != 0;
+    }
+    return finite;
+}
+
+static void stats(float *mean, float *m2, const void *x, vm_dtype dtype, size_t rows, size_t x_row, size_t pixels) {
     float n = (float)(rows * pixels);
     for (size_t l = 0; l < L; l++) mean[l] = m2[l] = 0;
     for (size_t r = 0; r < rows; r++)
-        for (size_t i = 0; i < pixels * L; i++) mean[i % L] += x[r * x_row + i];
+        for (size_t i = 0; i < pixels * L; i++) mean[i % L] += vm_element(dtype, x, r * x_row + i);
     for (size_t l = 0; l < L; l++) mean[l] /= n;
     for (size_t r = 0; r < rows; r++)
         for (size_t i = 0; i < pixels * L; i++) {
-            float d = x[r * x_row + i] - mean[i % L];
+            float d = vm_element(dtype, x, r * x_row + i) - mean[i % L];
             m2[i % L] += d * d;
         }
 }
@@ -176,12 +224,14 @@ static double burn(size_t rounds, float *sink) {
     return 2.0 * 8 * L * (double)rounds;
 }
 
-const vm_cpu_ops vm_cpu_ref = {PIXELS,
-                               gemm,
+const vm_cpu_ops vm_cpu_ref = {{PIXELS, VM_STEPS, gemm, burn},
                                load,
+                               load_pairs,
+                               store_rows,
                                stats,
                                softmax,
                                rescale,
                                {4, winograd_in, winograd_weights, winograd_out},
-                               {3, upsampled_in, upsampled_weights, upsampled_out},
-                               burn};
+                               {3, upsampled_in, upsampled_weights, upsampled_out}};
+
+const vm_products vm_pairs_ref = {PIXELS, VM_STEPS, gemm_pairs, burn};

@@ -10,6 +10,8 @@
 
 typedef float vf __attribute__((vector_size(4 * VM_LANES), aligned(4), may_alias));
 typedef int32_t vi __attribute__((vector_size(4 * VM_LANES)));
+typedef uint32_t vu __attribute__((vector_size(4 * VM_LANES)));
+typedef uint16_t vh __attribute__((vector_size(2 * VM_LANES), aligned(2), may_alias));
 
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
@@ -19,6 +21,55 @@ INLINE vf splat(float v) { return v - (vf){0}; }
 INLINE vf at(const float *p) { return *(const vf *)p; }
 INLINE void put(float *p, vf v) { *(vf *)p = v; }
 INLINE vf pick(vi mask, vf yes, vf no) { return (vf)(((vi)yes & mask) | ((vi)no & ~mask)); }
+INLINE vu pick_bits(vi mask, vu yes, vu no) { return (yes & (vu)mask) | (no & ~(vu)mask); }
+
+/* ---- rows of any type ---- */
+
+/* VM_LANES numbers from element i on. */
+INLINE vf widened(vm_dtype dtype, const void *x, size_t i) {
+    if (dtype == VM_F32) return at((const float *)x + i);
+    const vu half = __builtin_convertvector(*(const vh *)((const uint16_t *)x + i), vu);
+    if (dtype == VM_BF16) return (vf)(half << 16);
+    /* an exponent that is 112 too small is put right exactly, of subnormals too */
+    const vu size = half & 0x7fff, high = (vu)((vf)(size << 13) * splat(0x1p112f));
+    return (vf)(pick_bits((vi)(size >= 0x7c00), size << 13 | 0x7f800000, high) | (half & 0x8000) << 16);
+}
+
+/* Rounds to the nearest, to even of two; NaN stays NaN, and what is too large becomes Inf. Not 0 where a result is not
+ * finite. */
+INLINE vi narrow(vm_dtype dtype, void *y, size_t i, vf x) {
+    const vu bits = (vu)x, size = bits & 0x7fffffff;
+    vu half;
+    if (dtype == VM_F32) {
+        put((float *)y + i, x);
+        return (vi)(size >= 0x7f800000);
+    }
+    if (dtype == VM_BF16) {
+        half = pick_bits((vi)(size > 0x7f800000), bits | 0x400000, bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+        *(vh *)((uint16_t *)y + i) = __builtin_convertvector(half, vh);
+        return (vi)((half & 0x7f80) == 0x7f80);
+    }
+    /* 0.5 has the step of float16's subnormals in its last place, so a sum with it rounds as they do */
+    half = (size - 0x38000000 + 0xfff + (size >> 13 & 1)) >> 13;
+    half = pick_bits((vi)(size < 0x38800000), (vu)((vf)size + splat(0.5f)) - 0x3f000000, half);
+    half = pick_bits((vi)(size >= 0x47800000),
+                     pick_bits((vi)(size > 0x7f800000), half - half + 0x7e00, half - half + 0x7c00), half);
+    *(vh *)((uint16_t *)y + i) = __builtin_convertvector(half | (bits >> 16 & 0x8000), vh);
+    return (vi)(half >= 0x7c00);
+}
+
+/* A call whose first argument is a constant in each of three. */
+#define VM_FOR_DTYPE(DTYPE, CALL, ...)     \
+    switch (DTYPE) {                       \
+    case VM_F32:                           \
+        return CALL(VM_F32, __VA_ARGS__);  \
+    case VM_F16:                           \
+        return CALL(VM_F16, __VA_ARGS__);  \
+    default:                               \
+        return CALL(VM_BF16, __VA_ARGS__); \
+    }
+
+/* ---- exp ---- */
 
 /* e^x, about 1 ulp where the result is normal; below -87.3 the smallest normal, above 88.3 e^88.3;
  * NaN stays NaN. Reduction by ln 2 in two parts; the polynomial is Cephes expf's. */
@@ -93,37 +144,75 @@ static void gemm(const vm_gemm *g) {
 
 /* ---- the rest: a lane is a channel (or, in softmax, a query), so nothing is ever reduced across lanes ---- */
 
-static void load(float *y, const float *x, size_t pixels, const float *scale, const float *shift, bool silu) {
-    if (!scale && !silu) {
-        memcpy(y, x, pixels * VM_BLOCK * sizeof *y);
-        return;
-    }
-    for (int l = 0; l < VM_BLOCK; l += VM_LANES) {
-        const vf a = scale ? at(scale + l) : splat(1), b = scale ? at(shift + l) : splat(0);
-        if (silu)
-            for (size_t p = 0; p < pixels; p++) {
-                vf v = at(x + p * VM_BLOCK + l) * a + b;
-                put(y + p * VM_BLOCK + l, v / (splat(1) + vexp(-v)));
-            }
-        else
-            for (size_t p = 0; p < pixels; p++) put(y + p * VM_BLOCK + l, at(x + p * VM_BLOCK + l) * a + b);
+INLINE void load_as(vm_dtype dtype, float *y, const vm_source *from) {
+    for (size_t l = 0; l < VM_BLOCK; l += VM_LANES) {
+        const vf a = from->scale ? at(from->scale + l) : splat(1), b = from->scale ? at(from->shift + l) : splat(0);
+        for (size_t i = l; i < from->pixels * VM_BLOCK; i += VM_BLOCK) {
+            vf x = widened(dtype, from->x, i) * a + b;
+            if (from->silu) x = x / (splat(1) + vexp(-x));
+            put(y + i, x);
+        }
     }
 }
 
-static void stats(float *mean, float *m2, const float *x, size_t rows, size_t x_row, size_t pixels) {
-    for (int l = 0; l < VM_BLOCK; l += VM_LANES) {
+static void load(float *y, const vm_source *from) {
+    const bool copied = !from->scale && !from->silu && from->dtype == VM_F32;
+    if (copied) {
+        memcpy(y, from->x, from->pixels * VM_BLOCK * sizeof *y);
+        return;
+    }
+    VM_FOR_DTYPE(from->dtype, load_as, y, from)
+}
+
+INLINE void load_pairs_as(vm_dtype dtype, uint16_t *y, uint16_t *rest, const vm_source *from) {
+    for (size_t l = 0; l < VM_BLOCK; l += VM_LANES) {
+        const vf a = from->scale ? at(from->scale + l) : splat(1), b = from->scale ? at(from->shift + l) : splat(0);
+        for (size_t p = 0; p < from->pixels; p++) {
+            vf x = widened(dtype, from->x, p * VM_BLOCK + l) * a + b;
+            if (from->silu) x = x / (splat(1) + vexp(-x));
+            narrow(VM_BF16, y, 2 * p * VM_BLOCK + l, x);
+            if (rest) narrow(VM_BF16, rest, 2 * p * VM_BLOCK + l, x - widened(VM_BF16, y, 2 * p * VM_BLOCK + l));
+        }
+    }
+}
+
+static void load_pairs(uint16_t *y, uint16_t *rest,
+                       const vm_source *from){VM_FOR_DTYPE(from -> dtype, load_pairs_as, y, rest, from)}
+
+INLINE bool store_as(vm_dtype dtype, void *y, const float *x, size_t pixels, float factor, const void *add) {
+    const vf f = splat(factor);
+    vi bad = {0};
+    for (size_t i = 0; i < pixels * VM_BLOCK; i += VM_LANES) {
+        vf v = at(x + i) * f;
+        if (add) v += widened(dtype, add, i);
+        bad |= narrow(dtype, y, i, v);
+    }
+    int32_t any = 0;
+    for (int l = 0; l < VM_LANES; l++) any |= bad[l];
+    return !any;
+}
+
+static bool store_rows(void *y, vm_dtype dtype, const float *x, size_t pixels, float factor,
+                       const void *add){VM_FOR_DTYPE(dtype, store_as, y, x, pixels, factor, add)}
+
+INLINE void stats_as(vm_dtype dtype, float *mean, float *m2, const void *x, size_t rows, size_t x_row, size_t pixels) {
+    for (size_t l = 0; l < VM_BLOCK; l += VM_LANES) {
         vf sum = {0}, dev = {0};
         for (size_t r = 0; r < rows; r++)
-            for (size_t p = 0; p < pixels; p++) sum += at(x + r * x_row + p * VM_BLOCK + l);
+            for (size_t p = 0; p < pixels; p++) sum += widened(dtype, x, r * x_row + p * VM_BLOCK + l);
         const vf m = sum / splat((float)(rows * pixels));
         for (size_t r = 0; r < rows; r++)
             for (size_t p = 0; p < pixels; p++) {
-                vf d = at(x + r * x_row + p * VM_BLOCK + l) - m;
+                vf d = widened(dtype, x, r * x_row + p * VM_BLOCK + l) - m;
                 dev += d * d;
             }
         put(mean + l, m);
         put(m2 + l, dev);
     }
+}
+
+static void stats(float *mean, float *m2, const void *x, vm_dtype dtype, size_t rows, size_t x_row, size_t pixels) {
+    VM_FOR_DTYPE(dtype, stats_as, mean, m2, x, rows, x_row, pixels)
 }
 
 static void softmax(float *s, size_t keys, float scale, float *top, float *sum, float *keep) {
@@ -275,12 +364,12 @@ static double burn(size_t rounds, float *sink) {
     return 2.0 * 12 * VM_LANES * (double)rounds;
 }
 
-const vm_cpu_ops VM_OPS = {VM_PIXELS,
-                           gemm,
+const vm_cpu_ops VM_OPS = {{VM_PIXELS, VM_STEPS, gemm, burn},
                            load,
+                           load_pairs,
+                           store_rows,
                            stats,
                            softmax,
                            rescale,
                            {4, winograd_in, winograd_weights, winograd_out},
-                           {3, upsampled_in, upsampled_weights, upsampled_out},
-                           burn};
+                           {3, upsampled_in, upsampled_weights, upsampled_out}};

@@ -123,10 +123,12 @@ static const vm_arch arch = {.name = "small",
                              .scaling_known = true,
                              .scaling_factor = 1};
 
+static const vm_backend *backend(void) { return vm_backends(VM_F32, VM_HIGHEST)[0]; }
+
 static vm_model *new_model(void) {
     static float data[32 * 1024];
     vm_model *m;
-    CHECK(!vm_model_new(&arch, VM_DECODER, NULL, &m));
+    CHECK(!vm_model_new(&arch, VM_DECODER, backend(), &m));
     for (size_t i = 0; i < m->tensors; i++) {
         const vm_weight *w = &m->tensor[i].weight;
         CHECK(w->out * w->in * w->ksize * w->ksize <= sizeof data / sizeof *data);
@@ -136,9 +138,8 @@ static vm_model *new_model(void) {
 }
 
 static vm_request request(void) {
-    const vm_backend *ref = vm_backends()[0];
     return (vm_request){.op = VM_DECODE,
-                        .backend = ref,
+                        .backend = backend(),
                         .limits = {.threads = 2},
                         .height = SIDE,
                         .width = SIDE,

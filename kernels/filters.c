@@ -1,0 +1,80 @@
+/* Weights: from a file's layout to the packed one, which is the same for every instruction set, and from that to rows of
+ * what is multiplied.
+ *
+ *   float32    [out/16][in/16][taps][min(16, in)][16 out]
+ *   halves     [out/16][in/32][taps][min(16, in/2)][16 out][2 in]    two input channels side by side
+ *   vector     [c/16][16], float32
+ *
+ * Zero where out or in end. Tensors lie end to end, so the three projections of an attention are one convolution with
+ * three times the channels. */
+#include <string.h>
+
+#include "cpu.h"
+
+/* How a filter is packed: steps of one or two input channels, up to 16 of them in a block. */
+typedef struct layout {
+    size_t each, depth, blocks; /* channels in a step, steps in a block, blocks */
+} layout;
+
+static layout layout_of(vm_dtype dtype, size_t in) {
+    const size_t each = dtype == VM_F32 ? 1 : 2, steps = (in + each - 1) / each;
+    return (layout){each, VM_MIN(steps, VM_BLOCK), VM_BLOCKS(steps)};
+}
+
+/* Where the numbers of 16 output channels begin; they lie l->each apart. */
+static size_t packed_at(const layout *l, size_t taps, size_t block, size_t i, size_t tap) {
+    const size_t step = i / l->each, at = (block * l->blocks + step / VM_BLOCK) * taps + tap;
+    return (at * l->depth + step % VM_BLOCK) * VM_BLOCK * l->each + i % l->each;
+}
+
+static vm_dtype packed_dtype(vm_dtype dtype, const vm_weight *w) { return w->vector ? VM_F32 : dtype; }
+
+size_t vm_packed_bytes(vm_dtype dtype, const vm_weight *w) {
+    dtype = packed_dtype(dtype, w);
+    const layout l = layout_of(dtype, w->in);
+    return VM_PRODUCT(VM_BLOCKS(w->out) * VM_BLOCK, l.blocks, w->ksize, w->ksize, l.depth, l.each,
+                      vm_dtype_bytes(dtype));
+}
+
+static float put(vm_dtype dtype, void *to, size_t at, float value) {
+    if (dtype == VM_F32)
+        ((float *)to)[at] = value;
+    else
+        ((uint16_t *)to)[at] = dtype == VM_BF16 ? vm_to_bfloat16(value) : vm_to_float16(value);
+    return vm_element(dtype, to, at);
+}
+
+bool vm_pack(vm_dtype dtype, const vm_weight *w, void *to, vm_dtype from, const void *data) {
+    dtype = packed_dtype(dtype, w);
+    const layout l = layout_of(dtype, w->in);
+    const size_t taps = w->ksize * w->ksize;
+    bool exact = true;
+    size_t n = 0;
+    for (size_t o = 0; o < w->out; o++)
+        for (size_t i = 0; i < w->in; i++)
+            for (size_t tap = 0; tap < taps; tap++) {
+                const float value = vm_element(from, data, n++);
+                const size_t at = packed_at(&l, taps, o / VM_BLOCK, i, tap) + o % VM_BLOCK * l.each;
+                const float kept = put(dtype, to, at, value);
+                exact &= kept == value || (kept != kept && value != value);
+            }
+    return exact;
+}
+
+void vm_unpack(vm_dtype dtype, const vm_weight *w, const void *from, float *data) {
+    dtype = packed_dtype(dtype, w);
+    const layout l = layout_of(dtype, w->in);
+    const size_t taps = w->ksize * w->ksize;
+    for (size_t o = 0; o < w->out; o++)
+        for (size_t i = 0; i < w->in; i++)
+            for (size_t tap = 0; tap < taps; tap++)
+                *data++ = vm_element(dtype, from, packed_at(&l, taps, o / VM_BLOCK, i, tap) + o % VM_BLOCK * l.each);
+}
+
+void vm_filter_row(float row[VM_BLOCK], const vm_filter *f, size_t block, size_t i, size_t tap) {
+    const layout l = layout_of(f->dtype, f->in);
+    memset(row, 0, VM_BLOCK * sizeof *row);
+    if (i >= f->in) return;
+    const size_t at = packed_at(&l, f->taps, block, i, tap);
+    for (size_t o = 0; o < VM_BLOCK; o++) row[o] = vm_element(f->dtype, f->weight, at + o * l.each);
+}
