@@ -186,10 +186,9 @@ static PyObject *backend_item(const void *backends, size_t i) {
 }
 
 int vm_py_to_precision(PyObject *name, void *out) {
-    static const char *const names[] = {"highest", "high", "medium"};
     vm_precision *precision = out;
     for (*precision = VM_HIGHEST; *precision <= VM_MEDIUM; (*precision)++)
-        if (PyUnicode_Check(name) && !PyUnicode_CompareWithASCIIString(name, names[*precision])) return 1;
+        if (PyUnicode_Check(name) && !PyUnicode_CompareWithASCIIString(name, vm_precision_name(*precision))) return 1;
     PyErr_Format(PyExc_ValueError, "precision: want highest, high or medium, got %R", name);
     return 0;
 }

@@ -41,10 +41,7 @@ def open_device(
     if number is not None:
         gpu = Device(number, dtype, precision, bool(autotune), convolution)
         return gpu, {"backend": gpu.backend.capsule}
-    for argument, only, given in (("dtype", "float32", dtype), ("precision", "highest", precision)):
-        if given != only:
-            raise ValueError(f"{argument}: want {only} on the cpu, got {given!r}")
-    return None, {}
+    return None, {"dtype": dtype, "precision": precision}
 
 
 def default_threads() -> int:

@@ -6,6 +6,7 @@ import os
 import warnings
 
 from vaemem import _core
+from vaemem._common import DTYPES, PRECISIONS, distinct
 
 __all__ = ["read_disabled", "warn_of_change"]
 
@@ -17,7 +18,8 @@ def read_disabled() -> None:
     """Takes the sets away that are named. Of names that mean nothing here whoever imports vaemem is warned."""
     global _read
     _read = os.environ.get(VARIABLE, "")
-    known = [name for name, _ in _core.backends() if name != "ref"]
+    lists = [_core.backends(dtype, precision) for dtype in DTYPES for precision in PRECISIONS]
+    known = distinct(name for names in lists for name, _ in names if name != "ref")
     for name in filter(None, _read.split(",")):
         if name not in known:
             what = f"want names of {', '.join(known)}, separated by commas" if known else "there is nothing to disable"

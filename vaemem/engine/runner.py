@@ -38,8 +38,8 @@ class Runner:
 
     def __init__(self, core: _core.Model, device: Device | None) -> None:
         self.core, self.device, self.arch, self.factor = core, device, core.arch, latent_factor(core.arch)
-        self.dtype = device.dtype if device else "float32"
-        self.precision = device.precision if device else "highest"
+        self.dtype = core.dtype
+        self.precision = device.precision if device else core.precision
         self._scale = 1.0  # power of two by which activations are kept multiplied, against float16's overflow
         self._weights_bytes, self._arena_bytes = core.reserved_bytes, 0
 

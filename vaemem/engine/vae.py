@@ -55,6 +55,9 @@ class VAE(Model):
         The architecture, with diffusers' names.
     device, dtype, precision : str
         Where it lives, the type of its numbers, and how its products are computed, as `load` takes them.
+    rounded : tuple of str
+        Names of the weights that `dtype` could not give exactly and that were rounded, by diffusers' names; without any
+        the VAE is what its file says, and `copy`, `save` and `state_dict` work. Of a VAE on the CPU.
     threads : int
         Used by runs on the CPU; from VAEMEM_THREADS, else the processors this process may use. The result does not
         depend on it.
@@ -427,7 +430,7 @@ def backends(dtype: str = "float32", precision: str = "highest") -> list[dict[st
     warn_of_change(stacklevel=2)
     check_numbers(dtype, precision)
     rows: list[dict[str, Any]] = []
-    for name, usable in _core.backends():
+    for name, usable in _core.backends(dtype, precision):
         chosen = usable and not any(row["chosen"] for row in rows)
         why = "" if usable else "this processor or its system lacks it, or it was named in VAEMEM_DISABLE at the import"
         rows.append({"name": name, "device": "cpu", "usable": usable, "chosen": chosen, "why": why})
