@@ -6,6 +6,7 @@ Everything else about the package stands in pyproject.toml. Environment:
   VAEMEM_SANITIZE=1  AddressSanitizer and UndefinedBehaviorSanitizer
   VAEMEM_CUDA=1      nvcc that is missing is an error; 0: vaemem._cuda is not built
   VAEMEM_CUDA_ARCHS  the GPUs that get machine code, such as "80 90", instead of all
+  VAEMEM_EMULATE_AMX=tests/emulator  the folder of an emulator that AMX's products run on, slowly, with AVX2 alone (tests)
   CUDA_HOME          the toolkit, where nvcc is not on the path
 """
 
@@ -21,26 +22,34 @@ import numpy
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-X86 = platform.machine().lower() in ("x86_64", "amd64")
+# The instruction sets of this machine, and the macro that tells the sources of them.
+X86 = (["sse", "avx2", "avx512", "avx512bf16", "amx"], "VM_HAVE_X86")
+NEON = (["neon"], "VM_HAVE_NEON")
+MACHINES = {"x86_64": X86, "amd64": X86, "aarch64": NEON, "arm64": NEON}
+SETS, HAVE_SETS = MACHINES.get(platform.machine().lower(), ([], None))
 # -ffp-contract: a*b + c may be one rounding where the instruction set has it; every kernel's tolerance allows for it.
 COMMON = ["-std=gnu11", "-O3", "-Wall", "-Wextra", "-Wno-missing-field-initializers", "-fvisibility=hidden"]
 KERNELS = [*COMMON, "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
+AVX512 = [*(f"-mavx512{x}" for x in ("f", "vl", "bw", "dq")), "-mfma", "-mprefer-vector-width=512"]
+EMULATOR = os.environ.get("VAEMEM_EMULATE_AMX", "")
+AMX = ["-mavx2", "-mfma", "-iquote", EMULATOR] if EMULATOR else [*AVX512, "-mamx-tile", "-mamx-bf16"]
 FLAGS = {
     "csrc": COMMON,
     "kernels": KERNELS,
     "kernels/cuda": COMMON,
     "kernels/cudnn": COMMON,
     "kernels/ref": KERNELS,
+    # Without these GCC 12 keeps some of gemm's sums in memory (neon), or copies all of them in every step (sse, which
+    # then has 0.85 of the speed). clang has no such flags, and is told not to warn of them.
+    "kernels/neon": [*KERNELS, "-fno-schedule-insns", "-Wno-ignored-optimization-argument"],
+    "kernels/sse": [*KERNELS, "-fno-tree-ter", "-Wno-ignored-optimization-argument"],
     "kernels/avx2": [*KERNELS, "-mavx2", "-mfma"],
-    "kernels/avx512": [
-        *KERNELS,
-        *(f"-mavx512{x}" for x in ("f", "vl", "bw", "dq")),
-        "-mfma",
-        "-mprefer-vector-width=512",
-    ],
+    "kernels/avx512": [*KERNELS, *AVX512],
+    "kernels/avx512bf16": [*KERNELS, *AVX512, "-mavx512bf16"],
+    "kernels/amx": [*KERNELS, *AMX],
 }
 FOLDERS = ["csrc", "csrc/predict", "csrc/python", "kernels", "kernels/cudnn", "kernels/ref"]
-FOLDERS += ["kernels/avx2", "kernels/avx512"] if X86 else []
+FOLDERS += [f"kernels/{name}" for name in SETS]
 
 # The GPUs that get machine code, as far as this nvcc knows them; later ones compile PTX when they load it.
 CUDA_ARCHS = (os.environ.get("VAEMEM_CUDA_ARCHS") or "75 80 86 89 90 100 120").split()
@@ -150,7 +159,7 @@ extensions = [
         "vaemem._core",
         sorted(core),
         include_dirs=[numpy.get_include()],
-        define_macros=[("VM_HAVE_X86", "1")] if X86 else [],
+        define_macros=[(name, "1") for name in (HAVE_SETS, EMULATOR and "VM_EMULATE_AMX") if name],
         depends=headers,
         libraries=["m", "pthread", "dl"],
         extra_link_args=sanitize,

@@ -5,7 +5,7 @@
 Every contestant is a process of its own (their environments differ) that loads, warms up with one run, and then
 waits; each round asks them one after another, so that what the machine does meanwhile falls on all. Medians.
 Peers: diffusers' AutoencoderKL in PyTorch, float32, channels_last, with the default malloc, with a malloc told to keep
-its memory and use huge pages, and held to AVX2. The plain C path is asked once.
+its memory and use huge pages, and held to AVX2. SSE and plain C are asked once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ CONTESTANTS = {  # name: (who, environment, asked every round)
     "torch, tuned malloc": ("torch", TUNED, True),
     "vaemem, AVX2": ("ours", {"VAEMEM_DISABLE": "avx512"}, True),
     "torch, AVX2": ("torch", AVX2_PEER, True),
-    "vaemem, plain C": ("ours", {"VAEMEM_DISABLE": "avx512,avx2"}, False),
+    "vaemem, SSE": ("ours", {"VAEMEM_DISABLE": "avx512,avx2"}, False),
+    "vaemem, plain C": ("ours", {"VAEMEM_DISABLE": "avx512,avx2,sse"}, False),
 }
 
 

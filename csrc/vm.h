@@ -150,7 +150,7 @@ typedef struct vm_model {
 } vm_model;
 
 /* backend: on whose device and in whose numbers, borrowed until the model and its outputs are gone. On the host any one of
- * vm_backends(dtype, precision) stands for all. */
+ * vm_backend_at(dtype, precision, i) stands for all. */
 vm_status vm_model_new(const vm_arch *arch, unsigned parts, const vm_backend *backend, vm_model **out);
 void vm_model_free(vm_model *model);
 /* Gives the arena back to the system. */

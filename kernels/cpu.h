@@ -86,7 +86,14 @@ typedef struct vm_cpu_ops {
 extern const vm_cpu_ops vm_cpu_ref;
 extern const vm_products vm_pairs_ref;
 #ifdef VM_HAVE_X86
-extern const vm_cpu_ops vm_cpu_avx2, vm_cpu_avx512;
+extern const vm_cpu_ops vm_cpu_sse, vm_cpu_avx2, vm_cpu_avx512;
+extern const vm_products vm_pairs_avx512bf16, vm_pairs_amx;
+/* amx.c: whether this processor has AMX, and whether it, the system and the kernel let its tiles be used. */
+bool vm_amx_present(void);
+bool vm_amx_permitted(void);
+#endif
+#ifdef VM_HAVE_NEON
+extern const vm_cpu_ops vm_cpu_neon;
 #endif
 
 /* A backend's `self`: how its numbers are kept and multiplied. */

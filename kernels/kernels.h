@@ -309,8 +309,8 @@ extern const vm_device vm_host;
 /* A partial sum: pixel count, then mean and sum of squared deviations of each channel. */
 static inline VM_ANYWHERE size_t vm_stats_floats(size_t c) { return VM_BLOCK + 2 * VM_BLOCKS(c) * VM_BLOCK; }
 
-/* cpu.c: every backend of this build for such numbers, best first, NULL-terminated. All keep a model's weights alike. */
-const vm_backend *const *vm_backends(vm_dtype dtype, vm_precision precision);
+/* cpu.c: the backends of this build for such numbers, best first; NULL beyond the last. All keep a model's weights alike. */
+const vm_backend *vm_backend_at(vm_dtype dtype, vm_precision precision, size_t i);
 /* Comma-separated names that must not be used (VAEMEM_DISABLE); unknown names are ignored (vaemem/__init__.py warns of them). */
 void vm_cpu_disable(const char *names);
 

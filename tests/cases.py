@@ -10,18 +10,50 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from engine import from_rows, pack, pad16, to_rows, up16
 
 from vaemem import _core
 
 EPS = 2.0**-24
+# How models keep numbers on a CPU: dtype and precision. Half a step of what is kept, and of factors that are made one
+# bfloat16 or two, relative to a number just above a power of two.
+NUMBERS = [
+    ("float32", "highest"),
+    ("float32", "high"),
+    ("float32", "medium"),
+    ("float16", "highest"),
+    ("bfloat16", "highest"),
+]
+STEP = {"float32": EPS, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+FACTOR = {0: 0.0, 1: 2.0**-8, 3: 2.0**-16}
+
+
+def pairs_of(backend: str, dtype: str, precision: str) -> int:
+    """Products of bfloat16 that make one of numbers there; 0: floats are multiplied."""
+    if backend not in ("ref", "amx", "avx512bf16") or (dtype, precision) == ("float32", "highest"):
+        return 0
+    return 3 if precision == "high" or dtype == "float16" else 1
+
+
+def as_kept(x: np.ndarray, dtype: str) -> np.ndarray:
+    """Rounded to dtype, as the core's kernels take it: bfloat16 as uint16."""
+    if dtype == "bfloat16":
+        return x.astype(ml_dtypes.bfloat16).view(np.uint16)
+    return x.astype(dtype)
+
+
+def as_float(x: np.ndarray) -> np.ndarray:
+    return (x.view(ml_dtypes.bfloat16) if x.dtype == np.uint16 else x).astype(np.float32)
+
+
 GUARD = 32  # floats on either side of every output that must keep their value
 
 
-def guarded(n: int) -> tuple[np.ndarray, Callable[[], None]]:
-    """An output of n floats between guards, and a check that the guards were kept."""
-    whole = np.full(n + 2 * GUARD, 12345.0, np.float32)
+def guarded(n: int, dtype: type = np.float32) -> tuple[np.ndarray, Callable[[], None]]:
+    """An output of n numbers between guards, and a check that the guards were kept."""
+    whole = np.full(n + 2 * GUARD, 12345, dtype)
 
     def check() -> None:
         assert (whole[:GUARD] == 12345).all() and (whole[-GUARD:] == 12345).all()
@@ -161,27 +193,43 @@ def conv64(x: np.ndarray, weight: np.ndarray, bias: np.ndarray, stride: int, up:
 class ConvRun:
     """A case with operands, on a backend of the core; `sample`: only every so many channels are compared."""
 
-    def __init__(self, case: Conv, backend: str, threads: int, sample: int = 1):
+    def __init__(
+        self,
+        case: Conv,
+        backend: str,
+        threads: int,
+        sample: int = 1,
+        dtype: str = "float32",
+        precision: str = "highest",
+    ):
         r = np.random.default_rng(case.in_c + case.out_c)
-        self.case, self.sample = case, sample
-        self.x = (r.standard_normal((case.in_c, case.h, case.w)) * 2 + 1).astype(np.float32)
+        self.case, self.sample, self.dtype, self.pairs = case, sample, dtype, pairs_of(backend, dtype, precision)
+
+        def kept(x: np.ndarray) -> np.ndarray:
+            return as_float(as_kept(x.astype(np.float32), dtype))
+
+        self.x = kept(r.standard_normal((case.in_c, case.h, case.w)) * 2 + 1)
         scale = np.sqrt(case.in_c * case.k**2)
-        self.weight = (r.standard_normal((case.out_c, case.in_c, case.k, case.k)) / scale).astype(np.float32)
+        self.weight = kept(r.standard_normal((case.out_c, case.in_c, case.k, case.k)) / scale)
         self.bias = r.standard_normal(case.out_c).astype(np.float32)
         self.gamma, self.beta = r.standard_normal((2, case.in_c)).astype(np.float32)
-        self.add = r.standard_normal(case.y).astype(np.float32) if case.add else None
+        self.add = kept(r.standard_normal(case.y)) if case.add else None
         shapes = (case.in_c, case.h, case.w, *case.y)
-        scratch, sums = _core.kernel_needs(backend, threads, "conv", shapes, (case.k, case.stride, case.up))
-        kept = [guarded(n) for n in (up16(case.out_c) * case.y[1] * case.y[2], sums, scratch)]
-        (self.y, self.stats, own), self.kept = zip(*kept, strict=True)
+        scratch, sums = _core.kernel_needs(
+            backend, threads, "conv", shapes, (case.k, case.stride, case.up), dtype, precision
+        )
+        rows = as_kept(np.zeros(0), dtype).dtype.type
+        outputs = guarded(up16(case.out_c) * case.y[1] * case.y[2], rows), guarded(sums), guarded(scratch)
+        (self.y, self.stats, own), self.kept = zip(*outputs, strict=True)
         own[:] = np.nan  # scratch holds nothing
-        self.add_rows = None if self.add is None else to_rows(self.add)
+        self.add_rows = None if self.add is None else as_kept(to_rows(self.add), dtype)
         residual = self.y if case.add == "in place" else self.add_rows
         norm = case.groups > 0
         self.call = (
             backend, threads, "conv", shapes, (case.k, case.stride, case.up, norm, case.groups, 1e-6),
-            (to_rows(self.x), self.y, residual, pack(self.weight), pad16(self.bias), pad16(self.gamma),
-             pad16(self.beta), self.left_by_the_producer() if norm else None, self.stats, own),
+            (as_kept(to_rows(self.x), dtype), self.y, residual, pack(self.weight, dtype), pad16(self.bias),
+             pad16(self.gamma), pad16(self.beta), self.left_by_the_producer() if norm else None, self.stats, own),
+            dtype, precision,
         )  # fmt: skip
 
     def left_by_the_producer(self) -> np.ndarray:
@@ -214,15 +262,22 @@ class ConvRun:
         for kept in self.kept:
             kept()
         case, some = self.case, slice(None, None, self.sample)
-        got = from_rows(self.y, *case.y)
+        y = as_float(self.y)
+        got = from_rows(y, *case.y)
         loaded, weight, bias = self.loaded(), self.weight[some], self.bias[some]
         add = 0 if self.add is None else self.add[some].astype(np.float64)
         want = conv64(loaded, weight, bias, case.stride, case.up) + add
         # sums of runs of 128 or so products; the loaded value itself carries a few eps from normalise and SiLU;
         # Winograd's sums and differences of up to 16 inputs and outputs add some more
         size = conv64(np.abs(loaded), np.abs(weight), np.abs(bias), case.stride, case.up) + np.abs(add)
-        assert (np.abs(got[some] - want) <= 40 * EPS * size + 1e-6).all()
-        lanes = self.y.reshape(case.y[1], -1, case.y[2], 16).transpose(1, 3, 0, 2).reshape(-1, *case.y[1:])
+        # A factor that is rounded to bfloat16 is off by up to half a step, independently of the others: by about 0.3 of that
+        # in root mean square, two factors by 0.4, and a sum by as much of the root of its squared terms. Seven times
+        # that is out of reach, and less than one term that is missing.
+        spread = np.sqrt(conv64(loaded**2, weight.astype(np.float64) ** 2, 0 * bias, case.stride, case.up))
+        factors = 3 * FACTOR[self.pairs] * spread
+        stored = STEP[self.dtype] * (np.abs(want) + factors) + (2.0**-25 if self.dtype == "float16" else 0)
+        assert (np.abs(got[some] - want) <= 40 * EPS * size + 1e-6 + factors + stored).all()
+        lanes = y.reshape(case.y[1], -1, case.y[2], 16).transpose(1, 3, 0, 2).reshape(-1, *case.y[1:])
         assert (lanes[case.out_c :] == 0).all(), "channels beyond the last must stay zero"
         self.check_stats(got)
 
@@ -246,18 +301,28 @@ class ConvRun:
 class AttentionRun:
     """A case with operands, on a backend of the core; `sample`: only every so many queries are compared."""
 
-    def __init__(self, case: Attention, backend: str, threads: int, sample: int = 1):
-        self.case, self.sample = case, sample
+    def __init__(
+        self,
+        case: Attention,
+        backend: str,
+        threads: int,
+        sample: int = 1,
+        dtype: str = "float32",
+        precision: str = "highest",
+    ):
+        self.case, self.sample, self.dtype, self.pairs = case, sample, dtype, pairs_of(backend, dtype, precision)
         r = np.random.default_rng(case.c)
-        self.qkv = (r.standard_normal((3, case.c, case.h, case.w)) * 2).astype(np.float32)
-        self.rows = np.concatenate([to_rows(t) for t in self.qkv], axis=1)
+        qkv = r.standard_normal((3, case.c, case.h, case.w)) * 2
+        self.qkv = as_float(as_kept(qkv.astype(np.float32), dtype))
+        self.rows = as_kept(np.concatenate([to_rows(t) for t in self.qkv], axis=1), dtype)
         shapes = (3 * up16(case.c), case.h, case.w, case.c, case.h, case.w)
-        scratch, _ = _core.kernel_needs(backend, threads, "attention", shapes, (1, 1, False))
-        (self.x, own), self.kept = zip(guarded(self.rows.size), guarded(scratch), strict=True)
+        scratch, _ = _core.kernel_needs(backend, threads, "attention", shapes, (1, 1, False), dtype, precision)
+        (self.x, own), self.kept = zip(guarded(self.rows.size, self.rows.dtype.type), guarded(scratch), strict=True)
         own[:] = np.nan
-        unused = np.zeros(up16(case.c) * case.n, np.float32)
+        unused = np.zeros(up16(case.c) * case.n, self.rows.dtype)
         how = (1, 1, False, False, 0, 0.0)
         self.call = (backend, threads, "attention", shapes, how, (self.x, unused, *[None] * 7, own))
+        self.call += (dtype, precision)
 
     def run(self) -> float:
         """Seconds."""
@@ -272,14 +337,22 @@ class AttentionRun:
         s = q[:, :: self.sample].T @ k / np.sqrt(c)
         p = np.exp(s - s.max(1, keepdims=True))
         p /= p.sum(1, keepdims=True)
-        got = self.x.reshape(h, 3, -1, w, 16)
+        got = as_float(self.x).reshape(h, 3, -1, w, 16)
         out = got[:, 0].transpose(1, 3, 0, 2).reshape(-1, h * w)[:c].T[:: self.sample]
         # a score is a sum of c products with errors of random signs, which e^x turns into that share of a weight, above
         # and below the fraction; then sums over n keys, and rescaling from run to run (64 keys or more)
         score = (np.sqrt(c) + 2) * EPS * np.abs(s).max(1, keepdims=True)
         sums = 4 * (np.sqrt(self.case.n) + self.case.n / 64 + 4) * EPS
-        assert (np.abs(out - p @ v.T) <= p @ np.abs(v.T) * (2 * score + sums)).all()
-        rows = self.rows.reshape(got.shape)
+        # As for a convolution, factors that are rounded to bfloat16 are off independently: q and k in a score, whose
+        # squared terms' root is spread, then a weight and v.
+        factor = 3 * FACTOR[self.pairs]
+        spread = np.sqrt((q[:, :: self.sample].T ** 2) @ k**2 / c)
+        rounded = 2 * factor * np.sqrt((p**2 * (1 + spread**2)) @ v.T**2) + 2 * factor * np.abs(p @ v.T) * spread.max(
+            1, keepdims=True
+        )
+        stored = STEP[self.dtype] * (np.abs(p @ v.T) + rounded) + 2.0**-25
+        assert (np.abs(out - p @ v.T) <= p @ np.abs(v.T) * (2 * score + sums) + rounded + stored).all()
+        rows = as_float(self.rows).reshape(got.shape)
         assert np.array_equal(got[:, 1:], rows[:, 1:]), "keys and values were written"
 
     @property
@@ -287,5 +360,6 @@ class AttentionRun:
         return self.x.tobytes()
 
 
-def on(case: Conv | Attention, backend: str, threads: int, sample: int = 1) -> Any:
-    return (ConvRun if isinstance(case, Conv) else AttentionRun)(case, backend, threads, sample)
+def on(case: Conv | Attention, backend: str, threads: int, sample: int = 1, *numbers: str) -> Any:
+    """numbers: dtype and precision; float32 at the highest without."""
+    return (ConvRun if isinstance(case, Conv) else AttentionRun)(case, backend, threads, sample, *numbers)

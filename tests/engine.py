@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import ml_dtypes
 import numpy as np
 
 from vaemem import VAE, _core
@@ -95,13 +96,19 @@ def from_rows(rows: np.ndarray, c: int, h: int, w: int) -> np.ndarray:
     return rows.reshape(h, up16(c) // 16, w, 16).transpose(1, 3, 0, 2).reshape(-1, h, w)[:c]
 
 
-def pack(weight: np.ndarray) -> np.ndarray:
-    """(out, in, k, k) -> [out/16][in/16][k*k][min(16, in)][16], as csrc/weights.c says."""
+def pack(weight: np.ndarray, dtype: str = "float32") -> np.ndarray:
+    """(out, in, k, k) -> [out/16][in/16][k*k][min(16, in)][16], in halves [out/16][in/32][k*k][pairs][16][2], as
+    kernels/filters.c says."""
     out, in_, k, _ = weight.shape
-    depth = min(16, in_)
-    padded = np.zeros((up16(out), math.ceil(in_ / 16) * depth, k * k), np.float32)
+    each = 1 if dtype == "float32" else 2
+    steps = math.ceil(in_ / each)
+    depth, blocks = min(16, steps), math.ceil(steps / 16)
+    padded = np.zeros((up16(out), blocks * depth * each, k * k), np.float32)
     padded[:out, :in_] = weight.reshape(out, in_, k * k)
-    return np.ascontiguousarray(padded.reshape(-1, 16, math.ceil(in_ / 16), depth, k * k).transpose(0, 2, 4, 3, 1))
+    packed = padded.reshape(-1, 16, blocks, depth, each, k * k).transpose(0, 2, 5, 3, 1, 4)
+    if dtype == "bfloat16":
+        return np.ascontiguousarray(packed.astype(ml_dtypes.bfloat16)).view(np.uint16)
+    return np.ascontiguousarray(packed.astype(dtype))
 
 
 def pad16(v: np.ndarray) -> np.ndarray:

@@ -23,7 +23,7 @@ int main(void) {
     const double element = sizeof(float), channels = (double)arch->block_out_channels[0];
     vm_model *m;
     size_t planned = 0, refused = 0, bad = 0;
-    if (vm_model_new(arch, VM_DECODER, vm_backends(VM_F32, VM_HIGHEST)[0], &m)) return puts(vm_error()), 2;
+    if (vm_model_new(arch, VM_DECODER, vm_backend_at(VM_F32, VM_HIGHEST, 0), &m)) return puts(vm_error()), 2;
     for (unsigned threads = 1; threads <= 1024; threads *= 4)
         for (size_t side = 64; side <= (size_t)1 << 20; side *= 2) {
             const vm_request r = {.op = VM_DECODE,

@@ -7,7 +7,7 @@ below hold with room and still catch one wrong or missing term, which is of the 
 
 import numpy as np
 import pytest
-from cases import ATTENTIONS, CONVS, EPS, guarded, on, small
+from cases import ATTENTIONS, CONVS, EPS, NUMBERS, STEP, as_float, as_kept, guarded, on, pairs_of, small
 from engine import BACKENDS
 
 from vaemem import _core
@@ -21,7 +21,7 @@ def rng(seed=0):
 
 # ---- gemm ----
 
-MAX_PIXELS = {"avx512": 14, "avx2": 6, "ref": 4}
+MAX_PIXELS = {"avx512": 14, "avx2": 6, "sse": 6, "neon": 6, "ref": 4}
 GEMM = [
     (pixels, blocks, batches, depth, way)
     for pixels in (1, 2, 3, 4, 5, 6, 8, 13, 14)
@@ -118,6 +118,98 @@ def test_load_in_place_and_nonfinite(backend):
     assert np.isnan(y[3]) and y[50] == np.inf and np.isfinite(np.delete(y, [3, 50])).all()
 
 
+# ---- rows of halves ----
+
+HALVES = ["float16", "bfloat16"]
+every_half = pytest.mark.parametrize("dtype", HALVES)
+
+
+def all_halves(dtype):
+    """Every number of 16 bits, as kernels take it and as float32, without NaN of float16 that are not quiet."""
+    bits = np.arange(65536, dtype=np.uint16)
+    rows = bits.view(np.float16) if dtype == "float16" else bits
+    return rows, as_float(rows)
+
+
+@every_backend
+@every_half
+def test_every_half_is_loaded_exactly(backend, dtype):
+    rows, want = all_halves(dtype)
+    y, check = guarded(65536)
+    _core.kernel_load(backend, y, None, rows, None, None, False)
+    check()
+    assert np.array_equal(y, want, equal_nan=True)
+
+
+@every_backend
+@every_half
+def test_store_rounds_as_numpy_does(backend, dtype):
+    """Every number of 16 bits, what lies in the middle of two and beside that, what is too large, and NaN."""
+    exact = all_halves(dtype)[1]
+    exact = np.sort(exact[np.isfinite(exact)]).astype(np.float64)
+    middle = ((exact[1:] + exact[:-1]) / 2).astype(np.float32)
+    least = np.float32(2.0**-149)
+    near = [middle, np.nextafter(middle, np.float32(np.inf)), np.nextafter(middle, -np.float32(np.inf)), exact]
+    odd = [np.inf, -np.inf, np.nan, 65519.9, 65520, -65520, 3.4e38, -3.4e38, least, -least, 0, -0.0]
+    x = np.concatenate([*near, odd]).astype(np.float32)
+    x = np.pad(x, (0, -len(x) % 16))
+    with np.errstate(over="ignore"):
+        want = as_kept(x, dtype)
+    y = np.empty_like(want)
+    assert _core.kernel_store(backend, y, x, 1.0, None) is False
+    nan = np.isnan(x)
+    assert np.array_equal(y.view(np.uint16)[~nan], want.view(np.uint16)[~nan])
+    assert np.isnan(as_float(y)[nan]).all()
+
+
+@every_backend
+@pytest.mark.parametrize("dtype", ["float32", *HALVES])
+def test_store_adds_and_says_whether_all_is_finite(backend, dtype):
+    x, residual = (rng(i).standard_normal(23 * 16).astype(np.float32) for i in range(2))
+    add = as_kept(residual, dtype)
+    y, check = guarded(x.size, add.dtype.type)
+    assert _core.kernel_store(backend, y, x, 0.25, add) is True
+    check()
+    want = x.astype(np.float64) / 4 + as_float(add)
+    assert (np.abs(as_float(y) - want) <= (STEP[dtype] + 2 * EPS) * (np.abs(x) + np.abs(as_float(add)))).all()
+    _core.kernel_store(backend, add, x, 0.25, add)  # add may be y
+    assert np.array_equal(add, y)
+    for bad in (np.nan, np.inf, -np.inf):
+        x[77] = bad
+        assert _core.kernel_store(backend, y, x, 0.25, None) is False
+        assert not np.isfinite(as_float(y)[77]) and np.isfinite(np.delete(as_float(y), 77)).all()
+
+
+@every_backend
+@every_half
+def test_stats_of_halves_are_those_of_their_numbers(backend, dtype):
+    x = as_kept((rng().standard_normal((5, 7 * 16)) * 3 + 1).astype(np.float32), dtype)
+    mean, m2, mean32, m232 = np.empty((4, 16), np.float32)
+    _core.kernel_stats(backend, mean, m2, x, 5, 7 * 16, 7)
+    _core.kernel_stats(backend, mean32, m232, as_float(x), 5, 7 * 16, 7)
+    assert np.array_equal(mean, mean32) and np.array_equal(m2, m232)
+
+
+@every_backend
+@pytest.mark.parametrize("dtype", ["float32", *HALVES])
+@pytest.mark.parametrize("split", [False, True])
+def test_load_pairs(backend, dtype, split):
+    """What load gives, rounded to bfloat16, in half of each pixel's 32 places; and what that leaves, rounded again."""
+    x = as_kept((rng().standard_normal(9 * 16) * 8).astype(np.float32), dtype)
+    scale, shift = rng(1).standard_normal((2, 16)).astype(np.float32)
+    want = np.empty(9 * 16, np.float32)
+    _core.kernel_load(backend, want, None, x, scale, shift, True)
+    (y, check), (rest, check_rest) = guarded(9 * 32, np.uint16), guarded(9 * 32, np.uint16)
+    _core.kernel_load(backend, y, rest if split else None, x, scale, shift, True)
+    check(), check_rest()
+    high = as_kept(want, "bfloat16")
+    assert np.array_equal(y.reshape(9, 32)[:, :16].ravel(), high)
+    assert (y.reshape(9, 32)[:, 16:] == 12345).all()
+    if split:
+        low = as_kept(want - as_float(high), "bfloat16")
+        assert np.array_equal(rest.reshape(9, 32)[:, :16].ravel(), low)
+
+
 # ---- stats, softmax, rescale ----
 
 
@@ -175,12 +267,22 @@ def test_rescale(backend):
 # ---- whole passes ----
 
 
-@every_backend
+# Who multiplies floats computes float32 at any precision as the highest.
+WAYS = [
+    (backend, *numbers)
+    for backend in BACKENDS
+    for numbers in NUMBERS
+    if numbers[1] == "highest" or pairs_of(backend, *numbers)
+]
+
+
+@pytest.mark.parametrize("way", WAYS, ids="-".join)
 @pytest.mark.parametrize("case", small(CONVS + ATTENTIONS), ids=str)
-def test_pass(backend, case):
+def test_pass(case, way):
+    backend, *numbers = way
     results = []
     for threads in (1, 3):
-        run = on(case, backend, threads)
+        run = on(case, backend, threads, 1, *numbers)
         run.run()
         run.check()
         results.append(run.result)

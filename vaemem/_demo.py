@@ -53,10 +53,10 @@ def run(
     progress : bool
         Show what is being done and how far it is.
     side : int, optional
-        Of the picture in pixels, a multiple of what the VAE divides sides by. By default 512, or 256 on the plain C
-        kernels, which are about ten times slower.
+        Of the picture in pixels, a multiple of what the VAE divides sides by. By default 512, or 256 with SSE2 and
+        on the plain C kernels, which are several times slower.
     sizes : sequence of int and (int, int), optional
-        For the sweep. By default 128, 192 and 256, or 64, 96 and 128 on plain C.
+        For the sweep. By default 128, 192 and 256, or 64, 96 and 128 there.
 
     Returns
     -------
@@ -77,8 +77,8 @@ def run(
     started = time.perf_counter()
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
-    is_plain_c = next(row["name"] for row in backends() if row["chosen"]) == "ref"
-    side = (256 if is_plain_c else 512) if side is None else side
+    is_slow = next(row["name"] for row in backends() if row["chosen"]) in ("sse", "ref")
+    side = (256 if is_slow else 512) if side is None else side
     vae = _weights(folder, weights, progress)
     step = latent_factor(vae.arch)
     if side < step or side % step:
@@ -93,7 +93,7 @@ def run(
     need("PIL.Image", "the demo").fromarray(np.hstack([image, _bytes(whole)])).save(folder / "there_and_back.png")
     _beside_pytorch(document, ours, progress)
     _predictions(document, progress)
-    _sweep(document, sizes or ((64, 96, 128) if is_plain_c else (128, 192, 256)), folder, progress)
+    _sweep(document, sizes or ((64, 96, 128) if is_slow else (128, 192, 256)), folder, progress)
     seconds = time.perf_counter() - started
     document.text(f"{platform.system()}, {os.cpu_count()} CPUs, {_last(vae).backend} kernels; {seconds:.0f} s in all.")
     page = folder / "index.html"

@@ -21,7 +21,8 @@ static PyObject *model_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
                                      vm_py_to_dtype, &dtype, vm_py_to_precision, &precision) ||
         parse_parts(parts_name, &parts))
         return NULL;
-    backend = capsule == Py_None ? vm_backends(dtype, precision)[0] : PyCapsule_GetPointer(capsule, vm_py_backend_name);
+    backend =
+        capsule == Py_None ? vm_backend_at(dtype, precision, 0) : PyCapsule_GetPointer(capsule, vm_py_backend_name);
     if (!backend) return NULL;
     Model *self = (Model *)type->tp_alloc(type, 0);
     if (!self) return NULL;

@@ -168,9 +168,10 @@ static PyObject *models(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored
 /* ---- backends ---- */
 
 const vm_backend *vm_py_backend(const char *name, vm_dtype dtype, vm_precision precision) {
-    for (const vm_backend *const *b = vm_backends(dtype, precision); *b; b++) {
-        if (name && *name && strcmp(name, (*b)->name)) continue;
-        if ((*b)->usable()) return *b;
+    const vm_backend *b;
+    for (size_t i = 0; (b = vm_backend_at(dtype, precision, i)); i++) {
+        if (name && *name && strcmp(name, b->name)) continue;
+        if (b->usable()) return b;
         if (name && *name) {
             PyErr_Format(PyExc_ValueError, "backend: %s is not usable on this machine (or is in VAEMEM_DISABLE)", name);
             return NULL;
@@ -178,11 +179,6 @@ const vm_backend *vm_py_backend(const char *name, vm_dtype dtype, vm_precision p
     }
     PyErr_Format(PyExc_ValueError, "backend: unknown '%s'; vaemem.backends() lists them", name ? name : "");
     return NULL;
-}
-
-static PyObject *backend_item(const void *backends, size_t i) {
-    const vm_backend *b = ((const vm_backend *const *)backends)[i];
-    return Py_BuildValue("(sN)", b->name, PyBool_FromLong(b->usable()));
 }
 
 int vm_py_to_precision(PyObject *name, void *out) {
@@ -200,10 +196,14 @@ static PyObject *backends(PyObject *Py_UNUSED(module), PyObject *args, PyObject 
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|O&O&", names, vm_py_to_dtype, &dtype, vm_py_to_precision,
                                      &precision))
         return NULL;
-    const vm_backend *const *all = vm_backends(dtype, precision);
-    size_t n = 0;
-    while (all[n]) n++;
-    return vm_py_list(n, backend_item, all);
+    PyObject *list = PyList_New(0);
+    const vm_backend *b;
+    for (size_t i = 0; list && (b = vm_backend_at(dtype, precision, i)); i++) {
+        PyObject *row = Py_BuildValue("(sN)", b->name, PyBool_FromLong(b->usable()));
+        if (!row || PyList_Append(list, row)) Py_CLEAR(list);
+        Py_XDECREF(row);
+    }
+    return list;
 }
 
 static PyObject *disable(PyObject *Py_UNUSED(module), PyObject *names) {

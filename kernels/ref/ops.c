@@ -78,7 +78,8 @@ static void load_pairs(uint16_t *y, uint16_t *rest, const vm_source *from) {
 static bool store_rows(void *y, vm_dtype dtype, const float *x, size_t pixels, float factor, const void *add) {
     bool finite = true;
     for (size_t i = 0; i < pixels * L; i++) {
-        const float v = x[i] * factor + (add ? vm_element(dtype, add, i) : 0);
+        float v = x[i] * factor;
+        if (add) v += vm_element(dtype, add, i);
         if (dtype == VM_F32)
             ((float *)y)[i] = v;
         else

@@ -1,23 +1,25 @@
-/* Every tile height from 1 to VM_PIXELS (a tail costs its own size and not a full tile), for one and,
- * where the registers reach, two blocks, and for the three ways through x:
+/* Every tile height from 1 to VM_PIXELS (a tail costs its own size and not a full tile), for the VM_PART vectors of one
+ * block that a tile has registers for and, where they reach, for two blocks; and for the three ways through x:
  *   a  pixels a block apart, channels side by side    (stride 1; an attention's keys)
  *   b  pixels two blocks apart                         (stride 2)
  *   c  pixels side by side, steps a block apart        (an attention's values) */
 #define VM_WIDE (VM_VECTORS >= 2 * VM_BLOCK / VM_LANES)
 
 #if VM_WIDE
+#define VM_PART VM_SUBS
 #define VM_TILE(P)                                        \
-    VM_GEMM(P, VM_SUBS, VM_BLOCK, 1, gemm_a1_##P)         \
-    VM_GEMM(P, VM_SUBS, 2 * VM_BLOCK, 1, gemm_b1_##P)     \
-    VM_GEMM(P, VM_SUBS, 1, VM_BLOCK, gemm_c1_##P)         \
+    VM_GEMM(P, VM_PART, VM_BLOCK, 1, gemm_a1_##P)         \
+    VM_GEMM(P, VM_PART, 2 * VM_BLOCK, 1, gemm_b1_##P)     \
+    VM_GEMM(P, VM_PART, 1, VM_BLOCK, gemm_c1_##P)         \
     VM_GEMM(P, 2 * VM_SUBS, VM_BLOCK, 1, gemm_a2_##P)     \
     VM_GEMM(P, 2 * VM_SUBS, 2 * VM_BLOCK, 1, gemm_b2_##P) \
     VM_GEMM(P, 2 * VM_SUBS, 1, VM_BLOCK, gemm_c2_##P)
 #else
+#define VM_PART VM_VECTORS
 #define VM_TILE(P)                                    \
-    VM_GEMM(P, VM_SUBS, VM_BLOCK, 1, gemm_a1_##P)     \
-    VM_GEMM(P, VM_SUBS, 2 * VM_BLOCK, 1, gemm_b1_##P) \
-    VM_GEMM(P, VM_SUBS, 1, VM_BLOCK, gemm_c1_##P)
+    VM_GEMM(P, VM_PART, VM_BLOCK, 1, gemm_a1_##P)     \
+    VM_GEMM(P, VM_PART, 2 * VM_BLOCK, 1, gemm_b1_##P) \
+    VM_GEMM(P, VM_PART, 1, VM_BLOCK, gemm_c1_##P)
 #endif
 
 VM_TILE(1)

@@ -1,26 +1,14 @@
-/* The operations of cpu.h for any instruction set with vectors of VM_LANES floats (16 or 8) and
- * fused multiply-add, in the compiler's vector extension: one source, built once per ISA folder
- * with that folder's flags. The includer defines VM_LANES, VM_PIXELS, VM_VECTORS and VM_OPS. */
+/* The operations of cpu.h for any instruction set with vectors of VM_LANES floats (16, 8 or 4), in the
+ * compiler's vector extension: one source, built once per ISA folder with that folder's flags.
+ * The includer defines VM_LANES, VM_PIXELS, VM_VECTORS and VM_OPS. */
 #include <math.h>
 #include <string.h>
 
-#include "../cpu.h"
+#include "gemm.h"
 
-#define VM_SUBS (VM_BLOCK / VM_LANES) /* vectors in a block */
-
-typedef float vf __attribute__((vector_size(4 * VM_LANES), aligned(4), may_alias));
-typedef int32_t vi __attribute__((vector_size(4 * VM_LANES)));
 typedef uint32_t vu __attribute__((vector_size(4 * VM_LANES)));
 typedef uint16_t vh __attribute__((vector_size(2 * VM_LANES), aligned(2), may_alias));
 
-#define INLINE static inline __attribute__((always_inline))
-#define UNROLL _Pragma("GCC unroll 16")
-
-/* v - 0 rather than v + 0: the compiler may drop only the first (-0 + 0 is 0). */
-INLINE vf splat(float v) { return v - (vf){0}; }
-INLINE vf at(const float *p) { return *(const vf *)p; }
-INLINE void put(float *p, vf v) { *(vf *)p = v; }
-INLINE vf pick(vi mask, vf yes, vf no) { return (vf)(((vi)yes & mask) | ((vi)no & ~mask)); }
 INLINE vu pick_bits(vi mask, vu yes, vu no) { return (yes & (vu)mask) | (no & ~(vu)mask); }
 
 /* ---- rows of any type ---- */
@@ -89,57 +77,6 @@ INLINE vf vexp(vf x) {
     p = p * (r * r) + r + splat(1.f);
     vf e = (vf)((vi)p + (((vi)shifted - (vi)magic) << 23));
     return pick(x == x, e, x);
-}
-
-/* ---- gemm: P pixels by V vectors of accumulators, one broadcast, V weights ---- */
-
-/* Strides are constants where this is instantiated, so that addresses are immediates; vector v is
- * part v % VM_SUBS of block v / VM_SUBS. */
-#define VM_GEMM(P, V, PIXEL, STEP, NAME)                                                                               \
-    static void NAME(const vm_gemm *g) {                                                                               \
-        vf sum[P][V];                                                                                                  \
-        UNROLL for (int p = 0; p < P; p++) UNROLL for (int v = 0; v < V; v++) sum[p][v] = (vf){0};                     \
-        const float *w = g->w;                                                                                         \
-        const ptrdiff_t w_block = g->w_block;                                                                          \
-        for (size_t b = 0; b < g->batches; b++) {                                                                      \
-            const float *x = g->x + g->x_offset[b];                                                                    \
-            for (size_t k = 0; k < g->depth; k++, w += VM_BLOCK, x += STEP) {                                          \
-                vf wv[V];                                                                                              \
-                UNROLL for (int v = 0; v < V; v++) wv[v] = at(w + (v / VM_SUBS) * w_block + (v % VM_SUBS) * VM_LANES); \
-                UNROLL for (int p = 0; p < P; p++) {                                                                   \
-                    vf xv = splat(x[p * (PIXEL)]);                                                                     \
-                    UNROLL for (int v = 0; v < V; v++) sum[p][v] += xv * wv[v];                                        \
-                }                                                                                                      \
-            }                                                                                                          \
-        }                                                                                                              \
-        UNROLL for (int v = 0; v < V; v++) {                                                                           \
-            const int o = v / VM_SUBS, l = (v % VM_SUBS) * VM_LANES;                                                   \
-            const vf bias = g->bias ? at(g->bias + o * VM_BLOCK + l) : (vf){0};                                        \
-            UNROLL for (int p = 0; p < P; p++) {                                                                       \
-                vf r = sum[p][v] + bias;                                                                               \
-                if (g->add) r += at(g->add + o * g->add_block + p * g->add_pixel + l);                                 \
-                put(g->y + o * g->y_block + p * g->y_pixel + l, r);                                                    \
-            }                                                                                                          \
-        }                                                                                                              \
-    }
-
-#include "gemm_tiles.h"
-
-static void gemm(const vm_gemm *g) {
-    const int kind = g->x_step != 1 ? 2 : g->x_pixel != VM_BLOCK;
-    if (g->blocks * VM_SUBS <= VM_VECTORS) {
-        tiles[kind][g->blocks - 1][g->pixels - 1](g);
-        return;
-    }
-    for (size_t o = 0; o < g->blocks; o++) { /* too few registers: a block at a time */
-        vm_gemm one = *g;
-        one.blocks = 1;
-        one.w += (ptrdiff_t)o * g->w_block;
-        one.y += (ptrdiff_t)o * g->y_block;
-        if (one.bias) one.bias += o * VM_BLOCK;
-        if (one.add) one.add += (ptrdiff_t)o * g->add_block;
-        tiles[kind][0][g->pixels - 1](&one);
-    }
 }
 
 /* ---- the rest: a lane is a channel (or, in softmax, a query), so nothing is ever reduced across lanes ---- */

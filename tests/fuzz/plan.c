@@ -32,12 +32,14 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     const vm_arch arch = take_arch(&in);
     const uint64_t flags = take(&in, 1);
     vm_model *m;
-    const vm_backend *const *all = vm_backends((vm_dtype)(flags / 3 % 3), (vm_precision)(flags / 9 % 3));
-    if (vm_model_new(&arch, 1 + flags % 3, all[0], &m)) return 0;
+    const vm_dtype dtype = (vm_dtype)(flags / 3 % 3);
+    const vm_precision precision = (vm_precision)(flags / 9 % 3);
+    if (vm_model_new(&arch, 1 + flags % 3, vm_backend_at(dtype, precision, 0), &m)) return 0;
     for (int i = 0; i < 4 && in.at < in.end; i++) {
         const uint64_t how = take(&in, 1);
         const size_t multiple = how & 1 ? vm_arch_factor(&arch) : 1;
-        vm_request r = {.op = how & 2 ? VM_ENCODE : VM_DECODE, .backend = all[how & 64 && all[1]]};
+        vm_request r = {.op = how & 2 ? VM_ENCODE : VM_DECODE, .backend = vm_backend_at(dtype, precision, 0)};
+        if (how & 64 && vm_backend_at(dtype, precision, 1)) r.backend = vm_backend_at(dtype, precision, 1);
         const vm_format pixels = how & 4 ? VM_U8_NHWC : VM_F32_NCHW;
         r.limits.threads = 1 + (unsigned)(take(&in, 2) % 1024);
         r.height = number(&in) * multiple;

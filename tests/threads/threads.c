@@ -123,7 +123,7 @@ static const vm_arch arch = {.name = "small",
                              .scaling_known = true,
                              .scaling_factor = 1};
 
-static const vm_backend *backend(void) { return vm_backends(VM_F32, VM_HIGHEST)[0]; }
+static const vm_backend *backend(void) { return vm_backend_at(VM_F32, VM_HIGHEST, 0); }
 
 static vm_model *new_model(void) {
     static float data[32 * 1024];

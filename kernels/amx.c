@@ -1,0 +1,34 @@
+/* May AMX's tiles be used? Three have to agree: the processor (CPUID), the system that saves them when threads change (XCR0),
+ * and, on Linux, the kernel, which gives room for them to those processes alone that ask. Its answer holds for all threads
+ * of the process and for its forks. It refuses where it knows of no tiles, where a filter on system calls does not let the
+ * question through, and where a thread has a stack for signals that is too small for them. */
+#include "cpu.h"
+
+#ifdef VM_HAVE_X86
+#include <cpuid.h>
+#ifdef __linux__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+bool vm_amx_present(void) {
+    enum { AMX_BF16 = 1 << 22, AMX_TILE = 1 << 24 }; /* of leaf 7, EDX */
+    unsigned a, b, c, d;
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & AMX_BF16) && (d & AMX_TILE);
+}
+
+bool vm_amx_permitted(void) {
+    enum { TILE_CONFIG = 17, TILE_DATA = 18, ARCH_REQ_XCOMP_PERM = 0x1023 }; /* two bits of XCR0; <asm/prctl.h> */
+    unsigned a, b, c, d;
+    if (!vm_amx_present() || !__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_OSXSAVE)) return false;
+    uint32_t low, high;
+    __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    const uint32_t both = 1u << TILE_CONFIG | 1u << TILE_DATA;
+    if ((low & both) != both) return false;
+#ifdef __linux__
+    return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, TILE_DATA) == 0;
+#else
+    return false; /* how other systems are asked has not been tried */
+#endif
+}
+#endif

@@ -1,0 +1,341 @@
+"""Products of pairs of bfloat16 (vm_products of kernels/cpu.h): plain C, AVX512_BF16 where this processor has it, and AMX on the
+emulator of its instructions, beside float64 and, bit for bit, beside the order in which each adds up.
+
+Buffers end where readable memory does, so that a read beyond them ends the test run.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import platform
+import subprocess
+from ctypes import POINTER, c_double, c_float, c_size_t, c_ssize_t, c_void_p
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from cases import EPS, guarded
+from emulator.build import HERE, compiler, run
+
+KERNELS = HERE.parents[1] / "kernels"
+FLAGS = ["-std=gnu11", "-O2", "-fPIC", "-Wall", "-Wextra", "-Werror", "-DVM_HAVE_X86", "-ffp-contract=fast", "-mfma"]
+AVX512 = [f"-mavx512{x}" for x in ("f", "vl", "bw", "dq", "bf16")]
+EMULATED = ["-mavx2", "-DVM_EMULATE_AMX", "-iquote", str(HERE)]
+
+if platform.machine() not in ("x86_64", "AMD64"):
+    pytest.skip("these kernels are of x86-64", allow_module_level=True)
+
+
+class Gemm(ctypes.Structure):
+    _fields_ = (
+        *((name, c_size_t) for name in ("pixels", "blocks", "batches", "depth")),
+        ("x", c_void_p),
+        ("x_offset", c_void_p),
+        *((name, c_ssize_t) for name in ("x_pixel", "x_step")),
+        ("w", c_void_p),
+        ("w_block", c_ssize_t),
+        *((name, c_void_p) for name in ("bias", "add")),
+        *((name, c_ssize_t) for name in ("add_pixel", "add_block")),
+        ("y", c_void_p),
+        *((name, c_ssize_t) for name in ("y_pixel", "y_block")),
+    )
+
+
+class Products(ctypes.Structure):
+    _fields_ = (
+        ("max_pixels", c_size_t),
+        ("steps", c_size_t),
+        ("gemm", ctypes.CFUNCTYPE(None, POINTER(Gemm))),
+        ("burn", ctypes.CFUNCTYPE(c_double, c_size_t, POINTER(c_float))),
+    )
+
+
+def has(feature: str) -> bool:
+    info = Path("/proc/cpuinfo")
+    return info.exists() and feature in info.read_text().split()
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("products")
+    objects = []
+    for source, flags in {"ref/ops.c": [], "avx512bf16/gemm.c": AVX512, "amx/gemm.c": EMULATED}.items():
+        objects.append(folder / source.replace("/", "_").replace(".c", ".o"))
+        run(compiler("gcc"), *FLAGS, *flags, "-c", KERNELS / source, "-o", objects[-1])
+    run(compiler("gcc"), "-shared", "-o", folder / "products.so", *objects, "-lm")
+    return ctypes.CDLL(str(folder / "products.so"))
+
+
+MAX_PIXELS = {"ref": 4, "avx512bf16": 14, "amx": 64}
+
+
+@pytest.fixture(params=MAX_PIXELS)
+def products(request, library):
+    if request.param == "avx512bf16" and not has("avx512_bf16"):
+        pytest.skip("this processor has no AVX512_BF16")
+    found = Products.in_dll(library, f"vm_pairs_{request.param}")
+    assert found.max_pixels == MAX_PIXELS[request.param]
+    found.name, found.library = request.param, library
+    return found
+
+
+# ---- buffers ----
+
+
+def at_the_edge(a: np.ndarray) -> np.ndarray:
+    """A copy whose last byte is the last one that can be read."""
+    page = mmap.PAGESIZE
+    pages = -(-a.nbytes // page)
+    memory = mmap.mmap(-1, (pages + 1) * page)
+    first = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.mprotect(c_void_p(first + pages * page), c_size_t(page), 0) == 0
+    copy = np.frombuffer(memory, a.dtype, a.size, pages * page - a.nbytes).reshape(a.shape)
+    copy[...] = a
+    return copy
+
+
+def pairs(lower: np.ndarray, upper: np.ndarray) -> np.ndarray:
+    """uint32 with two bfloat16 each."""
+    halves = [a.astype(ml_dtypes.bfloat16).view(np.uint16).astype(np.uint32) for a in (lower, upper)]
+    return halves[0] | halves[1] << 16
+
+
+def halves(a: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The lower and the upper ones, as float32."""
+    return (a << 16).view(np.float32), (a & 0xFFFF0000).view(np.float32)
+
+
+class Case:
+    """One gemm of random numbers, in buffers no longer than they must be."""
+
+    def __init__(self, pixels, blocks, batches, depth, stride=1, seed=0, numbers=None):
+        self.pixels, self.blocks, self.batches, self.depth, self.x_pixel = pixels, blocks, batches, depth, 16 * stride
+        r = np.random.default_rng([pixels, blocks, batches, depth, stride, seed])
+        numbers = numbers or (lambda n: r.standard_normal(n))
+        each = (pixels - 1) * self.x_pixel + depth
+        self.offsets = (r.permutation(batches) * each).astype(np.intp)
+        self.w_block = batches * depth * 16
+        self.x = at_the_edge(pairs(numbers(batches * each), numbers(batches * each)))
+        self.w = at_the_edge(pairs(numbers(blocks * self.w_block), numbers(blocks * self.w_block)))
+        self.bias = at_the_edge(r.standard_normal(blocks * 16).astype(np.float32))
+        self.add = r.standard_normal((blocks, pixels, 16)).astype(np.float32)
+
+    def steps(self):
+        """The halves (lower, upper) of x [steps][1][pixels][1] and of w [steps][blocks][1][16]."""
+        first = (self.offsets[:, None] + np.arange(self.depth)).ravel()
+        x = self.x[first[:, None] + np.arange(self.pixels) * self.x_pixel][:, None, :, None]
+        w = self.w.reshape(self.blocks, -1, 1, 16).swapaxes(0, 1)
+        return halves(x), halves(w)
+
+    def finished(self, total):
+        return (total + self.bias.reshape(-1, 1, 16)) + self.add
+
+    def exact(self):
+        """In float64, and the sum of all terms' sizes."""
+        total = size = 0.0
+        for x, w in zip(*self.steps(), strict=True):
+            x, w = x[:, 0, :, 0].astype(np.float64), w[:, :, 0].astype(np.float64)
+            total = total + np.einsum("sp,sol->opl", x, w)
+            size = size + np.einsum("sp,sol->opl", np.abs(x), np.abs(w))
+        return self.finished(total), size + np.abs(self.bias.reshape(-1, 1, 16)) + np.abs(self.add)
+
+    def one_by_one(self):
+        """As plain C and vdpbf16ps add up: one product after the other, of a pair the upper one first."""
+        (x_lower, x_upper), (w_lower, w_upper) = self.steps()
+        total = np.zeros(self.add.shape, np.float32)
+        for s in range(len(x_lower)):
+            total += x_upper[s] * w_upper[s]
+            total += x_lower[s] * w_lower[s]
+        return self.finished(total)
+
+    def by_tiles(self):
+        """As tdpbf16ps adds up: a batch's products of lower halves, those of upper ones, and then both to the sum."""
+        (x_lower, x_upper), (w_lower, w_upper) = self.steps()
+        total = np.zeros(self.add.shape, np.float32)
+        for first in range(0, len(x_lower), self.depth):
+            lower, upper = np.zeros_like(total), np.zeros_like(total)
+            for s in range(first, first + self.depth):
+                lower += x_lower[s] * w_lower[s]
+                upper += x_upper[s] * w_upper[s]
+            total += lower + upper
+        return self.finished(total)
+
+    def result(self, products, in_place=False, pixels=None, bias=True, add=True):
+        """[blocks][pixels][16], of the pixels (a slice) alone where given."""
+        of = pixels or slice(0, self.pixels)
+        n = of.stop - of.start
+        y_block = n * 16 + 32
+        y, check = guarded(self.blocks * y_block - 32)
+        y[:] = 777
+        adds = self.add[:, of]
+        if in_place:
+            for o in range(self.blocks):
+                y[o * y_block :][: n * 16] = adds[o].ravel()
+            adds, add_block = y, y_block
+        else:
+            adds, add_block = at_the_edge(adds), n * 16
+        g = Gemm(
+            **{"pixels": n, "blocks": self.blocks, "batches": self.batches, "depth": self.depth},
+            **{"x": self.x[of.start * self.x_pixel :].ctypes.data, "x_offset": self.offsets.ctypes.data},
+            **{"x_pixel": self.x_pixel, "x_step": 1, "w": self.w.ctypes.data, "w_block": self.w_block},
+            **{"bias": self.bias.ctypes.data if bias else None, "add": adds.ctypes.data if add else None},
+            **{"add_pixel": 16, "add_block": add_block},
+            **{"y": y.ctypes.data, "y_pixel": 16, "y_block": y_block},
+        )
+        products.gemm(ctypes.byref(g))
+        check()
+        assert not products.library.amx_in_use()
+        if self.blocks == 2 and not in_place:
+            assert (y[n * 16 : y_block] == 777).all(), "written between the blocks"
+        return np.stack([y[o * y_block :][: n * 16].reshape(n, 16) for o in range(self.blocks)])
+
+
+def same_bits(a, b):
+    return np.array_equal(a.view(np.uint32), b.view(np.uint32))
+
+
+# ---- all of them ----
+
+CASES = [
+    (name, pixels, blocks, batches, depth, stride)
+    for name, most in MAX_PIXELS.items()
+    for pixels in (1, 2, 4, 13, 14, 15, 16, 17, 32, 33, 50, 64)
+    for blocks in (1, 2)
+    for batches, depth, stride in ((9, 16, 1), (1, 2, 1), (4, 16, 2), (20, 12, 1), (27, 16, 1), (3, 1, 2))
+    if pixels <= most
+]
+
+
+@pytest.mark.parametrize("products,pixels,blocks,batches,depth,stride", CASES, indirect=["products"])
+def test_products(products, pixels, blocks, batches, depth, stride):
+    case = Case(pixels, blocks, batches, depth, stride)
+    got = case.result(products)
+    want, size = case.exact()
+    # two terms a step, each added with one rounding, a batch's two sums, bias and add: n * eps in any order
+    assert (np.abs(got - want) <= (2 * batches * depth + 4) * EPS * size).all()
+    assert same_bits(got, case.by_tiles() if products.name == "amx" else case.one_by_one())
+    assert same_bits(case.result(products, in_place=True), got)
+
+
+def test_the_same_number_in_every_tile(products):
+    """A pixel's sums are the same wherever a call begins and however many pixels it takes."""
+    case = Case(64, 2, 12, 16)
+    whole = np.concatenate(
+        [case.result(products, pixels=slice(p, p + 1)) for p in range(64)], axis=1
+    )  # the least tiles
+    for n in {1, 2, 3, products.max_pixels // 2 + 1, products.max_pixels}:
+        parts = [case.result(products, pixels=slice(p, min(p + n, 64))) for p in range(0, 64, n)]
+        assert same_bits(np.concatenate(parts, axis=1), whole)
+
+
+def test_without_bias_or_add(products):
+    case = Case(min(products.max_pixels, 20), 2, 5, 16)
+    case.bias[:], case.add[:] = 0, 0
+    assert same_bits(case.result(products, bias=False, add=False), case.result(products))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_nonfinite_numbers_pass(products, bad):
+    case = Case(3, 1, 2, 16)
+    case.x[case.offsets[0] + case.x_pixel] = pairs(np.float32(1), np.float32(bad))  # the second pixel
+    got = case.result(products)
+    assert np.isfinite(got[:, [0, 2]]).all() and not np.isfinite(got[:, 1]).any()
+    assert same_bits(got[:, [0, 2]], Case(3, 1, 2, 16).result(products)[:, [0, 2]])
+
+
+def test_numbers_below_the_smallest_normal_one(products):
+    """Instructions take them for zero, before and after; plain C keeps them."""
+    case = Case(2, 1, 1, 2, numbers=np.zeros)
+    case.bias[:], case.add[:] = 0, 0
+    case.x[:2] = pairs(np.float32([2**-130, 2**-70]), np.float32([0, 2**-70]))
+    case.w[:] = pairs(np.float32(2**20), np.float32(2**-60))
+    got = case.result(products)[0, 0]
+    # 2^-130 * 2^20 is normal, but of a number that is not; 2^-70 * 2^-60 is too small; 2^-70 * 2^20 is neither
+    kept = np.float32(2**-110) + np.float32(2**-130) if products.name == "ref" else np.float32(0)
+    assert (got == np.float32(2**-50) + kept).all()
+    case.x[:2] = pairs(np.float32([2**-130, 0]), np.float32([0, 2**-70]))
+    assert (case.result(products)[0, 0] == kept).all()
+
+
+def test_burn_counts_its_operations(products):
+    sink = c_float(0)
+    once, twice = (products.burn(rounds, ctypes.byref(sink)) for rounds in (10, 20))
+    assert once > 0 and twice == 2 * once
+    assert not products.library.amx_in_use()
+
+
+def test_weights_of_three_batches(products):
+    """Numbers split into two bfloat16: three products, whose error is that of what is left out."""
+    n, pixels = 64, min(products.max_pixels, 14)
+    r = np.random.default_rng(5)
+    x, w = r.standard_normal((pixels, n)).astype(np.float32), r.standard_normal((n, 16)).astype(np.float32)
+
+    def split(a):
+        high = a.astype(ml_dtypes.bfloat16).astype(np.float32)
+        return high, (a - high).astype(ml_dtypes.bfloat16).astype(np.float32)
+
+    def planes(a):  # [n/32][pixels][16 pairs]
+        return pairs(a[:, 0::2], a[:, 1::2]).reshape(pixels, n // 32, 16).transpose(1, 0, 2).ravel()
+
+    def rows(a):  # [n/32][16 pairs][16 outputs]
+        return pairs(a[0::2], a[1::2]).reshape(n // 32, 16, 16)
+
+    (xh, xl), (wh, wl) = split(x), split(w)
+    case = Case(pixels, 1, 3 * n // 32, 16)
+    each = pixels * 16
+    case.x = at_the_edge(np.concatenate([planes(xh), planes(xl)]))
+    case.w = at_the_edge(np.stack([rows(wh), rows(wl), rows(wh)], axis=1).ravel())
+    low = n // 32 * each
+    case.offsets = np.array([i * each + o for i in range(n // 32) for o in (0, 0, low)], np.intp)
+    case.bias[:], case.add[:] = 0, 0
+    want, size = x.astype(np.float64) @ w, np.abs(x).astype(np.float64) @ np.abs(w)
+    # rounding to 8 bits leaves 2^-9 of a number and that again 2^-9 of it: dropped are the product of the two rests and
+    # what the rests left, each at most 2^-18 of a term; the sum adds 6 * n / 2 roundings of partial sums
+    assert (np.abs(case.result(products)[0] - want) <= (3 * 2.0**-18 + 3 * n * EPS) * size).all()
+
+
+# ---- the emulator itself ----
+
+MISUSE = {
+    "configured": ("_tile_zero(0);", "tilezero wants a configured tile"),
+    "released": ("load(); _tile_release(); _tile_loadd(0, data, 64);", "tileloadd wants a configured tile"),
+    "palette": ("c.palette = 2; load();", "ldtilecfg wants palette 1"),
+    "rows": ("c.rows[3] = 17; load();", "ldtilecfg wants at most 16 rows"),
+    "bytes": ("c.bytes[3] = 68; load();", "ldtilecfg wants at most 16 rows of at most 64 bytes"),
+    "half configured": ("c.rows[3] = 0; load();", "and both or neither"),
+    "reserved": ("c.reserved[5] = 1; load();", "ldtilecfg wants zeros"),
+    "ninth tile": ("c.rows[8] = c.bytes[8] = 4; load();", "ldtilecfg wants zeros"),
+    "depth": ("c.rows[2] = 15; load(); _tile_dpbf16ps(0, 1, 2);", "a row of w for each pair of x"),
+    "pixels": ("c.rows[0] = 15; load(); _tile_dpbf16ps(0, 1, 2);", "as many rows of sums as of x"),
+    "outputs": ("c.bytes[0] = 60; load(); _tile_dpbf16ps(0, 1, 2);", "as many columns as w has"),
+    "twice": ("load(); _tile_dpbf16ps(0, 1, 1);", "three different tiles"),
+    "whole pairs": ("c.bytes[1] = 62; load(); _tile_dpbf16ps(0, 1, 2);", "rows of whole pairs"),
+}
+PROGRAM = """
+#include "amx.h"
+static amx_config c = {{.palette = 1}};
+static float data[16][16];
+static void load(void) {{ _tile_loadconfig(&c); }}
+int main(void) {{
+    for (int t = 0; t < 8; t++) c.rows[t] = 16, c.bytes[t] = 64;
+    (void)data;
+    {}
+    return 0;
+}}
+"""
+
+
+@pytest.mark.parametrize("name", [*MISUSE, "nothing wrong"])
+def test_the_emulator_refuses_what_the_processor_does(tmp_path, name):
+    wrong, sentence = MISUSE.get(
+        name, ("load(); _tile_loadd(1, data, 64); _tile_dpbf16ps(0, 1, 2); _tile_release();", "")
+    )
+    source, program = tmp_path / "misuse.c", tmp_path / "misuse"
+    source.write_text(PROGRAM.format(wrong))
+    flags = ["-std=gnu11", "-mfma", "-Wall", "-Wno-unused-function", "-iquote", HERE]
+    run(compiler("gcc"), *flags, source, "-o", program)
+    done = subprocess.run([program], capture_output=True, text=True)
+    assert sentence in done.stderr and (done.returncode == 0) == (name == "nothing wrong")
