@@ -157,6 +157,18 @@ def test_a_file_in_the_same_type_is_as_it_came(dtype, tmp_path):
     assert again.rounded == () and np.array_equal(again.decode(z), kept.decode(z))
 
 
+def test_numbers_that_float16_does_not_reach():
+    vae = small_vae()
+    state = vae.state_dict()
+    state["decoder.conv_in.weight"][0, 0] = 7e4
+    with pytest.raises(ValueError, match=r"decoder.conv_in.weight: want numbers within float16's range, got larger"):
+        VAE.load(state, config=config("sd"), dtype="float16")
+    assert VAE.load(state, config=config("sd"), dtype="bfloat16").dtype == "bfloat16"
+    state["decoder.conv_in.weight"][0, 0] = np.nan  # what is none in the file is none in the model
+    with pytest.warns(RuntimeWarning, match="decode: the result is not finite"):
+        assert np.isnan(VAE.load(state, config=config("sd"), dtype="float16").decode(latents(vae, 4, 4))).all()
+
+
 # ---- asked for otherwise ----
 
 

@@ -16,7 +16,7 @@ from engine import BACKENDS, SMALL, config, error, images, latents, small_vae
 
 import vaemem
 from vaemem import VAE, _core
-from vaemem._common import latent_factor
+from vaemem._common import DTYPES, PRECISIONS, latent_factor
 from vaemem.engine.arrays import DeviceArrays
 
 # fp32 has 24 bits: 6e-8 a rounding. Some 60 layers of sums of up to 4608 terms leave 1e-6 here; a skipped bias or a
@@ -468,6 +468,10 @@ def test_environment():
     done = run(VAEMEM_DISABLE="avx1024,avx2")
     assert "got 'avx1024', which changes nothing" in done.stderr and "avx2" not in done.stdout
     assert "avx512" not in run(VAEMEM_DISABLE="avx512").stdout
+    kinds = [(dtype, precision) for dtype in DTYPES for precision in PRECISIONS]
+    every = {name for kind in kinds for name, _ in _core.backends(*kind)} - {"ref"}
+    done = run(VAEMEM_DISABLE=",".join(every))
+    assert done.stdout.startswith("['ref'] ") and "changes nothing" not in done.stderr
     assert "VAEMEM_THREADS: want a number from 1 to 1024, got 'many'" in run(VAEMEM_THREADS="many").stderr
 
 
