@@ -2,15 +2,23 @@
  *
  * x holds q, k and v side by side in its channels; y takes q's place (a task reads its queries
  * before it writes them, and no other task reads them). With scores kept transposed, s[key][query],
- * a lane is a query from beginning to end: nothing is reduced across lanes, keys and values are
- * used as they lie, and only a task's queries are transposed (in) and its result transposed back (out).
+ * a lane is a query from beginning to end and nothing is reduced across lanes. Both products have
+ * the form of a convolution's, pixels by channels (x) times weights (w) for 16 queries:
  *
- *   for each run of keys (some rows of the image, or a piece of one):
- *       s[key][query]  = sum over c of k[key][c] * q[c][query]       k broadcast, q as weights
+ *   for each run of keys:
+ *       s[key][query]  = sum over c of k[key][c] * q[c][query]
  *       softmax step over the keys, per query
- *       o[c][query]    = o * keep + sum over keys of v[key][c] * s[key][query]
+ *       o[c][query]    = o * keep + sum over keys of v[c][key] * s[key][query]
  *
- *   thread's scratch:  q [16-query block][c][16] | s [block][key][16] | o [block][c][16] | top, sum, keep | offsets
+ * k lies as [c/16][key][16 c], v as [key/16][c][16 keys]. Where pairs are multiplied, a pair in the place of a float is two
+ * neighbours of those that are summed over, channels in the first product and keys in the second; where numbers are split, a
+ * second set of k and v has the rests, and each 16 lines of weights are followed by their rests and then by
+ * themselves again. Floats are copied run by run in each task, which costs little beside their products and no memory.
+ * Pairs are made when the pass begins.
+ *
+ *   prepared: job | offsets of batches of k | of v | runs of k and v, where pairs are multiplied
+ *   scratch:  thread 0 | thread 1 ...
+ *   thread:   q [16 queries][c][16] | o, likewise | s [16 queries][key][16], of two | its pairs | top, sum, keep | a run
  *
  * The order of keys is fixed and a task's queries are its own, so threads do not change a bit. */
 #include <math.h>
@@ -19,176 +27,344 @@
 #include "cpu.h"
 
 enum {
-    QUERIES = 8, /* blocks of 16 in a task: keys and values are read once for 128 queries */
-    KEYS = 256   /* in a step: such a piece of k and of v, and the task's q, s and o, stay in L2 */
+    QUERIES = 16,      /* blocks of 16 in a task: keys and values are read once for each task */
+    QUERIES_LEAST = 4, /* when the image is small and threads want their share */
+    TASKS_WANTED = 16,
+    KEYS =
+        112, /* numbers in a run: it and what two blocks of queries need stay in L2. A multiple of 16, and of 14, which
+                   are the pixels of AVX-512's products */
+    LINES = VM_BLOCK * VM_BLOCK, /* numbers in 16 lines, which a product sums over in one go */
+    SLACK = 32                   /* lines behind a run, which products of 16 pixels at a time may read and not use */
 };
 
+/* Numbers are floats or pairs of bfloat16, four bytes each. */
 typedef struct layout {
-    size_t q, s, o, top, offsets; /* floats from the thread's own; top: top, sum, keep of each block;
-                                     offsets: of k's channel blocks, then of the rows of a run */
-    size_t scratch;               /* bytes */
-    size_t c;                     /* channels of one head, padded */
+    size_t c, blocks;                            /* channels of one head, padded, and blocks of them */
+    size_t queries;                              /* blocks in a task */
+    size_t in_number, parts, copies;             /* values in a number, sets of k and v, and of lines of weights */
+    size_t k_batches, v_batches;                 /* in the products of a full run; 16 lines of weights each */
+    size_t keys;                                 /* of a full run */
+    size_t k_set, v_set, run;                    /* numbers */
+    size_t k_offsets, v_offsets, runs, prepared; /* bytes from the pass's prepared memory, where the job lies first */
+    size_t o, s, p, softmax, own_run, scratch;   /* bytes from the thread's own, where q lies first */
 } layout;
-
-static layout make_layout(const vm_pass *p) {
-    layout l = {.c = VM_BLOCKS(p->y.c) * VM_BLOCK};
-    const size_t lanes = QUERIES * VM_BLOCK;
-    l.s = l.q + lanes * l.c;
-    l.o = l.s + lanes * KEYS;
-    l.top = l.o + lanes * l.c;
-    l.offsets = l.top + 3 * lanes;
-    l.scratch = VM_ROUND_UP(l.offsets * sizeof(float) + (VM_BLOCKS(p->y.c) + KEYS) * sizeof(ptrdiff_t), VM_ALIGN);
-    return l;
-}
 
 typedef struct job {
     const vm_cpu *cpu;
     const vm_pass *pass;
     vm_operands at;
     layout l;
-    vm_view rows; /* q, k and v in float32: x itself, or a copy */
+    ptrdiff_t *k_offsets, *v_offsets;
+    float *runs; /* NULL where tasks make them */
 } job;
 
-/* Task queries in 16s: pixel i of the task lies at image pixel first + i. */
-static void transpose(const job *j, float *mine, size_t first, size_t n, bool in) {
-    const size_t w = j->pass->x.w, c = j->l.c;
-    for (size_t i = 0; i < n; i++) {
-        const size_t y = (first + i) / w, x = (first + i) % w;
-        float *lane = mine + i / VM_BLOCK * c * VM_BLOCK + i % VM_BLOCK;
-        for (size_t b = 0; b < c / VM_BLOCK; b++) {
-            float row[VM_BLOCK], *px = in ? vm_pixel(&j->rows, y, b, x) : row;
-            for (size_t l = 0; l < VM_BLOCK; l++) {
-                float *at = lane + (b * VM_BLOCK + l) * VM_BLOCK;
-                if (in)
-                    *at = px[l];
-                else
-                    px[l] = *at;
-            }
-            if (!in) j->cpu->ops->store(vm_pixel(&j->at.y, y, b, x), j->at.y.dtype, row, 1, 1, NULL);
+static size_t pixels_of(const vm_pass *p) { return p->x.h * p->x.w; }
+
+static size_t runs_of(const layout *l, const vm_pass *p) { return (pixels_of(p) + l->keys - 1) / l->keys; }
+
+static layout make_layout(const vm_cpu *cpu, const vm_pass *p) {
+    layout l = {.blocks = VM_BLOCKS(p->y.c),
+                .in_number = cpu->pairs ? 2 : 1,
+                .parts = cpu->pairs > 1 ? 2 : 1,
+                .copies = VM_MAX(cpu->pairs, 1)};
+    const size_t number = sizeof(float), line = VM_BLOCK * number, deep = VM_BLOCK * l.in_number;
+    l.c = l.blocks * VM_BLOCK;
+    l.queries = VM_MIN(pixels_of(p) / VM_BLOCK / TASKS_WANTED, QUERIES * l.in_number);
+    l.queries = VM_ROUND_UP(VM_MAX(l.queries, QUERIES_LEAST), 2);
+    l.keys = VM_MIN(KEYS * l.in_number, VM_ROUND_UP(pixels_of(p), deep));
+    l.k_batches = (l.c + deep - 1) / deep * l.copies;
+    l.v_batches = l.keys / deep * l.copies;
+    l.k_set = l.k_batches / l.copies * l.keys * VM_BLOCK;
+    l.v_set = l.v_batches / l.copies * l.c * VM_BLOCK;
+    l.run = l.parts * (l.k_set + l.v_set);
+    vm_put_bytes(&l.prepared, sizeof(job), VM_ALIGN);
+    l.k_offsets = vm_put_bytes(&l.prepared, l.k_batches * sizeof(ptrdiff_t), VM_ALIGN);
+    l.v_offsets = vm_put_bytes(&l.prepared, l.v_batches * sizeof(ptrdiff_t), VM_ALIGN);
+    l.runs = vm_put_bytes(&l.prepared, cpu->pairs ? VM_PRODUCT(runs_of(&l, p), l.run, number) : 0, VM_ALIGN);
+    vm_put_bytes(&l.prepared, SLACK * line, VM_ALIGN);
+    vm_put_bytes(&l.scratch, VM_PRODUCT(l.queries, l.k_batches, LINES, number), VM_ALIGN);
+    l.o = vm_put_bytes(&l.scratch, VM_PRODUCT(l.queries, l.c, line), VM_ALIGN);
+    l.s = vm_put_bytes(&l.scratch, 2 * l.keys * line, VM_ALIGN);
+    l.p = vm_put_bytes(&l.scratch, cpu->pairs ? 2 * l.v_batches * LINES * number : 0, VM_ALIGN);
+    l.softmax = vm_put_bytes(&l.scratch, VM_PRODUCT(3, l.queries, line), VM_ALIGN);
+    l.own_run = vm_put_bytes(&l.scratch, cpu->pairs ? 0 : VM_PRODUCT(l.run, number), VM_ALIGN);
+    vm_put_bytes(&l.scratch, SLACK * line, VM_ALIGN);
+    return l;
+}
+
+/* ---- numbers, from x ---- */
+
+/* One block of channels of the pixels from `first` on, counted row by row: n of them, or as many as lie side by side. */
+static vm_source pixels_at(const job *j, size_t block, size_t first, size_t n) {
+    const size_t w = j->pass->x.w, y = first / w, x = first % w;
+    return (vm_source){vm_pixel(&j->at.x, y, block, x), j->at.x.dtype, VM_MIN(n, w - x)};
+}
+
+static void load_floats(const job *j, float *to, size_t block, size_t first, size_t n) {
+    for (size_t i = 0; i < n;) {
+        const vm_source from = pixels_at(j, block, first + i, n - i);
+        j->cpu->ops->load(to + i * VM_BLOCK, &from);
+        i += from.pixels;
+    }
+}
+
+/* [pixel][32] of which these are 16; rest NULL where numbers are not split. */
+static void load_halves(const job *j, uint16_t *to, uint16_t *rest, size_t block, size_t first, size_t n) {
+    for (size_t i = 0; i < n;) {
+        const vm_source from = pixels_at(j, block, first + i, n - i);
+        const size_t at = 2 * i * VM_BLOCK;
+        j->cpu->ops->load_pairs(to + at, rest ? rest + at : NULL, &from);
+        i += from.pixels;
+    }
+}
+
+static uint16_t *halves_of(float *pairs) { return (uint16_t *)(void *)pairs; }
+
+/* Lines [pixel][16] of numbers, of channels from a block on; the rests `set` numbers behind. */
+static void load_lines(const job *j, float *to, size_t set, size_t base, size_t block, size_t first, size_t n) {
+    if (!j->cpu->pairs) {
+        load_floats(j, to, base + block, first, n);
+        return;
+    }
+    for (size_t half = 0; half < 2; half++) {
+        uint16_t *high = halves_of(to) + half * VM_BLOCK, *low = halves_of(to + set) + half * VM_BLOCK;
+        const bool split = j->l.parts > 1;
+        if (block + half < j->l.blocks) {
+            load_halves(j, high, split ? low : NULL, base + block + half, first, n);
+            continue;
+        }
+        for (size_t i = 0; i < n; i++) { /* the last block has no neighbour */
+            memset(high + 2 * i * VM_BLOCK, 0, VM_BLOCK * sizeof *high);
+            if (split) memset(low + 2 * i * VM_BLOCK, 0, VM_BLOCK * sizeof *low);
         }
     }
 }
 
-/* Keys: `rows` rows from y, `width` pixels of each from x0; rows * width <= KEYS. */
-static void attend(const job *j, float *own, size_t blocks, size_t y, size_t rows, size_t x0, size_t width) {
+/* 16 lines of pairs of neighbouring pixels, of which there are n, from [pixel][32]. */
+static void pair_pixels(float *to, uint16_t *from, size_t n) {
+    memset(from + 2 * n * VM_BLOCK, 0, 2 * (2 * VM_BLOCK - n) * VM_BLOCK * sizeof *from);
+    for (size_t i = 0; i < VM_BLOCK; i++)
+        for (size_t l = 0; l < VM_BLOCK; l++) {
+            halves_of(to)[2 * (i * VM_BLOCK + l)] = from[4 * i * VM_BLOCK + l];
+            halves_of(to)[2 * (i * VM_BLOCK + l) + 1] = from[(4 * i + 2) * VM_BLOCK + l];
+        }
+}
+
+typedef struct lines {
+    float part[2][LINES] __attribute__((aligned(VM_ALIGN)));
+} lines;
+
+typedef struct halves {
+    uint16_t part[2][4 * LINES] __attribute__((aligned(VM_ALIGN)));
+} halves;
+
+/* A block of values, n <= 16 numbers' keys of it, as 16 lines of them. */
+static void load_values(const job *j, float *to, size_t block, size_t first, size_t n) {
+    lines v;
+    if (j->cpu->pairs) {
+        halves h;
+        load_halves(j, h.part[0], j->l.parts > 1 ? h.part[1] : NULL, block, first, n);
+        for (size_t part = 0; part < j->l.parts; part++) pair_pixels(v.part[part], h.part[part], n);
+    } else {
+        load_floats(j, v.part[0], block, first, n);
+        memset(v.part[0] + n * VM_BLOCK, 0, (VM_BLOCK - n) * VM_BLOCK * sizeof(float));
+    }
+    for (size_t part = 0; part < j->l.parts; part++) j->cpu->ops->transpose(to + part * j->l.v_set, v.part[part]);
+}
+
+static void make_run(const job *j, float *run, size_t first, size_t n) {
     const layout *l = &j->l;
-    const vm_view *v = &j->rows;
-    const size_t cb = l->c / VM_BLOCK, keys = rows * width;
-    const ptrdiff_t *block_offsets = (const ptrdiff_t *)(own + l->offsets), *row_offsets = block_offsets + cb;
-    const float *k = vm_pixel(v, y, cb, x0), *value = k + cb * v->block;
+    const size_t deep = VM_BLOCK * l->in_number;
+    float *v = run + l->parts * l->k_set;
+    for (size_t b = 0; b < l->blocks; b += l->in_number)
+        load_lines(j, run + b / l->in_number * l->keys * VM_BLOCK, l->k_set, l->blocks, b, first, n);
+    for (size_t b = 0; b < l->blocks; b++)
+        for (size_t i = 0; i < n; i += deep)
+            load_values(j, v + i / deep * l->c * VM_BLOCK + b * LINES, 2 * l->blocks + b, first + i,
+                        VM_MIN(n - i, deep));
+}
+
+/* Weights of a batch, from its lines [query][16] of numbers. */
+static void load_queries(const job *j, float *w, size_t block, size_t first, size_t n) {
+    lines q;
+    memset(&q, 0, sizeof q);
+    load_lines(j, q.part[0], LINES, 0, block, first, n);
+    for (size_t part = 0; part < j->l.parts; part++) j->cpu->ops->transpose(w + part * LINES, q.part[part]);
+    if (j->l.parts > 1) memcpy(w + 2 * LINES, w, LINES * sizeof *w);
+}
+
+/* ---- a task ---- */
+
+/* What a thread works on. */
+typedef struct task {
+    const job *j;
+    float *q, *o, *s, *p, *run;
+    float *softmax; /* top, sum, keep of each block of queries */
+} task;
+
+/* For n "pixels" of x, which are keys or channels, in groups of what a product takes. */
+static void multiply(const job *j, size_t n, vm_gemm g) {
+    const vm_products *products = j->cpu->products;
+    const size_t groups = (n + products->max_pixels - 1) / products->max_pixels;
+    const float *x = g.x;
+    float *y = g.y;
+    const bool add = g.add;
+    g.depth = g.x_pixel = g.y_pixel = g.add_pixel = VM_BLOCK;
+    g.x_step = 1;
+    g.add_block = g.y_block;
+    for (size_t i = 0; i < groups; i++) {
+        const size_t from = n * i / groups;
+        g.pixels = n * (i + 1) / groups - from;
+        g.x = x + from * VM_BLOCK;
+        g.y = y + from * VM_BLOCK;
+        if (add) g.add = g.y;
+        products->gemm(&g);
+    }
+}
+
+/* One block's s for n keys as weights of the second product, in their own place where they are pairs. */
+static void make_weights(const task *t, size_t block, size_t n) {
+    const layout *l = &t->j->l;
+    float *s = t->s + block * l->keys * VM_BLOCK, *p = t->p + block * l->v_batches * LINES;
+    if (!t->j->cpu->pairs) {
+        memset(s + n * VM_BLOCK, 0, (VM_ROUND_UP(n, VM_BLOCK) - n) * VM_BLOCK * sizeof *s);
+        return;
+    }
+    for (size_t i = 0; i < n; i += 2 * VM_BLOCK) {
+        const vm_source from = {s + i * VM_BLOCK, VM_F32, VM_MIN(n - i, 2 * VM_BLOCK)};
+        float *w = p + i / (2 * VM_BLOCK) * l->copies * LINES;
+        halves h;
+        t->j->cpu->ops->load_pairs(h.part[0], l->parts > 1 ? h.part[1] : NULL, &from);
+        for (size_t part = 0; part < l->parts; part++) pair_pixels(w + part * LINES, h.part[part], from.pixels);
+        if (l->parts > 1) memcpy(w + 2 * LINES, w, LINES * sizeof *w);
+    }
+}
+
+/* One or two blocks of queries from `block` on, and a run of n keys. */
+static void attend(const task *t, const float *run, size_t block, size_t blocks, size_t n) {
+    const job *j = t->j;
+    const layout *l = &j->l;
+    const size_t steps = VM_MAX(j->cpu->products->steps / (l->copies * VM_BLOCK), 1) * l->copies; /* batches at once */
     const float scale = 1 / sqrtf((float)j->pass->scale_channels);
-    const size_t o_pixels = j->cpu->ops->floats.max_pixels >= 8 ? 8 : 4; /* neighbours in a block of channels */
-    float *s = own + l->s, *o = own + l->o;
-    for (size_t q = 0; q < blocks; q += 2) {
-        const size_t pair = VM_MIN(blocks - q, 2);
-        for (size_t r = 0; r < rows; r++)
-            for (size_t i = 0; i < width; i += j->cpu->ops->floats.max_pixels) {
-                vm_gemm g = {
-                    .pixels = VM_MIN(j->cpu->ops->floats.max_pixels, width - i),
-                    .blocks = pair,
-                    .batches = cb,
-                    .depth = VM_BLOCK,
-                    .x = k + r * v->row + i * VM_BLOCK,
-                    .x_offset = block_offsets,
-                    .x_pixel = VM_BLOCK,
-                    .x_step = 1,
-                    .w = own + l->q + q * l->c * VM_BLOCK,
-                    .w_block = (ptrdiff_t)(l->c * VM_BLOCK),
-                    .y = s + (q * KEYS + r * width + i) * VM_BLOCK,
-                    .y_pixel = VM_BLOCK,
-                    .y_block = KEYS * VM_BLOCK,
-                };
-                j->cpu->ops->floats.gemm(&g);
-            }
-        for (size_t b = q; b < q + pair; b++) {
-            float *top = own + l->top + b * 3 * VM_BLOCK, *sum = top + VM_BLOCK, *keep = sum + VM_BLOCK;
-            j->cpu->ops->softmax(s + b * KEYS * VM_BLOCK, keys, scale, top, sum, keep);
-            j->cpu->ops->rescale(o + b * l->c * VM_BLOCK, l->c, keep);
-        }
-        for (size_t c = 0; c < l->c; c += o_pixels) {
-            float *out = o + (q * l->c + c) * VM_BLOCK;
-            vm_gemm g = {
-                .pixels = o_pixels,
-                .blocks = pair,
-                .batches = rows,
-                .depth = width,
-                .x = value + c / VM_BLOCK * v->block + c % VM_BLOCK,
-                .x_offset = row_offsets,
-                .x_pixel = 1,
-                .x_step = VM_BLOCK,
-                .w = s + q * KEYS * VM_BLOCK,
-                .w_block = KEYS * VM_BLOCK,
-                .add = out,
-                .add_pixel = VM_BLOCK,
-                .add_block = (ptrdiff_t)(l->c * VM_BLOCK),
-                .y = out,
-                .y_pixel = VM_BLOCK,
-                .y_block = (ptrdiff_t)(l->c * VM_BLOCK),
-            };
-            j->cpu->ops->floats.gemm(&g);
+    for (size_t b = 0; b < l->k_batches; b += steps)
+        multiply(j, n,
+                 (vm_gemm){.blocks = blocks,
+                           .batches = VM_MIN(steps, l->k_batches - b),
+                           .x = run,
+                           .x_offset = j->k_offsets + b,
+                           .w = t->q + (block * l->k_batches + b) * LINES,
+                           .w_block = (ptrdiff_t)(l->k_batches * LINES),
+                           .add = b ? t->s : NULL,
+                           .y = t->s,
+                           .y_block = (ptrdiff_t)(l->keys * VM_BLOCK)});
+    float *o = t->o + block * l->c * VM_BLOCK;
+    for (size_t b = 0; b < blocks; b++) {
+        float *top = t->softmax + (block + b) * 3 * VM_BLOCK, *sum = top + VM_BLOCK, *keep = sum + VM_BLOCK;
+        j->cpu->ops->softmax(t->s + b * l->keys * VM_BLOCK, n, scale, top, sum, keep);
+        j->cpu->ops->rescale(o + b * l->c * VM_BLOCK, l->c, keep);
+        make_weights(t, b, n);
+    }
+    const size_t deep = VM_BLOCK * l->in_number;
+    multiply(j, l->c,
+             (vm_gemm){.blocks = blocks,
+                       .batches = (n + deep - 1) / deep * l->copies,
+                       .x = run + l->parts * l->k_set,
+                       .x_offset = j->v_offsets,
+                       .w = j->cpu->pairs ? t->p : t->s,
+                       .w_block = (ptrdiff_t)(j->cpu->pairs ? l->v_batches * LINES : l->keys * VM_BLOCK),
+                       .add = o,
+                       .y = o,
+                       .y_block = (ptrdiff_t)(l->c * VM_BLOCK)});
+}
+
+/* o over the sum of its weights, to y: a mean of finite numbers is finite in their type. */
+static void store_block(const task *t, size_t block, size_t first, size_t n) {
+    const job *j = t->j;
+    const vm_view *y = &j->at.y;
+    const size_t w = j->pass->y.w;
+    float *o = t->o + block * j->l.c * VM_BLOCK, *sum = t->softmax + (block * 3 + 1) * VM_BLOCK, inverse[VM_BLOCK];
+    for (size_t i = 0; i < VM_BLOCK; i++) inverse[i] = 1 / sum[i];
+    j->cpu->ops->rescale(o, j->l.c, inverse);
+    for (size_t b = 0; b < j->l.blocks; b++) {
+        float pixels[LINES] __attribute__((aligned(VM_ALIGN)));
+        j->cpu->ops->transpose(pixels, o + b * LINES);
+        for (size_t i = 0, some; i < n; i += some) {
+            const size_t x = (first + i) % w;
+            some = VM_MIN(n - i, w - x);
+            j->cpu->ops->store(vm_pixel(y, (first + i) / w, b, x), y->dtype, pixels + i * VM_BLOCK, some, 1, NULL);
         }
     }
 }
 
-static void attention_task(const void *context, size_t task, unsigned thread) {
+static void attention_task(const void *context, size_t index, unsigned thread) {
     const job *j = context;
     const layout *l = &j->l;
-    float *own = (float *)((char *)j->at.scratch + thread * j->at.scratch_each);
-    const size_t first = task * QUERIES * VM_BLOCK, n = VM_MIN(j->pass->x.h * j->pass->x.w - first, QUERIES * VM_BLOCK);
-    const size_t blocks = VM_BLOCKS(n);
-    memset(own + l->q, 0, blocks * l->c * VM_BLOCK * sizeof(float));
-    memset(own + l->o, 0, blocks * l->c * VM_BLOCK * sizeof(float));
-    ptrdiff_t *offsets = (ptrdiff_t *)(own + l->offsets);
-    for (size_t b = 0; b < l->c / VM_BLOCK; b++) *offsets++ = (ptrdiff_t)(b * j->rows.block);
-    for (size_t r = 0; r < KEYS; r++) *offsets++ = (ptrdiff_t)(r * j->rows.row);
-    for (size_t i = 0; i < blocks * 3 * VM_BLOCK; i++) own[l->top + i] = i % (3 * VM_BLOCK) < VM_BLOCK ? -INFINITY : 0;
-    transpose(j, own + l->q, first, n, true);
-    const size_t w = j->pass->x.w, h = j->pass->x.h, rows = VM_MAX(KEYS / w, 1);
-    for (size_t y = 0; y < h; y += rows)
-        for (size_t x = 0; x < w; x += KEYS) attend(j, own, blocks, y, VM_MIN(rows, h - y), x, VM_MIN(KEYS, w - x));
-    for (size_t b = 0; b < blocks; b++) {
-        float *sum = own + l->top + (b * 3 + 1) * VM_BLOCK, inverse[VM_BLOCK];
-        for (size_t i = 0; i < VM_BLOCK; i++) inverse[i] = 1 / sum[i];
-        j->cpu->ops->rescale(own + l->o + b * l->c * VM_BLOCK, l->c, inverse);
+    char *own = (char *)j->at.scratch + thread * j->at.scratch_each;
+    const task t = {.j = j,
+                    .q = (float *)own,
+                    .o = (float *)(own + l->o),
+                    .s = (float *)(own + l->s),
+                    .p = (float *)(own + l->p),
+                    .run = (float *)(own + l->own_run),
+                    .softmax = (float *)(own + l->softmax)};
+    const size_t pixels = pixels_of(j->pass), first = index * l->queries * VM_BLOCK;
+    const size_t n = VM_MIN(pixels - first, l->queries * VM_BLOCK), blocks = VM_BLOCKS(n);
+    memset(t.o, 0, blocks * l->c * VM_BLOCK * sizeof *t.o);
+    for (size_t i = 0; i < blocks * 3 * VM_BLOCK; i++) t.softmax[i] = i % (3 * VM_BLOCK) < VM_BLOCK ? -INFINITY : 0;
+    for (size_t i = 0; i < blocks; i++)
+        for (size_t b = 0; b < l->blocks; b += l->in_number)
+            load_queries(j, t.q + (i * l->k_batches + b / l->in_number * l->copies) * LINES, b, first + i * VM_BLOCK,
+                         VM_MIN(n - i * VM_BLOCK, VM_BLOCK));
+    for (size_t i = 0; i < runs_of(l, j->pass); i++) {
+        const size_t keys = VM_MIN(l->keys, pixels - i * l->keys);
+        const float *run = j->runs ? j->runs + i * l->run : t.run;
+        if (!j->runs) make_run(j, t.run, i * l->keys, keys);
+        for (size_t b = 0; b < blocks; b += 2) attend(&t, run, b, VM_MIN(blocks - b, 2), keys);
     }
-    transpose(j, own + l->o, first, n, false);
+    for (size_t b = 0; b < blocks; b++) store_block(&t, b, first + b * VM_BLOCK, VM_MIN(n - b * VM_BLOCK, VM_BLOCK));
 }
 
+/* ---- the pass ---- */
+
 static vm_cut attention_cut(const vm_cpu *cpu, const vm_pass *p) {
-    (void)cpu;
-    const size_t pixels = p->x.h * p->x.w, each = QUERIES * VM_BLOCK;
-    return (vm_cut){.rows = 1, .columns = (pixels + each - 1) / each, .out_rows = p->y.h, .in_rows = p->x.h};
+    const size_t each = make_layout(cpu, p).queries * VM_BLOCK;
+    return (vm_cut){.rows = 1, .columns = (pixels_of(p) + each - 1) / each, .out_rows = p->y.h, .in_rows = p->x.h};
 }
 
 static size_t attention_prepared(const vm_cpu *cpu, const vm_pass *p, size_t at_once) {
     (void)at_once;
-    const size_t copy = cpu->dtype == VM_F32 ? 0 : VM_PRODUCT(VM_BLOCKS(p->x.c), VM_BLOCK, p->x.h, p->x.w, 4);
-    return vm_sum(VM_ROUND_UP(sizeof(job), VM_ALIGN), vm_round_up(copy, VM_ALIGN));
+    return make_layout(cpu, p).prepared;
 }
 
-static size_t attention_scratch(const vm_cpu *cpu, const vm_pass *p) {
-    (void)cpu;
-    return make_layout(p).scratch;
-}
+static size_t attention_scratch(const vm_cpu *cpu, const vm_pass *p) { return make_layout(cpu, p).scratch; }
 
-static void widen_row(const void *context, size_t y, unsigned thread) {
+static void prepare_run(const void *context, size_t i, unsigned thread) {
     (void)thread;
     const job *j = context;
-    for (size_t b = 0; b < VM_BLOCKS(j->pass->x.c); b++)
-        j->cpu->ops->load(vm_pixel(&j->rows, y, b, 0),
-                          &(vm_source){vm_pixel(&j->at.x, y, b, 0), j->at.x.dtype, j->pass->x.w});
+    const size_t first = i * j->l.keys;
+    make_run(j, j->runs + i * j->l.run, first, VM_MIN(j->l.keys, pixels_of(j->pass) - first));
+}
+
+/* Of `copies` batches with the same weights but for the rests, the last meets the rests of x, a set further on. */
+static void make_offsets(ptrdiff_t *offsets, size_t batches, const layout *l, size_t step, size_t set) {
+    for (size_t i = 0; i < batches; i++)
+        offsets[i] = (ptrdiff_t)(i / l->copies * step + (i % l->copies == 2 ? set : 0));
 }
 
 static vm_status attention_prepare(const vm_cpu *cpu, const vm_pass *pass, const vm_operands *at, const vm_exec *exec,
                                    vm_tasks *out) {
+    char *prepared = at->prepared;
     job *j = at->prepared;
-    *j = (job){.cpu = cpu, .pass = pass, .at = *at, .l = make_layout(pass), .rows = at->x};
+    *j = (job){.cpu = cpu, .pass = pass, .at = *at, .l = make_layout(cpu, pass)};
+    const layout *l = &j->l;
+    j->k_offsets = (ptrdiff_t *)(void *)(prepared + l->k_offsets);
+    j->v_offsets = (ptrdiff_t *)(void *)(prepared + l->v_offsets);
+    make_offsets(j->k_offsets, l->k_batches, l, l->keys * VM_BLOCK, l->k_set);
+    make_offsets(j->v_offsets, l->v_batches, l, l->c * VM_BLOCK, l->v_set);
     *out = (vm_tasks){attention_task, j, NULL};
-    if (cpu->dtype == VM_F32) return VM_OK;
-    const size_t block = pass->x.w * VM_BLOCK;
-    void *copy = (char *)at->prepared + VM_ROUND_UP(sizeof(job), VM_ALIGN);
-    j->rows = (vm_view){copy, VM_F32, block, VM_BLOCKS(pass->x.c) * block, SIZE_MAX};
-    return exec->each(exec->pool, pass->x.h, 0, widen_row, j);
+    if (!cpu->pairs) return VM_OK;
+    j->runs = (float *)(void *)(prepared + l->runs);
+    return exec->each(exec->pool, runs_of(l, pass), 0, prepare_run, j);
 }
 
 const vm_method vm_attention = {attention_cut, attention_prepared, attention_scratch, attention_prepare};

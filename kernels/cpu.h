@@ -80,6 +80,8 @@ typedef struct vm_cpu_ops {
     void (*softmax)(float *s, size_t keys, float scale, float *top, float *sum, float *keep);
     /* x[p][l] *= keep[l] */
     void (*rescale)(float *x, size_t rows, const float *keep);
+    /* y[l][r] = x[r][l], 16 by 16 numbers of 4 bytes, moved as they are. y is not x. */
+    void (*transpose)(float *y, const float *x);
     vm_transforms winograd, upsampled; /* of a 3x3 convolution, and of one after nearest 2x */
 } vm_cpu_ops;
 

@@ -264,6 +264,15 @@ def test_rescale(backend):
     assert np.array_equal(x, want)
 
 
+@every_backend
+def test_transpose(backend):
+    bits = rng().integers(0, 2**32, (16, 16), np.uint32)  # any bits, NaNs too: numbers are moved, not read
+    y, check = guarded(256)
+    _core.kernel_transpose(backend, y, bits.view(np.float32).reshape(-1))
+    check()
+    assert np.array_equal(y.view(np.uint32).reshape(16, 16), bits.T)
+
+
 # ---- whole passes ----
 
 

@@ -144,6 +144,18 @@ static PyObject *kernel_rescale(PyObject *Py_UNUSED(module), PyObject *args) {
     Py_RETURN_NONE;
 }
 
+static PyObject *kernel_transpose(PyObject *Py_UNUSED(module), PyObject *args) {
+    const char *backend;
+    PyObject *y, *x;
+    if (!PyArg_ParseTuple(args, "sOO", &backend, &y, &x)) return NULL;
+    const vm_cpu_ops *ops = ops_of(backend);
+    float *ys = ops ? data_of(y, "y", NPY_FLOAT, VM_BLOCK * VM_BLOCK, true) : NULL;
+    const float *xs = ys ? data_of(x, "x", NPY_FLOAT, VM_BLOCK * VM_BLOCK, false) : NULL;
+    if (!xs) return NULL;
+    ops->transpose(ys, xs);
+    Py_RETURN_NONE;
+}
+
 static double now(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
@@ -341,6 +353,7 @@ PyMethodDef vm_py_kernels[] = {
     {"kernel_stats", kernel_stats, METH_VARARGS, "For tests: vm_cpu_ops.stats."},
     {"kernel_softmax", kernel_softmax, METH_VARARGS, "For tests: vm_cpu_ops.softmax."},
     {"kernel_rescale", kernel_rescale, METH_VARARGS, "For tests: vm_cpu_ops.rescale."},
+    {"kernel_transpose", kernel_transpose, METH_VARARGS, "For tests: vm_cpu_ops.transpose."},
     {"kernel_peak", kernel_peak, METH_VARARGS,
      "For benchmarks: FLOP/s of multiply-adds on registers, on so many threads."},
     {"kernel_pass", kernel_pass, METH_VARARGS, "For tests and benchmarks: one pass on arrays of rows; its seconds."},

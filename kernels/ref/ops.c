@@ -119,6 +119,11 @@ static void rescale(float *x, size_t rows, const float *keep) {
     for (size_t i = 0; i < rows * L; i++) x[i] *= keep[i % L];
 }
 
+static void transpose(float *y, const float *x) {
+    for (size_t r = 0; r < L; r++)
+        for (size_t l = 0; l < L; l++) y[l * L + r] = x[r * L + l];
+}
+
 static void winograd_in(float *v, size_t v_step, const float *x, size_t x_row, size_t tiles) {
     for (size_t i = 0; i < tiles * L; i++) {
         const float *d = x + i / L * 2 * L + i % L;
@@ -232,6 +237,7 @@ const vm_cpu_ops vm_cpu_ref = {{PIXELS, VM_STEPS, gemm, burn},
                                stats,
                                softmax,
                                rescale,
+                               transpose,
                                {4, winograd_in, winograd_weights, winograd_out},
                                {3, upsampled_in, upsampled_weights, upsampled_out}};
 

@@ -180,6 +180,30 @@ static void rescale(float *x, size_t rows, const float *keep) {
     }
 }
 
+/* The even (from 0) or odd (from half the lanes) half of a and b taken in turns. */
+INLINE vf zip(vf a, vf b, int from) {
+    vi lanes;
+    UNROLL for (int i = 0; i < VM_LANES; i++) lanes[i] = from + i / 2 + i % 2 * VM_LANES;
+    return __builtin_shuffle(a, b, lanes);
+}
+
+/* Rows of a square zipped with those half the square away, as often as its side can be halved, are its columns. */
+static void transpose(float *y, const float *x) {
+    for (int r = 0; r < VM_BLOCK; r += VM_LANES)
+        for (int l = 0; l < VM_BLOCK; l += VM_LANES) {
+            vf t[VM_LANES], zipped[VM_LANES];
+            UNROLL for (int i = 0; i < VM_LANES; i++) t[i] = at(x + (r + i) * VM_BLOCK + l);
+            UNROLL for (int side = VM_LANES; side > 1; side /= 2) {
+                UNROLL for (int i = 0; i < VM_LANES / 2; i++) {
+                    zipped[2 * i] = zip(t[i], t[i + VM_LANES / 2], 0);
+                    zipped[2 * i + 1] = zip(t[i], t[i + VM_LANES / 2], VM_LANES / 2);
+                }
+                UNROLL for (int i = 0; i < VM_LANES; i++) t[i] = zipped[i];
+            }
+            UNROLL for (int i = 0; i < VM_LANES; i++) put(y + (l + i) * VM_BLOCK + r, t[i]);
+        }
+}
+
 static void winograd_in(float *v, size_t v_step, const float *x, size_t x_row, size_t tiles) {
     for (size_t i = 0; i < tiles * VM_BLOCK; i += VM_LANES) {
         const float *d = x + i / VM_BLOCK * 2 * VM_BLOCK + i % VM_BLOCK;
@@ -308,5 +332,6 @@ const vm_cpu_ops VM_OPS = {{VM_PIXELS, VM_STEPS, gemm, burn},
                            stats,
                            softmax,
                            rescale,
+                           transpose,
                            {4, winograd_in, winograd_weights, winograd_out},
                            {3, upsampled_in, upsampled_weights, upsampled_out}};
