@@ -28,10 +28,17 @@ test: $(VENV)/test.stamp
 docs: $(VENV)/test.stamp
 	$(BIN)/python docs/notebooks/render.py out/notebooks
 
-# Ours beside PyTorch in one run; writes benchmarks/results/*.csv. Under a memory limit last: it takes hours, and PyTorch 15 GiB.
-bench: $(VENV)/test.stamp
-	$(BIN)/python benchmarks/decode.py
+# Ours beside PyTorch and OpenVINO in one run; writes benchmarks/results/*.csv. Under a memory limit last: it takes hours, and PyTorch 15 GiB.
+bench: $(VENV)/bench.stamp
+	$(BIN)/python benchmarks/decode.py --op decode encode --precision highest high \
+	    --contestants vaemem vaemem-avx2 torch torch-tuned torch-avx2 openvino
+	$(BIN)/python benchmarks/decode.py --op decode encode --dtype bfloat16 \
+	    --contestants vaemem vaemem-avx512bf16 vaemem-avx512 vaemem-avx2 torch torch-tuned openvino
+	$(BIN)/python benchmarks/decode.py --op decode encode --size 1024 --dtype bfloat16 --rounds 3
+	$(BIN)/python benchmarks/decode.py --bars
 	$(BIN)/python benchmarks/passes.py
+	$(BIN)/python benchmarks/passes.py --precision high
+	$(BIN)/python benchmarks/passes.py --dtype bfloat16
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/memory.py --op encode
 	$(BIN)/python benchmarks/memory.py --size 2048 --rounds 0
@@ -79,6 +86,10 @@ $(VENV)/test.stamp: $(BIN)/python $(SOURCES)
 
 $(VENV)/check.stamp: $(VENV)/test.stamp
 	$(PIP) install '.[check]'
+	touch $@
+
+$(VENV)/bench.stamp: $(VENV)/test.stamp
+	$(PIP) install '.[bench]'
 	touch $@
 
 # After check.stamp where that is wanted too: two pips at once in one environment get in each other's way.

@@ -76,7 +76,11 @@ class Model:
     tensors: list[tuple[str, tuple[int, ...]]]
     reserved_bytes: int
     def __init__(
-        self, arch: dict[str, Any], parts: str = "all", backend: Any = None, dtype: str = "float32",
+        self,
+        arch: dict[str, Any],
+        parts: str = "all",
+        backend: Any = None,
+        dtype: str = "float32",
         precision: str = "highest",
     ) -> None: ...
     def missing(self) -> list[str]: ...
