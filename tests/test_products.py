@@ -1,5 +1,5 @@
-"""Products of pairs of bfloat16 (vm_products of kernels/cpu.h): plain C, AVX512_BF16 where this processor has it, and AMX on the
-emulator of its instructions, beside float64 and, bit for bit, beside the order in which each adds up.
+"""Products of pairs of bfloat16 (vm_products of kernels/cpu.h): plain C, AVX512_BF16 where this processor has it, and
+AMX on the emulator of its instructions, beside float64 and, bit for bit, beside the order in which each adds up.
 
 Buffers end where readable memory does, so that a read beyond them ends the test run.
 """
@@ -11,13 +11,12 @@ import mmap
 import platform
 import subprocess
 from ctypes import POINTER, c_double, c_float, c_size_t, c_ssize_t, c_void_p
-from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
 from cases import EPS, guarded
-from emulator.build import HERE, compiler, run
+from emulator.build import HERE, compiler, has, run
 
 KERNELS = HERE.parents[1] / "kernels"
 FLAGS = ["-std=gnu11", "-O2", "-fPIC", "-Wall", "-Wextra", "-Werror", "-DVM_HAVE_X86", "-ffp-contract=fast", "-mfma"]
@@ -50,11 +49,6 @@ class Products(ctypes.Structure):
         ("gemm", ctypes.CFUNCTYPE(None, POINTER(Gemm))),
         ("burn", ctypes.CFUNCTYPE(c_double, c_size_t, POINTER(c_float))),
     )
-
-
-def has(feature: str) -> bool:
-    info = Path("/proc/cpuinfo")
-    return info.exists() and feature in info.read_text().split()
 
 
 @pytest.fixture(scope="module")
