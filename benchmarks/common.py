@@ -24,6 +24,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 RESULTS = Path(os.environ.get("VAEMEM_RESULTS") or HERE / "results")
+PEAK_ROUNDS = 10_000_000  # of _core.kernel_peak: about a tenth of a second
 
 
 class Worker:
@@ -90,10 +91,26 @@ def median(values: list[float]) -> float:
     return statistics.median(values)
 
 
-def cpu() -> str:
+def _cpuinfo(field: str) -> str:
     with open("/proc/cpuinfo") as f:
-        flags = next((set(line.split(":")[1].split()) for line in f if line.startswith("flags")), set())
-    return platform.machine() + " " + " ".join(n for n in ("avx2", "avx512f", "avx512_fp16", "amx_bf16") if n in flags)
+        return next((line.partition(":")[2].strip() for line in f if line.startswith(field)), "")
+
+
+def cpu() -> str:
+    """The name that the processor has for itself; virtual machines may hide part of it."""
+    return _cpuinfo("model name") or platform.machine()
+
+
+def features() -> list[str]:
+    """Of the processor, those that make kernels differ."""
+    names = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "asimd", "bf16")
+    flags = (_cpuinfo("flags") or _cpuinfo("Features")).split()
+    return [name for name in names if name in flags]
+
+
+def where() -> dict[str, str]:
+    """What a row says of the machine and of the source."""
+    return {"cpu": cpu(), "features": f"{platform.machine()} {' '.join(features())}", "commit": commit()}
 
 
 def commit() -> str:

@@ -1,174 +1,491 @@
-"""Whole decodes and encodes: ours beside PyTorch, in turns, in one run.
+"""Whole decodes and encodes on the CPU: ours beside PyTorch and OpenVINO, in turns, in one run.
 
-    python benchmarks/decode.py [--op decode] [--size 512] [--rounds 5] [--threads 2]
+    python benchmarks/decode.py [--op decode encode] [--size 512 1024] [--dtype float32 bfloat16 float16]
+        [--precision highest high medium] [--contestants vaemem vaemem-avx2 torch torch-tuned torch-avx2 openvino]
+        [--rounds 5] [--threads 2] [--check 128] [--small] [--bars]
 
-Every contestant is a process of its own (their environments differ) that loads, warms up with one run, and then
-waits; each round asks them one after another, so that what the machine does meanwhile falls on all. Medians.
-Peers: diffusers' AutoencoderKL in PyTorch, float32, channels_last, with the default malloc, with a malloc told to keep
-its memory and use huge pages, and held to AVX2. SSE and plain C are asked once.
+Each op, size and dtype is a contest with a CSV of its own. Every contestant is a process of its own that loads, runs
+once at a small size (--check) for its accuracy and once at the full one to warm up, and then waits; each round asks
+them one after another, so that what the machine does meanwhile falls on all. Medians. Contestants:
+
+- vaemem: ours on the best kernels of this machine. vaemem-NAME: held to NAME by VAEMEM_DISABLE, as in vaemem-avx512bf16
+  (without AMX), vaemem-avx512 (without products of bfloat16), vaemem-avx2, vaemem-ref (plain C). One that computes with
+  the same kernels as one before it is left out.
+- torch: diffusers' AutoencoderKL in the same dtype, channels_last. torch-tuned: with a malloc told to keep its memory
+  and use huge pages. torch-avx2: held to AVX2.
+- openvino: the same module by openvino.convert_model, in the same dtype where it has it here; its row says what it has.
+
+--precision is of float32 products, ours and PyTorch's (set_float32_matmul_precision, and the same for convolutions):
+all run at the first one that is named, vaemem and torch at the others too, and OpenVINO at "highest". All have the same
+weights, random ones, and the same input, a float32 array. A peer that is not installed (pip install '.[bench]') is left
+out, and said.
+
+Errors are those of the small run beside PyTorch's in float64: the largest |y - reference|, and the relative RMS,
+|y - reference| / |reference|. Resident sizes: `base` before the model is loaded, `peak` during warm runs; `planned` is
+our own estimate, weights included. The peak in FLOP/s is that of the unit that the kernels use, measured after each
+run. What the project set itself to reach (BARS) is compared last; --bars measures nothing and compares all results that
+there are.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
+import itertools
 import json
+import tempfile
 import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
 
-from common import Worker, commit, cpu, median, peak_rss, serve, write_csv
+import common
+import numpy as np
+from common import Worker, median, peak_rss, reset_peak_rss, serve, settled_rss, write_csv
+from memory import ARCHITECTURE, SMALL
 
+MIB = 2**20
 TUNED = {
     "MALLOC_MMAP_THRESHOLD_": str(1 << 40),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
     "MALLOC_TOP_PAD_": str(64 << 20),
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
 }
-AVX2_PEER = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
-CONTESTANTS = {  # name: (who, environment, asked every round)
-    "vaemem": ("ours", {}, True),
-    "torch": ("torch", {}, True),
-    "torch, tuned malloc": ("torch", TUNED, True),
-    "vaemem, AVX2": ("ours", {"VAEMEM_DISABLE": "avx512"}, True),
-    "torch, AVX2": ("torch", AVX2_PEER, True),
-    "vaemem, SSE": ("ours", {"VAEMEM_DISABLE": "avx512,avx2"}, False),
-    "vaemem, plain C": ("ours", {"VAEMEM_DISABLE": "avx512,avx2,sse"}, False),
+PEERS = {  # name: (who, environment)
+    "torch": ("torch", {}),
+    "torch-tuned": ("torch", TUNED),
+    "torch-avx2": ("torch", {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}),
+    "openvino": ("openvino", {"CI": "true"}),  # else its import wants to send usage statistics
 }
+DTYPES = ("float32", "bfloat16", "float16")
+PRECISIONS = ("highest", "high", "medium")
 
 
-def inputs(args: dict):
-    import numpy as np
+@dataclass(frozen=True)
+class Case:
+    op: str
+    size: int
+    dtype: str
 
+    def __str__(self) -> str:
+        return f"{self.op} {self.size}x{self.size} {self.dtype}"
+
+
+@dataclass(frozen=True)
+class Bar:
+    """At most so much of another's time; `amx`: set for machines that have it."""
+
+    case: Case
+    ours: str
+    other: str
+    at_most: float
+    amx: bool = True
+
+
+BF16_PEERS = {"torch": 0.45, "torch-tuned": 0.65, "openvino": 0.60}
+BARS = [
+    *(Bar(Case("decode", 512, "bfloat16"), "vaemem", *bar) for bar in BF16_PEERS.items()),
+    Bar(Case("encode", 512, "bfloat16"), "vaemem", "torch", 0.45),
+    *(Bar(Case("decode", 1024, "bfloat16"), "vaemem", *bar) for bar in BF16_PEERS.items()),
+    Bar(Case("decode", 512, "float32"), "vaemem high", "vaemem", 0.55),
+    Bar(Case("decode", 512, "float32"), "vaemem", "torch", 0.36, amx=False),
+    Bar(Case("decode", 512, "float32"), "vaemem", "openvino", 0.45, amx=False),
+]
+
+
+# ---- the contestants, each in a process of its own: what, base, run(x) -> y, more() after a run ----
+
+
+def inputs(op: str, size: int) -> np.ndarray:
     rng = np.random.default_rng(0)
-    if args["op"] == "decode":
-        return rng.standard_normal((1, 4, args["size"] // 8, args["size"] // 8), dtype=np.float32)
-    return rng.uniform(-1, 1, (1, 3, args["size"], args["size"])).astype(np.float32)
+    if op == "decode":
+        return rng.standard_normal((1, 4, size // 8, size // 8), dtype=np.float32)
+    return rng.uniform(-1, 1, (1, 3, size, size)).astype(np.float32)
 
 
-def ours(args: dict):
-    import vaemem
-    from vaemem import _core
+class Ours:
+    def __init__(self, args: dict):
+        import vaemem
+        from vaemem import _core
 
-    vae = vaemem.VAE.random("sdxl")
-    vae.threads = args["threads"]
-    data = inputs(args)
-    backend = next(b["name"] for b in vaemem.backends() if b["chosen"])
-    getattr(vae, args["op"])(data)
+        self.args, self.base, self.numbers = args, settled_rss(), (args["dtype"], args["precision"])
+        self.backend = next(name for name, usable in _core.backends(*self.numbers) if usable)
+        self.kernel_peak = _core.kernel_peak
+        self.what = f"vaemem {vaemem.__version__} {self.backend}"
+        self.vae = vaemem.VAE.random(config=architecture(args), **numbers(*self.numbers))
+        self.vae.threads = args["threads"]
 
-    def measure() -> dict:
-        peak = _core.kernel_peak(backend, args["threads"], 10_000_000)
-        getattr(vae, args["op"])(data)
-        run = vae.last_run
+    def run(self, x: np.ndarray) -> np.ndarray:
+        return self.vae.decode(x) if self.args["op"] == "decode" else self.vae.encode(x).moments
+
+    def more(self) -> dict:
+        args, run = self.args, self.vae.last_run
         return {
-            "seconds": run.seconds,
-            "rss": peak_rss(),
             "flops": sum(run.flops),
-            "peak": peak,
-            "what": f"vaemem {vaemem.__version__} {backend}",
-            "passes": {name: [f, s] for name, f, s in zip(run.passes, run.flops, run.pass_seconds, strict=True)},
+            "planned": self.vae.estimate(args["op"], args["size"], args["size"]).peak_bytes,
+            "peak": self.kernel_peak(self.backend, args["threads"], common.PEAK_ROUNDS, *self.numbers),
         }
 
-    return measure
+
+def numbers(dtype: str, precision: str) -> dict[str, str]:
+    """As arguments of VAE.random."""
+    return {"dtype": dtype} | ({} if precision == "highest" else {"precision": precision})
 
 
-def torch_vae(args: dict):
-    import diffusers
+def architecture(args: dict) -> dict:
+    return SMALL if args["small"] else ARCHITECTURE
+
+
+class Torch:
+    def __init__(self, args: dict):
+        import diffusers
+        import torch
+
+        self.torch, self.op, self.base = torch, args["op"], settled_rss()
+        torch.set_num_threads(args["threads"])
+        torch.set_float32_matmul_precision(args["precision"])
+        kinds = {"highest": "ieee", "high": "tf32", "medium": "bf16"}
+        torch.backends.mkldnn.conv.fp32_precision = kinds[args["precision"]]
+        self.vae = diffusers.AutoencoderKL.from_pretrained(args["folder"], low_cpu_mem_usage=False).eval()
+        self.vae = self.vae.to(getattr(torch, args["dtype"]), memory_format=torch.channels_last)
+        self.what = f"torch {torch.__version__} diffusers {diffusers.__version__} channels_last"
+
+    def forward(self, x: Any) -> Any:
+        return self.vae.decode(x).sample if self.op == "decode" else self.vae.encode(x).latent_dist.parameters
+
+    def run(self, x: np.ndarray) -> np.ndarray:
+        torch = self.torch
+        with torch.inference_mode():
+            y = self.forward(torch.from_numpy(x).to(self.vae.dtype, memory_format=torch.channels_last))
+            return y.to(torch.promote_types(y.dtype, torch.float32)).numpy()
+
+    def more(self) -> dict:
+        return {}
+
+
+class OpenVINO:
+    """Of the file that `convert` left, so that PyTorch is no part of its process."""
+
+    def __init__(self, args: dict):
+        import openvino
+
+        self.core, self.path, self.base = openvino.Core(), converted(args), settled_rss()
+        self.settings = {
+            "PERFORMANCE_HINT": "LATENCY",
+            "INFERENCE_NUM_THREADS": args["threads"],
+            "INFERENCE_PRECISION_HINT": {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}[args["dtype"]],
+        }
+        self.compiled: dict[tuple[int, ...], Any] = {}
+        self.run(inputs(args["op"], args["check"]))
+        (compiled,) = self.compiled.values()
+        self.what = f"openvino {openvino.__version__} {compiled.get_property('INFERENCE_PRECISION_HINT').to_string()}"
+
+    def run(self, x: np.ndarray) -> np.ndarray:
+        if x.shape not in self.compiled:
+            model = self.core.read_model(self.path)
+            model.reshape(list(x.shape))
+            self.compiled = {x.shape: self.core.compile_model(model, "CPU", self.settings)}
+        return self.compiled[x.shape](x)[0]
+
+    def more(self) -> dict:
+        return {}
+
+
+def converted(args: dict) -> Path:
+    return Path(args["folder"], f"openvino_{args['op']}.xml")
+
+
+def convert(args: dict) -> dict:
+    """Writes OpenVINO's file, of any height and width."""
+    import openvino
     import torch
 
-    torch.set_num_threads(args["threads"])
-    vae = diffusers.AutoencoderKL(
-        down_block_types=("DownEncoderBlock2D",) * 4,
-        up_block_types=("UpDecoderBlock2D",) * 4,
-        block_out_channels=(128, 256, 512, 512),
-        layers_per_block=2,
-        latent_channels=4,
-    )
-    vae = vae.eval().to(memory_format=torch.channels_last)
-    data = torch.from_numpy(inputs(args)).contiguous(memory_format=torch.channels_last)
+    vae = Torch(args)
 
-    @torch.no_grad()
-    def measure() -> dict:
+    class Module(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.vae = vae.vae
+
+        def forward(self, x):
+            return vae.forward(x)
+
+    warnings.filterwarnings("ignore", category=torch.jit.TracerWarning)  # of checks, which hold at any size
+    model = openvino.convert_model(Module(), example_input=torch.from_numpy(inputs(args["op"], 64)))
+    openvino.save_model(model, converted(args), compress_to_fp16=False)
+    return {}
+
+
+WHO = {"ours": Ours, "torch": Torch, "openvino": OpenVINO}
+
+
+def answers(args: dict) -> Iterator[dict]:
+    """A worker's: a greeting, and its small result in a file; then a whole run each time."""
+    try:
+        if args["who"] == "convert":
+            yield convert(args)
+            return
+        contestant = WHO[args["who"]](args)
+    except ImportError as error:
+        yield {"skipped": f"{error}; pip install '.[bench]' has it"}
+        return
+    np.save(args["save"], contestant.run(inputs(args["op"], args["check"])))
+    yield {"what": contestant.what, "backend": getattr(contestant, "backend", None)}
+    data = inputs(args["op"], args["size"])
+    settled_rss()  # what loading left in malloc is no part of a run
+    while True:
+        reset_peak_rss()
         start = time.perf_counter()
-        vae.decode(data) if args["op"] == "decode" else vae.encode(data)
-        return {
-            "seconds": time.perf_counter() - start,
-            "rss": peak_rss(),
-            "what": f"torch {torch.__version__} diffusers {diffusers.__version__} channels_last",
-        }
+        contestant.run(data)
+        seconds = time.perf_counter() - start
+        yield {"seconds": seconds, "rss": peak_rss(), "base": contestant.base} | contestant.more()
 
-    measure()
-    return measure
+
+# ---- the contest ----
+
+
+def held_to(name: str, dtype: str, precision: str) -> dict[str, str] | None:
+    """The environment in which ours computes with these kernels at best, or None where there are none of that name."""
+    from vaemem import _core
+
+    names = [backend for backend, _ in _core.backends(dtype, precision)]
+    return {"VAEMEM_DISABLE": ",".join(names[: names.index(name)])} if name in names else None
+
+
+def entries(args: argparse.Namespace, case: Case) -> Iterator[tuple[str, str, str, dict[str, str] | None]]:
+    """Label, precision, who and environment of everybody, in the order of turns."""
+    named = args.precision if case.dtype == "float32" else PRECISIONS[:1]
+    for name in args.contestants:
+        for precision in named if name in ("vaemem", "torch") else PRECISIONS[:1] if name == "openvino" else named[:1]:
+            label = name if precision == "highest" else f"{name} {precision}"
+            ours, _, kernels = name.partition("-")
+            if ours != "vaemem":
+                yield label, precision, *PEERS[name]
+            else:
+                yield label, precision, "ours", held_to(kernels, case.dtype, precision) if kernels else {}
+
+
+@dataclass
+class Entry:
+    """One of a contest: its process, what that greeted with, and its errors beside the reference."""
+
+    label: str
+    precision: str
+    greeting: dict
+    worker: Worker
+    errors: tuple[float, float] | None
+
+    @property
+    def seconds(self) -> list[float]:
+        return [result["seconds"] for result in self.worker.results]
+
+
+def errors_of(result: Path, reference: Path) -> tuple[float, float]:
+    y, want = np.load(result).astype(np.float64), np.load(reference)
+    return float(abs(y - want).max()), float(np.linalg.norm(y - want) / np.linalg.norm(want))
+
+
+class Contest:
+    """Everybody who runs a case, by label; who cannot is left out, and why is printed."""
+
+    def __init__(self, case: Case, args: argparse.Namespace, folder: str):
+        self.case, self.folder, self.rounds = case, folder, args.rounds
+        self.task = {
+            "op": case.op, "size": case.size, "dtype": case.dtype, "precision": "highest", "threads": args.threads,
+            "check": args.check, "small": args.small, "folder": folder,
+        }  # fmt: skip
+        self.entered: dict[str, Entry] = {}
+        print(f"\n{case}, {args.threads} threads", flush=True)
+        self.reference = Path(folder, "reference.npy")
+        self.no_reference = self.prepare("torch", dtype="float64", save=str(self.reference))
+        if self.no_reference:
+            print(f"  errors are not measured: {self.no_reference}")
+        self.unconverted = self.prepare("convert", dtype="float32") if "openvino" in args.contestants else ""
+        for entry in entries(args, case):
+            why = self.enter(*entry)
+            if why:
+                print(f"  {entry[0]} is left out: {why}", flush=True)
+
+    def prepare(self, who: str, **more: Any) -> str:
+        """Why it could not be done, or nothing."""
+        worker = Worker(who, __file__, self.task | {"who": who} | more, PEERS["openvino"][1])
+        skipped = worker.ask().get("skipped", "")
+        worker.close()
+        return skipped
+
+    def enter(self, label: str, precision: str, who: str, env: dict[str, str] | None) -> str:
+        """Loads one and lets it run once, before the next one starts. Why it does not take part, or nothing."""
+        if env is None:
+            return f"there are no such kernels for {self.case.dtype} {precision} in this build"
+        if who == "openvino" and self.unconverted:
+            return self.unconverted
+        result = Path(self.folder, f"{label}.npy")
+        worker = Worker(label, __file__, self.task | {"who": who, "precision": precision, "save": str(result)}, env)
+        greeting = worker.ask()
+        why = greeting.get("skipped") or self.known(label, precision, greeting.get("backend"))
+        if why:
+            worker.close()
+            return why
+        errors = None if self.no_reference else errors_of(result, self.reference)
+        self.entered[label] = Entry(label, precision, greeting, worker, errors)
+        print(f"  ready: {label} ({worker.ask()['seconds']:.2f} s)", flush=True)
+        worker.results.clear()
+        return ""
+
+    def known(self, label: str, precision: str, kernels: str | None) -> str:
+        """Why a VAE of ours with these kernels is nothing new, or nothing."""
+        for other in self.entered.values():
+            if kernels and (other.precision, other.greeting["backend"]) == (precision, kernels):
+                return f"{other.label} computes with the same kernels, {kernels}"
+        held = label.split()[0].partition("-")[2]
+        return f"this machine cannot, it would compute with {kernels}" if kernels and held not in ("", kernels) else ""
+
+    def run(self) -> dict[str, Entry]:
+        for i in range(self.rounds):
+            taken = {label: round(entry.worker.ask()["seconds"], 2) for label, entry in self.entered.items()}
+            print(f"  round {i + 1}: {taken}", flush=True)
+        for entry in self.entered.values():
+            entry.worker.close()
+        return self.entered
+
+
+def ratio(ours: Entry, other: Entry) -> float:
+    """The median of each round's."""
+    return median([a / b for a, b in zip(ours.seconds, other.seconds, strict=True)])
+
+
+def ratio_to(name: str) -> str:
+    """The column's name."""
+    return f"ratio_to_{name.replace('-', '_')}"
+
+
+def row(case: Case, args: argparse.Namespace, entry: Entry, others: dict[str, Entry]) -> dict:
+    """A line of the CSV."""
+    results, seconds = entry.worker.results, median(entry.seconds)
+
+    def figure(key: str, choose: Callable[[list], float], unit: float, digits: int | None = None) -> float | None:
+        values = [r[key] for r in results if key in r]
+        return round(choose(values) / unit, digits) if values else None
+
+    flops = results[0].get("flops")
+    share = flops and median([r["flops"] / r["seconds"] / r["peak"] for r in results])
+    line = {
+        "contestant": entry.label,
+        "op": case.op,
+        "height": case.size,
+        "width": case.size,
+        "dtype": case.dtype,
+        "precision": entry.precision,
+        "threads": args.threads,
+        "seconds": round(seconds, 3),
+        "fastest": round(min(entry.seconds), 3),
+        "slowest": round(max(entry.seconds), 3),
+        "runs": len(results),
+    }
+    for name in ("vaemem", *PEERS):
+        line[ratio_to(name)] = round(ratio(entry, others[name]), 3) if name in others else None
+    return line | {
+        "gflops": flops and round(flops / seconds / 1e9, 1),
+        "peak_gflops": figure("peak", median, 1e9, 1),
+        "share_of_peak": share and round(share, 3),
+        "base_rss_mib": figure("base", max, MIB),
+        "peak_rss_mib": figure("rss", max, MIB),
+        "planned_mib": figure("planned", max, MIB),
+        "max_error": entry.errors and f"{entry.errors[0]:.3e}",
+        "rms_error": entry.errors and f"{entry.errors[1]:.3e}",
+        "versions": entry.greeting["what"],
+        **common.where(),
+    }
+
+
+def shown(line: dict) -> str:
+    parts = [f"  {line['contestant']:22s} {line['seconds']:8.2f} s"]
+    parts += [
+        f"{line[f'ratio_to_{peer}']:5.2f} of {peer}" for peer in ("torch", "openvino") if line[f"ratio_to_{peer}"]
+    ]
+    parts += [f"{line['peak_rss_mib']:5d} MiB" + f" ({line['planned_mib']} planned)" * bool(line["planned_mib"])]
+    parts += [f"error {line['rms_error']} (max {line['max_error']})"] * bool(line["rms_error"])
+    if line["share_of_peak"]:
+        parts += [f"{100 * line['share_of_peak']:.0f}% of {line['peak_gflops']:.0f} GFLOP/s"]
+    return "  ".join(parts)
+
+
+# ---- the bars ----
+
+
+def file_of(case: Case, small: bool = False) -> str:
+    return f"{case.op}_{case.size}_{case.dtype}{'_small' * small}_cpu.csv"
+
+
+def verdict(bar: Bar, rows: dict[str, dict[str, str]]) -> str:
+    """kept or missed, with the ratio, or why it is not known. rows are those of the bar's contest, by contestant."""
+    for label in (bar.ours, bar.other):
+        if label not in rows:
+            return f"not measured: {label} is not in {file_of(bar.case)}"
+    ours = rows[bar.ours]
+    measured = float(ours[ratio_to(bar.other)])
+    if bar.amx and "amx_bf16" not in ours["features"].split():
+        return f"not measured: this machine has no AMX ({measured:.3f} without)"
+    return f"{measured:.3f} {'kept' if measured <= bar.at_most else 'missed'}"
+
+
+def bars(cases: Iterable[Case]) -> str:
+    """A line for each, from the results that there are."""
+    lines = []
+    for bar in BARS:
+        if bar.case in cases:
+            path, rows = common.RESULTS / file_of(bar.case), {}
+            if path.exists():
+                with open(path, newline="") as file:
+                    rows = {row["contestant"]: row for row in csv.DictReader(file)}
+            said = verdict(bar, rows)
+            lines.append(f"  {bar.case}: {bar.ours} at most {bar.at_most:.2f} of {bar.other}: {said}")
+    return "\n".join(lines)
+
+
+def contestant(name: str) -> str:
+    if name in PEERS or name.partition("-")[0] == "vaemem":
+        return name
+    raise argparse.ArgumentTypeError(f"want vaemem, vaemem-KERNELS, {', '.join(PEERS)}, got {name!r}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--op", default="decode", choices=["decode", "encode"])
-    parser.add_argument("--size", type=int, default=512)
+    parser.add_argument("--op", default=["decode"], nargs="+", choices=["decode", "encode"])
+    parser.add_argument("--size", default=[512], nargs="+", type=int)
+    parser.add_argument("--dtype", default=["float32"], nargs="+", choices=DTYPES)
+    parser.add_argument("--precision", default=["highest"], nargs="+", choices=PRECISIONS)
+    names = ["vaemem", "torch", "torch-tuned", "openvino"]
+    parser.add_argument("--contestants", default=names, nargs="+", type=contestant)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--worker", type=json.loads)
+    parser.add_argument("--check", type=int, default=128, help="the size at which errors are measured")
+    parser.add_argument("--small", action="store_true", help="a small model, to see that it runs")
+    parser.add_argument("--bars", action="store_true", help="measure nothing, compare what there is with the bars")
+    parser.add_argument("--worker", type=json.loads, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        serve((ours if args.worker["who"] == "ours" else torch_vae)(args.worker))
-        return
+        return serve(partial(next, answers(args.worker)))
+    if args.bars:
+        return print(bars([bar.case for bar in BARS]))
 
-    workers = {}
-    for name, (who, env, _) in CONTESTANTS.items():
-        task = {"who": who, "op": args.op, "size": args.size, "threads": args.threads}
-        workers[name] = Worker(name, __file__, task, env)
-        seconds = workers[name].ask()["seconds"]  # loaded and warm before the next one starts
-        print(f"  ready: {name} ({seconds:.2f} s)", flush=True)
-        if CONTESTANTS[name][2]:
-            workers[name].results.clear()
-    for i in range(args.rounds):
-        for name, worker in workers.items():
-            if CONTESTANTS[name][2]:
-                worker.ask()
-        taken = {n: round(w.results[-1]["seconds"], 2) for n, w in workers.items() if CONTESTANTS[n][2]}
-        print(f"  round {i + 1}: {taken}", flush=True)
-    for worker in workers.values():
-        worker.close()
+    import vaemem
 
-    reference = [r["seconds"] for r in workers["torch"].results]
-    rows = []
-    print(f"\n{args.op} {args.size}x{args.size}, {args.threads} threads, float32, medians of {args.rounds} rounds")
-    for name, worker in workers.items():
-        seconds = [r["seconds"] for r in worker.results]
-        same = len(seconds) == len(reference)
-        ratio = (
-            median([a / b for a, b in zip(seconds, reference, strict=True)])
-            if same
-            else median(seconds) / median(reference)
-        )
-        flops, peak = worker.results[0].get("flops"), [r["peak"] for r in worker.results if "peak" in r]
-        gflops = flops / median(seconds) / 1e9 if flops else None
-        share = median([r["flops"] / r["seconds"] / r["peak"] for r in worker.results]) if peak else None
-        rows.append(
-            {
-                "contestant": name,
-                "op": args.op,
-                "height": args.size,
-                "width": args.size,
-                "threads": args.threads,
-                "seconds": round(median(seconds), 3),
-                "fastest": round(min(seconds), 3),
-                "slowest": round(max(seconds), 3),
-                "runs": len(seconds),
-                "ratio_to_torch": round(ratio, 3),
-                "gflops": gflops and round(gflops, 1),
-                "fma_peak_gflops": round(median(peak) / 1e9, 1) if peak else None,
-                "share_of_peak": share and round(share, 3),
-                "peak_rss_mib": round(max(r["rss"] for r in worker.results) / 2**20),
-                "versions": worker.results[0]["what"],
-                "cpu": cpu(),
-                "commit": commit(),
-            }
-        )
-        share_text = f"  {100 * share:.0f}% of {median(peak) / 1e9:.0f} GFLOP/s" if share else ""
-        rss = rows[-1]["peak_rss_mib"]
-        print(f"  {name:20s} {median(seconds):7.2f} s  {ratio:5.2f} of torch  {rss:5d} MiB{share_text}")
-    print("  ratios are medians of each round's; vaemem, AVX2 beside torch, AVX2: ", end="")
-    pairs = zip(workers["vaemem, AVX2"].results, workers["torch, AVX2"].results, strict=True)
-    print(f"{median([a['seconds'] / b['seconds'] for a, b in pairs]):.2f}")
-    write_csv(f"{args.op}_{args.size}_cpu.csv", rows)
+    cases = list(itertools.starmap(Case, itertools.product(args.op, args.size, args.dtype)))
+    with tempfile.TemporaryDirectory() as folder:
+        vaemem.VAE.random(config=SMALL if args.small else ARCHITECTURE).save(folder)
+        for case in cases:
+            found = Contest(case, args, folder).run()
+            rows = [row(case, args, entry, found) for entry in found.values()]
+            print(f"{case}, {args.threads} threads, medians of {args.rounds} rounds", *map(shown, rows), sep="\n")
+            if rows:
+                write_csv(file_of(case, args.small), rows)
+    said = "" if args.small else bars(cases)
+    if said:
+        print(f"\nbars:\n{said}")
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ from pathlib import Path
 
 import common
 import numpy as np
-from common import Worker, commit, cpu, median, peak_rss, reset_peak_rss, serve, settled_rss, write_csv
+from common import Worker, median, peak_rss, reset_peak_rss, serve, settled_rss, where, write_csv
 
 MIB = 2**20
 PICTURE = common.HERE.parent / "docs" / "images" / "memory.svg"
@@ -307,8 +307,7 @@ def row(
         "psnr": round(said[0], 2) if said else None,
         "seam": round(said[1], 3) if said else None,
         "versions": alone["what"],
-        "cpu": cpu(),
-        "commit": commit(),
+        **where(),
     }
 
 

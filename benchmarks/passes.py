@@ -1,13 +1,17 @@
-"""Single passes on the CPU: checked, then timed beside oneDNN through PyTorch and the machine's own peak.
+"""Pass by pass on the CPU: the share of the machine's own peak, in a whole run and alone.
 
-    python benchmarks/passes.py [--threads 2] [--rounds 9] [--backend avx512] [--small]
+    python benchmarks/passes.py [--op decode encode] [--size 512] [--dtype float32] [--precision highest] [--threads 2]
+        [--rounds 9] [--backend avx512] [--small]
 
-The cases are those of tests/cases.py: the models' own, or with --small those of the tests, to see that it runs. Each
-is first compared with float64. A convolution is a pass as the engine runs it: GroupNorm and SiLU on load, bias on
-store, the next norm's sums; its peer is torch.nn.functional.conv2d alone (channels_last, float32, no norm, no SiLU) on
-the same shape, and attention's is scaled_dot_product_attention. The peak is multiply-adds on registers by the same
-instruction set on the same threads, just before each pass. Bytes are those of input, output, residual and weights,
-each once.
+Whole runs of SDXL (passes_*.csv): each pass with its FLOPs and its seconds, medians of the rounds, and its share of the
+peak of the unit that computes its products, FMA or the one for pairs of bfloat16: products on registers alone, on the
+same threads, just after each run.
+
+Single passes (conv_*.csv, attention_*.csv): the cases are those of tests/cases.py, the models' own, or with --small
+those of the tests, to see that it runs. Each is first compared with float64, then timed beside oneDNN through PyTorch
+in the same dtype. A convolution is a pass as the engine runs it: GroupNorm and SiLU on load, bias on store, the next
+norm's sums; its peer is torch.nn.functional.conv2d alone (channels_last, no norm, no SiLU) on the same shape, and
+attention's is scaled_dot_product_attention. Bytes are those of input, output, residual and weights, each once.
 """
 
 from __future__ import annotations
@@ -20,27 +24,71 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-from common import commit, cpu, median, write_csv
-from torch.nn import functional as F
+from common import PEAK_ROUNDS, median, where, write_csv
+from decode import DTYPES, PRECISIONS, architecture, held_to, inputs, numbers
 
+import vaemem
 from vaemem import _core
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from cases import ATTENTIONS, CONVS, Attention, Conv, models, on, small
 
+# ---- whole runs ----
 
-def peer_of(case: Conv | Attention) -> tuple[Callable[[], Any], int]:
+
+def whole(args: argparse.Namespace, op: str) -> list[dict]:
+    vae = vaemem.VAE.random(config=architecture(vars(args)), **numbers(args.dtype, args.precision))
+    vae.threads = args.threads
+    x = inputs(op, args.size)
+    runs, peaks = [], []
+    for _ in range(args.rounds + 1):
+        (vae.decode if op == "decode" else vae.encode)(x)
+        runs.append(vae.last_run)
+        peaks.append(_core.kernel_peak(args.backend, args.threads, PEAK_ROUNDS, args.dtype, args.precision))
+    runs, peaks = runs[1:], peaks[1:]  # the first round warms up
+    rows = []
+    for i, name in enumerate(runs[0].passes):
+        seconds, flops = [run.pass_seconds[i] for run in runs], runs[0].flops[i]
+        rates = [flops / s if s else 0.0 for s in seconds]  # a clock may tick too slowly for a small pass
+        rows.append(
+            {
+                "pass": name,
+                "op": op,
+                "height": args.size,
+                "width": args.size,
+                "dtype": args.dtype,
+                "precision": args.precision,
+                "threads": args.threads,
+                "backend": args.backend,
+                "microseconds": round(median(seconds) * 1e6),
+                "share_of_run": round(median([run.pass_seconds[i] / run.seconds for run in runs]), 4),
+                "gflops": round(median(rates) / 1e9, 1),
+                "peak_gflops": round(median(peaks) / 1e9, 1),
+                "share_of_peak": round(median([a / b for a, b in zip(rates, peaks, strict=True)]), 3),
+                **where(),
+            }
+        )
+    return rows
+
+
+# ---- single passes ----
+
+
+def peer_of(case: Conv | Attention, dtype: str) -> tuple[Callable[[], Any], int]:
     """What PyTorch does on the same shape, and its FLOPs."""
+    import torch
+    from torch.nn import functional as F
+
+    kind = getattr(torch, dtype)
     if isinstance(case, Attention):
-        q, k, v = torch.randn(3, 1, 1, case.n, case.c)
+        q, k, v = torch.randn(3, 1, 1, case.n, case.c, dtype=kind)
         return lambda: F.scaled_dot_product_attention(q, k, v), case.flops
     last = torch.channels_last
-    x = torch.randn(1, case.in_c, case.h, case.w).contiguous(memory_format=last)
-    weight = torch.randn(case.out_c, case.in_c, case.k, case.k).contiguous(memory_format=last)
+    x = torch.randn(1, case.in_c, case.h, case.w, dtype=kind).contiguous(memory_format=last)
+    weight = torch.randn(case.out_c, case.in_c, case.k, case.k, dtype=kind).contiguous(memory_format=last)
 
-    def convolve() -> torch.Tensor:
+    def convolve() -> Any:
         source = F.interpolate(x, scale_factor=2.0, mode="nearest") if case.up else x
         return F.conv2d(source, weight, stride=case.stride, padding=case.k // 2)
 
@@ -48,13 +96,14 @@ def peer_of(case: Conv | Attention) -> tuple[Callable[[], Any], int]:
 
 
 def measure(case: Conv | Attention, args: argparse.Namespace) -> dict:
-    run = on(case, args.backend, args.threads, sample=1 if args.small else 17)
+    sample = 1 if args.small else 17
+    run = on(case, args.backend, args.threads, sample, args.dtype, args.precision)
     run.run()
     run.check()
-    peer, peer_flops = peer_of(case)
+    peer, peer_flops = peer_of(case, args.dtype)
     ours, shares, theirs = [], [], []
     for _ in range(args.rounds + 1):
-        peak = _core.kernel_peak(args.backend, args.threads, 10_000_000)
+        peak = _core.kernel_peak(args.backend, args.threads, PEAK_ROUNDS, args.dtype, args.precision)
         ours.append(run.run())
         shares.append(case.flops / ours[-1] / peak)
         start = time.perf_counter()
@@ -65,26 +114,23 @@ def measure(case: Conv | Attention, args: argparse.Namespace) -> dict:
     del shape["model"]
     return {
         **shape,
+        "dtype": args.dtype,
+        "precision": args.precision,
         "threads": args.threads,
         "backend": args.backend,
         "microseconds": round(median(ours) * 1e6),
         "gflops": round(case.flops / median(ours) / 1e9, 1),
-        "gbytes_per_second": round(case.bytes_moved / median(ours) / 1e9, 2),
+        "gbytes_per_second": round(case.bytes_moved * (1 if args.dtype == "float32" else 0.5) / median(ours) / 1e9, 2),
         "share_of_peak": round(median(shares), 3),
         "torch_gflops": round(peer_flops / median(theirs) / 1e9, 1),
         "time_ratio_to_torch": round(median([a / b for a, b in zip(ours, theirs, strict=True)]), 3),
-        "cpu": cpu(),
-        "commit": commit(),
+        **where(),
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--backend", default=next(name for name, usable in _core.backends() if usable))
-    parser.add_argument("--small", action="store_true", help="the tests' shapes")
-    args = parser.parse_args()
+def single(args: argparse.Namespace) -> None:
+    import torch
+
     torch.set_num_threads(args.threads)
     for operation, table in (("conv", CONVS), ("attention", ATTENTIONS)):
         rows = []
@@ -93,10 +139,38 @@ def main() -> None:
             r = rows[-1]
             print(
                 f"{case}: {r['microseconds']} us, {r['gflops']} GFLOP/s, {r['gbytes_per_second']} GB/s, "
-                f"{100 * r['share_of_peak']:.0f}% of the FMA peak; time {r['time_ratio_to_torch']:.2f} of torch's",
+                f"{100 * r['share_of_peak']:.0f}% of the peak; time {r['time_ratio_to_torch']:.2f} of torch's",
                 flush=True,
             )
-        write_csv(f"{operation}_{args.backend}{'_small' if args.small else ''}.csv", rows)
+        write_csv(f"{operation}_{args.suffix}.csv", rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--op", default=["decode", "encode"], nargs="+", choices=["decode", "encode"])
+    parser.add_argument("--size", type=int, default=512)
+    parser.add_argument("--dtype", default="float32", choices=DTYPES)
+    parser.add_argument("--precision", default="highest", choices=PRECISIONS)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--backend", help="instead of the best that there is")
+    parser.add_argument("--small", action="store_true", help="a small model, the tests' shapes")
+    args = parser.parse_args()
+    usable = [name for name, can in _core.backends(args.dtype, args.precision) if can]
+    args.backend = args.backend or usable[0]
+    if args.backend not in usable:
+        parser.error(f"--backend: want one of {', '.join(usable)}, got {args.backend!r}")
+    _core.disable(held_to(args.backend, args.dtype, args.precision)["VAEMEM_DISABLE"])
+    kept = args.dtype if args.precision == "highest" else f"{args.dtype}_{args.precision}"
+    args.suffix = f"{kept}_{args.backend}{'_small' * args.small}"
+    for op in args.op:
+        rows = whole(args, op)
+        print(f"{op} {args.size}x{args.size} {kept}, {args.backend}, of {rows[0]['peak_gflops']} GFLOP/s")
+        for r in sorted(rows, key=lambda r: -r["share_of_run"]):
+            shares = f"{100 * r['share_of_run']:5.1f}% of the run  {100 * r['share_of_peak']:5.0f}% of the peak"
+            print(f"  {r['pass']:46s} {r['microseconds']:9d} us  {r['gflops']:8.1f} GFLOP/s  {shares}")
+        write_csv(f"passes_{op}_{args.size}_{args.suffix}.csv", rows)
+    single(args)
 
 
 if __name__ == "__main__":

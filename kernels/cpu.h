@@ -178,8 +178,8 @@ extern const vm_method vm_direct, vm_winograd, vm_attention;
 /* ---- filters.c: weights, from a file's layout to the packed one, and from that to what is multiplied ---- */
 
 size_t vm_packed_bytes(vm_dtype dtype, const vm_weight *w);
-/* Whether every number is exactly what the file gave. */
-bool vm_pack(vm_dtype dtype, const vm_weight *w, void *to, vm_dtype from, const void *data);
+/* *rounded: some number is not exactly what the file gave. VM_EINVAL where one is too large for the type. */
+vm_status vm_pack(vm_dtype dtype, const vm_weight *w, void *to, vm_dtype from, const void *data, bool *rounded);
 void vm_unpack(vm_dtype dtype, const vm_weight *w, const void *from, float *data);
 
 /* A packed filter. */

@@ -1,7 +1,8 @@
-"""The benchmark of memory limits, as far as neither PyTorch nor a quiet machine is needed."""
+"""The CPU's benchmarks as far as no quiet machine is needed: memory limits; whole runs beside peers."""
 
 from __future__ import annotations
 
+import csv
 import os
 import subprocess
 import sys
@@ -15,25 +16,36 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import common
+import decode
 import memory
+import passes
+from cases import Attention, Conv
+from decode import Bar, Case, Entry
+
+from vaemem import _core
 
 NAMES = ["vaemem", "vaemem, 40 T", "vaemem, smallest (for 0.1 T)"]
+
+
+def run(script: str, words: str, folder: Path, packages: Path | None = None) -> str:
+    """What a benchmark says, its results in a folder; `packages` are found before those that are installed."""
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONSAFEPATH"} | {"VAEMEM_RESULTS": str(folder)}
+    if packages:
+        env["PYTHONPATH"] = os.pathsep.join([str(packages), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, BENCHMARKS / script, *words.split()], env=env, capture_output=True, text=True
+    )
+    if "clear_refs" in done.stderr:
+        pytest.skip("this system does not let a process reset its peak resident size")
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> Path:
     """Of one run at 64x64, where a limit of 40 T changes nothing and one of 0.1 T is below the smallest plan."""
     folder = tmp_path_factory.mktemp("results")
-    words = "--size 64 --rounds 1 --threads 1 --no-peers --limits 0.1 40".split()
-    done = subprocess.run(
-        [sys.executable, BENCHMARKS / "memory.py", *words],
-        env={k: v for k, v in os.environ.items() if k != "PYTHONSAFEPATH"} | {"VAEMEM_RESULTS": str(folder)},
-        capture_output=True,
-        text=True,
-    )
-    if "clear_refs" in done.stderr:
-        pytest.skip("this system does not let a process reset its peak resident size")
-    assert done.returncode == 0, done.stderr
+    run("memory.py", "--size 64 --rounds 1 --threads 1 --no-peers --limits 0.1 40", folder)
     return folder
 
 
@@ -138,11 +150,11 @@ def test_one_bit_is_seen(monkeypatch, op):
 
     monkeypatch.setattr(memory, "ARCHITECTURE", memory.SMALL)
     monkeypatch.setattr(memory, "reset_peak_rss", lambda: None)
-    run, bits = getattr(vaemem.VAE, op), []
+    method, bits = getattr(vaemem.VAE, op), []
     for flip in (0, 0, 1):
 
         def changed(vae, data, memory_limit=None, flip=flip):
-            result = run(vae, data, memory_limit=memory_limit)
+            result = method(vae, data, memory_limit=memory_limit)
             array = result if op == "decode" else result.moments
             array.reshape(-1)[7:8].view(np.uint32)[:] ^= flip
             return result
@@ -192,3 +204,254 @@ def test_input_is_like_a_picture(op):
     assert abs(x.mean()) < 1e-3 and (op == "decode" or abs(x).max() == 1)
     neighbours = np.corrcoef(x[..., 1:].ravel(), x[..., :-1].ravel())[0, 1]
     assert neighbours > 0.5  # of white noise: about 0
+
+
+# ---- whole runs beside peers ----
+
+STAND_IN = """\
+import torch
+
+__version__ = "stand-in"
+
+
+def convert_model(module, example_input):
+    return torch.jit.trace(module, example_input, check_trace=False)
+
+
+def save_model(model, path, compress_to_fp16):
+    assert compress_to_fp16 is False
+    torch.jit.save(model, str(path))
+
+
+class Core:
+    def read_model(self, path):
+        return Model(path)
+
+    def compile_model(self, model, device, settings):
+        assert device == "CPU" and settings["PERFORMANCE_HINT"] == "LATENCY"
+        torch.set_num_threads(settings["INFERENCE_NUM_THREADS"])
+        model.hint = settings["INFERENCE_PRECISION_HINT"]
+        return model
+
+
+class Model:
+    def __init__(self, path):
+        self.traced = torch.jit.load(str(path))
+
+    def reshape(self, shape):
+        self.shape = shape
+
+    def __call__(self, x):
+        assert list(x.shape) == self.shape
+        with torch.inference_mode():
+            return [self.traced(torch.from_numpy(x)).numpy()]
+
+    def get_property(self, name):
+        assert name == "INFERENCE_PRECISION_HINT"
+        return self
+
+    def to_string(self):
+        return self.hint
+"""
+
+TINY = "--small --size 64 --check 32 --rounds 1 --threads 1 --contestants"
+
+
+def package(folder: Path, name: str, text: str) -> Path:
+    (folder / name).mkdir()
+    (folder / name / "__init__.py").write_text(text)
+    return folder
+
+
+def table(path: Path) -> list[dict[str, str]]:
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_contest(tmp_path):
+    """One weights file, one input: everybody is near PyTorch in float64, whatever computed it."""
+    pytest.importorskip("diffusers")
+    packages = package(tmp_path, "openvino", STAND_IN)
+    said = run("decode.py", f"{TINY} vaemem vaemem-ref torch openvino", tmp_path, packages)
+    rows = table(tmp_path / "decode_64_float32_small_cpu.csv")
+    assert [row["contestant"] for row in rows] == ["vaemem", "vaemem-ref", "torch", "openvino"]
+    for row in rows:
+        assert (row["op"], row["height"], row["dtype"], row["precision"]) == ("decode", "64", "float32", "highest")
+        assert row["threads"] == row["runs"] == "1" and float(row["seconds"]) > 0
+        assert 0 < float(row["rms_error"]) < 1e-5 and 0 < float(row["max_error"]) < 1e-4
+        assert 0 < int(row["base_rss_mib"]) <= int(row["peak_rss_mib"])
+        assert float(row["ratio_to_torch"]) > 0 and float(row["ratio_to_openvino"]) > 0
+        assert row["ratio_to_torch_tuned"] == "" and row["cpu"] and row["features"] and row["commit"]
+        ours = row["contestant"].startswith("vaemem")
+        assert bool(row["planned_mib"]) == bool(row["share_of_peak"]) == ours
+        assert f"  {row['contestant']} " in said
+    assert rows[2]["ratio_to_torch"] == rows[3]["ratio_to_openvino"] == "1.0"
+    assert rows[1]["versions"].endswith(" ref") and rows[3]["versions"] == "openvino stand-in f32"
+
+
+def test_encode(tmp_path):
+    pytest.importorskip("diffusers")
+    run("decode.py", f"{TINY} vaemem --op encode", tmp_path)
+    (row,) = table(tmp_path / "encode_64_float32_small_cpu.csv")
+    assert row["op"] == "encode" and 0 < float(row["rms_error"]) < 1e-5
+
+
+def test_peers_that_are_not_installed(tmp_path):
+    """They are left out, and said; ours runs."""
+    for name in ("diffusers", "openvino"):
+        package(tmp_path, name, f"raise ModuleNotFoundError(\"No module named '{name}'\")")
+    said = run("decode.py", f"{TINY} vaemem vaemem-nope torch openvino", tmp_path, tmp_path)
+    (row,) = table(tmp_path / "decode_64_float32_small_cpu.csv")
+    assert row["contestant"] == "vaemem" and row["max_error"] == row["rms_error"] == row["ratio_to_torch"] == ""
+    assert "errors are not measured: No module named 'diffusers'; pip install '.[bench]' has it" in said
+    assert "torch is left out: No module named 'diffusers'" in said
+    assert "openvino is left out: No module named 'openvino'" in said
+    assert "vaemem-nope is left out: there are no such kernels for float32 highest in this build" in said
+
+
+def test_a_contestant_that_nobody_knows(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["decode.py", "--contestants", "tensorflow"])
+    with pytest.raises(SystemExit):
+        decode.main()
+    assert (
+        "want vaemem, vaemem-KERNELS, torch, torch-tuned, torch-avx2, openvino, got 'tensorflow'"
+        in capsys.readouterr().err
+    )
+
+
+def test_who_takes_part():
+    args = SimpleNamespace(contestants=["vaemem", "torch-tuned", "openvino"], precision=["high", "medium"])
+
+    def labels(dtype: str) -> list[tuple[str, str]]:
+        return [entry[:2] for entry in decode.entries(args, Case("decode", 64, dtype))]
+
+    assert labels("float32") == [
+        ("vaemem high", "high"),
+        ("vaemem medium", "medium"),
+        ("torch-tuned high", "high"),
+        ("openvino", "highest"),
+    ]
+    assert labels("bfloat16") == [(name, "highest") for name in args.contestants]
+
+
+def test_who_is_left_out(monkeypatch, tmp_path, capsys):
+    """On a machine with AVX2 at best: to be held to that is nothing new, and to more than that cannot be."""
+
+    class Worker:
+        def __init__(self, name, script, args, env):
+            self.args, self.results, self.greeted = args, [], False
+
+        def ask(self):
+            if self.args["who"] != "ours":
+                return {"skipped": "not installed"}
+            answer = {"seconds": 1.0} if self.greeted else {"backend": "avx2", "what": ""}
+            self.greeted = True
+            self.results.append(answer)
+            return answer
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(decode, "Worker", Worker)
+    monkeypatch.setattr(decode, "held_to", lambda *_: {})
+    names = ["vaemem-avx512", "vaemem", "vaemem-avx2", "torch"]
+    args = SimpleNamespace(contestants=names, precision=["highest", "high"], threads=1, check=32, small=True, rounds=2)
+    entered = decode.Contest(Case("decode", 64, "float32"), args, str(tmp_path)).run()
+    assert list(entered) == ["vaemem", "vaemem high"]
+    assert all(entry.seconds == [1.0, 1.0] and entry.errors is None for entry in entered.values())
+    said = capsys.readouterr().out
+    assert "vaemem-avx512 is left out: this machine cannot, it would compute with avx2" in said
+    assert "vaemem-avx2 is left out: vaemem computes with the same kernels, avx2" in said
+    assert "torch is left out: not installed" in said and "torch high is left out: not installed" in said
+
+
+def test_held_to():
+    names = [name for name, _ in _core.backends("bfloat16")]
+    assert decode.held_to(names[0], "bfloat16", "highest") == {"VAEMEM_DISABLE": ""}
+    assert decode.held_to("ref", "bfloat16", "highest") == {"VAEMEM_DISABLE": ",".join(names[:-1])}
+    assert decode.held_to("abacus", "bfloat16", "highest") is None
+
+
+def entry(label: str, *seconds: float) -> Entry:
+    worker = SimpleNamespace(results=[{"seconds": s} for s in seconds])
+    return Entry(label, "highest", {"what": ""}, worker, None)
+
+
+def test_ratios_are_medians_of_rounds():
+    others = {"vaemem": entry("vaemem", 1.0, 3.0, 2.0), "torch-tuned": entry("torch-tuned", 4.0, 4.0, 2.0)}
+    for e in others.values():
+        for result in e.worker.results:
+            result |= {"rss": 5 << 20, "base": 3 << 20}
+    line = decode.row(Case("decode", 512, "float32"), SimpleNamespace(threads=1), others["vaemem"], others)
+    assert (line["ratio_to_vaemem"], line["ratio_to_torch_tuned"], line["ratio_to_torch"]) == (1, 0.75, None)
+    assert (line["seconds"], line["fastest"], line["slowest"]) == (2, 1, 3)
+    assert (line["peak_rss_mib"], line["base_rss_mib"], line["planned_mib"], line["max_error"]) == (5, 3, None, None)
+
+
+AMX, NO_AMX = "x86_64 avx2 avx512f amx_bf16", "x86_64 avx2"
+
+
+def test_verdicts():
+    case = Case("decode", 512, "bfloat16")
+
+    def verdict(bar: Bar, features: str) -> str:
+        ours = {"contestant": "vaemem", "features": features, "ratio_to_torch_tuned": "0.5"}
+        return decode.verdict(bar, {"vaemem": ours, "torch-tuned": {}})
+
+    assert verdict(Bar(case, "vaemem", "torch-tuned", 0.5), AMX) == "0.500 kept"
+    assert verdict(Bar(case, "vaemem", "torch-tuned", 0.45), AMX) == "0.500 missed"
+    no_amx = "not measured: this machine has no AMX (0.500 without)"
+    assert verdict(Bar(case, "vaemem", "torch-tuned", 0.45), NO_AMX) == no_amx
+    assert verdict(Bar(case, "vaemem", "torch-tuned", 0.45, amx=False), NO_AMX) == "0.500 missed"
+    missing = "not measured: openvino is not in decode_512_bfloat16_cpu.csv"
+    assert verdict(Bar(case, "vaemem", "openvino", 0.6), AMX) == missing
+
+
+def test_bars_are_of_the_results(tmp_path, monkeypatch):
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    ours = {"contestant": "vaemem", "features": NO_AMX, "ratio_to_torch": "0.363", "ratio_to_openvino": ""}
+    common.write_csv("decode_512_float32_cpu.csv", [ours, ours | {"contestant": "torch"}], quiet=True)
+    lines = decode.bars([bar.case for bar in decode.BARS]).splitlines()
+    assert len(lines) == len(decode.BARS)
+    assert lines.count("  decode 512x512 float32: vaemem at most 0.36 of torch: 0.363 missed") == 1
+    assert sum("not measured" in line for line in lines) == len(decode.BARS) - 1
+    assert decode.bars([Case("decode", 64, "float32")]) == ""
+
+
+def test_errors(tmp_path):
+    want = np.array([3.0, 4.0, 0.0])
+    np.save(tmp_path / "want.npy", want)
+    np.save(tmp_path / "got.npy", np.array([3.0, 4.0, -0.5], np.float32))
+    assert decode.errors_of(tmp_path / "got.npy", tmp_path / "want.npy") == (0.5, 0.1)
+
+
+# ---- pass by pass ----
+
+
+@pytest.mark.parametrize("op", ["decode", "encode"])
+def test_passes_of_a_whole_run(monkeypatch, op):
+    monkeypatch.setattr(_core, "kernel_peak", lambda *args: 1e9)
+    names = {"dtype": "float32", "precision": "highest", "threads": 1, "backend": "ref"}
+    rows = passes.whole(SimpleNamespace(**names, size=64, rounds=1, small=True), op)
+    assert len({row["pass"] for row in rows}) == len(rows) > 20
+    assert {f"{op}r.conv_in", f"{op}r.mid_block.attentions.0.attention"} <= {row["pass"] for row in rows}
+    assert 0 < sum(row["share_of_run"] for row in rows) <= 1.01
+    for row in rows:
+        assert names | {"op": op, "height": 64} == {key: row[key] for key in (*names, "op", "height")}
+        assert row["share_of_peak"] == pytest.approx(row["gflops"], abs=0.06) and row["peak_gflops"] == 1
+
+
+@pytest.mark.parametrize("dtype, element", [("float32", 4), ("bfloat16", 2)])
+@pytest.mark.parametrize("case", [Conv(32, 48, 5, 9, groups=8), Conv(24, 24, 3, 5, up=True), Attention(16, 3, 5)])
+def test_single_passes(monkeypatch, case, dtype, element):
+    """With the clock and the peak at known figures; that the results are right is checked on the way."""
+    pytest.importorskip("torch")
+    kernel_pass = _core.kernel_pass
+    monkeypatch.setattr(_core, "kernel_pass", lambda *args: (kernel_pass(*args), 1e-6)[1])
+    monkeypatch.setattr(_core, "kernel_peak", lambda *args: 1e12)
+    args = SimpleNamespace(backend="ref", threads=1, rounds=1, small=True, dtype=dtype, precision="highest")
+    row = passes.measure(case, args)
+    assert (row["dtype"], row["precision"], row["backend"], row["microseconds"]) == (dtype, "highest", "ref", 1)
+    assert row["gflops"] == pytest.approx(case.flops / 1e3, abs=0.06) and row["time_ratio_to_torch"] >= 0
+    assert row["share_of_peak"] == pytest.approx(case.flops / 1e6, abs=6e-4)
+    assert row["gbytes_per_second"] == pytest.approx(case.bytes_moved / 4 * element / 1e3, abs=0.006)

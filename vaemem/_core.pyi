@@ -73,10 +73,16 @@ def fail_alloc_at(n: int, /) -> int: ...
 class Model:
     arch: dict[str, Any]
     parts: str
+    dtype: str
+    precision: str  # of a model on the CPU
     tensors: list[tuple[str, tuple[int, ...]]]
     reserved_bytes: int
     def __init__(
-        self, arch: dict[str, Any], parts: str = "all", backend: Any = None, dtype: str = "float32",
+        self,
+        arch: dict[str, Any],
+        parts: str = "all",
+        backend: Any = None,
+        dtype: str = "float32",
         precision: str = "highest",
     ) -> None: ...
     def missing(self) -> list[str]: ...

@@ -40,8 +40,9 @@ static PyObject *kernel_gemm(PyObject *Py_UNUSED(module), PyObject *args) {
     const char *backend;
     PyObject *y, *x, *offsets, *w, *bias, *add;
     vm_gemm g = {0};
-    if (!PyArg_ParseTuple(args, "sOOOOOO(nnnnnnnnn)", &backend, &y, &x, &offsets, &w, &bias, &add, &g.pixels, &g.blocks,
-                          &g.depth, &g.x_pixel, &g.w_block, &g.add_pixel, &g.add_block, &g.y_pixel, &g.y_block))
+    if (!PyArg_ParseTuple(args, "sOOOOOO(nnnnnnnnn)", &backend, &y, &x, &offsets, &w, &bias, &add, &g.pixels,
+                          &g.blocks, &g.depth, &g.x_pixel, &g.w_block, &g.add_pixel, &g.add_block,
+                          &g.y_pixel, &g.y_block))
         return NULL;
     const bool pairs = PyArray_Check(x) && PyArray_TYPE((PyArrayObject *)x) == NPY_UINT32;
     const int type = pairs ? NPY_UINT32 : NPY_FLOAT;
@@ -211,7 +212,8 @@ static PyObject *kernel_peak(PyObject *Py_UNUSED(module), PyObject *args) {
         return NULL;
     const vm_backend *b = vm_py_backend(backend, dtype, precision);
     if (!b) return NULL;
-    j.products = ((const vm_cpu *)b->self)->products;
+    const vm_cpu *cpu = b->self;
+    j.products = cpu->products;
     if (threads < 1 || threads > 1024)
         return PyErr_Format(PyExc_ValueError, "threads: want 1 to 1024, got %d", threads);
     vm_status s;
@@ -221,7 +223,7 @@ static PyObject *kernel_peak(PyObject *Py_UNUSED(module), PyObject *args) {
     if (s) return vm_py_raise(s);
     double flops = 0;
     for (int i = 0; i < threads; i++) flops += j.flops[i];
-    return PyFloat_FromDouble(flops / j.seconds);
+    return PyFloat_FromDouble(flops / (cpu->pairs ? cpu->pairs : 1) / j.seconds);
 }
 
 typedef struct pass_job {
@@ -354,7 +356,8 @@ PyMethodDef vm_py_kernels[] = {
     {"kernel_rescale", kernel_rescale, METH_VARARGS, "For tests: vm_cpu_ops.rescale."},
     {"kernel_transpose", kernel_transpose, METH_VARARGS, "For tests: vm_cpu_ops.transpose."},
     {"kernel_peak", kernel_peak, METH_VARARGS,
-     "For benchmarks: FLOP/s of multiply-adds on registers, on so many threads."},
+     "For benchmarks: FLOP/s of such a model's products on registers, on so many threads. Where numbers are split, "
+     "three products of the unit are one."},
     {"kernel_pass", kernel_pass, METH_VARARGS, "For tests and benchmarks: one pass on arrays of rows; its seconds."},
     {"kernel_needs", kernel_needs, METH_VARARGS,
      "For tests and benchmarks: floats of scratch and sums of such a pass."},

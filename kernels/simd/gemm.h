@@ -56,9 +56,9 @@ INLINE vf pick(vi mask, vf yes, vf no) { return (vf)(((vi)yes & mask) | ((vi)no 
 #include "gemm_tiles.h"
 
 static void gemm(const vm_gemm *g) {
-    const bool apart = g->x_pixel != VM_BLOCK;
+    const int kind = g->x_pixel != VM_BLOCK;
     if (g->blocks * VM_SUBS <= VM_VECTORS) {
-        tiles[apart][g->blocks - 1][g->pixels - 1](g);
+        tiles[kind][g->blocks - 1][g->pixels - 1](g);
         return;
     }
     for (size_t i = 0; i < g->blocks * VM_BLOCK; i += VM_PART * VM_LANES) { /* too few registers: a part at a time */
@@ -68,6 +68,6 @@ static void gemm(const vm_gemm *g) {
         one.y += o * g->y_block + l;
         if (one.bias) one.bias += i;
         if (one.add) one.add += o * g->add_block + l;
-        tiles[apart][0][g->pixels - 1](&one);
+        tiles[kind][0][g->pixels - 1](&one);
     }
 }

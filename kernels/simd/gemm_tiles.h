@@ -1,7 +1,6 @@
 /* Every tile height from 1 to VM_PIXELS (a tail costs its own size and not a full tile), for the VM_PART vectors of one
- * block that a tile has registers for and, where they reach, for two blocks; and for pixels of x that are
- *   a  a block apart
- *   b  two blocks apart (stride 2) */
+ * block that a tile has registers for and, where they reach, for two blocks; and for
+ * pixels that lie a block apart (a) and two (b, stride 2). */
 #define VM_WIDE (VM_VECTORS >= 2 * VM_BLOCK / VM_LANES)
 
 #if VM_WIDE
@@ -41,7 +40,7 @@ VM_TILE(14)
 #define VM_ROW(N) {VM_ROW6(N)}
 #endif
 
-/* [a or b][blocks - 1][pixels - 1] */
+/* [stride 2][blocks - 1][pixels - 1] */
 #if VM_WIDE
 static void (*const tiles[2][2][VM_PIXELS])(const vm_gemm *) = {{VM_ROW(a1), VM_ROW(a2)}, {VM_ROW(b1), VM_ROW(b2)}};
 #else
