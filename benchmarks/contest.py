@@ -189,7 +189,7 @@ def open_vae(case: Case, device: str, autotune: bool = False, convolution: str =
         config=case.arch,
         device=device,
         dtype=case.type,
-        tf32=case.tf32,
+        precision="high" if case.tf32 else "highest",
         autotune=autotune,
         convolution=convolution,
     )

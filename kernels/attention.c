@@ -210,7 +210,6 @@ static void multiply(const job *j, size_t n, vm_gemm g) {
     float *y = g.y;
     const bool add = g.add;
     g.depth = g.x_pixel = g.y_pixel = g.add_pixel = VM_BLOCK;
-    g.x_step = 1;
     g.add_block = g.y_block;
     for (size_t i = 0; i < groups; i++) {
         const size_t from = n * i / groups;

@@ -136,7 +136,6 @@ static void multiply_row(const job *j, const tile *t, size_t block, size_t block
             .x = t->x + ((row * s + down) * j->g.input_w + from * s + right) * VM_BLOCK,
             .x_offset = j->offsets + first,
             .x_pixel = (ptrdiff_t)(s * VM_BLOCK),
-            .x_step = 1,
             .w = j->filters + (phase * VM_BLOCKS(p->y.c) + block) * l->w_block + first * l->depth * VM_BLOCK,
             .w_block = (ptrdiff_t)l->w_block,
             .y = to,

@@ -12,7 +12,7 @@
 
 /* y[o*y_block + p*y_pixel + l] = bias[o*16 + l] + add[o*add_block + p*add_pixel + l]
  *      + sum over b < batches, k < depth of
- *            x[x_offset[b] + p*x_pixel + k*x_step] * w[o*w_block + (b*depth + k)*16 + l]
+ *            x[x_offset[b] + p*x_pixel + k] * w[o*w_block + (b*depth + k)*16 + l]
  * for p < pixels <= max_pixels, o < blocks in {1, 2}, l < 16. bias and add may be NULL; add may
  * be y. The sum runs in the order of b, then k, for every element, whatever the tile. Where pairs are multiplied, x and w
  * point to these, and a product is that of the upper halves and that of the lower ones. */
@@ -20,7 +20,7 @@ typedef struct vm_gemm {
     size_t pixels, blocks, batches, depth;
     const float *x;
     const ptrdiff_t *x_offset;
-    ptrdiff_t x_pixel, x_step; /* (16, 1), (32, 1) or (1, 16) */
+    ptrdiff_t x_pixel; /* 16 or 32 */
     const float *w;
     ptrdiff_t w_block;
     const float *bias;
@@ -178,8 +178,8 @@ extern const vm_method vm_direct, vm_winograd, vm_attention;
 /* ---- filters.c: weights, from a file's layout to the packed one, and from that to what is multiplied ---- */
 
 size_t vm_packed_bytes(vm_dtype dtype, const vm_weight *w);
-/* Whether every number is exactly what the file gave. */
-bool vm_pack(vm_dtype dtype, const vm_weight *w, void *to, vm_dtype from, const void *data);
+/* *rounded: some number is not exactly what the file gave. VM_EINVAL where one is too large for the type. */
+vm_status vm_pack(vm_dtype dtype, const vm_weight *w, void *to, vm_dtype from, const void *data, bool *rounded);
 void vm_unpack(vm_dtype dtype, const vm_weight *w, const void *from, float *data);
 
 /* A packed filter. */

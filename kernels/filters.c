@@ -7,6 +7,7 @@
  *
  * Zero where out or in end. Tensors lie end to end, so the three projections of an attention are one convolution with
  * three times the channels. */
+#include <math.h>
 #include <string.h>
 
 #include "cpu.h"
@@ -44,11 +45,11 @@ static float put(vm_dtype dtype, void *to, size_t at, float value) {
     return vm_element(dtype, to, at);
 }
 
-bool vm_pack(vm_dtype dtype, const vm_weight *w, void *to, vm_dtype from, const void *data) {
+vm_status vm_pack(vm_dtype dtype, const vm_weight *w, void *to, vm_dtype from, const void *data, bool *rounded) {
     dtype = packed_dtype(dtype, w);
     const layout l = layout_of(dtype, w->in);
     const size_t taps = w->ksize * w->ksize;
-    bool exact = true;
+    bool exact = true, fits = true;
     size_t n = 0;
     for (size_t o = 0; o < w->out; o++)
         for (size_t i = 0; i < w->in; i++)
@@ -57,8 +58,10 @@ bool vm_pack(vm_dtype dtype, const vm_weight *w, void *to, vm_dtype from, const 
                 const size_t at = packed_at(&l, taps, o / VM_BLOCK, i, tap) + o % VM_BLOCK * l.each;
                 const float kept = put(dtype, to, at, value);
                 exact &= kept == value || (kept != kept && value != value);
+                fits &= isfinite(kept) || !isfinite(value);
             }
-    return exact;
+    *rounded = !exact;
+    return fits ? VM_OK : vm_fail(VM_EINVAL, "want numbers within %s's range, got larger ones", vm_dtype_name(dtype));
 }
 
 void vm_unpack(vm_dtype dtype, const vm_weight *w, const void *from, float *data) {

@@ -50,8 +50,7 @@ static size_t weight_bytes(const vm_backend *b, const vm_weight *w) { return vm_
 
 static vm_status set_weight(const vm_backend *b, const vm_weight *w, void *to, vm_dtype dtype, const void *data,
                             bool *rounded) {
-    *rounded = !vm_pack(b->dtype, w, to, dtype, data);
-    return VM_OK;
+    return vm_pack(b->dtype, w, to, dtype, data, rounded);
 }
 
 static vm_status get_weight(const vm_backend *b, const vm_weight *w, const void *from, float *data) {

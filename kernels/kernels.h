@@ -92,6 +92,10 @@ static inline size_t vm_dtype_bytes(vm_dtype dtype) { return dtype == VM_F32 ? 4
 /* How products of float32 may be rounded, in torch.set_float32_matmul_precision's words. */
 typedef enum vm_precision { VM_HIGHEST, VM_HIGH, VM_MEDIUM } vm_precision;
 
+static inline const char *vm_precision_name(vm_precision precision) {
+    return precision == VM_HIGHEST ? "highest" : precision == VM_HIGH ? "high" : "medium";
+}
+
 static inline float vm_float_of_bits(uint32_t bits) {
     const union {
         uint32_t bits;

@@ -125,7 +125,6 @@ static void multiply(const job *j, const region *r, size_t f, size_t block, size
                 .x = r->v + f * j->l.v_step + from * VM_BLOCK,
                 .x_offset = j->offsets + first,
                 .x_pixel = VM_BLOCK,
-                .x_step = 1,
                 .w = j->u + f * j->l.u_step + (block * xb + first) * n,
                 .w_block = (ptrdiff_t)(xb * n),
                 .y = r->m + f * j->l.m_step + (block * j->g.tile_h * j->g.tile_w + from) * VM_BLOCK,

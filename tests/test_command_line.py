@@ -108,6 +108,7 @@ def test_bad_input_is_a_sentence_not_a_traceback(capsys, arguments, message):
 ESTIMATE = ["estimate", "sdxl", "decode", "64"]
 USAGE = [["estimate", "sdxl", "decode", "5x5x5"], ["estimate", "sdxl", "tile", "8"], ["decoed"]]
 USAGE += [["estimate", "sdxl", "decode", "9" * 400], *([*ESTIMATE, "--batch", n] for n in ("-1", "1e3", "9" * 5000))]
+USAGE += [[*ESTIMATE, "--precision", "best"], [*ESTIMATE, "--tf32"]]
 
 
 @pytest.mark.parametrize("arguments", USAGE)

@@ -76,13 +76,15 @@ def test_no_worse_than_torch(kind):
     assert error(there.decode(z), want) <= 1.1 * error(theirs.float().numpy(), want)
 
 
-def test_tf32_is_that_and_said():
+@pytest.mark.parametrize("precision", ["high", "medium"])
+def test_tf32_is_that_and_said(precision):
     """Factors of 11 bits: an error beyond float32's and within what 12 roundings of 2^-11 make."""
     cpu = small_vae("sd")
-    there = small_vae("sd", device="cuda", tf32=True)
+    there = small_vae("sd", device="cuda", precision=precision)
     z = latents(cpu, 8, 8)
     assert LIMIT["float32"] < error(there.decode(z), cpu.decode(z)) < 12 * 2.0**-11
-    assert "tf32" in there.last_run.backend
+    assert "tf32" in there.last_run.backend and there.precision == precision
+    assert f"cuda:0 float32 {precision}, " in repr(there)
 
 
 @every_dtype

@@ -97,7 +97,7 @@ def test_opening_fails_at_every_call_and_keeps_nothing():
         with emulator.failing(n) as came:
             opened = None
             with contextlib.suppress(RuntimeError, ValueError, MemoryError):
-                opened = vaemem.engine.device.Device(0, "float32", False, False)
+                opened = vaemem.engine.device.Device(0, "float32")
             if not came():
                 break
         del opened
@@ -235,8 +235,8 @@ def test_bad_arguments():
         small_vae("sd", device="cuda", dtype="float16", convolution="mine")
     with pytest.raises(ValueError, match="convolution: our own is for float16 and bfloat16, got dtype float32"):
         small_vae("sd", device="cuda", convolution="own")
-    with pytest.raises(ValueError, match="tf32: want dtype float32, got float16"):
-        small_vae("sd", device="cuda", dtype="float16", tf32=True)
+    with pytest.raises(ValueError, match=r"precision: want highest with dtype float16 .*, got 'high'"):
+        small_vae("sd", device="cuda", dtype="float16", precision="high")
     there = small_vae("sd", device="cuda")
     with pytest.raises(ValueError, match="save: want a VAE on the cpu"):
         there.save("x.safetensors")
@@ -251,8 +251,8 @@ def test_bfloat16_wants_ampere(monkeypatch):
         ValueError, match=r"dtype: want a GPU of compute capability 8.0 or later for bfloat16, got .* 7.5"
     ):
         small_vae("sd", device="cuda", dtype="bfloat16")
-    with pytest.raises(ValueError, match=r"tf32: want a GPU of compute capability 8.0 or later, got .* 7.5"):
-        small_vae("sd", device="cuda", tf32=True)
+    with pytest.raises(ValueError, match=r"precision: want a GPU of compute capability 8.0 or later for TF32 .* 7.5"):
+        small_vae("sd", device="cuda", precision="medium")
     cpu, there = pair("sd", "float16")
     z = latents(cpu, 4, 4)
     assert error(there.decode(z), cpu.decode(z)) < LIMIT["float16"]

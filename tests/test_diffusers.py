@@ -224,10 +224,52 @@ def test_to():
     assert torch.equal(ours.decode(z).sample, want)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_it_computes_in_the_modules_dtype(dtype):
+    """On the CPU too, in a copy of the weights; a VAE that is of that type already serves without one."""
+    _, ours = pair()
+    z, half = tensors()[1], getattr(torch, dtype)
+    ours.to(half)
+    got = ours.decode(z).sample
+    there = ours._engine()
+    assert (there.device, there.dtype, ours.vae.dtype) == ("cpu", dtype, "float32") and ours.last_run is there.last_run
+    assert torch.equal(got, torch.from_numpy(there.decode(z.numpy())).to(half))
+    rounded = AutoencoderKL(small_vae(dtype=dtype), config("sd"))
+    assert rounded.dtype == half and rounded._engine() is rounded.vae and rounded.decode(z).sample.dtype == half
+    with pytest.raises(ValueError, match=f"copy: want weights that {dtype} gives exactly, .*: load it in float32"):
+        rounded.float().decode(z)
+    with pytest.raises(ValueError, match=f"state_dict: want weights that {dtype} gives exactly"):
+        rounded.state_dict()
+
+
+def test_precision(monkeypatch, tmp_path):
+    """float32's, wherever it is; halves have none."""
+    theirs = autoencoder("sd")
+    theirs.save_pretrained(tmp_path / "vae")
+    vae = small_vae()
+    vae.save(tmp_path / "a.safetensors")
+    for ours in (
+        AutoencoderKL.from_module(theirs, precision="high"),
+        AutoencoderKL.from_pretrained(tmp_path / "vae", precision="high"),
+        AutoencoderKL.from_single_file(tmp_path / "a.safetensors", config=config("sd"), precision="high"),
+        AutoencoderKL(vae.copy(precision="high"), config("sd")),
+    ):
+        assert ours._engine() is ours.vae and ours.vae.precision == "high"
+        assert ours.half()._engine().precision == "highest"
+        made = []
+        with monkeypatch.context() as elsewhere:
+            elsewhere.setattr(ours.vae, "copy", lambda *where, made=made: made.append(where) or Elsewhere(vae, *where))
+            elsewhere.setattr(AutoencoderKL, "device", property(lambda self: torch.device("cuda:0")))
+            ours.float()._engine()
+        assert made == [("cuda:0", "float32", "high")]
+    with pytest.raises(ValueError, match="precision: want one of highest, high, medium, got 'best'"):
+        AutoencoderKL.from_module(theirs, precision="best")
+
+
 class Elsewhere:
     """Stands in for a VAE on a GPU, whose memory is the host's: the module's part is to make it and to ask it."""
 
-    def __init__(self, vae, device, dtype):
+    def __init__(self, vae, device, dtype, precision):
         self.vae, self.device, self.dtype, self.last_run = vae, device, dtype, None
 
     def decode(self, z, **how):
@@ -245,11 +287,11 @@ def test_the_vae_of_another_device_is_made_when_wanted(monkeypatch):
     ours._engine()
     ours.half()
     ours.float()
-    assert ours._engine() is ours._engine() and made == [("cuda:1", "float32")]
+    assert ours._engine() is ours._engine() and made == [("cuda:1", "float32", "highest")]
     ours.half()
-    assert ours._engine().dtype == "float16" and made[1:] == [("cuda:1", "float16")]
+    assert ours._engine().dtype == "float16" and made[1:] == [("cuda:1", "float16", "highest")]
     monkeypatch.undo()
-    assert ours._engine() is ours.vae
+    assert ours.float()._engine() is ours.vae
 
 
 def refuse(*_):
@@ -270,7 +312,8 @@ def test_moving(monkeypatch):
     made = []
     monkeypatch.setattr(ours.vae, "copy", lambda *where: made.append(where) or Elsewhere(ours.vae, *where))
     ours._apply(lambda tensor: there)
-    assert made == [("cuda:0", "float16")] and ours.device == torch.device("cuda:0") and ours.dtype == torch.float16
+    assert made == [("cuda:0", "float16", "highest")]
+    assert ours.device == torch.device("cuda:0") and ours.dtype == torch.float16
     with pytest.raises(ValueError, match="z: want a tensor on cuda:0, where the module is, got one on cpu"):
         ours.decode(tensors()[1])
     ours._apply(lambda tensor: torch.empty(0))
@@ -380,7 +423,7 @@ def test_from_single_file(tmp_path):
     settings = json.loads(json.dumps(config("flux")))
     ours = AutoencoderKL.from_single_file(tmp_path / "ae.safetensors", config=settings, torch_dtype=torch.float16)
     z = tensors("flux")[1]
-    want = torch.from_numpy(vae.decode(z.numpy())).half()
+    want = torch.from_numpy(vae.copy(dtype="float16").decode(z.numpy())).half()
     assert torch.equal(ours.decode(z).sample, want)
     assert ours.config.scaling_factor == pytest.approx(0.3611) and ours.config.shift_factor == pytest.approx(0.1159)
 

@@ -32,7 +32,7 @@ class Gemm(ctypes.Structure):
         *((name, c_size_t) for name in ("pixels", "blocks", "batches", "depth")),
         ("x", c_void_p),
         ("x_offset", c_void_p),
-        *((name, c_ssize_t) for name in ("x_pixel", "x_step")),
+        ("x_pixel", c_ssize_t),
         ("w", c_void_p),
         ("w_block", c_ssize_t),
         *((name, c_void_p) for name in ("bias", "add")),
@@ -174,7 +174,7 @@ class Case:
         g = Gemm(
             **{"pixels": n, "blocks": self.blocks, "batches": self.batches, "depth": self.depth},
             **{"x": self.x[of.start * self.x_pixel :].ctypes.data, "x_offset": self.offsets.ctypes.data},
-            **{"x_pixel": self.x_pixel, "x_step": 1, "w": self.w.ctypes.data, "w_block": self.w_block},
+            **{"x_pixel": self.x_pixel, "w": self.w.ctypes.data, "w_block": self.w_block},
             **{"bias": self.bias.ctypes.data if bias else None, "add": adds.ctypes.data if add else None},
             **{"add_pixel": 16, "add_block": add_block},
             **{"y": y.ctypes.data, "y_pixel": 16, "y_block": y_block},

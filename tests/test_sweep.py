@@ -141,6 +141,8 @@ def test_full_models_by_name():
         ({"sizes": [64.0]}, ValueError, "sizes: want .* got 64.0"),
         ({"sizes": [0]}, ValueError, "sizes: want at least 1 pixel a side, got 0"),
         ({"dtypes": ["float16"]}, ValueError, "dtypes: the VAE on cpu computes in float32, got 'float16'"),
+        ({"precision": "high"}, ValueError, "precision: the VAE on cpu computes in highest, got 'high'"),
+        ({"source": "predicted", "precision": "high"}, ValueError, "precision: want it with source measured or"),
         ({"batch": 0}, ValueError, "batch: want a whole number of at least 1, got 0"),
         ({"repeats": 1.5}, ValueError, "repeats: want a whole number of at least 1, got 1.5"),
     ],

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,7 +16,7 @@ from engine import BACKENDS, SMALL, config, error, images, latents, small_vae
 
 import vaemem
 from vaemem import VAE, _core
-from vaemem._common import latent_factor
+from vaemem._common import DTYPES, PRECISIONS, latent_factor
 from vaemem.engine.arrays import DeviceArrays
 
 # fp32 has 24 bits: 6e-8 a rounding. Some 60 layers of sums of up to 4608 terms leave 1e-6 here; a skipped bias or a
@@ -244,7 +245,11 @@ def test_nonfinite_passes_through(bad):
         (lambda v: v.estimate("decode", 8, 8, batch=2**60), OverflowError, "can be addressed"),
         (lambda v: VAE.random("sd4"), ValueError, "model: want one of sd15, sdxl, flux, sd3, .*, got 'sd4'"),
         (lambda v: VAE.random("sdxl", device="tpu"), ValueError, "device: want cpu, cuda or cuda:N, got 'tpu'"),
-        (lambda v: VAE.random("sdxl", dtype="float16"), ValueError, "dtype: want float32 on the cpu, got 'float16'"),
+        (lambda v: VAE.random("sdxl", dtype="half"), ValueError, "dtype: want one of float32, .*, got 'half'"),
+        (lambda v: VAE.random("sdxl", precision="best"), ValueError, "precision: want one of highest, high, medium"),
+        (lambda v: v.copy(precision=False), ValueError, "precision: want one of highest, high, medium, got False"),
+        (lambda v: v.copy(dtype="bfloat16", precision="high"), ValueError, "precision: want highest with dtype bfl"),
+        (lambda v: v.copy(tf32=True), TypeError, "tf32"),
         (lambda v: VAE.random("sdxl", parts="half"), ValueError, "parts: want all, encoder or decoder, got 'half'"),
     ],
 )
@@ -463,4 +468,23 @@ def test_environment():
     done = run(VAEMEM_DISABLE="avx1024,avx2")
     assert "got 'avx1024', which changes nothing" in done.stderr and "avx2" not in done.stdout
     assert "avx512" not in run(VAEMEM_DISABLE="avx512").stdout
+    kinds = [(dtype, precision) for dtype in DTYPES for precision in PRECISIONS]
+    every = {name for kind in kinds for name, _ in _core.backends(*kind)} - {"ref"}
+    done = run(VAEMEM_DISABLE=",".join(every))
+    assert done.stdout.startswith("['ref'] ") and "changes nothing" not in done.stderr
     assert "VAEMEM_THREADS: want a number from 1 to 1024, got 'many'" in run(VAEMEM_THREADS="many").stderr
+
+
+def test_the_environment_of_a_running_process_changes_nothing(monkeypatch):
+    """VAEMEM_DISABLE was read at the import; whoever sets it later is told, where the call stands."""
+    vae, before = small_vae(), os.environ.get("VAEMEM_DISABLE", "")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rows = vaemem.backends()
+    monkeypatch.setenv("VAEMEM_DISABLE", "avx512,avx2")
+    for ask in (vaemem.backends, lambda: VAE.random(config=config("sd")), vae.copy, lambda: VAE.load(vae.state_dict())):
+        with pytest.warns(UserWarning, match=rf"it was '{before}' when .* imported.* is 'avx512,avx2' now") as said:
+            ask()
+        assert [warning.filename for warning in said] == [__file__]
+    with pytest.warns(UserWarning):
+        assert vaemem.backends() == rows

@@ -1,19 +1,17 @@
 """Run the VAEs of SD1.5, SDXL, SD3, FLUX and others in memory known to the byte, and know what they take elsewhere."""
 
 import importlib as _importlib
-import os as _os
 import pkgutil as _pkgutil
-import warnings as _warnings
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
 # In the folder of an unbuilt source tree this package hides the installed one: its core is used then.
 __path__ = _pkgutil.extend_path(__path__, __name__)
 
-from vaemem import _core
 from vaemem._common import __version__ as __version__
 from vaemem._core import OutOfMemoryError
 from vaemem.engine.device import DeviceArray
+from vaemem.engine.instructions import read_disabled as _read_disabled
 from vaemem.prediction.formula import formula
 from vaemem.prediction.predict import Prediction, predict, predict_largest
 from vaemem.prediction.process import SimulatedProcess
@@ -94,13 +92,4 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *_LATER})
 
 
-def _disable(names: str) -> None:
-    known = [name for name, _ in _core.backends() if name != "ref"]
-    for name in filter(None, names.split(",")):
-        if name not in known:
-            what = f"want names of {', '.join(known)}, separated by commas" if known else "there is nothing to disable"
-            _warnings.warn(f"VAEMEM_DISABLE: {what}, got {name!r}, which changes nothing", stacklevel=3)
-    _core.disable(names)
-
-
-_disable(_os.environ.get("VAEMEM_DISABLE", ""))
+_read_disabled()

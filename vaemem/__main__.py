@@ -28,8 +28,21 @@ from vaemem import (
     report,
     sweep,
 )
-from vaemem._common import DTYPES, ELEMENT_BYTES, MIB, OPS, TILED_OPS, __version__, choose, mib, need, render
+from vaemem._common import (
+    DTYPES,
+    ELEMENT_BYTES,
+    MIB,
+    OPS,
+    PRECISIONS,
+    TILED_OPS,
+    __version__,
+    choose,
+    mib,
+    need,
+    render,
+)
 from vaemem.engine import latents, layouts, weights
+from vaemem.engine.arguments import open_device
 from vaemem.pipelines.components import PIPELINES
 from vaemem.pipelines.plan import RUNTIMES as PLANNED_RUNTIMES
 from vaemem.pipelines.predict import RUNTIMES as PREDICTED_RUNTIMES
@@ -93,7 +106,7 @@ def _make_demo(args: argparse.Namespace) -> None:
 def _estimate(args: argparse.Namespace) -> None:
     estimates = sweep(
         args.model, args.op, args.sizes, args.dtype, device=args.device, batch=args.batch, measure=False,
-        memory_limit=args.memory_limit,
+        memory_limit=args.memory_limit, precision=args.precision,
     )  # fmt: skip
     _print(estimates, args.format)
     if args.format == "text":
@@ -106,7 +119,11 @@ def _estimate(args: argparse.Namespace) -> None:
 def _tradeoff(args: argparse.Namespace) -> None:
     from vaemem.tables.sweep import tradeoff
 
-    rows = [row for h, w in args.sizes for row in tradeoff(args.model, args.op, h, w, args.batch)]
+    rows = [
+        row
+        for h, w in args.sizes
+        for row in tradeoff(args.model, args.op, h, w, args.batch, args.dtype, args.precision)
+    ]
     _print(Table(rows), args.format)
 
 
@@ -117,7 +134,8 @@ def _sweep(args: argparse.Namespace) -> None:
     try:
         table = sweep(
             args.models, args.ops, args.sizes, args.dtype, device=args.device, batch=args.batch, repeats=args.repeats,
-            measure=not args.estimate, progress=sys.stderr.isatty() and importlib.util.find_spec("tqdm") is not None,
+            precision=args.precision, measure=not args.estimate,
+            progress=sys.stderr.isatty() and importlib.util.find_spec("tqdm") is not None,
         )  # fmt: skip
     except BaseException as error:
         table, ended = getattr(error, "table", Table()), error
@@ -156,7 +174,8 @@ def _report(args: argparse.Namespace) -> None:
 
 
 def _loaded(args: argparse.Namespace, parts: str) -> VAE:
-    return VAE.load(args.weights, args.model, parts=parts, device=args.device, dtype=args.dtype)
+    numbers = {"device": args.device, "dtype": args.dtype, "precision": args.precision}
+    return VAE.load(args.weights, args.model, parts=parts, **numbers)
 
 
 def _decode(args: argparse.Namespace) -> None:
@@ -185,9 +204,15 @@ def _encode(args: argparse.Namespace) -> None:
         print(args.out, vae.last_run, sep="\n")
 
 
+def _bare(arch: layouts.Arch, dtype: str, precision: str) -> VAE:
+    """On the CPU, without weights: for what its plans say."""
+    _, where = open_device("cpu", dtype, precision, autotune=False, convolution="cudnn")
+    return VAE(_core.Model(arch, **where))
+
+
 def _info(args: argparse.Namespace) -> None:
     found = weights.look(args.file)
-    vae, config = VAE(_core.Model(found.arch)), layouts.config_of(found.arch)
+    vae, config = _bare(found.arch, args.dtype, args.precision), layouts.config_of(found.arch)
     print(f"{found.file}: {found.layout} layout, {found.tensors} tensors of {', '.join(found.dtypes)}")
     print(f"model {vae.model}, {vae.parameters:,} parameters, {mib(os.path.getsize(found.file))} MiB on disk")
     print("; ".join(f"{name} {value}" for name, value in config.items() if not name.endswith("_block_types")))
@@ -215,14 +240,15 @@ def _where(args: argparse.Namespace) -> dict[str, Any]:
 def _largest(args: argparse.Namespace) -> None:
     if args.engine:
         choose("model", args.model, _core.models())
-        vae = VAE(_core.Model(_core.models()[args.model]))
+        vae = _bare(_core.models()[args.model], args.dtype or "float32", args.precision)
         height, width = vae.largest(args.op, args.engine, args.aspect, args.batch)
         print(f"{height}x{width}", vae.estimate(args.op, height, width, args.batch, memory_limit=args.engine), sep="\n")
         return
+    dtype = args.dtype or "float16"
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        height, width = predict_largest(args.model, args.op, args.dtype, args.batch, aspect=args.aspect, **_where(args))
-    print(predict(args.model, args.op, height, width, args.dtype, args.batch, **_where(args)))
+        height, width = predict_largest(args.model, args.op, dtype, args.batch, aspect=args.aspect, **_where(args))
+    print(predict(args.model, args.op, height, width, dtype, args.batch, **_where(args)))
     for warning in said:
         print(f"vaemem largest: {warning.message}", file=sys.stderr)
 
@@ -308,7 +334,7 @@ def _reproduce(args: argparse.Namespace) -> None:
 
 
 def _backends(args: argparse.Namespace) -> None:
-    rows = backends()
+    rows = backends(args.dtype, args.precision)
     print(render(rows[0], [[str(value) for value in row.values()] for row in rows]))
 
 
@@ -331,12 +357,19 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument("sizes", type=_size, nargs="+", metavar="HxW", help="height x width of the image in pixels")
         sub.add_argument("--batch", type=_count, default=1)
 
+    def precise(sub: argparse.ArgumentParser) -> None:
+        sub.add_argument("--precision", default="highest", choices=PRECISIONS, help="of the engine's float32 products")
+
+    def in_numbers(sub: argparse.ArgumentParser) -> None:
+        sub.add_argument("--dtype", default="float32", type=_dtype, choices=DTYPES)
+        precise(sub)
+
     def placed(sub: argparse.ArgumentParser) -> None:
         sub.add_argument("--device", default="cpu", help="cpu (default), cuda or cuda:N")
-        sub.add_argument("--dtype", default="float32", type=_dtype, choices=DTYPES)
+        in_numbers(sub)
 
-    def on_a_card(sub: argparse.ArgumentParser) -> None:
-        sub.add_argument("--dtype", default="float16", type=_dtype, choices=DTYPES)
+    def on_a_card(sub: argparse.ArgumentParser, dtype: str | None = "float16") -> None:
+        sub.add_argument("--dtype", default=dtype, type=_dtype, choices=DTYPES)
         sub.add_argument("--runtime", choices=RUNTIMES, help="whose code (default: bfl for flux, else diffusers)")
         sub.add_argument("--tile", type=_count, metavar="PIXELS", help="side of a tile of the tiled operations")
         sub.add_argument(
@@ -398,6 +431,7 @@ def _parser() -> argparse.ArgumentParser:
     sub = command("info", _info, "What a weights file holds, and what each run with it will take.")
     sub.add_argument("file", metavar="FILE", help="safetensors, GGUF, or diffusers' directory")
     sub.add_argument("--sizes", nargs="+", type=_size, default=[512, 1024, 2048], metavar="HxW")
+    in_numbers(sub)
 
     sub = command("fits", _fits, "Whether PyTorch has room for images on a card; ends with 1 where it has none.")
     asked(sub, TILED_OPS)
@@ -416,6 +450,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("op", choices=OPS)
     sub.add_argument("sizes", type=_size, nargs="+", metavar="HxW", help="height x width of the image in pixels")
     sub.add_argument("--batch", type=_count, default=1)
+    in_numbers(sub)
     formatted(sub, "text", "csv", "json", "markdown")
 
     sub = command("sweep", _sweep, "Measure the engine's memory and time over models, operations and sizes.")
@@ -465,7 +500,8 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--batch", type=_count, default=1)
     sub.add_argument("--aspect", type=float, default=1.0, help="width over height (default: 1)")
     sub.add_argument("--engine", metavar="SIZE", help="what our own engine has room for in a memory such as '2 GiB'")
-    on_a_card(sub)
+    on_a_card(sub, None)  # float16, and of the engine float32
+    precise(sub)
 
     def of_a_pipeline(sub: argparse.ArgumentParser) -> None:
         sub.add_argument("pipeline", help=", ".join(PIPELINES))
@@ -532,9 +568,10 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--plan", action="store_true", help="instead: eight published ways to fit a 12 GB card, and ours")
     sub.add_argument("--equation", action="store_true", help="instead: a published equation for SD 1.5, term by term")
 
-    command(
+    sub = command(
         "backends", _backends, "The instruction sets and GPUs that the engine has kernels for, and which it uses here."
     )
+    in_numbers(sub)
     return parser
 
 

@@ -18,6 +18,7 @@ Item = TypeVar("Item")
 
 MIB = 1 << 20
 DTYPES = ("float32", "float16", "bfloat16")  # that models run in
+PRECISIONS = ("highest", "high", "medium")  # of float32's products, as torch.set_float32_matmul_precision has them
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 OPS = ("encode", "decode")
 EXTRAS = {  # that bring a package

@@ -58,6 +58,14 @@ static PyObject *model_parts(Model *self, void *Py_UNUSED(closure)) {
     return PyUnicode_FromString(p == VM_ENCODER ? "encoder" : p == VM_DECODER ? "decoder" : "all");
 }
 
+static PyObject *model_dtype(Model *self, void *Py_UNUSED(closure)) {
+    return PyUnicode_FromString(vm_dtype_name(self->model->backend->dtype));
+}
+
+static PyObject *model_precision(Model *self, void *Py_UNUSED(closure)) {
+    return PyUnicode_FromString(vm_precision_name(self->model->backend->precision));
+}
+
 static PyObject *model_reserved(Model *self, void *Py_UNUSED(closure)) {
     return PyLong_FromSize_t(vm_mem_usage(self->model->mem).reserved);
 }
@@ -169,6 +177,8 @@ static PyGetSetDef attributes[] = {
     {"arch", (getter)model_arch, NULL, "The architecture, as a dict.", NULL},
     {"parts", (getter)model_parts, NULL, "'all', 'encoder' or 'decoder'.", NULL},
     {"tensors", (getter)model_tensors, NULL, "[(name, shape)], diffusers' names.", NULL},
+    {"dtype", (getter)model_dtype, NULL, "'float32', 'float16' or 'bfloat16'.", NULL},
+    {"precision", (getter)model_precision, NULL, "On the CPU: 'highest', 'high' or 'medium'.", NULL},
     {"reserved_bytes", (getter)model_reserved, NULL, "Bytes held from the system now.", NULL},
     {NULL, NULL, NULL, NULL, NULL}};
 

@@ -182,10 +182,9 @@ const vm_backend *vm_py_backend(const char *name, vm_dtype dtype, vm_precision p
 }
 
 int vm_py_to_precision(PyObject *name, void *out) {
-    static const char *const names[] = {"highest", "high", "medium"};
     vm_precision *precision = out;
     for (*precision = VM_HIGHEST; *precision <= VM_MEDIUM; (*precision)++)
-        if (PyUnicode_Check(name) && !PyUnicode_CompareWithASCIIString(name, names[*precision])) return 1;
+        if (PyUnicode_Check(name) && !PyUnicode_CompareWithASCIIString(name, vm_precision_name(*precision))) return 1;
     PyErr_Format(PyExc_ValueError, "precision: want highest, high or medium, got %R", name);
     return 0;
 }

@@ -45,8 +45,10 @@ static vm_status find_device(vm_gpu *g, const vm_gpu_options *o) {
     g->shared_max = attribute(g, CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN);
     g->multiprocessors = attribute(g, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT);
     if (o->tf32 && g->capability < 80)
-        return vm_fail(VM_EINVAL, "tf32: want a GPU of compute capability 8.0 or later, got %s, which is %d.%d", name,
-                       g->capability / 10, g->capability % 10);
+        return vm_fail(VM_EINVAL,
+                       "precision: want a GPU of compute capability 8.0 or later for TF32 (high and medium), got %s, "
+                       "which is %d.%d",
+                       name, g->capability / 10, g->capability % 10);
     if (g->capability < 75 || (o->dtype == VM_BF16 && g->capability < 80))
         return vm_fail(VM_EINVAL, "%s: want a GPU of compute capability %s or later for %s, got %s, which is %d.%d",
                        g->capability < 75 ? "device" : "dtype", o->dtype == VM_BF16 ? "8.0" : "7.5",

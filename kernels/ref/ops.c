@@ -24,7 +24,7 @@ static void gemm_block(const vm_gemm *g, size_t o) {
         const float *x = g->x + g->x_offset[b];
         for (size_t k = 0; k < g->depth; k++, w += L)
             for (size_t p = 0; p < PIXELS; p++) { /* a short tile computes its last pixel again */
-                float v = x[(ptrdiff_t)VM_MIN(p, g->pixels - 1) * g->x_pixel + (ptrdiff_t)k * g->x_step];
+                float v = x[(ptrdiff_t)VM_MIN(p, g->pixels - 1) * g->x_pixel + (ptrdiff_t)k];
                 for (size_t l = 0; l < L; l++) sum[p][l] += v * w[l];
             }
     }
@@ -48,7 +48,7 @@ static void gemm_pairs(const vm_gemm *g) {
             const float *w = g->w + (ptrdiff_t)o * g->w_block;
             for (size_t b = 0; b < g->batches; b++)
                 for (size_t k = 0; k < g->depth; k++, w += L) {
-                    const float x = g->x[g->x_offset[b] + (ptrdiff_t)p * g->x_pixel + (ptrdiff_t)k * g->x_step];
+                    const float x = g->x[g->x_offset[b] + (ptrdiff_t)p * g->x_pixel + (ptrdiff_t)k];
                     for (size_t l = 0; l < L; l++)
                         sum[l] = add_products(sum[l], vm_bits_of_float(x), vm_bits_of_float(w[l]));
                 }

@@ -25,7 +25,7 @@ INLINE vf pick(vi mask, vf yes, vf no) { return (vf)(((vi)yes & mask) | ((vi)no 
 
 /* Strides are constants where this is instantiated, so that addresses are immediates; vector v is
  * part v % VM_SUBS of block v / VM_SUBS. */
-#define VM_GEMM(P, V, PIXEL, STEP, NAME)                                                                               \
+#define VM_GEMM(P, V, PIXEL, NAME)                                                                                     \
     static void NAME(const vm_gemm *g) {                                                                               \
         vf sum[P][V];                                                                                                  \
         UNROLL for (int p = 0; p < P; p++) UNROLL for (int v = 0; v < V; v++) sum[p][v] = (vf){0};                     \
@@ -33,7 +33,7 @@ INLINE vf pick(vi mask, vf yes, vf no) { return (vf)(((vi)yes & mask) | ((vi)no 
         const ptrdiff_t w_block = g->w_block;                                                                          \
         for (size_t b = 0; b < g->batches; b++) {                                                                      \
             const float *x = g->x + g->x_offset[b];                                                                    \
-            for (size_t k = 0; k < g->depth; k++, w += VM_BLOCK, x += STEP) {                                          \
+            for (size_t k = 0; k < g->depth; k++, w += VM_BLOCK, x++) {                                                \
                 vf wv[V];                                                                                              \
                 UNROLL for (int v = 0; v < V; v++) wv[v] = at(w + (v / VM_SUBS) * w_block + (v % VM_SUBS) * VM_LANES); \
                 UNROLL for (int p = 0; p < P; p++) {                                                                   \
@@ -56,7 +56,7 @@ INLINE vf pick(vi mask, vf yes, vf no) { return (vf)(((vi)yes & mask) | ((vi)no 
 #include "gemm_tiles.h"
 
 static void gemm(const vm_gemm *g) {
-    const int kind = g->x_step != 1 ? 2 : g->x_pixel != VM_BLOCK;
+    const int kind = g->x_pixel != VM_BLOCK;
     if (g->blocks * VM_SUBS <= VM_VECTORS) {
         tiles[kind][g->blocks - 1][g->pixels - 1](g);
         return;

@@ -1,25 +1,20 @@
 /* Every tile height from 1 to VM_PIXELS (a tail costs its own size and not a full tile), for the VM_PART vectors of one
- * block that a tile has registers for and, where they reach, for two blocks; and for the three ways through x:
- *   a  pixels a block apart, channels side by side    (stride 1; an attention's keys)
- *   b  pixels two blocks apart                         (stride 2)
- *   c  pixels side by side, steps a block apart        (an attention's values) */
+ * block that a tile has registers for and, where they reach, for two blocks; and for
+ * pixels that lie a block apart (a) and two (b, stride 2). */
 #define VM_WIDE (VM_VECTORS >= 2 * VM_BLOCK / VM_LANES)
 
 #if VM_WIDE
 #define VM_PART VM_SUBS
-#define VM_TILE(P)                                        \
-    VM_GEMM(P, VM_PART, VM_BLOCK, 1, gemm_a1_##P)         \
-    VM_GEMM(P, VM_PART, 2 * VM_BLOCK, 1, gemm_b1_##P)     \
-    VM_GEMM(P, VM_PART, 1, VM_BLOCK, gemm_c1_##P)         \
-    VM_GEMM(P, 2 * VM_SUBS, VM_BLOCK, 1, gemm_a2_##P)     \
-    VM_GEMM(P, 2 * VM_SUBS, 2 * VM_BLOCK, 1, gemm_b2_##P) \
-    VM_GEMM(P, 2 * VM_SUBS, 1, VM_BLOCK, gemm_c2_##P)
+#define VM_TILE(P)                                 \
+    VM_GEMM(P, VM_PART, VM_BLOCK, gemm_a1_##P)     \
+    VM_GEMM(P, VM_PART, 2 * VM_BLOCK, gemm_b1_##P) \
+    VM_GEMM(P, 2 * VM_SUBS, VM_BLOCK, gemm_a2_##P) \
+    VM_GEMM(P, 2 * VM_SUBS, 2 * VM_BLOCK, gemm_b2_##P)
 #else
 #define VM_PART VM_VECTORS
-#define VM_TILE(P)                                    \
-    VM_GEMM(P, VM_PART, VM_BLOCK, 1, gemm_a1_##P)     \
-    VM_GEMM(P, VM_PART, 2 * VM_BLOCK, 1, gemm_b1_##P) \
-    VM_GEMM(P, VM_PART, 1, VM_BLOCK, gemm_c1_##P)
+#define VM_TILE(P)                             \
+    VM_GEMM(P, VM_PART, VM_BLOCK, gemm_a1_##P) \
+    VM_GEMM(P, VM_PART, 2 * VM_BLOCK, gemm_b1_##P)
 #endif
 
 VM_TILE(1)
@@ -45,10 +40,9 @@ VM_TILE(14)
 #define VM_ROW(N) {VM_ROW6(N)}
 #endif
 
-/* [way through x][blocks - 1][pixels - 1] */
+/* [stride 2][blocks - 1][pixels - 1] */
 #if VM_WIDE
-static void (*const tiles[3][2][VM_PIXELS])(const vm_gemm *) = {
-    {VM_ROW(a1), VM_ROW(a2)}, {VM_ROW(b1), VM_ROW(b2)}, {VM_ROW(c1), VM_ROW(c2)}};
+static void (*const tiles[2][2][VM_PIXELS])(const vm_gemm *) = {{VM_ROW(a1), VM_ROW(a2)}, {VM_ROW(b1), VM_ROW(b2)}};
 #else
-static void (*const tiles[3][1][VM_PIXELS])(const vm_gemm *) = {{VM_ROW(a1)}, {VM_ROW(b1)}, {VM_ROW(c1)}};
+static void (*const tiles[2][1][VM_PIXELS])(const vm_gemm *) = {{VM_ROW(a1)}, {VM_ROW(b1)}};
 #endif

@@ -182,9 +182,15 @@ static void rescale(float *x, size_t rows, const float *keep) {
 
 /* The even (from 0) or odd (from half the lanes) half of a and b taken in turns. */
 INLINE vf zip(vf a, vf b, int from) {
+#ifdef __clang__ /* which sees one instruction in this, and has no __builtin_shuffle; GCC would move number by number */
+    vf y = a;
+    UNROLL for (int i = 0; i < VM_LANES; i++) y[i] = i % 2 ? b[from + i / 2] : a[from + i / 2];
+    return y;
+#else
     vi lanes;
     UNROLL for (int i = 0; i < VM_LANES; i++) lanes[i] = from + i / 2 + i % 2 * VM_LANES;
     return __builtin_shuffle(a, b, lanes);
+#endif
 }
 
 /* Rows of a square zipped with those half the square away, as often as its side can be halved, are its columns. */

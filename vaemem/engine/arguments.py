@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator
 from threading import Event
 from typing import Any
 
-from vaemem._common import DTYPES, choose, need
+from vaemem._common import DTYPES, PRECISIONS, choose, need
 from vaemem.engine.device import CONVOLUTIONS, Device, parse_device
+from vaemem.engine.instructions import warn_of_change
 
 Poll = Callable[[int, int], object] | None
 Progress = Poll | bool
@@ -21,15 +22,26 @@ class Cancelled(Exception):
     """A run was ended by its `cancel` event. The VAE stays usable, and what the run took is given back."""
 
 
-def open_device(device: Any, dtype: str, tf32: bool, autotune: bool, convolution: str) -> Device | None:
-    number = parse_device(device)
+def check_numbers(dtype: Any, precision: Any) -> None:
     choose("dtype", dtype, DTYPES)
+    choose("precision", precision, PRECISIONS)
+    if dtype != "float32" and precision != "highest":
+        raise ValueError(f"precision: want highest with dtype {dtype} (others are float32's), got {precision!r}")
+
+
+def open_device(
+    device: Any, dtype: str, precision: str, autotune: bool, convolution: str
+) -> tuple[Device | None, dict[str, Any]]:
+    """A GPU, or None for the CPU, and the core's arguments for a model there. For `VAE.load` and its like, whose caller
+    is warned of what changed."""
+    warn_of_change(stacklevel=3)
+    number = parse_device(device)
+    check_numbers(dtype, precision)
     choose("convolution", convolution, CONVOLUTIONS)
     if number is not None:
-        return Device(number, dtype, bool(tf32), bool(autotune), convolution)
-    if dtype != "float32":
-        raise ValueError(f"dtype: want float32 on the cpu, got {dtype!r}")
-    return None
+        gpu = Device(number, dtype, precision, bool(autotune), convolution)
+        return gpu, {"backend": gpu.backend.capsule}
+    return None, {"dtype": dtype, "precision": precision}
 
 
 def default_threads() -> int:

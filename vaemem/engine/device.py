@@ -130,14 +130,21 @@ class Borrowed:
 class Device:
     """A GPU with one type of numbers, opened for one VAE."""
 
-    def __init__(self, number: int, dtype: str, tf32: bool = False, autotune: bool = False, convolution: str = "cudnn"):
+    def __init__(
+        self,
+        number: int,
+        dtype: str,
+        precision: str = "highest",
+        autotune: bool = False,
+        convolution: str = "cudnn",
+    ) -> None:
         if _cuda is None:
             raise RuntimeError(gpu_rows()[0]["why"])
         if convolution == "own" and dtype == "float32":
             raise ValueError("convolution: our own is for float16 and bfloat16, got dtype float32")
-        self.number, self.dtype = number, dtype
+        self.number, self.dtype, self.precision = number, dtype, precision
         libcuda = os.environ.get("VAEMEM_LIBCUDA")
-        own = convolution == "own"
+        tf32, own = precision != "highest", convolution == "own"
         self.backend = _cuda.Backend(number, dtype, tf32, autotune, libcuda, find_cudnn(), own)
 
     @staticmethod

@@ -33,6 +33,7 @@ class Model:
         self.arch = self._runner.arch
         self.model: str = self.arch["name"]
         self.sample_size = sample_size_of(config, self.model)
+        self.rounded = () if device else tuple(core.rounded())
 
     # ---- making one ----
 
@@ -45,7 +46,7 @@ class Model:
         parts: str = "all",
         device: Any = "cpu",
         dtype: str = "float32",
-        tf32: bool = False,
+        precision: str = "highest",
         autotune: bool = False,
         convolution: str = "cudnn",
     ) -> Self:
@@ -72,9 +73,14 @@ class Model:
         device : str
             ``"cpu"``, ``"cuda"`` or ``"cuda:N"``.
         dtype : {"float32", "float16", "bfloat16"}
-            Of weights, activations and products; sums and statistics are float32. The CPU has float32 only.
-        tf32 : bool
-            float32 on a GPU: whether products may round their factors to TF32 (10 bits).
+            Of weights and activations; sums and statistics are float32. What is given in host memory and what comes
+            back there is float32 or bytes all the same. Weights that are not of this type are rounded to it, which the
+            attribute `rounded` and the VAE's repr tell.
+        precision : {"highest", "high", "medium"}
+            Of float32's products, as ``torch.set_float32_matmul_precision`` takes it: "highest" is float32. "high": a
+            CPU with fast products of bfloat16 may take three of these for one, of each factor's upper and lower halves
+            (16 bits together); "medium": one. With both a GPU, which wants compute capability 8.0 then, may round
+            factors to TF32 (10 bits). Where a CPU has no such products all are "highest".
         autotune : bool
             On a GPU: time cuDNN's engines in the first run of a size, instead of taking the heuristics' first.
         convolution : {"cudnn", "own"}
@@ -102,8 +108,8 @@ class Model:
         >>> VAE.load("model", parts="decoder")
         <VAE custom: ... parameters, parts=decoder, ... MiB held>
         """
-        gpu = open_device(device, dtype, tf32, autotune, convolution)
-        core = weights.load(path, model, config, parts, gpu.backend.capsule if gpu else None)
+        gpu, where = open_device(device, dtype, precision, autotune, convolution)
+        core = weights.load(path, model, config, parts, **where)
         beside = config is None and model is None
         return cls(core, gpu, weights.config_beside(path) if beside else config)
 
@@ -116,7 +122,7 @@ class Model:
         parts: str = "all",
         device: Any = "cpu",
         dtype: str = "float32",
-        tf32: bool = False,
+        precision: str = "highest",
         autotune: bool = False,
         convolution: str = "cudnn",
     ) -> Self:
@@ -130,13 +136,13 @@ class Model:
         >>> VAE.random("sdxl", parts="decoder").parameters
         49490199
         """
-        gpu = open_device(device, dtype, tf32, autotune, convolution)
+        gpu, where = open_device(device, dtype, precision, autotune, convolution)
         if config is None:
             choose("model", model, _core.models())
             arch = _core.models()[model]
         else:
             arch = weights.read_config(config)
-        core = _core.Model(arch, parts, gpu.backend.capsule if gpu else None)
+        core = _core.Model(arch, parts, **where)
         weights.random_tensors(core, seed)
         return cls(core, gpu, config)
 
@@ -144,30 +150,30 @@ class Model:
         self,
         device: Any = "cpu",
         dtype: str = "float32",
-        tf32: bool = False,
+        precision: str = "highest",
         autotune: bool = False,
         convolution: str = "cudnn",
     ) -> Self:
-        """A new VAE with the weights of this one, which must be on the CPU. Arguments are `load`'s.
+        """A new VAE with the weights of this one, which must be on the CPU and not rounded. Arguments are `load`'s.
 
         >>> one = VAE.random("sdxl", parts="decoder")
         >>> two = one.copy()    # device="cuda", dtype="bfloat16" where there is a GPU
         >>> one.close(), two.parameters
         (None, 49490199)
         """
-        source = self._on_the_cpu("copy")
-        gpu = open_device(device, dtype, tf32, autotune, convolution)
-        made = type(self)(weights.copy(source, gpu.backend.capsule if gpu else None), gpu)
+        source = self._as_it_came("copy")
+        gpu, where = open_device(device, dtype, precision, autotune, convolution)
+        made = type(self)(weights.copy(source, **where), gpu)
         made.sample_size = self.sample_size
         return made
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Copies of the weights as float32 arrays, by diffusers' names. Of a VAE on the CPU.
+        """Copies of the weights as float32 arrays, by diffusers' names. Of a VAE on the CPU that rounded none.
 
         >>> VAE.load(vae.state_dict()).parameters == vae.parameters
         True
         """
-        core = self._on_the_cpu("state_dict")
+        core = self._as_it_came("state_dict")
         return {name: core.get_tensor(name) for name, _ in core.tensors}
 
     def save(self, path: str | os.PathLike[str], layout: str = "diffusers") -> None:
@@ -184,12 +190,12 @@ class Model:
         Raises
         ------
         ValueError
-            A layout that is unknown or cannot hold the model, a path of the wrong kind, or a model on a GPU, whose copy
-            is rounded.
+            A layout that is unknown or cannot hold the model, a path of the wrong kind, or a model whose weights are
+            not what they were: on a GPU, or rounded.
         OSError
             The file cannot be written. Whatever was there before is as it was.
         """
-        weights.save(self._on_the_cpu("save"), path, layout=layout, sample_size=self.sample_size)
+        weights.save(self._as_it_came("save"), path, layout=layout, sample_size=self.sample_size)
 
     # ---- its end ----
 
@@ -223,7 +229,11 @@ class Model:
 
     @property
     def dtype(self) -> str:
-        return "float32" if self._device is None else self._device.dtype
+        return self._runner.dtype
+
+    @property
+    def precision(self) -> str:
+        return self._runner.precision
 
     def __reduce__(self) -> Any:
         raise TypeError("VAE: cannot be pickled or copied: load it again where it is wanted")
@@ -255,7 +265,9 @@ class Model:
         if self.closed:
             return f"<VAE {self.model}: closed>"
         held = f"{self.reserved_bytes / 2**20:.0f} MiB held"
-        where = f"{self.device} {self.dtype}, " if self._device else ""
+        numbers = [self.device, self.dtype, self.precision][: 2 if self.precision == "highest" else 3]
+        where = "" if numbers == ["cpu", "float32"] else f"{' '.join(numbers)}, "
+        where += f"{len(self.rounded)} tensors rounded, " if self.rounded else ""
         return f"<VAE {self.model}: {self.parameters:,} parameters, parts={self.parts}, {where}{held}>"
 
     # ---- inside ----
@@ -274,8 +286,11 @@ class Model:
     def _device(self) -> Device | None:
         return self._runner.device
 
-    def _on_the_cpu(self, wish: str) -> Core:
-        """The core model, whose weights are what they were made of. A GPU's are rounded."""
+    def _as_it_came(self, wish: str) -> Core:
+        """The core model, whose weights are what they were made of. A GPU's are in another form."""
         if self._device:
             raise ValueError(f"{wish}: want a VAE on the cpu, got one on {self.device}, whose weights are {self.dtype}")
+        if self.rounded:
+            got = f"got one that rounded {len(self.rounded)} tensors, such as {self.rounded[0]}"
+            raise ValueError(f"{wish}: want weights that {self.dtype} gives exactly, {got}: load it in float32")
         return self._core

@@ -38,6 +38,8 @@ class Runner:
 
     def __init__(self, core: _core.Model, device: Device | None) -> None:
         self.core, self.device, self.arch, self.factor = core, device, core.arch, latent_factor(core.arch)
+        self.dtype = core.dtype
+        self.precision = device.precision if device else core.precision
         self._scale = 1.0  # power of two by which activations are kept multiplied, against float16's overflow
         self._weights_bytes, self._arena_bytes = core.reserved_bytes, 0
 
@@ -61,7 +63,7 @@ class Runner:
         while True:
             how["scale"] = self._scale
             result, record = self._run_in_memory(arrays, plans, limit, settings.retries, notes, how)
-            if not (record["overflow"] and self.device and self.device.dtype == "float16"):
+            if not (record["overflow"] and self.dtype == "float16"):
                 break
             if self._scale <= LEAST_UNIT:
                 notes.append("float16: not finite even so: the input or the weights are not")

@@ -9,9 +9,18 @@ from typing import Any
 from vaemem import _core
 from vaemem._common import choose, need
 from vaemem.engine import images
-from vaemem.engine.arguments import Cancelled, Progress, as_int, default_threads, pixels_of, polling
+from vaemem.engine.arguments import (
+    Cancelled,
+    Progress,
+    as_int,
+    check_numbers,
+    default_threads,
+    pixels_of,
+    polling,
+)
 from vaemem.engine.arrays import Arrays, DeviceArrays, HostArrays, request_of
 from vaemem.engine.device import Device, gpu_rows
+from vaemem.engine.instructions import warn_of_change
 from vaemem.engine.latents import Normalised, Scaling, held_by_pipelines
 from vaemem.engine.limits import Limit, Plans, check_aspect, parse_size, resolve
 from vaemem.engine.model import Model
@@ -44,8 +53,11 @@ class VAE(Model):
         ``"flux2"``, ``"flux2-small"``, ``"sd"`` (SD1.5's and SDXL's tensors, which of the two unknown) or ``"custom"``.
     arch : dict
         The architecture, with diffusers' names.
-    device, dtype : str
-        Where it lives, and the type of its numbers.
+    device, dtype, precision : str
+        Where it lives, the type of its numbers, and how its products are computed, as `load` takes them.
+    rounded : tuple of str
+        Names of the weights that `dtype` could not give exactly and that were rounded, by diffusers' names; without any
+        the VAE is what its file says, and `copy`, `save` and `state_dict` work. Of a VAE on the CPU.
     threads : int
         Used by runs on the CPU; from VAEMEM_THREADS, else the processors this process may use. The result does not
         depend on it.
@@ -396,22 +408,30 @@ class VAE(Model):
         return result
 
 
-def backends() -> list[dict[str, Any]]:
-    """The kernels this build has, the CPU's best first, then GPUs.
+def backends(dtype: str = "float32", precision: str = "highest") -> list[dict[str, Any]]:
+    """The kernels this build has, the CPU's best for such numbers first, then GPUs.
+
+    Parameters
+    ----------
+    dtype, precision : str
+        As `VAE.load` takes them: which kernels are best depends on them.
 
     Returns
     -------
     list of dict
-        ``name``, ``device``, ``usable``, ``chosen`` (what runs on the CPU use), ``why`` (a sentence where not usable).
+        ``name``, ``device``, ``usable``, ``chosen`` (what such runs on the CPU use), ``why`` (a sentence where not
+        usable).
 
     Examples
     --------
     >>> [row["usable"] for row in backends() if row["name"] == "ref"]  # plain C
     [True]
     """
+    warn_of_change(stacklevel=2)
+    check_numbers(dtype, precision)
     rows: list[dict[str, Any]] = []
-    for name, usable in _core.backends():
+    for name, usable in _core.backends(dtype, precision):
         chosen = usable and not any(row["chosen"] for row in rows)
-        why = "" if usable else "this processor or its system lacks it, or it is named in VAEMEM_DISABLE"
+        why = "" if usable else "this processor or its system lacks it, or it was named in VAEMEM_DISABLE at the import"
         rows.append({"name": name, "device": "cpu", "usable": usable, "chosen": chosen, "why": why})
     return rows + gpu_rows()

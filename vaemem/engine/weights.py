@@ -116,12 +116,12 @@ def load(
     model: str | None = None,
     config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     parts: str = "all",
-    backend: Any = None,
+    **where: Any,
 ) -> _core.Model:
     """Reads weights into a new core model, all of its tensors set, as `vaemem.VAE.load` says.
 
-    With the capsule of a GPU as `backend` tensors go there one by one. The peak while loading is the packed copy plus
-    one tensor as it lies in the file.
+    where: the core's arguments that say on which device the model is and in which numbers. Tensors go there one by one:
+    the peak while loading is the packed copy plus one tensor as it lies in the file.
     """
     choose("parts", parts, PARTS)
     arch = _arch_asked_for(model, config)
@@ -130,9 +130,9 @@ def load(
     if arch is None and (beside := config_beside(path)) is not None:
         arch = read_config(beside)
     if file is None:
-        return _load_from(_Memory(state), "state dict", arch, parts, backend)
+        return _load_from(_Memory(state), "state dict", arch, parts, where)
     with _reading(file) as source:
-        return _load_from(source, str(file), arch, parts, backend)
+        return _load_from(source, str(file), arch, parts, where)
 
 
 class _File:
@@ -225,30 +225,32 @@ def _unreadable(source: _File | _Memory) -> dict[str, str]:
     return {name: f"want {want}, got {dtype}" for name, dtype in source.dtypes.items() if dtype not in source.readable}
 
 
-def _load_from(source: _File | _Memory, where: str, arch: Arch | None, parts: str, backend: Any) -> _core.Model:
+def _load_from(
+    source: _File | _Memory, name: str, arch: Arch | None, parts: str, where: Mapping[str, Any]
+) -> _core.Model:
     shapes = source.shapes
     try:
         layout, prefix = find_layout(shapes)
         if arch is None:
             arch = detect(shapes, parts)[2]
-        result = _core.Model(arch, parts, backend)
+        result = _core.Model(arch, parts, **where)
         tensors = dict(result.tensors)
         spelt = spell(tensors, layout, len(arch["block_out_channels"]))
         extra = [prefix + name for name in ours(shapes, prefix, parts) - set(spelt.values())]
         wanted_by = f"{arch['name']}{'' if parts == 'all' else f' ({parts})'} in layout {layout}"
         check(shapes, tensors, spelt, prefix, wanted_by, _unreadable(source), extra)
-        for name, shape in tensors.items():
-            result.set_tensor(name, source.read(prefix + spelt[name], shape))
+        for tensor, shape in tensors.items():
+            result.set_tensor(tensor, source.read(prefix + spelt[tensor], shape))
     except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
+        raise ValueError(f"{name}: {error}") from None
     except OSError as error:
-        raise OSError(error.errno, f"cannot read: {error.strerror}", where) from None
+        raise OSError(error.errno, f"cannot read: {error.strerror}", name) from None
     return result
 
 
-def copy(model: _core.Model, backend: Any = None) -> _core.Model:
-    """The same model once more, or on the GPU whose capsule `backend` is."""
-    result = _core.Model(model.arch, model.parts, backend)
+def copy(model: _core.Model, **where: Any) -> _core.Model:
+    """The same model once more, where `load` would have put it."""
+    result = _core.Model(model.arch, model.parts, **where)
     for name, _ in model.tensors:
         result.set_tensor(name, model.get_tensor(name))
     return result

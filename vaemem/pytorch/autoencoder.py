@@ -41,18 +41,19 @@ DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "b
 class AutoencoderKL(diffusers.AutoencoderKL):  # type: ignore[misc]
     """A drop-in for diffusers' AutoencoderKL, for inference: ``pipe.vae = AutoencoderKL.from_module(pipe.vae)``.
 
-    Tensors go in and come out as in diffusers, on the CPU or on a GPU. The weights lie in a `vaemem.VAE` on the CPU, in
-    float32, and where the module was moved to a GPU there too, in the module's dtype. On the CPU every run computes in
-    float32, and the module's dtype is that of results. What is given may have any floating dtype.
+    Tensors go in and come out as in diffusers, on the CPU or on a GPU, and runs compute in the module's dtype. The
+    weights lie in a `vaemem.VAE` on the CPU, and where the module is on a GPU or of another dtype than that, in a copy
+    too, made for the first run there. What is given may have any floating dtype.
 
     Parameters
     ----------
     vae : VAE
-        On the CPU; one of the parts will do for runs of that part.
+        On the CPU; one of the parts will do for runs of that part. Its `VAE.precision` is that of float32 anywhere. One
+        whose weights were rounded (`VAE.rounded`) serves the CPU in its own dtype alone, without a second copy.
     config : mapping, optional
         As diffusers' class takes it. None: what `vae` says.
-    torch_dtype : torch.dtype
-        float32, float16 or bfloat16, as ``.to(dtype)`` takes it too.
+    torch_dtype : torch.dtype, optional
+        float32, float16 or bfloat16, as ``.to(dtype)`` takes it too. None: `vae`'s.
     memory_limit : int or str, optional
         As `VAE.decode` takes it, for every run: ``"900 MiB"``, ``"auto"``. An attribute, too.
 
@@ -73,7 +74,7 @@ class AutoencoderKL(diffusers.AutoencoderKL):  # type: ignore[misc]
     Notes
     -----
     `enable_tiling` does what diffusers' does, tile by tile, which is not exact: a `memory_limit` is, and goes without
-    tiles. Tiles are put together in host memory. On a GPU, results of float16 that overflow are made again with smaller
+    tiles. Tiles are put together in host memory. Results of float16 that overflow are made again with smaller
     activations, so that SDXL's need no upcast: ``pipe.vae.register_to_config(force_upcast=False)`` saves it.
     Attention processors, adapters and what else changes the module's layers change nothing.
 
@@ -108,7 +109,7 @@ class AutoencoderKL(diffusers.AutoencoderKL):  # type: ignore[misc]
     cancel: Event | None
 
     def __init__(
-        self, vae: VAE, config: Any = None, torch_dtype: torch.dtype = torch.float32, memory_limit: Limit = None
+        self, vae: VAE, config: Any = None, torch_dtype: torch.dtype | None = None, memory_limit: Limit = None
     ) -> None:
         if vae.device != "cpu":
             raise ValueError(f"vae: want one on the cpu, which .to({vae.device!r}) takes there, got {vae!r}")
@@ -122,7 +123,7 @@ class AutoencoderKL(diffusers.AutoencoderKL):  # type: ignore[misc]
         self.vae, self._there = vae, vae
         self._place = torch.empty(0)  # on the module's device, in its dtype
         self.memory_limit, self.progress, self.cancel = memory_limit, False, None
-        self.eval().requires_grad_(False).to(torch_dtype)
+        self.eval().requires_grad_(False).to(torch_dtype or getattr(torch, vae.dtype))
 
     # ---- making one ----
 
@@ -133,21 +134,22 @@ class AutoencoderKL(diffusers.AutoencoderKL):  # type: ignore[misc]
         *,
         torch_dtype: torch.dtype | None = None,
         memory_limit: Limit = None,
+        precision: str = "highest",
         subfolder: str | None = None,
         **kwargs: Any,
     ) -> Self:
         """From a directory: a VAE's, or a pipeline's, in which ``vae`` is meant. It is read by vaemem where nothing
         else is asked for. For the hub's names, and with any other keyword of diffusers', diffusers loads and
-        `from_module` copies."""
+        `from_module` copies. `precision` is `VAE.load`'s, here and below."""
         dtype = torch_dtype or torch.float32
         path = os.path.join(pretrained_model_name_or_path, subfolder or "")
         if os.path.isdir(path) and not any(value is not None for value in kwargs.values()):
-            vae, beside = VAE.load(path), weights.config_beside(path)
+            vae, beside = VAE.load(path, precision=precision), weights.config_beside(path)
             return cls(vae, diffusers.AutoencoderKL.load_config(beside), dtype, memory_limit)
         if subfolder is not None:
             kwargs["subfolder"] = subfolder
         module = diffusers.AutoencoderKL.from_pretrained(pretrained_model_name_or_path, torch_dtype=dtype, **kwargs)
-        return cls.from_module(module, memory_limit=memory_limit)
+        return cls.from_module(module, memory_limit=memory_limit, precision=precision)
 
     @classmethod
     def from_single_file(
@@ -158,18 +160,27 @@ class AutoencoderKL(diffusers.AutoencoderKL):  # type: ignore[misc]
         config: Any = None,
         torch_dtype: torch.dtype | None = None,
         memory_limit: Limit = None,
+        precision: str = "highest",
     ) -> Self:
         """From a safetensors or GGUF file in any layout that `VAE.load` reads. SD1.5's and SDXL's files are alike:
         `model` (``"sd15"`` or ``"sdxl"``) or `config` says which it is."""
-        return cls(VAE.load(path, model, config), None, torch_dtype or torch.float32, memory_limit)
+        return cls(VAE.load(path, model, config, precision=precision), None, torch_dtype, memory_limit)
 
     @classmethod
-    def from_module(cls, module: Any, *, torch_dtype: torch.dtype | None = None, memory_limit: Limit = None) -> Self:
+    def from_module(
+        cls,
+        module: Any,
+        *,
+        torch_dtype: torch.dtype | None = None,
+        memory_limit: Limit = None,
+        precision: str = "highest",
+    ) -> Self:
         """From diffusers' AutoencoderKL, such as a pipeline's: its weights are copied, its config, dtype and device are
         taken over."""
         if not isinstance(module, diffusers.AutoencoderKL):
             raise TypeError(f"module: want diffusers' AutoencoderKL, got {type(module).__name__}")
-        made = cls(VAE.load(module), module.config, torch_dtype or module.dtype, memory_limit)
+        vae = VAE.load(module, precision=precision)
+        made = cls(vae, module.config, torch_dtype or module.dtype, memory_limit)
         made.use_slicing, made.use_tiling = module.use_slicing, module.use_tiling
         return made.to(module.device)
 
@@ -203,16 +214,15 @@ class AutoencoderKL(diffusers.AutoencoderKL):  # type: ignore[misc]
             parameter.data = parameter.data.to(place.dtype)
 
     def _engine(self) -> VAE:
-        """The VAE that computes where the module is now. On a GPU it is made when it is first wanted, for a pipeline
-        may take it to another dtype and back."""
-        if self.device.type == "cpu":
-            wanted = "cpu", "float32"
-        else:
-            wanted = f"cuda:{self.device.index or 0}", DTYPES[self.dtype]
+        """The VAE that computes where the module is now. A copy is made when it is first wanted, for a pipeline may
+        take the module to another dtype and back."""
+        place = "cpu" if self.device.type == "cpu" else f"cuda:{self.device.index or 0}"
+        wanted = place, DTYPES[self.dtype]
         if (self._there.device, self._there.dtype) != wanted:
             self._there = self.vae  # the old one's memory goes before the new one's is taken
-            if wanted[0] != "cpu":
-                self._there = self.vae.copy(*wanted)
+            if (self.vae.device, self.vae.dtype) != wanted:
+                precision = self.vae.precision if wanted[1] == "float32" else "highest"
+                self._there = self.vae.copy(*wanted, precision)
         return self._there
 
     # ---- running ----

@@ -13,7 +13,6 @@ import numpy as np
 from vaemem import _core
 from vaemem._common import DTYPES, OPS, TILED_OPS, __version__, choose, latent_factor, listed, whole
 from vaemem.engine.arguments import Poll, Progress, polling
-from vaemem.engine.device import parse_device
 from vaemem.engine.limits import Limit
 from vaemem.engine.vae import VAE, Run
 from vaemem.prediction.gpus import find_gpu
@@ -58,6 +57,7 @@ def sweep(
     repeats: int = 1,
     progress: Progress = None,
     memory_limit: Limit = None,
+    precision: str = "highest",
     **others: Any,
 ) -> Table:
     """Measure or estimate the engine's memory and time, or predict PyTorch's memory on GPUs.
@@ -73,7 +73,7 @@ def sweep(
         Of the image in pixels, multiples of 8: an int is a square, a pair is (height, width). ``(512, 768)`` alone
         is two squares, ``[(512, 768)]`` one landscape.
     dtypes : str or sequence of str
-        ``"float32"`` is the only one that the CPU engine computes in; a GPU also ``"float16"`` and ``"bfloat16"``.
+        ``"float32"``, ``"float16"``, ``"bfloat16"``. VAE objects have their own.
     source : {"measured", "estimated", "predicted"}
         "measured" runs each case on the engine; "estimated" asks its plan and runs nothing (no seconds); "predicted"
         asks `vaemem.predict` what PyTorch takes on each GPU (no seconds).
@@ -93,6 +93,8 @@ def sweep(
         True shows a bar (tqdm, ``pip install 'vaemem[progress]'``); a callable gets (work done, work to do).
     memory_limit : int or str, optional
         Of each run of the engine, as for `VAE.decode`; the columns `work` and `streamed` then say what it costs.
+    precision : {"highest", "high", "medium"}
+        Of named models in float32, as for `VAE.load`; other types want "highest". VAE objects have their own.
     **others
         Predicted: `runtime`, `torch_version`, `cudnn_version`, `weights_dtype`, `tile`, `slicing`, `memory`, `used`,
         `protocol`, `channels_last`, `allow_tf32` and `allocator`, as `vaemem.predict` takes them, for every row.
@@ -129,7 +131,7 @@ def sweep(
     choose("source", source, SOURCES)
     batch, repeats = whole("batch", batch), whole("repeats", repeats)
     engine = {"device": device is not None, "measure": not measure, "repeats": repeats > 1,
-              "memory_limit": memory_limit is not None}  # fmt: skip
+              "memory_limit": memory_limit is not None, "precision": precision != "highest"}  # fmt: skip
     _check_given(source, [name for name, given in engine.items() if given], gpu is not None, others)
     if source == "predicted":
         cases = _cases(ops, TILED_OPS, sizes, batch)
@@ -138,13 +140,16 @@ def sweep(
             find_gpu(card, others.get("memory"))  # refuses an unknown one before anything is predicted
         return _table(_predictions(_configs(models), cards, _known_dtypes(dtypes), cases, progress, others))
     place = "cpu" if device is None else device
-    wanted = [(model, dtype) for model in _models(models) for dtype in _dtypes(dtypes, model, place)]
+    wanted = [(model, dtype) for model in _models(models) for dtype in _dtypes(dtypes, model)]
     cases = _cases(ops, OPS, sizes, batch)
     measure = measure and source == "measured"
-    return _table(_runs(wanted, cases, place, measure, repeats, progress, memory_limit))
+    return _table(_runs(wanted, cases, place, precision, measure, repeats, progress, memory_limit))
 
 
-def tradeoff(model: str | VAE, op: str, height: int, width: int, batch: int = 1) -> Table:
+def tradeoff(
+    model: str | VAE, op: str, height: int, width: int, batch: int = 1, dtype: str = "float32",
+    precision: str = "highest",
+) -> Table:  # fmt: skip
     """What less memory costs: the plans of one run, from the fastest to the smallest.
 
     Parameters
@@ -154,6 +159,8 @@ def tradeoff(model: str | VAE, op: str, height: int, width: int, batch: int = 1)
     op : {"encode", "decode"}
     height, width, batch : int
         Of the images, in pixels.
+    dtype, precision : str
+        Of a named model, on the CPU, as for `VAE.load`. A VAE has its own.
 
     Returns
     -------
@@ -169,7 +176,7 @@ def tradeoff(model: str | VAE, op: str, height: int, width: int, batch: int = 1)
     (1.0, True)
     """
     _ops(op)
-    (vae,) = (_vae(name, "cpu", "float32") for name in _models([model]))
+    (vae,) = (_vae(m, "cpu", d, precision) for m in _models([model]) for d in _dtypes(dtype, m))
     runs, last = vae.tradeoff(op, height, width, batch), vae.last_run
     speed = last.seconds / sum(last.flops) if last and last.op == op and last.seconds and vae.device == "cpu" else None
     return Table(
@@ -192,14 +199,14 @@ def _table(rows: Iterator[Row]) -> Table:
 
 
 def _runs(
-    wanted: Sequence[tuple[str | VAE, str]], asked: Sequence[Case], device: str, measure: bool, repeats: int,
-    progress: Progress, memory_limit: Limit,
+    wanted: Sequence[tuple[str | VAE, str]], asked: Sequence[Case], device: str, precision: str, measure: bool,
+    repeats: int, progress: Progress, memory_limit: Limit,
 ) -> Iterator[Row]:  # fmt: skip
     """Of the engine."""
     done, work = 0, len(wanted) * repeats * sum(case.work for case in asked)
     with polling(progress if measure else None, "sweep", work, _LAYOUT) as poll:
         for model, dtype in wanted:
-            vae = _vae(model, device, dtype)
+            vae = _vae(model, device, dtype, precision)
             cases = [case._replace(dtype=dtype) for case in asked]
             estimates = _estimates(vae, cases, memory_limit)  # refuses what cannot run, before any does
             for case, estimate in zip(cases, estimates, strict=True):
@@ -277,7 +284,7 @@ def _row(vae: VAE, case: Case, source: str, run: Run, limited: bool = False) -> 
             "activations_bytes": run.activations_bytes,
             "scratch_bytes": run.scratch_bytes + run.workspace_bytes,
             "output_bytes": run.output_bytes,
-            "versions": versions(run),
+            "versions": versions(run, vae.precision),
         }
     )
 
@@ -293,10 +300,12 @@ def _input(vae: VAE, case: Case) -> np.ndarray:
     return rng.standard_normal(shape, dtype=np.float32)
 
 
-def versions(run: Run) -> str:
-    """What ran, for a table's `versions`: vaemem with its kernels and threads, Python, NumPy, the machine."""
+def versions(run: Run, precision: str) -> str:
+    """What ran, for a table's `versions`: vaemem with its kernels, threads and a precision that is not the highest,
+    Python, NumPy, the machine."""
     python, machine = platform.python_version(), platform.machine()
-    engine = f"vaemem {__version__} ({run.backend}, {run.threads} threads)"
+    less = "" if precision == "highest" else f", precision {precision}"
+    engine = f"vaemem {__version__} ({run.backend}, {run.threads} threads{less})"
     return f"{engine}, python {python}, numpy {np.__version__}, {machine}"
 
 
@@ -347,8 +356,12 @@ def _models(models: Any) -> list[str | VAE]:
     return wanted
 
 
-def _vae(model: str | VAE, device: str, dtype: str) -> VAE:
-    return VAE.random(model, device=device, dtype=dtype) if isinstance(model, str) else model
+def _vae(model: str | VAE, device: str, dtype: str, precision: str) -> VAE:
+    if isinstance(model, str):
+        return VAE.random(model, device=device, dtype=dtype, precision=precision)
+    if precision not in ("highest", model.precision):
+        raise ValueError(f"precision: the VAE on {model.device} computes in {model.precision}, got {precision!r}")
+    return model
 
 
 def _ops(ops: str | Sequence[str], known: Sequence[str] = OPS) -> list[str]:
@@ -358,19 +371,15 @@ def _ops(ops: str | Sequence[str], known: Sequence[str] = OPS) -> list[str]:
     return wanted
 
 
-def _dtypes(dtypes: str | Sequence[str], model: str | VAE, device: str) -> list[str]:
-    """What a model runs in: a VAE has one type already."""
-    wanted = listed(dtypes, str)
-    if isinstance(model, VAE):
-        known: Sequence[str] = (model.dtype,)
-        wanted = [model.dtype] if wanted == ["float32"] else wanted
-    else:
-        known = ("float32",) if parse_device(device) is None else DTYPES
-    for dtype in wanted:
-        if dtype not in known:
-            where = f"the VAE on {model.device}" if isinstance(model, VAE) else f"the engine on {device}"
-            raise ValueError(f"dtypes: {where} computes in {', '.join(known)}, got {dtype!r}")
-    return wanted
+def _dtypes(dtypes: str | Sequence[str], model: str | VAE) -> list[str]:
+    """What a model runs in: a VAE has one type already, whatever the default is."""
+    wanted = _known_dtypes(dtypes)
+    if not isinstance(model, VAE):
+        return wanted
+    for dtype in wanted if wanted != ["float32"] else ():
+        if dtype != model.dtype:
+            raise ValueError(f"dtypes: the VAE on {model.device} computes in {model.dtype}, got {dtype!r}")
+    return [model.dtype]
 
 
 def image_sizes(sizes: Any) -> list[tuple[int, int]]:

@@ -1,0 +1,402 @@
+/* Every operation of one instruction set (kernels/cpu.h) beside float64, on random shapes: tails, aliasing, NaN and Inf, odd
+ * addresses. Built and run by tests/test_isa.py, natively or for another machine under its emulator:
+ *
+ *     isa NAME [rounds]
+ *
+ * Arrays end at a page that may not be touched, or a few guard floats before it, and guard floats stand in front of them: a
+ * write outside is seen, and a read behind. A new set is a line in `sets`.
+ *
+ * Tolerances: u = 2^-24 is half a step of float32; a sum of n terms is off by at most (n + 2) u sum|terms|, in whatever
+ * order and with or without fused multiply-add. Where float64 has no finite result, neither may the operation. */
+#include <math.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "../../kernels/cpu.h"
+
+static const struct {
+    const char *name;
+    const vm_cpu_ops *ops;
+} sets[] = {
+    {"ref", &vm_cpu_ref},
+#ifdef VM_HAVE_X86
+    {"sse", &vm_cpu_sse},   {"avx2", &vm_cpu_avx2}, {"avx512", &vm_cpu_avx512},
+#endif
+#ifdef VM_HAVE_NEON
+    {"neon", &vm_cpu_neon},
+#endif
+};
+
+enum { L = VM_BLOCK };
+static const double U = 1. / (1 << 24), TINY = 1e-35 /* e^x is not computed below e^-87 */;
+
+/* ---- numbers ---- */
+
+static uint64_t state = 1;
+
+static uint64_t bits(void) { /* xorshift64* (Vigna 2016) */
+    state ^= state >> 12, state ^= state << 25, state ^= state >> 27;
+    return state * 2685821657736338717u >> 16;
+}
+static size_t below(size_t n) { return bits() % n; }
+static size_t from_to(size_t low, size_t high) { return low + below(high - low + 1); }
+static bool one_in(size_t n) { return !below(n); }
+static float number(void) { return (float)below(1 << 24) / (1 << 22) - 2; } /* -2 to 2 */
+static float nonfinite(void) { /* an infinity, or a quiet NaN with anything in it */
+    const uint32_t word =
+        0x7f800000 | (uint32_t)below(2) << 31 | (one_in(3) ? 0 : 0x400000 | (uint32_t)below(0x400000));
+    float v;
+    return *(float *)memcpy(&v, &word, sizeof v);
+}
+
+/* ---- arrays ---- */
+
+enum { ARRAYS = 24, GUARDS = 16 };
+static const float GUARD = 12345.678f;
+static const char *operation = "";
+static size_t round_number;
+static struct {
+    char *pages;
+    size_t bytes, items, behind;
+    float *data;
+} arrays[ARRAYS];
+static size_t used;
+
+static void fail(const char *format, ...) {
+    va_list arguments;
+    va_start(arguments, format);
+    fprintf(stderr, "%s, round %zu: ", operation, round_number);
+    vfprintf(stderr, format, arguments);
+    fputc('\n', stderr);
+    va_end(arguments);
+    exit(1);
+}
+
+static void outside(int signal) { fail("touched what lies behind an array (signal %d)", signal); }
+
+/* n random numbers, one of them not finite if so wanted. */
+static float *array(size_t n, bool broken) {
+    const size_t page = (size_t)sysconf(_SC_PAGESIZE), behind = one_in(2) ? 0 : below(GUARDS);
+    const size_t bytes = ((GUARDS + n + behind) * sizeof(float) + page - 1) / page * page;
+    char *pages = used == ARRAYS ? MAP_FAILED
+                                 : mmap(NULL, bytes + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (pages == MAP_FAILED || mprotect(pages + bytes, page, PROT_NONE)) fail("no memory for %zu floats", n);
+    float *data = (float *)(pages + bytes) - behind - n;
+    for (float *p = data - GUARDS; p < (float *)(pages + bytes); p++) *p = GUARD;
+    for (size_t i = 0; i < n; i++) data[i] = number();
+    if (broken && n) data[below(n)] = nonfinite();
+    arrays[used].pages = pages, arrays[used].bytes = bytes + page;
+    arrays[used].data = data, arrays[used].items = n, arrays[used].behind = behind;
+    used++;
+    return data;
+}
+
+static float *filled(size_t n, float v) {
+    float *data = array(n, false);
+    for (size_t i = 0; i < n; i++) data[i] = v;
+    return data;
+}
+
+static float *copy(const float *from, size_t n) { return memcpy(array(n, false), from, n * sizeof *from); }
+
+/* Gives all arrays back. */
+static void release(void) {
+    while (used--) {
+        const float *data = arrays[used].data, *end = data + arrays[used].items;
+        for (size_t i = 1; i <= GUARDS; i++)
+            if (data[-(ptrdiff_t)i] != GUARD) fail("wrote %zu floats before an array of %zu", i, arrays[used].items);
+        for (size_t i = 0; i < arrays[used].behind; i++)
+            if (end[i] != GUARD) fail("wrote %zu floats behind an array of %zu", i + 1, arrays[used].items);
+        munmap(arrays[used].pages, arrays[used].bytes);
+    }
+    used = 0;
+}
+
+/* ---- what is wanted ---- */
+
+/* A sum in float64, and how large its terms are. */
+typedef struct sum {
+    double value, size;
+} sum;
+
+static void add(sum *s, double term) { s->value += term, s->size += fabs(term); }
+
+static void check(float got, double want, double within, const char *what, size_t i) {
+    const bool right = isfinite(want) ? fabs(got - want) <= within : !isfinite(got);
+    if (!right) fail("%s[%zu] is %.9g, want %.9g within %.2g", what, i, got, want, within);
+}
+
+static void check_sum(float got, sum want, size_t terms, const char *what, size_t i) {
+    check(got, want.value, (double)(terms + 2) * U * want.size, what, i);
+}
+
+/* ---- the operations ---- */
+
+static void test_gemm(const vm_cpu_ops *ops) {
+    vm_gemm g = {.pixels = from_to(1, ops->floats.max_pixels), .blocks = from_to(1, 2), .batches = from_to(1, 12)};
+    g.depth = from_to(1, L), g.x_pixel = L * (ptrdiff_t)from_to(1, 2);
+    const size_t apart = below(200), x_last = (g.pixels - 1) * (size_t)g.x_pixel + g.depth - 1;
+    const size_t w_items = g.batches * g.depth * L;
+    ptrdiff_t offsets[12];
+    for (size_t b = 0; b < g.batches; b++) offsets[b] = (ptrdiff_t)(below(g.batches) * apart);
+    size_t furthest = 0;
+    for (size_t b = 0; b < g.batches; b++) furthest = VM_MAX(furthest, (size_t)offsets[b]);
+    g.x = array(furthest + x_last + 1, one_in(4)), g.x_offset = offsets;
+    g.w_block = (ptrdiff_t)(w_items + below(3) * L);
+    g.w = array((g.blocks - 1) * (size_t)g.w_block + w_items, one_in(8));
+    g.y_pixel = L * (ptrdiff_t)from_to(1, 2), g.y_block = g.y_pixel * (ptrdiff_t)(g.pixels + below(3));
+    const size_t y_items = (g.blocks - 1) * (size_t)g.y_block + (g.pixels - 1) * (size_t)g.y_pixel + L;
+    g.y = array(y_items, false);
+    g.bias = one_in(3) ? NULL : array(g.blocks * L, one_in(8));
+    if (!one_in(3)) {
+        g.add = one_in(2) ? g.y : array(y_items, one_in(8));
+        g.add_pixel = g.y_pixel, g.add_block = g.y_block;
+    }
+    sum *want = calloc(y_items, sizeof *want);
+    if (!want) fail("no memory");
+    for (size_t i = 0; i < y_items; i++) want[i].value = g.y[i]; /* what lies between pixels stays */
+    for (size_t o = 0; o < g.blocks; o++)
+        for (size_t p = 0; p < g.pixels; p++)
+            for (size_t l = 0; l < L; l++) {
+                const size_t at = o * (size_t)g.y_block + p * (size_t)g.y_pixel + l;
+                sum s = {0, 0};
+                if (g.bias) add(&s, g.bias[o * L + l]);
+                if (g.add) add(&s, g.add[at]);
+                for (size_t b = 0; b < g.batches; b++)
+                    for (size_t k = 0; k < g.depth; k++)
+                        add(&s, (double)g.x[offsets[b] + (ptrdiff_t)p * g.x_pixel + (ptrdiff_t)k] *
+                                    g.w[(ptrdiff_t)o * g.w_block + (ptrdiff_t)((b * g.depth + k) * L + l)]);
+                want[at] = s;
+            }
+    ops->floats.gemm(&g);
+    for (size_t i = 0; i < y_items; i++) check_sum(g.y[i], want[i], g.batches * g.depth + 2, "y", i);
+    free(want);
+}
+
+static void test_load(const vm_cpu_ops *ops) {
+    const size_t pixels = below(20), n = pixels * L;
+    const bool silu = one_in(2), affine = one_in(2);
+    const float *scale = affine ? array(L, one_in(8)) : NULL, *shift = affine ? array(L, one_in(8)) : NULL;
+    float *x = array(n, one_in(4));
+    if (one_in(2)) /* where e^x overflows and where it vanishes */
+        for (size_t i = 0; i < n; i++) x[i] *= 100;
+    const float *before = copy(x, n);
+    float *y = one_in(2) ? x : array(n, false);
+    ops->load(y, &(vm_source){x, VM_F32, pixels, scale, shift, silu});
+    for (size_t i = 0; i < n; i++) {
+        sum s = {0, 0};
+        add(&s, affine ? (double)before[i] * scale[i % L] : before[i]);
+        if (affine) add(&s, shift[i % L]);
+        /* the affine is two roundings, which SiLU's slope makes 1.1 times as large; then e^x, the sum and the quotient */
+        const double t = s.value, want = silu ? t / (1 + exp(-t)) : t;
+        check(y[i], want, (affine ? 3.3 * U * s.size : 0) + (silu ? 6 * U * fabs(want) + TINY : 0), "y", i);
+    }
+}
+
+/* Rows of halves: stored as plain C rounds, loaded exactly, and measured as the floats that they are. */
+static void test_halves(const vm_cpu_ops *ops) {
+    const vm_dtype dtype = one_in(2) ? VM_F16 : VM_BF16;
+    const size_t pixels = below(20), n = pixels * L;
+    const float factor = one_in(2) ? 1 : 0.125f;
+    float *x = array(n, one_in(4)), *y = array(n, false), *rows = array(n, false);
+    if (one_in(2)) /* where float16 overflows, and its subnormals */
+        for (size_t i = 0; i < n; i++) x[i] *= one_in(2) ? 65504 : 0x1p-24f;
+    uint16_t *half = (uint16_t *)(void *)rows, *wide = half + n;
+    const bool finite = ops->store(half, dtype, x, pixels, factor, NULL);
+    bool all = true;
+    for (size_t i = 0; i < n; i++) {
+        const uint16_t want = dtype == VM_BF16 ? vm_to_bfloat16(x[i] * factor) : vm_to_float16(x[i] * factor);
+        const float value = vm_element(dtype, &want, 0);
+        all &= isfinite(value) != 0;
+        if (half[i] != want && value == value)
+            fail("half[%zu] of %.9g is %04x, want %04x", i, x[i] * factor, half[i], want);
+    }
+    if (finite != all) fail("store says finite %d, want %d", finite, all);
+    ops->load(y, &(vm_source){half, dtype, pixels, NULL, NULL, false});
+    for (size_t i = 0; i < n; i++) check(y[i], vm_element(dtype, half, i), 0, "y", i);
+    if (n < 2 * L) return;
+    /* as pairs, half of the pixels: what they are rounded to, and what is left of them */
+    uint16_t rest[L];
+    for (size_t p = 0; p + 1 < pixels; p++) {
+        ops->load_pairs(wide, rest, &(vm_source){y + p * L, VM_F32, 1, NULL, NULL, false});
+        for (size_t l = 0; l < L; l++) {
+            const uint16_t want = vm_to_bfloat16(y[p * L + l]);
+            const float value = vm_element(VM_BF16, &want, 0);
+            if (value != value) continue;
+            if (wide[l] != want) fail("pair[%zu] is %04x, want %04x", l, wide[l], want);
+            if (isfinite(value))
+                check(vm_element(VM_BF16, rest, l), y[p * L + l] - value, 0x1p-9 * fabs(y[p * L + l] - value), "rest",
+                      l);
+        }
+    }
+}
+
+static void test_stats(const vm_cpu_ops *ops) {
+    const size_t rows = from_to(1, 6), pixels = from_to(1, 40), row = pixels * L + below(4) * L;
+    const float offset = one_in(2) ? 0 : number() * 1000;
+    float *x = array((rows - 1) * row + pixels * L, one_in(4)), *mean = array(L, false), *m2 = array(L, false);
+    for (size_t i = 0; i < (rows - 1) * row + pixels * L; i++) x[i] += offset;
+    ops->stats(mean, m2, x, VM_F32, rows, row, pixels);
+    const double n = (double)(rows * pixels);
+    for (size_t l = 0; l < L; l++) {
+        sum s = {0, 0};
+        double squares = 0;
+        for (size_t r = 0; r < rows; r++)
+            for (size_t p = 0; p < pixels; p++) add(&s, x[r * row + p * L + l]);
+        for (size_t r = 0; r < rows; r++)
+            for (size_t p = 0; p < pixels; p++) squares += pow(x[r * row + p * L + l] - s.value / n, 2);
+        /* deviations are from the rounded mean: n off^2 more; each difference, square and sum rounds */
+        const double off = (n + 1) * U * s.size / n;
+        check(mean[l], s.value / n, off, "mean", l);
+        check(m2[l], squares, n * off * off + 2 * (n + 3) * U * squares + n * pow(U * offset, 2), "m2", l);
+    }
+}
+
+static void test_softmax(const vm_cpu_ops *ops) {
+    const size_t keys = from_to(1, 40);
+    const float scale = 0.25f + fabsf(number());
+    float *s = array(keys * L, one_in(4)), *top = array(L, false), *total = array(L, false), *keep = array(L, false);
+    const bool first = one_in(2);
+    for (size_t i = 0; i < keys * L; i++) s[i] *= 10;
+    for (size_t l = 0; l < L; l++) top[l] = first ? -INFINITY : top[l] * 10, total[l] = first ? 0 : fabsf(total[l]);
+    const float *scores = copy(s, keys * L), *old_top = copy(top, L), *old_total = copy(total, L);
+    ops->softmax(s, keys, scale, top, total, keep);
+    for (size_t l = 0; l < L; l++) {
+        float most = old_top[l], largest = first ? 0 : fabsf(old_top[l]);
+        for (size_t k = 0; k < keys; k++) {
+            const float t = scores[k * L + l] * scale;
+            most = t > most ? t : most;
+            if (isfinite(t) && fabsf(t) > largest) largest = fabsf(t);
+        }
+        if (top[l] != most) fail("top[%zu] is %.9g, want %.9g", l, top[l], most);
+        /* a score is rounded, and its difference, twice as large at most, from the top; e^x is good to 2 u of itself */
+        const double within = (3 * (double)largest + 4) * U, factor = exp((double)old_top[l] - most);
+        check(keep[l], factor, within * factor + TINY, "keep", l);
+        double want_total = old_total[l] * factor;
+        for (size_t k = 0; k < keys; k++) {
+            const double want = exp((double)scores[k * L + l] * scale - most);
+            check(s[k * L + l], want, within * want + TINY, "s", k * L + l);
+            want_total += want;
+        }
+        check(total[l], want_total, (within + (double)(keys + 2) * U) * want_total + (double)keys * TINY, "sum", l);
+    }
+}
+
+static void test_rescale(const vm_cpu_ops *ops) {
+    const size_t rows = below(40);
+    float *x = array(rows * L, one_in(4));
+    const float *keep = array(L, one_in(8)), *before = copy(x, rows * L);
+    ops->rescale(x, rows, keep);
+    for (size_t i = 0; i < rows * L; i++) {
+        const double want = (double)before[i] * keep[i % L];
+        check(x[i], want, U * fabs(want), "x", i);
+    }
+}
+
+/* Winograd's matrices, B^T, G and A^T of F(2x2, 3x3), and those of the same after nearest 2x (kernels/winograd.c). */
+typedef struct matrices {
+    double in[4][4], weights[4][3], out[2][4];
+} matrices;
+
+static const matrices OF_THREE = {.in = {{1, 0, -1, 0}, {0, 1, 1, 0}, {0, -1, 1, 0}, {0, 1, 0, -1}},
+                                  .weights = {{1, 0, 0}, {.5, .5, .5}, {.5, -.5, .5}, {0, 0, 1}},
+                                  .out = {{1, 1, 1, 0}, {0, 1, -1, -1}}};
+static const matrices OF_UPSAMPLED = {.in = {{1, -1, 0}, {0, 1, 0}, {0, -1, 1}},
+                                      .weights = {{1, 0, 0}, {1, 1, 1}, {0, 0, 1}},
+                                      .out = {{1, 1, 0}, {0, 1, 1}}};
+
+/* sum over i, j < n of a[i] * b[j] * x[i*row + j*column]; where a factor is 0, x is not read. */
+static sum between(const double *a, const double *b, size_t n, const float *x, size_t row, size_t column) {
+    sum s = {0, 0};
+    for (size_t i = 0; i < n; i++)
+        for (size_t j = 0; j < n; j++)
+            if (a[i] != 0 && b[j] != 0) add(&s, a[i] * b[j] * x[i * row + j * column]);
+    return s;
+}
+
+static void test_transforms(const vm_transforms *of, const matrices *m) {
+    const size_t side = of->side, step = side == 4 ? 2 : 1; /* input pixels from tile to tile */
+    const size_t tiles = from_to(1, 9), v_step = (tiles + below(3)) * L,
+                 v_items = (side * side - 1) * v_step + tiles * L;
+    const size_t columns = step * (tiles - 1) + side, x_row = (columns + below(3)) * L;
+    const float *x = array((side - 1) * x_row + columns * L, one_in(4));
+    float *v = filled(v_items, 777);
+    of->in(v, v_step, x, x_row, tiles);
+    for (size_t i = 0; i < v_items; i++) {
+        const size_t f = i / v_step, t = i % v_step / L, l = i % L;
+        const sum untouched = {777, 0};
+        const sum want =
+            t < tiles ? between(m->in[f / side], m->in[f % side], side, x + t * step * L + l, x_row, L) : untouched;
+        check_sum(v[i], want, 16, "v", i);
+    }
+
+    const size_t n = L * L * from_to(1, 3), u_step = n + below(3) * L;
+    const float *w = array(9 * n, one_in(4));
+    float *u = filled((side * side - 1) * u_step + n, 777);
+    of->weights(u, u_step, w, n);
+    for (size_t f = 0; f < side * side; f++)
+        for (size_t i = 0; i < u_step && (i < n || f + 1 < side * side); i++) {
+            const sum untouched = {777, 0};
+            const sum want =
+                i < n ? between(m->weights[f / side], m->weights[f % side], 3, w + i, 3 * n, n) : untouched;
+            check_sum(u[f * u_step + i], want, 9, "u", f * u_step + i);
+        }
+
+    const size_t rows = from_to(1, 2), width = 2 * tiles - below(2), y_row = (width + below(3)) * L;
+    const size_t y_items = (rows - 1) * y_row + width * L;
+    const float *products = array(v_items, one_in(4)), *bias = array(L, one_in(8));
+    float *y = array(y_items, one_in(8));
+    const float *to_add = one_in(3) ? NULL : one_in(2) ? y : array(y_items, one_in(8)), *before = copy(y, y_items);
+    const float *added = to_add == y ? before : to_add;
+    of->out(y, y_row, products, v_step, rows, width, bias, to_add, y_row);
+    for (size_t i = 0; i < y_items; i++) {
+        const size_t r = i / y_row, c = i % y_row / L, l = i % L;
+        if (c >= width) {
+            if (memcmp(&y[i], &before[i], sizeof y[i])) fail("y[%zu] is between two rows, and was written", i);
+            continue;
+        }
+        sum want = between(m->out[r], m->out[c % 2], side, products + c / 2 * L + l, side * v_step, v_step);
+        add(&want, bias[l]);
+        if (added) add(&want, added[i]);
+        check_sum(y[i], want, 18, "y", i);
+    }
+}
+
+static void test_winograd(const vm_cpu_ops *ops) { test_transforms(&ops->winograd, &OF_THREE); }
+static void test_upsampled(const vm_cpu_ops *ops) { test_transforms(&ops->upsampled, &OF_UPSAMPLED); }
+
+static const struct {
+    const char *name;
+    void (*test)(const vm_cpu_ops *ops);
+} operations[] = {{"gemm", test_gemm},         {"load", test_load},          {"halves", test_halves},
+                  {"stats", test_stats},       {"softmax", test_softmax},    {"rescale", test_rescale},
+                  {"winograd", test_winograd}, {"upsampled", test_upsampled}};
+
+int main(int argc, char **argv) {
+    const size_t rounds = argc > 2 ? strtoul(argv[2], NULL, 10) : 300;
+    signal(SIGSEGV, outside);
+    signal(SIGBUS, outside);
+    for (size_t i = 0; argc > 1 && i < sizeof sets / sizeof *sets; i++) {
+        if (strcmp(sets[i].name, argv[1])) continue;
+        for (size_t o = 0; o < sizeof operations / sizeof *operations; o++) {
+            operation = operations[o].name;
+            for (round_number = 0; round_number < rounds; round_number++) {
+                state = round_number + 1;
+                for (size_t k = 0; k < 8; k++) bits();
+                operations[o].test(sets[i].ops);
+                release();
+            }
+        }
+        puts("ok");
+        return 0;
+    }
+    fprintf(stderr, "isa: want one of");
+    for (size_t i = 0; i < sizeof sets / sizeof *sets; i++) fprintf(stderr, " %s", sets[i].name);
+    fprintf(stderr, ", got %s\n", argc > 1 ? argv[1] : "nothing");
+    return 2;
+}

@@ -1,0 +1,235 @@
+"""The CPU in halves, and float32 at three precisions, as `VAE` gives them: numbers, memory, rounded weights."""
+
+import re
+
+import ml_dtypes
+import numpy as np
+import pytest
+from engine import SMALL, config, error, images, latents, small_vae
+from gpu import LIMIT
+
+import vaemem
+from vaemem import VAE, sweep, tradeoff
+from vaemem.__main__ import main
+
+HALVES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+# Beside float32, as gpu.py has it: medium rounds factors to bfloat16 and keeps all else, high keeps 16 bits of them.
+NUMBERS = {
+    ("float32", "high"): 12 * 2.0**-17,
+    ("float32", "medium"): LIMIT["bfloat16"],
+    ("float16", "highest"): LIMIT["float16"],
+    ("bfloat16", "highest"): LIMIT["bfloat16"],
+}
+every_number = pytest.mark.parametrize("dtype,precision", NUMBERS)
+
+
+def in_halves(vae: VAE, dtype: str) -> dict[str, np.ndarray]:
+    """Its weights rounded to a type, as a file in that type holds them."""
+    return {name: tensor.astype(HALVES[dtype]) for name, tensor in vae.state_dict().items()}
+
+
+# ---- numbers ----
+
+
+@every_number
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("size", [(4, 4), (12, 5)])
+def test_decode_and_encode(name, size, dtype, precision):
+    vae, limit = small_vae(name), NUMBERS[dtype, precision]
+    other = small_vae(name, dtype=dtype, precision=precision)
+    assert (other.device, other.dtype, other.precision) == ("cpu", dtype, precision)
+    z = latents(vae, *size, batch=2)
+    got = other.decode(z)
+    assert got.dtype == np.float32 and got.shape == (2, 3, 4 * size[0], 4 * size[1])
+    assert error(got, vae.decode(z)) < limit
+    assert other.last_run.peak_bytes == other.estimate("decode", *got.shape[2:], 2).peak_bytes
+    x = images(4 * size[0], 4 * size[1], batch=2)
+    encoded = other.encode(x)
+    assert encoded.moments.dtype == np.float32
+    assert error(encoded.mean, vae.encode(x).mean) < 2 * limit  # means are small beside what they are summed from
+    assert other.last_run.peak_bytes == other.estimate("encode", *x.shape[2:], 2).peak_bytes
+
+
+def test_precisions_in_plain_c():
+    """Which has the products of bfloat16 that a fast instruction set may lack: each precision loses what it says."""
+    vae = small_vae()
+    z = latents(vae, 12, 5)
+    want, errors = vae.decode(z), {}
+    for precision in ("highest", "high", "medium"):
+        got, record = small_vae(precision=precision)._core.run("decode", z, backend="ref")
+        errors[precision] = error(got, want)
+        assert record["backend"] == "ref"
+    assert errors["highest"] < 2e-6 < errors["high"] < NUMBERS["float32", "high"]
+    assert NUMBERS["float32", "high"] < errors["medium"] < NUMBERS["float32", "medium"]
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_arrays_are_float32_or_bytes_whatever_the_dtype(dtype):
+    vae, halves = small_vae(), small_vae(dtype=dtype)
+    z = latents(vae, 4, 4)
+    out = np.empty((1, 3, 16, 16), np.float32)
+    assert halves.decode(z, out=out) is out and np.array_equal(out, halves.decode(z.astype(np.float64)))
+    picture = halves.decode(z, output_type="uint8")
+    assert picture.dtype == np.uint8
+    assert np.abs(picture.astype(int) - vae.decode(z, output_type="uint8")).mean() < 255 * LIMIT[dtype] + 0.05
+    assert error(halves.encode(picture).mean, vae.encode(picture).mean) < 2 * LIMIT[dtype]
+    with pytest.raises(ValueError, match=r"out: want .*float32"):
+        halves.decode(z, out=np.empty((1, 3, 16, 16), np.float16))
+
+
+@every_number
+def test_threads_and_limits_change_no_bit(dtype, precision):
+    vae = small_vae(dtype=dtype, precision=precision)
+    z = latents(vae, 16, 16)
+    want = vae.decode(z)
+    smallest = vae.smallest("decode", 64, 64)
+    for threads in (1, 3):
+        vae.threads = threads
+        assert np.array_equal(vae.decode(z), want)
+    assert smallest < vae.estimate("decode", 64, 64).peak_bytes
+    vae.threads = 1
+    assert np.array_equal(vae.decode(z, memory_limit=vae.smallest("decode", 64, 64)), want)
+
+
+def test_halves_take_half():
+    whole, half = (small_vae(dtype=dtype).estimate("decode", 256, 256) for dtype in ("float32", "bfloat16"))
+    assert half.activations_bytes <= 0.51 * whole.activations_bytes
+    assert half.weights_bytes <= 0.55 * whole.weights_bytes  # vectors stay float32
+    assert half.output_bytes == whole.output_bytes
+
+
+def test_float16_that_overflows_is_run_again():
+    """The first convolution's results are larger than the type's numbers, which GroupNorm takes out again."""
+    vae = small_vae()
+    state = vae.state_dict()
+    for part in ("weight", "bias"):
+        state[f"decoder.conv_in.{part}"] *= np.float32(2e5)
+    large, z = VAE.load(state, config=config("sd")), latents(vae, 8, 8)
+    half = VAE.load(state, config=config("sd"), dtype="float16")
+    got = half.decode(z)
+    assert any(note.startswith("float16 overflowed: run again with") for note in half.last_run.notes)
+    assert error(got, large.decode(z)) < LIMIT["float16"]
+    assert np.array_equal(half.decode(z), got) and not half.last_run.notes  # it is remembered
+    wide = VAE.load(state, config=config("sd"), dtype="bfloat16")
+    assert error(wide.decode(z), large.decode(z)) < LIMIT["bfloat16"] and not wide.last_run.notes
+
+
+# ---- weights ----
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_rounding_is_said(dtype, tmp_path):
+    vae = small_vae()
+    rounded = small_vae(dtype=dtype)
+    assert vae.rounded == () and "rounded" not in repr(vae)
+    filters = {name for name, shape in vae._core.tensors if len(shape) > 1}
+    assert set(rounded.rounded) == filters
+    assert f"cpu {dtype}, {len(filters)} tensors rounded, " in repr(rounded)
+    for wish, ask in {
+        "save": lambda: rounded.save(tmp_path / "a.safetensors"),
+        "state_dict": rounded.state_dict,
+        "copy": rounded.copy,
+    }.items():
+        want = f"{wish}: want weights that {dtype} gives exactly, got one that rounded {len(filters)} tensors, such as "
+        with pytest.raises(ValueError, match=re.escape(want)):
+            ask()
+    assert not list(tmp_path.iterdir())
+    exact = VAE.load(in_halves(vae, dtype), config=config("sd"), dtype=dtype)
+    assert exact.rounded == () and f"cpu {dtype}, " in repr(exact) and "rounded" not in repr(exact)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_a_file_in_the_same_type_is_as_it_came(dtype, tmp_path):
+    from safetensors.numpy import save_file
+
+    vae = small_vae()
+    halves = in_halves(vae, dtype)
+    save_file(halves, tmp_path / "a.safetensors")
+    kept = VAE.load(tmp_path / "a.safetensors", config=config("sd"), dtype=dtype)
+    assert kept.rounded == ()
+    want = {name: tensor.astype(np.float32) for name, tensor in halves.items()}
+    for made in (kept, kept.copy(), kept.copy(dtype=dtype), VAE.load(kept.state_dict(), config=config("sd"))):
+        assert made.rounded == () and made.state_dict().keys() == want.keys()
+        assert all(np.array_equal(tensor, want[name]) for name, tensor in made.state_dict().items())
+    kept.save(tmp_path / "b.safetensors", layout="ldm")
+    again = VAE.load(tmp_path / "b.safetensors", config=config("sd"), dtype=dtype)
+    z = latents(vae, 4, 4)
+    assert again.rounded == () and np.array_equal(again.decode(z), kept.decode(z))
+
+
+def test_numbers_that_float16_does_not_reach():
+    vae = small_vae()
+    state = vae.state_dict()
+    state["decoder.conv_in.weight"][0, 0] = 7e4
+    with pytest.raises(ValueError, match=r"decoder.conv_in.weight: want numbers within float16's range, got larger"):
+        VAE.load(state, config=config("sd"), dtype="float16")
+    assert VAE.load(state, config=config("sd"), dtype="bfloat16").dtype == "bfloat16"
+    state["decoder.conv_in.weight"][0, 0] = np.nan  # what is none in the file is none in the model
+    with pytest.warns(RuntimeWarning, match="decode: the result is not finite"):
+        assert np.isnan(VAE.load(state, config=config("sd"), dtype="float16").decode(latents(vae, 4, 4))).all()
+
+
+# ---- asked for otherwise ----
+
+
+def test_the_chosen_kernels_depend_on_the_numbers():
+    for dtype, precision in [("float32", "highest"), *NUMBERS]:
+        rows = [row for row in vaemem.backends(dtype, precision) if row["device"] == "cpu"]
+        (chosen,) = [row["name"] for row in rows if row["chosen"]]
+        assert chosen == small_vae(dtype=dtype, precision=precision).estimate("decode", 16, 16).backend
+    assert vaemem.backends() == vaemem.backends("float32", "highest")
+
+
+@every_number
+def test_tables(dtype, precision):
+    vae = small_vae(dtype=dtype, precision=precision)
+    (row,) = sweep(vae, "decode", 64)
+    (estimate,) = sweep(vae, "decode", 64, dtype, measure=False)
+    assert (row["dtype"], row["allocated_bytes"]) == (dtype, estimate["allocated_bytes"])
+    assert (f", precision {precision})" in row["versions"]) == (precision != "highest")
+    plans = tradeoff(vae, "decode", 64, 64)
+    assert plans[0]["dtype"] == dtype and plans[0]["seconds"] > 0
+    with VAE.random("sdxl", dtype=dtype, precision=precision) as named:
+        assert tradeoff("sdxl", "decode", 64, 64, 1, dtype, precision) == tradeoff(named, "decode", 64, 64)
+        same = {"dtypes": dtype, "precision": precision, "measure": False}
+        assert sweep("sdxl", "decode", 64, **same) == sweep(named, "decode", 64, measure=False)
+
+
+@pytest.mark.parametrize("dtype", ["float32", *HALVES])
+def test_commands(dtype, capsys, tmp_path):
+    small_vae().save(tmp_path / "vae")
+    said = {}
+    for command in (
+        ["info", str(tmp_path / "vae"), "--sizes", "64"],
+        ["tradeoff", "sdxl", "decode", "64"],
+        ["largest", "sdxl", "decode", "--engine", "1 GiB"],
+        ["backends"],
+    ):
+        assert main([*command, "--dtype", dtype]) == 0
+        said[command[0]] = capsys.readouterr().out
+    assert dtype in said["info"] and dtype in said["tradeoff"]
+    with vaemem.VAE.random("sdxl", dtype=dtype) as vae:
+        height, width = vae.largest("decode", "1 GiB")
+    assert said["largest"].startswith(f"{height}x{width}\n")
+    np.save(tmp_path / "z.npy", np.zeros((1, 4, 8, 8), np.float32))
+    weights, out = ["--weights", str(tmp_path / "vae")], ["-o", str(tmp_path / "a.png")]
+    assert main(["decode", str(tmp_path / "z.npy"), *weights, *out, "--dtype", dtype]) == 0
+    for refused in (["info", str(tmp_path / "vae")], ["largest", "sdxl", "decode", "--engine", "1 GiB"], ["backends"]):
+        status = main([*refused, "--dtype", dtype, "--precision", "high"])
+        assert status == (0 if dtype == "float32" else 2)
+        assert dtype == "float32" or f"precision: want highest with dtype {dtype}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "asked, message",
+    [
+        ({"dtype": "half"}, "dtype: want one of float32, float16, bfloat16, got 'half'"),
+        ({"precision": "best"}, "precision: want one of highest, high, medium, got 'best'"),
+        ({"dtype": "float16", "precision": "medium"}, "precision: want highest with dtype float16 .*, got 'medium'"),
+    ],
+)
+def test_bad_numbers(asked, message):
+    vae = small_vae()
+    for ask in (vaemem.backends, vae.copy, small_vae, lambda **kw: tradeoff("sdxl", "decode", 64, 64, **kw)):
+        with pytest.raises(ValueError, match=message.replace("dtype: want", "dtypes?: want")):
+            ask(**asked)
