@@ -12,9 +12,13 @@ import pytest
 from emulator.build import HERE, has
 
 ROOT = HERE.parents[1]
-IS_USABLE = (
-    "from vaemem import _core; assert _core.backends('bfloat16')[0] == ('amx', True), _core.backends('bfloat16')"
-)
+USABLE = """
+from vaemem import _core
+kinds = [("bfloat16", "highest"), ("float16", "highest"), ("float32", "high"), ("float32", "medium")]
+print([_core.backends(*kind)[0] for kind in kinds], "amx" in dict(_core.backends()))
+_core.disable("amx,avx512")
+print([_core.backends(*kind)[0] for kind in kinds])
+"""
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +36,12 @@ def emulated(tmp_path_factory) -> dict[str, str]:
     return environment | {"PYTHONPATH": str(folder), "PYTHONSAFEPATH": "1"}
 
 
+def test_where_it_is_used(emulated):
+    done = subprocess.run([sys.executable, "-c", USABLE], env=emulated, check=True, capture_output=True, text=True)
+    assert done.stdout == f"{[('amx', True)] * 4} False\n{[('amx', False)] * 4}\n"
+
+
 def test_passes_and_whole_runs(emulated):
-    subprocess.run([sys.executable, "-c", IS_USABLE], env=emulated, check=True)
     tests = [*(Path(__file__).parent / f"test_{name}.py" for name in ("kernels", "numbers")), "-k", "amx"]
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *tests]
     done = subprocess.run(command, env=emulated, capture_output=True, text=True)
