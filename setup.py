@@ -6,7 +6,7 @@ Everything else about the package stands in pyproject.toml. Environment:
   VAEMEM_SANITIZE=1  AddressSanitizer and UndefinedBehaviorSanitizer
   VAEMEM_CUDA=1      nvcc that is missing is an error; 0: vaemem._cuda is not built
   VAEMEM_CUDA_ARCHS  the GPUs that get machine code, such as "80 90", instead of all
-  VAEMEM_EMULATE_AMX=tests/emulator  the folder of an emulator that AMX's products run on, slowly, with AVX2 alone (tests)
+  VAEMEM_EMULATE_AMX tests/emulator, on which AMX's products run where there is AVX2 alone, slowly (tests)
   CUDA_HOME          the toolkit, where nvcc is not on the path
 """
 

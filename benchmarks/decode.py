@@ -111,11 +111,11 @@ class Ours:
         import vaemem
         from vaemem import _core
 
-        self.args, self.base, self.numbers = args, settled_rss(), (args["dtype"], args["precision"])
-        self.backend = next(name for name, usable in _core.backends(*self.numbers) if usable)
-        self.kernel_peak = _core.kernel_peak
+        self.args, self.base, self.kernel_peak = args, settled_rss(), _core.kernel_peak
+        self.numbers = {"dtype": args["dtype"], "precision": args["precision"]}
+        self.backend = next(row["name"] for row in vaemem.backends(**self.numbers) if row["chosen"])
         self.what = f"vaemem {vaemem.__version__} {self.backend}"
-        self.vae = vaemem.VAE.random(config=architecture(args), **numbers(*self.numbers))
+        self.vae = vaemem.VAE.random(config=architecture(args), **self.numbers)
         self.vae.threads = args["threads"]
 
     def run(self, x: np.ndarray) -> np.ndarray:
@@ -126,13 +126,8 @@ class Ours:
         return {
             "flops": sum(run.flops),
             "planned": self.vae.estimate(args["op"], args["size"], args["size"]).peak_bytes,
-            "peak": self.kernel_peak(self.backend, args["threads"], common.PEAK_ROUNDS, *self.numbers),
+            "peak": self.kernel_peak(self.backend, args["threads"], common.PEAK_ROUNDS, *self.numbers.values()),
         }
-
-
-def numbers(dtype: str, precision: str) -> dict[str, str]:
-    """As arguments of VAE.random."""
-    return {"dtype": dtype} | ({} if precision == "highest" else {"precision": precision})
 
 
 def architecture(args: dict) -> dict:

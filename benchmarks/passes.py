@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from common import PEAK_ROUNDS, median, where, write_csv
-from decode import DTYPES, PRECISIONS, architecture, held_to, inputs, numbers
+from decode import DTYPES, PRECISIONS, architecture, held_to, inputs
 
 import vaemem
 from vaemem import _core
@@ -38,7 +38,7 @@ from cases import ATTENTIONS, CONVS, Attention, Conv, models, on, small
 
 
 def whole(args: argparse.Namespace, op: str) -> list[dict]:
-    vae = vaemem.VAE.random(config=architecture(vars(args)), **numbers(args.dtype, args.precision))
+    vae = vaemem.VAE.random(config=architecture(vars(args)), dtype=args.dtype, precision=args.precision)
     vae.threads = args.threads
     x = inputs(op, args.size)
     runs, peaks = [], []

@@ -9,7 +9,7 @@ from engine import SMALL, config, error, images, latents, small_vae
 from gpu import LIMIT
 
 import vaemem
-from vaemem import VAE, sweep, tradeoff
+from vaemem import VAE, Tiling, _core, sweep, tradeoff
 from vaemem.__main__ import main
 
 HALVES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
@@ -75,6 +75,49 @@ def test_arrays_are_float32_or_bytes_whatever_the_dtype(dtype):
     assert error(halves.encode(picture).mean, vae.encode(picture).mean) < 2 * LIMIT[dtype]
     with pytest.raises(ValueError, match=r"out: want .*float32"):
         halves.decode(z, out=np.empty((1, 3, 16, 16), np.float16))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("name", ["sd", "flux"])
+def test_no_worse_than_torch(name, dtype):
+    """Beside float64: at most 1.1 times the error that PyTorch has in the same type."""
+    torch, diffusers = pytest.importorskip("torch"), pytest.importorskip("diffusers")
+    vae, half = small_vae(name), small_vae(name, dtype=dtype)
+    peer = diffusers.AutoencoderKL(**{k: v for k, v in config(name).items() if not k.startswith("_")}).eval()
+    peer.load_state_dict({name: torch.from_numpy(tensor) for name, tensor in vae.state_dict().items()})
+    z, x, type_ = latents(vae, 16, 16), images(64, 64), getattr(torch, dtype)
+    with torch.no_grad():
+        peer.double()
+        image = peer.decode(torch.from_numpy(z).double()).sample.numpy()
+        mean = peer.encode(torch.from_numpy(x).double()).latent_dist.mean.numpy()
+        peer.to(type_)
+        their_image = peer.decode(torch.from_numpy(z).to(type_)).sample.float().numpy()
+        their_mean = peer.encode(torch.from_numpy(x).to(type_)).latent_dist.mean.float().numpy()
+    assert error(half.decode(z), image) <= 1.1 * error(their_image, image)
+    assert error(half.encode(x).mean, mean) <= 1.1 * error(their_mean, mean)
+
+
+@every_number
+@pytest.mark.parametrize("op", ["encode", "decode"])
+def test_no_pass_leaves_its_plan(op, dtype, precision):
+    """As in test_memory.py, of every instruction set for such numbers."""
+    vae = small_vae("odd", dtype=dtype, precision=precision)
+    data = latents(vae, 4, 6, 2) if op == "decode" else images(16, 24, 2)
+    for backend in [name for name, usable in _core.backends(dtype, precision) if usable]:
+        for threads in (1, 3):
+            plain, _ = vae._core.run(op, data, threads=threads, backend=backend)
+            checked, _ = vae._core.run(op, data, threads=threads, backend=backend, check=True)
+            assert np.isfinite(plain).all() and np.array_equal(plain, checked)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_tiles(dtype):
+    """Cut and blended in float32, whatever the tiles were computed in."""
+    vae, half = small_vae(), small_vae(dtype=dtype)
+    z, tiling = latents(vae, 12, 10), Tiling(32)
+    got = half.decode(z, tiling=tiling)
+    assert half.last_run.peak_bytes == half.estimate("decode", 48, 40, tiling=tiling).peak_bytes
+    assert error(got, vae.decode(z, tiling=tiling)) < LIMIT[dtype]
 
 
 @every_number

@@ -136,7 +136,7 @@ def status(key):
         return next(int(line.split()[1]) for line in f if line.startswith(key)) * 1024
 
 op, model, h, w = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-vae = VAE.random(model, parts=op[:-1] + "er")
+vae = VAE.random(model, parts=op[:-1] + "er", dtype=sys.argv[5])
 vae.threads = 2
 if op == "decode":
     data = np.zeros((1, vae.arch["latent_channels"], h // 8, w // 8), np.float32)
@@ -154,11 +154,19 @@ print(status("VmHWM:") - before, run.peak_bytes - run.weights_bytes)
 
 @pytest.mark.resident
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak resident size is read from /proc")
-@pytest.mark.parametrize("op,model,h,w", [("decode", "sdxl", 256, 384), ("encode", "flux", 384, 256)])
-def test_the_process_agrees(op, model, h, w):
+@pytest.mark.parametrize(
+    "op,model,h,w,dtype",
+    [
+        ("decode", "sdxl", 256, 384, "float32"),
+        ("encode", "flux", 384, 256, "float32"),
+        ("decode", "sdxl", 512, 384, "bfloat16"),
+    ],
+)
+def test_the_process_agrees(op, model, h, w, dtype):
     """The growth of a fresh process, peak resident size reset after loading: within 5% + 8 MiB (thread stacks, Python,
     pages of the arena beyond its end)."""
-    done = subprocess.run([sys.executable, "-c", PROCESS, op, model, str(h), str(w)], capture_output=True, text=True)
+    command = [sys.executable, "-c", PROCESS, op, model, str(h), str(w), dtype]
+    done = subprocess.run(command, capture_output=True, text=True)
     if "clear_refs" in done.stderr:
         pytest.skip("this system does not let a process reset its peak resident size")
     assert done.returncode == 0, done.stderr

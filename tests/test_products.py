@@ -1,5 +1,5 @@
-"""Products of pairs of bfloat16 (vm_products of kernels/cpu.h): plain C, AVX512_BF16 where this processor has it, and AMX on the
-emulator of its instructions, beside float64 and, bit for bit, beside the order in which each adds up.
+"""Products of pairs of bfloat16 (vm_products of kernels/cpu.h): plain C, AVX512_BF16 where this processor has it, and
+AMX on the emulator of its instructions, beside float64 and, bit for bit, beside the order in which each adds up.
 
 Buffers end where readable memory does, so that a read beyond them ends the test run.
 """
@@ -11,13 +11,12 @@ import mmap
 import platform
 import subprocess
 from ctypes import POINTER, c_double, c_float, c_size_t, c_ssize_t, c_void_p
-from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
 from cases import EPS, guarded
-from emulator.build import HERE, compiler, run
+from emulator.build import HERE, compiler, has, run
 
 KERNELS = HERE.parents[1] / "kernels"
 FLAGS = ["-std=gnu11", "-O2", "-fPIC", "-Wall", "-Wextra", "-Werror", "-DVM_HAVE_X86", "-ffp-contract=fast", "-mfma"]
@@ -52,11 +51,6 @@ class Products(ctypes.Structure):
     )
 
 
-def has(feature: str) -> bool:
-    info = Path("/proc/cpuinfo")
-    return info.exists() and feature in info.read_text().split()
-
-
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
     folder = tmp_path_factory.mktemp("products")
@@ -68,7 +62,7 @@ def library(tmp_path_factory):
     return ctypes.CDLL(str(folder / "products.so"))
 
 
-MAX_PIXELS = {"ref": 4, "avx512bf16": 14, "amx": 64}
+MAX_PIXELS = {"ref": 4, "avx512bf16": 14, "amx": 128}
 
 
 @pytest.fixture(params=MAX_PIXELS)
@@ -202,7 +196,7 @@ def same_bits(a, b):
 CASES = [
     (name, pixels, blocks, batches, depth, stride)
     for name, most in MAX_PIXELS.items()
-    for pixels in (1, 2, 4, 13, 14, 15, 16, 17, 32, 33, 50, 64)
+    for pixels in (1, 2, 4, 13, 14, 15, 16, 17, 32, 33, 50, 64, 112, 128)
     for blocks in (1, 2)
     for batches, depth, stride in ((9, 16, 1), (1, 2, 1), (4, 16, 2), (20, 12, 1), (27, 16, 1), (3, 1, 2))
     if pixels <= most
@@ -222,12 +216,12 @@ def test_products(products, pixels, blocks, batches, depth, stride):
 
 def test_the_same_number_in_every_tile(products):
     """A pixel's sums are the same wherever a call begins and however many pixels it takes."""
-    case = Case(64, 2, 12, 16)
+    case = Case(130, 2, 12, 16)
     whole = np.concatenate(
-        [case.result(products, pixels=slice(p, p + 1)) for p in range(64)], axis=1
+        [case.result(products, pixels=slice(p, p + 1)) for p in range(130)], axis=1
     )  # the least tiles
     for n in {1, 2, 3, products.max_pixels // 2 + 1, products.max_pixels}:
-        parts = [case.result(products, pixels=slice(p, min(p + n, 64))) for p in range(0, 64, n)]
+        parts = [case.result(products, pixels=slice(p, min(p + n, 130))) for p in range(0, 130, n)]
         assert same_bits(np.concatenate(parts, axis=1), whole)
 
 

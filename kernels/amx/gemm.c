@@ -20,8 +20,8 @@
 
 enum {
     TILE = 16,
-    PIXELS = 64,         /* of a call: a row of conv.c's tiles */
-    WEIGHTS = 18 * 1024, /* bytes of a run: 3x3 filters of 32 by 32 channels; with x and the sums 39 of L1's 48 KiB */
+    PIXELS = 128,        /* of a call; conv.c's rows have 64 */
+    WEIGHTS = 18 * 1024, /* bytes of a run: 3x3 filters of 32 by 32 channels, in L1 beside x and 64 pixels' sums */
     LINE = 64
 };
 

@@ -36,6 +36,12 @@ def compiler(name: str) -> str:
     return found
 
 
+def has(feature: str) -> bool:
+    """Whether Linux names it among this processor's."""
+    info = Path("/proc/cpuinfo")
+    return info.exists() and feature in info.read_text().split()
+
+
 def run(*command: object) -> str:
     done = subprocess.run([str(c) for c in command], capture_output=True, text=True)
     if done.returncode:

@@ -107,6 +107,13 @@ class Model:
         >>> vae.save("model")
         >>> VAE.load("model", parts="decoder")
         <VAE custom: ... parameters, parts=decoder, ... MiB held>
+        >>> half = VAE.load("model", dtype="bfloat16")
+        >>> half
+        <VAE custom: ... parameters, parts=all, cpu bfloat16, ... tensors rounded, ... MiB held>
+        >>> "decoder.conv_in.weight" in half.rounded, "decoder.conv_in.bias" in half.rounded
+        (True, False)
+        >>> VAE.load("model", precision="high").precision
+        'high'
         """
         gpu, where = open_device(device, dtype, precision, autotune, convolution)
         core = weights.load(path, model, config, parts, **where)

@@ -426,6 +426,8 @@ def backends(dtype: str = "float32", precision: str = "highest") -> list[dict[st
     --------
     >>> [row["usable"] for row in backends() if row["name"] == "ref"]  # plain C
     [True]
+    >>> sum(row["chosen"] for row in backends(dtype="bfloat16"))  # the best of those that are usable
+    1
     """
     warn_of_change(stacklevel=2)
     check_numbers(dtype, precision)

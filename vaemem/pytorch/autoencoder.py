@@ -89,6 +89,8 @@ class AutoencoderKL(diffusers.AutoencoderKL):  # type: ignore[misc]
     torch.Size([1, 3, 64, 64])
     >>> vae.last_run.peak_bytes <= 600 << 20, vae.config.scaling_factor
     (True, 0.13025)
+    >>> AutoencoderKL(vaemem.VAE.random("sdxl", dtype="bfloat16")).dtype
+    torch.bfloat16
     >>> vae.save_pretrained("model")
     >>> AutoencoderKL.from_pretrained("model").config.scaling_factor
     0.13025
