@@ -125,8 +125,15 @@ INLINE void load_pairs_as(vm_dtype dtype, uint16_t *y, uint16_t *rest, const vm_
     }
 }
 
-static void load_pairs(uint16_t *y, uint16_t *rest,
-                       const vm_source *from){VM_FOR_DTYPE(from -> dtype, load_pairs_as, y, rest, from)}
+static void load_pairs(uint16_t *y, uint16_t *rest, const vm_source *from) {
+    const bool copied = !from->scale && !from->silu && from->dtype == VM_BF16 && !rest;
+    if (copied) {
+        const uint16_t *x = from->x;
+        for (size_t i = 0; i < from->pixels * VM_BLOCK; i += VM_BLOCK) memcpy(y + 2 * i, x + i, VM_BLOCK * sizeof *y);
+        return;
+    }
+    VM_FOR_DTYPE(from->dtype, load_pairs_as, y, rest, from)
+}
 
 INLINE bool store_as(vm_dtype dtype, void *y, const float *x, size_t pixels, float factor, const void *add) {
     const vf f = splat(factor);
