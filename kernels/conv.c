@@ -21,7 +21,6 @@
 
 enum {
     TILE_WIDTH = 64, /* pixels; the x tile should stay in a core's L2 beside the weights of two blocks */
-    TILE_ROWS = 2,   /* flat tiles keep rings of streamed rows short */
     TILE_BYTES = 768 * 1024,
     TILES_WANTED = 32, /* enough to share among threads when the image is small */
     SLACK = 32         /* pixels behind the x tile, which products of 16 pixels at a time may read and not use */
@@ -33,7 +32,7 @@ static vm_grid make_grid(const vm_cpu *cpu, const vm_pass *p) {
     const size_t row_bytes = (tile_w * g.step + g.overlap) * vm_planes(cpu, p->x.c) * VM_BLOCK * sizeof(float);
     const size_t fit = TILE_BYTES / row_bytes, share = g.height * columns / TILES_WANTED;
     const size_t cached = fit > g.overlap ? (fit - g.overlap) / g.step : 1;
-    vm_grid_cut(&g, VM_MIN(VM_MIN(cached, share), TILE_ROWS), tile_w);
+    vm_grid_cut(&g, VM_MIN(VM_MIN(cached, share), cpu->products->rows), tile_w);
     return g;
 }
 

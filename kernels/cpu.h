@@ -43,12 +43,16 @@ typedef struct vm_transforms {
                 const float *add, size_t add_row);
 } vm_transforms;
 
-enum { VM_STEPS = 128 /* of a sum in one go: their weights for two blocks (16 KiB) stay in L1 */ };
+enum {
+    VM_STEPS = 128,  /* of a sum in one go: their weights for two blocks (16 KiB) stay in L1 */
+    VM_ROWS_FLAT = 2 /* of a tile: flat ones keep rings of streamed rows short */
+};
 
 /* One way to multiply. */
 typedef struct vm_products {
     size_t max_pixels; /* of one gemm call */
-    size_t steps;      /* of a sum, best made in one call: VM_STEPS, or more than any has */
+    size_t rows;  /* of a direct convolution's tiles: more where loading their halo would take as long as multiplying */
+    size_t steps; /* of a sum, best made in one call: VM_STEPS, or more than any has */
     void (*gemm)(const vm_gemm *g);
     /* `rounds` rounds of independent multiply-adds on registers alone: the floor that benchmarks
      * measure against. Returns the floating-point operations done; *sink keeps them from being dropped. */

@@ -272,8 +272,8 @@ class ConvRun:
         # Winograd's sums and differences of up to 16 inputs and outputs add some more
         size = conv64(np.abs(loaded), np.abs(weight), np.abs(bias), case.stride, case.up) + np.abs(add)
         # A factor that is rounded to bfloat16 is off by up to half a step, independently of the others: by about 0.3 of
-        # that in root mean square, two factors by 0.4, and a sum by as much of the root of its squared terms. Seven times
-        # that is out of reach, and less than one term that is missing.
+        # that in root mean square, two factors by 0.4, and a sum by as much of the root of its squared terms. Seven
+        # times that is out of reach, and less than one term that is missing.
         spread = np.sqrt(conv64(loaded**2, weight.astype(np.float64) ** 2, 0 * bias, case.stride, case.up))
         factors = 3 * FACTOR[self.pairs] * spread
         stored = STEP[self.dtype] * (np.abs(want) + factors) + (2.0**-25 if self.dtype == "float16" else 0)

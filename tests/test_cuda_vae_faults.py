@@ -253,6 +253,9 @@ def test_bfloat16_wants_ampere(monkeypatch):
         small_vae("sd", device="cuda", dtype="bfloat16")
     with pytest.raises(ValueError, match=r"precision: want a GPU of compute capability 8.0 or later for TF32 .* 7.5"):
         small_vae("sd", device="cuda", precision="medium")
+    rows = {asked: vaemem.backends(*asked)[-1] for asked in (("float16",), ("bfloat16",), ("float32", "high"))}
+    assert [row["usable"] for row in rows.values()] == [True, False, False]
+    assert rows["bfloat16",]["why"].endswith("has compute capability 7.5: want 8.0 or later")
     cpu, there = pair("sd", "float16")
     z = latents(cpu, 4, 4)
     assert error(there.decode(z), cpu.decode(z)) < LIMIT["float16"]

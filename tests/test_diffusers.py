@@ -261,7 +261,7 @@ def test_precision(monkeypatch, tmp_path):
             elsewhere.setattr(ours.vae, "copy", lambda *where, made=made: made.append(where) or Elsewhere(vae, *where))
             elsewhere.setattr(AutoencoderKL, "device", property(lambda self: torch.device("cuda:0")))
             ours.float()._engine()
-        assert made == [("cuda:0", "float32", "high")]
+        assert made == [("cuda:0", "float32")]  # whose precision is the copied one's
     with pytest.raises(ValueError, match="precision: want one of highest, high, medium, got 'best'"):
         AutoencoderKL.from_module(theirs, precision="best")
 
@@ -269,7 +269,7 @@ def test_precision(monkeypatch, tmp_path):
 class Elsewhere:
     """Stands in for a VAE on a GPU, whose memory is the host's: the module's part is to make it and to ask it."""
 
-    def __init__(self, vae, device, dtype, precision):
+    def __init__(self, vae, device, dtype):
         self.vae, self.device, self.dtype, self.last_run = vae, device, dtype, None
 
     def decode(self, z, **how):
@@ -287,9 +287,9 @@ def test_the_vae_of_another_device_is_made_when_wanted(monkeypatch):
     ours._engine()
     ours.half()
     ours.float()
-    assert ours._engine() is ours._engine() and made == [("cuda:1", "float32", "highest")]
+    assert ours._engine() is ours._engine() and made == [("cuda:1", "float32")]
     ours.half()
-    assert ours._engine().dtype == "float16" and made[1:] == [("cuda:1", "float16", "highest")]
+    assert ours._engine().dtype == "float16" and made[1:] == [("cuda:1", "float16")]
     monkeypatch.undo()
     assert ours.float()._engine() is ours.vae
 
@@ -312,7 +312,7 @@ def test_moving(monkeypatch):
     made = []
     monkeypatch.setattr(ours.vae, "copy", lambda *where: made.append(where) or Elsewhere(ours.vae, *where))
     ours._apply(lambda tensor: there)
-    assert made == [("cuda:0", "float16", "highest")]
+    assert made == [("cuda:0", "float16")]
     assert ours.device == torch.device("cuda:0") and ours.dtype == torch.float16
     with pytest.raises(ValueError, match="z: want a tensor on cuda:0, where the module is, got one on cpu"):
         ours.decode(tensors()[1])

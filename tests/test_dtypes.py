@@ -191,7 +191,7 @@ def test_a_file_in_the_same_type_is_as_it_came(dtype, tmp_path):
     kept = VAE.load(tmp_path / "a.safetensors", config=config("sd"), dtype=dtype)
     assert kept.rounded == ()
     want = {name: tensor.astype(np.float32) for name, tensor in halves.items()}
-    for made in (kept, kept.copy(), kept.copy(dtype=dtype), VAE.load(kept.state_dict(), config=config("sd"))):
+    for made in (kept, kept.copy(), kept.copy(dtype="float32"), VAE.load(kept.state_dict(), config=config("sd"))):
         assert made.rounded == () and made.state_dict().keys() == want.keys()
         assert all(np.array_equal(tensor, want[name]) for name, tensor in made.state_dict().items())
     kept.save(tmp_path / "b.safetensors", layout="ldm")
@@ -210,6 +210,16 @@ def test_numbers_that_float16_does_not_reach():
     state["decoder.conv_in.weight"][0, 0] = np.nan  # what is none in the file is none in the model
     with pytest.warns(RuntimeWarning, match="decode: the result is not finite"):
         assert np.isnan(VAE.load(state, config=config("sd"), dtype="float16").decode(latents(vae, 4, 4))).all()
+
+
+def test_a_copy_is_of_the_same_numbers_unless_others_are_asked_for():
+    high = small_vae(precision="high")
+    assert (high.copy().dtype, high.copy().precision) == ("float32", "high")
+    assert high.copy(precision="highest").precision == "highest"
+    half = high.copy(dtype="bfloat16")
+    assert (half.dtype, half.precision) == ("bfloat16", "highest")
+    exact = VAE.load(in_halves(high, "bfloat16"), config=config("sd"), dtype="bfloat16")
+    assert exact.copy().dtype == "bfloat16" and exact.copy(dtype="float32").rounded == ()
 
 
 # ---- asked for otherwise ----

@@ -45,6 +45,7 @@ class Gemm(ctypes.Structure):
 class Products(ctypes.Structure):
     _fields_ = (
         ("max_pixels", c_size_t),
+        ("rows", c_size_t),
         ("steps", c_size_t),
         ("gemm", ctypes.CFUNCTYPE(None, POINTER(Gemm))),
         ("burn", ctypes.CFUNCTYPE(c_double, c_size_t, POINTER(c_float))),

@@ -424,6 +424,7 @@ def test_arrays_on_a_gpu_are_refused():
     there = types.SimpleNamespace(__dlpack_device__=lambda: (2, 0), dtype="float32")
     device = types.SimpleNamespace(
         dtype="float32",
+        precision="highest",
         stream_of=lambda array: (0, True),
         backend=types.SimpleNamespace(check_stream=lambda stream: None),
         borrow=lambda array, name, stream: array,

@@ -164,4 +164,5 @@ static double burn(size_t rounds, float *sink) {
     return 4.0 * TILE * TILE * 2 * TILE * 2 * (double)rounds;
 }
 
-const vm_products vm_pairs_amx = {.max_pixels = PIXELS, .steps = SIZE_MAX, .gemm = gemm, .burn = burn};
+const vm_products vm_pairs_amx = {
+    .max_pixels = PIXELS, .rows = 2 * VM_ROWS_FLAT, .steps = SIZE_MAX, .gemm = gemm, .burn = burn};

@@ -230,7 +230,7 @@ static double burn(size_t rounds, float *sink) {
     return 2.0 * 8 * L * (double)rounds;
 }
 
-const vm_cpu_ops vm_cpu_ref = {{PIXELS, VM_STEPS, gemm, burn},
+const vm_cpu_ops vm_cpu_ref = {{PIXELS, VM_ROWS_FLAT, VM_STEPS, gemm, burn},
                                load,
                                load_pairs,
                                store_rows,
@@ -241,4 +241,4 @@ const vm_cpu_ops vm_cpu_ref = {{PIXELS, VM_STEPS, gemm, burn},
                                {4, winograd_in, winograd_weights, winograd_out},
                                {3, upsampled_in, upsampled_weights, upsampled_out}};
 
-const vm_products vm_pairs_ref = {PIXELS, VM_STEPS, gemm_pairs, burn};
+const vm_products vm_pairs_ref = {PIXELS, VM_ROWS_FLAT, VM_STEPS, gemm_pairs, burn};

@@ -35,8 +35,9 @@ def parse_device(device: Any) -> int | None:
     return int(number or 0)
 
 
-def gpu_rows() -> list[dict[str, Any]]:
+def gpu_rows(dtype: str = "float32", precision: str = "highest") -> list[dict[str, Any]]:
     """A row of `vaemem.backends` for each GPU, or one that says why there is none."""
+    least = 80 if dtype == "bfloat16" or precision != "highest" else 75
     row = {"name": "cuda", "device": "cuda", "usable": False, "chosen": False}
     if _cuda is None:
         what_to_do = "put nvcc on the path (or set CUDA_HOME), then VAEMEM_CUDA=1 pip install ."
@@ -50,8 +51,9 @@ def gpu_rows() -> list[dict[str, Any]]:
     rows = []
     for i, gpu in enumerate(found):
         major, minor = gpu["capability"]
-        old = major * 10 + minor < 75
-        why = f"{gpu['name']} has compute capability {major}.{minor}: want 7.5 or later" if old else ""
+        old = major * 10 + minor < least
+        want = f"want {least / 10} or later"
+        why = f"{gpu['name']} has compute capability {major}.{minor}: {want}" if old else ""
         rows.append(row | {"name": gpu["name"], "device": f"cuda:{i}", "usable": not old, "why": why})
     return rows
 

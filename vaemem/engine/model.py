@@ -156,12 +156,13 @@ class Model:
     def copy(
         self,
         device: Any = "cpu",
-        dtype: str = "float32",
-        precision: str = "highest",
+        dtype: str | None = None,
+        precision: str | None = None,
         autotune: bool = False,
         convolution: str = "cudnn",
     ) -> Self:
-        """A new VAE with the weights of this one, which must be on the CPU and not rounded. Arguments are `load`'s.
+        """A new VAE with the weights of this one, which must be on the CPU and not rounded. Arguments are `load`'s;
+        dtype and, for float32, precision are this one's where the call names none.
 
         >>> one = VAE.random("sdxl", parts="decoder")
         >>> two = one.copy()    # device="cuda", dtype="bfloat16" where there is a GPU
@@ -169,6 +170,9 @@ class Model:
         (None, 49490199)
         """
         source = self._as_it_came("copy")
+        dtype = self.dtype if dtype is None else dtype
+        if precision is None:
+            precision = self.precision if dtype == "float32" else "highest"
         gpu, where = open_device(device, dtype, precision, autotune, convolution)
         made = type(self)(weights.copy(source, **where), gpu)
         made.sample_size = self.sample_size

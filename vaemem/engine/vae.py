@@ -436,4 +436,4 @@ def backends(dtype: str = "float32", precision: str = "highest") -> list[dict[st
         chosen = usable and not any(row["chosen"] for row in rows)
         why = "" if usable else "this processor or its system lacks it, or it was named in VAEMEM_DISABLE at the import"
         rows.append({"name": name, "device": "cpu", "usable": usable, "chosen": chosen, "why": why})
-    return rows + gpu_rows()
+    return rows + gpu_rows(dtype, precision)

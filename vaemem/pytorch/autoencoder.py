@@ -223,8 +223,7 @@ class AutoencoderKL(diffusers.AutoencoderKL):  # type: ignore[misc]
         if (self._there.device, self._there.dtype) != wanted:
             self._there = self.vae  # the old one's memory goes before the new one's is taken
             if (self.vae.device, self.vae.dtype) != wanted:
-                precision = self.vae.precision if wanted[1] == "float32" else "highest"
-                self._there = self.vae.copy(*wanted, precision)
+                self._there = self.vae.copy(*wanted)
         return self._there
 
     # ---- running ----
