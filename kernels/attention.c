@@ -13,12 +13,11 @@
  * k lies as [c/16][key][16 c], v as [key/16][c][16 keys]. Where pairs are multiplied, a pair in the place of a float is two
  * neighbours of those that are summed over, channels in the first product and keys in the second; where numbers are split, a
  * second set of k and v has the rests, and each 16 lines of weights are followed by their rests and then by
- * themselves again. Floats are copied run by run in each task, which costs little beside their products and no memory.
- * Pairs are made when the pass begins.
+ * themselves again. Each task copies the keys, run by run: that costs little beside a task's products, and no memory.
  *
- *   prepared: job | offsets of batches of k | of v | runs of k and v, where pairs are multiplied
+ *   prepared: job | offsets of batches of k | of v
  *   scratch:  thread 0 | thread 1 ...
- *   thread:   q [16 queries][c][16] | o, likewise | s [16 queries][key][16], of two | its pairs | top, sum, keep | a run
+ *   thread:   q [16 queries][c][16] | o, likewise | s [16 queries][key][16], of two | its pairs | top, sum, keep | k | v
  *
  * The order of keys is fixed and a task's queries are its own, so threads do not change a bit. */
 #include <math.h>
@@ -27,26 +26,25 @@
 #include "cpu.h"
 
 enum {
-    QUERIES = 16,      /* blocks of 16 in a task: keys and values are read once for each task */
+    QUERIES = 16, /* blocks of 16 in a task, twice as many with pairs: keys are read and copied once for each task */
     QUERIES_LEAST = 4, /* when the image is small and threads want their share */
     TASKS_WANTED = 16,
-    KEYS =
-        112, /* numbers in a run: it and what two blocks of queries need stay in L2. A multiple of 16, and of 14, which
-                   are the pixels of AVX-512's products */
+    KEYS = 112, /* numbers in a run: it and what two blocks of queries need stay in L2. A multiple of 16, and of the 14
+                   pixels of AVX-512's products */
     LINES = VM_BLOCK * VM_BLOCK, /* numbers in 16 lines, which a product sums over in one go */
     SLACK = 32                   /* lines behind a run, which products of 16 pixels at a time may read and not use */
 };
 
 /* Numbers are floats or pairs of bfloat16, four bytes each. */
 typedef struct layout {
-    size_t c, blocks;                            /* channels of one head, padded, and blocks of them */
-    size_t queries;                              /* blocks in a task */
-    size_t in_number, parts, copies;             /* values in a number, sets of k and v, and of lines of weights */
-    size_t k_batches, v_batches;                 /* in the products of a full run; 16 lines of weights each */
-    size_t keys;                                 /* of a full run */
-    size_t k_set, v_set, run;                    /* numbers */
-    size_t k_offsets, v_offsets, runs, prepared; /* bytes from the pass's prepared memory, where the job lies first */
-    size_t o, s, p, softmax, own_run, scratch;   /* bytes from the thread's own, where q lies first */
+    size_t c, blocks;                       /* channels of one head, padded, and blocks of them */
+    size_t queries;                         /* blocks in a task */
+    size_t in_number, parts, copies;        /* values in a number, sets of k and v, and of lines of weights */
+    size_t k_batches, v_batches;            /* in the products of a full run; 16 lines of weights each */
+    size_t keys;                            /* of a full run */
+    size_t k_set, v_set;                    /* numbers */
+    size_t k_offsets, v_offsets, prepared;  /* bytes from the pass's prepared memory, where the job lies first */
+    size_t o, s, p, softmax, k, v, scratch; /* bytes from the thread's own, where q lies first */
 } layout;
 
 typedef struct job {
@@ -55,12 +53,9 @@ typedef struct job {
     vm_operands at;
     layout l;
     ptrdiff_t *k_offsets, *v_offsets;
-    float *runs; /* NULL where tasks make them */
 } job;
 
 static size_t pixels_of(const vm_pass *p) { return p->x.h * p->x.w; }
-
-static size_t runs_of(const layout *l, const vm_pass *p) { return (pixels_of(p) + l->keys - 1) / l->keys; }
 
 static layout make_layout(const vm_cpu *cpu, const vm_pass *p) {
     layout l = {.blocks = VM_BLOCKS(p->y.c),
@@ -76,21 +71,26 @@ static layout make_layout(const vm_cpu *cpu, const vm_pass *p) {
     l.v_batches = l.keys / deep * l.copies;
     l.k_set = l.k_batches / l.copies * l.keys * VM_BLOCK;
     l.v_set = l.v_batches / l.copies * l.c * VM_BLOCK;
-    l.run = l.parts * (l.k_set + l.v_set);
     vm_put_bytes(&l.prepared, sizeof(job), VM_ALIGN);
     l.k_offsets = vm_put_bytes(&l.prepared, l.k_batches * sizeof(ptrdiff_t), VM_ALIGN);
     l.v_offsets = vm_put_bytes(&l.prepared, l.v_batches * sizeof(ptrdiff_t), VM_ALIGN);
-    l.runs = vm_put_bytes(&l.prepared, cpu->pairs ? VM_PRODUCT(runs_of(&l, p), l.run, number) : 0, VM_ALIGN);
-    vm_put_bytes(&l.prepared, SLACK * line, VM_ALIGN);
     vm_put_bytes(&l.scratch, VM_PRODUCT(l.queries, l.k_batches, LINES, number), VM_ALIGN);
     l.o = vm_put_bytes(&l.scratch, VM_PRODUCT(l.queries, l.c, line), VM_ALIGN);
     l.s = vm_put_bytes(&l.scratch, 2 * l.keys * line, VM_ALIGN);
     l.p = vm_put_bytes(&l.scratch, cpu->pairs ? 2 * l.v_batches * LINES * number : 0, VM_ALIGN);
     l.softmax = vm_put_bytes(&l.scratch, VM_PRODUCT(3, l.queries, line), VM_ALIGN);
-    l.own_run = vm_put_bytes(&l.scratch, cpu->pairs ? 0 : VM_PRODUCT(l.run, number), VM_ALIGN);
+    l.k = vm_put_bytes(&l.scratch, VM_PRODUCT(l.parts, l.k_set, number), VM_ALIGN);
+    l.v = vm_put_bytes(&l.scratch, VM_PRODUCT(l.parts, l.v_set, number), VM_ALIGN);
     vm_put_bytes(&l.scratch, SLACK * line, VM_ALIGN);
     return l;
 }
+
+/* What a thread works on. */
+typedef struct task {
+    const job *j;
+    float *q, *o, *s, *p, *k, *v;
+    float *softmax; /* top, sum, keep of each block of queries */
+} task;
 
 /* ---- numbers, from x ---- */
 
@@ -172,15 +172,15 @@ static void load_values(const job *j, float *to, size_t block, size_t first, siz
     for (size_t part = 0; part < j->l.parts; part++) j->cpu->ops->transpose(to + part * j->l.v_set, v.part[part]);
 }
 
-static void make_run(const job *j, float *run, size_t first, size_t n) {
+static void load_run(const task *t, size_t first, size_t n) {
+    const job *j = t->j;
     const layout *l = &j->l;
     const size_t deep = VM_BLOCK * l->in_number;
-    float *v = run + l->parts * l->k_set;
     for (size_t b = 0; b < l->blocks; b += l->in_number)
-        load_lines(j, run + b / l->in_number * l->keys * VM_BLOCK, l->k_set, l->blocks, b, first, n);
+        load_lines(j, t->k + b / l->in_number * l->keys * VM_BLOCK, l->k_set, l->blocks, b, first, n);
     for (size_t b = 0; b < l->blocks; b++)
         for (size_t i = 0; i < n; i += deep)
-            load_values(j, v + i / deep * l->c * VM_BLOCK + b * LINES, 2 * l->blocks + b, first + i,
+            load_values(j, t->v + i / deep * l->c * VM_BLOCK + b * LINES, 2 * l->blocks + b, first + i,
                         VM_MIN(n - i, deep));
 }
 
@@ -194,13 +194,6 @@ static void load_queries(const job *j, float *w, size_t block, size_t first, siz
 }
 
 /* ---- a task ---- */
-
-/* What a thread works on. */
-typedef struct task {
-    const job *j;
-    float *q, *o, *s, *p, *run;
-    float *softmax; /* top, sum, keep of each block of queries */
-} task;
 
 /* For n "pixels" of x, which are keys or channels, in groups of what a product takes. */
 static void multiply(const job *j, size_t n, vm_gemm g) {
@@ -240,7 +233,7 @@ static void make_weights(const task *t, size_t block, size_t n) {
 }
 
 /* One or two blocks of queries from `block` on, and a run of n keys. */
-static void attend(const task *t, const float *run, size_t block, size_t blocks, size_t n) {
+static void attend(const task *t, size_t block, size_t blocks, size_t n) {
     const job *j = t->j;
     const layout *l = &j->l;
     const size_t steps = VM_MAX(j->cpu->products->steps / (l->copies * VM_BLOCK), 1) * l->copies; /* batches at once */
@@ -249,7 +242,7 @@ static void attend(const task *t, const float *run, size_t block, size_t blocks,
         multiply(j, n,
                  (vm_gemm){.blocks = blocks,
                            .batches = VM_MIN(steps, l->k_batches - b),
-                           .x = run,
+                           .x = t->k,
                            .x_offset = j->k_offsets + b,
                            .w = t->q + (block * l->k_batches + b) * LINES,
                            .w_block = (ptrdiff_t)(l->k_batches * LINES),
@@ -267,7 +260,7 @@ static void attend(const task *t, const float *run, size_t block, size_t blocks,
     multiply(j, l->c,
              (vm_gemm){.blocks = blocks,
                        .batches = (n + deep - 1) / deep * l->copies,
-                       .x = run + l->parts * l->k_set,
+                       .x = t->v,
                        .x_offset = j->v_offsets,
                        .w = j->cpu->pairs ? t->p : t->s,
                        .w_block = (ptrdiff_t)(j->cpu->pairs ? l->v_batches * LINES : l->keys * VM_BLOCK),
@@ -304,7 +297,8 @@ static void attention_task(const void *context, size_t index, unsigned thread) {
                     .o = (float *)(own + l->o),
                     .s = (float *)(own + l->s),
                     .p = (float *)(own + l->p),
-                    .run = (float *)(own + l->own_run),
+                    .k = (float *)(own + l->k),
+                    .v = (float *)(own + l->v),
                     .softmax = (float *)(own + l->softmax)};
     const size_t pixels = pixels_of(j->pass), first = index * l->queries * VM_BLOCK;
     const size_t n = VM_MIN(pixels - first, l->queries * VM_BLOCK), blocks = VM_BLOCKS(n);
@@ -314,11 +308,10 @@ static void attention_task(const void *context, size_t index, unsigned thread) {
         for (size_t b = 0; b < l->blocks; b += l->in_number)
             load_queries(j, t.q + (i * l->k_batches + b / l->in_number * l->copies) * LINES, b, first + i * VM_BLOCK,
                          VM_MIN(n - i * VM_BLOCK, VM_BLOCK));
-    for (size_t i = 0; i < runs_of(l, j->pass); i++) {
-        const size_t keys = VM_MIN(l->keys, pixels - i * l->keys);
-        const float *run = j->runs ? j->runs + i * l->run : t.run;
-        if (!j->runs) make_run(j, t.run, i * l->keys, keys);
-        for (size_t b = 0; b < blocks; b += 2) attend(&t, run, b, VM_MIN(blocks - b, 2), keys);
+    for (size_t key = 0; key < pixels; key += l->keys) {
+        const size_t keys = VM_MIN(l->keys, pixels - key);
+        load_run(&t, key, keys);
+        for (size_t b = 0; b < blocks; b += 2) attend(&t, b, VM_MIN(blocks - b, 2), keys);
     }
     for (size_t b = 0; b < blocks; b++) store_block(&t, b, first + b * VM_BLOCK, VM_MIN(n - b * VM_BLOCK, VM_BLOCK));
 }
@@ -337,13 +330,6 @@ static size_t attention_prepared(const vm_cpu *cpu, const vm_pass *p, size_t at_
 
 static size_t attention_scratch(const vm_cpu *cpu, const vm_pass *p) { return make_layout(cpu, p).scratch; }
 
-static void prepare_run(const void *context, size_t i, unsigned thread) {
-    (void)thread;
-    const job *j = context;
-    const size_t first = i * j->l.keys;
-    make_run(j, j->runs + i * j->l.run, first, VM_MIN(j->l.keys, pixels_of(j->pass) - first));
-}
-
 /* Of `copies` batches with the same weights but for the rests, the last meets the rests of x, a set further on. */
 static void make_offsets(ptrdiff_t *offsets, size_t batches, const layout *l, size_t step, size_t set) {
     for (size_t i = 0; i < batches; i++)
@@ -352,6 +338,7 @@ static void make_offsets(ptrdiff_t *offsets, size_t batches, const layout *l, si
 
 static vm_status attention_prepare(const vm_cpu *cpu, const vm_pass *pass, const vm_operands *at, const vm_exec *exec,
                                    vm_tasks *out) {
+    (void)exec;
     char *prepared = at->prepared;
     job *j = at->prepared;
     *j = (job){.cpu = cpu, .pass = pass, .at = *at, .l = make_layout(cpu, pass)};
@@ -361,9 +348,7 @@ static vm_status attention_prepare(const vm_cpu *cpu, const vm_pass *pass, const
     make_offsets(j->k_offsets, l->k_batches, l, l->keys * VM_BLOCK, l->k_set);
     make_offsets(j->v_offsets, l->v_batches, l, l->c * VM_BLOCK, l->v_set);
     *out = (vm_tasks){attention_task, j, NULL};
-    if (!cpu->pairs) return VM_OK;
-    j->runs = (float *)(void *)(prepared + l->runs);
-    return exec->each(exec->pool, runs_of(l, pass), 0, prepare_run, j);
+    return VM_OK;
 }
 
 const vm_method vm_attention = {attention_cut, attention_prepared, attention_scratch, attention_prepare};

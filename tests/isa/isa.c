@@ -298,6 +298,13 @@ static void test_rescale(const vm_cpu_ops *ops) {
     }
 }
 
+static void test_transpose(const vm_cpu_ops *ops) {
+    const float *x = array(L * L, one_in(4));
+    float *y = array(L * L, true);
+    ops->transpose(y, x);
+    for (size_t i = 0; i < L * L; i++) check(y[i], x[i % L * L + i / L], 0, "y", i);
+}
+
 /* Winograd's matrices, B^T, G and A^T of F(2x2, 3x3), and those of the same after nearest 2x (kernels/winograd.c). */
 typedef struct matrices {
     double in[4][4], weights[4][3], out[2][4];
@@ -373,9 +380,9 @@ static void test_upsampled(const vm_cpu_ops *ops) { test_transforms(&ops->upsamp
 static const struct {
     const char *name;
     void (*test)(const vm_cpu_ops *ops);
-} operations[] = {{"gemm", test_gemm},         {"load", test_load},          {"halves", test_halves},
-                  {"stats", test_stats},       {"softmax", test_softmax},    {"rescale", test_rescale},
-                  {"winograd", test_winograd}, {"upsampled", test_upsampled}};
+} operations[] = {{"gemm", test_gemm},           {"load", test_load},         {"halves", test_halves},
+                  {"stats", test_stats},         {"softmax", test_softmax},   {"rescale", test_rescale},
+                  {"transpose", test_transpose}, {"winograd", test_winograd}, {"upsampled", test_upsampled}};
 
 int main(int argc, char **argv) {
     const size_t rounds = argc > 2 ? strtoul(argv[2], NULL, 10) : 300;
