@@ -77,17 +77,15 @@ static bool neon_usable(void) { return !is_disabled("neon"); }
 static bool always(void) { return true; }
 
 /* How a pass is computed, chosen from its shape and what is multiplied. Winograd's way is for floats alone, whose sums and
- * differences bfloat16 would round; it wants a 3x3 convolution between rows, of enough pixels that transforming its
- * weights pays. Of floats after nearest 2x, which stands between rows, it is the only one. */
+ * differences bfloat16 would round; it wants a 3x3 convolution of rows with more than one block of channels, and enough
+ * pixels that transforming its weights pays. Of floats after nearest 2x it is the only one. */
 static const vm_method *method_of(const vm_cpu *cpu, const vm_pass *p) {
     enum { WORTH = 1024 /* pixels: with fewer, transforming the weights costs more than it saves */ };
     if (p->kind == VM_PASS_ATTENTION) return &vm_attention;
     if (cpu->pairs) return &vm_direct;
     if (p->up) return &vm_winograd;
-    const bool three = p->ksize == 3 && p->stride == 1;
-    const bool rows = p->x_format == VM_ROWS && p->y_format == VM_ROWS;
-    const bool wide = p->x.c >= 2 * VM_BLOCK && p->y.c >= 2 * VM_BLOCK;
-    return three && rows && wide && p->y.h * p->y.w >= WORTH ? &vm_winograd : &vm_direct;
+    const bool three = p->ksize == 3 && p->stride == 1, rows = p->x_format == VM_ROWS;
+    return three && rows && p->x.c >= 2 * VM_BLOCK && p->y.h * p->y.w >= WORTH ? &vm_winograd : &vm_direct;
 }
 
 static vm_cut cut(const vm_backend *b, const vm_pass *p) { return method_of(b->self, p)->cut(b->self, p); }

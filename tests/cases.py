@@ -140,6 +140,7 @@ CONVS = [
     Conv(64, 40, 16, 131, groups=8),
     Conv(160, 32, 40, 26, groups=8, add="in place"),
     Conv(40, 64, 1, 1025),
+    Conv(40, 3, 33, 32, groups=8),
     # of a decode to 512x512, and what only an encode has
     Conv(128, 128, 512, 512, groups=32, model=True),
     Conv(256, 256, 256, 256, groups=32, model=True),

@@ -267,6 +267,8 @@ def test_commands(dtype, capsys, tmp_path):
     np.save(tmp_path / "z.npy", np.zeros((1, 4, 8, 8), np.float32))
     weights, out = ["--weights", str(tmp_path / "vae")], ["-o", str(tmp_path / "a.png")]
     assert main(["decode", str(tmp_path / "z.npy"), *weights, *out, "--dtype", dtype]) == 0
+    warned = "" if dtype == "float32" else rf"vaemem decode: \d+ tensors of the weights are rounded to {dtype}\n"
+    assert re.fullmatch(warned, capsys.readouterr().err)
     for refused in (["info", str(tmp_path / "vae")], ["largest", "sdxl", "decode", "--engine", "1 GiB"], ["backends"]):
         status = main([*refused, "--dtype", dtype, "--precision", "high"])
         assert status == (0 if dtype == "float32" else 2)

@@ -175,7 +175,11 @@ def _report(args: argparse.Namespace) -> None:
 
 def _loaded(args: argparse.Namespace, parts: str) -> VAE:
     numbers = {"device": args.device, "dtype": args.dtype, "precision": args.precision}
-    return VAE.load(args.weights, args.model, parts=parts, **numbers)
+    vae = VAE.load(args.weights, args.model, parts=parts, **numbers)
+    if vae.rounded:
+        said = f"{len(vae.rounded)} tensors of the weights are rounded to {vae.dtype}"
+        print(f"vaemem {args.command}: {said}", file=sys.stderr)
+    return vae
 
 
 def _decode(args: argparse.Namespace) -> None:

@@ -40,9 +40,8 @@ static PyObject *kernel_gemm(PyObject *Py_UNUSED(module), PyObject *args) {
     const char *backend;
     PyObject *y, *x, *offsets, *w, *bias, *add;
     vm_gemm g = {0};
-    if (!PyArg_ParseTuple(args, "sOOOOOO(nnnnnnnnn)", &backend, &y, &x, &offsets, &w, &bias, &add, &g.pixels,
-                          &g.blocks, &g.depth, &g.x_pixel, &g.w_block, &g.add_pixel, &g.add_block,
-                          &g.y_pixel, &g.y_block))
+    if (!PyArg_ParseTuple(args, "sOOOOOO(nnnnnnnnn)", &backend, &y, &x, &offsets, &w, &bias, &add, &g.pixels, &g.blocks,
+                          &g.depth, &g.x_pixel, &g.w_block, &g.add_pixel, &g.add_block, &g.y_pixel, &g.y_block))
         return NULL;
     const bool pairs = PyArray_Check(x) && PyArray_TYPE((PyArrayObject *)x) == NPY_UINT32;
     const int type = pairs ? NPY_UINT32 : NPY_FLOAT;

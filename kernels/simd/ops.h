@@ -174,11 +174,16 @@ static void stats(float *mean, float *m2, const void *x, vm_dtype dtype, size_t 
 static void softmax(float *s, size_t keys, float scale, float *top, float *sum, float *keep) {
     for (int l = 0; l < VM_BLOCK; l += VM_LANES) {
         const vf c = splat(scale), old = at(top + l);
-        vf best = old, total;
-        for (size_t k = 0; k < keys; k++) {
-            vf v = at(s + k * VM_BLOCK + l) * c;
-            best = pick(v > best, v, best);
+        /* four at a time, since a maximum waits for the one before it; the last key may come twice */
+        vf tops[4] = {old, old, old, old}, total;
+        for (size_t k = 0; k < keys; k += 4) {
+            UNROLL for (size_t i = 0; i < 4; i++) {
+                const vf v = at(s + VM_MIN(k + i, keys - 1) * VM_BLOCK + l) * c;
+                tops[i] = pick(v > tops[i], v, tops[i]);
+            }
         }
+        UNROLL for (int i = 1; i < 4; i++) tops[0] = pick(tops[i] > tops[0], tops[i], tops[0]);
+        const vf best = tops[0];
         const vf factor = vexp(old - best);
         total = at(sum + l) * factor;
         for (size_t k = 0; k < keys; k++) {
