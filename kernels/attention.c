@@ -31,8 +31,7 @@ enum {
     TASKS_WANTED = 16,
     KEYS = 112, /* numbers in a run: it and what two blocks of queries need stay in L2. A multiple of 16, and of the 14
                    pixels of AVX-512's products */
-    LINES = VM_BLOCK * VM_BLOCK, /* numbers in 16 lines, which a product sums over in one go */
-    SLACK = 32                   /* lines behind a run, which products of 16 pixels at a time may read and not use */
+    LINES = VM_BLOCK * VM_BLOCK /* numbers in 16 lines, which a product sums over in one go */
 };
 
 /* Numbers are floats or pairs of bfloat16, four bytes each. */
@@ -81,7 +80,6 @@ static layout make_layout(const vm_cpu *cpu, const vm_pass *p) {
     l.softmax = vm_put_bytes(&l.scratch, VM_PRODUCT(3, l.queries, line), VM_ALIGN);
     l.k = vm_put_bytes(&l.scratch, VM_PRODUCT(l.parts, l.k_set, number), VM_ALIGN);
     l.v = vm_put_bytes(&l.scratch, VM_PRODUCT(l.parts, l.v_set, number), VM_ALIGN);
-    vm_put_bytes(&l.scratch, SLACK * line, VM_ALIGN);
     return l;
 }
 

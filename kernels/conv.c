@@ -22,8 +22,7 @@
 enum {
     TILE_WIDTH = 64, /* pixels; the x tile should stay in a core's L2 beside the weights of two blocks */
     TILE_BYTES = 768 * 1024,
-    TILES_WANTED = 32, /* enough to share among threads when the image is small */
-    SLACK = 32         /* pixels behind the x tile, which products of 16 pixels at a time may read and not use */
+    TILES_WANTED = 32 /* enough to share among threads when the image is small */
 };
 
 static vm_grid make_grid(const vm_cpu *cpu, const vm_pass *p) {
@@ -75,7 +74,6 @@ static layout make_layout(const vm_cpu *cpu, const vm_pass *p, const vm_grid *g,
     l.filters = vm_put_bytes(
         &l.prepared, as_packed(cpu, p) ? 0 : VM_PRODUCT(l.phases, VM_BLOCKS(p->y.c), l.w_block, number), VM_ALIGN);
     vm_put_bytes(&l.scratch, VM_PRODUCT(vm_planes(cpu, p->x.c), g->input_h, g->input_w, block), VM_ALIGN);
-    vm_put_bytes(&l.scratch, SLACK * block, VM_ALIGN);
     l.y = vm_put_bytes(
         &l.scratch, vm_in_place(cpu, p) ? 0 : VM_PRODUCT(2, g->tile_h, g->cell, g->tile_w, g->cell, block), VM_ALIGN);
     return l;

@@ -123,23 +123,27 @@ static const vm_arch arch = {.name = "small",
                              .scaling_known = true,
                              .scaling_factor = 1};
 
-static const vm_backend *backend(void) { return vm_backend_at(VM_F32, VM_HIGHEST, 0); }
+/* The numbers that models are in. */
+static const vm_backend *backend;
 
+/* Its filters are zero, and its biases larger than float16's numbers: there every thread stores what is not finite. */
 static vm_model *new_model(void) {
-    static float data[32 * 1024];
+    static const float zero[32 * 1024];
+    float large[64];
     vm_model *m;
-    CHECK(!vm_model_new(&arch, VM_DECODER, backend(), &m));
+    for (size_t i = 0; i < sizeof large / sizeof *large; i++) large[i] = 1e5f;
+    CHECK(!vm_model_new(&arch, VM_DECODER, backend, &m));
     for (size_t i = 0; i < m->tensors; i++) {
         const vm_weight *w = &m->tensor[i].weight;
-        CHECK(w->out * w->in * w->ksize * w->ksize <= sizeof data / sizeof *data);
-        CHECK(!vm_weights_set(m, i, VM_F32, data));
+        CHECK(w->out * w->in * w->ksize * w->ksize <= (w->vector ? sizeof large : sizeof zero) / sizeof(float));
+        CHECK(!vm_weights_set(m, i, VM_F32, w->vector ? large : zero));
     }
     return m;
 }
 
 static vm_request request(void) {
     return (vm_request){.op = VM_DECODE,
-                        .backend = backend(),
+                        .backend = backend,
                         .limits = {.threads = 2},
                         .height = SIDE,
                         .width = SIDE,
@@ -157,6 +161,7 @@ static void decode(vm_model *m, vm_poll poll) {
     vm_run run = {.in = in, .out = out, .wait = true, .poll = poll};
     const vm_status s = vm_plan_run(m, plan, &run);
     CHECK(s == VM_OK || (poll && s == VM_ECANCELLED));
+    CHECK(s || run.overflow == (backend->dtype == VM_F16));
     vm_plan_free(m, plan);
     free(in);
     free(out);
@@ -278,7 +283,11 @@ int main(void) {
     pools();
     accounts();
     allocators();
-    models();
+    for (vm_dtype dtype = VM_F32; dtype <= VM_BF16; dtype++)
+        for (vm_precision p = VM_HIGHEST; p <= (dtype == VM_F32 ? VM_HIGH : VM_HIGHEST); p++) {
+            backend = vm_backend_at(dtype, p, 0);
+            models();
+        }
     puts("ok");
     return 0;
 }

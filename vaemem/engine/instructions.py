@@ -20,11 +20,12 @@ def read_disabled() -> None:
     _read = os.environ.get(VARIABLE, "")
     lists = [_core.backends(dtype, precision) for dtype in DTYPES for precision in PRECISIONS]
     known = distinct(name for names in lists for name, _ in names if name != "ref")
-    for name in filter(None, _read.split(",")):
+    named = distinct(filter(None, _read.split(",")))
+    for name in named:
         if name not in known:
             what = f"want names of {', '.join(known)}, separated by commas" if known else "there is nothing to disable"
             warnings.warn(f"{VARIABLE}: {what}, got {name!r}, which changes nothing", stacklevel=3)
-    _core.disable(_read)
+    _core.disable(",".join(name for name in named if name in known))
 
 
 def warn_of_change(stacklevel: int) -> None:
