@@ -17,18 +17,19 @@ bool vm_amx_present(void) {
     return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & AMX_BF16) && (d & AMX_TILE);
 }
 
-bool vm_amx_permitted(void) {
+static bool ask(void) {
     enum { TILE_CONFIG = 17, TILE_DATA = 18, ARCH_REQ_XCOMP_PERM = 0x1023 }; /* two bits of XCR0; <asm/prctl.h> */
-    unsigned a, b, c, d;
-    if (!vm_amx_present() || !__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_OSXSAVE)) return false;
-    uint32_t low, high;
-    __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
-    const uint32_t both = 1u << TILE_CONFIG | 1u << TILE_DATA;
-    if ((low & both) != both) return false;
+    if (!vm_amx_present() || !vm_os_saves(1u << TILE_CONFIG | 1u << TILE_DATA)) return false;
 #ifdef __linux__
     return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, TILE_DATA) == 0;
 #else
     return false; /* how other systems are asked has not been tried */
 #endif
+}
+
+bool vm_amx_permitted(void) {
+    static _Atomic int answer; /* 0: not asked yet; threads that ask at the same time get the same one */
+    if (!answer) answer = ask() ? 1 : -1;
+    return answer > 0;
 }
 #endif

@@ -66,7 +66,7 @@ class Runner:
             if not (record["overflow"] and self.dtype == "float16"):
                 break
             if self._scale <= LEAST_UNIT:
-                notes.append("float16: not finite even so: the input or the weights are not")
+                notes.append("float16: not finite even so: the input or the weights are not, or are too large for it")
                 warnings.warn(f"{request['op']}: the result is not finite", RuntimeWarning, stacklevel=4)
                 self._scale = 1.0
                 break
