@@ -1,6 +1,11 @@
 /* AVX-512F: 14 pixels by 2 vectors of 16 floats, 28 of the 32 registers accumulate. */
+#include <immintrin.h>
+
 #define VM_LANES 16
 #define VM_PIXELS 14
 #define VM_VECTORS 2
 #define VM_OPS vm_cpu_avx512
+#define VM_NO_LESS(BOUND, X) _mm512_max_ps(BOUND, X) /* the second of two where one is NaN */
+#define VM_NO_MORE(BOUND, X) _mm512_min_ps(BOUND, X)
+#define VM_SCALED(X, N) _mm512_scalef_ps(X, N) /* X * 2^N */
 #include "../simd/ops.h"

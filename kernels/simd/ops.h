@@ -59,11 +59,16 @@ INLINE vi narrow(vm_dtype dtype, void *y, size_t i, vf x) {
 
 /* ---- exp ---- */
 
+/* x, but no less or more than the bound; NaN stays NaN. An instruction, where an instruction set names it. */
+#ifndef VM_NO_LESS
+#define VM_NO_LESS(BOUND, X) pick((X) < (BOUND), BOUND, X)
+#define VM_NO_MORE(BOUND, X) pick((X) > (BOUND), BOUND, X)
+#endif
+
 /* e^x, about 1 ulp where the result is normal; below -87.3 the smallest normal, above 88.3 e^88.3;
  * NaN stays NaN. Reduction by ln 2 in two parts; the polynomial is Cephes expf's. */
 INLINE vf vexp(vf x) {
-    vf t = pick(x < splat(-87.3f), splat(-87.3f), x);
-    t = pick(t > splat(88.3f), splat(88.3f), t);
+    const vf t = VM_NO_MORE(splat(88.3f), VM_NO_LESS(splat(-87.3f), x));
     const vf magic = splat(12582912.f); /* 1.5 * 2^23: adding it rounds to an integer */
     vf shifted = t * splat(1.44269504f) + magic, n = shifted - magic;
     vf r = t - n * splat(0.693359375f);
@@ -75,8 +80,12 @@ INLINE vf vexp(vf x) {
     p = p * r + splat(1.6666665459e-1f);
     p = p * r + splat(5.0000001201e-1f);
     p = p * (r * r) + r + splat(1.f);
+#ifdef VM_SCALED
+    return VM_SCALED(p, n);
+#else
     vf e = (vf)((vi)p + (((vi)shifted - (vi)magic) << 23));
     return pick(x == x, e, x);
+#endif
 }
 
 /* ---- the rest: a lane is a channel (or, in softmax, a query), so nothing is ever reduced across lanes ---- */
