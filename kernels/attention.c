@@ -161,7 +161,9 @@ static void load_values(const job *j, float *to, size_t block, size_t first, siz
     lines v;
     if (j->cpu->pairs) {
         halves h;
+        // cppcheck-suppress uninitvar ; load_halves writes it
         load_halves(j, h.part[0], j->l.parts > 1 ? h.part[1] : NULL, block, first, n);
+        // cppcheck-suppress uninitvar ; pair_pixels writes it
         for (size_t part = 0; part < j->l.parts; part++) pair_pixels(v.part[part], h.part[part], n);
     } else {
         load_floats(j, v.part[0], block, first, n);
@@ -182,13 +184,18 @@ static void load_run(const task *t, size_t first, size_t n) {
                         VM_MIN(n - i, deep));
 }
 
+/* Of three products the last has the first one's weights. */
+static void repeat(float *w) {
+    for (size_t i = 0; i < LINES; i++) w[2 * LINES + i] = w[i];
+}
+
 /* Weights of a batch, from its lines [query][16] of numbers. */
 static void load_queries(const job *j, float *w, size_t block, size_t first, size_t n) {
     lines q;
     memset(&q, 0, sizeof q);
     load_lines(j, q.part[0], LINES, 0, block, first, n);
     for (size_t part = 0; part < j->l.parts; part++) j->cpu->ops->transpose(w + part * LINES, q.part[part]);
-    if (j->l.parts > 1) memcpy(w + 2 * LINES, w, LINES * sizeof *w);
+    if (j->l.parts > 1) repeat(w);
 }
 
 /* ---- a task ---- */
@@ -226,7 +233,7 @@ static void make_weights(const task *t, size_t block, size_t n) {
         halves h;
         t->j->cpu->products->load(h.part[0], l->parts > 1 ? h.part[1] : NULL, &from);
         for (size_t part = 0; part < l->parts; part++) pair_pixels(w + part * LINES, h.part[part], from.pixels);
-        if (l->parts > 1) memcpy(w + 2 * LINES, w, LINES * sizeof *w);
+        if (l->parts > 1) repeat(w);
     }
 }
 

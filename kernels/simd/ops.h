@@ -186,7 +186,7 @@ INLINE vf zip(vf a, vf b, int from) {
     UNROLL for (int i = 0; i < VM_LANES; i++) y[i] = i % 2 ? b[from + i / 2] : a[from + i / 2];
     return y;
 #else
-    vi lanes;
+    vi lanes = {0};
     UNROLL for (int i = 0; i < VM_LANES; i++) lanes[i] = from + i / 2 + i % 2 * VM_LANES;
     return __builtin_shuffle(a, b, lanes);
 #endif
