@@ -17,7 +17,7 @@ bool vm_amx_present(void) {
     return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & AMX_BF16) && (d & AMX_TILE);
 }
 
-bool vm_amx_permitted(void) {
+static bool ask(void) {
     enum { TILE_CONFIG = 17, TILE_DATA = 18, ARCH_REQ_XCOMP_PERM = 0x1023 }; /* two bits of XCR0; <asm/prctl.h> */
     if (!vm_amx_present() || !vm_os_saves(1u << TILE_CONFIG | 1u << TILE_DATA)) return false;
 #ifdef __linux__
@@ -25,5 +25,11 @@ bool vm_amx_permitted(void) {
 #else
     return false; /* how other systems are asked has not been tried */
 #endif
+}
+
+bool vm_amx_permitted(void) {
+    static _Atomic int answer; /* 0: not asked yet; threads that ask at the same time get the same one */
+    if (!answer) answer = ask() ? 1 : -1;
+    return answer > 0;
 }
 #endif

@@ -111,7 +111,7 @@ static void load_halves(const job *j, uint16_t *to, uint16_t *rest, size_t block
     for (size_t i = 0; i < n;) {
         const vm_source from = pixels_at(j, block, first + i, n - i);
         const size_t at = 2 * i * VM_BLOCK;
-        j->cpu->ops->load_pairs(to + at, rest ? rest + at : NULL, &from);
+        j->cpu->products->load(to + at, rest ? rest + at : NULL, &from);
         i += from.pixels;
     }
 }
@@ -224,7 +224,7 @@ static void make_weights(const task *t, size_t block, size_t n) {
         const vm_source from = {s + i * VM_BLOCK, VM_F32, VM_MIN(n - i, 2 * VM_BLOCK)};
         float *w = p + i / (2 * VM_BLOCK) * l->copies * LINES;
         halves h;
-        t->j->cpu->ops->load_pairs(h.part[0], l->parts > 1 ? h.part[1] : NULL, &from);
+        t->j->cpu->products->load(h.part[0], l->parts > 1 ? h.part[1] : NULL, &from);
         for (size_t part = 0; part < l->parts; part++) pair_pixels(w + part * LINES, h.part[part], from.pixels);
         if (l->parts > 1) memcpy(w + 2 * LINES, w, LINES * sizeof *w);
     }

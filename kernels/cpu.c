@@ -51,13 +51,14 @@ static bool avx512_usable(void) {
     return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b & want) == want;
 }
 
-/* Where there is AMX too, vdpbf16ps has half the rate of floats; elsewhere the same or twice. */
-static bool avx512bf16_usable(void) {
+static bool has_avx512bf16(void) {
     enum { AVX512_BF16 = 1 << 5 }; /* of leaf 7, 1, EAX */
     unsigned a, b, c, d;
-    if (is_disabled("avx512bf16") || !avx512_usable() || vm_amx_present()) return false;
-    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & AVX512_BF16);
+    return avx512_usable() && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & AVX512_BF16);
 }
+
+/* Where there is AMX too, vdpbf16ps has half the rate of floats; elsewhere the same or twice. */
+static bool avx512bf16_usable(void) { return !is_disabled("avx512bf16") && has_avx512bf16() && !vm_amx_present(); }
 
 /* What is not a product is computed by another set; on the emulator by one that more processors have. */
 #ifdef VM_EMULATE_AMX
@@ -65,7 +66,7 @@ static bool avx512bf16_usable(void) {
 static bool amx_usable(void) { return !is_disabled("amx") && avx2_usable(); }
 #else
 #define VM_AMX_OPS vm_cpu_avx512
-static bool amx_usable(void) { return !is_disabled("amx") && avx512_usable() && vm_amx_permitted(); }
+static bool amx_usable(void) { return !is_disabled("amx") && has_avx512bf16() && vm_amx_permitted(); }
 #endif
 #endif
 

@@ -48,17 +48,6 @@ enum {
     VM_ROWS_FLAT = 2 /* of a tile: flat ones keep rings of streamed rows short */
 };
 
-/* One way to multiply. */
-typedef struct vm_products {
-    size_t max_pixels; /* of one gemm call */
-    size_t rows;  /* of a direct convolution's tiles: more where loading their halo would take as long as multiplying */
-    size_t steps; /* of a sum, best made in one call: VM_STEPS, or more than any has */
-    void (*gemm)(const vm_gemm *g);
-    /* `rounds` rounds of independent multiply-adds on registers alone: the floor that benchmarks
-     * measure against. Returns the floating-point operations done; *sink keeps them from being dropped. */
-    double (*burn)(size_t rounds, float *sink);
-} vm_products;
-
 /* Pixels of one block: f(x[p][l] * scale[l] + shift[l]), f SiLU or nothing; scale and shift NULL: x itself. */
 typedef struct vm_source {
     const void *x;
@@ -68,12 +57,23 @@ typedef struct vm_source {
     bool silu;
 } vm_source;
 
+/* One way to multiply. */
+typedef struct vm_products {
+    size_t max_pixels; /* of one gemm call */
+    size_t rows;  /* of a direct convolution's tiles: more where loading their halo would take as long as multiplying */
+    size_t steps; /* of a sum, best made in one call: VM_STEPS, or more than any has */
+    void (*gemm)(const vm_gemm *g);
+    /* What pairs are made of: bfloat16, [pixel][32] of which these are 16; rest: what was rounded off, likewise, or NULL. */
+    void (*load)(uint16_t *y, uint16_t *rest, const vm_source *from);
+    /* `rounds` rounds of independent multiply-adds on registers alone: the floor that benchmarks
+     * measure against. Returns the floating-point operations done; *sink keeps them from being dropped. */
+    double (*burn)(size_t rounds, float *sink);
+} vm_products;
+
 typedef struct vm_cpu_ops {
     vm_products floats;
     /* [pixel][16]; may be x where that is float32. */
     void (*load)(float *y, const vm_source *from);
-    /* The same as bfloat16, [pixel][32] of which these are 16; rest: what was rounded off, likewise, or NULL. */
-    void (*load_pairs)(uint16_t *y, uint16_t *rest, const vm_source *from);
     /* y = x * factor + add, in the type given; add may be y, or NULL. Whether all of y is finite. */
     bool (*store)(void *y, vm_dtype dtype, const float *x, size_t pixels, float factor, const void *add);
     /* mean[l] and m2[l] = sum of (x - mean)^2 over rows x pixels of one block; x_row numbers apart. */
@@ -91,9 +91,11 @@ typedef struct vm_cpu_ops {
 
 extern const vm_cpu_ops vm_cpu_ref;
 extern const vm_products vm_pairs_ref;
+void vm_load_pairs_ref(uint16_t *y, uint16_t *rest, const vm_source *from);
 #ifdef VM_HAVE_X86
 extern const vm_cpu_ops vm_cpu_sse, vm_cpu_avx2, vm_cpu_avx512;
 extern const vm_products vm_pairs_avx512bf16, vm_pairs_amx;
+void vm_load_pairs_avx512bf16(uint16_t *y, uint16_t *rest, const vm_source *from);
 /* cpu.c: whether the system saves what `state` names in XCR0 when threads change. */
 bool vm_os_saves(uint64_t state);
 /* amx.c: whether this processor has AMX, and whether it, the system and the kernel let its tiles be used. */

@@ -110,7 +110,7 @@ static void put(const vm_work *j, float *x, size_t block, size_t plane, const vm
     }
     uint16_t *pairs = (uint16_t *)(void *)(x + block / 2 * plane) + block % 2 * VM_BLOCK;
     const size_t rest = j->cpu->pairs > 1 ? vm_planes(j->cpu, j->pass->x.c) * plane : 0;
-    j->cpu->ops->load_pairs(pairs, rest ? pairs + rest : NULL, from);
+    j->cpu->products->load(pairs, rest ? pairs + rest : NULL, from);
 }
 
 static float pixel_at(const vm_work *j, size_t c, size_t y, size_t x) {

@@ -501,7 +501,7 @@ def test_peak_memory_of_a_real_size(tmp_path):
     assert path.stat().st_size < 60 << 20
     write_gguf(tmp_path / "small.gguf", tensors_of(make()), blocks_of, reshape=True)
     code = MEASURE.replace("weights.save(model, small)\n", "")
-    command = [sys.executable, "-c", code, "load", tmp_path / "small.gguf", path]
+    command = [sys.executable, "-c", code, "float32", tmp_path / "small.gguf", path]
     done = subprocess.run(command, capture_output=True, text=True)
     if "clear_refs" in done.stderr:
         pytest.skip("this system does not let a process reset its peak resident size")

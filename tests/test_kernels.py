@@ -188,25 +188,53 @@ def test_stats_of_halves_are_those_of_their_numbers(backend, dtype):
     assert np.array_equal(mean, mean32) and np.array_equal(m2, m232)
 
 
-@every_backend
+PAIRS = [name for name, usable in _core.backends("bfloat16") if usable and pairs_of(name, "bfloat16", "highest")]
+
+
+@pytest.mark.parametrize("backend", PAIRS)
 @pytest.mark.parametrize("dtype", ["float32", *HALVES])
+@pytest.mark.parametrize("pixels", [1, 9])
 @pytest.mark.parametrize("split", [False, True])
-def test_load_pairs(backend, dtype, split):
-    """What load gives, rounded to bfloat16, in half of each pixel's 32 places; and what that leaves, rounded again."""
-    x = as_kept((rng().standard_normal(9 * 16) * 8).astype(np.float32), dtype)
+@pytest.mark.parametrize("how", ["copied", "scaled", "silu", "scaled silu"])
+def test_load_pairs(backend, dtype, pixels, split, how):
+    """Rounded to bfloat16, in half of each pixel's 32 places; and what that leaves, rounded again."""
+    x = (rng().standard_normal(pixels * 16) * 8).astype(np.float32)
+    x[:12] = 0, -0.0, 90, -90, 2.0**-14, -60, 300, -300, 1, -1, 88.5, -88.5
+    x = as_kept(x, dtype)
     scale, shift = rng(1).standard_normal((2, 16)).astype(np.float32)
-    want = np.empty(9 * 16, np.float32)
-    _core.kernel_load(backend, want, None, x, scale, shift, True)
-    (y, check), (rest, check_rest) = guarded(9 * 32, np.uint16), guarded(9 * 32, np.uint16)
-    _core.kernel_load(backend, y, rest if split else None, x, scale, shift, True)
+    (y, check), (rest, check_rest) = guarded(pixels * 32, np.uint16), guarded(pixels * 32, np.uint16)
+    affine = (scale, shift) if "scaled" in how else (None, None)
+    _core.kernel_load(backend, y, rest if split else None, x, *affine, "silu" in how)
     check(), check_rest()
-    high = as_float(np.ascontiguousarray(y.reshape(9, 32)[:, :16]).ravel())
-    # half a step of what is kept, and what a reciprocal within 2^-22 and e^x add
-    assert (np.abs(high - want) <= (STEP["bfloat16"] + 2.0**-21) * np.abs(want)).all()
-    assert (y.reshape(9, 32)[:, 16:] == 12345).all()
+    assert (y.reshape(pixels, 32)[:, 16:] == 12345).all()
+    t = as_float(x).astype(np.float64).reshape(pixels, 16)
+    slack = 0.0
+    if "scaled" in how:  # one or two roundings of numbers up to |x * scale| + |shift|; SiLU's slope is at most 1.1
+        slack = 3.3 * EPS * (np.abs(t * scale) + np.abs(shift))
+        t = t * scale + shift
+    with np.errstate(over="ignore"):
+        want = t / (1 + np.exp(-t)) if "silu" in how else t
+    high = as_float(y).reshape(pixels, 32)[:, :16]
+    # half a step of what is kept, and SiLU within 2^-13 of itself, or 2^-20 where the rest is wanted, but for what is
+    # under 1e-36: there e^x overflows, and below 2^-126 bfloat16 may be zero
+    of_silu = (2.0**-20 if split else 2.0**-13) if "silu" in how else 0
+    assert (np.abs(high - want) <= (STEP["bfloat16"] + of_silu) * np.abs(want) + slack + 1e-36).all()
     if split:
-        low = as_float(np.ascontiguousarray(rest.reshape(9, 32)[:, :16]).ravel())
-        assert (np.abs(high + low - want) <= (FACTOR[3] + 2.0**-21) * np.abs(want)).all()
+        low = as_float(rest).reshape(pixels, 32)[:, :16]
+        assert (np.abs(high + low - want) <= (FACTOR[3] + of_silu) * np.abs(want) + slack + 1e-36).all()
+
+
+@pytest.mark.parametrize("backend", PAIRS)
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("silu", [False, True])
+def test_load_pairs_passes_nonfinite_on(backend, split, silu):
+    x = rng().standard_normal(48).astype(np.float32)
+    x[[3, 20, 40]] = np.nan, np.inf, -np.inf
+    y, rest = np.empty(96, np.uint16), np.empty(96, np.uint16)
+    _core.kernel_load(backend, y, rest if split else None, x, None, None, silu)
+    high = as_float(y).reshape(3, 32)[:, :16].ravel()
+    assert np.isnan(high[3]) and high[20] == np.inf and not np.isfinite(high[40])
+    assert np.isfinite(np.delete(high, [3, 20, 40])).all()
 
 
 # ---- stats, softmax, rescale ----

@@ -48,6 +48,7 @@ class Products(ctypes.Structure):
         ("rows", c_size_t),
         ("steps", c_size_t),
         ("gemm", ctypes.CFUNCTYPE(None, POINTER(Gemm))),
+        ("load", c_void_p),
         ("burn", ctypes.CFUNCTYPE(c_double, c_size_t, POINTER(c_float))),
     )
 
@@ -56,7 +57,8 @@ class Products(ctypes.Structure):
 def library(tmp_path_factory):
     folder = tmp_path_factory.mktemp("products")
     objects = []
-    for source, flags in {"ref/ops.c": [], "avx512bf16/gemm.c": AVX512, "amx/gemm.c": EMULATED}.items():
+    sources = {"ref/ops.c": [], "avx512bf16/gemm.c": AVX512, "avx512bf16/load.c": AVX512, "amx/gemm.c": EMULATED}
+    for source, flags in sources.items():
         objects.append(folder / source.replace("/", "_").replace(".c", ".o"))
         run(compiler("gcc"), *FLAGS, *flags, "-c", KERNELS / source, "-o", objects[-1])
     run(compiler("gcc"), "-shared", "-o", folder / "products.so", *objects, "-lm")

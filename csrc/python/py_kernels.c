@@ -68,10 +68,12 @@ static PyObject *kernel_load(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *y, *rest, *x, *scale, *shift;
     int silu;
     if (!PyArg_ParseTuple(args, "sOOOOOp", &backend, &y, &rest, &x, &scale, &shift, &silu)) return NULL;
-    const vm_cpu_ops *ops = ops_of(backend);
     const bool pairs = rows_of(y) == VM_BF16;
+    const vm_cpu *cpu = cpu_of(backend, pairs ? VM_BF16 : VM_F32);
     vm_source from = {.dtype = rows_of(x), .silu = silu};
-    if (!ops || !(from.x = data_of(x, "x", numpy_type(from.dtype), 0, false))) return NULL;
+    if (cpu && pairs && !cpu->pairs)
+        return PyErr_Format(PyExc_ValueError, "load: %s has no products of pairs", backend);
+    if (!cpu || !(from.x = data_of(x, "x", numpy_type(from.dtype), 0, false))) return NULL;
     const size_t items = (size_t)PyArray_SIZE((PyArrayObject *)x);
     void *to = data_of(y, "y", pairs ? NPY_UINT16 : NPY_FLOAT, pairs ? 2 * items : items, true), *left = NULL;
     if (!to || (rest != Py_None && !(left = data_of(rest, "rest", NPY_UINT16, 2 * items, true)))) return NULL;
@@ -80,9 +82,9 @@ static PyObject *kernel_load(PyObject *Py_UNUSED(module), PyObject *args) {
         return NULL;
     from.pixels = items / VM_BLOCK;
     if (pairs)
-        ops->load_pairs(to, left, &from);
+        cpu->products->load(to, left, &from);
     else
-        ops->load(to, &from);
+        cpu->ops->load(to, &from);
     Py_RETURN_NONE;
 }
 
@@ -348,7 +350,7 @@ static PyObject *kernel_needs(PyObject *Py_UNUSED(module), PyObject *args) {
 
 PyMethodDef vm_py_kernels[] = {
     {"kernel_gemm", kernel_gemm, METH_VARARGS, "For tests: vm_products.gemm, of pairs where x and w are uint32."},
-    {"kernel_load", kernel_load, METH_VARARGS, "For tests: vm_cpu_ops.load, or load_pairs where y is uint16."},
+    {"kernel_load", kernel_load, METH_VARARGS, "For tests: vm_cpu_ops.load, or vm_products.load where y is uint16."},
     {"kernel_store", kernel_store, METH_VARARGS, "For tests: vm_cpu_ops.store."},
     {"kernel_stats", kernel_stats, METH_VARARGS, "For tests: vm_cpu_ops.stats."},
     {"kernel_softmax", kernel_softmax, METH_VARARGS, "For tests: vm_cpu_ops.softmax."},

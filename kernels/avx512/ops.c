@@ -1,9 +1,6 @@
 /* AVX-512F: 14 pixels by 2 vectors of 16 floats, 28 of the 32 registers accumulate. */
-#include <immintrin.h>
-
 #define VM_LANES 16
 #define VM_PIXELS 14
 #define VM_VECTORS 2
 #define VM_OPS vm_cpu_avx512
-#define VM_RECIPROCAL(X) _mm512_rcp14_ps(X) /* within 2^-14 */
 #include "../simd/ops.h"

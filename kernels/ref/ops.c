@@ -66,7 +66,7 @@ static void load(float *y, const vm_source *from) {
     for (size_t i = 0; i < from->pixels * L; i++) y[i] = element_at(from, i);
 }
 
-static void load_pairs(uint16_t *y, uint16_t *rest, const vm_source *from) {
+void vm_load_pairs_ref(uint16_t *y, uint16_t *rest, const vm_source *from) {
     for (size_t i = 0; i < from->pixels * L; i++) {
         const float v = element_at(from, i);
         const size_t at = i / L * 2 * L + i % L;
@@ -230,9 +230,8 @@ static double burn(size_t rounds, float *sink) {
     return 2.0 * 8 * L * (double)rounds;
 }
 
-const vm_cpu_ops vm_cpu_ref = {{PIXELS, VM_ROWS_FLAT, VM_STEPS, gemm, burn},
+const vm_cpu_ops vm_cpu_ref = {{PIXELS, VM_ROWS_FLAT, VM_STEPS, gemm, NULL, burn},
                                load,
-                               load_pairs,
                                store_rows,
                                stats,
                                softmax,
@@ -241,4 +240,4 @@ const vm_cpu_ops vm_cpu_ref = {{PIXELS, VM_ROWS_FLAT, VM_STEPS, gemm, burn},
                                {4, winograd_in, winograd_weights, winograd_out},
                                {3, upsampled_in, upsampled_weights, upsampled_out}};
 
-const vm_products vm_pairs_ref = {PIXELS, VM_ROWS_FLAT, VM_STEPS, gemm_pairs, burn};
+const vm_products vm_pairs_ref = {PIXELS, VM_ROWS_FLAT, VM_STEPS, gemm_pairs, vm_load_pairs_ref, burn};

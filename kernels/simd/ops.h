@@ -79,17 +79,6 @@ INLINE vf vexp(vf x) {
     return pick(x == x, e, x);
 }
 
-/* 1 / x, within 2^-22 of it: near enough for what is or will be rounded to halves, or to a half and its rest. A division
- * takes as long as e^x does. */
-INLINE vf inverse(vf x) {
-#ifdef VM_RECIPROCAL
-    const vf near = VM_RECIPROCAL(x);
-    return near * (splat(2) - x * near);
-#else
-    return splat(1) / x;
-#endif
-}
-
 /* ---- the rest: a lane is a channel (or, in softmax, a query), so nothing is ever reduced across lanes ---- */
 
 INLINE void load_as(vm_dtype dtype, float *y, const vm_source *from) {
@@ -97,8 +86,7 @@ INLINE void load_as(vm_dtype dtype, float *y, const vm_source *from) {
         const vf a = from->scale ? at(from->scale + l) : splat(1), b = from->scale ? at(from->shift + l) : splat(0);
         for (size_t i = l; i < from->pixels * VM_BLOCK; i += VM_BLOCK) {
             vf x = widened(dtype, from->x, i) * a + b;
-            if (from->silu && dtype == VM_F32) x /= splat(1) + vexp(-x);
-            if (from->silu && dtype != VM_F32) x *= inverse(splat(1) + vexp(-x));
+            if (from->silu) x /= splat(1) + vexp(-x);
             put(y + i, x);
         }
     }
@@ -111,28 +99,6 @@ static void load(float *y, const vm_source *from) {
         return;
     }
     VM_FOR_DTYPE(from->dtype, load_as, y, from)
-}
-
-INLINE void load_pairs_as(vm_dtype dtype, uint16_t *y, uint16_t *rest, const vm_source *from) {
-    for (size_t l = 0; l < VM_BLOCK; l += VM_LANES) {
-        const vf a = from->scale ? at(from->scale + l) : splat(1), b = from->scale ? at(from->shift + l) : splat(0);
-        for (size_t p = 0; p < from->pixels; p++) {
-            vf x = widened(dtype, from->x, p * VM_BLOCK + l) * a + b;
-            if (from->silu) x *= inverse(splat(1) + vexp(-x));
-            narrow(VM_BF16, y, 2 * p * VM_BLOCK + l, x);
-            if (rest) narrow(VM_BF16, rest, 2 * p * VM_BLOCK + l, x - widened(VM_BF16, y, 2 * p * VM_BLOCK + l));
-        }
-    }
-}
-
-static void load_pairs(uint16_t *y, uint16_t *rest, const vm_source *from) {
-    const bool copied = !from->scale && !from->silu && from->dtype == VM_BF16 && !rest;
-    if (copied) {
-        const uint16_t *x = from->x;
-        for (size_t i = 0; i < from->pixels * VM_BLOCK; i += VM_BLOCK) memcpy(y + 2 * i, x + i, VM_BLOCK * sizeof *y);
-        return;
-    }
-    VM_FOR_DTYPE(from->dtype, load_pairs_as, y, rest, from)
 }
 
 INLINE bool store_as(vm_dtype dtype, void *y, const float *x, size_t pixels, float factor, const void *add) {
@@ -355,9 +321,8 @@ static double burn(size_t rounds, float *sink) {
     return 2.0 * 12 * VM_LANES * (double)rounds;
 }
 
-const vm_cpu_ops VM_OPS = {{VM_PIXELS, VM_ROWS_FLAT, VM_STEPS, gemm, burn},
+const vm_cpu_ops VM_OPS = {{VM_PIXELS, VM_ROWS_FLAT, VM_STEPS, gemm, NULL, burn},
                            load,
-                           load_pairs,
                            store_rows,
                            stats,
                            softmax,
