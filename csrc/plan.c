@@ -389,7 +389,8 @@ vm_status vm_plan_lay_out(const vm_model *m, vm_plan *plan) {
 /* ---- the plan ---- */
 
 static float scale_of(const vm_request *r, const vm_graph *g, int node) {
-    return node == VM_NONE || g->node[node].exact || !r->scale ? 1 : r->scale;
+    const bool kept = node == VM_NONE || g->node[node].exact || r->backend->dtype != VM_F16 || !r->scale;
+    return kept ? 1 : r->scale;
 }
 
 static void set_shapes(vm_plan *plan, int i, const vm_arch *arch) {

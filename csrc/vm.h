@@ -246,7 +246,7 @@ typedef struct vm_request {
     bool own_output;             /* the output is this run's, and counted */
     bool scaled;         /* latents are divided by the scaling factor, and shifted, on the way into the decoder */
     bool unclamped;      /* log-variances are stored as they are, for whoever clamps them later */
-    float scale;         /* a power of two that activations are kept multiplied by; 0 is 1 */
+    float scale;         /* a power of two that float16's activations are kept multiplied by; 0 is 1 */
     size_t memory_limit; /* for all of vm_plan.peak; 0: none, and then the least memory that costs no extra work */
 } vm_request;
 

@@ -242,6 +242,18 @@ def test_it_computes_in_the_modules_dtype(dtype):
         rounded.state_dict()
 
 
+def test_what_is_set_on_the_vae_holds_for_its_copy():
+    ours, z = AutoencoderKL(small_vae()).half(), tensors()[1]
+    ours.decode(z)
+    for threads in (1, 3):
+        ours.vae.threads = threads
+        ours.decode(z)
+        assert ours.last_run.threads == threads
+    ours.vae.memory_limit = "1 MiB"
+    with pytest.raises(ValueError, match="memory_limit: want at least"):
+        ours.decode(z)
+
+
 def test_precision(monkeypatch, tmp_path):
     """float32's, wherever it is; halves have none."""
     theirs = autoencoder("sd")

@@ -157,6 +157,13 @@ def test_float16_that_overflows_is_run_again():
     assert error(wide.decode(z), large.decode(z)) < LIMIT["bfloat16"] and not wide.last_run.notes
 
 
+def test_other_numbers_than_float16_take_no_factor():
+    for dtype in ("float32", "bfloat16"):
+        vae = small_vae(dtype=dtype)
+        z = latents(vae, 8, 8)
+        assert np.array_equal(vae._core.run("decode", z, scale=2.0**-4)[0], vae.decode(z))
+
+
 def test_float16_that_no_factor_helps():
     """Queries, keys and values are kept as they are, since softmax would see a factor: the run says so, and a run of
     others is as good as ever."""

@@ -14,8 +14,10 @@
 
 #ifdef VM_EMULATE_AMX
 #include "amx.h" /* tests/emulator */
+#define VM_LOAD vm_load_pairs_ref
 #else
 #include <immintrin.h>
+#define VM_LOAD vm_load_pairs_avx512bf16
 #endif
 
 enum {
@@ -164,5 +166,4 @@ static double burn(size_t rounds, float *sink) {
     return 4.0 * TILE * TILE * 2 * TILE * 2 * (double)rounds;
 }
 
-const vm_products vm_pairs_amx = {
-    .max_pixels = PIXELS, .rows = 2 * VM_ROWS_FLAT, .steps = SIZE_MAX, .gemm = gemm, .burn = burn};
+const vm_products vm_pairs_amx = {PIXELS, 2 * VM_ROWS_FLAT, SIZE_MAX, gemm, VM_LOAD, burn};

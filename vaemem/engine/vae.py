@@ -434,6 +434,6 @@ def backends(dtype: str = "float32", precision: str = "highest") -> list[dict[st
     rows: list[dict[str, Any]] = []
     for name, usable in _core.backends(dtype, precision):
         chosen = usable and not any(row["chosen"] for row in rows)
-        why = "" if usable else "this processor or its system lacks it, or it was named in VAEMEM_DISABLE at the import"
-        rows.append({"name": name, "device": "cpu", "usable": usable, "chosen": chosen, "why": why})
+        why = "this processor or its system lacks it or is slow at it, or it was named in VAEMEM_DISABLE at the import"
+        rows.append({"name": name, "device": "cpu", "usable": usable, "chosen": chosen, "why": "" if usable else why})
     return rows + gpu_rows(dtype, precision)

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["AutoencoderKL"]
 
 DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+SETTINGS = ("threads", "memory_limit", "cache_limit", "on_out_of_memory")  # of a VAE, for its runs on the CPU
 
 
 class AutoencoderKL(diffusers.AutoencoderKL):  # type: ignore[misc]
@@ -60,7 +61,7 @@ class AutoencoderKL(diffusers.AutoencoderKL):  # type: ignore[misc]
     Attributes
     ----------
     vae : VAE
-        The one on the CPU.
+        The one on the CPU. What is set there (`VAE.threads` and the like) holds for a copy on the CPU too.
     last_run : Run or None
         What the last encode or decode took.
     progress, cancel
@@ -224,6 +225,8 @@ class AutoencoderKL(diffusers.AutoencoderKL):  # type: ignore[misc]
             self._there = self.vae  # the old one's memory goes before the new one's is taken
             if (self.vae.device, self.vae.dtype) != wanted:
                 self._there = self.vae.copy(*wanted)
+        for name in SETTINGS if place == "cpu" else ():
+            setattr(self._there, name, getattr(self.vae, name))
         return self._there
 
     # ---- running ----
