@@ -184,10 +184,8 @@ static void load_run(const task *t, size_t first, size_t n) {
                         VM_MIN(n - i, deep));
 }
 
-/* Of three products the last has the first one's weights. */
-static void repeat(float *w) {
-    for (size_t i = 0; i < LINES; i++) w[2 * LINES + i] = w[i];
-}
+/* Of three products the last has the first one's weights, which may have been written as halves: so they are moved as bytes. */
+static void repeat(float *w) { memmove(w + 2 * LINES, w, LINES * sizeof *w); }
 
 /* Weights of a batch, from its lines [query][16] of numbers. */
 static void load_queries(const job *j, float *w, size_t block, size_t first, size_t n) {
