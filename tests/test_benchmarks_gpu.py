@@ -383,7 +383,7 @@ def test_single_passes_are_checked_and_timed(tmp_path, monkeypatch):
     passes.main()
     backend = next(name for name, usable in _core.backends() if usable)
     for operation, cases in (("conv", passes.CONVS), ("attention", passes.ATTENTIONS)):
-        lines = table(tmp_path / f"{operation}_{backend}_small.csv")
+        lines = table(tmp_path / f"{operation}_float32_{backend}_small.csv")
         assert len(lines) == len(passes.small(cases)) and all(float(line["microseconds"]) >= 0 for line in lines)
     wrong = passes.on(passes.CONVS[0], backend, 1)
     wrong.run()
