@@ -298,7 +298,11 @@ def test_commands(dtype, capsys, tmp_path):
     with vaemem.VAE.random("sdxl", dtype=dtype) as vae:
         height, width = vae.largest("decode", "450 MiB")
     assert said["largest"].startswith(f"{height}x{width}\n")
-    for refused in (["info", str(tmp_path / "vae")], ["largest", "sdxl", "decode", "--engine", "450 MiB"], ["backends"]):
+    for refused in (
+        ["info", str(tmp_path / "vae")],
+        ["largest", "sdxl", "decode", "--engine", "450 MiB"],
+        ["backends"],
+    ):
         status = main([*refused, "--dtype", dtype, "--precision", "high"])
         assert status == (0 if dtype == "float32" else 2)
         assert dtype == "float32" or f"precision: want highest with dtype {dtype}" in capsys.readouterr().err
