@@ -1,57 +1,22 @@
 # PYTHON_ARGCOMPLETE_OK
-"""The command line: `python -m vaemem COMMAND`, or `vaemem COMMAND`."""
+"""The command line, `python -m vaemem COMMAND` or `vaemem COMMAND`: what can be said. `_commands` does it."""
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import sys
-import warnings
 from collections.abc import Sequence
-from typing import Any
 
-import numpy as np
-
-from vaemem import (
-    VAE,
-    _core,
-    _demo,
-    backends,
-    bound,
-    compare,
-    fit,
-    plan_pipeline,
-    predict,
-    predict_largest,
-    predict_pipeline,
-    report,
-    sweep,
-)
-from vaemem._common import (
-    DTYPES,
-    ELEMENT_BYTES,
-    MIB,
-    OPS,
-    PRECISIONS,
-    TILED_OPS,
-    __version__,
-    choose,
-    mib,
-    need,
-    render,
-)
-from vaemem.engine import latents, layouts, weights
-from vaemem.engine.arguments import open_device
+from vaemem import _commands, _core
+from vaemem._common import DTYPES, OPS, PRECISIONS, TILED_OPS, __version__, need
 from vaemem.pipelines.components import PIPELINES
 from vaemem.pipelines.plan import RUNTIMES as PLANNED_RUNTIMES
 from vaemem.pipelines.predict import RUNTIMES as PREDICTED_RUNTIMES
-from vaemem.prediction import reproduce
 from vaemem.prediction.benchmark import PROTOCOLS, USUAL_PROTOCOL
 from vaemem.prediction.bound import APPLICATIONS, SIDES
 from vaemem.prediction.process import RUNTIMES
 from vaemem.tables.fit import TARGETS
-from vaemem.tables.table import Table
 
 
 def _size(text: str) -> tuple[int, int]:
@@ -80,227 +45,6 @@ def _dtype(text: str) -> str:
     return {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}.get(text, text)
 
 
-def _check_writable(path: str) -> None:
-    """Raises OSError now, not after an hour of runs. Leaves the file as it was."""
-    path = os.path.realpath(path)
-    new = not os.path.exists(path)
-    open(path, "a").close()
-    if new:
-        os.unlink(path)
-
-
-def _table(path: str, **missing: Any) -> Table:
-    """Of a CSV file, or of what is piped in: '-'."""
-    return Table.from_csv(sys.stdin if path == "-" else path, **missing)
-
-
-def _print(result: Any, form: str) -> None:
-    text = str(result) if form == "text" else getattr(result, f"to_{form}")()
-    print(text.rstrip("\n"))
-
-
-def _make_demo(args: argparse.Namespace) -> None:
-    _demo.run(args.out, args.weights)
-
-
-def _estimate(args: argparse.Namespace) -> None:
-    estimates = sweep(
-        args.model, args.op, args.sizes, args.dtype, device=args.device, batch=args.batch, measure=False,
-        memory_limit=args.memory_limit, precision=args.precision,
-    )  # fmt: skip
-    _print(estimates, args.format)
-    if args.format == "text":
-        print("\nBeside the weights, in T = 128 * height * width * bytes of a number, one full-size activation:")
-        for row in estimates:
-            full = 128 * row["height"] * row["width"] * row["batch"] * ELEMENT_BYTES[row["dtype"]]
-            print(f"  {row['op']} {row['height']}x{row['width']}: {row['allocated_bytes'] / full:.2f} T")
-
-
-def _tradeoff(args: argparse.Namespace) -> None:
-    from vaemem.tables.sweep import tradeoff
-
-    rows = [
-        row
-        for h, w in args.sizes
-        for row in tradeoff(args.model, args.op, h, w, args.batch, args.dtype, args.precision)
-    ]
-    _print(Table(rows), args.format)
-
-
-def _sweep(args: argparse.Namespace) -> None:
-    if args.csv:
-        _check_writable(args.csv)
-    ended: BaseException | None = None
-    try:
-        table = sweep(
-            args.models, args.ops, args.sizes, args.dtype, device=args.device, batch=args.batch, repeats=args.repeats,
-            precision=args.precision, measure=not args.estimate,
-            progress=sys.stderr.isatty() and importlib.util.find_spec("tqdm") is not None,
-        )  # fmt: skip
-    except BaseException as error:
-        table, ended = getattr(error, "table", Table()), error
-    if len(table):
-        try:
-            if args.csv:
-                table.to_csv(args.csv)
-        finally:
-            _print(table, args.format)
-    if ended:
-        raise ended
-
-
-def _fit(args: argparse.Namespace) -> None:
-    table = _table(args.table)
-    equals = {name: value for name in ("model", "op", "dtype", "source") if (value := getattr(args, name))}
-    if not len(chosen := table.filter(**equals)):
-        raise ValueError(f"{args.table}: no row has {', '.join(f'{n}={v}' for n, v in equals.items()) or 'anything'}")
-    formulas = fit(chosen, args.target, args.quantile)
-    print(str(formulas) if args.format == "text" else getattr(formulas, args.format)())
-
-
-def _compare(args: argparse.Namespace) -> None:
-    table = _table(args.table)
-    if args.sizes:
-        table = Table([row for row in table if (row["height"], row["width"]) in args.sizes])
-    estimators = [predict, "comfyui", "invokeai"] if args.predict else None
-    comparison = compare(table, estimators, target=args.target)
-    print(comparison.text(rows=args.rows, markdown=args.format == "markdown"))
-
-
-def _report(args: argparse.Namespace) -> None:
-    missing = {"device": args.device} if args.device else {}
-    for file in report(_table(args.table, **missing), plots=not args.no_plots).save(args.out):
-        print(file)
-
-
-def _loaded(args: argparse.Namespace, parts: str) -> VAE:
-    numbers = {"device": args.device, "dtype": args.dtype, "precision": args.precision}
-    vae = VAE.load(args.weights, args.model, parts=parts, **numbers)
-    if vae.rounded:
-        said = f"{len(vae.rounded)} tensors of the weights are rounded to {vae.dtype}"
-        print(f"vaemem {args.command}: {said}", file=sys.stderr)
-    return vae
-
-
-def _decode(args: argparse.Namespace) -> None:
-    z = latents.read(args.latents)
-    stem, suffix = os.path.splitext(args.out)
-    known = need("PIL.Image", "decode").registered_extensions()
-    if suffix.lower() not in known:
-        raise ValueError(f"--out: want a name that ends in one of {' '.join(sorted(known))}, got {args.out!r}")
-    _check_writable(args.out)
-    with _loaded(args, "decoder") as vae:
-        pictures = vae.decode(z, args.scaled, "pil", args.progress, memory_limit=args.memory_limit, size=args.size)
-        for i, picture in enumerate(pictures):
-            name = args.out if len(pictures) == 1 else f"{stem}-{i}{suffix}"
-            picture.save(name)
-            print(name)
-        print(vae.last_run)
-
-
-def _encode(args: argparse.Namespace) -> None:
-    if not args.out.endswith(".npy"):
-        raise ValueError(f"--out: want a name that ends in .npy, got {args.out!r}")
-    _check_writable(args.out)
-    with _loaded(args, "encoder") as vae:
-        encoded = vae.encode(args.images, args.scaled, args.progress, memory_limit=args.memory_limit, pad=args.pad)
-        np.save(args.out, encoded.mode() if args.sample is None else encoded.sample(args.sample))
-        print(args.out, vae.last_run, sep="\n")
-
-
-def _bare(arch: layouts.Arch, dtype: str, precision: str) -> VAE:
-    """On the CPU, without weights: for what its plans say."""
-    _, where = open_device("cpu", dtype, precision, autotune=False, convolution="cudnn")
-    return VAE(_core.Model(arch, **where))
-
-
-def _info(args: argparse.Namespace) -> None:
-    found = weights.look(args.file)
-    vae, config = _bare(found.arch, args.dtype, args.precision), layouts.config_of(found.arch)
-    print(f"{found.file}: {found.layout} layout, {found.tensors} tensors of {', '.join(found.dtypes)}")
-    print(f"model {vae.model}, {vae.parameters:,} parameters, {mib(os.path.getsize(found.file))} MiB on disk")
-    print("; ".join(f"{name} {value}" for name, value in config.items() if not name.endswith("_block_types")))
-    print(sweep(vae, OPS, args.sizes, measure=False))
-
-
-def _fits(args: argparse.Namespace) -> int:
-    """0 where all sizes fit, 1 where one does not."""
-    found = [predict(args.model, args.op, h, w, args.dtype, args.batch, **_where(args)) for h, w in args.sizes]
-    for p in found:
-        print(f"{p.height}x{p.width} {'fits' if p.fits else 'does not fit'}: {p}")
-    return 0 if all(p.fits for p in found) else 1
-
-
-def _where(args: argparse.Namespace) -> dict[str, Any]:
-    """What `predict` and `predict_largest` are told of the card and the software on it."""
-    return {
-        "gpu": args.gpu, "memory": args.memory, "used": args.used, "cudnn_version": args.cudnn,
-        "torch_version": args.torch, "runtime": args.runtime, "protocol": args.protocol, "tile": args.tile,
-        "channels_last": args.channels_last, "allow_tf32": not args.no_tf32, "cudnn_benchmark": args.cudnn_benchmark,
-        "allocator": args.allocator,
-    }  # fmt: skip
-
-
-def _largest(args: argparse.Namespace) -> None:
-    if args.engine:
-        choose("model", args.model, _core.models())
-        vae = _bare(_core.models()[args.model], args.dtype or "float32", args.precision)
-        height, width = vae.largest(args.op, args.engine, args.aspect, args.batch)
-        print(f"{height}x{width}", vae.estimate(args.op, height, width, args.batch, memory_limit=args.engine), sep="\n")
-        return
-    dtype = args.dtype or "float16"
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        height, width = predict_largest(args.model, args.op, dtype, args.batch, aspect=args.aspect, **_where(args))
-    print(predict(args.model, args.op, height, width, dtype, args.batch, **_where(args)))
-    for warning in said:
-        print(f"vaemem largest: {warning.message}", file=sys.stderr)
-
-
-def _predict(args: argparse.Namespace) -> None:
-    where = _where(args)
-    if args.format != "text":
-        table = sweep(args.model, args.op, args.sizes, args.dtype, source="predicted", batch=args.batch, **where)
-        return _print(table, args.format)
-    for height, width in args.sizes:
-        prediction = predict(args.model, args.op, height, width, args.dtype, args.batch, **where)
-        print(prediction)
-        print(f"  workspaces: {prediction.workspace_source}")
-        for tensor in prediction.peak_tensors[: args.tensors]:
-            print(f"  {tensor.bytes / MIB:10.2f} MiB  {tensor.name}")
-
-
-def _pipeline(args: argparse.Namespace) -> int:
-    """0 where it fits, 1 where it does not."""
-    given = {
-        "prompt_tokens": args.tokens, "guidance": not args.no_guidance, "dtype": args.dtype,
-        "components": dict(args.component), "offload": args.offload, "vae": args.vae,
-        "vae_memory_limit": args.vae_memory_limit, "image": args.image, "steps": args.steps, "gpu": args.gpu,
-        "memory": args.memory, "used": args.used, "cudnn_version": args.cudnn, "torch_version": args.torch,
-        "runtime": args.runtime,
-    }  # fmt: skip
-    height, width = args.size
-    prediction = predict_pipeline(args.pipeline, height, width, args.batch, **given)
-    _print(prediction, args.format)
-    return 0 if prediction.fits else 1
-
-
-def _plan(args: argparse.Namespace) -> int:
-    """0 where a way fits, 1 where none does."""
-    given = {
-        "memory": args.memory, "host_memory": args.host_memory, "gpu": args.gpu, "runtime": args.runtime,
-        "prompt_tokens": args.tokens, "guidance": not args.no_guidance, "image": args.image, "steps": args.steps,
-        "dtype": args.dtype,
-        "components": dict(args.component), "used": args.used, "calibrate": dict(args.measured),
-        "time_limit": args.time_limit, "link": args.link, "cpu": args.cpu, "cores": args.cores,
-        "torch_version": args.torch, "cudnn_version": args.cudnn, "flash": args.flash, "cache_limit": args.cache_limit,
-    }  # fmt: skip
-    height, width = args.size
-    plan = plan_pipeline(args.pipeline, height, width, args.batch, **given)
-    _print(plan, args.format)
-    return 0 if plan.recommended else 1
-
-
 def _pair(text: str) -> tuple[str, str]:
     name, equals, value = text.rpartition("=")
     if not (name and equals and value):
@@ -316,32 +60,6 @@ def _measured(text: str) -> tuple[str, float]:
         raise argparse.ArgumentTypeError(f"want WAY=SECONDS, got {text[:80]!r}") from None
 
 
-def _bound(args: argparse.Namespace) -> None:
-    found = bound(
-        args.application, args.models, args.dtypes, gpu=args.gpu, memory=args.memory, cudnn_version=args.cudnn,
-        torch_version=args.torch, sides=args.sides,
-    )  # fmt: skip
-    print(found if args.format == "text" else found.python().rstrip("\n"))
-
-
-def _reproduce(args: argparse.Namespace) -> None:
-    if args.plan or args.equation:
-        from vaemem.pipelines import published
-
-        if args.table or args.csv:
-            raise ValueError("--plan, --equation: want neither a table nor --csv beside them")
-        print("\n\n".join([published.reproduce_plan()] * args.plan + [published.judge_text()] * args.equation))
-        return
-    if args.csv:
-        _check_writable(args.csv)
-    reproduce.run(args.table, args.csv)
-
-
-def _backends(args: argparse.Namespace) -> None:
-    rows = backends(args.dtype, args.precision)
-    print(render(rows[0], [[str(value) for value in row.values()] for row in rows]))
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="vaemem", description="Run the VAEs of SD1.5, SDXL, SD3, FLUX and others in a memory known to the byte."
@@ -350,9 +68,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.set_defaults(function=lambda args: parser.print_help())
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
 
-    def command(name: str, function, text: str) -> argparse.ArgumentParser:  # type: ignore[no-untyped-def]
+    def command(name: str, text: str) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=text, description=text)
-        sub.set_defaults(function=function)
+        sub.set_defaults(function=getattr(_commands, f"run_{name}"))
         return sub
 
     def asked(sub: argparse.ArgumentParser, ops: Sequence[str]) -> None:
@@ -406,7 +124,6 @@ def _parser() -> argparse.ArgumentParser:
 
     sub = command(
         "demo",
-        _make_demo,
         "The whole job on a picture: does it fit, encode, decode, limits, tiles, predictions, a formula, as a page.",
     )
     sub.add_argument("--weights", metavar="FILE", help="of a VAE (default: made by hand, nothing trained)")
@@ -421,34 +138,35 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument("--progress", action="store_true")
         placed(sub)
 
-    sub = command("decode", _decode, "Latents to pictures.")
+    sub = command("decode", "Latents to pictures.")
     sub.add_argument("latents", metavar="LATENTS", help=".npy, .safetensors, ComfyUI's .latent, .pt or .pth")
     sub.add_argument("--size", type=_size, metavar="HxW", help="crop the pictures to it")
     with_weights(sub, "the latents are as a pipeline holds them")
 
-    sub = command("encode", _encode, "Pictures to latents, as .npy.")
+    sub = command("encode", "Pictures to latents, as .npy.")
     sub.add_argument("images", nargs="+", metavar="IMAGE", help="files that Pillow reads, of one size")
     sub.add_argument("--pad", choices=["reflect", "edge"], help="where the size is no multiple of the latents'")
     sub.add_argument("--sample", type=_count, metavar="SEED", help="draw from the distribution (default: its mean)")
     with_weights(sub, "the latents become as a pipeline holds them")
 
-    sub = command("info", _info, "What a weights file holds, and what each run with it will take.")
+    sub = command("info", "What a weights file holds, and what each run with it will take.")
     sub.add_argument("file", metavar="FILE", help="safetensors, GGUF, or diffusers' directory")
     sub.add_argument("--sizes", nargs="+", type=_size, default=[512, 1024, 2048], metavar="HxW")
     in_numbers(sub)
 
-    sub = command("fits", _fits, "Whether PyTorch has room for images on a card; ends with 1 where it has none.")
+    sub = command("fits", "Whether PyTorch has room for images on a card; ends with 1 where it has none.")
     asked(sub, TILED_OPS)
     on_a_card(sub)
 
-    sub = command("estimate", _estimate, "The engine's memory before a run, without running it.")
+    sub = command("estimate", "The engine's memory before a run, without running it.")
     asked(sub, OPS)
     sub.add_argument("--memory-limit", metavar="SIZE", help="such as '512 MiB', '2 GB' or auto")
     placed(sub)
     formatted(sub, "text", "csv", "json", "markdown")
 
     sub = command(
-        "tradeoff", _tradeoff, "What less memory costs: the engine's plans, from the fastest to the smallest."
+        "tradeoff",
+        "What less memory costs: the engine's plans, from the fastest to the smallest.",
     )
     sub.add_argument("model", help=", ".join(_core.models()))
     sub.add_argument("op", choices=OPS)
@@ -457,7 +175,7 @@ def _parser() -> argparse.ArgumentParser:
     in_numbers(sub)
     formatted(sub, "text", "csv", "json", "markdown")
 
-    sub = command("sweep", _sweep, "Measure the engine's memory and time over models, operations and sizes.")
+    sub = command("sweep", "Measure the engine's memory and time over models, operations and sizes.")
     sub.add_argument("--models", nargs="+", default=["sd15", "sdxl", "flux"], metavar="MODEL")
     sub.add_argument("--ops", nargs="+", default=list(OPS), choices=OPS)
     sub.add_argument("--sizes", nargs="+", type=_size, default=[256, 512, (512, 768)], metavar="HxW")
@@ -468,7 +186,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--csv", metavar="FILE", help="also write the table there")
     formatted(sub, "text", "csv", "json", "markdown")
 
-    sub = command("fit", _fit, "Fit a*H*W*e + b to a table, for each model and operation.")
+    sub = command("fit", "Fit a*H*W*e + b to a table, for each model and operation.")
     sub.add_argument("table", metavar="CSV", help="a table of vaemem's or of the PyTorch benchmark; - reads a pipe")
     sub.add_argument("--target", choices=TARGETS, default="allocated_bytes")
     sub.add_argument("--quantile", type=float, help="a line above this share of the rows (needs SciPy); 1: above all")
@@ -476,7 +194,7 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument(f"--{name}", help=f"only rows of this {name}")
     formatted(sub, "text", "python", "latex", "json")
 
-    sub = command("compare", _compare, "The estimators that people ship beside the rows of a table.")
+    sub = command("compare", "The estimators that people ship beside the rows of a table.")
     sub.add_argument("table", metavar="CSV")
     sub.add_argument("--target", choices=[t for t in TARGETS if t != "seconds"], default="reserved_bytes")
     sub.add_argument("--rows", action="store_true", help="each row, not each model, op and dtype")
@@ -486,19 +204,22 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--sizes", type=_size, nargs="+", metavar="HxW", help="only these sizes")
     formatted(sub, "text", "markdown")
 
-    sub = command("report", _report, "Report on a table: ratios, scaling, constants, advice, published claims checked.")
+    sub = command(
+        "report",
+        "Report on a table: ratios, scaling, constants, advice, published claims checked.",
+    )
     sub.add_argument("table", metavar="CSV")
     sub.add_argument("--out", default="report", help="folder for report.md, report.html and figures (default: report)")
     sub.add_argument("--device", help="where the table does not say it, such as 'RTX 4090'")
     sub.add_argument("--no-plots", action="store_true", help="no figures, which need matplotlib")
 
-    sub = command("predict", _predict, "PyTorch's peak allocated and reserved VRAM, with no GPU and no PyTorch.")
+    sub = command("predict", "PyTorch's peak allocated and reserved VRAM, with no GPU and no PyTorch.")
     asked(sub, TILED_OPS)
     on_a_card(sub)
     sub.add_argument("--tensors", type=_count, default=6, help="how many of the peak's tensors to show (default: 6)")
     formatted(sub, "text", "csv", "json", "markdown")
 
-    sub = command("largest", _largest, "The largest image that PyTorch has room for on a card, and its prediction.")
+    sub = command("largest", "The largest image that PyTorch has room for on a card, and its prediction.")
     sub.add_argument("model", help=", ".join(_core.models()))
     sub.add_argument("op", choices=TILED_OPS)
     sub.add_argument("--batch", type=_count, default=1)
@@ -522,7 +243,10 @@ def _parser() -> argparse.ArgumentParser:
             help="the type of a component's weights, or a file of them, such as transformer=Q8_0; may come again",
         )  # fmt: skip
 
-    sub = command("pipeline", _pipeline, "What a whole pipeline takes of a card, phase by phase; 1 if it does not fit.")
+    sub = command(
+        "pipeline",
+        "What a whole pipeline takes of a card, phase by phase; 1 if it does not fit.",
+    )
     of_a_pipeline(sub)
     sub.add_argument("--runtime", choices=PREDICTED_RUNTIMES, default="diffusers")
     sub.add_argument("--gpu", default="RTX 4090", help="a card (default: RTX 4090)")
@@ -536,7 +260,7 @@ def _parser() -> argparse.ArgumentParser:
     card_and_software(sub, "2.7.1+cu128")
     formatted(sub, "text", "csv", "json", "markdown")
 
-    sub = command("plan", _plan, "Every way of running a pipeline: which fit, how long they take, which to take.")
+    sub = command("plan", "Every way of running a pipeline: which fit, how long they take, which to take.")
     of_a_pipeline(sub)
     sub.add_argument("--runtime", choices=PLANNED_RUNTIMES, default="diffusers")
     sub.add_argument("--gpu", help="a card; without one its --memory, and seconds only where some were --measured")
@@ -554,7 +278,10 @@ def _parser() -> argparse.ArgumentParser:
     card_and_software(sub, "2.7.1+cu128")
     formatted(sub, "text", "csv", "json", "markdown")
 
-    sub = command("bound", _bound, "Formulas that ComfyUI and InvokeAI can paste: above every prediction of a domain.")
+    sub = command(
+        "bound",
+        "Formulas that ComfyUI and InvokeAI can paste: above every prediction of a domain.",
+    )
     sub.add_argument("application", choices=APPLICATIONS)
     sub.add_argument("--models", nargs="+", metavar="MODEL", help="sd15, sdxl, flux (default: all)")
     sub.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
@@ -566,14 +293,15 @@ def _parser() -> argparse.ArgumentParser:
     card_and_software(sub, "every cuDNN that is known")
     formatted(sub, "text", "python")
 
-    sub = command("reproduce", _reproduce, "The published PyTorch benchmark, row by row: measured, predicted, error.")
+    sub = command("reproduce", "The published PyTorch benchmark, row by row: measured, predicted, error.")
     sub.add_argument("table", nargs="?", metavar="CSV", help="by default the copy that comes with vaemem")
     sub.add_argument("--csv", metavar="FILE", help="also write measured and predicted there")
     sub.add_argument("--plan", action="store_true", help="instead: eight published ways to fit a 12 GB card, and ours")
     sub.add_argument("--equation", action="store_true", help="instead: a published equation for SD 1.5, term by term")
 
     sub = command(
-        "backends", _backends, "The instruction sets and GPUs that the engine has kernels for, and which it uses here."
+        "backends",
+        "The instruction sets and GPUs that the engine has kernels for, and which it uses here.",
     )
     in_numbers(sub)
     return parser

@@ -1,0 +1,280 @@
+"""What each command does: of parsed arguments, to what is printed or written."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import sys
+import warnings
+from typing import Any
+
+import numpy as np
+
+from vaemem import (
+    VAE,
+    _core,
+    _demo,
+    backends,
+    bound,
+    compare,
+    fit,
+    plan_pipeline,
+    predict,
+    predict_largest,
+    predict_pipeline,
+    report,
+    sweep,
+)
+from vaemem._common import ELEMENT_BYTES, MIB, OPS, choose, mib, need, render
+from vaemem.engine import latents, layouts, weights
+from vaemem.engine.arguments import open_device
+from vaemem.prediction import reproduce
+from vaemem.tables.table import Table
+
+
+def _check_writable(path: str) -> None:
+    """Raises OSError now, not after an hour of runs. Leaves the file as it was."""
+    path = os.path.realpath(path)
+    new = not os.path.exists(path)
+    open(path, "a").close()
+    if new:
+        os.unlink(path)
+
+
+def _table(path: str, **missing: Any) -> Table:
+    """Of a CSV file, or of what is piped in: '-'."""
+    return Table.from_csv(sys.stdin if path == "-" else path, **missing)
+
+
+def _print(result: Any, form: str) -> None:
+    text = str(result) if form == "text" else getattr(result, f"to_{form}")()
+    print(text.rstrip("\n"))
+
+
+def run_demo(args: argparse.Namespace) -> None:
+    _demo.run(args.out, args.weights)
+
+
+def run_estimate(args: argparse.Namespace) -> None:
+    estimates = sweep(
+        args.model, args.op, args.sizes, args.dtype, device=args.device, batch=args.batch, measure=False,
+        memory_limit=args.memory_limit, precision=args.precision,
+    )  # fmt: skip
+    _print(estimates, args.format)
+    if args.format == "text":
+        print("\nBeside the weights, in T = 128 * height * width * bytes of a number, one full-size activation:")
+        for row in estimates:
+            full = 128 * row["height"] * row["width"] * row["batch"] * ELEMENT_BYTES[row["dtype"]]
+            print(f"  {row['op']} {row['height']}x{row['width']}: {row['allocated_bytes'] / full:.2f} T")
+
+
+def run_tradeoff(args: argparse.Namespace) -> None:
+    from vaemem.tables.sweep import tradeoff
+
+    rows = [
+        row
+        for h, w in args.sizes
+        for row in tradeoff(args.model, args.op, h, w, args.batch, args.dtype, args.precision)
+    ]
+    _print(Table(rows), args.format)
+
+
+def run_sweep(args: argparse.Namespace) -> None:
+    if args.csv:
+        _check_writable(args.csv)
+    ended: BaseException | None = None
+    try:
+        table = sweep(
+            args.models, args.ops, args.sizes, args.dtype, device=args.device, batch=args.batch, repeats=args.repeats,
+            precision=args.precision, measure=not args.estimate,
+            progress=sys.stderr.isatty() and importlib.util.find_spec("tqdm") is not None,
+        )  # fmt: skip
+    except BaseException as error:
+        table, ended = getattr(error, "table", Table()), error
+    if len(table):
+        try:
+            if args.csv:
+                table.to_csv(args.csv)
+        finally:
+            _print(table, args.format)
+    if ended:
+        raise ended
+
+
+def run_fit(args: argparse.Namespace) -> None:
+    table = _table(args.table)
+    equals = {name: value for name in ("model", "op", "dtype", "source") if (value := getattr(args, name))}
+    if not len(chosen := table.filter(**equals)):
+        raise ValueError(f"{args.table}: no row has {', '.join(f'{n}={v}' for n, v in equals.items()) or 'anything'}")
+    formulas = fit(chosen, args.target, args.quantile)
+    print(str(formulas) if args.format == "text" else getattr(formulas, args.format)())
+
+
+def run_compare(args: argparse.Namespace) -> None:
+    table = _table(args.table)
+    if args.sizes:
+        table = Table([row for row in table if (row["height"], row["width"]) in args.sizes])
+    estimators = [predict, "comfyui", "invokeai"] if args.predict else None
+    comparison = compare(table, estimators, target=args.target)
+    print(comparison.text(rows=args.rows, markdown=args.format == "markdown"))
+
+
+def run_report(args: argparse.Namespace) -> None:
+    missing = {"device": args.device} if args.device else {}
+    for file in report(_table(args.table, **missing), plots=not args.no_plots).save(args.out):
+        print(file)
+
+
+def _loaded(args: argparse.Namespace, parts: str) -> VAE:
+    numbers = {"device": args.device, "dtype": args.dtype, "precision": args.precision}
+    vae = VAE.load(args.weights, args.model, parts=parts, **numbers)
+    if vae.rounded:
+        said = f"{len(vae.rounded)} tensors of the weights are rounded to {vae.dtype}"
+        print(f"vaemem {args.command}: {said}", file=sys.stderr)
+    return vae
+
+
+def run_decode(args: argparse.Namespace) -> None:
+    z = latents.read(args.latents)
+    stem, suffix = os.path.splitext(args.out)
+    known = need("PIL.Image", "decode").registered_extensions()
+    if suffix.lower() not in known:
+        raise ValueError(f"--out: want a name that ends in one of {' '.join(sorted(known))}, got {args.out!r}")
+    _check_writable(args.out)
+    with _loaded(args, "decoder") as vae:
+        pictures = vae.decode(z, args.scaled, "pil", args.progress, memory_limit=args.memory_limit, size=args.size)
+        for i, picture in enumerate(pictures):
+            name = args.out if len(pictures) == 1 else f"{stem}-{i}{suffix}"
+            picture.save(name)
+            print(name)
+        print(vae.last_run)
+
+
+def run_encode(args: argparse.Namespace) -> None:
+    if not args.out.endswith(".npy"):
+        raise ValueError(f"--out: want a name that ends in .npy, got {args.out!r}")
+    _check_writable(args.out)
+    with _loaded(args, "encoder") as vae:
+        encoded = vae.encode(args.images, args.scaled, args.progress, memory_limit=args.memory_limit, pad=args.pad)
+        np.save(args.out, encoded.mode() if args.sample is None else encoded.sample(args.sample))
+        print(args.out, vae.last_run, sep="\n")
+
+
+def _bare(arch: layouts.Arch, dtype: str, precision: str) -> VAE:
+    """On the CPU, without weights: for what its plans say."""
+    _, where = open_device("cpu", dtype, precision, autotune=False, convolution="cudnn")
+    return VAE(_core.Model(arch, **where))
+
+
+def run_info(args: argparse.Namespace) -> None:
+    found = weights.look(args.file)
+    vae, config = _bare(found.arch, args.dtype, args.precision), layouts.config_of(found.arch)
+    print(f"{found.file}: {found.layout} layout, {found.tensors} tensors of {', '.join(found.dtypes)}")
+    print(f"model {vae.model}, {vae.parameters:,} parameters, {mib(os.path.getsize(found.file))} MiB on disk")
+    print("; ".join(f"{name} {value}" for name, value in config.items() if not name.endswith("_block_types")))
+    print(sweep(vae, OPS, args.sizes, measure=False))
+
+
+def run_fits(args: argparse.Namespace) -> int:
+    """0 where all sizes fit, 1 where one does not."""
+    found = [predict(args.model, args.op, h, w, args.dtype, args.batch, **_where(args)) for h, w in args.sizes]
+    for p in found:
+        print(f"{p.height}x{p.width} {'fits' if p.fits else 'does not fit'}: {p}")
+    return 0 if all(p.fits for p in found) else 1
+
+
+def _where(args: argparse.Namespace) -> dict[str, Any]:
+    """What `predict` and `predict_largest` are told of the card and the software on it."""
+    return {
+        "gpu": args.gpu, "memory": args.memory, "used": args.used, "cudnn_version": args.cudnn,
+        "torch_version": args.torch, "runtime": args.runtime, "protocol": args.protocol, "tile": args.tile,
+        "channels_last": args.channels_last, "allow_tf32": not args.no_tf32, "cudnn_benchmark": args.cudnn_benchmark,
+        "allocator": args.allocator,
+    }  # fmt: skip
+
+
+def run_largest(args: argparse.Namespace) -> None:
+    if args.engine:
+        choose("model", args.model, _core.models())
+        vae = _bare(_core.models()[args.model], args.dtype or "float32", args.precision)
+        height, width = vae.largest(args.op, args.engine, args.aspect, args.batch)
+        print(f"{height}x{width}", vae.estimate(args.op, height, width, args.batch, memory_limit=args.engine), sep="\n")
+        return
+    dtype = args.dtype or "float16"
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        height, width = predict_largest(args.model, args.op, dtype, args.batch, aspect=args.aspect, **_where(args))
+    print(predict(args.model, args.op, height, width, dtype, args.batch, **_where(args)))
+    for warning in said:
+        print(f"vaemem largest: {warning.message}", file=sys.stderr)
+
+
+def run_predict(args: argparse.Namespace) -> None:
+    where = _where(args)
+    if args.format != "text":
+        table = sweep(args.model, args.op, args.sizes, args.dtype, source="predicted", batch=args.batch, **where)
+        return _print(table, args.format)
+    for height, width in args.sizes:
+        prediction = predict(args.model, args.op, height, width, args.dtype, args.batch, **where)
+        print(prediction)
+        print(f"  workspaces: {prediction.workspace_source}")
+        for tensor in prediction.peak_tensors[: args.tensors]:
+            print(f"  {tensor.bytes / MIB:10.2f} MiB  {tensor.name}")
+
+
+def run_pipeline(args: argparse.Namespace) -> int:
+    """0 where it fits, 1 where it does not."""
+    given = {
+        "prompt_tokens": args.tokens, "guidance": not args.no_guidance, "dtype": args.dtype,
+        "components": dict(args.component), "offload": args.offload, "vae": args.vae,
+        "vae_memory_limit": args.vae_memory_limit, "image": args.image, "steps": args.steps, "gpu": args.gpu,
+        "memory": args.memory, "used": args.used, "cudnn_version": args.cudnn, "torch_version": args.torch,
+        "runtime": args.runtime,
+    }  # fmt: skip
+    height, width = args.size
+    prediction = predict_pipeline(args.pipeline, height, width, args.batch, **given)
+    _print(prediction, args.format)
+    return 0 if prediction.fits else 1
+
+
+def run_plan(args: argparse.Namespace) -> int:
+    """0 where a way fits, 1 where none does."""
+    given = {
+        "memory": args.memory, "host_memory": args.host_memory, "gpu": args.gpu, "runtime": args.runtime,
+        "prompt_tokens": args.tokens, "guidance": not args.no_guidance, "image": args.image, "steps": args.steps,
+        "dtype": args.dtype,
+        "components": dict(args.component), "used": args.used, "calibrate": dict(args.measured),
+        "time_limit": args.time_limit, "link": args.link, "cpu": args.cpu, "cores": args.cores,
+        "torch_version": args.torch, "cudnn_version": args.cudnn, "flash": args.flash, "cache_limit": args.cache_limit,
+    }  # fmt: skip
+    height, width = args.size
+    plan = plan_pipeline(args.pipeline, height, width, args.batch, **given)
+    _print(plan, args.format)
+    return 0 if plan.recommended else 1
+
+
+def run_bound(args: argparse.Namespace) -> None:
+    found = bound(
+        args.application, args.models, args.dtypes, gpu=args.gpu, memory=args.memory, cudnn_version=args.cudnn,
+        torch_version=args.torch, sides=args.sides,
+    )  # fmt: skip
+    print(found if args.format == "text" else found.python().rstrip("\n"))
+
+
+def run_reproduce(args: argparse.Namespace) -> None:
+    if args.plan or args.equation:
+        from vaemem.pipelines import published
+
+        if args.table or args.csv:
+            raise ValueError("--plan, --equation: want neither a table nor --csv beside them")
+        print("\n\n".join([published.reproduce_plan()] * args.plan + [published.judge_text()] * args.equation))
+        return
+    if args.csv:
+        _check_writable(args.csv)
+    reproduce.run(args.table, args.csv)
+
+
+def run_backends(args: argparse.Namespace) -> None:
+    rows = backends(args.dtype, args.precision)
+    print(render(rows[0], [[str(value) for value in row.values()] for row in rows]))
