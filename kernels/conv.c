@@ -203,9 +203,9 @@ static void filter_row(float row[VM_BLOCK], const job *j, const vm_filter *f, si
         vm_filter_row(row, f, block, i, tap);
         return;
     }
-    /* of three taps in a row, 0 | 1 2 fall on the two pixels of the nearer output, 0 1 | 2 on those of the farther */
-    const size_t down = phase / 2, right = phase % 2, y = tap / 2, x = tap % 2;
-    const size_t y0 = y ? down + 1 : 0, y1 = y ? 2 : down, x0 = x ? right + 1 : 0, x1 = x ? 2 : right;
+    size_t y0, y1, x0, x1;
+    vm_folded_taps(phase / 2, tap / 2, &y0, &y1);
+    vm_folded_taps(phase % 2, tap % 2, &x0, &x1);
     memset(row, 0, VM_BLOCK * sizeof *row);
     for (size_t a = y0; a <= y1; a++)
         for (size_t b = x0; b <= x1; b++) {

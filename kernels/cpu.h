@@ -63,7 +63,8 @@ typedef struct vm_products {
     size_t rows;  /* of a direct convolution's tiles: more where loading their halo would take as long as multiplying */
     size_t steps; /* of a sum, best made in one call: VM_STEPS, or more than any has */
     void (*gemm)(const vm_gemm *g);
-    /* What pairs are made of: bfloat16, [pixel][32] of which these are 16; rest: what was rounded off, likewise, or NULL. */
+    /* What pairs are made of: bfloat16, [pixel][32] of which these are 16; rest: what was rounded off, likewise, or NULL.
+     * Floats have none: vm_cpu_ops.load is theirs. */
     void (*load)(uint16_t *y, uint16_t *rest, const vm_source *from);
     /* `rounds` rounds of independent multiply-adds on registers alone: the floor that benchmarks
      * measure against. Returns the floating-point operations done; *sink keeps them from being dropped. */

@@ -37,14 +37,6 @@ size_t vm_packed_bytes(vm_dtype dtype, const vm_weight *w) {
                       vm_dtype_bytes(dtype));
 }
 
-static float put(vm_dtype dtype, void *to, size_t at, float value) {
-    if (dtype == VM_F32)
-        ((float *)to)[at] = value;
-    else
-        ((uint16_t *)to)[at] = dtype == VM_BF16 ? vm_to_bfloat16(value) : vm_to_float16(value);
-    return vm_element(dtype, to, at);
-}
-
 vm_status vm_pack(vm_dtype dtype, const vm_weight *w, void *to, vm_dtype from, const void *data, bool *rounded) {
     dtype = packed_dtype(dtype, w);
     const layout l = layout_of(dtype, w->in);
@@ -56,7 +48,8 @@ vm_status vm_pack(vm_dtype dtype, const vm_weight *w, void *to, vm_dtype from, c
             for (size_t tap = 0; tap < taps; tap++) {
                 const float value = vm_element(from, data, n++);
                 const size_t at = packed_at(&l, taps, o / VM_BLOCK, i, tap) + o % VM_BLOCK * l.each;
-                const float kept = put(dtype, to, at, value);
+                vm_set_element(dtype, to, at, value);
+                const float kept = vm_element(dtype, to, at);
                 exact &= kept == value || (kept != kept && value != value);
                 fits &= isfinite(kept) || !isfinite(value);
             }

@@ -138,6 +138,21 @@ static inline uint16_t vm_to_float16(float value) {
     return (uint16_t)(sign | (size - 0x38000000 + 0xfff + (size >> 13 & 1)) >> 13);
 }
 
+/* The other way: value, rounded to the array's type. */
+static inline void vm_set_element(vm_dtype dtype, void *data, size_t i, float value) {
+    if (dtype == VM_F32)
+        ((float *)data)[i] = value;
+    else
+        ((uint16_t *)data)[i] = dtype == VM_BF16 ? vm_to_bfloat16(value) : vm_to_float16(value);
+}
+
+/* After nearest 2x, a 3x3 convolution is four 2x2 ones, for each parity of the output's row and of its column (`phase`): which
+ * of three taps in a row, first to last, fall on their tap 0 or 1. 0 | 1 2 for the even outputs, 0 1 | 2 for the odd. */
+static inline void vm_folded_taps(size_t phase, size_t tap, size_t *first, size_t *last) {
+    *first = tap ? phase + 1 : 0;
+    *last = tap ? 2 : phase;
+}
+
 /* ---- the pass ---- */
 
 typedef enum vm_pass_kind { VM_PASS_CONV, VM_PASS_ATTENTION } vm_pass_kind;

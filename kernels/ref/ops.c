@@ -80,10 +80,7 @@ static bool store_rows(void *y, vm_dtype dtype, const float *x, size_t pixels, f
     for (size_t i = 0; i < pixels * L; i++) {
         float v = x[i] * factor;
         if (add) v += vm_element(dtype, add, i);
-        if (dtype == VM_F32)
-            ((float *)y)[i] = v;
-        else
-            ((uint16_t *)y)[i] = dtype == VM_BF16 ? vm_to_bfloat16(v) : vm_to_float16(v);
+        vm_set_element(dtype, y, i, v);
         finite &= isfinite(vm_element(dtype, y, i)) != 0;
     }
     return finite;
