@@ -8,6 +8,8 @@
  *
  * A norm on load wants the sums of all of its input first. Where that is streamed, the chain runs in rounds: as far as
  * that tensor, whose rows are only measured; then again from the beginning, with the sums known. */
+#include <string.h>
+
 #include "vm.h"
 
 size_t vm_stage_made(const vm_stage *s, size_t k) { return VM_MIN(k * s->cut.out_rows, s->y_rows); }
@@ -43,6 +45,8 @@ size_t vm_chain_stages(const vm_plan *plan, int first, int last, vm_stage *stage
     return (size_t)(last - first + 1);
 }
 
+static bool reads(const vm_stage *s, size_t i) { return s->active && (s->x == (int)i || s->add == (int)i); }
+
 bool vm_chain_round(const vm_plan *plan, int first, vm_stage *stage, size_t stages, size_t round, int *target) {
     size_t found = 0;
     *target = VM_NONE;
@@ -55,36 +59,31 @@ bool vm_chain_round(const vm_plan *plan, int first, vm_stage *stage, size_t stag
     if (*target == VM_NONE && round > found) return false;
     for (size_t i = 0; i < stages; i++) {
         stage[i].done = stage[i].now = 0;
+        stage[i].read = false;
         stage[i].active = *target == VM_NONE || (int)i == *target;
     }
     for (size_t i = stages; *target != VM_NONE && i-- > 0;) /* and what the target is made of */
-        for (size_t j = i + 1; j < stages; j++)
-            stage[i].active |= stage[j].active && (stage[j].x == (int)i || stage[j].add == (int)i);
+        for (size_t j = i + 1; j < stages; j++) stage[i].active |= reads(&stage[j], i);
+    for (size_t i = 0; i < stages; i++)
+        for (size_t j = i + 1; j < stages; j++) stage[i].read |= reads(&stage[j], i);
     return true;
-}
-
-static bool is_read(const vm_stage *stage, size_t stages, size_t i) {
-    for (size_t j = i + 1; j < stages; j++)
-        if (stage[j].active && (stage[j].x == (int)i || stage[j].add == (int)i)) return true;
-    return false;
 }
 
 /* Rows of stage i's output that the others wait for. Those that nobody in the chain reads keep together, so that they may
  * lie over what they are made from. */
 static size_t wanted_rows(const vm_stage *stage, size_t stages, size_t i) {
     size_t wanted = 0, lowest = SIZE_MAX, reach = 0;
-    const bool read = is_read(stage, stages, i);
     for (size_t j = 0; j < stages; j++) {
         const vm_stage *s = &stage[j];
         if (!s->active || s->done == s->cut.rows) continue;
         const size_t next = s->done + s->ahead * s->each - 1;
         if (s->x == (int)i) wanted = VM_MAX(wanted, reads_to(s, next));
         if (s->add == (int)i) wanted = VM_MAX(wanted, vm_stage_made(s, next + 1));
-        if (read || is_read(stage, stages, j)) continue;
+        if (stage[i].read || s->read) continue;
         lowest = VM_MIN(lowest, vm_stage_made(s, s->done));
         reach = VM_MAX(reach, s->each * s->cut.out_rows);
     }
-    return read ? wanted : lowest + reach;
+    return stage[i].read ? wanted : lowest + reach;
 }
 
 static bool ready(const vm_stage *stage, const vm_stage *s, size_t k) {
@@ -106,6 +105,46 @@ bool vm_chain_step(vm_stage *stage, size_t stages) {
         more |= s->now > 0;
     }
     return more;
+}
+
+static size_t next(const vm_stage *s) { return s->done + s->now; }
+
+/* Whether each stage is where it was at the mark, only further down, as far as its neighbours are. */
+static bool moved_alike(const vm_stage *mark, const vm_stage *stage, size_t stages) {
+    size_t stored = 0; /* rows that those have moved that nobody in the chain reads */
+    for (size_t i = 0; i < stages; i++) {
+        const vm_stage *s = &stage[i];
+        if (!s->active) continue;
+        const size_t by = next(s) - next(&mark[i]), made = by * s->cut.out_rows;
+        if (!by || mark[i].done * s->cut.in_step < s->cut.pad)
+            return false; /* above the image there are no rows to read */
+        if (s->x != VM_NONE &&
+            by * s->cut.in_step != (next(&stage[s->x]) - next(&mark[s->x])) * stage[s->x].cut.out_rows)
+            return false;
+        if (s->add != VM_NONE && made != (next(&stage[s->add]) - next(&mark[s->add])) * stage[s->add].cut.out_rows)
+            return false;
+        if (s->read) continue;
+        if (stored && made != stored) return false;
+        stored = made;
+    }
+    return true;
+}
+
+void vm_chain_skip(vm_repeats *seen, vm_stage *stage, size_t stages) {
+    if (seen->steps && moved_alike(seen->mark, stage, stages)) {
+        size_t times = SIZE_MAX; /* so often that each stage has one repeat left before it sees the image's end */
+        for (size_t i = 0; i < stages; i++) {
+            const vm_stage *s = &stage[i];
+            const size_t by = next(s) - next(&seen->mark[i]);
+            const size_t kept = next(s) + by + (s->ahead + 1) * s->each + s->cut.in_rows / s->cut.in_step + 1;
+            if (s->active) times = VM_MIN(times, s->cut.rows > kept ? (s->cut.rows - kept) / by : 0);
+        }
+        for (size_t i = 0; i < stages; i++)
+            if (stage[i].active) stage[i].done += times * (next(&stage[i]) - next(&seen->mark[i]));
+    }
+    if (!(seen->steps & (seen->steps - 1)))
+        memcpy(seen->mark, stage, stages * sizeof *stage); /* at 0, 1, 2, 4, 8 ... */
+    seen->steps++;
 }
 
 size_t vm_chain_at_once(const vm_plan *plan, int first, int last, int node) {

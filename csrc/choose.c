@@ -173,9 +173,8 @@ static vm_status by_stripes(const vm_model *m, vm_plan *plan) {
 }
 
 vm_status vm_plan_choose(const vm_model *m, vm_plan *plan) {
-    enum { TALLEST = 1 << 16 /* rows: the schedule of a chain is walked to know its memory */ };
     const size_t n = plan->steps;
-    plan->whole = !plan->ask.backend->prepare || plan->ask.height > TALLEST;
+    plan->whole = !plan->ask.backend->prepare;
     plan->chains = n;
     for (size_t i = 0; i < n; i++) plan->chain[i] = (vm_chain){.first = (int)i, .last = (int)i};
     if (plan->whole) return by_stripes(m, plan);

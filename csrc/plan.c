@@ -160,7 +160,8 @@ static ptrdiff_t shift_of(const vm_plan *plan, const vm_chain *c, int piece, con
     ptrdiff_t shift = PTRDIFF_MAX;
     int target;
     for (size_t round = 0; vm_chain_round(plan, c->first, stage, stages, round, &target); round++)
-        while (target == VM_NONE && vm_chain_step(stage, stages)) {
+        for (vm_repeats seen = {.steps = 0}; target == VM_NONE && vm_chain_step(stage, stages);
+             vm_chain_skip(&seen, stage, stages)) {
             size_t read = plan->piece[piece].bytes, written = 0;
             for (int from = 0; from < c->first; from++)
                 for (size_t i = 0; plan->step[from].y == piece && i < stages; i++) {
@@ -188,7 +189,8 @@ void vm_plan_ring_rows(const vm_plan *plan, int first, int last, size_t *rows, s
     int target;
     memset(rows, 0, stages * sizeof *rows);
     for (size_t round = 0; vm_chain_round(plan, first, stage, stages, round, &target); round++)
-        for (size_t step = 0; step < most_steps && vm_chain_step(stage, stages); step++)
+        for (vm_repeats seen = {.steps = 0}; seen.steps < most_steps && vm_chain_step(stage, stages);
+             vm_chain_skip(&seen, stage, stages))
             for (size_t i = 0; i < stages; i++) {
                 size_t from = SIZE_MAX;
                 for (size_t j = i + 1; j < stages; j++)

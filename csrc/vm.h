@@ -178,7 +178,7 @@ typedef struct vm_stage {
     size_t x_rows, y_rows; /* of its tensors */
     int x, add;            /* stages that make them, VM_NONE where they are there from the beginning */
     size_t each, ahead;    /* rows of tiles in one step, at most, and steps whose input may be made beforehand */
-    bool active;           /* in this round */
+    bool active, read;     /* in this round; and by another stage */
     size_t done, now;      /* rows of tiles: before this step, and in it */
 } vm_stage;
 
@@ -200,6 +200,14 @@ size_t vm_chain_stages(const struct vm_plan *plan, int first, int last, vm_stage
 bool vm_chain_round(const struct vm_plan *plan, int first, vm_stage *stage, size_t stages, size_t round, int *target);
 /* Fills now: every stage whose input is ready, and whose rows somebody waits for. false when the round is done. */
 bool vm_chain_step(vm_stage *stage, size_t stages);
+/* How a round looked some steps ago, for who walks one to know its memory: a schedule soon repeats itself. */
+typedef struct vm_repeats {
+    vm_stage mark[VM_CHAIN];
+    size_t steps;
+} vm_repeats;
+/* After a step that was looked at: where the steps from the mark on would only be repeated further down the image, goes on
+ * behind all repeats but the last. Begin with zeros. */
+void vm_chain_skip(vm_repeats *seen, vm_stage *stage, size_t stages);
 /* Rows of a node's tiles that are at work at the same time, at most. */
 size_t vm_chain_at_once(const struct vm_plan *plan, int first, int last, int node);
 /* Rows of its output that a stage has made, and the first row of its input that it still reads from row `k` of tiles on. */

@@ -98,7 +98,8 @@ def fuzz(target: str, seconds: int, seed: int, folder: Path, programs: dict[str,
     if guided:
         grown = folder / "corpus" / target  # what covers new code, kept for the next time
         grown.mkdir(parents=True, exist_ok=True)
-        command = [programs[target], f"-max_total_time={seconds}", f"-seed={seed or 1}", "-max_len=1024", "-timeout=20"]
+        command = [programs[target], f"-max_total_time={seconds}", f"-seed={seed or 1}", "-max_len=1024"]
+        command += ["-timeout=100"]  # an input that does not end; the longest takes 7 s where nothing else runs
         command += [f"-exact_artifact_path={last}", "-print_final_stats=1", grown]
         command += [HERE / "corpus" / target] if files else []
     elif target in IN_C:
