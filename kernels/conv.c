@@ -26,11 +26,11 @@ enum {
 };
 
 static vm_grid make_grid(const vm_cpu *cpu, const vm_pass *p) {
-    vm_grid g = vm_grid_of(p, p->up ? 2 : 1);
+    vm_grid g = vm_grid_of(p, p->up ? 2 : 1, p->up ? 2 : 1);
     const size_t columns = (g.width + TILE_WIDTH - 1) / TILE_WIDTH, tile_w = (g.width + columns - 1) / columns;
-    const size_t row_bytes = (tile_w * g.step + g.overlap) * vm_planes(cpu, p->x.c) * VM_BLOCK * sizeof(float);
+    const size_t row_bytes = (tile_w * g.step_w + g.overlap) * vm_planes(cpu, p->x.c) * VM_BLOCK * sizeof(float);
     const size_t fit = TILE_BYTES / row_bytes, share = g.height * columns / TILES_WANTED;
-    const size_t cached = fit > g.overlap ? (fit - g.overlap) / g.step : 1;
+    const size_t cached = fit > g.overlap ? (fit - g.overlap) / g.step_h : 1;
     vm_grid_cut(&g, VM_MIN(VM_MIN(cached, share), cpu->products->rows), tile_w);
     return g;
 }
@@ -74,8 +74,9 @@ static layout make_layout(const vm_cpu *cpu, const vm_pass *p, const vm_grid *g,
     l.filters = vm_put_bytes(
         &l.prepared, as_packed(cpu, p) ? 0 : VM_PRODUCT(l.phases, VM_BLOCKS(p->y.c), l.w_block, number), VM_ALIGN);
     vm_put_bytes(&l.scratch, VM_PRODUCT(vm_planes(cpu, p->x.c), g->input_h, g->input_w, block), VM_ALIGN);
-    l.y = vm_put_bytes(
-        &l.scratch, vm_in_place(cpu, p) ? 0 : VM_PRODUCT(2, g->tile_h, g->cell, g->tile_w, g->cell, block), VM_ALIGN);
+    l.y = vm_put_bytes(&l.scratch,
+                       vm_in_place(cpu, p) ? 0 : VM_PRODUCT(2, g->tile_h, g->cell_h, g->tile_w, g->cell_w, block),
+                       VM_ALIGN);
     return l;
 }
 
@@ -119,7 +120,7 @@ static void multiply_row(const job *j, const tile *t, size_t block, size_t block
     const vm_pass *p = j->work.pass;
     const layout *l = &j->l;
     const vm_products *products = j->work.cpu->products;
-    const size_t s = j->g.step, cell = j->g.cell, down = phase / 2, right = phase % 2;
+    const size_t s = j->g.step_w, cell = j->g.cell_w, down = phase / 2, right = phase % 2;
     const size_t groups = (t->at.w + products->max_pixels - 1) / products->max_pixels;
     for (size_t i = 0; i < groups; i++) {
         const size_t from = t->at.w * i / groups, y = row * cell + down, x = from * cell + right;

@@ -30,16 +30,16 @@ typedef struct vm_gemm {
     ptrdiff_t y_pixel, y_block;
 } vm_gemm;
 
-/* Winograd's way to a 3x3 convolution: side*side numbers f = side*row + column stand for a tile of 2x2 output pixels.
- * In: one channel block, `tiles` tiles side by side; v[f*v_step + t*16 + l] from x[row*x_row + column*16 + l], tile t's
- * input of side*side pixels beginning at column 2t, or t after nearest 2x. Weights: [9][n] to u[f*u_step + i]. Out: from
- * m[f*m_step + t*16 + l] the pixels y[row*y_row + column*16 + l], row < rows <= 2, column < width <= 2*tiles, plus bias
- * and, where not NULL, add (which may be y). */
+/* Winograd's way to a 3x3 convolution: rows*columns numbers f = columns*row + column stand for a tile of height*width output
+ * pixels. In: one channel block, `tiles` tiles side by side; v[f*v_step + t*16 + l] from x[row*x_row + column*16 + l], tile
+ * t's input of rows*columns pixels beginning at column width*t, or t after nearest 2x. Weights: [9][n] to u[f*u_step + i].
+ * Out: from m[f*m_step + t*16 + l] the pixels y[row*y_row + column*16 + l], row < y_rows <= height, column < y_width <=
+ * width*tiles, plus bias and, where not NULL, add (which may be y). */
 typedef struct vm_transforms {
-    size_t side;
+    size_t rows, columns, height, width;
     void (*in)(float *v, size_t v_step, const float *x, size_t x_row, size_t tiles);
     void (*weights)(float *u, size_t u_step, const float *w, size_t n);
-    void (*out)(float *y, size_t y_row, const float *m, size_t m_step, size_t rows, size_t width, const float *bias,
+    void (*out)(float *y, size_t y_row, const float *m, size_t m_step, size_t y_rows, size_t y_width, const float *bias,
                 const float *add, size_t add_row);
 } vm_transforms;
 
@@ -133,10 +133,11 @@ typedef struct vm_work {
 size_t vm_work_bytes(const vm_pass *pass, const vm_cut *cut, size_t at_once);
 vm_work vm_work_begin(const vm_cpu *cpu, const vm_pass *pass, const vm_operands *at, const vm_cut *cut, void *to);
 
-/* The output in cells: its pixels, or squares of 2x2 where a method computes these at once. */
+/* The output in cells: its pixels, or rectangles of them where a method computes these at once. */
 typedef struct vm_grid {
-    size_t cell;               /* output pixels along a cell's side */
-    size_t step, overlap, pad; /* input pixels from cell to cell, beyond the last cell's, and above the first's */
+    size_t cell_h, cell_w;     /* output pixels of a cell */
+    size_t step_h, step_w;     /* input pixels from cell to cell */
+    size_t overlap, pad;       /* and beyond the last cell's, and above the first's */
     size_t height, width;      /* of the output */
     size_t tile_h, tile_w;     /* of a full tile */
     size_t rows, columns;      /* of tiles */
@@ -154,7 +155,7 @@ typedef struct vm_box {
 } vm_box;
 
 /* Without tiles yet. */
-vm_grid vm_grid_of(const vm_pass *pass, size_t cell);
+vm_grid vm_grid_of(const vm_pass *pass, size_t cell_h, size_t cell_w);
 void vm_grid_cut(vm_grid *grid, size_t tile_h, size_t tile_w);
 vm_tile vm_grid_tile(const vm_grid *grid, size_t task);
 vm_box vm_tile_input(const vm_grid *grid, const vm_tile *tile);

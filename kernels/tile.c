@@ -47,14 +47,16 @@ vm_work vm_work_begin(const vm_cpu *cpu, const vm_pass *pass, const vm_operands 
     return w;
 }
 
-vm_grid vm_grid_of(const vm_pass *pass, size_t cell) {
+vm_grid vm_grid_of(const vm_pass *pass, size_t cell_h, size_t cell_w) {
     const size_t k = (size_t)pass->ksize, stride = (size_t)pass->stride;
-    return (vm_grid){.cell = cell,
-                     .step = pass->up ? 1 : cell * stride,
+    return (vm_grid){.cell_h = cell_h,
+                     .cell_w = cell_w,
+                     .step_h = pass->up ? cell_h / 2 : cell_h * stride,
+                     .step_w = pass->up ? cell_w / 2 : cell_w * stride,
                      .overlap = k - stride,
                      .pad = stride == 1 ? k / 2 : 0,
-                     .height = (pass->y.h + cell - 1) / cell,
-                     .width = (pass->y.w + cell - 1) / cell,
+                     .height = (pass->y.h + cell_h - 1) / cell_h,
+                     .width = (pass->y.w + cell_w - 1) / cell_w,
                      .output_h = pass->y.h,
                      .output_w = pass->y.w};
 }
@@ -64,8 +66,8 @@ void vm_grid_cut(vm_grid *g, size_t tile_h, size_t tile_w) {
     g->tile_w = tile_w;
     g->rows = (g->height + g->tile_h - 1) / g->tile_h;
     g->columns = (g->width + tile_w - 1) / tile_w;
-    g->input_h = g->tile_h * g->step + g->overlap;
-    g->input_w = g->tile_w * g->step + g->overlap;
+    g->input_h = g->tile_h * g->step_h + g->overlap;
+    g->input_w = g->tile_w * g->step_w + g->overlap;
 }
 
 vm_tile vm_grid_tile(const vm_grid *g, size_t task) {
@@ -76,21 +78,22 @@ vm_tile vm_grid_tile(const vm_grid *g, size_t task) {
 }
 
 vm_box vm_tile_input(const vm_grid *g, const vm_tile *t) {
-    return (vm_box){(ptrdiff_t)(t->y0 * g->step) - (ptrdiff_t)g->pad, (ptrdiff_t)(t->x0 * g->step) - (ptrdiff_t)g->pad,
-                    t->h * g->step + g->overlap, t->w * g->step + g->overlap};
+    return (vm_box){(ptrdiff_t)(t->y0 * g->step_h) - (ptrdiff_t)g->pad,
+                    (ptrdiff_t)(t->x0 * g->step_w) - (ptrdiff_t)g->pad, t->h * g->step_h + g->overlap,
+                    t->w * g->step_w + g->overlap};
 }
 
 vm_box vm_tile_output(const vm_grid *g, const vm_tile *t) {
-    const size_t top = t->y0 * g->cell, left = t->x0 * g->cell;
-    return (vm_box){(ptrdiff_t)top, (ptrdiff_t)left, VM_MIN(t->h * g->cell, g->output_h - top),
-                    VM_MIN(t->w * g->cell, g->output_w - left)};
+    const size_t top = t->y0 * g->cell_h, left = t->x0 * g->cell_w;
+    return (vm_box){(ptrdiff_t)top, (ptrdiff_t)left, VM_MIN(t->h * g->cell_h, g->output_h - top),
+                    VM_MIN(t->w * g->cell_w, g->output_w - left)};
 }
 
 vm_cut vm_grid_rows(const vm_grid *g) {
     return (vm_cut){.rows = g->rows,
                     .columns = g->columns,
-                    .out_rows = g->tile_h * g->cell,
-                    .in_step = g->tile_h * g->step,
+                    .out_rows = g->tile_h * g->cell_h,
+                    .in_step = g->tile_h * g->step_h,
                     .in_rows = g->input_h,
                     .pad = g->pad};
 }

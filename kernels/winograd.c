@@ -1,6 +1,6 @@
-/* 3x3 convolutions by Winograd's F(2x2, 3x3): 16 products for four outputs instead of 36, the same in
- * real arithmetic. Every 4x4 piece of the input (overlapping by two) and every 3x3 of weights become
- * 16 numbers; per number, a plain product over the channels; 16 results become 2x2 pixels.
+/* 3x3 convolutions by Winograd's F(2x4, 3x3): 24 products for eight outputs instead of 72, the same in real arithmetic.
+ * Every 4x6 piece of the input (overlapping by two) and every 3x3 of weights become 24 numbers; per number, a plain product
+ * over the channels; 24 results become 2x4 pixels. Tiles two rows high keep rings of streamed rows short.
  *
  * After nearest 2x it is 9 numbers, of a pixel and those around it. With a, b, c three pixels side by side and p, q, r a
  * filter's taps, b becomes two pixels that are p a + (q + r) b and (p + q) b + r c: with s = (p + q + r) b, which both
@@ -11,24 +11,30 @@
  *   thread:   x tile [x block][row][column][16] | v [number][x block][tile][16] | m [number][y block][tile][16]
  *             | y [2 rows][column][16], where results do not go in place
  *
- * A region of about TILES tiles is a task. Only sums, differences and halves are added to what is
- * multiplied, which costs about one bit beside a direct sum; docs/SPEED.md has both. The weights are
- * transformed when the pass begins, so that the model keeps one copy. */
+ * A region of about PIXELS pixels is a task. What the transforms add to the rounding is in docs/SPEED.md: with the points
+ * 2/3 and 3/2 across instead of 1 and 2, less than one long direct sum has. The weights are transformed when the pass
+ * begins, so that the model keeps one copy. */
 #include "cpu.h"
 
 enum {
-    TILES = 128,      /* in a task: u is read once for each task, v and m are written and read */
-    TILES_LEAST = 64, /* when the image is small and threads want their share */
+    PIXELS = 512,       /* in a task: u is read once for each task, v and m are written and read */
+    PIXELS_LEAST = 256, /* when the image is small and threads want their share */
     TASKS_WANTED = 16,
-    TILES_ACROSS = 128, /* flat regions keep rings of streamed rows short */
+    ACROSS = 256, /* flat regions keep rings of streamed rows short */
 };
 
+static const vm_transforms *transforms_of(const vm_cpu *cpu, const vm_pass *p) {
+    return p->up ? &cpu->ops->upsampled : &cpu->ops->winograd;
+}
+
 /* A cell of the grid is one of Winograd's tiles, a tile of the grid a region of them. */
-static vm_grid make_grid(const vm_pass *p) {
-    vm_grid g = vm_grid_of(p, 2);
-    const size_t columns = (g.width + TILES_ACROSS - 1) / TILES_ACROSS, wide = (g.width + columns - 1) / columns;
+static vm_grid make_grid(const vm_cpu *cpu, const vm_pass *p) {
+    const vm_transforms *t = transforms_of(cpu, p);
+    vm_grid g = vm_grid_of(p, t->height, t->width);
+    const size_t across = ACROSS / t->width, tile = t->height * t->width;
+    const size_t columns = (g.width + across - 1) / across, wide = (g.width + columns - 1) / columns;
     const size_t share = g.height * g.width / TASKS_WANTED;
-    const size_t tiles = VM_MAX(VM_MIN(share, TILES), TILES_LEAST);
+    const size_t tiles = VM_MAX(VM_MIN(share, PIXELS / tile), PIXELS_LEAST / tile);
     size_t tall = 1; /* a power of two, so that rings may hold whole regions */
     while (2 * tall * wide <= tiles) tall *= 2;
     vm_grid_cut(&g, tall, wide);
@@ -36,7 +42,7 @@ static vm_grid make_grid(const vm_pass *p) {
 }
 
 typedef struct layout {
-    size_t side, depth;                /* of vm_transforms; input channels of a block of weights */
+    size_t numbers, depth;             /* of a tile; input channels of a block of weights */
     size_t work, offsets, u, prepared; /* bytes from the pass's prepared memory, where the job lies first */
     size_t v, m, y, scratch;           /* bytes from the thread's own, where the x tile begins */
     size_t x_row, x_plane, v_step, m_step, u_step;
@@ -54,9 +60,9 @@ typedef struct job {
 
 static layout make_layout(const vm_cpu *cpu, const vm_pass *p, const vm_grid *g, size_t at_once) {
     const vm_cut cut = vm_grid_rows(g);
-    layout l = {.side = p->up ? 3 : 4, .depth = VM_MIN(p->x.c, VM_BLOCK)};
+    const vm_transforms *t = transforms_of(cpu, p);
+    layout l = {.numbers = t->rows * t->columns, .depth = VM_MIN(p->x.c, VM_BLOCK)};
     const size_t xb = VM_BLOCKS(p->x.c), yb = VM_BLOCKS(p->y.c), tiles = g->tile_h * g->tile_w;
-    const size_t numbers = l.side * l.side;
     l.run = VM_MAX(cpu->products->steps / VM_BLOCK, 1);
     l.x_row = g->input_w * VM_BLOCK;
     l.x_plane = g->input_h * l.x_row;
@@ -66,28 +72,28 @@ static layout make_layout(const vm_cpu *cpu, const vm_pass *p, const vm_grid *g,
     vm_put_bytes(&l.prepared, sizeof(job), VM_ALIGN);
     l.work = vm_put_bytes(&l.prepared, vm_work_bytes(p, &cut, at_once), VM_ALIGN);
     l.offsets = vm_put_bytes(&l.prepared, xb * sizeof(ptrdiff_t), VM_ALIGN);
-    l.u = vm_put_bytes(&l.prepared, VM_PRODUCT(numbers, l.u_step, sizeof(float)), VM_ALIGN);
+    l.u = vm_put_bytes(&l.prepared, VM_PRODUCT(l.numbers, l.u_step, sizeof(float)), VM_ALIGN);
     vm_put_bytes(&l.scratch, VM_PRODUCT(xb, l.x_plane, sizeof(float)), VM_ALIGN);
-    l.v = vm_put_bytes(&l.scratch, VM_PRODUCT(numbers, l.v_step, sizeof(float)), VM_ALIGN);
-    l.m = vm_put_bytes(&l.scratch, VM_PRODUCT(numbers, l.m_step, sizeof(float)), VM_ALIGN);
-    l.y = vm_put_bytes(&l.scratch, vm_in_place(cpu, p) ? 0 : VM_PRODUCT(2, 2 * g->tile_w, VM_BLOCK, sizeof(float)),
+    l.v = vm_put_bytes(&l.scratch, VM_PRODUCT(l.numbers, l.v_step, sizeof(float)), VM_ALIGN);
+    l.m = vm_put_bytes(&l.scratch, VM_PRODUCT(l.numbers, l.m_step, sizeof(float)), VM_ALIGN);
+    l.y = vm_put_bytes(&l.scratch,
+                       vm_in_place(cpu, p) ? 0 : VM_PRODUCT(t->height, t->width, g->tile_w, VM_BLOCK, sizeof(float)),
                        VM_ALIGN);
     return l;
 }
 
 static vm_cut winograd_cut(const vm_cpu *cpu, const vm_pass *pass) {
-    (void)cpu;
-    const vm_grid g = make_grid(pass);
+    const vm_grid g = make_grid(cpu, pass);
     return vm_grid_rows(&g);
 }
 
 static size_t winograd_prepared(const vm_cpu *cpu, const vm_pass *pass, size_t at_once) {
-    const vm_grid g = make_grid(pass);
+    const vm_grid g = make_grid(cpu, pass);
     return make_layout(cpu, pass, &g, at_once).prepared;
 }
 
 static size_t winograd_scratch(const vm_cpu *cpu, const vm_pass *pass) {
-    const vm_grid g = make_grid(pass);
+    const vm_grid g = make_grid(cpu, pass);
     return make_layout(cpu, pass, &g, 0).scratch;
 }
 
@@ -147,7 +153,7 @@ static void store(const job *j, const region *r, size_t block) {
     const size_t left = (size_t)box.left, own = box.width * VM_BLOCK;
     const bool in_place = vm_in_place(j->work.cpu, p);
     for (size_t t = 0; t < r->at.h; t++) {
-        const size_t top = (size_t)box.top + 2 * t, rows = VM_MIN(2, p->y.h - top);
+        const size_t top = (size_t)box.top + t * j->g.cell_h, rows = VM_MIN(j->g.cell_h, p->y.h - top);
         j->transforms->out(in_place ? vm_pixel(y, top, block, left) : r->y, in_place ? y->row : own,
                            r->m + (block * j->g.tile_h * j->g.tile_w + t * r->at.w) * VM_BLOCK, j->l.m_step, rows,
                            box.width, j->work.at.bias + block * VM_BLOCK,
@@ -172,8 +178,8 @@ static void winograd_region(const void *context, size_t task, unsigned thread) {
     for (size_t b = 0; b < xb; b++)
         for (size_t t = 0; t < r.at.h; t++)
             j->transforms->in(r.v + (b * j->g.tile_h * j->g.tile_w + t * r.at.w) * VM_BLOCK, j->l.v_step,
-                              r.x + b * j->l.x_plane + t * j->g.step * j->l.x_row, j->l.x_row, r.at.w);
-    for (size_t f = 0; f < j->l.side * j->l.side; f++)
+                              r.x + b * j->l.x_plane + t * j->g.step_h * j->l.x_row, j->l.x_row, r.at.w);
+    for (size_t f = 0; f < j->l.numbers; f++)
         for (size_t b = 0; b < yb; b += 2) multiply(j, &r, f, b, VM_MIN(yb - b, 2));
     for (size_t b = 0; b < yb; b++) {
         store(j, &r, b);
@@ -185,7 +191,7 @@ static vm_status winograd_prepare(const vm_cpu *cpu, const vm_pass *pass, const 
                                   vm_tasks *out) {
     char *prepared = at->prepared;
     job *j = at->prepared;
-    *j = (job){.g = make_grid(pass), .transforms = pass->up ? &cpu->ops->upsampled : &cpu->ops->winograd};
+    *j = (job){.g = make_grid(cpu, pass), .transforms = transforms_of(cpu, pass)};
     const vm_cut cut = vm_grid_rows(&j->g);
     j->l = make_layout(cpu, pass, &j->g, at->at_once);
     j->work = vm_work_begin(cpu, pass, at, &cut, prepared + j->l.work);

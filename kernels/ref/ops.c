@@ -1,6 +1,7 @@
 /* The plain C path: what every operation means, and what runs where nothing better is known.
  * Built with the compiler's baseline flags; the loops over 16 lanes are left to its vectoriser. */
 #include <math.h>
+#include <string.h>
 
 #include "../cpu.h"
 
@@ -121,101 +122,105 @@ static void transpose(float *y, const float *x) {
         for (size_t l = 0; l < L; l++) y[l * L + r] = x[r * L + l];
 }
 
-static void winograd_in(float *v, size_t v_step, const float *x, size_t x_row, size_t tiles) {
-    for (size_t i = 0; i < tiles * L; i++) {
-        const float *d = x + i / L * 2 * L + i % L;
-        float t[4][4]; /* B^T d */
-        for (size_t c = 0; c < 4; c++) {
-            const float d0 = d[c * L], d1 = d[x_row + c * L], d2 = d[2 * x_row + c * L], d3 = d[3 * x_row + c * L];
-            t[0][c] = d0 - d2, t[1][c] = d1 + d2, t[2][c] = d2 - d1, t[3][c] = d1 - d3;
-        }
-        for (size_t r = 0; r < 4; r++) { /* times B */
-            v[(4 * r + 0) * v_step + i] = t[r][0] - t[r][2];
-            v[(4 * r + 1) * v_step + i] = t[r][1] + t[r][2];
-            v[(4 * r + 2) * v_step + i] = t[r][2] - t[r][1];
-            v[(4 * r + 3) * v_step + i] = t[r][1] - t[r][3];
-        }
+/* ---- Winograd's transforms: Y = A^T [(G g G^T) * (B^T d B)] A, by other matrices down than across ---- */
+
+typedef struct line {
+    size_t numbers, pixels, step;
+    float in[6][6], weights[6][3], out[4][6]; /* B^T, G, A^T */
+} line;
+
+static const line two = {4,
+                         2,
+                         2,
+                         {{1, 0, -1, 0}, {0, 1, 1, 0}, {0, -1, 1, 0}, {0, 1, 0, -1}},
+                         {{1, 0, 0}, {.5, .5, .5}, {.5, -.5, .5}, {0, 0, 1}},
+                         {{1, 1, 1, 0}, {0, 1, -1, -1}}};
+
+/* Of the points 0, p, -p, q, -q and infinity, with p q = 1. */
+#define P (2 / 3.f)
+#define Q (3 / 2.f)
+#define U (.5f / (P * P * (P * P - Q * Q)))
+#define V (.5f / (Q * Q * (Q * Q - P * P)))
+static const line four = {6,
+                          4,
+                          4,
+                          {{1, 0, -P * P - Q * Q, 0, 1, 0},
+                           {0, -Q, -Q * Q, P, 1, 0},
+                           {0, Q, -Q * Q, -P, 1, 0},
+                           {0, -P, -P * P, Q, 1, 0},
+                           {0, P, -P * P, -Q, 1, 0},
+                           {0, 1, 0, -P * P - Q * Q, 0, 1}},
+                          {{1, 0, 0},
+                           {U, U * P, U * P * P},
+                           {U, -U * P, U * P * P},
+                           {V, V * Q, V * Q * Q},
+                           {V, -V * Q, V * Q * Q},
+                           {0, 0, 1}},
+                          {{1, 1, 1, 1, 1, 0},
+                           {0, P, -P, Q, -Q, 0},
+                           {0, P * P, P * P, Q * Q, Q * Q, 0},
+                           {0, P * P * P, -P * P * P, Q * Q * Q, -Q * Q * Q, 1}}};
+
+/* After nearest 2x, of a pixel and those around it. */
+static const line doubled = {
+    3, 2, 1, {{1, -1, 0}, {0, 1, 0}, {0, -1, 1}}, {{1, 0, 0}, {1, 1, 1}, {0, 0, 1}}, {{1, 1, 0}, {0, 1, 1}}};
+
+/* y[row][column] = sum of down[row][i] * across[column][j] * x[i*x_row + j*x_column], of 16 numbers each. */
+static void between(float y[L], const float *down, const float *across, size_t rows, size_t columns, const float *x,
+                    size_t x_row, size_t x_column) {
+    memset(y, 0, L * sizeof *y);
+    for (size_t i = 0; i < rows; i++) {
+        float sum[L] = {0};
+        for (size_t j = 0; j < columns; j++)
+            for (size_t l = 0; across[j] != 0 && l < L; l++) sum[l] += across[j] * x[i * x_row + j * x_column + l];
+        for (size_t l = 0; down[i] != 0 && l < L; l++) y[l] += down[i] * sum[l];
     }
 }
 
-static void winograd_weights(float *u, size_t u_step, const float *w, size_t n) {
-    for (size_t i = 0; i < n; i++) {
-        float t[4][3]; /* G g */
-        for (size_t c = 0; c < 3; c++) {
-            const float g0 = w[c * n + i], g1 = w[(3 + c) * n + i], g2 = w[(6 + c) * n + i];
-            t[0][c] = g0, t[1][c] = (g0 + g2 + g1) * 0.5f, t[2][c] = (g0 + g2 - g1) * 0.5f, t[3][c] = g2;
-        }
-        for (size_t r = 0; r < 4; r++) { /* times G^T */
-            u[(4 * r + 0) * u_step + i] = t[r][0];
-            u[(4 * r + 1) * u_step + i] = (t[r][0] + t[r][2] + t[r][1]) * 0.5f;
-            u[(4 * r + 2) * u_step + i] = (t[r][0] + t[r][2] - t[r][1]) * 0.5f;
-            u[(4 * r + 3) * u_step + i] = t[r][2];
-        }
-    }
+static void tiles_in(const line *down, const line *across, float *v, size_t v_step, const float *x, size_t x_row,
+                     size_t tiles) {
+    for (size_t r = 0; r < down->numbers; r++)
+        for (size_t c = 0; c < across->numbers; c++, v += v_step)
+            for (size_t t = 0; t < tiles; t++)
+                between(v + t * L, down->in[r], across->in[c], down->numbers, across->numbers, x + t * across->step * L,
+                        x_row, L);
 }
 
-static void upsampled_in(float *v, size_t v_step, const float *x, size_t x_row, size_t tiles) {
-    for (size_t i = 0; i < tiles * L; i++) {
-        const float *d = x + i;
-        float t[3][3];
-        for (size_t c = 0; c < 3; c++) {
-            const float d1 = d[x_row + c * L];
-            t[0][c] = d[c * L] - d1, t[1][c] = d1, t[2][c] = d[2 * x_row + c * L] - d1;
-        }
-        for (size_t r = 0; r < 3; r++) {
-            v[(3 * r + 0) * v_step + i] = t[r][0] - t[r][1];
-            v[(3 * r + 1) * v_step + i] = t[r][1];
-            v[(3 * r + 2) * v_step + i] = t[r][2] - t[r][1];
-        }
-    }
+static void filters_in(const line *down, const line *across, float *u, size_t u_step, const float *w, size_t n) {
+    for (size_t r = 0; r < down->numbers; r++)
+        for (size_t c = 0; c < across->numbers; c++, u += u_step)
+            for (size_t i = 0; i < n; i += L)
+                between(u + i, down->weights[r], across->weights[c], 3, 3, w + i, 3 * n, n);
 }
 
-static void upsampled_weights(float *u, size_t u_step, const float *w, size_t n) {
-    for (size_t i = 0; i < n; i++) {
-        float t[3][3];
-        for (size_t c = 0; c < 3; c++) {
-            const float g0 = w[c * n + i], g2 = w[(6 + c) * n + i];
-            t[0][c] = g0, t[1][c] = g0 + g2 + w[(3 + c) * n + i], t[2][c] = g2;
-        }
-        for (size_t r = 0; r < 3; r++) {
-            u[(3 * r + 0) * u_step + i] = t[r][0];
-            u[(3 * r + 1) * u_step + i] = t[r][0] + t[r][2] + t[r][1];
-            u[(3 * r + 2) * u_step + i] = t[r][2];
-        }
-    }
-}
-
-/* The two numbers that A^T makes of `side` ones, the nearer pixel's and the farther one's. */
-static float near_pixel(size_t side, const float *t) { return side == 4 ? t[0] + t[1] + t[2] : t[0] + t[1]; }
-static float far_pixel(size_t side, const float *t) { return side == 4 ? t[1] - t[2] - t[3] : t[1] + t[2]; }
-
-static void store(size_t side, float *y, size_t y_row, const float *m, size_t m_step, size_t rows, size_t width,
-                  const float *bias, const float *add, size_t add_row) {
-    for (size_t x = 0; x < width; x++)
-        for (size_t l = 0; l < L; l++) {
-            float t[4]; /* m A, the column of this pixel */
-            for (size_t r = 0; r < side; r++) {
-                float f[4];
-                for (size_t c = 0; c < side; c++) f[c] = m[(side * r + c) * m_step + x / 2 * L + l];
-                t[r] = x % 2 ? far_pixel(side, f) : near_pixel(side, f);
+static void tiles_out(const line *down, const line *across, float *y, size_t y_row, const float *m, size_t m_step,
+                      size_t y_rows, size_t y_width, const float *bias, const float *add, size_t add_row) {
+    for (size_t r = 0; r < y_rows; r++)
+        for (size_t x = 0; x < y_width; x++) {
+            float pixel[L];
+            between(pixel, down->out[r], across->out[x % across->pixels], down->numbers, across->numbers,
+                    m + x / across->pixels * L, across->numbers * m_step, m_step);
+            for (size_t l = 0; l < L; l++) {
+                pixel[l] += bias[l];
+                if (add) pixel[l] += add[r * add_row + x * L + l];
+                y[r * y_row + x * L + l] = pixel[l];
             }
-            for (size_t r = 0; r < rows; r++) { /* A^T times that */
-                float v = (r ? far_pixel(side, t) : near_pixel(side, t)) + bias[l];
-                if (add) v += add[r * add_row + x * L + l];
-                y[r * y_row + x * L + l] = v;
-            }
         }
 }
 
-static void winograd_out(float *y, size_t y_row, const float *m, size_t m_step, size_t rows, size_t width,
-                         const float *bias, const float *add, size_t add_row) {
-    store(4, y, y_row, m, m_step, rows, width, bias, add, add_row);
-}
-
-static void upsampled_out(float *y, size_t y_row, const float *m, size_t m_step, size_t rows, size_t width,
-                          const float *bias, const float *add, size_t add_row) {
-    store(3, y, y_row, m, m_step, rows, width, bias, add, add_row);
-}
+#define VM_TRANSFORMS(NAME, DOWN, ACROSS)                                                                        \
+    static void NAME##_in(float *v, size_t v_step, const float *x, size_t x_row, size_t tiles) {                 \
+        tiles_in(&DOWN, &ACROSS, v, v_step, x, x_row, tiles);                                                    \
+    }                                                                                                            \
+    static void NAME##_weights(float *u, size_t u_step, const float *w, size_t n) {                              \
+        filters_in(&DOWN, &ACROSS, u, u_step, w, n);                                                             \
+    }                                                                                                            \
+    static void NAME##_out(float *y, size_t y_row, const float *m, size_t m_step, size_t y_rows, size_t y_width, \
+                           const float *bias, const float *add, size_t add_row) {                                \
+        tiles_out(&DOWN, &ACROSS, y, y_row, m, m_step, y_rows, y_width, bias, add, add_row);                     \
+    }
+VM_TRANSFORMS(winograd, two, four)
+VM_TRANSFORMS(upsampled, doubled, doubled)
 
 static double burn(size_t rounds, float *sink) {
     float x[8][L] = {{0}};
@@ -234,7 +239,7 @@ const vm_cpu_ops vm_cpu_ref = {{PIXELS, VM_ROWS_FLAT, VM_STEPS, gemm, NULL, burn
                                softmax,
                                rescale,
                                transpose,
-                               {4, winograd_in, winograd_weights, winograd_out},
-                               {3, upsampled_in, upsampled_weights, upsampled_out}};
+                               {4, 6, 2, 4, winograd_in, winograd_weights, winograd_out},
+                               {3, 3, 2, 2, upsampled_in, upsampled_weights, upsampled_out}};
 
 const vm_products vm_pairs_ref = {PIXELS, VM_ROWS_FLAT, VM_STEPS, gemm_pairs, vm_load_pairs_ref, burn};

@@ -209,114 +209,148 @@ static void transpose(float *y, const float *x) {
         }
 }
 
-static void winograd_in(float *v, size_t v_step, const float *x, size_t x_row, size_t tiles) {
+/* ---- Winograd's transforms, the same for every line of a tile: down its columns, then across its rows ---- */
+
+/* F(2, 3), F(4, 3), and two pixels of a line that was one after nearest 2x. */
+enum { TWO, FOUR, UP };
+
+INLINE int numbers(int way) { return way == FOUR ? 6 : way == TWO ? 4 : 3; }
+INLINE int pixels_of(int way) { return way == FOUR ? 4 : 2; }
+INLINE int step_of(int way) { return way == UP ? 1 : pixels_of(way); }
+
+/* Points of FOUR beside 0 and infinity: P, -P, Q and -Q, which round less than 1 and 2; P * Q = 1. */
+#define P1 (2 / 3.)
+#define P2 (4 / 9.)
+#define P3 (8 / 27.)
+#define Q1 (3 / 2.)
+#define Q2 (9 / 4.)
+#define Q3 (27 / 8.)
+
+/* n = B^T d, as many numbers as there are. */
+INLINE void line_in(int way, vf *n, const vf *d) {
+    if (way == TWO) {
+        n[0] = d[0] - d[2], n[1] = d[1] + d[2], n[2] = d[2] - d[1], n[3] = d[1] - d[3];
+    } else if (way == UP) {
+        n[0] = d[0] - d[1], n[1] = d[1], n[2] = d[2] - d[1];
+    } else {
+        const vf p_even = d[4] - d[2] * splat(Q2), p_odd = (d[3] - d[1] * splat(Q2)) * splat(P1);
+        const vf q_even = d[4] - d[2] * splat(P2), q_odd = (d[3] - d[1] * splat(P2)) * splat(Q1);
+        n[0] = d[0] + d[4] - d[2] * splat(P2 + Q2), n[5] = d[1] + d[5] - d[3] * splat(P2 + Q2);
+        n[1] = p_even + p_odd, n[2] = p_even - p_odd, n[3] = q_even + q_odd, n[4] = q_even - q_odd;
+    }
+}
+
+/* n = G g, from three taps. */
+INLINE void line_weights(int way, vf *n, vf g0, vf g1, vf g2) {
+    n[0] = g0, n[numbers(way) - 1] = g2;
+    if (way == TWO) {
+        n[1] = (g0 + g2 + g1) * splat(.5), n[2] = (g0 + g2 - g1) * splat(.5);
+    } else if (way == UP) {
+        n[1] = g0 + g2 + g1;
+    } else {
+        const vf p = splat(.5 / (P2 * (P2 - Q2))), q = splat(.5 / (Q2 * (Q2 - P2)));
+        const vf p_even = g0 + g2 * splat(P2), p_odd = g1 * splat(P1), q_even = g0 + g2 * splat(Q2),
+                 q_odd = g1 * splat(Q1);
+        n[1] = (p_even + p_odd) * p, n[2] = (p_even - p_odd) * p, n[3] = (q_even + q_odd) * q,
+        n[4] = (q_even - q_odd) * q;
+    }
+}
+
+/* y = A^T n. */
+INLINE void line_out(int way, vf *y, const vf *n) {
+    if (way == TWO) {
+        y[0] = n[0] + n[1] + n[2], y[1] = n[1] - n[2] - n[3];
+    } else if (way == UP) {
+        y[0] = n[0] + n[1], y[1] = n[1] + n[2];
+    } else {
+        const vf p_even = n[1] + n[2], p_odd = n[1] - n[2], q_even = n[3] + n[4], q_odd = n[3] - n[4];
+        y[0] = n[0] + p_even + q_even;
+        y[1] = p_odd * splat(P1) + q_odd * splat(Q1);
+        y[2] = p_even * splat(P2) + q_even * splat(Q2);
+        y[3] = p_odd * splat(P3) + q_odd * splat(Q3) + n[5];
+    }
+}
+
+INLINE void tiles_in(int down, int across, float *v, size_t v_step, const float *x, size_t x_row, size_t tiles) {
     for (size_t i = 0; i < tiles * VM_BLOCK; i += VM_LANES) {
-        const float *d = x + i / VM_BLOCK * 2 * VM_BLOCK + i % VM_BLOCK;
-        vf t[4][4];
-        UNROLL for (int c = 0; c < 4; c++) {
-            const vf d0 = at(d + c * VM_BLOCK), d1 = at(d + x_row + c * VM_BLOCK);
-            const vf d2 = at(d + 2 * x_row + c * VM_BLOCK), d3 = at(d + 3 * x_row + c * VM_BLOCK);
-            t[0][c] = d0 - d2, t[1][c] = d1 + d2, t[2][c] = d2 - d1, t[3][c] = d1 - d3;
+        const float *d = x + i / VM_BLOCK * (size_t)step_of(across) * VM_BLOCK + i % VM_BLOCK;
+        vf t[6][6];
+        UNROLL for (int c = 0; c < numbers(across); c++) {
+            vf column[6], n[6];
+            UNROLL for (int r = 0; r < numbers(down); r++) column[r] = at(d + (size_t)r * x_row + c * VM_BLOCK);
+            line_in(down, n, column);
+            UNROLL for (int r = 0; r < numbers(down); r++) t[r][c] = n[r];
         }
-        UNROLL for (int r = 0; r < 4; r++) {
-            float *to = v + 4 * (size_t)r * v_step + i;
-            put(to, t[r][0] - t[r][2]);
-            put(to + v_step, t[r][1] + t[r][2]);
-            put(to + 2 * v_step, t[r][2] - t[r][1]);
-            put(to + 3 * v_step, t[r][1] - t[r][3]);
+        UNROLL for (int r = 0; r < numbers(down); r++) {
+            vf n[6];
+            line_in(across, n, t[r]);
+            UNROLL for (int c = 0; c < numbers(across); c++)
+                put(v + (size_t)(r * numbers(across) + c) * v_step + i, n[c]);
         }
     }
 }
 
-static void winograd_weights(float *u, size_t u_step, const float *w, size_t n) {
-    const vf half = splat(0.5f);
+INLINE void filters_in(int down, int across, float *u, size_t u_step, const float *w, size_t n) {
     for (size_t i = 0; i < n; i += VM_LANES) {
-        vf t[4][3];
+        vf t[6][3];
         UNROLL for (int c = 0; c < 3; c++) {
-            const vf g0 = at(w + c * n + i), g1 = at(w + (3 + c) * n + i), g2 = at(w + (6 + c) * n + i);
-            t[0][c] = g0, t[1][c] = (g0 + g2 + g1) * half, t[2][c] = (g0 + g2 - g1) * half, t[3][c] = g2;
+            vf k[6];
+            line_weights(down, k, at(w + (size_t)c * n + i), at(w + (size_t)(3 + c) * n + i),
+                         at(w + (size_t)(6 + c) * n + i));
+            UNROLL for (int r = 0; r < numbers(down); r++) t[r][c] = k[r];
         }
-        UNROLL for (int r = 0; r < 4; r++) {
-            float *to = u + 4 * (size_t)r * u_step + i;
-            put(to, t[r][0]);
-            put(to + u_step, (t[r][0] + t[r][2] + t[r][1]) * half);
-            put(to + 2 * u_step, (t[r][0] + t[r][2] - t[r][1]) * half);
-            put(to + 3 * u_step, t[r][2]);
+        UNROLL for (int r = 0; r < numbers(down); r++) {
+            vf k[6];
+            line_weights(across, k, t[r][0], t[r][1], t[r][2]);
+            UNROLL for (int c = 0; c < numbers(across); c++)
+                put(u + (size_t)(r * numbers(across) + c) * u_step + i, k[c]);
         }
     }
 }
 
-static void upsampled_in(float *v, size_t v_step, const float *x, size_t x_row, size_t tiles) {
-    for (size_t i = 0; i < tiles * VM_BLOCK; i += VM_LANES) {
-        const float *d = x + i;
-        vf t[3][3];
-        UNROLL for (int c = 0; c < 3; c++) {
-            const vf d1 = at(d + x_row + c * VM_BLOCK);
-            t[0][c] = at(d + c * VM_BLOCK) - d1, t[1][c] = d1, t[2][c] = at(d + 2 * x_row + c * VM_BLOCK) - d1;
-        }
-        UNROLL for (int r = 0; r < 3; r++) {
-            float *to = v + 3 * (size_t)r * v_step + i;
-            put(to, t[r][0] - t[r][1]);
-            put(to + v_step, t[r][1]);
-            put(to + 2 * v_step, t[r][2] - t[r][1]);
-        }
-    }
-}
-
-static void upsampled_weights(float *u, size_t u_step, const float *w, size_t n) {
-    for (size_t i = 0; i < n; i += VM_LANES) {
-        vf t[3][3];
-        UNROLL for (int c = 0; c < 3; c++) {
-            const vf g0 = at(w + c * n + i), g2 = at(w + (6 + c) * n + i);
-            t[0][c] = g0, t[1][c] = g0 + g2 + at(w + (3 + c) * n + i), t[2][c] = g2;
-        }
-        UNROLL for (int r = 0; r < 3; r++) {
-            float *to = u + 3 * (size_t)r * u_step + i;
-            put(to, t[r][0]);
-            put(to + u_step, t[r][0] + t[r][2] + t[r][1]);
-            put(to + 2 * u_step, t[r][2]);
-        }
-    }
-}
-
-/* The two numbers that A^T makes of `side` ones, the nearer pixel's and the farther one's. */
-static inline vf near_pixel(int side, vf t0, vf t1, vf t2) { return side == 4 ? t0 + t1 + t2 : t0 + t1; }
-static inline vf far_pixel(int side, vf t1, vf t2, vf t3) { return side == 4 ? t1 - t2 - t3 : t1 + t2; }
-
-static inline __attribute__((always_inline)) void store(int side, float *y, size_t y_row, const float *m, size_t m_step,
-                                                        size_t rows, size_t width, const float *bias, const float *add,
-                                                        size_t add_row) {
-    for (int l = 0; l < VM_BLOCK; l += VM_LANES) {
+INLINE void tiles_out(int down, int across, float *y, size_t y_row, const float *m, size_t m_step, size_t y_rows,
+                      size_t y_width, const float *bias, const float *add, size_t add_row) {
+    const size_t width = (size_t)pixels_of(across);
+    for (size_t l = 0; l < VM_BLOCK; l += VM_LANES) {
         const vf b = at(bias + l);
-        for (size_t x = 0; x < width; x += 2) {
-            vf t[4][2];
-            UNROLL for (int r = 0; r < side; r++) {
-                const float *f = m + (size_t)(side * r) * m_step + x / 2 * VM_BLOCK + l;
-                const vf f1 = at(f + m_step), f2 = at(f + 2 * m_step);
-                t[r][0] = near_pixel(side, at(f), f1, f2);
-                t[r][1] = far_pixel(side, f1, f2, at(f + (size_t)(side - 1) * m_step));
+        for (size_t x = 0; x < y_width; x += width) {
+            vf t[4][6];
+            UNROLL for (int c = 0; c < numbers(across); c++) {
+                vf column[6], k[4];
+                UNROLL for (int r = 0; r < numbers(down); r++) column[r] =
+                    at(m + (size_t)(r * numbers(across) + c) * m_step + x / width * VM_BLOCK + l);
+                line_out(down, k, column);
+                UNROLL for (int r = 0; r < pixels_of(down); r++) t[r][c] = k[r];
             }
-            for (size_t c = 0; c < VM_MIN(width - x, 2); c++)
-                for (size_t r = 0; r < rows; r++) {
-                    vf v = r ? far_pixel(side, t[1][c], t[2][c], t[side - 1][c])
-                             : near_pixel(side, t[0][c], t[1][c], t[2][c]);
-                    v += b;
-                    if (add) v += at(add + r * add_row + (x + c) * VM_BLOCK + l);
-                    put(y + r * y_row + (x + c) * VM_BLOCK + l, v);
+            UNROLL for (int r = 0; r < pixels_of(down); r++) {
+                vf k[4];
+                if ((size_t)r >= y_rows) break;
+                line_out(across, k, t[r]);
+                UNROLL for (int c = 0; c < pixels_of(across); c++) {
+                    if (x + (size_t)c >= y_width) break;
+                    vf pixel = k[c] + b;
+                    if (add) pixel += at(add + (size_t)r * add_row + (x + (size_t)c) * VM_BLOCK + l);
+                    put(y + (size_t)r * y_row + (x + (size_t)c) * VM_BLOCK + l, pixel);
                 }
+            }
         }
     }
 }
 
-static void winograd_out(float *y, size_t y_row, const float *m, size_t m_step, size_t rows, size_t width,
-                         const float *bias, const float *add, size_t add_row) {
-    store(4, y, y_row, m, m_step, rows, width, bias, add, add_row);
-}
+#define VM_TRANSFORMS(NAME, DOWN, ACROSS)                                                                        \
+    static void NAME##_in(float *v, size_t v_step, const float *x, size_t x_row, size_t tiles) {                 \
+        tiles_in(DOWN, ACROSS, v, v_step, x, x_row, tiles);                                                      \
+    }                                                                                                            \
+    static void NAME##_weights(float *u, size_t u_step, const float *w, size_t n) {                              \
+        filters_in(DOWN, ACROSS, u, u_step, w, n);                                                               \
+    }                                                                                                            \
+    static void NAME##_out(float *y, size_t y_row, const float *m, size_t m_step, size_t y_rows, size_t y_width, \
+                           const float *bias, const float *add, size_t add_row) {                                \
+        tiles_out(DOWN, ACROSS, y, y_row, m, m_step, y_rows, y_width, bias, add, add_row);                       \
+    }
 
-static void upsampled_out(float *y, size_t y_row, const float *m, size_t m_step, size_t rows, size_t width,
-                          const float *bias, const float *add, size_t add_row) {
-    store(3, y, y_row, m, m_step, rows, width, bias, add, add_row);
-}
+VM_TRANSFORMS(winograd, TWO, FOUR)
+VM_TRANSFORMS(upsampled, UP, UP)
 
 static double burn(size_t rounds, float *sink) {
     vf x[12]; /* a latency of 4 cycles on two ports needs at least 8 in flight */
@@ -337,5 +371,5 @@ const vm_cpu_ops VM_OPS = {{VM_PIXELS, VM_ROWS_FLAT, VM_STEPS, gemm, NULL, burn}
                            softmax,
                            rescale,
                            transpose,
-                           {4, winograd_in, winograd_weights, winograd_out},
-                           {3, upsampled_in, upsampled_weights, upsampled_out}};
+                           {4, 6, 2, 4, winograd_in, winograd_weights, winograd_out},
+                           {3, 3, 2, 2, upsampled_in, upsampled_weights, upsampled_out}};

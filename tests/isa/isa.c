@@ -290,77 +290,119 @@ static void test_transpose(const vm_cpu_ops *ops) {
     for (size_t i = 0; i < L * L; i++) check(y[i], x[i % L * L + i / L], 0, "y", i);
 }
 
-/* Winograd's matrices, B^T, G and A^T of F(2x2, 3x3), and those of the same after nearest 2x (kernels/winograd.c). */
+/* Winograd's matrices along a line of a tile, B^T, G and A^T: of F(2, 3), of F(4, 3) at the points 0, 2/3, -2/3, 3/2, -3/2
+ * and infinity, and of two pixels after nearest 2x (kernels/winograd.c). */
 typedef struct matrices {
-    double in[4][4], weights[4][3], out[2][4];
+    size_t numbers, pixels, step; /* step: input pixels from tile to tile */
+    double in[6][6], weights[6][3], out[4][6];
 } matrices;
 
-static const matrices OF_THREE = {.in = {{1, 0, -1, 0}, {0, 1, 1, 0}, {0, -1, 1, 0}, {0, 1, 0, -1}},
-                                  .weights = {{1, 0, 0}, {.5, .5, .5}, {.5, -.5, .5}, {0, 0, 1}},
-                                  .out = {{1, 1, 1, 0}, {0, 1, -1, -1}}};
-static const matrices OF_UPSAMPLED = {.in = {{1, -1, 0}, {0, 1, 0}, {0, -1, 1}},
-                                      .weights = {{1, 0, 0}, {1, 1, 1}, {0, 0, 1}},
-                                      .out = {{1, 1, 0}, {0, 1, 1}}};
+static const matrices TWO = {4,
+                             2,
+                             2,
+                             {{1, 0, -1, 0}, {0, 1, 1, 0}, {0, -1, 1, 0}, {0, 1, 0, -1}},
+                             {{1, 0, 0}, {.5, .5, .5}, {.5, -.5, .5}, {0, 0, 1}},
+                             {{1, 1, 1, 0}, {0, 1, -1, -1}}};
+static const matrices FOUR = {6,
+                              4,
+                              4,
+                              {{1, 0, -97. / 36, 0, 1, 0},
+                               {0, -1.5, -2.25, 2 / 3., 1, 0},
+                               {0, 1.5, -2.25, -2 / 3., 1, 0},
+                               {0, -2 / 3., -4 / 9., 1.5, 1, 0},
+                               {0, 2 / 3., -4 / 9., -1.5, 1, 0},
+                               {0, 1, 0, -97. / 36, 0, 1}},
+                              {{1, 0, 0},
+                               {-81 / 130., -54 / 130., -36 / 130.},
+                               {-81 / 130., 54 / 130., -36 / 130.},
+                               {16 / 130., 24 / 130., 36 / 130.},
+                               {16 / 130., -24 / 130., 36 / 130.},
+                               {0, 0, 1}},
+                              {{1, 1, 1, 1, 1, 0},
+                               {0, 2 / 3., -2 / 3., 1.5, -1.5, 0},
+                               {0, 4 / 9., 4 / 9., 2.25, 2.25, 0},
+                               {0, 8 / 27., -8 / 27., 3.375, -3.375, 1}}};
+static const matrices DOUBLED = {
+    3, 2, 1, {{1, -1, 0}, {0, 1, 0}, {0, -1, 1}}, {{1, 0, 0}, {1, 1, 1}, {0, 0, 1}}, {{1, 1, 0}, {0, 1, 1}}};
 
-/* sum over i, j < n of a[i] * b[j] * x[i*row + j*column]; where a factor is 0, x is not read. */
-static sum between(const double *a, const double *b, size_t n, const float *x, size_t row, size_t column) {
+/* What the matrices are for, in exact numbers: a line of a tile's input and three taps become its pixels. */
+static void test_matrices(const matrices *m) {
+    const size_t up = m == &DOUBLED;
+    for (size_t d = 0; d < m->numbers; d++)
+        for (size_t g = 0; g < 3; g++)
+            for (size_t p = 0; p < m->pixels; p++) {
+                double y = 0;
+                for (size_t n = 0; n < m->numbers; n++) y += m->out[p][n] * m->weights[n][g] * m->in[n][d];
+                const size_t reads = up ? (p + g + 1) / 2 : p + g; /* the input that tap g of pixel p falls on */
+                check((float)y, reads == d, 1e-6f, "pixel", p);
+            }
+}
+
+/* sum over i < rows, j < columns of a[i] * b[j] * x[i*row + j*column]; where a factor is 0, x is not read. */
+static sum between(const double *a, const double *b, size_t rows, size_t columns, const float *x, size_t row,
+                   size_t column) {
     sum s = {0, 0};
-    for (size_t i = 0; i < n; i++)
-        for (size_t j = 0; j < n; j++)
+    for (size_t i = 0; i < rows; i++)
+        for (size_t j = 0; j < columns; j++)
             if (a[i] != 0 && b[j] != 0) add(&s, a[i] * b[j] * x[i * row + j * column]);
     return s;
 }
 
-static void test_transforms(const vm_transforms *of, const matrices *m) {
-    const size_t side = of->side, step = side == 4 ? 2 : 1; /* input pixels from tile to tile */
-    const size_t tiles = from_to(1, 9), v_step = (tiles + below(3)) * L,
-                 v_items = (side * side - 1) * v_step + tiles * L;
-    const size_t columns = step * (tiles - 1) + side, x_row = (columns + below(3)) * L;
-    const float *x = array((side - 1) * x_row + columns * L, one_in(4));
+static void test_transforms(const vm_transforms *of, const matrices *down, const matrices *across) {
+    const size_t rows = down->numbers, columns = across->numbers, numbers = rows * columns;
+    const size_t tiles = from_to(1, 9), v_step = (tiles + below(3)) * L, v_items = (numbers - 1) * v_step + tiles * L;
+    const size_t x_columns = across->step * (tiles - 1) + columns, x_row = (x_columns + below(3)) * L;
+    const float *x = array((rows - 1) * x_row + x_columns * L, one_in(4));
     float *v = filled(v_items, 777);
+    test_matrices(down), test_matrices(across);
+    if (of->rows != rows || of->columns != columns || of->height != down->pixels || of->width != across->pixels)
+        fail("a tile of other sizes");
     of->in(v, v_step, x, x_row, tiles);
     for (size_t i = 0; i < v_items; i++) {
         const size_t f = i / v_step, t = i % v_step / L, l = i % L;
         const sum untouched = {777, 0};
-        const sum want =
-            t < tiles ? between(m->in[f / side], m->in[f % side], side, x + t * step * L + l, x_row, L) : untouched;
-        check_sum(v[i], want, 16, "v", i);
+        const sum want = t < tiles ? between(down->in[f / columns], across->in[f % columns], rows, columns,
+                                             x + t * across->step * L + l, x_row, L)
+                                   : untouched;
+        check_sum(v[i], want, 24, "v", i);
     }
 
     const size_t n = L * L * from_to(1, 3), u_step = n + below(3) * L;
     const float *w = array(9 * n, one_in(4));
-    float *u = filled((side * side - 1) * u_step + n, 777);
+    float *u = filled((numbers - 1) * u_step + n, 777);
     of->weights(u, u_step, w, n);
-    for (size_t f = 0; f < side * side; f++)
-        for (size_t i = 0; i < u_step && (i < n || f + 1 < side * side); i++) {
+    for (size_t f = 0; f < numbers; f++)
+        for (size_t i = 0; i < u_step && (i < n || f + 1 < numbers); i++) {
             const sum untouched = {777, 0};
             const sum want =
-                i < n ? between(m->weights[f / side], m->weights[f % side], 3, w + i, 3 * n, n) : untouched;
-            check_sum(u[f * u_step + i], want, 9, "u", f * u_step + i);
+                i < n ? between(down->weights[f / columns], across->weights[f % columns], 3, 3, w + i, 3 * n, n)
+                      : untouched;
+            check_sum(u[f * u_step + i], want, 12, "u", f * u_step + i);
         }
 
-    const size_t rows = from_to(1, 2), width = 2 * tiles - below(2), y_row = (width + below(3)) * L;
-    const size_t y_items = (rows - 1) * y_row + width * L;
+    const size_t height = from_to(1, down->pixels), width = across->pixels * tiles - below(across->pixels);
+    const size_t y_row = (width + below(3)) * L, y_items = (height - 1) * y_row + width * L;
     const float *products = array(v_items, one_in(4)), *bias = array(L, one_in(8));
     float *y = array(y_items, one_in(8));
     const float *to_add = one_in(3) ? NULL : one_in(2) ? y : array(y_items, one_in(8)), *before = copy(y, y_items);
     const float *added = to_add == y ? before : to_add;
-    of->out(y, y_row, products, v_step, rows, width, bias, to_add, y_row);
+    of->out(y, y_row, products, v_step, height, width, bias, to_add, y_row);
     for (size_t i = 0; i < y_items; i++) {
         const size_t r = i / y_row, c = i % y_row / L, l = i % L;
         if (c >= width) {
             if (memcmp(&y[i], &before[i], sizeof y[i])) fail("y[%zu] is between two rows, and was written", i);
             continue;
         }
-        sum want = between(m->out[r], m->out[c % 2], side, products + c / 2 * L + l, side * v_step, v_step);
+        sum want = between(down->out[r], across->out[c % across->pixels], rows, columns,
+                           products + c / across->pixels * L + l, columns * v_step, v_step);
         add(&want, bias[l]);
         if (added) add(&want, added[i]);
-        check_sum(y[i], want, 18, "y", i);
+        check_sum(y[i], want, 26, "y", i);
     }
 }
 
-static void test_winograd(const vm_cpu_ops *ops) { test_transforms(&ops->winograd, &OF_THREE); }
-static void test_upsampled(const vm_cpu_ops *ops) { test_transforms(&ops->upsampled, &OF_UPSAMPLED); }
+static void test_winograd(const vm_cpu_ops *ops) { test_transforms(&ops->winograd, &TWO, &FOUR); }
+static void test_upsampled(const vm_cpu_ops *ops) { test_transforms(&ops->upsampled, &DOUBLED, &DOUBLED); }
 
 static const struct {
     const char *name;
