@@ -135,7 +135,7 @@ CONVS = [
     Conv(24, 24, 9, 67, up=True),
     Conv(32, 16, 1, 1, up=True),
     Conv(160, 32, 2, 3, groups=8, add="in place"),
-    # by Winograd on CPUs, from 1024 pixels and 32 channels on: odd sizes leave half tiles, 160 channels take two runs
+    # by Winograd on CPUs, from 1024 pixels and 32 channels on: odd sizes cut tiles short, 160 channels take two runs
     Conv(32, 48, 33, 37, groups=8, add="apart"),
     Conv(64, 40, 16, 131, groups=8),
     Conv(160, 32, 40, 26, groups=8, add="in place"),
@@ -270,7 +270,7 @@ class ConvRun:
         add = 0 if self.add is None else self.add[some].astype(np.float64)
         want = conv64(loaded, weight, bias, case.stride, case.up) + add
         # sums of runs of 128 or so products; the loaded value itself carries a few eps from normalise and SiLU;
-        # Winograd's sums and differences of up to 16 inputs and outputs add some more
+        # Winograd's sums of up to 24 inputs and 24 products, of factors up to (3/2)^3, add some more
         size = conv64(np.abs(loaded), np.abs(weight), np.abs(bias), case.stride, case.up) + np.abs(add)
         # A factor that is rounded to bfloat16 is off by up to half a step, independently of the others: by about 0.3 of
         # that in root mean square, two factors by 0.4, and a sum by as much of the root of its squared terms. Seven
