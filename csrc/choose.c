@@ -35,7 +35,7 @@ static size_t stored_after(const vm_plan *plan, int at, int dead_by) {
 
 /* What a chain of these passes would need and cost. free: chains that cost work are none. */
 static stretch look(const vm_plan *plan, int first, int last, bool free) {
-    enum { STEPS = 48 /* rings are as high as they get long before */ };
+    enum { STEPS = 48 /* rings are then nearly as high as they get; what a plan takes is known when it is laid out */ };
     const vm_backend *b = plan->ask.backend;
     const int end = (int)plan->steps;
     stretch s = {-1, 0};

@@ -120,10 +120,11 @@ static void multiply_row(const job *j, const tile *t, size_t block, size_t block
     const vm_pass *p = j->work.pass;
     const layout *l = &j->l;
     const vm_products *products = j->work.cpu->products;
-    const size_t s = j->g.step_w, cell = j->g.cell_w, down = phase / 2, right = phase % 2;
+    const vm_grid *grid = &j->g;
+    const size_t down = phase / 2, right = phase % 2, top = row * grid->step_h + down;
     const size_t groups = (t->at.w + products->max_pixels - 1) / products->max_pixels;
     for (size_t i = 0; i < groups; i++) {
-        const size_t from = t->at.w * i / groups, y = row * cell + down, x = from * cell + right;
+        const size_t from = t->at.w * i / groups, y = row * grid->cell_h + down, x = from * grid->cell_w + right;
         size_t y_block;
         float *to = destination(j, t, block, y, x, &y_block);
         vm_gemm g = {
@@ -131,13 +132,13 @@ static void multiply_row(const job *j, const tile *t, size_t block, size_t block
             .blocks = blocks,
             .batches = VM_MIN(l->run, l->batches - first),
             .depth = l->depth,
-            .x = t->x + ((row * s + down) * j->g.input_w + from * s + right) * VM_BLOCK,
+            .x = t->x + (top * grid->input_w + from * grid->step_w + right) * VM_BLOCK,
             .x_offset = j->offsets + first,
-            .x_pixel = (ptrdiff_t)(s * VM_BLOCK),
+            .x_pixel = (ptrdiff_t)(grid->step_w * VM_BLOCK),
             .w = j->filters + (phase * VM_BLOCKS(p->y.c) + block) * l->w_block + first * l->depth * VM_BLOCK,
             .w_block = (ptrdiff_t)l->w_block,
             .y = to,
-            .y_pixel = (ptrdiff_t)(cell * VM_BLOCK),
+            .y_pixel = (ptrdiff_t)(grid->cell_w * VM_BLOCK),
             .y_block = (ptrdiff_t)y_block,
         };
         if (first) { /* add to the partial sum of the runs before */

@@ -274,9 +274,10 @@ class ConvRun:
         size = conv64(np.abs(loaded), np.abs(weight), np.abs(bias), case.stride, case.up) + np.abs(add)
         # A factor that is rounded to bfloat16 is off by up to half a step, independently of the others: by about 0.3 of
         # that in root mean square, two factors by 0.4, and a sum by as much of the root of its squared terms. Seven
-        # times that is out of reach, and less than one term that is missing.
+        # times that is out of reach, and less than one term that is missing. After 2x up to four taps fall on the same
+        # rounded pixel, whose error all four carry: twice the root of four that are independent.
         spread = np.sqrt(conv64(loaded**2, weight.astype(np.float64) ** 2, 0 * bias, case.stride, case.up))
-        factors = 3 * FACTOR[self.pairs] * spread
+        factors = (6 if case.up else 3) * FACTOR[self.pairs] * spread
         stored = STEP[self.dtype] * (np.abs(want) + factors) + (2.0**-25 if self.dtype == "float16" else 0)
         assert (np.abs(got[some] - want) <= 40 * EPS * size + 1e-6 + factors + stored).all()
         lanes = y.reshape(case.y[1], -1, case.y[2], 16).transpose(1, 3, 0, 2).reshape(-1, *case.y[1:])

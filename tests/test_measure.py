@@ -214,7 +214,7 @@ def test_the_resident_growth_is_that_of_the_tensors():
             return torch.ones(32 << 20 >> 2) + torch.ones(32 << 20 >> 2)
 
     row = measure(Known(), "decode", 64, "float32", runtime="bfl", device="cpu", warmups=1, runs=3)[0]
-    # Three tensors of 32 MiB are alive at once; 8 MiB for threads and Python's own (in a run of all tests 4.2 were seen).
+    # Three tensors of 32 MiB are alive at once; 8 MiB for threads and Python's own (4.2 were seen).
     assert abs(row["reserved_bytes"] - (96 << 20)) < 8 << 20
     assert row["model"] == "custom" and row["runtime"] == "bfl"
 
