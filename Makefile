@@ -121,7 +121,7 @@ in_place = rm -rf build/$(1) && mkdir -p build/$(1) && cp -r setup.py pyproject.
 # every kind of numbers, ramps of tiles.
 NOT_THE_CORE := 'cuda_[!v]*' 'emulator*' 'isa*' 'fuzz*' 'threads*' 'demo*' 'handmade*' 'notebooks*' 'bound*' 'integration*' \
 	'pipelines*' 'plan*' 'products*' 'programs*' 'module_calls*' 'whole_*' 'seconds*' 'storage*' 'ggml*' 'numbers*' 'sizes*' \
-	'other_vaes*' 'predict*' 'benchmarks*' 'examples*' 'gpu_session*'
+	'other_vaes*' 'predict*' 'benchmarks*' 'examples*' 'gpu_session*' 'dtypes*' 'gguf*'
 asan: $(VENV)/check.stamp
 	$(call in_place,asan,VAEMEM_SANITIZE=1 VAEMEM_CUDA_ARCHS=90,$(abspath $(BIN))/python)
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" \
