@@ -306,18 +306,19 @@ def run_python(code, *arguments, cwd=None):
 def test_a_forked_copy_asks_for_itself(fake):
     """Forks while another thread waits for a reply (and holds the lock), then both sides ask at once."""
     code = """
-        import json, os, signal, sys, threading, warnings
+        import json, os, signal, sys, threading, time, warnings
         from vaemem.prediction.cudnn import InstalledCudnn
         warnings.simplefilter("ignore", DeprecationWarning)
         path, x, slow, half, strict = sys.argv[1], *map(json.loads, sys.argv[2:])
         cudnn = InstalledCudnn(path)
         cudnn.version
         first = cudnn._process.popen.pid
-        asked = threading.Event()
-        signal.signal(signal.SIGUSR1, lambda *_: asked.set())  # sent by the fake while it thinks
+        asked = []  # no Event: a handler that sets one waits for ever for the lock of the wait that it interrupts
+        signal.signal(signal.SIGUSR1, lambda *_: asked.append(True))  # sent by the fake while it thinks
         waiting = threading.Thread(target=lambda: print(cudnn.conv(json.dumps(slow), **strict)["bytes"] == 1003))
         waiting.start()
-        asked.wait()
+        while not asked:
+            time.sleep(0.001)
         copy = os.fork()
         mine, want = (half, 1002) if copy else (strict, 1003)
         right = all(cudnn.conv(json.dumps(x), **mine)["bytes"] == want for _ in range(20))
