@@ -107,7 +107,7 @@ bool vm_chain_step(vm_stage *stage, size_t stages) {
     return more;
 }
 
-static size_t next(const vm_stage *s) { return s->done + s->now; }
+static size_t reached(const vm_stage *s) { return s->done + s->now; }
 
 /* Whether each stage is where it was at the mark, only further down, as far as its neighbours are. */
 static bool moved_alike(const vm_stage *mark, const vm_stage *stage, size_t stages) {
@@ -115,13 +115,14 @@ static bool moved_alike(const vm_stage *mark, const vm_stage *stage, size_t stag
     for (size_t i = 0; i < stages; i++) {
         const vm_stage *s = &stage[i];
         if (!s->active) continue;
-        const size_t by = next(s) - next(&mark[i]), made = by * s->cut.out_rows;
+        const size_t by = reached(s) - reached(&mark[i]), made = by * s->cut.out_rows;
         if (!by || mark[i].done * s->cut.in_step < s->cut.pad)
             return false; /* above the image there are no rows to read */
         if (s->x != VM_NONE &&
-            by * s->cut.in_step != (next(&stage[s->x]) - next(&mark[s->x])) * stage[s->x].cut.out_rows)
+            by * s->cut.in_step != (reached(&stage[s->x]) - reached(&mark[s->x])) * stage[s->x].cut.out_rows)
             return false;
-        if (s->add != VM_NONE && made != (next(&stage[s->add]) - next(&mark[s->add])) * stage[s->add].cut.out_rows)
+        if (s->add != VM_NONE &&
+            made != (reached(&stage[s->add]) - reached(&mark[s->add])) * stage[s->add].cut.out_rows)
             return false;
         if (s->read) continue;
         if (stored && made != stored) return false;
@@ -135,12 +136,12 @@ void vm_chain_skip(vm_repeats *seen, vm_stage *stage, size_t stages) {
         size_t times = SIZE_MAX; /* so often that each stage has one repeat left before it sees the image's end */
         for (size_t i = 0; i < stages; i++) {
             const vm_stage *s = &stage[i];
-            const size_t by = next(s) - next(&seen->mark[i]);
-            const size_t kept = next(s) + by + (s->ahead + 1) * s->each + s->cut.in_rows / s->cut.in_step + 1;
+            const size_t by = reached(s) - reached(&seen->mark[i]);
+            const size_t kept = reached(s) + by + (s->ahead + 1) * s->each + s->cut.in_rows / s->cut.in_step + 1;
             if (s->active) times = VM_MIN(times, s->cut.rows > kept ? (s->cut.rows - kept) / by : 0);
         }
         for (size_t i = 0; i < stages; i++)
-            if (stage[i].active) stage[i].done += times * (next(&stage[i]) - next(&seen->mark[i]));
+            if (stage[i].active) stage[i].done += times * (reached(&stage[i]) - reached(&seen->mark[i]));
     }
     if (!(seen->steps & (seen->steps - 1)))
         memcpy(seen->mark, stage, stages * sizeof *stage); /* at 0, 1, 2, 4, 8 ... */

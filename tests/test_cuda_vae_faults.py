@@ -266,9 +266,10 @@ def test_weights_must_be_finite(bad):
     there = small_vae("sd", device="cuda")
     with pytest.raises(ValueError, match=r"decoder.conv_in.bias: want finite numbers, got Inf or NaN"):
         there._core.set_tensor("decoder.conv_in.bias", np.full(64, bad, np.float32))
-    half = small_vae("sd", device="cuda", dtype="float16")
-    with pytest.raises(ValueError, match=r"decoder.conv_in.weight: want numbers within float16's range"):
-        half._core.set_tensor("decoder.conv_in.weight", np.full((64, 4, 3, 3), 7e4, np.float32))
+    for dtype, large in (("float16", 7e4), ("bfloat16", np.finfo(np.float32).max)):
+        half = small_vae("sd", device="cuda", dtype=dtype)
+        with pytest.raises(ValueError, match=rf"decoder.conv_in.weight: want numbers within {dtype}'s range"):
+            half._core.set_tensor("decoder.conv_in.weight", np.full((64, 4, 3, 3), large, np.float32))
 
 
 def test_backends_names_it():

@@ -65,5 +65,6 @@ def test_sizes_in_32_bits(tmp_path):
 
 
 def test_schedules_of_tall_images(tmp_path):
-    """A plan walks the schedule of a chain only until it repeats itself; walked to its end it asks for no byte more."""
+    """A plan walks the schedule of a chain only until it repeats itself: what it skips are repeats, and walked to its
+    end the schedule asks for no byte more."""
     run_with_core("plan_schedule.c", tmp_path / "plan_schedule")

@@ -223,33 +223,33 @@ def run_predict(args: argparse.Namespace) -> None:
             print(f"  {tensor.bytes / MIB:10.2f} MiB  {tensor.name}")
 
 
-def run_pipeline(args: argparse.Namespace) -> int:
-    """0 where it fits, 1 where it does not."""
-    given = {
-        "prompt_tokens": args.tokens, "guidance": not args.no_guidance, "dtype": args.dtype,
-        "components": dict(args.component), "offload": args.offload, "vae": args.vae,
-        "vae_memory_limit": args.vae_memory_limit, "image": args.image, "steps": args.steps, "gpu": args.gpu,
+def _call(args: argparse.Namespace) -> dict[str, Any]:
+    """What `predict_pipeline` and `plan_pipeline` are told of the call, the card and the software on it."""
+    height, width = args.size
+    return {
+        "height": height, "width": width, "batch": args.batch, "dtype": args.dtype,
+        "prompt_tokens": args.tokens, "guidance": not args.no_guidance,
+        "components": dict(args.component), "image": args.image, "steps": args.steps, "gpu": args.gpu,
         "memory": args.memory, "used": args.used, "cudnn_version": args.cudnn, "torch_version": args.torch,
         "runtime": args.runtime,
     }  # fmt: skip
-    height, width = args.size
-    prediction = predict_pipeline(args.pipeline, height, width, args.batch, **given)
+
+
+def run_pipeline(args: argparse.Namespace) -> int:
+    """0 where it fits, 1 where it does not."""
+    way = {"offload": args.offload, "vae": args.vae, "vae_memory_limit": args.vae_memory_limit}
+    prediction = predict_pipeline(args.pipeline, **way, **_call(args))
     _print(prediction, args.format)
     return 0 if prediction.fits else 1
 
 
 def run_plan(args: argparse.Namespace) -> int:
     """0 where a way fits, 1 where none does."""
-    given = {
-        "memory": args.memory, "host_memory": args.host_memory, "gpu": args.gpu, "runtime": args.runtime,
-        "prompt_tokens": args.tokens, "guidance": not args.no_guidance, "image": args.image, "steps": args.steps,
-        "dtype": args.dtype,
-        "components": dict(args.component), "used": args.used, "calibrate": dict(args.measured),
-        "time_limit": args.time_limit, "link": args.link, "cpu": args.cpu, "cores": args.cores,
-        "torch_version": args.torch, "cudnn_version": args.cudnn, "flash": args.flash, "cache_limit": args.cache_limit,
+    machine = {
+        "host_memory": args.host_memory, "calibrate": dict(args.measured), "time_limit": args.time_limit,
+        "link": args.link, "cpu": args.cpu, "cores": args.cores, "flash": args.flash, "cache_limit": args.cache_limit,
     }  # fmt: skip
-    height, width = args.size
-    plan = plan_pipeline(args.pipeline, height, width, args.batch, **given)
+    plan = plan_pipeline(args.pipeline, **machine, **_call(args))
     _print(plan, args.format)
     return 0 if plan.recommended else 1
 
