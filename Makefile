@@ -126,7 +126,8 @@ asan: $(VENV)/check.stamp
 	$(call in_place,asan,VAEMEM_SANITIZE=1 VAEMEM_CUDA_ARCHS=90,$(abspath $(BIN))/python)
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" \
 	ASAN_OPTIONS=detect_leaks=0:verify_asan_link_order=0 PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR)/build/asan \
-	VAEMEM_SANITIZED=1 VAEMEM_CUDA_ARCHS=90 $(BIN)/pytest -x --deselect tests/test_tiling.py::test_ramps $(addprefix --ignore-glob=tests/test_,$(NOT_THE_CORE))
+	VAEMEM_SANITIZED=1 VAEMEM_CUDA_ARCHS=90 $(BIN)/pytest -x --deselect tests/test_tiling.py::test_ramps \
+	    $(addprefix --ignore-glob=tests/test_,$(NOT_THE_CORE))
 
 # What newer packages have alone, Z-Image's modules, beside fresh recordings of it, in an environment of its own.
 NEWER := torch==2.13.0 diffusers==0.42.1 transformers==5.23.0

@@ -278,8 +278,8 @@ class Entry:
         return [result["seconds"] for result in self.worker.results]
 
 
-def errors_of(result: Path, reference: Path) -> tuple[float, float]:
-    y, want = np.load(result).astype(np.float64), np.load(reference)
+def errors_of(y: np.ndarray, want: np.ndarray) -> tuple[float, float]:
+    """The largest, and the root mean square relative to what is wanted, in float64."""
     return float(abs(y - want).max()), float(np.linalg.norm(y - want) / np.linalg.norm(want))
 
 
@@ -324,7 +324,7 @@ class Contest:
         if why:
             worker.close()
             return why
-        errors = None if self.no_reference else errors_of(result, self.reference)
+        errors = None if self.no_reference else errors_of(np.load(result).astype(np.float64), np.load(self.reference))
         self.entered[label] = Entry(label, precision, greeting, worker, errors)
         print(f"  ready: {label} ({worker.ask()['seconds']:.2f} s)", flush=True)
         worker.results.clear()

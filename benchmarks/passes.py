@@ -3,6 +3,8 @@
     python benchmarks/passes.py [--op decode encode] [--size 512] [--dtype float32] [--precision highest] [--threads 2]
         [--rounds 9] [--backend avx512] [--small]
 
+With --op and no word after it there are single passes alone.
+
 Whole runs of SDXL (passes_*.csv): each pass with its FLOPs and its seconds, medians of the rounds, and its share of the
 peak of the unit that computes its products, FMA or the one for pairs of bfloat16: products on registers alone, on the
 same threads, just after each run.
@@ -11,7 +13,8 @@ Single passes (conv_*.csv, attention_*.csv): the cases are those of tests/cases.
 those of the tests, to see that it runs. Each is first compared with float64, then timed beside oneDNN through PyTorch
 in the same dtype. A convolution is a pass as the engine runs it: GroupNorm and SiLU on load, bias on store, the next
 norm's sums; its peer is torch.nn.functional.conv2d alone (channels_last, no norm, no SiLU) on the same shape, and
-attention's is scaled_dot_product_attention. Bytes are those of input, output, residual and weights, each once.
+attention's is scaled_dot_product_attention. Bytes are those of input, output, residual and weights, each once; errors
+are beside float64, rms_error relative to it.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from common import PEAK_ROUNDS, median, where, write_csv
-from decode import DTYPES, PRECISIONS, architecture, held_to, inputs
+from decode import DTYPES, PRECISIONS, architecture, errors_of, held_to, inputs
 
 import vaemem
 from vaemem import _core
@@ -99,7 +102,7 @@ def measure(case: Conv | Attention, args: argparse.Namespace) -> dict:
     sample = 1 if args.small else 17
     run = on(case, args.backend, args.threads, sample, args.dtype, args.precision)
     run.run()
-    run.check()
+    largest, rms = errors_of(*run.check())
     peer, peer_flops = peer_of(case, args.dtype)
     ours, shares, theirs = [], [], []
     for _ in range(args.rounds + 1):
@@ -114,6 +117,8 @@ def measure(case: Conv | Attention, args: argparse.Namespace) -> dict:
     del shape["model"]
     return {
         **shape,
+        "max_error": f"{largest:.2e}",
+        "rms_error": f"{rms:.2e}",
         "dtype": args.dtype,
         "precision": args.precision,
         "threads": args.threads,
@@ -139,7 +144,8 @@ def single(args: argparse.Namespace) -> None:
             r = rows[-1]
             print(
                 f"{case}: {r['microseconds']} us, {r['gflops']} GFLOP/s, {r['gbytes_per_second']} GB/s, "
-                f"{100 * r['share_of_peak']:.0f}% of the peak; time {r['time_ratio_to_torch']:.2f} of torch's",
+                f"{100 * r['share_of_peak']:.0f}% of the peak; time {r['time_ratio_to_torch']:.2f} of torch's; "
+                f"error {r['rms_error']} (max {r['max_error']})",
                 flush=True,
             )
         write_csv(f"{operation}_{args.suffix}.csv", rows)
@@ -147,7 +153,7 @@ def single(args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--op", default=["decode", "encode"], nargs="+", choices=["decode", "encode"])
+    parser.add_argument("--op", default=["decode", "encode"], nargs="*", choices=["decode", "encode"])
     parser.add_argument("--size", type=int, default=512)
     parser.add_argument("--dtype", default="float32", choices=DTYPES)
     parser.add_argument("--precision", default="highest", choices=PRECISIONS)

@@ -11,9 +11,9 @@
  *   thread:   x tile [x block][row][column][16] | v [number][x block][tile][16] | m [number][y block][tile][16]
  *             | y [2 rows][column][16], where results do not go in place
  *
- * A region of about PIXELS pixels is a task. What the transforms add to the rounding is in docs/SPEED.md: with the points
- * 2/3 and 3/2 across instead of 1 and 2, less than one long direct sum has. The weights are transformed when the pass
- * begins, so that the model keeps one copy. */
+ * A region of about PIXELS pixels is a task. The points across are 2/3 and 3/2, whose powers stay nearer to 1 than those of
+ * 1 and 2 do, and so does the rounding (docs/SPEED.md has the errors). The weights are transformed when the pass begins, so
+ * that the model keeps one copy. */
 #include "cpu.h"
 
 enum {
