@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -294,7 +295,7 @@ def about(machine: Machine, vae) -> dict[str, str]:
         "vaemem_cudnn": vae._device.backend.cudnn_version if vae and vae._device else "",
         "vaemem": vaemem.__version__,
         "commit": commit(),
-        "command": "python benchmarks/decode_gpu.py " + " ".join(sys.argv[1:]),
+        "command": " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
     }
 
 

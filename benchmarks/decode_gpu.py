@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 from common import Machine, median, write_csv
-from contest import ELEMENT, Case, Contestant, Elsewhere, Ours, Peer, Setup, attempt, contest, hosted_data
+from contest import ELEMENT, Case, Contestant, Elsewhere, Ours, Peer, Setup, about, attempt, contest, hosted_data
 from torch.nn import functional as F
 from torch_vae import AutoencoderKL
 
@@ -252,7 +252,7 @@ def passes_table(machine: Machine, case: Case, args: argparse.Namespace) -> list
             whole, conv = known[key]
         lines.append(pass_row(case, name, part, flops, seconds, floors[bound], bound, whole, conv))
     show_passes(lines)
-    write_csv(f"passes_gpu_{machine.label}{args.suffix}.csv", lines)
+    write_csv(f"passes_gpu_{machine.label}{args.suffix}.csv", [line | about(machine, vae) for line in lines])
     return lines
 
 

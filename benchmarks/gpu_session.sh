@@ -21,7 +21,7 @@ PYTHON="${PYTHON:-python3}"
 LIMIT="${LIMIT:-570}"
 WORK="$(mktemp -d)"
 export VAEMEM_RESULTS="$WORK" PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
-FIRST="build kernels smoke memcheck racecheck headline passes profile_own profile_cudnn"
+FIRST="build kernels smoke memcheck racecheck headline passes tiles profile_own profile_cudnn"
 SECOND="build faults memory compile ablation cudnn_profile rest"
 failed=0 part=0
 
@@ -118,6 +118,8 @@ step_passes() {
     bench 50 --sizes 1024 --dtypes bfloat16 --parts
     bench 30 --sizes 1024 --dtypes bfloat16 --passes --convolution own --label own
 }
+# Which tile of our convolution is fastest for each pass: the costs in kernels/cuda/cuda.h are estimates until then.
+step_tiles() { within 40 "$PYTHON" benchmarks/conv_tiles.py --dtypes bfloat16; }
 # 512 channels come first and 128 last: all of our convolutions, and attention.
 step_profile_own() { profile own --kernel-name 'regex:^vm_(conv|attention)'; }
 # A few stripes in a row (load, cuDNN's engine, store): 512 channels at 128x128 are in the first hundred launches of about

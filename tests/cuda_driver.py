@@ -18,7 +18,7 @@ import pytest
 from emulator import build
 
 BUILT = build.HERE.parents[1] / "build"
-MAJOR, MINOR, MOST_SHARED, UNIFIED = 75, 76, 97, 41  # CUdevice_attribute
+MAJOR, MINOR, MOST_SHARED, UNIFIED, MULTIPROCESSORS = 75, 76, 97, 41, 16  # CUdevice_attribute
 DYNAMIC_SHARED = 8  # CUfunction_attribute
 
 
@@ -97,16 +97,19 @@ class Kernels:
                 return found
         raise RuntimeError(f"no kernel is called {name}")
 
-    def launch(self, kernel, grid, block, args: ctypes.Structure, shared: int = 0, seed: int = 1) -> None:
-        """Waits until it has run. seed: a GPU has its own order of threads."""
+    def enqueue(self, kernel, grid, block, args: ctypes.Structure, shared: int = 0) -> None:
         function, most = self.function(kernel), self.driver.attribute(MOST_SHARED)
         if shared > most:
             pytest.skip(f"{kernel} wants {shared} bytes of shared memory here, and this GPU has {most}")
         sizes = [c_uint(size) for three in (grid, block) for size in (*three, 1, 1)[:3]]
+        self.driver.call("cuFuncSetAttribute", function, c_int(DYNAMIC_SHARED), c_int(shared))
+        params = (c_void_p * 1)(ctypes.addressof(args))
+        self.driver.call("cuLaunchKernel", function, *sizes, c_uint(shared), None, params, None)
+
+    def launch(self, kernel, grid, block, args: ctypes.Structure, shared: int = 0, seed: int = 1) -> None:
+        """Waits until it has run. seed: a GPU has its own order of threads."""
         try:
-            self.driver.call("cuFuncSetAttribute", function, c_int(DYNAMIC_SHARED), c_int(shared))
-            params = (c_void_p * 1)(ctypes.addressof(args))
-            self.driver.call("cuLaunchKernel", function, *sizes, c_uint(shared), None, params, None)
+            self.enqueue(kernel, grid, block, args, shared)
             self.driver.call("cuCtxSynchronize")
         except RuntimeError as error:
             raise RuntimeError(f"{kernel}: {error}") from None

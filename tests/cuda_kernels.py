@@ -6,6 +6,7 @@ the type that is stored; a half below 2^-14 is rounded by LEAST, and float's own
 
 import ctypes
 import functools
+import itertools
 import mmap
 import tempfile
 from ctypes import POINTER, c_float, c_int, c_int32, c_size_t, c_uint32, c_void_p
@@ -92,20 +93,18 @@ class AttentionShape(ctypes.Structure):
 
 
 class ConvTile(ctypes.Structure):
-    _fields_ = tuple((name, c_uint32) for name in ("rows", "outs", "stride", "shared", "resident", "cost"))
+    _fields_ = tuple((name, c_uint32) for name in ("rows", "outs", "stride", "threads", "shared", "resident", "cost"))
 
 
 ARGS = {"load": LoadArgs, "store": StoreArgs, "merge": MergeArgs, "attention": AttentionArgs, "conv": ConvArgs}
 HEADER = r"""
 #include "cuda.h"
-#define SHARED(ROWS, OUTS, STRIDE, WARPS, STAGES, ...) \
-    if (rows == ROWS && outs == OUTS && stride == STRIDE) return VM_CONV_SHARED(ROWS, OUTS, STRIDE, WARPS, STAGES);
 vm_attention_shape attention_choose(int t, size_t most) { return vm_attention_choose((vm_dtype)t, most); }
 uint32_t attention_shared(int t, vm_attention_shape s, uint32_t c) { return vm_attention_shared((vm_dtype)t, s, c); }
 vm_conv_tile conv_choose(int t, const vm_conv_args *a, int in_place, size_t most, uint32_t multiprocessors) {
     return vm_conv_choose((vm_dtype)t, a, in_place, most, multiprocessors);
 }
-uint32_t conv_shared(uint32_t rows, uint32_t outs, uint32_t stride) { VM_CONV_TILES(SHARED) return 0; }
+vm_conv_tile conv_tile_at(size_t i) { return vm_conv_tile_at(i); }
 uint32_t conv_parts(const vm_conv_args *a, vm_conv_tile t) { return vm_conv_parts(a, t); }
 uint32_t conv_items(const vm_conv_args *a, vm_conv_tile t) { return vm_conv_items(a, t); }
 uint32_t conv_grid(const vm_conv_args *a, vm_conv_tile t, uint32_t n) { return vm_conv_grid(a, t, n); }
@@ -133,9 +132,17 @@ def header():
     h.attention_choose.restype, h.attention_choose.argtypes = AttentionShape, (c_int, c_size_t)
     h.attention_shared.argtypes = (c_int, AttentionShape, c_uint32)
     h.conv_choose.restype, h.conv_choose.argtypes = ConvTile, (c_int, args, c_int, c_size_t, c_uint32)
+    h.conv_tile_at.restype, h.conv_tile_at.argtypes = ConvTile, (c_size_t,)
     h.conv_parts.argtypes = h.conv_items.argtypes = (args, ConvTile)
     h.conv_grid.argtypes = (args, ConvTile, c_uint32)
     return h
+
+
+@functools.cache
+def conv_tiles():
+    """By (rows, outs, stride)."""
+    tiles = itertools.takewhile(lambda tile: tile.rows, map(header().conv_tile_at, itertools.count()))
+    return {(tile.rows, tile.outs, tile.stride): tile for tile in tiles}
 
 
 def number(dtype):

@@ -20,6 +20,7 @@ sys.path.insert(0, str(BENCHMARKS))
 
 import common
 import contest
+import conv_tiles
 import decode_gpu
 import torch_vae
 from contest import Case
@@ -415,3 +416,31 @@ def test_torch_memory_without_diffusers(tmp_path, monkeypatch, capsys):
     row = json.loads(capsys.readouterr().out)
     assert torch_memory.versions(row)["module"] == "benchmarks/torch_vae.py"
     assert row["weights_bytes"] == 4 * small_vae("flux").parameters
+
+
+def test_tiles_of_our_convolution(tmp_path, monkeypatch):
+    """On the emulator: every tile that may compute a pass does, and one of them is what vm_conv_choose takes."""
+    seen = []
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    monkeypatch.setattr(conv_tiles, "LAUNCHES", 1)
+    monkeypatch.setattr(conv_tiles.Pass, "__init__", seeing(conv_tiles.Pass.__init__, seen))
+    try:
+        conv_tiles.main([*"--device cpu --small --sizes 8 --dtypes bfloat16 --rounds 1 --case-seconds 0".split()])
+    except FileNotFoundError as missing:
+        pytest.skip(str(missing))
+    with open(tmp_path / "conv_tiles_cpu.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    tiles = {name: {row["tile"] for row in rows if row["pass"] == name} for name in {row["pass"] for row in rows}}
+    assert len(tiles) == len(seen) == 13 and set(map(len, tiles.values())) == {2, 5, 6}
+    assert not any(row["failure"] for row in rows) and all(float(row["ms"]) > 0 for row in rows)
+    assert {sum(row["chosen"] == "1" for row in rows if row["pass"] == name) for name in tiles} <= {0, 1}
+    for one in seen:
+        assert one.kept["y"].isfinite().all() and one.kept["y"].float().std() > 0.1 and not one.kept["flags"].any()
+
+
+def seeing(init, seen):
+    def made(self, *args):
+        seen.append(self)
+        init(self, *args)
+
+    return made

@@ -3,7 +3,7 @@
 import ctypes
 
 import pytest
-from cuda_kernels import ARGS, SM_75, SM_80, SM_86, SM_90, ConvArgs, ConvTile, header, number
+from cuda_kernels import ARGS, SM_75, SM_80, SM_86, SM_90, ConvArgs, conv_tiles, header, number
 
 H200 = 132  # multiprocessors
 ROWS, F32_NCHW, U8_NHWC = range(3)  # vm_format
@@ -67,7 +67,7 @@ def geometry(h, w, in_c, out, k=3, stride=1, up=False, format=ROWS):
         ("f16", 48 << 10, (1024, 1024, 128, 128), False, (0, 0, 0)),
         ("f32", SM_90, (1024, 1024, 128, 128), False, (0, 0, 0)),
         ("bf16", SM_90, (1024, 1024, 256, 128, 1), True, (16, 128, 1)),
-        ("bf16", SM_90, (512, 512, 512, 256, 1), True, (4, 256, 1)),
+        ("bf16", SM_90, (512, 512, 512, 256, 1), True, (8, 256, 1)),
         ("bf16", SM_86, (512, 512, 512, 256, 1), True, (4, 256, 1)),
         ("bf16", SM_90, (512, 512, 1024, 512, 1), True, (0, 0, 0)),
         ("bf16", SM_90, (512, 512, 512, 256), True, (0, 0, 0)),
@@ -80,13 +80,13 @@ def geometry(h, w, in_c, out, k=3, stride=1, up=False, format=ROWS):
 def test_choice_of_tile(dtype, most, pass_, in_place, want):
     tile = header().conv_choose(number(dtype), geometry(*pass_), in_place, most, H200)
     assert (tile.rows, tile.outs, tile.stride) == want
-    assert tile.shared == (header().conv_shared(*want) if want[0] else 0) <= most
+    assert tile.shared == (conv_tiles()[want].shared if want[0] else 0) <= most
 
 
 def test_grid():
     """Tiles of pixels are parts; blocks share the items among themselves."""
     args = geometry(17, 33, 64, 130)
-    tile = ConvTile(16, 128, 1, 0, 1, 1)
+    tile = conv_tiles()[16, 128, 1]
     assert header().conv_parts(args, tile) == 6 and header().conv_items(args, tile) == 12
     assert header().conv_grid(args, tile, 4) == 4 and header().conv_grid(args, tile, 132) == 12
     args = geometry(17, 33, 64, 130, up=True)

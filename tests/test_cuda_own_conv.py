@@ -23,15 +23,14 @@ from cases import CONVS, small
 from cuda_kernels import (
     SILU,
     SM_90,
-    THREADS,
     TYPES,
     UNIT,
     ConvArgs,
-    ConvTile,
     E,
     Memory,
     built,
     close,
+    conv_tiles,
     header,
     number,
     round_up,
@@ -39,7 +38,8 @@ from cuda_kernels import (
 )
 
 ROWS, F32_NCHW, U8_NHWC, F16_NCHW, BF16_NCHW = range(5)  # vm_format
-TILES = [(16, 128, 1), (8, 128, 1), (4, 256, 1), (4, 64, 1), (16, 16, 1), (8, 128, 2), (4, 64, 2)]
+FLAT = (4, 256, 1)  # of 1x1 filters alone
+TILES = [(16, 128, 1), (16, 64, 1), (8, 256, 1), (8, 128, 1), FLAT, (4, 64, 1), (16, 16, 1), (8, 128, 2), (4, 64, 2)]
 every_dtype = pytest.mark.parametrize("dtype", ["f16", "bf16"])
 every_tile = pytest.mark.parametrize("tile", TILES, ids=lambda t: "{}x{}_{}".format(*t))
 kernels = built("conv")
@@ -154,14 +154,14 @@ class Conv:
             x=x, w=weights, y=y, add=add, **dict(zip(("scale", "shift", "bias"), vectors, strict=True)), flags=flags,
             x_pitch=x_pitch, add_pitch=add_pitch, y_pitch=y_shape[1] if case.format == ROWS else 0,
         )  # fmt: skip
-        t = ConvTile(*tile, header().conv_shared(*tile), 1, 1)
+        t = conv_tiles()[tile]
         parts = None
         if case.stats:
             parts = memory.empty((header().conv_parts(args, t), 16 + 2 * out), np.float32)
             args.stats = parts.ctypes.data
         grid = grid or min(2, header().conv_items(args, t))  # most often fewer blocks than items
         name = f"vm_conv_{case.dtype}_{tile[0]}x{tile[1]}_{tile[2]}"
-        self.kernels.launch(name, (grid,), (THREADS,), args, t.shared, seed)
+        self.kernels.launch(name, (grid,), (t.threads,), args, t.shared, seed)
 
         memory.check()
         if case.format == ROWS:
@@ -214,9 +214,13 @@ def check_stats(case, got, tile):
 SIZES = [(1, 1), (3, 5), (8, 16), (9, 17), (17, 33)]
 
 
+def test_all_tiles_are_here():
+    assert list(conv_tiles()) == TILES
+
+
 def variants(tile):
     """(k, up) that passes ask of a kernel."""
-    return [(3, False)] if tile[2] == 2 else [(1, False)] if tile[1] == 256 else [(3, False), (1, False), (3, True)]
+    return [(3, False)] if tile[2] == 2 else [(1, False)] if tile == FLAT else [(3, False), (1, False), (3, True)]
 
 
 CASES = [(tile, k, up, size) for tile in TILES for k, up in variants(tile) for size in SIZES]
@@ -256,7 +260,7 @@ def test_shapes(conv, dtype, shape):
 @pytest.mark.parametrize("in_c,out", [(80, 144), (320, 16)])
 def test_fused(conv, dtype, tile, in_c, out):
     """Everything at once, over two tiles each way and more chunks than buffers."""
-    k = 1 if tile[1] == 256 else 3
+    k = 1 if tile == FLAT else 3
     h, w = (tile[0] + 1) * tile[2], 17 * tile[2]
     case = Case(dtype, h, w, in_c, out, k=k, stride=tile[2], norm=True, silu=True, add=True, stats=True)
     check(case, conv(case, tile, wider=16, add_is_y=True, grid=3), tile)
@@ -266,7 +270,7 @@ def test_fused(conv, dtype, tile, in_c, out):
 @every_tile
 def test_nothing_fused(conv, dtype, tile):
     """The sum alone, of numbers that make it exact: not a bit is off."""
-    case = Case(dtype, 2 * tile[0] * tile[2], 16, 48, 32, k=1 if tile[1] == 256 else 3, stride=tile[2], stats=True)
+    case = Case(dtype, 2 * tile[0] * tile[2], 16, 48, 32, k=1 if tile == FLAT else 3, stride=tile[2], stats=True)
     rng = np.random.default_rng(5)
     case.x[...], case.w[...] = (rng.integers(-1, 2, a.shape) for a in (case.x, case.w))
     case.bias[...] = rng.integers(-8, 9, case.bias.shape)
@@ -276,7 +280,7 @@ def test_nothing_fused(conv, dtype, tile):
 
 
 @every_dtype
-@pytest.mark.parametrize("tile", [t for t in TILES if t[2] == 1 and t[1] != 256], ids=str)
+@pytest.mark.parametrize("tile", [t for t in TILES if t[2] == 1 and t != FLAT], ids=str)
 def test_up_is_nearest_then_3x3(conv, dtype, tile):
     """With filters folded as weights_cuda.c does it, of integers, so that folding is exact."""
     case = Case(dtype, 5, 18, 32, 16, up=True)
@@ -297,10 +301,13 @@ def test_up_is_nearest_then_3x3(conv, dtype, tile):
 @pytest.mark.parametrize(
     "in_c,out,tile",
     [
+        (512, 256, (8, 256, 1)),
+        (272, 144, (8, 256, 1)),
         (512, 256, (4, 256, 1)),
         (272, 144, (4, 256, 1)),
         (256, 128, (16, 128, 1)),
         (160, 80, (8, 128, 1)),
+        (128, 64, (16, 64, 1)),
         (64, 64, (4, 64, 1)),
         (48, 16, (16, 16, 1)),
     ],
@@ -348,7 +355,7 @@ def test_pixels(conv, dtype, format, out, k):
 @pytest.mark.parametrize("mean", [30, 1000])
 def test_sums_about_a_mean(conv, dtype, tile, mean):
     """Squares would lose what deviations keep."""
-    case = Case(dtype, 9, 19, 32, 48, k=1 if tile[1] == 256 else 3, stride=tile[2], stats=True)
+    case = Case(dtype, 9, 19, 32, 48, k=1 if tile == FLAT else 3, stride=tile[2], stats=True)
     case.bias += mean
     check(case, conv(case, tile), tile)
 
@@ -358,7 +365,7 @@ def test_sums_about_a_mean(conv, dtype, tile, mean):
 def test_same_bits(conv, dtype, tile):
     """Whoever comes first, and however many blocks there are."""
     case = Case(
-        dtype, 2 * tile[0], 17, 144, 40, k=1 if tile[1] == 256 else 3, stride=tile[2],
+        dtype, 2 * tile[0], 17, 144, 40, k=1 if tile == FLAT else 3, stride=tile[2],
         norm=True, silu=True, add=True, stats=True,
     )  # fmt: skip
     grids = enumerate([1, 2, 3, 5, 99])
@@ -374,7 +381,7 @@ def test_same_bits(conv, dtype, tile):
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("norm", [False, True])
 def test_bad_pixel_spoils_what_sees_it(conv, dtype, tile, value, norm):
-    k = 1 if tile[1] == 256 else 3
+    k = 1 if tile == FLAT else 3
     case = Case(dtype, 20, 20, 32, 16, k=k, stride=tile[2], norm=norm, silu=norm)
     clean = conv(case, tile)
     case.x[7, 16, 20] = value

@@ -62,8 +62,8 @@ class Session:
         return "".join(text for name, text in sorted(self.parts.items()) if name.endswith(f"-{step}.log"))
 
 
-FIRST = ["build", "kernels", "smoke", "memcheck", "racecheck", "headline", "passes", "profile_own", "profile_cudnn"]
-SECOND = ["build", "faults", "memory", "compile", "ablation", "cudnn_profile", "rest"]
+FIRST = "build kernels smoke memcheck racecheck headline passes tiles profile_own profile_cudnn".split()
+SECOND = "build faults memory compile ablation cudnn_profile rest".split()
 
 
 @pytest.mark.parametrize(

@@ -168,10 +168,11 @@ vm_status vm_gpu_workspace(const vm_backend *b, const vm_pass *p, const vm_limit
     return status;
 }
 
-static vm_status launch(const vm_gpu *g, CUfunction kernel, size_t x, size_t y, size_t shared, void *args) {
+static vm_status launch(const vm_gpu *g, CUfunction kernel, size_t x, size_t y, size_t threads, size_t shared,
+                        void *args) {
     if (x > INT32_MAX || y > 65535) return vm_fail(VM_EINVAL, "CUDA: a grid of %zu x %zu blocks is too large", x, y);
     return vm_driver_check(g->d,
-                           g->d->LaunchKernel(kernel, (unsigned)x, (unsigned)y, 1, VM_CUDA_THREADS, 1, 1,
+                           g->d->LaunchKernel(kernel, (unsigned)x, (unsigned)y, 1, (unsigned)threads, 1, 1,
                                               (unsigned)shared, g->stream, (void *[]){args}, NULL),
                            "launching a kernel");
 }
@@ -186,7 +187,7 @@ static vm_status merge(const vm_gpu *g, const vm_pass *p, const vm_operands *at,
                        .c = (uint32_t)p->x.c,
                        .groups = (uint32_t)p->groups,
                        .eps = p->eps * p->x_scale * p->x_scale};
-    return launch(g, g->kernel[VM_KERNEL_MERGE], p->groups, 1, 0, &a);
+    return launch(g, g->kernel[VM_KERNEL_MERGE], p->groups, 1, VM_CUDA_THREADS, 0, &a);
 }
 
 /* The factor from x's power of two, or from a normalised x, to y's. */
@@ -216,7 +217,7 @@ static vm_status load(const vm_gpu *g, const vm_pass *p, const vm_operands *at, 
     const size_t vectors = n * s->in_w * s->in_c / 8;
     const size_t a_block = 4 * VM_CUDA_THREADS; /* a thread takes a few vectors at once */
     const size_t blocks = (vectors + a_block - 1) / a_block, most = (size_t)g->multiprocessors * 32;
-    return launch(g, g->kernel[VM_KERNEL_LOAD], VM_MIN(blocks, most), 1, 0, &a);
+    return launch(g, g->kernel[VM_KERNEL_LOAD], VM_MIN(blocks, most), 1, VM_CUDA_THREADS, 0, &a);
 }
 
 static vm_status store(const vm_gpu *g, const vm_pass *p, const vm_operands *at, const shape *s, size_t row0,
@@ -242,8 +243,8 @@ static vm_status store(const vm_gpu *g, const vm_pass *p, const vm_operands *at,
                        .clamp_from = (uint32_t)p->clamp_from,
                        .bias_scale = p->y_scale};
     const size_t vectors = vm_padded(p->y.c) / 8;
-    return launch(g, g->kernel[VM_KERNEL_STORE], parts_of(p, rows), (vectors + VM_CUDA_LANES - 1) / VM_CUDA_LANES, 0,
-                  &a);
+    return launch(g, g->kernel[VM_KERNEL_STORE], parts_of(p, rows), (vectors + VM_CUDA_LANES - 1) / VM_CUDA_LANES,
+                  VM_CUDA_THREADS, 0, &a);
 }
 
 /* Whether cuDNN may read x itself: there is nothing to do on load, and x's pixels are packed. */
@@ -296,7 +297,7 @@ static vm_status own_conv(vm_gpu *g, const vm_pass *p, const vm_operands *at, co
     a.stats = p->stats ? at->y_stats : NULL;
     a.flags = g->flags;
     a.multiply = !rows ? 1 : multiplier(p);
-    return launch(g, kernel, vm_conv_grid(&a, *tile, (uint32_t)g->multiprocessors), 1, tile->shared, &a);
+    return launch(g, kernel, vm_conv_grid(&a, *tile, (uint32_t)g->multiprocessors), 1, tile->threads, tile->shared, &a);
 }
 
 static vm_status attention(vm_gpu *g, const vm_pass *p, const vm_operands *at) {
@@ -311,7 +312,7 @@ static vm_status attention(vm_gpu *g, const vm_pass *p, const vm_operands *at) {
                            .y_pitch = pitch_of(&at->y, &p->y),
                            .scale = (float)(1 / sqrt((double)p->scale_channels))};
     const uint32_t queries = g->attention.queries;
-    return launch(g, g->kernel[VM_KERNEL_ATTENTION], (n + queries - 1) / queries, 1,
+    return launch(g, g->kernel[VM_KERNEL_ATTENTION], (n + queries - 1) / queries, 1, VM_CUDA_THREADS,
                   vm_attention_shared(g->dtype, g->attention, (uint32_t)c), &a);
 }
 

@@ -10,7 +10,8 @@
  * is made. Copies and f run ahead of the products, from one item into the next: while one chunk is multiplied, the next
  * is copied and then transformed. Half of the warps transform before they multiply and the others after, so that the
  * tensor cores and the rest of the multiprocessor both have work at any time. There is one barrier for each tap. The
- * residual is asked for before an item's products, and added after them.
+ * residual is asked for before an item's products, and added after them. Of two blocks that share a multiprocessor one
+ * begins a little later, so that it multiplies while the other ends its item.
  *
  * A warp with 64 pixels x 64 channels reads 4 KiB from shared memory for 32 products of 16 x 8 x 16. Smaller tiles read
  * more for each product, and that limits their speed. A block with 256 pixels x 128 channels reads a filter from the L2
@@ -146,6 +147,7 @@ VM_DEVICE void vm_conv_measure(const vm_conv_args &a, const float (&d)[S::M][S::
     if (lane == 0 && across == 0) sums[down] = n;
     __syncthreads();
 
+    static_assert(S::OUTS <= S::THREADS, "a channel's sums are merged by a thread of its own");
     const uint32_t c = threadIdx.x;
     if (c >= S::OUTS || at.out + c >= outs) return;
     float count = sums[0], all = sums[S::DOWN * 4 + c], all2 = sums[S::DOWN * 4 + S::OUTS + c];
@@ -178,12 +180,16 @@ VM_DEVICE void vm_convolve(const vm_conv_args &a, char *shared) {
     const uint32_t items = (h + S::ROWS - 1) / S::ROWS * columns * outs * (a.up ? 4 : 1);
     float *const sums = reinterpret_cast<float *>(shared + S::SUMS);
 
+    /* They share its tensor cores evenly, so that the distance between them stays what it was at the beginning. A grid's
+     * blocks are dealt out to all multiprocessors before one gets its second. */
+    if (S::RESIDENT > 1 && blockIdx.x >= (gridDim.x + 1) / 2 && items / gridDim.x >= 4) vm_sleep(VM_CONV_LEAD);
+
     /* The next chunk's copy was begun before those of the last filters, and copies arrive in order: when the ring has
      * come round to the last taps the chunk is there, and f is spread over these taps. */
     const bool changes = a.scale || a.multiply != 1;
     const uint32_t first = min(taps - 1, max(taps / 2, (uint32_t)S::STAGES - 1));
     const uint32_t each = (S::EACH + taps - first - 1) / (taps - first);
-    const bool early = warp < 4 && taps > 1;
+    const bool early = warp < S::THREADS / 64 && taps > 1;
     static_assert(S::STAGES <= 5, "a chunk arrives within four taps");
 
     vm_conv_input in;
@@ -279,13 +285,12 @@ VM_DEVICE void vm_convolve(const vm_conv_args &a, char *shared) {
     }
 }
 
-#define VM_CONV(type, T, rows, outs, stride, warps, stages, resident)                \
-    VM_KERNEL __launch_bounds__(VM_CUDA_THREADS, resident)                           \
-        vm_conv_##type##_##rows##x##outs##_##stride(vm_conv_args a) {                \
-        VM_SHARED(char, shared);                                                     \
-        vm_convolve<T, vm_conv_shape<rows, outs, stride, warps, stages>>(a, shared); \
+#define VM_CONV(type, T, rows, outs, stride, warps, across, stages, resident)                                       \
+    VM_KERNEL __launch_bounds__(warps * 32, resident) vm_conv_##type##_##rows##x##outs##_##stride(vm_conv_args a) { \
+        VM_SHARED(char, shared);                                                                                    \
+        vm_convolve<T, vm_conv_shape<rows, outs, stride, warps, across, stages, resident>>(a, shared);              \
     }
-#define VM_CONV_BOTH(rows, outs, stride, warps, stages, resident, cost) \
-    VM_CONV(f16, vm_half, rows, outs, stride, warps, stages, resident)  \
-    VM_CONV(bf16, vm_bfloat16, rows, outs, stride, warps, stages, resident)
+#define VM_CONV_BOTH(rows, outs, stride, warps, across, stages, resident, cost) \
+    VM_CONV(f16, vm_half, rows, outs, stride, warps, across, stages, resident)  \
+    VM_CONV(bf16, vm_bfloat16, rows, outs, stride, warps, across, stages, resident)
 VM_CONV_TILES(VM_CONV_BOTH)

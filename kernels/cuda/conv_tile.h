@@ -6,22 +6,26 @@
 
 typedef uint64_t __attribute__((may_alias)) vm_long; /* four numbers */
 
+/* Nanoseconds. The end of an item takes 2 to 3 microseconds; its products, while another block multiplies too, 16 for 128
+ * channels of x and 3x3, and more for more: by count at 1.8 GHz. */
+enum { VM_CONV_LEAD = 5000 };
+
 /* The shape of a kernel; cuda.h has the list of them. A warp has M tile rows of 16 pixels by N times 8 channels. */
-template <int ROWS_, int OUTS_, int STRIDE_, int WARPS, int STAGES_>
+template <int ROWS_, int OUTS_, int STRIDE_, int WARPS, int ACROSS_, int STAGES_, int RESIDENT_>
 struct vm_conv_shape {
-    static constexpr int ROWS = ROWS_, OUTS = OUTS_, STRIDE = STRIDE_, STAGES = STAGES_;
-    static constexpr int ACROSS = WARPS, DOWN = VM_CUDA_THREADS / 32 / WARPS;
+    static constexpr int ROWS = ROWS_, OUTS = OUTS_, STRIDE = STRIDE_, STAGES = STAGES_, RESIDENT = RESIDENT_;
+    static constexpr int THREADS = WARPS * 32, ACROSS = ACROSS_, DOWN = WARPS / ACROSS;
     static constexpr int M = ROWS / DOWN, N = OUTS / ACROSS / 8;
     static_assert(M * DOWN == ROWS && N * 8 * ACROSS == OUTS && N % 2 == 0, "warps share the tile evenly");
 
     static constexpr int LINE = VM_CONV_CHUNK * 2, VECTORS = LINE / 16; /* bytes of a pixel or filter in a chunk */
     static constexpr int WIDTH = (VM_CONV_COLUMNS - 1) * STRIDE + 3, PIXELS = ((ROWS - 1) * STRIDE + 3) * WIDTH;
-    static constexpr int EACH = (PIXELS * VECTORS + VM_CUDA_THREADS - 1) / VM_CUDA_THREADS; /* vectors of a thread */
-    static constexpr int STEP = VM_CUDA_THREADS / VECTORS;                                  /* pixels between them */
+    static constexpr int EACH = (PIXELS * VECTORS + THREADS - 1) / THREADS; /* vectors of a thread */
+    static constexpr int STEP = THREADS / VECTORS;                          /* pixels between them */
 
     /* Shared memory: two chunks of x, the ring of filters, sums. */
     static constexpr int INPUT = PIXELS * LINE, FILTER = OUTS * LINE, RING = 2 * INPUT, SUMS = RING + STAGES * FILTER;
-    static_assert(SUMS + DOWN * (2 * OUTS + 4) * 4 == VM_CONV_SHARED(ROWS, OUTS, STRIDE, WARPS, STAGES), "as cuda.h");
+    static_assert(SUMS + DOWN * (2 * OUTS + 4) * 4 == VM_CONV_SHARED(ROWS, OUTS, STRIDE, DOWN, STAGES), "as cuda.h");
 };
 
 /* What a block computes before it takes the next: a tile of pixels (of x, where up), some channels. */
@@ -180,14 +184,16 @@ VM_DEVICE void vm_conv_fetch_filter(const vm_conv_args &a, vm_conv_filter &f, ch
 template <typename T, typename S>
 VM_DEVICE void vm_conv_prefetch(const vm_conv_args &a, const vm_conv_item &at) {
     enum { LINE = 64 }; /* numbers in 128 bytes */
-    const uint32_t step = a.up ? 2 : 1, pixel = threadIdx.x;
-    static_assert(S::ROWS * VM_CONV_COLUMNS <= VM_CUDA_THREADS, "a thread has one pixel at most");
-    const uint32_t row = (at.row + pixel / VM_CONV_COLUMNS) * step + at.phase / 2;
-    const uint32_t column = (at.column + pixel % VM_CONV_COLUMNS) * step + at.phase % 2;
-    if (pixel >= S::ROWS * VM_CONV_COLUMNS || row >= a.y_h || column >= a.y_w) return;
-    const T *const from = static_cast<const T *>(a.add) + ((size_t)row * a.y_w + column) * a.add_pitch + at.out;
+    const uint32_t step = a.up ? 2 : 1;
 #pragma unroll 1
-    for (uint32_t c = 0; c < S::OUTS && at.out + c < a.y_c; c += LINE) vm_prefetch(from + c);
+    for (uint32_t pixel = threadIdx.x; pixel < S::ROWS * VM_CONV_COLUMNS; pixel += S::THREADS) {
+        const uint32_t row = (at.row + pixel / VM_CONV_COLUMNS) * step + at.phase / 2;
+        const uint32_t column = (at.column + pixel % VM_CONV_COLUMNS) * step + at.phase % 2;
+        if (row >= a.y_h || column >= a.y_w) continue;
+        const T *const from = static_cast<const T *>(a.add) + ((size_t)row * a.y_w + column) * a.add_pitch + at.out;
+#pragma unroll 1
+        for (uint32_t c = 0; c < S::OUTS && at.out + c < a.y_c; c += LINE) vm_prefetch(from + c);
+    }
 }
 
 /* Merges the sums of the lanes of a warp that have the same channels (their lane / 4 differs). Of COUNT channels a lane

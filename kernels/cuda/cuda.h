@@ -134,29 +134,46 @@ typedef struct vm_conv_args {
 } vm_conv_args;
 enum { VM_CONV_COLUMNS = 16, VM_CONV_CHUNK = 64 /* channels of x in shared memory at a time */ };
 
-/* X(rows, outs, stride, warps, stages, resident, cost): a block's tile is rows x VM_CONV_COLUMNS pixels by outs
- * channels, which its 8 warps share, 8 / warps down the rows and `warps` across the channels. stages: slots of the ring
- * of filters. resident: blocks that share a multiprocessor where its memory allows. cost: of a product, relative to the
- * other tiles', estimated from the bytes that a warp reads for it from shared memory; only the choice depends on it. */
-#define VM_CONV_TILES(X)      \
-    X(16, 128, 1, 2, 4, 1, 4) \
-    X(8, 128, 1, 4, 3, 1, 5)  \
-    X(4, 256, 1, 8, 2, 1, 6)  \
-    X(4, 64, 1, 4, 3, 2, 8)   \
-    X(16, 16, 1, 1, 4, 2, 8)  \
-    X(8, 128, 2, 4, 3, 1, 5)  \
-    X(4, 64, 2, 4, 2, 1, 8)
+/* X(rows, outs, stride, warps, across, stages, resident, cost): a block's tile is rows x VM_CONV_COLUMNS pixels by outs
+ * channels, which its warps share, `across` of them across the channels and warps / across down the rows. stages: slots
+ * of the ring of filters. resident: blocks that share a multiprocessor where its memory allows. cost: of a product,
+ * relative to the other tiles', estimated from the bytes that it takes from shared memory and the L2 cache; only the
+ * choice depends on it.
+ *
+ * Of the three tiles whose warps have 64 pixels x 64 channels, 16x128 reads the least. 16x64 is for two blocks of four
+ * warps: one adds, stores and measures while the other multiplies, but x is read and transformed twice as often. 8x256
+ * transforms half as often, and reads a filter from the L2 cache for 128 pixels only. benchmarks/conv_tiles.py times
+ * them beside each other. */
+#define VM_CONV_TILES(X)         \
+    X(16, 128, 1, 8, 2, 4, 1, 4) \
+    X(16, 64, 1, 4, 1, 3, 2, 5)  \
+    X(8, 256, 1, 8, 4, 3, 1, 5)  \
+    X(8, 128, 1, 8, 4, 3, 1, 5)  \
+    X(4, 256, 1, 8, 8, 2, 1, 6)  \
+    X(4, 64, 1, 8, 4, 3, 2, 8)   \
+    X(16, 16, 1, 8, 1, 4, 2, 8)  \
+    X(8, 128, 2, 8, 4, 3, 1, 5)  \
+    X(4, 64, 2, 8, 4, 2, 1, 8)
 
 typedef struct vm_conv_tile {
     uint32_t rows, outs, stride; /* 0 where no kernel fits */
-    uint32_t shared;             /* bytes of dynamic shared memory */
+    uint32_t threads, shared;    /* of a block; bytes of dynamic shared memory */
     uint32_t resident, cost;
 } vm_conv_tile;
 
 /* Two chunks of x with a halo for 3x3, the filters in flight, and each row of warps' count, means and deviations. */
-#define VM_CONV_SHARED(ROWS, OUTS, STRIDE, WARPS, STAGES)                                             \
+#define VM_CONV_SHARED(ROWS, OUTS, STRIDE, DOWN, STAGES)                                              \
     (2 * (((ROWS) - 1) * (STRIDE) + 3) * ((VM_CONV_COLUMNS - 1) * (STRIDE) + 3) * VM_CONV_CHUNK * 2 + \
-     (STAGES) * (OUTS) * VM_CONV_CHUNK * 2 + VM_CUDA_THREADS / 32 / (WARPS) * (2 * (OUTS) + 4) * 4)
+     (STAGES) * (OUTS) * VM_CONV_CHUNK * 2 + (DOWN) * (2 * (OUTS) + 4) * 4)
+
+/* The i-th of them; rows 0 beyond the last. */
+static inline vm_conv_tile vm_conv_tile_at(size_t i) {
+#define VM_CONV_TILE(ROWS, OUTS, STRIDE, WARPS, ACROSS, STAGES, RESIDENT, COST) \
+    {ROWS, OUTS, STRIDE, (WARPS) * 32, VM_CONV_SHARED(ROWS, OUTS, STRIDE, (WARPS) / (ACROSS), STAGES), RESIDENT, COST},
+    static const vm_conv_tile tiles[] = {VM_CONV_TILES(VM_CONV_TILE){0, 0, 0, 0, 0, 0, 0}};
+#undef VM_CONV_TILE
+    return tiles[i];
+}
 
 static inline uint32_t vm_conv_parts(const vm_conv_args *a, vm_conv_tile t) {
     const uint32_t h = a->up ? a->x_h : a->y_h, w = a->up ? a->x_w : a->y_w;
@@ -168,7 +185,7 @@ static inline uint32_t vm_conv_items(const vm_conv_args *a, vm_conv_tile t) {
     return vm_conv_parts(a, t) * ((VM_ROUND_UP(a->y_c, VM_BLOCK) + t.outs - 1) / t.outs);
 }
 
-/* Any grid does; this one fills the device. VM_CUDA_THREADS threads. */
+/* Any grid does; this one fills the device. A block has t.threads threads. */
 static inline uint32_t vm_conv_grid(const vm_conv_args *a, vm_conv_tile t, uint32_t multiprocessors) {
     const uint32_t items = vm_conv_items(a, t), most = multiprocessors * t.resident;
     return VM_MIN(items, most);
@@ -179,18 +196,13 @@ static inline uint32_t vm_conv_grid(const vm_conv_args *a, vm_conv_tile t, uint3
  * counts, its pointers do not. */
 static inline vm_conv_tile vm_conv_choose(vm_dtype dtype, const vm_conv_args *a, bool in_place, size_t largest_shared,
                                           uint32_t multiprocessors) {
-#define VM_CONV_TILE(ROWS, OUTS, STRIDE, WARPS, STAGES, RESIDENT, COST) \
-    {ROWS, OUTS, STRIDE, VM_CONV_SHARED(ROWS, OUTS, STRIDE, WARPS, STAGES), RESIDENT, COST},
-    static const vm_conv_tile tiles[] = {VM_CONV_TILES(VM_CONV_TILE)};
-#undef VM_CONV_TILE
-    vm_conv_tile best = {0, 0, 0, 0, 0, 0};
+    vm_conv_tile best = {0, 0, 0, 0, 0, 0, 0}, t;
     uint64_t least = UINT64_MAX;
     const uint64_t filters = (uint64_t)(a->up ? 4 : 1) * VM_ROUND_UP(a->y_c, VM_BLOCK) * a->k * a->k;
     if (filters > UINT32_MAX / VM_MAX(a->in_c, 1)) return best; /* the kernels count filters' numbers in 32 bits */
     if (dtype == VM_F32 || (a->up ? a->k != 2 || a->stride != 1 : a->k != 1 && a->k != 3) || (in_place && a->k != 1))
         return best;
-    for (size_t i = 0; i < sizeof tiles / sizeof *tiles; i++) {
-        vm_conv_tile t = tiles[i];
+    for (size_t i = 0; (t = vm_conv_tile_at(i)).rows; i++) {
         if (t.stride != a->stride || t.shared > largest_shared || (in_place && t.outs < a->y_c)) continue;
         if (a->format != VM_ROWS && t.outs != VM_BLOCK) continue;
         /* a multiprocessor has 1 KiB more than a block may ask for, and reserves 1 KiB for every block */

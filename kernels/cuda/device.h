@@ -97,6 +97,9 @@ VM_DEVICE void vm_prefetch(const void *p) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(p)));
 }
 
+/* For about so long; at most for twice as long. */
+VM_DEVICE void vm_sleep(uint32_t nanoseconds) { __nanosleep(nanoseconds); }
+
 /* The block's dynamic shared memory, aligned to 16 bytes. */
 extern __shared__ uint4 vm_all_shared[];
 #define VM_SHARED(type, name) type *const name = reinterpret_cast<type *>(vm_all_shared)

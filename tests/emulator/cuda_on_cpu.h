@@ -166,6 +166,7 @@ static inline uint32_t vm_atomic_or(uint32_t *p, uint32_t bits) {
 }
 
 /* It must be memory that can be read. */
+static inline void vm_sleep(uint32_t) {}
 static inline void vm_prefetch(const void *p) { (void)*(const volatile char *)p; }
 
 static inline void vm_copy_async(void *shared, const void *global, bool valid) {

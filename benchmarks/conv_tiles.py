@@ -1,0 +1,174 @@
+"""Every tile of our own convolution on a GPU, on the passes of a decode and an encode: which is fastest for each.
+
+    python benchmarks/conv_tiles.py [--sizes 1024] [--dtypes bfloat16 float16] [--rounds 9]
+
+The passes are those of SDXL and FLUX to this size: GroupNorm and SiLU on load, bias and residual, the next norm's sums,
+on random numbers. The tiles take turns; a time is that of LAUNCHES launches in a row between two CUDA events, by their
+number, medians of rounds. FLOPs are as computed (after 2x, four products of nine). `chosen` is the tile that
+vm_conv_choose takes now: where another is faster, its costs in kernels/cuda/cuda.h are wrong. The kernels are what
+`setup.py build_ext --inplace` has left. Rows go to conv_tiles_<gpu>.csv in benchmarks/results.
+
+On the CPU (--device cpu --small) the emulator of the tests runs them, to see that this script does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import Machine, median, write_csv
+from contest import about, race
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+import cuda_driver
+from cases import Conv
+from cuda_kernels import SM_90, ConvArgs, conv_tiles, header, number, round_up
+from emulator import build
+
+LAUNCHES = 5
+SHORT = {"bfloat16": "bf16", "float16": "f16"}
+FOR_PIXELS, FOR_1X1 = (16, 16, 1), (4, 256, 1)
+
+
+def passes(size: int, c: int) -> list[Conv]:
+    """Those of SDXL's, FLUX's and SD1.5's levels, which have c (128), 2 c, 4 c and 4 c channels."""
+    n = size // 8
+    found = []
+    for side, x, y in ((n, 4 * c, 4 * c), (2 * n, 4 * c, 4 * c), (4 * n, 4 * c, 2 * c), (8 * n, 2 * c, c)):
+        found += [Conv(x, y, side, side, groups=32)] * (x != y)
+        found += [Conv(y, y, side, side, groups=32, add="apart")]
+        found += [Conv(x, y, side, side, k=1)] * (x != y)
+        found += [Conv(y, y, side, side, up=True)] * (side < size)
+    return [*found, Conv(c, c, size, size, stride=2), Conv(4 * c, 12 * c, n, n, k=1, groups=32)]
+
+
+class Pass:
+    """A pass on random numbers, by any tile."""
+
+    def __init__(self, case: Conv, dtype: str, device: torch.device):
+        self.case, self.dtype, self.short = case, dtype, SHORT[dtype]
+        kind, k, outs = getattr(torch, dtype), 2 if case.up else case.k, round_up(case.out_c)
+        y_c, y_h, y_w = case.y
+
+        def noise(*shape: int, kind: torch.dtype = kind) -> torch.Tensor:
+            return torch.randn(shape, device=device).to(kind)
+
+        self.kept = {
+            "x": noise(case.h, case.w, case.in_c),
+            "w": noise(4 if case.up else 1, outs, k, k, case.in_c) * (k * k * case.in_c) ** -0.5,
+            "bias": noise(outs, kind=torch.float32),
+            "y": noise(y_h, y_w, outs),
+            "stats": torch.zeros(y_h * y_w * (16 + 2 * outs) // 64 + 4096, device=device),
+            "flags": torch.zeros(1, dtype=torch.int32, device=device),
+        }
+        if case.groups:
+            self.kept |= {name: noise(case.in_c, kind=torch.float32) for name in ("scale", "shift")}
+        if case.add:
+            self.kept["add"] = noise(y_h, y_w, outs)
+        self.args = ConvArgs(
+            **{name: tensor.data_ptr() for name, tensor in self.kept.items()},
+            x_h=case.h, x_w=case.w, x_pitch=case.in_c, in_c=case.in_c, y_h=y_h, y_w=y_w, y_pitch=outs, y_c=y_c,
+            add_pitch=outs, k=k, stride=case.stride, up=case.up, silu=bool(case.groups), clamp_from=y_c, multiply=1,
+            bias_scale=1,
+        )  # fmt: skip
+
+    def tiles(self, most_shared: int) -> list[tuple[int, int, int]]:
+        """That can compute it where a block may have so much shared memory."""
+        some = {FOR_PIXELS} | ({FOR_1X1} if self.case.k > 1 else set())
+        return [
+            name
+            for name, tile in conv_tiles().items()
+            if tile.stride == self.case.stride and tile.shared <= most_shared and name not in some
+        ]
+
+    def chosen(self, most_shared: int, multiprocessors: int) -> tuple[int, int, int]:
+        tile = header().conv_choose(number(self.short), self.args, False, most_shared, multiprocessors)
+        return tile.rows, tile.outs, tile.stride
+
+
+class Turn:
+    """A pass by one tile, as one that takes part in a race."""
+
+    def __init__(self, of: Pass, name: tuple[int, int, int], launch: Callable[..., None], multiprocessors: int):
+        tile = conv_tiles()[name]
+        parts = header().conv_parts(of.args, tile) * (16 + 2 * round_up(of.case.out_c))
+        assert parts <= of.kept["stats"].numel(), "room for every part's sums"
+        grid = header().conv_grid(of.args, tile, multiprocessors)
+        kernel = "vm_conv_{}_{}x{}_{}".format(of.short, *name)
+        self.run = lambda: launch(kernel, (grid,), (tile.threads,), of.args, tile.shared)
+
+    def time(self, machine: Machine) -> tuple[float, float]:
+        device, host = machine.time(lambda: [self.run() for _ in range(LAUNCHES)])
+        return device / LAUNCHES, host / LAUNCHES
+
+
+def table(machine: Machine, args: argparse.Namespace) -> list[dict[str, Any]]:
+    lines: list[dict[str, Any]] = []
+    source = build.CUDA / "conv.cu"
+    with tempfile.TemporaryDirectory() as folder:
+        if machine.gpu:
+            driver = cuda_driver.Driver(os.environ.get("VAEMEM_LIBCUDA") or "libcuda.so.1")
+            launch = cuda_driver.Kernels(driver, [cuda_driver.image(source, Path(folder))]).enqueue
+            most, count = driver.attribute(cuda_driver.MOST_SHARED), driver.attribute(cuda_driver.MULTIPROCESSORS)
+        else:
+            launch, most, count = build.Kernels(Path(folder), [source]).launch, SM_90, 2
+        for dtype in args.dtypes:
+            peak = machine.flops(dtype if machine.gpu else "float32")
+            for case in [case for size in args.sizes for case in passes(size, 16 if args.small else 128)]:
+                one = Pass(case, dtype, machine.device)
+                turns = {name: Turn(one, name, launch, count) for name in one.tiles(most)}
+                chosen = one.chosen(most, count)
+                failures: dict[str, str] = {}
+                times = race(machine, turns, args.rounds, args.case_seconds, failures)
+                for name in one.tiles(most):
+                    seconds = median([device for device, _ in times[name]]) if name in times else None
+                    lines.append(
+                        {
+                            "pass": str(case),
+                            "dtype": dtype,
+                            "tile": "{}x{}".format(*name),
+                            "chosen": int(name == chosen),
+                            "ms": seconds and round(seconds * 1e3, 4),
+                            "tflops": seconds and round(case.flops / seconds / 1e12, 1),
+                            "share_of_peak": seconds and round(case.flops / seconds / peak, 3),
+                            "failure": failures.get(name, ""),
+                            **about(machine, None),
+                        }
+                    )
+                show(str(case), dtype, [line for line in lines if (line["pass"], line["dtype"]) == (str(case), dtype)])
+                write_csv(f"conv_tiles_{machine.label}.csv", lines, quiet=True)
+    return lines
+
+
+def show(case: str, dtype: str, lines: list[dict[str, Any]]) -> None:
+    each = [
+        f"{line['tile']}{'*' * line['chosen']} {line['ms']} ms ({line['tflops']} TFLOP/s)" if line["ms"]
+        else f"{line['tile']}: {line['failure']}"
+        for line in lines
+    ]  # fmt: skip
+    print(f"{case} {dtype}: {', '.join(each)}", flush=True)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", nargs="+", type=int, default=[1024])
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float16"], choices=list(SHORT))
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--case-seconds", type=float, default=2, help="rounds end then, once there are three")
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--small", action="store_true", help="an eighth of the channels, to try this script")
+    args = parser.parse_args(argv)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error(f"PyTorch {torch.__version__} finds no GPU (--device cpu tries the script)")
+    table(Machine(args.device, args.small), args)
+
+
+if __name__ == "__main__":
+    main()
