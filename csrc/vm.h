@@ -2,7 +2,8 @@
  *
  *   arch.c     what a model is          passes.c   what a run of it does        weights.c  its tensors
  *   model.c    all of these as one object, in a device's memory
- *   plan.c     where every byte of a run lies, before it
+ *   chain.c    passes that run together    choose.c   which do    layout.c   where every byte of a run lies, before it
+ *   plan.c     all of these for what is asked
  *   run.c      does it on a backend     mem.c      the only allocator           pool.c     the only threads
  *
  * Ownership: whoever calls *_new owns the object and gives it to *_free, which accepts NULL and
@@ -218,7 +219,7 @@ bool vm_chain_can(const struct vm_plan *plan, int first, int last);
 /* FLOPs of all its rounds, of one batch item; where node is not VM_NONE, of that node alone. */
 double vm_chain_flops(const struct vm_plan *plan, int first, int last, int node);
 
-/* ---- plan.c: every byte of a run, before it ---- */
+/* ---- plan.c, layout.c: every byte of a run, before it ---- */
 
 /* A piece of the arena, from the first chain that needs it to the last. */
 typedef struct vm_piece {

@@ -1,7 +1,7 @@
-/* May AMX's tiles be used? Three have to agree: the processor (CPUID), the system that saves them when threads change (XCR0),
- * and, on Linux, the kernel, which gives room for them to those processes alone that ask. Its answer holds for all threads
- * of the process and for its forks. It refuses where it knows of no tiles, where a filter on system calls does not let the
- * question through, and where a thread has a stack for signals that is too small for them. */
+/* May AMX's tiles be used? The processor must have them, and, on Linux, the kernel must agree, which gives room for them to
+ * those processes alone that ask. Its answer holds for all threads of the process and for its forks. It refuses where it
+ * knows of no tiles, where a filter on system calls does not let the question through, and where a thread has a stack for
+ * signals that is too small for them. */
 #include "cpu.h"
 
 #ifdef VM_HAVE_X86
@@ -18,8 +18,8 @@ bool vm_amx_present(void) {
 }
 
 static bool ask(void) {
-    enum { TILE_CONFIG = 17, TILE_DATA = 18, ARCH_REQ_XCOMP_PERM = 0x1023 }; /* two bits of XCR0; <asm/prctl.h> */
-    if (!vm_amx_present() || !vm_os_saves(1u << TILE_CONFIG | 1u << TILE_DATA)) return false;
+    enum { TILE_DATA = 18, ARCH_REQ_XCOMP_PERM = 0x1023 }; /* a bit of XCR0; <asm/prctl.h> */
+    if (!vm_amx_present()) return false;
 #ifdef __linux__
     return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, TILE_DATA) == 0;
 #else

@@ -28,8 +28,8 @@ static uint64_t xcr0(void) {
     return (uint64_t)high << 32 | low;
 }
 
-/* 6: YMM; 0xe6: ZMM and masks. */
-bool vm_os_saves(uint64_t state) {
+/* Whether the system saves these when threads change. 6: YMM; 0xe6: ZMM and masks; 0x60000: AMX's tiles. */
+static bool os_saves(uint64_t state) {
     unsigned a, b, c, d;
     return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_OSXSAVE) && (xcr0() & state) == state;
 }
@@ -39,7 +39,7 @@ static bool sse_usable(void) { return !is_disabled("sse"); }
 
 static bool avx2_usable(void) {
     unsigned a, b, c, d;
-    if (is_disabled("avx2") || !vm_os_saves(0x6)) return false;
+    if (is_disabled("avx2") || !os_saves(0x6)) return false;
     if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_FMA)) return false;
     return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b & bit_AVX2);
 }
@@ -47,7 +47,7 @@ static bool avx2_usable(void) {
 static bool avx512_usable(void) {
     unsigned a, b, c, d;
     const unsigned want = bit_AVX512F | bit_AVX512VL | bit_AVX512BW | bit_AVX512DQ;
-    if (is_disabled("avx512") || !vm_os_saves(0xe6)) return false;
+    if (is_disabled("avx512") || !os_saves(0xe6)) return false;
     return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b & want) == want;
 }
 
@@ -66,7 +66,9 @@ static bool avx512bf16_usable(void) { return !is_disabled("avx512bf16") && has_a
 static bool amx_usable(void) { return !is_disabled("amx") && avx2_usable(); }
 #else
 #define VM_AMX_OPS vm_cpu_avx512
-static bool amx_usable(void) { return !is_disabled("amx") && has_avx512bf16() && vm_amx_permitted(); }
+static bool amx_usable(void) {
+    return !is_disabled("amx") && has_avx512bf16() && os_saves(0x60000) && vm_amx_permitted();
+}
 #endif
 #endif
 

@@ -97,9 +97,7 @@ void vm_load_pairs_ref(uint16_t *y, uint16_t *rest, const vm_source *from);
 extern const vm_cpu_ops vm_cpu_sse, vm_cpu_avx2, vm_cpu_avx512;
 extern const vm_products vm_pairs_avx512bf16, vm_pairs_amx;
 void vm_load_pairs_avx512bf16(uint16_t *y, uint16_t *rest, const vm_source *from);
-/* cpu.c: whether the system saves what `state` names in XCR0 when threads change. */
-bool vm_os_saves(uint64_t state);
-/* amx.c: whether this processor has AMX, and whether it, the system and the kernel let its tiles be used. */
+/* amx.c: whether this processor has AMX, and whether the kernel lets this process use its tiles. */
 bool vm_amx_present(void);
 bool vm_amx_permitted(void);
 #endif

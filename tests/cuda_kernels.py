@@ -93,7 +93,9 @@ class AttentionShape(ctypes.Structure):
 
 
 class ConvTile(ctypes.Structure):
-    _fields_ = tuple((name, c_uint32) for name in ("rows", "outs", "stride", "threads", "shared", "resident", "cost"))
+    _fields_ = tuple(
+        (name, c_uint32) for name in ("rows", "outs", "stride", "threads", "shared", "resident", "cost", "kind")
+    )
 
 
 ARGS = {"load": LoadArgs, "store": StoreArgs, "merge": MergeArgs, "attention": AttentionArgs, "conv": ConvArgs}
@@ -104,7 +106,7 @@ uint32_t attention_shared(int t, vm_attention_shape s, uint32_t c) { return vm_a
 vm_conv_tile conv_choose(int t, const vm_conv_args *a, int in_place, size_t most, uint32_t multiprocessors) {
     return vm_conv_choose((vm_dtype)t, a, in_place, most, multiprocessors);
 }
-vm_conv_tile conv_tile_at(size_t i) { return vm_conv_tile_at(i); }
+vm_conv_tile conv_tile_at(uint32_t kind) { return vm_conv_tile_at(kind); }
 uint32_t conv_parts(const vm_conv_args *a, vm_conv_tile t) { return vm_conv_parts(a, t); }
 uint32_t conv_items(const vm_conv_args *a, vm_conv_tile t) { return vm_conv_items(a, t); }
 uint32_t conv_grid(const vm_conv_args *a, vm_conv_tile t, uint32_t n) { return vm_conv_grid(a, t, n); }
@@ -132,7 +134,7 @@ def header():
     h.attention_choose.restype, h.attention_choose.argtypes = AttentionShape, (c_int, c_size_t)
     h.attention_shared.argtypes = (c_int, AttentionShape, c_uint32)
     h.conv_choose.restype, h.conv_choose.argtypes = ConvTile, (c_int, args, c_int, c_size_t, c_uint32)
-    h.conv_tile_at.restype, h.conv_tile_at.argtypes = ConvTile, (c_size_t,)
+    h.conv_tile_at.restype, h.conv_tile_at.argtypes = ConvTile, (c_uint32,)
     h.conv_parts.argtypes = h.conv_items.argtypes = (args, ConvTile)
     h.conv_grid.argtypes = (args, ConvTile, c_uint32)
     return h

@@ -102,8 +102,13 @@ def test_torch_is_imported_in_one_room():
     assert torch == {"vaemem/pytorch"}
 
 
+def code(path: Path) -> str:
+    """Without comments."""
+    return re.sub(r"/\*.*?\*/", "", path.read_text("utf-8"), flags=re.S)
+
+
 def includes(path: Path) -> Iterator[str]:
-    text = re.sub(r"/\*.*?\*/", "", path.read_text("utf-8"), flags=re.S)
+    text = code(path)
     yield from re.findall(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', text, re.M)
 
 
@@ -117,6 +122,17 @@ def test_no_circle_of_includes():
     found = {path: [ours(path, name) for name in includes(path)] for path in HOUSE}
     graph = {str(path): {str(include) for include in found[path] if include} for path in HOUSE}
     assert sum(map(len, graph.values())) > 50 and not circle(graph)
+
+
+def test_no_circle_of_functions():
+    """No two files in C need functions or tables of each other, nor do more of them in a circle."""
+    defined = r"^(?!static|typedef|extern)[a-zA-Z][\w *]*?\b(vm_\w+)(?:\([^;{}]*\)\s*\{|(?:\[\])? = )"
+    text = {str(path.relative_to(ROOT)): code(path) for path in HOUSE if path.suffix == ".c"}
+    home = {name: path for path in text for name in re.findall(defined, text[path], re.M)}
+    graph = {path: {home[name] for name in re.findall(r"\bvm_\w+", text[path]) if name in home} for path in text}
+    for path, needs in graph.items():
+        needs.discard(path)
+    assert len(home) > 150 and sum(map(len, graph.values())) > 100 and not circle(graph)
 
 
 def test_rooms_of_c_point_one_way():

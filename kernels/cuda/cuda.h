@@ -155,10 +155,15 @@ enum { VM_CONV_COLUMNS = 16, VM_CONV_CHUNK = 64 /* channels of x in shared memor
     X(8, 128, 2, 8, 4, 3, 1, 5)  \
     X(4, 64, 2, 8, 4, 2, 1, 8)
 
+#define VM_CONV_ONE(...) +1
+enum { VM_CONV_KINDS = VM_CONV_TILES(VM_CONV_ONE) };
+#undef VM_CONV_ONE
+
 typedef struct vm_conv_tile {
     uint32_t rows, outs, stride; /* 0 where no kernel fits */
     uint32_t threads, shared;    /* of a block; bytes of dynamic shared memory */
     uint32_t resident, cost;
+    uint32_t kind; /* below VM_CONV_KINDS */
 } vm_conv_tile;
 
 /* Two chunks of x with a halo for 3x3, the filters in flight, and each row of warps' count, means and deviations. */
@@ -166,13 +171,16 @@ typedef struct vm_conv_tile {
     (2 * (((ROWS) - 1) * (STRIDE) + 3) * ((VM_CONV_COLUMNS - 1) * (STRIDE) + 3) * VM_CONV_CHUNK * 2 + \
      (STAGES) * (OUTS) * VM_CONV_CHUNK * 2 + (DOWN) * (2 * (OUTS) + 4) * 4)
 
-/* The i-th of them; rows 0 beyond the last. */
-static inline vm_conv_tile vm_conv_tile_at(size_t i) {
-#define VM_CONV_TILE(ROWS, OUTS, STRIDE, WARPS, ACROSS, STAGES, RESIDENT, COST) \
-    {ROWS, OUTS, STRIDE, (WARPS) * 32, VM_CONV_SHARED(ROWS, OUTS, STRIDE, (WARPS) / (ACROSS), STAGES), RESIDENT, COST},
-    static const vm_conv_tile tiles[] = {VM_CONV_TILES(VM_CONV_TILE){0, 0, 0, 0, 0, 0, 0}};
+/* The tile of a kind; rows 0 for VM_CONV_KINDS. */
+static inline vm_conv_tile vm_conv_tile_at(uint32_t kind) {
+#define VM_CONV_TILE(ROWS, OUTS, STRIDE, WARPS, ACROSS, STAGES, RESIDENT, COST)                            \
+    {ROWS,     OUTS, STRIDE, (WARPS) * 32, VM_CONV_SHARED(ROWS, OUTS, STRIDE, (WARPS) / (ACROSS), STAGES), \
+     RESIDENT, COST, 0},
+    static const vm_conv_tile tiles[] = {VM_CONV_TILES(VM_CONV_TILE){0, 0, 0, 0, 0, 0, 0, 0}};
 #undef VM_CONV_TILE
-    return tiles[i];
+    vm_conv_tile t = tiles[kind];
+    t.kind = kind;
+    return t;
 }
 
 static inline uint32_t vm_conv_parts(const vm_conv_args *a, vm_conv_tile t) {
@@ -196,13 +204,13 @@ static inline uint32_t vm_conv_grid(const vm_conv_args *a, vm_conv_tile t, uint3
  * counts, its pointers do not. */
 static inline vm_conv_tile vm_conv_choose(vm_dtype dtype, const vm_conv_args *a, bool in_place, size_t largest_shared,
                                           uint32_t multiprocessors) {
-    vm_conv_tile best = {0, 0, 0, 0, 0, 0, 0}, t;
+    vm_conv_tile best = vm_conv_tile_at(VM_CONV_KINDS), t;
     uint64_t least = UINT64_MAX;
     const uint64_t filters = (uint64_t)(a->up ? 4 : 1) * VM_ROUND_UP(a->y_c, VM_BLOCK) * a->k * a->k;
     if (filters > UINT32_MAX / VM_MAX(a->in_c, 1)) return best; /* the kernels count filters' numbers in 32 bits */
     if (dtype == VM_F32 || (a->up ? a->k != 2 || a->stride != 1 : a->k != 1 && a->k != 3) || (in_place && a->k != 1))
         return best;
-    for (size_t i = 0; (t = vm_conv_tile_at(i)).rows; i++) {
+    for (uint32_t kind = 0; (t = vm_conv_tile_at(kind)).rows; kind++) {
         if (t.stride != a->stride || t.shared > largest_shared || (in_place && t.outs < a->y_c)) continue;
         if (a->format != VM_ROWS && t.outs != VM_BLOCK) continue;
         /* a multiprocessor has 1 KiB more than a block may ask for, and reserves 1 KiB for every block */

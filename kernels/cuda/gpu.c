@@ -5,19 +5,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define VM_GPU_FATBIN(NAME, FATBIN) extern const char vm_fatbin_##FATBIN[];
-VM_GPU_KERNELS(VM_GPU_FATBIN)
-#undef VM_GPU_FATBIN
-
-vm_status vm_gpu_enter(const vm_gpu *g) {
-    return vm_driver_check(g->d, g->d->CtxPushCurrent(g->context), "entering the device's context");
-}
-
-void vm_gpu_leave(const vm_gpu *g) {
-    CUcontext left;
-    g->d->CtxPopCurrent(&left);
-}
-
 vm_status vm_gpu_memory(vm_gpu *g, size_t *free, size_t *total) {
     VM_ENTER(g);
     VM_TRY(g, MemGetInfo(free, total), "asking for the free memory");
@@ -58,56 +45,6 @@ static vm_status find_device(vm_gpu *g, const vm_gpu_options *o) {
     return VM_OK;
 }
 
-static const char *const suffix[] = {[VM_F32] = "f32", [VM_F16] = "f16", [VM_BF16] = "bf16"};
-
-vm_status vm_gpu_conv_kernel(vm_gpu *g, const vm_conv_tile *t, CUfunction *out) {
-    const size_t entries = sizeof g->conv / sizeof *g->conv;
-    char name[48];
-    vm_conv_entry *e = g->conv;
-    while (e < g->conv + entries && e->kernel && (e->rows != t->rows || e->outs != t->outs || e->stride != t->stride))
-        e++;
-    if (e == g->conv + entries) return vm_fail(VM_EDEVICE, "CUDA: more kinds of tiles than %zu", entries);
-    *out = e->kernel;
-    if (*out) return VM_OK;
-    snprintf(name, sizeof name, "vm_conv_%s_%ux%u_%u", suffix[g->dtype], t->rows, t->outs, t->stride);
-    VM_TRY(g, ModuleGetFunction(out, g->module[VM_KERNEL_CONV], name), name);
-    VM_TRY(g, FuncSetAttribute(*out, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, (int)t->shared),
-           "giving a convolution its shared memory");
-    *e = (vm_conv_entry){t->rows, t->outs, t->stride, *out};
-    return VM_OK;
-}
-
-static vm_status load_kernels(vm_gpu *g) {
-#define VM_GPU_IMAGE(NAME, FATBIN) vm_fatbin_##FATBIN,
-    static const char *const images[] = {VM_GPU_KERNELS(VM_GPU_IMAGE)};
-#undef VM_GPU_IMAGE
-    char names[VM_KERNEL_CONV][32]; /* conv's kernels are found one by one */
-    g->attention = vm_attention_choose(g->dtype, (size_t)g->shared_max);
-    snprintf(names[VM_KERNEL_LOAD], sizeof *names, "vm_load_%s", suffix[g->dtype]);
-    snprintf(names[VM_KERNEL_STORE], sizeof *names, "vm_store_%s", suffix[g->dtype]);
-    snprintf(names[VM_KERNEL_MERGE], sizeof *names, "vm_merge");
-    snprintf(names[VM_KERNEL_ATTENTION], sizeof *names, "vm_attention_%s_%ux%u", suffix[g->dtype], g->attention.queries,
-             g->attention.keys);
-    for (int i = 0; i < VM_KERNELS_COUNT; i++) {
-        const CUresult result = g->d->ModuleLoadData(&g->module[i], images[i]);
-        if (result == CUDA_ERROR_NO_BINARY_FOR_GPU || result == CUDA_ERROR_INVALID_IMAGE ||
-            result == CUDA_ERROR_INVALID_PTX || result == CUDA_ERROR_UNSUPPORTED_PTX_VERSION)
-            return vm_fail(VM_EDEVICE,
-                           "%s: want machine code for compute capability %d.%d that a driver for CUDA %d.%d can load, "
-                           "got what CUDA %d.%d built (VAEMEM_CUDA_ARCHS)",
-                           g->name, g->capability / 10, g->capability % 10, g->d->version / 1000,
-                           g->d->version % 1000 / 10, CUDA_VERSION / 1000, CUDA_VERSION % 1000 / 10);
-        vm_status s = vm_driver_check(g->d, result, "loading kernels");
-        if (s) return s;
-        if (i < VM_KERNEL_CONV) VM_TRY(g, ModuleGetFunction(&g->kernel[i], g->module[i], names[i]), names[i]);
-    }
-    VM_TRY(g,
-           FuncSetAttribute(g->kernel[VM_KERNEL_ATTENTION], CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-                            (int)vm_attention_shared(g->dtype, g->attention, VM_ATTENTION_CHANNELS)),
-           "giving attention its shared memory");
-    return VM_OK;
-}
-
 static vm_status make_streams(vm_gpu *g) {
     VM_TRY(g, StreamCreate(&g->own, CU_STREAM_NON_BLOCKING), "making a stream");
     VM_TRY(g, StreamCreate(&g->copy, CU_STREAM_NON_BLOCKING), "making a stream");
@@ -132,7 +69,7 @@ static vm_status fill(vm_gpu *g, const vm_gpu_options *o) {
     size_t total;
     VM_ENTER(g);
     VM_TRY(g, MemGetInfo(&g->free_at_open, &total), "asking for the free memory");
-    vm_status s = load_kernels(g);
+    vm_status s = vm_gpu_load_kernels(g);
     if (!s) s = make_streams(g);
     if (s) return s;
     s = vm_cudnn_convs_new(o->libcudnn, NULL, &g->convs);

@@ -1,4 +1,4 @@
-/* One GPU that computes in one type of numbers: what gpu.c, gpu_device.c and backend.c share. */
+/* One GPU that computes in one type of numbers: what gpu.c, gpu_kernels.c, gpu_device.c and backend.c share. */
 #ifndef VM_GPU_H
 #define VM_GPU_H
 
@@ -31,12 +31,6 @@ typedef struct vm_graph_entry {
     CUgraphExec exec;   /* NULL: it has been run once, pass by pass, and is captured the next time */
 } vm_graph_entry;
 
-/* A kernel of conv.cu and the tile that it computes. */
-typedef struct vm_conv_entry {
-    uint32_t rows, outs, stride;
-    CUfunction kernel;
-} vm_conv_entry;
-
 typedef struct vm_gpu {
     vm_backend backend; /* what the core sees; self points here */
     char name[96];
@@ -50,9 +44,9 @@ typedef struct vm_gpu {
     CUmodule module[VM_KERNELS_COUNT];
     CUfunction kernel[VM_KERNELS_COUNT];
     vm_attention_shape attention;
-    bool own_conv;         /* our own convolution wherever it has a tile, instead of cuDNN's */
-    vm_conv_entry conv[8]; /* its kernels, found when first wanted */
-    char no_cudnn[512];    /* why convs is NULL */
+    bool own_conv;                  /* our own convolution wherever it has a tile, instead of cuDNN's */
+    CUfunction conv[VM_CONV_KINDS]; /* its kernels, found when first wanted */
+    char no_cudnn[512];             /* why convs is NULL */
 
     CUstream own, copy, stream; /* stream: where the current run is enqueued, `own` or the caller's */
     CUevent begun, done;        /* the beginning of the current run, the end of the last one */
@@ -89,8 +83,13 @@ vm_status vm_gpu_check_stream(vm_gpu *gpu, void *stream);
 /* Waits for the last run, then copies; `to` is the host's. */
 vm_status vm_gpu_read(vm_gpu *gpu, void *to, const void *from, size_t bytes);
 /* Around every use of the driver: the calling thread may have any context, and has it again after. */
-vm_status vm_gpu_enter(const vm_gpu *gpu);
-void vm_gpu_leave(const vm_gpu *gpu);
+static inline vm_status vm_gpu_enter(const vm_gpu *gpu) {
+    return vm_driver_check(gpu->d, gpu->d->CtxPushCurrent(gpu->context), "entering the device's context");
+}
+static inline void vm_gpu_leave(const vm_gpu *gpu) {
+    CUcontext left;
+    gpu->d->CtxPopCurrent(&left);
+}
 
 /* Both at once, for functions that return a vm_status: enters, and leaves wherever the function returns. */
 #define VM_ENTER(G)                                                             \
@@ -104,7 +103,9 @@ static inline void vm_gpu_leave_scope(const vm_gpu **gpu) {
     if (*gpu) vm_gpu_leave(*gpu);
 }
 
-/* The kernel for a tile; inside vm_gpu_enter. */
+/* gpu_kernels.c, inside vm_gpu_enter. VM_EDEVICE: no machine code for the device. */
+vm_status vm_gpu_load_kernels(vm_gpu *gpu);
+/* The kernel for a tile. */
 vm_status vm_gpu_conv_kernel(vm_gpu *gpu, const vm_conv_tile *tile, CUfunction *out);
 /* A vm_conv_timer: milliseconds on the GPU, context a vm_gpu. */
 double vm_gpu_time(void *gpu, vm_status (*run)(void *job), void *job);

@@ -1,0 +1,387 @@
+/* Where every byte of a run lies, known before it.
+ *
+ * The passes are cut into chains (choose.c says which). A tensor that a later chain reads is stored whole, one that stays
+ * within its chain is a ring of rows. Tensors, sums, prepared weights and scratch are pieces: so many bytes, from one
+ * chain to another. Pieces whose chains overlap must not share bytes, but for one case: what a chain stores may lie over
+ * what it reads for the last time, row behind row, as far ahead of the rows still to be read as `shift` says.
+ *
+ *   offset
+ *     ^   h h h   h h     q k v
+ *     |  x x x x x x x | up up up up        a column is a chain; the arena is as high as the
+ *     0  ------------------------> chain    highest column */
+#include <stdio.h>
+#include <string.h>
+
+#include "plan.h"
+
+/* ---- placing ---- */
+
+static bool overlap(const vm_piece *a, const vm_piece *b) { return a->first <= b->last && b->first <= a->last; }
+
+/* Where p may lie at the lowest beside q when it cannot lie at `offset`; offset itself where it can. With `down`, offsets
+ * count from the top of the arena: then it is the source that may not begin too far above its heir. */
+static size_t beside(const vm_plan *plan, const vm_piece *p, const vm_piece *q, bool down, size_t offset) {
+    const size_t after = vm_sum(q->offset, q->bytes);
+    if (offset >= after || q->offset >= vm_sum(offset, p->bytes)) return offset;
+    const bool heir = q->heir == (int)(p - plan->piece), source = p->heir == (int)(q - plan->piece);
+    if (!heir && !source) return after;
+    const vm_piece *of = heir ? q : p, *to = heir ? p : q;
+    const ptrdiff_t shift = of->shift + (down ? (ptrdiff_t)to->bytes - (ptrdiff_t)of->bytes : 0);
+    if (heir != down) return (ptrdiff_t)offset <= (ptrdiff_t)q->offset + shift ? offset : after;
+    const ptrdiff_t from = (ptrdiff_t)q->offset - shift;
+    if ((ptrdiff_t)offset >= from) return offset;
+    return VM_MIN(after, vm_round_up((size_t)from, plan->ask.backend->device->align));
+}
+
+/* Lowest offset where p meets no placed piece that it must not. */
+static size_t lowest_offset(const vm_plan *plan, const vm_piece *p, bool down) {
+    size_t offset = 0;
+    for (size_t i = 0; i < plan->pieces; i++) {
+        const vm_piece *q = &plan->piece[i];
+        const size_t to = q->placed && overlap(p, q) ? beside(plan, p, q, down, offset) : offset;
+        if (to == offset) continue;
+        offset = to;
+        i = (size_t)-1; /* all of them again, from there */
+    }
+    return offset;
+}
+
+/* Which pieces are placed first. No order is always better, so each is tried. */
+typedef double (*vm_weigh)(const vm_piece *p);
+static double by_bytes(const vm_piece *p) { return (double)p->bytes; }
+static double by_bytes_and_chains(const vm_piece *p) { return (double)p->bytes * (p->last - p->first + 1); }
+static double by_end(const vm_piece *p) { return (double)p->last * 0x1p60 + (double)p->bytes; }
+static double by_start(const vm_piece *p) { return (double)p->bytes - (double)p->first * 0x1p60; }
+
+/* Fills the offsets, from the bottom of the arena or down from its top; returns its height. */
+static size_t place_by(vm_plan *plan, vm_weigh weigh, bool down) {
+    size_t height = 0;
+    for (size_t i = 0; i < plan->pieces; i++) plan->piece[i].placed = false;
+    for (size_t n = 0; n < plan->pieces; n++) {
+        vm_piece *next = NULL;
+        for (vm_piece *p = plan->piece; p < plan->piece + plan->pieces; p++) /* of equal ones the later: heirs first */
+            if (!p->placed && (!next || weigh(p) >= weigh(next))) next = p;
+        next->offset = lowest_offset(plan, next, down);
+        next->placed = true;
+        height = VM_MAX(height, vm_sum(next->offset, next->bytes));
+    }
+    for (vm_piece *p = plan->piece; down && p < plan->piece + plan->pieces; p++)
+        p->offset = height - p->offset - p->bytes;
+    return height;
+}
+
+static void place(vm_plan *plan) {
+    static const vm_weigh orders[] = {by_bytes, by_bytes_and_chains, by_end, by_start};
+    enum { WAYS = 2 * sizeof orders / sizeof *orders };
+    size_t best = WAYS;
+    for (size_t way = 0; way < WAYS; way++) {
+        const size_t height = place_by(plan, orders[way / 2], way % 2);
+        if (best < WAYS && height >= plan->arena_bytes) continue;
+        best = way;
+        plan->arena_bytes = height;
+    }
+    plan->arena_bytes = place_by(plan, orders[best / 2], best % 2);
+}
+
+/* ---- pieces ---- */
+
+static int add_piece(vm_plan *plan, vm_category category, size_t bytes, int first, int last) {
+    plan->piece[plan->pieces] = (vm_piece){.category = category,
+                                           .first = first,
+                                           .last = last,
+                                           .bytes = vm_round_up(bytes, plan->ask.backend->device->align),
+                                           .ring = SIZE_MAX,
+                                           .heir = VM_NONE};
+    return (int)plan->pieces++;
+}
+
+static int chain_of(const vm_plan *plan, int node) {
+    int c = 0;
+    while (plan->chain[c].last < node) c++;
+    return c;
+}
+
+size_t vm_plan_row_bytes(const vm_plan *plan, int node) {
+    const vm_pass *p = &plan->step[node].pass;
+    return VM_PRODUCT(VM_BLOCKS(p->y.c) * VM_BLOCK, p->y.w, vm_dtype_bytes(plan->ask.backend->dtype));
+}
+
+/* The node in whose place this one's tensor may lie, pixel upon pixel, whatever the order of the rows; VM_NONE. */
+static int place_of(const vm_plan *plan, int node) {
+    const vm_node *n = &plan->graph->node[node];
+    const vm_pass *p = &plan->step[node].pass;
+    const int over = n->add != VM_NONE ? n->add : n->x;
+    const bool local = n->add != VM_NONE || p->kind == VM_PASS_ATTENTION || (p->ksize == 1 && p->stride == 1);
+    if (over == VM_NONE || !local || plan->step[over].streamed || plan->step[over].last != node) return VM_NONE;
+    const size_t blocks = VM_BLOCKS(p->y.c);
+    const bool heirs = !plan->whole; /* then an heir may leave the wide rows behind */
+    const bool waste = heirs && n->add != VM_NONE && !plan->wide && blocks < plan->piece[plan->step[over].y].pitch;
+    return blocks <= VM_BLOCKS(plan->step[over].pass.y.c) && !waste ? over : VM_NONE;
+}
+
+/* A piece whose rows have `blocks` free blocks side by side all through chain c, among rows of this size. */
+static int free_blocks(const vm_plan *plan, int c, const vm_pass *pass, size_t blocks, size_t *at) {
+    for (int p = 0; p < (int)plan->pieces; p++) {
+        const vm_piece *q = &plan->piece[p];
+        if (!q->pitch || q->ring != SIZE_MAX || q->first >= c || q->last < c) continue;
+        for (*at = 0; *at + blocks <= q->pitch;) {
+            size_t next = *at;
+            bool same = false;
+            for (int i = 0; i < plan->chain[c].first; i++) {
+                const vm_step *s = &plan->step[i];
+                if (s->y != p || plan->chain[c].first > s->last) continue;
+                const size_t end = s->y_block + VM_BLOCKS(s->pass.y.c);
+                same = s->pass.y.h == pass->y.h && s->pass.y.w == pass->y.w;
+                if (s->y_block < *at + blocks && *at < end) next = VM_MAX(next, end);
+            }
+            if (!same) break;
+            if (next == *at) return p;
+            *at = next;
+        }
+    }
+    return VM_NONE;
+}
+
+/* Rows of what node `from` made that stage s still reads, from this step on. */
+static size_t reads_from(const vm_plan *plan, int first, const vm_stage *stage, size_t i, int from) {
+    const vm_node *n = &plan->graph->node[first + (int)i];
+    size_t row = SIZE_MAX;
+    if (n->x == from) row = vm_stage_from(&stage[i], stage[i].done);
+    if (n->add == from) row = VM_MIN(row, vm_stage_made(&stage[i], stage[i].done));
+    return row;
+}
+
+/* How many bytes behind the beginning of `piece` its heir may begin, so that no row is written over that is still read. */
+static ptrdiff_t shift_of(const vm_plan *plan, const vm_chain *c, int piece, const int *output, size_t outputs) {
+    vm_stage stage[VM_CHAIN];
+    const size_t stages = vm_chain_stages(plan, c->first, c->last, stage);
+    ptrdiff_t shift = PTRDIFF_MAX;
+    int target;
+    for (size_t round = 0; vm_chain_round(plan, c->first, stage, stages, round, &target); round++)
+        for (vm_repeats seen = {.steps = 0}; target == VM_NONE && vm_chain_step(stage, stages);
+             vm_chain_skip(&seen, stage, stages)) {
+            size_t read = plan->piece[piece].bytes, written = 0;
+            for (int from = 0; from < c->first; from++)
+                for (size_t i = 0; plan->step[from].y == piece && i < stages; i++) {
+                    const size_t row = reads_from(plan, c->first, stage, i, from);
+                    const vm_pass *p = &plan->step[from].pass;
+                    if (row < p->y.h)
+                        read = VM_MIN(read, row * plan->piece[piece].pitch * VM_BLOCK * p->y.w *
+                                                vm_dtype_bytes(plan->ask.backend->dtype));
+                }
+            for (size_t o = 0; o < outputs; o++) {
+                const vm_stage *s = &stage[output[o] - c->first];
+                const vm_step *step = &plan->step[output[o]];
+                if (s->now)
+                    written = VM_MAX(written, vm_stage_made(s, s->done + s->now) * plan->piece[step->y].pitch *
+                                                  VM_BLOCK * step->pass.y.w * vm_dtype_bytes(plan->ask.backend->dtype));
+            }
+            if (written) shift = VM_MIN(shift, (ptrdiff_t)read - (ptrdiff_t)written);
+        }
+    return shift;
+}
+
+void vm_plan_ring_rows(const vm_plan *plan, int first, int last, size_t *rows, size_t most_steps) {
+    vm_stage stage[VM_CHAIN];
+    const size_t stages = vm_chain_stages(plan, first, last, stage);
+    int target;
+    memset(rows, 0, stages * sizeof *rows);
+    for (size_t round = 0; vm_chain_round(plan, first, stage, stages, round, &target); round++)
+        for (vm_repeats seen = {.steps = 0}; seen.steps < most_steps && vm_chain_step(stage, stages);
+             vm_chain_skip(&seen, stage, stages))
+            for (size_t i = 0; i < stages; i++) {
+                size_t from = SIZE_MAX;
+                for (size_t j = i + 1; j < stages; j++)
+                    if (stage[j].active) from = VM_MIN(from, reads_from(plan, first, stage, j, first + (int)i));
+                const size_t made = vm_stage_made(&stage[i], stage[i].done + stage[i].now);
+                if (from == SIZE_MAX) from = vm_stage_made(&stage[i], stage[i].done); /* only measured */
+                if (made > from) rows[i] = VM_MAX(rows[i], made - from);
+            }
+    for (size_t i = 0; i < stages; i++)
+        rows[i] = VM_MIN(vm_round_up(rows[i], VM_MAX(stage[i].cut.out_rows, 2)), stage[i].y_rows);
+}
+
+/* What a chain stores: the place of what it adds to or passes by, or a piece of its own, rows side by side. */
+static void add_outputs(vm_plan *plan, int c) {
+    const vm_chain *chain = &plan->chain[c];
+    int output[VM_CHAIN];
+    size_t outputs = 0, pitch = 0;
+    for (int i = chain->first; i <= chain->last; i++) {
+        vm_step *s = &plan->step[i];
+        if (s->last <= chain->last || vm_plan_ends_with(plan, i)) continue;
+        s->y_block = pitch;
+        pitch += VM_BLOCKS(s->pass.y.c);
+        output[outputs++] = i;
+    }
+    if (!outputs) return;
+    vm_step *s = &plan->step[output[0]];
+    int last = c;
+    for (size_t o = 0; o < outputs; o++) last = VM_MAX(last, chain_of(plan, plan->step[output[o]].last));
+    const int over = outputs == 1 && chain->first == chain->last ? place_of(plan, output[0]) : VM_NONE;
+    if (over != VM_NONE && plan->piece[plan->step[over].y].last == c) {
+        s->y = plan->step[over].y;
+        s->y_block = plan->step[over].y_block;
+        plan->piece[s->y].last = last;
+        return;
+    }
+    size_t at;
+    const int beside = plan->wide && outputs == 1 ? free_blocks(plan, c, &s->pass, pitch, &at) : VM_NONE;
+    if (beside != VM_NONE) {
+        s->y = beside;
+        s->y_block = at;
+        plan->piece[beside].last = VM_MAX(plan->piece[beside].last, last);
+        return;
+    }
+    const size_t row = VM_PRODUCT(pitch, VM_BLOCK, s->pass.y.w, vm_dtype_bytes(plan->ask.backend->dtype));
+    const int piece = add_piece(plan, VM_ACTIVATIONS, VM_PRODUCT(row, s->pass.y.h), c, last);
+    plan->piece[piece].pitch = pitch;
+    for (size_t o = 0; o < outputs; o++) plan->step[output[o]].y = piece;
+    if (plan->whole || s->pass.kind == VM_PASS_ATTENTION) return;
+    for (int p = 0; p < piece; p++) {
+        vm_piece *dying = &plan->piece[p];
+        if (dying->last != c || dying->first == c || !dying->pitch) continue;
+        dying->heir = piece;
+        dying->shift = shift_of(plan, chain, p, output, outputs);
+    }
+}
+
+static vm_status add_chain(vm_plan *plan, int c) {
+    const vm_backend *b = plan->ask.backend;
+    const vm_limits *limits = &plan->ask.limits;
+    vm_chain *chain = &plan->chain[c];
+    size_t scratch = 0, ring[VM_CHAIN];
+    if (chain->first != chain->last) vm_plan_ring_rows(plan, chain->first, chain->last, ring, SIZE_MAX);
+    add_outputs(plan, c);
+    for (int i = chain->first; i <= chain->last; i++) {
+        const vm_node *n = &plan->graph->node[i];
+        vm_step *s = &plan->step[i];
+        if (s->streamed) {
+            const size_t rows = ring[i - chain->first];
+            s->y = add_piece(plan, VM_ACTIVATIONS, VM_PRODUCT(rows, vm_plan_row_bytes(plan, i)), c, c);
+            plan->piece[s->y].pitch = VM_BLOCKS(s->pass.y.c);
+            plan->piece[s->y].ring = rows < s->pass.y.h ? rows : SIZE_MAX;
+        }
+        int last = i; /* the last norm that wants its sums */
+        for (int j = i + 1; j < (int)plan->steps; j++)
+            if (plan->graph->node[j].x == i && plan->graph->node[j].pass.norm) last = j;
+        s->parts = n->pass.stats ? b->parts(b, &s->pass, limits) : 0;
+        if (s->parts)
+            s->y_stats = add_piece(plan, VM_SCRATCH, VM_PRODUCT(s->parts, vm_stats_floats(s->pass.y.c), sizeof(float)),
+                                   c, chain_of(plan, last));
+        const size_t prepared = b->prepared(b, &s->pass, vm_chain_at_once(plan, chain->first, chain->last, i));
+        if (prepared) s->prepared = add_piece(plan, VM_SCRATCH, prepared, c, c);
+        scratch = VM_MAX(scratch, b->scratch(b, &s->pass, limits));
+        size_t bytes = 0;
+        const vm_status status = b->workspace(b, &s->pass, limits, &bytes);
+        if (status) {
+            char sentence[VM_SENTENCE];
+            snprintf(sentence, sizeof sentence, "%s", b->device->error());
+            return vm_fail(status, "%s: %s", n->name, sentence);
+        }
+        if (bytes) s->workspace = add_piece(plan, VM_WORKSPACE, bytes, c, c);
+    }
+    chain->scratch = add_piece(plan, VM_SCRATCH, scratch, c, c);
+    return VM_OK;
+}
+
+/* The user's arrays on their way through the arena. With a batch they are there all the time, so that one item's
+ * copies run beside the next one's passes. */
+static void add_staging(vm_plan *plan) {
+    const int last = (int)plan->chains - 1, whole = plan->ask.batch > 1;
+    plan->in = plan->out = VM_NONE;
+    if (!plan->staged) return;
+    plan->in = add_piece(plan, VM_ACTIVATIONS, plan->in_bytes, 0, whole ? last : plan->chain[0].last);
+    plan->out = add_piece(plan, VM_OUTPUT, plan->out_bytes, whole ? 0 : last, last);
+}
+
+/* ---- counting ---- */
+
+static size_t sum(const size_t bytes[VM_CATEGORIES]) {
+    size_t total = 0;
+    for (int c = 0; c < VM_CATEGORIES; c++) total = vm_sum(total, bytes[c]);
+    return total;
+}
+
+/* Bytes of an heir that lie over those whose place it takes: counted once they have gone. */
+static void count_shared(vm_plan *plan) {
+    for (size_t i = 0; i < plan->pieces; i++) {
+        const vm_piece *s = &plan->piece[i];
+        if (s->heir == VM_NONE) continue;
+        vm_piece *o = &plan->piece[s->heir];
+        const size_t from = VM_MAX(s->offset, o->offset), to = VM_MIN(s->offset + s->bytes, o->offset + o->bytes);
+        if (to > from) o->shared += to - from;
+        if (to > from) plan->chain[o->first].stepped = true;
+    }
+}
+
+static size_t output_bytes(const vm_plan *plan) {
+    return plan->ask.own_output ? VM_PRODUCT(plan->out_bytes, plan->ask.batch) : 0;
+}
+
+static size_t own_bytes(const vm_model *m, const vm_plan *plan) {
+    return m->mem == m->host ? plan->plan_bytes + plan->pool_bytes : 0;
+}
+
+size_t vm_plan_beside_arena(const vm_model *m, const vm_plan *plan) {
+    return vm_sum(vm_mem_usage(m->mem).live[VM_WEIGHTS], vm_sum(output_bytes(plan), own_bytes(m, plan)));
+}
+
+static void count_live(const vm_model *m, vm_plan *plan) {
+    const size_t output = output_bytes(plan), weights = vm_mem_usage(m->mem).live[VM_WEIGHTS];
+    plan->own_bytes = own_bytes(m, plan);
+    memset(plan->peak, 0, sizeof plan->peak);
+    for (size_t i = 0; i < plan->chains; i++) {
+        size_t *live = plan->chain[i].live;
+        memset(live, 0, sizeof plan->chain[i].live);
+        live[VM_WEIGHTS] = weights;
+        live[VM_OUTPUT] = output;
+        live[VM_SCRATCH] = plan->own_bytes;
+        for (size_t p = 0; p < plan->pieces; p++) {
+            const vm_piece *q = &plan->piece[p];
+            size_t *bytes = &live[q->category];
+            if (q->first <= (int)i && (int)i <= q->last)
+                *bytes = vm_sum(*bytes, q->bytes - (q->first == (int)i ? q->shared : 0));
+        }
+        if (sum(live) > sum(plan->peak)) memcpy(plan->peak, live, sizeof plan->peak);
+    }
+    plan->reserved = vm_sum(vm_plan_beside_arena(m, plan), plan->arena_bytes);
+}
+
+static vm_status lay_out(const vm_model *m, vm_plan *plan) {
+    double once = 0, all = 0;
+    plan->pieces = plan->rows = 0;
+    for (size_t c = 0; c < plan->chains; c++) plan->chain[c].stepped = plan->chain[c].first != plan->chain[c].last;
+    for (int i = 0; i < (int)plan->steps; i++) {
+        vm_step *s = &plan->step[i];
+        const vm_chain *c = &plan->chain[chain_of(plan, i)];
+        s->streamed = s->last <= c->last && !vm_plan_ends_with(plan, i);
+        s->y = s->y_stats = s->prepared = s->workspace = VM_NONE;
+        s->y_block = 0;
+        s->flops = vm_chain_flops(plan, c->first, c->last, i);
+        once += vm_pass_flops(&s->pass);
+        all += s->flops;
+        plan->rows = vm_sum(
+            plan->rows, VM_PRODUCT(s->pass.y.h, plan->ask.batch, (size_t)(s->flops / vm_pass_flops(&s->pass) + 0.5)));
+    }
+    plan->work = all / once;
+    for (size_t c = 0; c < plan->chains; c++) {
+        vm_status s = add_chain(plan, (int)c);
+        if (s) return s;
+    }
+    add_staging(plan);
+    place(plan);
+    count_shared(plan);
+    count_live(m, plan);
+    return VM_OK;
+}
+
+vm_status vm_plan_lay_out(const vm_model *m, vm_plan *plan) {
+    plan->wide = false;
+    vm_status s = lay_out(m, plan);
+    const size_t narrow = plan->arena_bytes;
+    if (s || plan->whole) return s;
+    plan->wide = true;
+    if ((s = lay_out(m, plan)) || plan->arena_bytes <= narrow) return s;
+    plan->wide = false;
+    return lay_out(m, plan);
+}

@@ -1,0 +1,179 @@
+/* Python's values as the core has them, and back: sizes, architectures, backends, precisions. */
+#include "py.h"
+
+static PyObject *size_item(const void *size, size_t i) { return PyLong_FromSize_t(((const size_t *)size)[i]); }
+
+PyObject *vm_py_sizes(const size_t *size, size_t count) {
+    PyObject *list = vm_py_list(count, size_item, size), *tuple = list ? PyList_AsTuple(list) : NULL;
+    Py_XDECREF(list);
+    return tuple;
+}
+
+/* ---- architectures ---- */
+
+/* Adds what an arch has of its own; takes over the reference to value. */
+static int put(PyObject *dict, const char *key, PyObject *value) {
+    const int failed = !dict || !value || PyDict_SetItemString(dict, key, value);
+    Py_XDECREF(value);
+    return failed ? -1 : 0;
+}
+
+static PyObject *float_item(const void *number, size_t i) {
+    return PyFloat_FromDouble((double)((const float *)number)[i]);
+}
+
+static PyObject *floats(const float *number, size_t count) {
+    PyObject *list = vm_py_list(count, float_item, number), *tuple = list ? PyList_AsTuple(list) : NULL;
+    Py_XDECREF(list);
+    return tuple;
+}
+
+PyObject *vm_py_arch_to_dict(const vm_arch *a) {
+    PyObject *dict = Py_BuildValue(
+        "{s:s, s:n, s:n, s:n, s:N, s:n, s:n, s:f, s:N, s:N, s:N, s:N, s:f}", "name", a->name, "in_channels",
+        (Py_ssize_t)a->in_channels, "out_channels", (Py_ssize_t)a->out_channels, "latent_channels",
+        (Py_ssize_t)a->latent_channels, "block_out_channels", vm_py_sizes(a->block_out_channels, a->levels),
+        "layers_per_block", (Py_ssize_t)a->layers_per_block, "norm_num_groups", (Py_ssize_t)a->norm_num_groups,
+        "norm_eps", a->norm_eps, "use_quant_conv", PyBool_FromLong(a->use_quant_conv), "use_post_quant_conv",
+        PyBool_FromLong(a->use_post_quant_conv), "mid_block_add_attention", PyBool_FromLong(a->mid_block_add_attention),
+        "scaling_factor", a->scaling_known ? PyFloat_FromDouble((double)a->scaling_factor) : Py_NewRef(Py_None),
+        "shift_factor", a->shift_factor);
+    int failed = !dict;
+    if (!failed && a->decoder_block_out_channels[0])
+        failed = put(dict, "decoder_block_out_channels", vm_py_sizes(a->decoder_block_out_channels, a->levels));
+    if (!failed && a->statistics)
+        failed = put(dict, "latents_mean", floats(a->latents_mean, a->statistics)) ||
+                 put(dict, "latents_std", floats(a->latents_std, a->statistics));
+    if (!failed && a->patch_size[0])
+        failed = put(dict, "patch_size", vm_py_sizes(a->patch_size, 2)) ||
+                 put(dict, "batch_norm_eps", PyFloat_FromDouble((double)a->batch_norm_eps));
+    if (failed) Py_CLEAR(dict);
+    return dict;
+}
+
+static PyObject *item(PyObject *dict, const char *key) {
+    PyObject *v = PyDict_GetItemString(dict, key);
+    if (!v) PyErr_Format(PyExc_ValueError, "arch: want the key %s, it is missing", key);
+    return v;
+}
+
+static int get_size(PyObject *dict, const char *key, size_t *out) {
+    PyObject *v = item(dict, key);
+    if (!v) return -1;
+    *out = PyLong_AsSize_t(v);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+static int get_float(PyObject *dict, const char *key, float *out) {
+    PyObject *v = item(dict, key);
+    if (!v) return -1;
+    *out = (float)PyFloat_AsDouble(v);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+static int get_bool(PyObject *dict, const char *key, bool *out) {
+    PyObject *v = item(dict, key);
+    int truth = v ? PyObject_IsTrue(v) : -1;
+    *out = truth > 0;
+    return truth < 0 ? -1 : 0;
+}
+
+/* A sequence's numbers, `most` at most, and how many it has. */
+static int get_numbers(PyObject *value, const char *key, size_t *sizes, float *numbers, size_t most, size_t *count) {
+    PyObject *list = PySequence_Fast(value, "");
+    if (!list) return PyErr_Format(PyExc_TypeError, "arch: %s: want a sequence of numbers", key), -1;
+    *count = (size_t)PySequence_Fast_GET_SIZE(list);
+    for (size_t i = 0; i < *count && i < most && !PyErr_Occurred(); i++) {
+        PyObject *number = PySequence_Fast_GET_ITEM(list, (Py_ssize_t)i);
+        if (sizes)
+            sizes[i] = PyLong_AsSize_t(number);
+        else
+            numbers[i] = (float)PyFloat_AsDouble(number);
+    }
+    Py_DECREF(list);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+static int get_widths(PyObject *dict, vm_arch *a) {
+    PyObject *v = item(dict, "block_out_channels"); /* vm_arch_check refuses too many */
+    return v ? get_numbers(v, "block_out_channels", a->block_out_channels, NULL, VM_MAX_LEVELS, &a->levels) : -1;
+}
+
+/* A list that a dict need not have, or whose value may be None: `wanted` numbers where it has them. */
+static int get_list(PyObject *dict, const char *key, size_t *sizes, float *numbers, size_t wanted, bool *has) {
+    PyObject *v = PyDict_GetItemString(dict, key);
+    size_t count = 0;
+    *has = v && v != Py_None;
+    if (!*has) return 0;
+    if (get_numbers(v, key, sizes, numbers, wanted, &count)) return -1;
+    if (count == wanted) return 0;
+    PyErr_Format(PyExc_ValueError, "arch: %s: want %zu numbers, got %zu", key, wanted, count);
+    return -1;
+}
+
+/* What an AutoencoderKLFlux2 has beside an AutoencoderKL, and what pipelines do with latents. */
+static int get_extras(PyObject *dict, vm_arch *a) {
+    const size_t levels = VM_MIN(a->levels, VM_MAX_LEVELS), channels = VM_MIN(a->latent_channels, VM_MAX_STATISTICS);
+    bool decoder, mean, std, patched;
+    if (get_list(dict, "decoder_block_out_channels", a->decoder_block_out_channels, NULL, levels, &decoder) ||
+        get_list(dict, "latents_mean", NULL, a->latents_mean, channels, &mean) ||
+        get_list(dict, "latents_std", NULL, a->latents_std, channels, &std) ||
+        get_list(dict, "patch_size", a->patch_size, NULL, 2, &patched))
+        return -1;
+    if (mean != std) {
+        PyErr_SetString(PyExc_ValueError, "arch: latents_mean, latents_std: want both or none, got one");
+        return -1;
+    }
+    a->statistics = mean ? channels : 0;
+    return patched ? get_float(dict, "batch_norm_eps", &a->batch_norm_eps) : 0;
+}
+
+int vm_py_to_arch(PyObject *dict, void *out) {
+    vm_arch *a = out;
+    *a = (vm_arch){.name = "custom"};
+    if (!PyDict_Check(dict)) {
+        PyErr_Format(PyExc_TypeError, "arch: want a dict, got %s", Py_TYPE(dict)->tp_name);
+        return 0;
+    }
+    PyObject *name = PyDict_GetItemString(dict, "name"), *scaling = PyDict_GetItemString(dict, "scaling_factor");
+    if (name) {
+        const char *text = PyUnicode_AsUTF8(name);
+        if (!text) return 0;
+        snprintf(a->name, sizeof a->name, "%s", text);
+        vm_end_whole(a->name);
+    }
+    a->scaling_known = scaling && scaling != Py_None;
+    if (a->scaling_known && get_float(dict, "scaling_factor", &a->scaling_factor)) return 0;
+    if (a->scaling_known && get_float(dict, "shift_factor", &a->shift_factor)) return 0;
+    return !(get_size(dict, "in_channels", &a->in_channels) || get_size(dict, "out_channels", &a->out_channels) ||
+             get_size(dict, "latent_channels", &a->latent_channels) || get_widths(dict, a) ||
+             get_size(dict, "layers_per_block", &a->layers_per_block) ||
+             get_size(dict, "norm_num_groups", &a->norm_num_groups) || get_float(dict, "norm_eps", &a->norm_eps) ||
+             get_bool(dict, "use_quant_conv", &a->use_quant_conv) ||
+             get_bool(dict, "use_post_quant_conv", &a->use_post_quant_conv) ||
+             get_bool(dict, "mid_block_add_attention", &a->mid_block_add_attention) || get_extras(dict, a));
+}
+
+/* ---- backends ---- */
+
+const vm_backend *vm_py_backend(const char *name, vm_dtype dtype, vm_precision precision) {
+    const vm_backend *b;
+    for (size_t i = 0; (b = vm_backend_at(dtype, precision, i)); i++) {
+        if (name && *name && strcmp(name, b->name)) continue;
+        if (b->usable()) return b;
+        if (name && *name) {
+            PyErr_Format(PyExc_ValueError, "backend: %s is not usable on this machine (or is in VAEMEM_DISABLE)", name);
+            return NULL;
+        }
+    }
+    PyErr_Format(PyExc_ValueError, "backend: unknown '%s'; vaemem.backends() lists them", name ? name : "");
+    return NULL;
+}
+
+int vm_py_to_precision(PyObject *name, void *out) {
+    vm_precision *precision = out;
+    for (*precision = VM_HIGHEST; *precision <= VM_MEDIUM; (*precision)++)
+        if (PyUnicode_Check(name) && !PyUnicode_CompareWithASCIIString(name, vm_precision_name(*precision))) return 1;
+    PyErr_Format(PyExc_ValueError, "precision: want highest, high or medium, got %R", name);
+    return 0;
+}

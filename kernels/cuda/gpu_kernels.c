@@ -1,0 +1,53 @@
+/* Our kernels' machine code, and the functions in it that fit a device and its type of numbers. */
+#include <stdio.h>
+
+#include "gpu.h"
+
+#define VM_GPU_FATBIN(NAME, FATBIN) extern const char vm_fatbin_##FATBIN[];
+VM_GPU_KERNELS(VM_GPU_FATBIN)
+#undef VM_GPU_FATBIN
+
+static const char *const suffix[] = {[VM_F32] = "f32", [VM_F16] = "f16", [VM_BF16] = "bf16"};
+
+vm_status vm_gpu_conv_kernel(vm_gpu *g, const vm_conv_tile *t, CUfunction *out) {
+    char name[48];
+    *out = g->conv[t->kind];
+    if (*out) return VM_OK;
+    snprintf(name, sizeof name, "vm_conv_%s_%ux%u_%u", suffix[g->dtype], t->rows, t->outs, t->stride);
+    VM_TRY(g, ModuleGetFunction(out, g->module[VM_KERNEL_CONV], name), name);
+    VM_TRY(g, FuncSetAttribute(*out, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, (int)t->shared),
+           "giving a convolution its shared memory");
+    g->conv[t->kind] = *out;
+    return VM_OK;
+}
+
+vm_status vm_gpu_load_kernels(vm_gpu *g) {
+#define VM_GPU_IMAGE(NAME, FATBIN) vm_fatbin_##FATBIN,
+    static const char *const images[] = {VM_GPU_KERNELS(VM_GPU_IMAGE)};
+#undef VM_GPU_IMAGE
+    char names[VM_KERNEL_CONV][32]; /* conv's kernels are found one by one */
+    g->attention = vm_attention_choose(g->dtype, (size_t)g->shared_max);
+    snprintf(names[VM_KERNEL_LOAD], sizeof *names, "vm_load_%s", suffix[g->dtype]);
+    snprintf(names[VM_KERNEL_STORE], sizeof *names, "vm_store_%s", suffix[g->dtype]);
+    snprintf(names[VM_KERNEL_MERGE], sizeof *names, "vm_merge");
+    snprintf(names[VM_KERNEL_ATTENTION], sizeof *names, "vm_attention_%s_%ux%u", suffix[g->dtype], g->attention.queries,
+             g->attention.keys);
+    for (int i = 0; i < VM_KERNELS_COUNT; i++) {
+        const CUresult result = g->d->ModuleLoadData(&g->module[i], images[i]);
+        if (result == CUDA_ERROR_NO_BINARY_FOR_GPU || result == CUDA_ERROR_INVALID_IMAGE ||
+            result == CUDA_ERROR_INVALID_PTX || result == CUDA_ERROR_UNSUPPORTED_PTX_VERSION)
+            return vm_fail(VM_EDEVICE,
+                           "%s: want machine code for compute capability %d.%d that a driver for CUDA %d.%d can load, "
+                           "got what CUDA %d.%d built (VAEMEM_CUDA_ARCHS)",
+                           g->name, g->capability / 10, g->capability % 10, g->d->version / 1000,
+                           g->d->version % 1000 / 10, CUDA_VERSION / 1000, CUDA_VERSION % 1000 / 10);
+        vm_status s = vm_driver_check(g->d, result, "loading kernels");
+        if (s) return s;
+        if (i < VM_KERNEL_CONV) VM_TRY(g, ModuleGetFunction(&g->kernel[i], g->module[i], names[i]), names[i]);
+    }
+    VM_TRY(g,
+           FuncSetAttribute(g->kernel[VM_KERNEL_ATTENTION], CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                            (int)vm_attention_shared(g->dtype, g->attention, VM_ATTENTION_CHANNELS)),
+           "giving attention its shared memory");
+    return VM_OK;
+}
