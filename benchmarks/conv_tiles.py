@@ -2,11 +2,12 @@
 
     python benchmarks/conv_tiles.py [--sizes 1024] [--dtypes bfloat16 float16] [--rounds 9]
 
-The passes are those of SDXL and FLUX to this size: GroupNorm and SiLU on load, bias and residual, the next norm's sums,
-on random numbers. The tiles take turns; a time is that of LAUNCHES launches in a row between two CUDA events, by their
-number, medians of rounds. FLOPs are as computed (after 2x, four products of nine). `chosen` is the tile that
-vm_conv_choose takes now: where another is faster, its costs in kernels/cuda/cuda.h are wrong. The kernels are what
-`setup.py build_ext --inplace` has left. Rows go to conv_tiles_<gpu>.csv in benchmarks/results.
+The passes are those of SD1.5, SDXL and FLUX at this size, on random numbers: GroupNorm and SiLU on load, bias, residual
+and the next norm's sums, and a shortcut that narrows writes in its input's place. The tiles take turns; a time is that
+of LAUNCHES launches in a row between two CUDA events, by their number, medians of rounds. FLOPs are as computed (after
+2x, four products of nine). `chosen` is the tile that vm_conv_choose takes now: where another is faster, its costs in
+kernels/cuda/cuda.h are wrong. The kernels are what `setup.py build_ext --inplace` has left. Rows go to
+conv_tiles_<gpu>.csv in benchmarks/results.
 
 On the CPU (--device cpu --small) the emulator of the tests runs them, to see that this script does.
 """
@@ -32,21 +33,24 @@ from cases import Conv
 from cuda_kernels import SM_90, ConvArgs, conv_tiles, header, number, round_up
 from emulator import build
 
-LAUNCHES = 5
+LAUNCHES = 10
 SHORT = {"bfloat16": "bf16", "float16": "f16"}
 FOR_PIXELS, FOR_1X1 = (16, 16, 1), (4, 256, 1)
 
 
 def passes(size: int, c: int) -> list[Conv]:
-    """Those of SDXL's, FLUX's and SD1.5's levels, which have c (128), 2 c, 4 c and 4 c channels."""
+    """Of levels with c (128), 2 c, 4 c and 4 c channels: a decoder's from its attention on, then an encoder's own."""
     n = size // 8
-    found = []
+    found = [Conv(4 * c, 12 * c, n, n, k=1, groups=32)]
     for side, x, y in ((n, 4 * c, 4 * c), (2 * n, 4 * c, 4 * c), (4 * n, 4 * c, 2 * c), (8 * n, 2 * c, c)):
         found += [Conv(x, y, side, side, groups=32)] * (x != y)
         found += [Conv(y, y, side, side, groups=32, add="apart")]
         found += [Conv(x, y, side, side, k=1)] * (x != y)
         found += [Conv(y, y, side, side, up=True)] * (side < size)
-    return [*found, Conv(c, c, size, size, stride=2), Conv(4 * c, 12 * c, n, n, k=1, groups=32)]
+    for side, x, y in ((8 * n, c, 2 * c), (4 * n, 2 * c, 4 * c), (2 * n, 4 * c, 4 * c)):
+        found += [Conv(x, x, side, side, stride=2)]
+        found += [Conv(x, y, side // 2, side // 2, groups=32)] * (x != y)
+    return found
 
 
 class Pass:
@@ -56,6 +60,8 @@ class Pass:
         self.case, self.dtype, self.short = case, dtype, SHORT[dtype]
         kind, k, outs = getattr(torch, dtype), 2 if case.up else case.k, round_up(case.out_c)
         y_c, y_h, y_w = case.y
+        self.in_place = case.k == 1 and y_c < case.in_c and not case.groups
+        parts = -(-(case.h if case.up else y_h) // 4) * -(-(case.w if case.up else y_w) // 16) * (4 if case.up else 1)
 
         def noise(*shape: int, kind: torch.dtype = kind) -> torch.Tensor:
             return torch.randn(shape, device=device).to(kind)
@@ -65,41 +71,47 @@ class Pass:
             "w": noise(4 if case.up else 1, outs, k, k, case.in_c) * (k * k * case.in_c) ** -0.5,
             "bias": noise(outs, kind=torch.float32),
             "y": noise(y_h, y_w, outs),
-            "stats": torch.zeros(y_h * y_w * (16 + 2 * outs) // 64 + 4096, device=device),
+            "stats": torch.zeros(parts * (16 + 2 * outs), device=device),  # of tiles of 4 rows or more
             "flags": torch.zeros(1, dtype=torch.int32, device=device),
         }
         if case.groups:
             self.kept |= {name: noise(case.in_c, kind=torch.float32) for name in ("scale", "shift")}
         if case.add:
             self.kept["add"] = noise(y_h, y_w, outs)
+        pitch = outs
+        if self.in_place:
+            self.kept["y"], pitch = self.kept["x"], case.in_c
         self.args = ConvArgs(
             **{name: tensor.data_ptr() for name, tensor in self.kept.items()},
-            x_h=case.h, x_w=case.w, x_pitch=case.in_c, in_c=case.in_c, y_h=y_h, y_w=y_w, y_pitch=outs, y_c=y_c,
-            add_pitch=outs, k=k, stride=case.stride, up=case.up, silu=bool(case.groups), clamp_from=y_c, multiply=1,
-            bias_scale=1,
+            x_h=case.h, x_w=case.w, x_pitch=case.in_c, in_c=case.in_c, y_h=y_h, y_w=y_w, y_pitch=pitch, y_c=y_c,
+            add_pitch=outs, k=k, stride=case.stride, up=case.up, silu=case.groups > 0 and k > 1, clamp_from=y_c,
+            multiply=1, bias_scale=1,
         )  # fmt: skip
 
     def tiles(self, most_shared: int) -> list[tuple[int, int, int]]:
         """That can compute it where a block may have so much shared memory."""
-        some = {FOR_PIXELS} | ({FOR_1X1} if self.case.k > 1 else set())
+        left_out = {FOR_PIXELS} | ({FOR_1X1} if self.case.k > 1 else set())
+        fit = {name: tile for name, tile in conv_tiles(most_shared).items() if header().conv_tile_fits(tile)}
         return [
             name
-            for name, tile in conv_tiles().items()
-            if tile.stride == self.case.stride and tile.shared <= most_shared and name not in some
+            for name, tile in fit.items()
+            if tile.stride == self.case.stride
+            and name not in left_out
+            and (not self.in_place or tile.outs >= self.case.out_c)
         ]
 
     def chosen(self, most_shared: int, multiprocessors: int) -> tuple[int, int, int]:
-        tile = header().conv_choose(number(self.short), self.args, False, most_shared, multiprocessors)
+        tile = header().conv_choose(number(self.short), self.args, self.in_place, most_shared, multiprocessors)
         return tile.rows, tile.outs, tile.stride
 
 
 class Turn:
     """A pass by one tile, as one that takes part in a race."""
 
-    def __init__(self, of: Pass, name: tuple[int, int, int], launch: Callable[..., None], multiprocessors: int):
-        tile = conv_tiles()[name]
-        parts = header().conv_parts(of.args, tile) * (16 + 2 * round_up(of.case.out_c))
-        assert parts <= of.kept["stats"].numel(), "room for every part's sums"
+    def __init__(
+        self, of: Pass, name: tuple[int, int, int], launch: Callable[..., None], most_shared: int, multiprocessors: int
+    ):
+        tile = conv_tiles(most_shared)[name]
         grid = header().conv_grid(of.args, tile, multiprocessors)
         kernel = "vm_conv_{}_{}x{}_{}".format(of.short, *name)
         self.run = lambda: launch(kernel, (grid,), (tile.threads,), of.args, tile.shared)
@@ -119,11 +131,12 @@ def table(machine: Machine, args: argparse.Namespace) -> list[dict[str, Any]]:
             most, count = driver.attribute(cuda_driver.MOST_SHARED), driver.attribute(cuda_driver.MULTIPROCESSORS)
         else:
             launch, most, count = build.Kernels(Path(folder), [source]).launch, SM_90, 2
+        ran = about(machine, None)
         for dtype in args.dtypes:
             peak = machine.flops(dtype if machine.gpu else "float32")
             for case in [case for size in args.sizes for case in passes(size, 16 if args.small else 128)]:
                 one = Pass(case, dtype, machine.device)
-                turns = {name: Turn(one, name, launch, count) for name in one.tiles(most)}
+                turns = {name: Turn(one, name, launch, most, count) for name in one.tiles(most)}
                 chosen = one.chosen(most, count)
                 failures: dict[str, str] = {}
                 times = race(machine, turns, args.rounds, args.case_seconds, failures)
@@ -139,7 +152,7 @@ def table(machine: Machine, args: argparse.Namespace) -> list[dict[str, Any]]:
                             "tflops": seconds and round(case.flops / seconds / 1e12, 1),
                             "share_of_peak": seconds and round(case.flops / seconds / peak, 3),
                             "failure": failures.get(name, ""),
-                            **about(machine, None),
+                            **ran,
                         }
                     )
                 show(str(case), dtype, [line for line in lines if (line["pass"], line["dtype"]) == (str(case), dtype)])

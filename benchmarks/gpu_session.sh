@@ -20,8 +20,8 @@ OUT="$(cd "$OUT" && pwd)"
 PYTHON="${PYTHON:-python3}"
 LIMIT="${LIMIT:-570}"
 WORK="$(mktemp -d)"
-export VAEMEM_RESULTS="$WORK" PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
-FIRST="build kernels smoke memcheck racecheck headline passes tiles profile_own profile_cudnn"
+export PYTHONFAULTHANDLER=1 VAEMEM_RESULTS="$WORK" PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+FIRST="build kernels smoke memcheck racecheck headline passes profile_own tiles profile_cudnn"
 SECOND="build faults memory compile ablation cudnn_profile rest"
 failed=0 part=0
 
@@ -72,10 +72,10 @@ vae = vaemem.VAE.random("flux", parts="decoder", device="cuda", dtype="bfloat16"
 image = vae.decode(numpy.random.default_rng(0).standard_normal((1, 16, latent, latent), dtype=numpy.float32))
 print(convolution, image.shape, image.std(), vae.last_run.backend)'
 
-sanitize() { # only our own kernels: a library's take too long
+sanitize() { # TOOL: only our own kernels, since a library's take too long; a small decode, and every tile of conv.cu
     VAEMEM_TEST_GPU=1 within 75 compute-sanitizer --tool "$1" --kernel-name kns=vm_ --report-api-errors no \
-        --error-exitcode 1 "$PYTHON" -m pytest -p no:cacheprovider tests/test_cuda_vae.py \
-        -k "test_decode and odd and size1"
+        --error-exitcode 1 "$PYTHON" -m pytest -p no:cacheprovider --tb=short tests/test_cuda_own_conv.py \
+        tests/test_cuda_vae.py -k "(test_fused and bf16) or (test_decode and odd and size1)"
 }
 
 profile() { # CONVOLUTION NCU-OPTIONS...: counters of kernels of a decode at 1024x1024; the clocks stay as they are

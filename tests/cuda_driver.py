@@ -19,7 +19,7 @@ from emulator import build
 
 BUILT = build.HERE.parents[1] / "build"
 MAJOR, MINOR, MOST_SHARED, UNIFIED, MULTIPROCESSORS = 75, 76, 97, 41, 16  # CUdevice_attribute
-DYNAMIC_SHARED = 8  # CUfunction_attribute
+DYNAMIC_SHARED, SHARED_CARVEOUT = 8, 9  # CUfunction_attribute
 
 
 class Driver:
@@ -103,6 +103,7 @@ class Kernels:
             pytest.skip(f"{kernel} wants {shared} bytes of shared memory here, and this GPU has {most}")
         sizes = [c_uint(size) for three in (grid, block) for size in (*three, 1, 1)[:3]]
         self.driver.call("cuFuncSetAttribute", function, c_int(DYNAMIC_SHARED), c_int(shared))
+        self.driver.call("cuFuncSetAttribute", function, c_int(SHARED_CARVEOUT), c_int(100))  # all that there is
         params = (c_void_p * 1)(ctypes.addressof(args))
         self.driver.call("cuLaunchKernel", function, *sizes, c_uint(shared), None, params, None)
 

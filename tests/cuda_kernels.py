@@ -6,7 +6,6 @@ the type that is stored; a half below 2^-14 is rounded by LEAST, and float's own
 
 import ctypes
 import functools
-import itertools
 import mmap
 import tempfile
 from ctypes import POINTER, c_float, c_int, c_int32, c_size_t, c_uint32, c_void_p
@@ -106,7 +105,9 @@ uint32_t attention_shared(int t, vm_attention_shape s, uint32_t c) { return vm_a
 vm_conv_tile conv_choose(int t, const vm_conv_args *a, int in_place, size_t most, uint32_t multiprocessors) {
     return vm_conv_choose((vm_dtype)t, a, in_place, most, multiprocessors);
 }
-vm_conv_tile conv_tile_at(uint32_t kind) { return vm_conv_tile_at(kind); }
+vm_conv_tile conv_tile_at(uint32_t kind, size_t most) { return vm_conv_tile_at(kind, most); }
+int conv_tile_fits(vm_conv_tile t) { return vm_conv_tile_fits(t); }
+const uint32_t conv_kinds = VM_CONV_KINDS;
 uint32_t conv_parts(const vm_conv_args *a, vm_conv_tile t) { return vm_conv_parts(a, t); }
 uint32_t conv_items(const vm_conv_args *a, vm_conv_tile t) { return vm_conv_items(a, t); }
 uint32_t conv_grid(const vm_conv_args *a, vm_conv_tile t, uint32_t n) { return vm_conv_grid(a, t, n); }
@@ -134,17 +135,18 @@ def header():
     h.attention_choose.restype, h.attention_choose.argtypes = AttentionShape, (c_int, c_size_t)
     h.attention_shared.argtypes = (c_int, AttentionShape, c_uint32)
     h.conv_choose.restype, h.conv_choose.argtypes = ConvTile, (c_int, args, c_int, c_size_t, c_uint32)
-    h.conv_tile_at.restype, h.conv_tile_at.argtypes = ConvTile, (c_uint32,)
+    h.conv_tile_at.restype, h.conv_tile_at.argtypes = ConvTile, (c_uint32, c_size_t)
+    h.conv_tile_fits.argtypes = (ConvTile,)
     h.conv_parts.argtypes = h.conv_items.argtypes = (args, ConvTile)
     h.conv_grid.argtypes = (args, ConvTile, c_uint32)
     return h
 
 
 @functools.cache
-def conv_tiles():
-    """By (rows, outs, stride)."""
-    tiles = itertools.takewhile(lambda tile: tile.rows, map(header().conv_tile_at, itertools.count()))
-    return {(tile.rows, tile.outs, tile.stride): tile for tile in tiles}
+def conv_tiles(most=SM_90):
+    """By (rows, outs, stride), as they are where a block may have so much shared memory."""
+    kinds = range(c_uint32.in_dll(header(), "conv_kinds").value)
+    return {(t.rows, t.outs, t.stride): t for t in (header().conv_tile_at(kind, most) for kind in kinds)}
 
 
 def number(dtype):

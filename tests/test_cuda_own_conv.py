@@ -39,7 +39,7 @@ from cuda_kernels import (
 
 ROWS, F32_NCHW, U8_NHWC, F16_NCHW, BF16_NCHW = range(5)  # vm_format
 FLAT = (4, 256, 1)  # of 1x1 filters alone
-TILES = [(16, 128, 1), (16, 64, 1), (8, 256, 1), (8, 128, 1), FLAT, (4, 64, 1), (16, 16, 1), (8, 128, 2), (4, 64, 2)]
+TILES = [(16, 128, 1), (8, 128, 1), (16, 64, 1), (8, 256, 1), FLAT, (4, 64, 1), (16, 16, 1), (8, 128, 2), (4, 64, 2)]
 every_dtype = pytest.mark.parametrize("dtype", ["f16", "bf16"])
 every_tile = pytest.mark.parametrize("tile", TILES, ids=lambda t: "{}x{}_{}".format(*t))
 kernels = built("conv")

@@ -1,14 +1,18 @@
 """Whole runs on a GPU, or on the emulator where there is none (gpu.py): numbers and memory."""
 
+import sys
 import warnings
+from pathlib import Path
 
 import gpu
 import numpy as np
 import pytest
-from engine import SMALL, config, error, images, latents, small_vae
+from engine import SMALL, error, images, latents, small_vae
 from gpu import LIMIT, every_dtype, on_gpu, pair
 
 from vaemem import VAE, Tiling
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 pytestmark = pytest.mark.usefixtures("cuda")
 
@@ -63,17 +67,14 @@ def test_latents_of_flux2_are_normalised_in_host_memory(dtype):
 @pytest.mark.parametrize("kind", ["float16", "bfloat16", "float16 own", "bfloat16 own"])
 def test_no_worse_than_torch(kind):
     torch = pytest.importorskip("torch")
-    diffusers = pytest.importorskip("diffusers")
+    import torch_vae  # diffusers' numbers without diffusers (test_benchmarks_gpu.py)
+
     cpu, there = pair("sd", kind)
-    dtype = there.dtype
-    peer = diffusers.AutoencoderKL(**{k: v for k, v in config("sd").items() if not k.startswith("_")}).eval()
-    state = {name: torch.from_numpy(cpu._core.get_tensor(name).reshape(shape)) for name, shape in cpu._core.tensors}
-    peer.load_state_dict(state)
-    z = latents(cpu, 16, 16)
+    peer, z = torch_vae.with_weights(cpu), torch.from_numpy(latents(cpu, 16, 16))
     with torch.no_grad():
-        want = peer.double().decode(torch.from_numpy(z).double()).sample.numpy()
-        theirs = peer.to(getattr(torch, dtype)).decode(torch.from_numpy(z).to(getattr(torch, dtype))).sample
-    assert error(there.decode(z), want) <= 1.1 * error(theirs.float().numpy(), want)
+        want = peer.double().image(z.double()).numpy()
+        theirs = peer.to(getattr(torch, there.dtype)).image(z.to(getattr(torch, there.dtype)))
+    assert error(there.decode(z.numpy()), want) <= 1.1 * error(theirs.float().numpy(), want)
 
 
 @pytest.mark.parametrize("precision", ["high", "medium"])

@@ -62,7 +62,7 @@ class Session:
         return "".join(text for name, text in sorted(self.parts.items()) if name.endswith(f"-{step}.log"))
 
 
-FIRST = "build kernels smoke memcheck racecheck headline passes tiles profile_own profile_cudnn".split()
+FIRST = "build kernels smoke memcheck racecheck headline passes profile_own tiles profile_cudnn".split()
 SECOND = "build faults memory compile ablation cudnn_profile rest".split()
 
 

@@ -8,8 +8,8 @@
  *
  * f is normalisation and SiLU. x is read and transformed once for all taps and for OUTS channels of y, and no im2col copy
  * is made. Copies and f run ahead of the products, from one item into the next: while one chunk is multiplied, the next
- * is copied and then transformed. Half of the warps transform before they multiply and the others after, so that the
- * tensor cores and the rest of the multiprocessor both have work at any time. There is one barrier for each tap. The
+ * is copied and then transformed. Half of a multiprocessor's warps transform before they multiply and the others after, so
+ * that the tensor cores and the rest of the multiprocessor both have work at any time. There is one barrier for each tap. The
  * residual is asked for before an item's products, and added after them. Of two blocks that share a multiprocessor one
  * begins a little later, so that it multiplies while the other ends its item.
  *
@@ -180,16 +180,13 @@ VM_DEVICE void vm_convolve(const vm_conv_args &a, char *shared) {
     const uint32_t items = (h + S::ROWS - 1) / S::ROWS * columns * outs * (a.up ? 4 : 1);
     float *const sums = reinterpret_cast<float *>(shared + S::SUMS);
 
-    /* They share its tensor cores evenly, so that the distance between them stays what it was at the beginning. A grid's
-     * blocks are dealt out to all multiprocessors before one gets its second. */
-    if (S::RESIDENT > 1 && blockIdx.x >= (gridDim.x + 1) / 2 && items / gridDim.x >= 4) vm_sleep(VM_CONV_LEAD);
-
     /* The next chunk's copy was begun before those of the last filters, and copies arrive in order: when the ring has
      * come round to the last taps the chunk is there, and f is spread over these taps. */
     const bool changes = a.scale || a.multiply != 1;
     const uint32_t first = min(taps - 1, max(taps / 2, (uint32_t)S::STAGES - 1));
     const uint32_t each = (S::EACH + taps - first - 1) / (taps - first);
-    const bool early = warp < S::THREADS / 64 && taps > 1;
+    const bool second = blockIdx.x >= (gridDim.x + 1) / 2;
+    const bool early = taps > 1 && (S::THREADS < VM_CUDA_THREADS ? !second : warp < S::THREADS / 64);
     static_assert(S::STAGES <= 5, "a chunk arrives within four taps");
 
     vm_conv_input in;
@@ -202,6 +199,10 @@ VM_DEVICE void vm_convolve(const vm_conv_args &a, char *shared) {
         vm_conv_fetch_filter<T, S>(a, f, shared + S::RING + i * S::FILTER, items);
         vm_copy_commit();
     }
+    /* Of two blocks of four warps on a multiprocessor the second begins later. They share the tensor cores evenly, so that
+     * the distance between them stays. A grid's blocks are dealt out to all multiprocessors before one gets its second. */
+    if (S::THREADS < VM_CUDA_THREADS && second && a.in_c * taps >= VM_CONV_LEAD_LEAST && items / gridDim.x >= 4)
+        vm_sleep(VM_CONV_LEAD);
     vm_copy_wait<S::STAGES - 2>();
     if (changes && in.item < items) vm_conv_transform<T, S>(a, in, shared, 0, S::EACH);
     __syncthreads();
@@ -288,7 +289,7 @@ VM_DEVICE void vm_convolve(const vm_conv_args &a, char *shared) {
 #define VM_CONV(type, T, rows, outs, stride, warps, across, stages, resident)                                       \
     VM_KERNEL __launch_bounds__(warps * 32, resident) vm_conv_##type##_##rows##x##outs##_##stride(vm_conv_args a) { \
         VM_SHARED(char, shared);                                                                                    \
-        vm_convolve<T, vm_conv_shape<rows, outs, stride, warps, across, stages, resident>>(a, shared);              \
+        vm_convolve<T, vm_conv_shape<rows, outs, stride, warps, across, stages>>(a, shared);                        \
     }
 #define VM_CONV_BOTH(rows, outs, stride, warps, across, stages, resident, cost) \
     VM_CONV(f16, vm_half, rows, outs, stride, warps, across, stages, resident)  \

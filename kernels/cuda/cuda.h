@@ -146,9 +146,9 @@ enum { VM_CONV_COLUMNS = 16, VM_CONV_CHUNK = 64 /* channels of x in shared memor
  * them beside each other. */
 #define VM_CONV_TILES(X)         \
     X(16, 128, 1, 8, 2, 4, 1, 4) \
+    X(8, 128, 1, 8, 4, 3, 1, 5)  \
     X(16, 64, 1, 4, 1, 3, 2, 5)  \
     X(8, 256, 1, 8, 4, 3, 1, 5)  \
-    X(8, 128, 1, 8, 4, 3, 1, 5)  \
     X(4, 256, 1, 8, 8, 2, 1, 6)  \
     X(4, 64, 1, 8, 4, 3, 2, 8)   \
     X(16, 16, 1, 8, 1, 4, 2, 8)  \
@@ -171,17 +171,22 @@ typedef struct vm_conv_tile {
     (2 * (((ROWS) - 1) * (STRIDE) + 3) * ((VM_CONV_COLUMNS - 1) * (STRIDE) + 3) * VM_CONV_CHUNK * 2 + \
      (STAGES) * (OUTS) * VM_CONV_CHUNK * 2 + (DOWN) * (2 * (OUTS) + 4) * 4)
 
-/* The tile of a kind; rows 0 for VM_CONV_KINDS. */
-static inline vm_conv_tile vm_conv_tile_at(uint32_t kind) {
+/* The tile of a kind, where a block may opt in to so much shared memory: resident 0 where it does not fit. A
+ * multiprocessor has 1 KiB more than that, and reserves 1 KiB for every block. */
+static inline vm_conv_tile vm_conv_tile_at(uint32_t kind, size_t largest_shared) {
 #define VM_CONV_TILE(ROWS, OUTS, STRIDE, WARPS, ACROSS, STAGES, RESIDENT, COST)                            \
     {ROWS,     OUTS, STRIDE, (WARPS) * 32, VM_CONV_SHARED(ROWS, OUTS, STRIDE, (WARPS) / (ACROSS), STAGES), \
      RESIDENT, COST, 0},
-    static const vm_conv_tile tiles[] = {VM_CONV_TILES(VM_CONV_TILE){0, 0, 0, 0, 0, 0, 0, 0}};
+    static const vm_conv_tile tiles[VM_CONV_KINDS] = {VM_CONV_TILES(VM_CONV_TILE)};
 #undef VM_CONV_TILE
     vm_conv_tile t = tiles[kind];
     t.kind = kind;
+    t.resident = (uint32_t)VM_MIN(t.resident, (largest_shared + 1024) / (t.shared + 1024));
     return t;
 }
+
+/* Whether it fits, with warps enough to hide what they wait for. */
+static inline bool vm_conv_tile_fits(vm_conv_tile t) { return t.resident * t.threads >= VM_CUDA_THREADS; }
 
 static inline uint32_t vm_conv_parts(const vm_conv_args *a, vm_conv_tile t) {
     const uint32_t h = a->up ? a->x_h : a->y_h, w = a->up ? a->x_w : a->y_w;
@@ -204,17 +209,16 @@ static inline uint32_t vm_conv_grid(const vm_conv_args *a, vm_conv_tile t, uint3
  * counts, its pointers do not. */
 static inline vm_conv_tile vm_conv_choose(vm_dtype dtype, const vm_conv_args *a, bool in_place, size_t largest_shared,
                                           uint32_t multiprocessors) {
-    vm_conv_tile best = vm_conv_tile_at(VM_CONV_KINDS), t;
+    vm_conv_tile best = {0, 0, 0, 0, 0, 0, 0, 0};
     uint64_t least = UINT64_MAX;
     const uint64_t filters = (uint64_t)(a->up ? 4 : 1) * VM_ROUND_UP(a->y_c, VM_BLOCK) * a->k * a->k;
     if (filters > UINT32_MAX / VM_MAX(a->in_c, 1)) return best; /* the kernels count filters' numbers in 32 bits */
     if (dtype == VM_F32 || (a->up ? a->k != 2 || a->stride != 1 : a->k != 1 && a->k != 3) || (in_place && a->k != 1))
         return best;
-    for (uint32_t kind = 0; (t = vm_conv_tile_at(kind)).rows; kind++) {
-        if (t.stride != a->stride || t.shared > largest_shared || (in_place && t.outs < a->y_c)) continue;
+    for (uint32_t kind = 0; kind < VM_CONV_KINDS; kind++) {
+        const vm_conv_tile t = vm_conv_tile_at(kind, largest_shared);
+        if (t.stride != a->stride || !vm_conv_tile_fits(t) || (in_place && t.outs < a->y_c)) continue;
         if (a->format != VM_ROWS && t.outs != VM_BLOCK) continue;
-        /* a multiprocessor has 1 KiB more than a block may ask for, and reserves 1 KiB for every block */
-        t.resident = (uint32_t)VM_MIN(t.resident, (largest_shared + 1024) / (t.shared + 1024));
         const uint64_t wave = (uint64_t)multiprocessors * t.resident, waves = (vm_conv_items(a, t) + wave - 1) / wave;
         const uint64_t cost = waves * t.resident * t.rows * t.outs * t.cost;
         if (cost < least) least = cost, best = t;

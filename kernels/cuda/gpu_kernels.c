@@ -17,6 +17,9 @@ vm_status vm_gpu_conv_kernel(vm_gpu *g, const vm_conv_tile *t, CUfunction *out) 
     VM_TRY(g, ModuleGetFunction(out, g->module[VM_KERNEL_CONV], name), name);
     VM_TRY(g, FuncSetAttribute(*out, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, (int)t->shared),
            "giving a convolution its shared memory");
+    VM_TRY(g,
+           FuncSetAttribute(*out, CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, CU_SHAREDMEM_CARVEOUT_MAX_SHARED),
+           "giving a convolution its shared memory");
     g->conv[t->kind] = *out;
     return VM_OK;
 }

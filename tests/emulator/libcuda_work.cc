@@ -137,6 +137,7 @@ CUresult cuModuleGetFunction(CUfunction *out, CUmodule module, const char *name)
 }
 CUresult cuFuncSetAttribute(CUfunction f, CUfunction_attribute which, int value) {
     ENTER(A_CONTEXT);
+    if (which == CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT) return CUDA_SUCCESS; /* a hint, in percent */
     WANT(which == CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, CUDA_ERROR_NOT_SUPPORTED);
     WANT(value >= 0 && value <= gpu_shared_most(), CUDA_ERROR_INVALID_VALUE);
     f->shared_most = (size_t)value;
