@@ -130,12 +130,6 @@ def test_the_vae_cuts_the_tiles_that_it_is_told(recipes):
     assert (max(sizes[:-1]), sizes[-1]) == ((8, 8), (16, 16)) and len(sizes) > 2
 
 
-def test_the_threshold(recipes, monkeypatch):
-    Card().stand_in(monkeypatch)
-    side = vaemem.predict_largest("sdxl", "decode", gpu="RTX 4060")[0]
-    assert recipes.threshold("sdxl") == side * side
-
-
 def test_a_pipelines_latents_decoded_within_a_limit(recipes, tmp_path):
     torch.manual_seed(0)
     config = engine.config("sd")

@@ -181,7 +181,6 @@ def test_where_memory_runs_out():
         ({"components": {"unet": None}}, "unet"),
         ({"components": {"vae": "Q8_0"}}, "vae"),
         ({"dtype": "int8"}, "dtype: want"),
-        ({"used": "16 GB", "gpu": "T4"}, "used: want less"),
         ({"dtype": "bfloat16", "gpu": "T4"}, "fused kernels"),
         ({"batch": 0}, "batch: want"),
     ],

@@ -737,8 +737,9 @@ def test_the_weights_may_be_what_does_not_fit():
     room = predict("flux", "decode", 256, 256, gpu="RTX 3060").available
     p = predict("flux", "decode", 256, 256, gpu="RTX 3060", used=room - 32 * MIB)
     assert p.available == 32 * MIB and p.out_of_memory_at.name == "weights"
-    with pytest.raises(ValueError, match=f"used: want less than the {room} bytes"):
-        predict("flux", "decode", 256, 256, gpu="RTX 3060", used=room)
+    for used in (room, "1 TB"):
+        full = predict("flux", "decode", 256, 256, gpu="RTX 3060", used=used)
+        assert (full.fits, full.available) == (False, 0) and full.least_reserved == p.least_reserved
 
 
 @pytest.mark.parametrize("used", [-1, "lots", 1.5])
@@ -816,6 +817,23 @@ def test_the_largest_fits_and_the_next_does_not():
     tiled = predict_largest("sdxl", "decode_tiled", tile=512, **(asked | {"used": "6.5 GB"}))
     whole = predict_largest("sdxl", "decode", **(asked | {"used": "6.5 GB"}))
     assert more > (height, width) and tiled > whole
+
+
+@pytest.mark.parametrize(("dtype", "gpu", "used"), [("bfloat16", "V100", 0), ("float16", "RTX 3090", "2 GB")])
+def test_the_largest_of_all_and_up_to_which_all_fit(dtype, gpu, used):
+    """cuDNN plans each size anew: between sizes that fit lie some that do not."""
+    asked = {"dtype": dtype, "gpu": gpu, "used": used}
+    fits = {n: predict("sdxl", "decode", n, n, **asked).fits for n in range(8, 6000, 8)}
+    assert predict_largest("sdxl", "decode", **asked)[0] == max(n for n in fits if fits[n])
+    assert predict_largest("sdxl", "decode", every=True, **asked)[0] == min(n for n in fits if not fits[n]) - 8
+    assert predict_largest("sdxl", "decode", every=True, **asked) < predict_largest("sdxl", "decode", **asked)
+
+
+def test_what_fits_is_at_least_the_least():
+    """Where it fits though it takes less room for that, it takes no more than it was given."""
+    asked = {"gpu": "RTX 2060", "used": "1 GB", "torch_version": "2.13", "protocol": "kept", "allow_tf32": False}
+    p = predict("sd3", "decode_tiled", 1936, 2952, dtype="float32", **asked)
+    assert p.fits and p.least_reserved <= p.available < p.peak_reserved
 
 
 def test_the_end_of_the_search_is_told(monkeypatch, capsys):

@@ -216,11 +216,11 @@ class Plans:
             record = self.smaller(record)
         return found
 
-    def largest(self, limit: int, aspect: float = 1.0) -> tuple[int, int] | None:
+    def largest(self, limit: int, aspect: float = 1.0, further: int = 0) -> tuple[int, int] | None:
         """(height, width) of the largest image that fits; None where none does."""
         return largest_size(
             lambda height, width: self.look(limit, height=height, width=width)[0] is not None,
-            latent_factor(self._core.arch), aspect,
+            latent_factor(self._core.arch), aspect, around=lambda n: range(n, n + further + 1),
         )  # fmt: skip
 
     def refusal(self, limit: int) -> ValueError:
@@ -254,10 +254,16 @@ class Plans:
 
 
 def largest_size(
-    fits: Callable[[int, int], bool], factor: int, aspect: float, most: int = LARGEST_SIDE
-) -> tuple[int, int] | None:
+    fits: Callable[[int, int], bool], factor: int, aspect: float, most: int = LARGEST_SIDE, *,
+    around: Callable[[int], range] = lambda n: range(n, n), every: bool = False,
+) -> tuple[int, int] | None:  # fmt: skip
     """(height, width) of the largest image that fits, sides multiples of `factor`, `most` pixels at most; None where
-    none does."""
+    none does.
+
+    What fits does not always grow with the size. `around` has the long sides, in factors, that are to be looked at one
+    by one, given the one that bisection finds: the largest of them that fits is taken, or with `every` the one up to
+    which all of them do.
+    """
 
     def size(long: int) -> tuple[int, int]:
         short = max(1, round(long * min(aspect, 1 / aspect))) * factor
@@ -270,6 +276,12 @@ def largest_size(
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(*size(middle)) else (low, middle)
+    if low:
+        also = [n for n in around(low) if n <= end and n != low]
+        if every:
+            low = next((n - 1 for n in also if not fits(*size(n))), max([low, *also]))
+        else:
+            low = next((n for n in reversed(also) if n > low and fits(*size(n))), low)
     return size(low) if low else None
 
 

@@ -321,7 +321,10 @@ class VAE(Model):
         output_type: str = "float",
         staged: bool = True,
     ) -> tuple[int, int]:
-        """(height, width) of the largest image that a limit allows.
+        """(height, width) of the largest image that a limit allows, by bisection and up to 4 latent pixels further.
+
+        What `smallest` says does not always grow with the size: now and then an image beyond that fits too, or one
+        below it does not.
 
         Parameters
         ----------
@@ -342,7 +345,7 @@ class VAE(Model):
             raise ValueError("memory_limit: want one, here or as the VAE's attribute, got None")
         side = self._runner.factor
         plans = Plans(self._core, self._request(op, side, side, batch, output_type, staged))
-        found = plans.largest(limit, check_aspect(aspect))
+        found = plans.largest(limit, check_aspect(aspect), further=4)
         if found is None:
             raise plans.refusal(limit)
         return found

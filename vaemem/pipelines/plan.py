@@ -125,9 +125,7 @@ def plan_pipeline(
 
     card, notes = _card(gpu, memory, dtype or kind.dtype)
     context = CONTEXT if runtime == "diffusers" else ways_sdcpp.CONTEXT
-    room = Room(card.reported_memory - context - parse_size("used", used, least=0), host, time_limit)
-    if room.card is not None and room.card <= 0:
-        raise ValueError(f"used: want less than {card.name} has beside a context of {context} bytes, got {used!r}")
+    room = Room(max(card.reported_memory - context - parse_size("used", used, least=0), 0), host, time_limit)
     steps = kind.steps if steps is None else whole("steps", steps)
     if time_limit is not None and not time_limit > 0:
         raise ValueError(f"time_limit: want more than 0 seconds, got {time_limit!r}")

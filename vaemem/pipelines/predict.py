@@ -446,8 +446,6 @@ def predict_pipeline(
         kind, pipeline, call, parts, offload, on_cpu, find_gpu(gpu, memory), cudnn_version, torch_version,
         parse_size("used", used, least=0),
     )  # fmt: skip
-    if question.available <= 0:
-        raise ValueError(f"used: want less than the card has beside a context, got {used!r}")
     return PipelinePrediction(question)
 
 

@@ -403,9 +403,13 @@ class Machine:
 
 def cards_of(memory: int) -> list[Gpu]:
     """Those of the list that have so many bytes, within 5%."""
-    cards = [card for card in map(find_gpu, gpu_names()) if 0.95 * memory < card.total_memory < 1.05 * memory]
+    listed = [find_gpu(name) for name in gpu_names()]
+    cards = [card for card in listed if 0.95 * memory < card.total_memory < 1.05 * memory]
     if not cards:
-        raise ValueError("gpu: want a card's name, since no card of the list has just that memory")
+        sizes = ", ".join(map(str, sorted({round(card.total_memory / 2**30) for card in listed})))
+        raise ValueError(
+            f"memory: want what a card of the list has ({sizes} GB), or gpu= beside it, got {memory / 2**30:.4g} GB"
+        )
     return cards
 
 

@@ -162,7 +162,10 @@ def sold(memory: int | str) -> int:
     >>> sold("12 GB")
     12884901888
     """
-    return parse_size("memory", re.sub(r"(?i)gb\b", "GiB", memory) if isinstance(memory, str) else memory)
+    size = parse_size("memory", re.sub(r"(?i)gb\b", "GiB", memory) if isinstance(memory, str) else memory)
+    if size < 1 << 30:
+        raise ValueError(f"memory: want a card's, which is 1 GB or more, such as '16 GB', got {memory!r}")
+    return size
 
 
 def _with(gpu: Gpu, size: int | None, **changes: Any) -> Gpu:

@@ -52,14 +52,14 @@ class _Peaks:
         self.cudnn_version: str | None = getattr(process.workspace, "cudnn_version", None)
         self.workspace_source, self.substitutions = process.workspace_source, process.substitutions
         room = process.gpu.reported_memory - CONTEXT
-        self.available = room - parse_size("used", used, least=0)
-        if self.available <= 0:
-            raise ValueError(f"used: want less than the {room} bytes that the card has beside a context, got {used!r}")
+        self.available = max(room - parse_size("used", used, least=0), 0)
         self.out_of_memory_at: PeakTensor | None = None
         self._has_room = process.most_reserved <= self.available  # then nothing is ever refused and all goes as it did
+        self._enough = process.most_reserved
         if not self._has_room:
             self.out_of_memory_at, tried = self._within(self.available)
             self.substitutions = tried.substitutions
+            self._enough = self._enough if self.out_of_memory_at else tried.most_reserved
 
     def _start(self, allocator: CachingAllocator | None = None, workspace: Any = None) -> SimulatedProcess:
         raise NotImplementedError
@@ -76,7 +76,7 @@ class _Peaks:
 
     def _within(self, capacity: int) -> tuple[PeakTensor | None, SimulatedProcess]:
         """The same call where the device gives so many bytes: what could not be had, if anything, and the process."""
-        process = self._start(self._allocator(capacity), self._process.workspace)
+        process = self._start(self._allocator(max(capacity, PAGE)), self._process.workspace)
         try:
             self._run(process)
         except OutOfMemoryError as full:
@@ -89,7 +89,7 @@ class _Peaks:
 
     @functools.cached_property
     def least_reserved(self) -> int:
-        low, high = 0, -(-self._process.most_reserved // PAGE)  # in pages: `low` is too little, `high` is enough
+        low, high = 0, -(-self._enough // PAGE)  # in pages: `low` is too little, `high` is enough
         while high - low > 1:
             middle = (low + high) // 2
             full, process = self._within(middle * PAGE)
@@ -377,7 +377,7 @@ def predict(
 
 def predict_largest(
     model: str | Mapping[str, Any], op: str, dtype: str = "float16", batch: int = 1, *, gpu: str = "RTX 4090",
-    aspect: float = 1.0, used: int | str = 0, **others: Any,
+    aspect: float = 1.0, used: int | str = 0, every: bool = False, **others: Any,
 ) -> tuple[int, int]:  # fmt: skip
     """(height, width) of the largest image that PyTorch decodes, or encodes, on a card: of those whose `predict` fits.
 
@@ -387,6 +387,8 @@ def predict_largest(
         As `predict` takes them.
     aspect : float
         Width over height, as nearly as latents of whole pixels can have it.
+    every : bool
+        Whether all smaller images of that shape have to fit too.
 
     Raises
     ------
@@ -402,6 +404,10 @@ def predict_largest(
     Notes
     -----
     Sizes that fit only with other plans of cuDNN than the first count: see `Prediction.fits`.
+
+    What PyTorch takes does not always grow with the size, since cuDNN plans each size anew. So all sizes three tenths
+    around what bisection finds are predicted one by one; for tiled ops, which take long, bisection decides. Images of
+    another shape with as many pixels may take some percent more.
 
     Examples
     --------
@@ -423,8 +429,12 @@ def predict_largest(
         return False
 
     factor = latent_factor(arch)
-    most = TILED_SIDE if str(op).endswith("_tiled") else LARGEST_SIDE
-    found = largest_size(fits, factor, check_aspect(aspect), most)
+    tiled = str(op).endswith("_tiled")
+    found = largest_size(
+        fits, factor, check_aspect(aspect), TILED_SIDE if tiled else LARGEST_SIDE,
+        around=lambda n: range(n, n) if tiled else range(n - n * 3 // 10, n + n * 3 // 10 + 1),
+        every=every,
+    )  # fmt: skip
     if found and not (refused and refused[min(refused)]):
         what = f"predict_largest: {found[0]}x{found[1]} fits, and larger images were not looked at"
         warnings.warn(what, RuntimeWarning, stacklevel=2)
