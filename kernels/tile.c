@@ -187,15 +187,19 @@ static uint8_t to_byte(float v) {
 
 static void store_pixels(const vm_work *j, const float *from, size_t block, size_t y, size_t x, size_t n) {
     const vm_shape *s = &j->pass->y;
+    const bool bytes = j->pass->y_format == VM_U8_NHWC;
+    bool finite = true;
     for (size_t c = block * VM_BLOCK; c < VM_MIN((block + 1) * VM_BLOCK, s->c); c++)
         for (size_t i = 0; i < n; i++) {
             float v = from[i * VM_BLOCK + c % VM_BLOCK];
             if (c >= j->pass->clamp_from) v = v < -30 ? -30 : v > 20 ? 20 : v;
-            if (j->pass->y_format == VM_U8_NHWC)
+            finite = finite && isfinite(v);
+            if (bytes)
                 ((uint8_t *)j->at.y_pixels)[(y * s->w + x + i) * s->c + c] = to_byte(v);
             else
                 ((float *)j->at.y_pixels)[(c * s->h + y) * s->w + x + i] = v;
         }
+    if (bytes && !finite) __atomic_store_n(j->at.overflow, true, __ATOMIC_RELAXED); /* bytes do not show it */
 }
 
 void vm_store_row(const vm_work *j, const float *from, size_t block, size_t y, size_t x, size_t n) {

@@ -181,6 +181,19 @@ def test_float16_that_no_factor_helps():
     assert np.array_equal(half.encode(x).mean, want)
 
 
+@pytest.mark.parametrize("dtype", ["float32", *HALVES])
+def test_a_picture_of_what_is_no_number_is_told(dtype):
+    """In bytes it would be black and no more."""
+    vae = small_vae(dtype=dtype)
+    z = latents(vae, 8, 8)
+    z[0, 0, 0, 0] = np.nan
+    with pytest.warns(RuntimeWarning, match="decode: the result is not finite"):
+        assert (vae.decode(z, output_type="uint8") == 0).any()
+    assert f"{dtype}: not finite" in vae.last_run.notes[-1]
+    vae.decode(np.zeros_like(z), output_type="uint8")
+    assert vae.last_run.notes == ()
+
+
 # ---- weights ----
 
 

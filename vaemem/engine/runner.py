@@ -63,10 +63,11 @@ class Runner:
         while True:
             how["scale"] = self._scale
             result, record = self._run_in_memory(arrays, plans, limit, settings.retries, notes, how)
-            if not (record["overflow"] and self.dtype == "float16"):
+            if not record["overflow"]:
                 break
-            if self._scale <= LEAST_UNIT:
-                notes.append("float16: not finite even so: the input or the weights are not, or are too large for it")
+            if self.dtype != "float16" or self._scale <= LEAST_UNIT:
+                so = " even so" if self._scale < 1 else ""
+                notes.append(f"{self.dtype}: not finite{so}: the input or the weights are not, or are too large for it")
                 warnings.warn(f"{request['op']}: the result is not finite", RuntimeWarning, stacklevel=4)
                 self._scale = 1.0
                 break
