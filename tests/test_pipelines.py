@@ -184,6 +184,9 @@ def test_where_memory_runs_out():
         ({"used": "16 GB", "gpu": "T4"}, "used: want less"),
         ({"dtype": "bfloat16", "gpu": "T4"}, "fused kernels"),
         ({"batch": 0}, "batch: want"),
+        ({"guidance": "yes"}, "guidance: want True or False, got 'yes'"),
+        ({"image": "cat.png"}, "image: want True or False, got 'cat.png'"),
+        ({"runtime": "sd.cpp", "guidance": 1.0}, "guidance: want True or False, got 1.0"),
     ],
 )
 def test_bad_questions(wrong, match):

@@ -219,6 +219,10 @@ def test_smaller_types_are_tried_where_weights_are_large():
         ({"gpu": "RTX 3060", "calibrate": {"by hand": 3.0}}, "calibrate: want ways out of"),
         ({"gpu": "RTX 3060", "calibrate": {"no offload, VAE whole": "8"}}, "calibrate: want seconds as numbers"),
         ({"gpu": "RTX 3060", "types": []}, "types: want one type or more"),
+        *(
+            ({"memory": "12 GB", name: 1}, f"{name}: want True or False, got 1")
+            for name in ("guidance", "image", "flash")
+        ),
         ({"runtime": "mlx"}, "memory: want what the Mac has"),
         ({"runtime": "mlx", "memory": "16 GB", "gpu": "RTX 3060"}, "gpu: want none with runtime='mlx'"),
         ({"runtime": "sd.cpp", "memory": "12 GB", "dtype": "float16"}, "dtype: want none with runtime='sd.cpp'"),

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import resources
 from typing import Any, TypeVar
 
+import numpy as np
+
 __version__ = "0.1.0"
 
 Item = TypeVar("Item")
@@ -45,6 +47,13 @@ def choose(argument: str, value: Any, among: Iterable[str]) -> None:
     if value not in known:
         wanted = " or ".join(known) if len(known) == 2 else f"one of {', '.join(known)}"
         raise ValueError(f"{argument}: want {wanted}, got {value!r}")
+
+
+def flag(argument: str, value: Any) -> bool:
+    """True or False, NumPy's too; ValueError where the value is neither."""
+    if not isinstance(value, bool | np.bool_):
+        raise ValueError(f"{argument}: want True or False, got {repr(value)[:80]}")
+    return bool(value)
 
 
 def whole(argument: str, value: Any, least: int = 1) -> int:

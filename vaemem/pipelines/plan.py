@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vaemem._common import DTYPES, choose, listed, whole
+from vaemem._common import DTYPES, choose, flag, listed, whole
 from vaemem.engine.limits import parse_size
 from vaemem.engine.weights import tensor_types
 from vaemem.pipelines import programs, ways_diffusers, ways_mlx
@@ -106,6 +106,7 @@ def plan_pipeline(
     """
     choose("pipeline", pipeline, PIPELINES)
     choose("runtime", runtime, RUNTIMES)
+    guidance, image, flash = flag("guidance", guidance), flag("image", image), flag("flash", flash)
     asked: dict[str, Any] = {
         "prompt_tokens": prompt_tokens, "steps": steps, "dtype": dtype, "cudnn_version": cudnn_version,
         "torch_version": torch_version,

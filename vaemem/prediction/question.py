@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from vaemem import _core
-from vaemem._common import DTYPES, MIB, TILED_OPS, choose, latent_factor, whole
+from vaemem._common import DTYPES, MIB, TILED_OPS, choose, flag, latent_factor, whole
 from vaemem.engine.layouts import sample_size_of
 from vaemem.prediction.benchmark import PROTOCOLS, USUAL_PROTOCOL, Reading, benchmark
 from vaemem.prediction.gpus import find_gpu
@@ -91,10 +89,7 @@ class Question:
 
     def _check_switches(self) -> None:
         for name in ("slicing", "channels_last", "allow_tf32", "cudnn_benchmark"):
-            value = getattr(self, name)
-            if not isinstance(value, bool | np.bool_):
-                raise ValueError(f"{name}: want True or False, got {value!r}")
-            setattr(self, name, bool(value))
+            setattr(self, name, flag(name, getattr(self, name)))
         if self.cudnn_benchmark:
             raise ValueError(
                 "cudnn_benchmark: want False, got True: PyTorch then times all of cuDNN's plans and keeps to the"
