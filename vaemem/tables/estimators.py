@@ -387,9 +387,13 @@ def compare(table: Table, estimators: Any = None, target: str = "reserved_bytes"
     choose("target", target, BYTE_COLUMNS)
     chosen = _estimators(estimators, target)
     for i, row in enumerate(table):
-        lacking = [name for name in ("model", "op", "height", "width", "dtype", target) if not row[name]]
+        lacking = [name for name in ("model", "op", "height", "width", "dtype", target) if row[name] is None]
         if lacking:
             raise ValueError(f"row {i}: has no {', '.join(lacking)}; filter such rows out")
+        if not row[target]:
+            raise ValueError(
+                f"row {i}: {target}: want more than 0, which errors are shares of, got 0; filter such rows out"
+            )
     compared: list[ComparedRow] = []
     tiled = ran_tiled(table)
     for row in (row for row, is_tiled in zip(table, tiled, strict=True) if not is_tiled):
