@@ -217,7 +217,13 @@ def test_smaller_types_are_tried_where_weights_are_large():
         ({"gpu": "RTX 3060", "cores": 0}, "cores: want a whole number of at least 1"),
         ({"gpu": "RTX 3060", "link": "USB"}, "link: want such as"),
         ({"gpu": "RTX 3060", "calibrate": {"by hand": 3.0}}, "calibrate: want ways out of"),
-        ({"gpu": "RTX 3060", "calibrate": {"no offload, VAE whole": "8"}}, "calibrate: want seconds as numbers"),
+        ({"gpu": "RTX 3060", "calibrate": {"no offload, VAE whole": "8"}}, "want more than 0 seconds, got '8'"),
+        (
+            {"memory": "12 GB", "calibrate": {"no offload, VAE whole": -1}},
+            r"calibrate\['no offload, VAE whole'\]: .*got -1",
+        ),
+        ({"memory": "12 GB", "calibrate": 8.0}, "calibrate: want {way: seconds}, got 8.0"),
+        ({"memory": "12 GB", "time_limit": "10s"}, "time_limit: want more than 0 seconds, got '10s'"),
         ({"gpu": "RTX 3060", "types": []}, "types: want one type or more"),
         *(
             ({"memory": "12 GB", name: 1}, f"{name}: want True or False, got 1")

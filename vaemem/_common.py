@@ -6,10 +6,12 @@ import contextlib
 import csv
 import importlib
 import io
+import math
 import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import resources
+from numbers import Real
 from typing import Any, TypeVar
 
 import numpy as np
@@ -67,9 +69,14 @@ def whole(argument: str, value: Any, least: int = 1) -> int:
     return number
 
 
+def real(value: Any) -> float:
+    """A number as a float, and what is none as NaN, which lies in no range."""
+    return float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+
+
 def listed(value: Any, single: type | tuple[type, ...]) -> list[Any]:
-    """One thing, or a sequence of them, as a list."""
-    return [value] if isinstance(value, single) else list(value)
+    """One thing, or a sequence of them, as a list; what is neither is taken for one, which its check will name."""
+    return list(value) if isinstance(value, Iterable) and not isinstance(value, single) else [value]
 
 
 def distinct(values: Iterable[Any]) -> list[Any]:

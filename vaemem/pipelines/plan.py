@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vaemem._common import DTYPES, choose, flag, listed, whole
+from vaemem._common import DTYPES, choose, flag, listed, real, whole
 from vaemem.engine.limits import parse_size
 from vaemem.engine.weights import tensor_types
 from vaemem.pipelines import programs, ways_diffusers, ways_mlx
@@ -130,7 +130,7 @@ def plan_pipeline(
     if room.card is not None and room.card <= 0:
         raise ValueError(f"used: want less than {card.name} has beside a context of {context} bytes, got {used!r}")
     steps = kind.steps if steps is None else whole("steps", steps)
-    if time_limit is not None and not time_limit > 0:
+    if time_limit is not None and not real(time_limit) > 0:
         raise ValueError(f"time_limit: want more than 0 seconds, got {time_limit!r}")
     named = None if gpu is None else card
     known = machine_of(named, card.total_memory, dtype or kind.dtype, runtime, link, cpu, cores)
