@@ -58,14 +58,16 @@ def flag(argument: str, value: Any) -> bool:
     return bool(value)
 
 
-def whole(argument: str, value: Any, least: int = 1) -> int:
-    """The value as an int, NumPy's integers too; ValueError where it is no whole number, or less than `least`."""
+def whole(argument: str, value: Any, least: int = 1, most: float = math.inf) -> int:
+    """The value as an int, NumPy's integers too; ValueError where it is no whole number from `least` to `most`."""
     try:
         number = least - 1 if isinstance(value, bool) else operator.index(value)
     except TypeError:
         number = least - 1
     if number < least:
         raise ValueError(f"{argument}: want a whole number of at least {least}, got {value!r}")
+    if number > most:
+        raise ValueError(f"{argument}: want at most {most}, got {value!r}")
     return number
 
 

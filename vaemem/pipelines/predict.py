@@ -20,11 +20,11 @@ from vaemem.pipelines.storage import BITSANDBYTES, GGML, TYPES, stored
 from vaemem.pipelines.ways import Way
 from vaemem.prediction.gpus import find_gpu
 from vaemem.prediction.process import Moment, PeakTensor
+from vaemem.prediction.question import LARGEST
 from vaemem.prediction.snapshot import CachingAllocator
 
 RUNTIMES = ("diffusers", "sd.cpp")
 WEIGHT_TYPES = [name for name in TYPES if name not in ("float64", "int64", "bool")]  # which are tables' and masks'
-LARGEST = 1 << 20  # pixels a side, as `vaemem.predict` has it
 VAE_WAYS = ("whole", "tiled", "sliced", "vaemem")
 _PARTS = ("weights", "activations", "workspace", "cached", "outside")  # make up a phase's total
 _OUTCOMES = {True: "goes through", False: "runs out", None: "not reached"}
