@@ -339,6 +339,8 @@ def test_phases_are_drawn(small_card):
     assert [tops[i] for i in range(len(p.phases))] == pytest.approx([phase.total / MIB for phase in p.phases])
     with pytest.raises(ValueError, match="run: want one with phases"):
         plot.pipeline(Way("x", {}, ()))
+    with pytest.raises(ValueError, match=r"run: want a prediction, or one outcome of a plan, .*got PipelinePlan"):
+        plot.pipeline(small_card)
 
 
 # ---- the command line ----

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vaemem._common import ELEMENT_BYTES, MIB, OPS, choose, grouped, mib, need, render, whole
+from vaemem._common import ELEMENT_BYTES, MIB, OPS, choose, grouped, listed, mib, need, render, whole
 from vaemem.prediction.benchmark import BENCHMARK_TILE
 from vaemem.prediction.sdcpp import LATENT_CHANNELS, vae_graph
 from vaemem.tables.fit import KEY, Fit, FittedLine
-from vaemem.tables.table import BYTE_COLUMNS, Row, Table
+from vaemem.tables.table import BYTE_COLUMNS, Row, Table, check_table
 
 if TYPE_CHECKING:
     import pandas
@@ -384,6 +384,7 @@ def compare(table: Table, estimators: Any = None, target: str = "reserved_bytes"
     >>> compare(table, {"mine": lambda row: 2000 * row["height"] * row["width"] * 2}).find("mine").worst_under
     0.08...
     """
+    check_table(table)
     choose("target", target, BYTE_COLUMNS)
     chosen = _estimators(estimators, target)
     for i, row in enumerate(table):
@@ -430,7 +431,7 @@ def _estimators(given: Any, target: str) -> tuple[Estimator, ...]:
     elif isinstance(given, str | Estimator | Fit | FittedLine) or callable(given):
         pairs = [(None, given)]
     else:
-        pairs = [(None, one) for one in given]
+        pairs = [(None, one) for one in listed(given, ())]
     chosen = tuple(_estimator(name, one, target) for name, one in pairs)
     names = [estimator.name for estimator in chosen]
     twice = {name for name in names if names.count(name) > 1}
