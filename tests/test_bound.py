@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import random
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from vaemem import bound, predict, seed_table
 from vaemem.__main__ import main
 from vaemem._common import OPS
-from vaemem.prediction.bound import APPLICATIONS, TILES, _over
+from vaemem.prediction.bound import APPLICATIONS, TILES, BoundLine, _over
 
 TORCH = "2.7.1+cu128"
 SIDES = (256, 512, 1000, 2048)
@@ -176,6 +178,8 @@ def test_prints(capsys):
         (("comfyui", "flux", "float16", []), "sides: want one or more, got none"),
         (("comfyui", "flux", "float16", 512, []), "gpu: want one or more, got none"),
         (("comfyui", "flux", "float16", [100]), "height: want a multiple of 8, got 100"),
+        (("comfyui", "flux", "float16", math.nan), "sides: want a whole number of at least 1, got nan"),
+        (("comfyui", 5), "models: want one of .*got 5"),
         (("comfyui", "flux", "float16", [0]), "sides: want a whole number of at least 1, got 0"),
     ],
 )
@@ -183,6 +187,18 @@ def test_what_cannot_be_asked(asked, named):
     names = ("application", "models", "dtypes", "sides", "gpu")
     with pytest.raises(ValueError, match=named):
         bound(**dict(zip(names, asked, strict=False)))
+
+
+@pytest.mark.parametrize("height, width, tile, named", [
+    (-1, 1000, None, "height: want a whole number of at least 1, got -1"),
+    (512, math.nan, None, "width: want a whole number of at least 1, got nan"),
+    (512, 512, 0, "tile: want a whole number of at least 1, got 0"),
+])  # fmt: skip
+def test_sizes_that_no_image_has_are_refused(height, width, tile, named):
+    line = BoundLine("vae", "decode", "float16", 2, 3, 1, 1, 0.0, (1, 1))
+    assert line.bytes(10, np.int64(10)) == 203
+    with pytest.raises(ValueError, match=named):
+        line.bytes(height, width, tile)
 
 
 def test_what_is_left_out_is_named():

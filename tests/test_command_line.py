@@ -236,6 +236,25 @@ def test_a_pickle_that_is_none_is_refused(weights, tmp_path, capsys):
         assert "want tensors in" in capsys.readouterr().err
 
 
+def test_what_to_do_is_said_of_options(weights, tmp_path, capsys):
+    image, source = pytest.importorskip("PIL.Image"), str(tmp_path / "pad=1.png")
+    image.fromarray(np.zeros((61, 50, 3), np.uint8)).save(source)
+    latents, alone = str(tmp_path / "z.npy"), str(tmp_path / "alone.safetensors")
+    np.save(latents, np.zeros((1, 4, 8, 8), np.float32))
+    VAE.random("sdxl", parts="decoder").save(alone)
+    for arguments, message in (
+        (["encode", source, "--weights", weights, "-o", latents], "--pad reflect or --pad edge makes it one"),
+        (["encode", "pad=1.jpg", "--weights", weights, "-o", latents], "got pad=1.jpg: no such file"),
+        (
+            ["decode", latents, "--weights", alone, "-o", str(tmp_path / "x.png"), "--scaled"],
+            "with --model or --config",
+        ),
+        (["plan", "sd15", "512"], "or what it has as --memory '12 GB'"),
+    ):
+        assert main(arguments) == 2
+        assert message in capsys.readouterr().err
+
+
 def test_info(weights, capsys):
     assert main(["info", weights, "--sizes", "64"]) == 0
     said = capsys.readouterr().out

@@ -159,9 +159,11 @@ def test_what_has_the_arguments_of_predict_is_asked_as_predict():
     [
         ((Table([row()]), None, "seconds"), "target: want one of allocated_bytes, .* got 'seconds'"),
         ((Table([row()]), "forge"), "estimator: want one of comfyui, .* got 'forge'"),
+        ((Table([row()]), 5), "estimator: want a name, a fit or a function of a row, got int"),
         ((Table([row()]), [3]), "estimator: want a name, a fit or a function of a row, got int"),
         ((Table([row(), row() | {"dtype": None}]),), "row 1: has no dtype; filter such rows out"),
-        ((Table([row(reserved=0)]),), "row 0: has no reserved_bytes"),
+        ((Table([row(reserved=0)]),), "row 0: reserved_bytes: want more than 0, .*, got 0"),
+        ((Table([row() | {"reserved_bytes": None}]),), "row 0: has no reserved_bytes"),
         ((Table([row()]), ["comfyui", "comfyui"]), "two are named comfyui"),
         ((Table([row()]), {"mine": lambda r: math.nan}), "estimator 'mine': want bytes >= 0 or None, got nan"),
         ((Table([row()]), {"mine": lambda r: "many"}), "estimator 'mine': want bytes >= 0 or None, got 'many'"),
@@ -232,6 +234,8 @@ def test_figures(tmp_path):
     figure.savefig(tmp_path / "errors.png")
     with pytest.raises(ValueError, match="comparison: want an estimator that applies to a row"):
         plot.estimator_errors(compare(table, {"none": lambda r: None}))
+    with pytest.raises(ValueError, match=r"comparison: want what vaemem.compare gives, got Table"):
+        plot.estimator_errors(table)
     (axes,) = plot.implied_constants(table, {"decode": {"mine": 2200}}).axes
     assert list(axes.lines[0].get_ydata()) == pytest.approx([2137, 2176])
     with pytest.raises(ValueError, match="table: want rows with height, width, dtype and reserved_bytes"):

@@ -120,6 +120,7 @@ def test_one_formula_for_each_model_op_runtime_device_and_batch():
         (Table([row(512, 1, "int8"), row(256, 2, "int8")]), {}, "dtype: want one of float64, .*, got 'int8'"),
         (line(1, 0), {"quantile": 0}, "quantile: want a number above 0 and at most 1"),
         (line(1, 0), {"quantile": 1.1}, "quantile: want a number above 0 and at most 1"),
+        (line(1, 0), {"quantile": "high"}, "quantile: want a number above 0 and at most 1, or None, got 'high'"),
         (line(1, 0), {"quantile": math.nan}, "quantile: want a number above 0 and at most 1"),
     ],
 )

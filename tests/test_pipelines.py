@@ -183,6 +183,9 @@ def test_where_memory_runs_out():
         ({"dtype": "int8"}, "dtype: want"),
         ({"dtype": "bfloat16", "gpu": "T4"}, "fused kernels"),
         ({"batch": 0}, "batch: want"),
+        ({"guidance": "yes"}, "guidance: want True or False, got 'yes'"),
+        ({"image": "cat.png"}, "image: want True or False, got 'cat.png'"),
+        ({"runtime": "sd.cpp", "guidance": 1.0}, "guidance: want True or False, got 1.0"),
     ],
 )
 def test_bad_questions(wrong, match):

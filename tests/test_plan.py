@@ -217,8 +217,18 @@ def test_smaller_types_are_tried_where_weights_are_large():
         ({"gpu": "RTX 3060", "cores": 0}, "cores: want a whole number of at least 1"),
         ({"gpu": "RTX 3060", "link": "USB"}, "link: want such as"),
         ({"gpu": "RTX 3060", "calibrate": {"by hand": 3.0}}, "calibrate: want ways out of"),
-        ({"gpu": "RTX 3060", "calibrate": {"no offload, VAE whole": "8"}}, "calibrate: want seconds as numbers"),
+        ({"gpu": "RTX 3060", "calibrate": {"no offload, VAE whole": "8"}}, "want more than 0 seconds, got '8'"),
+        (
+            {"memory": "12 GB", "calibrate": {"no offload, VAE whole": -1}},
+            r"calibrate\['no offload, VAE whole'\]: .*got -1",
+        ),
+        ({"memory": "12 GB", "calibrate": 8.0}, "calibrate: want {way: seconds}, got 8.0"),
+        ({"memory": "12 GB", "time_limit": "10s"}, "time_limit: want more than 0 seconds, got '10s'"),
         ({"gpu": "RTX 3060", "types": []}, "types: want one type or more"),
+        *(
+            ({"memory": "12 GB", name: 1}, f"{name}: want True or False, got 1")
+            for name in ("guidance", "image", "flash")
+        ),
         ({"runtime": "mlx"}, "memory: want what the Mac has"),
         ({"runtime": "mlx", "memory": "16 GB", "gpu": "RTX 3060"}, "gpu: want none with runtime='mlx'"),
         ({"runtime": "sd.cpp", "memory": "12 GB", "dtype": "float16"}, "dtype: want none with runtime='sd.cpp'"),
@@ -329,6 +339,8 @@ def test_phases_are_drawn(small_card):
     assert [tops[i] for i in range(len(p.phases))] == pytest.approx([phase.total / MIB for phase in p.phases])
     with pytest.raises(ValueError, match="run: want one with phases"):
         plot.pipeline(Way("x", {}, ()))
+    with pytest.raises(ValueError, match=r"run: want a prediction, or one outcome of a plan, .*got PipelinePlan"):
+        plot.pipeline(small_card)
 
 
 # ---- the command line ----

@@ -248,6 +248,7 @@ def test_any_config(tmp_path):
     "change, named",
     [
         ({"model": "sd4"}, "model: want one of"),
+        ({"model": SimulatedProcess}, "model: want one of .*arch dict .*or a config.json, got <class"),
         ({"op": "train"}, "op: want one of"),
         ({"dtype": "float64"}, "dtype: want one of"),
         ({"weights_dtype": "int8"}, "dtype: want one of"),
@@ -289,7 +290,13 @@ def test_any_config(tmp_path):
         ({"allocator": None}, "allocator: want text"),
         ({"cudnn_benchmark": 1}, "cudnn_benchmark: want True or False, got 1"),
         ({"cudnn_benchmark": True}, "cudnn_benchmark: want False, got True: PyTorch then times all of cuDNN's plans"),
+        ({"workspace": "none"}, r"workspace: want an object whose conv\(...\) answers, .*got 'none'"),
+        ({"workspace": 0}, "workspace: want an object .*got 0"),
         ({"height": 500}, "height: want a multiple of 8"),
+        ({"height": 2**40, "width": 2**40}, "height: want at most 1048576, got 1099511627776"),
+        ({"width": 2**63}, "width: want at most 1048576, got 9223372036854775808"),
+        ({"batch": 2**64}, "batch: want at most 65536, got 18446744073709551616"),
+        ({"op": "decode_tiled", "tile": 2**64}, "tile: want at most 1048576, got"),
         ({"width": 512.0}, "width: want a whole number"),
         ({"batch": 0}, "batch"),
         ({"tile": 512}, "tile: want it with a tiled op"),
@@ -858,6 +865,8 @@ def test_the_end_of_the_search_is_told(monkeypatch, capsys):
 
 
 def test_no_size_fits():
+    with pytest.raises(ValueError, match="height: want none, which is what is looked for, got 5"):
+        predict_largest("sdxl", "decode", height=5)
     with pytest.raises(ValueError, match=r"gpu: want one with \d+ bytes .* got NVIDIA GeForce RTX 4060 with"):
         predict_largest("sdxl", "decode", dtype="float32", gpu="RTX 4060", used="7.7 GB")
 

@@ -255,6 +255,9 @@ def test_rows_that_lack_much():
     assert "5.00" in made.markdown and "Device: not said (2 rows)" in made.markdown
     with pytest.raises(ValueError, match="table: want rows with model, op, height and width, got none in 1 rows"):
         report(Table([{"model": "sdxl"}]))
+    for claims in (1, [1]):
+        with pytest.raises(ValueError, match="claims: want each a Claim, got 1"):
+            report(Table([bare]), claims=claims)
 
 
 def test_names_are_text_in_html():

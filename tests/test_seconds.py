@@ -153,8 +153,8 @@ def test_what_no_run_used_stays_as_it_was():
     known = machine.calibrated([({"a": 10.0}, 25.0)])
     assert known.rates["b"] == machine.rates["b"] and known.seconds({"b": 5}) == machine.seconds({"b": 5})
     assert machine.seconds({"a": 10}).likely == 10, "the first machine is left as it was"
-    for runs in ([], [({"a": 1}, 0.0)], [({"a": 1}, math.nan)]):
-        with pytest.raises(ValueError, match="calibrate: want measured runs"):
+    for runs, got in (([], "none"), ([({"a": 1}, 0.0)], "0.0"), ([({"a": 1}, 2), ({"a": 1}, math.nan)], "2, nan")):
+        with pytest.raises(ValueError, match=f"calibrate: want measured runs of more than 0 seconds, got {got}"):
             machine.calibrated(runs)
 
 

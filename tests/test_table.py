@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import vaemem
-from vaemem import Table
+from vaemem import Table, compare, fit, plot, report
 from vaemem._common import need, render
 from vaemem.tables.table import COLUMNS
 
@@ -269,6 +269,32 @@ def test_render_aligns():
         "| a        |     1 |",
         r"| long\|er | -23.5 |",
     ]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda frame: Table(5), "rows: want mappings of column to value, got int"),
+        (lambda frame: Table(frame), "rows: want mappings .*got DataFrame, of which Table.from_pandas makes a Table"),
+        (lambda frame: Table.from_pandas(5), "frame: want a pandas.DataFrame, got int"),
+        (lambda frame: compare([ROW]), "table: want a Table, got list"),
+        *(
+            (call, "table: want a Table, got DataFrame, of which Table.from_pandas makes a Table")
+            for call in (fit, compare, report, plot.memory_vs_pixels, plot.tradeoff, plot.implied_constants)
+        ),
+    ],
+)
+def test_what_is_no_table_is_named(call, message):
+    frame = pytest.importorskip("pandas").DataFrame([ROW])
+    with pytest.raises(ValueError, match=message):
+        call(frame)
+
+
+def test_a_column_is_no_row():
+    with pytest.raises(
+        TypeError, match=r"index: want a row's number .*got 'height': \[row\['height'\] for row in table\]"
+    ):
+        mixed()["height"]
 
 
 def test_a_missing_extra_is_named(monkeypatch):

@@ -250,6 +250,11 @@ def test_nonfinite_passes_through(bad):
         (lambda v: v.copy(precision=False), ValueError, "precision: want one of highest, high, medium, got False"),
         (lambda v: v.copy(dtype="bfloat16", precision="high"), ValueError, "precision: want highest with dtype bfl"),
         (lambda v: v.copy(tf32=True), TypeError, "tf32"),
+        (lambda v: VAE.random("sdxl", autotune="no"), ValueError, "autotune: want True or False, got 'no'"),
+        (lambda v: v.decode(np.zeros((1, 4, 4, 4)), scaled="no"), ValueError, "scaled: want True or False, got 'no'"),
+        (lambda v: v.encode(np.zeros((1, 3, 8, 8)), scaled=1), ValueError, "scaled: want True or False, got 1"),
+        (lambda v: v.encode(np.zeros((1, 3, 8, 8))).sample(-1), ValueError, "generator: want .* seed of 0 .*got -1"),
+        (lambda v: v.encode(np.zeros((1, 3, 8, 8))).sample("a"), TypeError, "generator: want .*or None, got 'a'"),
         (lambda v: VAE.random("sdxl", parts="half"), ValueError, "parts: want all, encoder or decoder, got 'half'"),
     ],
 )

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
+import shlex
 import sys
 from collections.abc import Sequence
 
@@ -133,6 +135,7 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument("--weights", required=True, metavar="FILE", help="safetensors, GGUF, or diffusers' directory")
         sub.add_argument("-o", "--out", required=True, metavar="FILE")
         sub.add_argument("--model", choices=_core.models(), help="where the file leaves it open")
+        sub.add_argument("--config", metavar="FILE", help="diffusers' config.json, of any other model")
         sub.add_argument("--scaled", action="store_true", help=scaled)
         sub.add_argument("--memory-limit", metavar="SIZE", help="such as '512 MiB', '2 GB' or auto")
         sub.add_argument("--progress", action="store_true")
@@ -307,6 +310,16 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _as_options(message: str, args: argparse.Namespace) -> str:
+    """What a message says of Python's arguments said of the command's options: pad='edge' as --pad edge."""
+
+    def option(found: re.Match[str]) -> str:
+        name, value = f"--{found[1].replace('_', '-')}", found[2].strip("'")
+        return name if value in ("", "True") else f"{name} {shlex.quote(value)}"
+
+    return re.sub(rf"(?<![\w/'.-])({'|'.join(vars(args))})=('[^']*'|\d*|True)(?!\.?[\w/-])", option, message)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; 0 when done, 2 for bad input (a sentence on stderr, no traceback), 130 for Ctrl-C."""
     parser = _parser()
@@ -319,7 +332,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush when Python ends
     except (ValueError, OSError, ImportError, OverflowError, MemoryError, RuntimeError) as error:
-        print(f"vaemem {args.command}: {error}", file=sys.stderr)
+        print(f"vaemem {args.command}: {_as_options(str(error), args)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"vaemem {args.command}: stopped", file=sys.stderr)

@@ -128,7 +128,7 @@ def run_report(args: argparse.Namespace) -> None:
 
 def _loaded(args: argparse.Namespace, parts: str) -> VAE:
     numbers = {"device": args.device, "dtype": args.dtype, "precision": args.precision}
-    vae = VAE.load(args.weights, args.model, parts=parts, **numbers)
+    vae = VAE.load(args.weights, args.model, args.config, parts, **numbers)
     if vae.rounded:
         said = f"{len(vae.rounded)} tensors of the weights are rounded to {vae.dtype}"
         print(f"vaemem {args.command}: {said}", file=sys.stderr)

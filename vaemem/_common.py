@@ -6,11 +6,15 @@ import contextlib
 import csv
 import importlib
 import io
+import math
 import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import resources
+from numbers import Real
 from typing import Any, TypeVar
+
+import numpy as np
 
 __version__ = "0.1.0"
 
@@ -47,20 +51,34 @@ def choose(argument: str, value: Any, among: Iterable[str]) -> None:
         raise ValueError(f"{argument}: want {wanted}, got {value!r}")
 
 
-def whole(argument: str, value: Any, least: int = 1) -> int:
-    """The value as an int, NumPy's integers too; ValueError where it is no whole number, or less than `least`."""
+def flag(argument: str, value: Any) -> bool:
+    """True or False, NumPy's too; ValueError where the value is neither."""
+    if not isinstance(value, bool | np.bool_):
+        raise ValueError(f"{argument}: want True or False, got {repr(value)[:80]}")
+    return bool(value)
+
+
+def whole(argument: str, value: Any, least: int = 1, most: float = math.inf) -> int:
+    """The value as an int, NumPy's integers too; ValueError where it is no whole number from `least` to `most`."""
     try:
         number = least - 1 if isinstance(value, bool) else operator.index(value)
     except TypeError:
         number = least - 1
     if number < least:
         raise ValueError(f"{argument}: want a whole number of at least {least}, got {value!r}")
+    if number > most:
+        raise ValueError(f"{argument}: want at most {most}, got {value!r}")
     return number
 
 
+def real(value: Any) -> float:
+    """A number as a float, and what is none as NaN, which lies in no range."""
+    return float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+
+
 def listed(value: Any, single: type | tuple[type, ...]) -> list[Any]:
-    """One thing, or a sequence of them, as a list."""
-    return [value] if isinstance(value, single) else list(value)
+    """One thing, or a sequence of them, as a list; what is neither is taken for one, which its check will name."""
+    return list(value) if isinstance(value, Iterable) and not isinstance(value, single) else [value]
 
 
 def distinct(values: Iterable[Any]) -> list[Any]:

@@ -12,7 +12,7 @@ import numpy as np
 from vaemem._common import ELEMENT_BYTES, MIB, choose, distinct, need
 from vaemem.tables.estimators import Comparison, pixels, ran_tiled
 from vaemem.tables.fit import Fit, FittedLine
-from vaemem.tables.table import BYTE_COLUMNS, Row, Table
+from vaemem.tables.table import BYTE_COLUMNS, Row, Table, check_table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -56,6 +56,7 @@ def memory_vs_pixels(table: Table, fit: Fit | None = None, target: str = "alloca
     >>> rows = seed_table().filter(op="decode", dtype="float16")
     >>> plot.memory_vs_pixels(rows, fit(rows)).savefig("memory.png")
     """
+    check_table(table)
     choose("target", target, BYTE_COLUMNS)
     if fit is not None and fit.target != target:
         raise ValueError(f"fit: want one of {target}, got one of {fit.target}")
@@ -111,6 +112,7 @@ def timeline(run: Any) -> Figure:
     --------
     >>> plot.timeline(vae.estimate("decode", 512, 512)).savefig("timeline.png")
     """
+    _expect("run", run, "peak_pass", "what VAE.estimate gives or VAE.last_run holds")
     if not run.timeline:
         raise ValueError("run: want one with a timeline, got none")
     names = [name for name, _ in run.timeline]
@@ -159,6 +161,7 @@ def tradeoff(table: Table, points: Mapping[str, tuple[float, float]] | None = No
     --------
     >>> plot.tradeoff(tradeoff(vae, "decode", 256, 256), {"another": (40 << 20, 1.5)}).savefig("tradeoff.png")
     """
+    check_table(table)
     rows = [row for row in table if None not in (row["work"], row["allocated_bytes"], row["weights_bytes"])]
     if not rows:
         raise ValueError("table: want rows with work, allocated_bytes and weights_bytes, got none")
@@ -206,6 +209,7 @@ def implied_constants(table: Table, shipped: Mapping[str, Mapping[str, float]] |
     --------
     >>> plot.implied_constants(seed_table(), {"decode": {"ComfyUI": 2178}}).savefig("constants.png")
     """
+    check_table(table)
     rows = [r for r in table if None not in (r[target], r["height"], r["width"]) and r["dtype"] in ELEMENT_BYTES]
     if not rows:
         raise ValueError(f"table: want rows with height, width, dtype and {target}, got none")
@@ -247,6 +251,7 @@ def estimator_errors(comparison: Comparison) -> Figure:
     --------
     >>> plot.estimator_errors(compare(seed_table(), ["comfyui", "invokeai"])).savefig("errors.png")
     """
+    _expect("comparison", comparison, "groups", "what vaemem.compare gives")
     groups = [group for group in comparison.groups if group.model is not None and group.lowest > -1]
     if not groups:
         raise ValueError("comparison: want an estimator that applies to a row, got none")
@@ -305,7 +310,9 @@ def pipeline(run: Any, available: int | None = None) -> Figure:
     >>> plan = plan_pipeline("sd15", 1536, 1536, memory="16 GB", runtime="mlx")
     >>> plot.pipeline(plan.recommended, plan.room.card).savefig("pipeline.png")
     """
-    phases = getattr(run, "way", run).phases
+    way = getattr(run, "way", run)
+    _expect("run", way, "phases", "a prediction, or one outcome of a plan, such as plan.recommended")
+    phases = way.phases
     if not phases:
         raise ValueError("run: want one with phases, got none")
     available = getattr(run, "available", None) if available is None else available
@@ -329,6 +336,11 @@ def pipeline(run: Any, available: int | None = None) -> Figure:
     axes.set(ylabel="MiB", ylim=(0, 1.1 * top))
     _finish(axes, ncols=2, loc="lower left", bbox_to_anchor=(0, 1))
     return figure
+
+
+def _expect(argument: str, value: Any, attribute: str, wanted: str) -> None:
+    if not hasattr(value, attribute):
+        raise ValueError(f"{argument}: want {wanted}, got {type(value).__name__}")
 
 
 def _part_of(phase: Any, name: str) -> float:

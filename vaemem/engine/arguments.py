@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from threading import Event
 from typing import Any
 
-from vaemem._common import DTYPES, PRECISIONS, choose, need
+from vaemem._common import DTYPES, PRECISIONS, choose, flag, need
 from vaemem.engine.device import CONVOLUTIONS, Device, parse_device
 from vaemem.engine.instructions import warn_of_change
 
@@ -35,11 +35,11 @@ def open_device(
     """A GPU, or None for the CPU, and the core's arguments for a model there. For `VAE.load` and its like, whose caller
     is warned of what changed."""
     warn_of_change(stacklevel=3)
-    number = parse_device(device)
+    number, autotune = parse_device(device), flag("autotune", autotune)
     check_numbers(dtype, precision)
     choose("convolution", convolution, CONVOLUTIONS)
     if number is not None:
-        gpu = Device(number, dtype, precision, bool(autotune), convolution)
+        gpu = Device(number, dtype, precision, autotune, convolution)
         return gpu, {"backend": gpu.backend.capsule}
     return None, {"dtype": dtype, "precision": precision}
 

@@ -180,7 +180,12 @@ class Encoded:
                 raise TypeError(
                     "noise: want standard normal numbers for moments on a GPU, such as torch.randn_like(mean)"
                 )
-            noise = np.random.default_rng(generator).standard_normal(self.mean.shape, dtype=np.float32)
+            try:
+                source = np.random.default_rng(generator)
+            except (TypeError, ValueError) as error:
+                wanted = "a numpy.random.Generator, a seed of 0 or more, or None"
+                raise type(error)(f"generator: want {wanted}, got {repr(generator)[:80]}") from None
+            noise = source.standard_normal(self.mean.shape, dtype=np.float32)
         half = self.logvar * 0.5
         deviation = np.exp(half) if isinstance(half, np.ndarray) else math.e**half  # what every library has
         return self._held(self.mean + deviation * noise)

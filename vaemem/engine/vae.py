@@ -7,7 +7,7 @@ from threading import Event
 from typing import Any
 
 from vaemem import _core
-from vaemem._common import choose, need
+from vaemem._common import choose, flag, need
 from vaemem.engine import images
 from vaemem.engine.arguments import (
     Cancelled,
@@ -197,7 +197,7 @@ class VAE(Model):
             ):
                 if wrong:
                     raise ValueError(f"output_type: want float or uint8 for {why}, got 'pil'")
-        latents = self._latents(z) if scaled else None
+        latents = self._latents(z) if flag("scaled", scaled) else None
         z = latents.raw(z) if isinstance(latents, Normalised) else z
         arrays = self._arrays("decode", z, pixels_of(output_type), out)
         index, notes = images.crop(size, arrays.request)
@@ -248,7 +248,7 @@ class VAE(Model):
         x, notes = images.read(x)
         if pad is not None and self._device and Device.holds(x):
             raise ValueError("pad: want an array in host memory, got one in a GPU's: pad it there, or copy it")
-        latents = self._latents(x) if scaled else None
+        latents = self._latents(x) if flag("scaled", scaled) else None
         padded, done = images.pad(x, pad, self._runner.factor)
         arrays = self._arrays("encode", padded, "", None)
         moments = self._run(
@@ -403,10 +403,10 @@ class VAE(Model):
         settings = Settings(self._resources(), self.graphs, self.on_out_of_memory == "retry", cache)
         tiles = cut(runner, tiling, self.sample_size, arrays.request | settings.resources, limit)
         if tiles and isinstance(arrays, HostArrays):
-            result, run = tiles.run(arrays, settings, progress, cancel, bool(scaled))
+            result, run = tiles.run(arrays, settings, progress, cancel, scaled)
         else:
             with polling(progress, op, cancel=cancel) as poll:
-                result, run = runner.run(arrays, settings, poll, limit, scaled=bool(scaled))
+                result, run = runner.run(arrays, settings, poll, limit, scaled=scaled)
         self.last_run = replace(run, notes=notes + run.notes)
         return result
 

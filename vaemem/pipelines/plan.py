@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vaemem._common import DTYPES, choose, listed, whole
+from vaemem._common import DTYPES, choose, flag, listed, real, whole
 from vaemem.engine.limits import parse_size
 from vaemem.engine.weights import tensor_types
 from vaemem.pipelines import programs, ways_diffusers, ways_mlx
@@ -106,6 +106,7 @@ def plan_pipeline(
     """
     choose("pipeline", pipeline, PIPELINES)
     choose("runtime", runtime, RUNTIMES)
+    guidance, image, flash = flag("guidance", guidance), flag("image", image), flag("flash", flash)
     asked: dict[str, Any] = {
         "prompt_tokens": prompt_tokens, "steps": steps, "dtype": dtype, "cudnn_version": cudnn_version,
         "torch_version": torch_version,
@@ -127,7 +128,7 @@ def plan_pipeline(
     context = CONTEXT if runtime == "diffusers" else ways_sdcpp.CONTEXT
     room = Room(max(card.reported_memory - context - parse_size("used", used, least=0), 0), host, time_limit)
     steps = kind.steps if steps is None else whole("steps", steps)
-    if time_limit is not None and not time_limit > 0:
+    if time_limit is not None and not real(time_limit) > 0:
         raise ValueError(f"time_limit: want more than 0 seconds, got {time_limit!r}")
     named = None if gpu is None else card
     known = machine_of(named, card.total_memory, dtype or kind.dtype, runtime, link, cpu, cores)

@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from vaemem._common import DTYPES, MIB, as_csv, choose, render, whole, write
+from vaemem._common import DTYPES, MIB, as_csv, choose, flag, render, whole, write
 from vaemem.engine.limits import parse_size
 from vaemem.pipelines import programs
 from vaemem.pipelines.components import PIPELINES, Pipeline
@@ -20,11 +20,11 @@ from vaemem.pipelines.storage import BITSANDBYTES, GGML, TYPES, stored
 from vaemem.pipelines.ways import Way
 from vaemem.prediction.gpus import find_gpu
 from vaemem.prediction.process import Moment, PeakTensor
+from vaemem.prediction.question import LARGEST
 from vaemem.prediction.snapshot import CachingAllocator
 
 RUNTIMES = ("diffusers", "sd.cpp")
 WEIGHT_TYPES = [name for name in TYPES if name not in ("float64", "int64", "bool")]  # which are tables' and masks'
-LARGEST = 1 << 20  # pixels a side, as `vaemem.predict` has it
 VAE_WAYS = ("whole", "tiled", "sliced", "vaemem")
 _PARTS = ("weights", "activations", "workspace", "cached", "outside")  # make up a phase's total
 _OUTCOMES = {True: "goes through", False: "runs out", None: "not reached"}
@@ -396,6 +396,7 @@ def predict_pipeline(
     """
     choose("pipeline", pipeline, PIPELINES)
     choose("runtime", runtime, RUNTIMES)
+    guidance, image = flag("guidance", guidance), flag("image", image)
     kind = PIPELINES[pipeline]
     steps = kind.steps if steps is None else whole("steps", steps)
     if runtime == "sd.cpp":
@@ -434,7 +435,7 @@ def predict_pipeline(
         )
     limit = parse_size("vae_memory_limit", vae_memory_limit) if vae_memory_limit is not None else 0
     tokens = kind.tokens if prompt_tokens is None else whole("prompt_tokens", prompt_tokens)
-    call = Call(height, width, whole("batch", batch), tokens, bool(guidance), steps, vae, limit, bool(image))
+    call = Call(height, width, whole("batch", batch), tokens, guidance, steps, vae, limit, image)
     parts = _parts(kind, dtype, components or {})
     held = next(part.nbytes for part in parts if part.role == "vae")
     if vae == "vaemem" and limit <= held:

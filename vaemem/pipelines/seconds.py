@@ -378,7 +378,8 @@ class Machine:
         """
         runs = list(runs)
         if not runs or not all(seconds > 0 and math.isfinite(seconds) for _, seconds in runs):
-            raise ValueError("calibrate: want measured runs of more than 0 seconds")
+            got = ", ".join(f"{seconds!r}" for _, seconds in runs) or "none"
+            raise ValueError(f"calibrate: want measured runs of more than 0 seconds, got {got}")
         amounts = np.array([self._amounts(work) for work, _ in runs])
         measured = np.array([seconds for _, seconds in runs], dtype=float)
         noise = np.diag((REPEATS_DIFFER * measured) ** 2)

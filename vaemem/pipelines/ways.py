@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import html
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vaemem._common import MIB, as_csv, distinct, need, render, write
+from vaemem._common import MIB, as_csv, distinct, need, real, render, write
 from vaemem.pipelines.seconds import REPEATS_DIFFER, Machine, Seconds, Work
 
 if TYPE_CHECKING:
@@ -401,11 +402,14 @@ def planned(
     """
     by_name = {way.name: way for way in ways}
     if measured:
+        if not isinstance(measured, Mapping):
+            raise ValueError(f"calibrate: want {{way: seconds}}, got {measured!r}")
         unknown = [name for name in measured if name not in by_name]
         if unknown:
             raise ValueError(f"calibrate: want ways out of {'; '.join(by_name)}, got {'; '.join(map(repr, unknown))}")
-        if not all(isinstance(seconds, int | float) for seconds in measured.values()):
-            raise ValueError(f"calibrate: want seconds as numbers, got {dict(measured)}")
+        for name, seconds in measured.items():
+            if not 0 < real(seconds) < math.inf:
+                raise ValueError(f"calibrate[{name!r}]: want more than 0 seconds, got {seconds!r}")
         assert machine is not None
         machine = machine.calibrated([(by_name[name].work, seconds) for name, seconds in measured.items()])
     notes = distinct([*notes, *(note for way in ways for note in way.notes)])

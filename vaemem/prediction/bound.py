@@ -121,6 +121,9 @@ class BoundLine(NamedTuple):
     at: tuple[int, int]
 
     def bytes(self, height: int, width: int, tile: int | None = None) -> int:
+        """Of an image of so many pixels, in tiles of `tile` pixels a side where that is given."""
+        height, width = whole("height", height), whole("width", width)
+        tile = None if tile is None else whole("tile", tile)
         if tile is None or (tile >= height and tile >= width):
             return self.per_pixel * height * width + self.constant
         if self.in_tiles is None:

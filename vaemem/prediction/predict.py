@@ -414,6 +414,9 @@ def predict_largest(
     >>> predict_largest("sdxl", "decode", gpu="RTX 4060", used="1 GB")
     (1952, 1952)
     """
+    for name in ("height", "width"):
+        if name in others:
+            raise ValueError(f"{name}: want none, which is what is looked for, got {others[name]!r}")
     asked = {"dtype": dtype, "batch": batch, "gpu": gpu, "used": used, **others}
     arch = architecture(model)
 

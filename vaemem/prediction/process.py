@@ -54,13 +54,13 @@ def architecture(model: str | Mapping[str, Any]) -> dict[str, Any]:
     ValueError for an unknown name, or a config of neither AutoencoderKL nor AutoencoderKLFlux2.
     """
     shipped = _core.models()
-    if isinstance(model, str):
-        if model in shipped:
-            return shipped[model]
-        if not os.path.exists(model):
-            raise ValueError(f"model: want one of {', '.join(shipped)}, an arch dict or a config.json, got {model!r}")
-    elif "norm_eps" in model:
+    if isinstance(model, str) and model in shipped:
+        return shipped[model]
+    if isinstance(model, Mapping) and "norm_eps" in model:
         return dict(model)  # an arch dict already
+    if not isinstance(model, Mapping | os.PathLike) and not (isinstance(model, str) and os.path.exists(model)):
+        names = ", ".join(shipped)
+        raise ValueError(f"model: want one of {names}, an arch dict (VAE.arch) or a config.json, got {model!r}")
     return read_config(model)
 
 
@@ -199,7 +199,11 @@ class SimulatedProcess:
         self.torch_version = DEFAULT_TORCH if torch_version is None else torch_version
         self._blas = blas_settings(self.gpu, self.torch_version)
         self._kept = {"cublas": 0, "cublaslt": 0}
-        self.workspace = workspace or Workspace(self.gpu, cudnn_version, self.torch_version, allow_tf32)
+        if workspace is None:
+            workspace = Workspace(self.gpu, cudnn_version, self.torch_version, allow_tf32)
+        elif not hasattr(workspace, "conv"):
+            raise ValueError(f"workspace: want an object whose conv(...) answers, as Workspace's, got {workspace!r}")
+        self.workspace = workspace
         self.allocator = CachingAllocator(history=False) if allocator is None else allocator
         self.sources: dict[str, int] = {}  # who answered how many questions for workspaces
         self.frames: list[str] = []  # by tag of the allocator's history

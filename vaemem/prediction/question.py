@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from vaemem import _core
-from vaemem._common import DTYPES, MIB, TILED_OPS, choose, latent_factor, whole
+from vaemem._common import DTYPES, MIB, TILED_OPS, choose, flag, latent_factor, whole
 from vaemem.engine.layouts import sample_size_of
 from vaemem.prediction.benchmark import PROTOCOLS, USUAL_PROTOCOL, Reading, benchmark
 from vaemem.prediction.gpus import find_gpu
@@ -22,6 +20,8 @@ from vaemem.prediction.process import (
 )
 from vaemem.prediction.snapshot import BACKENDS, CachingAllocator, parse_conf
 
+LARGEST = 1 << 20  # pixels a side
+MOST = {"height": LARGEST, "width": LARGEST, "tile": LARGEST, "batch": 1 << 16}  # as the core has them
 COMFYUI_TILE = 512  # pixels: of ComfyUI's tiled nodes
 # What A1111's Tiled VAE recommends, and so has set, for a card of more MiB than so many.
 TILED_VAE = {
@@ -81,8 +81,9 @@ class Question:
                 f"weights_dtype: want the run's dtype {self.dtype} with {self.runtime}, which keeps its weights in it, "
                 f"got {self.weights_dtype!r}"
             )
-        for name in ("height", "width", "batch", "tile") if tiled else ("height", "width", "batch"):
-            setattr(self, name, whole(name, getattr(self, name)))
+        for name, most in MOST.items():
+            if name != "tile" or tiled:
+                setattr(self, name, whole(name, getattr(self, name), most=most))
         self.gpu, self.memory = find_gpu(self.gpu, self.memory), None
         factor = latent_factor(self.arch)
         for name, value in (("height", self.height), ("width", self.width)):
@@ -91,10 +92,7 @@ class Question:
 
     def _check_switches(self) -> None:
         for name in ("slicing", "channels_last", "allow_tf32", "cudnn_benchmark"):
-            value = getattr(self, name)
-            if not isinstance(value, bool | np.bool_):
-                raise ValueError(f"{name}: want True or False, got {value!r}")
-            setattr(self, name, bool(value))
+            setattr(self, name, flag(name, getattr(self, name)))
         if self.cudnn_benchmark:
             raise ValueError(
                 "cudnn_benchmark: want False, got True: PyTorch then times all of cuDNN's plans and keeps to the"
@@ -152,7 +150,7 @@ class Question:
         """A fresh process; with another workspace than the question's, where one is given."""
         return SimulatedProcess(
             self.gpu, self.cudnn_version, self.torch_version, allocator=allocator or self.new_allocator(),
-            workspace=workspace or self.workspace, allow_tf32=self.allow_tf32,
+            workspace=self.workspace if workspace is None else workspace, allow_tf32=self.allow_tf32,
         )  # fmt: skip
 
     def play(

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from vaemem import _core
-from vaemem._common import ELEMENT_BYTES, grouped, mib, render
+from vaemem._common import ELEMENT_BYTES, grouped, listed, mib, render
 from vaemem.tables.estimators import pixels, ran_tiled, series_of, size_of
-from vaemem.tables.table import Row, Table
+from vaemem.tables.table import Row, Table, check_table
 
 HOLDS = "holds"
 MIXED = "holds only by mixing unlike rows"
@@ -51,6 +51,7 @@ class Rows:
     """The rows that claims are checked against: PyTorch's, with what was allocated and reserved."""
 
     def __init__(self, table: Table) -> None:
+        check_table(table)
         tiled = dict(enumerate(ran_tiled(table)))
         usable = ("model", "op", "height", "width", "dtype", "allocated_bytes", "reserved_bytes")
         self._rows = [
@@ -104,8 +105,11 @@ def check(table: Table, claims: Iterable[Claim] | None = None) -> Checked:
     >>> len(checked), len(checked.contradictions())
     (24, 20)
     """
-    rows = Rows(table)
-    return Checked((claim, claim.check(rows)) for claim in (PUBLISHED if claims is None else claims))
+    rows, chosen = Rows(table), PUBLISHED if claims is None else listed(claims, Claim)
+    for claim in chosen:
+        if not isinstance(claim, Claim):
+            raise ValueError(f"claims: want each a Claim, got {claim!r}")
+    return Checked((claim, claim.check(rows)) for claim in chosen)
 
 
 # ---- figures ----

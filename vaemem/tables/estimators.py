@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vaemem._common import ELEMENT_BYTES, MIB, OPS, choose, grouped, mib, need, render, whole
+from vaemem._common import ELEMENT_BYTES, MIB, OPS, choose, grouped, listed, mib, need, render, whole
 from vaemem.prediction.benchmark import BENCHMARK_TILE
 from vaemem.prediction.sdcpp import LATENT_CHANNELS, vae_graph
 from vaemem.tables.fit import KEY, Fit, FittedLine
-from vaemem.tables.table import BYTE_COLUMNS, Row, Table
+from vaemem.tables.table import BYTE_COLUMNS, Row, Table, check_table
 
 if TYPE_CHECKING:
     import pandas
@@ -384,12 +384,17 @@ def compare(table: Table, estimators: Any = None, target: str = "reserved_bytes"
     >>> compare(table, {"mine": lambda row: 2000 * row["height"] * row["width"] * 2}).find("mine").worst_under
     0.08...
     """
+    check_table(table)
     choose("target", target, BYTE_COLUMNS)
     chosen = _estimators(estimators, target)
     for i, row in enumerate(table):
-        lacking = [name for name in ("model", "op", "height", "width", "dtype", target) if not row[name]]
+        lacking = [name for name in ("model", "op", "height", "width", "dtype", target) if row[name] is None]
         if lacking:
             raise ValueError(f"row {i}: has no {', '.join(lacking)}; filter such rows out")
+        if not row[target]:
+            raise ValueError(
+                f"row {i}: {target}: want more than 0, which errors are shares of, got 0; filter such rows out"
+            )
     compared: list[ComparedRow] = []
     tiled = ran_tiled(table)
     for row in (row for row, is_tiled in zip(table, tiled, strict=True) if not is_tiled):
@@ -426,7 +431,7 @@ def _estimators(given: Any, target: str) -> tuple[Estimator, ...]:
     elif isinstance(given, str | Estimator | Fit | FittedLine) or callable(given):
         pairs = [(None, given)]
     else:
-        pairs = [(None, one) for one in given]
+        pairs = [(None, one) for one in listed(given, ())]
     chosen = tuple(_estimator(name, one, target) for name, one in pairs)
     names = [estimator.name for estimator in chosen]
     twice = {name for name in names if names.count(name) > 1}

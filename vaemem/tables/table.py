@@ -169,6 +169,8 @@ class Table(Sequence[Row]):
 
     def __init__(self, rows: Iterable[Mapping[str, object]] = ()) -> None:
         self._rows: list[Row] = []
+        if not isinstance(rows, Iterable) or _is_frame(rows):
+            raise ValueError(f"rows: want mappings of column to value, got {_got(rows)}")
         for i, row in enumerate(rows):
             if not isinstance(row, Mapping):
                 raise ValueError(f"row {i}: want a mapping of column to value, got {type(row).__name__}")
@@ -189,6 +191,9 @@ class Table(Sequence[Row]):
     def __getitem__(self, index: int | slice) -> Row | Table:
         if isinstance(index, slice):
             return Table(self._rows[index])
+        if isinstance(index, str):
+            wanted = f"[row[{index!r}] for row in table] is a column"
+            raise TypeError(f"index: want a row's number or a slice, got {index!r}: {wanted}")
         return dict(self._rows[index])
 
     def __iter__(self) -> Iterator[Row]:
@@ -379,6 +384,8 @@ class Table(Sequence[Row]):
         True
         """
         pd = need("pandas", "from_pandas")
+        if not isinstance(frame, pd.DataFrame):
+            raise ValueError(f"frame: want a pandas.DataFrame, got {type(frame).__name__}")
         return cls(
             {name: None if pd.isna(value) else value for name, value in row.items()}
             for row in frame.to_dict(orient="records")
@@ -446,6 +453,21 @@ def seed_table() -> Table:
     """
     text = io.StringIO(shipped("seed_table.csv"))
     return Table.from_csv(text, device="NVIDIA GeForce RTX 4090", versions="torch 2.7.1+cu128, cudnn 9.7.1")
+
+
+def check_table(table: Any) -> None:
+    """ValueError for what is no table."""
+    if not isinstance(table, Table):
+        raise ValueError(f"table: want a Table, got {_got(table)}")
+
+
+def _is_frame(value: Any) -> bool:
+    return hasattr(value, "iterrows")  # pandas need not be imported for it
+
+
+def _got(value: Any) -> str:
+    """What came in place of a table, and what makes one of a data frame."""
+    return type(value).__name__ + ", of which Table.from_pandas makes a Table" * _is_frame(value)
 
 
 def _cell(column: Column, value: Any) -> str:
