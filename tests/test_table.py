@@ -183,6 +183,13 @@ def test_bad_csv_is_named(tmp_path, text, message):
     assert str(path) in str(caught.value)
 
 
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    for text, read in ((mixed().to_csv(), Table.from_csv), (mixed().to_json(), Table.from_json)):
+        path = tmp_path / "marked"
+        path.write_text(text, "utf-8-sig")
+        assert read(path) == read(io.StringIO("\ufeff" + text)) == mixed()
+
+
 @pytest.mark.parametrize("read", [Table.from_csv, Table.from_json])
 def test_files_that_are_no_text(tmp_path, read):
     path = tmp_path / "binary"

@@ -246,6 +246,8 @@ def test_save_refuses_paths_and_unset_tensors(tmp_path):
     for path, layout, why in [
         (tmp_path / "vae", "ldm", r"path: want a name that ends in \.safetensors for layout ldm"),
         (tmp_path / "a.file", "diffusers", "path: want a directory or a name"),
+        (tmp_path / "c.gguf", "diffusers", r"path: want a directory or a name that ends in \.safetensors, which is"),
+        (tmp_path / "c.pt", "ldm", r"path: want a directory or a name that ends in \.safetensors, which is written"),
         (tmp_path / "b.safetensors", "diffusers", "path: want a file in a directory that exists"),
         (tmp_path / "no" / "c.safetensors", "diffusers", "path: want a file in a directory that exists"),
     ]:

@@ -327,6 +327,8 @@ def save(
         with _replacing(target) as f:
             _write_tensors(f, model, layout)
         return
+    if target.suffix in (".gguf", *PICKLES) and not target.is_dir():
+        raise ValueError(f"path: want a directory or a name that ends in .safetensors, which is written, got {target}")
     if layout != "diffusers":
         raise ValueError(f"path: want a name that ends in .safetensors for layout {layout}, got {target}")
     if model.parts != "all":

@@ -484,7 +484,7 @@ def _cell(column: Column, value: Any) -> str:
 def _read(file: str | os.PathLike[str] | IO[str]) -> tuple[str, str]:
     """The text of a path or of an open text file, and its name for messages."""
     if not isinstance(file, str | os.PathLike):
-        return file.read(), str(getattr(file, "name", "the text"))
+        return file.read().removeprefix("\ufeff"), str(getattr(file, "name", "the text"))
     try:
         with open(file, encoding="utf-8-sig", newline="") as opened:
             return opened.read(), os.fspath(file)
