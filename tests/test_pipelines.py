@@ -183,6 +183,7 @@ def test_where_memory_runs_out():
         ({"dtype": "int8"}, "dtype: want"),
         ({"dtype": "bfloat16", "gpu": "T4"}, "fused kernels"),
         ({"batch": 0}, "batch: want"),
+        ({"prompt_tokens": 10**6}, "prompt_tokens: want at most 8192, got 1000000"),
         ({"guidance": "yes"}, "guidance: want True or False, got 'yes'"),
         ({"image": "cat.png"}, "image: want True or False, got 'cat.png'"),
         ({"runtime": "sd.cpp", "guidance": 1.0}, "guidance: want True or False, got 1.0"),

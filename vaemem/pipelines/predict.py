@@ -25,6 +25,7 @@ from vaemem.prediction.snapshot import CachingAllocator
 
 RUNTIMES = ("diffusers", "sd.cpp")
 WEIGHT_TYPES = [name for name in TYPES if name not in ("float64", "int64", "bool")]  # which are tables' and masks'
+MOST_TOKENS = 1 << 13  # of a prompt: diffusers' encoders take 77 or 512 at a time
 VAE_WAYS = ("whole", "tiled", "sliced", "vaemem")
 _PARTS = ("weights", "activations", "workspace", "cached", "outside")  # make up a phase's total
 _OUTCOMES = {True: "goes through", False: "runs out", None: "not reached"}
@@ -340,8 +341,8 @@ def predict_pipeline(
     batch : int
         Images of one prompt.
     prompt_tokens : int, optional
-        Of the prompt: 77 by default, and FLUX's 512, which is its max_sequence_length. SD 1.5 and SDXL pad to 77 and
-        encode longer prompts in parts of so many.
+        Of the prompt: 77 by default, and FLUX's 512, which is its max_sequence_length; at most 8192. SD 1.5 and SDXL pad
+        to 77 and encode longer prompts in parts of so many.
     guidance : bool
         Whether SD 1.5 and SDXL denoise each image twice. FLUX takes guidance as a number, Z-Image-Turbo none.
     dtype : str, optional
@@ -434,7 +435,7 @@ def predict_pipeline(
             f"vae_memory_limit: want it with vae='vaemem' and with that alone, got {vae_memory_limit!r} with {vae!r}"
         )
     limit = parse_size("vae_memory_limit", vae_memory_limit) if vae_memory_limit is not None else 0
-    tokens = kind.tokens if prompt_tokens is None else whole("prompt_tokens", prompt_tokens)
+    tokens = kind.tokens if prompt_tokens is None else whole("prompt_tokens", prompt_tokens, most=MOST_TOKENS)
     call = Call(height, width, whole("batch", batch), tokens, guidance, steps, vae, limit, image)
     parts = _parts(kind, dtype, components or {})
     held = next(part.nbytes for part in parts if part.role == "vae")

@@ -16,7 +16,7 @@ from fractions import Fraction
 from typing import Any
 
 from vaemem import _core
-from vaemem._common import MIB, choose, latent_factor
+from vaemem._common import MIB, choose, flag, latent_factor
 from vaemem._core import OutOfMemoryError
 from vaemem.engine.limits import LARGEST_SIDE, check_aspect, largest_size, parse_size
 from vaemem.prediction.benchmark import PROTOCOLS, USUAL_PROTOCOL, Counters, Reading
@@ -436,7 +436,7 @@ def predict_largest(
     found = largest_size(
         fits, factor, check_aspect(aspect), TILED_SIDE if tiled else LARGEST_SIDE,
         around=lambda n: range(n, n) if tiled else range(n - n * 3 // 10, n + n * 3 // 10 + 1),
-        every=every,
+        every=flag("every", every),
     )  # fmt: skip
     if found and not (refused and refused[min(refused)]):
         what = f"predict_largest: {found[0]}x{found[1]} fits, and larger images were not looked at"
