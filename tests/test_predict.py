@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import json
 import pickle
@@ -9,7 +10,7 @@ import pickle
 import numpy as np
 import pytest
 
-from vaemem import CachingAllocator, OutOfMemoryError, _core, predict_largest, sweep
+from vaemem import CachingAllocator, OutOfMemoryError, _core, predict_largest, predict_pipeline, sweep
 from vaemem.__main__ import main
 from vaemem.prediction import profiles, reproduce, workspace
 from vaemem.prediction.benchmark import PROTOCOLS, USUAL_PROTOCOL, benchmark
@@ -834,6 +835,14 @@ def test_the_largest_of_all_and_up_to_which_all_fit(dtype, gpu, used):
     assert predict_largest("sdxl", "decode", **asked)[0] == max(n for n in fits if fits[n])
     assert predict_largest("sdxl", "decode", every=True, **asked)[0] == min(n for n in fits if not fits[n]) - 8
     assert predict_largest("sdxl", "decode", every=True, **asked) < predict_largest("sdxl", "decode", **asked)
+
+
+def test_predictions_are_pickled_and_copied():
+    p = predict("sdxl", "decode", 512, 512, gpu="T4", used="1 GB", protocol="cold")
+    for one in (pickle.loads(pickle.dumps(p)), copy.deepcopy(p)):
+        assert repr(one) == repr(p) and one.band == p.band and one.least_reserved == p.least_reserved
+    with pytest.raises(TypeError, match="a PipelinePrediction is not copied or pickled: take its rows"):
+        pickle.dumps(predict_pipeline("sd15", 512, 512, gpu="T4"))
 
 
 def test_what_fits_is_at_least_the_least():

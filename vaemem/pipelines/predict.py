@@ -206,6 +206,9 @@ class PipelinePrediction(_Phases):
     PeakTensor(name='decoder.up_blocks.3.resnets.0.conv1 [workspace]', bytes=755601583)
     """
 
+    def __reduce__(self) -> Any:
+        raise TypeError("a PipelinePrediction is not copied or pickled: take its rows, or predict again there")
+
     def __init__(self, question: PipelineQuestion):
         self._question = q = question
         batch = f", {q.call.batch} images" if q.call.batch > 1 else ""
@@ -341,8 +344,8 @@ def predict_pipeline(
     batch : int
         Images of one prompt.
     prompt_tokens : int, optional
-        Of the prompt: 77 by default, and FLUX's 512, which is its max_sequence_length; at most 8192. SD 1.5 and SDXL pad
-        to 77 and encode longer prompts in parts of so many.
+        Of the prompt: 77 by default, and FLUX's 512, which is its max_sequence_length, at most 8192. SD 1.5 and SDXL
+        pad to 77 and encode longer prompts in parts of so many.
     guidance : bool
         Whether SD 1.5 and SDXL denoise each image twice. FLUX takes guidance as a number, Z-Image-Turbo none.
     dtype : str, optional

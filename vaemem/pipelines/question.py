@@ -33,7 +33,7 @@ class PipelineQuestion:
     @property
     def available(self) -> int:
         """Bytes that the card has for the process beside a CUDA context and what others hold."""
-        return self.gpu.reported_memory - CONTEXT - self.used
+        return max(self.gpu.reported_memory - CONTEXT - self.used, 0)
 
     def play(
         self, allocator: CachingAllocator | None = None, workspace: Any = None

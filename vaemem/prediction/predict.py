@@ -220,6 +220,10 @@ class Prediction(_Peaks):
     >>> p.save_snapshot("decode.pickle")  # for pytorch.org/memory_viz
     """
 
+    def __reduce__(self) -> Any:
+        """Copied and pickled as what was asked, which is predicted again."""
+        return _again, (self._question,)
+
     def __init__(self, question: Question, measured: Reading, process: SimulatedProcess):
         self._question = q = question
         self.model: str = q.arch["name"]
@@ -371,8 +375,11 @@ def predict(
         slicing, workspace, memory, used, protocol, channels_last, allow_tf32, cudnn_benchmark,
         allocator,
     )  # fmt: skip
-    measured, process = question.play()
-    return Prediction(question, measured, process)
+    return _again(question)
+
+
+def _again(question: Question) -> Prediction:
+    return Prediction(question, *question.play())
 
 
 def predict_largest(
