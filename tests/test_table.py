@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import vaemem
-from vaemem import Table, compare, fit, plot, report
+from vaemem import Table, compare, fit, report
 from vaemem._common import need, render
 from vaemem.tables.table import COLUMNS
 
@@ -284,17 +284,24 @@ def test_render_aligns():
         (lambda frame: Table(5), "rows: want mappings of column to value, got int"),
         (lambda frame: Table(frame), "rows: want mappings .*got DataFrame, of which Table.from_pandas makes a Table"),
         (lambda frame: Table.from_pandas(5), "frame: want a pandas.DataFrame, got int"),
-        (lambda frame: compare([ROW]), "table: want a Table, got list"),
-        *(
-            (call, "table: want a Table, got DataFrame, of which Table.from_pandas makes a Table")
-            for call in (fit, compare, report, plot.memory_vs_pixels, plot.tradeoff, plot.implied_constants)
-        ),
+        (lambda frame: compare(5), "rows: want mappings of column to value, got int"),
+        (lambda frame: fit([1]), "row 0: want a mapping of column to value, got int"),
     ],
 )
 def test_what_is_no_table_is_named(call, message):
     frame = pytest.importorskip("pandas").DataFrame([ROW])
     with pytest.raises(ValueError, match=message):
         call(frame)
+
+
+def test_rows_and_data_frames_are_taken_as_tables():
+    pytest.importorskip("pandas")
+    table = vaemem.seed_table().filter(model="sdxl", op="decode", dtype="float16")
+    frame, rows = table.to_pandas(), list(table)
+    for given in (frame, rows, iter(rows)):
+        assert str(fit(given)) == str(fit(table))
+    assert str(compare(frame)) == str(compare(rows)) == str(compare(table))
+    assert str(report(frame)) == str(report(table))
 
 
 def test_a_column_is_no_row():

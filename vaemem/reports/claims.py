@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from vaemem import _core
 from vaemem._common import ELEMENT_BYTES, grouped, listed, mib, render
 from vaemem.tables.estimators import pixels, ran_tiled, series_of, size_of
-from vaemem.tables.table import Row, Table, check_table
+from vaemem.tables.table import Row, Table, as_table
 
 HOLDS = "holds"
 MIXED = "holds only by mixing unlike rows"
@@ -51,7 +51,7 @@ class Rows:
     """The rows that claims are checked against: PyTorch's, with what was allocated and reserved."""
 
     def __init__(self, table: Table) -> None:
-        check_table(table)
+        table = as_table(table)
         tiled = dict(enumerate(ran_tiled(table)))
         usable = ("model", "op", "height", "width", "dtype", "allocated_bytes", "reserved_bytes")
         self._rows = [
@@ -94,7 +94,7 @@ def check(table: Table, claims: Iterable[Claim] | None = None) -> Checked:
 
     Parameters
     ----------
-    table : Table
+    table : Table, pandas.DataFrame or iterable of mappings
         Rows of vaemem's own engine, and rows without allocated or reserved bytes, are not looked at.
     claims : iterable of Claim, optional
         By default `PUBLISHED`, what the published benchmark report says.

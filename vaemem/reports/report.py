@@ -89,7 +89,7 @@ def report(
 
     Parameters
     ----------
-    table : Table
+    table : Table, pandas.DataFrame or iterable of mappings
         Measured, estimated or predicted rows alike.
     path : path, optional
         Where to write the Markdown: a file ``*.md``, or a folder for ``report.md``. Figures go beside it.

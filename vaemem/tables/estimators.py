@@ -15,7 +15,7 @@ from vaemem._common import ELEMENT_BYTES, MIB, OPS, choose, grouped, listed, mib
 from vaemem.prediction.benchmark import BENCHMARK_TILE
 from vaemem.prediction.sdcpp import LATENT_CHANNELS, vae_graph
 from vaemem.tables.fit import KEY, Fit, FittedLine
-from vaemem.tables.table import BYTE_COLUMNS, Row, Table, check_table
+from vaemem.tables.table import BYTE_COLUMNS, Row, Table, as_table
 
 if TYPE_CHECKING:
     import pandas
@@ -354,7 +354,7 @@ def compare(table: Table, estimators: Any = None, target: str = "reserved_bytes"
 
     Parameters
     ----------
-    table : Table
+    table : Table, pandas.DataFrame or iterable of mappings
         Rows need model, op, height, width, dtype and the target.
     estimators : name, estimator, or list or dict of them, optional
         By default everything in ``vaemem.ESTIMATORS``. An estimator is a name in there, a `Fit` or one of its formulas,
@@ -384,7 +384,7 @@ def compare(table: Table, estimators: Any = None, target: str = "reserved_bytes"
     >>> compare(table, {"mine": lambda row: 2000 * row["height"] * row["width"] * 2}).find("mine").worst_under
     0.08...
     """
-    check_table(table)
+    table = as_table(table)
     choose("target", target, BYTE_COLUMNS)
     chosen = _estimators(estimators, target)
     for i, row in enumerate(table):

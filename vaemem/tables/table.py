@@ -170,7 +170,8 @@ class Table(Sequence[Row]):
     def __init__(self, rows: Iterable[Mapping[str, object]] = ()) -> None:
         self._rows: list[Row] = []
         if not isinstance(rows, Iterable) or _is_frame(rows):
-            raise ValueError(f"rows: want mappings of column to value, got {_got(rows)}")
+            frame = ", of which Table.from_pandas makes a Table" * _is_frame(rows)
+            raise ValueError(f"rows: want mappings of column to value, got {type(rows).__name__}{frame}")
         for i, row in enumerate(rows):
             if not isinstance(row, Mapping):
                 raise ValueError(f"row {i}: want a mapping of column to value, got {type(row).__name__}")
@@ -455,19 +456,13 @@ def seed_table() -> Table:
     return Table.from_csv(text, device="NVIDIA GeForce RTX 4090", versions="torch 2.7.1+cu128, cudnn 9.7.1")
 
 
-def check_table(table: Any) -> None:
-    """ValueError for what is no table."""
-    if not isinstance(table, Table):
-        raise ValueError(f"table: want a Table, got {_got(table)}")
+def as_table(rows: Any) -> Table:
+    """A table as it is, and one of a data frame or of mappings."""
+    return rows if isinstance(rows, Table) else Table.from_pandas(rows) if _is_frame(rows) else Table(rows)
 
 
 def _is_frame(value: Any) -> bool:
     return hasattr(value, "iterrows")  # pandas need not be imported for it
-
-
-def _got(value: Any) -> str:
-    """What came in place of a table, and what makes one of a data frame."""
-    return type(value).__name__ + ", of which Table.from_pandas makes a Table" * _is_frame(value)
 
 
 def _cell(column: Column, value: Any) -> str:
