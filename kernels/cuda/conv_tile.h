@@ -6,10 +6,6 @@
 
 typedef uint64_t __attribute__((may_alias)) vm_long; /* four numbers */
 
-/* Nanoseconds, and from how many taps and channels of x on. By count at 1.8 GHz the end of an item takes 2 to 3
- * microseconds; its products, while another block multiplies too, 16 for 9 taps and 128 channels, and more for more. */
-enum { VM_CONV_LEAD = 5000, VM_CONV_LEAD_LEAST = 1024 };
-
 /* The shape of a kernel; cuda.h has the list of them. A warp has M tile rows of 16 pixels by N times 8 channels. */
 template <int ROWS_, int OUTS_, int STRIDE_, int WARPS, int ACROSS_, int STAGES_>
 struct vm_conv_shape {

@@ -137,23 +137,24 @@ enum { VM_CONV_COLUMNS = 16, VM_CONV_CHUNK = 64 /* channels of x in shared memor
 /* X(rows, outs, stride, warps, across, stages, resident, cost): a block's tile is rows x VM_CONV_COLUMNS pixels by outs
  * channels, which its warps share, `across` of them across the channels and warps / across down the rows. stages: slots
  * of the ring of filters. resident: blocks that share a multiprocessor where its memory allows. cost: of a product,
- * relative to the other tiles', estimated from the bytes that it takes from shared memory and the L2 cache; only the
- * choice depends on it.
+ * relative to the other tiles', estimated from the bytes that it takes from shared memory and the L2 cache. Only the choice
+ * depends on that, and on what ending an item costs where no other block multiplies meanwhile: for each of its numbers, by
+ * count, 4400 cycles where 1152 products for each take 29700.
  *
  * Of the three tiles whose warps have 64 pixels x 64 channels, 16x128 reads the least. 16x64 is for two blocks of four
  * warps: one adds, stores and measures while the other multiplies, but x is read and transformed twice as often. 8x256
  * transforms half as often, and reads a filter from the L2 cache for 128 pixels only. benchmarks/conv_tiles.py times
  * them beside each other. */
-#define VM_CONV_TILES(X)         \
-    X(16, 128, 1, 8, 2, 4, 1, 4) \
-    X(8, 128, 1, 8, 4, 3, 1, 5)  \
-    X(16, 64, 1, 4, 1, 3, 2, 5)  \
-    X(8, 256, 1, 8, 4, 3, 1, 5)  \
-    X(4, 256, 1, 8, 8, 2, 1, 6)  \
-    X(4, 64, 1, 8, 4, 3, 2, 8)   \
-    X(16, 16, 1, 8, 1, 4, 2, 8)  \
-    X(8, 128, 2, 8, 4, 3, 1, 5)  \
-    X(4, 64, 2, 8, 4, 2, 1, 8)
+#define VM_CONV_TILES(X)          \
+    X(16, 128, 1, 8, 2, 4, 1, 40) \
+    X(8, 128, 1, 8, 4, 3, 1, 50)  \
+    X(16, 64, 1, 4, 1, 3, 2, 42)  \
+    X(8, 256, 1, 8, 4, 3, 1, 50)  \
+    X(4, 256, 1, 8, 8, 2, 1, 60)  \
+    X(4, 64, 1, 8, 4, 3, 2, 80)   \
+    X(16, 16, 1, 8, 1, 4, 2, 80)  \
+    X(8, 128, 2, 8, 4, 3, 1, 50)  \
+    X(4, 64, 2, 8, 4, 2, 1, 80)
 
 #define VM_CONV_ONE(...) +1
 enum { VM_CONV_KINDS = VM_CONV_TILES(VM_CONV_ONE) };
@@ -170,6 +171,16 @@ typedef struct vm_conv_tile {
 #define VM_CONV_SHARED(ROWS, OUTS, STRIDE, DOWN, STAGES)                                              \
     (2 * (((ROWS) - 1) * (STRIDE) + 3) * ((VM_CONV_COLUMNS - 1) * (STRIDE) + 3) * VM_CONV_CHUNK * 2 + \
      (STAGES) * (OUTS) * VM_CONV_CHUNK * 2 + (DOWN) * (2 * (OUTS) + 4) * 4)
+
+enum { VM_CONV_END = 40 * 1152 * 44 / 297 };
+
+/* Whether of two blocks of four warps on a multiprocessor one begins later, by so many nanoseconds, and so multiplies while
+ * the other ends its item. By count at 1.8 GHz an item's end takes 2 to 3 microseconds; its products, while another block
+ * multiplies too, 16 where there are 1152 for each number, and more for more. */
+enum { VM_CONV_LEAD = 5000 };
+static inline VM_ANYWHERE bool vm_conv_apart(uint32_t threads, uint64_t products) {
+    return threads < VM_CUDA_THREADS && products >= 1024;
+}
 
 /* The tile of a kind, where a block may opt in to so much shared memory: resident 0 where it does not fit. A
  * multiprocessor has 1 KiB more than that, and reserves 1 KiB for every block. */
@@ -211,6 +222,7 @@ static inline vm_conv_tile vm_conv_choose(vm_dtype dtype, const vm_conv_args *a,
                                           uint32_t multiprocessors) {
     vm_conv_tile best = {0, 0, 0, 0, 0, 0, 0, 0};
     uint64_t least = UINT64_MAX;
+    const uint64_t products = (uint64_t)a->in_c * a->k * a->k; /* for each number of y */
     const uint64_t filters = (uint64_t)(a->up ? 4 : 1) * VM_ROUND_UP(a->y_c, VM_BLOCK) * a->k * a->k;
     if (filters > UINT32_MAX / VM_MAX(a->in_c, 1)) return best; /* the kernels count filters' numbers in 32 bits */
     if (dtype == VM_F32 || (a->up ? a->k != 2 || a->stride != 1 : a->k != 1 && a->k != 3) || (in_place && a->k != 1))
@@ -220,7 +232,8 @@ static inline vm_conv_tile vm_conv_choose(vm_dtype dtype, const vm_conv_args *a,
         if (t.stride != a->stride || !vm_conv_tile_fits(t) || (in_place && t.outs < a->y_c)) continue;
         if (a->format != VM_ROWS && t.outs != VM_BLOCK) continue;
         const uint64_t wave = (uint64_t)multiprocessors * t.resident, waves = (vm_conv_items(a, t) + wave - 1) / wave;
-        const uint64_t cost = waves * t.resident * t.rows * t.outs * t.cost;
+        const uint64_t end = vm_conv_apart(t.threads, products) ? 0 : VM_CONV_END;
+        const uint64_t cost = waves * t.resident * t.rows * t.outs * (t.cost * products + end);
         if (cost < least) least = cost, best = t;
     }
     return best;
