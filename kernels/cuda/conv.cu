@@ -201,7 +201,7 @@ VM_DEVICE void vm_convolve(const vm_conv_args &a, char *shared) {
     }
     /* Of two blocks of four warps on a multiprocessor the second begins later. They share the tensor cores evenly, so that
      * the distance between them stays. A grid's blocks are dealt out to all multiprocessors before one gets its second. */
-    if (second && vm_conv_apart(S::THREADS, a.in_c * taps) && items / gridDim.x >= 4) vm_sleep(VM_CONV_LEAD);
+    if (second && vm_conv_apart(S::THREADS, a.in_c * taps, items / gridDim.x)) vm_sleep(VM_CONV_LEAD);
     vm_copy_wait<S::STAGES - 2>();
     if (changes && in.item < items) vm_conv_transform<T, S>(a, in, shared, 0, S::EACH);
     __syncthreads();

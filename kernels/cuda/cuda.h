@@ -172,14 +172,16 @@ typedef struct vm_conv_tile {
     (2 * (((ROWS) - 1) * (STRIDE) + 3) * ((VM_CONV_COLUMNS - 1) * (STRIDE) + 3) * VM_CONV_CHUNK * 2 + \
      (STAGES) * (OUTS) * VM_CONV_CHUNK * 2 + (DOWN) * (2 * (OUTS) + 4) * 4)
 
+/* What ending an item costs for each of its numbers, in the unit of cost times products: 16x128's, by the count above. */
 enum { VM_CONV_END = 40 * 1152 * 44 / 297 };
 
-/* Whether of two blocks of four warps on a multiprocessor one begins later, by so many nanoseconds, and so multiplies while
- * the other ends its item. By count at 1.8 GHz an item's end takes 2 to 3 microseconds; its products, while another block
- * multiplies too, 16 where there are 1152 for each number, and more for more. */
+/* Whether of two blocks of four warps on a multiprocessor one begins later, by VM_CONV_LEAD nanoseconds, and so multiplies
+ * while the other ends its item: where a block has some items, and each takes more than twice that. By count at 1.8 GHz an
+ * item's end takes 2 to 3 microseconds; its products, while another block multiplies too, 16 where there are 1152 for each
+ * number, and more for more. */
 enum { VM_CONV_LEAD = 5000 };
-static inline VM_ANYWHERE bool vm_conv_apart(uint32_t threads, uint64_t products) {
-    return threads < VM_CUDA_THREADS && products >= 1024;
+static inline VM_ANYWHERE bool vm_conv_apart(uint32_t threads, uint64_t products, uint64_t items_each) {
+    return threads < VM_CUDA_THREADS && products >= 1024 && items_each >= 4;
 }
 
 /* The tile of a kind, where a block may opt in to so much shared memory: resident 0 where it does not fit. A
@@ -231,8 +233,9 @@ static inline vm_conv_tile vm_conv_choose(vm_dtype dtype, const vm_conv_args *a,
         const vm_conv_tile t = vm_conv_tile_at(kind, largest_shared);
         if (t.stride != a->stride || !vm_conv_tile_fits(t) || (in_place && t.outs < a->y_c)) continue;
         if (a->format != VM_ROWS && t.outs != VM_BLOCK) continue;
-        const uint64_t wave = (uint64_t)multiprocessors * t.resident, waves = (vm_conv_items(a, t) + wave - 1) / wave;
-        const uint64_t end = vm_conv_apart(t.threads, products) ? 0 : VM_CONV_END;
+        const uint64_t wave = (uint64_t)multiprocessors * t.resident, items = vm_conv_items(a, t);
+        const uint64_t waves = (items + wave - 1) / wave;
+        const uint64_t end = vm_conv_apart(t.threads, products, items / wave) ? 0 : VM_CONV_END;
         const uint64_t cost = waves * t.resident * t.rows * t.outs * (t.cost * products + end);
         if (cost < least) least = cost, best = t;
     }

@@ -414,7 +414,7 @@ def predict_largest(
 
     What PyTorch takes does not always grow with the size, since cuDNN plans each size anew. So all sizes three tenths
     around what bisection finds are predicted one by one; for tiled ops, which take long, bisection decides. Images of
-    another shape with as many pixels may take some percent more.
+    another shape, even of fewer pixels, may not fit.
 
     Examples
     --------
