@@ -118,10 +118,10 @@ in_place = rm -rf build/$(1) && mkdir -p build/$(1) && cp -r setup.py pyproject.
 # The core under AddressSanitizer and UndefinedBehaviorSanitizer, running the tests that need no torch. Left out is what runs
 # none of it (kernels alone on the emulator, programs that are built with sanitizers of their own), and what runs the same
 # by the thousand or in larger models: the demo, its weights, the notebooks, formulas over whole domains, pipelines, errors of
-# every kind of numbers, ramps of tiles.
+# every kind of numbers, ramps of tiles, the README.
 NOT_THE_CORE := 'cuda_[!v]*' 'emulator*' 'isa*' 'fuzz*' 'threads*' 'demo*' 'handmade*' 'notebooks*' 'bound*' 'integration*' \
 	'pipelines*' 'plan*' 'products*' 'programs*' 'module_calls*' 'whole_*' 'seconds*' 'storage*' 'ggml*' 'numbers*' 'sizes*' \
-	'other_vaes*' 'predict*' 'benchmarks*' 'examples*' 'gpu_session*' 'dtypes*' 'gguf*'
+	'other_vaes*' 'predict*' 'benchmarks*' 'examples*' 'gpu_session*' 'dtypes*' 'gguf*' 'readme*'
 asan: $(VENV)/check.stamp
 	$(call in_place,asan,VAEMEM_SANITIZE=1 VAEMEM_CUDA_ARCHS=90,$(abspath $(BIN))/python)
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" \

@@ -7,7 +7,6 @@ import runpy
 import subprocess
 import sys
 import types
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -287,20 +286,3 @@ def test_a_pipelines_phases(capsys):
     assert "--offload-to-cpu" in capsys.readouterr().out
     assert main(["pipeline", "sd15", "512", "--offload", "cpu"]) == 2
     assert capsys.readouterr().err == "vaemem pipeline: offload: want one of none, model, sequential, got 'cpu'\n"
-
-
-def test_the_readmes_pipeline_is_what_is_printed(capsys):
-    readme = Path(__file__).parent.parent / "README.md"
-    if not readme.exists():
-        pytest.skip("the README is not here")
-    section = readme.read_text("utf-8").partition("## A whole pipeline\n")[2].partition("\n## ")[0]
-    rows = [re.split(r" *\| *", line)[1:-1] for line in section.splitlines() if line.startswith("| ")][1:]
-    for label, *sizes, outcome in rows:
-        offload = label.partition(":")[0]
-        main(["pipeline", "sdxl", "1024x1024", "--gpu", "RTX 4060", "--offload", offload, "--format", "json"])
-        said = json.loads(capsys.readouterr().out)
-        assert [size for size in sizes if size] == [f"{row['total_bytes'] / 2**20:.0f}" for row in said["phases"]]
-        ends = [row["phase"] for row in said["phases"] if row["fits"] is False]
-        assert outcome == (f"runs out in {ends[0]}" if ends else "fits")
-    assert len(rows) == 3 and f"of {said['available_bytes'] / 2**20:.0f} that" in section
-    assert vaemem.plan_pipeline("sdxl", 1024, 1024, gpu="RTX 4060").reason in section

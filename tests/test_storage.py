@@ -180,8 +180,8 @@ def test_a_files_header_is_such_a_list(tmp_path):
     assert all(tensor_bytes(t.shape, t.type) == t.bytes for t in found)
 
 
-def test_seed_004s_sizes():
-    """Seed 004's files as `ls -lh` prints sizes: rounded up. Z-Image Turbo in Q8_0 is as ComfyUI-GGUF quantises it: its
+def test_published_files_sizes():
+    """The files of a published account as `ls -lh` prints sizes: rounded up. Z-Image Turbo in Q8_0 is as ComfyUI-GGUF quantises it: its
     file of that name is published with 7.2 GB; stable-diffusion.cpp's own, of 6577440704 bytes, would be 6.2 GiB. The
     VAE, "Q8_0", has the size of ae.safetensors, which is float32."""
     zimage, qwen = (programs.load(name).weights for name in ("zimage-transformer", "qwen3-4b"))

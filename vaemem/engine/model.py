@@ -161,16 +161,19 @@ class Model:
         autotune: bool = False,
         convolution: str = "cudnn",
     ) -> Self:
-        """A new VAE with the weights of this one, which must be on the CPU and not rounded. Arguments are `load`'s;
-        dtype and, for float32, precision are this one's where the call names none.
+        """A new VAE with the weights of this one, which must be on the CPU and, for another dtype, must have rounded
+        none. Arguments are `load`'s; dtype and, for float32, precision are this one's where the call names none.
 
         >>> one = VAE.random("sdxl", parts="decoder")
         >>> two = one.copy()    # device="cuda", dtype="bfloat16" where there is a GPU
         >>> one.close(), two.parameters
         (None, 49490199)
         """
-        source = self._as_it_came("copy")
+        source = self._on_the_cpu("copy")
         dtype = self.dtype if dtype is None else dtype
+        if self.rounded and dtype != self.dtype:
+            got = f"got one that rounded {len(self.rounded)} tensors, such as {self.rounded[0]}"
+            raise ValueError(f"copy: want weights that {self.dtype} gives exactly, {got}: load it in {dtype}")
         if precision is None:
             precision = self.precision if dtype == "float32" else "highest"
         gpu, where = open_device(device, dtype, precision, autotune, convolution)
@@ -179,16 +182,19 @@ class Model:
         return made
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Copies of the weights as float32 arrays, by diffusers' names. Of a VAE on the CPU that rounded none.
+        """Copies of the weights as float32 arrays, by diffusers' names: what is kept, of a VAE on the CPU.
 
         >>> VAE.load(vae.state_dict()).parameters == vae.parameters
         True
         """
-        core = self._as_it_came("state_dict")
+        core = self._on_the_cpu("state_dict")
         return {name: core.get_tensor(name) for name, _ in core.tensors}
 
     def save(self, path: str | os.PathLike[str], layout: str = "diffusers") -> None:
-        """Writes the weights as float32 safetensors.
+        """Writes the weights as safetensors, each tensor in the type in which it is kept: the VAE's dtype, biases and
+        norms float32. What is loaded from that file in the same dtype is this VAE, bit for bit.
+
+        >>> vae.copy(dtype="bfloat16").save("half.safetensors")  # about half of the file
 
         Parameters
         ----------
@@ -201,12 +207,12 @@ class Model:
         Raises
         ------
         ValueError
-            A layout that is unknown or cannot hold the model, a path of the wrong kind, or a model whose weights are
-            not what they were: on a GPU, or rounded.
+            A layout that is unknown or cannot hold the model, a path of the wrong kind, or a VAE on a GPU, whose
+            weights are in another form.
         OSError
             The file cannot be written. Whatever was there before is as it was.
         """
-        weights.save(self._as_it_came("save"), path, layout=layout, sample_size=self.sample_size)
+        weights.save(self._on_the_cpu("save"), path, layout=layout, sample_size=self.sample_size)
 
     # ---- its end ----
 
@@ -297,11 +303,8 @@ class Model:
     def _device(self) -> Device | None:
         return self._runner.device
 
-    def _as_it_came(self, wish: str) -> Core:
-        """The core model, whose weights are what they were made of. A GPU's are in another form."""
+    def _on_the_cpu(self, wish: str) -> Core:
+        """The core model, whose weights can be read. A GPU's are in another form."""
         if self._device:
             raise ValueError(f"{wish}: want a VAE on the cpu, got one on {self.device}, whose weights are {self.dtype}")
-        if self.rounded:
-            got = f"got one that rounded {len(self.rounded)} tensors, such as {self.rounded[0]}"
-            raise ValueError(f"{wish}: want weights that {self.dtype} gives exactly, {got}: load it in float32")
         return self._core

@@ -57,7 +57,7 @@ class VAE(Model):
         Where it lives, the type of its numbers, and how its products are computed, as `load` takes them.
     rounded : tuple of str
         Names of the weights that `dtype` could not give exactly and that were rounded, by diffusers' names; without any
-        the VAE is what its file says, and `copy`, `save` and `state_dict` work. Of a VAE on the CPU.
+        the VAE is what its file says. Of a VAE on the CPU.
     threads : int
         Used by runs on the CPU; from VAEMEM_THREADS, else the processors this process may use. The result does not
         depend on it.

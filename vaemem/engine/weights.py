@@ -284,21 +284,24 @@ def _replacing(path: Path) -> Iterator[IO[bytes]]:
 
 
 def _write_tensors(f: IO[bytes], model: _core.Model, layout: str) -> None:
-    """The safetensors format: the header's length in 8 bytes, the header in JSON, the tensors end to end. Written
-    here because the package wants all tensors in memory at once; this holds one."""
+    """The safetensors format: the header's length in 8 bytes, the header in JSON, the tensors end to end, each in the
+    type in which it is kept. Written here because the package wants all tensors in memory at once; this holds one."""
     tensors = model.tensors
+    kept = next(name for name, (_, native) in stored.FLOATS.items() if np.dtype(native).name == model.dtype)
+    types = {name: kept if len(shape) > 1 else "F32" for name, shape in tensors}
     spelt = spell([name for name, _ in tensors], layout, len(model.arch["block_out_channels"]))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, shape in tensors:
-        stored = (*shape, 1, 1) if layout != "diffusers" and is_attention_matrix(name, shape) else shape
-        begin, end = end, end + 4 * math.prod(shape)
-        header[spelt[name]] = {"dtype": "F32", "shape": list(stored), "data_offsets": [begin, end]}
+        written = (*shape, 1, 1) if layout != "diffusers" and is_attention_matrix(name, shape) else shape
+        begin, end = end, end + stored.bytes_of(name, types[name], shape)
+        header[spelt[name]] = {"dtype": types[name], "shape": list(written), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the data starts aligned
     f.write(len(text).to_bytes(8, "little") + text)
     for name, _ in tensors:
-        f.write(model.get_tensor(name).astype("<f4", copy=False).data)
+        bits, native = stored.FLOATS[types[name]]
+        f.write(model.get_tensor(name).astype(native, copy=False).view(bits).data)
 
 
 def save(

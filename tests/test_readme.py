@@ -1,0 +1,96 @@
+"""What the README shows is executed, and the tables in it that need no measurement are computed again."""
+
+import doctest
+import io
+import re
+import threading
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import numpy as np
+import pytest
+from engine import small_vae
+
+import vaemem
+from vaemem.__main__ import main
+
+FILE = Path(__file__).parent.parent / "README.md"
+if not FILE.exists():
+    pytest.skip("the README is not here", allow_module_level=True)
+README = FILE.read_text("utf-8")
+BLOCKS = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+SESSIONS = [block for block in BLOCKS if block.startswith(">>>")]
+PROGRAMS = [block for block in BLOCKS if not block.startswith(">>>")]
+
+
+def rows(section):
+    """The cells of a section's first table, line by line, without its header."""
+    text = README.partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+    lines = [line for line in text.splitlines() if line.startswith("|")][2:]
+    return text, [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+
+
+def test_blocks_are_found():
+    fences = re.findall(r"^```(.*)$", README, re.MULTILINE)
+    assert len(SESSIONS) >= 2 and len(PROGRAMS) >= 7 and len(fences) == 2 * len(BLOCKS)
+
+
+@pytest.mark.parametrize("session", SESSIONS)
+def test_sessions_print_what_is_shown(session):
+    examples = doctest.DocTestParser().get_doctest(session, {"vaemem": vaemem}, "README", None, None)
+    assert doctest.DocTestRunner(verbose=False).run(examples).failed == 0
+
+
+def test_programs_run(tmp_path, monkeypatch):
+    """In their order, in one namespace, with small images; the files that they load are made here."""
+    Image = pytest.importorskip("PIL.Image")
+    for package in ("torch", "diffusers", "transformers", "pandas", "scipy"):
+        pytest.importorskip(package)
+    from torch_pipelines import PIPELINES
+
+    monkeypatch.chdir(tmp_path)
+    pixels = np.random.default_rng(0).integers(0, 256, (40, 56, 3), np.uint8)
+    Image.fromarray(pixels).save("photo.jpg")
+    vaemem.VAE.random("flux").save("ae.safetensors", layout="bfl")
+    small_vae("sd").save("pipeline/vae")
+    (tmp_path / "pipeline" / "model_index.json").write_text('{"_class_name": "StableDiffusionPipeline"}')
+    (tmp_path / "parts").mkdir()
+    pipe = PIPELINES["sd"](tmp_path / "parts")
+    names = {"image": pixels[None, :, :].repeat(2, axis=0), "button": threading.Event(), "pipe": pipe}
+    on_a_gpu = [program for program in PROGRAMS if 'device="cuda"' in program]
+    with redirect_stdout(io.StringIO()) as printed:
+        for program in PROGRAMS:
+            if program not in on_a_gpu:
+                exec(compile(program, "README.md", "exec"), names)
+    assert len(on_a_gpu) == 1
+    assert names["picture"].shape == (2, 3, 40, 56) and "peak" in printed.getvalue()
+    assert names["image"].size == (56, 40), "the photo, decoded to its own size"
+    assert type(pipe.vae).__module__.startswith("vaemem")
+    assert (tmp_path / "sweep.csv").exists()
+
+
+def test_predicted_rows_are_those_that_are_printed(capsys):
+    text, shown = rows("Predict PyTorch's memory")
+    command = re.search(r"`python -m vaemem (compare .*?)`", text).group(1).split()
+    command[1] = str(FILE.parent / command[1])
+    assert main(command) == 0
+    printed = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    for what, dtype, *numbers in shown:
+        model, op = what.lower().replace("sd1.5", "sd15").replace(", tiled", "_tiled").split()
+        values = [re.sub(r"^(\d+)(?:\.(\d))?( |$)", lambda m: f"{m[1]}.{m[2] or 0}0{m[3]}", cell) for cell in numbers]
+        assert " ".join([model, op, "1024x1024", dtype, *values]) in printed
+    assert len(shown) == 8
+
+
+def test_the_pipelines_table_is_what_is_printed(capsys):
+    text, shown = rows("A whole pipeline")
+    for label, *sizes, outcome in shown:
+        offload = label.partition(":")[0]
+        main(["pipeline", "sdxl", "1024x1024", "--gpu", "RTX 4060", "--offload", offload, "--format", "json"])
+        said = vaemem.predict_pipeline("sdxl", 1024, 1024, gpu="RTX 4060", offload=offload)
+        assert capsys.readouterr().out.strip() == said.to_json().strip()
+        assert [size for size in sizes if size] == [f"{row['total_bytes'] / 2**20:.0f}" for row in said.rows()]
+        ends = [row["phase"] for row in said.rows() if row["fits"] is False]
+        assert outcome == (f"runs out in {ends[0]}" if ends else "fits")
+        assert f"of {said.available / 2**20:.0f} that" in text
+    assert len(shown) == 3
