@@ -12,7 +12,7 @@ import numpy as np
 from vaemem._common import ELEMENT_BYTES, MIB, choose, distinct, need
 from vaemem.tables.estimators import Comparison, pixels, ran_tiled
 from vaemem.tables.fit import Fit, FittedLine
-from vaemem.tables.table import BYTE_COLUMNS, Row, Table, as_table
+from vaemem.tables.table import BYTE_COLUMNS, Row, Table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -56,7 +56,7 @@ def memory_vs_pixels(table: Table, fit: Fit | None = None, target: str = "alloca
     >>> rows = seed_table().filter(op="decode", dtype="float16")
     >>> plot.memory_vs_pixels(rows, fit(rows)).savefig("memory.png")
     """
-    table = as_table(table)
+    table = Table(table)
     choose("target", target, BYTE_COLUMNS)
     if fit is not None and fit.target != target:
         raise ValueError(f"fit: want one of {target}, got one of {fit.target}")
@@ -161,7 +161,7 @@ def tradeoff(table: Table, points: Mapping[str, tuple[float, float]] | None = No
     --------
     >>> plot.tradeoff(tradeoff(vae, "decode", 256, 256), {"another": (40 << 20, 1.5)}).savefig("tradeoff.png")
     """
-    table = as_table(table)
+    table = Table(table)
     rows = [row for row in table if None not in (row["work"], row["allocated_bytes"], row["weights_bytes"])]
     if not rows:
         raise ValueError("table: want rows with work, allocated_bytes and weights_bytes, got none")
@@ -209,7 +209,7 @@ def implied_constants(table: Table, shipped: Mapping[str, Mapping[str, float]] |
     --------
     >>> plot.implied_constants(seed_table(), {"decode": {"ComfyUI": 2178}}).savefig("constants.png")
     """
-    table = as_table(table)
+    table = Table(table)
     rows = [r for r in table if None not in (r[target], r["height"], r["width"]) and r["dtype"] in ELEMENT_BYTES]
     if not rows:
         raise ValueError(f"table: want rows with height, width, dtype and {target}, got none")

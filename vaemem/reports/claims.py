@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from vaemem import _core
 from vaemem._common import ELEMENT_BYTES, grouped, listed, mib, render
 from vaemem.tables.estimators import pixels, ran_tiled, series_of, size_of
-from vaemem.tables.table import Row, Table, as_table
+from vaemem.tables.table import Row, Table
 
 HOLDS = "holds"
 MIXED = "holds only by mixing unlike rows"
@@ -51,7 +51,6 @@ class Rows:
     """The rows that claims are checked against: PyTorch's, with what was allocated and reserved."""
 
     def __init__(self, table: Table) -> None:
-        table = as_table(table)
         tiled = dict(enumerate(ran_tiled(table)))
         usable = ("model", "op", "height", "width", "dtype", "allocated_bytes", "reserved_bytes")
         self._rows = [
@@ -105,7 +104,7 @@ def check(table: Table, claims: Iterable[Claim] | None = None) -> Checked:
     >>> len(checked), len(checked.contradictions())
     (24, 20)
     """
-    rows, chosen = Rows(table), PUBLISHED if claims is None else listed(claims, Claim)
+    rows, chosen = Rows(Table(table)), PUBLISHED if claims is None else listed(claims, Claim)
     for claim in chosen:
         if not isinstance(claim, Claim):
             raise ValueError(f"claims: want each a Claim, got {claim!r}")

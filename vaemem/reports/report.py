@@ -122,6 +122,7 @@ def report(
     >>> [path.name for path in report(seed_table(), plots=False).save("out")]
     ['report.md', 'report.html']
     """
+    table = Table(table)
     facts = Facts(table)
     if not facts.rows:
         raise ValueError(f"table: want rows with model, op, height and width, got none in {len(table)} rows")

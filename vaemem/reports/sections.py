@@ -28,7 +28,7 @@ from vaemem.reports.claims import (
 from vaemem.reports.document import Document
 from vaemem.tables.estimators import Comparison, pixels, ran_tiled
 from vaemem.tables.fit import fit
-from vaemem.tables.table import Row, Table, as_table
+from vaemem.tables.table import Row, Table
 
 _SHIPPED = {"decode": {"ComfyUI": 2178, "InvokeAI": 2200}, "encode": {"ComfyUI": 1767, "InvokeAI": 1100}}
 
@@ -37,7 +37,6 @@ class Facts:
     """The rows with what every section asks of them."""
 
     def __init__(self, table: Table) -> None:
-        table = as_table(table)
         self.rows: list[Row] = [row for row in table if row["height"] and row["width"] and row["op"] and row["model"]]
         tiled = ran_tiled(Table(self.rows))
         self.tiled = [row for row, is_tiled in zip(self.rows, tiled, strict=True) if is_tiled]

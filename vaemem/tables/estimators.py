@@ -15,7 +15,7 @@ from vaemem._common import ELEMENT_BYTES, MIB, OPS, choose, grouped, listed, mib
 from vaemem.prediction.benchmark import BENCHMARK_TILE
 from vaemem.prediction.sdcpp import LATENT_CHANNELS, vae_graph
 from vaemem.tables.fit import KEY, Fit, FittedLine
-from vaemem.tables.table import BYTE_COLUMNS, Row, Table, as_table
+from vaemem.tables.table import BYTE_COLUMNS, Row, Table
 
 if TYPE_CHECKING:
     import pandas
@@ -384,7 +384,7 @@ def compare(table: Table, estimators: Any = None, target: str = "reserved_bytes"
     >>> compare(table, {"mine": lambda row: 2000 * row["height"] * row["width"] * 2}).find("mine").worst_under
     0.08...
     """
-    table = as_table(table)
+    table = Table(table)
     choose("target", target, BYTE_COLUMNS)
     chosen = _estimators(estimators, target)
     for i, row in enumerate(table):

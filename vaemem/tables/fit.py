@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vaemem._common import ELEMENT_BYTES, MIB, choose, grouped, mib, need, real, render, typeset
-from vaemem.tables.table import BYTE_COLUMNS, Row, Table, as_table
+from vaemem.tables.table import BYTE_COLUMNS, Row, Table
 
 KEY = ("model", "op", "runtime", "device", "batch")
 TARGETS = (*BYTE_COLUMNS, "seconds")
@@ -297,7 +297,7 @@ def fit(table: Table, target: str = "allocated_bytes", quantile: float | None = 
     >>> print(formulas[0].latex())
     M_{\\text{allocated, flux decode bfl}} &= (1088.28 \\pm 0.072)\\,H W e + (2\\,177\\,982 \\pm 318\\,115)
     """
-    table = as_table(table)
+    table = Table(table)
     choose("target", target, TARGETS)
     if quantile is not None and not 0 < real(quantile) <= 1:
         raise ValueError(f"quantile: want a number above 0 and at most 1, or None, got {quantile!r}")
