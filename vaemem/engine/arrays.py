@@ -72,7 +72,17 @@ class _Arrays:
 class HostArrays(_Arrays):
     """NumPy's. What is not contiguous native float32, nor bytes to encode, is copied to it."""
 
-    def __init__(self, arch: dict[str, Any], op: str, array: Any, pixels: str, out: np.ndarray | None):
+    def __init__(
+        self,
+        arch: dict[str, Any],
+        op: str,
+        array: Any,
+        pixels: str,
+        out: np.ndarray | None,
+        becomes_bytes: bool = False,
+    ):
+        """becomes_bytes: of a result in floats, which the caller makes bytes of; these do not show what is not finite,
+        so it is looked for here, as the core does where the bytes are its own."""
         data = np.asarray(array)
         if op == "encode" and data.dtype == np.uint8:
             data = np.ascontiguousarray(data)
@@ -82,11 +92,14 @@ class HostArrays(_Arrays):
         if out is not None:
             check_out(out, self.shape, self.dtype)
             check_apart(np.lib.array_utils.byte_bounds(data), np.lib.array_utils.byte_bounds(out))
-        self.data, self.out = data, out
+        self.data, self.out, self._becomes_bytes = data, out, becomes_bytes
 
     def run(self, core: _core.Model, wait: bool, **how: Any) -> tuple[np.ndarray, Any]:
         """The result, and the core's record of the run. how: more arguments of the core's run."""
-        return core.run(self.request["op"], self.data, out=self.out, pixels=self.request["pixels"], **how)
+        result, record = core.run(self.request["op"], self.data, out=self.out, pixels=self.request["pixels"], **how)
+        if self._becomes_bytes and not np.isfinite([result.min(), result.max()]).all():
+            record["overflow"] = True
+        return result, record
 
 
 class DeviceArrays(_Arrays):

@@ -217,7 +217,7 @@ class _Tiles:
                 source = given[: piece.size].reshape(piece.shape)
                 source[...] = piece
                 tile = made[: self.batch * channels * h * w * b * b].reshape(self.batch, channels, h * b, w * b)
-                one = HostArrays(self.runner.arch, self.op, source, "float", tile)
+                one = HostArrays(self.runner.arch, self.op, source, "float", tile, becomes_bytes=self.bytes_out)
                 _, took = self.runner.run(one, settings, poll and show, scaled=scaled, unclamped=True)
                 tiles, done = _joined(tiles, took), done + unit * h
                 column = self.cols.index(x) * min(self.side, self.width) * b
