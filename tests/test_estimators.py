@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from vaemem import Table, fit
-from vaemem.tables.estimators import ESTIMATORS, Comparison, compare, ran_tiled, sd15_equation
+from vaemem.tables.estimators import ESTIMATORS, Comparison, compare, sd15_equation, with_tiles
 
 MIB = 2**20
 
@@ -180,6 +180,10 @@ def test_what_cannot_be_compared_is_named(arguments, message):
 
 def encode(sizes, **other):
     return Table([row(op="encode", side=s, reserved=2 * mib * MIB, **other) for s, mib in sizes])
+
+
+def ran_tiled(table):
+    return [tiled for _, tiled in with_tiles(table)]
 
 
 def test_rows_that_ran_tiled_are_told_by_what_they_allocate():

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from vaemem._common import ELEMENT_BYTES, MIB, choose, distinct, need
-from vaemem.tables.estimators import Comparison, pixels, ran_tiled
+from vaemem.tables.estimators import Comparison, pixels, with_tiles
 from vaemem.tables.fit import Fit, FittedLine
 from vaemem.tables.table import BYTE_COLUMNS, Row, Table
 
@@ -65,7 +65,7 @@ def memory_vs_pixels(table: Table, fit: Fit | None = None, target: str = "alloca
         raise ValueError(f"table: want rows with height, width and {target}, got none")
     ops = distinct(row["op"] for row in rows)
     series = distinct((row["model"], row["runtime"]) for row in rows)
-    drawn = _with_tiles(rows)
+    drawn = _in_tiles(rows)
     figure, panels = _panels(ops, 4.8)
     for axes, op in zip(panels, ops, strict=True):
         here = [(row, tiled) for row, tiled in drawn if row["op"] == op]
@@ -215,7 +215,7 @@ def implied_constants(table: Table, shipped: Mapping[str, Mapping[str, float]] |
         raise ValueError(f"table: want rows with height, width, dtype and {target}, got none")
     ops, models = distinct(row["op"] for row in rows), distinct(row["model"] for row in rows)
     figure, panels = _panels(ops, 4.4)
-    drawn = _with_tiles(rows)
+    drawn = _in_tiles(rows)
     for axes, op in zip(panels, ops, strict=True):
         here = [(row, tiled) for row, tiled in drawn if row["op"] == op]
         for i, (model, dtype) in enumerate(distinct((row["model"], row["dtype"]) for row, _ in here)):
@@ -372,11 +372,9 @@ def _panels(ops: Sequence[str], height: float) -> tuple[Figure, Any]:
     return figure, panels
 
 
-def _with_tiles(rows: Sequence[Row]) -> list[tuple[Row, bool]]:
+def _in_tiles(rows: Sequence[Row]) -> list[tuple[Row, bool]]:
     """Each row, and whether it ran in tiles: as its op says, or as its bytes do."""
-    return [
-        (row, told or str(row["op"]).endswith("_tiled")) for row, told in zip(rows, ran_tiled(Table(rows)), strict=True)
-    ]
+    return [(row, told or str(row["op"]).endswith("_tiled")) for row, told in with_tiles(Table(rows))]
 
 
 def _points(

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from vaemem import _core
 from vaemem._common import ELEMENT_BYTES, grouped, listed, mib, render
-from vaemem.tables.estimators import pixels, ran_tiled, series_of, size_of
+from vaemem.tables.estimators import pixels, series_of, size_of, with_tiles
 from vaemem.tables.table import Row, Table
 
 HOLDS = "holds"
@@ -51,11 +51,10 @@ class Rows:
     """The rows that claims are checked against: PyTorch's, with what was allocated and reserved."""
 
     def __init__(self, table: Table) -> None:
-        tiled = dict(enumerate(ran_tiled(table)))
         usable = ("model", "op", "height", "width", "dtype", "allocated_bytes", "reserved_bytes")
         self._rows = [
-            (row, tiled[i])
-            for i, row in enumerate(table)
+            (row, tiled)
+            for row, tiled in with_tiles(table)
             if all(row[name] for name in usable) and row["runtime"] != "vaemem" and size_of(row)
         ]
 

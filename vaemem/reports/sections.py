@@ -26,7 +26,7 @@ from vaemem.reports.claims import (
     span,
 )
 from vaemem.reports.document import Document
-from vaemem.tables.estimators import Comparison, pixels, ran_tiled
+from vaemem.tables.estimators import Comparison, pixels, with_tiles
 from vaemem.tables.fit import fit
 from vaemem.tables.table import Row, Table
 
@@ -37,10 +37,10 @@ class Facts:
     """The rows with what every section asks of them."""
 
     def __init__(self, table: Table) -> None:
-        self.rows: list[Row] = [row for row in table if row["height"] and row["width"] and row["op"] and row["model"]]
-        tiled = ran_tiled(Table(self.rows))
-        self.tiled = [row for row, is_tiled in zip(self.rows, tiled, strict=True) if is_tiled]
-        self.whole = [row for row, is_tiled in zip(self.rows, tiled, strict=True) if not is_tiled]
+        rows = with_tiles(table.filter(lambda row: row["height"] and row["width"] and row["op"] and row["model"]))
+        self.rows: list[Row] = [row for row, _ in rows]
+        self.tiled = [row for row, tiled in rows if tiled]
+        self.whole = [row for row, tiled in rows if not tiled]
         self.both = [row for row in self.rows if row["allocated_bytes"] and row["reserved_bytes"]]
         has_reserved = any(row["reserved_bytes"] for row in self.rows)
         self.target = "reserved_bytes" if has_reserved else "allocated_bytes"
