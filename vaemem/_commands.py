@@ -25,6 +25,7 @@ from vaemem import (
     predict_pipeline,
     report,
     sweep,
+    tradeoff,
 )
 from vaemem._common import ELEMENT_BYTES, MIB, OPS, choose, mib, need, render
 from vaemem.engine import latents, layouts, weights
@@ -70,8 +71,6 @@ def run_estimate(args: argparse.Namespace) -> None:
 
 
 def run_tradeoff(args: argparse.Namespace) -> None:
-    from vaemem.tables.sweep import tradeoff
-
     rows = [
         row
         for h, w in args.sizes

@@ -51,6 +51,14 @@ def choose(argument: str, value: Any, among: Iterable[str]) -> None:
         raise ValueError(f"{argument}: want {wanted}, got {value!r}")
 
 
+def chosen(argument: str, values: Any, among: Iterable[str]) -> list[str]:
+    """One name, or a sequence of them, as a list; ValueError as `choose` raises it for any of them."""
+    names, known = listed(values, str), tuple(among)
+    for name in names:
+        choose(argument, name, known)
+    return names
+
+
 def flag(argument: str, value: Any) -> bool:
     """True or False, NumPy's too; ValueError where the value is neither."""
     if not isinstance(value, bool | np.bool_):

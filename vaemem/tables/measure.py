@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from vaemem._common import DTYPES, TILED_OPS, choose, latent_factor, listed, setting, whole
+from vaemem._common import DTYPES, TILED_OPS, choose, chosen, latent_factor, setting, whole
 from vaemem.engine.layouts import config_of, read_config
 from vaemem.prediction.benchmark import BENCHMARK_TILE
 from vaemem.prediction.process import architecture
@@ -100,9 +100,7 @@ def measure(
     """What `vaemem.pytorch.measure` says; `torch` is PyTorch, which only that module imports."""
     choose("op", op, TILED_OPS)
     choose("runtime", runtime, ("diffusers", "bfl"))
-    pairs, wanted = image_sizes(sizes), listed(dtypes, str)
-    for dtype in wanted:
-        choose("dtypes", dtype, DTYPES)
+    pairs, wanted = image_sizes(sizes), chosen("dtypes", dtypes, DTYPES)
     tiled, op_run = op.endswith("_tiled"), op.removesuffix("_tiled")
     if tile is not None and not tiled:
         raise ValueError(f"tile: want it with a tiled op, got {tile!r} with {op}")
