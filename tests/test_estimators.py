@@ -244,6 +244,8 @@ def test_figures(tmp_path):
     assert list(axes.lines[0].get_ydata()) == pytest.approx([2137, 2176])
     with pytest.raises(ValueError, match="table: want rows with height, width, dtype and reserved_bytes"):
         plot.implied_constants(Table())
+    with pytest.raises(ValueError, match=r"target: want one of allocated_bytes, .*got 'memory'"):
+        plot.implied_constants(table, target="memory")
 
 
 def test_command_line(tmp_path, capsys):

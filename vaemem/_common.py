@@ -131,6 +131,13 @@ def write(path: str | os.PathLike[str] | None, text: str) -> str | None:
     return None
 
 
+def png(figure: Any) -> bytes:
+    """A matplotlib figure as a PNG file's bytes."""
+    file = io.BytesIO()
+    figure.savefig(file, format="png")
+    return file.getvalue()
+
+
 def as_csv(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] | None = None) -> str:
     """Rows as CSV; by default with the first one's columns."""
     text = io.StringIO()

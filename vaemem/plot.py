@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-import io
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from vaemem._common import ELEMENT_BYTES, MIB, choose, distinct, need
+from vaemem._common import ELEMENT_BYTES, MIB, choose, distinct, need, png
 from vaemem.tables.estimators import Comparison, pixels, with_tiles
 from vaemem.tables.fit import Fit, FittedLine
 from vaemem.tables.table import BYTE_COLUMNS, Row, Table
@@ -203,13 +202,14 @@ def implied_constants(table: Table, shipped: Mapping[str, Mapping[str, float]] |
     Raises
     ------
     ValueError
-        No row holds the target.
+        The target is no column in bytes, or no row holds it.
 
     Examples
     --------
     >>> plot.implied_constants(seed_table(), {"decode": {"ComfyUI": 2178}}).savefig("constants.png")
     """
     table = Table(table)
+    choose("target", target, BYTE_COLUMNS)
     rows = [r for r in table if None not in (r[target], r["height"], r["width"]) and r["dtype"] in ELEMENT_BYTES]
     if not rows:
         raise ValueError(f"table: want rows with height, width, dtype and {target}, got none")
@@ -357,10 +357,8 @@ def _figure(width: float, height: float) -> Figure:
 
 def _shown(figure: Figure, **_: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """What a notebook shows, with or without ``%matplotlib inline``: a PNG, 80 pixels of the page an inch."""
-    file = io.BytesIO()
-    figure.savefig(file, format="png")
     shown = {"width": round(80 * figure.get_figwidth())}
-    return {"image/png": file.getvalue(), "text/plain": repr(figure)}, {"image/png": shown}
+    return {"image/png": png(figure), "text/plain": repr(figure)}, {"image/png": shown}
 
 
 def _panels(ops: Sequence[str], height: float) -> tuple[Figure, Any]:

@@ -39,6 +39,11 @@ class Facts:
     def __init__(self, table: Table) -> None:
         rows = with_tiles(table.filter(lambda row: row["height"] and row["width"] and row["op"] and row["model"]))
         self.rows: list[Row] = [row for row, _ in rows]
+        names = ("runtime", "device", "batch", "source")
+        self._varying = {
+            model: [name for name in names if len({row[name] for row in same}) > 1]
+            for model, same in grouped(self.rows, lambda row: row["model"]).items()
+        }
         self.tiled = [row for row, tiled in rows if tiled]
         self.whole = [row for row, tiled in rows if not tiled]
         self.both = [row for row in self.rows if row["allocated_bytes"] and row["reserved_bytes"]]
@@ -54,9 +59,7 @@ class Facts:
 
     def label(self, row: Row) -> str:
         """A row's model, and what tells it from other rows of that model: runtime, device, batch, source."""
-        same = [other for other in self.rows if other["model"] == row["model"]]
-        names = ("runtime", "device", "batch", "source")
-        varying = [str(row[name]) for name in names if len({other[name] for other in same}) > 1]
+        varying = [str(row[name]) for name in self._varying[row["model"]]]
         return f"{row['model']} ({', '.join(varying)})" if varying else str(row["model"])
 
     def groups(self, rows: Iterable[Row], *names: str) -> dict[tuple[str, ...], list[Row]]:
@@ -119,16 +122,14 @@ def system(document: Document, facts: Facts) -> None:
             items.append(f"{model}: {parameters(model):,} parameters{', ' if sizes else ''}{sizes}")
     document.items(items)
     if facts.tiled:
-        tops = {key: max(mine, key=pixels) for key, mine in facts.groups(facts.tiled, "op", "dtype").items()}
         document.text(
             f"**{_count(len(facts.tiled), 'row')} ran in tiles although the op does not say so**: allocated bytes "
             "do not grow with the pixels. They stay in the tables and the mean ratios, marked, and are "
             "left out of everything else."
         )
-        lines = []
-        for key, top in tops.items():
-            alike = [row for row in facts.whole if (*_key(facts, row),) == key]
-            whole = max(alike, key=pixels) if alike else None
+        lines, alike = [], facts.groups(facts.whole, "op", "dtype")
+        for key, tiled in facts.groups(facts.tiled, "op", "dtype").items():
+            top, whole = max(tiled, key=pixels), max(alike.get(key, ()), key=pixels, default=None)
             text = f"{case(top)}: {mib(top['allocated_bytes'])} MiB allocated"
             lines.append(text + (f", {case(whole)}: {mib(whole['allocated_bytes'])} MiB" if whole else ""))
         document.items(lines)
@@ -413,10 +414,6 @@ def _nearest(op: str, comparison: Comparison | None) -> list[str]:
         )
         + "."
     ]
-
-
-def _key(facts: Facts, row: Row) -> tuple[str, ...]:
-    return (facts.label(row), str(row["op"]), str(row["dtype"]))
 
 
 def _more(a: Row, b: Row, name: str) -> float:

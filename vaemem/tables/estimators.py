@@ -15,7 +15,7 @@ from vaemem._common import ELEMENT_BYTES, MIB, OPS, choose, grouped, listed, mib
 from vaemem.prediction.benchmark import BENCHMARK_TILE
 from vaemem.prediction.sdcpp import LATENT_CHANNELS, vae_graph
 from vaemem.tables.fit import KEY, Fit, FittedLine
-from vaemem.tables.table import BYTE_COLUMNS, Row, Table
+from vaemem.tables.table import BYTE_COLUMNS, Row, Table, check_complete
 
 if TYPE_CHECKING:
     import pandas
@@ -388,10 +388,8 @@ def compare(table: Table, estimators: Any = None, target: str = "reserved_bytes"
     table = Table(table)
     choose("target", target, BYTE_COLUMNS)
     chosen = _estimators(estimators, target)
+    check_complete(table, target)
     for i, row in enumerate(table):
-        lacking = [name for name in ("model", "op", "height", "width", "dtype", target) if row[name] is None]
-        if lacking:
-            raise ValueError(f"row {i}: has no {', '.join(lacking)}; filter such rows out")
         if not row[target]:
             raise ValueError(
                 f"row {i}: {target}: want more than 0, which errors are shares of, got 0; filter such rows out"

@@ -453,6 +453,14 @@ def seed_table() -> Table:
     return Table.from_csv(text, device="NVIDIA GeForce RTX 4090", versions="torch 2.7.1+cu128, cudnn 9.7.1")
 
 
+def check_complete(table: Table, target: str) -> None:
+    """ValueError that names the first row which does not say what it is a run of, or lacks the target."""
+    for i, row in enumerate(table):
+        lacking = [name for name in ("model", "op", "height", "width", "dtype", target) if row[name] is None]
+        if lacking:
+            raise ValueError(f"row {i}: has no {', '.join(lacking)}; filter such rows out")
+
+
 def _is_frame(value: Any) -> bool:
     """Whether it is a pandas.DataFrame; pandas is not imported for the question."""
     return hasattr(value, "iterrows")
