@@ -35,42 +35,56 @@ def request_of(op: str, height: int, width: int, batch: int, pixels: str, floats
 
 
 def ends_of(arch: Mapping[str, Any], op: str) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Pixels on a side of a latent, and channels: of what goes in, and of what comes out."""
+    """(scale, channels) of what goes in, and of what comes out. The scale is how many pixels an array has on a side
+    where the latents have one: 1 for latents themselves, 8 for the images of most models."""
     if op == "decode":
         return (1, arch["latent_channels"]), (latent_factor(arch), arch["out_channels"])
     return (latent_factor(arch), arch["in_channels"]), (1, 2 * arch["latent_channels"])
 
 
 class _Arrays:
-    """What goes in and what comes out: `request`, arguments of the core's plan; `shape` and `dtype` of the result."""
+    """What goes into a run and what comes out.
 
-    waits = True  # a run is over when the call returns
+    Attributes
+    ----------
+    request : dict
+        Arguments of the core's plan.
+    shape, dtype
+        Of the result.
+    waits : bool
+        Whether the run is over when the call returns.
+    """
+
+    waits = True
 
     def __init__(self, arch: dict[str, Any], op: str, given: Any, pixels: str, out: Any, floats: str | None = None):
-        """pixels: of decode's result; what encode is given says its own. floats: as for `request_of`."""
-        ((a, channels), (b, made)), shape, axis = ends_of(arch, op), given.shape, 1
+        """given: an array with shape and dtype. pixels: of decode's result; the images that encode is given have their
+        own. floats: as for `request_of`."""
+        (scale_in, channels), (scale_out, made) = ends_of(arch, op)
+        axis = 1  # of the channels
         if op == "decode":
             wanted = f"(N, {channels}, h, w) for {arch['name']}"
         elif given.dtype == "uint8":
             axis, pixels, wanted = 3, "uint8", f"(N, H, W, {channels}) for uint8"
         else:
             pixels, wanted = "float", f"(N, {channels}, H, W)"
-        if len(shape) != 4 or shape[axis] != channels:
-            raise ValueError(f"{NAMES[op]}: want shape {wanted}, got {shape}")
-        n, h, w = shape[:axis] + shape[axis + 1 :]
-        for name, side in (("height", h), ("width", w)) if op == "encode" and floats is None else ():
-            if side % a:
+        if len(given.shape) != 4 or given.shape[axis] != channels:
+            raise ValueError(f"{NAMES[op]}: want shape {wanted}, got {given.shape}")
+        n, *sides = given.shape[:axis] + given.shape[axis + 1 :]
+        for name, side in zip(("height", "width"), sides, strict=True):
+            if op == "encode" and floats is None and side % scale_in:
                 hint = "pad='reflect' or pad='edge' makes it one"
-                raise ValueError(f"{name}: want a positive multiple of {a}, got {side}: {hint}")
-        scale, as_bytes = latent_factor(arch) // a, op == "decode" and pixels == "uint8"
-        self.request = request_of(op, h * scale, w * scale, n, pixels, floats) | dict(own_output=out is None)
-        h, w = h * b // a, w * b // a
+                raise ValueError(f"{name}: want a positive multiple of {scale_in}, got {side}: {hint}")
+        height, width = (side * (latent_factor(arch) // scale_in) for side in sides)
+        self.request = request_of(op, height, width, n, pixels, floats) | dict(own_output=out is None)
+        h, w = (side * scale_out // scale_in for side in sides)
+        as_bytes = op == "decode" and pixels == "uint8"
         self.shape = (n, h, w, made) if as_bytes else (n, made, h, w)
         self.dtype = "uint8" if as_bytes else floats or "float32"
 
 
 class HostArrays(_Arrays):
-    """NumPy's. What is not contiguous native float32, nor bytes to encode, is copied to it."""
+    """NumPy's arrays. What goes in is copied to contiguous native float32 unless it is that, or bytes to encode."""
 
     def __init__(
         self,
@@ -103,7 +117,8 @@ class HostArrays(_Arrays):
 
 
 class DeviceArrays(_Arrays):
-    """Of any library with DLPack, never copied. The result is the same library's where we know how it makes one."""
+    """Arrays in a GPU's memory, of any library with DLPack; never copied. The result is the same library's where we
+    know how it makes one."""
 
     def __init__(self, arch: dict[str, Any], op: str, array: Any, pixels: str, out: Any, device: Device):
         self._device, self._like, self._out = device, array, None
@@ -115,8 +130,8 @@ class DeviceArrays(_Arrays):
         if as_bytes and op == "decode":
             raise ValueError("z: want float32, float16 or bfloat16, got uint8")
         super().__init__(arch, op, self._given, pixels, out, device.dtype if as_bytes else self._given.dtype)
-        # Halves are looked at for overflow when they are done; what an unknown library does next cannot be ordered, nor
-        # how long it keeps its input.
+        # A run in halves may have overflowed, which is known when it is over. And where the library is unknown, its
+        # next use of the arrays cannot be put behind the run.
         self.waits = device.dtype == "float16" or not known
         if out is not None:
             self._write_to(out)

@@ -109,6 +109,8 @@ _AUTOENCODER: Arch = {
     "use_post_quant_conv": True,
     "mid_block_add_attention": True,
 }
+# What an arch says beside them where nothing tells it: which model it is, and how pipelines scale its latents.
+_UNKNOWN: Arch = {"name": "custom", "scaling_factor": None, "shift_factor": 0.0}
 _CLASSES: dict[str, Arch] = {
     "AutoencoderKL": _AUTOENCODER
     | {"scaling_factor": 0.18215, "shift_factor": None, "latents_mean": None, "latents_std": None},
@@ -269,8 +271,7 @@ def _parse_config(config: Mapping[str, Any]) -> Arch:
             raise _bad_config(str(key), f"a key of {name}", value)
     if config.get("act_fn", "silu") != "silu":
         raise _bad_config("act_fn", "silu", config["act_fn"])
-    arch: Arch = {"name": "custom", "scaling_factor": None, "shift_factor": 0.0}
-    arch |= {key: _setting(key, config.get(key, default), default) for key, default in defaults.items()}
+    arch = _UNKNOWN | {key: _setting(key, config.get(key, default), default) for key, default in defaults.items()}
     _check_lists(arch)
     levels = len(arch["block_out_channels"])
     for key, block in _BLOCK_TYPES.items():
@@ -446,23 +447,19 @@ def _find_arch(in_file: Mapping[str, Shape], layout: str, prefix: str, parts: st
     # a half that is not there is taken to be as the other; what no tensor shows has its default, and is then missing
     quant = {"encoder": any(n.startswith("quant_conv.") for n in shapes)}
     quant["decoder"] = any(n.startswith("post_quant_conv.") for n in shapes)
-    arch: Arch = {
-        "name": "custom",
+    arch = _AUTOENCODER | _UNKNOWN
+    arch |= {
         "in_channels": (images[0] or images[1] or [3])[0],
         "out_channels": (images[1] or images[0] or [3])[0],
         "latent_channels": statistics.mode(latents or [4]),
         "block_out_channels": tuple(sides.get("encoder", widths)),
         "layers_per_block": layers,
-        "norm_num_groups": 32,
-        "norm_eps": 1e-6,
         "use_quant_conv": quant["encoder" if "encoder" in halves else "decoder"],
         "use_post_quant_conv": quant["decoder" if "decoder" in halves else "encoder"],
         "mid_block_add_attention": any(".attentions." in n or ".attn_1." in n for n in shapes if n.startswith(half)),
-        "scaling_factor": None,
-        "shift_factor": 0.0,
     }
     if flux2:
-        arch |= {"patch_size": (2, 2), "batch_norm_eps": 1e-4}
+        arch |= {key: _CLASSES["AutoencoderKLFlux2"][key] for key in ("patch_size", "batch_norm_eps")}
     if sides.get("decoder", widths) != sides.get("encoder", widths):
         arch["decoder_block_out_channels"] = tuple(sides["decoder"])
     # before anything is allocated: the widest tensors must be there, so that a file bounds what its model takes
