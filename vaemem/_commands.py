@@ -27,7 +27,7 @@ from vaemem import (
     sweep,
     tradeoff,
 )
-from vaemem._common import ELEMENT_BYTES, MIB, OPS, choose, mib, need, render
+from vaemem._common import ELEMENT_BYTES, MIB, OPS, mib, need, render
 from vaemem.engine import latents, layouts, weights
 from vaemem.engine.arguments import open_device
 from vaemem.prediction import reproduce
@@ -195,8 +195,7 @@ def _where(args: argparse.Namespace) -> dict[str, Any]:
 
 def run_largest(args: argparse.Namespace) -> None:
     if args.engine:
-        choose("model", args.model, _core.models())
-        vae = _bare(_core.models()[args.model], args.dtype or "float32", args.precision)
+        vae = _bare(layouts.known_arch(args.model), args.dtype or "float32", args.precision)
         height, width = vae.largest(args.op, args.engine, args.aspect, args.batch)
         print(f"{height}x{width}", vae.estimate(args.op, height, width, args.batch, memory_limit=args.engine), sep="\n")
         return

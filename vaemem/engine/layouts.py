@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 
 from vaemem import _core
+from vaemem._common import choose
 
 Shape = tuple[int, ...]
 Arch = dict[str, Any]
@@ -226,6 +227,12 @@ def _contents(config: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[Mappi
     if not isinstance(contents, dict):
         raise ValueError(f"config: want a JSON object, got {type(contents).__name__} in {path}")
     return contents, path
+
+
+def known_arch(model: str) -> Arch:
+    """The architecture of a model that the core has by name; ValueError for any other."""
+    choose("model", model, _core.models())
+    return _core.models()[model]
 
 
 def read_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> Arch:

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vaemem import _core
-from vaemem._common import choose
 from vaemem._core import Model as Core
 from vaemem.engine import weights
 from vaemem.engine.arguments import open_device
 from vaemem.engine.device import Device
-from vaemem.engine.layouts import sample_size_of
+from vaemem.engine.layouts import known_arch, read_config, sample_size_of
 from vaemem.engine.runner import Runner
 
 if TYPE_CHECKING:
@@ -144,11 +143,7 @@ class Model:
         49490199
         """
         gpu, where = open_device(device, dtype, precision, autotune, convolution)
-        if config is None:
-            choose("model", model, _core.models())
-            arch = _core.models()[model]
-        else:
-            arch = weights.read_config(config)
+        arch = known_arch(model) if config is None else read_config(config)
         core = _core.Model(arch, parts, **where)
         weights.random_tensors(core, seed)
         return cls(core, gpu, config)

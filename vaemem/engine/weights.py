@@ -28,6 +28,7 @@ from vaemem.engine.layouts import (
     detect,
     find_layout,
     is_attention_matrix,
+    known_arch,
     ours,
     read_config,
     spell,
@@ -101,12 +102,11 @@ def _convert(pickle: Path) -> str:
 
 
 def _arch_asked_for(model: str | None, config: Any) -> Arch | None:
-    if model is not None:
-        choose("model", model, _core.models())
+    known = None if model is None else known_arch(model)
     if config is None:
-        return None if model is None else _core.models()[model]
+        return known
     arch = read_config(config)
-    if model is not None and arch["name"] != model:
+    if known and arch["name"] != model:
         raise ValueError(f"model: want one that config= describes ({arch['name']}), or only one of both, got {model!r}")
     return arch
 
