@@ -11,8 +11,6 @@ from vaemem import _core
 from vaemem._common import latent_factor
 from vaemem.engine.device import Device, DeviceArray
 
-__all__ = ["Arrays", "DeviceArrays", "HostArrays", "ends_of", "request_of"]
-
 NAMES = {"encode": "x", "decode": "z"}  # of what goes in
 
 

@@ -18,8 +18,6 @@ try:
 except ImportError:  # built without nvcc
     _cuda = None  # type: ignore[assignment]
 
-__all__ = ["Device", "DeviceArray", "gpu_rows", "parse_device"]
-
 CONVOLUTIONS = ("cudnn", "own")
 CUDA = 2  # DLPack's number for CUDA memory
 LEGACY_STREAM = 1  # CUDA's own name for stream 0

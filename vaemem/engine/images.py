@@ -12,8 +12,6 @@ import numpy as np
 from vaemem._common import choose, distinct, need
 from vaemem.engine.arguments import as_int
 
-__all__ = ["crop", "pad", "read", "size_of", "to_pillow"]
-
 Notes = tuple[str, ...]
 
 PADS = ("reflect", "edge")  # NumPy's names

@@ -19,8 +19,6 @@ from vaemem._common import need
 from vaemem.engine.arrays import as_float
 from vaemem.engine.weights import read_tensors
 
-__all__ = ["Normalised", "Scaling", "held_by_pipelines", "read"]
-
 
 def read(path: str | os.PathLike[str]) -> np.ndarray:
     """Latents (N, C, h, w), or one (C, h, w), of a file of NumPy's, of safetensors (ComfyUI's ``.latent`` too) or of

@@ -14,17 +14,6 @@ from vaemem import _core
 from vaemem._common import MIB, latent_factor
 from vaemem.engine.arguments import as_int
 
-__all__ = [
-    "LARGEST_SIDE",
-    "Limit",
-    "Plans",
-    "available_memory",
-    "check_aspect",
-    "largest_size",
-    "parse_size",
-    "resolve",
-]
-
 Limit = int | str | None
 
 _UNITS = {

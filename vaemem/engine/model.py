@@ -21,8 +21,6 @@ from vaemem.engine.runner import Runner
 if TYPE_CHECKING:
     from typing import Self
 
-__all__ = ["Model"]
-
 
 class Model:
     """What `vaemem.VAE` says of its making, its weights and its end."""

@@ -14,8 +14,6 @@ from vaemem.engine.device import Device
 from vaemem.engine.limits import Plans, taken
 from vaemem.engine.records import Run, make_run
 
-__all__ = ["NOT_FINITE", "Runner", "Settings"]
-
 NOT_FINITE = "not finite"  # in the note of a run whose result holds NaN or infinities, where something looks for them
 
 # Activations overflow in some models' halves; GroupNorm takes any factor out again, so a power of two costs nothing but

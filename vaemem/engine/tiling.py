@@ -23,8 +23,6 @@ from vaemem.engine.arrays import HostArrays, ends_of
 from vaemem.engine.records import Run, make_run
 from vaemem.engine.runner import Runner, Settings
 
-__all__ = ["Tiling", "cut"]
-
 LOGVAR = -30, 20  # to which diffusers' DiagonalGaussianDistribution clamps log-variances, and kernels.h a whole run's
 
 

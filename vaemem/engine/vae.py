@@ -11,7 +11,6 @@ from vaemem import _core
 from vaemem._common import choose, flag, need
 from vaemem.engine import images
 from vaemem.engine.arguments import (
-    Cancelled,
     Progress,
     as_int,
     check_numbers,
@@ -28,8 +27,6 @@ from vaemem.engine.model import Model
 from vaemem.engine.records import Encoded, Run, make_run
 from vaemem.engine.runner import NOT_FINITE, Settings
 from vaemem.engine.tiling import Tiling, cut
-
-__all__ = ["VAE", "Cancelled", "Encoded", "Progress", "Run", "backends"]
 
 
 class VAE(Model):

@@ -34,20 +34,6 @@ from vaemem.engine.layouts import (
     spell,
 )
 
-__all__ = [
-    "Contents",
-    "config_beside",
-    "copy",
-    "detect",
-    "load",
-    "look",
-    "random_tensors",
-    "read_config",
-    "read_tensors",
-    "save",
-    "tensor_types",
-]
-
 PARTS = ("all", "encoder", "decoder")
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 WEIGHTS_FP16 = "diffusion_pytorch_model.fp16.safetensors"
