@@ -148,7 +148,8 @@ class Device:
         return where is not None and not isinstance(array, np.ndarray) and int(where()[0]) == CUDA
 
     def stream_of(self, array: Any) -> tuple[int, bool]:
-        """Where array's library puts its work now, and whether that is known; else our own stream."""
+        """The stream on which array's library puts its work now, and True; our own stream and False where we do not
+        know the library."""
         library = library_of(array)
         if library == "torch":
             return sys.modules["torch"].cuda.current_stream(self.number).cuda_stream or LEGACY_STREAM, True

@@ -1,4 +1,4 @@
-"""Latents as pipelines hold them, and as the VAE has them: what ``scaled=True`` goes between; and as files hold them.
+"""Latents between the VAE, which has them raw, and pipelines, which hold them scaled; and files of latents.
 
 Sources: diffusers' pipelines of Stable Diffusion XL (latents_mean, latents_std) and of FLUX.2 (``_patchify_latents``,
 ``_encode_vae_image`` and the end of ``__call__`` in ``pipeline_flux2.py``).

@@ -136,9 +136,9 @@ _BLOCK_TYPES = {"down_block_types": "DownEncoderBlock2D", "up_block_types": "UpD
 _IGNORED = ("name", "sample_size", "force_upcast", "batch_norm_momentum")
 SAMPLE_SIZES = {name: 512 if name == "sd15" else 1024 for name in _core.models()}
 _CLASS_SAMPLE_SIZES = {"AutoencoderKL": 32, "AutoencoderKLFlux2": 1024}
-# Where several models have the same tensors they are taken to be the first one's in the core's order: FLUX.1's, which
-# SD3 and Z-Image have too. Those of SD1.5, SDXL and Playground are nobody's.
-_NOBODYS = {"sd15": {"name": "sd", "scaling_factor": None}}
+# Where several models have the same tensors, the first of them in the core's order is found: FLUX.1, whose tensors SD3
+# and Z-Image have too. But tensors of SD1.5, which are SDXL's and Playground's too, say nothing of the scaling.
+_AMBIGUOUS = {"sd15": {"name": "sd", "scaling_factor": None}}
 
 
 def as_path(value: object, argument: str, want: str = "a path") -> Path:
@@ -263,7 +263,7 @@ def sample_size_of(config: str | os.PathLike[str] | Mapping[str, Any] | None, mo
 
 
 def _class_of(config: Mapping[str, Any]) -> Any:
-    """An `Arch` does not say it, but has patches where it is AutoencoderKLFlux2."""
+    """The class that a config names. An `Arch` names none; it has a patch_size where it is AutoencoderKLFlux2's."""
     return config.get("_class_name", "AutoencoderKLFlux2" if config.get("patch_size") else "AutoencoderKL")
 
 
@@ -295,7 +295,7 @@ def _parse_config(config: Mapping[str, Any]) -> Arch:
 
 
 def _check_lists(arch: Arch) -> None:
-    """How many numbers each has, where it is there."""
+    """ValueError where a list has not as many numbers as the rest of the architecture wants, or wrong statistics."""
     sides, channels = len(arch["block_out_channels"]), arch["latent_channels"]
     wanted = {"decoder_block_out_channels": (sides, "one for each of block_out_channels"), "patch_size": (2, "two")}
     wanted |= dict.fromkeys(_STATISTICS, (channels, "one for each of the latent channels"))
@@ -403,8 +403,8 @@ def find_layout(names: Iterable[str]) -> tuple[str, str]:
 _BLOCK = re.compile(r"(encoder\.down|decoder\.up)(?:_blocks)?\.(\d{1,3})\.(?:resnets|block)\.(\d{1,3})\.")
 
 
-def _run(numbers: Iterable[int]) -> int:
-    """How many of 0, 1, 2... are among numbers before the first that is not."""
+def _length(numbers: Iterable[int]) -> int:
+    """How far numbers go on from 0 without a gap: 3 where they are 0, 1, 2 and 7."""
     have = set(numbers)
     return next(i for i in itertools.count() if i not in have)
 
@@ -416,11 +416,11 @@ def _blocks_of(shapes: Mapping[str, Shape], half: str, layout: str) -> tuple[lis
         found = _BLOCK.match(name)
         if found and name.startswith(half) and shape:
             blocks.setdefault(int(found[2]), {}).setdefault(int(found[3]), []).append(shape[0])
-    levels = _run(blocks)
+    levels = _length(blocks)
     if not levels:
         raise ValueError(f"want the resnets of the {half}'s first block, found none")
     widths = [statistics.mode(itertools.chain(*blocks[i].values())) for i in range(levels)]
-    layers = statistics.mode(_run(blocks[i]) for i in range(levels))
+    layers = statistics.mode(_length(blocks[i]) for i in range(levels))
     if half == "encoder":
         return widths, layers
     return widths if layout in ("ldm", "bfl") else widths[::-1], layers - 1
@@ -439,6 +439,7 @@ def _find_arch(in_file: Mapping[str, Shape], layout: str, prefix: str, parts: st
         sides = {each: _blocks_of(shapes, each, layout)[0] for each in ("encoder", "decoder")}
 
     def votes(*where: tuple[str, int, int]) -> list[int]:
+        """What tensors say of one number: each is found in a tensor's shape on an axis, times a factor."""
         return [shapes[n][axis] // per for n, axis, per in where if len(shapes.get(n, ())) > axis]
 
     images = votes(("encoder.conv_in.weight", 1, 1)), votes(("decoder.conv_out.weight", 0, 1))
@@ -481,7 +482,7 @@ def _find_arch(in_file: Mapping[str, Shape], layout: str, prefix: str, parts: st
                 f"divide block_out_channels {tuple(channels)}: pass config="
             )
     alike = [model for model in _core.models().values() if _same(arch, model, but=_SCALING)]
-    return alike[0] | _NOBODYS.get(alike[0]["name"], {}) if alike else arch
+    return alike[0] | _AMBIGUOUS.get(alike[0]["name"], {}) if alike else arch
 
 
 def detect(shapes: Mapping[str, Shape], parts: str = "all") -> tuple[str, str, Arch]:

@@ -1,4 +1,4 @@
-"""A model with its weights, where it lives: made, written, and closed. `vae` is what runs it."""
+"""A VAE as an object: how it is made, saved and closed, and what it is. `vae` adds what runs it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Model:
-    """What `vaemem.VAE` says of its making, its weights and its end."""
+    """The part of `vaemem.VAE` that runs nothing: making one, its weights, its attributes, its end."""
 
     def __init__(self, core: Core, device: Device | None = None, config: Any = None) -> None:
         self._open: Runner | None = Runner(core, device)
@@ -291,7 +291,8 @@ class Model:
         return self._runner.device
 
     def _as_it_came(self, wish: str) -> Core:
-        """The core model, whose weights are what they were made of. A GPU's are in another form."""
+        """The core model, where its weights are just what was loaded; ValueError for `wish` where they are on a GPU,
+        which has them in another form, or were rounded."""
         if self._device:
             raise ValueError(f"{wish}: want a VAE on the cpu, got one on {self.device}, whose weights are {self.dtype}")
         if self.rounded:

@@ -1,4 +1,4 @@
-"""How a run is done: planned, and begun again where memory ran out or float16 overflowed."""
+"""What does a run: it is planned, and begun again where memory runs out or float16 overflows."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ LEAST_UNIT = 2.0**-12
 
 @dataclass(frozen=True)
 class Settings:
-    """A VAE's attributes as they were when a call began: whoever changes them meanwhile changes the next call."""
+    """A VAE's attributes as they were when a call began: who changes them during a run changes the next one."""
 
     resources: dict[str, int]  # the core's arguments: threads, on a CPU
     graphs: bool
-    retries: bool  # with a smaller plan where memory runs out
-    cache_bytes: int | None  # as much arena is kept for the next run
+    retries: bool  # where memory runs out, with the next smaller plan
+    cache_bytes: int | None  # a larger arena is not kept for the next run
 
 
 class Runner:

@@ -112,8 +112,8 @@ def cut(
 
 @dataclass
 class _Tiles:
-    """Those of one call. Lengths are in latents: `side` a tile's, `shared` what it has in common with the next one,
-    `height` and `width` the image's."""
+    """The tiles of one call. Lengths are in latent pixels: `side` is a tile's, `shared` what a tile has in common with
+    the next one, `height` and `width` are the image's."""
 
     runner: Runner
     tiling: Tiling
@@ -140,8 +140,9 @@ class _Tiles:
         return sizes
 
     def buffers(self) -> list[tuple[tuple[int, ...], type]]:
-        """Shape and type of what is held while tiles run: the result, a tile going in, one coming out, and what the
-        next ones blend with: the lower borders of a row of tiles and the right border of one, turned to lie alike."""
+        """Shape and type of what is held while tiles run: the result; a tile as it goes in; a tile as it comes out; the
+        lower borders of a row of tiles, with which the next row is blended; and the right border of one tile, with
+        which the next is blended, transposed so that both borders are blended by the same lines."""
         (a, channels_in), (b, channels) = self.ends
         n, height, width, border = self.batch, self.height * b, self.width * b, self.shared * b
         h, w = min(self.side, self.height), min(self.side, self.width)
@@ -244,7 +245,8 @@ class _Tiles:
 
 
 def _joined(tiles: Run | None, tile: Run, times: int = 1) -> Run:
-    """The run of the largest, with the work of all."""
+    """The run of the tiles so far and of `times` more that are like `tile`: the bytes are those of the one with the
+    largest peak, FLOPs and seconds are added up."""
     flops = [f * times for f in tile.flops]
     if tiles is None:
         return replace(tile, flops=tuple(flops))

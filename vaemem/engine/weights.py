@@ -58,7 +58,8 @@ def _in_pipeline(path: Path) -> Path:
 
 
 def _locate(path: Path, need_config: bool) -> Path:
-    """The weights file, where path is a directory one with a config.json beside it if that is needed."""
+    """The weights file: path itself, or the one in a directory, which must have a config.json too if that is
+    needed."""
     path = _in_pipeline(path)
     if not path.is_dir():
         want = "path: want a .safetensors or .gguf file, or a diffusers directory"
@@ -149,7 +150,7 @@ def _reading(file: Path) -> Iterator[_File]:
 
 
 class _Memory:
-    """The same of tensors in memory: NumPy's, or torch's, which is not imported for that."""
+    """What `_File` is, of tensors in memory: NumPy's, or torch's, which is not imported for that."""
 
     def __init__(self, tensors: Mapping[str, Any]) -> None:
         inner = tensors.get("state_dict")

@@ -23,7 +23,7 @@ from vaemem.engine.layouts import config_of, read_config
 from vaemem.prediction.benchmark import BENCHMARK_TILE
 from vaemem.prediction.process import architecture
 from vaemem.prediction.profiles import Conv
-from vaemem.tables.meters import CpuMeter, CudaMeter, Meter
+from vaemem.tables.meters import CpuMeter, CudaMeter
 from vaemem.tables.sweep import image_sizes
 from vaemem.tables.table import Row, Table
 
@@ -56,7 +56,7 @@ def _call(vae: Any, op: str, x: Any, scaling: float | None, names: dict[str, Any
 
 
 def _measurements(
-    vae: Any, op: str, x: Any, meter: Meter, warmups: int, runs: int, scaling: float | None
+    vae: Any, op: str, x: Any, meter: CudaMeter | CpuMeter, warmups: int, runs: int, scaling: float | None
 ) -> list[Measurement]:
     names: dict[str, Any] = {}
     for _ in range(warmups):
@@ -119,7 +119,7 @@ def measure(
         if place.type == "cuda":
             stack.enter_context(torch.cuda.device(place))  # empty_cache and the like speak of the current one
             stack.enter_context(_history(torch, snapshot))
-        meter: Meter = CudaMeter(torch.cuda, place) if place.type == "cuda" else CpuMeter()
+        meter = CudaMeter(torch.cuda, place) if place.type == "cuda" else CpuMeter()
         for dtype in wanted:
             subject = make()
             _check_sizes(subject, pairs, tile if tiled else None)
