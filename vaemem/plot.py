@@ -279,7 +279,8 @@ def estimator_errors(comparison: Comparison) -> Figure:
     return figure
 
 
-# What a phase of a pipeline is made of, from the bottom up: attribute, meaning, colour.
+# What a phase of a pipeline is made of, from the bottom up: attribute, meaning, colour. A phase has some of
+# these parts: a plan's and a prediction's differ.
 _PHASE_PARTS = (
     ("weights", "weights", _LIGHT),
     ("activations", "tensors", _COLOURS[0]),
@@ -320,7 +321,7 @@ def pipeline(run: Any, available: int | None = None) -> Figure:
     axes = figure.subplots()
     bottom = np.zeros(len(phases))
     for name, meaning, colour in _PHASE_PARTS:
-        sizes = np.array([_part_of(phase, name) for phase in phases], dtype=np.float64) / MIB
+        sizes = np.array([getattr(phase, name, 0) for phase in phases], dtype=np.float64) / MIB
         if sizes.any():
             axes.bar(range(len(phases)), sizes, 0.62, bottom, color=colour, label=meaning)
             bottom += sizes
@@ -341,11 +342,6 @@ def pipeline(run: Any, available: int | None = None) -> Figure:
 def _expect(argument: str, value: Any, attribute: str, wanted: str) -> None:
     if not hasattr(value, attribute):
         raise ValueError(f"{argument}: want {wanted}, got {type(value).__name__}")
-
-
-def _part_of(phase: Any, name: str) -> float:
-    """Of a prediction's phase or a plan's, whose parts have other names: a part that it does not have is 0."""
-    return float(getattr(phase, name, 0))
 
 
 def _figure(width: float, height: float) -> Figure:

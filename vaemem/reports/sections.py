@@ -6,10 +6,10 @@ import importlib.util
 import itertools
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from vaemem import _core, plot
-from vaemem._common import ELEMENT_BYTES, MIB, distinct, grouped, mib
+from vaemem._common import ELEMENT_BYTES, distinct, grouped, mib
 from vaemem.prediction.gpus import find_gpu
 from vaemem.reports.claims import (
     FAILS,
@@ -147,9 +147,9 @@ def tables(document: Document, facts: Facts) -> None:
             lines = [
                 (
                     f"{row['height']}x{row['width']}", row["dtype"], row["group"],
-                    _mib(row["allocated_bytes"]), _mib(row["reserved_bytes"]),
+                    _known(row["allocated_bytes"], mib), _known(row["reserved_bytes"], mib),
                     f"{ratio(row):.2f}" if row["allocated_bytes"] and row["reserved_bytes"] else "",
-                    "" if row["seconds"] is None else f"{row['seconds']:.3f}",
+                    _known(row["seconds"], "{:.3f}".format),
                     "ran in tiles" if id(row) in marked else "",
                 )
                 for row in rows
@@ -239,7 +239,7 @@ def constants(document: Document, facts: Facts, plots: bool) -> None:
         [
             (
                 facts.label(row), row["op"], f"{row['height']}x{row['width']}", row["dtype"], row["group"],
-                f"{constant(row, target):.0f}", _mib(row[target]),
+                f"{constant(row, target):.0f}", mib(row[target]),
             )
             for row in facts.sized
         ],
@@ -282,8 +282,8 @@ def formulas(document: Document, facts: Facts) -> None:
     for key, rows in fitted.items():
         (line,) = fit(rows, facts.target)
         cells = [
-            *key, line.n, f"{line.a:.2f}", _sigma(line.a_error, "{:.2f}"),
-            f"{line.a / 128:.3f}", mib(line.b), _sigma(line.b_error and line.b_error / MIB, "{:.2f}"),
+            *key, line.n, f"{line.a:.2f}", _known(line.a_error, "{:.2f}".format),
+            f"{line.a / 128:.3f}", mib(line.b), _known(line.b_error, mib),
             f"{_percent(-line.max_under)}..{_percent(line.max_over)}",
         ]  # fmt: skip
         if has_scipy:
@@ -424,12 +424,9 @@ def _percent(value: float) -> str:
     return f"{round(100 * value, 1) + 0.0:+.1f}%"
 
 
-def _sigma(error: float | None, form: str) -> str:
-    return "" if error is None else form.format(error)
-
-
-def _mib(size: int | None) -> str:
-    return "" if size is None else mib(size)
+def _known(value: float | None, form: Callable[[float], str]) -> str:
+    """In that form; nothing where the value is not known."""
+    return "" if value is None else form(value)
 
 
 def _count(n: int, what: str) -> str:

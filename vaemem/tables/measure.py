@@ -118,7 +118,8 @@ def measure(
     with contextlib.ExitStack() as stack:
         if place.type == "cuda":
             stack.enter_context(torch.cuda.device(place))  # empty_cache and the like speak of the current one
-            stack.enter_context(_history(torch, snapshot))
+            if snapshot is not None:
+                stack.enter_context(_history(torch, snapshot))
         meter = CudaMeter(torch.cuda, place) if place.type == "cuda" else CpuMeter()
         for dtype in wanted:
             subject = make()
@@ -131,7 +132,7 @@ def measure(
                 "weights_bytes": sum(p.numel() * p.element_size() for p in vae.parameters()),
                 "versions": versions(torch, place, runtime),
             }  # fmt: skip
-            with _tiling(vae, runtime, tile if tiled else 0, subject.factor):
+            with setting(vae, **_tiling(runtime, tile if tiled else 0, subject.factor)):
                 for height, width in pairs:
                     shape = subject.shape(op_run, batch, height, width)
                     x = (torch.randn(shape) * 0.5).to(device=place, dtype=getattr(torch, dtype))
@@ -233,17 +234,14 @@ def _check_sizes(subject: _Subject, pairs: Sequence[tuple[int, int]], tile: int 
         raise ValueError(f"tile: want a multiple of {subject.factor}, got {tile}")
 
 
-@contextlib.contextmanager
-def _tiling(vae: Any, runtime: str, tile: int, factor: int) -> Iterator[None]:
-    """Tiles of that side in pixels, none for 0; as it was afterwards."""
+def _tiling(runtime: str, tile: int, factor: int) -> dict[str, Any]:
+    """The module's attributes for tiles of that side in pixels, none for 0."""
     if runtime != "diffusers":
-        yield
-        return
-    settings: dict[str, Any] = {"use_tiling": bool(tile)}
-    if tile:
-        settings |= {"tile_sample_min_size": tile, "tile_latent_min_size": tile // factor, "tile_overlap_factor": 0.25}
-    with setting(vae, **settings):
-        yield
+        return {}
+    if not tile:
+        return {"use_tiling": False}
+    sizes = {"tile_sample_min_size": tile, "tile_latent_min_size": tile // factor}
+    return {"use_tiling": True, "tile_overlap_factor": 0.25} | sizes
 
 
 def versions(torch: Any, device: Any, runtime: str) -> str:
@@ -287,11 +285,8 @@ def driver_version() -> str:
 
 
 @contextlib.contextmanager
-def _history(torch: Any, path: str | os.PathLike[str] | None) -> Iterator[None]:
+def _history(torch: Any, path: str | os.PathLike[str]) -> Iterator[None]:
     """Records the allocator's events within, and writes them where all went well."""
-    if path is None:
-        yield
-        return
     memory = torch.cuda.memory
     memory._record_memory_history("all", stacks="python", max_entries=sys.maxsize)
     try:
