@@ -52,11 +52,12 @@ class Rows:
 
     def __init__(self, table: Table) -> None:
         usable = ("model", "op", "height", "width", "dtype", "allocated_bytes", "reserved_bytes")
-        self._rows = [
-            (row, tiled)
-            for row, tiled in with_tiles(table)
-            if all(row[name] for name in usable) and row["runtime"] != "vaemem" and size_of(row)
-        ]
+
+        def is_usable(row: Row) -> bool:
+            return all(row[name] for name in usable) and row["runtime"] != "vaemem" and size_of(row) is not None
+
+        # Of these alone: every row that is told to have run in tiles has a whole image of its series beside it.
+        self._rows = with_tiles(table.filter(is_usable))
 
     def of(self, whole_image: bool | None = None, **equals: object) -> list[Row]:
         """The rows with these values; `whole_image` False: only those that ran in tiles against their op's name."""

@@ -113,8 +113,8 @@ class FittedLine:
             A size below 1 or an unknown dtype.
         """
         for name, pixels in (("height", height), ("width", width)):
-            if pixels < 1:
-                raise ValueError(f"{name}: want at least 1, got {pixels}")
+            if not real(pixels) >= 1:
+                raise ValueError(f"{name}: want at least 1, got {pixels!r}")
         value = self.a * (height * width * _element_bytes(dtype)) + self.b
         if self.target == "seconds":
             return value

@@ -177,6 +177,7 @@ def tradeoff(
     (1.0, True)
     """
     choose("ops", op, OPS)
+    choose("dtype", dtype, DTYPES)
     ((model, dtype),) = _models([model], dtype)
     vae = _vae(model, "cpu", dtype, precision)
     runs, last = vae.tradeoff(op, height, width, batch), vae.last_run
@@ -342,7 +343,7 @@ def _models(models: Any, dtypes: str | Sequence[str]) -> list[tuple[str | VAE, s
                 if other != model.dtype and types != ["float32"]:
                     raise ValueError(f"dtypes: the VAE on {model.device} computes in {model.dtype}, got {other!r}")
             pairs.append((model, model.dtype))
-        elif model in known:
+        elif isinstance(model, str) and model in known:
             pairs += [(model, dtype) for dtype in types]
         else:
             raise ValueError(f"models: want {', '.join(known)} or a VAE, got {model!r}")
