@@ -155,7 +155,7 @@ class _Memory:
     def __init__(self, tensors: Mapping[str, Any]) -> None:
         inner = tensors.get("state_dict")
         self._tensors = inner if isinstance(inner, Mapping) else tensors
-        arrays = {name: value for name, value in self._tensors.items() if hasattr(value, "dtype")}
+        arrays = {n: value for n, value in self._tensors.items() if isinstance(n, str) and hasattr(value, "dtype")}
         self.shapes = {name: tuple(value.shape) for name, value in arrays.items()}
         names = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
         dtypes = {name: str(value.dtype).removeprefix("torch.") for name, value in arrays.items()}
