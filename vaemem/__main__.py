@@ -1,5 +1,5 @@
 # PYTHON_ARGCOMPLETE_OK
-"""The command line, `python -m vaemem COMMAND` or `vaemem COMMAND`: what can be said. `_commands` does it."""
+"""The command line, `python -m vaemem COMMAND` or `vaemem COMMAND`: its words and options, which `_commands` obeys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each command does: of parsed arguments, to what is printed or written."""
+"""What each command does: a function for each, from its parsed arguments to what is printed or written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every room uses and no room owns: units, element sizes, checked choices, optional packages, aligned text."""
+"""What every room uses and no room owns: units, element sizes, checks of arguments, optional packages, text, files."""
 
 from __future__ import annotations
 
@@ -85,7 +85,8 @@ def real(value: Any) -> float:
 
 
 def listed(value: Any, single: type | tuple[type, ...]) -> list[Any]:
-    """One thing, or a sequence of them, as a list; what is neither is taken for one, which its check will name."""
+    """The items of a sequence as a list, and anything else as a list of that one thing. single: types that are taken
+    for one thing although they can be gone over, such as str."""
     return list(value) if isinstance(value, Iterable) and not isinstance(value, single) else [value]
 
 

@@ -78,7 +78,7 @@ def _measurements(
 
 
 class _Subject(NamedTuple):
-    """A module, and what its inputs look like."""
+    """A module that is measured, and what its inputs look like."""
 
     vae: Any
     model: str
