@@ -31,6 +31,8 @@ SETS, HAVE_SETS = MACHINES.get(platform.machine().lower(), ([], None))
 COMMON = ["-std=gnu11", "-O3", "-Wall", "-Wextra", "-Wno-missing-field-initializers", "-fvisibility=hidden"]
 KERNELS = [*COMMON, "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
 AVX512 = [*(f"-mavx512{x}" for x in ("f", "vl", "bw", "dq")), "-mfma", "-mprefer-vector-width=512"]
+SANITIZE = ["-fsanitize=address,undefined"] if os.environ.get("VAEMEM_SANITIZE") == "1" else []
+WANTS_CUDA = os.environ.get("VAEMEM_CUDA")
 EMULATOR = os.environ.get("VAEMEM_EMULATE_AMX", "")
 AMX = ["-mavx2", "-mfma", "-iquote", EMULATOR] if EMULATOR else [*AVX512, "-mamx-tile", "-mamx-bf16"]
 FLAGS = {
@@ -65,9 +67,9 @@ def flags_for(source: str) -> list[str]:
     flags = list(FLAGS[folder])
     if os.environ.get("VAEMEM_WERROR") == "1":
         flags.append("-Werror")
-    if os.environ.get("VAEMEM_SANITIZE") == "1":
+    if SANITIZE:
         # Python's own flags may hold -fwrapv, which would make signed overflow no fault.
-        flags += ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-wrapv", "-g", "-O1"]
+        flags += [*SANITIZE, "-fno-sanitize-recover=all", "-fno-wrapv", "-g", "-O1"]
     return flags
 
 
@@ -150,7 +152,6 @@ class BuildPerFolder(build_ext):
             self.compiler._compile = compile_one
 
 
-sanitize = ["-fsanitize=address,undefined"] if os.environ.get("VAEMEM_SANITIZE") == "1" else []
 headers = sorted(glob.glob("csrc/**/*.h", recursive=True) + glob.glob("kernels/**/*.h", recursive=True))
 CUDA_ONLY = "csrc/python/py_cuda.c"
 core = [path for folder in FOLDERS for path in glob.glob(f"{folder}/*.c") if path != CUDA_ONLY]
@@ -162,7 +163,7 @@ extensions = [
         define_macros=[(name, "1") for name in (HAVE_SETS, EMULATOR and "VM_EMULATE_AMX") if name],
         depends=headers,
         libraries=["m", "pthread", "dl"],
-        extra_link_args=sanitize,
+        extra_link_args=SANITIZE,
     ),
     # What cuDNN finds where there is no driver. It is no Python module, and BuildPerFolder gives it a name that no
     # import takes for one (libcuda.so.1): whoever imported it would have a CUDA driver without a device.
@@ -170,7 +171,7 @@ extensions = [
         "vaemem.data.libcuda", ["kernels/cudnn/no_driver/libcuda.c"], extra_link_args=["-Wl,-soname,libcuda.so.1"]
     ),
 ]
-cuda = None if os.environ.get("VAEMEM_CUDA") == "0" else find_cuda()
+cuda = None if WANTS_CUDA == "0" else find_cuda()
 if cuda:
     NVCC, include = cuda
     extensions.append(
@@ -180,12 +181,12 @@ if cuda:
             include_dirs=[include],
             depends=headers + sorted(glob.glob("kernels/cuda/*.cu")),
             libraries=["m", "pthread", "dl"],
-            extra_link_args=sanitize,
+            extra_link_args=SANITIZE,
         )
     )
-elif os.environ.get("VAEMEM_CUDA") == "1":
+elif WANTS_CUDA == "1":
     raise SystemExit("vaemem: VAEMEM_CUDA=1 wants nvcc and cuda.h: put them on the path or set CUDA_HOME")
-elif os.environ.get("VAEMEM_CUDA") == "0":
+elif WANTS_CUDA == "0":
     print("vaemem: built without CUDA, as VAEMEM_CUDA=0 asks")
 else:
     print("vaemem: built without CUDA: no nvcc with cuda.h (CUDA_HOME, else path, /usr/local/cuda, nvidia-* wheels)")

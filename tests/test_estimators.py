@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from vaemem import Table, fit
-from vaemem.tables.estimators import ESTIMATORS, Comparison, compare, ran_tiled, sd15_equation
+from vaemem.tables.estimators import ESTIMATORS, Comparison, compare, sd15_equation, with_tiles
 
 MIB = 2**20
 
@@ -182,6 +182,10 @@ def encode(sizes, **other):
     return Table([row(op="encode", side=s, reserved=2 * mib * MIB, **other) for s, mib in sizes])
 
 
+def ran_tiled(table):
+    return [tiled for _, tiled in with_tiles(table)]
+
+
 def test_rows_that_ran_tiled_are_told_by_what_they_allocate():
     whole = encode([(512, 384), (768, 864), (1024, 1536), (1536, 3456)])
     assert ran_tiled(whole) == [False] * 4
@@ -240,6 +244,8 @@ def test_figures(tmp_path):
     assert list(axes.lines[0].get_ydata()) == pytest.approx([2137, 2176])
     with pytest.raises(ValueError, match="table: want rows with height, width, dtype and reserved_bytes"):
         plot.implied_constants(Table())
+    with pytest.raises(ValueError, match=r"target: want one of allocated_bytes, .*got 'memory'"):
+        plot.implied_constants(table, target="memory")
 
 
 def test_command_line(tmp_path, capsys):

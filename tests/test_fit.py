@@ -147,6 +147,8 @@ def test_bad_predictions_are_named():
     (formula,) = fit(line(1, 0))
     with pytest.raises(ValueError, match="height: want at least 1, got 0"):
         formula.predict(0, 512)
+    with pytest.raises(ValueError, match="width: want at least 1, got '512'"):
+        formula.predict(512, "512")
     with pytest.raises(ValueError, match=r"dtype: want one of float64, .*, got 'fp16'"):
         formula.predict(512, 512, "fp16")
 

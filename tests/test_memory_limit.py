@@ -286,8 +286,13 @@ def test_tradeoff_as_a_table_and_a_picture(vae, capsys):
     assert isinstance(figure, matplotlib.Figure) and len(figure.axes[0].lines) == 3
     with pytest.raises(ValueError, match="table: want rows with work"):
         vaemem.plot.tradeoff(vaemem.Table())
-    with pytest.raises(ValueError, match="ops: want"):
-        vaemem.tradeoff(vae, "dream", 64, 64)
+    for message, arguments in (
+        ("ops: want", (vae, "dream", 64, 64)),
+        ("dtype: want one of", ("sdxl", "decode", 64, 64, 1, ["float32", "float16"])),
+        ("models: want .* or a VAE, got \\['sdxl'\\]", (["sdxl"], "decode", 64, 64)),
+    ):
+        with pytest.raises(ValueError, match=message):
+            vaemem.tradeoff(*arguments)
 
 
 def test_sweeps_and_the_command_line(vae, capsys):

@@ -260,6 +260,15 @@ def test_rows_that_lack_much():
             report(Table([bare]), claims=claims)
 
 
+@pytest.mark.parametrize("op", ["encode", "decode"])
+def test_rows_in_tiles_without_a_whole_image_that_was_reserved(op):
+    """Only the tiles' row has what claims are about."""
+    shared = {"model": "sdxl", "op": op, "dtype": "float16", "runtime": "diffusers"}
+    whole = shared | {"height": 512, "width": 512, "allocated_bytes": 100 << 20}
+    tiled = shared | {"height": 2048, "width": 2048, "allocated_bytes": 101 << 20, "reserved_bytes": 200 << 20}
+    assert "1 row ran in tiles" in report(Table([whole, tiled]), plots=False).markdown
+
+
 def test_names_are_text_in_html():
     rows = [{"model": "<script>x</script>", "op": "a|b", "height": s, "width": s, "dtype": "float32",
              "allocated_bytes": s * s, "reserved_bytes": s * s} for s in (64, 128)]  # fmt: skip

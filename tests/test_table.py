@@ -129,7 +129,7 @@ def test_pandas_round_trip_is_exact(table):
     pytest.importorskip("pandas")
     frame = table.to_pandas()
     assert list(frame.columns) == list(COLUMNS) and len(frame) == len(table)
-    assert Table.from_pandas(frame) == table
+    assert Table.from_pandas(frame) == Table(frame) == table
 
 
 def test_pandas_keeps_bytes_whole():
@@ -188,6 +188,7 @@ def test_a_byte_order_mark_is_no_text(tmp_path):
         path = tmp_path / "marked"
         path.write_text(text, "utf-8-sig")
         assert read(path) == read(io.StringIO("\ufeff" + text)) == mixed()
+        assert read(io.BytesIO(path.read_bytes())) == read(io.BytesIO(text.encode())) == mixed()
 
 
 @pytest.mark.parametrize("read", [Table.from_csv, Table.from_json])
@@ -282,7 +283,8 @@ def test_render_aligns():
     ("call", "message"),
     [
         (lambda frame: Table(5), "rows: want mappings of column to value, got int"),
-        (lambda frame: Table(frame), "rows: want mappings .*got DataFrame, of which Table.from_pandas makes a Table"),
+        (lambda frame: Table(frame.rename(columns={"op": "what"})), "row 0: unknown column 'what'"),
+        (lambda frame: Table.from_csv(5), "file: want a path or an open file, got int"),
         (lambda frame: Table.from_pandas(5), "frame: want a pandas.DataFrame, got int"),
         (lambda frame: compare(5), "rows: want mappings of column to value, got int"),
         (lambda frame: fit([1]), "row 0: want a mapping of column to value, got int"),
@@ -301,7 +303,7 @@ def test_rows_and_data_frames_are_taken_as_tables():
     for given in (frame, rows, iter(rows)):
         assert str(fit(given)) == str(fit(table))
     assert str(compare(frame)) == str(compare(rows)) == str(compare(table))
-    assert str(report(frame)) == str(report(table))
+    assert str(report(frame)) == str(report(iter(rows))) == str(report(table))
 
 
 def test_a_column_is_no_row():

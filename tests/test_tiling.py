@@ -6,6 +6,7 @@ import signal
 import sys
 import tracemalloc
 import types
+import warnings
 
 import numpy as np
 import pytest
@@ -171,6 +172,7 @@ def test_ramps(blend, ramp, overlap):
 # ---- formats ----
 
 
+@pytest.mark.filterwarnings("ignore:decode. the result is not finite")
 def test_formats():
     vae = small_vae("flux")
     z, tiling = 3 * latents(vae, 10, 13, 2), Tiling(32)
@@ -194,6 +196,21 @@ def test_formats():
     plain, scaled = vae.encode(x, tiling=tiling), vae.encode(got, scaled=True, tiling=tiling)
     assert np.array_equal(plain.moments, scaled.moments)
     assert np.allclose(scaled.mode(), (plain.mean - np.float32(0.1159)) * np.float32(0.3611), rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_a_picture_of_what_is_no_number_is_told_once(dtype):
+    """Bytes do not show it, in whichever tile it is, and the warning is the caller's."""
+    vae, z = small_vae(dtype=dtype), latents(small_vae(), 12, 12)
+    z[0, 0, -1, -1] = np.nan
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        vae.decode(z, output_type="uint8", tiling=Tiling(16))
+    assert [(str(w.message), w.filename) for w in seen] == [("decode: the result is not finite", __file__)]
+    assert sum(f"{dtype}: not finite" in note for note in vae.last_run.notes) == 1
+    z[0, 0, -1, -1] = 0
+    vae.decode(z, output_type="uint8", tiling=Tiling(16))
+    assert vae.last_run.notes == ("16 tiles of 16x16",)
 
 
 def test_any_number_of_threads():

@@ -27,6 +27,9 @@ def test_a_state_dict_of_arrays(prefix):
         VAE.load(state)
     with pytest.raises(ValueError, match=r"state dict: unknown layout"):
         VAE.load({})
+    for state in ({1: np.zeros(3)}, {"decoder.conv_in.weight": 5}):  # no names, no arrays
+        with pytest.raises(ValueError, match=r"state dict: unknown layout"):
+            VAE.load(state)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])

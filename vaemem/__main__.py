@@ -1,5 +1,5 @@
 # PYTHON_ARGCOMPLETE_OK
-"""The command line, `python -m vaemem COMMAND` or `vaemem COMMAND`: what can be said. `_commands` does it."""
+"""The command line, `python -m vaemem COMMAND` or `vaemem COMMAND`: its words and options, which `_commands` obeys."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from vaemem.pipelines.plan import RUNTIMES as PLANNED_RUNTIMES
 from vaemem.pipelines.predict import RUNTIMES as PREDICTED_RUNTIMES
 from vaemem.prediction.benchmark import PROTOCOLS, USUAL_PROTOCOL
 from vaemem.prediction.bound import APPLICATIONS, SIDES
-from vaemem.prediction.process import RUNTIMES
+from vaemem.prediction.process import DEFAULT_TORCH, RUNTIMES
 from vaemem.tables.fit import TARGETS
+
+SIZE_HELP = "height x width of the image in pixels"
 
 
 def _size(text: str) -> tuple[int, int]:
@@ -75,10 +77,11 @@ def _parser() -> argparse.ArgumentParser:
         sub.set_defaults(function=getattr(_commands, f"run_{name}"))
         return sub
 
-    def asked(sub: argparse.ArgumentParser, ops: Sequence[str]) -> None:
+    def asked(sub: argparse.ArgumentParser, ops: Sequence[str], sizes: bool = True) -> None:
         sub.add_argument("model", help=", ".join(_core.models()))
         sub.add_argument("op", choices=ops)
-        sub.add_argument("sizes", type=_size, nargs="+", metavar="HxW", help="height x width of the image in pixels")
+        if sizes:
+            sub.add_argument("sizes", type=_size, nargs="+", metavar="HxW", help=SIZE_HELP)
         sub.add_argument("--batch", type=_count, default=1)
 
     def precise(sub: argparse.ArgumentParser) -> None:
@@ -105,7 +108,7 @@ def _parser() -> argparse.ArgumentParser:
             "--gpu", default="RTX 4090", help="a card (default: RTX 4090) or a compute capability such as sm_89"
         )
         sub.add_argument("--used", metavar="SIZE", default=0, help="what others hold of the card, such as '1.5 GB'")
-        card_and_software(sub, "2.7.1+cu128")
+        card_and_software(sub)
         sub.add_argument("--channels-last", action="store_true", help="the model in PyTorch's channels_last format")
         sub.add_argument("--no-tf32", action="store_true", help="torch.backends.cudnn.allow_tf32 = False")
         sub.add_argument(
@@ -114,14 +117,14 @@ def _parser() -> argparse.ArgumentParser:
         )  # fmt: skip
         sub.add_argument("--cudnn-benchmark", action="store_true", help="refused: only the card knows what that takes")
 
-    def card_and_software(sub: argparse.ArgumentParser, usual: str) -> None:
+    def card_and_software(sub: argparse.ArgumentParser, usual: str = DEFAULT_TORCH) -> None:
         sub.add_argument("--memory", metavar="SIZE", help="of the card, such as '16 GB', where its name leaves it open")
         sub.add_argument("--cudnn", metavar="VERSION", help="such as 9.10.2")
         sub.add_argument(
             "--torch", metavar="VERSION", help=f"such as 2.9.1+cu128; 2.9.1 is PyPI's build (default: {usual})"
         )
 
-    def formatted(sub: argparse.ArgumentParser, *forms: str) -> None:
+    def formatted(sub: argparse.ArgumentParser, forms: Sequence[str] = ("text", "csv", "json", "markdown")) -> None:
         sub.add_argument("--format", choices=forms, default="text", help="of what is printed")
 
     sub = command(
@@ -165,18 +168,12 @@ def _parser() -> argparse.ArgumentParser:
     asked(sub, OPS)
     sub.add_argument("--memory-limit", metavar="SIZE", help="such as '512 MiB', '2 GB' or auto")
     placed(sub)
-    formatted(sub, "text", "csv", "json", "markdown")
+    formatted(sub)
 
-    sub = command(
-        "tradeoff",
-        "What less memory costs: the engine's plans, from the fastest to the smallest.",
-    )
-    sub.add_argument("model", help=", ".join(_core.models()))
-    sub.add_argument("op", choices=OPS)
-    sub.add_argument("sizes", type=_size, nargs="+", metavar="HxW", help="height x width of the image in pixels")
-    sub.add_argument("--batch", type=_count, default=1)
+    sub = command("tradeoff", "What less memory costs: the engine's plans, from the fastest to the smallest.")
+    asked(sub, OPS)
     in_numbers(sub)
-    formatted(sub, "text", "csv", "json", "markdown")
+    formatted(sub)
 
     sub = command("sweep", "Measure the engine's memory and time over models, operations and sizes.")
     sub.add_argument("--models", nargs="+", default=["sd15", "sdxl", "flux"], metavar="MODEL")
@@ -187,7 +184,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--repeats", type=_count, default=1, help="runs of each case, of whose times the median is taken")
     sub.add_argument("--estimate", action="store_true", help="ask the plan, run nothing")
     sub.add_argument("--csv", metavar="FILE", help="also write the table there")
-    formatted(sub, "text", "csv", "json", "markdown")
+    formatted(sub)
 
     sub = command("fit", "Fit a*H*W*e + b to a table, for each model and operation.")
     sub.add_argument("table", metavar="CSV", help="a table of vaemem's or of the PyTorch benchmark; - reads a pipe")
@@ -195,7 +192,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--quantile", type=float, help="a line above this share of the rows (needs SciPy); 1: above all")
     for name in ("model", "op", "dtype", "source"):
         sub.add_argument(f"--{name}", help=f"only rows of this {name}")
-    formatted(sub, "text", "python", "latex", "json")
+    formatted(sub, ("text", "python", "latex", "json"))
 
     sub = command("compare", "The estimators that people ship beside the rows of a table.")
     sub.add_argument("table", metavar="CSV")
@@ -205,12 +202,9 @@ def _parser() -> argparse.ArgumentParser:
         "--predict", action="store_true", help="vaemem.predict (a fresh process) beside ComfyUI and InvokeAI"
     )
     sub.add_argument("--sizes", type=_size, nargs="+", metavar="HxW", help="only these sizes")
-    formatted(sub, "text", "markdown")
+    formatted(sub, ("text", "markdown"))
 
-    sub = command(
-        "report",
-        "Report on a table: ratios, scaling, constants, advice, published claims checked.",
-    )
+    sub = command("report", "Report on a table: ratios, scaling, constants, advice, published claims checked.")
     sub.add_argument("table", metavar="CSV")
     sub.add_argument("--out", default="report", help="folder for report.md, report.html and figures (default: report)")
     sub.add_argument("--device", help="where the table does not say it, such as 'RTX 4090'")
@@ -220,12 +214,10 @@ def _parser() -> argparse.ArgumentParser:
     asked(sub, TILED_OPS)
     on_a_card(sub)
     sub.add_argument("--tensors", type=_count, default=6, help="how many of the peak's tensors to show (default: 6)")
-    formatted(sub, "text", "csv", "json", "markdown")
+    formatted(sub)
 
     sub = command("largest", "The largest image that PyTorch has room for on a card, and its prediction.")
-    sub.add_argument("model", help=", ".join(_core.models()))
-    sub.add_argument("op", choices=TILED_OPS)
-    sub.add_argument("--batch", type=_count, default=1)
+    asked(sub, TILED_OPS, sizes=False)
     sub.add_argument("--aspect", type=float, default=1.0, help="width over height (default: 1)")
     sub.add_argument("--engine", metavar="SIZE", help="what our own engine has room for in a memory such as '2 GiB'")
     on_a_card(sub, None)  # float16, and of the engine float32
@@ -233,7 +225,7 @@ def _parser() -> argparse.ArgumentParser:
 
     def of_a_pipeline(sub: argparse.ArgumentParser) -> None:
         sub.add_argument("pipeline", help=", ".join(PIPELINES))
-        sub.add_argument("size", type=_size, metavar="HxW", help="height x width of the image in pixels")
+        sub.add_argument("size", type=_size, metavar="HxW", help=SIZE_HELP)
         sub.add_argument("--batch", type=_count, default=1)
         sub.add_argument("--used", metavar="SIZE", default=0, help="what others hold of the card, such as '1.5 GB'")
         sub.add_argument("--tokens", type=_count, help="of the prompt (default: what the pipeline pads to)")
@@ -246,10 +238,7 @@ def _parser() -> argparse.ArgumentParser:
             help="the type of a component's weights, or a file of them, such as transformer=Q8_0; may come again",
         )  # fmt: skip
 
-    sub = command(
-        "pipeline",
-        "What a whole pipeline takes of a card, phase by phase; 1 if it does not fit.",
-    )
+    sub = command("pipeline", "What a whole pipeline takes of a card, phase by phase; 1 if it does not fit.")
     of_a_pipeline(sub)
     sub.add_argument("--runtime", choices=PREDICTED_RUNTIMES, default="diffusers")
     sub.add_argument("--gpu", default="RTX 4090", help="a card (default: RTX 4090)")
@@ -260,8 +249,8 @@ def _parser() -> argparse.ArgumentParser:
         "--vae", default="whole", help="whole, tiled, sliced or vaemem; of sd.cpp direct, tiled and others"
     )
     sub.add_argument("--vae-memory-limit", metavar="SIZE", help="of vaemem's decoder, such as '1 GB'")
-    card_and_software(sub, "2.7.1+cu128")
-    formatted(sub, "text", "csv", "json", "markdown")
+    card_and_software(sub)
+    formatted(sub)
 
     sub = command("plan", "Every way of running a pipeline: which fit, how long they take, which to take.")
     of_a_pipeline(sub)
@@ -278,13 +267,10 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--link", default="PCIe 3.0 x16", help="between host and card (default: PCIe 3.0 x16)")
     sub.add_argument("--cpu", default="AVX2", help="the host's instructions: SSE4.2, AVX, AVX2 or 'no AVX2'")
     sub.add_argument("--cores", type=_count, help="of the host's CPU")
-    card_and_software(sub, "2.7.1+cu128")
-    formatted(sub, "text", "csv", "json", "markdown")
+    card_and_software(sub)
+    formatted(sub)
 
-    sub = command(
-        "bound",
-        "Formulas that ComfyUI and InvokeAI can paste: above every prediction of a domain.",
-    )
+    sub = command("bound", "Formulas that ComfyUI and InvokeAI can paste: above every prediction of a domain.")
     sub.add_argument("application", choices=APPLICATIONS)
     sub.add_argument("--models", nargs="+", metavar="MODEL", help="sd15, sdxl, flux (default: all)")
     sub.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
@@ -294,7 +280,7 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     sub.add_argument("--gpu", nargs="+", default=["RTX 4090"], metavar="GPU", help="cards or compute capabilities")
     card_and_software(sub, "every cuDNN that is known")
-    formatted(sub, "text", "python")
+    formatted(sub, ("text", "python"))
 
     sub = command("reproduce", "The published PyTorch benchmark, row by row: measured, predicted, error.")
     sub.add_argument("table", nargs="?", metavar="CSV", help="by default the copy that comes with vaemem")
@@ -302,10 +288,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--plan", action="store_true", help="instead: eight published ways to fit a 12 GB card, and ours")
     sub.add_argument("--equation", action="store_true", help="instead: a published equation for SD 1.5, term by term")
 
-    sub = command(
-        "backends",
-        "The instruction sets and GPUs that the engine has kernels for, and which it uses here.",
-    )
+    sub = command("backends", "The instruction sets and GPUs that the engine has kernels for, and which it uses here.")
     in_numbers(sub)
     return parser
 

@@ -1,4 +1,4 @@
-"""What each command does: of parsed arguments, to what is printed or written."""
+"""What each command does: a function for each, from its parsed arguments to what is printed or written."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ from vaemem import (
     predict_pipeline,
     report,
     sweep,
+    tradeoff,
 )
-from vaemem._common import ELEMENT_BYTES, MIB, OPS, choose, mib, need, render
+from vaemem._common import ELEMENT_BYTES, MIB, OPS, mib, need, render
 from vaemem.engine import latents, layouts, weights
 from vaemem.engine.arguments import open_device
 from vaemem.prediction import reproduce
@@ -70,8 +71,6 @@ def run_estimate(args: argparse.Namespace) -> None:
 
 
 def run_tradeoff(args: argparse.Namespace) -> None:
-    from vaemem.tables.sweep import tradeoff
-
     rows = [
         row
         for h, w in args.sizes
@@ -196,8 +195,7 @@ def _where(args: argparse.Namespace) -> dict[str, Any]:
 
 def run_largest(args: argparse.Namespace) -> None:
     if args.engine:
-        choose("model", args.model, _core.models())
-        vae = _bare(_core.models()[args.model], args.dtype or "float32", args.precision)
+        vae = _bare(layouts.known_arch(args.model), args.dtype or "float32", args.precision)
         height, width = vae.largest(args.op, args.engine, args.aspect, args.batch)
         print(f"{height}x{width}", vae.estimate(args.op, height, width, args.batch, memory_limit=args.engine), sep="\n")
         return

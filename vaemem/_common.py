@@ -1,4 +1,4 @@
-"""What every room uses and no room owns: units, element sizes, checked choices, optional packages, aligned text."""
+"""What every room uses and no room owns: units, element sizes, checks of arguments, optional packages, text, files."""
 
 from __future__ import annotations
 
@@ -51,6 +51,14 @@ def choose(argument: str, value: Any, among: Iterable[str]) -> None:
         raise ValueError(f"{argument}: want {wanted}, got {value!r}")
 
 
+def chosen(argument: str, values: Any, among: Iterable[str]) -> list[str]:
+    """One name, or a sequence of them, as a list; ValueError as `choose` raises it for any of them."""
+    names, known = listed(values, str), tuple(among)
+    for name in names:
+        choose(argument, name, known)
+    return names
+
+
 def flag(argument: str, value: Any) -> bool:
     """True or False, NumPy's too; ValueError where the value is neither."""
     if not isinstance(value, bool | np.bool_):
@@ -77,7 +85,8 @@ def real(value: Any) -> float:
 
 
 def listed(value: Any, single: type | tuple[type, ...]) -> list[Any]:
-    """One thing, or a sequence of them, as a list; what is neither is taken for one, which its check will name."""
+    """The items of a sequence as a list, and anything else as a list of that one thing. single: types that are taken
+    for one thing although they can be gone over, such as str."""
     return list(value) if isinstance(value, Iterable) and not isinstance(value, single) else [value]
 
 
@@ -121,6 +130,13 @@ def write(path: str | os.PathLike[str] | None, text: str) -> str | None:
     with open(path, "w", encoding="utf-8", newline="") as file:
         file.write(text)
     return None
+
+
+def png(figure: Any) -> bytes:
+    """A matplotlib figure as a PNG file's bytes."""
+    file = io.BytesIO()
+    figure.savefig(file, format="png")
+    return file.getvalue()
 
 
 def as_csv(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] | None = None) -> str:

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vaemem import plot
-from vaemem._common import latent_factor, mib, need, render
+from vaemem._common import latent_factor, mib, need, png, render
 from vaemem._handmade import handmade, picture
 from vaemem.engine.tiling import Tiling
 from vaemem.engine.vae import VAE, Run, backends
 from vaemem.prediction.predict import predict, predict_largest
-from vaemem.reports.document import Document, png
+from vaemem.reports.document import Document
 from vaemem.tables.estimators import compare
 from vaemem.tables.fit import fit
 from vaemem.tables.sweep import sweep, tradeoff

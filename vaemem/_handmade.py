@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from vaemem import _core
-from vaemem._common import choose
+from vaemem.engine.layouts import known_arch
 from vaemem.engine.vae import VAE
 
 # Colours from 0 to 1: what all have, and what each bit adds. A bit is a half or minus a half, so the middle is grey.
@@ -114,8 +114,7 @@ def handmade(model: str = "sdxl") -> VAE:
     ValueError
         An unknown model.
     """
-    choose("model", model, _core.models())
-    core = _core.Model(_core.models()[model], "all", None)
+    core = _core.Model(known_arch(model))
     made = _Tensors(core)
     four = np.eye(4)  # the three bits and the shade
     for name in made.arrays:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import functools
-import io
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from vaemem._common import ELEMENT_BYTES, MIB, choose, distinct, need
-from vaemem.tables.estimators import Comparison, pixels, ran_tiled
+from vaemem._common import ELEMENT_BYTES, MIB, choose, distinct, need, png
+from vaemem.tables.estimators import Comparison, pixels, with_tiles
 from vaemem.tables.fit import Fit, FittedLine
-from vaemem.tables.table import BYTE_COLUMNS, Row, Table, as_table
+from vaemem.tables.table import BYTE_COLUMNS, Row, Table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -56,7 +55,7 @@ def memory_vs_pixels(table: Table, fit: Fit | None = None, target: str = "alloca
     >>> rows = seed_table().filter(op="decode", dtype="float16")
     >>> plot.memory_vs_pixels(rows, fit(rows)).savefig("memory.png")
     """
-    table = as_table(table)
+    table = Table(table)
     choose("target", target, BYTE_COLUMNS)
     if fit is not None and fit.target != target:
         raise ValueError(f"fit: want one of {target}, got one of {fit.target}")
@@ -65,7 +64,7 @@ def memory_vs_pixels(table: Table, fit: Fit | None = None, target: str = "alloca
         raise ValueError(f"table: want rows with height, width and {target}, got none")
     ops = distinct(row["op"] for row in rows)
     series = distinct((row["model"], row["runtime"]) for row in rows)
-    drawn = _with_tiles(rows)
+    drawn = _in_tiles(rows)
     figure, panels = _panels(ops, 4.8)
     for axes, op in zip(panels, ops, strict=True):
         here = [(row, tiled) for row, tiled in drawn if row["op"] == op]
@@ -161,7 +160,7 @@ def tradeoff(table: Table, points: Mapping[str, tuple[float, float]] | None = No
     --------
     >>> plot.tradeoff(tradeoff(vae, "decode", 256, 256), {"another": (40 << 20, 1.5)}).savefig("tradeoff.png")
     """
-    table = as_table(table)
+    table = Table(table)
     rows = [row for row in table if None not in (row["work"], row["allocated_bytes"], row["weights_bytes"])]
     if not rows:
         raise ValueError("table: want rows with work, allocated_bytes and weights_bytes, got none")
@@ -203,19 +202,20 @@ def implied_constants(table: Table, shipped: Mapping[str, Mapping[str, float]] |
     Raises
     ------
     ValueError
-        No row holds the target.
+        The target is no column in bytes, or no row holds it.
 
     Examples
     --------
     >>> plot.implied_constants(seed_table(), {"decode": {"ComfyUI": 2178}}).savefig("constants.png")
     """
-    table = as_table(table)
+    table = Table(table)
+    choose("target", target, BYTE_COLUMNS)
     rows = [r for r in table if None not in (r[target], r["height"], r["width"]) and r["dtype"] in ELEMENT_BYTES]
     if not rows:
         raise ValueError(f"table: want rows with height, width, dtype and {target}, got none")
     ops, models = distinct(row["op"] for row in rows), distinct(row["model"] for row in rows)
     figure, panels = _panels(ops, 4.4)
-    drawn = _with_tiles(rows)
+    drawn = _in_tiles(rows)
     for axes, op in zip(panels, ops, strict=True):
         here = [(row, tiled) for row, tiled in drawn if row["op"] == op]
         for i, (model, dtype) in enumerate(distinct((row["model"], row["dtype"]) for row, _ in here)):
@@ -279,7 +279,8 @@ def estimator_errors(comparison: Comparison) -> Figure:
     return figure
 
 
-# What a phase of a pipeline is made of, from the bottom up: attribute, meaning, colour.
+# What a phase of a pipeline is made of, from the bottom up: attribute, meaning, colour. A phase has some of
+# these parts: a plan's and a prediction's differ.
 _PHASE_PARTS = (
     ("weights", "weights", _LIGHT),
     ("activations", "tensors", _COLOURS[0]),
@@ -320,7 +321,7 @@ def pipeline(run: Any, available: int | None = None) -> Figure:
     axes = figure.subplots()
     bottom = np.zeros(len(phases))
     for name, meaning, colour in _PHASE_PARTS:
-        sizes = np.array([_part_of(phase, name) for phase in phases], dtype=np.float64) / MIB
+        sizes = np.array([getattr(phase, name, 0) for phase in phases], dtype=np.float64) / MIB
         if sizes.any():
             axes.bar(range(len(phases)), sizes, 0.62, bottom, color=colour, label=meaning)
             bottom += sizes
@@ -343,11 +344,6 @@ def _expect(argument: str, value: Any, attribute: str, wanted: str) -> None:
         raise ValueError(f"{argument}: want {wanted}, got {type(value).__name__}")
 
 
-def _part_of(phase: Any, name: str) -> float:
-    """Of a prediction's phase or a plan's, whose parts have other names: a part that it does not have is 0."""
-    return float(getattr(phase, name, 0))
-
-
 def _figure(width: float, height: float) -> Figure:
     # A bare Figure: no pyplot, so no window, no global state, and any thread may draw.
     figure: Figure = need("matplotlib.figure", "plot").Figure(figsize=(width, height), layout="constrained", dpi=144)
@@ -357,10 +353,8 @@ def _figure(width: float, height: float) -> Figure:
 
 def _shown(figure: Figure, **_: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """What a notebook shows, with or without ``%matplotlib inline``: a PNG, 80 pixels of the page an inch."""
-    file = io.BytesIO()
-    figure.savefig(file, format="png")
     shown = {"width": round(80 * figure.get_figwidth())}
-    return {"image/png": file.getvalue(), "text/plain": repr(figure)}, {"image/png": shown}
+    return {"image/png": png(figure), "text/plain": repr(figure)}, {"image/png": shown}
 
 
 def _panels(ops: Sequence[str], height: float) -> tuple[Figure, Any]:
@@ -372,11 +366,9 @@ def _panels(ops: Sequence[str], height: float) -> tuple[Figure, Any]:
     return figure, panels
 
 
-def _with_tiles(rows: Sequence[Row]) -> list[tuple[Row, bool]]:
+def _in_tiles(rows: Sequence[Row]) -> list[tuple[Row, bool]]:
     """Each row, and whether it ran in tiles: as its op says, or as its bytes do."""
-    return [
-        (row, told or str(row["op"]).endswith("_tiled")) for row, told in zip(rows, ran_tiled(Table(rows)), strict=True)
-    ]
+    return [(row, told or str(row["op"]).endswith("_tiled")) for row, told in with_tiles(Table(rows))]
 
 
 def _points(

@@ -32,8 +32,8 @@ def check_numbers(dtype: Any, precision: Any) -> None:
 def open_device(
     device: Any, dtype: str, precision: str, autotune: bool, convolution: str
 ) -> tuple[Device | None, dict[str, Any]]:
-    """A GPU, or None for the CPU, and the core's arguments for a model there. For `VAE.load` and its like, whose caller
-    is warned of what changed."""
+    """The GPU that `device` names, or None for the CPU; and the core's arguments for a model there. Arguments are
+    `VAE.load`'s. The caller's caller is warned where VAEMEM_DISABLE has changed since the import."""
     warn_of_change(stacklevel=3)
     number, autotune = parse_device(device), flag("autotune", autotune)
     check_numbers(dtype, precision)
@@ -45,6 +45,7 @@ def open_device(
 
 
 def default_threads() -> int:
+    """VAEMEM_THREADS, else as many as there are processors that this process may use."""
     text = os.environ.get("VAEMEM_THREADS")
     if text is None:
         return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -79,8 +80,23 @@ def polling(
     says: Callable[[], str] | None = None,
     cancel: Event | None = None,
 ) -> Iterator[Poll]:
-    """What is to be told (done, to do): the caller's function, a bar of tqdm's for True, or nobody (None). The bar says
-    the title, or what `says` says when it moves. Once `cancel` is set the next one to tell anything gets Cancelled."""
+    """Gives the function that is to be called with (rows done, rows to do), or None where nobody wants to know.
+
+    Parameters
+    ----------
+    progress : bool or callable
+        The caller's own function, or True for a bar of tqdm's.
+    title : str
+        Of the bar, and what Cancelled says was cancelled.
+    total : int
+        Rows to do, as far as that is known before the first call.
+    form : str, optional
+        tqdm's bar_format.
+    says : callable, optional
+        Gives the bar's title anew each time that it moves.
+    cancel : threading.Event, optional
+        Once it is set the function raises Cancelled.
+    """
     if cancel is not None and not callable(getattr(cancel, "is_set", None)):
         raise TypeError(f"cancel: want a threading.Event or None, got {type(cancel).__name__}")
     with _told(progress, title, total, form, says) as poll:

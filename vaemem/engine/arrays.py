@@ -11,8 +11,6 @@ from vaemem import _core
 from vaemem._common import latent_factor
 from vaemem.engine.device import Device, DeviceArray
 
-__all__ = ["Arrays", "DeviceArrays", "HostArrays", "ends_of", "request_of"]
-
 NAMES = {"encode": "x", "decode": "z"}  # of what goes in
 
 
@@ -35,44 +33,68 @@ def request_of(op: str, height: int, width: int, batch: int, pixels: str, floats
 
 
 def ends_of(arch: Mapping[str, Any], op: str) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Pixels on a side of a latent, and channels: of what goes in, and of what comes out."""
+    """(scale, channels) of what goes in, and of what comes out. The scale is how many pixels an array has on a side
+    where the latents have one: 1 for latents themselves, 8 for the images of most models."""
     if op == "decode":
         return (1, arch["latent_channels"]), (latent_factor(arch), arch["out_channels"])
     return (latent_factor(arch), arch["in_channels"]), (1, 2 * arch["latent_channels"])
 
 
 class _Arrays:
-    """What goes in and what comes out: `request`, arguments of the core's plan; `shape` and `dtype` of the result."""
+    """What goes into a run and what comes out.
 
-    waits = True  # a run is over when the call returns
+    Attributes
+    ----------
+    request : dict
+        Arguments of the core's plan.
+    shape, dtype
+        Of the result.
+    waits : bool
+        Whether the run is over when the call returns.
+    """
+
+    waits = True
 
     def __init__(self, arch: dict[str, Any], op: str, given: Any, pixels: str, out: Any, floats: str | None = None):
-        """pixels: of decode's result; what encode is given says its own. floats: as for `request_of`."""
-        ((a, channels), (b, made)), shape, axis = ends_of(arch, op), given.shape, 1
+        """given: an array with shape and dtype. pixels: of decode's result; the images that encode is given have their
+        own. floats: as for `request_of`."""
+        (scale_in, channels), (scale_out, made) = ends_of(arch, op)
+        axis = 1  # of the channels
         if op == "decode":
             wanted = f"(N, {channels}, h, w) for {arch['name']}"
         elif given.dtype == "uint8":
             axis, pixels, wanted = 3, "uint8", f"(N, H, W, {channels}) for uint8"
         else:
             pixels, wanted = "float", f"(N, {channels}, H, W)"
-        if len(shape) != 4 or shape[axis] != channels:
-            raise ValueError(f"{NAMES[op]}: want shape {wanted}, got {shape}")
-        n, h, w = shape[:axis] + shape[axis + 1 :]
-        for name, side in (("height", h), ("width", w)) if op == "encode" and floats is None else ():
-            if side % a:
+        if len(given.shape) != 4 or given.shape[axis] != channels:
+            raise ValueError(f"{NAMES[op]}: want shape {wanted}, got {given.shape}")
+        n, *sides = given.shape[:axis] + given.shape[axis + 1 :]
+        for name, side in zip(("height", "width"), sides, strict=True):
+            if op == "encode" and floats is None and side % scale_in:
                 hint = "pad='reflect' or pad='edge' makes it one"
-                raise ValueError(f"{name}: want a positive multiple of {a}, got {side}: {hint}")
-        scale, as_bytes = latent_factor(arch) // a, op == "decode" and pixels == "uint8"
-        self.request = request_of(op, h * scale, w * scale, n, pixels, floats) | dict(own_output=out is None)
-        h, w = h * b // a, w * b // a
+                raise ValueError(f"{name}: want a positive multiple of {scale_in}, got {side}: {hint}")
+        height, width = (side * (latent_factor(arch) // scale_in) for side in sides)
+        self.request = request_of(op, height, width, n, pixels, floats) | dict(own_output=out is None)
+        h, w = (side * scale_out // scale_in for side in sides)
+        as_bytes = op == "decode" and pixels == "uint8"
         self.shape = (n, h, w, made) if as_bytes else (n, made, h, w)
         self.dtype = "uint8" if as_bytes else floats or "float32"
 
 
 class HostArrays(_Arrays):
-    """NumPy's. What is not contiguous native float32, nor bytes to encode, is copied to it."""
+    """NumPy's arrays. What goes in is copied to contiguous native float32 unless it is that, or bytes to encode."""
 
-    def __init__(self, arch: dict[str, Any], op: str, array: Any, pixels: str, out: np.ndarray | None):
+    def __init__(
+        self,
+        arch: dict[str, Any],
+        op: str,
+        array: Any,
+        pixels: str,
+        out: np.ndarray | None,
+        becomes_bytes: bool = False,
+    ):
+        """becomes_bytes: of a result in floats, which the caller makes bytes of; these do not show what is not finite,
+        so it is looked for here, as the core does where the bytes are its own."""
         data = np.asarray(array)
         if op == "encode" and data.dtype == np.uint8:
             data = np.ascontiguousarray(data)
@@ -82,15 +104,19 @@ class HostArrays(_Arrays):
         if out is not None:
             check_out(out, self.shape, self.dtype)
             check_apart(np.lib.array_utils.byte_bounds(data), np.lib.array_utils.byte_bounds(out))
-        self.data, self.out = data, out
+        self.data, self.out, self._becomes_bytes = data, out, becomes_bytes
 
     def run(self, core: _core.Model, wait: bool, **how: Any) -> tuple[np.ndarray, Any]:
         """The result, and the core's record of the run. how: more arguments of the core's run."""
-        return core.run(self.request["op"], self.data, out=self.out, pixels=self.request["pixels"], **how)
+        result, record = core.run(self.request["op"], self.data, out=self.out, pixels=self.request["pixels"], **how)
+        if self._becomes_bytes and not np.isfinite([result.min(), result.max()]).all():
+            record["overflow"] = True
+        return result, record
 
 
 class DeviceArrays(_Arrays):
-    """Of any library with DLPack, never copied. The result is the same library's where we know how it makes one."""
+    """Arrays in a GPU's memory, of any library with DLPack; never copied. The result is the same library's where we
+    know how it makes one."""
 
     def __init__(self, arch: dict[str, Any], op: str, array: Any, pixels: str, out: Any, device: Device):
         self._device, self._like, self._out = device, array, None
@@ -102,8 +128,8 @@ class DeviceArrays(_Arrays):
         if as_bytes and op == "decode":
             raise ValueError("z: want float32, float16 or bfloat16, got uint8")
         super().__init__(arch, op, self._given, pixels, out, device.dtype if as_bytes else self._given.dtype)
-        # Halves are looked at for overflow when they are done; what an unknown library does next cannot be ordered, nor
-        # how long it keeps its input.
+        # A run in halves may have overflowed, which is known when it is over. And where the library is unknown, its
+        # next use of the arrays cannot be put behind the run.
         self.waits = device.dtype == "float16" or not known
         if out is not None:
             self._write_to(out)

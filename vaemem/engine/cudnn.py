@@ -4,8 +4,6 @@ import contextlib
 import importlib.util
 import os
 
-__all__ = ["find_cudnn"]
-
 
 def find_cudnn() -> str | None:
     """Path of an installed libcudnn.so.9, or None to leave it to the loader.

@@ -6,8 +6,9 @@ import importlib
 import math
 import os
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 
 from vaemem.engine.cudnn import find_cudnn
@@ -16,8 +17,6 @@ try:
     from vaemem import _cuda
 except ImportError:  # built without nvcc
     _cuda = None  # type: ignore[assignment]
-
-__all__ = ["Device", "DeviceArray", "gpu_rows", "parse_device"]
 
 CONVOLUTIONS = ("cudnn", "own")
 CUDA = 2  # DLPack's number for CUDA memory
@@ -93,12 +92,7 @@ class DeviceArray:
 
     def numpy(self) -> np.ndarray:
         """A copy in host memory (bfloat16 as ml_dtypes')."""
-        if self.dtype == "bfloat16":
-            import ml_dtypes
-
-            out = np.empty(self.shape, ml_dtypes.bfloat16)
-        else:
-            out = np.empty(self.shape, self.dtype)
+        out = np.empty(self.shape, ml_dtypes.bfloat16 if self.dtype == "bfloat16" else self.dtype)
         self._device.backend.read(self._address, out.view(np.uint8).reshape(-1))
         return out
 
@@ -112,21 +106,19 @@ class DeviceArray:
         return f"<DeviceArray {self.dtype} {self.shape} on {self.device}>"
 
 
-class Borrowed:
-    """A user's array in a GPU's memory, for the length of a run."""
+def library_of(array: Any) -> str:
+    """The package that an array's type is from: ``"torch"``, ``"cupy"``."""
+    return type(array).__module__.partition(".")[0]
 
-    def __init__(self, array: Any, name: str, device: Device, stream: int):
-        kind, number = array.__dlpack_device__()
-        if (int(kind), int(number)) != (CUDA, device.number):
-            raise ValueError(f"{name}: want an array on cuda:{device.number}, got one on device {(int(kind), number)}")
-        fields = _cuda.borrow(array.__dlpack__(stream=stream))
-        self.shape, self.dtype, self.address = fields["shape"], fields["dtype"], fields["address"]
-        self.end = self.address + math.prod(self.shape) * {"uint8": 1, "float32": 4}.get(self.dtype, 2)
-        self.owner = fields["owner"]
-        if self.dtype is None:
-            raise TypeError(f"{name}: want float32, float16, bfloat16 or uint8, got another dtype")
-        if not fields["contiguous"]:
-            raise ValueError(f"{name}: want a contiguous array of shape {self.shape}")
+
+class Borrowed(NamedTuple):
+    """A user's array in a GPU's memory, which `owner` keeps there: from `address` to `end`."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    address: int
+    end: int
+    owner: Any
 
 
 class Device:
@@ -156,8 +148,9 @@ class Device:
         return where is not None and not isinstance(array, np.ndarray) and int(where()[0]) == CUDA
 
     def stream_of(self, array: Any) -> tuple[int, bool]:
-        """Where array's library puts its work now, and whether that is known; else our own stream."""
-        library = type(array).__module__.partition(".")[0]
+        """The stream on which array's library puts its work now, and True; our own stream and False where we do not
+        know the library."""
+        library = library_of(array)
         if library == "torch":
             return sys.modules["torch"].cuda.current_stream(self.number).cuda_stream or LEGACY_STREAM, True
         if library == "cupy":
@@ -167,11 +160,22 @@ class Device:
         return self.backend.stream, False
 
     def borrow(self, array: Any, name: str, stream: int) -> Borrowed:
-        return Borrowed(array, name, self, stream)
+        """array, ready for what is put on `stream`; ValueError or TypeError where a run cannot take it."""
+        kind, number = array.__dlpack_device__()
+        if (int(kind), int(number)) != (CUDA, self.number):
+            raise ValueError(f"{name}: want an array on cuda:{self.number}, got one on device {(int(kind), number)}")
+        fields = _cuda.borrow(array.__dlpack__(stream=stream))
+        shape, dtype, address = fields["shape"], fields["dtype"], fields["address"]
+        if dtype is None:
+            raise TypeError(f"{name}: want float32, float16, bfloat16 or uint8, got another dtype")
+        if not fields["contiguous"]:
+            raise ValueError(f"{name}: want a contiguous array of shape {shape}")
+        end = address + math.prod(shape) * {"uint8": 1, "float32": 4}.get(dtype, 2)
+        return Borrowed(shape, dtype, address, end, fields["owner"])
 
     def empty_like(self, array: Any, shape: tuple[int, ...], dtype: str) -> Any:
         """A new array of array's library, from that library's own allocator; None where we do not know it."""
-        library = type(array).__module__.partition(".")[0]
+        library = library_of(array)
         if library == "torch":
             torch = sys.modules["torch"]
             return torch.empty(shape, dtype=getattr(torch, dtype), device=array.device)
@@ -183,7 +187,6 @@ class Device:
 
     def as_library(self, array: DeviceArray, like: Any) -> Any:
         """The same memory as an array of like's library, where we know how."""
-        library = type(like).__module__.partition(".")[0]
-        if library in ("jax", "jaxlib"):
+        if library_of(like) in ("jax", "jaxlib"):
             return importlib.import_module("jax.dlpack").from_dlpack(array)
         return array

@@ -14,8 +14,6 @@ from typing import IO, Any
 from vaemem.engine.layouts import shown
 from vaemem.engine.stored import BLOCKS, FLOATS, MAX_HEADER, QUANTISED, Stored, bytes_of, fill
 
-__all__ = ["MAGIC", "READABLE", "header"]
-
 MAGIC = b"GGUF"
 READABLE = (*FLOATS, *QUANTISED)
 VERSIONS = (2, 3)  # 1 had other counts, and ggml no longer reads it

@@ -12,8 +12,6 @@ import numpy as np
 from vaemem._common import choose, distinct, need
 from vaemem.engine.arguments import as_int
 
-__all__ = ["crop", "pad", "read", "size_of", "to_pillow"]
-
 Notes = tuple[str, ...]
 
 PADS = ("reflect", "edge")  # NumPy's names
@@ -22,8 +20,9 @@ BYTES = ("RGB", "RGBX", "L", "1", "P", "CMYK", "YCbCr", "LAB", "HSV", *ALPHA)  #
 
 
 def read(x: Any) -> tuple[Any, Notes]:
-    """Pillow's images and files of them, one or a sequence, as uint8 (N, H, W, 3); anything else as it is. Beside it
-    what was done to them. ValueError where those of a sequence, or its arrays, have different sizes."""
+    """One of Pillow's images or an image file, or a sequence of them, as uint8 (N, H, W, 3); a sequence of arrays as
+    one array; anything else as it is. And notes of what was done to them. ValueError where a sequence has images of
+    different sizes."""
     if not x if isinstance(x, (list, tuple)) else not _is_image(x):
         return x, ()
     items, notes = list(x) if isinstance(x, (list, tuple)) else [x], list[str]()
@@ -88,8 +87,8 @@ def size_of(array: Any) -> tuple[int, int]:
 
 
 def crop(size: Any, request: Mapping[str, Any]) -> tuple[tuple[Any, ...], Notes]:
-    """The index that takes `size` (height, width) out of a decode's images from the top left, None for all of them.
-    request: arguments of the core's plan."""
+    """The index that takes the top left `size`, (height, width), out of a decode's images, and a note of it. Both are
+    empty where nothing is cut off: the size is None, or the images'. request: arguments of the core's plan."""
     if size is None:
         return (), ()
     if not isinstance(size, (list, tuple)) or len(size) != 2:

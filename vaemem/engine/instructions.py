@@ -8,8 +8,6 @@ import warnings
 from vaemem import _core
 from vaemem._common import DTYPES, PRECISIONS, distinct
 
-__all__ = ["read_disabled", "warn_of_change"]
-
 VARIABLE = "VAEMEM_DISABLE"
 _read = ""
 

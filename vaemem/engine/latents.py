@@ -1,4 +1,4 @@
-"""Latents as pipelines hold them, and as the VAE has them: what ``scaled=True`` goes between; and as files hold them.
+"""Latents between the VAE, which has them raw, and pipelines, which hold them scaled; and files of latents.
 
 Sources: diffusers' pipelines of Stable Diffusion XL (latents_mean, latents_std) and of FLUX.2 (``_patchify_latents``,
 ``_encode_vae_image`` and the end of ``__call__`` in ``pipeline_flux2.py``).
@@ -18,8 +18,6 @@ import numpy as np
 from vaemem._common import need
 from vaemem.engine.arrays import as_float
 from vaemem.engine.weights import read_tensors
-
-__all__ = ["Normalised", "Scaling", "held_by_pipelines", "read"]
 
 
 def read(path: str | os.PathLike[str]) -> np.ndarray:

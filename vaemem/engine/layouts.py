@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 
 from vaemem import _core
+from vaemem._common import choose
 
 Shape = tuple[int, ...]
 Arch = dict[str, Any]
@@ -109,6 +110,8 @@ _AUTOENCODER: Arch = {
     "use_post_quant_conv": True,
     "mid_block_add_attention": True,
 }
+# What an arch says beside them where nothing tells it: which model it is, and how pipelines scale its latents.
+_UNKNOWN: Arch = {"name": "custom", "scaling_factor": None, "shift_factor": 0.0}
 _CLASSES: dict[str, Arch] = {
     "AutoencoderKL": _AUTOENCODER
     | {"scaling_factor": 0.18215, "shift_factor": None, "latents_mean": None, "latents_std": None},
@@ -133,9 +136,9 @@ _BLOCK_TYPES = {"down_block_types": "DownEncoderBlock2D", "up_block_types": "UpD
 _IGNORED = ("name", "sample_size", "force_upcast", "batch_norm_momentum")
 SAMPLE_SIZES = {name: 512 if name == "sd15" else 1024 for name in _core.models()}
 _CLASS_SAMPLE_SIZES = {"AutoencoderKL": 32, "AutoencoderKLFlux2": 1024}
-# Where several models have the same tensors they are taken to be the first one's in the core's order: FLUX.1's, which
-# SD3 and Z-Image have too. Those of SD1.5, SDXL and Playground are nobody's.
-_NOBODYS = {"sd15": {"name": "sd", "scaling_factor": None}}
+# Where several models have the same tensors, the first of them in the core's order is found: FLUX.1, whose tensors SD3
+# and Z-Image have too. But tensors of SD1.5, which are SDXL's and Playground's too, say nothing of the scaling.
+_AMBIGUOUS = {"sd15": {"name": "sd", "scaling_factor": None}}
 
 
 def as_path(value: object, argument: str, want: str = "a path") -> Path:
@@ -226,6 +229,12 @@ def _contents(config: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[Mappi
     return contents, path
 
 
+def known_arch(model: str) -> Arch:
+    """The architecture of a model that the core has by name; ValueError for any other."""
+    choose("model", model, _core.models())
+    return _core.models()[model]
+
+
 def read_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> Arch:
     """The architecture, as ``_core.Model`` takes it, that a diffusers ``config.json`` (a directory that holds one, its
     contents, an `Arch`) describes. Its name is that of the model that it equals in every field, else ``"custom"``.
@@ -254,7 +263,7 @@ def sample_size_of(config: str | os.PathLike[str] | Mapping[str, Any] | None, mo
 
 
 def _class_of(config: Mapping[str, Any]) -> Any:
-    """An `Arch` does not say it, but has patches where it is AutoencoderKLFlux2."""
+    """The class that a config names. An `Arch` names none; it has a patch_size where it is AutoencoderKLFlux2's."""
     return config.get("_class_name", "AutoencoderKLFlux2" if config.get("patch_size") else "AutoencoderKL")
 
 
@@ -269,8 +278,7 @@ def _parse_config(config: Mapping[str, Any]) -> Arch:
             raise _bad_config(str(key), f"a key of {name}", value)
     if config.get("act_fn", "silu") != "silu":
         raise _bad_config("act_fn", "silu", config["act_fn"])
-    arch: Arch = {"name": "custom", "scaling_factor": None, "shift_factor": 0.0}
-    arch |= {key: _setting(key, config.get(key, default), default) for key, default in defaults.items()}
+    arch = _UNKNOWN | {key: _setting(key, config.get(key, default), default) for key, default in defaults.items()}
     _check_lists(arch)
     levels = len(arch["block_out_channels"])
     for key, block in _BLOCK_TYPES.items():
@@ -287,7 +295,7 @@ def _parse_config(config: Mapping[str, Any]) -> Arch:
 
 
 def _check_lists(arch: Arch) -> None:
-    """How many numbers each has, where it is there."""
+    """ValueError where a list has not as many numbers as the rest of the architecture wants, or wrong statistics."""
     sides, channels = len(arch["block_out_channels"]), arch["latent_channels"]
     wanted = {"decoder_block_out_channels": (sides, "one for each of block_out_channels"), "patch_size": (2, "two")}
     wanted |= dict.fromkeys(_STATISTICS, (channels, "one for each of the latent channels"))
@@ -395,8 +403,8 @@ def find_layout(names: Iterable[str]) -> tuple[str, str]:
 _BLOCK = re.compile(r"(encoder\.down|decoder\.up)(?:_blocks)?\.(\d{1,3})\.(?:resnets|block)\.(\d{1,3})\.")
 
 
-def _run(numbers: Iterable[int]) -> int:
-    """How many of 0, 1, 2... are among numbers before the first that is not."""
+def _length(numbers: Iterable[int]) -> int:
+    """How far numbers go on from 0 without a gap: 3 where they are 0, 1, 2 and 7."""
     have = set(numbers)
     return next(i for i in itertools.count() if i not in have)
 
@@ -408,11 +416,11 @@ def _blocks_of(shapes: Mapping[str, Shape], half: str, layout: str) -> tuple[lis
         found = _BLOCK.match(name)
         if found and name.startswith(half) and shape:
             blocks.setdefault(int(found[2]), {}).setdefault(int(found[3]), []).append(shape[0])
-    levels = _run(blocks)
+    levels = _length(blocks)
     if not levels:
         raise ValueError(f"want the resnets of the {half}'s first block, found none")
     widths = [statistics.mode(itertools.chain(*blocks[i].values())) for i in range(levels)]
-    layers = statistics.mode(_run(blocks[i]) for i in range(levels))
+    layers = statistics.mode(_length(blocks[i]) for i in range(levels))
     if half == "encoder":
         return widths, layers
     return widths if layout in ("ldm", "bfl") else widths[::-1], layers - 1
@@ -431,6 +439,7 @@ def _find_arch(in_file: Mapping[str, Shape], layout: str, prefix: str, parts: st
         sides = {each: _blocks_of(shapes, each, layout)[0] for each in ("encoder", "decoder")}
 
     def votes(*where: tuple[str, int, int]) -> list[int]:
+        """What tensors say of one number: each is found in a tensor's shape on an axis, times a factor."""
         return [shapes[n][axis] // per for n, axis, per in where if len(shapes.get(n, ())) > axis]
 
     images = votes(("encoder.conv_in.weight", 1, 1)), votes(("decoder.conv_out.weight", 0, 1))
@@ -446,23 +455,19 @@ def _find_arch(in_file: Mapping[str, Shape], layout: str, prefix: str, parts: st
     # a half that is not there is taken to be as the other; what no tensor shows has its default, and is then missing
     quant = {"encoder": any(n.startswith("quant_conv.") for n in shapes)}
     quant["decoder"] = any(n.startswith("post_quant_conv.") for n in shapes)
-    arch: Arch = {
-        "name": "custom",
+    arch = _AUTOENCODER | _UNKNOWN
+    arch |= {
         "in_channels": (images[0] or images[1] or [3])[0],
         "out_channels": (images[1] or images[0] or [3])[0],
         "latent_channels": statistics.mode(latents or [4]),
         "block_out_channels": tuple(sides.get("encoder", widths)),
         "layers_per_block": layers,
-        "norm_num_groups": 32,
-        "norm_eps": 1e-6,
         "use_quant_conv": quant["encoder" if "encoder" in halves else "decoder"],
         "use_post_quant_conv": quant["decoder" if "decoder" in halves else "encoder"],
         "mid_block_add_attention": any(".attentions." in n or ".attn_1." in n for n in shapes if n.startswith(half)),
-        "scaling_factor": None,
-        "shift_factor": 0.0,
     }
     if flux2:
-        arch |= {"patch_size": (2, 2), "batch_norm_eps": 1e-4}
+        arch |= {key: _CLASSES["AutoencoderKLFlux2"][key] for key in ("patch_size", "batch_norm_eps")}
     if sides.get("decoder", widths) != sides.get("encoder", widths):
         arch["decoder_block_out_channels"] = tuple(sides["decoder"])
     # before anything is allocated: the widest tensors must be there, so that a file bounds what its model takes
@@ -477,7 +482,7 @@ def _find_arch(in_file: Mapping[str, Shape], layout: str, prefix: str, parts: st
                 f"divide block_out_channels {tuple(channels)}: pass config="
             )
     alike = [model for model in _core.models().values() if _same(arch, model, but=_SCALING)]
-    return alike[0] | _NOBODYS.get(alike[0]["name"], {}) if alike else arch
+    return alike[0] | _AMBIGUOUS.get(alike[0]["name"], {}) if alike else arch
 
 
 def detect(shapes: Mapping[str, Shape], parts: str = "all") -> tuple[str, str, Arch]:

@@ -14,17 +14,6 @@ from vaemem import _core
 from vaemem._common import MIB, latent_factor
 from vaemem.engine.arguments import as_int
 
-__all__ = [
-    "LARGEST_SIDE",
-    "Limit",
-    "Plans",
-    "available_memory",
-    "check_aspect",
-    "largest_size",
-    "parse_size",
-    "resolve",
-]
-
 Limit = int | str | None
 
 _UNITS = {
@@ -167,8 +156,9 @@ class Plans:
         self._core, self.request = core, dict(request)
 
     def look(self, limit: int, **other: Any) -> tuple[Any, int]:
-        """The plan with the least work, on a GPU the largest stripes, that keeps within a limit (0: none), and what it
-        takes; or None, and a limit that may do. other: in place of the request's."""
+        """The plan with the least work (on a GPU: with the largest stripes) that keeps within a limit, and what it
+        takes. Where there is none: None, and a limit that may do. limit: in bytes, 0 for no limit. other: arguments in
+        place of the request's."""
         try:
             record = self._core.plan(**{**self.request, **other}, memory_limit=limit)
         except ValueError as error:
@@ -178,7 +168,7 @@ class Plans:
         return record, taken(record)
 
     def within(self, limit: int) -> Any:
-        """That plan; ValueError with `smallest` where there is none."""
+        """The plan of `look`; where there is none the ValueError of `refusal`."""
         record, _ = self.look(limit)
         if not record:
             raise self.refusal(limit)
@@ -190,14 +180,17 @@ class Plans:
 
     def smallest(self) -> tuple[int, Any]:
         """The smallest limit that will do, and its plan."""
+        # The core names the smallest plan that it met while it looked for one within the limit. Within that one's own
+        # bytes it looks in another order, and may not meet it.
         record, limit, least = None, 0, 1
-        while not record:  # what the core names as smallest is a plan that it saw on the way to this limit
+        while not record:
             limit = max(limit + 1, least)
             record, least = self.look(limit)
         while less := self.smaller(record):
             limit, record = taken(record) - 1, less
+        # Some plans are found under a larger limit only, and not under the one that is just what they take.
         same, least = self.look(taken(record))
-        return least if same else limit, record  # some plans are found from above alone
+        return least if same else limit, record
 
     def curve(self) -> list[Any]:
         """From the fastest plan to the smallest, without those that another one beats in memory and in work."""

@@ -1,4 +1,4 @@
-"""A model with its weights, where it lives: made, written, and closed. `vae` is what runs it."""
+"""A VAE as an object: how it is made, saved and closed, and what it is. `vae` adds what runs it."""
 
 from __future__ import annotations
 
@@ -11,22 +11,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vaemem import _core
-from vaemem._common import choose
 from vaemem._core import Model as Core
 from vaemem.engine import weights
 from vaemem.engine.arguments import open_device
 from vaemem.engine.device import Device
-from vaemem.engine.layouts import sample_size_of
+from vaemem.engine.layouts import known_arch, read_config, sample_size_of
 from vaemem.engine.runner import Runner
 
 if TYPE_CHECKING:
     from typing import Self
 
-__all__ = ["Model"]
-
 
 class Model:
-    """What `vaemem.VAE` says of its making, its weights and its end."""
+    """The part of `vaemem.VAE` that runs nothing: making one, its weights, its attributes, its end."""
 
     def __init__(self, core: Core, device: Device | None = None, config: Any = None) -> None:
         self._open: Runner | None = Runner(core, device)
@@ -144,11 +141,7 @@ class Model:
         49490199
         """
         gpu, where = open_device(device, dtype, precision, autotune, convolution)
-        if config is None:
-            choose("model", model, _core.models())
-            arch = _core.models()[model]
-        else:
-            arch = weights.read_config(config)
+        arch = known_arch(model) if config is None else read_config(config)
         core = _core.Model(arch, parts, **where)
         weights.random_tensors(core, seed)
         return cls(core, gpu, config)
@@ -304,7 +297,7 @@ class Model:
         return self._runner.device
 
     def _on_the_cpu(self, wish: str) -> Core:
-        """The core model, whose weights can be read. A GPU's are in another form."""
+        """The core model, whose weights can be read; ValueError for `wish` where they are on a GPU, in another form."""
         if self._device:
             raise ValueError(f"{wish}: want a VAE on the cpu, got one on {self.device}, whose weights are {self.dtype}")
         return self._core

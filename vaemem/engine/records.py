@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Encoded", "Run", "make_run"]
-
 CATEGORIES = ("weights", "activations", "scratch", "workspace", "output")  # of memory, by the core's names
 
 

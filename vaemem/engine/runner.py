@@ -1,9 +1,8 @@
-"""How a run is done: planned, and begun again where memory ran out or float16 overflowed."""
+"""What does a run: it is planned, and begun again where memory runs out or float16 overflows."""
 
 from __future__ import annotations
 
 import time
-import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +14,7 @@ from vaemem.engine.device import Device
 from vaemem.engine.limits import Plans, taken
 from vaemem.engine.records import Run, make_run
 
-__all__ = ["Runner", "Settings"]
+NOT_FINITE = "not finite"  # in the note of a run whose result holds NaN or infinities, where something looks for them
 
 # Activations overflow in some models' halves; GroupNorm takes any factor out again, so a power of two costs nothing but
 # the smallest numbers' last bits.
@@ -25,12 +24,12 @@ LEAST_UNIT = 2.0**-12
 
 @dataclass(frozen=True)
 class Settings:
-    """A VAE's attributes as they were when a call began: whoever changes them meanwhile changes the next call."""
+    """A VAE's attributes as they were when a call began: who changes them during a run changes the next one."""
 
     resources: dict[str, int]  # the core's arguments: threads, on a CPU
     graphs: bool
-    retries: bool  # with a smaller plan where memory runs out
-    cache_bytes: int | None  # as much arena is kept for the next run
+    retries: bool  # where memory runs out, with the next smaller plan
+    cache_bytes: int | None  # a larger arena is not kept for the next run
 
 
 class Runner:
@@ -67,8 +66,9 @@ class Runner:
                 break
             if self.dtype != "float16" or self._scale <= LEAST_UNIT:
                 so = " even so" if self._scale < 1 else ""
-                notes.append(f"{self.dtype}: not finite{so}: the input or the weights are not, or are too large for it")
-                warnings.warn(f"{request['op']}: the result is not finite", RuntimeWarning, stacklevel=4)
+                notes.append(
+                    f"{self.dtype}: {NOT_FINITE}{so}: the input or the weights are not, or are too large for it"
+                )
                 self._scale = 1.0
                 break
             self._scale *= UNIT_STEP

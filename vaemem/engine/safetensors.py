@@ -10,8 +10,6 @@ from typing import IO, Any
 from vaemem.engine.layouts import shown
 from vaemem.engine.stored import BLOCKS, FLOATS, MAX_HEADER, QUANTISED, Stored, bytes_of, fill
 
-__all__ = ["READABLE", "header"]
-
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)

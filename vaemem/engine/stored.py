@@ -15,8 +15,6 @@ import numpy as np
 from vaemem._common import need
 from vaemem.engine.layouts import Shape, shown
 
-__all__ = ["BLOCKS", "FLOATS", "MAX_HEADER", "QUANTISED", "Stored", "bytes_of", "fill", "read"]
-
 # In bytes, safetensors' own limit. GGUF has none; 262,144 words and half a million merges take about 15 million.
 MAX_HEADER = 100_000_000
 # As stored (little-endian) and as the core takes it; numpy has no bfloat16, so its bits travel as integers.

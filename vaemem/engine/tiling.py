@@ -23,8 +23,6 @@ from vaemem.engine.arrays import HostArrays, ends_of
 from vaemem.engine.records import Run, make_run
 from vaemem.engine.runner import Runner, Settings
 
-__all__ = ["Tiling", "cut"]
-
 LOGVAR = -30, 20  # to which diffusers' DiagonalGaussianDistribution clamps log-variances, and kernels.h a whole run's
 
 
@@ -114,8 +112,8 @@ def cut(
 
 @dataclass
 class _Tiles:
-    """Those of one call. Lengths are in latents: `side` a tile's, `shared` what it has in common with the next one,
-    `height` and `width` the image's."""
+    """The tiles of one call. Lengths are in latent pixels: `side` is a tile's, `shared` what a tile has in common with
+    the next one, `height` and `width` are the image's."""
 
     runner: Runner
     tiling: Tiling
@@ -142,8 +140,9 @@ class _Tiles:
         return sizes
 
     def buffers(self) -> list[tuple[tuple[int, ...], type]]:
-        """Shape and type of what is held while tiles run: the result, a tile going in, one coming out, and what the
-        next ones blend with: the lower borders of a row of tiles and the right border of one, turned to lie alike."""
+        """Shape and type of what is held while tiles run: the result; a tile as it goes in; a tile as it comes out; the
+        lower borders of a row of tiles, with which the next row is blended; and the right border of one tile, with
+        which the next is blended, transposed so that both borders are blended by the same lines."""
         (a, channels_in), (b, channels) = self.ends
         n, height, width, border = self.batch, self.height * b, self.width * b, self.shared * b
         h, w = min(self.side, self.height), min(self.side, self.width)
@@ -217,7 +216,7 @@ class _Tiles:
                 source = given[: piece.size].reshape(piece.shape)
                 source[...] = piece
                 tile = made[: self.batch * channels * h * w * b * b].reshape(self.batch, channels, h * b, w * b)
-                one = HostArrays(self.runner.arch, self.op, source, "float", tile)
+                one = HostArrays(self.runner.arch, self.op, source, "float", tile, becomes_bytes=self.bytes_out)
                 _, took = self.runner.run(one, settings, poll and show, scaled=scaled, unclamped=True)
                 tiles, done = _joined(tiles, took), done + unit * h
                 column = self.cols.index(x) * min(self.side, self.width) * b
@@ -246,7 +245,8 @@ class _Tiles:
 
 
 def _joined(tiles: Run | None, tile: Run, times: int = 1) -> Run:
-    """The run of the largest, with the work of all."""
+    """The run of the tiles so far and of `times` more that are like `tile`: the bytes are those of the one with the
+    largest peak, FLOPs and seconds are added up."""
     flops = [f * times for f in tile.flops]
     if tiles is None:
         return replace(tile, flops=tuple(flops))

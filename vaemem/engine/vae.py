@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from threading import Event
 from typing import Any
@@ -10,7 +11,6 @@ from vaemem import _core
 from vaemem._common import choose, flag, need
 from vaemem.engine import images
 from vaemem.engine.arguments import (
-    Cancelled,
     Progress,
     as_int,
     check_numbers,
@@ -25,10 +25,8 @@ from vaemem.engine.latents import Normalised, Scaling, held_by_pipelines
 from vaemem.engine.limits import Limit, Plans, check_aspect, parse_size, resolve
 from vaemem.engine.model import Model
 from vaemem.engine.records import Encoded, Run, make_run
-from vaemem.engine.runner import Settings
+from vaemem.engine.runner import NOT_FINITE, Settings
 from vaemem.engine.tiling import Tiling, cut
-
-__all__ = ["VAE", "Cancelled", "Encoded", "Progress", "Run", "backends"]
 
 
 class VAE(Model):
@@ -408,6 +406,8 @@ class VAE(Model):
             with polling(progress, op, cancel=cancel) as poll:
                 result, run = runner.run(arrays, settings, poll, limit, scaled=scaled)
         self.last_run = replace(run, notes=notes + run.notes)
+        if any(NOT_FINITE in note for note in run.notes):
+            warnings.warn(f"{op}: the result is not finite", RuntimeWarning, stacklevel=3)
         return result
 
 

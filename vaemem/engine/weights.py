@@ -28,24 +28,11 @@ from vaemem.engine.layouts import (
     detect,
     find_layout,
     is_attention_matrix,
+    known_arch,
     ours,
     read_config,
     spell,
 )
-
-__all__ = [
-    "Contents",
-    "config_beside",
-    "copy",
-    "detect",
-    "load",
-    "look",
-    "random_tensors",
-    "read_config",
-    "read_tensors",
-    "save",
-    "tensor_types",
-]
 
 PARTS = ("all", "encoder", "decoder")
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -71,7 +58,8 @@ def _in_pipeline(path: Path) -> Path:
 
 
 def _locate(path: Path, need_config: bool) -> Path:
-    """The weights file, where path is a directory one with a config.json beside it if that is needed."""
+    """The weights file: path itself, or the one in a directory, which must have a config.json too if that is
+    needed."""
     path = _in_pipeline(path)
     if not path.is_dir():
         want = "path: want a .safetensors or .gguf file, or a diffusers directory"
@@ -101,12 +89,11 @@ def _convert(pickle: Path) -> str:
 
 
 def _arch_asked_for(model: str | None, config: Any) -> Arch | None:
-    if model is not None:
-        choose("model", model, _core.models())
+    known = None if model is None else known_arch(model)
     if config is None:
-        return None if model is None else _core.models()[model]
+        return known
     arch = read_config(config)
-    if model is not None and arch["name"] != model:
+    if known and arch["name"] != model:
         raise ValueError(f"model: want one that config= describes ({arch['name']}), or only one of both, got {model!r}")
     return arch
 
@@ -163,12 +150,12 @@ def _reading(file: Path) -> Iterator[_File]:
 
 
 class _Memory:
-    """The same of tensors in memory: NumPy's, or torch's, which is not imported for that."""
+    """What `_File` is, of tensors in memory: NumPy's, or torch's, which is not imported for that."""
 
     def __init__(self, tensors: Mapping[str, Any]) -> None:
         inner = tensors.get("state_dict")
         self._tensors = inner if isinstance(inner, Mapping) else tensors
-        arrays = {name: value for name, value in self._tensors.items() if hasattr(value, "dtype")}
+        arrays = {n: value for n, value in self._tensors.items() if isinstance(n, str) and hasattr(value, "dtype")}
         self.shapes = {name: tuple(value.shape) for name, value in arrays.items()}
         names = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
         dtypes = {name: str(value.dtype).removeprefix("torch.") for name, value in arrays.items()}

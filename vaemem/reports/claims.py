@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from vaemem import _core
 from vaemem._common import ELEMENT_BYTES, grouped, listed, mib, render
-from vaemem.tables.estimators import pixels, ran_tiled, series_of, size_of
-from vaemem.tables.table import Row, Table, as_table
+from vaemem.tables.estimators import pixels, series_of, size_of, with_tiles
+from vaemem.tables.table import Row, Table
 
 HOLDS = "holds"
 MIXED = "holds only by mixing unlike rows"
@@ -51,14 +51,13 @@ class Rows:
     """The rows that claims are checked against: PyTorch's, with what was allocated and reserved."""
 
     def __init__(self, table: Table) -> None:
-        table = as_table(table)
-        tiled = dict(enumerate(ran_tiled(table)))
         usable = ("model", "op", "height", "width", "dtype", "allocated_bytes", "reserved_bytes")
-        self._rows = [
-            (row, tiled[i])
-            for i, row in enumerate(table)
-            if all(row[name] for name in usable) and row["runtime"] != "vaemem" and size_of(row)
-        ]
+
+        def is_usable(row: Row) -> bool:
+            return all(row[name] for name in usable) and row["runtime"] != "vaemem" and size_of(row) is not None
+
+        # Of these alone: every row that is told to have run in tiles has a whole image of its series beside it.
+        self._rows = with_tiles(table.filter(is_usable))
 
     def of(self, whole_image: bool | None = None, **equals: object) -> list[Row]:
         """The rows with these values; `whole_image` False: only those that ran in tiles against their op's name."""
@@ -105,7 +104,7 @@ def check(table: Table, claims: Iterable[Claim] | None = None) -> Checked:
     >>> len(checked), len(checked.contradictions())
     (24, 20)
     """
-    rows, chosen = Rows(table), PUBLISHED if claims is None else listed(claims, Claim)
+    rows, chosen = Rows(Table(table)), PUBLISHED if claims is None else listed(claims, Claim)
     for claim in chosen:
         if not isinstance(claim, Claim):
             raise ValueError(f"claims: want each a Claim, got {claim!r}")

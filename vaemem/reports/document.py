@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import base64
 import html
-import io
 import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from vaemem.tables.table import render
+from vaemem._common import png, render
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -93,13 +92,6 @@ class Document:
 
     def _add(self, markdown: str, whole: str) -> None:
         self._blocks.append((markdown, whole))
-
-
-def png(figure: Figure) -> bytes:
-    """A figure as PNG."""
-    file = io.BytesIO()
-    figure.savefig(file, format="png")
-    return file.getvalue()
 
 
 def _inline(text: str) -> str:

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vaemem import plot
+from vaemem._common import png
 from vaemem.reports import sections
 from vaemem.reports.claims import Checked, Claim, check
-from vaemem.reports.document import Document, png
+from vaemem.reports.document import Document
 from vaemem.reports.sections import Facts
 from vaemem.tables.estimators import Comparison, compare
 from vaemem.tables.table import Table
@@ -122,6 +123,7 @@ def report(
     >>> [path.name for path in report(seed_table(), plots=False).save("out")]
     ['report.md', 'report.html']
     """
+    table = Table(table)
     facts = Facts(table)
     if not facts.rows:
         raise ValueError(f"table: want rows with model, op, height and width, got none in {len(table)} rows")

@@ -6,10 +6,10 @@ import importlib.util
 import itertools
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from vaemem import _core, plot
-from vaemem._common import ELEMENT_BYTES, MIB, distinct, grouped, mib
+from vaemem._common import ELEMENT_BYTES, distinct, grouped, mib
 from vaemem.prediction.gpus import find_gpu
 from vaemem.reports.claims import (
     FAILS,
@@ -26,9 +26,9 @@ from vaemem.reports.claims import (
     span,
 )
 from vaemem.reports.document import Document
-from vaemem.tables.estimators import Comparison, pixels, ran_tiled
+from vaemem.tables.estimators import Comparison, pixels, with_tiles
 from vaemem.tables.fit import fit
-from vaemem.tables.table import Row, Table, as_table
+from vaemem.tables.table import Row, Table
 
 _SHIPPED = {"decode": {"ComfyUI": 2178, "InvokeAI": 2200}, "encode": {"ComfyUI": 1767, "InvokeAI": 1100}}
 
@@ -37,11 +37,15 @@ class Facts:
     """The rows with what every section asks of them."""
 
     def __init__(self, table: Table) -> None:
-        table = as_table(table)
-        self.rows: list[Row] = [row for row in table if row["height"] and row["width"] and row["op"] and row["model"]]
-        tiled = ran_tiled(Table(self.rows))
-        self.tiled = [row for row, is_tiled in zip(self.rows, tiled, strict=True) if is_tiled]
-        self.whole = [row for row, is_tiled in zip(self.rows, tiled, strict=True) if not is_tiled]
+        rows = with_tiles(table.filter(lambda row: row["height"] and row["width"] and row["op"] and row["model"]))
+        self.rows: list[Row] = [row for row, _ in rows]
+        names = ("runtime", "device", "batch", "source")
+        self._varying = {
+            model: [name for name in names if len({row[name] for row in same}) > 1]
+            for model, same in grouped(self.rows, lambda row: row["model"]).items()
+        }
+        self.tiled = [row for row, tiled in rows if tiled]
+        self.whole = [row for row, tiled in rows if not tiled]
         self.both = [row for row in self.rows if row["allocated_bytes"] and row["reserved_bytes"]]
         has_reserved = any(row["reserved_bytes"] for row in self.rows)
         self.target = "reserved_bytes" if has_reserved else "allocated_bytes"
@@ -55,9 +59,7 @@ class Facts:
 
     def label(self, row: Row) -> str:
         """A row's model, and what tells it from other rows of that model: runtime, device, batch, source."""
-        same = [other for other in self.rows if other["model"] == row["model"]]
-        names = ("runtime", "device", "batch", "source")
-        varying = [str(row[name]) for name in names if len({other[name] for other in same}) > 1]
+        varying = [str(row[name]) for name in self._varying[row["model"]]]
         return f"{row['model']} ({', '.join(varying)})" if varying else str(row["model"])
 
     def groups(self, rows: Iterable[Row], *names: str) -> dict[tuple[str, ...], list[Row]]:
@@ -120,16 +122,14 @@ def system(document: Document, facts: Facts) -> None:
             items.append(f"{model}: {parameters(model):,} parameters{', ' if sizes else ''}{sizes}")
     document.items(items)
     if facts.tiled:
-        tops = {key: max(mine, key=pixels) for key, mine in facts.groups(facts.tiled, "op", "dtype").items()}
         document.text(
             f"**{_count(len(facts.tiled), 'row')} ran in tiles although the op does not say so**: allocated bytes "
             "do not grow with the pixels. They stay in the tables and the mean ratios, marked, and are "
             "left out of everything else."
         )
-        lines = []
-        for key, top in tops.items():
-            alike = [row for row in facts.whole if (*_key(facts, row),) == key]
-            whole = max(alike, key=pixels) if alike else None
+        lines, alike = [], facts.groups(facts.whole, "op", "dtype")
+        for key, tiled in facts.groups(facts.tiled, "op", "dtype").items():
+            top, whole = max(tiled, key=pixels), max(alike.get(key, ()), key=pixels, default=None)
             text = f"{case(top)}: {mib(top['allocated_bytes'])} MiB allocated"
             lines.append(text + (f", {case(whole)}: {mib(whole['allocated_bytes'])} MiB" if whole else ""))
         document.items(lines)
@@ -147,9 +147,9 @@ def tables(document: Document, facts: Facts) -> None:
             lines = [
                 (
                     f"{row['height']}x{row['width']}", row["dtype"], row["group"],
-                    _mib(row["allocated_bytes"]), _mib(row["reserved_bytes"]),
+                    _known(row["allocated_bytes"], mib), _known(row["reserved_bytes"], mib),
                     f"{ratio(row):.2f}" if row["allocated_bytes"] and row["reserved_bytes"] else "",
-                    "" if row["seconds"] is None else f"{row['seconds']:.3f}",
+                    _known(row["seconds"], "{:.3f}".format),
                     "ran in tiles" if id(row) in marked else "",
                 )
                 for row in rows
@@ -239,7 +239,7 @@ def constants(document: Document, facts: Facts, plots: bool) -> None:
         [
             (
                 facts.label(row), row["op"], f"{row['height']}x{row['width']}", row["dtype"], row["group"],
-                f"{constant(row, target):.0f}", _mib(row[target]),
+                f"{constant(row, target):.0f}", mib(row[target]),
             )
             for row in facts.sized
         ],
@@ -282,8 +282,8 @@ def formulas(document: Document, facts: Facts) -> None:
     for key, rows in fitted.items():
         (line,) = fit(rows, facts.target)
         cells = [
-            *key, line.n, f"{line.a:.2f}", _sigma(line.a_error, "{:.2f}"),
-            f"{line.a / 128:.3f}", mib(line.b), _sigma(line.b_error and line.b_error / MIB, "{:.2f}"),
+            *key, line.n, f"{line.a:.2f}", _known(line.a_error, "{:.2f}".format),
+            f"{line.a / 128:.3f}", mib(line.b), _known(line.b_error, mib),
             f"{_percent(-line.max_under)}..{_percent(line.max_over)}",
         ]  # fmt: skip
         if has_scipy:
@@ -416,10 +416,6 @@ def _nearest(op: str, comparison: Comparison | None) -> list[str]:
     ]
 
 
-def _key(facts: Facts, row: Row) -> tuple[str, ...]:
-    return (facts.label(row), str(row["op"]), str(row["dtype"]))
-
-
 def _more(a: Row, b: Row, name: str) -> float:
     return float(b[name] / a[name] - 1)
 
@@ -428,12 +424,9 @@ def _percent(value: float) -> str:
     return f"{round(100 * value, 1) + 0.0:+.1f}%"
 
 
-def _sigma(error: float | None, form: str) -> str:
-    return "" if error is None else form.format(error)
-
-
-def _mib(size: int | None) -> str:
-    return "" if size is None else mib(size)
+def _known(value: float | None, form: Callable[[float], str]) -> str:
+    """In that form; nothing where the value is not known."""
+    return "" if value is None else form(value)
 
 
 def _count(n: int, what: str) -> str:

@@ -15,7 +15,7 @@ from vaemem._common import ELEMENT_BYTES, MIB, OPS, choose, grouped, listed, mib
 from vaemem.prediction.benchmark import BENCHMARK_TILE
 from vaemem.prediction.sdcpp import LATENT_CHANNELS, vae_graph
 from vaemem.tables.fit import KEY, Fit, FittedLine
-from vaemem.tables.table import BYTE_COLUMNS, Row, Table, as_table
+from vaemem.tables.table import BYTE_COLUMNS, Row, Table, check_complete
 
 if TYPE_CHECKING:
     import pandas
@@ -208,8 +208,8 @@ ESTIMATORS: dict[str, Estimator] = {
 # ---- which rows can be compared ----
 
 
-def ran_tiled(table: Table) -> list[bool]:
-    """For each row, whether it ran in tiles although its op does not say so.
+def with_tiles(table: Table) -> list[tuple[Row, bool]]:
+    """Each row, and whether it ran in tiles although its op does not say so.
 
     Such a row's allocated bytes do not grow with its pixels: in the same series (model, op, dtype, runtime, device,
     batch, source, group) a row of at most half its pixels took as much, up to the fourth root of the pixels' ratio.
@@ -221,7 +221,8 @@ def ran_tiled(table: Table) -> list[bool]:
         known = None not in (row["op"], row["height"], row["width"]) and row["allocated_bytes"]
         return bool(known and not row["op"].endswith("_tiled"))
 
-    series = grouped(filter(is_told, table), series_of)
+    rows = list(table)
+    series = grouped(filter(is_told, rows), series_of)
 
     def is_tiled(row: Row) -> bool:
         smaller = [other for other in series[series_of(row)] if 2 * pixels(other) <= pixels(row)]
@@ -230,7 +231,7 @@ def ran_tiled(table: Table) -> list[bool]:
             for other in smaller
         )
 
-    return [is_told(row) and is_tiled(row) for row in table]
+    return [(row, is_told(row) and is_tiled(row)) for row in rows]
 
 
 # ---- comparing ----
@@ -384,26 +385,23 @@ def compare(table: Table, estimators: Any = None, target: str = "reserved_bytes"
     >>> compare(table, {"mine": lambda row: 2000 * row["height"] * row["width"] * 2}).find("mine").worst_under
     0.08...
     """
-    table = as_table(table)
+    table = Table(table)
     choose("target", target, BYTE_COLUMNS)
     chosen = _estimators(estimators, target)
+    check_complete(table, target)
     for i, row in enumerate(table):
-        lacking = [name for name in ("model", "op", "height", "width", "dtype", target) if row[name] is None]
-        if lacking:
-            raise ValueError(f"row {i}: has no {', '.join(lacking)}; filter such rows out")
         if not row[target]:
             raise ValueError(
                 f"row {i}: {target}: want more than 0, which errors are shares of, got 0; filter such rows out"
             )
     compared: list[ComparedRow] = []
-    tiled = ran_tiled(table)
-    for row in (row for row, is_tiled in zip(table, tiled, strict=True) if not is_tiled):
+    rows = with_tiles(table)
+    for row in (row for row, tiled in rows if not tiled):
         for estimator in chosen:
             estimate = _estimate(estimator, row, target)
             if estimate is not None:
                 compared.append(ComparedRow(row, estimator.name, row[target], estimate, estimate / row[target] - 1))
-    left_out = Table(row for row, is_tiled in zip(table, tiled, strict=True) if is_tiled)
-    return Comparison(target, chosen, tuple(compared), left_out)
+    return Comparison(target, chosen, tuple(compared), Table(row for row, tiled in rows if tiled))
 
 
 def _group(key: Any, errors: list[float]) -> GroupError:

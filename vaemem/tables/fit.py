@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vaemem._common import ELEMENT_BYTES, MIB, choose, grouped, mib, need, real, render, typeset
-from vaemem.tables.table import BYTE_COLUMNS, Row, Table, as_table
+from vaemem.tables.table import BYTE_COLUMNS, Row, Table, check_complete
 
 KEY = ("model", "op", "runtime", "device", "batch")
 TARGETS = (*BYTE_COLUMNS, "seconds")
@@ -113,8 +113,8 @@ class FittedLine:
             A size below 1 or an unknown dtype.
         """
         for name, pixels in (("height", height), ("width", width)):
-            if pixels < 1:
-                raise ValueError(f"{name}: want at least 1, got {pixels}")
+            if not real(pixels) >= 1:
+                raise ValueError(f"{name}: want at least 1, got {pixels!r}")
         value = self.a * (height * width * _element_bytes(dtype)) + self.b
         if self.target == "seconds":
             return value
@@ -297,16 +297,13 @@ def fit(table: Table, target: str = "allocated_bytes", quantile: float | None = 
     >>> print(formulas[0].latex())
     M_{\\text{allocated, flux decode bfl}} &= (1088.28 \\pm 0.072)\\,H W e + (2\\,177\\,982 \\pm 318\\,115)
     """
-    table = as_table(table)
+    table = Table(table)
     choose("target", target, TARGETS)
     if quantile is not None and not 0 < real(quantile) <= 1:
         raise ValueError(f"quantile: want a number above 0 and at most 1, or None, got {quantile!r}")
     if not len(table):
         raise ValueError("table: want at least 2 rows, got none")
-    for i, row in enumerate(table):
-        lacking = [name for name in ("model", "op", "height", "width", "dtype", target) if row[name] is None]
-        if lacking:
-            raise ValueError(f"row {i}: has no {', '.join(lacking)}; filter such rows out")
+    check_complete(table, target)
     groups = grouped(table, operator.itemgetter(*KEY))
     # A formula is named by its model, its op, and what else tells it from the others.
     varying = [i for i in range(len(KEY)) if i < 2 or len({key[i] for key in groups}) > 1]

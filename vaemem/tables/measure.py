@@ -18,12 +18,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from vaemem._common import DTYPES, TILED_OPS, choose, latent_factor, listed, setting, whole
+from vaemem._common import DTYPES, TILED_OPS, choose, chosen, latent_factor, setting, whole
 from vaemem.engine.layouts import config_of, read_config
 from vaemem.prediction.benchmark import BENCHMARK_TILE
 from vaemem.prediction.process import architecture
 from vaemem.prediction.profiles import Conv
-from vaemem.tables.meters import CpuMeter, CudaMeter, Meter
+from vaemem.tables.meters import CpuMeter, CudaMeter
 from vaemem.tables.sweep import image_sizes
 from vaemem.tables.table import Row, Table
 
@@ -56,7 +56,7 @@ def _call(vae: Any, op: str, x: Any, scaling: float | None, names: dict[str, Any
 
 
 def _measurements(
-    vae: Any, op: str, x: Any, meter: Meter, warmups: int, runs: int, scaling: float | None
+    vae: Any, op: str, x: Any, meter: CudaMeter | CpuMeter, warmups: int, runs: int, scaling: float | None
 ) -> list[Measurement]:
     names: dict[str, Any] = {}
     for _ in range(warmups):
@@ -78,7 +78,7 @@ def _measurements(
 
 
 class _Subject(NamedTuple):
-    """A module, and what its inputs look like."""
+    """A module that is measured, and what its inputs look like."""
 
     vae: Any
     model: str
@@ -100,9 +100,7 @@ def measure(
     """What `vaemem.pytorch.measure` says; `torch` is PyTorch, which only that module imports."""
     choose("op", op, TILED_OPS)
     choose("runtime", runtime, ("diffusers", "bfl"))
-    pairs, wanted = image_sizes(sizes), listed(dtypes, str)
-    for dtype in wanted:
-        choose("dtypes", dtype, DTYPES)
+    pairs, wanted = image_sizes(sizes), chosen("dtypes", dtypes, DTYPES)
     tiled, op_run = op.endswith("_tiled"), op.removesuffix("_tiled")
     if tile is not None and not tiled:
         raise ValueError(f"tile: want it with a tiled op, got {tile!r} with {op}")
@@ -120,8 +118,9 @@ def measure(
     with contextlib.ExitStack() as stack:
         if place.type == "cuda":
             stack.enter_context(torch.cuda.device(place))  # empty_cache and the like speak of the current one
-            stack.enter_context(_history(torch, snapshot))
-        meter: Meter = CudaMeter(torch.cuda, place) if place.type == "cuda" else CpuMeter()
+            if snapshot is not None:
+                stack.enter_context(_history(torch, snapshot))
+        meter = CudaMeter(torch.cuda, place) if place.type == "cuda" else CpuMeter()
         for dtype in wanted:
             subject = make()
             _check_sizes(subject, pairs, tile if tiled else None)
@@ -133,7 +132,7 @@ def measure(
                 "weights_bytes": sum(p.numel() * p.element_size() for p in vae.parameters()),
                 "versions": versions(torch, place, runtime),
             }  # fmt: skip
-            with _tiling(vae, runtime, tile if tiled else 0, subject.factor):
+            with setting(vae, **_tiling(runtime, tile if tiled else 0, subject.factor)):
                 for height, width in pairs:
                     shape = subject.shape(op_run, batch, height, width)
                     x = (torch.randn(shape) * 0.5).to(device=place, dtype=getattr(torch, dtype))
@@ -235,17 +234,14 @@ def _check_sizes(subject: _Subject, pairs: Sequence[tuple[int, int]], tile: int 
         raise ValueError(f"tile: want a multiple of {subject.factor}, got {tile}")
 
 
-@contextlib.contextmanager
-def _tiling(vae: Any, runtime: str, tile: int, factor: int) -> Iterator[None]:
-    """Tiles of that side in pixels, none for 0; as it was afterwards."""
+def _tiling(runtime: str, tile: int, factor: int) -> dict[str, Any]:
+    """The module's attributes for tiles of that side in pixels, none for 0."""
     if runtime != "diffusers":
-        yield
-        return
-    settings: dict[str, Any] = {"use_tiling": bool(tile)}
-    if tile:
-        settings |= {"tile_sample_min_size": tile, "tile_latent_min_size": tile // factor, "tile_overlap_factor": 0.25}
-    with setting(vae, **settings):
-        yield
+        return {}
+    if not tile:
+        return {"use_tiling": False}
+    sizes = {"tile_sample_min_size": tile, "tile_latent_min_size": tile // factor}
+    return {"use_tiling": True, "tile_overlap_factor": 0.25} | sizes
 
 
 def versions(torch: Any, device: Any, runtime: str) -> str:
@@ -289,11 +285,8 @@ def driver_version() -> str:
 
 
 @contextlib.contextmanager
-def _history(torch: Any, path: str | os.PathLike[str] | None) -> Iterator[None]:
+def _history(torch: Any, path: str | os.PathLike[str]) -> Iterator[None]:
     """Records the allocator's events within, and writes them where all went well."""
-    if path is None:
-        yield
-        return
     memory = torch.cuda.memory
     memory._record_memory_history("all", stacks="python", max_entries=sys.maxsize)
     try:

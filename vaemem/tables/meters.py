@@ -5,23 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import sys
-from typing import Any, Protocol
-
-
-class Meter(Protocol):
-    """Reads the memory of one device."""
-
-    def clear(self) -> None:
-        """Gives back what is cached; peaks start anew."""
-
-    def before(self) -> None:
-        """Notes the baseline."""
-
-    def wait(self) -> None:
-        """Until the device has done its work."""
-
-    def after(self) -> tuple[int | None, int]:
-        """(allocated, reserved): peaks since `clear`, above the baseline."""
+from typing import Any
 
 
 class CudaMeter:
@@ -32,18 +16,22 @@ class CudaMeter:
         self._baseline = 0, 0
 
     def clear(self) -> None:
+        """Gives back what is cached; peaks start anew."""
         gc.collect()
         self._cuda.empty_cache()
         self._cuda.reset_peak_memory_stats(self._device)
 
     def before(self) -> None:
+        """Notes the baseline."""
         self.wait()
         self._baseline = self._cuda.memory_allocated(self._device), self._cuda.memory_reserved(self._device)
 
     def wait(self) -> None:
+        """Returns when the device has done its work."""
         self._cuda.synchronize(self._device)
 
     def after(self) -> tuple[int | None, int]:
+        """(allocated, reserved) in bytes: peaks since `clear`, above the baseline."""
         self.wait()
         allocated, reserved = self._baseline
         return (
@@ -53,7 +41,8 @@ class CudaMeter:
 
 
 class CpuMeter:
-    """The resident size of this process. What malloc has in use is not known, so allocated is None.
+    """The resident size of this process, with CudaMeter's methods. What malloc has in use is not known, so allocated
+    is None.
 
     OSError where the system is not Linux, or does not let a process reset its peak resident size.
     """

@@ -5,14 +5,15 @@ from __future__ import annotations
 import inspect
 import platform
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from vaemem import _core
-from vaemem._common import DTYPES, OPS, TILED_OPS, __version__, choose, latent_factor, listed, whole
-from vaemem.engine.arguments import Poll, Progress, polling
+from vaemem._common import DTYPES, OPS, TILED_OPS, __version__, choose, chosen, latent_factor, listed, whole
+from vaemem.engine.arguments import Progress, polling
+from vaemem.engine.arrays import ends_of
 from vaemem.engine.limits import Limit
 from vaemem.engine.vae import VAE, Run
 from vaemem.prediction.gpus import find_gpu
@@ -133,17 +134,17 @@ def sweep(
     engine = {"device": device is not None, "measure": not measure, "repeats": repeats > 1,
               "memory_limit": memory_limit is not None, "precision": precision != "highest"}  # fmt: skip
     _check_given(source, [name for name, given in engine.items() if given], gpu is not None, others)
+    known, pairs = TILED_OPS if source == "predicted" else OPS, image_sizes(sizes)
+    cases = [Case(op, height, width, batch, "") for op in chosen("ops", ops, known) for height, width in pairs]
     if source == "predicted":
-        cases = _cases(ops, TILED_OPS, sizes, batch)
         cards = listed("RTX 4090" if gpu is None else gpu, str)
         for card in cards:
             find_gpu(card, others.get("memory"))  # refuses an unknown one before anything is predicted
-        return _table(_predictions(_configs(models), cards, _known_dtypes(dtypes), cases, progress, others))
+        types = chosen("dtypes", dtypes, DTYPES)
+        return _table(_predictions(_configs(models), cards, types, cases, progress, others))
     place = "cpu" if device is None else device
-    wanted = [(model, dtype) for model in _models(models) for dtype in _dtypes(dtypes, model)]
-    cases = _cases(ops, OPS, sizes, batch)
     measure = measure and source == "measured"
-    return _table(_runs(wanted, cases, place, precision, measure, repeats, progress, memory_limit))
+    return _table(_runs(_models(models, dtypes), cases, place, precision, measure, repeats, progress, memory_limit))
 
 
 def tradeoff(
@@ -175,8 +176,10 @@ def tradeoff(
     >>> plans[0]["work"], plans[0]["allocated_bytes"] > plans[-1]["allocated_bytes"]
     (1.0, True)
     """
-    _ops(op)
-    (vae,) = (_vae(m, "cpu", d, precision) for m in _models([model]) for d in _dtypes(dtype, m))
+    choose("ops", op, OPS)
+    choose("dtype", dtype, DTYPES)
+    ((model, dtype),) = _models([model], dtype)
+    vae = _vae(model, "cpu", dtype, precision)
     runs, last = vae.tradeoff(op, height, width, batch), vae.last_run
     speed = last.seconds / sum(last.flops) if last and last.op == op and last.seconds and vae.device == "cpu" else None
     return Table(
@@ -202,15 +205,22 @@ def _runs(
     wanted: Sequence[tuple[str | VAE, str]], asked: Sequence[Case], device: str, precision: str, measure: bool,
     repeats: int, progress: Progress, memory_limit: Limit,
 ) -> Iterator[Row]:  # fmt: skip
-    """Of the engine."""
+    """The engine's rows."""
     done, work = 0, len(wanted) * repeats * sum(case.work for case in asked)
+
+    def tell(part: int) -> None:
+        if poll:
+            poll(done + part, work)
+
     with polling(progress if measure else None, "sweep", work, _LAYOUT) as poll:
         for model, dtype in wanted:
             vae = _vae(model, device, dtype, precision)
             cases = [case._replace(dtype=dtype) for case in asked]
-            estimates = _estimates(vae, cases, memory_limit)  # refuses what cannot run, before any does
+            estimates = [
+                _estimate(vae, case, memory_limit) for case in cases
+            ]  # refuses what cannot run, before any does
             for case, estimate in zip(cases, estimates, strict=True):
-                yield _measure(vae, case, repeats, poll, done, work, memory_limit) if measure else estimate
+                yield _measure(vae, case, repeats, memory_limit, tell) if measure else estimate
                 done += repeats * case.work
             del vae  # one model's weights at a time
 
@@ -219,7 +229,7 @@ def _predictions(
     models: Sequence[Any], gpus: Sequence[str], dtypes: Sequence[str], asked: Sequence[Case], progress: Progress,
     others: Mapping[str, Any],
 ) -> Iterator[Row]:  # fmt: skip
-    """Of PyTorch, on each card."""
+    """PyTorch's rows on each card."""
     wanted = [(m, g, case._replace(dtype=d)) for m in models for g in gpus for d in dtypes for case in asked]
     done, work = 0, sum(case.work for *_, case in wanted)
     with polling(progress, "sweep", work, _LAYOUT) as poll:
@@ -243,15 +253,15 @@ def _predicted(model: Any, p: Prediction) -> Row:
     }  # fmt: skip
 
 
-def _measure(vae: VAE, case: Case, repeats: int, poll: Poll, done: int, work: int, memory_limit: Limit) -> Row:
+def _measure(vae: VAE, case: Case, repeats: int, memory_limit: Limit, tell: Callable[[int], None]) -> Row:
+    """tell: gets what is done of the work that the case is."""
     data = _input(vae, case)
     vae.trim()  # or a larger case's arena would count as this one's
     runs = []
     for i in range(repeats):
 
-        def report(rows: int, total: int, before: int = done + i * case.work) -> None:
-            if poll:
-                poll(before + case.work * rows // total, work)
+        def report(rows: int, total: int, before: int = i * case.work) -> None:
+            tell(before + case.work * rows // total)
 
         getattr(vae, case.op)(data, progress=report, memory_limit=memory_limit)
         assert vae.last_run is not None and vae.last_run.seconds is not None  # it has just run
@@ -262,42 +272,30 @@ def _measure(vae: VAE, case: Case, repeats: int, poll: Poll, done: int, work: in
     return _row(vae, case, "measured", largest, memory_limit is not None) | {"seconds": seconds}
 
 
-def _estimates(vae: VAE, cases: Sequence[Case], memory_limit: Limit) -> list[Row]:
-    runs = [vae.estimate(c.op, c.height, c.width, c.batch, memory_limit=memory_limit) for c in cases]
-    limited = memory_limit is not None
-    return [_row(vae, case, "estimated", run, limited) for case, run in zip(cases, runs, strict=True)]
+def _estimate(vae: VAE, case: Case, memory_limit: Limit) -> Row:
+    run = vae.estimate(case.op, case.height, case.width, case.batch, memory_limit=memory_limit)
+    return _row(vae, case, "estimated", run, memory_limit is not None)
 
 
-def _row(vae: VAE, case: Case, source: str, run: Run, limited: bool = False) -> Row:
+def _row(vae: VAE, case: Case, source: str, run: Run, limited: bool) -> Row:
+    """limited: whether the row says what a memory limit costs."""
     cost = {"work": run.work, "streamed": sum(kind == "streamed" for _, kind in run.values)} if limited else {}
-    return (
-        cost
-        | case._asdict()
-        | {
-            "model": vae.model,
-            "runtime": "vaemem",
-            "device": vae.device,
-            "source": source,
-            "allocated_bytes": run.activations_bytes + run.scratch_bytes + run.workspace_bytes + run.output_bytes,
-            "reserved_bytes": run.reserved_bytes - run.weights_bytes,
-            "weights_bytes": run.weights_bytes,
-            "activations_bytes": run.activations_bytes,
-            "scratch_bytes": run.scratch_bytes + run.workspace_bytes,
-            "output_bytes": run.output_bytes,
-            "versions": versions(run, vae.precision),
-        }
-    )
+    return case._asdict() | cost | {
+        "model": vae.model, "runtime": "vaemem", "device": vae.device, "source": source,
+        "allocated_bytes": run.peak_bytes - run.weights_bytes,
+        "reserved_bytes": run.reserved_bytes - run.weights_bytes,
+        "weights_bytes": run.weights_bytes, "activations_bytes": run.activations_bytes,
+        "scratch_bytes": run.scratch_bytes + run.workspace_bytes, "output_bytes": run.output_bytes,
+        "versions": versions(run, vae.precision),
+    }  # fmt: skip
 
 
 def _input(vae: VAE, case: Case) -> np.ndarray:
     """Noise of the input's shape: time and memory do not depend on the values."""
-    rng = np.random.default_rng(0)
-    if case.op == "encode":
-        shape = (case.batch, vae.arch["in_channels"], case.height, case.width)
-        return rng.random(shape, dtype=np.float32) * np.float32(2) - np.float32(1)
-    factor = latent_factor(vae.arch)
-    shape = (case.batch, vae.arch["latent_channels"], case.height // factor, case.width // factor)
-    return rng.standard_normal(shape, dtype=np.float32)
+    (scale, channels), _ = ends_of(vae.arch, case.op)
+    shrink = latent_factor(vae.arch) // scale
+    shape = (case.batch, channels, case.height // shrink, case.width // shrink)
+    return np.random.default_rng(0).standard_normal(shape, dtype=np.float32)
 
 
 def versions(run: Run, precision: str) -> str:
@@ -324,36 +322,32 @@ def _check_given(source: str, engine: Sequence[str], gpu: bool, others: Mapping[
         raise ValueError(f"{foreign[0]}: want it with source predicted, got it with {source}")
 
 
-def _cases(ops: str | Sequence[str], known: Sequence[str], sizes: Any, batch: int) -> list[Case]:
-    return [Case(op, h, w, batch, "") for op in _ops(ops, known) for h, w in image_sizes(sizes)]
-
-
 def _configs(models: Any) -> list[Any]:
     """What `predict` takes for models: of a VAE, its architecture."""
-    wanted = listed(models, (str, Mapping, VAE))
-    for model in wanted:
+    configs = []
+    for model in listed(models, (str, Mapping, VAE)):
         if not isinstance(model, str | Mapping | VAE):
             raise ValueError(f"models: want {', '.join(_core.models())}, a config or a VAE, got {model!r}")
-    configs = [model.arch if isinstance(model, VAE) else model for model in wanted]
-    for config in configs:
-        architecture(config)  # refuses what is none before anything is predicted
+        configs.append(model.arch if isinstance(model, VAE) else model)
+        architecture(configs[-1])  # refuses what is none before anything is predicted
     return configs
 
 
-def _known_dtypes(dtypes: str | Sequence[str]) -> list[str]:
-    wanted = listed(dtypes, str)
-    for dtype in wanted:
-        choose("dtypes", dtype, DTYPES)
-    return wanted
-
-
-def _models(models: Any) -> list[str | VAE]:
-    known = _core.models()
-    wanted = listed(models, (str, VAE))
-    for model in wanted:
-        if not isinstance(model, VAE) and model not in known:
+def _models(models: Any, dtypes: str | Sequence[str]) -> list[tuple[str | VAE, str]]:
+    """Models with the types of numbers that each runs in: a VAE has one already, whatever the default is."""
+    known, types = _core.models(), chosen("dtypes", dtypes, DTYPES)
+    pairs: list[tuple[str | VAE, str]] = []
+    for model in listed(models, (str, VAE)):
+        if isinstance(model, VAE):
+            for other in types:
+                if other != model.dtype and types != ["float32"]:
+                    raise ValueError(f"dtypes: the VAE on {model.device} computes in {model.dtype}, got {other!r}")
+            pairs.append((model, model.dtype))
+        elif isinstance(model, str) and model in known:
+            pairs += [(model, dtype) for dtype in types]
+        else:
             raise ValueError(f"models: want {', '.join(known)} or a VAE, got {model!r}")
-    return wanted
+    return pairs
 
 
 def _vae(model: str | VAE, device: str, dtype: str, precision: str) -> VAE:
@@ -362,24 +356,6 @@ def _vae(model: str | VAE, device: str, dtype: str, precision: str) -> VAE:
     if precision not in ("highest", model.precision):
         raise ValueError(f"precision: the VAE on {model.device} computes in {model.precision}, got {precision!r}")
     return model
-
-
-def _ops(ops: str | Sequence[str], known: Sequence[str] = OPS) -> list[str]:
-    wanted = listed(ops, str)
-    for op in wanted:
-        choose("ops", op, known)
-    return wanted
-
-
-def _dtypes(dtypes: str | Sequence[str], model: str | VAE) -> list[str]:
-    """What a model runs in: a VAE has one type already, whatever the default is."""
-    wanted = _known_dtypes(dtypes)
-    if not isinstance(model, VAE):
-        return wanted
-    for dtype in wanted if wanted != ["float32"] else ():
-        if dtype != model.dtype:
-            raise ValueError(f"dtypes: the VAE on {model.device} computes in {model.dtype}, got {dtype!r}")
-    return [model.dtype]
 
 
 def image_sizes(sizes: Any) -> list[tuple[int, int]]:

@@ -11,6 +11,7 @@ import operator
 import os
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, overload
 
 from vaemem._common import MIB, as_csv, mib, need, render, shipped, write
@@ -144,8 +145,9 @@ class Table(Sequence[Row]):
 
     Parameters
     ----------
-    rows : iterable of mappings
-        Column name -> value. Columns that are absent become None.
+    rows : Table, pandas.DataFrame or iterable of mappings
+        A mapping is column name -> value; columns that are absent become None. Of a data frame NA and NaN become None,
+        and the index is left out.
 
     Raises
     ------
@@ -167,12 +169,11 @@ class Table(Sequence[Row]):
 
     columns = COLUMNS
 
-    def __init__(self, rows: Iterable[Mapping[str, object]] = ()) -> None:
+    def __init__(self, rows: Iterable[Mapping[str, object]] | pandas.DataFrame = ()) -> None:
         self._rows: list[Row] = []
-        if not isinstance(rows, Iterable) or _is_frame(rows):
-            frame = ", of which Table.from_pandas makes a Table" * _is_frame(rows)
-            raise ValueError(f"rows: want mappings of column to value, got {type(rows).__name__}{frame}")
-        for i, row in enumerate(rows):
+        if not isinstance(rows, Iterable):
+            raise ValueError(f"rows: want mappings of column to value, got {type(rows).__name__}")
+        for i, row in enumerate(_rows_of(rows) if _is_frame(rows) else rows):
             if not isinstance(row, Mapping):
                 raise ValueError(f"row {i}: want a mapping of column to value, got {type(row).__name__}")
             try:
@@ -260,16 +261,16 @@ class Table(Sequence[Row]):
         return write(path, as_csv(self._rows, COLUMNS))
 
     @classmethod
-    def from_csv(cls, file: str | os.PathLike[str] | IO[str], **missing: object) -> Table:
+    def from_csv(cls, file: str | os.PathLike[str] | IO[Any], **missing: object) -> Table:
         """Read a table from CSV.
 
         Parameters
         ----------
-        file : path or text file
-            The columns of the schema in any order, some or all. Or the columns of the published PyTorch benchmark
-            (`allocated_mib`, `reserved_mib`, `time_s`, `group`): its models FLUX, SD1.5 and SDXL become flux (run by
-            bfl) and sd15, sdxl (run by diffusers), measured, batch 1; its MiB have two decimals, so the bytes are
-            good to 5243.
+        file : path or open file
+            Text, or bytes in UTF-8: the columns of the schema in any order, some or all. Or the columns of the
+            published PyTorch benchmark (`allocated_mib`, `reserved_mib`, `time_s`, `group`): its models FLUX, SD1.5 and
+            SDXL become flux (run by bfl) and sd15, sdxl (run by diffusers), measured, batch 1; its MiB have two
+            decimals, so the bytes are good to 5243.
         **missing
             Values for columns that the file lacks or leaves empty, such as ``device="RTX 4090"``.
 
@@ -325,7 +326,7 @@ class Table(Sequence[Row]):
         return write(path, f"[{rows}]\n")
 
     @classmethod
-    def from_json(cls, file: str | os.PathLike[str] | IO[str]) -> Table:
+    def from_json(cls, file: str | os.PathLike[str] | IO[Any]) -> Table:
         """Read what `to_json` wrote. Raises FileNotFoundError, or ValueError that names the file and the row.
 
         Examples
@@ -377,20 +378,16 @@ class Table(Sequence[Row]):
 
     @classmethod
     def from_pandas(cls, frame: pandas.DataFrame) -> Table:
-        """A table from a pandas.DataFrame; NA and NaN become None, the index is left out. Raises ValueError.
+        """``Table(frame)``, which takes nothing but a pandas.DataFrame. Raises ValueError.
 
         Examples
         --------
         >>> Table.from_pandas(seed_table().to_pandas()) == seed_table()
         True
         """
-        pd = need("pandas", "from_pandas")
-        if not isinstance(frame, pd.DataFrame):
+        if not _is_frame(frame):
             raise ValueError(f"frame: want a pandas.DataFrame, got {type(frame).__name__}")
-        return cls(
-            {name: None if pd.isna(value) else value for name, value in row.items()}
-            for row in frame.to_dict(orient="records")
-        )
+        return cls(frame)
 
     # ---- for people ----
 
@@ -456,13 +453,24 @@ def seed_table() -> Table:
     return Table.from_csv(text, device="NVIDIA GeForce RTX 4090", versions="torch 2.7.1+cu128, cudnn 9.7.1")
 
 
-def as_table(rows: Any) -> Table:
-    """A table as it is, and one of a data frame or of mappings."""
-    return rows if isinstance(rows, Table) else Table.from_pandas(rows) if _is_frame(rows) else Table(rows)
+def check_complete(table: Table, target: str) -> None:
+    """ValueError that names the first row which does not say what it is a run of, or lacks the target."""
+    for i, row in enumerate(table):
+        lacking = [name for name in ("model", "op", "height", "width", "dtype", target) if row[name] is None]
+        if lacking:
+            raise ValueError(f"row {i}: has no {', '.join(lacking)}; filter such rows out")
 
 
 def _is_frame(value: Any) -> bool:
-    return hasattr(value, "iterrows")  # pandas need not be imported for it
+    """Whether it is a pandas.DataFrame; pandas is not imported for the question."""
+    return hasattr(value, "iterrows")
+
+
+def _rows_of(frame: pandas.DataFrame) -> Iterator[dict[Any, Any]]:
+    """The rows of a data frame, None where a value is missing."""
+    missing = need("pandas", "a table of a data frame").isna
+    for row in frame.to_dict(orient="records"):
+        yield {name: None if missing(value) else value for name, value in row.items()}
 
 
 def _cell(column: Column, value: Any) -> str:
@@ -476,12 +484,16 @@ def _cell(column: Column, value: Any) -> str:
     return text if len(text) <= 32 else text[:31] + "…"
 
 
-def _read(file: str | os.PathLike[str] | IO[str]) -> tuple[str, str]:
-    """The text of a path or of an open text file, and its name for messages."""
-    if not isinstance(file, str | os.PathLike):
-        return file.read().removeprefix("\ufeff"), str(getattr(file, "name", "the text"))
+def _read(file: str | os.PathLike[str] | IO[Any]) -> tuple[str, str]:
+    """The text of a path, or of an open file of text or bytes, and its name for messages."""
+    if isinstance(file, str | os.PathLike):
+        content, name = Path(file).read_bytes(), os.fspath(file)
+    elif hasattr(file, "read"):
+        content, name = file.read(), str(getattr(file, "name", "the text"))
+    else:
+        raise ValueError(f"file: want a path or an open file, got {type(file).__name__}")
     try:
-        with open(file, encoding="utf-8-sig", newline="") as opened:
-            return opened.read(), os.fspath(file)
+        text = content if isinstance(content, str) else str(content, "utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{os.fspath(file)}: want UTF-8 text ({error})") from None
+        raise ValueError(f"{name}: want UTF-8 text ({error})") from None
+    return text.removeprefix("\ufeff"), name
