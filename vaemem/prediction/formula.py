@@ -11,7 +11,6 @@ from fractions import Fraction
 from typing import Any, NamedTuple, overload
 
 from vaemem._common import ELEMENT_BYTES, MIB, render, typeset
-from vaemem.prediction.benchmark import Reading
 from vaemem.prediction.process import SimulatedProcess
 from vaemem.prediction.question import Question
 
@@ -278,8 +277,7 @@ def formula(
         return model.formula
     if op is None or str(op).endswith("_tiled"):
         raise ValueError(f"op: want 'encode' or 'decode' for a closed form in H and W, got {op!r}")
-    question = Question(model, op, height, width, dtype, runtime=runtime, gpu=gpu, **settings)
-    return derive(question, *question.play())
+    return derive(Question(model, op, height, width, dtype, runtime=runtime, gpu=gpu, **settings))
 
 
 # ---- the derivation ----
@@ -297,8 +295,9 @@ class Peak(NamedTuple):
         return self.where, frozenset(self.tensors)
 
 
-def _peak(measured: Reading, process: SimulatedProcess) -> Peak | None:
-    """The peak of a run; None where it lies outside of the model's call."""
+def _peak(question: Question, process: SimulatedProcess) -> Peak | None:
+    """The peak of a fresh process's run; None where it lies outside of the model's call."""
+    measured = question.play(process)
     peak = process.peak_above_baseline()
     return peak and Peak(measured.allocated, *peak)
 
@@ -306,13 +305,16 @@ def _peak(measured: Reading, process: SimulatedProcess) -> Peak | None:
 def _look(question: Question, height: int, width: int) -> Peak | None:
     """The peak of another size; None also where PyTorch would refuse the size."""
     try:
-        return _peak(*replace(question, height=height, width=width).play())
+        other = replace(question, height=height, width=width)
+        return _peak(other, other.start())
     except ValueError:
         return None
 
 
-def derive(question: Question, measured: Reading, process: SimulatedProcess) -> ClosedForm:
+def derive(question: Question) -> ClosedForm:
     """The closed form of the peak that answers a question; ValueError where it has none, as `formula` says."""
+    process = question.start()
+    peak = _peak(question, process)
     q = replace(question, workspace=process.workspace)  # what this one has looked up need not be looked up again
     name = f"{q.arch['name']} {q.op} {q.dtype} {q.runtime}"
     name += "" if q.weights_dtype == q.dtype else f" from {q.weights_dtype}"
@@ -321,7 +323,6 @@ def derive(question: Question, measured: Reading, process: SimulatedProcess) -> 
     labels = Labels(
         name, q.arch["name"], q.op, q.dtype, q.runtime, process.gpu.name, q.batch, process.workspace_source
     )  # fmt: skip
-    peak = _peak(measured, process)
     return close(labels, lambda h, w: _look(q, h, w), peak, q.height, q.width, range(STEP, LAST + 1, STEP))
 
 

@@ -146,26 +146,23 @@ class Question:
                 f" 'expandable_segments:True', got {self.allocator!r} ({error})"
             ) from None
 
-    def start(self, allocator: CachingAllocator | None = None, workspace: Any = None) -> SimulatedProcess:
-        """A fresh process; with another workspace than the question's, where one is given."""
+    def start(self, workspace: Any = None, **device: Any) -> SimulatedProcess:
+        """A fresh process on a `new_allocator`; with another workspace than the question's, where one is given."""
         return SimulatedProcess(
-            self.gpu, self.cudnn_version, self.torch_version, allocator=allocator or self.new_allocator(),
+            self.gpu, self.cudnn_version, self.torch_version, allocator=self.new_allocator(**device),
             workspace=self.workspace if workspace is None else workspace, allow_tf32=self.allow_tf32,
         )  # fmt: skip
 
-    def play(
-        self, process: SimulatedProcess | None = None, *, protocol: str | None = None
-    ) -> tuple[Reading, SimulatedProcess]:
+    def play(self, process: SimulatedProcess, protocol: str | None = None) -> Reading:
         """A fresh process loads the model and runs what the question's protocol, or another one, says."""
         _, warmups, runs, emptied = PROTOCOLS[protocol or self.protocol]
-        process = process or self.start()
         vae = process.load(self.arch, self.weights_dtype, self.runtime, channels_last=self.channels_last)
         *_, measured = benchmark(
             process, vae, self.op.removesuffix("_tiled"), self.height, self.width, self.batch, dtype=self.dtype,
             input_dtype=self.weights_dtype, tile=self.tile or 0, slicing=self.slicing, warmups=warmups,
             runs=runs, emptied=emptied,
         )  # fmt: skip
-        return measured, process
+        return measured
 
 
 def usual_tile(model: Any) -> int:
