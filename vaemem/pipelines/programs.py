@@ -254,7 +254,7 @@ class _Player:
                 f"{name}: want attention by one of PyTorch's fused kernels, the only ones that were recorded, got"
                 f" {call.dtype} on {self._gpu.name}, where PyTorch writes out all scores"
             )
-        return attend(self.trace, call, kernel, self._gpu.sm, self._gpu.properties["multiProcessorCount"], name)
+        return attend(self.trace, call, kernel, self._gpu, name)
 
 
 def _weights(nodes: list[str], index: int, prefix: str) -> Iterable[Weight]:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from vaemem import _core
 from vaemem._common import ELEMENT_BYTES
+from vaemem.prediction.gpus import Gpu
 
 
 class Heads(NamedTuple):
@@ -137,7 +138,7 @@ def choose_kernel(call: Call, sm: int, enabled: Sequence[str]) -> str:
     )
 
 
-def attend(trace: _core.Trace, call: Call, kernel: str, sm: int, multiprocessors: int, name: str) -> int | None:
+def attend(trace: _core.Trace, call: Call, kernel: str, gpu: Gpu, name: str) -> int | None:
     """Adds what a fused kernel takes to a trace: the output, whose id it returns (None for cuDNN's, which is not
     counted), and meanwhile the mask as numbers and in rows of a multiple of 8, where it is not so."""
     copies, mask, size = [], call.mask, ELEMENT_BYTES[call.dtype]
@@ -151,7 +152,7 @@ def attend(trace: _core.Trace, call: Call, kernel: str, sm: int, multiprocessors
     number = None
     if kernel != "cudnn":
         number = trace.attention(
-            call.dtype, batch, heads, queries, keys, depth, kernel, sm, multiprocessors, f"{name} [attention]"
+            call.dtype, batch, heads, queries, keys, depth, kernel, gpu.sm, gpu.multiprocessors, f"{name} [attention]"
         )
     for copy in reversed(copies):
         trace.give(copy)

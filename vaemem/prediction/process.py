@@ -496,7 +496,7 @@ class SimulatedProcess:
         free = max(self.gpu.total_memory - self.allocated, 1) if runtime.looks_at_memory else 0
         trace = _vae_trace(
             vae.key, runtime=vae.runtime, op=op, dtype=vae.dtype, height=size[0], width=size[1], batch=x.shape[0],
-            tile=tile, slicing=slicing, sm=self.gpu.sm, multiprocessors=self.gpu.properties["multiProcessorCount"],
+            tile=tile, slicing=slicing, sm=self.gpu.sm, multiprocessors=self.gpu.multiprocessors,
             free_bytes=free, channels_last=vae.channels_last,
         )  # fmt: skip
         return self._as_tensor(f"{op} of {vae.arch['name']}", self.call(trace), result, vae.dtype)
