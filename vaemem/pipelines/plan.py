@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vaemem._common import DTYPES, choose, flag, listed, real, whole
 from vaemem.engine.limits import parse_size
-from vaemem.engine.weights import tensor_types
-from vaemem.pipelines import programs, ways_diffusers, ways_mlx
+from vaemem.pipelines import ways_diffusers, ways_mlx
 from vaemem.pipelines.components import PIPELINES, Pipeline
-from vaemem.pipelines.run import RECORDED_VAES
+from vaemem.pipelines.run import recording_of
 from vaemem.pipelines.seconds import cards_of, machine_of
-from vaemem.pipelines.storage import is_size
+from vaemem.pipelines.storage import told_bytes
 from vaemem.pipelines.ways import PipelinePlan, Room, Way, outcome, planned
 from vaemem.prediction.gpus import Gpu, find_gpu, sold
 from vaemem.prediction.predict import CONTEXT
@@ -188,13 +186,11 @@ def weights_bytes(role: str, component: str, given: Any) -> int:
     >>> weights_bytes("unet", "sd15-unet", "float16"), weights_bytes("unet", "sd15-unet", "1.6 GiB")
     (1719041928, 1717986918)
     """
-    if is_size(given):
-        return parse_size(f"components[{role!r}]", given)
-    if os.path.exists(given):
-        return sum(size for *_, size in tensor_types(given))
+    told = told_bytes(role, given)
+    if told is not None:
+        return told
     choose(f"components[{role!r}]", given, DTYPES)
-    weights = programs.load(RECORDED_VAES.get(component, component)).weights
-    return sum(weight.nbytes(given) for weight in weights)
+    return sum(weight.nbytes(given) for weight in recording_of(component).weights)
 
 
 def _card(gpu: str | Gpu | None, memory: int | str | None, dtype: str) -> tuple[Gpu, list[str]]:

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 from collections.abc import Mapping
 from typing import Any
 
-from vaemem._common import DTYPES, MIB, as_csv, choose, flag, render, whole, write
+from vaemem._common import DTYPES, MIB, choose, flag, render, whole
 from vaemem.engine.limits import parse_size
-from vaemem.pipelines import programs
+from vaemem.engine.weights import tensor_types
 from vaemem.pipelines.components import PIPELINES, Pipeline
 from vaemem.pipelines.diffusers import Call
 from vaemem.pipelines.formula import PipelineFormula, derive
 from vaemem.pipelines.question import PipelineQuestion
-from vaemem.pipelines.run import OFFLOADS, RECORDED_VAES, Part, Phase
+from vaemem.pipelines.run import OFFLOADS, RECORDED_VAES, Part, Phase, recording_of
 from vaemem.pipelines.storage import BITSANDBYTES, GGML, TYPES, stored
-from vaemem.pipelines.ways import Way
+from vaemem.pipelines.ways import Way, Written
 from vaemem.prediction.gpus import find_gpu
 from vaemem.prediction.process import Moment, PeakTensor
 from vaemem.prediction.question import LARGEST
@@ -36,7 +35,7 @@ def _largest(phase: Phase) -> PeakTensor | None:
     return next((one for one in phase.peak_tensors if not one.name.startswith("weights of ")), None)
 
 
-class _Phases:
+class _Phases(Written):
     """What every prediction of a pipeline says of its phases. Printing it shows a line a phase."""
 
     phases: tuple[Phase, ...]
@@ -94,41 +93,12 @@ class _Phases:
             for phase in self.phases
         ]
 
-    def to_csv(self, path: str | os.PathLike[str] | None = None) -> str | None:
-        """The rows as CSV, to a file or as text.
-
-        Examples
-        --------
-        >>> predict_pipeline("sd15", 512, 512, gpu="T4").to_csv().splitlines()[0]
-        'phase,total_bytes,weights_bytes,...'
-        """
-        return write(path, as_csv(self.rows()))
-
-    def to_json(self, path: str | os.PathLike[str] | None = None) -> str | None:
-        """What was asked, the rows and the verdict as JSON, to a file or as text.
-
-        Examples
-        --------
-        >>> import json
-        >>> json.loads(predict_pipeline("sd15", 512, 512, gpu="T4").to_json())["fits"]
-        True
-        """
-        data = {
+    def _data(self) -> dict[str, Any]:
+        return {
             "title": self.title, "available_bytes": self.available, "host_bytes": self.host, "peak_bytes": self.peak,
             "peak_band_bytes": self.band, "bottleneck": self.bottleneck, "fits": self.fits, "phases": self.rows(),
             "notes": self.notes,
         }  # fmt: skip
-        return write(path, json.dumps(data, indent=1, ensure_ascii=False) + "\n")
-
-    def to_markdown(self) -> str:
-        """What `print` shows, as Markdown.
-
-        Examples
-        --------
-        >>> print(predict_pipeline("sd15", 512, 512, gpu="T4").to_markdown())
-        sd15 512x512...
-        """
-        return self._text(markdown=True)
 
     # ---- for people ----
 
@@ -152,9 +122,6 @@ class _Phases:
         if markdown:
             return "\n\n".join([*lines, "\n".join(f"- {note}" for note in self.notes)])
         return "\n".join([*lines, *self.notes])
-
-    def __str__(self) -> str:
-        return self._text()
 
     def _repr_markdown_(self) -> str:
         return self._text(markdown=True)
@@ -471,21 +438,18 @@ def _parts(pipeline: Pipeline, dtype: str, components: Mapping[str, Any]) -> tup
 
 
 def _part(role: str, component: str, dtype: str, given: Any, upcast: bool) -> Part:
-    weights = programs.load(RECORDED_VAES.get(component, component)).weights
-    named = [(weight.name, weight.shape, weight.dtype) for weight in weights]
+    weights = recording_of(component).weights
     if given in DTYPES:
-        return Part(role, component, given, tuple(stored(named, given, "all", given)), upcast and given == "float16")
+        return Part(role, component, given, tuple(stored(weights, given, "all", given)), upcast and given == "float16")
     if component in RECORDED_VAES:
         choose(f"components[{role!r}]", given, DTYPES)
     if isinstance(given, os.PathLike) or (isinstance(given, str) and os.path.exists(given)):
-        from vaemem.engine.weights import tensor_types
-
         try:
-            return Part(role, component, dtype, tuple(stored(named, None, tensor_types(given))))
+            return Part(role, component, dtype, tuple(stored(weights, None, tensor_types(given))))
         except ValueError as error:
             raise ValueError(f"components[{role!r}]: {given}: {error}") from None
     choose(f"components[{role!r}]", given, WEIGHT_TYPES)
-    return Part(role, component, dtype, tuple(stored(named, given, _usual_rule(role, given), dtype)))
+    return Part(role, component, dtype, tuple(stored(weights, given, _usual_rule(role, given), dtype)))
 
 
 def _usual_rule(role: str, kind: str) -> str:

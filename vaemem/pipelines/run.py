@@ -54,7 +54,7 @@ class Part:
 
     @property
     def recording(self) -> programs.Recorded:
-        return programs.load(RECORDED_VAES.get(self.component, self.component))
+        return recording_of(self.component)
 
     @functools.cached_property
     def nbytes(self) -> int:
@@ -137,6 +137,11 @@ UPCAST = "autoencoder-4-upcast"
 TILE_OVERLAP = 0.25  # of a tile's side: diffusers' default
 OFFLOADS = ("none", "model", "sequential")
 PLAYED_STEPS = 2  # of the denoiser; the cache and the sizes are the same from the second one on
+
+
+def recording_of(component: str) -> programs.Recorded:
+    """The recorded module that is a component: of a VAE, all of its weights, and the call of its decoder."""
+    return programs.load(RECORDED_VAES.get(component, component))
 
 
 class Run:

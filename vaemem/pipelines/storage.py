@@ -7,12 +7,15 @@ each with its source; where a file is at hand, its own list of tensors takes a r
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from vaemem._common import choose, distinct
+from vaemem.engine.limits import parse_size
 from vaemem.engine.stored import BLOCKS, QUANTISED
+from vaemem.engine.weights import tensor_types
 
 __all__ = ["RULES", "TYPES", "Rule", "Stored", "stored", "tensor_bytes"]
 
@@ -86,6 +89,20 @@ def is_size(given: Any) -> bool:
     (True, True, False, False)
     """
     return isinstance(given, int) or bool(re.fullmatch(r"\s*[\d.]+ *[kmgt]?i?b\s*", str(given), re.IGNORECASE))
+
+
+def told_bytes(role: str, given: str | int | os.PathLike[str]) -> int | None:
+    """Bytes of a component's weights that are given as a size, or as a file whose header says what is in it; None where
+    neither is given: it may be a type.
+
+    Examples
+    --------
+    >>> told_bytes("unet", "1.6 GiB"), told_bytes("unet", "Q8_0")
+    (1717986918, None)
+    """
+    if is_size(given):
+        return parse_size(f"components[{role!r}]", given)
+    return sum(size for *_, size in tensor_types(given)) if os.path.exists(given) else None
 
 
 EMBEDDINGS = r"(^|\.)(embed_tokens|shared|token_embedding|position_embedding|relative_attention_bias)\."

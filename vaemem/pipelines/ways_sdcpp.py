@@ -6,15 +6,12 @@ Weights stay where they were loaded to, but for what `RESIDENCES` says.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from vaemem._common import MIB, choose
-from vaemem.engine.limits import parse_size
-from vaemem.engine.weights import tensor_types
 from vaemem.pipelines.ggml import DEFAULT_TILE, graph
-from vaemem.pipelines.storage import is_size
+from vaemem.pipelines.storage import told_bytes
 from vaemem.pipelines.ways import PlannedPhase, Way
 from vaemem.prediction.sdcpp import TYPES, Graph
 
@@ -180,7 +177,7 @@ def ways(
         ),
     }
     last = list(known.encoders)[-1]
-    quantised = is_size(components.get(last)) or _weights(last, components.get(last, known.type))[0] != "f16"
+    quantised = _weights(last, components.get(last, known.type))[0] != "f16"
     found = []
     for residence in RESIDENCES:
         for how in VAE_WAYS:
@@ -216,10 +213,9 @@ LONG = ("qwen3-4b", "zimage", "t5-xxl", "flux-dev", "flux-schnell")  # that take
 
 def _weights(role: str, given: Any) -> tuple[str | None, int | None]:
     """ggml's name of a type, or the bytes that are given."""
-    if is_size(given):
-        return None, parse_size(f"components[{role!r}]", given)
-    if os.path.exists(given):
-        return None, sum(size for *_, size in tensor_types(given))
+    told = told_bytes(role, given)
+    if told is not None:
+        return None, told
     spelt = {name.lower(): name for name in TYPES}.get(str(given).lower(), given)
     choose(f"components[{role!r}]", spelt, TYPES)
     return spelt, None
