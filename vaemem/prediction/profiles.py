@@ -31,12 +31,34 @@ from vaemem.prediction.gpus import Gpu, find_gpu
 
 _FILE = re.compile(r"sm(\d+)((?:-\w+)*)_cudnn(\d+\.\d+\.\d+)\.json")
 
-
 Extents = int | tuple[int, ...]  # the same along every dimension, or one for each
 
 
 class Conv(NamedTuple):
-    """A convolution as PyTorch gives it to cuDNN, bias added outside; one dimension is two with a height of 1."""
+    """A convolution as PyTorch gives it to cuDNN; the bias is added outside of it.
+
+    Extents are an int, or a tuple with one for each dimension. A convolution of one dimension is one of two with a
+    height of 1. A one-sided padding is a padded input with `padding` 0.
+
+    Attributes
+    ----------
+    dtype : str
+        ``"float16"``, ``"bfloat16"`` or ``"float32"``, of input, filter and output.
+    n, c, h, w : int
+        Input: batch, channels, height and width, before `padding`.
+    k : int
+        Channels of the output.
+    r : int or tuple of int
+        The filters' height and width.
+    stride, padding, dilation, groups
+        As ``torch.nn.Conv2d`` takes them.
+    layout : str
+        ``"nchw"``, or ``"nhwc"`` for channels_last tensors.
+    output_padding : int or tuple of int, optional
+        Of a transposed convolution, 0 too; None where it is none.
+    depth : int
+        Of the input of a convolution with three dimensions, else 0.
+    """
 
     dtype: str
     n: int
@@ -50,8 +72,8 @@ class Conv(NamedTuple):
     layout: str = "nchw"
     dilation: Extents = 1
     groups: int = 1
-    output_padding: Extents | None = None  # of a transposed convolution; None where it is none
-    depth: int = 0  # of the input; 0 with two dimensions
+    output_padding: Extents | None = None
+    depth: int = 0
 
     @property
     def is_plain(self) -> bool:

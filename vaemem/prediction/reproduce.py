@@ -23,10 +23,10 @@ from typing import Any, NamedTuple
 from vaemem._common import MIB, OPS, shipped
 from vaemem.prediction.benchmark import BENCHMARK_TILE, benchmark
 from vaemem.prediction.cudnn import InstalledCudnn, installed_cudnn
-from vaemem.prediction.gpus import find_gpu
+from vaemem.prediction.gpus import Gpu
 from vaemem.prediction.predict import Prediction, predict
 from vaemem.prediction.process import SimulatedProcess
-from vaemem.prediction.profiles import Profile
+from vaemem.prediction.profiles import Conv, Profile
 from vaemem.prediction.workspace import Workspace
 
 GPU, TORCH, CUDNN = "RTX 4090", "2.7.1+cu128", "9.7.1"
@@ -184,24 +184,15 @@ def inferred() -> dict[str, Any]:
     return json.loads(shipped("profiles", profile.file))
 
 
-class AskedWorkspace:
-    """Answers of the installed cuDNN alone."""
+def asked_workspace(cudnn: InstalledCudnn) -> Workspace:
+    """Answers of an installed cuDNN alone, with no rule in their place: RuntimeError where it gives none."""
+    workspace = Workspace(GPU, cudnn.version, TORCH, cudnn=cudnn)
+    workspace._profile, workspace._rules, workspace._guess = None, [], _no_guess
+    return workspace
 
-    def __init__(self, cudnn: InstalledCudnn | None = None):
-        self._cudnn = cudnn or installed_cudnn()
-        self._device = find_gpu(GPU).device_json
-        self._known: dict[tuple[Any, ...], int] = {}
 
-    def conv(self, *question: Any) -> tuple[int, str]:
-        if question not in self._known:
-            names = ("dtype", "n", "c", "h", "w", "k", "r", "stride", "padding")
-            plan = self._cudnn.conv(
-                self._device, tf32=True, nhwc=question[-1] == "nhwc", **dict(zip(names, question, strict=False))
-            )
-            if plan is None:
-                raise ValueError(f"conv: cuDNN {self._cudnn.version} has no engine for {question}")
-            self._known[question] = plan["bytes"]
-        return self._known[question], f"cuDNN {self._cudnn.version}, asked without a device"
+def _no_guess(_gpu: Gpu, _version: int, _tf32: bool, _conv: Conv) -> tuple[int, str]:
+    raise  # the RuntimeError on whose account a guess was wanted
 
 
 def leave_one_out(table: Iterable[tuple[Key, tuple[float, float]]]) -> list[Row]:
@@ -280,7 +271,7 @@ def run(path: str | os.PathLike[str] | None = None, csv_path: str | os.PathLike[
     ]
     cudnn = installed_cudnn()
     if cudnn.version is not None:
-        sources.append((f"workspaces asked of the installed cuDNN {cudnn.version}", AskedWorkspace(cudnn)))
+        sources.append((f"workspaces asked of the installed cuDNN {cudnn.version}", asked_workspace(cudnn)))
     asked = [(title, reproduce(table, workspace)) for title, workspace in sources]
     title, shown = asked[-1]
     print(f"\n{title}:\n\n{render(shown)}\n")
