@@ -45,10 +45,14 @@ class Call(NamedTuple):
     causal: bool = False
     grouped: bool = False
 
+    @property
+    def tensors(self) -> tuple[Heads, Heads, Heads]:
+        return self.queries, self.keys, self.values
+
 
 def _against_any(call: Call, grouped: bool) -> str:
     """What every fused kernel has against a call; "" for nothing. grouped: whether it shares keys among queries."""
-    tensors = call[1:4]
+    tensors = call.tensors
     if any(len(x.shape) != 4 for x in tensors):
         return "wants 4 dimensions"
     if len({x.shape[0] for x in tensors}) > 1:
@@ -63,7 +67,7 @@ def _against_any(call: Call, grouped: bool) -> str:
 
 
 def _against_flash(call: Call, sm: int) -> str:
-    depths = {x.shape[-1] for x in call[1:4]}
+    depths = {x.shape[-1] for x in call.tensors}
     if call.dtype == "float32" or sm < 80:
         return "wants half precision and compute capability 8.0"
     if call.mask:
@@ -72,7 +76,7 @@ def _against_flash(call: Call, sm: int) -> str:
         return "wants heads of one depth, 256 at most"
     if call.causal and call.queries.shape[-2] != call.keys.shape[-2]:
         return "wants as many queries as keys with is_causal"
-    if not all(x.is_dense for x in call[1:4]):
+    if not all(x.is_dense for x in call.tensors):
         return "wants the elements of a head side by side"
     return _against_any(call, grouped=True)
 
@@ -82,23 +86,23 @@ def _against_efficient(call: Call, sm: int) -> str:
     if call.dtype == "bfloat16" and sm < 80:
         return "wants compute capability 8.0 for bfloat16"
     unit = (8 if half else 4) if sm >= 80 else 8 if half and sm >= 70 else 1
-    q, k, v = (x.shape[-1] for x in call[1:4])
+    q, k, v = (x.shape[-1] for x in call.tensors)
     if q != k or q % unit or v % unit or not q or not v:
         return f"wants heads of queries and keys of one depth, a multiple of {unit}, and of values too"
-    if any(x.strides[-1] != 1 for x in call[1:4]):
+    if any(x.strides[-1] != 1 for x in call.tensors):
         return "wants the elements of a head side by side"
     return _against_any(call, grouped=False)
 
 
 def _against_cudnn(call: Call, sm: int) -> str:
-    depths = [x.shape[-1] for x in call[1:4]]
+    depths = [x.shape[-1] for x in call.tensors]
     if call.dtype == "float32" or sm < 80:
         return "wants half precision and compute capability 8.0"
     if any(depth % 8 for depth in depths) or max(depths) > 128:
         return "wants heads of a multiple of 8 channels, 128 at most"
     if call.keys.shape[-2] == 1:
         return "wants more than one key"
-    if not all(x.is_dense for x in call[1:4]):
+    if not all(x.is_dense for x in call.tensors):
         return "wants the elements of a head side by side"
     return _against_any(call, grouped=True)
 
