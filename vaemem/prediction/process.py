@@ -334,16 +334,11 @@ class SimulatedProcess:
         slicing : bool
             One image of the batch after the other.
         """
-        height, width = image.shape[-2:]
-        latent = (image.shape[0], vae.arch["latent_channels"], height // vae.factor, width // vae.factor)
-        return self._call_vae(vae, "encode", image, vae.arch["in_channels"], (height, width), latent, tile, slicing)
+        return self._call_vae(vae, "encode", image, tile, slicing)
 
     def decode(self, vae: LoadedVAE, latents: Tensor, *, tile: int = 0, slicing: bool = False) -> Tensor:
         """The model's ``decode``: the image. Parameters as in `encode`; latents (N, latent_channels, H/8, W/8)."""
-        height, width = (side * vae.factor for side in latents.shape[-2:])
-        image = (latents.shape[0], vae.arch["out_channels"], height, width)
-        channels = vae.arch["latent_channels"]
-        return self._call_vae(vae, "decode", latents, channels, (height, width), image, tile, slicing)
+        return self._call_vae(vae, "decode", latents, tile, slicing)
 
     def sample(self, posterior: Tensor, name: str = "latents") -> Tensor:
         """``posterior.sample()``: mean + std * noise."""
@@ -381,7 +376,7 @@ class SimulatedProcess:
         for question in trace.convs:
             count, source = self.workspace.conv(*question)
             wanted.append(self._smaller.get(question, count))
-            following.append(count if Conv(*question) in own else 0)
+            following.append(count if own and Conv(*question) in own else 0)
             self.sources[source] = self.sources.get(source, 0) + 1
         left, cublas, cublaslt, allocated, reserved, workspaces = trace.run(
             self.allocator, wanted, **self._blas, cublas=self._kept["cublas"], cublaslt=self._kept["cublaslt"],
@@ -479,10 +474,9 @@ class SimulatedProcess:
 
     # ---- within ----
 
-    def _call_vae(
-        self, vae: LoadedVAE, op: str, x: Tensor, channels: int, size: tuple[int, int], result: tuple[int, ...],
-        tile: int, slicing: bool,
-    ) -> Tensor:  # fmt: skip
+    def _call_vae(self, vae: LoadedVAE, op: str, x: Tensor, tile: int, slicing: bool) -> Tensor:
+        arch, encodes = vae.arch, op == "encode"
+        channels = arch["in_channels" if encodes else "latent_channels"]
         if vae.storages is None or x.storages is None:
             raise ValueError(f"{op}: want a model and an input that were not dropped")
         if len(x.shape) != 4 or x.shape[1] != channels:
@@ -493,13 +487,19 @@ class SimulatedProcess:
         if bool(x.storages) == runtime.host:
             place = "the host (tensor(..., host=True))" if runtime.host else "the device"
             raise ValueError(f"{op}: want an input on {place} with the runtime {vae.runtime}, got {x!r}")
+        batch, _, h, w = x.shape
+        height, width = (h, w) if encodes else (h * vae.factor, w * vae.factor)
+        if encodes:
+            result = (batch, arch["latent_channels"], h // vae.factor, w // vae.factor)
+        else:
+            result = (batch, arch["out_channels"], height, width)
         free = max(self.gpu.total_memory - self.allocated, 1) if runtime.looks_at_memory else 0
         trace = _vae_trace(
-            vae.key, runtime=vae.runtime, op=op, dtype=vae.dtype, height=size[0], width=size[1], batch=x.shape[0],
+            vae.key, runtime=vae.runtime, op=op, dtype=vae.dtype, height=height, width=width, batch=batch,
             tile=tile, slicing=slicing, sm=self.gpu.sm, multiprocessors=self.gpu.multiprocessors,
             free_bytes=free, channels_last=vae.channels_last,
         )  # fmt: skip
-        return self._as_tensor(f"{op} of {vae.arch['name']}", self.call(trace), result, vae.dtype)
+        return self._as_tensor(f"{op} of {arch['name']}", self.call(trace), result, vae.dtype)
 
     def _as_tensor(self, name: str, left: Mapping[int, int], shape: Sequence[int], dtype: str) -> Tensor:
         """What `call` left, as one tensor."""

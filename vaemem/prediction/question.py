@@ -155,12 +155,11 @@ class Question:
 
     def play(self, process: SimulatedProcess, protocol: str | None = None) -> Reading:
         """A fresh process loads the model and runs what the question's protocol, or another one, says."""
-        _, warmups, runs, emptied = PROTOCOLS[protocol or self.protocol]
         vae = process.load(self.arch, self.weights_dtype, self.runtime, channels_last=self.channels_last)
         *_, measured = benchmark(
             process, vae, self.op.removesuffix("_tiled"), self.height, self.width, self.batch, dtype=self.dtype,
-            input_dtype=self.weights_dtype, tile=self.tile or 0, slicing=self.slicing, warmups=warmups,
-            runs=runs, emptied=emptied,
+            input_dtype=self.weights_dtype, tile=self.tile or 0, slicing=self.slicing,
+            protocol=PROTOCOLS[protocol or self.protocol],
         )  # fmt: skip
         return measured
 
