@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vaemem._common import DTYPES, MIB, choose, flag, render, whole
@@ -68,6 +68,14 @@ class _Phases(Written):
         band = f" ({least} to {most} MiB)" if least != most else ""
         end = "fits in" if self.out_of_memory_at is None else f"out of memory in {self.out_of_memory_at[0]} with"
         return f"peak in {self.bottleneck}{band}; {end} {self.available / MIB:.0f} MiB"
+
+    def _judge(self, phases: Sequence[Phase], done: int, lacking: PeakTensor | None) -> None:
+        """The first phases go through, as many as are done; the next one, where there is one, lacks what is said, and
+        those after it are not reached."""
+        self.phases = tuple(
+            phase._replace(fits=True if i < done else False if i == done else None) for i, phase in enumerate(phases)
+        )
+        self.out_of_memory_at = lacking and (phases[done].name, lacking)
 
     # ---- files ----
 
@@ -184,23 +192,19 @@ class PipelinePrediction(_Phases):
         self.title = f"{q.name} {q.call.height}x{q.call.width}{batch} ({where})"
         self.available = q.available
         self.host = sum(part.nbytes for part in q.parts if q.offload != "none" or part.role in q.on_cpu)
-        run, _ = question.play()
-        self._run = run
-        self._process = run.process
-        limited = CachingAllocator(total_memory=max(question.available, 1), history=False)
-        tried, full = question.play(limited, run.process.workspace)
-        self.out_of_memory_at: tuple[str, PeakTensor] | None = None
-        done = len(tried.phases)
-        if full is not None:
-            what = PeakTensor(tried.process.frames[full.tag], full.requested)
-            self.out_of_memory_at = run.phases[done].name, what
-        for i, phase in enumerate(tried.phases):
-            if phase.outside and phase.total > question.available:
-                done, self.out_of_memory_at = i, (phase.name, PeakTensor("vaemem's memory limit", phase.outside))
-                break
-        verdicts = [True if i < done else None if i > done else False for i in range(len(run.phases))]
-        self.phases = tuple(phase._replace(fits=fits) for phase, fits in zip(run.phases, verdicts, strict=True))
+        self._run, _ = question.play()
+        self._process = self._run.process
+        self._judge(self._run.phases, *self._within(self.available))
         self.notes = self._notes()
+
+    def _within(self, capacity: int) -> tuple[int, PeakTensor | None]:
+        """The same run where the card gives so many bytes: how many phases go through, and what the next one lacks."""
+        allocator = CachingAllocator(total_memory=max(capacity, 1), history=False)
+        run, full = self._question.play(allocator, self._process.workspace)
+        for i, phase in enumerate(run.phases):
+            if phase.outside and phase.total > capacity:
+                return i, PeakTensor("vaemem's memory limit", phase.outside)
+        return len(run.phases), None if full is None else PeakTensor(run.process.frames[full.tag], full.requested)
 
     @functools.cached_property
     def timeline(self) -> tuple[Moment, ...]:
@@ -235,10 +239,8 @@ class PipelinePrediction(_Phases):
         low, high = max(phase.allocated - phase.workspace for phase in self.phases), self.peak
         while high - low > 2 * MIB:
             middle = (low + high) // 2
-            allocator = CachingAllocator(total_memory=middle, history=False)
-            run, full = self._question.play(allocator, self._process.workspace)
-            goes = full is None and all(phase.total <= middle for phase in run.phases if phase.outside)
-            low, high = (low, middle) if goes else (middle, high)
+            _, lacking = self._within(middle)
+            low, high = (middle, high) if lacking else (low, middle)
         return high
 
     def _notes(self) -> tuple[str, ...]:
@@ -276,20 +278,19 @@ class GraphPrediction(_Phases):
         self.way, self.available = way, available
         self.title = f"{title}, {way.name}"
         self.host, self.notes = way.host, way.notes
-        found, self.out_of_memory_at = [], None
+        phases = []
         for phase in way.phases:
-            fits = None if self.out_of_memory_at else phase.total <= available
-            if fits is False:
-                self.out_of_memory_at = phase.name, PeakTensor(f"compute buffer of {phase.name}", phase.added)
             work = {name: int(amount) for name, amount in phase.work.items()}
             sent, on_cpu = work.pop("link", 0), sum(work.pop(name) for name in list(work) if name.startswith("cpu"))
-            found.append(
+            phases.append(
                 Phase(
-                    phase.name, phase.total, phase.total, phase.weights, 0, phase.added, 0, (), "",
-                    sum(work.values()), sent, fits, on_cpu,
+                    phase.name, allocated=phase.total, reserved=phase.total, weights=phase.weights, workspace=0,
+                    activations=phase.added, outside=0, peak_tensors=(), where="", flops=sum(work.values()), sent=sent,
+                    host_flops=on_cpu,
                 )
             )  # fmt: skip
-        self.phases = tuple(found)
+        done, full = next(((i, one) for i, one in enumerate(phases) if one.total > available), (len(phases), None))
+        self._judge(phases, done, full and PeakTensor(f"compute buffer of {full.name}", full.activations))
 
 
 def predict_pipeline(
