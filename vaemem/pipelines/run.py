@@ -49,7 +49,7 @@ class Part:
 
     @functools.cached_property
     def traces(self) -> dict[Any, _core.Trace]:
-        """Of calls that were played: they are built in a longer time than they are played in."""
+        """Traces of the calls so far, kept because it takes longer to build one than to play it."""
         return {}
 
     @property
@@ -61,7 +61,8 @@ class Part:
         return sum(weight.bytes for weight in self.weights)
 
     def _by_module(self, made: Mapping[str, int]) -> dict[str, list[tuple[str, int]]]:
-        """What each submodule has; of a file whose tensors have other names, the largest for the whole call."""
+        """{submodule: [(name, bytes)]} of named tensors. Where a file's tensors have other names than the submodules,
+        the largest of them stands for the whole call, under ""."""
         modules = {weight.module for weight in self.recording.weights}
         found: dict[str, list[tuple[str, int]]] = {}
         for name, size in made.items():
@@ -74,12 +75,13 @@ class Part:
 
     @functools.cached_property
     def sent(self) -> dict[str, list[tuple[str, int]]]:
-        """What a submodule's call has on the device where each is sent for its own call."""
+        """{submodule: [(name, bytes)]} of the weights that sequential offload has on the device during its call."""
         return self._by_module({w.name: w.bytes for w in self.weights})
 
     @functools.cached_property
     def unpacked(self) -> dict[str, list[tuple[str, int]]]:
-        """What a submodule's call has on the device in the dtype that it computes in, of weights stored smaller."""
+        """{submodule: [(name, bytes)]} of its weights in the dtype that it computes in, unpacked for its call from a
+        smaller type."""
         smaller = (*GGML, "nf4", "nf4 double", "fp8")
         size = ELEMENT_BYTES[self.dtype]
         return self._by_module(
@@ -220,7 +222,7 @@ class Run:
         return self._play(part, wanted)
 
     def _count(self, role: str, flops: int) -> bool:
-        """Counts work; whether it is the host's."""
+        """Counts the FLOPs of a component's call, and returns whether the host computes it."""
         on_cpu = role in self.on_cpu
         self._host_flops += flops * on_cpu
         self._flops += flops * (not on_cpu)
@@ -314,7 +316,7 @@ class Run:
         return image
 
     def _resize(self, vae: LoadedVAE, sizes: Sequence[int]) -> None:
-        """Weights of another size are copied into it, in order."""
+        """Gives the VAE's weights, in their order, these sizes: each one whose size changes is copied."""
         held = vae.storages or {}
         changed = {a: size for (a, old), size in zip(held.items(), sizes, strict=True) if size != old}
         self.process._copy(vae, changed)
@@ -327,7 +329,7 @@ class Run:
         return image
 
     def _tiles(self, how: str, height: int, width: int) -> float:
-        """Pixels that are decoded for a pixel of the image."""
+        """How many pixels are decoded for each pixel of the image: more than one where tiles overlap."""
         if how != "tiled":
             return 1
         tile = usual_tile(self.parts["vae"].component) // VAE_STRIDE
@@ -377,7 +379,8 @@ class Run:
         )  # fmt: skip
 
     def _peak_tensors(self) -> tuple[PeakTensor, ...]:
-        """Weights by their component's role: a VAE's have its name."""
+        """The process's peak tensors, with weights under their component's role; the process names a VAE's after the
+        model."""
         names = {f"weights of {part.component}": f"weights of {role}" for role, part in self.parts.items()}
         return tuple(
             tensor._replace(name=names.get(tensor.name, tensor.name)) for tensor in self.process.peak_tensors()

@@ -35,7 +35,7 @@ class Seconds(NamedTuple):
     Attributes
     ----------
     low, likely, high : float
-        Seconds: from low to high is what the rates' bands leave open, a judgement and no bound.
+        Seconds. What lies between low and high is what the rates' bands leave open: a judgement, and no bound.
     why : str
         Where the rates come from.
 
@@ -227,7 +227,7 @@ def _mean(numbers: Iterable[float]) -> float:
 
 
 def _off(a: float, b: float) -> float:
-    """As a factor of 1 or more."""
+    """How many times the larger of two rates is the smaller."""
     return max(a / b, b / a)
 
 

@@ -286,5 +286,5 @@ def _store(
 
 
 def _dims(shape: Shape) -> int:
-    """How many dimensions count: not those of 1 before another."""
+    """How many dimensions a shape has, without those of 1 before the others."""
     return len(shape) - next((i for i, side in enumerate(shape[:-1]) if side != 1), max(len(shape) - 1, 0))

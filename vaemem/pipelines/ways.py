@@ -143,7 +143,7 @@ class Outcome(NamedTuple):
 
 
 def outcome(way: Way, room: Room, machine: Machine | None) -> Outcome:
-    """A way in a room: the first phase that does not fit is where it ends."""
+    """How a way does in a room. Where several phases do not fit, it ends in the first of them."""
     took = machine.seconds(way.work) if machine else None
     each = {phase.name: machine.seconds(phase.work) for phase in way.phases} if machine else {}
     over = [phase.name for phase in way.phases if room.card is not None and phase.total > room.card]

@@ -200,8 +200,8 @@ def _rounded(way: Way, kind: str) -> Way:
 
 
 def way(offload: str, vae: str, *asked: Any) -> Way:
-    """One of them: `offload` is a residence's name, or "none", and `vae` a way of the VAE without the word and without
-    commas; the rest as `ways` takes it."""
+    """One of the `ways`. `offload` is a residence's name, or "none"; `vae` is the name of one of `VAE_WAYS` without
+    "VAE" and without commas, such as "direct tiled"; the rest is as `ways` takes it."""
     residences = {"none": RESIDENCES[0].name} | {residence.name: residence.name for residence in RESIDENCES[1:]}
     hows = {how.name.removeprefix("VAE ").replace(",", ""): how.name for how in VAE_WAYS}
     choose("offload", offload, residences)
@@ -213,7 +213,7 @@ LONG = ("qwen3-4b", "zimage", "t5-xxl", "flux-dev", "flux-schnell")  # that take
 
 
 def _weights(role: str, given: Any) -> tuple[str | None, int | None]:
-    """ggml's name of a type, or the bytes that are given."""
+    """(ggml's name of a type, None), or (None, bytes) where a size or a file is given."""
     told = told_bytes(role, given)
     if told is not None:
         return None, told
@@ -223,7 +223,7 @@ def _weights(role: str, given: Any) -> tuple[str | None, int | None]:
 
 
 def _together(graphs: list[Graph]) -> Graph:
-    """Models that run one after the other, as one."""
+    """Models that run one after the other, as one graph: the largest buffers, and the sums of weights and FLOPs."""
     buffers, pools, weights, flops, _ = zip(*graphs, strict=True)
     return Graph(max(buffers), max(pools), sum(weights), sum(flops))
 

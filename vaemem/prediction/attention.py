@@ -27,7 +27,7 @@ class Heads(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """Of an attention: elements in all and in a row of keys; a boolean one becomes numbers."""
+    """An attention's mask: its elements in all, those of one row (a query's keys), and whether they are boolean."""
 
     elements: int
     row: int
@@ -51,7 +51,7 @@ class Call(NamedTuple):
 
 
 def _against_any(call: Call, grouped: bool) -> str:
-    """What every fused kernel has against a call; "" for nothing. grouped: whether it shares keys among queries."""
+    """Why no fused kernel takes a call, or "". grouped: whether the kernel knows heads of queries that share keys."""
     tensors = call.tensors
     if any(len(x.shape) != 4 for x in tensors):
         return "wants 4 dimensions"
@@ -119,7 +119,7 @@ KERNELS: dict[str, Callable[[Call, int], str]] = {
 }
 
 
-FUSED = ("flash", "efficient")  # those that `attend` knows whole
+FUSED = ("flash", "efficient")  # kernels of which `attend` counts all that they take
 
 
 def choose_kernel(call: Call, sm: int, enabled: Sequence[str]) -> str:
@@ -143,8 +143,9 @@ def choose_kernel(call: Call, sm: int, enabled: Sequence[str]) -> str:
 
 
 def attend(trace: _core.Trace, call: Call, kernel: str, gpu: Gpu, name: str) -> int | None:
-    """Adds what a fused kernel takes to a trace: the output, whose id it returns (None for cuDNN's, which is not
-    counted), and meanwhile the mask as numbers and in rows of a multiple of 8, where it is not so."""
+    """Adds what a fused kernel takes to a trace, and returns the id of the output: None for cuDNN's, of which nothing
+    is counted. While the kernel runs there is also a copy of the mask as numbers, where it is boolean, and one with
+    rows padded to a multiple of 8, where the kernel wants that."""
     copies, mask, size = [], call.mask, ELEMENT_BYTES[call.dtype]
     if mask and mask.boolean:
         copies.append(trace.take(mask.elements * size, f"{name} [mask]"))

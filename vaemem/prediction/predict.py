@@ -77,7 +77,7 @@ class _Peaks:
         return self._run(self._start(workspace), protocol).reserved
 
     def _within(self, capacity: int) -> tuple[PeakTensor | None, SimulatedProcess]:
-        """The same call where the device gives so many bytes: what could not be had, if anything, and the process."""
+        """The same call where the device gives so many bytes: what could not be had (or None), and the process."""
         process = self._start(self._process.workspace, total_memory=max(capacity, PAGE))
         try:
             self._run(process)
@@ -100,7 +100,7 @@ class _Peaks:
         return high * PAGE
 
     def _others(self, every: bool, *protocols: str) -> Iterator[int]:
-        """Reserved bytes as other workspaces have it that may be the truth, by each of these protocols."""
+        """Reserved bytes by each of these protocols, with each of the other workspaces that may be the true ones."""
         alternatives = getattr(self._process.workspace, "alternatives", None)
         for workspace in alternatives(every) if alternatives else ():
             for protocol in protocols:

@@ -555,7 +555,8 @@ def _summed(named: Iterable[tuple[str, int]]) -> Counter[str]:
 
 
 def moments(trace: _core.Trace, allocated: Any, reserved: Any, caller: str = "") -> Iterator[Moment]:
-    """A call's steps with the bytes at their heights; names begin with the caller's."""
+    """A call's steps, each with the most bytes that were allocated and reserved in it; `caller` stands before each
+    name."""
     owner: dict[int, str] = {}
     for i, (op, id_, _, name) in enumerate(trace.steps):
         if op == "take":
@@ -571,7 +572,8 @@ _ONCE = ("cublas [workspace]", "cublaslt [workspace]")  # kept from the first us
 def live_at(
     trace: _core.Trace, step: int, workspaces: Sequence[int], blas: Mapping[str, Any]
 ) -> dict[Any, tuple[str, int]]:
-    """{id: (name, bytes)} of what a trace holds at the height of one step; a workspace has the id of its kind."""
+    """{id: (name, bytes)} of what a trace holds in one of its steps, when that holds most. A workspace, which has no
+    id, stands under its kind's name."""
     live: dict[Any, tuple[str, int]] = {}
     steps = trace.steps
     for op, id_, size, name in steps[: step + 1]:

@@ -274,7 +274,7 @@ def _recorded(sm: int, key: str, multiprocessors: int) -> dict[int, str]:
 
 
 def profiles_near(gpu: Gpu, version: str | None) -> list[Profile]:
-    """The profiles for GPUs like this one, the nearest cuDNN to `version` first (None: the newest), inferred ones too.
+    """The profiles for GPUs like this one, asked and inferred, the nearest cuDNN to `version` first (None: the newest).
 
     Where a version's answers differ among the GPUs of a capability and this one was not asked about, it is the profile
     of the card with the nearest number of multiprocessors.
@@ -285,8 +285,8 @@ def profiles_near(gpu: Gpu, version: str | None) -> list[Profile]:
 
 
 def nearest_profile(gpu: Gpu, version: str | None) -> Profile | None:
-    """The first of `profiles_near` that may answer for the version: an inferred one for its own alone. None where none
-    is."""
+    """The first of `profiles_near` that may answer for the version, which an inferred profile may for its own version
+    alone; None where there is no such profile."""
     for profile in profiles_near(gpu, version):
         if profile.how != "inferred" or (version and version_number(profile.version) == version_number(version)):
             return profile

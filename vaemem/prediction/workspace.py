@@ -233,10 +233,14 @@ class Workspace:
         return answer
 
     def alternatives(self, every: bool = False) -> list[Workspace]:
-        """What else may be the truth, where anything was substituted: the three nearest versions that were asked this
-        (beside an inferred one the nearest), below 9.8 also what is inferred or possible there, and bounds for what
-        only a rule answers. With `every`, all versions that are known: for a process whose cuDNN is not. Only those
-        that answer the questions so far otherwise, each such answer once."""
+        """Other workspaces that may be the true ones: none where nothing was substituted.
+
+        These are the three nearest versions of cuDNN that were asked (only the nearest, where the profile in use was
+        inferred); for versions below 9.8 also the inferred profiles and the possible rules of ``older.json``; and where
+        a rule had to guess, the least and the most that there can be. `every`: all versions that are known, for a
+        process whose cuDNN is not known. Of workspaces that answer the questions so far alike there is one, and none
+        that answers them as this one does.
+        """
         others: list[Workspace] = []
         if every or set(self.substitutions).difference(_RULED.values()):
             near = profiles_near(self.gpu, self.cudnn_version)
@@ -257,7 +261,7 @@ class Workspace:
         return list(found.values())[1:]
 
     def _best_informed(self, profiles: Sequence[Profile]) -> list[Profile]:
-        """Of these, those that answer most of the questions so far: not every file holds every kind."""
+        """Those of the profiles that answer most of the questions so far: not every file holds every kind."""
         counts = [sum(bool(profile.conv(conv, self.tf32)) for conv in self._known) for profile in profiles]
         return [profile for profile, count in zip(profiles, counts, strict=True) if count == max(counts)]
 
