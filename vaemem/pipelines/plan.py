@@ -124,7 +124,7 @@ def plan_pipeline(
 
     card, notes = _card(gpu, memory, dtype or kind.dtype)
     context = CONTEXT if runtime == "diffusers" else ways_sdcpp.CONTEXT
-    room = Room(max(card.reported_memory - context - parse_size("used", used, least=0), 0), host, time_limit)
+    room = Room(card.available(context, used), host, time_limit)
     steps = kind.steps if steps is None else whole("steps", steps)
     if time_limit is not None and not real(time_limit) > 0:
         raise ValueError(f"time_limit: want more than 0 seconds, got {time_limit!r}")

@@ -385,8 +385,8 @@ def predict_pipeline(
             offload, vae, pipeline, height, width, whole("batch", batch), steps, guidance, prompt_tokens,
             components or {},
         )  # fmt: skip
-        available = card.reported_memory - ways_sdcpp.CONTEXT - parse_size("used", used, least=0)
-        return GraphPrediction(f"{pipeline} {height}x{width} by sd.cpp ({card.name})", way, available)
+        title = f"{pipeline} {height}x{width} by sd.cpp ({card.name})"
+        return GraphPrediction(title, way, card.available(ways_sdcpp.CONTEXT, used))
     on_cpu: tuple[str, ...] = ()
     if isinstance(offload, Mapping):
         for role, place in offload.items():

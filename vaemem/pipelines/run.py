@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -174,7 +175,8 @@ class Run:
         self.phases: list[Phase] = []
         self._calls: list[tuple[str, Any]] = []  # roles, and what the process keeps of their calls
         self._loaded: dict[str, list[int] | LoadedVAE] = {}
-        self._flops = self._host_flops = self._sent = self._outside = 0
+        self._work: Counter[str] = Counter()  # of this phase so far: flops, host_flops, and bytes sent to the device
+        self._outside = 0
 
     # ---- components ----
 
@@ -184,7 +186,7 @@ class Run:
         if role in self.on_cpu or (role == "vae" and self._own_vae):
             self._loaded[role] = []
             return
-        self._sent += part.nbytes
+        self._work["sent"] += part.nbytes
         if part.component in _core.models():
             self._loaded[role] = self.process.load(part.component, part.dtype, "diffusers")
         else:
@@ -224,8 +226,7 @@ class Run:
     def _count(self, role: str, flops: int) -> bool:
         """Counts the FLOPs of a component's call, and returns whether the host computes it."""
         on_cpu = role in self.on_cpu
-        self._host_flops += flops * on_cpu
-        self._flops += flops * (not on_cpu)
+        self._work["host_flops" if on_cpu else "flops"] += flops
         return on_cpu
 
     def _play(self, part: Part, sizes: Mapping[str, int]) -> Tensor:
@@ -233,7 +234,7 @@ class Run:
         sends = self.offload == "sequential" and part.role not in self.resident
         if sends:
             passing = {name: [*held, *passing.get(name, ())] for name, held in part.sent.items()}
-            self._sent += part.nbytes
+            self._work["sent"] += part.nbytes
         asked = (self.process.gpu.name, sends, *sizes.items())
         trace = part.traces.get(asked)
         if trace is None:
@@ -252,7 +253,7 @@ class Run:
             )
         batch, _, height, width = image.shape
         model = {"zimage": "flux"}.get(part.component, part.component)
-        self._flops += batch * vae_graph("encode", height, width, model).flops  # of the same encoder
+        self._work["flops"] += batch * vae_graph("encode", height, width, model).flops  # of the same encoder
         self.bring("vae")
         vae = self._loaded["vae"]
         assert isinstance(vae, LoadedVAE)
@@ -360,7 +361,7 @@ class Run:
     def phase(self, name: str, first: str | None = None) -> Iterator[None]:
         """Reads the counters around a phase, which begins when the component that it calls `first` is there: the one
         before has then gone, where it goes."""
-        self._flops = self._host_flops = self._sent = 0
+        self._work.clear()
         if first:
             self.bring(first)
         self.process.reset_peak()
@@ -374,7 +375,7 @@ class Run:
             Phase(
                 name, process.peak_allocated, process.peak_reserved, weights, workspace,
                 process.peak_allocated - weights - workspace, self._outside, tensors, step[0] if step else "",
-                self._flops, self._sent, host_flops=self._host_flops,
+                self._work["flops"], self._work["sent"], host_flops=self._work["host_flops"],
             )
         )  # fmt: skip
 
@@ -389,10 +390,8 @@ class Run:
     def steps(self, count: int) -> Iterator[int]:
         """Plays the first steps of a loop, and counts the others' work as that of the last one played."""
         played = min(count, PLAYED_STEPS)
-        before = self._flops, self._host_flops, self._sent
         for step in range(played):
-            before = self._flops, self._host_flops, self._sent
+            before = self._work.copy()
             yield step
-        now = self._flops, self._host_flops, self._sent
-        more = [after + (count - played) * (after - earlier) for after, earlier in zip(now, before, strict=True)]
-        self._flops, self._host_flops, self._sent = more
+        for name, amount in self._work.items():
+            self._work[name] += (count - played) * (amount - before[name])

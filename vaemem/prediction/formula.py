@@ -36,21 +36,7 @@ class Term(NamedTuple):
 
 
 @dataclass(frozen=True, repr=False)
-class Labels:
-    """What a closed form says of itself."""
-
-    name: str
-    model: str
-    op: str
-    dtype: str
-    runtime: str
-    gpu: str
-    batch: int
-    workspace_source: str
-
-
-@dataclass(frozen=True, repr=False)
-class ClosedForm(Labels):
+class ClosedForm:
     """``allocated = a * H*W*e + b`` (and what `terms` add), H and W in pixels, e the bytes of one element of dtype.
 
     Attributes
@@ -78,6 +64,14 @@ class ClosedForm(Labels):
         Who said how much scratch the convolutions take.
     """
 
+    name: str
+    model: str
+    op: str
+    dtype: str
+    runtime: str
+    gpu: str
+    batch: int
+    workspace_source: str
     where: str
     terms: tuple[Term, ...]
     lowest: int
@@ -320,17 +314,19 @@ def derive(question: Question) -> ClosedForm:
     name += "" if q.weights_dtype == q.dtype else f" from {q.weights_dtype}"
     name += f" batch {q.batch}" if q.batch > 1 else ""
     name += "".join(f" {setting}" for setting in q.settings)
-    labels = Labels(
-        name, q.arch["name"], q.op, q.dtype, q.runtime, process.gpu.name, q.batch, process.workspace_source
-    )  # fmt: skip
+    labels = {
+        "name": name, "model": q.arch["name"], "op": q.op, "dtype": q.dtype, "runtime": q.runtime,
+        "gpu": process.gpu.name, "batch": q.batch, "workspace_source": process.workspace_source,
+    }  # fmt: skip
     return close(labels, lambda h, w: _look(q, h, w), peak, q.height, q.width, range(STEP, LAST + 1, STEP))
 
 
 def close(
-    labels: Labels, look: Callable[[int, int], Peak | None], anchor: Peak | None, height: int, width: int,
+    labels: Mapping[str, Any], look: Callable[[int, int], Peak | None], anchor: Peak | None, height: int, width: int,
     sides: Sequence[int],
 ) -> ClosedForm:  # fmt: skip
-    """The closed form of the peak `anchor` at height x width, from what `look` finds at the squares of `sides`."""
+    """The closed form of the peak `anchor` at height x width, from what `look` finds at the squares of `sides`; it is
+    labelled with the first fields of `ClosedForm`, down to workspace_source."""
     if anchor is None:
         raise ValueError(f"formula: want a size whose peak lies within the model's call, got {height}x{width}")
     # All of them: a peak may rule, give way to another, and rule again.
@@ -349,7 +345,7 @@ def close(
             break
     else:
         raise ValueError(f"formula: want 3 squares or more that peak as {height}x{width} does, got {len(run)}")
-    e, powers = ELEMENT_BYTES[labels.dtype], _powers(height, width)
+    e, powers = ELEMENT_BYTES[labels["dtype"]], _powers(height, width)
     terms = [
         Term(name, law[0] / e, law[3], name.partition(" [")[0], law[1] / e, law[2] / e)
         for name, (law, _) in sorted(laws.items(), key=lambda item: -_value(item[1][0], powers))
@@ -382,7 +378,7 @@ def close(
         return f"at {side}x{side} {'the same tensors in other sizes' if side in same else peak.where}"
 
     return ClosedForm(
-        **vars(labels),
+        **labels,
         where=anchor.where,
         terms=tuple(terms),
         lowest=run[0],

@@ -18,7 +18,7 @@ from typing import Any
 from vaemem import _core
 from vaemem._common import MIB, choose, flag, latent_factor
 from vaemem._core import OutOfMemoryError
-from vaemem.engine.limits import LARGEST_SIDE, check_aspect, largest_size, parse_size
+from vaemem.engine.limits import LARGEST_SIDE, check_aspect, largest_size
 from vaemem.prediction.benchmark import PROTOCOLS, USUAL_PROTOCOL, Counters, Reading
 from vaemem.prediction.formula import derive
 from vaemem.prediction.process import Moment, PeakTensor, SimulatedProcess, architecture
@@ -53,8 +53,7 @@ class _Peaks:
         self.total_memory = process.gpu.total_memory
         self.cudnn_version: str | None = getattr(process.workspace, "cudnn_version", None)
         self.workspace_source, self.substitutions = process.workspace_source, process.substitutions
-        room = process.gpu.reported_memory - CONTEXT
-        self.available = max(room - parse_size("used", used, least=0), 0)
+        self.available = process.gpu.available(CONTEXT, used)
         self.out_of_memory_at: PeakTensor | None = None
         self._has_room = process.most_reserved <= self.available  # then nothing is ever refused and all goes as it did
         self._enough = process.most_reserved
