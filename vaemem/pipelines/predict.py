@@ -220,9 +220,8 @@ class PipelinePrediction(_Phases):
 
     @functools.cached_property
     def band(self) -> tuple[int, int]:
-        alternatives = getattr(self._process.workspace, "alternatives", None)
         peaks = [self.peak]
-        for workspace in alternatives(False) if alternatives else ():
+        for workspace in self._process._alternatives():
             run, _ = self._question.play(workspace=workspace)
             peaks.append(max(phase.total for phase in run.phases))
         return min(peaks), max(peaks)

@@ -100,8 +100,7 @@ class _Peaks:
 
     def _others(self, every: bool, *protocols: str) -> Iterator[int]:
         """Reserved bytes by each of these protocols, with each of the other workspaces that may be the true ones."""
-        alternatives = getattr(self._process.workspace, "alternatives", None)
-        for workspace in alternatives(every) if alternatives else ():
+        for workspace in self._process._alternatives(every):
             for protocol in protocols:
                 yield self._replay(workspace, protocol)
 

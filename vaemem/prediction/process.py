@@ -474,6 +474,12 @@ class SimulatedProcess:
 
     # ---- within ----
 
+    def _alternatives(self, every: bool = False) -> list[Any]:
+        """Other workspaces that may be the true ones, as `Workspace.alternatives` has them; of a `workspace` given what
+        that says, if anything."""
+        known = getattr(self.workspace, "alternatives", None)
+        return known(every) if known else []
+
     def _call_vae(self, vae: LoadedVAE, op: str, x: Tensor, tile: int, slicing: bool) -> Tensor:
         arch, encodes = vae.arch, op == "encode"
         channels = arch["in_channels" if encodes else "latent_channels"]

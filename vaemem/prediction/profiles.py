@@ -263,13 +263,11 @@ def _recorded(sm: int, key: str, multiprocessors: int) -> dict[int, str]:
     """{version number: file} of the profiles for one kind of GPU."""
     have: dict[int, tuple[int, str]] = {}
     for name, (capability, keys, number) in profile_files().items():
-        if capability == sm:
-            far = (
-                0
-                if not keys or key in keys
-                else 1 + min(abs(find_gpu(k).multiprocessors - multiprocessors) for k in keys)
-            )
-            have[number] = min(have.get(number, (far, name)), (far, name))
+        if capability != sm:
+            continue
+        others = [] if key in keys else keys  # cards that alone the file is for, where this one is none of them
+        far = min((1 + abs(find_gpu(other).multiprocessors - multiprocessors) for other in others), default=0)
+        have[number] = min(have.get(number, (far, name)), (far, name))
     return {number: name for number, (_, name) in have.items()}
 
 
