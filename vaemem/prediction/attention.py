@@ -107,15 +107,11 @@ def _against_cudnn(call: Call, sm: int) -> str:
     return _against_any(call, grouped=True)
 
 
-def _against_math(_call: Call, _sm: int) -> str:
-    return ""
-
-
 KERNELS: dict[str, Callable[[Call, int], str]] = {
     "flash": _against_flash,
     "efficient": _against_efficient,
     "cudnn": _against_cudnn,
-    "math": _against_math,
+    "math": lambda call, sm: "",
 }
 
 
