@@ -8,7 +8,7 @@ from typing import Any
 from vaemem._common import DTYPES, choose, flag, listed, real, whole
 from vaemem.engine.limits import parse_size
 from vaemem.pipelines import ways_diffusers, ways_mlx
-from vaemem.pipelines.components import PIPELINES, Pipeline
+from vaemem.pipelines.components import PIPELINES, Pipeline, refuse
 from vaemem.pipelines.run import recording_of
 from vaemem.pipelines.seconds import cards_of, machine_of
 from vaemem.pipelines.storage import told_bytes
@@ -17,15 +17,6 @@ from vaemem.prediction.gpus import Gpu, find_gpu, sold
 from vaemem.prediction.predict import CONTEXT
 
 RUNTIMES = ("diffusers", "sd.cpp", "mlx")
-# Arguments that a runtime has no use for.
-WITHOUT = {
-    "diffusers": ("flash", "cache_limit"),
-    "sd.cpp": ("image", "cache_limit", "dtype", "cudnn_version", "torch_version"),
-    "mlx": (
-        "gpu", "host_memory", "calibrate", "time_limit", "types", "flash", "image", "steps", "prompt_tokens", "dtype",
-        "cudnn_version", "torch_version",
-    ),
-}  # fmt: skip
 
 
 def plan_pipeline(
@@ -109,7 +100,7 @@ def plan_pipeline(
         "prompt_tokens": prompt_tokens, "steps": steps, "dtype": dtype, "cudnn_version": cudnn_version,
         "torch_version": torch_version,
     }  # fmt: skip
-    _refuse(
+    refuse(
         runtime, **asked, gpu=gpu, host_memory=host_memory, calibrate=calibrate or None, time_limit=time_limit,
         types=types, flash=flash or None, cache_limit=cache_limit, image=image or None,
     )  # fmt: skip
@@ -144,16 +135,11 @@ def plan_pipeline(
         if kinds is None and not any(outcome(way, room, None).fits for way in ways):
             ways += by_sdcpp(ways_sdcpp.SMALLER)
     else:
-        asked |= {"guidance": guidance, "image": image, "steps": steps, "components": components, "gpu": card}
-        asked["used"] = used
+        asked |= {
+            "guidance": guidance, "image": image, "steps": steps, "components": components, "gpu": card, "used": used,
+        }  # fmt: skip
         ways = ways_diffusers.ways(pipeline, height, width, batch, machine, kinds, **asked)
     return planned(f"{title}, {steps} steps, on {card.name}", ways, room, machine, calibrate, notes)
-
-
-def _refuse(runtime: str, **given: Any) -> None:
-    for name, value in given.items():
-        if value is not None and name in WITHOUT[runtime]:
-            raise ValueError(f"{name}: want none with runtime={runtime!r}, which has no use for it, got {value!r}")
 
 
 def _by_mlx(

@@ -10,7 +10,7 @@ from typing import Any
 from vaemem._common import DTYPES, MIB, choose, flag, render, whole
 from vaemem.engine.limits import parse_size
 from vaemem.engine.weights import tensor_types
-from vaemem.pipelines.components import PIPELINES, Pipeline
+from vaemem.pipelines.components import PIPELINES, Pipeline, refuse
 from vaemem.pipelines.diffusers import Call
 from vaemem.pipelines.formula import PipelineFormula, derive
 from vaemem.pipelines.question import PipelineQuestion
@@ -373,12 +373,10 @@ def predict_pipeline(
     if runtime == "sd.cpp":
         from vaemem.pipelines import ways_sdcpp  # a third of this module's import
 
-        for name, value in {
-            "dtype": dtype, "image": image or None, "vae_memory_limit": vae_memory_limit,
-            "cudnn_version": cudnn_version, "torch_version": torch_version,
-        }.items():  # fmt: skip
-            if value is not None:
-                raise ValueError(f"{name}: want none with runtime='sd.cpp', which has no such choice, got {value!r}")
+        refuse(
+            runtime, dtype=dtype, image=image or None, vae_memory_limit=vae_memory_limit,
+            cudnn_version=cudnn_version, torch_version=torch_version,
+        )  # fmt: skip
         card = find_gpu(gpu, memory)
         way = ways_sdcpp.way(
             offload, vae, pipeline, height, width, whole("batch", batch), steps, guidance, prompt_tokens,
