@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -302,13 +301,6 @@ class Recorder(TorchDispatchMode):
             rows = masked.new_empty([1 if i == dim % x.dim() else n for i, n in enumerate(x.shape)])
             return torch.where(rows, out.new_zeros(()), out)
 
-    def made(self, like: Any, shape: Sequence[int], what: str) -> Any:
-        """A tensor that no operator is seen to make."""
-        with self._unseen():
-            out = like.new_empty(shape)
-        self.bind(out, self.borrow(out.numel() * out.element_size(), what))
-        return out
-
     def _call(self, q: Any, k: Any, v: Any, mask: Any = None, causal: bool = False, grouped: bool = False) -> Call:
         if q.dtype not in _DTYPES:
             raise ValueError(f"scaled_dot_product_attention: want float32, float16 or bfloat16, got {q.dtype}")
@@ -333,7 +325,9 @@ class Recorder(TorchDispatchMode):
         self.sweep()
         if kernel == "math":
             if mask is not None and mask.dtype is torch.bool:
-                mask = self.made(q, mask.shape, "mask")
+                with self._unseen():
+                    mask = q.new_empty(mask.shape)
+                self.bind(mask, self.borrow(mask.numel() * mask.element_size(), "mask"))
             # C++ adds the mask in place for plain tensors, and not for those of a subclass such as fake ones.
             with setting(self, adds_in_place=True):
                 return torch._scaled_dot_product_attention_math(
