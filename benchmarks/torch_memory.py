@@ -24,7 +24,7 @@ from pathlib import Path
 
 from common import commit, write_csv
 
-from vaemem.prediction.benchmark import benchmark
+from vaemem.prediction.benchmark import Protocol, benchmark
 from vaemem.prediction.process import SimulatedProcess, architecture
 from vaemem.prediction.workspace import Workspace
 from vaemem.pytorch import measure
@@ -74,7 +74,7 @@ def predicted(model: str, row: dict, warmups: int, runs: int) -> dict:
         vae = process.load(model, row["dtype"], row["runtime"])
         said = benchmark(
             process, vae, row["op"].removesuffix("_tiled"), row["height"], row["width"], tile=512 if tiled else 0,
-            warmups=warmups, runs=runs,
+            protocol=Protocol("what was measured", warmups, runs),
         )  # fmt: skip
     except ValueError as error:  # a GPU, PyTorch or cuDNN that is not known
         return {"workspace_source": f"no prediction: {error}"}

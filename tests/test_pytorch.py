@@ -120,6 +120,17 @@ def test_inference_mode_changes_nothing():
         assert plain.trace.steps == inference.trace.steps and not inference.unmodelled
 
 
+def test_what_follows_a_convolution_that_raised_is_recorded():
+    def either(layer, x):
+        try:
+            return layer(x)
+        except RuntimeError:
+            return 2 * x
+
+    recording = record(on_meta(lambda: nn.Conv2d(3, 16, 3)), meta(1, 4, 8, 8), call=either)
+    assert takes(recording) == [4 * 8 * 8 * 2]
+
+
 def test_convolutions_are_questions():
     layer = on_meta(lambda: nn.Conv2d(8, 16, 3, stride=2, padding=1))
     recording = record(layer, meta(2, 8, 32, 24))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 CLIPS = ("clip-l", "clip-l-sdxl", "clip-l-flux", "openclip-g")
 CLIP_TOKENS = 77
@@ -109,3 +109,19 @@ PIPELINES = {
         {"timestep": ("1 n", "float32")}, {}, "float32",
     ),
 }  # fmt: skip
+# Arguments that a runtime has no use for.
+WITHOUT = {
+    "diffusers": ("flash", "cache_limit"),
+    "sd.cpp": ("image", "cache_limit", "dtype", "vae_memory_limit", "cudnn_version", "torch_version"),
+    "mlx": (
+        "gpu", "host_memory", "calibrate", "time_limit", "types", "flash", "image", "steps", "prompt_tokens", "dtype",
+        "cudnn_version", "torch_version",
+    ),
+}  # fmt: skip
+
+
+def refuse(runtime: str, **given: Any) -> None:
+    """ValueError where something is given, and not None, that the runtime has no use for."""
+    for name, value in given.items():
+        if value is not None and name in WITHOUT[runtime]:
+            raise ValueError(f"{name}: want none with runtime={runtime!r}, which has no use for it, got {value!r}")

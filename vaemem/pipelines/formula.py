@@ -9,7 +9,7 @@ from dataclasses import replace
 from vaemem._common import render, typeset
 from vaemem.pipelines.question import PipelineQuestion
 from vaemem.pipelines.run import Phase
-from vaemem.prediction.formula import ClosedForm, Labels, Peak, close
+from vaemem.prediction.formula import ClosedForm, Peak, close
 from vaemem.prediction.process import ROUNDING, SimulatedProcess
 
 SIDES = range(64, 2049, 64)  # pixels: of the squares that a derivation looks at
@@ -77,12 +77,13 @@ def derive(question: PipelineQuestion, phases: Sequence[Phase], process: Simulat
         return _peak(phases[index]) if phases else None
 
     found = PipelineFormula()
+    dtype = next(part.dtype for part in q.parts if part.role == q.pipeline.denoiser)
     for index, phase in enumerate(phases):
-        dtype = next(part.dtype for part in q.parts if part.role == q.pipeline.denoiser)
-        labels = Labels(
-            f"{q.name} {phase.name}", q.name, phase.name, dtype, "diffusers", process.gpu.name, q.call.batch,
-            process.workspace_source,
-        )  # fmt: skip
+        labels = {
+            "name": f"{q.name} {phase.name}", "model": q.name, "op": phase.name, "dtype": dtype,
+            "runtime": "diffusers", "gpu": process.gpu.name, "batch": q.call.batch,
+            "workspace_source": process.workspace_source,
+        }  # fmt: skip
         try:
             look_at = functools.partial(look, index)
             found[phase.name] = close(labels, look_at, _peak(phase), q.call.height, q.call.width, SIDES)

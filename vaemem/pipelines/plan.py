@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vaemem._common import DTYPES, choose, flag, listed, real, whole
 from vaemem.engine.limits import parse_size
-from vaemem.engine.weights import tensor_types
-from vaemem.pipelines import programs, ways_diffusers, ways_mlx
-from vaemem.pipelines.components import PIPELINES, Pipeline
-from vaemem.pipelines.run import RECORDED_VAES
+from vaemem.pipelines import ways_diffusers, ways_mlx
+from vaemem.pipelines.components import PIPELINES, Pipeline, refuse
+from vaemem.pipelines.run import recording_of
 from vaemem.pipelines.seconds import cards_of, machine_of
-from vaemem.pipelines.storage import is_size
+from vaemem.pipelines.storage import told_bytes
 from vaemem.pipelines.ways import PipelinePlan, Room, Way, outcome, planned
 from vaemem.prediction.gpus import Gpu, find_gpu, sold
 from vaemem.prediction.predict import CONTEXT
 
 RUNTIMES = ("diffusers", "sd.cpp", "mlx")
-# Arguments that a runtime has no use for.
-WITHOUT = {
-    "diffusers": ("flash", "cache_limit"),
-    "sd.cpp": ("image", "cache_limit", "dtype", "cudnn_version", "torch_version"),
-    "mlx": (
-        "gpu", "host_memory", "calibrate", "time_limit", "types", "flash", "image", "steps", "prompt_tokens", "dtype",
-        "cudnn_version", "torch_version",
-    ),
-}  # fmt: skip
 
 
 def plan_pipeline(
@@ -111,7 +100,7 @@ def plan_pipeline(
         "prompt_tokens": prompt_tokens, "steps": steps, "dtype": dtype, "cudnn_version": cudnn_version,
         "torch_version": torch_version,
     }  # fmt: skip
-    _refuse(
+    refuse(
         runtime, **asked, gpu=gpu, host_memory=host_memory, calibrate=calibrate or None, time_limit=time_limit,
         types=types, flash=flash or None, cache_limit=cache_limit, image=image or None,
     )  # fmt: skip
@@ -126,7 +115,7 @@ def plan_pipeline(
 
     card, notes = _card(gpu, memory, dtype or kind.dtype)
     context = CONTEXT if runtime == "diffusers" else ways_sdcpp.CONTEXT
-    room = Room(max(card.reported_memory - context - parse_size("used", used, least=0), 0), host, time_limit)
+    room = Room(card.available(context, used), host, time_limit)
     steps = kind.steps if steps is None else whole("steps", steps)
     if time_limit is not None and not real(time_limit) > 0:
         raise ValueError(f"time_limit: want more than 0 seconds, got {time_limit!r}")
@@ -146,16 +135,11 @@ def plan_pipeline(
         if kinds is None and not any(outcome(way, room, None).fits for way in ways):
             ways += by_sdcpp(ways_sdcpp.SMALLER)
     else:
-        asked |= {"guidance": guidance, "image": image, "steps": steps, "components": components, "gpu": card}
-        asked["used"] = used
+        asked |= {
+            "guidance": guidance, "image": image, "steps": steps, "components": components, "gpu": card, "used": used,
+        }  # fmt: skip
         ways = ways_diffusers.ways(pipeline, height, width, batch, machine, kinds, **asked)
     return planned(f"{title}, {steps} steps, on {card.name}", ways, room, machine, calibrate, notes)
-
-
-def _refuse(runtime: str, **given: Any) -> None:
-    for name, value in given.items():
-        if value is not None and name in WITHOUT[runtime]:
-            raise ValueError(f"{name}: want none with runtime={runtime!r}, which has no use for it, got {value!r}")
 
 
 def _by_mlx(
@@ -188,13 +172,11 @@ def weights_bytes(role: str, component: str, given: Any) -> int:
     >>> weights_bytes("unet", "sd15-unet", "float16"), weights_bytes("unet", "sd15-unet", "1.6 GiB")
     (1719041928, 1717986918)
     """
-    if is_size(given):
-        return parse_size(f"components[{role!r}]", given)
-    if os.path.exists(given):
-        return sum(size for *_, size in tensor_types(given))
+    told = told_bytes(role, given)
+    if told is not None:
+        return told
     choose(f"components[{role!r}]", given, DTYPES)
-    weights = programs.load(RECORDED_VAES.get(component, component)).weights
-    return sum(weight.nbytes(given) for weight in weights)
+    return sum(weight.nbytes(given) for weight in recording_of(component).weights)
 
 
 def _card(gpu: str | Gpu | None, memory: int | str | None, dtype: str) -> tuple[Gpu, list[str]]:

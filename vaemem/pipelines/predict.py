@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vaemem._common import DTYPES, MIB, as_csv, choose, flag, render, whole, write
+from vaemem._common import DTYPES, MIB, choose, flag, render, whole
 from vaemem.engine.limits import parse_size
-from vaemem.pipelines import programs
-from vaemem.pipelines.components import PIPELINES, Pipeline
+from vaemem.engine.weights import tensor_types
+from vaemem.pipelines.components import PIPELINES, Pipeline, refuse
 from vaemem.pipelines.diffusers import Call
 from vaemem.pipelines.formula import PipelineFormula, derive
 from vaemem.pipelines.question import PipelineQuestion
-from vaemem.pipelines.run import OFFLOADS, RECORDED_VAES, Part, Phase
+from vaemem.pipelines.run import OFFLOADS, RECORDED_VAES, Part, Phase, recording_of
 from vaemem.pipelines.storage import BITSANDBYTES, GGML, TYPES, stored
-from vaemem.pipelines.ways import Way
+from vaemem.pipelines.ways import Way, Written
 from vaemem.prediction.gpus import find_gpu
 from vaemem.prediction.process import Moment, PeakTensor
 from vaemem.prediction.question import LARGEST
@@ -36,7 +35,7 @@ def _largest(phase: Phase) -> PeakTensor | None:
     return next((one for one in phase.peak_tensors if not one.name.startswith("weights of ")), None)
 
 
-class _Phases:
+class _Phases(Written):
     """What every prediction of a pipeline says of its phases. Printing it shows a line a phase."""
 
     phases: tuple[Phase, ...]
@@ -70,6 +69,14 @@ class _Phases:
         end = "fits in" if self.out_of_memory_at is None else f"out of memory in {self.out_of_memory_at[0]} with"
         return f"peak in {self.bottleneck}{band}; {end} {self.available / MIB:.0f} MiB"
 
+    def _judge(self, phases: Sequence[Phase], done: int, lacking: PeakTensor | None) -> None:
+        """The first phases go through, as many as are done; the next one, where there is one, lacks what is said, and
+        those after it are not reached."""
+        self.phases = tuple(
+            phase._replace(fits=True if i < done else False if i == done else None) for i, phase in enumerate(phases)
+        )
+        self.out_of_memory_at = lacking and (phases[done].name, lacking)
+
     # ---- files ----
 
     def rows(self) -> list[dict[str, Any]]:
@@ -94,41 +101,12 @@ class _Phases:
             for phase in self.phases
         ]
 
-    def to_csv(self, path: str | os.PathLike[str] | None = None) -> str | None:
-        """The rows as CSV, to a file or as text.
-
-        Examples
-        --------
-        >>> predict_pipeline("sd15", 512, 512, gpu="T4").to_csv().splitlines()[0]
-        'phase,total_bytes,weights_bytes,...'
-        """
-        return write(path, as_csv(self.rows()))
-
-    def to_json(self, path: str | os.PathLike[str] | None = None) -> str | None:
-        """What was asked, the rows and the verdict as JSON, to a file or as text.
-
-        Examples
-        --------
-        >>> import json
-        >>> json.loads(predict_pipeline("sd15", 512, 512, gpu="T4").to_json())["fits"]
-        True
-        """
-        data = {
+    def _data(self) -> dict[str, Any]:
+        return {
             "title": self.title, "available_bytes": self.available, "host_bytes": self.host, "peak_bytes": self.peak,
             "peak_band_bytes": self.band, "bottleneck": self.bottleneck, "fits": self.fits, "phases": self.rows(),
             "notes": self.notes,
         }  # fmt: skip
-        return write(path, json.dumps(data, indent=1, ensure_ascii=False) + "\n")
-
-    def to_markdown(self) -> str:
-        """What `print` shows, as Markdown.
-
-        Examples
-        --------
-        >>> print(predict_pipeline("sd15", 512, 512, gpu="T4").to_markdown())
-        sd15 512x512...
-        """
-        return self._text(markdown=True)
 
     # ---- for people ----
 
@@ -152,9 +130,6 @@ class _Phases:
         if markdown:
             return "\n\n".join([*lines, "\n".join(f"- {note}" for note in self.notes)])
         return "\n".join([*lines, *self.notes])
-
-    def __str__(self) -> str:
-        return self._text()
 
     def _repr_markdown_(self) -> str:
         return self._text(markdown=True)
@@ -217,23 +192,19 @@ class PipelinePrediction(_Phases):
         self.title = f"{q.name} {q.call.height}x{q.call.width}{batch} ({where})"
         self.available = q.available
         self.host = sum(part.nbytes for part in q.parts if q.offload != "none" or part.role in q.on_cpu)
-        run, _ = question.play()
-        self._run = run
-        self._process = run.process
-        limited = CachingAllocator(total_memory=max(question.available, 1), history=False)
-        tried, full = question.play(limited, run.process.workspace)
-        self.out_of_memory_at: tuple[str, PeakTensor] | None = None
-        done = len(tried.phases)
-        if full is not None:
-            what = PeakTensor(tried.process.frames[full.tag], full.requested)
-            self.out_of_memory_at = run.phases[done].name, what
-        for i, phase in enumerate(tried.phases):
-            if phase.outside and phase.total > question.available:
-                done, self.out_of_memory_at = i, (phase.name, PeakTensor("vaemem's memory limit", phase.outside))
-                break
-        verdicts = [True if i < done else None if i > done else False for i in range(len(run.phases))]
-        self.phases = tuple(phase._replace(fits=fits) for phase, fits in zip(run.phases, verdicts, strict=True))
+        self._run, _ = question.play()
+        self._process = self._run.process
+        self._judge(self._run.phases, *self._within(self.available))
         self.notes = self._notes()
+
+    def _within(self, capacity: int) -> tuple[int, PeakTensor | None]:
+        """The same run where the card gives so many bytes: how many phases go through, and what the next one lacks."""
+        allocator = CachingAllocator(total_memory=max(capacity, 1), history=False)
+        run, full = self._question.play(allocator, self._process.workspace)
+        for i, phase in enumerate(run.phases):
+            if phase.outside and phase.total > capacity:
+                return i, PeakTensor("vaemem's memory limit", phase.outside)
+        return len(run.phases), None if full is None else PeakTensor(run.process.frames[full.tag], full.requested)
 
     @functools.cached_property
     def timeline(self) -> tuple[Moment, ...]:
@@ -249,9 +220,8 @@ class PipelinePrediction(_Phases):
 
     @functools.cached_property
     def band(self) -> tuple[int, int]:
-        alternatives = getattr(self._process.workspace, "alternatives", None)
         peaks = [self.peak]
-        for workspace in alternatives(False) if alternatives else ():
+        for workspace in self._process._alternatives():
             run, _ = self._question.play(workspace=workspace)
             peaks.append(max(phase.total for phase in run.phases))
         return min(peaks), max(peaks)
@@ -268,10 +238,8 @@ class PipelinePrediction(_Phases):
         low, high = max(phase.allocated - phase.workspace for phase in self.phases), self.peak
         while high - low > 2 * MIB:
             middle = (low + high) // 2
-            allocator = CachingAllocator(total_memory=middle, history=False)
-            run, full = self._question.play(allocator, self._process.workspace)
-            goes = full is None and all(phase.total <= middle for phase in run.phases if phase.outside)
-            low, high = (low, middle) if goes else (middle, high)
+            _, lacking = self._within(middle)
+            low, high = (middle, high) if lacking else (low, middle)
         return high
 
     def _notes(self) -> tuple[str, ...]:
@@ -309,20 +277,19 @@ class GraphPrediction(_Phases):
         self.way, self.available = way, available
         self.title = f"{title}, {way.name}"
         self.host, self.notes = way.host, way.notes
-        found, self.out_of_memory_at = [], None
+        phases = []
         for phase in way.phases:
-            fits = None if self.out_of_memory_at else phase.total <= available
-            if fits is False:
-                self.out_of_memory_at = phase.name, PeakTensor(f"compute buffer of {phase.name}", phase.added)
             work = {name: int(amount) for name, amount in phase.work.items()}
             sent, on_cpu = work.pop("link", 0), sum(work.pop(name) for name in list(work) if name.startswith("cpu"))
-            found.append(
+            phases.append(
                 Phase(
-                    phase.name, phase.total, phase.total, phase.weights, 0, phase.added, 0, (), "",
-                    sum(work.values()), sent, fits, on_cpu,
+                    phase.name, allocated=phase.total, reserved=phase.total, weights=phase.weights, workspace=0,
+                    activations=phase.added, outside=0, peak_tensors=(), where="", flops=sum(work.values()), sent=sent,
+                    host_flops=on_cpu,
                 )
             )  # fmt: skip
-        self.phases = tuple(found)
+        done, full = next(((i, one) for i, one in enumerate(phases) if one.total > available), (len(phases), None))
+        self._judge(phases, done, full and PeakTensor(f"compute buffer of {full.name}", full.activations))
 
 
 def predict_pipeline(
@@ -406,19 +373,17 @@ def predict_pipeline(
     if runtime == "sd.cpp":
         from vaemem.pipelines import ways_sdcpp  # a third of this module's import
 
-        for name, value in {
-            "dtype": dtype, "image": image or None, "vae_memory_limit": vae_memory_limit,
-            "cudnn_version": cudnn_version, "torch_version": torch_version,
-        }.items():  # fmt: skip
-            if value is not None:
-                raise ValueError(f"{name}: want none with runtime='sd.cpp', which has no such choice, got {value!r}")
+        refuse(
+            runtime, dtype=dtype, image=image or None, vae_memory_limit=vae_memory_limit,
+            cudnn_version=cudnn_version, torch_version=torch_version,
+        )  # fmt: skip
         card = find_gpu(gpu, memory)
         way = ways_sdcpp.way(
             offload, vae, pipeline, height, width, whole("batch", batch), steps, guidance, prompt_tokens,
             components or {},
         )  # fmt: skip
-        available = card.reported_memory - ways_sdcpp.CONTEXT - parse_size("used", used, least=0)
-        return GraphPrediction(f"{pipeline} {height}x{width} by sd.cpp ({card.name})", way, available)
+        title = f"{pipeline} {height}x{width} by sd.cpp ({card.name})"
+        return GraphPrediction(title, way, card.available(ways_sdcpp.CONTEXT, used))
     on_cpu: tuple[str, ...] = ()
     if isinstance(offload, Mapping):
         for role, place in offload.items():
@@ -471,21 +436,18 @@ def _parts(pipeline: Pipeline, dtype: str, components: Mapping[str, Any]) -> tup
 
 
 def _part(role: str, component: str, dtype: str, given: Any, upcast: bool) -> Part:
-    weights = programs.load(RECORDED_VAES.get(component, component)).weights
-    named = [(weight.name, weight.shape, weight.dtype) for weight in weights]
+    weights = recording_of(component).weights
     if given in DTYPES:
-        return Part(role, component, given, tuple(stored(named, given, "all", given)), upcast and given == "float16")
+        return Part(role, component, given, tuple(stored(weights, given, "all", given)), upcast and given == "float16")
     if component in RECORDED_VAES:
         choose(f"components[{role!r}]", given, DTYPES)
     if isinstance(given, os.PathLike) or (isinstance(given, str) and os.path.exists(given)):
-        from vaemem.engine.weights import tensor_types
-
         try:
-            return Part(role, component, dtype, tuple(stored(named, None, tensor_types(given))))
+            return Part(role, component, dtype, tuple(stored(weights, None, tensor_types(given))))
         except ValueError as error:
             raise ValueError(f"components[{role!r}]: {given}: {error}") from None
     choose(f"components[{role!r}]", given, WEIGHT_TYPES)
-    return Part(role, component, dtype, tuple(stored(named, given, _usual_rule(role, given), dtype)))
+    return Part(role, component, dtype, tuple(stored(weights, given, _usual_rule(role, given), dtype)))
 
 
 def _usual_rule(role: str, kind: str) -> str:

@@ -141,9 +141,39 @@ class Recorded:
             on that GPU.
         """
         values = self.values(**sizes)
-        player = _Player(self.call(dtype, values), dtype, gpu, values, passing or {})
-        player.play(len(player.call.modules) - 1, None, self.name)
-        return player.trace
+        call, trace = self.call(dtype, values), _core.Trace()
+        numbers = [evaluate(size, values) for size in call.sizes]
+        ids: list[int | None] = []  # of what was taken, in order
+
+        def play(index: int, module: str | None, shown: str) -> None:
+            """What modules[index] says: a call of `module`, "" for the outermost and None for what calls that."""
+            sent = passing.get(module, ()) if passing and module is not None else ()
+            held = [trace.take(size, f"weights of {shown} [{what}]") for what, size in sent]
+            for word in call.modules[index]:
+                kind, rest = word[0], word[1:]
+                child, is_child, number = word.partition("=")
+                if is_child:
+                    path = f"{module}.{child}" if module and child[:1] != "/" else child.removeprefix("/")
+                    play(int(number), path, path or shown)
+                elif kind == "+":
+                    size, _, what = rest.partition(":")
+                    ids.append(trace.take(numbers[int(size)], f"{shown} [{what}]" if what else shown))
+                elif kind == "-":
+                    given = ids[-int(rest)]
+                    if given is not None:
+                        trace.give(given)
+                elif kind == "c":
+                    conv = call.conv(int(rest), numbers, dtype)
+                    trace.conv(*conv[:9], conv.layout == "nhwc", f"{shown} [workspace]")
+                elif kind == "a":
+                    ids.append(_attend(trace, call.attention(int(rest), numbers, dtype), gpu, shown))
+                else:
+                    trace.blas(f"{shown} [workspace]" if kind == "l" else shown, kind == "l")
+            for id_ in reversed(held):
+                trace.give(id_)
+
+        play(len(call.modules) - 1, None, self.name)
+        return trace
 
     def flops(self, dtype: str, **sizes: int) -> int:
         """FLOPs of a call's products, convolutions and attentions; a multiplication and an addition count as two."""
@@ -206,55 +236,14 @@ def _attention_flops(call: Call) -> int:
     return int(2 * n * heads * queries * keys * (depth + values))
 
 
-class _Player:
-    """Builds a trace from a call's modules."""
-
-    def __init__(
-        self, call: _Call, dtype: str, gpu: Gpu, values: Mapping[str, int],
-        passing: Mapping[str, Iterable[tuple[str, int]]],
-    ):  # fmt: skip
-        self.call, self._dtype, self._passing = call, dtype, passing
-        self._gpu = gpu
-        self.trace = _core.Trace()
-        self._numbers = [evaluate(size, values) for size in call.sizes]
-        self._ids: list[int | None] = []
-
-    def play(self, index: int, module: str | None, shown: str) -> None:
-        """What modules[index] says: a call of `module`, "" for the outermost and None for what calls that."""
-        trace, numbers, ids = self.trace, self._numbers, self._ids
-        sent = self._passing.get(module, ()) if module is not None else ()
-        passing = [trace.take(size, f"weights of {shown} [{what}]") for what, size in sent]
-        for word in self.call.modules[index]:
-            kind, rest = word[0], word[1:]
-            child, is_child, number = word.partition("=")
-            if is_child:
-                path = f"{module}.{child}" if module and child[:1] != "/" else child.removeprefix("/")
-                self.play(int(number), path, path or shown)
-            elif kind == "+":
-                size, _, what = rest.partition(":")
-                ids.append(trace.take(numbers[int(size)], f"{shown} [{what}]" if what else shown))
-            elif kind == "-":
-                given = ids[-int(rest)]
-                if given is not None:
-                    trace.give(given)
-            elif kind == "c":
-                conv = self.call.conv(int(rest), numbers, self._dtype)
-                trace.conv(*conv[:9], conv.layout == "nhwc", f"{shown} [workspace]")
-            elif kind == "a":
-                ids.append(self._attend(self.call.attention(int(rest), numbers, self._dtype), shown))
-            else:
-                trace.blas(f"{shown} [workspace]" if kind == "l" else shown, kind == "l")
-        for id_ in reversed(passing):
-            trace.give(id_)
-
-    def _attend(self, call: Call, name: str) -> int | None:
-        kernel = choose_kernel(call, self._gpu.sm, (*FUSED, "math"))
-        if kernel == "math":
-            raise ValueError(
-                f"{name}: want attention by one of PyTorch's fused kernels, the only ones that were recorded, got"
-                f" {call.dtype} on {self._gpu.name}, where PyTorch writes out all scores"
-            )
-        return attend(self.trace, call, kernel, self._gpu.sm, self._gpu.properties["multiProcessorCount"], name)
+def _attend(trace: _core.Trace, call: Call, gpu: Gpu, name: str) -> int | None:
+    kernel = choose_kernel(call, gpu.sm, (*FUSED, "math"))
+    if kernel == "math":
+        raise ValueError(
+            f"{name}: want attention by one of PyTorch's fused kernels, the only ones that were recorded, got"
+            f" {call.dtype} on {gpu.name}, where PyTorch writes out all scores"
+        )
+    return attend(trace, call, kernel, gpu, name)
 
 
 def _weights(nodes: list[str], index: int, prefix: str) -> Iterable[Weight]:

@@ -120,7 +120,7 @@ def _why(plan: PipelinePlan, rows: tuple[Judged, ...], others: tuple[Judged, ...
     float32 = vae_bytes("flux", "all", "float32")
     works = [rows[i].outcome.way.work["vae direct"] for i in (3, 2)]
     assert plan.machine is not None
-    timed = sorted((row for row in rows if row.ours != "oom"), key=lambda row: _likely(row))
+    timed = sorted((row for row in rows if row.ours != "oom"), key=_likely)
     return [
         f"Why in diffusion: {first['load']} of weights stay on the card. Encoding the prompt adds next to nothing"
         f" ({first['encode prompt']}); the diffusion model's buffer makes it {first['denoise']}, and"

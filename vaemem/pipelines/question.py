@@ -33,7 +33,7 @@ class PipelineQuestion:
     @property
     def available(self) -> int:
         """Bytes that the card has for the process beside a CUDA context and what others hold."""
-        return max(self.gpu.reported_memory - CONTEXT - self.used, 0)
+        return self.gpu.available(CONTEXT, self.used)
 
     def play(
         self, allocator: CachingAllocator | None = None, workspace: Any = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -49,19 +50,20 @@ class Part:
 
     @functools.cached_property
     def traces(self) -> dict[Any, _core.Trace]:
-        """Of calls that were played: they are built in a longer time than they are played in."""
+        """Traces of the calls so far, kept because it takes longer to build one than to play it."""
         return {}
 
     @property
     def recording(self) -> programs.Recorded:
-        return programs.load(RECORDED_VAES.get(self.component, self.component))
+        return recording_of(self.component)
 
     @functools.cached_property
     def nbytes(self) -> int:
         return sum(weight.bytes for weight in self.weights)
 
     def _by_module(self, made: Mapping[str, int]) -> dict[str, list[tuple[str, int]]]:
-        """What each submodule has; of a file whose tensors have other names, the largest for the whole call."""
+        """{submodule: [(name, bytes)]} of named tensors. Where a file's tensors have other names than the submodules,
+        the largest of them stands for the whole call, under ""."""
         modules = {weight.module for weight in self.recording.weights}
         found: dict[str, list[tuple[str, int]]] = {}
         for name, size in made.items():
@@ -74,12 +76,13 @@ class Part:
 
     @functools.cached_property
     def sent(self) -> dict[str, list[tuple[str, int]]]:
-        """What a submodule's call has on the device where each is sent for its own call."""
+        """{submodule: [(name, bytes)]} of the weights that sequential offload has on the device during its call."""
         return self._by_module({w.name: w.bytes for w in self.weights})
 
     @functools.cached_property
     def unpacked(self) -> dict[str, list[tuple[str, int]]]:
-        """What a submodule's call has on the device in the dtype that it computes in, of weights stored smaller."""
+        """{submodule: [(name, bytes)]} of its weights in the dtype that it computes in, unpacked for its call from a
+        smaller type."""
         smaller = (*GGML, "nf4", "nf4 double", "fp8")
         size = ELEMENT_BYTES[self.dtype]
         return self._by_module(
@@ -139,6 +142,11 @@ OFFLOADS = ("none", "model", "sequential")
 PLAYED_STEPS = 2  # of the denoiser; the cache and the sizes are the same from the second one on
 
 
+def recording_of(component: str) -> programs.Recorded:
+    """The recorded module that is a component: of a VAE, all of its weights, and the call of its decoder."""
+    return programs.load(RECORDED_VAES.get(component, component))
+
+
 class Run:
     """A pipeline's call.
 
@@ -167,7 +175,8 @@ class Run:
         self.phases: list[Phase] = []
         self._calls: list[tuple[str, Any]] = []  # roles, and what the process keeps of their calls
         self._loaded: dict[str, list[int] | LoadedVAE] = {}
-        self._flops = self._host_flops = self._sent = self._outside = 0
+        self._work: Counter[str] = Counter()  # of this phase so far: flops, host_flops, and bytes sent to the device
+        self._outside = 0
 
     # ---- components ----
 
@@ -177,7 +186,7 @@ class Run:
         if role in self.on_cpu or (role == "vae" and self._own_vae):
             self._loaded[role] = []
             return
-        self._sent += part.nbytes
+        self._work["sent"] += part.nbytes
         if part.component in _core.models():
             self._loaded[role] = self.process.load(part.component, part.dtype, "diffusers")
         else:
@@ -215,10 +224,9 @@ class Run:
         return self._play(part, wanted)
 
     def _count(self, role: str, flops: int) -> bool:
-        """Counts work; whether it is the host's."""
+        """Counts the FLOPs of a component's call, and returns whether the host computes it."""
         on_cpu = role in self.on_cpu
-        self._host_flops += flops * on_cpu
-        self._flops += flops * (not on_cpu)
+        self._work["host_flops" if on_cpu else "flops"] += flops
         return on_cpu
 
     def _play(self, part: Part, sizes: Mapping[str, int]) -> Tensor:
@@ -226,7 +234,7 @@ class Run:
         sends = self.offload == "sequential" and part.role not in self.resident
         if sends:
             passing = {name: [*held, *passing.get(name, ())] for name, held in part.sent.items()}
-            self._sent += part.nbytes
+            self._work["sent"] += part.nbytes
         asked = (self.process.gpu.name, sends, *sizes.items())
         trace = part.traces.get(asked)
         if trace is None:
@@ -245,7 +253,7 @@ class Run:
             )
         batch, _, height, width = image.shape
         model = {"zimage": "flux"}.get(part.component, part.component)
-        self._flops += batch * vae_graph("encode", height, width, model).flops  # of the same encoder
+        self._work["flops"] += batch * vae_graph("encode", height, width, model).flops  # of the same encoder
         self.bring("vae")
         vae = self._loaded["vae"]
         assert isinstance(vae, LoadedVAE)
@@ -309,7 +317,7 @@ class Run:
         return image
 
     def _resize(self, vae: LoadedVAE, sizes: Sequence[int]) -> None:
-        """Weights of another size are copied into it, in order."""
+        """Gives the VAE's weights, in their order, these sizes: each one whose size changes is copied."""
         held = vae.storages or {}
         changed = {a: size for (a, old), size in zip(held.items(), sizes, strict=True) if size != old}
         self.process._copy(vae, changed)
@@ -322,7 +330,7 @@ class Run:
         return image
 
     def _tiles(self, how: str, height: int, width: int) -> float:
-        """Pixels that are decoded for a pixel of the image."""
+        """How many pixels are decoded for each pixel of the image: more than one where tiles overlap."""
         if how != "tiled":
             return 1
         tile = usual_tile(self.parts["vae"].component) // VAE_STRIDE
@@ -353,7 +361,7 @@ class Run:
     def phase(self, name: str, first: str | None = None) -> Iterator[None]:
         """Reads the counters around a phase, which begins when the component that it calls `first` is there: the one
         before has then gone, where it goes."""
-        self._flops = self._host_flops = self._sent = 0
+        self._work.clear()
         if first:
             self.bring(first)
         self.process.reset_peak()
@@ -367,12 +375,13 @@ class Run:
             Phase(
                 name, process.peak_allocated, process.peak_reserved, weights, workspace,
                 process.peak_allocated - weights - workspace, self._outside, tensors, step[0] if step else "",
-                self._flops, self._sent, host_flops=self._host_flops,
+                self._work["flops"], self._work["sent"], host_flops=self._work["host_flops"],
             )
         )  # fmt: skip
 
     def _peak_tensors(self) -> tuple[PeakTensor, ...]:
-        """Weights by their component's role: a VAE's have its name."""
+        """The process's peak tensors, with weights under their component's role; the process names a VAE's after the
+        model."""
         names = {f"weights of {part.component}": f"weights of {role}" for role, part in self.parts.items()}
         return tuple(
             tensor._replace(name=names.get(tensor.name, tensor.name)) for tensor in self.process.peak_tensors()
@@ -381,10 +390,8 @@ class Run:
     def steps(self, count: int) -> Iterator[int]:
         """Plays the first steps of a loop, and counts the others' work as that of the last one played."""
         played = min(count, PLAYED_STEPS)
-        before = self._flops, self._host_flops, self._sent
         for step in range(played):
-            before = self._flops, self._host_flops, self._sent
+            before = self._work.copy()
             yield step
-        now = self._flops, self._host_flops, self._sent
-        more = [after + (count - played) * (after - earlier) for after, earlier in zip(now, before, strict=True)]
-        self._flops, self._host_flops, self._sent = more
+        for name, amount in self._work.items():
+            self._work[name] += (count - played) * (amount - before[name])

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from vaemem.prediction.ggml import Tensor
-from vaemem.prediction.sdcpp import Runner
+from vaemem.prediction.sdcpp import Runner, image_of, tokens_of
 
 
 def _part(x: Tensor, axis: int, length: int) -> Tensor:
@@ -210,9 +210,9 @@ class Unet(Denoiser):
         self.is_xl = is_xl
 
     def resnet(self, x: Tensor, emb: Tensor, n: int) -> Tensor:
-        h = self.conv(self.group_norm(x).write("unary"), n)
+        h = self.norm_conv(x, n)
         h = h.apply("add", self.linear(emb.apply("unary"), n).reshape(1, 1, n))
-        h = self.conv(self.group_norm(h).write("unary"), n)
+        h = self.norm_conv(h, n)
         return h.apply("add", x if x.ne[2] == n else self.conv(x, n, 1))
 
     def cross(self, x: Tensor, context: Tensor, heads: int) -> Tensor:
@@ -234,18 +234,11 @@ class Unet(Denoiser):
         """A stack of transformers on an image."""
         w, h, c, _ = x.ne
         heads = c // 64 if self.is_xl else 8
-
-        def tokens(x: Tensor) -> Tensor:
-            return x.permute(1, 2, 0, 3).cont().reshape(c, w * h)
-
-        def pixels(x: Tensor) -> Tensor:
-            return x.permute(1, 0, 2, 3).cont().reshape(w, h, c)
-
         y = self.group_norm(x)
-        y = self.linear(tokens(y), c) if self.is_xl else tokens(self.conv(y, c, 1))
+        y = self.linear(tokens_of(y), c) if self.is_xl else tokens_of(self.conv(y, c, 1))
         for _ in range(depth):
             y = self.transformer(y, context, heads)
-        y = pixels(self.linear(y, c)) if self.is_xl else self.conv(pixels(y), c, 1)
+        y = image_of(self.linear(y, c), w, h) if self.is_xl else self.conv(image_of(y, w, h), c, 1)
         return y.apply("add", x)
 
     def build(self, height: int, width: int, tokens: int) -> Tensor:
@@ -274,6 +267,5 @@ class Unet(Denoiser):
             for _ in range(3):
                 x = block(x.concat(skips.pop(), 2), level)
             if level:
-                w, h, c, _ = x.ne
-                x = self.conv(x.make("upscale", 2 * w, 2 * h, c), c)
-        return self.conv(self.group_norm(x).write("unary"), 4)
+                x = self.upsample(x)
+        return self.norm_conv(x, 4)

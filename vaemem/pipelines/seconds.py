@@ -7,7 +7,6 @@ rates move no further from what they were thought to be than the measurements as
 
 from __future__ import annotations
 
-import csv
 import functools
 import json
 import math
@@ -19,8 +18,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vaemem._common import choose, grouped, shipped, whole
-from vaemem.pipelines import programs
+from vaemem.pipelines.run import recording_of
 from vaemem.prediction.gpus import Gpu, find_gpu, gpu_names
+from vaemem.tables.table import seed_table
 
 Work = Mapping[str, float]
 WORK = ("unet", "transformer", "vae")  # that measurements of whole modules are known of
@@ -35,7 +35,7 @@ class Seconds(NamedTuple):
     Attributes
     ----------
     low, likely, high : float
-        Seconds: from low to high is what the rates' bands leave open, a judgement and no bound.
+        Seconds. What lies between low and high is what the rates' bands leave open: a judgement, and no bound.
     why : str
         Where the rates come from.
 
@@ -137,9 +137,6 @@ def _peak(card: Gpu, kind: str) -> float:
     return float(card.multiprocessors * flops * card.properties["smClockRateKHz"] * 1000)
 
 
-_DECODERS = {"FLUX": "autoencoder-16", "SD1.5": "autoencoder-4", "SDXL": "autoencoder-4"}  # of the seed table's models
-
-
 class Share(NamedTuple):
     """A measured run's share of its card's peak."""
 
@@ -170,13 +167,12 @@ def shares() -> tuple[Share, ...]:
         flops = run["samples"] * _data()["flops"][run["module"]]["flops"] * run["per_second"]
         card, source = find_gpu(run["gpu"]), _data()["sources"][run["source"]]
         found.append(Share(run["work"], card.name, card.capability, flops / peak(card), 1 / run["per_second"], source))
-    for row in csv.DictReader(shipped("seed_table.csv").splitlines()):
+    card, source = find_gpu("RTX 4090"), "the seed table: RTX 4090, PyTorch 2.7.1"
+    for row in seed_table():
         if row["op"] == "decode":
-            decoder, latents = _DECODERS[row["model"]], {"h": int(row["height"]) // 8, "w": int(row["width"]) // 8}
-            seconds, source = float(row["time_s"]), "the seed table: RTX 4090, PyTorch 2.7.1"
-            rate = programs.load(decoder).flops(row["dtype"], **latents) / seconds
-            card = find_gpu("RTX 4090")
-            found.append(Share("vae", card.name, "8.9", rate / peak(card, row["dtype"]), seconds, source))
+            flops = recording_of(row["model"]).flops(row["dtype"], h=row["height"] // 8, w=row["width"] // 8)
+            share = flops / row["seconds"] / peak(card, row["dtype"])
+            found.append(Share("vae", card.name, card.capability, share, row["seconds"], source))
     return tuple(found)
 
 
@@ -231,7 +227,7 @@ def _mean(numbers: Iterable[float]) -> float:
 
 
 def _off(a: float, b: float) -> float:
-    """As a factor of 1 or more."""
+    """How many times the larger of two rates is the smaller."""
     return max(a / b, b / a)
 
 

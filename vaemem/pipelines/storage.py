@@ -6,13 +6,18 @@ each with its source; where a file is at hand, its own list of tensors takes a r
 
 from __future__ import annotations
 
+import itertools
 import math
+import os
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from vaemem._common import choose, distinct
+from vaemem.engine.limits import parse_size
 from vaemem.engine.stored import BLOCKS, QUANTISED
+from vaemem.engine.weights import tensor_types
+from vaemem.pipelines.programs import Weight
 
 __all__ = ["RULES", "TYPES", "Rule", "Stored", "stored", "tensor_bytes"]
 
@@ -86,6 +91,20 @@ def is_size(given: Any) -> bool:
     (True, True, False, False)
     """
     return isinstance(given, int) or bool(re.fullmatch(r"\s*[\d.]+ *[kmgt]?i?b\s*", str(given), re.IGNORECASE))
+
+
+def told_bytes(role: str, given: str | int | os.PathLike[str]) -> int | None:
+    """Bytes of a component's weights that are given as a size, or as a file whose header says what is in it; None where
+    neither is given: it may be a type.
+
+    Examples
+    --------
+    >>> told_bytes("unet", "1.6 GiB"), told_bytes("unet", "Q8_0")
+    (1717986918, None)
+    """
+    if is_size(given):
+        return parse_size(f"components[{role!r}]", given)
+    return sum(size for *_, size in tensor_types(given)) if os.path.exists(given) else None
 
 
 EMBEDDINGS = r"(^|\.)(embed_tokens|shared|token_embedding|position_embedding|relative_attention_bias)\."
@@ -214,60 +233,53 @@ def stored(
     [Stored(name='proj.weight', shape=(64, 32), type='Q8_0', bytes=2176),
      Stored(name='proj.bias', shape=(64,), type='float32', bytes=256)]
     """
-    tensors = [(name, tuple(shape), *own) for name, shape, *own in weights]
+    tensors = [Weight(name, tuple(shape), *own) for name, shape, *own in weights]
     if isinstance(rule, str):
         choose("rule", rule, RULES)
         rule = RULES[rule]
     if isinstance(rule, list):
         listed = [Stored(name, tuple(shape), kind, size) for name, shape, kind, size in rule]
         # Buffers of integers are the module's own: files do without them.
-        own = [(name, shape) for name, shape, *kind in tensors if kind[:1] == ["int64"]]
-        numbers = sum(math.prod(shape) for _, shape, *kind in tensors if kind[:1] != ["int64"])
+        buffers = [tensor for tensor in tensors if tensor.dtype == "int64"]
+        numbers = sum(math.prod(tensor.shape) for tensor in tensors if tensor.dtype != "int64")
         have = sum(math.prod(tensor.shape) for tensor in listed)
         if have < numbers:
             raise ValueError(f"rule: want a file that has the model's {numbers} numbers, got one of {have}")
         there = {tensor.name for tensor in listed}
-        return listed + [
-            Stored(name, shape, "int64", tensor_bytes(shape, "int64")) for name, shape in own if name not in there
-        ]
+        return listed + [_as(tensor, "int64") for tensor in buffers if tensor.name not in there]
     if type not in rule.types:
         choose("type", type, rule.types)
     assert type is not None
-    shapes = {name: shape for name, shape, *_ in tensors}
-    return [_store(name, shape, own, shapes, type, rule, dtype) for name, shape, *own in tensors]
+    shapes = {tensor.name: tensor.shape for tensor in tensors}
+    return [_store(tensor, shapes, type, rule, dtype) for tensor in tensors]
 
 
-def _store(
-    name: str, shape: tuple[int, ...], own: Sequence[str], shapes: dict[str, tuple[int, ...]], type: str, rule: Rule,
-    dtype: str,
-) -> Stored:  # fmt: skip
-    def kept(kind: str | None) -> Stored:
-        kind = kind or dtype
-        return Stored(name, shape, kind, tensor_bytes(shape, kind))
+def _as(tensor: Weight, type: str) -> Stored:
+    return Stored(tensor.name, tensor.shape, type, tensor_bytes(tensor.shape, type))
 
-    if own and own[0] != "run":
-        return kept(own[0])
-    goes = name
-    if rule.biases and name.endswith(".bias"):
-        goes = name.removesuffix("bias") + "weight"
-    decides = shapes.get(goes, shape)
-    dims = _dims(decides)
+
+def _store(tensor: Weight, shapes: dict[str, tuple[int, ...]], type: str, rule: Rule, dtype: str) -> Stored:
+    """A tensor as a rule has it stored, in the type that is asked for or another; shapes: of all tensors, by name."""
+    name, shape, own = tensor
+    if own != "run":
+        return _as(tensor, own)
+    goes = name.removesuffix("bias") + "weight" if rule.biases and name.endswith(".bias") else name
+    dims = _dims(shapes.get(goes, shape))
     if re.search(rule.single, name) or math.prod(shape) < rule.least:
-        return kept("float32")
+        return _as(tensor, "float32")
     if dims == 1 and 1 not in rule.dims:
-        return kept(rule.vectors)
+        return _as(tensor, rule.vectors or dtype)
     if dims not in rule.dims or re.search(rule.keeps, goes):
-        return kept(rule.images if dims == 4 else None)
+        return _as(tensor, (rule.images if dims == 4 else None) or dtype)
     if rule.embeddings and type != "Q8_0" and re.search(EMBEDDINGS, name):
         type = rule.embeddings
     together, _ = BLOCKS.get(type, (1, 0))
     if rule.flat and shape[-1] % 256 and math.prod(shape) % 256 == 0:
         shape = (math.prod(shape) // 256, 256)
-    if shape and shape[-1] % together:
-        return kept(rule.odd)
-    return kept(type)
+    is_odd = bool(shape) and shape[-1] % together > 0
+    return _as(tensor._replace(shape=shape), (rule.odd or dtype) if is_odd else type)
 
 
 def _dims(shape: Shape) -> int:
-    """How many dimensions count: not those of 1 before another."""
-    return len(shape) - next((i for i, side in enumerate(shape[:-1]) if side != 1), max(len(shape) - 1, 0))
+    """How many dimensions a shape has, without those of 1 before the others."""
+    return len([*itertools.dropwhile(lambda side: side == 1, shape[:-1]), *shape[-1:]])

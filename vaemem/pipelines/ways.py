@@ -143,7 +143,7 @@ class Outcome(NamedTuple):
 
 
 def outcome(way: Way, room: Room, machine: Machine | None) -> Outcome:
-    """A way in a room: the first phase that does not fit is where it ends."""
+    """How a way does in a room. Where several phases do not fit, it ends in the first of them."""
     took = machine.seconds(way.work) if machine else None
     each = {phase.name: machine.seconds(phase.work) for phase in way.phases} if machine else {}
     over = [phase.name for phase in way.phases if room.card is not None and phase.total > room.card]
@@ -159,7 +159,62 @@ def outcome(way: Way, room: Room, machine: Machine | None) -> Outcome:
     return Outcome(way, took, each, None, 0)
 
 
-class PipelinePlan:
+class Written:
+    """What can be printed, and written to files: a subclass says its rows, its data for JSON and its text."""
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One dict a line of the table.
+
+        Examples
+        --------
+        >>> plan_pipeline("sd15", 1536, 1536, memory="16 GB", runtime="mlx").rows()[0]["fits"]
+        True
+        """
+        raise NotImplementedError
+
+    def _data(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _text(self, markdown: bool = False) -> str:
+        raise NotImplementedError
+
+    def to_csv(self, path: str | os.PathLike[str] | None = None) -> str | None:
+        """The rows as CSV, to a file or as text.
+
+        Examples
+        --------
+        >>> predict_pipeline("sd15", 512, 512, gpu="T4").to_csv().splitlines()[0]
+        'phase,total_bytes,weights_bytes,...'
+        """
+        return write(path, as_csv(self.rows()))
+
+    def to_json(self, path: str | os.PathLike[str] | None = None) -> str | None:
+        """What was asked, the rows and what follows from them as JSON, to a file or as text.
+
+        Examples
+        --------
+        >>> import json
+        >>> plan = plan_pipeline("sd15", 1536, 1536, memory="16 GB", runtime="mlx")
+        >>> json.loads(plan.to_json())["recommended"]
+        'whole VAE, denoiser kept, bfloat16'
+        """
+        return write(path, json.dumps(self._data(), indent=1, ensure_ascii=False) + "\n")
+
+    def to_markdown(self) -> str:
+        """What `print` shows, as Markdown.
+
+        Examples
+        --------
+        >>> print(predict_pipeline("sd15", 512, 512, gpu="T4").to_markdown())
+        sd15 512x512...
+        """
+        return self._text(markdown=True)
+
+    def __str__(self) -> str:
+        return self._text()
+
+
+class PipelinePlan(Written):
     """What `vaemem.plan_pipeline` gives. Printing it shows every way and the recommendation.
 
     Attributes
@@ -250,8 +305,8 @@ class PipelinePlan:
 
         Examples
         --------
-        >>> plan_pipeline("sd15", 1536, 1536, memory="16 GB", runtime="mlx").rows()[0]["fits"]
-        True
+        >>> plan_pipeline("sd15", 1536, 1536, memory="16 GB", runtime="mlx").rows()[0]["way"]
+        'whole VAE, denoiser kept, bfloat16'
         """
         best = self.recommended
         rows = []
@@ -276,28 +331,9 @@ class PipelinePlan:
             rows.append(row)
         return rows
 
-    def to_csv(self, path: str | os.PathLike[str] | None = None) -> str | None:
-        """The rows as CSV, to a file or as text.
-
-        Examples
-        --------
-        >>> plan_pipeline("sd15", 1536, 1536, memory="16 GB", runtime="mlx").to_csv().splitlines()[0]
-        'way,fits,fails_in,short,denoise_bytes,...'
-        """
-        return write(path, as_csv(self.rows()))
-
-    def to_json(self, path: str | os.PathLike[str] | None = None) -> str | None:
-        """What was asked, the rows, the recommendation and the rates as JSON, to a file or as text.
-
-        Examples
-        --------
-        >>> import json
-        >>> plan = plan_pipeline("sd15", 1536, 1536, memory="16 GB", runtime="mlx")
-        >>> json.loads(plan.to_json())["recommended"]
-        'whole VAE, denoiser kept, bfloat16'
-        """
+    def _data(self) -> dict[str, Any]:
         best = self.recommended
-        data = {
+        return {
             "title": self.title,
             "card_bytes": self.room.card,
             "host_bytes": self.room.host,
@@ -307,17 +343,6 @@ class PipelinePlan:
             "rates": {name: str(rate) for name, rate in self.machine.rates.items()} if self.machine else {},
             "notes": list(self.notes),
         }
-        return write(path, json.dumps(data, indent=1, ensure_ascii=False) + "\n")
-
-    def to_markdown(self) -> str:
-        """What `print` shows, as Markdown.
-
-        Examples
-        --------
-        >>> print(plan_pipeline("sd15", 1536, 1536, memory="16 GB", runtime="mlx").to_markdown())
-        sd15 1536x1536 by mlx...
-        """
-        return self._text(markdown=True)
 
     def to_pandas(self) -> pandas.DataFrame:
         """The rows as a pandas.DataFrame. Needs pandas (``pip install 'vaemem[table]'``).

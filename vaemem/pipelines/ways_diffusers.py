@@ -86,7 +86,7 @@ class _Asked(NamedTuple):
 
     @property
     def changes(self) -> str:
-        """Of the picture."""
+        """What is another in the picture; "" for nothing."""
         said = ["tiles are blended where they overlap"] if self.settings["vae"] == "tiled" else []
         return " and ".join([*said, f"weights in {self.kind} are rounded"] if self.kind else said)
 
@@ -105,8 +105,8 @@ def _large(pipeline: str) -> list[str]:
 
 
 def _vae_ways(offload: Any, batch: int, has_tiles: bool, image: bool) -> list[str]:
-    """Where submodules come and go with their calls, the whole decode of one image was recorded alone; an image at the
-    beginning is encoded by PyTorch with the VAE on the device."""
+    """How the VAE can run. With sequential offload that is only the whole decode of one image, since nothing else was
+    recorded; where the pipeline begins with an image, PyTorch encodes it with the VAE on the device."""
     if offload == "sequential":
         return ["whole"] if batch == 1 and not image else []
     ways = ["whole", *(["sliced"] if batch > 1 else []), *(["tiled"] if has_tiles else [])]
@@ -125,7 +125,8 @@ def _way(asked: _Asked, machine: Machine | None) -> Way:
 
 
 def _work(p: PipelinePrediction, phase: Phase, machine: Machine | None) -> dict[str, float]:
-    """The encoder of a short prompt may read its weights for longer than it computes."""
+    """What a phase does. A short prompt may be encoded in less time than the card needs to read the encoders' weights:
+    reading them is then the work."""
     known = PIPELINES[p.pipeline]
     kinds = {"encode image": "vae", "denoise": known.denoiser, "decode": "vae"}
     work = {kinds.get(phase.name, "transformer"): float(phase.flops)}

@@ -6,15 +6,12 @@ Weights stay where they were loaded to, but for what `RESIDENCES` says.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from vaemem._common import MIB, choose
-from vaemem.engine.limits import parse_size
-from vaemem.engine.weights import tensor_types
-from vaemem.pipelines.ggml import DEFAULT_TILE, graph
-from vaemem.pipelines.storage import is_size
+from vaemem.pipelines.ggml import DEFAULT_TILE, PADDED_TOKENS, graph
+from vaemem.pipelines.storage import told_bytes
 from vaemem.pipelines.ways import PlannedPhase, Way
 from vaemem.prediction.sdcpp import TYPES, Graph
 
@@ -62,16 +59,16 @@ MODELS = {
 
 ENCODERS, DENOISER, VAE = "text encoders", "denoiser", "VAE"
 ALL = (ENCODERS, DENOISER, VAE)
-RUNS = {ENCODE: ENCODERS, DENOISE: DENOISER, DECODE: VAE}  # in which phase
+RUNS = {ENCODE: ENCODERS, DENOISE: DENOISER, DECODE: VAE}  # which of them each phase runs
 
 
 class Residence(NamedTuple):
-    """Where weights are.
+    """Where the models' weights are.
 
-    on_card: in each phase
-    on_cpu: models that run on the host, and stay there
-    kept: in the host's memory all the time, beside those
-    crosses: how often a model's weights cross the link in a run
+    on_card: {phase: models whose weights are on the card in it}
+    on_cpu: models that run on the host, where their weights stay
+    kept: further models whose weights the host's memory holds all the time
+    crosses: {model: how often its weights are copied between host and card in a run}
     """
 
     name: str
@@ -171,16 +168,17 @@ def ways(
 
     prompts = 2 if known.guides and guidance else 1
     # Z-Image and its encoder take the prompt as long as it is; others pad it.
-    length = {"tokens": tokens or PROMPT_TOKENS} if pipeline == "zimage-turbo" else {"tokens": tokens}
-    encoders = [made(name, of, known.type, **(length if of in LONG else {})) for name, of in known.encoders.items()]
+    length = tokens if denoiser in PADDED_TOKENS else tokens or PROMPT_TOKENS
+
+    def prompted(name: str, of: str, **options: Any) -> Graph:
+        return made(name, of, known.type, tokens=length if of in LONG else None, **options)
+
     models = {
-        ENCODERS: _together([one._replace(runs=prompts) for one in encoders]),
-        DENOISER: made(role, denoiser, known.type, flash=flash, **(length if denoiser in LONG else {}))._replace(
-            runs=steps * prompts * batch
-        ),
+        ENCODERS: _together([prompted(*one) for one in known.encoders.items()])._replace(runs=prompts),
+        DENOISER: prompted(role, denoiser, flash=flash)._replace(runs=steps * prompts * batch),
     }
     last = list(known.encoders)[-1]
-    quantised = is_size(components.get(last)) or _weights(last, components.get(last, known.type))[0] != "f16"
+    quantised = _weights(last, components.get(last, known.type))[0] != "f16"
     found = []
     for residence in RESIDENCES:
         for how in VAE_WAYS:
@@ -191,19 +189,19 @@ def ways(
             )  # fmt: skip
             vae = vae._replace(runs=vae.runs * batch)
             way = _way(residence, how, models | {VAE: vae}, known.kind, quantised)
-            found.append(way._replace(**_rounded(way, smaller)) if smaller else way)
+            found.append(_rounded(way, smaller) if smaller else way)
     return found
 
 
-def _rounded(way: Way, kind: str) -> dict[str, Any]:
-    """What is another of a way with weights in a smaller type."""
+def _rounded(way: Way, kind: str) -> Way:
+    """The way with weights in a smaller type."""
     changes = " and ".join(filter(None, [way.changes, f"weights in {kind} are rounded"]))
-    return {"name": f"{way.name}, {kind}", "settings": dict(way.settings) | {"types": kind}, "changes": changes}
+    return way._replace(name=f"{way.name}, {kind}", settings={**way.settings, "types": kind}, changes=changes)
 
 
 def way(offload: str, vae: str, *asked: Any) -> Way:
-    """One of them: `offload` is a residence's name, or "none", and `vae` a way of the VAE without the word and without
-    commas; the rest as `ways` takes it."""
+    """One of the `ways`. `offload` is a residence's name, or "none"; `vae` is the name of one of `VAE_WAYS` without
+    "VAE" and without commas, such as "direct tiled"; the rest is as `ways` takes it."""
     residences = {"none": RESIDENCES[0].name} | {residence.name: residence.name for residence in RESIDENCES[1:]}
     hows = {how.name.removeprefix("VAE ").replace(",", ""): how.name for how in VAE_WAYS}
     choose("offload", offload, residences)
@@ -215,22 +213,19 @@ LONG = ("qwen3-4b", "zimage", "t5-xxl", "flux-dev", "flux-schnell")  # that take
 
 
 def _weights(role: str, given: Any) -> tuple[str | None, int | None]:
-    """ggml's name of a type, or the bytes that are given."""
-    if is_size(given):
-        return None, parse_size(f"components[{role!r}]", given)
-    if os.path.exists(given):
-        return None, sum(size for *_, size in tensor_types(given))
+    """(ggml's name of a type, None), or (None, bytes) where a size or a file is given."""
+    told = told_bytes(role, given)
+    if told is not None:
+        return None, told
     spelt = {name.lower(): name for name in TYPES}.get(str(given).lower(), given)
     choose(f"components[{role!r}]", spelt, TYPES)
     return spelt, None
 
 
 def _together(graphs: list[Graph]) -> Graph:
-    """Models that run one after the other, as one."""
-    return Graph(
-        max(one.buffer for one in graphs), max(one.pool for one in graphs), sum(one.weights for one in graphs),
-        sum(one.flops for one in graphs), graphs[0].runs,
-    )  # fmt: skip
+    """Models that run one after the other, as one graph: the largest buffers, and the sums of weights and FLOPs."""
+    buffers, pools, weights, flops, _ = zip(*graphs, strict=True)
+    return Graph(max(buffers), max(pools), sum(weights), sum(flops))
 
 
 def _way(residence: Residence, how: VaeWay, models: Mapping[str, Graph], kind: str, quantised: bool) -> Way:
@@ -239,20 +234,17 @@ def _way(residence: Residence, how: VaeWay, models: Mapping[str, Graph], kind: s
     phases = []
     for name, resident in residence.on_card.items():
         weights = sum(models[model].weights for model in resident if model not in on_cpu)
-        if name not in RUNS:
-            phases.append(PlannedPhase(name, weights, 0, {}))
-            continue
-        runs = RUNS[name]
-        one = models[runs]
-        flops = float(one.flops * one.runs)
-        if runs in on_cpu:
-            work = {"cpu Q8_0" if quantised and runs == ENCODERS else "cpu": flops}
-            phases.append(PlannedPhase(name, weights, 0, work))
-            continue
-        work = {kinds[runs]: flops}
-        if runs in residence.crosses:
-            work["link"] = float(residence.crosses[runs] * one.weights)
-        phases.append(PlannedPhase(name, weights, one.buffer + one.pool, work))
+        added, work = 0, {}
+        if runs := RUNS.get(name):
+            one = models[runs]
+            flops = float(one.flops * one.runs)
+            if runs in on_cpu:
+                work["cpu Q8_0" if quantised and runs == ENCODERS else "cpu"] = flops
+            else:
+                added, work[kinds[runs]] = one.buffer + one.pool, flops
+                if runs in residence.crosses:
+                    work["link"] = float(residence.crosses[runs] * one.weights)
+        phases.append(PlannedPhase(name, weights, added, work))
     host = sum(models[model].weights for model in dict.fromkeys((*residence.kept, *on_cpu)))
     host += max((models[model].buffer for model in on_cpu), default=0)
     changes = "tiles are blended where they overlap" if how.tiled else ""

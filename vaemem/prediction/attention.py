@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from vaemem import _core
 from vaemem._common import ELEMENT_BYTES
+from vaemem.prediction.gpus import Gpu
 
 
 class Heads(NamedTuple):
@@ -26,7 +27,7 @@ class Heads(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """Of an attention: elements in all and in a row of keys; a boolean one becomes numbers."""
+    """An attention's mask: its elements in all, those of one row (a query's keys), and whether they are boolean."""
 
     elements: int
     row: int
@@ -44,10 +45,14 @@ class Call(NamedTuple):
     causal: bool = False
     grouped: bool = False
 
+    @property
+    def tensors(self) -> tuple[Heads, Heads, Heads]:
+        return self.queries, self.keys, self.values
+
 
 def _against_any(call: Call, grouped: bool) -> str:
-    """What every fused kernel has against a call; "" for nothing. grouped: whether it shares keys among queries."""
-    tensors = call[1:4]
+    """Why no fused kernel takes a call, or "". grouped: whether the kernel knows heads of queries that share keys."""
+    tensors = call.tensors
     if any(len(x.shape) != 4 for x in tensors):
         return "wants 4 dimensions"
     if len({x.shape[0] for x in tensors}) > 1:
@@ -62,7 +67,7 @@ def _against_any(call: Call, grouped: bool) -> str:
 
 
 def _against_flash(call: Call, sm: int) -> str:
-    depths = {x.shape[-1] for x in call[1:4]}
+    depths = {x.shape[-1] for x in call.tensors}
     if call.dtype == "float32" or sm < 80:
         return "wants half precision and compute capability 8.0"
     if call.mask:
@@ -71,7 +76,7 @@ def _against_flash(call: Call, sm: int) -> str:
         return "wants heads of one depth, 256 at most"
     if call.causal and call.queries.shape[-2] != call.keys.shape[-2]:
         return "wants as many queries as keys with is_causal"
-    if not all(x.is_dense for x in call[1:4]):
+    if not all(x.is_dense for x in call.tensors):
         return "wants the elements of a head side by side"
     return _against_any(call, grouped=True)
 
@@ -81,40 +86,36 @@ def _against_efficient(call: Call, sm: int) -> str:
     if call.dtype == "bfloat16" and sm < 80:
         return "wants compute capability 8.0 for bfloat16"
     unit = (8 if half else 4) if sm >= 80 else 8 if half and sm >= 70 else 1
-    q, k, v = (x.shape[-1] for x in call[1:4])
+    q, k, v = (x.shape[-1] for x in call.tensors)
     if q != k or q % unit or v % unit or not q or not v:
         return f"wants heads of queries and keys of one depth, a multiple of {unit}, and of values too"
-    if any(x.strides[-1] != 1 for x in call[1:4]):
+    if any(x.strides[-1] != 1 for x in call.tensors):
         return "wants the elements of a head side by side"
     return _against_any(call, grouped=False)
 
 
 def _against_cudnn(call: Call, sm: int) -> str:
-    depths = [x.shape[-1] for x in call[1:4]]
+    depths = [x.shape[-1] for x in call.tensors]
     if call.dtype == "float32" or sm < 80:
         return "wants half precision and compute capability 8.0"
     if any(depth % 8 for depth in depths) or max(depths) > 128:
         return "wants heads of a multiple of 8 channels, 128 at most"
     if call.keys.shape[-2] == 1:
         return "wants more than one key"
-    if not all(x.is_dense for x in call[1:4]):
+    if not all(x.is_dense for x in call.tensors):
         return "wants the elements of a head side by side"
     return _against_any(call, grouped=True)
-
-
-def _against_math(_call: Call, _sm: int) -> str:
-    return ""
 
 
 KERNELS: dict[str, Callable[[Call, int], str]] = {
     "flash": _against_flash,
     "efficient": _against_efficient,
     "cudnn": _against_cudnn,
-    "math": _against_math,
+    "math": lambda call, sm: "",
 }
 
 
-FUSED = ("flash", "efficient")  # those that `attend` knows whole
+FUSED = ("flash", "efficient")  # kernels of which `attend` counts all that they take
 
 
 def choose_kernel(call: Call, sm: int, enabled: Sequence[str]) -> str:
@@ -137,9 +138,10 @@ def choose_kernel(call: Call, sm: int, enabled: Sequence[str]) -> str:
     )
 
 
-def attend(trace: _core.Trace, call: Call, kernel: str, sm: int, multiprocessors: int, name: str) -> int | None:
-    """Adds what a fused kernel takes to a trace: the output, whose id it returns (None for cuDNN's, which is not
-    counted), and meanwhile the mask as numbers and in rows of a multiple of 8, where it is not so."""
+def attend(trace: _core.Trace, call: Call, kernel: str, gpu: Gpu, name: str) -> int | None:
+    """Adds what a fused kernel takes to a trace, and returns the id of the output: None for cuDNN's, of which nothing
+    is counted. While the kernel runs there is also a copy of the mask as numbers, where it is boolean, and one with
+    rows padded to a multiple of 8, where the kernel wants that."""
     copies, mask, size = [], call.mask, ELEMENT_BYTES[call.dtype]
     if mask and mask.boolean:
         copies.append(trace.take(mask.elements * size, f"{name} [mask]"))
@@ -151,7 +153,7 @@ def attend(trace: _core.Trace, call: Call, kernel: str, sm: int, multiprocessors
     number = None
     if kernel != "cudnn":
         number = trace.attention(
-            call.dtype, batch, heads, queries, keys, depth, kernel, sm, multiprocessors, f"{name} [attention]"
+            call.dtype, batch, heads, queries, keys, depth, kernel, gpu.sm, gpu.multiprocessors, f"{name} [attention]"
         )
     for copy in reversed(copies):
         trace.give(copy)

@@ -18,7 +18,7 @@ class Protocol(NamedTuple):
 
     what: str  # in words
     warmups: int = 2
-    runs: int = 1  # measured ones, of which the last is read
+    runs: int = 1  # measured ones
     emptied: bool = True  # the cache is emptied, and the peaks are reset, before each run
 
 
@@ -32,6 +32,7 @@ PROTOCOLS = {
     ),
 }  # fmt: skip
 USUAL_PROTOCOL = "warm"
+SEED_TABLE = Protocol("five runs after two warm-up runs, of which the table has the mean", runs=5)
 
 
 class Reading(NamedTuple):
@@ -83,17 +84,16 @@ class Names:
 
 def benchmark(
     process: SimulatedProcess, vae: LoadedVAE, op: str, height: int, width: int, batch: int = 1, *,
-    dtype: str | None = None, input_dtype: str | None = None, tile: int = 0, slicing: bool = False, warmups: int = 2,
-    runs: int = 5, emptied: bool = True,
+    dtype: str | None = None, input_dtype: str | None = None, tile: int = 0, slicing: bool = False,
+    protocol: Protocol = SEED_TABLE,
 ) -> list[Reading]:  # fmt: skip
-    """Plays the benchmark that the seed table was made with: warm-up runs, then measured ones, each after an emptied
-    cache.
+    """Plays the benchmark that the seed table was made with: warm-up runs, then measured ones.
 
     An encode is sampled and scaled, as pipelines do. `dtype` and `input_dtype`, the weights' by default, are those of
     the run and of the input: where they differ, weights and input are converted within each run, and the weights back
     after it. `tile` and `slicing` are as `SimulatedProcess.encode` takes them. There is one reading of each measured
-    run; the first still holds what the warm-up runs left bound. Where the cache is not to be `emptied` it is so before
-    the first measured run alone, and each reading is of all measured runs so far.
+    run; the first still holds what the warm-up runs left bound. Where the protocol does not empty the cache before each
+    run, it is emptied before the first measured one alone, and each reading is of all measured runs so far.
     """
     choose("op", op, OPS)
     weights_dtype = vae.dtype
@@ -127,16 +127,16 @@ def benchmark(
             names["scaled"] = process.elementwise(x, "latents [scaled]")
             names["result"] = process.decode(vae, names["scaled"], tile=tile, slicing=slicing)
 
-    for _ in range(warmups):
+    for _ in range(protocol.warmups):
         names.delete("result")
         call(measured=False)
         process.convert(vae, weights_dtype)
-        if emptied:
+        if protocol.emptied:
             process.empty_cache()
     names.delete("result")
     measurements: list[Reading] = []
-    for _ in range(runs):
-        if emptied or not measurements:
+    for _ in range(protocol.runs):
+        if protocol.emptied or not measurements:
             counters = Counters(process)
         call(measured=True)
         measurements.append(counters.read())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from vaemem import _core
@@ -257,20 +257,21 @@ def bound(
         raise ValueError("sides: want one or more, got none")
     if not asked.gpus:
         raise ValueError("gpu: want one or more, got none")
-    lines = [
-        asked.line(name, _of(function, wanted), op, dtype, pixels)
+    functions = {
+        name: function._replace(models=tuple(m for m in function.models if wanted is None or m in wanted))
         for name, function in APPLICATIONS[application].functions.items()
+    }
+    functions = {name: function for name, function in functions.items() if function.models}
+    lines = [
+        asked.line(name, function, op, dtype, pixels)
+        for name, function in functions.items()
         for op in OPS
         for dtype in function.dtypes
-        if dtype in dtypes and _of(function, wanted).models
+        if dtype in dtypes
     ]
     if not lines:
         raise ValueError(f"models, dtypes: want some that {application} runs, got {models!r}, {dtypes!r}")
-    return Bound(application, lines, asked.domain(APPLICATIONS[application], wanted, pixels))
-
-
-def _of(function: _Function, models: list[str] | None) -> _Function:
-    return function if models is None else function._replace(models=tuple(m for m in function.models if m in models))
+    return Bound(application, lines, asked.domain(functions.values(), pixels))
 
 
 class _Asked(NamedTuple):
@@ -320,10 +321,8 @@ class _Asked(NamedTuple):
                             **self.settings,
                         )  # fmt: skip
 
-    def domain(self, application: _Application, models: list[str] | None, sides: Sequence[int]) -> str:
+    def domain(self, functions: Collection[_Function], sides: Sequence[int]) -> str:
         """In words, a line a thing."""
-        functions = [_of(function, models) for function in application.functions.values()]
-        functions = [function for function in functions if function.models]
         cards = ", ".join(distinct(find_gpu(gpu, self.settings["memory"]).name for gpu in self.gpus))
         torch, cudnn = self.settings["torch_version"], self.settings["cudnn_version"]
         versions = " and ".join(

@@ -11,7 +11,6 @@ from fractions import Fraction
 from typing import Any, NamedTuple, overload
 
 from vaemem._common import ELEMENT_BYTES, MIB, render, typeset
-from vaemem.prediction.benchmark import Reading
 from vaemem.prediction.process import SimulatedProcess
 from vaemem.prediction.question import Question
 
@@ -37,21 +36,7 @@ class Term(NamedTuple):
 
 
 @dataclass(frozen=True, repr=False)
-class Labels:
-    """What a closed form says of itself."""
-
-    name: str
-    model: str
-    op: str
-    dtype: str
-    runtime: str
-    gpu: str
-    batch: int
-    workspace_source: str
-
-
-@dataclass(frozen=True, repr=False)
-class ClosedForm(Labels):
+class ClosedForm:
     """``allocated = a * H*W*e + b`` (and what `terms` add), H and W in pixels, e the bytes of one element of dtype.
 
     Attributes
@@ -79,6 +64,14 @@ class ClosedForm(Labels):
         Who said how much scratch the convolutions take.
     """
 
+    name: str
+    model: str
+    op: str
+    dtype: str
+    runtime: str
+    gpu: str
+    batch: int
+    workspace_source: str
     where: str
     terms: tuple[Term, ...]
     lowest: int
@@ -278,8 +271,7 @@ def formula(
         return model.formula
     if op is None or str(op).endswith("_tiled"):
         raise ValueError(f"op: want 'encode' or 'decode' for a closed form in H and W, got {op!r}")
-    question = Question(model, op, height, width, dtype, runtime=runtime, gpu=gpu, **settings)
-    return derive(question, *question.play())
+    return derive(Question(model, op, height, width, dtype, runtime=runtime, gpu=gpu, **settings))
 
 
 # ---- the derivation ----
@@ -297,8 +289,9 @@ class Peak(NamedTuple):
         return self.where, frozenset(self.tensors)
 
 
-def _peak(measured: Reading, process: SimulatedProcess) -> Peak | None:
-    """The peak of a run; None where it lies outside of the model's call."""
+def _peak(question: Question, process: SimulatedProcess) -> Peak | None:
+    """The peak of a fresh process's run; None where it lies outside of the model's call."""
+    measured = question.play(process)
     peak = process.peak_above_baseline()
     return peak and Peak(measured.allocated, *peak)
 
@@ -306,30 +299,34 @@ def _peak(measured: Reading, process: SimulatedProcess) -> Peak | None:
 def _look(question: Question, height: int, width: int) -> Peak | None:
     """The peak of another size; None also where PyTorch would refuse the size."""
     try:
-        return _peak(*replace(question, height=height, width=width).play())
+        other = replace(question, height=height, width=width)
+        return _peak(other, other.start())
     except ValueError:
         return None
 
 
-def derive(question: Question, measured: Reading, process: SimulatedProcess) -> ClosedForm:
+def derive(question: Question) -> ClosedForm:
     """The closed form of the peak that answers a question; ValueError where it has none, as `formula` says."""
+    process = question.start()
+    peak = _peak(question, process)
     q = replace(question, workspace=process.workspace)  # what this one has looked up need not be looked up again
     name = f"{q.arch['name']} {q.op} {q.dtype} {q.runtime}"
     name += "" if q.weights_dtype == q.dtype else f" from {q.weights_dtype}"
     name += f" batch {q.batch}" if q.batch > 1 else ""
     name += "".join(f" {setting}" for setting in q.settings)
-    labels = Labels(
-        name, q.arch["name"], q.op, q.dtype, q.runtime, process.gpu.name, q.batch, process.workspace_source
-    )  # fmt: skip
-    peak = _peak(measured, process)
+    labels = {
+        "name": name, "model": q.arch["name"], "op": q.op, "dtype": q.dtype, "runtime": q.runtime,
+        "gpu": process.gpu.name, "batch": q.batch, "workspace_source": process.workspace_source,
+    }  # fmt: skip
     return close(labels, lambda h, w: _look(q, h, w), peak, q.height, q.width, range(STEP, LAST + 1, STEP))
 
 
 def close(
-    labels: Labels, look: Callable[[int, int], Peak | None], anchor: Peak | None, height: int, width: int,
+    labels: Mapping[str, Any], look: Callable[[int, int], Peak | None], anchor: Peak | None, height: int, width: int,
     sides: Sequence[int],
 ) -> ClosedForm:  # fmt: skip
-    """The closed form of the peak `anchor` at height x width, from what `look` finds at the squares of `sides`."""
+    """The closed form of the peak `anchor` at height x width, from what `look` finds at the squares of `sides`; it is
+    labelled with the first fields of `ClosedForm`, down to workspace_source."""
     if anchor is None:
         raise ValueError(f"formula: want a size whose peak lies within the model's call, got {height}x{width}")
     # All of them: a peak may rule, give way to another, and rule again.
@@ -348,7 +345,7 @@ def close(
             break
     else:
         raise ValueError(f"formula: want 3 squares or more that peak as {height}x{width} does, got {len(run)}")
-    e, powers = ELEMENT_BYTES[labels.dtype], _powers(height, width)
+    e, powers = ELEMENT_BYTES[labels["dtype"]], _powers(height, width)
     terms = [
         Term(name, law[0] / e, law[3], name.partition(" [")[0], law[1] / e, law[2] / e)
         for name, (law, _) in sorted(laws.items(), key=lambda item: -_value(item[1][0], powers))
@@ -381,7 +378,7 @@ def close(
         return f"at {side}x{side} {'the same tensors in other sizes' if side in same else peak.where}"
 
     return ClosedForm(
-        **vars(labels),
+        **labels,
         where=anchor.where,
         terms=tuple(terms),
         lowest=run[0],

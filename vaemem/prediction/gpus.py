@@ -47,6 +47,10 @@ class Gpu(NamedTuple):
         cards report up to 3% less (RTX 3070 2.7%, 4090 2.0%; those of this list that were read, ECC off)."""
         return self.total_memory if self.total_memory % (1 << 30) else self.total_memory * 97 // 100
 
+    def available(self, context: int, used: int | str = 0) -> int:
+        """Bytes that a process can have of the card, beside its CUDA context of so many and what others use."""
+        return max(self.reported_memory - context - parse_size("used", used, least=0), 0)
+
     @property
     def multiprocessors(self) -> int:
         return int(self.properties["multiProcessorCount"])

@@ -18,7 +18,7 @@ from typing import Any
 from vaemem import _core
 from vaemem._common import MIB, choose, flag, latent_factor
 from vaemem._core import OutOfMemoryError
-from vaemem.engine.limits import LARGEST_SIDE, check_aspect, largest_size, parse_size
+from vaemem.engine.limits import LARGEST_SIDE, check_aspect, largest_size
 from vaemem.prediction.benchmark import PROTOCOLS, USUAL_PROTOCOL, Counters, Reading
 from vaemem.prediction.formula import derive
 from vaemem.prediction.process import Moment, PeakTensor, SimulatedProcess, architecture
@@ -44,15 +44,16 @@ class _Peaks:
     upper_share = 1.0
     protocol = USUAL_PROTOCOL
 
-    def _read(self, process: SimulatedProcess, measured: Reading, versions_said: bool, used: int | str) -> None:
-        self._measured, self._process, self._versions_said = measured, process, versions_said
-        self.allocated, self.reserved, self.peak_allocated, self.peak_reserved = measured
+    def _predict(self, versions_said: bool, used: int | str) -> None:
+        """Plays what was asked and reads it off the process. versions_said: whether PyTorch's or cuDNN's was given."""
+        process = self._start()
+        self._versions_said, self._process = versions_said, process
+        self.allocated, self.reserved, self.peak_allocated, self.peak_reserved = self._run(process)
         self.gpu, self.torch_version = process.gpu.name, process.torch_version
         self.total_memory = process.gpu.total_memory
         self.cudnn_version: str | None = getattr(process.workspace, "cudnn_version", None)
         self.workspace_source, self.substitutions = process.workspace_source, process.substitutions
-        room = process.gpu.reported_memory - CONTEXT
-        self.available = max(room - parse_size("used", used, least=0), 0)
+        self.available = process.gpu.available(CONTEXT, used)
         self.out_of_memory_at: PeakTensor | None = None
         self._has_room = process.most_reserved <= self.available  # then nothing is ever refused and all goes as it did
         self._enough = process.most_reserved
@@ -61,22 +62,22 @@ class _Peaks:
             self.substitutions = tried.substitutions
             self._enough = self._enough if self.out_of_memory_at else tried.most_reserved
 
-    def _start(self, allocator: CachingAllocator | None = None, workspace: Any = None) -> SimulatedProcess:
+    def _start(self, workspace: Any = None, **device: Any) -> SimulatedProcess:
+        """A fresh process; with another workspace where one is given, and `total_memory` and `history` as
+        `CachingAllocator` takes them."""
         raise NotImplementedError
 
-    def _allocator(self, total_memory: int | None = None, history: bool = False) -> CachingAllocator:
-        return CachingAllocator(total_memory=total_memory, history=history)
-
     def _run(self, process: SimulatedProcess, protocol: str | None = None) -> Reading:
+        """Plays the call on a fresh process, as the prediction's protocol has it or another one."""
         raise NotImplementedError
 
     def _replay(self, workspace: Any, protocol: str) -> int:
         """Reserved bytes above the baseline of the same call with other workspaces, or by another protocol."""
-        return self._run(self._start(workspace=workspace), protocol).reserved
+        return self._run(self._start(workspace), protocol).reserved
 
     def _within(self, capacity: int) -> tuple[PeakTensor | None, SimulatedProcess]:
-        """The same call where the device gives so many bytes: what could not be had, if anything, and the process."""
-        process = self._start(self._allocator(max(capacity, PAGE)), self._process.workspace)
+        """The same call where the device gives so many bytes: what could not be had (or None), and the process."""
+        process = self._start(self._process.workspace, total_memory=max(capacity, PAGE))
         try:
             self._run(process)
         except OutOfMemoryError as full:
@@ -98,9 +99,8 @@ class _Peaks:
         return high * PAGE
 
     def _others(self, every: bool, *protocols: str) -> Iterator[int]:
-        """Reserved bytes as other workspaces have it that may be the truth, by each of these protocols."""
-        alternatives = getattr(self._process.workspace, "alternatives", None)
-        for workspace in alternatives(every) if alternatives else ():
+        """Reserved bytes by each of these protocols, with each of the other workspaces that may be the true ones."""
+        for workspace in self._process._alternatives(every):
             for protocol in protocols:
                 yield self._replay(workspace, protocol)
 
@@ -115,6 +115,12 @@ class _Peaks:
         known = [self._replay(self._process.workspace, name) for name in protocols if name != self.protocol]
         others = self._others(not self._versions_said, *protocols)
         return math.ceil(max(*known, *self.band, *others) * MARGIN) + SEGMENT
+
+    def save_snapshot(self, path: str | os.PathLike[str]) -> None:
+        """Writes the simulated history as a pickle that ``torch.cuda._memory_viz`` and pytorch.org/memory_viz read."""
+        process = self._start(history=True)
+        self._run(process)
+        process.save_snapshot(path)
 
     @property
     def peak_tensors(self) -> tuple[PeakTensor, ...]:
@@ -222,9 +228,9 @@ class Prediction(_Peaks):
 
     def __reduce__(self) -> Any:
         """Copied and pickled as what was asked, which is predicted again."""
-        return _again, (self._question,)
+        return Prediction, (self._question,)
 
-    def __init__(self, question: Question, measured: Reading, process: SimulatedProcess):
+    def __init__(self, question: Question):
         self._question = q = question
         self.model: str = q.arch["name"]
         self.op, self.height, self.width, self.batch, self.dtype = q.op, q.height, q.width, q.batch, q.dtype
@@ -233,37 +239,30 @@ class Prediction(_Peaks):
         self.allocator, self.settings = q.allocator, q.settings
         if q.allocator != "native":
             self.upper_share = math.nan  # none of the known measurements is of it
-        self._read(process, measured, (q.cudnn_version or q.torch_version) is not None, q.used)
+        self._predict((q.cudnn_version or q.torch_version) is not None, q.used)
 
-    def _start(self, allocator: CachingAllocator | None = None, workspace: Any = None) -> SimulatedProcess:
-        return self._question.start(allocator, workspace)
+    def _start(self, workspace: Any = None, **device: Any) -> SimulatedProcess:
+        return self._question.start(workspace, **device)
 
-    def _allocator(self, total_memory: int | None = None, history: bool = False) -> CachingAllocator:
-        return self._question.new_allocator(total_memory, history)
+    def _run(self, process: SimulatedProcess, protocol: str | None = None) -> Reading:
+        return self._question.play(process, protocol)
 
     def _others(self, every: bool, *protocols: str) -> Iterator[int]:
         yield from super()._others(every, *protocols)
         if self.allocator == "cudaMallocAsync":  # how much the driver's pool wastes is not known: as much as PyTorch's?
-            native = replace(self._question, allocator="native", workspace=self._process.workspace)
-            other = Prediction(native, *native.play())
-            yield from (other._replay(native.workspace, protocol) for protocol in protocols)
-            yield from other._others(every, *protocols)
-
-    def _run(self, process: SimulatedProcess, protocol: str | None = None) -> Reading:
-        return self._question.play(process, protocol=protocol)[0]
+            workspace = self._process.workspace
+            native = Prediction(replace(self._question, allocator="native", workspace=workspace))
+            yield from (native._replay(workspace, protocol) for protocol in protocols)
+            yield from native._others(every, *protocols)
 
     @property
     def formula(self) -> str:
         try:
             if self.tile:
                 raise ValueError("a tiled peak depends on how H and W fall into tiles")
-            return str(derive(self._question, self._measured, self._process))
+            return str(derive(self._question))
         except ValueError as error:
             return f"none: {self.allocated} bytes at this size; {error}"
-
-    def save_snapshot(self, path: str | os.PathLike[str]) -> None:
-        """Writes the simulated history as a pickle that ``torch.cuda._memory_viz`` and pytorch.org/memory_viz read."""
-        self._question.play(self._start(self._allocator(history=True)))[1].save_snapshot(path)
 
     def __repr__(self) -> str:
         how = ", ".join([self.runtime, self._place, *self.settings])
@@ -375,11 +374,7 @@ def predict(
         slicing, workspace, memory, used, protocol, channels_last, allow_tf32, cudnn_benchmark,
         allocator,
     )  # fmt: skip
-    return _again(question)
-
-
-def _again(question: Question) -> Prediction:
-    return Prediction(question, *question.play())
+    return Prediction(question)
 
 
 def predict_largest(
@@ -476,11 +471,11 @@ class ModulePrediction(_Peaks):
         self._call = trace, [("weights", size) for _, size in weights] + inputs
         self._settings = dict(settings)
         self.unmodelled = dict(unmodelled)
-        process = self._start()
         said = settings.get("cudnn_version") is not None or settings.get("torch_version") is not None
-        self._read(process, self._run(process), said, used)
+        self._predict(said, used)
 
-    def _start(self, allocator: CachingAllocator | None = None, workspace: Any = None) -> SimulatedProcess:
+    def _start(self, workspace: Any = None, **device: Any) -> SimulatedProcess:
+        allocator = CachingAllocator(**{"history": False, **device})
         return SimulatedProcess(**self._settings, allocator=allocator, workspace=workspace)
 
     def _run(self, process: SimulatedProcess, protocol: str | None = None) -> Reading:
@@ -495,12 +490,6 @@ class ModulePrediction(_Peaks):
             measured = counters.read()
             process.release(left.values())
         return measured
-
-    def save_snapshot(self, path: str | os.PathLike[str]) -> None:
-        """Writes the simulated history as a pickle that ``torch.cuda._memory_viz`` and pytorch.org/memory_viz read."""
-        process = self._start(CachingAllocator(history=True))
-        self._run(process)
-        process.save_snapshot(path)
 
     def __repr__(self) -> str:
         baseline = self.peak_allocated - self.allocated

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -210,8 +211,8 @@ class SimulatedProcess:
         self._tags: dict[Any, int] = {}  # of names and traces
         self._live: dict[int, tuple[str, int]] = {}  # between calls: address -> (name, bytes)
         self._smaller: dict[Any, int] = {}  # workspaces of the plans that stand in for first ones, by convolution
-        # Bytes at the peak, the call that took them, and what was live outside of it (None: not known).
-        self._peak: tuple[int, Any, tuple[tuple[str, int], ...] | None] = (0, None, ())
+        # Bytes at the peak, the call that took them (None: no call did), and what was live outside of it.
+        self._peak: tuple[int, Any, tuple[tuple[str, int], ...]] = (0, None, ())
         self._most_reserved = 0  # before the peaks were reset
         self._baseline: tuple[tuple[str, int], ...] = ()  # what was live when the peaks were reset
         self._last: tuple[_core.Trace, Any, Any] | None = None
@@ -285,7 +286,7 @@ class SimulatedProcess:
         placed = [(self.allocator.malloc(size), size, name == "filter") for _, _, size, name in trace.steps]
         weights = {address: size for address, size, _ in placed}
         self._live.update((address, (f"weights of {arch['name']}", size)) for address, size in weights.items())
-        self._note_peak(tuple(self._live.values()))
+        self._note_peak()
         vae = LoadedVAE(arch, runtime, dtype, weights, channels_last)
         if channels_last:
             self._copy(vae, {address: size for address, size, is_filter in placed if is_filter})
@@ -314,11 +315,7 @@ class SimulatedProcess:
     def hold(self, name: str, size: int) -> int:
         """Takes `size` bytes for good under a name. Returns the address (0 for 0 bytes), which `release` takes."""
         self._tag(name)
-        address = self.allocator.malloc(size)
-        if address:
-            self._live[address] = (name, size)
-            self._note_peak(tuple(self._live.values()))
-        return address
+        return self._put(name, size)
 
     def elementwise(self, x: Tensor, name: str = "scaled", dtype: str | None = None) -> Tensor:
         """A new tensor of x's shape: ``x * 0.5``, or ``x.to(dtype)`` with another dtype."""
@@ -337,16 +334,11 @@ class SimulatedProcess:
         slicing : bool
             One image of the batch after the other.
         """
-        height, width = image.shape[-2:]
-        latent = (image.shape[0], vae.arch["latent_channels"], height // vae.factor, width // vae.factor)
-        return self._call_vae(vae, "encode", image, vae.arch["in_channels"], (height, width), latent, tile, slicing)
+        return self._call_vae(vae, "encode", image, tile, slicing)
 
     def decode(self, vae: LoadedVAE, latents: Tensor, *, tile: int = 0, slicing: bool = False) -> Tensor:
         """The model's ``decode``: the image. Parameters as in `encode`; latents (N, latent_channels, H/8, W/8)."""
-        height, width = (side * vae.factor for side in latents.shape[-2:])
-        image = (latents.shape[0], vae.arch["out_channels"], height, width)
-        channels = vae.arch["latent_channels"]
-        return self._call_vae(vae, "decode", latents, channels, (height, width), image, tile, slicing)
+        return self._call_vae(vae, "decode", latents, tile, slicing)
 
     def sample(self, posterior: Tensor, name: str = "latents") -> Tensor:
         """``posterior.sample()``: mean + std * noise."""
@@ -356,7 +348,7 @@ class SimulatedProcess:
         self.drop(product, noise)
         return latents
 
-    def call(self, trace: _core.Trace, *, heights: bool = True) -> dict[int, int]:
+    def call(self, trace: _core.Trace) -> dict[int, int]:
         """Plays a trace, such as one that `vaemem.pytorch.record` made.
 
         Returns
@@ -384,20 +376,18 @@ class SimulatedProcess:
         for question in trace.convs:
             count, source = self.workspace.conv(*question)
             wanted.append(self._smaller.get(question, count))
-            following.append(count if Conv(*question) in own else 0)
+            following.append(count if own and Conv(*question) in own else 0)
             self.sources[source] = self.sources.get(source, 0) + 1
-        before = tuple(self._live.values())
         left, cublas, cublaslt, allocated, reserved, workspaces = trace.run(
             self.allocator, wanted, **self._blas, cublas=self._kept["cublas"], cublaslt=self._kept["cublaslt"],
-            tag=self._tag(trace), heights=heights, next=following,
+            tag=self._tag(trace), heights=True, next=following,
         )  # fmt: skip
         if workspaces != wanted:
             self._smaller.update(
                 (conv, took) for conv, want, took in zip(trace.convs, wanted, workspaces, strict=True) if took < want
             )
-        if heights:
-            self._last = (trace, allocated, reserved)
-        self._note_peak(before if heights else None, (trace, workspaces, allocated) if heights else None)
+        self._last = (trace, allocated, reserved)
+        self._note_peak((trace, workspaces, allocated))
         for name, address in (("cublas", cublas), ("cublaslt", cublaslt)):
             if address and not self._kept[name]:
                 self._live[address] = (f"{name} [workspace]", self._blas[f"{name}_bytes"])
@@ -408,7 +398,8 @@ class SimulatedProcess:
     def release(self, addresses: Iterable[int]) -> None:
         """Frees what `call` left."""
         for address in addresses:
-            self._release(address)
+            self.allocator.free(address)
+            del self._live[address]
 
     def drop(self, *things: Tensor | LoadedVAE | None) -> None:
         """Gives tensors, or a model, back: the last name that held them goes. None is ignored.
@@ -443,39 +434,32 @@ class SimulatedProcess:
         """What was allocated at the peak since `reset_peak`, largest first; equal names are summed. What the allocator
         gave beyond what was asked for comes last, so that the sum is `peak_allocated`.
 
-        Empty where the peak lies in a call without heights. A workspace that could not be had any more later in that
-        call counts as what stood in for it.
+        A workspace that could not be had any more later in the call that made the peak counts as what stood in for it.
         """
         names = self._at_peak()
-        rounding = self.peak_allocated - sum(names.values()) if names else 0
-        found = [PeakTensor(name, size) for name, size in sorted(names.items(), key=lambda item: -item[1]) if size]
-        return [*found, PeakTensor(ROUNDING, rounding)] if rounding else found
+        found = [*names.most_common(), (ROUNDING, self.peak_allocated - names.total())]
+        return [PeakTensor(name, size) for name, size in found if size]
 
     def peak_above_baseline(self) -> tuple[str, dict[str, int]] | None:
         """The step that makes the peak, and {name: bytes} of what was allocated since `reset_peak` and lives then.
 
-        None where the peak lies outside of the calls (or in a call without heights).
+        None where the peak lies outside of the calls.
         """
         if self._peak[1] is None:
             return None
         trace, _, allocated = self._peak[1]
         tensors = self._at_peak()
-        for name, size in self._baseline:
-            tensors[name] = tensors.get(name, 0) - size
+        tensors.subtract(_summed(self._baseline))
         return trace.steps[int(allocated.argmax())][3], {name: size for name, size in tensors.items() if size}
 
-    def _at_peak(self) -> dict[str, int]:
+    def _at_peak(self) -> Counter[str]:
         """{name: bytes}, as requested, of what lived at the peak."""
         _, call, outside = self._peak
-        names: dict[str, int] = {}
-        for name, size in outside or ():
-            names[name] = names.get(name, 0) + size
+        names = _summed(outside)
         if call is not None:
             trace, workspaces, allocated = call
-            once = {name for name in _ONCE if name in names}
-            for name, size in live_at(trace, int(allocated.argmax()), workspaces, self._blas).values():
-                if name not in once:
-                    names[name] = names.get(name, 0) + size
+            live = live_at(trace, int(allocated.argmax()), workspaces, self._blas).values()
+            names += _summed((name, size) for name, size in live if name not in _ONCE or name not in names)
         return names
 
     def timeline(self) -> list[Moment]:
@@ -490,10 +474,15 @@ class SimulatedProcess:
 
     # ---- within ----
 
-    def _call_vae(
-        self, vae: LoadedVAE, op: str, x: Tensor, channels: int, size: tuple[int, int], result: tuple[int, ...],
-        tile: int, slicing: bool,
-    ) -> Tensor:  # fmt: skip
+    def _alternatives(self, every: bool = False) -> list[Any]:
+        """Other workspaces that may be the true ones, as `Workspace.alternatives` has them; of a `workspace` given what
+        that says, if anything."""
+        known = getattr(self.workspace, "alternatives", None)
+        return known(every) if known else []
+
+    def _call_vae(self, vae: LoadedVAE, op: str, x: Tensor, tile: int, slicing: bool) -> Tensor:
+        arch, encodes = vae.arch, op == "encode"
+        channels = arch["in_channels" if encodes else "latent_channels"]
         if vae.storages is None or x.storages is None:
             raise ValueError(f"{op}: want a model and an input that were not dropped")
         if len(x.shape) != 4 or x.shape[1] != channels:
@@ -504,13 +493,19 @@ class SimulatedProcess:
         if bool(x.storages) == runtime.host:
             place = "the host (tensor(..., host=True))" if runtime.host else "the device"
             raise ValueError(f"{op}: want an input on {place} with the runtime {vae.runtime}, got {x!r}")
+        batch, _, h, w = x.shape
+        height, width = (h, w) if encodes else (h * vae.factor, w * vae.factor)
+        if encodes:
+            result = (batch, arch["latent_channels"], h // vae.factor, w // vae.factor)
+        else:
+            result = (batch, arch["out_channels"], height, width)
         free = max(self.gpu.total_memory - self.allocated, 1) if runtime.looks_at_memory else 0
         trace = _vae_trace(
-            vae.key, runtime=vae.runtime, op=op, dtype=vae.dtype, height=size[0], width=size[1], batch=x.shape[0],
-            tile=tile, slicing=slicing, sm=self.gpu.sm, multiprocessors=self.gpu.properties["multiProcessorCount"],
+            vae.key, runtime=vae.runtime, op=op, dtype=vae.dtype, height=height, width=width, batch=batch,
+            tile=tile, slicing=slicing, sm=self.gpu.sm, multiprocessors=self.gpu.multiprocessors,
             free_bytes=free, channels_last=vae.channels_last,
         )  # fmt: skip
-        return self._as_tensor(f"{op} of {vae.arch['name']}", self.call(trace), result, vae.dtype)
+        return self._as_tensor(f"{op} of {arch['name']}", self.call(trace), result, vae.dtype)
 
     def _as_tensor(self, name: str, left: Mapping[int, int], shape: Sequence[int], dtype: str) -> Tensor:
         """What `call` left, as one tensor."""
@@ -523,11 +518,8 @@ class SimulatedProcess:
         copies: dict[int, tuple[int, int]] = {}
         try:
             for address, wanted in sizes.items():
-                new = self.allocator.malloc(wanted)
-                self._live[new] = (self._live[address][0], wanted)
-                self._note_peak(tuple(self._live.values()))
-                self._release(address)
-                copies[address] = (new, wanted)
+                copies[address] = (self._put(self._live[address][0], wanted), wanted)
+                self.release([address])
         finally:
             vae.storages = dict(copies.get(address, (address, size)) for address, size in vae.storages.items())
 
@@ -535,14 +527,19 @@ class SimulatedProcess:
         size = math.prod(shape) * ELEMENT_BYTES[dtype]
         return Tensor(name, shape, dtype, {self.hold(name, size): size})
 
-    def _release(self, address: int) -> tuple[str, int]:
-        self.allocator.free(address)
-        return self._live.pop(address)
+    def _put(self, name: str, size: int) -> int:
+        """Takes `size` bytes under a name, and notes where they lie; 0 bytes lie nowhere."""
+        address = self.allocator.malloc(size)
+        if address:
+            self._live[address] = (name, size)
+            self._note_peak()
+        return address
 
-    def _note_peak(self, outside: tuple[tuple[str, int], ...] | None, call: Any = None) -> None:
-        """After anything that takes memory: what was live outside of the calls, and which call made the peak."""
+    def _note_peak(self, call: Any = None) -> None:
+        """After anything that takes memory, before what a call left counts as live: which call made the peak, if any,
+        and what was live outside of it."""
         if self.peak_allocated > self._peak[0]:
-            self._peak = (self.peak_allocated, call, outside)
+            self._peak = (self.peak_allocated, call, tuple(self._live.values()))
 
     def _tag(self, what: str | _core.Trace) -> int:
         """The tag of what comes next: of a name, or the first of a trace's."""
@@ -555,8 +552,17 @@ class SimulatedProcess:
         return tag
 
 
+def _summed(named: Iterable[tuple[str, int]]) -> Counter[str]:
+    """{name: bytes}, equal names together."""
+    total: Counter[str] = Counter()
+    for name, size in named:
+        total[name] += size
+    return total
+
+
 def moments(trace: _core.Trace, allocated: Any, reserved: Any, caller: str = "") -> Iterator[Moment]:
-    """A call's steps with the bytes at their heights; names begin with the caller's."""
+    """A call's steps, each with the most bytes that were allocated and reserved in it; `caller` stands before each
+    name."""
     owner: dict[int, str] = {}
     for i, (op, id_, _, name) in enumerate(trace.steps):
         if op == "take":
@@ -572,7 +578,8 @@ _ONCE = ("cublas [workspace]", "cublaslt [workspace]")  # kept from the first us
 def live_at(
     trace: _core.Trace, step: int, workspaces: Sequence[int], blas: Mapping[str, Any]
 ) -> dict[Any, tuple[str, int]]:
-    """{id: (name, bytes)} of what a trace holds at the height of one step; a workspace has the id of its kind."""
+    """{id: (name, bytes)} of what a trace holds in one of its steps, when that holds most. A workspace, which has no
+    id, stands under its kind's name."""
     live: dict[Any, tuple[str, int]] = {}
     steps = trace.steps
     for op, id_, size, name in steps[: step + 1]:

@@ -31,12 +31,34 @@ from vaemem.prediction.gpus import Gpu, find_gpu
 
 _FILE = re.compile(r"sm(\d+)((?:-\w+)*)_cudnn(\d+\.\d+\.\d+)\.json")
 
-
 Extents = int | tuple[int, ...]  # the same along every dimension, or one for each
 
 
 class Conv(NamedTuple):
-    """A convolution as PyTorch gives it to cuDNN, bias added outside; one dimension is two with a height of 1."""
+    """A convolution as PyTorch gives it to cuDNN; the bias is added outside of it.
+
+    Extents are an int, or a tuple with one for each dimension. A convolution of one dimension is one of two with a
+    height of 1. A one-sided padding is a padded input with `padding` 0.
+
+    Attributes
+    ----------
+    dtype : str
+        ``"float16"``, ``"bfloat16"`` or ``"float32"``, of input, filter and output.
+    n, c, h, w : int
+        Input: batch, channels, height and width, before `padding`.
+    k : int
+        Channels of the output.
+    r : int or tuple of int
+        The filters' height and width.
+    stride, padding, dilation, groups
+        As ``torch.nn.Conv2d`` takes them.
+    layout : str
+        ``"nchw"``, or ``"nhwc"`` for channels_last tensors.
+    output_padding : int or tuple of int, optional
+        Of a transposed convolution, 0 too; None where it is none.
+    depth : int
+        Of the input of a convolution with three dimensions, else 0.
+    """
 
     dtype: str
     n: int
@@ -50,8 +72,8 @@ class Conv(NamedTuple):
     layout: str = "nchw"
     dilation: Extents = 1
     groups: int = 1
-    output_padding: Extents | None = None  # of a transposed convolution; None where it is none
-    depth: int = 0  # of the input; 0 with two dimensions
+    output_padding: Extents | None = None
+    depth: int = 0
 
     @property
     def is_plain(self) -> bool:
@@ -241,18 +263,16 @@ def _recorded(sm: int, key: str, multiprocessors: int) -> dict[int, str]:
     """{version number: file} of the profiles for one kind of GPU."""
     have: dict[int, tuple[int, str]] = {}
     for name, (capability, keys, number) in profile_files().items():
-        if capability == sm:
-            far = (
-                0
-                if not keys or key in keys
-                else 1 + min(abs(find_gpu(k).multiprocessors - multiprocessors) for k in keys)
-            )
-            have[number] = min(have.get(number, (far, name)), (far, name))
+        if capability != sm:
+            continue
+        others = [] if key in keys else keys  # cards that alone the file is for, where this one is none of them
+        far = min((1 + abs(find_gpu(other).multiprocessors - multiprocessors) for other in others), default=0)
+        have[number] = min(have.get(number, (far, name)), (far, name))
     return {number: name for number, (_, name) in have.items()}
 
 
 def profiles_near(gpu: Gpu, version: str | None) -> list[Profile]:
-    """The profiles for GPUs like this one, the nearest cuDNN to `version` first (None: the newest), inferred ones too.
+    """The profiles for GPUs like this one, asked and inferred, the nearest cuDNN to `version` first (None: the newest).
 
     Where a version's answers differ among the GPUs of a capability and this one was not asked about, it is the profile
     of the card with the nearest number of multiprocessors.
@@ -263,8 +283,8 @@ def profiles_near(gpu: Gpu, version: str | None) -> list[Profile]:
 
 
 def nearest_profile(gpu: Gpu, version: str | None) -> Profile | None:
-    """The first of `profiles_near` that may answer for the version: an inferred one for its own alone. None where none
-    is."""
+    """The first of `profiles_near` that may answer for the version, which an inferred profile may for its own version
+    alone; None where there is no such profile."""
     for profile in profiles_near(gpu, version):
         if profile.how != "inferred" or (version and version_number(profile.version) == version_number(version)):
             return profile

@@ -100,7 +100,7 @@ class Question:
             )
         if self.workspace is not None and not self.allow_tf32 and getattr(self.workspace, "tf32", True):
             raise ValueError("allow_tf32: want True with a workspace of your own, which answers by itself, got False")
-        self.new_allocator()  # refuses what is none
+        self._read_allocator()
         version = DEFAULT_TORCH if self.torch_version is None else self.torch_version
         if self.channels_last and torch_release(version) > LAST_COPYING_NORM:
             raise ValueError(
@@ -128,44 +128,44 @@ class Question:
             return next(side for least, side in TILED_VAE[self.op] if memory > least)
         return usual_tile(model)
 
-    def new_allocator(self, total_memory: int | None = None, history: bool = False) -> CachingAllocator:
-        """A fresh allocator as the question has it."""
+    def _read_allocator(self) -> None:
+        """Its settings; a backend without others goes by its name."""
         if not isinstance(self.allocator, str):
             raise ValueError(f"allocator: want text such as 'cudaMallocAsync', got {self.allocator!r}")
         conf = f"backend:{self.allocator}" if self.allocator in BACKENDS else self.allocator
         try:
-            settings = parse_conf(conf)
-            if not settings.keys() - {"backend"}:
-                self.allocator = settings.get("backend", "native")
-            if "garbage_collection_threshold" in settings:
+            self._allocator = parse_conf(conf)
+            if "garbage_collection_threshold" in self._allocator:
                 raise ValueError("a garbage_collection_threshold works with set_per_process_memory_fraction alone")
-            return CachingAllocator(**settings, total_memory=total_memory, history=history)
+            self.new_allocator()
         except (ValueError, TypeError) as error:
             raise ValueError(
                 f"allocator: want native, cudaMallocAsync or what PYTORCH_CUDA_ALLOC_CONF says, such as"
                 f" 'expandable_segments:True', got {self.allocator!r} ({error})"
             ) from None
+        if not self._allocator.keys() - {"backend"}:
+            self.allocator = self._allocator.get("backend", "native")
 
-    def start(self, allocator: CachingAllocator | None = None, workspace: Any = None) -> SimulatedProcess:
-        """A fresh process; with another workspace than the question's, where one is given."""
+    def new_allocator(self, total_memory: int | None = None, history: bool = False) -> CachingAllocator:
+        """A fresh allocator as the question has it."""
+        return CachingAllocator(**self._allocator, total_memory=total_memory, history=history)
+
+    def start(self, workspace: Any = None, **device: Any) -> SimulatedProcess:
+        """A fresh process on a `new_allocator`; with another workspace than the question's, where one is given."""
         return SimulatedProcess(
-            self.gpu, self.cudnn_version, self.torch_version, allocator=allocator or self.new_allocator(),
+            self.gpu, self.cudnn_version, self.torch_version, allocator=self.new_allocator(**device),
             workspace=self.workspace if workspace is None else workspace, allow_tf32=self.allow_tf32,
         )  # fmt: skip
 
-    def play(
-        self, process: SimulatedProcess | None = None, *, protocol: str | None = None
-    ) -> tuple[Reading, SimulatedProcess]:
+    def play(self, process: SimulatedProcess, protocol: str | None = None) -> Reading:
         """A fresh process loads the model and runs what the question's protocol, or another one, says."""
-        _, warmups, runs, emptied = PROTOCOLS[protocol or self.protocol]
-        process = process or self.start()
         vae = process.load(self.arch, self.weights_dtype, self.runtime, channels_last=self.channels_last)
         *_, measured = benchmark(
             process, vae, self.op.removesuffix("_tiled"), self.height, self.width, self.batch, dtype=self.dtype,
-            input_dtype=self.weights_dtype, tile=self.tile or 0, slicing=self.slicing, warmups=warmups,
-            runs=runs, emptied=emptied,
+            input_dtype=self.weights_dtype, tile=self.tile or 0, slicing=self.slicing,
+            protocol=PROTOCOLS[protocol or self.protocol],
         )  # fmt: skip
-        return measured, process
+        return measured
 
 
 def usual_tile(model: Any) -> int:

@@ -20,18 +20,19 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from vaemem._common import MIB, OPS, shipped
+from vaemem._common import MIB, shipped
 from vaemem.prediction.benchmark import BENCHMARK_TILE, benchmark
 from vaemem.prediction.cudnn import InstalledCudnn, installed_cudnn
-from vaemem.prediction.gpus import find_gpu
+from vaemem.prediction.gpus import Gpu
 from vaemem.prediction.predict import Prediction, predict
 from vaemem.prediction.process import SimulatedProcess
-from vaemem.prediction.profiles import Profile
+from vaemem.prediction.profiles import Conv, Profile
 from vaemem.prediction.workspace import Workspace
 
 GPU, TORCH, CUDNN = "RTX 4090", "2.7.1+cu128", "9.7.1"
 NEAREST = "9.8.0"  # the nearest version that answers without a device
 SIZES = (512, 768, 1024, 1536, 2048)
+MODELS = {"FLUX": "flux", "SD1.5": "sd15", "SDXL": "sdxl"}  # by the table's names
 COLUMNS = (
     "model", "op", "height", "width", "dtype", "group", "measured_allocated_mib", "measured_reserved_mib",
     "predicted_allocated_mib", "predicted_reserved_mib",
@@ -55,51 +56,42 @@ def _mean(runs: Sequence[Any]) -> tuple[float, float]:
     return tuple(sum(run[i] for run in runs) / len(runs) / MIB for i in (0, 1))  # type: ignore[return-value]
 
 
-def flux_process(workspace: Any) -> dict[Key, tuple[float, float]]:
-    """The first script: {row: (allocated, reserved) in MiB}."""
-    p = SimulatedProcess(GPU, torch_version=TORCH, workspace=workspace)
-    p.drop(p.tensor((1,), "bfloat16"))  # is bfloat16 supported?
+def _play_group(
+    p: SimulatedProcess, name: str, runtime: str, loaded: str, dtype: str, group: int
+) -> dict[Key, tuple[float, float]]:
+    """One loop over the sizes, of a model that is loaded in one dtype and run in the same or in another."""
     rows: dict[Key, tuple[float, float]] = {}
-    for dtype in ("float16", "float32", "bfloat16"):
-        p.empty_cache()
-        vae = p.load("flux", dtype, "bfl")
-        for side in SIZES:
-            for op in OPS:
-                rows["FLUX", op, side, side, dtype, 1] = _mean(benchmark(p, vae, op, side, side))
-        p.drop(vae)
-        p.empty_cache()
-    return rows
-
-
-def sd_process(workspace: Any) -> dict[Key, tuple[float, float]]:
-    """The second script."""
-    p = SimulatedProcess(GPU, torch_version=TORCH, workspace=workspace)
-    rows: dict[Key, tuple[float, float]] = {}
-    for name, model in (("SD1.5", "sd15"), ("SDXL", "sdxl")):
-        for group, loaded, dtype in ((1, "float16", "float16"), (2, "float16", "float32"), (3, "float32", "float32")):
-            p.empty_cache()
-            vae = p.load(model, loaded, "diffusers")
-            tile = 0
-            for side in SIZES:
-                key = (side, side, dtype, group)
-                if group == 2:
-                    image = p.tensor((1, 3, side, side), loaded)
-                    p.convert(vae, dtype)  # and the convolution raises
-                    p.drop(image)
-                else:
-                    rows[(name, "encode", *key)] = _mean(benchmark(p, vae, "encode", side, side, tile=tile))
-                for tile in (0, BENCHMARK_TILE) if side >= 1024 else (0,):
-                    op = "decode_tiled" if tile else "decode"
-                    runs = benchmark(p, vae, "decode", side, side, dtype=dtype, input_dtype=loaded, tile=tile)
-                    rows[(name, op, *key)] = _mean(runs)
-            p.drop(vae)
-            p.empty_cache()
+    p.empty_cache()
+    vae = p.load(MODELS[name], loaded, runtime)
+    tile = 0
+    for side in SIZES:
+        key = (side, side, dtype, group)
+        if loaded != dtype:
+            image = p.tensor((1, 3, side, side), loaded)
+            p.convert(vae, dtype)  # and the convolution raises
+            p.drop(image)
+        else:
+            rows[(name, "encode", *key)] = _mean(benchmark(p, vae, "encode", side, side, tile=tile))
+        for tile in (0, BENCHMARK_TILE) if side >= 1024 and runtime == "diffusers" else (0,):
+            op = "decode_tiled" if tile else "decode"
+            runs = benchmark(p, vae, "decode", side, side, dtype=dtype, input_dtype=loaded, tile=tile)
+            rows[(name, op, *key)] = _mean(runs)
+    p.drop(vae)
+    p.empty_cache()
     return rows
 
 
 def play(workspace: Any) -> dict[Key, tuple[float, float]]:
     """Both scripts: {(model, op, height, width, dtype, group): (allocated, reserved) in MiB}."""
-    return flux_process(workspace) | sd_process(workspace)
+    first, second = (SimulatedProcess(GPU, torch_version=TORCH, workspace=workspace) for _ in range(2))
+    rows: dict[Key, tuple[float, float]] = {}
+    first.drop(first.tensor((1,), "bfloat16"))  # is bfloat16 supported?
+    for dtype in ("float16", "float32", "bfloat16"):
+        rows |= _play_group(first, "FLUX", "bfl", dtype, dtype, 1)
+    for name in ("SD1.5", "SDXL"):
+        for group, loaded, dtype in ((1, "float16", "float16"), (2, "float16", "float32"), (3, "float32", "float32")):
+            rows |= _play_group(second, name, "diffusers", loaded, dtype, group)
+    return rows
 
 
 # ---- the table ----
@@ -143,8 +135,6 @@ def reproduce(table: Iterable[tuple[Key, tuple[float, float]]], workspace: Any =
 
 # ---- the rows one by one ----
 
-MODELS = {"FLUX": "flux", "SD1.5": "sd15", "SDXL": "sdxl"}
-
 
 def predict_row(key: Key, **versions: Any) -> Prediction:
     """A row of the table predicted alone, in a fresh process, with the tiles that the row had."""
@@ -184,24 +174,15 @@ def inferred() -> dict[str, Any]:
     return json.loads(shipped("profiles", profile.file))
 
 
-class AskedWorkspace:
-    """Answers of the installed cuDNN alone."""
+def asked_workspace(cudnn: InstalledCudnn) -> Workspace:
+    """Answers of an installed cuDNN alone, with no rule in their place: RuntimeError where it gives none."""
+    workspace = Workspace(GPU, cudnn.version, TORCH, cudnn=cudnn)
+    workspace._profile, workspace._rules, workspace._guess = None, [], _no_guess
+    return workspace
 
-    def __init__(self, cudnn: InstalledCudnn | None = None):
-        self._cudnn = cudnn or installed_cudnn()
-        self._device = find_gpu(GPU).device_json
-        self._known: dict[tuple[Any, ...], int] = {}
 
-    def conv(self, *question: Any) -> tuple[int, str]:
-        if question not in self._known:
-            names = ("dtype", "n", "c", "h", "w", "k", "r", "stride", "padding")
-            plan = self._cudnn.conv(
-                self._device, tf32=True, nhwc=question[-1] == "nhwc", **dict(zip(names, question, strict=False))
-            )
-            if plan is None:
-                raise ValueError(f"conv: cuDNN {self._cudnn.version} has no engine for {question}")
-            self._known[question] = plan["bytes"]
-        return self._known[question], f"cuDNN {self._cudnn.version}, asked without a device"
+def _no_guess(_gpu: Gpu, _version: int, _tf32: bool, _conv: Conv) -> tuple[int, str]:
+    raise  # the RuntimeError on whose account a guess was wanted
 
 
 def leave_one_out(table: Iterable[tuple[Key, tuple[float, float]]]) -> list[Row]:
@@ -280,7 +261,7 @@ def run(path: str | os.PathLike[str] | None = None, csv_path: str | os.PathLike[
     ]
     cudnn = installed_cudnn()
     if cudnn.version is not None:
-        sources.append((f"workspaces asked of the installed cuDNN {cudnn.version}", AskedWorkspace(cudnn)))
+        sources.append((f"workspaces asked of the installed cuDNN {cudnn.version}", asked_workspace(cudnn)))
     asked = [(title, reproduce(table, workspace)) for title, workspace in sources]
     title, shown = asked[-1]
     print(f"\n{title}:\n\n{render(shown)}\n")

@@ -148,6 +148,15 @@ class Runner:
         x = self.scale(x) if self.conv_scale else x
         return x.write("add")
 
+    def norm_conv(self, x: Tensor, n: int) -> Tensor:
+        """GroupNorm, SiLU and a 3x3 convolution."""
+        return self.conv(self.group_norm(x).write("unary"), n)
+
+    def upsample(self, x: Tensor) -> Tensor:
+        """(W, H, C) as (2 W, 2 H, C), nearest, and a 3x3 convolution."""
+        w, h, c, _ = x.ne
+        return self.conv(x.make("upscale", 2 * w, 2 * h, c), c)
+
     def norm(self, x: Tensor, size: int | None = None, kind: str = "norm", bias: bool = True) -> Tensor:
         """A normalisation with a weight, and a bias, for each of `size` channels (of the innermost dimension)."""
         size = size or x.ne[0]
@@ -224,6 +233,17 @@ class Runner:
         return self.attend(q, k, split(v), mask, flash=flash)
 
 
+def tokens_of(x: Tensor) -> Tensor:
+    """(W, H, C) as (C, W * H), copied."""
+    w, h, c, _ = x.ne
+    return x.permute(1, 2, 0, 3).cont().reshape(c, w * h)
+
+
+def image_of(x: Tensor, w: int, h: int) -> Tensor:
+    """(C, W * H) as (W, H, C), copied."""
+    return x.permute(1, 0, 2, 3).cont().reshape(w, h, x.ne[0])
+
+
 def _scratch(kind: str, x: Tensor, n: int) -> int:
     """Of a product of x with a weight of n rows."""
     if kind == "f32":
@@ -243,8 +263,7 @@ class Autoencoder(Runner):
     LEVELS = (128, 256, 512, 512)
 
     def resnet(self, x: Tensor, n: int) -> Tensor:
-        h = self.conv(self.group_norm(x).write("unary"), n)
-        h = self.conv(self.group_norm(h).write("unary"), n)
+        h = self.norm_conv(self.norm_conv(x, n), n)
         if x.ne[2] != n:
             x = self.conv(x, n, 1)
         return h.apply("add", x)
@@ -254,18 +273,12 @@ class Autoencoder(Runner):
         w, h, c, _ = x.ne
         normed = self.group_norm(x)
 
-        def projected() -> Tensor:
-            return self.conv(normed, c, 1).permute(1, 2, 0, 3).cont().reshape(c, w * h)
-
-        out = self.attention(projected(), projected(), projected(), 1, flash=self.flash)
-        out = out.permute(1, 0, 2, 3).cont().reshape(w, h, c)
+        q, k, v = (tokens_of(self.conv(normed, c, 1)) for _ in range(3))
+        out = image_of(self.attention(q, k, v, 1, flash=self.flash), w, h)
         return self.conv(out, c, 1).apply("add", x)
 
     def middle(self, x: Tensor) -> Tensor:
         return self.resnet(self.spatial_attention(self.resnet(x, x.ne[2])), x.ne[2])
-
-    def end(self, x: Tensor, n: int) -> Tensor:
-        return self.conv(self.group_norm(x).write("unary"), n)
 
     def decoder(self, x: Tensor) -> Tensor:
         x = self.middle(self.conv(x, self.LEVELS[-1]))
@@ -273,9 +286,8 @@ class Autoencoder(Runner):
             for _ in range(3):
                 x = self.resnet(x, self.LEVELS[level])
             if level:
-                w, h, c, _ = x.ne
-                x = self.conv(x.make("upscale", 2 * w, 2 * h, c), c)
-        return self.end(x, 3)
+                x = self.upsample(x)
+        return self.norm_conv(x, 3)
 
     def encoder(self, x: Tensor, latents: int) -> Tensor:
         x = self.conv(x, self.LEVELS[0])
@@ -284,7 +296,7 @@ class Autoencoder(Runner):
                 x = self.resnet(x, n)
             if level + 1 < len(self.LEVELS):
                 x = self.conv(x.pad(1, 1), n, stride=2, padding=0)
-        return self.end(self.middle(x), 2 * latents)
+        return self.norm_conv(self.middle(x), 2 * latents)
 
     def build(self, op: str, height: int, width: int, channels: int, quant: bool) -> Tensor:
         """height, width: of the latent; quant: with SD's 1x1 convolutions. Who encodes holds the decoder, too."""

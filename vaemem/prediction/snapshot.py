@@ -19,24 +19,25 @@ from vaemem._common import MIB, choose
 INTERVALS = 16  # of roundup_power2_divisions: 1 MiB, 2 MiB, ... 32 GiB and above
 
 
+def _integer(name: str, value: Any, wanted: str = "an integer") -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}: want {wanted}, got {value!r}") from None
+
+
 def _bytes(name: str, value: Any, unit: int = 1) -> int:
     """``value * unit`` as an integer above 0; None is 0, which the core takes for "not set"."""
     if value is None:
         return 0
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name}: want an integer or None, got {value!r}") from None
+    number = _integer(name, value, "an integer or None")
     if not 0 < number * unit <= 1 << 60:
         raise ValueError(f"{name}: want a positive integer, at most 2^60 bytes, got {value!r}")
     return number * unit
 
 
 def _power_of_two(name: str, value: Any) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name}: want an integer, got {value!r}") from None
+    number = _integer(name, value)
     if number < 0 or number & (number - 1):
         raise ValueError(f"{name}: want 0 or a power of two, got {value!r}")
     return number
@@ -227,6 +228,7 @@ class CachingAllocator(_core.CachingAllocator):
         ------
         ValueError
             With the backend cudaMallocAsync, as PyTorch does.
+
         Examples
         --------
         >>> a = CachingAllocator()

@@ -18,7 +18,7 @@ import contextlib
 import copy
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from vaemem._common import DTYPES, ELEMENT_BYTES, choose
@@ -26,7 +26,6 @@ from vaemem.prediction.cudnn import InstalledCudnn, installed_cudnn
 from vaemem.prediction.gpus import Gpu, find_gpu
 from vaemem.prediction.profiles import (
     Conv,
-    Extents,
     Profile,
     applies,
     formula_bytes,
@@ -200,49 +199,20 @@ class Workspace:
         self._cudnn = cudnn or installed_cudnn()
         self._profile: Profile | None = nearest_profile(self.gpu, cudnn_version)
         self._rules = older_rules(self.gpu, cudnn_version, "taken") if cudnn_version else []
-        self._guess = _rule
+        self._guess: Callable[[Gpu, int, bool, Conv], tuple[int, str]] = _rule
         self._prefer_installed: bool | None = None
-        self._known: dict[tuple[Any, ...], tuple[int, str]] = {}
+        self._known: dict[Conv, tuple[int, str]] = {}
         self._plans: dict[Conv, dict[str, Any] | None] = {}  # of the installed cuDNN, for the alternatives too
         self.substitutions: dict[str, None] = {}
         self.by_pytorch: set[Conv] = set()
 
-    def conv(
-        self,
-        dtype: str,
-        n: int,
-        c: int,
-        h: int,
-        w: int,
-        k: int,
-        r: Extents,
-        stride: Extents = 1,
-        padding: Extents = 1,
-        layout: str = "nchw",
-        dilation: Extents = 1,
-        groups: int = 1,
-        output_padding: Extents | None = None,
-        depth: int = 0,
-    ) -> tuple[int, str]:
-        """Workspace of one convolution. Extents are an int, or a tuple with one for each dimension.
+    def conv(self, *question: Any, **more: Any) -> tuple[int, str]:
+        """Workspace of one convolution.
 
         Parameters
         ----------
-        dtype : str
-            ``"float16"``, ``"bfloat16"`` or ``"float32"``, of input, filter and output.
-        n, c, h, w : int
-            Input: batch, channels, height and width, before `padding`. PyTorch takes a convolution of one dimension
-            for one of two with a height of 1.
-        k, r : int
-            Channels of the output, and the filters' height and width.
-        stride, padding, dilation, groups : int
-            As ``torch.nn.Conv2d`` takes them. A one-sided padding is a padded input with `padding` 0.
-        layout : str
-            ``"nchw"``, or ``"nhwc"`` for channels_last tensors.
-        output_padding : int, optional
-            Of a transposed convolution, 0 too; None where it is none.
-        depth : int
-            Of the input of a convolution with three dimensions, else 0.
+        *question, **more
+            The fields of a `Conv`.
 
         Returns
         -------
@@ -256,17 +226,21 @@ class Workspace:
         ValueError
             A bad argument, or a convolution that cuDNN has no engine for (PyTorch would raise).
         """
-        key = (dtype, n, c, h, w, k, r, stride, padding, layout, dilation, groups, output_padding, depth)
-        answer = self._known.get(key)
+        conv = Conv(*question, **more)
+        answer = self._known.get(conv)
         if answer is None:
-            answer = self._known[key] = self._look_up(Conv(*key))
+            answer = self._known[conv] = self._look_up(conv)
         return answer
 
     def alternatives(self, every: bool = False) -> list[Workspace]:
-        """What else may be the truth, where anything was substituted: the three nearest versions that were asked this
-        (beside an inferred one the nearest), below 9.8 also what is inferred or possible there, and bounds for what
-        only a rule answers. With `every`, all versions that are known: for a process whose cuDNN is not. Only those
-        that answer the questions so far otherwise, each such answer once."""
+        """Other workspaces that may be the true ones: none where nothing was substituted.
+
+        These are the three nearest versions of cuDNN that were asked (only the nearest, where the profile in use was
+        inferred); for versions below 9.8 also the inferred profiles and the possible rules of ``older.json``; and where
+        a rule had to guess, the least and the most that there can be. `every`: all versions that are known, for a
+        process whose cuDNN is not known. Of workspaces that answer the questions so far alike there is one, and none
+        that answers them as this one does.
+        """
         others: list[Workspace] = []
         if every or set(self.substitutions).difference(_RULED.values()):
             near = profiles_near(self.gpu, self.cudnn_version)
@@ -287,12 +261,11 @@ class Workspace:
         return list(found.values())[1:]
 
     def _best_informed(self, profiles: Sequence[Profile]) -> list[Profile]:
-        """Of these, those that answer most of the questions so far: not every file holds every kind."""
-        questions = [Conv(*question) for question in self._known]
-        counts = [sum(bool(profile.conv(question, self.tf32)) for question in questions) for profile in profiles]
+        """Those of the profiles that answer most of the questions so far: not every file holds every kind."""
+        counts = [sum(bool(profile.conv(conv, self.tf32)) for conv in self._known) for profile in profiles]
         return [profile for profile, count in zip(profiles, counts, strict=True) if count == max(counts)]
 
-    def _answers(self, questions: Iterable[tuple[Any, ...]]) -> tuple[int, ...]:
+    def _answers(self, questions: Iterable[Conv]) -> tuple[int, ...]:
         return tuple(self.conv(*question)[0] for question in questions)
 
     def _with(self, profile: Profile | None, rules: Iterable[dict[str, Any]] = (), guess: Any = None) -> Workspace:

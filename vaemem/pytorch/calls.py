@@ -10,7 +10,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from vaemem._common import setting
-from vaemem.prediction.native_transformer import encoder_layer, multi_head_attention
+from vaemem.pytorch.native_transformer import encoder_layer, multi_head_attention
 from vaemem.pytorch.recorder import NO_COMPILER, NO_CONTENTS, Recorder
 
 __all__ = ["Eager", "as_on_a_gpu", "check_module"]
@@ -54,7 +54,7 @@ class Eager(TorchFunctionMode):
             return self._multi_head_attention(*args, **kwargs)
         if func is torch._transformer_encoder_layer_fwd:
             with self:
-                return encoder_layer(torch, self._multi_head_attention, *args, **kwargs)
+                return encoder_layer(self._multi_head_attention, *args, **kwargs)
         if func is torch.nn.functional.linear:
             with setting(self._recorder, adds_in_place=True):  # its bias
                 return func(*args, **kwargs)
@@ -64,7 +64,7 @@ class Eager(TorchFunctionMode):
 
     def _multi_head_attention(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         with self:
-            return multi_head_attention(torch, self._recorder.kernel, *args, **kwargs)
+            return multi_head_attention(self._recorder.kernel, *args, **kwargs)
 
     def _attention(
         self, query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,

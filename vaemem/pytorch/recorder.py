@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
 from typing import Any
 
 import torch
 from torch._prims_common import suggest_memory_format
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-)
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,7 +15,7 @@ from torch.utils._pytree import tree_flatten
 
 from vaemem import _core
 from vaemem._common import setting
-from vaemem.prediction.attention import KERNELS, Call, Heads, Mask, attend, choose_kernel
+from vaemem.prediction.attention import Call, Heads, Mask, attend, choose_kernel
 from vaemem.prediction.eager import eager_strides
 from vaemem.prediction.gpus import Gpu
 
@@ -93,7 +90,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self, recording: Recording, gpu: Gpu):
         super().__init__()
         self.recording, self._trace = recording, recording.trace
-        self._gpu = gpu.sm, gpu.properties["multiProcessorCount"]
+        self._gpu = gpu
         self.path: list[str] = []
         self._alive: dict[int, tuple[StorageWeakRef, int | None]] = {}  # by address of the storage; id None: not ours
         self.leaves: set[int] = set()  # ids of tensors that stand for parameters which require gradients
@@ -136,6 +133,10 @@ class Recorder(TorchDispatchMode):
     def leave(self) -> None:
         """... and ends."""
         self.path.pop()
+
+    def _unseen(self) -> contextlib.AbstractContextManager[None]:
+        """Operators that run meanwhile are the recorder's own and not the module's: they are not recorded."""
+        return setting(self, _silent=True)
 
     def name(self, what: str = "") -> str:
         return (self.path[-1] if self.path else "call") + (f" [{what}]" if what else "")
@@ -220,10 +221,8 @@ class Recorder(TorchDispatchMode):
         stride = eager_strides(tuple(out.shape), shapes)
         if stride == out.stride() or not tensors:
             return out
-        self._silent = True
-        out = torch.empty_strided(out.shape, stride, dtype=out.dtype, device=out.device)
-        self._silent = False
-        return out
+        with self._unseen():
+            return torch.empty_strided(out.shape, stride, dtype=out.dtype, device=out.device)
 
     def _view_as_eager(self, x: Any, out: Any) -> Any:
         """A view with the strides that eager ones have, which again differ where a dimension has size 1."""
@@ -231,10 +230,8 @@ class Recorder(TorchDispatchMode):
             stride = torch.empty_strided(x.shape, x.stride(), device="meta").view(out.shape).stride()
         if stride == out.stride():
             return out
-        self._silent = True
-        out = aten.as_strided.default(x, out.shape, stride, x.storage_offset())
-        self._silent = False
-        return out
+        with self._unseen():
+            return aten.as_strided.default(x, out.shape, stride, x.storage_offset())
 
     @staticmethod
     def _plain(func: Any) -> bool:
@@ -252,24 +249,24 @@ class Recorder(TorchDispatchMode):
     ) -> Any:  # fmt: skip
         """Input made dense, output, filter made dense in channels-last, workspace. One dimension is two with a height
         of 1 there, of an input made dense before."""
-        size, copies = x.element_size(), []
-        self._silent = True
-        lines = x.dim() == 3
-        if lines and not x.is_contiguous():
-            x = torch.empty_like(x, memory_format=torch.contiguous_format)
-            copies.append(self.borrow(x.numel() * size, "contiguous"))
-        out = aten.convolution.default(x, weight, bias, stride, padding, dilation, transposed, output_padding, groups)
-        if lines:
-            x, weight, out = (tensor.unsqueeze(2) for tensor in (x, weight, out))
-            stride, padding, dilation = (1, *stride), (0, *padding), (1, *dilation)
-            output_padding = (0, *output_padding)
-        last = torch.channels_last if x.dim() == 4 else torch.channels_last_3d
-        nhwc = last in (suggest_memory_format(x), suggest_memory_format(weight))
-        wanted = last if nhwc else torch.contiguous_format
-        if nhwc != (last == suggest_memory_format(out)):  # a build without cuDNN chose
-            out = torch.empty_like(out, memory_format=wanted)
-        result = out.squeeze(2) if lines else out
-        self._silent = False
+        size, copies, lines = x.element_size(), [], x.dim() == 3
+        with self._unseen():
+            if lines and not x.is_contiguous():
+                x = torch.empty_like(x, memory_format=torch.contiguous_format)
+                copies.append(self.borrow(x.numel() * size, "contiguous"))
+            out = aten.convolution.default(
+                x, weight, bias, stride, padding, dilation, transposed, output_padding, groups
+            )
+            if lines:
+                x, weight, out = (tensor.unsqueeze(2) for tensor in (x, weight, out))
+                stride, padding, dilation = (1, *stride), (0, *padding), (1, *dilation)
+                output_padding = (0, *output_padding)
+            last = torch.channels_last if x.dim() == 4 else torch.channels_last_3d
+            nhwc = last in (suggest_memory_format(x), suggest_memory_format(weight))
+            wanted = last if nhwc else torch.contiguous_format
+            if nhwc != (last == suggest_memory_format(out)):  # a build without cuDNN chose
+                out = torch.empty_like(out, memory_format=wanted)
+            result = out.squeeze(2) if lines else out
         if not x.is_contiguous(memory_format=wanted):
             copies.append(self.borrow(x.numel() * size, "contiguous"))
         self.bind(out)
@@ -304,38 +301,33 @@ class Recorder(TorchDispatchMode):
             rows = masked.new_empty([1 if i == dim % x.dim() else n for i, n in enumerate(x.shape)])
             return torch.where(rows, out.new_zeros(()), out)
 
-    def made(self, like: Any, shape: Sequence[int], what: str) -> Any:
-        """A tensor that no operator is seen to make."""
-        self._silent = True
-        out = like.new_empty(shape)
-        self._silent = False
-        self.bind(out, self.borrow(out.numel() * out.element_size(), what))
-        return out
-
-    def _call(self, q: Any, k: Any, v: Any, mask: Any, causal: bool, grouped: bool) -> Call:
+    def _call(self, q: Any, k: Any, v: Any, mask: Any = None, causal: bool = False, grouped: bool = False) -> Call:
         if q.dtype not in _DTYPES:
             raise ValueError(f"scaled_dot_product_attention: want float32, float16 or bfloat16, got {q.dtype}")
         queries, keys, values = (Heads(tuple(x.shape), x.stride()) for x in (q, k, v))
         size = None if mask is None else Mask(mask.numel(), mask.shape[-1], mask.dtype is torch.bool)
         return Call(_DTYPES[q.dtype], queries, keys, values, size, causal, grouped)
 
-    def kernel(self, q: Any, k: Any, v: Any, mask: Any = None, causal: bool = False, grouped: bool = False) -> str:
+    def kernel(self, q: Any, k: Any, v: Any) -> str:
         """Which kernel scaled_dot_product_attention takes."""
-        return choose_kernel(self._call(q, k, v, mask, causal, grouped), self._gpu[0], _enabled_kernels())
+        return choose_kernel(self._call(q, k, v), self._gpu.sm, _enabled_kernels())
 
     def attend(self, call: Call, kernel: str) -> int | None:
         """What a fused kernel takes; the output's id."""
-        return attend(self._trace, call, kernel, *self._gpu, self.name())
+        return attend(self._trace, call, kernel, self._gpu, self.name())
 
     def attention(
         self, q: Any, k: Any, v: Any, mask: Any, dropout: float, causal: bool, scale: Any, grouped: bool
     ) -> Any:
         """scaled_dot_product_attention."""
-        kernel = self.kernel(q, k, v, mask, causal, grouped)
+        call = self._call(q, k, v, mask, causal, grouped)
+        kernel = choose_kernel(call, self._gpu.sm, _enabled_kernels())
         self.sweep()
         if kernel == "math":
             if mask is not None and mask.dtype is torch.bool:
-                mask = self.made(q, mask.shape, "mask")
+                with self._unseen():
+                    mask = q.new_empty(mask.shape)
+                self.bind(mask, self.borrow(mask.numel() * mask.element_size(), "mask"))
             # C++ adds the mask in place for plain tensors, and not for those of a subclass such as fake ones.
             with setting(self, adds_in_place=True):
                 return torch._scaled_dot_product_attention_math(
@@ -345,11 +337,10 @@ class Recorder(TorchDispatchMode):
             self._miss("scaled_dot_product_attention with dropout")
         if kernel == "cudnn":
             self._miss("the workspace of cuDNN's attention")
-        number = self.attend(self._call(q, k, v, mask, causal, grouped), kernel)
+        number = self.attend(call, kernel)
         batch, heads, queries, _ = q.shape
-        self._silent = True
-        out = q.new_empty((batch, queries, heads, v.shape[-1])).transpose(1, 2)
-        self._silent = False
+        with self._unseen():
+            out = q.new_empty((batch, queries, heads, v.shape[-1])).transpose(1, 2)
         self.bind(out, number)
         return out
 
@@ -369,21 +360,12 @@ NO_COMPILER = (
 def _enabled_kernels() -> list[str]:
     """Those of scaled_dot_product_attention that are switched on, in PyTorch's order (``torch.nn.attention.
     sdpa_kernel``, ``torch.backends.cuda.enable_flash_sdp`` and their like)."""
-    backend = torch.nn.attention.SDPBackend
-    names = {
-        backend.FLASH_ATTENTION: "flash", backend.EFFICIENT_ATTENTION: "efficient", backend.CUDNN_ATTENTION: "cudnn",
-        backend.MATH: "math",
-    }  # fmt: skip
-    switches = torch.backends.cuda
-    on = dict(
-        zip(
-            KERNELS,
-            (
-                switches.flash_sdp_enabled(), switches.mem_efficient_sdp_enabled(), switches.cudnn_sdp_enabled(),
-                switches.math_sdp_enabled(),
-            ),
-            strict=True,
-        )
-    )  # fmt: skip
-    order = [names[backend(number)] for number in torch._C._get_sdp_priority_order() if backend(number) in names]
-    return [name for name in order if on[name]]
+    backend, switches = torch.nn.attention.SDPBackend, torch.backends.cuda
+    known = {
+        backend.FLASH_ATTENTION: ("flash", switches.flash_sdp_enabled()),
+        backend.EFFICIENT_ATTENTION: ("efficient", switches.mem_efficient_sdp_enabled()),
+        backend.CUDNN_ATTENTION: ("cudnn", switches.cudnn_sdp_enabled()),
+        backend.MATH: ("math", switches.math_sdp_enabled()),
+    }
+    order = map(backend, torch._C._get_sdp_priority_order())
+    return [name for name, is_on in (known[one] for one in order if one in known) if is_on]

@@ -3,7 +3,7 @@
 Two operators without a version for fake tensors, written so that tensors live as long as in the C++ functions:
 native_multi_head_attention_cuda (native/transformers/cuda/attention.cu, with attention.cpp's functions),
 masked_softmax_cuda (native/cuda/SoftMax.cu) and transformer_encoder_layer_forward
-(native/transformers/transformer.cpp). torch is handed in.
+(native/transformers/transformer.cpp).
 """
 
 from __future__ import annotations
@@ -11,16 +11,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch.nn.functional import layer_norm, linear, scaled_dot_product_attention
+
+__all__ = ["encoder_layer", "multi_head_attention"]
+
 PERSISTENT = 1024  # elements of a row, and a quarter of its bytes, that the one-pass masked softmax takes at most
 
 
 def multi_head_attention(
-    torch: Any, kernel: Callable[..., str], query: Any, key: Any, value: Any, embed_dim: int, heads: int,
-    qkv_weight: Any, qkv_bias: Any, proj_weight: Any, proj_bias: Any, mask: Any = None, need_weights: bool = True,
+    kernel: Callable[..., str], query: Any, key: Any, value: Any, embed_dim: int, heads: int, qkv_weight: Any,
+    qkv_bias: Any, proj_weight: Any, proj_bias: Any, mask: Any = None, need_weights: bool = True,
     average_attn_weights: bool = True, mask_type: int | None = None,
 ) -> tuple[Any, Any]:  # fmt: skip
     """torch._native_multi_head_attention; `kernel` says which one scaled_dot_product_attention takes for q, k, v."""
-    linear = torch.nn.functional.linear
     batch, depth = query.shape[0], embed_dim // heads
 
     def split(x: Any) -> Any:
@@ -30,15 +34,15 @@ def multi_head_attention(
         q = split(query)
         if kernel(q, q, q) in ("flash", "efficient", "cudnn"):
             x = linear(query, qkv_weight, qkv_bias)
-            y = torch.nn.functional.scaled_dot_product_attention(*map(split, x.chunk(3, -1)))
+            y = scaled_dot_product_attention(*map(split, x.chunk(3, -1)))
             return linear(y.transpose(1, 2).reshape(batch, -1, embed_dim), proj_weight, proj_bias), None
-    qkv = _project(torch, query, key, value, embed_dim, qkv_weight)
+    qkv = _project(query, key, value, embed_dim, qkv_weight)
     packed = qkv.new_empty(3, batch, heads, query.shape[1], depth)
     del qkv
     q, k, v = (packed[i].flatten(0, 1) for i in range(3))
-    weights = torch.bmm(q, k.transpose(1, 2)).view(batch, heads, query.shape[1], -1)
+    weights: Any = torch.bmm(q, k.transpose(1, 2)).view(batch, heads, query.shape[1], -1)
     if mask is not None:
-        weights = _masked_softmax(torch, weights, mask.to(torch.bool), mask_type)
+        weights = _masked_softmax(weights, mask.to(torch.bool), mask_type)
     torch.bmm(weights.flatten(0, 1), v, out=q)
     if not need_weights:
         weights = None
@@ -51,7 +55,7 @@ def multi_head_attention(
     return out, weights
 
 
-def _project(torch: Any, query: Any, key: Any, value: Any, embed_dim: int, weight: Any) -> Any:
+def _project(query: Any, key: Any, value: Any, embed_dim: int, weight: Any) -> Any:
     """qkv_projection: (N, length, 3 embed_dim)."""
     if query is key and key is value:
         return torch.matmul(query, weight.t())
@@ -60,7 +64,7 @@ def _project(torch: Any, query: Any, key: Any, value: Any, embed_dim: int, weigh
     return torch.cat(parts, 2)
 
 
-def _masked_softmax(torch: Any, scores: Any, mask: Any, mask_type: int | None) -> Any:
+def _masked_softmax(scores: Any, mask: Any, mask_type: int | None) -> Any:
     out = torch.empty_like(scores)
     row = scores.shape[-1]
     if mask_type == 0 and mask.dim() == 2:
@@ -73,16 +77,16 @@ def _masked_softmax(torch: Any, scores: Any, mask: Any, mask_type: int | None) -
 
 
 def encoder_layer(
-    torch: Any, attend: Callable[..., tuple[Any, Any]], src: Any, embed_dim: int, heads: int, qkv_weight: Any,
-    qkv_bias: Any, proj_weight: Any, proj_bias: Any, use_gelu: bool, norm_first: bool, eps: float, norm_weight_1: Any,
+    attend: Callable[..., tuple[Any, Any]], src: Any, embed_dim: int, heads: int, qkv_weight: Any, qkv_bias: Any,
+    proj_weight: Any, proj_bias: Any, use_gelu: bool, norm_first: bool, eps: float, norm_weight_1: Any,
     norm_bias_1: Any, norm_weight_2: Any, norm_bias_2: Any, ffn_weight_1: Any, ffn_bias_1: Any, ffn_weight_2: Any,
     ffn_bias_2: Any, mask: Any = None, mask_type: int | None = None,
 ) -> Any:  # fmt: skip
-    """torch._transformer_encoder_layer_fwd; `attend` is multi_head_attention without its first two arguments."""
+    """torch._transformer_encoder_layer_fwd; `attend` is multi_head_attention without its first argument."""
     first, second = (norm_weight_1, norm_bias_1), (norm_weight_2, norm_bias_2)
 
     def norm(x: Any, parameters: tuple[Any, Any]) -> Any:
-        return torch.nn.functional.layer_norm(x, (embed_dim,), *parameters, eps)
+        return layer_norm(x, (embed_dim,), *parameters, eps)
 
     x = norm(src, first) if norm_first else src
     x = attend(
