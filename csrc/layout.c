@@ -264,13 +264,13 @@ static vm_status add_chain(vm_plan *plan, int c) {
         int last = i; /* the last norm that wants its sums */
         for (int j = i + 1; j < (int)plan->steps; j++)
             if (plan->graph->node[j].x == i && plan->graph->node[j].pass.norm) last = j;
-        s->parts = n->pass.stats ? b->parts(b, &s->pass, limits) : 0;
+        const vm_needs needs = b->needs(b, &s->pass, limits, vm_chain_at_once(plan, chain->first, chain->last, i));
+        s->parts = needs.parts;
         if (s->parts)
             s->y_stats = add_piece(plan, VM_SCRATCH, VM_PRODUCT(s->parts, vm_stats_floats(s->pass.y.c), sizeof(float)),
                                    c, chain_of(plan, last));
-        const size_t prepared = b->prepared(b, &s->pass, vm_chain_at_once(plan, chain->first, chain->last, i));
-        if (prepared) s->prepared = add_piece(plan, VM_SCRATCH, prepared, c, c);
-        scratch = VM_MAX(scratch, b->scratch(b, &s->pass, limits));
+        if (needs.prepared) s->prepared = add_piece(plan, VM_SCRATCH, needs.prepared, c, c);
+        scratch = VM_MAX(scratch, needs.scratch);
         size_t bytes = 0;
         const vm_status status = b->workspace(b, &s->pass, limits, &bytes);
         if (status) {

@@ -81,10 +81,7 @@ static PyObject *kernel_load(PyObject *Py_UNUSED(module), PyObject *args) {
                              !(from.shift = data_of(shift, "shift", NPY_FLOAT, VM_BLOCK, false))))
         return NULL;
     from.pixels = items / VM_BLOCK;
-    if (pairs)
-        cpu->products->load(to, left, &from);
-    else
-        cpu->ops->load(to, &from);
+    cpu->products->load(to, left, &from);
     Py_RETURN_NONE;
 }
 
@@ -249,9 +246,7 @@ static vm_view whole(void *data, vm_dtype dtype, const vm_shape *s) {
 }
 
 /* Floats of an array that holds what a pass prepares and its scratch, wherever the array begins. */
-static size_t scratch_floats(const vm_backend *b, const vm_pass *p, const vm_limits *limits) {
-    return (b->prepared(b, p, b->cut(b, p).rows) + b->scratch(b, p, limits) + VM_ALIGN) / sizeof(float);
-}
+static size_t scratch_floats(const vm_needs *n) { return (n->prepared + n->scratch + VM_ALIGN) / sizeof(float); }
 
 /* kernel_pass(backend, threads, kind, (xc, xh, xw, yc, yh, yw), (ksize, stride, up, silu, groups, eps), arrays,
  * dtype='float32', precision='highest')
@@ -285,6 +280,8 @@ static PyObject *kernel_pass(PyObject *Py_UNUSED(module), PyObject *args) {
     const vm_weight w = {p.y.c, p.x.c, (size_t)p.ksize};
     const bool conv = p.kind == VM_PASS_CONV;
     const vm_limits limits = {(unsigned)threads, 0};
+    const size_t at_once = b->cut(b, &p).rows;
+    const vm_needs needs = b->needs(b, &p, &limits, at_once);
     const size_t need[10] = {rows_floats(&p.x),
                              rows_floats(&p.y),
                              rows_floats(&p.y),
@@ -293,8 +290,8 @@ static PyObject *kernel_pass(PyObject *Py_UNUSED(module), PyObject *args) {
                              xc,
                              xc,
                              0,
-                             conv ? b->parts(b, &p, &limits) * vm_stats_floats(p.y.c) : 0,
-                             scratch_floats(b, &p, &limits)};
+                             needs.parts * vm_stats_floats(p.y.c),
+                             scratch_floats(&needs)};
     void *d[10] = {0};
     for (int i = 0; i < 10; i++)
         if (a[i] != Py_None &&
@@ -312,9 +309,9 @@ static PyObject *kernel_pass(PyObject *Py_UNUSED(module), PyObject *args) {
                       .x_stats = d[7],
                       .y_stats = d[8],
                       .prepared = (void *)VM_ROUND_UP((uintptr_t)d[9], VM_ALIGN),
-                      .at_once = b->cut(b, &p).rows};
-    at.scratch = (char *)at.prepared + b->prepared(b, &p, at.at_once);
-    at.scratch_each = b->scratch(b, &p, &limits) / limits.threads;
+                      .at_once = at_once,
+                      .scratch_each = needs.scratch / limits.threads};
+    at.scratch = (char *)at.prepared + needs.prepared;
     at.x_parts = d[7] ? (size_t)PyArray_SIZE((PyArrayObject *)a[7]) / vm_stats_floats(p.x.c) : 0;
     if (!conv) at.y = at.x; /* attention's result takes its queries' place */
     pass_job j = {b, &p, &at, 0};
@@ -344,8 +341,8 @@ static PyObject *kernel_needs(PyObject *Py_UNUSED(module), PyObject *args) {
     p.up = up;
     p.norm = p.stats = true; /* the most that the pass can want */
     const vm_limits limits = {(unsigned)threads, 0};
-    return Py_BuildValue("nn", (Py_ssize_t)scratch_floats(b, &p, &limits),
-                         (Py_ssize_t)(b->parts(b, &p, &limits) * vm_stats_floats(p.y.c)));
+    const vm_needs needs = b->needs(b, &p, &limits, b->cut(b, &p).rows);
+    return Py_BuildValue("nn", (Py_ssize_t)scratch_floats(&needs), (Py_ssize_t)(needs.parts * vm_stats_floats(p.y.c)));
 }
 
 PyMethodDef vm_py_kernels[] = {

@@ -128,25 +128,18 @@ vm_cut vm_gpu_cut(const vm_backend *b, const vm_pass *p) {
     return (vm_cut){.rows = 1, .columns = 1, .out_rows = p->y.h, .in_rows = p->x.h};
 }
 
-size_t vm_gpu_prepared(const vm_backend *b, const vm_pass *p, size_t at_once) {
-    (void)b, (void)p, (void)at_once;
-    return 0;
-}
-
-size_t vm_gpu_scratch(const vm_backend *b, const vm_pass *p, const vm_limits *limits) {
-    if (p->kind != VM_PASS_CONV) return 0;
-    return own_tile(b->self, p).rows ? own_shape(p, vm_dtype_bytes(b->dtype)).scratch
-                                     : shape_of(p, limits, vm_dtype_bytes(b->dtype)).scratch;
-}
-
-size_t vm_gpu_parts(const vm_backend *b, const vm_pass *p, const vm_limits *limits) {
+vm_needs vm_gpu_needs(const vm_backend *b, const vm_pass *p, const vm_limits *limits, size_t at_once) {
+    (void)at_once;
+    if (p->kind != VM_PASS_CONV) return (vm_needs){0};
+    const size_t element = vm_dtype_bytes(b->dtype);
     const vm_conv_tile tile = own_tile(b->self, p);
     const vm_conv_args a = own_args(p);
-    if (tile.rows) return vm_conv_parts(&a, tile);
-    const shape s = shape_of(p, limits, vm_dtype_bytes(b->dtype));
-    size_t parts = 0;
-    for (size_t row = 0; row < p->y.h; row += s.rows) parts += parts_of(p, stripe_rows(p, &s, row));
-    return parts;
+    if (tile.rows)
+        return (vm_needs){.scratch = own_shape(p, element).scratch, .parts = p->stats ? vm_conv_parts(&a, tile) : 0};
+    const shape s = shape_of(p, limits, element);
+    vm_needs n = {.scratch = s.scratch};
+    for (size_t row = 0; p->stats && row < p->y.h; row += s.rows) n.parts += parts_of(p, stripe_rows(p, &s, row));
+    return n;
 }
 
 vm_status vm_gpu_workspace(const vm_backend *b, const vm_pass *p, const vm_limits *limits, size_t *bytes) {

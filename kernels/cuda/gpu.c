@@ -110,10 +110,8 @@ vm_status vm_gpu_open(const vm_gpu_options *o, vm_gpu **out) {
     g->backend = (vm_backend){.name = g->name,
                               .dtype = o->dtype,
                               .cut = vm_gpu_cut,
-                              .prepared = vm_gpu_prepared,
-                              .scratch = vm_gpu_scratch,
+                              .needs = vm_gpu_needs,
                               .workspace = vm_gpu_workspace,
-                              .parts = vm_gpu_parts,
                               .run = vm_gpu_run,
                               .device = &vm_gpu_device,
                               .self = g};

@@ -122,10 +122,8 @@ extern const vm_device vm_gpu_device;
 
 /* backend.c: a pass enqueued on gpu->stream. */
 vm_cut vm_gpu_cut(const vm_backend *b, const vm_pass *pass);
-size_t vm_gpu_prepared(const vm_backend *b, const vm_pass *pass, size_t at_once);
-size_t vm_gpu_scratch(const vm_backend *b, const vm_pass *pass, const vm_limits *limits);
+vm_needs vm_gpu_needs(const vm_backend *b, const vm_pass *pass, const vm_limits *limits, size_t at_once);
 vm_status vm_gpu_workspace(const vm_backend *b, const vm_pass *pass, const vm_limits *limits, size_t *bytes);
-size_t vm_gpu_parts(const vm_backend *b, const vm_pass *pass, const vm_limits *limits);
 vm_status vm_gpu_run(const vm_backend *b, const vm_pass *pass, const vm_operands *at, const vm_exec *exec);
 /* weights_cuda.c: a tensor of a file as the passes want it, in the GPU's type. */
 size_t vm_gpu_weight_bytes(vm_dtype dtype, const vm_weight *w);
