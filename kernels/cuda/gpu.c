@@ -99,14 +99,6 @@ vm_status vm_gpu_open(const vm_gpu_options *o, vm_gpu **out) {
     vm_gpu *g = calloc(1, sizeof *g);
     if (!g) return vm_fail(VM_ENOMEM, "device: no %zu bytes of host memory", sizeof *g);
     pthread_mutex_init(&g->copying, NULL);
-    g->dtype = o->dtype;
-    g->tf32 = o->tf32;
-    g->autotune = o->autotune;
-    g->own_conv = o->own_conv;
-    vm_status s = (g->d = vm_driver_get(o->libcuda)) ? VM_OK : VM_EDEVICE;
-    if (!s) s = find_device(g, o);
-    if (!s) s = retain_context(g, o->device);
-    if (!s) s = fill(g, o);
     g->backend = (vm_backend){.name = g->name,
                               .dtype = o->dtype,
                               .cut = vm_gpu_cut,
@@ -115,6 +107,13 @@ vm_status vm_gpu_open(const vm_gpu_options *o, vm_gpu **out) {
                               .run = vm_gpu_run,
                               .device = &vm_gpu_device,
                               .self = g};
+    g->tf32 = o->tf32;
+    g->autotune = o->autotune;
+    g->own_conv = o->own_conv;
+    vm_status s = (g->d = vm_driver_get(o->libcuda)) ? VM_OK : VM_EDEVICE;
+    if (!s) s = find_device(g, o);
+    if (!s) s = retain_context(g, o->device);
+    if (!s) s = fill(g, o);
     if (s)
         vm_gpu_close(g);
     else
