@@ -58,7 +58,6 @@ static bool as_packed(const vm_cpu *cpu, const vm_pass *p) {
 }
 
 static layout make_layout(const vm_cpu *cpu, const vm_pass *p, const vm_grid *g, size_t at_once) {
-    const vm_cut cut = vm_grid_rows(g);
     const size_t number = sizeof(float), block = VM_BLOCK * number, steps = cpu->pairs ? (p->x.c + 1) / 2 : p->x.c;
     layout l = {.phases = p->up ? 4 : 1,
                 .taps = p->up ? 4 : (size_t)(p->ksize * p->ksize),
@@ -69,7 +68,7 @@ static layout make_layout(const vm_cpu *cpu, const vm_pass *p, const vm_grid *g,
     l.run = VM_MIN(VM_MAX(cpu->products->steps / each, 1) * l.taps, groups) * l.unit;
     l.w_block = l.batches * l.depth * VM_BLOCK;
     vm_put_bytes(&l.prepared, sizeof(job), VM_ALIGN);
-    l.work = vm_put_bytes(&l.prepared, vm_work_bytes(p, &cut, at_once), VM_ALIGN);
+    l.work = vm_put_bytes(&l.prepared, vm_work_bytes(p, g, at_once), VM_ALIGN);
     l.offsets = vm_put_bytes(&l.prepared, l.batches * sizeof(ptrdiff_t), VM_ALIGN);
     l.filters = vm_put_bytes(
         &l.prepared, as_packed(cpu, p) ? 0 : VM_PRODUCT(l.phases, VM_BLOCKS(p->y.c), l.w_block, number), VM_ALIGN);
@@ -234,9 +233,8 @@ static vm_status direct_prepare(const vm_cpu *cpu, const vm_pass *pass, const vm
     char *prepared = at->prepared;
     job *j = at->prepared;
     *j = (job){.g = make_grid(cpu, pass)};
-    const vm_cut cut = vm_grid_rows(&j->g);
     j->l = make_layout(cpu, pass, &j->g, at->at_once);
-    j->work = vm_work_begin(cpu, pass, at, &cut, prepared + j->l.work);
+    j->work = vm_work_begin(cpu, pass, at, &j->g, prepared + j->l.work);
     j->offsets = (ptrdiff_t *)(prepared + j->l.offsets);
     make_offsets(j);
     *out = (vm_tasks){conv_tile, j, pass->stats ? vm_merge_rows : NULL};

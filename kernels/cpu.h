@@ -125,10 +125,6 @@ typedef struct vm_work {
     float *parts; /* partial sums of the tiles at work */
 } vm_work;
 
-/* All but the structure itself takes so many bytes of memory, from `to` on. */
-size_t vm_work_bytes(const vm_pass *pass, const vm_cut *cut, size_t at_once);
-vm_work vm_work_begin(const vm_cpu *cpu, const vm_pass *pass, const vm_operands *at, const vm_cut *cut, void *to);
-
 /* The output in cells: its pixels, or rectangles of them where a method computes these at once. */
 typedef struct vm_grid {
     size_t cell_h, cell_w;     /* output pixels of a cell */
@@ -157,6 +153,10 @@ vm_tile vm_grid_tile(const vm_grid *grid, size_t task);
 vm_box vm_tile_input(const vm_grid *grid, const vm_tile *tile);
 vm_box vm_tile_output(const vm_grid *grid, const vm_tile *tile);
 vm_cut vm_grid_rows(const vm_grid *grid);
+
+/* All of a vm_work but the structure itself takes so many bytes of memory, from `to` on. */
+size_t vm_work_bytes(const vm_pass *pass, const vm_grid *grid, size_t at_once);
+vm_work vm_work_begin(const vm_cpu *cpu, const vm_pass *pass, const vm_operands *at, const vm_grid *grid, void *to);
 
 /* x: planes of [rows][width][16] floats, one for 16 channels, so many floats apart; or of so many pairs, one for 32 channels,
  * and where numbers are split a second set of planes with the rests. Zero outside the image. */

@@ -146,8 +146,9 @@ static inline void vm_set_element(vm_dtype dtype, void *data, size_t i, float va
         ((uint16_t *)data)[i] = dtype == VM_BF16 ? vm_to_bfloat16(value) : vm_to_float16(value);
 }
 
-/* After nearest 2x, a 3x3 convolution is four 2x2 ones, for each parity of the output's row and of its column (`phase`): which
- * of three taps in a row, first to last, fall on their tap 0 or 1. 0 | 1 2 for the even outputs, 0 1 | 2 for the odd. */
+/* A 3x3 convolution after nearest 2x is four 2x2 ones, one for each parity of the output's row and column. Along a line of
+ * parity `phase`, tap 0 or 1 of a 2x2 filter is the sum of the 3x3 filter's taps *first to *last: of 0, and of 1 and 2, for even
+ * outputs; of 0 and 1, and of 2, for odd ones. */
 static inline void vm_folded_taps(size_t phase, size_t tap, size_t *first, size_t *last) {
     *first = tap ? phase + 1 : 0;
     *last = tap ? 2 : phase;
@@ -276,7 +277,7 @@ typedef struct vm_backend vm_backend;
 typedef struct vm_device {
     size_t align;     /* of a buffer in the arena, in bytes; a multiple of VM_ALIGN */
     bool addressable; /* the host reads and writes this memory: its arrays need no copies, tests may look inside */
-    /* *out: NULL where there is no memory (VM_OK), or the device refused. */
+    /* VM_OK with *out NULL where there is no memory left; any other status where the device refused for another reason. */
     vm_status (*take)(const vm_backend *b, size_t bytes, void **out);
     void (*give)(const vm_backend *b, void *block, size_t bytes);
     size_t (*weight_bytes)(const vm_backend *b, const vm_weight *w);

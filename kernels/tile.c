@@ -10,25 +10,25 @@ typedef struct layout {
     size_t channels, sums, parts, bytes;
 } layout;
 
-static layout make_layout(const vm_pass *pass, const vm_cut *cut, size_t at_once) {
+static layout make_layout(const vm_pass *pass, const vm_grid *grid, size_t at_once) {
     const size_t channels = VM_BLOCKS(pass->x.c) * VM_BLOCK;
     const size_t sum = pass->stats ? vm_stats_floats(pass->y.c) : 0;
     layout l = {0};
     l.channels = vm_put_bytes(&l.bytes, 2 * channels * sizeof(float), VM_ALIGN);
     l.sums = vm_put_bytes(&l.bytes, sum * sizeof(double), VM_ALIGN);
-    l.parts = vm_put_bytes(&l.bytes, VM_PRODUCT(at_once, cut->columns, sum, sizeof(float)), VM_ALIGN);
+    l.parts = vm_put_bytes(&l.bytes, VM_PRODUCT(at_once, grid->columns, sum, sizeof(float)), VM_ALIGN);
     return l;
 }
 
-size_t vm_work_bytes(const vm_pass *pass, const vm_cut *cut, size_t at_once) {
-    return make_layout(pass, cut, at_once).bytes;
+size_t vm_work_bytes(const vm_pass *pass, const vm_grid *grid, size_t at_once) {
+    return make_layout(pass, grid, at_once).bytes;
 }
 
-vm_work vm_work_begin(const vm_cpu *cpu, const vm_pass *pass, const vm_operands *at, const vm_cut *cut, void *to) {
-    const layout l = make_layout(pass, cut, at->at_once);
+vm_work vm_work_begin(const vm_cpu *cpu, const vm_pass *pass, const vm_operands *at, const vm_grid *grid, void *to) {
+    const layout l = make_layout(pass, grid, at->at_once);
     const size_t padded = VM_BLOCKS(pass->x.c) * VM_BLOCK;
     char *base = to;
-    vm_work w = {.cpu = cpu, .pass = pass, .at = *at, .cut = *cut};
+    vm_work w = {.cpu = cpu, .pass = pass, .at = *at, .cut = vm_grid_rows(grid)};
     if (pass->stats) {
         w.sums = (double *)(void *)(base + l.sums);
         w.parts = (float *)(void *)(base + l.parts);

@@ -59,7 +59,6 @@ typedef struct job {
 } job;
 
 static layout make_layout(const vm_cpu *cpu, const vm_pass *p, const vm_grid *g, size_t at_once) {
-    const vm_cut cut = vm_grid_rows(g);
     const vm_transforms *t = transforms_of(cpu, p);
     layout l = {.numbers = t->rows * t->columns, .depth = VM_MIN(p->x.c, VM_BLOCK)};
     const size_t xb = VM_BLOCKS(p->x.c), yb = VM_BLOCKS(p->y.c), tiles = g->tile_h * g->tile_w;
@@ -70,7 +69,7 @@ static layout make_layout(const vm_cpu *cpu, const vm_pass *p, const vm_grid *g,
     l.m_step = yb * tiles * VM_BLOCK;
     l.u_step = VM_PRODUCT(yb, xb, l.depth, VM_BLOCK);
     vm_put_bytes(&l.prepared, sizeof(job), VM_ALIGN);
-    l.work = vm_put_bytes(&l.prepared, vm_work_bytes(p, &cut, at_once), VM_ALIGN);
+    l.work = vm_put_bytes(&l.prepared, vm_work_bytes(p, g, at_once), VM_ALIGN);
     l.offsets = vm_put_bytes(&l.prepared, xb * sizeof(ptrdiff_t), VM_ALIGN);
     l.u = vm_put_bytes(&l.prepared, VM_PRODUCT(l.numbers, l.u_step, sizeof(float)), VM_ALIGN);
     vm_put_bytes(&l.scratch, VM_PRODUCT(xb, l.x_plane, sizeof(float)), VM_ALIGN);
@@ -179,9 +178,8 @@ static vm_status winograd_prepare(const vm_cpu *cpu, const vm_pass *pass, const 
     char *prepared = at->prepared;
     job *j = at->prepared;
     *j = (job){.g = make_grid(cpu, pass), .transforms = transforms_of(cpu, pass)};
-    const vm_cut cut = vm_grid_rows(&j->g);
     j->l = make_layout(cpu, pass, &j->g, at->at_once);
-    j->work = vm_work_begin(cpu, pass, at, &cut, prepared + j->l.work);
+    j->work = vm_work_begin(cpu, pass, at, &j->g, prepared + j->l.work);
     j->u = (float *)(prepared + j->l.u);
     j->offsets = (ptrdiff_t *)(prepared + j->l.offsets);
     const size_t plane = j->g.tile_h * j->g.tile_w * VM_BLOCK;

@@ -324,7 +324,7 @@ static PyObject *kernel_needs(PyObject *Py_UNUSED(module), PyObject *args) {
 
 PyMethodDef vm_py_kernels[] = {
     {"kernel_gemm", kernel_gemm, METH_VARARGS, "For tests: vm_products.gemm, of pairs where x and w are uint32."},
-    {"kernel_load", kernel_load, METH_VARARGS, "For tests: vm_cpu_ops.load, or vm_products.load where y is uint16."},
+    {"kernel_load", kernel_load, METH_VARARGS, "For tests: vm_products.load, of pairs where y is uint16."},
     {"kernel_store", kernel_store, METH_VARARGS, "For tests: vm_cpu_ops.store."},
     {"kernel_stats", kernel_stats, METH_VARARGS, "For tests: vm_cpu_ops.stats."},
     {"kernel_softmax", kernel_softmax, METH_VARARGS, "For tests: vm_cpu_ops.softmax."},
