@@ -16,8 +16,6 @@
  * eps is 1e-6 in every GroupNorm of these models (diffusers passes resnet_eps=1e-6; LDM writes eps=1e-6).
  * The encoder's downsampling pads (0, 1, 0, 1) and convolves with stride 2 and no padding (diffusers'
  * downsample_padding=0; LDM's Downsample): it is part of every model here and not a setting. */
-#include <string.h>
-
 #include "vm.h"
 
 /* What most have in common. */
@@ -74,13 +72,6 @@ const vm_arch *const *vm_arch_models(void) {
     static const vm_arch *const all[] = {&sd15,     &sdxl,       &flux,  &sd3,         &zimage,
                                          &cogview4, &playground, &flux2, &flux2_small, NULL};
     return all;
-}
-
-const vm_arch *vm_arch_find(const char *name) {
-    for (const vm_arch *const *a = vm_arch_models(); *a; a++)
-        if (!strcmp((*a)->name, name)) return *a;
-    vm_fail(VM_EINVAL, "model: want sd15, sdxl or flux, got '%s'", name);
-    return NULL;
 }
 
 static vm_status in_range(const char *what, size_t value, size_t low, size_t high) {

@@ -55,11 +55,10 @@ static stretch look(const vm_plan *plan, int first, int last, bool free) {
             born = vm_sum(born, VM_PRODUCT(row, step->pass.y.h));
         else if (i + 1 < end)
             s.bytes = vm_sum(s.bytes, VM_PRODUCT(row, ring[i - first]));
-        s.bytes = vm_sum(s.bytes, b->prepared(b, &step->pass, vm_chain_at_once(plan, first, last, i)));
-        scratch = VM_MAX(scratch, b->scratch(b, &step->pass, &plan->ask.limits));
-        if (step->pass.stats)
-            s.bytes = vm_sum(s.bytes, VM_PRODUCT(b->parts(b, &step->pass, &plan->ask.limits),
-                                                 vm_stats_floats(step->pass.y.c), sizeof(float)));
+        const vm_needs n = b->needs(b, &step->pass, &plan->ask.limits, vm_chain_at_once(plan, first, last, i));
+        s.bytes = vm_sum(s.bytes, n.prepared);
+        s.bytes = vm_sum(s.bytes, VM_PRODUCT(n.parts, vm_stats_floats(step->pass.y.c), sizeof(float)));
+        scratch = VM_MAX(scratch, n.scratch);
     }
     s.bytes = vm_sum(vm_sum(s.bytes, scratch), vm_sum(kept, VM_MAX(dying, born)));
     return s;

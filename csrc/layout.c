@@ -9,7 +9,6 @@
  *     ^   h h h   h h     q k v
  *     |  x x x x x x x | up up up up        a column is a chain; the arena is as high as the
  *     0  ------------------------> chain    highest column */
-#include <stdio.h>
 #include <string.h>
 
 #include "plan.h"
@@ -18,8 +17,9 @@
 
 static bool overlap(const vm_piece *a, const vm_piece *b) { return a->first <= b->last && b->first <= a->last; }
 
-/* Where p may lie at the lowest beside q when it cannot lie at `offset`; offset itself where it can. With `down`, offsets
- * count from the top of the arena: then it is the source that may not begin too far above its heir. */
+/* The lowest offset from `offset` on at which p does not meet q, or meets it as an heir meets its source, which it may write
+ * over behind the rows that are still read. With `down` offsets count from the arena's top, so that the two change parts: it
+ * is the source that may not begin too far up. */
 static size_t beside(const vm_plan *plan, const vm_piece *p, const vm_piece *q, bool down, size_t offset) {
     const size_t after = vm_sum(q->offset, q->bytes);
     if (offset >= after || q->offset >= vm_sum(offset, p->bytes)) return offset;
@@ -101,9 +101,13 @@ static int chain_of(const vm_plan *plan, int node) {
     return c;
 }
 
+/* Bytes of a row of so many blocks of channels, as wide as a node's tensor. */
+static size_t row_bytes(const vm_plan *plan, size_t blocks, int node) {
+    return VM_PRODUCT(blocks, VM_BLOCK, plan->step[node].pass.y.w, vm_dtype_bytes(plan->ask.backend->dtype));
+}
+
 size_t vm_plan_row_bytes(const vm_plan *plan, int node) {
-    const vm_pass *p = &plan->step[node].pass;
-    return VM_PRODUCT(VM_BLOCKS(p->y.c) * VM_BLOCK, p->y.w, vm_dtype_bytes(plan->ask.backend->dtype));
+    return row_bytes(plan, VM_BLOCKS(plan->step[node].pass.y.c), node);
 }
 
 /* The node in whose place this one's tensor may lie, pixel upon pixel, whatever the order of the rows; VM_NONE. */
@@ -164,17 +168,13 @@ static ptrdiff_t shift_of(const vm_plan *plan, const vm_chain *c, int piece, con
             for (int from = 0; from < c->first; from++)
                 for (size_t i = 0; plan->step[from].y == piece && i < stages; i++) {
                     const size_t row = reads_from(plan, c->first, stage, i, from);
-                    const vm_pass *p = &plan->step[from].pass;
-                    if (row < p->y.h)
-                        read = VM_MIN(read, row * plan->piece[piece].pitch * VM_BLOCK * p->y.w *
-                                                vm_dtype_bytes(plan->ask.backend->dtype));
+                    if (row < plan->step[from].pass.y.h)
+                        read = VM_MIN(read, row * row_bytes(plan, plan->piece[piece].pitch, from));
                 }
             for (size_t o = 0; o < outputs; o++) {
                 const vm_stage *s = &stage[output[o] - c->first];
-                const vm_step *step = &plan->step[output[o]];
-                if (s->now)
-                    written = VM_MAX(written, vm_stage_made(s, s->done + s->now) * plan->piece[step->y].pitch *
-                                                  VM_BLOCK * step->pass.y.w * vm_dtype_bytes(plan->ask.backend->dtype));
+                const size_t row = row_bytes(plan, plan->piece[plan->step[output[o]].y].pitch, output[o]);
+                if (s->now) written = VM_MAX(written, vm_stage_made(s, s->done + s->now) * row);
             }
             if (written) shift = VM_MIN(shift, (ptrdiff_t)read - (ptrdiff_t)written);
         }
@@ -232,7 +232,7 @@ static void add_outputs(vm_plan *plan, int c) {
         plan->piece[beside].last = VM_MAX(plan->piece[beside].last, last);
         return;
     }
-    const size_t row = VM_PRODUCT(pitch, VM_BLOCK, s->pass.y.w, vm_dtype_bytes(plan->ask.backend->dtype));
+    const size_t row = row_bytes(plan, pitch, output[0]);
     const int piece = add_piece(plan, VM_ACTIVATIONS, VM_PRODUCT(row, s->pass.y.h), c, last);
     plan->piece[piece].pitch = pitch;
     for (size_t o = 0; o < outputs; o++) plan->step[output[o]].y = piece;
@@ -264,20 +264,16 @@ static vm_status add_chain(vm_plan *plan, int c) {
         int last = i; /* the last norm that wants its sums */
         for (int j = i + 1; j < (int)plan->steps; j++)
             if (plan->graph->node[j].x == i && plan->graph->node[j].pass.norm) last = j;
-        s->parts = n->pass.stats ? b->parts(b, &s->pass, limits) : 0;
+        const vm_needs needs = b->needs(b, &s->pass, limits, vm_chain_at_once(plan, chain->first, chain->last, i));
+        s->parts = needs.parts;
         if (s->parts)
             s->y_stats = add_piece(plan, VM_SCRATCH, VM_PRODUCT(s->parts, vm_stats_floats(s->pass.y.c), sizeof(float)),
                                    c, chain_of(plan, last));
-        const size_t prepared = b->prepared(b, &s->pass, vm_chain_at_once(plan, chain->first, chain->last, i));
-        if (prepared) s->prepared = add_piece(plan, VM_SCRATCH, prepared, c, c);
-        scratch = VM_MAX(scratch, b->scratch(b, &s->pass, limits));
+        if (needs.prepared) s->prepared = add_piece(plan, VM_SCRATCH, needs.prepared, c, c);
+        scratch = VM_MAX(scratch, needs.scratch);
         size_t bytes = 0;
-        const vm_status status = b->workspace(b, &s->pass, limits, &bytes);
-        if (status) {
-            char sentence[VM_SENTENCE];
-            snprintf(sentence, sizeof sentence, "%s", b->device->error());
-            return vm_fail(status, "%s: %s", n->name, sentence);
-        }
+        const vm_status status = vm_said(b->device, b->workspace(b, &s->pass, limits, &bytes), n->name);
+        if (status) return status;
         if (bytes) s->workspace = add_piece(plan, VM_WORKSPACE, bytes, c, c);
     }
     chain->scratch = add_piece(plan, VM_SCRATCH, scratch, c, c);
@@ -309,8 +305,9 @@ static void count_shared(vm_plan *plan) {
         if (s->heir == VM_NONE) continue;
         vm_piece *o = &plan->piece[s->heir];
         const size_t from = VM_MAX(s->offset, o->offset), to = VM_MIN(s->offset + s->bytes, o->offset + o->bytes);
-        if (to > from) o->shared += to - from;
-        if (to > from) plan->chain[o->first].stepped = true;
+        if (to <= from) continue;
+        o->shared += to - from;
+        plan->chain[o->first].stepped = true;
     }
 }
 
@@ -318,17 +315,12 @@ static size_t output_bytes(const vm_plan *plan) {
     return plan->ask.own_output ? VM_PRODUCT(plan->out_bytes, plan->ask.batch) : 0;
 }
 
-static size_t own_bytes(const vm_model *m, const vm_plan *plan) {
-    return m->mem == m->host ? plan->plan_bytes + plan->pool_bytes : 0;
-}
-
 size_t vm_plan_beside_arena(const vm_model *m, const vm_plan *plan) {
-    return vm_sum(vm_mem_usage(m->mem).live[VM_WEIGHTS], vm_sum(output_bytes(plan), own_bytes(m, plan)));
+    return vm_sum(vm_mem_usage(m->mem).live[VM_WEIGHTS], vm_sum(output_bytes(plan), plan->own_bytes));
 }
 
 static void count_live(const vm_model *m, vm_plan *plan) {
     const size_t output = output_bytes(plan), weights = vm_mem_usage(m->mem).live[VM_WEIGHTS];
-    plan->own_bytes = own_bytes(m, plan);
     memset(plan->peak, 0, sizeof plan->peak);
     for (size_t i = 0; i < plan->chains; i++) {
         size_t *live = plan->chain[i].live;

@@ -22,6 +22,9 @@ static void lock(void) { pthread_mutex_lock(&accounts); }
 static void unlock(void) { pthread_mutex_unlock(&accounts); }
 __attribute__((constructor)) static void watch_forks(void) { pthread_atfork(lock, unlock, unlock); }
 
+static vm_mem common = {.references = 1, .device = &vm_host};
+vm_mem *const vm_mem_common = &common;
+
 static atomic_size_t fail_countdown;
 
 size_t vm_mem_fail_at(size_t nth) { return atomic_exchange(&fail_countdown, nth); }
@@ -40,7 +43,7 @@ vm_mem *vm_mem_new(const vm_backend *backend) {
         return NULL;
     }
     mem->references = 1;
-    mem->device = backend ? backend->device : &vm_host;
+    mem->device = backend->device;
     mem->backend = backend;
     return mem;
 }
@@ -55,25 +58,16 @@ vm_mem *vm_mem_retain(vm_mem *mem) {
 void vm_mem_release(vm_mem *mem) {
     if (!mem) return;
     lock();
-    bool last = --mem->references == 0;
+    const bool last = --mem->references == 0;
     unlock();
-    if (!last) return;
-    free(mem);
-}
-
-static void account(vm_mem *mem, vm_category category, size_t bytes, bool more) {
-    vm_usage *u = &mem->usage;
-    u->live[category] += more ? bytes : -bytes;
-    size_t now = 0, peak = 0;
-    for (int c = 0; c < VM_CATEGORIES; c++) now += u->live[c], peak += u->peak[c];
-    if (now > peak) memcpy(u->peak, u->live, sizeof u->peak);
+    if (last) free(mem);
 }
 
 vm_status vm_mem_reserve(vm_mem *mem, size_t bytes, void **out) {
     *out = NULL;
     if (bytes > PTRDIFF_MAX) return vm_fail(VM_EOVERFLOW, "memory: want at most %td bytes, got more", PTRDIFF_MAX);
     vm_status s = injected_fault() ? VM_OK : mem->device->take(mem->backend, bytes, out);
-    if (s) return vm_said(mem->device, s);
+    if (s) return vm_said(mem->device, s, NULL);
     if (!*out)
         return vm_fail(VM_ENOMEM, "memory: the system has no %zu bytes (%.1f MiB) to give", bytes,
                        (double)bytes / 1048576);
@@ -92,14 +86,18 @@ void vm_mem_unreserve(vm_mem *mem, void *block, size_t bytes) {
 }
 
 void vm_mem_use(vm_mem *mem, vm_category category, size_t bytes) {
+    vm_usage *u = &mem->usage;
+    size_t now = 0, peak = 0;
     lock();
-    account(mem, category, bytes, true);
+    u->live[category] += bytes;
+    for (int c = 0; c < VM_CATEGORIES; c++) now += u->live[c], peak += u->peak[c];
+    if (now > peak) memcpy(u->peak, u->live, sizeof u->peak);
     unlock();
 }
 
 void vm_mem_unuse(vm_mem *mem, vm_category category, size_t bytes) {
     lock();
-    account(mem, category, bytes, false);
+    mem->usage.live[category] -= bytes;
     unlock();
 }
 

@@ -15,16 +15,15 @@ vm_status vm_model_new(const vm_arch *arch, unsigned parts, const vm_backend *ba
     *out = NULL;
     vm_status s = vm_arch_check(arch);
     if (s) return s;
-    vm_mem *host = vm_mem_new(NULL), *mem = !host ? NULL : on_host ? vm_mem_retain(host) : vm_mem_new(backend);
+    vm_mem *mem = vm_mem_new(backend), *host = on_host ? mem : vm_mem_common;
     void *block;
     if (!mem || vm_mem_alloc(host, VM_WEIGHTS, sizeof(vm_model), &block)) {
         vm_mem_release(mem);
-        vm_mem_release(host);
         return VM_ENOMEM;
     }
     vm_model *m = block;
-    m->host = host;
     m->mem = mem;
+    m->host = host;
     m->backend = backend;
     m->arch = *arch;
     m->parts = parts;
@@ -41,15 +40,14 @@ vm_status vm_model_new(const vm_arch *arch, unsigned parts, const vm_backend *ba
 
 void vm_model_free(vm_model *m) {
     if (!m) return;
-    vm_mem *host = m->host;
+    vm_mem *mem = m->mem, *host = m->host;
     vm_model_trim(m);
-    vm_mem_free(m->mem, VM_WEIGHTS, m->weights, m->weights_bytes);
-    vm_mem_release(m->mem);
+    vm_mem_free(mem, VM_WEIGHTS, m->weights, m->weights_bytes);
     vm_mem_free(host, VM_WEIGHTS, m->tensor, vm_mem_capacity(m->tensors) * sizeof *m->tensor);
     for (vm_op op = 0; op < VM_OPS; op++)
         vm_mem_free(host, VM_WEIGHTS, m->graph[op].node, vm_mem_capacity(m->graph[op].nodes) * sizeof(vm_node));
     vm_mem_free(host, VM_WEIGHTS, m, sizeof *m);
-    vm_mem_release(host);
+    vm_mem_release(mem);
 }
 
 void vm_model_trim(vm_model *m) {

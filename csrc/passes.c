@@ -21,24 +21,20 @@ typedef struct builder {
     int level;       /* of x */
 } builder;
 
-static void out_of_room(builder *b, vm_status s) {
-    if (!b->status) b->status = s;
-}
-
 static int add_tensor(builder *b, const char *module, const char *leaf, size_t dims, vm_weight weight) {
     char name[VM_NAME];
     snprintf(name, sizeof name, "%.*s%s.%s", (int)sizeof b->prefix - 1, b->prefix, module, leaf);
     if (b->status) return VM_NONE;
     weight.vector = dims == 1;
     int index = vm_weights_add(b->m, name, dims, &weight);
-    if (index == VM_NONE) out_of_room(b, VM_ENOMEM);
+    if (index == VM_NONE) b->status = VM_ENOMEM;
     return index;
 }
 
 /* Appends a node; its index. */
 static int add_node(builder *b, const vm_node *node) {
     vm_graph *g = b->g;
-    if (!b->status) out_of_room(b, vm_mem_grow(b->m->host, VM_WEIGHTS, (void **)&g->node, g->nodes, sizeof *g->node));
+    if (!b->status) b->status = vm_mem_grow(b->m->host, VM_WEIGHTS, (void **)&g->node, g->nodes, sizeof *g->node);
     if (b->status) return 0;
     g->node[g->nodes] = *node;
     return (int)g->nodes++;
@@ -127,19 +123,10 @@ static int attention(builder *b, int x, size_t c) {
         int t = add_tensor(b, projections[i], "bias", 1, (vm_weight){c, 1, 1});
         if (i == 0) n.bias = t;
     }
-    vm_node attend = {
-        .pass = {.kind = VM_PASS_ATTENTION, .x.c = 3 * padded, .y.c = c, .scale_channels = c, .clamp_from = c},
-        .x_level = b->level,
-        .y_level = b->level,
-        .x = add_node(b, &n),
-        .add = VM_NONE,
-        .weight = VM_NONE,
-        .bias = VM_NONE,
-        .gamma = VM_NONE,
-        .beta = VM_NONE,
-        .exact = true,
-    };
-    snprintf(attend.name, sizeof attend.name, "%sattention", b->prefix);
+    vm_node attend = conv_node(b, &(conv){"attention", add_node(b, &n), VM_NONE, 3 * padded, c});
+    attend.pass.kind = VM_PASS_ATTENTION;
+    attend.pass.scale_channels = c;
+    attend.exact = true;
     return add_conv(b, &(conv){"to_out.0", add_node(b, &attend), x, c, c, 1, .linear = true});
 }
 

@@ -101,6 +101,7 @@ vm_status vm_plan_new(const vm_model *m, const vm_request *ask, vm_plan **out) {
                       .piece = (vm_piece *)(block + piece),
                       .pool_bytes = vm_pool_bytes(ask->limits.threads),
                       .plan_bytes = bytes};
+    plan->own_bytes = m->mem == m->host ? plan->plan_bytes + plan->pool_bytes : 0;
     if ((s = build(m, plan)) && s != VM_ELIMIT)
         vm_plan_free(m, plan);
     else

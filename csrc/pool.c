@@ -38,14 +38,14 @@ struct vm_pool {
     pthread_t thread[];
 };
 
-static double now(void) {
+double vm_now(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
 static void poll_now(vm_pool *p) {
-    double t = now();
+    double t = vm_now();
     if (!p->poll || atomic_load(&p->stop) || t - p->polled < POLL_MS * 1e-3) return; /* a stopped run asks no more */
     p->polled = t;
     size_t part = p->tasks ? (size_t)((double)p->rows_batch * (double)atomic_load(&p->done) / (double)p->tasks) : 0;

@@ -6,7 +6,6 @@
  * Under AddressSanitizer the arena outside the step's pieces is poisoned in every run. */
 #include <stdint.h>
 #include <string.h>
-#include <time.h>
 
 #include "vm.h"
 
@@ -27,13 +26,7 @@ typedef struct walk {
     vm_exec exec;
 } walk;
 
-static vm_status said(const walk *w, vm_status s) { return vm_said(w->device, s); }
-
-static double now(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
+static vm_status said(const walk *w, vm_status s) { return vm_said(w->device, s, NULL); }
 
 static void *address(const walk *w, int piece) {
     return piece == VM_NONE ? NULL : w->arena + w->plan->piece[piece].offset;
@@ -88,7 +81,7 @@ static vm_operands operands(const walk *w, int node, const vm_chain *chain, size
     };
 }
 
-/* Whether a chain may write to a piece, or read it. */
+/* Whether a chain may write to a piece. */
 static bool written(const walk *w, const vm_chain *c, int piece) {
     bool is = piece == c->scratch;
     for (int i = c->first; i <= c->last; i++) {
@@ -98,6 +91,7 @@ static bool written(const walk *w, const vm_chain *c, int piece) {
     return is;
 }
 
+/* Whether a chain may write to a piece or read it. */
 static bool touched(const walk *w, const vm_chain *c, int piece) {
     bool is = written(w, c, piece);
     for (int i = c->first; i <= c->last; i++) {
@@ -208,10 +202,10 @@ static vm_status run_passes(walk *w, int i, size_t item) {
     const uint64_t before = w->run->check ? outside(w, i, true) : 0;
     const vm_operands at = operands(w, c->first, c, item);
     guard(w, c);
-    const double start = now();
+    const double start = vm_now();
     vm_status status =
         said(w, c->stepped ? run_stepped(w, c, item) : w->backend->run(w->backend, first, &at, &w->exec));
-    share_seconds(w, c, now() - start);
+    share_seconds(w, c, vm_now() - start);
     unguard(w);
     if (!status && w->run->check && outside(w, i, false) != before)
         status = vm_fail(VM_EINVAL, "check: %s wrote outside its plan", w->plan->graph->node[c->first].name);

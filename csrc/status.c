@@ -25,7 +25,9 @@ vm_status vm_fail(vm_status status, const char *format, ...) {
 
 const char *vm_error(void) { return last_error; }
 
-vm_status vm_said(const vm_device *device, vm_status status) {
-    const char *sentence = status ? device->error() : last_error;
-    return sentence == last_error ? status : vm_fail(status, "%s", sentence);
+vm_status vm_said(const vm_device *device, vm_status status, const char *about) {
+    char sentence[VM_SENTENCE];
+    if (!status) return VM_OK;
+    snprintf(sentence, sizeof sentence, "%s", device->error());
+    return vm_fail(status, "%s%s%s", about ? about : "", about ? ": " : "", sentence);
 }

@@ -16,8 +16,9 @@
 
 /* ---- status.c ---- */
 
-/* Makes the sentence behind a device's status this thread's own. Returns status. */
-vm_status vm_said(const vm_device *device, vm_status status);
+/* Makes the sentence behind a device's status this thread's own, with a name before it where `about` is not NULL. Returns
+ * status. */
+vm_status vm_said(const vm_device *device, vm_status status, const char *about);
 /* Drops the character of UTF-8 at the end of text that is not there whole, since a buffer was full. */
 void vm_end_whole(char *text);
 
@@ -41,7 +42,9 @@ typedef struct vm_usage {
 /* An account that blocks are charged to. References are counted, for blocks handed to the user outlive the model.
  * Thread-safe. */
 typedef struct vm_mem vm_mem;
-/* backend: in whose device's memory, borrowed until the account is gone; NULL: the host's. */
+/* The process's own account of host memory, for what belongs to no model on the host; it is never given up. */
+extern vm_mem *const vm_mem_common;
+/* In the memory of the backend's device, borrowed until the account is gone. */
 vm_mem *vm_mem_new(const vm_backend *backend);
 vm_mem *vm_mem_retain(vm_mem *mem);
 void vm_mem_release(vm_mem *mem);
@@ -88,7 +91,6 @@ typedef struct vm_arch {
 
 /* NULL-terminated. */
 const vm_arch *const *vm_arch_models(void);
-const vm_arch *vm_arch_find(const char *name);
 vm_status vm_arch_check(const vm_arch *arch);
 /* Pixels of an image side per latent pixel: 2^(levels - 1). */
 size_t vm_arch_factor(const vm_arch *arch);
@@ -136,8 +138,8 @@ double vm_pass_flops(const vm_pass *pass);
 enum { VM_ENCODER = 1 << VM_ENCODE, VM_DECODER = 1 << VM_DECODE };
 
 typedef struct vm_model {
-    vm_mem *mem;               /* weights, arena and outputs, in the device's memory */
-    vm_mem *host;              /* what the core keeps of its own; mem itself where the device is the host */
+    vm_mem *mem;  /* weights, arena and outputs, in the device's memory */
+    vm_mem *host; /* what the core keeps of its own: in mem where the device is the host, else in vm_mem_common */
     const vm_backend *backend; /* where the model lives; on the host a run may be given another that lives there too */
     vm_arch arch;
     unsigned parts; /* VM_ENCODER | VM_DECODER */
@@ -201,13 +203,13 @@ size_t vm_chain_stages(const struct vm_plan *plan, int first, int last, vm_stage
 bool vm_chain_round(const struct vm_plan *plan, int first, vm_stage *stage, size_t stages, size_t round, int *target);
 /* Fills now: every stage whose input is ready, and whose rows somebody waits for. false when the round is done. */
 bool vm_chain_step(vm_stage *stage, size_t stages);
-/* How a round looked some steps ago, for who walks one to know its memory: a schedule soon repeats itself. */
+/* For walking through a round's schedule to learn what memory it takes: how the stages stood some steps ago. */
 typedef struct vm_repeats {
     vm_stage mark[VM_CHAIN];
     size_t steps;
 } vm_repeats;
-/* After a step that was looked at: where the steps from the mark on would only be repeated further down the image, goes on
- * behind all repeats but the last. Begin with zeros. */
+/* Call it after each step, with a `seen` that begins as zeros. Once the steps since the mark would only be repeated further down
+ * the image, it moves the stages on past all of these repeats but the last. */
 void vm_chain_skip(vm_repeats *seen, vm_stage *stage, size_t stages);
 /* Rows of a node's tiles that are at work at the same time, at most. */
 size_t vm_chain_at_once(const struct vm_plan *plan, int first, int last, int node);
@@ -272,7 +274,7 @@ typedef struct vm_plan {
     bool whole; /* every pass is a chain of its own and runs whole */
     bool wide; /* tensors may lie side by side in the rows of one piece, which then lives as long as the last of them */
     size_t arena_bytes, pool_bytes, plan_bytes;
-    size_t own_bytes;           /* of the last two: what the run counts as its scratch */
+    size_t own_bytes;           /* pool_bytes + plan_bytes where they count as the run's scratch: on the host; else 0 */
     size_t peak[VM_CATEGORIES]; /* when their sum is largest */
     double work;                /* FLOPs, relative to those of every pass once */
     size_t reserved;            /* weights + arena + output + what the run itself needs */
@@ -291,6 +293,8 @@ void vm_plan_free(const vm_model *model, vm_plan *plan);
 typedef bool (*vm_poll)(void *context, size_t rows_done, size_t rows_total);
 
 typedef struct vm_pool vm_pool;
+/* Seconds of a clock that only goes forward. */
+double vm_now(void);
 size_t vm_pool_bytes(unsigned threads);
 /* pool: vm_pool_bytes, zeroed. On failure nothing is left to close. */
 vm_status vm_pool_open(vm_pool *pool, unsigned threads, size_t rows_total, vm_poll poll, void *poll_context);

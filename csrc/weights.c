@@ -30,24 +30,16 @@ vm_status vm_weights_check(const vm_model *m) {
     return VM_OK;
 }
 
-/* The device's sentence, with the tensor's name before it. */
-static vm_status about(const vm_model *m, const vm_tensor *t, vm_status s) {
-    char sentence[VM_SENTENCE];
-    if (!s) return VM_OK;
-    snprintf(sentence, sizeof sentence, "%s", m->backend->device->error());
-    return vm_fail(s, "%s: %s", t->name, sentence);
-}
-
 vm_status vm_weights_set(vm_model *m, size_t tensor, vm_dtype dtype, const void *data) {
     vm_tensor *t = &m->tensor[tensor];
-    vm_status s = m->backend->device->set_weight(m->backend, &t->weight, (char *)m->weights + t->offset, dtype, data,
-                                                 &t->rounded);
+    const vm_device *d = m->backend->device;
+    vm_status s = d->set_weight(m->backend, &t->weight, (char *)m->weights + t->offset, dtype, data, &t->rounded);
     t->set |= !s;
-    return about(m, t, s);
+    return vm_said(d, s, t->name);
 }
 
 vm_status vm_weights_get(const vm_model *m, size_t tensor, float *data) {
     const vm_tensor *t = &m->tensor[tensor];
-    return about(m, t,
-                 m->backend->device->get_weight(m->backend, &t->weight, (const char *)m->weights + t->offset, data));
+    const vm_device *d = m->backend->device;
+    return vm_said(d, d->get_weight(m->backend, &t->weight, (const char *)m->weights + t->offset, data), t->name);
 }

@@ -92,26 +92,13 @@ typedef struct task {
 
 /* ---- numbers, from x ---- */
 
-/* One block of channels of the pixels from `first` on, counted row by row: n of them, or as many as lie side by side. */
-static vm_source pixels_at(const job *j, size_t block, size_t first, size_t n) {
-    const size_t w = j->pass->x.w, y = first / w, x = first % w;
-    return (vm_source){vm_pixel(&j->at.x, y, block, x), j->at.x.dtype, VM_MIN(n, w - x)};
-}
-
-static void load_floats(const job *j, float *to, size_t block, size_t first, size_t n) {
-    for (size_t i = 0; i < n;) {
-        const vm_source from = pixels_at(j, block, first + i, n - i);
-        j->cpu->ops->load(to + i * VM_BLOCK, &from);
-        i += from.pixels;
-    }
-}
-
-/* [pixel][32] of which these are 16; rest NULL where numbers are not split. */
-static void load_halves(const job *j, uint16_t *to, uint16_t *rest, size_t block, size_t first, size_t n) {
-    for (size_t i = 0; i < n;) {
-        const vm_source from = pixels_at(j, block, first + i, n - i);
-        const size_t at = 2 * i * VM_BLOCK;
-        j->cpu->products->load(to + at, rest ? rest + at : NULL, &from);
+/* One block of channels of n pixels from `first` on, counted row by row, as vm_products.load makes it. */
+static void load(const job *j, void *to, void *rest, size_t block, size_t first, size_t n) {
+    const size_t w = j->pass->x.w;
+    for (size_t i = 0; i < n;) { /* as many at a time as lie side by side */
+        const size_t y = (first + i) / w, x = (first + i) % w, at = i * VM_BLOCK * sizeof(float);
+        const vm_source from = {vm_pixel(&j->at.x, y, block, x), j->at.x.dtype, VM_MIN(n - i, w - x)};
+        j->cpu->products->load((char *)to + at, rest ? (char *)rest + at : NULL, &from);
         i += from.pixels;
     }
 }
@@ -120,20 +107,16 @@ static uint16_t *halves_of(float *pairs) { return (uint16_t *)(void *)pairs; }
 
 /* Lines [pixel][16] of numbers, of channels from a block on; the rests `set` numbers behind. */
 static void load_lines(const job *j, float *to, size_t set, size_t base, size_t block, size_t first, size_t n) {
-    if (!j->cpu->pairs) {
-        load_floats(j, to, base + block, first, n);
-        return;
-    }
-    for (size_t half = 0; half < 2; half++) {
-        uint16_t *high = halves_of(to) + half * VM_BLOCK, *low = halves_of(to + set) + half * VM_BLOCK;
-        const bool split = j->l.parts > 1;
+    for (size_t half = 0; half < j->l.in_number; half++) {
+        uint16_t *high = halves_of(to) + half * VM_BLOCK;
+        uint16_t *low = j->l.parts > 1 ? halves_of(to + set) + half * VM_BLOCK : NULL;
         if (block + half < j->l.blocks) {
-            load_halves(j, high, split ? low : NULL, base + block + half, first, n);
+            load(j, high, low, base + block + half, first, n);
             continue;
         }
         for (size_t i = 0; i < n; i++) { /* the last block has no neighbour */
             memset(high + 2 * i * VM_BLOCK, 0, VM_BLOCK * sizeof *high);
-            if (split) memset(low + 2 * i * VM_BLOCK, 0, VM_BLOCK * sizeof *low);
+            if (low) memset(low + 2 * i * VM_BLOCK, 0, VM_BLOCK * sizeof *low);
         }
     }
 }
@@ -161,12 +144,12 @@ static void load_values(const job *j, float *to, size_t block, size_t first, siz
     lines v;
     if (j->cpu->pairs) {
         halves h;
-        // cppcheck-suppress uninitvar ; load_halves writes it
-        load_halves(j, h.part[0], j->l.parts > 1 ? h.part[1] : NULL, block, first, n);
+        // cppcheck-suppress uninitvar ; load writes it
+        load(j, h.part[0], j->l.parts > 1 ? h.part[1] : NULL, block, first, n);
         // cppcheck-suppress uninitvar ; pair_pixels writes it
         for (size_t part = 0; part < j->l.parts; part++) pair_pixels(v.part[part], h.part[part], n);
     } else {
-        load_floats(j, v.part[0], block, first, n);
+        load(j, v.part[0], NULL, block, first, n);
         memset(v.part[0] + n * VM_BLOCK, 0, (VM_BLOCK - n) * VM_BLOCK * sizeof(float));
     }
     for (size_t part = 0; part < j->l.parts; part++) j->cpu->ops->transpose(to + part * j->l.v_set, v.part[part]);
@@ -198,23 +181,11 @@ static void load_queries(const job *j, float *w, size_t block, size_t first, siz
 
 /* ---- a task ---- */
 
-/* For n "pixels" of x, which are keys or channels, in groups of what a product takes. */
-static void multiply(const job *j, size_t n, vm_gemm g) {
-    const vm_products *products = j->cpu->products;
-    const size_t groups = (n + products->max_pixels - 1) / products->max_pixels;
-    const float *x = g.x;
-    float *y = g.y;
-    const bool add = g.add;
+/* Of 16 lines of weights a batch; "pixels" are keys or channels, side by side. What is added is y itself. */
+static void multiply(const job *j, vm_gemm g) {
     g.depth = g.x_pixel = g.y_pixel = g.add_pixel = VM_BLOCK;
     g.add_block = g.y_block;
-    for (size_t i = 0; i < groups; i++) {
-        const size_t from = n * i / groups;
-        g.pixels = n * (i + 1) / groups - from;
-        g.x = x + from * VM_BLOCK;
-        g.y = y + from * VM_BLOCK;
-        if (add) g.add = g.y;
-        products->gemm(&g);
-    }
+    vm_multiply(j->cpu->products, g);
 }
 
 /* One block's s for n keys as weights of the second product, in their own place where they are pairs. */
@@ -242,16 +213,16 @@ static void attend(const task *t, size_t block, size_t blocks, size_t n) {
     const size_t steps = VM_MAX(j->cpu->products->steps / (l->copies * VM_BLOCK), 1) * l->copies; /* batches at once */
     const float scale = 1 / sqrtf((float)j->pass->scale_channels);
     for (size_t b = 0; b < l->k_batches; b += steps)
-        multiply(j, n,
-                 (vm_gemm){.blocks = blocks,
-                           .batches = VM_MIN(steps, l->k_batches - b),
-                           .x = t->k,
-                           .x_offset = j->k_offsets + b,
-                           .w = t->q + (block * l->k_batches + b) * LINES,
-                           .w_block = (ptrdiff_t)(l->k_batches * LINES),
-                           .add = b ? t->s : NULL,
-                           .y = t->s,
-                           .y_block = (ptrdiff_t)(l->keys * VM_BLOCK)});
+        multiply(j, (vm_gemm){.pixels = n,
+                              .blocks = blocks,
+                              .batches = VM_MIN(steps, l->k_batches - b),
+                              .x = t->k,
+                              .x_offset = j->k_offsets + b,
+                              .w = t->q + (block * l->k_batches + b) * LINES,
+                              .w_block = (ptrdiff_t)(l->k_batches * LINES),
+                              .add = b ? t->s : NULL,
+                              .y = t->s,
+                              .y_block = (ptrdiff_t)(l->keys * VM_BLOCK)});
     float *o = t->o + block * l->c * VM_BLOCK;
     for (size_t b = 0; b < blocks; b++) {
         float *top = t->softmax + (block + b) * 3 * VM_BLOCK, *sum = top + VM_BLOCK, *keep = sum + VM_BLOCK;
@@ -260,16 +231,16 @@ static void attend(const task *t, size_t block, size_t blocks, size_t n) {
         make_weights(t, b, n);
     }
     const size_t deep = VM_BLOCK * l->in_number;
-    multiply(j, l->c,
-             (vm_gemm){.blocks = blocks,
-                       .batches = (n + deep - 1) / deep * l->copies,
-                       .x = t->v,
-                       .x_offset = j->v_offsets,
-                       .w = j->cpu->pairs ? t->p : t->s,
-                       .w_block = (ptrdiff_t)(j->cpu->pairs ? l->v_batches * LINES : l->keys * VM_BLOCK),
-                       .add = o,
-                       .y = o,
-                       .y_block = (ptrdiff_t)(l->c * VM_BLOCK)});
+    multiply(j, (vm_gemm){.pixels = l->c,
+                          .blocks = blocks,
+                          .batches = (n + deep - 1) / deep * l->copies,
+                          .x = t->v,
+                          .x_offset = j->v_offsets,
+                          .w = j->cpu->pairs ? t->p : t->s,
+                          .w_block = (ptrdiff_t)(j->cpu->pairs ? l->v_batches * LINES : l->keys * VM_BLOCK),
+                          .add = o,
+                          .y = o,
+                          .y_block = (ptrdiff_t)(l->c * VM_BLOCK)});
 }
 
 /* o over the sum of its weights, to y: a mean of finite numbers is finite in their type. */
@@ -326,12 +297,11 @@ static vm_cut attention_cut(const vm_cpu *cpu, const vm_pass *p) {
     return (vm_cut){.rows = 1, .columns = (pixels_of(p) + each - 1) / each, .out_rows = p->y.h, .in_rows = p->x.h};
 }
 
-static size_t attention_prepared(const vm_cpu *cpu, const vm_pass *p, size_t at_once) {
+static vm_needs attention_needs(const vm_cpu *cpu, const vm_pass *p, size_t at_once) {
     (void)at_once;
-    return make_layout(cpu, p).prepared;
+    const layout l = make_layout(cpu, p);
+    return (vm_needs){.prepared = l.prepared, .scratch = l.scratch};
 }
-
-static size_t attention_scratch(const vm_cpu *cpu, const vm_pass *p) { return make_layout(cpu, p).scratch; }
 
 /* Of `copies` batches with the same weights but for the rests, the last meets the rests of x, a set further on. */
 static void make_offsets(ptrdiff_t *offsets, size_t batches, const layout *l, size_t step, size_t set) {
@@ -354,4 +324,4 @@ static vm_status attention_prepare(const vm_cpu *cpu, const vm_pass *pass, const
     return VM_OK;
 }
 
-const vm_method vm_attention = {attention_cut, attention_prepared, attention_scratch, attention_prepare};
+const vm_method vm_attention = {attention_cut, attention_needs, attention_prepare};

@@ -58,7 +58,6 @@ static bool as_packed(const vm_cpu *cpu, const vm_pass *p) {
 }
 
 static layout make_layout(const vm_cpu *cpu, const vm_pass *p, const vm_grid *g, size_t at_once) {
-    const vm_cut cut = vm_grid_rows(g);
     const size_t number = sizeof(float), block = VM_BLOCK * number, steps = cpu->pairs ? (p->x.c + 1) / 2 : p->x.c;
     layout l = {.phases = p->up ? 4 : 1,
                 .taps = p->up ? 4 : (size_t)(p->ksize * p->ksize),
@@ -69,7 +68,7 @@ static layout make_layout(const vm_cpu *cpu, const vm_pass *p, const vm_grid *g,
     l.run = VM_MIN(VM_MAX(cpu->products->steps / each, 1) * l.taps, groups) * l.unit;
     l.w_block = l.batches * l.depth * VM_BLOCK;
     vm_put_bytes(&l.prepared, sizeof(job), VM_ALIGN);
-    l.work = vm_put_bytes(&l.prepared, vm_work_bytes(p, &cut, at_once), VM_ALIGN);
+    l.work = vm_put_bytes(&l.prepared, vm_work_bytes(p, g, at_once), VM_ALIGN);
     l.offsets = vm_put_bytes(&l.prepared, l.batches * sizeof(ptrdiff_t), VM_ALIGN);
     l.filters = vm_put_bytes(
         &l.prepared, as_packed(cpu, p) ? 0 : VM_PRODUCT(l.phases, VM_BLOCKS(p->y.c), l.w_block, number), VM_ALIGN);
@@ -85,14 +84,10 @@ static vm_cut direct_cut(const vm_cpu *cpu, const vm_pass *pass) {
     return vm_grid_rows(&g);
 }
 
-static size_t direct_prepared(const vm_cpu *cpu, const vm_pass *pass, size_t at_once) {
+static vm_needs direct_needs(const vm_cpu *cpu, const vm_pass *pass, size_t at_once) {
     const vm_grid g = make_grid(cpu, pass);
-    return make_layout(cpu, pass, &g, at_once).prepared;
-}
-
-static size_t direct_scratch(const vm_cpu *cpu, const vm_pass *pass) {
-    const vm_grid g = make_grid(cpu, pass);
-    return make_layout(cpu, pass, &g, 0).scratch;
+    const layout l = make_layout(cpu, pass, &g, at_once);
+    return (vm_needs){.prepared = l.prepared, .scratch = l.scratch};
 }
 
 /* The part of the grid that one task computes. */
@@ -104,57 +99,42 @@ typedef struct tile {
 
 /* ---- multiply ---- */
 
-/* Where results of pixel (y, x) of a tile go: in place, or to the thread's own. */
-static float *destination(const job *j, const tile *t, size_t block, size_t y, size_t x, size_t *y_block) {
-    if (vm_in_place(j->work.cpu, j->work.pass)) {
-        *y_block = j->work.at.y.block;
-        return vm_pixel(&j->work.at.y, (size_t)t->out.top + y, block, (size_t)t->out.left + x);
-    }
-    *y_block = t->out.rows * t->out.width * VM_BLOCK;
-    return t->y + (y * t->out.width + x) * VM_BLOCK;
-}
-
 /* One row of a tile's cells, for one or two blocks of output channels, one of the cells' pixels and one run of batches. */
 static void multiply_row(const job *j, const tile *t, size_t block, size_t blocks, size_t row, size_t phase,
                          size_t first) {
     const vm_pass *p = j->work.pass;
+    const vm_operands *at = &j->work.at;
     const layout *l = &j->l;
-    const vm_products *products = j->work.cpu->products;
     const vm_grid *grid = &j->g;
-    const size_t down = phase / 2, right = phase % 2, top = row * grid->step_h + down;
-    const size_t groups = (t->at.w + products->max_pixels - 1) / products->max_pixels;
-    for (size_t i = 0; i < groups; i++) {
-        const size_t from = t->at.w * i / groups, y = row * grid->cell_h + down, x = from * grid->cell_w + right;
-        size_t y_block;
-        float *to = destination(j, t, block, y, x, &y_block);
-        vm_gemm g = {
-            .pixels = t->at.w * (i + 1) / groups - from,
-            .blocks = blocks,
-            .batches = VM_MIN(l->run, l->batches - first),
-            .depth = l->depth,
-            .x = t->x + (top * grid->input_w + from * grid->step_w + right) * VM_BLOCK,
-            .x_offset = j->offsets + first,
-            .x_pixel = (ptrdiff_t)(grid->step_w * VM_BLOCK),
-            .w = j->filters + (phase * VM_BLOCKS(p->y.c) + block) * l->w_block + first * l->depth * VM_BLOCK,
-            .w_block = (ptrdiff_t)l->w_block,
-            .y = to,
-            .y_pixel = (ptrdiff_t)(grid->cell_w * VM_BLOCK),
-            .y_block = (ptrdiff_t)y_block,
-        };
-        if (first) { /* add to the partial sum of the runs before */
-            g.add = g.y;
-            g.add_pixel = g.y_pixel;
-            g.add_block = g.y_block;
-        } else {
-            g.bias = j->work.at.bias + block * VM_BLOCK;
-            if (p->add && vm_in_place(j->work.cpu, p)) {
-                g.add = vm_pixel(&j->work.at.add, (size_t)t->out.top + y, block, (size_t)t->out.left + x);
-                g.add_pixel = g.y_pixel;
-                g.add_block = (ptrdiff_t)j->work.at.add.block;
-            }
+    const bool in_place = vm_in_place(j->work.cpu, p);
+    const size_t down = phase / 2, right = phase % 2, y = row * grid->cell_h + down;
+    const size_t top = (size_t)t->out.top + y, left = (size_t)t->out.left + right; /* its first pixel, in the image */
+    vm_gemm g = {
+        .pixels = t->at.w,
+        .blocks = blocks,
+        .batches = VM_MIN(l->run, l->batches - first),
+        .depth = l->depth,
+        .x = t->x + ((row * grid->step_h + down) * grid->input_w + right) * VM_BLOCK,
+        .x_offset = j->offsets + first,
+        .x_pixel = (ptrdiff_t)(grid->step_w * VM_BLOCK),
+        .w = j->filters + (phase * VM_BLOCKS(p->y.c) + block) * l->w_block + first * l->depth * VM_BLOCK,
+        .w_block = (ptrdiff_t)l->w_block,
+        .y = in_place ? vm_pixel(&at->y, top, block, left) : t->y + (y * t->out.width + right) * VM_BLOCK,
+        .y_pixel = (ptrdiff_t)(grid->cell_w * VM_BLOCK),
+        .y_block = (ptrdiff_t)(in_place ? at->y.block : t->out.rows * t->out.width * VM_BLOCK),
+    };
+    g.add_pixel = g.y_pixel;
+    g.add_block = g.y_block;
+    if (first) { /* the sum of the runs before */
+        g.add = g.y;
+    } else {
+        g.bias = at->bias + block * VM_BLOCK;
+        if (p->add && in_place) {
+            g.add = vm_pixel(&at->add, top, block, left);
+            g.add_block = (ptrdiff_t)at->add.block;
         }
-        products->gemm(&g);
     }
+    vm_multiply(j->work.cpu->products, g);
 }
 
 /* Two blocks of output channels at most. */
@@ -253,9 +233,8 @@ static vm_status direct_prepare(const vm_cpu *cpu, const vm_pass *pass, const vm
     char *prepared = at->prepared;
     job *j = at->prepared;
     *j = (job){.g = make_grid(cpu, pass)};
-    const vm_cut cut = vm_grid_rows(&j->g);
     j->l = make_layout(cpu, pass, &j->g, at->at_once);
-    j->work = vm_work_begin(cpu, pass, at, &cut, prepared + j->l.work);
+    j->work = vm_work_begin(cpu, pass, at, &j->g, prepared + j->l.work);
     j->offsets = (ptrdiff_t *)(prepared + j->l.offsets);
     make_offsets(j);
     *out = (vm_tasks){conv_tile, j, pass->stats ? vm_merge_rows : NULL};
@@ -264,4 +243,4 @@ static vm_status direct_prepare(const vm_cpu *cpu, const vm_pass *pass, const vm
     return exec->each(exec->pool, j->l.phases * VM_BLOCKS(pass->y.c), 0, make_filters, j);
 }
 
-const vm_method vm_direct = {direct_cut, direct_prepared, direct_scratch, direct_prepare};
+const vm_method vm_direct = {direct_cut, direct_needs, direct_prepare};

@@ -4,17 +4,15 @@
 
 #include "cpu.h"
 
-static struct {
-    char names[64];
-} disabled;
+static char disabled[64];
 
-void vm_cpu_disable(const char *names) { strncpy(disabled.names, names ? names : "", sizeof disabled.names - 1); }
+void vm_cpu_disable(const char *names) { strncpy(disabled, names, sizeof disabled - 1); }
 
 #if defined(VM_HAVE_X86) || defined(VM_HAVE_NEON)
 static bool is_disabled(const char *name) {
     const size_t n = strlen(name);
-    for (const char *p = disabled.names; (p = strstr(p, name)); p += n)
-        if ((p == disabled.names || p[-1] == ',') && (p[n] == 0 || p[n] == ',')) return true;
+    for (const char *p = disabled; (p = strstr(p, name)); p += n)
+        if ((p == disabled || p[-1] == ',') && (p[n] == 0 || p[n] == ',')) return true;
     return false;
 }
 #endif
@@ -93,17 +91,11 @@ static const vm_method *method_of(const vm_cpu *cpu, const vm_pass *p) {
 
 static vm_cut cut(const vm_backend *b, const vm_pass *p) { return method_of(b->self, p)->cut(b->self, p); }
 
-static size_t parts(const vm_backend *b, const vm_pass *p, const vm_limits *limits) {
-    (void)b, (void)p, (void)limits;
-    return 1;
-}
-
-static size_t prepared(const vm_backend *b, const vm_pass *p, size_t at_once) {
-    return method_of(b->self, p)->prepared(b->self, p, at_once);
-}
-
-static size_t scratch(const vm_backend *b, const vm_pass *p, const vm_limits *limits) {
-    return VM_PRODUCT(limits->threads, method_of(b->self, p)->scratch(b->self, p));
+static vm_needs needs(const vm_backend *b, const vm_pass *p, const vm_limits *limits, size_t at_once) {
+    vm_needs n = method_of(b->self, p)->needs(b->self, p, at_once);
+    n.scratch = VM_PRODUCT(limits->threads, n.scratch);
+    n.parts = p->stats; /* one: the tiles' own are merged into it */
+    return n;
 }
 
 static vm_status workspace(const vm_backend *b, const vm_pass *p, const vm_limits *limits, size_t *bytes) {
@@ -132,13 +124,12 @@ static vm_status run(const vm_backend *b, const vm_pass *p, const vm_operands *a
  * halves to floats and multiplies these, and computes float32 at any precision as the highest, as PyTorch does. Plain C
  * has them, as the documentation of those that are fast. */
 
-#define VM_BACKEND(SET, USABLE, OPS, PRODUCTS, DTYPE, PRECISION, PAIRS)                                          \
-    {                                                                                                            \
-        .name = SET, .usable = USABLE, .dtype = DTYPE, .precision = PRECISION, .cut = cut, .prepared = prepared, \
-        .scratch = scratch, .workspace = workspace, .parts = parts, .run = run, .prepare = prepare,              \
-        .device = &vm_host, .self = &(vm_cpu) {                                                                  \
-            &OPS, PRODUCTS, DTYPE, PAIRS                                                                         \
-        }                                                                                                        \
+#define VM_BACKEND(SET, USABLE, OPS, PRODUCTS, DTYPE, PRECISION, PAIRS)                                    \
+    {                                                                                                      \
+        .name = SET, .usable = USABLE, .dtype = DTYPE, .precision = PRECISION, .cut = cut, .needs = needs, \
+        .workspace = workspace, .run = run, .prepare = prepare, .device = &vm_host, .self = &(vm_cpu) {    \
+            &OPS, PRODUCTS, DTYPE, PAIRS                                                                   \
+        }                                                                                                  \
     }
 
 /* Kinds of numbers, in the order of the tables below. */

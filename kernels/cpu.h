@@ -63,9 +63,9 @@ typedef struct vm_products {
     size_t rows;  /* of a direct convolution's tiles: more where loading their halo would take as long as multiplying */
     size_t steps; /* of a sum, best made in one call: VM_STEPS, or more than any has */
     void (*gemm)(const vm_gemm *g);
-    /* What pairs are made of: bfloat16, [pixel][32] of which these are 16; rest: what was rounded off, likewise, or NULL.
-     * Floats have none: vm_cpu_ops.load is theirs. */
-    void (*load)(uint16_t *y, uint16_t *rest, const vm_source *from);
+    /* Makes what is multiplied; a pixel takes 64 bytes of y. Floats: [pixel][16], and y may be from->x where that is float32.
+     * Pairs: bfloat16, [pixel][32], of which these are 16; and in rest, likewise, what was rounded off, where it is not NULL. */
+    void (*load)(void *y, void *rest, const vm_source *from);
     /* `rounds` rounds of independent multiply-adds on registers alone: the floor that benchmarks
      * measure against. Returns the floating-point operations done; *sink keeps them from being dropped. */
     double (*burn)(size_t rounds, float *sink);
@@ -73,8 +73,6 @@ typedef struct vm_products {
 
 typedef struct vm_cpu_ops {
     vm_products floats;
-    /* [pixel][16]; may be x where that is float32. */
-    void (*load)(float *y, const vm_source *from);
     /* y = x * factor + add, in the type given; add may be y, or NULL. Whether all of y is finite. */
     bool (*store)(void *y, vm_dtype dtype, const float *x, size_t pixels, float factor, const void *add);
     /* mean[l] and m2[l] = sum of (x - mean)^2 over rows x pixels of one block; x_row numbers apart. */
@@ -92,11 +90,11 @@ typedef struct vm_cpu_ops {
 
 extern const vm_cpu_ops vm_cpu_ref;
 extern const vm_products vm_pairs_ref;
-void vm_load_pairs_ref(uint16_t *y, uint16_t *rest, const vm_source *from);
+void vm_load_pairs_ref(void *y, void *rest, const vm_source *from);
 #ifdef VM_HAVE_X86
 extern const vm_cpu_ops vm_cpu_sse, vm_cpu_avx2, vm_cpu_avx512;
 extern const vm_products vm_pairs_avx512bf16, vm_pairs_amx;
-void vm_load_pairs_avx512bf16(uint16_t *y, uint16_t *rest, const vm_source *from);
+void vm_load_pairs_avx512bf16(void *y, void *rest, const vm_source *from);
 /* amx.c: whether this processor has AMX, and whether the kernel lets this process use its tiles. */
 bool vm_amx_present(void);
 bool vm_amx_permitted(void);
@@ -127,10 +125,6 @@ typedef struct vm_work {
     float *parts; /* partial sums of the tiles at work */
 } vm_work;
 
-/* All but the structure itself takes so many bytes of memory, from `to` on. */
-size_t vm_work_bytes(const vm_pass *pass, const vm_cut *cut, size_t at_once);
-vm_work vm_work_begin(const vm_cpu *cpu, const vm_pass *pass, const vm_operands *at, const vm_cut *cut, void *to);
-
 /* The output in cells: its pixels, or rectangles of them where a method computes these at once. */
 typedef struct vm_grid {
     size_t cell_h, cell_w;     /* output pixels of a cell */
@@ -160,10 +154,16 @@ vm_box vm_tile_input(const vm_grid *grid, const vm_tile *tile);
 vm_box vm_tile_output(const vm_grid *grid, const vm_tile *tile);
 vm_cut vm_grid_rows(const vm_grid *grid);
 
+/* All of a vm_work but the structure itself takes so many bytes of memory, from `to` on. */
+size_t vm_work_bytes(const vm_pass *pass, const vm_grid *grid, size_t at_once);
+vm_work vm_work_begin(const vm_cpu *cpu, const vm_pass *pass, const vm_operands *at, const vm_grid *grid, void *to);
+
 /* x: planes of [rows][width][16] floats, one for 16 channels, so many floats apart; or of so many pairs, one for 32 channels,
  * and where numbers are split a second set of planes with the rests. Zero outside the image. */
 size_t vm_planes(const vm_cpu *cpu, size_t channels);
 void vm_load_box(const vm_work *work, const vm_box *box, float *x, size_t plane, size_t row);
+/* gemm for any number of pixels: in groups of nearly the same size, as few as can be. */
+void vm_multiply(const vm_products *products, vm_gemm all);
 /* Whether results go where they belong as they are made; else, from floats elsewhere, by vm_store_row: n pixels of one
  * block, with the residual added, into y or the user's pixels. */
 bool vm_in_place(const vm_cpu *cpu, const vm_pass *pass);
@@ -175,8 +175,8 @@ void vm_measure_box(const vm_work *work, const vm_box *box, size_t task, size_t 
 
 typedef struct vm_method {
     vm_cut (*cut)(const vm_cpu *cpu, const vm_pass *pass);
-    size_t (*prepared)(const vm_cpu *cpu, const vm_pass *pass, size_t at_once);
-    size_t (*scratch)(const vm_cpu *cpu, const vm_pass *pass); /* of one thread, a multiple of VM_ALIGN */
+    /* scratch: of one thread, a multiple of VM_ALIGN. */
+    vm_needs (*needs)(const vm_cpu *cpu, const vm_pass *pass, size_t at_once);
     vm_status (*prepare)(const vm_cpu *cpu, const vm_pass *pass, const vm_operands *at, const vm_exec *exec,
                          vm_tasks *out);
 } vm_method;

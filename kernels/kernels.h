@@ -146,8 +146,9 @@ static inline void vm_set_element(vm_dtype dtype, void *data, size_t i, float va
         ((uint16_t *)data)[i] = dtype == VM_BF16 ? vm_to_bfloat16(value) : vm_to_float16(value);
 }
 
-/* After nearest 2x, a 3x3 convolution is four 2x2 ones, for each parity of the output's row and of its column (`phase`): which
- * of three taps in a row, first to last, fall on their tap 0 or 1. 0 | 1 2 for the even outputs, 0 1 | 2 for the odd. */
+/* A 3x3 convolution after nearest 2x is four 2x2 ones, one for each parity of the output's row and column. Along a line of
+ * parity `phase`, tap 0 or 1 of a 2x2 filter is the sum of the 3x3 filter's taps *first to *last: of 0, and of 1 and 2, for even
+ * outputs; of 0 and 1, and of 2, for odd ones. */
 static inline void vm_folded_taps(size_t phase, size_t tap, size_t *first, size_t *last) {
     *first = tap ? phase + 1 : 0;
     *last = tap ? 2 : phase;
@@ -210,11 +211,11 @@ typedef struct vm_operands {
     const float *bias;         /* [y.c rounded up to 16] */
     const float *gamma, *beta; /* [x.c rounded up to 16] */
     const float *x_stats;      /* what the producer of x left */
-    float *y_stats;            /* what this pass leaves: vm_backend.parts times vm_stats_floats(y.c) floats */
+    float *y_stats;            /* what this pass leaves: vm_needs.parts times vm_stats_floats(y.c) floats */
     size_t x_parts;            /* number of partial sums in x_stats */
-    void *prepared;            /* vm_backend.prepared bytes, VM_ALIGN-aligned */
+    void *prepared;            /* vm_needs.prepared bytes, VM_ALIGN-aligned */
     size_t at_once;            /* rows of tiles that are at work at the same time, at most: all of them, or a step's */
-    void *scratch;             /* vm_backend.scratch bytes or more, likewise */
+    void *scratch;             /* vm_needs.scratch bytes or more, likewise */
     size_t scratch_each;       /* of them, each thread's own */
     void *workspace;           /* vm_backend.workspace bytes, likewise */
     bool *overflow;            /* set where a number that is stored in fewer bits is not finite; a GPU keeps its own */
@@ -253,6 +254,13 @@ typedef struct vm_cut {
     size_t in_step, in_rows, pad; /* row k reads rows [k * in_step - pad, k * in_step - pad + in_rows) of x */
 } vm_cut;
 
+/* What a pass needs beside its tensors: bytes that are kept from its beginning to its end, and bytes that are in use while a
+ * task runs (of all threads together, so that passes at work at the same time share them). And how many partial sums,
+ * each of vm_stats_floats(y.c) floats, it leaves for a GroupNorm; 0 where none wants them. */
+typedef struct vm_needs {
+    size_t prepared, scratch, parts;
+} vm_needs;
+
 /* A pass at work: task t of it is fn(job, t, thread). */
 typedef struct vm_tasks {
     vm_task fn;
@@ -269,7 +277,7 @@ typedef struct vm_backend vm_backend;
 typedef struct vm_device {
     size_t align;     /* of a buffer in the arena, in bytes; a multiple of VM_ALIGN */
     bool addressable; /* the host reads and writes this memory: its arrays need no copies, tests may look inside */
-    /* *out: NULL where there is no memory (VM_OK), or the device refused. */
+    /* VM_OK with *out NULL where there is no memory left; any other status where the device refused for another reason. */
     vm_status (*take)(const vm_backend *b, size_t bytes, void **out);
     void (*give)(const vm_backend *b, void *block, size_t bytes);
     size_t (*weight_bytes)(const vm_backend *b, const vm_weight *w);
@@ -302,13 +310,10 @@ struct vm_backend {
     vm_dtype dtype;         /* of tensors between passes, and of weights */
     vm_precision precision; /* of float32's products */
     vm_cut (*cut)(const vm_backend *b, const vm_pass *pass);
-    /* Bytes that a pass needs beside its tensors: kept from its beginning to its end, in use while a task runs (of all
-     * threads together, so that passes at work at the same time share them), and a library's. */
-    size_t (*prepared)(const vm_backend *b, const vm_pass *pass, size_t at_once);
-    size_t (*scratch)(const vm_backend *b, const vm_pass *pass, const vm_limits *limits);
+    /* at_once: rows of tiles that are at work at the same time, at most. */
+    vm_needs (*needs)(const vm_backend *b, const vm_pass *pass, const vm_limits *limits, size_t at_once);
+    /* Bytes that a library needs besides: only the library knows, and it may refuse the pass. */
     vm_status (*workspace)(const vm_backend *b, const vm_pass *pass, const vm_limits *limits, size_t *bytes);
-    /* How many partial sums (each vm_stats_floats(y.c) floats) the pass leaves for a GroupNorm. */
-    size_t (*parts)(const vm_backend *b, const vm_pass *pass, const vm_limits *limits);
     vm_status (*run)(const vm_backend *b, const vm_pass *pass, const vm_operands *at, const vm_exec *exec);
     /* Makes a pass ready to be computed, row of tiles by row of tiles. *out borrows pass and at->prepared. NULL: passes run
      * whole only. */

@@ -10,25 +10,25 @@ typedef struct layout {
     size_t channels, sums, parts, bytes;
 } layout;
 
-static layout make_layout(const vm_pass *pass, const vm_cut *cut, size_t at_once) {
+static layout make_layout(const vm_pass *pass, const vm_grid *grid, size_t at_once) {
     const size_t channels = VM_BLOCKS(pass->x.c) * VM_BLOCK;
     const size_t sum = pass->stats ? vm_stats_floats(pass->y.c) : 0;
     layout l = {0};
     l.channels = vm_put_bytes(&l.bytes, 2 * channels * sizeof(float), VM_ALIGN);
     l.sums = vm_put_bytes(&l.bytes, sum * sizeof(double), VM_ALIGN);
-    l.parts = vm_put_bytes(&l.bytes, VM_PRODUCT(at_once, cut->columns, sum, sizeof(float)), VM_ALIGN);
+    l.parts = vm_put_bytes(&l.bytes, VM_PRODUCT(at_once, grid->columns, sum, sizeof(float)), VM_ALIGN);
     return l;
 }
 
-size_t vm_work_bytes(const vm_pass *pass, const vm_cut *cut, size_t at_once) {
-    return make_layout(pass, cut, at_once).bytes;
+size_t vm_work_bytes(const vm_pass *pass, const vm_grid *grid, size_t at_once) {
+    return make_layout(pass, grid, at_once).bytes;
 }
 
-vm_work vm_work_begin(const vm_cpu *cpu, const vm_pass *pass, const vm_operands *at, const vm_cut *cut, void *to) {
-    const layout l = make_layout(pass, cut, at->at_once);
+vm_work vm_work_begin(const vm_cpu *cpu, const vm_pass *pass, const vm_operands *at, const vm_grid *grid, void *to) {
+    const layout l = make_layout(pass, grid, at->at_once);
     const size_t padded = VM_BLOCKS(pass->x.c) * VM_BLOCK;
     char *base = to;
-    vm_work w = {.cpu = cpu, .pass = pass, .at = *at, .cut = *cut};
+    vm_work w = {.cpu = cpu, .pass = pass, .at = *at, .cut = vm_grid_rows(grid)};
     if (pass->stats) {
         w.sums = (double *)(void *)(base + l.sums);
         w.parts = (float *)(void *)(base + l.parts);
@@ -107,13 +107,22 @@ size_t vm_planes(const vm_cpu *cpu, size_t c) {
 
 /* Pixels of a channel block to the scratch that begins at x, a plane of such blocks (or of pairs of them). */
 static void put(const vm_work *j, float *x, size_t block, size_t plane, const vm_source *from) {
-    if (!j->cpu->pairs) {
-        j->cpu->ops->load(x + block * plane, from);
+    const vm_cpu *cpu = j->cpu;
+    if (!cpu->pairs) {
+        cpu->products->load(x + block * plane, NULL, from);
         return;
     }
     uint16_t *pairs = (uint16_t *)(void *)(x + block / 2 * plane) + block % 2 * VM_BLOCK;
-    const size_t rest = j->cpu->pairs > 1 ? vm_planes(j->cpu, j->pass->x.c) * plane : 0;
-    j->cpu->products->load(pairs, rest ? pairs + rest : NULL, from);
+    cpu->products->load(pairs, cpu->pairs > 1 ? pairs + vm_planes(cpu, j->pass->x.c) * plane : NULL, from);
+}
+
+/* What is done to a block of channels on load. */
+static vm_source how_to_load(const vm_work *j, size_t block) {
+    vm_source from = {.silu = j->pass->silu};
+    if (!j->scale) return from;
+    from.scale = j->scale + block * VM_BLOCK;
+    from.shift = j->shift + block * VM_BLOCK;
+    return from;
 }
 
 static float pixel_at(const vm_work *j, size_t c, size_t y, size_t x) {
@@ -128,11 +137,8 @@ static void put_pixels(const vm_work *j, float *to, size_t block, size_t plane, 
     enum { SOME = 32 };
     const size_t c0 = block * VM_BLOCK, lanes = VM_MIN(j->pass->x.c - c0, VM_BLOCK);
     float pixels[SOME * VM_BLOCK] = {0};
-    vm_source from = {.x = pixels};
-    if (j->scale) {
-        from.scale = j->scale + c0;
-        from.shift = j->shift + c0;
-    }
+    vm_source from = how_to_load(j, block);
+    from.x = pixels;
     for (size_t done = 0; done < n; done += from.pixels, to += from.pixels * VM_BLOCK) {
         from.pixels = VM_MIN(n - done, SOME);
         for (size_t i = 0; i < from.pixels; i++)
@@ -142,11 +148,10 @@ static void put_pixels(const vm_work *j, float *to, size_t block, size_t plane, 
 }
 
 static void put_row(const vm_work *j, float *to, size_t block, size_t plane, size_t y, size_t x, size_t n) {
-    vm_source from = {vm_pixel(&j->at.x, y, block, x), j->at.x.dtype, n, .silu = j->pass->silu};
-    if (j->scale) {
-        from.scale = j->scale + block * VM_BLOCK;
-        from.shift = j->shift + block * VM_BLOCK;
-    }
+    vm_source from = how_to_load(j, block);
+    from.x = vm_pixel(&j->at.x, y, block, x);
+    from.dtype = j->at.x.dtype;
+    from.pixels = n;
     put(j, to, block, plane, &from);
 }
 
@@ -172,6 +177,22 @@ void vm_load_box(const vm_work *j, const vm_box *box, float *x, size_t plane, si
             else
                 put_pixels(j, to, b, plane, (size_t)y, x0, n);
         }
+    }
+}
+
+/* ---- multiply ---- */
+
+void vm_multiply(const vm_products *products, vm_gemm all) {
+    const size_t groups = (all.pixels + products->max_pixels - 1) / products->max_pixels;
+    for (size_t i = 0; i < groups; i++) {
+        const size_t first = all.pixels * i / groups;
+        const ptrdiff_t from = (ptrdiff_t)first;
+        vm_gemm g = all;
+        g.pixels = all.pixels * (i + 1) / groups - first;
+        g.x += from * g.x_pixel;
+        g.y += from * g.y_pixel;
+        if (g.add) g.add += from * g.add_pixel;
+        products->gemm(&g);
     }
 }
 

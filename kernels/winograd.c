@@ -59,7 +59,6 @@ typedef struct job {
 } job;
 
 static layout make_layout(const vm_cpu *cpu, const vm_pass *p, const vm_grid *g, size_t at_once) {
-    const vm_cut cut = vm_grid_rows(g);
     const vm_transforms *t = transforms_of(cpu, p);
     layout l = {.numbers = t->rows * t->columns, .depth = VM_MIN(p->x.c, VM_BLOCK)};
     const size_t xb = VM_BLOCKS(p->x.c), yb = VM_BLOCKS(p->y.c), tiles = g->tile_h * g->tile_w;
@@ -70,7 +69,7 @@ static layout make_layout(const vm_cpu *cpu, const vm_pass *p, const vm_grid *g,
     l.m_step = yb * tiles * VM_BLOCK;
     l.u_step = VM_PRODUCT(yb, xb, l.depth, VM_BLOCK);
     vm_put_bytes(&l.prepared, sizeof(job), VM_ALIGN);
-    l.work = vm_put_bytes(&l.prepared, vm_work_bytes(p, &cut, at_once), VM_ALIGN);
+    l.work = vm_put_bytes(&l.prepared, vm_work_bytes(p, g, at_once), VM_ALIGN);
     l.offsets = vm_put_bytes(&l.prepared, xb * sizeof(ptrdiff_t), VM_ALIGN);
     l.u = vm_put_bytes(&l.prepared, VM_PRODUCT(l.numbers, l.u_step, sizeof(float)), VM_ALIGN);
     vm_put_bytes(&l.scratch, VM_PRODUCT(xb, l.x_plane, sizeof(float)), VM_ALIGN);
@@ -87,14 +86,10 @@ static vm_cut winograd_cut(const vm_cpu *cpu, const vm_pass *pass) {
     return vm_grid_rows(&g);
 }
 
-static size_t winograd_prepared(const vm_cpu *cpu, const vm_pass *pass, size_t at_once) {
+static vm_needs winograd_needs(const vm_cpu *cpu, const vm_pass *pass, size_t at_once) {
     const vm_grid g = make_grid(cpu, pass);
-    return make_layout(cpu, pass, &g, at_once).prepared;
-}
-
-static size_t winograd_scratch(const vm_cpu *cpu, const vm_pass *pass) {
-    const vm_grid g = make_grid(cpu, pass);
-    return make_layout(cpu, pass, &g, 0).scratch;
+    const layout l = make_layout(cpu, pass, &g, at_once);
+    return (vm_needs){.prepared = l.prepared, .scratch = l.scratch};
 }
 
 typedef struct region {
@@ -117,33 +112,24 @@ static void transform_weights(const void *context, size_t task, unsigned thread)
 
 /* m[f] = u[f] v[f] for one f and one or two blocks of output channels. */
 static void multiply(const job *j, const region *r, size_t f, size_t block, size_t blocks) {
-    const size_t xb = VM_BLOCKS(j->work.pass->x.c), tiles = r->at.h * r->at.w, n = j->l.depth * VM_BLOCK;
-    const vm_products *products = j->work.cpu->products;
-    const size_t groups = (tiles + products->max_pixels - 1) / products->max_pixels;
+    const size_t xb = VM_BLOCKS(j->work.pass->x.c), n = j->l.depth * VM_BLOCK, tiles = j->g.tile_h * j->g.tile_w;
+    float *y = r->m + f * j->l.m_step + block * tiles * VM_BLOCK;
     for (size_t first = 0; first < xb; first += j->l.run)
-        for (size_t i = 0; i < groups; i++) {
-            const size_t from = tiles * i / groups;
-            vm_gemm g = {
-                .pixels = tiles * (i + 1) / groups - from,
-                .blocks = blocks,
-                .batches = VM_MIN(j->l.run, xb - first),
-                .depth = j->l.depth,
-                .x = r->v + f * j->l.v_step + from * VM_BLOCK,
-                .x_offset = j->offsets + first,
-                .x_pixel = VM_BLOCK,
-                .w = j->u + f * j->l.u_step + (block * xb + first) * n,
-                .w_block = (ptrdiff_t)(xb * n),
-                .y = r->m + f * j->l.m_step + (block * j->g.tile_h * j->g.tile_w + from) * VM_BLOCK,
-                .y_pixel = VM_BLOCK,
-                .y_block = (ptrdiff_t)(j->g.tile_h * j->g.tile_w * VM_BLOCK),
-            };
-            if (first) {
-                g.add = g.y;
-                g.add_pixel = g.y_pixel;
-                g.add_block = g.y_block;
-            }
-            products->gemm(&g);
-        }
+        vm_multiply(j->work.cpu->products, (vm_gemm){.pixels = r->at.h * r->at.w,
+                                                     .blocks = blocks,
+                                                     .batches = VM_MIN(j->l.run, xb - first),
+                                                     .depth = j->l.depth,
+                                                     .x = r->v + f * j->l.v_step,
+                                                     .x_offset = j->offsets + first,
+                                                     .x_pixel = VM_BLOCK,
+                                                     .w = j->u + f * j->l.u_step + (block * xb + first) * n,
+                                                     .w_block = (ptrdiff_t)(xb * n),
+                                                     .add = first ? y : NULL, /* the sum of the runs before */
+                                                     .add_pixel = VM_BLOCK,
+                                                     .add_block = (ptrdiff_t)(tiles * VM_BLOCK),
+                                                     .y = y,
+                                                     .y_pixel = VM_BLOCK,
+                                                     .y_block = (ptrdiff_t)(tiles * VM_BLOCK)});
 }
 
 static void store(const job *j, const region *r, size_t block) {
@@ -192,9 +178,8 @@ static vm_status winograd_prepare(const vm_cpu *cpu, const vm_pass *pass, const 
     char *prepared = at->prepared;
     job *j = at->prepared;
     *j = (job){.g = make_grid(cpu, pass), .transforms = transforms_of(cpu, pass)};
-    const vm_cut cut = vm_grid_rows(&j->g);
     j->l = make_layout(cpu, pass, &j->g, at->at_once);
-    j->work = vm_work_begin(cpu, pass, at, &cut, prepared + j->l.work);
+    j->work = vm_work_begin(cpu, pass, at, &j->g, prepared + j->l.work);
     j->u = (float *)(prepared + j->l.u);
     j->offsets = (ptrdiff_t *)(prepared + j->l.offsets);
     const size_t plane = j->g.tile_h * j->g.tile_w * VM_BLOCK;
@@ -203,4 +188,4 @@ static vm_status winograd_prepare(const vm_cpu *cpu, const vm_pass *pass, const 
     return exec->each(exec->pool, VM_BLOCKS(pass->y.c), 0, transform_weights, j);
 }
 
-const vm_method vm_winograd = {winograd_cut, winograd_prepared, winograd_scratch, winograd_prepare};
+const vm_method vm_winograd = {winograd_cut, winograd_needs, winograd_prepare};

@@ -60,7 +60,6 @@ class Convs:
         self.library = ctypes.CDLL(library)
         for name in ("vm_error", "vm_cudnn_convs_name"):
             getattr(self.library, name).restype = ctypes.c_char_p
-        self.library.vm_cudnn_convs_tuned.restype = ctypes.c_bool
         self.device_json = device_json and device_json.encode()
         self.cudnn = cudnn and cudnn.encode()
         self.convs = ctypes.c_void_p()
@@ -136,9 +135,6 @@ class Convs:
         self._check(self.library.vm_cudnn_convs_tune(self.convs, of, None, *at, timer, None))
         memory.check()
         return len(tried)
-
-    def tuned(self, key) -> bool:
-        return self.library.vm_cudnn_convs_tuned(self.convs, ctypes.byref(Key(*key)))
 
     # of the stand-in
 

@@ -89,7 +89,7 @@ int main(void) {
     static const size_t heights[] = {8 * 128, 8 * 1031, 8 * 5000, 8 * 16387};
     vm_model *m;
     size_t bad = 0, steps = 0, skipped = 0, rings = 0, heirs = 0;
-    if (vm_model_new(vm_arch_find("sdxl"), VM_DECODER | VM_ENCODER, vm_backend_at(VM_F32, VM_HIGHEST, 0), &m))
+    if (vm_model_new(vm_arch_models()[1], VM_DECODER | VM_ENCODER, vm_backend_at(VM_F32, VM_HIGHEST, 0), &m))
         return puts(vm_error()), 2;
     for (int op = 0; op < VM_OPS; op++)
         for (unsigned threads = 1; threads <= 16; threads *= 4)

@@ -19,7 +19,7 @@ static bool holds_its_pieces(const vm_plan *p) {
 }
 
 int main(void) {
-    const vm_arch *arch = vm_arch_find("sdxl");
+    const vm_arch *arch = vm_arch_models()[1];
     const double element = sizeof(float), channels = (double)arch->block_out_channels[0];
     vm_model *m;
     size_t planned = 0, refused = 0, bad = 0;

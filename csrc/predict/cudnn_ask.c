@@ -12,33 +12,22 @@
 
 #include "workspace.h"
 
-/* PyTorch's filterEngineConfigs, not deterministic. */
-static bool refused(vm_cudnn *c, desc engine, const vm_conv *conv) {
-    uint32_t notes, bad = 1u << NOTE_DOWN_CONVERT_INPUTS;
-    if (conv->dtype == VM_F32 && !conv->tf32) bad |= 1u << NOTE_TENSOR_CORE;
-    return !vm_cudnn_notes(c, engine, ENGINE_NUMERICAL_NOTE, T_NUMERICAL_NOTE, &notes) || (notes & bad);
+/* Numerical notes that PyTorch's filterEngineConfigs refuses, not deterministic. */
+static uint32_t bad_notes(const vm_conv *conv) {
+    return 1u << NOTE_DOWN_CONVERT_INPUTS | (conv->dtype == VM_F32 && !conv->tf32 ? 1u << NOTE_TENSOR_CORE : 0);
 }
 
 /* Whether this configuration is the one: it passes PyTorch's filter and finalises as a plan. */
 static bool try_config(vm_cudnn *c, desc device, desc config, const vm_conv *conv, vm_conv_plan *out) {
-    desc engine = NULL, plan = NULL;
-    uint32_t notes;
-    int64_t count = 0;
-    if (c->create(ENGINE, &engine) || c->create(EXECUTION_PLAN, &plan)) goto done;
-    if (c->get(config, ENGINECFG_ENGINE, T_DESC, 1, &count, &engine) || refused(c, engine, conv)) goto done;
-    if (!c->set(plan, EXECUTION_PLAN_ENGINE_CONFIG, T_DESC, 1, &config) &&
-        !c->set(plan, EXECUTION_PLAN_DEVICEPROP, T_DESC, 1, &device) && !c->finalize(plan) &&
-        !c->get(plan, EXECUTION_PLAN_WORKSPACE_SIZE, T_INT64, 1, &count, &out->bytes)) {
-        out->engine = vm_cudnn_name(c, config, engine, out->name, sizeof out->name);
-        out->found = true;
-    } else if (vm_cudnn_notes(c, engine, ENGINE_BEHAVIOR_NOTE, T_BEHAVIOR_NOTE, &notes) &&
-               (notes & 1u << BEHAVIOR_RUNTIME_COMPILATION)) {
-        out->untried++;
-    }
-done:
-    if (plan) c->destroy(plan);
-    if (engine) c->destroy(engine);
-    return out->found;
+    const vm_cudnn_plan made = vm_cudnn_try(c, config, bad_notes(conv), device, NULL);
+    out->untried += made.compiles;
+    if (!made.plan) return false;
+    c->destroy(made.plan);
+    out->found = true;
+    out->bytes = made.bytes;
+    out->engine = made.engine;
+    memcpy(out->name, made.name, sizeof made.name);
+    return true;
 }
 
 /* Walks one list of the heuristics. */

@@ -350,17 +350,11 @@ vm_status vm_talloc_new(const vm_talloc_config *config, vm_talloc **out) {
     if (!c.max_split_size) c.max_split_size = UINT64_MAX;
     if (!c.reservation) c.reservation = c.total_memory ? c.total_memory + c.total_memory / 8 : TA_RESERVATION;
     if (!c.max_non_split_rounding) c.max_non_split_rounding = TA_LARGE_SEGMENT;
-    vm_mem *mem = vm_mem_new(NULL);
-    if (!mem) return VM_ENOMEM;
     void *memory;
-    vm_status s = vm_mem_alloc(mem, VM_SCRATCH, sizeof(vm_talloc), &memory);
-    if (s) {
-        vm_mem_release(mem);
-        return s;
-    }
+    vm_status s = vm_mem_alloc(vm_mem_common, VM_SCRATCH, sizeof(vm_talloc), &memory);
+    if (s) return s;
     vm_talloc *a = memory;
     a->config = c;
-    a->mem = mem;
     a->next_address = TA_FIRST_ADDRESS;
     a->pools[0].cached.by_size = a->pools[1].cached.by_size = true;
     *out = a;
@@ -369,10 +363,8 @@ vm_status vm_talloc_new(const vm_talloc_config *config, vm_talloc **out) {
 
 void vm_talloc_delete(vm_talloc *a) {
     if (!a) return;
-    vm_mem *mem = a->mem;
     ta_storage_free(a);
-    vm_mem_free(mem, VM_SCRATCH, a, sizeof *a);
-    vm_mem_release(mem);
+    vm_mem_free(vm_mem_common, VM_SCRATCH, a, sizeof *a);
 }
 
 const vm_talloc_config *vm_talloc_settings(const vm_talloc *a) { return &a->config; }

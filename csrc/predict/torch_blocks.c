@@ -89,8 +89,8 @@ void ta_remove(tree *t, node *n) {
     t->count--;
 }
 
-/* Of a bin, of any stream: up: the first element that is not before key (after: that is after it); else the last before
- * key. */
+/* Within a bin, of all streams. up: the first element that is not before key or, with `after`, the first that comes after it.
+ * Not up: the last element before key. */
 static node *nearest(node *n, const node *key, bool after, bool up) {
     node *found = NULL;
     while (n) {
@@ -174,14 +174,14 @@ static vm_status grow_table(vm_talloc *a) {
     const size_t old_size = a->table_size, size = VM_MAX(2 * old_size, 1024);
     block **old = a->table;
     void *table;
-    vm_status s = vm_mem_alloc(a->mem, VM_SCRATCH, size * sizeof *old, &table);
+    vm_status s = vm_mem_alloc(vm_mem_common, VM_SCRATCH, size * sizeof *old, &table);
     if (s) return s;
     a->table = table;
     a->table_size = size;
     a->table_used = 0;
     for (size_t i = 0; i < old_size; i++)
         if (old[i]) ta_table_add(a, old[i]);
-    vm_mem_free(a->mem, VM_SCRATCH, old, old_size * sizeof *old);
+    vm_mem_free(vm_mem_common, VM_SCRATCH, old, old_size * sizeof *old);
     return VM_OK;
 }
 
@@ -198,7 +198,7 @@ _Static_assert(sizeof(segment) <= sizeof(block), "elements are as large as block
 
 static vm_status grow_spares(vm_talloc *a) {
     void *memory;
-    vm_status s = vm_mem_alloc(a->mem, VM_SCRATCH, sizeof(slab), &memory);
+    vm_status s = vm_mem_alloc(vm_mem_common, VM_SCRATCH, sizeof(slab), &memory);
     if (s) return s;
     slab *fresh = memory;
     fresh->next = a->slabs;
@@ -210,10 +210,10 @@ static vm_status grow_spares(vm_talloc *a) {
 static vm_status grow_history(vm_talloc *a, size_t events) {
     const size_t item = sizeof *a->history, size = VM_MAX(2 * a->history_size, a->history_used + events);
     void *history;
-    vm_status s = vm_mem_alloc(a->mem, VM_SCRATCH, size * item, &history);
+    vm_status s = vm_mem_alloc(vm_mem_common, VM_SCRATCH, size * item, &history);
     if (s) return s;
     if (a->history_used) memcpy(history, a->history, a->history_used * item);
-    vm_mem_free(a->mem, VM_SCRATCH, a->history, a->history_size * item);
+    vm_mem_free(vm_mem_common, VM_SCRATCH, a->history, a->history_size * item);
     a->history = history;
     a->history_size = size;
     return VM_OK;
@@ -253,9 +253,9 @@ void ta_recycle(vm_talloc *a, void *element) {
 void ta_storage_free(vm_talloc *a) {
     while (a->slabs) {
         slab *next = a->slabs->next;
-        vm_mem_free(a->mem, VM_SCRATCH, a->slabs, sizeof(slab));
+        vm_mem_free(vm_mem_common, VM_SCRATCH, a->slabs, sizeof(slab));
         a->slabs = next;
     }
-    vm_mem_free(a->mem, VM_SCRATCH, a->table, a->table_size * sizeof *a->table);
-    vm_mem_free(a->mem, VM_SCRATCH, a->history, a->history_size * sizeof *a->history);
+    vm_mem_free(vm_mem_common, VM_SCRATCH, a->table, a->table_size * sizeof *a->table);
+    vm_mem_free(vm_mem_common, VM_SCRATCH, a->history, a->history_size * sizeof *a->history);
 }

@@ -73,7 +73,6 @@ typedef struct pool {
 
 struct vm_talloc {
     vm_talloc_config config; /* as it was given, with every 0 replaced by the value that it stands for */
-    vm_mem *mem;
     vm_talloc_stats stats;
     pool pools[2]; /* large, small */
     tree segments;

@@ -12,14 +12,10 @@ const vm_talloc_event *vm_talloc_events(const vm_talloc *a, size_t *count) {
     return a->history;
 }
 
-static const segment *next_segment(const vm_talloc *a, const segment *s) {
-    return (const segment *)(s ? ta_after(&a->segments, &s->node) : ta_at_least(&a->segments, &(node){.address = 0}));
-}
-
 size_t vm_talloc_blocks(const vm_talloc *a, vm_talloc_block *out) {
     size_t n = 0;
-    for (const segment *s = next_segment(a, NULL); s; s = next_segment(a, s))
-        for (const block *b = s->first; b; b = b->next) {
+    for (const node *s = ta_next(&a->segments, NULL); s; s = ta_next(&a->segments, s))
+        for (const block *b = ((const segment *)s)->first; b; b = b->next) {
             if (b->mapped && out)
                 out[n] = (vm_talloc_block){.address = b->node.address,
                                            .size = b->node.size,
@@ -57,7 +53,8 @@ static const segment *segment_at(const vm_talloc *a, uint64_t address) {
 
 size_t vm_talloc_whole_segments(const vm_talloc *a) {
     size_t n = 0;
-    for (const segment *s = next_segment(a, NULL); s; s = next_segment(a, s)) n += is_whole(s);
+    for (const node *s = ta_next(&a->segments, NULL); s; s = ta_next(&a->segments, s))
+        n += is_whole((const segment *)s);
     return n;
 }
 

@@ -10,35 +10,24 @@
 enum { FIRST_BINS = 128 };
 
 /* Makes place for one more item in *array; there are no more of any kind than steps. */
-static vm_status grow(vm_trace *t, void *array, size_t count, size_t item) {
+static vm_status grow(void *array, size_t count, size_t item) {
     if (count == VM_TRACE_STEPS) return vm_fail(VM_EOVERFLOW, "trace: want at most %zu steps, got more", count);
-    return vm_mem_grow(t->mem, VM_SCRATCH, array, count, item);
+    return vm_mem_grow(vm_mem_common, VM_SCRATCH, array, count, item);
 }
 
-vm_status vm_trace_new(vm_trace **out) {
-    *out = NULL;
-    vm_mem *mem = vm_mem_new(NULL);
-    if (!mem) return VM_ENOMEM;
-    void *t;
-    vm_status s = vm_mem_alloc(mem, VM_SCRATCH, sizeof **out, &t);
-    if (s) {
-        vm_mem_release(mem);
-        return s;
-    }
-    *out = t;
-    (*out)->mem = mem;
-    return VM_OK;
+vm_status vm_trace_new(vm_trace **out) { return vm_mem_alloc(vm_mem_common, VM_SCRATCH, sizeof **out, (void **)out); }
+
+static void release(void *array, size_t items, size_t item) {
+    vm_mem_free(vm_mem_common, VM_SCRATCH, array, items * item);
 }
 
 void vm_trace_free(vm_trace *t) {
     if (!t) return;
-    vm_mem *mem = t->mem;
-    vm_mem_free(mem, VM_SCRATCH, t->step, vm_mem_capacity(t->steps) * sizeof *t->step);
-    vm_mem_free(mem, VM_SCRATCH, t->conv, vm_mem_capacity(t->convs) * sizeof *t->conv);
-    vm_mem_free(mem, VM_SCRATCH, t->name, vm_mem_capacity(t->names) * sizeof *t->name);
-    vm_mem_free(mem, VM_SCRATCH, t->bin, t->bins * sizeof *t->bin);
-    vm_mem_free(mem, VM_SCRATCH, t, sizeof *t);
-    vm_mem_release(mem);
+    release(t->step, vm_mem_capacity(t->steps), sizeof *t->step);
+    release(t->conv, vm_mem_capacity(t->convs), sizeof *t->conv);
+    release(t->name, vm_mem_capacity(t->names), sizeof *t->name);
+    release(t->bin, t->bins, sizeof *t->bin);
+    release(t, 1, sizeof *t);
 }
 
 /* ---- names ---- */
@@ -65,16 +54,16 @@ static vm_status intern(vm_trace *t, const char *name, uint32_t *index) {
     if (2 * (t->names + 1) > t->bins) {
         const size_t bins = t->bins ? 2 * t->bins : FIRST_BINS;
         void *bin;
-        vm_status s = vm_mem_alloc(t->mem, VM_SCRATCH, bins * sizeof *t->bin, &bin);
+        vm_status s = vm_mem_alloc(vm_mem_common, VM_SCRATCH, bins * sizeof *t->bin, &bin);
         if (s) return s;
-        vm_mem_free(t->mem, VM_SCRATCH, t->bin, t->bins * sizeof *t->bin);
+        release(t->bin, t->bins, sizeof *t->bin);
         t->bin = bin;
         t->bins = bins;
         for (size_t i = 0; i < t->names; i++) *find_bin(t, t->name[i]) = (uint32_t)i + 1;
     }
     uint32_t *bin = find_bin(t, name);
     if (!*bin) {
-        vm_status s = grow(t, &t->name, t->names, sizeof *t->name);
+        vm_status s = grow(&t->name, t->names, sizeof *t->name);
         if (s) return s;
         strcpy(t->name[t->names], name);
         *bin = (uint32_t)++t->names;
@@ -88,7 +77,7 @@ static vm_status intern(vm_trace *t, const char *name, uint32_t *index) {
 static vm_status add(vm_trace *t, vm_trace_op op, uint32_t id, uint64_t bytes, const char *name) {
     uint32_t index = 0;
     vm_status s = name ? intern(t, name, &index) : VM_OK;
-    if (!s) s = grow(t, &t->step, t->steps, sizeof *t->step);
+    if (!s) s = grow(&t->step, t->steps, sizeof *t->step);
     if (!s) t->step[t->steps++] = (vm_trace_step){.op = op, .id = id, .name = index, .bytes = bytes};
     return s;
 }
@@ -112,7 +101,7 @@ vm_status vm_trace_conv(vm_trace *t, const vm_conv *conv, const char *name) {
     size_t i = 0;
     while (i < t->convs && !vm_conv_same(&t->conv[i], conv)) i++;
     if (i == t->convs) {
-        vm_status s = grow(t, &t->conv, t->convs, sizeof *t->conv);
+        vm_status s = grow(&t->conv, t->convs, sizeof *t->conv);
         if (s) return s;
         t->conv[t->convs++] = *conv;
     }
@@ -120,8 +109,6 @@ vm_status vm_trace_conv(vm_trace *t, const vm_conv *conv, const char *name) {
 }
 
 /* ---- operators ---- */
-
-static size_t element(vm_dtype dtype) { return dtype == VM_F32 ? 4 : 2; }
 
 /* Takes `count` storages and gives them back. */
 static vm_status pass_through(vm_trace *t, const uint64_t *bytes, size_t count, const char *name) {
@@ -134,7 +121,8 @@ static vm_status pass_through(vm_trace *t, const uint64_t *bytes, size_t count, 
 
 vm_status vm_trace_norm(vm_trace *t, vm_dtype dtype, size_t n, size_t c, size_t groups, size_t pixels, const char *name,
                         uint32_t stats[2]) {
-    const size_t bytes = VM_PRODUCT(n, groups, element(dtype)), fused = VM_PRODUCT(4, n, c); /* whatever the dtype */
+    const size_t bytes = VM_PRODUCT(n, groups, vm_dtype_bytes(dtype)),
+                 fused = VM_PRODUCT(4, n, c); /* whatever the dtype */
     vm_status s = vm_trace_take(t, bytes, name, &stats[0]);
     if (!s) s = vm_trace_take(t, bytes, name, &stats[1]);
     if (!s && pixels > 1) s = pass_through(t, (uint64_t[]){fused, fused}, 2, name);
@@ -180,7 +168,7 @@ static vm_status flash(vm_trace *t, const vm_attention_shape *a, const vm_trace_
 static vm_status efficient(vm_trace *t, const vm_attention_shape *a, const char *name, uint32_t *id) {
     const size_t count = VM_PRODUCT(a->batch, a->heads, a->queries, a->depth);
     const uint64_t sums = VM_PRODUCT(4, count);
-    vm_status s = vm_trace_take(t, VM_PRODUCT(count, element(a->dtype)), name, id);
+    vm_status s = vm_trace_take(t, VM_PRODUCT(count, vm_dtype_bytes(a->dtype)), name, id);
     /* Heads wider than 128 are accumulated in a float tensor in memory instead of registers. */
     if (!s && a->dtype != VM_F32 && a->depth > 128) s = pass_through(t, &sums, 1, name);
     return s;
@@ -194,6 +182,7 @@ static vm_status math(vm_trace *t, const vm_attention_shape *a, const char *name
     const bool half = a->dtype != VM_F32;
     enum { Q, K, V, SCALED_Q, SCALED_K, RAW, SOFT, LEAST, MASKED, ROWS, ZERO, SAFE, HALF, OUT, COUNT };
     const size_t bytes[COUNT] = {q, kv, kv, q, kv, scores, scores, 4, scores / 4, rows, 4, scores, scores / 2, q};
+    /* what is taken and, as ~what, given back, in order */
     static const int8_t plan[] = {SCALED_Q, SCALED_K, RAW,   ~SCALED_K, SOFT,    LEAST,  MASKED, ROWS,
                                   ZERO,     SAFE,     ~ZERO, ~ROWS,     ~MASKED, ~LEAST, ~SOFT,  ~RAW};
     uint32_t ids[COUNT] = {0};

@@ -28,7 +28,6 @@ typedef struct vm_trace_step {
 } vm_trace_step;
 
 typedef struct vm_trace {
-    vm_mem *mem; /* owned */
     size_t steps, convs, names, bins;
     uint32_t ids; /* storages are numbered from 0, in the order in which they are taken */
     vm_trace_step *step;

@@ -62,7 +62,7 @@ static tensor tiled(walk *w, const tensor *x, tiling tiles) {
     const size_t extent = tiles.out / 4, limit = tiles.out - extent;
     const path blending = {"blend"}, cat = {"cat"};
     void *block;
-    if (!w->status) w->status = vm_mem_alloc(w->t->mem, VM_SCRATCH, (rows * cols + rows) * sizeof(tensor), &block);
+    if (!w->status) w->status = vm_mem_alloc(vm_mem_common, VM_SCRATCH, (rows * cols + rows) * sizeof(tensor), &block);
     if (w->status) return *x;
     tensor *grid = block, *strip = grid + rows * cols;
     for (size_t i = 0; !w->status && i < rows * cols; i++) {
@@ -88,7 +88,7 @@ static tensor tiled(walk *w, const tensor *x, tiling tiles) {
     for (size_t r = 0; r < rows; r++) high += strip[r].h;
     const tensor y = take(w, strip[0].n, strip[0].c, high, strip[0].w, CONTIGUOUS, cat);
     for (size_t i = 0; i < rows * cols + rows; i++) give(w, &grid[i]);
-    vm_mem_free(w->t->mem, VM_SCRATCH, block, (rows * cols + rows) * sizeof(tensor));
+    vm_mem_free(vm_mem_common, VM_SCRATCH, block, (rows * cols + rows) * sizeof(tensor));
     return y;
 }
 
@@ -119,7 +119,7 @@ static gaussian posterior(walk *w, const tensor *moments) {
 
 static void sliced(walk *w, const tensor *x) {
     void *block;
-    if (!w->status) w->status = vm_mem_alloc(w->t->mem, VM_SCRATCH, x->n * sizeof(tensor), &block);
+    if (!w->status) w->status = vm_mem_alloc(vm_mem_common, VM_SCRATCH, x->n * sizeof(tensor), &block);
     if (w->status) return;
     tensor *part = block, one = *x;
     one.n = 1;
@@ -127,7 +127,7 @@ static void sliced(walk *w, const tensor *x) {
     const tensor y = take(w, x->n, part[0].c, part[0].h, part[0].w, CONTIGUOUS, (path){"cat"});
     if (w->vae->op == VM_ENCODE) posterior(w, &y); /* while the Python list still refers to each slice */
     for (size_t i = 0; i < x->n; i++) give(w, &part[i]);
-    vm_mem_free(w->t->mem, VM_SCRATCH, block, x->n * sizeof(tensor));
+    vm_mem_free(vm_mem_common, VM_SCRATCH, block, x->n * sizeof(tensor));
 }
 
 static void call_diffusers(walk *w, tensor x) {

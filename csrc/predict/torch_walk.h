@@ -56,7 +56,7 @@ __attribute__((format(printf, 2, 3))) static inline path at(path parent, const c
 
 /* ---- tensors ---- */
 
-static inline size_t element(const walk *w) { return w->vae->dtype == VM_F32 ? 4 : 2; }
+static inline size_t element(const walk *w) { return vm_dtype_bytes(w->vae->dtype); }
 
 static inline tensor take_sized(walk *w, size_t n, size_t c, size_t h, size_t x, layout layout, size_t element,
                                 path name) {

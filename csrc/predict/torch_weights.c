@@ -97,7 +97,7 @@ vm_status vm_trace_vae_weights(const vm_arch *arch, vm_trace_runtime runtime, vm
     vm_status s = vm_arch_check(arch);
     if (!s) s = vm_trace_new(out);
     if (s) return s;
-    list l = {.t = *out, .arch = arch, .element = dtype == VM_F32 ? 4 : 2, .diffusers = runtime == VM_TORCH_DIFFUSERS};
+    list l = {.t = *out, .arch = arch, .element = vm_dtype_bytes(dtype), .diffusers = runtime == VM_TORCH_DIFFUSERS};
     encoder(&l);
     decoder(&l);
     if (arch->use_quant_conv) conv(&l, 2 * arch->latent_channels, 2 * arch->latent_channels, 1);

@@ -9,10 +9,9 @@
 #include "../../kernels/cudnn/cudnn_api.h"
 #include "../vm.h"
 
-enum { VM_ENGINE_NAME = 256 };
-
-/* vm_conv, of PyTorch: one dimension is two with a height of 1, bias is added outside, an unequal padding is a padded tensor of its own, and tf32 is
- * torch.backends.cudnn.allow_tf32 (on by default). */
+/* How PyTorch's convolutions are asked as a vm_conv: one with a single dimension has two, with a height of 1; the bias is added
+ * outside; where the paddings of two sides differ, PyTorch pads into a tensor of its own first; tf32 is
+ * torch.backends.cudnn.allow_tf32, which is on by default. */
 
 /* The plan that PyTorch would run. */
 typedef struct vm_conv_plan {

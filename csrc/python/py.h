@@ -22,6 +22,9 @@ int vm_py_to_arch(PyObject *dict, void *arch);
 const vm_backend *vm_py_backend(const char *name, vm_dtype dtype, vm_precision precision);
 /* For PyArg_ParseTuple's O&: a vm_precision. */
 int vm_py_to_precision(PyObject *name, void *out);
+/* For PyArg_ParseTuple's O&: an unsigned, from 1 to VM_PY_THREADS. */
+int vm_py_to_threads(PyObject *number, void *out);
+enum { VM_PY_THREADS = 1024 };
 /* A tuple of integers. */
 PyObject *vm_py_sizes(const size_t *size, size_t count);
 

@@ -1,8 +1,6 @@
 /* vaemem._core.kernel_*: the operations of one instruction set and single passes on NumPy arrays,
  * for tests (beside a float64 reference) and benchmarks. Not for users: shapes are the caller's duty
  * except where a wrong one would touch memory outside an array. */
-#include <time.h>
-
 #include "../../kernels/cpu.h"
 #include "py.h"
 
@@ -81,10 +79,7 @@ static PyObject *kernel_load(PyObject *Py_UNUSED(module), PyObject *args) {
                              !(from.shift = data_of(shift, "shift", NPY_FLOAT, VM_BLOCK, false))))
         return NULL;
     from.pixels = items / VM_BLOCK;
-    if (pairs)
-        cpu->products->load(to, left, &from);
-    else
-        cpu->ops->load(to, &from);
+    cpu->products->load(to, left, &from);
     Py_RETURN_NONE;
 }
 
@@ -157,89 +152,63 @@ static PyObject *kernel_transpose(PyObject *Py_UNUSED(module), PyObject *args) {
     Py_RETURN_NONE;
 }
 
-static double now(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
-
 /* ---- a pool of threads for what follows ---- */
 
-static vm_status with_pool(unsigned threads, vm_status (*body)(const vm_exec *exec, void *context), void *context) {
-    vm_mem *mem = vm_mem_new(NULL);
-    if (!mem) return VM_ENOMEM;
-    vm_pool *pool = NULL;
-    vm_status s = vm_mem_alloc(mem, VM_SCRATCH, vm_pool_bytes(threads), (void **)&pool);
-    if (!s) s = vm_pool_open(pool, threads, 0, NULL, NULL);
-    if (!s) {
-        const vm_exec exec = {{threads, 0}, pool, vm_pool_each};
-        s = body(&exec, context);
-        vm_pool_close(pool);
-    }
-    vm_mem_free(mem, VM_SCRATCH, pool, vm_pool_bytes(threads));
-    vm_mem_release(mem);
+static vm_status open_pool(unsigned threads, vm_exec *out) {
+    vm_pool *pool;
+    vm_status s = vm_mem_alloc(vm_mem_common, VM_SCRATCH, vm_pool_bytes(threads), (void **)&pool);
+    if (s) return s;
+    *out = (vm_exec){{threads, 0}, pool, vm_pool_each};
+    if ((s = vm_pool_open(pool, threads, 0, NULL, NULL)))
+        vm_mem_free(vm_mem_common, VM_SCRATCH, pool, vm_pool_bytes(threads));
     return s;
+}
+
+static void close_pool(const vm_exec *exec) {
+    vm_pool_close(exec->pool);
+    vm_mem_free(vm_mem_common, VM_SCRATCH, exec->pool, vm_pool_bytes(exec->limits.threads));
 }
 
 typedef struct peak_job {
     const vm_products *products;
     size_t rounds;
-    double flops[1024], seconds;
+    double *flops; /* of each task */
 } peak_job;
 
 static void burn_one(const void *job, size_t task, unsigned thread) {
     (void)thread;
     const peak_job *j = job;
     float sink = 0;
-    ((peak_job *)job)->flops[task] = j->products->burn(j->rounds, &sink);
-}
-
-static vm_status burn_all(const vm_exec *exec, void *context) {
-    peak_job *j = context;
-    const double start = now();
-    vm_status s = exec->each(exec->pool, exec->limits.threads, 0, burn_one, j);
-    j->seconds = now() - start;
-    return s;
+    j->flops[task] = j->products->burn(j->rounds, &sink);
 }
 
 static PyObject *kernel_peak(PyObject *Py_UNUSED(module), PyObject *args) {
     const char *backend;
-    int threads;
-    peak_job j = {0};
+    unsigned threads;
+    double each[VM_PY_THREADS], flops = 0, seconds = 0;
+    peak_job j = {.flops = each};
     vm_dtype dtype = VM_F32;
     vm_precision precision = VM_HIGHEST;
-    if (!PyArg_ParseTuple(args, "sin|O&O&", &backend, &threads, &j.rounds, vm_py_to_dtype, &dtype, vm_py_to_precision,
-                          &precision))
+    if (!PyArg_ParseTuple(args, "sO&n|O&O&", &backend, vm_py_to_threads, &threads, &j.rounds, vm_py_to_dtype, &dtype,
+                          vm_py_to_precision, &precision))
         return NULL;
     const vm_backend *b = vm_py_backend(backend, dtype, precision);
     if (!b) return NULL;
     const vm_cpu *cpu = b->self;
     j.products = cpu->products;
-    if (threads < 1 || threads > 1024)
-        return PyErr_Format(PyExc_ValueError, "threads: want 1 to 1024, got %d", threads);
+    vm_exec exec;
     vm_status s;
     Py_BEGIN_ALLOW_THREADS
-    s = with_pool((unsigned)threads, burn_all, &j);
+    if (!(s = open_pool(threads, &exec))) {
+        const double start = vm_now();
+        s = exec.each(exec.pool, threads, 0, burn_one, &j);
+        seconds = vm_now() - start;
+        close_pool(&exec);
+    }
     Py_END_ALLOW_THREADS
     if (s) return vm_py_raise(s);
-    double flops = 0;
-    for (int i = 0; i < threads; i++) flops += j.flops[i];
-    return PyFloat_FromDouble(flops / (cpu->pairs ? cpu->pairs : 1) / j.seconds);
-}
-
-typedef struct pass_job {
-    const vm_backend *backend;
-    const vm_pass *pass;
-    const vm_operands *at;
-    double seconds;
-} pass_job;
-
-static vm_status run_pass(const vm_exec *exec, void *context) {
-    pass_job *j = context;
-    const double start = now();
-    vm_status s = j->backend->run(j->backend, j->pass, j->at, exec);
-    j->seconds = now() - start;
-    return s;
+    for (unsigned i = 0; i < threads; i++) flops += each[i];
+    return PyFloat_FromDouble(flops / (cpu->pairs ? cpu->pairs : 1) / seconds);
 }
 
 static size_t rows_floats(const vm_shape *s) { return VM_BLOCKS(s->c) * VM_BLOCK * s->h * s->w; }
@@ -249,9 +218,7 @@ static vm_view whole(void *data, vm_dtype dtype, const vm_shape *s) {
 }
 
 /* Floats of an array that holds what a pass prepares and its scratch, wherever the array begins. */
-static size_t scratch_floats(const vm_backend *b, const vm_pass *p, const vm_limits *limits) {
-    return (b->prepared(b, p, b->cut(b, p).rows) + b->scratch(b, p, limits) + VM_ALIGN) / sizeof(float);
-}
+static size_t scratch_floats(const vm_needs *n) { return (n->prepared + n->scratch + VM_ALIGN) / sizeof(float); }
 
 /* kernel_pass(backend, threads, kind, (xc, xh, xw, yc, yh, yw), (ksize, stride, up, silu, groups, eps), arrays,
  * dtype='float32', precision='highest')
@@ -259,20 +226,20 @@ static size_t scratch_floats(const vm_backend *b, const vm_pass *p, const vm_lim
  * and weight are of that dtype (bfloat16 as uint16), the rest float32. */
 static PyObject *kernel_pass(PyObject *Py_UNUSED(module), PyObject *args) {
     const char *backend, *kind;
-    int threads, up, silu;
+    unsigned threads;
+    int up, silu;
+    double seconds = 0;
     PyObject *a[10];
     vm_pass p = {.x_scale = 1, .y_scale = 1};
     vm_dtype dtype = VM_F32;
     vm_precision precision = VM_HIGHEST;
-    if (!PyArg_ParseTuple(args, "sis(nnnnnn)(iippnf)(OOOOOOOOOO)|O&O&", &backend, &threads, &kind, &p.x.c, &p.x.h,
-                          &p.x.w, &p.y.c, &p.y.h, &p.y.w, &p.ksize, &p.stride, &up, &silu, &p.groups, &p.eps, &a[0],
-                          &a[1], &a[2], &a[3], &a[4], &a[5], &a[6], &a[7], &a[8], &a[9], vm_py_to_dtype, &dtype,
-                          vm_py_to_precision, &precision))
+    if (!PyArg_ParseTuple(args, "sO&s(nnnnnn)(iippnf)(OOOOOOOOOO)|O&O&", &backend, vm_py_to_threads, &threads, &kind,
+                          &p.x.c, &p.x.h, &p.x.w, &p.y.c, &p.y.h, &p.y.w, &p.ksize, &p.stride, &up, &silu, &p.groups,
+                          &p.eps, &a[0], &a[1], &a[2], &a[3], &a[4], &a[5], &a[6], &a[7], &a[8], &a[9], vm_py_to_dtype,
+                          &dtype, vm_py_to_precision, &precision))
         return NULL;
     const vm_backend *b = vm_py_backend(backend, dtype, precision);
     if (!b) return NULL;
-    if (threads < 1 || threads > 1024)
-        return PyErr_Format(PyExc_ValueError, "threads: want 1 to 1024, got %d", threads);
     p.kind = strcmp(kind, "conv") ? VM_PASS_ATTENTION : VM_PASS_CONV;
     p.up = up;
     p.silu = silu;
@@ -284,7 +251,9 @@ static PyObject *kernel_pass(PyObject *Py_UNUSED(module), PyObject *args) {
     const size_t xc = VM_BLOCKS(p.x.c) * VM_BLOCK, yc = VM_BLOCKS(p.y.c) * VM_BLOCK;
     const vm_weight w = {p.y.c, p.x.c, (size_t)p.ksize};
     const bool conv = p.kind == VM_PASS_CONV;
-    const vm_limits limits = {(unsigned)threads, 0};
+    const vm_limits limits = {threads, 0};
+    const size_t at_once = b->cut(b, &p).rows;
+    const vm_needs needs = b->needs(b, &p, &limits, at_once);
     const size_t need[10] = {rows_floats(&p.x),
                              rows_floats(&p.y),
                              rows_floats(&p.y),
@@ -293,8 +262,8 @@ static PyObject *kernel_pass(PyObject *Py_UNUSED(module), PyObject *args) {
                              xc,
                              xc,
                              0,
-                             conv ? b->parts(b, &p, &limits) * vm_stats_floats(p.y.c) : 0,
-                             scratch_floats(b, &p, &limits)};
+                             needs.parts * vm_stats_floats(p.y.c),
+                             scratch_floats(&needs)};
     void *d[10] = {0};
     for (int i = 0; i < 10; i++)
         if (a[i] != Py_None &&
@@ -312,45 +281,50 @@ static PyObject *kernel_pass(PyObject *Py_UNUSED(module), PyObject *args) {
                       .x_stats = d[7],
                       .y_stats = d[8],
                       .prepared = (void *)VM_ROUND_UP((uintptr_t)d[9], VM_ALIGN),
-                      .at_once = b->cut(b, &p).rows};
-    at.scratch = (char *)at.prepared + b->prepared(b, &p, at.at_once);
-    at.scratch_each = b->scratch(b, &p, &limits) / limits.threads;
+                      .at_once = at_once,
+                      .scratch_each = needs.scratch / limits.threads};
+    at.scratch = (char *)at.prepared + needs.prepared;
     at.x_parts = d[7] ? (size_t)PyArray_SIZE((PyArrayObject *)a[7]) / vm_stats_floats(p.x.c) : 0;
     if (!conv) at.y = at.x; /* attention's result takes its queries' place */
-    pass_job j = {b, &p, &at, 0};
+    vm_exec exec;
     vm_status s;
     Py_BEGIN_ALLOW_THREADS
-    s = with_pool((unsigned)threads, run_pass, &j);
+    if (!(s = open_pool(threads, &exec))) {
+        const double start = vm_now();
+        s = b->run(b, &p, &at, &exec);
+        seconds = vm_now() - start;
+        close_pool(&exec);
+    }
     Py_END_ALLOW_THREADS
-    if (s) return vm_py_raise(s);
-    return PyFloat_FromDouble(j.seconds);
+    return s ? vm_py_raise(s) : PyFloat_FromDouble(seconds);
 }
 
 /* kernel_needs(backend, threads, kind, shapes, (ksize, stride, up), dtype='float32', precision='highest')
  * -> (scratch floats, y_stats floats) */
 static PyObject *kernel_needs(PyObject *Py_UNUSED(module), PyObject *args) {
     const char *backend, *kind;
-    int threads, up;
+    unsigned threads;
+    int up;
     vm_pass p = {.x_scale = 1, .y_scale = 1};
     vm_dtype dtype = VM_F32;
     vm_precision precision = VM_HIGHEST;
-    if (!PyArg_ParseTuple(args, "sis(nnnnnn)(iip)|O&O&", &backend, &threads, &kind, &p.x.c, &p.x.h, &p.x.w, &p.y.c,
-                          &p.y.h, &p.y.w, &p.ksize, &p.stride, &up, vm_py_to_dtype, &dtype, vm_py_to_precision,
-                          &precision))
+    if (!PyArg_ParseTuple(args, "sO&s(nnnnnn)(iip)|O&O&", &backend, vm_py_to_threads, &threads, &kind, &p.x.c, &p.x.h,
+                          &p.x.w, &p.y.c, &p.y.h, &p.y.w, &p.ksize, &p.stride, &up, vm_py_to_dtype, &dtype,
+                          vm_py_to_precision, &precision))
         return NULL;
     const vm_backend *b = vm_py_backend(backend, dtype, precision);
     if (!b) return NULL;
     p.kind = strcmp(kind, "conv") ? VM_PASS_ATTENTION : VM_PASS_CONV;
     p.up = up;
     p.norm = p.stats = true; /* the most that the pass can want */
-    const vm_limits limits = {(unsigned)threads, 0};
-    return Py_BuildValue("nn", (Py_ssize_t)scratch_floats(b, &p, &limits),
-                         (Py_ssize_t)(b->parts(b, &p, &limits) * vm_stats_floats(p.y.c)));
+    const vm_limits limits = {threads, 0};
+    const vm_needs needs = b->needs(b, &p, &limits, b->cut(b, &p).rows);
+    return Py_BuildValue("nn", (Py_ssize_t)scratch_floats(&needs), (Py_ssize_t)(needs.parts * vm_stats_floats(p.y.c)));
 }
 
 PyMethodDef vm_py_kernels[] = {
     {"kernel_gemm", kernel_gemm, METH_VARARGS, "For tests: vm_products.gemm, of pairs where x and w are uint32."},
-    {"kernel_load", kernel_load, METH_VARARGS, "For tests: vm_cpu_ops.load, or vm_products.load where y is uint16."},
+    {"kernel_load", kernel_load, METH_VARARGS, "For tests: vm_products.load, of pairs where y is uint16."},
     {"kernel_store", kernel_store, METH_VARARGS, "For tests: vm_cpu_ops.store."},
     {"kernel_stats", kernel_stats, METH_VARARGS, "For tests: vm_cpu_ops.stats."},
     {"kernel_softmax", kernel_softmax, METH_VARARGS, "For tests: vm_cpu_ops.softmax."},

@@ -8,20 +8,23 @@ static PyObject *bytes_dict(const size_t bytes[VM_CATEGORIES]) {
 }
 
 /* What the plan says, or where there is a run what it took. */
+typedef struct told {
+    const vm_plan *plan;
+    const vm_run *run;
+} told;
+
+static PyObject *step_item(const void *context, size_t i) {
+    const told *t = context;
+    const vm_step *s = &t->plan->step[i];
+    const vm_chain *c = t->plan->chain;
+    while (c->last < (int)i) c++;
+    return Py_BuildValue("{s:s, s:N, s:d, s:d, s:O}", "name", t->plan->graph->node[i].name, "live",
+                         bytes_dict(t->run ? c->measured : c->live), "flops", s->flops * (double)t->plan->ask.batch,
+                         "seconds", s->seconds, "streamed", s->streamed ? Py_True : Py_False);
+}
+
 static PyObject *summary(const vm_plan *plan, const vm_run *run) {
-    size_t chain = 0;
-    PyObject *steps = PyList_New(0);
-    for (size_t i = 0; steps && i < plan->steps; i++) {
-        const vm_step *s = &plan->step[i];
-        while (plan->chain[chain].last < (int)i) chain++;
-        const vm_chain *c = &plan->chain[chain];
-        PyObject *row =
-            Py_BuildValue("{s:s, s:N, s:d, s:d, s:O}", "name", plan->graph->node[i].name, "live",
-                          bytes_dict(run ? c->measured : c->live), "flops", s->flops * (double)plan->ask.batch,
-                          "seconds", s->seconds, "streamed", s->streamed ? Py_True : Py_False);
-        if (!row || PyList_Append(steps, row)) Py_CLEAR(steps);
-        Py_XDECREF(row);
-    }
+    PyObject *steps = vm_py_list(plan->steps, step_item, &(told){plan, run});
     if (!steps) return NULL;
     return Py_BuildValue(
         "{s:N, s:n, s:n, s:s, s:i, s:d, s:n, s:N, s:N}", "peak", bytes_dict(run ? run->peak : plan->peak), "reserved",
@@ -54,7 +57,7 @@ static int parse_format(const char *name, const char *what, const vm_model *m, v
 
 /* What all three methods ask alike. pixels: the image's format; latents: the latents' (NULL: float). */
 static int parse_request(Model *self, vm_request *r, const char *op, const char *pixels, const char *latents,
-                         int threads, const char *backend) {
+                         unsigned threads, const char *backend) {
     vm_model *m = self->model;
     vm_format image = VM_ROWS, latent = VM_ROWS;
     r->op = !strcmp(op, "encode") ? VM_ENCODE : VM_DECODE;
@@ -66,11 +69,7 @@ static int parse_request(Model *self, vm_request *r, const char *op, const char 
         return -1;
     r->in = r->op == VM_ENCODE ? image : latent;
     r->out = r->op == VM_ENCODE ? latent : image;
-    if (threads < 1 || threads > 1024) {
-        PyErr_Format(PyExc_ValueError, "threads: want 1 to 1024, got %d", threads);
-        return -1;
-    }
-    r->limits.threads = on_host(m) ? (unsigned)threads : 1;
+    r->limits.threads = on_host(m) ? threads : 1;
     if (!on_host(m) && backend && *backend) {
         PyErr_Format(PyExc_ValueError, "backend: this model lives on %s, got %s", m->backend->name, backend);
         return -1;
@@ -112,10 +111,12 @@ PyObject *vm_py_plan(Model *self, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"op",      "height",     "width",       "batch",   "pixels",       "threads", "scaled",
                             "backend", "own_output", "host_arrays", "latents", "memory_limit", NULL};
     const char *op, *pixels = "float", *latents = NULL, *backend = NULL;
-    int threads = 1, scaled = 0, own_output = 1, host_arrays = 1;
+    unsigned threads = 1;
+    int scaled = 0, own_output = 1, host_arrays = 1;
     vm_request r = {.batch = 1};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "snn|nsipzppzn", names, &op, &r.height, &r.width, &r.batch, &pixels,
-                                     &threads, &scaled, &backend, &own_output, &host_arrays, &latents, &r.memory_limit))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "snn|nsO&pzppzn", names, &op, &r.height, &r.width, &r.batch, &pixels,
+                                     vm_py_to_threads, &threads, &scaled, &backend, &own_output, &host_arrays, &latents,
+                                     &r.memory_limit))
         return NULL;
     if (parse_request(self, &r, op, pixels, latents, threads, backend) || check_sizes(&r)) return NULL;
     r.host_arrays = host_arrays;
@@ -219,10 +220,12 @@ static int run_locked(Model *self, const vm_request *r, job *j) {
     return j->record ? 0 : -1;
 }
 
-static int check_callback(PyObject *callback) {
-    if (callback == Py_None || PyCallable_Check(callback)) return 0;
-    PyErr_Format(PyExc_TypeError, "poll: want a callable, got %s", Py_TYPE(callback)->tp_name);
-    return -1;
+/* For PyArg_ParseTuple's O&: a callable, or NULL where it is None. */
+static int to_callback(PyObject *object, void *out) {
+    *(PyObject **)out = object == Py_None ? NULL : object;
+    if (object == Py_None || PyCallable_Check(object)) return 1;
+    PyErr_Format(PyExc_TypeError, "poll: want a callable, got %s", Py_TYPE(object)->tp_name);
+    return 0;
 }
 
 /* ---- on NumPy arrays ---- */
@@ -237,44 +240,34 @@ static int check_pixels(PyArrayObject *a, const char *what, const npy_intp dims[
     return -1;
 }
 
-typedef struct io {
-    PyArrayObject *in, *out; /* out: borrowed from the caller or NULL */
-    npy_intp out_dims[4];
-    int out_type;
-} io;
+static int type_of(vm_format format) { return format == VM_U8_NHWC ? NPY_UINT8 : NPY_FLOAT; }
 
-/* Shapes of both sides from the input's. */
-static int describe(const vm_model *m, vm_request *r, io *x) {
-    const npy_intp *d = PyArray_DIMS(x->in);
-    const npy_intp factor = (npy_intp)vm_arch_factor(&m->arch), latent = (npy_intp)m->arch.latent_channels;
-    if (PyArray_NDIM(x->in) != 4) {
-        PyErr_Format(PyExc_ValueError, "input: want 4 dimensions, got %d", PyArray_NDIM(x->in));
+static void shape_of(vm_format format, npy_intp n, npy_intp c, npy_intp h, npy_intp w, npy_intp dims[4]) {
+    const npy_intp planes[4] = {n, c, h, w}, pixels[4] = {n, h, w, c};
+    memcpy(dims, format == VM_U8_NHWC ? pixels : planes, sizeof planes);
+}
+
+/* Sizes of the image and of the output, from the input's. */
+static int describe(const vm_model *m, vm_request *r, PyArrayObject *in, npy_intp out_dims[4]) {
+    if (PyArray_NDIM(in) != 4) {
+        PyErr_Format(PyExc_ValueError, "input: want 4 dimensions, got %d", PyArray_NDIM(in));
         return -1;
     }
-    r->batch = (size_t)d[0];
-    x->out_type = NPY_FLOAT;
-    if (r->op == VM_ENCODE) {
-        const bool bytes = r->in == VM_U8_NHWC;
-        const npy_intp h = bytes ? d[1] : d[2], w = bytes ? d[2] : d[3], c = (npy_intp)m->arch.in_channels;
-        r->height = (size_t)h;
-        r->width = (size_t)w;
-        memcpy(x->out_dims, (npy_intp[]){d[0], 2 * latent, h / factor, w / factor}, sizeof x->out_dims);
-        return bytes ? check_pixels(x->in, "image", (npy_intp[]){d[0], h, w, c}, NPY_UINT8)
-                     : check_pixels(x->in, "image", (npy_intp[]){d[0], c, h, w}, NPY_FLOAT);
-    }
-    if (d[2] > NPY_MAX_INTP / factor || d[3] > NPY_MAX_INTP / factor) {
+    const bool encode = r->op == VM_ENCODE, bytes = r->in == VM_U8_NHWC;
+    const npy_intp factor = (npy_intp)vm_arch_factor(&m->arch), latent = (npy_intp)m->arch.latent_channels;
+    const npy_intp *d = PyArray_DIMS(in), n = d[0], h = d[bytes ? 1 : 2], w = d[bytes ? 2 : 3];
+    if (!encode && VM_MAX(h, w) > NPY_MAX_INTP / factor) {
         PyErr_SetString(PyExc_OverflowError, "latent: its image's size overflows");
         return -1;
     }
-    r->height = (size_t)(d[2] * factor);
-    r->width = (size_t)(d[3] * factor);
-    const npy_intp h = d[2] * factor, w = d[3] * factor, c = (npy_intp)m->arch.out_channels;
-    if (r->out == VM_U8_NHWC) {
-        x->out_type = NPY_UINT8;
-        memcpy(x->out_dims, (npy_intp[]){d[0], h, w, c}, sizeof x->out_dims);
-    } else
-        memcpy(x->out_dims, (npy_intp[]){d[0], c, h, w}, sizeof x->out_dims);
-    return check_pixels(x->in, "latent", (npy_intp[]){d[0], latent, d[2], d[3]}, NPY_FLOAT);
+    npy_intp in_dims[4];
+    shape_of(r->in, n, encode ? (npy_intp)m->arch.in_channels : latent, h, w, in_dims);
+    shape_of(r->out, n, encode ? 2 * latent : (npy_intp)m->arch.out_channels, encode ? h / factor : h * factor,
+             encode ? w / factor : w * factor, out_dims);
+    r->batch = (size_t)n;
+    r->height = (size_t)(encode ? h : h * factor);
+    r->width = (size_t)(encode ? w : w * factor);
+    return check_pixels(in, encode ? "image" : "latent", in_dims, type_of(r->in));
 }
 
 const char vm_py_run_doc[] =
@@ -287,40 +280,43 @@ PyObject *vm_py_run(Model *self, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"op",   "input", "out",   "pixels", "threads",      "scaled",    "backend",
                             "poll", "check", "scale", "replay", "memory_limit", "unclamped", NULL};
     const char *op, *pixels = "float", *backend = NULL;
-    PyObject *out = Py_None, *callback = Py_None;
-    int threads = 1, scaled = 0, check = 0, replay = 0, unclamped = 0;
-    io x = {0};
+    PyArrayObject *in;
+    PyObject *out = Py_None, *callback = NULL;
+    npy_intp out_dims[4];
+    unsigned threads = 1;
+    int scaled = 0, check = 0, replay = 0, unclamped = 0;
     vm_request r = {.scale = 1, .host_arrays = true};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sO!|OsipzOpfpnp", names, &op, &PyArray_Type, &x.in, &out, &pixels,
-                                     &threads, &scaled, &backend, &callback, &check, &r.scale, &replay, &r.memory_limit,
-                                     &unclamped))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sO!|OsO&pzO&pfpnp", names, &op, &PyArray_Type, &in, &out, &pixels,
+                                     vm_py_to_threads, &threads, &scaled, &backend, to_callback, &callback, &check,
+                                     &r.scale, &replay, &r.memory_limit, &unclamped))
         return NULL;
     if (strcmp(pixels, "float") && strcmp(pixels, "uint8"))
         return PyErr_Format(PyExc_ValueError, "pixels: want float or uint8, got '%s'", pixels);
-    if (parse_request(self, &r, op, pixels, NULL, threads, backend) || describe(self->model, &r, &x) || check_sizes(&r))
+    if (parse_request(self, &r, op, pixels, NULL, threads, backend) || describe(self->model, &r, in, out_dims) ||
+        check_sizes(&r))
         return NULL;
+    PyArrayObject *given = NULL;
     if (out != Py_None) {
         if (!PyArray_Check(out))
             return PyErr_Format(PyExc_TypeError, "out: want an array, got %s", Py_TYPE(out)->tp_name);
-        x.out = (PyArrayObject *)out;
-        if (check_pixels(x.out, "out", x.out_dims, x.out_type)) return NULL;
-        if (!PyArray_ISWRITEABLE(x.out)) return PyErr_Format(PyExc_ValueError, "out: want a writable array");
+        given = (PyArrayObject *)out;
+        if (check_pixels(given, "out", out_dims, type_of(r.out))) return NULL;
+        if (!PyArray_ISWRITEABLE(given)) return PyErr_Format(PyExc_ValueError, "out: want a writable array");
     }
-    if (check_callback(callback)) return NULL;
     if (vm_py_acquire(&self->lock, op)) return NULL;
-    r.own_output = !x.out;
+    r.own_output = !given;
     r.scaled = scaled;
     r.unclamped = unclamped;
-    job j = {.run = {.in = PyArray_DATA(x.in),
-                     .out = x.out ? PyArray_DATA(x.out) : NULL,
+    job j = {.run = {.in = PyArray_DATA(in),
+                     .out = given ? PyArray_DATA(given) : NULL,
                      .wait = true,
                      .replay = replay && !on_host(self->model),
                      .check = check},
-             .callback = callback == Py_None ? NULL : callback};
+             .callback = callback};
     const int failed = run_locked(self, &r, &j);
     vm_py_release(&self->lock);
     if (failed) return NULL;
-    PyObject *array = x.out ? Py_NewRef(out) : PyArray_SimpleNewFromData(4, x.out_dims, x.out_type, j.run.out);
+    PyObject *array = given ? Py_NewRef(out) : PyArray_SimpleNewFromData(4, out_dims, type_of(r.out), j.run.out);
     if (array && j.owner)
         PyArray_SetBaseObject((PyArrayObject *)array, j.owner); /* steals; cannot fail: a new array has no base */
     else
@@ -342,17 +338,16 @@ PyObject *vm_py_run_at(Model *self, PyObject *args, PyObject *kwargs) {
                             "scale",  "replay",  "own_output", "memory_limit", NULL};
     const char *op, *pixels = "float32", *latents = NULL;
     unsigned long long in, out, stream = 0;
-    PyObject *callback = Py_None;
+    PyObject *callback = NULL;
     int scaled = 0, wait = 1, replay = 0, own_output = 0;
     vm_request r = {.batch = 1, .scale = 1};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sKKnn|nszpKpOfppn", names, &op, &in, &out, &r.height, &r.width,
-                                     &r.batch, &pixels, &latents, &scaled, &stream, &wait, &callback, &r.scale, &replay,
-                                     &own_output, &r.memory_limit))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sKKnn|nszpKpO&fppn", names, &op, &in, &out, &r.height, &r.width,
+                                     &r.batch, &pixels, &latents, &scaled, &stream, &wait, to_callback, &callback,
+                                     &r.scale, &replay, &own_output, &r.memory_limit))
         return NULL;
     if (on_host(self->model))
         return PyErr_Format(PyExc_ValueError, "run_at: want a model on a device, got one on the CPU");
-    if (parse_request(self, &r, op, pixels, latents, 1, NULL) || check_sizes(&r) || check_callback(callback) ||
-        vm_py_acquire(&self->lock, op))
+    if (parse_request(self, &r, op, pixels, latents, 1, NULL) || check_sizes(&r) || vm_py_acquire(&self->lock, op))
         return NULL;
     r.scaled = scaled;
     r.own_output = own_output || !out;
@@ -361,7 +356,7 @@ PyObject *vm_py_run_at(Model *self, PyObject *args, PyObject *kwargs) {
                      .stream = (void *)(uintptr_t)stream,
                      .wait = wait,
                      .replay = replay},
-             .callback = callback == Py_None ? NULL : callback};
+             .callback = callback};
     const int failed = run_locked(self, &r, &j);
     vm_py_release(&self->lock);
     if (failed) return NULL;

@@ -208,19 +208,24 @@ static PyObject *trace_list(Trace *self, void *closure) {
     return list;
 }
 
+typedef struct gifts {
+    const vm_trace *t;
+    bool *given; /* by id */
+} gifts;
+
+static PyObject *kept_item(const void *context, size_t i) {
+    const gifts *g = context;
+    const vm_trace_step *s = &g->t->step[i];
+    return s->op == VM_TRACE_TAKE && !g->given[s->id] ? step_item(g->t, i) : NULL;
+}
+
 static PyObject *trace_kept(Trace *self, void *Py_UNUSED(closure)) {
     const vm_trace *t = self->trace;
     if (vm_py_acquire(&self->lock, "kept")) return NULL;
     bool *given = PyMem_Calloc(t->ids ? t->ids : 1, sizeof *given);
-    PyObject *list = given ? PyList_New(0) : PyErr_NoMemory();
     for (size_t i = 0; given && i < t->steps; i++)
         if (t->step[i].op == VM_TRACE_GIVE) given[t->step[i].id] = true;
-    for (size_t i = 0; list && i < t->steps; i++) {
-        if (t->step[i].op != VM_TRACE_TAKE || given[t->step[i].id]) continue;
-        PyObject *item = step_item(t, i);
-        if (!item || PyList_Append(list, item)) Py_CLEAR(list);
-        Py_XDECREF(item);
-    }
+    PyObject *list = given ? vm_py_list(t->steps, kept_item, &(gifts){t, given}) : PyErr_NoMemory();
     vm_py_release(&self->lock);
     PyMem_Free(given);
     return list;
@@ -244,16 +249,8 @@ static uint64_t *read_workspaces(const char *name, PyObject *list, size_t count)
     return bytes;
 }
 
-static PyObject *as_list(const uint64_t *bytes, size_t count) {
-    PyObject *list = PyList_New((Py_ssize_t)count);
-    for (size_t i = 0; list && i < count; i++) {
-        PyObject *number = PyLong_FromUnsignedLongLong(bytes[i]);
-        if (number)
-            PyList_SET_ITEM(list, (Py_ssize_t)i, number);
-        else
-            Py_CLEAR(list);
-    }
-    return list;
+static PyObject *bytes_item(const void *bytes, size_t i) {
+    return PyLong_FromUnsignedLongLong(((const uint64_t *)bytes)[i]);
 }
 
 /* {id: address} of what the run left. */
@@ -297,7 +294,7 @@ static int run_locked(const vm_trace *t, job *j, bool heights) {
             vm_py_raise_full(j->allocator, &p->oom);
         else if (s)
             vm_py_raise(s);
-        else if ((j->taken = as_list(bytes, t->convs)))
+        else if ((j->taken = vm_py_list(t->convs, bytes_item, bytes)))
             j->left = kept(address, t->ids);
     }
     PyMem_Free(bytes);

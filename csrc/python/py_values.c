@@ -3,11 +3,17 @@
 
 static PyObject *size_item(const void *size, size_t i) { return PyLong_FromSize_t(((const size_t *)size)[i]); }
 
-PyObject *vm_py_sizes(const size_t *size, size_t count) {
-    PyObject *list = vm_py_list(count, size_item, size), *tuple = list ? PyList_AsTuple(list) : NULL;
-    Py_XDECREF(list);
-    return tuple;
+static PyObject *float_item(const void *number, size_t i) {
+    return PyFloat_FromDouble((double)((const float *)number)[i]);
 }
+
+static PyObject *tuple(size_t n, PyObject *(*item)(const void *context, size_t i), const void *context) {
+    PyObject *list = vm_py_list(n, item, context), *made = list ? PyList_AsTuple(list) : NULL;
+    Py_XDECREF(list);
+    return made;
+}
+
+PyObject *vm_py_sizes(const size_t *size, size_t count) { return tuple(count, size_item, size); }
 
 /* ---- architectures ---- */
 
@@ -16,16 +22,6 @@ static int put(PyObject *dict, const char *key, PyObject *value) {
     const int failed = !dict || !value || PyDict_SetItemString(dict, key, value);
     Py_XDECREF(value);
     return failed ? -1 : 0;
-}
-
-static PyObject *float_item(const void *number, size_t i) {
-    return PyFloat_FromDouble((double)((const float *)number)[i]);
-}
-
-static PyObject *floats(const float *number, size_t count) {
-    PyObject *list = vm_py_list(count, float_item, number), *tuple = list ? PyList_AsTuple(list) : NULL;
-    Py_XDECREF(list);
-    return tuple;
 }
 
 PyObject *vm_py_arch_to_dict(const vm_arch *a) {
@@ -42,8 +38,8 @@ PyObject *vm_py_arch_to_dict(const vm_arch *a) {
     if (!failed && a->decoder_block_out_channels[0])
         failed = put(dict, "decoder_block_out_channels", vm_py_sizes(a->decoder_block_out_channels, a->levels));
     if (!failed && a->statistics)
-        failed = put(dict, "latents_mean", floats(a->latents_mean, a->statistics)) ||
-                 put(dict, "latents_std", floats(a->latents_std, a->statistics));
+        failed = put(dict, "latents_mean", tuple(a->statistics, float_item, a->latents_mean)) ||
+                 put(dict, "latents_std", tuple(a->statistics, float_item, a->latents_std));
     if (!failed && a->patch_size[0])
         failed = put(dict, "patch_size", vm_py_sizes(a->patch_size, 2)) ||
                  put(dict, "batch_norm_eps", PyFloat_FromDouble((double)a->batch_norm_eps));
@@ -175,5 +171,14 @@ int vm_py_to_precision(PyObject *name, void *out) {
     for (*precision = VM_HIGHEST; *precision <= VM_MEDIUM; (*precision)++)
         if (PyUnicode_Check(name) && !PyUnicode_CompareWithASCIIString(name, vm_precision_name(*precision))) return 1;
     PyErr_Format(PyExc_ValueError, "precision: want highest, high or medium, got %R", name);
+    return 0;
+}
+
+int vm_py_to_threads(PyObject *number, void *out) {
+    const long threads = PyLong_AsLong(number);
+    if (PyErr_Occurred()) return 0;
+    *(unsigned *)out = (unsigned)threads;
+    if (threads >= 1 && threads <= VM_PY_THREADS) return 1;
+    PyErr_Format(PyExc_ValueError, "threads: want 1 to %d, got %ld", VM_PY_THREADS, threads);
     return 0;
 }

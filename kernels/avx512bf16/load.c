@@ -64,7 +64,7 @@ INLINE void load_dtype(vm_dtype dtype, uint16_t *y, uint16_t *rest, const vm_sou
         load_as(dtype, scaled, activated, false, y, rest, from);
 }
 
-void vm_load_pairs_avx512bf16(uint16_t *y, uint16_t *rest, const vm_source *from) {
+void vm_load_pairs_avx512bf16(void *y, void *rest, const vm_source *from) {
     switch (from->dtype) {
     case VM_F32:
         load_dtype(VM_F32, y, rest, from);

@@ -75,7 +75,7 @@ static size_t stripe_rows(const vm_pass *p, const shape *s, size_t row0) { retur
 
 static vm_conv_key key_of(const vm_gpu *g, const vm_pass *p, const vm_limits *limits, const shape *s, size_t rows) {
     const int64_t x[4] = {1, (int64_t)s->in_c, (int64_t)in_rows(p, s, rows), (int64_t)s->in_w};
-    vm_conv conv = vm_conv_square(g->dtype, x, (int64_t)s->raw_c, (int64_t)s->k, (int64_t)s->stride, 0);
+    vm_conv conv = vm_conv_square(g->backend.dtype, x, (int64_t)s->raw_c, (int64_t)s->k, (int64_t)s->stride, 0);
     conv.tf32 = g->tf32;
     conv.nhwc = true;
     /* On GPUs other than Hopper cuDNN's TF32 engines want tens of megabytes; with less it computes in plain float32. */
@@ -83,7 +83,7 @@ static vm_conv_key key_of(const vm_gpu *g, const vm_pass *p, const vm_limits *li
     /* What cuDNN 9.28 ranks first for plain float32 on a described H200 or A100 (engine 1) copies its tensors into another
      * layout: it wants the bytes of x, y and the filters, and some KiB. */
     const size_t copies = s->scratch + s->raw_c * s->k * s->k * s->in_c * sizeof(float) + least;
-    const bool copy = limits->ample && g->dtype == VM_F32 && !g->tf32;
+    const bool copy = limits->ample && g->backend.dtype == VM_F32 && !g->tf32;
     return (vm_conv_key){conv, copy ? VM_MAX(usual, copies) : usual};
 }
 
@@ -110,7 +110,7 @@ static vm_conv_tile own_tile(const vm_gpu *g, const vm_pass *p) {
     const vm_conv_args a = own_args(p);
     const bool narrows = p->ksize == 1 && !p->norm && !p->add && p->y.c < p->x.c;
     if (!g->own_conv) return (vm_conv_tile){0};
-    return vm_conv_choose(g->dtype, &a, narrows && p->x_format == VM_ROWS, (size_t)g->shared_max,
+    return vm_conv_choose(g->backend.dtype, &a, narrows && p->x_format == VM_ROWS, (size_t)g->shared_max,
                           (uint32_t)g->multiprocessors);
 }
 
@@ -128,25 +128,18 @@ vm_cut vm_gpu_cut(const vm_backend *b, const vm_pass *p) {
     return (vm_cut){.rows = 1, .columns = 1, .out_rows = p->y.h, .in_rows = p->x.h};
 }
 
-size_t vm_gpu_prepared(const vm_backend *b, const vm_pass *p, size_t at_once) {
-    (void)b, (void)p, (void)at_once;
-    return 0;
-}
-
-size_t vm_gpu_scratch(const vm_backend *b, const vm_pass *p, const vm_limits *limits) {
-    if (p->kind != VM_PASS_CONV) return 0;
-    return own_tile(b->self, p).rows ? own_shape(p, vm_dtype_bytes(b->dtype)).scratch
-                                     : shape_of(p, limits, vm_dtype_bytes(b->dtype)).scratch;
-}
-
-size_t vm_gpu_parts(const vm_backend *b, const vm_pass *p, const vm_limits *limits) {
+vm_needs vm_gpu_needs(const vm_backend *b, const vm_pass *p, const vm_limits *limits, size_t at_once) {
+    (void)at_once;
+    if (p->kind != VM_PASS_CONV) return (vm_needs){0};
+    const size_t element = vm_dtype_bytes(b->dtype);
     const vm_conv_tile tile = own_tile(b->self, p);
     const vm_conv_args a = own_args(p);
-    if (tile.rows) return vm_conv_parts(&a, tile);
-    const shape s = shape_of(p, limits, vm_dtype_bytes(b->dtype));
-    size_t parts = 0;
-    for (size_t row = 0; row < p->y.h; row += s.rows) parts += parts_of(p, stripe_rows(p, &s, row));
-    return parts;
+    if (tile.rows)
+        return (vm_needs){.scratch = own_shape(p, element).scratch, .parts = p->stats ? vm_conv_parts(&a, tile) : 0};
+    const shape s = shape_of(p, limits, element);
+    vm_needs n = {.scratch = s.scratch};
+    for (size_t row = 0; p->stats && row < p->y.h; row += s.rows) n.parts += parts_of(p, stripe_rows(p, &s, row));
+    return n;
 }
 
 vm_status vm_gpu_workspace(const vm_backend *b, const vm_pass *p, const vm_limits *limits, size_t *bytes) {
@@ -254,18 +247,18 @@ static bool reads_x(const vm_pass *p, const vm_operands *at, const shape *s) {
 }
 
 static vm_status conv(vm_gpu *g, const vm_pass *p, const vm_operands *at, const vm_limits *limits) {
-    const shape s = shape_of(p, limits, vm_dtype_bytes(g->dtype));
+    const shape s = shape_of(p, limits, vm_dtype_bytes(g->backend.dtype));
     float *scale = (float *)((char *)at->scratch + s.scale);
     const bool direct = reads_x(p, at, &s);
     vm_status status = p->norm ? merge(g, p, at, scale) : VM_OK;
     for (size_t row = 0, part = 0; row < p->y.h && !status; row += s.rows) {
         const size_t rows = stripe_rows(p, &s, row);
         const vm_conv_key key = key_of(g, p, limits, &s, rows);
-        const char *in =
-            direct ? (char *)at->x.data + row * p->x.w * s.in_c * vm_dtype_bytes(g->dtype) : (char *)at->scratch + s.in;
+        const char *in = direct ? (char *)at->x.data + row * p->x.w * s.in_c * vm_dtype_bytes(g->backend.dtype)
+                                : (char *)at->scratch + s.in;
         if (!direct) status = load(g, p, at, &s, row, rows, scale);
         char *raw = (char *)at->scratch + s.raw;
-        if (!status && g->autotune && !g->outside && !vm_cudnn_convs_tuned(g->convs, &key))
+        if (!status && g->autotune && !g->outside)
             status = vm_cudnn_convs_tune(g->convs, &key, g->stream, in, at->weight, raw, at->workspace, vm_gpu_time, g);
         if (!status) status = vm_cudnn_convs_run(g->convs, &key, g->stream, in, at->weight, raw, at->workspace);
         if (!status) status = store(g, p, at, &s, row, rows, part);
@@ -275,7 +268,7 @@ static vm_status conv(vm_gpu *g, const vm_pass *p, const vm_operands *at, const 
 }
 
 static vm_status own_conv(vm_gpu *g, const vm_pass *p, const vm_operands *at, const vm_conv_tile *tile) {
-    const shape s = own_shape(p, vm_dtype_bytes(g->dtype));
+    const shape s = own_shape(p, vm_dtype_bytes(g->backend.dtype));
     const bool rows = p->x_format == VM_ROWS, own_y = p->y_format == VM_ROWS;
     float *scale = (float *)((char *)at->scratch + s.scale);
     CUfunction kernel;
@@ -313,7 +306,7 @@ static vm_status attention(vm_gpu *g, const vm_pass *p, const vm_operands *at) {
                            .scale = (float)(1 / sqrt((double)p->scale_channels))};
     const uint32_t queries = g->attention.queries;
     return launch(g, g->kernel[VM_KERNEL_ATTENTION], (n + queries - 1) / queries, 1, VM_CUDA_THREADS,
-                  vm_attention_shared(g->dtype, g->attention, (uint32_t)c), &a);
+                  vm_attention_shared(g->backend.dtype, g->attention, (uint32_t)c), &a);
 }
 
 vm_status vm_gpu_run(const vm_backend *b, const vm_pass *p, const vm_operands *at, const vm_exec *exec) {

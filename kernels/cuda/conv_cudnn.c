@@ -9,16 +9,15 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { LEAST_VERSION = 90000, CANDIDATES = 8, NAME = 256 };
+enum { LEAST_VERSION = 90000, CANDIDATES = 8 };
 
 /* A plan for a key; of a key's candidates the cache keeps one. */
 typedef struct plan {
     struct plan *next; /* in the cache */
     vm_conv_key key;
-    desc plan, config; /* the configuration lives as long as the plan that was made from it */
-    size_t bytes;
+    vm_cudnn_plan made;
+    desc config; /* lives as long as the plan that was made from it */
     bool tuned;
-    char name[NAME];
 } plan;
 
 struct vm_cudnn_convs {
@@ -35,7 +34,7 @@ static plan *find(const vm_cudnn_convs *s, const vm_conv_key *key) {
 }
 
 static void free_plan(vm_cudnn *c, plan *p) {
-    c->destroy(p->plan);
+    c->destroy(p->made.plan);
     c->destroy(p->config);
     free(p);
 }
@@ -85,27 +84,21 @@ size_t vm_cudnn_convs_count(const vm_cudnn_convs *s) {
     return count;
 }
 
-static const plan *find_locked(const vm_cudnn_convs *s, const vm_conv_key *key) {
+const char *vm_cudnn_convs_name(const vm_cudnn_convs *s, const vm_conv_key *key) {
     pthread_mutex_lock(&s->c->lock);
     const plan *p = find(s, key);
     pthread_mutex_unlock(&s->c->lock);
-    return p;
+    return p ? p->made.name : NULL;
 }
 
-const char *vm_cudnn_convs_name(const vm_cudnn_convs *s, const vm_conv_key *key) {
-    const plan *p = find_locked(s, key);
-    return p ? p->name : NULL;
-}
-
-/* Whether an engine must not be taken: it rounds more than its types say, may sum in another order each time, or does not
- * tell. */
-static bool refused(vm_cudnn *c, desc engine, const vm_conv_key *key) {
-    uint32_t notes,
-        bad = 1u << NOTE_DOWN_CONVERT_INPUTS | 1u << NOTE_REDUCED_PRECISION_REDUCTION | 1u << NOTE_NONDETERMINISTIC;
-    if (key->conv.dtype == VM_F32 && !key->conv.tf32)
-        bad |= 1u << NOTE_TENSOR_CORE | 1u << NOTE_FFT | 1u << NOTE_WINOGRAD_TILE_4x4 | 1u << NOTE_WINOGRAD_TILE_6x6 |
-               1u << NOTE_WINOGRAD_TILE_13x13;
-    return !vm_cudnn_notes(c, engine, ENGINE_NUMERICAL_NOTE, T_NUMERICAL_NOTE, &notes) || (notes & bad);
+/* Numerical notes of engines that must not be taken: they round more than their types say, or may sum in another order each
+ * time. */
+static uint32_t bad_notes(const vm_conv *v) {
+    const uint32_t all =
+        1u << NOTE_DOWN_CONVERT_INPUTS | 1u << NOTE_REDUCED_PRECISION_REDUCTION | 1u << NOTE_NONDETERMINISTIC;
+    if (v->dtype != VM_F32 || v->tf32) return all;
+    return all | 1u << NOTE_TENSOR_CORE | 1u << NOTE_FFT | 1u << NOTE_WINOGRAD_TILE_4x4 | 1u << NOTE_WINOGRAD_TILE_6x6 |
+           1u << NOTE_WINOGRAD_TILE_13x13;
 }
 
 /* What a search for plans has found so far. */
@@ -120,32 +113,17 @@ typedef struct search {
 
 /* Whether a plan was made of config, which then owns it. */
 static bool try_config(search *f, desc config) {
-    vm_cudnn *c = f->s->c;
-    desc engine = NULL, made = NULL;
-    int64_t count = 0, bytes = 0;
-    bool kept = false;
-    if (!c->create(ENGINE, &engine) && !c->create(EXECUTION_PLAN, &made) &&
-        !c->get(config, ENGINECFG_ENGINE, T_DESC, 1, &count, &engine) && !refused(c, engine, f->key) &&
-        !c->set(made, EXECUTION_PLAN_ENGINE_CONFIG, T_DESC, 1, &config) &&
-        !(f->device ? c->set(made, EXECUTION_PLAN_DEVICEPROP, T_DESC, 1, &f->device)
-                    : c->set(made, EXECUTION_PLAN_HANDLE, T_HANDLE, 1, &f->s->handle)) &&
-        !c->finalize(made) && !c->get(made, EXECUTION_PLAN_WORKSPACE_SIZE, T_INT64, 1, &count, &bytes)) {
-        if (f->least < 0 || bytes < f->least) f->least = bytes;
-        plan *p = (size_t)bytes <= f->key->limit ? calloc(1, sizeof *p) : NULL;
-        if (p) {
-            p->key = *f->key;
-            p->plan = made;
-            p->config = config;
-            p->bytes = (size_t)bytes;
-            vm_cudnn_name(c, config, engine, p->name, sizeof p->name);
-            f->found[f->count++] = p;
-            made = NULL;
-            kept = true;
-        }
+    const vm_cudnn_plan made = vm_cudnn_try(f->s->c, config, bad_notes(&f->key->conv), f->device, f->s->handle);
+    if (!made.plan) return false;
+    if (f->least < 0 || made.bytes < f->least) f->least = made.bytes;
+    plan *p = (size_t)made.bytes <= f->key->limit ? calloc(1, sizeof *p) : NULL;
+    if (!p) {
+        f->s->c->destroy(made.plan);
+        return false;
     }
-    if (made) c->destroy(made);
-    if (engine) c->destroy(engine);
-    return kept;
+    *p = (plan){.key = *f->key, .made = made, .config = config};
+    f->found[f->count++] = p;
+    return true;
 }
 
 static void walk(search *f, vm_cudnn_question *q, desc graph, int mode) {
@@ -196,7 +174,7 @@ vm_status vm_cudnn_convs_bytes(vm_cudnn_convs *s, const vm_conv_key *key, size_t
     *bytes = 0;
     pthread_mutex_lock(&s->c->lock);
     const vm_status status = plan_of(s, key, &p);
-    if (!status) *bytes = p->bytes;
+    if (!status) *bytes = (size_t)p->made.bytes;
     pthread_mutex_unlock(&s->c->lock);
     return status;
 }
@@ -227,17 +205,12 @@ vm_status vm_cudnn_convs_run(vm_cudnn_convs *s, const vm_conv_key *key, void *st
     if (!s->handle) return no_device();
     pthread_mutex_lock(&s->c->lock);
     vm_status status = plan_of(s, key, &p);
-    if (!status) status = execute(s, p->plan, stream, x, filters, y, workspace);
+    if (!status) status = execute(s, p->made.plan, stream, x, filters, y, workspace);
     pthread_mutex_unlock(&s->c->lock);
     return status;
 }
 
 /* ---- timed choice ---- */
-
-bool vm_cudnn_convs_tuned(const vm_cudnn_convs *s, const vm_conv_key *key) {
-    const plan *p = find_locked(s, key);
-    return p && p->tuned;
-}
 
 typedef struct attempt {
     const vm_cudnn_convs *s;
@@ -262,7 +235,7 @@ vm_status vm_cudnn_convs_tune(vm_cudnn_convs *s, const vm_conv_key *key, void *s
     double best = -1;
     size_t winner = 0;
     for (size_t i = 0; i < f.count; i++) {
-        attempt a = {s, f.found[i]->plan, stream, y, workspace, x, filters};
+        attempt a = {s, f.found[i]->made.plan, stream, y, workspace, x, filters};
         const double time = timer(context, run_attempt, &a);
         if (time < 0 || (best >= 0 && time >= best)) continue;
         best = time;

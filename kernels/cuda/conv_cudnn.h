@@ -31,10 +31,8 @@ size_t vm_cudnn_convs_count(const vm_cudnn_convs *convs);
 /* Enqueues it on the stream. */
 vm_status vm_cudnn_convs_run(vm_cudnn_convs *convs, const vm_conv_key *key, void *stream, const void *x,
                              const void *filters, void *y, void *workspace);
-/* Whether vm_cudnn_convs_tune has chosen the key's plan. */
-bool vm_cudnn_convs_tuned(const vm_cudnn_convs *convs, const vm_conv_key *key);
-/* Runs the candidates on the given memory (workspace: key->limit bytes), stream waited for by timer, and keeps the
- * fastest; the first where none could be timed. timer is called under the lock: it calls nothing of convs but run. */
+/* The first time that a key is given: runs the candidates on the given memory (workspace: key->limit bytes), stream waited
+ * for by timer, and keeps the fastest; the first where none could be timed. timer is called under the lock: it calls nothing of convs but run. */
 vm_status vm_cudnn_convs_tune(vm_cudnn_convs *convs, const vm_conv_key *key, void *stream, const void *x,
                               const void *filters, void *y, void *workspace, vm_conv_timer timer, void *context);
 

@@ -99,7 +99,14 @@ vm_status vm_gpu_open(const vm_gpu_options *o, vm_gpu **out) {
     vm_gpu *g = calloc(1, sizeof *g);
     if (!g) return vm_fail(VM_ENOMEM, "device: no %zu bytes of host memory", sizeof *g);
     pthread_mutex_init(&g->copying, NULL);
-    g->dtype = o->dtype;
+    g->backend = (vm_backend){.name = g->name,
+                              .dtype = o->dtype,
+                              .cut = vm_gpu_cut,
+                              .needs = vm_gpu_needs,
+                              .workspace = vm_gpu_workspace,
+                              .run = vm_gpu_run,
+                              .device = &vm_gpu_device,
+                              .self = g};
     g->tf32 = o->tf32;
     g->autotune = o->autotune;
     g->own_conv = o->own_conv;
@@ -107,16 +114,6 @@ vm_status vm_gpu_open(const vm_gpu_options *o, vm_gpu **out) {
     if (!s) s = find_device(g, o);
     if (!s) s = retain_context(g, o->device);
     if (!s) s = fill(g, o);
-    g->backend = (vm_backend){.name = g->name,
-                              .dtype = o->dtype,
-                              .cut = vm_gpu_cut,
-                              .prepared = vm_gpu_prepared,
-                              .scratch = vm_gpu_scratch,
-                              .workspace = vm_gpu_workspace,
-                              .parts = vm_gpu_parts,
-                              .run = vm_gpu_run,
-                              .device = &vm_gpu_device,
-                              .self = g};
     if (s)
         vm_gpu_close(g);
     else

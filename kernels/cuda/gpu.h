@@ -38,7 +38,6 @@ typedef struct vm_gpu {
     CUdevice device;
     CUcontext context; /* the device's primary one, shared with everyone in the process */
     int capability, shared_max, multiprocessors;
-    vm_dtype dtype;
     bool tf32, autotune;
     vm_cudnn_convs *convs;
     CUmodule module[VM_KERNELS_COUNT];
@@ -107,11 +106,11 @@ static inline void vm_gpu_leave_scope(const vm_gpu **gpu) {
 vm_status vm_gpu_load_kernels(vm_gpu *gpu);
 /* The kernel for a tile. */
 vm_status vm_gpu_conv_kernel(vm_gpu *gpu, const vm_conv_tile *tile, CUfunction *out);
-/* A vm_conv_timer: milliseconds on the GPU, context a vm_gpu. */
-double vm_gpu_time(void *gpu, vm_status (*run)(void *job), void *job);
 
 /* gpu_device.c */
 extern const vm_device vm_gpu_device;
+/* A vm_conv_timer: milliseconds on the GPU, context a vm_gpu. */
+double vm_gpu_time(void *gpu, vm_status (*run)(void *job), void *job);
 
 /* Returns from the calling function where the driver refuses. */
 #define VM_TRY(G, CALL, DOING)                                         \
@@ -122,16 +121,14 @@ extern const vm_device vm_gpu_device;
 
 /* backend.c: a pass enqueued on gpu->stream. */
 vm_cut vm_gpu_cut(const vm_backend *b, const vm_pass *pass);
-size_t vm_gpu_prepared(const vm_backend *b, const vm_pass *pass, size_t at_once);
-size_t vm_gpu_scratch(const vm_backend *b, const vm_pass *pass, const vm_limits *limits);
+vm_needs vm_gpu_needs(const vm_backend *b, const vm_pass *pass, const vm_limits *limits, size_t at_once);
 vm_status vm_gpu_workspace(const vm_backend *b, const vm_pass *pass, const vm_limits *limits, size_t *bytes);
-size_t vm_gpu_parts(const vm_backend *b, const vm_pass *pass, const vm_limits *limits);
 vm_status vm_gpu_run(const vm_backend *b, const vm_pass *pass, const vm_operands *at, const vm_exec *exec);
 /* weights_cuda.c: a tensor of a file as the passes want it, in the GPU's type. */
-size_t vm_gpu_weight_bytes(vm_dtype dtype, const vm_weight *w);
+size_t vm_gpu_weight_bytes(const vm_backend *b, const vm_weight *w);
 /* out: vm_gpu_weight_bytes. data: in the file's layout and type. VM_EINVAL where a number is not finite, or not in the
  * GPU's type. */
-vm_status vm_gpu_pack_weight(vm_dtype dtype, const vm_weight *w, void *out, vm_dtype file_dtype, const void *data);
+vm_status vm_gpu_pack_weight(const vm_backend *b, const vm_weight *w, void *out, vm_dtype dtype, const void *data);
 /* Channels as tensors and weights have them on a GPU. */
 static inline size_t vm_padded(size_t c) { return VM_ROUND_UP(c, VM_BLOCK); }
 

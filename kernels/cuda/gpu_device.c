@@ -105,19 +105,15 @@ static vm_status fetch(const vm_backend *b, void *to, const void *from, size_t b
     return locked_copy(g, false, to, from, bytes);
 }
 
-static size_t weight_bytes(const vm_backend *b, const vm_weight *w) {
-    return vm_gpu_weight_bytes(((const vm_gpu *)b->self)->dtype, w);
-}
-
 static vm_status set_weight(const vm_backend *b, const vm_weight *w, void *to, vm_dtype dtype, const void *data,
                             bool *rounded) {
     *rounded = true; /* get_weight refuses */
     vm_gpu *g = b->self;
     VM_ENTER(g);
-    const size_t bytes = vm_gpu_weight_bytes(g->dtype, w);
+    const size_t bytes = vm_gpu_weight_bytes(b, w);
     void *packed = malloc(bytes);
     if (!packed) return vm_fail(VM_ENOMEM, "no %zu bytes of host memory to pack it in", bytes);
-    vm_status s = vm_gpu_pack_weight(g->dtype, w, packed, dtype, data);
+    vm_status s = vm_gpu_pack_weight(b, w, packed, dtype, data);
     if (!s) s = vm_driver_check(g->d, g->d->StreamWaitEvent(g->copy, g->done, 0), "ordering copies");
     if (!s) s = locked_copy(g, true, to, packed, bytes);
     free(packed);
@@ -302,7 +298,7 @@ double vm_gpu_time(void *gpu, vm_status (*run)(void *job), void *job) {
 const vm_device vm_gpu_device = {.align = 256, /* as GPU libraries expect it */
                                  .take = take,
                                  .give = give,
-                                 .weight_bytes = weight_bytes,
+                                 .weight_bytes = vm_gpu_weight_bytes,
                                  .set_weight = set_weight,
                                  .get_weight = get_weight,
                                  .start = start,

@@ -13,7 +13,7 @@ vm_status vm_gpu_conv_kernel(vm_gpu *g, const vm_conv_tile *t, CUfunction *out) 
     char name[48];
     *out = g->conv[t->kind];
     if (*out) return VM_OK;
-    snprintf(name, sizeof name, "vm_conv_%s_%ux%u_%u", suffix[g->dtype], t->rows, t->outs, t->stride);
+    snprintf(name, sizeof name, "vm_conv_%s_%ux%u_%u", suffix[g->backend.dtype], t->rows, t->outs, t->stride);
     VM_TRY(g, ModuleGetFunction(out, g->module[VM_KERNEL_CONV], name), name);
     VM_TRY(g, FuncSetAttribute(*out, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, (int)t->shared),
            "giving a convolution its shared memory");
@@ -29,12 +29,12 @@ vm_status vm_gpu_load_kernels(vm_gpu *g) {
     static const char *const images[] = {VM_GPU_KERNELS(VM_GPU_IMAGE)};
 #undef VM_GPU_IMAGE
     char names[VM_KERNEL_CONV][32]; /* conv's kernels are found one by one */
-    g->attention = vm_attention_choose(g->dtype, (size_t)g->shared_max);
-    snprintf(names[VM_KERNEL_LOAD], sizeof *names, "vm_load_%s", suffix[g->dtype]);
-    snprintf(names[VM_KERNEL_STORE], sizeof *names, "vm_store_%s", suffix[g->dtype]);
+    g->attention = vm_attention_choose(g->backend.dtype, (size_t)g->shared_max);
+    snprintf(names[VM_KERNEL_LOAD], sizeof *names, "vm_load_%s", suffix[g->backend.dtype]);
+    snprintf(names[VM_KERNEL_STORE], sizeof *names, "vm_store_%s", suffix[g->backend.dtype]);
     snprintf(names[VM_KERNEL_MERGE], sizeof *names, "vm_merge");
-    snprintf(names[VM_KERNEL_ATTENTION], sizeof *names, "vm_attention_%s_%ux%u", suffix[g->dtype], g->attention.queries,
-             g->attention.keys);
+    snprintf(names[VM_KERNEL_ATTENTION], sizeof *names, "vm_attention_%s_%ux%u", suffix[g->backend.dtype],
+             g->attention.queries, g->attention.keys);
     for (int i = 0; i < VM_KERNELS_COUNT; i++) {
         const CUresult result = g->d->ModuleLoadData(&g->module[i], images[i]);
         if (result == CUDA_ERROR_NO_BINARY_FOR_GPU || result == CUDA_ERROR_INVALID_IMAGE ||
@@ -50,7 +50,7 @@ vm_status vm_gpu_load_kernels(vm_gpu *g) {
     }
     VM_TRY(g,
            FuncSetAttribute(g->kernel[VM_KERNEL_ATTENTION], CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-                            (int)vm_attention_shared(g->dtype, g->attention, VM_ATTENTION_CHANNELS)),
+                            (int)vm_attention_shared(g->backend.dtype, g->attention, VM_ATTENTION_CHANNELS)),
            "giving attention its shared memory");
     return VM_OK;
 }

@@ -13,9 +13,9 @@
 
 #include "gpu.h"
 
-size_t vm_gpu_weight_bytes(vm_dtype dtype, const vm_weight *w) {
+size_t vm_gpu_weight_bytes(const vm_backend *b, const vm_weight *w) {
     if (w->vector) return vm_padded(w->out) * sizeof(float);
-    return vm_padded(w->out) * (w->up ? 16 : w->ksize * w->ksize) * vm_padded(w->in) * vm_dtype_bytes(dtype);
+    return vm_padded(w->out) * (w->up ? 16 : w->ksize * w->ksize) * vm_padded(w->in) * vm_dtype_bytes(b->dtype);
 }
 
 /* A tensor in a file, element by element. */
@@ -42,11 +42,11 @@ static float folded(source *from, size_t first, size_t phase, size_t tap) {
     return sum;
 }
 
-vm_status vm_gpu_pack_weight(vm_dtype dtype, const vm_weight *w, void *out, vm_dtype file_dtype, const void *data) {
-    source from = {file_dtype, data, true};
-    const vm_dtype kept = w->vector ? VM_F32 : dtype;
+vm_status vm_gpu_pack_weight(const vm_backend *b, const vm_weight *w, void *out, vm_dtype dtype, const void *data) {
+    source from = {dtype, data, true};
+    const vm_dtype kept = w->vector ? VM_F32 : b->dtype;
     bool fits = true;
-    memset(out, 0, vm_gpu_weight_bytes(dtype, w));
+    memset(out, 0, vm_gpu_weight_bytes(b, w));
     const size_t file_taps = w->ksize * w->ksize, phases = w->up ? 4 : 1, taps = w->up ? 4 : file_taps;
     const size_t in = w->vector ? 1 : vm_padded(w->in);
     for (size_t phase = 0; phase < phases; phase++)

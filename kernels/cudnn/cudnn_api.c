@@ -147,11 +147,11 @@ void vm_cudnn_set(vm_cudnn_question *q, desc d, int name, int type, int64_t coun
     if (!q->status) note(q, q->c->set(d, name, type, count, values), "attribute");
 }
 
-void vm_cudnn_set_int(vm_cudnn_question *q, desc d, int name, int type, int value) {
+static void set_int(vm_cudnn_question *q, desc d, int name, int type, int value) {
     vm_cudnn_set(q, d, name, type, 1, &value);
 }
 
-void vm_cudnn_set_desc(vm_cudnn_question *q, desc d, int name, desc value) {
+static void set_desc(vm_cudnn_question *q, desc d, int name, desc value) {
     vm_cudnn_set(q, d, name, T_DESC, 1, &value);
 }
 
@@ -185,7 +185,7 @@ static desc tensor(vm_cudnn_question *q, char uid, const vm_conv *conv, int64_t 
     strides[1] = conv->nhwc ? 1 : step;
     strides[0] = conv->nhwc ? step : step * c;
     desc d = vm_cudnn_make(q, TENSOR);
-    vm_cudnn_set_int(q, d, TENSOR_DATA_TYPE, T_DATA_TYPE, data_type);
+    set_int(q, d, TENSOR_DATA_TYPE, T_DATA_TYPE, data_type);
     vm_cudnn_set(q, d, TENSOR_DIMENSIONS, T_INT64, count, dims);
     vm_cudnn_set(q, d, TENSOR_STRIDES, T_INT64, count, strides);
     vm_cudnn_set(q, d, TENSOR_UNIQUE_ID, T_INT64, 1, &id);
@@ -207,8 +207,8 @@ desc vm_cudnn_graph(vm_cudnn_question *q, const vm_conv *v, void *handle) {
     desc w = tensor(q, 'w', v, from, to / v->groups, v->filter, type);
     desc y = tensor(q, 'y', v, v->n, v->k, out, type);
     desc c = vm_cudnn_make(q, CONVOLUTION);
-    vm_cudnn_set_int(q, c, CONVOLUTION_COMP_TYPE, T_DATA_TYPE, DATA_FLOAT);
-    vm_cudnn_set_int(q, c, CONVOLUTION_CONV_MODE, T_CONVOLUTION_MODE, CROSS_CORRELATION);
+    set_int(q, c, CONVOLUTION_COMP_TYPE, T_DATA_TYPE, DATA_FLOAT);
+    set_int(q, c, CONVOLUTION_CONV_MODE, T_CONVOLUTION_MODE, CROSS_CORRELATION);
     vm_cudnn_set(q, c, CONVOLUTION_SPATIAL_DIMS, T_INT64, 1, &spatial);
     vm_cudnn_set(q, c, CONVOLUTION_FILTER_STRIDES, T_INT64, spatial, v->stride + first);
     vm_cudnn_set(q, c, CONVOLUTION_PRE_PADDINGS, T_INT64, spatial, v->padding + first);
@@ -220,10 +220,10 @@ desc vm_cudnn_graph(vm_cudnn_question *q, const vm_conv *v, void *handle) {
     const int kind = v->transposed ? OPERATION_CONVOLUTION_BACKWARD_DATA : OPERATION_CONVOLUTION_FORWARD;
     const int shift = v->transposed ? BACKWARD_DATA_ALPHA - FORWARD_ALPHA : 0;
     desc op = vm_cudnn_make(q, kind);
-    vm_cudnn_set_desc(q, op, FORWARD_X + shift, v->transposed ? y : x);
-    vm_cudnn_set_desc(q, op, FORWARD_W + shift, w);
-    vm_cudnn_set_desc(q, op, FORWARD_Y + shift, v->transposed ? x : y);
-    vm_cudnn_set_desc(q, op, FORWARD_CONV_DESC + shift, c);
+    set_desc(q, op, FORWARD_X + shift, v->transposed ? y : x);
+    set_desc(q, op, FORWARD_W + shift, w);
+    set_desc(q, op, FORWARD_Y + shift, v->transposed ? x : y);
+    set_desc(q, op, FORWARD_CONV_DESC + shift, c);
     vm_cudnn_set(q, op, FORWARD_ALPHA + shift, T_FLOAT, 1, &one);
     vm_cudnn_set(q, op, FORWARD_BETA + shift, T_FLOAT, 1, &zero);
     vm_cudnn_finalize(q, op, "operation");
@@ -238,9 +238,9 @@ desc vm_cudnn_graph(vm_cudnn_question *q, const vm_conv *v, void *handle) {
 int64_t vm_cudnn_configs(vm_cudnn_question *q, desc graph, desc device, int mode, desc config[MAX_CONFIGS]) {
     vm_cudnn *c = q->c;
     desc heuristics = vm_cudnn_make(q, ENGINEHEUR);
-    vm_cudnn_set_desc(q, heuristics, ENGINEHEUR_OPERATION_GRAPH, graph);
-    vm_cudnn_set_int(q, heuristics, ENGINEHEUR_MODE, T_HEUR_MODE, mode);
-    if (device) vm_cudnn_set_desc(q, heuristics, ENGINEHEUR_DEVICEPROP, device);
+    set_desc(q, heuristics, ENGINEHEUR_OPERATION_GRAPH, graph);
+    set_int(q, heuristics, ENGINEHEUR_MODE, T_HEUR_MODE, mode);
+    if (device) set_desc(q, heuristics, ENGINEHEUR_DEVICEPROP, device);
     int64_t made = 0, count = 0, got = 0;
     if (q->status || c->finalize(heuristics)) return 0;
     if (c->get(heuristics, ENGINEHEUR_RESULTS, T_DESC, 0, &count, NULL)) return 0;
@@ -250,7 +250,8 @@ int64_t vm_cudnn_configs(vm_cudnn_question *q, desc graph, desc device, int mode
     return made;
 }
 
-bool vm_cudnn_notes(vm_cudnn *c, desc engine, int attribute, int type, uint32_t *bits) {
+/* Of an engine, as the sum of 1 << note; false where they cannot be read. */
+static bool read_notes(vm_cudnn *c, desc engine, int attribute, int type, uint32_t *bits) {
     int notes[MAX_NOTES];
     int64_t count = 0;
     *bits = 0;
@@ -259,7 +260,8 @@ bool vm_cudnn_notes(vm_cudnn *c, desc engine, int attribute, int type, uint32_t 
     return true;
 }
 
-int vm_cudnn_name(vm_cudnn *c, desc config, desc engine, char *out, size_t size) {
+/* Writes the name; the engine's index. */
+static int name_engine(vm_cudnn *c, desc config, desc engine, char *out, size_t size) {
     int64_t index = 0, count = 0;
     c->get(engine, ENGINE_GLOBAL_INDEX, T_INT64, 1, &count, &index);
     int used = snprintf(out, size, "eng%d", (int)index);
@@ -278,4 +280,30 @@ int vm_cudnn_name(vm_cudnn *c, desc config, desc engine, char *out, size_t size)
     for (int i = 0; i < MAX_KNOBS; i++)
         if (knob[i]) c->destroy(knob[i]);
     return (int)index;
+}
+
+vm_cudnn_plan vm_cudnn_try(vm_cudnn *c, desc config, uint32_t bad, desc device, void *handle) {
+    vm_cudnn_plan made = {.plan = NULL};
+    desc engine = NULL, plan = NULL;
+    uint32_t notes;
+    int64_t count = 0;
+    if (c->create(ENGINE, &engine) || c->create(EXECUTION_PLAN, &plan) ||
+        c->get(config, ENGINECFG_ENGINE, T_DESC, 1, &count, &engine) ||
+        !read_notes(c, engine, ENGINE_NUMERICAL_NOTE, T_NUMERICAL_NOTE, &notes) || (notes & bad))
+        goto done;
+    if (!c->set(plan, EXECUTION_PLAN_ENGINE_CONFIG, T_DESC, 1, &config) &&
+        !(device ? c->set(plan, EXECUTION_PLAN_DEVICEPROP, T_DESC, 1, &device)
+                 : c->set(plan, EXECUTION_PLAN_HANDLE, T_HANDLE, 1, &handle)) &&
+        !c->finalize(plan) && !c->get(plan, EXECUTION_PLAN_WORKSPACE_SIZE, T_INT64, 1, &count, &made.bytes)) {
+        made.engine = name_engine(c, config, engine, made.name, sizeof made.name);
+        made.plan = plan;
+        plan = NULL;
+    } else {
+        made.compiles = read_notes(c, engine, ENGINE_BEHAVIOR_NOTE, T_BEHAVIOR_NOTE, &notes) &&
+                        (notes & 1u << BEHAVIOR_RUNTIME_COMPILATION);
+    }
+done:
+    if (plan) c->destroy(plan);
+    if (engine) c->destroy(engine);
+    return made;
 }

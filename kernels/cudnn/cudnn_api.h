@@ -135,8 +135,6 @@ typedef struct vm_cudnn_question {
 
 desc vm_cudnn_make(vm_cudnn_question *q, int type);
 void vm_cudnn_set(vm_cudnn_question *q, desc d, int name, int type, int64_t count, const void *values);
-void vm_cudnn_set_int(vm_cudnn_question *q, desc d, int name, int type, int value);
-void vm_cudnn_set_desc(vm_cudnn_question *q, desc d, int name, desc value);
 void vm_cudnn_finalize(vm_cudnn_question *q, desc d, const char *what);
 /* The operation graph, with unique ids 'x', 'w', 'y' of input, filter and output; for a handle's device, or NULL for a described one. */
 desc vm_cudnn_graph(vm_cudnn_question *q, const vm_conv *conv, void *handle);
@@ -150,9 +148,20 @@ vm_status vm_cudnn_end(vm_cudnn_question *q, vm_status otherwise);
 
 /* VM_EINVAL where a size is out of range, channels do not fall into groups, or no output is left. */
 vm_status vm_cudnn_check(const vm_conv *conv);
-/* Of an engine, as the sum of 1 << note; false where they cannot be read. */
-bool vm_cudnn_notes(vm_cudnn *c, desc engine, int attribute, int type, uint32_t *bits);
-/* "eng1_k2=3_k5=0": engine and knobs. Returns the engine's index. */
-int vm_cudnn_name(vm_cudnn *c, desc config, desc engine, char *name, size_t size);
+
+enum { VM_ENGINE_NAME = 256 };
+
+/* What became of a configuration. */
+typedef struct vm_cudnn_plan {
+    desc plan;                 /* the caller's; NULL where there is none */
+    int64_t bytes;             /* of workspace */
+    int engine;                /* cuDNN's index */
+    char name[VM_ENGINE_NAME]; /* "eng1_k2=3_k5=0": engine and knobs */
+    bool compiles;             /* no plan, of an engine that would be compiled at run time and has none of the notes */
+} vm_cudnn_plan;
+
+/* Makes a plan of a configuration, which must outlive it, for a described device or else for the handle's. None where its engine has
+ * one of the numerical notes in `bad`, or does not tell. */
+vm_cudnn_plan vm_cudnn_try(vm_cudnn *c, desc config, uint32_t bad, desc device, void *handle);
 
 #endif

@@ -63,16 +63,17 @@ static float element_at(const vm_source *from, size_t i) {
     return from->silu ? v / (1 + expf(-v)) : v;
 }
 
-static void load(float *y, const vm_source *from) {
-    for (size_t i = 0; i < from->pixels * L; i++) y[i] = element_at(from, i);
+static void load(void *y, void *rest, const vm_source *from) {
+    (void)rest;
+    for (size_t i = 0; i < from->pixels * L; i++) vm_set_element(VM_F32, y, i, element_at(from, i));
 }
 
-void vm_load_pairs_ref(uint16_t *y, uint16_t *rest, const vm_source *from) {
+void vm_load_pairs_ref(void *y, void *rest, const vm_source *from) {
     for (size_t i = 0; i < from->pixels * L; i++) {
         const float v = element_at(from, i);
         const size_t at = i / L * 2 * L + i % L;
-        y[at] = vm_to_bfloat16(v);
-        if (rest) rest[at] = vm_to_bfloat16(v - vm_element(VM_BF16, y, at));
+        vm_set_element(VM_BF16, y, at, v);
+        if (rest) vm_set_element(VM_BF16, rest, at, v - vm_element(VM_BF16, y, at));
     }
 }
 
@@ -232,8 +233,7 @@ static double burn(size_t rounds, float *sink) {
     return 2.0 * 8 * L * (double)rounds;
 }
 
-const vm_cpu_ops vm_cpu_ref = {{PIXELS, VM_ROWS_FLAT, VM_STEPS, gemm, NULL, burn},
-                               load,
+const vm_cpu_ops vm_cpu_ref = {{PIXELS, VM_ROWS_FLAT, VM_STEPS, gemm, load, burn},
                                store_rows,
                                stats,
                                softmax,

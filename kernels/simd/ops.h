@@ -101,10 +101,11 @@ INLINE void load_as(vm_dtype dtype, float *y, const vm_source *from) {
     }
 }
 
-static void load(float *y, const vm_source *from) {
+static void load(void *y, void *rest, const vm_source *from) {
+    (void)rest;
     const bool copied = !from->scale && !from->silu && from->dtype == VM_F32;
     if (copied) {
-        memcpy(y, from->x, from->pixels * VM_BLOCK * sizeof *y);
+        memcpy(y, from->x, from->pixels * VM_BLOCK * sizeof(float));
         return;
     }
     VM_FOR_DTYPE(from->dtype, load_as, y, from)
@@ -364,8 +365,7 @@ static double burn(size_t rounds, float *sink) {
     return 2.0 * 12 * VM_LANES * (double)rounds;
 }
 
-const vm_cpu_ops VM_OPS = {{VM_PIXELS, VM_ROWS_FLAT, VM_STEPS, gemm, NULL, burn},
-                           load,
+const vm_cpu_ops VM_OPS = {{VM_PIXELS, VM_ROWS_FLAT, VM_STEPS, gemm, load, burn},
                            store_rows,
                            stats,
                            softmax,

@@ -187,7 +187,7 @@ static void test_load(const vm_cpu_ops *ops) {
         for (size_t i = 0; i < n; i++) x[i] *= 100;
     const float *before = copy(x, n);
     float *y = one_in(2) ? x : array(n, false);
-    ops->load(y, &(vm_source){x, VM_F32, pixels, scale, shift, silu});
+    ops->floats.load(y, NULL, &(vm_source){x, VM_F32, pixels, scale, shift, silu});
     for (size_t i = 0; i < n; i++) {
         sum s = {0, 0};
         add(&s, affine ? (double)before[i] * scale[i % L] : before[i]);
@@ -217,7 +217,7 @@ static void test_halves(const vm_cpu_ops *ops) {
             fail("half[%zu] of %.9g is %04x, want %04x", i, x[i] * factor, half[i], want);
     }
     if (finite != all) fail("store says finite %d, want %d", finite, all);
-    ops->load(y, &(vm_source){half, dtype, pixels, NULL, NULL, false});
+    ops->floats.load(y, NULL, &(vm_source){half, dtype, pixels, NULL, NULL, false});
     for (size_t i = 0; i < n; i++) check(y[i], vm_element(dtype, half, i), 0, "y", i);
 }
 

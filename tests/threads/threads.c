@@ -220,7 +220,7 @@ static void *use_account(void *account) {
 }
 
 static void accounts(void) {
-    vm_mem *mem = vm_mem_new(NULL);
+    vm_mem *mem = vm_mem_new(vm_backend_at(VM_F32, VM_HIGHEST, 0));
     crew(use_account, mem);
     const vm_usage left = vm_mem_usage(mem);
     CHECK(!left.live[VM_OUTPUT] && !left.reserved);
