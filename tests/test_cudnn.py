@@ -415,8 +415,9 @@ def test_installed_cudnn_answers_for_every_convolution(installed):
 
 
 def test_channels_last_needs_nothing_transposed(installed):
+    """Asked with channels that no recorded profile has."""
     workspace = Workspace("RTX 4090", cudnn=installed)
-    count, source = workspace.conv("float16", 1, 128, 512, 512, 128, 3, layout="nhwc")
+    count, source = workspace.conv("float16", 1, 136, 512, 512, 136, 3, layout="nhwc")
     assert count < MIB and source.startswith("cuDNN ")
 
 
