@@ -8,7 +8,7 @@
 /* One head as wide as the channels. */
 static tensor attend(walk *w, const tensor *x, path name) {
     const size_t tokens = VM_PRODUCT(x->h, x->w);
-    const vm_attention_shape shape = {
+    const vm_trace_sdpa shape = {
         .dtype = w->vae->dtype, .batch = x->n, .heads = 1, .queries = tokens, .keys = tokens, .depth = x->c};
     tensor y = *x;
     y.bytes = VM_PRODUCT(x->n, x->c, tokens, element(w));

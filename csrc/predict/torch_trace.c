@@ -33,7 +33,7 @@ void vm_trace_free(vm_trace *t) {
 /* ---- names ---- */
 
 static size_t hash(const char *text) {
-    size_t h = 1469598103934665603u;
+    size_t h = 14695981039346656037u;
     while (*text) h = (h ^ (unsigned char)*text++) * 1099511628211u;
     return h;
 }
@@ -130,7 +130,7 @@ vm_status vm_trace_norm(vm_trace *t, vm_dtype dtype, size_t n, size_t c, size_t 
 }
 
 /* How many parts flash attention cuts the keys into when the queries alone do not fill the device. */
-static size_t flash_splits(const vm_attention_shape *a, const vm_trace_gpu *gpu) {
+static size_t flash_splits(const vm_trace_sdpa *a, const vm_trace_gpu *gpu) {
     const size_t block = a->depth <= 64 ? 256 : a->depth <= 128 ? 128 : 64;
     const size_t blocks = vm_round_up(a->keys, block) / block, slots = 2 * (size_t)gpu->multiprocessors;
     const size_t work = VM_PRODUCT(a->batch, a->heads, vm_round_up(a->queries, 64) / 64);
@@ -148,8 +148,7 @@ static size_t flash_splits(const vm_attention_shape *a, const vm_trace_gpu *gpu)
     return 1;
 }
 
-static vm_status flash(vm_trace *t, const vm_attention_shape *a, const vm_trace_gpu *gpu, const char *name,
-                       uint32_t *id) {
+static vm_status flash(vm_trace *t, const vm_trace_sdpa *a, const vm_trace_gpu *gpu, const char *name, uint32_t *id) {
     const size_t rows = VM_PRODUCT(a->batch, a->heads, a->queries), splits = flash_splits(a, gpu);
     const size_t depth = VM_ROUND_UP(a->depth, 8), rounded = VM_ROUND_UP(a->depth, a->depth <= 128 ? 32 : 64);
     const size_t q = VM_PRODUCT(rows, depth, 2), kv = VM_PRODUCT(a->batch, a->heads, a->keys, depth, 2);
@@ -165,7 +164,7 @@ static vm_status flash(vm_trace *t, const vm_attention_shape *a, const vm_trace_
     return s;
 }
 
-static vm_status efficient(vm_trace *t, const vm_attention_shape *a, const char *name, uint32_t *id) {
+static vm_status efficient(vm_trace *t, const vm_trace_sdpa *a, const char *name, uint32_t *id) {
     const size_t count = VM_PRODUCT(a->batch, a->heads, a->queries, a->depth);
     const uint64_t sums = VM_PRODUCT(4, count);
     vm_status s = vm_trace_take(t, VM_PRODUCT(count, vm_dtype_bytes(a->dtype)), name, id);
@@ -176,7 +175,7 @@ static vm_status efficient(vm_trace *t, const vm_attention_shape *a, const char 
 
 /* The math path: queries, keys and values in float, scaled scores, and a softmax that takes care of rows whose keys are
  * all masked (_safe_softmax). The scores in half precision are made for a caller that does not want them. */
-static vm_status math(vm_trace *t, const vm_attention_shape *a, const char *name, uint32_t *id) {
+static vm_status math(vm_trace *t, const vm_trace_sdpa *a, const char *name, uint32_t *id) {
     const size_t rows = VM_PRODUCT(a->batch, a->heads, a->queries), q = VM_PRODUCT(4, rows, a->depth);
     const size_t kv = VM_PRODUCT(4, a->batch, a->heads, a->keys, a->depth), scores = VM_PRODUCT(4, rows, a->keys);
     const bool half = a->dtype != VM_F32;
@@ -207,13 +206,13 @@ static vm_status math(vm_trace *t, const vm_attention_shape *a, const char *name
 }
 
 /* The memory-efficient kernel wants its rows aligned (minimum_gemm_alignment), and bfloat16 new cards. */
-static bool is_efficient(const vm_attention_shape *a, const vm_trace_gpu *gpu) {
+static bool is_efficient(const vm_trace_sdpa *a, const vm_trace_gpu *gpu) {
     const bool half = a->dtype != VM_F32;
     const size_t unit = half && gpu->sm >= 70 ? 8 : gpu->sm >= 80 ? 4 : 1;
     return a->depth % unit == 0 && (a->dtype != VM_BF16 || gpu->sm >= 80);
 }
 
-vm_status vm_trace_attention(vm_trace *t, const vm_attention_shape *a, const vm_trace_gpu *gpu, const char *name,
+vm_status vm_trace_attention(vm_trace *t, const vm_trace_sdpa *a, const vm_trace_gpu *gpu, const char *name,
                              uint32_t *id) {
     if (gpu->multiprocessors < 1)
         return vm_fail(VM_EINVAL, "multiprocessors: want 1 or more, got %d", gpu->multiprocessors);

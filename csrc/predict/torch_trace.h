@@ -70,15 +70,15 @@ typedef enum vm_attention_kernel {
     VM_ATTENTION_MATH
 } vm_attention_kernel;
 
-typedef struct vm_attention_shape {
+typedef struct vm_trace_sdpa {
     vm_dtype dtype;
     size_t batch, heads, queries, keys, depth; /* depth: of a head */
     vm_attention_kernel kernel;
-} vm_attention_shape;
+} vm_trace_sdpa;
 
 /* scaled_dot_product_attention without dropout and mask. The output is taken and stays; what the kernel takes besides
  * comes and goes. */
-vm_status vm_trace_attention(vm_trace *t, const vm_attention_shape *shape, const vm_trace_gpu *gpu, const char *name,
+vm_status vm_trace_attention(vm_trace *t, const vm_trace_sdpa *shape, const vm_trace_gpu *gpu, const char *name,
                              uint32_t *id);
 
 /* ---- a trace on a simulated device ---- */

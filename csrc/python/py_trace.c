@@ -159,7 +159,7 @@ static PyObject *trace_norm(Trace *self, PyObject *args) {
 
 static PyObject *trace_attention(Trace *self, PyObject *args) {
     const char *name;
-    vm_attention_shape shape;
+    vm_trace_sdpa shape;
     vm_trace_gpu gpu;
     const char *kernel;
     uint32_t id;

@@ -56,8 +56,8 @@ static vm_trace *record(input *in) {
         case 5: {
             const uint64_t kind = take(in, 1);
             const vm_trace_gpu gpu = {.sm = (int)take(in, 1), .multiprocessors = (int)take(in, 4)};
-            const vm_attention_shape shape = {kind % 3,   number(in), number(in),  number(in),
-                                              number(in), number(in), kind / 4 % 4};
+            const vm_trace_sdpa shape = {kind % 3,   number(in), number(in),  number(in),
+                                         number(in), number(in), kind / 4 % 4};
             vm_trace_attention(t, &shape, &gpu, name, id);
             break;
         }
