@@ -264,6 +264,20 @@ def test_numbers_below_the_smallest_normal_one(products):
     assert (case.result(products)[0, 0] == kept).all()
 
 
+@pytest.mark.parametrize("mode", [0x400, 0x800, 0xC00], ids=["down", "up", "to zero"])
+def test_the_threads_rounding_is_not_theirs(products, mode):
+    """Instructions round to nearest whatever <fenv.h> says (with x86-64's numbers); plain C does as it is told."""
+    case = Case(min(products.max_pixels, 20), 2, 3, 16)
+    nearest = case.result(products, bias=False, add=False)
+    libm = ctypes.CDLL("libm.so.6")
+    assert libm.fesetround(mode) == 0
+    try:
+        got = case.result(products, bias=False, add=False)
+    finally:
+        assert libm.fesetround(0) == 0
+    assert same_bits(got, nearest) == (products.name != "ref")
+
+
 def test_burn_counts_its_operations(products):
     sink = c_float(0)
     once, twice = (products.burn(rounds, ctypes.byref(sink)) for rounds in (10, 20))
