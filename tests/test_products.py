@@ -1,5 +1,6 @@
-"""Products of pairs of bfloat16 (vm_products of kernels/cpu.h): plain C, AVX512_BF16 where this processor has it, and
-AMX on the emulator of its instructions, beside float64 and, bit for bit, beside the order in which each adds up.
+"""Products of pairs of bfloat16 (vm_products of kernels/cpu.h): plain C, AVX512_BF16 and AMX where this processor has
+them, and AMX on the emulator of its instructions, beside float64 and, bit for bit, beside the order in which each adds
+up.
 
 Buffers end where readable memory does, so that a read beyond them ends the test run.
 """
@@ -21,7 +22,8 @@ from emulator.build import HERE, compiler, has, run
 KERNELS = HERE.parents[1] / "kernels"
 FLAGS = ["-std=gnu11", "-O2", "-fPIC", "-Wall", "-Wextra", "-Werror", "-DVM_HAVE_X86", "-ffp-contract=fast", "-mfma"]
 AVX512 = [f"-mavx512{x}" for x in ("f", "vl", "bw", "dq", "bf16")]
-EMULATED = ["-mavx2", "-DVM_EMULATE_AMX", "-iquote", str(HERE)]
+AMX = [*AVX512, "-mamx-tile", "-mamx-bf16"]
+EMULATED = ["-Dvm_pairs_amx=vm_pairs_amx_emulated", "-mavx2", "-DVM_EMULATE_AMX", "-iquote", str(HERE)]
 
 if platform.machine() not in ("x86_64", "AMD64"):
     pytest.skip("these kernels are of x86-64", allow_module_level=True)
@@ -57,21 +59,26 @@ class Products(ctypes.Structure):
 def library(tmp_path_factory):
     folder = tmp_path_factory.mktemp("products")
     objects = []
-    sources = {"ref/ops.c": [], "avx512bf16/gemm.c": AVX512, "avx512bf16/load.c": AVX512, "amx/gemm.c": EMULATED}
-    for source, flags in sources.items():
-        objects.append(folder / source.replace("/", "_").replace(".c", ".o"))
+    sources = [("ref/ops.c", []), ("avx512bf16/gemm.c", AVX512), ("avx512bf16/load.c", AVX512)]
+    sources += [("amx/gemm.c", AMX), ("amx/gemm.c", EMULATED), ("amx.c", [])]
+    for source, flags in sources:
+        objects.append(folder / f"{len(objects)}.o")
         run(compiler("gcc"), *FLAGS, *flags, "-c", KERNELS / source, "-o", objects[-1])
     run(compiler("gcc"), "-shared", "-o", folder / "products.so", *objects, "-lm")
-    return ctypes.CDLL(str(folder / "products.so"))
+    library = ctypes.CDLL(str(folder / "products.so"))
+    library.vm_amx_permitted.restype = ctypes.c_bool
+    return library
 
 
-MAX_PIXELS = {"ref": 4, "avx512bf16": 14, "amx": 128}
+MAX_PIXELS = {"ref": 4, "avx512bf16": 14, "amx": 128, "amx_emulated": 128}
 
 
 @pytest.fixture(params=MAX_PIXELS)
 def products(request, library):
     if request.param == "avx512bf16" and not has("avx512_bf16"):
         pytest.skip("this processor has no AVX512_BF16")
+    if request.param == "amx" and not library.vm_amx_permitted():
+        pytest.skip("this processor has no AMX, or the kernel does not let it be used")
     found = Products.in_dll(library, f"vm_pairs_{request.param}")
     assert found.max_pixels == MAX_PIXELS[request.param]
     found.name, found.library = request.param, library
@@ -213,7 +220,7 @@ def test_products(products, pixels, blocks, batches, depth, stride):
     want, size = case.exact()
     # two terms a step, each added with one rounding, a batch's two sums, bias and add: n * eps in any order
     assert (np.abs(got - want) <= (2 * batches * depth + 4) * EPS * size).all()
-    assert same_bits(got, case.by_tiles() if products.name == "amx" else case.one_by_one())
+    assert same_bits(got, case.by_tiles() if "amx" in products.name else case.one_by_one())
     assert same_bits(case.result(products, in_place=True), got)
 
 
@@ -255,6 +262,20 @@ def test_numbers_below_the_smallest_normal_one(products):
     assert (got == np.float32(2**-50) + kept).all()
     case.x[:2] = pairs(np.float32([2**-130, 0]), np.float32([0, 2**-70]))
     assert (case.result(products)[0, 0] == kept).all()
+
+
+@pytest.mark.parametrize("mode", [0x400, 0x800, 0xC00], ids=["down", "up", "to zero"])
+def test_the_threads_rounding_is_not_theirs(products, mode):
+    """Instructions round to nearest whatever <fenv.h> says (with x86-64's numbers); plain C does as it is told."""
+    case = Case(min(products.max_pixels, 20), 2, 3, 16)
+    nearest = case.result(products, bias=False, add=False)
+    libm = ctypes.CDLL("libm.so.6")
+    assert libm.fesetround(mode) == 0
+    try:
+        got = case.result(products, bias=False, add=False)
+    finally:
+        assert libm.fesetround(0) == 0
+    assert same_bits(got, nearest) == (products.name != "ref")
 
 
 def test_burn_counts_its_operations(products):
