@@ -25,7 +25,8 @@ from pathlib import Path
 from common import commit, write_csv
 
 from vaemem.prediction.benchmark import Protocol, benchmark
-from vaemem.prediction.process import SimulatedProcess, architecture
+from vaemem.prediction.process import SimulatedProcess
+from vaemem.prediction.runtimes import architecture
 from vaemem.prediction.workspace import Workspace
 from vaemem.pytorch import measure
 

@@ -16,8 +16,9 @@ from vaemem.prediction import profiles, reproduce, workspace
 from vaemem.prediction.benchmark import PROTOCOLS, USUAL_PROTOCOL, benchmark
 from vaemem.prediction.cudnn import InstalledCudnn
 from vaemem.prediction.formula import formula
+from vaemem.prediction.moments import ROUNDING
 from vaemem.prediction.predict import MARGIN, predict
-from vaemem.prediction.process import ROUNDING, SimulatedProcess
+from vaemem.prediction.process import SimulatedProcess
 from vaemem.prediction.workspace import Workspace
 
 MIB = 1 << 20
@@ -868,7 +869,7 @@ def test_the_end_of_the_search_is_told(monkeypatch, capsys):
             raise OverflowError("want fewer steps")
         return predict(model, op, height, width, **others)
 
-    monkeypatch.setattr("vaemem.prediction.predict.predict", no_more_than_720)
+    monkeypatch.setattr("vaemem.prediction.largest.predict", no_more_than_720)
     with pytest.warns(RuntimeWarning, match="720x720 fits, and larger images were not looked at"):
         predict_largest("sdxl", "decode_tiled", tile=512, gpu="RTX 4060")
 

@@ -147,3 +147,11 @@ def test_rooms_of_c_point_one_way():
             if outside or (found and found.is_relative_to(ROOT / "kernels") and found.parent.name == "cuda"):
                 wrong.append(f"{path.relative_to(ROOT)}: {name}")
     assert wrong == []
+
+
+def test_files_are_short():
+    """As CONTRIBUTING.md has it. Tests may be longer: they are lists of cases."""
+    lengths = {
+        str(path.relative_to(ROOT)): len(path.read_text("utf-8").splitlines()) for path in [*HOUSE, *FILES.values()]
+    }
+    assert {name: lines for name, lines in lengths.items() if lines > 500} == {}

@@ -13,7 +13,8 @@ from vaemem._core import OutOfMemoryError
 from vaemem.engine.device import DeviceArray
 from vaemem.engine.instructions import read_disabled as _read_disabled
 from vaemem.prediction.formula import formula
-from vaemem.prediction.predict import Prediction, predict, predict_largest
+from vaemem.prediction.largest import predict_largest
+from vaemem.prediction.predict import Prediction, predict
 from vaemem.prediction.process import SimulatedProcess
 from vaemem.prediction.replay import Replay, replay
 from vaemem.prediction.snapshot import CachingAllocator

@@ -17,7 +17,7 @@ from vaemem.pipelines.plan import RUNTIMES as PLANNED_RUNTIMES
 from vaemem.pipelines.predict import RUNTIMES as PREDICTED_RUNTIMES
 from vaemem.prediction.benchmark import PROTOCOLS, USUAL_PROTOCOL
 from vaemem.prediction.bound import APPLICATIONS, SIDES
-from vaemem.prediction.process import DEFAULT_TORCH, RUNTIMES
+from vaemem.prediction.runtimes import DEFAULT_TORCH, RUNTIMES
 from vaemem.tables.fit import TARGETS
 
 SIZE_HELP = "height x width of the image in pixels"

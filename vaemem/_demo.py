@@ -18,7 +18,8 @@ from vaemem._common import latent_factor, mib, need, png, render
 from vaemem._handmade import handmade, picture
 from vaemem.engine.tiling import Tiling
 from vaemem.engine.vae import VAE, Run, backends
-from vaemem.prediction.predict import predict, predict_largest
+from vaemem.prediction.largest import predict_largest
+from vaemem.prediction.predict import predict
 from vaemem.reports.document import Document
 from vaemem.tables.estimators import compare
 from vaemem.tables.fit import fit

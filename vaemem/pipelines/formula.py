@@ -10,7 +10,8 @@ from vaemem._common import render, typeset
 from vaemem.pipelines.question import PipelineQuestion
 from vaemem.pipelines.run import Phase
 from vaemem.prediction.formula import ClosedForm, Peak, close
-from vaemem.prediction.process import ROUNDING, SimulatedProcess
+from vaemem.prediction.moments import ROUNDING
+from vaemem.prediction.process import SimulatedProcess
 
 SIDES = range(64, 2049, 64)  # pixels: of the squares that a derivation looks at
 

@@ -18,7 +18,7 @@ from vaemem.pipelines.run import OFFLOADS, RECORDED_VAES, Part, Phase, recording
 from vaemem.pipelines.storage import BITSANDBYTES, GGML, TYPES, stored
 from vaemem.pipelines.ways import Way, Written
 from vaemem.prediction.gpus import find_gpu
-from vaemem.prediction.process import Moment, PeakTensor
+from vaemem.prediction.moments import Moment, PeakTensor
 from vaemem.prediction.question import LARGEST
 from vaemem.prediction.snapshot import CachingAllocator
 

@@ -19,7 +19,8 @@ from vaemem.pipelines import programs
 from vaemem.pipelines.components import VAE_STRIDE
 from vaemem.pipelines.storage import GGML, SPELT, Stored
 from vaemem.prediction.benchmark import Names
-from vaemem.prediction.process import LoadedVAE, Moment, PeakTensor, SimulatedProcess, Tensor, moments
+from vaemem.prediction.moments import Moment, PeakTensor, moments
+from vaemem.prediction.process import LoadedVAE, SimulatedProcess, Tensor
 from vaemem.prediction.question import usual_tile
 from vaemem.prediction.sdcpp import vae_graph
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from vaemem._common import OPS, choose
-from vaemem.prediction.process import RUNTIMES, LoadedVAE, SimulatedProcess, Tensor
+from vaemem.prediction.process import LoadedVAE, SimulatedProcess, Tensor
+from vaemem.prediction.runtimes import RUNTIMES
 
 BENCHMARK_TILE = 512  # pixels: the side of the seed table's tiles, whatever its models' configs say
 

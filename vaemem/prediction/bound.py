@@ -10,7 +10,7 @@ from vaemem import _core
 from vaemem._common import DTYPES, MIB, OPS, __version__, choose, distinct, listed, render, whole
 from vaemem.prediction.gpus import find_gpu
 from vaemem.prediction.predict import Prediction, predict
-from vaemem.prediction.process import architecture
+from vaemem.prediction.runtimes import architecture
 
 # Pixels: of the sizes that are predicted where none are given. Those that people use, and some that are multiples of 8
 # alone, for which cuDNN chooses otherwise: without these one size in four between the others is up to 2% above a line.

@@ -9,19 +9,18 @@ from __future__ import annotations
 import functools
 import math
 import os
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
 from vaemem import _core
-from vaemem._common import MIB, choose, flag, latent_factor
+from vaemem._common import MIB, choose
 from vaemem._core import OutOfMemoryError
-from vaemem.engine.limits import LARGEST_SIDE, check_aspect, largest_size
 from vaemem.prediction.benchmark import PROTOCOLS, USUAL_PROTOCOL, Counters, Reading
 from vaemem.prediction.formula import derive
-from vaemem.prediction.process import Moment, PeakTensor, SimulatedProcess, architecture
+from vaemem.prediction.moments import Moment, PeakTensor
+from vaemem.prediction.process import SimulatedProcess
 from vaemem.prediction.question import Question
 from vaemem.prediction.snapshot import CachingAllocator
 
@@ -31,7 +30,6 @@ from vaemem.prediction.snapshot import CachingAllocator
 MARGIN = Fraction(17, 16)
 SEGMENT = 20 * MIB
 PAGE = 2 * MIB  # every segment is a multiple of it
-TILED_SIDE = 1 << 14  # pixels: `predict_largest` looks no further in tiles, where a larger image may take no more
 # What a CUDA context takes of the card, with the kernels that are loaded into it as they are used. The context alone
 # took 426 MiB on an RTX 6000 Ada (PyTorch 2.10+cu130, nvidia-smi: unslothai/unsloth-zoo#1053); around 400 MB is usual
 # since CUDA 11.7 (pytorch/pytorch#109888). The rest is room for the kernels, whose size was not measured.
@@ -375,81 +373,6 @@ def predict(
         allocator,
     )  # fmt: skip
     return Prediction(question)
-
-
-def predict_largest(
-    model: str | Mapping[str, Any], op: str, dtype: str = "float16", batch: int = 1, *, gpu: str = "RTX 4090",
-    aspect: float = 1.0, used: int | str = 0, every: bool = False, **others: Any,
-) -> tuple[int, int]:  # fmt: skip
-    """(height, width) of the largest image that PyTorch decodes, or encodes, on a card: of those whose `predict` fits.
-
-    Parameters
-    ----------
-    model, op, dtype, batch, gpu, used, **others
-        As `predict` takes them.
-    aspect : float
-        Width over height, as nearly as latents of whole pixels can have it.
-    every : bool
-        Whether all smaller images of that shape have to fit too.
-
-    Raises
-    ------
-    ValueError
-        No size fits; or as `predict` raises it.
-
-    Warns
-    -----
-    RuntimeWarning
-        Where the search ended before the card was full, so that larger images may fit: tiled ops are looked at up to
-        16,384 pixels a side, and as far as they can be played (65,536 tiles, 4,194,304 steps).
-
-    Notes
-    -----
-    Sizes that fit only with other plans of cuDNN than the first count: see `Prediction.fits`.
-
-    What PyTorch takes does not always grow with the size, since cuDNN plans each size anew. So all sizes three tenths
-    around what bisection finds are predicted one by one; for tiled ops, which take long, bisection decides. Images of
-    another shape, even of fewer pixels, may not fit.
-
-    Examples
-    --------
-    >>> predict_largest("sdxl", "decode", gpu="RTX 4060", used="1 GB")
-    (1952, 1952)
-    """
-    for name in ("height", "width"):
-        if name in others:
-            raise ValueError(f"{name}: want none, which is what is looked for, got {others[name]!r}")
-    asked = {"dtype": dtype, "batch": batch, "gpu": gpu, "used": used, **others}
-    arch = architecture(model)
-
-    refused: dict[tuple[int, int], bool] = {}  # whether it was played, or is more than can be
-
-    def fits(height: int, width: int) -> bool:
-        try:
-            if predict(model, op, height, width, **asked).fits:
-                return True
-            refused[height, width] = True
-        except OverflowError:
-            refused[height, width] = False
-        return False
-
-    factor = latent_factor(arch)
-    tiled = str(op).endswith("_tiled")
-    found = largest_size(
-        fits, factor, check_aspect(aspect), TILED_SIDE if tiled else LARGEST_SIDE,
-        around=lambda n: range(n, n) if tiled else range(n - n * 3 // 10, n + n * 3 // 10 + 1),
-        every=flag("every", every),
-    )  # fmt: skip
-    if found and not (refused and refused[min(refused)]):
-        what = f"predict_largest: {found[0]}x{found[1]} fits, and larger images were not looked at"
-        warnings.warn(what, RuntimeWarning, stacklevel=2)
-    if found is None:
-        smallest = predict(model, op, factor, factor, **asked)
-        raise ValueError(
-            f"gpu: want one with {smallest.least_reserved} bytes for PyTorch, which {op} takes at least,"
-            f" got {smallest.gpu} with {smallest.available}"
-        )
-    return found
 
 
 class ModulePrediction(_Peaks):

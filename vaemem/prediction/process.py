@@ -7,67 +7,17 @@ import functools
 import math
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from vaemem import _core
 from vaemem._common import DTYPES, ELEMENT_BYTES, MIB, choose, latent_factor
-from vaemem.engine.layouts import read_config
 from vaemem.prediction.gpus import Gpu, find_gpu
+from vaemem.prediction.moments import ONCE, ROUNDING, Moment, PeakTensor, blas_settings, live_at, moments
 from vaemem.prediction.profiles import Conv
+from vaemem.prediction.runtimes import DEFAULT_TORCH, RUNTIMES, architecture, usual_runtime
 from vaemem.prediction.snapshot import CachingAllocator
-from vaemem.prediction.workspace import Workspace, torch_release
-
-
-class Runtime(NamedTuple):
-    """Whose code runs a VAE, and how its methods are called; csrc/predict/torch_coders.c has their frames."""
-
-    samples: bool = False  # encode returns latents and decode takes them, scaled within or elsewhere; else a posterior
-    host: bool = False  # inputs come from the host's memory, and results go there
-    looks_at_memory: bool = False  # attention is cut up where free memory is short
-
-
-RUNTIMES = {
-    "diffusers": Runtime(),
-    "bfl": Runtime(samples=True),
-    "ldm": Runtime(),
-    "comfyui": Runtime(samples=True, host=True),
-    "a1111": Runtime(looks_at_memory=True),
-}
-DEFAULT_TORCH = "2.7.1+cu128"  # the build that predictions were compared with measurements for
-# PyTorch takes cuBLASLt's workspace anew in each call up to the first release, keeps it up to the second, and later
-# uses cuBLAS's.
-_LAST_EACH, _LAST_KEPT = (2, 8), (2, 11)
-
-
-def blas_settings(gpu: Gpu, torch_version: str) -> dict[str, Any]:
-    """Bytes of cuBLAS's and cuBLASLt's workspaces and how PyTorch keeps the latter (CublasHandlePool.cpp,
-    CUDABlas.cpp)."""
-    release = torch_release(torch_version)
-    use = "each" if release <= _LAST_EACH else "kept" if release <= _LAST_KEPT else "shared"
-    cublas = 32 * MIB if gpu.sm == 90 else 2 * 4 * MIB + 8 * 16 * 1024
-    return {"cublas_bytes": cublas, "cublaslt_bytes": MIB, "cublaslt_use": use}
-
-
-def architecture(model: str | Mapping[str, Any]) -> dict[str, Any]:
-    """The arch dict of a shipped model's name, or of a path or dict that `vaemem.VAE` takes as ``config=``.
-
-    ValueError for an unknown name, or a config of neither AutoencoderKL nor AutoencoderKLFlux2.
-    """
-    shipped = _core.models()
-    if isinstance(model, str) and model in shipped:
-        return shipped[model]
-    if isinstance(model, Mapping) and "norm_eps" in model:
-        return dict(model)  # an arch dict already
-    if not isinstance(model, Mapping | os.PathLike) and not (isinstance(model, str) and os.path.exists(model)):
-        names = ", ".join(shipped)
-        raise ValueError(f"model: want one of {names}, an arch dict (VAE.arch) or a config.json, got {model!r}")
-    return read_config(model)
-
-
-def usual_runtime(arch: Mapping[str, Any]) -> str:
-    """Whose code people run a model with."""
-    return "bfl" if arch["name"] == "flux" else "diffusers"
+from vaemem.prediction.workspace import Workspace
 
 
 @functools.lru_cache(maxsize=256)
@@ -135,21 +85,6 @@ class LoadedVAE(_Held):
 
     def __repr__(self) -> str:
         return f"<LoadedVAE {self.arch['name']} ({self.runtime}, {self.dtype}), {self.nbytes / MIB:.2f} MiB>"
-
-
-class Moment(NamedTuple):
-    """A point of a call: who acted, and the bytes that the process had allocated and reserved at its height."""
-
-    name: str
-    allocated: int
-    reserved: int
-
-
-class PeakTensor(NamedTuple):
-    """Something that was allocated at the peak."""
-
-    name: str
-    bytes: int
 
 
 class SimulatedProcess:
@@ -459,7 +394,7 @@ class SimulatedProcess:
         if call is not None:
             trace, workspaces, allocated = call
             live = live_at(trace, int(allocated.argmax()), workspaces, self._blas).values()
-            names += _summed((name, size) for name, size in live if name not in _ONCE or name not in names)
+            names += _summed((name, size) for name, size in live if name not in ONCE or name not in names)
         return names
 
     def timeline(self) -> list[Moment]:
@@ -558,42 +493,3 @@ def _summed(named: Iterable[tuple[str, int]]) -> Counter[str]:
     for name, size in named:
         total[name] += size
     return total
-
-
-def moments(trace: _core.Trace, allocated: Any, reserved: Any, caller: str = "") -> Iterator[Moment]:
-    """A call's steps, each with the most bytes that were allocated and reserved in it; `caller` stands before each
-    name."""
-    owner: dict[int, str] = {}
-    for i, (op, id_, _, name) in enumerate(trace.steps):
-        if op == "take":
-            owner[id_] = name
-        shown = f"free {caller}{owner[id_]}" if op == "give" else caller + name
-        yield Moment(shown, int(allocated[i]), int(reserved[i]))
-
-
-ROUNDING = "[rounded up by the allocator]"  # to 512 bytes, and remainders of blocks that are too small to split off
-_ONCE = ("cublas [workspace]", "cublaslt [workspace]")  # kept from the first use on
-
-
-def live_at(
-    trace: _core.Trace, step: int, workspaces: Sequence[int], blas: Mapping[str, Any]
-) -> dict[Any, tuple[str, int]]:
-    """{id: (name, bytes)} of what a trace holds in one of its steps, when that holds most. A workspace, which has no
-    id, stands under its kind's name."""
-    live: dict[Any, tuple[str, int]] = {}
-    steps = trace.steps
-    for op, id_, size, name in steps[: step + 1]:
-        if op == "take":
-            live[id_] = (name, size)
-        elif op == "give":
-            live.pop(id_)
-        elif op == "cublas" or (op == "cublaslt" and blas["cublaslt_use"] != "each"):
-            live["cublas"] = (_ONCE[0], blas["cublas_bytes"])
-            if op == "cublaslt" and blas["cublaslt_use"] == "kept":
-                live["cublaslt"] = (_ONCE[1], blas["cublaslt_bytes"])
-    op, id_, _, name = steps[step]
-    if op == "conv":
-        live["workspace"] = (name, workspaces[id_])
-    elif op == "cublaslt" and blas["cublaslt_use"] == "each":
-        live["workspace"] = (name, blas["cublaslt_bytes"])
-    return live

@@ -10,15 +10,10 @@ from vaemem._common import DTYPES, MIB, TILED_OPS, choose, flag, latent_factor, 
 from vaemem.engine.layouts import sample_size_of
 from vaemem.prediction.benchmark import PROTOCOLS, USUAL_PROTOCOL, Reading, benchmark
 from vaemem.prediction.gpus import find_gpu
-from vaemem.prediction.process import (
-    DEFAULT_TORCH,
-    RUNTIMES,
-    SimulatedProcess,
-    architecture,
-    torch_release,
-    usual_runtime,
-)
+from vaemem.prediction.process import SimulatedProcess
+from vaemem.prediction.runtimes import DEFAULT_TORCH, RUNTIMES, architecture, usual_runtime
 from vaemem.prediction.snapshot import BACKENDS, CachingAllocator, parse_conf
+from vaemem.prediction.workspace import torch_release
 
 LARGEST = 1 << 20  # pixels a side
 MOST = {"height": LARGEST, "width": LARGEST, "tile": LARGEST, "batch": 1 << 16}  # as the core has them

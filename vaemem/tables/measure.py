@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 from vaemem._common import DTYPES, TILED_OPS, choose, chosen, latent_factor, setting, whole
 from vaemem.engine.layouts import config_of, read_config
 from vaemem.prediction.benchmark import BENCHMARK_TILE
-from vaemem.prediction.process import architecture
 from vaemem.prediction.profiles import Conv
+from vaemem.prediction.runtimes import architecture
 from vaemem.tables.meters import CpuMeter, CudaMeter
 from vaemem.tables.sweep import image_sizes
 from vaemem.tables.table import Row, Table

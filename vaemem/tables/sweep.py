@@ -18,7 +18,7 @@ from vaemem.engine.limits import Limit
 from vaemem.engine.vae import VAE, Run
 from vaemem.prediction.gpus import find_gpu
 from vaemem.prediction.predict import Prediction, predict
-from vaemem.prediction.process import architecture
+from vaemem.prediction.runtimes import architecture
 from vaemem.tables.table import SOURCES, Row, Table
 
 # What a pixel costs, encode beside decode (1117 and 2515 GFLOP at 512x512): for the progress bar only.

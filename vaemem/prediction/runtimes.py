@@ -1,0 +1,50 @@
+"""Whose code runs a VAE, and which VAE is meant by what is given."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from vaemem import _core
+from vaemem.engine.layouts import read_config
+
+DEFAULT_TORCH = "2.7.1+cu128"  # the build that predictions were compared with measurements for
+
+
+class Runtime(NamedTuple):
+    """Whose code runs a VAE, and how its methods are called; csrc/predict/torch_coders.c has their frames."""
+
+    samples: bool = False  # encode returns latents and decode takes them, scaled within or elsewhere; else a posterior
+    host: bool = False  # inputs come from the host's memory, and results go there
+    looks_at_memory: bool = False  # attention is cut up where free memory is short
+
+
+RUNTIMES = {
+    "diffusers": Runtime(),
+    "bfl": Runtime(samples=True),
+    "ldm": Runtime(),
+    "comfyui": Runtime(samples=True, host=True),
+    "a1111": Runtime(looks_at_memory=True),
+}
+
+
+def architecture(model: str | Mapping[str, Any]) -> dict[str, Any]:
+    """The arch dict of a shipped model's name, or of a path or dict that `vaemem.VAE` takes as ``config=``.
+
+    ValueError for an unknown name, or a config of neither AutoencoderKL nor AutoencoderKLFlux2.
+    """
+    shipped = _core.models()
+    if isinstance(model, str) and model in shipped:
+        return shipped[model]
+    if isinstance(model, Mapping) and "norm_eps" in model:
+        return dict(model)  # an arch dict already
+    if not isinstance(model, Mapping | os.PathLike) and not (isinstance(model, str) and os.path.exists(model)):
+        names = ", ".join(shipped)
+        raise ValueError(f"model: want one of {names}, an arch dict (VAE.arch) or a config.json, got {model!r}")
+    return read_config(model)
+
+
+def usual_runtime(arch: Mapping[str, Any]) -> str:
+    """Whose code people run a model with."""
+    return "bfl" if arch["name"] == "flux" else "diffusers"
