@@ -18,7 +18,7 @@ from common import Machine, Worker, commit, median, serve
 
 import vaemem
 from vaemem import _core
-from vaemem.tables.measure import cudnn_version, driver_version
+from vaemem.pytorch.measuring import cudnn_version, driver_version
 
 ELEMENT = {"float32": 4, "tf32": 4, "float16": 2, "bfloat16": 2}
 WARMUPS = 3
@@ -291,7 +291,7 @@ def about(machine: Machine, vae) -> dict[str, str]:
         "gpu": machine.name,
         "driver": driver_version() if machine.gpu else "",
         "torch": torch.__version__,
-        "torch_cudnn": cudnn_version(torch),
+        "torch_cudnn": cudnn_version(),
         "vaemem_cudnn": vae._device.backend.cudnn_version if vae and vae._device else "",
         "vaemem": vaemem.__version__,
         "commit": commit(),

@@ -13,14 +13,12 @@ torch = pytest.importorskip("torch")
 
 from engine import config
 
-import vaemem.tables.measure as measuring
 from vaemem import replay
 from vaemem.prediction.benchmark import benchmark
 from vaemem.prediction.predict import predict
 from vaemem.prediction.process import SimulatedProcess
-from vaemem.pytorch import measure
-from vaemem.tables import meters
-from vaemem.tables.meters import CpuMeter, CudaMeter
+from vaemem.pytorch import measure, measuring, meters
+from vaemem.pytorch.meters import CpuMeter, CudaMeter
 
 
 def cpu_meter_or_skip() -> None:
@@ -286,10 +284,9 @@ def test_without_a_gpu_cuda_is_refused():
 
 
 @pytest.mark.parametrize("number, version", [(90701, "9.7.1"), (92000, "9.20.0"), (8902, "8.9.2"), (None, "none")])
-def test_cudnn_version(number, version):
-    cudnn = types.SimpleNamespace(version=lambda: number)
-    fake = types.SimpleNamespace(backends=types.SimpleNamespace(cudnn=cudnn))
-    assert measuring.cudnn_version(fake) == version
+def test_cudnn_version(monkeypatch, number, version):
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: number)
+    assert measuring.cudnn_version() == version
 
 
 # ---- convolutions ----
@@ -298,7 +295,7 @@ def test_cudnn_version(number, version):
 def test_the_convolutions_of_a_run():
     vae = module()
     with torch.inference_mode():
-        found = measuring._convolutions(torch, vae, "encode", torch.zeros(1, 3, 16, 24))
+        found = measuring._convolutions(vae, "encode", torch.zeros(1, 3, 16, 24))
     assert len(set(found)) == len(found)
     plain = [conv[:10] for conv in found if conv.is_plain]
     assert plain[0] == ("float32", 1, 3, 16, 24, 32, 3, 1, 1, "nchw")
@@ -315,27 +312,27 @@ def test_a_workspace_is_what_was_requested_besides_the_output(monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats.pop(0))
     conv = measuring.Conv("float32", 2, 3, 16, 24, 32, 3)
     with torch.inference_mode():
-        assert measuring._workspace(torch, conv, torch.device("cpu")) == 4096
+        assert measuring._workspace(conv, torch.device("cpu")) == 4096
     assert log == ["synchronize", "reset", "synchronize"] * 2 and not stats
 
 
-def fake_memory(log):
-    memory = types.SimpleNamespace(
-        _record_memory_history=lambda enabled, **_: log.append(enabled), _dump_snapshot=lambda path: log.append(path)
-    )
-    return types.SimpleNamespace(cuda=types.SimpleNamespace(memory=memory))
-
-
-def test_a_snapshot_is_of_all_that_happened():
+@pytest.fixture
+def log(monkeypatch):
+    """What is asked of PyTorch's recording of its allocator."""
     log = []
-    with measuring._history(fake_memory(log), "s.pickle"):
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda enabled, **_: log.append(enabled))
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", log.append)
+    return log
+
+
+def test_a_snapshot_is_of_all_that_happened(log):
+    with measuring._history("s.pickle"):
         log.append("runs")
     assert log == ["all", "runs", "s.pickle", None]
 
 
-def test_recording_ends_where_a_run_fails():
-    log = []
-    with pytest.raises(MemoryError), measuring._history(fake_memory(log), "s.pickle"):
+def test_recording_ends_where_a_run_fails(log):
+    with pytest.raises(MemoryError), measuring._history("s.pickle"):
         raise MemoryError
     assert log == ["all", None]
 

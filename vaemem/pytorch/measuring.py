@@ -18,12 +18,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import torch
+
 from vaemem._common import DTYPES, TILED_OPS, choose, chosen, latent_factor, setting, whole
 from vaemem.engine.layouts import config_of, read_config
 from vaemem.prediction.benchmark import BENCHMARK_TILE
 from vaemem.prediction.profiles import Conv
 from vaemem.prediction.runtimes import architecture
-from vaemem.tables.meters import CpuMeter, CudaMeter
+from vaemem.pytorch.meters import CpuMeter, CudaMeter
 from vaemem.tables.sweep import image_sizes
 from vaemem.tables.table import Row, Table
 
@@ -94,10 +96,71 @@ class _Subject(NamedTuple):
 
 
 def measure(
-    torch: Any, model: Any, op: str, sizes: Any, dtypes: Any, *, runtime: str, device: Any, warmups: int, runs: int,
-    tile: int | None, batch: int, snapshot: str | os.PathLike[str] | None, profile: str | os.PathLike[str] | None,
+    model: Any, op: str, sizes: int | Sequence[int | tuple[int, int]], dtypes: str | Sequence[str] = ("float16",), *,
+    runtime: str = "diffusers", device: Any = None, warmups: int = 2, runs: int = 5, tile: int | None = None,
+    batch: int = 1, snapshot: str | os.PathLike[str] | None = None, profile: str | os.PathLike[str] | None = None,
 ) -> Table:  # fmt: skip
-    """What `vaemem.pytorch.measure` says; `torch` is PyTorch, which only that module imports."""
+    """Measures a VAE's memory and time in PyTorch, the way the seed table was measured.
+
+    Parameters
+    ----------
+    model : str or torch.nn.Module
+        A name that `vaemem.predict` takes, or a config.json: diffusers' module with random weights, on which neither
+        memory nor time depends. Or a module of `runtime`; it is put in eval mode, converted and moved to
+        `device`, and stays so.
+    op : str
+        ``"encode"`` (sampled and scaled, as pipelines do), ``"decode"``, ``"encode_tiled"`` or ``"decode_tiled"``.
+    sizes : int or sequence of int and (int, int)
+        Of the image in pixels, multiples of 8: an int is a square, a pair is (height, width).
+    dtypes : str or sequence of str
+        Of weights and run: ``"float16"``, ``"bfloat16"``, ``"float32"``.
+    runtime : str
+        Whose code the module is: ``"diffusers"``, or ``"bfl"`` (AutoEncoder of the flux repository; only as a module).
+    device : torch.device or str, optional
+        The GPU where PyTorch has one, else the CPU.
+    warmups, runs : int
+        Runs that are not measured, and those whose mean is taken.
+    tile : int, optional
+        Side of a tile in pixels for the tiled ops, 512 by default; tiles overlap by a quarter.
+    batch : int
+        Images in one run.
+    snapshot : path, optional
+        Gets the allocator's history from before the model is loaded, as `vaemem.replay` and pytorch.org/memory_viz
+        read it. Recording slows the runs down. CUDA only.
+    profile : path, optional
+        Gets a CSV of the workspace that cuDNN takes for each convolution of these runs, in bytes as requested from the
+        allocator. CUDA only.
+
+    Returns
+    -------
+    Table
+        A row a dtype and size, source "measured". On CUDA `allocated_bytes` and `reserved_bytes` are the peaks minus
+        what was there just before the run. On the CPU `reserved_bytes` is the growth of the resident size, and
+        `allocated_bytes` is not known.
+
+    Raises
+    ------
+    ValueError, TypeError
+        An argument that cannot be run, named, before anything is measured.
+    ImportError
+        No PyTorch, or no diffusers where `model` is a name.
+    OSError
+        A CPU run where the peak resident size cannot be reset.
+    torch.OutOfMemoryError
+        A run does not fit.
+
+    Notes
+    -----
+    Before each run garbage is collected, the cache emptied and the peaks reset. `reserved_bytes` depends on what the
+    process did before; what `vaemem.predict` means by default is one size and dtype in a fresh process.
+
+    Examples
+    --------
+    >>> from diffusers import AutoencoderKL
+    >>> (row,) = measure(AutoencoderKL(), "decode", 64, "float32", device="cpu", warmups=0, runs=1)
+    >>> row["source"], row["runtime"], row["reserved_bytes"] > 0
+    ('measured', 'diffusers', True)
+    """
     choose("op", op, TILED_OPS)
     choose("runtime", runtime, ("diffusers", "bfl"))
     pairs, wanted = image_sizes(sizes), chosen("dtypes", dtypes, DTYPES)
@@ -108,18 +171,18 @@ def measure(
         raise ValueError(f"op: want encode or decode with runtime bfl, which has no tiles, got {op!r}")
     tile = whole("tile", BENCHMARK_TILE if tile is None else tile)
     warmups, runs, batch = whole("warmups", warmups, 0), whole("runs", runs), whole("batch", batch)
-    place = _device(torch, device)
+    place = _device(device)
     for name, path in (("snapshot", snapshot), ("profile", profile)):
         if path is not None and place.type != "cuda":
             raise ValueError(f"{name}: want a CUDA device to record, got {place}")
-    make = _maker(torch, model, runtime)
+    make = _maker(model, runtime)
     rows: list[Row] = []
     workspaces: dict[Conv, int] = {}
     with contextlib.ExitStack() as stack:
         if place.type == "cuda":
             stack.enter_context(torch.cuda.device(place))  # empty_cache and the like speak of the current one
             if snapshot is not None:
-                stack.enter_context(_history(torch, snapshot))
+                stack.enter_context(_history(snapshot))
         meter = CudaMeter(torch.cuda, place) if place.type == "cuda" else CpuMeter()
         for dtype in wanted:
             subject = make()
@@ -130,7 +193,7 @@ def measure(
                 "source": "measured",
                 "device": torch.cuda.get_device_name(place) if place.type == "cuda" else "cpu",
                 "weights_bytes": sum(p.numel() * p.element_size() for p in vae.parameters()),
-                "versions": versions(torch, place, runtime),
+                "versions": versions(place, runtime),
             }  # fmt: skip
             with setting(vae, **_tiling(runtime, tile if tiled else 0, subject.factor)):
                 for height, width in pairs:
@@ -139,15 +202,15 @@ def measure(
                     with torch.inference_mode():
                         done = _measurements(vae, op_run, x, meter, warmups, runs, subject.scaling)
                         if profile is not None:
-                            for conv in _convolutions(torch, vae, op_run, x):
+                            for conv in _convolutions(vae, op_run, x):
                                 if conv not in workspaces:
-                                    workspaces[conv] = _workspace(torch, conv, place)
+                                    workspaces[conv] = _workspace(conv, place)
                     rows.append(known | {"height": height, "width": width} | _mean(done))
                     del x
             del subject, vae
             meter.clear()
     if profile is not None:
-        _write_profile(profile, torch, place, workspaces)
+        _write_profile(profile, place, workspaces)
     return Table(rows)
 
 
@@ -163,7 +226,7 @@ def _mean(done: Sequence[Measurement]) -> dict[str, Any]:
 # ---- what is asked for ----
 
 
-def _device(torch: Any, device: Any) -> Any:
+def _device(device: Any) -> Any:
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -182,7 +245,7 @@ def _device(torch: Any, device: Any) -> Any:
     return place
 
 
-def _maker(torch: Any, model: Any, runtime: str) -> Callable[[], _Subject]:
+def _maker(model: Any, runtime: str) -> Callable[[], _Subject]:
     """Makes the module, on the CPU where the model is a name: anew for each dtype, as if it was loaded in it."""
     if isinstance(model, torch.nn.Module):
         subject = _described(model, runtime)
@@ -244,11 +307,11 @@ def _tiling(runtime: str, tile: int, factor: int) -> dict[str, Any]:
     return {"use_tiling": True, "tile_overlap_factor": 0.25} | sizes
 
 
-def versions(torch: Any, device: Any, runtime: str) -> str:
+def versions(device: Any, runtime: str) -> str:
     """What ran, for a table's `versions`; settings that change the memory are named where they are not the default."""
     parts = [f"torch {torch.__version__}"]
     if device.type == "cuda":
-        parts += [f"cudnn {cudnn_version(torch)}", f"cuda {torch.version.cuda}", f"driver {driver_version()}"]
+        parts += [f"cudnn {cudnn_version()}", f"cuda {torch.version.cuda}", f"driver {driver_version()}"]
         settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
         if settings:
             parts.append(f"allocator {settings.replace(',', ';')}")
@@ -263,7 +326,7 @@ def versions(torch: Any, device: Any, runtime: str) -> str:
     return ", ".join([*parts, f"python {platform.python_version()}"])
 
 
-def cudnn_version(torch: Any) -> str:
+def cudnn_version() -> str:
     """``"9.7.1"``: that of the cuDNN which PyTorch runs with."""
     number = torch.backends.cudnn.version()
     if number is None:
@@ -285,7 +348,7 @@ def driver_version() -> str:
 
 
 @contextlib.contextmanager
-def _history(torch: Any, path: str | os.PathLike[str]) -> Iterator[None]:
+def _history(path: str | os.PathLike[str]) -> Iterator[None]:
     """Records the allocator's events within, and writes them where all went well."""
     memory = torch.cuda.memory
     memory._record_memory_history("all", stacks="python", max_entries=sys.maxsize)
@@ -296,7 +359,7 @@ def _history(torch: Any, path: str | os.PathLike[str]) -> Iterator[None]:
         memory._record_memory_history(None)
 
 
-def _convolutions(torch: Any, vae: Any, op: str, x: Any) -> list[Conv]:
+def _convolutions(vae: Any, op: str, x: Any) -> list[Conv]:
     """The convolutions that a run has, each once."""
     layout_of = torch._prims_common.suggest_memory_format
     found: dict[Conv, None] = {}
@@ -319,12 +382,13 @@ def _convolutions(torch: Any, vae: Any, op: str, x: Any) -> list[Conv]:
     return list(found)
 
 
-def _workspace(torch: Any, conv: Conv, device: Any) -> int:
+def _workspace(conv: Conv, device: Any) -> int:
     """Bytes that one convolution requests of the allocator besides its output."""
     layout = torch.channels_last if conv.layout == "nhwc" else torch.contiguous_format
     like = {"dtype": getattr(torch, conv.dtype), "device": device, "memory_format": layout}
+    sides: tuple[Any, ...] = (conv.r, conv.r)  # of square ones
     x = torch.empty((conv.n, conv.c, conv.h, conv.w), **like)
-    weight = torch.empty((conv.k, conv.c, conv.r, conv.r), **like)
+    weight = torch.empty((conv.k, conv.c, *sides), **like)
     workspace = 0
     for _ in range(2):  # the first may try plans that do not run
         torch.cuda.synchronize(device)
@@ -338,8 +402,8 @@ def _workspace(torch: Any, conv: Conv, device: Any) -> int:
     return workspace
 
 
-def _write_profile(path: str | os.PathLike[str], torch: Any, device: Any, workspaces: dict[Conv, int]) -> None:
-    about = torch.cuda.get_device_name(device), torch.__version__, cudnn_version(torch)
+def _write_profile(path: str | os.PathLike[str], device: Any, workspaces: dict[Conv, int]) -> None:
+    about = torch.cuda.get_device_name(device), torch.__version__, cudnn_version()
     with open(path, "w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(PROFILE_COLUMNS)
