@@ -37,6 +37,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from cases import ATTENTIONS, CONVS, Attention, Conv, models, on, small
 
+PAUSE = 0.05  # seconds until OpenMP's threads, which spin for a while after PyTorch's work, have left the cores to us
+
 # ---- whole runs ----
 
 
@@ -106,8 +108,9 @@ def measure(case: Conv | Attention, args: argparse.Namespace) -> dict:
     peer, peer_flops = peer_of(case, args.dtype)
     ours, shares, theirs = [], [], []
     for _ in range(args.rounds + 1):
-        peak = _core.kernel_peak(args.backend, args.threads, PEAK_ROUNDS, args.dtype, args.precision)
+        time.sleep(PAUSE)
         ours.append(run.run())
+        peak = _core.kernel_peak(args.backend, args.threads, PEAK_ROUNDS, args.dtype, args.precision)
         shares.append(case.flops / ours[-1] / peak)
         start = time.perf_counter()
         peer()
