@@ -50,16 +50,17 @@ class Card:
 def stand_ins(tmp_path_factory):
     """Modules that the recipes import, and are none of PyPI's."""
     folder = tmp_path_factory.mktemp("vae")
-    sides = (512, 1024)
+    asked = {"torch_version": "2.9.1", "sides": (512, 1024)}
     return folder, {
-        "vae_memory": module("vae_memory", vaemem.bound("comfyui", torch_version="2.9.1", sides=sides).python()),
+        "vaemem_nodes": module("vaemem_nodes"),
+        "vaemem_nodes.vae_memory": module("vae_memory", vaemem.bound("comfyui", **asked).python()),
         "folder_paths": module(
             "folder_paths",
             get_filename_list=lambda kind: sorted(path.name for path in (folder / kind).iterdir()),
             get_full_path=lambda kind, name: str(folder / kind / name),
         ),
         "vae_working_memory_by_vaemem": module(
-            "vae_working_memory_by_vaemem", vaemem.bound("invokeai", torch_version="2.9.1", sides=sides).python()
+            "vae_working_memory_by_vaemem", vaemem.bound("invokeai", **asked).python()
         ),
         "invokeai": module("invokeai"),
         "invokeai.backend": module("invokeai.backend"),
@@ -77,7 +78,7 @@ def recipes(stand_ins):
             parent, _, child = name.rpartition(".")
             if parent:
                 setattr(stand_ins[1][parent], child, made)
-        names: dict = {}
+        names: dict = {"__package__": "vaemem_nodes"}  # as ComfyUI loads a folder of nodes
         blocks = re.findall(r"^```python\n(.*?)^```", RECIPES.read_text("utf-8"), re.MULTILINE | re.DOTALL)
         for block in blocks:
             exec(compile(block, "INTEGRATION.md", "exec"), names)
@@ -128,6 +129,8 @@ def test_the_vae_cuts_the_tiles_that_it_is_told(recipes):
         with torch.no_grad():
             vae.decode(torch.zeros(1, 4, 16, 16))
     assert (max(sizes[:-1]), sizes[-1]) == ((8, 8), (16, 16)) and len(sizes) > 2
+    with pytest.raises(MemoryError, match="no tile fits"):
+        recipes.set_tiles(vae, 0)
 
 
 def test_a_pipelines_latents_decoded_within_a_limit(recipes, tmp_path):

@@ -97,7 +97,9 @@ def _parser() -> argparse.ArgumentParser:
 
     def on_a_card(sub: argparse.ArgumentParser, dtype: str | None = "float16") -> None:
         sub.add_argument("--dtype", default=dtype, type=_dtype, choices=DTYPES)
-        sub.add_argument("--runtime", choices=RUNTIMES, help="whose code (default: bfl for flux, else diffusers)")
+        sub.add_argument(
+            "--runtime", choices=RUNTIMES, help="whose code (default: diffusers, for flux not in tiles bfl)"
+        )
         sub.add_argument("--tile", type=_count, metavar="PIXELS", help="side of a tile of the tiled operations")
         sub.add_argument(
             "--protocol", choices=PROTOCOLS, default=USUAL_PROTOCOL,
