@@ -36,7 +36,8 @@ def test_blocks_are_found():
 
 
 @pytest.mark.parametrize("session", SESSIONS)
-def test_sessions_print_what_is_shown(session):
+def test_sessions_print_what_is_shown(session, monkeypatch):
+    monkeypatch.setenv("VAEMEM_THREADS", "2")
     examples = doctest.DocTestParser().get_doctest(session, {"vaemem": vaemem}, "README", None, None)
     assert doctest.DocTestRunner(verbose=False).run(examples).failed == 0
 
