@@ -262,6 +262,8 @@ def test_stable_diffusion_cpps_phases():
 
 def test_a_prediction_as_a_table():
     p = predict_pipeline("sdxl", 1024, 1024, gpu="T4", offload="model", vae="vaemem", vae_memory_limit="1 GB")
+    (note,) = (note for note in p.notes if note.startswith("vae: "))
+    assert "in float16, where diffusers converts to float32" in note and "on an emulator only" in note
     title, header, *lines = str(p).splitlines()
     assert title == p.title and [line.split("  ")[0] for line in lines[:3]] == [phase.name for phase in p.phases]
     assert "outside MiB" in header and "954" in lines[2] and "Peak in denoise" in lines[3]

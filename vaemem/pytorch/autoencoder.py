@@ -50,7 +50,7 @@ class AutoencoderKL(diffusers.AutoencoderKL):  # type: ignore[misc]
     ----------
     vae : VAE
         On the CPU; one of the parts will do for runs of that part. Its `VAE.precision` is that of float32 anywhere. One
-        whose weights were rounded (`VAE.rounded`) serves the CPU in its own dtype alone, without a second copy.
+        whose weights were rounded (`VAE.rounded`) serves its own dtype alone, on the CPU without a second copy.
     config : mapping, optional
         As diffusers' class takes it. None: what `vae` says.
     torch_dtype : torch.dtype, optional
