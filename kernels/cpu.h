@@ -103,13 +103,15 @@ bool vm_amx_permitted(void);
 extern const vm_cpu_ops vm_cpu_neon;
 #endif
 
-/* A backend's `self`: how its numbers are kept and multiplied. */
+/* A backend's `self`: how its numbers are kept and multiplied. `floats`, of pairs: the same with floats, for what these
+ * compute faster by Winograd's way; NULL where they compute nothing faster. */
 typedef struct vm_cpu {
     const vm_cpu_ops *ops;
     const vm_products *products;
     vm_dtype dtype;
     unsigned
         pairs; /* products of pairs for one of numbers: 1, or 3 where each number is split into two bfloat16; 0: floats */
+    const struct vm_cpu *floats;
 } vm_cpu;
 
 /* ---- tile.c: a pass is computed in tiles of its output, each a task ---- */

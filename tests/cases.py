@@ -37,6 +37,12 @@ def pairs_of(backend: str, dtype: str, precision: str) -> int:
     return 3 if precision == "high" or dtype == "float16" else 1
 
 
+def convolution_pairs(backend: str, dtype: str, precision: str, case: Conv) -> int:
+    """The same of a convolution: AVX512_BF16 leaves to floats what Winograd's way makes faster than pairs."""
+    floats = backend == "avx512bf16" and case.by_winograd
+    return 0 if floats else pairs_of(backend, dtype, precision)
+
+
 def as_kept(x: np.ndarray, dtype: str) -> np.ndarray:
     """Rounded to dtype, as the core's kernels take it: bfloat16 as uint16."""
     if dtype == "bfloat16":
@@ -85,6 +91,12 @@ class Conv:
     def y(self) -> tuple[int, int, int]:
         step = 2 if self.up else 1
         return self.out_c, self.h * step // self.stride, self.w * step // self.stride
+
+    @property
+    def by_winograd(self) -> bool:
+        """On a CPU that multiplies floats (kernels/cpu.c)."""
+        pixels = int(np.prod(self.y[1:]))
+        return self.k == 3 and self.stride == 1 and not self.up and self.in_c >= 32 and pixels >= 1024
 
     @property
     def flops(self) -> int:
@@ -205,7 +217,8 @@ class ConvRun:
         precision: str = "highest",
     ):
         r = np.random.default_rng(case.in_c + case.out_c)
-        self.case, self.sample, self.dtype, self.pairs = case, sample, dtype, pairs_of(backend, dtype, precision)
+        self.case, self.sample, self.dtype = case, sample, dtype
+        self.pairs = convolution_pairs(backend, dtype, precision, case)
 
         def kept(x: np.ndarray) -> np.ndarray:
             return as_float(as_kept(x.astype(np.float32), dtype))
