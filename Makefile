@@ -15,7 +15,7 @@ export VAEMEM_CUDA_ARCHS
 SAY_BUILD = echo "Installing vaemem and what it needs in $(VENV): the C core and, where there is nvcc, GPU kernels for compute capability" \
 	"$(or $(VAEMEM_CUDA_ARCHS),75 to 120) (VAEMEM_CUDA_ARCHS='80 90' for others, VAEMEM_CUDA=0 for none)."
 
-.PHONY: demo test docs bench check lint asan clang pythons packages fuzz newer format wheel wheel-cpu wheel-cuda clean \
+.PHONY: demo test docs bench check lint asan clang pythons packages fuzz newer windows format wheel wheel-cpu wheel-cuda clean \
         build-gpu test-gpu bench-gpu check-gpu
 
 demo: $(VENV)/demo.stamp
@@ -135,6 +135,10 @@ newer:
 	rm -rf build/newer && $(PYTHON) -m venv build/newer
 	VAEMEM_CUDA=0 build/newer/bin/pip --disable-pip-version-check -q install . $(NEWER) 'pytest>=8'
 	PYTHONSAFEPATH=1 build/newer/bin/pytest -rs tests/test_programs.py tests/test_module_calls.py -k "qwen or zimage or z_image"
+
+# A wheel for Windows, and its tests under wine, where there is one.
+windows: $(BIN)/python
+	.ci/windows $(BIN)
 
 # What another compiler warns of, and whether its kernels are right.
 clang: $(VENV)/check.stamp

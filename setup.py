@@ -8,6 +8,10 @@ Everything else about the package stands in pyproject.toml. Environment:
   VAEMEM_CUDA_ARCHS  the GPUs that get machine code, such as "80 90", instead of all
   VAEMEM_EMULATE_AMX tests/emulator, on which AMX's products run where there is AVX2 alone, slowly (tests)
   CUDA_HOME          the toolkit, where nvcc is not on the path
+  VAEMEM_WINDOWS     the folder of a Windows Python with NumPy, for which Linux builds vaemem._core (make windows)
+
+On Windows zig's clang compiles, which pip brings along: nobody need install a compiler, and MSVC has no vector
+extension.
 """
 
 import glob
@@ -35,6 +39,14 @@ SANITIZE = ["-fsanitize=address,undefined"] if os.environ.get("VAEMEM_SANITIZE")
 WANTS_CUDA = os.environ.get("VAEMEM_CUDA")
 EMULATOR = os.environ.get("VAEMEM_EMULATE_AMX", "")
 AMX = ["-mavx2", "-mfma", "-iquote", EMULATOR] if EMULATOR else [*AVX512, "-mamx-tile", "-mamx-bf16"]
+# Where Python for Windows is, if it is built for; else an empty string.
+WINDOWS = os.environ.get("VAEMEM_WINDOWS") or (sys.base_prefix if sys.platform == "win32" else "")
+ZIG = [sys.executable, "-m", "ziglang", "cc", "-target", "x86_64-windows-gnu"]
+NUMPY = numpy.get_include()
+if WINDOWS and sys.platform != "win32":
+    NUMPY = os.path.join(WINDOWS, "Lib", "site-packages", "numpy", "_core", "include")
+if sys.platform == "darwin":  # flags of an instruction set are for one kind of processor, and not for two at once
+    os.environ.setdefault("ARCHFLAGS", f"-arch {platform.machine()}")
 FLAGS = {
     "csrc": COMMON,
     "kernels": KERNELS,
@@ -129,9 +141,32 @@ class BuildPerFolder(build_ext):
         *folders, name = fullname.split(".")  # with its folders or without
         if name == "libcuda":
             return os.path.join(*folders, "libcuda.so.1")
+        if WINDOWS and sys.platform != "win32":
+            return os.path.join(*folders, name + ".pyd")
         return super().get_ext_filename(fullname)
 
+    def build_for_windows(self, ext: Extension) -> None:
+        """All sources by zig, some at a time, and the library of them."""
+        include = os.path.join(WINDOWS, "include")
+        given = [f"-D{name}={value}" for name, value in ext.define_macros] + [f"-I{f}" for f in (include, NUMPY)]
+
+        def compile_one(source: str) -> str:
+            target = os.path.join(self.build_temp, source + ".o")
+            os.makedirs(os.path.dirname(target), exist_ok=True)
+            subprocess.run([*ZIG, *flags_for(source), *given, "-c", source, "-o", target], check=True)
+            return target
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            objects = list(pool.map(compile_one, ext.sources))
+        made = self.get_ext_fullpath(ext.name)
+        os.makedirs(os.path.dirname(made), exist_ok=True)
+        (python,) = glob.glob(os.path.join(glob.escape(os.path.join(WINDOWS, "libs")), "python3[0-9]*.lib"))
+        subprocess.run([*ZIG, "-shared", "-o", made, *objects, python, "-lpthread"], check=True)
+
     def build_extension(self, ext: Extension) -> None:
+        if WINDOWS:
+            self.build_for_windows(ext)
+            return
         compile_one = self.compiler._compile
         if ext.name == "vaemem._cuda":
             fatbins = os.path.abspath(os.path.join(self.build_temp, "fatbins-" + "-".join(CUDA_ARCHS)))
@@ -159,19 +194,20 @@ extensions = [
     Extension(
         "vaemem._core",
         sorted(core),
-        include_dirs=[numpy.get_include()],
+        include_dirs=[NUMPY],
         define_macros=[(name, "1") for name in (HAVE_SETS, EMULATOR and "VM_EMULATE_AMX") if name],
         depends=headers,
         libraries=["m", "pthread", "dl"],
         extra_link_args=SANITIZE,
     ),
+]
+LINUX = sys.platform == "linux" and not WINDOWS
+if LINUX:
     # What cuDNN finds where there is no driver. It is no Python module, and BuildPerFolder gives it a name that no
     # import takes for one (libcuda.so.1): whoever imported it would have a CUDA driver without a device.
-    Extension(
-        "vaemem.data.libcuda", ["kernels/cudnn/no_driver/libcuda.c"], extra_link_args=["-Wl,-soname,libcuda.so.1"]
-    ),
-]
-cuda = None if WANTS_CUDA == "0" else find_cuda()
+    soname = ["-Wl,-soname,libcuda.so.1"]
+    extensions.append(Extension("vaemem.data.libcuda", ["kernels/cudnn/no_driver/libcuda.c"], extra_link_args=soname))
+cuda = find_cuda() if LINUX and WANTS_CUDA != "0" else None
 if cuda:
     NVCC, include = cuda
     extensions.append(
@@ -185,9 +221,11 @@ if cuda:
         )
     )
 elif WANTS_CUDA == "1":
-    raise SystemExit("vaemem: VAEMEM_CUDA=1 wants nvcc and cuda.h: put them on the path or set CUDA_HOME")
+    raise SystemExit("vaemem: VAEMEM_CUDA=1 wants Linux, nvcc and cuda.h: put them on the path or set CUDA_HOME")
 elif WANTS_CUDA == "0":
     print("vaemem: built without CUDA, as VAEMEM_CUDA=0 asks")
+elif not LINUX:
+    print("vaemem: built without CUDA, which is for Linux alone")
 else:
     print("vaemem: built without CUDA: no nvcc with cuda.h (CUDA_HOME, else path, /usr/local/cuda, nvidia-* wheels)")
 

@@ -24,6 +24,7 @@ struct vm_pool {
     pid_t process;                   /* where the workers are */
     size_t batch;                    /* counts calls of each(); a worker joins a batch it has not seen */
     bool quit;
+    clockid_t clock;  /* that idle is waited for by */
     atomic_bool stop; /* the run is cancelled */
 
     vm_task fn;
@@ -77,16 +78,27 @@ static void *worker(void *arg) {
     return NULL;
 }
 
+/* A condition that is waited for by the monotonic clock, where the system lets one choose. */
+static clockid_t open_idle(pthread_cond_t *idle) {
+#ifdef __APPLE__
+    pthread_cond_init(idle, NULL);
+    return CLOCK_REALTIME;
+#else
+    pthread_condattr_t attr;
+    pthread_condattr_init(&attr);
+    const clockid_t clock = pthread_condattr_setclock(&attr, CLOCK_MONOTONIC) ? CLOCK_REALTIME : CLOCK_MONOTONIC;
+    pthread_cond_init(idle, &attr);
+    pthread_condattr_destroy(&attr);
+    return clock;
+#endif
+}
+
 size_t vm_pool_bytes(unsigned threads) { return sizeof(vm_pool) + threads * sizeof(pthread_t); }
 
 vm_status vm_pool_open(vm_pool *p, unsigned threads, size_t rows_total, vm_poll poll, void *poll_context) {
     pthread_mutex_init(&p->lock, NULL);
     pthread_cond_init(&p->work, NULL);
-    pthread_condattr_t attr;
-    pthread_condattr_init(&attr);
-    pthread_condattr_setclock(&attr, CLOCK_MONOTONIC);
-    pthread_cond_init(&p->idle, &attr);
-    pthread_condattr_destroy(&attr);
+    p->clock = open_idle(&p->idle);
     p->process = getpid();
     p->rows_total = rows_total;
     p->poll = poll;
@@ -125,7 +137,7 @@ static void work(vm_pool *p) {
     pthread_mutex_lock(&p->lock);
     while (p->busy) {
         struct timespec until;
-        clock_gettime(CLOCK_MONOTONIC, &until);
+        clock_gettime(p->clock, &until);
         until.tv_nsec += POLL_MS * 1000000L;
         if (until.tv_nsec >= 1000000000L) until.tv_sec++, until.tv_nsec -= 1000000000L;
         pthread_cond_timedwait(&p->idle, &p->lock, &until);

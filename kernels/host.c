@@ -1,47 +1,18 @@
 /* The host as a device: its memory, its packed weights, and runs that are done when they return. */
-#define _GNU_SOURCE
-#include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
-#include <unistd.h>
 
 #include "cpu.h"
+#include "os.h"
 
-/* ---- memory: from 1 MiB up a mapping of its own, advised to huge pages ---- */
-
-enum { MAPPED_FROM = 1 << 20, HUGE_PAGE = 2 << 20 };
-
-static size_t in_pages(size_t bytes) { return vm_round_up(bytes, (size_t)sysconf(_SC_PAGESIZE)); }
-
-/* Mapped blocks are aligned to huge pages by trimming a larger mapping. */
 static vm_status take(const vm_backend *b, size_t bytes, void **out) {
     (void)b;
-    *out = NULL;
-    if (bytes < MAPPED_FROM) {
-        *out = aligned_alloc(VM_ALIGN, VM_ROUND_UP(VM_MAX(bytes, 1), VM_ALIGN));
-        if (*out) memset(*out, 0, bytes);
-        return VM_OK;
-    }
-    const size_t length = in_pages(bytes), whole = vm_sum(length, HUGE_PAGE);
-    char *map = whole > PTRDIFF_MAX ? MAP_FAILED
-                                    : mmap(NULL, whole, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (map == MAP_FAILED) return VM_OK;
-    char *block = (char *)VM_ROUND_UP((uintptr_t)map, HUGE_PAGE);
-    if (block > map) munmap(map, (size_t)(block - map));
-    munmap(block + length, (size_t)(map + whole - (block + length)));
-#ifdef MADV_HUGEPAGE
-    madvise(block, length, MADV_HUGEPAGE); /* advice: a kernel without huge pages may refuse it */
-#endif
-    *out = block;
+    *out = vm_os_take(bytes);
     return VM_OK;
 }
 
 static void give(const vm_backend *b, void *block, size_t bytes) {
     (void)b;
-    if (bytes < MAPPED_FROM)
-        free(block);
-    else
-        munmap(block, in_pages(bytes));
+    vm_os_give(block, bytes);
 }
 
 /* ---- weights ---- */

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import sys
 import threading
 from types import SimpleNamespace
 from typing import ClassVar
@@ -16,7 +17,7 @@ from engine import config, images, latents, small_vae
 import vaemem
 from vaemem import _core
 from vaemem.__main__ import main
-from vaemem.engine.limits import Plans, available_memory, parse_size, resolve, taken
+from vaemem.engine.limits import Plans, available_memory, linux_memory, parse_size, resolve, taken
 
 CASES = int(os.environ.get("VAEMEM_LIMIT_CASES", "150"))
 MIB, GIB = 2**20, 2**30
@@ -103,36 +104,41 @@ def write(folder, **files):
         (folder / name.replace("__", ".")).write_text(text)
 
 
+@pytest.mark.skipif(sys.platform not in ("linux", "win32"), reason="other systems are not asked")
+def test_this_system_says_what_is_free():
+    assert 1 << 20 < available_memory() < 1 << 50
+
+
 def test_what_the_system_and_its_cgroups_leave(tmp_path):
     meminfo, cgroup, root = tmp_path / "meminfo", tmp_path / "cgroup", tmp_path / "fs"
-    assert available_memory(meminfo, cgroup, root) is None
+    assert linux_memory(meminfo, cgroup, root) is None
     meminfo.write_text("MemTotal:       16000000 kB\nMemFree: 5 kB\nMemAvailable:    8000000 kB\n")
-    assert available_memory(meminfo, cgroup, root) == 8000000 * 1024
+    assert linux_memory(meminfo, cgroup, root) == 8000000 * 1024
     cgroup.write_text("0::/user.slice/job\n")
-    assert available_memory(meminfo, cgroup, root) == 8000000 * 1024, "no such folder"
+    assert linux_memory(meminfo, cgroup, root) == 8000000 * 1024, "no such folder"
     write(root / "user.slice/job", memory__max="max\n", memory__high="max\n", memory__current=f"{GIB}\n")
-    assert available_memory(meminfo, cgroup, root) == 8000000 * 1024
+    assert linux_memory(meminfo, cgroup, root) == 8000000 * 1024
     write(root / "user.slice", memory__max=f"{4 * GIB}\n", memory__current=f"{3 * GIB}\n")
-    assert available_memory(meminfo, cgroup, root) == GIB, "a group above it"
+    assert linux_memory(meminfo, cgroup, root) == GIB, "a group above it"
     write(root / "user.slice", memory__stat=f"anon 5\ninactive_file {MIB}\nactive_file 7\n")
-    assert available_memory(meminfo, cgroup, root) == GIB + MIB, "cache is given back first"
+    assert linux_memory(meminfo, cgroup, root) == GIB + MIB, "cache is given back first"
     write(root / "user.slice/job", memory__high=f"{GIB + 5}\n")
-    assert available_memory(meminfo, cgroup, root) == 5
+    assert linux_memory(meminfo, cgroup, root) == 5
     write(root / "user.slice/job", memory__high="1\n")
-    assert available_memory(meminfo, cgroup, root) == 0
+    assert linux_memory(meminfo, cgroup, root) == 0
 
 
 def test_what_an_older_cgroup_leaves(tmp_path):
     meminfo, cgroup, root = tmp_path / "meminfo", tmp_path / "cgroup", tmp_path / "fs"
     cgroup.write_text("12:cpu,cpuacct:/docker/x\n5:memory:/docker/x\n0::/\n")
     write(root / "memory", memory__limit_in_bytes=f"{GIB}\n", memory__usage_in_bytes=f"{MIB}\n")
-    assert available_memory(meminfo, cgroup, root) == GIB - MIB, "the host's path is not in the container"
+    assert linux_memory(meminfo, cgroup, root) == GIB - MIB, "the host's path is not in the container"
     write(root / "memory", memory__stat=f"inactive_file 5\ntotal_inactive_file {MIB}\n")
-    assert available_memory(meminfo, cgroup, root) == GIB
+    assert linux_memory(meminfo, cgroup, root) == GIB
     write(root / "memory/docker/x", memory__limit_in_bytes="7\n", memory__usage_in_bytes="2\n")
-    assert available_memory(meminfo, cgroup, root) == 5
+    assert linux_memory(meminfo, cgroup, root) == 5
     cgroup.write_text("nonsense\n\n:::\n5:memory:/../../etc\n")
-    available_memory(meminfo, cgroup, root)  # no error, whatever it says
+    linux_memory(meminfo, cgroup, root)  # no error, whatever it says
 
 
 def test_auto_leaves_something_for_others(vae, monkeypatch):

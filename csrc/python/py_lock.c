@@ -6,8 +6,10 @@
 /* Forks between the first process that loaded this module and this one. */
 static atomic_uint forks;
 
+#ifndef _WIN32 /* which has no forks */
 static void count_fork(void) { atomic_fetch_add(&forks, 1); }
 __attribute__((constructor)) static void watch_forks(void) { pthread_atfork(NULL, NULL, count_fork); }
+#endif
 
 int vm_py_lock_new(vm_py_lock *l, const char *type) {
     l->type = type;

@@ -2,10 +2,22 @@
 #define _GNU_SOURCE
 #include "cudnn_api.h"
 
-#include <dlfcn.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+
+#ifdef _WIN32 /* there it is not looked for */
+typedef struct Dl_info {
+    const char *dli_fname;
+} Dl_info;
+enum { RTLD_LAZY, RTLD_LOCAL, RTLD_NOLOAD };
+static void *dlopen(const char *name, int how) { return (void)name, (void)how, NULL; }
+static void *dlsym(void *library, const char *name) { return (void)library, (void)name, NULL; }
+static int dladdr(const void *at, Dl_info *info) { return (void)at, (void)info, 0; }
+static const char *dlerror(void) { return "Windows, where vaemem does not look for it"; }
+#else
+#include <dlfcn.h>
+#endif
 
 enum { MAX_SIZE = 1 << 20 }; /* so that strides fit in 64 bits */
 enum { MAX_KNOBS = 64, MAX_NOTES = 32 };

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import re
+import sys
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 from pathlib import Path
@@ -88,7 +90,18 @@ def _field(path: Path, name: str) -> int:
     return int(found[1]) if found else 0
 
 
-def available_memory(
+def available_memory() -> int | None:
+    """Bytes that this process may still take: `linux_memory`, or the physical memory that Windows says is free.
+
+    None where nothing says.
+    """
+    if sys.platform != "win32":
+        return linux_memory()
+    status = (ctypes.c_uint64 * 8)(64)  # MEMORYSTATUSEX: its own size, then sizes; free ones third
+    return status[2] if ctypes.windll.kernel32.GlobalMemoryStatusEx(status) else None
+
+
+def linux_memory(
     meminfo: str | os.PathLike[str] = "/proc/meminfo",
     cgroup: str | os.PathLike[str] = "/proc/self/cgroup",
     root: str | os.PathLike[str] = "/sys/fs/cgroup",

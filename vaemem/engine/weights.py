@@ -257,12 +257,14 @@ def _replacing(path: Path) -> Iterator[IO[bytes]]:
             yield f
             f.flush()
             with contextlib.suppress(FileNotFoundError):
-                os.fchmod(f.fileno(), stat.S_IMODE(path.stat().st_mode))
+                os.chmod(part, stat.S_IMODE(path.stat().st_mode))
             os.fsync(f.fileno())
         os.replace(part, path)
     except BaseException:
         part.unlink(missing_ok=True)
         raise
+    if os.name == "nt":  # which opens no folders
+        return
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)  # the name too

@@ -94,7 +94,8 @@ def _after_fork() -> None:
         one._after_fork()
 
 
-os.register_at_fork(after_in_child=_after_fork)
+if hasattr(os, "register_at_fork"):  # Windows has no forks
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 class InstalledCudnn:
