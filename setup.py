@@ -10,8 +10,7 @@ Everything else about the package stands in pyproject.toml. Environment:
   CUDA_HOME          the toolkit, where nvcc is not on the path
   VAEMEM_WINDOWS     the folder of a Windows Python with NumPy, for which Linux builds vaemem._core (make windows)
 
-On Windows zig's clang compiles, which pip brings along: nobody need install a compiler, and MSVC has no vector
-extension.
+For Windows zig's clang compiles, since MSVC has no vector extension. There pip is to bring it along, which is untried.
 """
 
 import glob
@@ -45,8 +44,6 @@ ZIG = [sys.executable, "-m", "ziglang", "cc", "-target", "x86_64-windows-gnu"]
 NUMPY = numpy.get_include()
 if WINDOWS and sys.platform != "win32":
     NUMPY = os.path.join(WINDOWS, "Lib", "site-packages", "numpy", "_core", "include")
-if sys.platform == "darwin":  # flags of an instruction set are for one kind of processor, and not for two at once
-    os.environ.setdefault("ARCHFLAGS", f"-arch {platform.machine()}")
 FLAGS = {
     "csrc": COMMON,
     "kernels": KERNELS,

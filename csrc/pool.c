@@ -80,17 +80,12 @@ static void *worker(void *arg) {
 
 /* A condition that is waited for by the monotonic clock, where the system lets one choose. */
 static clockid_t open_idle(pthread_cond_t *idle) {
-#ifdef __APPLE__
-    pthread_cond_init(idle, NULL);
-    return CLOCK_REALTIME;
-#else
     pthread_condattr_t attr;
     pthread_condattr_init(&attr);
     const clockid_t clock = pthread_condattr_setclock(&attr, CLOCK_MONOTONIC) ? CLOCK_REALTIME : CLOCK_MONOTONIC;
     pthread_cond_init(idle, &attr);
     pthread_condattr_destroy(&attr);
     return clock;
-#endif
 }
 
 size_t vm_pool_bytes(unsigned threads) { return sizeof(vm_pool) + threads * sizeof(pthread_t); }
