@@ -8,19 +8,22 @@
  *
  *   prepared: job | scale, shift, sums | x offsets | u [number][y block][x block][depth][16]
  *   scratch:  thread 0 | thread 1 ...
- *   thread:   x tile [x block][row][column][16] | v [number][x block][tile][16] | m [number][y block][tile][16]
+ *   thread:   x tile [x block][row][column][16] | v [number][x block][tile][16] | m [number][2 y blocks][tile][16]
  *             | y [2 rows][column][16], where results do not go in place
  *
- * A region of about PIXELS pixels is a task. The points across are 2/3 and 3/2, whose powers stay nearer to 1 than those of
+ * A region of about PIXELS pixels is a task. It is finished for two blocks of output channels before the next two, so that
+ * m stays in a core's cache. Numbers lie a line of the cache further apart than they need: all of a tile's are written one
+ * after the other, and at a distance of a power of two they would drive each other out. The points across are 2/3 and 3/2, whose powers stay nearer to 1 than those of
  * 1 and 2 do, and so does the rounding (docs/SPEED.md has the errors). The weights are transformed when the pass begins, so
  * that the model keeps one copy. */
 #include "cpu.h"
 
 enum {
-    PIXELS = 512,       /* in a task: u is read once for each task, v and m are written and read */
+    PIXELS = 512,       /* in a task: u is read once for each task, v once for two blocks of output channels */
     PIXELS_LEAST = 256, /* when the image is small and threads want their share */
     TASKS_WANTED = 16,
     ACROSS = 256, /* flat regions keep rings of streamed rows short */
+    LINE = VM_ALIGN / sizeof(float),
 };
 
 static const vm_transforms *transforms_of(const vm_cpu *cpu, const vm_pass *p) {
@@ -45,8 +48,9 @@ typedef struct layout {
     size_t numbers, depth;             /* of a tile; input channels of a block of weights */
     size_t work, offsets, u, prepared; /* bytes from the pass's prepared memory, where the job lies first */
     size_t v, m, y, scratch;           /* bytes from the thread's own, where the x tile begins */
-    size_t x_row, x_plane, v_step, m_step, u_step;
-    size_t run; /* blocks of x that are multiplied at once */
+    size_t x_row, x_plane;
+    size_t v_step, m_step, u_step, m_block; /* floats between numbers, and between blocks of m */
+    size_t run;                             /* blocks of x that are multiplied at once */
 } layout;
 
 typedef struct job {
@@ -65,9 +69,10 @@ static layout make_layout(const vm_cpu *cpu, const vm_pass *p, const vm_grid *g,
     l.run = VM_MAX(cpu->products->steps / VM_BLOCK, 1);
     l.x_row = g->input_w * VM_BLOCK;
     l.x_plane = g->input_h * l.x_row;
-    l.v_step = xb * tiles * VM_BLOCK;
-    l.m_step = yb * tiles * VM_BLOCK;
-    l.u_step = VM_PRODUCT(yb, xb, l.depth, VM_BLOCK);
+    l.m_block = tiles * VM_BLOCK;
+    l.v_step = xb * l.m_block + LINE;
+    l.m_step = VM_MIN(yb, 2) * l.m_block + LINE;
+    l.u_step = vm_sum(VM_PRODUCT(yb, xb, l.depth, VM_BLOCK), LINE);
     vm_put_bytes(&l.prepared, sizeof(job), VM_ALIGN);
     l.work = vm_put_bytes(&l.prepared, vm_work_bytes(p, g, at_once), VM_ALIGN);
     l.offsets = vm_put_bytes(&l.prepared, xb * sizeof(ptrdiff_t), VM_ALIGN);
@@ -112,8 +117,8 @@ static void transform_weights(const void *context, size_t task, unsigned thread)
 
 /* m[f] = u[f] v[f] for one f and one or two blocks of output channels. */
 static void multiply(const job *j, const region *r, size_t f, size_t block, size_t blocks) {
-    const size_t xb = VM_BLOCKS(j->work.pass->x.c), n = j->l.depth * VM_BLOCK, tiles = j->g.tile_h * j->g.tile_w;
-    float *y = r->m + f * j->l.m_step + block * tiles * VM_BLOCK;
+    const size_t xb = VM_BLOCKS(j->work.pass->x.c), n = j->l.depth * VM_BLOCK;
+    float *y = r->m + f * j->l.m_step;
     for (size_t first = 0; first < xb; first += j->l.run)
         vm_multiply(j->work.cpu->products, (vm_gemm){.pixels = r->at.h * r->at.w,
                                                      .blocks = blocks,
@@ -126,13 +131,14 @@ static void multiply(const job *j, const region *r, size_t f, size_t block, size
                                                      .w_block = (ptrdiff_t)(xb * n),
                                                      .add = first ? y : NULL, /* the sum of the runs before */
                                                      .add_pixel = VM_BLOCK,
-                                                     .add_block = (ptrdiff_t)(tiles * VM_BLOCK),
+                                                     .add_block = (ptrdiff_t)j->l.m_block,
                                                      .y = y,
                                                      .y_pixel = VM_BLOCK,
-                                                     .y_block = (ptrdiff_t)(tiles * VM_BLOCK)});
+                                                     .y_block = (ptrdiff_t)j->l.m_block});
 }
 
-static void store(const job *j, const region *r, size_t block) {
+/* One block of output channels, from where m has it. */
+static void store(const job *j, const region *r, size_t block, const float *m) {
     const vm_pass *p = j->work.pass;
     const vm_view *y = &j->work.at.y, *a = &j->work.at.add;
     const vm_box box = vm_tile_output(&j->g, &r->at);
@@ -141,8 +147,7 @@ static void store(const job *j, const region *r, size_t block) {
     for (size_t t = 0; t < r->at.h; t++) {
         const size_t top = (size_t)box.top + t * j->g.cell_h, rows = VM_MIN(j->g.cell_h, p->y.h - top);
         j->transforms->out(in_place ? vm_pixel(y, top, block, left) : r->y, in_place ? y->row : own,
-                           r->m + (block * j->g.tile_h * j->g.tile_w + t * r->at.w) * VM_BLOCK, j->l.m_step, rows,
-                           box.width, j->work.at.bias + block * VM_BLOCK,
+                           m + t * r->at.w * VM_BLOCK, j->l.m_step, rows, box.width, j->work.at.bias + block * VM_BLOCK,
                            in_place && p->add ? vm_pixel(a, top, block, left) : NULL, a->row);
         for (size_t i = 0; !in_place && i < rows; i++)
             vm_store_row(&j->work, r->y + i * own, block, top + i, left, box.width);
@@ -165,11 +170,13 @@ static void winograd_region(const void *context, size_t task, unsigned thread) {
         for (size_t t = 0; t < r.at.h; t++)
             j->transforms->in(r.v + (b * j->g.tile_h * j->g.tile_w + t * r.at.w) * VM_BLOCK, j->l.v_step,
                               r.x + b * j->l.x_plane + t * j->g.step_h * j->l.x_row, j->l.x_row, r.at.w);
-    for (size_t f = 0; f < j->l.numbers; f++)
-        for (size_t b = 0; b < yb; b += 2) multiply(j, &r, f, b, VM_MIN(yb - b, 2));
-    for (size_t b = 0; b < yb; b++) {
-        store(j, &r, b);
-        if (p->stats) vm_measure_box(&j->work, &output, task, b);
+    for (size_t b = 0; b < yb; b += 2) {
+        const size_t blocks = VM_MIN(yb - b, 2);
+        for (size_t f = 0; f < j->l.numbers; f++) multiply(j, &r, f, b, blocks);
+        for (size_t o = 0; o < blocks; o++) {
+            store(j, &r, b + o, r.m + o * j->l.m_block);
+            if (p->stats) vm_measure_box(&j->work, &output, task, b + o);
+        }
     }
 }
 
