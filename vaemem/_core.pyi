@@ -31,9 +31,7 @@ class _Plan(TypedDict):
     work: float
     stripe_bytes: int
     steps: list[_Step]
-
-class _Ran(_Plan):
-    overflow: bool
+    overflow: bool  # of a run
 
 class _ConvPlan(TypedDict):
     bytes: int
@@ -98,7 +96,7 @@ class Model:
         self, op: str, input: np.ndarray, out: np.ndarray | None = None, pixels: str = "float", threads: int = 1,
         scaled: bool = False, backend: str | None = None, poll: Callable[[int, int], object] | None = None,
         check: bool = False, scale: float = 1.0, replay: bool = False, memory_limit: int = 0, unclamped: bool = False,
-    ) -> tuple[np.ndarray, _Ran]: ...  # fmt: skip
+    ) -> tuple[np.ndarray, _Plan]: ...  # fmt: skip
     def run_at(  # input, out: addresses on the device; returns the output's, and what owns it
         self,
         op: str,
@@ -117,7 +115,7 @@ class Model:
         replay: bool = False,
         own_output: bool = False,
         memory_limit: int = 0,
-    ) -> tuple[int, object | None, _Ran]: ...
+    ) -> tuple[int, object | None, _Plan]: ...
     def trim(self) -> None: ...
 
 def kernel_gemm(*args: Any) -> None: ...
