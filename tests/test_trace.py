@@ -490,12 +490,9 @@ def test_sizes_that_do_not_fit_are_refused():
         trace = _core.Trace()
         with pytest.raises(OverflowError, match="x: want a storage of at most 2"):
             getattr(trace, method)(*args, "x")
-        return [count for op, _, count, _ in trace.steps if op == "take"]
 
     half, most = 1 << 32, (1 << 63) - 1
     refused("take", (1 << 60) + 1)
-    refused("norm", "float32", half, 1, half, 16)
-    assert refused("norm", "float32", half, half, 1, 16) == [4 * half, 4 * half]
     for batch, heads, queries, keys, depth in [
         (half, half, 64, 64, 64), (1, half, half, 64, 64), (1, 1, most, most, 8), (1, 1 << 20, 1 << 20, 16, 1 << 30),
     ]:  # fmt: skip

@@ -200,7 +200,6 @@ class Trace:
         nhwc: bool, name: str, dilation: _Extents = 1, groups: int = 1, output_padding: _Extents | None = None,
         depth: int = 0, /,
     ) -> None: ...  # fmt: skip
-    def norm(self, dtype: str, n: int, c: int, groups: int, pixels: int, name: str, /) -> tuple[int, int]: ...
     def attention(
         self, dtype: str, batch: int, heads: int, queries: int, keys: int, depth: int, kernel: str, sm: int,
         multiprocessors: int, name: str, /,

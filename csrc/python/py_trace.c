@@ -144,19 +144,6 @@ static PyObject *trace_conv(Trace *self, PyObject *args) {
     return vm_py_done(&self->lock, vm_trace_conv(self->trace, &conv, name));
 }
 
-static PyObject *trace_norm(Trace *self, PyObject *args) {
-    const char *name;
-    vm_dtype dtype;
-    size_t n, c, groups, pixels; /* parsed as signed: a negative one is a size that does not fit */
-    uint32_t stats[2];
-    if (!PyArg_ParseTuple(args, "O&nnnns:norm", vm_py_to_dtype, &dtype, &n, &c, &groups, &pixels, &name) ||
-        vm_py_acquire(&self->lock, "norm"))
-        return NULL;
-    vm_status s = vm_trace_norm(self->trace, dtype, n, c, groups, pixels, name, stats);
-    vm_py_release(&self->lock);
-    return s ? vm_py_raise(s) : Py_BuildValue("(II)", stats[0], stats[1]);
-}
-
 static PyObject *trace_attention(Trace *self, PyObject *args) {
     const char *name;
     vm_trace_sdpa shape;
@@ -356,9 +343,6 @@ static PyMethodDef methods[] = {
      "conv($self, dtype, n, c, h, w, k, r, stride, padding, nhwc, name, dilation=1, groups=1, output_padding=None, "
      "depth=0, /)\n--\n\nA convolution's workspace. r, stride, padding, dilation, output_padding: an int, or a tuple "
      "with one for each\ndimension; output_padding: of a transposed convolution; depth: 0 with two dimensions."},
-    {"norm", (PyCFunction)trace_norm, METH_VARARGS,
-     "norm($self, dtype, n, c, groups, pixels, name, /)\n--\n\nA group norm's statistics. Returns the ids of mean and "
-     "rstd."},
     {"attention", (PyCFunction)trace_attention, METH_VARARGS,
      "attention($self, dtype, batch, heads, queries, keys, depth, kernel, sm, multiprocessors, name, /)\n--\n\n"
      "scaled_dot_product_attention without a mask. kernel: usual, flash, efficient or math. Returns the id of its "
