@@ -519,7 +519,7 @@ def run(trace, allocator, workspaces=(), **settings):
         "cublaslt": 0,
         "tag": 0,
     }
-    return trace.run(allocator, list(workspaces), **(given | settings), heights=True)
+    return trace.run(allocator, list(workspaces), **(given | settings))
 
 
 def test_a_run_on_an_allocator():
@@ -600,7 +600,6 @@ def test_bad_runs(wrong, error):
         "cublas": 0,
         "cublaslt": 0,
         "tag": 0,
-        "heights": False,
     }
     with pytest.raises(error):
         trace.run(**(given | wrong))

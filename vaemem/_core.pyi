@@ -204,14 +204,12 @@ class Trace:
         self, dtype: str, batch: int, heads: int, queries: int, keys: int, depth: int, kernel: str, sm: int,
         multiprocessors: int, name: str, /,
     ) -> int: ...  # fmt: skip
-    # {id: address} of what stays, cuBLAS's and cuBLASLt's workspaces, and with heights the bytes at each step's height:
-    # allocated, reserved.
+    # {id: address} of what stays, cuBLAS's and cuBLASLt's workspaces, the bytes at each step's height (allocated,
+    # reserved), and the workspaces that were had.
     def run(
         self, allocator: CachingAllocator, workspaces: Sequence[int], cublas_bytes: int, cublaslt_bytes: int,
-        cublaslt_use: str, cublas: int, cublaslt: int, tag: int, heights: bool,
+        cublaslt_use: str, cublas: int, cublaslt: int, tag: int,
         next: Sequence[int] | None = None,
-    ) -> tuple[
-        dict[int, int], int, int, NDArray[np.uint64] | None, NDArray[np.uint64] | None, list[int],
-    ]: ...  # fmt: skip
+    ) -> tuple[dict[int, int], int, int, NDArray[np.uint64], NDArray[np.uint64], list[int]]: ...  # fmt: skip
 
 def read_pickle(data: bytes, /) -> Any: ...
