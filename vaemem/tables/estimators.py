@@ -94,7 +94,7 @@ def _invokeai(row: Row) -> float | None:
 
 
 def _sd15_calculator(row: Row) -> int | None:
-    is_known = row["model"] == "sd15" and row["op"] in ("encode", "decode")
+    is_known = row["model"] == "sd15" and row["op"] in OPS
     if not is_known or ELEMENT_BYTES.get(row["dtype"]) != 2 or _images(row) > 1:
         return None  # its 2 bytes an element are written into it
     return 8 * (row["height"] // 8) * (row["width"] // 8) + 24 * row["height"] * row["width"]
