@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 from dataclasses import dataclass, field
@@ -477,15 +478,17 @@ class _Player:
         if not self.placed or len(frees) < len(run):
             self.allocator.empty_cache()
         else:
-            known = [address for address in frees if self.allocator._releasable(address)]
-            if len(known) < len(frees):
+            whole, known = self.allocator._whole_segments(), 0
+            for address in frees:
+                with contextlib.suppress(ValueError):  # it is not whole here
+                    self.allocator._release(address)
+                    known += 1
+            if known < len(frees):
                 self.differ(
-                    f"event {index}: the record gives back {len(frees)} segments, {len(known)} of them are whole here"
+                    f"event {index}: the record gives back {len(frees)} segments, {known} of them are whole here"
                 )
-            if len(known) < self.allocator._whole_segments():
-                self.imposed += len(known)
-            for address in known:
-                self.allocator._release(address)
+            if known < whole:
+                self.imposed += known
         if self.allocator.memory_reserved() != self.recorded:
             self.differ(
                 f"event {index}: after giving segments back {self.recorded} bytes are reserved in the record, "
