@@ -243,7 +243,6 @@ def replay(
     for index, event in enumerate(events):
         player.step(index, *event)
     player.finish(len(events))
-    blocks = allocator._blocks()
     return Replay(
         device=device,
         events=len(events),
@@ -254,8 +253,8 @@ def replay(
         recorded_segments=len(final),
         recorded_allocated=sum(b.size for s in final for b in s.blocks if not b.pending),
         simulated_reserved=allocator.memory_reserved(),
-        simulated_reserved_peak=player.simulated_peak,
-        simulated_segments=sum(block[0] for block in blocks),
+        simulated_reserved_peak=allocator.max_memory_reserved(),
+        simulated_segments=sum(first for first, *_ in allocator._blocks()),
         simulated_allocated=allocator.memory_allocated(),
         first_difference=player.difference,
         imposed_releases=player.imposed,
@@ -416,7 +415,6 @@ class _Player:
         allocator.reset_peak_stats()
         self.recorded = sum(s.size for s in start)
         self.recorded_peak = self.recorded
-        self.simulated_peak = allocator.memory_reserved()
 
     def differ(self, text: str) -> None:
         self.difference = self.difference or text
@@ -500,4 +498,3 @@ class _Player:
             self.give_back(index)
         if self.taken:
             self.differ(f"event {index}: the record takes a segment that serves no request")
-        self.simulated_peak = self.allocator.max_memory_reserved()
