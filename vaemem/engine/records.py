@@ -50,7 +50,8 @@ class Run:
     values : tuple of (str, str)
         Each pass's result by the pass's name: ``"stored"`` (whole) or ``"streamed"`` (a few rows at a time).
     finite : bool
-        Whether no NaN or infinity was met. They are looked for where numbers are stored as halves or as bytes.
+        Whether no NaN or infinity was met. They are looked for where numbers are stored as halves or as bytes, in runs
+        that the call waits for.
 
     Examples
     --------
