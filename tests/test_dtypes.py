@@ -189,9 +189,9 @@ def test_a_picture_of_what_is_no_number_is_told(dtype):
     z[0, 0, 0, 0] = np.nan
     with pytest.warns(RuntimeWarning, match="decode: the result is not finite"):
         assert (vae.decode(z, output_type="uint8") == 0).any()
-    assert f"{dtype}: not finite" in vae.last_run.notes[-1]
+    assert f"{dtype}: not finite" in vae.last_run.notes[-1] and not vae.last_run.finite
     vae.decode(np.zeros_like(z), output_type="uint8")
-    assert vae.last_run.notes == ()
+    assert vae.last_run.notes == () and vae.last_run.finite
 
 
 # ---- weights ----

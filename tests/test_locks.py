@@ -62,7 +62,7 @@ def test_a_trace_and_a_script_on_one_allocator():
         other = threading.Thread(target=script)
         other.start()
         for _ in range(200):
-            trace.run(allocator, [], 0, 0, "each", 0, 0, 0, False)
+            trace.run(allocator, [], 0, 0, "each", 0, 0, 0)
         stop.set()
         other.join()
         assert allocator.memory_allocated() == 0

@@ -490,12 +490,9 @@ def test_sizes_that_do_not_fit_are_refused():
         trace = _core.Trace()
         with pytest.raises(OverflowError, match="x: want a storage of at most 2"):
             getattr(trace, method)(*args, "x")
-        return [count for op, _, count, _ in trace.steps if op == "take"]
 
     half, most = 1 << 32, (1 << 63) - 1
     refused("take", (1 << 60) + 1)
-    refused("norm", "float32", half, 1, half, 16)
-    assert refused("norm", "float32", half, half, 1, 16) == [4 * half, 4 * half]
     for batch, heads, queries, keys, depth in [
         (half, half, 64, 64, 64), (1, half, half, 64, 64), (1, 1, most, most, 8), (1, 1 << 20, 1 << 20, 16, 1 << 30),
     ]:  # fmt: skip
@@ -522,7 +519,7 @@ def run(trace, allocator, workspaces=(), **settings):
         "cublaslt": 0,
         "tag": 0,
     }
-    return trace.run(allocator, list(workspaces), **(given | settings), heights=True)
+    return trace.run(allocator, list(workspaces), **(given | settings))
 
 
 def test_a_run_on_an_allocator():
@@ -603,7 +600,6 @@ def test_bad_runs(wrong, error):
         "cublas": 0,
         "cublaslt": 0,
         "tag": 0,
-        "heights": False,
     }
     with pytest.raises(error):
         trace.run(**(given | wrong))

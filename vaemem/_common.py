@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import html
 import importlib
 import io
 import math
@@ -177,3 +178,14 @@ def render(header: Iterable[str], rows: Iterable[Sequence[str]], markdown: bool 
         return "\n".join("  ".join(line).rstrip() for line in padded)
     rule = ["-" * (w - 1) + (":" if r else "-") for w, r in zip(width, right, strict=True)]
     return "\n".join("| " + " | ".join(line) + " |" for line in (padded[0], rule, *padded[1:]))
+
+
+def html_table(header: Iterable[str], rows: Iterable[Sequence[str]], bold: Sequence[str] | None = None) -> str:
+    """A table for a notebook, in a box of its own that scrolls. bold: the one of the rows that stands out."""
+
+    def line(tag: str, cells: Iterable[str], style: str = "") -> str:
+        return f"<tr{style}>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+    body = "".join(line("td", row, ' style="font-weight: bold"' if row is bold else "") for row in rows)
+    table = f"<table><thead>{line('th', header)}</thead><tbody>{body}</tbody></table>"
+    return f'<div style="overflow-x: auto">{table}</div>'

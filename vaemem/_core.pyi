@@ -31,9 +31,7 @@ class _Plan(TypedDict):
     work: float
     stripe_bytes: int
     steps: list[_Step]
-
-class _Ran(_Plan):
-    overflow: bool
+    overflow: bool  # of a run
 
 class _ConvPlan(TypedDict):
     bytes: int
@@ -98,7 +96,7 @@ class Model:
         self, op: str, input: np.ndarray, out: np.ndarray | None = None, pixels: str = "float", threads: int = 1,
         scaled: bool = False, backend: str | None = None, poll: Callable[[int, int], object] | None = None,
         check: bool = False, scale: float = 1.0, replay: bool = False, memory_limit: int = 0, unclamped: bool = False,
-    ) -> tuple[np.ndarray, _Ran]: ...  # fmt: skip
+    ) -> tuple[np.ndarray, _Plan]: ...  # fmt: skip
     def run_at(  # input, out: addresses on the device; returns the output's, and what owns it
         self,
         op: str,
@@ -117,7 +115,7 @@ class Model:
         replay: bool = False,
         own_output: bool = False,
         memory_limit: int = 0,
-    ) -> tuple[int, object | None, _Ran]: ...
+    ) -> tuple[int, object | None, _Plan]: ...
     def trim(self) -> None: ...
 
 def kernel_gemm(*args: Any) -> None: ...
@@ -167,7 +165,6 @@ class CachingAllocator:
     def _settings(self) -> _Settings: ...
     def _place(self, address: int, /) -> None: ...
     def _whole_segments(self) -> int: ...
-    def _releasable(self, address: int, /) -> bool: ...
     def _release(self, address: int, /) -> None: ...
     def _restore(self, address: int, size: int, stream: int, small: bool, blocks: list[Any], /) -> None: ...
 
@@ -202,19 +199,16 @@ class Trace:
         nhwc: bool, name: str, dilation: _Extents = 1, groups: int = 1, output_padding: _Extents | None = None,
         depth: int = 0, /,
     ) -> None: ...  # fmt: skip
-    def norm(self, dtype: str, n: int, c: int, groups: int, pixels: int, name: str, /) -> tuple[int, int]: ...
     def attention(
         self, dtype: str, batch: int, heads: int, queries: int, keys: int, depth: int, kernel: str, sm: int,
         multiprocessors: int, name: str, /,
     ) -> int: ...  # fmt: skip
-    # {id: address} of what stays, cuBLAS's and cuBLASLt's workspaces, and with heights the bytes at each step's height:
-    # allocated, reserved.
+    # {id: address} of what stays, cuBLAS's and cuBLASLt's workspaces, the bytes at each step's height (allocated,
+    # reserved), and the workspaces that were had.
     def run(
         self, allocator: CachingAllocator, workspaces: Sequence[int], cublas_bytes: int, cublaslt_bytes: int,
-        cublaslt_use: str, cublas: int, cublaslt: int, tag: int, heights: bool,
+        cublaslt_use: str, cublas: int, cublaslt: int, tag: int,
         next: Sequence[int] | None = None,
-    ) -> tuple[
-        dict[int, int], int, int, NDArray[np.uint64] | None, NDArray[np.uint64] | None, list[int],
-    ]: ...  # fmt: skip
+    ) -> tuple[dict[int, int], int, int, NDArray[np.uint64], NDArray[np.uint64], list[int]]: ...  # fmt: skip
 
 def read_pickle(data: bytes, /) -> Any: ...

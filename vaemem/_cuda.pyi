@@ -6,8 +6,6 @@ def lend(address: int, shape: tuple[int, ...], dtype: str, device: int, owner: o
 
 class Backend:
     capsule: Any
-    name: str
-    device: int
     stream: int
     free_at_open: int
     cudnn_version: str | None

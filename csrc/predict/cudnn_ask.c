@@ -25,7 +25,6 @@ static bool try_config(vm_cudnn *c, desc device, desc config, const vm_conv *con
     c->destroy(made.plan);
     out->found = true;
     out->bytes = made.bytes;
-    out->engine = made.engine;
     memcpy(out->name, made.name, sizeof made.name);
     return true;
 }

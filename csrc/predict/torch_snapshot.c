@@ -46,11 +46,6 @@ static bool is_whole(const segment *s) {
     return !b->expandable && b->state == VM_TALLOC_FREE_BLOCK && !ta_is_split(b);
 }
 
-static const segment *segment_at(const vm_talloc *a, uint64_t address) {
-    const node *n = ta_at_least(&a->segments, &(node){.address = address});
-    return n && n->address == address ? (const segment *)n : NULL;
-}
-
 size_t vm_talloc_whole_segments(const vm_talloc *a) {
     size_t n = 0;
     for (const node *s = ta_next(&a->segments, NULL); s; s = ta_next(&a->segments, s))
@@ -58,18 +53,14 @@ size_t vm_talloc_whole_segments(const vm_talloc *a) {
     return n;
 }
 
-bool vm_talloc_releasable(const vm_talloc *a, uint64_t address) {
-    const segment *s = segment_at(a, address);
-    return s && is_whole(s);
-}
-
 vm_status vm_talloc_release(vm_talloc *a, uint64_t address) {
     vm_status s = ta_make_room(a);
     if (s) return s;
-    if (!vm_talloc_releasable(a, address))
+    const node *n = ta_at_least(&a->segments, &(node){.address = address});
+    if (!n || n->address != address || !is_whole((const segment *)n))
         return vm_fail(VM_EINVAL, "address: want the start of a whole cached segment, got 0x%llx",
                        (unsigned long long)address);
-    ta_release(a, segment_at(a, address)->first);
+    ta_release(a, ((const segment *)n)->first);
     return VM_OK;
 }
 

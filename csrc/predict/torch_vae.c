@@ -4,18 +4,17 @@
  * calls too; ComfyUI's comfy/sd.py (class VAE), comfy/utils.py (tiled_scale) and comfy/ldm/models/autoencoder.py. */
 #include "torch_walk.h"
 
-/* Whether A1111's Tiled VAE takes over from a half of the model: where its input is larger than one padded tile. */
-static bool takes_over(const walk *w, const tensor *x) {
-    const size_t tile = w->vae->op == VM_DECODE ? w->vae->tile / vm_arch_factor(w->vae->arch) : w->vae->tile;
-    return w->vae->runtime == VM_TORCH_A1111 && tile && VM_MAX(x->h, x->w) > tile + 2 * vm_walk_pad(w->vae);
-}
-
-static tensor encode_half(walk *w, const tensor *image) {
-    return takes_over(w, image) ? vm_walk_tiled_vae(w, image) : vm_walk_encoder(w, image);
+/* The encoder or the decoder. A1111's Tiled VAE takes over where the input is larger than one padded tile. */
+static tensor half_of_model(walk *w, const tensor *x) {
+    const bool decodes = w->vae->op == VM_DECODE;
+    const size_t tile = decodes ? w->vae->tile / vm_arch_factor(w->vae->arch) : w->vae->tile;
+    if (w->vae->runtime == VM_TORCH_A1111 && tile && VM_MAX(x->h, x->w) > tile + 2 * vm_walk_pad(w->vae))
+        return vm_walk_tiled_vae(w, x);
+    return decodes ? vm_walk_decoder(w, x) : vm_walk_encoder(w, x);
 }
 
 static tensor encode_moments(walk *w, const tensor *image) {
-    tensor h = vm_walk_encoder(w, image);
+    tensor h = half_of_model(w, image);
     if (w->vae->arch->use_quant_conv) bind(w, &h, conv1(w, &h, h.c, (path){"quant_conv"}));
     return h;
 }
@@ -23,7 +22,7 @@ static tensor encode_moments(walk *w, const tensor *image) {
 static tensor decode_latents(walk *w, const tensor *z) {
     tensor h = *z;
     if (w->vae->arch->use_post_quant_conv) h = conv1(w, z, z->c, (path){"post_quant_conv"});
-    const tensor y = takes_over(w, &h) ? vm_walk_tiled_vae(w, &h) : vm_walk_decoder(w, &h);
+    const tensor y = half_of_model(w, &h);
     give_copy(w, &h, z);
     return y;
 }
@@ -147,7 +146,7 @@ static void call_ldm(walk *w, tensor x) {
         decode_latents(w, &x);
         return;
     }
-    const tensor h = encode_half(w, &x), moments = conv1(w, &h, h.c, (path){"quant_conv"});
+    const tensor h = half_of_model(w, &x), moments = conv1(w, &h, h.c, (path){"quant_conv"});
     posterior(w, &moments);
     give(w, &h);
 }

@@ -17,7 +17,6 @@
 typedef struct vm_conv_plan {
     bool found;    /* false: no engine takes this convolution on this device; the rest is then zero */
     int64_t bytes; /* of workspace */
-    int engine;    /* cuDNN's index */
     int rank;      /* of its configuration in the heuristics' list; the fallback list counts on after it */
     int untried;   /* earlier ones that are compiled at run time, need the driver, and may be what a real device runs */
     bool fallback; /* it came from the fallback list */

@@ -331,14 +331,6 @@ static PyObject *allocator_whole_segments(Allocator *self, PyObject *Py_UNUSED(i
     return PyLong_FromSize_t(n);
 }
 
-static PyObject *allocator_releasable(Allocator *self, PyObject *where) {
-    uint64_t address;
-    if (to_uint64(where, "address", &address) || vm_py_acquire(&self->lock, "_releasable")) return NULL;
-    const bool yes = vm_talloc_releasable(self->talloc, address);
-    vm_py_release(&self->lock);
-    return PyBool_FromLong(yes);
-}
-
 static PyObject *allocator_release(Allocator *self, PyObject *where) {
     uint64_t address;
     if (to_uint64(where, "address", &address) || vm_py_acquire(&self->lock, "_release")) return NULL;
@@ -429,10 +421,9 @@ static PyMethodDef methods[] = {
      "_place($self, address, /)\n--\n\nWhere the next new segment lies."},
     {"_whole_segments", (PyCFunction)allocator_whole_segments, METH_NOARGS,
      "_whole_segments($self, /)\n--\n\nHow many segments empty_cache would return."},
-    {"_releasable", (PyCFunction)allocator_releasable, METH_O,
-     "_releasable($self, address, /)\n--\n\nWhether empty_cache would return the segment at address."},
     {"_release", (PyCFunction)allocator_release, METH_O,
-     "_release($self, address, /)\n--\n\nReturns that one segment."},
+     "_release($self, address, /)\n--\n\nReturns the one at address; ValueError where empty_cache would return none "
+     "there."},
     {"_restore", (PyCFunction)allocator_restore, METH_VARARGS,
      "_restore($self, address, size, stream, small, blocks, /)\n--\n\nA segment as it was found; blocks:\n"
      "[(address, size, requested, pending)], by address."},

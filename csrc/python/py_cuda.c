@@ -82,8 +82,6 @@ static PyObject *backend_read(Backend *self, PyObject *args) {
 }
 
 static PyObject *get_capsule(Backend *self, void *Py_UNUSED(closure)) { return Py_NewRef(self->capsule); }
-static PyObject *get_name(Backend *self, void *Py_UNUSED(closure)) { return PyUnicode_FromString(self->gpu->name); }
-static PyObject *get_device(Backend *self, void *Py_UNUSED(closure)) { return PyLong_FromLong(self->gpu->device); }
 static PyObject *get_stream(Backend *self, void *Py_UNUSED(closure)) {
     return PyLong_FromUnsignedLongLong((uintptr_t)self->gpu->own);
 }
@@ -108,8 +106,6 @@ static PyMethodDef backend_methods[] = {
 
 static PyGetSetDef backend_attributes[] = {
     {"capsule", (getter)get_capsule, NULL, "What vaemem._core.Model takes as backend.", NULL},
-    {"name", (getter)get_name, NULL, "'cuda:0 bfloat16'.", NULL},
-    {"device", (getter)get_device, NULL, "The device's number.", NULL},
     {"stream", (getter)get_stream, NULL, "Its own stream, as an integer.", NULL},
     {"free_at_open", (getter)get_free_at_open, NULL, "Bytes that were free once the context was there.", NULL},
     {"cudnn_version", (getter)get_cudnn, NULL, "'9.19.0', or None where our own convolution does without.", NULL},
@@ -214,10 +210,9 @@ static PyObject *borrow(PyObject *Py_UNUSED(module), PyObject *capsule) {
             dtype = dl_dtypes[i].name;
     PyObject *shape = PyTuple_New(t->ndim);
     for (int i = 0; shape && i < t->ndim; i++) PyTuple_SET_ITEM(shape, i, PyLong_FromLongLong(t->shape[i]));
-    PyObject *result = shape ? Py_BuildValue("{s:K, s:N, s:z, s:O, s:i, s:i}", "address",
+    PyObject *result = shape ? Py_BuildValue("{s:K, s:N, s:z, s:O}", "address",
                                              (unsigned long long)((uintptr_t)t->data + t->byte_offset), "shape", shape,
-                                             "dtype", dtype, "contiguous", contiguous(t) ? Py_True : Py_False,
-                                             "device_type", t->device.type, "device", t->device.id)
+                                             "dtype", dtype, "contiguous", contiguous(t) ? Py_True : Py_False)
                              : NULL;
     PyObject *owner = result ? PyCapsule_New(m, borrowed_name, end_borrowing) : NULL;
     if (!owner) {

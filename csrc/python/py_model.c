@@ -1,4 +1,4 @@
-/* vaemem._core.Model: an architecture with its weights. vaemem/vae.py is its face, py_run.c plans and runs it. */
+/* vaemem._core.Model: an architecture with its weights. vaemem/engine/vae.py is its face, py_run.c plans and runs it. */
 #include "py_model.h"
 
 static int parse_parts(const char *text, unsigned *parts) {
@@ -75,24 +75,20 @@ static PyObject *rounded_item(const void *tensors, size_t i) {
     return t->rounded ? PyUnicode_FromString(t->name) : NULL;
 }
 
-static PyObject *model_rounded(Model *self, PyObject *Py_UNUSED(ignored)) {
-    if (vm_py_acquire_to_read(&self->lock, "save")) return NULL;
-    PyObject *list = vm_py_list(self->model->tensors, rounded_item, self->model->tensor);
-    vm_py_release(&self->lock);
-    return list;
-}
-
 static PyObject *missing_item(const void *tensors, size_t i) {
     const vm_tensor *t = (const vm_tensor *)tensors + i;
     return t->set ? NULL : PyUnicode_FromString(t->name);
 }
 
-static PyObject *model_missing(Model *self, PyObject *Py_UNUSED(ignored)) {
-    if (vm_py_acquire_to_read(&self->lock, "save")) return NULL; /* which begins with this question */
-    PyObject *list = vm_py_list(self->model->tensors, missing_item, self->model->tensor);
+static PyObject *names(Model *self, PyObject *(*item)(const void *tensors, size_t i)) {
+    if (vm_py_acquire_to_read(&self->lock, "save")) return NULL; /* which begins with what is missing */
+    PyObject *list = vm_py_list(self->model->tensors, item, self->model->tensor);
     vm_py_release(&self->lock);
     return list;
 }
+
+static PyObject *model_rounded(Model *self, PyObject *Py_UNUSED(ignored)) { return names(self, rounded_item); }
+static PyObject *model_missing(Model *self, PyObject *Py_UNUSED(ignored)) { return names(self, missing_item); }
 
 static const vm_tensor *find_tensor(Model *self, const char *name) {
     const vm_tensor *t = vm_weights_find(self->model, name);

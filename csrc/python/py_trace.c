@@ -144,19 +144,6 @@ static PyObject *trace_conv(Trace *self, PyObject *args) {
     return vm_py_done(&self->lock, vm_trace_conv(self->trace, &conv, name));
 }
 
-static PyObject *trace_norm(Trace *self, PyObject *args) {
-    const char *name;
-    vm_dtype dtype;
-    size_t n, c, groups, pixels; /* parsed as signed: a negative one is a size that does not fit */
-    uint32_t stats[2];
-    if (!PyArg_ParseTuple(args, "O&nnnns:norm", vm_py_to_dtype, &dtype, &n, &c, &groups, &pixels, &name) ||
-        vm_py_acquire(&self->lock, "norm"))
-        return NULL;
-    vm_status s = vm_trace_norm(self->trace, dtype, n, c, groups, pixels, name, stats);
-    vm_py_release(&self->lock);
-    return s ? vm_py_raise(s) : Py_BuildValue("(II)", stats[0], stats[1]);
-}
-
 static PyObject *trace_attention(Trace *self, PyObject *args) {
     const char *name;
     vm_trace_sdpa shape;
@@ -273,13 +260,13 @@ typedef struct job {
 } job;
 
 /* With the trace's lock held; takes the allocator's. -1 with an exception set. */
-static int run_locked(const vm_trace *t, job *j, bool heights) {
+static int run_locked(const vm_trace *t, job *j) {
     vm_trace_process *p = &j->process;
     vm_py_lock *lock;
     if (!(p->talloc = vm_py_allocator(j->allocator, &lock))) return -1;
     npy_intp steps[1] = {(npy_intp)t->steps};
-    j->allocated = heights ? PyArray_SimpleNew(1, steps, NPY_UINT64) : Py_NewRef(Py_None);
-    j->reserved = heights ? PyArray_SimpleNew(1, steps, NPY_UINT64) : Py_NewRef(Py_None);
+    j->allocated = PyArray_SimpleNew(1, steps, NPY_UINT64);
+    j->reserved = PyArray_SimpleNew(1, steps, NPY_UINT64);
     uint64_t *bytes = j->allocated && j->reserved ? read_workspaces("workspaces", j->workspaces, t->convs) : NULL;
     uint64_t *next = bytes ? read_workspaces("next", j->next, t->convs) : NULL;
     uint64_t *address = next ? PyMem_Calloc(t->ids ? t->ids : 1, sizeof *address) : NULL;
@@ -287,8 +274,8 @@ static int run_locked(const vm_trace *t, job *j, bool heights) {
     if (address && !vm_py_acquire(lock, "Trace.run")) {
         p->workspace = bytes;
         p->next = next;
-        const vm_status s = vm_trace_run(t, p, address, heights ? PyArray_DATA((PyArrayObject *)j->allocated) : NULL,
-                                         heights ? PyArray_DATA((PyArrayObject *)j->reserved) : NULL);
+        const vm_status s = vm_trace_run(t, p, address, PyArray_DATA((PyArrayObject *)j->allocated),
+                                         PyArray_DATA((PyArrayObject *)j->reserved));
         vm_py_release(lock);
         if (s && p->full)
             vm_py_raise_full(j->allocator, &p->oom);
@@ -305,16 +292,14 @@ static int run_locked(const vm_trace *t, job *j, bool heights) {
 
 static PyObject *trace_run(Trace *self, PyObject *args, PyObject *kwargs) {
     static char *keywords[] = {"allocator", "workspaces", "cublas_bytes", "cublaslt_bytes", "cublaslt_use",
-                               "cublas",    "cublaslt",   "tag",          "heights",        "next",
-                               NULL};
+                               "cublas",    "cublaslt",   "tag",          "next",           NULL};
     const char *use;
-    int heights;
     PyObject *workspaces, *next = Py_None;
     job j = {{0}};
     vm_trace_process *p = &j.process;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOKKsKKIp|O:run", keywords, &j.allocator, &workspaces,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOKKsKKI|O:run", keywords, &j.allocator, &workspaces,
                                      &p->cublas_bytes, &p->cublaslt_bytes, &use, &p->cublas, &p->cublaslt, &p->tag,
-                                     &heights, &next))
+                                     &next))
         return NULL;
     const int u = CHOOSE("cublaslt_use", use, cublaslt_name);
     if (u < 0) return NULL;
@@ -323,7 +308,7 @@ static PyObject *trace_run(Trace *self, PyObject *args, PyObject *kwargs) {
     if ((j.workspaces = PySequence_Tuple(workspaces)) &&
         (j.next = next == Py_None ? Py_NewRef(j.workspaces) : PySequence_Tuple(next)) &&
         !vm_py_acquire(&self->lock, "run")) {
-        const int failed = run_locked(self->trace, &j, heights);
+        const int failed = run_locked(self->trace, &j);
         vm_py_release(&self->lock);
         if (!failed)
             result = Py_BuildValue("(NKKOOO)", j.left, (unsigned long long)p->cublas, (unsigned long long)p->cublaslt,
@@ -356,19 +341,16 @@ static PyMethodDef methods[] = {
      "conv($self, dtype, n, c, h, w, k, r, stride, padding, nhwc, name, dilation=1, groups=1, output_padding=None, "
      "depth=0, /)\n--\n\nA convolution's workspace. r, stride, padding, dilation, output_padding: an int, or a tuple "
      "with one for each\ndimension; output_padding: of a transposed convolution; depth: 0 with two dimensions."},
-    {"norm", (PyCFunction)trace_norm, METH_VARARGS,
-     "norm($self, dtype, n, c, groups, pixels, name, /)\n--\n\nA group norm's statistics. Returns the ids of mean and "
-     "rstd."},
     {"attention", (PyCFunction)trace_attention, METH_VARARGS,
      "attention($self, dtype, batch, heads, queries, keys, depth, kernel, sm, multiprocessors, name, /)\n--\n\n"
      "scaled_dot_product_attention without a mask. kernel: usual, flash, efficient or math. Returns the id of its "
      "output."},
     {"run", VM_PY_KEYWORDS(trace_run), METH_VARARGS | METH_KEYWORDS,
      "run($self, /, allocator, workspaces, cublas_bytes, cublaslt_bytes, cublaslt_use, cublas, cublaslt, tag, "
-     "heights, next=None)\n--\n\n"
+     "next=None)\n--\n\n"
      "Takes every step on a CachingAllocator. Returns ({id: address} of what stays, cublas, cublaslt, allocated, "
      "reserved, workspaces):\n"
-     "addresses of the workspaces that cuBLAS keeps, bytes at the height of each step where heights is true, and the\n"
+     "addresses of the workspaces that cuBLAS keeps, bytes at the height of each step, and the\n"
      "workspaces, in whose place those of next stand where they could not be had."},
     {NULL, NULL, 0, NULL}};
 

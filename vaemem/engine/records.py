@@ -49,6 +49,9 @@ class Run:
         FLOPs relative to a run without a limit.
     values : tuple of (str, str)
         Each pass's result by the pass's name: ``"stored"`` (whole) or ``"streamed"`` (a few rows at a time).
+    finite : bool
+        Whether no NaN or infinity was met. They are looked for where numbers are stored as halves or as bytes, in runs
+        that the call waits for.
 
     Examples
     --------
@@ -80,6 +83,7 @@ class Run:
     notes: tuple[str, ...] = ()
     work: float = 1.0
     values: tuple[tuple[str, str], ...] = ()
+    finite: bool = True
 
     @property
     def peak_bytes(self) -> int:
@@ -118,6 +122,7 @@ def make_run(
         notes=notes,
         work=record["work"],
         values=tuple((step["name"], "streamed" if step["streamed"] else "stored") for step in steps),
+        finite=not record["overflow"],
     )
 
 

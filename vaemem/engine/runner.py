@@ -14,8 +14,6 @@ from vaemem.engine.device import Device
 from vaemem.engine.limits import Plans, taken
 from vaemem.engine.records import Run, make_run
 
-NOT_FINITE = "not finite"  # in the note of a run whose result holds NaN or infinities, where something looks for them
-
 # Activations overflow in some models' halves; GroupNorm takes any factor out again, so a power of two costs nothing but
 # the smallest numbers' last bits.
 UNIT_STEP = 2.0**-4
@@ -66,9 +64,7 @@ class Runner:
                 break
             if self.dtype != "float16" or self._scale <= LEAST_UNIT:
                 so = " even so" if self._scale < 1 else ""
-                notes.append(
-                    f"{self.dtype}: {NOT_FINITE}{so}: the input or the weights are not, or are too large for it"
-                )
+                notes.append(f"{self.dtype}: not finite{so}: the input or the weights are not, or are too large for it")
                 self._scale = 1.0
                 break
             self._scale *= UNIT_STEP

@@ -19,6 +19,7 @@ from vaemem.engine.layouts import Shape, shown
 MAX_HEADER = 100_000_000
 # As stored (little-endian) and as the core takes it; numpy has no bfloat16, so its bits travel as integers.
 FLOATS = {"F32": ("<f4", np.float32), "F16": ("<f2", np.float16), "BF16": ("<u2", ml_dtypes.bfloat16)}
+NAMES = {np.dtype(native).name: name for name, (_, native) in FLOATS.items()}  # by NumPy's
 # A type's smallest piece: how many numbers in how many bytes. First ggml's quantised types, from the sizes that its
 # ggml-common.h asserts (August 2026); then what the formats know beside, which tensors that are no VAE's may have.
 QUANTISED = {"Q1_0": (128, 18), "Q2_0": (64, 18), "Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22)}

@@ -256,4 +256,5 @@ def _joined(tiles: Run | None, tile: Run, times: int = 1) -> Run:
         flops=tuple(map(add, tiles.flops, flops)),
         pass_seconds=tuple(map(add, tiles.pass_seconds, tile.pass_seconds)),
         notes=tuple(dict.fromkeys(tiles.notes + tile.notes)),
+        finite=tiles.finite and tile.finite,
     )

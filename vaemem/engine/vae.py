@@ -25,7 +25,7 @@ from vaemem.engine.latents import Normalised, Scaling, held_by_pipelines
 from vaemem.engine.limits import Limit, Plans, check_aspect, parse_size, resolve
 from vaemem.engine.model import Model
 from vaemem.engine.records import Encoded, Run, make_run
-from vaemem.engine.runner import NOT_FINITE, Settings
+from vaemem.engine.runner import Settings
 from vaemem.engine.tiling import Tiling, cut
 
 
@@ -406,7 +406,7 @@ class VAE(Model):
             with polling(progress, op, cancel=cancel) as poll:
                 result, run = runner.run(arrays, settings, poll, limit, scaled=scaled)
         self.last_run = replace(run, notes=notes + run.notes)
-        if any(NOT_FINITE in note for note in run.notes):
+        if not run.finite:
             warnings.warn(f"{op}: the result is not finite", RuntimeWarning, stacklevel=3)
         return result
 

@@ -157,9 +157,8 @@ class _Memory:
         self._tensors = inner if isinstance(inner, Mapping) else tensors
         arrays = {n: value for n, value in self._tensors.items() if isinstance(n, str) and hasattr(value, "dtype")}
         self.shapes = {name: tuple(value.shape) for name, value in arrays.items()}
-        names = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
         dtypes = {name: str(value.dtype).removeprefix("torch.") for name, value in arrays.items()}
-        self.dtypes = {name: names.get(dtype, dtype) for name, dtype in dtypes.items()}
+        self.dtypes = {name: stored.NAMES.get(dtype, dtype) for name, dtype in dtypes.items()}
         self.readable = tuple(stored.FLOATS)
 
     def read(self, name: str, shape: Shape) -> np.ndarray:
@@ -276,8 +275,7 @@ def _write_tensors(f: IO[bytes], model: _core.Model, layout: str) -> None:
     """The safetensors format: the header's length in 8 bytes, the header in JSON, the tensors end to end, each in the
     type in which it is kept. Written here because the package wants all tensors in memory at once; this holds one."""
     tensors = model.tensors
-    kept = next(name for name, (_, native) in stored.FLOATS.items() if np.dtype(native).name == model.dtype)
-    types = {name: kept if len(shape) > 1 else "F32" for name, shape in tensors}
+    types = {name: stored.NAMES[model.dtype] if len(shape) > 1 else "F32" for name, shape in tensors}
     spelt = spell([name for name, _ in tensors], layout, len(model.arch["block_out_channels"]))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0

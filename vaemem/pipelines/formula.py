@@ -9,11 +9,11 @@ from dataclasses import replace
 from vaemem._common import render, typeset
 from vaemem.pipelines.question import PipelineQuestion
 from vaemem.pipelines.run import Phase
-from vaemem.prediction.formula import ClosedForm, Peak, close
+from vaemem.prediction.formula import STEP, ClosedForm, Peak, close
 from vaemem.prediction.moments import ROUNDING
 from vaemem.prediction.process import SimulatedProcess
 
-SIDES = range(64, 2049, 64)  # pixels: of the squares that a derivation looks at
+SIDES = range(STEP, 2049, STEP)  # pixels: of the squares that a derivation looks at
 
 
 class PipelineFormula(dict[str, "ClosedForm | str"]):

@@ -120,7 +120,8 @@ def _why(plan: PipelinePlan, rows: tuple[Judged, ...], others: tuple[Judged, ...
     float32 = vae_bytes("flux", "all", "float32")
     works = [rows[i].outcome.way.work["vae direct"] for i in (3, 2)]
     assert plan.machine is not None
-    timed = sorted((row for row in rows if row.ours != "oom"), key=_likely)
+    took = {row.tried.number: row.outcome.seconds.likely for row in rows if row.outcome.seconds and row.ours != "oom"}
+    order = ", ".join(str(number) for number in sorted(took, key=lambda number: took[number]))
     return [
         f"Why in diffusion: {first['load']} of weights stay on the card. Encoding the prompt adds next to nothing"
         f" ({first['encode prompt']}); the diffusion model's buffer makes it {first['denoise']}, and"
@@ -133,7 +134,7 @@ def _why(plan: PipelinePlan, rows: tuple[Judged, ...], others: tuple[Judged, ...
         f" Q8_0 they would be {float32 / MIB * 34 / 128:.0f}. stable-diffusion.cpp keeps convolutions in float16: the"
         f" plan counts {graph('vae-decoder').weights / MIB:.0f} MiB for the decoder.",
         "No card is named: rows 3 and 4 give the rates of denoiser and VAE, the other rows follow. In order of time:"
-        f" {', '.join(str(row.tried.number) for row in timed)}; theirs: 3, 8, 4, 5, of which the last three differ as"
+        f" {order}; theirs: 3, 8, 4, 5, of which the last three differ as"
         " repeated runs do, and 6 and 7, which were stopped. What a CPU without AVX2 does is known within a wide band.",
         "Theirs recommends row 3, which is the fastest of what was tried here too. Of all ways it is another:"
         f" {plan.reason}",
@@ -142,10 +143,6 @@ def _why(plan: PipelinePlan, rows: tuple[Judged, ...], others: tuple[Judged, ...
 
 def _short(rate: Rate) -> str:
     return str(rate).partition(" within")[0]
-
-
-def _likely(row: Judged) -> float:
-    return row.outcome.seconds.likely if row.outcome.seconds else 0.0
 
 
 # ---- an equation for Stable Diffusion 1.5 ----

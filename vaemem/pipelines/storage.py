@@ -82,27 +82,16 @@ def tensor_bytes(shape: Shape, type: str) -> int:
     return numbers // together * size
 
 
-def is_size(given: Any) -> bool:
-    """Whether weights are given as a size, in bytes or as programs print it.
-
-    Examples
-    --------
-    >>> is_size("6.8 GiB"), is_size(4096), is_size("Q8_0"), is_size("model.gguf")
-    (True, True, False, False)
-    """
-    return isinstance(given, int) or bool(re.fullmatch(r"\s*[\d.]+ *[kmgt]?i?b\s*", str(given), re.IGNORECASE))
-
-
 def told_bytes(role: str, given: str | int | os.PathLike[str]) -> int | None:
-    """Bytes of a component's weights that are given as a size, or as a file whose header says what is in it; None where
-    neither is given: it may be a type.
+    """Bytes of a component's weights that are given as a size, in bytes or as programs print it, or as a file whose
+    header says what is in it; None where neither is given: it may be a type.
 
     Examples
     --------
-    >>> told_bytes("unet", "1.6 GiB"), told_bytes("unet", "Q8_0")
-    (1717986918, None)
+    >>> [told_bytes("unet", given) for given in (4096, "1.6 GiB", "Q8_0", "model.gguf")]
+    [4096, 1717986918, None, None]
     """
-    if is_size(given):
+    if isinstance(given, int) or re.fullmatch(r"\s*[\d.]+ *[kmgt]?i?b\s*", str(given), re.IGNORECASE):
         return parse_size(f"components[{role!r}]", given)
     return sum(size for *_, size in tensor_types(given)) if os.path.exists(given) else None
 

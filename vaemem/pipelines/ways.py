@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vaemem._common import MIB, as_csv, distinct, need, real, render, write
+from vaemem._common import MIB, as_csv, distinct, html_table, need, real, render, write
 from vaemem.pipelines.seconds import REPEATS_DIFFER, Machine, Seconds, Work
 
 if TYPE_CHECKING:
@@ -393,16 +393,8 @@ class PipelinePlan(Written):
     def _repr_html_(self) -> str:
         header, lines = self._grid()
         best = self.recommended
-
-        def line(tag: str, cells: Iterable[str], bold: bool = False) -> str:
-            style = ' style="font-weight: bold"' if bold else ""
-            return f"<tr{style}>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
-
-        rows = zip(self.outcomes, lines, strict=True)
-        body = "".join(line("td", cells, one is best) for one, cells in rows)
-        table = f"<table><thead>{line('th', header)}</thead><tbody>{body}</tbody></table>"
-        title, reason = html.escape(self.title), html.escape(self.reason)
-        return f'<p>{title}</p><div style="overflow-x: auto">{table}</div><p>{reason}</p>'
+        bold = next((line for one, line in zip(self.outcomes, lines, strict=True) if one is best), None)
+        return f"<p>{html.escape(self.title)}</p>{html_table(header, lines, bold)}<p>{html.escape(self.reason)}</p>"
 
 
 def planned(

@@ -15,11 +15,11 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from vaemem import _core
-from vaemem._common import ELEMENT_BYTES, choose, whole
+from vaemem._common import DTYPES, ELEMENT_BYTES, choose, whole
+from vaemem.engine.weights import PARTS
 from vaemem.pipelines.ways import PlannedPhase, Way
 
 LOWERINGS = ("mlx", "im2col")
-DTYPES = ("bfloat16", "float16", "float32")
 # Winograd's F(6x6, 3x3): 64 numbers for each tile of 6 x 6 outputs.
 WINOGRAD_TILE, WINOGRAD_NUMBERS = 6, 64
 
@@ -178,7 +178,7 @@ def vae_bytes(model: str, parts: str, dtype: str) -> int:
     >>> [round(vae_bytes("flux", parts, "bfloat16") / 2**20) for parts in ("all", "decoder")]
     [160, 95]
     """
-    choose("parts", parts, ("all", "encoder", "decoder"))
+    choose("parts", parts, PARTS)
     tensors = _core.Model(_core.models()[model], parts).tensors
     return ELEMENT_BYTES[dtype] * sum(math.prod(shape) for _, shape in tensors)
 

@@ -325,8 +325,8 @@ def close(
     labels: Mapping[str, Any], look: Callable[[int, int], Peak | None], anchor: Peak | None, height: int, width: int,
     sides: Sequence[int],
 ) -> ClosedForm:  # fmt: skip
-    """The closed form of the peak `anchor` at height x width, from what `look` finds at the squares of `sides`; it is
-    labelled with the first fields of `ClosedForm`, down to workspace_source."""
+    """The closed form of the peak `anchor` at height x width, from what `look` finds at the squares of `sides`, which
+    are a `STEP` apart; it is labelled with the first fields of `ClosedForm`, down to workspace_source."""
     if anchor is None:
         raise ValueError(f"formula: want a size whose peak lies within the model's call, got {height}x{width}")
     # All of them: a peak may rule, give way to another, and rule again.
@@ -367,8 +367,6 @@ def close(
     known = [count for count in added.values() if count is not None]
     held_out = [size for size in added if size[0] != size[1] or size[0] not in run]
 
-    step = sides[1] - sides[0]
-
     def beyond(side: int) -> str | None:
         if side not in peaks:
             return None
@@ -383,8 +381,8 @@ def close(
         terms=tuple(terms),
         lowest=run[0],
         highest=run[-1],
-        below=beyond(run[0] - step),
-        above=beyond(run[-1] + step),
+        below=beyond(run[0] - STEP),
+        above=beyond(run[-1] + STEP),
         within=within,
         unsplit=(min(known), max(known)),
         checked=tuple(size for size in held_out if added[size] is not None),

@@ -315,7 +315,7 @@ class SimulatedProcess:
             self.sources[source] = self.sources.get(source, 0) + 1
         left, cublas, cublaslt, allocated, reserved, workspaces = trace.run(
             self.allocator, wanted, **self._blas, cublas=self._kept["cublas"], cublaslt=self._kept["cublaslt"],
-            tag=self._tag(trace), heights=True, next=following,
+            tag=self._tag(trace), next=following,
         )  # fmt: skip
         if workspaces != wanted:
             self._smaller.update(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 from dataclasses import dataclass, field
@@ -242,7 +243,6 @@ def replay(
     for index, event in enumerate(events):
         player.step(index, *event)
     player.finish(len(events))
-    blocks = allocator._blocks()
     return Replay(
         device=device,
         events=len(events),
@@ -253,8 +253,8 @@ def replay(
         recorded_segments=len(final),
         recorded_allocated=sum(b.size for s in final for b in s.blocks if not b.pending),
         simulated_reserved=allocator.memory_reserved(),
-        simulated_reserved_peak=player.simulated_peak,
-        simulated_segments=sum(block[0] for block in blocks),
+        simulated_reserved_peak=allocator.max_memory_reserved(),
+        simulated_segments=sum(first for first, *_ in allocator._blocks()),
         simulated_allocated=allocator.memory_allocated(),
         first_difference=player.difference,
         imposed_releases=player.imposed,
@@ -415,7 +415,6 @@ class _Player:
         allocator.reset_peak_stats()
         self.recorded = sum(s.size for s in start)
         self.recorded_peak = self.recorded
-        self.simulated_peak = allocator.memory_reserved()
 
     def differ(self, text: str) -> None:
         self.difference = self.difference or text
@@ -477,15 +476,17 @@ class _Player:
         if not self.placed or len(frees) < len(run):
             self.allocator.empty_cache()
         else:
-            known = [address for address in frees if self.allocator._releasable(address)]
-            if len(known) < len(frees):
+            whole, known = self.allocator._whole_segments(), 0
+            for address in frees:
+                with contextlib.suppress(ValueError):  # it is not whole here
+                    self.allocator._release(address)
+                    known += 1
+            if known < len(frees):
                 self.differ(
-                    f"event {index}: the record gives back {len(frees)} segments, {len(known)} of them are whole here"
+                    f"event {index}: the record gives back {len(frees)} segments, {known} of them are whole here"
                 )
-            if len(known) < self.allocator._whole_segments():
-                self.imposed += len(known)
-            for address in known:
-                self.allocator._release(address)
+            if known < whole:
+                self.imposed += known
         if self.allocator.memory_reserved() != self.recorded:
             self.differ(
                 f"event {index}: after giving segments back {self.recorded} bytes are reserved in the record, "
@@ -497,4 +498,3 @@ class _Player:
             self.give_back(index)
         if self.taken:
             self.differ(f"event {index}: the record takes a segment that serves no request")
-        self.simulated_peak = self.allocator.max_memory_reserved()

@@ -176,9 +176,7 @@ def inferred() -> dict[str, Any]:
 
 def asked_workspace(cudnn: InstalledCudnn) -> Workspace:
     """Answers of an installed cuDNN alone, with no rule in their place: RuntimeError where it gives none."""
-    workspace = Workspace(GPU, cudnn.version, TORCH, cudnn=cudnn)
-    workspace._profile, workspace._rules, workspace._guess = None, [], _no_guess
-    return workspace
+    return Workspace(GPU, cudnn.version, TORCH, cudnn=cudnn)._with(None, guess=_no_guess)
 
 
 def _no_guess(_gpu: Gpu, _version: int, _tf32: bool, _conv: Conv) -> tuple[int, str]:

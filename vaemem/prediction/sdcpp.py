@@ -11,15 +11,12 @@ import math
 from typing import NamedTuple
 
 from vaemem._common import OPS, choose, whole
+from vaemem.engine.stored import BLOCKS
 from vaemem.prediction.ggml import ALIGNMENT, F16, F32, Tensor, flash_attn_ext, mul_mat, nodes_of, reserve
 
 SDCPP_COMMIT = "0752cc9d3a8ddee25b72ca65d061a28310d97c02"  # of 2026-02-26
-# Elements of a block, and its bytes: ggml's types.
-TYPES = {
-    "f32": (1, 4), "f16": (1, 2), "bf16": (1, 2), "q8_0": (32, 34), "q5_1": (32, 24), "q5_0": (32, 22),
-    "q4_1": (32, 20), "q4_0": (32, 18), "q6_K": (256, 210), "q5_K": (256, 176), "q4_K": (256, 144),
-    "q3_K": (256, 110), "q2_K": (256, 84),
-}  # fmt: skip
+_TYPES = "f32 f16 bf16 q8_0 q5_1 q5_0 q4_1 q4_0 q6_K q5_K q4_K q3_K q2_K"
+TYPES = {name: BLOCKS[name.upper()] for name in _TYPES.split()}  # ggml's: elements of a block, and its bytes
 EMBEDDING_TYPES = ("f16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")  # that sd.cpp looks tokens up in; others become f32
 FLASH_DEPTHS = (40, 64, 72, 80, 96, 112, 128, 256)  # of a head: what ggml-cuda has flash attention for
 # Elements: CUDA pads the last row of a quantised weight to a multiple, and every row that is multiplied with it.

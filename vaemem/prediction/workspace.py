@@ -341,16 +341,13 @@ class Workspace:
         same = wanted is None or version is None or version_number(wanted) == version_number(version)
         return "" if same else f" ({wanted} was wanted)"
 
-    def _is_installed(self, number: int) -> bool:
-        version = self._cudnn.version
-        return version is not None and version_number(version) == number
-
     def _ask_first(self) -> bool:
         """Whether the installed cuDNN is the version wanted and the profile is another's, or another card's."""
         if self._prefer_installed is None:
             wanted = version_number(self.cudnn_version) if self.cudnn_version else 0
             is_other = self._profile is not None and self._differs(self._profile) != ""
-            self._prefer_installed = is_other and wanted >= _ASKABLE and self._is_installed(wanted)
+            installed = self._cudnn.version if is_other and wanted >= _ASKABLE else None
+            self._prefer_installed = installed is not None and version_number(installed) == wanted
         return self._prefer_installed
 
 

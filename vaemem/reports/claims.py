@@ -160,10 +160,6 @@ def _groups(rows: Sequence[Row], *names: str) -> dict[str, list[Row]]:
     return grouped(rows, lambda row: " ".join(str(row[name]) for name in names))
 
 
-def _means(rows: Sequence[Row], *names: str) -> dict[str, float]:
-    return {name: statistics.mean(map(ratio, mine)) for name, mine in _groups(rows, *names).items()}
-
-
 # ---- kinds of claims ----
 
 # A mean stands for its rows where each kind of them, taken alone, has a mean within this share of it.
@@ -176,7 +172,7 @@ def _mean_ratio(stated: float, names: tuple[str, ...], rows: Rows, **equals: Any
     if not mine:
         return Finding(UNKNOWN, "")
     mean = statistics.mean(map(ratio, mine))
-    kinds = _means(mine, *names)
+    kinds = {kind: statistics.mean(map(ratio, some)) for kind, some in _groups(mine, *names).items()}
     tiled = rows.of(whole_image=False, **equals)
     found = f"mean {mean:.2f} of {len(mine)} rows from {span([*map(ratio, mine)])}"
     if len(kinds) > 1:

@@ -26,11 +26,9 @@ from vaemem.reports.claims import (
     span,
 )
 from vaemem.reports.document import Document
-from vaemem.tables.estimators import Comparison, pixels, with_tiles
+from vaemem.tables.estimators import SHIPPED, Comparison, pixels, with_tiles
 from vaemem.tables.fit import fit
 from vaemem.tables.table import Row, Table
-
-_SHIPPED = {"decode": {"ComfyUI": 2178, "InvokeAI": 2200}, "encode": {"ComfyUI": 1767, "InvokeAI": 1100}}
 
 
 class Facts:
@@ -232,7 +230,7 @@ def constants(document: Document, facts: Facts, plots: bool) -> None:
             lines.append((op, dtype, len(values), *(f"{value:.0f}" for value in figures)))
     document.table(("op", "dtype", "rows", "lowest", "median", "95th percentile", "largest"), lines)
     if plots:
-        figure = plot.implied_constants(Table(facts.sized), _SHIPPED, target)
+        figure = plot.implied_constants(Table(facts.sized), SHIPPED, target)
         document.figure("constants", "Implied constants against pixels", figure)
     document.table(
         ("model", "op", "size", "dtype", "group", "constant", f"{facts.word} MiB"),

@@ -75,16 +75,20 @@ def _images(row: Row) -> int:
     return row["batch"] or 1
 
 
+# Bytes for each H W e that applications reserve, by op.
+SHIPPED = {"decode": {"ComfyUI": 2178, "InvokeAI": 2200}, "encode": {"ComfyUI": 1767, "InvokeAI": 1100}}
+
+
 def _comfyui(row: Row) -> int | None:
     # Tiled runs are charged the whole image; a batch goes through in as many images at once as fit.
-    constant = {"decode": 2178, "encode": 1767}.get(row["op"].removesuffix("_tiled"))
+    constant = SHIPPED.get(row["op"].removesuffix("_tiled"), {}).get("ComfyUI")
     size = size_of(row)
     return None if constant is None or size is None else constant * size * _images(row)
 
 
 def _invokeai(row: Row) -> float | None:
     op, _, tiled = row["op"].partition("_")
-    constant = {"decode": 2200, "encode": 1100}.get(op)
+    constant = SHIPPED.get(op, {}).get("InvokeAI")
     size = size_of(row)
     if constant is None or size is None or _images(row) > 1 or (tiled and row["model"] == "flux"):
         return None  # knows no batch, and no tiles for FLUX
@@ -94,7 +98,7 @@ def _invokeai(row: Row) -> float | None:
 
 
 def _sd15_calculator(row: Row) -> int | None:
-    is_known = row["model"] == "sd15" and row["op"] in ("encode", "decode")
+    is_known = row["model"] == "sd15" and row["op"] in OPS
     if not is_known or ELEMENT_BYTES.get(row["dtype"]) != 2 or _images(row) > 1:
         return None  # its 2 bytes an element are written into it
     return 8 * (row["height"] // 8) * (row["width"] // 8) + 24 * row["height"] * row["width"]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, overload
 
-from vaemem._common import MIB, as_csv, mib, need, render, shipped, write
+from vaemem._common import MIB, as_csv, html_table, mib, need, render, shipped, write
 
 if TYPE_CHECKING:
     import pandas
@@ -422,16 +422,9 @@ class Table(Sequence[Row]):
         """Of who ran and how, what all rows have in common is said once, below: the table is no wider than a page."""
         held = self._held()
         common = [c for c in held if c.name in _SAID_ONCE and len({row[c.name] for row in self._rows}) == 1]
-        header, rows = self._shown([c for c in held if c not in common])
-
-        def line(tag: str, cells: Iterable[str]) -> str:
-            return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
-
-        body = "".join(line("td", row) for row in rows)
         below = [f"{len(self)} row{'' if len(self) == 1 else 's'}"]
         below += [f"{c.name} {html.escape(_cell(c, self._rows[0][c.name]))}" for c in common]
-        table = f"<table><thead>{line('th', header)}</thead><tbody>{body}</tbody></table>"
-        return f'<div style="overflow-x: auto">{table}</div><p>{", ".join(below)}</p>'
+        return f"{html_table(*self._shown([c for c in held if c not in common]))}<p>{', '.join(below)}</p>"
 
 
 def seed_table() -> Table:
