@@ -10,7 +10,8 @@ Everything else about the package stands in pyproject.toml. Environment:
   CUDA_HOME          the toolkit, where nvcc is not on the path
   VAEMEM_WINDOWS     the folder of a Windows Python with NumPy, for which Linux builds vaemem._core (make windows)
 
-For Windows zig's clang compiles, since MSVC has no vector extension. There pip is to bring it along, which is untried.
+For Windows zig's clang compiles, since MSVC has no vector extension. On Windows pip installs zig for the build
+(pyproject.toml); that has not been tried.
 """
 
 import glob
@@ -29,7 +30,6 @@ from setuptools.command.build_ext import build_ext
 X86 = (["sse", "avx2", "avx512", "avx512bf16", "amx"], "VM_HAVE_X86")
 NEON = (["neon"], "VM_HAVE_NEON")
 MACHINES = {"x86_64": X86, "amd64": X86, "aarch64": NEON, "arm64": NEON}
-SETS, HAVE_SETS = MACHINES.get(platform.machine().lower(), ([], None))
 # -ffp-contract: a*b + c may be one rounding where the instruction set has it; every kernel's tolerance allows for it.
 COMMON = ["-std=gnu11", "-O3", "-Wall", "-Wextra", "-Wno-missing-field-initializers", "-fvisibility=hidden"]
 KERNELS = [*COMMON, "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
@@ -38,8 +38,9 @@ SANITIZE = ["-fsanitize=address,undefined"] if os.environ.get("VAEMEM_SANITIZE")
 WANTS_CUDA = os.environ.get("VAEMEM_CUDA")
 EMULATOR = os.environ.get("VAEMEM_EMULATE_AMX", "")
 AMX = ["-mavx2", "-mfma", "-iquote", EMULATOR] if EMULATOR else [*AVX512, "-mamx-tile", "-mamx-bf16"]
-# Where Python for Windows is, if it is built for; else an empty string.
+# The folder of the Windows Python that is built for; empty when not building for Windows.
 WINDOWS = os.environ.get("VAEMEM_WINDOWS") or (sys.base_prefix if sys.platform == "win32" else "")
+SETS, HAVE_SETS = X86 if WINDOWS else MACHINES.get(platform.machine().lower(), ([], None))
 ZIG = [sys.executable, "-m", "ziglang", "cc", "-target", "x86_64-windows-gnu"]
 NUMPY = numpy.get_include()
 if WINDOWS and sys.platform != "win32":
@@ -157,7 +158,9 @@ class BuildPerFolder(build_ext):
             objects = list(pool.map(compile_one, ext.sources))
         made = self.get_ext_fullpath(ext.name)
         os.makedirs(os.path.dirname(made), exist_ok=True)
-        (python,) = glob.glob(os.path.join(glob.escape(os.path.join(WINDOWS, "libs")), "python3[0-9]*.lib"))
+        # python311.lib, not the python3.lib of the stable interface, nor that of a debug or free-threaded build
+        libraries = glob.glob(os.path.join(glob.escape(os.path.join(WINDOWS, "libs")), "python3*.lib"))
+        (python,) = [path for path in libraries if os.path.basename(path)[7:-4].isdecimal()]
         subprocess.run([*ZIG, "-shared", "-o", made, *objects, python, "-lpthread"], check=True)
 
     def build_extension(self, ext: Extension) -> None:

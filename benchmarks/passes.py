@@ -7,7 +7,8 @@ With --op and no word after it there are single passes alone.
 
 Whole runs of SDXL (passes_*.csv): each pass with its FLOPs and its seconds, medians of the rounds, and its share of the
 peak of the unit that computes its products, FMA or the one for pairs of bfloat16: products on registers alone, on the
-same threads, just after each run.
+same threads, just after each run. On AVX512_BF16 it is the unit for pairs for all passes, also for those that floats
+compute.
 
 Single passes (conv_*.csv, attention_*.csv): the cases are those of tests/cases.py, the models' own, or with --small
 those of the tests, to see that it runs. Each is first compared with float64, then timed beside oneDNN through PyTorch

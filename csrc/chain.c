@@ -148,10 +148,11 @@ void vm_chain_skip(vm_repeats *seen, vm_stage *stage, size_t stages) {
     seen->steps++;
 }
 
-size_t vm_chain_at_once(const vm_plan *plan, int first, int last, int node) {
+vm_manner vm_chain_manner(const vm_plan *plan, const vm_chain *chain, int node) {
     vm_stage stage;
     vm_chain_stages(plan, node, node, &stage);
-    return first == last ? stage.cut.rows : VM_MIN(stage.each, stage.cut.rows);
+    const bool alone = chain->first == chain->last;
+    return (vm_manner){.at_once = alone ? stage.cut.rows : VM_MIN(stage.each, stage.cut.rows), .anew = chain->anew};
 }
 
 bool vm_chain_can(const vm_plan *plan, int first, int last) {
@@ -180,4 +181,9 @@ double vm_chain_flops(const vm_plan *plan, int first, int last, int node) {
             if (stage[i].active && (node == VM_NONE || node == first + (int)i))
                 flops += vm_pass_flops(&plan->step[first + (int)i].pass);
     return flops;
+}
+
+double vm_chain_work(const vm_plan *plan, const vm_chain *chain) {
+    const double anew = 1.1; /* the time of a decode all of whose weights are made anew (docs/SPEED.md) */
+    return vm_chain_flops(plan, chain->first, chain->last, VM_NONE) * (chain->anew ? anew : 1);
 }

@@ -1,25 +1,28 @@
 /* Which tensors are stored and which streamed: where the list of passes is cut into chains.
  *
  * For every stretch of passes that can be a chain: the bytes that it needs, if what it stores may lie over what it reads
- * for the last time, and its FLOPs, rounds counted. Dynamic programming over the list then finds, for a bound on bytes,
+ * for the last time, and its work, rounds counted; with the weights that are transformed kept, and made anew by each task,
+ * which is slower. Dynamic programming over the list then finds, for a bound on bytes,
  * the cuts with the least work. What a plan really takes is known when it is laid out; the bound is lowered until that
  * keeps within the limit. Where passes run whole (GPUs) there is one choice, how large their stripes are. */
 #include <string.h>
 
 #include "plan.h"
 
+/* With weights kept, and made anew. */
 typedef struct stretch {
-    double flops; /* negative: no chain */
-    size_t bytes;
+    double work[2]; /* negative: no such chain */
+    size_t bytes[2];
+    bool known;
 } stretch;
 
 typedef struct choice {
     vm_plan *plan;
-    stretch *at;  /* [nodes][nodes]: first, last */
-    bool free;    /* only chains that cost no work */
-    bool longer;  /* of cuts with the same work, those into the longer chains */
-    double *work; /* of the best cuts up to a node */
-    int *cut;     /* and where its last chain begins */
+    stretch *at;   /* [nodes][nodes]: first, last */
+    bool free;     /* only chains that cost no work */
+    bool longer;   /* of cuts with the same work, those into the longer chains */
+    double *work;  /* of the best cuts up to a node */
+    vm_chain *cut; /* and its last chain */
 } choice;
 
 /* Bytes of the tensors that are there after node `at`, are read later, and for the last time by node `dead_by`. */
@@ -38,15 +41,14 @@ static stretch look(const vm_plan *plan, int first, int last, bool free) {
     enum { STEPS = 48 /* rings are then nearly as high as they get; what a plan takes is known when it is laid out */ };
     const vm_backend *b = plan->ask.backend;
     const int end = (int)plan->steps;
-    stretch s = {-1, 0};
+    stretch s = {.work = {-1, -1}, .known = true};
     double once = 0;
     if (!vm_chain_can(plan, first, last)) return s;
     for (int i = first; i <= last; i++) once += vm_pass_flops(&plan->step[i].pass);
-    const double flops = vm_chain_flops(plan, first, last, VM_NONE);
-    if (free && flops > once) return s;
-    s.flops = flops;
+    const double work = vm_chain_work(plan, &(vm_chain){.first = first, .last = last});
+    if (free && work > once) return s;
     const size_t dying = stored_after(plan, first - 1, last), kept = stored_after(plan, first - 1, end) - dying;
-    size_t born = 0, scratch = 0, ring[VM_CHAIN];
+    size_t born = 0, streamed = 0, ring[VM_CHAIN];
     if (first != last) vm_plan_ring_rows(plan, first, last, ring, STEPS);
     for (int i = first; i <= last; i++) {
         const vm_step *step = &plan->step[i];
@@ -54,13 +56,20 @@ static stretch look(const vm_plan *plan, int first, int last, bool free) {
         if (step->last > last)
             born = vm_sum(born, VM_PRODUCT(row, step->pass.y.h));
         else if (i + 1 < end)
-            s.bytes = vm_sum(s.bytes, VM_PRODUCT(row, ring[i - first]));
-        const vm_needs n = b->needs(b, &step->pass, &plan->ask.limits, vm_chain_at_once(plan, first, last, i));
-        s.bytes = vm_sum(s.bytes, n.prepared);
-        s.bytes = vm_sum(s.bytes, VM_PRODUCT(n.parts, vm_stats_floats(step->pass.y.c), sizeof(float)));
-        scratch = VM_MAX(scratch, n.scratch);
+            streamed = vm_sum(streamed, VM_PRODUCT(row, ring[i - first]));
     }
-    s.bytes = vm_sum(vm_sum(s.bytes, scratch), vm_sum(kept, VM_MAX(dying, born)));
+    for (int anew = 0; anew < 2; anew++) {
+        const vm_chain c = {.first = first, .last = last, .anew = anew};
+        size_t bytes = vm_sum(vm_sum(kept, VM_MAX(dying, born)), streamed), scratch = 0;
+        for (int i = first; i <= last; i++) {
+            const vm_pass *p = &plan->step[i].pass;
+            const vm_needs n = b->needs(b, p, &plan->ask.limits, vm_chain_manner(plan, &c, i));
+            bytes = vm_sum(bytes, vm_sum(n.prepared, VM_PRODUCT(n.parts, vm_stats_floats(p->y.c), sizeof(float))));
+            scratch = VM_MAX(scratch, n.scratch);
+        }
+        s.bytes[anew] = vm_sum(bytes, scratch);
+        if (!anew || (!free && s.bytes[1] < s.bytes[0])) s.work[anew] = vm_chain_work(plan, &c);
+    }
     return s;
 }
 
@@ -71,22 +80,24 @@ static bool cut(choice *c, size_t bound, size_t *most) {
         c->work[last] = -1;
         for (int first = last; first >= 0 && last - first < VM_CHAIN; first--) {
             stretch *s = &c->at[first * n + last];
-            if (s->flops == 0) *s = look(c->plan, first, last, c->free);
-            if (s->flops < 0 || s->bytes > bound || (first && c->work[first - 1] < 0)) continue;
-            const double work = s->flops + (first ? c->work[first - 1] : 0);
+            if (!s->known) *s = look(c->plan, first, last, c->free);
+            const bool anew = s->bytes[0] > bound;
+            if (s->work[anew] < 0 || s->bytes[anew] > bound || (first && c->work[first - 1] < 0)) continue;
+            const double work = s->work[anew] + (first ? c->work[first - 1] : 0);
             if (c->work[last] >= 0 && (c->longer ? work > c->work[last] : work >= c->work[last])) continue;
             c->work[last] = work;
-            c->cut[last] = first;
+            c->cut[last] = (vm_chain){.first = first, .last = last, .anew = anew};
         }
     }
     if (c->work[n - 1] < 0) return false;
     size_t chains = 0;
     *most = 0;
-    for (int last = n - 1; last >= 0; last = c->cut[last] - 1) chains++;
+    for (int last = n - 1; last >= 0; last = c->cut[last].first - 1) chains++;
     c->plan->chains = chains;
-    for (int last = n - 1; last >= 0; last = c->cut[last] - 1) {
-        *most = VM_MAX(*most, c->at[c->cut[last] * n + last].bytes);
-        c->plan->chain[--chains] = (vm_chain){.first = c->cut[last], .last = last};
+    for (int last = n - 1; last >= 0; last = c->cut[last].first - 1) {
+        const vm_chain *chain = &c->cut[last];
+        *most = VM_MAX(*most, c->at[chain->first * n + last].bytes[chain->anew]);
+        c->plan->chain[--chains] = *chain;
     }
     return true;
 }
@@ -149,7 +160,7 @@ static size_t most_stripe_bytes(const vm_model *m, const vm_request *r) {
 /* A bound from below on what the plan takes with these stripes, for which no library is asked about workspaces. */
 static size_t least(const vm_model *m, const vm_plan *plan) {
     size_t most = 0;
-    for (int i = 0; i < (int)plan->steps; i++) most = VM_MAX(most, look(plan, i, i, false).bytes);
+    for (int i = 0; i < (int)plan->steps; i++) most = VM_MAX(most, look(plan, i, i, false).bytes[0]);
     return vm_sum(vm_plan_beside_arena(m, plan), most);
 }
 
@@ -180,12 +191,14 @@ vm_status vm_plan_choose(const vm_model *m, vm_plan *plan) {
     size_t bytes = 0;
     const size_t at = vm_put_bytes(&bytes, n * n * sizeof(stretch), VM_ALIGN);
     const size_t work = vm_put_bytes(&bytes, n * sizeof(double), VM_ALIGN);
-    const size_t cuts = vm_put_bytes(&bytes, n * sizeof(int), VM_ALIGN);
+    const size_t cuts = vm_put_bytes(&bytes, n * sizeof(vm_chain), VM_ALIGN);
     char *block;
     vm_status s = vm_mem_reserve(m->host, bytes, (void **)&block);
     if (s) return s;
-    choice c = {
-        .plan = plan, .at = (stretch *)(block + at), .work = (double *)(block + work), .cut = (int *)(block + cuts)};
+    choice c = {.plan = plan,
+                .at = (stretch *)(block + at),
+                .work = (double *)(block + work),
+                .cut = (vm_chain *)(block + cuts)};
     c.free = true;
     memset(block, 0, bytes);
     s = without_limit(m, &c);

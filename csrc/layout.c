@@ -264,7 +264,7 @@ static vm_status add_chain(vm_plan *plan, int c) {
         int last = i; /* the last norm that wants its sums */
         for (int j = i + 1; j < (int)plan->steps; j++)
             if (plan->graph->node[j].x == i && plan->graph->node[j].pass.norm) last = j;
-        const vm_needs needs = b->needs(b, &s->pass, limits, vm_chain_at_once(plan, chain->first, chain->last, i));
+        const vm_needs needs = b->needs(b, &s->pass, limits, vm_chain_manner(plan, chain, i));
         s->parts = needs.parts;
         if (s->parts)
             s->y_stats = add_piece(plan, VM_SCRATCH, VM_PRODUCT(s->parts, vm_stats_floats(s->pass.y.c), sizeof(float)),
@@ -342,7 +342,10 @@ static void count_live(const vm_model *m, vm_plan *plan) {
 static vm_status lay_out(const vm_model *m, vm_plan *plan) {
     double once = 0, all = 0;
     plan->pieces = plan->rows = 0;
-    for (size_t c = 0; c < plan->chains; c++) plan->chain[c].stepped = plan->chain[c].first != plan->chain[c].last;
+    for (vm_chain *c = plan->chain; c < plan->chain + plan->chains; c++) {
+        c->stepped = c->first != c->last;
+        all += vm_chain_work(plan, c);
+    }
     for (int i = 0; i < (int)plan->steps; i++) {
         vm_step *s = &plan->step[i];
         const vm_chain *c = &plan->chain[chain_of(plan, i)];
@@ -351,7 +354,6 @@ static vm_status lay_out(const vm_model *m, vm_plan *plan) {
         s->y_block = 0;
         s->flops = vm_chain_flops(plan, c->first, c->last, i);
         once += vm_pass_flops(&s->pass);
-        all += s->flops;
         plan->rows = vm_sum(
             plan->rows, VM_PRODUCT(s->pass.y.h, plan->ask.batch, (size_t)(s->flops / vm_pass_flops(&s->pass) + 0.5)));
     }

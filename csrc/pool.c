@@ -24,7 +24,7 @@ struct vm_pool {
     pid_t process;                   /* where the workers are */
     size_t batch;                    /* counts calls of each(); a worker joins a batch it has not seen */
     bool quit;
-    clockid_t clock;  /* that idle is waited for by */
+    clockid_t clock;  /* by which waiting for idle is timed */
     atomic_bool stop; /* the run is cancelled */
 
     vm_task fn;
@@ -78,7 +78,7 @@ static void *worker(void *arg) {
     return NULL;
 }
 
-/* A condition that is waited for by the monotonic clock, where the system lets one choose. */
+/* Makes the condition, timed by the monotonic clock where the system allows that; returns the clock that it uses. */
 static clockid_t open_idle(pthread_cond_t *idle) {
     pthread_condattr_t attr;
     pthread_condattr_init(&attr);

@@ -73,7 +73,7 @@ static vm_operands operands(const walk *w, int node, const vm_chain *chain, size
         .y_stats = address(w, s->y_stats),
         .x_parts = n->pass.norm ? x->parts : 0,
         .prepared = address(w, s->prepared),
-        .at_once = vm_chain_at_once(plan, chain->first, chain->last, node),
+        .manner = vm_chain_manner(plan, chain, node),
         .scratch = address(w, chain->scratch),
         .scratch_each = plan->piece[chain->scratch].bytes / plan->ask.limits.threads,
         .workspace = address(w, s->workspace),

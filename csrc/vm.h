@@ -190,6 +190,7 @@ typedef struct vm_stage {
 typedef struct vm_chain {
     int first, last;
     bool stepped;                   /* row by row; else its one pass runs whole */
+    bool anew;                      /* vm_manner.anew, of all its passes */
     size_t live[VM_CATEGORIES];     /* planned bytes in use while it runs */
     size_t measured[VM_CATEGORIES]; /* the same, as mem.c counted them */
     int scratch;                    /* piece */
@@ -211,8 +212,10 @@ typedef struct vm_repeats {
 /* Call it after each step, with a `seen` that begins as zeros. Once the steps since the mark would only be repeated further down
  * the image, it moves the stages on past all of these repeats but the last. */
 void vm_chain_skip(vm_repeats *seen, vm_stage *stage, size_t stages);
-/* Rows of a node's tiles that are at work at the same time, at most. */
-size_t vm_chain_at_once(const struct vm_plan *plan, int first, int last, int node);
+/* How a chain has one of its nodes computed. */
+vm_manner vm_chain_manner(const struct vm_plan *plan, const vm_chain *chain, int node);
+/* What a chain costs, as FLOPs: those of all its rounds, of one batch item, and the time that weights made anew take. */
+double vm_chain_work(const struct vm_plan *plan, const vm_chain *chain);
 /* Rows of its output that a stage has made, and the first row of its input that it still reads from row `k` of tiles on. */
 size_t vm_stage_made(const vm_stage *stage, size_t k);
 size_t vm_stage_from(const vm_stage *stage, size_t k);

@@ -297,8 +297,8 @@ static vm_cut attention_cut(const vm_cpu *cpu, const vm_pass *p) {
     return (vm_cut){.rows = 1, .columns = (pixels_of(p) + each - 1) / each, .out_rows = p->y.h, .in_rows = p->x.h};
 }
 
-static vm_needs attention_needs(const vm_cpu *cpu, const vm_pass *p, size_t at_once) {
-    (void)at_once;
+static vm_needs attention_needs(const vm_cpu *cpu, const vm_pass *p, vm_manner manner) {
+    (void)manner;
     const layout l = make_layout(cpu, p);
     return (vm_needs){.prepared = l.prepared, .scratch = l.scratch};
 }

@@ -57,7 +57,7 @@ static bool as_packed(const vm_cpu *cpu, const vm_pass *p) {
     return !p->up && (cpu->pairs ? cpu->pairs == 1 && cpu->dtype == VM_BF16 : cpu->dtype == VM_F32);
 }
 
-static layout make_layout(const vm_cpu *cpu, const vm_pass *p, const vm_grid *g, size_t at_once) {
+static layout make_layout(const vm_cpu *cpu, const vm_pass *p, const vm_grid *g, vm_manner manner) {
     const size_t number = sizeof(float), block = VM_BLOCK * number, steps = cpu->pairs ? (p->x.c + 1) / 2 : p->x.c;
     layout l = {.phases = p->up ? 4 : 1,
                 .taps = p->up ? 4 : (size_t)(p->ksize * p->ksize),
@@ -68,7 +68,7 @@ static layout make_layout(const vm_cpu *cpu, const vm_pass *p, const vm_grid *g,
     l.run = VM_MIN(VM_MAX(cpu->products->steps / each, 1) * l.taps, groups) * l.unit;
     l.w_block = l.batches * l.depth * VM_BLOCK;
     vm_put_bytes(&l.prepared, sizeof(job), VM_ALIGN);
-    l.work = vm_put_bytes(&l.prepared, vm_work_bytes(p, g, at_once), VM_ALIGN);
+    l.work = vm_put_bytes(&l.prepared, vm_work_bytes(p, g, manner.at_once), VM_ALIGN);
     l.offsets = vm_put_bytes(&l.prepared, l.batches * sizeof(ptrdiff_t), VM_ALIGN);
     l.filters = vm_put_bytes(
         &l.prepared, as_packed(cpu, p) ? 0 : VM_PRODUCT(l.phases, VM_BLOCKS(p->y.c), l.w_block, number), VM_ALIGN);
@@ -84,9 +84,9 @@ static vm_cut direct_cut(const vm_cpu *cpu, const vm_pass *pass) {
     return vm_grid_rows(&g);
 }
 
-static vm_needs direct_needs(const vm_cpu *cpu, const vm_pass *pass, size_t at_once) {
+static vm_needs direct_needs(const vm_cpu *cpu, const vm_pass *pass, vm_manner manner) {
     const vm_grid g = make_grid(cpu, pass);
-    const layout l = make_layout(cpu, pass, &g, at_once);
+    const layout l = make_layout(cpu, pass, &g, manner);
     return (vm_needs){.prepared = l.prepared, .scratch = l.scratch};
 }
 
@@ -233,7 +233,7 @@ static vm_status direct_prepare(const vm_cpu *cpu, const vm_pass *pass, const vm
     char *prepared = at->prepared;
     job *j = at->prepared;
     *j = (job){.g = make_grid(cpu, pass)};
-    j->l = make_layout(cpu, pass, &j->g, at->at_once);
+    j->l = make_layout(cpu, pass, &j->g, at->manner);
     j->work = vm_work_begin(cpu, pass, at, &j->g, prepared + j->l.work);
     j->offsets = (ptrdiff_t *)(prepared + j->l.offsets);
     make_offsets(j);

@@ -83,9 +83,9 @@ typedef struct way {
 } way;
 
 /* How a pass is computed, chosen from its shape and what is multiplied. Winograd's way is for floats alone, whose sums and
- * differences bfloat16 would round; it wants a 3x3 convolution of rows with more than one block of channels, and enough
- * pixels that transforming its weights pays. Of floats after nearest 2x it is the only one. Pairs, where they have twice the
- * speed of floats, are slower than it with their 72 products for 24, but not after nearest 2x with 16 for 9. */
+ * differences bfloat16 would round; it wants a 3x3 convolution of rows with at least 32 channels, and enough pixels that
+ * transforming its weights pays. Of floats after nearest 2x it is the only one. Pairs that are only twice as fast as floats
+ * lose to Winograd's way (72 products at twice the speed against 24), but win after nearest 2x (16 against 9). */
 static way way_of(const vm_backend *b, const vm_pass *p) {
     enum { WORTH = 1024 /* pixels: with fewer, transforming the weights costs more than it saves */ };
     const vm_cpu *cpu = b->self, *floats = cpu->pairs ? cpu->floats : cpu;
@@ -101,9 +101,9 @@ static vm_cut cut(const vm_backend *b, const vm_pass *p) {
     return w.method->cut(w.cpu, p);
 }
 
-static vm_needs needs(const vm_backend *b, const vm_pass *p, const vm_limits *limits, size_t at_once) {
+static vm_needs needs(const vm_backend *b, const vm_pass *p, const vm_limits *limits, vm_manner manner) {
     const way w = way_of(b, p);
-    vm_needs n = w.method->needs(w.cpu, p, at_once);
+    vm_needs n = w.method->needs(w.cpu, p, manner);
     n.scratch = VM_PRODUCT(limits->threads, n.scratch);
     n.parts = p->stats; /* one: the tiles' own are merged into it */
     return n;
@@ -176,8 +176,8 @@ static const vm_backend ref[KINDS] = VM_PAIRS("ref", always, vm_cpu_ref, vm_pair
 static const vm_backend sse[KINDS] = VM_FLOATS("sse", sse_usable, vm_cpu_sse);
 static const vm_backend avx2[KINDS] = VM_FLOATS("avx2", avx2_usable, vm_cpu_avx2);
 static const vm_backend avx512[KINDS] = VM_FLOATS("avx512", avx512_usable, vm_cpu_avx512);
-/* Of pairs alone: one product of them takes the place of one of numbers here, and three do where that is faster still. Those
- * of AVX512_BF16 have twice the speed of floats, AMX's sixteen times. */
+/* These tables have no floats of their own. An entry stands where products of pairs (one, or three, for each product of
+ * numbers) are faster than floats. AVX512_BF16's are about twice as fast on Zen 4 and 5, AMX's about sixteen times. */
 static const vm_cpu floats = {&vm_cpu_avx512, &vm_cpu_avx512.floats, VM_F32};
 static const vm_cpu widened = {&vm_cpu_avx512, &vm_cpu_avx512.floats, VM_BF16};
 static const vm_backend avx512bf16[KINDS] = {

@@ -85,6 +85,8 @@ typedef struct vm_cpu_ops {
     void (*rescale)(float *x, size_t rows, const float *keep);
     /* y[l][r] = x[r][l], 16 by 16 numbers of 4 bytes, moved as they are. y is not x. */
     void (*transpose)(float *y, const float *x);
+    /* Packed halves to floats: y[2*s][l] and y[2*s + 1][l] from x[s][l][0] and x[s][l][1], s < steps. */
+    void (*unpack)(float *y, vm_dtype dtype, const uint16_t *x, size_t steps);
     vm_transforms winograd, upsampled; /* of a 3x3 convolution, and of one after nearest 2x */
 } vm_cpu_ops;
 
@@ -103,8 +105,8 @@ bool vm_amx_permitted(void);
 extern const vm_cpu_ops vm_cpu_neon;
 #endif
 
-/* A backend's `self`: how its numbers are kept and multiplied. `floats`, of pairs: the same with floats, for what these
- * compute faster by Winograd's way; NULL where they compute nothing faster. */
+/* A backend's `self`: how its numbers are kept and multiplied. `floats`: of a backend that multiplies pairs, the same numbers
+ * multiplied as floats, for passes that Winograd's way makes faster; NULL where there are none. */
 typedef struct vm_cpu {
     const vm_cpu_ops *ops;
     const vm_products *products;
@@ -178,7 +180,7 @@ void vm_measure_box(const vm_work *work, const vm_box *box, size_t task, size_t 
 typedef struct vm_method {
     vm_cut (*cut)(const vm_cpu *cpu, const vm_pass *pass);
     /* scratch: of one thread, a multiple of VM_ALIGN. */
-    vm_needs (*needs)(const vm_cpu *cpu, const vm_pass *pass, size_t at_once);
+    vm_needs (*needs)(const vm_cpu *cpu, const vm_pass *pass, vm_manner manner);
     vm_status (*prepare)(const vm_cpu *cpu, const vm_pass *pass, const vm_operands *at, const vm_exec *exec,
                          vm_tasks *out);
 } vm_method;
@@ -201,6 +203,9 @@ typedef struct vm_filter {
 
 /* 16 output channels' weights of input channel i at one tap; zero where there is no such channel. */
 void vm_filter_row(float row[VM_BLOCK], const vm_filter *f, size_t block, size_t i, size_t tap);
+/* Those of 16 input channels, or of all where there are fewer: [tap][input channel][16], where they lie or, of halves, in
+ * `to`, which has room for them and one row more. */
+const float *vm_filter_block(float *to, const vm_cpu_ops *ops, const vm_filter *f, size_t block, size_t x_block);
 
 /* ---- norm.c ---- */
 

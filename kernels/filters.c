@@ -74,3 +74,16 @@ void vm_filter_row(float row[VM_BLOCK], const vm_filter *f, size_t block, size_t
     const size_t at = packed_at(&l, f->taps, block, i, tap);
     for (size_t o = 0; o < VM_BLOCK; o++) row[o] = vm_element(f->dtype, f->weight, at + o * l.each);
 }
+
+const float *vm_filter_block(float *to, const vm_cpu_ops *ops, const vm_filter *f, size_t block, size_t x_block) {
+    const layout l = layout_of(f->dtype, f->in);
+    const size_t first = x_block * VM_BLOCK, n = VM_MIN(f->in, VM_BLOCK) * VM_BLOCK;
+    if (f->dtype == VM_F32) return (const float *)f->weight + packed_at(&l, f->taps, block, first, 0);
+    const size_t steps = VM_MIN(l.depth - first / 2 % VM_BLOCK, VM_BLOCK / 2), filled = 2 * steps * VM_BLOCK;
+    for (size_t tap = 0; tap < f->taps; tap++) {
+        ops->unpack(to + tap * n, f->dtype, (const uint16_t *)f->weight + packed_at(&l, f->taps, block, first, tap),
+                    steps);
+        if (filled < n) memset(to + tap * n + filled, 0, (n - filled) * sizeof *to);
+    }
+    return to;
+}

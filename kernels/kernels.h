@@ -203,6 +203,13 @@ static inline void *vm_pixel(const vm_view *v, size_t y, size_t block, size_t x)
     return (char *)v->data + (row * v->row + block * v->block + x * VM_BLOCK) * vm_dtype_bytes(v->dtype);
 }
 
+/* How the plan has a pass computed. */
+typedef struct vm_manner {
+    size_t at_once; /* rows of tiles that are at work at the same time, at most: all of them, or a step's */
+    bool
+        anew; /* weights that have to be transformed are so by every task, in its scratch, not once and kept prepared */
+} vm_manner;
+
 typedef struct vm_operands {
     vm_view x, y, add;         /* rows; add may be y itself, y may be x where the pass is local to a pixel */
     const void *x_pixels;      /* when x_format is not VM_ROWS */
@@ -214,7 +221,7 @@ typedef struct vm_operands {
     float *y_stats;            /* what this pass leaves: vm_needs.parts times vm_stats_floats(y.c) floats */
     size_t x_parts;            /* number of partial sums in x_stats */
     void *prepared;            /* vm_needs.prepared bytes, VM_ALIGN-aligned */
-    size_t at_once;            /* rows of tiles that are at work at the same time, at most: all of them, or a step's */
+    vm_manner manner;          /* as vm_needs were asked for */
     void *scratch;             /* vm_needs.scratch bytes or more, likewise */
     size_t scratch_each;       /* of them, each thread's own */
     void *workspace;           /* vm_backend.workspace bytes, likewise */
@@ -310,8 +317,7 @@ struct vm_backend {
     vm_dtype dtype;         /* of tensors between passes, and of weights */
     vm_precision precision; /* of float32's products */
     vm_cut (*cut)(const vm_backend *b, const vm_pass *pass);
-    /* at_once: rows of tiles that are at work at the same time, at most. */
-    vm_needs (*needs)(const vm_backend *b, const vm_pass *pass, const vm_limits *limits, size_t at_once);
+    vm_needs (*needs)(const vm_backend *b, const vm_pass *pass, const vm_limits *limits, vm_manner manner);
     /* Bytes that a library needs besides: only the library knows, and it may refuse the pass. */
     vm_status (*workspace)(const vm_backend *b, const vm_pass *pass, const vm_limits *limits, size_t *bytes);
     vm_status (*run)(const vm_backend *b, const vm_pass *pass, const vm_operands *at, const vm_exec *exec);

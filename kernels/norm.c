@@ -14,7 +14,7 @@ void vm_merge_rows(const void *work, size_t row, size_t rows) {
     double *count = w->sums, *mean = count + VM_BLOCK, *m2 = mean + padded;
     if (!row) memset(count, 0, floats * sizeof *count);
     for (size_t t = row * w->cut.columns; t < (row + rows) * w->cut.columns; t++) {
-        const float *part = w->parts + t % (w->at.at_once * w->cut.columns) * floats, *means = part + VM_BLOCK;
+        const float *part = w->parts + t % (w->at.manner.at_once * w->cut.columns) * floats, *means = part + VM_BLOCK;
         const double total = *count + part[0], share = part[0] / total, weight = *count * share;
         for (size_t i = 0; i < padded; i++) {
             const double delta = means[i] - mean[i];

@@ -1,4 +1,4 @@
-/* What each operating system does in its own way: memory by the page. */
+/* Memory from the operating system, on Linux and on Windows. */
 #ifndef VM_OS_H
 #define VM_OS_H
 

@@ -25,7 +25,7 @@ size_t vm_work_bytes(const vm_pass *pass, const vm_grid *grid, size_t at_once) {
 }
 
 vm_work vm_work_begin(const vm_cpu *cpu, const vm_pass *pass, const vm_operands *at, const vm_grid *grid, void *to) {
-    const layout l = make_layout(pass, grid, at->at_once);
+    const layout l = make_layout(pass, grid, at->manner.at_once);
     const size_t padded = VM_BLOCKS(pass->x.c) * VM_BLOCK;
     char *base = to;
     vm_work w = {.cpu = cpu, .pass = pass, .at = *at, .cut = vm_grid_rows(grid)};
@@ -239,7 +239,7 @@ void vm_store_row(const vm_work *j, const float *from, size_t block, size_t y, s
 void vm_measure_box(const vm_work *j, const vm_box *box, size_t task, size_t block) {
     const size_t padded = VM_BLOCKS(j->pass->y.c) * VM_BLOCK;
     const vm_view *v = &j->at.y;
-    float *part = j->parts + task % (j->at.at_once * j->cut.columns) * vm_stats_floats(j->pass->y.c);
+    float *part = j->parts + task % (j->at.manner.at_once * j->cut.columns) * vm_stats_floats(j->pass->y.c);
     float *mean = part + VM_BLOCK + block * VM_BLOCK;
     part[0] = (float)(box->rows * box->width);
     j->cpu->ops->stats(mean, mean + padded, vm_pixel(v, (size_t)box->top, block, (size_t)box->left), v->dtype,

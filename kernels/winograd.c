@@ -6,16 +6,19 @@
  * filter's taps, b becomes two pixels that are p a + (q + r) b and (p + q) b + r c: with s = (p + q + r) b, which both
  * have, p (a - b) + s and s + r (c - b). The same down the columns.
  *
- *   prepared: job | scale, shift, sums | x offsets | u [number][y block][x block][depth][16]
+ *   prepared: job | scale, shift, sums | x offsets | u [number][y block][x block][depth][16], where it is kept
  *   scratch:  thread 0 | thread 1 ...
  *   thread:   x tile [x block][row][column][16] | v [number][x block][tile][16] | m [number][2 y blocks][tile][16]
+ *             | u [number][2 y blocks][x blocks of a run][depth][16], where it is made anew
  *             | y [2 rows][column][16], where results do not go in place
  *
  * A region of about PIXELS pixels is a task. It is finished for two blocks of output channels before the next two, so that
  * m stays in a core's cache. Numbers lie a line of the cache further apart than they need: all of a tile's are written one
- * after the other, and at a distance of a power of two they would drive each other out. The points across are 2/3 and 3/2, whose powers stay nearer to 1 than those of
- * 1 and 2 do, and so does the rounding (docs/SPEED.md has the errors). The weights are transformed when the pass begins, so
- * that the model keeps one copy. */
+ * after the other, and at a distance of a power of two they would drive each other out. The points across are 2/3 and 3/2,
+ * whose powers stay nearer to 1 than those of 1 and 2 do, and so does the rounding (docs/SPEED.md has the errors).
+ *
+ * The model keeps one copy of the weights. They are transformed when the pass begins; or, where that takes too much memory,
+ * by each task, for two blocks of output channels and a run of input channels at a time. The numbers are the same. */
 #include "cpu.h"
 
 enum {
@@ -45,12 +48,13 @@ static vm_grid make_grid(const vm_cpu *cpu, const vm_pass *p) {
 }
 
 typedef struct layout {
-    size_t numbers, depth;             /* of a tile; input channels of a block of weights */
-    size_t work, offsets, u, prepared; /* bytes from the pass's prepared memory, where the job lies first */
-    size_t v, m, y, scratch;           /* bytes from the thread's own, where the x tile begins */
+    size_t numbers, depth;                /* of a tile; input channels of a block of weights */
+    size_t work, offsets, kept, prepared; /* bytes from the pass's prepared memory, where the job lies first */
+    size_t v, m, made, y, scratch;        /* bytes from the thread's own, where the x tile begins */
     size_t x_row, x_plane;
     size_t v_step, m_step, u_step, m_block; /* floats between numbers, and between blocks of m */
     size_t run;                             /* blocks of x that are multiplied at once */
+    size_t u_run;                           /* and that u has */
 } layout;
 
 typedef struct job {
@@ -58,11 +62,11 @@ typedef struct job {
     vm_grid g;
     layout l;
     const vm_transforms *transforms;
-    float *u;
+    float *u; /* kept; NULL where each task makes its own */
     ptrdiff_t *offsets;
 } job;
 
-static layout make_layout(const vm_cpu *cpu, const vm_pass *p, const vm_grid *g, size_t at_once) {
+static layout make_layout(const vm_cpu *cpu, const vm_pass *p, const vm_grid *g, vm_manner manner) {
     const vm_transforms *t = transforms_of(cpu, p);
     layout l = {.numbers = t->rows * t->columns, .depth = VM_MIN(p->x.c, VM_BLOCK)};
     const size_t xb = VM_BLOCKS(p->x.c), yb = VM_BLOCKS(p->y.c), tiles = g->tile_h * g->tile_w;
@@ -72,14 +76,17 @@ static layout make_layout(const vm_cpu *cpu, const vm_pass *p, const vm_grid *g,
     l.m_block = tiles * VM_BLOCK;
     l.v_step = xb * l.m_block + LINE;
     l.m_step = VM_MIN(yb, 2) * l.m_block + LINE;
-    l.u_step = vm_sum(VM_PRODUCT(yb, xb, l.depth, VM_BLOCK), LINE);
+    l.u_run = manner.anew ? VM_MIN(l.run, xb) : xb;
+    l.u_step = vm_sum(VM_PRODUCT(manner.anew ? VM_MIN(yb, 2) : yb, l.u_run, l.depth, VM_BLOCK), LINE);
+    const size_t u = VM_PRODUCT(l.numbers, l.u_step, sizeof(float));
     vm_put_bytes(&l.prepared, sizeof(job), VM_ALIGN);
-    l.work = vm_put_bytes(&l.prepared, vm_work_bytes(p, g, at_once), VM_ALIGN);
+    l.work = vm_put_bytes(&l.prepared, vm_work_bytes(p, g, manner.at_once), VM_ALIGN);
     l.offsets = vm_put_bytes(&l.prepared, xb * sizeof(ptrdiff_t), VM_ALIGN);
-    l.u = vm_put_bytes(&l.prepared, VM_PRODUCT(l.numbers, l.u_step, sizeof(float)), VM_ALIGN);
+    l.kept = vm_put_bytes(&l.prepared, manner.anew ? 0 : u, VM_ALIGN);
     vm_put_bytes(&l.scratch, VM_PRODUCT(xb, l.x_plane, sizeof(float)), VM_ALIGN);
     l.v = vm_put_bytes(&l.scratch, VM_PRODUCT(l.numbers, l.v_step, sizeof(float)), VM_ALIGN);
     l.m = vm_put_bytes(&l.scratch, VM_PRODUCT(l.numbers, l.m_step, sizeof(float)), VM_ALIGN);
+    l.made = vm_put_bytes(&l.scratch, manner.anew ? u : 0, VM_ALIGN);
     l.y = vm_put_bytes(&l.scratch,
                        vm_in_place(cpu, p) ? 0 : VM_PRODUCT(t->height, t->width, g->tile_w, VM_BLOCK, sizeof(float)),
                        VM_ALIGN);
@@ -91,50 +98,66 @@ static vm_cut winograd_cut(const vm_cpu *cpu, const vm_pass *pass) {
     return vm_grid_rows(&g);
 }
 
-static vm_needs winograd_needs(const vm_cpu *cpu, const vm_pass *pass, size_t at_once) {
+static vm_needs winograd_needs(const vm_cpu *cpu, const vm_pass *pass, vm_manner manner) {
     const vm_grid g = make_grid(cpu, pass);
-    const layout l = make_layout(cpu, pass, &g, at_once);
+    const layout l = make_layout(cpu, pass, &g, manner);
     return (vm_needs){.prepared = l.prepared, .scratch = l.scratch};
 }
 
 typedef struct region {
     vm_tile at;
-    float *x, *v, *m, *y; /* the thread's own */
+    float *x, *v, *m, *u, *y; /* the thread's own */
 } region;
 
-static void transform_weights(const void *context, size_t task, unsigned thread) {
-    (void)thread;
-    const job *j = context;
-    const size_t c = j->work.pass->x.c, xb = VM_BLOCKS(c), n = j->l.depth * VM_BLOCK;
-    const vm_filter f = {j->work.at.weight, j->work.cpu->dtype, c, 9};
-    for (size_t b = 0; b < xb; b++) {
-        float w[9 * VM_BLOCK * VM_BLOCK]; /* [9][depth][16] */
-        for (size_t i = 0; i < 9 * j->l.depth; i++)
-            vm_filter_row(w + i * VM_BLOCK, &f, task, b * VM_BLOCK + i % j->l.depth, i / j->l.depth);
-        j->transforms->weights(j->u + (task * xb + b) * n, j->l.u_step, w, n);
-    }
+/* Of one block of output channels and `blocks` of input channels. */
+static void transform_weights(const job *j, float *u, size_t y_block, size_t x_block, size_t blocks) {
+    const vm_filter f = {j->work.at.weight, j->work.cpu->dtype, j->work.pass->x.c, 9};
+    float unpacked[(9 * VM_BLOCK + 1) * VM_BLOCK];
+    const size_t n = j->l.depth * VM_BLOCK;
+    for (size_t b = 0; b < blocks; b++)
+        j->transforms->weights(u + b * n, j->l.u_step,
+                               vm_filter_block(unpacked, j->work.cpu->ops, &f, y_block, x_block + b), n);
 }
 
-/* m[f] = u[f] v[f] for one f and one or two blocks of output channels. */
-static void multiply(const job *j, const region *r, size_t f, size_t block, size_t blocks) {
-    const size_t xb = VM_BLOCKS(j->work.pass->x.c), n = j->l.depth * VM_BLOCK;
+static void keep_weights(const void *context, size_t task, unsigned thread) {
+    (void)thread;
+    const job *j = context;
+    transform_weights(j, j->u + task * j->l.u_run * j->l.depth * VM_BLOCK, task, 0, j->l.u_run);
+}
+
+/* Adds to m[f] what u gives it from block `first` of input channels on: of one or two blocks of output channels, u and m. */
+static void multiply(const job *j, const region *r, size_t f, const float *u, size_t blocks, size_t first) {
+    const size_t batches = VM_MIN(j->l.run, VM_BLOCKS(j->work.pass->x.c) - first);
     float *y = r->m + f * j->l.m_step;
-    for (size_t first = 0; first < xb; first += j->l.run)
-        vm_multiply(j->work.cpu->products, (vm_gemm){.pixels = r->at.h * r->at.w,
-                                                     .blocks = blocks,
-                                                     .batches = VM_MIN(j->l.run, xb - first),
-                                                     .depth = j->l.depth,
-                                                     .x = r->v + f * j->l.v_step,
-                                                     .x_offset = j->offsets + first,
-                                                     .x_pixel = VM_BLOCK,
-                                                     .w = j->u + f * j->l.u_step + (block * xb + first) * n,
-                                                     .w_block = (ptrdiff_t)(xb * n),
-                                                     .add = first ? y : NULL, /* the sum of the runs before */
-                                                     .add_pixel = VM_BLOCK,
-                                                     .add_block = (ptrdiff_t)j->l.m_block,
-                                                     .y = y,
-                                                     .y_pixel = VM_BLOCK,
-                                                     .y_block = (ptrdiff_t)j->l.m_block});
+    vm_multiply(j->work.cpu->products, (vm_gemm){.pixels = r->at.h * r->at.w,
+                                                 .blocks = blocks,
+                                                 .batches = batches,
+                                                 .depth = j->l.depth,
+                                                 .x = r->v + f * j->l.v_step,
+                                                 .x_offset = j->offsets + first,
+                                                 .x_pixel = VM_BLOCK,
+                                                 .w = u + f * j->l.u_step,
+                                                 .w_block = (ptrdiff_t)(j->l.u_run * j->l.depth * VM_BLOCK),
+                                                 .add = first ? y : NULL,
+                                                 .add_pixel = VM_BLOCK,
+                                                 .add_block = (ptrdiff_t)j->l.m_block,
+                                                 .y = y,
+                                                 .y_pixel = VM_BLOCK,
+                                                 .y_block = (ptrdiff_t)j->l.m_block});
+}
+
+/* m = u v for one or two blocks of output channels, with as much of u at a time as there is. */
+static void multiply_all(const job *j, const region *r, size_t block, size_t blocks) {
+    const size_t xb = VM_BLOCKS(j->work.pass->x.c), n = j->l.depth * VM_BLOCK, u_block = j->l.u_run * n;
+    for (size_t from = 0, to; from < xb; from = to) {
+        const float *u = j->u ? j->u + block * u_block : r->u;
+        to = VM_MIN(from + j->l.u_run, xb);
+        for (size_t o = 0; !j->u && o < blocks; o++)
+            transform_weights(j, r->u + o * u_block, block + o, from, to - from);
+        for (size_t f = 0; f < j->l.numbers; f++)
+            for (size_t first = from; first < to; first += j->l.run)
+                multiply(j, r, f, u + (first - from) * n, blocks, first);
+    }
 }
 
 /* One block of output channels, from where m has it. */
@@ -163,6 +186,7 @@ static void winograd_region(const void *context, size_t task, unsigned thread) {
                       .x = (float *)own,
                       .v = (float *)(own + j->l.v),
                       .m = (float *)(own + j->l.m),
+                      .u = (float *)(own + j->l.made),
                       .y = (float *)(own + j->l.y)};
     const vm_box input = vm_tile_input(&j->g, &r.at), output = vm_tile_output(&j->g, &r.at);
     vm_load_box(&j->work, &input, r.x, j->l.x_plane, j->l.x_row);
@@ -172,7 +196,7 @@ static void winograd_region(const void *context, size_t task, unsigned thread) {
                               r.x + b * j->l.x_plane + t * j->g.step_h * j->l.x_row, j->l.x_row, r.at.w);
     for (size_t b = 0; b < yb; b += 2) {
         const size_t blocks = VM_MIN(yb - b, 2);
-        for (size_t f = 0; f < j->l.numbers; f++) multiply(j, &r, f, b, blocks);
+        multiply_all(j, &r, b, blocks);
         for (size_t o = 0; o < blocks; o++) {
             store(j, &r, b + o, r.m + o * j->l.m_block);
             if (p->stats) vm_measure_box(&j->work, &output, task, b + o);
@@ -185,14 +209,14 @@ static vm_status winograd_prepare(const vm_cpu *cpu, const vm_pass *pass, const 
     char *prepared = at->prepared;
     job *j = at->prepared;
     *j = (job){.g = make_grid(cpu, pass), .transforms = transforms_of(cpu, pass)};
-    j->l = make_layout(cpu, pass, &j->g, at->at_once);
+    j->l = make_layout(cpu, pass, &j->g, at->manner);
     j->work = vm_work_begin(cpu, pass, at, &j->g, prepared + j->l.work);
-    j->u = (float *)(prepared + j->l.u);
+    if (!at->manner.anew) j->u = (float *)(prepared + j->l.kept);
     j->offsets = (ptrdiff_t *)(prepared + j->l.offsets);
     const size_t plane = j->g.tile_h * j->g.tile_w * VM_BLOCK;
     for (size_t b = 0; b < VM_BLOCKS(pass->x.c); b++) j->offsets[b] = (ptrdiff_t)(b * plane);
     *out = (vm_tasks){winograd_region, j, pass->stats ? vm_merge_rows : NULL};
-    return exec->each(exec->pool, VM_BLOCKS(pass->y.c), 0, transform_weights, j);
+    return j->u ? exec->each(exec->pool, VM_BLOCKS(pass->y.c), 0, keep_weights, j) : VM_OK;
 }
 
 const vm_method vm_winograd = {winograd_cut, winograd_needs, winograd_prepare};

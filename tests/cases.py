@@ -38,7 +38,7 @@ def pairs_of(backend: str, dtype: str, precision: str) -> int:
 
 
 def convolution_pairs(backend: str, dtype: str, precision: str, case: Conv) -> int:
-    """The same of a convolution: AVX512_BF16 leaves to floats what Winograd's way makes faster than pairs."""
+    """As `pairs_of`, for one convolution: on AVX512_BF16 those that go by Winograd's way are computed with floats."""
     floats = backend == "avx512bf16" and case.by_winograd
     return 0 if floats else pairs_of(backend, dtype, precision)
 
@@ -94,7 +94,7 @@ class Conv:
 
     @property
     def by_winograd(self) -> bool:
-        """On a CPU that multiplies floats (kernels/cpu.c)."""
+        """Whether a CPU's backend that multiplies floats computes it by Winograd's way (the rule of kernels/cpu.c)."""
         pixels = int(np.prod(self.y[1:]))
         return self.k == 3 and self.stride == 1 and not self.up and self.in_c >= 32 and pixels >= 1024
 
@@ -205,7 +205,8 @@ def conv64(x: np.ndarray, weight: np.ndarray, bias: np.ndarray, stride: int, up:
 
 
 class ConvRun:
-    """A case with operands, on a backend of the core; `sample`: only every so many channels are compared."""
+    """A case with operands, on a backend of the core; `sample`: only every so many channels are compared; `anew`: each
+    task transforms the weights."""
 
     def __init__(
         self,
@@ -215,6 +216,7 @@ class ConvRun:
         sample: int = 1,
         dtype: str = "float32",
         precision: str = "highest",
+        anew: bool = False,
     ):
         r = np.random.default_rng(case.in_c + case.out_c)
         self.case, self.sample, self.dtype = case, sample, dtype
@@ -231,7 +233,7 @@ class ConvRun:
         self.add = kept(r.standard_normal(case.y)) if case.add else None
         shapes = (case.in_c, case.h, case.w, *case.y)
         scratch, sums = _core.kernel_needs(
-            backend, threads, "conv", shapes, (case.k, case.stride, case.up), dtype, precision
+            backend, threads, "conv", shapes, (case.k, case.stride, case.up), dtype, precision, anew
         )
         rows = as_kept(np.zeros(0), dtype).dtype.type
         outputs = guarded(up16(case.out_c) * case.y[1] * case.y[2], rows), guarded(sums), guarded(scratch)
@@ -244,7 +246,7 @@ class ConvRun:
             backend, threads, "conv", shapes, (case.k, case.stride, case.up, norm, case.groups, 1e-6),
             (as_kept(to_rows(self.x), dtype), self.y, residual, pack(self.weight, dtype), pad16(self.bias),
              pad16(self.gamma), pad16(self.beta), self.left_by_the_producer() if norm else None, self.stats, own),
-            dtype, precision,
+            dtype, precision, anew,
         )  # fmt: skip
 
     def left_by_the_producer(self) -> np.ndarray:
@@ -380,6 +382,8 @@ class AttentionRun:
         return self.x.tobytes()
 
 
-def on(case: Conv | Attention, backend: str, threads: int, sample: int = 1, *numbers: str) -> Any:
+def on(case: Conv | Attention, backend: str, threads: int, sample: int = 1, *numbers: str, anew: bool = False) -> Any:
     """numbers: dtype and precision; float32 at the highest without."""
-    return (ConvRun if isinstance(case, Conv) else AttentionRun)(case, backend, threads, sample, *numbers)
+    if isinstance(case, Conv):
+        return ConvRun(case, backend, threads, sample, *numbers, anew=anew)
+    return AttentionRun(case, backend, threads, sample, *numbers)

@@ -317,9 +317,9 @@ WAYS = [
 def test_pass(case, way):
     backend, *numbers = way
     results = []
-    for threads in (1, 3):
-        run = on(case, backend, threads, 1, *numbers)
+    for threads, anew in ((1, False), (3, True)):
+        run = on(case, backend, threads, 1, *numbers, anew=anew)
         run.run()
         run.check()
         results.append(run.result)
-    assert results[0] == results[1], "threads changed the result"
+    assert results[0] == results[1], "threads, or weights made anew, changed the result"

@@ -186,7 +186,7 @@ def test_formats():
         out = np.empty_like(plain)
         assert vae.decode(z, output_type=output_type, out=out, tiling=tiling) is out
         assert np.array_equal(out, plain, equal_nan=output_type == "float") and vae.last_run.output_bytes == 0
-    with pytest.raises(ValueError, match="out: want a writable contiguous float32 array"):
+    with pytest.raises(ValueError, match="out: want a writable, contiguous and aligned float32 array"):
         vae.decode(z, out=np.empty((1, 3, 40, 52), np.float32), tiling=tiling)
     z = latents(vae, 10, 13)
     raw = z / np.float32(0.3611) + np.float32(0.1159)
@@ -415,7 +415,7 @@ def test_settings_changed_meanwhile_are_the_next_runs():
         (lambda v, z: v.estimate("paint", 64, 64, tiling=Tiling(32)), ValueError, "op: want encode or decode"),
         (lambda v, z: v.estimate("decode", 64, -64, tiling=Tiling(32)), ValueError, "width: want a positive"),
         (lambda v, z: v.estimate("decode", 2**40, 2**40, tiling=Tiling(32)), OverflowError, "can be addressed"),
-        (lambda v, z: v.decode(z, out=z, tiling=Tiling(32)), ValueError, "out: want a writable contiguous float32"),
+        (lambda v, z: v.decode(z, out=z, tiling=Tiling(32)), ValueError, "out: want a writable, contiguous and"),
     ],
 )  # fmt: skip
 def test_bad_input(call, exception, message):

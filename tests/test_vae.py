@@ -148,9 +148,10 @@ def test_out_is_used_and_checked():
     want, out = vae.decode(z), np.full((1, 3, 16, 16), np.nan, np.float32)
     assert vae.decode(z, out=out) is out and np.array_equal(out, want)
     assert vae.last_run.output_bytes == 0
-    for bad in (np.zeros((1, 3, 16, 8), np.float32), np.zeros((1, 3, 16, 16)), out[..., ::-1]):
+    misaligned = np.frombuffer(bytearray(1 + out.nbytes), np.float32, offset=1).reshape(out.shape)
+    for bad in (np.zeros((1, 3, 16, 8), np.float32), np.zeros((1, 3, 16, 16)), out[..., ::-1], misaligned):
         with pytest.raises(
-            ValueError, match=r"out: want a writable contiguous float32 array of shape \(1, 3, 16, 16\)"
+            ValueError, match=r"out: want a writable, contiguous and aligned float32 array of shape \(1, 3, 16, 16\)"
         ):
             vae.decode(z, out=bad)
     out.flags.writeable = False
@@ -200,6 +201,8 @@ def test_odd_arrays_are_copied():
     assert np.array_equal(vae.decode(z.astype(">f4")), want)
     assert np.array_equal(vae.decode(np.asfortranarray(z)), want)
     assert np.array_equal(vae.decode(z.astype(np.float64)), want)
+    misaligned = np.frombuffer(b"x" + z.tobytes(), np.float32, offset=1).reshape(z.shape)
+    assert np.array_equal(vae.decode(misaligned), want)
     wide = np.repeat(z, 2, axis=3)
     assert np.array_equal(vae.decode(wide[..., ::2]), want)
     readonly = z.copy()

@@ -221,22 +221,22 @@ static vm_view whole(void *data, vm_dtype dtype, const vm_shape *s) {
 static size_t scratch_floats(const vm_needs *n) { return (n->prepared + n->scratch + VM_ALIGN) / sizeof(float); }
 
 /* kernel_pass(backend, threads, kind, (xc, xh, xw, yc, yh, yw), (ksize, stride, up, silu, groups, eps), arrays,
- * dtype='float32', precision='highest')
+ * dtype='float32', precision='highest', anew=False)
  * arrays: x, y, add, weight, bias, gamma, beta, x_stats, y_stats, scratch; None where there is none; all rows. x, y, add
  * and weight are of that dtype (bfloat16 as uint16), the rest float32. */
 static PyObject *kernel_pass(PyObject *Py_UNUSED(module), PyObject *args) {
     const char *backend, *kind;
     unsigned threads;
-    int up, silu;
+    int up, silu, anew = false;
     double seconds = 0;
     PyObject *a[10];
     vm_pass p = {.x_scale = 1, .y_scale = 1};
     vm_dtype dtype = VM_F32;
     vm_precision precision = VM_HIGHEST;
-    if (!PyArg_ParseTuple(args, "sO&s(nnnnnn)(iippnf)(OOOOOOOOOO)|O&O&", &backend, vm_py_to_threads, &threads, &kind,
+    if (!PyArg_ParseTuple(args, "sO&s(nnnnnn)(iippnf)(OOOOOOOOOO)|O&O&p", &backend, vm_py_to_threads, &threads, &kind,
                           &p.x.c, &p.x.h, &p.x.w, &p.y.c, &p.y.h, &p.y.w, &p.ksize, &p.stride, &up, &silu, &p.groups,
                           &p.eps, &a[0], &a[1], &a[2], &a[3], &a[4], &a[5], &a[6], &a[7], &a[8], &a[9], vm_py_to_dtype,
-                          &dtype, vm_py_to_precision, &precision))
+                          &dtype, vm_py_to_precision, &precision, &anew))
         return NULL;
     const vm_backend *b = vm_py_backend(backend, dtype, precision);
     if (!b) return NULL;
@@ -252,8 +252,8 @@ static PyObject *kernel_pass(PyObject *Py_UNUSED(module), PyObject *args) {
     const vm_weight w = {p.y.c, p.x.c, (size_t)p.ksize};
     const bool conv = p.kind == VM_PASS_CONV;
     const vm_limits limits = {threads, 0};
-    const size_t at_once = b->cut(b, &p).rows;
-    const vm_needs needs = b->needs(b, &p, &limits, at_once);
+    const vm_manner manner = {b->cut(b, &p).rows, anew};
+    const vm_needs needs = b->needs(b, &p, &limits, manner);
     const size_t need[10] = {rows_floats(&p.x),
                              rows_floats(&p.y),
                              rows_floats(&p.y),
@@ -281,7 +281,7 @@ static PyObject *kernel_pass(PyObject *Py_UNUSED(module), PyObject *args) {
                       .x_stats = d[7],
                       .y_stats = d[8],
                       .prepared = (void *)VM_ROUND_UP((uintptr_t)d[9], VM_ALIGN),
-                      .at_once = at_once,
+                      .manner = manner,
                       .scratch_each = needs.scratch / limits.threads};
     at.scratch = (char *)at.prepared + needs.prepared;
     at.x_parts = d[7] ? (size_t)PyArray_SIZE((PyArrayObject *)a[7]) / vm_stats_floats(p.x.c) : 0;
@@ -299,18 +299,18 @@ static PyObject *kernel_pass(PyObject *Py_UNUSED(module), PyObject *args) {
     return s ? vm_py_raise(s) : PyFloat_FromDouble(seconds);
 }
 
-/* kernel_needs(backend, threads, kind, shapes, (ksize, stride, up), dtype='float32', precision='highest')
- * -> (scratch floats, y_stats floats) */
+/* kernel_needs(backend, threads, kind, shapes, (ksize, stride, up), dtype='float32', precision='highest',
+ * anew=False) -> (scratch floats, y_stats floats) */
 static PyObject *kernel_needs(PyObject *Py_UNUSED(module), PyObject *args) {
     const char *backend, *kind;
     unsigned threads;
-    int up;
+    int up, anew = false;
     vm_pass p = {.x_scale = 1, .y_scale = 1};
     vm_dtype dtype = VM_F32;
     vm_precision precision = VM_HIGHEST;
-    if (!PyArg_ParseTuple(args, "sO&s(nnnnnn)(iip)|O&O&", &backend, vm_py_to_threads, &threads, &kind, &p.x.c, &p.x.h,
+    if (!PyArg_ParseTuple(args, "sO&s(nnnnnn)(iip)|O&O&p", &backend, vm_py_to_threads, &threads, &kind, &p.x.c, &p.x.h,
                           &p.x.w, &p.y.c, &p.y.h, &p.y.w, &p.ksize, &p.stride, &up, vm_py_to_dtype, &dtype,
-                          vm_py_to_precision, &precision))
+                          vm_py_to_precision, &precision, &anew))
         return NULL;
     const vm_backend *b = vm_py_backend(backend, dtype, precision);
     if (!b) return NULL;
@@ -318,7 +318,7 @@ static PyObject *kernel_needs(PyObject *Py_UNUSED(module), PyObject *args) {
     p.up = up;
     p.norm = p.stats = true; /* the most that the pass can want */
     const vm_limits limits = {threads, 0};
-    const vm_needs needs = b->needs(b, &p, &limits, b->cut(b, &p).rows);
+    const vm_needs needs = b->needs(b, &p, &limits, (vm_manner){b->cut(b, &p).rows, anew});
     return Py_BuildValue("nn", (Py_ssize_t)scratch_floats(&needs), (Py_ssize_t)(needs.parts * vm_stats_floats(p.y.c)));
 }
 

@@ -6,7 +6,7 @@
 /* Forks between the first process that loaded this module and this one. */
 static atomic_uint forks;
 
-#ifndef _WIN32 /* which has no forks */
+#ifndef _WIN32 /* which has no forks, so that nobody would call this */
 static void count_fork(void) { atomic_fetch_add(&forks, 1); }
 __attribute__((constructor)) static void watch_forks(void) { pthread_atfork(NULL, NULL, count_fork); }
 #endif

@@ -235,7 +235,7 @@ static int check_pixels(PyArrayObject *a, const char *what, const npy_intp dims[
         PyArray_NDIM(a) == 4 && PyArray_TYPE(a) == type && PyArray_IS_C_CONTIGUOUS(a) && PyArray_ISBEHAVED_RO(a);
     for (int i = 0; same && i < 4; i++) same = PyArray_DIM(a, i) == dims[i];
     if (same) return 0;
-    PyErr_Format(PyExc_ValueError, "%s: want a C-contiguous %s array of shape (%zd, %zd, %zd, %zd)", what,
+    PyErr_Format(PyExc_ValueError, "%s: want a C-contiguous, aligned %s array of shape (%zd, %zd, %zd, %zd)", what,
                  type == NPY_FLOAT ? "float32" : "uint8", dims[0], dims[1], dims[2], dims[3]);
     return -1;
 }

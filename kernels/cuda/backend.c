@@ -128,8 +128,8 @@ vm_cut vm_gpu_cut(const vm_backend *b, const vm_pass *p) {
     return (vm_cut){.rows = 1, .columns = 1, .out_rows = p->y.h, .in_rows = p->x.h};
 }
 
-vm_needs vm_gpu_needs(const vm_backend *b, const vm_pass *p, const vm_limits *limits, size_t at_once) {
-    (void)at_once;
+vm_needs vm_gpu_needs(const vm_backend *b, const vm_pass *p, const vm_limits *limits, vm_manner manner) {
+    (void)manner;
     if (p->kind != VM_PASS_CONV) return (vm_needs){0};
     const size_t element = vm_dtype_bytes(b->dtype);
     const vm_conv_tile tile = own_tile(b->self, p);

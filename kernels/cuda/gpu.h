@@ -121,7 +121,7 @@ double vm_gpu_time(void *gpu, vm_status (*run)(void *job), void *job);
 
 /* backend.c: a pass enqueued on gpu->stream. */
 vm_cut vm_gpu_cut(const vm_backend *b, const vm_pass *pass);
-vm_needs vm_gpu_needs(const vm_backend *b, const vm_pass *pass, const vm_limits *limits, size_t at_once);
+vm_needs vm_gpu_needs(const vm_backend *b, const vm_pass *pass, const vm_limits *limits, vm_manner manner);
 vm_status vm_gpu_workspace(const vm_backend *b, const vm_pass *pass, const vm_limits *limits, size_t *bytes);
 vm_status vm_gpu_run(const vm_backend *b, const vm_pass *pass, const vm_operands *at, const vm_exec *exec);
 /* weights_cuda.c: a tensor of a file as the passes want it, in the GPU's type. */

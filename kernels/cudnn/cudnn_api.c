@@ -6,7 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#ifdef _WIN32 /* there it is not looked for */
+#ifdef _WIN32 /* cuDNN is not looked for there: these stand-ins find nothing */
 typedef struct Dl_info {
     const char *dli_fname;
 } Dl_info;

@@ -123,6 +123,10 @@ static void transpose(float *y, const float *x) {
         for (size_t l = 0; l < L; l++) y[l * L + r] = x[r * L + l];
 }
 
+static void unpack(float *y, vm_dtype dtype, const uint16_t *x, size_t steps) {
+    for (size_t i = 0; i < 2 * steps * L; i++) y[(i / 2 / L * 2 + i % 2) * L + i / 2 % L] = vm_element(dtype, x, i);
+}
+
 /* ---- Winograd's transforms: Y = A^T [(G g G^T) * (B^T d B)] A, by other matrices down than across ---- */
 
 typedef struct line {
@@ -239,6 +243,7 @@ const vm_cpu_ops vm_cpu_ref = {{PIXELS, VM_ROWS_FLAT, VM_STEPS, gemm, load, burn
                                softmax,
                                rescale,
                                transpose,
+                               unpack,
                                {4, 6, 2, 4, winograd_in, winograd_weights, winograd_out},
                                {3, 3, 2, 2, upsampled_in, upsampled_weights, upsampled_out}};
 

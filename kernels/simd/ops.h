@@ -13,14 +13,18 @@ INLINE vu pick_bits(vi mask, vu yes, vu no) { return (yes & (vu)mask) | (no & ~(
 
 /* ---- rows of any type ---- */
 
-/* VM_LANES numbers from element i on. */
-INLINE vf widened(vm_dtype dtype, const void *x, size_t i) {
-    if (dtype == VM_F32) return at((const float *)x + i);
-    const vu half = __builtin_convertvector(*(const vh *)((const uint16_t *)x + i), vu);
+/* Of the bits of halves. */
+INLINE vf of_half(vm_dtype dtype, vu half) {
     if (dtype == VM_BF16) return (vf)(half << 16);
     /* an exponent that is 112 too small is put right exactly, of subnormals too */
     const vu size = half & 0x7fff, high = (vu)((vf)(size << 13) * splat(0x1p112f));
     return (vf)(pick_bits((vi)(size >= 0x7c00), size << 13 | 0x7f800000, high) | (half & 0x8000) << 16);
+}
+
+/* VM_LANES numbers from element i on. */
+INLINE vf widened(vm_dtype dtype, const void *x, size_t i) {
+    if (dtype == VM_F32) return at((const float *)x + i);
+    return of_half(dtype, __builtin_convertvector(*(const vh *)((const uint16_t *)x + i), vu));
 }
 
 /* Rounds to the nearest, to even of two; NaN stays NaN, and what is too large becomes Inf. Not 0 where a result is not
@@ -210,6 +214,15 @@ static void transpose(float *y, const float *x) {
         }
 }
 
+static void unpack(float *y, vm_dtype dtype, const uint16_t *x, size_t steps) {
+    for (size_t s = 0; s < steps; s++, x += 2 * VM_BLOCK, y += 2 * VM_BLOCK)
+        for (size_t l = 0; l < VM_BLOCK; l += VM_LANES) {
+            const vu two = (vu)at((const float *)(const void *)x + l), one = two & 0xffff, other = two >> 16;
+            put(y + l, dtype == VM_F16 ? of_half(VM_F16, one) : of_half(VM_BF16, one));
+            put(y + VM_BLOCK + l, dtype == VM_F16 ? of_half(VM_F16, other) : of_half(VM_BF16, other));
+        }
+}
+
 /* ---- Winograd's transforms, the same for every line of a tile: down its columns, then across its rows ---- */
 
 /* F(2, 3), F(4, 3), and two pixels of a line that was one after nearest 2x. */
@@ -371,5 +384,6 @@ const vm_cpu_ops VM_OPS = {{VM_PIXELS, VM_ROWS_FLAT, VM_STEPS, gemm, load, burn}
                            softmax,
                            rescale,
                            transpose,
+                           unpack,
                            {4, 6, 2, 4, winograd_in, winograd_weights, winograd_out},
                            {3, 3, 2, 2, upsampled_in, upsampled_weights, upsampled_out}};

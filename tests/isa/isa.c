@@ -198,7 +198,7 @@ static void test_load(const vm_cpu_ops *ops) {
     }
 }
 
-/* Rows of halves: stored as plain C rounds, loaded exactly, and measured as the floats that they are. */
+/* Rows of halves: stored as plain C rounds, and loaded and unpacked exactly. */
 static void test_halves(const vm_cpu_ops *ops) {
     const vm_dtype dtype = one_in(2) ? VM_F16 : VM_BF16;
     const size_t pixels = below(20), n = pixels * L;
@@ -219,6 +219,11 @@ static void test_halves(const vm_cpu_ops *ops) {
     if (finite != all) fail("store says finite %d, want %d", finite, all);
     ops->floats.load(y, NULL, &(vm_source){half, dtype, pixels, NULL, NULL, false});
     for (size_t i = 0; i < n; i++) check(y[i], vm_element(dtype, half, i), 0, "y", i);
+    const size_t steps = pixels / 2; /* of pairs, a number of either in turns */
+    float *unpacked = array(2 * steps * L, false);
+    ops->unpack(unpacked, dtype, half, steps);
+    for (size_t i = 0; i < 2 * steps * L; i++)
+        check(unpacked[(i / L / 2 * 2 + i % 2) * L + i % (2 * L) / 2], vm_element(dtype, half, i), 0, "unpacked", i);
 }
 
 static void test_stats(const vm_cpu_ops *ops) {

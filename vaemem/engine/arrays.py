@@ -166,11 +166,11 @@ Arrays = HostArrays | DeviceArrays
 
 
 def as_float(value: Any, name: str, shape: str) -> np.ndarray:
-    """Contiguous native float32; anything else that is real numbers is copied to it."""
+    """Contiguous, aligned native float32; anything else that is real numbers is copied to it."""
     array = np.asarray(value)
     if array.dtype.kind not in "fiu" and array.dtype.name != "bfloat16":
         raise TypeError(f"{name}: want an array of real numbers of shape {shape}, got dtype {array.dtype}")
-    return np.ascontiguousarray(array, dtype=np.float32)
+    return np.require(array, np.float32, ["C", "A"])
 
 
 def check_apart(z: tuple[int, int], out: tuple[int, int]) -> None:
@@ -180,10 +180,11 @@ def check_apart(z: tuple[int, int], out: tuple[int, int]) -> None:
 
 
 def check_out(out: Any, shape: tuple[int, ...], dtype: str) -> None:
-    want = f"a writable contiguous {dtype} array of shape {shape}"
+    want = f"a writable, contiguous and aligned {dtype} array of shape {shape}"
     if not isinstance(out, np.ndarray):
         raise TypeError(f"out: want {want}, got {type(out).__name__}")
-    if out.shape != shape or out.dtype != dtype or not out.flags.c_contiguous or not out.flags.writeable:
+    if out.shape != shape or out.dtype != dtype or not out.flags.carray:
         kind = "" if out.flags.c_contiguous else "non-contiguous "
+        kind += "" if out.flags.aligned else "misaligned "
         kind += "" if out.flags.writeable else "read-only "
         raise ValueError(f"out: want {want}, got {kind}{out.dtype} {out.shape}")

@@ -40,6 +40,8 @@ def gpu_rows(dtype: str = "float32", precision: str = "highest") -> list[dict[st
     row = {"name": "cuda", "device": "cuda", "usable": False, "chosen": False}
     if _cuda is None:
         what_to_do = "put nvcc on the path (or set CUDA_HOME), then VAEMEM_CUDA=1 pip install ."
+        if sys.platform != "linux":
+            what_to_do = "it runs on GPUs on Linux alone"
         return [row | {"why": f"vaemem was built without CUDA: {what_to_do}"}]
     try:
         found = _cuda.devices(os.environ.get("VAEMEM_LIBCUDA"))

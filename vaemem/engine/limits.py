@@ -91,14 +91,16 @@ def _field(path: Path, name: str) -> int:
 
 
 def available_memory() -> int | None:
-    """Bytes that this process may still take: `linux_memory`, or the physical memory that Windows says is free.
+    """Bytes that this process may still take: `linux_memory`, or what Windows says is free and may be committed.
 
     None where nothing says.
     """
     if sys.platform != "win32":
         return linux_memory()
-    status = (ctypes.c_uint64 * 8)(64)  # MEMORYSTATUSEX: its own size, then sizes; free ones third
-    return status[2] if ctypes.windll.kernel32.GlobalMemoryStatusEx(status) else None
+    # MEMORYSTATUSEX as 64-bit words: its own size and the load; physical memory in all, and free; what may be committed
+    # in all, and still; addresses.
+    status = (ctypes.c_uint64 * 8)(64)
+    return min(status[2], status[4]) if ctypes.windll.kernel32.GlobalMemoryStatusEx(status) else None
 
 
 def linux_memory(
@@ -217,7 +219,7 @@ class Plans:
         while record:
             while found and work(found[-1]) >= work(record):
                 found.pop()
-            if not found or sum(record["peak"].values()) < sum(found[-1]["peak"].values()):
+            if not found or taken(record) < taken(found[-1]):
                 found.append(record)
             record = self.smaller(record)
         return found

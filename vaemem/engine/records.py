@@ -46,7 +46,7 @@ class Run:
     notes : tuple of str
         What was done besides: float16 that overflowed and was run again, memory that ran out and a smaller plan.
     work : float
-        FLOPs relative to a run without a limit.
+        FLOPs relative to a run without a limit; weights that each task transforms anew count as a tenth more.
     values : tuple of (str, str)
         Each pass's result by the pass's name: ``"stored"`` (whole) or ``"streamed"`` (a few rows at a time).
     finite : bool

@@ -130,14 +130,15 @@ class VAE(Model):
         progress : bool or callable
             True shows a tqdm bar; a callable gets (rows done, rows to do). What it raises ends the run.
         out : ndarray, optional
-            Written and returned; must have the result's shape and dtype, be contiguous and not overlap z. After an
-            error, an interrupt too, what it holds is undefined: some of it may have been written.
+            Written and returned; must have the result's shape and dtype, be contiguous, aligned and apart from z. After
+            an error, an interrupt too, what it holds is undefined: some of it may have been written.
         memory_limit : int or str, optional
-            Of `Run.peak_bytes`, weights and output included: bytes, ``"512 MiB"``, ``"2 GB"`` (decimal), or ``"auto"``:
-            what the VAE holds and what is free when the run begins (the least of MemAvailable and what the cgroups
-            leave, or what is free on the GPU), less an eighth of that, at most 1 GiB, for others. None: the attribute
-            `memory_limit`. On the CPU the result has the same bits under every limit, and `Run.work` says what a limit
-            costs; on a GPU a limit means smaller stripes, which may change the last bits and take longer.
+            Of `Run.peak_bytes` and `Run.reserved_bytes`, weights and output included: bytes, ``"512 MiB"``, ``"2 GB"``
+            (decimal), or ``"auto"``: what the VAE holds and what is free when the run begins (the least of MemAvailable
+            and what the cgroups leave, or what is free on the GPU), less an eighth of that, at most 1 GiB, for others.
+            None: the attribute `memory_limit`. On the CPU the result has the same bits under every limit, and
+            `Run.work` says what a limit costs; on a GPU a limit means smaller stripes, which may change the last bits
+            and take longer.
         tiling : Tiling, optional
             In tiles, as diffusers does it: not exact, as a limit is. z in host memory only, and no limit beside it.
         size : (int, int), optional

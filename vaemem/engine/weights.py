@@ -256,13 +256,14 @@ def _replacing(path: Path) -> Iterator[IO[bytes]]:
             yield f
             f.flush()
             with contextlib.suppress(FileNotFoundError):
-                os.chmod(part, stat.S_IMODE(path.stat().st_mode))
+                if os.name != "nt":  # where a file that may not be written can neither be moved nor removed
+                    os.chmod(part, stat.S_IMODE(path.stat().st_mode))
             os.fsync(f.fileno())
         os.replace(part, path)
     except BaseException:
         part.unlink(missing_ok=True)
         raise
-    if os.name == "nt":  # which opens no folders
+    if os.name == "nt":  # where a folder cannot be opened, and so not be told to go to the disk
         return
     folder = os.open(path.parent, os.O_RDONLY)
     try:

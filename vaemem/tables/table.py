@@ -51,7 +51,7 @@ SCHEMA: tuple[Column, ...] = (
     Column("seconds", "seconds", "wall clock of one run"),
     Column("group", "number", "the measuring series that a row belongs to, where its author numbered them"),
     Column("versions", "text", "of the software that ran, as 'name version' separated by commas"),
-    Column("work", "ratio", "FLOPs relative to a run without a memory limit"),
+    Column("work", "ratio", "FLOPs relative to a run without a memory limit; weights made anew count a tenth"),
     Column("streamed", "number", "tensors of the run that are never whole in memory"),
 )  # fmt: skip
 COLUMNS: tuple[str, ...] = tuple(column.name for column in SCHEMA)
