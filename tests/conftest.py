@@ -5,6 +5,10 @@ import sys
 
 import pytest
 
+# While other programs keep the processors busy, a thread of torch's that waits for another one by spinning takes the
+# time that the other one needs: several times as much as the work itself. GNU's OpenMP reads this when torch is loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 SANITIZED = bool(os.environ.get("VAEMEM_SANITIZED"))
 
 

@@ -9,7 +9,7 @@
 #include "../../csrc/predict/torch_trace.h"
 #include "../../csrc/vm.h"
 
-enum { CREW = 3, ROUNDS = 3, SIDE = 32, PIXELS = 3 * SIDE * SIDE, LATENTS = 4 * (SIDE / 2) * (SIDE / 2) };
+enum { CREW = 3, ROUNDS = 2, SIDE = 32, PIXELS = 3 * SIDE * SIDE, LATENTS = 4 * (SIDE / 2) * (SIDE / 2) };
 
 #define CHECK(condition)                                                                                \
     do {                                                                                                \
@@ -186,7 +186,7 @@ static void *shared_model(void *context) {
     for (int i = 0; i < ROUNDS; i++) {
         pthread_mutex_lock(&s->lock);
         decode(s->object, NULL);
-        if (i == 1) vm_model_trim(s->object);
+        if (i == 0) vm_model_trim(s->object);
         pthread_mutex_unlock(&s->lock);
         const vm_request ask = request();
         vm_plan *plan;

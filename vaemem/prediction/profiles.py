@@ -130,8 +130,9 @@ def _up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
+@functools.lru_cache(maxsize=4096)
 def sizes(conv: Conv) -> dict[str, int]:
-    """What formulas and trees speak of, for one convolution."""
+    """What formulas and trees speak of, for one convolution. Many profiles are asked about the same one."""
     dtype, n, c, h, w, k, r = conv[:7]
     size = ELEMENT_BYTES[dtype]
     each = math.prod(conv.out)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -359,6 +360,7 @@ _RULED = {
 }
 
 
+@functools.lru_cache(maxsize=4096)
 def _check(conv: Conv) -> None:
     choose("dtype", conv.dtype, DTYPES)
     if conv.layout not in ("nchw", "nhwc"):

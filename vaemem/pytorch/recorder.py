@@ -92,7 +92,8 @@ class Recorder(TorchDispatchMode):
         self.recording, self._trace = recording, recording.trace
         self._gpu = gpu
         self.path: list[str] = []
-        self._alive: dict[int, tuple[StorageWeakRef, int | None]] = {}  # by address of the storage; id None: not ours
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}  # by address of the storage; what the call took
+        self._there: dict[int, StorageWeakRef] = {}  # by address: what was there before it, and keeps its address
         self.leaves: set[int] = set()  # ids of tensors that stand for parameters which require gradients
         self.casts: dict[int, torch.Tensor] = {}  # what autocast made of them; it keeps them to its region's end
         self.adds_in_place = False
@@ -104,23 +105,22 @@ class Recorder(TorchDispatchMode):
     def adopt(self, tensor: torch.Tensor) -> bool:
         """A storage that is there before the call; whether it is a new one."""
         storage = tensor.untyped_storage()
-        new = storage._cdata not in self._alive
-        self._alive[storage._cdata] = (StorageWeakRef(storage), None)
+        new = storage._cdata not in self._there
+        self._there[storage._cdata] = StorageWeakRef(storage)
         return new
 
     def sweep(self) -> None:
         """Gives back what died since the last operator."""
         dead = [key for key, (reference, _) in self._alive.items() if reference.expired()]
         for key in dead:
-            number = self._alive.pop(key)[1]
-            if number is not None:
-                self._trace.give(number)
+            self._trace.give(self._alive.pop(key)[1])
 
     def bind(self, tensor: torch.Tensor, number: int | None = None) -> None:
         """A storage that an operator made, taken now unless it has its number."""
         storage = tensor.untyped_storage()
         known = self._alive.get(storage._cdata)
-        if tensor.device.type != "cuda" or (known is not None and not known[0].expired()):
+        there = storage._cdata in self._there or (known is not None and not known[0].expired())
+        if tensor.device.type != "cuda" or there:
             return
         if number is None:
             number = self._trace.take(storage.nbytes(), self.name())

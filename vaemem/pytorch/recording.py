@@ -112,7 +112,6 @@ def record_by(
     recording = recorder.recording
     names = {id(m): name for name, m in module.named_modules()}
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    mode.cache_enabled = False
     fakes: dict[int, torch.Tensor] = {}
 
     def fake(tensor: Any) -> Any:
