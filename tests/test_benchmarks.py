@@ -29,7 +29,8 @@ NAMES = ["vaemem", "vaemem, 40 T", "vaemem, smallest (for 0.1 T)"]
 
 def run(script: str, words: str, folder: Path, packages: Path | None = None) -> str:
     """What a benchmark says, its results in a folder; `packages` are found before those that are installed."""
-    env = {k: v for k, v in os.environ.items() if k != "PYTHONSAFEPATH"} | {"VAEMEM_RESULTS": str(folder)}
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONSAFEPATH"}
+    env |= {"VAEMEM_RESULTS": str(folder), "VAEMEM_PEAK_ROUNDS": "1000000"}
     if packages:
         env["PYTHONPATH"] = os.pathsep.join([str(packages), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(

@@ -380,6 +380,7 @@ def test_single_passes_are_checked_and_timed(tmp_path, monkeypatch):
     from vaemem import _core
 
     monkeypatch.setattr(common, "RESULTS", tmp_path)
+    monkeypatch.setattr(passes, "PEAK_ROUNDS", 1_000_000)
     monkeypatch.setattr(sys, "argv", ["passes.py", "--small", "--rounds", "1"])
     passes.main()
     backend = next(name for name, usable in _core.backends() if usable)
