@@ -1,6 +1,6 @@
 """Runs under a memory limit: what each limit costs, beside PyTorch whole and in tiles.
 
-    python benchmarks/memory.py [--op decode] [--size 1024] [--limits 2.1 1.2 0.8 0.65 0.45] [--rounds 3] [--threads 2]
+    python benchmarks/memory.py [--op decode] [--size 1024] [--limits 1.2 0.65 0.45] [--rounds 3] [--threads 2]
         [--no-peers] [--tile 512]
     python benchmarks/memory.py --markdown      prints every result that there is as one table
     python benchmarks/memory.py --plot          draws all of them in docs/images/memory.svg
@@ -47,7 +47,7 @@ from common import Worker, median, peak_rss, reset_peak_rss, serve, settled_rss,
 MIB = 2**20
 PICTURE = common.HERE.parent / "docs" / "images" / "memory.svg"
 LIMITS = {  # in T, beside the weights
-    ("decode", 1024): (2.1, 1.2, 0.8, 0.65, 0.45),
+    ("decode", 1024): (1.2, 0.65, 0.45),
     ("decode", 2048): (1.1, 0.6, 0.45, 0.3),
     ("encode", 1024): (1.2, 0.7, 0.4),
 }
