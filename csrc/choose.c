@@ -1,10 +1,10 @@
 /* Which tensors are stored and which streamed: where the list of passes is cut into chains.
  *
  * For every stretch of passes that can be a chain: the bytes that it needs, if what it stores may lie over what it reads
- * for the last time, and its work, rounds counted; with the weights that are transformed kept, and made anew by each task,
- * which is slower. Dynamic programming over the list then finds, for a bound on bytes,
- * the cuts with the least work. What a plan really takes is known when it is laid out; the bound is lowered until that
- * keeps within the limit. Where passes run whole (GPUs) there is one choice, how large their stripes are. */
+ * for the last time, and its work, rounds counted. Both are known for two manners: transformed weights are kept, or each
+ * task makes them anew, which takes less memory and more time. Dynamic programming over the list then finds, for a bound on
+ * bytes, the cuts with the least work. What a plan really takes is known when it is laid out; the bound is lowered until
+ * that keeps within the limit. Where passes run whole (GPUs) there is one choice, how large their stripes are. */
 #include <string.h>
 
 #include "plan.h"
@@ -68,8 +68,10 @@ static stretch look(const vm_plan *plan, int first, int last, bool free) {
             scratch = VM_MAX(scratch, n.scratch);
         }
         s.bytes[anew] = vm_sum(bytes, scratch);
-        if (!anew || (!free && s.bytes[1] < s.bytes[0])) s.work[anew] = vm_chain_work(plan, &c);
     }
+    s.work[0] = work;
+    if (!free && s.bytes[1] < s.bytes[0])
+        s.work[1] = vm_chain_work(plan, &(vm_chain){.first = first, .last = last, .anew = true});
     return s;
 }
 

@@ -125,7 +125,8 @@ static void keep_weights(const void *context, size_t task, unsigned thread) {
     transform_weights(j, j->u + task * j->l.u_run * j->l.depth * VM_BLOCK, task, 0, j->l.u_run);
 }
 
-/* Adds to m[f] what u gives it from block `first` of input channels on: of one or two blocks of output channels, u and m. */
+/* Adds to m[f] the products of one run of input channels, from block `first` on. u begins with these, and has one or two
+ * blocks of output channels. */
 static void multiply(const job *j, const region *r, size_t f, const float *u, size_t blocks, size_t first) {
     const size_t batches = VM_MIN(j->l.run, VM_BLOCKS(j->work.pass->x.c) - first);
     float *y = r->m + f * j->l.m_step;

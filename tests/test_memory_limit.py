@@ -23,12 +23,12 @@ CASES = int(os.environ.get("VAEMEM_LIMIT_CASES", "150"))
 MIB, GIB = 2**20, 2**30
 
 
-def tiny_vae(**other) -> vaemem.VAE:
+def tiny_vae(dtype="float32", **other) -> vaemem.VAE:
     """One that is planned for in no time, whose smallest plan at 128x128 streams."""
     arch = config("sd") | {"block_out_channels": (16, 16, 16), "layers_per_block": 1} | other
     levels = len(arch["block_out_channels"])
     arch |= {"down_block_types": ("DownEncoderBlock2D",) * levels, "up_block_types": ("UpDecoderBlock2D",) * levels}
-    vae = vaemem.VAE.random(config=arch)
+    vae = vaemem.VAE.random(config=arch, dtype=dtype)
     vae.threads = 2
     return vae
 
@@ -173,6 +173,41 @@ def test_auto_asks_at_each_run_and_counts_what_the_vae_holds(vae, monkeypatch):
     with pytest.raises(ValueError, match="memory_limit"):
         vae.decode(z)
     assert len(asked) == 3
+
+
+# ---- weights that are transformed anew ----
+
+
+# AMX and plain C multiply halves in pairs, and have no weights to transform.
+@pytest.mark.parametrize("dtype,backend", [
+    (dtype, name) for dtype in ("float32", "bfloat16", "float16") for name, usable in _core.backends(dtype, "highest")
+    if usable and name != "amx" and (name != "ref" or dtype == "float32")
+])  # fmt: skip
+@pytest.mark.parametrize("op", ["encode", "decode"])
+def test_weights_are_made_anew_where_a_limit_is_tight(op, dtype, backend):
+    """No pass leaves its plan then, and the bits are those of weights that are kept."""
+    vae = tiny_vae(dtype, block_out_channels=(48, 160, 160))
+    how = {"threads": 2, "backend": backend}
+    data = latents(vae, 32, 40) if op == "decode" else images(128, 160)
+    want, _ = vae._core.run(op, data, **how)
+    whole, *limited = Plans(vae._core, {"op": op, "height": 128, "width": 160, **how}).curve()
+    once, *flops = (sum(step["flops"] for step in record["steps"]) for record in (whole, *limited))
+    anew = [record for record, all in zip(limited, flops, strict=True) if record["work"] > 1.01 * all / once]
+    assert anew and taken(anew[-1]) - vae.reserved_bytes < 0.8 * (taken(whole) - vae.reserved_bytes)
+    for record in anew:
+        got, ran = vae._core.run(op, data, memory_limit=taken(record), check=True, **how)
+        assert ran["work"] == record["work"] and np.array_equal(got, want)
+
+
+def test_the_bar_of_the_smallest_plans():
+    """SDXL's, in T = 128 * height * width * bytes of a number, beside the weights."""
+    for dtype, op, size, bar in (
+        ("float32", "decode", 1024, 0.35), ("float32", "encode", 1024, 0.3), ("float32", "decode", 2048, 0.3),
+        ("bfloat16", "decode", 1024, 0.5), ("bfloat16", "encode", 512, 0.5),
+    ):  # fmt: skip
+        model = _core.Model(_core.models()["sdxl"], dtype=dtype)
+        smallest, record = Plans(model, {"op": op, "height": size, "width": size, "threads": 2}).smallest()
+        assert smallest - record["peak"]["weights"] <= bar * 128 * size * size * (4 if dtype == "float32" else 2)
 
 
 # ---- limits below the smallest plan ----
