@@ -194,9 +194,8 @@ def test_weights_are_made_anew_where_a_limit_is_tight(op, dtype, backend):
     once, *flops = (sum(step["flops"] for step in record["steps"]) for record in (whole, *limited))
     anew = [record for record, all in zip(limited, flops, strict=True) if record["work"] > 1.01 * all / once]
     assert anew and taken(anew[-1]) - vae.reserved_bytes < 0.8 * (taken(whole) - vae.reserved_bytes)
-    for record in anew:
-        got, ran = vae._core.run(op, data, memory_limit=taken(record), check=True, **how)
-        assert ran["work"] == record["work"] and np.array_equal(got, want)
+    got, ran = vae._core.run(op, data, memory_limit=taken(anew[-1]), check=True, **how)
+    assert ran["work"] == anew[-1]["work"] and np.array_equal(got, want)
 
 
 def test_the_bar_of_the_smallest_plans():
