@@ -213,7 +213,8 @@ static void attend(const task *t, size_t block, size_t blocks, size_t n) {
     const size_t steps = VM_MAX(j->cpu->products->steps / (l->copies * VM_BLOCK), 1) * l->copies; /* batches at once */
     const float scale = 1 / sqrtf((float)j->pass->scale_channels);
     for (size_t b = 0; b < l->k_batches; b += steps)
-        multiply(j, (vm_gemm){.pixels = n,
+        multiply(j, (vm_gemm){.rows = 1,
+                              .pixels = n,
                               .blocks = blocks,
                               .batches = VM_MIN(steps, l->k_batches - b),
                               .x = t->k,
@@ -231,7 +232,8 @@ static void attend(const task *t, size_t block, size_t blocks, size_t n) {
         make_weights(t, b, n);
     }
     const size_t deep = VM_BLOCK * l->in_number;
-    multiply(j, (vm_gemm){.pixels = l->c,
+    multiply(j, (vm_gemm){.rows = 1,
+                          .pixels = l->c,
                           .blocks = blocks,
                           .batches = (n + deep - 1) / deep * l->copies,
                           .x = t->v,

@@ -99,9 +99,9 @@ typedef struct tile {
 
 /* ---- multiply ---- */
 
-/* One row of a tile's cells, for one or two blocks of output channels, one of the cells' pixels and one run of batches. */
-static void multiply_row(const job *j, const tile *t, size_t block, size_t blocks, size_t row, size_t phase,
-                         size_t first) {
+/* Rows of a tile's cells, for one or two blocks of output channels, one of the cells' pixels and one run of batches. */
+static void multiply_rows(const job *j, const tile *t, size_t block, size_t blocks, size_t row, size_t rows,
+                          size_t phase, size_t first) {
     const vm_pass *p = j->work.pass;
     const vm_operands *at = &j->work.at;
     const layout *l = &j->l;
@@ -110,19 +110,23 @@ static void multiply_row(const job *j, const tile *t, size_t block, size_t block
     const size_t down = phase / 2, right = phase % 2, y = row * grid->cell_h + down;
     const size_t top = (size_t)t->out.top + y, left = (size_t)t->out.left + right; /* its first pixel, in the image */
     vm_gemm g = {
+        .rows = rows,
         .pixels = t->at.w,
         .blocks = blocks,
         .batches = VM_MIN(l->run, l->batches - first),
         .depth = l->depth,
         .x = t->x + ((row * grid->step_h + down) * grid->input_w + right) * VM_BLOCK,
         .x_offset = j->offsets + first,
+        .x_row = (ptrdiff_t)(grid->step_h * grid->input_w * VM_BLOCK),
         .x_pixel = (ptrdiff_t)(grid->step_w * VM_BLOCK),
         .w = j->filters + (phase * VM_BLOCKS(p->y.c) + block) * l->w_block + first * l->depth * VM_BLOCK,
         .w_block = (ptrdiff_t)l->w_block,
         .y = in_place ? vm_pixel(&at->y, top, block, left) : t->y + (y * t->out.width + right) * VM_BLOCK,
+        .y_row = (ptrdiff_t)(grid->cell_h * t->out.width * VM_BLOCK),
         .y_pixel = (ptrdiff_t)(grid->cell_w * VM_BLOCK),
         .y_block = (ptrdiff_t)(in_place ? at->y.block : t->out.rows * t->out.width * VM_BLOCK),
     };
+    g.add_row = g.y_row;
     g.add_pixel = g.y_pixel;
     g.add_block = g.y_block;
     if (first) { /* the sum of the runs before */
@@ -140,10 +144,13 @@ static void multiply_row(const job *j, const tile *t, size_t block, size_t block
 /* Two blocks of output channels at most. */
 static void multiply(const job *j, const tile *t, size_t block, size_t blocks) {
     const vm_box *out = &t->out;
+    const bool in_place = vm_in_place(j->work.cpu, j->work.pass);
+    const size_t rows = in_place ? 1 : t->at.h; /* at once: rows in place may lie in a ring */
     for (size_t phase = 0; phase < j->l.phases; phase++)
         for (size_t first = 0; first < j->l.batches; first += j->l.run)
-            for (size_t row = 0; row < t->at.h; row++) multiply_row(j, t, block, blocks, row, phase, first);
-    if (vm_in_place(j->work.cpu, j->work.pass)) return;
+            for (size_t row = 0; row < t->at.h; row += rows)
+                multiply_rows(j, t, block, blocks, row, rows, phase, first);
+    if (in_place) return;
     for (size_t o = 0; o < blocks; o++)
         for (size_t row = 0; row < out->rows; row++)
             vm_store_row(&j->work, t->y + (o * out->rows + row) * out->width * VM_BLOCK, block + o,

@@ -10,24 +10,24 @@
 
 #include "kernels.h"
 
-/* y[o*y_block + p*y_pixel + l] = bias[o*16 + l] + add[o*add_block + p*add_pixel + l]
+/* y[o*y_block + r*y_row + p*y_pixel + l] = bias[o*16 + l] + add[o*add_block + r*add_row + p*add_pixel + l]
  *      + sum over b < batches, k < depth of
- *            x[x_offset[b] + p*x_pixel + k] * w[o*w_block + (b*depth + k)*16 + l]
- * for p < pixels <= max_pixels, o < blocks in {1, 2}, l < 16. bias and add may be NULL; add may
- * be y. The sum runs in the order of b, then k, for every element, whatever the tile. Where pairs are multiplied, x and w
+ *            x[x_offset[b] + r*x_row + p*x_pixel + k] * w[o*w_block + (b*depth + k)*16 + l]
+ * for r < rows <= max_rows, p < pixels <= max_pixels, o < blocks in {1, 2}, l < 16. bias or add or both are NULL where pairs
+ * are multiplied; add may be y. The sum runs in the order of b, then k, for every element, whatever the tile. Pairs: x and w
  * point to these, and a product is that of the upper halves and that of the lower ones. */
 typedef struct vm_gemm {
-    size_t pixels, blocks, batches, depth;
+    size_t rows, pixels, blocks, batches, depth;
     const float *x;
     const ptrdiff_t *x_offset;
-    ptrdiff_t x_pixel; /* 16 or 32 */
+    ptrdiff_t x_row, x_pixel; /* x_pixel: 16 or 32 */
     const float *w;
     ptrdiff_t w_block;
     const float *bias;
     const float *add;
-    ptrdiff_t add_pixel, add_block;
+    ptrdiff_t add_row, add_pixel, add_block;
     float *y;
-    ptrdiff_t y_pixel, y_block;
+    ptrdiff_t y_row, y_pixel, y_block;
 } vm_gemm;
 
 /* Winograd's way to a 3x3 convolution: rows*columns numbers f = columns*row + column stand for a tile of height*width output
@@ -44,8 +44,9 @@ typedef struct vm_transforms {
 } vm_transforms;
 
 enum {
-    VM_STEPS = 128,  /* of a sum in one go: their weights for two blocks (16 KiB) stay in L1 */
-    VM_ROWS_FLAT = 2 /* of a tile: flat ones keep rings of streamed rows short */
+    VM_MANY = 1 << 16, /* no limit */
+    VM_STEPS = 128,    /* of a sum in one go: their weights for two blocks (16 KiB) stay in L1 */
+    VM_ROWS_FLAT = 2   /* of a tile: flat ones keep rings of streamed rows short */
 };
 
 /* Pixels of one block: f(x[p][l] * scale[l] + shift[l]), f SiLU or nothing; scale and shift NULL: x itself. */
@@ -59,7 +60,7 @@ typedef struct vm_source {
 
 /* One way to multiply. */
 typedef struct vm_products {
-    size_t max_pixels; /* of one gemm call */
+    size_t max_rows, max_pixels; /* of one gemm call */
     size_t rows;  /* of a direct convolution's tiles: more where loading their halo would take as long as multiplying */
     size_t steps; /* of a sum, best made in one call: VM_STEPS, or more than any has */
     void (*gemm)(const vm_gemm *g);

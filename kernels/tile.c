@@ -184,21 +184,25 @@ void vm_load_box(const vm_work *j, const vm_box *box, float *x, size_t plane, si
 
 void vm_multiply(const vm_products *products, vm_gemm all) {
     const size_t groups = (all.pixels + products->max_pixels - 1) / products->max_pixels;
-    for (size_t i = 0; i < groups; i++) {
-        const size_t first = all.pixels * i / groups;
-        const ptrdiff_t from = (ptrdiff_t)first;
-        vm_gemm g = all;
-        g.pixels = all.pixels * (i + 1) / groups - first;
-        g.x += from * g.x_pixel;
-        g.y += from * g.y_pixel;
-        if (g.add) g.add += from * g.add_pixel;
-        products->gemm(&g);
-    }
+    for (size_t row = 0; row < all.rows; row += products->max_rows)
+        for (size_t i = 0; i < groups; i++) {
+            const size_t first = all.pixels * i / groups;
+            const ptrdiff_t y = (ptrdiff_t)row, x = (ptrdiff_t)first;
+            vm_gemm g = all;
+            g.rows = VM_MIN(all.rows - row, products->max_rows);
+            g.pixels = all.pixels * (i + 1) / groups - first;
+            g.x += y * g.x_row + x * g.x_pixel;
+            g.y += y * g.y_row + x * g.y_pixel;
+            if (g.add) g.add += y * g.add_row + x * g.add_pixel;
+            products->gemm(&g);
+        }
 }
 
 /* ---- store ---- */
 
-bool vm_in_place(const vm_cpu *cpu, const vm_pass *pass) { return cpu->dtype == VM_F32 && pass->y_format == VM_ROWS; }
+bool vm_in_place(const vm_cpu *cpu, const vm_pass *pass) {
+    return !cpu->pairs && cpu->dtype == VM_F32 && pass->y_format == VM_ROWS;
+}
 
 static uint8_t to_byte(float v) {
     v = (v + 1) * 127.5f;

@@ -130,7 +130,8 @@ static void keep_weights(const void *context, size_t task, unsigned thread) {
 static void multiply(const job *j, const region *r, size_t f, const float *u, size_t blocks, size_t first) {
     const size_t batches = VM_MIN(j->l.run, VM_BLOCKS(j->work.pass->x.c) - first);
     float *y = r->m + f * j->l.m_step;
-    vm_multiply(j->work.cpu->products, (vm_gemm){.pixels = r->at.h * r->at.w,
+    vm_multiply(j->work.cpu->products, (vm_gemm){.rows = 1,
+                                                 .pixels = r->at.h * r->at.w,
                                                  .blocks = blocks,
                                                  .batches = batches,
                                                  .depth = j->l.depth,

@@ -31,24 +31,21 @@ if platform.machine() not in ("x86_64", "AMD64"):
 
 class Gemm(ctypes.Structure):
     _fields_ = (
-        *((name, c_size_t) for name in ("pixels", "blocks", "batches", "depth")),
-        ("x", c_void_p),
-        ("x_offset", c_void_p),
-        ("x_pixel", c_ssize_t),
+        *((name, c_size_t) for name in ("rows", "pixels", "blocks", "batches", "depth")),
+        *((name, c_void_p) for name in ("x", "x_offset")),
+        *((name, c_ssize_t) for name in ("x_row", "x_pixel")),
         ("w", c_void_p),
         ("w_block", c_ssize_t),
         *((name, c_void_p) for name in ("bias", "add")),
-        *((name, c_ssize_t) for name in ("add_pixel", "add_block")),
+        *((name, c_ssize_t) for name in ("add_row", "add_pixel", "add_block")),
         ("y", c_void_p),
-        *((name, c_ssize_t) for name in ("y_pixel", "y_block")),
+        *((name, c_ssize_t) for name in ("y_row", "y_pixel", "y_block")),
     )
 
 
 class Products(ctypes.Structure):
     _fields_ = (
-        ("max_pixels", c_size_t),
-        ("rows", c_size_t),
-        ("steps", c_size_t),
+        *((name, c_size_t) for name in ("max_rows", "max_pixels", "rows", "steps")),
         ("gemm", ctypes.CFUNCTYPE(None, POINTER(Gemm))),
         ("load", c_void_p),
         ("burn", ctypes.CFUNCTYPE(c_double, c_size_t, POINTER(c_float))),
@@ -70,17 +67,18 @@ def library(tmp_path_factory):
     return library
 
 
-MAX_PIXELS = {"ref": 4, "avx512bf16": 14, "amx": 128, "amx_emulated": 128}
+MANY = 1 << 16
+MOST = {"ref": (1, 4), "avx512bf16": (1, 14), "amx": (MANY, MANY), "amx_emulated": (MANY, MANY)}  # rows, pixels
 
 
-@pytest.fixture(params=MAX_PIXELS)
+@pytest.fixture(params=MOST)
 def products(request, library):
     if request.param == "avx512bf16" and not has("avx512_bf16"):
         pytest.skip("this processor has no AVX512_BF16")
     if request.param == "amx" and not library.vm_amx_permitted():
         pytest.skip("this processor has no AMX, or the kernel does not let it be used")
     found = Products.in_dll(library, f"vm_pairs_{request.param}")
-    assert found.max_pixels == MAX_PIXELS[request.param]
+    assert (found.max_rows, found.max_pixels) == MOST[request.param]
     found.name, found.library = request.param, library
     return found
 
@@ -115,86 +113,96 @@ def halves(a: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 class Case:
     """One gemm of random numbers, in buffers no longer than they must be."""
 
-    def __init__(self, pixels, blocks, batches, depth, stride=1, seed=0, numbers=None):
-        self.pixels, self.blocks, self.batches, self.depth, self.x_pixel = pixels, blocks, batches, depth, 16 * stride
-        r = np.random.default_rng([pixels, blocks, batches, depth, stride, seed])
+    def __init__(self, pixels, blocks, batches, depth, stride=1, rows=1, seed=0, numbers=None):
+        self.rows, self.pixels, self.blocks, self.batches, self.depth = rows, pixels, blocks, batches, depth
+        self.x_pixel, self.x_row = 16 * stride, 16 * stride * (pixels + 2)
+        r = np.random.default_rng([rows, pixels, blocks, batches, depth, stride, seed])
         numbers = numbers or (lambda n: r.standard_normal(n))
-        each = (pixels - 1) * self.x_pixel + depth
+        each = (rows - 1) * self.x_row + (pixels - 1) * self.x_pixel + depth
         self.offsets = (r.permutation(batches) * each).astype(np.intp)
         self.w_block = batches * depth * 16
         self.x = at_the_edge(pairs(numbers(batches * each), numbers(batches * each)))
         self.w = at_the_edge(pairs(numbers(blocks * self.w_block), numbers(blocks * self.w_block)))
         self.bias = at_the_edge(r.standard_normal(blocks * 16).astype(np.float32))
-        self.add = r.standard_normal((blocks, pixels, 16)).astype(np.float32)
+        self.add = r.standard_normal((blocks, rows, pixels, 16)).astype(np.float32)
 
     def steps(self):
-        """The halves (lower, upper) of x [steps][1][pixels][1] and of w [steps][blocks][1][16]."""
+        """The halves (lower, upper) of x [steps][1][rows][pixels][1] and of w [steps][blocks][1][1][16]."""
         first = (self.offsets[:, None] + np.arange(self.depth)).ravel()
-        x = self.x[first[:, None] + np.arange(self.pixels) * self.x_pixel][:, None, :, None]
-        w = self.w.reshape(self.blocks, -1, 1, 16).swapaxes(0, 1)
+        at = np.arange(self.rows)[:, None] * self.x_row + np.arange(self.pixels) * self.x_pixel
+        x = self.x[first[:, None, None] + at][:, None, ..., None]
+        w = self.w.reshape(self.blocks, -1, 1, 1, 16).swapaxes(0, 1)
         return halves(x), halves(w)
 
-    def finished(self, total):
-        return (total + self.bias.reshape(-1, 1, 16)) + self.add
+    def beside(self, begins):
+        """What is added: "bias", "add" or nothing."""
+        if not begins:
+            return np.zeros_like(self.add)
+        return np.broadcast_to(self.bias.reshape(-1, 1, 1, 16), self.add.shape) if begins == "bias" else self.add
 
-    def exact(self):
+    def exact(self, begins):
         """In float64, and the sum of all terms' sizes."""
         total = size = 0.0
         for x, w in zip(*self.steps(), strict=True):
-            x, w = x[:, 0, :, 0].astype(np.float64), w[:, :, 0].astype(np.float64)
-            total = total + np.einsum("sp,sol->opl", x, w)
-            size = size + np.einsum("sp,sol->opl", np.abs(x), np.abs(w))
-        return self.finished(total), size + np.abs(self.bias.reshape(-1, 1, 16)) + np.abs(self.add)
+            x, w = x[:, 0, ..., 0].astype(np.float64), w[:, :, 0, 0].astype(np.float64)
+            total = total + np.einsum("srp,sol->orpl", x, w)
+            size = size + np.einsum("srp,sol->orpl", np.abs(x), np.abs(w))
+        return total + self.beside(begins), size + np.abs(self.beside(begins))
 
-    def one_by_one(self):
+    def one_by_one(self, begins):
         """As plain C and vdpbf16ps add up: one product after the other, of a pair the upper one first."""
         (x_lower, x_upper), (w_lower, w_upper) = self.steps()
         total = np.zeros(self.add.shape, np.float32)
         for s in range(len(x_lower)):
             total += x_upper[s] * w_upper[s]
             total += x_lower[s] * w_lower[s]
-        return self.finished(total)
+        return total + self.beside(begins)
 
-    def by_tiles(self):
-        """As tdpbf16ps adds up: a batch's products of lower halves, those of upper ones, and then both to the sum."""
+    def by_tiles(self, begins):
+        """As tdpbf16ps adds up, to what there is: a batch's products of lower halves and those of upper ones."""
         (x_lower, x_upper), (w_lower, w_upper) = self.steps()
-        total = np.zeros(self.add.shape, np.float32)
+        total = self.beside(begins).copy()
         for first in range(0, len(x_lower), self.depth):
             lower, upper = np.zeros_like(total), np.zeros_like(total)
             for s in range(first, first + self.depth):
                 lower += x_lower[s] * w_lower[s]
                 upper += x_upper[s] * w_upper[s]
             total += lower + upper
-        return self.finished(total)
+        return total
 
-    def result(self, products, in_place=False, pixels=None, bias=True, add=True):
-        """[blocks][pixels][16], of the pixels (a slice) alone where given."""
+    def result(self, products, begins="bias", in_place=False, pixels=None):
+        """[blocks][rows][pixels][16], of the pixels (a slice) alone where given; in_place: what is added lies in y."""
         of = pixels or slice(0, self.pixels)
-        n = of.stop - of.start
-        y_block = n * 16 + 32
+        n, rows = of.stop - of.start, self.rows
+        y_row = n * 16 + 16
+        y_block = rows * y_row + 16
         y, check = guarded(self.blocks * y_block - 32)
         y[:] = 777
-        adds = self.add[:, of]
-        if in_place:
-            for o in range(self.blocks):
-                y[o * y_block :][: n * 16] = adds[o].ravel()
-            adds, add_block = y, y_block
-        else:
-            adds, add_block = at_the_edge(adds), n * 16
+
+        def parts(of_what):
+            return [of_what[o * y_block + row * y_row :][: n * 16] for o in range(self.blocks) for row in range(rows)]
+
+        adds = y if in_place else at_the_edge(np.full(y.size, 777, np.float32))
+        if begins == "add":
+            for part, numbers in zip(parts(adds), self.add[:, :, of].reshape(-1, n * 16), strict=True):
+                part[:] = numbers
         g = Gemm(
-            **{"pixels": n, "blocks": self.blocks, "batches": self.batches, "depth": self.depth},
+            **{"rows": rows, "pixels": n, "blocks": self.blocks, "batches": self.batches, "depth": self.depth},
             **{"x": self.x[of.start * self.x_pixel :].ctypes.data, "x_offset": self.offsets.ctypes.data},
-            **{"x_pixel": self.x_pixel, "w": self.w.ctypes.data, "w_block": self.w_block},
-            **{"bias": self.bias.ctypes.data if bias else None, "add": adds.ctypes.data if add else None},
-            **{"add_pixel": 16, "add_block": add_block},
-            **{"y": y.ctypes.data, "y_pixel": 16, "y_block": y_block},
+            **{"x_row": self.x_row, "x_pixel": self.x_pixel, "w": self.w.ctypes.data, "w_block": self.w_block},
+            **{"bias": self.bias.ctypes.data if begins == "bias" else None},
+            **{"add": adds.ctypes.data if begins == "add" else None},
+            **{"add_row": y_row, "add_pixel": 16, "add_block": y_block},
+            **{"y": y.ctypes.data, "y_row": y_row, "y_pixel": 16, "y_block": y_block},
         )
         products.gemm(ctypes.byref(g))
         check()
         assert not products.library.amx_in_use()
-        if self.blocks == 2 and not in_place:
-            assert (y[n * 16 : y_block] == 777).all(), "written between the blocks"
-        return np.stack([y[o * y_block :][: n * 16].reshape(n, 16) for o in range(self.blocks)])
+        got = np.stack(parts(y)).reshape(self.blocks, rows, n, 16)
+        for part in parts(y):
+            part[:] = 777
+        assert (y == 777).all(), "written between rows or blocks"
+        return got
 
 
 def same_bits(a, b):
@@ -203,42 +211,47 @@ def same_bits(a, b):
 
 # ---- all of them ----
 
+ROWS_PIXELS = [(1, n) for n in (1, 2, 4, 13, 14, 15, 16, 17, 32, 33, 50, 64, 112, 128)]
+ROWS_PIXELS += [(2, 16), (2, 52), (3, 33), (4, 64), (5, 7), (5, 48)]
 CASES = [
-    (name, pixels, blocks, batches, depth, stride)
-    for name, most in MAX_PIXELS.items()
-    for pixels in (1, 2, 4, 13, 14, 15, 16, 17, 32, 33, 50, 64, 112, 128)
+    (name, rows, pixels, blocks, batches, depth, stride)
+    for name, most in MOST.items()
+    for rows, pixels in ROWS_PIXELS
     for blocks in (1, 2)
     for batches, depth, stride in ((9, 16, 1), (1, 2, 1), (4, 16, 2), (20, 12, 1), (27, 16, 1), (3, 1, 2))
-    if pixels <= most
+    if rows <= most[0] and pixels <= most[1]
 ]
 
 
-@pytest.mark.parametrize("products,pixels,blocks,batches,depth,stride", CASES, indirect=["products"])
-def test_products(products, pixels, blocks, batches, depth, stride):
-    case = Case(pixels, blocks, batches, depth, stride)
-    got = case.result(products)
-    want, size = case.exact()
-    # two terms a step, each added with one rounding, a batch's two sums, bias and add: n * eps in any order
-    assert (np.abs(got - want) <= (2 * batches * depth + 4) * EPS * size).all()
-    assert same_bits(got, case.by_tiles() if "amx" in products.name else case.one_by_one())
-    assert same_bits(case.result(products, in_place=True), got)
+@pytest.mark.parametrize("products,rows,pixels,blocks,batches,depth,stride", CASES, indirect=["products"])
+def test_products(products, rows, pixels, blocks, batches, depth, stride):
+    case = Case(pixels, blocks, batches, depth, stride, rows)
+    for begins in ("bias", "add"):
+        got = case.result(products, begins)
+        want, size = case.exact(begins)
+        # two terms a step, each added with one rounding, a batch's two sums and what is added: n * eps in any order
+        assert (np.abs(got - want) <= (2 * batches * depth + 3) * EPS * size).all()
+        assert same_bits(got, case.by_tiles(begins) if "amx" in products.name else case.one_by_one(begins))
+    assert same_bits(case.result(products, "add", in_place=True), got)
 
 
 def test_the_same_number_in_every_tile(products):
     """A pixel's sums are the same wherever a call begins and however many pixels it takes."""
     case = Case(130, 2, 12, 16)
     whole = np.concatenate(
-        [case.result(products, pixels=slice(p, p + 1)) for p in range(130)], axis=1
+        [case.result(products, pixels=slice(p, p + 1)) for p in range(130)], axis=2
     )  # the least tiles
-    for n in {1, 2, 3, products.max_pixels // 2 + 1, products.max_pixels}:
+    for n in {1, 2, 3, 8, 16, 33, 130}:
+        if n > products.max_pixels:
+            continue
         parts = [case.result(products, pixels=slice(p, min(p + n, 130))) for p in range(0, 130, n)]
-        assert same_bits(np.concatenate(parts, axis=1), whole)
+        assert same_bits(np.concatenate(parts, axis=2), whole)
 
 
 def test_without_bias_or_add(products):
     case = Case(min(products.max_pixels, 20), 2, 5, 16)
-    case.bias[:], case.add[:] = 0, 0
-    assert same_bits(case.result(products, bias=False, add=False), case.result(products))
+    case.bias[:] = 0
+    assert same_bits(case.result(products, None), case.result(products))
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -246,33 +259,32 @@ def test_nonfinite_numbers_pass(products, bad):
     case = Case(3, 1, 2, 16)
     case.x[case.offsets[0] + case.x_pixel] = pairs(np.float32(1), np.float32(bad))  # the second pixel
     got = case.result(products)
-    assert np.isfinite(got[:, [0, 2]]).all() and not np.isfinite(got[:, 1]).any()
-    assert same_bits(got[:, [0, 2]], Case(3, 1, 2, 16).result(products)[:, [0, 2]])
+    assert np.isfinite(got[:, :, [0, 2]]).all() and not np.isfinite(got[:, :, 1]).any()
+    assert same_bits(got[:, :, [0, 2]], Case(3, 1, 2, 16).result(products)[:, :, [0, 2]])
 
 
 def test_numbers_below_the_smallest_normal_one(products):
     """Instructions take them for zero, before and after; plain C keeps them."""
     case = Case(2, 1, 1, 2, numbers=np.zeros)
-    case.bias[:], case.add[:] = 0, 0
     case.x[:2] = pairs(np.float32([2**-130, 2**-70]), np.float32([0, 2**-70]))
     case.w[:] = pairs(np.float32(2**20), np.float32(2**-60))
-    got = case.result(products)[0, 0]
+    got = case.result(products, None)[0, 0, 0]
     # 2^-130 * 2^20 is normal, but of a number that is not; 2^-70 * 2^-60 is too small; 2^-70 * 2^20 is neither
     kept = np.float32(2**-110) + np.float32(2**-130) if products.name == "ref" else np.float32(0)
     assert (got == np.float32(2**-50) + kept).all()
     case.x[:2] = pairs(np.float32([2**-130, 0]), np.float32([0, 2**-70]))
-    assert (case.result(products)[0, 0] == kept).all()
+    assert (case.result(products, None)[0, 0, 0] == kept).all()
 
 
 @pytest.mark.parametrize("mode", [0x400, 0x800, 0xC00], ids=["down", "up", "to zero"])
 def test_the_threads_rounding_is_not_theirs(products, mode):
     """Instructions round to nearest whatever <fenv.h> says (with x86-64's numbers); plain C does as it is told."""
     case = Case(min(products.max_pixels, 20), 2, 3, 16)
-    nearest = case.result(products, bias=False, add=False)
+    nearest = case.result(products, None)
     libm = ctypes.CDLL("libm.so.6")
     assert libm.fesetround(mode) == 0
     try:
-        got = case.result(products, bias=False, add=False)
+        got = case.result(products, None)
     finally:
         assert libm.fesetround(0) == 0
     assert same_bits(got, nearest) == (products.name != "ref")
@@ -308,11 +320,10 @@ def test_weights_of_three_batches(products):
     case.w = at_the_edge(np.stack([rows(wh), rows(wl), rows(wh)], axis=1).ravel())
     low = n // 32 * each
     case.offsets = np.array([i * each + o for i in range(n // 32) for o in (0, 0, low)], np.intp)
-    case.bias[:], case.add[:] = 0, 0
     want, size = x.astype(np.float64) @ w, np.abs(x).astype(np.float64) @ np.abs(w)
     # rounding to 8 bits leaves 2^-9 of a number and that again 2^-9 of it: dropped are the product of the two rests and
     # what the rests left, each at most 2^-18 of a term; the sum adds 6 * n / 2 roundings of partial sums
-    assert (np.abs(case.result(products)[0] - want) <= (3 * 2.0**-18 + 3 * n * EPS) * size).all()
+    assert (np.abs(case.result(products, None)[0, 0] - want) <= (3 * 2.0**-18 + 3 * n * EPS) * size).all()
 
 
 # ---- the emulator itself ----

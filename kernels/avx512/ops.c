@@ -8,4 +8,6 @@
 #define VM_NO_LESS(BOUND, X) _mm512_max_ps(BOUND, X) /* the second of two where one is NaN */
 #define VM_NO_MORE(BOUND, X) _mm512_min_ps(BOUND, X)
 #define VM_SCALED(X, N) _mm512_scalef_ps(X, N) /* X * 2^N */
+#define VM_WIDEN(HALF) ((vu)_mm512_cvtepu16_epi32((__m256i)(HALF)))
+#define VM_NARROW(BITS) ((vh)_mm512_cvtepi32_epi16((__m512i)(BITS)))
 #include "../simd/ops.h"

@@ -22,4 +22,4 @@ static double burn(size_t rounds, float *sink) {
     return 4.0 * 16 * VM_LANES * (double)rounds;
 }
 
-const vm_products vm_pairs_avx512bf16 = {VM_PIXELS, VM_ROWS_FLAT, VM_STEPS, gemm, vm_load_pairs_avx512bf16, burn};
+const vm_products vm_pairs_avx512bf16 = {1, VM_PIXELS, VM_ROWS_FLAT, VM_STEPS, gemm, vm_load_pairs_avx512bf16, burn};

@@ -13,22 +13,19 @@ INLINE __m512 widened(vm_dtype dtype, const void *x, size_t i) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
 }
 
-/* x / (1 + e^-x), within 2^-13 of it, or 2^-21 where it is exact: 2^(n + f), n an integer and |f| <= 1/2, is 2^n times a
- * polynomial that is 2^f within 2^-22 (of those of degree 5 the one whose largest relative error is least). An Inf stays one
- * or becomes NaN, as it should: -Inf * 0. */
+/* x / (1 + e^-x), within 2^-12 of it, or 2^-21 where it is exact. e^-x is 2^(n + f), where n is an integer and 0 <= f < 1: a
+ * polynomial of f, which is 2^f within 2^-13.7 or 2^-22.6 (of those of its degree the one whose largest relative error is
+ * least), times 2^n, which scalef makes of n + f. An Inf stays one or becomes NaN, as it should: -Inf * 0. */
 INLINE __m512 silu(__m512 x, bool exact) {
-    const __m512 most = _mm512_set1_ps(200),
-                 magic = _mm512_set1_ps(12582912.f); /* adding 1.5 * 2^23 rounds to an integer */
-    __m512 t = _mm512_mul_ps(x, _mm512_set1_ps(-1.44269504f));
-    t = _mm512_max_ps(_mm512_min_ps(t, most), _mm512_sub_ps(_mm512_setzero_ps(), most));
-    const __m512 n = _mm512_sub_ps(_mm512_add_ps(t, magic), magic), f = _mm512_sub_ps(t, n);
-    __m512 p = _mm512_set1_ps(0x1.5c089ap-10f);
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0x1.3d0c52p-7f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0x1.c6b6e6p-5f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0x1.ebf918p-3f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0x1.62e428p-1f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0x1.000002p+0f));
-    const __m512 sum = _mm512_add_ps(_mm512_scalef_ps(p, n), _mm512_set1_ps(1));
+    static const float near[] = {0x1.3f96a4p-4f, 0x1.cefc4cp-3f, 0x1.64444cp-1f, 0x1.fff632p-1f};
+    static const float nearer[] = {0x1.ec320ap-10f, 0x1.26900cp-7f, 0x1.c95456p-5f,
+                                   0x1.ebd5a8p-3f,  0x1.62e4f6p-1f, 0x1.fffffep-1f};
+    const float *c = exact ? nearer : near;
+    const __m512 t = _mm512_mul_ps(x, _mm512_set1_ps(-1.44269504f));
+    const __m512 f = _mm512_reduce_ps(t, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+    __m512 p = _mm512_set1_ps(c[0]);
+    for (size_t i = 1; i < (exact ? 6 : 4); i++) p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(c[i]));
+    const __m512 sum = _mm512_add_ps(_mm512_scalef_ps(p, t), _mm512_set1_ps(1));
     if (exact) return _mm512_div_ps(x, sum);
     return _mm512_mul_ps(x, _mm512_rcp14_ps(sum));
 }

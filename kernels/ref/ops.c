@@ -237,7 +237,7 @@ static double burn(size_t rounds, float *sink) {
     return 2.0 * 8 * L * (double)rounds;
 }
 
-const vm_cpu_ops vm_cpu_ref = {{PIXELS, VM_ROWS_FLAT, VM_STEPS, gemm, load, burn},
+const vm_cpu_ops vm_cpu_ref = {{1, PIXELS, VM_ROWS_FLAT, VM_STEPS, gemm, load, burn},
                                store_rows,
                                stats,
                                softmax,
@@ -247,4 +247,4 @@ const vm_cpu_ops vm_cpu_ref = {{PIXELS, VM_ROWS_FLAT, VM_STEPS, gemm, load, burn
                                {4, 6, 2, 4, winograd_in, winograd_weights, winograd_out},
                                {3, 3, 2, 2, upsampled_in, upsampled_weights, upsampled_out}};
 
-const vm_products vm_pairs_ref = {PIXELS, VM_ROWS_FLAT, VM_STEPS, gemm_pairs, vm_load_pairs_ref, burn};
+const vm_products vm_pairs_ref = {1, PIXELS, VM_ROWS_FLAT, VM_STEPS, gemm_pairs, vm_load_pairs_ref, burn};
