@@ -12,8 +12,7 @@
  *
  * k lies as [c/16][key][16 c], v as [key/16][c][16 keys]. Where pairs are multiplied, a pair in the place of a float is two
  * neighbours of those that are summed over, channels in the first product and keys in the second; where numbers are split, a
- * second set of k and v has the rests, and each 16 lines of weights are followed by their rests and then by
- * themselves again. Each task copies the keys, run by run: that costs little beside a task's products, and no memory.
+ * second set of k and v has the rests, and each 16 lines of weights are followed by theirs. Each task copies the keys, run by run: that costs little beside a task's products, and no memory.
  *
  *   prepared: job | offsets of batches of k | of v
  *   scratch:  thread 0 | thread 1 ...
@@ -38,8 +37,9 @@ enum {
 typedef struct layout {
     size_t c, blocks;                       /* channels of one head, padded, and blocks of them */
     size_t queries;                         /* blocks in a task */
-    size_t in_number, parts, copies;        /* values in a number, sets of k and v, and of lines of weights */
-    size_t k_batches, v_batches;            /* in the products of a full run; 16 lines of weights each */
+    size_t in_number, parts;                /* values in a number, and sets of k, of v and of lines of weights */
+    size_t k_batches, v_batches;            /* in the products of a full run */
+    size_t rows;                            /* numbers of a batch's weights */
     size_t keys;                            /* of a full run */
     size_t k_set, v_set;                    /* numbers */
     size_t k_offsets, v_offsets, prepared;  /* bytes from the pass's prepared memory, where the job lies first */
@@ -57,26 +57,24 @@ typedef struct job {
 static size_t pixels_of(const vm_pass *p) { return p->x.h * p->x.w; }
 
 static layout make_layout(const vm_cpu *cpu, const vm_pass *p) {
-    layout l = {.blocks = VM_BLOCKS(p->y.c),
-                .in_number = cpu->pairs ? 2 : 1,
-                .parts = cpu->pairs > 1 ? 2 : 1,
-                .copies = VM_MAX(cpu->pairs, 1)};
+    layout l = {.blocks = VM_BLOCKS(p->y.c), .in_number = cpu->pairs ? 2 : 1, .parts = vm_parts(cpu)};
     const size_t number = sizeof(float), line = VM_BLOCK * number, deep = VM_BLOCK * l.in_number;
     l.c = l.blocks * VM_BLOCK;
     l.queries = VM_MIN(pixels_of(p) / VM_BLOCK / TASKS_WANTED, QUERIES * l.in_number);
     l.queries = VM_ROUND_UP(VM_MAX(l.queries, QUERIES_LEAST), 2);
     l.keys = VM_MIN(KEYS * l.in_number, VM_ROUND_UP(pixels_of(p), deep));
-    l.k_batches = (l.c + deep - 1) / deep * l.copies;
-    l.v_batches = l.keys / deep * l.copies;
-    l.k_set = l.k_batches / l.copies * l.keys * VM_BLOCK;
-    l.v_set = l.v_batches / l.copies * l.c * VM_BLOCK;
+    l.k_batches = (l.c + deep - 1) / deep;
+    l.v_batches = l.keys / deep;
+    l.rows = l.parts * LINES;
+    l.k_set = l.k_batches * l.keys * VM_BLOCK;
+    l.v_set = l.v_batches * l.c * VM_BLOCK;
     vm_put_bytes(&l.prepared, sizeof(job), VM_ALIGN);
     l.k_offsets = vm_put_bytes(&l.prepared, l.k_batches * sizeof(ptrdiff_t), VM_ALIGN);
     l.v_offsets = vm_put_bytes(&l.prepared, l.v_batches * sizeof(ptrdiff_t), VM_ALIGN);
-    vm_put_bytes(&l.scratch, VM_PRODUCT(l.queries, l.k_batches, LINES, number), VM_ALIGN);
+    vm_put_bytes(&l.scratch, VM_PRODUCT(l.queries, l.k_batches, l.rows, number), VM_ALIGN);
     l.o = vm_put_bytes(&l.scratch, VM_PRODUCT(l.queries, l.c, line), VM_ALIGN);
     l.s = vm_put_bytes(&l.scratch, 2 * l.keys * line, VM_ALIGN);
-    l.p = vm_put_bytes(&l.scratch, cpu->pairs ? 2 * l.v_batches * LINES * number : 0, VM_ALIGN);
+    l.p = vm_put_bytes(&l.scratch, cpu->pairs ? 2 * l.v_batches * l.rows * number : 0, VM_ALIGN);
     l.softmax = vm_put_bytes(&l.scratch, VM_PRODUCT(3, l.queries, line), VM_ALIGN);
     l.k = vm_put_bytes(&l.scratch, VM_PRODUCT(l.parts, l.k_set, number), VM_ALIGN);
     l.v = vm_put_bytes(&l.scratch, VM_PRODUCT(l.parts, l.v_set, number), VM_ALIGN);
@@ -167,16 +165,12 @@ static void load_run(const task *t, size_t first, size_t n) {
                         VM_MIN(n - i, deep));
 }
 
-/* Of three products the last has the first one's weights, which may have been written as halves: so they are moved as bytes. */
-static void repeat(float *w) { memmove(w + 2 * LINES, w, LINES * sizeof *w); }
-
 /* Weights of a batch, from its lines [query][16] of numbers. */
 static void load_queries(const job *j, float *w, size_t block, size_t first, size_t n) {
     lines q;
     memset(&q, 0, sizeof q);
     load_lines(j, q.part[0], LINES, 0, block, first, n);
     for (size_t part = 0; part < j->l.parts; part++) j->cpu->ops->transpose(w + part * LINES, q.part[part]);
-    if (j->l.parts > 1) repeat(w);
 }
 
 /* ---- a task ---- */
@@ -191,18 +185,17 @@ static void multiply(const job *j, vm_gemm g) {
 /* One block's s for n keys as weights of the second product, in their own place where they are pairs. */
 static void make_weights(const task *t, size_t block, size_t n) {
     const layout *l = &t->j->l;
-    float *s = t->s + block * l->keys * VM_BLOCK, *p = t->p + block * l->v_batches * LINES;
+    float *s = t->s + block * l->keys * VM_BLOCK, *p = t->p + block * l->v_batches * l->rows;
     if (!t->j->cpu->pairs) {
         memset(s + n * VM_BLOCK, 0, (VM_ROUND_UP(n, VM_BLOCK) - n) * VM_BLOCK * sizeof *s);
         return;
     }
     for (size_t i = 0; i < n; i += 2 * VM_BLOCK) {
         const vm_source from = {s + i * VM_BLOCK, VM_F32, VM_MIN(n - i, 2 * VM_BLOCK)};
-        float *w = p + i / (2 * VM_BLOCK) * l->copies * LINES;
+        float *w = p + i / (2 * VM_BLOCK) * l->rows;
         halves h;
         t->j->cpu->products->load(h.part[0], l->parts > 1 ? h.part[1] : NULL, &from);
         for (size_t part = 0; part < l->parts; part++) pair_pixels(w + part * LINES, h.part[part], from.pixels);
-        if (l->parts > 1) repeat(w);
     }
 }
 
@@ -210,7 +203,8 @@ static void make_weights(const task *t, size_t block, size_t n) {
 static void attend(const task *t, size_t block, size_t blocks, size_t n) {
     const job *j = t->j;
     const layout *l = &j->l;
-    const size_t steps = VM_MAX(j->cpu->products->steps / (l->copies * VM_BLOCK), 1) * l->copies; /* batches at once */
+    const size_t pairs = VM_MAX(j->cpu->pairs, 1);
+    const size_t steps = VM_MAX(j->cpu->products->steps / (pairs * VM_BLOCK), 1); /* batches at once */
     const float scale = 1 / sqrtf((float)j->pass->scale_channels);
     for (size_t b = 0; b < l->k_batches; b += steps)
         multiply(j, (vm_gemm){.rows = 1,
@@ -219,8 +213,9 @@ static void attend(const task *t, size_t block, size_t blocks, size_t n) {
                               .batches = VM_MIN(steps, l->k_batches - b),
                               .x = t->k,
                               .x_offset = j->k_offsets + b,
-                              .w = t->q + (block * l->k_batches + b) * LINES,
-                              .w_block = (ptrdiff_t)(l->k_batches * LINES),
+                              .x_rest = l->parts > 1 ? (ptrdiff_t)l->k_set : 0,
+                              .w = t->q + (block * l->k_batches + b) * l->rows,
+                              .w_block = (ptrdiff_t)(l->k_batches * l->rows),
                               .add = b ? t->s : NULL,
                               .y = t->s,
                               .y_block = (ptrdiff_t)(l->keys * VM_BLOCK)});
@@ -235,11 +230,12 @@ static void attend(const task *t, size_t block, size_t blocks, size_t n) {
     multiply(j, (vm_gemm){.rows = 1,
                           .pixels = l->c,
                           .blocks = blocks,
-                          .batches = (n + deep - 1) / deep * l->copies,
+                          .batches = (n + deep - 1) / deep,
                           .x = t->v,
                           .x_offset = j->v_offsets,
+                          .x_rest = l->parts > 1 ? (ptrdiff_t)l->v_set : 0,
                           .w = j->cpu->pairs ? t->p : t->s,
-                          .w_block = (ptrdiff_t)(j->cpu->pairs ? l->v_batches * LINES : l->keys * VM_BLOCK),
+                          .w_block = (ptrdiff_t)(j->cpu->pairs ? l->v_batches * l->rows : l->keys * VM_BLOCK),
                           .add = o,
                           .y = o,
                           .y_block = (ptrdiff_t)(l->c * VM_BLOCK)});
@@ -282,7 +278,7 @@ static void attention_task(const void *context, size_t index, unsigned thread) {
     for (size_t i = 0; i < blocks * 3 * VM_BLOCK; i++) t.softmax[i] = i % (3 * VM_BLOCK) < VM_BLOCK ? -INFINITY : 0;
     for (size_t i = 0; i < blocks; i++)
         for (size_t b = 0; b < l->blocks; b += l->in_number)
-            load_queries(j, t.q + (i * l->k_batches + b / l->in_number * l->copies) * LINES, b, first + i * VM_BLOCK,
+            load_queries(j, t.q + (i * l->k_batches + b / l->in_number) * l->rows, b, first + i * VM_BLOCK,
                          VM_MIN(n - i * VM_BLOCK, VM_BLOCK));
     for (size_t key = 0; key < pixels; key += l->keys) {
         const size_t keys = VM_MIN(l->keys, pixels - key);
@@ -305,10 +301,8 @@ static vm_needs attention_needs(const vm_cpu *cpu, const vm_pass *p, vm_manner m
     return (vm_needs){.prepared = l.prepared, .scratch = l.scratch};
 }
 
-/* Of `copies` batches with the same weights but for the rests, the last meets the rests of x, a set further on. */
-static void make_offsets(ptrdiff_t *offsets, size_t batches, const layout *l, size_t step, size_t set) {
-    for (size_t i = 0; i < batches; i++)
-        offsets[i] = (ptrdiff_t)(i / l->copies * step + (i % l->copies == 2 ? set : 0));
+static void make_offsets(ptrdiff_t *offsets, size_t batches, size_t step) {
+    for (size_t i = 0; i < batches; i++) offsets[i] = (ptrdiff_t)(i * step);
 }
 
 static vm_status attention_prepare(const vm_cpu *cpu, const vm_pass *pass, const vm_operands *at, const vm_exec *exec,
@@ -320,8 +314,8 @@ static vm_status attention_prepare(const vm_cpu *cpu, const vm_pass *pass, const
     const layout *l = &j->l;
     j->k_offsets = (ptrdiff_t *)(void *)(prepared + l->k_offsets);
     j->v_offsets = (ptrdiff_t *)(void *)(prepared + l->v_offsets);
-    make_offsets(j->k_offsets, l->k_batches, l, l->keys * VM_BLOCK, l->k_set);
-    make_offsets(j->v_offsets, l->v_batches, l, l->c * VM_BLOCK, l->v_set);
+    make_offsets(j->k_offsets, l->k_batches, l->keys * VM_BLOCK);
+    make_offsets(j->v_offsets, l->v_batches, l->c * VM_BLOCK);
     *out = (vm_tasks){attention_task, j, NULL};
     return VM_OK;
 }

@@ -40,8 +40,10 @@ typedef struct layout {
     size_t work, offsets, filters, prepared; /* bytes from the pass's prepared memory, where the job lies first */
     size_t y, scratch;                       /* bytes from the thread's own, where the x tile begins */
     size_t phases, taps, depth, batches;     /* filters side by side, taps and numbers of a batch */
-    size_t unit, run; /* batches that belong together: the products that make one; and that are multiplied at once */
-    size_t w_block;   /* numbers between blocks of output channels */
+    size_t run;                              /* batches that are multiplied at once */
+    size_t rows;    /* numbers of a batch's rows of weights: with the rests, where numbers are split */
+    size_t w_block; /* between blocks of output channels */
+    size_t rest;    /* from x to its rests, where numbers are split */
 } layout;
 
 typedef struct job {
@@ -59,14 +61,14 @@ static bool as_packed(const vm_cpu *cpu, const vm_pass *p) {
 
 static layout make_layout(const vm_cpu *cpu, const vm_pass *p, const vm_grid *g, vm_manner manner) {
     const size_t number = sizeof(float), block = VM_BLOCK * number, steps = cpu->pairs ? (p->x.c + 1) / 2 : p->x.c;
-    layout l = {.phases = p->up ? 4 : 1,
-                .taps = p->up ? 4 : (size_t)(p->ksize * p->ksize),
-                .depth = VM_MIN(steps, VM_BLOCK),
-                .unit = VM_MAX(cpu->pairs, 1)};
-    const size_t groups = VM_BLOCKS(steps) * l.taps, each = l.taps * l.depth * l.unit;
-    l.batches = groups * l.unit;
-    l.run = VM_MIN(VM_MAX(cpu->products->steps / each, 1) * l.taps, groups) * l.unit;
-    l.w_block = l.batches * l.depth * VM_BLOCK;
+    layout l = {
+        .phases = p->up ? 4 : 1, .taps = p->up ? 4 : (size_t)(p->ksize * p->ksize), .depth = VM_MIN(steps, VM_BLOCK)};
+    const size_t each = l.taps * l.depth * VM_MAX(cpu->pairs, 1), split = vm_parts(cpu) - 1;
+    l.batches = VM_BLOCKS(steps) * l.taps;
+    l.run = VM_MIN(VM_MAX(cpu->products->steps / each, 1) * l.taps, l.batches);
+    l.rows = vm_parts(cpu) * l.depth * VM_BLOCK;
+    l.w_block = l.batches * l.rows;
+    l.rest = split * vm_planes(cpu, p->x.c) / 2 * g->input_h * g->input_w * VM_BLOCK;
     vm_put_bytes(&l.prepared, sizeof(job), VM_ALIGN);
     l.work = vm_put_bytes(&l.prepared, vm_work_bytes(p, g, manner.at_once), VM_ALIGN);
     l.offsets = vm_put_bytes(&l.prepared, l.batches * sizeof(ptrdiff_t), VM_ALIGN);
@@ -117,9 +119,10 @@ static void multiply_rows(const job *j, const tile *t, size_t block, size_t bloc
         .depth = l->depth,
         .x = t->x + ((row * grid->step_h + down) * grid->input_w + right) * VM_BLOCK,
         .x_offset = j->offsets + first,
+        .x_rest = (ptrdiff_t)l->rest,
         .x_row = (ptrdiff_t)(grid->step_h * grid->input_w * VM_BLOCK),
         .x_pixel = (ptrdiff_t)(grid->step_w * VM_BLOCK),
-        .w = j->filters + (phase * VM_BLOCKS(p->y.c) + block) * l->w_block + first * l->depth * VM_BLOCK,
+        .w = j->filters + (phase * VM_BLOCKS(p->y.c) + block) * l->w_block + first * l->rows,
         .w_block = (ptrdiff_t)l->w_block,
         .y = in_place ? vm_pixel(&at->y, top, block, left) : t->y + (y * t->out.width + right) * VM_BLOCK,
         .y_row = (ptrdiff_t)(grid->cell_h * t->out.width * VM_BLOCK),
@@ -174,14 +177,12 @@ static void conv_tile(const void *context, size_t task, unsigned thread) {
 
 /* ---- prepare ---- */
 
-/* A batch is a tap of a block of channels; where numbers are split there are three, for the products of high with high, high
- * with low and low with high. */
+/* A batch is a tap of a block of channels. */
 static void make_offsets(const job *j) {
-    const size_t k = j->work.pass->up ? 2 : (size_t)j->work.pass->ksize, unit = j->l.unit;
-    const size_t plane = j->g.input_h * j->g.input_w, planes = vm_planes(j->work.cpu, j->work.pass->x.c);
+    const size_t k = j->work.pass->up ? 2 : (size_t)j->work.pass->ksize, plane = j->g.input_h * j->g.input_w;
     for (size_t i = 0; i < j->l.batches; i++) {
-        const size_t tap = i / unit % j->l.taps, block = i / unit / j->l.taps + (i % unit == 2 ? planes / 2 : 0);
-        j->offsets[i] = (ptrdiff_t)((block * plane + tap / k * j->g.input_w + tap % k) * VM_BLOCK);
+        const size_t tap = i % j->l.taps;
+        j->offsets[i] = (ptrdiff_t)((i / j->l.taps * plane + tap / k * j->g.input_w + tap % k) * VM_BLOCK);
     }
 }
 
@@ -210,11 +211,11 @@ static void make_filters(const void *context, size_t task, unsigned thread) {
     const job *j = context;
     const vm_pass *p = j->work.pass;
     const layout *l = &j->l;
-    const size_t yb = VM_BLOCKS(p->y.c), line = l->depth * VM_BLOCK, pair = l->unit > 2 ? line : 0;
+    const size_t yb = VM_BLOCKS(p->y.c), rest = vm_parts(j->work.cpu) > 1 ? l->depth * VM_BLOCK : 0;
     const vm_filter f = {j->work.at.weight, j->work.cpu->dtype, p->x.c, (size_t)(p->ksize * p->ksize)};
     float *to = (float *)j->filters + task * l->w_block;
     const size_t phase = task / yb, block = task % yb;
-    for (size_t i = 0; i < l->batches / l->unit; i++, to += l->unit * line)
+    for (size_t i = 0; i < l->batches; i++, to += l->rows)
         for (size_t k = 0; k < l->depth; k++) {
             const size_t tap = i % l->taps, step = i / l->taps * VM_BLOCK + k;
             float *at = to + k * VM_BLOCK, row[VM_BLOCK];
@@ -223,15 +224,14 @@ static void make_filters(const void *context, size_t task, unsigned thread) {
                 continue;
             }
             for (size_t half = 0; half < 2; half++) {
-                uint16_t *high = (uint16_t *)(void *)at + half, *low = (uint16_t *)(void *)(at + pair) + half;
+                uint16_t *high = (uint16_t *)(void *)at + half, *low = (uint16_t *)(void *)(at + rest) + half;
                 filter_row(row, j, &f, phase, block, 2 * step + half, tap);
                 for (size_t o = 0; o < VM_BLOCK; o++) {
                     const uint16_t near = vm_to_bfloat16(row[o]);
                     high[2 * o] = near;
-                    if (pair) low[2 * o] = vm_to_bfloat16(row[o] - vm_element(VM_BF16, &near, 0));
+                    if (rest) low[2 * o] = vm_to_bfloat16(row[o] - vm_element(VM_BF16, &near, 0));
                 }
             }
-            if (pair) memcpy(at + 2 * pair, at, VM_BLOCK * sizeof *at);
         }
 }
 

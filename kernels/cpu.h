@@ -15,11 +15,14 @@
  *            x[x_offset[b] + r*x_row + p*x_pixel + k] * w[o*w_block + (b*depth + k)*16 + l]
  * for r < rows <= max_rows, p < pixels <= max_pixels, o < blocks in {1, 2}, l < 16. bias or add or both are NULL where pairs
  * are multiplied; add may be y. The sum runs in the order of b, then k, for every element, whatever the tile. Pairs: x and w
- * point to these, and a product is that of the upper halves and that of the lower ones. */
+ * point to these, and a product is that of the upper halves and that of the lower ones. Split numbers: a batch's `depth` rows
+ * of w are followed by as many of rests, those of x lie x_rest further on, and a batch is the product of both, then that of x
+ * with w's rests, then that of x's rests with w. */
 typedef struct vm_gemm {
     size_t rows, pixels, blocks, batches, depth;
     const float *x;
     const ptrdiff_t *x_offset;
+    ptrdiff_t x_rest;         /* 0 where numbers are not split */
     ptrdiff_t x_row, x_pixel; /* x_pixel: 16 or 32 */
     const float *w;
     ptrdiff_t w_block;
@@ -162,6 +165,9 @@ vm_cut vm_grid_rows(const vm_grid *grid);
 /* All of a vm_work but the structure itself takes so many bytes of memory, from `to` on. */
 size_t vm_work_bytes(const vm_pass *pass, const vm_grid *grid, size_t at_once);
 vm_work vm_work_begin(const vm_cpu *cpu, const vm_pass *pass, const vm_operands *at, const vm_grid *grid, void *to);
+
+/* Parts that a number is kept in where it is multiplied: itself, or two bfloat16. */
+static inline size_t vm_parts(const vm_cpu *cpu) { return cpu->pairs > 1 ? 2 : 1; }
 
 /* x: planes of [rows][width][16] floats, one for 16 channels, so many floats apart; or of so many pairs, one for 32 channels,
  * and where numbers are split a second set of planes with the rests. Zero outside the image. */

@@ -101,8 +101,7 @@ vm_cut vm_grid_rows(const vm_grid *g) {
 /* ---- load ---- */
 
 size_t vm_planes(const vm_cpu *cpu, size_t c) {
-    const size_t pairs = (VM_BLOCKS(c) + 1) / 2;
-    return cpu->pairs == 0 ? VM_BLOCKS(c) : cpu->pairs == 1 ? pairs : 2 * pairs;
+    return cpu->pairs ? vm_parts(cpu) * ((VM_BLOCKS(c) + 1) / 2) : VM_BLOCKS(c);
 }
 
 /* Pixels of a channel block to the scratch that begins at x, a plane of such blocks (or of pairs of them). */

@@ -33,7 +33,7 @@ class Gemm(ctypes.Structure):
     _fields_ = (
         *((name, c_size_t) for name in ("rows", "pixels", "blocks", "batches", "depth")),
         *((name, c_void_p) for name in ("x", "x_offset")),
-        *((name, c_ssize_t) for name in ("x_row", "x_pixel")),
+        *((name, c_ssize_t) for name in ("x_rest", "x_row", "x_pixel")),
         ("w", c_void_p),
         ("w_block", c_ssize_t),
         *((name, c_void_p) for name in ("bias", "add")),
@@ -115,7 +115,7 @@ class Case:
 
     def __init__(self, pixels, blocks, batches, depth, stride=1, rows=1, seed=0, numbers=None):
         self.rows, self.pixels, self.blocks, self.batches, self.depth = rows, pixels, blocks, batches, depth
-        self.x_pixel, self.x_row = 16 * stride, 16 * stride * (pixels + 2)
+        self.x_rest, self.x_pixel, self.x_row = 0, 16 * stride, 16 * stride * (pixels + 2)
         r = np.random.default_rng([rows, pixels, blocks, batches, depth, stride, seed])
         numbers = numbers or (lambda n: r.standard_normal(n))
         each = (rows - 1) * self.x_row + (pixels - 1) * self.x_pixel + depth
@@ -189,7 +189,8 @@ class Case:
         g = Gemm(
             **{"rows": rows, "pixels": n, "blocks": self.blocks, "batches": self.batches, "depth": self.depth},
             **{"x": self.x[of.start * self.x_pixel :].ctypes.data, "x_offset": self.offsets.ctypes.data},
-            **{"x_row": self.x_row, "x_pixel": self.x_pixel, "w": self.w.ctypes.data, "w_block": self.w_block},
+            **{"x_rest": self.x_rest, "x_row": self.x_row, "x_pixel": self.x_pixel},
+            **{"w": self.w.ctypes.data, "w_block": self.w_block},
             **{"bias": self.bias.ctypes.data if begins == "bias" else None},
             **{"add": adds.ctypes.data if begins == "add" else None},
             **{"add_row": y_row, "add_pixel": 16, "add_block": y_block},
@@ -297,11 +298,13 @@ def test_burn_counts_its_operations(products):
     assert not products.library.amx_in_use()
 
 
-def test_weights_of_three_batches(products):
-    """Numbers split into two bfloat16: three products, whose error is that of what is left out."""
-    n, pixels = 64, min(products.max_pixels, 14)
+@pytest.mark.parametrize("pixels", [4, 14, 40])
+def test_split_numbers(products, pixels):
+    """Numbers split into two bfloat16: three products, whose error is that of what is left out. They are what three
+    batches of their own are, in this order."""
+    n, pixels = 64, min(products.max_pixels, pixels)
     r = np.random.default_rng(5)
-    x, w = r.standard_normal((pixels, n)).astype(np.float32), r.standard_normal((n, 16)).astype(np.float32)
+    x, w = r.standard_normal((pixels, n)).astype(np.float32), r.standard_normal((n, 32)).astype(np.float32)
 
     def split(a):
         high = a.astype(ml_dtypes.bfloat16).astype(np.float32)
@@ -310,20 +313,31 @@ def test_weights_of_three_batches(products):
     def planes(a):  # [n/32][pixels][16 pairs]
         return pairs(a[:, 0::2], a[:, 1::2]).reshape(pixels, n // 32, 16).transpose(1, 0, 2).ravel()
 
-    def rows(a):  # [n/32][16 pairs][16 outputs]
-        return pairs(a[0::2], a[1::2]).reshape(n // 32, 16, 16)
+    def rows(a):  # [blocks][n/32][16 pairs][16 outputs]
+        return pairs(a[0::2], a[1::2]).reshape(n // 32, 16, 2, 16).transpose(2, 0, 1, 3)
 
     (xh, xl), (wh, wl) = split(x), split(w)
-    case = Case(pixels, 1, 3 * n // 32, 16)
-    each = pixels * 16
+    case = Case(pixels, 2, n // 32, 16)
+    each, low = pixels * 16, n // 32 * pixels * 16
     case.x = at_the_edge(np.concatenate([planes(xh), planes(xl)]))
-    case.w = at_the_edge(np.stack([rows(wh), rows(wl), rows(wh)], axis=1).ravel())
-    low = n // 32 * each
-    case.offsets = np.array([i * each + o for i in range(n // 32) for o in (0, 0, low)], np.intp)
-    want, size = x.astype(np.float64) @ w, np.abs(x).astype(np.float64) @ np.abs(w)
+    case.offsets = np.arange(n // 32, dtype=np.intp) * each
+    three = Case(pixels, 2, 3 * n // 32, 16)
+    three.x, three.bias = case.x, case.bias
+    three.offsets = np.array([i * each + o for i in range(n // 32) for o in (0, 0, low)], np.intp)
+    three.w = at_the_edge(np.stack([rows(wh), rows(wl), rows(wh)], axis=2).ravel())
+    if products.name == "avx512bf16":  # has no split numbers
+        got = three.result(products)
+    else:
+        case.w, case.w_block = at_the_edge(np.stack([rows(wh), rows(wl)], axis=2).ravel()), n // 32 * 512
+        case.x_rest = low
+        got = case.result(products)
+        assert same_bits(got, three.result(products))
+    want = (x.astype(np.float64) @ w).reshape(pixels, 2, 16).swapaxes(0, 1) + case.bias.reshape(2, 1, 16)
+    size = (np.abs(x).astype(np.float64) @ np.abs(w)).reshape(pixels, 2, 16).swapaxes(0, 1)
+    size += np.abs(case.bias.reshape(2, 1, 16))
     # rounding to 8 bits leaves 2^-9 of a number and that again 2^-9 of it: dropped are the product of the two rests and
     # what the rests left, each at most 2^-18 of a term; the sum adds 6 * n / 2 roundings of partial sums
-    assert (np.abs(case.result(products, None)[0, 0] - want) <= (3 * 2.0**-18 + 3 * n * EPS) * size).all()
+    assert (np.abs(got[:, 0] - want) <= (3 * 2.0**-18 + (3 * n + 1) * EPS) * size).all()
 
 
 # ---- the emulator itself ----

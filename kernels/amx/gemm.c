@@ -6,7 +6,7 @@
  * nothing else is done in (docs/SPEED.md).
  *
  * The four tiles of pixels lie one below the other where there are rows: so each brings few new lines of x, whose taps they
- * share. Tiles have one configuration in a call; the last pixels of a row have tiles of their own size.
+ * share. The last pixels of a row have tiles of their own size.
  *
  * Tiles belong to whoever computes (another library may use them between two calls), so each call configures and releases. */
 #include "../cpu.h"
@@ -30,10 +30,9 @@ enum {
 #define SUM_1 1
 #define SUM_2 2
 #define SUM_3 3
-#define W 4
-#define X 5
-#define TAIL_SUM 6
-#define TAIL_X 7
+#define X 4
+#define W 5
+#define W_REST 6
 
 typedef float line __attribute__((vector_size(LINE), aligned(4), may_alias));
 
@@ -47,12 +46,12 @@ typedef struct config {
 /* GCC's intrinsics do not say what they read: without this it need not have been written yet. */
 static void written(const void *all) { __asm__ volatile("" : : "r"(all) : "memory"); }
 
-static void configure(size_t tail, size_t depth) {
-    const uint8_t t = (uint8_t)tail, d = (uint8_t)depth;
+/* For tiles of so many pixels, of so many pairs each. */
+static void configure(size_t pixels, size_t depth) {
+    const uint8_t p = (uint8_t)pixels, d = (uint8_t)depth;
     const uint16_t pairs = (uint16_t)(4 * depth);
-    const config c = {.palette = 1,
-                      .bytes = {LINE, LINE, LINE, LINE, LINE, pairs, LINE, pairs},
-                      .rows = {TILE, TILE, TILE, TILE, d, TILE, t, t}};
+    const config c = {
+        .palette = 1, .bytes = {LINE, LINE, LINE, LINE, pairs, LINE, LINE}, .rows = {p, p, p, p, p, d, d}};
     written(&c);
     _tile_loadconfig(&c);
 }
@@ -81,34 +80,43 @@ static place place_of(const vm_gemm *g, size_t block, size_t row, size_t pixel) 
                    .y = g->y + o * g->y_block + r * g->y_row + p * g->y_pixel};
 }
 
+/* A batch, added to the first n sums. */
+#define ADD_TO(SUM, I)                             \
+    if (n > (I)) {                                 \
+        _tile_loadd(X, at[I].x + offset, x);       \
+        _tile_dpbf16ps(SUM, X, W);                 \
+        if (split) _tile_dpbf16ps(SUM, X, W_REST); \
+    }
+#define ADD_RESTS_TO(SUM, I)                             \
+    if (n > (I)) {                                       \
+        _tile_loadd(X, at[I].x + offset + g->x_rest, x); \
+        _tile_dpbf16ps(SUM, X, W);                       \
+    }
+
 /* n <= SUMS tiles. */
-static inline __attribute__((always_inline)) void multiply(const vm_gemm *g, const float *w, const place *at,
-                                                           size_t n) {
+static inline __attribute__((always_inline)) void multiply(const vm_gemm *g, const float *w, const place *at, size_t n,
+                                                           bool split) {
     const ptrdiff_t x = g->x_pixel * 4, y = g->y_pixel * 4;
     const ptrdiff_t add = g->add ? g->add_pixel * 4 : 0; /* the same line for all pixels, where it is a bias */
-    const size_t each = g->depth * VM_BLOCK;
+    const size_t rows = g->depth * VM_BLOCK;
     _tile_loadd(SUM_0, at[0].add, add);
     if (n > 1) _tile_loadd(SUM_1, at[1].add, add);
     if (n > 2) _tile_loadd(SUM_2, at[2].add, add);
     if (n > 3) _tile_loadd(SUM_3, at[3].add, add);
-    for (size_t b = 0; b < g->batches; b++, w += each) {
+    for (size_t b = 0; b < g->batches; b++, w += split ? 2 * rows : rows) {
         const ptrdiff_t offset = g->x_offset[b];
         stay_awake();
         _tile_loadd(W, w, LINE);
-        _tile_loadd(X, at[0].x + offset, x);
-        _tile_dpbf16ps(SUM_0, X, W);
-        if (n > 1) {
-            _tile_loadd(X, at[1].x + offset, x);
-            _tile_dpbf16ps(SUM_1, X, W);
-        }
-        if (n > 2) {
-            _tile_loadd(X, at[2].x + offset, x);
-            _tile_dpbf16ps(SUM_2, X, W);
-        }
-        if (n > 3) {
-            _tile_loadd(X, at[3].x + offset, x);
-            _tile_dpbf16ps(SUM_3, X, W);
-        }
+        if (split) _tile_loadd(W_REST, w + rows, LINE);
+        ADD_TO(SUM_0, 0)
+        ADD_TO(SUM_1, 1)
+        ADD_TO(SUM_2, 2)
+        ADD_TO(SUM_3, 3)
+        if (!split) continue;
+        ADD_RESTS_TO(SUM_0, 0)
+        ADD_RESTS_TO(SUM_1, 1)
+        ADD_RESTS_TO(SUM_2, 2)
+        ADD_RESTS_TO(SUM_3, 3)
     }
     _tile_stored(SUM_0, at[0].y, y);
     if (n > 1) _tile_stored(SUM_1, at[1].y, y);
@@ -116,47 +124,46 @@ static inline __attribute__((always_inline)) void multiply(const vm_gemm *g, con
     if (n > 3) _tile_stored(SUM_3, at[3].y, y);
 }
 
-/* The last pixels of a row, less than a tile. */
-static void multiply_tail(const vm_gemm *g, const float *w, place at) {
-    _tile_loadd(TAIL_SUM, at.add, g->add ? g->add_pixel * 4 : 0);
-    for (size_t b = 0; b < g->batches; b++, w += g->depth * VM_BLOCK) {
-        stay_awake();
-        _tile_loadd(W, w, LINE);
-        _tile_loadd(TAIL_X, at.x + g->x_offset[b], g->x_pixel * 4);
-        _tile_dpbf16ps(TAIL_SUM, TAIL_X, W);
+static inline __attribute__((always_inline)) void multiply_some(const vm_gemm *g, const float *w, const place *at,
+                                                                size_t n, bool split) {
+    switch (n) {
+    case 1:
+        multiply(g, w, at, 1, split);
+        break;
+    case 2:
+        multiply(g, w, at, 2, split);
+        break;
+    case 3:
+        multiply(g, w, at, 3, split);
+        break;
+    default:
+        multiply(g, w, at, 4, split);
     }
-    _tile_stored(TAIL_SUM, at.y, g->y_pixel * 4);
 }
 
-static void multiply_block(const vm_gemm *g, size_t block) {
-    const float *w = g->w + (ptrdiff_t)block * g->w_block;
-    const size_t columns = g->pixels / TILE, tiles = columns * g->rows;
-    place at[SUMS];
-    for (size_t t = 0, n; t < tiles; t += n) { /* one row below the other, then the next 16 pixels */
-        n = VM_MIN(tiles - t, SUMS);
-        for (size_t i = 0; i < n; i++) at[i] = place_of(g, block, (t + i) % g->rows, (t + i) / g->rows * TILE);
-        switch (n) {
-        case 1:
-            multiply(g, w, at, 1);
-            break;
-        case 2:
-            multiply(g, w, at, 2);
-            break;
-        case 3:
-            multiply(g, w, at, 3);
-            break;
-        default:
-            multiply(g, w, at, 4);
+/* Columns of tiles, from a pixel on; `each` pixels in a tile. */
+static void multiply_columns(const vm_gemm *g, size_t first, size_t columns, size_t each) {
+    if (!columns) return;
+    configure(each, g->depth);
+    for (size_t o = 0; o < g->blocks; o++) {
+        const float *w = g->w + (ptrdiff_t)o * g->w_block;
+        place at[SUMS];
+        for (size_t t = 0, n, tiles = columns * g->rows; t < tiles; t += n) { /* down the rows, then the next column */
+            n = VM_MIN(tiles - t, SUMS);
+            for (size_t i = 0; i < n; i++) at[i] = place_of(g, o, (t + i) % g->rows, first + (t + i) / g->rows * TILE);
+            if (g->x_rest)
+                multiply_some(g, w, at, n, true);
+            else
+                multiply_some(g, w, at, n, false);
         }
     }
-    for (size_t r = 0; columns * TILE < g->pixels && r < g->rows; r++)
-        multiply_tail(g, w, place_of(g, block, r, columns * TILE));
+    _tile_release();
 }
 
 static void gemm(const vm_gemm *g) {
-    configure(g->pixels % TILE ? g->pixels % TILE : TILE, g->depth);
-    for (size_t o = 0; o < g->blocks; o++) multiply_block(g, o);
-    _tile_release();
+    const size_t full = g->pixels / TILE, last = g->pixels % TILE;
+    multiply_columns(g, 0, full, TILE);
+    multiply_columns(g, full * TILE, last > 0, last);
 }
 
 static double burn(size_t rounds, float *sink) {

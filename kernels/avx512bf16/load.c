@@ -26,8 +26,13 @@ INLINE __m512 silu(__m512 x, bool exact) {
     __m512 p = _mm512_set1_ps(c[0]);
     for (size_t i = 1; i < (exact ? 6 : 4); i++) p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(c[i]));
     const __m512 sum = _mm512_add_ps(_mm512_scalef_ps(p, t), _mm512_set1_ps(1));
-    if (exact) return _mm512_div_ps(x, sum);
-    return _mm512_mul_ps(x, _mm512_rcp14_ps(sum));
+    __m512 inverse = _mm512_rcp14_ps(sum);
+    if (exact) { /* Newton's step, a third of a division's time; of a sum that is too large there is none to take */
+        const __mmask16 small = _mm512_cmp_ps_mask(t, _mm512_set1_ps(126), _CMP_LT_OQ);
+        const __m512 error = _mm512_fnmadd_ps(sum, inverse, _mm512_set1_ps(1));
+        inverse = _mm512_mask_fmadd_ps(inverse, small, error, inverse);
+    }
+    return _mm512_mul_ps(x, inverse);
 }
 
 INLINE __m256i narrow(__m512 x) { return (__m256i)_mm512_cvtneps_pbh(x); }

@@ -42,17 +42,25 @@ static float add_products(float sum, uint32_t x, uint32_t w) {
     return sum + vm_float_of_bits(x << 16) * vm_float_of_bits(w << 16);
 }
 
+static void add_batch(float sum[L], const float *x, const float *w, size_t depth) {
+    for (size_t k = 0; k < depth; k++, w += L)
+        for (size_t l = 0; l < L; l++) sum[l] = add_products(sum[l], vm_bits_of_float(x[k]), vm_bits_of_float(w[l]));
+}
+
 static void gemm_pairs(const vm_gemm *g) {
     for (size_t o = 0; o < g->blocks; o++)
         for (size_t p = 0; p < g->pixels; p++) {
             float sum[L] = {0};
             const float *w = g->w + (ptrdiff_t)o * g->w_block;
-            for (size_t b = 0; b < g->batches; b++)
-                for (size_t k = 0; k < g->depth; k++, w += L) {
-                    const float x = g->x[g->x_offset[b] + (ptrdiff_t)p * g->x_pixel + (ptrdiff_t)k];
-                    for (size_t l = 0; l < L; l++)
-                        sum[l] = add_products(sum[l], vm_bits_of_float(x), vm_bits_of_float(w[l]));
-                }
+            const float *x = g->x + (ptrdiff_t)p * g->x_pixel;
+            const size_t rows = g->depth * L;
+            for (size_t b = 0; b < g->batches; b++, w += g->x_rest ? 2 * rows : rows) {
+                const float *of = x + g->x_offset[b];
+                add_batch(sum, of, w, g->depth);
+                if (!g->x_rest) continue;
+                add_batch(sum, of, w + rows, g->depth);
+                add_batch(sum, of + g->x_rest, w, g->depth);
+            }
             finish(g, o, p, sum);
         }
 }
