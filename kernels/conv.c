@@ -22,7 +22,7 @@
 enum {
     TILE_WIDTH = 64, /* pixels; the x tile should stay in a core's L2 beside the weights of two blocks */
     TILE_BYTES = 768 * 1024,
-    TILES_WANTED = 32 /* enough to share among threads when the image is small */
+    TILES_WANTED = 16 /* enough to share among threads when the image is small */
 };
 
 static vm_grid make_grid(const vm_cpu *cpu, const vm_pass *p) {

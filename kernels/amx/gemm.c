@@ -34,8 +34,6 @@ enum {
 #define W 5
 #define W_REST 6
 
-typedef float line __attribute__((vector_size(LINE), aligned(4), may_alias));
-
 /* What ldtilecfg reads. */
 typedef struct config {
     uint8_t palette, start_row, reserved[14];
@@ -56,11 +54,11 @@ static void configure(size_t pixels, size_t depth) {
     _tile_loadconfig(&c);
 }
 
-/* Without a vector to compute with for about a thousand cycles, the processor lets its wide units rest; the store that comes
- * next then waits as long again. Tiles alone do not keep them awake. */
+/* Without vectors of floats to add or multiply for about a thousand cycles the processor lets the units for them rest, and the
+ * vector or the tile that is stored next waits as long again. Neither tiles nor integers keep them awake. */
 static inline __attribute__((always_inline)) void stay_awake(void) {
 #ifdef __AVX512F__
-    __asm__ volatile("vaddps %%zmm31, %%zmm31, %%zmm31" : : : "xmm31");
+    __asm__ volatile("vaddps %0, %0, %%zmm31" : : "v"(_mm512_setzero_ps()) : "xmm31");
 #endif
 }
 
