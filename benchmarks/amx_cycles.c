@@ -92,6 +92,7 @@ int main(void) {
         for (int i = 0; i < 2 * FLOATS; i++) half[i] = random ? (uint16_t)((rand() & 0x81ff) | 0x3e00) : 0;
         printf(random ? "random numbers\n" : "zeros\n");
         LOAD_SUMS(sums);
+        BATCH(data, data + 8 * TILE);
         MEASURE("products on registers", 1, {
             _tile_dpbf16ps(0, 4, 6);
             _tile_dpbf16ps(1, 4, 7);

@@ -12,7 +12,8 @@
  *
  * k lies as [c/16][key][16 c], v as [key/16][c][16 keys]. Where pairs are multiplied, a pair in the place of a float is two
  * neighbours of those that are summed over, channels in the first product and keys in the second; where numbers are split, a
- * second set of k and v has the rests, and each 16 lines of weights are followed by theirs. Each task copies the keys, run by run: that costs little beside a task's products, and no memory.
+ * second set of k and v has the rests, and each 16 lines of weights are followed by theirs. Each task copies the keys, run by
+ * run: that costs little beside a task's products, and no memory.
  *
  *   prepared: job | offsets of batches of k | of v
  *   scratch:  thread 0 | thread 1 ...

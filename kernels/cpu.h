@@ -13,9 +13,10 @@
 /* y[o*y_block + r*y_row + p*y_pixel + l] = bias[o*16 + l] + add[o*add_block + r*add_row + p*add_pixel + l]
  *      + sum over b < batches, k < depth of
  *            x[x_offset[b] + r*x_row + p*x_pixel + k] * w[o*w_block + (b*depth + k)*16 + l]
- * for r < rows <= max_rows, p < pixels <= max_pixels, o < blocks in {1, 2}, l < 16. bias or add or both are NULL where pairs
- * are multiplied; add may be y. The sum runs in the order of b, then k, for every element, whatever the tile. Pairs: x and w
- * point to these, and a product is that of the upper halves and that of the lower ones. Split numbers: a batch's `depth` rows
+ * for r < rows <= max_rows, p < pixels <= max_pixels, o < blocks in {1, 2}, l < 16. bias and add may be NULL; add may be y. The
+ * sum runs in the order of b, then k, for every element, whatever the tile. Pairs: x and w point to these, a product is that of
+ * the upper halves and that of the lower ones (AMX adds up those of a batch first), and of bias and add there is one at most.
+ * Split numbers, which plain C and AMX alone multiply: a batch's `depth` rows
  * of w are followed by as many of rests, those of x lie x_rest further on, and a batch is the product of both, then that of x
  * with w's rests, then that of x's rests with w. */
 typedef struct vm_gemm {

@@ -233,7 +233,8 @@ void vm_store_row(const vm_work *j, const float *from, size_t block, size_t y, s
     }
     const void *add = j->pass->add ? vm_pixel(&j->at.add, y, block, x) : NULL;
     const vm_view *v = &j->at.y;
-    if (!j->cpu->ops->store(vm_pixel(v, y, block, x), v->dtype, from, n, j->pass->y_scale, add))
+    const bool finite = j->cpu->ops->store(vm_pixel(v, y, block, x), v->dtype, from, n, j->pass->y_scale, add);
+    if (!finite && v->dtype != VM_F32) /* floats show it themselves */
         __atomic_store_n(j->at.overflow, true, __ATOMIC_RELAXED);
 }
 

@@ -54,6 +54,15 @@ def test_error_beside_float32(small, op, dtype, precision, backend):
         assert np.array_equal(made.run(op, inputs[op], backend=backend, threads=threads)[0], got)
 
 
+@pytest.mark.parametrize("dtype,precision,backend", [run for run in RUNS if run[0] == "float32"])
+def test_floats_show_themselves_what_is_not_finite(dtype, precision, backend):
+    vae = small_vae("sd")
+    z = latents(vae, 4, 4)
+    z[0, 1, 2, 3] = np.nan
+    got, ran = model(vae, dtype, precision).run("decode", z, backend=backend, threads=2)
+    assert np.isnan(got).all() and ran["overflow"] is False
+
+
 @pytest.mark.parametrize("dtype,precision,backend", [run for run in RUNS if run[2] in ("amx", "avx512bf16")])
 @both_ways
 def test_streamed_rows_change_no_bit(op, dtype, precision, backend):

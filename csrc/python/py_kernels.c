@@ -37,7 +37,7 @@ static void *data_of(PyObject *o, const char *what, int type, size_t items, bool
 static PyObject *kernel_gemm(PyObject *Py_UNUSED(module), PyObject *args) {
     const char *backend;
     PyObject *y, *x, *offsets, *w, *bias, *add;
-    vm_gemm g = {0};
+    vm_gemm g = {.rows = 1};
     if (!PyArg_ParseTuple(args, "sOOOOOO(nnnnnnnnn)", &backend, &y, &x, &offsets, &w, &bias, &add, &g.pixels, &g.blocks,
                           &g.depth, &g.x_pixel, &g.w_block, &g.add_pixel, &g.add_block, &g.y_pixel, &g.y_block))
         return NULL;

@@ -138,7 +138,8 @@ static void check_sum(float got, sum want, size_t terms, const char *what, size_
 /* ---- the operations ---- */
 
 static void test_gemm(const vm_cpu_ops *ops) {
-    vm_gemm g = {.pixels = from_to(1, ops->floats.max_pixels), .blocks = from_to(1, 2), .batches = from_to(1, 12)};
+    vm_gemm g = {
+        .rows = 1, .pixels = from_to(1, ops->floats.max_pixels), .blocks = from_to(1, 2), .batches = from_to(1, 12)};
     g.depth = from_to(1, L), g.x_pixel = L * (ptrdiff_t)from_to(1, 2);
     const size_t apart = below(200), x_last = (g.pixels - 1) * (size_t)g.x_pixel + g.depth - 1;
     const size_t w_items = g.batches * g.depth * L;
