@@ -286,7 +286,7 @@ class ConvRun:
         add = 0 if self.add is None else self.add[some].astype(np.float64)
         want = conv64(loaded, weight, bias, case.stride, case.up) + add
         # sums of runs of 128 or so products, or of tiles of 32 on AMX; the loaded value itself carries a few eps from
-        # normalise and SiLU; Winograd's sums of up to 24 inputs and 24 products, of factors up to (3/2)^3, add some more
+        # normalise and SiLU; Winograd's sums of up to 24 inputs and products, of factors up to (3/2)^3, add some more
         size = conv64(np.abs(loaded), np.abs(weight), np.abs(bias), case.stride, case.up) + np.abs(add)
         # A factor that is rounded to bfloat16 is off by up to half a step, independently of the others: by 0.42 of
         # that in root mean square, two factors by 0.6, and a sum by as much of the root of its squared terms. Seven
