@@ -199,10 +199,11 @@ def test_weights_are_made_anew_where_a_limit_is_tight(op, dtype, backend):
 
 
 def test_the_bar_of_the_smallest_plans():
-    """SDXL's, in T = 128 * height * width * bytes of a number, beside the weights."""
+    """SDXL's, in T = 128 * height * width * bytes of a number, beside the weights. On AMX tiles are twice as high."""
+    amx = any(usable for name, usable in _core.backends("bfloat16", "highest") if name == "amx")
     for dtype, op, size, bar in (
         ("float32", "decode", 1024, 0.35), ("float32", "encode", 1024, 0.3), ("float32", "decode", 2048, 0.3),
-        ("bfloat16", "decode", 1024, 0.5), ("bfloat16", "encode", 512, 0.5),
+        ("bfloat16", "decode", 1024, 0.55 if amx else 0.5), ("bfloat16", "encode", 512, 0.5),
     ):  # fmt: skip
         model = _core.Model(_core.models()["sdxl"], dtype=dtype)
         smallest, record = Plans(model, {"op": op, "height": size, "width": size, "threads": 2}).smallest()
