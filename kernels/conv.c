@@ -8,7 +8,8 @@
  *
  * A long sum is made of short ones, over one or a few blocks of input channels at a time: that keeps
  * a run's weights in L1 while the tile passes by, and rounds as a sum of sums does, not as one of
- * thousands of terms. (AMX sums up all at once: vm_products.steps.) The partial results wait in y itself, or in the y tile where y is kept in fewer bits.
+ * thousands of terms. (AMX sums up all at once: vm_products.steps.) The partial results wait in y itself,
+ * or in the y tile where results do not go in place.
  *
  * After nearest 2x, where that is not Winograd's affair, 2x2 output pixels are a cell, and each of the four is a 2x2 convolution
  * of its own (a phase), whose taps are sums of those that fall on the same pixel.
