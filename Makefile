@@ -15,7 +15,7 @@ export VAEMEM_CUDA_ARCHS
 SAY_BUILD = echo "Installing vaemem and what it needs in $(VENV): the C core and, where there is nvcc, GPU kernels for compute capability" \
 	"$(or $(VAEMEM_CUDA_ARCHS),75 to 120) (VAEMEM_CUDA_ARCHS='80 90' for others, VAEMEM_CUDA=0 for none)."
 
-.PHONY: demo test docs bench check lint asan clang pythons packages fuzz newer windows format wheel wheel-cpu wheel-cuda clean \
+.PHONY: demo test docs bench check thorough lint asan clang pythons packages fuzz newer windows format wheel wheel-cpu wheel-cuda clean \
         build-gpu test-gpu bench-gpu check-gpu
 
 demo: $(VENV)/demo.stamp
@@ -49,6 +49,7 @@ bench: $(VENV)/bench.stamp
 GPU := PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR) VAEMEM_TEST_GPU=1
 GPU_KERNELS := $(addprefix tests/test_,emulator.py cuda_kernels.py cuda_store.py cuda_attention.py cuda_own_conv.py)
 GPU_TESTS := $(wildcard tests/test_cuda_vae*.py) tests/test_measure.py tests/test_diffusers.py
+THOROUGH_TOO := -m 'not packages'
 SANITIZER := compute-sanitizer --kernel-name kns=vm_ --report-api-errors no --error-exitcode 1
 
 build-gpu:
@@ -57,7 +58,7 @@ build-gpu:
 # Kernels by name first, each file in a process of its own: a wrong address ends its context for good.
 test-gpu: build-gpu
 	@for tests in $(GPU_KERNELS) "$(GPU_TESTS)"; do \
-	    echo $$tests; $(GPU) $(PYTHON) -m pytest --tb=short --maxfail=5 $$tests || exit 1; \
+	    echo $$tests; $(GPU) $(PYTHON) -m pytest $(THOROUGH_TOO) --tb=short --maxfail=5 $$tests || exit 1; \
 	done
 
 # Ours beside PyTorch eager, channels_last and compiled, in one process; writes benchmarks/results/*.csv.
@@ -66,30 +67,36 @@ bench-gpu: build-gpu
 	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/decode_gpu.py --sizes 1024 --ablation
 
 check-gpu: build-gpu
-	$(GPU) $(SANITIZER) --tool memcheck $(PYTHON) -m pytest -x tests/test_cuda_vae.py -k "test_decode or test_encode"
-	$(GPU) $(SANITIZER) --tool racecheck $(PYTHON) -m pytest -x tests/test_cuda_vae.py -k "test_decode and odd"
-	$(GPU) $(SANITIZER) --tool initcheck $(PYTHON) -m pytest -x tests/test_cuda_vae.py -k "test_decode and odd"
+	$(GPU) $(SANITIZER) --tool memcheck $(PYTHON) -m pytest $(THOROUGH_TOO) -x tests/test_cuda_vae.py -k "test_decode or test_encode"
+	$(GPU) $(SANITIZER) --tool racecheck $(PYTHON) -m pytest $(THOROUGH_TOO) -x tests/test_cuda_vae.py -k "test_decode and odd"
+	$(GPU) $(SANITIZER) --tool initcheck $(PYTHON) -m pytest $(THOROUGH_TOO) -x tests/test_cuda_vae.py -k "test_decode and odd"
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
-# Reinstalled, not editable: what runs is what a user would get.
-$(VENV)/demo.stamp: $(BIN)/python $(SOURCES)
-	@$(SAY_BUILD)
-	$(PIP) install '.[demo]'
+$(VENV)/build.stamp: $(BIN)/python
+	$(PIP) install --no-compile 'setuptools>=77' 'numpy>=2'
 	touch $@
 
-$(VENV)/test.stamp: $(BIN)/python $(SOURCES)
+# Reinstalled, not editable: what runs is what a user would get. Built with the setuptools that lies here already, and
+# Python compiles to bytecode what is imported, not all that is installed: that is half of pip's time.
+INSTALL := $(PIP) install --no-build-isolation --no-compile
+$(VENV)/demo.stamp: $(VENV)/build.stamp $(SOURCES)
 	@$(SAY_BUILD)
-	VAEMEM_WERROR=1 $(PIP) install '.[test]'
+	$(INSTALL) '.[demo]'
+	touch $@
+
+$(VENV)/test.stamp: $(VENV)/build.stamp $(SOURCES)
+	@$(SAY_BUILD)
+	VAEMEM_WERROR=1 $(INSTALL) '.[test]'
 	touch $@
 
 $(VENV)/check.stamp: $(VENV)/test.stamp
-	$(PIP) install '.[check]'
+	$(INSTALL) '.[check]'
 	touch $@
 
 $(VENV)/bench.stamp: $(VENV)/test.stamp
-	$(PIP) install '.[bench]'
+	$(INSTALL) '.[bench]'
 	touch $@
 
 # After check.stamp where that is wanted too: two pips at once in one environment get in each other's way.
@@ -99,7 +106,11 @@ $(VENV)/wheel.stamp: $(BIN)/python $(if $(filter check packages,$(MAKECMDGOALS))
 
 # ---- What CI runs beside the tests. Each is a target of its own; what a machine lacks is skipped in so many words. ----
 
-check: lint asan clang pythons packages fuzz
+check: lint thorough asan clang pythons packages fuzz
+
+# The tests that show more of what make test shows, or take long.
+thorough: $(VENV)/test.stamp
+	PYTHONSAFEPATH=1 $(BIN)/pytest -m thorough
 
 lint: $(VENV)/check.stamp
 	$(BIN)/ruff check .
@@ -107,7 +118,7 @@ lint: $(VENV)/check.stamp
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run -Werror $(C_SOURCES)
 	@if command -v cppcheck >/dev/null; then \
-	    cppcheck --quiet --error-exitcode=1 --std=c11 --enable=warning,performance,portability \
+	    cppcheck -j "$$(nproc)" --quiet --error-exitcode=1 --std=c11 --enable=warning,performance,portability \
 	        --inline-suppr --suppress=missingIncludeSystem --suppress=invalidPointerCast -DVM_HAVE_X86=1 csrc/*.c csrc/predict/*.c kernels; \
 	else echo "lint: cppcheck is not installed: skipped"; fi
 
@@ -118,14 +129,15 @@ in_place = rm -rf build/$(1) && mkdir -p build/$(1) && cp -r setup.py pyproject.
 # The core under AddressSanitizer and UndefinedBehaviorSanitizer, running the tests that need no torch. Left out is what runs
 # none of it (kernels alone on the emulator, programs that are built with sanitizers of their own), and what runs the same
 # by the thousand or in larger models: the demo, its weights, the notebooks, formulas over whole domains, pipelines, errors of
-# every kind of numbers, ramps of tiles, plans of whole models, the README.
+# every kind of numbers, ramps of tiles, plans of whole models, the README, tables and what is made of them, profiles.
 NOT_THE_CORE := 'cuda_[!v]*' 'emulator*' 'isa*' 'fuzz*' 'threads*' 'demo*' 'handmade*' 'notebooks*' 'bound*' 'integration*' \
 	'pipelines*' 'plan*' 'products*' 'programs*' 'module_calls*' 'whole_*' 'seconds*' 'storage*' 'ggml*' 'numbers*' 'sizes*' \
-	'other_vaes*' 'predict*' 'benchmarks*' 'examples*' 'gpu_session*' 'dtypes*' 'gguf*' 'readme*'
+	'other_vaes*' 'predict*' 'benchmarks*' 'examples*' 'gpu_session*' 'dtypes*' 'gguf*' 'readme*' 'workspace*' 'report*' 'table*' \
+	'estimators*' 'published*' 'record_profiles*' 'sweep*' 'fit*' 'formula*'
 asan: $(VENV)/check.stamp
 	$(call in_place,asan,VAEMEM_SANITIZE=1 VAEMEM_CUDA_ARCHS=90,$(abspath $(BIN))/python)
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" \
-	ASAN_OPTIONS=detect_leaks=0:verify_asan_link_order=0 PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR)/build/asan \
+	ASAN_OPTIONS=detect_leaks=0:verify_asan_link_order=0:allocator_may_return_null=1 PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR)/build/asan \
 	VAEMEM_SANITIZED=1 VAEMEM_CUDA_ARCHS=90 $(BIN)/pytest -x --deselect tests/test_tiling.py::test_ramps \
 	    --deselect tests/test_memory_limit.py::test_the_bar_of_the_smallest_plans \
 	    $(addprefix --ignore-glob=tests/test_,$(NOT_THE_CORE))
@@ -146,24 +158,25 @@ clang: $(VENV)/check.stamp
 	@clang="$$(for v in '' -22 -21 -20 -19 -18 -17 -16 -15 -14; do command -v clang$$v && break; done)"; \
 	if [ -z "$$clang" ]; then echo "clang: clang is not installed: skipped"; exit; fi; set -ex; \
 	($(call in_place,clang,VAEMEM_CUDA=0 CC="$$clang",$(abspath $(BIN))/python)); \
-	PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR)/build/clang $(BIN)/pytest tests/test_kernels.py tests/test_memory.py tests/test_allocator.py
+	PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR)/build/clang $(BIN)/pytest -n logical --dist worksteal $(THOROUGH_TOO) \
+	    tests/test_kernels.py tests/test_memory.py tests/test_allocator.py
 
 # The tests that need NumPy alone, in a CPython of another version. Left out is what is of C and its compilers more than of
-# Python (kernels, emulators, programs in C), and formulas over whole domains.
+# Python (kernels, plans, allocators, emulators, programs in C), formulas over whole domains, and profiles.
 NOT_OF_PYTHON := 'cuda_*' 'emulator*' 'isa*' 'fuzz*' 'threads*' 'sizes*' 'kernels*' 'products*' 'numbers*' 'cpu_attention*' \
-	'gpu_session*' 'bound*'
+	'gpu_session*' 'bound*' 'workspace*' 'allocator*' 'trace*' 'memory_limit*' 'tiling*'
 pythons: $(VENV)/check.stamp
 	@other="$$(.ci/other_python $(BIN)/python)"; \
 	if [ -z "$$other" ]; then echo "pythons: there is no second CPython of 3.10 or later: skipped"; exit; fi; set -ex; \
 	rm -rf build/python && "$$other" -m venv build/python; \
-	VAEMEM_WERROR=1 VAEMEM_CUDA=0 build/python/bin/pip --disable-pip-version-check -q install . 'pytest>=8' 'safetensors>=0.4.3'; \
+	VAEMEM_WERROR=1 VAEMEM_CUDA=0 build/python/bin/pip --disable-pip-version-check -q install . 'pytest>=8' 'pytest-xdist>=3.6' 'safetensors>=0.4.3'; \
 	PYTHONSAFEPATH=1 build/python/bin/pytest $(addprefix --ignore-glob=tests/test_,$(NOT_OF_PYTHON))
 
 # The source distribution and the wheel, each built, installed into a fresh environment and used there.
 packages: $(VENV)/check.stamp $(VENV)/wheel.stamp
-	PYTHONSAFEPATH=1 $(BIN)/pytest -m packages -rs tests/test_packages.py
+	PYTHONSAFEPATH=1 $(BIN)/pytest -m packages
 
-FUZZ_SECONDS ?= 12
+FUZZ_SECONDS ?= 8
 fuzz: $(VENV)/check.stamp
 	@if [ -f tests/fuzz/run.py ]; then $(BIN)/python tests/fuzz/run.py --seconds $(FUZZ_SECONDS); \
 	else echo "fuzz: there is no tests/fuzz/run.py: skipped"; fi

@@ -83,6 +83,13 @@ def flags_for(source: str) -> list[str]:
     return flags
 
 
+def in_parallel(work, items: list) -> list:
+    """What map() gives, by as many threads as there are processors for this process."""
+    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    with ThreadPoolExecutor(own) as pool:
+        return list(pool.map(work, items))
+
+
 def wheel_folders(*names: str) -> list[str]:
     """Folders of the nvidia-* wheels, where these lie in sys.path."""
     return [f for path in sys.path for name in names for f in sorted(glob.glob(os.path.join(path, "nvidia", name)))]
@@ -118,8 +125,7 @@ def compile_kernels(nvcc: str, folder: str) -> None:
         if not os.path.exists(target) or os.path.getmtime(target) < newest:
             subprocess.run([nvcc, "-fatbin", *NVCC_FLAGS, *targets, "-o", target, source], check=True)
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(compile_one, sorted(glob.glob("kernels/cuda/*.cu"))))
+    in_parallel(compile_one, sorted(glob.glob("kernels/cuda/*.cu")))
 
 
 class BuildPerFolder(build_ext):
@@ -144,7 +150,7 @@ class BuildPerFolder(build_ext):
         return super().get_ext_filename(fullname)
 
     def build_for_windows(self, ext: Extension) -> None:
-        """All sources by zig, some at a time, and the library of them."""
+        """All sources by zig, and the library of them."""
         include = os.path.join(WINDOWS, "include")
         given = [f"-D{name}={value}" for name, value in ext.define_macros] + [f"-I{f}" for f in (include, NUMPY)]
 
@@ -154,8 +160,7 @@ class BuildPerFolder(build_ext):
             subprocess.run([*ZIG, *flags_for(source), *given, "-c", source, "-o", target], check=True)
             return target
 
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            objects = list(pool.map(compile_one, ext.sources))
+        objects = in_parallel(compile_one, ext.sources)
         made = self.get_ext_fullpath(ext.name)
         os.makedirs(os.path.dirname(made), exist_ok=True)
         # python311.lib, not the python3.lib of the stable interface, nor that of a debug or free-threaded build
@@ -167,7 +172,6 @@ class BuildPerFolder(build_ext):
         if WINDOWS:
             self.build_for_windows(ext)
             return
-        compile_one = self.compiler._compile
         if ext.name == "vaemem._cuda":
             fatbins = os.path.abspath(os.path.join(self.build_temp, "fatbins-" + "-".join(CUDA_ARCHS)))
             self.force = True  # setuptools would not see that other machine code is to be embedded
@@ -177,14 +181,25 @@ class BuildPerFolder(build_ext):
                 raise SystemExit(f"vaemem: {error} (VAEMEM_CUDA=0 builds without CUDA)") from None
             ext.define_macros.append(("VM_FATBINS", f'"{fatbins}"'))
 
-        def with_folder_flags(obj, src, ext_, cc_args, extra_postargs, pp_opts):
-            compile_one(obj, src, ext_, cc_args, list(extra_postargs) + flags_for(src), pp_opts)
+        compile_all, compile_one = self.compiler.compile, self.compiler._compile
 
-        self.compiler._compile = with_folder_flags
+        def with_folder_flags(job):
+            obj, source, ext_, arguments, more, macros = job
+            compile_one(obj, source, ext_, arguments, [*more, *flags_for(source)], macros)
+
+        def compile_in_parallel(sources, **how):
+            """What setuptools would compile one after the other, and with the same flags for all."""
+            jobs = []
+            self.compiler._compile = lambda *job: jobs.append(job)
+            objects = compile_all(sources, **how)
+            in_parallel(with_folder_flags, jobs)
+            return objects
+
+        self.compiler.compile = compile_in_parallel
         try:
             super().build_extension(ext)
         finally:
-            self.compiler._compile = compile_one
+            self.compiler.compile, self.compiler._compile = compile_all, compile_one
 
 
 headers = sorted(glob.glob("csrc/**/*.h", recursive=True) + glob.glob("kernels/**/*.h", recursive=True))

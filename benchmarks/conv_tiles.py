@@ -130,7 +130,7 @@ def table(machine: Machine, args: argparse.Namespace) -> list[dict[str, Any]]:
             launch = cuda_driver.Kernels(driver, [cuda_driver.image(source, Path(folder))]).enqueue
             most, count = driver.attribute(cuda_driver.MOST_SHARED), driver.attribute(cuda_driver.MULTIPROCESSORS)
         else:
-            launch, most, count = build.Kernels(Path(folder), [source]).launch, SM_90, 2
+            launch, most, count = build.Kernels([source]).launch, SM_90, 2
         ran = about(machine, None)
         for dtype in args.dtypes:
             peak = machine.flops(dtype if machine.gpu else "float32")

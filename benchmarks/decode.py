@@ -9,7 +9,7 @@ once at a small size (--check) for its accuracy and once at the full one to warm
 them one after another, so that what the machine does meanwhile falls on all. Medians. Contestants:
 
 - vaemem: ours on the best kernels of this machine. vaemem-NAME: held to NAME by VAEMEM_DISABLE, as in vaemem-avx512bf16
-  (without AMX), vaemem-avx512 (without products of bfloat16), vaemem-avx2, vaemem-ref (plain C). One that computes with
+  (AMD's), vaemem-avx512 (without products of bfloat16), vaemem-avx2, vaemem-ref (plain C). One that computes with
   the same kernels as one before it is left out.
 - torch: diffusers' AutoencoderKL in the same dtype, channels_last. torch-tuned: with a malloc told to keep its memory
   and use huge pages. torch-avx2: held to AVX2.
@@ -336,7 +336,8 @@ class Contest:
             if kernels and (other.precision, other.greeting["backend"]) == (precision, kernels):
                 return f"{other.label} computes with the same kernels, {kernels}"
         held = label.split()[0].partition("-")[2]
-        return f"this machine cannot, it would compute with {kernels}" if kernels and held not in ("", kernels) else ""
+        no = kernels and held not in ("", kernels)
+        return f"no run can be held to it here, it would compute with {kernels}" if no else ""
 
     def run(self) -> dict[str, Entry]:
         for i in range(self.rounds):

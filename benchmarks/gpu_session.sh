@@ -57,7 +57,7 @@ on_gpu() {
     local most=$1
     shift
     VAEMEM_TEST_GPU=1 within "$most" "$PYTHON" -m pytest -p no:cacheprovider --tb=short --maxfail=5 -rs \
-        --durations=3 -o faulthandler_timeout=20 "$@" # a test that hangs says where
+        -m "not packages" --durations=3 -o faulthandler_timeout=20 "$@" # a test that hangs says where
 }
 
 bench() {
@@ -74,8 +74,8 @@ print(convolution, image.shape, image.std(), vae.last_run.backend)'
 
 sanitize() { # TOOL: only our own kernels, since a library's take too long; a small decode, and every tile of conv.cu
     VAEMEM_TEST_GPU=1 within 75 compute-sanitizer --tool "$1" --kernel-name kns=vm_ --report-api-errors no \
-        --error-exitcode 1 "$PYTHON" -m pytest -p no:cacheprovider --tb=short tests/test_cuda_own_conv.py \
-        tests/test_cuda_vae.py -k "(test_fused and bf16) or (test_decode and odd and size1)"
+        --error-exitcode 1 "$PYTHON" -m pytest -p no:cacheprovider --tb=short -m "not packages" \
+        tests/test_cuda_own_conv.py tests/test_cuda_vae.py -k "(test_fused and bf16) or (test_decode and odd and size1)"
 }
 
 profile() { # CONVOLUTION NCU-OPTIONS...: counters of kernels of a decode at 1024x1024; the clocks stay as they are

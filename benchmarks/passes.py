@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from common import PEAK_ROUNDS, median, where, write_csv
-from decode import DTYPES, PRECISIONS, architecture, errors_of, held_to, inputs
+from decode import DTYPES, PRECISIONS, architecture, errors_of, inputs
 
 import vaemem
 from vaemem import _core
@@ -45,21 +45,21 @@ PAUSE = 0.05  # seconds until OpenMP's threads, which spin for a while after PyT
 
 def whole(args: argparse.Namespace, op: str) -> list[dict]:
     vae = vaemem.VAE.random(config=architecture(vars(args)), dtype=args.dtype, precision=args.precision)
-    vae.threads = args.threads
     x = inputs(op, args.size)
     runs, peaks = [], []
     for _ in range(args.rounds + 1):
-        (vae.decode if op == "decode" else vae.encode)(x)
-        runs.append(vae.last_run)
+        start = time.perf_counter()
+        _, record = vae._core.run(op, x, threads=args.threads, backend=args.backend)
+        runs.append((time.perf_counter() - start, record["steps"]))
         peaks.append(_core.kernel_peak(args.backend, args.threads, PEAK_ROUNDS, args.dtype, args.precision))
     runs, peaks = runs[1:], peaks[1:]  # the first round warms up
     rows = []
-    for i, name in enumerate(runs[0].passes):
-        seconds, flops = [run.pass_seconds[i] for run in runs], runs[0].flops[i]
+    for i, step in enumerate(runs[0][1]):
+        seconds, flops = [steps[i]["seconds"] for _, steps in runs], step["flops"]
         rates = [flops / s if s else 0.0 for s in seconds]  # a clock may tick too slowly for a small pass
         rows.append(
             {
-                "pass": name,
+                "pass": step["name"],
                 "op": op,
                 "height": args.size,
                 "width": args.size,
@@ -68,7 +68,7 @@ def whole(args: argparse.Namespace, op: str) -> list[dict]:
                 "threads": args.threads,
                 "backend": args.backend,
                 "microseconds": round(median(seconds) * 1e6),
-                "share_of_run": round(median([run.pass_seconds[i] / run.seconds for run in runs]), 4),
+                "share_of_run": round(median([took / run for took, (run, _) in zip(seconds, runs, strict=True)]), 4),
                 "gflops": round(median(rates) / 1e9, 1),
                 "peak_gflops": round(median(peaks) / 1e9, 1),
                 "share_of_peak": round(median([a / b for a, b in zip(rates, peaks, strict=True)]), 3),
@@ -170,7 +170,6 @@ def main() -> None:
     args.backend = args.backend or usable[0]
     if args.backend not in usable:
         parser.error(f"--backend: want one of {', '.join(usable)}, got {args.backend!r}")
-    _core.disable(held_to(args.backend, args.dtype, args.precision)["VAEMEM_DISABLE"])
     kept = args.dtype if args.precision == "highest" else f"{args.dtype}_{args.precision}"
     args.suffix = f"{kept}_{args.backend}{'_small' * args.small}"
     for op in args.op:

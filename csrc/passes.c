@@ -113,7 +113,6 @@ static int attention(builder *b, int x, size_t c) {
     static const char *const projections[] = {"to_q", "to_k", "to_v"};
     const size_t padded = VM_BLOCKS(c) * VM_BLOCK;
     vm_node n = conv_node(b, &(conv){"to_qkv", x, VM_NONE, c, 3 * padded, 1});
-    n.exact = true;
     norm_on_load(b, &n, "group_norm", false);
     for (int i = 0; i < 3; i++) {
         int t = add_tensor(b, projections[i], "weight", 2, (vm_weight){c, c, 1});
@@ -126,7 +125,6 @@ static int attention(builder *b, int x, size_t c) {
     vm_node attend = conv_node(b, &(conv){"attention", add_node(b, &n), VM_NONE, 3 * padded, c});
     attend.pass.kind = VM_PASS_ATTENTION;
     attend.pass.scale_channels = c;
-    attend.exact = true;
     return add_conv(b, &(conv){"to_out.0", add_node(b, &attend), x, c, c, 1, .linear = true});
 }
 

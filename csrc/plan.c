@@ -1,9 +1,8 @@
 /* A plan: what is asked for, checked; the passes at their sizes; their chains, chosen (choose.c) and laid out (layout.c). */
 #include "plan.h"
 
-static float scale_of(const vm_request *r, const vm_graph *g, int node) {
-    const bool kept = node == VM_NONE || g->node[node].exact || r->backend->dtype != VM_F16 || !r->scale;
-    return kept ? 1 : r->scale;
+static float scale_of(const vm_request *r, int node) {
+    return node == VM_NONE || r->backend->dtype != VM_F16 || !r->scale ? 1 : r->scale;
 }
 
 static void set_shapes(vm_plan *plan, int i, const vm_arch *arch) {
@@ -16,8 +15,8 @@ static void set_shapes(vm_plan *plan, int i, const vm_arch *arch) {
     p->x.w = r->width >> n->x_level;
     p->y.h = r->height >> n->y_level;
     p->y.w = r->width >> n->y_level;
-    p->x_scale = scale_of(r, g, n->x);
-    p->y_scale = vm_plan_ends_with(plan, i) ? 1 : scale_of(r, g, i);
+    p->x_scale = scale_of(r, n->x);
+    p->y_scale = vm_plan_ends_with(plan, i) ? 1 : scale_of(r, i);
     if (n->x == VM_NONE) p->x_format = r->in;
     if (vm_plan_ends_with(plan, i)) p->y_format = r->out;
     if (r->unclamped) p->clamp_from = p->y.c;

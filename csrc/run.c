@@ -43,7 +43,12 @@ static vm_view view(const walk *w, int node) {
     return (vm_view){data, dtype, block, p->pitch * block, p->ring};
 }
 
-static const char *user_in(const walk *w, size_t item) { return (const char *)w->run->in + item * w->plan->in_bytes; }
+static const char *user_in(const walk *w, size_t item) {
+    const vm_numbers *in = &w->run->in;
+    const ptrdiff_t each = w->device->addressable ? in->item : (ptrdiff_t)w->plan->in_bytes;
+    return (const char *)in->data + (ptrdiff_t)item * each;
+}
+
 static char *user_out(const walk *w, size_t item) { return (char *)w->run->out + item * w->plan->out_bytes; }
 
 static const void *weights_of(const walk *w, int tensor) {
@@ -62,6 +67,7 @@ static vm_operands operands(const walk *w, int node, const vm_chain *chain, size
         .x_pixels = x        ? NULL
                     : staged ? address(w, plan->in)
                              : user_in(w, item),
+        .numbers = &w->run->in,
         .y_pixels = node + 1 < (int)plan->steps ? NULL
                     : staged                    ? address(w, plan->out)
                                                 : user_out(w, item),

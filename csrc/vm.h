@@ -118,7 +118,6 @@ typedef struct vm_node {
     int x_level, y_level;
     int x, add;                    /* nodes; VM_NONE for the user's pixels, or no add */
     int weight, bias, gamma, beta; /* tensors of weights; VM_NONE where the pass has none */
-    bool exact; /* its tensor is never multiplied by vm_request.scale: what attention reads and writes */
 } vm_node;
 
 typedef struct vm_graph {
@@ -307,12 +306,12 @@ vm_status vm_pool_each(void *pool, size_t n, size_t rows, vm_task fn, const void
 /* ---- run.c ---- */
 
 typedef struct vm_run {
-    const void *in; /* the user's pixels, batch items side by side; borrowed */
-    void *out;      /* NULL: taken by the run, the caller's on success (vm_mem_unreserve gives it back) */
-    void *stream;   /* of a device: the caller's, or NULL */
-    bool wait;      /* false: returns when all is enqueued; neither poll nor overflow then */
-    bool replay;    /* enqueue an item's passes as one graph, kept for the next run of its kind, where a device can */
-    vm_poll poll;   /* may be NULL */
+    vm_numbers in; /* the user's pixels, borrowed; of a device only their address, batch items side by side */
+    void *out;     /* NULL: taken by the run, the caller's on success (vm_mem_unreserve gives it back) */
+    void *stream;  /* of a device: the caller's, or NULL */
+    bool wait;     /* false: returns when all is enqueued; neither poll nor overflow then */
+    bool replay;   /* enqueue an item's passes as one graph, kept for the next run of its kind, where a device can */
+    vm_poll poll;  /* may be NULL */
     void *poll_context;
     bool check; /* for tests: poison what a pass must not read, verify what it must not write */
 

@@ -11,7 +11,7 @@
 #include <unistd.h>
 #endif
 
-bool vm_amx_present(void) {
+static bool present(void) {
     enum { AMX_BF16 = 1 << 22, AMX_TILE = 1 << 24 }; /* of leaf 7, EDX */
     unsigned a, b, c, d;
     return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & AMX_BF16) && (d & AMX_TILE);
@@ -19,7 +19,7 @@ bool vm_amx_present(void) {
 
 static bool ask(void) {
     enum { TILE_DATA = 18, ARCH_REQ_XCOMP_PERM = 0x1023 }; /* a bit of XCR0; <asm/prctl.h> */
-    if (!vm_amx_present()) return false;
+    if (!present()) return false;
 #ifdef __linux__
     return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, TILE_DATA) == 0;
 #else

@@ -206,7 +206,8 @@ static void attend(const task *t, size_t block, size_t blocks, size_t n) {
     const layout *l = &j->l;
     const size_t pairs = VM_MAX(j->cpu->pairs, 1);
     const size_t steps = VM_MAX(j->cpu->products->steps / (pairs * VM_BLOCK), 1); /* batches at once */
-    const float scale = 1 / sqrtf((float)j->pass->scale_channels);
+    const float kept = j->pass->x_scale * j->pass->x_scale;                       /* by which q times k is smaller */
+    const float scale = 1 / (sqrtf((float)j->pass->scale_channels) * kept);
     for (size_t b = 0; b < l->k_batches; b += steps)
         multiply(j, (vm_gemm){.rows = 1,
                               .pixels = n,
@@ -242,7 +243,7 @@ static void attend(const task *t, size_t block, size_t blocks, size_t n) {
                           .y_block = (ptrdiff_t)(l->c * VM_BLOCK)});
 }
 
-/* o over the sum of its weights, to y: a mean of finite numbers is finite in their type. */
+/* o over the sum of its weights, to y, which is kept multiplied as x is: a mean of finite numbers is finite in their type. */
 static void store_block(const task *t, size_t block, size_t first, size_t n) {
     const job *j = t->j;
     const vm_view *y = &j->at.y;

@@ -1,5 +1,5 @@
-/* The CPU backends, chosen by what this processor and its operating system really offer: feature
- * bits and XGETBV, never the model number (it can be masked). */
+/* The CPU backends, chosen by what this processor and its operating system really offer: feature bits and XGETBV, never the
+ * model number (it can be masked), nor a timing, which could come out otherwise in the next process and change the bits. */
 #include <string.h>
 
 #include "cpu.h"
@@ -55,8 +55,14 @@ static bool has_avx512bf16(void) {
     return avx512_usable() && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & AVX512_BF16);
 }
 
-/* Where there is AMX too, vdpbf16ps has half the rate of floats; elsewhere the same or twice. */
-static bool avx512bf16_usable(void) { return !is_disabled("avx512bf16") && has_avx512bf16() && !vm_amx_present(); }
+static bool avx512bf16_usable(void) { return !is_disabled("avx512bf16") && has_avx512bf16(); }
+
+/* Whether vdpbf16ps is faster than the FMA. AMD's (Zen 4, Zen 5) multiplies about twice as many numbers in a second, Intel's
+ * half as many, whether or not there is AMX too; no feature bit tells, so the vendor does, and floats serve all others. */
+static bool pairs_pay(void) {
+    unsigned a, b, c, d;
+    return __get_cpuid(0, &a, &b, &c, &d) && b == signature_AMD_ebx && c == signature_AMD_ecx && d == signature_AMD_edx;
+}
 
 /* What is not a product is computed by another set; on the emulator by one that more processors have. */
 #ifdef VM_EMULATE_AMX
@@ -177,7 +183,7 @@ static const vm_backend sse[KINDS] = VM_FLOATS("sse", sse_usable, vm_cpu_sse);
 static const vm_backend avx2[KINDS] = VM_FLOATS("avx2", avx2_usable, vm_cpu_avx2);
 static const vm_backend avx512[KINDS] = VM_FLOATS("avx512", avx512_usable, vm_cpu_avx512);
 /* These tables have no floats of their own. An entry stands where products of pairs (one, or three, for each product of
- * numbers) are faster than floats. AVX512_BF16's are about twice as fast on Zen 4 and 5, AMX's about sixteen times. */
+ * numbers) are faster than floats somewhere. AVX512_BF16's are about twice as fast on Zen 4 and 5, AMX's about sixteen times. */
 static const vm_cpu floats = {&vm_cpu_avx512, &vm_cpu_avx512.floats, VM_F32};
 static const vm_cpu widened = {&vm_cpu_avx512, &vm_cpu_avx512.floats, VM_BF16};
 static const vm_backend avx512bf16[KINDS] = {
@@ -196,9 +202,12 @@ static const vm_backend neon[KINDS] = VM_FLOATS("neon", neon_usable, vm_cpu_neon
 #endif
 
 const vm_backend *vm_backend_at(vm_dtype dtype, vm_precision precision, size_t i) {
-    static const vm_backend *const sets[] = {
 #ifdef VM_HAVE_X86
-        amx,  avx512bf16, avx512, avx2, sse,
+    const bool pairs = pairs_pay();
+#endif
+    const vm_backend *const sets[] = {
+#ifdef VM_HAVE_X86
+        amx,  pairs ? avx512bf16 : avx512, pairs ? avx512 : avx512bf16, avx2, sse,
 #endif
 #ifdef VM_HAVE_NEON
         neon,

@@ -102,8 +102,7 @@ void vm_load_pairs_ref(void *y, void *rest, const vm_source *from);
 extern const vm_cpu_ops vm_cpu_sse, vm_cpu_avx2, vm_cpu_avx512;
 extern const vm_products vm_pairs_avx512bf16, vm_pairs_amx;
 void vm_load_pairs_avx512bf16(void *y, void *rest, const vm_source *from);
-/* amx.c: whether this processor has AMX, and whether the kernel lets this process use its tiles. */
-bool vm_amx_present(void);
+/* amx.c: whether this processor has AMX and the kernel lets this process use its tiles. */
 bool vm_amx_permitted(void);
 #endif
 #ifdef VM_HAVE_NEON

@@ -167,6 +167,15 @@ typedef enum vm_format {
     VM_BF16_NCHW
 } vm_format;
 
+/* Numbers of any type at any distance from each other: the user's array, as a CPU reads it where it lies. */
+typedef struct vm_numbers {
+    const void *data;
+    char kind; /* NumPy's: f, i or u; or b for bfloat16 */
+    size_t size;
+    bool swapped;                        /* not in this machine's byte order */
+    ptrdiff_t item, channel, row, pixel; /* bytes from each to the next */
+} vm_numbers;
+
 typedef struct vm_shape {
     size_t c, h, w;
 } vm_shape;
@@ -213,6 +222,7 @@ typedef struct vm_manner {
 typedef struct vm_operands {
     vm_view x, y, add;         /* rows; add may be y itself, y may be x where the pass is local to a pixel */
     const void *x_pixels;      /* when x_format is not VM_ROWS */
+    const vm_numbers *numbers; /* how these lie, for a CPU; a device has them packed */
     void *y_pixels;            /* when y_format is not VM_ROWS */
     const void *weight;        /* as the device keeps it (vm_device.set_weight) */
     const float *bias;         /* [y.c rounded up to 16] */

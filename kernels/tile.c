@@ -124,11 +124,46 @@ static vm_source how_to_load(const vm_work *j, size_t block) {
     return from;
 }
 
+/* The number at `at`, which need not be aligned, rounded to float. */
+static float number_at(const vm_numbers *how, const char *at) {
+    union {
+        char bytes[16];
+        float f;
+        double d;
+        long double l;
+        int8_t i1;
+        int16_t i2;
+        int32_t i4;
+        int64_t i8;
+        uint8_t u1;
+        uint16_t u2;
+        uint32_t u4;
+        uint64_t u8;
+    } n;
+    const size_t size = how->size;
+    for (size_t i = 0; i < size; i++) n.bytes[i] = at[how->swapped ? size - 1 - i : i];
+    switch (how->kind) {
+    case 'b':
+        return vm_element(VM_BF16, &n, 0);
+    case 'f':
+        return size == 2 ? vm_element(VM_F16, &n, 0) : size == 4 ? n.f : size == 8 ? (float)n.d : (float)n.l;
+    case 'u':
+        return size == 1 ? (float)n.u1 : size == 2 ? (float)n.u2 : size == 4 ? (float)n.u4 : (float)n.u8;
+    default:
+        return size == 1 ? (float)n.i1 : size == 2 ? (float)n.i2 : size == 4 ? (float)n.i4 : (float)n.i8;
+    }
+}
+
 static float pixel_at(const vm_work *j, size_t c, size_t y, size_t x) {
-    const vm_shape *s = &j->pass->x;
-    if (j->pass->x_format == VM_U8_NHWC)
-        return (float)((const uint8_t *)j->at.x_pixels)[(y * s->w + x) * s->c + c] / 127.5f - 1;
-    return ((const float *)j->at.x_pixels)[(c * s->h + y) * s->w + x];
+    const vm_numbers *how = j->at.numbers;
+    const char *at = (const char *)j->at.x_pixels + (ptrdiff_t)c * how->channel + (ptrdiff_t)y * how->row +
+                     (ptrdiff_t)x * how->pixel;
+    float v;
+    if (how->kind == 'f' && how->size == sizeof v && !how->swapped)
+        memcpy(&v, at, sizeof v);
+    else
+        v = number_at(how, at);
+    return j->pass->x_format == VM_U8_NHWC ? v / 127.5f - 1 : v;
 }
 
 /* n of the user's pixels, some at a time. */

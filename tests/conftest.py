@@ -2,6 +2,8 @@
 
 import os
 import sys
+import zlib
+from collections import Counter
 
 import pytest
 
@@ -24,14 +26,40 @@ if SANITIZED:
     sys.meta_path.insert(0, Refuse())
 
 
-def pytest_configure(config):
-    config.addinivalue_line("markers", "resident: looks at the process's own size, which sanitizers change")
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config):
+    """Where no file is named, all tests run, in as many processes as there are processors (`-n 0`: in this one)."""
+    whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not config.option.usepdb
+    if whole and config.pluginmanager.has_plugin("xdist") and "PYTEST_XDIST_WORKER" not in os.environ:
+        if config.option.numprocesses is None:
+            config.option.numprocesses, config.option.dist = min(os.cpu_count() or 1, 8), "worksteal"
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m picks
 def pytest_collection_modifyitems(items):
+    known = set()
     for item in items:
+        one_in, function = item.get_closest_marker("one_in"), item.nodeid.partition("[")[0]
+        if one_in and function in known and zlib.crc32(item.name.encode()) % one_in.args[0]:
+            item.add_marker("thorough")
+        known.add(function)
         if SANITIZED and item.get_closest_marker("resident"):
             item.add_marker(pytest.mark.skip(reason="the sanitizer's own memory would be measured"))
+
+
+def pytest_runtest_setup(item):
+    for debian, there in (mark.args for mark in item.iter_markers("tool")):
+        if not there():
+            say = pytest.fail if os.environ.get("VAEMEM_TOOLS") == "1" else pytest.skip
+            say(f"a tool is not installed, or does not work (Debian: {debian})")
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Each reason for skips, once."""
+    skipped = terminalreporter.stats.get("skipped", ())
+    reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in skipped)
+    for reason, count in reasons.most_common():
+        terminalreporter.write_line(f"skipped {count}: {reason}")
 
 
 @pytest.fixture

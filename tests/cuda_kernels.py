@@ -159,11 +159,10 @@ def built(*names, of=build.CUDA):
 
     @pytest.fixture(scope="module")
     def kernels(tmp_path_factory):
-        folder = tmp_path_factory.mktemp("kernels")
         if cuda_driver.driver():
-            return cuda_driver.load(sources, folder)
+            return cuda_driver.load(sources, tmp_path_factory.mktemp("kernels"))
         try:
-            return build.Kernels(folder, sources)
+            return build.Kernels(sources)
         except FileNotFoundError as missing:
             pytest.skip(str(missing))
 

@@ -13,8 +13,7 @@ import contextlib
 import ctypes
 import functools
 import os
-import tempfile
-from pathlib import Path
+import struct
 
 import numpy as np
 import pytest
@@ -47,9 +46,8 @@ def _find() -> tuple[str, dict[str, str]]:
             pytest.fail(f"make test-gpu: {error}")
     from emulator import build
 
-    folder = Path(tempfile.mkdtemp(prefix="vaemem-emulator-"))
     try:
-        libcuda, libcudnn = build.build(folder)
+        libcuda, libcudnn = build.build()
     except FileNotFoundError as error:
         pytest.skip(str(error))
     return "emulator", {"VAEMEM_LIBCUDA": str(libcuda), "VAEMEM_CUDNN": str(libcudnn)}
@@ -59,6 +57,22 @@ def go(monkeypatch: pytest.MonkeyPatch) -> None:
     """For one test: the device "cuda" is the GPU, or the emulator."""
     for name, value in _find()[1].items():
         monkeypatch.setenv(name, value)
+
+
+def machine_code(data: bytes) -> list[set[tuple[int, int]]]:
+    """Each fat binary in data: {(kind, architecture)}, kind 1 PTX, 2 machine code."""
+    magic = (0xBA55ED50).to_bytes(4, "little")
+    at, binaries = data.find(magic), []
+    while at >= 0:
+        _, _, header, size = struct.unpack_from("<IHHQ", data, at)
+        entry, end, found = at + header, at + header + size, set()
+        while entry < end:
+            kind, _, entry_header, entry_size = struct.unpack_from("<HHIQ", data, entry)
+            found.add((kind, *struct.unpack_from("<I", data, entry + 28)))
+            entry += entry_header + entry_size
+        binaries.append(found)
+        at = data.find(magic, end)
+    return binaries
 
 
 def place() -> str:
@@ -184,4 +198,5 @@ class Array:
     def __del__(self):
         if getattr(self, "address", None) and self.address.value:
             with self:
+                self.driver.cuCtxSynchronize()
                 self.driver.cuMemFree_v2(self.address)

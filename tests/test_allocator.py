@@ -307,7 +307,7 @@ def test_best_fit_and_coalescing():
     a.free(x)
     a.free(y)
     assert a.stats()["inactive_split.all.current"] == 0
-    assert a._whole_segments() == 1
+    assert a._has_whole_segment()
 
 
 def test_streams_do_not_share():

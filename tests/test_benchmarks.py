@@ -57,6 +57,7 @@ def rows(results, monkeypatch) -> list[dict[str, str]]:
     return rows
 
 
+@pytest.mark.thorough
 def test_rows(rows):
     assert [row["contestant"] for row in rows] == NAMES
     for row in rows:
@@ -73,6 +74,7 @@ def test_rows(rows):
     assert rows[0]["ratio_to_unlimited"] == "1.0"
 
 
+@pytest.mark.thorough
 @pytest.mark.resident
 def test_the_plan_explains_the_process(rows):
     """Within 8 MiB, as tests/test_memory.py has it of a process that grows."""
@@ -81,6 +83,7 @@ def test_the_plan_explains_the_process(rows):
         assert abs(grown - int(row["planned_bytes"])) <= 0.05 * int(row["planned_bytes"]) + (8 << 20)
 
 
+@pytest.mark.thorough
 def test_table_and_picture(rows, tmp_path):
     lines = memory.markdown([rows]).splitlines()
     assert len(lines) == 2 + len(rows) and len({line.count("|") for line in lines}) == 1
@@ -123,6 +126,7 @@ def run_small(monkeypatch, tmp_path, change) -> list[dict]:
     return memory.contest(args, str(tmp_path))
 
 
+@pytest.mark.thorough
 def test_rounds(monkeypatch, tmp_path):
     """What nobody asked for, the smallest plan, runs once."""
     rows = run_small(monkeypatch, tmp_path, lambda args, limit, answer: answer)
@@ -133,6 +137,7 @@ def test_rounds(monkeypatch, tmp_path):
     ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("alone", [True, False])
 def test_other_bits_fail(monkeypatch, tmp_path, alone):
     """In a process of their own, and in turns."""
@@ -144,6 +149,7 @@ def test_other_bits_fail(monkeypatch, tmp_path, alone):
         run_small(monkeypatch, tmp_path, spoil)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("op", ["decode", "encode"])
 def test_one_bit_is_seen(monkeypatch, op):
     """The last bit of one number of a limited run's result."""
@@ -269,6 +275,7 @@ def table(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+@pytest.mark.thorough
 def test_contest(tmp_path):
     """One weights file, one input: everybody is near PyTorch in float64, whatever computed it."""
     pytest.importorskip("diffusers")
@@ -290,6 +297,7 @@ def test_contest(tmp_path):
     assert rows[1]["versions"].endswith(" ref") and rows[3]["versions"] == "openvino stand-in f32"
 
 
+@pytest.mark.thorough
 def test_encode(tmp_path):
     pytest.importorskip("diffusers")
     run("decode.py", f"{TINY} vaemem --op encode", tmp_path)
@@ -361,7 +369,7 @@ def test_who_is_left_out(monkeypatch, tmp_path, capsys):
     assert list(entered) == ["vaemem", "vaemem high"]
     assert all(entry.seconds == [1.0, 1.0] and entry.errors is None for entry in entered.values())
     said = capsys.readouterr().out
-    assert "vaemem-avx512 is left out: this machine cannot, it would compute with avx2" in said
+    assert "vaemem-avx512 is left out: no run can be held to it here, it would compute with avx2" in said
     assert "vaemem-avx2 is left out: vaemem computes with the same kernels, avx2" in said
     assert "torch is left out: not installed" in said and "torch high is left out: not installed" in said
 

@@ -339,6 +339,7 @@ def test_passes_and_parts(tmp_path, monkeypatch):
         assert line["bound_by"] in ("arithmetic", "bytes")
 
 
+@pytest.mark.thorough
 def test_ablation(tmp_path, monkeypatch):
     main(tmp_path, monkeypatch, "--ablation")
     lines = table(tmp_path / "ablation_gpu_cpu.csv")
@@ -349,6 +350,7 @@ def test_ablation(tmp_path, monkeypatch):
     }
 
 
+@pytest.mark.thorough
 def test_ours_on_a_gpu(monkeypatch):
     import gpu  # or the emulator, which has no PyTorch: arrays are NumPy's
 
@@ -374,6 +376,7 @@ def test_ours_on_a_gpu(monkeypatch):
     assert by_name["alone"]["allocated_bytes"] == by_name["vaemem"]["allocated_bytes"]
 
 
+@pytest.mark.thorough
 def test_single_passes_are_checked_and_timed(tmp_path, monkeypatch):
     import passes
 
@@ -419,6 +422,7 @@ def test_torch_memory_without_diffusers(tmp_path, monkeypatch, capsys):
     assert row["weights_bytes"] == 4 * small_vae("flux").parameters
 
 
+@pytest.mark.thorough
 def test_tiles_of_our_convolution(tmp_path, monkeypatch):
     """On the emulator: every tile that may compute a pass does, and one of them is what vm_conv_choose takes."""
     seen = []

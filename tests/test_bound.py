@@ -55,6 +55,7 @@ def ways(application, model, dtype):
     return [("diffusers", dtype)] + ([("diffusers", "float16")] if dtype == "float32" else [])
 
 
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("application, gpu", [("comfyui", "RTX 4090"), ("invokeai", "RTX 4090"), ("comfyui", "T4")])
 def test_no_prediction_of_the_domain_lies_above_what_is_pasted(application, gpu):
     b = bound(application, gpu=gpu, torch_version=TORCH, sides=SIDES)
@@ -78,6 +79,16 @@ def test_no_prediction_of_the_domain_lies_above_what_is_pasted(application, gpu)
         assert line.overshoot == max(line.bytes(*size) / upper - 1 for size, upper in uppers.items())
 
 
+@pytest.mark.parametrize("application, model, other", [("comfyui", "sdxl", "sdxl"), ("invokeai", "flux", "sd15")])
+def test_what_was_left_out_is_refused_in_words(application, model, other):
+    functions = pasted(bound(application, model, "float16", torch_version=TORCH, sides=(512, 1024)))
+    assert estimate(functions, application, model, "decode", 512, 512, "float16") > 0
+    for name, dtype in ((model, "bfloat16"), (other, "float32")):
+        with pytest.raises(ValueError, match=rf"want one of .* decode float16, got .* decode {dtype}: vaemem.bound"):
+            estimate(functions, application, name, "decode", 512, 512, dtype)
+
+
+@pytest.mark.thorough
 def test_no_prediction_in_tiles_lies_above():
     b = bound("invokeai", dtypes="float16", torch_version=TORCH, sides=(512, 1024, 1536))
     assert "tiles: 512, 768, 1024 pixels as diffusers cuts them, in images of 512, 1024, 1536 a side" in b.domain
@@ -102,6 +113,7 @@ def test_no_prediction_in_tiles_lies_above():
     )
 
 
+@pytest.mark.thorough
 def test_no_measured_row_lies_above():
     """The seed table's rows are of the code that InvokeAI runs: no prediction, and nothing that the lines saw."""
     sides = (512, 768, 1024, 1536, 2048)

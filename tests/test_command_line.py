@@ -4,9 +4,11 @@ import io
 import json
 import re
 import runpy
+import struct
 import subprocess
 import sys
 import types
+import zlib
 
 import numpy as np
 import pytest
@@ -217,7 +219,10 @@ def test_what_holds_no_latents_is_refused(weights, tmp_path, capsys):
         (["decode", words, "--weights", weights, "-o", "x.png"], "want one array"),
         (["decode", bad, "--weights", weights, "-o", "x.png"], "want one array"),
         (["decode", "a.png", "--weights", weights, "-o", "x.png"], "want a .npy"),
-        (["decode", good, "--weights", weights, "-o", "x.xyz"], "--out: want a name that ends in"),
+        *(
+            (["decode", good, "--weights", weights, "-o", f"x.{end}"], "--out: want a name that ends in one of .apng ")
+            for end in ("xyz", "psd", "xbm", "hdf")  # unknown, only read, without colours, without a writer
+        ),
         (["encode", "a.png", "--weights", weights, "-o", "x.png"], "ends in .npy"),
         (["info", bad], "safetensors"),
         (["largest", "sdxk", "decode", "--engine", "1 GiB"], "model: want one of"),
@@ -226,13 +231,52 @@ def test_what_holds_no_latents_is_refused(weights, tmp_path, capsys):
         assert message in capsys.readouterr().err
 
 
-def test_a_pickle_that_is_none_is_refused(weights, tmp_path, capsys):
+def png_chunk(name, content):
+    return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
+
+
+def png(side, data):
+    return b"\x89PNG\r\n\x1a\n" + png_chunk(b"IHDR", struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)) + data
+
+
+def npy(array):
+    np.save(file := io.BytesIO(), array)
+    return file.getvalue()
+
+
+BROKEN = {  # by the library whose own kind of error it makes
+    "bool.npy": (npy(np.zeros((1, 4, 8, 8), bool)), "want one array of real numbers (N, C, h, w)"),
+    "structured.npy": (npy(np.zeros((1, 4, 8, 8), [("a", "f4")])), "want one array of real numbers (N, C, h, w)"),
+    "cut.npy": (b"\x93NUMPY\x01\x00\x0d\x00{'descr': '<f", "want an array that np.save wrote"),
+    "large.npy": (
+        npy(np.zeros(2)).replace(b"(2,), }", b"(9" + b"9" * 12 + b",), }"),
+        "want an array that np.save wrote",
+    ),
+    "z.pt": (b"", "want tensors that torch.save wrote"),
+    "text.pt": (b"no pickle at all", "want tensors that torch.save wrote"),
+    "table.pt": (b"a,b\n1,2\n", "want tensors that torch.save wrote"),
+    "zip.pt": (b"PK\3\4" + bytes(60), "want tensors that torch.save wrote"),
+    "bomb.png": (png(30000, png_chunk(b"IDAT", b"x")), "want an image file"),
+    "broken.png": (png(8, png_chunk(b"IDAT", b"x") + b"\0\0\0\5ID\0T12345"), "want an image file"),
+    "checksum.icns": (b"icns\0\0\0\x30ic07\0\0\0\x28" + png(128, b"")[:-5] + bytes(11), "want an image file"),
+    "words.csv": (b"\xff\xfe\x00\x01", "want the columns"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_whatever_a_library_raises_about_a_file_is_one_line_that_names_it(name, weights, tmp_path, capsys):
     pytest.importorskip("PIL.Image")
-    pytest.importorskip("torch")
-    for content in (b"", b"no pickle at all"):
-        (tmp_path / "z.pt").write_bytes(content)
-        assert main(["decode", str(tmp_path / "z.pt"), "--weights", weights, "-o", "x.png"]) == 2
-        assert "want tensors in" in capsys.readouterr().err
+    content, wanted = BROKEN[name]
+    path = tmp_path / name
+    path.write_bytes(content)
+    command = {".npy": "decode", ".pt": "decode", ".csv": "reproduce"}.get(path.suffix, "encode")
+    if path.suffix == ".pt":
+        pytest.importorskip("torch")
+    out = str(tmp_path / {"decode": "x.png", "encode": "x.npy"}.get(command, "x.csv"))
+    options = ["--csv", out] if command == "reproduce" else ["--weights", weights, "-o", out]
+    assert main([command, str(path), *options]) == 2
+    said = capsys.readouterr().err
+    assert str(path) in said and wanted in said and said.count("\n") == 1
 
 
 def test_what_to_do_is_said_of_options(weights, tmp_path, capsys):
@@ -260,6 +304,18 @@ def test_info(weights, capsys):
     assert "diffusers layout" in said and "block_out_channels" in said and "Table, 2 rows" in said
 
 
+def test_info_of_a_half(tmp_path, capsys):
+    for half, op in (("decoder", "decode"), ("encoder", "encode")):
+        vae, path = VAE.random("sdxl", parts=half), str(tmp_path / f"{half}.safetensors")
+        vae.save(path)
+        assert main(["info", path, "--sizes", "64"]) == 0
+        said = capsys.readouterr().out
+        assert f"the {half} alone" in said and f" {vae.parameters:,} parameters" in said
+        want = vae.estimate(op, 64, 64)
+        rows = [line.split() for line in said.splitlines() if line.startswith("sd ")]
+        assert [row[1] for row in rows] == [op] and f"{want.weights_bytes / 2**20:.2f}" in rows[0]
+
+
 def test_fits_says_so_by_its_status(capsys):
     assert main(["fits", "sdxl", "decode", "512", "--gpu", "RTX 4060"]) == 0
     assert capsys.readouterr().out.startswith("512x512 fits")
@@ -270,6 +326,11 @@ def test_fits_says_so_by_its_status(capsys):
 def test_the_largest_of_our_own_engine(capsys):
     assert main(["largest", "sdxl", "decode", "--engine", "2 GiB"]) == 0
     assert re.match(r"\d+x\d+\n<Run decode", capsys.readouterr().out)
+    for given in (["--gpu", "RTX 4090"], ["--used", "1 GB"], ["--no-tf32"]):
+        assert main(["largest", "sdxl", "decode", "--engine", "2 GiB", *given]) == 2
+        assert "--engine: want nothing of a card beside it" in capsys.readouterr().err
+    assert main(["largest", "sdxl", "decode", "--precision", "high"]) == 2
+    assert "--precision: want it beside --engine" in capsys.readouterr().err
 
 
 def test_a_pipelines_phases(capsys):

@@ -103,6 +103,7 @@ def random(n, c, dtype, seed=0):
 # ---- shapes ----
 
 
+@pytest.mark.one_in(12)
 @every_kernel
 @pytest.mark.parametrize("case", small(ATTENTIONS), ids=str)
 @pytest.mark.parametrize("in_place", [False, True])
@@ -136,6 +137,7 @@ def test_f32_relative_error(attention):
 # ---- the online softmax ----
 
 
+@pytest.mark.one_in(3)
 @every_kernel
 @pytest.mark.parametrize("order", ["rising", "falling", "rising by row"])
 def test_moving_maximum(attention, dtype, largest, order):
@@ -149,6 +151,7 @@ def test_moving_maximum(attention, dtype, largest, order):
     check(attention(qkv, dtype, largest), qkv, dtype)
 
 
+@pytest.mark.one_in(3)
 @every_kernel
 @pytest.mark.parametrize("place", [0, 127, 128, 199])
 def test_one_key_dominates(attention, dtype, largest, place):
@@ -160,6 +163,7 @@ def test_one_key_dominates(attention, dtype, largest, place):
     np.testing.assert_allclose(got.astype(float), np.tile(qkv[place, 2].astype(float), (n, 1)), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.one_in(9)
 @every_kernel
 def test_many_small_probabilities(attention, dtype, largest):
     """Two thousand keys at exp(-15) beside one at 1: together they weigh 0.06 per cent, and hold all of channel 1. As

@@ -343,11 +343,11 @@ OURS += [stripe(CONVS[0], 1), {"h": 3, "w": 10, "c": 16, "k": 16, "r": 3}]  # a 
 
 
 @pytest.mark.parametrize("dtype, tf32", [(dtype, tf32) for dtype, tf32, *_ in FIRST])
-@pytest.mark.parametrize("shape", OURS, ids=str)
-def test_installed_cudnn_has_a_plan(installed, shape, dtype, tf32):
-    k = key(dtype, tf32=tf32, limit=4 * MIB, **shape)
-    assert 0 <= installed.bytes(k) <= 4 * MIB
-    assert installed.name(k).startswith("eng")
+def test_installed_cudnn_has_a_plan(installed, dtype, tf32):
+    for shape in OURS:
+        k = key(dtype, tf32=tf32, limit=4 * MIB, **shape)
+        assert 0 <= installed.bytes(k) <= 4 * MIB, shape
+        assert installed.name(k).startswith("eng"), shape
 
 
 def test_installed_cudnn_says_which_convolution(installed):

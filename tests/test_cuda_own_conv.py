@@ -226,6 +226,7 @@ def variants(tile):
 CASES = [(tile, k, up, size) for tile in TILES for k, up in variants(tile) for size in SIZES]
 
 
+@pytest.mark.one_in(4)
 @every_dtype
 @pytest.mark.parametrize("tile,k,up,size", CASES, ids=lambda v: str(v).replace(" ", ""))
 def test_numbers(conv, dtype, tile, k, up, size):
@@ -255,6 +256,7 @@ def test_shapes(conv, dtype, shape):
     check(case, conv(case, tile, add_is_y=shape.add == "in place"), tile)
 
 
+@pytest.mark.one_in(3)
 @every_dtype
 @every_tile
 @pytest.mark.parametrize("in_c,out", [(80, 144), (320, 16)])
@@ -297,6 +299,7 @@ def test_up_is_nearest_then_3x3(conv, dtype, tile):
     close(conv(case, tile).y, want, UNIT[dtype] * np.abs(want) + 4 * E * (np.abs(want) + 8))
 
 
+@pytest.mark.one_in(3)
 @every_dtype
 @pytest.mark.parametrize(
     "in_c,out,tile",
@@ -360,6 +363,7 @@ def test_sums_about_a_mean(conv, dtype, tile, mean):
     check(case, conv(case, tile), tile)
 
 
+@pytest.mark.one_in(3)
 @every_dtype
 @every_tile
 def test_same_bits(conv, dtype, tile):
@@ -376,6 +380,7 @@ def test_same_bits(conv, dtype, tile):
 # ---- NaN and Inf ----
 
 
+@pytest.mark.one_in(4)
 @every_dtype
 @every_tile
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])

@@ -79,10 +79,10 @@ int cudnnBackendGetAttribute(void *v, int name, int type, int64_t room, int64_t 
     if (name == 202) {
         const char *json = ((desc *)d->device)->json;
         *count = strstr(json, "\"none\"") || (strstr(json, "\"fallback\"") && d->mode == 0) ? 0 : 4;
-        for (int64_t i = 0; values && i < *count && i < room; i++) out[i]->index = (int)i;
+        for (int64_t i = 0; values && i < *count && i < room; i++) out[i]->index = (int)i, out[i]->mode = d->mode;
     } else if (name == 300) out[0]->index = d->index;
     else if (name == 302) out[0]->index = d->index;
-    else if (name == 402) *(int64_t *)values = 1000 + ((desc *)d->config)->index;
+    else if (name == 402) *(int64_t *)values = (((desc *)d->config)->mode ? 500 : 1000) + ((desc *)d->config)->index;
     else if (name == 600) *(int *)values = 2;
     else if (name == 601) *(int64_t *)values = 7;
     else if (name == 1301) *(int64_t *)values = 10 + d->index;
@@ -122,12 +122,14 @@ def test_asking_walks_the_list_as_pytorch_does(tmp_path):
     cudnn = fake_cudnn(tmp_path)
     assert cudnn.version == "9.10.0"
     plan = cudnn.conv(named("x").device_json, dtype="float16", **CONV)
-    assert plan == {"bytes": 1002, "engine": "eng12_k2=7", "rank": 2, "untried": 1, "fallback": False}
+    assert plan == {"bytes": 1002, "least": 1002, "engine": "eng12_k2=7", "rank": 2, "untried": 1, "fallback": False}
+    every = cudnn.conv(named("x").device_json, dtype="float16", every=True, **CONV)
+    assert every == plan | {"least": 502}  # the fallback list's third, after the first list's end
     strict = cudnn.conv(named("x").device_json, dtype="float32", tf32=False, **CONV)
     assert (strict["bytes"], strict["rank"]) == (1003, 3)  # no tensor cores without TF32
     assert cudnn.conv(named("x").device_json, dtype="float32", **CONV)["bytes"] == 1002
     fallback = cudnn.conv(named("fallback").device_json, dtype="float16", **CONV)
-    assert fallback["fallback"] and fallback["bytes"] == 1002
+    assert fallback["fallback"] and fallback["bytes"] == 502
     assert cudnn.conv(named("none").device_json, dtype="float16", **CONV) is None
     cudnn.close()
 
@@ -410,8 +412,8 @@ def test_installed_cudnn_answers_for_every_convolution(installed):
         conv = Conv(**(dict(dtype="float16", n=1, c=128, h=256, w=256, k=128, r=3) | more))
         question = conv._asdict()
         del question["layout"]
-        count = installed.conv(find_gpu("RTX 4090").device_json, **question)["bytes"]
-        assert count == pytest.approx(2 * sum(conv.elements), rel=0.02), conv
+        plan = installed.conv(find_gpu("RTX 4090").device_json, every=True, **question)
+        assert plan["bytes"] == pytest.approx(2 * sum(conv.elements), rel=0.02) and plan["least"] == 0, conv
 
 
 def test_channels_last_needs_nothing_transposed(installed):

@@ -44,8 +44,8 @@ def test_the_answer_comes_first_and_is_what_predict_says(report):
     assert first.startswith("# Does it fit?")
     for card in _demo.CARDS:
         line = cells(first, card)
-        fits = [predict("sdxl", "decode", side, side, "float16", gpu=card).fits for side in _demo.SIDES]
-        assert [cell == "✓ fits" for cell in line[2:-1]] == fits
+        asked = [predict("sdxl", "decode", side, side, "float16", gpu=card) for side in _demo.SIDES]
+        assert line[2:-1] == [f"{'✓' if p.fits else '✗'} {p.outcome}" for p in asked]
         assert line[-1] == "x".join(map(str, predict_largest("sdxl", "decode", "float16", gpu=card)))
 
 
@@ -93,6 +93,7 @@ def test_the_page_holds_every_figure(out, report):
     assert all((out / f"{name}.png").read_bytes().startswith(b"\x89PNG") for name in names)
 
 
+@pytest.mark.thorough
 def test_weights_of_ones_own_and_no_pytorch(tmp_path, capsys, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else find(name))

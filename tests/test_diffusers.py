@@ -1,6 +1,7 @@
 """The drop-in for diffusers' AutoencoderKL: in whole pipelines, and call by call beside diffusers' own."""
 
 import copy
+import io
 import json
 import pickle
 import threading
@@ -202,6 +203,10 @@ def test_gradients_are_refused():
         with pytest.raises(ValueError, match=r"or give x.detach\(\)"):
             ours.encode(x.requires_grad_())
         assert torch.equal(ours.decode(z.detach()).sample, want)
+    with torch.autograd.forward_ad.dual_level():
+        tangent = torch.autograd.forward_ad.make_dual(z.detach(), z.detach())
+        with pytest.raises(ValueError, match="z: want a tensor that needs no gradient"):
+            ours.decode(tangent)
 
 
 def test_to():
@@ -211,7 +216,11 @@ def test_to():
     assert ours.half().dtype == torch.float16 and ours.decode(z).sample.dtype == torch.float16
     assert ours.to("cpu", torch.bfloat16).dtype == torch.bfloat16
     assert ours.to(memory_format=torch.channels_last).dtype == torch.bfloat16
+    with torch.inference_mode():
+        assert ours.half().dtype == torch.float16 and ours.post_quant_conv.bias.dtype == torch.float16
     assert torch.equal(ours.float().decode(z).sample, want), "the weights were not rounded on the way"
+    with pytest.raises(RuntimeError, match=r"post_quant_conv\.weight: want encode"):
+        ours.post_quant_conv(z)
     for dtype in (torch.float64, torch.float8_e4m3fn):
         with pytest.raises(ValueError, match=r"dtype: want float32, float16 or bfloat16, got torch\.float"):
             ours.to(dtype)
@@ -365,14 +374,110 @@ def test_what_is_refused():
         (lambda: ours.decode(z.int()), TypeError, "z: want a tensor of floating-point numbers, got torch.int32"),
         (lambda: ours.decode(z.numpy()), TypeError, "z: want a tensor of floating-point numbers, got ndarray"),
         (lambda: ours.decode(z[:, :3]), ValueError, r"z: want shape \(N, 4, h, w\)"),
-        (lambda: ours.load_state_dict({}), TypeError, "its weights cannot be changed"),
-        (lambda: copy.deepcopy(ours), TypeError, "VAE: cannot be pickled or copied"),
-        (lambda: pickle.dumps(ours), TypeError, "VAE: cannot be pickled or copied"),
+        (
+            lambda: ours.encode(torch.zeros(1, 3, 16, 18)),
+            ValueError,
+            r"x: want a height and a width that are multiples of 4, got \(1, 3, 16, 18\): pad the image first",
+        ),
         (lambda: AutoencoderKL.from_module(torch.nn.Linear(1, 1)), TypeError, "module: want diffusers' AutoencoderKL"),
     ):
         with pytest.raises(kind, match=message):
             call()
     assert torch.isfinite(ours.decode(z).sample).all()
+
+
+def test_a_layer_alone_is_refused():
+    """Its weights have no numbers in PyTorch, whose convolutions would answer with what lies in memory."""
+    theirs, ours = pair()
+    z, weight = tensors()[1], ours.post_quant_conv.weight
+    hidden, attention = torch.randn(1, 64, 4, 3), ours.decoder.mid_block.attentions[0]
+    for name, call in (
+        ("post_quant_conv.weight", lambda: ours.post_quant_conv(z)),
+        ("post_quant_conv.weight", lambda: ours.post_quant_conv.forward(z)),
+        ("quant_conv.weight", lambda: ours.quant_conv(torch.cat([z, z], 1))),
+        ("decoder.conv_in.weight", lambda: ours.decoder(z)),
+        ("decoder.conv_in.weight", lambda: ours.decoder.conv_in(z)),
+        ("decoder.mid_block.resnets.0.norm1.weight", lambda: ours.decoder.mid_block(hidden)),
+        ("decoder.mid_block.attentions.0.to_q.weight", lambda: attention.to_q(torch.ones(64))),
+        ("encoder.conv_in.weight", lambda: ours.encoder(tensors()[0])),
+        ("post_quant_conv.weight", lambda: ours.tiled_decode(z)),
+        ("post_quant_conv.weight", lambda: torch.nn.functional.conv2d(z, weight)),
+        ("post_quant_conv.weight", lambda: torch.nn.functional.conv2d(z, weight.data.float().chunk(2)[0])),
+        ("post_quant_conv.weight", lambda: torch.nn.functional.conv2d(z, copy.deepcopy(weight))),
+        ("post_quant_conv.weight", lambda: torch.nn.functional.conv2d(z, pickle.loads(pickle.dumps(weight)))),
+        ("post_quant_conv.weight", lambda: weight.copy_(theirs.post_quant_conv.weight)),
+        ("post_quant_conv.weight", lambda: torch.equal(theirs.post_quant_conv.weight, weight)),
+    ):
+        with pytest.raises(RuntimeError, match=rf"{name}: want encode\(\) or decode\(\) of the whole VAE"):
+            call()
+    assert isinstance(weight, torch.nn.Parameter) and weight.device.type == "meta" and not weight.requires_grad
+    assert weight.shape == (4, 4, 1, 1) and weight.half().dtype == torch.float16
+    assert torch.zeros_like(weight, device="cpu").sum() == 0, "what has numbers of its own serves"
+    close(ours.decode(z).sample, theirs.decode(z).sample)
+
+
+def test_weights_that_accelerate_brings():
+    """Its hooks give each layer numbers, which the module's state_dict() says, for the layer's own call."""
+    accelerate = pytest.importorskip("accelerate")
+    theirs, ours = pair()
+    z = tensors()[1]
+    accelerate.cpu_offload(ours, torch.device("cpu"))
+    assert torch.equal(ours.post_quant_conv(z), theirs.post_quant_conv(z))
+    assert ours.post_quant_conv.weight.is_meta
+    close(ours.decode(z).sample, theirs.decode(z).sample)
+
+
+def test_copies():
+    """Whole, with weights of their own; a trainer or a process pool asks for them."""
+    _, ours = pair()
+    z = tensors()[1]
+    ours.to(torch.bfloat16).enable_slicing()
+    ours.memory_limit, ours.vae.threads, ours.progress, ours.cancel = "1 GiB", 1, print, threading.Event()
+    want, file = ours.vae.copy(dtype="bfloat16").decode(z.numpy()), io.BytesIO()
+    torch.save(ours, file)
+    file.seek(0)
+    made = copy.deepcopy(ours), pickle.loads(pickle.dumps(ours)), torch.load(file, weights_only=False)
+    ours.vae.close()
+    for one in made:
+        assert torch.equal(one.decode(z.bfloat16()).sample, torch.from_numpy(want).bfloat16())
+        assert (one.dtype, one.use_slicing, one.memory_limit, one.vae.threads) == (torch.bfloat16, True, "1 GiB", 1)
+        assert (one.progress, one.cancel, dict(one.config)) == (False, None, dict(ours.config))
+        assert one.float()._engine() is one.vae
+        with pytest.raises(RuntimeError, match=r"post_quant_conv\.weight: want encode"):
+            one.post_quant_conv(z)
+
+
+@pytest.mark.parametrize("way", ["trace", "make_fx", "export", "functionalize", "vmap"])
+def test_a_trace_is_refused(way):
+    """It would keep the result as a constant."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    _, ours = pair()
+    x, z = tensors()
+
+    def decode(z):
+        return ours.decode(z).sample
+
+    call = {
+        "trace": lambda: torch.jit.trace(decode, z),
+        "make_fx": lambda: make_fx(decode)(z),
+        "export": lambda: torch.export.export(ours, (x,), strict=False),
+        "functionalize": lambda: torch.func.functionalize(decode)(z),
+        "vmap": lambda: torch.vmap(decode)(z[None]),
+    }[way]
+    with pytest.raises(
+        RuntimeError, match=r"[xz]: want a tensor with numbers, got one that PyTorch traces, exports or"
+    ):
+        call()
+    assert torch.isfinite(decode(z)).all()
+
+
+def test_compiled_code_calls_it_as_it_is():
+    _, ours = pair()
+    z = tensors()[1]
+    compiled = torch.compile(lambda z: ours.decode(z).sample * 2, backend="eager")
+    for one in (z, z + 1):
+        assert torch.equal(compiled(one), ours.decode(one).sample * 2)
 
 
 def test_cancel_and_progress():
@@ -400,6 +505,40 @@ def test_a_state_dict_is_a_copy(tmp_path):
     ours.save_pretrained(tmp_path)
     back = diffusers.AutoencoderKL.from_pretrained(tmp_path)
     assert torch.equal(back.decoder.conv_in.weight, theirs.decoder.conv_in.weight)
+
+
+def test_a_state_dict_of_a_module_around_it_has_its_weights():
+    theirs, ours = pair()
+    head = torch.nn.Linear(1, 1)
+    want, got = (torch.nn.ModuleDict({"head": head, "vae": vae}).state_dict() for vae in (theirs, ours))
+    assert got.keys() == want.keys() and all(torch.equal(got[name], t) for name, t in want.items())
+    for part in (ours.decoder, ours.post_quant_conv, torch.nn.Sequential(ours.encoder), copy.deepcopy(ours).decoder):
+        with pytest.raises(RuntimeError, match=r": want state_dict\(\) of the whole VAE, got that of a part of it"):
+            part.state_dict()
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_loading_weights_is_refused(assign):
+    """By whichever module it comes; a module around it loads its other weights."""
+    theirs, ours = pair()
+    z, weight = tensors()[1], ours.decoder.conv_in.weight
+    want, again = ours.decode(z).sample, pickle.loads(pickle.dumps(ours))
+    for one, other in (
+        (ours, theirs),
+        (again, theirs),
+        (copy.deepcopy(ours).decoder, theirs.decoder),
+        (ours.decoder, theirs.decoder),
+        (ours.decoder.conv_in, theirs.decoder.conv_in),
+        (torch.nn.Sequential(ours), torch.nn.Sequential(theirs)),
+        (torch.nn.Sequential(ours.decoder), torch.nn.Sequential(theirs.decoder)),
+    ):
+        for strict in (True, False):
+            with pytest.raises(TypeError, match="AutoencoderKL: its weights cannot be changed"):
+                one.load_state_dict(other.state_dict(), strict=strict, assign=assign)
+    assert ours.decoder.conv_in.weight is weight and torch.equal(ours.decode(z).sample, want)
+    around = torch.nn.ModuleDict({"head": torch.nn.Linear(1, 1), "vae": ours})
+    around.load_state_dict({"head.weight": torch.full((1, 1), 7.0)}, strict=False, assign=assign)
+    assert around["head"].weight.item() == 7
 
 
 def test_from_pretrained(tmp_path):

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from emulator.build import HERE, has
 
+pytestmark = pytest.mark.thorough
 ROOT = HERE.parents[1]
 USABLE = """
 from vaemem import _core

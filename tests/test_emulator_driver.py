@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from ctypes import byref, c_float, c_int, c_size_t, c_uint, c_ulonglong, c_void_p
 from pathlib import Path
 
@@ -79,10 +80,10 @@ class Driver:
 
 
 @pytest.fixture(scope="module")
-def libcuda(tmp_path_factory):
+def libcuda():
     if not build.cuda_include():
         pytest.skip("the stand-in driver is compiled with <cuda.h>, which is missing")
-    return build.build(tmp_path_factory.mktemp("driver"), PROBE)[0]
+    return build.build(PROBE)[0]
 
 
 @pytest.fixture
@@ -286,6 +287,41 @@ def test_faults_stick(driver, capfd):
     with fails(ILLEGAL_ADDRESS):
         d.cuMemFree_v2(at)
     assert d.live()[:2] == [0, 0]  # given back nevertheless
+
+
+def test_memory_given_back_under_work_is_a_fault(driver, capfd):
+    """CUDA leaves it open whether cuMemFree waits for what is in flight."""
+    d = driver
+    at, other, s, f = d.memory(np.zeros(1, np.float32)), d.memory(np.zeros(1)), d.stream(), d.function("step")
+    d.step(f, at, s)
+    d.cuCtxSynchronize()
+    d.cuMemFree_v2(other)
+    d.step(f, at, s)
+    with fails(ILLEGAL_ADDRESS):
+        d.cuMemFree_v2(at)
+    assert "memory given back under work" in capfd.readouterr().err
+
+
+def test_work_of_another_thread_after_a_wait_is_no_fault(driver):
+    """Two threads, each with a model of its own: one enqueues between the other's wait and its cuMemFree."""
+    d = driver
+    at, other, s, f = d.memory(np.zeros(1, np.float32)), d.memory(np.zeros(1)), d.stream(), d.function("step")
+    context = d.new("cuCtxGetCurrent")
+
+    def enqueue():
+        d.cuCtxPushCurrent_v2(context)
+        d.step(f, at, s)
+        d.cuCtxPopCurrent_v2(None)
+
+    thread = threading.Thread(target=enqueue)
+    d.cuCtxSynchronize()
+    thread.start()
+    thread.join()
+    d.cuMemFree_v2(other)
+    assert d.floats(at) == [0]  # it still waits in its stream
+    d.cuCtxSynchronize()
+    assert d.floats(at) == [1]
+    d.cuMemFree_v2(at)
 
 
 def test_writes_beside_a_block_are_seen(driver, capfd):

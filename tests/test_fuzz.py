@@ -1,6 +1,5 @@
 """The fuzz targets on their corpus and on every input that once failed. `tests/fuzz/run.py` looks for new ones."""
 
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ sys.path.insert(0, str(Path(__file__).parent / "fuzz"))
 
 import run
 import targets
+import tools
 
 
 @pytest.mark.parametrize("target", run.IN_PYTHON)
@@ -21,8 +21,10 @@ def test_python_targets(target):
         targets.TARGETS[target](file.read_bytes())
 
 
-@pytest.mark.skipif(not shutil.which("cc"), reason="there is no C compiler")
+@pytest.mark.thorough
 def test_targets_in_c(tmp_path):
+    if not tools.runs("cc", f"-fsanitize={run.SANITIZE}"):
+        pytest.skip("there is no C compiler whose AddressSanitizer works")
     for target, program in run.build(tmp_path, guided=False).items():
         files = run.corpus(target)
         done = subprocess.run([program, *files], env=run.environment(), capture_output=True, text=True)

@@ -445,7 +445,7 @@ def test_every_truncation_of_a_real_file(tmp_path, dtype):
     path = tmp_path / "a.gguf"
     write_gguf(path, tensors_of(make()), blocks(dtype))
     whole = path.read_bytes()
-    last = max(tensor.at + tensor.nbytes for tensor in gguf.header(open(path, "rb", buffering=0)))
+    last = max(tensor.at + tensor.nbytes for tensor in gguf.header(open(path, "rb", buffering=0))[0])
     for size in sorted({*range(0, 800, 7), *range(800, last, last // 60), last - 1}):
         path.write_bytes(whole[:size])
         with pytest.raises(ValueError, match=r"path: want a GGUF file, got .*a\.gguf"):
@@ -473,6 +473,7 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path, monkeypatch):
 # ---- memory ----
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("dtype", DECODED)
 def test_a_tensor_becomes_numbers_a_few_blocks_at_a_time(tmp_path, dtype):
     """What Python and NumPy take meanwhile: the largest tensor's numbers, and one step. All of its blocks

@@ -97,8 +97,14 @@ def test_what_is_refused(tmp_path):
     vae = small_vae()
     (tmp_path / "a.png").write_bytes(b"no picture")
     depth = Image.fromarray(np.zeros((8, 8), np.uint16))
-    z = latents(vae, 2, 2)
+    z, x = latents(vae, 2, 2), images(8, 8)
+    masked = np.ma.masked_array(x, x > 0)
     for call, kind, message in (
+        (lambda: vae.encode(masked), ValueError, r"x: want numbers everywhere, got \d+ masked of 192: np.ma.filled\(x"),
+        (lambda: vae.encode([*masked]), ValueError, r"x: want numbers everywhere, .*np.ma.filled\(x, 0\)"),
+        (lambda: vae.encode(masked.astype(np.uint8).transpose(0, 2, 3, 1)), ValueError, "x: want numbers everywhere"),
+        (lambda: vae.decode(np.ma.masked_array(z, z > 0)), ValueError, r"z: want .*, .*np.ma.filled\(z, 0\)"),
+        (lambda: vae.decode([*np.ma.masked_array(z, z > 0)]), ValueError, "z: want numbers everywhere"),
         (lambda: vae.encode([picture(), picture(8, 8)]), ValueError, "one size in a batch, got 8x12 and 8x8: encode"),
         (lambda: vae.encode([images(8, 8)[0], images(8, 4)[0]]), ValueError, r"got \(3, 8, 8\) and \(3, 8, 4\)"),
         (lambda: vae.encode([picture(), 3]), TypeError, "x: want images and files of them, or arrays, got int among"),

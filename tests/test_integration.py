@@ -113,6 +113,7 @@ def test_tiles_where_the_whole_image_does_not_fit(recipes, monkeypatch, side, us
         assert vaemem.predict("sdxl", "decode_tiled", side, side, tile=tile, **asked).fits
 
 
+@pytest.mark.thorough
 def test_the_vae_cuts_the_tiles_that_it_is_told(recipes):
     vae = diffusers.AutoencoderKL(
         block_out_channels=(8, 8, 8, 8),

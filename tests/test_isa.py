@@ -9,13 +9,13 @@ from __future__ import annotations
 import os
 import platform
 import runpy
-import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
 
 import pytest
+import tools
 from engine import BACKENDS
 
 ROOT = Path(__file__).parent.parent
@@ -61,37 +61,16 @@ def ok(*command: str | Path) -> None:
 
 @pytest.fixture(scope="module")
 def native(setup, tmp_path_factory) -> Path:
-    compiler = os.environ.get("CC", "gcc")
-    if not shutil.which(compiler):
-        pytest.skip(f"there is no C compiler {compiler}")
+    if not tools.runs(tools.c_compiler()):
+        pytest.skip(f"there is no C compiler {tools.c_compiler()}")
     folder = tmp_path_factory.mktemp("native")
-    return build(folder / "isa", [compiler], setup, platform.machine().lower(), "tests/isa/isa.c")
+    return build(folder / "isa", [tools.c_compiler()], setup, platform.machine().lower(), "tests/isa/isa.c")
 
 
 @pytest.fixture(scope="module")
-def arm(tmp_path_factory) -> tuple[list[str], str]:
-    """A compiler for AArch64, and what runs its programs here."""
-    emulator = next(filter(shutil.which, ("qemu-aarch64", "qemu-aarch64-static")), None)
-    if not emulator:
-        pytest.skip("there is no qemu-aarch64 (Debian: qemu-user)")
-    probe = tmp_path_factory.mktemp("probe") / "probe"
-    for compiler in ["aarch64-linux-gnu-gcc"], ["clang", "--target=aarch64-linux-gnu"]:
-        command = [*compiler, "-static", "-xc", "-", "-o", probe, "-lm"]
-        empty = "#include <errno.h>\nint main(void) { return 0; }"
-        if (
-            shutil.which(compiler[0])
-            and not subprocess.run(command, input=empty, text=True, capture_output=True).returncode
-        ):
-            return compiler, emulator
-    pytest.skip(
-        "neither aarch64-linux-gnu-gcc nor clang with AArch64's C library (Debian: libc6-dev-arm64-cross) is here"
-    )
-
-
-@pytest.fixture(scope="module")
-def isa_on_arm(setup, arm, tmp_path_factory) -> Path:
+def isa_on_arm(setup, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("arm")
-    return build(folder / "isa", arm[0], setup, ARM, "tests/isa/isa.c", link=("-static",))
+    return build(folder / "isa", tools.arm()[0], setup, ARM, "tests/isa/isa.c", link=("-static",))
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -99,15 +78,18 @@ def test_operations(native, name):
     ok(native, name)
 
 
+@tools.wants_arm
 @pytest.mark.parametrize("name", ["neon", "ref"])
-def test_operations_on_arm(isa_on_arm, arm, name):
-    ok(arm[1], isa_on_arm, name)
+def test_operations_on_arm(isa_on_arm, name):
+    ok(tools.arm()[1], isa_on_arm, name)
 
 
-def test_models_on_arm(setup, arm, tmp_path):
+@tools.wants_arm
+def test_models_on_arm(setup, tmp_path):
     """Whole runs on several threads, by the best set that the core finds there: tests/threads/threads.c."""
-    program = build(tmp_path / "threads", arm[0], setup, ARM, *CORE, "tests/threads/threads.c", link=("-static",))
-    ok(arm[1], program)
+    compiler, emulator = tools.arm()
+    program = build(tmp_path / "threads", compiler, setup, ARM, *CORE, "tests/threads/threads.c", link=("-static",))
+    ok(emulator, program)
 
 
 def test_an_unknown_set_is_refused(native):

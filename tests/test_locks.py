@@ -33,6 +33,7 @@ def run(script: str) -> str:
         capture_output=True,
         text=True,
         timeout=LIMIT,
+        env={**os.environ, "PYTHONMALLOC": "debug"},  # which overwrites what is freed
     )
     assert done.returncode == 0, f"{done.returncode}\n{done.stdout}{done.stderr}"
     return done.stdout
@@ -186,6 +187,25 @@ def test_a_signal_handler_may_ask_but_not_change():
                 os.kill(os.getpid(), signal.SIGUSR1)
         vae.decode(latents(vae, 16, 16), progress=progress)
         assert seen[:2] == [True, "trim"], seen
+    """)
+
+
+def test_a_signal_is_heard_while_a_long_list_is_made():
+    run("""
+        from vaemem import _core
+        trace, refused = _core.Trace(), []
+        for i in range(300_000):
+            trace.take(8, "x")
+        def handler(*_):
+            try:
+                trace.blas("x")
+            except RuntimeError as error:
+                refused.append(str(error))
+        signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
+        assert len(trace.steps) >= 300_000
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        assert refused and "in the middle of another call" in refused[0], refused
     """)
 
 
@@ -345,9 +365,9 @@ def test_a_fork_in_a_runs_own_callback(threads):
 
 
 class Shrinks:
-    """A number that empties the list that it is in."""
+    """A number that empties the list or dict that it is in."""
 
-    def __init__(self, items: list):
+    def __init__(self, items: list | dict):
         self.items = items
 
     def __index__(self) -> int:
@@ -357,6 +377,9 @@ class Shrinks:
 
     def __bool__(self) -> bool:
         return bool(self.__index__())
+
+    def __float__(self) -> float:
+        return float(self.__index__())
 
 
 def test_divisions_that_shrink_while_they_are_read():
@@ -375,6 +398,49 @@ def test_blocks_that_shrink_while_they_are_read():
     allocator = CachingAllocator()
     allocator._restore(1 << 30, 1 << 21, 0, True, items)
     assert not items and allocator.memory_allocated() == 99 * 512
+
+
+@pytest.mark.parametrize("key", ["latents_mean", "latents_std"])
+def test_lists_of_an_architecture_that_shrink_while_they_are_read(key):
+    items: list = [1e6, 1e6, 1e6, 1e6]
+    items[0] = Shrinks(items)
+    made = _core.Model({**_core.models()["playground-v2.5"], key: items}, "decoder")
+    assert not items and made.arch[key] == (2, 1e6, 1e6, 1e6)
+
+
+@pytest.mark.parametrize("key", ["scaling_factor", "norm_eps", "use_quant_conv", "batch_norm_eps"])
+def test_an_architecture_that_shrinks_while_it_is_read(key):
+    arch = {**_core.models()["flux2"], "scaling_factor": 1.0, "shift_factor": 0.0}
+    arch[key] = Shrinks(arch)
+    made = _core.Model(arch, "decoder")
+    assert not arch and made.arch[key] == (True if key.startswith("use") else 2)
+
+
+def test_a_number_that_frees_itself_is_still_there_to_be_named():
+    run("""
+        from vaemem import _core
+        class Number:
+            def __float__(self):
+                arch.clear()
+                return "text"
+        arch = _core.models()["sdxl"]
+        arch["norm_eps"] = Number()
+        try:
+            _core.Model(arch, "decoder")
+        except TypeError as error:
+            assert "Number.__float__ returned non-float" in str(error), error
+    """)
+
+
+def test_extents_that_shrink_while_they_are_read():
+    for at, name in enumerate(("r", "stride", "padding", "dilation", "output_padding")):
+        items: list = [None, 1 << 40, 1 << 40]
+        items[0] = Shrinks(items)
+        given = [items if i == at else 1 for i in range(5)]
+        trace = _core.Trace()
+        trace.conv("float32", 1, 4, 8, 8, 4, *given[:3], False, "name", given[3], 1, given[4], 8)
+        (conv,) = trace.convs
+        assert not items and (2, 1 << 40, 1 << 40) in conv, name
 
 
 # ---- names of more than ASCII ----

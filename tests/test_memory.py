@@ -73,6 +73,7 @@ def test_arena_is_kept_grown_and_trimmed():
     vae.trim()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("op", ["encode", "decode"])
 @pytest.mark.parametrize("name", SMALL)
@@ -153,6 +154,7 @@ print(status("VmHWM:") - before, run.peak_bytes - run.weights_bytes)
 """
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.resident
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak resident size is read from /proc")
 @pytest.mark.parametrize(

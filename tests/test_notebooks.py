@@ -66,6 +66,7 @@ def texts(outputs):
         yield from (value for kind, value in data.items() if not kind.startswith("image/"))
 
 
+@pytest.mark.thorough
 def test_shows_what_it_promises(run):
     name, notebook, *_ = run
     figures, wanted = SHOWN[name]
@@ -77,6 +78,7 @@ def test_shows_what_it_promises(run):
     assert [text for text in wanted if text not in everything] == []
 
 
+@pytest.mark.thorough
 def test_shows_nothing_red_and_no_path(run):
     _, notebook, folder, _ = run
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
@@ -86,6 +88,7 @@ def test_shows_nothing_red_and_no_path(run):
     assert "versions" not in re.sub(r"<iframe.*?</iframe>", "", everything), "a table is no wider than a page"
 
 
+@pytest.mark.thorough
 def test_renders(run):
     name, notebook, _, page = run
     pictures = sum("image/png" in o.get("data", ()) for cell in notebook.cells for o in cell.get("outputs", []))

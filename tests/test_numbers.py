@@ -40,6 +40,7 @@ def small(request):
     return vae, inputs, {op: exact.run(op, x)[0] for op, x in inputs.items()}
 
 
+@pytest.mark.one_in(4)
 @every_run
 @both_ways
 def test_error_beside_float32(small, op, dtype, precision, backend):

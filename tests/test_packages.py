@@ -14,6 +14,7 @@ import zipfile
 from fnmatch import fnmatch
 from pathlib import Path
 
+import gpu
 import pytest
 from emulator import build
 from engine import config
@@ -96,8 +97,12 @@ def test_the_source_distribution_is_the_tree(tree, sdist, tmp_path):
 def test_the_source_distribution_installs(sdist, tmp_path, cuda):
     if cuda == "1" and not HAVE_NVCC:
         pytest.skip("no nvcc")
-    said = use(sdist, tmp_path, VAEMEM_CUDA=cuda, VAEMEM_CUDA_ARCHS="90")
+    said = use(sdist, tmp_path, VAEMEM_CUDA=cuda, VAEMEM_CUDA_ARCHS="")
     assert ("built without CUDA" in said) == (cuda == "0")
+    if cuda == "1":
+        library = next(tmp_path.glob("fresh/lib/python*/site-packages/vaemem/_cuda*.so"))
+        every = {(2, arch) for arch in (75, 80, 86, 89, 90)}  # 100 and 120 since nvcc 12.8
+        assert all(every < archs for archs in gpu.machine_code(library.read_bytes()))
 
 
 def test_the_wheel_installs(tree, tmp_path):

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 
-from vaemem import formula, predict, predict_pipeline
-from vaemem.pipelines import programs
+from vaemem import formula, plan_pipeline, predict, predict_pipeline
+from vaemem.pipelines import programs, ways_diffusers
 from vaemem.pipelines.components import PIPELINES
 from vaemem.pipelines.run import RECORDED_VAES
 from vaemem.prediction.gpus import find_gpu
@@ -22,6 +23,31 @@ MIB = 1 << 20
 
 def phase(prediction, name):
     return next(phase for phase in prediction.phases if phase.name == name)
+
+
+def test_a_fit_on_cudnns_next_plans_is_told():
+    """What stood in on the card is among the notes, and the verdict says what the run takes there."""
+    asked = {"components": {"unet": "nf4"}, "torch_version": "2.8.0"}
+    p, roomy = (predict_pipeline("sdxl", 1024, 1024, gpu=gpu, **asked) for gpu in ("RTX 4060", "RTX 4090"))
+    assert p.fits and p.on_card < p.peak == roomy.peak
+    assert [sum("cuDNN's next plan" in note for note in one.notes) for one in (p, roomy)] == [1, 0]
+    assert f"where it takes {p.on_card / MIB:.0f} MiB" in p.verdict and "where it takes" not in roomy.verdict
+
+
+def test_the_upper_bound_of_a_pipeline():
+    """It is never below what any cuDNN that may be would make of it, and a 16th of what is not weights more."""
+    asked = {"offload": "model", "gpu": "RTX 3090"}
+    told, untold = (predict_pipeline("sdxl", 512, 512, **asked, **v) for v in ({"torch_version": "2.6.0"}, {}))
+    for p in (told, untold):
+        assert p.peak <= p.band[1] < p.upper and json.loads(p.to_json())["upper_bytes"] == p.upper
+        assert f"upper {p.upper / MIB:.0f} MiB" in p.verdict
+    peaks = {v: predict_pipeline("sdxl", 512, 512, **asked, cudnn_version=v) for v in ("9.8.0", "9.10.2", "9.28.0")}
+    assert told.upper <= untold.upper and all(one.upper <= told.upper for one in peaks.values())
+    exact = peaks["9.10.2"]
+    assert exact.band == (exact.peak, exact.peak)  # this version was asked
+    most = max(phase.weights + (phase.total - phase.weights) * 17 / 16 for phase in exact.phases)
+    assert exact.upper == math.ceil(most) + 20 * MIB
+    assert predict_pipeline("zimage-turbo", 512, 512, runtime="sd.cpp", gpu="RTX 3090").upper > 0
 
 
 @pytest.mark.parametrize("gpu", ["RTX 4090", "T4", "H200"])
@@ -123,6 +149,15 @@ def test_sequential_offload_sends_every_submodules_weights():
         predict_pipeline("sd15", 512, 512, offload="sequential", vae="tiled")
 
 
+def test_sequential_offload_decodes_sdxl_in_float32(monkeypatch):
+    """As without offloading, but that each weight comes for its call; so it needs more than an RTX 2060 has."""
+    asked = {"height": 1536, "width": 1536, "gpu": "RTX 2060"}
+    alone, whole = (phase(predict_pipeline("sdxl", **asked, offload=o), "decode") for o in ("sequential", "model"))
+    assert abs(alone.activations - whole.activations) < 4 * MIB and alone.weights < whole.weights / 10
+    monkeypatch.setattr(ways_diffusers, "_offloads", lambda *_: [("sequential offload", "sequential")])
+    assert plan_pipeline("sdxl", **asked, types=[None]).recommended is None
+
+
 def test_the_ways_of_the_vae():
     ways = {
         way: phase(predict_pipeline("sd15", 1024, 1024, batch=2, vae=way), "decode")
@@ -150,11 +185,47 @@ def test_weights_in_other_types():
     assert "text_encoder" not in given.parts and phase(given, "encode prompt").flops == 0
 
 
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_bitsandbytes_quantises_matrix_by_matrix_as_it_loads(kind):
+    """On the device, one after the other: of the components' full size there is one matrix at a time."""
+    both = dict.fromkeys(("transformer", "text_encoder_2"), kind)
+    found = predict_pipeline("flux", 512, 512, offload="model", components=both, gpu="H100")
+    parts = [found.parts[role] for role in both]
+    load, *_ = found.phases
+    quantised = sum(part.nbytes for part in parts)
+    assert load.name == "load" and 0.98 * quantised < load.weights <= quantised
+    largest = max(2 * math.prod(weight.shape) for part in parts for weight in part.weights)
+    assert load.activations < largest + 64 * MIB
+    assert found.host == sum(p.nbytes for p in found.parts.values()) - (quantised if kind == "int8" else 0)
+    small = predict_pipeline("flux", 512, 512, offload="model", components=both, gpu="RTX 3080", memory="10 GB")
+    assert small.out_of_memory_at[0] == "load"
+    alone = predict_pipeline("flux", 512, 512, components=both, gpu="H100")
+    assert alone.phases[0].reserved < 1.01 * sum(part.nbytes for part in alone.parts.values())
+
+
 def test_unpacked_weights_are_there_for_their_layer():
     """What a linear layer computes with is as large as the layer was before it was packed."""
     packed = predict_pipeline("sd15", 512, 512, components={"unet": "Q8_0"}).parts["unet"]
     layer = "down_blocks.0.attentions.0.transformer_blocks.0.ff.net.0.proj"
     assert packed.unpacked[layer] == [("weight, unpacked", 2560 * 320 * 2)]
+
+
+def test_a_fit_that_rests_on_plans_that_are_not_known():
+    p = predict_pipeline("sd15", 512, 512, gpu="RTX 3060")
+    least, sure = p.least_band
+    assert p.outcome == "fits" and p.on_card == p.peak and least == p.least < sure < p.peak
+    for room, outcome in ((sure, "fits"), (sure - 4 * MIB, "may fit"), (least - 4 * MIB, "does not fit")):
+        other = predict_pipeline("sd15", 512, 512, gpu="RTX 3060", used=p.available - room)
+        assert other.outcome == outcome and other.fits == (outcome != "does not fit")
+        assert other.on_card is None if not other.fits else other.on_card <= room < other.peak == p.peak
+        asked = ways_diffusers._Asked("no offload", {"offload": "none", "vae": "whole"}, None, other)
+        assert bool(ways_diffusers._way(asked, None).unsure) == (outcome == "may fit")
+        if outcome == "may fit":
+            other.least_band = least, sure  # which was looked for once
+            assert f"may fit in {other.available / MIB:.0f} MiB (cuDNN's next plans decide" in other.verdict
+            assert other.verdict.endswith(f"it takes at least {least / MIB:.0f} to {sure / MIB:.0f} MiB")
+    graph = predict_pipeline("sd15", 512, 512, runtime="sd.cpp", gpu="RTX 3060")
+    assert (graph.outcome, graph.on_card) == ("fits", graph.peak)
 
 
 def test_where_memory_runs_out():
@@ -181,6 +252,7 @@ def test_where_memory_runs_out():
         ({"components": {"unet": None}}, "unet"),
         ({"components": {"vae": "Q8_0"}}, "vae"),
         ({"dtype": "int8"}, "dtype: want"),
+        ({"components": {"unet": "nf4"}, "offload": "sequential"}, "offload: want none or model"),
         ({"dtype": "bfloat16", "gpu": "T4"}, "fused kernels"),
         ({"batch": 0}, "batch: want"),
         ({"prompt_tokens": 10**6}, "prompt_tokens: want at most 8192, got 1000000"),

@@ -38,6 +38,18 @@ def test_the_first_phase_that_does_not_fit_is_named_and_what_the_whole_run_lacks
     assert outcome(way(sizes=(5, 5)), Room(5 * MIB), None).verdict == "fits"
 
 
+def test_a_way_that_may_fit_says_so():
+    plan = planned("", [way("a"), way("b", unsure="nobody knows")], Room(5 * MIB), None)
+    assert [one.verdict for one in plan.outcomes] == [row["verdict"] for row in plan.rows()] == ["fits", "may fit"]
+    unsure = planned("", [way(unsure="nobody knows")], Room(5 * MIB), None)
+    assert "may fit" not in plan.reason and "It may fit: nobody knows." in unsure.reason
+    assert [row["unsure"] for row in plan.rows()] == ["", "nobody knows"]
+    quicker = planned("", [way("a", seconds=8, unsure="nobody knows"), way("b", seconds=9)], Room(5 * MIB), MACHINE)
+    assert quicker.recommended.way.name == "b" and "It is the only one that fits" in quicker.reason
+    two = planned("", [way("a", unsure="nobody knows"), way("b", unsure="nobody knows")], Room(5 * MIB), None)
+    assert "It is the plainest of the 2 that may fit" in two.reason
+
+
 def test_the_host_and_time_run_out_too():
     assert outcome(way(host=3 * MIB), Room(9 * MIB, 2 * MIB), None).verdict == "lacks 1 MiB of the host's"
     late = outcome(way(seconds=70.0), Room(9 * MIB, None, 60.0), MACHINE)
@@ -477,6 +489,7 @@ def test_what_sdcpp_does_not_have_is_refused(asked, said):
         by_sdcpp(**asked)
 
 
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("memory", ["6 GB", "8 GB", "16 GB", "24 GB"])
 def test_a_card_stands_in_whose_attention_was_recorded(memory):
     """Of the cards of a size the oldest write out bfloat16's scores."""

@@ -5,7 +5,11 @@ from __future__ import annotations
 import copy
 import csv
 import json
+import math
 import pickle
+import sys
+from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -20,6 +24,10 @@ from vaemem.prediction.moments import ROUNDING
 from vaemem.prediction.predict import MARGIN, predict
 from vaemem.prediction.process import SimulatedProcess
 from vaemem.prediction.workspace import Workspace
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+import left_out
 
 MIB = 1 << 20
 
@@ -75,6 +83,7 @@ def test_every_rule_says_where_it_was_seen(table):
         assert off == set(rule["seen"]), rule["name"]
 
 
+@pytest.mark.thorough
 def test_command_line(tmp_path, capsys):
     out = tmp_path / "out.csv"
     assert main(["reproduce", "--csv", str(out)]) == 0
@@ -178,6 +187,20 @@ def test_scores_are_the_peak_of_large_images():
     small, large = (predict("sd15", "decode", 2048, 2048, runtime="a1111", gpu=g) for g in ("RTX 3060", "A100 80GB"))
     scores = [dict(p.peak_tensors).get("decoder.mid.attn_1 [scores]", 0) for p in (small, large)]
     assert scores == [0, 2 * 256**4] and small.allocated < large.allocated  # in parts, another tensor peaks
+
+
+@pytest.mark.parametrize("op", ["encode", "decode"])
+@pytest.mark.parametrize("gpu, used", [("RTX 4060", 0), ("RTX 4060", "2 GB"), ("RTX 4090", "4 GB")])
+def test_a1111_cuts_attention_by_what_the_card_has_free(op, gpu, used):
+    """mem_free_total of its cross_attention_attnblock_forward: what CUDA has free, beside the context and what others
+    hold, and what the allocator holds free, once the normalised input is dropped."""
+    p = predict("sdxl", op, 2048, 2048, runtime="a1111", gpu=gpu, used=used)
+    names = [moment.name for moment in p.timeline]
+    free = p.available - p.timeline[names.index(f"{op}r.mid.attn_1 [attention]") + 1].allocated
+    parts = 2 ** max(math.ceil(math.log2(2.5 * 2 * 256**4 / free)), 0) if free > 0 else 1  # else it has raised before
+    assert names.count(f"{op}r.mid.attn_1 [part]") == parts
+    assert p.least_reserved <= p.available or not p.fits
+    assert p._within(p.least_reserved)[0] is None and p._within(p.least_reserved - 2 * MIB)[0]
 
 
 def test_tiles_of_a1111_are_padded():
@@ -374,8 +397,8 @@ def test_the_drivers_pool():
 
 def test_allocator_settings(tmp_path):
     usual, grown = (predict("sdxl", "decode", 1024, 1024, allocator=a) for a in ("native", "expandable_segments:True"))
-    assert grown.allocated <= usual.allocated and grown.reserved < usual.reserved and grown.upper_share != 1
-    assert "expandable_segments:True" in repr(grown) and usual.upper_share == 1
+    assert grown.allocated <= usual.allocated and grown.reserved < usual.reserved and math.isnan(grown.upper_share)
+    assert "expandable_segments:True" in repr(grown) and usual.upper_share > 0.99
     for conf in ("", "backend:native", "pinned_use_cuda_host_register:True"):
         assert sizes(predict("sdxl", "decode", 1024, 1024, allocator=conf)) == sizes(usual)
     assert predict("sdxl", "decode", 256, 256, allocator="backend:native").allocator == "native"
@@ -591,12 +614,38 @@ def test_the_cudnn_of_a_build_answers():
 
 
 def test_the_upper_bound_covers_what_it_says(table):
-    share = predict("sdxl", "decode", 64, 64).upper_share
-    assert reproduce.covered(table, torch_version=reproduce.TORCH) == share * len(table)
-    assert reproduce.covered(table) == share * len(table)
+    assert f"{len(table)} of {len(table)} rows" in predict("sdxl", "decode", 64, 64).upper_basis
+    assert reproduce.covered(table, torch_version=reproduce.TORCH) == len(table)
     assert reproduce.covered(table, cudnn_version=reproduce.NEAREST) == 87  # of 98: another version's answers
 
 
+@pytest.mark.thorough
+def test_the_upper_bound_covers_the_table_where_no_version_is_told(table):
+    assert reproduce.covered(table) == len(table)
+
+
+def test_the_upper_bound_holds_where_nothing_was_asked():
+    """Profiles left out in turn, a version or a card, at one size: benchmarks/left_out.py's trial, whose share of all
+    sizes `upper_share` is. A bound made of the three nearest versions alone would be too low for 9.28 on an A100."""
+    found = list(left_out.trials(case for case in left_out.CASES if case[0] == "sdxl" and case[3] == (832, 1216)))
+    for *group, held, _excess, _within in left_out.summary(found):
+        assert float(held.rstrip("%")) >= 99, group
+    assert len(found) > 200 and len({one.gpu for one in found}) > 8
+    assert 0.99 <= predict("sdxl", "decode", 64, 64).upper_share <= 1
+
+
+def test_the_upper_bound_needs_neither_9_7_nor_its_rules(table):
+    """The seed table's rows ran with cuDNN 9.7.1 on an RTX 4090. How much other versions and cards differ covers all of
+    them but one, which is 0.5% above, where nothing is known of any version before 9.8. (Of whole images here.)"""
+    with left_out.without(["sm89_cudnn9.7.1.json"]), mock.patch.object(profiles, "_older", list):
+        assert predict("sdxl", "decode", 64, 64).substitutions == ("cuDNN 9.8.0 for 9.7.1",)
+        whole = [
+            row for row in table if row[0][1] in ("encode", "decode") and (row[0][0] == "FLUX" or row[0][2] <= 1024)
+        ]
+        assert reproduce.covered(whole, torch_version=reproduce.TORCH) == len(whole) - 1
+
+
+@pytest.mark.thorough
 def test_the_upper_bound_needs_nothing_from_the_table_itself(table, monkeypatch):
     near, older = profiles.profiles_near, profiles.older_rules
     nearest = lambda gpu, version: [p for p in near(gpu, version) if p.how != "inferred"]  # noqa: E731
@@ -739,7 +788,8 @@ def test_a_run_that_the_card_has_no_room_for():
     assert not p.fits and (name, size) in [(step[3], step[2]) for step in p._process._last[0].steps]
     assert f"out of memory at {name} ({size / MIB:.2f} MiB) with {p.available / MIB:.0f} MiB" in repr(p)
     assert p.available < p.least_reserved < p.peak_reserved
-    assert f"where there is room and at least {p.least_reserved // MIB}; out of memory" in repr(p)
+    least, sure = p.least_band
+    assert f"where there is room, at least {least // MIB} to {sure // MIB}; out of memory" in repr(p)
 
 
 def test_the_weights_may_be_what_does_not_fit():
@@ -761,6 +811,43 @@ def test_a_nominal_size_is_less_to_cuda():
     assert predict("sd15", "decode", 256, 256, gpu="sm_89", memory="16 GB").available == (16 << 30) * 97 // 100 - (
         512 * MIB
     )
+
+
+def test_what_a_card_short_of_room_reserves():
+    """Where it fits though PyTorch would like to take more: the same calls, played on a card of that memory."""
+    asked = {"dtype": "float32", "gpu": "RTX 4060"}
+    p = predict("sdxl", "decode", 1024, 1024, used="1.5 GB", **asked)
+    process = SimulatedProcess("RTX 4060", allocator=CachingAllocator(total_memory=p.available, history=False))
+    protocol = PROTOCOLS[USUAL_PROTOCOL]
+    measured = benchmark(process, process.load("sdxl", "float32"), "decode", 1024, 1024, protocol=protocol)[-1]
+    assert p.on_card == measured.peak_reserved and p.least_reserved <= p.on_card <= p.available < p.peak_reserved
+    assert f"where there is room, {p.on_card / MIB:.0f} on this one, at least" in repr(p)
+    roomy, full = (predict("sdxl", "decode", 1024, 1024, used=used, **asked) for used in (0, "5 GB"))
+    assert roomy.on_card == roomy.peak_reserved == p.peak_reserved and "on this one" not in repr(roomy)
+    assert full.on_card is None and "on this one" not in repr(full)
+
+
+def test_a_fit_that_rests_on_plans_that_are_not_known_says_so(capsys):
+    """Where a workspace cannot be had, cuDNN's next plan may want none, or as much as the first, which does not do."""
+    p = predict("sdxl", "decode", 1024, 1024, dtype="float32", gpu="RTX 4060")
+    least, sure = p.least_band
+    assert p.outcome == "fits" and least == p.least_reserved < sure < p.peak_reserved
+    rooms = {sure: "fits", sure - 2 * MIB: "may fit", least: "may fit", least - 2 * MIB: "does not fit"}
+    for room, outcome in rooms.items():
+        other = predict("sdxl", "decode", 1024, 1024, dtype="float32", gpu="RTX 4060", used=p.available - room)
+        assert other.outcome == outcome and other.fits == (outcome != "does not fit")
+        assert other.least_band == p.least_band and f"at least {least // MIB} to {sure // MIB}" in repr(other)
+        assert ("may fit in" in repr(other)) == (outcome == "may fit")
+        if other.fits:
+            assert any("next plan" in what for what in other.substitutions) == (outcome == "may fit")
+    later = {"gpu": "RTX 4060", "torch_version": "2.9.1"}  # cuDNN 9.10.2, of whose plans one wants nothing
+    asked = predict("sdxl", "decode", 1024, 1024, "float32", **later)
+    tight = predict("sdxl", "decode", 1024, 1024, "float32", **later, used=asked.available - asked.least_reserved)
+    assert tight.outcome == "fits" and any("next plan" in what for what in tight.substitutions)
+    assert tight.least_band == (asked.least_reserved,) * 2
+    told = ["fits", "sdxl", "decode", "1024x1024", "--dtype", "float32", "--gpu", "RTX 4060"]
+    assert main([*told, "--used", str(p.available - least)]) == 0
+    assert capsys.readouterr().out.startswith("1024x1024 may fit: <Prediction sdxl")
 
 
 @pytest.mark.parametrize("op", ["decode", "encode"])
@@ -831,7 +918,7 @@ def test_the_largest_fits_and_the_next_does_not():
 @pytest.mark.parametrize(("dtype", "gpu", "used"), [("bfloat16", "V100", 0), ("float16", "RTX 3090", "2 GB")])
 def test_the_largest_of_all_and_up_to_which_all_fit(dtype, gpu, used):
     """cuDNN plans each size anew: between sizes that fit lie some that do not."""
-    asked = {"dtype": dtype, "gpu": gpu, "used": used}
+    asked = {"dtype": dtype, "gpu": gpu, "used": used, "cudnn_version": "9.10.2"}
     fits = {n: predict("sdxl", "decode", n, n, **asked).fits for n in range(8, 6000, 8)}
     assert predict_largest("sdxl", "decode", **asked)[0] == max(n for n in fits if fits[n])
     assert predict_largest("sdxl", "decode", every=True, **asked)[0] == min(n for n in fits if not fits[n]) - 8
@@ -842,8 +929,9 @@ def test_predictions_are_pickled_and_copied():
     p = predict("sdxl", "decode", 512, 512, gpu="T4", used="1 GB", protocol="cold")
     for one in (pickle.loads(pickle.dumps(p)), copy.deepcopy(p)):
         assert repr(one) == repr(p) and one.band == p.band and one.least_reserved == p.least_reserved
-    with pytest.raises(TypeError, match="a PipelinePrediction is not copied or pickled: take its rows"):
-        pickle.dumps(predict_pipeline("sd15", 512, 512, gpu="T4"))
+    p = predict_pipeline("sd15", 512, 512, gpu="T4")
+    for one in (pickle.loads(pickle.dumps(p)), copy.deepcopy(p), copy.copy(p)):
+        assert one is not p and one.rows() == p.rows() and one._data() == p._data()
 
 
 def test_what_fits_is_at_least_the_least():

@@ -49,6 +49,13 @@ def test_what_predict_takes_is_handed_on():
     assert row["versions"].startswith("torch 2.6.0+cu124, cudnn 9.1.0")
 
 
+def test_a_tiled_row_says_whether_it_is_cut():
+    rows = sweep("sdxl", ["decode", "decode_tiled"], [1024, (1024, 1088)], "float16", source="predicted")
+    whole, _, one, cut = rows
+    assert one["allocated_bytes"] == whole["allocated_bytes"] and "tile" not in whole["versions"]
+    assert "whole, in one tile of 1024" in one["versions"] and "in tiles of 1024" in cut["versions"]
+
+
 def test_a_vae_and_a_config_are_models_too():
     config = {"block_out_channels": [32, 64], "down_block_types": ["DownEncoderBlock2D"] * 2,
               "up_block_types": ["UpDecoderBlock2D"] * 2, "layers_per_block": 1, "latent_channels": 4,

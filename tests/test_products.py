@@ -224,6 +224,7 @@ CASES = [
 ]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("products,rows,pixels,blocks,batches,depth,stride", CASES, indirect=["products"])
 def test_products(products, rows, pixels, blocks, batches, depth, stride):
     case = Case(pixels, blocks, batches, depth, stride, rows)

@@ -47,6 +47,7 @@ def peaks(trace, gpu):
     return process.peak_allocated, process.peak_reserved
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", programs.recorded())
 def test_the_replay_takes_the_steps_of_the_module(module, name):
     """At sizes that the fit has not seen, on GPUs whose attention differs: each step and its bytes, and the weights."""
@@ -138,6 +139,7 @@ def test_what_passes_through_lives_for_its_modules_call():
     assert len(gives) == 1 and within == {f"weights of {layer} [weight]", layer, f"{layer} [workspace]"}
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", programs.recorded())
 def test_flops_are_those_that_pytorch_counts(module, name):
     import torch

@@ -19,8 +19,8 @@ FLUX = (
     ({"transformer": "Q8_0"}, 21.502, 25.973, 0.001, 0.003),
     ({"transformer": "Q4_1"}, 16.838, 21.326, 0.001, 0.003),
     ({"transformer": "Q2_K"}, 13.264, 17.752, 0.001, 0.003),
-    ({"transformer": "int8", "text_encoder_2": "int8"}, 19.273, 24.432, 0.03, 0.003),
-    ({"transformer": "nf4", "text_encoder_2": "nf4"}, 12.584, 17.281, 0.06, 0.03),
+    ({"transformer": "int8", "text_encoder_2": "int8"}, 19.273, 24.432, 0.03, 0.04),
+    ({"transformer": "nf4", "text_encoder_2": "nf4"}, 12.584, 17.281, 0.002, 0.02),
 )
 
 

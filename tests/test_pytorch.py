@@ -595,12 +595,24 @@ def test_a_linear_layer():
     assert "17.00 MiB" in repr(p) and p.peak_tensors[0].name == "weights" and len(p.timeline) == 2
 
 
+def test_a_call_with_gradients_is_predicted_without_and_says_so():
+    layer, x = on_meta(lambda: nn.Linear(64, 64)), meta(4, 64)
+    said = "torch.no_grad() for a call with gradients, which would keep more"
+    asked = predict_peak(layer, x)
+    assert said in asked.substitutions and said in repr(asked)
+    with torch.no_grad():
+        plain = predict_peak(layer, x)
+    assert said not in repr(plain) and plain.peak_allocated == asked.peak_allocated
+    assert said not in repr(predict_peak(layer.requires_grad_(False), x))
+    assert said in repr(predict_peak(layer, x.requires_grad_()))
+
+
 def test_a_module_on_a_card_that_others_use():
     layer, x = on_meta(lambda: nn.Linear(4096, 4096)), meta(2048, 4096)
     p = predict_peak(layer, x)
-    assert p.fits and p.least_reserved <= p.peak_reserved
+    assert p.fits and p.least_reserved <= p.peak_reserved == p.on_card
     less = predict_peak(layer, x, used=p.available - p.least_reserved + (2 << 20))
-    assert not less.fits and less.out_of_memory_at.name and "out of memory at" in repr(less)
+    assert not less.fits and less.out_of_memory_at.name and "out of memory at" in repr(less) and less.on_card is None
 
 
 def test_a_vae_as_predict_has_it():
@@ -638,6 +650,7 @@ def test_unet_of_sd15(tmp_path):
     assert 80 * MIB < p.allocated < 300 * MIB and p.allocated < p.reserved + 20 * MIB
     assert p.peak_tensors[0].name == "weights" and "transformer_blocks.0.ff" in p.peak_tensors[1].name
     assert p.upper > p.band[1] >= p.reserved and f"upper {p.upper / 2**20:.0f} MiB" in repr(p)
+    assert p.upper_share != p.upper_share and "no module" in p.upper_basis  # nothing was counted of modules
     assert all(what in repr(p) for what in p.substitutions) and p.substitutions
     larger = predict_peak(unet, meta(2, 4, 128, 128), *inputs[1:])
     assert 2 * p.allocated < larger.allocated < 6 * p.allocated

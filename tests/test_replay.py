@@ -6,6 +6,7 @@ import pickletools
 import random
 import tracemalloc
 
+import numpy as np
 import pytest
 
 from vaemem import _core
@@ -275,6 +276,37 @@ def test_work_is_bounded_by_the_size_of_the_pickle(tmp_path):
     finally:
         tracemalloc.stop()
     assert len(parse_conf("pinned_a:1," * 200_000)) == 0
+
+
+STEP = [("op", "u4"), ("id", "u4"), ("bytes", "u8"), ("stream", "u8")]
+TAKE, GIVE, EMPTY = range(3)
+
+
+def holes(n):
+    """Live pages with unmapped ones between them, then requests that fit none of these."""
+    pages = [(TAKE, i, 20 * MIB, 0) for i in range(2 * n)]
+    return [*pages, *((GIVE, i, 0, 0) for i in range(0, 2 * n, 2)), (EMPTY, 0, 0, 0)] + [
+        (TAKE, i, 40 * MIB, 0) for i in range(0, 2 * n, 2)
+    ]
+
+
+def many_streams(n):
+    """A live block on each stream, whose segment cannot be given back, and a cache emptied as often."""
+    blocks = [(TAKE, i, 512, i) for i in range(n)]
+    return blocks + [
+        step for i in range(n, 2 * n) for step in ((TAKE, i, 3 * MIB, 0), (GIVE, i, 0, 0), (EMPTY, 0, 0, 0))
+    ]
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+@pytest.mark.parametrize("kind", [holes, many_streams])
+def test_work_does_not_grow_with_the_square_of_the_events(kind, expandable):
+    """It ends at once; with the square it took minutes."""
+    for n, history in ((40_000, False), (4_000, True)):
+        a = CachingAllocator(expandable_segments=expandable, reservation=1 << 43, history=history)
+        steps = np.array(kind(n), STEP)
+        assert a.run(steps, np.zeros(2 * n, "u8")) == len(steps)
+    assert replay(a.snapshot()).same
 
 
 def test_a_setting_that_only_looks_like_one_is_none():

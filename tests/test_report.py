@@ -199,12 +199,39 @@ def test_claims_follow_the_rows_not_the_document(table):
     higher = Table(row | {"reserved_bytes": row["allocated_bytes"] * 5 // 2} for row in table)
     assert verdicts(higher)["PyTorch reserves about 2 to 3 times what it allocates"].verdict == HOLDS
     assert verdicts(higher)["sdxl encode: reserved is 1.31 times allocated"].verdict == FAILS
-    whole = table.filter(lambda row: not (row["op"] == "encode" and row["height"] > 1024))
-    assert verdicts(whole)["the encode rows are runs of whole images"].verdict == HOLDS
-    half = table.filter(dtype="float16")
-    assert verdicts(half)["sd15: 16.0 times the pixels take 25.2 times the memory"].verdict == FAILS
-    assert verdicts(half)["sdxl: the model takes 159.56 MiB"].verdict == HOLDS
+    even = Table(row | {"allocated_bytes": row["height"] * row["width"]} for row in table)
+    assert verdicts(even)["the encode rows are runs of whole images"].verdict == HOLDS
+    assert verdicts(even)["sd15: 16.0 times the pixels take 25.2 times the memory"].verdict == FAILS
     assert {finding.verdict for _, finding in check(Table())} == {UNKNOWN}
+
+
+def test_published_statements_are_judged_by_rows_of_their_kinds_alone(table):
+    """Of every kind that a statement was made from, else not at all."""
+    alone = {"model": "flux", "op": "decode", "dtype": "float16"}
+    others = [
+        *(table.filter(**alone)[0] | {"reserved_bytes": MIB, "group": None} | other for other in (
+            {"device": "RTX 3060"}, {"runtime": "diffusers"}, {"source": "predicted"}, {"batch": 2}, {"height": 640},
+        )),
+    ]  # fmt: skip
+    assert verdicts(table + Table(others)) == verdicts(table)
+    for few in (Table(others), table.filter(**alone), Table(row | {"device": None} for row in table)):
+        made = report(few, plots=False)
+        assert {finding.verdict for _, finding in made.claims} == {UNKNOWN}
+        assert "published statement" not in made.markdown.split("## Recommendations")[0]
+        assert len([row for row in cells(section(made.markdown, "Not judged")) if row[2] == "not judged"]) == 24
+    (found,) = (f.found for c, f in check(table.filter(**alone)) if c.says.startswith("flux decode: reserved is"))
+    assert found == (
+        "no rows of flux decode 512x512 float32, batch 1, measured in bfl on NVIDIA GeForce RTX 4090, nor of 9 others "
+        "of its 15 kinds"
+    )
+    judged = {says for says, finding in verdicts(table.filter(model="flux")).items() if finding.verdict != UNKNOWN}
+    assert judged and all(says.startswith("flux") for says in judged)
+
+
+def test_a_series_with_one_whole_image_is_no_growth(table):
+    tiled = Table(row | {"allocated_bytes": MIB} for row in table)
+    finding = verdicts(tiled)["sd15: 16.0 times the pixels take 25.2 times the memory"]
+    assert finding == Finding(UNKNOWN, "no rows of whole images at two sizes in one series")
 
 
 def test_claims_of_ones_own(table):

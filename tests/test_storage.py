@@ -69,6 +69,21 @@ def test_int8_has_a_scale_a_row():
     assert tensor_bytes((96, 64), "int8") == 96 * 64 + 4 * 96
 
 
+@pytest.mark.parametrize(
+    ("type", "pieces"),
+    [
+        ("nf4", {"absmax": 61440, "weight": 491520, "code": 64}),
+        ("nf4 double", {"weight": 491520, "code": 64, "offset": 4, "absmax": 15360, "absmax 2": 240, "code 2": 1024}),
+        ("int8", {"SCB": 15360, "CB": 983040}),
+        ("float16", {"weight": 1966080}),
+    ],
+)
+def test_the_tensors_that_hold_a_matrix(type, pieces):
+    """Measured: each tensor that bitsandbytes 0.50.2 made of such a weight; in the order of its kernels' source."""
+    (held,) = stored([("weight", (3840, 256))], type, "all" if type == "float16" else "bitsandbytes")
+    assert held.pieces == tuple(pieces.values()) and held.bytes == sum(held.pieces)
+
+
 def test_plain_types_and_the_spellings_of_files():
     sizes = {"float32": 4, "F32": 4, "float16": 2, "F16": 2, "bfloat16": 2, "BF16": 2, "fp8": 1, "F8_E4M3": 1}
     for name, size in sizes.items():

@@ -41,6 +41,7 @@ def pair(name: str, sample_size: int | None, overlap: float = 0.25):
     return theirs, VAE(core, config=config(name))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("name", "sample_size", "overlap", "h", "w", "batch"),
     [
@@ -156,6 +157,7 @@ def reference(run, data, length_in, length_out, side, shared, shape, ramp):
     return result
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("overlap", [0.25, 0.5, 0.875])
 @pytest.mark.parametrize(("blend", "ramp"), [("linear", lambda t: t), ("cosine", lambda t: np.sin(np.pi * t / 2) ** 2)])
 def test_ramps(blend, ramp, overlap):

@@ -84,6 +84,7 @@ def diffusers_case(
     return recording
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("op", ["encode", "decode"])
 @pytest.mark.parametrize("model", ["sd15", "sdxl", "flux"])
 @pytest.mark.parametrize("size", [(512, 512), (1024, 1024), (832, 1216), (720, 1280), (64, 8)])
@@ -97,6 +98,7 @@ def test_dtypes(op, dtype):
     diffusers_case(MODELS["sdxl"], op, 256, 256, dtype=dtype)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("op", ["encode", "decode"])
 @pytest.mark.parametrize(
     "case",
@@ -128,6 +130,7 @@ def test_small_architectures_batches_slices_tiles(case, op):
     diffusers_case(case[0], op, *case[1:])
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("op", ["encode", "decode"])
 @pytest.mark.parametrize("model", ["sd3", "cogview4", "playground-v2.5", "flux2", "flux2-small"])
 def test_other_vaes_live_as_recorded(model, op):
@@ -140,6 +143,7 @@ def test_tiles_of_a_shipped_model():
     diffusers_case(MODELS["sdxl"], "encode", 768, 640, tile=512)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("op", ["encode", "decode"])
 @pytest.mark.parametrize(
     "case", [(MODELS["flux"], 512, 512), (MODELS["flux"], 256, 384, 2), (BFL, 4, 4), (BFL, 8, 40), (BFL, 32, 32, 2)]
@@ -185,6 +189,7 @@ def ldm_case(runtime, arch, op, height, width, batch=1, tile=0, dtype="float16",
     assert recording.unmodelled == {}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("op", ["encode", "decode"])
 @pytest.mark.parametrize("runtime", ["ldm", "comfyui", "a1111"])
 @pytest.mark.parametrize(
@@ -207,6 +212,7 @@ def test_ldm_lives_as_its_frames_are_written(runtime, case, op):
     ldm_case(runtime, case[0], op, *case[1:])
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("op", ["encode", "decode"])
 @pytest.mark.parametrize(
     "case",
@@ -223,6 +229,7 @@ def test_comfyui_tiles_and_vaes_without_quant_convolutions(case, op):
     ldm_case("comfyui", case[0], op, *case[1:])
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("op", ["encode", "decode"])
 @pytest.mark.parametrize(
     "case",
@@ -249,6 +256,7 @@ def test_a1111_pads_its_tiles(channels_last, case, op):
     assert_same(built, recording.trace)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("op", ["encode", "decode"])
 @pytest.mark.parametrize(
     "case",
@@ -271,6 +279,7 @@ def test_channels_last_lives_as_recorded(case, op):
     diffusers_case(case[0], op, *case[1:], channels_last=True)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("op", ["encode", "decode"])
 @pytest.mark.parametrize("runtime", ["ldm", "comfyui", "a1111"])
 @pytest.mark.parametrize("case", [(MODELS["sd15"], 256, 256), (SMALL, 64, 96, 3), (SMALL, 4, 8), (ODD, 32, 48, 2)])
@@ -278,6 +287,7 @@ def test_channels_last_in_code_after_compvis(runtime, case, op):
     ldm_case(runtime, case[0], op, *case[1:], channels_last=True)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("op", ["encode", "decode"])
 def test_channels_last_in_tiles_of_comfyui(op):
     ldm_case("comfyui", SMALL, op, 160, 96, 2, 64, channels_last=True)

@@ -1,7 +1,9 @@
 """Encode and decode: parity with diffusers, determinism, formats, bad input, threads, interruption, faults."""
 
+import copy
 import gc
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -68,6 +70,7 @@ def test_parity_small(name, h, w, batch):
     compare(model, ours(model, config(name)), h, w, batch, double=True)
 
 
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("name", ["sd15", "sdxl", "flux"])
 def test_parity_full_size(name):
     arch = _core.models()[name]
@@ -269,6 +272,33 @@ def test_bad_input(call, exception, message):
         call(vae)
     assert vae.reserved_bytes == held
     assert np.array_equal(vae.decode(latents(vae, 2, 2)), want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_vae_is_pickled_and_copied(dtype):
+    vae = small_vae(dtype=dtype)
+    vae.threads, vae.memory_limit, vae.sample_size, z = 1, "1 GiB", 99, latents(vae, 2, 2)
+    want, state, seen = vae.decode(z), vae.state_dict(), (repr(vae), vae.rounded, vae.precision, vae.last_run)
+    made = pickle.loads(pickle.dumps(vae)), copy.deepcopy(vae)
+    assert bool(vae.rounded) == (dtype != "float32") and vae.copy().rounded == vae.rounded
+    vae.close()
+    for one in made:
+        assert (one.threads, one.memory_limit, one.sample_size) == (1, "1 GiB", 99)
+        assert (repr(one), one.rounded, one.precision, one.last_run) == seen
+        assert np.array_equal(one.decode(z), want)
+        assert all(np.array_equal(tensor, state[name]) for name, tensor in one.state_dict().items())
+    assert pickle.loads(pickle.dumps(vae)).closed
+
+
+@pytest.mark.parametrize("name", ["sd", "playground", "flux2"])
+def test_what_an_encode_gives_is_pickled_and_copied(name):
+    vae = small_vae(name)
+    for scaled in (False, True):
+        encoded = vae.encode(images(16, 8), scaled=scaled)
+        for one in (pickle.loads(pickle.dumps(encoded)), copy.copy(encoded), copy.deepcopy(encoded)):
+            assert one.size == encoded.size and np.array_equal(one.moments, encoded.moments)
+            assert np.array_equal(one.sample(3), encoded.sample(3))
+    assert copy.deepcopy(encoded).moments is not encoded.moments
 
 
 def test_missing_half_and_unknown_scaling():

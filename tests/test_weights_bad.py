@@ -1,8 +1,10 @@
 """Weights files that are damaged, hostile or of another model; saves that fail; what loading and saving take."""
 
+import errno
 import json
 import math
 import os
+import re
 import stat
 import struct
 import subprocess
@@ -15,7 +17,7 @@ import pytest
 from safetensors import numpy as safetensors_numpy
 from weights_files import CONFIGS, FLUX_LIKE, SMALL, make, respell, same, tensors_of, write
 
-from vaemem import _core
+from vaemem import VAE, _core
 from vaemem.engine import stored, weights
 
 # ---- tensors that are not as they should be ----
@@ -249,6 +251,7 @@ def test_save_refuses_paths_and_unset_tensors(tmp_path):
         (tmp_path / "c.gguf", "diffusers", r"path: want a directory or a name that ends in \.safetensors, which is"),
         (tmp_path / "c.pt", "ldm", r"path: want a directory or a name that ends in \.safetensors, which is written"),
         (tmp_path / "b.safetensors", "diffusers", "path: want a file in a directory that exists"),
+        ("", "diffusers", "path: want a path, got an empty one"),
         (tmp_path / "no" / "c.safetensors", "diffusers", "path: want a file in a directory that exists"),
     ]:
         with pytest.raises(ValueError, match=why):
@@ -291,6 +294,85 @@ def test_a_failed_save_leaves_what_was_there(tmp_path, nth):
         failing.left = nth
 
 
+KILLED = """
+import os, sys
+from vaemem.engine import weights
+old, new, renames = *sys.argv[1:3], int(sys.argv[3])
+model, rename = weights.load(new), os.replace
+
+def replace(*paths):
+    global renames
+    renames -= 1
+    if renames < 0:
+        os._exit(9)
+    rename(*paths)
+
+os.replace = replace
+weights.save(model, old)
+"""
+
+
+@pytest.mark.parametrize("renames", [0, 1])
+def test_a_killed_save_is_told(tmp_path, renames):
+    """Of a directory's two files the reader gets both or neither, or is told that they are no pair."""
+    path, other = tmp_path / "vae", tmp_path / "other"
+    old, new = make({**SMALL, "scaling_factor": 0.25}, seed=1), make({**SMALL, "scaling_factor": 0.5}, seed=2)
+    weights.save(old, path)
+    weights.save(new, other)
+    assert subprocess.run([sys.executable, "-c", KILLED, path, other, str(renames)]).returncode == 9
+    if renames:
+        config = re.escape(str(path / "config.json"))
+        with pytest.raises(ValueError, match=rf"^{config}: want what .* scaling_factor 0.5, got 0.25: a save was cut"):
+            weights.load(path)
+        same(weights.load(path, config=path / "config.json"), tensors_of(new))
+    else:
+        same(weights.load(path), tensors_of(old))
+    assert len(list(path.glob(".*"))) == 2 - renames
+    weights.save(new, path)
+    assert weights.load(path).arch["scaling_factor"] == 0.5
+    assert sorted(p.name for p in path.iterdir()) == ["config.json", weights.WEIGHTS]
+
+
+def test_a_save_that_fails_between_its_two_files(tmp_path, monkeypatch):
+    """The config is on the disk before the weights take their place, so a full disk is found before that. A directory
+    that was made for them goes again."""
+    seen, replace = [], os.replace
+
+    def fails(source, target):
+        seen.append([part.read_bytes()[:1] for part in (tmp_path / "vae").glob(".vaemem-*.part")])
+        if len(seen) == 2:
+            raise OSError(errno.EIO, "Input/output error")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", fails)
+    with pytest.raises(OSError, match="Input/output error"):
+        weights.save(make(), tmp_path / "vae")
+    assert b"{" in seen[0]  # the config's part is not empty
+    assert not (tmp_path / "vae").exists()
+
+
+def test_a_config_written_by_others_goes_with_weights_that_mean_the_same(tmp_path):
+    """What diffusers adds to a config.json, and what it leaves out, says nothing else."""
+    weights.save(make(), tmp_path, sample_size=64)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert VAE.load(tmp_path).sample_size == 64
+    (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None} | {"_name": 1}))
+    weights.load(tmp_path)
+    for key, value in (("sample_size", 32), ("norm_num_groups", 16)):
+        (tmp_path / "config.json").write_text(json.dumps(config | {key: value}))
+        with pytest.raises(ValueError, match=f"{key} {config[key]}, got {value}:"):
+            weights.load(tmp_path)
+
+
+@pytest.mark.parametrize("saved", ["[", "[" * 100000, "1"])
+def test_what_weights_say_of_their_config_is_checked(tmp_path, saved):
+    weights.save(make(), tmp_path)
+    tensors = safetensors_numpy.load_file(tmp_path / weights.WEIGHTS)
+    safetensors_numpy.save_file(tensors, tmp_path / weights.WEIGHTS, {weights.SAVED_WITH: saved})
+    with pytest.raises(ValueError, match=r"vaemem.config in the weights beside .*config.json: want JSON, got "):
+        weights.load(tmp_path)
+
+
 def test_save_keeps_permissions_follows_links_and_syncs(tmp_path, monkeypatch):
     synced, fsync = [], os.fsync
     monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(stat.S_ISDIR(os.fstat(fd).st_mode)), fsync(fd)))
@@ -317,7 +399,7 @@ def test_unknown_scaling_stays_unknown(tmp_path):
 
 MEASURE = """
 import sys
-from vaemem import _core
+from vaemem import VAE, _core
 from vaemem.engine import weights
 verb, small, path = sys.argv[1:]
 arch = _core.models()["sdxl"]

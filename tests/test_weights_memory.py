@@ -55,6 +55,29 @@ def test_a_pipelines_directory(tmp_path):
     same(found._core, tensors_of(vae._core))
 
 
+def test_tensors_without_plain_numbers_are_named():
+    torch = pytest.importorskip("torch")
+    state, name = tensors_of(make()), "decoder.conv_in.weight"
+    weight = torch.from_numpy(state[name])
+    for odd, got in (
+        (weight.to("meta"), r"a dense tensor with numbers, got Tensor \(torch.float32, torch.strided, meta\)"),
+        (
+            weight.to_sparse(),
+            r"a dense tensor with numbers, got Tensor \(torch.float32, torch.sparse_coo, cpu\).*dense",
+        ),
+        (torch.complex(weight, weight).conj().imag, "a dense tensor with numbers, got Tensor .*resolve_neg"),
+        (torch.masked.masked_tensor(weight, weight > 0), "a dense tensor with numbers, got MaskedTensor"),
+        (torch.nested.nested_tensor([weight[0], weight[1, :1]]), "a tensor of whole sides, got Tensor"),
+        (torch.quantize_per_tensor(weight, 0.1, 0, torch.qint8), "F32, F16, BF16, got qint8"),
+        (weight.to(torch.complex64), "F32, F16, BF16, got complex64"),
+        (np.ma.masked_array(state[name], state[name] > 0), rf"numbers everywhere, got .*np.ma.filled\({name}, 0\)"),
+    ):
+        with pytest.raises(ValueError, match=f"{name}: want {got}"):
+            weights.load(state | {name: odd})
+    for odd in (torch.nn.Parameter(weight), np.ma.masked_array(state[name]), np.asfortranarray(state[name])):
+        same(weights.load(state | {name: odd}), state)
+
+
 @pytest.mark.parametrize("name", ["diffusion_pytorch_model.bin", "old.ckpt"])
 def test_a_pickle_says_how_to_convert_it(tmp_path, name):
     """What it says is run, and gives the file."""

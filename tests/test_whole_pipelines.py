@@ -5,6 +5,7 @@ The tokenizer and the scheduler are stand-ins: the real ones look at what tensor
 
 from __future__ import annotations
 
+import importlib.metadata
 import sys
 import types
 from pathlib import Path
@@ -13,18 +14,21 @@ import pytest
 
 torch = pytest.importorskip("torch")
 diffusers = pytest.importorskip("diffusers")
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 if not BENCHMARKS.exists():
     pytest.skip("the sources are not here", allow_module_level=True)
 sys.path.insert(0, str(BENCHMARKS))
 
+from diffusers.quantizers.quantization_config import QuantizationMethod
 from modules import MODULES, make
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from vaemem import SimulatedProcess, predict_pipeline
 from vaemem.pipelines.components import PIPELINES
 from vaemem.pipelines.run import RECORDED_VAES
+from vaemem.prediction.profiles import Conv
 from vaemem.pytorch import record
 
 
@@ -89,6 +93,7 @@ CASES = {  # of each: up to which phase, in how many steps, on which GPU, at whi
 }
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name, case", [(name, case) for name, cases in CASES.items() for case in cases])
 def test_a_pipeline_to_the_byte(name, case):
     """All that a pipeline allocates up to a phase's end: at the peak, and reserved, as predicted."""
@@ -108,3 +113,98 @@ def test_a_pipeline_to_the_byte(name, case):
     assert predicted.allocated == process.peak_allocated
     # One of the allocator's small segments may go another way: when FLUX's prompts are let go was not followed.
     assert abs(predicted.reserved - process.peak_reserved) <= (name == "flux") * (2 << 20)
+
+
+class Convolutions(TorchDispatchMode):
+    """Notes in order the dtypes of every convolution's input and filter, and the filter's side."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket is torch.ops.aten.convolution:
+            x, filters, *_ = args
+            self.seen.append((x.dtype, filters.dtype, filters.shape[-1]))
+        return func(*args, **(kwargs or {}))
+
+
+def test_sequential_offload_decodes_in_the_predicted_dtypes(monkeypatch):
+    """accelerate brings a weight in the dtype of its stand-in on "meta", which is what `upcast_vae` converts; and it
+    empties the cache after each weight."""
+    accelerate = pytest.importorskip("accelerate")
+    few = {"norm_num_groups": 4, "cross_attention_dim": 8, "attention_head_dim": 4}
+    unet = diffusers.UNet2DConditionModel(
+        block_out_channels=(4, 8), down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), layers_per_block=1,
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"), addition_embed_type="text_time",
+        addition_time_embed_dim=2, projection_class_embeddings_input_dim=6 * 2 + 8, **few,
+    )  # fmt: skip
+    vae = diffusers.AutoencoderKL(
+        down_block_types=("DownEncoderBlock2D",) * 4, up_block_types=("UpDecoderBlock2D",) * 4, layers_per_block=2,
+        block_out_channels=(4, 8, 16, 16), norm_num_groups=4, force_upcast=True,
+    )  # fmt: skip
+    none = dict.fromkeys(("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2"))
+    parts = {"vae": vae.half(), "unet": unet.half(), "scheduler": diffusers.EulerDiscreteScheduler()}
+    pipeline = diffusers.StableDiffusionXLPipeline(**parts, **none, add_watermarker=False)
+    pipeline.set_progress_bar_config(disable=True)
+    accelerate.cpu_offload(vae, torch.device("cpu"))  # as enable_sequential_cpu_offload does, but for the device
+    decode, convolutions = vae.decode, Convolutions()
+
+    def watched(*args, **kwargs):
+        with convolutions:
+            return decode(*args, **kwargs)
+
+    vae.decode = watched
+    monkeypatch.setattr(accelerate.utils.modeling, "clear_device_cache", lambda: convolutions.seen.append("empty"))
+    prompts = {
+        f"{kind}{name}_embeds": torch.zeros(shape, dtype=torch.float16)
+        for kind in ("", "negative_")
+        for name, shape in (("prompt", (1, 77, 8)), ("pooled_prompt", (1, 8)))
+    }
+    pipeline(**prompts, height=64, width=64, num_inference_steps=1, output_type="pt")
+    _, (trace, *_) = predict_pipeline("sdxl", 64, 64, offload="sequential")._run._calls[-1]
+    convs = [Conv(*question) for question in trace.convs]
+    asked = [(getattr(torch, conv.dtype),) * 2 + (conv.r,) for conv in convs]
+    predicted = [op if op == "empty" else asked[number] for op, number, *_ in trace.steps if op in ("empty", "conv")]
+    assert convolutions.seen == predicted
+    assert [one[0] for one in predicted if one != "empty"] == [torch.float16] * 6 + [torch.float32] * 30
+
+
+@pytest.mark.parametrize(("kind", "flag", "stay"), [("int8", "8bit", True), ("nf4", "4bit", False)])
+def test_model_offload_moves_what_diffusers_hooks_move(kind, flag, stay, monkeypatch):
+    """diffusers' own hooks on small modules that are marked as bitsandbytes' are; where their chain leaves each."""
+    pytest.importorskip("accelerate")
+    versions = importlib.metadata.version  # transformers asks for that of bitsandbytes, which need not be installed
+    monkeypatch.setattr(importlib.metadata, "version", lambda n: "0.49.0" if n == "bitsandbytes" else versions(n))
+    clip = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    t5 = {"d_model": 8, "d_kv": 8, "d_ff": 8, "num_layers": 1, "num_heads": 1}
+    roles = {
+        "text_encoder": transformers.CLIPTextModel(transformers.CLIPTextConfig(vocab_size=9, **clip)),
+        "text_encoder_2": transformers.T5EncoderModel(transformers.T5Config(vocab_size=9, **t5)),
+        "transformer": diffusers.FluxTransformer2DModel(
+            num_layers=1, num_single_layers=1, attention_head_dim=8, num_attention_heads=1, axes_dims_rope=(2, 2, 4)
+        ),
+        "vae": diffusers.AutoencoderKL(block_out_channels=(4,), norm_num_groups=4),
+    }
+    quantised = ("text_encoder_2", "transformer")
+    for role in quantised:
+        setattr(roles[role], f"is_loaded_in_{flag}", True)
+        roles[role].quantization_method = QuantizationMethod.BITS_AND_BYTES
+    none = dict.fromkeys(("tokenizer", "tokenizer_2"))
+    pipeline = diffusers.FluxPipeline(**roles, **none, scheduler=diffusers.FlowMatchEulerDiscreteScheduler())
+    pipeline.enable_model_cpu_offload(device="cpu")
+    name = {id(module): role for role, module in roles.items()}
+    before = {}  # {what is brought before its call: what leaves then}
+    for user in pipeline._all_hooks:
+        before[name[id(user.model)]] = name.get(id(getattr(user.hook.prev_module_hook, "model", None)))
+
+    found = predict_pipeline("flux", 512, 512, offload="model", components=dict.fromkeys(quantised, kind))
+    held = [{role for role in roles if f"weights of {role}" in dict(p.peak_tensors)} for p in found.phases]
+    assert held[0] == set(quantised)  # both were loaded there, before any hook
+    there = {role for role in quantised if role not in before}
+    assert (there == set(quantised)) == stay
+    lie = []
+    for role in roles:
+        there = there - {before[role]} | {role} if role in before else there
+        lie.append(there)
+    assert held[1:] == lie[1:]  # the second text encoder's call is the larger one

@@ -9,6 +9,8 @@ from vaemem.pipelines import programs
 from vaemem.prediction import profiles
 from vaemem.prediction.cudnn import InstalledCudnn
 from vaemem.prediction.gpus import _key, find_gpu, gpu_names
+from vaemem.prediction.predict import predict
+from vaemem.prediction.process import SimulatedProcess
 from vaemem.prediction.profiles import Conv
 from vaemem.prediction.workspace import CUDNN_OF_TORCH, Workspace
 
@@ -347,6 +349,47 @@ def test_builds_without_a_known_cudnn_are_refused(version, named):
         Workspace("RTX 4090", torch_version=version)
 
 
+ARCHS = {  # as torch.cuda.get_arch_list() printed them (pytorch/pytorch#144071, #182250, nikopueringer/CorridorKey#141)
+    "2.6.0+cu124": "50 60 70 75 80 86 90",
+    "2.7.1+cu126": "50 60 70 75 80 86 90",
+    "2.7.1+cu128": "75 80 86 90 100 120",
+    "2.10.0+cu126": "50 60 70 75 80 86 90",
+    "2.10.0+cu128": "70 75 80 86 90 100 120",
+    "2.11.0+cu126": "50 60 70 75 80 86 90",
+    "2.11.0+cu128": "75 80 86 90 100 120",
+}
+
+
+@pytest.mark.parametrize("version", ARCHS)
+@pytest.mark.parametrize("gpu", ["V100", "T4", "A100", "RTX 3090", "RTX 4090", "H100", "B200", "RTX 5090"])
+def test_a_build_runs_on_the_cards_that_it_has_kernels_for(gpu, version):
+    """Kernels run on cards of their major version, and of no lower minor one."""
+    sm = find_gpu(gpu).sm
+    if any(arch // 10 == sm // 10 and arch <= sm for arch in map(int, ARCHS[version].split())):
+        assert SimulatedProcess(gpu, torch_version=version).torch_version == version
+    else:
+        capability = rf"{sm // 10}\.{sm % 10}"
+        with pytest.raises(
+            ValueError, match=f"torch_version: want a build with kernels for compute capability {capability}"
+        ):
+            SimulatedProcess(gpu, torch_version=version)
+
+
+def test_a_build_that_runs_is_named_and_is_the_usual_one():
+    for gpu, version, named in (
+        ("V100", "2.7.1+cu128", r"such as 2\.7\+cu126 \(the last is 2\.14\+cu126\), got '2\.7\.1\+cu128'"),
+        ("V100", "2.15", r"the last is 2\.14\+cu126, got '2\.15', which is built for cu132"),
+        ("RTX 5090", "2.4.1", r"the first is 2\.7\+cu128, got '2\.4\.1', which is built for cu121"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            SimulatedProcess(gpu, torch_version=version)
+    volta = SimulatedProcess("V100")
+    assert (volta.torch_version, volta.workspace.cudnn_version) == ("2.7.1+cu126", "9.5.1")
+    assert SimulatedProcess("RTX 5090").torch_version == "2.7.1+cu128"
+    own = SimulatedProcess("RTX 5090", "9.10.2", "2.5.1+cu128")  # no release: its builder knows what is in it
+    assert own.torch_version == "2.5.1+cu128"
+
+
 # ---- versions that nobody asked ----
 
 
@@ -395,11 +438,79 @@ def test_rules_of_older_versions(nobody):
     assert "rule" not in conv("A100", "9.1.0", "float16")[1]  # nothing was measured there
 
 
+def test_the_rule_of_stride_2_begins_at_images_of_512(nobody):
+    """At 256x256 the rule would be 12% too high: there the nearest version answers, and the rule is only possible."""
+    question = "float16", 1, 128, 257, 257, 128, 3, 2, 0
+    for gpu in ("RTX 4090", "RTX 3090"):
+        workspace = Workspace(gpu, "9.1.0", cudnn=nobody)
+        count, _ = workspace.conv(*question)
+        assert count == Workspace(gpu, "9.19.0", cudnn=nobody).conv(*question)[0]
+        pixels = 257 * 257, 128 * 128
+        ruled = 3 * sum(128 * n * 2 for n in pixels) + 128 * 128 * 9 * 2
+        assert 0 <= max(other.conv(*question)[0] for other in workspace.alternatives()) - ruled < 256
+    for size, more in ((512, 0.25), (256, 0)):
+        older, asked = (predict("sdxl", "encode", size, size, cudnn_version=v) for v in ("9.1.0", "9.8.0"))
+        assert older.reserved >= (1 + more) * asked.reserved and older.reserved <= (1 + 2 * more) * asked.reserved
+        assert older.band[1] > 1.25 * asked.reserved
+
+
+def test_old_versions_on_8_6_are_as_later_ones_in_half_precision(nobody):
+    """9.8 and 9.10 split the reduction of this convolution. Neither 9.19 nor what was measured of 9.1 does."""
+    question = 1, 512, 128, 128, 512, 3
+    asked = {v: Workspace("RTX 3090", v, cudnn=nobody).conv("float16", *question)[0] for v in ("9.8.0", "9.19.0")}
+    for version in ("9.1.0", "9.7.1"):
+        for dtype in ("float16", "bfloat16"):
+            workspace = Workspace("RTX 3090", version, cudnn=nobody)
+            count, source = workspace.conv(dtype, *question)
+            assert count == asked["9.19.0"] != asked["9.8.0"] and "half precision as cuDNN 9.19" in source
+            assert any("half precision as cuDNN 9.19" in what for what in workspace.substitutions)
+            assert asked["9.8.0"] in {other.conv(dtype, *question)[0] for other in workspace.alternatives()}
+        assert "9.19" not in Workspace("RTX 3090", version, cudnn=nobody).conv("float32", *question)[1]
+    assert "9.19" not in Workspace("RTX 4090", "9.1.0", cudnn=nobody).conv("float16", *question)[1]
+    for size in (384, 512, 768):
+        older = predict("sdxl", "decode", size, size, gpu="RTX 3090", cudnn_version="9.1.0")
+        both = [predict("sdxl", "decode", size, size, gpu="RTX 3090", cudnn_version=v).reserved for v in asked]
+        assert older.reserved == both[1] < both[0] and older.band[0] <= min(both) and older.band[1] >= max(both)
+
+
+def test_how_far_answers_may_lie_from_what_was_asked(nobody):
+    """Between the versions that were asked on a capability: as on that capability. Beyond them: as on any card."""
+    for gpu, between, beyond in (
+        ("RTX 4080", "9.15.1", "9.1.0"),
+        ("T4", "9.11.0", "9.40.0"),
+        ("B200", "9.22.0", "9.8.0"),
+    ):
+        card = find_gpu(gpu)
+        own, family = ({p.sm for p in profiles.relatives(card, version)} for version in (between, beyond))
+        assert own == {card.sm} and family > own and len({sm < 80 for sm in family}) == 1
+        assert {p.sm for p in profiles.relatives(card, None)} == family
+    question = "float32", 1, 256, 512, 512, 256, 3
+    workspace = Workspace("RTX 4090", "9.1.0", cudnn=nobody)
+    workspace.conv(*question)
+    said = [other.conv(*question)[0] for other in workspace.alternatives()]
+    h100 = Workspace("H100", "9.10.2", cudnn=nobody).conv(*question)[0]
+    assert h100 in said and max(said) >= h100 > workspace.conv(*question)[0]
+
+
+def test_what_takes_the_most_of_all(nobody):
+    """An unknown version may answer one convolution as one version did, and the next as another."""
+    questions = ("float32", 1, 512, 96, 96, 512, 3), ("float16", 1, 256, 192, 192, 256, 3)
+    workspace = Workspace("RTX 3090", "9.1.0", cudnn=nobody)
+    for question in questions:
+        workspace.conv(*question)
+    asked = profiles.relatives(workspace.gpu, "9.1.0")
+    most = tuple(max(p.conv(profiles.Conv(*q))[0] for p in asked if p.conv(profiles.Conv(*q))) for q in questions)
+    assert most in [tuple(other.conv(*q)[0] for q in questions) for other in workspace.alternatives()]
+
+
 def test_what_was_asked_has_no_alternatives(nobody):
     workspace = Workspace("RTX 4090", "9.10.2", cudnn=nobody)
     workspace.conv("float16", 1, 128, 512, 512, 128, 3)
     assert not workspace.substitutions and not workspace.alternatives()
-    assert not workspace.alternatives(every=True)  # every version says the same
+    between = Workspace("RTX 4090", "9.15.1", cudnn=nobody)
+    between.conv("float16", 1, 128, 512, 512, 128, 3)
+    assert between.substitutions and not between.alternatives()  # every version on 8.9 says the same
+    assert workspace.alternatives(every=True)  # on other cards some said otherwise
     workspace.conv("float32", 1, 512, 96, 96, 512, 3)
     assert len(workspace.alternatives(every=True)) >= 2
     workspace.conv("float16", 1, 96, 512, 512, 200, 3)  # channels that no profile holds
@@ -423,7 +534,8 @@ def test_the_nearest_version_that_holds_a_kind_answers(nobody, monkeypatch):
         )
         for version, kind in kinds.items()
     ]
-    monkeypatch.setattr("vaemem.prediction.workspace.profiles_near", lambda gpu, version: files)
+    for name in ("profiles_near", "relatives"):
+        monkeypatch.setattr(f"vaemem.prediction.workspace.{name}", lambda gpu, version: files)
     monkeypatch.setattr("vaemem.prediction.workspace.nearest_profile", lambda gpu, version: files[0])
     workspace = Workspace("RTX 4090", "9.20.0", cudnn=nobody)
     question = "float16", 1, 128, 64, 64, 128, 3, 1, 1

@@ -102,19 +102,17 @@ def _parser() -> argparse.ArgumentParser:
         )
         sub.add_argument("--tile", type=_count, metavar="PIXELS", help="side of a tile of the tiled operations")
         sub.add_argument(
-            "--protocol", choices=PROTOCOLS, default=USUAL_PROTOCOL,
+            "--protocol", choices=PROTOCOLS,
             help="what is read off the counters: " + "; ".join(f"{name}, {p.what}" for name, p in PROTOCOLS.items())
             + f" (default: {USUAL_PROTOCOL})",
         )  # fmt: skip
-        sub.add_argument(
-            "--gpu", default="RTX 4090", help="a card (default: RTX 4090) or a compute capability such as sm_89"
-        )
-        sub.add_argument("--used", metavar="SIZE", default=0, help="what others hold of the card, such as '1.5 GB'")
+        sub.add_argument("--gpu", help="a card (default: RTX 4090) or a compute capability such as sm_89")
+        sub.add_argument("--used", metavar="SIZE", help="what others hold of the card, such as '1.5 GB'")
         card_and_software(sub)
         sub.add_argument("--channels-last", action="store_true", help="the model in PyTorch's channels_last format")
         sub.add_argument("--no-tf32", action="store_true", help="torch.backends.cudnn.allow_tf32 = False")
         sub.add_argument(
-            "--allocator", default="native", metavar="CONF",
+            "--allocator", metavar="CONF",
             help="native, cudaMallocAsync or what PYTORCH_CUDA_ALLOC_CONF says, such as expandable_segments:True",
         )  # fmt: skip
         sub.add_argument("--cudnn-benchmark", action="store_true", help="refused: only the card knows what that takes")

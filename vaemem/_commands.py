@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import os
 import sys
@@ -27,20 +28,11 @@ from vaemem import (
     sweep,
     tradeoff,
 )
-from vaemem._common import ELEMENT_BYTES, MIB, OPS, mib, need, render
+from vaemem._common import ELEMENT_BYTES, MIB, OPS, check_writable, mib, need, render, saved, write
 from vaemem.engine import latents, layouts, weights
 from vaemem.engine.arguments import open_device
 from vaemem.prediction import reproduce
 from vaemem.tables.table import Table
-
-
-def _check_writable(path: str) -> None:
-    """Raises OSError now, not after an hour of runs. Leaves the file as it was."""
-    path = os.path.realpath(path)
-    new = not os.path.exists(path)
-    open(path, "a").close()
-    if new:
-        os.unlink(path)
 
 
 def _table(path: str, **missing: Any) -> Table:
@@ -64,10 +56,11 @@ def run_estimate(args: argparse.Namespace) -> None:
     )  # fmt: skip
     _print(estimates, args.format)
     if args.format == "text":
-        print("\nBeside the weights, in T = 128 * height * width * bytes of a number, one full-size activation:")
+        print("\nallocated, which leaves out the weights, in T = 128 * height * width * bytes of a number:")
         for row in estimates:
             full = 128 * row["height"] * row["width"] * row["batch"] * ELEMENT_BYTES[row["dtype"]]
             print(f"  {row['op']} {row['height']}x{row['width']}: {row['allocated_bytes'] / full:.2f} T")
+        print("limit, the least --memory-limit that allows it, counts the weights too.")
 
 
 def run_tradeoff(args: argparse.Namespace) -> None:
@@ -81,7 +74,7 @@ def run_tradeoff(args: argparse.Namespace) -> None:
 
 def run_sweep(args: argparse.Namespace) -> None:
     if args.csv:
-        _check_writable(args.csv)
+        check_writable(args.csv)
     ended: BaseException | None = None
     try:
         table = sweep(
@@ -134,18 +127,32 @@ def _loaded(args: argparse.Namespace, parts: str) -> VAE:
     return vae
 
 
+def _written(image: Any) -> dict[str, str]:
+    """The formats in which Pillow writes pictures in colour, by the ends of names. It also lists formats that it only
+    reads, or writes in black and white, so each is tried with one pixel."""
+    known, pixel = image.registered_extensions(), image.new("RGB", (1, 1))
+    formats = set()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of formats that Pillow is going to drop
+        for name in set(known.values()):
+            with contextlib.suppress(KeyError, ValueError, OSError):
+                saved(pixel.save, format=name)
+                formats.add(name)
+    return {suffix: name for suffix, name in known.items() if name in formats}
+
+
 def run_decode(args: argparse.Namespace) -> None:
     z = latents.read(args.latents)
     stem, suffix = os.path.splitext(args.out)
-    known = need("PIL.Image", "decode").registered_extensions()
+    known = _written(need("PIL.Image", "decode"))
     if suffix.lower() not in known:
         raise ValueError(f"--out: want a name that ends in one of {' '.join(sorted(known))}, got {args.out!r}")
-    _check_writable(args.out)
+    check_writable(args.out)
     with _loaded(args, "decoder") as vae:
         pictures = vae.decode(z, args.scaled, "pil", args.progress, memory_limit=args.memory_limit, size=args.size)
         for i, picture in enumerate(pictures):
             name = args.out if len(pictures) == 1 else f"{stem}-{i}{suffix}"
-            picture.save(name)
+            write(name, saved(picture.save, format=known[suffix.lower()]))
             print(name)
         print(vae.last_run)
 
@@ -153,52 +160,62 @@ def run_decode(args: argparse.Namespace) -> None:
 def run_encode(args: argparse.Namespace) -> None:
     if not args.out.endswith(".npy"):
         raise ValueError(f"--out: want a name that ends in .npy, got {args.out!r}")
-    _check_writable(args.out)
+    check_writable(args.out)
     with _loaded(args, "encoder") as vae:
         encoded = vae.encode(args.images, args.scaled, args.progress, memory_limit=args.memory_limit, pad=args.pad)
-        np.save(args.out, encoded.mode() if args.sample is None else encoded.sample(args.sample))
+        write(args.out, saved(np.save, encoded.mode() if args.sample is None else encoded.sample(args.sample)))
         print(args.out, vae.last_run, sep="\n")
 
 
-def _bare(arch: layouts.Arch, dtype: str, precision: str) -> VAE:
+def _bare(arch: layouts.Arch, dtype: str, precision: str, parts: str = "all") -> VAE:
     """On the CPU, without weights: for what its plans say."""
     _, where = open_device("cpu", dtype, precision, autotune=False, convolution="cudnn")
-    return VAE(_core.Model(arch, **where))
+    return VAE(_core.Model(arch, parts, **where))
 
 
 def run_info(args: argparse.Namespace) -> None:
     found = weights.look(args.file)
-    vae, config = _bare(found.arch, args.dtype, args.precision), layouts.config_of(found.arch)
-    print(f"{found.file}: {found.layout} layout, {found.tensors} tensors of {', '.join(found.dtypes)}")
+    vae, config = _bare(found.arch, args.dtype, args.precision, found.parts), layouts.config_of(found.arch)
+    alone = "" if found.parts == "all" else f", the {found.parts} alone"
+    print(f"{found.file}: {found.layout} layout, {found.tensors} tensors of {', '.join(found.dtypes)}{alone}")
     print(f"model {vae.model}, {vae.parameters:,} parameters, {mib(os.path.getsize(found.file))} MiB on disk")
     print("; ".join(f"{name} {value}" for name, value in config.items() if not name.endswith("_block_types")))
-    print(sweep(vae, OPS, args.sizes, measure=False))
+    print(sweep(vae, [op for op in OPS if found.parts in ("all", f"{op}r")], args.sizes, measure=False))
 
 
 def run_fits(args: argparse.Namespace) -> int:
     """0 where all sizes fit, 1 where one does not."""
     found = [predict(args.model, args.op, h, w, args.dtype, args.batch, **_where(args)) for h, w in args.sizes]
     for p in found:
-        print(f"{p.height}x{p.width} {'fits' if p.fits else 'does not fit'}: {p}")
+        print(f"{p.height}x{p.width} {p.outcome}: {p}")
     return 0 if all(p.fits for p in found) else 1
 
 
 def _where(args: argparse.Namespace) -> dict[str, Any]:
-    """What `predict` and `predict_largest` are told of the card and the software on it."""
-    return {
+    """What `predict` and `predict_largest` are told of the card and the software on it: what was given, by its option's
+    name."""
+    given = {
         "gpu": args.gpu, "memory": args.memory, "used": args.used, "cudnn_version": args.cudnn,
         "torch_version": args.torch, "runtime": args.runtime, "protocol": args.protocol, "tile": args.tile,
-        "channels_last": args.channels_last, "allow_tf32": not args.no_tf32, "cudnn_benchmark": args.cudnn_benchmark,
-        "allocator": args.allocator,
+        "channels_last": args.channels_last or None, "allow_tf32": False if args.no_tf32 else None,
+        "cudnn_benchmark": args.cudnn_benchmark or None, "allocator": args.allocator,
     }  # fmt: skip
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def run_largest(args: argparse.Namespace) -> None:
     if args.engine:
+        if given := _where(args):
+            raise ValueError(
+                "--engine: want nothing of a card beside it, since it asks what our own engine has room for in that "
+                f"memory, got {', '.join(f'{name}={value!r}' for name, value in given.items())}"
+            )
         vae = _bare(layouts.known_arch(args.model), args.dtype or "float32", args.precision)
         height, width = vae.largest(args.op, args.engine, args.aspect, args.batch)
         print(f"{height}x{width}", vae.estimate(args.op, height, width, args.batch, memory_limit=args.engine), sep="\n")
         return
+    if args.precision != "highest":
+        raise ValueError(f"--precision: want it beside --engine, whose it is, got {args.precision}")
     dtype = args.dtype or "float16"
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -269,7 +286,7 @@ def run_reproduce(args: argparse.Namespace) -> None:
         print("\n\n".join([published.reproduce_plan()] * args.plan + [published.judge_text()] * args.equation))
         return
     if args.csv:
-        _check_writable(args.csv)
+        check_writable(args.csv)
     reproduce.run(args.table, args.csv)
 
 

@@ -4,22 +4,34 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import errno
 import html
 import importlib
 import io
 import math
 import operator
 import os
+import re
+import shutil
+import stat
+import tempfile
+import textwrap
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import resources
 from numbers import Real
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import IO, Any, TypeVar
 
 import numpy as np
+
+with contextlib.suppress(ImportError):  # Windows has none
+    import fcntl
 
 __version__ = "0.1.0"
 
 Item = TypeVar("Item")
+Content = TypeVar("Content", str, bytes)
 
 MIB = 1 << 20
 DTYPES = ("float32", "float16", "bfloat16")  # that models run in
@@ -124,20 +136,150 @@ def typeset(equations: Iterable[str]) -> str:
     return "$$\\begin{aligned}\n" + " \\\\\n".join(equations) + "\n\\end{aligned}$$"
 
 
-def write(path: str | os.PathLike[str] | None, text: str) -> str | None:
-    """Text to a file as it is; without a path it is given back."""
+@contextlib.contextmanager
+def reading(want: str, path: str | os.PathLike[str]) -> Iterator[None]:
+    """Whatever a library raises about a file that the user named as one line that says which file and what was wanted:
+    ValueError, FileNotFoundError or MemoryError."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{want}, got {os.fspath(path)}: no such file") from None
+    except Exception as error:
+        said = textwrap.shorten(str(error) or type(error).__name__, 400, placeholder=" ...")
+        kind = MemoryError if isinstance(error, MemoryError) else ValueError
+        raise kind(f"{want}, got {os.fspath(path)}: {said}") from error
+
+
+# Where the name of a file cannot be given to another: in a folder that may not be written, or where it is a mount.
+_FIXED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY, errno.EXDEV}
+
+
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
+    """A file that takes path's place when the block ends well, and leaves no trace when it does not; what a killed
+    process left is cleared by the next one. It is on the disk then, has the old one's permissions, and lies where a
+    link at path points. An old file that cannot be replaced is given the new one's bytes. What is no regular file, such
+    as a pipe, or one that is open already, such as /dev/stdout, is written directly."""
+    old = os.stat(path) if os.path.exists(path) else None
+    number = _descriptor(path)
+    if old and number is not None:
+        with open(number, "wb", closefd=False) as f:  # goes on behind what was written to it before
+            yield f
+        return
+    if old and (not stat.S_ISREG(old.st_mode) or os.path.abspath(os.fsdecode(path)).startswith("/proc/")):
+        with open(path, "ab") as f:
+            yield f
+        return
+    if old:
+        open(path, "r+b").close()  # raises where the old file may not be written
+    target = Path(os.fsdecode(os.path.realpath(path)))
+    part: Path | None = None
+    try:
+        try:
+            new = _part(target.parent)
+        except OSError as error:
+            if not old or error.errno not in _FIXED:
+                raise
+            new = _part(Path(tempfile.gettempdir()))
+        part = Path(new.name)
+        with new:
+            if old and os.name != "nt":  # where a file that may not be written can neither be moved nor removed
+                os.chmod(part, stat.S_IMODE(old.st_mode))
+            yield new
+            new.flush()
+            os.fsync(new.fileno())
+            if os.name == "nt":  # where an open file cannot be moved
+                new.close()
+            try:
+                os.replace(part, target)
+            except OSError as error:
+                if not old or error.errno not in _FIXED:
+                    raise
+                _copy(part, target)
+                part.unlink()
+    except BaseException as error:
+        if part:
+            part.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno and ".vaemem-" in str(error.filename or ".vaemem-"):
+            error.filename = os.fspath(path)
+        raise
+    if os.name != "nt":  # where a folder cannot be opened
+        with contextlib.suppress(OSError):  # some file systems refuse this, and the file itself is safe
+            folder = os.open(target.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)  # the name too
+            finally:
+                os.close(folder)
+
+
+def _descriptor(path: str | os.PathLike[str]) -> int | None:
+    """The descriptor of this process that a path names, such as /dev/stdout."""
+    name = os.path.abspath(os.fsdecode(path))
+    name = {"/dev/stdout": "/dev/fd/1", "/dev/stderr": "/dev/fd/2"}.get(name, name)
+    found = re.fullmatch(r"/(?:dev|proc/self)/fd/(\d+)", name)
+    return int(found[1]) if found else None
+
+
+def _part(folder: Path) -> IO[bytes]:
+    """A new file, which its writer locks. Those of writers that were killed, which nobody locks any more, are removed
+    from the folder."""
+    while True:
+        file = open(folder / f".vaemem-{uuid.uuid4().hex}.part", "xb")
+        if os.name == "nt":
+            return file
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)  # waits for another writer that saw no lock yet and is removing the file
+        except OSError:  # a file system without locks, where nothing is removed
+            return file
+        if os.path.exists(file.name):
+            break
+        file.close()
+    with contextlib.suppress(OSError):  # a folder that cannot be listed
+        for left in folder.glob(".vaemem-*.part"):
+            with contextlib.suppress(OSError), open(left, "r+b") as f:
+                fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                left.unlink()
+    return file
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Gives a file that stays where it is another one's bytes."""
+    with open(source, "rb") as new, open(target, "r+b") as f:
+        shutil.copyfileobj(new, f)
+        f.truncate()
+        f.flush()
+        os.fsync(f.fileno())
+
+
+def check_writable(path: str | os.PathLike[str]) -> None:
+    """Raises OSError now, as `replacing` would after an hour of runs. Leaves the file as it was."""
+    if os.path.exists(path) and not os.path.isfile(path):  # a pipe's reader would see its end
+        if not os.access(path, os.W_OK) or os.path.isdir(path):
+            raise OSError(errno.EACCES, "want a file that may be written", os.fspath(path))
+        return
+    with contextlib.suppress(InterruptedError), replacing(path):
+        raise InterruptedError
+
+
+def write(path: str | os.PathLike[str] | None, content: Content) -> Content | None:
+    """Text (as it is, in UTF-8) or bytes to a file; without a path they are given back."""
     if path is None:
-        return text
-    with open(path, "w", encoding="utf-8", newline="") as file:
-        file.write(text)
+        return content
+    with replacing(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
     return None
+
+
+def saved(save: Callable[..., object], *more: Any, **options: Any) -> bytes:
+    """The bytes that a library's function writes to the file that it takes first."""
+    file = io.BytesIO()
+    save(file, *more, **options)
+    return file.getvalue()
 
 
 def png(figure: Any) -> bytes:
     """A matplotlib figure as a PNG file's bytes."""
-    file = io.BytesIO()
-    figure.savefig(file, format="png")
-    return file.getvalue()
+    return saved(figure.savefig, format="png")
 
 
 def as_csv(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] | None = None) -> str:

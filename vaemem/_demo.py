@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vaemem import plot
-from vaemem._common import latent_factor, mib, need, png, render
+from vaemem._common import latent_factor, mib, need, png, render, saved, write
 from vaemem._handmade import handmade, picture
 from vaemem.engine.tiling import Tiling
 from vaemem.engine.vae import VAE, Run, backends
@@ -54,10 +54,10 @@ def run(
     progress : bool
         Show what is being done and how far it is.
     side : int, optional
-        Of the picture in pixels, a multiple of what the VAE divides sides by. By default 512, or 256 with SSE2 and
+        Of the picture in pixels, a multiple of what the VAE divides sides by. By default 384, or 256 with SSE2 and
         on the plain C kernels, which are several times slower.
     sizes : sequence of int and (int, int), optional
-        For the sweep. By default 128, 192 and 256, or 64, 96 and 128 there.
+        For the sweep. By default 64, 96 and 128.
 
     Returns
     -------
@@ -79,7 +79,7 @@ def run(
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     is_slow = next(row["name"] for row in backends() if row["chosen"]) in ("sse", "ref")
-    side = (256 if is_slow else 512) if side is None else side
+    side = (256 if is_slow else 384) if side is None else side
     vae = _weights(folder, weights, progress)
     step = latent_factor(vae.arch)
     if side < step or side % step:
@@ -90,18 +90,19 @@ def run(
     image = picture(side)
     latents, whole = _round_trip(document, vae, image, progress, made_by_hand=weights is None)
     ours = _less_memory(document, vae, latents, whole, progress)
-    np.save(folder / "latents.npy", latents)
-    need("PIL.Image", "the demo").fromarray(np.hstack([image, _bytes(whole)])).save(folder / "there_and_back.png")
+    write(folder / "latents.npy", saved(np.save, latents))
+    both = need("PIL.Image", "the demo").fromarray(np.hstack([image, _bytes(whole)]))
+    write(folder / "there_and_back.png", saved(both.save, format="PNG"))
     _beside_pytorch(document, ours, progress)
     _predictions(document, progress)
-    _sweep(document, sizes or ((64, 96, 128) if is_slow else (128, 192, 256)), folder, progress)
+    _sweep(document, sizes or (64, 96, 128), folder, progress)
     seconds = time.perf_counter() - started
     document.text(f"{platform.system()}, {os.cpu_count()} CPUs, {_last(vae).backend} kernels; {seconds:.0f} s in all.")
     page = folder / "index.html"
-    page.write_text(document.html(), "utf-8")
-    (folder / "report.md").write_text(document.markdown(), "utf-8")
+    write(page, document.html())
+    write(folder / "report.md", document.markdown())
     for name, figure in document.figures.items():
-        (folder / f"{name}.png").write_bytes(png(figure))
+        write(folder / f"{name}.png", png(figure))
     _say(progress, f"\n{_files(folder)}\n\nDone in {seconds:.0f} s. Open {page}")
     return page
 
@@ -122,7 +123,7 @@ def _cards(document: Document, vae: VAE, progress: bool) -> None:
     for card in CARDS:
         asked = [predict("sdxl", "decode", side, side, "float16", gpu=card) for side in SIDES]
         height, width = predict_largest("sdxl", "decode", "float16", gpu=card)
-        verdicts = ("✓ fits" if p.fits else "✗ no" for p in asked)
+        verdicts = (f"{'✓' if p.fits else '✗'} {p.outcome}" for p in asked)
         lines.append([card, _gib(asked[0].available), *verdicts, f"{height}x{width}"])
     document.text(
         "SDXL's VAE decodes an image in PyTorch: diffusers, float16, nothing else on the card. Predicted, with no GPU "

@@ -56,6 +56,7 @@ static void request_free(vm_talloc *a, block *b) {
 static void cache_free(vm_talloc *a, block *b) {
     int64_t blocks = 0, bytes = 0; /* how the inactive split blocks change, in number and in size */
     block *neighbours[2] = {b->prev, b->next};
+    if (b->expandable) ta_vacate(a, b);
     for (int i = 0; i < 2; i++) {
         const uint64_t merged = ta_merge(a, b, neighbours[i]);
         if (merged) blocks--, bytes -= (int64_t)merged;
@@ -116,14 +117,14 @@ static void release_whole_segments(vm_talloc *a) {
         ta_count(a, VM_TALLOC_RESERVED_BYTES, false, (int64_t)pool_size(a, 0) - (int64_t)reserved(a));
     for (int small = 0; small < 2; small++) {
         tree *t = &a->pools[small].cached;
-        for (node *n = ta_next(t, NULL), *next; n; n = next) {
+        for (node *n = ta_next(t, NULL, TA_PAGES), *next; n; n = next) {
             const node here = *n; /* what unmapping leaves of b is smaller, and so lies before this place in the tree */
             block *b = ta_block(n);
             if (b->expandable)
                 ta_unmap(a, b);
-            else if (!ta_is_split(b))
+            else
                 ta_release(a, b);
-            next = ta_next(t, &here);
+            next = ta_next(t, &here, TA_PAGES);
         }
     }
 }
@@ -162,7 +163,7 @@ static void collect_garbage(vm_talloc *a) {
     pool *p = &a->pools[0];
     uint64_t reclaimed = 0, total_age = 0;
     int64_t candidates = 0;
-    for (node *n = ta_next(&p->cached, NULL); n; n = ta_next(&p->cached, n)) {
+    for (node *n = ta_next(&p->cached, NULL, 0); n; n = ta_next(&p->cached, n, 0)) {
         if (ta_is_split(ta_block(n))) continue;
         total_age += p->searches - ta_block(n)->age_base;
         candidates++;
@@ -170,8 +171,8 @@ static void collect_garbage(vm_talloc *a) {
     for (bool freed = true; reclaimed < target && freed && candidates;) {
         const double old = (double)total_age / (double)candidates;
         freed = false;
-        for (node *n = ta_next(&p->cached, NULL), *next; n; n = next) {
-            next = ta_next(&p->cached, n);
+        for (node *n = ta_next(&p->cached, NULL, 0), *next; n; n = next) {
+            next = ta_next(&p->cached, n, 0);
             block *b = ta_block(n);
             const uint64_t age = p->searches - b->age_base;
             if (ta_is_split(b) || b->expandable || (double)age < old) continue;
@@ -246,8 +247,11 @@ static uint64_t hand_out(vm_talloc *a, const request *r, block *b) {
         left = (int64_t)rest->node.size;
         ta_cache(a, rest);
     }
-    if (!b->expandable) ta_count_both(a, VM_TALLOC_INACTIVE_SPLIT, r->small, (left > 0) - (split > 0), left - split);
     b->state = VM_TALLOC_LIVE;
+    if (b->expandable)
+        ta_occupy(a, b);
+    else
+        ta_count_both(a, VM_TALLOC_INACTIVE_SPLIT, r->small, (left > 0) - (split > 0), left - split);
     b->requested = r->bytes;
     b->tag = a->tag;
     ta_table_add(a, b);

@@ -169,8 +169,8 @@ size_t vm_talloc_blocks(const vm_talloc *a, vm_talloc_block *block);
 
 /* The next new segment (or expandable reservation) lies at address if nothing lies there; 0 takes that back. */
 vm_status vm_talloc_place(vm_talloc *a, uint64_t address);
-/* How many cached segments are whole, and the return of the one at address to the device; VM_EINVAL where none begins. */
-size_t vm_talloc_whole_segments(const vm_talloc *a);
+/* Whether some cached segment is whole, and the return of the one at address to the device; VM_EINVAL where none begins. */
+bool vm_talloc_has_whole_segment(const vm_talloc *a);
 vm_status vm_talloc_release(vm_talloc *a, uint64_t address);
 /* A segment as it was found: address, size, stream and small of *segment; block: [blocks] live or pending ones in it,
  * by address (address, size, requested, tag, state). What lies between is free. */

@@ -127,13 +127,12 @@ tensor vm_walk_attention_ldm(walk *w, const tensor *x, path name) {
 }
 
 /* In how many parts A1111 takes the queries: a power of two, so that 2.5 times a part's scores fit into free memory;
- * one where their number has no such divisor. */
+ * one where their number has no such divisor, and where nothing is free, as when PyTorch has raised already. */
 static size_t parts(const walk *w, const tensor *x) {
     const size_t tokens = VM_PRODUCT(x->h, x->w), free = w->vae->gpu.free_bytes;
     const double wanted = 2.5 * (double)VM_PRODUCT(x->n, tokens, tokens, element(w));
-    const double left = free > w->live ? (double)(free - w->live) : 1;
     size_t n = 1;
-    while (free && n < tokens && wanted > left * (double)n) n *= 2;
+    while (free > w->live && n < tokens && wanted > (double)(free - w->live) * (double)n) n *= 2;
     return tokens % n ? 1 : n;
 }
 

@@ -42,6 +42,14 @@ static void hang(node **at, node *n, node *parent) {
     if (n) n->parent = parent;
 }
 
+static void weigh(node *n) {
+    for (; n; n = n->parent) {
+        n->heaviest = n->weight;
+        for (int i = 0; i < 2; i++)
+            if (n->child[i]) n->heaviest = VM_MAX(n->heaviest, n->child[i]->heaviest);
+    }
+}
+
 void ta_insert(tree *t, node *n) {
     n->rank = t->by_size ? n->size : 0;
     const size_t bin = bin_of(n->rank);
@@ -68,6 +76,8 @@ void ta_insert(tree *t, node *n) {
         }
     }
     *low = *high = NULL;
+    weigh(low_parent);
+    weigh(high_parent);
     t->filled[bin / 64] |= (uint64_t)1 << bin % 64;
     t->count++;
 }
@@ -85,52 +95,66 @@ void ta_remove(tree *t, node *n) {
         *(up ? &low : &high) = *at;
     }
     hang(at, low ? low : high, parent);
+    weigh(parent);
     if (!t->root[bin]) t->filled[bin / 64] &= ~((uint64_t)1 << bin % 64);
     t->count--;
 }
 
-/* Within a bin, of all streams. up: the first element that is not before key or, with `after`, the first that comes after it.
- * Not up: the last element before key. */
-static node *nearest(node *n, const node *key, bool after, bool up) {
+/* Within a bin, of all streams, among the elements that weigh so much: the first that is not before key or, with `after`,
+ * the first that comes after it. */
+static node *first(node *n, const node *key, bool after, uint64_t weight) {
+    while (n && n->heaviest >= weight) {
+        if (after ? before(key, n) : !before(n, key)) {
+            node *found = first(n->child[0], key, after, weight);
+            if (found || n->weight >= weight) return found ? found : n;
+        }
+        n = n->child[1];
+    }
+    return NULL;
+}
+
+/* Within a bin, of all streams: the last element before key. */
+static node *last_before(node *n, const node *key) {
     node *found = NULL;
     while (n) {
-        const bool low = after ? !before(key, n) : before(n, key); /* n and all to its left are on key's lower side */
-        if (low != up) found = n;
+        const bool low = before(n, key);
+        if (low) found = n;
         n = n->child[low];
     }
     return found;
 }
 
 /* In a bin other than key's own all elements lie on one side of key, so the search ends at its first or last one. */
-static node *search_up(const tree *t, const node *key, bool after) {
+static node *search_up(const tree *t, const node *key, bool after, uint64_t weight) {
     const node k = {.stream = key->stream, .rank = t->by_size ? key->size : 0, .address = key->address};
     for (size_t bin = filled_from(t, bin_of(k.rank)); bin < TA_BINS; bin = filled_from(t, bin + 1)) {
-        node *found = nearest(t->root[bin], &k, after, true);
+        node *found = first(t->root[bin], &k, after, weight);
         if (found && found->stream == k.stream) return found;
     }
     return NULL;
 }
 
-node *ta_at_least(const tree *t, const node *key) { return search_up(t, key, false); }
-node *ta_after(const tree *t, const node *key) { return search_up(t, key, true); }
+node *ta_at_least(const tree *t, const node *key) { return search_up(t, key, false, 0); }
+node *ta_after(const tree *t, const node *key) { return search_up(t, key, true, 0); }
+node *ta_weighing(const tree *t, const node *key, uint64_t weight) { return search_up(t, key, false, weight); }
 
 node *ta_before(const tree *t, const node *key) {
     const node k = {.stream = key->stream, .rank = t->by_size ? key->size : 0, .address = key->address};
     for (size_t bin = filled_to(t, bin_of(k.rank)); bin < TA_BINS; bin = filled_to(t, bin - 1)) {
-        node *found = nearest(t->root[bin], &k, false, false);
+        node *found = last_before(t->root[bin], &k);
         if (found && found->stream == k.stream) return found;
         if (!bin) break;
     }
     return NULL;
 }
 
-node *ta_next(const tree *t, const node *key) {
-    node *next = key ? ta_after(t, key) : NULL;
+node *ta_next(const tree *t, const node *key, uint64_t weight) {
+    node *next = key ? search_up(t, key, true, weight) : NULL;
     if (next || (key && key->stream == UINT64_MAX)) return next;
     const node k = {.stream = key ? key->stream + 1 : 0};
     for (size_t bin = filled_from(t, 0); bin < TA_BINS; bin = filled_from(t, bin + 1)) {
-        node *first = nearest(t->root[bin], &k, false, true);
-        if (first && (!next || before(first, next))) next = first;
+        node *found = first(t->root[bin], &k, false, weight);
+        if (found && (!next || before(found, next))) next = found;
     }
     return next;
 }
@@ -191,10 +215,10 @@ enum { SLAB = 511 };
 
 typedef struct slab {
     struct slab *next;
-    block element[SLAB]; /* a segment takes the place of a block */
+    block element[SLAB]; /* a segment or a gap takes the place of a block */
 } slab;
 
-_Static_assert(sizeof(segment) <= sizeof(block), "elements are as large as blocks");
+_Static_assert(sizeof(segment) <= sizeof(block) && sizeof(gap) <= sizeof(block), "elements are as large as blocks");
 
 static vm_status grow_spares(vm_talloc *a) {
     void *memory;
@@ -220,10 +244,10 @@ static vm_status grow_history(vm_talloc *a, size_t events) {
 }
 
 vm_status ta_make_room(vm_talloc *a) {
-    /* At worst an operation completes every pending free, gives back every cached block (each unmapped one may leave a
-     * rest on both sides), maps every stretch again, makes a segment and splits a block. */
-    const size_t idle = a->pools[0].cached.count + a->pools[1].cached.count + a->pools[0].unmapped.count +
-                        a->pools[1].unmapped.count + a->pendings;
+    /* At worst an operation completes every pending free (each may open a gap), gives back every cached block (each
+     * unmapped one may leave a rest on both sides), maps every stretch again, makes a segment and splits a block. */
+    const size_t idle =
+        a->pools[0].cached.count + a->pools[1].cached.count + a->pools[0].unmapped + a->pools[1].unmapped + a->pendings;
     const size_t elements = 8 + (a->config.expandable_segments ? 3 * idle : 0), events = 8 + 3 * idle;
     vm_status s = VM_OK;
     a->out_of_memory = false;

@@ -4,7 +4,8 @@
  *                 |               |
  *           address table     pool tree    handed out: found by address; cached: by stream, size, address
  *
- * An expandable segment is a reserved stretch of addresses; its unmapped blocks wait in a tree by address. */
+ * An expandable segment is a reserved stretch of addresses. What lies between its blocks in use is a gap, free and in
+ * part unmapped; gaps are in a tree by address. */
 #ifndef VM_TORCH_BLOCKS_H
 #define VM_TORCH_BLOCKS_H
 
@@ -24,14 +25,16 @@
 /* ---- trees: elements in the order of stream, size (in trees by size) and address ----
  *
  * Sizes are binned, four bins an octave, and each bin is a treap threaded through its elements: a search descends a
- * tree of a few elements, however many there are. The priority is drawn once, when the element is made. */
+ * tree of a few elements, however many there are. The priority is drawn once, when the element is made. Elements have a
+ * weight, so that those that weigh enough are found without a look at the others. */
 
 enum { TA_BINS = 256 };
 
 typedef struct node {
     struct node *child[2], *parent;
     uint64_t stream, size, address;
-    uint64_t rank; /* size in a tree by size, else 0 */
+    uint64_t rank;             /* size in a tree by size, else 0 */
+    uint64_t weight, heaviest; /* its own, set before ta_insert; the largest of it and of all below it */
     uint32_t priority;
 } node;
 
@@ -48,8 +51,10 @@ void ta_remove(tree *t, node *n);
 node *ta_at_least(const tree *t, const node *key);
 node *ta_after(const tree *t, const node *key);
 node *ta_before(const tree *t, const node *key);
-/* Over all streams: the first element (key NULL) or the first after key. */
-node *ta_next(const tree *t, const node *key);
+/* As ta_at_least, among the elements that weigh so much. */
+node *ta_weighing(const tree *t, const node *key, uint64_t weight);
+/* Over all streams, among the elements that weigh so much: the first (key NULL) or the first after key. */
+node *ta_next(const tree *t, const node *key, uint64_t weight);
 
 typedef struct segment {
     node node; /* by address; size: of the reservation when expandable */
@@ -66,8 +71,18 @@ typedef struct block {
     bool small, mapped, expandable;
 } block;
 
+/* address and size: of the stretch; weight: its size where some of it is unmapped, so that it can grow, else 0. */
+typedef struct gap {
+    node node;
+    struct block **first; /* where the block before it, or the segment, names its first block */
+} gap;
+
+/* What empty_cache would return of a cached block, the weight in its tree. */
+enum { TA_NOTHING, TA_PAGES, TA_WHOLE_SEGMENT };
+
 typedef struct pool {
-    tree cached, unmapped;
+    tree cached, gaps;
+    size_t unmapped;   /* blocks */
     uint64_t searches; /* counted only when garbage is collected */
 } pool;
 
@@ -129,7 +144,12 @@ void ta_release(vm_talloc *a, block *whole); /* a cached segment, back to the de
 
 /* A free block of at least size, out of the tree, made by mapping; NULL when the device is full. */
 block *ta_expand(vm_talloc *a, uint64_t size, uint64_t stream, bool small);
-/* Unmaps what whole pages of b cover; the reservation goes when nothing of it is left. */
+/* Whether whole pages lie in b, and which. */
+bool ta_whole_pages(const block *b, uint64_t *from, uint64_t *to);
+/* Unmaps them; the reservation goes when nothing of it is left. */
 void ta_unmap(vm_talloc *a, block *b);
+/* Keeps the gaps: b is in use from now on; b is free from now on, and not yet merged with its neighbours. */
+void ta_occupy(vm_talloc *a, block *b);
+void ta_vacate(vm_talloc *a, block *b);
 
 #endif

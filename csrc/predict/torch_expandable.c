@@ -7,6 +7,79 @@
  * The driver's part of the model: a page can be mapped as long as total_memory is not exceeded. */
 #include "torch_blocks.h"
 
+/* ---- gaps ---- */
+
+static bool can_serve(const block *b) { return b && b->state == VM_TALLOC_FREE_BLOCK; }
+
+/* The one that free b lies in. */
+static gap *gap_of(vm_talloc *a, const block *b) {
+    return (gap *)ta_before(&ta_pool(a, b)->gaps, &(node){.stream = b->node.stream, .address = b->node.address + 1});
+}
+
+/* Mapped neighbours are always merged, so that one of the first two blocks is unmapped if any is. */
+static bool can_grow(const gap *g) {
+    const block *b = *g->first;
+    return !b->mapped || (b->next && !b->next->mapped);
+}
+
+static void put_gap(pool *p, gap *g, uint64_t from, uint64_t to, bool grows) {
+    g->node.address = from;
+    g->node.size = to - from;
+    g->node.weight = grows ? to - from : 0;
+    ta_insert(&p->gaps, &g->node);
+}
+
+static void weigh_gap(vm_talloc *a, const block *b) {
+    gap *g = gap_of(a, b);
+    ta_remove(&ta_pool(a, b)->gaps, &g->node);
+    put_gap(ta_pool(a, b), g, g->node.address, g->node.address + g->node.size, can_grow(g));
+}
+
+static gap *new_gap(vm_talloc *a, uint64_t stream, block **first) {
+    gap *g = ta_element(a);
+    g->node.stream = stream;
+    g->first = first;
+    return g;
+}
+
+void ta_occupy(vm_talloc *a, block *b) {
+    pool *p = ta_pool(a, b);
+    gap *g = gap_of(a, b);
+    const uint64_t from = b->node.address, to = from + b->node.size, end = g->node.address + g->node.size;
+    ta_remove(&p->gaps, &g->node);
+    if (g->node.address < from)
+        put_gap(p, g, g->node.address, from, can_grow(g));
+    else
+        ta_recycle(a, g);
+    if (to == end) return;
+    g = new_gap(a, b->node.stream, &b->next);
+    put_gap(p, g, to, end, can_grow(g));
+}
+
+void ta_vacate(vm_talloc *a, block *b) {
+    pool *p = ta_pool(a, b);
+    gap *left = can_serve(b->prev) ? gap_of(a, b->prev) : NULL;
+    gap *right = can_serve(b->next) ? gap_of(a, b->next) : NULL;
+    uint64_t from = b->node.address, to = from + b->node.size;
+    bool grows = false;
+    if (right) {
+        to += right->node.size;
+        grows = right->node.weight;
+        ta_remove(&p->gaps, &right->node);
+        ta_recycle(a, right);
+    }
+    if (left) {
+        from -= left->node.size;
+        grows = grows || left->node.weight;
+        ta_remove(&p->gaps, &left->node);
+    } else {
+        left = new_gap(a, b->node.stream, b->prev ? &b->prev->next : &b->segment->first);
+    }
+    put_gap(p, left, from, to, grows);
+}
+
+/* ---- pages ---- */
+
 static uint64_t page_size(const block *b) { return b->small ? TA_SMALL_SEGMENT : TA_LARGE_SEGMENT; }
 
 static uint64_t reservation(const vm_talloc *a, bool small) {
@@ -19,39 +92,33 @@ static bool map(vm_talloc *a, block *b, uint64_t size) {
     const uint64_t held = (uint64_t)a->stats.of[VM_TALLOC_RESERVED_BYTES][VM_TALLOC_ALL].current;
     if (a->config.total_memory && held + mapped > a->config.total_memory) return false;
     pool *p = ta_pool(a, b);
-    ta_remove(&p->unmapped, &b->node);
-    if (mapped < b->node.size) {
-        block *rest = ta_split(a, b, mapped);
-        ta_insert(&p->unmapped, &rest->node);
-    }
+    if (mapped < b->node.size)
+        ta_split(a, b, mapped);
+    else
+        p->unmapped--;
     b->mapped = true;
     ta_merge(a, b, b->prev);
     ta_merge(a, b, b->next);
     ta_cache(a, b);
+    weigh_gap(a, b);
     ta_count(a, VM_TALLOC_RESERVED_BYTES, b->small, (int64_t)mapped);
     a->stats.num_device_alloc++;
     ta_record(a, VM_TALLOC_SEGMENT_MAP, address, mapped, b->node.stream, a->tag);
     return true;
 }
 
-static bool can_serve(const block *b) { return b && b->state == VM_TALLOC_FREE_BLOCK; }
-
-/* The lowest stretch of free and unmapped blocks that can become a block of `size`. */
+/* The first block of the lowest gap that can become a block of `size`. */
 static block *find_stretch(vm_talloc *a, uint64_t size, uint64_t stream, bool small) {
     pool *p = &a->pools[small];
-    for (node *n = ta_at_least(&p->unmapped, &(node){.stream = stream}); n; n = ta_after(&p->unmapped, n)) {
-        block *start = ta_block(n);
-        if (can_serve(start->prev)) start = start->prev;
-        uint64_t bytes = 0;
-        for (const block *b = start; bytes < size && can_serve(b); b = b->next) bytes += b->node.size;
-        if (bytes >= size) return start;
-    }
+    const node *n = ta_weighing(&p->gaps, &(node){.stream = stream}, size);
+    if (n) return *((const gap *)n)->first;
     if (size > reservation(a, small)) return NULL;
     block *all = ta_segment_new(a, reservation(a, small), stream, small);
     if (!all) return NULL;
     all->mapped = false;
     all->expandable = true;
-    ta_insert(&p->unmapped, &all->node);
+    p->unmapped++;
+    put_gap(p, new_gap(a, stream, &all->segment->first), all->node.address, all->node.address + all->node.size, true);
     return all;
 }
 
@@ -68,11 +135,18 @@ block *ta_expand(vm_talloc *a, uint64_t size, uint64_t stream, bool small) {
     return b;
 }
 
-void ta_unmap(vm_talloc *a, block *b) {
+bool ta_whole_pages(const block *b, uint64_t *from, uint64_t *to) {
     const uint64_t page = page_size(b), base = b->segment->node.address;
     const uint64_t start = b->node.address, end = start + b->node.size;
-    const uint64_t from = base + VM_ROUND_UP(start - base, page), to = base + (end - base) / page * page;
-    if (from >= to) return;
+    *from = base + VM_ROUND_UP(start - base, page);
+    *to = base + (end - base) / page * page;
+    return *from < *to;
+}
+
+void ta_unmap(vm_talloc *a, block *b) {
+    const uint64_t start = b->node.address, end = start + b->node.size;
+    uint64_t from, to;
+    if (!ta_whole_pages(b, &from, &to)) return;
     pool *p = ta_pool(a, b);
     const bool small = b->small;
     const uint64_t stream = b->node.stream;
@@ -87,12 +161,16 @@ void ta_unmap(vm_talloc *a, block *b) {
     b->mapped = false;
     ta_merge(a, b, b->prev);
     ta_merge(a, b, b->next);
-    ta_insert(&p->unmapped, &b->node);
+    p->unmapped++;
+    weigh_gap(a, b);
     ta_count(a, VM_TALLOC_RESERVED_BYTES, small, -(int64_t)(to - from));
     a->stats.num_device_free++;
     ta_record(a, VM_TALLOC_SEGMENT_UNMAP, from, to - from, stream, a->tag);
     if (!ta_is_split(b)) {
-        ta_remove(&p->unmapped, &b->node);
+        gap *g = gap_of(a, b);
+        p->unmapped--;
+        ta_remove(&p->gaps, &g->node);
+        ta_recycle(a, g);
         ta_segment_drop(a, b);
     }
 }

@@ -52,7 +52,11 @@ void ta_record(vm_talloc *a, vm_talloc_action action, uint64_t address, uint64_t
 /* ---- blocks and segments ---- */
 
 void ta_cache(vm_talloc *a, block *b) {
+    uint64_t from, to;
     b->age_base = ta_pool(a, b)->searches;
+    b->node.weight = b->expandable    ? (ta_whole_pages(b, &from, &to) ? TA_PAGES : TA_NOTHING)
+                     : ta_is_split(b) ? TA_NOTHING
+                                      : TA_WHOLE_SEGMENT;
     ta_insert(&ta_pool(a, b)->cached, &b->node);
 }
 
@@ -85,7 +89,10 @@ uint64_t ta_merge(vm_talloc *a, block *b, block *neighbour) {
     if (!neighbour || neighbour->state != VM_TALLOC_FREE_BLOCK || neighbour->mapped != b->mapped) return 0;
     pool *p = ta_pool(a, b);
     const uint64_t size = neighbour->node.size;
-    ta_remove(neighbour->mapped ? &p->cached : &p->unmapped, &neighbour->node);
+    if (neighbour->mapped)
+        ta_remove(&p->cached, &neighbour->node);
+    else
+        p->unmapped--;
     if (b->prev == neighbour) {
         b->node.address = neighbour->node.address;
         b->prev = neighbour->prev;

@@ -14,7 +14,7 @@ const vm_talloc_event *vm_talloc_events(const vm_talloc *a, size_t *count) {
 
 size_t vm_talloc_blocks(const vm_talloc *a, vm_talloc_block *out) {
     size_t n = 0;
-    for (const node *s = ta_next(&a->segments, NULL); s; s = ta_next(&a->segments, s))
+    for (const node *s = ta_next(&a->segments, NULL, 0); s; s = ta_next(&a->segments, s, 0))
         for (const block *b = ((const segment *)s)->first; b; b = b->next) {
             if (b->mapped && out)
                 out[n] = (vm_talloc_block){.address = b->node.address,
@@ -46,11 +46,8 @@ static bool is_whole(const segment *s) {
     return !b->expandable && b->state == VM_TALLOC_FREE_BLOCK && !ta_is_split(b);
 }
 
-size_t vm_talloc_whole_segments(const vm_talloc *a) {
-    size_t n = 0;
-    for (const node *s = ta_next(&a->segments, NULL); s; s = ta_next(&a->segments, s))
-        n += is_whole((const segment *)s);
-    return n;
+bool vm_talloc_has_whole_segment(const vm_talloc *a) {
+    return ta_next(&a->pools[0].cached, NULL, TA_WHOLE_SEGMENT) || ta_next(&a->pools[1].cached, NULL, TA_WHOLE_SEGMENT);
 }
 
 vm_status vm_talloc_release(vm_talloc *a, uint64_t address) {
@@ -145,21 +142,22 @@ vm_status vm_talloc_restore(vm_talloc *a, const vm_talloc_block *s, const vm_tal
 
 /* ---- many steps ---- */
 
-static vm_status take(vm_talloc *a, const vm_talloc_step *step, uint64_t *address, size_t ids) {
-    if (step->op <= VM_TALLOC_FREE && step->id >= ids)
-        return vm_fail(VM_EINVAL, "step: want an id below %zu, got %u", ids, step->id);
-    switch (step->op) {
+/* step: a copy, since another thread may write to the caller's array. */
+static vm_status take(vm_talloc *a, vm_talloc_step step, uint64_t *address, size_t ids) {
+    if (step.op <= VM_TALLOC_FREE && step.id >= ids)
+        return vm_fail(VM_EINVAL, "step: want an id below %zu, got %u", ids, step.id);
+    switch (step.op) {
     case VM_TALLOC_MALLOC:
-        return vm_talloc_malloc(a, step->bytes, step->stream, &address[step->id]);
+        return vm_talloc_malloc(a, step.bytes, step.stream, &address[step.id]);
     case VM_TALLOC_FREE:
-        return vm_talloc_free(a, address[step->id]);
+        return vm_talloc_free(a, address[step.id]);
     case VM_TALLOC_EMPTY_CACHE:
         return vm_talloc_empty_cache(a);
     case VM_TALLOC_RESET_PEAK:
         vm_talloc_reset_peak(a);
         return VM_OK;
     default:
-        return vm_fail(VM_EINVAL, "step: want an op from 0 to 3, got %u", step->op);
+        return vm_fail(VM_EINVAL, "step: want an op from 0 to 3, got %u", step.op);
     }
 }
 
@@ -167,7 +165,7 @@ vm_status vm_talloc_run(vm_talloc *a, const vm_talloc_step *step, size_t steps, 
                         size_t *done) {
     vm_status s = VM_OK;
     size_t i = 0;
-    while (i < steps && !(s = take(a, &step[i], address, ids))) i++;
+    while (i < steps && !(s = take(a, step[i], address, ids))) i++;
     *done = i;
     return s;
 }

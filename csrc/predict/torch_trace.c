@@ -97,6 +97,8 @@ vm_status vm_trace_give(vm_trace *t, uint32_t id) {
 
 vm_status vm_trace_blas(vm_trace *t, vm_trace_op op, const char *name) { return add(t, op, 0, 0, name); }
 
+vm_status vm_trace_empty_cache(vm_trace *t) { return add(t, VM_TRACE_EMPTY, 0, 0, "empty_cache"); }
+
 vm_status vm_trace_conv(vm_trace *t, const vm_conv *conv, const char *name) {
     size_t i = 0;
     while (i < t->convs && !vm_conv_same(&t->conv[i], conv)) i++;
@@ -264,6 +266,8 @@ static vm_status take_step(vm_trace_process *p, const vm_trace_step *step, uint6
         return s;
     case VM_TRACE_CONV:
         return convolve(p, step->id, height);
+    case VM_TRACE_EMPTY:
+        return vm_talloc_empty_cache(p->talloc);
     case VM_TRACE_CUBLASLT:
         if (p->cublaslt_use == VM_CUBLASLT_EACH) return borrow(p->talloc, p->cublaslt_bytes, height);
         s = keep(p->talloc, p->cublas_bytes, &p->cublas); /* cuBLASLt's handle is cuBLAS's */

@@ -13,11 +13,12 @@
 #include "workspace.h"
 
 typedef enum vm_trace_op {
-    VM_TRACE_TAKE,    /* a storage */
-    VM_TRACE_GIVE,    /* the storage `id`: its last reference went */
-    VM_TRACE_CONV,    /* the workspace of convolution `id`, taken and given back */
-    VM_TRACE_CUBLAS,  /* cuBLAS: its workspace is taken by the first use and kept */
-    VM_TRACE_CUBLASLT /* cuBLASLt: a workspace of its own, see vm_trace_blas */
+    VM_TRACE_TAKE,     /* a storage */
+    VM_TRACE_GIVE,     /* the storage `id`: its last reference went */
+    VM_TRACE_CONV,     /* the workspace of convolution `id`, taken and given back */
+    VM_TRACE_CUBLAS,   /* cuBLAS: its workspace is taken by the first use and kept */
+    VM_TRACE_CUBLASLT, /* cuBLASLt: a workspace of its own, see vm_trace_blas */
+    VM_TRACE_EMPTY     /* torch.cuda.empty_cache */
 } vm_trace_op;
 
 typedef struct vm_trace_step {
@@ -48,6 +49,7 @@ vm_status vm_trace_take(vm_trace *t, uint64_t bytes, const char *name, uint32_t 
 vm_status vm_trace_give(vm_trace *t, uint32_t id);
 /* op: VM_TRACE_CUBLAS or VM_TRACE_CUBLASLT. */
 vm_status vm_trace_blas(vm_trace *t, vm_trace_op op, const char *name);
+vm_status vm_trace_empty_cache(vm_trace *t);
 vm_status vm_trace_conv(vm_trace *t, const vm_conv *conv, const char *name);
 
 /* ---- operators that take more than they return ---- */

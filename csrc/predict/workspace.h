@@ -17,14 +17,15 @@
 typedef struct vm_conv_plan {
     bool found;    /* false: no engine takes this convolution on this device; the rest is then zero */
     int64_t bytes; /* of workspace */
+    int64_t least; /* with `every`: the fewest that this plan or a later one wants */
     int rank;      /* of its configuration in the heuristics' list; the fallback list counts on after it */
     int untried;   /* earlier ones that are compiled at run time, need the driver, and may be what a real device runs */
     bool fallback; /* it came from the fallback list */
     char name[VM_ENGINE_NAME]; /* "eng1_k2=3_k5=0": engine and knobs */
 } vm_conv_plan;
 
-/* device_json: cuDNN's device properties (vaemem/data/gpus.json). Thread-safe: one question at a time.
+/* every: also asks the plans to which PyTorch goes on where it cannot have this one's workspace. device_json: cuDNN's device properties (vaemem/data/gpus.json). Thread-safe: one question at a time.
  * VM_EINVAL where cuDNN does not understand the device or the convolution; a plan that is not found is no error. */
-vm_status vm_cudnn_conv(vm_cudnn *cudnn, const char *device_json, const vm_conv *conv, vm_conv_plan *out);
+vm_status vm_cudnn_conv(vm_cudnn *cudnn, const char *device_json, const vm_conv *conv, bool every, vm_conv_plan *out);
 
 #endif

@@ -25,6 +25,8 @@ int vm_py_to_precision(PyObject *name, void *out);
 /* For PyArg_ParseTuple's O&: an unsigned, from 1 to VM_PY_THREADS. */
 int vm_py_to_threads(PyObject *number, void *out);
 enum { VM_PY_THREADS = 1024 };
+/* ml_dtypes' type, which NumPy knows by its name alone. */
+bool vm_py_is_bfloat16(PyArrayObject *a);
 /* A tuple of integers. */
 PyObject *vm_py_sizes(const size_t *size, size_t count);
 

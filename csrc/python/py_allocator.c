@@ -324,11 +324,11 @@ static PyObject *allocator_place(Allocator *self, PyObject *where) {
     return vm_py_done(&self->lock, vm_talloc_place(self->talloc, address));
 }
 
-static PyObject *allocator_whole_segments(Allocator *self, PyObject *Py_UNUSED(ignored)) {
-    if (vm_py_acquire(&self->lock, "_whole_segments")) return NULL;
-    const size_t n = vm_talloc_whole_segments(self->talloc);
+static PyObject *allocator_has_whole_segment(Allocator *self, PyObject *Py_UNUSED(ignored)) {
+    if (vm_py_acquire(&self->lock, "_has_whole_segment")) return NULL;
+    const bool has = vm_talloc_has_whole_segment(self->talloc);
     vm_py_release(&self->lock);
-    return PyLong_FromSize_t(n);
+    return PyBool_FromLong(has);
 }
 
 static PyObject *allocator_release(Allocator *self, PyObject *where) {
@@ -419,8 +419,8 @@ static PyMethodDef methods[] = {
      "_settings($self, /)\n--\n\nThe settings as a dict, in bytes."},
     {"_place", (PyCFunction)allocator_place, METH_O,
      "_place($self, address, /)\n--\n\nWhere the next new segment lies."},
-    {"_whole_segments", (PyCFunction)allocator_whole_segments, METH_NOARGS,
-     "_whole_segments($self, /)\n--\n\nHow many segments empty_cache would return."},
+    {"_has_whole_segment", (PyCFunction)allocator_has_whole_segment, METH_NOARGS,
+     "_has_whole_segment($self, /)\n--\n\nWhether there is a segment that empty_cache would return as a whole."},
     {"_release", (PyCFunction)allocator_release, METH_O,
      "_release($self, address, /)\n--\n\nReturns the one at address; ValueError where empty_cache would return none "
      "there."},

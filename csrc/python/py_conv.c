@@ -9,11 +9,13 @@ static int to_extents(const char *name, PyObject *value, int dims, int64_t none,
         for (int i = 0; i < dims; i++) own[i] = PyLong_AsLongLong(value);
         return PyErr_Occurred() ? -1 : 0;
     }
-    PyObject *list = PySequence_Fast(value, "want an int, or one for each dimension");
+    PyObject *list = PySequence_Tuple(value); /* a copy: an item's __index__ may change the sequence */
+    if (!list && PyErr_ExceptionMatches(PyExc_TypeError))
+        PyErr_Format(PyExc_TypeError, "%s: want an int or %d of them, got %R", name, dims, value);
     if (!list) return -1;
-    if (PySequence_Fast_GET_SIZE(list) != dims)
+    if (PyTuple_GET_SIZE(list) != dims)
         PyErr_Format(PyExc_ValueError, "%s: want an int or %d of them, got %R", name, dims, value);
-    for (int i = 0; i < dims && !PyErr_Occurred(); i++) own[i] = PyLong_AsLongLong(PySequence_Fast_GET_ITEM(list, i));
+    for (int i = 0; i < dims && !PyErr_Occurred(); i++) own[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(list, i));
     Py_DECREF(list);
     return PyErr_Occurred() ? -1 : 0;
 }

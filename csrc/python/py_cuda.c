@@ -258,7 +258,8 @@ static PyObject *lend(PyObject *Py_UNUSED(module), PyObject *args) {
     l->managed.tensor = (DLTensor){.data = (void *)(uintptr_t)address, .ndim = (int32_t)dims, .shape = l->shape};
     l->managed.tensor.device.type = DL_CUDA;
     l->managed.tensor.device.id = device;
-    for (Py_ssize_t i = 0; i < dims; i++) l->shape[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(shape, i));
+    for (Py_ssize_t i = 0; i < dims && !PyErr_Occurred(); i++)
+        l->shape[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(shape, i));
     for (size_t i = 0; i < sizeof dl_dtypes / sizeof *dl_dtypes; i++)
         if (!strcmp(dtype, dl_dtypes[i].name)) {
             l->managed.tensor.dtype.code = dl_dtypes[i].code;

@@ -222,21 +222,21 @@ static size_t scratch_floats(const vm_needs *n) { return (n->prepared + n->scrat
 
 /* kernel_pass(backend, threads, kind, (xc, xh, xw, yc, yh, yw), (ksize, stride, up, silu, groups, eps), arrays,
  * dtype='float32', precision='highest', anew=False)
- * arrays: x, y, add, weight, bias, gamma, beta, x_stats, y_stats, scratch; None where there is none; all rows. x, y, add
+ * arrays: a tuple of x, y, add, weight, bias, gamma, beta, x_stats, y_stats, scratch; None where there is none; all rows. x, y, add
  * and weight are of that dtype (bfloat16 as uint16), the rest float32. */
 static PyObject *kernel_pass(PyObject *Py_UNUSED(module), PyObject *args) {
     const char *backend, *kind;
     unsigned threads;
     int up, silu, anew = false;
     double seconds = 0;
-    PyObject *a[10];
+    PyObject *arrays, *a[10];
     vm_pass p = {.x_scale = 1, .y_scale = 1};
     vm_dtype dtype = VM_F32;
     vm_precision precision = VM_HIGHEST;
-    if (!PyArg_ParseTuple(args, "sO&s(nnnnnn)(iippnf)(OOOOOOOOOO)|O&O&p", &backend, vm_py_to_threads, &threads, &kind,
-                          &p.x.c, &p.x.h, &p.x.w, &p.y.c, &p.y.h, &p.y.w, &p.ksize, &p.stride, &up, &silu, &p.groups,
-                          &p.eps, &a[0], &a[1], &a[2], &a[3], &a[4], &a[5], &a[6], &a[7], &a[8], &a[9], vm_py_to_dtype,
-                          &dtype, vm_py_to_precision, &precision, &anew))
+    if (!PyArg_ParseTuple(args, "sO&s(nnnnnn)(iippnf)O!|O&O&p", &backend, vm_py_to_threads, &threads, &kind, &p.x.c,
+                          &p.x.h, &p.x.w, &p.y.c, &p.y.h, &p.y.w, &p.ksize, &p.stride, &up, &silu, &p.groups, &p.eps,
+                          &PyTuple_Type, &arrays, vm_py_to_dtype, &dtype, vm_py_to_precision, &precision, &anew) ||
+        !PyArg_ParseTuple(arrays, "OOOOOOOOOO", &a[0], &a[1], &a[2], &a[3], &a[4], &a[5], &a[6], &a[7], &a[8], &a[9]))
         return NULL;
     const vm_backend *b = vm_py_backend(backend, dtype, precision);
     if (!b) return NULL;

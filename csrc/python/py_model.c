@@ -96,12 +96,10 @@ static const vm_tensor *find_tensor(Model *self, const char *name) {
     return t;
 }
 
-/* float32, float16, or ml_dtypes' bfloat16 (a user type: known by its name). */
 static int dtype_of(PyArrayObject *a, vm_dtype *dtype) {
     PyArray_Descr *d = PyArray_DESCR(a);
     *dtype = d->type_num == NPY_HALF ? VM_F16 : d->type_num == NPY_FLOAT ? VM_F32 : VM_BF16;
-    const char *dot = strrchr(d->typeobj->tp_name, '.'), *name = dot ? dot + 1 : d->typeobj->tp_name;
-    if (*dtype != VM_BF16 || (PyDataType_ELSIZE(d) == 2 && !strcmp(name, "bfloat16"))) return 0;
+    if (*dtype != VM_BF16 || vm_py_is_bfloat16(a)) return 0;
     PyErr_Format(PyExc_TypeError, "array: want float32, float16 or bfloat16, got %R", (PyObject *)d);
     return -1;
 }

@@ -230,17 +230,42 @@ static int to_callback(PyObject *object, void *out) {
 
 /* ---- on NumPy arrays ---- */
 
-static int check_pixels(PyArrayObject *a, const char *what, const npy_intp dims[4], int type) {
-    bool same =
-        PyArray_NDIM(a) == 4 && PyArray_TYPE(a) == type && PyArray_IS_C_CONTIGUOUS(a) && PyArray_ISBEHAVED_RO(a);
-    for (int i = 0; same && i < 4; i++) same = PyArray_DIM(a, i) == dims[i];
-    if (same) return 0;
-    PyErr_Format(PyExc_ValueError, "%s: want a C-contiguous, aligned %s array of shape (%zd, %zd, %zd, %zd)", what,
-                 type == NPY_FLOAT ? "float32" : "uint8", dims[0], dims[1], dims[2], dims[3]);
+static int type_of(vm_format format) { return format == VM_U8_NHWC ? NPY_UINT8 : NPY_FLOAT; }
+
+static bool has_shape(PyArrayObject *a, const npy_intp dims[4]) {
+    return PyArray_NDIM(a) == 4 && PyArray_CompareLists(PyArray_DIMS(a), dims, 4);
+}
+
+static int check_output(PyArrayObject *a, const npy_intp dims[4], vm_format format) {
+    if (has_shape(a, dims) && PyArray_TYPE(a) == type_of(format) && PyArray_ISCARRAY(a)) return 0;
+    PyErr_Format(PyExc_ValueError, "out: want a writable, C-contiguous, aligned %s array of shape (%zd, %zd, %zd, %zd)",
+                 format == VM_U8_NHWC ? "uint8" : "float32", dims[0], dims[1], dims[2], dims[3]);
     return -1;
 }
 
-static int type_of(vm_format format) { return format == VM_U8_NHWC ? NPY_UINT8 : NPY_FLOAT; }
+/* The input as the run reads it, a new reference. A CPU reads nearly every type at any strides. What it does not know, and
+ * what is sent to a device, is packed first. */
+static PyArrayObject *open_input(const vm_model *m, PyArrayObject *a, vm_format format, vm_numbers *how) {
+    const int type = PyArray_TYPE(a);
+    const bool bytes = format == VM_U8_NHWC, real = PyTypeNum_ISINTEGER(type) || PyTypeNum_ISFLOAT(type);
+    const bool known = bytes ? type == NPY_UINT8 : real || vm_py_is_bfloat16(a);
+    if (bytes && !known) return (void *)PyErr_Format(PyExc_ValueError, "image: want uint8 with pixels='uint8'");
+    if (known && on_host(m))
+        Py_INCREF(a);
+    else if (!(a = (PyArrayObject *)PyArray_FROMANY((PyObject *)a, type_of(format), 4, 4,
+                                                    NPY_ARRAY_CARRAY_RO | NPY_ARRAY_FORCECAST)))
+        return NULL;
+    const npy_intp *stride = PyArray_STRIDES(a);
+    *how = (vm_numbers){.data = PyArray_DATA(a),
+                        .kind = vm_py_is_bfloat16(a) ? 'b' : PyArray_DESCR(a)->kind,
+                        .size = (size_t)PyArray_ITEMSIZE(a),
+                        .swapped = PyArray_ISBYTESWAPPED(a),
+                        .item = stride[0],
+                        .channel = stride[bytes ? 3 : 1],
+                        .row = stride[bytes ? 1 : 2],
+                        .pixel = stride[bytes ? 2 : 3]};
+    return a;
+}
 
 static void shape_of(vm_format format, npy_intp n, npy_intp c, npy_intp h, npy_intp w, npy_intp dims[4]) {
     const npy_intp planes[4] = {n, c, h, w}, pixels[4] = {n, h, w, c};
@@ -267,7 +292,10 @@ static int describe(const vm_model *m, vm_request *r, PyArrayObject *in, npy_int
     r->batch = (size_t)n;
     r->height = (size_t)(encode ? h : h * factor);
     r->width = (size_t)(encode ? w : w * factor);
-    return check_pixels(in, encode ? "image" : "latent", in_dims, type_of(r->in));
+    if (has_shape(in, in_dims)) return 0;
+    PyErr_Format(PyExc_ValueError, "%s: want an array of shape (%zd, %zd, %zd, %zd)", encode ? "image" : "latent",
+                 in_dims[0], in_dims[1], in_dims[2], in_dims[3]);
+    return -1;
 }
 
 const char vm_py_run_doc[] =
@@ -300,14 +328,18 @@ PyObject *vm_py_run(Model *self, PyObject *args, PyObject *kwargs) {
         if (!PyArray_Check(out))
             return PyErr_Format(PyExc_TypeError, "out: want an array, got %s", Py_TYPE(out)->tp_name);
         given = (PyArrayObject *)out;
-        if (check_pixels(given, "out", out_dims, type_of(r.out))) return NULL;
-        if (!PyArray_ISWRITEABLE(given)) return PyErr_Format(PyExc_ValueError, "out: want a writable array");
+        if (check_output(given, out_dims, r.out)) return NULL;
     }
-    if (vm_py_acquire(&self->lock, op)) return NULL;
+    vm_numbers how;
+    PyArrayObject *input = open_input(self->model, in, r.in, &how);
+    if (!input || vm_py_acquire(&self->lock, op)) {
+        Py_XDECREF(input);
+        return NULL;
+    }
     r.own_output = !given;
     r.scaled = scaled;
     r.unclamped = unclamped;
-    job j = {.run = {.in = PyArray_DATA(in),
+    job j = {.run = {.in = how,
                      .out = given ? PyArray_DATA(given) : NULL,
                      .wait = true,
                      .replay = replay && !on_host(self->model),
@@ -315,6 +347,7 @@ PyObject *vm_py_run(Model *self, PyObject *args, PyObject *kwargs) {
              .callback = callback};
     const int failed = run_locked(self, &r, &j);
     vm_py_release(&self->lock);
+    Py_DECREF(input);
     if (failed) return NULL;
     PyObject *array = given ? Py_NewRef(out) : PyArray_SimpleNewFromData(4, out_dims, type_of(r.out), j.run.out);
     if (array && j.owner)
@@ -351,7 +384,7 @@ PyObject *vm_py_run_at(Model *self, PyObject *args, PyObject *kwargs) {
         return NULL;
     r.scaled = scaled;
     r.own_output = own_output || !out;
-    job j = {.run = {.in = (const void *)(uintptr_t)in,
+    job j = {.run = {.in = {.data = (const void *)(uintptr_t)in},
                      .out = (void *)(uintptr_t)out,
                      .stream = (void *)(uintptr_t)stream,
                      .wait = wait,

@@ -9,7 +9,7 @@ typedef struct Trace {
 } Trace;
 
 static const char *const op_name[] = {[VM_ENCODE] = "encode", [VM_DECODE] = "decode"};
-static const char *const step_name[] = {"take", "give", "conv", "cublas", "cublaslt"};
+static const char *const step_name[] = {"take", "give", "conv", "cublas", "cublaslt", "empty"};
 static const char *const kernel_name[] = {[VM_ATTENTION_USUAL] = "usual",
                                           [VM_ATTENTION_FLASH] = "flash",
                                           [VM_ATTENTION_EFFICIENT] = "efficient",
@@ -129,6 +129,11 @@ static PyObject *trace_blas(Trace *self, PyObject *args) {
     if (!PyArg_ParseTuple(args, "s|p:blas", &name, &lt)) return NULL;
     if (vm_py_acquire(&self->lock, "blas")) return NULL;
     return vm_py_done(&self->lock, vm_trace_blas(self->trace, lt ? VM_TRACE_CUBLASLT : VM_TRACE_CUBLAS, name));
+}
+
+static PyObject *trace_empty_cache(Trace *self, PyObject *Py_UNUSED(ignored)) {
+    if (vm_py_acquire(&self->lock, "empty_cache")) return NULL;
+    return vm_py_done(&self->lock, vm_trace_empty_cache(self->trace));
 }
 
 static PyObject *trace_conv(Trace *self, PyObject *args) {
@@ -337,6 +342,8 @@ static PyMethodDef methods[] = {
     {"give", (PyCFunction)trace_give, METH_O, "give($self, id, /)\n--\n\nThe storage's last reference went."},
     {"blas", (PyCFunction)trace_blas, METH_VARARGS,
      "blas($self, name, lt=False, /)\n--\n\nA matrix product by cuBLAS, or by cuBLASLt."},
+    {"empty_cache", (PyCFunction)trace_empty_cache, METH_NOARGS,
+     "empty_cache($self, /)\n--\n\nCached segments go back to the device, as torch.cuda.empty_cache returns them."},
     {"conv", (PyCFunction)trace_conv, METH_VARARGS,
      "conv($self, dtype, n, c, h, w, k, r, stride, padding, nhwc, name, dilation=1, groups=1, output_padding=None, "
      "depth=0, /)\n--\n\nA convolution's workspace. r, stride, padding, dilation, output_padding: an int, or a tuple "
@@ -359,7 +366,7 @@ static PyGetSetDef attributes[] = {
      "[(dtype, n, c, h, w, k, r, stride, padding, layout)], each once, with (dilation, groups, output_padding, depth)\n"
      "where these are others than usual.",
      (void *)&convs},
-    {"steps", (getter)trace_list, NULL, "[(op, id, bytes, name)]; op: take, give, conv, cublas or cublaslt.",
+    {"steps", (getter)trace_list, NULL, "[(op, id, bytes, name)]; op: take, give, conv, cublas, cublaslt or empty.",
      (void *)&steps},
     {"kept", (getter)trace_kept, NULL, "The steps that take what is not given back.", NULL},
     {"names", (getter)trace_list, NULL, "By tag: who took it.", (void *)&names},

@@ -267,7 +267,7 @@ static PyObject *read_pickle(PyObject *Py_UNUSED(module), PyObject *data) {
     int done = 0;
     for (size_t steps = 1; !done; steps++) {
         done = step(&r);
-        if (!done && steps % (1 << 20) == 0 && PyErr_CheckSignals()) done = -1;
+        if (!done && steps % (1 << 18) == 0 && PyErr_CheckSignals()) done = -1;
     }
     PyObject *result = done == 1 ? r.stack[--r.depth] : NULL;
     drop(&r, r.depth);

@@ -76,11 +76,13 @@ static int get_bool(PyObject *dict, const char *key, bool *out) {
 
 /* A sequence's numbers, `most` at most, and how many it has. */
 static int get_numbers(PyObject *value, const char *key, size_t *sizes, float *numbers, size_t most, size_t *count) {
-    PyObject *list = PySequence_Fast(value, "");
-    if (!list) return PyErr_Format(PyExc_TypeError, "arch: %s: want a sequence of numbers", key), -1;
-    *count = (size_t)PySequence_Fast_GET_SIZE(list);
+    PyObject *list = PySequence_Tuple(value); /* a copy: an item's __float__ may change the sequence */
+    if (!list && PyErr_ExceptionMatches(PyExc_TypeError))
+        PyErr_Format(PyExc_TypeError, "arch: %s: want a sequence of numbers, got %R", key, value);
+    if (!list) return -1;
+    *count = (size_t)PyTuple_GET_SIZE(list);
     for (size_t i = 0; i < *count && i < most && !PyErr_Occurred(); i++) {
-        PyObject *number = PySequence_Fast_GET_ITEM(list, (Py_ssize_t)i);
+        PyObject *number = PyTuple_GET_ITEM(list, (Py_ssize_t)i);
         if (sizes)
             sizes[i] = PyLong_AsSize_t(number);
         else
@@ -124,6 +126,29 @@ static int get_extras(PyObject *dict, vm_arch *a) {
     return patched ? get_float(dict, "batch_norm_eps", &a->batch_norm_eps) : 0;
 }
 
+/* dict: nobody else's. -1 with an exception set. */
+static int read_arch(PyObject *dict, vm_arch *a) {
+    PyObject *name = PyDict_GetItemString(dict, "name"), *scaling = PyDict_GetItemString(dict, "scaling_factor");
+    if (name) {
+        const char *text = PyUnicode_AsUTF8(name);
+        if (!text) return -1;
+        snprintf(a->name, sizeof a->name, "%s", text);
+        vm_end_whole(a->name);
+    }
+    a->scaling_known = scaling && scaling != Py_None;
+    if (a->scaling_known && get_float(dict, "scaling_factor", &a->scaling_factor)) return -1;
+    if (a->scaling_known && get_float(dict, "shift_factor", &a->shift_factor)) return -1;
+    return get_size(dict, "in_channels", &a->in_channels) || get_size(dict, "out_channels", &a->out_channels) ||
+                   get_size(dict, "latent_channels", &a->latent_channels) || get_widths(dict, a) ||
+                   get_size(dict, "layers_per_block", &a->layers_per_block) ||
+                   get_size(dict, "norm_num_groups", &a->norm_num_groups) ||
+                   get_float(dict, "norm_eps", &a->norm_eps) || get_bool(dict, "use_quant_conv", &a->use_quant_conv) ||
+                   get_bool(dict, "use_post_quant_conv", &a->use_post_quant_conv) ||
+                   get_bool(dict, "mid_block_add_attention", &a->mid_block_add_attention) || get_extras(dict, a)
+               ? -1
+               : 0;
+}
+
 int vm_py_to_arch(PyObject *dict, void *out) {
     vm_arch *a = out;
     *a = (vm_arch){.name = "custom"};
@@ -131,23 +156,18 @@ int vm_py_to_arch(PyObject *dict, void *out) {
         PyErr_Format(PyExc_TypeError, "arch: want a dict, got %s", Py_TYPE(dict)->tp_name);
         return 0;
     }
-    PyObject *name = PyDict_GetItemString(dict, "name"), *scaling = PyDict_GetItemString(dict, "scaling_factor");
-    if (name) {
-        const char *text = PyUnicode_AsUTF8(name);
-        if (!text) return 0;
-        snprintf(a->name, sizeof a->name, "%s", text);
-        vm_end_whole(a->name);
-    }
-    a->scaling_known = scaling && scaling != Py_None;
-    if (a->scaling_known && get_float(dict, "scaling_factor", &a->scaling_factor)) return 0;
-    if (a->scaling_known && get_float(dict, "shift_factor", &a->shift_factor)) return 0;
-    return !(get_size(dict, "in_channels", &a->in_channels) || get_size(dict, "out_channels", &a->out_channels) ||
-             get_size(dict, "latent_channels", &a->latent_channels) || get_widths(dict, a) ||
-             get_size(dict, "layers_per_block", &a->layers_per_block) ||
-             get_size(dict, "norm_num_groups", &a->norm_num_groups) || get_float(dict, "norm_eps", &a->norm_eps) ||
-             get_bool(dict, "use_quant_conv", &a->use_quant_conv) ||
-             get_bool(dict, "use_post_quant_conv", &a->use_post_quant_conv) ||
-             get_bool(dict, "mid_block_add_attention", &a->mid_block_add_attention) || get_extras(dict, a));
+    PyObject *copy = PyDict_Copy(dict); /* a value's __float__ or a key's __eq__ may change the dict */
+    const int failed = copy ? read_arch(copy, a) : -1;
+    Py_XDECREF(copy);
+    return !failed;
+}
+
+/* ---- numbers ---- */
+
+bool vm_py_is_bfloat16(PyArrayObject *a) {
+    PyArray_Descr *d = PyArray_DESCR(a);
+    const char *dot = strrchr(d->typeobj->tp_name, '.'), *name = dot ? dot + 1 : d->typeobj->tp_name;
+    return PyDataType_ELSIZE(d) == 2 && !strcmp(name, "bfloat16");
 }
 
 /* ---- backends ---- */

@@ -34,40 +34,43 @@ static PyObject *cudnn_version(Cudnn *self, void *Py_UNUSED(closure)) {
 }
 
 static PyObject *cudnn_conv(Cudnn *self, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {
-        "device", "dtype",          "n",     "c", "h", "w", "k", "r", "stride", "padding", "tf32", "nhwc", "dilation",
-        "groups", "output_padding", "depth", NULL};
+    static char *names[] = {"device", "dtype", "n",        "c",      "h",
+                            "w",      "k",     "r",        "stride", "padding",
+                            "tf32",   "nhwc",  "dilation", "groups", "output_padding",
+                            "depth",  "every", NULL};
     const char *device;
-    int tf32 = 1;
+    int tf32 = 1, every = 0;
     vm_py_conv from = {.groups = 1};
     vm_conv conv;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sO&LLLLLOOO|ppOLOL:conv", names, &device, vm_py_to_dtype,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sO&LLLLLOOO|ppOLOLp:conv", names, &device, vm_py_to_dtype,
                                      &from.dtype, &from.n, &from.c, &from.h, &from.w, &from.k, &from.r, &from.stride,
                                      &from.padding, &tf32, &from.nhwc, &from.dilation, &from.groups,
-                                     &from.output_padding, &from.depth) ||
+                                     &from.output_padding, &from.depth, &every) ||
         vm_py_to_conv(&from, &conv))
         return NULL;
     conv.tf32 = tf32;
     vm_conv_plan plan;
     vm_status status;
     Py_BEGIN_ALLOW_THREADS
-    status = vm_cudnn_conv(self->cudnn, device, &conv, &plan);
+    status = vm_cudnn_conv(self->cudnn, device, &conv, every, &plan);
     Py_END_ALLOW_THREADS
     if (status) return vm_py_raise(status);
     if (!plan.found) Py_RETURN_NONE;
-    return Py_BuildValue("{s:L, s:s, s:i, s:i, s:N}", "bytes", (long long)plan.bytes, "engine", plan.name, "rank",
-                         plan.rank, "untried", plan.untried, "fallback", PyBool_FromLong(plan.fallback));
+    return Py_BuildValue("{s:L, s:L, s:s, s:i, s:i, s:N}", "bytes", (long long)plan.bytes, "least",
+                         (long long)plan.least, "engine", plan.name, "rank", plan.rank, "untried", plan.untried,
+                         "fallback", PyBool_FromLong(plan.fallback));
 }
 
 static PyMethodDef methods[] = {
     {"conv", VM_PY_KEYWORDS(cudnn_conv), METH_VARARGS | METH_KEYWORDS,
      "conv(device, dtype, n, c, h, w, k, r, stride, padding, tf32=True, nhwc=False, dilation=1, groups=1, "
-     "output_padding=None, depth=0)\n--\n\n"
+     "output_padding=None, depth=0, every=False)\n--\n\n"
      "The plan that PyTorch's eager convolution would run, as a dict with its workspace in bytes; None where cuDNN has "
      "none.\n"
      "device: cuDNN's device properties as JSON. r, stride, padding, dilation, output_padding: an int, or a tuple with "
      "one\nfor each dimension; output_padding: of a transposed convolution. depth: 0 with two dimensions. untried:\n"
-     "configurations before it that compile at run time."},
+     "configurations before it that compile at run time. least: the fewest bytes that it or, with every, a later plan\n"
+     "wants."},
     {NULL, NULL, 0, NULL}};
 
 static PyGetSetDef attributes[] = {{"version", (getter)cudnn_version, NULL, "cuDNN's version, '9.28.0'.", NULL},

@@ -303,7 +303,7 @@ static vm_status attention(vm_gpu *g, const vm_pass *p, const vm_operands *at) {
                            .channels = (uint32_t)c,
                            .pitch = pitch_of(&at->x, &p->x),
                            .y_pitch = pitch_of(&at->y, &p->y),
-                           .scale = (float)(1 / sqrt((double)p->scale_channels))};
+                           .scale = (float)(1 / (sqrt((double)p->scale_channels) * p->x_scale * p->x_scale))};
     const uint32_t queries = g->attention.queries;
     return launch(g, g->kernel[VM_KERNEL_ATTENTION], (n + queries - 1) / queries, 1, VM_CUDA_THREADS,
                   vm_attention_shared(g->backend.dtype, g->attention, (uint32_t)c), &a);

@@ -187,7 +187,7 @@ VM_DEVICE void vm_convolve(const vm_conv_args &a, char *shared) {
     const uint32_t each = (S::EACH + taps - first - 1) / (taps - first);
     const bool second = blockIdx.x >= (gridDim.x + 1) / 2;
     const bool early = taps > 1 && (S::THREADS < VM_CUDA_THREADS ? !second : warp < S::THREADS / 64);
-    static_assert(S::STAGES <= 5, "a chunk arrives within four taps");
+    static_assert(S::STAGES <= 4, "a chunk arrives within four taps");
 
     vm_conv_input in;
     vm_conv_filter f;

@@ -20,6 +20,7 @@
     X(DevicePrimaryCtxRetain, "cuDevicePrimaryCtxRetain", (CUcontext *, CUdevice))                                    \
     X(CtxPushCurrent, "cuCtxPushCurrent_v2", (CUcontext))                                                             \
     X(CtxPopCurrent, "cuCtxPopCurrent_v2", (CUcontext *))                                                             \
+    X(CtxSynchronize, "cuCtxSynchronize", (void))                                                                     \
     X(MemGetInfo, "cuMemGetInfo_v2", (size_t *, size_t *))                                                            \
     X(MemAlloc, "cuMemAlloc_v2", (CUdeviceptr *, size_t))                                                             \
     X(MemFree, "cuMemFree_v2", (CUdeviceptr))                                                                         \
@@ -30,7 +31,6 @@
     X(MemsetD8Async, "cuMemsetD8Async", (CUdeviceptr, unsigned char, size_t, CUstream))                               \
     X(StreamCreate, "cuStreamCreate", (CUstream *, unsigned))                                                         \
     X(StreamDestroy, "cuStreamDestroy_v2", (CUstream))                                                                \
-    X(StreamSynchronize, "cuStreamSynchronize", (CUstream))                                                           \
     X(StreamWaitEvent, "cuStreamWaitEvent", (CUstream, CUevent, unsigned))                                            \
     X(StreamIsCapturing, "cuStreamIsCapturing", (CUstream, CUstreamCaptureStatus *))                                  \
     X(StreamBeginCapture, "cuStreamBeginCapture_v2", (CUstream, CUstreamCaptureMode))                                 \

@@ -124,9 +124,7 @@ vm_status vm_gpu_open(const vm_gpu_options *o, vm_gpu **out) {
 static void empty(vm_gpu *g) {
     const vm_driver *d = g->d;
     if (!g->context || vm_gpu_enter(g)) return;
-    if (g->own) d->StreamSynchronize(g->own);
-    if (g->copy) d->StreamSynchronize(g->copy);
-    if (g->done) d->EventSynchronize(g->done); /* the last run may be on a stream of the caller's */
+    d->CtxSynchronize(); /* the last run may be on a stream of the caller's */
     vm_cudnn_convs_free(g->convs);
     for (int i = 0; i < VM_GPU_GRAPHS; i++)
         if (g->graph[i].exec) d->GraphExecDestroy(g->graph[i].exec);

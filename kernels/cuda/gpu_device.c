@@ -32,6 +32,7 @@ static void give(const vm_backend *b, void *block, size_t bytes) {
     (void)bytes;
     vm_gpu *g = b->self;
     if (vm_gpu_enter(g)) return; /* the context is gone, and its memory with it */
+    g->d->CtxSynchronize();      /* somebody may still use it, on a stream of his own too: MemFree need not wait */
     g->d->MemFree((CUdeviceptr)(uintptr_t)block);
     vm_gpu_leave(g);
 }

@@ -1,25 +1,31 @@
 """Builds the emulator: kernels for ctypes, and stand-ins for libcuda.so.1 and libcudnn.so.9.
 
-    python tests/emulator/build.py FOLDER
+    python tests/emulator/build.py
 
-Kernels want g++ only; the stand-in driver wants <cuda.h> too.
+Kernels want g++ only; the stand-in driver wants <cuda.h> too. What was built is kept in build/emulator, under a hash of
+all that it was made from, for every process that wants the same.
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
+import functools
+import hashlib
 import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 CUDA = HERE.parents[1] / "kernels" / "cuda"
-FLAGS = ["-O2", "-g", "-fPIC", "-Wall", "-Wextra", "-Werror", "-U_FORTIFY_SOURCE"]
+KEPT = HERE.parents[1] / "build" / "emulator"
+FLAGS = ["-O2", "-fPIC", "-Wall", "-Wextra", "-Werror", "-U_FORTIFY_SOURCE"]
 # With the processor's own fused multiply-add, since nvcc too contracts a * b + c.
 CXX_FLAGS = ["-std=c++17", "-march=native", "-ffp-contract=fast", "-fno-gnu-unique", *FLAGS]
 KERNEL_FLAGS = [*CXX_FLAGS, "-Wno-unknown-pragmas", "-DVM_EMULATED", "-iquote", str(CUDA), "-iquote", str(HERE)]
@@ -69,41 +75,68 @@ def nvcc() -> Path:
     return found
 
 
-def compile_kernels(folder: Path, source: Path) -> Path:
+@functools.cache
+def state() -> bytes:
+    """A hash of the sources, of the compiler and of the processor that all here is built for."""
+    sources = [path for folder in (HERE, CUDA, CUDA.parent) for path in sorted(folder.glob("*.*")) if path.is_file()]
+    predefined = run(compiler("g++"), *CXX_FLAGS, "-E", "-dM", "-x", "c++", os.devnull)
+    return hashlib.sha256(b"".join([*(path.read_bytes() for path in sources), predefined.encode()])).digest()
+
+
+def kept(name: str, make: Callable[[Path], None], *made_from: object) -> Path:
+    """The file that make(path) makes from these; one that any process has made from the same is taken."""
+    parts = [p.read_bytes() if isinstance(p, Path) and p.is_file() else str(p).encode() for p in made_from]
+    folder = KEPT / hashlib.sha256(b"\0".join([state(), *parts])).hexdigest()[:16]
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / f"{name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / name).exists():
+            with tempfile.TemporaryDirectory(dir=folder) as new:
+                make(Path(new) / name)
+                os.replace(Path(new) / name, folder / name)
+    return folder / name
+
+
+def compile_kernels(source: Path) -> Path:
     """The object of one .cu file, with an entry for each of its kernels."""
-    expanded, object_ = folder / f"{source.stem}.ii", folder / f"{source.stem}.o"
-    run(compiler("g++"), *KERNEL_FLAGS, "-E", "-include", HERE / "block.h", "-o", expanded, "-x", "c++", source)
-    names = re.findall(r"\bextern\s+\"C\"\s+vm_kernel\s+(\w+)\s*\(", expanded.read_text())
-    with expanded.open("a") as file:
-        file.writelines(ENTRY.format(name) for name in names)
-    run(compiler("g++"), *KERNEL_FLAGS, "-c", "-o", object_, expanded)
-    sections = set(re.findall(r"\s(\.bss\S*)\s", run("objdump", "-h", object_)))
-    run("objcopy", *(f"--rename-section={name}=vm_shared" for name in sections), object_)
-    return object_
+
+    def make(object_: Path) -> None:
+        expanded = object_.with_suffix(".ii")
+        run(compiler("g++"), *KERNEL_FLAGS, "-E", "-include", HERE / "block.h", "-o", expanded, "-x", "c++", source)
+        names = re.findall(r"\bextern\s+\"C\"\s+vm_kernel\s+(\w+)\s*\(", expanded.read_text())
+        with expanded.open("a") as file:
+            file.writelines(ENTRY.format(name) for name in names)
+        run(compiler("g++"), *KERNEL_FLAGS, "-c", "-o", object_, expanded)
+        sections = set(re.findall(r"\s(\.bss\S*)\s", run("objdump", "-h", object_)))
+        run("objcopy", *(f"--rename-section={name}=vm_shared" for name in sections), object_)
+
+    return kept(f"{source.stem}.o", make, source)
 
 
-def link(library: Path, kernels: Sequence[Path], *more: object) -> Path:
+def link(name: str, kernels: Sequence[Path], *more: object) -> Path:
     """A shared library of .cu files, what runs them, and more."""
-    library.parent.mkdir(parents=True, exist_ok=True)
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        objects = list(pool.map(lambda source: compile_kernels(library.parent, Path(source)), kernels))
-    own = ["-Wl,-Bsymbolic", "-iquote", HERE, HERE / "block.cc"]
-    run(compiler("g++"), *CXX_FLAGS, "-shared", "-o", library, *own, *more, *objects, "-pthread")
-    return library
+
+    def make(library: Path) -> None:
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            objects = list(pool.map(compile_kernels, kernels))
+        own = ["-Wl,-Bsymbolic", "-iquote", HERE, HERE / "block.cc"]
+        run(compiler("g++"), *CXX_FLAGS, "-shared", "-o", library, *own, *more, *objects, "-pthread")
+
+    return kept(name, make, *kernels, *more)
 
 
 class Kernels:
     """Kernels of .cu files, run on the CPU.
 
-    >>> k = Kernels(folder, [CUDA / "load.cu"])
+    >>> k = Kernels([CUDA / "load.cu"])
     >>> k.launch("vm_load_f16", (blocks,), (256,), args, shared=0)   # args: a ctypes.Structure
 
     A fault (a barrier not reached by all, a wrong address, ...) is raised as RuntimeError. seed gives another order of
     threads and of asynchronous copies.
     """
 
-    def __init__(self, folder: Path, sources: Sequence[Path]):
-        self.library = ctypes.CDLL(str(link(Path(folder) / "libkernels.so", sources)))
+    def __init__(self, sources: Sequence[Path]):
+        self.library = ctypes.CDLL(str(link("libkernels.so", sources)))
         self.library.emulator_error.restype = ctypes.c_char_p
 
     def launch(self, kernel, grid, block, args: ctypes.Structure, shared: int = 0, seed: int = 1) -> None:
@@ -114,25 +147,25 @@ class Kernels:
             raise RuntimeError(self.library.emulator_error().decode())
 
 
-def build(folder: Path, kernels: Sequence[Path] | None = None) -> tuple[Path, Path | None]:
-    """The stand-ins for libcuda.so.1 with kernels (all of ours), and for libcudnn.so.9, or None while it has no source.
+def build(kernels: Sequence[Path] | None = None) -> tuple[Path, Path]:
+    """The stand-ins for libcuda.so.1 with kernels (all of ours), and for libcudnn.so.9.
 
     libcuda has no soname, so that nobody who asks the loader for a libcuda.so.1 is given it by accident.
     """
-    folder, include = Path(folder), cuda_include()
+    include = cuda_include()
     if include is None:
         raise FileNotFoundError("the stand-in driver wants <cuda.h>: set CUDA_HOME")
     driver = [HERE / name for name in ("stream.cc", "libcuda.cc", "libcuda_work.cc")]
     kernels = sorted(CUDA.glob("*.cu")) if kernels is None else kernels
-    libcuda = link(folder / "libcuda.so.1", kernels, "-isystem", include, *driver)
-    source, libcudnn = HERE / "libcudnn.c", folder / "libcudnn.so.9"
-    if not source.exists():
-        return libcuda, None
-    own = ["-std=gnu11", "-march=native", *FLAGS, "-isystem", include, "-shared", f"-Wl,-soname,{libcudnn.name}"]
-    run(compiler("gcc"), *own, "-o", libcudnn, source, "-lm", "-ldl", "-pthread")
-    return libcuda, libcudnn
+    libcuda = link("libcuda.so.1", kernels, "-isystem", include, *driver)
+
+    def make(libcudnn: Path) -> None:
+        own = ["-std=gnu11", "-march=native", *FLAGS, "-isystem", include, "-shared", f"-Wl,-soname,{libcudnn.name}"]
+        run(compiler("gcc"), *own, "-o", libcudnn, HERE / "libcudnn.c", "-lm", "-ldl", "-pthread")
+
+    return libcuda, kept("libcudnn.so.9", make, include)
 
 
 if __name__ == "__main__":
-    for built in build(Path(sys.argv[1])):
+    for built in build():
         print(built)

@@ -68,8 +68,8 @@ enum { MEMORY_ALIGN = 256 };
 
 struct emulated_device {
     CUctx_st context;
-    CUresult failed = CUDA_SUCCESS; /* what every call returns once the device has failed */
-    size_t used = 0, peak = 0, kernels = 0;
+    CUresult failed = CUDA_SUCCESS;                        /* what every call returns once the device has failed */
+    size_t used = 0, peak = 0, kernels = 0, in_flight = 0; /* in_flight: work enqueued that has not run */
     std::map<uintptr_t, block_of_memory> memory;
     CUstream_st legacy{true, {}, nullptr}, per_thread{true, {}, nullptr};
     std::set<CUstream> streams;
@@ -79,14 +79,17 @@ struct emulated_device {
     std::set<CUmodule> modules;
 };
 extern emulated_device gpu;
+extern thread_local bool gpu_waited; /* for all work, since this thread entered its context or enqueued work */
 
 size_t gpu_setting(const char *name, size_t otherwise); /* of the environment, as it is now */
 size_t gpu_total();
 int gpu_shared_most(); /* bytes a block, where asked for */
 CUresult gpu_take(size_t bytes, bool host, void **out);
-CUresult gpu_give(uintptr_t at, bool host); /* all work is done before */
-bool gpu_has(uintptr_t at, size_t bytes);   /* within one block of the device's memory */
-void gpu_lose();                            /* everything, as when a context is reset */
+/* Waits for nothing: a fault while work is in flight, which may use it, unless this thread has waited for all work since it
+ * entered the context. What another thread has enqueued after that cannot be told from work that uses the block. */
+CUresult gpu_give(uintptr_t at, bool host);
+bool gpu_has(uintptr_t at, size_t bytes); /* within one block of the device's memory */
+void gpu_lose();                          /* everything, as when a context is reset */
 /* From now on every call fails with code. */
 CUresult gpu_fail(CUresult code, const char *why);
 

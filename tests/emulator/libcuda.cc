@@ -299,6 +299,7 @@ CUresult cuCtxPushCurrent(CUcontext context) {
     WANT(context == &gpu.context, CUDA_ERROR_INVALID_CONTEXT);
     WANT(context->users, CUDA_ERROR_CONTEXT_IS_DESTROYED);
     vm_contexts.push_back(context);
+    gpu_waited = false;
     return CUDA_SUCCESS;
 }
 CUresult cuCtxPopCurrent(CUcontext *out) {
@@ -306,6 +307,7 @@ CUresult cuCtxPopCurrent(CUcontext *out) {
     WANT(!vm_contexts.empty(), CUDA_ERROR_INVALID_CONTEXT);
     if (out) *out = vm_contexts.back();
     vm_contexts.pop_back();
+    gpu_waited = false;
     LEAVE(CUDA_SUCCESS);
 }
 CUresult cuCtxGetCurrent(CUcontext *out) {
@@ -317,6 +319,7 @@ CUresult cuCtxSynchronize(void) {
     ENTER(A_CONTEXT);
     NOT_IN_CAPTURE(nullptr);
     streams_drain();
+    gpu_waited = true;
     return gpu.failed;
 }
 

@@ -7,6 +7,7 @@
 #include <chrono>
 
 emulated_device gpu;
+thread_local bool gpu_waited;
 
 size_t gpu_setting(const char *name, size_t otherwise) {
     const char *const text = getenv(name);
@@ -40,7 +41,8 @@ CUresult gpu_take(size_t bytes, bool host, void **out) {
 CUresult gpu_give(uintptr_t at, bool host) {
     const auto found = gpu.memory.find(at);
     if (found == gpu.memory.end() || found->second.host != host) return CUDA_ERROR_INVALID_VALUE;
-    streams_drain();
+    if (gpu.in_flight && !gpu_waited && !gpu.failed)
+        return gpu_fail(CUDA_ERROR_ILLEGAL_ADDRESS, "memory given back under work");
     const size_t bytes = found->second.bytes;
     const bool whole = vm_guarded_whole((void *)at, bytes, MEMORY_ALIGN);
     vm_guarded_give((void *)at, bytes, MEMORY_ALIGN);
@@ -152,7 +154,12 @@ CUresult stream_push(CUstream s, work w) {
                 return CUDA_ERROR_STREAM_CAPTURE_IMPLICIT;
             }
     order_with_legacy(s);
-    enqueue(s, std::move(guarded));
+    gpu.in_flight++;
+    gpu_waited = false;
+    enqueue(s, [guarded = std::move(guarded)] {
+        gpu.in_flight--;
+        return guarded();
+    });
     return CUDA_SUCCESS;
 }
 

@@ -141,7 +141,8 @@ def main() -> int:
         name, guided = compiler()
         print(f"fuzz: {name}, {'libFuzzer' if guided else 'without libFuzzer: changed at random'}", flush=True)
     programs = build(args.folder, in_c) if in_c else {}
-    good = [fuzz(target, args.seconds, args.seed, args.folder, programs) for target in targets]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        good = list(pool.map(lambda target: fuzz(target, args.seconds, args.seed, args.folder, programs), targets))
     return 0 if all(good) else 1
 
 

@@ -158,7 +158,11 @@ static void decode(vm_model *m, vm_poll poll) {
     float *in = calloc(LATENTS, sizeof *in), *out = calloc(PIXELS, sizeof *out);
     vm_plan *plan;
     CHECK(in && out && !vm_plan_new(m, &ask, &plan));
-    vm_run run = {.in = in, .out = out, .wait = true, .poll = poll};
+    const ptrdiff_t pixel = sizeof *in, row = SIDE / 2 * pixel, channel = SIDE / 2 * row;
+    vm_run run = {.in = {in, 'f', sizeof *in, .channel = channel, .row = row, .pixel = pixel},
+                  .out = out,
+                  .wait = true,
+                  .poll = poll};
     const vm_status s = vm_plan_run(m, plan, &run);
     CHECK(s == VM_OK || (poll && s == VM_ECANCELLED));
     CHECK(s || run.overflow == (backend->dtype == VM_F16));

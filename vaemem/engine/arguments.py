@@ -7,8 +7,11 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from threading import Event
 from typing import Any
+
+import numpy as np
 
 from vaemem._common import DTYPES, PRECISIONS, choose, flag, need
 from vaemem.engine.device import CONVOLUTIONS, Device, parse_device
@@ -64,6 +67,22 @@ def as_int(name: str, value: Any) -> int:
     if number.bit_length() > 63:
         raise ValueError(f"{name}: want an integer below 2^63, got one of {number.bit_length()} bits")
     return number
+
+
+def as_path(value: object, argument: str, want: str = "a path") -> Path:
+    if not isinstance(value, (str, bytes, os.PathLike)):
+        raise TypeError(f"{argument}: want {want}, got {type(value).__name__}")
+    if not (path := os.fsdecode(value)):  # which pathlib takes for the current folder
+        raise ValueError(f"{argument}: want {want}, got an empty one")
+    return Path(path)
+
+
+def check_mask(name: str, value: Any) -> None:
+    """ValueError where an array, or one of several, is NumPy's masked array with something masked."""
+    for array in value if isinstance(value, (list, tuple)) else (value,):
+        if np.ma.is_masked(array):
+            got = f"{np.ma.count_masked(array)} masked of {np.size(array)}"
+            raise ValueError(f"{name}: want numbers everywhere, got {got}: np.ma.filled({name}, 0) gives them zeros")
 
 
 def pixels_of(output_type: str) -> str:

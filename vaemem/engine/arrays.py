@@ -82,7 +82,8 @@ class _Arrays:
 
 
 class HostArrays(_Arrays):
-    """NumPy's arrays. What goes in is copied to contiguous native float32 unless it is that, or bytes to encode."""
+    """NumPy's arrays. What goes in is read where it lies, whatever its type and strides. For a GPU it is packed
+    first, as float32 or bytes."""
 
     def __init__(
         self,
@@ -96,10 +97,8 @@ class HostArrays(_Arrays):
         """becomes_bytes: of a result in floats, which the caller makes bytes of; these do not show what is not finite,
         so it is looked for here, as the core does where the bytes are its own."""
         data = np.asarray(array)
-        if op == "encode" and data.dtype == np.uint8:
-            data = np.ascontiguousarray(data)
-        else:
-            data = as_float(data, NAMES[op], "(N, C, h, w)" if op == "decode" else f"(N, {arch['in_channels']}, H, W)")
+        if op == "decode" or data.dtype != np.uint8:
+            check_real(data, NAMES[op], "(N, C, h, w)" if op == "decode" else f"(N, {arch['in_channels']}, H, W)")
         super().__init__(arch, op, data, pixels, out)
         if out is not None:
             check_out(out, self.shape, self.dtype)
@@ -165,11 +164,15 @@ Arrays = HostArrays | DeviceArrays
 # ---- checks ----
 
 
+def check_real(array: np.ndarray, name: str, shape: str) -> None:
+    if array.dtype.kind not in "fiu" and array.dtype.name != "bfloat16":
+        raise TypeError(f"{name}: want an array of real numbers of shape {shape}, got dtype {array.dtype}")
+
+
 def as_float(value: Any, name: str, shape: str) -> np.ndarray:
     """Contiguous, aligned native float32; anything else that is real numbers is copied to it."""
     array = np.asarray(value)
-    if array.dtype.kind not in "fiu" and array.dtype.name != "bfloat16":
-        raise TypeError(f"{name}: want an array of real numbers of shape {shape}, got dtype {array.dtype}")
+    check_real(array, name, shape)
     return np.require(array, np.float32, ["C", "A"])
 
 

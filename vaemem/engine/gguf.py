@@ -145,9 +145,9 @@ def _original(name: str, shape: tuple[int, ...], values: dict[str, tuple[int, An
     return original
 
 
-def header(f: IO[bytes]) -> list[Stored]:
-    """The tensors of a file. As strict as ggml: each begins where the one before it ends, rounded up to the alignment;
-    and the file ends with them."""
+def header(f: IO[bytes]) -> tuple[list[Stored], dict[str, str]]:
+    """The tensors of a file; of its values none is passed on. As strict as ggml: each begins where the one before it
+    ends, rounded up to the alignment; and the file ends with them."""
     cursor = _Cursor(f)
     if (magic := bytes(cursor.take(4, 1, "letters"))) != MAGIC:
         raise ValueError(f"header: want {MAGIC!r} as the first bytes, got {magic!r}")
@@ -176,4 +176,4 @@ def header(f: IO[bytes]) -> list[Stored]:
         result.append(Stored(name, _original(name, shape, values), dtype, nbytes, at))
     if not end <= cursor.size <= rounded_up(end):
         raise ValueError(f"want {end} bytes, header and tensors, got {cursor.size}")
-    return result
+    return result, {}

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from vaemem._common import choose, distinct, need
-from vaemem.engine.arguments import as_int
+from vaemem._common import choose, distinct, need, reading
+from vaemem.engine.arguments import as_int, check_mask
 
 Notes = tuple[str, ...]
 
@@ -22,7 +22,8 @@ BYTES = ("RGB", "RGBX", "L", "1", "P", "CMYK", "YCbCr", "LAB", "HSV", *ALPHA)  #
 def read(x: Any) -> tuple[Any, Notes]:
     """One of Pillow's images or an image file, or a sequence of them, as uint8 (N, H, W, 3); a sequence of arrays as
     one array; anything else as it is. And notes of what was done to them. ValueError where a sequence has images of
-    different sizes."""
+    different sizes, or where something is masked."""
+    check_mask("x", x)
     if not x if isinstance(x, (list, tuple)) else not _is_image(x):
         return x, ()
     items, notes = list(x) if isinstance(x, (list, tuple)) else [x], list[str]()
@@ -44,14 +45,9 @@ def _as_bytes(item: Any, notes: list[str]) -> np.ndarray:
     """uint8 (H, W, 3). A file is turned as a viewer would turn it."""
     if isinstance(item, (str, os.PathLike)):
         pillow, ops = need("PIL.Image", "reading an image file"), need("PIL.ImageOps", "reading an image file")
-        try:
-            with pillow.open(item) as file:
-                item = ops.exif_transpose(file)
-                item.load()
-        except FileNotFoundError:
-            raise FileNotFoundError(f"x: want an image file, got {os.fspath(item)}: no such file") from None
-        except OSError as error:
-            raise ValueError(f"x: want an image file, got {os.fspath(item)}: {error}") from None
+        with reading("x: want an image file", item), pillow.open(item) as file:
+            item = ops.exif_transpose(file)
+            item.load()
     if not _is_image(item):
         raise TypeError(f"x: want images and files of them, or arrays, got {type(item).__name__} among images")
     if item.mode not in BYTES:

@@ -7,7 +7,6 @@ Sources: diffusers' pipelines of Stable Diffusion XL (latents_mean, latents_std)
 from __future__ import annotations
 
 import os
-import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from vaemem._common import need
+from vaemem._common import need, reading
 from vaemem.engine.arrays import as_float
 from vaemem.engine.weights import read_tensors
 
@@ -25,24 +24,23 @@ def read(path: str | os.PathLike[str]) -> np.ndarray:
     ``torch.save``, read by ``torch.load(weights_only=True)``: the one array that is there."""
     file = Path(path)
     if file.suffix == ".npy":
-        with open(file, "rb") as f:
+        with reading("latents: want an array that np.save wrote", path), open(file, "rb") as f:
             held = {file.name: np.lib.format.read_array(f, allow_pickle=False)}
     elif file.suffix in (".pt", ".pth"):
         torch = need("torch", f"reading {file.name}")
-        try:
+        with reading("latents: want tensors that torch.save wrote", path):
             loaded = torch.load(file, map_location="cpu", weights_only=True)
-        except (pickle.UnpicklingError, EOFError) as error:
-            raise ValueError(f"latents: want tensors in {path}: {error}") from None
-        tensors = loaded if isinstance(loaded, Mapping) else {file.name: loaded}
-        held = {name: value.float().numpy() for name, value in tensors.items() if hasattr(value, "numpy")}
+            tensors = loaded if isinstance(loaded, Mapping) else {file.name: loaded}
+            held = {name: value.float().numpy() for name, value in tensors.items() if hasattr(value, "numpy")}
     elif file.suffix in (".safetensors", ".latent"):
         held = read_tensors(file)
     else:
         raise ValueError(f"latents: want a .npy, .safetensors, .latent, .pt or .pth file, got {str(path)!r}")
-    found = {name: array for name, array in held.items() if array.ndim in (3, 4) and array.dtype.kind not in "OSUMmc"}
+    found = {name: array for name, array in held.items() if array.ndim in (3, 4) and array.dtype.kind in "fiu"}
     if len(found) != 1:
-        names = ", ".join(f"{name} {array.shape}" for name, array in list(held.items())[:5])
-        raise ValueError(f"latents: want one array (N, C, h, w) in {path}, got {len(found)} of {names or 'nothing'}")
+        names = ", ".join(f"{name} {array.shape} {array.dtype}" for name, array in list(held.items())[:5])
+        wanted = f"want one array of real numbers (N, C, h, w) in {path}"
+        raise ValueError(f"latents: {wanted}, got {len(found)} of {names or 'nothing'}")
     (array,) = found.values()
     return array if array.ndim == 4 else array[None]
 

@@ -30,6 +30,7 @@ import numpy as np
 
 from vaemem import _core
 from vaemem._common import choose
+from vaemem.engine.arguments import as_path
 
 Shape = tuple[int, ...]
 Arch = dict[str, Any]
@@ -139,12 +140,6 @@ _CLASS_SAMPLE_SIZES = {"AutoencoderKL": 32, "AutoencoderKLFlux2": 1024}
 # Where several models have the same tensors, the first of them in the core's order is found: FLUX.1, whose tensors SD3
 # and Z-Image have too. But tensors of SD1.5, which are SDXL's and Playground's too, say nothing of the scaling.
 _AMBIGUOUS = {"sd15": {"name": "sd", "scaling_factor": None}}
-
-
-def as_path(value: object, argument: str, want: str = "a path") -> Path:
-    if not isinstance(value, (str, bytes, os.PathLike)):
-        raise TypeError(f"{argument}: want {want}, got {type(value).__name__}")
-    return Path(os.fsdecode(value))
 
 
 _REPR = reprlib.Repr()

@@ -87,9 +87,10 @@ class Model:
         Raises
         ------
         ValueError
-            A bad argument; a file that is damaged, neither safetensors nor GGUF (of a ``.bin`` or ``.ckpt`` it says how
-            to convert it), or of no VAE; a tensor that is missing, extra, misshapen, cut or of another dtype, by its
-            name in the file. Whatever is raised, nothing stays allocated.
+            A bad argument; a ``config.json`` that is not the one its weights were saved with; a file that is damaged,
+            neither safetensors nor GGUF (of a ``.bin`` or ``.ckpt`` it says how to convert it), or of no VAE; a tensor
+            that is missing, extra, misshapen, cut, of another dtype or without plain numbers (on "meta", sparse,
+            masked), by its name. Whatever is raised, nothing stays allocated.
         OSError
             The file cannot be read. FileNotFoundError: no such file, or a directory without weights or config.
         ImportError
@@ -171,7 +172,7 @@ class Model:
             precision = self.precision if dtype == "float32" else "highest"
         gpu, where = open_device(device, dtype, precision, autotune, convolution)
         made = type(self)(weights.copy(source, **where), gpu)
-        made.sample_size = self.sample_size
+        made.sample_size, made.rounded = self.sample_size, self.rounded or made.rounded
         return made
 
     def state_dict(self) -> dict[str, np.ndarray]:
@@ -193,7 +194,9 @@ class Model:
         ----------
         path : path
             A ``.safetensors`` file; for ``"diffusers"`` also a directory, made where there is none, which gets a
-            ``config.json`` too. A file without one does not tell norm_num_groups or the scaling.
+            ``config.json`` too. A file without one does not tell norm_num_groups or the scaling. Weights in a directory
+            carry a copy of that config, and `load` refuses a pair that a killed save left, of new weights and an old
+            config.
         layout : {"diffusers", "ldm", "bfl"}
             ``"ldm"`` wants both quant convs, ``"bfl"`` none and the middle attention.
 
@@ -203,7 +206,8 @@ class Model:
             A layout that is unknown or cannot hold the model, a path of the wrong kind, or a VAE on a GPU, whose
             weights are in another form.
         OSError
-            The file cannot be written. Whatever was there before is as it was.
+            The file cannot be written. Whatever was there before is as it was; only where a directory's weights have
+            taken their place already and its config cannot, `VAE.load` refuses the two as no pair.
         """
         weights.save(self._on_the_cpu("save"), path, layout=layout, sample_size=self.sample_size)
 
@@ -244,9 +248,6 @@ class Model:
     @property
     def precision(self) -> str:
         return self._runner.precision
-
-    def __reduce__(self) -> Any:
-        raise TypeError("VAE: cannot be pickled or copied: load it again where it is wanted")
 
     @property
     def parts(self) -> str:

@@ -153,7 +153,7 @@ class Encoded:
     ) -> None:
         """held: what `mode` and `sample` make of latents."""
         self.moments, self.size = moments, size
-        self._held = held or (lambda latents: latents)
+        self._held = held
         self._channels = moments.shape[1] // 2
 
     @property
@@ -166,7 +166,7 @@ class Encoded:
 
     def mode(self) -> Any:
         """The mean; as pipelines pass it on if encoded with ``scaled=True``: see `VAE.encode`."""
-        return self._held(self.mean + 0)
+        return self._as_held(self.mean + 0)
 
     def sample(self, generator: np.random.Generator | int | None = None, noise: Any = None) -> Any:
         """One draw, mean + exp(logvar / 2) * noise, scaled as `mode` is.
@@ -191,7 +191,10 @@ class Encoded:
             noise = source.standard_normal(self.mean.shape, dtype=np.float32)
         half = self.logvar * 0.5
         deviation = np.exp(half) if isinstance(half, np.ndarray) else math.e**half  # what every library has
-        return self._held(self.mean + deviation * noise)
+        return self._as_held(self.mean + deviation * noise)
+
+    def _as_held(self, latents: Any) -> Any:
+        return self._held(latents) if self._held else latents
 
     def __repr__(self) -> str:
         return f"<Encoded {tuple(self.moments.shape)}>"

@@ -6,11 +6,15 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from vaemem import _core
 from vaemem._common import latent_factor
+from vaemem.engine import weights
 from vaemem.engine.arguments import Poll
 from vaemem.engine.arrays import Arrays
 from vaemem.engine.device import Device
+from vaemem.engine.layouts import Arch
 from vaemem.engine.limits import Plans, taken
 from vaemem.engine.records import Run, make_run
 
@@ -33,12 +37,25 @@ class Settings:
 class Runner:
     """A model where it lives, and what one run leaves for the next."""
 
-    def __init__(self, core: _core.Model, device: Device | None) -> None:
+    def __init__(self, core: _core.Model, device: Device | None, scale: float = 1.0) -> None:
         self.core, self.device, self.arch, self.factor = core, device, core.arch, latent_factor(core.arch)
         self.dtype = core.dtype
         self.precision = device.precision if device else core.precision
-        self._scale = 1.0  # power of two by which activations are kept multiplied, against float16's overflow
+        self._scale = scale  # power of two by which activations are kept multiplied, against float16's overflow
         self._weights_bytes, self._arena_bytes = core.reserved_bytes, 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Runner:
+        core = self._on_the_cpu()
+        return Runner(weights.copy(core, dtype=self.dtype, precision=self.precision), None, self._scale)
+
+    def __reduce__(self) -> Any:
+        core = self._on_the_cpu()
+        return _unpickled, (core.arch, core.parts, dict(weights.kept(core)), self.dtype, self.precision, self._scale)
+
+    def _on_the_cpu(self) -> _core.Model:
+        if self.device:
+            raise TypeError(f"VAE: want one on the cpu to copy or to pickle, got one on cuda:{self.device.number}")
+        return self.core
 
     @property
     def held_bytes(self) -> int:
@@ -92,3 +109,9 @@ class Runner:
                     raise (plans.out_of_memory(error, failed, self.device) if self.device else error) from None
                 limit = taken(failed) - 1
                 notes.append(f"out of memory: run again within {limit} bytes, {smaller['work']:.2f} times the work")
+
+
+def _unpickled(
+    arch: Arch, parts: str, tensors: dict[str, np.ndarray], dtype: str, precision: str, scale: float
+) -> Runner:
+    return Runner(weights.make(arch, parts, tensors.items(), dtype=dtype, precision=precision), None, scale)

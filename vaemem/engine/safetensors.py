@@ -39,9 +39,9 @@ def _fields(name: str, entry: Any) -> dict[str, Any]:
     return entry
 
 
-def header(f: IO[bytes]) -> list[Stored]:
-    """The tensors of a file. As strict as the safetensors package: the header lies in the file, the tensors lie end to
-    end and fill it, and each takes what its shape says."""
+def header(f: IO[bytes]) -> tuple[list[Stored], dict[str, str]]:
+    """The tensors of a file, and the texts in its ``__metadata__``. As strict as the safetensors package: the header
+    lies in the file, the tensors lie end to end and fill it, and each takes what its shape says."""
     size, length = os.fstat(f.fileno()).st_size, bytearray(8)
     fill(f, 0, memoryview(length))
     header_bytes = int.from_bytes(length, "little")
@@ -67,4 +67,4 @@ def header(f: IO[bytes]) -> list[Stored]:
             )
     if end != size:
         raise ValueError(f"want {end} bytes, header and tensors, got {size}")
-    return tensors
+    return tensors, about or {}

@@ -13,6 +13,7 @@ from vaemem.engine import images
 from vaemem.engine.arguments import (
     Progress,
     as_int,
+    check_mask,
     check_numbers,
     default_threads,
     pixels_of,
@@ -43,6 +44,8 @@ class VAE(Model):
     Two threads that call one VAE wait for each other; two VAEs run side by side. `estimate` waits for nobody. A
     progress callback or signal handler may call `estimate` and `save`, but nothing else of the VAE that it interrupts,
     nor may the child of a fork during another thread's run: RuntimeError.
+
+    ``copy.deepcopy`` and pickle take a VAE on the CPU whole: its weights, and what was set on it.
 
     Attributes
     ----------
@@ -119,8 +122,8 @@ class VAE(Model):
         Parameters
         ----------
         z : array of real numbers, shape (N, C, h, w)
-            C latent channels; the image is 8h by 8w. In host memory anything but contiguous native float32 is copied to
-            it first. In a GPU's memory (any library with DLPack) contiguous float32, float16 or bfloat16, not copied.
+            C latent channels; the image is 8h by 8w. In host memory of any type and strides. In a GPU's memory (any
+            library with DLPack) contiguous float32, float16 or bfloat16. Not copied, unless host memory's go to a GPU.
         scaled : bool
             z is as a pipeline holds it: z / scaling + shift is decoded. Where the config has latents_mean and
             latents_std (Playground) z * std / scaling + mean. For FLUX.2 z is packed, (N, 4C, h / 2, w / 2) with the
@@ -196,6 +199,7 @@ class VAE(Model):
             ):
                 if wrong:
                     raise ValueError(f"output_type: want float or uint8 for {why}, got 'pil'")
+        check_mask("z", z)
         latents = self._latents(z) if flag("scaled", scaled) else None
         z = latents.raw(z) if isinstance(latents, Normalised) else z
         arrays = self._arrays("decode", z, pixels_of(output_type), out)
@@ -438,6 +442,6 @@ def backends(dtype: str = "float32", precision: str = "highest") -> list[dict[st
     rows: list[dict[str, Any]] = []
     for name, usable in _core.backends(dtype, precision):
         chosen = usable and not any(row["chosen"] for row in rows)
-        why = "this processor or its system lacks it or is slow at it, or it was named in VAEMEM_DISABLE at the import"
+        why = "this processor or its system lacks it, or it was named in VAEMEM_DISABLE at the import"
         rows.append({"name": name, "device": "cpu", "usable": usable, "chosen": chosen, "why": "" if usable else why})
     return rows + gpu_rows(dtype, precision)

@@ -6,31 +6,32 @@ import contextlib
 import json
 import math
 import os
-import stat
-import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import numpy as np
 
 from vaemem import _core
-from vaemem._common import choose
+from vaemem._common import choose, replacing
 from vaemem.engine import gguf, safetensors, stored
+from vaemem.engine.arguments import as_path, check_mask
 from vaemem.engine.layouts import (
     CONFIG,
     LAYOUTS,
     Arch,
     Shape,
-    as_path,
     check,
     config_of,
     detect,
     find_layout,
+    half_of,
     is_attention_matrix,
     known_arch,
     ours,
     read_config,
+    sample_size_of,
+    shown,
     spell,
 )
 
@@ -38,6 +39,7 @@ PARTS = ("all", "encoder", "decoder")
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 WEIGHTS_FP16 = "diffusion_pytorch_model.fp16.safetensors"
 PIPELINE = "model_index.json"  # in a pipeline's directory, beside its parts' own
+SAVED_WITH = "vaemem.config"  # the metadata of weights in a directory: the config.json that was written with them
 PICKLES = (".bin", ".ckpt", ".pt", ".pth")  # of PyTorch's files, and of diffusers' before safetensors
 
 # ---- reading ----
@@ -113,13 +115,34 @@ def load(
     choose("parts", parts, PARTS)
     arch = _arch_asked_for(model, config)
     state = path.state_dict() if hasattr(path, "state_dict") else path
-    file = None if isinstance(state, Mapping) else _locate(as_path(path, "path"), need_config=arch is None)
-    if arch is None and (beside := config_beside(path)) is not None:
-        arch = read_config(beside)
-    if file is None:
-        return _load_from(_Memory(state), "state dict", arch, parts, where)
-    with _reading(file) as source:
-        return _load_from(source, str(file), arch, parts, where)
+    opened: contextlib.AbstractContextManager[_File | _Memory]
+    if isinstance(state, Mapping):
+        name, opened = "state dict", contextlib.nullcontext(_Memory(state))
+    else:
+        file = _locate(as_path(path, "path"), need_config=arch is None)
+        name, opened = str(file), _reading(file)
+    with opened as source:
+        if arch is None and (beside := config_beside(path)) is not None:
+            arch = _arch_beside(source, beside)
+        return _load_from(source, name, arch, parts, where)
+
+
+def _arch_beside(source: _File | _Memory, config: Any) -> Arch:
+    """The architecture of the config beside weights. ValueError where these say that they were saved with another: a
+    save that is killed between its two files leaves the new weights and the old config."""
+    arch, saved = read_config(config), source.about.get(SAVED_WITH, "{}")
+    try:
+        want = dict(json.loads(saved))
+    except (TypeError, ValueError, RecursionError):
+        raise ValueError(f"{SAVED_WITH} in the weights beside {config}: want JSON, got {shown(saved)}") from None
+    got = config_of(arch, sample_size_of(config, arch["name"]))
+    if wrong := [key for key in got if key in want and want[key] != got[key]]:
+        values = ", ".join(f"{key} {shown(want[key])}, got {shown(got[key])}" for key in wrong)
+        raise ValueError(
+            f"{config}: want what the weights beside it were saved with, {values}: a save was cut short, or one of the "
+            f"two files was changed. Save again, mend {CONFIG}, or pass config={str(config)!r} to take it as it is"
+        )
+    return arch
 
 
 class _File:
@@ -127,7 +150,8 @@ class _File:
 
     def __init__(self, f: IO[bytes], form: Any) -> None:
         self._file, self.readable = f, form.READABLE
-        self.header = {tensor.name: tensor for tensor in form.header(f)}
+        tensors, self.about = form.header(f)
+        self.header = {tensor.name: tensor for tensor in tensors}
         self.shapes = {name: tensor.shape for name, tensor in self.header.items()}
         self.dtypes = {name: tensor.dtype for name, tensor in self.header.items()}
 
@@ -156,16 +180,33 @@ class _Memory:
         inner = tensors.get("state_dict")
         self._tensors = inner if isinstance(inner, Mapping) else tensors
         arrays = {n: value for n, value in self._tensors.items() if isinstance(n, str) and hasattr(value, "dtype")}
-        self.shapes = {name: tuple(value.shape) for name, value in arrays.items()}
+        self.shapes = {name: _shape_of(name, value) for name, value in arrays.items()}
         dtypes = {name: str(value.dtype).removeprefix("torch.") for name, value in arrays.items()}
         self.dtypes = {name: stored.NAMES.get(dtype, dtype) for name, dtype in dtypes.items()}
         self.readable = tuple(stored.FLOATS)
+        self.about: dict[str, str] = {}
 
     def read(self, name: str, shape: Shape) -> np.ndarray:
         value = self._tensors[name]
-        if hasattr(value, "detach"):
-            value = value.detach().cpu().float().numpy()
-        return np.ascontiguousarray(value, np.float32).reshape(shape)
+        check_mask(name, value)
+        try:
+            numbers = value.detach().cpu().float().numpy() if hasattr(value, "detach") else value
+            return np.ascontiguousarray(numbers, np.float32).reshape(shape)
+        except (TypeError, RuntimeError) as error:  # PyTorch's, of a tensor on "meta", a sparse one, a subclass
+            raise ValueError(f"{name}: want a dense tensor with numbers, got {_described(value)}: {error}") from None
+
+
+def _shape_of(name: str, tensor: Any) -> Shape:
+    try:
+        return tuple(int(side) for side in tensor.shape)
+    except (TypeError, RuntimeError, AttributeError):  # of a nested one
+        raise ValueError(f"{name}: want a tensor of whole sides, got {_described(tensor)}") from None
+
+
+def _described(tensor: Any) -> str:
+    """A tensor of any library: its type, and of PyTorch's the dtype, the layout and where it is."""
+    beside = [str(getattr(tensor, name)) for name in ("dtype", "layout", "device") if hasattr(tensor, name)]
+    return f"{type(tensor).__name__} ({', '.join(beside)})"
 
 
 class Contents(NamedTuple):
@@ -174,6 +215,7 @@ class Contents(NamedTuple):
     file: Path
     layout: str
     arch: Arch
+    parts: str
     dtypes: tuple[str, ...]
     tensors: int
 
@@ -183,10 +225,13 @@ def look(path: Any) -> Contents:
     file = _locate(as_path(path, "path"), need_config=True)
     with _reading(file) as source:
         layout, prefix, arch = detect(source.shapes)
-    if (beside := config_beside(path)) is not None:
-        arch = read_config(beside)
+        if (beside := config_beside(path)) is not None:
+            arch = _arch_beside(source, beside)
     names = ours(source.shapes, prefix, "all")
-    return Contents(file, layout, arch, tuple(sorted({source.dtypes[prefix + name] for name in names})), len(names))
+    halves = {half for name in names if (half := half_of(name))}
+    parts = halves.pop() if len(halves) == 1 else "all"
+    dtypes = tuple(sorted({source.dtypes[prefix + name] for name in names}))
+    return Contents(file, layout, arch, parts, dtypes, len(names))
 
 
 def read_tensors(file: Path) -> dict[str, np.ndarray]:
@@ -234,51 +279,40 @@ def _load_from(
     return result
 
 
+def make(arch: Arch, parts: str, tensors: Iterable[tuple[str, np.ndarray]], **where: Any) -> _core.Model:
+    """A model of these tensors, where `load` would have put it."""
+    result = _core.Model(arch, parts, **where)
+    for name, tensor in tensors:
+        result.set_tensor(name, tensor)
+    return result
+
+
 def copy(model: _core.Model, **where: Any) -> _core.Model:
     """The same model once more, where `load` would have put it."""
-    result = _core.Model(model.arch, model.parts, **where)
-    for name, _ in model.tensors:
-        result.set_tensor(name, model.get_tensor(name))
-    return result
+    return make(model.arch, model.parts, ((name, model.get_tensor(name)) for name, _ in model.tensors), **where)
 
 
 # ---- writing ----
 
 
-@contextlib.contextmanager
-def _replacing(path: Path) -> Iterator[IO[bytes]]:
-    """A file that takes path's place when the block ends well, and leaves no trace when it does not. It is on the disk
-    then, has the old one's permissions, and lies where a link at path points."""
-    path = Path(os.path.realpath(path))
-    part = path.with_name(f".{uuid.uuid4().hex}.part")
-    try:
-        with open(part, "xb") as f:
-            yield f
-            f.flush()
-            with contextlib.suppress(FileNotFoundError):
-                if os.name != "nt":  # where a file that may not be written can neither be moved nor removed
-                    os.chmod(part, stat.S_IMODE(path.stat().st_mode))
-            os.fsync(f.fileno())
-        os.replace(part, path)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
-    if os.name == "nt":  # where a folder cannot be opened, and so not be told to go to the disk
-        return
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)  # the name too
-    finally:
-        os.close(folder)
+def _types(model: _core.Model) -> dict[str, str]:
+    """The type in which each tensor is kept."""
+    return {name: stored.NAMES[model.dtype] if len(shape) > 1 else "F32" for name, shape in model.tensors}
 
 
-def _write_tensors(f: IO[bytes], model: _core.Model, layout: str) -> None:
+def kept(model: _core.Model) -> Iterator[tuple[str, np.ndarray]]:
+    """Copies of the tensors by name, one after the other, each in the type in which it is kept."""
+    for name, kind in _types(model).items():
+        yield name, model.get_tensor(name).astype(stored.FLOATS[kind][1], copy=False)
+
+
+def _write_tensors(f: IO[bytes], model: _core.Model, layout: str, about: dict[str, str] | None = None) -> None:
     """The safetensors format: the header's length in 8 bytes, the header in JSON, the tensors end to end, each in the
     type in which it is kept. Written here because the package wants all tensors in memory at once; this holds one."""
     tensors = model.tensors
-    types = {name: stored.NAMES[model.dtype] if len(shape) > 1 else "F32" for name, shape in tensors}
+    types = _types(model)
     spelt = spell([name for name, _ in tensors], layout, len(model.arch["block_out_channels"]))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"} | (about or {})}
     end = 0
     for name, shape in tensors:
         written = (*shape, 1, 1) if layout != "diffusers" and is_attention_matrix(name, shape) else shape
@@ -287,9 +321,8 @@ def _write_tensors(f: IO[bytes], model: _core.Model, layout: str) -> None:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the data starts aligned
     f.write(len(text).to_bytes(8, "little") + text)
-    for name, _ in tensors:
-        bits, native = stored.FLOATS[types[name]]
-        f.write(model.get_tensor(name).astype(native, copy=False).view(bits).data)
+    for name, tensor in kept(model):
+        f.write(tensor.view(stored.FLOATS[types[name]][0]).data)
 
 
 def save(
@@ -315,7 +348,7 @@ def save(
     if target.suffix == ".safetensors":
         if target.is_dir() or not target.parent.is_dir():
             raise ValueError(f"path: want a file in a directory that exists, got {target}")
-        with _replacing(target) as f:
+        with replacing(target) as f:
             _write_tensors(f, model, layout)
         return
     if target.suffix in (".gguf", *PICKLES) and not target.is_dir():
@@ -329,12 +362,16 @@ def save(
     new = not target.exists()
     target.mkdir(parents=True, exist_ok=True)
     try:
-        with _replacing(target / CONFIG) as c, _replacing(target / WEIGHTS) as f:
-            c.write(json.dumps(config_of(arch, sample_size), indent=2).encode() + b"\n")
-            _write_tensors(f, model, layout)
+        with replacing(target / CONFIG) as c, replacing(target / WEIGHTS) as f:  # the weights take their place first
+            config = json.dumps(config_of(arch, sample_size), indent=2) + "\n"
+            c.write(config.encode())
+            c.flush()
+            os.fsync(c.fileno())  # a full disk is found before anything takes its place
+            _write_tensors(f, model, layout, {SAVED_WITH: config})
     except BaseException:
         if new:
-            with contextlib.suppress(OSError):  # not empty: one of the two files is whole already
+            with contextlib.suppress(OSError):
+                (target / WEIGHTS).unlink(missing_ok=True)
                 target.rmdir()
         raise
 

@@ -14,6 +14,7 @@ from vaemem import _core
 from vaemem.pipelines.components import CLIP_TOKENS, CLIPS, VAE_STRIDE, Pipeline
 from vaemem.pipelines.programs import evaluate, parse
 from vaemem.pipelines.run import Run
+from vaemem.pipelines.storage import BITSANDBYTES
 from vaemem.prediction.process import Tensor
 
 
@@ -34,11 +35,18 @@ class Call:
 
 def run_pipeline(run: Run, pipeline: Pipeline, call: Call) -> None:
     """All phases, into `Run.phases`."""
-    stay = [role for role in run.parts if run.offload == "none" or role in pipeline.optional]
-    if stay:
+    stay = [role for role in run.parts if run.offload == "none" or role in run.resident]
+    quantised = [role for role, part in run.parts.items() if part.has(BITSANDBYTES)]
+    if stay or quantised:
         with run.phase("load"):
+            for role in quantised:  # by from_pretrained, before anything is said about offloading
+                run.load(role, quantises=True)
+            for role in quantised:
+                if role not in stay:
+                    run.unload(role)
             for role in stay:
-                run.load(role)
+                if role not in quantised:
+                    run.load(role)
     encoders = [role for role in pipeline.encoders if role in run.parts]
     with run.phase("encode prompt", *encoders[:1]):
         _encode_prompt(run, pipeline, call)

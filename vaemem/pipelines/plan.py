@@ -13,8 +13,7 @@ from vaemem.pipelines.run import recording_of
 from vaemem.pipelines.seconds import cards_of, machine_of
 from vaemem.pipelines.storage import told_bytes
 from vaemem.pipelines.ways import PipelinePlan, Room, Way, outcome, planned
-from vaemem.prediction.gpus import Gpu, find_gpu, sold
-from vaemem.prediction.predict import CONTEXT
+from vaemem.prediction.gpus import CONTEXT, Gpu, find_gpu, sold
 
 RUNTIMES = ("diffusers", "sd.cpp", "mlx")
 

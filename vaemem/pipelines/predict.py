@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import functools
-import os
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from vaemem._common import DTYPES, MIB, choose, flag, render, whole
 from vaemem.engine.limits import parse_size
-from vaemem.engine.weights import tensor_types
-from vaemem.pipelines.components import PIPELINES, Pipeline, refuse
+from vaemem.pipelines.components import PIPELINES, refuse
 from vaemem.pipelines.diffusers import Call
 from vaemem.pipelines.formula import PipelineFormula, derive
+from vaemem.pipelines.parts import parts_of
 from vaemem.pipelines.question import PipelineQuestion
-from vaemem.pipelines.run import OFFLOADS, RECORDED_VAES, Part, Phase, recording_of
-from vaemem.pipelines.storage import BITSANDBYTES, GGML, TYPES, stored
+from vaemem.pipelines.run import OFFLOADS, Part, Phase, Run
+from vaemem.pipelines.storage import FOUR_BITS
 from vaemem.pipelines.ways import Way, Written
 from vaemem.prediction.gpus import find_gpu
 from vaemem.prediction.moments import Moment, PeakTensor
+from vaemem.prediction.predict import MARGIN, SEGMENT, between, fits_in
 from vaemem.prediction.question import LARGEST
 from vaemem.prediction.snapshot import CachingAllocator
 
 RUNTIMES = ("diffusers", "sd.cpp")
-WEIGHT_TYPES = [name for name in TYPES if name not in ("float64", "int64", "bool")]  # which are tables' and masks'
 MOST_TOKENS = 1 << 13  # of a prompt: diffusers' encoders take 77 or 512 at a time
 VAE_WAYS = ("whole", "tiled", "sliced", "vaemem")
 _PARTS = ("weights", "activations", "workspace", "cached", "outside")  # make up a phase's total
@@ -40,6 +40,8 @@ class _Phases(Written):
 
     phases: tuple[Phase, ...]
     out_of_memory_at: tuple[str, PeakTensor] | None
+    outcome: str
+    on_card: int | None
     title: str
     available: int
     host: int
@@ -62,12 +64,19 @@ class _Phases(Written):
         return self.peak, self.peak
 
     @property
+    def upper(self) -> int:
+        return self.peak  # where nothing is asked of cuDNN and nothing cached
+
+    @property
     def verdict(self) -> str:
         """Where the peak is, and whether the run goes through, in a line."""
         least, most = (f"{size / MIB:.0f}" for size in self.band)
-        band = f" ({least} to {most} MiB)" if least != most else ""
-        end = "fits in" if self.out_of_memory_at is None else f"out of memory in {self.out_of_memory_at[0]} with"
-        return f"peak in {self.bottleneck}{band}; {end} {self.available / MIB:.0f} MiB"
+        sure = [f"{least} to {most} MiB"] if least != most else []
+        sure += [f"upper {self.upper / MIB:.0f} MiB"] if self.upper != self.peak else []
+        band = f" ({', '.join(sure)})" if sure else ""
+        lacking = f"out of memory in {self.out_of_memory_at[0]} with" if self.out_of_memory_at else ""
+        end = f"{lacking} {self.available / MIB:.0f} MiB" if lacking else fits_in(self.outcome, self.available)
+        return f"peak in {self.bottleneck}{band}; {end}"
 
     def _judge(self, phases: Sequence[Phase], done: int, lacking: PeakTensor | None) -> None:
         """The first phases go through, as many as are done; the next one, where there is one, lacks what is said, and
@@ -76,6 +85,7 @@ class _Phases(Written):
             phase._replace(fits=True if i < done else False if i == done else None) for i, phase in enumerate(phases)
         )
         self.out_of_memory_at = lacking and (phases[done].name, lacking)
+        self.outcome, self.on_card = ("does not fit", None) if lacking else ("fits", self.peak)
 
     # ---- files ----
 
@@ -104,8 +114,8 @@ class _Phases(Written):
     def _data(self) -> dict[str, Any]:
         return {
             "title": self.title, "available_bytes": self.available, "host_bytes": self.host, "peak_bytes": self.peak,
-            "peak_band_bytes": self.band, "bottleneck": self.bottleneck, "fits": self.fits, "phases": self.rows(),
-            "notes": self.notes,
+            "peak_band_bytes": self.band, "upper_bytes": self.upper, "bottleneck": self.bottleneck, "fits": self.fits,
+            "outcome": self.outcome, "on_card_bytes": self.on_card, "phases": self.rows(), "notes": self.notes,
         }  # fmt: skip
 
     # ---- for people ----
@@ -149,7 +159,8 @@ class PipelinePrediction(_Phases):
     title : str
         What was asked.
     phases : tuple of Phase
-        In order: load (where all is loaded first), encode prompt, encode image (where there is one), denoise, decode.
+        In order: load (where something is loaded first), encode prompt, encode image (where there is one), denoise,
+        decode.
     peak : int
         The most that the process takes of the card at once: what PyTorch reserves, and vaemem's memory beside it. On a
         card with room for all that PyTorch likes to take.
@@ -157,14 +168,23 @@ class PipelinePrediction(_Phases):
         The phase that takes it.
     fits : bool
         Whether the run goes through on this card, where PyTorch gives cached memory back before it gives up.
+    outcome : str
+        ``"fits"``; ``"may fit"`` where that rests on the next plans of a cuDNN before 9.8; or ``"does not fit"``.
+    on_card : int or None
+        What `peak` is on this card, as full as it is: no more than `available`. None where the run does not go through.
     out_of_memory_at : tuple of (str, PeakTensor) or None
         The phase, and the tensor that cannot be had.
     available : int
         What the card has beside a CUDA context (512 MiB) and what others use.
-    least : int
-        The least `available` with which the run goes through.
+    least, least_band : int, tuple of int
+        The least `available` with which the run goes through, where cuDNN's next plans want no workspace; and from that
+        to the least where they want what the first plan wants, if they are not known.
     band : tuple of int
-        Least and most of `peak` as the answers of neighbouring cuDNN versions have it.
+        Least and most of `peak`, as `vaemem.predict`'s answers have it for `reserved`.
+    upper : int
+        A bound to reserve by, for all that the process takes of the card. As in `vaemem.predict`: the most of `band`,
+        and where no version was given of every version that may be, with a 16th of what is not weights and 20 MiB for
+        what ran before.
     host : int
         Bytes of weights that the host keeps.
     timeline : tuple of Moment
@@ -178,11 +198,12 @@ class PipelinePrediction(_Phases):
     >>> p.bottleneck, p.fits, p.host >> 20
     ('decode', True, 2033)
     >>> p.phases[-1].peak_tensors[0]
-    PeakTensor(name='decoder.up_blocks.3.resnets.0.conv1 [workspace]', bytes=755601583)
+    PeakTensor(name='decoder.up_blocks.2.upsamplers.0.conv [workspace]', bytes=605159440)
     """
 
     def __reduce__(self) -> Any:
-        raise TypeError("a PipelinePrediction is not copied or pickled: take its rows, or predict again there")
+        """Copied and pickled as what was asked, which is predicted again."""
+        return PipelinePrediction, (self._question,)
 
     def __init__(self, question: PipelineQuestion):
         self._question = q = question
@@ -190,21 +211,36 @@ class PipelinePrediction(_Phases):
         where = f"{q.gpu.name}, offload {q.offload}, VAE {q.call.vae}"
         where += f", {' and '.join(q.on_cpu)} on the CPU" if q.on_cpu else ""
         self.title = f"{q.name} {q.call.height}x{q.call.width}{batch} ({where})"
-        self.available = q.available
-        self.host = sum(part.nbytes for part in q.parts if q.offload != "none" or part.role in q.on_cpu)
+        leaves = q.offload != "none"
+        self.host = sum(p.nbytes for p in q.parts if p.role in q.on_cpu or (leaves and p.role not in q.resident))
         self._run, _ = question.play()
         self._process = self._run.process
-        self._judge(self._run.phases, *self._within(self.available))
+        self.available = self._process.available
+        self._substitutions = self._process.substitutions
+        tried, done, lacking = self._within(self.available)
+        self._judge(self._run.phases, done, lacking)
+        if self.fits:
+            self.on_card = max(phase.total for phase in tried.phases)
+            self._substitutions = tried.process.substitutions
+            self.outcome = "may fit" if tried.process.guessed_plans else "fits"
         self.notes = self._notes()
 
-    def _within(self, capacity: int) -> tuple[int, PeakTensor | None]:
+    def _within(self, capacity: int, has_other_plans: bool = True) -> tuple[Run, int, PeakTensor | None]:
         """The same run where the card gives so many bytes: how many phases go through, and what the next one lacks."""
         allocator = CachingAllocator(total_memory=max(capacity, 1), history=False)
-        run, full = self._question.play(allocator, self._process.workspace)
+        run, full = self._question.play(allocator, self._process.workspace, has_other_plans)
         for i, phase in enumerate(run.phases):
             if phase.outside and phase.total > capacity:
-                return i, PeakTensor("vaemem's memory limit", phase.outside)
-        return len(run.phases), None if full is None else PeakTensor(run.process.frames[full.tag], full.requested)
+                return run, i, PeakTensor("vaemem's memory limit", phase.outside)
+        lacking = None if full is None else PeakTensor(run.process.frames[full.tag], full.requested)
+        return run, len(run.phases), lacking
+
+    @property
+    def verdict(self) -> str:
+        found = super().verdict
+        if self.on_card is not None and self.on_card < self.peak:
+            found += f", where it takes {self.on_card / MIB:.0f} MiB"
+        return f"{found}; it takes at least {between(self.least_band)} MiB" if self.outcome == "may fit" else found
 
     @functools.cached_property
     def timeline(self) -> tuple[Moment, ...]:
@@ -220,11 +256,26 @@ class PipelinePrediction(_Phases):
 
     @functools.cached_property
     def band(self) -> tuple[int, int]:
-        peaks = [self.peak]
-        for workspace in self._process._alternatives():
-            run, _ = self._question.play(workspace=workspace)
-            peaks.append(max(phase.total for phase in run.phases))
+        peaks = [max(phase.total for phase in phases) for phases in self._possible(False)]
         return min(peaks), max(peaks)
+
+    @functools.cached_property
+    def upper(self) -> int:
+        said = self._question.cudnn_version or self._question.torch_version
+        return (
+            max(
+                math.ceil(phase.weights + phase.outside + (phase.total - phase.weights - phase.outside) * MARGIN)
+                for phases in (*self._possible(False), *(() if said else self._possible(True)))
+                for phase in phases
+            )
+            + SEGMENT
+        )
+
+    def _possible(self, every: bool) -> Iterator[Sequence[Phase]]:
+        """The phases, and those with each of the other workspaces that may be the true ones."""
+        yield self._run.phases
+        for workspace in self._process._alternatives(every):
+            yield self._question.play(workspace=workspace)[0].phases
 
     @functools.cached_property
     def formula(self) -> PipelineFormula:
@@ -233,20 +284,29 @@ class PipelinePrediction(_Phases):
 
     @functools.cached_property
     def least(self) -> int:
-        """The least `available` with which the run goes through, to 2 MiB: as if what fits in less fitted in more."""
+        return self._least(True)
+
+    @functools.cached_property
+    def least_band(self) -> tuple[int, int]:
+        return self.least, self._least(False)
+
+    def _least(self, has_other_plans: bool) -> int:
+        """To 2 MiB: as if what fits in less fitted in more."""
         # Without its workspaces a phase's tensors are what it cannot do without.
         low, high = max(phase.allocated - phase.workspace for phase in self.phases), self.peak
         while high - low > 2 * MIB:
             middle = (low + high) // 2
-            _, lacking = self._within(middle)
+            *_, lacking = self._within(middle, has_other_plans)
             low, high = (middle, high) if lacking else (low, middle)
         return high
 
     def _notes(self) -> tuple[str, ...]:
-        found = list(self._process.substitutions)
+        found = list(self._substitutions)
         for part in self._question.parts:
-            if any(weight.type == "int8" for weight in part.weights):
+            if part.has(["int8"]):
                 found.append(f"{part.role}: what LLM.int8() makes of activations is not counted")
+                if part.role in self._question.resident:
+                    found.append(f"{part.role}: int8 stays on the card, as with diffusers 0.33 (docs/PIPELINES.md)")
             if part.unpacked:
                 found.append(f"{part.role}: of unpacking, only the unpacked weights of the layer that runs are counted")
             call = self._question.call
@@ -263,7 +323,7 @@ class GraphPrediction(_Phases):
 
     Attributes
     ----------
-    title, phases, peak, bottleneck, fits, out_of_memory_at, available, host, notes
+    title, phases, peak, bottleneck, fits, outcome, on_card, out_of_memory_at, available, host, notes
         As `PipelinePrediction` has them; the context here is 426 MiB. A phase's `activations` are the graph's buffer
         and what ggml-cuda takes for its largest product; allocated and reserved are the same.
     way : Way
@@ -408,7 +468,13 @@ def predict_pipeline(
     limit = parse_size("vae_memory_limit", vae_memory_limit) if vae_memory_limit is not None else 0
     tokens = kind.tokens if prompt_tokens is None else whole("prompt_tokens", prompt_tokens, most=MOST_TOKENS)
     call = Call(height, width, whole("batch", batch), tokens, guidance, steps, vae, limit, image)
-    parts = _parts(kind, dtype, components or {})
+    parts = parts_of(kind, dtype, components or {})
+    for part in parts:
+        if offload == "sequential" and part.has(FOUR_BITS):
+            raise ValueError(
+                f"offload: want none or model with components[{part.role!r}] in bitsandbytes' four bits, got"
+                " 'sequential', from which accelerate does not bring them back"
+            )
     held = next(part.nbytes for part in parts if part.role == "vae")
     if vae == "vaemem" and limit <= held:
         raise ValueError(
@@ -420,43 +486,3 @@ def predict_pipeline(
         parse_size("used", used, least=0),
     )  # fmt: skip
     return PipelinePrediction(question)
-
-
-def _parts(pipeline: Pipeline, dtype: str, components: Mapping[str, Any]) -> tuple[Part, ...]:
-    if not isinstance(components, Mapping):
-        raise ValueError(f"components: want {{role: type or file}}, got {components!r}")
-    known = {**pipeline.parts, **pipeline.optional}
-    for role in components:
-        choose("components", role, known)
-    parts = []
-    for role, component in known.items():
-        given = components.get(role, None if role in pipeline.optional else dtype)
-        if given is not None:
-            parts.append(_part(role, component, dtype, given, upcast=component == "sdxl" and role not in components))
-        elif role not in (*pipeline.encoders, *pipeline.optional):
-            raise ValueError(f"components: want a type or a file for {role}, got None")
-    return tuple(parts)
-
-
-def _part(role: str, component: str, dtype: str, given: Any, upcast: bool) -> Part:
-    weights = recording_of(component).weights
-    if given in DTYPES:
-        return Part(role, component, given, tuple(stored(weights, given, "all", given)), upcast and given == "float16")
-    if component in RECORDED_VAES:
-        choose(f"components[{role!r}]", given, DTYPES)
-    if isinstance(given, os.PathLike) or (isinstance(given, str) and os.path.exists(given)):
-        try:
-            return Part(role, component, dtype, tuple(stored(weights, None, tensor_types(given))))
-        except ValueError as error:
-            raise ValueError(f"components[{role!r}]: {given}: {error}") from None
-    choose(f"components[{role!r}]", given, WEIGHT_TYPES)
-    return Part(role, component, dtype, tuple(stored(weights, given, _usual_rule(role, given), dtype)))
-
-
-def _usual_rule(role: str, kind: str) -> str:
-    """Whose rule says which tensors a type is for, where no file does."""
-    if kind in BITSANDBYTES:
-        return "bitsandbytes"
-    if kind in GGML:
-        return "llama.cpp" if role.startswith("text_encoder") else "comfyui-gguf"
-    return "layerwise" if kind == "fp8" else "all"

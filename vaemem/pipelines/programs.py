@@ -35,6 +35,7 @@ from vaemem.prediction.attention import FUSED, Call, Heads, Mask, attend, choose
 from vaemem.prediction.gpus import Gpu
 from vaemem.prediction.profiles import Conv
 
+Passing = Mapping[str, Iterable[tuple[str, int]]]
 DTYPE_BYTES = {**ELEMENT_BYTES, "int64": 8, "bool": 1}
 
 
@@ -118,7 +119,7 @@ class Recorded:
         raise ValueError(f"{self.name}: want a case that was recorded, {wanted}, got {got}")
 
     def trace(
-        self, dtype: str, gpu: Gpu, passing: Mapping[str, Iterable[tuple[str, int]]] | None = None, **sizes: int
+        self, dtype: str, gpu: Gpu, passing: Passing | None = None, sent: Passing | None = None, **sizes: int
     ) -> _core.Trace:
         """What a call takes on a GPU.
 
@@ -130,7 +131,9 @@ class Recorded:
             Which kernel an attention takes.
         passing : dict, optional
             {module: [(name, bytes)]}: what is on the device while that submodule is called and no longer, such as
-            weights that are sent for each call.
+            unpacked weights.
+        sent : dict, optional
+            The same of weights that accelerate's hooks send for the call, and empty the cache after each.
         **sizes
             A value for each of `variables`.
 
@@ -147,8 +150,12 @@ class Recorded:
 
         def play(index: int, module: str | None, shown: str) -> None:
             """What modules[index] says: a call of `module`, "" for the outermost and None for what calls that."""
-            sent = passing.get(module, ()) if passing and module is not None else ()
-            held = [trace.take(size, f"weights of {shown} [{what}]") for what, size in sent]
+            held = []
+            for of in (sent, passing):
+                for what, size in of.get(module, ()) if of and module is not None else ():
+                    held.append(trace.take(size, f"weights of {shown} [{what}]"))
+                    if of is sent:
+                        trace.empty_cache()
             for word in call.modules[index]:
                 kind, rest = word[0], word[1:]
                 child, is_child, number = word.partition("=")

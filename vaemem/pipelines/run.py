@@ -10,14 +10,14 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 from vaemem import _core
 from vaemem._common import ELEMENT_BYTES
 from vaemem.pipelines import programs
 from vaemem.pipelines.components import VAE_STRIDE
-from vaemem.pipelines.storage import GGML, SPELT, Stored
+from vaemem.pipelines.storage import BITSANDBYTES, FOUR_BITS, GGML, SPELT, Stored, stored
 from vaemem.prediction.benchmark import Names
 from vaemem.prediction.moments import Moment, PeakTensor, moments
 from vaemem.prediction.process import LoadedVAE, SimulatedProcess, Tensor
@@ -40,7 +40,7 @@ class Part:
     weights : tuple of Stored
         As they are stored; of a VAE in `dtype`.
     upcast : bool
-        Of a VAE, whether it is converted to float32 for its call, and back.
+        Of a VAE, whether it is converted to float32 for its call, and back (`upcasted`).
     """
 
     role: str
@@ -48,6 +48,10 @@ class Part:
     dtype: str
     weights: tuple[Stored, ...]
     upcast: bool = False
+
+    def __reduce__(self) -> Any:
+        """Copied and pickled without its traces, which are made again."""
+        return Part, tuple(getattr(self, one.name) for one in fields(self))
 
     @functools.cached_property
     def traces(self) -> dict[Any, _core.Trace]:
@@ -61,6 +65,16 @@ class Part:
     @functools.cached_property
     def nbytes(self) -> int:
         return sum(weight.bytes for weight in self.weights)
+
+    def has(self, types: Collection[str]) -> bool:
+        """Whether any of its weights is stored in one of these types."""
+        return any(weight.type in types for weight in self.weights)
+
+    @functools.cached_property
+    def upcasted(self) -> Part:
+        """A VAE as `upcast_vae` leaves it for the decoding of one image: in float32 but for its first blocks."""
+        weights = stored(programs.load(UPCAST).weights, self.dtype, "all", self.dtype)
+        return replace(self, component=UPCAST, weights=tuple(weights))
 
     def _by_module(self, made: Mapping[str, int]) -> dict[str, list[tuple[str, int]]]:
         """{submodule: [(name, bytes)]} of named tensors. Where a file's tensors have other names than the submodules,
@@ -84,7 +98,7 @@ class Part:
     def unpacked(self) -> dict[str, list[tuple[str, int]]]:
         """{submodule: [(name, bytes)]} of its weights in the dtype that it computes in, unpacked for its call from a
         smaller type."""
-        smaller = (*GGML, "nf4", "nf4 double", "fp8")
+        smaller = (*GGML, *FOUR_BITS, "fp8")
         size = ELEMENT_BYTES[self.dtype]
         return self._by_module(
             {
@@ -163,7 +177,7 @@ class Run:
     own_vae : bool
         Whether vaemem runs the VAE, in memory of its own.
     on_cpu, resident : collection of str
-        Roles whose components stay on the host, and run there; and those that are never offloaded.
+        Roles whose components stay on the host, and run there; and those that are loaded first and never offloaded.
     """
 
     def __init__(
@@ -181,17 +195,26 @@ class Run:
 
     # ---- components ----
 
-    def load(self, role: str) -> None:
-        """``component.to("cuda")``."""
+    def load(self, role: str, quantises: bool = False) -> None:
+        """``component.to("cuda")``; or ``from_pretrained`` with bitsandbytes, which quantises each matrix on the device
+        once it has come there in half precision."""
         part = self.parts[role]
         if role in self.on_cpu or (role == "vae" and self._own_vae):
             self._loaded[role] = []
             return
-        self._work["sent"] += part.nbytes
         if part.component in _core.models():
+            self._work["sent"] += part.nbytes
             self._loaded[role] = self.process.load(part.component, part.dtype, "diffusers")
-        else:
-            self._loaded[role] = [self.process.hold(f"weights of {role}", weight.bytes) for weight in part.weights]
+            return
+        self._loaded[role] = held = []
+        for weight in part.weights:
+            sent, whole = weight.bytes, []
+            if quantises and weight.type in BITSANDBYTES:
+                sent = math.prod(weight.shape) * ELEMENT_BYTES["float16" if weight.type == "int8" else part.dtype]
+                whole = [self.process.hold(f"{weight.name} of {role}, not quantised yet", sent)]
+            held += [self.process.hold(f"weights of {role}", size) for size in weight.pieces]
+            self.process.release(whole)
+            self._work["sent"] += sent
 
     def unload(self, role: str) -> None:
         held = self._loaded.pop(role)
@@ -202,12 +225,13 @@ class Run:
         self.process.empty_cache()
 
     def bring(self, role: str) -> None:
-        """What happens before a component is called: accelerate's hook sends away the one before it in the sequence."""
-        if self.offload != "model":
+        """What happens before a component is called: accelerate's hook sends away the one before it of those that have
+        hooks."""
+        if self.offload != "model" or role in self.resident:
             return
-        roles = list(self.parts)
-        for other in roles[: roles.index(role)][-1:]:
-            if other in self._loaded and role not in self.resident:
+        hooked = [other for other in self.parts if other not in self.resident]
+        for other in hooked[: hooked.index(role)][-1:]:
+            if other in self._loaded:
                 self.unload(other)
         if role not in self._loaded:
             self.load(role)
@@ -231,15 +255,15 @@ class Run:
         return on_cpu
 
     def _play(self, part: Part, sizes: Mapping[str, int]) -> Tensor:
-        passing = dict(part.unpacked)
         sends = self.offload == "sequential" and part.role not in self.resident
         if sends:
-            passing = {name: [*held, *passing.get(name, ())] for name, held in part.sent.items()}
             self._work["sent"] += part.nbytes
         asked = (self.process.gpu.name, sends, *sizes.items())
         trace = part.traces.get(asked)
         if trace is None:
-            trace = part.traces[asked] = part.recording.trace(part.dtype, self.process.gpu, passing, **sizes)
+            sent = part.sent if sends else None
+            trace = part.recording.trace(part.dtype, self.process.gpu, part.unpacked, sent, **sizes)
+            part.traces[asked] = trace
         left = self.process.call(trace)
         self._note(part.role)
         return self.process._as_tensor(f"output of {part.role}", left, (), part.dtype)
@@ -288,7 +312,7 @@ class Run:
                     f"vae: want one image, whole, with offload='sequential', got {batch} and vae={how!r}: how weights"
                     " come and go was recorded for that alone"
                 )
-            return self._play(part, {"h": height, "w": width})
+            return self._play(part.upcasted if part.upcast else part, {"h": height, "w": width})
         self.bring("vae")
         vae = self._loaded["vae"]
         assert isinstance(vae, LoadedVAE)
@@ -310,18 +334,16 @@ class Run:
         """As `upcast_vae` has it: to float32, the first blocks back, and all of it back after the call."""
         process, before = self.process, vae.dtype
         process.convert(vae, "float32")
-        recording = programs.load(UPCAST)
-        self._resize(vae, [weight.nbytes(part.dtype) for weight in recording.weights])
-        image = self._play(replace(part, component=UPCAST), sizes)
-        self._resize(vae, [weight.nbytes(part.dtype) for weight in part.recording.weights])
+        self._resize(vae, part.upcasted)
+        image = self._play(part.upcasted, sizes)
+        self._resize(vae, part)
         vae.dtype = before
         return image
 
-    def _resize(self, vae: LoadedVAE, sizes: Sequence[int]) -> None:
-        """Gives the VAE's weights, in their order, these sizes: each one whose size changes is copied."""
-        held = vae.storages or {}
-        changed = {a: size for (a, old), size in zip(held.items(), sizes, strict=True) if size != old}
-        self.process._copy(vae, changed)
+    def _resize(self, vae: LoadedVAE, part: Part) -> None:
+        """Gives the VAE's weights the sizes of a part's: each one whose size changes is copied."""
+        held = zip((vae.storages or {}).items(), part.weights, strict=True)
+        self.process._copy(vae, {address: to.bytes for (address, size), to in held if size != to.bytes})
 
     def _decode_outside(self, latents: Tensor, memory_limit: int) -> Tensor:
         """vaemem's own memory is not PyTorch's: the whole limit counts while it runs; the image comes as a tensor."""

@@ -30,7 +30,8 @@ PLAIN = {  # as files spell them
     "bool": "BOOL",
 }  # fmt: skip
 SPELT = {spelt: name for name, spelt in PLAIN.items()}
-BITSANDBYTES = ("int8", "nf4", "nf4 double")
+FOUR_BITS = ("nf4", "nf4 double")
+BITSANDBYTES = ("int8", *FOUR_BITS)
 TYPES = tuple(distinct((*PLAIN, *GGML, *BITSANDBYTES, *BLOCKS)))
 
 NF4_BLOCK, NESTED_BLOCK = 64, 256  # numbers that share a scale; scales that share theirs
@@ -69,17 +70,24 @@ def tensor_bytes(shape: Shape, type: str) -> int:
     choose("type", type, TYPES)
     numbers, type = math.prod(shape), SPELT.get(type, type)
     if type in BITSANDBYTES:
-        if len(shape) != 2:
-            raise ValueError(f"shape: want a matrix for {type}, got {tuple(shape)}")
-        if type == "int8":
-            return numbers + 4 * shape[0]
-        packed, scales = -(-numbers // 2), -(-numbers // NF4_BLOCK)
-        nested = scales + 4 * -(-scales // NESTED_BLOCK) + NESTED_CODE + OFFSET
-        return packed + NF4_CODE + (nested if type == "nf4 double" else 4 * scales)
+        return sum(_pieces(shape, type))
     together, size = BLOCKS[PLAIN.get(type, type)]
     if together > 1 and (not shape or shape[-1] % together):
         raise ValueError(f"shape: want rows of a multiple of {together} for {type}, got {tuple(shape)}")
     return numbers // together * size
+
+
+def _pieces(shape: Shape, type: str) -> tuple[int, ...]:
+    """Bytes of the tensors in which bitsandbytes keeps a matrix, in the order in which quantising makes them."""
+    if len(shape) != 2:
+        raise ValueError(f"shape: want a matrix for {type}, got {tuple(shape)}")
+    numbers = math.prod(shape)
+    if type == "int8":
+        return 4 * shape[0], numbers
+    packed, scales = -(-numbers // 2), -(-numbers // NF4_BLOCK)
+    if type == "nf4":
+        return 4 * scales, packed, NF4_CODE
+    return packed, NF4_CODE, OFFSET, scales, 4 * -(-scales // NESTED_BLOCK), NESTED_CODE
 
 
 def told_bytes(role: str, given: str | int | os.PathLike[str]) -> int | None:
@@ -181,6 +189,11 @@ class Stored(NamedTuple):
     shape: tuple[int, ...]
     type: str
     bytes: int
+
+    @property
+    def pieces(self) -> tuple[int, ...]:
+        """Bytes of the tensors that hold it: several where bitsandbytes keeps scales beside the numbers."""
+        return _pieces(self.shape, self.type) if self.type in BITSANDBYTES else (self.bytes,)
 
 
 def stored(

@@ -62,6 +62,8 @@ class Way(NamedTuple):
         PyTorch gives cached memory back before it gives up. Else a phase fits where its total does.
     played : bool
         Whether `out` is what decides.
+    unsure : str
+        What it rests on that the way fits, and is not known; "" for nothing.
     """
 
     name: str
@@ -72,6 +74,7 @@ class Way(NamedTuple):
     notes: tuple[str, ...] = ()
     out: tuple[str, int] | None = None
     played: bool = False
+    unsure: str = ""
 
     @property
     def work(self) -> dict[str, float]:
@@ -134,7 +137,7 @@ class Outcome(NamedTuple):
     def verdict(self) -> str:
         """In words."""
         if self.fails_in is None:
-            return "fits"
+            return "may fit" if self.way.unsure else "fits"
         if self.fails_in == "time":
             return f"takes {self.short:.0f} s too long"
         if self.fails_in == "host":
@@ -258,10 +261,12 @@ class PipelinePlan(Written):
 
     @property
     def recommended(self) -> Outcome | None:
-        """Of the ways that fit: one that leaves the picture as it is before others, then the fastest, and of those that
-        are as fast (within 2%, as runs of one way differ), or where no time is known, the first: the plainest."""
+        """Of the ways that fit: one that leaves the picture as it is before others, one that surely fits before those
+        that may, then the fastest, and of those that are as fast (within 2%, as runs of one way differ), or where no
+        time is known, the first: the plainest."""
         fitting = [one for one in self.outcomes if one.fits]
         alike = [one for one in fitting if not one.way.changes] or fitting
+        alike = [one for one in alike if not one.way.unsure] or alike
         fastest = min((one.seconds.likely for one in alike if one.seconds), default=0.0)
 
         def is_as_fast(one: Outcome) -> bool:
@@ -278,15 +283,18 @@ class PipelinePlan(Written):
             order = {"time": 0, "host": 1}
             nearest = min(self.outcomes, key=lambda one: (order.get(one.fails_in or "", 2), one.short))
             return f"Nothing fits. {nearest.way.name} comes nearest: it {nearest.verdict}."
-        alike = [one for one in self.outcomes if one.fits and bool(one.way.changes) == bool(best.way.changes)]
+        kind = bool(best.way.changes), bool(best.way.unsure)
+        alike = [one for one in self.outcomes if one.fits and (bool(one.way.changes), bool(one.way.unsure)) == kind]
         is_fastest = best.seconds and len(alike) > 1
         what = "It is the fastest" if is_fastest else "It is the plainest" if len(alike) > 1 else "It is the only one"
-        among = f" of the {len(alike)} that fit" if len(alike) > 1 else " that fits"
+        fit, fits = ("may fit",) * 2 if best.way.unsure else ("fit", "fits")
+        among = f" of the {len(alike)} that {fit}" if len(alike) > 1 else f" that {fits}"
         picture = f", though {best.way.changes}" if best.way.changes else " and leave the picture as it is"
         if len(alike) == 1 and not best.way.changes:
             picture = " and leaves the picture as it is"
         why = "" if best is plainest else f" {plainest.way.name} {plainest.verdict}."
-        return f"Take {best.way.name}. {what}{among}{picture}.{why}{self._faster(best)}"
+        unsure = f" It may fit: {best.way.unsure}." if best.way.unsure else ""
+        return f"Take {best.way.name}. {what}{among}{picture}.{unsure}{why}{self._faster(best)}"
 
     def _faster(self, best: Outcome) -> str:
         """The fastest way that changes the picture, where it saves a tenth of the time or more."""
@@ -311,7 +319,13 @@ class PipelinePlan(Written):
         best = self.recommended
         rows = []
         for one in self.outcomes:
-            row: dict[str, Any] = {"way": one.way.name, "fits": one.fits, "fails_in": one.fails_in, "short": one.short}
+            row: dict[str, Any] = {
+                "way": one.way.name,
+                "fits": one.fits,
+                "unsure": one.way.unsure,
+                "fails_in": one.fails_in,
+                "short": one.short,
+            }
             for name in self._phases():
                 phase = next((phase for phase in one.way.phases if phase.name == name), None)
                 key = name.replace(" ", "_")
@@ -325,6 +339,7 @@ class PipelinePlan(Written):
                 "seconds": took.likely if took else None,
                 "seconds_low": took.low if took else None,
                 "seconds_high": took.high if took else None,
+                "verdict": one.verdict,
                 "changes": one.way.changes,
                 "recommended": one is best,
             }

@@ -10,6 +10,7 @@ from vaemem.pipelines.components import CLIPS, PIPELINES
 from vaemem.pipelines.predict import PipelinePrediction, predict_pipeline
 from vaemem.pipelines.run import Phase
 from vaemem.pipelines.seconds import Machine
+from vaemem.pipelines.storage import FOUR_BITS
 from vaemem.pipelines.ways import PlannedPhase, Way
 from vaemem.prediction.question import usual_tile
 
@@ -45,7 +46,7 @@ def ways(
         components = dict(asked.get("components") or {})
         if kind is not None:
             components |= {role: kind for role in _large(pipeline) if role not in components}
-        for place, offload in _offloads(pipeline):
+        for place, offload in _offloads(pipeline, components):
             for vae in _vae_ways(offload, batch, has_tiles, bool(asked.get("image"))):
                 settings = {"offload": offload, "vae": vae, **({"components": components} if components else {})}
                 if vae == "vaemem":
@@ -62,12 +63,12 @@ def _is_large(p: PipelinePrediction) -> bool:
     return 2 * p.parts[PIPELINES[p.pipeline].denoiser].nbytes > p.available
 
 
-def _offloads(pipeline: str) -> list[tuple[str, Any]]:
-    """Names, and what `predict_pipeline` calls them."""
+def _offloads(pipeline: str, components: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Names, and what `predict_pipeline` calls them, of those that it does not refuse."""
     return [
         ("no offload", "none"),
         ("model offload", "model"),
-        ("sequential offload", "sequential"),
+        *([] if any(given in FOUR_BITS for given in components.values()) else [("sequential offload", "sequential")]),
         ("text encoders on CPU", dict.fromkeys(PIPELINES[pipeline].encoders, "cpu")),
     ]
 
@@ -121,7 +122,8 @@ def _way(asked: _Asked, machine: Machine | None) -> Way:
         phases.append(PlannedPhase(phase.name, phase.weights, phase.total - phase.weights, work))
     notes = (*p.notes, *([SEQUENTIAL] if asked.settings["offload"] == "sequential" else []))
     out = (p.out_of_memory_at[0], max(p.least - p.available, 1)) if p.out_of_memory_at else None
-    return Way(asked.name, asked.settings, tuple(phases), p.host, asked.changes, notes, out, played=True)
+    unsure = "cuDNN's next plans decide, and their workspaces are not known" if p.outcome == "may fit" else ""
+    return Way(asked.name, asked.settings, tuple(phases), p.host, asked.changes, notes, out, True, unsure)
 
 
 def _work(p: PipelinePrediction, phase: Phase, machine: Machine | None) -> dict[str, float]:

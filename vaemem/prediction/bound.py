@@ -38,9 +38,19 @@ class _Application(NamedTuple):
     source: str  # what is pasted, beside the lines
 
 
+_LINE = """
+def _line(name, op, dtype):
+    key = name, op, str(dtype).removeprefix("torch.")
+    if key not in BYTES:
+        known = ", ".join(map(" ".join, BYTES))
+        raise ValueError(f"want one of {known}, got {' '.join(key)}: vaemem.bound makes formulas for more")
+    return BYTES[key]
+
+"""
+
 _COMFYUI = '''
 def _bytes(op, height, width, dtype):
-    per_pixel, constant = BYTES["vae", op, str(dtype).removeprefix("torch.")]
+    per_pixel, constant = _line("vae", op, dtype)
     return per_pixel * height * width + constant
 
 
@@ -58,7 +68,7 @@ _INVOKEAI = """
 def _bytes(name, operation, image_tensor, dtype, tile):
     scale = 8 if operation == "decode" else 1
     height, width = (scale * side for side in image_tensor.shape[-2:])
-    per_pixel, constant, in_tiles = BYTES[name, operation, str(dtype).removeprefix("torch.")]
+    per_pixel, constant, in_tiles = _line(name, operation, dtype)
     if tile is None or (tile >= height and tile >= width):
         return per_pixel * height * width + constant
     return per_pixel * min(tile, height) * min(tile, width) + constant + in_tiles * height * width
@@ -182,7 +192,7 @@ class Bound:
             *(row.replace("'", '"') for row in rows),
             "}",
             "",
-            source,
+            _LINE + source,
         ])  # fmt: skip
 
     def __str__(self) -> str:

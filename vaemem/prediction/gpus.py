@@ -6,8 +6,13 @@ import json
 import re
 from typing import Any, NamedTuple
 
-from vaemem._common import shipped
+from vaemem._common import MIB, shipped
 from vaemem.engine.limits import parse_size
+
+# What a CUDA context takes of the card, with the kernels that are loaded into it as they are used. The context alone
+# took 426 MiB on an RTX 6000 Ada (PyTorch 2.10+cu130, nvidia-smi: unslothai/unsloth-zoo#1053); around 400 MB is usual
+# since CUDA 11.7 (pytorch/pytorch#109888). The rest is room for the kernels, whose size was not measured.
+CONTEXT = 512 * MIB
 
 
 class Gpu(NamedTuple):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -30,19 +30,30 @@ from vaemem.prediction.snapshot import CachingAllocator
 MARGIN = Fraction(17, 16)
 SEGMENT = 20 * MIB
 PAGE = 2 * MIB  # every segment is a multiple of it
-# What a CUDA context takes of the card, with the kernels that are loaded into it as they are used. The context alone
-# took 426 MiB on an RTX 6000 Ada (PyTorch 2.10+cu130, nvidia-smi: unslothai/unsloth-zoo#1053); around 400 MB is usual
-# since CUDA 11.7 (pytorch/pytorch#109888). The rest is room for the kernels, whose size was not measured.
-CONTEXT = 512 * MIB
+
+
+def between(least_band: tuple[int, int]) -> str:
+    """The least that would do, in MiB."""
+    return " to ".join(dict.fromkeys(f"{size / MIB:.0f}" for size in least_band))
+
+
+def fits_in(outcome: str, available: int) -> str:
+    """That a run fits, or may fit, and what decides."""
+    unknown = " (cuDNN's next plans decide, and their workspaces are not known)" if outcome == "may fit" else ""
+    return f"{outcome} in {available / MIB:.0f} MiB{unknown}"
 
 
 class _Peaks:
     """What a prediction reads off the process that it played."""
 
-    upper_share = 1.0
+    upper_share = 0.9989
+    upper_basis = (
+        "3568 of 3572 answers of profiles that were left out in turn, a version or a card (benchmarks/left_out.py: SDXL"
+        " and FLUX, float16 and float32, whole images one at a time); 98 of 98 rows of the seed table"
+    )
     protocol = USUAL_PROTOCOL
 
-    def _predict(self, versions_said: bool, used: int | str) -> None:
+    def _predict(self, versions_said: bool) -> None:
         """Plays what was asked and reads it off the process. versions_said: whether PyTorch's or cuDNN's was given."""
         process = self._start()
         self._versions_said, self._process = versions_said, process
@@ -51,14 +62,16 @@ class _Peaks:
         self.total_memory = process.gpu.total_memory
         self.cudnn_version: str | None = getattr(process.workspace, "cudnn_version", None)
         self.workspace_source, self.substitutions = process.workspace_source, process.substitutions
-        self.available = process.gpu.available(CONTEXT, used)
+        self.available = process.available
         self.out_of_memory_at: PeakTensor | None = None
+        self.on_card: int | None = self.peak_reserved
         self._has_room = process.most_reserved <= self.available  # then nothing is ever refused and all goes as it did
-        self._enough = process.most_reserved
+        self.outcome = "fits"
         if not self._has_room:
-            self.out_of_memory_at, tried = self._within(self.available)
+            self.out_of_memory_at, tried, reading = self._within(self.available)
             self.substitutions = tried.substitutions
-            self._enough = self._enough if self.out_of_memory_at else tried.most_reserved
+            self.on_card = reading.peak_reserved if reading else None
+            self.outcome = "does not fit" if self.out_of_memory_at else "may fit" if tried.guessed_plans else "fits"
 
     def _start(self, workspace: Any = None, **device: Any) -> SimulatedProcess:
         """A fresh process; with another workspace where one is given, and `total_memory` and `history` as
@@ -73,14 +86,17 @@ class _Peaks:
         """Reserved bytes above the baseline of the same call with other workspaces, or by another protocol."""
         return self._run(self._start(workspace), protocol).reserved
 
-    def _within(self, capacity: int) -> tuple[PeakTensor | None, SimulatedProcess]:
-        """The same call where the device gives so many bytes: what could not be had (or None), and the process."""
+    def _within(
+        self, capacity: int, has_other_plans: bool = True
+    ) -> tuple[PeakTensor | None, SimulatedProcess, Reading | None]:
+        """The same call where the device gives so many bytes: what could not be had (or None), the process, and what it
+        read where it went through."""
         process = self._start(self._process.workspace, total_memory=max(capacity, PAGE))
+        process.has_other_plans = has_other_plans
         try:
-            self._run(process)
+            return None, process, self._run(process)
         except OutOfMemoryError as full:
-            return PeakTensor(process.frames[full.tag], full.requested), process
-        return None, process
+            return PeakTensor(process.frames[full.tag], full.requested), process, None
 
     @property
     def fits(self) -> bool:
@@ -88,12 +104,21 @@ class _Peaks:
 
     @functools.cached_property
     def least_reserved(self) -> int:
-        low, high = 0, -(-self._enough // PAGE)  # in pages: `low` is too little, `high` is enough
-        while high - low > 1:
+        return self._least(True)
+
+    @functools.cached_property
+    def least_band(self) -> tuple[int, int]:
+        return self.least_reserved, self._least(False)
+
+    def _least(self, has_other_plans: bool) -> int:
+        most = self._process.most_reserved
+        low, high = 0, (min(most, self.available) if self.fits else most) // PAGE
+        while self._within(high * PAGE, has_other_plans)[0]:  # with more room A1111 cuts its attention less
+            low, high = high, 2 * high
+        while high - low > 1:  # in pages: `low` is too little, `high` is enough
             middle = (low + high) // 2
-            full, process = self._within(middle * PAGE)
-            # What fits goes the same way in no more than it reserved.
-            low, high = (middle, high) if full else (low, -(-process.most_reserved // PAGE))
+            full, *_ = self._within(middle * PAGE, has_other_plans)
+            low, high = (middle, high) if full else (low, middle)
         return high * PAGE
 
     def _others(self, every: bool, *protocols: str) -> Iterator[int]:
@@ -136,18 +161,23 @@ class _Peaks:
             f"allocated {self.allocated / MIB:.2f} MiB, reserved {self.reserved / MIB:.2f} MiB"
             + (f" ({least} to {most})" if least != most else "")
             + f", upper {self.upper / MIB:.0f} MiB",
-            f"of the card {self.peak_reserved / MIB:.0f} MiB"
-            + ("" if self._has_room else f" where there is room and at least {self.least_reserved / MIB:.0f}")
-            + f"; {self._verdict} {self.available / MIB:.0f} MiB",
+            f"of the card {self.peak_reserved / MIB:.0f} MiB{'' if self._has_room else self._short_of_room}",
+            self._verdict,
         ]
         return "; ".join(parts + ([f"substituted: {', '.join(self.substitutions)}"] if self.substitutions else []))
 
     @property
     def _verdict(self) -> str:
         if self.out_of_memory_at is None:
-            return "fits in"
+            return fits_in(self.outcome, self.available)
         name, size = self.out_of_memory_at
-        return f"out of memory at {name} ({size / MIB:.2f} MiB) with"
+        return f"out of memory at {name} ({size / MIB:.2f} MiB) with {self.available / MIB:.0f} MiB"
+
+    @property
+    def _short_of_room(self) -> str:
+        """What it takes where PyTorch does not get all that it likes to take."""
+        here = "" if self.on_card is None else f", {self.on_card / MIB:.0f} on this one"
+        return f" where there is room{here}, at least {between(self.least_band)}"
 
     @property
     def _place(self) -> str:
@@ -166,33 +196,43 @@ class Prediction(_Peaks):
         likewise reserved; weights and input are in the baseline.
     peak_allocated, peak_reserved : int
         As ``torch.cuda.max_memory_allocated()`` and ``max_memory_reserved()`` report them. These four are those of a
-        card with room for all that PyTorch likes to take: on one where it fits with less they stay below.
+        card with room for all that PyTorch likes to take: on one where it fits with less they stay below. (The runtime
+        a1111 cuts its attention by what this card has free.)
     band : tuple of int
-        Least and most of `reserved`, as the answers of neighbouring cuDNN versions have it, where something was
-        substituted; twice `reserved` where nothing was.
+        Least and most of `reserved` where something was substituted: as other versions of cuDNN answer on such cards,
+        and beyond the oldest and the newest of them on other cards too. Twice `reserved` where nothing was.
     upper : int
         A bound to reserve by, beside `reserved`: 17/16 of the most that any of these says, and 20 MiB: the process
         cold, warmed up or as `protocol` has it; the cuDNN that was asked for or what `band` is made of, and where
-        neither ``cudnn_version`` nor ``torch_version`` was given, every version that is known. For a process's whole
+        neither ``cudnn_version`` nor ``torch_version`` was given, every version that may be. For a process's whole
         reservation add ``peak_reserved - reserved``. The 16th is derived from the seed table's rows alone.
     upper_share : float
-        The share of known measurements that `upper` would have covered: 1.0, all 98 rows of the seed table, each
-        predicted alone (one card, one PyTorch; `vaemem.prediction.reproduce.covered` counts). It is 98 too where no
-        version is told, and where nothing is used that was inferred from that table; 87 where the answers of cuDNN
-        9.8.0 are taken for those of the 9.7.1 that ran. NaN with another allocator than the native one as PyTorch
-        has it, of which no measurement is known.
+        The share of answers that `upper` covers: where recorded versions of cuDNN and cards are left out in turn, and
+        predicted from the others. NaN with another allocator than the native one as PyTorch has it, and for a module,
+        of which nothing is known.
+    upper_basis : str
+        What `upper_share` was counted on.
     substitutions : tuple of str
         What stood in for the cuDNN and the card that were asked for.
     fits : bool
         Whether the run goes through on this card: the same process played with no more than `available`, where PyTorch
         gives cached segments back before it gives up, and goes on to cuDNN's next plan where a workspace cannot be had
-        (what that takes was not recorded, so it is taken to be nothing: see `substitutions`).
+        (from 9.8 on one of its plans wants no workspace, and this is taken for the next: see `outcome`).
+    outcome : str
+        ``"fits"``; ``"may fit"`` where it fits only if a cuDNN before 9.8, whose next plans are not known, has plans
+        without workspace as later ones have; or ``"does not fit"``.
+    on_card : int or None
+        What `peak_reserved` is on this card, as full as it is: no more than `available`. None where the run does not
+        go through, and so has no peak.
     out_of_memory_at : PeakTensor or None
         ``(name, bytes)`` of what PyTorch raises out of memory for: the module with the tensor, and the request.
     least_reserved : int
         The least `available` with which the run still goes through, weights and input included, to 2 MiB: beside
         `peak_reserved`, which is what PyTorch takes where there is room. Found by bisection when it is asked for, and
         in `repr` where the card has not that room.
+    least_band : tuple of int
+        `least_reserved` twice; but where cuDNN's next plans are not known, the second is the least where they want what
+        the first plan wants, which then has to be had.
     available : int
         What PyTorch's allocator can have of the card: `total_memory`, less 3% where that is a nominal size (whole GiB,
         of which CUDA reports less), less 512 MiB for the CUDA context and its kernels (426 MiB were measured for a
@@ -212,7 +252,7 @@ class Prediction(_Peaks):
     protocol, channels_last, allow_tf32, allocator
         What was asked.
     settings : tuple of str
-        Which of the last four are not as usual, in words.
+        Which of the last four are not as usual, in words; and of a tiled op whether the image is cut.
 
     Examples
     --------
@@ -236,8 +276,8 @@ class Prediction(_Peaks):
         self.protocol, self.channels_last, self.allow_tf32 = q.protocol, q.channels_last, q.allow_tf32
         self.allocator, self.settings = q.allocator, q.settings
         if q.allocator != "native":
-            self.upper_share = math.nan  # none of the known measurements is of it
-        self._predict((q.cudnn_version or q.torch_version) is not None, q.used)
+            self.upper_share, self.upper_basis = math.nan, "nothing: no measurement of this allocator is known"
+        self._predict((q.cudnn_version or q.torch_version) is not None)
 
     def _start(self, workspace: Any = None, **device: Any) -> SimulatedProcess:
         return self._question.start(workspace, **device)
@@ -267,8 +307,8 @@ class Prediction(_Peaks):
         weights = "" if self.weights_dtype == self.dtype else f" from {self.weights_dtype} weights"
         images = f" in a batch of {self.batch}{', sliced' * self.slicing}" if self.batch > 1 else ""
         return (
-            f"<Prediction {self.model} {self.op} {self.height}x{self.width} {self.dtype}{weights}{images}"
-            f"{f' in tiles of {self.tile}' if self.tile else ''} ({how}): {self._sizes}>"
+            f"<Prediction {self.model} {self.op} {self.height}x{self.width} {self.dtype}{weights}{images} ({how}): "
+            f"{self._sizes}>"
         )
 
 
@@ -304,7 +344,8 @@ def predict(
         A card's name, ``"RTX 4090"``, ``"A100 80GB MIG 3g.40gb"``, ``"4070 laptop"`` ..., or a compute capability,
         ``"sm_89"``: workspaces depend on that, and hardly on anything else.
     cudnn_version, torch_version : str, optional
-        2.7.1+cu128 and its cuDNN, 9.7.1, by default. A `torch_version` without a CUDA build, ``"2.7.1"``, is PyPI's.
+        2.7.1+cu128 and its cuDNN, 9.7.1, by default (on Volta, which it has no kernels for, 2.7.1+cu126 and 9.5.1). A
+        `torch_version` without a CUDA build, ``"2.7.1"``, is PyPI's.
         Where nobody could ask a version (below 9.8), the nearest one that was asked answers: `Prediction.band` and
         `Prediction.substitutions` say so.
     weights_dtype : str, optional
@@ -352,8 +393,8 @@ def predict(
     ------
     ValueError
         A model, op, dtype, protocol, GPU or version that is unknown; a size that the model cannot take; a convolution
-        that the GPU has no engine for; a card of which `used` and the CUDA context leave nothing; a setting of PyTorch
-        that is not modelled.
+        that the GPU has no engine for; a build of PyTorch without kernels for the card; a setting of PyTorch that
+        is not modelled.
 
     Notes
     -----
@@ -384,10 +425,13 @@ class ModulePrediction(_Peaks):
         What takes memory that is not counted, operators and more, with how often it ran; in `repr` too.
     """
 
+    upper_share = math.nan
+    upper_basis = "nothing: no module's measurements are known"
+
     def __init__(
         self, trace: _core.Trace, weights: list[tuple[str, int]], inputs: list[tuple[str, int]],
-        unmodelled: Mapping[str, int], settings: Mapping[str, Any], used: int | str = 0,
-        protocol: str = USUAL_PROTOCOL,
+        unmodelled: Mapping[str, int], settings: Mapping[str, Any], protocol: str = USUAL_PROTOCOL,
+        supposed: Sequence[str] = (),
     ):  # fmt: skip
         choose("protocol", protocol, PROTOCOLS)
         self.protocol = protocol
@@ -395,7 +439,8 @@ class ModulePrediction(_Peaks):
         self._settings = dict(settings)
         self.unmodelled = dict(unmodelled)
         said = settings.get("cudnn_version") is not None or settings.get("torch_version") is not None
-        self._predict(said, used)
+        self._predict(said)
+        self.substitutions = (*supposed, *self.substitutions)
 
     def _start(self, workspace: Any = None, **device: Any) -> SimulatedProcess:
         allocator = CachingAllocator(**{"history": False, **device})

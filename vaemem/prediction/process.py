@@ -11,80 +11,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from vaemem import _core
-from vaemem._common import DTYPES, ELEMENT_BYTES, MIB, choose, latent_factor
-from vaemem.prediction.gpus import Gpu, find_gpu
+from vaemem._common import DTYPES, ELEMENT_BYTES, choose
+from vaemem.prediction.gpus import CONTEXT, Gpu, find_gpu
+from vaemem.prediction.held import LoadedVAE, Tensor
 from vaemem.prediction.moments import ONCE, ROUNDING, Moment, PeakTensor, blas_settings, live_at, moments
 from vaemem.prediction.profiles import Conv
-from vaemem.prediction.runtimes import DEFAULT_TORCH, RUNTIMES, architecture, usual_runtime
+from vaemem.prediction.runtimes import RUNTIMES, architecture, usual_runtime
 from vaemem.prediction.snapshot import CachingAllocator
-from vaemem.prediction.workspace import Workspace
+from vaemem.prediction.workspace import Workspace, torch_for
 
 
 @functools.lru_cache(maxsize=256)
 def _vae_trace(arch: tuple[tuple[str, Any], ...], **call: Any) -> _core.Trace:
     return _core.Trace.vae(dict(arch), **call)
-
-
-class _Held:
-    """Storages that something of a simulated process holds until it is dropped."""
-
-    def __init__(self, storages: Mapping[int, int]):
-        self.storages: dict[int, int] | None = dict(storages)  # address: bytes, in order; None once dropped
-
-    @property
-    def nbytes(self) -> int:
-        return sum((self.storages or {}).values())
-
-
-class Tensor(_Held):
-    """Storages of a simulated process. `drop` it when the name that held it goes.
-
-    Attributes
-    ----------
-    name : str
-        Who made it.
-    shape : tuple of int
-        Of the tensor, or of the latents that a posterior describes.
-    dtype : str
-    nbytes : int
-        Requested bytes of all its storages.
-    """
-
-    def __init__(self, name: str, shape: Sequence[int], dtype: str, storages: Mapping[int, int]):
-        super().__init__(storages)
-        self.name, self.shape, self.dtype = name, tuple(shape), dtype
-
-    def __repr__(self) -> str:
-        state = "dropped" if self.storages is None else f"{self.nbytes / MIB:.2f} MiB"
-        return f"<Tensor {self.name} {'x'.join(map(str, self.shape))} {self.dtype}, {state}>"
-
-
-class LoadedVAE(_Held):
-    """A VAE whose weights lie on the simulated device.
-
-    Attributes
-    ----------
-    arch : dict
-    runtime : str
-        One of `RUNTIMES`.
-    dtype : str
-        Of the weights now.
-    factor : int
-        Image pixels a side of one latent pixel.
-    channels_last : bool
-        Whether the convolutions' filters are in that memory format.
-    """
-
-    def __init__(
-        self, arch: Mapping[str, Any], runtime: str, dtype: str, weights: Mapping[int, int], channels_last: bool = False
-    ):
-        super().__init__(weights)
-        self.arch, self.runtime, self.dtype, self.channels_last = dict(arch), runtime, dtype, channels_last
-        self.factor = latent_factor(arch)
-        self.key = tuple(sorted(self.arch.items()))
-
-    def __repr__(self) -> str:
-        return f"<LoadedVAE {self.arch['name']} ({self.runtime}, {self.dtype}), {self.nbytes / MIB:.2f} MiB>"
 
 
 class SimulatedProcess:
@@ -97,16 +36,25 @@ class SimulatedProcess:
     gpu : str or Gpu
         A name for `vaemem.prediction.gpus.find_gpu`: ``"RTX 4090"``.
     cudnn_version, torch_version : str, optional
-        PyTorch 2.7.1+cu128 by default, and the cuDNN that the build brings; without ``+cu128``, PyPI's build.
+        PyTorch 2.7.1+cu128 by default (cu126 on Volta), and the cuDNN that the build brings; without ``+cu128``, PyPI's
+        build.
     allocator : CachingAllocator, optional
         One with settings of its own (``CachingAllocator.from_conf``, a device's memory); by default one without end.
         Where a convolution's workspace cannot be had PyTorch goes on to cuDNN's next plan, and keeps to it; what that
-        takes was not recorded and is taken to be nothing.
+        takes is taken to be nothing, since from 9.8 on one of cuDNN's plans does.
     workspace : object, optional
         What answers ``conv(dtype, n, c, h, w, k, r, stride, padding, layout) -> (bytes, source)`` in place of
         `Workspace`; convolutions of other kinds have four more arguments, as `Workspace.conv` takes them.
     allow_tf32 : bool
         ``torch.backends.cudnn.allow_tf32``, as PyTorch has it by default. A `workspace` answers by itself.
+    used : int or str
+        What others hold of the card, in bytes or as ``"1.5 GB"``.
+
+    Attributes
+    ----------
+    available : int
+        Bytes that its allocator can have: the allocator's ``total_memory``, or where that is without end, what the card
+        has beside a CUDA context and `used`. The runtime a1111 cuts its attention by what is free of them.
 
     Examples
     --------
@@ -130,9 +78,10 @@ class SimulatedProcess:
     def __init__(
         self, gpu: str | Gpu = "RTX 4090", cudnn_version: str | None = None, torch_version: str | None = None, *,
         allocator: CachingAllocator | None = None, workspace: Any = None, allow_tf32: bool = True,
+        used: int | str = 0,
     ):  # fmt: skip
         self.gpu = find_gpu(gpu)
-        self.torch_version = DEFAULT_TORCH if torch_version is None else torch_version
+        self.torch_version = torch_for(self.gpu, torch_version)
         self._blas = blas_settings(self.gpu, self.torch_version)
         self._kept = {"cublas": 0, "cublaslt": 0}
         if workspace is None:
@@ -141,11 +90,15 @@ class SimulatedProcess:
             raise ValueError(f"workspace: want an object whose conv(...) answers, as Workspace's, got {workspace!r}")
         self.workspace = workspace
         self.allocator = CachingAllocator(history=False) if allocator is None else allocator
+        room = self.gpu.available(CONTEXT, used)
+        self.available: int = self.allocator._settings()["total_memory"] or room
         self.sources: dict[str, int] = {}  # who answered how many questions for workspaces
         self.frames: list[str] = []  # by tag of the allocator's history
         self._tags: dict[Any, int] = {}  # of names and traces
         self._live: dict[int, tuple[str, int]] = {}  # between calls: address -> (name, bytes)
         self._smaller: dict[Any, int] = {}  # workspaces of the plans that stand in for first ones, by convolution
+        # Whether cuDNN has plans without workspace where that is not known; else what the first wants has to be had.
+        self.has_other_plans = True
         # Bytes at the peak, the call that took them (None: no call did), and what was live outside of it.
         self._peak: tuple[int, Any, tuple[tuple[str, int], ...]] = (0, None, ())
         self._most_reserved = 0  # before the peaks were reset
@@ -178,6 +131,15 @@ class SimulatedProcess:
     def most_reserved(self) -> int:
         """Bytes: the peak since the process began, whatever was reset."""
         return max(self._most_reserved, self.peak_reserved)
+
+    @property
+    def guessed_plans(self) -> bool:
+        """Whether a convolution's workspace could not be had, and it is not known that cuDNN has a plan without."""
+        return bool(self._smaller) and not self._knows_plans
+
+    @property
+    def _knows_plans(self) -> bool:
+        return getattr(self.workspace, "has_plan_without", False)
 
     @property
     def workspace_source(self) -> str:
@@ -311,7 +273,8 @@ class SimulatedProcess:
         for question in trace.convs:
             count, source = self.workspace.conv(*question)
             wanted.append(self._smaller.get(question, count))
-            following.append(count if own and Conv(*question) in own else 0)
+            has_other = (self.has_other_plans or self._knows_plans) and not (own and Conv(*question) in own)
+            following.append(0 if has_other else count)
             self.sources[source] = self.sources.get(source, 0) + 1
         left, cublas, cublaslt, allocated, reserved, workspaces = trace.run(
             self.allocator, wanted, **self._blas, cublas=self._kept["cublas"], cublaslt=self._kept["cublaslt"],
@@ -434,7 +397,8 @@ class SimulatedProcess:
             result = (batch, arch["latent_channels"], h // vae.factor, w // vae.factor)
         else:
             result = (batch, arch["out_channels"], height, width)
-        free = max(self.gpu.total_memory - self.allocated, 1) if runtime.looks_at_memory else 0
+        # cudaMemGetInfo's free bytes and what the allocator holds of the rest, as A1111's get_available_vram adds them.
+        free = max(self.available - self.allocated, 0) if runtime.looks_at_memory else 0
         trace = _vae_trace(
             vae.key, runtime=vae.runtime, op=op, dtype=vae.dtype, height=height, width=width, batch=batch,
             tile=tile, slicing=slicing, sm=self.gpu.sm, multiprocessors=self.gpu.multiprocessors,

@@ -197,6 +197,7 @@ class Profile:
         other = data.get("otherwise")
         self._otherwise = _load(other) if other else None
         self.capability: str = data["capability"]
+        self.sm = int(self.capability.replace(".", ""))
         self.version: str = data["cudnn"]
         self.recorded: dict[str, Any] = data["recorded"]
         self.how: str = self.recorded["how"]
@@ -210,7 +211,7 @@ class Profile:
         if not conv.is_plain:
             return None
         s = sizes(conv)
-        kind = kind_of(conv, tf32 or int(self.capability.replace(".", "")) < 80)
+        kind = kind_of(conv, tf32 or self.sm < 80)
         for rule in self._rules:
             if kind == conv.dtype and applies(rule, conv):
                 return formula_bytes(rule["formula"], s), f"{self._source} ({rule['name']})"
@@ -228,13 +229,24 @@ class Profile:
 
 
 def applies(rule: dict[str, Any], conv: Conv) -> bool:
-    """Whether a rule speaks of a convolution."""
-    if not conv.is_plain or conv.dtype not in rule["dtypes"] or (conv.r, conv.stride) != (rule["r"], rule["stride"]):
+    """Whether a rule speaks of a convolution; one without a filter's side speaks of all."""
+    if not conv.is_plain or conv.dtype not in rule["dtypes"]:
+        return False
+    if "r" in rule and (conv.r, conv.stride) != (rule["r"], rule["stride"]):
         return False
     if "channels" in rule and [conv.c, conv.k] not in rule["channels"]:
         return False
     low, high = rule.get("pixels", (1, conv.h * conv.w))
     return bool(low <= conv.h * conv.w <= high)
+
+
+def rule_answer(rule: dict[str, Any], gpu: Gpu, conv: Conv) -> tuple[int, str] | None:
+    """(bytes, source) of a convolution that a rule of ``older.json`` speaks of: by its formula, or as the version that
+    it names answered on that GPU; None where that version was not asked."""
+    if "formula" in rule:
+        return formula_bytes(rule["formula"], sizes(conv)), "rule"
+    profile = nearest_profile(gpu, rule["as"])
+    return profile.conv(conv) if profile else None
 
 
 @functools.cache
@@ -290,6 +302,22 @@ def nearest_profile(gpu: Gpu, version: str | None) -> Profile | None:
         if profile.how != "inferred" or (version and version_number(profile.version) == version_number(version)):
             return profile
     return None
+
+
+def relatives(gpu: Gpu, version: str | None) -> list[Profile]:
+    """Every asked profile whose answers may be those of a version (None: any) on a GPU; of those that are alike one.
+
+    A version between two that were asked there answers as some version did on cards of that compute capability. Beyond
+    the oldest and the newest of them answers change as they did from card to card, so every profile of the family
+    counts: compute capability 8.0 and later, which have TF32, or 7.x. (benchmarks/left_out.py tries the rule.)
+    """
+    family = [_load(name) for name, (sm, *_) in profile_files().items() if (sm < 80) == (gpu.sm < 80)]
+    family = [profile for profile in family if profile.how != "inferred"]
+    own = [profile for profile in family if profile.sm == gpu.sm]
+    asked = [version_number(profile.version) for profile in own]
+    is_between = version and asked and min(asked) <= version_number(version) <= max(asked)
+    different = {profile.file: profile for profile in (own if is_between else family)}
+    return list(different.values())
 
 
 @functools.cache

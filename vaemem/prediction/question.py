@@ -107,6 +107,8 @@ class Question:
     def settings(self) -> tuple[str, ...]:
         """What is not as usual, in words."""
         unusual = {
+            f"in tiles of {self.tile}": self.tile and max(self.height, self.width) > self.tile,
+            f"whole, in one tile of {self.tile}": self.tile and max(self.height, self.width) <= self.tile,
             self.protocol: self.protocol != USUAL_PROTOCOL,
             "channels_last": self.channels_last,
             "allow_tf32=False": not self.allow_tf32,
@@ -149,7 +151,7 @@ class Question:
         """A fresh process on a `new_allocator`; with another workspace than the question's, where one is given."""
         return SimulatedProcess(
             self.gpu, self.cudnn_version, self.torch_version, allocator=self.new_allocator(**device),
-            workspace=self.workspace if workspace is None else workspace, allow_tf32=self.allow_tf32,
+            workspace=self.workspace if workspace is None else workspace, allow_tf32=self.allow_tf32, used=self.used,
         )  # fmt: skip
 
     def play(self, process: SimulatedProcess, protocol: str | None = None) -> Reading:

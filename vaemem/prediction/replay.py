@@ -476,7 +476,7 @@ class _Player:
         if not self.placed or len(frees) < len(run):
             self.allocator.empty_cache()
         else:
-            whole, known = self.allocator._whole_segments(), 0
+            known = 0
             for address in frees:
                 with contextlib.suppress(ValueError):  # it is not whole here
                     self.allocator._release(address)
@@ -485,7 +485,7 @@ class _Player:
                 self.differ(
                     f"event {index}: the record gives back {len(frees)} segments, {known} of them are whole here"
                 )
-            if known < whole:
+            if self.allocator._has_whole_segment():
                 self.imposed += known
         if self.allocator.memory_reserved() != self.recorded:
             self.differ(

@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from vaemem._common import MIB, shipped
+from vaemem._common import MIB, as_csv, reading, shipped, write
 from vaemem.prediction.benchmark import BENCHMARK_TILE, benchmark
 from vaemem.prediction.cudnn import InstalledCudnn, installed_cudnn
 from vaemem.prediction.gpus import Gpu
@@ -100,12 +100,16 @@ def play(workspace: Any) -> dict[Key, tuple[float, float]]:
 def read_table(path: str | os.PathLike[str] | None = None) -> list[tuple[Key, tuple[float, float]]]:
     """Rows of a table with the seed table's columns; the shipped copy by default. ValueError where a column or a number
     is missing."""
-    text = shipped("seed_table.csv") if path is None else Path(path).read_text("utf-8")
-    reader = csv.DictReader(text.splitlines())
     wanted = ("model", "op", "height", "width", "dtype", "group", "allocated_mib", "reserved_mib")
+    with reading(f"table: want the columns {', '.join(wanted)}", "the shipped copy" if path is None else path):
+        return _rows(shipped("seed_table.csv") if path is None else Path(path).read_text("utf-8"), wanted)
+
+
+def _rows(text: str, wanted: Sequence[str]) -> list[tuple[Key, tuple[float, float]]]:
+    reader = csv.DictReader(text.splitlines())
     missing = [name for name in wanted if name not in (reader.fieldnames or ())]
     if missing:
-        raise ValueError(f"table: want the columns {', '.join(wanted)}; {', '.join(missing)} missing")
+        raise ValueError(f"{', '.join(missing)} missing")
     rows = []
     for line, fields in enumerate(reader, 2):
         try:
@@ -113,9 +117,7 @@ def read_table(path: str | os.PathLike[str] | None = None) -> list[tuple[Key, tu
             key = (fields["model"], fields["op"], height, width, fields["dtype"], group)
             rows.append((key, (float(fields["allocated_mib"]), float(fields["reserved_mib"]))))
         except (TypeError, ValueError):
-            raise ValueError(
-                f"table: line {line}: want numbers in height, width, group and the sizes, got {fields}"
-            ) from None
+            raise ValueError(f"line {line}: want numbers in height, width, group and the sizes, got {fields}") from None
     return rows
 
 
@@ -239,11 +241,10 @@ def render(rows: Iterable[Row]) -> str:
 
 def write_csv(rows: Iterable[Row], path: str | os.PathLike[str]) -> None:
     """Writes the rows under `COLUMNS`."""
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(COLUMNS)
-        for key, measured, predicted in rows:
-            writer.writerow([*key, *(f"{size:.2f}" for size in measured), *(f"{size:.4f}" for size in predicted)])
+    lines = (
+        [*key, *(f"{m:.2f}" for m in measured), *(f"{p:.4f}" for p in predicted)] for key, measured, predicted in rows
+    )
+    write(path, as_csv([dict(zip(COLUMNS, line, strict=True)) for line in lines], COLUMNS))
 
 
 def run(path: str | os.PathLike[str] | None = None, csv_path: str | os.PathLike[str] | None = None) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from vaemem import _core
-from vaemem._common import MIB, choose
+from vaemem._common import MIB, choose, replacing
 
 INTERVALS = 16  # of roundup_power2_divisions: 1 MiB, 2 MiB, ... 32 GiB and above
 
@@ -291,7 +291,7 @@ class CachingAllocator(_core.CachingAllocator):
         >>> replay("history.pickle").same
         True
         """
-        with open(path, "wb") as file:
+        with replacing(path) as file:
             pickle.dump(self.snapshot(frames), file, protocol=4)
 
 

@@ -34,9 +34,12 @@ from vaemem.prediction.profiles import (
     nearest_profile,
     older_rules,
     profiles_near,
+    relatives,
+    rule_answer,
     sizes,
     version_number,
 )
+from vaemem.prediction.runtimes import DEFAULT_TORCH
 
 # The cuDNN that PyTorch's wheels for Linux bring, by release and CUDA build: first the build that PyPI has (its package
 # metadata), then those of download.pytorch.org (the release branches' generate_binary_build_matrix.py).
@@ -48,12 +51,22 @@ CUDNN_OF_TORCH = {
     "2.8": {"cu128": "9.10.2", "cu126": "9.10.2", "cu129": "9.10.2"},
     "2.9": {"cu128": "9.10.2", "cu126": "9.10.2", "cu130": "9.13.0"},
     "2.10": {"cu128": "9.10.2", "cu126": "9.10.2", "cu130": "9.15.1"},
-    "2.11": {"cu130": "9.19.0", "cu128": "9.19.0"},
-    "2.12": {"cu130": "9.20.0"},
-    "2.13": {"cu130": "9.20.0"},
-    "2.14": {"cu130": "9.24.0"},
+    "2.11": {"cu130": "9.19.0", "cu126": "9.10.2", "cu128": "9.19.0"},
+    "2.12": {"cu130": "9.20.0", "cu126": "9.10.2"},
+    "2.13": {"cu130": "9.20.0", "cu126": "9.10.2"},
+    "2.14": {"cu130": "9.24.0", "cu126": "9.10.2"},
     "2.15": {"cu132": "9.26.0"},
 }
+# The least and the most compute capability that these builds have kernels for (TORCH_CUDA_ARCH_LIST in PyTorch's
+# .ci/manywheel/build_cuda.sh, before 2.6 in pytorch/builder; what torch.cuda.get_arch_list() says of some is in
+# pytorch/pytorch#144071 and #182250). Between them there are kernels for each major version, which run on its later
+# minor ones. No build has PTX for older ones: 12.0's alone is there, which is of no use to cards before it.
+KERNELS = {
+    **dict.fromkeys(("cu118", "cu121", "cu124", "cu126"), (70, 90)),
+    **dict.fromkeys(("cu128", "cu129"), (70, 120)),
+    **dict.fromkeys(("cu130", "cu132"), (75, 120)),
+}
+WITHOUT_VOLTA = {("2.7", "cu128"), ("2.11", "cu128")}  # pytorch/pytorch#157517 brought it back, #172352 ended it
 
 
 def torch_build(version: str) -> tuple[str, str]:
@@ -91,6 +104,35 @@ def cudnn_of_torch(version: str) -> str:
         builds = " or ".join(known)
         raise ValueError(f"torch_version: want {release} built for {builds}, or a cudnn_version too, got {version!r}")
     return known[build]
+
+
+def _has_kernels(gpu: Gpu, release: str, build: str) -> bool:
+    least, most = KERNELS[build]
+    return max(least, 75 if (release, build) in WITHOUT_VOLTA else 0) <= gpu.sm <= most
+
+
+def torch_for(gpu: Gpu, version: str | None) -> str:
+    """A version that was given, or the usual release's first build that runs on the card.
+
+    Raises
+    ------
+    ValueError
+        It is no version, or its build has no kernels for the card. Builds that are not listed may have any.
+    """
+    release, build = torch_build(DEFAULT_TORCH if version is None else version)
+    builds = CUDNN_OF_TORCH[release]
+    if build not in builds or _has_kernels(gpu, release, build):
+        return DEFAULT_TORCH if version is None else version
+    others = [other for other in builds if _has_kernels(gpu, release, other)]
+    if version is None:
+        return f"{DEFAULT_TORCH.partition('+')[0]}+{others[0]}"
+    runs = [f"{r}+{b}" for r, known in CUDNN_OF_TORCH.items() for b in known if _has_kernels(gpu, r, b)]
+    end = f"the first is {runs[0]}" if gpu.sm > KERNELS[build][1] else f"the last is {runs[-1]}"
+    such = f"such as {release}+{others[0]} ({end})" if others else end
+    raise ValueError(
+        f"torch_version: want a build with kernels for compute capability {gpu.capability} ({gpu.name}), {such},"
+        f" got {version!r}, which is built for {build}"
+    )
 
 
 def not_cudnn(gpu: Gpu, cudnn_version: str | None, torch_version: str | None, conv: Conv) -> str:
@@ -207,6 +249,12 @@ class Workspace:
         self.substitutions: dict[str, None] = {}
         self.by_pytorch: set[Conv] = set()
 
+    @property
+    def has_plan_without(self) -> bool:
+        """Whether this cuDNN is known to have a plan without workspace for each convolution, which PyTorch comes to
+        where it cannot have the first one's. Those that can be asked have one (docs/PREDICTION.md)."""
+        return self.cudnn_version is None or version_number(self.cudnn_version) >= _ASKABLE
+
     def conv(self, *question: Any, **more: Any) -> tuple[int, str]:
         """Workspace of one convolution.
 
@@ -233,41 +281,40 @@ class Workspace:
             answer = self._known[conv] = self._look_up(conv)
         return answer
 
-    def alternatives(self, every: bool = False) -> list[Workspace]:
+    def alternatives(self, every: bool = False) -> list[Any]:
         """Other workspaces that may be the true ones: none where nothing was substituted.
 
-        These are the three nearest versions of cuDNN that were asked (only the nearest, where the profile in use was
-        inferred); for versions below 9.8 also the inferred profiles and the possible rules of ``older.json``; and where
-        a rule had to guess, the least and the most that there can be. `every`: all versions that are known, for a
-        process whose cuDNN is not known. Of workspaces that answer the questions so far alike there is one, and none
-        that answers them as this one does.
+        These are the `relatives`, and what takes the most that any of them says of each convolution, because an unknown
+        version may answer now as one and now as another; below 9.8 also the inferred profiles and the possible rules of
+        ``older.json``; and where a rule had to guess, the least and the most that there can be. Where an inferred
+        profile answers, only the nearest version that was asked is tried. There is one workspace for each set of
+        answers to the questions so far, and none for this one's. `every`: for a process whose cuDNN is not known.
         """
-        others: list[Workspace] = []
+        others: list[Any] = []
         if every or set(self.substitutions).difference(_RULED.values()):
-            near = profiles_near(self.gpu, self.cudnn_version)
+            version = None if every else self.cudnn_version
+            near = profiles_near(self.gpu, version)
             asked = [profile for profile in near if profile.how != "inferred"]
-            is_inferred = self._profile is not None and self._profile.how == "inferred"
-            nearest = self._best_informed(asked)[: 1 if is_inferred else 3]
-            others += [self._with(profile) for profile in (asked if every else nearest)]
-            possible = older_rules(self.gpu, None if every else self.cudnn_version, "possible")
-            if possible and (every or not is_inferred):
-                others += [self._with(profile) for profile in near if profile.how == "inferred"]
-                others.append(self._with(min(asked, key=lambda p: version_number(p.version)), possible))
+            if not every and self._profile is not None and self._profile.how == "inferred":
+                others += map(self._with, self._best_informed(asked)[:1])
+            else:
+                others += map(self._with, self._best_informed(relatives(self.gpu, version)))
+                others.append(_Most(others[:]))
+                if possible := older_rules(self.gpu, version, "possible"):
+                    others += [self._with(profile) for profile in near if profile.how == "inferred"]
+                    others.append(self._with(min(asked, key=lambda p: version_number(p.version)), possible))
         if not set(_RULED.values()).isdisjoint(self.substitutions):
             others += [self._with(self._profile, self._rules, guess) for guess in (_least, _most)]
-        found = {self._answers(self._known): self}
-        for other in others:
+        found: dict[tuple[int, ...], Any] = {}
+        for other in [self, *others]:
             with contextlib.suppress(ValueError):  # it has no engine for one of them: PyTorch would not run
-                found.setdefault(other._answers(self._known), other)
+                found.setdefault(tuple(other.conv(*question)[0] for question in self._known), other)
         return list(found.values())[1:]
 
     def _best_informed(self, profiles: Sequence[Profile]) -> list[Profile]:
         """Those of the profiles that answer most of the questions so far: not every file holds every kind."""
         counts = [sum(bool(profile.conv(conv, self.tf32)) for conv in self._known) for profile in profiles]
         return [profile for profile, count in zip(profiles, counts, strict=True) if count == max(counts)]
-
-    def _answers(self, questions: Iterable[Conv]) -> tuple[int, ...]:
-        return tuple(self.conv(*question)[0] for question in questions)
 
     def _with(self, profile: Profile | None, rules: Iterable[dict[str, Any]] = (), guess: Any = None) -> Workspace:
         """The same with other answers, whatever version was wanted."""
@@ -286,8 +333,9 @@ class Workspace:
             for rule in self._rules:
                 if kind_of(conv, self.tf32) == conv.dtype and applies(rule, conv):
                     what = f"{rule['name']}, in cuDNN before {rule['before']}"
-                    self._substitute(f"a rule for {what}")
-                    return formula_bytes(rule["formula"], sizes(conv)), f"rule: {what}; from {rule['from']}"
+                    if found := rule_answer(rule, self.gpu, conv):
+                        self._substitute(f"a rule for {what}")
+                        return found[0], f"{found[1]}: {what}; from {rule['from']}"
             for profile in self._near():
                 if found := profile.conv(conv, self.tf32):
                     self._substitute(self._differs(profile))
@@ -350,6 +398,16 @@ class Workspace:
             installed = self._cudnn.version if is_other and wanted >= _ASKABLE else None
             self._prefer_installed = installed is not None and version_number(installed) == wanted
         return self._prefer_installed
+
+
+class _Most:
+    """For each convolution the most that any of some workspaces says."""
+
+    def __init__(self, workspaces: Sequence[Workspace]):
+        self._workspaces, self.by_pytorch = workspaces, workspaces[0].by_pytorch
+
+    def conv(self, *question: Any, **more: Any) -> tuple[int, str]:
+        return max(workspace.conv(*question, **more) for workspace in self._workspaces)
 
 
 _ASKABLE = version_number("9.8.0")  # the first that answers without a device

@@ -1,8 +1,8 @@
 """diffusers' AutoencoderKL, computed by vaemem: what `vaemem.pytorch.AutoencoderKL` is.
 
 It is diffusers' own class whose parameters lie on the device "meta": names, shapes, dtypes and config are there for
-whoever asks (pipelines ask for dtypes of single layers), numbers are not. Two methods are overridden, which are given a
-batch and return one; slices, outputs and distributions are diffusers'.
+whoever asks (pipelines ask for dtypes of single layers), numbers are not, and a layer that is called is refused. Two
+methods are overridden, which are given a batch and return one; slices, outputs and distributions are diffusers'.
 """
 
 from __future__ import annotations
@@ -13,6 +13,10 @@ from threading import Event
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.forward_ad import unpack_dual
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 try:
     import diffusers
@@ -22,6 +26,7 @@ except ImportError as error:  # pragma: no cover
         f"vaemem.pytorch.AutoencoderKL wants diffusers: pip install 'vaemem[diffusers]' ({error})"
     ) from error
 
+from vaemem._common import latent_factor
 from vaemem.engine import weights
 from vaemem.engine.arguments import Progress
 from vaemem.engine.layouts import config_of
@@ -37,6 +42,55 @@ __all__ = ["AutoencoderKL"]
 
 DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 SETTINGS = ("threads", "memory_limit", "cache_limit", "on_out_of_memory")  # of a VAE, for its runs on the CPU
+
+
+class Weight(torch.Tensor):
+    """A parameter on the device "meta": the name, shape and dtype of numbers that the engine holds.
+
+    A function of PyTorch's that is given such a tensor and one with numbers may answer with uninitialised memory, as a
+    convolution does. So it is refused, whatever the function. What it makes of this alone is on "meta" and refused too.
+    """
+
+    label: str  # what an error calls it
+
+    def __new__(cls, data: torch.Tensor, requires_grad: bool = False, label: str = "a weight") -> Self:
+        weight: Self = torch.Tensor._make_subclass(cls, data, requires_grad)
+        weight.label, weight._is_param = label, True  # as nn.Parameter marks a subclass of Tensor
+        return weight
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+            label: Any = next((t.label for t in given if isinstance(t, cls) and t.is_meta), None)
+            if label and not all(t.is_meta for t in given):
+                raise RuntimeError(
+                    f"{label}: want encode() or decode() of the whole VAE, or its state_dict(), got {func.__name__}() "
+                    "of this weight alone: its numbers are vaemem's, and PyTorch has none to compute with"
+                )
+
+            def like(one: torch.Tensor) -> torch.Tensor:
+                return cls(one, label=label) if type(one) is torch.Tensor and one.is_meta else one
+
+            made = func(*args, **(kwargs or {}))
+            return tree_map_only(torch.Tensor, like, made) if label else made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return memo.setdefault(id(self), type(self)(self.clone(), self.requires_grad, self.label))
+
+
+def _refuse_load(module: torch.nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """A hook of every module of the VAE: PyTorch calls it whether the load began here or in a module around it."""
+    if any(name.startswith(prefix) for name in state):
+        raise TypeError("AutoencoderKL: its weights cannot be changed: make another one, with from_module or VAE.load")
+
+
+def _refuse_state(module: torch.nn.Module, *rest: Any) -> None:
+    """A hook of every module of the VAE. It runs for submodules, since the VAE's own `state_dict` calls no hooks."""
+    raise RuntimeError(
+        f"{type(module).__name__}: want state_dict() of the whole VAE, got that of a part of it: its numbers are "
+        "vaemem's, and PyTorch has none to give"
+    )
 
 
 class AutoencoderKL(diffusers.AutoencoderKL):  # type: ignore[misc]
@@ -71,13 +125,21 @@ class AutoencoderKL(diffusers.AutoencoderKL):  # type: ignore[misc]
     ------
     ValueError
         Where gradients would be wanted, for there are none; a tensor on another device; a dtype that is none of those.
+    RuntimeError
+        A call of a submodule or of a weight with a tensor that has numbers, since only the whole VAE computes, and
+        `state_dict` of a submodule; a trace or export (``torch.jit.trace``), which would keep a result as a constant.
+        `torch.compile` runs it uncompiled.
+    TypeError
+        `load_state_dict` of the VAE, of a submodule, or of a module around it with weights for the VAE.
 
     Notes
     -----
     `enable_tiling` does what diffusers' does, tile by tile, which is not exact: a `memory_limit` is, and goes without
     tiles. Tiles are put together in host memory. Results of float16 that overflow are made again with smaller
     activations, so that SDXL's need no upcast: ``pipe.vae.register_to_config(force_upcast=False)`` saves it.
-    Attention processors, adapters and what else changes the module's layers change nothing.
+    Attention processors, adapters and what else changes the module's layers change nothing. ``copy.deepcopy``, pickle
+    and ``torch.save`` take the weights along, and leave `progress` and `cancel` behind. diffusers' ``from_pipe`` takes
+    over a VAE of its own class alone: ``from_pipe(pipe, vae=pipe.vae)``.
 
     Examples
     --------
@@ -102,7 +164,7 @@ class AutoencoderKL(diffusers.AutoencoderKL):  # type: ignore[misc]
     >>> small = AutoencoderKL.from_module(diffusers.AutoencoderKL())  # such as a pipeline's
     >>> small.state_dict()["decoder.conv_in.bias"].shape
     torch.Size([64])
-    >>> small.load_state_dict({})
+    >>> small.load_state_dict(small.state_dict())
     Traceback (most recent call last):
     TypeError: AutoencoderKL: its weights cannot be changed: make another one, with from_module or VAE.load
     """
@@ -121,12 +183,17 @@ class AutoencoderKL(diffusers.AutoencoderKL):  # type: ignore[misc]
             raise ValueError("config: want a scaling_factor: load with model='sd15', model='sdxl' or config=")
         with torch.device("meta"):
             super().__init__(**config)
+        for prefix, module in self.named_modules():
+            module.register_load_state_dict_pre_hook(_refuse_load)
+            module.register_state_dict_pre_hook(_refuse_state)
+            for name, parameter in module.named_parameters(recurse=False):
+                setattr(module, name, Weight(parameter, label=f"{prefix}.{name}"))
         # A pipeline that is saved names the instance's module, and who loads it wants diffusers, with these weights.
         self.__module__ = diffusers.AutoencoderKL.__module__
         self.vae, self._there = vae, vae
         self._place = torch.empty(0)  # on the module's device, in its dtype
         self.memory_limit, self.progress, self.cancel = memory_limit, False, None
-        self.eval().requires_grad_(False).to(torch_dtype or getattr(torch, vae.dtype))
+        self.eval().to(torch_dtype or getattr(torch, vae.dtype))
 
     # ---- making one ----
 
@@ -187,6 +254,10 @@ class AutoencoderKL(diffusers.AutoencoderKL):  # type: ignore[misc]
         made.use_slicing, made.use_tiling = module.use_slicing, module.use_tiling
         return made.to(module.device)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What copy, pickle and torch.save take: nothing that only serves the runs of this one."""
+        return self.__dict__ | {"_there": self.vae, "progress": False, "cancel": None}
+
     # ---- where it is ----
 
     @property
@@ -213,8 +284,7 @@ class AutoencoderKL(diffusers.AutoencoderKL):  # type: ignore[misc]
 
     def _be_at(self, place: torch.Tensor) -> None:
         self._place = place
-        for parameter in self.parameters():
-            parameter.data = parameter.data.to(place.dtype)
+        super()._apply(lambda parameter: parameter.to(place.dtype))
 
     def _engine(self) -> VAE:
         """The VAE that computes where the module is now. A copy is made when it is first wanted, for a pipeline may
@@ -235,18 +305,31 @@ class AutoencoderKL(diffusers.AutoencoderKL):  # type: ignore[misc]
         return self._run("encode", x, self.tile_sample_min_size)
 
     def _decode(self, z: torch.Tensor, return_dict: bool = True) -> Any:
-        image = self._run("decode", z, self.tile_latent_min_size * 2 ** (len(self.config.block_out_channels) - 1))
+        image = self._run("decode", z, self.tile_latent_min_size * latent_factor(self.vae.arch))
         return DecoderOutput(sample=image) if return_dict else (image,)
 
+    @torch.compiler.disable
     def _run(self, op: str, x: torch.Tensor, tile: int) -> torch.Tensor:
         name = "x" if op == "encode" else "z"
         if not isinstance(x, torch.Tensor) or not x.is_floating_point():
             got = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
             raise TypeError(f"{name}: want a tensor of floating-point numbers, got {got}")
-        if x.requires_grad and torch.is_grad_enabled():
+        outside = isinstance(x, FakeTensor) or torch._C._functorch.is_functorch_wrapped_tensor(x)
+        if outside or torch.jit.is_tracing() or get_proxy_mode():
+            raise RuntimeError(
+                f"{name}: want a tensor with numbers, got one that PyTorch traces, exports or transforms: vaemem "
+                "computes outside of PyTorch, and a trace would keep this result as a constant: trace diffusers' own"
+            )
+        if (x.requires_grad and torch.is_grad_enabled()) or unpack_dual(x).tangent is not None:
             raise ValueError(
-                f"{name}: want a tensor that needs no gradient, got one with requires_grad=True: vaemem computes none; "
-                f"{op} under torch.no_grad() or give {name}.detach()"
+                f"{name}: want a tensor that needs no gradient, got one with requires_grad=True or a tangent: vaemem "
+                f"computes none; {op} under torch.no_grad() or give {name}.detach()"
+            )
+        factor = latent_factor(self.vae.arch)
+        if op == "encode" and any(side % factor for side in x.shape[2:]):
+            raise ValueError(
+                f"x: want a height and a width that are multiples of {factor}, got {tuple(x.shape)}: pad the image "
+                "first, as torch.nn.functional.pad does"
             )
         if x.device != self.device:
             raise ValueError(f"{name}: want a tensor on {self.device}, where the module is, got one on {x.device}")
@@ -269,9 +352,10 @@ class AutoencoderKL(diffusers.AutoencoderKL):  # type: ignore[misc]
 
     # ---- its numbers ----
 
-    def state_dict(self, *, prefix: str = "", **kwargs: Any) -> dict[str, torch.Tensor]:
-        """Copies of the weights, in the module's dtype on the CPU."""
-        return {prefix + name: torch.from_numpy(t).to(self.dtype) for name, t in self.vae.state_dict().items()}
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        raise TypeError("AutoencoderKL: its weights cannot be changed: make another one, with from_module or VAE.load")
+    def state_dict(
+        self, *, destination: dict[str, torch.Tensor] | None = None, prefix: str = "", **kwargs: Any
+    ) -> dict[str, torch.Tensor]:
+        """Copies of the weights, in the module's dtype on the CPU. A module around this one gives its `destination`."""
+        state = {} if destination is None else destination
+        state |= {prefix + name: torch.from_numpy(t).to(self.dtype) for name, t in self.vae.state_dict().items()}
+        return state

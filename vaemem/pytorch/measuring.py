@@ -7,7 +7,6 @@ made with: the names decide what is still allocated when a run begins.
 from __future__ import annotations
 
 import contextlib
-import csv
 import importlib
 import os
 import platform
@@ -20,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vaemem._common import DTYPES, TILED_OPS, choose, chosen, latent_factor, setting, whole
+from vaemem._common import DTYPES, TILED_OPS, as_csv, choose, chosen, latent_factor, setting, whole, write
 from vaemem.engine.layouts import config_of, read_config
 from vaemem.prediction.benchmark import BENCHMARK_TILE
 from vaemem.prediction.profiles import Conv
@@ -404,7 +403,5 @@ def _workspace(conv: Conv, device: Any) -> int:
 
 def _write_profile(path: str | os.PathLike[str], device: Any, workspaces: dict[Conv, int]) -> None:
     about = torch.cuda.get_device_name(device), torch.__version__, cudnn_version()
-    with open(path, "w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(PROFILE_COLUMNS)
-        writer.writerows([*about, *conv, count] for conv, count in workspaces.items())
+    lines = ((*about, *conv, count) for conv, count in workspaces.items())
+    write(path, as_csv([dict(zip(PROFILE_COLUMNS, line, strict=True)) for line in lines], PROFILE_COLUMNS))

@@ -194,6 +194,11 @@ def predict_peak(
         ``"repeated"`` or ``"kept"``. What a run returns is dropped before the next one, so that ``"repeated"`` differs
         from ``"warm"`` by one more run.
 
+    Notes
+    -----
+    The prediction is of a call under ``torch.no_grad()``. Where gradients are enabled around this call and a parameter
+    or an input requires them, the real one keeps more, and `substitutions` says so.
+
     Examples
     --------
     >>> with torch.device("meta"):
@@ -202,8 +207,11 @@ def predict_peak(
     >>> predict_peak(layer, x).allocated >> 20
     17
     """
-    settings = {"gpu": gpu, "cudnn_version": cudnn_version, "torch_version": torch_version}
+    settings = {"gpu": gpu, "cudnn_version": cudnn_version, "torch_version": torch_version, "used": used}
     recording = record(module, *args, gpu=gpu, call=call, autocast=autocast, **kwargs)
+    given = [*module.parameters(), *tree_flatten((args, kwargs))[0]]
+    with_gradients = torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in given)
     return ModulePrediction(
-        recording.trace, recording.weights, recording.inputs, recording.unmodelled, settings, used, protocol
-    )
+        recording.trace, recording.weights, recording.inputs, recording.unmodelled, settings, protocol,
+        ["torch.no_grad() for a call with gradients, which would keep more"] if with_gradients else [],
+    )  # fmt: skip

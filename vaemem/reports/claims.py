@@ -6,19 +6,20 @@ import functools
 import math
 import operator
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from vaemem import _core
-from vaemem._common import ELEMENT_BYTES, grouped, listed, mib, render
+from vaemem._common import ELEMENT_BYTES, distinct, grouped, listed, mib, render
+from vaemem.prediction.gpus import find_gpu
 from vaemem.tables.estimators import pixels, series_of, size_of, with_tiles
-from vaemem.tables.table import Row, Table
+from vaemem.tables.table import Row, Table, seed_table
 
 HOLDS = "holds"
 MIXED = "holds only by mixing unlike rows"
 FAILS = "contradicted"
-UNKNOWN = "no rows to tell"
+UNKNOWN = "not judged"
 
 
 class Finding(NamedTuple):
@@ -40,11 +41,15 @@ class Claim:
         The statement.
     check : callable
         `Rows` -> Finding. Everything in its sentence is computed from the rows.
+    of : mapping, optional
+        Columns and values, as `Table.filter` takes them: which rows of `seed_table` the statement was made from. It is
+        judged where a table has runs of all their kinds, and by these alone. None: by every row of PyTorch's.
     """
 
     source: str
     says: str
     check: Callable[[Rows], Finding]
+    of: Mapping[str, object] | None = None
 
 
 class Rows:
@@ -56,8 +61,21 @@ class Rows:
         def is_usable(row: Row) -> bool:
             return all(row[name] for name in usable) and row["runtime"] != "vaemem" and size_of(row) is not None
 
+        self._table = table.filter(is_usable)
         # Of these alone: every row that is told to have run in tiles has a whole image of its series beside it.
-        self._rows = with_tiles(table.filter(is_usable))
+        self._rows = with_tiles(self._table)
+
+    def judge(self, claim: Claim) -> Finding:
+        """What the rows of the claim's kinds say of it."""
+        if claim.of is None:
+            return claim.check(self)
+        wanted = distinct(map(_kind, _benchmark().filter(**claim.of)))
+        mine = [row for row in self._table if _kind(row) in wanted]
+        if missing := set(wanted) - set(map(_kind, mine)):
+            named, batch, source, runtime, card = next(kind for kind in wanted if kind in missing)
+            more = f", nor of {len(missing) - 1} others of its {len(wanted)} kinds" if len(missing) > 1 else ""
+            return Finding(UNKNOWN, f"no rows of {named}, batch {batch}, {source} in {runtime} on {card}{more}")
+        return claim.check(Rows(Table(mine)))
 
     def of(self, whole_image: bool | None = None, **equals: object) -> list[Row]:
         """The rows with these values; `whole_image` False: only those that ran in tiles against their op's name."""
@@ -96,7 +114,9 @@ def check(table: Table, claims: Iterable[Claim] | None = None) -> Checked:
     table : Table, pandas.DataFrame or iterable of mappings
         Rows of vaemem's own engine, and rows without allocated or reserved bytes, are not looked at.
     claims : iterable of Claim, optional
-        By default `PUBLISHED`, what the published benchmark report says.
+        By default `PUBLISHED`, what the published benchmark report says. It is about PyTorch's runs on an RTX 4090, so
+        other runs do not judge it: where runs of a kind are missing that a statement was made from, its verdict is
+        "not judged", and says of which.
 
     Examples
     --------
@@ -108,7 +128,7 @@ def check(table: Table, claims: Iterable[Claim] | None = None) -> Checked:
     for claim in chosen:
         if not isinstance(claim, Claim):
             raise ValueError(f"claims: want each a Claim, got {claim!r}")
-    return Checked((claim, claim.check(rows)) for claim in chosen)
+    return Checked((claim, rows.judge(claim)) for claim in chosen)
 
 
 # ---- figures ----
@@ -124,6 +144,23 @@ def constant(row: Row, target: str = "reserved_bytes") -> float:
     size = size_of(row)
     assert size is not None
     return float(row[target] / size)
+
+
+@functools.cache
+def _card(device: str | None) -> str | None:
+    """One name of a GPU, however the row spells it."""
+    try:
+        return find_gpu(device).name if device else None
+    except ValueError:
+        return device
+
+
+def _kind(row: Row) -> tuple[object, ...]:
+    """What was run, how and on what."""
+    return case(row), row["batch"], row["source"], row["runtime"], _card(row["device"])
+
+
+_benchmark = functools.cache(seed_table)
 
 
 def case(row: Row) -> str:
@@ -166,20 +203,18 @@ def _groups(rows: Sequence[Row], *names: str) -> dict[str, list[Row]]:
 _ALIKE = 0.05
 
 
-def _mean_ratio(stated: float, names: tuple[str, ...], rows: Rows, **equals: Any) -> Finding:
+def _mean_ratio(stated: float, names: tuple[str, ...], rows: Rows) -> Finding:
     """The mean of reserved / allocated, and of each kind of rows alone."""
-    mine = rows.of(**equals)
-    if not mine:
-        return Finding(UNKNOWN, "")
+    mine = rows.of()
     mean = statistics.mean(map(ratio, mine))
     kinds = {kind: statistics.mean(map(ratio, some)) for kind, some in _groups(mine, *names).items()}
-    tiled = rows.of(whole_image=False, **equals)
+    tiled = rows.of(whole_image=False)
     found = f"mean {mean:.2f} of {len(mine)} rows from {span([*map(ratio, mine)])}"
     if len(kinds) > 1:
         low, high = min(kinds, key=lambda k: kinds[k]), max(kinds, key=lambda k: kinds[k])
         found += f"; {low} alone {kinds[low]:.2f}, {high} alone {kinds[high]:.2f}"
     if tiled:
-        whole = rows.of(whole_image=True, **equals)
+        whole = rows.of(whole_image=True)
         kinds |= {"tiled": statistics.mean(map(ratio, tiled)), "whole": statistics.mean(map(ratio, whole))}
         found += f"; {len(tiled)} of the rows ran in tiles (mean {kinds['tiled']:.2f}, the others {kinds['whole']:.2f})"
     if f"{mean:.2f}" != f"{stated:.2f}":
@@ -189,10 +224,7 @@ def _mean_ratio(stated: float, names: tuple[str, ...], rows: Rows, **equals: Any
 
 
 def _reserves_between(low: float, high: float, rows: Rows) -> Finding:
-    mine = rows.of()
-    if not mine:
-        return Finding(UNKNOWN, "")
-    ratios = [ratio(row) for row in mine]
+    ratios = [ratio(row) for row in rows.of()]
     inside = sum(low <= value <= high for value in ratios)
     found = (
         f"mean {statistics.mean(ratios):.2f}, {span(ratios)}; {inside} of {len(ratios)} rows lie in {low:g} to {high:g}"
@@ -200,17 +232,15 @@ def _reserves_between(low: float, high: float, rows: Rows) -> Finding:
     return Finding(HOLDS if inside == len(ratios) else FAILS, found)
 
 
-def _scaling(stated_pixels: float, stated: float, rows: Rows, **equals: Any) -> Finding:
+def _scaling(stated_pixels: float, stated: float, rows: Rows) -> Finding:
     """Allocated bytes of the first and the last row by size, and of the ends of each series alone."""
-    mine = sorted(rows.of(**equals), key=lambda row: row["height"])  # by size; rows of a size stay in their order
-    if not mine or pixels(mine[-1]) == pixels(mine[0]):
-        return Finding(UNKNOWN, "")
+    mine = sorted(rows.of(), key=lambda row: row["height"])  # by size; rows of a size stay in their order
     first, last = mine[0], mine[-1]
     whole = last["allocated_bytes"] / first["allocated_bytes"]
     grown = pixels(last) / pixels(first)
-    alike = [
-        b["allocated_bytes"] / a["allocated_bytes"] for a, b in growth(rows.of(whole_image=True, **equals)).values()
-    ]
+    alike = [b["allocated_bytes"] / a["allocated_bytes"] for a, b in growth(rows.of(whole_image=True)).values()]
+    if not alike:
+        return Finding(UNKNOWN, "no rows of whole images at two sizes in one series")
     found = f"{span(alike)} where {grown:g} times the pixels are compared within one dtype and series"
     is_stated = f"{whole:.1f}" == f"{stated:.1f}" and f"{grown:.1f}" == f"{stated_pixels:.1f}"
     if any(abs(value - stated) < 0.1 for value in alike):  # both figures have one decimal
@@ -223,9 +253,7 @@ def _scaling(stated_pixels: float, stated: float, rows: Rows, **equals: Any) -> 
 
 def _middle(share: float, stated: float, rows: Rows) -> Finding:
     """A percentile of the implied constants of decoding."""
-    mine = rows.of(op="decode")
-    if not mine:
-        return Finding(UNKNOWN, "")
+    mine = rows.of()
     value = percentile([constant(row) for row in mine], share)
     widths = {
         e: [constant(r) for r in mine if ELEMENT_BYTES[r["dtype"]] == e] for e in sorted(set(ELEMENT_BYTES.values()))
@@ -243,11 +271,9 @@ def _middle(share: float, stated: float, rows: Rows) -> Finding:
     return Finding(MIXED if any(abs(c / value - 1) > _ALIKE for c in alone.values()) else HOLDS, found)
 
 
-def _covers(stated: float, op: str, rows: Rows) -> Finding:
-    """Whether stated*H*W*e is enough for every whole-image row of an op, and what it asks too much."""
-    mine = rows.of(op=op, whole_image=True)
-    if not mine:
-        return Finding(UNKNOWN, "")
+def _covers(stated: float, rows: Rows) -> Finding:
+    """Whether stated*H*W*e is enough for every whole-image row, and what it asks too much."""
+    mine = rows.of(whole_image=True)
     short = sorted((row for row in mine if constant(row) > stated), key=constant, reverse=True)
     over = max(mine, key=lambda row: stated / constant(row))
     found = f"the largest of {len(mine)} rows needs {max(map(constant, mine)):.0f}; "
@@ -258,11 +284,11 @@ def _covers(stated: float, op: str, rows: Rows) -> Finding:
     return Finding(FAILS if short else HOLDS, found)
 
 
-def _uses_more(model: str, other: str, side: int, stated: float, rows: Rows) -> Finding:
-    """`other` reserves `stated` percent more than `model` to decode at a size."""
-    at = pairs(rows.of(op="decode", height=side, width=side), model, other)
+def _uses_more(model: str, other: str, stated: float, rows: Rows) -> Finding:
+    """`other` reserves `stated` percent more than `model`."""
+    at = pairs(rows.of(), model, other)
     if not at:
-        return Finding(UNKNOWN, "")
+        return Finding(UNKNOWN, f"no rows of {model} and {other} of one series")
     more = [100 * (b["reserved_bytes"] / a["reserved_bytes"] - 1) for a, b in at]
     found = ", ".join(
         f"{d:+.1f}% in {b['dtype']}{'' if b['group'] is None else ' group ' + str(b['group'])}"
@@ -277,13 +303,11 @@ def _uses_more(model: str, other: str, side: int, stated: float, rows: Rows) -> 
 
 def _models_apart(rows: Rows) -> Finding:
     """Whether models need constants that differ more than those of the dtypes of one model."""
-    mine = rows.of(op="decode", whole_image=True)
+    mine = rows.of(whole_image=True)
     by = {name: max(map(constant, group)) for name, group in _groups(mine, "model", "dtype").items()}
     models, dtypes = _groups(mine, "model"), _groups(mine, "dtype")
     within = [[by[f"{m} {d}"] for m in models if f"{m} {d}" in by] for d in dtypes]
     across = [[by[f"{m} {d}"] for d in dtypes if f"{m} {d}" in by] for m in models]
-    if not any(len(v) > 1 for v in within) or not any(len(v) > 1 for v in across):
-        return Finding(UNKNOWN, "")
     apart, wide = max(max(v) / min(v) for v in within), max(max(v) / min(v) for v in across)
     found = (
         f"largest constants differ by up to {100 * (apart - 1):.0f}% between models of one dtype, "
@@ -294,8 +318,6 @@ def _models_apart(rows: Rows) -> Finding:
 
 def _encode_needs(rows: Rows) -> Finding:
     mine, decode = rows.of(op="encode", whole_image=True), rows.of(op="decode", whole_image=True)
-    if not mine or not decode:
-        return Finding(UNKNOWN, "")
     key = operator.itemgetter("model", "height", "width", "dtype")
     other = {key(row): row["reserved_bytes"] for row in decode}
     parts = [row["reserved_bytes"] / other[key(row)] for row in mine if key(row) in other]
@@ -307,13 +329,10 @@ def _encode_needs(rows: Rows) -> Finding:
 
 
 def _whole_images(rows: Rows) -> Finding:
-    mine = rows.of(op="encode")
-    if not mine:
-        return Finding(UNKNOWN, "")
-    tiled = rows.of(whole_image=False, op="encode")
+    mine, tiled = rows.of(), rows.of(whole_image=False)
     if not tiled:
         return Finding(HOLDS, f"allocated grows with the pixels in all {len(mine)} rows")
-    low = [row for row in rows.of(whole_image=True, op="encode") if row["model"] in {r["model"] for r in tiled}]
+    low = [row for row in rows.of(whole_image=True) if row["model"] in {r["model"] for r in tiled}]
     most = max(tiled, key=pixels)
     top = max((r for r in low if (r["model"], r["dtype"]) == (most["model"], most["dtype"])), key=pixels)
     found = (
@@ -325,11 +344,8 @@ def _whole_images(rows: Rows) -> Finding:
 
 
 def _model_size(model: str, stated_mib: float, rows: Rows) -> Finding:
-    mine = rows.of(model=model)
-    if not mine or model not in _core.models():
-        return Finding(UNKNOWN, "")
     count = parameters(model)
-    sizes = {e: mib(count * e) for e in sorted({ELEMENT_BYTES[row["dtype"]] for row in mine})}
+    sizes = {e: mib(count * e) for e in sorted({ELEMENT_BYTES[row["dtype"]] for row in rows.of()})}
     found = f"{count:,} parameters: " + ", ".join(f"{size} MiB at {e} bytes each" for e, size in sizes.items())
     same = [size == f"{stated_mib:.2f}" for size in sizes.values()]
     return Finding(HOLDS if all(same) else MIXED if any(same) else FAILS, found)
@@ -353,48 +369,61 @@ _RATIOS = {
 
 PUBLISHED: tuple[Claim, ...] = (
     *(
-        Claim(_REPORT + "summary", f"{model}: the model takes {size} MiB", functools.partial(_model_size, model, size))
+        Claim(
+            _REPORT + "summary", f"{model}: the model takes {size} MiB",
+            functools.partial(_model_size, model, size), {"model": model},
+        )
         for model, size in {"flux": 159.87, "sd15": 159.56, "sdxl": 159.56}.items()
     ),
-    Claim(_REPORT + "summary", "the encode rows are runs of whole images", _whole_images),
+    Claim(_REPORT + "summary", "the encode rows are runs of whole images", _whole_images, {"op": "encode"}),
     Claim(
         _REPORT + "finding 1", "reserved is 1.49 times allocated on average",
-        functools.partial(_mean_ratio, 1.49, ("op", "dtype")),
+        functools.partial(_mean_ratio, 1.49, ("op", "dtype")), {},
     ),
     *(
         Claim(
             _REPORT + "finding 1", f"{model} {op}: reserved is {stated:.2f} times allocated",
-            functools.partial(_mean_ratio, stated, ("dtype",), model=model, op=op),
+            functools.partial(_mean_ratio, stated, ("dtype",)), {"model": model, "op": op},
         )
         for (model, op), stated in _RATIOS.items()
     ),
     *(
         Claim(
             _REPORT + "finding 2", f"{model}: 16.0 times the pixels take {stated} times the memory",
-            functools.partial(_scaling, 16.0, stated, model=model, op="decode"),
+            functools.partial(_scaling, 16.0, stated), {"model": model, "op": "decode"},
         )
         for model, stated in {"flux": 15.9, "sd15": 25.2, "sdxl": 25.2}.items()
     ),
     *(
         Claim(
             _REPORT + "finding 4", f"decoding at {side}x{side}, sdxl uses {stated}% more memory than sd15",
-            functools.partial(_uses_more, "sd15", "sdxl", side, stated),
+            functools.partial(_uses_more, "sd15", "sdxl", stated),
+            {"model": ("sd15", "sdxl"), "op": "decode", "height": side},
         )
         for side, stated in {1024: 1, 512: 7}.items()
     ),
-    Claim(_REPORT + "recommendation 1", "the median constant is 1532", functools.partial(_middle, 0.5, 1532)),
-    Claim(_REPORT + "recommendation 1", "the 95th percentile is 2136", functools.partial(_middle, 0.95, 2136)),
+    Claim(
+        _REPORT + "recommendation 1", "the median constant is 1532",
+        functools.partial(_middle, 0.5, 1532), {"op": "decode"},
+    ),
+    Claim(
+        _REPORT + "recommendation 1", "the 95th percentile is 2136",
+        functools.partial(_middle, 0.95, 2136), {"op": "decode"},
+    ),
     Claim(
         _REPORT + "recommendation 1", "2136 in place of 2200 is a constant with a safety margin for decoding",
-        functools.partial(_covers, 2136, "decode"),
+        functools.partial(_covers, 2136), {"op": "decode"},
     ),
     Claim(
         _REPORT + "recommendation 2", "the model decides the decoding constant, flux apart from the others",
-        _models_apart,
+        _models_apart, {"op": "decode"},
     ),
-    Claim(_REPORT + "recommendation 3", "encoding needs working memory too (no constant is given)", _encode_needs),
+    Claim(
+        _REPORT + "recommendation 3", "encoding needs working memory too (no constant is given)",
+        _encode_needs, {"op": ("encode", "decode")},
+    ),
     Claim(
         _REPORT + "recommendation 4", "PyTorch reserves about 2 to 3 times what it allocates",
-        functools.partial(_reserves_between, 2, 3),
+        functools.partial(_reserves_between, 2, 3), {},
     ),
 )  # fmt: skip

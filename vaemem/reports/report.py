@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vaemem import plot
-from vaemem._common import png
+from vaemem._common import png, write
 from vaemem.reports import sections
 from vaemem.reports.claims import Checked, Claim, check
 from vaemem.reports.document import Document
@@ -64,7 +64,7 @@ class Report:
             written[file.with_suffix(".html") if html is True else Path(html)] = self.html.encode()
         for target, content in written.items():
             target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(content)
+            write(target, content)
         return list(written)
 
     def _repr_html_(self) -> str:

@@ -15,6 +15,7 @@ from vaemem.reports.claims import (
     FAILS,
     HOLDS,
     MIXED,
+    UNKNOWN,
     Checked,
     case,
     constant,
@@ -81,8 +82,10 @@ def summary(document: Document, facts: Facts, checked: Checked) -> None:
     if facts.tiled:
         items.append(f"{_count(len(facts.tiled), 'row')} ran in tiles although the op does not say so.")
     if wrong := len(checked.contradictions()):
+        told = sum(finding.verdict != UNKNOWN for _, finding in checked)
         items.append(
-            f"{wrong} of {_count(len(checked), 'published statement')} are contradicted or hold for mixtures only."
+            f"{wrong} of {_count(told, 'published statement')} that these rows can judge are contradicted or hold for "
+            "mixtures only."
         )
     document.items(items)
 
@@ -369,7 +372,9 @@ def claims(document: Document, checked: Checked) -> None:
     told = sum(counts.values())
     document.text(
         f"Of {_count(len(checked), 'statement')} these rows can tell about {told}: {counts[HOLDS]} hold, "
-        f"{counts[MIXED]} hold only where unlike rows are mixed, {counts[FAILS]} are contradicted."
+        f"{counts[MIXED]} hold only where unlike rows are mixed, {counts[FAILS]} are contradicted. A published "
+        "statement is judged by measured rows of the models, ops, sizes, dtypes, batch, runtimes and card that it was "
+        "made from, where there is one of each such kind, and by no others."
     )
     contradictions = checked.contradictions()
     if len(contradictions):
@@ -379,6 +384,10 @@ def claims(document: Document, checked: Checked) -> None:
     if len(holding):
         document.heading("Borne out", 3)
         document.table(*holding.grid())
+    untold = Checked(pair for pair in checked if pair[1].verdict == UNKNOWN)
+    if len(untold):
+        document.heading("Not judged", 3)
+        document.table(*untold.grid())
 
 
 # ---- words ----

@@ -108,8 +108,8 @@ def sweep(
         the weights. On a GPU arrays come from host memory and return there.
         Predicted rows have the runtime whose code it is, the card's full name as `device`, and `Prediction.allocated`
         and `reserved`, which are those of a card with room for them: whether it fits, `vaemem.predict` says. `versions`
-        tells what stood in for the cuDNN or the card that was asked for, and the settings that are not as usual. No
-        column tells a tile's side.
+        tells what stood in for the cuDNN or the card that was asked for, and the settings that are not as usual: of a
+        tiled op the tile's side, or that one tile holds the whole image.
 
     Raises
     ------
@@ -167,8 +167,8 @@ def tradeoff(
     -------
     Table
         Each row takes less memory and more `work` than the one before (on a GPU the same, in smaller stripes);
-        `streamed` counts the tensors that are never whole (their names: `VAE.tradeoff`). A limit of weights_bytes +
-        reserved_bytes gives that plan.
+        `streamed` counts the tensors that are never whole (their names: `VAE.tradeoff`). `limit_bytes` as
+        ``memory_limit`` gives that plan; it counts the weights too.
 
     Examples
     --------
@@ -286,7 +286,7 @@ def _row(vae: VAE, case: Case, source: str, run: Run, limited: bool) -> Row:
         "reserved_bytes": run.reserved_bytes - run.weights_bytes,
         "weights_bytes": run.weights_bytes, "activations_bytes": run.activations_bytes,
         "scratch_bytes": run.scratch_bytes + run.workspace_bytes, "output_bytes": run.output_bytes,
-        "versions": versions(run, vae.precision),
+        "versions": versions(run, vae.precision), "limit_bytes": max(run.peak_bytes, run.reserved_bytes),
     }  # fmt: skip
 
 

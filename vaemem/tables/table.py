@@ -53,6 +53,7 @@ SCHEMA: tuple[Column, ...] = (
     Column("versions", "text", "of the software that ran, as 'name version' separated by commas"),
     Column("work", "ratio", "FLOPs relative to a run without a memory limit; weights made anew count a tenth"),
     Column("streamed", "number", "tensors of the run that are never whole in memory"),
+    Column("limit_bytes", "bytes", "the least memory_limit that allows vaemem's run: reserved_bytes and the weights"),
 )  # fmt: skip
 COLUMNS: tuple[str, ...] = tuple(column.name for column in SCHEMA)
 BYTE_COLUMNS = tuple(column.name for column in SCHEMA if column.kind == "bytes")
@@ -469,6 +470,8 @@ def _rows_of(frame: pandas.DataFrame) -> Iterator[dict[Any, Any]]:
 def _cell(column: Column, value: Any) -> str:
     if value is None:
         return ""
+    if column.name == "limit_bytes":
+        return f"{math.ceil(value * 100 / MIB) / 100:.2f}"  # never less: what is shown does as a limit
     if column.kind == "bytes":
         return mib(value)
     if column.kind in _FLOATS:

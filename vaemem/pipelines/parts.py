@@ -1,0 +1,55 @@
+"""A pipeline's parts: the weights of each component in the type that was asked for, or as a file has them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from vaemem._common import DTYPES, choose
+from vaemem.engine.weights import tensor_types
+from vaemem.pipelines.components import Pipeline
+from vaemem.pipelines.run import RECORDED_VAES, Part, recording_of
+from vaemem.pipelines.storage import BITSANDBYTES, GGML, TYPES, stored
+
+WEIGHT_TYPES = [name for name in TYPES if name not in ("float64", "int64", "bool")]  # which are tables' and masks'
+
+
+def parts_of(pipeline: Pipeline, dtype: str, components: Mapping[str, Any]) -> tuple[Part, ...]:
+    if not isinstance(components, Mapping):
+        raise ValueError(f"components: want {{role: type or file}}, got {components!r}")
+    known = {**pipeline.parts, **pipeline.optional}
+    for role in components:
+        choose("components", role, known)
+    parts = []
+    for role, component in known.items():
+        given = components.get(role, None if role in pipeline.optional else dtype)
+        if given is not None:
+            parts.append(_part(role, component, dtype, given, upcast=component == "sdxl" and role not in components))
+        elif role not in (*pipeline.encoders, *pipeline.optional):
+            raise ValueError(f"components: want a type or a file for {role}, got None")
+    return tuple(parts)
+
+
+def _part(role: str, component: str, dtype: str, given: Any, upcast: bool) -> Part:
+    weights = recording_of(component).weights
+    if given in DTYPES:
+        return Part(role, component, given, tuple(stored(weights, given, "all", given)), upcast and given == "float16")
+    if component in RECORDED_VAES:
+        choose(f"components[{role!r}]", given, DTYPES)
+    if isinstance(given, os.PathLike) or (isinstance(given, str) and os.path.exists(given)):
+        try:
+            return Part(role, component, dtype, tuple(stored(weights, None, tensor_types(given))))
+        except ValueError as error:
+            raise ValueError(f"components[{role!r}]: {given}: {error}") from None
+    choose(f"components[{role!r}]", given, WEIGHT_TYPES)
+    return Part(role, component, dtype, tuple(stored(weights, given, _usual_rule(role, given), dtype)))
+
+
+def _usual_rule(role: str, kind: str) -> str:
+    """Whose rule says which tensors a type is for, where no file does."""
+    if kind in BITSANDBYTES:
+        return "bitsandbytes"
+    if kind in GGML:
+        return "llama.cpp" if role.startswith("text_encoder") else "comfyui-gguf"
+    return "layerwise" if kind == "fp8" else "all"
