@@ -69,8 +69,8 @@ bool vm_chain_round(const vm_plan *plan, int first, vm_stage *stage, size_t stag
     return true;
 }
 
-/* Rows of stage i's output that the others wait for. Those that nobody in the chain reads keep together, so that they may
- * lie over what they are made from. */
+/* Rows of stage i's output that the others wait for. Those that nobody in the chain reads keep together, so that they
+ * may lie over what they are made from. */
 static size_t wanted_rows(const vm_stage *stage, size_t stages, size_t i) {
     size_t wanted = 0, lowest = SIZE_MAX, reach = 0;
     for (size_t j = 0; j < stages; j++) {
@@ -152,7 +152,8 @@ vm_manner vm_chain_manner(const vm_plan *plan, const vm_chain *chain, int node) 
     vm_stage stage;
     vm_chain_stages(plan, node, node, &stage);
     const bool alone = chain->first == chain->last;
-    return (vm_manner){.at_once = alone ? stage.cut.rows : VM_MIN(stage.each, stage.cut.rows), .anew = chain->anew};
+    const size_t at_once = alone ? stage.cut.rows : VM_MIN(stage.each, stage.cut.rows);
+    return (vm_manner){.at_once = at_once, .by_task = chain->by_task};
 }
 
 bool vm_chain_can(const vm_plan *plan, int first, int last) {
@@ -184,6 +185,6 @@ double vm_chain_flops(const vm_plan *plan, int first, int last, int node) {
 }
 
 double vm_chain_work(const vm_plan *plan, const vm_chain *chain) {
-    const double anew = 1.1; /* the time of a decode all of whose weights are made anew (docs/SPEED.md) */
-    return vm_chain_flops(plan, chain->first, chain->last, VM_NONE) * (chain->anew ? anew : 1);
+    const double longer = 1.1; /* a decode that transforms all its weights by task takes so much time (docs/SPEED.md) */
+    return vm_chain_flops(plan, chain->first, chain->last, VM_NONE) * (chain->by_task ? longer : 1);
 }

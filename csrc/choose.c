@@ -1,15 +1,15 @@
 /* Which tensors are stored and which streamed: where the list of passes is cut into chains.
  *
- * For every stretch of passes that can be a chain: the bytes that it needs, if what it stores may lie over what it reads
- * for the last time, and its work, rounds counted. Both are known for two manners: transformed weights are kept, or each
- * task makes them anew, which takes less memory and more time. Dynamic programming over the list then finds, for a bound on
- * bytes, the cuts with the least work. What a plan really takes is known when it is laid out; the bound is lowered until
- * that keeps within the limit. Where passes run whole (GPUs) there is one choice, how large their stripes are. */
+ * For every stretch of passes that can be a chain: the bytes that it needs, if what it stores may lie over what it
+ * reads for the last time, and its work, rounds counted. Both are known for two manners: transformed weights are kept,
+ * or each task transforms its own, which takes less memory and more time. Dynamic programming over the list then finds,
+ * for a bound on bytes, the cuts with the least work. What a plan really takes is known when it is laid out; the bound
+ * is lowered until that keeps within the limit. Where passes run whole (GPUs) the one choice is the size of stripes. */
 #include <string.h>
 
 #include "plan.h"
 
-/* With weights kept, and made anew. */
+/* With weights kept, and transformed by task. */
 typedef struct stretch {
     double work[2]; /* negative: no such chain */
     size_t bytes[2];
@@ -58,8 +58,8 @@ static stretch look(const vm_plan *plan, int first, int last, bool free) {
         else if (i + 1 < end)
             streamed = vm_sum(streamed, VM_PRODUCT(row, ring[i - first]));
     }
-    for (int anew = 0; anew < 2; anew++) {
-        const vm_chain c = {.first = first, .last = last, .anew = anew};
+    for (int by_task = 0; by_task < 2; by_task++) {
+        const vm_chain c = {.first = first, .last = last, .by_task = by_task};
         size_t bytes = vm_sum(vm_sum(kept, VM_MAX(dying, born)), streamed), scratch = 0;
         for (int i = first; i <= last; i++) {
             const vm_pass *p = &plan->step[i].pass;
@@ -67,11 +67,11 @@ static stretch look(const vm_plan *plan, int first, int last, bool free) {
             bytes = vm_sum(bytes, vm_sum(n.prepared, VM_PRODUCT(n.parts, vm_stats_floats(p->y.c), sizeof(float))));
             scratch = VM_MAX(scratch, n.scratch);
         }
-        s.bytes[anew] = vm_sum(bytes, scratch);
+        s.bytes[by_task] = vm_sum(bytes, scratch);
     }
     s.work[0] = work;
     if (!free && s.bytes[1] < s.bytes[0])
-        s.work[1] = vm_chain_work(plan, &(vm_chain){.first = first, .last = last, .anew = true});
+        s.work[1] = vm_chain_work(plan, &(vm_chain){.first = first, .last = last, .by_task = true});
     return s;
 }
 
@@ -83,12 +83,12 @@ static bool cut(choice *c, size_t bound, size_t *most) {
         for (int first = last; first >= 0 && last - first < VM_CHAIN; first--) {
             stretch *s = &c->at[first * n + last];
             if (!s->known) *s = look(c->plan, first, last, c->free);
-            const bool anew = s->bytes[0] > bound;
-            if (s->work[anew] < 0 || s->bytes[anew] > bound || (first && c->work[first - 1] < 0)) continue;
-            const double work = s->work[anew] + (first ? c->work[first - 1] : 0);
+            const bool by_task = s->bytes[0] > bound;
+            if (s->work[by_task] < 0 || s->bytes[by_task] > bound || (first && c->work[first - 1] < 0)) continue;
+            const double work = s->work[by_task] + (first ? c->work[first - 1] : 0);
             if (c->work[last] >= 0 && (c->longer ? work > c->work[last] : work >= c->work[last])) continue;
             c->work[last] = work;
-            c->cut[last] = (vm_chain){.first = first, .last = last, .anew = anew};
+            c->cut[last] = (vm_chain){.first = first, .last = last, .by_task = by_task};
         }
     }
     if (c->work[n - 1] < 0) return false;
@@ -98,7 +98,7 @@ static bool cut(choice *c, size_t bound, size_t *most) {
     c->plan->chains = chains;
     for (int last = n - 1; last >= 0; last = c->cut[last].first - 1) {
         const vm_chain *chain = &c->cut[last];
-        *most = VM_MAX(*most, c->at[chain->first * n + last].bytes[chain->anew]);
+        *most = VM_MAX(*most, c->at[chain->first * n + last].bytes[chain->by_task]);
         c->plan->chain[--chains] = *chain;
     }
     return true;
@@ -128,9 +128,9 @@ static vm_status without_limit(const vm_model *m, choice *c) {
     return vm_plan_lay_out(m, c->plan);
 }
 
-/* The cuts with the least work whose plan keeps within the limit; where none does, those with the smallest plan. Of cuts
- * with the same work now the longer chains can be laid out in less, now the shorter. The bounds that are tried do not
- * depend on the limit, so that the smallest plan is the same for each, and as one of its own will do. */
+/* The cuts with the least work whose plan keeps within the limit; where none does, those with the smallest plan. Of
+ * cuts with the same work now the longer chains can be laid out in less, now the shorter. The bounds that are tried do
+ * not depend on the limit, so that the smallest plan is the same for each, and as one of its own will do. */
 static vm_status within_limit(const vm_model *m, choice *c) {
     vm_plan *plan = c->plan;
     size_t bound = SIZE_MAX, smallest = SIZE_MAX, best = SIZE_MAX, most = 0;
@@ -166,8 +166,8 @@ static size_t least(const vm_model *m, const vm_plan *plan) {
     return vm_sum(vm_plan_beside_arena(m, plan), most);
 }
 
-/* Passes that run whole, in stripes: the largest ones, halved from a tenth of T on, whose plan keeps within the limit. An
- * ample workspace is the first thing to go. */
+/* Passes that run whole, in stripes: the largest ones, halved from a tenth of T on, whose plan keeps within the limit.
+ * An ample workspace is the first thing to go. */
 static vm_status by_stripes(const vm_model *m, vm_plan *plan) {
     const size_t limit = plan->ask.memory_limit;
     vm_limits *try = &plan->ask.limits;

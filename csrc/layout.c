@@ -1,9 +1,9 @@
 /* Where every byte of a run lies, known before it.
  *
- * The passes are cut into chains (choose.c says which). A tensor that a later chain reads is stored whole, one that stays
- * within its chain is a ring of rows. Tensors, sums, prepared weights and scratch are pieces: so many bytes, from one
- * chain to another. Pieces whose chains overlap must not share bytes, but for one case: what a chain stores may lie over
- * what it reads for the last time, row behind row, as far ahead of the rows still to be read as `shift` says.
+ * The passes are cut into chains (choose.c says which). A tensor that a later chain reads is stored whole, one that
+ * stays within its chain is a ring of rows. Tensors, sums, prepared weights and scratch are pieces: so many bytes, from
+ * one chain to another. Pieces whose chains overlap must not share bytes, but for one case: what a chain stores may lie
+ * over what it reads for the last time, row behind row, as far ahead of the rows still to be read as `shift` says.
  *
  *   offset
  *     ^   h h h   h h     q k v
@@ -17,9 +17,9 @@
 
 static bool overlap(const vm_piece *a, const vm_piece *b) { return a->first <= b->last && b->first <= a->last; }
 
-/* The lowest offset from `offset` on at which p does not meet q, or meets it as an heir meets its source, which it may write
- * over behind the rows that are still read. With `down` offsets count from the arena's top, so that the two change parts: it
- * is the source that may not begin too far up. */
+/* The lowest offset from `offset` on at which p does not meet q, or meets it as an heir meets its source, which it may
+ * write over behind the rows that are still read. With `down` offsets count from the arena's top, so that the two
+ * change parts: it is the source that may not begin too far up. */
 static size_t beside(const vm_plan *plan, const vm_piece *p, const vm_piece *q, bool down, size_t offset) {
     const size_t after = vm_sum(q->offset, q->bytes);
     if (offset >= after || q->offset >= vm_sum(offset, p->bytes)) return offset;
@@ -118,12 +118,16 @@ static int place_of(const vm_plan *plan, int node) {
     const bool local = n->add != VM_NONE || p->kind == VM_PASS_ATTENTION || (p->ksize == 1 && p->stride == 1);
     if (over == VM_NONE || !local || plan->step[over].streamed || plan->step[over].last != node) return VM_NONE;
     const size_t blocks = VM_BLOCKS(p->y.c);
-    const bool heirs = !plan->whole; /* then an heir may leave the wide rows behind */
-    const bool waste = heirs && n->add != VM_NONE && !plan->wide && blocks < plan->piece[plan->step[over].y].pitch;
-    return blocks <= VM_BLOCKS(plan->step[over].pass.y.c) && !waste ? over : VM_NONE;
+    if (blocks > VM_BLOCKS(plan->step[over].pass.y.c)) return VM_NONE;
+    /* A sum that lies within wider rows keeps all of their bytes. Other tensors use them where the layout is wide;
+     * else the sum had better have a narrower piece of its own, which lies over the wide one as its heir.
+     * Passes that run whole have no heirs. */
+    const bool narrower = n->add != VM_NONE && blocks < plan->piece[plan->step[over].y].pitch;
+    return narrower && !plan->wide && !plan->whole ? VM_NONE : over;
 }
 
-/* A piece whose rows have `blocks` free blocks side by side all through chain c, among rows of this size. */
+/* A piece of tensors as high and wide as the pass's, in whose rows so many blocks side by side are free all through
+ * chain c, from *at on; or VM_NONE. */
 static int free_blocks(const vm_plan *plan, int c, const vm_pass *pass, size_t blocks, size_t *at) {
     for (int p = 0; p < (int)plan->pieces; p++) {
         const vm_piece *q = &plan->piece[p];
@@ -155,7 +159,7 @@ static size_t reads_from(const vm_plan *plan, int first, const vm_stage *stage, 
     return row;
 }
 
-/* How many bytes behind the beginning of `piece` its heir may begin, so that no row is written over that is still read. */
+/* How far after the beginning of `piece` its heir may begin without writing over a row that is still to be read. */
 static ptrdiff_t shift_of(const vm_plan *plan, const vm_chain *c, int piece, const int *output, size_t outputs) {
     vm_stage stage[VM_CHAIN];
     const size_t stages = vm_chain_stages(plan, c->first, c->last, stage);

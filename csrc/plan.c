@@ -1,4 +1,4 @@
-/* A plan: what is asked for, checked; the passes at their sizes; their chains, chosen (choose.c) and laid out (layout.c). */
+/* A plan: the request, checked; the passes at their sizes; their chains, chosen (choose.c) and laid out (layout.c). */
 #include "plan.h"
 
 static float scale_of(const vm_request *r, int node) {

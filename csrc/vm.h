@@ -16,8 +16,8 @@
 
 /* ---- status.c ---- */
 
-/* Makes the sentence behind a device's status this thread's own, with a name before it where `about` is not NULL. Returns
- * status. */
+/* Makes the sentence behind a device's status this thread's own, with a name before it where `about` is not NULL.
+ * Returns status. */
 vm_status vm_said(const vm_device *device, vm_status status, const char *about);
 /* Drops the character of UTF-8 at the end of text that is not there whole, since a buffer was full. */
 void vm_end_whole(char *text);
@@ -128,8 +128,8 @@ typedef struct vm_graph {
 struct vm_model;
 /* Appends to model->graph[op] and registers the tensors that its passes need. */
 vm_status vm_passes_build(struct vm_model *model, vm_op op);
-/* Multiply-adds count twice, of a 3x3 as a direct sum and after 2x of the four 2x2 that it folds into; Winograd's way does
- * fewer. */
+/* A multiply-add counts as two. A 3x3 counts as a direct sum, though Winograd's way does fewer, and after nearest 2x as
+ * the four 2x2 that it folds into. */
 double vm_pass_flops(const vm_pass *pass);
 
 /* ---- model.c: an architecture with its passes and weights ---- */
@@ -151,8 +151,8 @@ typedef struct vm_model {
     size_t arena_bytes;
 } vm_model;
 
-/* backend: on whose device and in whose numbers, borrowed until the model and its outputs are gone. On the host any one of
- * vm_backend_at(dtype, precision, i) stands for all. */
+/* backend: on whose device and in whose numbers, borrowed until the model and its outputs are gone. On the host any one
+ * of vm_backend_at(dtype, precision, i) stands for all. */
 vm_status vm_model_new(const vm_arch *arch, unsigned parts, const vm_backend *backend, vm_model **out);
 void vm_model_free(vm_model *model);
 /* Gives the arena back to the system. */
@@ -184,12 +184,12 @@ typedef struct vm_stage {
     size_t done, now;      /* rows of tiles: before this step, and in it */
 } vm_stage;
 
-/* Nodes [first, last] that run together. Tensors that pass between them exist as rings of rows; those that are read later
- * are stored. A round runs the chain as far as a tensor whose sums a norm within the chain wants; the last runs it all. */
+/* Nodes [first, last] that run together. Tensors that pass between them exist as rings of rows; those that are read
+ * later are stored. A round runs the chain as far as a tensor whose sums a norm in it wants, the last all of it. */
 typedef struct vm_chain {
     int first, last;
     bool stepped;                   /* row by row; else its one pass runs whole */
-    bool anew;                      /* vm_manner.anew, of all its passes */
+    bool by_task;                   /* vm_manner.by_task, of all its passes */
     size_t live[VM_CATEGORIES];     /* planned bytes in use while it runs */
     size_t measured[VM_CATEGORIES]; /* the same, as mem.c counted them */
     int scratch;                    /* piece */
@@ -208,14 +208,14 @@ typedef struct vm_repeats {
     vm_stage mark[VM_CHAIN];
     size_t steps;
 } vm_repeats;
-/* Call it after each step, with a `seen` that begins as zeros. Once the steps since the mark would only be repeated further down
- * the image, it moves the stages on past all of these repeats but the last. */
+/* Call it after each step, with a `seen` that begins as zeros. Once the steps since the mark would only be repeated
+ * further down the image, it moves the stages on past all of these repeats but the last. */
 void vm_chain_skip(vm_repeats *seen, vm_stage *stage, size_t stages);
 /* How a chain has one of its nodes computed. */
 vm_manner vm_chain_manner(const struct vm_plan *plan, const vm_chain *chain, int node);
-/* What a chain costs, as FLOPs: those of all its rounds, of one batch item, and the time that weights made anew take. */
+/* What a chain costs in FLOPs, for one batch item: all its rounds, and the time of transforming weights by task. */
 double vm_chain_work(const struct vm_plan *plan, const vm_chain *chain);
-/* Rows of its output that a stage has made, and the first row of its input that it still reads from row `k` of tiles on. */
+/* Before row k of tiles: rows of output that a stage has made, and the first row of input that it still reads. */
 size_t vm_stage_made(const vm_stage *stage, size_t k);
 size_t vm_stage_from(const vm_stage *stage, size_t k);
 /* Whether nodes [first, last] can be a chain. */
@@ -283,8 +283,8 @@ typedef struct vm_plan {
     size_t rows;                /* of progress, the whole batch */
 } vm_plan;
 
-/* VM_ELIMIT where no plan keeps within ask->memory_limit; *out is then a plan in name only, whose `reserved` is the smallest
- * limit that would do.
+/* VM_ELIMIT where no plan keeps within ask->memory_limit; *out is then a plan in name only, whose `reserved` is the
+ * smallest limit that would do.
  * Needs nothing of the model that a run changes, so a model may be planned for while it runs. */
 vm_status vm_plan_new(const vm_model *model, const vm_request *ask, vm_plan **out);
 void vm_plan_free(const vm_model *model, vm_plan *plan);

@@ -1,7 +1,7 @@
-/* May AMX's tiles be used? The processor must have them, and, on Linux, the kernel must agree, which gives room for them to
- * those processes alone that ask. Its answer holds for all threads of the process and for its forks. It refuses where it
- * knows of no tiles, where a filter on system calls does not let the question through, and where a thread has a stack for
- * signals that is too small for them. */
+/* May AMX's tiles be used? The processor must have them, and, on Linux, the kernel must agree, which gives room for
+ * them to those processes alone that ask. Its answer holds for all threads of the process and for its forks. It refuses
+ * where it knows of no tiles, where a filter on system calls does not let the question through, and where a thread has
+ * a stack for signals that is too small for them. */
 #include "cpu.h"
 
 #ifdef VM_HAVE_X86

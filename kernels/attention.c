@@ -10,14 +10,15 @@
  *       softmax step over the keys, per query
  *       o[c][query]    = o * keep + sum over keys of v[c][key] * s[key][query]
  *
- * k lies as [c/16][key][16 c], v as [key/16][c][16 keys]. Where pairs are multiplied, a pair in the place of a float is two
- * neighbours of those that are summed over, channels in the first product and keys in the second; where numbers are split, a
- * second set of k and v has the rests, and each 16 lines of weights are followed by theirs. Each task copies the keys, run by
- * run: that costs little beside a task's products, and no memory.
+ * k lies as [c/16][key][16 c], v as [key/16][c][16 keys]. Where pairs are multiplied, a pair in the place of a float is
+ * two neighbours of those that are summed over, channels in the first product and keys in the second; where numbers are
+ * split, a second set of k and v has the rests, and each 16 lines of weights are followed by theirs. Each task copies
+ * the keys, run by run: that costs little beside a task's products, and no memory.
  *
  *   prepared: job | offsets of batches of k | of v
  *   scratch:  thread 0 | thread 1 ...
- *   thread:   q [16 queries][c][16] | o, likewise | s [16 queries][key][16], of two | its pairs | top, sum, keep | k | v
+ *   thread:   q [16 queries][c][16] | o, likewise | s [16 queries][key][16], of two | its pairs | top, sum, keep
+ *             | k | v
  *
  * The order of keys is fixed and a task's queries are its own, so threads do not change a bit. */
 #include <math.h>
@@ -243,7 +244,7 @@ static void attend(const task *t, size_t block, size_t blocks, size_t n) {
                           .y_block = (ptrdiff_t)(l->c * VM_BLOCK)});
 }
 
-/* o over the sum of its weights, to y, which is kept multiplied as x is: a mean of finite numbers is finite in their type. */
+/* o over the sum of its weights, to y, which is kept multiplied as x is: a mean of finite numbers is finite. */
 static void store_block(const task *t, size_t block, size_t first, size_t n) {
     const job *j = t->j;
     const vm_view *y = &j->at.y;

@@ -2,7 +2,7 @@
  * own scratch (normalised, activated and padded on the way, so no such copy is ever stored whole),
  * multiply, store, and measure what was stored for the next GroupNorm while it is in cache.
  *
- *   prepared: job | scale, shift, sums | x offsets | filters, where the model keeps them otherwise than they are multiplied
+ *   prepared: job | scale, shift, sums | x offsets | filters, unless kept as they are multiplied
  *   scratch:  thread 0: x tile, y tile | thread 1 ...
  *   x tile:   [plane][rows + halo][columns + halo][16]    a plane is 16 channels, or 32 as pairs of bfloat16
  *
@@ -11,8 +11,8 @@
  * thousands of terms. (AMX sums up all at once: vm_products.steps.) The partial results wait in y itself,
  * or in the y tile where results do not go in place.
  *
- * After nearest 2x, where that is not Winograd's affair, 2x2 output pixels are a cell, and each of the four is a 2x2 convolution
- * of its own (a phase), whose taps are sums of those that fall on the same pixel.
+ * After nearest 2x, where that is not Winograd's affair, 2x2 output pixels are a cell, and each of the four is a 2x2
+ * convolution of its own (a phase), whose taps are sums of those that fall on the same pixel.
  *
  * Tiles follow from the shape alone, never from the number of threads, and every element is summed
  * in one fixed order: the result is bitwise the same for any number of threads. */

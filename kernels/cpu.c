@@ -1,5 +1,6 @@
-/* The CPU backends, chosen by what this processor and its operating system really offer: feature bits and XGETBV, never the
- * model number (it can be masked), nor a timing, which could come out otherwise in the next process and change the bits. */
+/* The CPU backends, chosen by what this processor and its operating system really offer: feature bits and XGETBV, never
+ * the model number (it can be masked), nor a timing, which could come out otherwise in the next process and change the
+ * bits. */
 #include <string.h>
 
 #include "cpu.h"
@@ -57,8 +58,8 @@ static bool has_avx512bf16(void) {
 
 static bool avx512bf16_usable(void) { return !is_disabled("avx512bf16") && has_avx512bf16(); }
 
-/* Whether vdpbf16ps is faster than the FMA. AMD's (Zen 4, Zen 5) multiplies about twice as many numbers in a second, Intel's
- * half as many, whether or not there is AMX too; no feature bit tells, so the vendor does, and floats serve all others. */
+/* Whether vdpbf16ps is faster than the FMA. AMD's (Zen 4, Zen 5) multiplies about twice as many numbers in a second,
+ * Intel's half as many, whether or not there is AMX too; no feature bit tells, so the vendor does. */
 static bool pairs_pay(void) {
     unsigned a, b, c, d;
     return __get_cpuid(0, &a, &b, &c, &d) && b == signature_AMD_ebx && c == signature_AMD_ecx && d == signature_AMD_edx;
@@ -88,10 +89,11 @@ typedef struct way {
     const vm_cpu *cpu;
 } way;
 
-/* How a pass is computed, chosen from its shape and what is multiplied. Winograd's way is for floats alone, whose sums and
- * differences bfloat16 would round; it wants a 3x3 convolution of rows with at least 32 channels, and enough pixels that
- * transforming its weights pays. Of floats after nearest 2x it is the only one. Pairs that are only twice as fast as floats
- * lose to Winograd's way (72 products at twice the speed against 24), but win after nearest 2x (16 against 9). */
+/* How a pass is computed, chosen from its shape and what is multiplied. Winograd's way is for floats alone, whose sums
+ * and differences bfloat16 would round; it wants a 3x3 convolution of rows with at least 32 channels, and enough pixels
+ * that transforming its weights pays. Of floats after nearest 2x it is the only one. Pairs that are only twice as fast
+ * as floats lose to Winograd's way (72 products at twice the speed against 24), but win after nearest 2x (16 against
+ * 9). */
 static way way_of(const vm_backend *b, const vm_pass *p) {
     enum { WORTH = 1024 /* pixels: with fewer, transforming the weights costs more than it saves */ };
     const vm_cpu *cpu = b->self, *floats = cpu->pairs ? cpu->floats : cpu;
@@ -183,7 +185,8 @@ static const vm_backend sse[KINDS] = VM_FLOATS("sse", sse_usable, vm_cpu_sse);
 static const vm_backend avx2[KINDS] = VM_FLOATS("avx2", avx2_usable, vm_cpu_avx2);
 static const vm_backend avx512[KINDS] = VM_FLOATS("avx512", avx512_usable, vm_cpu_avx512);
 /* These tables have no floats of their own. An entry stands where products of pairs (one, or three, for each product of
- * numbers) are faster than floats somewhere. AVX512_BF16's are about twice as fast on Zen 4 and 5, AMX's about sixteen times. */
+ * numbers) are faster than floats somewhere. AVX512_BF16's are about twice as fast on Zen 4 and 5, AMX's about sixteen
+ * times. */
 static const vm_cpu floats = {&vm_cpu_avx512, &vm_cpu_avx512.floats, VM_F32};
 static const vm_cpu widened = {&vm_cpu_avx512, &vm_cpu_avx512.floats, VM_BF16};
 static const vm_backend avx512bf16[KINDS] = {

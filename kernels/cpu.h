@@ -2,8 +2,8 @@
  * conv.c and attention.c are written once on top of them. Pointers are unaligned unless said;
  * nothing here allocates, and NaN and Inf pass through every one of these operations.
  *
- * Numbers. Tensors between passes are float32, float16 or bfloat16, which the two ends of a tile convert (tile.c). What is
- * multiplied are floats, or pairs of bfloat16: two neighbouring channels in the place of one float, the first in the
+ * Numbers. Tensors between passes are float32, float16 or bfloat16, which the two ends of a tile convert (tile.c). What
+ * is multiplied are floats, or pairs of bfloat16: two neighbouring channels in the place of one float, the first in the
  * lower half, so that either product walks through memory alike and the second does twice the work in a step. */
 #ifndef VM_CPU_H
 #define VM_CPU_H
@@ -13,11 +13,11 @@
 /* y[o*y_block + r*y_row + p*y_pixel + l] = bias[o*16 + l] + add[o*add_block + r*add_row + p*add_pixel + l]
  *      + sum over b < batches, k < depth of
  *            x[x_offset[b] + r*x_row + p*x_pixel + k] * w[o*w_block + (b*depth + k)*16 + l]
- * for r < rows <= max_rows, p < pixels <= max_pixels, o < blocks in {1, 2}, l < 16. bias and add may be NULL; add may be y. The
- * sum runs in the order of b, then k, for every element, whatever the tile. Pairs: x and w point to these, a product is that of
- * the upper halves and that of the lower ones (AMX adds up those of a batch first), and of bias and add there is one at most.
- * Split numbers, which plain C and AMX alone multiply: a batch's `depth` rows
- * of w are followed by as many of rests, those of x lie x_rest further on, and a batch is the product of both, then that of x
+ * for r < rows <= max_rows, p < pixels <= max_pixels, o < blocks in {1, 2}, l < 16. bias and add may be NULL; add may
+ * be y. The sum runs in the order of b, then k, for every element, whatever the tile. Pairs: x and w point to these, a
+ * product is that of the upper halves and that of the lower ones (AMX adds up those of a batch first), and of bias and
+ * add there is one at most. Split numbers, which plain C and AMX alone multiply: a batch's `depth` rows of w are
+ * followed by as many of rests, those of x lie x_rest further on, and a batch is the product of both, then that of x
  * with w's rests, then that of x's rests with w. */
 typedef struct vm_gemm {
     size_t rows, pixels, blocks, batches, depth;
@@ -34,11 +34,11 @@ typedef struct vm_gemm {
     ptrdiff_t y_row, y_pixel, y_block;
 } vm_gemm;
 
-/* Winograd's way to a 3x3 convolution: rows*columns numbers f = columns*row + column stand for a tile of height*width output
- * pixels. In: one channel block, `tiles` tiles side by side; v[f*v_step + t*16 + l] from x[row*x_row + column*16 + l], tile
- * t's input of rows*columns pixels beginning at column width*t, or t after nearest 2x. Weights: [9][n] to u[f*u_step + i].
- * Out: from m[f*m_step + t*16 + l] the pixels y[row*y_row + column*16 + l], row < y_rows <= height, column < y_width <=
- * width*tiles, plus bias and, where not NULL, add (which may be y). */
+/* Winograd's way to a 3x3 convolution: rows*columns numbers f = columns*row + column stand for a tile of height*width
+ * output pixels. In: one channel block, `tiles` tiles side by side; v[f*v_step + t*16 + l] from x[row*x_row + column*16
+ * + l], tile t's input of rows*columns pixels beginning at column width*t, or t after nearest 2x. Weights: [9][n] to
+ * u[f*u_step + i]. Out: from m[f*m_step + t*16 + l] the pixels y[row*y_row + column*16 + l], row < y_rows <= height,
+ * column < y_width <= width*tiles, plus bias and, where not NULL, add (which may be y). */
 typedef struct vm_transforms {
     size_t rows, columns, height, width;
     void (*in)(float *v, size_t v_step, const float *x, size_t x_row, size_t tiles);
@@ -68,8 +68,9 @@ typedef struct vm_products {
     size_t rows;  /* of a direct convolution's tiles: more where loading their halo would take as long as multiplying */
     size_t steps; /* of a sum, best made in one call: VM_STEPS, or more than any has */
     void (*gemm)(const vm_gemm *g);
-    /* Makes what is multiplied; a pixel takes 64 bytes of y. Floats: [pixel][16], and y may be from->x where that is float32.
-     * Pairs: bfloat16, [pixel][32], of which these are 16; and in rest, likewise, what was rounded off, where it is not NULL. */
+    /* Makes what is multiplied; a pixel takes 64 bytes of y. Floats: [pixel][16], and y may be from->x where that is
+     * float32. Pairs: bfloat16, [pixel][32], of which these are 16; and in rest, likewise, what was rounded off, where
+     * it is not NULL. */
     void (*load)(void *y, void *rest, const vm_source *from);
     /* `rounds` rounds of independent multiply-adds on registers alone: the floor that benchmarks
      * measure against. Returns the floating-point operations done; *sink keeps them from being dropped. */
@@ -109,14 +110,13 @@ bool vm_amx_permitted(void);
 extern const vm_cpu_ops vm_cpu_neon;
 #endif
 
-/* A backend's `self`: how its numbers are kept and multiplied. `floats`: of a backend that multiplies pairs, the same numbers
- * multiplied as floats, for passes that Winograd's way makes faster; NULL where there are none. */
+/* A backend's `self`: how its numbers are kept and multiplied. `floats`: of a backend that multiplies pairs, the same
+ * numbers multiplied as floats, for passes that Winograd's way makes faster; NULL where there are none. */
 typedef struct vm_cpu {
     const vm_cpu_ops *ops;
     const vm_products *products;
     vm_dtype dtype;
-    unsigned
-        pairs; /* products of pairs for one of numbers: 1, or 3 where each number is split into two bfloat16; 0: floats */
+    unsigned pairs; /* products of pairs for one of numbers: 1; 3 where these are split into two bfloat16; 0: floats */
     const struct vm_cpu *floats;
 } vm_cpu;
 
@@ -169,8 +169,8 @@ vm_work vm_work_begin(const vm_cpu *cpu, const vm_pass *pass, const vm_operands 
 /* Parts that a number is kept in where it is multiplied: itself, or two bfloat16. */
 static inline size_t vm_parts(const vm_cpu *cpu) { return cpu->pairs > 1 ? 2 : 1; }
 
-/* x: planes of [rows][width][16] floats, one for 16 channels, so many floats apart; or of so many pairs, one for 32 channels,
- * and where numbers are split a second set of planes with the rests. Zero outside the image. */
+/* x: planes of [rows][width][16] floats, one for 16 channels, so many floats apart; or of so many pairs, one for 32
+ * channels, and where numbers are split a second set of planes with the rests. Zero outside the image. */
 size_t vm_planes(const vm_cpu *cpu, size_t channels);
 void vm_load_box(const vm_work *work, const vm_box *box, float *x, size_t plane, size_t row);
 /* gemm for any number of pixels: in groups of nearly the same size, as few as can be. */
@@ -210,13 +210,13 @@ typedef struct vm_filter {
 
 /* 16 output channels' weights of input channel i at one tap; zero where there is no such channel. */
 void vm_filter_row(float row[VM_BLOCK], const vm_filter *f, size_t block, size_t i, size_t tap);
-/* Those of 16 input channels, or of all where there are fewer: [tap][input channel][16], where they lie or, of halves, in
- * `to`, which has room for them and one row more. */
+/* Those of 16 input channels, or of all where there are fewer: [tap][input channel][16], where they lie or, of halves,
+ * in `to`, which has room for them and one row more. */
 const float *vm_filter_block(float *to, const vm_cpu_ops *ops, const vm_filter *f, size_t block, size_t x_block);
 
 /* ---- norm.c ---- */
 
-/* vm_tasks.merge of a job that begins with its vm_work: adds the tiles' partial sums up, and leaves them with the last. */
+/* vm_tasks.merge of a job that begins with its vm_work: adds the tiles' partial sums up into the last. */
 void vm_merge_rows(const void *work, size_t row, size_t rows);
 /* From what x's producer left to y = x*scale + shift. */
 void vm_norm_scale(float *scale, float *shift, const vm_pass *pass, const vm_operands *at);

@@ -1,5 +1,5 @@
-/* Weights: from a file's layout to the packed one, which is the same for every instruction set, and from that to rows of
- * what is multiplied.
+/* Weights: from a file's layout to the packed one, which is the same for every instruction set, and from that to rows
+ * of what is multiplied.
  *
  *   float32    [out/16][in/16][taps][min(16, in)][16 out]
  *   halves     [out/16][in/32][taps][min(16, in/2)][16 out][2 in]    two input channels side by side

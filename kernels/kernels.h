@@ -146,9 +146,9 @@ static inline void vm_set_element(vm_dtype dtype, void *data, size_t i, float va
         ((uint16_t *)data)[i] = dtype == VM_BF16 ? vm_to_bfloat16(value) : vm_to_float16(value);
 }
 
-/* A 3x3 convolution after nearest 2x is four 2x2 ones, one for each parity of the output's row and column. Along a line of
- * parity `phase`, tap 0 or 1 of a 2x2 filter is the sum of the 3x3 filter's taps *first to *last: of 0, and of 1 and 2, for even
- * outputs; of 0 and 1, and of 2, for odd ones. */
+/* A 3x3 convolution after nearest 2x is four 2x2 ones, one for each parity of the output's row and column. Along a line
+ * of parity `phase`, tap 0 or 1 of a 2x2 filter is the sum of the 3x3 filter's taps *first to *last: of 0, and of 1 and
+ * 2, for even outputs; of 0 and 1, and of 2, for odd ones. */
 static inline void vm_folded_taps(size_t phase, size_t tap, size_t *first, size_t *last) {
     *first = tap ? phase + 1 : 0;
     *last = tap ? 2 : phase;
@@ -198,8 +198,8 @@ typedef struct vm_pass {
     float x_scale, y_scale; /* tensors are kept multiplied by these powers of two (against float16's overflow) */
 } vm_pass;
 
-/* Rows of a tensor. Of a streamed one only `ring` rows are there, each in the place of the one that many rows before it;
- * ring is SIZE_MAX where all are. */
+/* Rows of a tensor. Of a streamed one only `ring` rows are there, each in the place of the one that many rows before
+ * it; ring is SIZE_MAX where all are. */
 typedef struct vm_view {
     void *data;
     vm_dtype dtype;    /* of an element */
@@ -215,8 +215,7 @@ static inline void *vm_pixel(const vm_view *v, size_t y, size_t block, size_t x)
 /* How the plan has a pass computed. */
 typedef struct vm_manner {
     size_t at_once; /* rows of tiles that are at work at the same time, at most: all of them, or a step's */
-    bool
-        anew; /* weights that have to be transformed are so by every task, in its scratch, not once and kept prepared */
+    bool by_task;   /* each task transforms the weights that it needs, in its scratch; else they are kept, done once */
 } vm_manner;
 
 typedef struct vm_operands {
@@ -271,9 +270,9 @@ typedef struct vm_cut {
     size_t in_step, in_rows, pad; /* row k reads rows [k * in_step - pad, k * in_step - pad + in_rows) of x */
 } vm_cut;
 
-/* What a pass needs beside its tensors: bytes that are kept from its beginning to its end, and bytes that are in use while a
- * task runs (of all threads together, so that passes at work at the same time share them). And how many partial sums,
- * each of vm_stats_floats(y.c) floats, it leaves for a GroupNorm; 0 where none wants them. */
+/* What a pass needs beside its tensors: bytes that are kept from its beginning to its end, and bytes that are in use
+ * while a task runs (of all threads together, so that passes at work at the same time share them). And how many partial
+ * sums, each of vm_stats_floats(y.c) floats, it leaves for a GroupNorm; 0 where none wants them. */
 typedef struct vm_needs {
     size_t prepared, scratch, parts;
 } vm_needs;
@@ -282,7 +281,7 @@ typedef struct vm_needs {
 typedef struct vm_tasks {
     vm_task fn;
     const void *job;
-    /* Once the tasks of rows [row, row + rows) of tiles are done, in their order; NULL where there is nothing to add up. */
+    /* After the tasks of rows [row, row + rows) of tiles, in their order; NULL where there is nothing to add up. */
     void (*merge)(const void *job, size_t row, size_t rows);
 } vm_tasks;
 
@@ -294,7 +293,7 @@ typedef struct vm_backend vm_backend;
 typedef struct vm_device {
     size_t align;     /* of a buffer in the arena, in bytes; a multiple of VM_ALIGN */
     bool addressable; /* the host reads and writes this memory: its arrays need no copies, tests may look inside */
-    /* VM_OK with *out NULL where there is no memory left; any other status where the device refused for another reason. */
+    /* VM_OK with *out NULL where there is no memory left; another status where the device refused otherwise. */
     vm_status (*take)(const vm_backend *b, size_t bytes, void **out);
     void (*give)(const vm_backend *b, void *block, size_t bytes);
     size_t (*weight_bytes)(const vm_backend *b, const vm_weight *w);
@@ -331,8 +330,8 @@ struct vm_backend {
     /* Bytes that a library needs besides: only the library knows, and it may refuse the pass. */
     vm_status (*workspace)(const vm_backend *b, const vm_pass *pass, const vm_limits *limits, size_t *bytes);
     vm_status (*run)(const vm_backend *b, const vm_pass *pass, const vm_operands *at, const vm_exec *exec);
-    /* Makes a pass ready to be computed, row of tiles by row of tiles. *out borrows pass and at->prepared. NULL: passes run
-     * whole only. */
+    /* Makes a pass ready to be computed, row of tiles by row of tiles. *out borrows pass and at->prepared. NULL: passes
+     * run whole only. */
     vm_status (*prepare)(const vm_backend *b, const vm_pass *pass, const vm_operands *at, const vm_exec *exec,
                          vm_tasks *out);
     const vm_device *device;
@@ -345,9 +344,9 @@ extern const vm_device vm_host;
 /* A partial sum: pixel count, then mean and sum of squared deviations of each channel. */
 static inline VM_ANYWHERE size_t vm_stats_floats(size_t c) { return VM_BLOCK + 2 * VM_BLOCKS(c) * VM_BLOCK; }
 
-/* cpu.c: the backends of this build for such numbers, best first; NULL beyond the last. All keep a model's weights alike. */
+/* cpu.c: this build's backends for such numbers, best first; NULL beyond the last. All keep a model's weights alike. */
 const vm_backend *vm_backend_at(vm_dtype dtype, vm_precision precision, size_t i);
-/* Comma-separated names that must not be used (VAEMEM_DISABLE); unknown names are ignored (vaemem/__init__.py warns of them). */
+/* Comma-separated names that must not be used (VAEMEM_DISABLE). Unknown ones are ignored; vaemem/__init__.py warns. */
 void vm_cpu_disable(const char *names);
 
 #endif

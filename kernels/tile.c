@@ -1,6 +1,6 @@
 /* Tiles, and the two ends of one, whatever is computed between them: its input, normalised, activated and
- * zero-padded into a thread's scratch as the numbers that are multiplied; and its output, rounded to the numbers that are
- * kept, with its sums for the next GroupNorm. */
+ * zero-padded into a thread's scratch as the numbers that are multiplied; and its output, rounded to the numbers that
+ * are kept, with its sums for the next GroupNorm. */
 #include <math.h>
 #include <string.h>
 

@@ -1,24 +1,25 @@
 /* 3x3 convolutions by Winograd's F(2x4, 3x3): 24 products for eight outputs instead of 72, the same in real arithmetic.
- * Every 4x6 piece of the input (overlapping by two) and every 3x3 of weights become 24 numbers; per number, a plain product
- * over the channels; 24 results become 2x4 pixels. Tiles two rows high keep rings of streamed rows short.
+ * Every 4x6 piece of the input (overlapping by two) and every 3x3 of weights become 24 numbers; per number, a plain
+ * product over the channels; 24 results become 2x4 pixels. Tiles two rows high keep rings of streamed rows short.
  *
- * After nearest 2x it is 9 numbers, of a pixel and those around it. With a, b, c three pixels side by side and p, q, r a
- * filter's taps, b becomes two pixels that are p a + (q + r) b and (p + q) b + r c: with s = (p + q + r) b, which both
- * have, p (a - b) + s and s + r (c - b). The same down the columns.
+ * After nearest 2x it is 9 numbers, of a pixel and those around it. With a, b, c three pixels side by side and p, q, r
+ * a filter's taps, b becomes two pixels that are p a + (q + r) b and (p + q) b + r c: with s = (p + q + r) b, which
+ * both have, p (a - b) + s and s + r (c - b). The same down the columns.
  *
  *   prepared: job | scale, shift, sums | x offsets | u [number][y block][x block][depth][16], where it is kept
  *   scratch:  thread 0 | thread 1 ...
  *   thread:   x tile [x block][row][column][16] | v [number][x block][tile][16] | m [number][2 y blocks][tile][16]
- *             | u [number][2 y blocks][x blocks of a run][depth][16], where it is made anew
+ *             | u [number][2 y blocks][x blocks of a run][depth][16], where each task makes it
  *             | y [2 rows][column][16], where results do not go in place
  *
- * A region of about PIXELS pixels is a task. It is finished for two blocks of output channels before the next two, so that
- * m stays in a core's cache. Numbers lie a line of the cache further apart than they need: all of a tile's are written one
- * after the other, and at a distance of a power of two they would drive each other out. The points across are 2/3 and 3/2,
- * whose powers stay nearer to 1 than those of 1 and 2 do, and so does the rounding (docs/SPEED.md has the errors).
+ * A region of about PIXELS pixels is a task. It is finished for two blocks of output channels before the next two, so
+ * that m stays in a core's cache. Numbers lie a line of the cache further apart than they need: all of a tile's are
+ * written one after the other, and at a distance of a power of two they would drive each other out. The points across
+ * are 2/3 and 3/2, whose powers stay nearer to 1 than those of 1 and 2 do, and so does the rounding (docs/SPEED.md has
+ * the errors).
  *
- * The model keeps one copy of the weights. They are transformed when the pass begins; or, where that takes too much memory,
- * by each task, for two blocks of output channels and a run of input channels at a time. The numbers are the same. */
+ * The model keeps one copy of the weights. They are transformed when the pass begins; or, where that takes too much
+ * memory, by each task, for two blocks of output channels and a run of input channels at a time, to the same bits. */
 #include "cpu.h"
 
 enum {
@@ -76,17 +77,17 @@ static layout make_layout(const vm_cpu *cpu, const vm_pass *p, const vm_grid *g,
     l.m_block = tiles * VM_BLOCK;
     l.v_step = xb * l.m_block + LINE;
     l.m_step = VM_MIN(yb, 2) * l.m_block + LINE;
-    l.u_run = manner.anew ? VM_MIN(l.run, xb) : xb;
-    l.u_step = vm_sum(VM_PRODUCT(manner.anew ? VM_MIN(yb, 2) : yb, l.u_run, l.depth, VM_BLOCK), LINE);
+    l.u_run = manner.by_task ? VM_MIN(l.run, xb) : xb;
+    l.u_step = vm_sum(VM_PRODUCT(manner.by_task ? VM_MIN(yb, 2) : yb, l.u_run, l.depth, VM_BLOCK), LINE);
     const size_t u = VM_PRODUCT(l.numbers, l.u_step, sizeof(float));
     vm_put_bytes(&l.prepared, sizeof(job), VM_ALIGN);
     l.work = vm_put_bytes(&l.prepared, vm_work_bytes(p, g, manner.at_once), VM_ALIGN);
     l.offsets = vm_put_bytes(&l.prepared, xb * sizeof(ptrdiff_t), VM_ALIGN);
-    l.kept = vm_put_bytes(&l.prepared, manner.anew ? 0 : u, VM_ALIGN);
+    l.kept = vm_put_bytes(&l.prepared, manner.by_task ? 0 : u, VM_ALIGN);
     vm_put_bytes(&l.scratch, VM_PRODUCT(xb, l.x_plane, sizeof(float)), VM_ALIGN);
     l.v = vm_put_bytes(&l.scratch, VM_PRODUCT(l.numbers, l.v_step, sizeof(float)), VM_ALIGN);
     l.m = vm_put_bytes(&l.scratch, VM_PRODUCT(l.numbers, l.m_step, sizeof(float)), VM_ALIGN);
-    l.made = vm_put_bytes(&l.scratch, manner.anew ? u : 0, VM_ALIGN);
+    l.made = vm_put_bytes(&l.scratch, manner.by_task ? u : 0, VM_ALIGN);
     l.y = vm_put_bytes(&l.scratch,
                        vm_in_place(cpu, p) ? 0 : VM_PRODUCT(t->height, t->width, g->tile_w, VM_BLOCK, sizeof(float)),
                        VM_ALIGN);
@@ -125,8 +126,8 @@ static void keep_weights(const void *context, size_t task, unsigned thread) {
     transform_weights(j, j->u + task * j->l.u_run * j->l.depth * VM_BLOCK, task, 0, j->l.u_run);
 }
 
-/* Adds to m[f] the products of one run of input channels, from block `first` on. u begins with these, and has one or two
- * blocks of output channels. */
+/* Adds to m[f] the products of one run of input channels, from block `first` on. u begins with these, and has one or
+ * two blocks of output channels. */
 static void multiply(const job *j, const region *r, size_t f, const float *u, size_t blocks, size_t first) {
     const size_t batches = VM_MIN(j->l.run, VM_BLOCKS(j->work.pass->x.c) - first);
     float *y = r->m + f * j->l.m_step;
@@ -213,7 +214,7 @@ static vm_status winograd_prepare(const vm_cpu *cpu, const vm_pass *pass, const 
     *j = (job){.g = make_grid(cpu, pass), .transforms = transforms_of(cpu, pass)};
     j->l = make_layout(cpu, pass, &j->g, at->manner);
     j->work = vm_work_begin(cpu, pass, at, &j->g, prepared + j->l.work);
-    if (!at->manner.anew) j->u = (float *)(prepared + j->l.kept);
+    if (!at->manner.by_task) j->u = (float *)(prepared + j->l.kept);
     j->offsets = (ptrdiff_t *)(prepared + j->l.offsets);
     const size_t plane = j->g.tile_h * j->g.tile_w * VM_BLOCK;
     for (size_t b = 0; b < VM_BLOCKS(pass->x.c); b++) j->offsets[b] = (ptrdiff_t)(b * plane);

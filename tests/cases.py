@@ -205,8 +205,8 @@ def conv64(x: np.ndarray, weight: np.ndarray, bias: np.ndarray, stride: int, up:
 
 
 class ConvRun:
-    """A case with operands, on a backend of the core; `sample`: only every so many channels are compared; `anew`: each
-    task transforms the weights."""
+    """A case with operands, on a backend of the core; `sample`: only every so many channels are compared;
+    `by_task`: each task transforms the weights."""
 
     def __init__(
         self,
@@ -216,7 +216,7 @@ class ConvRun:
         sample: int = 1,
         dtype: str = "float32",
         precision: str = "highest",
-        anew: bool = False,
+        by_task: bool = False,
     ):
         r = np.random.default_rng(case.in_c + case.out_c)
         self.case, self.sample, self.dtype = case, sample, dtype
@@ -233,7 +233,7 @@ class ConvRun:
         self.add = kept(r.standard_normal(case.y)) if case.add else None
         shapes = (case.in_c, case.h, case.w, *case.y)
         scratch, sums = _core.kernel_needs(
-            backend, threads, "conv", shapes, (case.k, case.stride, case.up), dtype, precision, anew
+            backend, threads, "conv", shapes, (case.k, case.stride, case.up), dtype, precision, by_task
         )
         rows = as_kept(np.zeros(0), dtype).dtype.type
         outputs = guarded(up16(case.out_c) * case.y[1] * case.y[2], rows), guarded(sums), guarded(scratch)
@@ -246,7 +246,7 @@ class ConvRun:
             backend, threads, "conv", shapes, (case.k, case.stride, case.up, norm, case.groups, 1e-6),
             (as_kept(to_rows(self.x), dtype), self.y, residual, pack(self.weight, dtype), pad16(self.bias),
              pad16(self.gamma), pad16(self.beta), self.left_by_the_producer() if norm else None, self.stats, own),
-            dtype, precision, anew,
+            dtype, precision, by_task,
         )  # fmt: skip
 
     def left_by_the_producer(self) -> np.ndarray:
@@ -382,8 +382,10 @@ class AttentionRun:
         return self.x.tobytes()
 
 
-def on(case: Conv | Attention, backend: str, threads: int, sample: int = 1, *numbers: str, anew: bool = False) -> Any:
+def on(
+    case: Conv | Attention, backend: str, threads: int, sample: int = 1, *numbers: str, by_task: bool = False
+) -> Any:
     """numbers: dtype and precision; float32 at the highest without."""
     if isinstance(case, Conv):
-        return ConvRun(case, backend, threads, sample, *numbers, anew=anew)
+        return ConvRun(case, backend, threads, sample, *numbers, by_task=by_task)
     return AttentionRun(case, backend, threads, sample, *numbers)

@@ -317,9 +317,9 @@ WAYS = [
 def test_pass(case, way):
     backend, *numbers = way
     results = []
-    for threads, anew in ((1, False), (3, True)):
-        run = on(case, backend, threads, 1, *numbers, anew=anew)
+    for threads, by_task in ((1, False), (3, True)):
+        run = on(case, backend, threads, 1, *numbers, by_task=by_task)
         run.run()
         run.check()
         results.append(run.result)
-    assert results[0] == results[1], "threads, or weights made anew, changed the result"
+    assert results[0] == results[1], "threads, or transforming weights by task, changed the result"

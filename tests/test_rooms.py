@@ -157,6 +157,17 @@ def test_files_are_short():
     assert {name: lines for name, lines in lengths.items() if lines > 700} == {}
 
 
+def test_lines_of_c_keep_within_120_columns():
+    """clang-format says nothing of comments and strings that it cannot break."""
+    lines = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in HOUSE
+        for number, line in enumerate(path.read_text("utf-8").splitlines(), 1)
+        if len(line.replace("\t", " " * 8)) > 120
+    ]
+    assert lines == []
+
+
 def test_functions_are_short():
     """At most 80 lines, not counting the signature and the docstring. The command line's parser is the one to mend."""
     long = set()

@@ -17,12 +17,12 @@
  * Not modelled: private pools of CUDA graphs, the moment at which the events of record_stream complete (the caller says
  * it: vm_talloc_free_request, later vm_talloc_free), the CUDA context's own memory (subtract it from total_memory).
  *
- * With driver_pool it is the backend "cudaMallocAsync" (c10/cuda/CUDAMallocAsyncAllocator.cpp): PyTorch keeps nothing, each
- * request goes to the driver's memory pool, whose attributes its statistics are: used is allocated, reserved is
- * reserved. The release threshold is set to the largest, so the pool gives back only when the cache is emptied (trimmed to 0).
- * The driver moves free pages together where none fits (it says so; pools were seen to waste memory all the same), so
- * this pool wastes nothing: reserved is the most that was in use since it was trimmed, in pages of 2 MiB, which is the least
- * that it can be. Sizes are rounded to 512 B, an assumption. */
+ * With driver_pool it is the backend "cudaMallocAsync" (c10/cuda/CUDAMallocAsyncAllocator.cpp): PyTorch keeps nothing,
+ * each request goes to the driver's memory pool, whose attributes its statistics are: used is allocated, reserved is
+ * reserved. The release threshold is set to the largest, so the pool gives back only when the cache is emptied (trimmed
+ * to 0). The driver moves free pages together where none fits (it says so; pools were seen to waste memory all the
+ * same), so this pool wastes nothing: reserved is the most that was in use since it was trimmed, in pages of 2 MiB,
+ * which is the least that it can be. Sizes are rounded to 512 B, an assumption. */
 #ifndef VM_TORCH_ALLOC_H
 #define VM_TORCH_ALLOC_H
 
@@ -169,7 +169,7 @@ size_t vm_talloc_blocks(const vm_talloc *a, vm_talloc_block *block);
 
 /* The next new segment (or expandable reservation) lies at address if nothing lies there; 0 takes that back. */
 vm_status vm_talloc_place(vm_talloc *a, uint64_t address);
-/* Whether some cached segment is whole, and the return of the one at address to the device; VM_EINVAL where none begins. */
+/* Whether some cached segment is whole; the one at address goes back to the device, VM_EINVAL where none begins. */
 bool vm_talloc_has_whole_segment(const vm_talloc *a);
 vm_status vm_talloc_release(vm_talloc *a, uint64_t address);
 /* A segment as it was found: address, size, stream and small of *segment; block: [blocks] live or pending ones in it,

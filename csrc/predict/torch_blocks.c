@@ -100,8 +100,8 @@ void ta_remove(tree *t, node *n) {
     t->count--;
 }
 
-/* Within a bin, of all streams, among the elements that weigh so much: the first that is not before key or, with `after`,
- * the first that comes after it. */
+/* Within a bin, of all streams, among the elements that weigh so much: the first that is not before key or, with
+ * `after`, the first that comes after it. */
 static node *first(node *n, const node *key, bool after, uint64_t weight) {
     while (n && n->heaviest >= weight) {
         if (after ? before(key, n) : !before(n, key)) {

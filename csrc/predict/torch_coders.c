@@ -1,9 +1,9 @@
-/* Encoder and decoder of a VAE as five runtimes hold them: diffusers' AutoencoderKL (0.33); the AutoEncoder of BFL's flux
- * repository, as InvokeAI carries it; CompVis' AutoencoderKL (ldm/modules/diffusionmodules/model.py of stable-diffusion);
- * ComfyUI's file of that name (comfy/ldm); and CompVis' as A1111 changes it (modules/sd_hijack*.py).
+/* Encoder and decoder of a VAE as five runtimes hold them: diffusers' AutoencoderKL (0.33); the AutoEncoder of BFL's
+ * flux repository, as InvokeAI carries it; CompVis' AutoencoderKL (ldm/modules/diffusionmodules/model.py of
+ * stable-diffusion); ComfyUI's file of that name (comfy/ldm); and CompVis' as A1111 changes it (modules/sd_hijack*.py).
  *
  * They compute the same. What differs is how long tensors live: a Python name (or a caller's, or the encoder's list)
- * holds a tensor until it is bound anew or its function returns, and a statement such as h = norm(h) holds both for a
+ * holds a tensor until it is bound again or its function returns, and a statement such as h = norm(h) holds both for a
  * moment.
  *
  *              resnet: norm1 silu conv1 norm2 silu conv2 (1x1 shortcut) add (diffusers: and a division by 1)

@@ -103,7 +103,7 @@ static void run(worker *k, tensor x) {
 
 size_t vm_walk_pad(const vm_trace_vae *vae) { return vae->op == VM_DECODE ? 11 : 32; }
 
-/* Side of a tile without its padding: even parts, rounded up to 32 or to what smaller power of two stays within most. */
+/* Side of a tile without its padding: even parts, rounded up to 32 or a smaller power of two that stays within most. */
 static size_t side_of(size_t side, size_t pad, size_t most, size_t *count) {
     const size_t inner = side > 2 * pad ? side - 2 * pad : 0;
     *count = VM_MAX((inner + most - 1) / most, 1);

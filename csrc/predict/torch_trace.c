@@ -286,7 +286,7 @@ vm_status vm_trace_run(const vm_trace *t, vm_trace_process *process, uint64_t *a
         if (s) {
             const vm_talloc_oom *oom = s == VM_ENOMEM ? vm_talloc_last_oom(process->talloc) : NULL;
             process->full = oom != NULL;
-            if (oom) process->oom = *oom; /* a kept workspace that is freed is taken anew by its next use */
+            if (oom) process->oom = *oom; /* a kept workspace that is freed is taken again by its next use */
             for (size_t id = 0; id < t->ids; id++)
                 if (address[id] && vm_talloc_free(process->talloc, address[id]) == VM_OK) address[id] = 0;
             return s;

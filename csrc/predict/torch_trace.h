@@ -132,8 +132,8 @@ typedef struct vm_trace_vae {
 } vm_trace_vae;
 
 /* encode(image) or decode(latents) as the model's method; the input is the caller's and not in the trace. What stays:
- * decode: the image; encode: bfl's latents, or the others' posterior (moments, logvar, std, var). ComfyUI's methods take
- * from the host and give to it: the input is in the trace, and nothing stays. */
+ * decode: the image; encode: bfl's latents, or the others' posterior (moments, logvar, std, var). ComfyUI's methods
+ * take from the host and give to it: the input is in the trace, and nothing stays. */
 vm_status vm_trace_vae_build(const vm_trace_vae *vae, vm_trace **out);
 /* The parameters, taken one by one in the order in which Module.to moves them; those of four dimensions, which alone
  * have a memory format, under the name "filter", the others under "weights". */

@@ -1,7 +1,8 @@
 /* The traces of VAEs: the methods that a runtime calls, around the encoder and the decoder of torch_coders.c.
  *
- * Sources: diffusers' AutoencoderKL (tiles and slices); BFL's AutoEncoder; CompVis' ldm/models/autoencoder.py, which A1111
- * calls too; ComfyUI's comfy/sd.py (class VAE), comfy/utils.py (tiled_scale) and comfy/ldm/models/autoencoder.py. */
+ * Sources: diffusers' AutoencoderKL (tiles and slices); BFL's AutoEncoder; CompVis' ldm/models/autoencoder.py, which
+ * A1111 calls too; ComfyUI's comfy/sd.py (class VAE), comfy/utils.py (tiled_scale) and
+ * comfy/ldm/models/autoencoder.py. */
 #include "torch_walk.h"
 
 /* The encoder or the decoder. A1111's Tiled VAE takes over where the input is larger than one padded tile. */

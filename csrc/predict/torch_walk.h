@@ -1,5 +1,5 @@
-/* A walk through the Python frames of a VAE's module: each tensor is taken when a statement makes it and given back when
- * its last reference goes.
+/* A walk through the Python frames of a VAE's module: each tensor is taken when a statement makes it and given back
+ * when its last reference goes.
  *
  *   torch_walk.h       tensors and operators
  *   torch_attention.c  the attention blocks

@@ -9,8 +9,8 @@
 #include "../../kernels/cudnn/cudnn_api.h"
 #include "../vm.h"
 
-/* How PyTorch's convolutions are asked as a vm_conv: one with a single dimension has two, with a height of 1; the bias is added
- * outside; where the paddings of two sides differ, PyTorch pads into a tensor of its own first; tf32 is
+/* How PyTorch's convolutions are asked as a vm_conv: one with a single dimension has two, with a height of 1; the bias
+ * is added outside; where the paddings of two sides differ, PyTorch pads into a tensor of its own first; tf32 is
  * torch.backends.cudnn.allow_tf32, which is on by default. */
 
 /* The plan that PyTorch would run. */
@@ -24,8 +24,9 @@ typedef struct vm_conv_plan {
     char name[VM_ENGINE_NAME]; /* "eng1_k2=3_k5=0": engine and knobs */
 } vm_conv_plan;
 
-/* every: also asks the plans to which PyTorch goes on where it cannot have this one's workspace. device_json: cuDNN's device properties (vaemem/data/gpus.json). Thread-safe: one question at a time.
- * VM_EINVAL where cuDNN does not understand the device or the convolution; a plan that is not found is no error. */
+/* every: also asks the plans to which PyTorch goes on where it cannot have this one's workspace. device_json: cuDNN's
+ * device properties (vaemem/data/gpus.json). Thread-safe: one question at a time. VM_EINVAL where cuDNN does not
+ * understand the device or the convolution; a plan that is not found is no error. */
 vm_status vm_cudnn_conv(vm_cudnn *cudnn, const char *device_json, const vm_conv *conv, bool every, vm_conv_plan *out);
 
 #endif

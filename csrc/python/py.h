@@ -52,8 +52,8 @@ void vm_py_lock_free(vm_py_lock *l);
 /* Waits without the GIL, in slices so that Ctrl-C is heard. call: the method, for messages. -1 with an exception set:
  * RuntimeError where this same thread holds it already, or a thread that a fork left behind. */
 int vm_py_acquire(vm_py_lock *l, const char *call);
-/* For what reads only what no holder changes while it calls Python, such as a model's weights: the thread that holds the
- * lock gets it once more. */
+/* For what reads only what no holder changes while it calls Python, such as a model's weights: the thread that holds
+ * the lock gets it once more. */
 int vm_py_acquire_to_read(vm_py_lock *l, const char *call);
 void vm_py_release(vm_py_lock *l);
 /* Releases it; None, or the status raised. */

@@ -16,7 +16,7 @@ typedef struct vm_py_conv {
 
 /* -1 with an exception set. */
 int vm_py_to_conv(const vm_py_conv *from, vm_conv *conv);
-/* (dtype, n, c, h, w, k, r, stride, padding, layout), and where it has any (dilation, groups, output_padding, depth). */
+/* (dtype, n, c, h, w, k, r, stride, padding, layout), then, if any, (dilation, groups, output_padding, depth). */
 PyObject *vm_py_from_conv(const vm_conv *conv);
 
 #endif

@@ -60,7 +60,7 @@ static PyObject *kernel_gemm(PyObject *Py_UNUSED(module), PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* kernel_load(backend, y, rest, x, scale, shift, silu): x of any rows' type; y float32, or uint16 for pairs, rest then too. */
+/* kernel_load(backend, y, rest, x, scale, shift, silu): x of any rows' type; y float32; pairs: y, rest uint16. */
 static PyObject *kernel_load(PyObject *Py_UNUSED(module), PyObject *args) {
     const char *backend;
     PyObject *y, *rest, *x, *scale, *shift;
@@ -221,13 +221,13 @@ static vm_view whole(void *data, vm_dtype dtype, const vm_shape *s) {
 static size_t scratch_floats(const vm_needs *n) { return (n->prepared + n->scratch + VM_ALIGN) / sizeof(float); }
 
 /* kernel_pass(backend, threads, kind, (xc, xh, xw, yc, yh, yw), (ksize, stride, up, silu, groups, eps), arrays,
- * dtype='float32', precision='highest', anew=False)
- * arrays: a tuple of x, y, add, weight, bias, gamma, beta, x_stats, y_stats, scratch; None where there is none; all rows. x, y, add
- * and weight are of that dtype (bfloat16 as uint16), the rest float32. */
+ * dtype='float32', precision='highest', by_task=False)
+ * arrays: a tuple of x, y, add, weight, bias, gamma, beta, x_stats, y_stats, scratch; None where there is none; all
+ * rows. x, y, add and weight are of that dtype (bfloat16 as uint16), the rest float32. */
 static PyObject *kernel_pass(PyObject *Py_UNUSED(module), PyObject *args) {
     const char *backend, *kind;
     unsigned threads;
-    int up, silu, anew = false;
+    int up, silu, by_task = false;
     double seconds = 0;
     PyObject *arrays, *a[10];
     vm_pass p = {.x_scale = 1, .y_scale = 1};
@@ -235,7 +235,7 @@ static PyObject *kernel_pass(PyObject *Py_UNUSED(module), PyObject *args) {
     vm_precision precision = VM_HIGHEST;
     if (!PyArg_ParseTuple(args, "sO&s(nnnnnn)(iippnf)O!|O&O&p", &backend, vm_py_to_threads, &threads, &kind, &p.x.c,
                           &p.x.h, &p.x.w, &p.y.c, &p.y.h, &p.y.w, &p.ksize, &p.stride, &up, &silu, &p.groups, &p.eps,
-                          &PyTuple_Type, &arrays, vm_py_to_dtype, &dtype, vm_py_to_precision, &precision, &anew) ||
+                          &PyTuple_Type, &arrays, vm_py_to_dtype, &dtype, vm_py_to_precision, &precision, &by_task) ||
         !PyArg_ParseTuple(arrays, "OOOOOOOOOO", &a[0], &a[1], &a[2], &a[3], &a[4], &a[5], &a[6], &a[7], &a[8], &a[9]))
         return NULL;
     const vm_backend *b = vm_py_backend(backend, dtype, precision);
@@ -252,7 +252,7 @@ static PyObject *kernel_pass(PyObject *Py_UNUSED(module), PyObject *args) {
     const vm_weight w = {p.y.c, p.x.c, (size_t)p.ksize};
     const bool conv = p.kind == VM_PASS_CONV;
     const vm_limits limits = {threads, 0};
-    const vm_manner manner = {b->cut(b, &p).rows, anew};
+    const vm_manner manner = {b->cut(b, &p).rows, by_task};
     const vm_needs needs = b->needs(b, &p, &limits, manner);
     const size_t need[10] = {rows_floats(&p.x),
                              rows_floats(&p.y),
@@ -300,17 +300,17 @@ static PyObject *kernel_pass(PyObject *Py_UNUSED(module), PyObject *args) {
 }
 
 /* kernel_needs(backend, threads, kind, shapes, (ksize, stride, up), dtype='float32', precision='highest',
- * anew=False) -> (scratch floats, y_stats floats) */
+ * by_task=False) -> (scratch floats, y_stats floats) */
 static PyObject *kernel_needs(PyObject *Py_UNUSED(module), PyObject *args) {
     const char *backend, *kind;
     unsigned threads;
-    int up, anew = false;
+    int up, by_task = false;
     vm_pass p = {.x_scale = 1, .y_scale = 1};
     vm_dtype dtype = VM_F32;
     vm_precision precision = VM_HIGHEST;
     if (!PyArg_ParseTuple(args, "sO&s(nnnnnn)(iip)|O&O&p", &backend, vm_py_to_threads, &threads, &kind, &p.x.c, &p.x.h,
                           &p.x.w, &p.y.c, &p.y.h, &p.y.w, &p.ksize, &p.stride, &up, vm_py_to_dtype, &dtype,
-                          vm_py_to_precision, &precision, &anew))
+                          vm_py_to_precision, &precision, &by_task))
         return NULL;
     const vm_backend *b = vm_py_backend(backend, dtype, precision);
     if (!b) return NULL;
@@ -318,7 +318,7 @@ static PyObject *kernel_needs(PyObject *Py_UNUSED(module), PyObject *args) {
     p.up = up;
     p.norm = p.stats = true; /* the most that the pass can want */
     const vm_limits limits = {threads, 0};
-    const vm_needs needs = b->needs(b, &p, &limits, (vm_manner){b->cut(b, &p).rows, anew});
+    const vm_needs needs = b->needs(b, &p, &limits, (vm_manner){b->cut(b, &p).rows, by_task});
     return Py_BuildValue("nn", (Py_ssize_t)scratch_floats(&needs), (Py_ssize_t)(needs.parts * vm_stats_floats(p.y.c)));
 }
 

@@ -1,4 +1,4 @@
-/* vaemem._core.Model: an architecture with its weights. vaemem/engine/vae.py is its face, py_run.c plans and runs it. */
+/* vaemem._core.Model: an architecture with its weights, for vaemem/engine/vae.py. py_run.c plans and runs it. */
 #include "py_model.h"
 
 static int parse_parts(const char *text, unsigned *parts) {

@@ -243,8 +243,8 @@ static int check_output(PyArrayObject *a, const npy_intp dims[4], vm_format form
     return -1;
 }
 
-/* The input as the run reads it, a new reference. A CPU reads nearly every type at any strides. What it does not know, and
- * what is sent to a device, is packed first. */
+/* The input as the run reads it, a new reference. A CPU reads nearly every type at any strides. What it does not know,
+ * and what is sent to a device, is packed first. */
 static PyArrayObject *open_input(const vm_model *m, PyArrayObject *a, vm_format format, vm_numbers *how) {
     const int type = PyArray_TYPE(a);
     const bool bytes = format == VM_U8_NHWC, real = PyTypeNum_ISINTEGER(type) || PyTypeNum_ISFLOAT(type);

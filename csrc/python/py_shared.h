@@ -27,8 +27,8 @@ static inline PyObject *vm_py_none_or_raise(vm_status status) {
     return status ? vm_py_raise(status) : Py_NewRef(Py_None);
 }
 
-/* A list of what item(context, i) makes for each i below n; where it makes NULL without an exception, nothing. A long one
- * can be interrupted. */
+/* A list of what item(context, i) makes for each i below n; where it makes NULL without an exception, nothing. A long
+ * one can be interrupted. */
 static inline PyObject *vm_py_list(size_t n, PyObject *(*item)(const void *context, size_t i), const void *context) {
     PyObject *list = PyList_New(0);
     for (size_t i = 0; list && i < n; i++) {

@@ -1,14 +1,14 @@
-/* AMX: products of tiles of 16 pixels by 16 outputs, four tiles of pixels at a time for each tile of weights. A tile of x is 16
- * pixels with up to 16 pairs each, as they lie; a tile of w up to 16 rows of weights. tdpbf16ps adds up a batch's products
- * of the lower halves and those of the upper ones, each from zero on, and then both to the sum: c + (lower + upper). It rounds
- * to nearest whatever the thread's mode, and takes numbers below the smallest normal one for zero. A sum begins with what is
- * added to it, and is stored once, after all batches: a product takes 16 cycles, a load from L1 8 of them, and a store 16 that
- * nothing else is done in (docs/SPEED.md).
+/* AMX: products of tiles of 16 pixels by 16 outputs, four tiles of pixels at a time for each tile of weights. A tile of
+ * x is 16 pixels with up to 16 pairs each, as they lie; a tile of w up to 16 rows of weights. tdpbf16ps adds up a
+ * batch's products of the lower halves and those of the upper ones, each from zero on, and then both to the sum: c +
+ * (lower + upper). It rounds to nearest whatever the thread's mode, and takes numbers below the smallest normal one for
+ * zero. A sum begins with what is added to it, and is stored once, after all batches: a product takes 16 cycles, a load
+ * from L1 8 of them, and a store 16 that nothing else is done in (docs/SPEED.md).
  *
- * The four tiles of pixels lie one below the other where there are rows: so each brings few new lines of x, whose taps they
- * share. The last pixels of a row have tiles of their own size.
+ * The four tiles of pixels lie one below the other where there are rows: so each brings few new lines of x, whose taps
+ * they share. The last pixels of a row have tiles of their own size.
  *
- * Tiles belong to whoever computes (another library may use them between two calls), so each call configures and releases. */
+ * Another library may use the tiles between two calls, so each call configures and releases them. */
 #include "../cpu.h"
 
 #ifdef VM_EMULATE_AMX
@@ -54,8 +54,8 @@ static void configure(size_t pixels, size_t depth) {
     _tile_loadconfig(&c);
 }
 
-/* Without vectors of floats to add or multiply for about a thousand cycles the processor lets the units for them rest, and the
- * vector or the tile that is stored next waits as long again. Neither tiles nor integers keep them awake. */
+/* Without vectors of floats to add or multiply for about a thousand cycles the processor lets the units for them rest,
+ * and the vector or the tile that is stored next waits as long again. Neither tiles nor integers keep them awake. */
 static inline __attribute__((always_inline)) void stay_awake(void) {
 #ifdef __AVX512F__
     __asm__ volatile("vaddps %0, %0, %%zmm31" : : "v"(_mm512_setzero_ps()) : "xmm31");

@@ -1,6 +1,6 @@
-/* AVX512_BF16: the tiles of ../avx512, each step with a pair of bfloat16 in the place of a float. vdpbf16ps adds the product
- * of the upper halves and then that of the lower ones to a float, rounding each time: on a Zen 5 the very bits of plain C.
- * But it takes numbers below the smallest normal one for zero. */
+/* AVX512_BF16: the tiles of ../avx512, each step with a pair of bfloat16 in the place of a float. vdpbf16ps adds the
+ * product of the upper halves and then that of the lower ones to a float, rounding each time: on a Zen 5 the very bits
+ * of plain C. But it takes numbers below the smallest normal one for zero. */
 #include <immintrin.h>
 
 #define VM_LANES 16

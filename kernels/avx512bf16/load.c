@@ -1,5 +1,5 @@
-/* What AVX512_BF16 and AMX multiply, from rows of any type. It takes as long as a fifth to a half of the products, so it
- * is written for what is left of the numbers: a half has 8 bits, a half and its rest 16. */
+/* What AVX512_BF16 and AMX multiply, from rows of any type. It takes as long as a fifth to a half of the products, so
+ * it is written for what is left of the numbers: a half has 8 bits, a half and its rest 16. */
 #include <immintrin.h>
 
 #include "../cpu.h"
@@ -13,10 +13,10 @@ INLINE __m512 widened(vm_dtype dtype, const void *x, size_t i) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
 }
 
-/* x / (1 + e^-x), within 2^-12 of it, or 2^-20 where it is exact and x above -16 (2^-18 below). e^-x is 2^(n + f), where n is
- * an integer and 0 <= f < 1: a polynomial of f, which is 2^f within 2^-13.7 or 2^-22.6 (of those of its degree the one whose
- * largest relative error is least), times 2^n, which scalef makes of n + f. An Inf stays one or becomes NaN, as it should:
- * -Inf * 0. */
+/* x / (1 + e^-x), within 2^-12 of it, or 2^-20 where it is exact and x above -16 (2^-18 below). e^-x is 2^(n + f),
+ * where n is an integer and 0 <= f < 1: a polynomial of f, which is 2^f within 2^-13.7 or 2^-22.6 (of those of its
+ * degree the one whose largest relative error is least), times 2^n, which scalef makes of n + f. An Inf stays one or
+ * becomes NaN, as it should: -Inf * 0. */
 INLINE __m512 silu(__m512 x, bool exact) {
     static const float near[] = {0x1.3f96a4p-4f, 0x1.cefc4cp-3f, 0x1.64444cp-1f, 0x1.fff632p-1f};
     static const float nearer[] = {0x1.ec320ap-10f, 0x1.26900cp-7f, 0x1.c95456p-5f,

@@ -11,8 +11,8 @@
  * shared memory once for all queries. These reads limit the kernels, so more queries would be better, but o of 128
  * queries x 512 channels would fill the whole register file.
  *
- * The 16-byte vectors of a row in shared memory are permuted, v ^ (row & 7), so that the same vector of eight rows, which
- * is what one ldmatrix reads, lies in eight different groups of banks.
+ * The 16-byte vectors of a row in shared memory are permuted, v ^ (row & 7), so that the same vector of eight rows,
+ * which is what one ldmatrix reads, lies in eight different groups of banks.
  *
  * f16 and bf16 use tensor cores and keep the queries in shared memory; f32 is plain fmaf on registers and streams its
  * queries along with the keys, so that one shape fits every device. Launch: vm_attention_choose in cuda.h. */
@@ -103,9 +103,9 @@ struct vm_rows {
 };
 
 /* The next tile's scores become probabilities * 2^shift, and maximum and sum are brought up to date. A row is shared by
- * LANES neighbouring lanes of WARPS warps, of which this one is `warp`. tops: [WARPS][queries], keeps: [queries], both in
- * shared memory; keeps may be read after the next barrier. NaN, or a maximum of +Inf, makes the row NaN; while all scores
- * are -Inf the sum stays 0. */
+ * LANES neighbouring lanes of WARPS warps, of which this one is `warp`. tops: [WARPS][queries], keeps: [queries], both
+ * in shared memory; keeps may be read after the next barrier. NaN, or a maximum of +Inf, makes the row NaN; while all
+ * scores are -Inf the sum stays 0. */
 template <int LANES, int WARPS, int ROWS, int COLUMNS>
 VM_DEVICE void vm_softmax(float (&s)[ROWS][COLUMNS], vm_rows<ROWS> &r, float scale, float shift, float *tops,
                           float *keeps, int queries, int warp) {

@@ -5,8 +5,8 @@
  *
  *   scratch:  scale | shift | stripe in | raw stripe         workspace: cuDNN's
  *
- * The two stripes take at most limits.stripe_bytes, so no copy of a tensor is ever stored whole. They go down the image in
- * order on one stream, so y may lie in x's place where a pixel of y needs only that pixel of x. */
+ * The two stripes take at most limits.stripe_bytes, so no copy of a tensor is ever stored whole. They go down the image
+ * in order on one stream, so y may lie in x's place where a pixel of y needs only that pixel of x. */
 #include <math.h>
 
 #include "gpu.h"
@@ -80,8 +80,8 @@ static vm_conv_key key_of(const vm_gpu *g, const vm_pass *p, const vm_limits *li
     conv.nhwc = true;
     /* On GPUs other than Hopper cuDNN's TF32 engines want tens of megabytes; with less it computes in plain float32. */
     const size_t least = g->tf32 ? 64u << 20 : 1u << 20, usual = VM_MAX(limits->stripe_bytes / 5 * 2, least);
-    /* What cuDNN 9.28 ranks first for plain float32 on a described H200 or A100 (engine 1) copies its tensors into another
-     * layout: it wants the bytes of x, y and the filters, and some KiB. */
+    /* What cuDNN 9.28 ranks first for plain float32 on a described H200 or A100 (engine 1) copies its tensors into
+     * another layout: it wants the bytes of x, y and the filters, and some KiB. */
     const size_t copies = s->scratch + s->raw_c * s->k * s->k * s->in_c * sizeof(float) + least;
     const bool copy = limits->ample && g->backend.dtype == VM_F32 && !g->tf32;
     return (vm_conv_key){conv, copy ? VM_MAX(usual, copies) : usual};

@@ -6,12 +6,12 @@
  *   chunk of x with its halo  --copied--> shared memory --f, in place--> read at the pixels that each tap shifts to
  *   filters at a tap, of the chunk  --copied--> a ring in shared memory
  *
- * f is normalisation and SiLU. x is read and transformed once for all taps and for OUTS channels of y, and no im2col copy
- * is made. Copies and f run ahead of the products, from one item into the next: while one chunk is multiplied, the next
- * is copied and then transformed. Half of a multiprocessor's warps transform before they multiply and the others after, so
- * that the tensor cores and the rest of the multiprocessor both have work at any time. There is one barrier for each tap. The
- * residual is asked for before an item's products, and added after them. Of two blocks that share a multiprocessor one
- * begins a little later, so that it multiplies while the other ends its item.
+ * f is normalisation and SiLU. x is read and transformed once for all taps and for OUTS channels of y, and no im2col
+ * copy is made. Copies and f run ahead of the products, from one item into the next: while one chunk is multiplied, the
+ * next is copied and then transformed. Half of a multiprocessor's warps transform before they multiply and the others
+ * after, so that the tensor cores and the rest of the multiprocessor both have work at any time. There is one barrier
+ * for each tap. The residual is asked for before an item's products, and added after them. Of two blocks that share a
+ * multiprocessor one begins a little later, so that it multiplies while the other ends its item.
  *
  * A warp with 64 pixels x 64 channels reads 4 KiB from shared memory for 32 products of 16 x 8 x 16. Smaller tiles read
  * more for each product, and that limits their speed. A block with 256 pixels x 128 channels reads a filter from the L2
@@ -29,8 +29,8 @@ VM_DEVICE void vm_conv_fragments(uint32_t x[S::M][4], uint32_t w[S::N / 2][4], c
     for (int n = 0; n < S::N / 2; n++) vm_ldmatrix_x4(w[n], shared + w_at + n * 16 * S::LINE);
 }
 
-/* Adds the residual, rounds and writes y. d then holds the numbers as stored, and zeros for pixels and channels that lie
- * outside y. WHOLE: the tile has none of those. */
+/* Adds the residual, rounds and writes y. d then holds the numbers as stored, and zeros for pixels and channels that
+ * lie outside y. WHOLE: the tile has none of those. */
 template <typename T, typename S, bool PIXELS, bool WHOLE>
 VM_DEVICE void vm_conv_store(const vm_conv_args &a, float (&d)[S::M][S::N][4], const vm_conv_item &at, uint32_t row0,
                              uint32_t out) {
@@ -199,8 +199,8 @@ VM_DEVICE void vm_convolve(const vm_conv_args &a, char *shared) {
         vm_conv_fetch_filter<T, S>(a, f, shared + S::RING + i * S::FILTER, items);
         vm_copy_commit();
     }
-    /* Of two blocks of four warps on a multiprocessor the second begins later. They share the tensor cores evenly, so that
-     * the distance between them stays. A grid's blocks are dealt out to all multiprocessors before one gets its second. */
+    /* Of two blocks of four warps on a multiprocessor the second begins later. They share the tensor cores evenly, so
+     * that the distance between them stays. Each multiprocessor gets its first block before one gets a second. */
     if (second && vm_conv_apart(S::THREADS, a.in_c * taps, items / gridDim.x)) vm_sleep(VM_CONV_LEAD);
     vm_copy_wait<S::STAGES - 2>();
     if (changes && in.item < items) vm_conv_transform<T, S>(a, in, shared, 0, S::EACH);
@@ -215,8 +215,8 @@ VM_DEVICE void vm_convolve(const vm_conv_args &a, char *shared) {
     next_input(shared + S::INPUT);
     vm_copy_commit();
 
-    /* The lane's row of the matrices that ldmatrix reads: of x, 16 pixels of a tile row by 16 channels; of w, 16 filters
-     * by 16. */
+    /* The lane's row of the matrices that ldmatrix reads: of x, 16 pixels of a tile row by 16 channels; of w, 16
+     * filters by 16. */
     const auto x_at = [&](uint32_t buffer, uint32_t i, uint32_t j) {
         return buffer * S::INPUT + vm_conv_place<S>(down * S::M * S::STRIDE + i, lane % 16 * S::STRIDE + j, lane / 16);
     };

@@ -91,8 +91,7 @@ const char *vm_cudnn_convs_name(const vm_cudnn_convs *s, const vm_conv_key *key)
     return p ? p->made.name : NULL;
 }
 
-/* Numerical notes of engines that must not be taken: they round more than their types say, or may sum in another order each
- * time. */
+/* Notes of engines that must not be taken: they round more than their types say, or sum in another order each time. */
 static uint32_t bad_notes(const vm_conv *v) {
     const uint32_t all =
         1u << NOTE_DOWN_CONVERT_INPUTS | 1u << NOTE_REDUCED_PRECISION_REDUCTION | 1u << NOTE_NONDETERMINISTIC;

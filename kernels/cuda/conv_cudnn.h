@@ -4,8 +4,8 @@
 
 #include "../cudnn/cudnn_api.h"
 
-/* x [h][w][c] * filters [k][side][side][c] -> y [(h - side) / stride + 1][(w - side) / stride + 1][k]: n is 1, NHWC, packed,
- * no padding, float sums. tf32: float factors may be rounded to 10 bits. */
+/* x [h][w][c] * filters [k][side][side][c] -> y [(h - side) / stride + 1][(w - side) / stride + 1][k]: n is 1, NHWC,
+ * packed, no padding, float sums. tf32: float factors may be rounded to 10 bits. */
 typedef struct vm_conv_key {
     vm_conv conv;
     size_t limit; /* bytes of workspace that the plan may want */
@@ -14,7 +14,7 @@ typedef struct vm_conv_key {
 /* How long running a candidate takes, in any unit; negative where it failed. run(job) enqueues it once. */
 typedef double (*vm_conv_timer)(void *context, vm_status (*run)(void *job), void *job);
 
-/* The plans of one device, kept until they are freed together. Thread-safe: calls, enqueuing too, wait for each other. */
+/* The plans of one device, kept until they are freed together. Thread-safe: all calls wait for each other. */
 typedef struct vm_cudnn_convs vm_cudnn_convs;
 
 /* path: libcudnn.so.9, or NULL for the process's copy or the loader's. device_json: cuDNN's description of a device for
@@ -31,8 +31,9 @@ size_t vm_cudnn_convs_count(const vm_cudnn_convs *convs);
 /* Enqueues it on the stream. */
 vm_status vm_cudnn_convs_run(vm_cudnn_convs *convs, const vm_conv_key *key, void *stream, const void *x,
                              const void *filters, void *y, void *workspace);
-/* The first time that a key is given: runs the candidates on the given memory (workspace: key->limit bytes), stream waited
- * for by timer, and keeps the fastest; the first where none could be timed. timer is called under the lock: it calls nothing of convs but run. */
+/* The first time that a key is given: runs the candidates on the given memory (workspace: key->limit bytes), stream
+ * waited for by timer, and keeps the fastest; the first where none could be timed. timer is called under the lock: it
+ * calls nothing of convs but run. */
 vm_status vm_cudnn_convs_tune(vm_cudnn_convs *convs, const vm_conv_key *key, void *stream, const void *x,
                               const void *filters, void *y, void *workspace, vm_conv_timer timer, void *context);
 

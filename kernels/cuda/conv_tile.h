@@ -124,15 +124,15 @@ VM_DEVICE void vm_conv_transform(const vm_conv_args &a, const vm_conv_input &in,
 
 /* ---- filters ---- */
 
-/* A product leaves a lane two neighbouring columns of each 8. So that these are four neighbouring channels of y in memory,
- * filters are read in another order: of 16, lane j of a matrix reads filter 4 * (j / 2) + j % 2 for the first 8 columns, and
- * the one two further for the second. */
+/* A product leaves a lane two neighbouring columns of each 8. So that these are four neighbouring channels of y in
+ * memory, filters are read in another order: of 16, lane j of a matrix reads filter 4 * (j / 2) + j % 2 for the first 8
+ * columns, and the one two further for the second. */
 VM_DEVICE uint32_t vm_conv_filter_of(uint32_t column, bool second) { return column / 2 * 4 + second * 2 + column % 2; }
 /* Which of a lane's channels is its i-th, of 16 for every four. */
 VM_DEVICE uint32_t vm_conv_channel(uint32_t i) { return i / 4 * 16 + threadIdx.x % 4 * 4 + i % 4; }
 
-/* Where a vector of a filter lies. The vectors are permuted so that eight filters' same vector, which is what one ldmatrix
- * reads, lies in eight different groups of banks: this is the `column` of vm_conv_filter_of. */
+/* Where a vector of a filter lies. The vectors are permuted so that eight filters' same vector, which is what one
+ * ldmatrix reads, lies in eight different groups of banks: this is the `column` of vm_conv_filter_of. */
 template <typename S>
 VM_DEVICE uint32_t vm_conv_filter_place(uint32_t filter, uint32_t vector) {
     return filter * S::LINE + ((vector ^ (filter / 2 & 6) ^ (filter & 1)) << 4);

@@ -137,9 +137,9 @@ enum { VM_CONV_COLUMNS = 16, VM_CONV_CHUNK = 64 /* channels of x in shared memor
 /* X(rows, outs, stride, warps, across, stages, resident, cost): a block's tile is rows x VM_CONV_COLUMNS pixels by outs
  * channels, which its warps share, `across` of them across the channels and warps / across down the rows. stages: slots
  * of the ring of filters. resident: blocks that share a multiprocessor where its memory allows. cost: of a product,
- * relative to the other tiles', estimated from the bytes that it takes from shared memory and the L2 cache. Only the choice
- * depends on that, and on what ending an item costs where no other block multiplies meanwhile: for each of its numbers, by
- * count, 4400 cycles where 1152 products for each take 29700.
+ * relative to the other tiles', estimated from the bytes that it takes from shared memory and the L2 cache. Only the
+ * choice depends on that, and on what ending an item costs where no other block multiplies meanwhile: for each of its
+ * numbers, by count, 4400 cycles where 1152 products for each take 29700.
  *
  * Of the three tiles whose warps have 64 pixels x 64 channels, 16x128 reads the least. 16x64 is for two blocks of four
  * warps: one adds, stores and measures while the other multiplies, but x is read and transformed twice as often. 8x256
@@ -172,13 +172,13 @@ typedef struct vm_conv_tile {
     (2 * (((ROWS) - 1) * (STRIDE) + 3) * ((VM_CONV_COLUMNS - 1) * (STRIDE) + 3) * VM_CONV_CHUNK * 2 + \
      (STAGES) * (OUTS) * VM_CONV_CHUNK * 2 + (DOWN) * (2 * (OUTS) + 4) * 4)
 
-/* What ending an item costs for each of its numbers, in the unit of cost times products: 16x128's, by the count above. */
+/* What ending an item costs for each of its numbers, in cost times products: 16x128's, by the count above. */
 enum { VM_CONV_END = 40 * 1152 * 44 / 297 };
 
-/* Whether of two blocks of four warps on a multiprocessor one begins later, by VM_CONV_LEAD nanoseconds, and so multiplies
- * while the other ends its item: where a block has some items, and each takes more than twice that. By count at 1.8 GHz an
- * item's end takes 2 to 3 microseconds; its products, while another block multiplies too, 16 where there are 1152 for each
- * number, and more for more. */
+/* Whether of two blocks of four warps on a multiprocessor one begins later, by VM_CONV_LEAD nanoseconds, and so
+ * multiplies while the other ends its item: where a block has some items, and each takes more than twice that. By count
+ * at 1.8 GHz an item's end takes 2 to 3 microseconds; its products, while another block multiplies too, 16 where there
+ * are 1152 for each number, and more for more. */
 enum { VM_CONV_LEAD = 5000 };
 static inline VM_ANYWHERE bool vm_conv_apart(uint32_t threads, uint64_t products, uint64_t items_each) {
     return threads < VM_CUDA_THREADS && products >= 1024 && items_each >= 4;

@@ -236,9 +236,9 @@ static void new_graph(vm_gpu *g, uint64_t key) {
     *e = (vm_graph_entry){.key = key, .used = ++g->graph_clock};
 }
 
-/* The first time that a key is seen its passes are enqueued one by one, since libraries then load code and time engines,
- * which a capture forbids. The second time they are captured, on the GPU's own stream (the caller's may be one that
- * cannot be), and launched on the run's. */
+/* The first time that a key is seen its passes are enqueued one by one, since libraries then load code and time
+ * engines, which a capture forbids. The second time they are captured, on the GPU's own stream (the caller's may be one
+ * that cannot be), and launched on the run's. */
 static vm_status begin(const vm_backend *b, uint64_t key, bool *replayed) {
     vm_gpu *g = b->self;
     *replayed = false;

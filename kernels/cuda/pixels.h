@@ -10,10 +10,10 @@
 
 /* v / (1 + e^-v), which is h + h tanh h for h = v / 2.
  *
- * vm_tanh has a relative error of 2^-11, so h tanh h is off by less than |v| 2^-12. For bfloat16 that will do: numbers near v
- * are rounded by up to |v| 2^-9 when they are stored. For float16 (|v| 2^-12) it would be another rounding, so there and in
- * float32 SiLU is exact to some units of float's last place, for two special functions instead of one. Where e^-v is so small
- * that exp2 gives 0, it is nothing beside the 1. */
+ * vm_tanh has a relative error of 2^-11, so h tanh h is off by less than |v| 2^-12. For bfloat16 that will do: numbers
+ * near v are rounded by up to |v| 2^-9 when they are stored. For float16 (|v| 2^-12) it would be another rounding, so
+ * there and in float32 SiLU is exact to some units of float's last place, for two special functions instead of one.
+ * Where e^-v is so small that exp2 gives 0, it is nothing beside the 1. */
 template <typename T>
 VM_DEVICE float vm_silu(float v) {
     if constexpr (std::is_same<T, vm_bfloat16>::value) {

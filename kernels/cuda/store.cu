@@ -25,8 +25,8 @@ VM_DEVICE void vm_store8_rounded(T *p, float v[8]) {
     }
 }
 
-/* Merges the pixel lanes' counts, means and squared deviations, and writes them as this part's. All threads of the block
- * must call it, for it has barriers; a thread without pixels has n = 0. */
+/* Merges the pixel lanes' counts, means and squared deviations, and writes them as this part's. All threads of the
+ * block must call it, for it has barriers; a thread without pixels has n = 0. */
 VM_DEVICE void vm_leave_part(const vm_store_args &a, float n, float mean[8], float m2[8], uint32_t lanes, uint32_t c) {
     __shared__ float ns[VM_CUDA_THREADS], means[8][VM_CUDA_THREADS], m2s[8][VM_CUDA_THREADS];
     const uint32_t me = threadIdx.x, pixel_lane = me / lanes, pixel_lanes = VM_CUDA_THREADS / lanes;

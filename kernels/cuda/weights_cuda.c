@@ -5,8 +5,8 @@
  *   vector        [out] floats, padded likewise
  *
  * A 3x3 filter over an image whose pixels were doubled meets every source pixel under several taps. Summing those first
- * gives four 2x2 filters: the same in real arithmetic, and 16 products instead of 36. Taps are summed in float and rounded
- * once. */
+ * gives four 2x2 filters: the same in real arithmetic, and 16 products instead of 36. Taps are summed in float and
+ * rounded once. */
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>

@@ -136,7 +136,8 @@ typedef struct vm_cudnn_question {
 desc vm_cudnn_make(vm_cudnn_question *q, int type);
 void vm_cudnn_set(vm_cudnn_question *q, desc d, int name, int type, int64_t count, const void *values);
 void vm_cudnn_finalize(vm_cudnn_question *q, desc d, const char *what);
-/* The operation graph, with unique ids 'x', 'w', 'y' of input, filter and output; for a handle's device, or NULL for a described one. */
+/* The operation graph, with unique ids 'x', 'w', 'y' of input, filter and output; for a handle's device, or NULL for a
+ * described one. */
 desc vm_cudnn_graph(vm_cudnn_question *q, const vm_conv *conv, void *handle);
 /* json: cuDNN's device properties (vaemem/data/gpus.json). */
 desc vm_cudnn_device(vm_cudnn_question *q, const char *json);
@@ -160,8 +161,8 @@ typedef struct vm_cudnn_plan {
     bool compiles;             /* no plan, of an engine that would be compiled at run time and has none of the notes */
 } vm_cudnn_plan;
 
-/* Makes a plan of a configuration, which must outlive it, for a described device or else for the handle's. None where its engine has
- * one of the numerical notes in `bad`, or does not tell. */
+/* Makes a plan of a configuration, which must outlive it, for a described device or else for the handle's. None where
+ * its engine has one of the numerical notes in `bad`, or does not tell. */
 vm_cudnn_plan vm_cudnn_try(vm_cudnn *c, desc config, uint32_t bad, desc device, void *handle);
 
 #endif

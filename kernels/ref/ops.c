@@ -36,7 +36,7 @@ static void gemm(const vm_gemm *g) {
     for (size_t o = 0; o < g->blocks; o++) gemm_block(g, o);
 }
 
-/* A product of bfloat16 is exact in float32, so this sums as fused multiply-adds do: the upper halves first, as vdpbf16ps. */
+/* A product of bfloat16 is exact in float32: it sums as fused multiply-adds do, upper halves first, like vdpbf16ps. */
 static float add_products(float sum, uint32_t x, uint32_t w) {
     sum += vm_float_of_bits(x & 0xffff0000) * vm_float_of_bits(w & 0xffff0000);
     return sum + vm_float_of_bits(x << 16) * vm_float_of_bits(w << 16);

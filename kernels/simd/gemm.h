@@ -1,5 +1,5 @@
-/* The batched product of cpu.h for vectors of VM_LANES floats, in the compiler's vector extension: one source for floats and for
- * pairs of bfloat16. The includer defines VM_LANES, VM_PIXELS, VM_VECTORS and, for pairs, VM_MULTIPLY. */
+/* The batched product of cpu.h for vectors of VM_LANES floats, in the compiler's vector extension: one source for
+ * floats and for pairs of bfloat16. The includer defines VM_LANES, VM_PIXELS, VM_VECTORS; for pairs, VM_MULTIPLY. */
 #include "../cpu.h"
 
 #define VM_SUBS (VM_BLOCK / VM_LANES) /* vectors in a block */

@@ -234,7 +234,7 @@ class _Tiles:
                 if self.op == "encode":
                     logvar = kept[:, channels // 2 :]
                     np.clip(logvar, *LOGVAR, out=logvar)
-                if self.bytes_out:  # as the core rounds: NaN is 0
+                if self.bytes_out:  # rounded here, since the core had no blended borders; its rule: NaN becomes 0
                     kept += 1
                     kept *= 127.5
                     np.rint(np.clip(np.fmax(kept, 0, out=kept), 0, 255, out=kept), out=kept)

@@ -80,33 +80,39 @@ _FLUX = {
 _PASSED = {"timestep / 1000": ("1 n", "run")}
 PIPELINES = {
     "sd15": Pipeline(
-        "StableDiffusionPipeline of stable-diffusion-v1-5",
-        {"text_encoder": "clip-l", "unet": "sd15-unet", "vae": "sd15"}, "float16",
-        768, 0, 77, 77, True, True, False, 50, optional={"safety_checker": "safety-checker"},
+        about="StableDiffusionPipeline of stable-diffusion-v1-5",
+        parts={"text_encoder": "clip-l", "unet": "sd15-unet", "vae": "sd15"}, dtype="float16",
+        width=768, pooled=0, tokens=77, encoded=77, pads=True, guides=True, rescales=False, steps=50,
+        optional={"safety_checker": "safety-checker"},
     ),
     "sdxl": Pipeline(
-        "StableDiffusionXLPipeline of stable-diffusion-xl-base-1.0",
-        {"text_encoder": "clip-l-sdxl", "text_encoder_2": "openclip-g", "unet": "sdxl-unet", "vae": "sdxl"},
-        "float16", 2048, 1280, 77, 77, True, True, True, 50, {"add_time_ids": ("6 n", "run")},
+        about="StableDiffusionXLPipeline of stable-diffusion-xl-base-1.0",
+        parts={"text_encoder": "clip-l-sdxl", "text_encoder_2": "openclip-g", "unet": "sdxl-unet", "vae": "sdxl"},
+        dtype="float16", width=2048, pooled=1280, tokens=77, encoded=77, pads=True, guides=True, rescales=True,
+        steps=50, conditions={"add_time_ids": ("6 n", "run")},
     ),
     "flux": Pipeline(
-        "FluxPipeline of FLUX.1-dev",
-        {"text_encoder": "clip-l-flux", "text_encoder_2": "t5-xxl", "transformer": "flux-transformer", "vae": "flux"},
-        "bfloat16", 4096, 768, 512, 0, True, False, True, 28, {**_FLUX, "guidance": ("1", "float32")}, _PASSED,
+        about="FluxPipeline of FLUX.1-dev",
+        parts={
+            "text_encoder": "clip-l-flux", "text_encoder_2": "t5-xxl", "transformer": "flux-transformer", "vae": "flux",
+        },
+        dtype="bfloat16", width=4096, pooled=768, tokens=512, encoded=0, pads=True, guides=False, rescales=True,
+        steps=28, conditions={**_FLUX, "guidance": ("1", "float32")}, passes=_PASSED,
     ),
     "flux-schnell": Pipeline(
-        "FluxPipeline of FLUX.1-schnell",
-        {
+        about="FluxPipeline of FLUX.1-schnell",
+        parts={
             "text_encoder": "clip-l-flux", "text_encoder_2": "t5-xxl", "transformer": "flux-schnell-transformer",
             "vae": "flux",
         },
-        "bfloat16", 4096, 768, 256, 0, True, False, True, 4, _FLUX, _PASSED,
+        dtype="bfloat16", width=4096, pooled=768, tokens=256, encoded=0, pads=True, guides=False, rescales=True,
+        steps=4, conditions=_FLUX, passes=_PASSED,
     ),
     "zimage-turbo": Pipeline(
-        "ZImagePipeline of Z-Image-Turbo",
-        {"text_encoder": "qwen3-4b", "transformer": "zimage-transformer", "vae": "zimage"},
-        "bfloat16", 2560, 0, 77, 512, False, False, True, 9,
-        {"timestep": ("1 n", "float32")}, {}, "float32",
+        about="ZImagePipeline of Z-Image-Turbo",
+        parts={"text_encoder": "qwen3-4b", "transformer": "zimage-transformer", "vae": "zimage"},
+        dtype="bfloat16", width=2560, pooled=0, tokens=77, encoded=512, pads=False, guides=False, rescales=True,
+        steps=9, conditions={"timestep": ("1 n", "float32")}, latents="float32",
     ),
 }  # fmt: skip
 # Arguments that a runtime has no use for.
