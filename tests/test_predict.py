@@ -21,7 +21,7 @@ from vaemem.prediction.benchmark import PROTOCOLS, USUAL_PROTOCOL, benchmark
 from vaemem.prediction.cudnn import InstalledCudnn
 from vaemem.prediction.formula import formula
 from vaemem.prediction.moments import ROUNDING
-from vaemem.prediction.predict import MARGIN, predict
+from vaemem.prediction.predict import MARGIN, Prediction, predict
 from vaemem.prediction.process import SimulatedProcess
 from vaemem.prediction.workspace import Workspace
 
@@ -952,12 +952,12 @@ def test_the_end_of_the_search_is_told(monkeypatch, capsys):
         "vaemem largest: predict_largest: 16384x1024 fits, and larger images were not looked at\n"
     )
 
-    def no_more_than_720(model, op, height, width, **others):
-        if height > 720:
+    def no_more_than_720(question):
+        if question.job.height > 720:
             raise OverflowError("want fewer steps")
-        return predict(model, op, height, width, **others)
+        return Prediction(question)
 
-    monkeypatch.setattr("vaemem.prediction.largest.predict", no_more_than_720)
+    monkeypatch.setattr("vaemem.prediction.largest.Prediction", no_more_than_720)
     with pytest.warns(RuntimeWarning, match="720x720 fits, and larger images were not looked at"):
         predict_largest("sdxl", "decode_tiled", tile=512, gpu="RTX 4060")
 

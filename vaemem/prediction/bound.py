@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import NamedTuple
 
 from vaemem import _core
 from vaemem._common import DTYPES, MIB, OPS, __version__, choose, distinct, listed, render, whole
-from vaemem.prediction.gpus import find_gpu
-from vaemem.prediction.predict import Prediction, predict
+from vaemem.prediction.predict import Prediction
+from vaemem.prediction.question import Job, Question
 from vaemem.prediction.runtimes import architecture
+from vaemem.prediction.values import Card, Software, find_card
 
 # Pixels: of the sizes that are predicted where none are given. Those that people use, and some that are multiples of 8
 # alone, for which cuDNN chooses otherwise: without these one size in four between the others is up to 2% above a line.
@@ -256,7 +258,7 @@ def bound(
     >>> source = b.python()  # to paste
     """
     choose("application", application, APPLICATIONS)
-    asked = _Asked(listed(gpu, str), {"memory": memory, "cudnn_version": cudnn_version, "torch_version": torch_version})
+    gpus = listed(gpu, str)
     wanted, known = None if models is None else listed(models, str), _core.models()
     for model in wanted or ():
         choose("models", model, known)
@@ -265,8 +267,10 @@ def bound(
     pixels = sorted(distinct(whole("sides", side) for side in listed(sides, int)))
     if not pixels:
         raise ValueError("sides: want one or more, got none")
-    if not asked.gpus:
+    if not gpus:
         raise ValueError("gpu: want one or more, got none")
+    software = Software(torch_version=torch_version, cudnn_version=cudnn_version)
+    asked = _Asked([find_card(name, memory) for name in gpus], software)
     functions = {
         name: function._replace(models=tuple(m for m in function.models if wanted is None or m in wanted))
         for name, function in APPLICATIONS[application].functions.items()
@@ -287,8 +291,8 @@ def bound(
 class _Asked(NamedTuple):
     """On which cards, with which software."""
 
-    gpus: list[str]
-    settings: dict[str, Any]
+    cards: list[Card]
+    software: Software
 
     def line(self, name: str, function: _Function, op: str, dtype: str, sides: Sequence[int]) -> BoundLine:
         """The line over the predictions of all sizes, and what is added in tiles."""
@@ -321,23 +325,17 @@ class _Asked(NamedTuple):
         weights = distinct((dtype, "float16")) if function.is_upcast and dtype == "float32" else [dtype]
         runtimes = ["diffusers"] if tile else function.runtimes
         # Models of the same layers take the same memory.
-        layers = {tuple(v for k, v in architecture(m).items() if k not in _NO_LAYERS): m for m in function.models}
-        for gpu in self.gpus:
-            for model in layers.values():
-                for runtime in runtimes:
-                    for weight in weights:
-                        yield predict(
-                            model, op, height, width, dtype, runtime=runtime, gpu=gpu, weights_dtype=weight, tile=tile,
-                            **self.settings,
-                        )  # fmt: skip
+        archs = map(architecture, function.models)
+        layers = {tuple(v for k, v in arch.items() if k not in _NO_LAYERS): arch for arch in archs}
+        for card, arch, runtime, weight in itertools.product(self.cards, layers.values(), runtimes, weights):
+            job = Job(arch, op, height, width, dtype, weight, tile=tile)
+            yield Prediction(Question(card, replace(self.software, runtime=runtime), job))
 
     def domain(self, functions: Collection[_Function], sides: Sequence[int]) -> str:
         """In words, a line a thing."""
-        cards = ", ".join(distinct(find_gpu(gpu, self.settings["memory"]).name for gpu in self.gpus))
-        torch, cudnn = self.settings["torch_version"], self.settings["cudnn_version"]
-        versions = " and ".join(
-            f"{name} {version}" for name, version in (("PyTorch", torch), ("cuDNN", cudnn)) if version
-        )
+        cards = ", ".join(distinct(card.gpu.name for card in self.cards))
+        said = {"PyTorch": self.software.torch_version, "cuDNN": self.software.cudnn_version}
+        versions = " and ".join(f"{name} {version}" for name, version in said.items() if version)
         lines = [
             f"models: {', '.join(distinct(m for f in functions for m in f.models))}; one image",
             f"heights and widths: every pair of {', '.join(map(str, sides))} pixels",

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, overload
 
 from vaemem._common import ELEMENT_BYTES, MIB, render, typeset
 from vaemem.prediction.process import SimulatedProcess
-from vaemem.prediction.question import Question
+from vaemem.prediction.question import Question, ask
 
 STEP, LAST = 64, 4096  # the squares that a derivation looks at: 64, 128, ... 4096 pixels a side
 ROUNDING = 512  # bytes: the allocator's granule; a tensor that is off its law by no more still follows it
@@ -271,7 +271,7 @@ def formula(
         return model.formula
     if op is None or str(op).endswith("_tiled"):
         raise ValueError(f"op: want 'encode' or 'decode' for a closed form in H and W, got {op!r}")
-    return derive(Question(model, op, height, width, dtype, runtime=runtime, gpu=gpu, **settings))
+    return derive(ask(model, op, height, width, dtype=dtype, runtime=runtime, gpu=gpu, **settings))
 
 
 # ---- the derivation ----
@@ -299,7 +299,7 @@ def _peak(question: Question, process: SimulatedProcess) -> Peak | None:
 def _look(question: Question, height: int, width: int) -> Peak | None:
     """The peak of another size; None also where PyTorch would refuse the size."""
     try:
-        other = replace(question, height=height, width=width)
+        other = question.at(height, width)
         return _peak(other, other.start())
     except ValueError:
         return None
@@ -310,15 +310,16 @@ def derive(question: Question) -> ClosedForm:
     process = question.start()
     peak = _peak(question, process)
     q = replace(question, workspace=process.workspace)  # what this one has looked up need not be looked up again
-    name = f"{q.arch['name']} {q.op} {q.dtype} {q.runtime}"
-    name += "" if q.weights_dtype == q.dtype else f" from {q.weights_dtype}"
-    name += f" batch {q.batch}" if q.batch > 1 else ""
+    job, runtime, model = q.job, q.software.runtime, q.job.arch["name"]
+    name = f"{model} {job.op} {job.dtype} {runtime}"
+    name += "" if job.weights_dtype == job.dtype else f" from {job.weights_dtype}"
+    name += f" batch {job.batch}" if job.batch > 1 else ""
     name += "".join(f" {setting}" for setting in q.settings)
     labels = {
-        "name": name, "model": q.arch["name"], "op": q.op, "dtype": q.dtype, "runtime": q.runtime,
-        "gpu": process.gpu.name, "batch": q.batch, "workspace_source": process.workspace_source,
+        "name": name, "model": model, "op": job.op, "dtype": job.dtype, "runtime": runtime,
+        "gpu": process.gpu.name, "batch": job.batch, "workspace_source": process.workspace_source,
     }  # fmt: skip
-    return close(labels, lambda h, w: _look(q, h, w), peak, q.height, q.width, range(STEP, LAST + 1, STEP))
+    return close(labels, lambda h, w: _look(q, h, w), peak, job.height, job.width, range(STEP, LAST + 1, STEP))
 
 
 def close(

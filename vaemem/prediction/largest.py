@@ -8,7 +8,8 @@ from typing import Any
 
 from vaemem._common import flag, latent_factor
 from vaemem.engine.limits import LARGEST_SIDE, check_aspect, largest_size
-from vaemem.prediction.predict import predict
+from vaemem.prediction.predict import Prediction
+from vaemem.prediction.question import ask
 from vaemem.prediction.runtimes import architecture
 
 TILED_SIDE = 1 << 14  # pixels: no further in tiles, where a larger image may take no more
@@ -57,22 +58,20 @@ def predict_largest(
     for name in ("height", "width"):
         if name in others:
             raise ValueError(f"{name}: want none, which is what is looked for, got {others[name]!r}")
-    asked = {"dtype": dtype, "batch": batch, "gpu": gpu, "used": used, **others}
-    arch = architecture(model)
-
+    factor = latent_factor(architecture(model))
+    question = ask(model, op, factor, factor, dtype=dtype, batch=batch, gpu=gpu, used=used, **others)
     refused: dict[tuple[int, int], bool] = {}  # whether it was played, or is more than can be
 
     def fits(height: int, width: int) -> bool:
         try:
-            if predict(model, op, height, width, **asked).fits:
+            if Prediction(question.at(height, width)).fits:
                 return True
             refused[height, width] = True
         except OverflowError:
             refused[height, width] = False
         return False
 
-    factor = latent_factor(arch)
-    tiled = str(op).endswith("_tiled")
+    tiled = question.job.is_tiled
     found = largest_size(
         fits, factor, check_aspect(aspect), TILED_SIDE if tiled else LARGEST_SIDE,
         around=lambda n: range(n, n) if tiled else range(n - n * 3 // 10, n + n * 3 // 10 + 1),
@@ -82,7 +81,7 @@ def predict_largest(
         what = f"predict_largest: {found[0]}x{found[1]} fits, and larger images were not looked at"
         warnings.warn(what, RuntimeWarning, stacklevel=2)
     if found is None:
-        smallest = predict(model, op, factor, factor, **asked)
+        smallest = Prediction(question)
         raise ValueError(
             f"gpu: want one with {smallest.least_reserved} bytes for PyTorch, which {op} takes at least,"
             f" got {smallest.gpu} with {smallest.available}"

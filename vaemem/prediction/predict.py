@@ -14,15 +14,13 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
-from vaemem import _core
-from vaemem._common import MIB, choose
+from vaemem._common import MIB
 from vaemem._core import OutOfMemoryError
-from vaemem.prediction.benchmark import PROTOCOLS, USUAL_PROTOCOL, Counters, Reading
+from vaemem.prediction.benchmark import USUAL_PROTOCOL, Reading
 from vaemem.prediction.formula import derive
 from vaemem.prediction.moments import Moment, PeakTensor
 from vaemem.prediction.process import SimulatedProcess
-from vaemem.prediction.question import Question
-from vaemem.prediction.snapshot import CachingAllocator
+from vaemem.prediction.question import Asked, ModuleQuestion, Question, ask
 
 # What reserved may be above the worse of a cold and a warmed process, for what else ran before. Of the seed table's
 # rows, with their own workspaces, one is 3.7% above it, two are 2.4% and the rest 0.7% or less; a 16th is the largest
@@ -43,7 +41,7 @@ def fits_in(outcome: str, available: int) -> str:
     return f"{outcome} in {available / MIB:.0f} MiB{unknown}"
 
 
-class _Peaks:
+class _Answer:
     """What a prediction reads off the process that it played."""
 
     upper_share = 0.9989
@@ -51,50 +49,38 @@ class _Peaks:
         "3568 of 3572 answers of profiles that were left out in turn, a version or a card (benchmarks/left_out.py: SDXL"
         " and FLUX, float16 and float32, whole images one at a time); 98 of 98 rows of the seed table"
     )
-    protocol = USUAL_PROTOCOL
 
-    def _predict(self, versions_said: bool) -> None:
-        """Plays what was asked and reads it off the process. versions_said: whether PyTorch's or cuDNN's was given."""
-        process = self._start()
-        self._versions_said, self._process = versions_said, process
-        self.allocated, self.reserved, self.peak_allocated, self.peak_reserved = self._run(process)
-        self.gpu, self.torch_version = process.gpu.name, process.torch_version
-        self.total_memory = process.gpu.total_memory
+    def __init__(self, question: Asked):
+        self._question, self._process = question, question.start()
+        self.protocol, process = question.software.protocol, self._process
+        self.allocated, self.reserved, self.peak_allocated, self.peak_reserved = question.play(process)
+        self.gpu, self.total_memory = process.gpu.name, process.gpu.total_memory
+        self.torch_version = process.torch_version
         self.cudnn_version: str | None = getattr(process.workspace, "cudnn_version", None)
-        self.workspace_source, self.substitutions = process.workspace_source, process.substitutions
-        self.available = process.available
-        self.out_of_memory_at: PeakTensor | None = None
-        self.on_card: int | None = self.peak_reserved
+        self.workspace_source, self.available = process.workspace_source, process.available
         self._has_room = process.most_reserved <= self.available  # then nothing is ever refused and all goes as it did
-        self.outcome = "fits"
+        full: PeakTensor | None = None
+        on_card: int | None = self.peak_reserved
         if not self._has_room:
-            self.out_of_memory_at, tried, reading = self._within(self.available)
-            self.substitutions = tried.substitutions
-            self.on_card = reading.peak_reserved if reading else None
-            self.outcome = "does not fit" if self.out_of_memory_at else "may fit" if tried.guessed_plans else "fits"
-
-    def _start(self, workspace: Any = None, **device: Any) -> SimulatedProcess:
-        """A fresh process; with another workspace where one is given, and `total_memory` and `history` as
-        `CachingAllocator` takes them."""
-        raise NotImplementedError
-
-    def _run(self, process: SimulatedProcess, protocol: str | None = None) -> Reading:
-        """Plays the call on a fresh process, as the prediction's protocol has it or another one."""
-        raise NotImplementedError
+            full, process, reading = self._within(self.available)
+            on_card = reading.peak_reserved if reading else None
+        self.out_of_memory_at, self.on_card = full, on_card
+        self.substitutions = process.substitutions
+        self.outcome = "does not fit" if full else "may fit" if process.guessed_plans else "fits"
 
     def _replay(self, workspace: Any, protocol: str) -> int:
         """Reserved bytes above the baseline of the same call with other workspaces, or by another protocol."""
-        return self._run(self._start(workspace), protocol).reserved
+        return self._question.play(self._question.start(workspace), protocol).reserved
 
     def _within(
         self, capacity: int, has_other_plans: bool = True
     ) -> tuple[PeakTensor | None, SimulatedProcess, Reading | None]:
         """The same call where the device gives so many bytes: what could not be had (or None), the process, and what it
         read where it went through."""
-        process = self._start(self._process.workspace, total_memory=max(capacity, PAGE))
+        process = self._question.start(self._process.workspace, total_memory=max(capacity, PAGE))
         process.has_other_plans = has_other_plans
         try:
-            return None, process, self._run(process)
+            return None, process, self._question.play(process)
         except OutOfMemoryError as full:
             return PeakTensor(process.frames[full.tag], full.requested), process, None
 
@@ -136,13 +122,13 @@ class _Peaks:
     def upper(self) -> int:
         protocols = tuple(dict.fromkeys(("cold", USUAL_PROTOCOL, self.protocol)))
         known = [self._replay(self._process.workspace, name) for name in protocols if name != self.protocol]
-        others = self._others(not self._versions_said, *protocols)
+        others = self._others(not self._question.software.has_version, *protocols)
         return math.ceil(max(*known, *self.band, *others) * MARGIN) + SEGMENT
 
     def save_snapshot(self, path: str | os.PathLike[str]) -> None:
         """Writes the simulated history as a pickle that ``torch.cuda._memory_viz`` and pytorch.org/memory_viz read."""
-        process = self._start(history=True)
-        self._run(process)
+        process = self._question.start(history=True)
+        self._question.play(process)
         process.save_snapshot(path)
 
     @property
@@ -186,7 +172,7 @@ class _Peaks:
         )
 
 
-class Prediction(_Peaks):
+class Prediction(_Answer):
     """What `predict` returns. Sizes in bytes.
 
     Attributes
@@ -269,27 +255,22 @@ class Prediction(_Peaks):
         return Prediction, (self._question,)
 
     def __init__(self, question: Question):
-        self._question = q = question
-        self.model: str = q.arch["name"]
-        self.op, self.height, self.width, self.batch, self.dtype = q.op, q.height, q.width, q.batch, q.dtype
-        self.runtime, self.weights_dtype, self.tile, self.slicing = q.runtime, q.weights_dtype, q.tile, q.slicing
-        self.protocol, self.channels_last, self.allow_tf32 = q.protocol, q.channels_last, q.allow_tf32
-        self.allocator, self.settings = q.allocator, q.settings
-        if q.allocator != "native":
+        self._question: Question
+        job, software = question.job, question.software
+        self.model: str = job.arch["name"]
+        self.op, self.height, self.width, self.batch, self.dtype = job.op, job.height, job.width, job.batch, job.dtype
+        self.weights_dtype, self.tile, self.slicing = job.weights_dtype, job.tile, job.slicing
+        self.runtime, self.allocator, self.settings = software.runtime, software.allocator, question.settings
+        self.channels_last, self.allow_tf32 = software.channels_last, software.allow_tf32
+        if software.allocator != "native":
             self.upper_share, self.upper_basis = math.nan, "nothing: no measurement of this allocator is known"
-        self._predict((q.cudnn_version or q.torch_version) is not None)
-
-    def _start(self, workspace: Any = None, **device: Any) -> SimulatedProcess:
-        return self._question.start(workspace, **device)
-
-    def _run(self, process: SimulatedProcess, protocol: str | None = None) -> Reading:
-        return self._question.play(process, protocol)
+        super().__init__(question)
 
     def _others(self, every: bool, *protocols: str) -> Iterator[int]:
         yield from super()._others(every, *protocols)
         if self.allocator == "cudaMallocAsync":  # how much the driver's pool wastes is not known: as much as PyTorch's?
-            workspace = self._process.workspace
-            native = Prediction(replace(self._question, allocator="native", workspace=workspace))
+            workspace, software = self._process.workspace, replace(self._question.software, allocator="native")
+            native = Prediction(replace(self._question, software=software, workspace=workspace))
             yield from (native._replay(workspace, protocol) for protocol in protocols)
             yield from native._others(every, *protocols)
 
@@ -408,15 +389,10 @@ def predict(
     >>> p.fits, p.out_of_memory_at.name
     (False, 'decoder.up_blocks.1.resnets.0')
     """
-    question = Question(
-        model, op, height, width, dtype, batch, runtime, gpu, cudnn_version, torch_version, weights_dtype, tile,
-        slicing, workspace, memory, used, protocol, channels_last, allow_tf32, cudnn_benchmark,
-        allocator,
-    )  # fmt: skip
-    return Prediction(question)
+    return Prediction(ask(**locals()))
 
 
-class ModulePrediction(_Peaks):
+class ModulePrediction(_Answer):
     """What `vaemem.pytorch.predict_peak` returns. Sizes in bytes; attributes as in `Prediction`, and:
 
     Attributes
@@ -428,36 +404,10 @@ class ModulePrediction(_Peaks):
     upper_share = math.nan
     upper_basis = "nothing: no module's measurements are known"
 
-    def __init__(
-        self, trace: _core.Trace, weights: list[tuple[str, int]], inputs: list[tuple[str, int]],
-        unmodelled: Mapping[str, int], settings: Mapping[str, Any], protocol: str = USUAL_PROTOCOL,
-        supposed: Sequence[str] = (),
-    ):  # fmt: skip
-        choose("protocol", protocol, PROTOCOLS)
-        self.protocol = protocol
-        self._call = trace, [("weights", size) for _, size in weights] + inputs
-        self._settings = dict(settings)
+    def __init__(self, question: ModuleQuestion, unmodelled: Mapping[str, int], supposed: Sequence[str] = ()):
         self.unmodelled = dict(unmodelled)
-        said = settings.get("cudnn_version") is not None or settings.get("torch_version") is not None
-        self._predict(said)
+        super().__init__(question)
         self.substitutions = (*supposed, *self.substitutions)
-
-    def _start(self, workspace: Any = None, **device: Any) -> SimulatedProcess:
-        allocator = CachingAllocator(**{"history": False, **device})
-        return SimulatedProcess(**self._settings, allocator=allocator, workspace=workspace)
-
-    def _run(self, process: SimulatedProcess, protocol: str | None = None) -> Reading:
-        trace, held = self._call
-        for name, size in held:
-            process.hold(name, size)
-        _, warmups, runs, emptied = PROTOCOLS[protocol or self.protocol]
-        for i in range(warmups + runs):
-            if emptied or i == warmups:
-                counters = Counters(process)
-            left = process.call(trace)
-            measured = counters.read()
-            process.release(left.values())
-        return measured
 
     def __repr__(self) -> str:
         baseline = self.peak_allocated - self.allocated

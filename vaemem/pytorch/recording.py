@@ -28,6 +28,8 @@ from torch.utils._pytree import tree_flatten, tree_map
 from vaemem.prediction.benchmark import USUAL_PROTOCOL
 from vaemem.prediction.gpus import find_gpu
 from vaemem.prediction.predict import ModulePrediction
+from vaemem.prediction.question import ModuleQuestion
+from vaemem.prediction.values import Software, find_card
 from vaemem.pytorch.calls import Eager, as_on_a_gpu, check_module
 from vaemem.pytorch.recorder import NO_COMPILER, NO_GRADIENTS, Recorder, Recording
 
@@ -207,11 +209,12 @@ def predict_peak(
     >>> predict_peak(layer, x).allocated >> 20
     17
     """
-    settings = {"gpu": gpu, "cudnn_version": cudnn_version, "torch_version": torch_version, "used": used}
+    software = Software(torch_version=torch_version, cudnn_version=cudnn_version, protocol=protocol)
     recording = record(module, *args, gpu=gpu, call=call, autocast=autocast, **kwargs)
+    held = [("weights", size) for _, size in recording.weights] + recording.inputs
     given = [*module.parameters(), *tree_flatten((args, kwargs))[0]]
     with_gradients = torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in given)
     return ModulePrediction(
-        recording.trace, recording.weights, recording.inputs, recording.unmodelled, settings, protocol,
+        ModuleQuestion(find_card(gpu, used=used), software, recording.trace, held), recording.unmodelled,
         ["torch.no_grad() for a call with gradients, which would keep more"] if with_gradients else [],
     )  # fmt: skip
