@@ -56,7 +56,7 @@ def formatted(module, channels_last):
 
 
 def diffusers_case(
-    arch, op, height, width, batch=1, tile=0, slicing=False, dtype="float16", *, channels_last=False
+    arch, op, height, width, batch=1, tile=0, slicing=False, dtype="float16", *, channels_last=False, first=None
 ):  # fmt: skip
     torch = pytest.importorskip("torch")
     pytest.importorskip("diffusers")
@@ -68,16 +68,17 @@ def diffusers_case(
     vae = formatted(diffusers_vae(arch, getattr(torch, dtype)), channels_last)
     vae.use_slicing, vae.use_tiling = slicing, bool(tile)
     vae.tile_sample_min_size, vae.tile_latent_min_size = tile, tile // factor
+    for module in [vae.post_quant_conv, vae.decoder.conv_in, vae.decoder.mid_block] * bool(first):
+        module.to(getattr(torch, first))  # as StableDiffusionXLPipeline.upcast_vae does
     if op == "decode":
         shape = batch, arch["latent_channels"], height // factor, width // factor
-        recording = record(
-            vae, torch.empty(shape, dtype=vae.dtype, device="meta"), call=lambda v, z: v.decode(z).sample
-        )
+        z = torch.empty(shape, dtype=getattr(torch, first or dtype), device="meta")
+        recording = record(vae, z, call=lambda v, z: v.decode(z).sample)
     else:
         image = torch.empty(batch, arch["in_channels"], height, width, dtype=vae.dtype, device="meta")
         recording = record(vae, image, call=lambda v, x: v.encode(x).latent_dist)
     built = _core.Trace.vae(
-        arch, "diffusers", op, dtype, height, width, batch, tile, slicing, channels_last=channels_last
+        arch, "diffusers", op, dtype, height, width, batch, tile, slicing, channels_last=channels_last, first=first
     )
     assert_same(built, recording.trace)
     assert recording.unmodelled == {}
@@ -137,6 +138,15 @@ def test_other_vaes_live_as_recorded(model, op):
     diffusers_case(MODELS[model], op, 512, 512)
     diffusers_case(MODELS[model], op, 192, 256, batch=2, dtype="float32")
     diffusers_case(MODELS[model], op, 160, 96, tile=64)
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("case", [(), (2,), (3, 0, True), (1, 128), (2, 128, True)])
+def test_upcast_vae_leaves_the_first_blocks_in_half_precision(case, channels_last):
+    diffusers_case(
+        MODELS["sdxl"], "decode", 192, 256, *case, dtype="float32", first="float16", channels_last=channels_last
+    )
 
 
 def test_tiles_of_a_shipped_model():
@@ -354,6 +364,12 @@ def test_weights_are_moved_in_the_modules_order(runtime, arch):
     vae = make(arch, dtype=torch.float16)
     wanted = [(t.nbytes, "filter" if t.dim() == 4 else "weights") for _, t in _in_order_of_to(vae)]
     assert [(count, name) for *_, count, name in _core.Trace.weights(arch, runtime, "float16").steps] == wanted
+    own = {torch.int64: "int64"}
+    named = [
+        (name.removeprefix("first_stage_model."), tuple(t.shape), own.get(t.dtype, "run"))
+        for name, t in _in_order_of_to(vae)
+    ]
+    assert _core.Trace.parameters(arch, runtime) == named
 
 
 def test_eager_strides_are_pytorchs():
@@ -514,6 +530,20 @@ def test_sizes_that_do_not_fit_are_refused():
         _core.Trace.vae(MODELS["sdxl"], "diffusers", "encode", "float32", 1 << 20, 1 << 20, 1 << 16)
 
 
+@pytest.mark.parametrize(
+    "runtime, op, change, match",
+    [
+        ("ldm", "decode", {"sends": True}, "sends: want it with the diffusers runtime, got ldm"),
+        ("comfyui", "decode", {"first": "float16"}, "first: want it with the diffusers runtime, got comfyui"),
+        ("diffusers", "encode", {"first": "float16"}, "first: want it with decode"),
+        ("diffusers", "decode", {"first": "int8"}, "dtype: want"),
+    ],
+)
+def test_what_is_diffusers_alone(runtime, op, change, match):
+    with pytest.raises(ValueError, match=match):
+        _core.Trace.vae(MODELS["sdxl"], runtime, op, "float32", 512, 512, **change)
+
+
 @pytest.mark.parametrize("multiprocessors", [0, -1])
 def test_a_gpu_has_multiprocessors(multiprocessors):
     with pytest.raises(ValueError, match=f"multiprocessors: want 1 or more, got {multiprocessors}"):
@@ -615,11 +645,22 @@ def test_bad_runs(wrong, error):
         trace.run(**(given | wrong))
 
 
-def test_every_failing_allocation_is_said():
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: _core.Trace.vae(SMALL, "diffusers", "decode", "float16", 96, 96, 1, 64),
+        lambda: _core.Trace.vae(
+            SMALL, "diffusers", "decode", "float32", 96, 96, 2, 64, True, first="float16", sends=True
+        ),
+        lambda: _core.Trace.parameters(SMALL, "diffusers"),
+        lambda: _core.Trace.weights(SMALL, "ldm", "float16"),
+    ],
+)
+def test_every_failing_allocation_is_said(make):
     for nth in range(1, 200):
         _core.fail_alloc_at(nth)
         try:
-            _core.Trace.vae(SMALL, "diffusers", "decode", "float16", 96, 96, 1, 64)
+            make()
         except MemoryError:
             continue
         finally:

@@ -183,15 +183,19 @@ class Trace:
     steps: list[_TraceStep]
     kept: list[_TraceStep]
     names: list[str]
+    flops: int
+    sent: int
     def __init__(self) -> None: ...
     @classmethod
     def vae(
         cls, arch: Mapping[str, Any], runtime: str, op: str, dtype: str, height: int, width: int, batch: int = 1,
         tile: int = 0, slicing: bool = False, sm: int = 89, multiprocessors: int = 128, free_bytes: int = 0,
-        channels_last: bool = False,
+        channels_last: bool = False, first: str | None = None, sends: bool = False,
     ) -> Trace: ...  # fmt: skip
     @classmethod
     def weights(cls, arch: Mapping[str, Any], runtime: str, dtype: str, /) -> Trace: ...
+    @staticmethod
+    def parameters(arch: Mapping[str, Any], runtime: str, /) -> list[tuple[str, tuple[int, ...], str]]: ...
     def take(self, bytes: int, name: str, /) -> int: ...
     def give(self, id: int, /) -> None: ...
     def blas(self, name: str, lt: bool = False, /) -> None: ...

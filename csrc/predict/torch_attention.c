@@ -9,7 +9,7 @@
 static tensor attend(walk *w, const tensor *x, path name) {
     const size_t tokens = VM_PRODUCT(x->h, x->w);
     const vm_trace_sdpa shape = {
-        .dtype = w->vae->dtype, .batch = x->n, .heads = 1, .queries = tokens, .keys = tokens, .depth = x->c};
+        .dtype = w->dtype, .batch = x->n, .heads = 1, .queries = tokens, .keys = tokens, .depth = x->c};
     tensor y = *x;
     y.bytes = VM_PRODUCT(x->n, x->c, tokens, element(w));
     if (!w->status) w->status = vm_trace_attention(w->t, &shape, &w->vae->gpu, name.text, &y.id);
@@ -29,14 +29,19 @@ tensor vm_walk_attention_diffusers(walk *w, const tensor *x, path name) {
     /* Linear layers on a transposed input: a batched product, then the bias added in place. The input of one pixel
      * counts as dense, and the product then adds the bias itself. */
     const vm_trace_op product_op = x->h * x->w > 1 ? VM_TRACE_CUBLAS : VM_TRACE_CUBLASLT;
+    const size_t rows = VM_PRODUCT(x->n, x->h, x->w), c = x->c, numbers = VM_PRODUCT(c, c);
     tensor qkv[3];
     for (int i = 0; i < 3; i++) {
+        const sent weights = send(w, numbers, c, linear[i]);
         qkv[i] = take_like(w, &normed, linear[i]);
-        blas(w, product_op, linear[i]);
+        blas(w, product_op, rows, c, c, linear[i]);
+        send_back(w, &weights);
     }
     tensor h = attend(w, x, at(name, " [attention]"));
+    const sent weights = send(w, numbers, c, out);
     const tensor projected = take_like(w, &normed, out);
-    blas(w, VM_TRACE_CUBLASLT, at(out, " [workspace]"));
+    blas(w, VM_TRACE_CUBLASLT, rows, c, c, at(out, " [workspace]"));
+    send_back(w, &weights);
     bind(w, &h, projected);
     const layout layout = x->layout == CHANNELS_LAST ? CHANNELS_LAST : seen(x);
     tensor y = take(w, x->n, x->c, x->h, x->w, layout, at(name, " [sum]"));
@@ -104,8 +109,9 @@ tensor vm_walk_attention_comfyui(walk *w, const tensor *x, path name) {
 /* softmax(scale * q k^T) for some of the queries, row by row of scores. */
 static tensor scores(walk *w, const tensor *x, size_t queries, path name) {
     const path of = at(name, " [scores]");
-    tensor s = take(w, x->n, 1, queries, VM_PRODUCT(x->h, x->w), CONTIGUOUS, of);
-    blas(w, VM_TRACE_CUBLAS, of);
+    const size_t keys = VM_PRODUCT(x->h, x->w);
+    tensor s = take(w, x->n, 1, queries, keys, CONTIGUOUS, of);
+    blas(w, VM_TRACE_CUBLAS, VM_PRODUCT(x->n, queries), x->c, keys, of);
     bind(w, &s, take_like(w, &s, at(name, " [scores, scaled]")));
     bind(w, &s, take_like(w, &s, at(name, " [softmax]")));
     return s;
@@ -114,9 +120,10 @@ static tensor scores(walk *w, const tensor *x, size_t queries, path name) {
 tensor vm_walk_attention_ldm(walk *w, const tensor *x, path name) {
     const path attended = at(name, " [attention]");
     const heads a = project(w, x, name);
-    const tensor weights = scores(w, x, VM_PRODUCT(x->h, x->w), name);
+    const size_t tokens = VM_PRODUCT(x->h, x->w);
+    const tensor weights = scores(w, x, tokens, name);
     tensor h = take_like(w, &a.normed, attended);
-    blas(w, VM_TRACE_CUBLAS, attended);
+    blas(w, VM_TRACE_CUBLAS, VM_PRODUCT(x->n, tokens), tokens, x->c, attended);
     give(w, &a.normed);
     bind(w, &h, conv1(w, &h, x->c, at(name, ".proj_out")));
     const tensor y = take_like(w, x, name);
@@ -142,11 +149,11 @@ static tensor attend_in_parts(walk *w, const heads *a, bool drops, path name) {
     const tensor *x = &a->normed;
     tensor h = take_like(w, &a->qkv[1], attended); /* zeros like the keys */
     if (drops) give(w, x);
-    const size_t n = parts(w, x), queries = VM_PRODUCT(x->h, x->w) / n;
+    const size_t n = parts(w, x), tokens = VM_PRODUCT(x->h, x->w), queries = tokens / n;
     for (size_t i = 0; !w->status && i < n; i++) {
         const tensor weights = scores(w, x, queries, name);
         const tensor part = take(w, x->n, x->c, 1, queries, CONTIGUOUS, at(name, " [part]"));
-        blas(w, VM_TRACE_CUBLAS, attended);
+        blas(w, VM_TRACE_CUBLAS, VM_PRODUCT(x->n, queries), tokens, x->c, attended);
         give(w, &part);
         give(w, &weights);
     }

@@ -151,6 +151,10 @@ tensor vm_walk_decoder(walk *w, const tensor *z) {
     tensor h = conv3(w, z, width[a->levels - 1], at(name, "conv_in")), held = h;
     h = mid(w, &h, !w->frames->diffusers, name);
     if (w->frames->diffusers) give(w, &held); /* by the caller's name, here and below */
+    if (w->dtype != w->vae->dtype) {
+        w->dtype = w->vae->dtype;
+        bind(w, &h, take_like(w, &h, at((path){"decoder"}, " [to %s]", vm_dtype_name(w->dtype))));
+    }
     for (size_t i = 0; i < a->levels; i++) {
         const size_t level = a->levels - 1 - i; /* diffusers numbers by order, the others by size */
         held = h;

@@ -99,6 +99,27 @@ vm_status vm_trace_blas(vm_trace *t, vm_trace_op op, const char *name) { return 
 
 vm_status vm_trace_empty_cache(vm_trace *t) { return add(t, VM_TRACE_EMPTY, 0, 0, "empty_cache"); }
 
+void vm_trace_count(vm_trace *t, uint64_t flops) { t->flops += VM_MIN(flops, UINT64_MAX - t->flops); }
+
+vm_status vm_trace_send(vm_trace *t, uint64_t bytes, const char *name, uint32_t *id) {
+    vm_status s = vm_trace_take(t, bytes, name, id);
+    if (s) return s;
+    t->sent += VM_MIN(bytes, UINT64_MAX - t->sent);
+    return vm_trace_empty_cache(t);
+}
+
+/* Every number of the filters meets every pixel of the output, or of a transposed convolution's input. */
+static uint64_t conv_flops(const vm_conv *c) {
+    const size_t groups = c->groups > 0 ? (size_t)c->groups : 1, in = (size_t)c->c, out = (size_t)c->k;
+    size_t flops = VM_PRODUCT(2, (size_t)c->n, c->transposed ? in : in / groups, c->transposed ? out / groups : out);
+    for (int i = 0; i < VM_CONV_DIMS; i++) {
+        const size_t side = (size_t)c->filter[i], stride = c->stride[i] > 0 ? (size_t)c->stride[i] : 1;
+        const size_t reach = (size_t)c->size[i] + 2 * (size_t)c->padding[i] - (size_t)c->dilation[i] * (side - 1);
+        flops = VM_PRODUCT(flops, side, c->transposed ? (size_t)c->size[i] : (reach - 1) / stride + 1);
+    }
+    return flops;
+}
+
 vm_status vm_trace_conv(vm_trace *t, const vm_conv *conv, const char *name) {
     size_t i = 0;
     while (i < t->convs && !vm_conv_same(&t->conv[i], conv)) i++;
@@ -107,6 +128,7 @@ vm_status vm_trace_conv(vm_trace *t, const vm_conv *conv, const char *name) {
         if (s) return s;
         t->conv[t->convs++] = *conv;
     }
+    vm_trace_count(t, conv_flops(conv));
     return add(t, VM_TRACE_CONV, (uint32_t)i, 0, name);
 }
 
@@ -223,6 +245,7 @@ vm_status vm_trace_attention(vm_trace *t, const vm_trace_sdpa *a, const vm_trace
         kernel = a->dtype != VM_F32 && gpu->sm >= 80 && a->depth <= 256 ? VM_ATTENTION_FLASH
                  : is_efficient(a, gpu)                                 ? VM_ATTENTION_EFFICIENT
                                                                         : VM_ATTENTION_MATH;
+    vm_trace_count(t, VM_PRODUCT(4, a->batch, a->heads, a->queries, a->keys, a->depth));
     if (kernel == VM_ATTENTION_FLASH) return flash(t, a, gpu, name, id);
     return kernel == VM_ATTENTION_MATH ? math(t, a, name, id) : efficient(t, a, name, id);
 }

@@ -30,7 +30,8 @@ typedef struct vm_trace_step {
 
 typedef struct vm_trace {
     size_t steps, convs, names, bins;
-    uint32_t ids; /* storages are numbered from 0, in the order in which they are taken */
+    uint32_t ids;         /* storages are numbered from 0, in the order in which they are taken */
+    uint64_t flops, sent; /* what was counted (vm_trace_count); bytes of weights (vm_trace_send). UINT64_MAX: or more */
     vm_trace_step *step;
     vm_conv *conv; /* each question once */
     char (*name)[VM_NAME];
@@ -50,7 +51,12 @@ vm_status vm_trace_give(vm_trace *t, uint32_t id);
 /* op: VM_TRACE_CUBLAS or VM_TRACE_CUBLASLT. */
 vm_status vm_trace_blas(vm_trace *t, vm_trace_op op, const char *name);
 vm_status vm_trace_empty_cache(vm_trace *t);
+/* Counts the convolution's FLOPs. */
 vm_status vm_trace_conv(vm_trace *t, const vm_conv *conv, const char *name);
+/* FLOPs of a matrix product; a multiplication and an addition count as two. */
+void vm_trace_count(vm_trace *t, uint64_t flops);
+/* A weight that one of accelerate's hooks moves to the device for a submodule's call: the cache is emptied after it. */
+vm_status vm_trace_send(vm_trace *t, uint64_t bytes, const char *name, uint32_t *id);
 
 /* ---- operators that take more than they return ---- */
 
@@ -79,7 +85,7 @@ typedef struct vm_trace_sdpa {
 } vm_trace_sdpa;
 
 /* scaled_dot_product_attention without dropout and mask. The output is taken and stays; what the kernel takes besides
- * comes and goes. */
+ * comes and goes. Its FLOPs are counted. */
 vm_status vm_trace_attention(vm_trace *t, const vm_trace_sdpa *shape, const vm_trace_gpu *gpu, const char *name,
                              uint32_t *id);
 
@@ -123,10 +129,12 @@ typedef struct vm_trace_vae {
     const vm_arch *arch;
     vm_trace_runtime runtime;
     vm_op op;
-    vm_dtype dtype;
+    vm_dtype dtype, first; /* first: of post_quant_conv, decoder.conv_in and decoder.mid_block, in which diffusers'
+                                    upcast_vae keeps half precision; the same as dtype elsewhere */
     size_t height, width, batch; /* of the image; multiples of vm_arch_factor */
     size_t tile;                 /* side of a tile in pixels; 0: tiling is off */
     bool slicing;
+    bool sends;         /* accelerate's hooks (cpu_offload) send each submodule's weights for its call */
     bool channels_last; /* the filters' memory format: module.to(memory_format=torch.channels_last) */
     vm_trace_gpu gpu;
 } vm_trace_vae;
@@ -135,8 +143,24 @@ typedef struct vm_trace_vae {
  * decode: the image; encode: bfl's latents, or the others' posterior (moments, logvar, std, var). ComfyUI's methods
  * take from the host and give to it: the input is in the trace, and nothing stays. */
 vm_status vm_trace_vae_build(const vm_trace_vae *vae, vm_trace **out);
-/* The parameters, taken one by one in the order in which Module.to moves them; those of four dimensions, which alone
- * have a memory format, under the name "filter", the others under "weights". */
+/* A parameter or a buffer. */
+typedef struct vm_parameter {
+    char name[VM_NAME];
+    int dims;
+    size_t shape[4]; /* [dims] */
+    bool integer;    /* 64 bits in any dtype */
+} vm_parameter;
+
+typedef struct vm_parameters {
+    size_t count;
+    vm_parameter *item;
+} vm_parameters;
+
+/* The parameters in the order in which Module.to moves them. */
+vm_status vm_trace_vae_parameters(const vm_arch *arch, vm_trace_runtime runtime, vm_parameters **out);
+void vm_parameters_free(vm_parameters *p); /* accepts NULL */
+/* The same, taken one by one; those of four dimensions, which alone have a memory format, under the name "filter", the
+ * others under "weights". */
 vm_status vm_trace_vae_weights(const vm_arch *arch, vm_trace_runtime runtime, vm_dtype dtype, vm_trace **out);
 
 #endif

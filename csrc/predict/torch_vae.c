@@ -22,6 +22,7 @@ static tensor encode_moments(walk *w, const tensor *image) {
 
 static tensor decode_latents(walk *w, const tensor *z) {
     tensor h = *z;
+    w->dtype = w->vae->first; /* until the decoder's middle is through */
     if (w->vae->arch->use_post_quant_conv) h = conv1(w, z, z->c, (path){"post_quant_conv"});
     const tensor y = half_of_model(w, &h);
     give_copy(w, &h, z);
@@ -265,6 +266,10 @@ static vm_status check_runtime(const vm_trace_vae *v) {
     if (v->slicing && v->runtime != VM_TORCH_DIFFUSERS)
         return vm_fail(VM_EINVAL, "slicing: want it with the diffusers runtime, got %s (a batch of 1 is one slice)",
                        name);
+    if ((v->sends || v->first != v->dtype) && v->runtime != VM_TORCH_DIFFUSERS)
+        return vm_fail(VM_EINVAL, "%s: want it with the diffusers runtime, got %s", v->sends ? "sends" : "first", name);
+    if (v->first != v->dtype && v->op == VM_ENCODE)
+        return vm_fail(VM_EINVAL, "first: want it with decode, got encode, which runs none of these modules");
     if (v->tile && (v->runtime == VM_TORCH_BFL || v->runtime == VM_TORCH_LDM))
         return vm_fail(VM_EINVAL, "tile: want diffusers, comfyui or a1111 for tiles, the %s runtime has none", name);
     return VM_OK;
@@ -301,7 +306,7 @@ vm_status vm_trace_vae_build(const vm_trace_vae *vae, vm_trace **out) {
     if (s) return s;
     const bool decodes = vae->op == VM_DECODE;
     const size_t scale = decodes ? vm_arch_factor(vae->arch) : 1;
-    walk w = {.t = *out, .vae = vae, .frames = &vm_walk_frames[vae->runtime]};
+    walk w = {.t = *out, .vae = vae, .frames = &vm_walk_frames[vae->runtime], .dtype = vae->dtype};
     call[vae->runtime](&w, (tensor){.id = EXTERNAL,
                                     .n = vae->batch,
                                     .c = decodes ? vae->arch->latent_channels : vae->arch->in_channels,

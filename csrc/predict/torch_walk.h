@@ -37,6 +37,7 @@ typedef struct walk {
     vm_trace *t;
     const vm_trace_vae *vae;
     const frames *frames; /* of vae->runtime */
+    vm_dtype dtype;       /* of the module that runs, and of what it makes */
     size_t live;          /* bytes of the tensors that are taken */
     vm_status status;
 } walk;
@@ -56,7 +57,7 @@ __attribute__((format(printf, 2, 3))) static inline path at(path parent, const c
 
 /* ---- tensors ---- */
 
-static inline size_t element(const walk *w) { return vm_dtype_bytes(w->vae->dtype); }
+static inline size_t element(const walk *w) { return vm_dtype_bytes(w->dtype); }
 
 static inline tensor take_sized(walk *w, size_t n, size_t c, size_t h, size_t x, layout layout, size_t element,
                                 path name) {
@@ -102,12 +103,34 @@ static inline void give_copy(walk *w, const tensor *copy, const tensor *of) {
     if (copy->id != of->id) give(w, copy);
 }
 
+/* ---- weights ---- */
+
+/* A submodule's weight and bias where accelerate's hooks send them for its call; else EXTERNAL. */
+typedef struct sent {
+    uint32_t id[2];
+} sent;
+
+static inline sent send(walk *w, size_t weight, size_t bias, path name) {
+    sent s = {{EXTERNAL, EXTERNAL}};
+    for (int i = 0; w->vae->sends && !w->status && i < 2; i++) {
+        const path shown = at((path){"weights of "}, i ? "%s [bias]" : "%s [weight]", name.text);
+        w->status = vm_trace_send(w->t, VM_PRODUCT(i ? bias : weight, element(w)), shown.text, &s.id[i]);
+    }
+    return s;
+}
+
+static inline void send_back(walk *w, const sent *s) {
+    for (int i = 0; !w->status && i < 2; i++)
+        if (s->id[i] != EXTERNAL) w->status = vm_trace_give(w->t, s->id[i]);
+}
+
 /* ---- operators ---- */
 
 static inline tensor conv(walk *w, const tensor *x, size_t k, size_t side, size_t stride, size_t padding, path name) {
     const bool of_input = x->layout == CHANNELS_LAST && !x->slice;
     const bool of_filter = w->vae->channels_last && x->c * side > 1; /* a filter of one number each has no format */
     const bool nhwc = of_input || of_filter;
+    const sent weights = send(w, VM_PRODUCT(k, x->c, side, side), k, name);
     const tensor in = dense(w, x, nhwc, name);
     if (!w->status && VM_MIN(x->h, x->w) + 2 * padding < side)
         w->status = vm_fail(VM_EINVAL, "%s: want a tile that leaves a convolution %zu pixels, got %zu x %zu", name.text,
@@ -120,13 +143,13 @@ static inline tensor conv(walk *w, const tensor *x, size_t k, size_t side, size_
         w->status =
             vm_trace_take(w->t, VM_PRODUCT(k, x->c, side, side, element(w)), at(name, " [filter]").text, &filter);
     const int64_t shape[4] = {(int64_t)x->n, (int64_t)x->c, (int64_t)x->h, (int64_t)x->w};
-    vm_conv question =
-        vm_conv_square(w->vae->dtype, shape, (int64_t)k, (int64_t)side, (int64_t)stride, (int64_t)padding);
+    vm_conv question = vm_conv_square(w->dtype, shape, (int64_t)k, (int64_t)side, (int64_t)stride, (int64_t)padding);
     question.tf32 = true;
     question.nhwc = nhwc;
     if (!w->status) w->status = vm_trace_conv(w->t, &question, at(name, " [workspace]").text);
     if (!w->status && filter != EXTERNAL) w->status = vm_trace_give(w->t, filter);
     give_copy(w, &in, x);
+    send_back(w, &weights);
     return y;
 }
 
@@ -134,19 +157,23 @@ static inline tensor conv3(walk *w, const tensor *x, size_t k, path name) { retu
 static inline tensor conv1(walk *w, const tensor *x, size_t k, path name) { return conv(w, x, k, 1, 1, 0, name); }
 
 static inline tensor norm(walk *w, const tensor *x, path name) {
+    const sent weights = send(w, x->c, x->c, name);
     const tensor in = contiguous(w, x, name);
     const tensor y = take(w, x->n, x->c, x->h, x->w, CONTIGUOUS, name);
     uint32_t stats[2];
     if (!w->status)
-        w->status = vm_trace_norm(w->t, w->vae->dtype, x->n, x->c, w->vae->arch->norm_num_groups,
-                                  VM_PRODUCT(x->h, x->w), at(name, " [statistics]").text, stats);
+        w->status = vm_trace_norm(w->t, w->dtype, x->n, x->c, w->vae->arch->norm_num_groups, VM_PRODUCT(x->h, x->w),
+                                  at(name, " [statistics]").text, stats);
     give_copy(w, &in, x);
     for (int i = 0; !w->status && i < 2; i++) w->status = vm_trace_give(w->t, stats[i]);
+    send_back(w, &weights);
     return y;
 }
 
-static inline void blas(walk *w, vm_trace_op op, path name) {
+/* A product of `rows` x `depth` numbers with `depth` x `cols`. */
+static inline void blas(walk *w, vm_trace_op op, size_t rows, size_t depth, size_t cols, path name) {
     if (!w->status) w->status = vm_trace_blas(w->t, op, name.text);
+    vm_trace_count(w->t, VM_PRODUCT(2, rows, depth, cols));
 }
 
 /* ---- what runtimes differ in ---- */

@@ -1,112 +1,158 @@
 /* The parameters of the VAEs in the order in which Module.to moves them: submodules in the order in which
  * __init__ assigns them, then a module's own parameters, weight before bias. The order decides which small
  * leftovers of segments remain. */
-#include <stdio.h>
-
-#include "torch_trace.h"
+#include "torch_walk.h"
 
 typedef struct list {
-    vm_trace *t;
+    vm_parameters *found;
     const vm_arch *arch;
-    size_t element;
     bool diffusers;
     vm_status status;
 } list;
 
-static void add(list *l, size_t count, const char *name) {
-    uint32_t id;
-    if (!l->status) l->status = vm_trace_take(l->t, VM_PRODUCT(count, l->element), name, &id);
+static void add(list *l, path name, const char *own, vm_parameter p) {
+    vm_parameters *f = l->found;
+    void *items = f->item;
+    if (!l->status) l->status = vm_mem_grow(vm_mem_common, VM_SCRATCH, &items, f->count, sizeof *f->item);
+    f->item = items;
+    if (l->status) return;
+    snprintf(p.name, sizeof p.name, "%.50s.%s", name.text, own);
+    f->item[f->count++] = p;
 }
 
-static void conv(list *l, size_t in, size_t out, size_t side) {
-    add(l, VM_PRODUCT(out, in, side, side), "filter");
-    add(l, out, "weights");
+static void vector(list *l, path name, const char *own, size_t c) {
+    add(l, name, own, (vm_parameter){.dims = 1, .shape = {c}});
 }
 
-static void linear(list *l, size_t c) {
-    add(l, VM_PRODUCT(c, c), "weights");
-    add(l, c, "weights");
+static void filters(list *l, size_t in, size_t out, size_t side, path name) {
+    add(l, name, "weight", (vm_parameter){.dims = 4, .shape = {out, in, side, side}});
+    vector(l, name, "bias", out);
 }
 
-static void norm(list *l, size_t c) {
-    add(l, c, "weights");
-    add(l, c, "weights");
+static void linear(list *l, size_t c, path name) {
+    add(l, name, "weight", (vm_parameter){.dims = 2, .shape = {c, c}});
+    vector(l, name, "bias", c);
 }
 
-/* Without parameters: its running mean and variance, and how many batches it saw, a 64-bit integer in any dtype. */
-static void batch_norm(list *l, size_t c) {
-    norm(l, c);
-    l->element = sizeof(int64_t);
-    add(l, 1, "weights");
+static void group_norm(list *l, size_t c, path name) {
+    vector(l, name, "weight", c);
+    vector(l, name, "bias", c);
 }
 
-static void resnet(list *l, size_t in, size_t out) {
-    norm(l, in);
-    conv(l, in, out, 3);
-    norm(l, out);
-    conv(l, out, out, 3);
-    if (in != out) conv(l, in, out, 1);
+/* Without parameters: its running mean and variance, and how many batches it saw. */
+static void batch_norm(list *l, size_t c, path name) {
+    vector(l, name, "running_mean", c);
+    vector(l, name, "running_var", c);
+    add(l, name, "num_batches_tracked", (vm_parameter){.integer = true});
 }
 
-static void mid(list *l, size_t c) {
-    if (!l->diffusers) resnet(l, c, c);
+static void resnet(list *l, size_t in, size_t out, path name) {
+    group_norm(l, in, at(name, ".norm1"));
+    filters(l, in, out, 3, at(name, ".conv1"));
+    group_norm(l, out, at(name, ".norm2"));
+    filters(l, out, out, 3, at(name, ".conv2"));
+    if (in != out) filters(l, in, out, 1, at(name, l->diffusers ? ".conv_shortcut" : ".nin_shortcut"));
+}
+
+static void mid(list *l, size_t c, path half) {
+    static const char *const product[2][4] = {{".q", ".k", ".v", ".proj_out"},
+                                              {".to_q", ".to_k", ".to_v", ".to_out.0"}};
+    const path name = at(half, l->diffusers ? ".mid_block.attentions.0" : ".mid.attn_1");
+    if (!l->diffusers) resnet(l, c, c, at(half, ".mid.block_1"));
     if (l->arch->mid_block_add_attention) {
-        norm(l, c);
-        for (int i = 0; i < 4; i++) { /* q, k, v and the projection: linear or 1x1, as many numbers */
+        group_norm(l, c, at(name, l->diffusers ? ".group_norm" : ".norm"));
+        for (int i = 0; i < 4; i++) {
             if (l->diffusers)
-                linear(l, c);
+                linear(l, c, at(name, "%s", product[1][i]));
             else
-                conv(l, c, c, 1);
+                filters(l, c, c, 1, at(name, "%s", product[0][i]));
         }
     }
-    if (l->diffusers) resnet(l, c, c);
-    resnet(l, c, c);
+    if (l->diffusers) resnet(l, c, c, at(half, ".mid_block.resnets.0"));
+    resnet(l, c, c, at(half, l->diffusers ? ".mid_block.resnets.1" : ".mid.block_2"));
 }
 
-static void level(list *l, size_t in, size_t out, size_t resnets, bool resamples) {
-    for (size_t i = 0; i < resnets; i++) resnet(l, i ? out : in, out);
-    if (resamples) conv(l, out, out, 3);
+/* way: "down" or "up". */
+static void level(list *l, size_t in, size_t out, size_t resnets, bool resamples, const char *way, path half,
+                  size_t i) {
+    const path name = at(half, l->diffusers ? ".%s_blocks.%zu" : ".%s.%zu", way, i);
+    for (size_t j = 0; j < resnets; j++)
+        resnet(l, j ? out : in, out, at(name, l->diffusers ? ".resnets.%zu" : ".block.%zu", j));
+    if (resamples) filters(l, out, out, 3, at(name, l->diffusers ? ".%ssamplers.0.conv" : ".%ssample.conv", way));
+}
+
+static void finish(list *l, size_t c, size_t out, path half) {
+    group_norm(l, c, at(half, l->diffusers ? ".conv_norm_out" : ".norm_out"));
+    filters(l, c, out, 3, at(half, ".conv_out"));
 }
 
 static void encoder(list *l) {
     const vm_arch *a = l->arch;
     const size_t *c = vm_arch_widths(a, VM_ENCODE), last = a->levels - 1;
-    conv(l, a->in_channels, c[0], 3);
-    for (size_t i = 0; i < a->levels; i++) level(l, c[i ? i - 1 : 0], c[i], a->layers_per_block, i < last);
-    mid(l, c[last]);
-    norm(l, c[last]);
-    conv(l, c[last], 2 * a->latent_channels, 3);
+    const path half = {"encoder"};
+    filters(l, a->in_channels, c[0], 3, at(half, ".conv_in"));
+    for (size_t i = 0; i < a->levels; i++)
+        level(l, c[i ? i - 1 : 0], c[i], a->layers_per_block, i < last, "down", half, i);
+    mid(l, c[last], half);
+    finish(l, c[last], 2 * a->latent_channels, half);
 }
 
 static void decoder(list *l) {
     const vm_arch *a = l->arch;
     const size_t *c = vm_arch_widths(a, VM_DECODE), last = a->levels - 1;
-    conv(l, a->latent_channels, c[last], 3);
-    if (!l->diffusers) mid(l, c[last]);
+    const path half = {"decoder"};
+    filters(l, a->latent_channels, c[last], 3, at(half, ".conv_in"));
+    if (!l->diffusers) mid(l, c[last], half);
     for (size_t i = 0; i < a->levels; i++) { /* diffusers numbers the levels by order of use, the others by size */
         const size_t here = l->diffusers ? last - i : i;
-        level(l, c[here < last ? here + 1 : last], c[here], a->layers_per_block + 1, here > 0);
+        level(l, c[here < last ? here + 1 : last], c[here], a->layers_per_block + 1, here > 0, "up", half, i);
     }
-    if (l->diffusers) mid(l, c[last]);
-    norm(l, c[0]);
-    conv(l, c[0], a->out_channels, 3);
+    if (l->diffusers) mid(l, c[last], half);
+    finish(l, c[0], a->out_channels, half);
+}
+
+void vm_parameters_free(vm_parameters *p) {
+    if (!p) return;
+    vm_mem_free(vm_mem_common, VM_SCRATCH, p->item, vm_mem_capacity(p->count) * sizeof *p->item);
+    vm_mem_free(vm_mem_common, VM_SCRATCH, p, sizeof *p);
+}
+
+vm_status vm_trace_vae_parameters(const vm_arch *arch, vm_trace_runtime runtime, vm_parameters **out) {
+    void *found = NULL;
+    *out = NULL;
+    vm_status s = vm_arch_check(arch);
+    if (!s) s = vm_mem_alloc(vm_mem_common, VM_SCRATCH, sizeof **out, &found);
+    if (s) return s;
+    const size_t z = arch->latent_channels;
+    list l = {.found = found, .arch = arch, .diffusers = runtime == VM_TORCH_DIFFUSERS};
+    encoder(&l);
+    decoder(&l);
+    if (arch->use_quant_conv) filters(&l, 2 * z, 2 * z, 1, (path){"quant_conv"});
+    if (arch->use_post_quant_conv) filters(&l, z, z, 1, (path){"post_quant_conv"});
+    if (arch->patch_size[0]) batch_norm(&l, VM_PRODUCT(arch->patch_size[0], arch->patch_size[1], z), (path){"bn"});
+    if (l.status)
+        vm_parameters_free(found);
+    else
+        *out = found;
+    return l.status;
 }
 
 vm_status vm_trace_vae_weights(const vm_arch *arch, vm_trace_runtime runtime, vm_dtype dtype, vm_trace **out) {
+    vm_parameters *p;
     *out = NULL;
-    vm_status s = vm_arch_check(arch);
+    vm_status s = vm_trace_vae_parameters(arch, runtime, &p);
     if (!s) s = vm_trace_new(out);
-    if (s) return s;
-    list l = {.t = *out, .arch = arch, .element = vm_dtype_bytes(dtype), .diffusers = runtime == VM_TORCH_DIFFUSERS};
-    encoder(&l);
-    decoder(&l);
-    if (arch->use_quant_conv) conv(&l, 2 * arch->latent_channels, 2 * arch->latent_channels, 1);
-    if (arch->use_post_quant_conv) conv(&l, arch->latent_channels, arch->latent_channels, 1);
-    if (arch->patch_size[0])
-        batch_norm(&l, VM_PRODUCT(arch->patch_size[0], arch->patch_size[1], arch->latent_channels));
-    if (l.status) {
+    for (size_t i = 0; !s && i < p->count; i++) {
+        const vm_parameter *one = &p->item[i];
+        size_t bytes = one->integer ? sizeof(int64_t) : vm_dtype_bytes(dtype);
+        for (int d = 0; d < one->dims; d++) bytes = VM_PRODUCT(bytes, one->shape[d]);
+        uint32_t id;
+        s = vm_trace_take(*out, bytes, one->dims == 4 ? "filter" : "weights", &id);
+    }
+    vm_parameters_free(p);
+    if (s) {
         vm_trace_free(*out);
         *out = NULL;
     }
-    return l.status;
+    return s;
 }

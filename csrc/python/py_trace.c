@@ -59,17 +59,21 @@ static void trace_dealloc(Trace *self) {
 /* ---- from an architecture ---- */
 
 static PyObject *trace_vae(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"arch", "runtime", "op", "dtype",           "height",     "width",         "batch",
-                            "tile", "slicing", "sm", "multiprocessors", "free_bytes", "channels_last", NULL};
+    static char *names[] = {"arch",          "runtime", "op",      "dtype", "height",          "width",
+                            "batch",         "tile",    "slicing", "sm",    "multiprocessors", "free_bytes",
+                            "channels_last", "first",   "sends",   NULL};
     const char *runtime, *op;
     vm_arch arch;
     vm_trace_vae vae = {.arch = &arch, .batch = 1, .gpu = {.sm = 89, .multiprocessors = 128}};
-    int slicing = 0, channels_last = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&ssO&nn|nnpiinp:vae", names, vm_py_to_arch, &arch, &runtime, &op,
+    int slicing = 0, channels_last = 0, sends = 0;
+    PyObject *first = Py_None;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&ssO&nn|nnpiinpOp:vae", names, vm_py_to_arch, &arch, &runtime, &op,
                                      vm_py_to_dtype, &vae.dtype, &vae.height, &vae.width, &vae.batch, &vae.tile,
                                      &slicing, &vae.gpu.sm, &vae.gpu.multiprocessors, &vae.gpu.free_bytes,
-                                     &channels_last))
+                                     &channels_last, &first, &sends))
         return NULL;
+    vae.first = vae.dtype;
+    if (first != Py_None && !vm_py_to_dtype(first, &vae.first)) return NULL;
     const int r = choose("runtime", runtime, vm_trace_runtime_name, VM_TORCH_RUNTIMES),
               o = r < 0 ? -1 : CHOOSE("op", op, op_name);
     if (o < 0) return NULL;
@@ -84,6 +88,7 @@ static PyObject *trace_vae(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     vae.op = (vm_op)o;
     vae.slicing = slicing;
     vae.channels_last = channels_last;
+    vae.sends = sends;
     vm_trace *trace;
     vm_status s;
     Py_BEGIN_ALLOW_THREADS
@@ -102,6 +107,25 @@ static PyObject *trace_weights(PyTypeObject *type, PyObject *args) {
     vm_trace *trace;
     vm_status s = vm_trace_vae_weights(&arch, (vm_trace_runtime)r, dtype, &trace);
     return s ? vm_py_raise(s) : wrap(type, trace);
+}
+
+static PyObject *parameter_item(const void *parameters, size_t i) {
+    const vm_parameter *p = &((const vm_parameters *)parameters)->item[i];
+    return Py_BuildValue("(sNs)", p->name, vm_py_sizes(p->shape, (size_t)p->dims), p->integer ? "int64" : "run");
+}
+
+static PyObject *trace_parameters(PyObject *Py_UNUSED(type), PyObject *args) {
+    const char *runtime;
+    vm_arch arch;
+    if (!PyArg_ParseTuple(args, "O&s:parameters", vm_py_to_arch, &arch, &runtime)) return NULL;
+    const int r = choose("runtime", runtime, vm_trace_runtime_name, VM_TORCH_RUNTIMES);
+    if (r < 0) return NULL;
+    vm_parameters *found;
+    const vm_status s = vm_trace_vae_parameters(&arch, (vm_trace_runtime)r, &found);
+    if (s) return vm_py_raise(s);
+    PyObject *list = vm_py_list(found->count, parameter_item, found);
+    vm_parameters_free(found);
+    return list;
 }
 
 /* ---- recorded step by step ---- */
@@ -180,7 +204,7 @@ static PyObject *step_item(const void *trace, size_t i) {
 
 static PyObject *name_item(const void *t, size_t i) { return PyUnicode_FromString(((const vm_trace *)t)->name[i]); }
 
-/* The attributes that are lists: where vm_trace has the length, and what makes an item. */
+/* The attributes that are numbers, or lists: where vm_trace has the number, or the length, and what makes an item. */
 typedef struct listing {
     const char *name;
     size_t count;
@@ -198,6 +222,17 @@ static PyObject *trace_list(Trace *self, void *closure) {
     PyObject *list = vm_py_list(n, l->item, self->trace);
     vm_py_release(&self->lock);
     return list;
+}
+
+static const listing flops = {"flops", offsetof(vm_trace, flops), NULL};
+static const listing sent = {"sent", offsetof(vm_trace, sent), NULL};
+
+static PyObject *trace_count(Trace *self, void *closure) {
+    const listing *l = closure;
+    if (vm_py_acquire(&self->lock, l->name)) return NULL;
+    const uint64_t count = *(const uint64_t *)((const char *)self->trace + l->count);
+    vm_py_release(&self->lock);
+    return PyLong_FromUnsignedLongLong(count);
 }
 
 typedef struct gifts {
@@ -332,11 +367,16 @@ static PyObject *trace_run(Trace *self, PyObject *args, PyObject *kwargs) {
 static PyMethodDef methods[] = {
     {"vae", VM_PY_KEYWORDS(trace_vae), METH_VARARGS | METH_KEYWORDS | METH_CLASS,
      "vae($type, /, arch, runtime, op, dtype, height, width, batch=1, tile=0, slicing=False, sm=89, "
-     "multiprocessors=128, free_bytes=0, channels_last=False)\n--\n\n"
+     "multiprocessors=128, free_bytes=0, channels_last=False, first=None, sends=False)\n--\n\n"
      "encode or decode of a VAE, from its arch dict. tile: side in pixels, 0 for none. free_bytes: of the GPU's memory "
-     "when\nthe call begins, which a1111 looks at; 0 for without end."},
+     "when\nthe call begins, which a1111 looks at; 0 for without end. first: the dtype of post_quant_conv, "
+     "decoder.conv_in and\ndecoder.mid_block, where diffusers' upcast_vae leaves them another one. sends: each "
+     "submodule's weights come for its call,\nas accelerate's hooks send them."},
     {"weights", (PyCFunction)trace_weights, METH_VARARGS | METH_CLASS,
      "weights($type, arch, runtime, dtype, /)\n--\n\nThe parameters, in the order in which Module.to moves them."},
+    {"parameters", trace_parameters, METH_VARARGS | METH_STATIC,
+     "parameters(arch, runtime, /)\n--\n\n[(name, shape, dtype)] in that order; dtype: run, that of the module, or "
+     "int64."},
     {"take", (PyCFunction)trace_take, METH_VARARGS,
      "take($self, bytes, name, /)\n--\n\nA storage is made. Returns its id."},
     {"give", (PyCFunction)trace_give, METH_O, "give($self, id, /)\n--\n\nThe storage's last reference went."},
@@ -370,6 +410,11 @@ static PyGetSetDef attributes[] = {
      (void *)&steps},
     {"kept", (getter)trace_kept, NULL, "The steps that take what is not given back.", NULL},
     {"names", (getter)trace_list, NULL, "By tag: who took it.", (void *)&names},
+    {"flops", (getter)trace_count, NULL,
+     "FLOPs of its convolutions and attentions, and of the products of a VAE; a multiplication and an addition count "
+     "two.",
+     (void *)&flops},
+    {"sent", (getter)trace_count, NULL, "Bytes of the weights that are sent for the call.", (void *)&sent},
     {NULL, NULL, NULL, NULL, NULL}};
 
 static PyType_Slot slots[] = {

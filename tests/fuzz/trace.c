@@ -18,6 +18,9 @@ static vm_trace *build(input *in) {
     v.tile = how & 32 ? number(in) * unit : 0;
     v.height = number(in) * unit;
     v.width = number(in) * unit;
+    const uint64_t more = take(in, 1);
+    v.first = more & 1 ? more / 2 % 3 : v.dtype;
+    v.sends = more & 8;
     vm_trace *t;
     vm_status s = how & 128 ? vm_trace_vae_weights(&arch, v.runtime, v.dtype, &t) : vm_trace_vae_build(&v, &t);
     return s ? NULL : t;
