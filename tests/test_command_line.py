@@ -259,7 +259,7 @@ BROKEN = {  # by the library whose own kind of error it makes
     "bomb.png": (png(30000, png_chunk(b"IDAT", b"x")), "want an image file"),
     "broken.png": (png(8, png_chunk(b"IDAT", b"x") + b"\0\0\0\5ID\0T12345"), "want an image file"),
     "checksum.icns": (b"icns\0\0\0\x30ic07\0\0\0\x28" + png(128, b"")[:-5] + bytes(11), "want an image file"),
-    "words.csv": (b"\xff\xfe\x00\x01", "want the columns"),
+    "words.csv": (b"\xff\xfe\x00\x01", "want UTF-8 text"),
 }
 
 

@@ -17,7 +17,7 @@ from engine import TWO_LEVELS
 from vaemem import VAE, CachingAllocator, _common, report, seed_table
 from vaemem.__main__ import main
 from vaemem._common import check_writable, replacing, write
-from vaemem.prediction import reproduce
+from vaemem.published import reproduce
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ import pytest
 
 from vaemem import CachingAllocator, OutOfMemoryError, _core, predict_largest, predict_pipeline, sweep
 from vaemem.__main__ import main
-from vaemem.prediction import profiles, reproduce, workspace
+from vaemem.prediction import profiles, workspace
 from vaemem.prediction.benchmark import PROTOCOLS, USUAL_PROTOCOL, benchmark
 from vaemem.prediction.cudnn import InstalledCudnn
 from vaemem.prediction.formula import formula
@@ -24,6 +24,7 @@ from vaemem.prediction.moments import ROUNDING
 from vaemem.prediction.predict import MARGIN, Prediction, predict
 from vaemem.prediction.process import SimulatedProcess
 from vaemem.prediction.workspace import Workspace
+from vaemem.published import reproduce
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
@@ -91,7 +92,7 @@ def test_command_line(tmp_path, capsys):
     assert "inferred rules: of 98 rows allocated equal on 98" in printed and "not asked in tests" in printed
     with open(out, newline="") as file:
         rows = list(csv.DictReader(file))
-    assert tuple(rows[0]) == reproduce.COLUMNS and len(rows) == 98
+    assert tuple(rows[0]) == reproduce.WRITTEN and len(rows) == 98
     assert all(abs(float(r["predicted_allocated_mib"]) - float(r["measured_allocated_mib"])) <= 0.0101 for r in rows)
 
 
@@ -640,7 +641,7 @@ def test_the_upper_bound_needs_neither_9_7_nor_its_rules(table):
     with left_out.without(["sm89_cudnn9.7.1.json"]), mock.patch.object(profiles, "_older", list):
         assert predict("sdxl", "decode", 64, 64).substitutions == ("cuDNN 9.8.0 for 9.7.1",)
         whole = [
-            row for row in table if row[0][1] in ("encode", "decode") and (row[0][0] == "FLUX" or row[0][2] <= 1024)
+            row for row in table if row[0][1] in ("encode", "decode") and (row[0][0] == "flux" or row[0][2] <= 1024)
         ]
         assert reproduce.covered(whole, torch_version=reproduce.TORCH) == len(whole) - 1
 

@@ -4,7 +4,9 @@ import pytest
 
 from vaemem import predict_pipeline
 from vaemem.__main__ import main
-from vaemem.pipelines import published, ways_mlx
+from vaemem.pipelines import ways_mlx
+from vaemem.published import eight_ways
+from vaemem.published.equation import judge_equation
 
 MIB, GIB = 2**20, 2**30
 
@@ -43,8 +45,8 @@ def test_sdxl_on_an_a100(dtype, taken):
 
 def test_the_published_table_comes_out():
     """Out of memory, out of memory, success three times, two timeouts, success: where, and in which order of time."""
-    plan = published.plan_of()
-    rows = published.judged(plan, direct=True)
+    plan = eight_ways.plan_of()
+    rows = eight_ways.judged(plan, direct=True)
     assert [row.ours for row in rows] == [row.tried.result for row in rows]
     assert [row.ours for row in rows] == ["oom"] * 2 + ["success"] * 3 + ["timeout"] * 2 + ["success"]
     assert {row.outcome.fails_in for row in rows[:2]} == {"denoise"}
@@ -59,14 +61,14 @@ def test_the_published_table_comes_out():
 
 
 def test_by_im2col_the_third_row_would_have_run_out_in_decode():
-    rows = published.judged(published.plan_of(False, calibrated=False), direct=False)
+    rows = eight_ways.judged(eight_ways.plan_of(False, calibrated=False), direct=False)
     assert rows[2].ours == "oom" and rows[2].outcome.fails_in == "decode" and rows[2].outcome.short > GIB
     assert [rows[i].ours for i in (0, 1, 3, 4, 7)] == ["oom", "oom", "success", "success", "success"]
 
 
 def test_it_ran_out_in_diffusion_and_not_in_decode():
     """In tiles the decode fits beside all weights; the diffusion model's buffer does not, and the prompt's does."""
-    plan = published.plan_of(calibrated=False)
+    plan = eight_ways.plan_of(calibrated=False)
     second = {phase.name: phase.total for phase in plan["no offload, VAE direct, tiled"].way.phases}
     room = plan.room.card
     assert second["load"] < second["encode prompt"] < room < second["denoise"] and second["decode"] < room
@@ -93,7 +95,7 @@ def test_the_table_is_printed(capsys):
 def test_the_equation_is_judged():
     """The VAE 100 times too small, the UNet several times, no phase for the prompt; small sizes hide it in the sum."""
     for side, tokens in ((512, 77), (1024, 77), (1024, 231)):
-        terms = {term.phase: term for term in published.judge_equation(side, side, tokens)}
+        terms = {term.phase: term for term in judge_equation(side, side, tokens)}
         assert 95 < terms["decode"].ratio < 110 and 7 < terms["denoise"].ratio < 10
         assert terms["encode prompt"].theirs is None and terms["encode prompt"].ours > 20 * MIB
         p = predict_pipeline("sd15", side, side, gpu="T4", prompt_tokens=tokens, image=True)

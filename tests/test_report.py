@@ -8,7 +8,7 @@ from importlib import resources
 import pytest
 
 from vaemem import Table, sweep
-from vaemem.reports.claims import (
+from vaemem.published.claims import (
     FAILS,
     HOLDS,
     MIXED,

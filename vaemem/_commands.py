@@ -31,7 +31,9 @@ from vaemem import (
 from vaemem._common import ELEMENT_BYTES, MIB, OPS, check_writable, mib, need, render, saved, write
 from vaemem.engine import latents, layouts, weights
 from vaemem.engine.arguments import open_device
-from vaemem.prediction import reproduce
+from vaemem.published import reproduce
+from vaemem.published.eight_ways import reproduce_plan
+from vaemem.published.equation import judge_text
 from vaemem.tables.table import Table
 
 
@@ -279,11 +281,9 @@ def run_bound(args: argparse.Namespace) -> None:
 
 def run_reproduce(args: argparse.Namespace) -> None:
     if args.plan or args.equation:
-        from vaemem.pipelines import published
-
         if args.table or args.csv:
             raise ValueError("--plan, --equation: want neither a table nor --csv beside them")
-        print("\n\n".join([published.reproduce_plan()] * args.plan + [published.judge_text()] * args.equation))
+        print("\n\n".join([reproduce_plan()] * args.plan + [judge_text()] * args.equation))
         return
     if args.csv:
         check_writable(args.csv)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from vaemem import plot
 from vaemem._common import png, write
+from vaemem.published.claims import Checked, Claim, check
 from vaemem.reports import sections
-from vaemem.reports.claims import Checked, Claim, check
 from vaemem.reports.document import Document
 from vaemem.reports.sections import Facts
 from vaemem.tables.estimators import Comparison, compare

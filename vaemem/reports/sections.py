@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from vaemem import _core, plot
 from vaemem._common import ELEMENT_BYTES, distinct, grouped, mib
 from vaemem.prediction.gpus import find_gpu
-from vaemem.reports.claims import (
+from vaemem.published.claims import (
     FAILS,
     HOLDS,
     MIXED,

@@ -12,15 +12,13 @@ float32. In each, size by size: encode, decode, tiled decode from 1024 on. What 
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from vaemem._common import MIB, as_csv, reading, shipped, write
+from vaemem._common import MIB, as_csv, render, shipped, write
 from vaemem.prediction.benchmark import BENCHMARK_TILE, benchmark
 from vaemem.prediction.cudnn import InstalledCudnn, installed_cudnn
 from vaemem.prediction.gpus import Gpu
@@ -28,20 +26,20 @@ from vaemem.prediction.predict import Prediction, predict
 from vaemem.prediction.process import SimulatedProcess
 from vaemem.prediction.profiles import Conv, Profile
 from vaemem.prediction.workspace import Workspace
+from vaemem.tables.table import Table, check_complete, seed_table
 
 GPU, TORCH, CUDNN = "RTX 4090", "2.7.1+cu128", "9.7.1"
 NEAREST = "9.8.0"  # the nearest version that answers without a device
 SIZES = (512, 768, 1024, 1536, 2048)
-MODELS = {"FLUX": "flux", "SD1.5": "sd15", "SDXL": "sdxl"}  # by the table's names
-COLUMNS = (
-    "model", "op", "height", "width", "dtype", "group", "measured_allocated_mib", "measured_reserved_mib",
-    "predicted_allocated_mib", "predicted_reserved_mib",
+KEY = ("model", "op", "height", "width", "dtype", "group")
+WRITTEN = (
+    *KEY, "measured_allocated_mib", "measured_reserved_mib", "predicted_allocated_mib", "predicted_reserved_mib",
 )  # fmt: skip
 Key = tuple[str, str, int, int, str, int]
 EQUAL_MIB = 0.0101  # the table has two decimals
 
 
-class Row(NamedTuple):
+class Replayed(NamedTuple):
     """A row of the table, measured and predicted; sizes in MiB."""
 
     key: Key
@@ -62,7 +60,7 @@ def _play_group(
     """One loop over the sizes, of a model that is loaded in one dtype and run in the same or in another."""
     rows: dict[Key, tuple[float, float]] = {}
     p.empty_cache()
-    vae = p.load(MODELS[name], loaded, runtime)
+    vae = p.load(name, loaded, runtime)
     tile = 0
     for side in SIZES:
         key = (side, side, dtype, group)
@@ -87,8 +85,8 @@ def play(workspace: Any) -> dict[Key, tuple[float, float]]:
     rows: dict[Key, tuple[float, float]] = {}
     first.drop(first.tensor((1,), "bfloat16"))  # is bfloat16 supported?
     for dtype in ("float16", "float32", "bfloat16"):
-        rows |= _play_group(first, "FLUX", "bfl", dtype, dtype, 1)
-    for name in ("SD1.5", "SDXL"):
+        rows |= _play_group(first, "flux", "bfl", dtype, dtype, 1)
+    for name in ("sd15", "sdxl"):
         for group, loaded, dtype in ((1, "float16", "float16"), (2, "float16", "float32"), (3, "float32", "float32")):
             rows |= _play_group(second, name, "diffusers", loaded, dtype, group)
     return rows
@@ -98,30 +96,17 @@ def play(workspace: Any) -> dict[Key, tuple[float, float]]:
 
 
 def read_table(path: str | os.PathLike[str] | None = None) -> list[tuple[Key, tuple[float, float]]]:
-    """Rows of a table with the seed table's columns; the shipped copy by default. ValueError where a column or a number
-    is missing."""
-    wanted = ("model", "op", "height", "width", "dtype", "group", "allocated_mib", "reserved_mib")
-    with reading(f"table: want the columns {', '.join(wanted)}", "the shipped copy" if path is None else path):
-        return _rows(shipped("seed_table.csv") if path is None else Path(path).read_text("utf-8"), wanted)
+    """Which runs a table has, each with the MiB that it allocated and reserved; the seed table by default. ValueError
+    where a column or a number is missing."""
+    table = seed_table() if path is None else Table.from_csv(path)
+    for target in ("allocated_bytes", "reserved_bytes"):
+        check_complete(table, target)
+    return [
+        (tuple(row[name] for name in KEY), (row["allocated_bytes"] / MIB, row["reserved_bytes"] / MIB)) for row in table
+    ]
 
 
-def _rows(text: str, wanted: Sequence[str]) -> list[tuple[Key, tuple[float, float]]]:
-    reader = csv.DictReader(text.splitlines())
-    missing = [name for name in wanted if name not in (reader.fieldnames or ())]
-    if missing:
-        raise ValueError(f"{', '.join(missing)} missing")
-    rows = []
-    for line, fields in enumerate(reader, 2):
-        try:
-            height, width, group = (int(fields[name]) for name in ("height", "width", "group"))
-            key = (fields["model"], fields["op"], height, width, fields["dtype"], group)
-            rows.append((key, (float(fields["allocated_mib"]), float(fields["reserved_mib"]))))
-        except (TypeError, ValueError):
-            raise ValueError(f"line {line}: want numbers in height, width, group and the sizes, got {fields}") from None
-    return rows
-
-
-def reproduce(table: Iterable[tuple[Key, tuple[float, float]]], workspace: Any = None) -> list[Row]:
+def reproduce(table: Iterable[tuple[Key, tuple[float, float]]], workspace: Any = None) -> list[Replayed]:
     """Prediction beside each row of the table. Workspaces are the given ones, or those inferred from the table.
 
     ValueError for a row that is none of the benchmark's: `reserved` depends on the whole script, so no other row can be
@@ -132,7 +117,7 @@ def reproduce(table: Iterable[tuple[Key, tuple[float, float]]], workspace: Any =
     for key, _ in table:
         if key not in played:
             raise ValueError(f"table: want rows of the published benchmark, got {', '.join(map(str, key))}")
-    return [Row(key, measured, played[key]) for key, measured in table]
+    return [Replayed(key, measured, played[key]) for key, measured in table]
 
 
 # ---- the rows one by one ----
@@ -141,11 +126,11 @@ def reproduce(table: Iterable[tuple[Key, tuple[float, float]]], workspace: Any =
 def predict_row(key: Key, **versions: Any) -> Prediction:
     """A row of the table predicted alone, in a fresh process, with the tiles that the row had."""
     name, op, height, width, dtype, group = key
-    if name != "FLUX" and op == "encode" and height >= 1536:
+    if name != "flux" and op == "encode" and height >= 1536:
         op = "encode_tiled"
     tile = BENCHMARK_TILE if op.endswith("_tiled") else None
     weights = "float16" if group == 2 else dtype
-    return predict(MODELS[name], op, height, width, dtype, gpu=GPU, weights_dtype=weights, tile=tile, **versions)
+    return predict(name, op, height, width, dtype, gpu=GPU, weights_dtype=weights, tile=tile, **versions)
 
 
 def covered(table: Iterable[tuple[Key, tuple[float, float]]], **versions: Any) -> int:
@@ -185,22 +170,22 @@ def _no_guess(_gpu: Gpu, _version: int, _tf32: bool, _conv: Conv) -> tuple[int, 
     raise  # the RuntimeError on whose account a guess was wanted
 
 
-def leave_one_out(table: Iterable[tuple[Key, tuple[float, float]]]) -> list[Row]:
+def leave_one_out(table: Iterable[tuple[Key, tuple[float, float]]]) -> list[Replayed]:
     """Each row predicted by rules that were not inferred from its size: those that only rows of that size show are
     dropped."""
     table, data = list(table), inferred()
-    rows: list[Row] = []
+    rows: list[Replayed] = []
     for side in sorted({key[2] for key, _ in table}):
         kept = [rule for rule in data["rules"] if set(rule["seen"]) != {side}]
         played = play(profile_workspace(CUDNN, data | {"rules": kept}))
-        rows += [Row(key, measured, played[key]) for key, measured in table if key[2] == side]
+        rows += [Replayed(key, measured, played[key]) for key, measured in table if key[2] == side]
     return rows
 
 
 # ---- printing ----
 
 
-def summary(rows: Sequence[Row]) -> dict[str, float]:
+def summary(rows: Sequence[Replayed]) -> dict[str, float]:
     """How many rows agree, and how far off the others are."""
     off = [[abs(r.predicted[i] - r.measured[i]) for r in rows] for i in (0, 1)]
     relative = [[r.predicted[i] / r.measured[i] - 1 for r in rows] for i in (0, 1)]
@@ -215,7 +200,7 @@ def summary(rows: Sequence[Row]) -> dict[str, float]:
     }
 
 
-def _line(title: str, rows: Sequence[Row]) -> str:
+def _line(title: str, rows: Sequence[Replayed]) -> str:
     s = summary(rows)
     return (
         f"{title}: of {s['rows']:.0f} rows allocated equal on {s['allocated_equal']:.0f}"
@@ -225,26 +210,25 @@ def _line(title: str, rows: Sequence[Row]) -> str:
     )
 
 
-def render(rows: Iterable[Row]) -> str:
+def shown(rows: Iterable[Replayed]) -> str:
     """The rows as text: measured, predicted and error, in MiB; equal to the table's two decimals is ``=``."""
-    lines = [f"{'model':6} {'op':12} {'size':>9} {'dtype':8} group {'allocated':>10} {'predicted':>10} {'error':>8}"
-             f" {'reserved':>10} {'predicted':>10} {'error':>8}"]  # fmt: skip
+    lines = []
     for key, measured, predicted in rows:
-        cells = []
+        name, op, height, width, dtype, group = key
+        cells = [name, op, f"{height}x{width}", dtype, str(group)]
         for want, got in zip(measured, predicted, strict=True):
-            error = "=" if abs(got - want) <= EQUAL_MIB else f"{got - want:+.2f}"
-            cells.append(f"{want:10.2f} {got:10.2f} {error:>8}")
-        model, op, height, width, dtype, group = key
-        lines.append(f"{model:6} {op:12} {height:4}x{width:<4} {dtype:8} {group:5} {' '.join(cells)}")
-    return "\n".join(lines)
+            cells += [f"{want:.2f}", f"{got:.2f}", "=" if abs(got - want) <= EQUAL_MIB else f"{got - want:+.2f}"]
+        lines.append(cells)
+    found = [name for column in ("allocated", "reserved") for name in (column, "predicted", "error")]
+    return render(("model", "op", "size", "dtype", "group", *found), lines)
 
 
-def write_csv(rows: Iterable[Row], path: str | os.PathLike[str]) -> None:
-    """Writes the rows under `COLUMNS`."""
+def write_csv(rows: Iterable[Replayed], path: str | os.PathLike[str]) -> None:
+    """Writes the rows under `WRITTEN`."""
     lines = (
         [*key, *(f"{m:.2f}" for m in measured), *(f"{p:.4f}" for p in predicted)] for key, measured, predicted in rows
     )
-    write(path, as_csv([dict(zip(COLUMNS, line, strict=True)) for line in lines], COLUMNS))
+    write(path, as_csv([dict(zip(WRITTEN, line, strict=True)) for line in lines], WRITTEN))
 
 
 def run(path: str | os.PathLike[str] | None = None, csv_path: str | os.PathLike[str] | None = None) -> None:
@@ -252,22 +236,19 @@ def run(path: str | os.PathLike[str] | None = None, csv_path: str | os.PathLike[
     table = read_table(path)
     rows = reproduce(table)
     print(f"Workspaces by the {len(inferred()['rules'])} rules that were inferred from this table (cuDNN {CUDNN}):\n")
-    print(render(rows))
+    print(shown(rows))
     if csv_path:
         write_csv(rows, csv_path)
-    sources: list[tuple[str, Any]] = [
-        (f"cuDNN {NEAREST}'s workspaces, asked beforehand, nothing inferred", profile_workspace(NEAREST))
-    ]
+    sources = {f"cuDNN {NEAREST}'s workspaces, asked beforehand, nothing inferred": profile_workspace(NEAREST)}
     cudnn = installed_cudnn()
     if cudnn.version is not None:
-        sources.append((f"workspaces asked of the installed cuDNN {cudnn.version}", asked_workspace(cudnn)))
-    asked = [(title, reproduce(table, workspace)) for title, workspace in sources]
-    title, shown = asked[-1]
-    print(f"\n{title}:\n\n{render(shown)}\n")
-    print(_line("inferred rules", rows))
-    print(_line("inferred rules, each size predicted without the rules that only it shows", leave_one_out(table)))
-    for title, shown in asked:
-        print(_line(title, shown))
+        sources[f"workspaces asked of the installed cuDNN {cudnn.version}"] = asked_workspace(cudnn)
+    asked = {title: reproduce(table, workspace) for title, workspace in sources.items()}
+    title, last = list(asked.items())[-1]
+    print(f"\n{title}:\n\n{shown(last)}\n")
+    left_out = "inferred rules, each size predicted without the rules that only it shows"
+    for title, found in {"inferred rules": rows, left_out: leave_one_out(table), **asked}.items():
+        print(_line(title, found))
     told, untold = covered(table, torch_version=TORCH), covered(table)
     print(f"`upper` of each row predicted alone covers {told} of {len(table)}, and {untold} where no version is told")
     if cudnn.version is None:

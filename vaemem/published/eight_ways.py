@@ -1,4 +1,4 @@
-"""Published accounts of whole pipelines beside what vaemem says: eight ways to fit a card, and one equation."""
+"""A published table of eight ways to fit a card of 12 GB, beside what vaemem plans for each."""
 
 from __future__ import annotations
 
@@ -8,13 +8,9 @@ from typing import NamedTuple
 from vaemem._common import MIB, render
 from vaemem.pipelines.ggml import graph
 from vaemem.pipelines.plan import plan_pipeline
-from vaemem.pipelines.predict import predict_pipeline
 from vaemem.pipelines.seconds import Rate
 from vaemem.pipelines.ways import Outcome, PipelinePlan
 from vaemem.pipelines.ways_mlx import vae_bytes
-from vaemem.tables.estimators import SD15_AVERAGE_CHANNELS, sd15_equation
-
-# ---- eight ways to fit a card of 12 GB ----
 
 
 class Tried(NamedTuple):
@@ -143,94 +139,3 @@ def _why(plan: PipelinePlan, rows: tuple[Judged, ...], others: tuple[Judged, ...
 
 def _short(rate: Rate) -> str:
     return str(rate).partition(" within")[0]
-
-
-# ---- an equation for Stable Diffusion 1.5 ----
-
-
-class Term(NamedTuple):
-    """A phase in the equation and as it is predicted, bytes beside the weights; None where it has no such phase."""
-
-    phase: str
-    theirs: float | None
-    ours: int
-
-    @property
-    def ratio(self) -> float | None:
-        """How many times too small the equation's is."""
-        return self.ours / self.theirs if self.theirs else None
-
-
-def judge_equation(height: int, width: int, prompt_tokens: int = 77, gpu: str = "T4") -> tuple[Term, ...]:
-    """The equation's terms beside `predict_pipeline`'s phases.
-
-    Parameters
-    ----------
-    height, width, prompt_tokens : int
-    gpu : str
-        The T4 that the calculator recommends, by default.
-
-    Returns
-    -------
-    tuple of Term
-        Of encode prompt, encode image (its pipeline begins with one), denoise and decode; then the whole: what its
-        total stands beside is the most that the process takes of the card, without a CUDA context.
-
-    Examples
-    --------
-    >>> [(term.phase, round(term.ratio or 0)) for term in judge_equation(512, 512)]
-    [('encode prompt', 0), ('encode image', 68), ('denoise', 9), ('decode', 107), ('total', 1)]
-    """
-    theirs = sd15_equation(height, width, prompt_tokens)
-    p = predict_pipeline("sd15", height, width, prompt_tokens=prompt_tokens, image=True, gpu=gpu)
-    terms = [
-        Term(phase.name, theirs.get(phase.name), phase.allocated - phase.weights)
-        for phase in p.phases
-        if phase.name != "load"
-    ]
-    return (*terms, Term("total", theirs["total"], p.peak))
-
-
-def judge_text(sizes: tuple[int, ...] = (512, 768, 1024), tokens: tuple[int, ...] = (77, 231), gpu: str = "T4") -> str:
-    """`judge_equation` over sizes and prompt lengths as a table, and where the equation is wrong.
-
-    Examples
-    --------
-    >>> print(judge_text((512,), (77,)))
-    SD 1.5 in float16 on T4: ...
-    """
-    lines = []
-    for side in sizes:
-        for length in tokens:
-            terms = judge_equation(side, side, length, gpu)
-            cells = [f"{_mib(term.theirs)} / {_mib(term.ours)}" for term in terms]
-            lines.append([f"{side}x{side}", str(length), *cells])
-    phases = [term.phase for term in judge_equation(sizes[0], sizes[0], tokens[0], gpu)]
-    return "\n".join(
-        [
-            f"SD 1.5 in float16 on {gpu}: the equation / predicted, MiB beside the weights; total with them",
-            render(("size", "tokens", *phases), lines),
-            "",
-            "decode: image and three copies of it stand for the VAE, whose full-size tensors have 128 channels where a"
-            " picture has 3, and whose last upsampling holds 9.5 of them.",
-            f"denoise: a tensor of {SD15_AVERAGE_CHANNELS} channels at full size and two copies stand for the UNet. The"
-            f" average is written as (320 + 640 + 1280) / 3, which is {(320 + 640 + 1280) / 3:.2f}. Channels grow only"
-            " where pixels become fewer, guidance runs two images at once, and PyTorch's attention keeps no scores: a"
-            " prompt's length costs next to nothing.",
-            "encode prompt: no phase of the equation; its size does not depend on the image.",
-            "encode image: as little as for decode, where PyTorch holds 6 tensors of 128 channels.",
-            f"total: 20% of the weights stand for what the phases lack. It is {_lacks(sizes[0], gpu):.1f} times too"
-            f" small at {sizes[0]}x{sizes[0]} and {_lacks(sizes[-1], gpu):.1f} times at {sizes[-1]}x{sizes[-1]}, beside"
-            " what PyTorch reserves with all weights on the card.",
-            "What replaces it, of what is allocated, with e = 2 bytes in float16:",
-            str(predict_pipeline("sd15", sizes[0], sizes[0], image=True, gpu=gpu).formula),
-        ]
-    )
-
-
-def _lacks(side: int, gpu: str) -> float:
-    return judge_equation(side, side, gpu=gpu)[-1].ratio or 0.0
-
-
-def _mib(size: float | None) -> str:
-    return "-" if size is None else f"{size / MIB:.1f}" if size < 100 * MIB else f"{size / MIB:.0f}"
