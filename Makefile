@@ -79,8 +79,9 @@ $(VENV)/build.stamp: $(BIN)/python
 	touch $@
 
 # Reinstalled, not editable: what runs is what a user would get. Built with the setuptools that lies here already, and
-# Python compiles to bytecode what is imported, not all that is installed: that is half of pip's time.
-INSTALL := $(PIP) install --no-build-isolation --no-compile
+# Python compiles to bytecode what is imported, not all that is installed: that is half of pip's time. With vaemem._kernels,
+# which tests and benchmarks use.
+INSTALL := VAEMEM_KERNELS=1 $(PIP) install --no-build-isolation --no-compile
 $(VENV)/demo.stamp: $(VENV)/build.stamp $(SOURCES)
 	@$(SAY_BUILD)
 	$(INSTALL) '.[demo]'
@@ -169,7 +170,7 @@ pythons: $(VENV)/check.stamp
 	@other="$$(.ci/other_python $(BIN)/python)"; \
 	if [ -z "$$other" ]; then echo "pythons: there is no second CPython of 3.10 or later: skipped"; exit; fi; set -ex; \
 	rm -rf build/python && "$$other" -m venv build/python; \
-	VAEMEM_WERROR=1 VAEMEM_CUDA=0 build/python/bin/pip --disable-pip-version-check -q install . 'pytest>=8' 'pytest-xdist>=3.6' 'safetensors>=0.4.3'; \
+	VAEMEM_WERROR=1 VAEMEM_KERNELS=1 VAEMEM_CUDA=0 build/python/bin/pip --disable-pip-version-check -q install . 'pytest>=8' 'pytest-xdist>=3.6' 'safetensors>=0.4.3'; \
 	PYTHONSAFEPATH=1 build/python/bin/pytest $(addprefix --ignore-glob=tests/test_,$(NOT_OF_PYTHON))
 
 # The source distribution and the wheel, each built, installed into a fresh environment and used there.

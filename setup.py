@@ -1,9 +1,10 @@
 """Builds vaemem._core (the C11 core, each kernels folder with its own instruction-set flags) and, where there is nvcc,
-vaemem._cuda.
+vaemem._cuda. Tests and benchmarks have vaemem._kernels too, which is built in place and where it is asked for.
 
 Everything else about the package stands in pyproject.toml. Environment:
   VAEMEM_WERROR=1    warnings are errors (CI)
   VAEMEM_SANITIZE=1  AddressSanitizer and UndefinedBehaviorSanitizer
+  VAEMEM_KERNELS=1   vaemem._kernels is built where it would not be (make test)
   VAEMEM_CUDA=1      nvcc that is missing is an error; 0: vaemem._cuda is not built
   VAEMEM_CUDA_ARCHS  the GPUs that get machine code, such as "80 90", instead of all
   VAEMEM_EMULATE_AMX tests/emulator, on which AMX's products run where there is AVX2 alone, slowly (tests)
@@ -129,7 +130,13 @@ def compile_kernels(nvcc: str, folder: str) -> None:
 
 
 class BuildPerFolder(build_ext):
-    """build_ext that compiles every source with its folder's flags, and GPU kernels before the C that embeds them."""
+    """build_ext that compiles each source once, with its folder's flags, and GPU kernels before what embeds them."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.compiled = set()  # objects, which two extensions may share
+        if not self.inplace and os.environ.get("VAEMEM_KERNELS") != "1":
+            self.extensions = [ext for ext in self.extensions if ext.name != "vaemem._kernels"]
 
     def run(self) -> None:
         super().run()
@@ -157,6 +164,8 @@ class BuildPerFolder(build_ext):
         def compile_one(source: str) -> str:
             target = os.path.join(self.build_temp, source + ".o")
             os.makedirs(os.path.dirname(target), exist_ok=True)
+            if not self.is_new(target):
+                return target
             subprocess.run([*ZIG, *flags_for(source), *given, "-c", source, "-o", target], check=True)
             return target
 
@@ -167,6 +176,12 @@ class BuildPerFolder(build_ext):
         libraries = glob.glob(os.path.join(glob.escape(os.path.join(WINDOWS, "libs")), "python3*.lib"))
         (python,) = [path for path in libraries if os.path.basename(path)[7:-4].isdecimal()]
         subprocess.run([*ZIG, "-shared", "-o", made, *objects, python, "-lpthread"], check=True)
+
+    def is_new(self, target: str) -> bool:
+        """Whether an object is asked for the first time."""
+        new = target not in self.compiled
+        self.compiled.add(target)
+        return new
 
     def build_extension(self, ext: Extension) -> None:
         if WINDOWS:
@@ -190,7 +205,7 @@ class BuildPerFolder(build_ext):
         def compile_in_parallel(sources, **how):
             """What setuptools would compile one after the other, and with the same flags for all."""
             jobs = []
-            self.compiler._compile = lambda *job: jobs.append(job)
+            self.compiler._compile = lambda *job: jobs.append(job) if self.is_new(job[0]) else None
             objects = compile_all(sources, **how)
             in_parallel(with_folder_flags, jobs)
             return objects
@@ -203,18 +218,25 @@ class BuildPerFolder(build_ext):
 
 
 headers = sorted(glob.glob("csrc/**/*.h", recursive=True) + glob.glob("kernels/**/*.h", recursive=True))
-CUDA_ONLY = "csrc/python/py_cuda.c"
-core = [path for folder in FOLDERS for path in glob.glob(f"{folder}/*.c") if path != CUDA_ONLY]
+CUDA_ONLY, KERNELS_ONLY = "csrc/python/py_cuda.c", "csrc/python/py_kernels.c"
+core = sorted(
+    path for folder in FOLDERS for path in glob.glob(f"{folder}/*.c") if path not in (CUDA_ONLY, KERNELS_ONLY)
+)
+alone = [path for path in core if os.path.dirname(path) not in ("csrc/python", "csrc/predict", "kernels/cudnn")]
 extensions = [
     Extension(
-        "vaemem._core",
-        sorted(core),
+        name,
+        sources,
         include_dirs=[NUMPY],
-        define_macros=[(name, "1") for name in (HAVE_SETS, EMULATOR and "VM_EMULATE_AMX") if name],
+        define_macros=[(macro, "1") for macro in (HAVE_SETS, EMULATOR and "VM_EMULATE_AMX") if macro],
         depends=headers,
         libraries=["m", "pthread", "dl"],
         extra_link_args=SANITIZE,
-    ),
+    )
+    for name, sources in {
+        "vaemem._core": core,
+        "vaemem._kernels": [*alone, "csrc/python/py_values.c", KERNELS_ONLY],
+    }.items()
 ]
 LINUX = sys.platform == "linux" and not WINDOWS
 if LINUX:

@@ -24,7 +24,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 RESULTS = Path(os.environ.get("VAEMEM_RESULTS") or HERE / "results")
-# Of _core.kernel_peak: about a tenth of a second with AVX-512. Tests, which read no rates, ask for fewer.
+# For _kernels.peak: about a tenth of a second with AVX-512. Tests, which read no rates, ask for fewer.
 PEAK_ROUNDS = int(os.environ.get("VAEMEM_PEAK_ROUNDS") or 50_000_000)
 
 

@@ -109,9 +109,9 @@ def inputs(op: str, size: int) -> np.ndarray:
 class Ours:
     def __init__(self, args: dict):
         import vaemem
-        from vaemem import _core
+        from vaemem import _kernels
 
-        self.args, self.base, self.kernel_peak = args, settled_rss(), _core.kernel_peak
+        self.args, self.base, self.kernel_peak = args, settled_rss(), _kernels.peak
         self.numbers = {"dtype": args["dtype"], "precision": args["precision"]}
         self.backend = next(row["name"] for row in vaemem.backends(**self.numbers) if row["chosen"])
         self.what = f"vaemem {vaemem.__version__} {self.backend}"

@@ -32,7 +32,7 @@ from common import PEAK_ROUNDS, median, where, write_csv
 from decode import DTYPES, PRECISIONS, architecture, errors_of, inputs
 
 import vaemem
-from vaemem import _core
+from vaemem import _core, _kernels
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
@@ -51,7 +51,7 @@ def whole(args: argparse.Namespace, op: str) -> list[dict]:
         start = time.perf_counter()
         _, record = vae._core.run(op, x, threads=args.threads, backend=args.backend)
         runs.append((time.perf_counter() - start, record["steps"]))
-        peaks.append(_core.kernel_peak(args.backend, args.threads, PEAK_ROUNDS, args.dtype, args.precision))
+        peaks.append(_kernels.peak(args.backend, args.threads, PEAK_ROUNDS, args.dtype, args.precision))
     runs, peaks = runs[1:], peaks[1:]  # the first round warms up
     rows = []
     for i, step in enumerate(runs[0][1]):
@@ -111,7 +111,7 @@ def measure(case: Conv | Attention, args: argparse.Namespace) -> dict:
     for _ in range(args.rounds + 1):
         time.sleep(PAUSE)
         ours.append(run.run())
-        peak = _core.kernel_peak(args.backend, args.threads, PEAK_ROUNDS, args.dtype, args.precision)
+        peak = _kernels.peak(args.backend, args.threads, PEAK_ROUNDS, args.dtype, args.precision)
         shares.append(case.flops / ours[-1] / peak)
         start = time.perf_counter()
         peer()

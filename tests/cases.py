@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 from engine import from_rows, pack, pad16, to_rows, up16
 
-from vaemem import _core
+from vaemem import _kernels
 
 EPS = 2.0**-24
 # How models keep numbers on a CPU: dtype and precision. Half a step of what is kept, and of factors that are made one
@@ -232,7 +232,7 @@ class ConvRun:
         self.gamma, self.beta = r.standard_normal((2, case.in_c)).astype(np.float32)
         self.add = kept(r.standard_normal(case.y)) if case.add else None
         shapes = (case.in_c, case.h, case.w, *case.y)
-        scratch, sums = _core.kernel_needs(
+        scratch, sums = _kernels.needs(
             backend, threads, "conv", shapes, (case.k, case.stride, case.up), dtype, precision, by_task
         )
         rows = as_kept(np.zeros(0), dtype).dtype.type
@@ -263,7 +263,7 @@ class ConvRun:
         """Seconds."""
         if self.case.add == "in place" and self.add_rows is not None:
             self.y[:] = self.add_rows.ravel()
-        return _core.kernel_pass(*self.call)
+        return _kernels.run_pass(*self.call)
 
     def loaded(self) -> np.ndarray:
         """x as the convolution sees it, in float64."""
@@ -336,7 +336,7 @@ class AttentionRun:
         self.qkv = as_float(as_kept(qkv.astype(np.float32), dtype))
         self.rows = as_kept(np.concatenate([to_rows(t) for t in self.qkv], axis=1), dtype)
         shapes = (3 * up16(case.c), case.h, case.w, case.c, case.h, case.w)
-        scratch, _ = _core.kernel_needs(backend, threads, "attention", shapes, (1, 1, False), dtype, precision)
+        scratch, _ = _kernels.needs(backend, threads, "attention", shapes, (1, 1, False), dtype, precision)
         (self.x, own), self.kept = zip(guarded(self.rows.size, self.rows.dtype.type), guarded(scratch), strict=True)
         own[:] = np.nan
         unused = np.zeros(up16(case.c) * case.n, self.rows.dtype)
@@ -347,7 +347,7 @@ class AttentionRun:
     def run(self) -> float:
         """Seconds."""
         self.x[:] = self.rows.ravel()
-        return _core.kernel_pass(*self.call)
+        return _kernels.run_pass(*self.call)
 
     def check(self) -> tuple[np.ndarray, np.ndarray]:
         """What came, and what float64 gives, which it is close to."""

@@ -22,7 +22,7 @@ import passes
 from cases import Attention, Conv
 from decode import Bar, Case, Entry
 
-from vaemem import _core
+from vaemem import _core, _kernels
 
 NAMES = ["vaemem", "vaemem, 40 T", "vaemem, smallest (for 0.1 T)"]
 
@@ -436,7 +436,7 @@ def test_errors():
 
 @pytest.mark.parametrize("op", ["decode", "encode"])
 def test_passes_of_a_whole_run(monkeypatch, op):
-    monkeypatch.setattr(_core, "kernel_peak", lambda *args: 1e9)
+    monkeypatch.setattr(_kernels, "peak", lambda *args: 1e9)
     names = {"dtype": "float32", "precision": "highest", "threads": 1, "backend": "ref"}
     rows = passes.whole(SimpleNamespace(**names, size=64, rounds=1, small=True), op)
     assert len({row["pass"] for row in rows}) == len(rows) > 20
@@ -452,9 +452,9 @@ def test_passes_of_a_whole_run(monkeypatch, op):
 def test_single_passes(monkeypatch, case, dtype, element):
     """With the clock and the peak at known figures; that the results are right is checked on the way."""
     pytest.importorskip("torch")
-    kernel_pass = _core.kernel_pass
-    monkeypatch.setattr(_core, "kernel_pass", lambda *args: (kernel_pass(*args), 1e-6)[1])
-    monkeypatch.setattr(_core, "kernel_peak", lambda *args: 1e12)
+    run_pass = _kernels.run_pass
+    monkeypatch.setattr(_kernels, "run_pass", lambda *args: (run_pass(*args), 1e-6)[1])
+    monkeypatch.setattr(_kernels, "peak", lambda *args: 1e12)
     args = SimpleNamespace(backend="ref", threads=1, rounds=1, small=True, dtype=dtype, precision="highest")
     row = passes.measure(case, args)
     assert (row["dtype"], row["precision"], row["backend"], row["microseconds"]) == (dtype, "highest", "ref", 1)

@@ -29,7 +29,8 @@ def emulated(tmp_path_factory) -> dict[str, str]:
     if not has("avx2"):
         pytest.skip("the emulator wants AVX2")
     folder = tmp_path_factory.mktemp("emulated")
-    environment = os.environ | {"VAEMEM_EMULATE_AMX": str(HERE), "VAEMEM_CUDA": "0", "VAEMEM_DISABLE": ""}
+    environment = os.environ | {"VAEMEM_EMULATE_AMX": str(HERE), "VAEMEM_KERNELS": "1"}
+    environment |= {"VAEMEM_CUDA": "0", "VAEMEM_DISABLE": ""}
     build = ["build_ext", "--build-lib", folder, "--build-temp", folder / "objects"]
     subprocess.run([sys.executable, "setup.py", "-q", *build], cwd=ROOT, env=environment, check=True)
     not_built = shutil.ignore_patterns("*.so*", "__pycache__")

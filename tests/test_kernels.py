@@ -10,7 +10,7 @@ import pytest
 from cases import ATTENTIONS, CONVS, EPS, FACTOR, NUMBERS, STEP, as_float, as_kept, guarded, on, pairs_of, small
 from engine import BACKENDS
 
-from vaemem import _core
+from vaemem import _core, _kernels
 
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
 
@@ -55,14 +55,14 @@ def test_gemm(backend, pixels, blocks, batches, depth, way):
             want[o, p] += bias[o * 16 : o * 16 + 16].astype(np.float64) + add[(o * 20 + p) * 16 : (o * 20 + p + 1) * 16]
     y, check = guarded(2 * 20 * 16)
     y[:] = 777
-    _core.kernel_gemm(backend, y, x, offsets, w, bias, add, (pixels, blocks, depth, x_pixel, w_block, 16, 320, 16, 320))
+    _kernels.gemm(backend, y, x, offsets, w, bias, add, (pixels, blocks, depth, x_pixel, w_block, 16, 320, 16, 320))
     check()
     got = y.reshape(2, 20, 16)
     bound = (batches * depth + 4) * EPS * (size + np.abs(want) + 4)
     assert (np.abs(got[:blocks, :pixels] - want) <= bound).all()
     assert (got[blocks:] == 777).all() and (got[:blocks, pixels:] == 777).all()
     again = add.copy()  # add may be y itself
-    _core.kernel_gemm(
+    _kernels.gemm(
         backend, again, x, offsets, w, bias, again, (pixels, blocks, depth, x_pixel, w_block, 16, 320, 16, 320)
     )
     assert np.array_equal(again.reshape(2, 20, 16)[:blocks, :pixels], got[:blocks, :pixels])
@@ -73,7 +73,7 @@ def test_gemm(backend, pixels, blocks, batches, depth, way):
 def test_gemm_passes_nonfinite_on(backend, bad):
     x, w, y = np.ones(64, np.float32), np.ones(256, np.float32), np.zeros(64, np.float32)
     x[16] = bad  # the second pixel
-    _core.kernel_gemm(backend, y, x, np.zeros(1, np.intp), w, None, None, (3, 1, 16, 16, 0, 0, 0, 16, 0))
+    _kernels.gemm(backend, y, x, np.zeros(1, np.intp), w, None, None, (3, 1, 16, 16, 0, 0, 0, 16, 0))
     y = y.reshape(4, 16)
     assert (y[0] == 16).all() and (y[2] == 16).all() and not np.isfinite(y[1]).any()
 
@@ -91,7 +91,7 @@ def test_load(backend, pixels):
     for silu in (False, True):
         for affine in (False, True):
             y, check = guarded(pixels * 16)
-            _core.kernel_load(backend, y, None, x.ravel(), scale if affine else None, shift if affine else None, silu)
+            _kernels.load(backend, y, None, x.ravel(), scale if affine else None, shift if affine else None, silu)
             check()
             t = x.astype(np.float64)
             # the affine is one or two roundings of numbers up to |x * scale| + |shift|; SiLU's slope is at most 1.1
@@ -107,11 +107,11 @@ def test_load(backend, pixels):
 def test_load_in_place_and_nonfinite(backend):
     x = rng().standard_normal(160).astype(np.float32)
     y = np.empty_like(x)
-    _core.kernel_load(backend, y, None, x, None, None, True)
-    _core.kernel_load(backend, x, None, x, None, None, True)
+    _kernels.load(backend, y, None, x, None, None, True)
+    _kernels.load(backend, x, None, x, None, None, True)
     assert np.array_equal(x, y)
     x[3], x[50] = np.nan, np.inf
-    _core.kernel_load(backend, y, None, x, None, None, True)
+    _kernels.load(backend, y, None, x, None, None, True)
     assert np.isnan(y[3]) and y[50] == np.inf and np.isfinite(np.delete(y, [3, 50])).all()
 
 
@@ -133,7 +133,7 @@ def all_halves(dtype):
 def test_every_half_is_loaded_exactly(backend, dtype):
     rows, want = all_halves(dtype)
     y, check = guarded(65536)
-    _core.kernel_load(backend, y, None, rows, None, None, False)
+    _kernels.load(backend, y, None, rows, None, None, False)
     check()
     assert np.array_equal(y, want, equal_nan=True)
 
@@ -153,7 +153,7 @@ def test_store_rounds_as_numpy_does(backend, dtype):
     with np.errstate(over="ignore"):
         want = as_kept(x, dtype)
     y = np.empty_like(want)
-    assert _core.kernel_store(backend, y, x, 1.0, None) is False
+    assert _kernels.store(backend, y, x, 1.0, None) is False
     nan = np.isnan(x)
     assert np.array_equal(y.view(np.uint16)[~nan], want.view(np.uint16)[~nan])
     assert np.isnan(as_float(y)[nan]).all()
@@ -165,15 +165,15 @@ def test_store_adds_and_says_whether_all_is_finite(backend, dtype):
     x, residual = (rng(i).standard_normal(23 * 16).astype(np.float32) for i in range(2))
     add = as_kept(residual, dtype)
     y, check = guarded(x.size, add.dtype.type)
-    assert _core.kernel_store(backend, y, x, 0.25, add) is True
+    assert _kernels.store(backend, y, x, 0.25, add) is True
     check()
     want = x.astype(np.float64) / 4 + as_float(add)
     assert (np.abs(as_float(y) - want) <= (STEP[dtype] + 2 * EPS) * (np.abs(x) + np.abs(as_float(add)))).all()
-    _core.kernel_store(backend, add, x, 0.25, add)  # add may be y
+    _kernels.store(backend, add, x, 0.25, add)  # add may be y
     assert np.array_equal(add, y)
     for bad in (np.nan, np.inf, -np.inf):
         x[77] = bad
-        assert _core.kernel_store(backend, y, x, 0.25, None) is False
+        assert _kernels.store(backend, y, x, 0.25, None) is False
         assert not np.isfinite(as_float(y)[77]) and np.isfinite(np.delete(as_float(y), 77)).all()
 
 
@@ -182,8 +182,8 @@ def test_store_adds_and_says_whether_all_is_finite(backend, dtype):
 def test_stats_of_halves_are_those_of_their_numbers(backend, dtype):
     x = as_kept((rng().standard_normal((5, 7 * 16)) * 3 + 1).astype(np.float32), dtype)
     mean, m2, mean32, m232 = np.empty((4, 16), np.float32)
-    _core.kernel_stats(backend, mean, m2, x, 5, 7 * 16, 7)
-    _core.kernel_stats(backend, mean32, m232, as_float(x), 5, 7 * 16, 7)
+    _kernels.stats(backend, mean, m2, x, 5, 7 * 16, 7)
+    _kernels.stats(backend, mean32, m232, as_float(x), 5, 7 * 16, 7)
     assert np.array_equal(mean, mean32) and np.array_equal(m2, m232)
 
 
@@ -203,7 +203,7 @@ def test_load_pairs(backend, dtype, pixels, split, how):
     scale, shift = rng(1).standard_normal((2, 16)).astype(np.float32)
     (y, check), (rest, check_rest) = guarded(pixels * 32, np.uint16), guarded(pixels * 32, np.uint16)
     affine = (scale, shift) if "scaled" in how else (None, None)
-    _core.kernel_load(backend, y, rest if split else None, x, *affine, "silu" in how)
+    _kernels.load(backend, y, rest if split else None, x, *affine, "silu" in how)
     check(), check_rest()
     assert (y.reshape(pixels, 32)[:, 16:] == 12345).all()
     t = as_float(x).astype(np.float64).reshape(pixels, 16)
@@ -230,7 +230,7 @@ def test_load_pairs_passes_nonfinite_on(backend, split, silu):
     x = rng().standard_normal(48).astype(np.float32)
     x[[3, 20, 40]] = np.nan, np.inf, -np.inf
     y, rest = np.empty(96, np.uint16), np.empty(96, np.uint16)
-    _core.kernel_load(backend, y, rest if split else None, x, None, None, silu)
+    _kernels.load(backend, y, rest if split else None, x, None, None, silu)
     high = as_float(y).reshape(3, 32)[:, :16].ravel()
     assert np.isnan(high[3]) and high[20] == np.inf and not np.isfinite(high[40])
     assert np.isfinite(np.delete(high, [3, 20, 40])).all()
@@ -245,7 +245,7 @@ def test_stats(backend, rows, pixels, offset):
     row = pixels * 16 + 48
     x = (rng(rows).standard_normal(rows * row) + offset).astype(np.float32)
     (mean, check_mean), (m2, check_m2) = guarded(16), guarded(16)
-    _core.kernel_stats(backend, mean, m2, x, rows, row, pixels)
+    _kernels.stats(backend, mean, m2, x, rows, row, pixels)
     check_mean(), check_m2()
     inside = x.reshape(rows, row)[:, : pixels * 16].reshape(-1, 16).astype(np.float64)
     n = len(inside)
@@ -263,7 +263,7 @@ def test_softmax_in_steps(backend):
     weights = np.zeros((0, 16))
     for piece in np.split(s, [1, 20, 21, 200]):
         p = piece.ravel().copy()
-        _core.kernel_softmax(backend, p, 0.125, top, total, keep)
+        _kernels.softmax(backend, p, 0.125, top, total, keep)
         weights = np.concatenate([weights * keep, p.reshape(-1, 16)])
     t = s.astype(np.float64) * 0.125
     want = np.exp(t - t.max(0))
@@ -278,7 +278,7 @@ def test_softmax_keeps_nan(backend):
     s = np.zeros((4, 16), np.float32)
     s[2, 5] = np.nan
     top, total, keep = np.full(16, -np.inf, np.float32), np.zeros(16, np.float32), np.zeros(16, np.float32)
-    _core.kernel_softmax(backend, s.reshape(-1), 1.0, top, total, keep)
+    _kernels.softmax(backend, s.reshape(-1), 1.0, top, total, keep)
     assert np.isnan(total[5]) and np.isfinite(np.delete(total, 5)).all()
 
 
@@ -286,7 +286,7 @@ def test_softmax_keeps_nan(backend):
 def test_rescale(backend):
     x, keep = rng().standard_normal((9, 16)).astype(np.float32), rng(1).standard_normal(16).astype(np.float32)
     want = x * keep
-    _core.kernel_rescale(backend, x.reshape(-1), keep)
+    _kernels.rescale(backend, x.reshape(-1), keep)
     assert np.array_equal(x, want)
 
 
@@ -294,7 +294,7 @@ def test_rescale(backend):
 def test_transpose(backend):
     bits = rng().integers(0, 2**32, (16, 16), np.uint32)  # any bits, NaNs too: numbers are moved, not read
     y, check = guarded(256)
-    _core.kernel_transpose(backend, y, bits.view(np.float32).reshape(-1))
+    _kernels.transpose(backend, y, bits.view(np.float32).reshape(-1))
     check()
     assert np.array_equal(y.view(np.uint32).reshape(16, 16), bits.T)
 

@@ -27,7 +27,7 @@ HAVE_NVCC = bool(shutil.which("nvcc") and build.cuda_include())
 
 
 def run(*command, cwd, **environment):
-    hidden = {"PYTHONPATH", "PYTHONSAFEPATH", "MAKEFLAGS", "MAKELEVEL", "VAEMEM_WERROR"}
+    hidden = {"PYTHONPATH", "PYTHONSAFEPATH", "MAKEFLAGS", "MAKELEVEL", "VAEMEM_WERROR", "VAEMEM_KERNELS"}
     outside = {name: value for name, value in os.environ.items() if name not in hidden}
     done = subprocess.run(
         [str(part) for part in command], cwd=cwd, env=outside | environment, capture_output=True, text=True

@@ -68,7 +68,7 @@ struct vm_talloc *vm_py_allocator(PyObject *object, vm_py_lock **lock);
 
 /* What the module has, by file. */
 extern PyType_Spec vm_py_model_type, vm_py_cudnn_type, vm_py_trace_type;
-extern PyMethodDef vm_py_kernels[], vm_py_unpickle[];
+extern PyMethodDef vm_py_unpickle[];
 int vm_py_add_allocator(PyObject *module); /* with its exception; -1 with one set */
 
 #endif

@@ -1,6 +1,7 @@
-/* vaemem._core.kernel_*: the operations of one instruction set and single passes on NumPy arrays,
- * for tests (beside a float64 reference) and benchmarks. Not for users: shapes are the caller's duty
- * except where a wrong one would touch memory outside an array. */
+/* vaemem._kernels: operations of one instruction set, and single passes, on NumPy arrays, for tests (beside a float64
+ * reference) and benchmarks. Not for users, and in no wheel (setup.py): shapes are the caller's duty unless a wrong
+ * one would touch memory outside an array. It is linked with its own copy of the core. */
+#define VM_PY_MODULE
 #include "../../kernels/cpu.h"
 #include "py.h"
 
@@ -34,7 +35,7 @@ static void *data_of(PyObject *o, const char *what, int type, size_t items, bool
     return PyArray_DATA(a);
 }
 
-static PyObject *kernel_gemm(PyObject *Py_UNUSED(module), PyObject *args) {
+static PyObject *gemm(PyObject *Py_UNUSED(module), PyObject *args) {
     const char *backend;
     PyObject *y, *x, *offsets, *w, *bias, *add;
     vm_gemm g = {.rows = 1};
@@ -60,8 +61,8 @@ static PyObject *kernel_gemm(PyObject *Py_UNUSED(module), PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* kernel_load(backend, y, rest, x, scale, shift, silu): x of any rows' type; y float32; pairs: y, rest uint16. */
-static PyObject *kernel_load(PyObject *Py_UNUSED(module), PyObject *args) {
+/* load(backend, y, rest, x, scale, shift, silu): x of any rows' type; y float32; pairs: y, rest uint16. */
+static PyObject *load(PyObject *Py_UNUSED(module), PyObject *args) {
     const char *backend;
     PyObject *y, *rest, *x, *scale, *shift;
     int silu;
@@ -83,8 +84,8 @@ static PyObject *kernel_load(PyObject *Py_UNUSED(module), PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* kernel_store(backend, y, x, factor, add) -> whether all of y is finite; y and add of any rows' type. */
-static PyObject *kernel_store(PyObject *Py_UNUSED(module), PyObject *args) {
+/* store(backend, y, x, factor, add) -> whether all of y is finite; y and add of any rows' type. */
+static PyObject *store(PyObject *Py_UNUSED(module), PyObject *args) {
     const char *backend;
     PyObject *y, *x, *add;
     float factor;
@@ -98,7 +99,7 @@ static PyObject *kernel_store(PyObject *Py_UNUSED(module), PyObject *args) {
     return PyBool_FromLong(ops->store(to, rows_of(y), from, items / VM_BLOCK, factor, more));
 }
 
-static PyObject *kernel_stats(PyObject *Py_UNUSED(module), PyObject *args) {
+static PyObject *stats(PyObject *Py_UNUSED(module), PyObject *args) {
     const char *backend;
     PyObject *mean, *m2, *x;
     Py_ssize_t rows, row, pixels;
@@ -113,7 +114,7 @@ static PyObject *kernel_stats(PyObject *Py_UNUSED(module), PyObject *args) {
     Py_RETURN_NONE;
 }
 
-static PyObject *kernel_softmax(PyObject *Py_UNUSED(module), PyObject *args) {
+static PyObject *softmax(PyObject *Py_UNUSED(module), PyObject *args) {
     const char *backend;
     PyObject *s, *top, *sum, *keep;
     float scale;
@@ -128,7 +129,7 @@ static PyObject *kernel_softmax(PyObject *Py_UNUSED(module), PyObject *args) {
     Py_RETURN_NONE;
 }
 
-static PyObject *kernel_rescale(PyObject *Py_UNUSED(module), PyObject *args) {
+static PyObject *rescale(PyObject *Py_UNUSED(module), PyObject *args) {
     const char *backend;
     PyObject *x, *keep;
     if (!PyArg_ParseTuple(args, "sOO", &backend, &x, &keep)) return NULL;
@@ -140,7 +141,7 @@ static PyObject *kernel_rescale(PyObject *Py_UNUSED(module), PyObject *args) {
     Py_RETURN_NONE;
 }
 
-static PyObject *kernel_transpose(PyObject *Py_UNUSED(module), PyObject *args) {
+static PyObject *transpose(PyObject *Py_UNUSED(module), PyObject *args) {
     const char *backend;
     PyObject *y, *x;
     if (!PyArg_ParseTuple(args, "sOO", &backend, &y, &x)) return NULL;
@@ -182,7 +183,7 @@ static void burn_one(const void *job, size_t task, unsigned thread) {
     j->flops[task] = j->products->burn(j->rounds, &sink);
 }
 
-static PyObject *kernel_peak(PyObject *Py_UNUSED(module), PyObject *args) {
+static PyObject *peak(PyObject *Py_UNUSED(module), PyObject *args) {
     const char *backend;
     unsigned threads;
     double each[VM_PY_THREADS], flops = 0, seconds = 0;
@@ -220,11 +221,11 @@ static vm_view whole(void *data, vm_dtype dtype, const vm_shape *s) {
 /* Floats of an array that holds what a pass prepares and its scratch, wherever the array begins. */
 static size_t scratch_floats(const vm_needs *n) { return (n->prepared + n->scratch + VM_ALIGN) / sizeof(float); }
 
-/* kernel_pass(backend, threads, kind, (xc, xh, xw, yc, yh, yw), (ksize, stride, up, silu, groups, eps), arrays,
+/* run_pass(backend, threads, kind, (xc, xh, xw, yc, yh, yw), (ksize, stride, up, silu, groups, eps), arrays,
  * dtype='float32', precision='highest', by_task=False)
  * arrays: a tuple of x, y, add, weight, bias, gamma, beta, x_stats, y_stats, scratch; None where there is none; all
  * rows. x, y, add and weight are of that dtype (bfloat16 as uint16), the rest float32. */
-static PyObject *kernel_pass(PyObject *Py_UNUSED(module), PyObject *args) {
+static PyObject *run_pass(PyObject *Py_UNUSED(module), PyObject *args) {
     const char *backend, *kind;
     unsigned threads;
     int up, silu, by_task = false;
@@ -253,7 +254,7 @@ static PyObject *kernel_pass(PyObject *Py_UNUSED(module), PyObject *args) {
     const bool conv = p.kind == VM_PASS_CONV;
     const vm_limits limits = {threads, 0};
     const vm_manner manner = {b->cut(b, &p).rows, by_task};
-    const vm_needs needs = b->needs(b, &p, &limits, manner);
+    const vm_needs needed = b->needs(b, &p, &limits, manner);
     const size_t need[10] = {rows_floats(&p.x),
                              rows_floats(&p.y),
                              rows_floats(&p.y),
@@ -262,8 +263,8 @@ static PyObject *kernel_pass(PyObject *Py_UNUSED(module), PyObject *args) {
                              xc,
                              xc,
                              0,
-                             needs.parts * vm_stats_floats(p.y.c),
-                             scratch_floats(&needs)};
+                             needed.parts * vm_stats_floats(p.y.c),
+                             scratch_floats(&needed)};
     void *d[10] = {0};
     for (int i = 0; i < 10; i++)
         if (a[i] != Py_None &&
@@ -282,8 +283,8 @@ static PyObject *kernel_pass(PyObject *Py_UNUSED(module), PyObject *args) {
                       .y_stats = d[8],
                       .prepared = (void *)VM_ROUND_UP((uintptr_t)d[9], VM_ALIGN),
                       .manner = manner,
-                      .scratch_each = needs.scratch / limits.threads};
-    at.scratch = (char *)at.prepared + needs.prepared;
+                      .scratch_each = needed.scratch / limits.threads};
+    at.scratch = (char *)at.prepared + needed.prepared;
     at.x_parts = d[7] ? (size_t)PyArray_SIZE((PyArrayObject *)a[7]) / vm_stats_floats(p.x.c) : 0;
     if (!conv) at.y = at.x; /* attention's result takes its queries' place */
     vm_exec exec;
@@ -299,9 +300,9 @@ static PyObject *kernel_pass(PyObject *Py_UNUSED(module), PyObject *args) {
     return s ? vm_py_raise(s) : PyFloat_FromDouble(seconds);
 }
 
-/* kernel_needs(backend, threads, kind, shapes, (ksize, stride, up), dtype='float32', precision='highest',
+/* needs(backend, threads, kind, shapes, (ksize, stride, up), dtype='float32', precision='highest',
  * by_task=False) -> (scratch floats, y_stats floats) */
-static PyObject *kernel_needs(PyObject *Py_UNUSED(module), PyObject *args) {
+static PyObject *needs(PyObject *Py_UNUSED(module), PyObject *args) {
     const char *backend, *kind;
     unsigned threads;
     int up, by_task = false;
@@ -318,22 +319,35 @@ static PyObject *kernel_needs(PyObject *Py_UNUSED(module), PyObject *args) {
     p.up = up;
     p.norm = p.stats = true; /* the most that the pass can want */
     const vm_limits limits = {threads, 0};
-    const vm_needs needs = b->needs(b, &p, &limits, (vm_manner){b->cut(b, &p).rows, by_task});
-    return Py_BuildValue("nn", (Py_ssize_t)scratch_floats(&needs), (Py_ssize_t)(needs.parts * vm_stats_floats(p.y.c)));
+    const vm_needs needed = b->needs(b, &p, &limits, (vm_manner){b->cut(b, &p).rows, by_task});
+    return Py_BuildValue("nn", (Py_ssize_t)scratch_floats(&needed),
+                         (Py_ssize_t)(needed.parts * vm_stats_floats(p.y.c)));
 }
 
-PyMethodDef vm_py_kernels[] = {
-    {"kernel_gemm", kernel_gemm, METH_VARARGS, "For tests: vm_products.gemm, of pairs where x and w are uint32."},
-    {"kernel_load", kernel_load, METH_VARARGS, "For tests: vm_products.load, of pairs where y is uint16."},
-    {"kernel_store", kernel_store, METH_VARARGS, "For tests: vm_cpu_ops.store."},
-    {"kernel_stats", kernel_stats, METH_VARARGS, "For tests: vm_cpu_ops.stats."},
-    {"kernel_softmax", kernel_softmax, METH_VARARGS, "For tests: vm_cpu_ops.softmax."},
-    {"kernel_rescale", kernel_rescale, METH_VARARGS, "For tests: vm_cpu_ops.rescale."},
-    {"kernel_transpose", kernel_transpose, METH_VARARGS, "For tests: vm_cpu_ops.transpose."},
-    {"kernel_peak", kernel_peak, METH_VARARGS,
+static PyMethodDef functions[] = {
+    {"gemm", gemm, METH_VARARGS, "For tests: vm_products.gemm, of pairs where x and w are uint32."},
+    {"load", load, METH_VARARGS, "For tests: vm_products.load, of pairs where y is uint16."},
+    {"store", store, METH_VARARGS, "For tests: vm_cpu_ops.store."},
+    {"stats", stats, METH_VARARGS, "For tests: vm_cpu_ops.stats."},
+    {"softmax", softmax, METH_VARARGS, "For tests: vm_cpu_ops.softmax."},
+    {"rescale", rescale, METH_VARARGS, "For tests: vm_cpu_ops.rescale."},
+    {"transpose", transpose, METH_VARARGS, "For tests: vm_cpu_ops.transpose."},
+    {"peak", peak, METH_VARARGS,
      "For benchmarks: FLOP/s of such a model's products on registers, on so many threads. Where numbers are split, "
      "three products of the unit are one."},
-    {"kernel_pass", kernel_pass, METH_VARARGS, "For tests and benchmarks: one pass on arrays of rows; its seconds."},
-    {"kernel_needs", kernel_needs, METH_VARARGS,
-     "For tests and benchmarks: floats of scratch and sums of such a pass."},
+    {"run_pass", run_pass, METH_VARARGS, "For tests and benchmarks: one pass on arrays of rows; its seconds."},
+    {"needs", needs, METH_VARARGS, "For tests and benchmarks: floats of scratch and sums of such a pass."},
     {NULL, NULL, 0, NULL}};
+
+static int exec_module(PyObject *Py_UNUSED(module)) { return PyArray_ImportNumPyAPI(); }
+
+static PyModuleDef_Slot slots[] = {{Py_mod_exec, (void *)exec_module},
+#ifdef Py_mod_multiple_interpreters
+                                   {Py_mod_multiple_interpreters, Py_MOD_MULTIPLE_INTERPRETERS_NOT_SUPPORTED},
+#endif
+                                   {0, NULL}};
+
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, .m_name = "vaemem._kernels",
+                                        .m_doc = "The kernels one by one.", .m_methods = functions, .m_slots = slots};
+
+PyMODINIT_FUNC PyInit__kernels(void) { return PyModuleDef_Init(&definition); }

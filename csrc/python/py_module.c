@@ -57,10 +57,7 @@ static int exec_module(PyObject *module) {
     PyType_Spec *const types[] = {&vm_py_model_type, &vm_py_cudnn_type, &vm_py_trace_type};
     for (int i = 0; i < 3; i++)
         if (vm_py_add_type(module, types[i])) return -1;
-    return PyModule_AddFunctions(module, vm_py_kernels) || PyModule_AddFunctions(module, vm_py_unpickle) ||
-                   vm_py_add_allocator(module)
-               ? -1
-               : 0;
+    return PyModule_AddFunctions(module, vm_py_unpickle) || vm_py_add_allocator(module) ? -1 : 0;
 }
 
 static PyModuleDef_Slot slots[] = {{Py_mod_exec, (void *)exec_module},
