@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from vaemem.pipelines.ggml import COMPONENTS, DEFAULT_TILE, compute_buffer, graph
-from vaemem.prediction.ggml import GGML_COMMIT, Tensor, flash_attn_ext, mul_mat, nodes_of, reserve
-from vaemem.prediction.sdcpp import SDCPP_COMMIT, TYPES, Runner, tile_count
+from vaemem.sdcpp.ggml import GGML_COMMIT, Node, flash_attn_ext, mul_mat, nodes_of, reserve
+from vaemem.sdcpp.graphs import COMPONENTS, DEFAULT_TILE, compute_buffer, graph, tile_count
+from vaemem.sdcpp.layers import SDCPP_COMMIT, WEIGHT_TYPES, Builder
 
 MIB = 1 << 20
 MEASURED = Path(__file__).parents[1] / "benchmarks" / "results" / "sdcpp_buffers.csv"
@@ -104,12 +104,12 @@ def test_as_many_tiles_as_it_makes():
 
 def test_flops_are_those_of_the_layers():
     """By hand: a linear layer, a convolution, attention, 35 layers of Qwen3, and what in a VAE grows by the square."""
-    runner = Runner()
+    runner = Builder()
     assert runner.taken(runner.linear(runner.input(64, 10), 32)).flops == 2 * 64 * 32 * 10
     for flag in (False, True):
-        runner = Runner(conv_direct=flag)
+        runner = Builder(conv_direct=flag)
         assert runner.taken(runner.conv(runner.input(8, 6, 16), 32, stride=2)).flops == 2 * 9 * 16 * 32 * 4 * 3
-    heads = Tensor("", (64, 10, 2))
+    heads = Node("", (64, 10, 2))
     for scores in (mul_mat(heads, heads), flash_attn_ext(heads, heads, heads)):
         assert scores.flops == 2 * 64 * 10 * 10 * 2 * (1 if scores.op == "mul_mat" else 2)
     hidden, inner, tokens = 2560, 9728, 10
@@ -130,29 +130,29 @@ def test_pool_holds_the_largest_product():
 
 
 def test_a_result_takes_the_place_of_a_source_that_nobody_else_wants():
-    x = Tensor("", (256,))
+    x = Node("", (256,))
     assert reserve(x.apply("scale").apply("unary")) == 1024
     assert reserve(x.apply("norm").apply("scale")) == 2048
     y = x.apply("scale")
     assert reserve(y.apply("add", y.apply("unary"))) == 2048  # both read y
     assert reserve(x.write("scale").apply("unary")) == 2048  # a view is never replaced
     assert reserve(y.view(256).concat(y.apply("unary"), 0)) == 4096  # nor what a view still shows
-    assert reserve(Tensor("", (256,), placed=True).apply("scale")) == 1024  # nor what lies elsewhere
+    assert reserve(Node("", (256,), placed=True).apply("scale")) == 1024  # nor what lies elsewhere
 
 
 def test_memory_is_free_after_the_last_use_and_given_to_the_best_fit():
-    big, small, other = (Tensor("", (n,)) for n in (1024, 256, 128))
+    big, small, other = (Node("", (n,)) for n in (1024, 256, 128))
     total = big.apply("norm").make("sum", 1).apply("add", small.make("sum", 1)).apply("add", other.make("sum", 1))
     assert reserve(total) == 4096 + 1024 + 512 + 4096  # the inputs first, then the norm; sums lie where big was
     assert [node.op for node in nodes_of(total)] == ["", "norm", "sum", "", "sum", "add", "", "sum", "add"]
-    assert reserve(Tensor("", (1,)), [Tensor("", (1,))], "cpu") == 64
+    assert reserve(Node("", (1,)), [Node("", (1,))], "cpu") == 64
 
 
 def test_shapes():
-    x = Tensor("", (4, 6, 5))
+    x = Node("", (4, 6, 5))
     assert x.permute(2, 0, 1, 3).ne == (6, 5, 4, 1) and not x.permute(2, 0, 1, 3).is_dense
     assert x.permute(2, 0, 1, 3).cont().is_dense and x.view(4, 2, 5).ne == (4, 2, 5, 1)
-    assert mul_mat(Tensor("", (4, 7)), x).ne == (7, 6, 5, 1)
+    assert mul_mat(Node("", (4, 7)), x).ne == (7, 6, 5, 1)
     assert flash_attn_ext(x, x, x).ne == (4, 5, 6, 1)
     with pytest.raises(ValueError, match="want 120 elements side by side"):
         x.permute(2, 0, 1, 3).reshape(120)
@@ -184,8 +184,8 @@ def test_what_cannot_be_is_refused(component, options, words):
 
 def test_weights_of_no_whole_blocks_are_float32():
     sizes = {}
-    for kind in TYPES:
-        runner = Runner(kind, backend="cpu")
-        runner.linear(Tensor("", (320, 1)), 64, bias=False)
+    for kind in WEIGHT_TYPES:
+        runner = Builder(kind, backend="cpu")
+        runner.linear(Node("", (320, 1)), 64, bias=False)
         sizes[kind] = runner.weights
     assert sizes["q4_K"] == sizes["f32"] == 4 * 320 * 64 and sizes["q8_0"] == 34 * 10 * 64

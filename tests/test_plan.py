@@ -10,11 +10,13 @@ import pytest
 
 from vaemem import plan_pipeline, plot, predict_pipeline
 from vaemem.__main__ import main
-from vaemem.pipelines import ways_mlx, ways_sdcpp
+from vaemem.pipelines import ways_mlx
 from vaemem.pipelines.components import PIPELINES
-from vaemem.pipelines.ggml import DEFAULT_TILE, graph
 from vaemem.pipelines.seconds import Machine, Rate, machine_of
-from vaemem.pipelines.ways import PlannedPhase, Room, Way, outcome, planned
+from vaemem.pipelines.ways import Room, outcome, planned
+from vaemem.prediction.planned import PlannedPhase, Way
+from vaemem.sdcpp import running
+from vaemem.sdcpp.graphs import DEFAULT_TILE, graph
 
 MIB, GIB = 2**20, 2**30
 MACHINE = Machine({"a": Rate(1.0, 2, "FLOP/s", "a guess")})
@@ -120,7 +122,7 @@ def test_what_is_written_is_what_was_found(tmp_path):
     assert json.loads((tmp_path / "plan.json").read_text("utf-8")) == data
     assert plan.to_markdown().count("\n| ") == 4 and "Take c." in plan.to_markdown()
     assert "<b" not in plan._repr_html_() and "a, b" in plan._repr_html_()
-    with pytest.raises(KeyError, match="way: want one of a, b; c, got 'd'"):
+    with pytest.raises(ValueError, match="way: want one of a, b; c, got 'd'"):
         plan["d"]
 
 
@@ -397,14 +399,14 @@ def test_ways_of_sdcpp_are_its_graphs_and_weights():
     encoder = graph("qwen3-4b", tokens=20, weight_type="q8_0")
     denoiser = graph("zimage", tokens=20, weight_type="q4_0", flash=True)
     vae = graph("vae-decoder")
-    alone = phases(plan["--offload-to-cpu, VAE whole"])
-    everything = phases(plan["no offload, VAE whole"])
+    alone = phases(plan["--offload-to-cpu, VAE whole, --diffusion-fa"])
+    everything = phases(plan["no offload, VAE whole, --diffusion-fa"])
     weights = encoder.weights + denoiser.weights + vae.weights
     assert [phase.weights for phase in everything.values()] == [weights] * 4
     for name, one in (("encode prompt", encoder), ("denoise", denoiser), ("decode", vae)):
         assert everything[name].added == alone[name].added == one.buffer + one.pool
         assert alone[name].weights == one.weights
-    assert alone["load"].total == 0 and plan["--offload-to-cpu, VAE whole"].way.host == weights
+    assert alone["load"].total == 0 and plan["--offload-to-cpu, VAE whole, --diffusion-fa"].way.host == weights
     assert everything["denoise"].work == {"transformer": 9 * denoiser.flops}
     assert alone["denoise"].work["link"] == denoiser.weights and "link" not in everything["denoise"].work
 
@@ -445,11 +447,59 @@ def test_guidance_batches_and_sizes_of_sdcpp():
 
 
 def test_every_pipeline_has_ways_of_sdcpp():
-    assert set(ways_sdcpp.MODELS) == set(PIPELINES)
-    for name, known in ways_sdcpp.MODELS.items():
-        roles = {*known.encoders, known.denoiser[0], "vae"}
-        assert roles == set(PIPELINES[name].parts) and known.guides == PIPELINES[name].guides
+    assert set(running.MODELS) == set(PIPELINES)
+    for name, known in running.MODELS.items():
+        roles = {*known.encoders, known.role, "vae"}
+        assert roles == set(PIPELINES[name].parts) and (known.role == "unet") == PIPELINES[name].guides
         assert by_sdcpp(name, memory="24 GB").recommended
+
+
+@pytest.mark.parametrize("asked", [{}, {"flash": True, "types": "q4_0"}])
+def test_a_way_of_sdcpp_is_handed_to_predict_pipeline(asked):
+    """By its name and by its settings, which are options of the program, but for whose program it is."""
+    size = {"height": 512, "width": 512, "gpu": "RTX 3060", "runtime": "sd.cpp"}
+    flags = {"--offload-mode", "--clip-on-cpu", "--offload-to-cpu", "--vae-conv-direct", "--vae-tiling", "--vae-on-cpu"}
+    flags |= {"--diffusion-fa", "--tensor-type-rules", "program"}
+    for one in plan_pipeline("flux", **size, **asked).outcomes:
+        for handed in (one.way.name, one.way.settings):
+            found = predict_pipeline("flux", **size, offload=handed)
+            assert found.way == one.way and found.title.endswith(f", {one.way.name}")
+        assert set(one.way.settings) <= flags and len(one.way.settings) >= len(asked)
+    assert all("ggml a8db410" in note for note in (*found.notes[:1], *one.way.notes))
+    rules = "model.diffusion_model=q4_K,text_encoders.llm=q4_K"
+    assert running.words_of("zimage-turbo", {"--tensor-type-rules": rules, "--vae-tiling": True}) == (
+        "no offload", "tiled", "q4_K",
+    )  # fmt: skip
+
+
+def test_options_of_sdcpp_that_a_plan_does_not_try():
+    """The VAE on the CPU untiled, and what is said twice."""
+    assert running.words_of("sd15", "--clip-on-cpu", "on CPU") == ("--clip-on-cpu", "on CPU")
+    assert running.words_of("sd15", "cond_only, VAE direct", "tiled") == ("cond_only", "direct", "tiled")
+    assert running.words_of("sd15", {"--vae-tiling": True, "--vae-on-cpu": False}) == ("no offload", "tiled")
+
+
+@pytest.mark.parametrize(
+    ("offload", "vae", "said"),
+    [
+        ("model", "whole", "offload: want one of none, no offload, cond_only, .*got 'model'"),
+        ("cond_only, VAE sliced", "whole", "offload: want one of none"),
+        ("cond_only --clip-on-cpu", "whole", "offload: want one of none"),
+        ("none, Q4_K, Q4_0", "whole", "offload: .*and one type"),
+        (None, "whole", "offload: want one of none, .*got None"),
+        ("", "whole", "offload: want one of none"),
+        ({"--vae-tilings": True}, "whole", "offload: want the settings of a way of sd15, got"),
+        ({"--clip-on-cpu": True, "--offload-to-cpu": True}, "whole", "offload: want one of none"),
+        ({"--offload-mode": "aggressive"}, "whole", "offload: want the settings"),
+        ("none", "sliced", "vae: want one of whole, direct, tiled, direct tiled, on CPU tiled, got 'sliced'"),
+        ("none", "whole tiled", "vae: want one of whole"),
+        ("none", "cond_only", "vae: want one of whole"),
+        ("none", ["tiled"], "vae: want one of whole"),
+    ],
+)
+def test_what_is_no_way_of_sdcpp(offload, vae, said):
+    with pytest.raises(ValueError, match=said):
+        predict_pipeline("sd15", 512, 512, runtime="sd.cpp", offload=offload, vae=vae)
 
 
 def test_smaller_types_of_sdcpp():
@@ -477,7 +527,7 @@ def test_a_gguf_says_what_its_weights_take(tmp_path):
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"types": ["nf4"]}, r"components\['text_encoder'\]: want one of f32"),
+        ({"types": ["nf4"]}, "types: want one of f32"),
         ({"cache_limit": 1}, "cache_limit: want none with runtime='sd.cpp'"),
         ({"components": {"unet": "Q8_0"}}, "components: want text_encoder or|components: want one of text_encoder"),
         ({"components": {"transformer": "nf4"}}, r"components\['transformer'\]: want one of f32"),

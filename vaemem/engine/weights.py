@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -34,6 +35,7 @@ from vaemem.engine.layouts import (
     shown,
     spell,
 )
+from vaemem.engine.limits import parse_size
 
 PARTS = ("all", "encoder", "decoder")
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -249,6 +251,20 @@ def tensor_types(path: Any) -> list[tuple[str, Shape, str, int]]:
     """
     with _reading(_locate(as_path(path, "path"), need_config=False)) as source:
         return [(one.name, one.shape, one.dtype, one.nbytes) for one in source.header.values()]
+
+
+def told_bytes(role: str, given: str | int | os.PathLike[str]) -> int | None:
+    """Bytes of a component's weights that are given as a size, in bytes or as programs print it, or as a file whose
+    header says what is in it; None where neither is given: it may be a type.
+
+    Examples
+    --------
+    >>> [told_bytes("unet", given) for given in (4096, "1.6 GiB", "Q8_0", "model.gguf")]
+    [4096, 1717986918, None, None]
+    """
+    if isinstance(given, int) or re.fullmatch(r"\s*[\d.]+ *[kmgt]?i?b\s*", str(given), re.IGNORECASE):
+        return parse_size(f"components[{role!r}]", given)
+    return sum(size for *_, size in tensor_types(given)) if os.path.exists(given) else None
 
 
 def _unreadable(source: _File | _Memory) -> dict[str, str]:

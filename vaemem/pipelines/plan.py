@@ -7,13 +7,14 @@ from typing import Any
 
 from vaemem._common import DTYPES, choose, flag, listed, real, whole
 from vaemem.engine.limits import parse_size
+from vaemem.engine.weights import told_bytes
 from vaemem.pipelines import ways_diffusers, ways_mlx
 from vaemem.pipelines.components import PIPELINES, Pipeline, refuse
 from vaemem.pipelines.run import recording_of
 from vaemem.pipelines.seconds import cards_of, machine_of
-from vaemem.pipelines.storage import told_bytes
-from vaemem.pipelines.ways import PipelinePlan, Room, Way, outcome, planned
+from vaemem.pipelines.ways import PipelinePlan, Room, outcome, planned
 from vaemem.prediction.gpus import CONTEXT, Gpu, find_gpu, sold
+from vaemem.prediction.planned import Way
 
 RUNTIMES = ("diffusers", "sd.cpp", "mlx")
 
@@ -44,7 +45,7 @@ def plan_pipeline(
         The card. Without one seconds are told only where `calibrate` measured them, and a card of that memory stands
         for it.
     runtime : {"diffusers", "sd.cpp", "mlx"}
-        sd.cpp is stable-diffusion.cpp with CUDA (`vaemem.pipelines.ways_sdcpp`). Its `components` are types of ggml's
+        sd.cpp is stable-diffusion.cpp with CUDA (`vaemem.sdcpp.running`). Its `components` are types of ggml's
         such as ``"Q8_0"``, which FLUX and Z-Image have by default, sizes such as ``"6.8 GiB"``, or files. With mlx
         `memory` is the Mac's, of which two thirds are taken to be for Metal; what is known are the denoiser's weights
         and the decode (`vaemem.pipelines.ways_mlx`), and no seconds.
@@ -110,10 +111,10 @@ def plan_pipeline(
     components = components or {}
     if runtime == "mlx":
         return _by_mlx(title, kind, height, width, memory, components, cache_limit)
-    from vaemem.pipelines import ways_sdcpp  # half of this module's import
+    from vaemem.sdcpp import running  # half of this module's import
 
     card, notes = _card(gpu, memory, dtype or kind.dtype)
-    context = CONTEXT if runtime == "diffusers" else ways_sdcpp.CONTEXT
+    context = CONTEXT if runtime == "diffusers" else running.SDCPP_CONTEXT
     room = Room(card.available(context, used), host, time_limit)
     steps = kind.steps if steps is None else whole("steps", steps)
     if time_limit is not None and not real(time_limit) > 0:
@@ -126,13 +127,14 @@ def plan_pipeline(
         raise ValueError("types: want one type or more, or None, got none")
     if runtime == "sd.cpp":
 
-        def by_sdcpp(kind: str | None) -> list[Way]:
-            told = (steps, guidance, prompt_tokens, components, flash, kind)
-            return ways_sdcpp.ways(pipeline, height, width, batch, *told)
+        def by_sdcpp(*kinds: str | None) -> list[Way]:
+            words = [words for kind in kinds for words in running.planned_words(flash, kind)]
+            told = (batch, steps, guidance, prompt_tokens, components)
+            return running.sdcpp_ways(pipeline, height, width, *told, words)
 
-        ways = [way for kind in kinds or [None] for way in by_sdcpp(kind)]
+        ways = by_sdcpp(*(kind and running.type_of("types", kind) for kind in kinds or [None]))
         if kinds is None and not any(outcome(way, room, None).fits for way in ways):
-            ways += by_sdcpp(ways_sdcpp.SMALLER)
+            ways += by_sdcpp(running.SMALLER_TYPE)
     else:
         asked |= {
             "guidance": guidance, "image": image, "steps": steps, "components": components, "gpu": card, "used": used,

@@ -16,9 +16,10 @@ from vaemem.pipelines.parts import parts_of
 from vaemem.pipelines.question import PipelineQuestion
 from vaemem.pipelines.run import OFFLOADS, Part, Phase, Run
 from vaemem.pipelines.storage import FOUR_BITS
-from vaemem.pipelines.ways import Way, Written
+from vaemem.pipelines.ways import Written
 from vaemem.prediction.gpus import find_gpu
 from vaemem.prediction.moments import Moment, PeakTensor
+from vaemem.prediction.planned import Way
 from vaemem.prediction.predict import MARGIN, SEGMENT, between, fits_in
 from vaemem.prediction.question import LARGEST
 from vaemem.prediction.snapshot import CachingAllocator
@@ -404,7 +405,9 @@ def predict_pipeline(
         Whose code runs it. Of stable-diffusion.cpp `offload` is ``"none"``, ``"cond_only"``, ``"--clip-on-cpu"``,
         ``"--offload-to-cpu"`` or ``"freed after use"``, `vae` is ``"whole"``, ``"direct"``, ``"tiled"``,
         ``"direct tiled"`` or ``"on CPU tiled"``, and `components` are types of ggml's, sizes (``"6.8 GiB"``) or
-        files; `dtype`, `image`, `vae_memory_limit` and versions are none of its.
+        files; `dtype`, `image`, `vae_memory_limit` and versions are none of its. `offload` may also be a whole way
+        of `plan_pipeline`: its name, such as ``"cond_only, VAE direct, tiled"``, or its settings, which are options
+        of the program, such as ``{"--offload-to-cpu": True, "--diffusion-fa": True}``.
 
     Returns
     -------
@@ -434,19 +437,19 @@ def predict_pipeline(
     kind = PIPELINES[pipeline]
     steps = kind.steps if steps is None else whole("steps", steps)
     if runtime == "sd.cpp":
-        from vaemem.pipelines import ways_sdcpp  # a third of this module's import
+        from vaemem.sdcpp import running  # a third of this module's import
 
         refuse(
             runtime, dtype=dtype, image=image or None, vae_memory_limit=vae_memory_limit,
             cudnn_version=cudnn_version, torch_version=torch_version,
         )  # fmt: skip
         card = find_gpu(gpu, memory)
-        way = ways_sdcpp.way(
-            offload, vae, pipeline, height, width, whole("batch", batch), steps, guidance, prompt_tokens,
-            components or {},
+        (way,) = running.sdcpp_ways(
+            pipeline, height, width, whole("batch", batch), steps, guidance, prompt_tokens, components or {},
+            [running.words_of(pipeline, offload, vae)],
         )  # fmt: skip
         title = f"{pipeline} {height}x{width} by sd.cpp ({card.name})"
-        return GraphPrediction(title, way, card.available(ways_sdcpp.CONTEXT, used))
+        return GraphPrediction(title, way, card.available(running.SDCPP_CONTEXT, used))
     on_cpu: tuple[str, ...] = ()
     if isinstance(offload, Mapping):
         for role, place in offload.items():

@@ -22,7 +22,7 @@ from vaemem.prediction.benchmark import Names
 from vaemem.prediction.moments import Moment, PeakTensor, moments
 from vaemem.prediction.process import LoadedVAE, SimulatedProcess, Tensor
 from vaemem.prediction.question import usual_tile
-from vaemem.prediction.sdcpp import vae_graph
+from vaemem.sdcpp.graphs import graph
 
 
 @dataclass(frozen=True)
@@ -278,7 +278,7 @@ class Run:
             )
         batch, _, height, width = image.shape
         model = {"zimage": "flux"}.get(part.component, part.component)
-        self._work["flops"] += batch * vae_graph("encode", height, width, model).flops  # of the same encoder
+        self._work["flops"] += batch * graph("vae-encoder", height, width, model=model).flops  # of the same encoder
         self.bring("vae")
         vae = self._loaded["vae"]
         assert isinstance(vae, LoadedVAE)

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from vaemem._common import choose, distinct
-from vaemem.engine.limits import parse_size
 from vaemem.engine.stored import BLOCKS, QUANTISED
-from vaemem.engine.weights import tensor_types
 from vaemem.pipelines.programs import Weight
 
 __all__ = ["RULES", "TYPES", "Rule", "Stored", "stored", "tensor_bytes"]
@@ -88,20 +85,6 @@ def _pieces(shape: Shape, type: str) -> tuple[int, ...]:
     if type == "nf4":
         return 4 * scales, packed, NF4_CODE
     return packed, NF4_CODE, OFFSET, scales, 4 * -(-scales // NESTED_BLOCK), NESTED_CODE
-
-
-def told_bytes(role: str, given: str | int | os.PathLike[str]) -> int | None:
-    """Bytes of a component's weights that are given as a size, in bytes or as programs print it, or as a file whose
-    header says what is in it; None where neither is given: it may be a type.
-
-    Examples
-    --------
-    >>> [told_bytes("unet", given) for given in (4096, "1.6 GiB", "Q8_0", "model.gguf")]
-    [4096, 1717986918, None, None]
-    """
-    if isinstance(given, int) or re.fullmatch(r"\s*[\d.]+ *[kmgt]?i?b\s*", str(given), re.IGNORECASE):
-        return parse_size(f"components[{role!r}]", given)
-    return sum(size for *_, size in tensor_types(given)) if os.path.exists(given) else None
 
 
 EMBEDDINGS = r"(^|\.)(embed_tokens|shared|token_embedding|position_embedding|relative_attention_bias)\."

@@ -10,85 +10,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vaemem._common import MIB, as_csv, distinct, html_table, need, real, render, write
-from vaemem.pipelines.seconds import REPEATS_DIFFER, Machine, Seconds, Work
+from vaemem.pipelines.seconds import REPEATS_DIFFER, Machine, Seconds
+from vaemem.prediction.planned import Way
 
 if TYPE_CHECKING:
     import pandas
-
-
-class PlannedPhase(NamedTuple):
-    """What one phase of a way takes.
-
-    Attributes
-    ----------
-    name : str
-        load, encode prompt, denoise, decode.
-    weights : int
-        Bytes of components that are on the card at the phase's height.
-    added : int
-        Bytes beside these: tensors, workspaces, what an allocator keeps.
-    work : dict of str to float
-        What it does, for `vaemem.pipelines.seconds.Machine`.
-    """
-
-    name: str
-    weights: int
-    added: int
-    work: Work
-
-    @property
-    def total(self) -> int:
-        """Bytes on the card."""
-        return self.weights + self.added
-
-
-class Way(NamedTuple):
-    """One way of running a pipeline.
-
-    Attributes
-    ----------
-    name : str
-    settings : dict
-        How it is asked for: arguments, or a program's options.
-    phases : tuple of PlannedPhase
-    host : int
-        Bytes of the host's memory for weights and buffers that are not on the card.
-    changes : str
-        What it changes of the picture; "" for nothing.
-    notes : tuple of str
-        What was taken for granted.
-    out : tuple of (str, int), optional
-        The phase in which memory runs out, and the bytes that the card lacks for the whole run, where that was played:
-        PyTorch gives cached memory back before it gives up. Else a phase fits where its total does.
-    played : bool
-        Whether `out` is what decides.
-    unsure : str
-        What it rests on that the way fits, and is not known; "" for nothing.
-    """
-
-    name: str
-    settings: Mapping[str, Any]
-    phases: tuple[PlannedPhase, ...]
-    host: int = 0
-    changes: str = ""
-    notes: tuple[str, ...] = ()
-    out: tuple[str, int] | None = None
-    played: bool = False
-    unsure: str = ""
-
-    @property
-    def work(self) -> dict[str, float]:
-        """Of all its phases."""
-        total: dict[str, float] = {}
-        for phase in self.phases:
-            for name, amount in phase.work.items():
-                total[name] = total.get(name, 0.0) + amount
-        return total
-
-    @property
-    def peak(self) -> PlannedPhase:
-        """The phase that takes most, the first of equals."""
-        return max(self.phases, key=lambda phase: phase.total)
 
 
 class Room(NamedTuple):
@@ -253,10 +179,10 @@ class PipelinePlan(Written):
         return len(self.outcomes)
 
     def __getitem__(self, name: str) -> Outcome:
-        """The outcome of the way of that name; KeyError for another."""
+        """The outcome of the way of that name; ValueError for another."""
         found = {outcome.way.name: outcome for outcome in self.outcomes}
         if name not in found:
-            raise KeyError(f"way: want one of {'; '.join(found)}, got {name!r}")
+            raise ValueError(f"way: want one of {'; '.join(found)}, got {name!r}")
         return found[name]
 
     @property

@@ -11,7 +11,7 @@ from vaemem.pipelines.predict import PipelinePrediction, predict_pipeline
 from vaemem.pipelines.run import Phase
 from vaemem.pipelines.seconds import Machine
 from vaemem.pipelines.storage import FOUR_BITS
-from vaemem.pipelines.ways import PlannedPhase, Way
+from vaemem.prediction.planned import PlannedPhase, Way
 from vaemem.prediction.question import usual_tile
 
 # What vaemem's decode takes on a GPU beside its weights, in T = 128 * height * width * bytes of a number: 3.03 to 3.19

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from vaemem import _core
 from vaemem._common import DTYPES, ELEMENT_BYTES, choose, whole
 from vaemem.engine.weights import PARTS
-from vaemem.pipelines.ways import PlannedPhase, Way
+from vaemem.prediction.planned import PlannedPhase, Way
 
 LOWERINGS = ("mlx", "im2col")
 # Winograd's F(6x6, 3x3): 64 numbers for each tile of 6 x 6 outputs.

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from vaemem._common import MIB, render
-from vaemem.pipelines.ggml import graph
 from vaemem.pipelines.plan import plan_pipeline
 from vaemem.pipelines.seconds import Rate
 from vaemem.pipelines.ways import Outcome, PipelinePlan
 from vaemem.pipelines.ways_mlx import vae_bytes
+from vaemem.sdcpp.graphs import graph
 
 
 class Tried(NamedTuple):

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vaemem._common import ELEMENT_BYTES, MIB, OPS, choose, grouped, listed, mib, need, render, whole
 from vaemem.prediction.benchmark import BENCHMARK_TILE
-from vaemem.prediction.sdcpp import LATENT_CHANNELS, vae_graph
+from vaemem.sdcpp.graphs import graph
+from vaemem.sdcpp.models import LATENT_CHANNELS
 from vaemem.tables.fit import KEY, Fit, FittedLine
 from vaemem.tables.table import BYTE_COLUMNS, Row, Table, check_complete
 
@@ -162,7 +163,8 @@ def _sd_cpp(conv_direct: bool, row: Row) -> int | None:
     sides = row["height"], row["width"]
     if row["op"] not in OPS or row["model"] not in LATENT_CHANNELS or _images(row) > 1 or any(s % 8 for s in sides):
         return None
-    return vae_graph(row["op"], *sides, row["model"], conv_direct=conv_direct).buffer
+    component = "vae-decoder" if row["op"] == "decode" else "vae-encoder"
+    return graph(component, *sides, model=row["model"], conv_direct=conv_direct).buffer
 
 
 ESTIMATORS: dict[str, Estimator] = {

@@ -3,51 +3,45 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import math
 from typing import Any
 
 from vaemem._common import choose, whole
-from vaemem.pipelines.sdcpp_denoisers import Flux, Unet, ZImage
-from vaemem.pipelines.sdcpp_encoders import T5, Clip, Qwen3
-from vaemem.prediction.sdcpp import Graph, vae_graph
+from vaemem.sdcpp import models
+from vaemem.sdcpp.layers import Graph
 
 DEFAULT_TILE = 32  # latent pixels: of --vae-tiling
-
-_VAES = {"vae-decoder": "decode", "vae-encoder": "encode"}
-_DENOISERS: dict[str, Callable[..., Any]] = {
-    "zimage": ZImage,
-    "flux-dev": functools.partial(Flux, guidance=True),
-    "flux-schnell": Flux,
-    "unet-sd15": Unet,
-    "unet-sdxl": functools.partial(Unet, is_xl=True),
-}
-_ENCODERS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
-    "qwen3-4b": (Qwen3, {}),
-    "clip-l": (Clip, {"hidden": 768, "heads": 12, "layers": 12, "projected": False}),
-    "clip-g": (Clip, {"hidden": 1280, "heads": 20, "layers": 32, "projected": True}),
-    "t5-xxl": (T5, {}),
-}
-COMPONENTS = (*_VAES, *_DENOISERS, *_ENCODERS)
-# Tokens that sd.cpp pads a prompt to. Z-Image's and Qwen3's it does not pad.
-PADDED_TOKENS = {"clip-l": 77, "clip-g": 77, "unet-sd15": 77, "unet-sdxl": 77, "t5-xxl": 256, "flux-dev": 256,
-                 "flux-schnell": 256}  # fmt: skip
+ENCODE_TILE = 1.30539  # what sd.cpp multiplies a tile's side by when it encodes
+COMPONENTS: dict[str, type[Any]] = {
+    "vae-decoder": models.VaeDecoder, "vae-encoder": models.VaeEncoder, "zimage": models.ZImage,
+    "flux-dev": models.FluxDev, "flux-schnell": models.FluxSchnell, "unet-sd15": models.Unet15,
+    "unet-sdxl": models.UnetXl, "qwen3-4b": models.Qwen3, "clip-l": models.ClipL, "clip-g": models.ClipG,
+    "t5-xxl": models.T5,
+}  # fmt: skip
 
 
-@functools.lru_cache(maxsize=256)
+def tile_count(side: int, tile: int, overlap: float = 0.5) -> int:
+    """How many tiles lie along a side, both in latent pixels: as many as fit when they overlap by that share of a tile,
+    and one more where they then still overlap by less than half."""
+    if side <= tile:
+        return 1
+    shared = int(tile * overlap)
+    step = tile - shared
+    count = (side - shared) // step
+    beyond = ((count + 1) * step + shared) % side
+    if beyond != step and beyond <= count * (tile // 2 - shared):
+        count += 1
+    count = max(count, 2)
+    shared = (tile * count - side) // (count - 1)
+    return 1 + math.ceil((side - tile) / (tile - shared))
+
+
+@functools.lru_cache(maxsize=1024)
 def graph(
-    component: str,
-    height: int = 1024,
-    width: int = 1024,
-    *,
-    tokens: int | None = None,
-    model: str = "flux",
-    weight_type: str = "f16",
-    conv_direct: bool = False,
-    flash: bool = False,
-    conv_scale: bool = False,
-    tile: int | None = None,
-    backend: str = "cuda",
-) -> Graph:
+    component: str, height: int = 1024, width: int = 1024, *, tokens: int | None = None, model: str = "flux",
+    weight_type: str = "f16", conv_direct: bool = False, flash: bool = False, conv_scale: bool = False,
+    tile: int | None = None, backend: str = "cuda",
+) -> Graph:  # fmt: skip
     """What one component's graph takes in stable-diffusion.cpp: buffer, pool, weights, FLOPs.
 
     Parameters
@@ -95,25 +89,32 @@ def graph(
     Graph(buffer=579391872, pool=..., weights=6544989312, flops=..., runs=1)
     """
     choose("component", component, COMPONENTS)
-    if component in _VAES:
-        options: dict[str, Any] = {"conv_direct": conv_direct, "flash": flash, "conv_scale": conv_scale}
-        return vae_graph(_VAES[component], height, width, model, tile=tile, backend=backend, **options)
+    kind = COMPONENTS[component]
+    is_vae = issubclass(kind, models.VaeDecoder)
+    for name, side in (("height", height), ("width", width)):
+        if kind.STRIDE and whole(name, side, kind.STRIDE) % kind.STRIDE:
+            raise ValueError(f"{name}: want a multiple of {kind.STRIDE} for {component}, got {side}")
+    made = kind(
+        weight_type, conv_direct=conv_direct, flash=flash, conv_scale=conv_scale and is_vae, backend=backend
+    )  # fmt: skip
+    if is_vae:
+        choose("model", model, models.LATENT_CHANNELS)
+        sides = [height // 8, width // 8]
+        tiles = sides
+        if tile is not None:
+            tile = int(whole("tile", tile, 4) * (ENCODE_TILE if component == "vae-encoder" else 1))
+            tiles = [max(min(tile, side), 4) for side in sides]
+        runs = math.prod(map(tile_count, sides, tiles))
+        return made.taken(made.build(*tiles, model))._replace(runs=runs)
     if tile is not None:
         raise ValueError(f"tile: want None for {component}, got {tile!r}; sd.cpp tiles the VAE alone")
-    padded = PADDED_TOKENS.get(component)
-    count = whole(f"tokens of {component}", padded if tokens is None else tokens)
-    if component.startswith("clip") and count != padded:
-        raise ValueError(f"tokens of {component}: want {padded}, got {count}; longer prompts go through it in parts")
-    if component in _ENCODERS:
-        encoder, sizes = _ENCODERS[component]
-        runner = encoder(weight_type, backend=backend)
-        return runner.taken(runner.build(count, **sizes))
-    multiple = 64 if component.startswith("unet") else 8
-    for name, side in (("height", height), ("width", width)):
-        if whole(name, side, multiple) % multiple:
-            raise ValueError(f"{name}: want a multiple of {multiple} for {component}, got {side}")
-    runner = _DENOISERS[component](weight_type, conv_direct=conv_direct, flash=flash, backend=backend)
-    return runner.taken(runner.build(height // 8, width // 8, count))
+    count = whole(f"tokens of {component}", kind.TOKENS if tokens is None else tokens)
+    if component.startswith("clip") and count != kind.TOKENS:
+        raise ValueError(
+            f"tokens of {component}: want {kind.TOKENS}, got {count}; longer prompts go through it in parts"
+        )
+    sides = [height // 8, width // 8] if kind.STRIDE else []
+    return made.taken(made.build(*sides, count))
 
 
 def compute_buffer(component: str, height: int = 1024, width: int = 1024, **options: Any) -> int:

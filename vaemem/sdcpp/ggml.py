@@ -19,15 +19,15 @@ F16, F32, I32 = 2, 4, 4  # bytes of an element
 INPLACE = frozenset({"add", "sub", "mul", "div", "scale", "unary", "rope", "rms_norm", "soft_max"})
 _ENDLESS = 1 << 62  # bytes of the last free block
 
-Shape = tuple[int, int, int, int]
+Strides = tuple[int, int, int, int]
 
 
-def _four(shape: Sequence[int]) -> Shape:
+def _four(shape: Sequence[int]) -> Strides:
     a, b, c, d = (*shape, 1, 1, 1, 1)[:4]
     return a, b, c, d
 
 
-class Tensor:
+class Node:
     """What one operation of a graph gives.
 
     Attributes
@@ -38,9 +38,9 @@ class Tensor:
         Elements, innermost dimension first, as ggml writes shapes.
     nb : tuple of 4 int
         Bytes from one element to the next, a dimension each.
-    sources : tuple of Tensor
+    sources : tuple of Node
         What it is computed from, in ggml's order, without weights.
-    owner : Tensor or None
+    owner : Node or None
         Whose memory a view lies in; None for a tensor that has memory of its own.
     flops : int
         Of a product: two for each multiplication and addition.
@@ -53,23 +53,14 @@ class Tensor:
     __slots__ = ("element", "flops", "nb", "ne", "op", "owner", "placed", "scratch", "sources")
 
     def __init__(
-        self,
-        op: str,
-        ne: Sequence[int],
-        sources: tuple[Tensor, ...] = (),
-        *,
-        element: int = F32,
-        nb: Shape | None = None,
-        owner: Tensor | None = None,
-        flops: int = 0,
-        scratch: int = 0,
-        placed: bool = False,
-    ) -> None:
+        self, op: str, ne: Sequence[int], sources: tuple[Node, ...] = (), *, element: int = F32,
+        nb: Strides | None = None, owner: Node | None = None, flops: int = 0, scratch: int = 0, placed: bool = False,
+    ) -> None:  # fmt: skip
         self.op, self.ne, self.sources, self.element = op, _four(ne), sources, element
         self.nb = nb or self._dense()
         self.owner, self.flops, self.scratch, self.placed = owner, flops, scratch, placed
 
-    def _dense(self) -> Shape:
+    def _dense(self) -> Strides:
         a, b, c, _ = self.ne
         return self.element, self.element * a, self.element * a * b, self.element * a * b * c
 
@@ -85,14 +76,14 @@ class Tensor:
 
     # ---- views ----
 
-    def _view(self, op: str, ne: Sequence[int], nb: Shape | None = None, *others: Tensor) -> Tensor:
-        return Tensor(op, ne, (self, *others), element=self.element, nb=nb, owner=self.owner or self)
+    def _view(self, op: str, ne: Sequence[int], nb: Strides | None = None, *others: Node) -> Node:
+        return Node(op, ne, (self, *others), element=self.element, nb=nb, owner=self.owner or self)
 
-    def view(self, *ne: int) -> Tensor:
+    def view(self, *ne: int) -> Node:
         """A part, as wide as `ne` says, with the strides of the whole."""
         return self._view("view", ne, self.nb)
 
-    def reshape(self, *ne: int) -> Tensor:
+    def reshape(self, *ne: int) -> Node:
         """The same elements as another shape; one -1 follows from the others."""
         if -1 in ne:
             ne = tuple(math.prod(self.ne) // -math.prod(ne) if n == -1 else n for n in ne)
@@ -100,77 +91,74 @@ class Tensor:
             raise ValueError(f"reshape: want {math.prod(self.ne)} elements side by side, got {self.ne} as {ne}")
         return self._view("reshape", ne)
 
-    def permute(self, *axes: int) -> Tensor:
+    def permute(self, *axes: int) -> Node:
         """Dimension i becomes dimension axes[i], as ggml_permute has it."""
         ne, nb = [0] * 4, [0] * 4
         for i, axis in enumerate(axes):
             ne[axis], nb[axis] = self.ne[i], self.nb[i]
         return self._view("permute", ne, _four(nb))
 
-    def transpose(self) -> Tensor:
+    def transpose(self) -> Node:
         return self.permute(1, 0, 2, 3)
 
-    def write(self, op: str, *others: Tensor) -> Tensor:
+    def write(self, op: str, *others: Node) -> Node:
         """An operation whose result is written over this tensor: ggml's _inplace."""
         return self._view(op, self.ne, self.nb, *others)
 
     # ---- with memory of their own ----
 
-    def apply(self, op: str, *others: Tensor) -> Tensor:
+    def apply(self, op: str, *others: Node) -> Node:
         """An operation whose result has this tensor's shape."""
-        return Tensor(op, self.ne, (self, *others), element=self.element)
+        return Node(op, self.ne, (self, *others), element=self.element)
 
-    def make(self, op: str, *ne: int) -> Tensor:
+    def make(self, op: str, *ne: int) -> Node:
         """An operation whose result has another shape."""
-        return Tensor(op, ne, (self,), element=self.element)
+        return Node(op, ne, (self,), element=self.element)
 
-    def cont(self) -> Tensor:
+    def cont(self) -> Node:
         return self.apply("cont")
 
-    def dense(self) -> Tensor:
+    def dense(self) -> Node:
         """Itself, or a copy whose elements lie side by side."""
         return self if self.is_dense else self.cont()
 
-    def half(self) -> Tensor:
+    def half(self) -> Node:
         """A copy as float16."""
-        return Tensor("cpy", self.ne, (self,), element=F16)
+        return Node("cpy", self.ne, (self,), element=F16)
 
-    def repeat(self, *ne: int) -> Tensor:
-        return self.make("repeat", *ne)
-
-    def concat(self, other: Tensor, axis: int) -> Tensor:
+    def concat(self, other: Node, axis: int) -> Node:
         ne = list(self.ne)
         ne[axis] += other.ne[axis]
-        return Tensor("concat", ne, (self, other))
+        return Node("concat", ne, (self, other))
 
-    def pad(self, *more: int) -> Tensor:
+    def pad(self, *more: int) -> Node:
         return self.make("pad", *(n + p for n, p in zip(self.ne, _four((*more, 0, 0, 0)), strict=True)))
 
-    def times(self, n: int, scratch: int = 0) -> Tensor:
+    def times(self, n: int, scratch: int = 0) -> Node:
         """The product with a weight of n rows: ggml_mul_mat(weight, self)."""
         ne = (n, *self.ne[1:])
-        return Tensor("mul_mat", ne, (self,), flops=2 * self.ne[0] * math.prod(ne), scratch=scratch)
+        return Node("mul_mat", ne, (self,), flops=2 * self.ne[0] * math.prod(ne), scratch=scratch)
 
 
-def mul_mat(a: Tensor, b: Tensor) -> Tensor:
+def mul_mat(a: Node, b: Node) -> Node:
     """Rows of a times rows of b, both as long as ne[0]; b may have several matrices for one of a."""
     ne = (a.ne[1], *b.ne[1:])
-    return Tensor("mul_mat", ne, (a, b), flops=2 * a.ne[0] * math.prod(ne))
+    return Node("mul_mat", ne, (a, b), flops=2 * a.ne[0] * math.prod(ne))
 
 
-def flash_attn_ext(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None = None) -> Tensor:
+def flash_attn_ext(queries: Node, keys: Node, values: Node, mask: Node | None = None) -> Node:
     """(depth, L, heads, N) each; gives (depth, heads, L, N)."""
     depth, length, heads, n = queries.ne
     sources = (queries, keys, values) if mask is None else (queries, keys, values, mask)
     flops = 2 * (depth + values.ne[0]) * length * keys.ne[1] * heads * n
-    return Tensor("flash_attn_ext", (values.ne[0], heads, length, n), sources, flops=flops)
+    return Node("flash_attn_ext", (values.ne[0], heads, length, n), sources, flops=flops)
 
 
-def nodes_of(result: Tensor) -> list[Tensor]:
+def nodes_of(result: Node) -> list[Node]:
     """All that a result is computed from, in the order in which ggml computes it: sources first, from the left."""
-    order: list[Tensor] = []
-    seen: set[Tensor] = set()
-    pending: list[tuple[Tensor, bool]] = [(result, False)]
+    order: list[Node] = []
+    seen: set[Node] = set()
+    pending: list[tuple[Node, bool]] = [(result, False)]
     while pending:
         tensor, is_done = pending.pop()
         if is_done:
@@ -210,14 +198,14 @@ class _Places:
         self.free.insert(i, (offset, size))
 
 
-def reserve(result: Tensor, inputs: Sequence[Tensor] = (), backend: str = "cuda") -> int:
+def reserve(result: Node, inputs: Sequence[Node] = (), backend: str = "cuda") -> int:
     """The bytes of the buffer in which ggml lays out a graph.
 
     Parameters
     ----------
-    result : Tensor
+    result : Node
         What the graph computes.
-    inputs : sequence of Tensor
+    inputs : sequence of Node
         That the graph holds whether it reads them or not.
     backend : "cuda" or "cpu"
         For the alignment.
@@ -229,7 +217,7 @@ def reserve(result: Tensor, inputs: Sequence[Tensor] = (), backend: str = "cuda"
 
     Examples
     --------
-    >>> x = Tensor("", (1000,))
+    >>> x = Node("", (1000,))
     >>> reserve(x.apply("scale").apply("norm"))  # scale is written over x, norm cannot be: twice 4000 bytes, aligned
     8192
     """
@@ -243,9 +231,9 @@ def reserve(result: Tensor, inputs: Sequence[Tensor] = (), backend: str = "cuda"
         for source in node.sources:
             children[source] += 1
     places = _Places(ALIGNMENT[backend])
-    where: dict[Tensor, int] = {leaf: places.take(leaf.bytes) for leaf in leaves if not leaf.placed}
+    where: dict[Node, int] = {leaf: places.take(leaf.bytes) for leaf in leaves if not leaf.placed}
 
-    def reusable(node: Tensor, source: Tensor) -> bool:
+    def reusable(node: Node, source: Node) -> bool:
         """A source that is a view never is: only what has a place can hand it on."""
         same = (source.ne, source.nb, source.element) == (node.ne, node.nb, node.element)
         return same and source in where and children[source] == 1 and not views[source]

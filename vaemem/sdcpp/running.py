@@ -1,0 +1,269 @@
+"""Ways of running a pipeline with stable-diffusion.cpp: where each model's weights are kept, and how its VAE runs.
+
+A way is a few words, such as ``("cond_only", "direct", "tiled")``. They make its name, they stand for options of the
+program (`WORDS`), and `words_of` reads them from what a user says. Each model is a graph with one buffer for all that
+it computes (`vaemem.sdcpp.graphs`), there while the model runs. Weights stay where they were loaded to, but for what
+`RESIDENCES` says.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from vaemem._common import MIB, choose
+from vaemem.engine.weights import told_bytes
+from vaemem.prediction.planned import PlannedPhase, Way
+from vaemem.sdcpp.ggml import GGML_COMMIT
+from vaemem.sdcpp.graphs import COMPONENTS, DEFAULT_TILE, graph
+from vaemem.sdcpp.layers import SDCPP_COMMIT, WEIGHT_TYPES, Graph
+
+# A CUDA context alone took 426 MiB on an RTX 6000 Ada (unslothai/unsloth-zoo#1053); what ggml's kernels add was not
+# measured.
+SDCPP_CONTEXT = 426 * MIB
+SMALLER_TYPE = "q4_K"  # tried where nothing fits
+PROMPT_TOKENS = 64  # of Z-Image's prompt with its template, which is not padded, where none are told
+
+
+class Models(NamedTuple):
+    """A pipeline's models by the names of `vaemem.sdcpp.graphs`: text encoders by role, the denoiser, whose VAE."""
+
+    encoders: Mapping[str, str]
+    denoiser: str
+    vae: str
+
+    @property
+    def role(self) -> str:
+        """The denoiser's, and the kind of its work."""
+        return "unet" if self.denoiser.startswith("unet") else "transformer"
+
+    @property
+    def type(self) -> str:
+        """Of weights, by default."""
+        return "f16" if self.role == "unet" else "q8_0"
+
+
+MODELS = {
+    "sd15": Models({"text_encoder": "clip-l"}, "unet-sd15", "sd15"),
+    "sdxl": Models({"text_encoder": "clip-l", "text_encoder_2": "clip-g"}, "unet-sdxl", "sdxl"),
+    "flux": Models({"text_encoder": "clip-l", "text_encoder_2": "t5-xxl"}, "flux-dev", "flux"),
+    "flux-schnell": Models({"text_encoder": "clip-l", "text_encoder_2": "t5-xxl"}, "flux-schnell", "flux"),
+    "zimage-turbo": Models({"text_encoder": "qwen3-4b"}, "zimage", "flux"),
+}
+
+ENCODERS, DENOISER, VAE = ALL = ("text encoders", "denoiser", "VAE")
+RUNS = {"load": "", "encode prompt": ENCODERS, "denoise": DENOISER, "decode": VAE}  # which of them each phase runs
+
+
+class Residence(NamedTuple):
+    """Where the models' weights are.
+
+    flags: the program's options; sd-server's, which keeps weights, where they name no program
+    on_card: models whose weights are on the card in each of the four phases
+    on_cpu: models that run on the host, where their weights stay
+    kept: further models whose weights the host's memory holds all the time
+    crosses: {model: how often its weights are copied between host and card in a run}
+    """
+
+    flags: Mapping[str, object]
+    on_card: tuple[tuple[str, ...], ...]
+    on_cpu: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
+    crosses: Mapping[str, int] = {}
+
+
+_EACH_ONCE = dict.fromkeys(ALL, 1)
+RESIDENCES = {
+    "no offload": Residence({}, (ALL, ALL, ALL, ALL)),
+    # The text encoder goes to the host once the prompt is encoded, and comes back for the next one.
+    "cond_only": Residence(
+        {"--offload-mode": "cond_only"}, (ALL, ALL, (DENOISER, VAE), (DENOISER, VAE)), kept=(ENCODERS,),
+        crosses={ENCODERS: 2},
+    ),
+    "--clip-on-cpu": Residence({"--clip-on-cpu": True}, ((DENOISER, VAE),) * 4, on_cpu=(ENCODERS,)),
+    # Each model's weights are copied to the card when it runs, and given back there.
+    "--offload-to-cpu": Residence(
+        {"--offload-to-cpu": True}, ((), (ENCODERS,), (DENOISER,), (VAE,)), kept=ALL, crosses=_EACH_ONCE
+    ),
+    # sd-cli makes one picture: each model's weights are given back when it has run, and are loaded for the next.
+    "freed after use": Residence({"program": "sd-cli"}, (ALL, ALL, (DENOISER, VAE), (VAE,)), crosses=_EACH_ONCE),
+}  # fmt: skip
+VAE_FLAGS = {"direct": "--vae-conv-direct", "on CPU": "--vae-on-cpu", "tiled": "--vae-tiling"}
+FLASH = "--diffusion-fa"
+WORDS: dict[str, Mapping[str, object]] = {
+    **{name: residence.flags for name, residence in RESIDENCES.items()},
+    **{word: {flag: True} for word, flag in (*VAE_FLAGS.items(), (FLASH, FLASH))},
+}
+PLANNED_VAES: tuple[tuple[str, ...], ...] = ((), ("direct",), ("tiled",), ("direct", "tiled"), ("on CPU", "tiled"))
+# What the names of a model's tensors begin with once sd.cpp has read them.
+TENSORS = {"t5-xxl": "text_encoders.t5xxl", "qwen3-4b": "text_encoders.llm"}
+TENSORS |= {known.denoiser: "model.diffusion_model" for known in MODELS.values()}
+SDCPP_NOTES = (
+    f"stable-diffusion.cpp {SDCPP_COMMIT[:7]} with ggml {GGML_COMMIT[:7]}: compute buffers as its graphs and ggml's "
+    "allocator make them (docs/GGML.md), beside them what ggml-cuda takes for the largest product, and 426 MiB for the "
+    "CUDA context. cond_only is the option of its pull request 1477, which a server is built on; the others are its "
+    "own.",
+)
+
+
+def type_of(argument: str, given: object) -> str:
+    """ggml's name of a type, however it is spelt."""
+    spelt = {name.lower(): name for name in WEIGHT_TYPES}.get(str(given).lower(), given)
+    choose(argument, spelt, WEIGHT_TYPES)
+    return str(spelt)
+
+
+def words_of(pipeline: str, offload: Any, vae: Any = "whole") -> tuple[str, ...]:
+    """The words of one way.
+
+    Parameters
+    ----------
+    pipeline : str
+    offload : str or dict
+        Where weights are kept, ``"none"`` or one of `RESIDENCES`; or a whole way, by its name or its settings.
+    vae : str
+        ``"whole"``, or any of `VAE_FLAGS` such as ``"direct tiled"``, beside what `offload` says of the VAE.
+
+    Raises
+    ------
+    ValueError
+        What is none of these, or two at once of which there is one.
+
+    Examples
+    --------
+    >>> words_of("flux", "cond_only, VAE direct, tiled") == words_of("flux", "cond_only", "direct tiled")
+    True
+    >>> words_of("flux", {"--offload-to-cpu": True, "--vae-tiling": True})
+    ('--offload-to-cpu', 'tiled')
+    """
+    known = MODELS[pipeline]
+    residences, vaes = ("none", *RESIDENCES), ("whole", *map(" ".join, PLANNED_VAES[1:]))
+    options = WORDS | {kind: type_flags(known, kind) for kind in WEIGHT_TYPES}
+    if isinstance(offload, Mapping):
+        given = {name: value for name, value in offload.items() if value is not False}
+        said = [word for word, flags in options.items() if flags and flags.items() <= given.items()]
+        if {name for word in said for name in options[word]} != given.keys():
+            raise ValueError(f"offload: want the settings of a way of {pipeline}, got {offload!r}")
+    else:
+        said = _read("offload", offload, [*options, *(kind.upper() for kind in WEIGHT_TYPES)], residences)
+    said += _read("vae", vae, VAE_FLAGS, vaes)
+    where, kinds = ([word for word in said if word in among] for among in (RESIDENCES, WEIGHT_TYPES))
+    if max(len(where), len(kinds)) > 1:
+        raise ValueError(f"offload: want one of {', '.join(residences)}, and one type, got {offload!r}")
+    return (*(where or ["no offload"]), *(word for word in (*VAE_FLAGS, FLASH) if word in said), *kinds)
+
+
+def _read(argument: str, text: Any, words: Iterable[str], wanted: Iterable[str]) -> list[str]:
+    """Words out of a text, between blanks or commas; a ValueError that says what is wanted where there are others."""
+    plain = " ".join(str(text).replace("VAE ", "").replace(",", " ").split())
+    any_word = "|".join(map(re.escape, sorted(["none", "whole", *words], key=len, reverse=True)))
+    found = re.findall(any_word, plain)
+    if not found or " ".join(found) != plain or ("whole" in found and {*found} & {*VAE_FLAGS}):
+        choose(argument, text, wanted)
+    types = {kind.upper(): kind for kind in WEIGHT_TYPES}
+    return [types.get(word, word) for word in found if word not in ("none", "whole")]
+
+
+def type_flags(known: Models, kind: str) -> dict[str, object]:
+    """The option that gives the denoiser, and encoders that are no CLIP, weights of a type."""
+    prefixes = [TENSORS[model] for model in (known.denoiser, *known.encoders.values()) if model in TENSORS]
+    return {"--tensor-type-rules": ",".join(f"{prefix}={kind}" for prefix in prefixes)}
+
+
+def planned_words(flash: bool = False, kind: str | None = None) -> list[tuple[str, ...]]:
+    """Of all ways that a plan tries, the plainest first."""
+    more = (*([FLASH] if flash else []), *([kind] if kind else []))
+    return [(residence, *vae, *more) for residence in RESIDENCES for vae in PLANNED_VAES]
+
+
+def sdcpp_ways(
+    pipeline: str, height: int, width: int, batch: int, steps: int, guidance: bool, tokens: int | None,
+    components: Mapping[str, Any], wanted: Iterable[tuple[str, ...]],
+) -> list[Way]:  # fmt: skip
+    """The ways of some words. Images of a batch are made one after the other.
+
+    Parameters
+    ----------
+    components : dict
+        By role, a type of ggml's such as ``"Q8_0"``, a size such as ``"6.8 GiB"``, or a file.
+    wanted : iterable of tuple of str
+        The words of each way, as `words_of` and `planned_words` have them. A type among them is that of the denoiser
+        and of encoders that are no CLIP, where `components` says nothing of them.
+    """
+    known = MODELS[pipeline]
+    for role in components:
+        choose("components", role, (*known.encoders, known.role, "vae"))
+    told = {role: _weights(role, given) for role, given in components.items()}
+    prompts = 2 if known.role == "unet" and guidance else 1
+    # Z-Image and its encoder take the prompt as long as it is; others pad it.
+    is_padded = COMPONENTS[known.denoiser].TOKENS is not None
+    length = PROMPT_TOKENS if tokens is None and not is_padded else tokens
+
+    def way(words: tuple[str, ...]) -> Way:
+        smaller = next((word for word in words if word in WEIGHT_TYPES), known.type)
+
+        def kind(role: str, component: str) -> tuple[str | None, int | None]:
+            return told.get(role, (smaller if component in TENSORS else known.type, None))
+
+        def made(role: str, component: str, **options: Any) -> Graph:
+            """A model's graph with the weights that it is given."""
+            given, weights = kind(role, component)
+            options["tokens"] = length if component in TENSORS and known.role != "unet" else None
+            found = graph(component, height, width, weight_type=given or known.type, **options)
+            return found if weights is None else found._replace(weights=weights)
+
+        encoders = [made(*one) for one in known.encoders.items()]
+        buffers, pools, weights, flops, _ = zip(*encoders, strict=True)  # of models that run one after the other
+        denoiser = made(known.role, known.denoiser, flash=FLASH in words)
+        vae = made(
+            "vae", "vae-decoder", model=known.vae, conv_direct="direct" in words,
+            conv_scale=known.vae == "sdxl",  # as of a checkpoint that has its VAE
+            tile=DEFAULT_TILE if "tiled" in words else None, backend="cpu" if "on CPU" in words else "cuda",
+        )  # fmt: skip
+        models = {
+            ENCODERS: Graph(max(buffers), max(pools), sum(weights), sum(flops), prompts),
+            DENOISER: denoiser._replace(runs=steps * prompts * batch),
+            VAE: vae._replace(runs=vae.runs * batch),
+        }
+        last = list(known.encoders.items())[-1]
+        return _way(known, words, models, "cpu" if kind(*last)[0] == "f16" else "cpu Q8_0")
+
+    return [way(words) for words in wanted]
+
+
+def _weights(role: str, given: Any) -> tuple[str | None, int | None]:
+    """(ggml's name of a type, None), or (None, bytes) where a size or a file is given."""
+    told = told_bytes(role, given)
+    return (type_of(f"components[{role!r}]", given), None) if told is None else (None, told)
+
+
+def _way(known: Models, words: tuple[str, ...], models: Mapping[str, Graph], encoders_on_cpu: str) -> Way:
+    """encoders_on_cpu: the kind of their work there."""
+    residence = RESIDENCES[words[0]]
+    on_cpu = {ENCODERS: encoders_on_cpu} if residence.on_cpu else {}
+    on_cpu |= {VAE: "cpu"} if "on CPU" in words else {}
+    on_card = {ENCODERS: "transformer", DENOISER: known.role, VAE: "vae direct" if "direct" in words else "vae"}
+    phases = []
+    for (name, runs), resident in zip(RUNS.items(), residence.on_card, strict=True):
+        weights = sum(models[model].weights for model in resident if model not in on_cpu)
+        added, work = 0, {}
+        if runs:
+            one = models[runs]
+            work[on_cpu.get(runs) or on_card[runs]] = float(one.flops * one.runs)
+            if runs not in on_cpu:
+                added = one.buffer + one.pool
+                if runs in residence.crosses:
+                    work["link"] = float(residence.crosses[runs] * one.weights)
+        phases.append(PlannedPhase(name, weights, added, work))
+    host = sum(models[model].weights for model in {*residence.kept, *on_cpu})
+    host += max((models[model].buffer for model in on_cpu), default=0)
+    vae = ", ".join(word for word in VAE_FLAGS if word in words) or "whole"
+    kinds = [word for word in words if word in WEIGHT_TYPES]
+    name = ", ".join([words[0], f"VAE {vae}", *[FLASH] * (FLASH in words), *map(str.upper, kinds)])
+    settings: dict[str, object] = {}
+    for word in words:
+        settings |= type_flags(known, word) if word in kinds else WORDS[word]
+    changes = ["tiles are blended where they overlap"] if "tiled" in words else []
+    changes += [f"weights in {kind.upper()} are rounded" for kind in kinds]
+    return Way(name, settings, tuple(phases), host, " and ".join(changes), SDCPP_NOTES)
