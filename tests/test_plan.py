@@ -280,7 +280,7 @@ def test_the_host_may_be_too_small():
 @pytest.mark.parametrize(("dtype", "gib"), [("bfloat16", 7.6), ("float32", 15.2)])
 def test_the_note_on_mlx_gives_its_sizes(dtype, gib):
     """Its example: a 3x3 of 128 channels at 1536x2304, as one buffer of columns."""
-    conv = ways_mlx.Conv("a 3x3", 1536, 2304, 128, 128, 3, 0)
+    conv = ways_mlx.MetalConv("a 3x3", 1536, 2304, 128, 128, 3, 0)
     assert round(ways_mlx.workspace(conv, dtype, "im2col") / GIB, 1) == gib
 
 
@@ -291,7 +291,7 @@ def test_the_largest_convolution_has_twice_the_channels_of_the_note():
 
 def test_winograd_by_hand():
     """6 x 6 outputs a tile, 64 numbers each, of channels in and out; a padded input; 64 numbers a filter."""
-    conv = ways_mlx.Conv("a 3x3", 60, 90, 128, 256, 3, 0)
+    conv = ways_mlx.MetalConv("a 3x3", 60, 90, 128, 256, 3, 0)
     tiles = 10 * 15
     want = 2 * (62 * 92 * 128 + 64 * tiles * (128 + 256) + 64 * 128 * 256)
     assert ways_mlx.workspace(conv, "bfloat16") == want
@@ -307,6 +307,11 @@ def test_the_decoder_of_mlx_is_diffusers_decoder():
     norms = weights - counted - attention
     assert 0 < norms < 40_000
     assert ways_mlx.vae_bytes("flux", "all", "float32") == 4 * 83_819_683
+
+
+def test_a_decoder_with_other_channels_than_its_encoder():
+    most = ways_mlx.decode("flux2-small", 512, 512, "bfloat16", "im2col")
+    assert most.workspace == 9 * 192 * 512 * 512 * 2 and most.at == "decoder.up_blocks.3.resnets.0.conv1"
 
 
 def test_attention_takes_over_where_images_are_large():

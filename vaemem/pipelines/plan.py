@@ -151,7 +151,7 @@ def _by_mlx(
         raise ValueError("memory: want what the Mac has, such as '16 GB', got None")
     share, of = ways_mlx.WORKING_SET
     given = components.get(kind.denoiser, kind.dtype)
-    ways = ways_mlx.ways(
+    ways = ways_mlx.mlx_ways(
         kind.parts["vae"], height, width, weights_bytes(kind.denoiser, kind.parts[kind.denoiser], given),
         None if cache_limit is None else parse_size("cache_limit", cache_limit, least=0),
     )  # fmt: skip

@@ -15,16 +15,15 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from vaemem import _core
-from vaemem._common import DTYPES, ELEMENT_BYTES, choose, whole
+from vaemem._common import DTYPES, ELEMENT_BYTES, choose
 from vaemem.engine.weights import PARTS
 from vaemem.prediction.planned import PlannedPhase, Way
 
-LOWERINGS = ("mlx", "im2col")
 # Winograd's F(6x6, 3x3): 64 numbers for each tile of 6 x 6 outputs.
 WINOGRAD_TILE, WINOGRAD_NUMBERS = 6, 64
 
 
-class Conv(NamedTuple):
+class MetalConv(NamedTuple):
     """A convolution of the decoder: name, height, width, channels in and out, kernel, and numbers held beside it."""
 
     name: str
@@ -36,7 +35,7 @@ class Conv(NamedTuple):
     held: int
 
 
-def is_winograd(conv: Conv) -> bool:
+def is_winograd(conv: MetalConv) -> bool:
     """Whether MLX runs it so: 3x3 of whole blocks of 32 channels, 256 in and out together, 4096 pixels or more.
 
     In October 2024 512 channels were enough of themselves, and with 256 the input had to have 2^18 numbers.
@@ -45,12 +44,12 @@ def is_winograd(conv: Conv) -> bool:
     return conv.r == 3 and blocks and conv.c + conv.k >= 256 and conv.height * conv.width >= 4096
 
 
-def workspace(conv: Conv, dtype: str, lowering: str = "mlx") -> int:
+def workspace(conv: MetalConv, dtype: str, lowering: str = "mlx") -> int:
     """Bytes that a convolution takes beside its input and output.
 
     Parameters
     ----------
-    conv : Conv
+    conv : MetalConv
     dtype : str
     lowering : {"mlx", "im2col"}
         What MLX runs, Winograd or an implicit product that takes nothing; or a buffer of all columns, as explicit
@@ -58,13 +57,13 @@ def workspace(conv: Conv, dtype: str, lowering: str = "mlx") -> int:
 
     Examples
     --------
-    >>> full = Conv("a 3x3 of 128 channels", 1536, 2304, 128, 128, 3, 0)
+    >>> full = MetalConv("a 3x3 of 128 channels", 1536, 2304, 128, 128, 3, 0)
     >>> [round(workspace(full, dtype, "im2col") / 2**30, 1) for dtype in ("bfloat16", "float32")]
     [7.6, 15.2]
     >>> [round(workspace(full, dtype) / 2**30, 1) for dtype in ("bfloat16", "float32")]
     [3.8, 7.7]
     """
-    choose("lowering", lowering, LOWERINGS)
+    choose("lowering", lowering, ("mlx", "im2col"))
     element = ELEMENT_BYTES[dtype]
     if lowering == "im2col":
         return element * conv.height * conv.width * conv.r * conv.r * conv.c
@@ -76,37 +75,22 @@ def workspace(conv: Conv, dtype: str, lowering: str = "mlx") -> int:
     return element * (padded + turned)
 
 
-def convs(model: str, height: int, width: int) -> Iterator[Conv]:
+def convs(model: str, height: int, width: int) -> Iterator[MetalConv]:
     """The decoder's convolutions in their order, each with the numbers that its block holds beside it."""
     choose("model", model, _core.models())
-    arch = _core.models()[model]
-    blocks = tuple(arch["block_out_channels"])
-    scale = 1 << (len(blocks) - 1)
-    for name, side in (("height", height), ("width", width)):
-        if whole(name, side, scale) % scale:
-            raise ValueError(f"{name}: want a multiple of {scale}, got {side}")
-    h, w, before = height // scale, width // scale, blocks[-1]
-
-    def resnet(name: str, c: int, k: int) -> Iterator[Conv]:
-        yield Conv(f"{name}.conv1", h, w, c, k, 3, h * w * c)  # the block's input waits for its end
-        yield Conv(f"{name}.conv2", h, w, k, k, 3, h * w * c)
-        if c != k:
-            yield Conv(f"{name}.conv_shortcut", h, w, c, k, 1, h * w * k)
-
-    yield Conv("decoder.conv_in", h, w, arch["latent_channels"], before, 3, 0)
-    for i in range(2):
-        yield from resnet(f"decoder.mid_block.resnets.{i}", before, before)
-    for i, channels in enumerate(blocks[::-1]):
-        for j in range(arch["layers_per_block"] + 1):
-            yield from resnet(f"decoder.up_blocks.{i}.resnets.{j}", before, channels)
-            before = channels
-        if i < len(blocks) - 1:
-            h, w = 2 * h, 2 * w
-            yield Conv(f"decoder.up_blocks.{i}.upsamplers.0", h, w, channels, channels, 3, 0)
-    yield Conv("decoder.conv_out", h, w, before, arch["out_channels"], 3, 0)
+    trace = _core.Trace.vae(_core.models()[model], "diffusers", "decode", "bfloat16", height, width)
+    held = 0
+    for op, index, _, name in trace.steps:
+        name = name.removesuffix(" [workspace]").removesuffix(".conv")
+        if op == "conv" and name.startswith("decoder."):
+            _, _, c, h, w, k, r = trace.convs[index][:7]
+            assert isinstance(r, int)
+            if not name.endswith(".conv2"):  # which has what waits for its block's end held beside it, as conv1 has
+                held = h * w * {"conv1": c, "conv_shortcut": k}.get(name.rpartition(".")[2], 0)
+            yield MetalConv(name, h, w, c, k, r, held)
 
 
-class Decode(NamedTuple):
+class LeastDecode(NamedTuple):
     """The least that a decode takes beside weights: bytes of its work space and in all, and at which convolution."""
 
     at: str
@@ -114,7 +98,7 @@ class Decode(NamedTuple):
     total: int
 
 
-def decode(model: str, height: int, width: int, dtype: str = "bfloat16", lowering: str = "mlx") -> Decode:
+def decode(model: str, height: int, width: int, dtype: str = "bfloat16", lowering: str = "mlx") -> LeastDecode:
     """The least that MLX takes to decode one image, weights left out.
 
     Parameters
@@ -129,7 +113,7 @@ def decode(model: str, height: int, width: int, dtype: str = "bfloat16", lowerin
 
     Returns
     -------
-    Decode
+    LeastDecode
 
     Examples
     --------
@@ -138,36 +122,42 @@ def decode(model: str, height: int, width: int, dtype: str = "bfloat16", lowerin
     ('decoder.up_blocks.2.upsamplers.0', 7.7, 11.1)
     """
     choose("dtype", dtype, DTYPES)
-    element, best = ELEMENT_BYTES[dtype], _attention(model, height, width, dtype)
+    element, found = ELEMENT_BYTES[dtype], []
     for conv in convs(model, height, width):
         own = workspace(conv, dtype, lowering)
         total = own + element * (conv.height * conv.width * (conv.c + conv.k) + conv.held)
-        best = max(best, Decode(conv.name, own, total), key=lambda one: one.total)
-    return best
-
-
-def _attention(model: str, height: int, width: int, dtype: str) -> Decode:
-    """Scores of every pixel with every other, beside queries, keys, values and the block's input."""
-    arch, element = _core.models()[model], ELEMENT_BYTES[dtype]
-    if not arch["mid_block_add_attention"]:
-        return Decode("", 0, 0)
-    blocks = arch["block_out_channels"]
-    pixels = (height * width) >> (2 * (len(blocks) - 1))
-    scores = element * pixels * pixels
-    return Decode("decoder.mid_block.attentions.0", scores, scores + 4 * element * pixels * blocks[-1])
+        found.append(LeastDecode(conv.name, own, total))
+    arch = _core.models()[model]
+    if arch["mid_block_add_attention"]:
+        # Scores of every pixel with every other, beside queries, keys, values and the block's input.
+        blocks = arch.get("decoder_block_out_channels", arch["block_out_channels"])
+        pixels = (height * width) >> (2 * (len(blocks) - 1))
+        scores = element * pixels * pixels
+        total = scores + 4 * element * pixels * blocks[-1]
+        found.insert(0, LeastDecode("decoder.mid_block.attentions.0", scores, total))
+    return max(found, key=lambda one: one.total)
 
 
 # ---- ways of running it ----
 
 # Of the memory: what Metal recommends on a Mac of 16 GB (10922 MiB in llama.cpp's logs); of 64 GB it is three quarters.
 WORKING_SET = (2, 3)
-NOTES = (
+MLX_NOTES = (
     "MLX: sizes of weights, and of the tensors and work space of the decode's largest step, as its sources make them: "
     "the least, with the graph evaluated block by block.",
     "Not known for MLX: what the denoiser and the text encoder take while they run, what a lazily evaluated graph "
     "or a command buffer keeps, what was cached before, and how long it takes.",
     "A buffer of all columns (im2col), 9 C_in H W numbers, is what MLX makes for none of these convolutions.",
 )
+
+
+# Whose weights, in which dtype, whether the denoiser's are kept, tiles, and how convolutions run; the plainest first.
+WAYS = (
+    ("all", "bfloat16", True, False, "mlx"), ("decoder", "bfloat16", True, False, "mlx"),
+    ("all", "bfloat16", False, False, "mlx"), ("decoder", "bfloat16", False, False, "mlx"),
+    ("decoder", "float32", False, False, "mlx"), ("decoder", "bfloat16", False, False, "im2col"),
+    ("decoder", "float32", False, False, "im2col"), ("decoder", "bfloat16", False, True, "mlx"),
+)  # fmt: skip
 
 
 def vae_bytes(model: str, parts: str, dtype: str) -> int:
@@ -183,7 +173,7 @@ def vae_bytes(model: str, parts: str, dtype: str) -> int:
     return ELEMENT_BYTES[dtype] * sum(math.prod(shape) for _, shape in tensors)
 
 
-def ways(
+def mlx_ways(
     model: str, height: int, width: int, denoiser: int = 0, cache_limit: int | None = None, tile: int = 512
 ) -> list[Way]:
     """Ways of decoding with MLX: with the whole VAE or its decoder, the denoiser's weights kept or unloaded before.
@@ -201,35 +191,18 @@ def ways(
     tile : int
         Pixels of a tile's side.
     """
-
-    vaes = {(parts, dtype): vae_bytes(model, parts, dtype) for parts in ("decoder", "all") for dtype in DTYPES}
-
-    def way(parts: str = "decoder", dtype: str = "bfloat16", kept: bool = False, lowering: str = "mlx",
-            tiled: bool = False) -> Way:  # fmt: skip
+    made = []
+    for parts, dtype, kept, tiled, lowering in WAYS:
         sides = (min(tile, height), min(tile, width)) if tiled else (height, width)
-        most, vae, cached = decode(model, *sides, dtype, lowering), vaes[parts, dtype], cache_limit or 0
-        phases = (
-            PlannedPhase("denoise", denoiser + vae, cached, {}),
-            PlannedPhase("decode", vae + (denoiser if kept else 0), most.total + cached, {}),
-        )
-        name = [
-            "decoder only" if parts == "decoder" else "whole VAE",
-            f"denoiser {'kept' if kept else 'unloaded'}",
-            dtype,
-            *([f"tiles of {tile}"] if tiled else []),
-            *(["im2col"] if lowering == "im2col" else []),
-        ]
+        most = decode(model, *sides, dtype, lowering).total + (cache_limit or 0)
+        vae, where = vae_bytes(model, parts, dtype), "decoder only" if parts == "decoder" else "whole VAE"
+        name = [where, f"denoiser {'kept' if kept else 'unloaded'}", dtype, *[f"tiles of {tile}"] * tiled]
         settings = {"parts": parts, "dtype": dtype, "unload": not kept, "tile": tile if tiled else None}
+        phases = (
+            PlannedPhase("denoise", denoiser + vae, cache_limit or 0, {}),
+            PlannedPhase("decode", vae + denoiser * kept, most, {}),
+        )
         changes = "tiles are blended where they overlap" if tiled else ""
-        return Way(", ".join(name), settings | {"cache_limit": cache_limit}, phases, changes=changes, notes=NOTES)
-
-    return [
-        way("all", kept=True),
-        way(kept=True),
-        way("all"),
-        way(),
-        way(dtype="float32"),
-        way(lowering="im2col"),
-        way(dtype="float32", lowering="im2col"),
-        way(tiled=True),
-    ]
+        title = ", ".join([*name, *[lowering] * (lowering == "im2col")])
+        made.append(Way(title, settings | {"cache_limit": cache_limit}, phases, changes=changes, notes=MLX_NOTES))
+    return made
