@@ -473,7 +473,7 @@ def test_a_way_of_sdcpp_is_handed_to_predict_pipeline(asked):
     assert all("ggml a8db410" in note for note in (*found.notes[:1], *one.way.notes))
     rules = "model.diffusion_model=q4_K,text_encoders.llm=q4_K"
     assert running.words_of("zimage-turbo", {"--tensor-type-rules": rules, "--vae-tiling": True}) == (
-        "no offload", "tiled", "q4_K",
+        "no offload", "tiled", "Q4_K",
     )  # fmt: skip
 
 
@@ -532,10 +532,10 @@ def test_a_gguf_says_what_its_weights_take(tmp_path):
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"types": ["nf4"]}, "types: want one of f32"),
+        ({"types": ["nf4"]}, "types: want one of F32, .*got 'nf4'"),
         ({"cache_limit": 1}, "cache_limit: want none with runtime='sd.cpp'"),
         ({"components": {"unet": "Q8_0"}}, "components: want text_encoder or|components: want one of text_encoder"),
-        ({"components": {"transformer": "nf4"}}, r"components\['transformer'\]: want one of f32"),
+        ({"components": {"transformer": "nf4"}}, r"components\['transformer'\]: want one of F32"),
         ({"runtime": "diffusers", "flash": True}, "flash: want none with runtime='diffusers'"),
     ],
 )

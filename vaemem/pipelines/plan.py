@@ -132,7 +132,7 @@ def plan_pipeline(
             told = (batch, steps, guidance, prompt_tokens, components)
             return running.sdcpp_ways(pipeline, height, width, *told, words)
 
-        ways = by_sdcpp(*(kind and running.type_of("types", kind) for kind in kinds or [None]))
+        ways = by_sdcpp(*(kinds or [None]))
         if kinds is None and not any(outcome(way, room, None).fits for way in ways):
             ways += by_sdcpp(running.SMALLER_TYPE)
     else:

@@ -1,9 +1,9 @@
 """Ways of running a pipeline with stable-diffusion.cpp: where each model's weights are kept, and how its VAE runs.
 
 A way is a few words, such as ``("cond_only", "direct", "tiled")``. They make its name, they stand for options of the
-program (`WORDS`), and `words_of` reads them from what a user says. Each model is a graph with one buffer for all that
-it computes (`vaemem.sdcpp.graphs`), there while the model runs. Weights stay where they were loaded to, but for what
-`RESIDENCES` says.
+program (`options_of`), and `words_of` reads them from what a user says. Each model is a graph with one buffer for all
+that it computes (`vaemem.sdcpp.graphs`), there while the model runs. Weights stay where they were loaded to, but for
+what `RESIDENCES` says.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from vaemem.sdcpp.layers import SDCPP_COMMIT, WEIGHT_TYPES, Graph
 # A CUDA context alone took 426 MiB on an RTX 6000 Ada (unslothai/unsloth-zoo#1053); what ggml's kernels add was not
 # measured.
 SDCPP_CONTEXT = 426 * MIB
-SMALLER_TYPE = "q4_K"  # tried where nothing fits
+SMALLER_TYPE = "Q4_K"  # tried where nothing fits
 PROMPT_TOKENS = 64  # of Z-Image's prompt with its template, which is not padded, where none are told
 
 
@@ -91,10 +91,7 @@ RESIDENCES = {
 }  # fmt: skip
 VAE_FLAGS = {"direct": "--vae-conv-direct", "on CPU": "--vae-on-cpu", "tiled": "--vae-tiling"}
 FLASH = "--diffusion-fa"
-WORDS: dict[str, Mapping[str, object]] = {
-    **{name: residence.flags for name, residence in RESIDENCES.items()},
-    **{word: {flag: True} for word, flag in (*VAE_FLAGS.items(), (FLASH, FLASH))},
-}
+TYPES_BY_WORD = {kind.upper(): kind for kind in WEIGHT_TYPES}
 PLANNED_VAES: tuple[tuple[str, ...], ...] = ((), ("direct",), ("tiled",), ("direct", "tiled"), ("on CPU", "tiled"))
 # What the names of a model's tensors begin with once sd.cpp has read them.
 TENSORS = {"t5-xxl": "text_encoders.t5xxl", "qwen3-4b": "text_encoders.llm"}
@@ -107,11 +104,17 @@ SDCPP_NOTES = (
 )
 
 
-def type_of(argument: str, given: object) -> str:
-    """ggml's name of a type, however it is spelt."""
-    spelt = {name.lower(): name for name in WEIGHT_TYPES}.get(str(given).lower(), given)
-    choose(argument, spelt, WEIGHT_TYPES)
-    return str(spelt)
+def options_of(pipeline: str) -> dict[str, Mapping[str, object]]:
+    """The program's options that each word stands for, in the order that words have in a way. A type is that of the
+    denoiser and of encoders that are no CLIP."""
+    known = MODELS[pipeline]
+    tensors = [TENSORS[model] for model in (known.denoiser, *known.encoders.values()) if model in TENSORS]
+    types = {word: ",".join(f"{name}={kind}" for name in tensors) for word, kind in TYPES_BY_WORD.items()}
+    return {
+        **{word: residence.flags for word, residence in RESIDENCES.items()},
+        **{word: {flag: True} for word, flag in (*VAE_FLAGS.items(), (FLASH, FLASH))},
+        **{word: {"--tensor-type-rules": rules} for word, rules in types.items()},
+    }
 
 
 def words_of(pipeline: str, offload: Any, vae: Any = "whole") -> tuple[str, ...]:
@@ -137,21 +140,20 @@ def words_of(pipeline: str, offload: Any, vae: Any = "whole") -> tuple[str, ...]
     >>> words_of("flux", {"--offload-to-cpu": True, "--vae-tiling": True})
     ('--offload-to-cpu', 'tiled')
     """
-    known = MODELS[pipeline]
-    residences, vaes = ("none", *RESIDENCES), ("whole", *map(" ".join, PLANNED_VAES[1:]))
-    options = WORDS | {kind: type_flags(known, kind) for kind in WEIGHT_TYPES}
+    options, residences = options_of(pipeline), ("none", *RESIDENCES)
     if isinstance(offload, Mapping):
         given = {name: value for name, value in offload.items() if value is not False}
         said = [word for word, flags in options.items() if flags and flags.items() <= given.items()]
         if {name for word in said for name in options[word]} != given.keys():
             raise ValueError(f"offload: want the settings of a way of {pipeline}, got {offload!r}")
     else:
-        said = _read("offload", offload, [*options, *(kind.upper() for kind in WEIGHT_TYPES)], residences)
-    said += _read("vae", vae, VAE_FLAGS, vaes)
-    where, kinds = ([word for word in said if word in among] for among in (RESIDENCES, WEIGHT_TYPES))
-    if max(len(where), len(kinds)) > 1:
-        raise ValueError(f"offload: want one of {', '.join(residences)}, and one type, got {offload!r}")
-    return (*(where or ["no offload"]), *(word for word in (*VAE_FLAGS, FLASH) if word in said), *kinds)
+        said = _read("offload", offload, options, residences)
+    said += _read("vae", vae, VAE_FLAGS, ("whole", *map(" ".join, PLANNED_VAES[1:])))
+    for one_of in (RESIDENCES, TYPES_BY_WORD):
+        if len({*said} & {*one_of}) > 1:
+            raise ValueError(f"offload: want one of {', '.join(residences)}, and one type, got {offload!r}")
+    said += [] if {*said} & {*RESIDENCES} else ["no offload"]
+    return tuple(word for word in options if word in said)
 
 
 def _read(argument: str, text: Any, words: Iterable[str], wanted: Iterable[str]) -> list[str]:
@@ -161,19 +163,19 @@ def _read(argument: str, text: Any, words: Iterable[str], wanted: Iterable[str])
     found = re.findall(any_word, plain)
     if not found or " ".join(found) != plain or ("whole" in found and {*found} & {*VAE_FLAGS}):
         choose(argument, text, wanted)
-    types = {kind.upper(): kind for kind in WEIGHT_TYPES}
-    return [types.get(word, word) for word in found if word not in ("none", "whole")]
+    return [word for word in found if word not in ("none", "whole")]
 
 
-def type_flags(known: Models, kind: str) -> dict[str, object]:
-    """The option that gives the denoiser, and encoders that are no CLIP, weights of a type."""
-    prefixes = [TENSORS[model] for model in (known.denoiser, *known.encoders.values()) if model in TENSORS]
-    return {"--tensor-type-rules": ",".join(f"{prefix}={kind}" for prefix in prefixes)}
+def type_word(argument: str, given: Any) -> str:
+    """The word for a type, however it is spelt."""
+    word = str(given).upper()
+    choose(argument, word if word in TYPES_BY_WORD else given, TYPES_BY_WORD)
+    return word
 
 
 def planned_words(flash: bool = False, kind: str | None = None) -> list[tuple[str, ...]]:
-    """Of all ways that a plan tries, the plainest first."""
-    more = (*([FLASH] if flash else []), *([kind] if kind else []))
+    """The words of all ways that a plan tries, the plainest first. kind: a type, however it is spelt."""
+    more = (*[FLASH] * flash, *([] if kind is None else [type_word("types", kind)]))
     return [(residence, *vae, *more) for residence in RESIDENCES for vae in PLANNED_VAES]
 
 
@@ -188,10 +190,10 @@ def sdcpp_ways(
     components : dict
         By role, a type of ggml's such as ``"Q8_0"``, a size such as ``"6.8 GiB"``, or a file.
     wanted : iterable of tuple of str
-        The words of each way, as `words_of` and `planned_words` have them. A type among them is that of the denoiser
-        and of encoders that are no CLIP, where `components` says nothing of them.
+        The words of each way, as `words_of` and `planned_words` have them. What `components` say of a type goes
+        before a type among them.
     """
-    known = MODELS[pipeline]
+    known, options = MODELS[pipeline], options_of(pipeline)
     for role in components:
         choose("components", role, (*known.encoders, known.role, "vae"))
     told = {role: _weights(role, given) for role, given in components.items()}
@@ -201,7 +203,7 @@ def sdcpp_ways(
     length = PROMPT_TOKENS if tokens is None and not is_padded else tokens
 
     def way(words: tuple[str, ...]) -> Way:
-        smaller = next((word for word in words if word in WEIGHT_TYPES), known.type)
+        smaller = TYPES_BY_WORD.get(words[-1], known.type)
 
         def kind(role: str, component: str) -> tuple[str | None, int | None]:
             return told.get(role, (smaller if component in TENSORS else known.type, None))
@@ -227,7 +229,13 @@ def sdcpp_ways(
             VAE: vae._replace(runs=vae.runs * batch),
         }
         last = list(known.encoders.items())[-1]
-        return _way(known, words, models, "cpu" if kind(*last)[0] == "f16" else "cpu Q8_0")
+        phases, host = _phases(words, models, known.role, "cpu" if kind(*last)[0] == "f16" else "cpu Q8_0")
+        changes = ["tiles are blended where they overlap"] if "tiled" in words else []
+        changes += [f"weights in {word} are rounded" for word in words if word in TYPES_BY_WORD]
+        said = [word for word in words if word in VAE_FLAGS]
+        name = ", ".join([words[0], f"VAE {', '.join(said) or 'whole'}", *words[1 + len(said) :]])
+        settings = {flag: value for word in words for flag, value in options[word].items()}
+        return Way(name, settings, phases, host, " and ".join(changes), SDCPP_NOTES)
 
     return [way(words) for words in wanted]
 
@@ -235,35 +243,26 @@ def sdcpp_ways(
 def _weights(role: str, given: Any) -> tuple[str | None, int | None]:
     """(ggml's name of a type, None), or (None, bytes) where a size or a file is given."""
     told = told_bytes(role, given)
-    return (type_of(f"components[{role!r}]", given), None) if told is None else (None, told)
+    return (TYPES_BY_WORD[type_word(f"components[{role!r}]", given)], None) if told is None else (None, told)
 
 
-def _way(known: Models, words: tuple[str, ...], models: Mapping[str, Graph], encoders_on_cpu: str) -> Way:
-    """encoders_on_cpu: the kind of their work there."""
-    residence = RESIDENCES[words[0]]
+def _phases(
+    words: tuple[str, ...], models: Mapping[str, Graph], role: str, encoders_on_cpu: str
+) -> tuple[tuple[PlannedPhase, ...], int]:
+    """What each phase takes, and the host. role, encoders_on_cpu: the kinds of work that these do."""
+    residence, phases = RESIDENCES[words[0]], []
     on_cpu = {ENCODERS: encoders_on_cpu} if residence.on_cpu else {}
     on_cpu |= {VAE: "cpu"} if "on CPU" in words else {}
-    on_card = {ENCODERS: "transformer", DENOISER: known.role, VAE: "vae direct" if "direct" in words else "vae"}
-    phases = []
+    on_card = {ENCODERS: "transformer", DENOISER: role, VAE: "vae direct" if "direct" in words else "vae"}
     for (name, runs), resident in zip(RUNS.items(), residence.on_card, strict=True):
         weights = sum(models[model].weights for model in resident if model not in on_cpu)
-        added, work = 0, {}
-        if runs:
-            one = models[runs]
-            work[on_cpu.get(runs) or on_card[runs]] = float(one.flops * one.runs)
+        one, added, work = models.get(runs), 0, dict[str, float]()
+        if one:
+            work[(on_card | on_cpu)[runs]] = float(one.flops * one.runs)
             if runs not in on_cpu:
                 added = one.buffer + one.pool
                 if runs in residence.crosses:
                     work["link"] = float(residence.crosses[runs] * one.weights)
         phases.append(PlannedPhase(name, weights, added, work))
     host = sum(models[model].weights for model in {*residence.kept, *on_cpu})
-    host += max((models[model].buffer for model in on_cpu), default=0)
-    vae = ", ".join(word for word in VAE_FLAGS if word in words) or "whole"
-    kinds = [word for word in words if word in WEIGHT_TYPES]
-    name = ", ".join([words[0], f"VAE {vae}", *[FLASH] * (FLASH in words), *map(str.upper, kinds)])
-    settings: dict[str, object] = {}
-    for word in words:
-        settings |= type_flags(known, word) if word in kinds else WORDS[word]
-    changes = ["tiles are blended where they overlap"] if "tiled" in words else []
-    changes += [f"weights in {kind.upper()} are rounded" for kind in kinds]
-    return Way(name, settings, tuple(phases), host, " and ".join(changes), SDCPP_NOTES)
+    return tuple(phases), host + max((models[model].buffer for model in on_cpu), default=0)
