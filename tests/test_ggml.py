@@ -9,7 +9,7 @@ import pytest
 
 from vaemem.sdcpp.ggml import GGML_COMMIT, Node, flash_attn_ext, mul_mat, nodes_of, reserve
 from vaemem.sdcpp.graphs import COMPONENTS, DEFAULT_TILE, compute_buffer, graph, tile_count
-from vaemem.sdcpp.layers import SDCPP_COMMIT, WEIGHT_TYPES, Builder
+from vaemem.sdcpp.layers import GGML_TYPES, SDCPP_COMMIT, Builder
 
 MIB = 1 << 20
 MEASURED = Path(__file__).parents[1] / "benchmarks" / "results" / "sdcpp_buffers.csv"
@@ -184,7 +184,7 @@ def test_what_cannot_be_is_refused(component, options, words):
 
 def test_weights_of_no_whole_blocks_are_float32():
     sizes = {}
-    for kind in WEIGHT_TYPES:
+    for kind in GGML_TYPES:
         runner = Builder(kind, backend="cpu")
         runner.linear(Node("", (320, 1)), 64, bias=False)
         sizes[kind] = runner.weights

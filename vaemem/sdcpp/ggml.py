@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 
 GGML_COMMIT = "a8db410a252c8c8f2d120c6f2e7133ebe032f35d"  # of 2026-01-30
-ALIGNMENT = {"cpu": 32, "cuda": 128}  # of a tensor's place, by backend
+ALIGNMENTS = {"cpu": 32, "cuda": 128}  # of a tensor's place, by backend
 F16, F32, I32 = 2, 4, 4  # bytes of an element
 # Operations whose result may take the place of a source: ggml_op_can_inplace.
 INPLACE = frozenset({"add", "sub", "mul", "div", "scale", "unary", "rope", "rms_norm", "soft_max"})
@@ -230,7 +230,7 @@ def reserve(result: Node, inputs: Sequence[Node] = (), backend: str = "cuda") ->
             views[node.owner] += 1
         for source in node.sources:
             children[source] += 1
-    places = _Places(ALIGNMENT[backend])
+    places = _Places(ALIGNMENTS[backend])
     where: dict[Node, int] = {leaf: places.take(leaf.bytes) for leaf in leaves if not leaf.placed}
 
     def reusable(node: Node, source: Node) -> bool:

@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 from vaemem._common import choose
 from vaemem.engine.stored import BLOCKS
-from vaemem.sdcpp.ggml import ALIGNMENT, F16, F32, Node, flash_attn_ext, mul_mat, nodes_of, reserve
+from vaemem.sdcpp.ggml import ALIGNMENTS, F16, F32, Node, flash_attn_ext, mul_mat, nodes_of, reserve
 
 SDCPP_COMMIT = "0752cc9d3a8ddee25b72ca65d061a28310d97c02"  # of 2026-02-26
 _TYPES = "f32 f16 bf16 q8_0 q5_1 q5_0 q4_1 q4_0 q6_K q5_K q4_K q3_K q2_K"
-WEIGHT_TYPES = {name: BLOCKS[name.upper()] for name in _TYPES.split()}  # ggml's: elements of a block, and its bytes
+GGML_TYPES = {name: BLOCKS[name.upper()] for name in _TYPES.split()}  # ggml's: elements of a block, and its bytes
 EMBEDDING_TYPES = ("f16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")  # that sd.cpp looks tokens up in; others become f32
 FLASH_DEPTHS = (40, 64, 72, 80, 96, 112, 128, 256)  # of a head: what ggml-cuda has flash attention for
 # Elements: CUDA pads the last row of a quantised weight to a multiple, and every row that is multiplied with it.
@@ -64,8 +64,8 @@ class Builder:
         self, weight_type: str = "f16", *, conv_direct: bool = False, flash: bool = False, conv_scale: bool = False,
         backend: str = "cuda",
     ) -> None:  # fmt: skip
-        choose("weight_type", weight_type, WEIGHT_TYPES)
-        choose("backend", backend, ALIGNMENT)
+        choose("weight_type", weight_type, GGML_TYPES)
+        choose("backend", backend, ALIGNMENTS)
         self.weight_type, self.backend = weight_type, backend
         self.conv_direct, self.flash, self.conv_scale = conv_direct, flash, conv_scale
         self.weights = 0
@@ -92,12 +92,12 @@ class Builder:
 
     def weight(self, *ne: int, kind: str = "f32") -> str:
         """Count a weight of ne[0] columns, and say its type; of no whole blocks a row, it is float32."""
-        kind = "f32" if ne[0] % WEIGHT_TYPES[kind][0] else kind
-        block, size = WEIGHT_TYPES[kind]
+        kind = "f32" if ne[0] % GGML_TYPES[kind][0] else kind
+        block, size = GGML_TYPES[kind]
         elements = math.prod(ne)
         if block > 1 and self.backend == "cuda":
             elements += -ne[0] % ROW_PADDING
-        alignment = ALIGNMENT[self.backend]
+        alignment = ALIGNMENTS[self.backend]
         self.weights += -(elements // block * size // -alignment) * alignment
         return kind
 
@@ -236,22 +236,11 @@ class Builder:
         return self.attend(q, k, split(v), mask, flash=flash)
 
 
-def tokens_of(x: Node) -> Node:
-    """(W, H, C) as (C, W * H), copied."""
-    w, h, c, _ = x.ne
-    return x.permute(1, 2, 0, 3).cont().reshape(c, w * h)
-
-
-def image_of(x: Node, w: int, h: int) -> Node:
-    """(C, W * H) as (W, H, C), copied."""
-    return x.permute(1, 0, 2, 3).cont().reshape(w, h, x.ne[0])
-
-
 def _scratch(kind: str, x: Node, n: int) -> int:
     """Of a product of x with a weight of n rows."""
     if kind == "f32":
         return 0
     rows = math.prod(x.ne[1:])
-    if WEIGHT_TYPES[kind][0] == 1:
+    if GGML_TYPES[kind][0] == 1:
         return F16 * rows * (x.ne[0] + n)
     return rows * -(x.ne[0] // -ROW_PADDING) * ROW_PADDING * 36 // 32 + MMQ_BYTES

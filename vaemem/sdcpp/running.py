@@ -17,7 +17,7 @@ from vaemem.engine.weights import told_bytes
 from vaemem.prediction.planned import PlannedPhase, Way
 from vaemem.sdcpp.ggml import GGML_COMMIT
 from vaemem.sdcpp.graphs import COMPONENTS, DEFAULT_TILE, graph
-from vaemem.sdcpp.layers import SDCPP_COMMIT, WEIGHT_TYPES, Graph
+from vaemem.sdcpp.layers import GGML_TYPES, SDCPP_COMMIT, Graph
 
 # A CUDA context alone took 426 MiB on an RTX 6000 Ada (unslothai/unsloth-zoo#1053); what ggml's kernels add was not
 # measured.
@@ -52,8 +52,8 @@ MODELS = {
     "zimage-turbo": Models({"text_encoder": "qwen3-4b"}, "zimage", "flux"),
 }
 
-ENCODERS, DENOISER, VAE = ALL = ("text encoders", "denoiser", "VAE")
-RUNS = {"load": "", "encode prompt": ENCODERS, "denoise": DENOISER, "decode": VAE}  # which of them each phase runs
+_ENCODERS, _DENOISER, _VAE = _ALL = ("text encoders", "denoiser", "VAE")
+RUNS = {"load": "", "encode prompt": _ENCODERS, "denoise": _DENOISER, "decode": _VAE}  # which of them each phase runs
 
 
 class Residence(NamedTuple):
@@ -73,25 +73,25 @@ class Residence(NamedTuple):
     crosses: Mapping[str, int] = {}
 
 
-_EACH_ONCE = dict.fromkeys(ALL, 1)
+_EACH_ONCE = dict.fromkeys(_ALL, 1)
 RESIDENCES = {
-    "no offload": Residence({}, (ALL, ALL, ALL, ALL)),
+    "no offload": Residence({}, (_ALL, _ALL, _ALL, _ALL)),
     # The text encoder goes to the host once the prompt is encoded, and comes back for the next one.
     "cond_only": Residence(
-        {"--offload-mode": "cond_only"}, (ALL, ALL, (DENOISER, VAE), (DENOISER, VAE)), kept=(ENCODERS,),
-        crosses={ENCODERS: 2},
+        {"--offload-mode": "cond_only"}, (_ALL, _ALL, (_DENOISER, _VAE), (_DENOISER, _VAE)), kept=(_ENCODERS,),
+        crosses={_ENCODERS: 2},
     ),
-    "--clip-on-cpu": Residence({"--clip-on-cpu": True}, ((DENOISER, VAE),) * 4, on_cpu=(ENCODERS,)),
+    "--clip-on-cpu": Residence({"--clip-on-cpu": True}, ((_DENOISER, _VAE),) * 4, on_cpu=(_ENCODERS,)),
     # Each model's weights are copied to the card when it runs, and given back there.
     "--offload-to-cpu": Residence(
-        {"--offload-to-cpu": True}, ((), (ENCODERS,), (DENOISER,), (VAE,)), kept=ALL, crosses=_EACH_ONCE
+        {"--offload-to-cpu": True}, ((), (_ENCODERS,), (_DENOISER,), (_VAE,)), kept=_ALL, crosses=_EACH_ONCE
     ),
     # sd-cli makes one picture: each model's weights are given back when it has run, and are loaded for the next.
-    "freed after use": Residence({"program": "sd-cli"}, (ALL, ALL, (DENOISER, VAE), (VAE,)), crosses=_EACH_ONCE),
+    "freed after use": Residence({"program": "sd-cli"}, (_ALL, _ALL, (_DENOISER, _VAE), (_VAE,)), crosses=_EACH_ONCE),
 }  # fmt: skip
 VAE_FLAGS = {"direct": "--vae-conv-direct", "on CPU": "--vae-on-cpu", "tiled": "--vae-tiling"}
 FLASH = "--diffusion-fa"
-TYPES_BY_WORD = {kind.upper(): kind for kind in WEIGHT_TYPES}
+TYPES_BY_WORD = {kind.upper(): kind for kind in GGML_TYPES}
 PLANNED_VAES: tuple[tuple[str, ...], ...] = ((), ("direct",), ("tiled",), ("direct", "tiled"), ("on CPU", "tiled"))
 # What the names of a model's tensors begin with once sd.cpp has read them.
 TENSORS = {"t5-xxl": "text_encoders.t5xxl", "qwen3-4b": "text_encoders.llm"}
@@ -224,9 +224,9 @@ def sdcpp_ways(
             tile=DEFAULT_TILE if "tiled" in words else None, backend="cpu" if "on CPU" in words else "cuda",
         )  # fmt: skip
         models = {
-            ENCODERS: Graph(max(buffers), max(pools), sum(weights), sum(flops), prompts),
-            DENOISER: denoiser._replace(runs=steps * prompts * batch),
-            VAE: vae._replace(runs=vae.runs * batch),
+            _ENCODERS: Graph(max(buffers), max(pools), sum(weights), sum(flops), prompts),
+            _DENOISER: denoiser._replace(runs=steps * prompts * batch),
+            _VAE: vae._replace(runs=vae.runs * batch),
         }
         last = list(known.encoders.items())[-1]
         phases, host = _phases(words, models, known.role, "cpu" if kind(*last)[0] == "f16" else "cpu Q8_0")
@@ -251,9 +251,9 @@ def _phases(
 ) -> tuple[tuple[PlannedPhase, ...], int]:
     """What each phase takes, and the host. role, encoders_on_cpu: the kinds of work that these do."""
     residence, phases = RESIDENCES[words[0]], []
-    on_cpu = {ENCODERS: encoders_on_cpu} if residence.on_cpu else {}
-    on_cpu |= {VAE: "cpu"} if "on CPU" in words else {}
-    on_card = {ENCODERS: "transformer", DENOISER: role, VAE: "vae direct" if "direct" in words else "vae"}
+    on_cpu = {_ENCODERS: encoders_on_cpu} if residence.on_cpu else {}
+    on_cpu |= {_VAE: "cpu"} if "on CPU" in words else {}
+    on_card = {_ENCODERS: "transformer", _DENOISER: role, _VAE: "vae direct" if "direct" in words else "vae"}
     for (name, runs), resident in zip(RUNS.items(), residence.on_card, strict=True):
         weights = sum(models[model].weights for model in resident if model not in on_cpu)
         one, added, work = models.get(runs), 0, dict[str, float]()
