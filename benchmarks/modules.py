@@ -301,52 +301,10 @@ def _checked(checker: Any, image: torch.Tensor) -> torch.Tensor:
     return checker.visual_projection(checker.vision_model(image)[1])
 
 
-# ---- VAEs ----
-
-# One latent: of several, what attention leaves is laid out in another way, and the upsampler copies it.
-VAE_POINTS = points("h w", (64, 64), (48, 72), (33, 95), (56, 122), (101, 49))
-VAE_CHECKS = points("h w", (88, 120), (57, 66))
-
-
-def _vae(channels: int) -> torch.nn.Module:
-    from diffusers import AutoencoderKL
-
-    return AutoencoderKL(
-        down_block_types=("DownEncoderBlock2D",) * 4, up_block_types=("UpDecoderBlock2D",) * 4,
-        block_out_channels=(128, 256, 512, 512), layers_per_block=2, latent_channels=channels, sample_size=512,
-        use_quant_conv=channels == 4, use_post_quant_conv=channels == 4,
-    )  # fmt: skip
-
-
-def _upcast_vae() -> torch.nn.Module:
-    """As StableDiffusionXLPipeline.upcast_vae leaves it."""
-    vae = _vae(4).to(torch.float32)
-    for part in (vae.post_quant_conv, vae.decoder.conv_in, vae.decoder.mid_block):
-        part.to(torch.get_default_dtype())
-    return vae
-
-
-def _latents(channels: int) -> Callable[[Sizes, torch.dtype], Any]:
-    return lambda sizes, dtype: ((torch.empty(1, channels, sizes["h"], sizes["w"], dtype=dtype),), {})
-
-
-def _autoencoder(channels: int, whose: str) -> Module:
-    return Module(
-        f"AutoencoderKL.decode of {whose}; a latent h x w", partial(_vae, channels), _latents(channels),
-        VAE_POINTS, VAE_CHECKS, ["", "h", "w", "h w", "h h w w"],
-        run=lambda vae, z: vae.decode(z).sample,
-    )  # fmt: skip
-
-
 # Configurations are those of config.json in the published folders, where they differ from the classes' defaults:
 # stable-diffusion-v1-5, stabilityai/stable-diffusion-xl-base-1.0, black-forest-labs/FLUX.1-dev and FLUX.1-schnell,
 # Tongyi-MAI/Z-Image-Turbo.
 MODULES = {
-    "autoencoder-4": _autoencoder(4, "SD 1.5 and SDXL"),
-    "autoencoder-4-upcast": _autoencoder(4, "SDXL, in float32 but for its first blocks")._replace(
-        build=_upcast_vae, dtypes=(torch.float16,)
-    ),
-    "autoencoder-16": _autoencoder(16, "FLUX.1 and Z-Image"),
     "safety-checker": Module(
         "StableDiffusionSafetyChecker; n images", _safety_checker,
         lambda sizes, dtype: ((torch.empty(sizes["n"], 3, 224, 224, dtype=dtype),), {}),

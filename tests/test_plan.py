@@ -142,7 +142,7 @@ def small_card():
 def test_ways_of_diffusers_are_predictions(small_card):
     """Each way is `predict_pipeline` asked so, with its phases, verdicts and bytes."""
     names = [one.way.name for one in small_card.outcomes]
-    assert len(names) == 10 and names[0] == "no offload, VAE whole" and "sequential offload, VAE whole" in names
+    assert len(names) == 11 and names[0] == "no offload, VAE whole" and "sequential offload, VAE whole" in names
     for name, settings in (
         ("no offload, VAE whole", {}),
         ("model offload, VAE tiled", {"offload": "model", "vae": "tiled"}),
@@ -204,10 +204,10 @@ def test_a_run_that_begins_with_an_image():
 
 
 def test_batches_and_numpys_integers():
-    """Submodules that come and go were recorded for one image; slices make sense for more than one."""
+    """Slices make sense for more than one image."""
     plan = plan_pipeline("sd15", np.int64(512), 512, np.int64(2), gpu="RTX 3060")
     names = [one.way.name for one in plan.outcomes]
-    assert "no offload, VAE sliced" in names and not any("sequential" in name for name in names)
+    assert {"no offload, VAE sliced", "sequential offload, VAE sliced"} < set(names)
     assert "2 images" in plan.title
     assert predict_pipeline("sd15", np.int64(512), np.int32(512), gpu="RTX 3060").fits
 

@@ -10,6 +10,7 @@ from safetensors.numpy import save_file
 
 from vaemem.engine.weights import tensor_types
 from vaemem.pipelines import programs
+from vaemem.pipelines.run import weights_of
 from vaemem.pipelines.storage import GGML, RULES, TYPES, Stored, stored, tensor_bytes
 
 torch = pytest.importorskip("torch")
@@ -202,7 +203,7 @@ def test_published_files_sizes():
     zimage, qwen = (programs.load(name).weights for name in ("zimage-transformer", "qwen3-4b"))
     sizes = [total(zimage, "Q8_0", "comfyui-gguf"), total(qwen, "Q8_0", "llama.cpp")]
     assert [math.ceil(10 * size / 2**30) / 10 for size in sizes] == [6.8, 4.0]
-    vae = sum(weight.nbytes("float32") for weight in programs.load("autoencoder-16").weights)
+    vae = sum(weight.nbytes("float32") for weight in weights_of("zimage"))
     assert math.ceil(vae / 2**20) == 320
 
 

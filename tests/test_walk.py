@@ -11,11 +11,15 @@ torch = pytest.importorskip("torch")
 diffusers = pytest.importorskip("diffusers")
 accelerate = pytest.importorskip("accelerate")
 
+from test_trace import assert_same
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 from torch.utils.flop_counter import FlopCounterMode
 from torch_vaes import diffusers_vae
+
+from vaemem.prediction.gpus import find_gpu
+from vaemem.pytorch import record
 
 MODELS = _core.models()
 SMALL = {**MODELS["sdxl"], "name": "small", "block_out_channels": (8, 16, 16), "norm_num_groups": 4}
@@ -155,3 +159,16 @@ def test_flops_of_any_convolution():
     assert flops(1, 8, 12, 10, 16, 3, 2, 1, False, "x", 1, 2, 1) == 2 * 8 * 8 * 9 * 120  # transposed
     assert flops(1, 8, 12, 10, 16, 3, 1, 1, False, "x", 1, 1, None, 6) == 2 * 8 * 16 * 27 * 6 * 120
     assert flops(1 << 40, 1 << 40, 1, 1, 1, 1, 1, 0, False, "x") == 2**64 - 1  # or more
+
+
+@pytest.mark.parametrize("gpu", ["T4", "H200"])
+@pytest.mark.parametrize("model, dtype", [("sd15", "float16"), ("flux", "bfloat16")])
+def test_the_walk_on_gpus_whose_attention_differs(model, dtype, gpu):
+    """Each step and its bytes, beside a recording of the module; and what both make of the allocator."""
+    vae, card = diffusers_vae(MODELS[model], getattr(torch, dtype)), find_gpu(gpu)
+    z = torch.empty(1, MODELS[model]["latent_channels"], 88, 120, dtype=vae.dtype, device="meta")
+    recording = record(vae, z, gpu=gpu, call=lambda vae, z: vae.decode(z).sample)
+    walk = _core.Trace.vae(
+        MODELS[model], "diffusers", "decode", dtype, 704, 960, sm=card.sm, multiprocessors=card.multiprocessors
+    )
+    assert_same(walk, recording.trace)

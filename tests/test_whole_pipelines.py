@@ -24,10 +24,10 @@ sys.path.insert(0, str(BENCHMARKS))
 from diffusers.quantizers.quantization_config import QuantizationMethod
 from modules import MODULES, make
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch_vaes import diffusers_vae
 
-from vaemem import SimulatedProcess, predict_pipeline
+from vaemem import SimulatedProcess, _core, predict_pipeline
 from vaemem.pipelines.components import PIPELINES
-from vaemem.pipelines.run import RECORDED_VAES
 from vaemem.prediction.profiles import Conv
 from vaemem.pytorch import record
 
@@ -70,7 +70,8 @@ def built(name):
     """A module of the pipeline's components, and the pipeline that calls them, both on the device "meta"."""
     kind = PIPELINES[name]
     dtype = getattr(torch, kind.dtype)
-    parts = {role: make(MODULES[RECORDED_VAES.get(part, part)], dtype) for role, part in kind.parts.items()}
+    vae = diffusers_vae(_core.models()[kind.parts["vae"]], dtype)
+    parts = {role: vae if role == "vae" else make(MODULES[part], dtype) for role, part in kind.parts.items()}
     none = {"tokenizer": None, "scheduler": diffusers.DDIMScheduler(clip_sample=False, steps_offset=1)}
     if name == "sd15":
         rest = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}

@@ -92,7 +92,7 @@ def _encode_image(run: Run, call: Call) -> None:
     """As the image-to-image pipelines do: the image on the device, its latents, and noise beside them."""
     names, dtype = run.names, run.parts["vae"].dtype
     names["init_image"] = run.tensor("init_image", (call.batch, 3, call.height, call.width), dtype)
-    names["init_latents"] = run.encode(names["init_image"])
+    names["init_latents"] = run.encode(names["init_image"], call.vae)
     names["noise"] = run.tensor("noise", names["init_latents"].shape, dtype)
 
 

@@ -6,10 +6,11 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from vaemem import _core
 from vaemem._common import DTYPES, choose
 from vaemem.engine.weights import tensor_types
 from vaemem.pipelines.components import Pipeline
-from vaemem.pipelines.run import RECORDED_VAES, Part, recording_of
+from vaemem.pipelines.run import Part, weights_of
 from vaemem.pipelines.storage import BITSANDBYTES, GGML, TYPES, stored
 
 WEIGHT_TYPES = [name for name in TYPES if name not in ("float64", "int64", "bool")]  # which are tables' and masks'
@@ -32,10 +33,10 @@ def parts_of(pipeline: Pipeline, dtype: str, components: Mapping[str, Any]) -> t
 
 
 def _part(role: str, component: str, dtype: str, given: Any, upcast: bool) -> Part:
-    weights = recording_of(component).weights
+    weights = weights_of(component)
     if given in DTYPES:
         return Part(role, component, given, tuple(stored(weights, given, "all", given)), upcast and given == "float16")
-    if component in RECORDED_VAES:
+    if component in _core.models():
         choose(f"components[{role!r}]", given, DTYPES)
     if isinstance(given, os.PathLike) or (isinstance(given, str) and os.path.exists(given)):
         try:

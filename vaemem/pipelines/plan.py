@@ -10,7 +10,7 @@ from vaemem.engine.limits import parse_size
 from vaemem.engine.weights import told_bytes
 from vaemem.pipelines import ways_diffusers, ways_mlx
 from vaemem.pipelines.components import PIPELINES, Pipeline, refuse
-from vaemem.pipelines.run import recording_of
+from vaemem.pipelines.run import weights_of
 from vaemem.pipelines.seconds import cards_of, machine_of
 from vaemem.pipelines.ways import PipelinePlan, Room, outcome, planned
 from vaemem.prediction.gpus import CONTEXT, Gpu, find_gpu, sold
@@ -177,7 +177,7 @@ def weights_bytes(role: str, component: str, given: Any) -> int:
     if told is not None:
         return told
     choose(f"components[{role!r}]", given, DTYPES)
-    return sum(weight.nbytes(given) for weight in recording_of(component).weights)
+    return sum(weight.nbytes(given) for weight in weights_of(component))
 
 
 def _card(gpu: str | Gpu | None, memory: int | str | None, dtype: str) -> tuple[Gpu, list[str]]:

@@ -314,8 +314,6 @@ class PipelinePrediction(_Phases):
             if part.role == "vae" and call.vae == "vaemem":
                 rounded = f"in {part.dtype}, where diffusers converts to float32" if part.upcast else f"in {part.dtype}"
                 found.append(f"vae: vaemem decodes {rounded}; its code for GPUs has run on an emulator only")
-            elif part.upcast and (call.vae != "whole" or call.batch > 1):
-                found.append(f"{part.role}: all of it in float32, where diffusers leaves the middle block as it is")
         return tuple(found)
 
 

@@ -9,20 +9,20 @@ import contextlib
 import functools
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from vaemem import _core
 from vaemem._common import ELEMENT_BYTES
 from vaemem.pipelines import programs
 from vaemem.pipelines.components import VAE_STRIDE
-from vaemem.pipelines.storage import BITSANDBYTES, FOUR_BITS, GGML, SPELT, Stored, stored
+from vaemem.pipelines.storage import BITSANDBYTES, FOUR_BITS, GGML, SPELT, Stored
 from vaemem.prediction.benchmark import Names
 from vaemem.prediction.moments import Moment, PeakTensor, moments
 from vaemem.prediction.process import LoadedVAE, SimulatedProcess, Tensor
 from vaemem.prediction.question import usual_tile
-from vaemem.sdcpp.graphs import graph
+from vaemem.prediction.runtimes import architecture
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Part:
     weights : tuple of Stored
         As they are stored; of a VAE in `dtype`.
     upcast : bool
-        Of a VAE, whether it is converted to float32 for its call, and back (`upcasted`).
+        Of a VAE, whether it is converted to float32 for its call, and back.
     """
 
     role: str
@@ -60,7 +60,7 @@ class Part:
 
     @property
     def recording(self) -> programs.Recorded:
-        return recording_of(self.component)
+        return programs.load(self.component)
 
     @functools.cached_property
     def nbytes(self) -> int:
@@ -70,16 +70,10 @@ class Part:
         """Whether any of its weights is stored in one of these types."""
         return any(weight.type in types for weight in self.weights)
 
-    @functools.cached_property
-    def upcasted(self) -> Part:
-        """A VAE as `upcast_vae` leaves it for the decoding of one image: in float32 but for its first blocks."""
-        weights = stored(programs.load(UPCAST).weights, self.dtype, "all", self.dtype)
-        return replace(self, component=UPCAST, weights=tuple(weights))
-
     def _by_module(self, made: Mapping[str, int]) -> dict[str, list[tuple[str, int]]]:
         """{submodule: [(name, bytes)]} of named tensors. Where a file's tensors have other names than the submodules,
         the largest of them stands for the whole call, under ""."""
-        modules = {weight.module for weight in self.recording.weights}
+        modules = {weight.module for weight in weights_of(self.component)}
         found: dict[str, list[tuple[str, int]]] = {}
         for name, size in made.items():
             module, _, own = name.rpartition(".")
@@ -150,16 +144,25 @@ class Phase(NamedTuple):
         return self.reserved + self.outside
 
 
-RECORDED_VAES = {"sd15": "autoencoder-4", "sdxl": "autoencoder-4", "flux": "autoencoder-16", "zimage": "autoencoder-16"}
-UPCAST = "autoencoder-4-upcast"
-TILE_OVERLAP = 0.25  # of a tile's side: diffusers' default
+# What diffusers' upcast_vae converts back to half precision.
+FIRST = ("post_quant_conv.", "decoder.conv_in.", "decoder.mid_block.")
 OFFLOADS = ("none", "model", "sequential")
 PLAYED_STEPS = 2  # of the denoiser; the cache and the sizes are the same from the second one on
 
 
-def recording_of(component: str) -> programs.Recorded:
-    """The recorded module that is a component: of a VAE, all of its weights, and the call of its decoder."""
-    return programs.load(RECORDED_VAES.get(component, component))
+@functools.cache
+def weights_of(component: str) -> tuple[programs.Weight, ...]:
+    """A component's weights, in the order in which ``Module.to`` moves them."""
+    if component not in _core.models():
+        return programs.load(component).weights
+    return tuple(programs.Weight(*one) for one in _core.Trace.parameters(architecture(component), "diffusers"))
+
+
+@functools.lru_cache(maxsize=256)
+def vae_flops(model: str, op: str, height: int, width: int, batch: int = 1, tile: int = 0) -> int:
+    """FLOPs of a VAE's convolutions, products and attentions, tiles included; sizes in pixels of the image."""
+    arch = architecture(model)
+    return _core.Trace.vae(arch, "diffusers", op, "float16", height, width, batch, tile).flops
 
 
 class Run:
@@ -268,30 +271,22 @@ class Run:
         self._note(part.role)
         return self.process._as_tensor(f"output of {part.role}", left, (), part.dtype)
 
-    def encode(self, image: Tensor) -> Tensor:
-        """``vae.encode(image).latent_dist.sample()``, scaled."""
+    def encode(self, image: Tensor, how: str = "whole") -> Tensor:
+        """``vae.encode(image).latent_dist.sample()``, scaled; `how` as in `decode`."""
         part, process = self.parts["vae"], self.process
-        if self.offload == "sequential" or self._own_vae or "vae" in self.on_cpu:
-            raise ValueError(
-                "image: want it with the VAE whole on the device, got it on the CPU, with offload='sequential' or"
-                " vae='vaemem', of which encoding was not recorded"
-            )
-        batch, _, height, width = image.shape
-        model = {"zimage": "flux"}.get(part.component, part.component)
-        self._work["flops"] += batch * graph("vae-encoder", height, width, model=model).flops  # of the same encoder
-        self.bring("vae")
-        vae = self._loaded["vae"]
-        assert isinstance(vae, LoadedVAE)
+        if self._own_vae or "vae" in self.on_cpu:
+            raise ValueError("image: want it with PyTorch's VAE on the device, got that on the CPU or vae='vaemem'")
+        tile = self._count_vae("encode", image.shape, how)
+        vae = self._vae()
         if part.upcast:
             image = process.elementwise(image, "image", "float32")
-            process.convert(vae, "float32")
-        posterior = process.encode(vae, image)
-        self._note("vae")
+            self._convert(vae, "float32", "float32")
+        posterior = self._call_vae(process.encode, vae, image, tile, how)
         latents = process.sample(posterior)
         scaled = process.elementwise(latents, "latents", part.dtype)
         process.drop(posterior, latents, *[image] * part.upcast)
         if part.upcast:
-            process.convert(vae, part.dtype)
+            self._convert(vae, part.dtype, part.dtype)
         return scaled
 
     def decode(self, latents: Tensor, how: str = "whole", memory_limit: int = 0) -> Tensor:
@@ -300,50 +295,52 @@ class Run:
         how: ``"whole"``, ``"tiled"`` (``enable_tiling``), ``"sliced"`` (``enable_slicing``) or ``"vaemem"``.
         """
         part = self.parts["vae"]
-        batch, _, height, width = latents.shape
-        flops = part.recording.flops(part.dtype, h=height, w=width)
-        if self._count("vae", int(batch * flops * self._tiles(how, height, width))):
+        tile = self._count_vae("decode", latents.shape, how)
+        if "vae" in self.on_cpu:
             return Tensor("image", (), part.dtype, {})
         if how == "vaemem":
             return self._decode_outside(latents, memory_limit)
+        vae = self._vae()
+        if part.upcast:  # all of it to float32, then the first blocks back
+            self._convert(vae, "float32", "float32")
+            self._convert(vae, part.dtype, "float32")
+        image = self._call_vae(self.process.decode, vae, latents, tile, how)
+        if part.upcast:
+            self._convert(vae, part.dtype, part.dtype)
+        return image
+
+    def _count_vae(self, op: str, shape: Sequence[int], how: str) -> int:
+        """Counts the FLOPs of the VAE's call. Returns the side of its tiles in pixels, 0 where there are none."""
+        model = self.parts["vae"].component
+        batch, _, height, width = shape
+        scale, tile = 1 if op == "encode" else VAE_STRIDE, usual_tile(model) if how == "tiled" else 0
+        self._count("vae", vae_flops(model, op, scale * height, scale * width, batch, tile))
+        return tile
+
+    def _vae(self) -> LoadedVAE:
+        """On the device; with sequential offload one whose weights come for their calls."""
+        part = self.parts["vae"]
         if self.offload == "sequential":
-            if batch > 1 or how != "whole":
-                raise ValueError(
-                    f"vae: want one image, whole, with offload='sequential', got {batch} and vae={how!r}: how weights"
-                    " come and go was recorded for that alone"
-                )
-            return self._play(part.upcasted if part.upcast else part, {"h": height, "w": width})
+            return LoadedVAE(architecture(part.component), "diffusers", part.dtype, {}, sends=True)
         self.bring("vae")
         vae = self._loaded["vae"]
         assert isinstance(vae, LoadedVAE)
-        if part.upcast and how == "whole" and batch == 1:
-            return self._decode_upcast(part, vae, {"h": height, "w": width})
-        tile = usual_tile(part.component) if how == "tiled" else 0
-        process = self.process
-        if part.upcast:
-            process.convert(vae, "float32")
-            latents = process.elementwise(latents, "latents", "float32")
-        image = process.decode(vae, latents, tile=tile, slicing=how == "sliced")
+        return vae
+
+    def _call_vae(self, method: Callable[..., Tensor], vae: LoadedVAE, x: Tensor, tile: int, how: str) -> Tensor:
+        result = method(vae, x, tile=tile, slicing=how == "sliced")
         self._note("vae")
-        if part.upcast:
-            process.drop(latents)
-            process.convert(vae, part.dtype)
-        return image
+        trace, *_ = self._calls[-1][1]
+        self._work["sent"] += trace.sent
+        return result
 
-    def _decode_upcast(self, part: Part, vae: LoadedVAE, sizes: Mapping[str, int]) -> Tensor:
-        """As `upcast_vae` has it: to float32, the first blocks back, and all of it back after the call."""
-        process, before = self.process, vae.dtype
-        process.convert(vae, "float32")
-        self._resize(vae, part.upcasted)
-        image = self._play(part.upcasted, sizes)
-        self._resize(vae, part)
-        vae.dtype = before
-        return image
-
-    def _resize(self, vae: LoadedVAE, part: Part) -> None:
-        """Gives the VAE's weights the sizes of a part's: each one whose size changes is copied."""
-        held = zip((vae.storages or {}).items(), part.weights, strict=True)
-        self.process._copy(vae, {address: to.bytes for (address, size), to in held if size != to.bytes})
+    def _convert(self, vae: LoadedVAE, first: str, rest: str) -> None:
+        """The weights of the first blocks and the others to these dtypes: each one whose size changes is copied."""
+        weights = weights_of(self.parts["vae"].component)
+        wanted = (weight.nbytes(first if weight.name.startswith(FIRST) else rest) for weight in weights)
+        held = zip((vae.storages or {}).items(), wanted, strict=not vae.sends)
+        self.process._copy(vae, {address: to for (address, size), to in held if size != to})
+        vae.first, vae.dtype = first, rest
 
     def _decode_outside(self, latents: Tensor, memory_limit: int) -> Tensor:
         """vaemem's own memory is not PyTorch's: the whole limit counts while it runs; the image comes as a tensor."""
@@ -351,17 +348,6 @@ class Run:
         image = self.tensor("image", (batch, 3, VAE_STRIDE * height, VAE_STRIDE * width), latents.dtype)
         self._outside = memory_limit
         return image
-
-    def _tiles(self, how: str, height: int, width: int) -> float:
-        """How many pixels are decoded for each pixel of the image: more than one where tiles overlap."""
-        if how != "tiled":
-            return 1
-        tile = usual_tile(self.parts["vae"].component) // VAE_STRIDE
-        sides = [
-            sum(min(tile, side - at) for at in range(0, side, int(tile * (1 - TILE_OVERLAP)))) / side
-            for side in (height, width)
-        ]
-        return math.prod(sides) if max(height, width) > tile else 1
 
     def _note(self, role: str) -> None:
         self._calls.append((role, self.process._last))

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vaemem._common import DTYPES, choose, grouped, shipped, whole
-from vaemem.pipelines.run import recording_of
+from vaemem.pipelines.run import vae_flops
 from vaemem.prediction.gpus import Gpu, find_gpu, gpu_names
 from vaemem.tables.table import seed_table
 
@@ -170,7 +170,7 @@ def shares() -> tuple[Share, ...]:
     card, source = find_gpu("RTX 4090"), "the seed table: RTX 4090, PyTorch 2.7.1"
     for row in seed_table():
         if row["op"] == "decode":
-            flops = recording_of(row["model"]).flops(row["dtype"], h=row["height"] // 8, w=row["width"] // 8)
+            flops = vae_flops(row["model"], "decode", row["height"], row["width"])
             share = flops / row["seconds"] / peak(card, row["dtype"])
             found.append(Share("vae", card.name, card.capability, share, row["seconds"], source))
     return tuple(found)

@@ -106,12 +106,9 @@ def _large(pipeline: str) -> list[str]:
 
 
 def _vae_ways(offload: Any, batch: int, has_tiles: bool, image: bool) -> list[str]:
-    """How the VAE can run. With sequential offload that is only the whole decode of one image, since nothing else was
-    recorded; where the pipeline begins with an image, PyTorch encodes it with the VAE on the device."""
-    if offload == "sequential":
-        return ["whole"] if batch == 1 and not image else []
+    """How the VAE can run. vaemem only decodes, and accelerate's hooks are PyTorch's modules' alone."""
     ways = ["whole", *(["sliced"] if batch > 1 else []), *(["tiled"] if has_tiles else [])]
-    return ways if image else [*ways, "vaemem"]
+    return ways if image or offload == "sequential" else [*ways, "vaemem"]
 
 
 def _way(asked: _Asked, machine: Machine | None) -> Way:

@@ -56,13 +56,22 @@ class LoadedVAE(_Held):
         Image pixels a side of one latent pixel.
     channels_last : bool
         Whether the convolutions' filters are in that memory format.
+    first : str or None
+        The dtype of post_quant_conv, decoder.conv_in and decoder.mid_block, and of latents to decode, where it is
+        another, as diffusers' ``upcast_vae`` leaves it.
+    sends : bool
+        Whether each submodule's weights come for its call, as accelerate's hooks send them; none are there before.
     """
 
+    first: str | None = None
+
     def __init__(
-        self, arch: Mapping[str, Any], runtime: str, dtype: str, weights: Mapping[int, int], channels_last: bool = False
-    ):
+        self, arch: Mapping[str, Any], runtime: str, dtype: str, weights: Mapping[int, int],
+        channels_last: bool = False, sends: bool = False,
+    ):  # fmt: skip
         super().__init__(weights)
         self.arch, self.runtime, self.dtype, self.channels_last = dict(arch), runtime, dtype, channels_last
+        self.sends = sends
         self.factor = latent_factor(arch)
         self.key = tuple(sorted(self.arch.items()))
 

@@ -385,8 +385,9 @@ class SimulatedProcess:
             raise ValueError(f"{op}: want a model and an input that were not dropped")
         if len(x.shape) != 4 or x.shape[1] != channels:
             raise ValueError(f"{op}: want a tensor (N, {channels}, height, width), got {x.shape}")
-        if x.dtype != vae.dtype:
-            raise ValueError(f"{op}: want the weights' dtype {vae.dtype}, got {x.dtype}")
+        first = vae.dtype if encodes or not vae.first else vae.first
+        if x.dtype != first:
+            raise ValueError(f"{op}: want the weights' dtype {first}, got {x.dtype}")
         runtime = RUNTIMES[vae.runtime]
         if bool(x.storages) == runtime.host:
             place = "the host (tensor(..., host=True))" if runtime.host else "the device"
@@ -402,7 +403,7 @@ class SimulatedProcess:
         trace = _vae_trace(
             vae.key, runtime=vae.runtime, op=op, dtype=vae.dtype, height=height, width=width, batch=batch,
             tile=tile, slicing=slicing, sm=self.gpu.sm, multiprocessors=self.gpu.multiprocessors,
-            free_bytes=free, channels_last=vae.channels_last,
+            free_bytes=free, channels_last=vae.channels_last, first=first, sends=vae.sends,
         )  # fmt: skip
         return self._as_tensor(f"{op} of {arch['name']}", self.call(trace), result, vae.dtype)
 
