@@ -10,8 +10,12 @@ __path__ = _pkgutil.extend_path(__path__, __name__)
 
 from vaemem._common import __version__ as __version__
 from vaemem._core import OutOfMemoryError
+from vaemem.engine.arguments import Cancelled
 from vaemem.engine.device import DeviceArray
 from vaemem.engine.instructions import read_disabled as _read_disabled
+from vaemem.engine.records import Encoded, Run
+from vaemem.engine.tiling import Tiling
+from vaemem.engine.vae import VAE, backends
 from vaemem.prediction.formula import formula
 from vaemem.prediction.largest import predict_largest
 from vaemem.prediction.predict import Prediction, predict
@@ -20,7 +24,6 @@ from vaemem.prediction.replay import Replay, replay
 from vaemem.prediction.snapshot import CachingAllocator
 from vaemem.tables.sweep import sweep, tradeoff
 from vaemem.tables.table import Table, seed_table
-from vaemem.vae import VAE, Cancelled, Encoded, Run, Tiling, backends
 
 if _TYPE_CHECKING:
     from vaemem import plot as plot
