@@ -190,7 +190,7 @@ def test_a_picture_there_and_back(weights, tmp_path, capsys):
 
 @pytest.mark.parametrize("suffix", ["npy", "safetensors", "pt"])
 def test_latents_of_files(suffix, tmp_path):
-    from vaemem.engine.latents import read
+    from vaemem.engine.latents import read_latents
 
     want, path = np.arange(64, dtype=np.float32).reshape(4, 4, 4), tmp_path / f"z.{suffix}"
     if suffix == "npy":
@@ -200,7 +200,7 @@ def test_latents_of_files(suffix, tmp_path):
         torch.save({"latents": torch.from_numpy(want), "step": 3}, path)
     else:
         pytest.importorskip("safetensors.numpy").save_file({"latent_tensor": want, "version": want[0, 0, :1]}, path)
-    np.testing.assert_array_equal(read(path), want[None])
+    np.testing.assert_array_equal(read_latents(path), want[None])
 
 
 def test_what_holds_no_latents_is_refused(weights, tmp_path, capsys):

@@ -14,7 +14,7 @@ from cuda_kernels import round_up
 from cudnn_process import DTYPES, MIB, ROOT, compile_cudnn, key, process
 from emulator import build
 
-from vaemem.engine.cudnn import find_cudnn
+from vaemem.engine.cudnn_path import find_cudnn
 from vaemem.prediction.gpus import find_gpu
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import vaemem
-from vaemem.engine.cudnn import find_cudnn
+from vaemem.engine.cudnn_path import find_cudnn
 from vaemem.prediction import cudnn as asking
 from vaemem.prediction import profiles
 from vaemem.prediction.cudnn import InstalledCudnn

@@ -23,7 +23,7 @@ SIDE, SIZES = 192, (32, 48, 64)  # the real models, as small as a limit can be
 @pytest.fixture(scope="module")
 def out(tmp_path_factory):
     folder = tmp_path_factory.mktemp("demo") / "new" / "out"
-    assert _demo.run(folder, progress=False, side=SIDE, sizes=SIZES) == folder / "index.html"
+    assert _demo.make_demo(folder, progress=False, side=SIDE, sizes=SIZES) == folder / "index.html"
     yield folder
     for weights in folder.rglob("*.safetensors"):
         weights.unlink()  # 0.3 GB that pytest would keep for three sessions
@@ -44,7 +44,7 @@ def test_the_answer_comes_first_and_is_what_predict_says(report):
     assert first.startswith("# Does it fit?")
     for card in _demo.CARDS:
         line = cells(first, card)
-        asked = [predict("sdxl", "decode", side, side, "float16", gpu=card) for side in _demo.SIDES]
+        asked = [predict("sdxl", "decode", side, side, "float16", gpu=card) for side in _demo.ASKED]
         assert line[2:-1] == [f"{'✓' if p.fits else '✗'} {p.outcome}" for p in asked]
         assert line[-1] == "x".join(map(str, predict_largest("sdxl", "decode", "float16", gpu=card)))
 
@@ -98,7 +98,7 @@ def test_weights_of_ones_own_and_no_pytorch(tmp_path, capsys, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else find(name))
     VAE.random("flux").save(tmp_path / "ae.safetensors", layout="bfl")
-    page = _demo.run(tmp_path / "out", tmp_path / "ae.safetensors", progress=False, side=64, sizes=SIZES)
+    page = _demo.make_demo(tmp_path / "out", tmp_path / "ae.safetensors", progress=False, side=64, sizes=SIZES)
     (tmp_path / "ae.safetensors").unlink()
     text = page.read_text("utf-8")
     assert "Not measured, for want of torch: <code>pip install torch diffusers</code>" in text
@@ -125,7 +125,7 @@ def test_bad_output_folder(tmp_path, capsys):
 def test_bad_side(tmp_path, side):
     VAE.random("sdxl").save(tmp_path / "vae")
     with pytest.raises(ValueError, match=f"side: want a multiple of 8, got {side}"):
-        _demo.run(tmp_path, tmp_path / "vae", progress=False, side=side)
+        _demo.make_demo(tmp_path, tmp_path / "vae", progress=False, side=side)
     (tmp_path / "vae" / "diffusion_pytorch_model.safetensors").unlink()
 
 

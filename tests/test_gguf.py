@@ -13,10 +13,10 @@ from weights_files import FLUX_LIKE, SMALL, make, respell, same, tensors_of, wri
 
 from vaemem import VAE, _core
 from vaemem.__main__ import main
-from vaemem.engine import gguf, stored, weights
+from vaemem.engine import file_tensors, gguf, weights
 
 package = pytest.importorskip("gguf")
-IDS = {name: number for number, name in gguf.TYPES.items()}
+IDS = {name: number for number, name in gguf.KINDS.items()}
 
 # ---- files ----
 
@@ -48,7 +48,7 @@ def pack(array, dtype):
     try:
         return package.quants.quantize(array, kind)
     except NotImplementedError:
-        numbers, size = stored.BLOCKS[dtype]
+        numbers, size = file_tensors.BLOCKS[dtype]
         packed = np.random.default_rng(array.size).integers(0, 256, (array.size // numbers, size), np.uint8)
         return packed.reshape(*array.shape[:-1], array.shape[-1] // numbers * size)
 
@@ -90,7 +90,7 @@ def small(tmp_path, dtype="F32"):
 
 def blocks(dtype):
     """That type wherever a row is a whole number of its blocks; elsewhere float32."""
-    return lambda name, shape: dtype if shape[-1] % stored.BLOCKS[dtype][0] == 0 else "F32"
+    return lambda name, shape: dtype if shape[-1] % file_tensors.BLOCKS[dtype][0] == 0 else "F32"
 
 
 # ---- the same weights ----
@@ -99,7 +99,7 @@ def blocks(dtype):
 def is_decoded(dtype):
     """Whether the installed package knows how."""
     kind = getattr(package.GGMLQuantizationType, dtype, None)
-    return dtype in stored.FLOATS or (kind is not None and kind in package.quants._type_traits)
+    return dtype in file_tensors.FLOATS or (kind is not None and kind in package.quants._type_traits)
 
 
 DECODED = [dtype for dtype in gguf.READABLE if is_decoded(dtype)]
@@ -110,12 +110,12 @@ def test_the_types_are_there():
 
 
 def test_types_and_their_blocks_are_the_packages():
-    for number, name in gguf.TYPES.items():
+    for number, name in gguf.KINDS.items():
         if hasattr(package.GGMLQuantizationType, name):  # an older one lacks the newest
             theirs = package.GGMLQuantizationType(number)
-            assert theirs.name == name and package.GGML_QUANT_SIZES[theirs] == stored.BLOCKS[name]
-    assert set(gguf.READABLE) <= set(gguf.TYPES.values())
-    assert all(stored.STEP % stored.BLOCKS[name][0] == 0 for name in stored.BLOCKS)
+            assert theirs.name == name and package.GGML_QUANT_SIZES[theirs] == file_tensors.BLOCKS[name]
+    assert set(gguf.READABLE) <= set(gguf.KINDS.values())
+    assert all(file_tensors.PIECE % file_tensors.BLOCKS[name][0] == 0 for name in file_tensors.BLOCKS)
 
 
 @pytest.mark.parametrize("dtype", DECODED)
@@ -130,8 +130,8 @@ def test_parity_with_safetensors(tmp_path, dtype):
     types = {name: (shape, kind, size) for name, shape, kind, size in weights.tensor_types(tmp_path / "a.gguf")}
     assert {name: shape for name, (shape, *_) in types.items()} == {name: t.shape for name, t in held.items()}
     large = "decoder.up_blocks.0.resnets.0.conv1.weight"
-    numbers, size = stored.BLOCKS[dtype]
-    assert types[large][1:] == (dtype, 128 * 128 * 9 // numbers * size) and 128 * 128 * 9 > 2 * stored.STEP
+    numbers, size = file_tensors.BLOCKS[dtype]
+    assert types[large][1:] == (dtype, 128 * 128 * 9 // numbers * size) and 128 * 128 * 9 > 2 * file_tensors.PIECE
 
 
 def test_q8_0_by_hand(tmp_path):
@@ -164,7 +164,7 @@ def test_as_stable_diffusion_cpp_converts(tmp_path, layout, prefix, dtype):
     for name, t in tensors.items():
         if layout != "diffusers" and t.ndim == 2:
             t = t.reshape(*t.shape, 1, 1)
-        whole = t.shape[-1] % stored.BLOCKS[dtype][0] == 0
+        whole = t.shape[-1] % file_tensors.BLOCKS[dtype][0] == 0
         kind = dtype if whole and not name.endswith(".bias") else "F32"
         packed = pack(t, kind)
         held[name] = unpack(packed, kind).reshape(tensors[name].shape)
@@ -211,7 +211,7 @@ def test_tensor_types_of_a_file_of_any_size_without_its_numbers(tmp_path):
     kinds = ["Q8_0", "F32", "Q4_K", "I32"]
     infos, end, want = [], 0, []
     for (name, shape), dtype in zip(shapes.items(), kinds, strict=True):
-        numbers, size = stored.BLOCKS[dtype]
+        numbers, size = file_tensors.BLOCKS[dtype]
         nbytes = math.prod(shape) // numbers * size
         infos.append(info(name, shape, dtype, end))
         want.append((name, shape, dtype, nbytes))
@@ -290,7 +290,7 @@ def test_a_type_that_the_package_does_not_decode(tmp_path, dtype):
     for name, shape in make().tensors:
         kind = dtype if shape == (64, 64) and name.startswith("encoder") else "F32"
         shape = (16, 256) if kind == dtype else shape
-        numbers, size = stored.BLOCKS[kind]
+        numbers, size = file_tensors.BLOCKS[kind]
         infos.append(info(name, shape, kind, len(data)))
         data += b"\0" * (-(-math.prod(shape) // numbers * size // 32) * 32)
     values = [
@@ -309,7 +309,7 @@ def test_other_types_are_named(tmp_path):
     for name, shape in shapes.items():
         kind = "F64" if name == "decoder.conv_in.bias" else "F32"
         infos.append(info(name, shape, kind, len(data)))
-        data += b"\0" * (-(-math.prod(shape) * stored.BLOCKS[kind][1] // 32) * 32)
+        data += b"\0" * (-(-math.prod(shape) * file_tensors.BLOCKS[kind][1] // 32) * 32)
     (tmp_path / "a.gguf").write_bytes(file_bytes(infos, data=data))
     with pytest.raises(ValueError, match=r"1 tensor.*decoder\.conv_in\.bias: want F32, F16, BF16, Q1_0, .*, got F64"):
         weights.load(tmp_path / "a.gguf")
@@ -340,13 +340,16 @@ BAD = {
     "list_of_texts_beyond_file": (file_bytes(values=[value("a", LIST, struct.pack("<IQ", TEXT, HUGE))]), "texts"),
     "list_of_lists": (file_bytes(values=[value("a", LIST, struct.pack("<IQ", LIST, 1) * 9)]), "want numbers or texts"),
     "value_twice": (file_bytes(values=[value("a", U32, bytes(4))] * 2), "a comes twice"),
-    "alignment_0": (file_bytes(values=[value(gguf.ALIGNMENT, U32, bytes(4))]), "want a power of 2 .* got 0 of type 4"),
+    "alignment_0": (
+        file_bytes(values=[value(gguf.ALIGNMENT_KEY, U32, bytes(4))]),
+        "want a power of 2 .* got 0 of type 4",
+    ),
     "alignment_3": (
-        file_bytes(values=[value(gguf.ALIGNMENT, U32, struct.pack("<I", 3))]),
+        file_bytes(values=[value(gguf.ALIGNMENT_KEY, U32, struct.pack("<I", 3))]),
         "want a power of 2 .* got 3 of type 4",
     ),
-    "alignment_text": (file_bytes(values=[value(gguf.ALIGNMENT, TEXT, text("32"))]), "want a power of 2"),
-    "alignment_float": (file_bytes(values=[value(gguf.ALIGNMENT, 6, struct.pack("<f", 32))]), "want a power of 2"),
+    "alignment_text": (file_bytes(values=[value(gguf.ALIGNMENT_KEY, TEXT, text("32"))]), "want a power of 2"),
+    "alignment_float": (file_bytes(values=[value(gguf.ALIGNMENT_KEY, 6, struct.pack("<f", 32))]), "want a power of 2"),
     "name_beyond_file": (file_bytes([struct.pack("<Q", HUGE) + bytes(64)]), "letters"),
     "name_not_utf8": (file_bytes([info(b"\xc3(", (4,), "F32", 0)], data=bytes(16)), "want a name in UTF-8"),
     "name_twice": (file_bytes([F32, F32], data=bytes(64)), "a comes twice"),
@@ -457,7 +460,7 @@ def test_every_truncation_of_a_real_file(tmp_path, dtype):
 def test_a_file_that_shrinks_while_it_is_read(tmp_path, monkeypatch):
     path = tmp_path / "a.gguf"
     write_gguf(path, tensors_of(make()), blocks("Q8_0"))
-    size, read = path.stat().st_size, stored.read
+    size, read = path.stat().st_size, file_tensors.read_tensor
 
     def cut(file, tensor, shape):
         if tensor.name == "encoder.conv_in.bias":
@@ -465,7 +468,7 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path, monkeypatch):
                 f.truncate(size // 8)
         return read(file, tensor, shape)
 
-    monkeypatch.setattr(stored, "read", cut)
+    monkeypatch.setattr(file_tensors, "read_tensor", cut)
     with pytest.raises(ValueError, match=r"a\.gguf: \S+: want \d+ bytes .*, got \d+: the file was cut"):
         weights.load(path)
 

@@ -55,7 +55,7 @@ def table():
 
 def test_the_published_table_is_reproduced(table):
     rows = reproduce.reproduce(table)
-    counts = reproduce.summary(rows)
+    counts = reproduce.agreement(rows)
     assert counts["rows"] == 98
     # 0.01 MiB: the table's decimals. 94 rows are equal; the other four are 0.4 MiB off, one small segment in one of
     # five runs.
@@ -67,8 +67,8 @@ def test_the_published_table_is_reproduced(table):
 def test_what_the_inferred_rules_are_worth(table):
     inferred = reproduce.inferred()
     assert inferred["recorded"]["how"] == "inferred" and len(inferred["rules"]) <= 12
-    left_out = reproduce.summary(reproduce.leave_one_out(table))
-    nothing = reproduce.summary(reproduce.reproduce(table, reproduce.profile_workspace(reproduce.NEAREST)))
+    left_out = reproduce.agreement(reproduce.leave_one_out(table))
+    nothing = reproduce.agreement(reproduce.reproduce(table, reproduce.profile_workspace(reproduce.NEAREST)))
     assert nothing["allocated_equal"] >= 80 and nothing["reserved_equal"] < 50  # the rules are needed,
     assert (
         left_out["allocated_equal"] >= 96 and left_out["reserved_within_1_percent"] >= 80

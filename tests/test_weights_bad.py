@@ -18,7 +18,7 @@ from safetensors import numpy as safetensors_numpy
 from weights_files import CONFIGS, FLUX_LIKE, SMALL, make, respell, same, tensors_of, write
 
 from vaemem import VAE, _core
-from vaemem.engine import stored, weights
+from vaemem.engine import file_tensors, weights
 
 # ---- tensors that are not as they should be ----
 
@@ -171,7 +171,7 @@ def test_every_truncation_of_a_real_file(tmp_path):
 def test_a_file_that_shrinks_while_it_is_read(tmp_path, monkeypatch):
     path = tmp_path / "a.safetensors"
     weights.save(make(), path)
-    size, read = path.stat().st_size, stored.read
+    size, read = path.stat().st_size, file_tensors.read_tensor
 
     def cut(file, tensor, shape):
         if tensor.name == "encoder.conv_in.bias":
@@ -179,13 +179,13 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path, monkeypatch):
                 f.truncate(size // 2)
         return read(file, tensor, shape)
 
-    monkeypatch.setattr(stored, "read", cut)
+    monkeypatch.setattr(file_tensors, "read_tensor", cut)
     with pytest.raises(ValueError, match=r"a\.safetensors: \S+\.weight: want \d+ bytes .*, got \d+: the file was cut"):
         weights.load(path)
 
 
 def test_nothing_of_the_file_is_mapped(tmp_path, monkeypatch):
-    path, read, maps = tmp_path / "a.safetensors", stored.read, []
+    path, read, maps = tmp_path / "a.safetensors", file_tensors.read_tensor, []
 
     def look(*args):
         array = read(*args)
@@ -193,7 +193,7 @@ def test_nothing_of_the_file_is_mapped(tmp_path, monkeypatch):
         return array
 
     weights.save(make(), path)
-    monkeypatch.setattr(stored, "read", look)
+    monkeypatch.setattr(file_tensors, "read_tensor", look)
     if sys.platform == "linux":
         weights.load(path)
         assert maps and not any("a.safetensors" in text for text in maps)

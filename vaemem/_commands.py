@@ -48,7 +48,7 @@ def _print(result: Any, form: str) -> None:
 
 
 def run_demo(args: argparse.Namespace) -> None:
-    _demo.run(args.out, args.weights)
+    _demo.make_demo(args.out, args.weights)
 
 
 def run_estimate(args: argparse.Namespace) -> None:
@@ -144,7 +144,7 @@ def _written(image: Any) -> dict[str, str]:
 
 
 def run_decode(args: argparse.Namespace) -> None:
-    z = latents.read(args.latents)
+    z = latents.read_latents(args.latents)
     stem, suffix = os.path.splitext(args.out)
     known = _written(need("PIL.Image", "decode"))
     if suffix.lower() not in known:
@@ -287,7 +287,7 @@ def run_reproduce(args: argparse.Namespace) -> None:
         return
     if args.csv:
         check_writable(args.csv)
-    reproduce.run(args.table, args.csv)
+    reproduce.print_all(args.table, args.csv)
 
 
 def run_backends(args: argparse.Namespace) -> None:

@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 CARDS = ("RTX 3050 Laptop", "RTX 2060", "RTX 4060", "RTX 3060", "RTX 4090")
-SIDES = (1024, 1536, 2048, 3072)  # of the images that are asked about
+ASKED = (1024, 1536, 2048, 3072)  # of the images that are asked about
 SWEEP = ("sdxl", "flux")
 
 
-def run(
+def make_demo(
     out: str | os.PathLike[str] = "out",
     weights: str | os.PathLike[str] | None = None,
     progress: bool = True,
@@ -121,7 +121,7 @@ def _cards(document: Document, vae: VAE, progress: bool) -> None:
     _say(progress, f"predict SDXL's decode in PyTorch on {', '.join(CARDS)}")
     lines = []
     for card in CARDS:
-        asked = [predict("sdxl", "decode", side, side, "float16", gpu=card) for side in SIDES]
+        asked = [predict("sdxl", "decode", side, side, "float16", gpu=card) for side in ASKED]
         height, width = predict_largest("sdxl", "decode", "float16", gpu=card)
         verdicts = (f"{'✓' if p.fits else '✗'} {p.outcome}" for p in asked)
         lines.append([card, _gib(asked[0].available), *verdicts, f"{height}x{width}"])
@@ -129,7 +129,7 @@ def _cards(document: Document, vae: VAE, progress: bool) -> None:
         "SDXL's VAE decodes an image in PyTorch: diffusers, float16, nothing else on the card. Predicted, with no GPU "
         "and no PyTorch:"
     )
-    sizes = [f"{side}x{side}" for side in SIDES]
+    sizes = [f"{side}x{side}" for side in ASKED]
     document.table(["card", "GiB to use", *sizes, "largest square"], lines)
     document.table(
         [f"GiB that it takes on {CARDS[-1]}", *sizes],
@@ -138,7 +138,7 @@ def _cards(document: Document, vae: VAE, progress: bool) -> None:
             ["at least: PyTorch frees its cache when short", *(_gib(p.least_reserved) for p in asked)],
         ],
     )
-    run, smallest = vae.estimate("decode", SIDES[0], SIDES[0]), vae.smallest("decode", SIDES[0], SIDES[0])
+    run, smallest = vae.estimate("decode", ASKED[0], ASKED[0]), vae.smallest("decode", ASKED[0], ASKED[0])
     document.text(
         f"vaemem's own decode of {sizes[0]} on this CPU, in float32, takes {mib(run.peak_bytes)} MiB with the weights; "
         f"{mib(smallest)} are enough for the same bits, with more work."

@@ -11,7 +11,7 @@ from vaemem import _core
 from vaemem._common import latent_factor
 from vaemem.engine.device import Device, DeviceArray
 
-NAMES = {"encode": "x", "decode": "z"}  # of what goes in
+INPUT_NAMES = {"encode": "x", "decode": "z"}  # of what goes in
 
 
 def request_of(op: str, height: int, width: int, batch: int, pixels: str, floats: str | None = None) -> dict[str, Any]:
@@ -67,7 +67,7 @@ class _Arrays:
         else:
             pixels, wanted = "float", f"(N, {channels}, H, W)"
         if len(given.shape) != 4 or given.shape[axis] != channels:
-            raise ValueError(f"{NAMES[op]}: want shape {wanted}, got {given.shape}")
+            raise ValueError(f"{INPUT_NAMES[op]}: want shape {wanted}, got {given.shape}")
         n, *sides = given.shape[:axis] + given.shape[axis + 1 :]
         for name, side in zip(("height", "width"), sides, strict=True):
             if op == "encode" and floats is None and side % scale_in:
@@ -98,7 +98,7 @@ class HostArrays(_Arrays):
         so it is looked for here, as the core does where the bytes are its own."""
         data = np.asarray(array)
         if op == "decode" or data.dtype != np.uint8:
-            check_real(data, NAMES[op], "(N, C, h, w)" if op == "decode" else f"(N, {arch['in_channels']}, H, W)")
+            check_real(data, INPUT_NAMES[op], "(N, C, h, w)" if op == "decode" else f"(N, {arch['in_channels']}, H, W)")
         super().__init__(arch, op, data, pixels, out)
         if out is not None:
             check_out(out, self.shape, self.dtype)
@@ -122,7 +122,7 @@ class DeviceArrays(_Arrays):
         self._target: Any = None  # out, borrowed
         self._stream, known = device.stream_of(array)
         device.backend.check_stream(self._stream)
-        self._given = device.borrow(array, NAMES[op], self._stream)
+        self._given = device.borrow(array, INPUT_NAMES[op], self._stream)
         as_bytes = self._given.dtype == "uint8"
         if as_bytes and op == "decode":
             raise ValueError("z: want float32, float16 or bfloat16, got uint8")

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from vaemem.engine.cudnn import find_cudnn
+from vaemem.engine.cudnn_path import find_cudnn
 
 try:
     from vaemem import _cuda

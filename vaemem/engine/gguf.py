@@ -11,20 +11,20 @@ import os
 import struct
 from typing import IO, Any
 
+from vaemem.engine.file_tensors import BLOCKS, FLOATS, MAX_HEADER, QUANTISED, FileTensor, bytes_of, fill
 from vaemem.engine.layouts import shown
-from vaemem.engine.stored import BLOCKS, FLOATS, MAX_HEADER, QUANTISED, Stored, bytes_of, fill
 
 MAGIC = b"GGUF"
 READABLE = (*FLOATS, *QUANTISED)
 VERSIONS = (2, 3)  # 1 had other counts, and ggml no longer reads it
-ALIGNMENT, USUAL_ALIGNMENT = "general.alignment", 32
+ALIGNMENT_KEY, USUAL_ALIGNMENT = "general.alignment", 32
 ORIGINAL_SHAPE = "comfy.gguf.orig_shape."  # and a tensor's name, where rows were made longer so that blocks fit
 MAX_DIMS = 5  # ggml's own are 4; files of video models have 5, which stable-diffusion.cpp reads
 # Of ggml_type; numbers that are missing were other types once.
-TYPES = {0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K"}
-TYPES |= {13: "Q5_K", 14: "Q6_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S"}
-TYPES |= {22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 30: "BF16"}
-TYPES |= {34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4", 41: "Q1_0", 42: "Q2_0"}
+KINDS = {0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K"}
+KINDS |= {13: "Q5_K", 14: "Q6_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S"}
+KINDS |= {22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 30: "BF16"}
+KINDS |= {34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4", 41: "Q1_0", 42: "Q2_0"}
 # Of gguf_type: the types of values beside the tensors.
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 UINT32, STRING, ARRAY = 4, 8, 9
@@ -120,14 +120,14 @@ def _tensors(cursor: _Cursor, count: int) -> dict[str, tuple[tuple[int, ...], st
         if dims > MAX_DIMS:
             raise ValueError(f"header: {shown(name)}: want 0 to {MAX_DIMS} dimensions, got {dims}")
         shape, kind, offset = cursor.numbers("Q", dims)[::-1], cursor.number("I"), cursor.number("Q")
-        if kind not in TYPES:
+        if kind not in KINDS:
             raise ValueError(f"header: {shown(name)}: want a type that ggml has, got {kind}")
-        row, (numbers, _) = shape[-1] if shape else 1, BLOCKS[TYPES[kind]]
+        row, (numbers, _) = shape[-1] if shape else 1, BLOCKS[KINDS[kind]]
         if row % numbers:
             raise ValueError(
-                f"header: {shown(name)}: want rows of a multiple of {numbers} numbers of {TYPES[kind]}, got {row}"
+                f"header: {shown(name)}: want rows of a multiple of {numbers} numbers of {KINDS[kind]}, got {row}"
             )
-        found[name] = shape, TYPES[kind], offset
+        found[name] = shape, KINDS[kind], offset
     return found
 
 
@@ -145,7 +145,7 @@ def _original(name: str, shape: tuple[int, ...], values: dict[str, tuple[int, An
     return original
 
 
-def header(f: IO[bytes]) -> tuple[list[Stored], dict[str, str]]:
+def header(f: IO[bytes]) -> tuple[list[FileTensor], dict[str, str]]:
     """The tensors of a file; of its values none is passed on. As strict as ggml: each begins where the one before it
     ends, rounded up to the alignment; and the file ends with them."""
     cursor = _Cursor(f)
@@ -155,9 +155,9 @@ def header(f: IO[bytes]) -> tuple[list[Stored], dict[str, str]]:
         raise ValueError(f"header: want version 2 or 3, little-endian, got {version}")
     count, value_count = cursor.numbers("Q", 2)
     values = _values(cursor, value_count)
-    kind, alignment = values.get(ALIGNMENT, (UINT32, USUAL_ALIGNMENT))
+    kind, alignment = values.get(ALIGNMENT_KEY, (UINT32, USUAL_ALIGNMENT))
     if kind != UINT32 or alignment < 1 or alignment & (alignment - 1):
-        raise ValueError(f"header: {ALIGNMENT}: want a power of 2 of type {UINT32}, got {alignment} of type {kind}")
+        raise ValueError(f"header: {ALIGNMENT_KEY}: want a power of 2 of type {UINT32}, got {alignment} of type {kind}")
 
     def rounded_up(at: int) -> int:
         return -(-at // alignment) * alignment
@@ -173,7 +173,7 @@ def header(f: IO[bytes]) -> tuple[list[Stored], dict[str, str]]:
         end = at + nbytes
         if end > cursor.size:
             raise ValueError(f"{shown(name)}: want bytes {at} to {end}, got a file of {cursor.size} bytes")
-        result.append(Stored(name, _original(name, shape, values), dtype, nbytes, at))
+        result.append(FileTensor(name, _original(name, shape, values), dtype, nbytes, at))
     if not end <= cursor.size <= rounded_up(end):
         raise ValueError(f"want {end} bytes, header and tensors, got {cursor.size}")
     return result, {}

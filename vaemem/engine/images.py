@@ -19,7 +19,7 @@ ALPHA = ("RGBA", "RGBa", "LA", "La", "PA")
 BYTES = ("RGB", "RGBX", "L", "1", "P", "CMYK", "YCbCr", "LAB", "HSV", *ALPHA)  # Pillow's modes of 8 bits a channel
 
 
-def read(x: Any) -> tuple[Any, Notes]:
+def read_images(x: Any) -> tuple[Any, Notes]:
     """One of Pillow's images or an image file, or a sequence of them, as uint8 (N, H, W, 3); a sequence of arrays as
     one array; anything else as it is. And notes of what was done to them. ValueError where a sequence has images of
     different sizes, or where something is masked."""
@@ -66,7 +66,7 @@ def pad(x: Any, how: str | None, factor: int) -> tuple[Any, Notes]:
     array = np.asarray(x)
     if array.ndim != 4 or 0 in array.shape:
         return x, ()
-    height, width = size_of(array)
+    height, width = image_size(array)
     more = -height % factor, -width % factor
     if not any(more):
         return x, ()
@@ -76,7 +76,7 @@ def pad(x: Any, how: str | None, factor: int) -> tuple[Any, Notes]:
     return np.pad(array, widths, mode=how), (done,)  # type: ignore[call-overload]
 
 
-def size_of(array: Any) -> tuple[int, int]:
+def image_size(array: Any) -> tuple[int, int]:
     """(height, width) of the images in an array, or in what NumPy makes one of."""
     array = np.asarray(array)
     return tuple(array.shape[1:3] if array.dtype == np.uint8 else array.shape[2:])

@@ -19,7 +19,7 @@ from vaemem.engine.arrays import as_float
 from vaemem.engine.weights import read_tensors
 
 
-def read(path: str | os.PathLike[str]) -> np.ndarray:
+def read_latents(path: str | os.PathLike[str]) -> np.ndarray:
     """Latents (N, C, h, w), or one (C, h, w), of a file of NumPy's, of safetensors (ComfyUI's ``.latent`` too) or of
     ``torch.save``, read by ``torch.load(weights_only=True)``: the one array that is there."""
     file = Path(path)

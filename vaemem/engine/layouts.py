@@ -335,7 +335,7 @@ def ours(names: Iterable[str], prefix: str, parts: str) -> set[str]:
     return {name for name in stripped if half_of(name) != other and not name.startswith(training)}
 
 
-def check(
+def check_shapes(
     shapes: Mapping[str, Shape],
     wanted: Mapping[str, Shape],
     spelt: Mapping[str, str],
@@ -470,7 +470,7 @@ def _find_arch(in_file: Mapping[str, Shape], layout: str, prefix: str, parts: st
         block, order = ("down", channels) if each == "encoder" else ("up", channels[::-1])
         wanted = {f"{each}.{block}_blocks.{i}.resnets.0.conv2.weight": (c, c, 3, 3) for i, c in enumerate(order)}
         spelt = spell(wanted, layout, len(channels))
-        check(in_file, wanted, spelt, prefix, "the architecture that most of them make")
+        check_shapes(in_file, wanted, spelt, prefix, "the architecture that most of them make")
         if any(c % arch["norm_num_groups"] for c in channels):
             raise ValueError(
                 f"config: norm_num_groups cannot be seen in tensors, and the usual {arch['norm_num_groups']} does not "

@@ -7,8 +7,8 @@ import os
 from collections.abc import Callable
 from typing import IO, Any
 
+from vaemem.engine.file_tensors import BLOCKS, FLOATS, MAX_HEADER, QUANTISED, FileTensor, bytes_of, fill
 from vaemem.engine.layouts import shown
-from vaemem.engine.stored import BLOCKS, FLOATS, MAX_HEADER, QUANTISED, Stored, bytes_of, fill
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -23,9 +23,9 @@ def _are_sizes(value: object) -> bool:
 
 
 READABLE = tuple(FLOATS)
-TYPES = BLOCKS.keys() - QUANTISED
+_TYPES = BLOCKS.keys() - QUANTISED
 FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {  # of a tensor: what each is, and whether it is
-    "dtype": ("a type of the format", lambda value: isinstance(value, str) and value in TYPES),
+    "dtype": ("a type of the format", lambda value: isinstance(value, str) and value in _TYPES),
     "shape": ("a list of integers from 0 to 2^64", _are_sizes),
     "data_offsets": ("two integers from 0 to 2^64", lambda value: _are_sizes(value) and len(value) == 2),
 }
@@ -39,7 +39,7 @@ def _fields(name: str, entry: Any) -> dict[str, Any]:
     return entry
 
 
-def header(f: IO[bytes]) -> tuple[list[Stored], dict[str, str]]:
+def header(f: IO[bytes]) -> tuple[list[FileTensor], dict[str, str]]:
     """The tensors of a file, and the texts in its ``__metadata__``. As strict as the safetensors package: the header
     lies in the file, the tensors lie end to end and fill it, and each takes what its shape says."""
     size, length = os.fstat(f.fileno()).st_size, bytearray(8)
@@ -58,7 +58,7 @@ def header(f: IO[bytes]) -> tuple[list[Stored], dict[str, str]]:
     tensors, end = [], start = [], 8 + header_bytes
     for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
         dtype, shape = entry["dtype"], tuple(entry["shape"])
-        tensors.append(Stored(name, shape, dtype, bytes_of(name, dtype, shape), end))
+        tensors.append(FileTensor(name, shape, dtype, bytes_of(name, dtype, shape), end))
         begin, end = end, end + tensors[-1].nbytes
         if [start + offset for offset in entry["data_offsets"]] != [begin, end]:
             raise ValueError(

@@ -248,7 +248,7 @@ class VAE(Model):
         >>> vae.decode(encoded.mode(), size=encoded.size, output_type="uint8").shape
         (1, 61, 50, 3)
         """
-        x, notes = images.read(x)
+        x, notes = images.read_images(x)
         if pad is not None and self._device and Device.holds(x):
             raise ValueError("pad: want an array in host memory, got one in a GPU's: pad it there, or copy it")
         latents = self._latents(x) if flag("scaled", scaled) else None
@@ -257,7 +257,7 @@ class VAE(Model):
         moments = self._run(
             arrays, isinstance(latents, Scaling), progress, tiling, memory_limit, cancel, (*notes, *done)
         )
-        size = images.size_of(x) if done else (arrays.request["height"], arrays.request["width"])
+        size = images.image_size(x) if done else (arrays.request["height"], arrays.request["width"])
         return Encoded(moments, latents.held if latents else None, size)
 
     def estimate(

@@ -15,14 +15,14 @@ import numpy as np
 
 from vaemem import _core
 from vaemem._common import choose, replacing
-from vaemem.engine import gguf, safetensors, stored
+from vaemem.engine import file_tensors, gguf, safetensors
 from vaemem.engine.arguments import as_path, check_mask
 from vaemem.engine.layouts import (
     CONFIG,
     LAYOUTS,
     Arch,
     Shape,
-    check,
+    check_shapes,
     config_of,
     detect,
     find_layout,
@@ -158,7 +158,7 @@ class _File:
         self.dtypes = {name: tensor.dtype for name, tensor in self.header.items()}
 
     def read(self, name: str, shape: Shape) -> np.ndarray:
-        return stored.read(self._file, self.header[name], shape)
+        return file_tensors.read_tensor(self._file, self.header[name], shape)
 
 
 @contextlib.contextmanager
@@ -184,8 +184,8 @@ class _Memory:
         arrays = {n: value for n, value in self._tensors.items() if isinstance(n, str) and hasattr(value, "dtype")}
         self.shapes = {name: _shape_of(name, value) for name, value in arrays.items()}
         dtypes = {name: str(value.dtype).removeprefix("torch.") for name, value in arrays.items()}
-        self.dtypes = {name: stored.NAMES.get(dtype, dtype) for name, dtype in dtypes.items()}
-        self.readable = tuple(stored.FLOATS)
+        self.dtypes = {name: file_tensors.FILE_NAMES.get(dtype, dtype) for name, dtype in dtypes.items()}
+        self.readable = tuple(file_tensors.FLOATS)
         self.about: dict[str, str] = {}
 
     def read(self, name: str, shape: Shape) -> np.ndarray:
@@ -285,7 +285,7 @@ def _load_from(
         spelt = spell(tensors, layout, len(arch["block_out_channels"]))
         extra = [prefix + name for name in ours(shapes, prefix, parts) - set(spelt.values())]
         wanted_by = f"{arch['name']}{'' if parts == 'all' else f' ({parts})'} in layout {layout}"
-        check(shapes, tensors, spelt, prefix, wanted_by, _unreadable(source), extra)
+        check_shapes(shapes, tensors, spelt, prefix, wanted_by, _unreadable(source), extra)
         for tensor, shape in tensors.items():
             result.set_tensor(tensor, source.read(prefix + spelt[tensor], shape))
     except ValueError as error:
@@ -313,13 +313,13 @@ def copy(model: _core.Model, **where: Any) -> _core.Model:
 
 def _types(model: _core.Model) -> dict[str, str]:
     """The type in which each tensor is kept."""
-    return {name: stored.NAMES[model.dtype] if len(shape) > 1 else "F32" for name, shape in model.tensors}
+    return {name: file_tensors.FILE_NAMES[model.dtype] if len(shape) > 1 else "F32" for name, shape in model.tensors}
 
 
 def kept(model: _core.Model) -> Iterator[tuple[str, np.ndarray]]:
     """Copies of the tensors by name, one after the other, each in the type in which it is kept."""
     for name, kind in _types(model).items():
-        yield name, model.get_tensor(name).astype(stored.FLOATS[kind][1], copy=False)
+        yield name, model.get_tensor(name).astype(file_tensors.FLOATS[kind][1], copy=False)
 
 
 def _write_tensors(f: IO[bytes], model: _core.Model, layout: str, about: dict[str, str] | None = None) -> None:
@@ -332,13 +332,13 @@ def _write_tensors(f: IO[bytes], model: _core.Model, layout: str, about: dict[st
     end = 0
     for name, shape in tensors:
         written = (*shape, 1, 1) if layout != "diffusers" and is_attention_matrix(name, shape) else shape
-        begin, end = end, end + stored.bytes_of(name, types[name], shape)
+        begin, end = end, end + file_tensors.bytes_of(name, types[name], shape)
         header[spelt[name]] = {"dtype": types[name], "shape": list(written), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the data starts aligned
     f.write(len(text).to_bytes(8, "little") + text)
     for name, tensor in kept(model):
-        f.write(tensor.view(stored.FLOATS[types[name]][0]).data)
+        f.write(tensor.view(file_tensors.FLOATS[types[name]][0]).data)
 
 
 def save(

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from vaemem._common import choose, distinct
-from vaemem.engine.stored import BLOCKS, QUANTISED
+from vaemem.engine.file_tensors import BLOCKS, QUANTISED
 from vaemem.pipelines.programs import Weight
 
 __all__ = ["RULES", "TYPES", "Rule", "Stored", "stored", "tensor_bytes"]

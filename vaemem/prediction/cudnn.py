@@ -16,7 +16,7 @@ import threading
 import weakref
 from typing import Any
 
-from vaemem.engine.cudnn import find_cudnn
+from vaemem.engine.cudnn_path import find_cudnn
 
 __all__ = ["InstalledCudnn", "installed_cudnn"]
 
@@ -106,7 +106,7 @@ class InstalledCudnn:
     Parameters
     ----------
     path : str, optional
-        libcudnn.so.9; `vaemem.engine.cudnn.find_cudnn` by default.
+        libcudnn.so.9; `vaemem.engine.cudnn_path.find_cudnn` by default.
 
     Attributes
     ----------

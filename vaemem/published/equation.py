@@ -9,7 +9,7 @@ from vaemem.pipelines.predict import predict_pipeline
 from vaemem.tables.estimators import SD15_AVERAGE_CHANNELS, sd15_equation
 
 
-class Term(NamedTuple):
+class JudgedTerm(NamedTuple):
     """A phase in the equation and as it is predicted, bytes beside the weights; None where it has no such phase."""
 
     phase: str
@@ -22,7 +22,7 @@ class Term(NamedTuple):
         return self.ours / self.theirs if self.theirs else None
 
 
-def judge_equation(height: int, width: int, prompt_tokens: int = 77, gpu: str = "T4") -> tuple[Term, ...]:
+def judge_equation(height: int, width: int, prompt_tokens: int = 77, gpu: str = "T4") -> tuple[JudgedTerm, ...]:
     """The equation's terms beside `predict_pipeline`'s phases.
 
     Parameters
@@ -45,11 +45,11 @@ def judge_equation(height: int, width: int, prompt_tokens: int = 77, gpu: str = 
     theirs = sd15_equation(height, width, prompt_tokens)
     p = predict_pipeline("sd15", height, width, prompt_tokens=prompt_tokens, image=True, gpu=gpu)
     terms = [
-        Term(phase.name, theirs.get(phase.name), phase.allocated - phase.weights)
+        JudgedTerm(phase.name, theirs.get(phase.name), phase.allocated - phase.weights)
         for phase in p.phases
         if phase.name != "load"
     ]
-    return (*terms, Term("total", theirs["total"], p.peak))
+    return (*terms, JudgedTerm("total", theirs["total"], p.peak))
 
 
 def judge_text(sizes: tuple[int, ...] = (512, 768, 1024), tokens: tuple[int, ...] = (77, 231), gpu: str = "T4") -> str:

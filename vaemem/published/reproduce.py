@@ -31,9 +31,9 @@ from vaemem.tables.table import Table, check_complete, seed_table
 GPU, TORCH, CUDNN = "RTX 4090", "2.7.1+cu128", "9.7.1"
 NEAREST = "9.8.0"  # the nearest version that answers without a device
 SIZES = (512, 768, 1024, 1536, 2048)
-KEY = ("model", "op", "height", "width", "dtype", "group")
+IDENTITY = ("model", "op", "height", "width", "dtype", "group")
 WRITTEN = (
-    *KEY, "measured_allocated_mib", "measured_reserved_mib", "predicted_allocated_mib", "predicted_reserved_mib",
+    *IDENTITY, "measured_allocated_mib", "measured_reserved_mib", "predicted_allocated_mib", "predicted_reserved_mib",
 )  # fmt: skip
 Key = tuple[str, str, int, int, str, int]
 EQUAL_MIB = 0.0101  # the table has two decimals
@@ -102,7 +102,8 @@ def read_table(path: str | os.PathLike[str] | None = None) -> list[tuple[Key, tu
     for target in ("allocated_bytes", "reserved_bytes"):
         check_complete(table, target)
     return [
-        (tuple(row[name] for name in KEY), (row["allocated_bytes"] / MIB, row["reserved_bytes"] / MIB)) for row in table
+        (tuple(row[name] for name in IDENTITY), (row["allocated_bytes"] / MIB, row["reserved_bytes"] / MIB))
+        for row in table
     ]
 
 
@@ -185,7 +186,7 @@ def leave_one_out(table: Iterable[tuple[Key, tuple[float, float]]]) -> list[Repl
 # ---- printing ----
 
 
-def summary(rows: Sequence[Replayed]) -> dict[str, float]:
+def agreement(rows: Sequence[Replayed]) -> dict[str, float]:
     """How many rows agree, and how far off the others are."""
     off = [[abs(r.predicted[i] - r.measured[i]) for r in rows] for i in (0, 1)]
     relative = [[r.predicted[i] / r.measured[i] - 1 for r in rows] for i in (0, 1)]
@@ -201,7 +202,7 @@ def summary(rows: Sequence[Replayed]) -> dict[str, float]:
 
 
 def _line(title: str, rows: Sequence[Replayed]) -> str:
-    s = summary(rows)
+    s = agreement(rows)
     return (
         f"{title}: of {s['rows']:.0f} rows allocated equal on {s['allocated_equal']:.0f}"
         f" (worst {s['allocated_worst']:+.2%}), reserved equal on {s['reserved_equal']:.0f},"
@@ -210,7 +211,7 @@ def _line(title: str, rows: Sequence[Replayed]) -> str:
     )
 
 
-def shown(rows: Iterable[Replayed]) -> str:
+def beside(rows: Iterable[Replayed]) -> str:
     """The rows as text: measured, predicted and error, in MiB; equal to the table's two decimals is ``=``."""
     lines = []
     for key, measured, predicted in rows:
@@ -231,12 +232,12 @@ def write_csv(rows: Iterable[Replayed], path: str | os.PathLike[str]) -> None:
     write(path, as_csv([dict(zip(WRITTEN, line, strict=True)) for line in lines], WRITTEN))
 
 
-def run(path: str | os.PathLike[str] | None = None, csv_path: str | os.PathLike[str] | None = None) -> None:
+def print_all(path: str | os.PathLike[str] | None = None, csv_path: str | os.PathLike[str] | None = None) -> None:
     """``python -m vaemem reproduce TABLE.csv --csv OUT.csv``: prints all, and writes the rows where a path is given."""
     table = read_table(path)
     rows = reproduce(table)
     print(f"Workspaces by the {len(inferred()['rules'])} rules that were inferred from this table (cuDNN {CUDNN}):\n")
-    print(shown(rows))
+    print(beside(rows))
     if csv_path:
         write_csv(rows, csv_path)
     sources = {f"cuDNN {NEAREST}'s workspaces, asked beforehand, nothing inferred": profile_workspace(NEAREST)}
@@ -245,7 +246,7 @@ def run(path: str | os.PathLike[str] | None = None, csv_path: str | os.PathLike[
         sources[f"workspaces asked of the installed cuDNN {cudnn.version}"] = asked_workspace(cudnn)
     asked = {title: reproduce(table, workspace) for title, workspace in sources.items()}
     title, last = list(asked.items())[-1]
-    print(f"\n{title}:\n\n{shown(last)}\n")
+    print(f"\n{title}:\n\n{beside(last)}\n")
     left_out = "inferred rules, each size predicted without the rules that only it shows"
     for title, found in {"inferred rules": rows, left_out: leave_one_out(table), **asked}.items():
         print(_line(title, found))

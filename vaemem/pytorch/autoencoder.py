@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 
 __all__ = ["AutoencoderKL"]
 
-DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+TORCH_DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 SETTINGS = ("threads", "memory_limit", "cache_limit", "on_out_of_memory")  # of a VAE, for its runs on the CPU
 
 
-class Weight(torch.Tensor):
+class HeldWeight(torch.Tensor):
     """A parameter on the device "meta": the name, shape and dtype of numbers that the engine holds.
 
     A function of PyTorch's that is given such a tensor and one with numbers may answer with uninitialised memory, as a
@@ -187,7 +187,7 @@ class AutoencoderKL(diffusers.AutoencoderKL):  # type: ignore[misc]
             module.register_load_state_dict_pre_hook(_refuse_load)
             module.register_state_dict_pre_hook(_refuse_state)
             for name, parameter in module.named_parameters(recurse=False):
-                setattr(module, name, Weight(parameter, label=f"{prefix}.{name}"))
+                setattr(module, name, HeldWeight(parameter, label=f"{prefix}.{name}"))
         # A pipeline that is saved names the instance's module, and who loads it wants diffusers, with these weights.
         self.__module__ = diffusers.AutoencoderKL.__module__
         self.vae, self._there = vae, vae
@@ -268,7 +268,7 @@ class AutoencoderKL(diffusers.AutoencoderKL):  # type: ignore[misc]
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         """What ``to()``, ``half()``, ``cuda()`` and the like come to."""
         place = fn(self._place)
-        if place.dtype not in DTYPES:
+        if place.dtype not in TORCH_DTYPES:
             raise ValueError(f"dtype: want float32, float16 or bfloat16, got {place.dtype}")
         if place.device.type not in ("cpu", "cuda"):
             raise ValueError(f"device: want cpu or cuda, got {place.device}")
@@ -290,7 +290,7 @@ class AutoencoderKL(diffusers.AutoencoderKL):  # type: ignore[misc]
         """The VAE that computes where the module is now. A copy is made when it is first wanted, for a pipeline may
         take the module to another dtype and back."""
         place = "cpu" if self.device.type == "cpu" else f"cuda:{self.device.index or 0}"
-        wanted = place, DTYPES[self.dtype]
+        wanted = place, TORCH_DTYPES[self.dtype]
         if (self._there.device, self._there.dtype) != wanted:
             self._there = self.vae  # the old one's memory goes before the new one's is taken
             if (self.vae.device, self.vae.dtype) != wanted:

@@ -11,11 +11,10 @@ from torch.overrides import TorchFunctionMode
 
 from vaemem._common import setting
 from vaemem.pytorch.native_transformer import encoder_layer, multi_head_attention
-from vaemem.pytorch.recorder import NO_COMPILER, NO_CONTENTS, Recorder
+from vaemem.pytorch.recorder import NO_COMPILER, NO_CONTENTS, Recorder, aten
 
 __all__ = ["Eager", "as_on_a_gpu", "check_module"]
 
-aten = torch.ops.aten
 _REFUSED = {
     **dict.fromkeys(("nonzero", "argwhere", "masked_select", "unique", "unique_consecutive"), NO_CONTENTS),
     **dict.fromkeys(

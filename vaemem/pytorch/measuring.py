@@ -192,7 +192,7 @@ def measure(
                 "source": "measured",
                 "device": torch.cuda.get_device_name(place) if place.type == "cuda" else "cpu",
                 "weights_bytes": sum(p.numel() * p.element_size() for p in vae.parameters()),
-                "versions": versions(place, runtime),
+                "versions": what_ran(place, runtime),
             }  # fmt: skip
             with setting(vae, **_tiling(runtime, tile if tiled else 0, subject.factor)):
                 for height, width in pairs:
@@ -306,7 +306,7 @@ def _tiling(runtime: str, tile: int, factor: int) -> dict[str, Any]:
     return {"use_tiling": True, "tile_overlap_factor": 0.25} | sizes
 
 
-def versions(device: Any, runtime: str) -> str:
+def what_ran(device: Any, runtime: str) -> str:
     """What ran, for a table's `versions`; settings that change the memory are named where they are not the default."""
     parts = [f"torch {torch.__version__}"]
     if device.type == "cuda":

@@ -10,7 +10,7 @@ import math
 from typing import NamedTuple
 
 from vaemem._common import choose
-from vaemem.engine.stored import BLOCKS
+from vaemem.engine.file_tensors import BLOCKS
 from vaemem.sdcpp.ggml import ALIGNMENTS, F16, F32, Node, flash_attn_ext, mul_mat, nodes_of, reserve
 
 SDCPP_COMMIT = "0752cc9d3a8ddee25b72ca65d061a28310d97c02"  # of 2026-02-26

@@ -286,7 +286,7 @@ def _row(vae: VAE, case: Case, source: str, run: Run, limited: bool) -> Row:
         "reserved_bytes": run.reserved_bytes - run.weights_bytes,
         "weights_bytes": run.weights_bytes, "activations_bytes": run.activations_bytes,
         "scratch_bytes": run.scratch_bytes + run.workspace_bytes, "output_bytes": run.output_bytes,
-        "versions": versions(run, vae.precision), "limit_bytes": max(run.peak_bytes, run.reserved_bytes),
+        "versions": run_versions(run, vae.precision), "limit_bytes": max(run.peak_bytes, run.reserved_bytes),
     }  # fmt: skip
 
 
@@ -298,7 +298,7 @@ def _input(vae: VAE, case: Case) -> np.ndarray:
     return np.random.default_rng(0).standard_normal(shape, dtype=np.float32)
 
 
-def versions(run: Run, precision: str) -> str:
+def run_versions(run: Run, precision: str) -> str:
     """What ran, for a table's `versions`: vaemem with its kernels, threads and a precision that is not the highest,
     Python, NumPy, the machine."""
     python, machine = platform.python_version(), platform.machine()

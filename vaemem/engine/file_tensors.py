@@ -1,7 +1,7 @@
 """A tensor of a weights file: what the header says of it, and its numbers when they are wanted.
 
-Formats differ in their headers alone. `safetensors` and `gguf` read one each, check it, and give a `Stored` for every
-tensor.
+Formats differ in their headers alone. `safetensors` and `gguf` read one each, check it, and give a `FileTensor` for
+every tensor.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vaemem.engine.layouts import Shape, shown
 MAX_HEADER = 100_000_000
 # As stored (little-endian) and as the core takes it; numpy has no bfloat16, so its bits travel as integers.
 FLOATS = {"F32": ("<f4", np.float32), "F16": ("<f2", np.float16), "BF16": ("<u2", ml_dtypes.bfloat16)}
-NAMES = {np.dtype(native).name: name for name, (_, native) in FLOATS.items()}  # by NumPy's
+FILE_NAMES = {np.dtype(native).name: name for name, (_, native) in FLOATS.items()}  # by NumPy's
 # A type's smallest piece: how many numbers in how many bytes. First ggml's quantised types, from the sizes that its
 # ggml-common.h asserts (August 2026); then what the formats know beside, which tensors that are no VAE's may have.
 QUANTISED = {"Q1_0": (128, 18), "Q2_0": (64, 18), "Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22)}
@@ -30,10 +30,10 @@ QUANTISED |= {"IQ4_XS": (256, 136), "TQ1_0": (256, 54), "TQ2_0": (256, 66), "MXF
 BLOCKS = QUANTISED | {"F4": (2, 1), "F6_E2M3": (4, 3), "F6_E3M2": (4, 3), "BOOL": (1, 1), "BF16": (1, 2), "C64": (1, 8)}
 BLOCKS |= dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), (1, 1))
 BLOCKS |= {f"{kind}{8 * n}": (1, n) for kind in "IUF" for n in (1, 2, 4, 8) if (kind, n) != ("F", 1)}
-STEP = 1 << 16  # numbers that are made of blocks at once: few enough to be nothing beside a tensor
+PIECE = 1 << 16  # numbers that are made of blocks at once: few enough to be nothing beside a tensor
 
 
-class Stored(NamedTuple):
+class FileTensor(NamedTuple):
     """A tensor that lies whole in its file, and takes there what its type and shape say."""
 
     name: str
@@ -72,7 +72,7 @@ def _fill_whole(f: IO[bytes], name: str, at: int, into: np.ndarray) -> None:
         raise ValueError(f"{name}: want {into.nbytes} bytes from byte {at} on, got {got}: the file was cut while read")
 
 
-def read(f: IO[bytes], tensor: Stored, shape: Shape) -> np.ndarray:
+def read_tensor(f: IO[bytes], tensor: FileTensor, shape: Shape) -> np.ndarray:
     """A tensor's numbers in memory of their own: the one surplus that a load takes."""
     if tensor.dtype not in FLOATS:
         return _dequantise(f, tensor).reshape(shape)
@@ -82,13 +82,13 @@ def read(f: IO[bytes], tensor: Stored, shape: Shape) -> np.ndarray:
     return array.astype(array.dtype.newbyteorder("="), copy=False).view(native)
 
 
-def _dequantise(f: IO[bytes], tensor: Stored) -> np.ndarray:
+def _dequantise(f: IO[bytes], tensor: FileTensor) -> np.ndarray:
     """Blocks as float32, read and decoded a few at a time."""
     quants = need("gguf.quants", f"reading {tensor.dtype}")
     numbers, size = BLOCKS[tensor.dtype]
     array = np.empty(math.prod(tensor.shape), np.float32)
-    for first in range(0, array.size, STEP):  # a whole number of every type's blocks
-        piece = array[first : first + STEP]
+    for first in range(0, array.size, PIECE):  # a whole number of every type's blocks
+        piece = array[first : first + PIECE]
         packed = np.empty(piece.size // numbers * size, np.uint8)
         _fill_whole(f, tensor.name, tensor.at + first // numbers * size, packed)
         try:
