@@ -482,6 +482,8 @@ def test_options_of_sdcpp_that_a_plan_does_not_try():
     assert running.words_of("sd15", "--clip-on-cpu", "on CPU") == ("--clip-on-cpu", "on CPU")
     assert running.words_of("sd15", "cond_only, VAE direct", "tiled") == ("cond_only", "direct", "tiled")
     assert running.words_of("sd15", {"--vae-tiling": True, "--vae-on-cpu": False}) == ("no offload", "tiled")
+    typed = "--offload-to-cpu --vae-conv-direct --vae-tiling --diffusion-fa"
+    assert running.words_of("sd15", typed) == ("--offload-to-cpu", "direct", "tiled", "--diffusion-fa")
 
 
 @pytest.mark.parametrize(

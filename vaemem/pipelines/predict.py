@@ -342,14 +342,11 @@ class GraphPrediction(_Phases):
         phases = []
         for phase in way.phases:
             work = {name: int(amount) for name, amount in phase.work.items()}
-            sent, on_cpu = work.pop("link", 0), sum(work.pop(name) for name in list(work) if name.startswith("cpu"))
-            phases.append(
-                Phase(
-                    phase.name, allocated=phase.total, reserved=phase.total, weights=phase.weights, workspace=0,
-                    activations=phase.added, outside=0, peak_tensors=(), where="", flops=sum(work.values()), sent=sent,
-                    host_flops=on_cpu,
-                )
-            )  # fmt: skip
+            sent, on_cpu = work.pop("link", 0), sum(amount for name, amount in work.items() if name.startswith("cpu"))
+            phases.append(Phase(
+                phase.name, phase.total, phase.total, phase.weights, workspace=0, activations=phase.added, outside=0,
+                peak_tensors=(), where="", flops=sum(work.values()) - on_cpu, sent=sent, host_flops=on_cpu,
+            ))  # fmt: skip
         done, full = next(((i, one) for i, one in enumerate(phases) if one.total > available), (len(phases), None))
         self._judge(phases, done, full and PeakTensor(f"compute buffer of {full.name}", full.activations))
 
@@ -405,7 +402,8 @@ def predict_pipeline(
         ``"direct tiled"`` or ``"on CPU tiled"``, and `components` are types of ggml's, sizes (``"6.8 GiB"``) or
         files; `dtype`, `image`, `vae_memory_limit` and versions are none of its. `offload` may also be a whole way
         of `plan_pipeline`: its name, such as ``"cond_only, VAE direct, tiled"``, or its settings, which are options
-        of the program, such as ``{"--offload-to-cpu": True, "--diffusion-fa": True}``.
+        of the program, such as ``{"--offload-to-cpu": True, "--diffusion-fa": True}``; or these as they are typed,
+        ``"--offload-to-cpu --diffusion-fa"``.
 
     Returns
     -------

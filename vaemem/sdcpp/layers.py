@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 from vaemem._common import choose
 from vaemem.engine.file_tensors import BLOCKS
-from vaemem.sdcpp.ggml import ALIGNMENTS, F16, F32, Node, flash_attn_ext, mul_mat, nodes_of, reserve
+from vaemem.sdcpp.ggml import ALIGNMENTS, F16, F32, GGML_COMMIT, Node, flash_attn_ext, mul_mat, nodes_of, reserve
 
 SDCPP_COMMIT = "0752cc9d3a8ddee25b72ca65d061a28310d97c02"  # of 2026-02-26
+SDCPP_VERSION = f"stable-diffusion.cpp {SDCPP_COMMIT[:7]} with ggml {GGML_COMMIT[:7]}"
 _TYPES = "f32 f16 bf16 q8_0 q5_1 q5_0 q4_1 q4_0 q6_K q5_K q4_K q3_K q2_K"
 GGML_TYPES = {name: BLOCKS[name.upper()] for name in _TYPES.split()}  # ggml's: elements of a block, and its bytes
 EMBEDDING_TYPES = ("f16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")  # that sd.cpp looks tokens up in; others become f32

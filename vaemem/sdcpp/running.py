@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 from vaemem._common import MIB, choose
 from vaemem.engine.weights import told_bytes
 from vaemem.prediction.planned import PlannedPhase, Way
-from vaemem.sdcpp.ggml import GGML_COMMIT
 from vaemem.sdcpp.graphs import COMPONENTS, DEFAULT_TILE, graph
-from vaemem.sdcpp.layers import GGML_TYPES, SDCPP_COMMIT, Graph
+from vaemem.sdcpp.layers import GGML_TYPES, SDCPP_VERSION, Graph
 
 # A CUDA context alone took 426 MiB on an RTX 6000 Ada (unslothai/unsloth-zoo#1053); what ggml's kernels add was not
 # measured.
@@ -97,7 +96,7 @@ PLANNED_VAES: tuple[tuple[str, ...], ...] = ((), ("direct",), ("tiled",), ("dire
 TENSORS = {"t5-xxl": "text_encoders.t5xxl", "qwen3-4b": "text_encoders.llm"}
 TENSORS |= {known.denoiser: "model.diffusion_model" for known in MODELS.values()}
 SDCPP_NOTES = (
-    f"stable-diffusion.cpp {SDCPP_COMMIT[:7]} with ggml {GGML_COMMIT[:7]}: compute buffers as its graphs and ggml's "
+    f"{SDCPP_VERSION}: compute buffers as its graphs and ggml's "
     "allocator make them (docs/GGML.md), beside them what ggml-cuda takes for the largest product, and 426 MiB for the "
     "CUDA context. cond_only is the option of its pull request 1477, which a server is built on; the others are its "
     "own.",
@@ -124,7 +123,8 @@ def words_of(pipeline: str, offload: Any, vae: Any = "whole") -> tuple[str, ...]
     ----------
     pipeline : str
     offload : str or dict
-        Where weights are kept, ``"none"`` or one of `RESIDENCES`; or a whole way, by its name or its settings.
+        Where weights are kept, ``"none"`` or one of `RESIDENCES`; or a whole way, by its name, its settings or the
+        options as they are typed.
     vae : str
         ``"whole"``, or any of `VAE_FLAGS` such as ``"direct tiled"``, beside what `offload` says of the VAE.
 
@@ -139,6 +139,8 @@ def words_of(pipeline: str, offload: Any, vae: Any = "whole") -> tuple[str, ...]
     True
     >>> words_of("flux", {"--offload-to-cpu": True, "--vae-tiling": True})
     ('--offload-to-cpu', 'tiled')
+    >>> words_of("flux", "--offload-to-cpu --vae-tiling --diffusion-fa")
+    ('--offload-to-cpu', 'tiled', '--diffusion-fa')
     """
     options, residences = options_of(pipeline), ("none", *RESIDENCES)
     if isinstance(offload, Mapping):
@@ -159,6 +161,8 @@ def words_of(pipeline: str, offload: Any, vae: Any = "whole") -> tuple[str, ...]
 def _read(argument: str, text: Any, words: Iterable[str], wanted: Iterable[str]) -> list[str]:
     """Words out of a text, between blanks or commas; a ValueError that says what is wanted where there are others."""
     plain = " ".join(str(text).replace("VAE ", "").replace(",", " ").split())
+    for word, option in VAE_FLAGS.items():
+        plain = plain.replace(option, word)
     any_word = "|".join(map(re.escape, sorted(["none", "whole", *words], key=len, reverse=True)))
     found = re.findall(any_word, plain)
     if not found or " ".join(found) != plain or ("whole" in found and {*found} & {*VAE_FLAGS}):

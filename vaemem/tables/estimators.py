@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from vaemem._common import ELEMENT_BYTES, MIB, OPS, choose, grouped, listed, mib, need, render, whole
 from vaemem.prediction.benchmark import BENCHMARK_TILE
 from vaemem.sdcpp.graphs import graph
+from vaemem.sdcpp.layers import SDCPP_VERSION
 from vaemem.sdcpp.models import LATENT_CHANNELS
 from vaemem.tables.fit import KEY, Fit, FittedLine
 from vaemem.tables.table import BYTE_COLUMNS, Row, Table, check_complete
@@ -198,7 +199,7 @@ ESTIMATORS: dict[str, Estimator] = {
         Estimator(
             "sd.cpp-im2col",
             "max(6656, 160 + H W / 1024) H W (decode), max(3382, 160 + H W / 1024) H W (encode), and the input",
-            "stable-diffusion.cpp's own compute buffer on CUDA, its graph simulated; its log says 6656.25 MB for SDXL"
+            f"the compute buffer of {SDCPP_VERSION} on CUDA, its graph simulated; its log says 6656.25 MB for SDXL"
             " at 1024x1024 (pull request 890)", functools.partial(_sd_cpp, False), "stable-diffusion.cpp",
         ),
         Estimator(
