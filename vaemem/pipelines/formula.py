@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from vaemem._common import render, typeset
-from vaemem.pipelines.question import PipelineQuestion
+from vaemem.pipelines.asked import PipelineQuestion
 from vaemem.pipelines.run import Phase
 from vaemem.prediction.formula import STEP, ClosedForm, Peak, close
 from vaemem.prediction.moments import ROUNDING
@@ -78,10 +78,9 @@ def derive(question: PipelineQuestion, phases: Sequence[Phase], process: Simulat
         return _peak(phases[index]) if phases else None
 
     found = PipelineFormula()
-    dtype = next(part.dtype for part in q.parts if part.role == q.pipeline.denoiser)
     for index, phase in enumerate(phases):
         labels = {
-            "name": f"{q.name} {phase.name}", "model": q.name, "op": phase.name, "dtype": dtype,
+            "name": f"{q.name} {phase.name}", "model": q.name, "op": phase.name, "dtype": q.dtype,
             "runtime": "diffusers", "gpu": process.gpu.name, "batch": q.call.batch,
             "workspace_source": process.workspace_source,
         }  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,12 +10,13 @@ from vaemem._common import DTYPES, choose, flag, listed, real, whole
 from vaemem.engine.limits import parse_size
 from vaemem.engine.weights import told_bytes
 from vaemem.pipelines import ways_diffusers, ways_mlx
+from vaemem.pipelines.asked import ask_pipeline
 from vaemem.pipelines.components import PIPELINES, Pipeline, refuse
 from vaemem.pipelines.run import weights_of
 from vaemem.pipelines.seconds import cards_of, machine_of
 from vaemem.pipelines.ways import PipelinePlan, Room, outcome, planned
-from vaemem.prediction.gpus import CONTEXT, Gpu, find_gpu, sold
-from vaemem.prediction.planned import Way
+from vaemem.prediction.gpus import CONTEXT, Gpu, sold
+from vaemem.prediction.values import Card, Software, find_card
 
 RUNTIMES = ("diffusers", "sd.cpp", "mlx")
 
@@ -96,63 +98,58 @@ def plan_pipeline(
     choose("pipeline", pipeline, PIPELINES)
     choose("runtime", runtime, RUNTIMES)
     guidance, image, flash = flag("guidance", guidance), flag("image", image), flag("flash", flash)
-    asked: dict[str, Any] = {
-        "prompt_tokens": prompt_tokens, "steps": steps, "dtype": dtype, "cudnn_version": cudnn_version,
-        "torch_version": torch_version,
-    }  # fmt: skip
     refuse(
-        runtime, **asked, gpu=gpu, host_memory=host_memory, calibrate=calibrate or None, time_limit=time_limit,
-        types=types, flash=flash or None, cache_limit=cache_limit, image=image or None,
+        runtime, prompt_tokens=prompt_tokens, steps=steps, dtype=dtype, cudnn_version=cudnn_version,
+        torch_version=torch_version, gpu=gpu, host_memory=host_memory, calibrate=calibrate or None,
+        time_limit=time_limit, types=types, flash=flash or None, cache_limit=cache_limit, image=image or None,
     )  # fmt: skip
-    kind, batch = PIPELINES[pipeline], whole("batch", batch)
+    known, batch = PIPELINES[pipeline], whole("batch", batch)
     height, width = whole("height", height), whole("width", width)
     host = None if host_memory is None else parse_size("host_memory", host_memory)
     title = f"{pipeline} {height}x{width}{f', {batch} images' if batch > 1 else ''} by {runtime}"
     components = components or {}
     if runtime == "mlx":
-        return _by_mlx(title, kind, height, width, memory, components, cache_limit)
+        return _by_mlx(title, known, height, width, memory, components, cache_limit)
     from vaemem.sdcpp import running  # half of this module's import
 
-    card, notes = _card(gpu, memory, dtype or kind.dtype)
-    context = CONTEXT if runtime == "diffusers" else running.SDCPP_CONTEXT
-    room = Room(card.available(context, used), host, time_limit)
-    steps = kind.steps if steps is None else whole("steps", steps)
+    card, notes = _card(gpu, memory, used, dtype or known.dtype)
+    room = Room(card.available(CONTEXT if runtime == "diffusers" else running.SDCPP_CONTEXT), host, time_limit)
+    steps = known.steps if steps is None else whole("steps", steps)
     if time_limit is not None and not real(time_limit) > 0:
         raise ValueError(f"time_limit: want more than 0 seconds, got {time_limit!r}")
-    named = None if gpu is None else card
-    known = machine_of(named, card.total_memory, dtype or kind.dtype, runtime, link, cpu, cores)
-    machine = known if gpu is not None or calibrate else None  # nothing is known of how fast it is
+    named = None if gpu is None else card.gpu
+    likely = machine_of(named, card.gpu.total_memory, dtype or known.dtype, runtime, link, cpu, cores)
+    machine = likely if gpu is not None or calibrate else None  # nothing is known of how fast it is
     kinds = None if types is None else listed(types, str)
     if kinds == []:
         raise ValueError("types: want one type or more, or None, got none")
     if runtime == "sd.cpp":
-
-        def by_sdcpp(*kinds: str | None) -> list[Way]:
-            words = [words for kind in kinds for words in running.planned_words(flash, kind)]
-            told = (batch, steps, guidance, prompt_tokens, components)
-            return running.sdcpp_ways(pipeline, height, width, *told, words)
-
-        ways = by_sdcpp(*(kinds or [None]))
+        make = functools.partial(
+            running.sdcpp_ways, pipeline, height, width, batch, steps, guidance, prompt_tokens, components
+        )
+        ways = make([words for kind in kinds or [None] for words in running.planned_words(flash, kind)])
         if kinds is None and not any(outcome(way, room, None).fits for way in ways):
-            ways += by_sdcpp(running.SMALLER_TYPE)
+            ways += make(running.planned_words(flash, running.SMALLER_TYPE))
     else:
-        asked |= {
-            "guidance": guidance, "image": image, "steps": steps, "components": components, "gpu": card, "used": used,
-        }  # fmt: skip
-        ways = ways_diffusers.ways(pipeline, height, width, batch, machine, kinds, **asked)
-    return planned(f"{title}, {steps} steps, on {card.name}", ways, room, machine, calibrate, notes)
+        software = Software(torch_version=torch_version, cudnn_version=cudnn_version)
+        question = ask_pipeline(
+            pipeline, height, width, batch, card, software, prompt_tokens=prompt_tokens, guidance=guidance,
+            dtype=dtype, components=components, image=image, steps=steps,
+        )  # fmt: skip
+        ways = ways_diffusers.ways(question, components, machine, kinds)
+    return planned(f"{title}, {steps} steps, on {card.gpu.name}", ways, room, machine, calibrate, notes)
 
 
 def _by_mlx(
-    title: str, kind: Pipeline, height: int, width: int, memory: int | str | None, components: Mapping[str, Any],
+    title: str, known: Pipeline, height: int, width: int, memory: int | str | None, components: Mapping[str, Any],
     cache_limit: int | str | None,
 ) -> PipelinePlan:  # fmt: skip
     if memory is None:
         raise ValueError("memory: want what the Mac has, such as '16 GB', got None")
     share, of = ways_mlx.WORKING_SET
-    given = components.get(kind.denoiser, kind.dtype)
+    given = components.get(known.denoiser, known.dtype)
     ways = ways_mlx.mlx_ways(
-        kind.parts["vae"], height, width, weights_bytes(kind.denoiser, kind.parts[kind.denoiser], given),
+        known.parts["vae"], height, width, weights_bytes(known.denoiser, known.parts[known.denoiser], given),
         None if cache_limit is None else parse_size("cache_limit", cache_limit, least=0),
     )  # fmt: skip
     return planned(f"{title} on a Mac of {memory}", ways, Room(sold(memory) * share // of), None)
@@ -180,14 +177,14 @@ def weights_bytes(role: str, component: str, given: Any) -> int:
     return sum(weight.nbytes(given) for weight in weights_of(component))
 
 
-def _card(gpu: str | Gpu | None, memory: int | str | None, dtype: str) -> tuple[Gpu, list[str]]:
+def _card(gpu: Any, memory: int | str | None, used: int | str, dtype: str) -> tuple[Card, list[str]]:
     """The card, and what there is to say of it."""
     if gpu is not None:
-        return find_gpu(gpu, memory), []
+        return find_card(gpu, memory, used), []
     if memory is None:
         raise ValueError("gpu: want a card's name, or what it has as memory='12 GB', got neither")
     cards = cards_of(sold(memory))
     # Older cards write out the scores of bfloat16's attention, which was not recorded.
     fused = [card for card in cards if dtype != "bfloat16" or card.sm >= 80]
-    card = (fused or cards)[0]
-    return card, [f"No card was named: {card.name} stands for any of that memory."]
+    card = find_card((fused or cards)[0], used=used)
+    return card, [f"No card was named: {card.gpu.name} stands for any of that memory."]

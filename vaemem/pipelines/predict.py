@@ -7,26 +7,19 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from vaemem._common import DTYPES, MIB, choose, flag, render, whole
-from vaemem.engine.limits import parse_size
+from vaemem._common import MIB, choose, flag, render, whole
+from vaemem.pipelines.asked import PipelineQuestion, ask_pipeline
 from vaemem.pipelines.components import PIPELINES, refuse
-from vaemem.pipelines.diffusers import Call
 from vaemem.pipelines.formula import PipelineFormula, derive
-from vaemem.pipelines.parts import parts_of
-from vaemem.pipelines.question import PipelineQuestion
-from vaemem.pipelines.run import OFFLOADS, Part, Phase, Run
-from vaemem.pipelines.storage import FOUR_BITS
+from vaemem.pipelines.run import Part, Phase, Run
 from vaemem.pipelines.ways import Written
 from vaemem.prediction.gpus import find_gpu
 from vaemem.prediction.moments import Moment, PeakTensor
 from vaemem.prediction.planned import Way
 from vaemem.prediction.predict import MARGIN, SEGMENT, between, fits_in
-from vaemem.prediction.question import LARGEST
-from vaemem.prediction.snapshot import CachingAllocator
+from vaemem.prediction.values import Software, find_card
 
 RUNTIMES = ("diffusers", "sd.cpp")
-MOST_TOKENS = 1 << 13  # of a prompt: diffusers' encoders take 77 or 512 at a time
-VAE_WAYS = ("whole", "tiled", "sliced", "vaemem")
 _PARTS = ("weights", "activations", "workspace", "cached", "outside")  # make up a phase's total
 _OUTCOMES = {True: "goes through", False: "runs out", None: "not reached"}
 
@@ -209,7 +202,7 @@ class PipelinePrediction(_Phases):
     def __init__(self, question: PipelineQuestion):
         self._question = q = question
         batch = f", {q.call.batch} images" if q.call.batch > 1 else ""
-        where = f"{q.gpu.name}, offload {q.offload}, VAE {q.call.vae}"
+        where = f"{q.card.gpu.name}, offload {q.offload}, VAE {q.call.vae}"
         where += f", {' and '.join(q.on_cpu)} on the CPU" if q.on_cpu else ""
         self.title = f"{q.name} {q.call.height}x{q.call.width}{batch} ({where})"
         leaves = q.offload != "none"
@@ -228,8 +221,7 @@ class PipelinePrediction(_Phases):
 
     def _within(self, capacity: int, has_other_plans: bool = True) -> tuple[Run, int, PeakTensor | None]:
         """The same run where the card gives so many bytes: how many phases go through, and what the next one lacks."""
-        allocator = CachingAllocator(total_memory=max(capacity, 1), history=False)
-        run, full = self._question.play(allocator, self._process.workspace, has_other_plans)
+        run, full = self._question.play(self._process.workspace, has_other_plans, total_memory=max(capacity, 1))
         for i, phase in enumerate(run.phases):
             if phase.outside and phase.total > capacity:
                 return run, i, PeakTensor("vaemem's memory limit", phase.outside)
@@ -262,7 +254,7 @@ class PipelinePrediction(_Phases):
 
     @functools.cached_property
     def upper(self) -> int:
-        said = self._question.cudnn_version or self._question.torch_version
+        said = self._question.software.has_version
         return (
             max(
                 math.ceil(phase.weights + phase.outside + (phase.total - phase.weights - phase.outside) * MARGIN)
@@ -446,42 +438,9 @@ def predict_pipeline(
         )  # fmt: skip
         title = f"{pipeline} {height}x{width} by sd.cpp ({card.name})"
         return GraphPrediction(title, way, card.available(running.SDCPP_CONTEXT, used))
-    on_cpu: tuple[str, ...] = ()
-    if isinstance(offload, Mapping):
-        for role, place in offload.items():
-            choose("offload", role, kind.parts)
-            choose(f"offload[{role!r}]", place, ("cpu", "cuda"))
-        on_cpu, offload = tuple(role for role, place in offload.items() if place == "cpu"), "none"
-    choose("offload", offload, OFFLOADS)
-    choose("vae", vae, VAE_WAYS)
-    dtype = kind.dtype if dtype is None else dtype
-    choose("dtype", dtype, DTYPES)
-    height, width = whole("height", height), whole("width", width)
-    for name, value in (("height", height), ("width", width)):
-        if value % kind.stride or value > LARGEST:
-            raise ValueError(f"{name}: want a multiple of {kind.stride} up to {LARGEST} for {pipeline}, got {value}")
-    if (vae == "vaemem") != (vae_memory_limit is not None):
-        raise ValueError(
-            f"vae_memory_limit: want it with vae='vaemem' and with that alone, got {vae_memory_limit!r} with {vae!r}"
-        )
-    limit = parse_size("vae_memory_limit", vae_memory_limit) if vae_memory_limit is not None else 0
-    tokens = kind.tokens if prompt_tokens is None else whole("prompt_tokens", prompt_tokens, most=MOST_TOKENS)
-    call = Call(height, width, whole("batch", batch), tokens, guidance, steps, vae, limit, image)
-    parts = parts_of(kind, dtype, components or {})
-    for part in parts:
-        if offload == "sequential" and part.has(FOUR_BITS):
-            raise ValueError(
-                f"offload: want none or model with components[{part.role!r}] in bitsandbytes' four bits, got"
-                " 'sequential', from which accelerate does not bring them back"
-            )
-    held = next(part.nbytes for part in parts if part.role == "vae")
-    if vae == "vaemem" and limit <= held:
-        raise ValueError(
-            f"vae_memory_limit: want more than the VAE's weights, which count in it and are {held} bytes, got"
-            f" {vae_memory_limit!r}"
-        )
-    question = PipelineQuestion(
-        kind, pipeline, call, parts, offload, on_cpu, find_gpu(gpu, memory), cudnn_version, torch_version,
-        parse_size("used", used, least=0),
+    software = Software(torch_version=torch_version, cudnn_version=cudnn_version)
+    question = ask_pipeline(
+        pipeline, height, width, batch, find_card(gpu, memory, used), software, prompt_tokens=prompt_tokens,
+        guidance=guidance, dtype=dtype, components=components, image=image, steps=steps,
     )  # fmt: skip
-    return PipelinePrediction(question)
+    return PipelinePrediction(question.run_with(offload, vae, vae_memory_limit))

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from vaemem._common import ELEMENT_BYTES, MIB
-from vaemem.pipelines.components import CLIPS, PIPELINES
-from vaemem.pipelines.predict import PipelinePrediction, predict_pipeline
-from vaemem.pipelines.run import Phase
+from vaemem.pipelines.asked import PipelineQuestion
+from vaemem.pipelines.components import CLIPS, PIPELINES, Pipeline
+from vaemem.pipelines.diffusers import Call
+from vaemem.pipelines.parts import parts_of
+from vaemem.pipelines.predict import PipelinePrediction
+from vaemem.pipelines.run import Part, Phase
 from vaemem.pipelines.seconds import Machine
 from vaemem.pipelines.storage import FOUR_BITS
 from vaemem.prediction.planned import PlannedPhase, Way
@@ -24,35 +28,37 @@ SMALLER = ("Q8_0", "nf4")  # GGUF's and bitsandbytes'
 
 
 def ways(
-    pipeline: str, height: int, width: int, batch: int, machine: Machine | None, types: Sequence[str | None] | None,
-    **asked: Any,
+    question: PipelineQuestion, components: Mapping[str, Any], machine: Machine | None,
+    types: Sequence[str | None] | None,
 ) -> list[Way]:  # fmt: skip
     """All of them, the plainest first.
 
     Parameters
     ----------
+    question : PipelineQuestion
+        Nothing offloaded, with the `components` that `predict_pipeline` takes.
     machine : Machine or None
         Decides whether a text encoder computes or reads its weights for longer.
     types : sequence of str or None, optional
         Of the denoiser's weights and of text encoders as large, one after the other; None stands for what they are run
         in. By default that, and smaller ones where the denoiser takes more than half of the card.
-    **asked
-        What else `predict_pipeline` takes.
     """
     found: list[_Asked] = []
     kinds: list[str | None] = [None] if types is None else list(types)
-    has_tiles = max(height, width) > usual_tile(PIPELINES[pipeline].parts["vae"])
+    pipeline, call = question.pipeline, question.call
+    has_tiles = max(call.height, call.width) > usual_tile(pipeline.parts["vae"])
     for kind in kinds:
-        components = dict(asked.get("components") or {})
-        if kind is not None:
-            components |= {role: kind for role in _large(pipeline) if role not in components}
-        for place, offload in _offloads(pipeline, components):
-            for vae in _vae_ways(offload, batch, has_tiles, bool(asked.get("image"))):
-                settings = {"offload": offload, "vae": vae, **({"components": components} if components else {})}
+        large = {} if kind is None else {role: kind for role in _large(pipeline) if role not in components}
+        given = {**components, **large}
+        stored = replace(question, parts=parts_of(pipeline, question.dtype, given)) if large else question
+        for place, offload in _offloads(pipeline, given):
+            for vae in _vae_ways(offload, call, has_tiles):
+                settings = {"offload": offload, "vae": vae, **({"components": given} if given else {})}
+                limit = None
                 if vae == "vaemem":
-                    settings["vae_memory_limit"] = _limit(found[0], height, width)
-                p = predict_pipeline(pipeline, height, width, batch, **{**asked, **settings})
-                found.append(_Asked(place, settings, kind, p))
+                    limit = settings["vae_memory_limit"] = _limit(found[0].prediction.parts["vae"], call)
+                prediction = PipelinePrediction(stored.run_with(offload, vae, limit))
+                found.append(_Asked(place, settings, kind, prediction))
         if types is None and len(kinds) == 1 and _is_large(found[0].prediction):
             kinds += SMALLER
     return [_way(one, machine) for one in found]
@@ -63,13 +69,13 @@ def _is_large(p: PipelinePrediction) -> bool:
     return 2 * p.parts[PIPELINES[p.pipeline].denoiser].nbytes > p.available
 
 
-def _offloads(pipeline: str, components: Mapping[str, Any]) -> list[tuple[str, Any]]:
+def _offloads(pipeline: Pipeline, components: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """Names, and what `predict_pipeline` calls them, of those that it does not refuse."""
     return [
         ("no offload", "none"),
         ("model offload", "model"),
         *([] if any(given in FOUR_BITS for given in components.values()) else [("sequential offload", "sequential")]),
-        ("text encoders on CPU", dict.fromkeys(PIPELINES[pipeline].encoders, "cpu")),
+        ("text encoders on CPU", dict.fromkeys(pipeline.encoders, "cpu")),
     ]
 
 
@@ -92,23 +98,21 @@ class _Asked(NamedTuple):
         return " and ".join([*said, f"weights in {self.kind} are rounded"] if self.kind else said)
 
 
-def _limit(asked: _Asked, height: int, width: int) -> str:
+def _limit(vae: Part, call: Call) -> str:
     """Under which vaemem decodes on a GPU, an image at a time, in whole MiB."""
-    vae = asked.prediction.parts["vae"]
-    full = 128 * height * width * ELEMENT_BYTES[vae.dtype]
+    full = 128 * call.height * call.width * ELEMENT_BYTES[vae.dtype]
     return f"{int((vae.nbytes + VAE_LIMIT * full) // MIB) + 1} MiB"
 
 
-def _large(pipeline: str) -> list[str]:
+def _large(pipeline: Pipeline) -> list[str]:
     """Roles whose weights are worth a smaller type: the denoiser, and text encoders that are no CLIP."""
-    kind = PIPELINES[pipeline]
-    return [kind.denoiser, *(role for role in kind.encoders if kind.parts[role] not in CLIPS)]
+    return [pipeline.denoiser, *(role for role in pipeline.encoders if pipeline.parts[role] not in CLIPS)]
 
 
-def _vae_ways(offload: Any, batch: int, has_tiles: bool, image: bool) -> list[str]:
+def _vae_ways(offload: Any, call: Call, has_tiles: bool) -> list[str]:
     """How the VAE can run. vaemem only decodes, and accelerate's hooks are PyTorch's modules' alone."""
-    ways = ["whole", *(["sliced"] if batch > 1 else []), *(["tiled"] if has_tiles else [])]
-    return ways if image or offload == "sequential" else [*ways, "vaemem"]
+    ways = ["whole", *(["sliced"] if call.batch > 1 else []), *(["tiled"] if has_tiles else [])]
+    return ways if call.image or offload == "sequential" else [*ways, "vaemem"]
 
 
 def _way(asked: _Asked, machine: Machine | None) -> Way:

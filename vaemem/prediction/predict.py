@@ -20,7 +20,7 @@ from vaemem.prediction.benchmark import USUAL_PROTOCOL, Reading
 from vaemem.prediction.formula import derive
 from vaemem.prediction.moments import Moment, PeakTensor
 from vaemem.prediction.process import SimulatedProcess
-from vaemem.prediction.question import Asked, ModuleQuestion, Question, ask
+from vaemem.prediction.question import ModuleQuestion, Question, ask
 
 # What reserved may be above the worse of a cold and a warmed process, for what else ran before. Of the seed table's
 # rows, with their own workspaces, one is 3.7% above it, two are 2.4% and the rest 0.7% or less; a 16th is the largest
@@ -50,7 +50,7 @@ class _Answer:
         " and FLUX, float16 and float32, whole images one at a time); 98 of 98 rows of the seed table"
     )
 
-    def __init__(self, question: Asked):
+    def __init__(self, question: Question | ModuleQuestion):
         self._question, self._process = question, question.start()
         self.protocol, process = question.software.protocol, self._process
         self.allocated, self.reserved, self.peak_allocated, self.peak_reserved = question.play(process)

@@ -74,10 +74,6 @@ class Asked:
         """A fresh process, as `Software.start` takes the rest; with another workspace, where one is given."""
         return self.software.start(self.card, self.workspace if workspace is None else workspace, **device)
 
-    def play(self, process: SimulatedProcess, protocol: str | None = None) -> Reading:
-        """What is asked about happens in a fresh process, by the software's protocol or another one."""
-        raise NotImplementedError
-
 
 @dataclass(frozen=True)
 class Question(Asked):
@@ -100,6 +96,7 @@ class Question(Asked):
         return cut, *self.software.unusual
 
     def play(self, process: SimulatedProcess, protocol: str | None = None) -> Reading:
+        """A fresh process loads the model and runs what the software's protocol, or another one, says."""
         job, software = self.job, self.software
         vae = process.load(job.arch, job.weights_dtype, software.runtime, channels_last=software.channels_last)
         *_, measured = benchmark(
@@ -119,6 +116,7 @@ class ModuleQuestion(Asked):
     held: Sequence[tuple[str, int]]
 
     def play(self, process: SimulatedProcess, protocol: str | None = None) -> Reading:
+        """The module is called in a fresh process as often as the software's protocol, or another one, says."""
         for name, size in self.held:
             process.hold(name, size)
         _, warmups, runs, emptied = PROTOCOLS[protocol or self.software.protocol]
