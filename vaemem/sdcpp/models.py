@@ -249,17 +249,17 @@ class ZImage(Denoiser):
         x = self.rotated_attention(self.rms_norm(q), self.rms_norm(k), v, positions, scaled=True)
         return self.linear(x, self.HIDDEN, bias=False)
 
-    def feed_forward(self, x: Node) -> Node:
-        return self.gated(x, self.INNER, written=False, scaled=True)
-
     def block(self, x: Node, positions: Node, time: Node | None = None) -> Node:
         """Attention and feed-forward, scaled before and gated after where there is a time."""
         mods = None if time is None else self.linear(time, 4 * self.HIDDEN)
-        for part in (lambda h: self.attend_to(h, positions), self.feed_forward):
+        for is_attention in (True, False):
             h = self.rms_norm(x)
             if mods is not None:
                 h = _modulate(h, _part(mods, 0, self.HIDDEN))
-            h = self.rms_norm(part(h))
+            fed = (
+                self.attend_to(h, positions) if is_attention else self.gated(h, self.INNER, written=False, scaled=True)
+            )
+            h = self.rms_norm(fed)
             if mods is not None:
                 h = h.apply("mul", _part(mods, 0, self.HIDDEN).apply("unary"))
             x = h.apply("add", x)
@@ -334,9 +334,8 @@ class FluxSchnell(Denoiser):
     def single(self, x: Node, vec: Node, positions: Node) -> Node:
         shift, scale, gate = self.mods(vec, 3)
         wide = self.linear(self.modulated(x, shift, scale), 3 * self.HIDDEN + self.INNER)
-        attended = self.rotated_attention(
-            *self.heads([wide.view(self.HIDDEN, x.ne[1]).cont() for _ in range(3)]), positions
-        )
+        qkv = self.heads([wide.view(self.HIDDEN, x.ne[1]).cont() for _ in range(3)])
+        attended = self.rotated_attention(*qkv, positions)
         inner = wide.view(self.INNER, x.ne[1]).dense().write("unary")
         h = self.linear(attended.concat(inner, 0), self.HIDDEN)
         return x.apply("add", h.apply("mul", gate))
@@ -371,7 +370,7 @@ class FluxDev(FluxSchnell):
 class Unet15(Denoiser):
     """SD1.5's UNet. DEPTHS: transformers of a level's block."""
 
-    STRIDE, TOKENS, CHANNELS, CONTEXT, IS_XL = 64, 77, 320, 768, False
+    STRIDE, TOKENS, CHANNELS, TEXT_CHANNELS, IS_XL = 64, 77, 320, 768, False
     LEVELS: ClassVar[tuple[int, ...]] = (1, 2, 4, 4)
     DEPTHS: ClassVar[tuple[int, ...]] = (1, 1, 1, 0)
 
@@ -404,7 +403,7 @@ class Unet15(Denoiser):
     def build(self, height: int, width: int, tokens: int) -> Node:
         """height, width: of the latent."""
         levels, depths = self.LEVELS, self.DEPTHS
-        x, context = self.input(width, height, 4), self.input(self.CONTEXT, tokens)
+        x, context = self.input(width, height, 4), self.input(self.TEXT_CHANNELS, tokens)
         emb = self.mlp(self.time(self.CHANNELS), 1280, 1280)
         if self.IS_XL:
             emb = emb.apply("add", self.mlp(self.input(2816), 1280, 1280))
@@ -419,9 +418,8 @@ class Unet15(Denoiser):
                 skips.append(self.conv(skips[-1], skips[-1].ne[2], stride=2))
             for _ in range(2):
                 skips.append(block(skips[-1], level))
-        x = skips[-1]
-        x = self.attend_to(self.resnet(x, x.ne[2], emb), context, max(1, depths[-1]))
-        x = self.resnet(x, x.ne[2], emb)
+        x = self.resnet(skips[-1], skips[-1].ne[2], emb)
+        x = self.resnet(self.attend_to(x, context, max(1, depths[-1])), x.ne[2], emb)
         for level in reversed(range(len(levels))):
             for _ in range(3):
                 x = block(x.concat(skips.pop(), 2), level)
@@ -433,4 +431,4 @@ class Unet15(Denoiser):
 class UnetXl(Unet15):
     """SDXL's UNet, which is told labels and projects tokens instead of pixels."""
 
-    IS_XL, CONTEXT, LEVELS, DEPTHS = True, 2048, (1, 2, 4), (0, 2, 10)
+    IS_XL, TEXT_CHANNELS, LEVELS, DEPTHS = True, 2048, (1, 2, 4), (0, 2, 10)

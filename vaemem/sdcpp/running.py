@@ -96,10 +96,9 @@ PLANNED_VAES: tuple[tuple[str, ...], ...] = ((), ("direct",), ("tiled",), ("dire
 TENSORS = {"t5-xxl": "text_encoders.t5xxl", "qwen3-4b": "text_encoders.llm"}
 TENSORS |= {known.denoiser: "model.diffusion_model" for known in MODELS.values()}
 SDCPP_NOTES = (
-    f"{SDCPP_VERSION}: compute buffers as its graphs and ggml's "
-    "allocator make them (docs/GGML.md), beside them what ggml-cuda takes for the largest product, and 426 MiB for the "
-    "CUDA context. cond_only is the option of its pull request 1477, which a server is built on; the others are its "
-    "own.",
+    f"{SDCPP_VERSION}: compute buffers as its graphs and ggml's allocator make them (docs/GGML.md), beside them what"
+    " ggml-cuda takes for the largest product, and 426 MiB for the CUDA context. cond_only is the option of its pull"
+    " request 1477, which a server is built on; the others are its own.",
 )
 
 
