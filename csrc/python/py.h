@@ -30,13 +30,13 @@ bool vm_py_is_bfloat16(PyArrayObject *a);
 /* A tuple of integers. */
 PyObject *vm_py_sizes(const size_t *size, size_t count);
 
-/* Threads. An object that two of them can reach (Model, CachingAllocator, Trace) has one vm_py_lock. Whoever reads or
- * changes what the object may change after it was made holds it, with the GIL or without; what is fixed when the object
- * is made (an architecture, an allocator's settings) is read without it, and so a run can be planned during another.
- * Arguments are parsed before it is taken, since that may call Python; of Python's code only a run's progress callback
- * and signal handlers are called with it held on purpose. Trace.run takes two: its own, then the allocator's. Cudnn and
- * vaemem._cuda.Backend have none: their C locks itself, without the GIL. Accounts (mem.c) lock themselves too.
- *
+/* Threads. An object that two of them can reach (Model, CachingAllocator, Process, Trace) has one vm_py_lock.
+ * Whoever reads or changes what the object may change after it was made holds it, with the GIL or without; what is
+ * fixed when the object is made (an architecture, an allocator's settings) is read without it, and so a run can be
+ * planned during another. Arguments are parsed before it is taken, since that may call Python; of Python's code only
+ * a run's progress callback and signal handlers are called with it held on purpose. Some calls take several, in this
+ * order: a Trace's, a Process's, a CachingAllocator's. Cudnn and vaemem._cuda.Backend have none: their C locks
+ * itself, without the GIL. Accounts (mem.c) lock themselves too.
  * A fork may leave a lock held by a thread that the child does not have. The child then refuses to use that object. */
 typedef struct vm_py_lock {
     PyThread_type_lock lock;
@@ -66,8 +66,12 @@ void vm_py_raise_full(PyObject *allocator, const struct vm_talloc_oom *oom);
 /* The simulated allocator inside a CachingAllocator, and the lock to take for it; both borrowed. NULL: TypeError. */
 struct vm_talloc *vm_py_allocator(PyObject *object, vm_py_lock **lock);
 
+/* py_trace.c: the same of a Trace. */
+struct vm_trace;
+struct vm_trace *vm_py_trace(PyObject *object, vm_py_lock **lock);
+
 /* What the module has, by file. */
-extern PyType_Spec vm_py_model_type, vm_py_cudnn_type, vm_py_trace_type;
+extern PyType_Spec vm_py_model_type, vm_py_cudnn_type, vm_py_trace_type, vm_py_process_type;
 extern PyMethodDef vm_py_unpickle[];
 int vm_py_add_allocator(PyObject *module); /* with its exception; -1 with one set */
 

@@ -56,6 +56,15 @@ static void trace_dealloc(Trace *self) {
     vm_py_free((PyObject *)self);
 }
 
+vm_trace *vm_py_trace(PyObject *object, vm_py_lock **lock) {
+    if (Py_TYPE(object)->tp_dealloc != (destructor)trace_dealloc) {
+        PyErr_Format(PyExc_TypeError, "trace: want a Trace, got %s", Py_TYPE(object)->tp_name);
+        return NULL;
+    }
+    *lock = &((Trace *)object)->lock;
+    return ((Trace *)object)->trace;
+}
+
 /* ---- from an architecture ---- */
 
 static PyObject *trace_vae(PyTypeObject *type, PyObject *args, PyObject *kwargs) {

@@ -66,6 +66,11 @@ class Part:
     def nbytes(self) -> int:
         return sum(weight.bytes for weight in self.weights)
 
+    @functools.cached_property
+    def pieces(self) -> list[int]:
+        """Bytes of the tensors that hold its weights, in order."""
+        return [size for weight in self.weights for size in weight.pieces]
+
     def has(self, types: Collection[str]) -> bool:
         """Whether any of its weights is stored in one of these types."""
         return any(weight.type in types for weight in self.weights)
@@ -209,13 +214,17 @@ class Run:
             self._work["sent"] += part.nbytes
             self._loaded[role] = self.process.load(part.component, part.dtype, "diffusers")
             return
+        if not quantises:
+            self._loaded[role] = self.process.hold_all(f"weights of {role}", part.pieces)
+            self._work["sent"] += part.nbytes
+            return
         self._loaded[role] = held = []
         for weight in part.weights:
             sent, whole = weight.bytes, []
-            if quantises and weight.type in BITSANDBYTES:
+            if weight.type in BITSANDBYTES:
                 sent = math.prod(weight.shape) * ELEMENT_BYTES["float16" if weight.type == "int8" else part.dtype]
                 whole = [self.process.hold(f"{weight.name} of {role}, not quantised yet", sent)]
-            held += [self.process.hold(f"weights of {role}", size) for size in weight.pieces]
+            held += self.process.hold_all(f"weights of {role}", weight.pieces)
             self.process.release(whole)
             self._work["sent"] += sent
 
@@ -224,7 +233,7 @@ class Run:
         if isinstance(held, LoadedVAE):
             self.process.drop(held)
         else:
-            self.process.release(address for address in held if address)
+            self.process.release(filter(None, held))
         self.process.empty_cache()
 
     def bring(self, role: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from vaemem import _core
@@ -11,7 +11,6 @@ from vaemem.prediction.gpus import Gpu
 from vaemem.prediction.workspace import torch_release
 
 ROUNDING = "[rounded up by the allocator]"  # to 512 bytes, and remainders of blocks that are too small to split off
-ONCE = ("cublas [workspace]", "cublaslt [workspace]")  # kept from the first use on
 # PyTorch takes cuBLASLt's workspace anew in each call up to the first release, keeps it up to the second, and later
 # uses cuBLAS's.
 _LAST_EACH, _LAST_KEPT = (2, 8), (2, 11)
@@ -50,27 +49,3 @@ def moments(trace: _core.Trace, allocated: Any, reserved: Any, caller: str = "")
             owner[id_] = name
         shown = f"free {caller}{owner[id_]}" if op == "give" else caller + name
         yield Moment(shown, int(allocated[i]), int(reserved[i]))
-
-
-def live_at(
-    trace: _core.Trace, step: int, workspaces: Sequence[int], blas: Mapping[str, Any]
-) -> dict[Any, tuple[str, int]]:
-    """{id: (name, bytes)} of what a trace holds in one of its steps, when that holds most. A workspace, which has no
-    id, stands under its kind's name."""
-    live: dict[Any, tuple[str, int]] = {}
-    steps = trace.steps
-    for op, id_, size, name in steps[: step + 1]:
-        if op == "take":
-            live[id_] = (name, size)
-        elif op == "give":
-            live.pop(id_)
-        elif op == "cublas" or (op == "cublaslt" and blas["cublaslt_use"] != "each"):
-            live["cublas"] = (ONCE[0], blas["cublas_bytes"])
-            if op == "cublaslt" and blas["cublaslt_use"] == "kept":
-                live["cublaslt"] = (ONCE[1], blas["cublaslt_bytes"])
-    op, id_, _, name = steps[step]
-    if op == "conv":
-        live["workspace"] = (name, workspaces[id_])
-    elif op == "cublaslt" and blas["cublaslt_use"] == "each":
-        live["workspace"] = (name, blas["cublaslt_bytes"])
-    return live

@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from vaemem import _core
 from vaemem._common import DTYPES, ELEMENT_BYTES, choose
 from vaemem.prediction.gpus import CONTEXT, Gpu, find_gpu
 from vaemem.prediction.held import LoadedVAE, Tensor
-from vaemem.prediction.moments import ONCE, ROUNDING, Moment, PeakTensor, blas_settings, live_at, moments
+from vaemem.prediction.moments import ROUNDING, Moment, PeakTensor, blas_settings, moments
 from vaemem.prediction.profiles import Conv
 from vaemem.prediction.runtimes import RUNTIMES, architecture, usual_runtime
 from vaemem.prediction.snapshot import CachingAllocator
@@ -82,27 +81,20 @@ class SimulatedProcess:
     ):  # fmt: skip
         self.gpu = find_gpu(gpu)
         self.torch_version = torch_for(self.gpu, torch_version)
-        self._blas = blas_settings(self.gpu, self.torch_version)
-        self._kept = {"cublas": 0, "cublaslt": 0}
         if workspace is None:
             workspace = Workspace(self.gpu, cudnn_version, self.torch_version, allow_tf32)
         elif not hasattr(workspace, "conv"):
             raise ValueError(f"workspace: want an object whose conv(...) answers, as Workspace's, got {workspace!r}")
         self.workspace = workspace
         self.allocator = CachingAllocator(history=False) if allocator is None else allocator
+        self._core = _core.Process(self.allocator, **blas_settings(self.gpu, self.torch_version))
         room = self.gpu.available(CONTEXT, used)
         self.available: int = self.allocator._settings()["total_memory"] or room
         self.sources: dict[str, int] = {}  # who answered how many questions for workspaces
-        self.frames: list[str] = []  # by tag of the allocator's history
-        self._tags: dict[Any, int] = {}  # of names and traces
-        self._live: dict[int, tuple[str, int]] = {}  # between calls: address -> (name, bytes)
         self._smaller: dict[Any, int] = {}  # workspaces of the plans that stand in for first ones, by convolution
         # Whether cuDNN has plans without workspace where that is not known; else what the first wants has to be had.
         self.has_other_plans = True
-        # Bytes at the peak, the call that took them (None: no call did), and what was live outside of it.
-        self._peak: tuple[int, Any, tuple[tuple[str, int], ...]] = (0, None, ())
         self._most_reserved = 0  # before the peaks were reset
-        self._baseline: tuple[tuple[str, int], ...] = ()  # what was live when the peaks were reset
         self._last: tuple[_core.Trace, Any, Any] | None = None
 
     # ---- what there is ----
@@ -179,14 +171,13 @@ class SimulatedProcess:
         choose("runtime", runtime, RUNTIMES)
         choose("dtype", dtype, DTYPES)
         trace = _core.Trace.weights(arch, runtime, dtype)
-        self._tag("weights")
-        placed = [(self.allocator.malloc(size), size, name == "filter") for _, _, size, name in trace.steps]
-        weights = {address: size for address, size, _ in placed}
-        self._live.update((address, (f"weights of {arch['name']}", size)) for address, size in weights.items())
-        self._note_peak()
+        placed = self._core.place("weights", f"weights of {arch['name']}", trace)
+        steps = trace.steps
+        weights = {address: size for address, (_, _, size, _) in zip(placed, steps, strict=True)}
         vae = LoadedVAE(arch, runtime, dtype, weights, channels_last)
         if channels_last:
-            self._copy(vae, {address: size for address, size, is_filter in placed if is_filter})
+            filters = zip(weights.items(), steps, strict=True)
+            self._copy(vae, {address: size for (address, size), step in filters if step[3] == "filter"})
         return vae
 
     def convert(self, vae: LoadedVAE, dtype: str) -> None:
@@ -211,8 +202,11 @@ class SimulatedProcess:
 
     def hold(self, name: str, size: int) -> int:
         """Takes `size` bytes for good under a name. Returns the address (0 for 0 bytes), which `release` takes."""
-        self._tag(name)
-        return self._put(name, size)
+        return self.hold_all(name, [size])[0]
+
+    def hold_all(self, name: str, sizes: Sequence[int]) -> list[int]:
+        """Takes each of these sizes in bytes under one name, as `hold` does. Returns the addresses."""
+        return self._core.hold(name, sizes)
 
     def elementwise(self, x: Tensor, name: str = "scaled", dtype: str | None = None) -> Tensor:
         """A new tensor of x's shape: ``x * 0.5``, or ``x.to(dtype)`` with another dtype."""
@@ -276,28 +270,17 @@ class SimulatedProcess:
             has_other = (self.has_other_plans or self._knows_plans) and not (own and Conv(*question) in own)
             following.append(0 if has_other else count)
             self.sources[source] = self.sources.get(source, 0) + 1
-        left, cublas, cublaslt, allocated, reserved, workspaces = trace.run(
-            self.allocator, wanted, **self._blas, cublas=self._kept["cublas"], cublaslt=self._kept["cublaslt"],
-            tag=self._tag(trace), next=following,
-        )  # fmt: skip
+        left, allocated, reserved, workspaces = self._core.call(trace, wanted, following)
         if workspaces != wanted:
             self._smaller.update(
                 (conv, took) for conv, want, took in zip(trace.convs, wanted, workspaces, strict=True) if took < want
             )
         self._last = (trace, allocated, reserved)
-        self._note_peak((trace, workspaces, allocated))
-        for name, address in (("cublas", cublas), ("cublaslt", cublaslt)):
-            if address and not self._kept[name]:
-                self._live[address] = (f"{name} [workspace]", self._blas[f"{name}_bytes"])
-            self._kept[name] = address
-        self._live.update((left[id_], (name, size)) for _, id_, size, name in trace.kept if id_ in left)
         return left
 
     def release(self, addresses: Iterable[int]) -> None:
         """Frees what `call` left."""
-        for address in addresses:
-            self.allocator.free(address)
-            del self._live[address]
+        self._core.release(list(addresses))
 
     def drop(self, *things: Tensor | LoadedVAE | None) -> None:
         """Gives tensors, or a model, back: the last name that held them goes. None is ignored.
@@ -322,11 +305,14 @@ class SimulatedProcess:
     def reset_peak(self) -> None:
         """``torch.cuda.reset_peak_memory_stats()``."""
         self._most_reserved = self.most_reserved
-        self.allocator.reset_peak_stats()
-        self._baseline = tuple(self._live.values())
-        self._peak = (self.allocated, None, self._baseline)
+        self._core.reset_peak()
 
     # ---- what happened ----
+
+    @property
+    def frames(self) -> list[str]:
+        """Names by tag, as the allocator's history and its errors have it."""
+        return self._core.frames
 
     def peak_tensors(self) -> list[PeakTensor]:
         """What was allocated at the peak since `reset_peak`, largest first; equal names are summed. What the allocator
@@ -334,31 +320,23 @@ class SimulatedProcess:
 
         A workspace that could not be had any more later in the call that made the peak counts as what stood in for it.
         """
-        names = self._at_peak()
-        found = [*names.most_common(), (ROUNDING, self.peak_allocated - names.total())]
-        return [PeakTensor(name, size) for name, size in found if size]
+        _, tensors = self._core.peak()
+        found = sorted(tensors, key=lambda tensor: -tensor[1])
+        rounded = self.peak_allocated - sum(size for _, size in found)
+        return [PeakTensor(name, size) for name, size in (*found, (ROUNDING, rounded)) if size]
 
     def peak_above_baseline(self) -> tuple[str, dict[str, int]] | None:
         """The step that makes the peak, and {name: bytes} of what was allocated since `reset_peak` and lives then.
 
         None where the peak lies outside of the calls.
         """
-        if self._peak[1] is None:
+        step, tensors = self._core.peak()
+        if step is None:
             return None
-        trace, _, allocated = self._peak[1]
-        tensors = self._at_peak()
-        tensors.subtract(_summed(self._baseline))
-        return trace.steps[int(allocated.argmax())][3], {name: size for name, size in tensors.items() if size}
-
-    def _at_peak(self) -> Counter[str]:
-        """{name: bytes}, as requested, of what lived at the peak."""
-        _, call, outside = self._peak
-        names = _summed(outside)
-        if call is not None:
-            trace, workspaces, allocated = call
-            live = live_at(trace, int(allocated.argmax()), workspaces, self._blas).values()
-            names += _summed((name, size) for name, size in live if name not in ONCE or name not in names)
-        return names
+        found = dict(tensors)
+        for name, size in self._core.baseline():
+            found[name] = found.get(name, 0) - size
+        return step, {name: size for name, size in found.items() if size}
 
     def timeline(self) -> list[Moment]:
         """The last call, step by step; what was given back has the name of what was taken before."""
@@ -409,52 +387,21 @@ class SimulatedProcess:
 
     def _as_tensor(self, name: str, left: Mapping[int, int], shape: Sequence[int], dtype: str) -> Tensor:
         """What `call` left, as one tensor."""
-        return Tensor(name, shape, dtype, {address: self._live[address][1] for address in left.values()})
+        return Tensor(name, shape, dtype, {at: self._core.bytes_at(at) for at in left.values()})
 
     def _copy(self, vae: LoadedVAE, sizes: Mapping[int, int]) -> None:
         """Each of these parameters, by address, is copied into so many bytes, then the old one dropped."""
         assert vae.storages is not None
-        self._tag("weights")
-        copies: dict[int, tuple[int, int]] = {}
+        addresses = list(sizes)
         try:
-            for address, wanted in sizes.items():
-                copies[address] = (self._put(self._live[address][0], wanted), wanted)
-                self.release([address])
+            self._core.copy("weights", addresses, list(sizes.values()))
         finally:
-            vae.storages = dict(copies.get(address, (address, size)) for address, size in vae.storages.items())
+            now = dict(zip(sizes, zip(addresses, sizes.values(), strict=True), strict=True))
+            vae.storages = dict(
+                now[address] if now.get(address, (address,))[0] != address else (address, size)
+                for address, size in vae.storages.items()
+            )
 
     def _take(self, name: str, shape: Sequence[int], dtype: str) -> Tensor:
         size = math.prod(shape) * ELEMENT_BYTES[dtype]
         return Tensor(name, shape, dtype, {self.hold(name, size): size})
-
-    def _put(self, name: str, size: int) -> int:
-        """Takes `size` bytes under a name, and notes where they lie; 0 bytes lie nowhere."""
-        address = self.allocator.malloc(size)
-        if address:
-            self._live[address] = (name, size)
-            self._note_peak()
-        return address
-
-    def _note_peak(self, call: Any = None) -> None:
-        """After anything that takes memory, before what a call left counts as live: which call made the peak, if any,
-        and what was live outside of it."""
-        if self.peak_allocated > self._peak[0]:
-            self._peak = (self.peak_allocated, call, tuple(self._live.values()))
-
-    def _tag(self, what: str | _core.Trace) -> int:
-        """The tag of what comes next: of a name, or the first of a trace's."""
-        tag = self._tags.get(what)
-        if tag is None:
-            tag = self._tags[what] = len(self.frames)
-            self.frames += [what] if isinstance(what, str) else what.names
-        if isinstance(what, str):
-            self.allocator.tag(tag)
-        return tag
-
-
-def _summed(named: Iterable[tuple[str, int]]) -> Counter[str]:
-    """{name: bytes}, equal names together."""
-    total: Counter[str] = Counter()
-    for name, size in named:
-        total[name] += size
-    return total

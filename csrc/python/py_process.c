@@ -1,0 +1,354 @@
+/* vaemem._core.Process: a simulated PyTorch process, raw. vaemem/prediction/process.py is its face. */
+#include "../predict/process.h"
+#include "py.h"
+
+typedef struct Process {
+    PyObject_HEAD
+    vm_process *process;
+    PyObject *allocator, *traces; /* a CachingAllocator; the traces that were played, whose names are asked for */
+    vm_py_lock lock;
+} Process;
+
+static const char *const cublaslt_name[] = {"each", "kept", "shared"};
+
+static PyObject *process_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"allocator", "cublas_bytes", "cublaslt_bytes", "cublaslt_use", NULL};
+    PyObject *allocator;
+    unsigned long long cublas, cublaslt;
+    const char *use;
+    int u = 0;
+    vm_py_lock *lock;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OKKs:Process", names, &allocator, &cublas, &cublaslt, &use))
+        return NULL;
+    while (u < 3 && strcmp(use, cublaslt_name[u])) u++;
+    if (u == 3)
+        return PyErr_Format(PyExc_ValueError, "cublaslt_use: want one of 'each', 'kept', 'shared', got '%s'", use);
+    vm_talloc *talloc = vm_py_allocator(allocator, &lock);
+    Process *self = talloc ? (Process *)type->tp_alloc(type, 0) : NULL;
+    if (!self) return NULL;
+    const vm_process_blas blas = {cublas, cublaslt, (vm_cublaslt)u};
+    self->allocator = Py_NewRef(allocator);
+    vm_status s = VM_OK;
+    if (!(self->traces = PySet_New(NULL)) || vm_py_lock_new(&self->lock, "Process") ||
+        (s = vm_process_new(talloc, &blas, &self->process))) {
+        Py_DECREF(self);
+        return s ? vm_py_raise(s) : NULL;
+    }
+    return (PyObject *)self;
+}
+
+static int process_traverse(Process *self, visitproc visit, void *arg) {
+    Py_VISIT(self->allocator);
+    Py_VISIT(self->traces);
+    Py_VISIT(Py_TYPE(self));
+    return 0;
+}
+
+static int process_clear(Process *self) {
+    vm_process_free(self->process);
+    self->process = NULL;
+    Py_CLEAR(self->traces);
+    Py_CLEAR(self->allocator);
+    return 0;
+}
+
+static void process_dealloc(Process *self) {
+    PyObject_GC_UnTrack(self);
+    process_clear(self);
+    vm_py_lock_free(&self->lock);
+    vm_py_free((PyObject *)self);
+}
+
+/* The process's lock and its allocator's. -1 with an exception set. */
+static int acquire(Process *self, const char *call) {
+    vm_py_lock *lock;
+    vm_py_allocator(self->allocator, &lock);
+    if (vm_py_acquire(&self->lock, call)) return -1;
+    if (!vm_py_acquire(lock, call)) return 0;
+    vm_py_release(&self->lock);
+    return -1;
+}
+
+/* Releases them; -1 with an exception set where the status is a failure. */
+static int finish(Process *self, vm_status s) {
+    vm_py_lock *lock;
+    vm_py_allocator(self->allocator, &lock);
+    const vm_talloc_oom *full = s ? vm_process_last_oom(self->process) : NULL;
+    const vm_talloc_oom oom = full ? *full : (vm_talloc_oom){0};
+    vm_py_release(lock);
+    vm_py_release(&self->lock);
+    if (full)
+        vm_py_raise_full(self->allocator, &oom);
+    else if (s)
+        vm_py_raise(s);
+    return s ? -1 : 0;
+}
+
+/* ---- numbers ---- */
+
+/* A sequence of integers as a new array of `spare` more; NULL with an exception set. */
+static uint64_t *to_numbers(const char *name, PyObject *sequence, size_t spare, size_t *count) {
+    PyObject *list = PySequence_Tuple(sequence); /* a copy: an item's __index__ may change the sequence */
+    if (!list) return NULL;
+    *count = (size_t)PyTuple_GET_SIZE(list);
+    uint64_t *number = PyMem_Calloc(*count + spare + 1, sizeof *number);
+    if (!number) PyErr_NoMemory();
+    for (size_t i = 0; number && i < *count; i++) {
+        PyObject *index = PyNumber_Index(PyTuple_GET_ITEM(list, (Py_ssize_t)i));
+        if (index) number[i] = PyLong_AsUnsignedLongLong(index);
+        if (index && PyErr_Occurred())
+            PyErr_Format(PyExc_ValueError, "%s: want integers from 0 to 2^64 - 1, got %R", name, index);
+        Py_XDECREF(index);
+        if (!PyErr_Occurred()) continue;
+        PyMem_Free(number);
+        number = NULL;
+    }
+    Py_DECREF(list);
+    return number;
+}
+
+static PyObject *number_item(const void *numbers, size_t i) {
+    return PyLong_FromUnsignedLongLong(((const uint64_t *)numbers)[i]);
+}
+
+/* ---- taking and giving ---- */
+
+static PyObject *process_hold(Process *self, PyObject *args) {
+    const char *name;
+    PyObject *sizes;
+    size_t count;
+    if (!PyArg_ParseTuple(args, "sO:hold", &name, &sizes)) return NULL;
+    uint64_t *bytes = to_numbers("bytes", sizes, 0, &count), *address = NULL;
+    PyObject *list = NULL;
+    if (bytes && !(address = PyMem_Calloc(count + 1, sizeof *address))) PyErr_NoMemory();
+    if (address && !acquire(self, "hold") && !finish(self, vm_process_hold(self->process, name, bytes, count, address)))
+        list = vm_py_list(count, number_item, address);
+    PyMem_Free(bytes);
+    PyMem_Free(address);
+    return list;
+}
+
+static PyObject *process_place(Process *self, PyObject *args) {
+    const char *stamp, *name;
+    PyObject *trace;
+    vm_py_lock *lock;
+    if (!PyArg_ParseTuple(args, "ssO:place", &stamp, &name, &trace)) return NULL;
+    const vm_trace *t = vm_py_trace(trace, &lock);
+    if (!t || vm_py_acquire(lock, "place")) return NULL;
+    const size_t count = t->ids;
+    uint64_t *address = PyMem_Calloc(count + 1, sizeof *address);
+    PyObject *list = NULL;
+    if (!address) PyErr_NoMemory();
+    if (address && !acquire(self, "place") && !finish(self, vm_process_place(self->process, stamp, name, t, address)))
+        list = vm_py_list(count, number_item, address);
+    vm_py_release(lock);
+    PyMem_Free(address);
+    return list;
+}
+
+static PyObject *process_copy(Process *self, PyObject *args) {
+    const char *stamp;
+    PyObject *list, *sizes;
+    size_t count, wanted, copied = 0;
+    if (!PyArg_ParseTuple(args, "sO!O:copy", &stamp, &PyList_Type, &list, &sizes)) return NULL;
+    uint64_t *address = to_numbers("addresses", list, 0, &count);
+    uint64_t *bytes = address ? to_numbers("bytes", sizes, 0, &wanted) : NULL;
+    int failed = -1;
+    if (bytes && wanted != count)
+        PyErr_Format(PyExc_ValueError, "bytes: want %zu of them, got %zu", count, wanted);
+    else if (bytes && !acquire(self, "copy"))
+        failed = finish(self, vm_process_copy(self->process, stamp, address, bytes, count, &copied));
+    PyObject *type = NULL, *value = NULL, *traceback = NULL;
+    if (failed) PyErr_Fetch(&type, &value, &traceback); /* what was copied is told in any case */
+    for (size_t i = 0; i < copied; i++) {
+        PyObject *now = PyLong_FromUnsignedLongLong(address[i]);
+        if (!now || PyList_SetItem(list, (Py_ssize_t)i, now)) break;
+    }
+    if (failed && !PyErr_Occurred()) PyErr_Restore(type, value, traceback);
+    PyMem_Free(address);
+    PyMem_Free(bytes);
+    return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
+}
+
+static PyObject *process_release(Process *self, PyObject *addresses) {
+    size_t count;
+    uint64_t *address = to_numbers("addresses", addresses, 0, &count);
+    if (!address) return NULL;
+    vm_status s = VM_OK;
+    int failed = acquire(self, "release");
+    if (!failed) {
+        for (size_t i = 0; !s && i < count; i++) s = vm_process_release(self->process, address[i]);
+        failed = finish(self, s);
+    }
+    PyMem_Free(address);
+    return failed ? NULL : Py_NewRef(Py_None);
+}
+
+/* {id: address} of what a call left. */
+static PyObject *left(const uint64_t *address, size_t ids) {
+    PyObject *dict = PyDict_New();
+    for (size_t id = 0; dict && id < ids; id++) {
+        if (!address[id]) continue;
+        PyObject *key = PyLong_FromSize_t(id), *value = PyLong_FromUnsignedLongLong(address[id]);
+        if (!key || !value || PyDict_SetItem(dict, key, value)) Py_CLEAR(dict);
+        Py_XDECREF(key);
+        Py_XDECREF(value);
+    }
+    return dict;
+}
+
+/* With the trace's lock held. */
+static PyObject *call_locked(Process *self, const vm_trace *t, uint64_t *workspace, const uint64_t *next) {
+    npy_intp steps[1] = {(npy_intp)t->steps};
+    PyObject *allocated = PyArray_SimpleNew(1, steps, NPY_UINT64), *reserved = PyArray_SimpleNew(1, steps, NPY_UINT64);
+    uint64_t *address = PyMem_Calloc((size_t)t->ids + 1, sizeof *address);
+    PyObject *result = NULL;
+    if (!address) PyErr_NoMemory();
+    if (allocated && reserved && address && !acquire(self, "call") &&
+        !finish(self,
+                vm_process_call(self->process, t, workspace, next, address, PyArray_DATA((PyArrayObject *)allocated),
+                                PyArray_DATA((PyArrayObject *)reserved)))) {
+        PyObject *ids = left(address, t->ids), *taken = ids ? vm_py_list(t->convs, number_item, workspace) : NULL;
+        if (taken) result = Py_BuildValue("(OOOO)", ids, allocated, reserved, taken);
+        Py_XDECREF(ids);
+        Py_XDECREF(taken);
+    }
+    PyMem_Free(address);
+    Py_XDECREF(allocated);
+    Py_XDECREF(reserved);
+    return result;
+}
+
+static PyObject *process_call(Process *self, PyObject *args) {
+    PyObject *trace, *workspaces, *following, *result = NULL;
+    vm_py_lock *lock;
+    size_t count, others;
+    if (!PyArg_ParseTuple(args, "OOO:call", &trace, &workspaces, &following)) return NULL;
+    const vm_trace *t = vm_py_trace(trace, &lock);
+    uint64_t *workspace = t ? to_numbers("workspaces", workspaces, 0, &count) : NULL;
+    uint64_t *next = workspace ? to_numbers("next", following, 0, &others) : NULL;
+    if (next && !PySet_Add(self->traces, trace) && !vm_py_acquire(lock, "call")) {
+        if (count != t->convs || others != t->convs)
+            PyErr_Format(PyExc_ValueError, "workspaces, next: want %zu of each, got %zu and %zu", t->convs, count,
+                         others);
+        else
+            result = call_locked(self, t, workspace, next);
+        vm_py_release(lock);
+    }
+    PyMem_Free(workspace);
+    PyMem_Free(next);
+    return result;
+}
+
+static PyObject *process_reset_peak(Process *self, PyObject *Py_UNUSED(ignored)) {
+    if (acquire(self, "reset_peak") || finish(self, vm_process_reset_peak(self->process))) return NULL;
+    Py_RETURN_NONE;
+}
+
+/* ---- what happened ---- */
+
+typedef struct named {
+    const vm_process *process;
+    const vm_process_list *list;
+} named;
+
+static PyObject *named_item(const void *context, size_t i) {
+    const named *n = context;
+    const vm_process_named *one = &n->list->item[i];
+    if (!one->bytes) return NULL;
+    return Py_BuildValue("(sK)", vm_process_name(n->process, one->tag), (unsigned long long)one->bytes);
+}
+
+static PyObject *process_peak(Process *self, PyObject *Py_UNUSED(ignored)) {
+    vm_process_list list = {0};
+    uint32_t step = VM_PROCESS_NO_TAG;
+    if (acquire(self, "peak")) return NULL;
+    const vm_status s = vm_process_peak(self->process, &list, &step);
+    PyObject *tensors = s ? NULL : vm_py_list(list.count, named_item, &(named){self->process, &list});
+    PyObject *name = tensors ? Py_BuildValue("z", vm_process_name(self->process, step)) : NULL;
+    vm_process_list_free(&list);
+    PyObject *result = name ? PyTuple_Pack(2, name, tensors) : NULL;
+    Py_XDECREF(name);
+    Py_XDECREF(tensors);
+    return finish(self, s) ? NULL : result;
+}
+
+static PyObject *process_baseline(Process *self, PyObject *Py_UNUSED(ignored)) {
+    vm_process_list list = {0};
+    if (acquire(self, "baseline")) return NULL;
+    const vm_status s = vm_process_baseline(self->process, &list);
+    PyObject *tensors = s ? NULL : vm_py_list(list.count, named_item, &(named){self->process, &list});
+    vm_process_list_free(&list);
+    return finish(self, s) ? NULL : tensors;
+}
+
+static PyObject *process_bytes_at(Process *self, PyObject *number) {
+    const unsigned long long address = PyLong_AsUnsignedLongLong(number);
+    if (PyErr_Occurred() || vm_py_acquire(&self->lock, "bytes_at")) return NULL;
+    const uint64_t bytes = vm_process_bytes_at(self->process, address);
+    vm_py_release(&self->lock);
+    return PyLong_FromUnsignedLongLong(bytes);
+}
+
+static PyObject *frame_item(const void *process, size_t i) {
+    return PyUnicode_FromString(vm_process_name(process, (uint32_t)i));
+}
+
+static PyObject *process_frames(Process *self, void *Py_UNUSED(closure)) {
+    if (vm_py_acquire(&self->lock, "frames")) return NULL;
+    PyObject *list = vm_py_list(vm_process_tags(self->process), frame_item, self->process);
+    vm_py_release(&self->lock);
+    return list;
+}
+
+/* ---- the type ---- */
+
+static PyMethodDef methods[] = {
+    {"hold", (PyCFunction)process_hold, METH_VARARGS,
+     "hold($self, name, sizes, /)\n--\n\nTakes so many bytes each under a name, all or none. Returns the addresses (0 "
+     "for "
+     "0 bytes)."},
+    {"place", (PyCFunction)process_place, METH_VARARGS,
+     "place($self, stamp, name, trace, /)\n--\n\nTakes what a trace takes, of which it gives nothing back, under one "
+     "name; "
+     "stamp: the\nname in the allocator's history. Returns the addresses."},
+    {"copy", (PyCFunction)process_copy, METH_VARARGS,
+     "copy($self, stamp, addresses, sizes, /)\n--\n\nCopies each storage into a new one of so many bytes, and gives "
+     "the old "
+     "one back. The new\naddresses take the old ones' places in the list, also where one cannot be had."},
+    {"release", (PyCFunction)process_release, METH_O, "release($self, addresses, /)\n--\n\nGives storages back."},
+    {"call", (PyCFunction)process_call, METH_VARARGS,
+     "call($self, trace, workspaces, next, /)\n--\n\nPlays a trace whose convolutions take these workspaces, or those "
+     "of "
+     "next where they\ncannot be had. Returns ({id: address} of what it leaves, bytes allocated and reserved at the "
+     "height "
+     "of\neach step, the workspaces that were had)."},
+    {"reset_peak", (PyCFunction)process_reset_peak, METH_NOARGS,
+     "reset_peak($self, /)\n--\n\ntorch.cuda.reset_peak_memory_stats; what is live now is the baseline."},
+    {"peak", (PyCFunction)process_peak, METH_NOARGS,
+     "peak($self, /)\n--\n\n(name of the call's step that makes the peak or None, [(name, bytes)] of what was live "
+     "then)."},
+    {"baseline", (PyCFunction)process_baseline, METH_NOARGS,
+     "baseline($self, /)\n--\n\n[(name, bytes)] of what was live when the peak was reset."},
+    {"bytes_at", (PyCFunction)process_bytes_at, METH_O,
+     "bytes_at($self, address, /)\n--\n\nBytes of the storage at an address; 0 where there is none."},
+    {NULL, NULL, 0, NULL}};
+
+static PyGetSetDef attributes[] = {
+    {"frames", (getter)process_frames, NULL, "Names by tag, as the allocator's history and errors have it.", NULL},
+    {NULL, NULL, NULL, NULL, NULL}};
+
+static PyType_Slot slots[] = {
+    {Py_tp_new, process_new},
+    {Py_tp_dealloc, process_dealloc},
+    {Py_tp_traverse, process_traverse},
+    {Py_tp_clear, process_clear},
+    {Py_tp_methods, methods},
+    {Py_tp_getset, attributes},
+    {Py_tp_doc, "What a simulated PyTorch process holds, by name, and what was live at its peak."},
+    {0, NULL}};
+
+PyType_Spec vm_py_process_type = {.name = "vaemem._core.Process",
+                                  .basicsize = sizeof(Process),
+                                  .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+                                  .slots = slots};

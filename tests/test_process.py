@@ -1,0 +1,265 @@
+"""What a simulated process holds, by name, and what was live at its peak: the core beside a slow and plain model."""
+
+import gc
+import random
+
+import pytest
+
+from vaemem import CachingAllocator, OutOfMemoryError, _core
+
+BLAS = {"cublas_bytes": 8 << 20, "cublaslt_bytes": 1 << 20}
+
+
+def process(use="each", **device):
+    allocator = CachingAllocator(history=False, **device)
+    return allocator, _core.Process(allocator, **BLAS, cublaslt_use=use)
+
+
+def a_trace(r, names="abc"):
+    """A call of a module: takes and gives back, asks a convolution and products, leaves a storage or two."""
+    trace, held = _core.Trace(), []
+    trace.take(1, "first")
+    for _ in range(r.randint(1, 20)):
+        what = r.choice("tttgcbl")
+        if what == "t":
+            held.append(trace.take(r.choice([0, 1000, 3 << 20, r.randint(1, 1 << 25)]), r.choice(names)))
+        elif what == "g" and held:
+            trace.give(held.pop(r.randrange(len(held))))
+        elif what == "c":
+            trace.conv("float16", 1, 64, r.randint(8, 64), 64, 64, 3, 1, 1, False, "conv [workspace]")
+        elif what in "bl":
+            trace.blas("product [workspace]", what == "l")
+    for one in held[2:]:
+        trace.give(one)
+    return trace
+
+
+class Plain:
+    """The same by dicts: who is live is listed again after every step."""
+
+    def __init__(self, allocator, use):
+        self.allocator, self.use, self.live, self.kept = allocator, use, {}, {}
+        self.most, self.outside, self.within, self.step = 0, [], [], None
+
+    def take(self, name, addresses, sizes):
+        self.live.update((at, (name, size)) for at, size in zip(addresses, sizes, strict=True) if at)
+        self.note()
+
+    def note(self, step=None, within=()):
+        if self.allocator.max_memory_allocated() > self.most:
+            self.most = self.allocator.max_memory_allocated()
+            self.outside, self.within, self.step = list(self.live.values()), list(within), step
+
+    def reset(self):
+        self.most, self.outside, self.within, self.step = (
+            self.allocator.memory_allocated(), list(self.live.values()), [], None,
+        )  # fmt: skip
+
+    def call(self, trace, left, allocated, taken):
+        steps, at = trace.steps, int(allocated.argmax())
+        held, kept = (
+            {},
+            [("cublas [workspace]", BLAS["cublas_bytes"]), ("cublaslt [workspace]", BLAS["cublaslt_bytes"])],
+        )
+        for op, number, size, name in steps[: at + 1]:
+            if op == "take":
+                held[number] = name, size
+            elif op == "give":
+                del held[number]
+            elif op == "cublas" or (op == "cublaslt" and self.use != "each"):
+                held["cublas"] = kept[0]
+                if op == "cublaslt" and self.use == "kept":
+                    held["cublaslt"] = kept[1]
+        op, number, _, name = steps[at]
+        if op == "conv":
+            held["workspace"] = name, taken[number]
+        elif op == "cublaslt" and self.use == "each":
+            held["workspace"] = name, BLAS["cublaslt_bytes"]
+        there = {name for name, _ in self.live.values()}
+        self.note(name, [one for one in held.values() if one not in kept or one[0] not in there])
+        used = [op for op, *_ in steps if op == "cublas" or (op == "cublaslt" and self.use != "each")]
+        for name, size in kept[: 2 if self.use == "kept" and "cublaslt" in used else bool(used)]:
+            if name not in self.kept:
+                self.kept[name] = True
+                self.live[name] = name, size
+        for op, number, size, name in steps:
+            if op == "take" and number in left:
+                self.live[left[number]] = name, size
+
+    def peak(self):
+        names = {}
+        for name, size in (*self.outside, *self.within):
+            names[name] = names.get(name, 0) + size
+        return self.step, [(name, size) for name, size in names.items() if size]
+
+
+@pytest.mark.parametrize("use", ["each", "kept", "shared"])
+@pytest.mark.parametrize("seed", range(20))
+def test_as_the_plain_model(seed, use):
+    r = random.Random(seed)
+    allocator, core = process(use)
+    plain, traces = Plain(allocator, use), [a_trace(r) for _ in range(4)]
+    for _ in range(200):
+        held = [address for address in plain.live if isinstance(address, int)]
+        what = r.choice(["hold", "hold", "release", "call", "call", "reset", "copy", "many", "look"])
+        if what == "hold":
+            size = r.choice([0, 512, r.randint(1, 1 << 26)])
+            plain.take("x", core.hold("x", [size]), [size])
+        elif what == "many":
+            sizes = [r.randint(0, 1 << 22) for _ in range(r.randint(0, 90))]
+            plain.take("many", core.hold("many", sizes), sizes)
+        elif what == "release" and held:
+            gone = r.sample(held, r.randint(1, len(held)))
+            core.release(gone)
+            for address in gone:
+                del plain.live[address]
+        elif what == "copy" and held:
+            old = r.sample(held, r.randint(1, min(len(held), 5)))
+            new, sizes = list(old), [r.randint(1, 1 << 24) for _ in old]
+            core.copy("weights", new, sizes)
+            most = plain.most  # of several copies: which one made the peak is seen below, with one copy
+            for before, after, size in zip(old, new, sizes, strict=True):
+                name, _ = plain.live[before]
+                if len(old) == 1:
+                    plain.take(name, [after], [size])
+                del plain.live[before]
+                plain.live[after] = name, size
+            if len(old) > 1 and allocator.max_memory_allocated() > most:
+                core.reset_peak()
+                plain.reset()
+        elif what == "call":
+            trace = r.choice(traces)
+            wanted = [r.randint(0, 1 << 24) for _ in trace.convs]
+            left, allocated, _, taken = core.call(trace, wanted, wanted)
+            assert taken == wanted
+            plain.call(trace, left, allocated, taken)
+        elif what == "reset":
+            core.reset_peak()
+            plain.reset()
+            assert sum(size for _, size in core.baseline()) == sum(size for _, size in plain.live.values())
+        assert core.peak() == plain.peak()
+        for address in r.sample(held, min(len(held), 3)):
+            assert core.bytes_at(address) == plain.live.get(address, (None, 0))[1]
+    assert core.bytes_at(0) == core.bytes_at(513) == 0
+
+
+def test_a_full_device():
+    """What the failed call took is given back; what was copied before stays copied; a workspace of cuBLAS's stays."""
+    allocator, core = process("kept", total_memory=64 << 20)
+    first = core.hold("a", [10 << 20, 10 << 20])
+    with pytest.raises(OutOfMemoryError) as full:
+        core.hold("b", [10 << 20, 60 << 20])
+    assert core.frames[full.value.tag] == "b" and full.value.requested == 60 << 20
+    assert allocator.memory_allocated() == 20 << 20
+    addresses = list(first)
+    with pytest.raises(OutOfMemoryError):
+        core.copy("weights", addresses, [12 << 20, 60 << 20])
+    assert addresses[0] != first[0] and addresses[1] == first[1]
+    assert [core.bytes_at(address) >> 20 for address in addresses] == [12, 10] and core.bytes_at(first[0]) == 0
+    trace = _core.Trace()
+    trace.blas("product")
+    trace.take(60 << 20, "too much")
+    with pytest.raises(OutOfMemoryError) as full:
+        core.call(trace, [], [])
+    assert core.frames[full.value.tag] == "too much"
+    assert allocator.memory_allocated() == (22 << 20) + BLAS["cublas_bytes"]
+    short = _core.Trace()
+    short.blas("product")
+    core.call(short, [], [])
+    assert allocator.memory_allocated() == (22 << 20) + BLAS["cublas_bytes"]  # it is not taken twice
+    core.reset_peak()
+    assert ("cublas [workspace]", BLAS["cublas_bytes"]) in core.baseline()
+
+
+def test_next_workspaces():
+    _, core = process(total_memory=64 << 20)
+    trace = _core.Trace()
+    trace.conv("float16", 1, 64, 64, 64, 64, 3, 1, 1, False, "conv [workspace]")
+    *_, taken = core.call(trace, [100 << 20], [5 << 20])
+    assert taken == [5 << 20] and core.peak() == ("conv [workspace]", [("conv [workspace]", 5 << 20)])
+
+
+def test_weights_are_placed():
+    arch = _core.models()["sd15"]
+    trace = _core.Trace.weights(arch, "diffusers", "float16")
+    allocator, core = process()
+    addresses = core.place("weights", "weights of sd15", trace)
+    assert [core.bytes_at(address) for address in addresses] == [size for _, _, size, _ in trace.steps]
+    assert core.peak() == (None, [("weights of sd15", sum(size for _, _, size, _ in trace.steps))])
+    core.release(addresses)
+    assert allocator.memory_allocated() == 0
+
+
+def play(core):
+    trace = a_trace(random.Random(1))
+    held = core.hold("held", [1 << 20] * 40)
+    core.copy("weights", held, [2 << 20] * 40)
+    core.place("weights", "weights of sd15", _core.Trace.weights(_core.models()["sd15"], "diffusers", "float16"))
+    core.reset_peak()
+    left, *_ = core.call(trace, [1 << 20] * len(trace.convs), [0] * len(trace.convs))
+    core.release([*left.values(), *held[::2]])
+    return core.peak(), core.baseline(), core.frames
+
+
+def test_every_allocation_fails_once():
+    want = play(process()[1])
+    for n in range(1, 10_000):
+        _, core = process()
+        _core.fail_alloc_at(n)
+        try:
+            got = play(core)
+        except MemoryError as error:
+            assert not isinstance(error, OutOfMemoryError)
+            assert _core.fail_alloc_at(0) == 0
+            assert core.peak() is not None and play(process()[1]) == want
+        else:
+            assert _core.fail_alloc_at(0) > 0 and got == want
+            break
+    assert n > 30
+
+
+def test_bad_arguments():
+    allocator, core = process()
+    trace = a_trace(random.Random(3))
+    with pytest.raises(ValueError, match="address"):
+        core.release([512])
+    [address] = core.hold("x", [512])
+    core.release([address])
+    with pytest.raises(ValueError):
+        core.release([address])
+    with pytest.raises(ValueError, match="want storages of the process"):
+        core.copy("weights", [address], [1])
+    with pytest.raises(ValueError, match="want 1 of them, got 2"):
+        core.copy("weights", [address], [1, 2])
+    with pytest.raises(ValueError, match="want integers from 0"):
+        core.hold("x", [1 << 64])
+    with pytest.raises((ValueError, OverflowError)):
+        core.hold("x", [-1])
+    with pytest.raises(OverflowError):
+        core.hold("x", [(1 << 60) + 1])
+    with pytest.raises(TypeError):
+        core.hold("x", ["1"])
+    with pytest.raises(ValueError, match="workspaces, next"):
+        core.call(trace, [1] * (len(trace.convs) + 1), [])
+    with pytest.raises(TypeError, match="want a Trace"):
+        core.call(allocator, [], [])
+    with pytest.raises(TypeError, match="want a CachingAllocator"):
+        _core.Process(trace, **BLAS, cublaslt_use="each")
+    with pytest.raises(ValueError, match="cublaslt_use"):
+        _core.Process(allocator, **BLAS, cublaslt_use="never")
+    assert core.peak()[1] == [("x", 512)]
+
+
+def test_a_process_keeps_what_it_names():
+    """Traces live as long as the process that may be asked for their names; a circle of objects is collected."""
+    allocator, core = process()
+    trace = _core.Trace()
+    trace.take(1000, "a name of its own")
+    left, *_ = core.call(trace, [], [])
+    del trace
+    gc.collect()
+    assert "a name of its own" in core.frames and core.peak()[1] == [("a name of its own", 1000)]
+    allocator.mine = core
+    del allocator, core
+    gc.collect()
+    assert len(left) == 1
