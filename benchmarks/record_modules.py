@@ -23,7 +23,8 @@ from modules import MODULES, Module, make, missing
 from torch.utils.flop_counter import flop_registry
 
 from vaemem._common import grouped
-from vaemem.pipelines.programs import Recorded, evaluate, holds, parse
+from vaemem._core import Program
+from vaemem.pipelines.programs import Recorded
 from vaemem.prediction.attention import FUSED, Call
 from vaemem.prediction.gpus import find_gpu
 from vaemem.pytorch.recorder import Recorder, Recording
@@ -142,7 +143,7 @@ class Fit:
     def __init__(self, monomials: Sequence[str], values: Sequence[Mapping[str, int]]):
         self.monomials = monomials
         self.columns = np.array(
-            [[evaluate(parse(f"1 {m}"), point) for m in monomials] for point in values], dtype=float
+            [[Program.evaluate(f"1 {m}", dict(point)) for m in monomials] for point in values], dtype=float
         )
         self.values = values
         self.sizes: dict[tuple[int, ...], int] = {}
@@ -167,7 +168,7 @@ class Fit:
                 if rank < terms or 0 in whole or not np.allclose(part @ whole, y, rtol=1e-9):
                     continue
                 text = " + ".join(f"{f} {self.monomials[i]}".strip() for f, i in zip(whole, chosen, strict=True))
-                if all(evaluate(parse(text), p) == value for p, value in zip(self.values, wanted, strict=True)):
+                if all(Program.evaluate(text, dict(p)) == value for p, value in zip(self.values, wanted, strict=True)):
                     return text
         raise ValueError(f"no polynomial of {MOST_TERMS} terms has the values {wanted}")
 
@@ -258,7 +259,7 @@ def call_of(module: Module, dtype: torch.dtype, values: Sequence[Mapping[str, in
 
 def case_of(module: Module, values: Mapping[str, int]) -> str:
     """Which of the module's equations hold, and which do not that have another left side."""
-    held = [case for case in module.cases if holds(case, values)]
+    held = [case for case in module.cases if Program.holds(case, dict(values))]
     known = {case.split(" = ")[0] for case in held}
     others = [case.replace(" = ", " != ") for case in module.cases if case.split(" = ")[0] not in known]
     return "".join(f"; {case}" for case in (*held, *others))

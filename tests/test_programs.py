@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from vaemem import _core
+from vaemem._core import Program
 from vaemem.pipelines import programs
 from vaemem.prediction.gpus import find_gpu
 from vaemem.prediction.process import SimulatedProcess
@@ -95,8 +97,87 @@ def test_a_case_that_was_not_recorded_is_refused():
 
 
 def test_equations_of_cases():
-    assert programs.holds("1 n = 1", {"n": 1}) and not programs.holds("1 n != 1", {"n": 1})
-    assert programs.holds("1 h w != 2 t + 1", {"h": 3, "w": 3, "t": 5})
+    assert Program.holds("1 n = 1", {"n": 1}) and not Program.holds("1 n != 1", {"n": 1})
+    assert Program.holds("1 h w != 2 t + 1", {"h": 3, "w": 3, "t": 5})
+    assert Program.evaluate("640 n h h + -5 h + 7", {"n": 2, "h": 3}) == 11512
+    for wrong in ("", "n", "2 m", "1 +", "1 n = 1", "1;", "1 n n n n"):
+        with pytest.raises((ValueError, OverflowError), match="polynomial: want"):
+            Program.evaluate(wrong, {"n": 1 << 20})
+    for wrong in ("1", "1 n =", "1 n = 1 = 1", "1 = 1; 1 = 1"):
+        with pytest.raises(ValueError, match="polynomial: want"):
+            Program.holds(wrong, {"n": 1})
+
+
+SMALL = """name small
+variables n t
+derived t2 2 1 1 t
+call float16 bfloat16; 1 n = 1; 1 t = 2 t2
+size 8 n t
+size 3
+conv run 0 1 0 0 0 1 1 1 nchw
+attention run 0 1 1 0 0 0 0 0 0
+module +0 c0 b1
+module a=0 -1 +1:what
+module b=1 a0 =0 -3"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("size 3", "size 3 m"), ("size 3", "size"), ("size 3", "size 99999999999999999999"), ("size 3", "weight 3"),
+        ("size 3\n", ""), ("c0 b1", "c1 b1"), ("+0 c0", "+9 c0"), ("c0 b1", "c0 x1"), ("c0 b1", "c0 b"),
+        ("=0 -3", "=0 -7"), ("=0 -3", "=2"), ("=0 -3", "a=7"), ("a=0 -1", "a=-1 -1"), ("nchw", "nhcw"),
+        ("run 0 1 0 0 0 1 1 1", "run 0 1 0 0 0 1 1"), ("attention run", "attention int8"),
+        ("0 0 0 0 0\n", "0 0 0 0 2\n"), ("derived t2 2", "derived t2 0"), ("t2 2 1 1 t", "t2 2 1 1 t3"),
+        ("float16 bfloat16", "float64"), ("1 n = 1;", "1 n;"), ("variables n t", "variables n"),
+        ("call float16", "called float16"), ("b=1 a0", f"{'b' * 300}=1 a0"),
+        ("variables n t", f"variables {' n' * 70}"), ("call", "derived t2 2 1 1 t\n" * 70 + "call"),
+    ],
+)  # fmt: skip
+def test_a_text_that_is_no_program_is_refused(old, new):
+    Program(SMALL)
+    assert SMALL.count(old) >= 1
+    with pytest.raises((ValueError, OverflowError), match="program: "):
+        Program(SMALL.replace(old, new))
+
+
+def test_calls_within_calls_come_to_an_end():
+    """Each module calls the one before twice: as many steps as two to the power of their number."""
+    calls = "".join(f"\nmodule a={i} b={i}" for i in range(40))
+    with pytest.raises(ValueError, match=r"at most 2\^22 steps"):
+        Program("name m\nvariables n\ncall float16\nmodule" + calls)
+
+
+def test_sizes_that_do_not_fit_are_said():
+    program = Program(SMALL)
+    for sizes, error in (((1, 1 << 61), OverflowError), ((1, -2), ValueError), ((1, 1 << 70), OverflowError)):
+        for ask in (lambda s: program.trace("float16", s, 89, 128, "card"), lambda s: program.flops("float16", s)):
+            with pytest.raises(error):
+                ask(sizes)
+    with pytest.raises(ValueError, match="small: want a case that was recorded, t = 2 t2, got n = 1, t = 3"):
+        program.flops("float16", (1, 3))
+    with pytest.raises(ValueError, match="dtype: want one that small was recorded in, got float32"):
+        program.flops("float32", (1, 2))
+
+
+def test_every_failing_allocation_is_said():
+    def ask():
+        program = Program(SMALL)
+        passing = [("b", "weight", 8, False), ("b.a", "weight", 8, True)]
+        return program.trace("float16", (1, 8), 89, 128, "card", passing).steps, program.flops("float16", (1, 8))
+
+    expected, nth = ask(), 1
+    while True:
+        _core.fail_alloc_at(nth)
+        try:
+            assert ask() == expected
+        except MemoryError:
+            nth += 1
+            continue
+        finally:
+            left = _core.fail_alloc_at(0)
+        assert left and nth > 10
+        return
 
 
 def test_a_wrong_fit_is_refused(modules):

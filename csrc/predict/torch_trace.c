@@ -3,6 +3,7 @@
  * Sources, in PyTorch: native/cuda/group_norm_kernel.cu,
  * native/transformers/cuda/{attention.cu,sdp_utils.cpp,flash_attn, mem_eff_attention},
  * native/transformers/attention.cpp, native/cudnn/Conv_v8.cpp, cuda/{CUDABlas,CublasHandlePool}.cpp. */
+#include <stdio.h>
 #include <string.h>
 
 #include "torch_trace.h"
@@ -70,6 +71,16 @@ static vm_status intern(vm_trace *t, const char *name, uint32_t *index) {
     }
     *index = *bin - 1;
     return VM_OK;
+}
+
+static const char *end_of(const char *name) {
+    const size_t length = strlen(name);
+    return length > VM_NAME ? name + length - VM_NAME : name;
+}
+
+const char *vm_trace_label(char text[VM_TRACE_LABEL], const char *name, const char *what) {
+    snprintf(text, VM_TRACE_LABEL, *what ? "%s [%s]" : "%s", end_of(name), end_of(what));
+    return text;
 }
 
 /* ---- steps ---- */
@@ -229,25 +240,45 @@ static vm_status math(vm_trace *t, const vm_trace_sdpa *a, const char *name, uin
     return s;
 }
 
-/* The memory-efficient kernel wants its rows aligned (minimum_gemm_alignment), and bfloat16 new cards. */
-static bool is_efficient(const vm_trace_sdpa *a, const vm_trace_gpu *gpu) {
-    const bool half = a->dtype != VM_F32;
-    const size_t unit = half && gpu->sm >= 70 ? 8 : gpu->sm >= 80 ? 4 : 1;
-    return a->depth % unit == 0 && (a->dtype != VM_BF16 || gpu->sm >= 80);
-}
-
 vm_status vm_trace_attention(vm_trace *t, const vm_trace_sdpa *a, const vm_trace_gpu *gpu, const char *name,
                              uint32_t *id) {
     if (gpu->multiprocessors < 1)
         return vm_fail(VM_EINVAL, "multiprocessors: want 1 or more, got %d", gpu->multiprocessors);
     vm_attention_kernel kernel = a->kernel;
-    if (kernel == VM_ATTENTION_USUAL)
-        kernel = a->dtype != VM_F32 && gpu->sm >= 80 && a->depth <= 256 ? VM_ATTENTION_FLASH
-                 : is_efficient(a, gpu)                                 ? VM_ATTENTION_EFFICIENT
-                                                                        : VM_ATTENTION_MATH;
+    if (kernel == VM_ATTENTION_USUAL) {
+        const vm_attention_kernel usual[] = {VM_ATTENTION_FLASH, VM_ATTENTION_EFFICIENT, VM_ATTENTION_MATH};
+        const vm_heads q = {4, a->batch, a->heads, a->queries, a->depth, false},
+                       kv = {4, a->batch, a->heads, a->keys, a->depth, false};
+        vm_sdpa_choose(&(vm_sdpa){.dtype = a->dtype, .q = q, .k = kv, .v = kv}, gpu->sm, usual, 3, &kernel);
+    }
     vm_trace_count(t, VM_PRODUCT(4, a->batch, a->heads, a->queries, a->keys, a->depth));
     if (kernel == VM_ATTENTION_FLASH) return flash(t, a, gpu, name, id);
     return kernel == VM_ATTENTION_MATH ? math(t, a, name, id) : efficient(t, a, name, id);
+}
+
+vm_status vm_trace_fused(vm_trace *t, const vm_sdpa *call, vm_attention_kernel kernel, const vm_trace_gpu *gpu,
+                         const char *name, uint32_t *id) {
+    const size_t row = call->mask_row, size = vm_dtype_bytes(call->dtype);
+    const bool pads = call->masked && kernel == VM_ATTENTION_EFFICIENT && row % 8,
+               copies = call->masked && call->boolean;
+    const size_t padded = pads ? VM_PRODUCT(call->mask / row, vm_round_up(row, 8), size) : 0;
+    const vm_trace_sdpa shape = {.dtype = call->dtype,
+                                 .batch = call->q.batch,
+                                 .heads = call->q.heads,
+                                 .queries = call->q.length,
+                                 .keys = call->k.length,
+                                 .depth = call->v.depth,
+                                 .kernel = kernel};
+    char text[VM_TRACE_LABEL];
+    uint32_t copy = 0, wider = 0;
+    vm_status s = VM_OK;
+    if (copies) s = vm_trace_take(t, VM_PRODUCT(call->mask, size), vm_trace_label(text, name, "mask"), &copy);
+    if (!s && pads) s = vm_trace_take(t, padded, vm_trace_label(text, name, "mask, padded"), &wider);
+    if (!s && kernel != VM_ATTENTION_CUDNN)
+        s = vm_trace_attention(t, &shape, gpu, vm_trace_label(text, name, "attention"), id);
+    if (!s && pads) s = vm_trace_give(t, wider);
+    if (!s && copies) s = vm_trace_give(t, copy);
+    return s;
 }
 
 /* ---- running ---- */

@@ -10,6 +10,7 @@
 #define VM_TORCH_TRACE_H
 
 #include "torch_alloc.h"
+#include "torch_sdpa.h"
 #include "workspace.h"
 
 typedef enum vm_trace_op {
@@ -48,6 +49,9 @@ enum { VM_TRACE_STEPS = 1 << 22 };
  * their front. */
 vm_status vm_trace_take(vm_trace *t, uint64_t bytes, const char *name, uint32_t *id);
 vm_status vm_trace_give(vm_trace *t, uint32_t id);
+/* "name [what]", or name alone where what is "": as much of its end as a trace keeps of names. */
+enum { VM_TRACE_LABEL = 2 * VM_NAME + 4 };
+const char *vm_trace_label(char text[VM_TRACE_LABEL], const char *name, const char *what);
 /* op: VM_TRACE_CUBLAS or VM_TRACE_CUBLASLT. */
 vm_status vm_trace_blas(vm_trace *t, vm_trace_op op, const char *name);
 vm_status vm_trace_empty_cache(vm_trace *t);
@@ -71,13 +75,6 @@ typedef struct vm_trace_gpu {
     size_t free_bytes; /* of its memory when the call begins; 0: without end */
 } vm_trace_gpu;
 
-typedef enum vm_attention_kernel {
-    VM_ATTENTION_USUAL, /* flash where it can be, else memory-efficient, else math: PyTorch's order without a mask */
-    VM_ATTENTION_FLASH,
-    VM_ATTENTION_EFFICIENT,
-    VM_ATTENTION_MATH
-} vm_attention_kernel;
-
 typedef struct vm_trace_sdpa {
     vm_dtype dtype;
     size_t batch, heads, queries, keys, depth; /* depth: of a head */
@@ -88,6 +85,12 @@ typedef struct vm_trace_sdpa {
  * comes and goes. Its FLOPs are counted. */
 vm_status vm_trace_attention(vm_trace *t, const vm_trace_sdpa *shape, const vm_trace_gpu *gpu, const char *name,
                              uint32_t *id);
+
+/* The same of a call for which vm_sdpa_choose chose flash, the memory-efficient kernel, or cuDNN's, of which nothing
+ * is counted and *id stays. While it runs there is also a copy of the mask as numbers, where it is boolean, and one
+ * with rows padded to a multiple of 8, where the kernel wants that. name: of the module that calls it. */
+vm_status vm_trace_fused(vm_trace *t, const vm_sdpa *call, vm_attention_kernel kernel, const vm_trace_gpu *gpu,
+                         const char *name, uint32_t *id);
 
 /* ---- a trace on a simulated device ---- */
 

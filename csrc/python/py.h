@@ -69,9 +69,11 @@ struct vm_talloc *vm_py_allocator(PyObject *object, vm_py_lock **lock);
 /* py_trace.c: the same of a Trace. */
 struct vm_trace;
 struct vm_trace *vm_py_trace(PyObject *object, vm_py_lock **lock);
+/* A Trace, a type of the module's, around a trace, which it takes over even where it fails. */
+PyObject *vm_py_wrap_trace(PyTypeObject *type, struct vm_trace *trace);
 
 /* What the module has, by file. */
-extern PyType_Spec vm_py_model_type, vm_py_cudnn_type, vm_py_trace_type, vm_py_process_type;
+extern PyType_Spec vm_py_model_type, vm_py_cudnn_type, vm_py_trace_type, vm_py_process_type, vm_py_program_type;
 extern PyMethodDef vm_py_unpickle[];
 int vm_py_add_allocator(PyObject *module); /* with its exception; -1 with one set */
 

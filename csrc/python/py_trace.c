@@ -10,10 +10,6 @@ typedef struct Trace {
 
 static const char *const op_name[] = {[VM_ENCODE] = "encode", [VM_DECODE] = "decode"};
 static const char *const step_name[] = {"take", "give", "conv", "cublas", "cublaslt", "empty"};
-static const char *const kernel_name[] = {[VM_ATTENTION_USUAL] = "usual",
-                                          [VM_ATTENTION_FLASH] = "flash",
-                                          [VM_ATTENTION_EFFICIENT] = "efficient",
-                                          [VM_ATTENTION_MATH] = "math"};
 static const char *const cublaslt_name[] = {"each", "kept", "shared"};
 
 static PyObject *text_item(const void *names, size_t i) {
@@ -31,7 +27,7 @@ static int choose(const char *argument, const char *text, const char *const *nam
 }
 #define CHOOSE(argument, text, names) choose(argument, text, names, (int)(sizeof(names) / sizeof *(names)))
 
-static PyObject *wrap(PyTypeObject *type, vm_trace *trace) {
+PyObject *vm_py_wrap_trace(PyTypeObject *type, vm_trace *trace) {
     Trace *self = (Trace *)type->tp_alloc(type, 0);
     if (!self) {
         vm_trace_free(trace);
@@ -47,7 +43,7 @@ static PyObject *trace_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     vm_trace *trace;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, ":Trace", names)) return NULL;
     vm_status s = vm_trace_new(&trace);
-    return s ? vm_py_raise(s) : wrap(type, trace);
+    return s ? vm_py_raise(s) : vm_py_wrap_trace(type, trace);
 }
 
 static void trace_dealloc(Trace *self) {
@@ -103,7 +99,7 @@ static PyObject *trace_vae(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     Py_BEGIN_ALLOW_THREADS
     s = vm_trace_vae_build(&vae, &trace);
     Py_END_ALLOW_THREADS
-    return s ? vm_py_raise(s) : wrap(type, trace);
+    return s ? vm_py_raise(s) : vm_py_wrap_trace(type, trace);
 }
 
 static PyObject *trace_weights(PyTypeObject *type, PyObject *args) {
@@ -115,7 +111,7 @@ static PyObject *trace_weights(PyTypeObject *type, PyObject *args) {
     if (r < 0) return NULL;
     vm_trace *trace;
     vm_status s = vm_trace_vae_weights(&arch, (vm_trace_runtime)r, dtype, &trace);
-    return s ? vm_py_raise(s) : wrap(type, trace);
+    return s ? vm_py_raise(s) : vm_py_wrap_trace(type, trace);
 }
 
 static PyObject *parameter_item(const void *parameters, size_t i) {
@@ -191,13 +187,88 @@ static PyObject *trace_attention(Trace *self, PyObject *args) {
     if (!PyArg_ParseTuple(args, "O&nnnnnsiis:attention", vm_py_to_dtype, &shape.dtype, &shape.batch, &shape.heads,
                           &shape.queries, &shape.keys, &shape.depth, &kernel, &gpu.sm, &gpu.multiprocessors, &name))
         return NULL;
-    const int k = CHOOSE("kernel", kernel, kernel_name);
+    const int k = choose("kernel", kernel, vm_attention_kernel_name, VM_ATTENTION_CUDNN);
     if (k < 0) return NULL;
     shape.kernel = (vm_attention_kernel)k;
     if (vm_py_acquire(&self->lock, "attention")) return NULL;
     vm_status s = vm_trace_attention(self->trace, &shape, &gpu, name, &id);
     vm_py_release(&self->lock);
     return s ? vm_py_raise(s) : PyLong_FromUnsignedLong(id);
+}
+
+/* ---- attention ---- */
+
+/* Whether a value is a tuple, which PyArg_ParseTuple takes for granted; else with a TypeError. */
+static bool is_tuple(PyObject *value) {
+    if (!PyTuple_Check(value)) PyErr_Format(PyExc_TypeError, "call: want tuples, got %R", value);
+    return PyTuple_Check(value);
+}
+
+/* For PyArg_ParseTuple's O&: queries, keys or values as (shape, strides). */
+static int to_heads(PyObject *pair, void *out) {
+    PyObject *shape, *strides;
+    vm_heads *h = out;
+    if (!is_tuple(pair) || !PyArg_ParseTuple(pair, "O!O!:heads", &PyTuple_Type, &shape, &PyTuple_Type, &strides))
+        return 0;
+    const Py_ssize_t dims = PyTuple_GET_SIZE(shape);
+    size_t *const last[4] = {&h->depth, &h->length, &h->heads, &h->batch};
+    *h = (vm_heads){.dims = (size_t)dims};
+    for (Py_ssize_t i = 0; i < VM_MIN(dims, 4); i++) *last[i] = PyLong_AsSize_t(PyTuple_GET_ITEM(shape, dims - 1 - i));
+    if (dims != PyTuple_GET_SIZE(strides))
+        PyErr_Format(PyExc_ValueError, "strides: want %zd, got %R", dims, strides);
+    else if (dims)
+        h->strided = PyLong_AsLongLong(PyTuple_GET_ITEM(strides, dims - 1)) != 1;
+    return !PyErr_Occurred();
+}
+
+/* The same of a vaemem.prediction.attention.Call, which is a tuple. */
+static int to_sdpa(PyObject *call, void *out) {
+    PyObject *mask;
+    vm_sdpa *a = out;
+    int boolean = 0, causal, grouped;
+    *a = (vm_sdpa){0};
+    if (!is_tuple(call) || !PyArg_ParseTuple(call, "O&O&O&O&Opp:call", vm_py_to_dtype, &a->dtype, to_heads, &a->q,
+                                             to_heads, &a->k, to_heads, &a->v, &mask, &causal, &grouped))
+        return 0;
+    a->masked = mask != Py_None;
+    if (a->masked && !is_tuple(mask)) return 0;
+    if (a->masked && !PyArg_ParseTuple(mask, "nnp:mask", &a->mask, &a->mask_row, &boolean)) return 0;
+    a->boolean = boolean;
+    a->causal = causal;
+    a->grouped = grouped;
+    return 1;
+}
+
+static PyObject *trace_choose_kernel(PyObject *Py_UNUSED(null), PyObject *args) {
+    vm_sdpa call;
+    int sm;
+    PyObject *names;
+    vm_attention_kernel enabled[VM_ATTENTION_KERNELS], chosen;
+    if (!PyArg_ParseTuple(args, "O&iO!:choose_kernel", to_sdpa, &call, &sm, &PyTuple_Type, &names)) return NULL;
+    const Py_ssize_t count = VM_MIN(PyTuple_GET_SIZE(names), VM_ATTENTION_KERNELS);
+    for (Py_ssize_t i = 0; i < count; i++) {
+        const char *name = PyUnicode_AsUTF8(PyTuple_GET_ITEM(names, i));
+        const int k = name ? choose("kernel", name, vm_attention_kernel_name, VM_ATTENTION_KERNELS) : -1;
+        if (k < 0) return NULL;
+        enabled[i] = (vm_attention_kernel)k;
+    }
+    vm_status s = vm_sdpa_choose(&call, sm, enabled, (size_t)count, &chosen);
+    return s ? vm_py_raise(s) : PyUnicode_FromString(vm_attention_kernel_name[chosen]);
+}
+
+static PyObject *trace_attend(Trace *self, PyObject *args) {
+    vm_sdpa call;
+    vm_trace_gpu gpu = {0};
+    const char *kernel, *name;
+    uint32_t id;
+    if (!PyArg_ParseTuple(args, "O&siis:attend", to_sdpa, &call, &kernel, &gpu.sm, &gpu.multiprocessors, &name))
+        return NULL;
+    const int k = choose("kernel", kernel, vm_attention_kernel_name, VM_ATTENTION_KERNELS);
+    if (k < 0 || vm_py_acquire(&self->lock, "attend")) return NULL;
+    vm_status s = vm_trace_fused(self->trace, &call, (vm_attention_kernel)k, &gpu, name, &id);
+    vm_py_release(&self->lock);
+    if (s) return vm_py_raise(s);
+    return k == VM_ATTENTION_CUDNN ? Py_NewRef(Py_None) : PyLong_FromUnsignedLong(id);
 }
 
 /* ---- reading ---- */
@@ -401,6 +472,14 @@ static PyMethodDef methods[] = {
      "attention($self, dtype, batch, heads, queries, keys, depth, kernel, sm, multiprocessors, name, /)\n--\n\n"
      "scaled_dot_product_attention without a mask. kernel: usual, flash, efficient or math. Returns the id of its "
      "output."},
+    {"choose_kernel", trace_choose_kernel, METH_VARARGS | METH_STATIC,
+     "choose_kernel(call, sm, enabled, /)\n--\n\nThe first of the enabled kernels that takes an attention, a Call, on "
+     "a "
+     "card of compute capability sm."},
+    {"attend", (PyCFunction)trace_attend, METH_VARARGS,
+     "attend($self, call, kernel, sm, multiprocessors, name, /)\n--\n\nAn attention by a kernel that was chosen for "
+     "it. "
+     "Returns the id of its output; None for cuDNN's, of which nothing is counted."},
     {"run", VM_PY_KEYWORDS(trace_run), METH_VARARGS | METH_KEYWORDS,
      "run($self, /, allocator, workspaces, cublas_bytes, cublaslt_bytes, cublaslt_use, cublas, cublaslt, tag, "
      "next=None)\n--\n\n"

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from vaemem import _core
 from vaemem.pipelines.components import CLIP_TOKENS, CLIPS, VAE_STRIDE, Pipeline
-from vaemem.pipelines.programs import evaluate, parse
 from vaemem.pipelines.run import Run
 from vaemem.pipelines.storage import BITSANDBYTES
 from vaemem.prediction.process import Tensor
@@ -112,7 +111,7 @@ def _denoise(run: Run, pipeline: Pipeline, call: Call) -> None:
 
     def made(what: Mapping[str, tuple[str, str]]) -> dict[str, Tensor]:
         return {
-            name: run.tensor(name, (evaluate(parse(elements), values),), dtype if own == "run" else own)
+            name: run.tensor(name, (_core.Program.evaluate(elements, values),), dtype if own == "run" else own)
             for name, (elements, own) in what.items()
         }
 

@@ -24,16 +24,13 @@ from __future__ import annotations
 import functools
 import json
 import math
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import resources
 from typing import Any, NamedTuple
 
 from vaemem import _core
-from vaemem._common import ELEMENT_BYTES, choose, distinct, grouped, shipped
-from vaemem.prediction.attention import FUSED, Call, Heads, Mask, attend, choose_kernel
+from vaemem._common import ELEMENT_BYTES, choose, distinct, shipped
 from vaemem.prediction.gpus import Gpu
-from vaemem.prediction.profiles import Conv
 
 Passing = Mapping[str, Iterable[tuple[str, int]]]
 DTYPE_BYTES = {**ELEMENT_BYTES, "int64": 8, "bool": 1}
@@ -55,22 +52,6 @@ class Weight(NamedTuple):
         return math.prod(self.shape) * DTYPE_BYTES[dtype if self.dtype == "run" else self.dtype]
 
 
-def parse(polynomial: str) -> list[tuple[int, list[str]]]:
-    """[(factor, variables)]: ``"640 n h w + 5"`` is [(640, ["n", "h", "w"]), (5, [])]."""
-    terms = [term.split() for term in polynomial.split(" + ")]
-    return [(int(factor), variables) for factor, *variables in terms]
-
-
-def evaluate(polynomial: list[tuple[int, list[str]]], values: Mapping[str, int]) -> int:
-    return sum(factor * math.prod(values[name] for name in variables) for factor, variables in polynomial)
-
-
-def holds(case: str, values: Mapping[str, int]) -> bool:
-    """Whether an equation of two polynomials is true (``"1 n = 1"``), or an inequality (``"1 n != 1"``)."""
-    left, sign, right = re.split(" (!?=) ", case)
-    return (evaluate(parse(left), values) == evaluate(parse(right), values)) == (sign == "=")
-
-
 class Recorded:
     """A module's file: its weights, and what its call takes by dtype.
 
@@ -79,6 +60,8 @@ class Recorded:
     name, about, source : str
     variables : tuple of str
         What a call's sizes follow from.
+    dtypes : tuple of str
+        Those that it was recorded in.
     weights : tuple of Weight
         In the order in which ``Module.to`` moves them.
     """
@@ -86,37 +69,18 @@ class Recorded:
     def __init__(self, name: str, data: Mapping[str, Any]):
         self.name, self.about, self.source = name, str(data["about"]), str(data["source"])
         self.variables = tuple(data["variables"])
-        self._derived = {key: (parse(of), by, to) for key, (of, by, to) in data["derived"].items()}
-        self._calls = [_Call(key, call) for key, call in data["calls"].items()]
+        self.dtypes = tuple(distinct(dtype for key in data["calls"] for dtype in key.split(";")[0].split()))
         self.weights = tuple(_weights(data["weights"], len(data["weights"]) - 1, ""))
-
-    @property
-    def dtypes(self) -> tuple[str, ...]:
-        return tuple(distinct(dtype for call in self._calls for dtype in call.dtypes))
+        self._program = _core.Program("\n".join(_lines(name, data)))
 
     def values(self, **sizes: int) -> dict[str, int]:
         """The variables with those that follow from them: each ``to * ceil(polynomial / by)``."""
+        return self._program.values(self._given(sizes))
+
+    def _given(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         if set(sizes) != set(self.variables):
             raise ValueError(f"{self.name}: want {', '.join(self.variables)}, got {', '.join(sizes)}")
-        values = dict(sizes)
-        for name, (of, by, to) in self._derived.items():
-            values[name] = to * -(-evaluate(of, values) // by)
-        return values
-
-    def call(self, dtype: str, values: Mapping[str, int]) -> _Call:
-        """What was recorded for a dtype in the case that the values make."""
-        choose("dtype", dtype, self.dtypes)
-        calls = [call for call in self._calls if dtype in call.dtypes]
-        for call in calls:
-            if all(holds(case, values) for case in call.cases):
-                return call
-        cases = grouped(
-            distinct(case for call in calls for case in call.cases), lambda case: re.split(" !?= ", case)[0]
-        )
-        unmet = [each for each in cases.values() if not any(holds(case, values) for case in each)] or cases.values()
-        wanted = ", and ".join(" or ".join(re.sub(r"\b1 (?=[a-z])", "", case) for case in each) for each in unmet)
-        got = ", ".join(f"{name} = {values[name]}" for name in self.variables)
-        raise ValueError(f"{self.name}: want a case that was recorded, {wanted}, got {got}")
+        return tuple(sizes[name] for name in self.variables)
 
     def trace(
         self, dtype: str, gpu: Gpu, passing: Passing | None = None, sent: Passing | None = None, **sizes: int
@@ -143,114 +107,36 @@ class Recorded:
             A dtype, variables or a case of sizes that was not recorded, or attention that no recorded kernel computes
             on that GPU.
         """
-        values = self.values(**sizes)
-        call, trace = self.call(dtype, values), _core.Trace()
-        numbers = [evaluate(size, values) for size in call.sizes]
-        ids: list[int | None] = []  # of what was taken, in order
-
-        def play(index: int, module: str | None, shown: str) -> None:
-            """What modules[index] says: a call of `module`, "" for the outermost and None for what calls that."""
-            held = []
-            for of in (sent, passing):
-                for what, size in of.get(module, ()) if of and module is not None else ():
-                    held.append(trace.take(size, f"weights of {shown} [{what}]"))
-                    if of is sent:
-                        trace.empty_cache()
-            for word in call.modules[index]:
-                kind, rest = word[0], word[1:]
-                child, is_child, number = word.partition("=")
-                if is_child:
-                    path = f"{module}.{child}" if module and child[:1] != "/" else child.removeprefix("/")
-                    play(int(number), path, path or shown)
-                elif kind == "+":
-                    size, _, what = rest.partition(":")
-                    ids.append(trace.take(numbers[int(size)], f"{shown} [{what}]" if what else shown))
-                elif kind == "-":
-                    given = ids[-int(rest)]
-                    if given is not None:
-                        trace.give(given)
-                elif kind == "c":
-                    conv = call.conv(int(rest), numbers, dtype)
-                    trace.conv(*conv[:9], conv.layout == "nhwc", f"{shown} [workspace]")
-                elif kind == "a":
-                    ids.append(_attend(trace, call.attention(int(rest), numbers, dtype), gpu, shown))
-                else:
-                    trace.blas(f"{shown} [workspace]" if kind == "l" else shown, kind == "l")
-            for id_ in reversed(held):
-                trace.give(id_)
-
-        play(len(call.modules) - 1, None, self.name)
-        return trace
+        given = self._given(sizes)
+        choose("dtype", dtype, self.dtypes)
+        through = [
+            (module, name, size, of is sent)
+            for of in (sent, passing)
+            for module, tensors in (of or {}).items()
+            for name, size in tensors
+        ]
+        return self._program.trace(dtype, given, gpu.sm, gpu.multiprocessors, gpu.name, through)
 
     def flops(self, dtype: str, **sizes: int) -> int:
         """FLOPs of a call's products, convolutions and attentions; a multiplication and an addition count as two."""
-        values = self.values(**sizes)
-        call = self.call(dtype, values)
-        numbers = [evaluate(size, values) for size in call.sizes]
-
-        @functools.cache
-        def of(index: int) -> int:
-            total = 0
-            for word in call.modules[index]:
-                _, is_child, child = word.partition("=")
-                if is_child:
-                    total += of(int(child))
-                elif word[0] in "bl":
-                    total += numbers[int(word[1:])]
-                elif word[0] == "c":
-                    total += _conv_flops(call.conv(int(word[1:]), numbers, dtype))
-                elif word[0] == "a":
-                    total += _attention_flops(call.attention(int(word[1:]), numbers, dtype))
-            return total
-
-        return of(len(call.modules) - 1)
+        given = self._given(sizes)
+        choose("dtype", dtype, self.dtypes)
+        return self._program.flops(dtype, given)
 
 
-class _Call:
-    """What a call takes in some dtypes, where all of some equations hold."""
-
-    def __init__(self, key: str, data: Mapping[str, Any]):
-        dtypes, *cases = key.split("; ")
-        self.dtypes, self.cases = dtypes.split(), cases
-        self.sizes = [parse(size) for size in data["sizes"]]
-        self.modules = [text.split() for text in data["modules"]]
-        self._convs, self._attentions = data["convs"], data["attentions"]
-
-    def conv(self, index: int, numbers: list[int], dtype: str) -> Conv:
-        own, *where, layout = self._convs[index]
-        n, c, h, w, k, r, stride, padding = (numbers[i] for i in where)
-        return Conv(dtype if own == "run" else own, n, c, h, w, k, r, stride, padding, layout)
-
-    def attention(self, index: int, numbers: list[int], dtype: str) -> Call:
-        own, *where, mask, causal, grouped = self._attentions[index]
-        n, heads, shared, queries, keys, depth, values = (numbers[i] for i in where)
-        q, k, v = (_dense(n, *of) for of in ((heads, queries, depth), (shared, keys, depth), (shared, keys, values)))
-        rows = Mask(numbers[mask[0]], numbers[mask[1]], mask[2]) if mask else None
-        return Call(dtype if own == "run" else own, q, k, v, rows, causal, grouped)
-
-
-def _dense(*shape: int) -> Heads:
-    return Heads(shape, tuple(math.prod(shape[i + 1 :]) for i in range(len(shape))))
-
-
-def _conv_flops(conv: Conv) -> int:
-    return int(2 * conv.n * conv.c * conv.k * math.prod(conv.along(conv.r)) * math.prod(conv.out))
-
-
-def _attention_flops(call: Call) -> int:
-    n, heads, queries, depth = call.queries.shape
-    _, _, keys, values = call.values.shape
-    return int(2 * n * heads * queries * keys * (depth + values))
-
-
-def _attend(trace: _core.Trace, call: Call, gpu: Gpu, name: str) -> int | None:
-    kernel = choose_kernel(call, gpu.sm, (*FUSED, "math"))
-    if kernel == "math":
-        raise ValueError(
-            f"{name}: want attention by one of PyTorch's fused kernels, the only ones that were recorded, got"
-            f" {call.dtype} on {gpu.name}, where PyTorch writes out all scores"
-        )
-    return attend(trace, call, kernel, gpu, name)
+def _lines(name: str, data: Mapping[str, Any]) -> Iterator[str]:
+    """A file as csrc/predict/program.h reads it."""
+    yield f"name {name}"
+    yield f"variables {' '.join(data['variables'])}"
+    for key, (of, by, to) in data["derived"].items():
+        yield f"derived {key} {by} {to} {of}"
+    for key, call in data["calls"].items():
+        yield f"call {key}"
+        yield from (f"size {size}" for size in call["sizes"])
+        yield from (f"conv {' '.join(map(str, conv))}" for conv in call["convs"])
+        for *asked, mask, causal, grouped in call["attentions"]:
+            yield " ".join(map(str, ["attention", *asked, int(causal), int(grouped), *map(int, mask or ())]))
+        yield from (f"module {module}" for module in call["modules"])
 
 
 def _weights(nodes: list[str], index: int, prefix: str) -> Iterable[Weight]:

@@ -1,0 +1,88 @@
+/* Why a kernel does not take a call, kernel by kernel, and the first one that does. */
+#include <stdio.h>
+#include <string.h>
+
+#include "torch_sdpa.h"
+
+const char *const vm_attention_kernel_name[VM_ATTENTION_KERNELS] = {[VM_ATTENTION_USUAL] = "usual",
+                                                                    [VM_ATTENTION_FLASH] = "flash",
+                                                                    [VM_ATTENTION_EFFICIENT] = "efficient",
+                                                                    [VM_ATTENTION_MATH] = "math",
+                                                                    [VM_ATTENTION_CUDNN] = "cudnn"};
+
+/* Why no fused kernel takes a call, or NULL. grouped: whether the kernel knows heads of queries that share keys. */
+static const char *against_any(const vm_sdpa *c, bool grouped) {
+    const vm_heads *q = &c->q, *k = &c->k, *v = &c->v;
+    if (q->dims != 4 || k->dims != 4 || v->dims != 4) return "wants 4 dimensions";
+    if (q->batch != k->batch || q->batch != v->batch) return "wants one size of batch";
+    const bool shares = grouped && c->grouped && k->heads == v->heads && k->heads && q->heads % k->heads == 0;
+    if ((q->heads != k->heads || q->heads != v->heads) && !shares)
+        return "wants as many heads of keys and values as of queries";
+    return q->length && k->length && v->length ? NULL : "wants sequences of 1 or more";
+}
+
+static bool is_dense(const vm_heads *h) { return !h->strided || h->depth == 1; }
+
+static bool all_dense(const vm_sdpa *c) { return is_dense(&c->q) && is_dense(&c->k) && is_dense(&c->v); }
+
+static bool is_new_and_half(const vm_sdpa *c, int sm) { return c->dtype != VM_F32 && sm >= 80; }
+
+static const char *against_flash(const vm_sdpa *c, int sm) {
+    if (!is_new_and_half(c, sm)) return "wants half precision and compute capability 8.0";
+    if (c->masked) return "takes no mask";
+    if (c->q.depth != c->k.depth || c->q.depth != c->v.depth || c->q.depth > 256)
+        return "wants heads of one depth, 256 at most";
+    if (c->causal && c->q.length != c->k.length) return "wants as many queries as keys with is_causal";
+    return all_dense(c) ? against_any(c, true) : "wants the elements of a head side by side";
+}
+
+/* The memory-efficient kernel wants its rows aligned (minimum_gemm_alignment), and bfloat16 new cards. */
+static const char *against_efficient(const vm_sdpa *c, int sm) {
+    static const char *const depths[] = {
+        [1] = "wants heads of queries and keys of one depth, a multiple of 1, and of values too",
+        [4] = "wants heads of queries and keys of one depth, a multiple of 4, and of values too",
+        [8] = "wants heads of queries and keys of one depth, a multiple of 8, and of values too"};
+    const bool half = c->dtype != VM_F32;
+    const size_t unit = half && sm >= 70 ? 8 : !half && sm >= 80 ? 4 : 1, q = c->q.depth, v = c->v.depth;
+    if (c->dtype == VM_BF16 && sm < 80) return "wants compute capability 8.0 for bfloat16";
+    if (q != c->k.depth || q % unit || v % unit || !q || !v) return depths[unit];
+    if (c->q.strided || c->k.strided || c->v.strided) return "wants the elements of a head side by side";
+    return against_any(c, false);
+}
+
+static const char *against_cudnn(const vm_sdpa *c, int sm) {
+    const size_t q = c->q.depth, k = c->k.depth, v = c->v.depth;
+    if (!is_new_and_half(c, sm)) return "wants half precision and compute capability 8.0";
+    if (q % 8 || k % 8 || v % 8 || q > 128 || k > 128 || v > 128)
+        return "wants heads of a multiple of 8 channels, 128 at most";
+    if (c->k.length == 1) return "wants more than one key";
+    return all_dense(c) ? against_any(c, true) : "wants the elements of a head side by side";
+}
+
+static const char *against(const vm_sdpa *c, vm_attention_kernel kernel, int sm) {
+    switch (kernel) {
+    case VM_ATTENTION_FLASH:
+        return against_flash(c, sm);
+    case VM_ATTENTION_EFFICIENT:
+        return against_efficient(c, sm);
+    case VM_ATTENTION_CUDNN:
+        return against_cudnn(c, sm);
+    default:
+        return NULL;
+    }
+}
+
+vm_status vm_sdpa_choose(const vm_sdpa *call, int sm, const vm_attention_kernel *enabled, size_t count,
+                         vm_attention_kernel *out) {
+    char said[VM_SENTENCE] = "";
+    for (size_t i = 0; i < count; i++) {
+        const char *why = against(call, *out = enabled[i], sm);
+        if (!why) return VM_OK;
+        const size_t used = strlen(said);
+        snprintf(said + used, sizeof said - used, "%s%s %s", i ? "; " : "", vm_attention_kernel_name[enabled[i]], why);
+    }
+    return vm_fail(
+        VM_EINVAL,
+        "scaled_dot_product_attention: want an enabled kernel that takes this call, got %s: PyTorch would raise",
+        *said ? said : "none");
+}
