@@ -139,7 +139,7 @@ asan: $(VENV)/check.stamp
 	$(call in_place,asan,VAEMEM_SANITIZE=1 VAEMEM_CUDA_ARCHS=90,$(abspath $(BIN))/python)
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" \
 	ASAN_OPTIONS=detect_leaks=0:verify_asan_link_order=0:allocator_may_return_null=1 PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR)/build/asan \
-	VAEMEM_SANITIZED=1 VAEMEM_CUDA_ARCHS=90 $(BIN)/pytest -x --deselect tests/test_tiling.py::test_ramps \
+	VAEMEM_SANITIZED=1 VAEMEM_LIMIT_CASES=30 VAEMEM_CUDA_ARCHS=90 $(BIN)/pytest -x --deselect tests/test_tiling.py::test_ramps \
 	    --deselect tests/test_memory_limit.py::test_the_bar_of_the_smallest_plans \
 	    $(addprefix --ignore-glob=tests/test_,$(NOT_THE_CORE))
 

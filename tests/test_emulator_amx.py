@@ -38,12 +38,10 @@ def emulated(tmp_path_factory) -> dict[str, str]:
     return environment | {"PYTHONPATH": str(folder), "PYTHONSAFEPATH": "1"}
 
 
-def test_where_it_is_used(emulated):
+def test_where_it_is_used_and_what_it_computes(emulated):
+    """In one test, so that one of pytest's processes builds the core."""
     done = subprocess.run([sys.executable, "-c", USABLE], env=emulated, check=True, capture_output=True, text=True)
     assert done.stdout == f"{[('amx', True)] * 4} False\n{[('amx', False)] * 4}\n"
-
-
-def test_passes_and_whole_runs(emulated):
     tests = [*(Path(__file__).parent / f"test_{name}.py" for name in ("kernels", "numbers")), "-k", "amx"]
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *tests]
     done = subprocess.run(command, env=emulated, capture_output=True, text=True)
