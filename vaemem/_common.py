@@ -93,7 +93,7 @@ def whole(argument: str, value: Any, least: int = 1, most: float = math.inf) -> 
 
 
 def real(value: Any) -> float:
-    """A number as a float, and what is none as NaN, which lies in no range."""
+    """A number as a float; anything else as NaN, which lies in no range."""
     return float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
 
 
@@ -158,8 +158,8 @@ _FIXED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY, errno.EXDEV}
 def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     """A file that takes path's place when the block ends well, and leaves no trace when it does not; what a killed
     process left is cleared by the next one. It is on the disk then, has the old one's permissions, and lies where a
-    link at path points. An old file that cannot be replaced is given the new one's bytes. What is no regular file, such
-    as a pipe, or one that is open already, such as /dev/stdout, is written directly."""
+    link at path points. An old file that cannot be replaced is given the new one's bytes. Anything but a regular file,
+    such as a pipe, or one that is open already, such as /dev/stdout, is written directly."""
     old = os.stat(path) if os.path.exists(path) else None
     number = _descriptor(path)
     if old and number is not None:

@@ -49,12 +49,12 @@ def make_demo(
         Folder for everything; made if needed, files of an earlier demo are overwritten. Takes 0.4 GB, or a few MB
         where `weights` are given.
     weights : path, optional
-        Of a VAE, as `VAE.load` takes it. By default weights made by hand are written and loaded: SDXL's layout, and an
+        A VAE's, as `VAE.load` takes them. By default weights made by hand are written and loaded: SDXL's layout, and an
         encode and decode that can be looked at, with nothing trained (vaemem/_handmade.py says how).
     progress : bool
-        Show what is being done and how far it is.
+        Show the step at work and how far it is.
     side : int, optional
-        Of the picture in pixels, a multiple of what the VAE divides sides by. By default 384, or 256 with SSE2 and
+        The picture's side in pixels, a multiple of what the VAE divides sides by. By default 384, or 256 with SSE2 and
         on the plain C kernels, which are several times slower.
     sizes : sequence of int and (int, int), optional
         For the sweep. By default 64, 96 and 128.

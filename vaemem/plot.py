@@ -292,7 +292,7 @@ _PHASE_PARTS = (
 
 
 def pipeline(run: Any, available: int | None = None) -> Figure:
-    """A pipeline's phases side by side: what is resident in each, what is added, and what the card has.
+    """A pipeline's phases side by side: the bytes resident in each, those added, and those of the card.
 
     Parameters
     ----------

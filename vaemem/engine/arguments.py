@@ -106,13 +106,13 @@ def polling(
     progress : bool or callable
         The caller's own function, or True for a bar of tqdm's.
     title : str
-        Of the bar, and what Cancelled says was cancelled.
+        The bar's, and what Cancelled says was cancelled.
     total : int
         Rows to do, as far as that is known before the first call.
     form : str, optional
         tqdm's bar_format.
     says : callable, optional
-        Gives the bar's title anew each time that it moves.
+        Gives the bar's title again each time that it moves.
     cancel : threading.Event, optional
         Once it is set the function raises Cancelled.
     """

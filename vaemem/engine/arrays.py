@@ -20,7 +20,7 @@ def request_of(op: str, height: int, width: int, batch: int, pixels: str, floats
     Parameters
     ----------
     height, width : int
-        Of the image.
+        The image's size.
     pixels : {"float", "uint8"}
         The image's.
     floats : str, optional
@@ -48,7 +48,7 @@ class _Arrays:
     request : dict
         Arguments of the core's plan.
     shape, dtype
-        Of the result.
+        The result's.
     waits : bool
         Whether the run is over when the call returns.
     """
@@ -94,7 +94,7 @@ class HostArrays(_Arrays):
         out: np.ndarray | None,
         becomes_bytes: bool = False,
     ):
-        """becomes_bytes: of a result in floats, which the caller makes bytes of; these do not show what is not finite,
+        """becomes_bytes: the caller makes bytes of a result in floats; these do not show what is not finite,
         so it is looked for here, as the core does where the bytes are its own."""
         data = np.asarray(array)
         if op == "decode" or data.dtype != np.uint8:

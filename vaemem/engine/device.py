@@ -162,7 +162,7 @@ class Device:
         return self.backend.stream, False
 
     def borrow(self, array: Any, name: str, stream: int) -> Borrowed:
-        """array, ready for what is put on `stream`; ValueError or TypeError where a run cannot take it."""
+        """array, ready for work on `stream`; ValueError or TypeError where a run cannot take it."""
         kind, number = array.__dlpack_device__()
         if (int(kind), int(number)) != (CUDA, self.number):
             raise ValueError(f"{name}: want an array on cuda:{self.number}, got one on device {(int(kind), number)}")

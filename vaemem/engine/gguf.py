@@ -20,12 +20,12 @@ VERSIONS = (2, 3)  # 1 had other counts, and ggml no longer reads it
 ALIGNMENT_KEY, USUAL_ALIGNMENT = "general.alignment", 32
 ORIGINAL_SHAPE = "comfy.gguf.orig_shape."  # and a tensor's name, where rows were made longer so that blocks fit
 MAX_DIMS = 5  # ggml's own are 4; files of video models have 5, which stable-diffusion.cpp reads
-# Of ggml_type; numbers that are missing were other types once.
+# The numbers of ggml_type; those that are missing were other types once.
 KINDS = {0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K"}
 KINDS |= {13: "Q5_K", 14: "Q6_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S"}
 KINDS |= {22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 30: "BF16"}
 KINDS |= {34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4", 41: "Q1_0", 42: "Q2_0"}
-# Of gguf_type: the types of values beside the tensors.
+# The numbers of gguf_type: the types of values beside the tensors.
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 UINT32, STRING, ARRAY = 4, 8, 9
 

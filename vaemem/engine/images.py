@@ -101,6 +101,6 @@ def crop(size: Any, request: Mapping[str, Any]) -> tuple[tuple[Any, ...], Notes]
 
 
 def to_pillow(pictures: np.ndarray) -> list[Any]:
-    """Of uint8 (N, H, W, 3): an image of Pillow's for each."""
+    """An image of Pillow's for each picture of uint8 (N, H, W, 3)."""
     pillow = need("PIL.Image", "output_type='pil'")
     return [pillow.fromarray(np.ascontiguousarray(picture)) for picture in pictures]

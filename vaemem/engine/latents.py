@@ -54,7 +54,7 @@ class Scaling:
     shift: float
 
     def held(self, latents: Any) -> Any:
-        """Of any library that has arithmetic, on any device."""
+        """Latents as a pipeline holds them; arrays of any library that has arithmetic, on any device."""
         return latents if (self.factor, self.shift) == (1, 0) else (latents - self.shift) * self.factor
 
 

@@ -346,7 +346,7 @@ def check_shapes(
 ) -> None:
     """Every wanted tensor is there with its shape and a dtype that can be read, and nothing extra is.
 
-    shapes, unreadable, extra: by the names in the file. unreadable: what is wrong with a dtype. wanted: by the core's
+    shapes, unreadable, extra: by the names in the file. unreadable: the fault of a dtype. wanted: by the core's
     names; spelt and prefix lead to the file's.
     """
     problems = []
@@ -486,7 +486,7 @@ def detect(shapes: Mapping[str, Shape], parts: str = "all") -> tuple[str, str, A
 
     SD1.5, SDXL and Playground have the same tensors: the architecture is named ``"sd"``, with scaling_factor None.
     FLUX's tensors give ``"flux"`` with its scaling, though SD3's VAE has the same ones and another scaling (1.5305,
-    shift 0.0609): pass its name or config. What is no known model is ``"custom"``, scaling_factor None.
+    shift 0.0609): pass its name or config. Any other model is ``"custom"``, with scaling_factor None.
 
     ValueError for an unknown layout, or tensors that fit no architecture; norm_num_groups, which leaves no trace in
     tensors, is taken to be 32, and where that does not divide the channels the error asks for ``config=``.

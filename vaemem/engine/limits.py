@@ -53,8 +53,8 @@ def resolve(given: Limit, held: int, device: Any) -> int:
     Parameters
     ----------
     given : int, str or None
-        "auto" is what the VAE holds already and what is free, less what stays for others: an eighth of what is free,
-        at most 1 GiB.
+        "auto" is what the VAE holds already and the free memory, less what stays for others: an eighth of the free
+        memory, at most 1 GiB.
     held : int
         Bytes of the VAE's weights and arena now.
     device : Device or None
@@ -211,7 +211,7 @@ class Plans:
         """From the fastest plan to the smallest, without those that another one beats in memory and in work."""
 
         def work(record: Any) -> tuple[float, int, int]:
-            """Of the same FLOPs, smaller stripes are more kernels, and a smaller workspace is for slower ones."""
+            """With the same FLOPs, smaller stripes mean more kernels, and a smaller workspace slower ones."""
             return record["work"], -record["stripe_bytes"], -record["peak"]["workspace"]
 
         found: list[Any] = []
@@ -250,7 +250,8 @@ class Plans:
         return error
 
     def out_of_memory(self, error: MemoryError, failed: Mapping[str, Any], device: Any) -> MemoryError:
-        """What a plan that failed required of a GPU beside the weights, what is free, and the largest square for it."""
+        """What a plan that failed required of a GPU beside the weights, the free memory, and the largest square for
+        it."""
         ask, weights = self.request, failed["peak"]["weights"]
         free, total = device.backend.memory()
         fits = self.largest(weights + free)

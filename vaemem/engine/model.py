@@ -70,14 +70,14 @@ class Model:
         device : str
             ``"cpu"``, ``"cuda"`` or ``"cuda:N"``.
         dtype : {"float32", "float16", "bfloat16"}
-            Of weights and activations; sums and statistics are float32. What is given in host memory and what comes
-            back there is float32 or bytes all the same. Weights that are not of this type are rounded to it, which the
-            attribute `rounded` and the VAE's repr tell.
+            The type of weights and activations; sums and statistics are float32. Arrays in host memory are float32 or
+            bytes all the same, those that are given and those that come back. Weights that are not of this type are
+            rounded to it, which the attribute `rounded` and the VAE's repr tell.
         precision : {"highest", "high", "medium"}
-            Of float32's products, as ``torch.set_float32_matmul_precision`` takes it: "highest" is float32. "high": a
-            CPU with fast products of bfloat16 may take three of these for one, of each factor's upper and lower halves
-            (16 bits together); "medium": one. With both a GPU, which wants compute capability 8.0 then, may round
-            factors to TF32 (10 bits). Where a CPU has no such products all are "highest".
+            How products of float32 are made, as ``torch.set_float32_matmul_precision`` says: "highest": float32.
+            "high": a CPU with fast products of bfloat16 may take three of these for one, of each factor's leading bits
+            and the next ones (16 bits together); "medium": one. With both a GPU, which wants compute capability 8.0
+            then, may round factors to TF32 (10 bits). Where a CPU has no such products all are "highest".
         autotune : bool
             On a GPU: time cuDNN's engines in the first run of a size, instead of taking the heuristics' first.
         convolution : {"cudnn", "own"}
@@ -176,7 +176,7 @@ class Model:
         return made
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Copies of the weights as float32 arrays, by diffusers' names: what is kept, of a VAE on the CPU.
+        """Copies of the weights as float32 arrays, by diffusers' names, of a VAE on the CPU: the numbers that it keeps.
 
         >>> VAE.load(vae.state_dict()).parameters == vae.parameters
         True
@@ -186,7 +186,7 @@ class Model:
 
     def save(self, path: str | os.PathLike[str], layout: str = "diffusers") -> None:
         """Writes the weights as safetensors, each tensor in the type in which it is kept: the VAE's dtype, biases and
-        norms float32. What is loaded from that file in the same dtype is this VAE, bit for bit.
+        norms float32. Loaded from that file in the same dtype, the VAE is this one, bit for bit.
 
         >>> vae.copy(dtype="bfloat16").save("half.safetensors")  # about half of the file
 

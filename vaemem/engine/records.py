@@ -21,7 +21,7 @@ class Run:
     op : str
         ``"encode"`` or ``"decode"``.
     height, width, batch : int
-        Of the images, in pixels.
+        The images' size in pixels, and how many they are.
     weights_bytes, activations_bytes, scratch_bytes, workspace_bytes, output_bytes : int
         In use at the peak. Scratch is each pass's own, GroupNorm's sums and the plan; workspace is cuDNN's; output is 0
         where the caller gave ``out=`` (NumPy's output has a place on the GPU all the same).
@@ -35,18 +35,18 @@ class Run:
     peak_pass : str
         The pass that makes the peak.
     flops : tuple of float
-        Of each pass (a multiply-add is two).
+        Those of each pass (a multiply-add is two).
     pass_seconds : tuple of float
-        Of each pass; zeros in an estimate, with CUDA graphs, and where the call did not wait for the GPU.
+        Those of each pass; zeros in an estimate, with CUDA graphs, and where the call did not wait for the GPU.
     seconds : float or None
-        Of the whole call; None in an estimate.
+        Those of the whole call; None in an estimate.
     backend : str
         The kernels used, such as ``"avx512"`` or ``"cuda:0 bfloat16"``.
     threads : int
     notes : tuple of str
         What was done besides: float16 that overflowed and was run again, memory that ran out and a smaller plan.
     work : float
-        FLOPs relative to a run without a limit; weights that each task transforms anew count as a tenth more.
+        FLOPs relative to a run without a limit; passes whose tasks transform their own weights count a tenth more.
     values : tuple of (str, str)
         Each pass's result by the pass's name: ``"stored"`` (whole) or ``"streamed"`` (a few rows at a time).
     finite : bool

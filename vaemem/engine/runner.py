@@ -59,7 +59,7 @@ class Runner:
 
     @property
     def held_bytes(self) -> int:
-        """Of weights and arena now; a run that failed has given the arena back."""
+        """What weights and arena take now; a run that failed has given the arena back."""
         return self._weights_bytes + min(self._arena_bytes, self.core.reserved_bytes - self._weights_bytes)
 
     def trim(self) -> None:

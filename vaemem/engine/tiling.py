@@ -40,7 +40,7 @@ class Tiling:
     overlap : float
         The part of its side that a tile shares with the next: from 0 to less than 1, in whole latents.
     blend : {"linear", "cosine"}
-        The share of the newer tile in pixel i of n shared ones: t = i / n, as diffusers has it, or
+        The share of the newer tile in pixel i of n shared ones: t = i / n, as in diffusers, or
         (1 - cos(pi t)) / 2, which begins and ends level.
 
     Examples
@@ -140,9 +140,9 @@ class _Tiles:
         return sizes
 
     def buffers(self) -> list[tuple[tuple[int, ...], type]]:
-        """Shape and type of what is held while tiles run: the result; a tile as it goes in; a tile as it comes out; the
-        lower borders of a row of tiles, with which the next row is blended; and the right border of one tile, with
-        which the next is blended, transposed so that both borders are blended by the same lines."""
+        """Shapes and types of the arrays held while tiles run: the result; a tile as it goes in; a tile as it comes
+        out; the lower borders of a row of tiles, with which the next row is blended; and the right border of one tile,
+        with which the next is blended, transposed so that both borders are blended by the same lines."""
         (a, channels_in), (b, channels) = self.ends
         n, height, width, border = self.batch, self.height * b, self.width * b, self.shared * b
         h, w = min(self.side, self.height), min(self.side, self.width)

@@ -137,11 +137,11 @@ class VAE(Model):
             an error, an interrupt too, what it holds is undefined: some of it may have been written.
         memory_limit : int or str, optional
             Of `Run.peak_bytes` and `Run.reserved_bytes`, weights and output included: bytes, ``"512 MiB"``, ``"2 GB"``
-            (decimal), or ``"auto"``: what the VAE holds and what is free when the run begins (the least of MemAvailable
-            and what the cgroups leave, or what is free on the GPU), less an eighth of that, at most 1 GiB, for others.
-            None: the attribute `memory_limit`. On the CPU the result has the same bits under every limit, and
-            `Run.work` says what a limit costs; on a GPU a limit means smaller stripes, which may change the last bits
-            and take longer.
+            (decimal), or ``"auto"``: the bytes that the VAE holds and those that are free when the run begins (the
+            least of MemAvailable and what the cgroups leave, or the GPU's), less an eighth of the latter, at most 1
+            GiB, for others. None: the attribute `memory_limit`. On the CPU the result has the same bits under every
+            limit, and `Run.work` says what a limit costs; on a GPU a limit means smaller stripes, which may change the
+            last bits and take longer.
         tiling : Tiling, optional
             In tiles, as diffusers does it: not exact, as a limit is. z in host memory only, and no limit beside it.
         size : (int, int), optional
@@ -277,10 +277,10 @@ class VAE(Model):
         ----------
         op : {"encode", "decode"}
         height, width : int
-            Of the image, in pixels.
+            The image's size, in pixels.
         batch : int
         output_type : {"float", "uint8", "pil"}
-            Of decode's output, "pil" counted as "uint8"; ``out=`` would take its bytes away (but not those of a staged
+            What decode gives, "pil" counted as "uint8"; ``out=`` would take its bytes away (but not those of a staged
             one's place on a GPU).
         staged : bool
             On a GPU: the arrays are in host memory and pass through the GPU's. False: they are in the GPU's, latents

@@ -62,7 +62,7 @@ class Rows:
             return all(row[name] for name in usable) and row["runtime"] != "vaemem" and size_of(row) is not None
 
         self._table = table.filter(is_usable)
-        # Of these alone: every row that is told to have run in tiles has a whole image of its series beside it.
+        # Found among these alone, so that each row that ran in tiles has a whole image of its series beside it.
         self._rows = with_tiles(self._table)
 
     def judge(self, claim: Claim) -> Finding:

@@ -33,9 +33,9 @@ def judge_equation(height: int, width: int, prompt_tokens: int = 77, gpu: str = 
 
     Returns
     -------
-    tuple of Term
-        Of encode prompt, encode image (its pipeline begins with one), denoise and decode; then the whole: what its
-        total stands beside is the most that the process takes of the card, without a CUDA context.
+    tuple of JudgedTerm
+        One each for encode prompt, encode image (its pipeline begins with one), denoise and decode; then the total,
+        beside the most that the process takes of the card, without a CUDA context.
 
     Examples
     --------
@@ -83,7 +83,7 @@ def judge_text(sizes: tuple[int, ...] = (512, 768, 1024), tokens: tuple[int, ...
             f"total: 20% of the weights stand for what the phases lack. It is {lacks[0]:.1f} times too"
             f" small at {sizes[0]}x{sizes[0]} and {lacks[1]:.1f} times at {sizes[-1]}x{sizes[-1]}, beside"
             " what PyTorch reserves with all weights on the card.",
-            "What replaces it, of what is allocated, with e = 2 bytes in float16:",
+            "What replaces it, as allocated bytes, with e = 2 bytes in float16:",
             str(predict_pipeline("sd15", sizes[0], sizes[0], image=True, gpu=gpu).formula),
         ]
     )

@@ -98,7 +98,7 @@ class AutoencoderKL(diffusers.AutoencoderKL):  # type: ignore[misc]
 
     Tensors go in and come out as in diffusers, on the CPU or on a GPU, and runs compute in the module's dtype. The
     weights lie in a `vaemem.VAE` on the CPU, and where the module is on a GPU or of another dtype than that, in a copy
-    too, made for the first run there. What is given may have any floating dtype.
+    too, made for the first run there. Inputs may have any floating dtype.
 
     Parameters
     ----------
@@ -115,7 +115,7 @@ class AutoencoderKL(diffusers.AutoencoderKL):  # type: ignore[misc]
     Attributes
     ----------
     vae : VAE
-        The one on the CPU. What is set there (`VAE.threads` and the like) holds for a copy on the CPU too.
+        The one on the CPU. Its settings (`VAE.threads` and the like) hold for a copy on the CPU too.
     last_run : Run or None
         What the last encode or decode took.
     progress, cancel

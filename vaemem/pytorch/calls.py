@@ -105,7 +105,7 @@ def as_on_a_gpu(recorder: Recorder) -> Iterator[None]:
 
 
 def check_module(module: torch.nn.Module, call: Any) -> None:
-    """Refuses what is not modelled before it runs."""
+    """Refuses a call that is not modelled, before it runs."""
     if module.training:
         raise ValueError(
             "module: want it in eval mode, module.eval(), got it in training mode: training keeps what the backward"

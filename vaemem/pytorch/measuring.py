@@ -1,7 +1,7 @@
 """What real PyTorch takes for a VAE's run: the memory counters of CUDA, or the growth of the process on a CPU.
 
 The order of calls, and which Python names hold tensors meanwhile, are those of the benchmark that the seed table was
-made with: the names decide what is still allocated when a run begins.
+made with: the names decide which tensors are still allocated when a run begins.
 """
 
 from __future__ import annotations
@@ -110,9 +110,9 @@ def measure(
     op : str
         ``"encode"`` (sampled and scaled, as pipelines do), ``"decode"``, ``"encode_tiled"`` or ``"decode_tiled"``.
     sizes : int or sequence of int and (int, int)
-        Of the image in pixels, multiples of 8: an int is a square, a pair is (height, width).
+        The image's, in pixels, multiples of 8: an int is a square, a pair is (height, width).
     dtypes : str or sequence of str
-        Of weights and run: ``"float16"``, ``"bfloat16"``, ``"float32"``.
+        The types of weights and run: ``"float16"``, ``"bfloat16"``, ``"float32"``.
     runtime : str
         Whose code the module is: ``"diffusers"``, or ``"bfl"`` (AutoEncoder of the flux repository; only as a module).
     device : torch.device or str, optional
@@ -222,7 +222,7 @@ def _mean(done: Sequence[Measurement]) -> dict[str, Any]:
     }
 
 
-# ---- what is asked for ----
+# ---- the request ----
 
 
 def _device(device: Any) -> Any:
@@ -245,7 +245,7 @@ def _device(device: Any) -> Any:
 
 
 def _maker(model: Any, runtime: str) -> Callable[[], _Subject]:
-    """Makes the module, on the CPU where the model is a name: anew for each dtype, as if it was loaded in it."""
+    """Makes the module, on the CPU where the model is a name: once for each dtype, as if it was loaded in it."""
     if isinstance(model, torch.nn.Module):
         subject = _described(model, runtime)
         return lambda: subject
@@ -343,7 +343,7 @@ def driver_version() -> str:
     return "unknown"
 
 
-# ---- what is recorded ----
+# ---- the record ----
 
 
 @contextlib.contextmanager

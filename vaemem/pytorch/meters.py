@@ -16,7 +16,7 @@ class CudaMeter:
         self._baseline = 0, 0
 
     def clear(self) -> None:
-        """Gives back what is cached; peaks start anew."""
+        """Gives the cache back, and resets the peaks."""
         gc.collect()
         self._cuda.empty_cache()
         self._cuda.reset_peak_memory_stats(self._device)

@@ -84,10 +84,10 @@ def record(
     Raises
     ------
     ValueError
-        What is not modelled and would be wrong, each with its reason: a module in training mode, a backward pass,
-        ``torch.enable_grad``, a compiled module; GRU, LSTM and RNN layers; nested tensors; a course or sizes that
-        depend on what tensors hold; attention in another dtype than float32, float16 and bfloat16, or by none of the
-        kernels that are switched on.
+        The module has a part that is not modelled, and the answer would be wrong; each says its reason: a module in
+        training mode, a backward pass, ``torch.enable_grad``, a compiled module; GRU, LSTM and RNN layers; nested
+        tensors; a course or sizes that depend on what tensors hold; attention in another dtype than float32, float16
+        and bfloat16, or by none of the kernels that are switched on.
 
     Notes
     -----

@@ -46,7 +46,7 @@ class Report:
         Parameters
         ----------
         path : path
-            Of the Markdown file, or a folder for ``report.md``; made if needed. The figures go beside it.
+            The Markdown file, or a folder for ``report.md``; made if needed. The figures go beside it.
         html : bool or path
             Whether to write the HTML beside it too, or where.
 

@@ -70,7 +70,7 @@ class Facts:
 
 
 def summary(document: Document, facts: Facts, checked: Checked) -> None:
-    """What the rows are, the most that they take, and what is wrong with them or with what was written about them."""
+    """What the rows are, the most that they take, and the faults in them or in what was written about them."""
     document.heading("Summary")
     names = {name: distinct(str(row[name]) for row in facts.rows if row[name]) for name in ("model", "op", "dtype")}
     small, large = min(facts.rows, key=pixels), max(facts.rows, key=pixels)

@@ -1,1 +1,1 @@
-"""Rows of measurements and predictions, and what is made of them."""
+"""Tables of measurements and predictions, and the tools that take them."""

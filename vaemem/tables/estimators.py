@@ -59,7 +59,7 @@ class Estimator:
 
 
 def pixels(row: Row) -> int:
-    """Of a row's image."""
+    """How many pixels a row's image has."""
     return int(row["height"] * row["width"])
 
 
@@ -118,7 +118,7 @@ def sd15_equation(height: int, width: int, prompt_tokens: int = 77) -> dict[str,
     Parameters
     ----------
     height, width : int
-        Of the image, in pixels.
+        The image's size, in pixels.
     prompt_tokens : int
 
     Returns
@@ -374,8 +374,8 @@ def compare(table: Table, estimators: Any = None, target: str = "reserved_bytes"
     Raises
     ------
     ValueError
-        Unknown target or name, a row that lacks what is needed, a fit of another target, two estimators of one name,
-        or an estimator that gives what is no size.
+        Unknown target or name, a row that lacks a value that is needed, a fit of another target, two estimators of one
+        name, or an estimator whose answer is no size.
 
     Notes
     -----

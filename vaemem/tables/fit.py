@@ -98,7 +98,7 @@ class FittedLine:
         Parameters
         ----------
         height, width : int
-            Of the image, in pixels, at least 1.
+            The image's size, in pixels, at least 1.
         dtype : str
             float32, float16 or bfloat16.
 
@@ -281,8 +281,8 @@ def fit(table: Table, target: str = "allocated_bytes", quantile: float | None = 
     Raises
     ------
     ValueError
-        Unknown target or quantile, an empty table, a row that lacks what is needed, or a group with fewer than two
-        distinct H*W*e, which no line can be put through.
+        Unknown target or quantile, an empty table, a row that lacks a value that is needed, or a group with fewer than
+        two distinct H*W*e, which no line can be put through.
 
     Notes
     -----
@@ -381,7 +381,7 @@ def _percent(error: float | None) -> str:
 
 
 def _interval(value: float, error: float | None, unit: float) -> str:
-    """With two digits of the standard error; what is smaller than a millionth is not shown."""
+    """With two digits of the standard error; less than a millionth is not shown."""
     if error is None:
         return f"{value / unit:.5g}"
     digits = min(6, max(0, 1 - math.floor(math.log10(error / unit)))) if error else 6

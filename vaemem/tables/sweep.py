@@ -71,7 +71,7 @@ def sweep(
     ops : str or sequence of str
         ``"encode"``, ``"decode"``; predicted, also ``"encode_tiled"`` and ``"decode_tiled"``.
     sizes : int or sequence of int and (int, int)
-        Of the image in pixels, multiples of 8: an int is a square, a pair is (height, width). ``(512, 768)`` alone
+        The image's, in pixels, multiples of 8: an int is a square, a pair is (height, width). ``(512, 768)`` alone
         is two squares, ``[(512, 768)]`` one landscape.
     dtypes : str or sequence of str
         ``"float32"``, ``"float16"``, ``"bfloat16"``. VAE objects have their own.
@@ -93,9 +93,10 @@ def sweep(
     progress : bool or callable, optional
         True shows a bar (tqdm, ``pip install 'vaemem[progress]'``); a callable gets (work done, work to do).
     memory_limit : int or str, optional
-        Of each run of the engine, as for `VAE.decode`; the columns `work` and `streamed` then say what it costs.
+        A limit for each run of the engine, as for `VAE.decode`; the columns `work` and `streamed` then say what it
+        costs.
     precision : {"highest", "high", "medium"}
-        Of named models in float32, as for `VAE.load`; other types want "highest". VAE objects have their own.
+        For named models in float32, as for `VAE.load`; other types want "highest". VAE objects have their own.
     **others
         Predicted: `runtime`, `torch_version`, `cudnn_version`, `weights_dtype`, `tile`, `slicing`, `memory`, `used`,
         `protocol`, `channels_last`, `allow_tf32` and `allocator`, as `vaemem.predict` takes them, for every row.
@@ -156,12 +157,13 @@ def tradeoff(
     Parameters
     ----------
     model : str or VAE
-        Of a VAE on the CPU whose `last_run` was the same operation, `seconds` are predicted from it, by the work to do.
+        From the `last_run` of a VAE on the CPU, where it was the same operation, `seconds` are predicted by the work to
+        do.
     op : {"encode", "decode"}
     height, width, batch : int
-        Of the images, in pixels.
+        The images' size in pixels, and how many they are.
     dtype, precision : str
-        Of a named model, on the CPU, as for `VAE.load`. A VAE has its own.
+        For a named model, on the CPU, as for `VAE.load`. A VAE has its own.
 
     Returns
     -------
@@ -254,7 +256,7 @@ def _predicted(model: Any, p: Prediction) -> Row:
 
 
 def _measure(vae: VAE, case: Case, repeats: int, memory_limit: Limit, tell: Callable[[int], None]) -> Row:
-    """tell: gets what is done of the work that the case is."""
+    """tell: gets how much of the case's work is done."""
     data = _input(vae, case)
     vae.trim()  # or a larger case's arena would count as this one's
     runs = []

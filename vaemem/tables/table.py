@@ -51,7 +51,7 @@ SCHEMA: tuple[Column, ...] = (
     Column("seconds", "seconds", "wall clock of one run"),
     Column("group", "number", "the measuring series that a row belongs to, where its author numbered them"),
     Column("versions", "text", "of the software that ran, as 'name version' separated by commas"),
-    Column("work", "ratio", "FLOPs relative to a run without a memory limit; weights made anew count a tenth"),
+    Column("work", "ratio", "FLOPs relative to a run without a limit; weights that each task transforms add a tenth"),
     Column("streamed", "number", "tensors of the run that are never whole in memory"),
     Column("limit_bytes", "bytes", "the least memory_limit that allows vaemem's run: reserved_bytes and the weights"),
 )  # fmt: skip
@@ -420,7 +420,7 @@ class Table(Sequence[Row]):
         return f"{count}\n{render(*self._shown(self._held()))}" if self._rows else count
 
     def _repr_html_(self) -> str:
-        """Of who ran and how, what all rows have in common is said once, below: the table is no wider than a page."""
+        """Says once, below, what all rows have in common of who ran and how: so the table is no wider than a page."""
         held = self._held()
         common = [c for c in held if c.name in _SAID_ONCE and len({row[c.name] for row in self._rows}) == 1]
         below = [f"{len(self)} row{'' if len(self) == 1 else 's'}"]
@@ -471,7 +471,7 @@ def _cell(column: Column, value: Any) -> str:
     if value is None:
         return ""
     if column.name == "limit_bytes":
-        return f"{math.ceil(value * 100 / MIB) / 100:.2f}"  # never less: what is shown does as a limit
+        return f"{math.ceil(value * 100 / MIB) / 100:.2f}"  # never less: the number shown does as a limit
     if column.kind == "bytes":
         return mib(value)
     if column.kind in _FLOATS:
