@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -33,18 +34,23 @@ def parts_of(pipeline: Pipeline, dtype: str, components: Mapping[str, Any]) -> t
 
 
 def _part(role: str, component: str, dtype: str, given: Any, upcast: bool) -> Part:
-    weights = weights_of(component)
     if given in DTYPES:
-        return Part(role, component, given, tuple(stored(weights, given, "all", given)), upcast and given == "float16")
+        return _typed(role, component, given, given, "all", upcast and given == "float16")
     if component in _core.models():
         choose(f"components[{role!r}]", given, DTYPES)
     if isinstance(given, os.PathLike) or (isinstance(given, str) and os.path.exists(given)):
         try:
-            return Part(role, component, dtype, tuple(stored(weights, None, tensor_types(given))))
+            return Part(role, component, dtype, tuple(stored(weights_of(component), None, tensor_types(given))))
         except ValueError as error:
             raise ValueError(f"components[{role!r}]: {given}: {error}") from None
     choose(f"components[{role!r}]", given, WEIGHT_TYPES)
-    return Part(role, component, dtype, tuple(stored(weights, given, _usual_rule(role, given), dtype)))
+    return _typed(role, component, dtype, given, _usual_rule(role, given))
+
+
+@functools.lru_cache(maxsize=64)
+def _typed(role: str, component: str, dtype: str, given: str, rule: str, upcast: bool = False) -> Part:
+    """What is stored in a type is the same for every size and card."""
+    return Part(role, component, dtype, tuple(stored(weights_of(component), given, rule, dtype)), upcast)
 
 
 def _usual_rule(role: str, kind: str) -> str:

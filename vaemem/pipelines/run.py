@@ -19,6 +19,7 @@ from vaemem.pipelines import programs
 from vaemem.pipelines.components import VAE_STRIDE
 from vaemem.pipelines.storage import BITSANDBYTES, FOUR_BITS, GGML, SPELT, Stored
 from vaemem.prediction.benchmark import Names
+from vaemem.prediction.gpus import Gpu
 from vaemem.prediction.moments import Moment, PeakTensor, moments
 from vaemem.prediction.process import LoadedVAE, SimulatedProcess, Tensor
 from vaemem.prediction.question import usual_tile
@@ -54,9 +55,20 @@ class Part:
         return Part, tuple(getattr(self, one.name) for one in fields(self))
 
     @functools.cached_property
-    def traces(self) -> dict[Any, _core.Trace]:
-        """Traces of the calls so far, kept because it takes longer to build one than to play it."""
+    def _traces(self) -> dict[Any, _core.Trace]:
         return {}
+
+    def trace(self, gpu: Gpu, sends: bool, **sizes: int) -> _core.Trace:
+        """What a call takes on a GPU, with the weights that sequential offload `sends` for it. The last ones are kept,
+        because it takes longer to make one than to play it."""
+        asked, kept = (gpu.name, gpu.sm, gpu.multiprocessors, sends, *sizes.items()), self._traces
+        trace = kept.get(asked)
+        if trace is None:
+            trace = self.recording.trace(self.dtype, gpu, self.unpacked, self.sent if sends else None, **sizes)
+            for oldest in list(kept)[: len(kept) + 1 - KEPT_TRACES]:
+                kept.pop(oldest, None)
+            kept[asked] = trace
+        return trace
 
     @property
     def recording(self) -> programs.Recorded:
@@ -71,9 +83,13 @@ class Part:
         """Bytes of the tensors that hold its weights, in order."""
         return [size for weight in self.weights for size in weight.pieces]
 
+    @functools.cached_property
+    def _types(self) -> set[str]:
+        return {weight.type for weight in self.weights}
+
     def has(self, types: Collection[str]) -> bool:
         """Whether any of its weights is stored in one of these types."""
-        return any(weight.type in types for weight in self.weights)
+        return not self._types.isdisjoint(types)
 
     def _by_module(self, made: Mapping[str, int]) -> dict[str, list[tuple[str, int]]]:
         """{submodule: [(name, bytes)]} of named tensors. Where a file's tensors have other names than the submodules,
@@ -152,6 +168,7 @@ class Phase(NamedTuple):
 # What diffusers' upcast_vae converts back to half precision.
 FIRST = ("post_quant_conv.", "decoder.conv_in.", "decoder.mid_block.")
 OFFLOADS = ("none", "model", "sequential")
+KEPT_TRACES = 4  # of each component
 PLAYED_STEPS = 2  # of the denoiser; the cache and the sizes are the same from the second one on
 
 
@@ -161,6 +178,12 @@ def weights_of(component: str) -> tuple[programs.Weight, ...]:
     if component not in _core.models():
         return programs.load(component).weights
     return tuple(programs.Weight(*one) for one in _core.Trace.parameters(architecture(component), "diffusers"))
+
+
+@functools.lru_cache(maxsize=64)
+def _converted(component: str, first: str, rest: str) -> tuple[int, ...]:
+    """Bytes of a VAE's weights with the first blocks and the others in these dtypes."""
+    return tuple(w.nbytes(first if w.name.startswith(FIRST) else rest) for w in weights_of(component))
 
 
 @functools.lru_cache(maxsize=256)
@@ -270,13 +293,7 @@ class Run:
         sends = self.offload == "sequential" and part.role not in self.resident
         if sends:
             self._work["sent"] += part.nbytes
-        asked = (self.process.gpu.name, sends, *sizes.items())
-        trace = part.traces.get(asked)
-        if trace is None:
-            sent = part.sent if sends else None
-            trace = part.recording.trace(part.dtype, self.process.gpu, part.unpacked, sent, **sizes)
-            part.traces[asked] = trace
-        left = self.process.call(trace)
+        left = self.process.call(part.trace(self.process.gpu, sends, **sizes))
         self._note(part.role)
         return self.process._as_tensor(f"output of {part.role}", left, (), part.dtype)
 
@@ -345,8 +362,7 @@ class Run:
 
     def _convert(self, vae: LoadedVAE, first: str, rest: str) -> None:
         """The weights of the first blocks and the others to these dtypes: each one whose size changes is copied."""
-        weights = weights_of(self.parts["vae"].component)
-        wanted = (weight.nbytes(first if weight.name.startswith(FIRST) else rest) for weight in weights)
+        wanted = _converted(self.parts["vae"].component, first, rest)
         held = zip((vae.storages or {}).items(), wanted, strict=not vae.sends)
         self.process._copy(vae, {address: to for (address, size), to in held if size != to})
         vae.first, vae.dtype = first, rest
