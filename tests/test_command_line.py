@@ -1,5 +1,6 @@
 """The command line: what each command prints, what it refuses and how it ends."""
 
+import inspect
 import io
 import json
 import re
@@ -17,6 +18,8 @@ from engine import TWO_LEVELS
 import vaemem
 from vaemem import VAE, Table
 from vaemem.__main__ import main
+from vaemem._arguments import described
+from vaemem.cli.flags import COMMANDS, parser
 
 
 def test_estimate_command(capsys):
@@ -293,9 +296,36 @@ def test_what_to_do_is_said_of_options(weights, tmp_path, capsys):
             "with --model or --config",
         ),
         (["plan", "sd15", "512"], "or what it has as --memory '12 GB'"),
+        (["plan", "sd15", "512", "--runtime", "mlx", "--steps", "3"], "steps: want none with --runtime mlx, which has"),
+        (
+            ["largest", "sdxl", "decode", "--engine", "1 GB", "--torch", "2.8.0", "--no-tf32"],
+            "--torch 2.8.0, --no-tf32",
+        ),
+        (["predict", "sdxl", "decode", "512", "--gpu", "RTX 9"], "or 'sm_89' with --memory '16 GB'; got 'RTX 9'"),
     ):
         assert main(arguments) == 2
         assert message in capsys.readouterr().err
+
+
+def test_every_flag_says_what_it_is_for():
+    """In whole sentences, which are those of the functions' own documentation where they take the same argument."""
+    made = parser()
+    subparsers = next(action for action in made._actions if action.dest == "command").choices
+    assert list(subparsers) == list(COMMANDS)
+    for name, sub in subparsers.items():
+        for action in sub._actions[1:]:
+            assert re.search(r"[.:)\"]$", action.help), (name, action.dest)
+            assert ": shared" not in action.help and "`" not in action.help
+    gpu = next(action for action in subparsers["predict"]._actions if action.dest == "gpu")
+    assert gpu.help.startswith("A card's name,") and gpu.help.endswith("Default: RTX 4090.")
+
+
+def test_what_functions_share_is_in_the_documentation_of_each():
+    for name in vaemem.__all__:
+        assert ": shared" not in (getattr(vaemem, name).__doc__ or ""), name
+    for function in (vaemem.predict, vaemem.predict_pipeline, vaemem.plan_pipeline):
+        assert set(inspect.signature(function).parameters) == set(described(function))
+        assert described(function)["used"].startswith("What others hold of the card, the desktop and other models")
 
 
 def test_info(weights, capsys):

@@ -13,8 +13,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 # Rooms and the files between them; each may use what stands before it, and the files of its own room.
 ORDER = (
-    "_core", "_cuda", "_common", "engine", "prediction", "sdcpp", "tables", "pipelines", "published", "plot", "reports",
-    "pytorch", "_handmade", "_demo", "__init__", "_commands", "__main__",
+    "_core", "_cuda", "_common", "_arguments", "engine", "prediction", "sdcpp", "tables", "pipelines", "published",
+    "plot", "reports", "pytorch", "_handmade", "_demo", "__init__", "cli", "__main__",
 )  # fmt: skip
 FILES = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in (ROOT / "vaemem").rglob("*.py")}
 MODULES = {name.removesuffix(".__init__") for name in FILES} | {"vaemem._core", "vaemem._cuda"}

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import resources
 from numbers import Real
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -49,6 +49,34 @@ EXTRAS = {  # that bring a package
     "gguf": "gguf",
 }
 TILED_OPS = (*OPS, "encode_tiled", "decode_tiled")  # what PyTorch's runtimes do beside
+
+
+class Named(NamedTuple):
+    """An argument that a message advises: ``pad='reflect'``, and ``pad=`` where the value is left open."""
+
+    name: str
+    value: Any = None
+
+    def __str__(self) -> str:
+        return f"{self.name}={'' if self.value is None else repr(self.value)}"
+
+
+class Message(str):
+    """What an exception says, which remembers the arguments that it names, so that the command line can say its options
+    in their place.
+
+    Examples
+    --------
+    >>> Message("gpu: want one, or ", Named("memory", "12 GB"), ", got neither")
+    "gpu: want one, or memory='12 GB', got neither"
+    """
+
+    parts: tuple[Any, ...]
+
+    def __new__(cls, *parts: Any) -> Message:
+        made = super().__new__(cls, "".join(map(str, parts)))
+        made.parts = parts
+        return made
 
 
 def latent_factor(arch: Mapping[str, Any]) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from vaemem import _core
-from vaemem._common import latent_factor
+from vaemem._common import Message, Named, latent_factor
 from vaemem.engine.device import Device, DeviceArray
 
 INPUT_NAMES = {"encode": "x", "decode": "z"}  # of what goes in
@@ -71,8 +71,9 @@ class _Arrays:
         n, *sides = given.shape[:axis] + given.shape[axis + 1 :]
         for name, side in zip(("height", "width"), sides, strict=True):
             if op == "encode" and floats is None and side % scale_in:
-                hint = "pad='reflect' or pad='edge' makes it one"
-                raise ValueError(f"{name}: want a positive multiple of {scale_in}, got {side}: {hint}")
+                wanted = f"{name}: want a positive multiple of {scale_in}, got {side}: "
+                reflect, edge = (Named("pad", how) for how in ("reflect", "edge"))
+                raise ValueError(Message(wanted, reflect, " or ", edge, " makes it one"))
         height, width = (side * (latent_factor(arch) // scale_in) for side in sides)
         self.request = request_of(op, height, width, n, pixels, floats) | dict(own_output=out is None)
         h, w = (side * scale_out // scale_in for side in sides)

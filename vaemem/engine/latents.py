@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from vaemem._common import need, reading
+from vaemem._common import Message, Named, need, reading
 from vaemem.engine.arrays import as_float
 from vaemem.engine.weights import read_tensors
 
@@ -79,10 +79,11 @@ class Normalised:
     def raw(self, z: Any) -> np.ndarray:
         """What the decoder takes: float32, a copy."""
         (a, b), channels = self.patch, len(self.mean)
-        shape = f"(N, {channels}, h, w) with scaled=True for {self.model}"
-        z = as_float(z, "z", shape)
+        shape = f"(N, {channels}, h, w)"
+        z = as_float(z, "z", f"{shape} with scaled=True for {self.model}")
         if z.ndim != 4 or z.shape[1] != channels:
-            raise ValueError(f"z: want shape {shape}, got {z.shape}")
+            scaled = Named("scaled", True)
+            raise ValueError(Message(f"z: want shape {shape} with ", scaled, f" for {self.model}, got {z.shape}"))
         n, _, h, w = z.shape
         latents = (z * self.std + self.mean).reshape(n, -1, a, b, h, w).transpose(0, 1, 4, 2, 5, 3)
         return latents.reshape(n, channels // (a * b), h * a, w * b)

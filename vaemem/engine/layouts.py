@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from vaemem import _core
-from vaemem._common import choose
+from vaemem._common import Message, Named, choose
 from vaemem.engine.arguments import as_path
 
 Shape = tuple[int, ...]
@@ -472,10 +472,10 @@ def _find_arch(in_file: Mapping[str, Shape], layout: str, prefix: str, parts: st
         spelt = spell(wanted, layout, len(channels))
         check_shapes(in_file, wanted, spelt, prefix, "the architecture that most of them make")
         if any(c % arch["norm_num_groups"] for c in channels):
-            raise ValueError(
-                f"config: norm_num_groups cannot be seen in tensors, and the usual {arch['norm_num_groups']} does not "
-                f"divide block_out_channels {tuple(channels)}: pass config="
+            unseen = (
+                f"norm_num_groups cannot be seen in tensors, and the usual {arch['norm_num_groups']} does not divide"
             )
+            raise ValueError(Message(f"config: {unseen} block_out_channels {tuple(channels)}: pass ", Named("config")))
     alike = [model for model in _core.models().values() if _same(arch, model, but=_SCALING)]
     return alike[0] | _AMBIGUOUS.get(alike[0]["name"], {}) if alike else arch
 

@@ -8,7 +8,7 @@ from threading import Event
 from typing import Any
 
 from vaemem import _core
-from vaemem._common import choose, flag, need
+from vaemem._common import Message, Named, choose, flag, need
 from vaemem.engine import images
 from vaemem.engine.arguments import (
     Progress,
@@ -371,6 +371,9 @@ class VAE(Model):
                 f"scaled: want arrays in host memory for {self.model}, whose latents are normalised channel by "
                 "channel, got one in a GPU's: normalise there and leave scaled out"
             )
+        if isinstance(latents, Scaling) and self.arch["scaling_factor"] is None:
+            unknown = "scaled: the weights do not tell the scaling factor (sd15 and sdxl have the same tensors)"
+            raise ValueError(Message(f"{unknown}; load with ", Named("model"), " or ", Named("config")))
         return latents
 
     def _resources(self) -> dict[str, int]:

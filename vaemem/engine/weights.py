@@ -14,7 +14,7 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 
 from vaemem import _core
-from vaemem._common import choose, replacing
+from vaemem._common import Message, Named, choose, replacing
 from vaemem.engine import file_tensors, gguf, safetensors
 from vaemem.engine.arguments import as_path, check_mask
 from vaemem.engine.layouts import (
@@ -78,7 +78,8 @@ def _locate(path: Path, need_config: bool) -> Path:
         have = f"only {pickles[0].name}. {_convert(pickles[0])}" if pickles else "which has none"
         raise FileNotFoundError(f"path: want a directory with {WEIGHTS}, got {path}, {have}")
     if need_config and not (path / CONFIG).is_file():
-        raise FileNotFoundError(f"path: want a directory with {CONFIG} (or pass model= or config=), got {path}")
+        wanted = f"path: want a directory with {CONFIG} (or pass "
+        raise FileNotFoundError(Message(wanted, Named("model"), " or ", Named("config"), f"), got {path}"))
     return files[0]
 
 
@@ -98,7 +99,8 @@ def _arch_asked_for(model: str | None, config: Any) -> Arch | None:
         return known
     arch = read_config(config)
     if known and arch["name"] != model:
-        raise ValueError(f"model: want one that config= describes ({arch['name']}), or only one of both, got {model!r}")
+        rest = f" describes ({arch['name']}), or only one of both, got {model!r}"
+        raise ValueError(Message("model: want one that ", Named("config"), rest))
     return arch
 
 
@@ -141,9 +143,12 @@ def _arch_beside(source: _File | _Memory, config: Any) -> Arch:
     if wrong := [key for key in got if key in want and want[key] != got[key]]:
         values = ", ".join(f"{key} {shown(want[key])}, got {shown(got[key])}" for key in wrong)
         raise ValueError(
-            f"{config}: want what the weights beside it were saved with, {values}: a save was cut short, or one of the "
-            f"two files was changed. Save again, mend {CONFIG}, or pass config={str(config)!r} to take it as it is"
-        )
+            Message(
+                f"{config}: want what the weights beside it were saved with, {values}: a save was cut short, or one of"
+                f" the two files was changed. Save again, mend {CONFIG}, or pass ",
+                Named("config", str(config)), " to take it as it is",
+            )
+        )  # fmt: skip
     return arch
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vaemem._common import DTYPES, choose, flag, whole
+from vaemem._common import DTYPES, Message, Named, choose, flag, whole
 from vaemem._core import OutOfMemoryError
 from vaemem.engine.limits import parse_size
 from vaemem.pipelines.components import PIPELINES, Pipeline
@@ -62,10 +62,8 @@ class PipelineQuestion(Asked):
         choose("offload", offload, OFFLOADS)
         choose("vae", vae, VAE_WAYS)
         if (vae == "vaemem") != (vae_memory_limit is not None):
-            raise ValueError(
-                "vae_memory_limit: want it with vae='vaemem' and with that alone,"
-                f" got {vae_memory_limit!r} with {vae!r}"
-            )
+            got = f" and with that alone, got {vae_memory_limit!r} with {vae!r}"
+            raise ValueError(Message("vae_memory_limit: want it with ", Named("vae", "vaemem"), got))
         limit = parse_size("vae_memory_limit", vae_memory_limit) if vae_memory_limit is not None else 0
         for part in self.parts:
             if offload == "sequential" and part.has(FOUR_BITS):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from vaemem._common import Message, Named
+
 CLIPS = ("clip-l", "clip-l-sdxl", "clip-l-flux", "openclip-g")
 CLIP_TOKENS = 77
 VAE_STRIDE = 8  # pixels a side of one pixel of a latent
@@ -130,4 +132,7 @@ def refuse(runtime: str, **given: Any) -> None:
     """ValueError where something is given, and not None, that the runtime has no use for."""
     for name, value in given.items():
         if value is not None and name in WITHOUT[runtime]:
-            raise ValueError(f"{name}: want none with runtime={runtime!r}, which has no use for it, got {value!r}")
+            with_runtime = Named("runtime", runtime)
+            raise ValueError(
+                Message(f"{name}: want none with ", with_runtime, f", which has no use for it, got {value!r}")
+            )

@@ -6,7 +6,8 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vaemem._common import DTYPES, choose, flag, listed, real, whole
+from vaemem._arguments import shared
+from vaemem._common import DTYPES, Message, Named, choose, flag, listed, real, whole
 from vaemem.engine.limits import parse_size
 from vaemem.engine.weights import told_bytes
 from vaemem.pipelines import ways_diffusers, ways_mlx
@@ -21,6 +22,7 @@ from vaemem.prediction.values import Card, Software, find_card
 RUNTIMES = ("diffusers", "sd.cpp", "mlx")
 
 
+@shared
 def plan_pipeline(
     pipeline: str, height: int, width: int, batch: int = 1, *, memory: int | str | None = None,
     host_memory: int | str | None = None, gpu: str | Gpu | None = None, runtime: str = "diffusers",
@@ -35,8 +37,7 @@ def plan_pipeline(
 
     Parameters
     ----------
-    pipeline : str
-        As `predict_pipeline` takes it.
+    pipeline : shared
     height, width, batch : int
         Of the images.
     memory : int or str, optional
@@ -51,25 +52,30 @@ def plan_pipeline(
         such as ``"Q8_0"``, which FLUX and Z-Image have by default, sizes such as ``"6.8 GiB"``, or files. With mlx
         `memory` is the Mac's, of which two thirds are taken to be for Metal; what is known are the denoiser's weights
         and the decode (`vaemem.pipelines.ways_mlx`), and no seconds.
-    prompt_tokens, guidance, image, steps, dtype, components, cudnn_version, torch_version
-        As `predict_pipeline` takes them.
+    prompt_tokens, guidance, image, steps : shared
+    dtype of a pipeline : shared
+    components : shared
+    cudnn_version, torch_version : shared
     types : str or sequence of str or None, optional
         Types of the largest components' weights to try; None stands for what they are run in. By default that; with
         diffusers also ``"Q8_0"`` and ``"nf4"`` where the denoiser takes more than half of the card, with sd.cpp
         ``"Q4_K"`` where nothing else fits.
-    used : int or str
-        What others hold of the card.
+    used : shared
     calibrate : dict of str to float, optional
         Seconds that were measured on this machine, by the names of ways. The machine's rates are moved to where these
         come out, and all others follow.
     time_limit : float, optional
         Seconds after which a way does not count as fitting.
     flash : bool
-        stable-diffusion.cpp's ``--diffusion-fa``.
+        Whether stable-diffusion.cpp is run with ``--diffusion-fa``.
     cache_limit : int or str, optional
-        Of MLX's allocator.
-    link, cpu, cores
-        Between host and card, and the host's CPU, as `vaemem.pipelines.seconds` has them.
+        What MLX's allocator may keep.
+    link : str
+        What is between host and card, such as ``"PCIe 4.0 x16"``, as `vaemem.pipelines.seconds` knows it.
+    cpu : str
+        The instructions of the host's CPU: ``"SSE4.2"``, ``"AVX"``, ``"AVX2"`` or ``"no AVX2"``.
+    cores : int, optional
+        How many cores the host's CPU has.
 
     Returns
     -------
@@ -182,7 +188,9 @@ def _card(gpu: Any, memory: int | str | None, used: int | str, dtype: str) -> tu
     if gpu is not None:
         return find_card(gpu, memory, used), []
     if memory is None:
-        raise ValueError("gpu: want a card's name, or what it has as memory='12 GB', got neither")
+        raise ValueError(
+            Message("gpu: want a card's name, or what it has as ", Named("memory", "12 GB"), ", got neither")
+        )
     cards = cards_of(sold(memory))
     # Older cards write out the scores of bfloat16's attention, which was not recorded.
     fused = [card for card in cards if dtype != "bfloat16" or card.sm >= 80]

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from vaemem._arguments import shared
 from vaemem._common import MIB, choose, flag, render, whole
 from vaemem.pipelines.asked import PipelineQuestion, ask_pipeline
 from vaemem.pipelines.components import PIPELINES, refuse
@@ -343,6 +344,7 @@ class GraphPrediction(_Phases):
         self._judge(phases, done, full and PeakTensor(f"compute buffer of {full.name}", full.activations))
 
 
+@shared
 def predict_pipeline(
     pipeline: str, height: int, width: int, batch: int = 1, prompt_tokens: int | None = None, guidance: bool = True,
     dtype: str | None = None, *, components: Mapping[str, Any] | None = None, offload: Any = "none",
@@ -354,40 +356,26 @@ def predict_pipeline(
 
     Parameters
     ----------
-    pipeline : str
-        ``"sd15"``, ``"sdxl"``, ``"flux"``, ``"flux-schnell"`` or ``"zimage-turbo"``.
+    pipeline : shared
     height, width : int
         Of the image in pixels: multiples of 8, and of 16 for FLUX and Z-Image. Of other sizes diffusers makes the next
         smaller one with FLUX, and none with Z-Image.
     batch : int
         Images of one prompt.
-    prompt_tokens : int, optional
-        Of the prompt: 77 by default, and FLUX's 512, which is its max_sequence_length, at most 8192. SD 1.5 and SDXL
-        pad to 77 and encode longer prompts in parts of so many.
-    guidance : bool
-        Whether SD 1.5 and SDXL denoise each image twice. FLUX takes guidance as a number, Z-Image-Turbo none.
-    dtype : str, optional
-        What is computed in: float16 for SD 1.5 and SDXL, bfloat16 for FLUX and Z-Image.
-    components : dict, optional
-        By role (``"text_encoder"``, ``"text_encoder_2"``, ``"unet"``, ``"transformer"``, ``"vae"``): the type of its
-        weights as `vaemem.pipelines.storage.tensor_bytes` has them (``"nf4"``, ``"Q8_0"``, ``"fp8"``, ``"float32"``),
-        or the path of a safetensors or GGUF file, whose header says them (weights stay in the file's types, which
-        ``from_pretrained(torch_dtype=...)`` would change); None for a text encoder that is not there.
-        SD 1.5's ``"safety_checker"`` is there where it is named.
-        SDXL's VAE is kept in float16 and converted to float32 for its call unless this says what it runs in.
+    prompt_tokens, guidance : shared
+    dtype of a pipeline : shared
+    components : shared
     offload : str or dict
-        ``"none"``, ``"model"`` (``enable_model_cpu_offload``) or ``"sequential"`` (``enable_sequential_cpu_offload``);
-        or where components are and run, ``{"text_encoder_2": "cpu"}``, the others on the GPU.
+        What comes and goes: ``"none"``, ``"model"`` (``enable_model_cpu_offload``) or ``"sequential"``
+        (``enable_sequential_cpu_offload``); or where components are and run, ``{"text_encoder_2": "cpu"}``, the others
+        on the GPU.
     vae : str
-        ``"whole"``, ``"tiled"``, ``"sliced"``, or ``"vaemem"``: run by this package within `vae_memory_limit`.
+        How the VAE runs: ``"whole"``, ``"tiled"``, ``"sliced"``, or ``"vaemem"``: by this package, within
+        `vae_memory_limit`.
     vae_memory_limit : int or str, optional
-        Bytes, or ``"1 GB"``: weights included.
-    image : bool
-        Whether it begins with an image, which the VAE encodes, as the image-to-image pipelines do.
-    steps : int, optional
-        Of the denoiser. Memory is that of two; FLOPs are those of all.
-    gpu, memory, used, cudnn_version, torch_version
-        As `vaemem.predict` takes them.
+        What vaemem's decoder may take, weights included: bytes, or ``"1 GB"``.
+    image, steps : shared
+    gpu, memory, used, cudnn_version, torch_version : shared
     runtime : {"diffusers", "sd.cpp"}
         Whose code runs it. Of stable-diffusion.cpp `offload` is ``"none"``, ``"cond_only"``, ``"--clip-on-cpu"``,
         ``"--offload-to-cpu"`` or ``"freed after use"``, `vae` is ``"whole"``, ``"direct"``, ``"tiled"``,

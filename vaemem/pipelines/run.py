@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from vaemem import _core
-from vaemem._common import ELEMENT_BYTES
+from vaemem._common import ELEMENT_BYTES, Message, Named
 from vaemem.pipelines import programs
 from vaemem.pipelines.components import VAE_STRIDE
 from vaemem.pipelines.storage import BITSANDBYTES, FOUR_BITS, GGML, SPELT, Stored
@@ -301,7 +301,8 @@ class Run:
         """``vae.encode(image).latent_dist.sample()``, scaled; `how` as in `decode`."""
         part, process = self.parts["vae"], self.process
         if self._own_vae or "vae" in self.on_cpu:
-            raise ValueError("image: want it with PyTorch's VAE on the device, got that on the CPU or vae='vaemem'")
+            got = "image: want it with PyTorch's VAE on the device, got that on the CPU or "
+            raise ValueError(Message(got, Named("vae", "vaemem")))
         tile = self._count_vae("encode", image.shape, how)
         vae = self._vae()
         if part.upcast:

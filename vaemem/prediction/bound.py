@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from vaemem import _core
+from vaemem._arguments import shared
 from vaemem._common import DTYPES, MIB, OPS, __version__, choose, distinct, listed, render, whole
 from vaemem.prediction.predict import Prediction
 from vaemem.prediction.question import Job, Question
@@ -210,6 +211,7 @@ class Bound:
     __repr__ = __str__
 
 
+@shared
 def bound(
     application: str, models: str | Sequence[str] | None = None, dtypes: str | Sequence[str] = DTYPES, *,
     gpu: str | Sequence[str] = "RTX 4090", memory: int | str | None = None, cudnn_version: str | None = None,
@@ -226,14 +228,13 @@ def bound(
         ``"comfyui"``: ``memory_used_encode`` and ``memory_used_decode`` of its class VAE. ``"invokeai"``:
         ``estimate_vae_working_memory_sd15_sdxl`` and ``_flux``, with tiles.
     models, dtypes : str or sequence of str, optional
-        ``"sd15"``, ``"sdxl"``, ``"flux"``, ``"float16"`` ...; by default all that its functions are about. What is
-        left out is not in the formulas.
+        What the formulas are for: ``"sd15"``, ``"sdxl"``, ``"flux"``, ``"float16"`` ...; by default all that its
+        functions are about. What is left out is not in the formulas.
     gpu : str or sequence of str
         Cards or compute capabilities, as `predict` takes them: the formulas hold on each.
-    memory : int or str, optional
-        Of the cards, as `predict` takes it.
+    memory : shared
     cudnn_version, torch_version : str, optional
-        As `predict` takes them; by default the formulas hold for every version that is known.
+        The versions that run, as `predict` takes them; by default the formulas hold for every version that is known.
     sides : int or iterable of int
         Heights and widths in pixels: every pair of them is a size of the domain. By default 27 from 256 to 2048, which
         makes aspect ratios from 1/8 to 8.

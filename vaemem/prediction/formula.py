@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, NamedTuple, overload
 
+from vaemem._arguments import shared
 from vaemem._common import ELEMENT_BYTES, MIB, render, typeset
 from vaemem.prediction.process import SimulatedProcess
 from vaemem.prediction.question import Question, ask
@@ -232,6 +233,7 @@ def formula(
 def formula(model: Any) -> Any: ...
 
 
+@shared
 def formula(
     model: Any, op: str | None = None, dtype: str = "float16", runtime: str | None = None, gpu: str = "RTX 4090",
     *, height: int = 1024, width: int = 1024, **settings: Any,
@@ -243,11 +245,12 @@ def formula(
 
     Parameters
     ----------
-    model, dtype, runtime, gpu
-        As `predict` takes them. Or, alone, what `vaemem.predict_pipeline` returned: there is a line for each of its
-        phases then.
+    model of a VAE : shared
+        Or, alone, what `vaemem.predict_pipeline` returned: there is a line for each of its phases then.
     op : str
         ``"encode"`` or ``"decode"``.
+    dtype, runtime of a VAE : shared
+    gpu : shared
     height, width : int
         The size whose peak is wanted; others may rule at other sizes.
     **settings

@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any, NamedTuple
 
-from vaemem._common import MIB, shipped
+from vaemem._common import MIB, Message, Named, shipped
 from vaemem.engine.limits import parse_size
 
 # What a CUDA context takes of the card, with the kernels that are loaded into it as they are used. The context alone
@@ -211,16 +211,18 @@ def _capabilities() -> str:
     return ", ".join(dict.fromkeys(f"sm_{gpu.sm}" for gpu in _table()[0].values()))
 
 
-def _unknown(name: str) -> str:
+def _unknown(name: str) -> Message:
     """What to say of a name that is no card's."""
-    want = f"gpu: want an NVIDIA card such as 'RTX 4090', or 'sm_89' with memory='16 GB'; got {name!r}"
+    wanted = "gpu: want an NVIDIA card such as 'RTX 4090', or 'sm_89' with "
+    return Message(wanted, Named("memory", "16 GB"), f"; got {name!r}{_why_unknown(name)}")
+
+
+def _why_unknown(name: str) -> str:
     if _OTHERS.match(name.strip().lower()):
-        return f"{want}: what PyTorch takes on other makers' cards is not modelled"
+        return ": what PyTorch takes on other makers' cards is not modelled"
     if _UNRECORDED.match(name.strip().lower()):
-        return f"{want}: no cuDNN was asked about its generation (compute capabilities: {_capabilities()})"
+        return f": no cuDNN was asked about its generation (compute capabilities: {_capabilities()})"
     keys = _table()[1]
     near = difflib.get_close_matches(_key(name), keys, n=3, cutoff=0.6)
     names = ", ".join(dict.fromkeys(keys[key] for key in near))
-    return (
-        f"{want} (nearest: {names})" if near else f"{want} (no name is near; compute capabilities: {_capabilities()})"
-    )
+    return f" (nearest: {names})" if near else f" (no name is near; compute capabilities: {_capabilities()})"

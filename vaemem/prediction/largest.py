@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+from vaemem._arguments import shared
 from vaemem._common import flag, latent_factor
 from vaemem.engine.limits import LARGEST_SIDE, check_aspect, largest_size
 from vaemem.prediction.predict import Prediction
@@ -15,6 +16,7 @@ from vaemem.prediction.runtimes import architecture
 TILED_SIDE = 1 << 14  # pixels: no further in tiles, where a larger image may take no more
 
 
+@shared
 def predict_largest(
     model: str | Mapping[str, Any], op: str, dtype: str = "float16", batch: int = 1, *, gpu: str = "RTX 4090",
     aspect: float = 1.0, used: int | str = 0, every: bool = False, **others: Any,
@@ -23,10 +25,12 @@ def predict_largest(
 
     Parameters
     ----------
-    model, op, dtype, batch, gpu, used, **others
-        As `predict` takes them.
+    model, op, dtype, batch of a VAE : shared
+    gpu, used : shared
+    **others
+        What else `predict` takes: ``memory``, ``runtime``, ``tile``, ``cudnn_version``, ``torch_version`` and others.
     aspect : float
-        Width over height, as nearly as latents of whole pixels can have it.
+        The width over the height, as nearly as latents of whole pixels can have it.
     every : bool
         Whether all smaller images of that shape have to fit too.
 

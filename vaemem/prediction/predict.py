@@ -14,6 +14,7 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
+from vaemem._arguments import shared
 from vaemem._common import MIB
 from vaemem._core import OutOfMemoryError
 from vaemem.prediction.benchmark import USUAL_PROTOCOL, Reading
@@ -293,6 +294,7 @@ class Prediction(_Answer):
         )
 
 
+@shared
 def predict(
     model: str | Mapping[str, Any], op: str, height: int, width: int, dtype: str = "float16", batch: int = 1,
     runtime: str | None = None, gpu: str = "RTX 4090", cudnn_version: str | None = None,
@@ -306,43 +308,21 @@ def predict(
 
     Parameters
     ----------
-    model : str or dict
-        ``"sd15"``, ``"sdxl"``, ``"flux"``, ``"sd3"``, ``"zimage"``, ``"cogview4"``, ``"playground-v2.5"``,
-        ``"flux2"``, ``"flux2-small"``, or another's config, AutoencoderKL or AutoencoderKLFlux2 (a dict, or a path).
-    op : str
-        ``"encode"``, ``"decode"``, ``"encode_tiled"`` or ``"decode_tiled"``.
+    model, op of a VAE : shared
     height, width : int
         Of the image in pixels, multiples of 8.
-    dtype : str
-        Of the run: ``"float16"``, ``"bfloat16"`` or ``"float32"``.
-    batch : int
-        Images.
-    runtime : str, optional
-        Whose code runs the VAE: ``"diffusers"`` (AutoencoderKL), ``"bfl"`` (AutoEncoder of the flux repository),
-        ``"ldm"`` (CompVis' AutoencoderKL), ``"comfyui"`` (its class VAE) or ``"a1111"`` (CompVis' as A1111 changes it);
-        by default bfl for flux where the op is not tiled, else diffusers. docs/PREDICTION.md says how each was checked.
-    gpu : str
-        A card's name, ``"RTX 4090"``, ``"A100 80GB MIG 3g.40gb"``, ``"4070 laptop"`` ..., or a compute capability,
-        ``"sm_89"``: workspaces depend on that, and hardly on anything else.
-    cudnn_version, torch_version : str, optional
-        2.7.1+cu128 and its cuDNN, 9.7.1, by default (on Volta, which it has no kernels for, 2.7.1+cu126 and 9.5.1). A
-        `torch_version` without a CUDA build, ``"2.7.1"``, is PyPI's.
-        Where nobody could ask a version (below 9.8), the nearest one that was asked answers: `Prediction.band` and
-        `Prediction.substitutions` say so.
+    dtype, batch, runtime of a VAE : shared
+    gpu, cudnn_version, torch_version : shared
     weights_dtype : str, optional
-        Of the weights between runs; where it is not `dtype`, weights and input are converted within the run.
+        The type of the weights between runs; where it is not `dtype`, weights and input are converted within the run.
     tile : int, optional
-        Side of a tile in pixels for the tiled ops of diffusers, comfyui and a1111; by default the config's sample_size
-        as diffusers has it (512 for sd15, 1024 for the others), ComfyUI's 512, and what A1111's Tiled VAE
+        The side of a tile in pixels for the tiled ops of diffusers, comfyui and a1111; by default the config's
+        sample_size as diffusers has it (512 for sd15, 1024 for the others), ComfyUI's 512, and what A1111's Tiled VAE
         recommends for the card. Tiles overlap by a quarter, diffusers' default; ComfyUI's by 64 pixels, at most a
         quarter, in three passes; those of Tiled VAE are padded on every side, by 11 latents or 32 pixels.
     slicing : bool
-        One image of the batch after the other (diffusers' ``enable_slicing``).
-    memory : int or str, optional
-        Of the card, in bytes or as cards are sold, ``"16 GB"`` (of 2^30 bytes here): tells variants apart, and says
-        which card of a compute capability is meant.
-    used : int or str
-        What others hold of the card, the desktop and other models: bytes, or ``"1.5 GB"``.
+        Whether one image of the batch is run after the other (diffusers' ``enable_slicing``).
+    memory, used : shared
     workspace : object, optional
         What answers for the convolutions' workspaces in place of `vaemem.prediction.workspace.Workspace`.
     protocol : str

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from vaemem import _core
-from vaemem._common import DTYPES, MIB, TILED_OPS, choose, flag, latent_factor, whole
+from vaemem._common import DTYPES, MIB, TILED_OPS, Message, Named, choose, flag, latent_factor, whole
 from vaemem.engine.layouts import sample_size_of
 from vaemem.prediction.benchmark import PROTOCOLS, Counters, Reading, benchmark
 from vaemem.prediction.process import SimulatedProcess
@@ -175,5 +175,6 @@ def usual_tile(model: Any) -> int:
     named = isinstance(model, str) and model in _core.models()
     size = sample_size_of(None, model) if named else sample_size_of(model, "")
     if size is None:
-        raise ValueError("tile: want one, such as tile=512: the config's sample_size tells none")
+        such = Named("tile", 512)
+        raise ValueError(Message("tile: want one, such as ", such, ": the config's sample_size tells none"))
     return size

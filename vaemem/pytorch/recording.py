@@ -25,6 +25,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_flatten, tree_map
 
+from vaemem._arguments import shared
 from vaemem.prediction.benchmark import USUAL_PROTOCOL
 from vaemem.prediction.gpus import find_gpu
 from vaemem.prediction.predict import ModulePrediction
@@ -172,6 +173,7 @@ def _in_order_of_to(module: torch.nn.Module, prefix: str = "") -> Iterator[tuple
                 yield prefix + name, tensor
 
 
+@shared
 def predict_peak(
     module: torch.nn.Module, *args: Any, gpu: str = "RTX 4090", cudnn_version: str | None = None,
     torch_version: str | None = None, used: int | str = 0, protocol: str = USUAL_PROTOCOL,
@@ -184,13 +186,12 @@ def predict_peak(
     ----------
     module, *args, call, autocast, **kwargs
         As `record` takes them.
-    gpu : str
-        ``"RTX 4090"``, ``"H200"``, ``"sm_89"`` ...
+    gpu : shared
     cudnn_version, torch_version : str, optional
         2.7.1+cu128 and the cuDNN that this build brings by default. The module's own Python code is that of the
         installed versions.
-    used : int or str
-        What others hold of the card, in bytes or as ``"1.5 GB"``: see `Prediction.fits`.
+    used : shared
+        See `Prediction.fits`.
     protocol : str
         What the process has done when the counters are read, as `vaemem.predict` takes it: ``"cold"``, ``"warm"``,
         ``"repeated"`` or ``"kept"``. What a run returns is dropped before the next one, so that ``"repeated"`` differs

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
+import inspect
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -28,7 +30,7 @@ from vaemem import (
     sweep,
     tradeoff,
 )
-from vaemem._common import ELEMENT_BYTES, MIB, OPS, check_writable, mib, need, render, saved, write
+from vaemem._common import ELEMENT_BYTES, MIB, OPS, Message, Named, check_writable, mib, need, render, saved, write
 from vaemem.engine import latents, layouts, weights
 from vaemem.engine.arguments import open_device
 from vaemem.published import reproduce
@@ -47,15 +49,19 @@ def _print(result: Any, form: str) -> None:
     print(text.rstrip("\n"))
 
 
+def _given(args: argparse.Namespace, function: Callable[..., Any]) -> dict[str, Any]:
+    """What was given of a function's arguments."""
+    pairs = ("components", "calibrate")
+    known = inspect.signature(function).parameters
+    return {name: dict(value) if name in pairs else value for name, value in vars(args).items() if name in known}
+
+
 def run_demo(args: argparse.Namespace) -> None:
     _demo.make_demo(args.out, args.weights)
 
 
 def run_estimate(args: argparse.Namespace) -> None:
-    estimates = sweep(
-        args.model, args.op, args.sizes, args.dtype, device=args.device, batch=args.batch, measure=False,
-        memory_limit=args.memory_limit, precision=args.precision,
-    )  # fmt: skip
+    estimates = sweep(args.model, args.op, dtypes=args.dtype, measure=False, **_given(args, sweep))
     _print(estimates, args.format)
     if args.format == "text":
         print("\nallocated, which leaves out the weights, in T = 128 * height * width * bytes of a number:")
@@ -66,12 +72,8 @@ def run_estimate(args: argparse.Namespace) -> None:
 
 
 def run_tradeoff(args: argparse.Namespace) -> None:
-    rows = [
-        row
-        for h, w in args.sizes
-        for row in tradeoff(args.model, args.op, h, w, args.batch, args.dtype, args.precision)
-    ]
-    _print(Table(rows), args.format)
+    asked = _given(args, tradeoff)
+    _print(Table([row for h, w in args.sizes for row in tradeoff(height=h, width=w, **asked)]), args.format)
 
 
 def run_sweep(args: argparse.Namespace) -> None:
@@ -80,8 +82,7 @@ def run_sweep(args: argparse.Namespace) -> None:
     ended: BaseException | None = None
     try:
         table = sweep(
-            args.models, args.ops, args.sizes, args.dtype, device=args.device, batch=args.batch, repeats=args.repeats,
-            precision=args.precision, measure=not args.estimate,
+            dtypes=args.dtype, measure=not args.estimate, **_given(args, sweep),
             progress=sys.stderr.isatty() and importlib.util.find_spec("tqdm") is not None,
         )  # fmt: skip
     except BaseException as error:
@@ -101,7 +102,7 @@ def run_fit(args: argparse.Namespace) -> None:
     equals = {name: value for name in ("model", "op", "dtype", "source") if (value := getattr(args, name))}
     if not len(chosen := table.filter(**equals)):
         raise ValueError(f"{args.table}: no row has {', '.join(f'{n}={v}' for n, v in equals.items()) or 'anything'}")
-    formulas = fit(chosen, args.target, args.quantile)
+    formulas = fit(**{**_given(args, fit), "table": chosen})
     print(str(formulas) if args.format == "text" else getattr(formulas, args.format)())
 
 
@@ -110,7 +111,7 @@ def run_compare(args: argparse.Namespace) -> None:
     if args.sizes:
         table = Table([row for row in table if (row["height"], row["width"]) in args.sizes])
     estimators = [predict, "comfyui", "invokeai"] if args.predict else None
-    comparison = compare(table, estimators, target=args.target)
+    comparison = compare(**{**_given(args, compare), "table": table, "estimators": estimators})
     print(comparison.text(rows=args.rows, markdown=args.format == "markdown"))
 
 
@@ -121,8 +122,7 @@ def run_report(args: argparse.Namespace) -> None:
 
 
 def _loaded(args: argparse.Namespace, parts: str) -> VAE:
-    numbers = {"device": args.device, "dtype": args.dtype, "precision": args.precision}
-    vae = VAE.load(args.weights, args.model, args.config, parts, **numbers)
+    vae = VAE.load(args.weights, parts=parts, **_given(args, VAE.load))
     if vae.rounded:
         said = f"{len(vae.rounded)} tensors of the weights are rounded to {vae.dtype}"
         print(f"vaemem {args.command}: {said}", file=sys.stderr)
@@ -169,7 +169,7 @@ def run_encode(args: argparse.Namespace) -> None:
         print(args.out, vae.last_run, sep="\n")
 
 
-def _bare(arch: layouts.Arch, dtype: str, precision: str, parts: str = "all") -> VAE:
+def _bare(arch: layouts.Arch, dtype: str = "float32", precision: str = "highest", parts: str = "all") -> VAE:
     """On the CPU, without weights: for what its plans say."""
     _, where = open_device("cpu", dtype, precision, autotune=False, convolution="cudnn")
     return VAE(_core.Model(arch, parts, **where))
@@ -177,7 +177,7 @@ def _bare(arch: layouts.Arch, dtype: str, precision: str, parts: str = "all") ->
 
 def run_info(args: argparse.Namespace) -> None:
     found = weights.look(args.file)
-    vae, config = _bare(found.arch, args.dtype, args.precision, found.parts), layouts.config_of(found.arch)
+    vae, config = _bare(found.arch, parts=found.parts, **_given(args, _bare)), layouts.config_of(found.arch)
     alone = "" if found.parts == "all" else f", the {found.parts} alone"
     print(f"{found.file}: {found.layout} layout, {found.tensors} tensors of {', '.join(found.dtypes)}{alone}")
     print(f"model {vae.model}, {vae.parameters:,} parameters, {mib(os.path.getsize(found.file))} MiB on disk")
@@ -187,95 +187,66 @@ def run_info(args: argparse.Namespace) -> None:
 
 def run_fits(args: argparse.Namespace) -> int:
     """0 where all sizes fit, 1 where one does not."""
-    found = [predict(args.model, args.op, h, w, args.dtype, args.batch, **_where(args)) for h, w in args.sizes]
+    found = [predict(height=h, width=w, **_given(args, predict)) for h, w in args.sizes]
     for p in found:
         print(f"{p.height}x{p.width} {p.outcome}: {p}")
     return 0 if all(p.fits for p in found) else 1
 
 
-def _where(args: argparse.Namespace) -> dict[str, Any]:
-    """What `predict` and `predict_largest` are told of the card and the software on it: what was given, by its option's
-    name."""
-    given = {
-        "gpu": args.gpu, "memory": args.memory, "used": args.used, "cudnn_version": args.cudnn,
-        "torch_version": args.torch, "runtime": args.runtime, "protocol": args.protocol, "tile": args.tile,
-        "channels_last": args.channels_last or None, "allow_tf32": False if args.no_tf32 else None,
-        "cudnn_benchmark": args.cudnn_benchmark or None, "allocator": args.allocator,
-    }  # fmt: skip
-    return {name: value for name, value in given.items() if value is not None}
-
-
 def run_largest(args: argparse.Namespace) -> None:
+    asked = _given(args, predict)
     if args.engine:
-        if given := _where(args):
-            raise ValueError(
-                "--engine: want nothing of a card beside it, since it asks what our own engine has room for in that "
-                f"memory, got {', '.join(f'{name}={value!r}' for name, value in given.items())}"
-            )
-        vae = _bare(layouts.known_arch(args.model), args.dtype or "float32", args.precision)
-        height, width = vae.largest(args.op, args.engine, args.aspect, args.batch)
-        print(f"{height}x{width}", vae.estimate(args.op, height, width, args.batch, memory_limit=args.engine), sep="\n")
+        usual = {"model": None, "op": None, "batch": 1, "dtype": "float32"}
+        model, op, batch, dtype = (asked.pop(name, default) for name, default in usual.items())
+        if asked:
+            wanted = "--engine: want nothing of a card beside it, since it asks what our own engine has room for in"
+            named = [part for one in asked.items() for part in (", ", Named(*one))][1:]
+            raise ValueError(Message(f"{wanted} that memory, got ", *named))
+        vae = _bare(layouts.known_arch(model), dtype, args.precision)
+        height, width = vae.largest(op, args.engine, args.aspect, batch)
+        print(f"{height}x{width}", vae.estimate(op, height, width, batch, memory_limit=args.engine), sep="\n")
         return
     if args.precision != "highest":
         raise ValueError(f"--precision: want it beside --engine, whose it is, got {args.precision}")
-    dtype = args.dtype or "float16"
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        height, width = predict_largest(args.model, args.op, dtype, args.batch, aspect=args.aspect, **_where(args))
-    print(predict(args.model, args.op, height, width, dtype, args.batch, **_where(args)))
+        height, width = predict_largest(aspect=args.aspect, **asked)
+    print(predict(height=height, width=width, **asked))
     for warning in said:
         print(f"vaemem largest: {warning.message}", file=sys.stderr)
 
 
 def run_predict(args: argparse.Namespace) -> None:
-    where = _where(args)
+    asked = _given(args, predict)
     if args.format != "text":
-        table = sweep(args.model, args.op, args.sizes, args.dtype, source="predicted", batch=args.batch, **where)
-        return _print(table, args.format)
+        of = {"models": asked.pop("model"), "ops": asked.pop("op"), "dtypes": asked.pop("dtype", "float16")}
+        return _print(sweep(sizes=args.sizes, source="predicted", **of, **asked), args.format)
     for height, width in args.sizes:
-        prediction = predict(args.model, args.op, height, width, args.dtype, args.batch, **where)
+        prediction = predict(height=height, width=width, **asked)
         print(prediction)
         print(f"  workspaces: {prediction.workspace_source}")
         for tensor in prediction.peak_tensors[: args.tensors]:
             print(f"  {tensor.bytes / MIB:10.2f} MiB  {tensor.name}")
 
 
-def _call(args: argparse.Namespace) -> dict[str, Any]:
-    """What `predict_pipeline` and `plan_pipeline` are told of the call, the card and the software on it."""
-    height, width = args.size
-    return {
-        "height": height, "width": width, "batch": args.batch, "dtype": args.dtype,
-        "prompt_tokens": args.tokens, "guidance": not args.no_guidance,
-        "components": dict(args.component), "image": args.image, "steps": args.steps, "gpu": args.gpu,
-        "memory": args.memory, "used": args.used, "cudnn_version": args.cudnn, "torch_version": args.torch,
-        "runtime": args.runtime,
-    }  # fmt: skip
-
-
 def run_pipeline(args: argparse.Namespace) -> int:
     """0 where it fits, 1 where it does not."""
-    way = {"offload": args.offload, "vae": args.vae, "vae_memory_limit": args.vae_memory_limit}
-    prediction = predict_pipeline(args.pipeline, **way, **_call(args))
+    height, width = args.size
+    prediction = predict_pipeline(height=height, width=width, **_given(args, predict_pipeline))
     _print(prediction, args.format)
     return 0 if prediction.fits else 1
 
 
 def run_plan(args: argparse.Namespace) -> int:
     """0 where a way fits, 1 where none does."""
-    machine = {
-        "host_memory": args.host_memory, "calibrate": dict(args.measured), "time_limit": args.time_limit,
-        "link": args.link, "cpu": args.cpu, "cores": args.cores, "flash": args.flash, "cache_limit": args.cache_limit,
-    }  # fmt: skip
-    plan = plan_pipeline(args.pipeline, **machine, **_call(args))
+    height, width = args.size
+    plan = plan_pipeline(height=height, width=width, **_given(args, plan_pipeline))
     _print(plan, args.format)
     return 0 if plan.recommended else 1
 
 
 def run_bound(args: argparse.Namespace) -> None:
-    found = bound(
-        args.application, args.models, args.dtypes, gpu=args.gpu, memory=args.memory, cudnn_version=args.cudnn,
-        torch_version=args.torch, sides=args.sides,
-    )  # fmt: skip
+    found = bound(**_given(args, bound))
     print(found if args.format == "text" else found.python().rstrip("\n"))
 
 
@@ -291,5 +262,5 @@ def run_reproduce(args: argparse.Namespace) -> None:
 
 
 def run_backends(args: argparse.Namespace) -> None:
-    rows = backends(args.dtype, args.precision)
+    rows = backends(**_given(args, backends))
     print(render(rows[0], [[str(value) for value in row.values()] for row in rows]))
