@@ -25,7 +25,7 @@ from torch.utils.flop_counter import flop_registry
 from vaemem._common import grouped
 from vaemem._core import Program
 from vaemem.pipelines.programs import Recorded
-from vaemem.prediction.attention import FUSED, Call
+from vaemem.prediction.attention import FUSED, AttentionCall
 from vaemem.prediction.gpus import find_gpu
 from vaemem.pytorch.recorder import Recorder, Recording
 from vaemem.pytorch.recording import record_by
@@ -75,7 +75,7 @@ class Script:
             raise ValueError(f"{name}: want a plain 2d convolution with a square filter")
         self._add("conv", dtype, "nhwc" if nhwc else "nchw", n, c, h, w, k, r[0], stride[0], padding[0])
 
-    def attention(self, call: Call) -> int:
+    def attention(self, call: AttentionCall) -> int:
         self.taken += 1
         q, k, v = call[1:4]
         if not all(x.is_dense for x in (q, k, v)):
@@ -108,7 +108,7 @@ class ScriptRecorder(Recorder):
         super().leave()
         self.script.calls.pop()
 
-    def attend(self, call: Call, kernel: str) -> int:
+    def attend(self, call: AttentionCall, kernel: str) -> int:
         if kernel not in FUSED:
             raise ValueError(f"{self.name()}: want a fused kernel, got {kernel}")
         return self.script.attention(call)

@@ -114,7 +114,7 @@ def _of_unets() -> dict[Shape, set[int]]:
     for name in programs.recorded():
         if name.endswith("-unet"):
             sizes = {"n": 1, "h": side // 8, "w": side // 8, "t": 77}
-            trace = programs.load(name).trace("float16", find_gpu("RTX 4090"), **sizes)
+            trace = programs.load_program(name).trace("float16", find_gpu("RTX 4090"), **sizes)
             for _, _, c, h, _, k, r, stride, padding, _ in trace.convs:
                 found[c, k, r, stride, padding].add((side // h).bit_length() - 1)
     return found

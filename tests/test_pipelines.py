@@ -14,7 +14,7 @@ import pytest
 from vaemem import _core, formula, plan_pipeline, predict, predict_pipeline
 from vaemem.pipelines import programs, ways_diffusers
 from vaemem.pipelines.components import PIPELINES
-from vaemem.pipelines.run import weights_of
+from vaemem.pipelines.pipeline_run import weights_of
 from vaemem.prediction.process import SimulatedProcess
 
 MIB = 1 << 20
@@ -80,10 +80,10 @@ def test_nothing_stands_in_for_cudnns_answers(gpu):
 
 
 def test_steps_beyond_the_second_take_no_more(monkeypatch):
-    from vaemem.pipelines import run
+    from vaemem.pipelines import pipeline_run
 
     before = predict_pipeline("sd15", 512, 512, gpu="T4")
-    monkeypatch.setattr(run, "PLAYED_STEPS", 5)
+    monkeypatch.setattr(pipeline_run, "PLAYED_STEPS", 5)
     after = predict_pipeline("sd15", 512, 512, gpu="T4")
     assert [p._replace(peak_tensors=()) for p in before.phases] == [p._replace(peak_tensors=()) for p in after.phases]
 
@@ -428,7 +428,7 @@ def test_a_files_own_types(tmp_path):
     gguf = pytest.importorskip("gguf")
     writer = gguf.GGUFWriter(tmp_path / "clip.gguf", "clip")
     expected = 0
-    for weight in programs.load("clip-l").weights:
+    for weight in programs.load_program("clip-l").weights:
         if weight.dtype == "run":
             packed = len(weight.shape) == 2
             kind = gguf.GGMLQuantizationType.Q8_0 if packed else gguf.GGMLQuantizationType.F32

@@ -20,7 +20,7 @@ from vaemem.prediction import profiles, workspace
 from vaemem.prediction.benchmark import PROTOCOLS, USUAL_PROTOCOL, benchmark
 from vaemem.prediction.cudnn import InstalledCudnn
 from vaemem.prediction.formula import formula
-from vaemem.prediction.moments import ROUNDING
+from vaemem.prediction.moments import ROUNDED_UP
 from vaemem.prediction.predict import MARGIN, Prediction, predict
 from vaemem.prediction.process import SimulatedProcess
 from vaemem.prediction.workspace import Workspace
@@ -137,7 +137,7 @@ def test_a_prediction():
     assert "weights of sdxl" in names and "cublas [workspace]" in names and "input" in names
     # The counters count blocks, the list what was asked for: the difference is rounding, and the last of the list.
     assert sum(t.bytes for t in p.peak_tensors) == p.peak_allocated
-    assert p.peak_tensors[-1].name == ROUNDING and 0 < p.peak_tensors[-1].bytes < 10 * MIB
+    assert p.peak_tensors[-1].name == ROUNDED_UP and 0 < p.peak_tensors[-1].bytes < 10 * MIB
     assert "cuDNN 9.8.0, asked, in place of 9.7.1" in p.workspace_source
     assert max(m.allocated for m in p.timeline) == p.peak_allocated
     assert max(m.reserved for m in p.timeline) == p.peak_reserved
@@ -1009,7 +1009,7 @@ def test_the_peak_may_lie_outside_of_calls():
 
     assert any(name.startswith("decoder.") for name in names()) and p.timeline()
     p.reset_peak()
-    assert names() == {"weights of sd15", "input", "cublas [workspace]", ROUNDING}
+    assert names() == {"weights of sd15", "input", "cublas [workspace]", ROUNDED_UP}
     p.tensor((1, 64 << 20), "float16", "large")
     assert p.peak_tensors()[1] == ("large", 128 << 20) and p.peak_above_baseline() is None
     p.reset_peak()

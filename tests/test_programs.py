@@ -63,11 +63,11 @@ def test_the_replay_takes_the_steps_of_the_module(module, name):
         run = str(dtype).removeprefix("torch.")
         gpu = find_gpu(RUNS[run])
         fresh = record_at(module, sizes, dtype, Recorder(Recording(), gpu))
-        replayed = programs.load(name).trace(run, gpu, **sizes)
+        replayed = programs.load_program(name).trace(run, gpu, **sizes)
         assert [step[:3] for step in replayed.steps] == [step[:3] for step in fresh.trace.steps]
         assert replayed.convs == fresh.trace.convs
         assert peaks(replayed, gpu) == peaks(fresh.trace, gpu)
-        assert [(weight.name, weight.nbytes(run)) for weight in programs.load(name).weights] == fresh.weights
+        assert [(weight.name, weight.nbytes(run)) for weight in programs.load_program(name).weights] == fresh.weights
 
 
 @pytest.mark.parametrize(
@@ -80,20 +80,20 @@ def test_the_replay_takes_the_steps_of_the_module(module, name):
 )  # fmt: skip
 def test_parameters_are_as_many_as_published(name, parameters):
     """Buffers are none: positions of CLIP, frequencies of Qwen3."""
-    weights = [w for w in programs.load(name).weights if not w.name.endswith(("position_ids", "inv_freq"))]
+    weights = [w for w in programs.load_program(name).weights if not w.name.endswith(("position_ids", "inv_freq"))]
     assert sum(math.prod(weight.shape) for weight in weights) == parameters
 
 
 def test_a_case_that_was_not_recorded_is_refused():
     """Z-Image pads what is no multiple of 32, which takes other steps, and its batch is a list."""
-    module, gpu = programs.load("zimage-transformer"), find_gpu("RTX 4090")
+    module, gpu = programs.load_program("zimage-transformer"), find_gpu("RTX 4090")
     sizes = [{"n": 1, "h": side, "w": side, "t": t} for side in (128, 130) for t in (64, 65)]
     traces = [module.trace("bfloat16", gpu, **each) for each in sizes]
     assert len({tuple(kind for kind, *_ in trace.steps) for trace in traces}) == 4
     with pytest.raises(ValueError, match=r"want a case that was recorded, n = 1 or n = 2 .* n = 4, got n = 5, h ="):
         module.trace("bfloat16", gpu, n=5, h=128, w=128, t=64)
     with pytest.raises(ValueError, match="want a case that was recorded, h = 2 h1, got n = 1, h = 65"):
-        programs.load("flux-transformer").trace("bfloat16", gpu, n=1, h=65, w=64, t=512)
+        programs.load_program("flux-transformer").trace("bfloat16", gpu, n=1, h=65, w=64, t=512)
 
 
 def test_equations_of_cases():
@@ -196,20 +196,20 @@ def test_a_wrong_fit_is_refused(modules):
 
 
 def test_other_sizes_are_refused():
-    module = programs.load("clip-l")
+    module = programs.load_program("clip-l")
     with pytest.raises(ValueError, match="clip-l: want n, t, got n"):
         module.trace("float16", find_gpu("T4"), n=1)
     with pytest.raises(ValueError, match="dtype: want"):
         module.trace("float64", find_gpu("T4"), n=1, t=77)
     with pytest.raises(ValueError, match="component: want"):
-        programs.load("clip-m")
+        programs.load_program("clip-m")
     with pytest.raises(ValueError, match="fused kernels"):
-        programs.load("sd15-unet").trace("bfloat16", find_gpu("T4"), n=2, h=64, w=64, t=77)
+        programs.load_program("sd15-unet").trace("bfloat16", find_gpu("T4"), n=2, h=64, w=64, t=77)
 
 
 def test_what_passes_through_lives_for_its_modules_call():
     """Weights that are sent for a submodule's call are there in it alone."""
-    module = programs.load("clip-l")
+    module = programs.load_program("clip-l")
     layer = "text_model.encoder.layers.3.mlp.fc1"
     plain = module.trace("float16", find_gpu("T4"), n=1, t=77).steps
     sent = module.trace("float16", find_gpu("T4"), {layer: [("weight", 1000)]}, n=1, t=77).steps
@@ -235,7 +235,7 @@ def test_flops_are_those_that_pytorch_counts(module, name):
         built = make(module, dtype, "cpu")
         args, kwargs = module.call(module.checks[0], dtype)
         module.run(built, *args, **kwargs) if module.run else built(*args, **kwargs)
-    flops = programs.load(name).flops(str(dtype).removeprefix("torch."), **module.checks[0])
+    flops = programs.load_program(name).flops(str(dtype).removeprefix("torch."), **module.checks[0])
     assert flops == counter.get_total_flops()
 
 

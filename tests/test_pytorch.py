@@ -425,7 +425,7 @@ def test_sdpa_kernel_chooses():
     ],
 )
 def test_pytorchs_order_of_kernels(change, kernel):
-    from vaemem.prediction.attention import Call, Heads, choose_kernel
+    from vaemem.prediction.attention import AttentionCall, Heads, choose_kernel
 
     asked = {"dtype": "float16", "sm": 89, "depth": 64, "keys": 128, "heads": 4, "step": 1} | change
     sm, depth, step = asked.pop("sm"), asked.pop("depth"), asked.pop("step")
@@ -435,7 +435,7 @@ def test_pytorchs_order_of_kernels(change, kernel):
         head = length * depth * step
         return Heads((2, heads, length, depth), (heads * head, head, depth * step, step))
 
-    call = Call(asked.pop("dtype"), tensor(4, 128), tensor(heads, length), tensor(heads, length), **asked)
+    call = AttentionCall(asked.pop("dtype"), tensor(4, 128), tensor(heads, length), tensor(heads, length), **asked)
     order = ("flash", "efficient", "cudnn", "math") if kernel == "cudnn" else ("flash", "efficient", "math", "cudnn")
     assert choose_kernel(call, sm, order) == kernel
 

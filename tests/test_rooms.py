@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-# Rooms and the files between them; each may use what stands before it, and the files of its own room.
+# Folders and the files between them; each may use what stands before it, and the files of its own folder.
 ORDER = (
     "_core", "_cuda", "_common", "_arguments", "engine", "prediction", "sdcpp", "tables", "pipelines", "published",
     "plot", "reports", "pytorch", "_handmade", "_demo", "__init__", "cli", "__main__",
@@ -147,6 +147,28 @@ def test_rooms_of_c_point_one_way():
             if outside or (found and found.is_relative_to(ROOT / "kernels") and found.parent.name == "cuda"):
                 wrong.append(f"{path.relative_to(ROOT)}: {name}")
     assert wrong == []
+
+
+# Names that two files have for one meaning: gguf.py and safetensors.py give weights.py the same two answers, each for
+# its format; plot.tradeoff draws what tradeoff gives.
+SHARED = {"READABLE", "header", "tradeoff"}
+
+
+def test_one_name_has_one_meaning():
+    """No public class, function or constant of that name stands in two files, and no two files have one name."""
+    homes: dict[str, set[str]] = {}
+    for name, path in FILES.items():
+        if path.stem not in ("__init__", "__main__"):
+            homes.setdefault(path.name, set()).add(name)
+        for node in ast.parse(path.read_text("utf-8")).body:
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            names = [item.id for target in targets if target for item in ast.walk(target) if isinstance(item, ast.Name)]
+            if isinstance(node, ast.ClassDef | ast.FunctionDef):
+                names = [node.name]
+            for found in names:
+                if not found.startswith("_"):
+                    homes.setdefault(found, set()).add(name)
+    assert {name: where for name, where in homes.items() if len(where) > 1 and name not in SHARED} == {}
 
 
 def test_files_are_short():

@@ -7,7 +7,7 @@ import pytest
 
 from vaemem._common import shipped
 from vaemem.pipelines import programs
-from vaemem.pipelines.run import vae_flops
+from vaemem.pipelines.pipeline_run import vae_flops
 from vaemem.pipelines.seconds import (
     Machine,
     Rate,
@@ -180,6 +180,6 @@ def test_flops_of_the_modules_are_the_recorded_ones():
     known = json.loads(shipped("rates.json"))["flops"]
     assert vae_flops("sdxl", "decode", 1024, 1024) == known["vae-decoder"]["flops"]
     for name, wanted in sizes.items():
-        module = programs.load(name)
+        module = programs.load_program(name)
         counted = module.flops(module.dtypes[0], **{key: wanted[key] for key in module.variables})
         assert counted == pytest.approx(known[name]["flops"], rel=1e-3), name

@@ -304,7 +304,7 @@ def test_unets_by_version(nobody):
 @pytest.mark.parametrize("name", sorted({*programs.recorded()} - {"safety-checker"}))  # whose one takes patches
 def test_no_convolution_of_a_recorded_module_is_left_to_a_rule(nobody, name):
     """At sizes that no profile was asked about; text encoders and transformers have no convolution."""
-    module = programs.load(name)
+    module = programs.load_program(name)
     sizes = {variable: {"n": 2, "h": 72, "w": 84}.get(variable, 77) for variable in module.variables}
     for dtype in module.dtypes:
         found = module.trace(dtype, find_gpu("RTX 4090"), **sizes).convs

@@ -28,7 +28,7 @@ from vaemem.tables.table import Table, seed_table
 if _TYPE_CHECKING:
     from vaemem import plot as plot
     from vaemem.pipelines.plan import plan_pipeline
-    from vaemem.pipelines.predict import PipelinePrediction, predict_pipeline
+    from vaemem.pipelines.predict_pipeline import PipelinePrediction, predict_pipeline
     from vaemem.pipelines.ways import PipelinePlan
     from vaemem.prediction.bound import bound
     from vaemem.reports.report import report
@@ -40,13 +40,13 @@ _LATER = {
     "ESTIMATORS": "vaemem.tables.estimators",
     "Estimator": "vaemem.tables.estimators",
     "PipelinePlan": "vaemem.pipelines.ways",
-    "PipelinePrediction": "vaemem.pipelines.predict",
+    "PipelinePrediction": "vaemem.pipelines.predict_pipeline",
     "bound": "vaemem.prediction.bound",
     "compare": "vaemem.tables.estimators",
     "fit": "vaemem.tables.fit",
     "plan_pipeline": "vaemem.pipelines.plan",
     "plot": "vaemem.plot",
-    "predict_pipeline": "vaemem.pipelines.predict",
+    "predict_pipeline": "vaemem.pipelines.predict_pipeline",
     "report": "vaemem.reports.report",
 }
 

@@ -30,8 +30,8 @@ from vaemem import (
 from vaemem._arguments import described
 from vaemem._common import DTYPES, OPS, PRECISIONS, TILED_OPS
 from vaemem.cli import commands
-from vaemem.pipelines.plan import RUNTIMES as PLANNED_RUNTIMES
-from vaemem.pipelines.predict import RUNTIMES as PREDICTED_RUNTIMES
+from vaemem.pipelines.plan import PLANNED_RUNTIMES
+from vaemem.pipelines.predict_pipeline import PREDICTED_RUNTIMES
 from vaemem.prediction.benchmark import PROTOCOLS
 from vaemem.prediction.bound import APPLICATIONS
 from vaemem.prediction.runtimes import RUNTIMES
@@ -80,21 +80,21 @@ def _measured(text: str) -> tuple[str, float]:
         raise argparse.ArgumentTypeError(f"want WAY=SECONDS, got {text[:80]!r}") from None
 
 
-Settings = dict[str, Any]  # of a flag, as argparse's add_argument takes them
+FlagSettings = dict[str, Any]  # of a flag, as argparse's add_argument takes them
 
 
-def _flag(option: str, help: str = "", **settings: Any) -> Settings:
+def _flag(option: str, help: str = "", **settings: Any) -> FlagSettings:
     return {"option": option, "help": help, **settings}
 
 
-def _switch(option: str, help: str = "", action: str = "store_true") -> Settings:
+def _switch(option: str, help: str = "", action: str = "store_true") -> FlagSettings:
     return {"option": option, "help": help, "action": action}
 
 
 _SIZES = "The height x width of each image in pixels, such as 512x768; one number is a square."
 
 # By the name of the argument that it is.
-FLAGS: dict[str, Settings] = {
+FLAGS: dict[str, FlagSettings] = {
     "model": _flag("model", f"One of {', '.join(_core.models())}."),
     "op": _flag("op", "The operation."),
     "sizes": _flag("sizes", _SIZES, type=_size, nargs="+", metavar="HxW"),
@@ -216,7 +216,7 @@ class Command(NamedTuple):
     about: str
     function: Callable[..., Any]
     flags: str
-    changes: Mapping[str, Settings] = {}
+    changes: Mapping[str, FlagSettings] = {}
 
 
 _OP, _TILED_OP = {"op": {"choices": OPS}}, {"op": {"choices": TILED_OPS}}

@@ -10,11 +10,11 @@ from vaemem._common import DTYPES, Message, Named, choose, flag, whole
 from vaemem._core import OutOfMemoryError
 from vaemem.engine.limits import parse_size
 from vaemem.pipelines.components import PIPELINES, Pipeline
-from vaemem.pipelines.diffusers import Call, run_pipeline
+from vaemem.pipelines.diffusers import PipelineCall, play_pipeline
 from vaemem.pipelines.parts import parts_of
-from vaemem.pipelines.run import OFFLOADS, Part, Run
+from vaemem.pipelines.pipeline_run import OFFLOADS, Part, PipelineRun
 from vaemem.pipelines.storage import FOUR_BITS
-from vaemem.prediction.question import LARGEST, Asked
+from vaemem.prediction.question import MOST_SIDE, Asked
 from vaemem.prediction.values import Card, Software
 
 MOST_TOKENS = 1 << 13  # of a prompt: diffusers' encoders take 77 or 512 at a time
@@ -27,7 +27,7 @@ class PipelineQuestion(Asked):
     go (`offload`) and which stay on the CPU."""
 
     name: str
-    call: Call
+    call: PipelineCall
     parts: tuple[Part, ...]
     offload: str = "none"
     on_cpu: tuple[str, ...] = ()
@@ -82,14 +82,14 @@ class PipelineQuestion(Asked):
 
     def play(
         self, workspace: Any = None, has_other_plans: bool = True, **device: Any
-    ) -> tuple[Run, OutOfMemoryError | None]:
+    ) -> tuple[PipelineRun, OutOfMemoryError | None]:
         """A fresh process, as `start` makes it, runs the pipeline as far as its allocator lets it."""
         process = self.start(workspace, **device)
         process.has_other_plans = has_other_plans
         parts = {part.role: part for part in self.parts}
-        run = Run(process, parts, self.offload, self.call.vae == "vaemem", self.on_cpu, self.resident)
+        run = PipelineRun(process, parts, self.offload, self.call.vae == "vaemem", self.on_cpu, self.resident)
         try:
-            run_pipeline(run, self.pipeline, self.call)
+            play_pipeline(run, self.pipeline, self.call)
         except OutOfMemoryError as full:
             return run, full
         return run, None
@@ -108,11 +108,11 @@ def ask_pipeline(
     choose("dtype", dtype, DTYPES)
     height, width = whole("height", height), whole("width", width)
     for name, value in (("height", height), ("width", width)):
-        if value % known.stride or value > LARGEST:
-            raise ValueError(f"{name}: want a multiple of {known.stride} up to {LARGEST} for {pipeline}, got {value}")
+        if value % known.stride or value > MOST_SIDE:
+            raise ValueError(f"{name}: want a multiple of {known.stride} up to {MOST_SIDE} for {pipeline}, got {value}")
     tokens = known.tokens if prompt_tokens is None else whole("prompt_tokens", prompt_tokens, most=MOST_TOKENS)
     steps = known.steps if steps is None else whole("steps", steps)
-    call = Call(
+    call = PipelineCall(
         height, width, whole("batch", batch), tokens, flag("guidance", guidance), steps, "whole", 0,
         flag("image", image),
     )  # fmt: skip

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 from vaemem import _core
 from vaemem.pipelines.components import CLIP_TOKENS, CLIPS, VAE_STRIDE, Pipeline
-from vaemem.pipelines.run import Run
+from vaemem.pipelines.pipeline_run import PipelineRun
 from vaemem.pipelines.storage import BITSANDBYTES
 from vaemem.prediction.process import Tensor
 
 
 @dataclass(frozen=True)
-class Call:
+class PipelineCall:
     """The arguments of a pipeline's call, and how its VAE runs."""
 
     height: int
@@ -32,8 +32,8 @@ class Call:
     image: bool = False
 
 
-def run_pipeline(run: Run, pipeline: Pipeline, call: Call) -> None:
-    """All phases, into `Run.phases`."""
+def play_pipeline(run: PipelineRun, pipeline: Pipeline, call: PipelineCall) -> None:
+    """All phases, into `PipelineRun.phases`."""
     stay = [role for role in run.parts if run.offload == "none" or role in run.resident]
     quantised = [role for role, part in run.parts.items() if part.has(BITSANDBYTES)]
     if stay or quantised:
@@ -58,7 +58,7 @@ def run_pipeline(run: Run, pipeline: Pipeline, call: Call) -> None:
         _decode(run, pipeline, call)
 
 
-def _encode_prompt(run: Run, pipeline: Pipeline, call: Call) -> None:
+def _encode_prompt(run: PipelineRun, pipeline: Pipeline, call: PipelineCall) -> None:
     names, dtype = run.names, run.parts[pipeline.denoiser].dtype
     calls, encodes, tokens = pipeline.lengths(call.tokens)
     prompts = ["prompt_embeds", *["negative_prompt_embeds"] * (pipeline.guides and call.guidance)]
@@ -87,7 +87,7 @@ def _encode_prompt(run: Run, pipeline: Pipeline, call: Call) -> None:
             names["add_text_embeds"] = run.tensor("add_text_embeds", (2 * call.batch, pipeline.pooled), dtype)
 
 
-def _encode_image(run: Run, call: Call) -> None:
+def _encode_image(run: PipelineRun, call: PipelineCall) -> None:
     """As the image-to-image pipelines do: the image on the device, its latents, and noise beside them."""
     names, dtype = run.names, run.parts["vae"].dtype
     names["init_image"] = run.tensor("init_image", (call.batch, 3, call.height, call.width), dtype)
@@ -95,7 +95,7 @@ def _encode_image(run: Run, call: Call) -> None:
     names["noise"] = run.tensor("noise", names["init_latents"].shape, dtype)
 
 
-def _denoise(run: Run, pipeline: Pipeline, call: Call) -> None:
+def _denoise(run: PipelineRun, pipeline: Pipeline, call: PipelineCall) -> None:
     names, process = run.names, run.process
     role = pipeline.denoiser
     dtype = run.parts[role].dtype
@@ -140,7 +140,7 @@ def _denoise(run: Run, pipeline: Pipeline, call: Call) -> None:
         process.drop(*steps)
 
 
-def _decode(run: Run, pipeline: Pipeline, call: Call) -> None:
+def _decode(run: PipelineRun, pipeline: Pipeline, call: PipelineCall) -> None:
     names, part = run.names, run.parts["vae"]
     kept = "latents" if pipeline.rescales else "latents / scaling_factor"
     names[kept] = run.tensor("latents / scaling_factor", names["latents"].shape, part.dtype)

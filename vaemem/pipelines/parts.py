@@ -11,7 +11,7 @@ from vaemem import _core
 from vaemem._common import DTYPES, choose
 from vaemem.engine.weights import tensor_types
 from vaemem.pipelines.components import Pipeline
-from vaemem.pipelines.run import Part, weights_of
+from vaemem.pipelines.pipeline_run import Part, weights_of
 from vaemem.pipelines.storage import BITSANDBYTES, GGML, TYPES, stored
 
 WEIGHT_TYPES = [name for name in TYPES if name not in ("float64", "int64", "bool")]  # which are tables' and masks'

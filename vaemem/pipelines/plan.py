@@ -13,13 +13,13 @@ from vaemem.engine.weights import told_bytes
 from vaemem.pipelines import ways_diffusers, ways_mlx
 from vaemem.pipelines.asked import ask_pipeline
 from vaemem.pipelines.components import PIPELINES, Pipeline, refuse
-from vaemem.pipelines.run import weights_of
+from vaemem.pipelines.pipeline_run import weights_of
 from vaemem.pipelines.seconds import cards_of, machine_of
 from vaemem.pipelines.ways import PipelinePlan, Room, outcome, planned
 from vaemem.prediction.gpus import CONTEXT, Gpu, sold
 from vaemem.prediction.values import Card, Software, find_card
 
-RUNTIMES = ("diffusers", "sd.cpp", "mlx")
+PLANNED_RUNTIMES = ("diffusers", "sd.cpp", "mlx")
 
 
 @shared
@@ -102,7 +102,7 @@ def plan_pipeline(
     32 s (20 to 53)
     """
     choose("pipeline", pipeline, PIPELINES)
-    choose("runtime", runtime, RUNTIMES)
+    choose("runtime", runtime, PLANNED_RUNTIMES)
     guidance, image, flash = flag("guidance", guidance), flag("image", image), flag("flash", flash)
     refuse(
         runtime, prompt_tokens=prompt_tokens, steps=steps, dtype=dtype, cudnn_version=cudnn_version,

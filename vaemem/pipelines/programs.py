@@ -157,7 +157,7 @@ def recorded() -> tuple[str, ...]:
 
 
 @functools.cache
-def load(name: str) -> Recorded:
+def load_program(name: str) -> Recorded:
     """A recorded module; ValueError for another."""
     choose("component", name, recorded())
     return Recorded(name, json.loads(shipped("modules", f"{name}.json")))

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vaemem._common import DTYPES, choose, grouped, shipped, whole
-from vaemem.pipelines.run import vae_flops
+from vaemem.pipelines.pipeline_run import vae_flops
 from vaemem.prediction.gpus import Gpu, find_gpu, gpu_names
 from vaemem.tables.table import seed_table
 

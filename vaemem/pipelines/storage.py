@@ -18,8 +18,6 @@ from vaemem.pipelines.programs import Weight
 
 __all__ = ["RULES", "TYPES", "Rule", "Stored", "stored", "tensor_bytes"]
 
-Shape = Sequence[int]
-
 
 GGML = tuple(QUANTISED)
 PLAIN = {  # as files spell them
@@ -35,7 +33,7 @@ NF4_BLOCK, NESTED_BLOCK = 64, 256  # numbers that share a scale; scales that sha
 NF4_CODE, NESTED_CODE, OFFSET = 4 * 16, 4 * 256, 4  # float32: the values of 4 bits, of 8 bits, and a mean
 
 
-def tensor_bytes(shape: Shape, type: str) -> int:
+def tensor_bytes(shape: Sequence[int], type: str) -> int:
     """What a tensor takes.
 
     Parameters
@@ -74,7 +72,7 @@ def tensor_bytes(shape: Shape, type: str) -> int:
     return numbers // together * size
 
 
-def _pieces(shape: Shape, type: str) -> tuple[int, ...]:
+def _pieces(shape: Sequence[int], type: str) -> tuple[int, ...]:
     """Bytes of the tensors in which bitsandbytes keeps a matrix, in the order in which quantising makes them."""
     if len(shape) != 2:
         raise ValueError(f"shape: want a matrix for {type}, got {tuple(shape)}")
@@ -265,6 +263,6 @@ def _store(tensor: Weight, shapes: dict[str, tuple[int, ...]], type: str, rule: 
     return _as(tensor._replace(shape=shape), (rule.odd or dtype) if is_odd else type)
 
 
-def _dims(shape: Shape) -> int:
+def _dims(shape: Sequence[int]) -> int:
     """How many dimensions a shape has, without those of 1 before the others."""
     return len([*itertools.dropwhile(lambda side: side == 1, shape[:-1]), *shape[-1:]])

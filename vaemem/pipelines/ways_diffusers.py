@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 from vaemem._common import ELEMENT_BYTES, MIB
 from vaemem.pipelines.asked import PipelineQuestion
 from vaemem.pipelines.components import CLIPS, PIPELINES, Pipeline
-from vaemem.pipelines.diffusers import Call
+from vaemem.pipelines.diffusers import PipelineCall
 from vaemem.pipelines.parts import parts_of
-from vaemem.pipelines.predict import PipelinePrediction
-from vaemem.pipelines.run import Part, Phase
+from vaemem.pipelines.pipeline_run import Part, Phase
+from vaemem.pipelines.predict_pipeline import PipelinePrediction
 from vaemem.pipelines.seconds import Machine
 from vaemem.pipelines.storage import FOUR_BITS
 from vaemem.prediction.planned import PlannedPhase, Way
@@ -98,7 +98,7 @@ class _Asked(NamedTuple):
         return " and ".join([*said, f"weights in {self.kind} are rounded"] if self.kind else said)
 
 
-def _limit(vae: Part, call: Call) -> str:
+def _limit(vae: Part, call: PipelineCall) -> str:
     """Under which vaemem decodes on a GPU, an image at a time, in whole MiB."""
     full = 128 * call.height * call.width * ELEMENT_BYTES[vae.dtype]
     return f"{int((vae.nbytes + VAE_LIMIT * full) // MIB) + 1} MiB"
@@ -109,7 +109,7 @@ def _large(pipeline: Pipeline) -> list[str]:
     return [pipeline.denoiser, *(role for role in pipeline.encoders if pipeline.parts[role] not in CLIPS)]
 
 
-def _vae_ways(offload: Any, call: Call, has_tiles: bool) -> list[str]:
+def _vae_ways(offload: Any, call: PipelineCall, has_tiles: bool) -> list[str]:
     """How the VAE can run. vaemem only decodes, and accelerate's hooks are PyTorch's modules' alone."""
     ways = ["whole", *(["sliced"] if call.batch > 1 else []), *(["tiled"] if has_tiles else [])]
     return ways if call.image or offload == "sequential" else [*ways, "vaemem"]

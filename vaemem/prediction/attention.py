@@ -32,7 +32,7 @@ class Mask(NamedTuple):
     boolean: bool = False
 
 
-class Call(NamedTuple):
+class AttentionCall(NamedTuple):
     """A call of scaled_dot_product_attention. dtype as ``"float16"``; grouped: enable_gqa."""
 
     dtype: str
@@ -51,7 +51,7 @@ class Call(NamedTuple):
 FUSED = ("flash", "efficient")  # kernels of which `attend` counts all that they take
 
 
-def choose_kernel(call: Call, sm: int, enabled: Sequence[str]) -> str:
+def choose_kernel(call: AttentionCall, sm: int, enabled: Sequence[str]) -> str:
     """The first of the `enabled` kernels that takes a call on a card of compute capability `sm` (89 for 8.9).
 
     Raises
@@ -62,7 +62,7 @@ def choose_kernel(call: Call, sm: int, enabled: Sequence[str]) -> str:
     return _core.Trace.choose_kernel(call, sm, tuple(enabled))
 
 
-def attend(trace: _core.Trace, call: Call, kernel: str, gpu: Gpu, name: str) -> int | None:
+def attend(trace: _core.Trace, call: AttentionCall, kernel: str, gpu: Gpu, name: str) -> int | None:
     """Adds what a fused kernel takes to a trace, and returns the id of the output: None for cuDNN's, of which nothing
     is counted. While the kernel runs there is also a copy of the mask as numbers, where it is boolean, and one with
     rows padded to a multiple of 8, where the kernel wants that."""

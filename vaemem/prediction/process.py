@@ -13,7 +13,7 @@ from vaemem import _core
 from vaemem._common import DTYPES, ELEMENT_BYTES, choose
 from vaemem.prediction.gpus import CONTEXT, Gpu, find_gpu
 from vaemem.prediction.held import LoadedVAE, Tensor
-from vaemem.prediction.moments import ROUNDING, Moment, PeakTensor, blas_settings, moments
+from vaemem.prediction.moments import ROUNDED_UP, Moment, PeakTensor, blas_settings, moments
 from vaemem.prediction.profiles import Conv
 from vaemem.prediction.runtimes import RUNTIMES, architecture, usual_runtime
 from vaemem.prediction.snapshot import CachingAllocator
@@ -323,7 +323,7 @@ class SimulatedProcess:
         _, tensors = self._core.peak()
         found = sorted(tensors, key=lambda tensor: -tensor[1])
         rounded = self.peak_allocated - sum(size for _, size in found)
-        return [PeakTensor(name, size) for name, size in (*found, (ROUNDING, rounded)) if size]
+        return [PeakTensor(name, size) for name, size in (*found, (ROUNDED_UP, rounded)) if size]
 
     def peak_above_baseline(self) -> tuple[str, dict[str, int]] | None:
         """The step that makes the peak, and {name: bytes} of what was allocated since `reset_peak` and lives then.

@@ -14,8 +14,8 @@ from vaemem.prediction.process import SimulatedProcess
 from vaemem.prediction.runtimes import RUNTIMES, architecture, usual_runtime
 from vaemem.prediction.values import Card, Software, find_card
 
-LARGEST = 1 << 20  # pixels a side
-MOST = {"height": LARGEST, "width": LARGEST, "tile": LARGEST, "batch": 1 << 16}  # as the core has them
+MOST_SIDE = 1 << 20  # pixels a side
+MOST = {"height": MOST_SIDE, "width": MOST_SIDE, "tile": MOST_SIDE, "batch": 1 << 16}  # as the core has them
 COMFYUI_TILE = 512  # pixels: of ComfyUI's tiled nodes
 # What A1111's Tiled VAE recommends, and so has set, for a card of more MiB than so many.
 TILED_VAE = {

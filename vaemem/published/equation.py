@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from vaemem._common import MIB, render
-from vaemem.pipelines.predict import predict_pipeline
+from vaemem.pipelines.predict_pipeline import predict_pipeline
 from vaemem.tables.estimators import SD15_AVERAGE_CHANNELS, sd15_equation
 
 

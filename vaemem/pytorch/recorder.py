@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten
 
 from vaemem import _core
 from vaemem._common import setting
-from vaemem.prediction.attention import Call, Heads, Mask, attend, choose_kernel
+from vaemem.prediction.attention import AttentionCall, Heads, Mask, attend, choose_kernel
 from vaemem.prediction.eager import eager_strides
 from vaemem.prediction.gpus import Gpu
 
@@ -301,18 +301,20 @@ class Recorder(TorchDispatchMode):
             rows = masked.new_empty([1 if i == dim % x.dim() else n for i, n in enumerate(x.shape)])
             return torch.where(rows, out.new_zeros(()), out)
 
-    def _call(self, q: Any, k: Any, v: Any, mask: Any = None, causal: bool = False, grouped: bool = False) -> Call:
+    def _call(
+        self, q: Any, k: Any, v: Any, mask: Any = None, causal: bool = False, grouped: bool = False
+    ) -> AttentionCall:
         if q.dtype not in _DTYPES:
             raise ValueError(f"scaled_dot_product_attention: want float32, float16 or bfloat16, got {q.dtype}")
         queries, keys, values = (Heads(tuple(x.shape), x.stride()) for x in (q, k, v))
         size = None if mask is None else Mask(mask.numel(), mask.shape[-1], mask.dtype is torch.bool)
-        return Call(_DTYPES[q.dtype], queries, keys, values, size, causal, grouped)
+        return AttentionCall(_DTYPES[q.dtype], queries, keys, values, size, causal, grouped)
 
     def kernel(self, q: Any, k: Any, v: Any) -> str:
         """Which kernel scaled_dot_product_attention takes."""
         return choose_kernel(self._call(q, k, v), self._gpu.sm, _enabled_kernels())
 
-    def attend(self, call: Call, kernel: str) -> int | None:
+    def attend(self, call: AttentionCall, kernel: str) -> int | None:
         """What a fused kernel takes; the output's id."""
         return attend(self._trace, call, kernel, self._gpu, self.name())
 

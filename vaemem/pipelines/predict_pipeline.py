@@ -10,9 +10,9 @@ from typing import Any
 from vaemem._arguments import shared
 from vaemem._common import MIB, choose, flag, render, whole
 from vaemem.pipelines.asked import PipelineQuestion, ask_pipeline
+from vaemem.pipelines.closed_forms import PipelineFormula, derive_pipeline
 from vaemem.pipelines.components import PIPELINES, refuse
-from vaemem.pipelines.formula import PipelineFormula, derive
-from vaemem.pipelines.run import Part, Phase, Run
+from vaemem.pipelines.pipeline_run import Part, Phase, PipelineRun
 from vaemem.pipelines.ways import Written
 from vaemem.prediction.gpus import find_gpu
 from vaemem.prediction.moments import Moment, PeakTensor
@@ -20,7 +20,7 @@ from vaemem.prediction.planned import Way
 from vaemem.prediction.predict import MARGIN, SEGMENT, between, fits_in
 from vaemem.prediction.values import Software, find_card
 
-RUNTIMES = ("diffusers", "sd.cpp")
+PREDICTED_RUNTIMES = ("diffusers", "sd.cpp")
 _PARTS = ("weights", "activations", "workspace", "cached", "outside")  # make up a phase's total
 _OUTCOMES = {True: "goes through", False: "runs out", None: "not reached"}
 
@@ -220,7 +220,7 @@ class PipelinePrediction(_Phases):
             self.outcome = "may fit" if tried.process.guessed_plans else "fits"
         self.notes = self._notes()
 
-    def _within(self, capacity: int, has_other_plans: bool = True) -> tuple[Run, int, PeakTensor | None]:
+    def _within(self, capacity: int, has_other_plans: bool = True) -> tuple[PipelineRun, int, PeakTensor | None]:
         """The same run where the card gives so many bytes: how many phases go through, and what the next one lacks."""
         run, full = self._question.play(self._process.workspace, has_other_plans, total_memory=max(capacity, 1))
         for i, phase in enumerate(run.phases):
@@ -274,7 +274,7 @@ class PipelinePrediction(_Phases):
     @functools.cached_property
     def formula(self) -> PipelineFormula:
         """`Phase.allocated` in closed form, a line a phase."""
-        return derive(self._question, self.phases, self._process)
+        return derive_pipeline(self._question, self.phases, self._process)
 
     @functools.cached_property
     def least(self) -> int:
@@ -408,7 +408,7 @@ def predict_pipeline(
     (True, 'decode')
     """
     choose("pipeline", pipeline, PIPELINES)
-    choose("runtime", runtime, RUNTIMES)
+    choose("runtime", runtime, PREDICTED_RUNTIMES)
     guidance, image = flag("guidance", guidance), flag("image", image)
     kind = PIPELINES[pipeline]
     steps = kind.steps if steps is None else whole("steps", steps)

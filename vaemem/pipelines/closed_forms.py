@@ -8,12 +8,12 @@ from dataclasses import replace
 
 from vaemem._common import render, typeset
 from vaemem.pipelines.asked import PipelineQuestion
-from vaemem.pipelines.run import Phase
+from vaemem.pipelines.pipeline_run import Phase
 from vaemem.prediction.formula import STEP, ClosedForm, Peak, close
-from vaemem.prediction.moments import ROUNDING
+from vaemem.prediction.moments import ROUNDED_UP
 from vaemem.prediction.process import SimulatedProcess
 
-SIDES = range(STEP, 2049, STEP)  # pixels: of the squares that a derivation looks at
+DERIVED_SIDES = range(STEP, 2049, STEP)  # pixels: of the squares that a derivation looks at
 
 
 class PipelineFormula(dict[str, "ClosedForm | str"]):
@@ -62,8 +62,8 @@ class PipelineFormula(dict[str, "ClosedForm | str"]):
         return f"{self._repr_latex_()}\n\n{grid}" if has_forms else grid
 
 
-def derive(question: PipelineQuestion, phases: Sequence[Phase], process: SimulatedProcess) -> PipelineFormula:
-    """The closed forms of a prediction's phases, from runs of the same at the squares of `SIDES`."""
+def derive_pipeline(question: PipelineQuestion, phases: Sequence[Phase], process: SimulatedProcess) -> PipelineFormula:
+    """The closed forms of a prediction's phases, from runs of the same at the squares of `DERIVED_SIDES`."""
     q = question
     played: dict[tuple[int, int], list[Phase]] = {}
 
@@ -86,11 +86,11 @@ def derive(question: PipelineQuestion, phases: Sequence[Phase], process: Simulat
         }  # fmt: skip
         try:
             look_at = functools.partial(look, index)
-            found[phase.name] = close(labels, look_at, _peak(phase), q.call.height, q.call.width, SIDES)
+            found[phase.name] = close(labels, look_at, _peak(phase), q.call.height, q.call.width, DERIVED_SIDES)
         except ValueError as error:
             found[phase.name] = str(error)
     return found
 
 
 def _peak(phase: Phase) -> Peak:
-    return Peak(phase.allocated, phase.where, {name: size for name, size in phase.peak_tensors if name != ROUNDING})
+    return Peak(phase.allocated, phase.where, {name: size for name, size in phase.peak_tensors if name != ROUNDED_UP})

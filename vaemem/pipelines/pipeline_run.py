@@ -72,7 +72,7 @@ class Part:
 
     @property
     def recording(self) -> programs.Recorded:
-        return programs.load(self.component)
+        return programs.load_program(self.component)
 
     @functools.cached_property
     def nbytes(self) -> int:
@@ -176,7 +176,7 @@ PLAYED_STEPS = 2  # of the denoiser; the cache and the sizes are the same from t
 def weights_of(component: str) -> tuple[programs.Weight, ...]:
     """A component's weights, in the order in which ``Module.to`` moves them."""
     if component not in _core.models():
-        return programs.load(component).weights
+        return programs.load_program(component).weights
     return tuple(programs.Weight(*one) for one in _core.Trace.parameters(architecture(component), "diffusers"))
 
 
@@ -193,7 +193,7 @@ def vae_flops(model: str, op: str, height: int, width: int, batch: int = 1, tile
     return _core.Trace.vae(arch, "diffusers", op, "float16", height, width, batch, tile).flops
 
 
-class Run:
+class PipelineRun:
     """A pipeline's call.
 
     Parameters
