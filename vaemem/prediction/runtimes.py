@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -29,18 +30,24 @@ RUNTIMES = {
 }
 
 
+@functools.cache
+def _known() -> dict[str, dict[str, Any]]:
+    """Shipped models, made once: the core makes all of them whenever it is asked."""
+    return _core.models()
+
+
 def architecture(model: str | Mapping[str, Any]) -> dict[str, Any]:
     """The arch dict of a shipped model's name, or of a path or dict that `vaemem.VAE` takes as ``config=``.
 
     ValueError for an unknown name, or a config of neither AutoencoderKL nor AutoencoderKLFlux2.
     """
-    shipped = _core.models()
-    if isinstance(model, str) and model in shipped:
-        return shipped[model]
     if isinstance(model, Mapping) and "norm_eps" in model:
         return dict(model)  # an arch dict already
+    known = _known()
+    if isinstance(model, str) and model in known:
+        return dict(known[model])
     if not isinstance(model, Mapping | os.PathLike) and not (isinstance(model, str) and os.path.exists(model)):
-        names = ", ".join(shipped)
+        names = ", ".join(known)
         raise ValueError(f"model: want one of {names}, an arch dict (VAE.arch) or a config.json, got {model!r}")
     return read_config(model)
 
