@@ -40,7 +40,7 @@ from vaemem.tables.table import Table
 
 
 def _table(path: str, **missing: Any) -> Table:
-    """Of a CSV file, or of what is piped in: '-'."""
+    """The table of a CSV file, or of standard input: '-'."""
     return Table.from_csv(sys.stdin if path == "-" else path, **missing)
 
 

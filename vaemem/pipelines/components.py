@@ -1,4 +1,4 @@
-"""What the pipelines are made of, as diffusers has them."""
+"""The components of diffusers' pipelines, and what each pipeline says of them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Pipeline(NamedTuple):
         return "unet" if "unet" in self.parts else "transformer"
 
     def lengths(self, tokens: int) -> tuple[int, int, int]:
-        """Of a prompt's tokens: calls of a text encoder, tokens of each, and what the denoiser sees."""
+        """How a prompt is encoded: calls of a text encoder, tokens of each, and tokens that the denoiser sees."""
         encoded = self.encoded or tokens
         calls = -(-tokens // encoded)
         return calls, encoded, calls * encoded if self.pads else tokens

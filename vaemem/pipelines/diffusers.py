@@ -78,7 +78,7 @@ def _encode_prompt(run: PipelineRun, pipeline: Pipeline, call: PipelineCall) -> 
                 names[pooled] = run.tensor(pooled, (call.batch, pipeline.pooled), dtype)
                 if run.parts[role].component == "clip-l-flux":  # which gives that alone
                     run.process.drop(encoded.pop())
-        # Of several encoders side by side, or repeated for each image.
+        # Joined where several encoders give one, or repeated for each image.
         names[name] = run.tensor(name, (call.batch, tokens, pipeline.width), dtype)
         run.process.drop(*encoded)
     if len(prompts) > 1:

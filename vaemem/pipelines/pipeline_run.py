@@ -41,7 +41,7 @@ class Part:
     weights : tuple of Stored
         As they are stored; of a VAE in `dtype`.
     upcast : bool
-        Of a VAE, whether it is converted to float32 for its call, and back.
+        Whether a VAE is converted to float32 for its call, and back.
     """
 
     role: str

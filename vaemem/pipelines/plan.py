@@ -39,7 +39,7 @@ def plan_pipeline(
     ----------
     pipeline : shared
     height, width, batch : int
-        Of the images.
+        The images' size, and how many they are.
     memory : int or str, optional
         What the card has, as cards are sold (``"12 GB"``), where its name does not say it or no card is named.
     host_memory : int or str, optional

@@ -26,7 +26,7 @@ _OUTCOMES = {True: "goes through", False: "runs out", None: "not reached"}
 
 
 def _largest(phase: Phase) -> PeakTensor | None:
-    """Of what a phase has at its height beside weights."""
+    """The largest tensor that a phase has at its height beside weights."""
     return next((one for one in phase.peak_tensors if not one.name.startswith("weights of ")), None)
 
 
@@ -358,8 +358,8 @@ def predict_pipeline(
     ----------
     pipeline : shared
     height, width : int
-        Of the image in pixels: multiples of 8, and of 16 for FLUX and Z-Image. Of other sizes diffusers makes the next
-        smaller one with FLUX, and none with Z-Image.
+        The image's size in pixels: multiples of 8, and of 16 for FLUX and Z-Image. For other sizes diffusers makes the
+        next smaller one with FLUX, and none with Z-Image.
     batch : int
         Images of one prompt.
     prompt_tokens, guidance : shared

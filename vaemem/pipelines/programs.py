@@ -90,7 +90,7 @@ class Recorded:
         Parameters
         ----------
         dtype : str
-            Of the run.
+            The run's.
         gpu : Gpu
             Which kernel an attention takes.
         passing : dict, optional

@@ -364,8 +364,8 @@ class Machine:
         Returns
         -------
         Machine
-            Of all rates that give the measured seconds, within 2% as repeated runs differ, those that are nearest to
-            what was thought before, in factors relative to each rate's own.
+            The rates that give the measured seconds, within 2% as repeated runs differ. Where many do, those that are
+            nearest to what was thought before, in factors relative to each rate's own.
 
         Raises
         ------

@@ -196,7 +196,7 @@ def stored(
         One of `RULES`; or the tensors of a file, as `vaemem.engine.weights.tensor_types` lists them, which are what
         is stored then, under the file's own names.
     dtype : str
-        Of the tensors that the rule leaves as they are.
+        The type of the tensors that the rule leaves as they are.
 
     Returns
     -------

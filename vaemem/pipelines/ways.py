@@ -40,7 +40,7 @@ class Outcome(NamedTuple):
     ----------
     way : Way
     seconds : Seconds or None
-        Of the whole run; None where no card was named and nothing measured.
+        Those of the whole run; None where no card was named and nothing measured.
     phase_seconds : dict of str to Seconds
     fails_in : str or None
         The phase in which the card's memory runs out, ``"host"`` where the host's does, ``"time"`` where it likely
@@ -187,7 +187,7 @@ class PipelinePlan(Written):
 
     @property
     def recommended(self) -> Outcome | None:
-        """Of the ways that fit: one that leaves the picture as it is before others, one that surely fits before those
+        """The best way that fits: one that leaves the picture as it is before others, one that surely fits before those
         that may, then the fastest, and of those that are as fast (within 2%, as runs of one way differ), or where no
         time is known, the first: the plainest."""
         fitting = [one for one in self.outcomes if one.fits]

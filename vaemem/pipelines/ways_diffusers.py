@@ -40,8 +40,8 @@ def ways(
     machine : Machine or None
         Decides whether a text encoder computes or reads its weights for longer.
     types : sequence of str or None, optional
-        Of the denoiser's weights and of text encoders as large, one after the other; None stands for what they are run
-        in. By default that, and smaller ones where the denoiser takes more than half of the card.
+        For the weights of the denoiser and of text encoders as large, one after the other; None stands for what they
+        are run in. By default that, and smaller ones where the denoiser takes more than half of the card.
     """
     found: list[_Asked] = []
     kinds: list[str | None] = [None] if types is None else list(types)

@@ -106,9 +106,9 @@ def decode(model: str, height: int, width: int, dtype: str = "bfloat16", lowerin
     model : str
         A VAE that `vaemem.predict` knows.
     height, width : int
-        Of the image, in pixels.
+        The image's size, in pixels.
     dtype : {"bfloat16", "float16", "float32"}
-        Of latents and weights: where one of them is float32, MLX promotes what it computes to float32.
+        The type of latents and weights: where one of them is float32, MLX promotes what it computes to float32.
     lowering : {"mlx", "im2col"}
 
     Returns
@@ -140,7 +140,8 @@ def decode(model: str, height: int, width: int, dtype: str = "bfloat16", lowerin
 
 # ---- ways of running it ----
 
-# Of the memory: what Metal recommends on a Mac of 16 GB (10922 MiB in llama.cpp's logs); of 64 GB it is three quarters.
+# The share of the memory that Metal recommends on a Mac of 16 GB (10922 MiB in llama.cpp's logs). With 64 GB it is three
+# quarters.
 WORKING_SET = (2, 3)
 MLX_NOTES = (
     "MLX: sizes of weights, and of the tensors and work space of the decode's largest step, as its sources make them: "
@@ -161,7 +162,7 @@ WAYS = (
 
 
 def vae_bytes(model: str, parts: str, dtype: str) -> int:
-    """Of a VAE's weights, or of one half's.
+    """What a VAE's weights take, or one half's.
 
     Examples
     --------

@@ -62,7 +62,7 @@ class Counters:
 class Names:
     """The local names of a Python function, on a simulated process: they keep their tensors.
 
-    A name that is bound anew lets go of its old value only once the new one is there, as in ``x = f(x)``.
+    A name that is bound again lets go of its old value only once the new one is there, as in ``x = f(x)``.
     """
 
     def __init__(self, process: SimulatedProcess):

@@ -108,7 +108,7 @@ class BoundLine(NamedTuple):
     Attributes
     ----------
     function : str
-        Of the application's estimates, as the keys of the pasted table have it.
+        The application's estimate, by its key in the pasted table.
     op, dtype : str
     per_pixel, constant : int
         Bytes.
@@ -134,7 +134,7 @@ class BoundLine(NamedTuple):
     at: tuple[int, int]
 
     def bytes(self, height: int, width: int, tile: int | None = None) -> int:
-        """Of an image of so many pixels, in tiles of `tile` pixels a side where that is given."""
+        """The bytes of an image of so many pixels, in tiles of `tile` pixels a side where that is given."""
         height, width = whole("height", height), whole("width", width)
         tile = None if tile is None else whole("tile", tile)
         if tile is None or (tile >= height and tile >= width):

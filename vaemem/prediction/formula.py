@@ -90,7 +90,7 @@ class ClosedForm:
 
     @property
     def a(self) -> Fraction:
-        """Of H*W*e, exact."""
+        """The factor of H*W*e, exact."""
         return self._sum("coefficient")
 
     @property

@@ -27,7 +27,7 @@ class Tensor(_Held):
     name : str
         Who made it.
     shape : tuple of int
-        Of the tensor, or of the latents that a posterior describes.
+        The tensor's, or that of the latents that a posterior describes.
     dtype : str
     nbytes : int
         Requested bytes of all its storages.
@@ -51,7 +51,7 @@ class LoadedVAE(_Held):
     runtime : str
         One of `RUNTIMES`.
     dtype : str
-        Of the weights now.
+        The weights' type now.
     factor : int
         Image pixels a side of one latent pixel.
     channels_last : bool

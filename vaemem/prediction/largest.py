@@ -50,9 +50,9 @@ def predict_largest(
     Sizes that only may fit count too (`Prediction.outcome`), as those that fit only with another plan of cuDNN before
     9.8 than the first. With ``torch_version="2.8.0"`` or later, or ``cudnn_version``, that is known.
 
-    What PyTorch takes does not always grow with the size, since cuDNN plans each size anew. So all sizes three tenths
-    around what bisection finds are predicted one by one; for tiled ops, which take long, bisection decides. Images of
-    another shape, even of fewer pixels, may not fit.
+    What PyTorch takes does not always grow with the size, since cuDNN plans each size by itself. So all sizes three
+    tenths around what bisection finds are predicted one by one; for tiled ops, which take long, bisection decides.
+    Images of another shape, even of fewer pixels, may not fit.
 
     Examples
     --------

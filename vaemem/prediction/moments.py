@@ -11,7 +11,7 @@ from vaemem.prediction.gpus import Gpu
 from vaemem.prediction.workspace import torch_release
 
 ROUNDED_UP = "[rounded up by the allocator]"  # to 512 bytes, and remainders of blocks that are too small to split off
-# PyTorch takes cuBLASLt's workspace anew in each call up to the first release, keeps it up to the second, and later
+# PyTorch takes cuBLASLt's workspace again in each call up to the first release, keeps it up to the second, and later
 # uses cuBLAS's.
 _LAST_EACH, _LAST_KEPT = (2, 8), (2, 11)
 

@@ -69,7 +69,7 @@ class Way(NamedTuple):
 
     @property
     def work(self) -> dict[str, float]:
-        """Of all its phases."""
+        """The work of all its phases."""
         total: dict[str, float] = {}
         for phase in self.phases:
             for name, amount in phase.work.items():

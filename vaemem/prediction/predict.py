@@ -195,7 +195,7 @@ class Prediction(_Answer):
         reservation add ``peak_reserved - reserved``. The 16th is derived from the seed table's rows alone.
     upper_share : float
         The share of answers that `upper` covers: where recorded versions of cuDNN and cards are left out in turn, and
-        predicted from the others. NaN with another allocator than the native one as PyTorch has it, and for a module,
+        predicted from the others. NaN with another allocator than the native one at its defaults, and for a module,
         of which nothing is known.
     upper_basis : str
         What `upper_share` was counted on.
@@ -225,7 +225,7 @@ class Prediction(_Answer):
         of which CUDA reports less), less 512 MiB for the CUDA context and its kernels (426 MiB were measured for a
         context alone), less what ``used=`` says.
     total_memory : int
-        Of the card, as it was given or as it is listed.
+        The card's memory, as it was given or as it is listed.
     peak_tensors : tuple of PeakTensor
         ``(name, bytes)`` of what was allocated at the peak, weights and input included, largest first, and last what
         the allocator rounded up: the sum is `peak_allocated`.
@@ -310,14 +310,14 @@ def predict(
     ----------
     model, op of a VAE : shared
     height, width : int
-        Of the image in pixels, multiples of 8.
+        The image's size in pixels, multiples of 8.
     dtype, batch, runtime of a VAE : shared
     gpu, cudnn_version, torch_version : shared
     weights_dtype : str, optional
         The type of the weights between runs; where it is not `dtype`, weights and input are converted within the run.
     tile : int, optional
         The side of a tile in pixels for the tiled ops of diffusers, comfyui and a1111; by default the config's
-        sample_size as diffusers has it (512 for sd15, 1024 for the others), ComfyUI's 512, and what A1111's Tiled VAE
+        sample_size, as in diffusers (512 for sd15, 1024 for the others), ComfyUI's 512, and what A1111's Tiled VAE
         recommends for the card. Tiles overlap by a quarter, diffusers' default; ComfyUI's by 64 pixels, at most a
         quarter, in three passes; those of Tiled VAE are padded on every side, by 11 latents or 32 pixels.
     slicing : bool

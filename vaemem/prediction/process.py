@@ -45,7 +45,7 @@ class SimulatedProcess:
         What answers ``conv(dtype, n, c, h, w, k, r, stride, padding, layout) -> (bytes, source)`` in place of
         `Workspace`; convolutions of other kinds have four more arguments, as `Workspace.conv` takes them.
     allow_tf32 : bool
-        ``torch.backends.cudnn.allow_tf32``, as PyTorch has it by default. A `workspace` answers by itself.
+        ``torch.backends.cudnn.allow_tf32``, on by default as in PyTorch. A `workspace` answers by itself.
     used : int or str
         What others hold of the card, in bytes or as ``"1.5 GB"``.
 

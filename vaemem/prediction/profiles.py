@@ -55,9 +55,9 @@ class Conv(NamedTuple):
     layout : str
         ``"nchw"``, or ``"nhwc"`` for channels_last tensors.
     output_padding : int or tuple of int, optional
-        Of a transposed convolution, 0 too; None where it is none.
+        That of a transposed convolution, which may be 0; None for others.
     depth : int
-        Of the input of a convolution with three dimensions, else 0.
+        The input's, of a convolution with three dimensions; else 0.
     """
 
     dtype: str
@@ -100,7 +100,7 @@ class Conv(NamedTuple):
 
     @property
     def elements(self) -> tuple[int, int, int]:
-        """Of input, output and filter."""
+        """How many input, output and filter have."""
         filters = self.c * self.k // self.groups * math.prod(self.along(self.r))
         return self.n * self.c * math.prod(self.size), self.n * self.k * math.prod(self.out), filters
 

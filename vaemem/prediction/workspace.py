@@ -213,7 +213,7 @@ class Workspace:
     substitutions : dict
         Its keys say what stood in for the cuDNN and the GPU that were asked for, in the answers so far.
     by_pytorch : set of Conv
-        Of the convolutions so far those that PyTorch runs by code of its own, which has no plan that takes less.
+        The convolutions so far that PyTorch runs by code of its own, which has no plan that takes less.
 
     Raises
     ------
@@ -460,13 +460,13 @@ def _by_pytorch(conv: Conv) -> int:
 def _rule(gpu: Gpu, version: int, tf32: bool, conv: Conv) -> tuple[int, str]:
     """What most large convolutions take: NCHW tensors are copied to NHWC for the tensor cores and back.
 
-    Of the recorded 3x3 convolutions with 128 channels or more, at 256 to 1024 pixels a side, at least seven in ten are
-    within 1% in half precision and half of them in float32, on every GPU and version (tests/test_workspace.py counts
-    them). A 1x1 filter is the same in both layouts and is not copied: of those in half precision more than half are
-    within 1% from compute capability 8.0 on. All this in NCHW with TF32 allowed: the rest is what 3x3 convolutions of
-    128 channels take in cuDNN 9.10.2. 1d, 3d, grouped, dilated, rectangular and transposed ones were asked of
-    cuDNN 9.10.2 and 9.28 for an RTX 4090 and an H100 (docs/PREDICTION.md): grouped and transposed ones copy the output
-    in float32 too.
+    Among the recorded 3x3 convolutions with 128 channels or more, at 256 to 1024 pixels a side, seven in ten or more
+    are within 1% in half precision, and half of them in float32, on every GPU and version (tests/test_workspace.py
+    counts them). A 1x1 filter is the same in both layouts and is not copied: of those in half precision more than half
+    are within 1% from compute capability 8.0 on. All this in NCHW with TF32 allowed: the rest is what 3x3 convolutions
+    of 128 channels take in cuDNN 9.10.2. 1d, 3d, grouped, dilated, rectangular and transposed ones were asked of cuDNN
+    9.10.2 and 9.28 for an RTX 4090 and an H100 (docs/PREDICTION.md): grouped and transposed ones copy the output in
+    float32 too.
     """
     size = ELEMENT_BYTES[conv.dtype]
     i, o, f = (count * size for count in conv.elements)

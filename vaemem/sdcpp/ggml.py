@@ -43,7 +43,7 @@ class Node:
     owner : Node or None
         Whose memory a view lies in; None for a tensor that has memory of its own.
     flops : int
-        Of a product: two for each multiplication and addition.
+        Those of a product: two for each multiplication and addition.
     scratch : int
         Bytes beside the buffer while it is computed on CUDA.
     placed : bool
@@ -66,7 +66,7 @@ class Node:
 
     @property
     def bytes(self) -> int:
-        """Of its elements, side by side."""
+        """What its elements take side by side."""
         return self.element * math.prod(self.ne)
 
     @property

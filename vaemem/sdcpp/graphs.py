@@ -49,10 +49,10 @@ def graph(
     component : str
         One of COMPONENTS.
     height, width : int
-        Of the image, multiples of 8 (of 64 for UNets). Text encoders have none.
+        The image's size, multiples of 8 (of 64 for UNets). Text encoders have none.
     tokens : int, optional
-        Of the prompt with its template; needed for Z-Image and Qwen3. By default what sd.cpp pads a short prompt to: 77
-        for CLIP, which takes no more at once, and the UNets; 256 for FLUX and its T5.
+        Those of the prompt with its template; needed for Z-Image and Qwen3. By default what sd.cpp pads a short prompt
+        to: 77 for CLIP, which takes no more at once, and the UNets; 256 for FLUX and its T5.
     model : "sd15", "sdxl", "sd3" or "flux"
         Whose VAE; Z-Image's is FLUX's.
     weight_type : str
@@ -66,7 +66,7 @@ def graph(
     conv_scale : bool
         The VAE's convolutions scaled, as sd.cpp does with the VAE in an SDXL checkpoint.
     tile : int, optional
-        Of a VAE: latent pixels of a tile's side, DEFAULT_TILE for ``--vae-tiling``; it encodes in tiles 1.3 times as
+        For a VAE: latent pixels of a tile's side, DEFAULT_TILE for ``--vae-tiling``; it encodes in tiles 1.3 times as
         large. None: the whole image.
     backend : "cuda" or "cpu"
         A GPU's buffer holds the inputs, too, and aligns tensors to 128 bytes instead of 32.

@@ -38,7 +38,7 @@ class Graph(NamedTuple):
     weights : int
         Bytes of the buffer that holds them, as the log prints it.
     flops : int
-        Of matrix products and convolutions, two for each multiplication and addition.
+        Those of matrix products and convolutions, two for each multiplication and addition.
     runs : int
         How often a component runs its graph: once a tile.
     """
@@ -238,7 +238,7 @@ class Builder:
 
 
 def _scratch(kind: str, x: Node, n: int) -> int:
-    """Of a product of x with a weight of n rows."""
+    """The scratch of a product of x with a weight of n rows."""
     if kind == "f32":
         return 0
     rows = math.prod(x.ne[1:])

@@ -39,7 +39,7 @@ class Models(NamedTuple):
 
     @property
     def type(self) -> str:
-        """Of weights, by default."""
+        """The type of weights, by default."""
         return "f16" if self.role == "unet" else "q8_0"
 
 
