@@ -140,8 +140,8 @@ def decode(model: str, height: int, width: int, dtype: str = "bfloat16", lowerin
 
 # ---- ways of running it ----
 
-# The share of the memory that Metal recommends on a Mac of 16 GB (10922 MiB in llama.cpp's logs). With 64 GB it is three
-# quarters.
+# The share of the memory that Metal recommends on a Mac of 16 GB (10922 MiB in llama.cpp's logs). With 64 GB it is
+# three quarters.
 WORKING_SET = (2, 3)
 MLX_NOTES = (
     "MLX: sizes of weights, and of the tensors and work space of the decode's largest step, as its sources make them: "
