@@ -229,6 +229,22 @@ def test_where_memory_runs_out():
     assert predict_pipeline("sd15", 512, 512, gpu="T4", offload="model", used="12.9 GB").fits
 
 
+@pytest.mark.parametrize("plans", [True, False])
+def test_a_card_that_comes_to_the_same_is_not_tried_again(plans, monkeypatch):
+    """What is taken from another card's run is what a run of its own gives, at every size of card."""
+    p, played = predict_pipeline("sd15", 512, 512, gpu="RTX 3060"), []
+    play = type(p._question).play
+    monkeypatch.setattr(type(p._question), "play", lambda *a, **k: played.append(k) or play(*a, **k))
+    cards = [*range(p.least - 40 * MIB, p.least + 40 * MIB, 4 * MIB), p.least_band[1], p.peak, p.peak + 1]
+    found = [p._within(card, plans) for card in cards]
+    tries = len(played)
+    for card, (tried, done, lacking) in zip(cards, found, strict=True):
+        run, full = p._question.play(p._process.workspace, plans, total_memory=card)
+        assert (run.phases, run.process.guessed_plans) == (tried.phases, tried.guesses) and done == len(run.phases)
+        assert (full is None) == (lacking is None) and (not full or full.requested == lacking.bytes)
+    assert 0 < tries < len(cards)
+
+
 @pytest.mark.parametrize(
     "wrong, match",
     [

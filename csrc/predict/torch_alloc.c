@@ -217,7 +217,7 @@ static block *take_of_pool(vm_talloc *a, const request *r) {
     const uint64_t size = pool_size(a, r->size), held = reserved(a);
     const uint64_t requested = (uint64_t)a->stats.of[VM_TALLOC_REQUESTED_BYTES][VM_TALLOC_ALL].current;
     if (a->config.allowed_memory && requested + r->bytes > a->config.allowed_memory) return NULL;
-    if (a->config.total_memory && size > VM_MAX(held, a->config.total_memory)) return NULL;
+    if (size > held && !ta_fits(a, size)) return NULL;
     block *b = ta_segment_new(a, r->size, r->stream, false);
     if (b && size > held) ta_count(a, VM_TALLOC_RESERVED_BYTES, false, (int64_t)(size - held));
     return b;
@@ -228,7 +228,7 @@ static block *take_new(vm_talloc *a, const request *r) {
     const uint64_t size = segment_size(a, r), held = reserved(a);
     if (a->config.allowed_memory && held + size > a->config.allowed_memory) return NULL;
     if (a->config.expandable_segments) return ta_expand(a, r->size, r->stream, r->small);
-    if (a->config.total_memory && held + size > a->config.total_memory) return NULL;
+    if (!ta_fits(a, held + size)) return NULL;
     block *b = ta_segment_new(a, size, r->stream, r->small);
     if (!b) return NULL;
     ta_count_both(a, VM_TALLOC_SEGMENT, r->small, 1, (int64_t)size);

@@ -92,6 +92,7 @@ typedef struct vm_talloc_stats {
     vm_talloc_stat of[VM_TALLOC_KINDS][VM_TALLOC_POOLS];
     vm_talloc_stat oversize_allocations, oversize_segments;
     int64_t num_alloc_retries, num_ooms, num_sync_all_streams, num_device_alloc, num_device_free;
+    uint64_t least_refused; /* the fewest bytes in all that the device did not have; 0: it was never full */
 } vm_talloc_stats;
 
 const vm_talloc_stats *vm_talloc_get_stats(const vm_talloc *a);

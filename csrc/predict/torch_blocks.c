@@ -283,3 +283,9 @@ void ta_storage_free(vm_talloc *a) {
     vm_mem_free(vm_mem_common, VM_SCRATCH, a->table, a->table_size * sizeof *a->table);
     vm_mem_free(vm_mem_common, VM_SCRATCH, a->history, a->history_size * sizeof *a->history);
 }
+
+bool ta_fits(vm_talloc *a, uint64_t bytes) {
+    if (!a->config.total_memory || bytes <= a->config.total_memory) return true;
+    if (!a->stats.least_refused || bytes < a->stats.least_refused) a->stats.least_refused = bytes;
+    return false;
+}

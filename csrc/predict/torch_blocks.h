@@ -142,6 +142,8 @@ void ta_release(vm_talloc *a, block *whole); /* a cached segment, back to the de
 
 /* ---- torch_expandable.c ---- */
 
+/* Whether the device has so many bytes in all; remembers the fewest that it did not have. */
+bool ta_fits(vm_talloc *a, uint64_t bytes);
 /* A free block of at least size, out of the tree, made by mapping; NULL when the device is full. */
 block *ta_expand(vm_talloc *a, uint64_t size, uint64_t stream, bool small);
 /* Whether whole pages lie in b, and which. */

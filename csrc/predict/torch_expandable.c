@@ -90,7 +90,7 @@ static uint64_t reservation(const vm_talloc *a, bool small) {
 static bool map(vm_talloc *a, block *b, uint64_t size) {
     const uint64_t mapped = VM_ROUND_UP(size, page_size(b)), address = b->node.address;
     const uint64_t held = (uint64_t)a->stats.of[VM_TALLOC_RESERVED_BYTES][VM_TALLOC_ALL].current;
-    if (a->config.total_memory && held + mapped > a->config.total_memory) return false;
+    if (!ta_fits(a, held + mapped)) return false;
     pool *p = ta_pool(a, b);
     if (mapped < b->node.size)
         ta_split(a, b, mapped);

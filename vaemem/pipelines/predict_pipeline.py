@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from vaemem._arguments import shared
 from vaemem._common import MIB, choose, flag, render, whole
+from vaemem._core import OutOfMemoryError
 from vaemem.pipelines.asked import PipelineQuestion, ask_pipeline
 from vaemem.pipelines.closed_forms import PipelineFormula, derive_pipeline
 from vaemem.pipelines.components import PIPELINES, refuse
@@ -146,6 +147,36 @@ class _Phases(Written):
         return f"<{type(self).__name__} {self.title}: {shown}; {self.verdict}>"
 
 
+class _Tried(NamedTuple):
+    """What a run came to on a card: and on every card that has the most that it reserved, and does not have the least
+    that it was refused, since there the allocator takes the same steps."""
+
+    phases: Sequence[Phase]
+    lacking: PeakTensor | None
+    substitutions: tuple[str, ...]
+    guesses: bool
+    most: int
+    refused: int | None
+    has_other_plans: bool
+
+    @classmethod
+    def of(cls, run: PipelineRun, full: OutOfMemoryError | None, has_other_plans: bool) -> _Tried:
+        process = run.process
+        lacking = None if full is None else PeakTensor(process.frames[full.tag], full.requested)
+        refused = process.allocator._least_refused()
+        return cls(
+            run.phases, lacking, process.substitutions, process.guessed_plans, process.most_reserved, refused,
+            has_other_plans,
+        )  # fmt: skip
+
+    def is_that_of(self, capacity: int, has_other_plans: bool) -> bool:
+        """Whether a card of so many bytes comes to the same. What stands in for cuDNN's first plans matters where
+        something was refused."""
+        if self.refused is None:
+            return self.most <= capacity
+        return self.most <= capacity < self.refused and self.has_other_plans == has_other_plans
+
+
 class PipelinePrediction(_Phases):
     """What `predict_pipeline` returns for diffusers. Sizes in bytes.
 
@@ -212,22 +243,26 @@ class PipelinePrediction(_Phases):
         self._process = self._run.process
         self.available = self._process.available
         self._substitutions = self._process.substitutions
+        self._tried = [_Tried.of(self._run, None, True)]
         tried, done, lacking = self._within(self.available)
         self._judge(self._run.phases, done, lacking)
         if self.fits:
             self.on_card = max(phase.total for phase in tried.phases)
-            self._substitutions = tried.process.substitutions
-            self.outcome = "may fit" if tried.process.guessed_plans else "fits"
+            self._substitutions = tried.substitutions
+            self.outcome = "may fit" if tried.guesses else "fits"
         self.notes = self._notes()
 
-    def _within(self, capacity: int, has_other_plans: bool = True) -> tuple[PipelineRun, int, PeakTensor | None]:
+    def _within(self, capacity: int, has_other_plans: bool = True) -> tuple[_Tried, int, PeakTensor | None]:
         """The same run where the card gives so many bytes: how many phases go through, and what the next one lacks."""
-        run, full = self._question.play(self._process.workspace, has_other_plans, total_memory=max(capacity, 1))
-        for i, phase in enumerate(run.phases):
+        tried = next((one for one in self._tried if one.is_that_of(capacity, has_other_plans)), None)
+        if tried is None:
+            run, full = self._question.play(self._process.workspace, has_other_plans, total_memory=max(capacity, 1))
+            tried = _Tried.of(run, full, has_other_plans)
+            self._tried.append(tried)
+        for i, phase in enumerate(tried.phases):
             if phase.outside and phase.total > capacity:
-                return run, i, PeakTensor("vaemem's memory limit", phase.outside)
-        lacking = None if full is None else PeakTensor(run.process.frames[full.tag], full.requested)
-        return run, len(run.phases), lacking
+                return tried, i, PeakTensor("vaemem's memory limit", phase.outside)
+        return tried, len(tried.phases), tried.lacking
 
     @property
     def verdict(self) -> str:
