@@ -205,7 +205,13 @@ class SimulatedProcess:
         return self.hold_all(name, [size])[0]
 
     def hold_all(self, name: str, sizes: Sequence[int]) -> list[int]:
-        """Takes each of these sizes in bytes under one name, as `hold` does. Returns the addresses."""
+        """Takes each of these sizes in bytes under one name, as `hold` does. Returns the addresses.
+
+        Examples
+        --------
+        >>> len(vaemem.SimulatedProcess("RTX 4090").hold_all("prompt", [512, 1024]))
+        2
+        """
         return self._core.hold(name, sizes)
 
     def elementwise(self, x: Tensor, name: str = "scaled", dtype: str | None = None) -> Tensor:
