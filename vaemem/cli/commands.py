@@ -14,22 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from vaemem import (
-    VAE,
-    _core,
-    _demo,
-    backends,
-    bound,
-    compare,
-    fit,
-    plan_pipeline,
-    predict,
-    predict_largest,
-    predict_pipeline,
-    report,
-    sweep,
-    tradeoff,
-)
+import vaemem
+from vaemem import _core, _demo
 from vaemem._common import ELEMENT_BYTES, MIB, OPS, Message, Named, check_writable, mib, need, render, saved, write
 from vaemem.engine import latents, layouts, weights
 from vaemem.engine.arguments import open_device
@@ -61,7 +47,7 @@ def run_demo(args: argparse.Namespace) -> None:
 
 
 def run_estimate(args: argparse.Namespace) -> None:
-    estimates = sweep(args.model, args.op, dtypes=args.dtype, measure=False, **_given(args, sweep))
+    estimates = vaemem.sweep(args.model, args.op, dtypes=args.dtype, measure=False, **_given(args, vaemem.sweep))
     _print(estimates, args.format)
     if args.format == "text":
         print("\nallocated, which leaves out the weights, in T = 128 * height * width * bytes of a number:")
@@ -72,8 +58,8 @@ def run_estimate(args: argparse.Namespace) -> None:
 
 
 def run_tradeoff(args: argparse.Namespace) -> None:
-    asked = _given(args, tradeoff)
-    _print(Table([row for h, w in args.sizes for row in tradeoff(height=h, width=w, **asked)]), args.format)
+    asked = _given(args, vaemem.tradeoff)
+    _print(Table([row for h, w in args.sizes for row in vaemem.tradeoff(height=h, width=w, **asked)]), args.format)
 
 
 def run_sweep(args: argparse.Namespace) -> None:
@@ -81,8 +67,8 @@ def run_sweep(args: argparse.Namespace) -> None:
         check_writable(args.csv)
     ended: BaseException | None = None
     try:
-        table = sweep(
-            dtypes=args.dtype, measure=not args.estimate, **_given(args, sweep),
+        table = vaemem.sweep(
+            dtypes=args.dtype, measure=not args.estimate, **_given(args, vaemem.sweep),
             progress=sys.stderr.isatty() and importlib.util.find_spec("tqdm") is not None,
         )  # fmt: skip
     except BaseException as error:
@@ -102,7 +88,7 @@ def run_fit(args: argparse.Namespace) -> None:
     equals = {name: value for name in ("model", "op", "dtype", "source") if (value := getattr(args, name))}
     if not len(chosen := table.filter(**equals)):
         raise ValueError(f"{args.table}: no row has {', '.join(f'{n}={v}' for n, v in equals.items()) or 'anything'}")
-    formulas = fit(**{**_given(args, fit), "table": chosen})
+    formulas = vaemem.fit(**{**_given(args, vaemem.fit), "table": chosen})
     print(str(formulas) if args.format == "text" else getattr(formulas, args.format)())
 
 
@@ -110,19 +96,19 @@ def run_compare(args: argparse.Namespace) -> None:
     table = _table(args.table)
     if args.sizes:
         table = Table([row for row in table if (row["height"], row["width"]) in args.sizes])
-    estimators = [predict, "comfyui", "invokeai"] if args.predict else None
-    comparison = compare(**{**_given(args, compare), "table": table, "estimators": estimators})
+    estimators = [vaemem.predict, "comfyui", "invokeai"] if args.predict else None
+    comparison = vaemem.compare(**{**_given(args, vaemem.compare), "table": table, "estimators": estimators})
     print(comparison.text(rows=args.rows, markdown=args.format == "markdown"))
 
 
 def run_report(args: argparse.Namespace) -> None:
     missing = {"device": args.device} if args.device else {}
-    for file in report(_table(args.table, **missing), plots=not args.no_plots).save(args.out):
+    for file in vaemem.report(_table(args.table, **missing), plots=not args.no_plots).save(args.out):
         print(file)
 
 
-def _loaded(args: argparse.Namespace, parts: str) -> VAE:
-    vae = VAE.load(args.weights, parts=parts, **_given(args, VAE.load))
+def _loaded(args: argparse.Namespace, parts: str) -> vaemem.VAE:
+    vae = vaemem.VAE.load(args.weights, parts=parts, **_given(args, vaemem.VAE.load))
     if vae.rounded:
         said = f"{len(vae.rounded)} tensors of the weights are rounded to {vae.dtype}"
         print(f"vaemem {args.command}: {said}", file=sys.stderr)
@@ -169,10 +155,10 @@ def run_encode(args: argparse.Namespace) -> None:
         print(args.out, vae.last_run, sep="\n")
 
 
-def _bare(arch: layouts.Arch, dtype: str = "float32", precision: str = "highest", parts: str = "all") -> VAE:
+def _bare(arch: layouts.Arch, dtype: str = "float32", precision: str = "highest", parts: str = "all") -> vaemem.VAE:
     """On the CPU, without weights: for what its plans say."""
     _, where = open_device("cpu", dtype, precision, autotune=False, convolution="cudnn")
-    return VAE(_core.Model(arch, parts, **where))
+    return vaemem.VAE(_core.Model(arch, parts, **where))
 
 
 def run_info(args: argparse.Namespace) -> None:
@@ -182,19 +168,19 @@ def run_info(args: argparse.Namespace) -> None:
     print(f"{found.file}: {found.layout} layout, {found.tensors} tensors of {', '.join(found.dtypes)}{alone}")
     print(f"model {vae.model}, {vae.parameters:,} parameters, {mib(os.path.getsize(found.file))} MiB on disk")
     print("; ".join(f"{name} {value}" for name, value in config.items() if not name.endswith("_block_types")))
-    print(sweep(vae, [op for op in OPS if found.parts in ("all", f"{op}r")], args.sizes, measure=False))
+    print(vaemem.sweep(vae, [op for op in OPS if found.parts in ("all", f"{op}r")], args.sizes, measure=False))
 
 
 def run_fits(args: argparse.Namespace) -> int:
     """0 where all sizes fit, 1 where one does not."""
-    found = [predict(height=h, width=w, **_given(args, predict)) for h, w in args.sizes]
+    found = [vaemem.predict(height=h, width=w, **_given(args, vaemem.predict)) for h, w in args.sizes]
     for p in found:
         print(f"{p.height}x{p.width} {p.outcome}: {p}")
     return 0 if all(p.fits for p in found) else 1
 
 
 def run_largest(args: argparse.Namespace) -> None:
-    asked = _given(args, predict)
+    asked = _given(args, vaemem.predict)
     if args.engine:
         usual = {"model": None, "op": None, "batch": 1, "dtype": "float32"}
         model, op, batch, dtype = (asked.pop(name, default) for name, default in usual.items())
@@ -210,19 +196,19 @@ def run_largest(args: argparse.Namespace) -> None:
         raise ValueError(f"--precision: want it beside --engine, whose it is, got {args.precision}")
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        height, width = predict_largest(aspect=args.aspect, **asked)
-    print(predict(height=height, width=width, **asked))
+        height, width = vaemem.predict_largest(aspect=args.aspect, **asked)
+    print(vaemem.predict(height=height, width=width, **asked))
     for warning in said:
         print(f"vaemem largest: {warning.message}", file=sys.stderr)
 
 
 def run_predict(args: argparse.Namespace) -> None:
-    asked = _given(args, predict)
+    asked = _given(args, vaemem.predict)
     if args.format != "text":
         of = {"models": asked.pop("model"), "ops": asked.pop("op"), "dtypes": asked.pop("dtype", "float16")}
-        return _print(sweep(sizes=args.sizes, source="predicted", **of, **asked), args.format)
+        return _print(vaemem.sweep(sizes=args.sizes, source="predicted", **of, **asked), args.format)
     for height, width in args.sizes:
-        prediction = predict(height=height, width=width, **asked)
+        prediction = vaemem.predict(height=height, width=width, **asked)
         print(prediction)
         print(f"  workspaces: {prediction.workspace_source}")
         for tensor in prediction.peak_tensors[: args.tensors]:
@@ -232,7 +218,7 @@ def run_predict(args: argparse.Namespace) -> None:
 def run_pipeline(args: argparse.Namespace) -> int:
     """0 where it fits, 1 where it does not."""
     height, width = args.size
-    prediction = predict_pipeline(height=height, width=width, **_given(args, predict_pipeline))
+    prediction = vaemem.predict_pipeline(height=height, width=width, **_given(args, vaemem.predict_pipeline))
     _print(prediction, args.format)
     return 0 if prediction.fits else 1
 
@@ -240,13 +226,13 @@ def run_pipeline(args: argparse.Namespace) -> int:
 def run_plan(args: argparse.Namespace) -> int:
     """0 where a way fits, 1 where none does."""
     height, width = args.size
-    plan = plan_pipeline(height=height, width=width, **_given(args, plan_pipeline))
+    plan = vaemem.plan_pipeline(height=height, width=width, **_given(args, vaemem.plan_pipeline))
     _print(plan, args.format)
     return 0 if plan.recommended else 1
 
 
 def run_bound(args: argparse.Namespace) -> None:
-    found = bound(**_given(args, bound))
+    found = vaemem.bound(**_given(args, vaemem.bound))
     print(found if args.format == "text" else found.python().rstrip("\n"))
 
 
@@ -262,5 +248,5 @@ def run_reproduce(args: argparse.Namespace) -> None:
 
 
 def run_backends(args: argparse.Namespace) -> None:
-    rows = backends(**_given(args, backends))
+    rows = vaemem.backends(**_given(args, vaemem.backends))
     print(render(rows[0], [[str(value) for value in row.values()] for row in rows]))

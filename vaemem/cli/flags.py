@@ -11,22 +11,8 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from vaemem import (
-    VAE,
-    __version__,
-    _core,
-    _demo,
-    backends,
-    bound,
-    compare,
-    fit,
-    plan_pipeline,
-    predict,
-    predict_pipeline,
-    report,
-    sweep,
-    tradeoff,
-)
+import vaemem
+from vaemem import _core, _demo
 from vaemem._arguments import described
 from vaemem._common import DTYPES, OPS, PRECISIONS, TILED_OPS
 from vaemem.cli import commands
@@ -102,9 +88,7 @@ FLAGS: dict[str, FlagSettings] = {
     "batch": _flag("--batch", "How many images there are in one run.", type=_count),
     "dtype": _flag("--dtype", type=_dtype, choices=DTYPES),
     "device": _flag("--device", "cpu, cuda or cuda:N."),
-    "precision": _flag(
-        "--precision", "The precision of the engine's products of float32 numbers.", choices=PRECISIONS
-    ),
+    "precision": _flag("--precision", "The precision of the engine's products of float32 numbers.", choices=PRECISIONS),
     "memory_limit": _flag(
         "--memory-limit", "What the run may take, such as '512 MiB', '2 GB' or auto.", metavar="SIZE"
     ),
@@ -125,9 +109,7 @@ FLAGS: dict[str, FlagSettings] = {
     "config": _flag("--config", "The config.json of diffusers, of any other model.", metavar="FILE"),
     "scaled": _switch("--scaled", "The latents are as a pipeline holds them."),
     "progress": _switch("--progress", "A bar shows how far the run is."),
-    "latents": _flag(
-        "latents", "Latents as .npy, .safetensors, ComfyUI's .latent, .pt or .pth.", metavar="LATENTS"
-    ),
+    "latents": _flag("latents", "Latents as .npy, .safetensors, ComfyUI's .latent, .pt or .pth.", metavar="LATENTS"),
     "cropped": _flag("--size", "The pictures are cropped to this size.", type=_size, metavar="HxW", dest="size"),
     "images": _flag("images", "Files that Pillow reads, all of one size.", nargs="+", metavar="IMAGE"),
     "pad": _flag(
@@ -234,77 +216,78 @@ COMMANDS = {
         "The whole job on a picture: does it fit, encode, decode, limits, tiles, predictions, a formula, as a page.",
         _demo.make_demo, "weights out", {
             "weights": {
-                "help": "Of a VAE. By default they are made by hand, and nothing is trained.", "required": False,
+                "help": "The weights of a VAE; by default made by hand, nothing trained.", "required": False,
                 "default": None,
             },
             "out": {"default": "out"},
         },
     ),
-    "decode": Command("Latents to pictures.", VAE.load, f"latents cropped {_WITH_WEIGHTS}"),
-    "encode": Command("Pictures to latents, as .npy.", VAE.load, f"images pad sample {_WITH_WEIGHTS}", {
+    "decode": Command("Latents to pictures.", vaemem.VAE.load, f"latents cropped {_WITH_WEIGHTS}"),
+    "encode": Command("Pictures to latents, as .npy.", vaemem.VAE.load, f"images pad sample {_WITH_WEIGHTS}", {
         "scaled": {"help": "The latents become as a pipeline holds them."},
     }),
     "info": Command(
-        "What a weights file holds, and what each run with it will take.", VAE.load, "file of_sizes dtype precision",
+        "What a weights file holds, and what each run with it will take.", vaemem.VAE.load,
+        "file of_sizes dtype precision",
         {"of_sizes": {"default": [512, 1024, 2048]}},
     ),
     "fits": Command(
-        "Whether PyTorch has room for images on a card; ends with 1 where it has none.", predict,
+        "Whether PyTorch has room for images on a card; ends with 1 where it has none.", vaemem.predict,
         f"model op sizes batch {_ON_A_CARD}", _TILED_OP,
     ),
     "estimate": Command(
-        "The engine's memory before a run, without running it.", sweep,
+        "The engine's memory before a run, without running it.", vaemem.sweep,
         "model op sizes batch memory_limit device dtype precision format",
         {**_OP, **_FORMATS, "dtype": {"default": "float32"}},
     ),
     "tradeoff": Command(
-        "What less memory costs: the engine's plans, from the fastest to the smallest.", tradeoff,
+        "What less memory costs: the engine's plans, from the fastest to the smallest.", vaemem.tradeoff,
         "model op sizes batch dtype precision format", _OP | _FORMATS,
     ),
     "sweep": Command(
-        "Measure the engine's memory and time over models, operations and sizes.", sweep,
+        "Measure the engine's memory and time over models, operations and sizes.", vaemem.sweep,
         "models ops of_sizes batch device dtype precision repeats estimate csv format",
         _FORMATS | {"dtype": {"default": "float32"}},
     ),
     "fit": Command(
-        "Fit a*H*W*e + b to a table, for each model and operation.", fit,
+        "Fit a*H*W*e + b to a table, for each model and operation.", vaemem.fit,
         "table target quantile only_model only_op only_dtype only_source format",
         {"format": {"choices": ("text", "python", "latex", "json")}},
     ),
     "compare": Command(
-        "The estimators that people ship beside the rows of a table.", compare, "table target rows predict of_sizes"
-        " format", {
+        "The estimators that people ship beside the rows of a table.", vaemem.compare,
+        "table target rows predict of_sizes format", {
             "target": {"choices": [target for target in TARGETS if target != "seconds"]},
             "of_sizes": {"help": "Take only these sizes.", "default": None},
             "format": {"choices": ("text", "markdown")},
         },
     ),
     "report": Command(
-        "Report on a table: ratios, scaling, constants, advice, published claims checked.", report,
+        "Report on a table: ratios, scaling, constants, advice, published claims checked.", vaemem.report,
         "table out where no_plots", {
             "out": {"help": "The folder for report.md, report.html and figures.", "default": "report"},
         },
     ),
     "predict": Command(
-        "PyTorch's peak allocated and reserved VRAM, with no GPU and no PyTorch.", predict,
+        "PyTorch's peak allocated and reserved VRAM, with no GPU and no PyTorch.", vaemem.predict,
         f"model op sizes batch {_ON_A_CARD} tensors format", _TILED_OP | _FORMATS,
     ),
     "largest": Command(
-        "The largest image that PyTorch has room for on a card, and its prediction.", predict,
+        "The largest image that PyTorch has room for on a card, and its prediction.", vaemem.predict,
         f"model op batch aspect engine {_ON_A_CARD} precision", _TILED_OP | {"precision": {"default": "highest"}},
     ),
     "pipeline": Command(
-        "What a whole pipeline takes of a card, phase by phase; 1 if it does not fit.", predict_pipeline,
+        "What a whole pipeline takes of a card, phase by phase; 1 if it does not fit.", vaemem.predict_pipeline,
         f"{_PIPELINE} offload vae vae_memory_limit {_SOFTWARE} format",
         _FORMATS | {"runtime": {"choices": PREDICTED_RUNTIMES}},
     ),
     "plan": Command(
-        "Every way of running a pipeline: which fit, how long they take, which to take.", plan_pipeline,
+        "Every way of running a pipeline: which fit, how long they take, which to take.", vaemem.plan_pipeline,
         f"{_PIPELINE} host_memory calibrate flash cache_limit time_limit link cpu cores {_SOFTWARE} format",
         _FORMATS | {"runtime": {"choices": PLANNED_RUNTIMES}},
     ),
     "bound": Command(
-        "Formulas that ComfyUI and InvokeAI can paste: above every prediction of a domain.", bound,
+        "Formulas that ComfyUI and InvokeAI can paste: above every prediction of a domain.", vaemem.bound,
         f"application models dtypes sides gpu {_SOFTWARE} format", {
             "gpu": {"nargs": "+", "metavar": "GPU"},
             "format": {"choices": ("text", "python")},
@@ -318,7 +301,7 @@ COMMANDS = {
         },
     ),
     "backends": Command(
-        "The instruction sets and GPUs that the engine has kernels for, and which it uses here.", backends,
+        "The instruction sets and GPUs that the engine has kernels for, and which it uses here.", vaemem.backends,
         "dtype precision",
     ),
 }  # fmt: skip
@@ -329,7 +312,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="vaemem", description="Run the VAEs of SD1.5, SDXL, SD3, FLUX and others in a memory known to the byte."
     )
-    made.add_argument("--version", action="version", version=f"vaemem {__version__}")
+    made.add_argument("--version", action="version", version=f"vaemem {vaemem.__version__}")
     made.set_defaults(function=lambda args: made.print_help())
     subparsers = made.add_subparsers(dest="command", metavar="COMMAND")
     for name, command in COMMANDS.items():
