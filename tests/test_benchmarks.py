@@ -19,6 +19,7 @@ import common
 import decode
 import memory
 import passes
+import predictions
 from cases import Attention, Conv
 from decode import Bar, Case, Entry
 
@@ -462,3 +463,13 @@ def test_single_passes(monkeypatch, case, dtype, element):
     assert row["share_of_peak"] == pytest.approx(case.flops / 1e6, abs=6e-4)
     assert row["gbytes_per_second"] == pytest.approx(case.bytes_moved / 4 * element / 1e3, abs=0.006)
     assert 0 < float(row["rms_error"]) < {4: 1e-6, 2: 1e-2}[element] and float(row["max_error"]) > 0
+
+
+def test_predictions(tmp_path):
+    header, *lines = run("predictions.py", "--sizes 2", tmp_path).splitlines()
+    assert header.startswith("CPU ms, medians")
+    names, counts, figures = zip(*(line.split() for line in lines), strict=True)
+    assert (names, counts) == (("predict", "predict_pipeline", "plan_pipeline"), ("2", "2", "1"))
+    assert all(float(figure) > 0 for figure in figures)
+    sizes = list(predictions.sizes(400))
+    assert len(set(sizes)) == 400 and not any(side % 8 for size in sizes for side in size)

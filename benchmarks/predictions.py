@@ -1,0 +1,104 @@
+"""CPU time of predictions, in one thread: medians over sizes that were not asked before in that process.
+
+    python benchmarks/predictions.py [--sizes N] [--beside PATH] [--bound]
+
+The package is the one that Python finds. `--beside` names another checkout, built in place: each question is then asked
+of both in turns, in processes of their own, so that each figure stands beside that of the commit before. Plans take
+longer and are asked at fewer sizes, which the table says. Time is what the process itself used, so that others on the
+machine disturb it less.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+ROUNDS = 3
+SHARES = {"predict": 1, "predict_pipeline": 1, "plan_pipeline": 10}  # of the sizes, each is asked a part
+
+
+def questions() -> dict[str, Callable[[int, int], Any]]:
+    import vaemem
+
+    return {
+        "predict": lambda h, w: vaemem.predict("sdxl", "decode", h, w, gpu="RTX 4090"),
+        "predict_pipeline": lambda h, w: vaemem.predict_pipeline("sdxl", h, w, gpu="RTX 4090"),
+        "plan_pipeline": lambda h, w: vaemem.plan_pipeline("sdxl", h, w, gpu="RTX 4060"),
+    }
+
+
+def sizes(count: int) -> Iterator[tuple[int, int]]:
+    """Around a megapixel, each once: what is remembered of a size is of no use to the next."""
+    return ((1024 + 8 * (i % 40 - 20), 1024 + 8 * (i // 40 * 3 + i % 7 - 10)) for i in range(count))
+
+
+def time_here(name: str, count: int, first: int) -> list[float]:
+    """Milliseconds of CPU time for each of `count` sizes, from the `first` on; one other size goes before them."""
+    if name == "bound":
+        from vaemem.prediction.bound import bound
+
+        before = time.process_time()
+        bound("comfyui", gpu="RTX 4060")
+        return [1e3 * (time.process_time() - before)]
+    ask, taken = questions()[name], []
+    ask(512, 512)
+    for height, width in list(sizes(first + count))[first:]:
+        before = time.process_time()
+        ask(height, width)
+        taken.append(1e3 * (time.process_time() - before))
+    return taken
+
+
+def time_in(checkout: Path, name: str, count: int, first: int) -> list[float]:
+    """The same in a process of its own, by the package of a checkout."""
+    env = os.environ | ({} if checkout == ROOT else {"PYTHONPATH": str(checkout)})
+    asked = [str(part) for part in (name, count, first)]
+    done = subprocess.run(
+        [sys.executable, __file__, "--here", *asked], env=env, capture_output=True, text=True, cwd=checkout
+    )
+    if done.returncode:
+        raise SystemExit(f"{checkout}: {done.stderr.strip().splitlines()[-1]}")
+    return list(json.loads(done.stdout))
+
+
+def commit(checkout: Path) -> str:
+    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=checkout)
+    return done.stdout.strip() or checkout.name
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sizes", type=int, default=200, help="of predict and predict_pipeline; a tenth of plans")
+    parser.add_argument("--beside", type=Path, metavar="PATH", help="another checkout, built in place")
+    parser.add_argument("--bound", action="store_true", help="also bound('comfyui') on one card, asked once")
+    parser.add_argument("--here", nargs=3, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.here:
+        name, count, first = args.here
+        print(json.dumps(time_here(name, int(count), int(first))))
+        return
+    checkouts = [ROOT, *([args.beside.resolve()] if args.beside else [])]
+    print(f"{'CPU ms, medians':20}{'sizes':>6}" + "".join(f"{commit(checkout):>12}" for checkout in checkouts))
+    asked = {name: max(args.sizes // share, 1) for name, share in SHARES.items()} | ({"bound": 1} if args.bound else {})
+    for name, count in asked.items():
+        rounds = min(ROUNDS, count)
+        taken: list[list[float]] = [[] for _ in checkouts]
+        for turn in range(rounds):
+            first, last = (count * i // rounds for i in (turn, turn + 1))
+            for times, checkout in zip(taken, checkouts, strict=True):
+                times += time_in(checkout, name, last - first, first)
+        row = "".join(f"{median(times):12.2f}" for times in taken)
+        print(f"{name:20}{count:6}{row}" + (f"   {median(taken[0]) / median(taken[1]):.2f}" if args.beside else ""))
+
+
+if __name__ == "__main__":
+    main()
