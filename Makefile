@@ -132,7 +132,7 @@ in_place = rm -rf build/$(1) && mkdir -p build/$(1) && cp -r setup.py pyproject.
 # by the thousand or in larger models: the demo, its weights, the notebooks, formulas over whole domains, pipelines, errors of
 # every kind of numbers, ramps of tiles, plans of whole models, the README, tables and what is made of them, profiles.
 NOT_THE_CORE := 'cuda_[!v]*' 'emulator*' 'isa*' 'fuzz*' 'threads*' 'demo*' 'handmade*' 'notebooks*' 'bound*' 'integration*' \
-	'pipelines*' 'plan*' 'products*' 'programs*' 'module_calls*' 'whole_*' 'seconds*' 'storage*' 'ggml*' 'numbers*' 'sizes*' \
+	'pipelines*' 'plan*' 'products*' 'module_calls*' 'whole_*' 'seconds*' 'storage*' 'ggml*' 'numbers*' 'sizes*' \
 	'other_vaes*' 'predict*' 'benchmarks*' 'examples*' 'gpu_session*' 'dtypes*' 'gguf*' 'readme*' 'workspace*' 'report*' 'table*' \
 	'estimators*' 'published*' 'record_profiles*' 'sweep*' 'fit*' 'formula*'
 asan: $(VENV)/check.stamp

@@ -78,7 +78,7 @@ class Script:
     def attention(self, call: AttentionCall) -> int:
         self.taken += 1
         q, k, v = call[1:4]
-        if not all(x.is_dense for x in (q, k, v)):
+        if not all(x.strides[-1] == 1 or x.shape[-1] == 1 for x in (q, k, v)):
             raise ValueError("attention: want the elements of a head side by side")
         mask = (call.mask.elements, call.mask.row) if call.mask else ()
         kind = None if call.mask is None else call.mask.boolean

@@ -47,7 +47,7 @@ def _part(role: str, component: str, dtype: str, given: Any, upcast: bool) -> Pa
     return _typed(role, component, dtype, given, _usual_rule(role, given))
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=32)
 def _typed(role: str, component: str, dtype: str, given: str, rule: str, upcast: bool = False) -> Part:
     """What is stored in a type is the same for every size and card."""
     return Part(role, component, dtype, tuple(stored(weights_of(component), given, rule, dtype)), upcast)

@@ -18,11 +18,6 @@ class Heads(NamedTuple):
     shape: tuple[int, ...]
     strides: tuple[int, ...]
 
-    @property
-    def is_dense(self) -> bool:
-        """Whether the elements of one head lie side by side."""
-        return self.strides[-1] == 1 or self.shape[-1] == 1
-
 
 class Mask(NamedTuple):
     """An attention's mask: its elements in all, those of one row (a query's keys), and whether they are boolean."""
@@ -42,10 +37,6 @@ class AttentionCall(NamedTuple):
     mask: Mask | None = None
     causal: bool = False
     grouped: bool = False
-
-    @property
-    def tensors(self) -> tuple[Heads, Heads, Heads]:
-        return self.queries, self.keys, self.values
 
 
 FUSED = ("flash", "efficient")  # kernels of which `attend` counts all that they take
