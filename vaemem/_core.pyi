@@ -208,6 +208,28 @@ class Trace:
         next: Sequence[int] | None = None,
     ) -> tuple[dict[int, int], int, int, NDArray[np.uint64], NDArray[np.uint64], list[int]]: ...  # fmt: skip
 
+class Profile:
+    def __new__(
+        cls, strict: bool, otherwise: Profile | None, formulas: list[Any], rules: list[dict[str, Any]],
+        trees: dict[str, Any],
+    ) -> Profile: ...  # fmt: skip
+    # Bytes, how many profiles further on, and which of its rules, or -1.
+    def conv(self, question: tuple[Any, ...], tf32: bool, /) -> tuple[int, int, int] | None: ...
+
+class Lookup:
+    def __new__(
+        cls, sm: int, cudnn: int, release: int, is_290: bool, tf32: bool,
+        entries: Sequence[tuple[dict[str, Any] | None, Profile | None]],
+    ) -> Lookup: ...  # fmt: skip
+    def conv(self, question: tuple[Any, ...], told: Callable[..., tuple[int, str]], /) -> tuple[int, str]: ...
+    def answers(
+        self, trace: Trace, has_other: bool, told: Callable[..., tuple[int, str]], /
+    ) -> tuple[list[int], list[int], list[str]]: ...
+    def known(self, own: bool, /) -> list[_Conv]: ...
+
+def conv_sizes(question: tuple[Any, ...], /) -> tuple[int, ...]: ...
+def formula_bytes(formula: list[Any], sizes: tuple[int, ...], /) -> int: ...
+
 class Process:
     frames: list[str]
     def __new__(

@@ -25,6 +25,13 @@ def _vae_trace(arch: tuple[tuple[str, Any], ...], **call: Any) -> _core.Trace:
     return _core.Trace.vae(dict(arch), **call)
 
 
+@functools.lru_cache(maxsize=256)
+def _weights_trace(arch: tuple[tuple[str, Any], ...], runtime: str, dtype: str) -> tuple[_core.Trace, list[Any]]:
+    """With its steps: one a parameter."""
+    trace = _core.Trace.weights(dict(arch), runtime, dtype)
+    return trace, trace.steps
+
+
 class SimulatedProcess:
     """A script of what a PyTorch process does with VAEs, played on a simulated allocator.
 
@@ -170,9 +177,8 @@ class SimulatedProcess:
         runtime = runtime or usual_runtime(arch)
         choose("runtime", runtime, RUNTIMES)
         choose("dtype", dtype, DTYPES)
-        trace = _core.Trace.weights(arch, runtime, dtype)
+        trace, steps = _weights_trace(tuple(sorted(arch.items())), runtime, dtype)
         placed = self._core.place("weights", f"weights of {arch['name']}", trace)
-        steps = trace.steps
         weights = {address: size for address, (_, _, size, _) in zip(placed, steps, strict=True)}
         vae = LoadedVAE(arch, runtime, dtype, weights, channels_last)
         if channels_last:
@@ -269,13 +275,12 @@ class SimulatedProcess:
         (1572864, 1)
         >>> p.release(left.values())
         """
-        wanted, following, own = [], [], getattr(self.workspace, "by_pytorch", ())
-        for question in trace.convs:
-            count, source = self.workspace.conv(*question)
-            wanted.append(self._smaller.get(question, count))
-            has_other = (self.has_other_plans or self._knows_plans) and not (own and Conv(*question) in own)
-            following.append(0 if has_other else count)
+        answers = getattr(self.workspace, "answers", None) or functools.partial(_answers, self.workspace)
+        wanted, following, sources = answers(trace, self.has_other_plans or self._knows_plans)
+        for source in sources:
             self.sources[source] = self.sources.get(source, 0) + 1
+        if self._smaller:
+            wanted = [self._smaller.get(conv, count) for conv, count in zip(trace.convs, wanted, strict=True)]
         left, allocated, reserved, workspaces = self._core.call(trace, wanted, following)
         if workspaces != wanted:
             self._smaller.update(
@@ -411,3 +416,12 @@ class SimulatedProcess:
     def _take(self, name: str, shape: Sequence[int], dtype: str) -> Tensor:
         size = math.prod(shape) * ELEMENT_BYTES[dtype]
         return Tensor(name, shape, dtype, {self.hold(name, size): size})
+
+
+def _answers(workspace: Any, trace: _core.Trace, has_other: bool) -> tuple[list[int], list[int], list[str]]:
+    """What a workspace with `conv` alone answers, as `Workspace.answers`."""
+    said = [workspace.conv(*question) for question in trace.convs]
+    own = getattr(workspace, "by_pytorch", ())
+    kept = [not has_other or bool(own and Conv(*question) in own) for question in trace.convs]
+    counts = [count for count, _ in said]
+    return counts, [count * keeps for count, keeps in zip(counts, kept, strict=True)], [source for _, source in said]

@@ -23,10 +23,12 @@ import functools
 import json
 import math
 import re
+from collections.abc import Mapping
 from importlib import resources
 from typing import Any, NamedTuple
 
-from vaemem._common import ELEMENT_BYTES, shipped
+from vaemem import _core
+from vaemem._common import shipped
 from vaemem.prediction.gpus import Gpu, find_gpu
 
 _FILE = re.compile(r"sm(\d+)((?:-\w+)*)_cudnn(\d+\.\d+\.\d+)\.json")
@@ -120,58 +122,14 @@ def _version_number(version: str) -> int | None:
     return 90000 + 100 * int(match[1]) + int(match[2] or 0) if match else None
 
 
-def kind_of(conv: Conv, tf32: bool) -> str:
-    """Which of a profile's trees a question is for: TF32 matters to float32 alone."""
-    strict = " strict" if conv.dtype == "float32" and not tf32 else ""
-    return f"{conv.dtype}{strict}{' nhwc' if conv.layout == 'nhwc' else ''}"
-
-
-def _up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
-
-
-@functools.lru_cache(maxsize=4096)
 def sizes(conv: Conv) -> dict[str, int]:
-    """What formulas and trees speak of, for one convolution. Many profiles are asked about the same one."""
-    dtype, n, c, h, w, k, r = conv[:7]
-    size = ELEMENT_BYTES[dtype]
-    each = math.prod(conv.out)
-    pixels = n * each
-    wide_c, wide_k = _up(c * size, 16), _up(k * size, 16)
-    i, o, f = conv.elements
-    return {
-        "i": _up(i * size, 16),
-        "o": _up(o * size, 16),
-        "f": _up(f * size, 16),
-        "I": i // c * wide_c,
-        "O": pixels * wide_k,
-        "F": wide_k * wide_c // size * math.prod(conv.along(r)),
-        "n": n,
-        "P": pixels,
-        "Q": each,
-        "h": h,
-        "w": w,
-        "m": -pixels % 128,
-    }
+    """What formulas and trees speak of, for one convolution."""
+    return dict(zip("iofIOFPQhwnm", _core.conv_sizes(conv), strict=True))
 
 
-@functools.cache
-def _terms(tensors: str) -> tuple[tuple[int, str], ...]:
-    """``"i+f+3o"`` as ((1, "i"), (1, "f"), (3, "o"))."""
-    return tuple((int(term[:-1] or 1), term[-1]) for term in tensors.split("+") if term)
-
-
-def formula_bytes(formula: list[Any], s: dict[str, int]) -> int:
+def formula_bytes(formula: list[Any], s: Mapping[str, int]) -> int:
     """A formula's value for the `sizes` of one convolution."""
-    tensors, index, tile, per_tile, constant = formula
-    total = constant
-    for times, name in _terms(tensors):
-        total += times * s[name]
-    if index:
-        total += 128 * (index * s["Q"] // 128 + 1)
-    if tile:
-        total += per_tile * -(-s["P"] // tile)
-    return total
+    return _core.formula_bytes(formula, tuple(s.values()))
 
 
 class Profile:
@@ -202,51 +160,22 @@ class Profile:
         self.recorded: dict[str, Any] = data["recorded"]
         self.how: str = self.recorded["how"]
         self._rules: list[dict[str, Any]] = data.get("rules", [])
-        self._formulas: list[Any] = data.get("formulas", [])
-        self._trees: dict[str, Any] = data.get("convolutions", {})
+        self.core: _core.Profile = _core.Profile(
+            self.sm >= 80, self._otherwise.core if self._otherwise else None, data.get("formulas", []), self._rules,
+            data.get("convolutions", {}),
+        )  # fmt: skip
         self._source = f"profile: compute capability {self.capability}, cuDNN {self.version}, {self.how}"
 
     def conv(self, conv: Conv, tf32: bool = True) -> tuple[int, str] | None:
         """(bytes, source) of a convolution; None where none of its kind was recorded."""
-        if not conv.is_plain:
-            return None
-        s = sizes(conv)
-        kind = kind_of(conv, tf32 or self.sm < 80)
-        for rule in self._rules:
-            if kind == conv.dtype and applies(rule, conv):
-                return formula_bytes(rule["formula"], s), f"{self._source} ({rule['name']})"
-        tree = self._trees.get(f"{conv.c},{conv.k},{conv.r},{conv.stride},{conv.padding}/{kind}")
-        if isinstance(tree, str):
-            tree = self._trees[tree]
-        if tree is None:
-            answer = self._otherwise.conv(conv, tf32) if self._otherwise else None
-            return answer and (answer[0], f"{answer[1]}, in place of {self.version}")
-        while isinstance(tree, list):
-            feature, limit, up_to, beyond = tree
-            tree = up_to if s[feature] <= limit else beyond
-        formula = self._formulas[tree]
-        return None if formula is None else (formula_bytes(formula, s), self._source)
+        found = self.core.conv(conv, tf32)
+        return found and (found[0], self.source(*found[1:]))
 
-
-def applies(rule: dict[str, Any], conv: Conv) -> bool:
-    """Whether a rule speaks of a convolution; one without a filter's side speaks of all."""
-    if not conv.is_plain or conv.dtype not in rule["dtypes"]:
-        return False
-    if "r" in rule and (conv.r, conv.stride) != (rule["r"], rule["stride"]):
-        return False
-    if "channels" in rule and [conv.c, conv.k] not in rule["channels"]:
-        return False
-    low, high = rule.get("pixels", (1, conv.h * conv.w))
-    return bool(low <= conv.h * conv.w <= high)
-
-
-def rule_answer(rule: dict[str, Any], gpu: Gpu, conv: Conv) -> tuple[int, str] | None:
-    """(bytes, source) of a convolution that a rule of ``older.json`` speaks of: by its formula, or as the version that
-    it names answered on that GPU; None where that version was not asked."""
-    if "formula" in rule:
-        return formula_bytes(rule["formula"], sizes(conv)), "rule"
-    profile = nearest_profile(gpu, rule["as"])
-    return profile.conv(conv) if profile else None
+    def source(self, steps: int, rule: int) -> str:
+        """Who answered, in words: itself, or so many steps away what it names as otherwise, by a rule or by none."""
+        if steps and self._otherwise:
+            return f"{self._otherwise.source(steps - 1, rule)}, in place of {self.version}"
+        return self._source if rule < 0 else f"{self._source} ({self._rules[rule]['name']})"
 
 
 @functools.cache

@@ -17,25 +17,22 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from vaemem import _core
 from vaemem._common import DTYPES, ELEMENT_BYTES, choose
 from vaemem.prediction.cudnn import InstalledCudnn, installed_cudnn
 from vaemem.prediction.gpus import Gpu, find_gpu
 from vaemem.prediction.profiles import (
     Conv,
     Profile,
-    applies,
     formula_bytes,
-    kind_of,
     nearest_profile,
     older_rules,
     profiles_near,
     relatives,
-    rule_answer,
     sizes,
     version_number,
 )
@@ -135,60 +132,14 @@ def torch_for(gpu: Gpu, version: str | None) -> str:
     )
 
 
-def not_cudnn(gpu: Gpu, cudnn_version: str | None, torch_version: str | None, conv: Conv) -> str:
-    """Why PyTorch runs a convolution by code of its own; "" where cuDNN does.
-
-    After `use_cudnn`, `needs_64bit_indexing_no_split`, `use_cudnn_depthwise` and, of those for cuDNN 8.2 and later,
-    `check_cudnn_depthwise_workload_with_filter` in Convolution.cpp.
-    """
-    if conv.dtype == "bfloat16" and gpu.sm < 80:
-        return f"im2col: no bfloat16 for cuDNN below compute capability 8.0 ({gpu.name} has {gpu.capability})"
-    if conv.depth and conv.layout == "nchw" and conv.dtype != "float32" and max(conv.along(conv.r)) > 1:
-        avoided = cudnn_version is not None and 90800 <= version_number(cudnn_version) < 91500
-        if torch_version and torch_release(torch_version) >= _CONV3D_AVOIDED:
-            if avoided or torch_version.startswith("2.9.0"):
-                return "im2col: no cuDNN for 3d convolutions in half precision in 2.9.0, nor later below cuDNN 9.15"
-    if cudnn_version is not None and version_number(cudnn_version) < 90300 and _items(conv) >= 1 << 31:
-        return "im2col: no cuDNN before 9.3 for more than 2^31 elements"
-    if is_depthwise(conv) and conv.layout == "nchw" and _items(conv) < 1 << 31 and not _cudnn_depthwise(conv):
-        return "own kernels for depthwise convolutions"
-    return ""
-
-
-def _items(conv: Conv) -> int:
-    """Elements of the larger of input and output, for each item of the batch."""
-    return max(conv.elements[:2]) // conv.n
-
-
-# PyTorch's first release that keeps 3d convolutions in half precision from cuDNN: 2.9.0 from every one, later ones from
-# 9.8 to 9.14 (use_cudnn in Convolution.cpp; pytorch/pytorch#166643).
-_CONV3D_AVOIDED = (2, 9)
-
-
-def is_depthwise(conv: Conv) -> bool:
-    """Whether PyTorch takes it for one: a group for each channel of the input."""
-    return conv.output_padding is None and conv.c == conv.groups > 1 and conv.k % conv.c == 0
-
-
-def _cudnn_depthwise(conv: Conv) -> bool:
-    """Whether cuDNN is thought to be faster than PyTorch's own kernel, NCHW."""
-    vertical, stride = (conv.along(conv.stride) * 2)[:2]
-    if conv.dtype != "float16" or conv.depth or conv.c < 32 or max(conv.along(conv.dilation)) > 1:
-        return False
-    if vertical != stride and conv.h != 1:
-        return False
-    if conv.h == 1 and stride == 1:
-        return True
-    r, s = conv.along(conv.r)
-    if r != s or r not in (1, 3, 5) or conv.w < 7 or stride > 2:
-        return False
-    if stride == 1:
-        return True
-    if conv.n == 1:
-        return r > 1 or conv.w <= 28
-    if r == 1:
-        return conv.n <= 16 and conv.c >= 128 and conv.w <= 7
-    return conv.c >= 512 or (conv.c >= 256 and conv.w >= 28)
+# Why PyTorch runs a convolution by code of its own, by the core's vm_own_conv.
+_OWN = (
+    "",
+    "im2col: no bfloat16 for cuDNN below compute capability 8.0 ({0.name} has {0.capability})",
+    "im2col: no cuDNN for 3d convolutions in half precision in 2.9.0, nor later below cuDNN 9.15",
+    "im2col: no cuDNN before 9.3 for more than 2^31 elements",
+    "own kernels for depthwise convolutions",
+)
 
 
 class Workspace:
@@ -244,10 +195,16 @@ class Workspace:
         self._rules = older_rules(self.gpu, cudnn_version, "taken") if cudnn_version else []
         self._guess: Callable[[Gpu, int, bool, Conv], tuple[int, str]] = _rule
         self._prefer_installed: bool | None = None
-        self._known: dict[Conv, tuple[int, str]] = {}
+        self._lookup: _core.Lookup | None = None  # made when the first question comes
+        self._entries: list[Any] = []  # rules and profiles, as it asks them
+        self._said: dict[tuple[int, int, int], str] = {}  # sources, by which entry answered, and how
         self._plans: dict[Conv, dict[str, Any] | None] = {}  # of the installed cuDNN, for the alternatives too
         self.substitutions: dict[str, None] = {}
-        self.by_pytorch: set[Conv] = set()
+
+    @property
+    def by_pytorch(self) -> set[Conv]:
+        """The convolutions so far that PyTorch runs by code of its own, which has no plan that takes less."""
+        return {Conv(*question) for question in self._asked().known(True)}
 
     @property
     def has_plan_without(self) -> bool:
@@ -276,10 +233,15 @@ class Workspace:
             A bad argument, or a convolution that cuDNN has no engine for (PyTorch would raise).
         """
         conv = Conv(*question, **more)
-        answer = self._known.get(conv)
-        if answer is None:
-            answer = self._known[conv] = self._look_up(conv)
-        return answer
+        _check(conv)
+        return self._asked().conv(conv, self._told)
+
+    def answers(self, trace: _core.Trace, has_other: bool) -> tuple[list[int], list[int], list[str]]:
+        """Of each of a trace's convolutions: bytes, what is wanted where these cannot be had, and who says so.
+
+        has_other: whether cuDNN is taken to have other plans, without workspace.
+        """
+        return self._asked().answers(trace, has_other, self._told)
 
     def alternatives(self, every: bool = False) -> list[Any]:
         """Other workspaces that may be the true ones: none where nothing was substituted.
@@ -308,38 +270,68 @@ class Workspace:
         found: dict[tuple[int, ...], Any] = {}
         for other in [self, *others]:
             with contextlib.suppress(ValueError):  # it has no engine for one of them: PyTorch would not run
-                found.setdefault(tuple(other.conv(*question)[0] for question in self._known), other)
+                found.setdefault(tuple(other.conv(*question)[0] for question in self._asked().known(False)), other)
         return list(found.values())[1:]
 
     def _best_informed(self, profiles: Sequence[Profile]) -> list[Profile]:
         """Those of the profiles that answer most of the questions so far: not every file holds every kind."""
-        counts = [sum(bool(profile.conv(conv, self.tf32)) for conv in self._known) for profile in profiles]
+        asked = self._asked().known(False)
+        counts = [sum(bool(profile.core.conv(conv, self.tf32)) for conv in asked) for profile in profiles]
         return [profile for profile, count in zip(profiles, counts, strict=True) if count == max(counts)]
 
     def _with(self, profile: Profile | None, rules: Iterable[dict[str, Any]] = (), guess: Any = None) -> Workspace:
         """The same with other answers, whatever version was wanted."""
         other = copy.copy(self)
         other._profile, other._rules, other._guess = profile, list(rules), guess or self._guess
-        other._prefer_installed, other._known, other.substitutions = False, {}, {}
+        other._prefer_installed, other._lookup, other._said, other.substitutions = False, None, {}, {}
         return other
 
-    def _look_up(self, conv: Conv) -> tuple[int, str]:
-        _check(conv)
-        why = not_cudnn(self.gpu, self.cudnn_version, self._torch_version, conv)
-        if why:
-            self.by_pytorch.add(conv)
-            return _by_pytorch(conv), f"PyTorch's {why}"
-        if not self._ask_first():
-            for rule in self._rules:
-                if kind_of(conv, self.tf32) == conv.dtype and applies(rule, conv):
-                    what = f"{rule['name']}, in cuDNN before {rule['before']}"
-                    if found := rule_answer(rule, self.gpu, conv):
-                        self._substitute(f"a rule for {what}")
-                        return found[0], f"{found[1]}: {what}; from {rule['from']}"
-            for profile in self._near():
-                if found := profile.conv(conv, self.tf32):
-                    self._substitute(self._differs(profile))
-                    return found[0], found[1] + self._wanted(profile.version)
+    def _asked(self) -> _core.Lookup:
+        """What answers before anybody is asked, or guesses: rules for older versions, then profiles. Nothing does where
+        the installed cuDNN is the better answer."""
+        if self._lookup is None:
+            self._entries = []
+            if not self._ask_first():
+                rules = [
+                    (rule, nearest_profile(self.gpu, rule["as"]) if "as" in rule else None) for rule in self._rules
+                ]
+                self._entries = [(rule, profile) for rule, profile in rules if profile or "formula" in rule]
+                self._entries += [(None, profile) for profile in self._near()]
+            torch = self._torch_version
+            release = torch_release(torch) if torch else (0, 0)
+            self._lookup = _core.Lookup(
+                self.gpu.sm, version_number(self.cudnn_version) if self.cudnn_version else 0,
+                100 * release[0] + release[1], bool(torch and torch.startswith("2.9.0")), self.tf32,
+                [(rule, profile and profile.core) for rule, profile in self._entries],
+            )  # fmt: skip
+        return self._lookup
+
+    def _told(self, question: Any, count: int, own: int, entry: int, steps: int, number: int) -> tuple[int, str]:
+        """(bytes, source) of a convolution that was not asked about before, as `_core.Lookup` found them."""
+        if own:
+            return count, self._said.setdefault((-own, 0, 0), f"PyTorch's {_OWN[own].format(self.gpu)}")
+        if entry < 0:
+            conv = Conv(*question)
+            _check(conv)
+            if entry < -1:
+                raise ValueError(f"conv: want sizes below 2^31, got {conv}")
+            return self._ask_or_guess(conv)
+        source = self._said.get((entry, steps, number))
+        if source is None:
+            rule, profile = self._entries[entry]
+            source = profile.source(steps, number) if profile else "rule"
+            if rule:
+                what = f"{rule['name']}, in cuDNN before {rule['before']}"
+                source = f"{source}: {what}; from {rule['from']}"
+                self._substitute(f"a rule for {what}")
+            else:
+                source += self._wanted(profile.version)
+                self._substitute(self._differs(profile))
+            self._said[entry, steps, number] = source
+        return count, source
+
+    def _ask_or_guess(self, conv: Conv) -> tuple[int, str]:
+        """What the installed cuDNN answers, or where there is none, a rule."""
         question = conv._asdict()
         question.update(nhwc=question.pop("layout") == "nhwc", tf32=self.tf32)
         try:
@@ -404,10 +396,19 @@ class _Most:
     """For each convolution the most that any of some workspaces says."""
 
     def __init__(self, workspaces: Sequence[Workspace]):
-        self._workspaces, self.by_pytorch = workspaces, workspaces[0].by_pytorch
+        self._workspaces = workspaces
+
+    @property
+    def by_pytorch(self) -> set[Conv]:
+        return self._workspaces[0].by_pytorch
 
     def conv(self, *question: Any, **more: Any) -> tuple[int, str]:
         return max(workspace.conv(*question, **more) for workspace in self._workspaces)
+
+    def answers(self, trace: _core.Trace, has_other: bool) -> tuple[list[int], list[int], list[str]]:
+        each = [workspace.answers(trace, has_other) for workspace in self._workspaces]
+        most = [max(counts) for counts in zip(*(counts for counts, _, _ in each), strict=True)]
+        return most, each[0][1] if has_other else most, each[0][2]
 
 
 _ASKABLE = version_number("9.8.0")  # the first that answers without a device
@@ -436,25 +437,6 @@ def _check(conv: Conv) -> None:
         raise ValueError(
             f"conv: want a {filters} filter within the padded input, got {sides} and padding {conv.padding}"
         )
-
-
-def _by_pytorch(conv: Conv) -> int:
-    """What PyTorch's own convolutions take besides their output.
-
-    Depthwise ones nothing (DepthwiseConv2d.cu, DepthwiseConv3d.cu). The others unfold the input into columns, one batch
-    item at a time, none for a plain 1x1 in two dimensions (ConvolutionMM2d.cu; NaiveDilatedConvolution.cu with dilation
-    or depth; NaiveConvolutionTranspose2d.cu and 3d), and one group after the other: each has its part of the input and
-    of the filter copied, and all outputs are there before they are put together (_convolution in Convolution.cpp).
-    """
-    if is_depthwise(conv):
-        return 0
-    size, groups = ELEMENT_BYTES[conv.dtype], conv.groups
-    i, o, f = (count * size for count in conv.elements)
-    channels, pixels = (conv.c, conv.out) if conv.output_padding is None else (conv.k, conv.size)
-    columns = channels // groups * math.prod(conv.along(conv.r)) * math.prod(pixels) * size
-    if conv.is_plain and (conv.r, conv.stride, conv.padding) == (1, 1, 0):
-        columns = 0
-    return columns if groups == 1 else max((i + f) // groups + columns, o)
 
 
 def _rule(gpu: Gpu, version: int, tf32: bool, conv: Conv) -> tuple[int, str]:

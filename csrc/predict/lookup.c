@@ -1,0 +1,417 @@
+/* Workspaces by what was recorded (lookup.h). */
+#include <string.h>
+
+#include "lookup.h"
+
+typedef __int128 wide;
+
+static vm_status narrow(wide value, uint64_t *out) {
+    if (value < 0 || value >> 63) return vm_fail(VM_EOVERFLOW, "conv: want sizes from 0 to 2^63 bytes, got others");
+    *out = (uint64_t)value;
+    return VM_OK;
+}
+
+static int first_dim(const vm_conv *c) { return VM_CONV_DIMS - c->dims; }
+
+bool vm_conv_plain(const vm_conv *c) {
+    bool plain = c->dims == 2 && c->groups == 1 && !c->transposed;
+    plain = plain && c->filter[1] == c->filter[2] && c->stride[1] == c->stride[2] && c->padding[1] == c->padding[2];
+    return plain && c->dilation[1] == 1 && c->dilation[2] == 1;
+}
+
+static int64_t out_along(const vm_conv *c, int d) {
+    const int64_t reach = c->dilation[d] * (c->filter[d] - 1) + 1;
+    if (c->transposed) return (c->size[d] - 1) * c->stride[d] - 2 * c->padding[d] + reach + c->output_padding[d];
+    return (c->size[d] + 2 * c->padding[d] - reach) / c->stride[d] + 1;
+}
+
+typedef struct elements {
+    wide in, out, filter, out_pixels, in_pixels, taps;
+} elements;
+
+static elements count(const vm_conv *c) {
+    elements e = {.out_pixels = 1, .in_pixels = 1, .taps = 1};
+    for (int d = first_dim(c); d < VM_CONV_DIMS; d++) {
+        e.out_pixels *= (wide)out_along(c, d);
+        e.in_pixels *= (wide)c->size[d];
+        e.taps *= (wide)c->filter[d];
+    }
+    e.in = (wide)c->n * (wide)c->c * e.in_pixels;
+    e.out = (wide)c->n * (wide)c->k * e.out_pixels;
+    e.filter = (wide)c->c * (wide)c->k / (wide)c->groups * e.taps;
+    return e;
+}
+
+static wide up(wide n, wide multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+vm_status vm_conv_sizes(const vm_conv *c, uint64_t size[VM_SIZES]) {
+    const elements e = count(c);
+    const wide element = vm_dtype_bytes(c->dtype), pixels = (wide)c->n * e.out_pixels;
+    const wide wide_c = up((wide)c->c * element, 16), wide_k = up((wide)c->k * element, 16);
+    const wide value[VM_SIZES] = {[VM_SIZE_i] = up(e.in * element, 16),
+                                  [VM_SIZE_o] = up(e.out * element, 16),
+                                  [VM_SIZE_f] = up(e.filter * element, 16),
+                                  [VM_SIZE_I] = e.in / (wide)c->c * wide_c,
+                                  [VM_SIZE_O] = pixels * wide_k,
+                                  [VM_SIZE_F] = wide_k * wide_c / element * e.taps,
+                                  [VM_SIZE_P] = pixels,
+                                  [VM_SIZE_Q] = e.out_pixels,
+                                  [VM_SIZE_h] = (wide)c->size[1],
+                                  [VM_SIZE_w] = (wide)c->size[2],
+                                  [VM_SIZE_n] = (wide)c->n,
+                                  [VM_SIZE_m] = up(pixels, 128) - pixels};
+    vm_status s = VM_OK;
+    for (int i = 0; !s && i < VM_SIZES; i++) s = narrow(value[i], &size[i]);
+    return s;
+}
+
+vm_status vm_formula_bytes(const vm_formula *f, const uint64_t size[VM_SIZES], uint64_t *bytes) {
+    wide total = f->constant;
+    for (int i = 0; i < VM_TENSORS; i++) total += (wide)f->times[i] * size[i];
+    if (f->index > 0) total += 128 * ((wide)f->index * size[VM_SIZE_Q] / 128 + 1);
+    if (f->tile > 0) total += (wide)f->per_tile * ((size[VM_SIZE_P] + (wide)f->tile - 1) / f->tile);
+    return narrow(total, bytes);
+}
+
+/* ---- profiles ---- */
+
+typedef struct node {
+    uint64_t limit;
+    int32_t feature, up_to, beyond;
+} node;
+
+typedef struct tree {
+    vm_profile_key key;
+    int32_t root;
+} tree;
+
+enum { NO_FORMULA = -1 }; /* an index */
+
+struct vm_profile {
+    bool strict;
+    const vm_profile *otherwise;
+    vm_rule *rule;
+    vm_formula *formula;
+    node *node;
+    tree *tree; /* in the order of their keys */
+    size_t rules, formulas, nodes, trees;
+};
+
+static void release(void *array, size_t items, size_t item) {
+    vm_mem_free(vm_mem_common, VM_SCRATCH, array, items * item);
+}
+
+static vm_status grow(void *array, size_t items, size_t item) {
+    return vm_mem_grow(vm_mem_common, VM_SCRATCH, array, items, item);
+}
+
+vm_status vm_profile_new(bool strict, const vm_profile *otherwise, vm_profile **out) {
+    vm_status s = vm_mem_alloc(vm_mem_common, VM_SCRATCH, sizeof **out, (void **)out);
+    if (s) return s;
+    (*out)->strict = strict;
+    (*out)->otherwise = otherwise;
+    return VM_OK;
+}
+
+void vm_profile_free(vm_profile *p) {
+    if (!p) return;
+    for (size_t i = 0; i < p->rules; i++) release((void *)p->rule[i].channels, 2 * p->rule[i].pairs, sizeof(int64_t));
+    release(p->rule, vm_mem_capacity(p->rules), sizeof *p->rule);
+    release(p->formula, vm_mem_capacity(p->formulas), sizeof *p->formula);
+    release(p->node, vm_mem_capacity(p->nodes), sizeof *p->node);
+    release(p->tree, vm_mem_capacity(p->trees), sizeof *p->tree);
+    release(p, 1, sizeof *p);
+}
+
+bool vm_rule_applies(const vm_rule *rule, const vm_conv *c, bool strict) {
+    if (c->nhwc || (strict && c->dtype == VM_F32) || !vm_conv_plain(c) || !(rule->dtypes >> c->dtype & 1)) return false;
+    if (rule->r && (c->filter[1] != rule->r || c->stride[1] != rule->stride)) return false;
+    bool known = !rule->pairs;
+    for (size_t i = 0; i < rule->pairs; i++)
+        known = known || (rule->channels[2 * i] == c->c && rule->channels[2 * i + 1] == c->k);
+    const wide pixels = (wide)c->size[1] * (wide)c->size[2];
+    return known && pixels >= (wide)rule->least && pixels <= (wide)rule->most;
+}
+
+/* A copy with channels of its own. */
+static vm_status copy_rule(const vm_rule *rule, vm_rule *out) {
+    void *channels = NULL;
+    const size_t bytes = 2 * rule->pairs * sizeof(int64_t);
+    vm_status s = rule->pairs ? vm_mem_alloc(vm_mem_common, VM_SCRATCH, bytes, &channels) : VM_OK;
+    if (s) return s;
+    if (channels) memcpy(channels, rule->channels, bytes);
+    *out = *rule;
+    out->channels = channels;
+    return VM_OK;
+}
+
+vm_status vm_profile_add_rule(vm_profile *p, const vm_rule *rule) {
+    vm_status s = grow(&p->rule, p->rules, sizeof *p->rule);
+    if (!s) s = copy_rule(rule, &p->rule[p->rules]);
+    if (!s) p->rules++;
+    return s;
+}
+
+vm_status vm_profile_add_formula(vm_profile *p, const vm_formula *formula) {
+    vm_status s = grow(&p->formula, p->formulas, sizeof *p->formula);
+    if (!s) p->formula[p->formulas++] = formula ? *formula : (vm_formula){.index = NO_FORMULA};
+    return s;
+}
+
+/* Whether a child of a node, or the root of a tree, is there already: so a walk through a tree ends. */
+static bool is_there(const vm_profile *p, int32_t at) {
+    return at >= 0 ? (size_t)at < p->nodes : (size_t)~at < p->formulas;
+}
+
+vm_status vm_profile_add_node(vm_profile *p, int feature, uint64_t limit, int32_t up_to, int32_t beyond, int32_t *out) {
+    if (feature < 0 || feature >= VM_SIZES || !is_there(p, up_to) || !is_there(p, beyond) || p->nodes >= INT32_MAX)
+        return vm_fail(VM_EINVAL, "profile: want nodes of a size, with two nodes or formulas that are there");
+    vm_status s = grow(&p->node, p->nodes, sizeof *p->node);
+    if (s) return s;
+    *out = (int32_t)p->nodes;
+    p->node[p->nodes++] = (node){limit, feature, up_to, beyond};
+    return VM_OK;
+}
+
+static int order(const vm_profile_key *a, const vm_profile_key *b) {
+    const int64_t x[8] = {a->c, a->k, a->r, a->stride, a->padding, a->dtype, a->strict, a->nhwc};
+    const int64_t y[8] = {b->c, b->k, b->r, b->stride, b->padding, b->dtype, b->strict, b->nhwc};
+    for (int i = 0; i < 8; i++)
+        if (x[i] != y[i]) return x[i] < y[i] ? -1 : 1;
+    return 0;
+}
+
+/* How many trees come before key. */
+static size_t before(const vm_profile *p, const vm_profile_key *key) {
+    size_t low = 0, high = p->trees;
+    while (low < high) {
+        const size_t middle = (low + high) / 2;
+        if (order(&p->tree[middle].key, key) < 0)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+vm_status vm_profile_add_tree(vm_profile *p, const vm_profile_key *key, int32_t root) {
+    if (!is_there(p, root)) return vm_fail(VM_EINVAL, "profile: want trees of a node or a formula that is there");
+    vm_status s = grow(&p->tree, p->trees, sizeof *p->tree);
+    if (s) return s;
+    const size_t at = before(p, key);
+    memmove(&p->tree[at + 1], &p->tree[at], (p->trees - at) * sizeof *p->tree);
+    p->tree[at] = (tree){*key, root};
+    p->trees++;
+    return VM_OK;
+}
+
+/* *ends: the profile has a tree, which says that nothing was recorded at this size. */
+static vm_status answer_here(const vm_profile *p, const vm_conv *c, bool strict, bool *found, uint64_t *bytes,
+                             int *rule, bool *ends) {
+    const vm_formula *formula = NULL;
+    uint64_t size[VM_SIZES];
+    vm_status s = vm_conv_sizes(c, size);
+    for (size_t i = 0; !s && !formula && i < p->rules; i++)
+        if (vm_rule_applies(&p->rule[i], c, strict)) formula = &p->rule[i].formula, *rule = (int)i;
+    const vm_profile_key key = {
+        c->c, c->k, c->filter[1], c->stride[1], c->padding[1], c->dtype, strict && c->dtype == VM_F32, c->nhwc};
+    const size_t at = before(p, &key);
+    if (!s && !formula && at < p->trees && !order(&p->tree[at].key, &key)) {
+        int32_t n = p->tree[at].root;
+        while (n >= 0) n = size[p->node[n].feature] <= p->node[n].limit ? p->node[n].up_to : p->node[n].beyond;
+        formula = &p->formula[~n];
+        *ends = formula->index == NO_FORMULA;
+    }
+    *found = formula && !*ends;
+    return s || !*found ? s : vm_formula_bytes(formula, size, bytes);
+}
+
+vm_status vm_profile_conv(const vm_profile *p, const vm_conv *c, bool tf32, bool *found, uint64_t *bytes,
+                          vm_profile_how *how) {
+    *how = (vm_profile_how){0, -1};
+    *found = false;
+    vm_status s = VM_OK;
+    bool ends = !vm_conv_plain(c);
+    for (; !s && !*found && !ends && p; p = p->otherwise) {
+        s = answer_here(p, c, p->strict && !tf32, found, bytes, &how->rule, &ends);
+        how->steps += !*found;
+    }
+    return s;
+}
+
+/* ---- PyTorch's choice ---- */
+
+static int64_t most_of(const vm_conv *c, const int64_t extents[VM_CONV_DIMS]) {
+    int64_t most = 0;
+    for (int d = first_dim(c); d < VM_CONV_DIMS; d++) most = VM_MAX(most, extents[d]);
+    return most;
+}
+
+/* Whether cuDNN is thought to be faster than PyTorch's own depthwise kernel, in NCHW
+ * (check_cudnn_depthwise_workload_with_filter in Convolution.cpp). */
+static bool cudnn_is_faster(const vm_conv *c) {
+    const int64_t stride = c->stride[2], side = c->filter[1];
+    if (c->dtype != VM_F16 || c->dims == 3 || c->c < 32 || most_of(c, c->dilation) > 1) return false;
+    if (c->stride[1] != stride && c->size[1] != 1) return false;
+    if (c->size[1] == 1 && stride == 1) return true;
+    if (side != c->filter[2] || (side != 1 && side != 3 && side != 5) || c->size[2] < 7 || stride > 2) return false;
+    if (stride == 1) return true;
+    if (c->n == 1) return side > 1 || c->size[2] <= 28;
+    if (side == 1) return c->n <= 16 && c->c >= 128 && c->size[2] <= 7;
+    return c->c >= 512 || (c->c >= 256 && c->size[2] >= 28);
+}
+
+static bool is_depthwise(const vm_conv *c) {
+    return !c->transposed && c->c == c->groups && c->groups > 1 && c->k % c->c == 0;
+}
+
+/* After use_cudnn, needs_64bit_indexing_no_split and use_cudnn_depthwise in Convolution.cpp. */
+static vm_own_conv why_own(const vm_lookup_torch *t, const vm_conv *c) {
+    const elements e = count(c);
+    const bool large = VM_MAX(e.in, e.out) / (wide)c->n >= (wide)1 << 31;
+    if (c->dtype == VM_BF16 && t->sm < 80) return VM_OWN_BFLOAT16;
+    if (c->dims == 3 && !c->nhwc && c->dtype != VM_F32 && most_of(c, c->filter) > 1 && t->release >= 209) {
+        const bool avoided = t->cudnn >= 90800 && t->cudnn < 91500; /* pytorch/pytorch#166643 */
+        if (avoided || t->is_290) return VM_OWN_CONV3D;
+    }
+    if (t->cudnn && t->cudnn < 90300 && large) return VM_OWN_LARGE;
+    return is_depthwise(c) && !c->nhwc && !large && !cudnn_is_faster(c) ? VM_OWN_DEPTHWISE : VM_OWN_NONE;
+}
+
+/* Depthwise ones take nothing (DepthwiseConv2d.cu, DepthwiseConv3d.cu). The others unfold the input into columns,
+ * one item of the batch at a time, none for a plain 1x1 in two dimensions (ConvolutionMM2d.cu;
+ * NaiveDilatedConvolution.cu with dilation or depth; NaiveConvolutionTranspose2d.cu and 3d), and one group after the
+ * other: each has its part of the input and of the filter copied, and all outputs are there before they are put
+ * together (_convolution in Convolution.cpp). */
+vm_status vm_own_conv_bytes(const vm_lookup_torch *t, const vm_conv *c, vm_own_conv *why, uint64_t *bytes) {
+    *why = why_own(t, c);
+    *bytes = 0;
+    if (*why == VM_OWN_NONE || is_depthwise(c)) return VM_OK;
+    const elements e = count(c);
+    const wide element = vm_dtype_bytes(c->dtype), groups = (wide)c->groups;
+    const wide channels = (wide)(c->transposed ? c->k : c->c), pixels = c->transposed ? e.in_pixels : e.out_pixels;
+    wide columns = channels / groups * e.taps * pixels * element;
+    if (vm_conv_plain(c) && c->filter[1] == 1 && c->stride[1] == 1 && !c->padding[1]) columns = 0;
+    const wide parts = (e.in * element + e.filter * element) / groups + columns;
+    return narrow(groups == 1 ? columns : VM_MAX(parts, e.out * element), bytes);
+}
+
+/* ---- lookups ---- */
+
+typedef struct entry {
+    bool has_rule;
+    vm_rule rule;
+    const vm_profile *profile;
+} entry;
+
+struct vm_lookup {
+    vm_lookup_torch torch;
+    bool tf32;
+    entry *entry;
+    vm_known *known;
+    uint32_t *bin; /* hash table of what is known: index + 1, or 0 */
+    size_t entries, knowns, bins;
+};
+
+vm_status vm_lookup_new(const vm_lookup_torch *torch, bool tf32, vm_lookup **out) {
+    vm_status s = vm_mem_alloc(vm_mem_common, VM_SCRATCH, sizeof **out, (void **)out);
+    if (s) return s;
+    (*out)->torch = *torch;
+    (*out)->tf32 = tf32;
+    return VM_OK;
+}
+
+void vm_lookup_free(vm_lookup *l) {
+    if (!l) return;
+    for (size_t i = 0; i < l->entries; i++)
+        release((void *)l->entry[i].rule.channels, 2 * l->entry[i].rule.pairs, sizeof(int64_t));
+    release(l->entry, vm_mem_capacity(l->entries), sizeof *l->entry);
+    release(l->known, vm_mem_capacity(l->knowns), sizeof *l->known);
+    release(l->bin, l->bins, sizeof *l->bin);
+    release(l, 1, sizeof *l);
+}
+
+vm_status vm_lookup_add(vm_lookup *l, const vm_rule *rule, const vm_profile *profile) {
+    vm_status s = grow(&l->entry, l->entries, sizeof *l->entry);
+    entry one = {.has_rule = rule != NULL, .profile = profile};
+    if (!s && rule) s = copy_rule(rule, &one.rule);
+    if (!s) l->entry[l->entries++] = one;
+    return s;
+}
+
+static bool is_conv(const vm_conv *c) {
+    bool is = c->n > 0 && c->c > 0 && c->k > 0 && c->groups > 0 && (c->dims == 2 || c->dims == 3);
+    is = is && c->c % c->groups == 0 && c->k % c->groups == 0;
+    for (int d = is ? first_dim(c) : VM_CONV_DIMS; d < VM_CONV_DIMS; d++)
+        is = is && c->size[d] > 0 && c->filter[d] > 0 && c->stride[d] > 0 && c->dilation[d] > 0 && c->padding[d] >= 0 &&
+             c->output_padding[d] >= 0 &&
+             (c->size[d] | c->filter[d] | c->stride[d] | c->dilation[d] | c->padding[d] | c->output_padding[d]) >> 31 ==
+                 0 &&
+             out_along(c, d) > 0;
+    return is && (c->n | c->c | c->k) >> 31 == 0;
+}
+
+vm_status vm_lookup_conv(const vm_lookup *l, const vm_conv *c, vm_lookup_answer *out) {
+    *out = (vm_lookup_answer){.entry = -1, .how = {0, -1}};
+    if (!is_conv(c)) return vm_fail(VM_EINVAL, "conv: want a convolution that leaves an output, below 2^31 a side");
+    vm_status s = vm_own_conv_bytes(&l->torch, c, &out->own, &out->bytes);
+    bool found = out->own != VM_OWN_NONE;
+    for (size_t i = 0; !s && !found && i < l->entries; i++) {
+        const entry *e = &l->entry[i];
+        if (e->has_rule && !vm_rule_applies(&e->rule, c, !l->tf32)) continue;
+        uint64_t size[VM_SIZES];
+        vm_profile_how how = {0, -1};
+        found = !e->profile;
+        if (e->profile)
+            s = vm_profile_conv(e->profile, c, e->has_rule || l->tf32, &found, &out->bytes, &how);
+        else if (!(s = vm_conv_sizes(c, size)))
+            s = vm_formula_bytes(&e->rule.formula, size, &out->bytes);
+        if (found) out->entry = (int)i, out->how = how;
+    }
+    return s;
+}
+
+static size_t hash(const vm_conv *c) {
+    const int64_t part[] = {c->dtype,     c->tf32,      c->nhwc,      c->transposed, c->dims,    c->n,
+                            c->c,         c->k,         c->groups,    c->size[0],    c->size[1], c->size[2],
+                            c->filter[1], c->filter[2], c->stride[2], c->padding[2]};
+    uint64_t h = 14695981039346656037u;
+    for (size_t i = 0; i < sizeof part / sizeof *part; i++)
+        h = (h ^ (uint64_t)part[i]) * 0x9e3779b97f4a7c15u, h ^= h >> 29;
+    return (size_t)h;
+}
+
+static uint32_t *find(const vm_lookup *l, const vm_conv *conv) {
+    size_t i = hash(conv) & (l->bins - 1);
+    while (l->bin[i] && !vm_conv_same(&l->known[l->bin[i] - 1].conv, conv)) i = (i + 1) & (l->bins - 1);
+    return &l->bin[i];
+}
+
+const vm_known *vm_lookup_known(const vm_lookup *l, const vm_conv *conv) {
+    const uint32_t *bin = l->bins ? find(l, conv) : NULL;
+    return bin && *bin ? &l->known[*bin - 1] : NULL;
+}
+
+vm_status vm_lookup_remember(vm_lookup *l, const vm_known *known) {
+    vm_status s = grow(&l->known, l->knowns, sizeof *l->known);
+    if (!s && 2 * (l->knowns + 1) > l->bins) {
+        const size_t bins = l->bins ? 2 * l->bins : 64;
+        void *wider;
+        if ((s = vm_mem_alloc(vm_mem_common, VM_SCRATCH, bins * sizeof *l->bin, &wider))) return s;
+        release(l->bin, l->bins, sizeof *l->bin);
+        l->bin = wider;
+        l->bins = bins;
+        for (size_t i = 0; i < l->knowns; i++) *find(l, &l->known[i].conv) = (uint32_t)i + 1;
+    }
+    if (s) return s;
+    uint32_t *bin = find(l, &known->conv);
+    if (*bin) return VM_OK; /* somebody was faster */
+    l->known[l->knowns++] = *known;
+    *bin = (uint32_t)l->knowns;
+    return VM_OK;
+}
+
+const vm_known *vm_lookup_all(const vm_lookup *l, size_t *count) {
+    *count = l->knowns;
+    return l->known;
+}

@@ -1,0 +1,128 @@
+/* How much workspace a convolution of PyTorch's takes, by what was recorded: profiles of cuDNN's answers, and rules
+ * (vaemem/prediction/profiles.py says what their files hold).
+ *
+ *   profile  (channels, filter, stride, padding, kind) -> decision tree -> formula
+ *   rule     which convolutions -> formula, or the answer of a profile
+ *   lookup   PyTorch's own convolutions, else the first of its rules and profiles that answers; it remembers
+ *
+ * What no entry answers is the caller's to find out, by asking an installed cuDNN or by guessing. */
+#ifndef VM_LOOKUP_H
+#define VM_LOOKUP_H
+
+#include "workspace.h"
+
+/* What formulas and trees speak of, in their order: input, output and filter in bytes, each rounded up to 16, then with
+ * the channels padded to 16 bytes; output pixels of the batch and of one image; height and width of the input; the
+ * batch; what P lacks to a multiple of 128. */
+enum { VM_SIZE_i, VM_SIZE_o, VM_SIZE_f, VM_SIZE_I, VM_SIZE_O, VM_SIZE_F, VM_TENSORS };
+enum { VM_SIZE_P = VM_TENSORS, VM_SIZE_Q, VM_SIZE_h, VM_SIZE_w, VM_SIZE_n, VM_SIZE_m, VM_SIZES };
+#define VM_SIZE_NAMES "iofIOFPQhwnm"
+
+/* Bytes: the tensors so often each, + 128 * (index * Q / 128 + 1) with an index, + per_tile * ceil(P / tile) with a
+ * tile, + constant. */
+typedef struct vm_formula {
+    uint32_t times[VM_TENSORS];
+    int64_t index, tile, per_tile, constant; /* the constant may be negative */
+} vm_formula;
+
+/* VM_EOVERFLOW where a size, or the result, does not fit into 64 bits. */
+vm_status vm_conv_sizes(const vm_conv *conv, uint64_t size[VM_SIZES]);
+vm_status vm_formula_bytes(const vm_formula *formula, const uint64_t size[VM_SIZES], uint64_t *bytes);
+
+/* Of two dimensions, square, one group, no dilation, not transposed: the kind that profiles and rules hold. */
+bool vm_conv_plain(const vm_conv *conv);
+
+/* ---- profiles ---- */
+
+typedef struct vm_rule {
+    unsigned dtypes;         /* one bit for each vm_dtype */
+    int64_t r, stride;       /* r: 0 for any */
+    int64_t least, most;     /* pixels of the input */
+    const int64_t *channels; /* input, output, input ...; borrowed */
+    size_t pairs;            /* of channels; 0: any */
+    vm_formula formula;
+} vm_rule;
+
+/* Whether a rule speaks of a convolution. strict: its float32 may not be TF32, of which no rule speaks. */
+bool vm_rule_applies(const vm_rule *rule, const vm_conv *conv, bool strict);
+
+typedef struct vm_profile vm_profile;
+
+/* strict: whether TF32 makes a difference to float32 (compute capability 8.0 and later). otherwise: asked where the
+ * profile has no tree, or NULL; borrowed. */
+vm_status vm_profile_new(bool strict, const vm_profile *otherwise, vm_profile **out);
+void vm_profile_free(vm_profile *p);                                        /* accepts NULL */
+vm_status vm_profile_add_rule(vm_profile *p, const vm_rule *rule);          /* copies it, its channels too */
+vm_status vm_profile_add_formula(vm_profile *p, const vm_formula *formula); /* NULL: none was recorded */
+/* A node goes on at up_to where size[feature] <= limit, else at beyond: both nodes that are there already (0 and
+ * up), or ~formula for the end. *node: its number. */
+vm_status vm_profile_add_node(vm_profile *p, int feature, uint64_t limit, int32_t up_to, int32_t beyond, int32_t *node);
+typedef struct vm_profile_key {
+    int64_t c, k, r, stride, padding;
+    vm_dtype dtype;
+    bool strict, nhwc;
+} vm_profile_key;
+vm_status vm_profile_add_tree(vm_profile *p, const vm_profile_key *key, int32_t node);
+
+/* Who answered: the profile itself or, so many steps away, what it names as otherwise; by which of its rules, or -1. */
+typedef struct vm_profile_how {
+    int steps, rule;
+} vm_profile_how;
+
+/* *found: whether a convolution of its kind was recorded. tf32: torch.backends.cudnn.allow_tf32. */
+vm_status vm_profile_conv(const vm_profile *p, const vm_conv *conv, bool tf32, bool *found, uint64_t *bytes,
+                          vm_profile_how *how);
+
+/* ---- PyTorch's choice ---- */
+
+typedef struct vm_lookup_torch {
+    int sm;      /* compute capability, 89 for 8.9 */
+    int cudnn;   /* 10000 * major + 100 * minor + patch; 0 where none is known */
+    int release; /* 100 * major + minor of PyTorch; 0 where none is known */
+    bool is_290; /* 2.9.0, which runs no 3d convolution in half precision by cuDNN */
+} vm_lookup_torch;
+
+typedef enum vm_own_conv {
+    VM_OWN_NONE, /* cuDNN runs it */
+    VM_OWN_BFLOAT16,
+    VM_OWN_CONV3D,
+    VM_OWN_LARGE,
+    VM_OWN_DEPTHWISE
+} vm_own_conv;
+
+/* Why PyTorch runs a convolution by code of its own, and what that takes besides the output. */
+vm_status vm_own_conv_bytes(const vm_lookup_torch *torch, const vm_conv *conv, vm_own_conv *why, uint64_t *bytes);
+
+/* ---- lookups ---- */
+
+typedef struct vm_lookup vm_lookup;
+
+vm_status vm_lookup_new(const vm_lookup_torch *torch, bool tf32, vm_lookup **out);
+void vm_lookup_free(vm_lookup *l); /* accepts NULL */
+/* What is asked next: a profile (rule NULL); where a rule applies, its formula (profile NULL), or a profile with TF32.
+ * profile: borrowed until vm_lookup_free. */
+vm_status vm_lookup_add(vm_lookup *l, const vm_rule *rule, const vm_profile *profile);
+
+typedef struct vm_lookup_answer {
+    uint64_t bytes;
+    vm_own_conv own; /* VM_OWN_NONE: entry answered, or where that is negative, none did */
+    int entry;
+    vm_profile_how how;
+} vm_lookup_answer;
+
+/* VM_EINVAL where conv is no convolution: sizes, groups or a filter that cannot be. */
+vm_status vm_lookup_conv(const vm_lookup *l, const vm_conv *conv, vm_lookup_answer *out);
+
+/* What was answered before, and who said so: a number of the caller's. */
+typedef struct vm_known {
+    vm_conv conv;
+    uint64_t bytes;
+    uint32_t source;
+    bool own;
+} vm_known;
+const vm_known *vm_lookup_known(const vm_lookup *l, const vm_conv *conv); /* NULL where it was not */
+vm_status vm_lookup_remember(vm_lookup *l, const vm_known *known);
+/* All of them, in the order in which they were remembered. */
+const vm_known *vm_lookup_all(const vm_lookup *l, size_t *count);
+
+#endif

@@ -1,0 +1,456 @@
+/* vaemem._core.Profile and Lookup: recorded workspaces of convolutions. vaemem/prediction/profiles.py and
+ * workspace.py are their faces. Both are used with the GIL held, and no pointer into them is kept while Python code
+ * may run. */
+#include "../predict/lookup.h"
+#include "../predict/torch_trace.h"
+#include "py_conv.h"
+
+typedef struct Profile {
+    PyObject_HEAD
+    vm_profile *profile;
+    PyObject *otherwise; /* another Profile, or NULL */
+} Profile;
+
+typedef struct Lookup {
+    PyObject_HEAD
+    vm_lookup *lookup;
+    PyObject *profiles, *sources; /* a tuple that keeps the profiles; a list of texts */
+} Lookup;
+
+/* ---- reading files' data ---- */
+
+static int bad(const char *what, PyObject *got) {
+    if (!PyErr_Occurred()) PyErr_Format(PyExc_ValueError, "profile: want %s, got %R", what, got);
+    return -1;
+}
+
+static int to_number(PyObject *object, uint64_t *out) {
+    *out = PyLong_Check(object) ? PyLong_AsUnsignedLongLong(object) : UINT64_MAX;
+    if (PyErr_Occurred()) PyErr_Clear(), *out = UINT64_MAX;
+    return *out >> 62 ? bad("integers from 0 to 2^62", object) : 0;
+}
+
+static int to_formula(PyObject *list, vm_formula *out) {
+    *out = (vm_formula){0};
+    if (!PyList_Check(list) || PyList_GET_SIZE(list) != 5 || !PyUnicode_Check(PyList_GET_ITEM(list, 0)))
+        return bad("formulas of tensors and four integers", list);
+    const char *text = PyUnicode_AsUTF8(PyList_GET_ITEM(list, 0));
+    while (text && *text) { /* i+f+3o */
+        uint32_t times = *text >= '0' && *text <= '9' ? 0 : 1;
+        while (*text >= '0' && *text <= '9' && times < 1000) times = 10 * times + (uint32_t)(*text++ - '0');
+        const char *at = *text ? strchr(VM_SIZE_NAMES, *text) : NULL;
+        const ptrdiff_t tensor = at ? at - VM_SIZE_NAMES : VM_TENSORS;
+        if (tensor >= VM_TENSORS || (text[1] && text[1] != '+')) return bad("a sum of i, o, f, I, O and F", list);
+        out->times[tensor] += times;
+        text += text[1] ? 2 : 1;
+    }
+    uint64_t part[3];
+    for (int i = 0; text && i < 3; i++)
+        if (to_number(PyList_GET_ITEM(list, i + 1), &part[i])) return -1;
+    PyObject *constant = PyList_GET_ITEM(list, 4);
+    out->index = (int64_t)part[0];
+    out->tile = (int64_t)part[1];
+    out->per_tile = (int64_t)part[2];
+    out->constant = PyLong_Check(constant) ? PyLong_AsLongLong(constant) : 0;
+    return !text || !PyLong_Check(constant) || PyErr_Occurred() ? bad("a formula of integers", list) : 0;
+}
+
+/* dict[name], borrowed: NULL where it is not there. */
+static PyObject *item(PyObject *dict, const char *name) { return PyDict_GetItemString(dict, name); }
+
+static int to_extent(PyObject *dict, const char *name, int64_t *out) {
+    uint64_t n = 0;
+    PyObject *value = item(dict, name);
+    if (value && to_number(value, &n)) return -1;
+    *out = (int64_t)n;
+    return 0;
+}
+
+/* Two integers of a list or tuple. */
+static int to_pair(PyObject *object, int64_t out[2]) {
+    PyObject *pair = PySequence_Tuple(object);
+    uint64_t n[2] = {0, 0};
+    int failed = !pair || PyTuple_GET_SIZE(pair) != 2 ? bad("pairs of integers", object) : 0;
+    for (int i = 0; !failed && i < 2; i++) failed = to_number(PyTuple_GET_ITEM(pair, i), &n[i]);
+    out[0] = (int64_t)n[0];
+    out[1] = (int64_t)n[1];
+    Py_XDECREF(pair);
+    return failed;
+}
+
+/* rule->channels is the caller's to free, with PyMem_Free. formula: whether the rule has to have one. */
+static int to_rule(PyObject *dict, bool formula, vm_rule *rule, int64_t **channels) {
+    *rule = (vm_rule){.most = INT64_MAX};
+    *channels = NULL;
+    if (!PyDict_Check(dict)) return bad("rules that are dicts", dict);
+    PyObject *dtypes = item(dict, "dtypes"), *pairs = item(dict, "channels"), *pixels = item(dict, "pixels");
+    if (!dtypes || !PyList_Check(dtypes)) return bad("a rule with a list of dtypes", dict);
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(dtypes); i++) {
+        vm_dtype dtype;
+        if (!vm_py_to_dtype(PyList_GET_ITEM(dtypes, i), &dtype)) return -1;
+        rule->dtypes |= 1u << dtype;
+    }
+    int64_t range[2] = {1, INT64_MAX};
+    if (to_extent(dict, "r", &rule->r) || to_extent(dict, "stride", &rule->stride) ||
+        (pixels && to_pair(pixels, range)))
+        return -1;
+    rule->least = range[0];
+    rule->most = range[1];
+    if (formula && (!item(dict, "formula") || to_formula(item(dict, "formula"), &rule->formula)))
+        return bad("a rule with a formula", dict);
+    if (!pairs) return 0;
+    if (!PyList_Check(pairs)) return bad("a rule with a list of channels", dict);
+    rule->pairs = (size_t)PyList_GET_SIZE(pairs);
+    rule->channels = *channels = PyMem_Calloc(2 * rule->pairs + 1, sizeof **channels);
+    if (!*channels) return PyErr_NoMemory(), -1;
+    for (size_t i = 0; i < rule->pairs; i++)
+        if (to_pair(PyList_GET_ITEM(pairs, (Py_ssize_t)i), *channels + 2 * i)) return -1;
+    return 0;
+}
+
+/* ---- Profile ---- */
+
+/* A tree as nodes, its children first. */
+static int add_tree(vm_profile *p, PyObject *tree, int32_t *node) {
+    if (PyLong_Check(tree)) {
+        uint64_t formula;
+        if (to_number(tree, &formula) || formula >= INT32_MAX) return bad("a formula's number", tree);
+        *node = ~(int32_t)formula;
+        return 0;
+    }
+    PyObject *feature = PyList_Check(tree) && PyList_GET_SIZE(tree) == 4 ? PyList_GET_ITEM(tree, 0) : NULL;
+    const char *name = feature && PyUnicode_Check(feature) ? PyUnicode_AsUTF8(feature) : NULL;
+    const char *at = name && *name && !name[1] ? strchr(VM_SIZE_NAMES, *name) : NULL;
+    uint64_t limit;
+    int32_t up_to, beyond;
+    if (!at || to_number(PyList_GET_ITEM(tree, 1), &limit)) return bad("a tree of [feature, limit, tree, tree]", tree);
+    if (Py_EnterRecursiveCall(" in a profile's tree")) return -1;
+    const int failed = add_tree(p, PyList_GET_ITEM(tree, 2), &up_to) || add_tree(p, PyList_GET_ITEM(tree, 3), &beyond);
+    Py_LeaveRecursiveCall();
+    if (failed) return -1;
+    const vm_status s = vm_profile_add_node(p, (int)(at - VM_SIZE_NAMES), limit, up_to, beyond, node);
+    return s ? (vm_py_raise(s), -1) : 0;
+}
+
+/* "128,128,3,1,1/float16 nhwc" */
+static int to_key(PyObject *name, vm_profile_key *key) {
+    const char *text = PyUnicode_Check(name) ? PyUnicode_AsUTF8(name) : NULL;
+    long long n[5];
+    char kind[32] = "";
+    if (!text || sscanf(text, "%lld,%lld,%lld,%lld,%lld/%31[a-z0-9 ]", n, n + 1, n + 2, n + 3, n + 4, kind) != 6)
+        return bad("keys such as '128,128,3,1,1/float16'", name);
+    *key = (vm_profile_key){n[0], n[1], n[2], n[3], n[4], VM_F32, false, false};
+    char *rest = strchr(kind, ' ');
+    key->strict = rest && strstr(rest, " strict");
+    key->nhwc = rest && strstr(rest, " nhwc");
+    if (rest) *rest = 0;
+    PyObject *dtype = PyUnicode_FromString(kind);
+    const int known = dtype && vm_py_to_dtype(dtype, &key->dtype);
+    Py_XDECREF(dtype);
+    return known ? 0 : -1;
+}
+
+/* Of formulas, rules and trees; a tree that is a text is that of another key. */
+static int fill(vm_profile *p, PyObject *formulas, PyObject *rules, PyObject *trees) {
+    vm_status s = VM_OK;
+    for (Py_ssize_t i = 0; !s && i < PyList_GET_SIZE(formulas); i++) {
+        vm_formula formula;
+        PyObject *const one = PyList_GET_ITEM(formulas, i);
+        if (one != Py_None && to_formula(one, &formula)) return -1;
+        s = vm_profile_add_formula(p, one == Py_None ? NULL : &formula);
+    }
+    for (Py_ssize_t i = 0; !s && i < PyList_GET_SIZE(rules); i++) {
+        vm_rule rule;
+        int64_t *channels;
+        const int failed = to_rule(PyList_GET_ITEM(rules, i), true, &rule, &channels);
+        if (!failed) s = vm_profile_add_rule(p, &rule);
+        PyMem_Free(channels);
+        if (failed) return -1;
+    }
+    PyObject *name, *tree;
+    for (Py_ssize_t at = 0; !s && PyDict_Next(trees, &at, &name, &tree);) {
+        vm_profile_key key;
+        int32_t root;
+        if (PyUnicode_Check(tree) && !(tree = PyDict_GetItem(trees, tree))) return bad("a key that is there", name);
+        if (to_key(name, &key) || add_tree(p, tree, &root)) return -1;
+        s = vm_profile_add_tree(p, &key, root);
+    }
+    return s ? (vm_py_raise(s), -1) : 0;
+}
+
+static PyObject *profile_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"strict", "otherwise", "formulas", "rules", "trees", NULL};
+    int strict;
+    PyObject *otherwise, *formulas, *rules, *trees;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "pOO!O!O!:Profile", names, &strict, &otherwise, &PyList_Type,
+                                     &formulas, &PyList_Type, &rules, &PyDict_Type, &trees))
+        return NULL;
+    if (otherwise != Py_None && !PyObject_TypeCheck(otherwise, type))
+        return PyErr_Format(PyExc_TypeError, "otherwise: want a Profile, got %s", Py_TYPE(otherwise)->tp_name);
+    Profile *self = (Profile *)type->tp_alloc(type, 0);
+    if (!self) return NULL;
+    const vm_profile *other = NULL;
+    if (otherwise != Py_None) {
+        self->otherwise = Py_NewRef(otherwise);
+        other = ((Profile *)otherwise)->profile;
+    }
+    const vm_status s = vm_profile_new(strict, other, &self->profile);
+    if (!s && !fill(self->profile, formulas, rules, trees)) return (PyObject *)self;
+    Py_DECREF(self);
+    return s ? vm_py_raise(s) : NULL;
+}
+
+static void profile_dealloc(Profile *self) {
+    vm_profile_free(self->profile);
+    Py_XDECREF(self->otherwise);
+    vm_py_free((PyObject *)self);
+}
+
+/* A question as Conv and Trace.convs have it: -1 with an exception set. */
+static int to_question(PyObject *tuple, vm_conv *conv) {
+    const char *layout;
+    vm_py_conv from = {.groups = 1};
+    if (!PyTuple_Check(tuple) ||
+        !PyArg_ParseTuple(tuple, "O&LLLLLOOOs|OLOL:conv", vm_py_to_dtype, &from.dtype, &from.n, &from.c, &from.h,
+                          &from.w, &from.k, &from.r, &from.stride, &from.padding, &layout, &from.dilation, &from.groups,
+                          &from.output_padding, &from.depth)) {
+        if (!PyErr_Occurred()) PyErr_Format(PyExc_TypeError, "conv: want a tuple, got %R", tuple);
+        return -1;
+    }
+    from.nhwc = !strcmp(layout, "nhwc");
+    return vm_py_to_conv(&from, conv);
+}
+
+static PyObject *profile_conv(Profile *self, PyObject *args) {
+    PyObject *question;
+    vm_conv conv;
+    int tf32;
+    bool found;
+    uint64_t bytes;
+    vm_profile_how how;
+    if (!PyArg_ParseTuple(args, "Op:conv", &question, &tf32) || to_question(question, &conv)) return NULL;
+    const vm_status s = vm_profile_conv(self->profile, &conv, tf32, &found, &bytes, &how);
+    if (s) return vm_py_raise(s);
+    if (!found) Py_RETURN_NONE;
+    return Py_BuildValue("(Kii)", (unsigned long long)bytes, how.steps, how.rule);
+}
+
+/* ---- Lookup ---- */
+
+/* Adds (rule or None, Profile or None). */
+static int add_entry(Lookup *self, PyObject *pair, Py_ssize_t i) {
+    PyObject *rule, *profile;
+    vm_rule read;
+    int64_t *channels = NULL;
+    if (!PyTuple_Check(pair) || !PyArg_ParseTuple(pair, "OO", &rule, &profile)) return bad("pairs", pair);
+    const bool has_rule = rule != Py_None, has_profile = profile != Py_None;
+    if (has_profile && Py_TYPE(profile)->tp_dealloc != (destructor)profile_dealloc)
+        return PyErr_Format(PyExc_TypeError, "entries: want Profiles, got %s", Py_TYPE(profile)->tp_name), -1;
+    int failed = has_rule ? to_rule(rule, !has_profile, &read, &channels) : 0;
+    if (!failed && !has_rule && !has_profile) failed = bad("a rule or a profile", pair);
+    PyTuple_SET_ITEM(self->profiles, i, Py_NewRef(profile));
+    if (!failed) {
+        const vm_status s =
+            vm_lookup_add(self->lookup, has_rule ? &read : NULL, has_profile ? ((Profile *)profile)->profile : NULL);
+        if (s) failed = (vm_py_raise(s), -1);
+    }
+    PyMem_Free(channels);
+    return failed;
+}
+
+static PyObject *lookup_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"sm", "cudnn", "release", "is_290", "tf32", "entries", NULL};
+    vm_lookup_torch torch = {0};
+    int is_290, tf32;
+    PyObject *entries, *list;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iiippO:Lookup", names, &torch.sm, &torch.cudnn, &torch.release,
+                                     &is_290, &tf32, &entries) ||
+        !(list = PySequence_Tuple(entries)))
+        return NULL;
+    torch.is_290 = is_290;
+    Lookup *self = (Lookup *)type->tp_alloc(type, 0);
+    const Py_ssize_t count = PyTuple_GET_SIZE(list);
+    int failed = !self || !(self->profiles = PyTuple_New(count)) || !(self->sources = PyList_New(0)) ? -1 : 0;
+    const vm_status s = failed ? VM_OK : vm_lookup_new(&torch, tf32, &self->lookup);
+    if (s) failed = (vm_py_raise(s), -1);
+    for (Py_ssize_t i = 0; !failed && i < count; i++) failed = add_entry(self, PyTuple_GET_ITEM(list, i), i);
+    Py_DECREF(list);
+    if (failed) Py_CLEAR(self);
+    return (PyObject *)self;
+}
+
+static void lookup_dealloc(Lookup *self) {
+    vm_lookup_free(self->lookup);
+    Py_XDECREF(self->profiles);
+    Py_XDECREF(self->sources);
+    vm_py_free((PyObject *)self);
+}
+
+/* The number of a source, which is a text. */
+static int number_of(Lookup *self, PyObject *source, uint32_t *number) {
+    Py_ssize_t i = 0;
+    const Py_ssize_t count = PyList_GET_SIZE(self->sources);
+    while (i < count && PyList_GET_ITEM(self->sources, i) != source) i++;
+    *number = (uint32_t)i;
+    return i == count ? PyList_Append(self->sources, source) : 0;
+}
+
+/* What is known of a convolution, after told(question, bytes, own, entry, steps, rule) has said whose answer it is, or
+ * given one of its own: (bytes, source). entry: -1 where none answered, -2 where it is no convolution. */
+static int know(Lookup *self, const vm_conv *conv, PyObject *told, vm_known *out) {
+    const vm_known *known = vm_lookup_known(self->lookup, conv);
+    if (known) {
+        *out = *known;
+        return 0;
+    }
+    vm_lookup_answer a;
+    const vm_status s = vm_lookup_conv(self->lookup, conv, &a);
+    if (s && s != VM_EINVAL) return vm_py_raise(s), -1;
+    PyObject *question = vm_py_from_conv(conv), *source = NULL;
+    PyObject *said = question ? PyObject_CallFunction(told, "OKiiii", question, (unsigned long long)a.bytes, (int)a.own,
+                                                      s ? -2 : a.entry, a.how.steps, a.how.rule)
+                              : NULL;
+    unsigned long long bytes;
+    if (said && !PyTuple_Check(said)) {
+        PyErr_Format(PyExc_TypeError, "told: want (bytes, source), got %R", said);
+        Py_CLEAR(said);
+    }
+    *out = (vm_known){.conv = *conv, .own = a.own != VM_OWN_NONE};
+    int failed = !said || !PyArg_ParseTuple(said, "KU", &bytes, &source) || number_of(self, source, &out->source);
+    if (!failed) {
+        out->bytes = bytes;
+        const vm_status kept = vm_lookup_remember(self->lookup, out);
+        if (kept) failed = (vm_py_raise(kept), 1);
+    }
+    Py_XDECREF(said);
+    Py_XDECREF(question);
+    return failed ? -1 : 0;
+}
+
+static PyObject *lookup_conv(Lookup *self, PyObject *args) {
+    PyObject *question, *told;
+    vm_conv conv;
+    vm_known known;
+    if (!PyArg_ParseTuple(args, "OO:conv", &question, &told) || to_question(question, &conv) ||
+        know(self, &conv, told, &known))
+        return NULL;
+    return Py_BuildValue("(KO)", (unsigned long long)known.bytes, PyList_GET_ITEM(self->sources, known.source));
+}
+
+static int append(PyObject *list, PyObject *item) {
+    const int failed = !item || PyList_Append(list, item);
+    Py_XDECREF(item);
+    return failed;
+}
+
+static PyObject *lookup_answers(Lookup *self, PyObject *args) {
+    PyObject *trace, *told;
+    int has_other;
+    vm_py_lock *lock;
+    if (!PyArg_ParseTuple(args, "OpO:answers", &trace, &has_other, &told)) return NULL;
+    const vm_trace *t = vm_py_trace(trace, &lock);
+    PyObject *lists[3] = {t ? PyList_New(0) : NULL, PyList_New(0), PyList_New(0)};
+    int failed = !lists[0] || !lists[1] || !lists[2];
+    for (size_t i = 0; !failed && i < t->convs; i++) {
+        const vm_conv conv = t->conv[i];
+        vm_known known;
+        failed = know(self, &conv, told, &known);
+        if (failed) break;
+        const unsigned long long next = has_other && !known.own ? 0 : known.bytes;
+        failed = append(lists[0], PyLong_FromUnsignedLongLong(known.bytes)) ||
+                 append(lists[1], PyLong_FromUnsignedLongLong(next)) ||
+                 append(lists[2], Py_NewRef(PyList_GET_ITEM(self->sources, known.source)));
+    }
+    PyObject *result = failed ? NULL : PyTuple_Pack(3, lists[0], lists[1], lists[2]);
+    for (int i = 0; i < 3; i++) Py_XDECREF(lists[i]);
+    return result;
+}
+
+static PyObject *lookup_known(Lookup *self, PyObject *args) {
+    int own;
+    if (!PyArg_ParseTuple(args, "p:known", &own)) return NULL;
+    PyObject *list = PyList_New(0);
+    size_t count;
+    vm_lookup_all(self->lookup, &count);
+    for (size_t i = 0; list && i < count; i++) {
+        const vm_known one = vm_lookup_all(self->lookup, &count)[i];
+        if ((one.own || !own) && append(list, vm_py_from_conv(&one.conv))) Py_CLEAR(list);
+    }
+    return list;
+}
+
+/* ---- for whoever records profiles ---- */
+
+static PyObject *conv_sizes(PyObject *Py_UNUSED(module), PyObject *question) {
+    vm_conv conv;
+    uint64_t size[VM_SIZES];
+    if (to_question(question, &conv)) return NULL;
+    const vm_status s = vm_conv_sizes(&conv, size);
+    if (s) return vm_py_raise(s);
+    PyObject *tuple = PyTuple_New(VM_SIZES);
+    for (int i = 0; tuple && i < VM_SIZES; i++) {
+        PyObject *number = PyLong_FromUnsignedLongLong(size[i]);
+        if (number)
+            PyTuple_SET_ITEM(tuple, i, number);
+        else
+            Py_CLEAR(tuple);
+    }
+    return tuple;
+}
+
+static PyObject *formula_bytes(PyObject *Py_UNUSED(module), PyObject *args) {
+    PyObject *list, *sizes;
+    vm_formula formula;
+    uint64_t size[VM_SIZES], bytes;
+    if (!PyArg_ParseTuple(args, "OO!:formula_bytes", &list, &PyTuple_Type, &sizes) || to_formula(list, &formula))
+        return NULL;
+    if (PyTuple_GET_SIZE(sizes) != VM_SIZES) return PyErr_Format(PyExc_ValueError, "sizes: want %d", VM_SIZES);
+    for (int i = 0; i < VM_SIZES; i++)
+        if (to_number(PyTuple_GET_ITEM(sizes, i), &size[i])) return NULL;
+    const vm_status s = vm_formula_bytes(&formula, size, &bytes);
+    return s ? vm_py_raise(s) : PyLong_FromUnsignedLongLong(bytes);
+}
+
+PyMethodDef vm_py_lookups[] = {
+    {"conv_sizes", conv_sizes, METH_O,
+     "conv_sizes(question, /)\n--\n\nWhat formulas and trees speak of, in the order " VM_SIZE_NAMES "."},
+    {"formula_bytes", formula_bytes, METH_VARARGS,
+     "formula_bytes(formula, sizes, /)\n--\n\nA formula's value for the sizes of one convolution."},
+    {NULL, NULL, 0, NULL}};
+
+static PyMethodDef profile_methods[] = {{"conv", (PyCFunction)profile_conv, METH_VARARGS,
+                                         "conv($self, question, tf32, /)\n--\n\n(bytes, how many profiles further on, "
+                                         "which of its rules or -1); None where "
+                                         "none of its kind was recorded."},
+                                        {NULL, NULL, 0, NULL}};
+
+static PyMethodDef lookup_methods[] = {
+    {"conv", (PyCFunction)lookup_conv, METH_VARARGS,
+     "conv($self, question, told, /)\n--\n\n(bytes, source) of a convolution. Where it was not asked before,\n"
+     "told(question, bytes, own, entry, steps, rule) makes them of what was found: own: why PyTorch runs it itself, "
+     "0 where\ncuDNN does; entry: which one answered, -1 for none, -2 where it is no convolution; steps, rule: as "
+     "Profile.conv."},
+    {"answers", (PyCFunction)lookup_answers, METH_VARARGS,
+     "answers($self, trace, has_other, told, /)\n--\n\n(bytes, what is wanted where these cannot be had, source) of a "
+     "trace's convolutions, each a list."},
+    {"known", (PyCFunction)lookup_known, METH_VARARGS,
+     "known($self, own, /)\n--\n\nThe convolutions so far; own: those that PyTorch runs itself."},
+    {NULL, NULL, 0, NULL}};
+
+static PyType_Slot profile_slots[] = {{Py_tp_new, profile_new},
+                                      {Py_tp_dealloc, profile_dealloc},
+                                      {Py_tp_methods, profile_methods},
+                                      {Py_tp_doc, "Recorded answers of cuDNN, from a file's data."},
+                                      {0, NULL}};
+
+static PyType_Slot lookup_slots[] = {
+    {Py_tp_new, lookup_new},
+    {Py_tp_dealloc, lookup_dealloc},
+    {Py_tp_methods, lookup_methods},
+    {Py_tp_doc, "Workspaces of PyTorch's convolutions by the first of some rules and profiles that answers."},
+    {0, NULL}};
+
+PyType_Spec vm_py_profile_type = {"vaemem._core.Profile", sizeof(Profile), 0,
+                                  Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE, profile_slots};
+PyType_Spec vm_py_lookup_type = {"vaemem._core.Lookup", sizeof(Lookup), 0,
+                                 Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE, lookup_slots};

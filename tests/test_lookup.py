@@ -1,0 +1,206 @@
+"""Recorded workspaces in the core: data that no file should hold, allocations that fail, what PyTorch runs itself."""
+
+import random
+
+import pytest
+
+from vaemem import _core
+from vaemem.prediction import profiles
+from vaemem.prediction.gpus import find_gpu
+from vaemem.prediction.profiles import Conv
+
+GOOD = {
+    "formulas": [["i+o+f", 0, 0, 0, 16], ["2i+3o", 6, 64, 1000, -5], None],
+    "rules": [
+        {
+            "name": "thin",
+            "dtypes": ["float16"],
+            "r": 3,
+            "stride": 1,
+            "channels": [[8, 16], [9, 9]],
+            "pixels": [1, 100],
+            "formula": ["", 0, 0, 0, 7],
+        }
+    ],
+    "trees": {
+        "8,16,3,1,1/float16": ["P", 400, ["h", 15, 0, 1], 2],
+        "8,16,3,1,1/float32 strict nhwc": "8,16,3,1,1/float16",
+    },
+}
+
+
+def profile(otherwise=None, **changes):
+    return _core.Profile(True, otherwise, **(GOOD | changes))
+
+
+def question(side=12, dtype="float16", **more):
+    return Conv(dtype, 1, 8, side, side, 16, 3, **more)
+
+
+def test_who_answers():
+    p, other = profile(), profile(trees={"9,9,3,1,1/float16": 0})
+    i, o, f = (2 * n for n in (8 * 144, 16 * 144, 8 * 16 * 9))
+    assert p.conv(question(10), True) == (7, 0, 0)
+    assert p.conv(question(12), True) == (i + o + f + 16, 0, -1)
+    assert p.conv(question(20), True) == (
+        2 * (2 * 8 * 400) + 3 * (2 * 16 * 400) + 128 * (6 * 400 // 128 + 1) + 7 * 1000 - 5, 0, -1,
+    )  # fmt: skip
+    assert p.conv(question(21), True) is None  # asked, and no engine was found
+    assert p.conv(question(12, "float32", layout="nhwc"), False) == (2 * (i + o + f) + 16, 0, -1)
+    assert p.conv(question(12, "float32"), True) is None
+    assert p.conv(question(12, dilation=2), True) is p.conv(question(12, groups=2), True) is None
+    assert profile(p, trees={}).conv(question(12), True) == (i + o + f + 16, 1, -1)
+    assert profile(profile(p, trees={}, rules=[]), trees={}, rules=[]).conv(question(10), True) == (7, 2, 0)
+    assert other.conv(question(12), True) is None
+
+
+BAD = [
+    {"formulas": [["i+x", 0, 0, 0, 0]]},
+    {"formulas": [["i+", 0, 0, 0, 0, 0]]},
+    {"formulas": [["io", 0, 0, 0, 0]]},
+    {"formulas": [["99999999i", 0, 0, 0, 0]]},
+    {"formulas": [["i", -1, 0, 0, 0]]},
+    {"formulas": [["i", 0, 0, 1 << 62, 0]]},
+    {"formulas": [["i", 0, 0, 0, 1 << 63]]},
+    {"formulas": [["i", 0, 0, 0, 0.5]]},
+    {"formulas": [["\udc00", 0, 0, 0, 0]]},
+    {"formulas": ["i"]},
+    {"trees": {"8,16,3,1,1/float16": 3}},
+    {"trees": {"8,16,3,1,1/float16": -1}},
+    {"trees": {"8,16,3,1,1/float16": ["x", 1, 0, 0]}},
+    {"trees": {"8,16,3,1,1/float16": ["P", 1, 0]}},
+    {"trees": {"8,16,3,1,1/float16": ["P", None, 0, 0]}},
+    {"trees": {"8,16,3,1/float16": 0}},
+    {"trees": {"8,16,3,1,1/float64": 0}},
+    {"trees": {1: 0}},
+    {"trees": {"8,16,3,1,1/float16": "not there"}},
+    {"trees": {"8,16,3,1,1/float16": "8,16,3,1,1/float16"}},
+    {"rules": [{}]},
+    {"rules": [{"dtypes": ["float16"]}]},
+    {"rules": [{"dtypes": ["int8"], "formula": ["i", 0, 0, 0, 0]}]},
+    {"rules": [{"dtypes": ["float16"], "formula": ["i", 0, 0, 0, 0], "channels": [1]}]},
+    {"rules": [{"dtypes": ["float16"], "formula": ["i", 0, 0, 0, 0], "pixels": [1]}]},
+    {"rules": [{"dtypes": ["float16"], "formula": ["i", 0, 0, 0, 0], "r": "3"}]},
+    {"rules": ["thin"]},
+]
+
+
+@pytest.mark.parametrize("changes", BAD, ids=str)
+def test_bad_data_is_refused(changes):
+    with pytest.raises((ValueError, TypeError, OverflowError)):
+        profile(**changes)
+
+
+def test_a_tree_without_end_is_refused():
+    endless = ["P", 1, 0, 0]
+    endless[2] = endless
+    with pytest.raises(RecursionError):
+        profile(trees={"8,16,3,1,1/float16": endless})
+    deep = 0
+    for _ in range(100_000):
+        deep = ["P", 1, deep, 0]
+    with pytest.raises(RecursionError):
+        profile(trees={"8,16,3,1,1/float16": deep})
+    while isinstance(deep, list):  # or its end would be as deep
+        deep = deep[2]
+
+
+def told(question, count, own, entry, steps, rule):
+    return count, f"{own} {entry} {steps} {rule}"
+
+
+def a_lookup(*entries, sm=89, cudnn=91002, release=209, is_290=False, tf32=True):
+    return _core.Lookup(sm, cudnn, release, is_290, tf32, entries)
+
+
+def test_the_first_entry_that_answers():
+    rule = {"dtypes": ["float16"], "formula": ["o", 0, 0, 0, 0]}
+    small = {"dtypes": ["float16"], "pixels": [1, 100]}
+    lookup = a_lookup((small, profile()), (None, profile()), (rule, None))
+    assert lookup.conv(question(10), told) == (7, "0 0 0 0")
+    assert lookup.conv(question(12), told)[1] == "0 1 0 -1"
+    assert lookup.conv(question(21), told) == (2 * 16 * 21 * 21, "0 2 0 -1")
+    assert lookup.conv(question(12, "float32"), told) == (0, "0 -1 0 -1")
+    assert lookup.conv(question(2, padding=0), told) == (0, "0 -2 0 -1")  # it leaves no output
+    assert [Conv(*one).h for one in lookup.known(False)] == [10, 12, 21, 12, 2] and lookup.known(True) == []
+    assert lookup.conv(question(10), None) == (7, "0 0 0 0")  # nobody is told twice
+    with pytest.raises(ZeroDivisionError):
+        lookup.conv(question(13), lambda *_: 1 // 0)
+    with pytest.raises(TypeError):
+        lookup.conv(question(13), lambda *_: 1)
+    assert lookup.conv(question(13), told)[1] == "0 1 0 -1"  # and nothing was kept of the failures
+
+
+OWN = [
+    (question(dtype="bfloat16"), dict(sm=75), 1),
+    (question(dtype="bfloat16"), dict(sm=80), 0),
+    (question(depth=5), dict(release=211), 2),
+    (question(depth=5), dict(release=211, cudnn=91500), 0),
+    (question(depth=5), dict(release=209, cudnn=91500, is_290=True), 2),
+    (question(depth=5), dict(release=208), 0),
+    (question(depth=5, layout="nhwc"), dict(release=211), 0),
+    (Conv("float16", 1, 8, 1 << 14, 1 << 14, 8, 3), dict(cudnn=90100), 3),
+    (Conv("float16", 1, 8, 1 << 14, 1 << 14, 8, 3), dict(cudnn=90300), 0),
+    (Conv("float16", 2, 7, 1 << 14, 1 << 14, 7, 3), dict(cudnn=90100), 0),
+    (Conv("float16", 1, 16, 9, 9, 16, 3, groups=16), {}, 4),
+    (Conv("float16", 1, 32, 9, 9, 32, 3, groups=32), {}, 0),
+    (Conv("float32", 1, 32, 9, 9, 32, 3, groups=32), {}, 4),
+    (Conv("float16", 1, 32, 9, 9, 32, 3, groups=32, layout="nhwc"), {}, 0),
+]
+
+
+@pytest.mark.parametrize("conv, torch, why", OWN, ids=str)
+def test_what_pytorch_runs_itself(conv, torch, why):
+    lookup = a_lookup(**torch)
+    count, source = lookup.conv(conv, told)
+    assert source.split()[0] == str(why) and bool(lookup.known(True)) == bool(why)
+    columns = conv.c * 9 * conv.h * conv.w * (2 if conv.dtype != "float32" else 4)
+    assert count == {1: columns, 2: 5 * 3 * columns, 3: columns}.get(why, 0)
+
+
+def test_every_allocation_fails_once():
+    files = [profiles._load(name) for name in ("sm89_cudnn9.10.2.json", "sm89_cudnn9.7.1.json")]
+    r = random.Random(0)
+    asked = [Conv("float16", 1, 128, r.randint(8, 99), r.randint(8, 99), 128, 3) for _ in range(70)]
+
+    def play():
+        made = profile(profile())
+        lookup = a_lookup((GOOD["rules"][0] | {"formula": None}, made), *((None, file.core) for file in files))
+        return [lookup.conv(one, told) for one in (*asked, question(10))]
+
+    want = play()
+    for n in range(1, 1000):
+        _core.fail_alloc_at(n)
+        try:
+            got = play()
+        except MemoryError:
+            assert _core.fail_alloc_at(0) == 0
+        else:
+            assert _core.fail_alloc_at(0) > 0 and got == want
+            break
+    assert n > 15
+
+
+def test_the_cores_numbers_are_the_documented_ones():
+    """The module's docstring says what a formula means."""
+    r = random.Random(1)
+    for _ in range(300):
+        dtype = r.choice(["float16", "bfloat16", "float32"])
+        conv = Conv(dtype, r.randint(1, 4), r.randint(1, 99), r.randint(3, 99), r.randint(3, 99), r.randint(1, 99), 3,
+                    r.randint(1, 2))  # fmt: skip
+        s, size = profiles.sizes(conv), 4 if dtype == "float32" else 2
+        up = lambda n, to=16: -(-n // to) * to  # noqa: E731
+        (i, o, f), (oh, ow) = conv.elements, conv.out
+        c, k = up(conv.c * size), up(conv.k * size)
+        assert (s["i"], s["o"], s["f"]) == (up(i * size), up(o * size), up(f * size))
+        assert s["I"] == conv.n * conv.h * conv.w * c and s["O"] == conv.n * oh * ow * k
+        assert s["F"] == k * c // size * 9 and s["P"] == conv.n * oh * ow and s["Q"] == oh * ow
+        assert (s["h"], s["w"], s["n"], s["m"]) == (conv.h, conv.w, conv.n, -s["P"] % 128)
+        index, tile, per_tile, constant = (r.randint(0, 200) for _ in range(4))
+        want = 2 * s["i"] + s["F"] + constant
+        want += 128 * (index * oh * ow // 128 + 1) if index else 0
+        want += per_tile * -(-s["P"] // tile) if tile else 0
+        assert profiles.formula_bytes(["2i+F", index, tile, per_tile, constant], s) == want
+    with pytest.raises(OverflowError):
+        profiles.sizes(Conv("float16", 1 << 30, 1 << 30, 1 << 20, 1 << 20, 1, 1, padding=0))
+    assert find_gpu("RTX 4090").sm == 89
