@@ -43,7 +43,7 @@ def run(script: str) -> str:
 
 
 def test_a_trace_and_a_script_on_one_allocator():
-    """Trace.run waits for CachingAllocator.run, which works without the GIL."""
+    """Process.call waits for CachingAllocator.run, which works without the GIL."""
     run("""
         from vaemem import CachingAllocator, _core
         allocator = CachingAllocator(history=False)
@@ -56,6 +56,7 @@ def test_a_trace_and_a_script_on_one_allocator():
         steps["id"] = np.arange(40_000) // 2 % 500
         steps["op"] = np.arange(40_000) % 2
         steps["bytes"] = 513 + 64 * (np.arange(40_000) % 91)
+        process = _core.Process(allocator, cublas_bytes=0, cublaslt_bytes=0, cublaslt_use="each")
         stop = threading.Event()
         def script():
             while not stop.is_set():
@@ -63,7 +64,7 @@ def test_a_trace_and_a_script_on_one_allocator():
         other = threading.Thread(target=script)
         other.start()
         for _ in range(200):
-            trace.run(allocator, [], 0, 0, "each", 0, 0, 0)
+            process.call(trace, [], [])
         stop.set()
         other.join()
         assert allocator.memory_allocated() == 0

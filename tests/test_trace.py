@@ -550,16 +550,9 @@ def test_a_gpu_has_multiprocessors(multiprocessors):
         _core.Trace().attention("float16", 1, 1, 16, 16, 64, "usual", 89, multiprocessors, "x")
 
 
-def run(trace, allocator, workspaces=(), **settings):
-    given = {
-        "cublas_bytes": 8519680,
-        "cublaslt_bytes": 1 << 20,
-        "cublaslt_use": "each",
-        "cublas": 0,
-        "cublaslt": 0,
-        "tag": 0,
-    }
-    return trace.run(allocator, list(workspaces), **(given | settings))
+def process(use="each", **device):
+    allocator = CachingAllocator(**device)
+    return allocator, _core.Process(allocator, cublas_bytes=8519680, cublaslt_bytes=1 << 20, cublaslt_use=use)
 
 
 def test_a_run_on_an_allocator():
@@ -570,33 +563,34 @@ def test_a_run_on_an_allocator():
     trace.blas("fused", True)
     y = trace.take(1 << 20, "y")
     trace.give(x)
-    allocator = CachingAllocator()
-    left, cublas, cublaslt, allocated, reserved, workspaces = run(trace, allocator, [5 << 20])
-    assert list(left) == [y] and cublas and not cublaslt and workspaces == [5 << 20]
+    allocator, core = process()
+    left, allocated, reserved, workspaces = core.call(trace, [5 << 20], [0])
+    assert list(left) == [y] and workspaces == [5 << 20]
     assert [n / (1 << 20) for n in allocated] == [3, 8, 11.125, 12.125, 12.125, 9.125]
     assert list(reserved) == sorted(reserved) and reserved[-1] == allocator.memory_reserved()
     assert allocator.memory_allocated() == allocated[-1]
-    again = run(trace, allocator, [5 << 20], cublas=cublas)
-    assert again[1] == cublas and allocator.memory_allocated() == allocated[-1] + (1 << 20)
+    core.call(trace, [5 << 20], [0])
+    assert allocator.memory_allocated() == allocated[-1] + (1 << 20)  # cuBLAS's workspace is taken once
 
 
-@pytest.mark.parametrize("use, kept", [("each", 8.125), ("kept", 9.125), ("shared", 8.125)])
+@pytest.mark.parametrize("use, kept", [("each", 0), ("kept", 9.125), ("shared", 8.125)])
 def test_cublaslt_by_version(use, kept):
     trace = _core.Trace()
     trace.blas("fused", True)
-    allocator = CachingAllocator()
-    _, cublas, cublaslt, *_ = run(trace, allocator, cublaslt_use=use)
-    assert (allocator.memory_allocated() >> 10) / 1024 == (0 if use == "each" else kept)
-    assert bool(cublaslt) == (use == "kept") and bool(cublas) == (use != "each")
+    allocator, core = process(use)
+    core.call(trace, [], [])
+    assert (allocator.memory_allocated() >> 10) / 1024 == kept
+    core.reset_peak()
+    assert [size / (1 << 20) for _, size in core.baseline()] == {9.125: [8.125, 1], 8.125: [8.125], 0: []}[kept]
 
 
 def test_a_full_device_gives_everything_back():
     trace = _core.Trace.vae(MODELS["sdxl"], "diffusers", "decode", "float16", 512, 512)
-    allocator = CachingAllocator(total_memory=256 << 20)
+    allocator, core = process(total_memory=256 << 20)
     with pytest.raises(OutOfMemoryError) as caught:
-        run(trace, allocator, [0] * len(trace.convs))
+        core.call(trace, *[[0] * len(trace.convs)] * 2)
     assert caught.value.requested >= 1 << 20 and caught.value.total == 256 << 20
-    assert trace.names[caught.value.tag].startswith("decoder.")
+    assert core.frames[caught.value.tag].startswith("decoder.")
     live = allocator.memory_allocated()
     assert live == 8519680  # cuBLAS keeps its own
 
@@ -606,43 +600,15 @@ def test_the_next_plans_workspace():
     x = trace.take(30 << 20, "x")
     trace.conv("float16", 1, 8, 8, 8, 8, 3, 1, 1, False, "conv")
     trace.give(x)
-    full = CachingAllocator(total_memory=70 << 20)
-    assert run(trace, full, [50 << 20], next=[40 << 20])[5] == [40 << 20]
-    for following in (None, [50 << 20], [60 << 20]):
+    full, core = process(total_memory=70 << 20)
+    assert core.call(trace, [50 << 20], [40 << 20])[3] == [40 << 20]
+    for following in (50, 60):
         with pytest.raises(OutOfMemoryError) as caught:
-            run(trace, full, [50 << 20], next=following)
-        assert caught.value.requested == 50 << 20 and trace.names[caught.value.tag] == "conv"
+            core.call(trace, [50 << 20], [following << 20])
+        assert caught.value.requested == 50 << 20 and core.frames[caught.value.tag] == "conv"
     with pytest.raises(OutOfMemoryError) as caught:
-        run(trace, full, [50 << 20], next=[45 << 20])  # which does not fit either
+        core.call(trace, [50 << 20], [45 << 20])  # which does not fit either
     assert caught.value.requested == 45 << 20 and full.memory_allocated() == 0
-
-
-@pytest.mark.parametrize(
-    "wrong, error",
-    [
-        ({"workspaces": [1]}, ValueError),
-        ({"next": [1]}, ValueError),
-        ({"workspaces": [-1, 0]}, OverflowError),
-        ({"cublaslt_use": "never"}, ValueError),
-        ({"allocator": 3}, TypeError),
-    ],
-)
-def test_bad_runs(wrong, error):
-    trace = _core.Trace()
-    for side in (8, 16):
-        trace.conv("float16", 1, 8, side, side, 8, 3, 1, 1, False, "conv")
-    given = {
-        "allocator": CachingAllocator(),
-        "workspaces": [0, 0],
-        "cublas_bytes": 0,
-        "cublaslt_bytes": 0,
-        "cublaslt_use": "each",
-        "cublas": 0,
-        "cublaslt": 0,
-        "tag": 0,
-    }
-    with pytest.raises(error):
-        trace.run(**(given | wrong))
 
 
 @pytest.mark.parametrize(

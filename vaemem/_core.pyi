@@ -200,13 +200,6 @@ class Trace:
     @staticmethod
     def choose_kernel(call: tuple[Any, ...], sm: int, enabled: tuple[str, ...], /) -> str: ...
     def attend(self, call: tuple[Any, ...], kernel: str, sm: int, multiprocessors: int, name: str, /) -> int | None: ...
-    # {id: address} of what stays, cuBLAS's and cuBLASLt's workspaces, the bytes at each step's height (allocated,
-    # reserved), and the workspaces that were had.
-    def run(
-        self, allocator: CachingAllocator, workspaces: Sequence[int], cublas_bytes: int, cublaslt_bytes: int,
-        cublaslt_use: str, cublas: int, cublaslt: int, tag: int,
-        next: Sequence[int] | None = None,
-    ) -> tuple[dict[int, int], int, int, NDArray[np.uint64], NDArray[np.uint64], list[int]]: ...  # fmt: skip
 
 class Profile:
     def __new__(

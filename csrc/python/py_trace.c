@@ -10,7 +10,6 @@ typedef struct Trace {
 
 static const char *const op_name[] = {[VM_ENCODE] = "encode", [VM_DECODE] = "decode"};
 static const char *const step_name[] = {"take", "give", "conv", "cublas", "cublaslt", "empty"};
-static const char *const cublaslt_name[] = {"each", "kept", "shared"};
 
 static PyObject *text_item(const void *names, size_t i) {
     return PyUnicode_FromString(((const char *const *)names)[i]);
@@ -338,110 +337,6 @@ static PyObject *trace_kept(Trace *self, void *Py_UNUSED(closure)) {
     return list;
 }
 
-/* ---- running ---- */
-
-/* Reads workspaces, a tuple, into a new array; NULL with an exception set. */
-static uint64_t *read_workspaces(const char *name, PyObject *list, size_t count) {
-    uint64_t *bytes = NULL;
-    if ((size_t)PyTuple_GET_SIZE(list) != count)
-        PyErr_Format(PyExc_ValueError, "%s: want %zu of them, got %zd", name, count, PyTuple_GET_SIZE(list));
-    else if (!(bytes = PyMem_Calloc(count ? count : 1, sizeof *bytes)))
-        PyErr_NoMemory();
-    for (size_t i = 0; bytes && i < count; i++) {
-        bytes[i] = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(list, (Py_ssize_t)i));
-        if (!PyErr_Occurred()) continue;
-        PyMem_Free(bytes);
-        bytes = NULL;
-    }
-    return bytes;
-}
-
-static PyObject *bytes_item(const void *bytes, size_t i) {
-    return PyLong_FromUnsignedLongLong(((const uint64_t *)bytes)[i]);
-}
-
-/* {id: address} of what the run left. */
-static PyObject *kept(const uint64_t *address, size_t ids) {
-    PyObject *dict = PyDict_New();
-    for (size_t id = 0; dict && id < ids; id++) {
-        if (!address[id]) continue;
-        PyObject *key = PyLong_FromSize_t(id), *value = PyLong_FromUnsignedLongLong(address[id]);
-        if (!key || !value || PyDict_SetItem(dict, key, value)) Py_CLEAR(dict);
-        Py_XDECREF(key);
-        Py_XDECREF(value);
-    }
-    return dict;
-}
-
-/* What a run is asked, and what it leaves: new references. */
-typedef struct job {
-    vm_trace_process process;
-    PyObject *allocator, *workspaces, *next, *allocated, *reserved, *left, *taken;
-} job;
-
-/* With the trace's lock held; takes the allocator's. -1 with an exception set. */
-static int run_locked(const vm_trace *t, job *j) {
-    vm_trace_process *p = &j->process;
-    vm_py_lock *lock;
-    if (!(p->talloc = vm_py_allocator(j->allocator, &lock))) return -1;
-    npy_intp steps[1] = {(npy_intp)t->steps};
-    j->allocated = PyArray_SimpleNew(1, steps, NPY_UINT64);
-    j->reserved = PyArray_SimpleNew(1, steps, NPY_UINT64);
-    uint64_t *bytes = j->allocated && j->reserved ? read_workspaces("workspaces", j->workspaces, t->convs) : NULL;
-    uint64_t *next = bytes ? read_workspaces("next", j->next, t->convs) : NULL;
-    uint64_t *address = next ? PyMem_Calloc(t->ids ? t->ids : 1, sizeof *address) : NULL;
-    if (next && !address) PyErr_NoMemory();
-    if (address && !vm_py_acquire(lock, "Trace.run")) {
-        p->workspace = bytes;
-        p->next = next;
-        const vm_status s = vm_trace_run(t, p, address, PyArray_DATA((PyArrayObject *)j->allocated),
-                                         PyArray_DATA((PyArrayObject *)j->reserved));
-        vm_py_release(lock);
-        if (s && p->full)
-            vm_py_raise_full(j->allocator, &p->oom);
-        else if (s)
-            vm_py_raise(s);
-        else if ((j->taken = vm_py_list(t->convs, bytes_item, bytes)))
-            j->left = kept(address, t->ids);
-    }
-    PyMem_Free(bytes);
-    PyMem_Free(next);
-    PyMem_Free(address);
-    return j->left ? 0 : -1;
-}
-
-static PyObject *trace_run(Trace *self, PyObject *args, PyObject *kwargs) {
-    static char *keywords[] = {"allocator", "workspaces", "cublas_bytes", "cublaslt_bytes", "cublaslt_use",
-                               "cublas",    "cublaslt",   "tag",          "next",           NULL};
-    const char *use;
-    PyObject *workspaces, *next = Py_None;
-    job j = {{0}};
-    vm_trace_process *p = &j.process;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOKKsKKI|O:run", keywords, &j.allocator, &workspaces,
-                                     &p->cublas_bytes, &p->cublaslt_bytes, &use, &p->cublas, &p->cublaslt, &p->tag,
-                                     &next))
-        return NULL;
-    const int u = CHOOSE("cublaslt_use", use, cublaslt_name);
-    if (u < 0) return NULL;
-    p->cublaslt_use = (vm_cublaslt)u;
-    PyObject *result = NULL;
-    if ((j.workspaces = PySequence_Tuple(workspaces)) &&
-        (j.next = next == Py_None ? Py_NewRef(j.workspaces) : PySequence_Tuple(next)) &&
-        !vm_py_acquire(&self->lock, "run")) {
-        const int failed = run_locked(self->trace, &j);
-        vm_py_release(&self->lock);
-        if (!failed)
-            result = Py_BuildValue("(NKKOOO)", j.left, (unsigned long long)p->cublas, (unsigned long long)p->cublaslt,
-                                   j.allocated, j.reserved, j.taken);
-    }
-    Py_XDECREF(j.workspaces);
-    Py_XDECREF(j.next);
-    Py_XDECREF(j.taken);
-    Py_XDECREF(j.allocated);
-    Py_XDECREF(j.reserved);
-    return result;
-}
-
 /* ---- the type ---- */
 
 static PyMethodDef methods[] = {
@@ -480,13 +375,6 @@ static PyMethodDef methods[] = {
      "attend($self, call, kernel, sm, multiprocessors, name, /)\n--\n\nAn attention by a kernel that was chosen for "
      "it. "
      "Returns the id of its output; None for cuDNN's, of which nothing is counted."},
-    {"run", VM_PY_KEYWORDS(trace_run), METH_VARARGS | METH_KEYWORDS,
-     "run($self, /, allocator, workspaces, cublas_bytes, cublaslt_bytes, cublaslt_use, cublas, cublaslt, tag, "
-     "next=None)\n--\n\n"
-     "Takes every step on a CachingAllocator. Returns ({id: address} of what stays, cublas, cublaslt, allocated, "
-     "reserved, workspaces):\n"
-     "addresses of the workspaces that cuBLAS keeps, bytes at the height of each step, and the\n"
-     "workspaces, in whose place those of next stand where they could not be had."},
     {NULL, NULL, 0, NULL}};
 
 static PyGetSetDef attributes[] = {
