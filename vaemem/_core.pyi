@@ -248,7 +248,6 @@ class Program:
         self, dtype: str, sizes: tuple[int, ...], sm: int, multiprocessors: int, gpu: str,
         passing: Sequence[tuple[str, str, int, bool]] = (), /,
     ) -> Trace: ...  # fmt: skip
-    def flops(self, dtype: str, sizes: tuple[int, ...], /) -> int: ...
     @staticmethod
     def evaluate(polynomial: str, values: dict[str, int], /) -> int: ...
     @staticmethod

@@ -560,8 +560,8 @@ static vm_status bring(player *y, const char *path, const char *shown, uint32_t 
         char label[VM_PROGRAM_PATH + 16], text[VM_TRACE_LABEL];
         uint32_t id;
         snprintf(label, sizeof label, "weights of %.*s", VM_PROGRAM_PATH, shown);
-        s = vm_trace_take(y->t, one->bytes, vm_trace_label(text, label, one->name), &id);
-        if (!s && one->sent) s = vm_trace_empty_cache(y->t);
+        vm_trace_label(text, label, one->name);
+        s = one->sent ? vm_trace_send(y->t, one->bytes, text, &id) : vm_trace_take(y->t, one->bytes, text, &id);
         *count += !s;
     }
     return s;
@@ -600,8 +600,10 @@ static vm_status play_step(player *y, const step *one, const char *path, const c
     case 'a':
         return attend(y, one->number, shown);
     case 'l':
+        vm_trace_count(y->t, (uint64_t)y->size[one->number]);
         return vm_trace_blas(y->t, VM_TRACE_CUBLASLT, vm_trace_label(text, shown, "workspace"));
     default:
+        vm_trace_count(y->t, (uint64_t)y->size[one->number]);
         return vm_trace_blas(y->t, VM_TRACE_CUBLAS, shown);
     }
 }
@@ -641,57 +643,5 @@ vm_status vm_program_trace(const vm_program *p, const vm_program_call *call, vm_
         vm_trace_free(y.t);
     else
         *out = y.t;
-    return s;
-}
-
-/* ---- FLOPs ---- */
-
-/* Along one side of a convolution's output. */
-static size_t out_side(int64_t side, int64_t filter, int64_t stride, int64_t padding) {
-    const size_t wide = vm_sum((size_t)side, VM_PRODUCT(2, (size_t)padding));
-    return stride < 1 || wide < (size_t)filter ? 0 : (wide - (size_t)filter) / (size_t)stride + 1;
-}
-
-static size_t conv_flops(const vm_conv *c) {
-    const int64_t r = c->filter[1], stride = c->stride[1], padding = c->padding[1];
-    return VM_PRODUCT(2, (size_t)c->n, (size_t)c->c, (size_t)c->k, (size_t)r, (size_t)r,
-                      out_side(c->size[1], r, stride, padding), out_side(c->size[2], r, stride, padding));
-}
-
-static size_t step_flops(const player *y, const step *one, const uint64_t *of) {
-    switch (one->kind) {
-    case '=':
-        return of[one->number];
-    case 'b':
-    case 'l':
-        return (size_t)y->size[one->number];
-    case 'c': {
-        const vm_conv conv = to_conv(y, conv_of(y, one->number));
-        return conv_flops(&conv);
-    }
-    case 'a': {
-        const vm_sdpa a = to_sdpa(y, one->number);
-        return VM_PRODUCT(2, a.q.batch, a.q.heads, a.q.length, a.k.length, vm_sum(a.q.depth, a.v.depth));
-    }
-    default:
-        return 0;
-    }
-}
-
-vm_status vm_program_flops(const vm_program *p, const vm_program_call *call, uint64_t *out) {
-    player y = {0};
-    uint64_t *of = NULL;
-    vm_status s = prepare(&y, p, call);
-    const span own = y.call ? y.call->own[MODULES] : (span){0};
-    if (!s) s = vm_mem_alloc(vm_mem_common, VM_SCRATCH, own.count * sizeof *of, (void **)&of);
-    for (size_t i = 0; !s && i < own.count; i++) {
-        const module *m = &p->module[own.first + i];
-        of[i] = 0;
-        for (size_t k = 0; k < m->steps; k++) of[i] = vm_sum(of[i], step_flops(&y, &p->step[m->first + k], of));
-    }
-    if (!s) *out = of[own.count - 1];
-    if (!s && *out == SIZE_MAX) s = vm_fail(VM_EOVERFLOW, "%s: want FLOPs below 2^64, got more", p->title);
-    vm_mem_free(vm_mem_common, VM_SCRATCH, of, own.count * sizeof *of);
-    finish(&y);
     return s;
 }

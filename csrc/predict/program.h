@@ -59,10 +59,8 @@ typedef struct vm_program_call {
     size_t passings;
 } vm_program_call;
 
-/* What a call takes on a GPU. VM_EINVAL: a dtype or a case that was not recorded, or attention that no recorded kernel
- * computes there. */
+/* What a call takes on a GPU, with its FLOPs. VM_EINVAL: a dtype or a case that was not recorded, or attention that no
+ * recorded kernel computes there. */
 vm_status vm_program_trace(const vm_program *p, const vm_program_call *call, vm_trace **out);
-/* FLOPs of a call's products, convolutions and attentions; a multiplication and an addition count as two. */
-vm_status vm_program_flops(const vm_program *p, const vm_program_call *call, uint64_t *out);
 
 #endif

@@ -51,17 +51,6 @@ static PyObject *program_values(Program *self, PyObject *given) {
     return dict;
 }
 
-static PyObject *program_flops(Program *self, PyObject *args) {
-    vm_program_call call = {0};
-    PyObject *given;
-    uint64_t flops;
-    if (!PyArg_ParseTuple(args, "O&O:flops", vm_py_to_dtype, &call.dtype, &given) ||
-        to_values(self->program, given, call.value))
-        return NULL;
-    vm_status s = vm_program_flops(self->program, &call, &flops);
-    return s ? vm_py_raise(s) : PyLong_FromUnsignedLongLong(flops);
-}
-
 static PyObject *program_trace(Program *self, PyObject *args) {
     vm_program_call call = {0};
     PyObject *given, *passing, *result = NULL;
@@ -149,8 +138,6 @@ static PyMethodDef methods[] = {
     {"trace", (PyCFunction)program_trace, METH_VARARGS,
      "trace($self, dtype, sizes, sm, multiprocessors, gpu, passing=(), /)\n--\n\nWhat a call takes on a GPU. passing: "
      "[(module, name, bytes, sent)] of what is there while a module is called."},
-    {"flops", (PyCFunction)program_flops, METH_VARARGS,
-     "flops($self, dtype, sizes, /)\n--\n\nOf a call's products, convolutions and attentions."},
     {"evaluate", program_evaluate, METH_VARARGS | METH_STATIC,
      "evaluate(polynomial, values, /)\n--\n\n'640 n h w + 5' with {variable: value}."},
     {"holds", program_holds, METH_VARARGS | METH_STATIC,

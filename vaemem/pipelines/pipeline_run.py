@@ -19,7 +19,7 @@ from vaemem.pipelines import programs
 from vaemem.pipelines.components import VAE_STRIDE
 from vaemem.pipelines.storage import BITSANDBYTES, FOUR_BITS, GGML, SPELT, Stored
 from vaemem.prediction.benchmark import Names
-from vaemem.prediction.gpus import Gpu
+from vaemem.prediction.gpus import Gpu, find_gpu
 from vaemem.prediction.moments import Moment, PeakTensor, moments
 from vaemem.prediction.process import LoadedVAE, SimulatedProcess, Tensor
 from vaemem.prediction.question import usual_tile
@@ -279,23 +279,22 @@ class PipelineRun:
         self.bring(role)
         part = self.parts[role]
         wanted = {name: sizes[name] for name in part.recording.variables}
-        if self._count(role, part.recording.flops(part.dtype, **wanted)):
+        sends = self.offload == "sequential" and role not in self.resident
+        gpu = find_gpu(programs.ANY_GPU) if role in self.on_cpu else self.process.gpu
+        trace = part.trace(gpu, sends, **wanted)
+        if self._count(role, trace.flops):
             return Tensor(f"output of {role}", (), part.dtype, {})
-        return self._play(part, wanted)
+        if sends:
+            self._work["sent"] += part.nbytes
+        left = self.process.call(trace)
+        self._note(role)
+        return self.process._as_tensor(f"output of {role}", left, (), part.dtype)
 
     def _count(self, role: str, flops: int) -> bool:
         """Counts the FLOPs of a component's call, and returns whether the host computes it."""
         on_cpu = role in self.on_cpu
         self._work["host_flops" if on_cpu else "flops"] += flops
         return on_cpu
-
-    def _play(self, part: Part, sizes: Mapping[str, int]) -> Tensor:
-        sends = self.offload == "sequential" and part.role not in self.resident
-        if sends:
-            self._work["sent"] += part.nbytes
-        left = self.process.call(part.trace(self.process.gpu, sends, **sizes))
-        self._note(part.role)
-        return self.process._as_tensor(f"output of {part.role}", left, (), part.dtype)
 
     def encode(self, image: Tensor, how: str = "whole") -> Tensor:
         """``vae.encode(image).latent_dist.sample()``, scaled; `how` as in `decode`."""
