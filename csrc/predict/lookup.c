@@ -26,26 +26,30 @@ static int64_t out_along(const vm_conv *c, int d) {
 }
 
 typedef struct elements {
-    wide in, out, filter, out_pixels, in_pixels, taps;
+    size_t in, out, filter, in_pixels, out_pixels, taps;
 } elements;
 
-static elements count(const vm_conv *c) {
-    elements e = {.out_pixels = 1, .in_pixels = 1, .taps = 1};
+/* VM_EOVERFLOW where one does not fit, so that none of what follows from them can leave 128 bits. */
+static vm_status count(const vm_conv *c, elements *e) {
+    *e = (elements){.out_pixels = 1, .in_pixels = 1, .taps = 1};
     for (int d = first_dim(c); d < VM_CONV_DIMS; d++) {
-        e.out_pixels *= (wide)out_along(c, d);
-        e.in_pixels *= (wide)c->size[d];
-        e.taps *= (wide)c->filter[d];
+        e->out_pixels = VM_PRODUCT(e->out_pixels, (size_t)out_along(c, d));
+        e->in_pixels = VM_PRODUCT(e->in_pixels, (size_t)c->size[d]);
+        e->taps = VM_PRODUCT(e->taps, (size_t)c->filter[d]);
     }
-    e.in = (wide)c->n * (wide)c->c * e.in_pixels;
-    e.out = (wide)c->n * (wide)c->k * e.out_pixels;
-    e.filter = (wide)c->c * (wide)c->k / (wide)c->groups * e.taps;
-    return e;
+    e->in = VM_PRODUCT((size_t)c->n, (size_t)c->c, e->in_pixels);
+    e->out = VM_PRODUCT((size_t)c->n, (size_t)c->k, e->out_pixels);
+    e->filter = VM_PRODUCT((size_t)c->c, (size_t)c->k / (size_t)c->groups, e->taps);
+    const size_t most = VM_MAX(VM_MAX(e->in, e->out), e->filter);
+    return most == SIZE_MAX ? vm_fail(VM_EOVERFLOW, "conv: want sizes below 2^63 bytes, got more") : VM_OK;
 }
 
 static wide up(wide n, wide multiple) { return (n + multiple - 1) / multiple * multiple; }
 
 vm_status vm_conv_sizes(const vm_conv *c, uint64_t size[VM_SIZES]) {
-    const elements e = count(c);
+    elements e;
+    vm_status s = count(c, &e);
+    if (s) return s;
     const wide element = vm_dtype_bytes(c->dtype), pixels = (wide)c->n * e.out_pixels;
     const wide wide_c = up((wide)c->c * element, 16), wide_k = up((wide)c->k * element, 16);
     const wide value[VM_SIZES] = {[VM_SIZE_i] = up(e.in * element, 16),
@@ -60,7 +64,6 @@ vm_status vm_conv_sizes(const vm_conv *c, uint64_t size[VM_SIZES]) {
                                   [VM_SIZE_w] = (wide)c->size[2],
                                   [VM_SIZE_n] = (wide)c->n,
                                   [VM_SIZE_m] = up(pixels, 128) - pixels};
-    vm_status s = VM_OK;
     for (int i = 0; !s && i < VM_SIZES; i++) s = narrow(value[i], &size[i]);
     return s;
 }
@@ -266,9 +269,8 @@ static bool is_depthwise(const vm_conv *c) {
 }
 
 /* After use_cudnn, needs_64bit_indexing_no_split and use_cudnn_depthwise in Convolution.cpp. */
-static vm_own_conv why_own(const vm_lookup_torch *t, const vm_conv *c) {
-    const elements e = count(c);
-    const bool large = VM_MAX(e.in, e.out) / (wide)c->n >= (wide)1 << 31;
+static vm_own_conv why_own(const vm_lookup_torch *t, const vm_conv *c, const elements *e) {
+    const bool large = VM_MAX(e->in, e->out) / (size_t)c->n >= (size_t)1 << 31;
     if (c->dtype == VM_BF16 && t->sm < 80) return VM_OWN_BFLOAT16;
     if (c->dims == 3 && !c->nhwc && c->dtype != VM_F32 && most_of(c, c->filter) > 1 && t->release >= 209) {
         const bool avoided = t->cudnn >= 90800 && t->cudnn < 91500; /* pytorch/pytorch#166643 */
@@ -284,13 +286,15 @@ static vm_own_conv why_own(const vm_lookup_torch *t, const vm_conv *c) {
  * other: each has its part of the input and of the filter copied, and all outputs are there before they are put
  * together (_convolution in Convolution.cpp). */
 vm_status vm_own_conv_bytes(const vm_lookup_torch *t, const vm_conv *c, vm_own_conv *why, uint64_t *bytes) {
-    *why = why_own(t, c);
+    elements e;
+    *why = VM_OWN_NONE;
     *bytes = 0;
-    if (*why == VM_OWN_NONE || is_depthwise(c)) return VM_OK;
-    const elements e = count(c);
+    vm_status s = count(c, &e);
+    if (!s) *why = why_own(t, c, &e);
+    if (*why == VM_OWN_NONE || is_depthwise(c)) return s;
     const wide element = vm_dtype_bytes(c->dtype), groups = (wide)c->groups;
-    const wide channels = (wide)(c->transposed ? c->k : c->c), pixels = c->transposed ? e.in_pixels : e.out_pixels;
-    wide columns = channels / groups * e.taps * pixels * element;
+    const size_t channels = (size_t)(c->transposed ? c->k : c->c) / (size_t)c->groups;
+    wide columns = VM_PRODUCT(channels, e.taps, c->transposed ? e.in_pixels : e.out_pixels, (size_t)element);
     if (vm_conv_plain(c) && c->filter[1] == 1 && c->stride[1] == 1 && !c->padding[1]) columns = 0;
     const wide parts = (e.in * element + e.filter * element) / groups + columns;
     return narrow(groups == 1 ? columns : VM_MAX(parts, e.out * element), bytes);

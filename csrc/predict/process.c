@@ -293,7 +293,7 @@ static vm_status hold_within(vm_process *p, const vm_trace *t, const uint64_t *w
     bool has[2] = {false, false};
     void *block;
     p->within.count = 0;
-    vm_status s = reserve(&p->within, at + 4);
+    vm_status s = reserve(&p->within, at + 4); /* a take a step, two workspaces that are kept, one that is not */
     if (!s) s = vm_mem_alloc(vm_mem_common, VM_SCRATCH, (size_t)t->ids + 1, &block);
     if (s) return s;
     bool *const given = block;
@@ -452,7 +452,7 @@ vm_status vm_process_call(vm_process *p, const vm_trace *t, uint64_t *workspace,
     s = vm_trace_run(t, &run, address, allocated, reserved);
     p->full = run.full;
     p->oom = run.oom;
-    if (!s && most_allocated(p) > p->peak) {
+    if (!s && t->steps && most_allocated(p) > p->peak) {
         size_t most = 0;
         for (size_t i = 1; i < t->steps; i++)
             if (allocated[i] > allocated[most]) most = i;

@@ -1,0 +1,123 @@
+/* Any calls on a simulated process: what it says it holds is what was taken, and its peak is no more than the
+ * allocator's. An allocation of the core's own may fail at any step. */
+#include "../../csrc/predict/process.h"
+#include "input.h"
+
+enum { HELD = 64, TRACES = 3 };
+
+/* Bytes of a list, which has each name once. */
+static uint64_t sum_of(const vm_process *p, const vm_process_list *list) {
+    uint64_t total = 0;
+    for (size_t i = 0; i < list->count; i++) {
+        total += list->item[i].bytes;
+        for (size_t j = 0; j < i; j++)
+            CHECK(strcmp(vm_process_name(p, list->item[i].tag), vm_process_name(p, list->item[j].tag)));
+    }
+    return total;
+}
+
+static vm_trace *a_trace(input *in) {
+    vm_trace *t;
+    CHECK(!vm_trace_new(&t));
+    for (uint64_t steps = 1 + take(in, 1) % 12; steps; steps--) {
+        const uint64_t op = take(in, 1);
+        const char name[2] = {(char)('a' + op / 8 % 4), 0};
+        uint32_t id;
+        if (op % 4 == 0) vm_trace_blas(t, op & 64 ? VM_TRACE_CUBLAS : VM_TRACE_CUBLASLT, name);
+        if (op % 4 == 1 && t->ids) vm_trace_give(t, (uint32_t)(op / 8 % t->ids));
+        if (op % 4 == 2) {
+            const vm_conv c = vm_conv_square(VM_F16, (int64_t[]){1, 8, 8, 8 + (int64_t)(op / 8)}, 8, 3, 1, 1);
+            vm_trace_conv(t, &c, name);
+        }
+        if (op % 4 == 3) vm_trace_take(t, number(in) % ((uint64_t)1 << 33), name, &id);
+    }
+    return t;
+}
+
+static void call(vm_process *p, const vm_trace *t, input *in, uint64_t held[HELD]) {
+    uint64_t *workspace = calloc(t->convs + 1, 8), *next = calloc(t->convs + 1, 8), *address = calloc(t->ids + 1, 8);
+    uint64_t *allocated = calloc(t->steps + 1, 8), *reserved = calloc(t->steps + 1, 8);
+    for (size_t i = 0; i < t->convs; i++) workspace[i] = number(in) % ((uint64_t)1 << 33);
+    const vm_status s = vm_process_call(p, t, workspace, next, address, allocated, reserved);
+    vm_mem_fail_at(0);
+    for (size_t i = 0; i < t->ids; i++) {
+        CHECK(!address[i] || (!s && vm_process_bytes_at(p, address[i])));
+        size_t free_place = 0;
+        while (free_place < HELD && held[free_place]) free_place++;
+        if (free_place < HELD)
+            held[free_place] = address[i];
+        else if (address[i])
+            CHECK(!vm_process_release(p, address[i]));
+    }
+    free(workspace);
+    free(next);
+    free(address);
+    free(allocated);
+    free(reserved);
+}
+
+static void check(vm_process *p, const vm_talloc *talloc, const uint64_t held[HELD]) {
+    const vm_talloc_stat *s = &vm_talloc_get_stats(talloc)->of[VM_TALLOC_ALLOCATED_BYTES][VM_TALLOC_ALL];
+    vm_process_list list;
+    uint32_t step;
+    uint64_t bytes = 0;
+    for (int i = 0; i < HELD; i++) bytes += vm_process_bytes_at(p, held[i]);
+    CHECK(bytes <= (uint64_t)s->current);
+    CHECK(!vm_process_peak(p, &list, &step) && sum_of(p, &list) <= (uint64_t)s->peak);
+    CHECK(step == VM_PROCESS_NO_TAG || vm_process_name(p, step));
+    vm_process_list_free(&list);
+    CHECK(!vm_process_baseline(p, &list));
+    sum_of(p, &list);
+    vm_process_list_free(&list);
+}
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
+    input in = {data, data + size};
+    const uint64_t how = take(&in, 1);
+    const vm_talloc_config config = {.total_memory = how & 1 ? (uint64_t)1 << (20 + how / 16) : 0};
+    const vm_process_blas blas = {number(&in) % (1 << 24), number(&in) % (1 << 24), how / 2 % 3};
+    vm_talloc *talloc;
+    vm_process *p;
+    CHECK(!vm_talloc_new(&config, &talloc) && !vm_process_new(talloc, &blas, &p));
+    vm_trace *t[TRACES];
+    for (int i = 0; i < TRACES; i++) t[i] = a_trace(&in);
+    uint64_t held[HELD] = {0};
+    for (int step = 0; step < 100 && in.at < in.end; step++) {
+        const uint64_t op = take(&in, 1), which = take(&in, 1) % HELD, fails = op & 128 ? take(&in, 1) : 0;
+        const char name[3] = {'w', (char)('a' + op / 8 % 8), 0};
+        uint64_t bytes[2] = {number(&in) % ((uint64_t)1 << 33), 513}, address[2];
+        size_t copied;
+        vm_mem_fail_at(fails);
+        switch (op % 8) {
+        case 0:
+        case 1:
+            if (!held[which]) vm_process_hold(p, name, bytes, 1, &held[which]);
+            break;
+        case 2:
+            if (!held[which] && !vm_process_hold(p, name, bytes, 2, address)) {
+                vm_mem_fail_at(0);
+                held[which] = address[0];
+                CHECK(!vm_process_release(p, address[1]));
+            }
+            break;
+        case 3:
+            if (held[which]) held[which] = vm_process_release(p, held[which]) ? held[which] : 0;
+            break;
+        case 4:
+            if (held[which]) vm_process_copy(p, "weights", &held[which], bytes, bytes[0] > 0, &copied);
+            break;
+        case 5:
+            vm_process_reset_peak(p);
+            break;
+        default:
+            call(p, t[which % TRACES], &in, held);
+        }
+        vm_mem_fail_at(0);
+        check(p, talloc, held);
+    }
+    CHECK(vm_process_release(p, 12345) == VM_EINVAL);
+    vm_process_free(p);
+    for (int i = 0; i < TRACES; i++) vm_trace_free(t[i]);
+    vm_talloc_delete(talloc);
+    return 0;
+}
