@@ -2,9 +2,9 @@
 
 Targets in C (plan, trace, program, process, lookup, allocator) run under clang's libFuzzer, guided by coverage, where
 there is clang; elsewhere under a plain random mutator; both with AddressSanitizer and UndefinedBehaviorSanitizer.
-Targets in Python (unpickle, safetensors, gguf, table) run under one that knows their formats. An input that fails is kept
-in build/fuzz/failed, and the exit code is 1; put it into tests/fuzz/corpus once it is mended, and tests/test_fuzz.py
-replays it for good.
+Targets in Python (unpickle, safetensors, gguf, table) run under one that knows their formats. An input that fails is
+kept in build/fuzz/failed, and the exit code is 1; put it into tests/fuzz/corpus once it is mended, and
+tests/test_fuzz.py replays it for good.
 """
 
 from __future__ import annotations
