@@ -60,7 +60,7 @@ typedef struct vm_process_list {
 } vm_process_list;
 void vm_process_list_free(vm_process_list *list);
 
-enum { VM_PROCESS_NO_TAG = UINT32_MAX };
+#define VM_PROCESS_NO_TAG UINT32_MAX
 
 /* At the peak since the last reset. *step: the tag of the call's step that makes it, or VM_PROCESS_NO_TAG where the
  * peak lies outside of calls. The caller's on success. */

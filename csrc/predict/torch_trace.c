@@ -75,7 +75,7 @@ static vm_status intern(vm_trace *t, const char *name, uint32_t *index) {
 
 static const char *end_of(const char *name) {
     const size_t length = strlen(name);
-    return length > VM_NAME ? name + length - VM_NAME : name;
+    return length > VM_NAME ? name + (length - VM_NAME) : name;
 }
 
 const char *vm_trace_label(char text[VM_TRACE_LABEL], const char *name, const char *what) {
