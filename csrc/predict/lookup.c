@@ -13,7 +13,8 @@ static vm_status narrow(wide value, uint64_t *out) {
 
 static int first_dim(const vm_conv *c) { return VM_CONV_DIMS - c->dims; }
 
-bool vm_conv_plain(const vm_conv *c) {
+/* Two dimensions, square, one group, no dilation, not transposed: the kind that profiles and rules hold. */
+static bool is_plain(const vm_conv *c) {
     bool plain = c->dims == 2 && c->groups == 1 && !c->transposed;
     plain = plain && c->filter[1] == c->filter[2] && c->stride[1] == c->stride[2] && c->padding[1] == c->padding[2];
     return plain && c->dilation[1] == 1 && c->dilation[2] == 1;
@@ -126,8 +127,9 @@ void vm_profile_free(vm_profile *p) {
     release(p, 1, sizeof *p);
 }
 
-bool vm_rule_applies(const vm_rule *rule, const vm_conv *c, bool strict) {
-    if (c->nhwc || (strict && c->dtype == VM_F32) || !vm_conv_plain(c) || !(rule->dtypes >> c->dtype & 1)) return false;
+/* Whether a rule speaks of a convolution. strict: its float32 may not be TF32, of which no rule speaks. */
+static bool applies(const vm_rule *rule, const vm_conv *c, bool strict) {
+    if (c->nhwc || (strict && c->dtype == VM_F32) || !is_plain(c) || !(rule->dtypes >> c->dtype & 1)) return false;
     if (rule->r && (c->filter[1] != rule->r || c->stride[1] != rule->stride)) return false;
     bool known = !rule->pairs;
     for (size_t i = 0; i < rule->pairs; i++)
@@ -215,7 +217,7 @@ static vm_status answer_here(const vm_profile *p, const vm_conv *c, bool strict,
     uint64_t size[VM_SIZES];
     vm_status s = vm_conv_sizes(c, size);
     for (size_t i = 0; !s && !formula && i < p->rules; i++)
-        if (vm_rule_applies(&p->rule[i], c, strict)) formula = &p->rule[i].formula, *rule = (int)i;
+        if (applies(&p->rule[i], c, strict)) formula = &p->rule[i].formula, *rule = (int)i;
     const vm_profile_key key = {
         c->c, c->k, c->filter[1], c->stride[1], c->padding[1], c->dtype, strict && c->dtype == VM_F32, c->nhwc};
     const size_t at = before(p, &key);
@@ -234,7 +236,7 @@ vm_status vm_profile_conv(const vm_profile *p, const vm_conv *c, bool tf32, bool
     *how = (vm_profile_how){0, -1};
     *found = false;
     vm_status s = VM_OK;
-    bool ends = !vm_conv_plain(c);
+    bool ends = !is_plain(c);
     for (; !s && !*found && !ends && p; p = p->otherwise) {
         s = answer_here(p, c, p->strict && !tf32, found, bytes, &how->rule, &ends);
         how->steps += !*found;
@@ -280,12 +282,12 @@ static vm_own_conv why_own(const vm_lookup_torch *t, const vm_conv *c, const ele
     return is_depthwise(c) && !c->nhwc && !large && !cudnn_is_faster(c) ? VM_OWN_DEPTHWISE : VM_OWN_NONE;
 }
 
-/* Depthwise ones take nothing (DepthwiseConv2d.cu, DepthwiseConv3d.cu). The others unfold the input into columns,
- * one item of the batch at a time, none for a plain 1x1 in two dimensions (ConvolutionMM2d.cu;
- * NaiveDilatedConvolution.cu with dilation or depth; NaiveConvolutionTranspose2d.cu and 3d), and one group after the
- * other: each has its part of the input and of the filter copied, and all outputs are there before they are put
- * together (_convolution in Convolution.cpp). */
-vm_status vm_own_conv_bytes(const vm_lookup_torch *t, const vm_conv *c, vm_own_conv *why, uint64_t *bytes) {
+/* Why PyTorch runs a convolution by code of its own, and what that takes besides the output. Depthwise ones take
+ * nothing (DepthwiseConv2d.cu, DepthwiseConv3d.cu). The others unfold the input into columns, one item of the batch
+ * at a time, none for a plain 1x1 in two dimensions (ConvolutionMM2d.cu; NaiveDilatedConvolution.cu with dilation or
+ * depth; NaiveConvolutionTranspose2d.cu and 3d), and one group after the other: each has its part of the input and
+ * of the filter copied, and all outputs are there before they are put together (_convolution in Convolution.cpp). */
+static vm_status own_bytes(const vm_lookup_torch *t, const vm_conv *c, vm_own_conv *why, uint64_t *bytes) {
     elements e;
     *why = VM_OWN_NONE;
     *bytes = 0;
@@ -295,7 +297,7 @@ vm_status vm_own_conv_bytes(const vm_lookup_torch *t, const vm_conv *c, vm_own_c
     const wide element = vm_dtype_bytes(c->dtype), groups = (wide)c->groups;
     const size_t channels = (size_t)(c->transposed ? c->k : c->c) / (size_t)c->groups;
     wide columns = VM_PRODUCT(channels, e.taps, c->transposed ? e.in_pixels : e.out_pixels, (size_t)element);
-    if (vm_conv_plain(c) && c->filter[1] == 1 && c->stride[1] == 1 && !c->padding[1]) columns = 0;
+    if (is_plain(c) && c->filter[1] == 1 && c->stride[1] == 1 && !c->padding[1]) columns = 0;
     const wide parts = (e.in * element + e.filter * element) / groups + columns;
     return narrow(groups == 1 ? columns : VM_MAX(parts, e.out * element), bytes);
 }
@@ -358,11 +360,11 @@ static bool is_conv(const vm_conv *c) {
 vm_status vm_lookup_conv(const vm_lookup *l, const vm_conv *c, vm_lookup_answer *out) {
     *out = (vm_lookup_answer){.entry = -1, .how = {0, -1}};
     if (!is_conv(c)) return vm_fail(VM_EINVAL, "conv: want a convolution that leaves an output, below 2^31 a side");
-    vm_status s = vm_own_conv_bytes(&l->torch, c, &out->own, &out->bytes);
+    vm_status s = own_bytes(&l->torch, c, &out->own, &out->bytes);
     bool found = out->own != VM_OWN_NONE;
     for (size_t i = 0; !s && !found && i < l->entries; i++) {
         const entry *e = &l->entry[i];
-        if (e->has_rule && !vm_rule_applies(&e->rule, c, !l->tf32)) continue;
+        if (e->has_rule && !applies(&e->rule, c, !l->tf32)) continue;
         uint64_t size[VM_SIZES];
         vm_profile_how how = {0, -1};
         found = !e->profile;

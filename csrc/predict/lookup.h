@@ -29,9 +29,6 @@ typedef struct vm_formula {
 vm_status vm_conv_sizes(const vm_conv *conv, uint64_t size[VM_SIZES]);
 vm_status vm_formula_bytes(const vm_formula *formula, const uint64_t size[VM_SIZES], uint64_t *bytes);
 
-/* Of two dimensions, square, one group, no dilation, not transposed: the kind that profiles and rules hold. */
-bool vm_conv_plain(const vm_conv *conv);
-
 /* ---- profiles ---- */
 
 typedef struct vm_rule {
@@ -42,9 +39,6 @@ typedef struct vm_rule {
     size_t pairs;            /* of channels; 0: any */
     vm_formula formula;
 } vm_rule;
-
-/* Whether a rule speaks of a convolution. strict: its float32 may not be TF32, of which no rule speaks. */
-bool vm_rule_applies(const vm_rule *rule, const vm_conv *conv, bool strict);
 
 typedef struct vm_profile vm_profile;
 
@@ -82,6 +76,7 @@ typedef struct vm_lookup_torch {
     bool is_290; /* 2.9.0, which runs no 3d convolution in half precision by cuDNN */
 } vm_lookup_torch;
 
+/* Why PyTorch runs a convolution by code of its own. */
 typedef enum vm_own_conv {
     VM_OWN_NONE, /* cuDNN runs it */
     VM_OWN_BFLOAT16,
@@ -89,9 +84,6 @@ typedef enum vm_own_conv {
     VM_OWN_LARGE,
     VM_OWN_DEPTHWISE
 } vm_own_conv;
-
-/* Why PyTorch runs a convolution by code of its own, and what that takes besides the output. */
-vm_status vm_own_conv_bytes(const vm_lookup_torch *torch, const vm_conv *conv, vm_own_conv *why, uint64_t *bytes);
 
 /* ---- lookups ---- */
 

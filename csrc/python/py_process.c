@@ -86,12 +86,12 @@ static int finish(Process *self, vm_status s) {
 
 /* ---- numbers ---- */
 
-/* A sequence of integers as a new array of `spare` more; NULL with an exception set. */
-static uint64_t *to_numbers(const char *name, PyObject *sequence, size_t spare, size_t *count) {
+/* A sequence of integers as a new array; NULL with an exception set. */
+static uint64_t *to_numbers(const char *name, PyObject *sequence, size_t *count) {
     PyObject *list = PySequence_Tuple(sequence); /* a copy: an item's __index__ may change the sequence */
     if (!list) return NULL;
     *count = (size_t)PyTuple_GET_SIZE(list);
-    uint64_t *number = PyMem_Calloc(*count + spare + 1, sizeof *number);
+    uint64_t *number = PyMem_Calloc(*count + 1, sizeof *number);
     if (!number) PyErr_NoMemory();
     for (size_t i = 0; number && i < *count; i++) {
         PyObject *index = PyNumber_Index(PyTuple_GET_ITEM(list, (Py_ssize_t)i));
@@ -118,7 +118,7 @@ static PyObject *process_hold(Process *self, PyObject *args) {
     PyObject *sizes;
     size_t count;
     if (!PyArg_ParseTuple(args, "sO:hold", &name, &sizes)) return NULL;
-    uint64_t *bytes = to_numbers("bytes", sizes, 0, &count), *address = NULL;
+    uint64_t *bytes = to_numbers("bytes", sizes, &count), *address = NULL;
     PyObject *list = NULL;
     if (bytes && !(address = PyMem_Calloc(count + 1, sizeof *address))) PyErr_NoMemory();
     if (address && !acquire(self, "hold") && !finish(self, vm_process_hold(self->process, name, bytes, count, address)))
@@ -151,8 +151,8 @@ static PyObject *process_copy(Process *self, PyObject *args) {
     PyObject *list, *sizes;
     size_t count, wanted, copied = 0;
     if (!PyArg_ParseTuple(args, "sO!O:copy", &stamp, &PyList_Type, &list, &sizes)) return NULL;
-    uint64_t *address = to_numbers("addresses", list, 0, &count);
-    uint64_t *bytes = address ? to_numbers("bytes", sizes, 0, &wanted) : NULL;
+    uint64_t *address = to_numbers("addresses", list, &count);
+    uint64_t *bytes = address ? to_numbers("bytes", sizes, &wanted) : NULL;
     int failed = -1;
     if (bytes && wanted != count)
         PyErr_Format(PyExc_ValueError, "bytes: want %zu of them, got %zu", count, wanted);
@@ -172,7 +172,7 @@ static PyObject *process_copy(Process *self, PyObject *args) {
 
 static PyObject *process_release(Process *self, PyObject *addresses) {
     size_t count;
-    uint64_t *address = to_numbers("addresses", addresses, 0, &count);
+    uint64_t *address = to_numbers("addresses", addresses, &count);
     if (!address) return NULL;
     vm_status s = VM_OK;
     int failed = acquire(self, "release");
@@ -225,8 +225,8 @@ static PyObject *process_call(Process *self, PyObject *args) {
     size_t count, others;
     if (!PyArg_ParseTuple(args, "OOO:call", &trace, &workspaces, &following)) return NULL;
     const vm_trace *t = vm_py_trace(trace, &lock);
-    uint64_t *workspace = t ? to_numbers("workspaces", workspaces, 0, &count) : NULL;
-    uint64_t *next = workspace ? to_numbers("next", following, 0, &others) : NULL;
+    uint64_t *workspace = t ? to_numbers("workspaces", workspaces, &count) : NULL;
+    uint64_t *next = workspace ? to_numbers("next", following, &others) : NULL;
     if (next && !PySet_Add(self->traces, trace) && !vm_py_acquire(lock, "call")) {
         if (count != t->convs || others != t->convs)
             PyErr_Format(PyExc_ValueError, "workspaces, next: want %zu of each, got %zu and %zu", t->convs, count,
