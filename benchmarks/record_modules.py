@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -23,9 +24,8 @@ from modules import MODULES, Module, make, missing
 from torch.utils.flop_counter import flop_registry
 
 from vaemem._common import grouped
-from vaemem._core import Program
 from vaemem.pipelines.programs import Recorded
-from vaemem.prediction.attention import FUSED, AttentionCall
+from vaemem.prediction.eager import AttentionCall
 from vaemem.prediction.gpus import find_gpu
 from vaemem.pytorch.recorder import Recorder, Recording
 from vaemem.pytorch.recording import record_by
@@ -109,7 +109,7 @@ class ScriptRecorder(Recorder):
         self.script.calls.pop()
 
     def attend(self, call: AttentionCall, kernel: str) -> int:
-        if kernel not in FUSED:
+        if kernel not in ("flash", "efficient"):  # of which all that they take is counted
             raise ValueError(f"{self.name()}: want a fused kernel, got {kernel}")
         return self.script.attention(call)
 
@@ -137,14 +137,18 @@ def record_at(
 # ---- sizes as polynomials ----
 
 
+def evaluate(polynomial: str, values: Mapping[str, int]) -> int:
+    """'640 n h w + 5' with these values."""
+    terms = [term.split() for term in polynomial.split(" + ")]
+    return sum(math.prod([int(factor), *(values[name] for name in names)]) for factor, *names in terms)
+
+
 class Fit:
     """Finds polynomials for values at several sizes."""
 
     def __init__(self, monomials: Sequence[str], values: Sequence[Mapping[str, int]]):
         self.monomials = monomials
-        self.columns = np.array(
-            [[Program.evaluate(f"1 {m}", dict(point)) for m in monomials] for point in values], dtype=float
-        )
+        self.columns = np.array([[evaluate(f"1 {m}", point) for m in monomials] for point in values], dtype=float)
         self.values = values
         self.sizes: dict[tuple[int, ...], int] = {}
         self.polynomials: list[str] = []
@@ -168,7 +172,7 @@ class Fit:
                 if rank < terms or 0 in whole or not np.allclose(part @ whole, y, rtol=1e-9):
                     continue
                 text = " + ".join(f"{f} {self.monomials[i]}".strip() for f, i in zip(whole, chosen, strict=True))
-                if all(Program.evaluate(text, dict(p)) == value for p, value in zip(self.values, wanted, strict=True)):
+                if all(evaluate(text, p) == value for p, value in zip(self.values, wanted, strict=True)):
                     return text
         raise ValueError(f"no polynomial of {MOST_TERMS} terms has the values {wanted}")
 
@@ -259,7 +263,7 @@ def call_of(module: Module, dtype: torch.dtype, values: Sequence[Mapping[str, in
 
 def case_of(module: Module, values: Mapping[str, int]) -> str:
     """Which of the module's equations hold, and which do not that have another left side."""
-    held = [case for case in module.cases if Program.holds(case, dict(values))]
+    held = [case for case in module.cases if len({evaluate(side, values) for side in case.split(" = ")}) == 1]
     known = {case.split(" = ")[0] for case in held}
     others = [case.replace(" = ", " != ") for case in module.cases if case.split(" = ")[0] not in known]
     return "".join(f"; {case}" for case in (*held, *others))
@@ -275,8 +279,10 @@ def record(name: str, say: Callable[[str], None] = print) -> dict[str, Any]:
         "variables": list(module.points[0]), "derived": module.derived,
         "weights": weights(built, module.dtypes[0]), "calls": {},
     }  # fmt: skip
-    empty = Recorded(name, data)
-    cases = grouped([empty.values(**sizes) for sizes in module.points], lambda values: case_of(module, values))
+    points = [{**sizes} for sizes in module.points]
+    for point, (key, (of, by, to)) in itertools.product(points, module.derived.items()):
+        point[key] = to * -(-evaluate(of, point) // by)
+    cases = grouped(points, lambda values: case_of(module, values))
     for (case, values), dtype in itertools.product(cases.items(), module.dtypes):
         key, call = str(dtype).removeprefix("torch."), call_of(module, dtype, values)
         same = next((other for other, found in data["calls"].items() if found == call and other.endswith(case)), "")

@@ -19,7 +19,7 @@ import vaemem
 from vaemem import VAE, Table
 from vaemem.__main__ import main
 from vaemem._arguments import described
-from vaemem.cli.flags import COMMANDS, parser
+from vaemem.cli.commands import COMMANDS, parser
 
 
 def test_estimate_command(capsys):

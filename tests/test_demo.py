@@ -1,13 +1,14 @@
 """The demo, at a small size: everything it promises to leave is there and says what was measured."""
 
-import importlib.util
 import re
+import sys
 
 import numpy as np
 import pytest
 
 from vaemem import VAE, Table, fit, predict, predict_largest
 from vaemem.__main__ import main
+from vaemem._common import setting
 
 for package in ("PIL", "matplotlib", "tqdm"):
     pytest.importorskip(package, reason="the demo needs the extra 'demo'")
@@ -23,7 +24,8 @@ SIDE, SIZES = 192, (32, 48, 64)  # the real models, as small as a limit can be
 @pytest.fixture(scope="module")
 def out(tmp_path_factory):
     folder = tmp_path_factory.mktemp("demo") / "new" / "out"
-    assert _demo.make_demo(folder, progress=False, side=SIDE, sizes=SIZES) == folder / "index.html"
+    with setting(_demo, SIDE=SIDE, SLOW_SIDE=SIDE, SWEEP_SIZES=SIZES):
+        assert _demo.make_demo(folder) == folder / "index.html"
     yield folder
     for weights in folder.rglob("*.safetensors"):
         weights.unlink()  # 0.3 GB that pytest would keep for three sessions
@@ -95,13 +97,16 @@ def test_the_page_holds_every_figure(out, report):
 
 @pytest.mark.thorough
 def test_weights_of_ones_own_and_no_pytorch(tmp_path, capsys, monkeypatch):
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else find(name))
+    monkeypatch.delitem(sys.modules, "vaemem.pytorch", raising=False)
+    monkeypatch.setitem(sys.modules, "torch", None)
     VAE.random("flux").save(tmp_path / "ae.safetensors", layout="bfl")
-    page = _demo.make_demo(tmp_path / "out", tmp_path / "ae.safetensors", progress=False, side=64, sizes=SIZES)
+    with setting(_demo, SIDE=64, SLOW_SIDE=64, SWEEP_SIZES=SIZES):
+        page = _demo.make_demo(tmp_path / "out", tmp_path / "ae.safetensors")
+    said = capsys.readouterr().out
+    assert said.startswith("load ") and said.endswith(f"s. Open {page}\n") and "sweep.csv" in said
     (tmp_path / "ae.safetensors").unlink()
     text = page.read_text("utf-8")
-    assert "Not measured, for want of torch: <code>pip install torch diffusers</code>" in text
+    assert "Not measured: vaemem.pytorch needs torch: pip install 'vaemem[pytorch]'" in text
     assert "weights are those that were given" in text and "made by hand, nothing is trained" not in text
     assert np.load(tmp_path / "out" / "latents.npy").shape == (1, 16, 8, 8)
     assert not (tmp_path / "out" / "weights").exists()
@@ -109,24 +114,10 @@ def test_weights_of_ones_own_and_no_pytorch(tmp_path, capsys, monkeypatch):
     assert "none: no such file" in capsys.readouterr().err
 
 
-def test_progress_says_where_everything_is(capsys):
-    _demo._say(False, "nothing")
-    _demo._say(True, "something")
-    assert capsys.readouterr().out == "something\n"
-
-
 def test_bad_output_folder(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert main(["demo", "--out", str(tmp_path / "file")]) == 2
     assert "file" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("side", [0, 100])
-def test_bad_side(tmp_path, side):
-    VAE.random("sdxl").save(tmp_path / "vae")
-    with pytest.raises(ValueError, match=f"side: want a multiple of 8, got {side}"):
-        _demo.make_demo(tmp_path, tmp_path / "vae", progress=False, side=side)
-    (tmp_path / "vae" / "diffusion_pytorch_model.safetensors").unlink()
 
 
 def test_the_timeline_marks_the_peak():

@@ -218,7 +218,7 @@ def test_solve(sizes_of):
     law, extent = derivation._solve(sizes, 1024)
     assert extent == list(sizes)
     for side, size in sizes.items():
-        assert abs(derivation._value(law, derivation._powers(side, side)) - size) <= 512
+        assert abs(derivation._value(law, side, side) - size) <= 512
 
 
 def test_prints():
@@ -270,5 +270,5 @@ def test_bad_input():
     with pytest.raises(ValueError, match="model: want one of"):
         formula("sd9", "decode")
     f = formula("sdxl", "decode")
-    with pytest.raises(ValueError, match="height: want at least 1, got 0"):
+    with pytest.raises(ValueError, match="height: want a whole number of at least 1, got 0"):
         f.predict(0, 512)

@@ -8,8 +8,16 @@ from pathlib import Path
 import pytest
 
 from vaemem.sdcpp.ggml import GGML_COMMIT, Node, flash_attn_ext, mul_mat, nodes_of, reserve
-from vaemem.sdcpp.graphs import COMPONENTS, DEFAULT_TILE, compute_buffer, graph, tile_count
-from vaemem.sdcpp.layers import GGML_TYPES, SDCPP_COMMIT, Builder
+from vaemem.sdcpp.graphs import (
+    COMPONENTS,
+    DEFAULT_TILE,
+    GGML_TYPES,
+    SDCPP_COMMIT,
+    Builder,
+    compute_buffer,
+    graph,
+    tile_count,
+)
 
 MIB = 1 << 20
 MEASURED = Path(__file__).parents[1] / "benchmarks" / "results" / "sdcpp_buffers.csv"

@@ -13,10 +13,10 @@ from weights_files import FLUX_LIKE, SMALL, make, respell, same, tensors_of, wri
 
 from vaemem import VAE, _core
 from vaemem.__main__ import main
-from vaemem.engine import file_tensors, gguf, weights
+from vaemem.engine import file_tensors, layouts, weights
 
 package = pytest.importorskip("gguf")
-IDS = {name: number for number, name in gguf.KINDS.items()}
+IDS = {name: number for number, name in file_tensors.KINDS.items()}
 
 # ---- files ----
 
@@ -102,7 +102,7 @@ def is_decoded(dtype):
     return dtype in file_tensors.FLOATS or (kind is not None and kind in package.quants._type_traits)
 
 
-DECODED = [dtype for dtype in gguf.READABLE if is_decoded(dtype)]
+DECODED = [dtype for dtype in file_tensors.READABLE if is_decoded(dtype)]
 
 
 def test_the_types_are_there():
@@ -110,11 +110,11 @@ def test_the_types_are_there():
 
 
 def test_types_and_their_blocks_are_the_packages():
-    for number, name in gguf.KINDS.items():
+    for number, name in file_tensors.KINDS.items():
         if hasattr(package.GGMLQuantizationType, name):  # an older one lacks the newest
             theirs = package.GGMLQuantizationType(number)
             assert theirs.name == name and package.GGML_QUANT_SIZES[theirs] == file_tensors.BLOCKS[name]
-    assert set(gguf.READABLE) <= set(gguf.KINDS.values())
+    assert set(file_tensors.READABLE) <= set(file_tensors.KINDS.values())
     assert all(file_tensors.PIECE % file_tensors.BLOCKS[name][0] == 0 for name in file_tensors.BLOCKS)
 
 
@@ -176,7 +176,7 @@ def test_as_stable_diffusion_cpp_converts(tmp_path, layout, prefix, dtype):
     path = tmp_path / "ae.gguf"
     path.write_bytes(file_bytes(infos, data=data))
     loaded, back = weights.load(path), respell(tensors_of(model), layout, len(model.arch["block_out_channels"]))
-    assert weights.detect({prefix + n: t.shape for n, t in back.items()})[:2] == (layout, prefix)
+    assert layouts.detect({prefix + n: t.shape for n, t in back.items()})[:2] == (layout, prefix)
     names = dict(zip(back, tensors_of(model), strict=True))
     same(loaded, {names[name]: t for name, t in held.items()})
 
@@ -284,7 +284,7 @@ def test_without_the_package(tmp_path, monkeypatch):
         weights.load(tmp_path / "b.gguf")
 
 
-@pytest.mark.parametrize("dtype", sorted(set(gguf.READABLE) - set(DECODED)))
+@pytest.mark.parametrize("dtype", sorted(set(file_tensors.READABLE) - set(DECODED)))
 def test_a_type_that_the_package_does_not_decode(tmp_path, dtype):
     infos, data = [], b""
     for name, shape in make().tensors:
@@ -341,15 +341,18 @@ BAD = {
     "list_of_lists": (file_bytes(values=[value("a", LIST, struct.pack("<IQ", LIST, 1) * 9)]), "want numbers or texts"),
     "value_twice": (file_bytes(values=[value("a", U32, bytes(4))] * 2), "a comes twice"),
     "alignment_0": (
-        file_bytes(values=[value(gguf.ALIGNMENT_KEY, U32, bytes(4))]),
+        file_bytes(values=[value(file_tensors.ALIGNMENT_KEY, U32, bytes(4))]),
         "want a power of 2 .* got 0 of type 4",
     ),
     "alignment_3": (
-        file_bytes(values=[value(gguf.ALIGNMENT_KEY, U32, struct.pack("<I", 3))]),
+        file_bytes(values=[value(file_tensors.ALIGNMENT_KEY, U32, struct.pack("<I", 3))]),
         "want a power of 2 .* got 3 of type 4",
     ),
-    "alignment_text": (file_bytes(values=[value(gguf.ALIGNMENT_KEY, TEXT, text("32"))]), "want a power of 2"),
-    "alignment_float": (file_bytes(values=[value(gguf.ALIGNMENT_KEY, 6, struct.pack("<f", 32))]), "want a power of 2"),
+    "alignment_text": (file_bytes(values=[value(file_tensors.ALIGNMENT_KEY, TEXT, text("32"))]), "want a power of 2"),
+    "alignment_float": (
+        file_bytes(values=[value(file_tensors.ALIGNMENT_KEY, 6, struct.pack("<f", 32))]),
+        "want a power of 2",
+    ),
     "name_beyond_file": (file_bytes([struct.pack("<Q", HUGE) + bytes(64)]), "letters"),
     "name_not_utf8": (file_bytes([info(b"\xc3(", (4,), "F32", 0)], data=bytes(16)), "want a name in UTF-8"),
     "name_twice": (file_bytes([F32, F32], data=bytes(64)), "a comes twice"),
@@ -381,7 +384,7 @@ SHAPES = {
     "long": (5, struct.pack("<6i", 1, 1, 1, 1, 2, 2)),
 }
 for case, (kind, data) in SHAPES.items():
-    sides = len(data) // struct.calcsize(gguf.SCALARS[kind])
+    sides = len(data) // struct.calcsize(file_tensors.SCALARS[kind])
     given = value("comfy.gguf.orig_shape.a", LIST, struct.pack("<IQ", kind, sides) + data)
     BAD[f"original_shape_{case}"] = (file_bytes([F32], [given], bytes(16)), "want up to 5 integers whose product")
 BAD["original_shape_text"] = (
@@ -448,7 +451,7 @@ def test_every_truncation_of_a_real_file(tmp_path, dtype):
     path = tmp_path / "a.gguf"
     write_gguf(path, tensors_of(make()), blocks(dtype))
     whole = path.read_bytes()
-    last = max(tensor.at + tensor.nbytes for tensor in gguf.header(open(path, "rb", buffering=0))[0])
+    last = max(tensor.at + tensor.nbytes for tensor in file_tensors.gguf_header(open(path, "rb"))[0])
     for size in sorted({*range(0, 800, 7), *range(800, last, last // 60), last - 1}):
         path.write_bytes(whole[:size])
         with pytest.raises(ValueError, match=r"path: want a GGUF file, got .*a\.gguf"):

@@ -166,35 +166,37 @@ def test_this_system_says_what_is_free():
 
 
 def test_what_the_system_and_its_cgroups_leave(tmp_path):
-    meminfo, cgroup, root = tmp_path / "meminfo", tmp_path / "cgroup", tmp_path / "fs"
-    assert linux_memory(meminfo, cgroup, root) is None
+    meminfo, cgroup, root = tmp_path / "proc/meminfo", tmp_path / "proc/self/cgroup", tmp_path / "sys/fs/cgroup"
+    cgroup.parent.mkdir(parents=True)
+    assert linux_memory(tmp_path) is None
     meminfo.write_text("MemTotal:       16000000 kB\nMemFree: 5 kB\nMemAvailable:    8000000 kB\n")
-    assert linux_memory(meminfo, cgroup, root) == 8000000 * 1024
+    assert linux_memory(tmp_path) == 8000000 * 1024
     cgroup.write_text("0::/user.slice/job\n")
-    assert linux_memory(meminfo, cgroup, root) == 8000000 * 1024, "no such folder"
+    assert linux_memory(tmp_path) == 8000000 * 1024, "no such folder"
     write(root / "user.slice/job", memory__max="max\n", memory__high="max\n", memory__current=f"{GIB}\n")
-    assert linux_memory(meminfo, cgroup, root) == 8000000 * 1024
+    assert linux_memory(tmp_path) == 8000000 * 1024
     write(root / "user.slice", memory__max=f"{4 * GIB}\n", memory__current=f"{3 * GIB}\n")
-    assert linux_memory(meminfo, cgroup, root) == GIB, "a group above it"
+    assert linux_memory(tmp_path) == GIB, "a group above it"
     write(root / "user.slice", memory__stat=f"anon 5\ninactive_file {MIB}\nactive_file 7\n")
-    assert linux_memory(meminfo, cgroup, root) == GIB + MIB, "cache is given back first"
+    assert linux_memory(tmp_path) == GIB + MIB, "cache is given back first"
     write(root / "user.slice/job", memory__high=f"{GIB + 5}\n")
-    assert linux_memory(meminfo, cgroup, root) == 5
+    assert linux_memory(tmp_path) == 5
     write(root / "user.slice/job", memory__high="1\n")
-    assert linux_memory(meminfo, cgroup, root) == 0
+    assert linux_memory(tmp_path) == 0
 
 
 def test_what_an_older_cgroup_leaves(tmp_path):
-    meminfo, cgroup, root = tmp_path / "meminfo", tmp_path / "cgroup", tmp_path / "fs"
+    cgroup, root = tmp_path / "proc/self/cgroup", tmp_path / "sys/fs/cgroup"
+    cgroup.parent.mkdir(parents=True)
     cgroup.write_text("12:cpu,cpuacct:/docker/x\n5:memory:/docker/x\n0::/\n")
     write(root / "memory", memory__limit_in_bytes=f"{GIB}\n", memory__usage_in_bytes=f"{MIB}\n")
-    assert linux_memory(meminfo, cgroup, root) == GIB - MIB, "the host's path is not in the container"
+    assert linux_memory(tmp_path) == GIB - MIB, "the host's path is not in the container"
     write(root / "memory", memory__stat=f"inactive_file 5\ntotal_inactive_file {MIB}\n")
-    assert linux_memory(meminfo, cgroup, root) == GIB
+    assert linux_memory(tmp_path) == GIB
     write(root / "memory/docker/x", memory__limit_in_bytes="7\n", memory__usage_in_bytes="2\n")
-    assert linux_memory(meminfo, cgroup, root) == 5
+    assert linux_memory(tmp_path) == 5
     cgroup.write_text("nonsense\n\n:::\n5:memory:/../../etc\n")
-    linux_memory(meminfo, cgroup, root)  # no error, whatever it says
+    linux_memory(tmp_path)  # no error, whatever it says
 
 
 def test_auto_leaves_something_for_others(vae, monkeypatch):

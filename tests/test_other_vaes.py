@@ -9,7 +9,7 @@ import pytest
 from engine import BACKENDS, OTHERS, config, error, images, latents, small_vae
 
 from vaemem import VAE, Tiling, _core
-from vaemem.engine import layouts, weights
+from vaemem.engine import layouts
 
 # As for the other models: fp32 roundings of some 60 layers leave 1e-6.
 PARITY = 1e-5
@@ -24,14 +24,14 @@ def pair(name: str):
     from torch_vaes import diffusers_vae
 
     torch.manual_seed(0)
-    theirs = diffusers_vae(weights.read_config(config(name)), torch.float32, "cpu")
+    theirs = diffusers_vae(layouts.read_config(config(name)), torch.float32, "cpu")
     with torch.no_grad():
         for p in theirs.parameters():
             p += 0.02 * torch.randn(p.shape)
         if name in FLUX2:
             theirs.bn.running_mean.normal_()
             theirs.bn.running_var.uniform_(0.5, 4)
-    vae = VAE(_core.Model(weights.read_config(config(name))), config=config(name))
+    vae = VAE(_core.Model(layouts.read_config(config(name))), config=config(name))
     for tensor, _ in vae._core.tensors:
         vae._core.set_tensor(tensor, theirs.state_dict()[tensor].contiguous().numpy())
     return theirs.double(), vae
@@ -239,8 +239,8 @@ def test_shipped_models_are_their_configs(name):
 
     arch = _core.models()[name]
     written = layouts.config_of(arch)
-    assert weights.read_config(written)["name"] == {"zimage": "flux"}.get(name, name)
-    assert weights.read_config(json.loads(json.dumps(written))) == weights.read_config(arch)
+    assert layouts.read_config(written)["name"] == {"zimage": "flux"}.get(name, name)
+    assert layouts.read_config(json.loads(json.dumps(written))) == layouts.read_config(arch)
     assert written["sample_size"] == {"sd15": 512}.get(name, 1024)
     state = diffusers_vae(arch, torch.float32).state_dict()
     state.pop("bn.num_batches_tracked", None)
@@ -248,11 +248,11 @@ def test_shipped_models_are_their_configs(name):
 
 
 def test_defaults_of_flux2_are_diffusers():
-    assert weights.read_config({"_class_name": "AutoencoderKLFlux2"}) == _core.models()["flux2"]
+    assert layouts.read_config({"_class_name": "AutoencoderKLFlux2"}) == _core.models()["flux2"]
     small = {"_class_name": "AutoencoderKLFlux2", "decoder_block_out_channels": [96, 192, 384, 384]}
-    assert weights.read_config(small) == _core.models()["flux2-small"]
+    assert layouts.read_config(small) == _core.models()["flux2-small"]
     same = {"_class_name": "AutoencoderKLFlux2", "decoder_block_out_channels": [128, 256, 512, 512]}
-    assert weights.read_config(same) == _core.models()["flux2"]
+    assert layouts.read_config(same) == _core.models()["flux2"]
     assert layouts.sample_size_of({"_class_name": "AutoencoderKLFlux2"}, "") == 1024
 
 
@@ -276,7 +276,7 @@ def test_defaults_of_flux2_are_diffusers():
 )
 def test_configs_refused_by_key(name, change, message):
     with pytest.raises(ValueError, match=f"config: {message}"):
-        weights.read_config(config(name) | change)
+        layouts.read_config(config(name) | change)
 
 
 @pytest.mark.parametrize(

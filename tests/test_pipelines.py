@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 from vaemem import _core, formula, plan_pipeline, predict, predict_pipeline
-from vaemem.pipelines import programs, ways_diffusers
-from vaemem.pipelines.components import PIPELINES
-from vaemem.pipelines.pipeline_run import weights_of
+from vaemem.pipelines import pipeline_run, programs
+from vaemem.pipelines.components import PIPELINES, weights_of
 from vaemem.prediction.process import SimulatedProcess
 
 MIB = 1 << 20
@@ -80,8 +79,6 @@ def test_nothing_stands_in_for_cudnns_answers(gpu):
 
 
 def test_steps_beyond_the_second_take_no_more(monkeypatch):
-    from vaemem.pipelines import pipeline_run
-
     before = predict_pipeline("sd15", 512, 512, gpu="T4")
     monkeypatch.setattr(pipeline_run, "PLAYED_STEPS", 5)
     after = predict_pipeline("sd15", 512, 512, gpu="T4")
@@ -138,15 +135,15 @@ def test_sequential_offload_with_batches_tiles_and_an_image():
         assert phase(p, "encode image").sent == phase(p, "decode").sent // once * (there.parts["vae"].nbytes - once)
 
 
-def test_sequential_offload_decodes_sdxl_in_float32(monkeypatch):
+def test_sequential_offload_decodes_sdxl_in_float32():
     """As without offloading, but that each weight comes for its call; so it needs more than an RTX 2060 has, and tiles
     do not."""
     asked = {"height": 1536, "width": 1536, "gpu": "RTX 2060"}
     alone, whole = (phase(predict_pipeline("sdxl", **asked, offload=o), "decode") for o in ("sequential", "model"))
     assert abs(alone.activations - whole.activations) < 4 * MIB and alone.weights < whole.weights / 10
-    monkeypatch.setattr(ways_diffusers, "_offloads", lambda *_: [("sequential offload", "sequential")])
     plan = plan_pipeline("sdxl", **asked, types=[None])
-    assert [outcome.verdict for outcome in plan.outcomes] == ["runs out in decode, lacks 1490 MiB", "fits"]
+    found = [plan[f"sequential offload, VAE {vae}"].verdict for vae in ("whole", "tiled")]
+    assert found == ["runs out in decode, lacks 1490 MiB", "fits"]
 
 
 def test_the_ways_of_the_vae():
@@ -209,8 +206,8 @@ def test_a_fit_that_rests_on_plans_that_are_not_known():
         other = predict_pipeline("sd15", 512, 512, gpu="RTX 3060", used=p.available - room)
         assert other.outcome == outcome and other.fits == (outcome != "does not fit")
         assert other.on_card is None if not other.fits else other.on_card <= room < other.peak == p.peak
-        asked = ways_diffusers._Asked("no offload", {"offload": "none", "vae": "whole"}, None, other)
-        assert bool(ways_diffusers._way(asked, None).unsure) == (outcome == "may fit")
+        way = sys.modules["vaemem.pipelines.plan"]._way(other, "", {"offload": "none"}, "", None)
+        assert bool(way.unsure) == (outcome == "may fit")
         if outcome == "may fit":
             other.least_band = least, sure  # which was looked for once
             assert f"may fit in {other.available / MIB:.0f} MiB (cuDNN's next plans decide" in other.verdict
@@ -232,16 +229,16 @@ def test_where_memory_runs_out():
 @pytest.mark.parametrize("plans", [True, False])
 def test_a_card_that_comes_to_the_same_is_not_tried_again(plans, monkeypatch):
     """What is taken from another card's run is what a run of its own gives, at every size of card."""
-    p, played = predict_pipeline("sd15", 512, 512, gpu="RTX 3060"), []
-    play = type(p._question).play
-    monkeypatch.setattr(type(p._question), "play", lambda *a, **k: played.append(k) or play(*a, **k))
+    module = sys.modules["vaemem.pipelines.predict_pipeline"]
+    p, played, play = predict_pipeline("sd15", 512, 512, gpu="RTX 3060"), [], pipeline_run.play_pipeline
+    monkeypatch.setattr(module, "play_pipeline", lambda *a, **k: played.append(k) or play(*a, **k))
     cards = [*range(p.least - 40 * MIB, p.least + 40 * MIB, 4 * MIB), p.least_band[1], p.peak, p.peak + 1]
     found = [p._within(card, plans) for card in cards]
     tries = len(played)
     for card, (tried, done, lacking) in zip(cards, found, strict=True):
-        run, full = p._question.play(p._process.workspace, plans, total_memory=card)
+        run = play(p._question, p._process.workspace, plans, total_memory=card)
         assert (run.phases, run.process.guessed_plans) == (tried.phases, tried.guesses) and done == len(run.phases)
-        assert (full is None) == (lacking is None) and (not full or full.requested == lacking.bytes)
+        assert run.lacking == lacking
     assert 0 < tries < len(cards)
 
 

@@ -13,7 +13,7 @@ from vaemem.__main__ import main
 from vaemem.pipelines import ways_mlx
 from vaemem.pipelines.components import PIPELINES
 from vaemem.pipelines.seconds import Machine, Rate, machine_of
-from vaemem.pipelines.ways import Room, outcome, planned
+from vaemem.pipelines.ways import PipelinePlan, Room, outcome
 from vaemem.prediction.planned import PlannedPhase, Way
 from vaemem.sdcpp import running
 from vaemem.sdcpp.graphs import DEFAULT_TILE, graph
@@ -41,14 +41,16 @@ def test_the_first_phase_that_does_not_fit_is_named_and_what_the_whole_run_lacks
 
 
 def test_a_way_that_may_fit_says_so():
-    plan = planned("", [way("a"), way("b", unsure="nobody knows")], Room(5 * MIB), None)
+    plan = PipelinePlan("", [way("a"), way("b", unsure="nobody knows")], Room(5 * MIB), None)
     assert [one.verdict for one in plan.outcomes] == [row["verdict"] for row in plan.rows()] == ["fits", "may fit"]
-    unsure = planned("", [way(unsure="nobody knows")], Room(5 * MIB), None)
+    unsure = PipelinePlan("", [way(unsure="nobody knows")], Room(5 * MIB), None)
     assert "may fit" not in plan.reason and "It may fit: nobody knows." in unsure.reason
     assert [row["unsure"] for row in plan.rows()] == ["", "nobody knows"]
-    quicker = planned("", [way("a", seconds=8, unsure="nobody knows"), way("b", seconds=9)], Room(5 * MIB), MACHINE)
+    quicker = PipelinePlan(
+        "", [way("a", seconds=8, unsure="nobody knows"), way("b", seconds=9)], Room(5 * MIB), MACHINE
+    )
     assert quicker.recommended.way.name == "b" and "It is the only one that fits" in quicker.reason
-    two = planned("", [way("a", unsure="nobody knows"), way("b", unsure="nobody knows")], Room(5 * MIB), None)
+    two = PipelinePlan("", [way("a", unsure="nobody knows"), way("b", unsure="nobody knows")], Room(5 * MIB), None)
     assert "It is the plainest of the 2 that may fit" in two.reason
 
 
@@ -80,37 +82,37 @@ def test_what_was_played_decides_where_it_was():
     ],
 )
 def test_the_recommended_way(ways, name, why):
-    plan = planned("t", ways, Room(5 * MIB), MACHINE)
+    plan = PipelinePlan("t", ways, Room(5 * MIB), MACHINE)
     assert plan.recommended.way.name == name and why in plan.reason and plan.reason.startswith(f"Take {name}.")
 
 
 def test_without_times_the_plainest_way_is_taken():
-    plan = planned("t", [way("a", (3, 3)), way("b", (1, 1))], Room(5 * MIB), None)
+    plan = PipelinePlan("t", [way("a", (3, 3)), way("b", (1, 1))], Room(5 * MIB), None)
     assert plan.recommended.way.name == "a" and "plainest of the 2" in plan.reason
 
 
 def test_nothing_fits():
-    plan = planned("t", [way("a", (9, 8)), way("b", (7, 8))], Room(5 * MIB), MACHINE)
+    plan = PipelinePlan("t", [way("a", (9, 8)), way("b", (7, 8))], Room(5 * MIB), MACHINE)
     assert plan.recommended is None and plan.reason == (
         "Nothing fits. b comes nearest: it runs out in denoise, lacks 3 MiB."
     )
-    late = planned("t", [way("a", (9, 8)), way("b", seconds=99)], Room(5 * MIB, None, 9.0), MACHINE)
+    late = PipelinePlan("t", [way("a", (9, 8)), way("b", seconds=99)], Room(5 * MIB, None, 9.0), MACHINE)
     assert late.reason == "Nothing fits. b comes nearest: it takes 90 s too long."
 
 
 def test_calibrating_moves_every_other_way():
-    plan = planned("t", [way("a"), way("b", seconds=20.0)], Room(None), MACHINE, {"a": 30.0})
+    plan = PipelinePlan("t", [way("a"), way("b", seconds=20.0)], Room(None), MACHINE, {"a": 30.0})
     assert plan["a"].seconds.likely == pytest.approx(30, rel=0.01)
     assert plan["b"].seconds.likely == pytest.approx(60, rel=0.01) and "1 measured run" in repr(plan)
     with pytest.raises(ValueError, match="calibrate: want ways out of a, got 'c'"):
-        planned("t", [way("a")], Room(None), MACHINE, {"c": 1.0})
+        PipelinePlan("t", [way("a")], Room(None), MACHINE, {"c": 1.0})
 
 
 # ---- files ----
 
 
 def test_what_is_written_is_what_was_found(tmp_path):
-    plan = planned("t", [way("a, b", (6, 9)), way("c")], Room(5 * MIB, MIB), MACHINE, notes=["said"])
+    plan = PipelinePlan("t", [way("a, b", (6, 9)), way("c")], Room(5 * MIB, MIB), MACHINE, notes=["said"])
     rows = list(csv.DictReader(io.StringIO(plan.to_csv())))
     assert [row["way"] for row in rows] == ["a, b", "c"] and rows[0]["fails_in"] == "denoise"
     assert int(rows[1]["decode_bytes"]) == 2 * MIB and rows[1]["recommended"] == "True"
@@ -127,7 +129,9 @@ def test_what_is_written_is_what_was_found(tmp_path):
 
 
 def test_notes_are_said_once():
-    plan = planned("t", [way("a", notes=("one",)), way("b", notes=("one", "two"))], Room(None), None, notes=["one"])
+    plan = PipelinePlan(
+        "t", [way("a", notes=("one",)), way("b", notes=("one", "two"))], Room(None), None, notes=["one"]
+    )
     assert plan.notes == ("one", "two") and repr(plan).count("one") == 1
 
 

@@ -663,7 +663,7 @@ def test_the_margin_is_what_the_table_shows(table):
     more = []
     for key, (_, reserved) in table:
         p = reproduce.predict_row(key, torch_version=reproduce.TORCH)
-        more.append(reserved * MIB / max(p.reserved, p._replay(p._process.workspace, "cold")))
+        more.append(reserved * MIB / max(p.reserved, p._played("cold")[1]))
     assert 1 + (MARGIN - 1) / 2 < max(more) < MARGIN
 
 
@@ -958,7 +958,7 @@ def test_the_end_of_the_search_is_told(monkeypatch, capsys):
             raise OverflowError("want fewer steps")
         return Prediction(question)
 
-    monkeypatch.setattr("vaemem.prediction.largest.Prediction", no_more_than_720)
+    monkeypatch.setattr("vaemem.prediction.predict.Prediction", no_more_than_720)
     with pytest.warns(RuntimeWarning, match="720x720 fits, and larger images were not looked at"):
         predict_largest("sdxl", "decode_tiled", tile=512, gpu="RTX 4060")
 

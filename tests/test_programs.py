@@ -97,15 +97,24 @@ def test_a_case_that_was_not_recorded_is_refused():
 
 
 def test_equations_of_cases():
-    assert Program.holds("1 n = 1", {"n": 1}) and not Program.holds("1 n != 1", {"n": 1})
-    assert Program.holds("1 h w != 2 t + 1", {"h": 3, "w": 3, "t": 5})
-    assert Program.evaluate("640 n h h + -5 h + 7", {"n": 2, "h": 3}) == 11512
+    """A call is played where its cases hold, and takes what its polynomials say."""
+
+    def taken(case="1 n = 1", size="8", **sizes):
+        names, values = " ".join(sizes), tuple(sizes.values())
+        text = f"variables {names}\ncall float16; {case}\nsize {size}\nmodule +0:it -1\nmodule =0"
+        return Program(text).trace("float16", values, 89, 128, "card", ()).steps[0][2]
+
+    assert taken("1 h w != 2 t + 1", h=3, w=3, t=5) == 8
+    assert taken("1 n = 2", "640 n h h + -5 h + 7", n=2, h=3) == 11512
+    for case in ("1 n != 1", "1 n = 2", "2 n + -1 = 0"):
+        with pytest.raises(ValueError, match="want a case that was recorded"):
+            taken(case, n=1)
     for wrong in ("", "n", "2 m", "1 +", "1 n = 1", "1;", "1 n n n n"):
         with pytest.raises((ValueError, OverflowError), match="polynomial: want"):
-            Program.evaluate(wrong, {"n": 1 << 20})
-    for wrong in ("1", "1 n =", "1 n = 1 = 1", "1 = 1; 1 = 1"):
+            taken("1 = 1", wrong, n=1 << 20)
+    for wrong in ("1", "1 n =", "1 n = 1 = 1", "1 = 1; 1"):
         with pytest.raises(ValueError, match="polynomial: want"):
-            Program.holds(wrong, {"n": 1})
+            taken(wrong, n=1)
 
 
 SMALL = """name small
@@ -114,8 +123,8 @@ derived t2 2 1 1 t
 call float16 bfloat16; 1 n = 1; 1 t = 2 t2
 size 8 n t
 size 3
-conv run 0 1 0 0 0 1 1 1 nchw
-attention run 0 1 1 0 0 0 0 0 0
+conv run 0 1 0 0 0 1 1 1 0
+attention run 0 1 1 0 0 0 0 0 0 0 0 0 0
 module +0 c0 b1
 module a=0 -1 +1:what
 module b=1 a0 =0 -3"""
@@ -126,8 +135,8 @@ module b=1 a0 =0 -3"""
     [
         ("size 3", "size 3 m"), ("size 3", "size"), ("size 3", "size 99999999999999999999"), ("size 3", "weight 3"),
         ("size 3\n", ""), ("c0 b1", "c1 b1"), ("+0 c0", "+9 c0"), ("c0 b1", "c0 x1"), ("c0 b1", "c0 b"),
-        ("=0 -3", "=0 -7"), ("=0 -3", "=2"), ("=0 -3", "a=7"), ("a=0 -1", "a=-1 -1"), ("nchw", "nhcw"),
-        ("run 0 1 0 0 0 1 1 1", "run 0 1 0 0 0 1 1"), ("attention run", "attention int8"),
+        ("=0 -3", "=0 -7"), ("=0 -3", "=2"), ("=0 -3", "a=7"), ("a=0 -1", "a=-1 -1"), ("1 1 1 0\n", "1 1 1 2\n"),
+        ("run 0 1 0 0 0 1 1 1 0", "run 0 1 0 0 0 1 1 1"), ("attention run", "attention int8"),
         ("0 0 0 0 0\n", "0 0 0 0 2\n"), ("derived t2 2", "derived t2 0"), ("t2 2 1 1 t", "t2 2 1 1 t3"),
         ("float16 bfloat16", "float64"), ("1 n = 1;", "1 n;"), ("variables n t", "variables n"),
         ("call float16", "called float16"), ("b=1 a0", f"{'b' * 300}=1 a0"),
@@ -152,11 +161,11 @@ def test_sizes_that_do_not_fit_are_said():
     program = Program(SMALL)
     for sizes, error in (((1, 1 << 61), OverflowError), ((1, -2), ValueError), ((1, 1 << 70), OverflowError)):
         with pytest.raises(error):
-            program.trace("float16", sizes, 89, 128, "card")
+            program.trace("float16", sizes, 89, 128, "card", ())
     with pytest.raises(ValueError, match="small: want a case that was recorded, t = 2 t2, got n = 1, t = 3"):
-        program.trace("float16", (1, 3), 89, 128, "card")
+        program.trace("float16", (1, 3), 89, 128, "card", ())
     with pytest.raises(ValueError, match="dtype: want one that small was recorded in, got float32"):
-        program.trace("float32", (1, 2), 89, 128, "card")
+        program.trace("float32", (1, 2), 89, 128, "card", ())
 
 
 def test_every_failing_allocation_is_said():
@@ -234,7 +243,8 @@ def test_flops_are_those_that_pytorch_counts(module, name):
         built = make(module, dtype, "cpu")
         args, kwargs = module.call(module.checks[0], dtype)
         module.run(built, *args, **kwargs) if module.run else built(*args, **kwargs)
-    flops = programs.load_program(name).flops(str(dtype).removeprefix("torch."), **module.checks[0])
+    run, gpu = str(dtype).removeprefix("torch."), find_gpu(programs.ANY_GPU)
+    flops = programs.load_program(name).trace(run, gpu, **module.checks[0]).flops
     assert flops == counter.get_total_flops()
 
 

@@ -5,8 +5,8 @@ import pytest
 from vaemem import predict_pipeline
 from vaemem.__main__ import main
 from vaemem.pipelines import ways_mlx
-from vaemem.published import eight_ways
-from vaemem.published.equation import judge_equation
+from vaemem.published import accounts
+from vaemem.published.accounts import judge_equation
 
 MIB, GIB = 2**20, 2**30
 
@@ -45,8 +45,8 @@ def test_sdxl_on_an_a100(dtype, taken):
 
 def test_the_published_table_comes_out():
     """Out of memory, out of memory, success three times, two timeouts, success: where, and in which order of time."""
-    plan = eight_ways.plan_of()
-    rows = eight_ways.judged(plan, direct=True)
+    plan = accounts.plan_of()
+    rows = accounts.judged(plan, direct=True)
     assert [row.ours for row in rows] == [row.tried.result for row in rows]
     assert [row.ours for row in rows] == ["oom"] * 2 + ["success"] * 3 + ["timeout"] * 2 + ["success"]
     assert {row.outcome.fails_in for row in rows[:2]} == {"denoise"}
@@ -61,14 +61,14 @@ def test_the_published_table_comes_out():
 
 
 def test_by_im2col_the_third_row_would_have_run_out_in_decode():
-    rows = eight_ways.judged(eight_ways.plan_of(False, calibrated=False), direct=False)
+    rows = accounts.judged(accounts.plan_of(False, calibrated=False), direct=False)
     assert rows[2].ours == "oom" and rows[2].outcome.fails_in == "decode" and rows[2].outcome.short > GIB
     assert [rows[i].ours for i in (0, 1, 3, 4, 7)] == ["oom", "oom", "success", "success", "success"]
 
 
 def test_it_ran_out_in_diffusion_and_not_in_decode():
     """In tiles the decode fits beside all weights; the diffusion model's buffer does not, and the prompt's does."""
-    plan = eight_ways.plan_of(calibrated=False)
+    plan = accounts.plan_of(calibrated=False)
     second = {phase.name: phase.total for phase in plan["no offload, VAE direct, tiled"].way.phases}
     room = plan.room.card
     assert second["load"] < second["encode prompt"] < room < second["denoise"] and second["decode"] < room

@@ -425,7 +425,8 @@ def test_sdpa_kernel_chooses():
     ],
 )
 def test_pytorchs_order_of_kernels(change, kernel):
-    from vaemem.prediction.attention import AttentionCall, Heads, choose_kernel
+    from vaemem import _core
+    from vaemem.prediction.eager import AttentionCall, Heads
 
     asked = {"dtype": "float16", "sm": 89, "depth": 64, "keys": 128, "heads": 4, "step": 1} | change
     sm, depth, step = asked.pop("sm"), asked.pop("depth"), asked.pop("step")
@@ -437,7 +438,7 @@ def test_pytorchs_order_of_kernels(change, kernel):
 
     call = AttentionCall(asked.pop("dtype"), tensor(4, 128), tensor(heads, length), tensor(heads, length), **asked)
     order = ("flash", "efficient", "cudnn", "math") if kernel == "cudnn" else ("flash", "efficient", "math", "cudnn")
-    assert choose_kernel(call, sm, order) == kernel
+    assert _core.Trace.choose_kernel(call, sm, order) == kernel
 
 
 @pytest.mark.parametrize("how", [{}, {"is_causal": True}, {"mask": "float"}, {"mask": "bool"}, {"enable_gqa": True}])

@@ -190,7 +190,7 @@ def test_devices():
         segment["device"] = 1
     assert replay(snapshot).device == 1
     assert replay(snapshot, device=1).same
-    with pytest.raises(ValueError, match=r"device: want one that has a trace, \[1\], got 0"):
+    with pytest.raises(ValueError, match=r"device: want one of \[1\], which have a trace, got 0"):
         replay(snapshot, device=0)
     snapshot["device_traces"][0] = snapshot["device_traces"][1]
     with pytest.raises(ValueError, match=r"device: want one of \[0, 1\]"):

@@ -149,9 +149,8 @@ def test_rooms_of_c_point_one_way():
     assert wrong == []
 
 
-# Names that two files have for one meaning: gguf.py and safetensors.py give weights.py the same two answers, each for
-# its format; plot.tradeoff draws what tradeoff gives.
-SHARED = {"READABLE", "header", "tradeoff"}
+# A name that two files have for one meaning: plot.tradeoff draws what tradeoff gives.
+SHARED = {"tradeoff"}
 
 
 def test_one_name_has_one_meaning():

@@ -7,7 +7,7 @@ import pytest
 
 from vaemem._common import shipped
 from vaemem.pipelines import programs
-from vaemem.pipelines.pipeline_run import vae_flops
+from vaemem.pipelines.components import vae_flops
 from vaemem.pipelines.seconds import (
     Machine,
     Rate,
@@ -20,7 +20,7 @@ from vaemem.pipelines.seconds import (
     peak,
     shares,
 )
-from vaemem.prediction.gpus import gpu_names
+from vaemem.prediction.gpus import find_gpu, gpu_names
 
 TERA = 1e12
 
@@ -181,5 +181,6 @@ def test_flops_of_the_modules_are_the_recorded_ones():
     assert vae_flops("sdxl", "decode", 1024, 1024) == known["vae-decoder"]["flops"]
     for name, wanted in sizes.items():
         module = programs.load_program(name)
-        counted = module.flops(module.dtypes[0], **{key: wanted[key] for key in module.variables})
+        sizes, gpu = {key: wanted[key] for key in module.variables}, find_gpu(programs.ANY_GPU)
+        counted = module.trace(module.dtypes[0], gpu, **sizes).flops
         assert counted == pytest.approx(known[name]["flops"], rel=1e-3), name

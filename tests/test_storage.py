@@ -10,7 +10,7 @@ from safetensors.numpy import save_file
 
 from vaemem.engine.weights import tensor_types
 from vaemem.pipelines import programs
-from vaemem.pipelines.pipeline_run import weights_of
+from vaemem.pipelines.components import weights_of
 from vaemem.pipelines.storage import GGML, RULES, TYPES, Stored, stored, tensor_bytes
 
 torch = pytest.importorskip("torch")

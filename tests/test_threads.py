@@ -8,7 +8,14 @@ import pytest
 import tools
 
 ROOT = Path(__file__).parent.parent
-SOURCES = ["csrc/*.c", "csrc/predict/torch_*.c", "kernels/*.c", "kernels/ref/*.c", "tests/threads/threads.c"]
+SOURCES = [
+    "csrc/*.c",
+    "csrc/predict/torch_*.c",
+    "csrc/predict/process.c",
+    "kernels/*.c",
+    "kernels/ref/*.c",
+    "tests/threads/threads.c",
+]
 FLAGS = ["-std=gnu11", "-g", "-O1", "-fsanitize=thread"]
 
 

@@ -14,7 +14,7 @@ from engine import config, error, images, latents, small_vae
 
 from vaemem import VAE, Tiling, _core
 from vaemem.engine import layouts
-from vaemem.engine.runner import Runner
+from vaemem.engine.model import Runner
 
 PARITY = 1e-5  # of the norm, as for whole images
 
@@ -323,7 +323,7 @@ def test_the_bar_says_which_tile(monkeypatch):
     class Bar:
         n = total = 0
 
-        def __init__(self, total, desc, unit, bar_format=None):
+        def __init__(self, desc, unit):
             self.set_description_str(desc)
 
         def __enter__(self):

@@ -10,7 +10,7 @@ from safetensors import numpy as safetensors_numpy
 from weights_files import CONFIGS, FLUX_LIKE, SMALL, autoencoder, make, respell, same, tensors_of, write
 
 from vaemem import _core
-from vaemem.engine import weights
+from vaemem.engine import layouts, weights
 
 # ---- names, against the real thing ----
 
@@ -18,7 +18,7 @@ from vaemem.engine import weights
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_cores_names_and_shapes_are_diffusers(name):
     want = {n: tuple(t.shape) for n, t in autoencoder(CONFIGS[name]).state_dict().items()}
-    assert dict(_core.Model(weights.read_config(CONFIGS[name]), "all").tensors) == want
+    assert dict(_core.Model(layouts.read_config(CONFIGS[name]), "all").tensors) == want
 
 
 @pytest.mark.parametrize("name", ["sd15", "sdxl", "flux"])
@@ -96,7 +96,7 @@ def test_every_layout_comes_back(tmp_path, layout, prefix, square):
         held["model.diffusion_model.middle_block.0.weight"] = np.zeros((2, 2), np.int64)
         write(path, held)
     shapes = {n: t.shape for n, t in safetensors_numpy.load_file(path).items()}
-    assert weights.detect(shapes)[:2] == (layout.removesuffix("-old"), prefix)
+    assert layouts.detect(shapes)[:2] == (layout.removesuffix("-old"), prefix)
     same(weights.load(path), tensors)
 
 
@@ -202,15 +202,15 @@ def test_detected_architecture(layout, parts):
     for name, want in (("sd15", "sd"), ("sdxl", "sd"), ("flux", "flux")):
         arch = _core.models()[name]
         tensors = dict(_core.Model(arch, parts).tensors)
-        found = weights.detect(respell(tensors, layout, 4))[2]
+        found = layouts.detect(respell(tensors, layout, 4))[2]
         scaling = None if want == "sd" else arch["scaling_factor"]
         assert found == {**arch, "name": want, "scaling_factor": scaling}
     for config in CONFIGS.values():
-        arch = {**weights.read_config(config), "scaling_factor": None, "shift_factor": 0.0}
+        arch = {**layouts.read_config(config), "scaling_factor": None, "shift_factor": 0.0}
         if arch["norm_num_groups"] != 32:
             continue
         levels = len(arch["block_out_channels"])
-        found = weights.detect(respell(dict(_core.Model(arch, "all").tensors), layout, levels), parts)[2]
+        found = layouts.detect(respell(dict(_core.Model(arch, "all").tensors), layout, levels), parts)[2]
         assert found == arch
 
 

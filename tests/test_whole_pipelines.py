@@ -163,7 +163,7 @@ def test_sequential_offload_decodes_in_the_predicted_dtypes(monkeypatch):
         for name, shape in (("prompt", (1, 77, 8)), ("pooled_prompt", (1, 8)))
     }
     pipeline(**prompts, height=64, width=64, num_inference_steps=1, output_type="pt")
-    _, (trace, *_) = predict_pipeline("sdxl", 64, 64, offload="sequential")._run._calls[-1]
+    _, (trace, *_) = predict_pipeline("sdxl", 64, 64, offload="sequential")._run.calls[-1]
     convs = [Conv(*question) for question in trace.convs]
     asked = [(getattr(torch, conv.dtype),) * 2 + (conv.r,) for conv in convs]
     predicted = [op if op == "empty" else asked[number] for op, number, *_ in trace.steps if op in ("empty", "conv")]

@@ -23,7 +23,7 @@ CONFIGS = {
 
 
 def make(config=SMALL, parts="all", seed=0):
-    model = _core.Model(weights.read_config(config), parts)
+    model = _core.Model(layouts.read_config(config), parts)
     weights.random_tensors(model, seed)
     return model
 

@@ -11,14 +11,13 @@ __path__ = _pkgutil.extend_path(__path__, __name__)
 from vaemem._common import __version__ as __version__
 from vaemem._core import OutOfMemoryError
 from vaemem.engine.arguments import Cancelled
-from vaemem.engine.device import DeviceArray
-from vaemem.engine.instructions import read_disabled as _read_disabled
+from vaemem.engine.device import DeviceArray, backends
+from vaemem.engine.device import read_disabled as _read_disabled
 from vaemem.engine.records import Encoded, Run
 from vaemem.engine.tiling import Tiling
-from vaemem.engine.vae import VAE, backends
+from vaemem.engine.vae import VAE
 from vaemem.prediction.formula import formula
-from vaemem.prediction.largest import predict_largest
-from vaemem.prediction.predict import Prediction, predict
+from vaemem.prediction.predict import Prediction, predict, predict_largest
 from vaemem.prediction.process import SimulatedProcess
 from vaemem.prediction.replay import Replay, replay
 from vaemem.prediction.snapshot import CachingAllocator

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from vaemem._common import Message, Named, need
-from vaemem.cli import flags
+from vaemem.cli import commands
 
 
 def _said(error: BaseException, parser: argparse.ArgumentParser) -> str:
@@ -30,12 +30,12 @@ def _said(error: BaseException, parser: argparse.ArgumentParser) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; 0 when done, 2 for bad input (a sentence on stderr, no traceback), 130 for Ctrl-C."""
-    parser = flags.parser()
+    parser = commands.parser()
     if "_ARGCOMPLETE" in os.environ:  # the shell asks what could come next
         need("argcomplete", "completion").autocomplete(parser)
     args, status = parser.parse_args(argv), 0
     try:
-        status = args.function(args) or 0
+        status = args.run(args) or 0
         sys.stdout.flush()
     except BrokenPipeError:  # whoever read has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush when Python ends

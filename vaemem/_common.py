@@ -45,6 +45,7 @@ EXTRAS = {  # that bring a package
     "tqdm": "progress",
     "PIL": "image",
     "torch": "pytorch",
+    "diffusers": "diffusers",
     "argcomplete": "completion",
     "gguf": "gguf",
 }
@@ -189,19 +190,16 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     link at path points. An old file that cannot be replaced is given the new one's bytes. Anything but a regular file,
     such as a pipe, or one that is open already, such as /dev/stdout, is written directly."""
     old = os.stat(path) if os.path.exists(path) else None
-    number = _descriptor(path)
-    if old and number is not None:
-        with open(number, "wb", closefd=False) as f:  # goes on behind what was written to it before
-            yield f
-        return
-    if old and (not stat.S_ISREG(old.st_mode) or os.path.abspath(os.fsdecode(path)).startswith("/proc/")):
-        with open(path, "ab") as f:
+    number = _descriptor(path) if old else None
+    is_fixed = number is not None or os.path.abspath(os.fsdecode(path)).startswith("/proc/")
+    if old and (is_fixed or not stat.S_ISREG(old.st_mode)):
+        # One that is open goes on behind what was written to it before.
+        with open(path if number is None else number, "ab", closefd=number is None) as f:
             yield f
         return
     if old:
         open(path, "r+b").close()  # raises where the old file may not be written
-    target = Path(os.fsdecode(os.path.realpath(path)))
-    part: Path | None = None
+    target, part = Path(os.fsdecode(os.path.realpath(path))), None
     try:
         try:
             new = _part(target.parent)
@@ -224,13 +222,13 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
                 if not old or error.errno not in _FIXED:
                     raise
                 _copy(part, target)
-                part.unlink()
-    except BaseException as error:
-        if part:
-            part.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.errno and ".vaemem-" in str(error.filename or ".vaemem-"):
+    except OSError as error:
+        if error.errno and ".vaemem-" in str(error.filename or ".vaemem-"):
             error.filename = os.fspath(path)
         raise
+    finally:
+        if part:
+            part.unlink(missing_ok=True)
     if os.name != "nt":  # where a folder cannot be opened
         with contextlib.suppress(OSError):  # some file systems refuse this, and the file itself is safe
             folder = os.open(target.parent, os.O_RDONLY)

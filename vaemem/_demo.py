@@ -2,100 +2,65 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import os
 import platform
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from vaemem import plot
 from vaemem._common import latent_factor, mib, need, png, render, saved, write
 from vaemem._handmade import handmade, picture
+from vaemem.engine.device import backends
 from vaemem.engine.tiling import Tiling
-from vaemem.engine.vae import VAE, Run, backends
-from vaemem.prediction.largest import predict_largest
-from vaemem.prediction.predict import predict
+from vaemem.engine.vae import VAE, Run
+from vaemem.prediction.predict import predict, predict_largest
 from vaemem.reports.document import Document
 from vaemem.tables.estimators import compare
 from vaemem.tables.fit import fit
 from vaemem.tables.sweep import sweep, tradeoff
 from vaemem.tables.table import Table, seed_table
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 CARDS = ("RTX 3050 Laptop", "RTX 2060", "RTX 4060", "RTX 3060", "RTX 4090")
 ASKED = (1024, 1536, 2048, 3072)  # of the images that are asked about
-SWEEP = ("sdxl", "flux")
+SWEEP, SWEEP_SIZES = ("sdxl", "flux"), (64, 96, 128)
+SIDE, SLOW_SIDE = 384, 256  # of the picture; with SSE2 and on the plain C kernels, which are several times slower
 
 
-def make_demo(
-    out: str | os.PathLike[str] = "out",
-    weights: str | os.PathLike[str] | None = None,
-    progress: bool = True,
-    side: int | None = None,
-    sizes: Sequence[int | tuple[int, int]] | None = None,
-) -> Path:
+def make_demo(out: str | os.PathLike[str] = "out", weights: str | os.PathLike[str] | None = None) -> Path:
     """Predict, encode and decode a picture whole, under a limit and in tiles, compare, sweep, fit: a page of results.
 
-    Parameters
-    ----------
-    out : path
-        Folder for everything; made if needed, files of an earlier demo are overwritten. Takes 0.4 GB, or a few MB
-        where `weights` are given.
-    weights : path, optional
-        A VAE's, as `VAE.load` takes them. By default weights made by hand are written and loaded: SDXL's layout, and an
-        encode and decode that can be looked at, with nothing trained (vaemem/_handmade.py says how).
-    progress : bool
-        Show the step at work and how far it is.
-    side : int, optional
-        The picture's side in pixels, a multiple of what the VAE divides sides by. By default 384, or 256 with SSE2 and
-        on the plain C kernels, which are several times slower.
-    sizes : sequence of int and (int, int), optional
-        For the sweep. By default 64, 96 and 128.
-
-    Returns
-    -------
-    pathlib.Path
-        The page, ``out/index.html``; ``out/report.md`` says the same.
-
-    Raises
-    ------
-    ImportError
-        A package of the extra "demo" is missing (``pip install 'vaemem[demo]'``).
-    ValueError
-        A side or size that cannot be run; weights that cannot be loaded.
-    OSError
-        `out` cannot be written or `weights` not be read.
+    Weights are as `VAE.load` takes them; without them some are made by hand in SDXL's layout (vaemem/_handmade.py says
+    how), which takes 0.4 GB. The folder is made if needed, and files of an earlier demo are overwritten. Gives the
+    page's path, ``out/index.html``; ``out/report.md`` says the same.
     """
-    for module in ("PIL.Image", "matplotlib.figure", *(["tqdm.auto"] if progress else [])):
+    for module in ("PIL.Image", "matplotlib.figure", "tqdm.auto"):
         need(module, "the demo")  # now, not after minutes of work
-    started = time.perf_counter()
-    folder = Path(out)
+    started, folder = time.perf_counter(), Path(out)
     folder.mkdir(parents=True, exist_ok=True)
-    is_slow = next(row["name"] for row in backends() if row["chosen"]) in ("sse", "ref")
-    side = (256 if is_slow else 384) if side is None else side
-    vae = _weights(folder, weights, progress)
-    step = latent_factor(vae.arch)
-    if side < step or side % step:
-        raise ValueError(f"side: want a multiple of {step}, got {side}")
+    if made_by_hand := weights is None:
+        weights = folder / "weights"
+        _say(f"make weights by hand, in SDXL's layout: {weights}")
+        handmade("sdxl").save(weights)
+    _say(f"load {weights}")
+    vae = VAE.load(weights)
 
     document = Document("Does it fit?")
-    _cards(document, vae, progress)
-    image = picture(side)
-    latents, whole = _round_trip(document, vae, image, progress, made_by_hand=weights is None)
-    ours = _less_memory(document, vae, latents, whole, progress)
+    _cards(document, vae)
+    is_slow = next(row["name"] for row in backends() if row["chosen"]) in ("sse", "ref")
+    image = picture(SLOW_SIDE if is_slow else SIDE)
+    latents, whole = _round_trip(document, vae, image, made_by_hand)
+    ours = _less_memory(document, vae, latents, whole)
     write(folder / "latents.npy", saved(np.save, latents))
     both = need("PIL.Image", "the demo").fromarray(np.hstack([image, _bytes(whole)]))
     write(folder / "there_and_back.png", saved(both.save, format="PNG"))
-    _beside_pytorch(document, ours, progress)
-    _predictions(document, progress)
-    _sweep(document, sizes or (64, 96, 128), folder, progress)
+    _beside_pytorch(document, ours)
+    _predictions(document)
+    _sweep(document, folder)
     seconds = time.perf_counter() - started
     document.text(f"{platform.system()}, {os.cpu_count()} CPUs, {_last(vae).backend} kernels; {seconds:.0f} s in all.")
     page = folder / "index.html"
@@ -103,22 +68,15 @@ def make_demo(
     write(folder / "report.md", document.markdown())
     for name, figure in document.figures.items():
         write(folder / f"{name}.png", png(figure))
-    _say(progress, f"\n{_files(folder)}\n\nDone in {seconds:.0f} s. Open {page}")
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    _say("\n" + render(("file", "MiB"), [(str(path), mib(path.stat().st_size)) for path in files]))
+    _say(f"\nDone in {seconds:.0f} s. Open {page}")
     return page
 
 
-def _weights(folder: Path, weights: str | os.PathLike[str] | None, progress: bool) -> VAE:
-    if weights is None:
-        weights = folder / "weights"
-        _say(progress, f"make weights by hand, in SDXL's layout: {weights}")
-        handmade("sdxl").save(weights)
-    _say(progress, f"load {weights}")
-    return VAE.load(weights)
-
-
-def _cards(document: Document, vae: VAE, progress: bool) -> None:
+def _cards(document: Document, vae: VAE) -> None:
     """The answer: PyTorch on cards, the engine here."""
-    _say(progress, f"predict SDXL's decode in PyTorch on {', '.join(CARDS)}")
+    _say(f"predict SDXL's decode in PyTorch on {', '.join(CARDS)}")
     lines = []
     for card in CARDS:
         asked = [predict("sdxl", "decode", side, side, "float16", gpu=card) for side in ASKED]
@@ -145,15 +103,13 @@ def _cards(document: Document, vae: VAE, progress: bool) -> None:
     )
 
 
-def _round_trip(
-    document: Document, vae: VAE, image: np.ndarray, progress: bool, made_by_hand: bool
-) -> tuple[np.ndarray, np.ndarray]:
+def _round_trip(document: Document, vae: VAE, image: np.ndarray, made_by_hand: bool) -> tuple[np.ndarray, np.ndarray]:
     """The picture's latents, and what they decode to, in floats."""
     size = f"{image.shape[0]}x{image.shape[1]}"
-    _say(progress, f"encode and decode a picture of {size}")
-    latents = vae.encode(image[None], progress=progress).mode()
+    _say(f"encode and decode a picture of {size}")
+    latents = vae.encode(image[None], progress=True).mode()
     seconds = _last(vae).seconds
-    whole = vae.decode(latents, progress=progress)[0]
+    whole = vae.decode(latents, progress=True)[0]
     document.heading("A picture, there and back")
     document.text(
         "**The weights are made by hand, nothing is trained.** They fill SDXL's whole layout and carry eight colours, "
@@ -172,7 +128,7 @@ def _round_trip(
     return latents, whole
 
 
-def _less_memory(document: Document, vae: VAE, latents: np.ndarray, whole: np.ndarray, progress: bool) -> Run:
+def _less_memory(document: Document, vae: VAE, latents: np.ndarray, whole: np.ndarray) -> Run:
     """The decode again under a limit and in tiles: what each takes, what comes out, and what every limit would cost.
     `vae` has just decoded the whole: that run is returned."""
     first = _last(vae)
@@ -189,8 +145,8 @@ def _less_memory(document: Document, vae: VAE, latents: np.ndarray, whole: np.nd
     pictures, points, lines = {"whole": whole}, {}, []
     for name, how in ways.items():
         if how:
-            _say(progress, f"decode {name}")
-            pictures[name] = vae.decode(latents, progress=progress, **how)[0]
+            _say(f"decode {name}")
+            pictures[name] = vae.decode(latents, progress=True, **how)[0]
         run, before = _last(vae), vae.estimate("decode", height, width, **how)
         points[name] = run.peak_bytes, sum(run.flops) / sum(first.flops)
         taken = (mib(before.peak_bytes), mib(run.peak_bytes), mib(run.weights_bytes), f"{points[name][1]:.2f}")
@@ -214,23 +170,17 @@ def _less_memory(document: Document, vae: VAE, latents: np.ndarray, whole: np.nd
     return first
 
 
-def _beside_pytorch(document: Document, ours: Run, progress: bool) -> None:
+def _beside_pytorch(document: Document, ours: Run) -> None:
     """PyTorch's decode of the same size on this CPU, where it is installed."""
     document.heading("PyTorch beside it, here")
-    missing = [name for name in ("torch", "diffusers") if importlib.util.find_spec(name) is None]
-    if missing:
-        document.text(
-            f"Not measured, for want of {' and '.join(missing)}: `pip install torch diffusers` and run again."
-        )
-        return
-    from vaemem.pytorch import measure
-
     size = f"{ours.height}x{ours.width}"
-    _say(progress, f"decode {size} in PyTorch")
-    asked = [(ours.height, ours.width)]
     try:
+        from vaemem.pytorch import measure
+
+        _say(f"decode {size} in PyTorch")
+        asked = [(ours.height, ours.width)]
         (theirs,) = measure("sdxl", "decode", asked, "float32", device="cpu", warmups=0, runs=1)
-    except OSError as error:  # of a system that does not let a process look at its own size
+    except (ImportError, OSError) as error:  # not installed; a system that does not let a process look at its own size
         document.text(f"Not measured: {error}")
         return
     beside = ours.peak_bytes - ours.weights_bytes
@@ -244,9 +194,9 @@ def _beside_pytorch(document: Document, ours: Run, progress: bool) -> None:
     document.text(f"PyTorch's is the growth of the process; each ran once. {theirs['versions']}.")
 
 
-def _predictions(document: Document, progress: bool) -> None:
+def _predictions(document: Document) -> None:
     """vaemem.predict, ComfyUI and InvokeAI beside what was measured on a GPU."""
-    _say(progress, "compare predictions with measurements")
+    _say("compare predictions with measurements")
     rows = Table(row for row in seed_table() if (row["height"], row["width"]) == (1024, 1024))
     comparison = compare(rows, [predict, "comfyui", "invokeai"])
     document.heading("How near is the prediction?")
@@ -259,19 +209,18 @@ def _predictions(document: Document, progress: bool) -> None:
     document.table(*comparison.grid(rows=True))
 
 
-def _sweep(document: Document, sizes: Sequence[int | tuple[int, int]], folder: Path, progress: bool) -> None:
+def _sweep(document: Document, folder: Path) -> None:
     """Memory over sizes, measured and estimated, and the formula through it."""
-    _say(progress, f"sweep: {', '.join(SWEEP)} at {', '.join(map(str, sizes))}")
-    estimated = sweep(list(SWEEP), sizes=sizes, measure=False)
-    measured = sweep(list(SWEEP), sizes=sizes, progress=progress)
+    _say(f"sweep: {', '.join(SWEEP)} at {', '.join(map(str, SWEEP_SIZES))}")
+    estimated = sweep(list(SWEEP), sizes=SWEEP_SIZES, measure=False)
+    measured = sweep(list(SWEEP), sizes=SWEEP_SIZES, progress=True)
     table, formulas = measured + estimated, fit(measured)
     table.to_csv(folder / "sweep.csv")
-    pairs = list(zip(measured, estimated, strict=True))
-    equal = sum(m["allocated_bytes"] == e["allocated_bytes"] for m, e in pairs)
+    equal = sum(m["allocated_bytes"] == e["allocated_bytes"] for m, e in zip(measured, estimated, strict=True))
     document.heading("A sweep and its formula")
     document.text(
-        f"vaemem's own runs, beside the weights; estimated and measured agree to the byte in {equal} of {len(pairs)} "
-        "cases:"
+        f"vaemem's own runs, beside the weights; estimated and measured agree to the byte in {equal} of "
+        f"{len(measured)} cases:"
     )
     document.figure("memory", "Peak memory against pixels", plot.memory_vs_pixels(table, formulas))
     document.table(
@@ -289,10 +238,10 @@ def _sweep(document: Document, sizes: Sequence[int | tuple[int, int]], folder: P
 # ---- pictures ----
 
 
-def _row(panels: Mapping[str, np.ndarray]) -> Figure:
+def _row(panels: Mapping[str, np.ndarray]) -> Any:
     """Pictures side by side; numbers, as against colours, with a scale."""
-    size = (3.9 * len(panels), 4.9)
-    figure: Figure = need("matplotlib.figure", "the demo").Figure(figsize=size, layout="constrained", dpi=112)
+    figures, size = need("matplotlib.figure", "the demo"), (3.9 * len(panels), 4.9)
+    figure = figures.Figure(figsize=size, layout="constrained", dpi=112)
     for axes, (title, pixels) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
         if pixels.ndim == 3:
             axes.imshow(pixels)
@@ -308,8 +257,7 @@ def _row(panels: Mapping[str, np.ndarray]) -> Figure:
 def _mosaic(channels: np.ndarray) -> np.ndarray:
     """The channels of one latent as tiles of one picture."""
     across = math.ceil(math.sqrt(len(channels)))
-    room = np.full((-len(channels) % across, *channels.shape[1:]), np.nan, channels.dtype)
-    padded = np.pad(np.concatenate([channels, room]), ((0, 0), (1, 1), (1, 1)), constant_values=np.nan)
+    padded = np.pad(channels, ((0, -len(channels) % across), (1, 1), (1, 1)), constant_values=np.nan)
     return np.vstack([np.hstack(list(padded[i : i + across])) for i in range(0, len(padded), across)])
 
 
@@ -345,11 +293,5 @@ def _gib(size: float) -> str:
     return f"{size / 2**30:.1f}"
 
 
-def _files(folder: Path) -> str:
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return render(("file", "MiB"), [(str(path), mib(path.stat().st_size)) for path in files])
-
-
-def _say(progress: bool, text: str) -> None:
-    if progress:
-        print(text, flush=True)
+def _say(text: str) -> None:
+    print(text, flush=True)

@@ -97,34 +97,14 @@ class _Tensors:
 
 
 def handmade(model: str = "sdxl") -> VAE:
-    """A VAE whose weights are made by hand: the module tells how.
-
-    Parameters
-    ----------
-    model : str
-        Whose layout they fill, as `VAE.random` takes it.
-
-    Returns
-    -------
-    VAE
-        In float32 on the CPU.
-
-    Raises
-    ------
-    ValueError
-        An unknown model.
-    """
+    """A VAE in a model's layout, in float32 on the CPU, whose weights are made by hand."""
     core = _core.Model(known_arch(model))
     made = _Tensors(core)
-    four = np.eye(4)  # the three bits and the shade
-    for name in made.arrays:
-        module, _, leaf = name.rpartition(".")
-        if leaf == "weight" and module.endswith(("conv_shortcut", "decoder.conv_in", "post_quant_conv")):
-            made.convolve(module, four)
-        elif leaf == "weight" and "downsamplers" in module:
-            made.convolve(module, four, _MEAN)
-        elif leaf == "weight" and "upsamplers" in module:
-            made.convolve(module, four, _INTERPOLATE)
+    kernels: dict[str, Sequence[float]] = {"downsamplers": _MEAN, "upsamplers": _INTERPOLATE}
+    kernels |= dict.fromkeys(("conv_shortcut", "decoder.conv_in", "post_quant_conv"), _HERE)
+    for name, part in itertools.product(made.arrays, kernels):
+        if part in name and name.endswith(".weight"):
+            made.convolve(name.removesuffix(".weight"), np.eye(4), kernels[part])  # the three bits and the shade
     _encode(made, core.arch["latent_channels"])
     _decode(made)
     for name, array in made.arrays.items():
@@ -205,9 +185,8 @@ class _Canvas:
         return np.where(inside, -edge, edge)
 
 
-_LETTERS: dict[
-    str, tuple[list[list[tuple[float, float]]], float]
-] = {  # lines through points, and how wide; a letter is 1 high
+Line = list[tuple[float, float]]  # through points
+_LETTERS: dict[str, tuple[list[Line], float]] = {  # and how wide; a letter is 1 high
     "V": ([[(0, 0), (0.42, 1), (0.84, 0)]], 0.84),
     "A": ([[(0, 1), (0.42, 0), (0.84, 1)], [(0.18, 0.68), (0.66, 0.68)]], 0.84),
     "E": ([[(0.6, 0), (0, 0), (0, 1), (0.6, 1)], [(0, 0.5), (0.5, 0.5)]], 0.6),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from vaemem._common import ELEMENT_BYTES, MIB, choose, distinct, need, png
+from vaemem._common import ELEMENT_BYTES, MIB, choose, distinct, grouped, need, png
 from vaemem.tables.estimators import Comparison, pixels, with_tiles
 from vaemem.tables.fit import Fit, FittedLine
 from vaemem.tables.table import BYTE_COLUMNS, Row, Table
@@ -62,33 +63,32 @@ def memory_vs_pixels(table: Table, fit: Fit | None = None, target: str = "alloca
     rows = [row for row in table if None not in (row[target], row["height"], row["width"])]
     if not rows:
         raise ValueError(f"table: want rows with height, width and {target}, got none")
-    ops = distinct(row["op"] for row in rows)
     series = distinct((row["model"], row["runtime"]) for row in rows)
-    drawn = _in_tiles(rows)
-    figure, panels = _panels(ops, 4.8)
-    for axes, op in zip(panels, ops, strict=True):
-        here = [(row, tiled) for row, tiled in drawn if row["op"] == op]
+    is_one_runtime = len({runtime for _, runtime in series}) == 1
+    figure, panels = _panels(rows, 4.8)
+    for op, (axes, here) in panels.items():
+        lines = grouped(here, lambda pair: (pair[0]["model"], pair[0]["runtime"]))
         for i, (model, runtime) in enumerate(series):
-            mine = [(row, tiled) for row, tiled in here if (row["model"], row["runtime"]) == (model, runtime)]
-            name = model if len({r for _, r in series}) == 1 else f"{model} ({runtime})"
+            mine = lines.get((model, runtime), [])
+            name = model if is_one_runtime else f"{model} ({runtime})"
             # Models that coincide stay visible: the first is drawn largest, under the others.
-            style = {"color": _COLOURS[i % len(_COLOURS)], "zorder": 3 + i}
-            _points(axes, mine, target, name, min(3, len(series) - 1 - i), style)
+            excess, style = 3 * min(3, len(series) - 1 - i), {"color": _COLOURS[i % len(_COLOURS)], "zorder": 3 + i}
+            for (dtype, source), some in grouped(mine, lambda pair: (pair[0]["dtype"], pair[0]["source"])).items():
+                marker, size = (_MARKERS.get(dtype, "v"), 5) if source in ("measured", None) else ("x", 9)
+                values = [row[target] for row, _ in some]
+                _dots(axes, some, values, marker, size + excess, f"{name} {dtype}, {source}", style)
             for formula in fit or ():
                 if mine and (formula.op, formula.model, formula.runtime) == (op, model, runtime):
                     dashes = "-" if len(series) == 1 else (_DASH * i, (_DASH, _DASH * (len(series) - 1)))
                     _line(axes, formula, name, max(pixels(row) for row, _ in here), style | {"linestyle": dashes})
-        axes.set_xlim(left=0)
-    _finish_panels(figure, panels)
     # One unit for all panels: the axis is in bytes, its labels are not.
     top = max(row[target] for row in rows)
     scale, unit = (2**30, "GiB") if top >= 4 * 2**30 else (MIB, "MiB")
+    vertical = _finish_panels(figure, panels, f"{target.removesuffix('_bytes')}, {unit}")
     ticker = need("matplotlib.ticker", "plot")
     step = 2.0 ** np.ceil(np.log2(max(top / scale, 1e-9) / 10))
-    panels[0].yaxis.set_major_locator(ticker.MultipleLocator(step * scale))
-    panels[0].yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value / scale:g}"))
-    panels[0].set_ylabel(f"{target.removesuffix('_bytes')}, {unit}")
-    panels[0].set_ylim(bottom=0)
+    vertical.set_major_locator(ticker.MultipleLocator(step * scale))
+    vertical.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value / scale:g}"))
     if fit is not None:
         figure.supxlabel("T = 128 · H · W · element size, one full-size activation", fontsize=8, color=_GREY)
     return figure
@@ -114,12 +114,11 @@ def timeline(run: Any) -> Figure:
     _expect("run", run, "peak_pass", "what VAE.estimate gives or VAE.last_run holds")
     if not run.timeline:
         raise ValueError("run: want one with a timeline, got none")
-    names = [name for name, _ in run.timeline]
-    live = np.array([size for _, size in run.timeline], dtype=np.float64) / MIB
+    names, sizes = zip(*run.timeline, strict=True)
+    live = np.array(sizes, dtype=np.float64) / MIB
     weights = np.minimum(run.weights_bytes / MIB, live)
     peak = int(live.argmax())
-    figure = _figure(9, 1.2 + 0.19 * len(names))
-    axes = figure.subplots()
+    axes = _figure(9, 1.2 + 0.19 * len(names)).subplots()
     y = np.arange(len(names))
     axes.barh(y, weights, height=0.8, color=_LIGHT)
     colours = [_COLOURS[0]] * len(names)
@@ -133,8 +132,7 @@ def timeline(run: Any) -> Figure:
     patch = need("matplotlib.patches", "plot").Patch
     meanings = {_LIGHT: "weights", _COLOURS[0]: "activations, scratch, output", _COLOURS[1]: "the same, at the peak"}
     handles = [patch(color=colour, label=meaning) for colour, meaning in meanings.items()]
-    _finish(axes, "x", handles=handles, ncols=3, loc="lower left", bbox_to_anchor=(0, 1))
-    return figure
+    return _finish(axes, "x", handles=handles, ncols=3)
 
 
 def tradeoff(table: Table, points: Mapping[str, tuple[float, float]] | None = None) -> Figure:
@@ -164,11 +162,9 @@ def tradeoff(table: Table, points: Mapping[str, tuple[float, float]] | None = No
     rows = [row for row in table if None not in (row["work"], row["allocated_bytes"], row["weights_bytes"])]
     if not rows:
         raise ValueError("table: want rows with work, allocated_bytes and weights_bytes, got none")
-    figure = _figure(7.2, 4.4)
-    axes = figure.subplots()
-    names = distinct((row["model"], row["op"], row["height"], row["width"]) for row in rows)
-    for i, (model, op, height, width) in enumerate(names):
-        mine = [r for r in rows if (r["model"], r["op"], r["height"], r["width"]) == (model, op, height, width)]
+    axes = _figure(7.2, 4.4).subplots()
+    curves = grouped(rows, operator.itemgetter("model", "op", "height", "width"))
+    for i, ((model, op, height, width), mine) in enumerate(curves.items()):
         mine.sort(key=lambda row: row["work"])
         mebibytes = [(row["allocated_bytes"] + row["weights_bytes"]) / MIB for row in mine]
         axes.step(
@@ -181,8 +177,7 @@ def tradeoff(table: Table, points: Mapping[str, tuple[float, float]] | None = No
     axes.set(xlabel="peak, MiB, weights included", ylabel="work, of an unlimited run")
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
-    _finish(axes, ncols=2, loc="lower left", bbox_to_anchor=(0, 1))
-    return figure
+    return _finish(axes, ncols=2)
 
 
 def implied_constants(table: Table, shipped: Mapping[str, Mapping[str, float]] | None = None,
@@ -213,24 +208,19 @@ def implied_constants(table: Table, shipped: Mapping[str, Mapping[str, float]] |
     rows = [r for r in table if None not in (r[target], r["height"], r["width"]) and r["dtype"] in ELEMENT_BYTES]
     if not rows:
         raise ValueError(f"table: want rows with height, width, dtype and {target}, got none")
-    ops, models = distinct(row["op"] for row in rows), distinct(row["model"] for row in rows)
-    figure, panels = _panels(ops, 4.4)
-    drawn = _in_tiles(rows)
-    for axes, op in zip(panels, ops, strict=True):
-        here = [(row, tiled) for row, tiled in drawn if row["op"] == op]
-        for i, (model, dtype) in enumerate(distinct((row["model"], row["dtype"]) for row, _ in here)):
-            mine = [(row, tiled) for row, tiled in here if (row["model"], row["dtype"]) == (model, dtype)]
+    models = distinct(row["model"] for row in rows)
+    figure, panels = _panels(rows, 4.4)
+    for op, (axes, here) in panels.items():
+        series = grouped(here, lambda pair: (pair[0]["model"], pair[0]["dtype"]))
+        for i, ((model, dtype), mine) in enumerate(series.items()):
             constants = [row[target] / (pixels(row) * ELEMENT_BYTES[dtype]) for row, _ in mine]
-            excess = min(3, len(models) - 1 - models.index(model))  # models that coincide stay visible
+            excess = 3 * min(3, len(models) - 1 - models.index(model))  # models that coincide stay visible
             style = {"color": _COLOURS[models.index(model) % len(_COLOURS)], "zorder": 3 + i}
-            _dots(axes, mine, constants, _MARKERS.get(dtype, "v"), 5 + 3 * excess, f"{model} {dtype}", style)
+            _dots(axes, mine, constants, _MARKERS.get(dtype, "v"), 5 + excess, f"{model} {dtype}", style)
         for i, (name, value) in enumerate((shipped or {}).get(op, {}).items()):
-            style = {"linestyle": _SHIPPED_LINES[i % 3]}  # named in the legend: two may lie near each other
-            axes.axhline(value, color=_GREY, linewidth=1, label=f"{name}, {value:g}", **style)
-        axes.set_xlim(left=0)
-    _finish_panels(figure, panels)
-    panels[0].set_ylabel(f"{target.removesuffix('_bytes')} / (H·W·e)")
-    panels[0].set_ylim(bottom=0)
+            dashes = _SHIPPED_LINES[i % 3]  # named in the legend: two may lie near each other
+            axes.axhline(value, color=_GREY, linewidth=1, label=f"{name}, {value:g}", linestyle=dashes)
+    _finish_panels(figure, panels, f"{target.removesuffix('_bytes')} / (H·W·e)")
     return figure
 
 
@@ -255,13 +245,11 @@ def estimator_errors(comparison: Comparison) -> Figure:
     groups = [group for group in comparison.groups if group.model is not None and group.lowest > -1]
     if not groups:
         raise ValueError("comparison: want an estimator that applies to a row, got none")
-    keys = distinct((group.model, group.op, group.dtype) for group in groups)
-    names = distinct(group.estimator for group in groups)
-    figure = _figure(9, 1.4 + 0.34 * len(keys))
-    axes = figure.subplots()
-    for i, name in enumerate(names):
-        mine = [group for group in groups if group.estimator == name]
-        y = [keys.index((g.model, g.op, g.dtype)) + (i - (len(names) - 1) / 2) * 0.8 / len(names) for g in mine]
+    keys = distinct(group[1:4] for group in groups)  # model, op, dtype
+    estimators = grouped(groups, lambda group: group.estimator)
+    axes = _figure(9, 1.4 + 0.34 * len(keys)).subplots()
+    for i, (name, mine) in enumerate(estimators.items()):
+        y = [keys.index(g[1:4]) + (i - (len(estimators) - 1) / 2) * 0.8 / len(estimators) for g in mine]
         low, median, high = ([1 + value for value in column] for column in
                              zip(*((g.lowest, g.median, g.highest) for g in mine), strict=True))  # fmt: skip
         colour = _COLOURS[i % len(_COLOURS)]
@@ -275,8 +263,7 @@ def estimator_errors(comparison: Comparison) -> Figure:
     axes.xaxis.set_minor_locator(ticker.NullLocator())
     axes.set_yticks(range(len(keys)), [" ".join(map(str, key)) for key in keys], fontsize=8)
     axes.set(xlabel=f"estimate / {comparison.target.removesuffix('_bytes')}", ylim=(len(keys) - 0.4, -0.6))
-    _finish(axes, "x", ncols=3, loc="lower left", bbox_to_anchor=(0, 1))
-    return figure
+    return _finish(axes, "x", ncols=3)
 
 
 # What a phase of a pipeline is made of, from the bottom up: attribute, meaning, colour. A phase has some of
@@ -317,8 +304,7 @@ def pipeline(run: Any, available: int | None = None) -> Figure:
     if not phases:
         raise ValueError("run: want one with phases, got none")
     available = getattr(run, "available", None) if available is None else available
-    figure = _figure(1.6 + 1.3 * len(phases), 4.2)
-    axes = figure.subplots()
+    axes = _figure(1.6 + 1.3 * len(phases), 4.2).subplots()
     bottom = np.zeros(len(phases))
     for name, meaning, colour in _PHASE_PARTS:
         sizes = np.array([getattr(phase, name, 0) for phase in phases], dtype=np.float64) / MIB
@@ -335,8 +321,7 @@ def pipeline(run: Any, available: int | None = None) -> Figure:
         axes.axhline(available / MIB, color=_COLOURS[1], linewidth=1.4, linestyle="--", label="what the card has")
     axes.set_xticks(range(len(phases)), [phase.name for phase in phases])
     axes.set(ylabel="MiB", ylim=(0, 1.1 * top))
-    _finish(axes, ncols=2, loc="lower left", bbox_to_anchor=(0, 1))
-    return figure
+    return _finish(axes, ncols=2)
 
 
 def _expect(argument: str, value: Any, attribute: str, wanted: str) -> None:
@@ -357,29 +342,16 @@ def _shown(figure: Figure, **_: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     return {"image/png": png(figure), "text/plain": repr(figure)}, {"image/png": shown}
 
 
-def _panels(ops: Sequence[str], height: float) -> tuple[Figure, Any]:
-    """One panel an operation, over the pixels, with one vertical axis."""
+def _panels(rows: Sequence[Row], height: float) -> tuple[Figure, dict[Any, tuple[Axes, list[tuple[Row, bool]]]]]:
+    """One panel an operation, over the pixels, with one vertical axis. With each are its rows, and whether each of them
+    ran in tiles: as its op says, or as its bytes do."""
+    drawn = [(row, told or str(row["op"]).endswith("_tiled")) for row, told in with_tiles(Table(rows))]
+    ops = grouped(drawn, lambda pair: pair[0]["op"])
     figure = _figure(5.2 * len(ops) + 0.6, height)
     panels = figure.subplots(1, len(ops), sharey=True, squeeze=False)[0]
     for axes, op in zip(panels, ops, strict=True):
         axes.set(title=str(op), xlabel="megapixels")
-    return figure, panels
-
-
-def _in_tiles(rows: Sequence[Row]) -> list[tuple[Row, bool]]:
-    """Each row, and whether it ran in tiles: as its op says, or as its bytes do."""
-    return [(row, told or str(row["op"]).endswith("_tiled")) for row, told in with_tiles(Table(rows))]
-
-
-def _points(
-    axes: Axes, rows: Sequence[tuple[Row, bool]], target: str, name: str, excess: int, style: dict[str, Any]
-) -> None:
-    for dtype, source in distinct((row["dtype"], row["source"]) for row, _ in rows):
-        mine = [(row, tiled) for row, tiled in rows if (row["dtype"], row["source"]) == (dtype, source)]
-        is_measured = source in ("measured", None)
-        marker, size = (_MARKERS.get(dtype, "v"), 5) if is_measured else ("x", 9)
-        values = [row[target] for row, _ in mine]
-        _dots(axes, mine, values, marker, size + 3 * excess, f"{name} {dtype}, {source}", style)
+    return figure, dict(zip(ops, zip(panels, ops.values(), strict=True), strict=True))
 
 
 def _dots(
@@ -406,19 +378,27 @@ def _line(axes: Axes, formula: FittedLine, name: str, pixels: int, style: dict[s
         axes.plot(x / 1e6, y, linewidth=1.6, **style)
 
 
-def _finish_panels(figure: Figure, panels: Sequence[Axes]) -> None:
-    """Legends below their panels, for which the figure grows."""
+def _finish_panels(figure: Figure, panels: Mapping[Any, tuple[Axes, Any]], label: str) -> Any:
+    """Axes from 0, and legends below their panels, for which the figure grows. Gives the vertical axis."""
     lines = []
-    for axes in panels:
+    for axes, _ in panels.values():
+        axes.set_xlim(left=0)
         if any(line.get_fillstyle() == "none" for line in axes.lines):
             axes.plot([], [], "o", fillstyle="none", color=_GREY, label="hollow: in tiles")
         lines.append(-(-len(axes.get_legend_handles_labels()[0]) // 2))
         _finish(axes, ncols=2, loc="upper left", bbox_to_anchor=(0, -0.13))
     figure.set_figheight(figure.get_figheight() + 0.19 * max(lines))
+    (first, _), *_ = panels.values()
+    first.set_ylabel(label)
+    first.set_ylim(bottom=0)
+    return first.yaxis
 
 
-def _finish(axes: Axes, grid: Literal["both", "x"] = "both", **legend: Any) -> None:
+def _finish(axes: Axes, grid: Literal["both", "x"] = "both", **legend: Any) -> Figure:
+    """A legend above the axes, or where it is wanted."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis=grid, color="#E5E5E5", linewidth=0.8)
     axes.set_axisbelow(True)
-    axes.legend(frameon=False, fontsize=8, columnspacing=1, handlelength=1.6, handletextpad=0.5, **legend)
+    style = {"fontsize": 8, "columnspacing": 1, "handlelength": 1.6, "handletextpad": 0.5}
+    axes.legend(frameon=False, **{"loc": "lower left", "bbox_to_anchor": (0, 1)} | style | legend)
+    return axes.figure  # type: ignore[return-value]

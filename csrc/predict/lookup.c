@@ -117,9 +117,11 @@ vm_status vm_profile_new(bool strict, const vm_profile *otherwise, vm_profile **
     return VM_OK;
 }
 
+static void release_rule(const vm_rule *rule) { release((void *)rule->channels, 2 * rule->pairs, sizeof(int64_t)); }
+
 void vm_profile_free(vm_profile *p) {
     if (!p) return;
-    for (size_t i = 0; i < p->rules; i++) release((void *)p->rule[i].channels, 2 * p->rule[i].pairs, sizeof(int64_t));
+    for (size_t i = 0; i < p->rules; i++) release_rule(&p->rule[i]);
     release(p->rule, vm_mem_capacity(p->rules), sizeof *p->rule);
     release(p->formula, vm_mem_capacity(p->formulas), sizeof *p->formula);
     release(p->node, vm_mem_capacity(p->nodes), sizeof *p->node);
@@ -151,9 +153,13 @@ static vm_status copy_rule(const vm_rule *rule, vm_rule *out) {
 }
 
 vm_status vm_profile_add_rule(vm_profile *p, const vm_rule *rule) {
-    vm_status s = grow(&p->rule, p->rules, sizeof *p->rule);
-    if (!s) s = copy_rule(rule, &p->rule[p->rules]);
-    if (!s) p->rules++;
+    vm_rule own = {0};
+    vm_status s = copy_rule(rule, &own); /* first, since what grows is an item longer from then on */
+    if (!s) s = grow(&p->rule, p->rules, sizeof *p->rule);
+    if (s)
+        release_rule(&own);
+    else
+        p->rule[p->rules++] = own;
     return s;
 }
 
@@ -329,8 +335,7 @@ vm_status vm_lookup_new(const vm_lookup_torch *torch, bool tf32, vm_lookup **out
 
 void vm_lookup_free(vm_lookup *l) {
     if (!l) return;
-    for (size_t i = 0; i < l->entries; i++)
-        release((void *)l->entry[i].rule.channels, 2 * l->entry[i].rule.pairs, sizeof(int64_t));
+    for (size_t i = 0; i < l->entries; i++) release_rule(&l->entry[i].rule);
     release(l->entry, vm_mem_capacity(l->entries), sizeof *l->entry);
     release(l->known, vm_mem_capacity(l->knowns), sizeof *l->known);
     release(l->bin, l->bins, sizeof *l->bin);
@@ -338,10 +343,13 @@ void vm_lookup_free(vm_lookup *l) {
 }
 
 vm_status vm_lookup_add(vm_lookup *l, const vm_rule *rule, const vm_profile *profile) {
-    vm_status s = grow(&l->entry, l->entries, sizeof *l->entry);
     entry one = {.has_rule = rule != NULL, .profile = profile};
-    if (!s && rule) s = copy_rule(rule, &one.rule);
-    if (!s) l->entry[l->entries++] = one;
+    vm_status s = rule ? copy_rule(rule, &one.rule) : VM_OK;
+    if (!s) s = grow(&l->entry, l->entries, sizeof *l->entry);
+    if (s)
+        release_rule(&one.rule);
+    else
+        l->entry[l->entries++] = one;
     return s;
 }
 

@@ -1,19 +1,21 @@
 /* A PyTorch process on a simulated device: what it loads, calls and gives back, and what was live at its peak, by name.
  *
- *   hold, place, call, copy -> storages, each with a tag     tag -> name: of a holder, or of a step of a trace
- *   whatever takes memory   -> is this the most so far? then who is live now is kept, for vm_process_peak
+ *   hold, place, copy, release, call -> steps of one trace, the script, which are played as they come
+ *   the step at which most was allocated, or at which the peak was reset -> the script up to there -> who was live
+ *   the script, other workspaces -> what the same process would have reserved
  *
- * The allocator counts; this remembers who. Names are the caller's own, so that equal names are one line of an answer.
- * Storages are listed in the order in which they were taken. */
+ * The allocator counts; the script remembers who. Equal names are one line of an answer. */
 #ifndef VM_PROCESS_H
 #define VM_PROCESS_H
 
 #include "torch_trace.h"
 
+typedef enum vm_cublaslt { VM_CUBLASLT_EACH, VM_CUBLASLT_KEPT, VM_CUBLASLT_SHARED } vm_cublaslt;
+
 /* cuBLAS's and cuBLASLt's workspaces, as PyTorch takes them. */
 typedef struct vm_process_blas {
     uint64_t cublas_bytes, cublaslt_bytes;
-    vm_cublaslt cublaslt_use;
+    vm_cublaslt cublaslt_use; /* taken by each call, kept by the first, or cuBLAS's own */
 } vm_process_blas;
 
 typedef struct vm_process vm_process;
@@ -36,20 +38,30 @@ vm_status vm_process_copy(vm_process *p, const char *stamp, uint64_t *address, c
                           size_t *done);
 /* VM_EINVAL where nothing of the process lies at address. */
 vm_status vm_process_release(vm_process *p, uint64_t address);
+/* torch.cuda.empty_cache */
+vm_status vm_process_empty_cache(vm_process *p);
 
-/* Plays a trace, which is borrowed until vm_process_free, since its names are asked for later. workspace:
- * [t->convs], in, out, and next: [t->convs] as vm_trace_process has them; address: [t->ids], out: of each storage
- * that is left, 0 for the others; allocated, reserved: [t->steps], out: bytes at the height of each step. */
-vm_status vm_process_call(vm_process *p, const vm_trace *t, uint64_t *workspace, const uint64_t *next,
+/* Plays a trace. workspace, next: [t->convs], what each convolution takes, and where that cannot be had, since cuDNN
+ * has other plans; PyTorch's cache of plans keeps to the one that ran. address: [t->ids], out: of each storage that is
+ * left, 0 for the others; allocated, reserved: [t->steps], out: bytes at the height of each step. */
+vm_status vm_process_call(vm_process *p, const vm_trace *t, const uint64_t *workspace, const uint64_t *next,
                           uint64_t *address, uint64_t *allocated, uint64_t *reserved);
+/* How many convolutions could not have their workspace so far. */
+size_t vm_process_refused(const vm_process *p);
 
 /* torch.cuda.reset_peak_memory_stats: what is live now is the baseline. */
-vm_status vm_process_reset_peak(vm_process *p);
+void vm_process_reset_peak(vm_process *p);
 
 /* ---- what happened ---- */
 
+/* All steps so far, with names and convolutions of its own; the allocator's tags are its names. Borrowed until the next
+ * call. */
+const vm_trace *vm_process_script(const vm_process *p);
+/* The same on a fresh allocator like the process's. workspace: [script->convs]; reserved: [script->steps], out. */
+vm_status vm_process_again(const vm_process *p, uint64_t *workspace, uint64_t *reserved);
+
 typedef struct vm_process_named {
-    uint32_t tag;   /* of the first that has this name */
+    uint32_t name;
     uint64_t bytes; /* as requested */
 } vm_process_named;
 
@@ -60,18 +72,13 @@ typedef struct vm_process_list {
 } vm_process_list;
 void vm_process_list_free(vm_process_list *list);
 
-#define VM_PROCESS_NO_TAG UINT32_MAX
-
-/* At the peak since the last reset. *step: the tag of the call's step that makes it, or VM_PROCESS_NO_TAG where the
- * peak lies outside of calls. The caller's on success. */
-vm_status vm_process_peak(vm_process *p, vm_process_list *out, uint32_t *step);
+/* At the peak since the last reset. *step: the call's step that makes it, or NULL where the peak lies outside of calls,
+ * borrowed until the next call. The list is the caller's on success. */
+vm_status vm_process_peak(const vm_process *p, vm_process_list *out, const vm_trace_step **step);
 /* When the peak was reset. */
-vm_status vm_process_baseline(vm_process *p, vm_process_list *out);
+vm_status vm_process_baseline(const vm_process *p, vm_process_list *out);
 
-/* Tags are 0 and up; the allocator's history and vm_talloc_oom have them too. NULL beyond vm_process_tags. */
-uint32_t vm_process_tags(const vm_process *p);
-const char *vm_process_name(const vm_process *p, uint32_t tag);
 /* 0 where nothing of the process lies at address. */
-uint64_t vm_process_bytes_at(const vm_process *p, uint64_t address);
+uint64_t vm_process_bytes_at(vm_process *p, uint64_t address);
 
 #endif

@@ -5,8 +5,112 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "polynomial.h"
 #include "program.h"
+
+/* ---- words and polynomials ---- */
+
+/* A word of a text, which ends at a space or a semicolon. */
+typedef struct word {
+    const char *at;
+    size_t length;
+} word;
+
+/* The next word, past spaces; of length 0 at the text's end or a semicolon. */
+static word next_word(const char **at) {
+    while (**at == ' ') ++*at;
+    const word w = {*at, strcspn(*at, " ;")};
+    *at += w.length;
+    return w;
+}
+
+static bool word_is(word w, const char *text) { return strlen(text) == w.length && !memcmp(w.at, text, w.length); }
+
+/* A number with nothing behind it; false where it is none or does not fit. */
+static bool to_number(word w, int64_t *out) {
+    const bool negative = w.length && *w.at == '-';
+    *out = 0;
+    for (size_t i = negative; i < w.length; i++) {
+        const int digit = w.at[i] - '0';
+        if (digit < 0 || digit > 9 || __builtin_mul_overflow(*out, 10, out) || __builtin_add_overflow(*out, digit, out))
+            return false;
+    }
+    *out = negative ? -*out : *out;
+    return w.length > negative;
+}
+
+/* Variables by name. */
+typedef struct scope {
+    size_t count;
+    const char *const *name;
+    const int64_t *value;
+} scope;
+
+static vm_status wrong(const char *text) {
+    return vm_fail(VM_EINVAL, "polynomial: want terms such as \"640 n h + 5\" of its variables, got \"%.60s\"", text);
+}
+
+/* The polynomial at *at, up to the end of its text or of its side of an equation, which *at is moved past. */
+static vm_status evaluate(const scope *known, const char **at, int64_t *out) {
+    const char *text = *at;
+    int64_t total = 0, term = 0;
+    bool over = false, has_term = false;
+    for (;;) {
+        const word w = next_word(at);
+        const bool ends = !w.length || word_is(w, "=") || word_is(w, "!=");
+        if (ends || word_is(w, "+")) {
+            if (!has_term) return wrong(text);
+            over |= __builtin_add_overflow(total, term, &total);
+            has_term = false;
+            if (ends) break;
+        } else if (!has_term) {
+            if (!to_number(w, &term)) return wrong(text);
+            has_term = true;
+        } else {
+            size_t i = 0;
+            while (i < known->count && !word_is(w, known->name[i])) i++;
+            if (i == known->count) return wrong(text);
+            over |= __builtin_mul_overflow(term, known->value[i], &term);
+        }
+    }
+    if (over) return vm_fail(VM_EOVERFLOW, "polynomial: want a value below 2^63, got more of \"%.60s\"", text);
+    *out = total;
+    return VM_OK;
+}
+
+/* The value of a whole text, "640 n h w + 5". */
+static vm_status evaluate_all(const scope *known, const char *text, int64_t *out) {
+    const char *at = text;
+    vm_status s = evaluate(known, &at, out);
+    return s || (!*at && at[-1] != '=') ? s : wrong(text);
+}
+
+/* Whether the case at *at holds, "1 n = 1" or "1 n != 1"; *at is moved past it, to the text's end or a semicolon. */
+static vm_status case_holds(const scope *known, const char **at, bool *out) {
+    const char *text = *at;
+    int64_t left, right;
+    *out = false;
+    vm_status s = evaluate(known, at, &left);
+    if (s) return s;
+    if (*at == text || (*at)[-1] != '=') return wrong(text);
+    const bool equal = (*at)[-2] != '!';
+    s = evaluate(known, at, &right);
+    *out = !s && (left == right) == equal;
+    return s || (*at)[-1] != '=' ? s : wrong(text);
+}
+
+/* Whether all cases of a call do, "1 n = 1; 1 h != 2 h1". */
+static vm_status all_hold(const scope *known, const char *cases, bool *out) {
+    vm_status s = VM_OK;
+    bool held;
+    *out = true;
+    for (const char *at = cases; !s && *at; at += *at == ';') {
+        s = case_holds(known, &at, &held);
+        *out = *out && held;
+    }
+    return s;
+}
+
+/* ---- what a program is ---- */
 
 /* A word: + - c a b l with a number (of a size, of takes ago, of a convolution ...), or = with that of a module. */
 typedef struct step {
@@ -22,10 +126,11 @@ typedef struct module {
     size_t depth, path;
 } module;
 
+/* A convolution or an attention. flag: nhwc; is_causal, enable_gqa, whether there is a mask and whether of booleans. */
 typedef struct question {
     int dtype; /* -1: the call's own */
-    bool nhwc, masked, boolean, causal, grouped;
     uint32_t size[9];
+    bool flag[4];
 } question;
 
 /* Where in each list its own begin, and how many they are. */
@@ -36,7 +141,8 @@ typedef struct span {
 enum { SIZES, CONVS, ATTENTIONS, MODULES, LISTS };
 
 typedef struct recorded {
-    const char *dtypes, *cases; /* "float16 bfloat16", "1 n = 1; 1 h != 2 h1" */
+    unsigned dtypes;   /* a bit each */
+    const char *cases; /* "1 n = 1; 1 h != 2 h1" */
     span own[LISTS];
 } recorded;
 
@@ -53,15 +159,17 @@ struct vm_program {
     recorded *call;
     step *step;
     const char **size;
-    question *conv, *attention;
+    question *question[LISTS]; /* of CONVS, and of ATTENTIONS */
     module *module;
 };
 
 /* ---- reading ---- */
 
-static int dtype_of(vm_word w) {
+static const int64_t zeros[VM_PROGRAM_NAMES];
+
+static int dtype_of(word w) {
     for (int d = VM_F32; d <= VM_BF16; d++)
-        if (vm_word_is(w, vm_dtype_name((vm_dtype)d))) return d;
+        if (word_is(w, vm_dtype_name((vm_dtype)d))) return d;
     return -1;
 }
 
@@ -74,9 +182,9 @@ static span *own(vm_program *p, int list) { return &p->call[p->calls - 1].own[li
 static vm_status bad(const char *want) { return vm_fail(VM_EINVAL, "want %s", want); }
 
 /* The index of something that the call has of a list. */
-static bool to_index(vm_program *p, vm_word w, int list, uint32_t *out) {
+static bool to_index(vm_program *p, word w, int list, uint32_t *out) {
     int64_t number;
-    if (!vm_word_number(w, &number) || number < 0 || (uint64_t)number >= own(p, list)->count) return false;
+    if (!to_number(w, &number) || number < 0 || (uint64_t)number >= own(p, list)->count) return false;
     *out = (uint32_t)number;
     return true;
 }
@@ -87,102 +195,86 @@ static vm_status add_name(vm_program *p, const char *name) {
     return VM_OK;
 }
 
+/* Ends the word at a line's begin with 0; what comes behind it. */
+static char *cut(char *line) {
+    char *end = line + strcspn(line, " ");
+    if (*end) *end++ = 0;
+    return end;
+}
+
 static vm_status read_variables(vm_program *p, char *line) {
     vm_status s = VM_OK;
-    for (char *at = line; !s && *at;) {
-        s = add_name(p, at);
-        at += strcspn(at, " ");
-        if (*at) *at++ = 0;
+    for (char *next; !s && *line; line = next) {
+        next = cut(line);
+        s = add_name(p, line);
     }
     p->given = p->names;
     return s;
 }
 
+/* Whether it is one of the variables so far. */
+static vm_status check_polynomial(const vm_program *p, const char *text) {
+    int64_t value;
+    return evaluate_all(&(scope){p->names, p->name, zeros}, text, &value);
+}
+
 static vm_status read_derived(vm_program *p, char *line) {
-    const char *at = line + strcspn(line, " ");
+    const char *at = cut(line);
     derived d;
-    if (!vm_word_number(vm_next_word(&at), &d.by) || !vm_word_number(vm_next_word(&at), &d.to) || d.by < 1 || d.to < 1)
+    if (!to_number(next_word(&at), &d.by) || !to_number(next_word(&at), &d.to) || d.by < 1 || d.to < 1)
         return bad("a name, two numbers of 1 or more, and a polynomial");
     d.polynomial = at;
-    line[strcspn(line, " ")] = 0;
-    const int64_t zeros[VM_PROGRAM_NAMES] = {0};
-    int64_t value;
-    vm_status s = vm_polynomial(&(vm_scope){p->names, p->name, zeros}, d.polynomial, &value);
+    vm_status s = check_polynomial(p, at);
     if (!s) s = add_name(p, line);
     if (!s) p->follows[p->names - 1] = d;
     return s;
 }
 
 static vm_status read_call(vm_program *p, char *line) {
-    const int64_t zeros[VM_PROGRAM_NAMES] = {0};
-    const vm_scope scope = {p->names, p->name, zeros};
     vm_status s = grow(&p->call, p->calls, sizeof *p->call);
     if (s) return s;
     recorded *c = &p->call[p->calls++];
-    *c = (recorded){.dtypes = line, .cases = ""};
+    *c = (recorded){.cases = ""};
     for (int list = 0; list < LISTS; list++) c->own[list].first = p->count[list];
     const char *at = line;
-    vm_word w;
-    while ((w = vm_next_word(&at)).length)
-        if (dtype_of(w) < 0) return bad("dtypes, and cases behind semicolons");
-    if (*at == ';') c->cases = at + 1;
-    while (!s && *at == ';') {
-        bool held;
-        at++;
-        s = vm_case_holds(&scope, &at, &held);
+    for (word w; (w = next_word(&at)).length;) {
+        const int dtype = dtype_of(w);
+        if (dtype < 0) return bad("dtypes, and cases behind semicolons");
+        c->dtypes |= 1u << dtype;
     }
-    return s;
+    if (*at) c->cases = at + 1;
+    bool held;
+    return all_hold(&(scope){p->names, p->name, zeros}, c->cases, &held);
 }
 
 static vm_status read_size(vm_program *p, char *line) {
-    const int64_t zeros[VM_PROGRAM_NAMES] = {0};
-    int64_t value;
-    vm_status s = vm_polynomial(&(vm_scope){p->names, p->name, zeros}, line, &value);
+    vm_status s = check_polynomial(p, line);
     if (!s) s = grow(&p->size, p->count[SIZES], sizeof *p->size);
     if (!s) p->size[p->count[SIZES]++] = line;
     return s;
 }
 
-/* A dtype and the indices of so many sizes. */
-static bool read_question(vm_program *p, const char **at, question *q, size_t sizes) {
-    const vm_word w = vm_next_word(at);
-    q->dtype = dtype_of(w);
-    bool good = q->dtype >= 0 || vm_word_is(w, "run");
-    for (size_t i = 0; i < sizes; i++) good = good && to_index(p, vm_next_word(at), SIZES, &q->size[i]);
-    return good;
-}
-
-static bool read_flag(const char **at, bool *out) {
-    const vm_word w = vm_next_word(at);
-    *out = vm_word_is(w, "1");
-    return *out || vm_word_is(w, "0");
-}
-
-static vm_status read_conv(vm_program *p, char *line) {
-    const char *at = line;
+/* A dtype, the indices of so many sizes, and so many flags. */
+static vm_status read_question(vm_program *p, const char *at, int list, size_t sizes, size_t flags) {
     question q = {0};
-    const bool good = read_question(p, &at, &q, 8);
-    const vm_word layout = vm_next_word(&at);
-    q.nhwc = vm_word_is(layout, "nhwc");
-    if (!good || *at || !(q.nhwc || vm_word_is(layout, "nchw")))
-        return bad("a convolution: a dtype, 8 sizes and a layout");
-    vm_status s = grow(&p->conv, p->count[CONVS], sizeof *p->conv);
-    if (!s) p->conv[p->count[CONVS]++] = q;
+    word w = next_word(&at);
+    q.dtype = dtype_of(w);
+    bool good = q.dtype >= 0 || word_is(w, "run");
+    for (size_t i = 0; i < sizes; i++) good = good && to_index(p, next_word(&at), SIZES, &q.size[i]);
+    for (size_t i = 0; i < flags; i++) {
+        w = next_word(&at);
+        q.flag[i] = word_is(w, "1");
+        good = good && (q.flag[i] || word_is(w, "0"));
+    }
+    if (!good || *at) return vm_fail(VM_EINVAL, "want a dtype, %zu sizes and %zu flags", sizes, flags);
+    vm_status s = grow(&p->question[list], p->count[list], sizeof q);
+    if (!s) p->question[list][p->count[list]++] = q;
     return s;
 }
 
-static vm_status read_attention(vm_program *p, char *line) {
-    const char *at = line;
-    question q = {0};
-    bool good = read_question(p, &at, &q, 7) && read_flag(&at, &q.causal) && read_flag(&at, &q.grouped);
-    q.masked = good && *at;
-    for (size_t i = 7; q.masked && i < 9; i++) good = good && to_index(p, vm_next_word(&at), SIZES, &q.size[i]);
-    good = good && (!q.masked || read_flag(&at, &q.boolean));
-    if (!good || *at) return bad("an attention: a dtype, 7 sizes, two flags, and of a mask 2 sizes and a flag");
-    vm_status s = grow(&p->attention, p->count[ATTENTIONS], sizeof *p->attention);
-    if (!s) p->attention[p->count[ATTENTIONS]++] = q;
-    return s;
-}
+static vm_status read_conv(vm_program *p, char *line) { return read_question(p, line, CONVS, 8, 1); }
+
+static vm_status read_attention(vm_program *p, char *line) { return read_question(p, line, ATTENTIONS, 9, 4); }
 
 /* One word, which ends with 0. */
 static bool read_step(vm_program *p, char *text, step *out) {
@@ -190,14 +282,14 @@ static bool read_step(vm_program *p, char *text, step *out) {
     if (equals) {
         *equals = 0;
         *out = (step){'=', 0, text};
-        return to_index(p, (vm_word){equals + 1, strlen(equals + 1)}, MODULES, &out->number);
+        return to_index(p, (word){equals + 1, strlen(equals + 1)}, MODULES, &out->number);
     }
     const size_t digits = strcspn(text + 1, ":");
-    const vm_word number = {text + 1, digits};
+    const word number = {text + 1, digits};
     int64_t ago;
     *out = (step){*text, 0, text[1 + digits] ? text + 2 + digits : ""};
     if (*text == '-') {
-        if (!vm_word_number(number, &ago) || ago < 1 || ago > VM_TRACE_STEPS) return false;
+        if (!to_number(number, &ago) || ago < 1 || ago > VM_TRACE_STEPS) return false;
         out->number = (uint32_t)ago;
         return true;
     }
@@ -223,12 +315,10 @@ static bool count_step(const vm_program *p, const recorded *c, const step *s, mo
 static vm_status read_module(vm_program *p, char *line) {
     module m = {.first = p->steps};
     vm_status s = VM_OK;
-    for (char *at = line; !s && *at;) {
-        char *text = at;
-        at += strcspn(at, " ");
-        if (*at) *at++ = 0;
+    for (char *next; !s && *line; line = next) {
         step one;
-        if (!*text || !read_step(p, text, &one)) return bad("words of what there is, such as +3 -1 c0 conv1=12");
+        next = cut(line);
+        if (!*line || !read_step(p, line, &one)) return bad("words of what there is, such as +3 -1 c0 conv1=12");
         if (!count_step(p, &p->call[p->calls - 1], &one, &m)) return bad("at most 2^22 steps, 64 calls deep");
         s = grow(&p->step, p->steps, sizeof *p->step);
         if (!s) p->step[p->steps++] = one;
@@ -249,15 +339,15 @@ static vm_status read_line(vm_program *p, char *line) {
                  {"conv", CONVS, read_conv},        {"attention", ATTENTIONS, read_attention},
                  {"module", MODULES, read_module}};
     const char *at = line;
-    const vm_word kind = vm_next_word(&at);
+    const word kind = next_word(&at);
     char *rest = line + kind.length + (line[kind.length] == ' ');
-    if (vm_word_is(kind, "name")) {
+    if (word_is(kind, "name")) {
         p->title = rest;
         return VM_OK;
     }
     for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++) {
         const int list = kinds[i].list;
-        if (!vm_word_is(kind, kinds[i].kind)) continue;
+        if (!word_is(kind, kinds[i].kind)) continue;
         if (list == -1 ? p->calls > 0 : list >= 0 && !p->calls) break;
         vm_status s = kinds[i].read(p, rest);
         if (!s && list >= 0) own(p, list)->count = p->count[list] - own(p, list)->first;
@@ -313,8 +403,8 @@ void vm_program_free(vm_program *p) {
     release(p->call, p->calls, sizeof *p->call);
     release(p->step, p->steps, sizeof *p->step);
     release(p->size, p->count[SIZES], sizeof *p->size);
-    release(p->conv, p->count[CONVS], sizeof *p->conv);
-    release(p->attention, p->count[ATTENTIONS], sizeof *p->attention);
+    for (int list = CONVS; list <= ATTENTIONS; list++)
+        release(p->question[list], p->count[list], sizeof *p->question[list]);
     release(p->module, p->count[MODULES], sizeof *p->module);
     vm_mem_free(vm_mem_common, VM_SCRATCH, p->text, p->length);
     vm_mem_free(vm_mem_common, VM_SCRATCH, p, sizeof *p);
@@ -323,27 +413,13 @@ void vm_program_free(vm_program *p) {
 /* ---- variables and cases ---- */
 
 size_t vm_program_given(const vm_program *p) { return p->given; }
-size_t vm_program_variables(const vm_program *p) { return p->names; }
-const char *vm_program_variable(const vm_program *p, size_t i) { return p->name[i]; }
 
-static bool is_recorded_in(const recorded *c, vm_dtype dtype) {
-    const char *at = c->dtypes;
-    for (vm_word w; (w = vm_next_word(&at)).length;)
-        if (dtype_of(w) == (int)dtype) return true;
-    return false;
-}
-
-bool vm_program_has(const vm_program *p, vm_dtype dtype) {
-    for (size_t i = 0; i < p->calls; i++)
-        if (is_recorded_in(&p->call[i], dtype)) return true;
-    return false;
-}
-
-vm_status vm_program_derive(const vm_program *p, int64_t value[VM_PROGRAM_NAMES]) {
+/* Fills value, of which the given variables are there, with those that follow. */
+static vm_status derive(const vm_program *p, int64_t value[VM_PROGRAM_NAMES]) {
     for (size_t i = p->given; i < p->names; i++) {
         const derived *d = &p->follows[i];
         int64_t of;
-        vm_status s = vm_polynomial(&(vm_scope){i, p->name, value}, d->polynomial, &of);
+        vm_status s = evaluate_all(&(scope){i, p->name, value}, d->polynomial, &of);
         if (s) return s;
         if (of < 0) return vm_fail(VM_EINVAL, "%s: want sizes of 0 or more, got %s below", p->title, p->name[i]);
         if (__builtin_mul_overflow(of / d->by + (of % d->by > 0), d->to, &value[i]))
@@ -352,88 +428,74 @@ vm_status vm_program_derive(const vm_program *p, int64_t value[VM_PROGRAM_NAMES]
     return VM_OK;
 }
 
-/* Whether all cases of a call do. */
-static vm_status all_hold(const recorded *c, const vm_scope *scope, bool *out) {
-    const char *at = c->cases;
-    vm_status s = VM_OK;
-    for (*out = true; !s && *out && *at; at += *at == ';') s = vm_case_holds(scope, &at, out);
-    return s;
-}
-
 enum { CASES = 64 }; /* are looked at for a message */
 
+/* Whether two cases are the same up to one of these characters. */
+static bool same_to(const char *ends, const char *a, const char *b) {
+    const size_t length = strcspn(a, ends);
+    return length == strcspn(b, ends) && !memcmp(a, b, length);
+}
+
 /* The distinct cases of all calls in a dtype, the first ones. */
-static size_t distinct_cases(const vm_program *p, vm_dtype dtype, vm_word found[CASES]) {
+static size_t distinct_cases(const vm_program *p, vm_dtype dtype, const char *found[CASES]) {
     size_t count = 0;
     for (size_t i = 0; i < p->calls; i++) {
-        if (!is_recorded_in(&p->call[i], dtype)) continue;
-        for (const char *at = p->call[i].cases; *at;) {
-            at += strspn(at, " ;");
-            const vm_word w = {at, strcspn(at, ";")};
-            at += w.length;
+        const char *at = p->call[i].dtypes >> dtype & 1 ? p->call[i].cases : "";
+        for (; *(at += strspn(at, " ;")); at += strcspn(at, ";")) {
             size_t k = 0;
-            while (k < count && (found[k].length != w.length || memcmp(found[k].at, w.at, w.length))) k++;
-            if (k == count && k < CASES && w.length) found[count++] = w;
+            while (k < count && !same_to(";", found[k], at)) k++;
+            if (k == count && k < CASES) found[count++] = at;
         }
     }
     return count;
 }
 
-static size_t left_side(vm_word w) {
-    size_t length = 0;
-    while (length < w.length && w.at[length] != '=') length++;
-    return length - (length && w.at[length - 1] == '!');
-}
-
-static bool same_left(vm_word a, vm_word b) {
-    const size_t length = left_side(a);
-    return length == left_side(b) && !memcmp(a.at, b.at, length);
+static void append(char text[VM_SENTENCE], const char *between, const char *more) {
+    strncat(text, *text ? between : "", VM_SENTENCE - 1 - strlen(text));
+    strncat(text, more, VM_SENTENCE - 1 - strlen(text));
 }
 
 /* Appends a case without its factors of 1: "n = 1", "h = 2 h1". */
-static void append_case(char *text, size_t size, vm_word w) {
-    const char *at = w.at;
-    bool first = true;
-    while (at < w.at + w.length) {
-        const vm_word part = vm_next_word(&at);
-        const bool one = vm_word_is(part, "1") && *at == ' ' && at[1] >= 'a' && at[1] <= 'z';
-        const size_t used = strlen(text);
-        if (!one && part.length)
-            snprintf(text + used, size - used, "%s%.*s", first ? "" : " ", (int)part.length, part.at);
-        first = first && one;
+static void append_case(char text[VM_SENTENCE], const char *one) {
+    char plain[VM_SENTENCE];
+    size_t length = 0;
+    for (const char *at = one; *at && *at != ';' && length + 1 < sizeof plain; at++) {
+        const bool is_factor = !strncmp(at, "1 ", 2) && at[2] >= 'a' && at[2] <= 'z' && (at == one || at[-1] == ' ');
+        if (is_factor)
+            at++; /* with its space */
+        else
+            plain[length++] = *at;
     }
+    plain[length] = 0;
+    append(text, " or ", plain);
 }
 
 /* Which cases were recorded, of those whose left sides meet none. */
-static vm_status not_recorded(const vm_program *p, vm_dtype dtype, const vm_scope *scope) {
-    vm_word found[CASES];
+static vm_status not_recorded(const vm_program *p, vm_dtype dtype, const scope *known) {
+    const char *found[CASES];
     const size_t count = distinct_cases(p, dtype, found);
-    char text[VM_SENTENCE] = "", got[VM_SENTENCE] = "";
-    bool met[CASES], all_met = true;
-    for (size_t i = 0; i < count; i++) {
-        met[i] = false;
-        for (size_t k = 0; k < count && !met[i]; k++) {
-            const char *at = found[k].at;
-            if (same_left(found[i], found[k]) && vm_case_holds(scope, &at, &met[i])) return VM_EOVERFLOW;
+    char all[VM_SENTENCE] = "", unmet[VM_SENTENCE] = "", got[VM_SENTENCE] = "";
+    for (size_t i = 0, k; i < count; i++) {
+        char alike[VM_SENTENCE] = "";
+        bool met = false, held;
+        for (k = 0; k < i && !same_to("!=", found[i], found[k]);) k++;
+        if (k < i) continue; /* was told with that one */
+        for (; k < count; k++) {
+            const char *at = found[k];
+            if (!same_to("!=", found[i], at)) continue;
+            append_case(alike, at);
+            if (case_holds(known, &at, &held)) return VM_EOVERFLOW;
+            met |= held;
         }
-        all_met = all_met && met[i];
-    }
-    for (size_t i = 0; i < count; i++) {
-        bool again = met[i] && !all_met;
-        for (size_t k = 0; k < i; k++) again = again || same_left(found[i], found[k]);
-        for (size_t k = i, first = 1; k < count && !again; k++) {
-            if (!same_left(found[i], found[k])) continue;
-            const size_t used = strlen(text);
-            snprintf(text + used, sizeof text - used, "%s", !first ? " or " : used ? ", and " : "");
-            append_case(text, sizeof text, found[k]);
-            first = 0;
-        }
+        append(all, ", and ", alike);
+        if (!met) append(unmet, ", and ", alike);
     }
     for (size_t i = 0; i < p->given; i++) {
-        const size_t used = strlen(got);
-        snprintf(got + used, sizeof got - used, "%s%s = %lld", i ? ", " : "", p->name[i], (long long)scope->value[i]);
+        char one[VM_SENTENCE];
+        snprintf(one, sizeof one, "%s = %lld", p->name[i], (long long)known->value[i]);
+        append(got, ", ", one);
     }
-    return vm_fail(VM_EINVAL, "%s: want a case that was recorded, %s, got %s", p->title, text, got);
+    return vm_fail(VM_EINVAL, "%s: want a case that was recorded, %s, got %s", p->title, *unmet ? unmet : all, got);
 }
 
 /* ---- playing ---- */
@@ -446,30 +508,32 @@ typedef struct player {
     vm_trace *t;
     uint32_t *id; /* of what was taken, in order */
     size_t taken;
-    const vm_passing **passing; /* sorted by module */
 } player;
 
 /* Chooses the call, and evaluates its sizes. */
 static vm_status prepare(player *y, const vm_program *p, const vm_program_call *asked) {
     int64_t value[VM_PROGRAM_NAMES];
-    const vm_scope scope = {p->names, p->name, value};
+    const scope known = {p->names, p->name, value};
+    bool has_dtype = false;
     memcpy(value, asked->value, sizeof value);
-    vm_status s = vm_program_derive(p, value);
+    vm_status s = derive(p, value);
     if (s) return s;
     *y = (player){.p = p, .asked = asked};
-    if (!vm_program_has(p, asked->dtype))
-        return vm_fail(VM_EINVAL, "dtype: want one that %s was recorded in, got %s", p->title,
-                       vm_dtype_name(asked->dtype));
     for (size_t i = 0; !y->call && i < p->calls; i++) {
-        bool held = false;
-        if (is_recorded_in(&p->call[i], asked->dtype) && (s = all_hold(&p->call[i], &scope, &held))) return s;
+        bool held;
+        if (!(p->call[i].dtypes >> asked->dtype & 1)) continue;
+        has_dtype = true;
+        if ((s = all_hold(&known, p->call[i].cases, &held))) return s;
         if (held) y->call = &p->call[i];
     }
-    if (!y->call) return not_recorded(p, asked->dtype, &scope);
+    if (!has_dtype)
+        return vm_fail(VM_EINVAL, "dtype: want one that %s was recorded in, got %s", p->title,
+                       vm_dtype_name(asked->dtype));
+    if (!y->call) return not_recorded(p, asked->dtype, &known);
     const span sizes = y->call->own[SIZES];
     s = vm_mem_alloc(vm_mem_common, VM_SCRATCH, (sizes.count + 1) * sizeof *y->size, (void **)&y->size);
     for (size_t i = 0; !s && i < sizes.count; i++) {
-        s = vm_polynomial(&scope, p->size[sizes.first + i], &y->size[i]);
+        s = evaluate_all(&known, p->size[sizes.first + i], &y->size[i]);
         if (!s && y->size[i] < 0)
             s = vm_fail(VM_EINVAL, "%s: want sizes of 0 or more, got %lld of %.60s", p->title, (long long)y->size[i],
                         p->size[sizes.first + i]);
@@ -486,38 +550,39 @@ static void finish(player *y) {
     if (!y->call) return;
     vm_mem_free(vm_mem_common, VM_SCRATCH, y->size, (y->call->own[SIZES].count + 1) * sizeof *y->size);
     vm_mem_free(vm_mem_common, VM_SCRATCH, y->id, (outermost(y)->takes + 1) * sizeof *y->id);
-    vm_mem_free(vm_mem_common, VM_SCRATCH, y->passing, (y->asked->passings + 1) * sizeof *y->passing);
 }
 
-static vm_dtype dtype_in(const player *y, const question *q) {
-    return q->dtype < 0 ? y->asked->dtype : (vm_dtype)q->dtype;
+/* A question with its sizes. Returns its dtype. */
+static vm_dtype look_up(const player *y, int list, uint32_t number, const question **q, int64_t n[9]) {
+    *q = &y->p->question[list][y->call->own[list].first + number];
+    for (int i = 0; i < (list == CONVS ? 8 : 9); i++) n[i] = y->size[(*q)->size[i]];
+    return (*q)->dtype < 0 ? y->asked->dtype : (vm_dtype)(*q)->dtype;
 }
 
-static const question *conv_of(const player *y, uint32_t number) {
-    return &y->p->conv[y->call->own[CONVS].first + number];
-}
-
-static vm_conv to_conv(const player *y, const question *q) {
-    int64_t n[8];
-    for (int i = 0; i < 8; i++) n[i] = y->size[q->size[i]];
-    vm_conv conv = vm_conv_square(dtype_in(y, q), n, n[4], n[5], n[6], n[7]);
+static vm_conv to_conv(const player *y, uint32_t number) {
+    const question *q;
+    int64_t n[9];
+    const vm_dtype dtype = look_up(y, CONVS, number, &q, n);
+    vm_conv conv = vm_conv_square(dtype, n, n[4], n[5], n[6], n[7]);
     conv.tf32 = true;
-    conv.nhwc = q->nhwc;
+    conv.nhwc = q->flag[0];
     return conv;
 }
 
 static vm_sdpa to_sdpa(const player *y, uint32_t number) {
-    const question *q = &y->p->attention[y->call->own[ATTENTIONS].first + number];
-    size_t n[9] = {0};
-    for (int i = 0; i < (q->masked ? 9 : 7); i++) n[i] = (size_t)y->size[q->size[i]];
-    return (vm_sdpa){.dtype = dtype_in(y, q),
+    const question *q;
+    int64_t of[9];
+    const vm_dtype dtype = look_up(y, ATTENTIONS, number, &q, of);
+    size_t n[9];
+    for (int i = 0; i < 9; i++) n[i] = (size_t)of[i];
+    return (vm_sdpa){.dtype = dtype,
                      .q = {4, n[0], n[1], n[3], n[5], false},
                      .k = {4, n[0], n[2], n[4], n[5], false},
                      .v = {4, n[0], n[2], n[4], n[6], false},
-                     .masked = q->masked,
-                     .boolean = q->boolean,
-                     .causal = q->causal,
-                     .grouped = q->grouped,
+                     .causal = q->flag[0],
+                     .grouped = q->flag[1],
+                     .masked = q->flag[2],
+                     .boolean = q->flag[3],
                      .mask = n[7],
                      .mask_row = n[8]};
 }
@@ -543,7 +608,7 @@ static size_t first_passing(const player *y, const char *path) {
     size_t low = 0, high = y->asked->passings;
     while (low < high) {
         const size_t middle = (low + high) / 2;
-        if (strcmp(y->passing[middle]->module, path) < 0)
+        if (strcmp(y->asked->passing[middle].module, path) < 0)
             low = middle + 1;
         else
             high = middle;
@@ -555,7 +620,7 @@ static size_t first_passing(const player *y, const char *path) {
 static vm_status bring(player *y, const char *path, const char *shown, uint32_t *count) {
     vm_status s = VM_OK;
     for (size_t i = first_passing(y, path); !s && i < y->asked->passings; i++) {
-        const vm_passing *one = y->passing[i];
+        const vm_passing *one = &y->asked->passing[i];
         if (strcmp(one->module, path)) break;
         char label[VM_PROGRAM_PATH + 16], text[VM_TRACE_LABEL];
         uint32_t id;
@@ -594,7 +659,7 @@ static vm_status play_step(player *y, const step *one, const char *path, const c
     case '-':
         return vm_trace_give(y->t, y->id[y->taken - one->number]);
     case 'c': {
-        const vm_conv conv = to_conv(y, conv_of(y, one->number));
+        const vm_conv conv = to_conv(y, one->number);
         return vm_trace_conv(y->t, &conv, vm_trace_label(text, shown, "workspace"));
     }
     case 'a':
@@ -619,25 +684,13 @@ static vm_status play(player *y, uint32_t index, const char *path, const char *s
     return s;
 }
 
-static int by_module(const void *a, const void *b) {
-    const vm_passing *x = *(const vm_passing *const *)a, *y = *(const vm_passing *const *)b;
-    const int order = strcmp(x->module, y->module);
-    if (order || x == y) return order;
-    return x->sent != y->sent ? y->sent - x->sent : x < y ? -1 : 1;
-}
-
 vm_status vm_program_trace(const vm_program *p, const vm_program_call *call, vm_trace **out) {
     player y = {0};
     *out = NULL;
     vm_status s = prepare(&y, p, call);
     if (!s) s = vm_mem_alloc(vm_mem_common, VM_SCRATCH, (outermost(&y)->takes + 1) * sizeof *y.id, (void **)&y.id);
-    if (!s) s = vm_mem_alloc(vm_mem_common, VM_SCRATCH, (call->passings + 1) * sizeof *y.passing, (void **)&y.passing);
     if (!s) s = vm_trace_new(&y.t);
-    if (!s) {
-        for (size_t i = 0; i < call->passings; i++) y.passing[i] = &call->passing[i];
-        qsort(y.passing, call->passings, sizeof *y.passing, by_module);
-        s = play(&y, (uint32_t)(y.call->own[MODULES].count - 1), NULL, p->title);
-    }
+    if (!s) s = play(&y, (uint32_t)(y.call->own[MODULES].count - 1), NULL, p->title);
     finish(&y);
     if (s)
         vm_trace_free(y.t);

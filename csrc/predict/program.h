@@ -9,11 +9,12 @@
  *   call float16 bfloat16; 1 n = 1; 1 h != 2 h1
  *                              begins the steps of a call in these dtypes, where all of these cases hold
  *   size 1280 n h w + 640      a polynomial, below as s: sizes are counted from 0 within the call
- *   conv run s s s s s s s s nchw
- *                              a convolution: dtype ("run" is the call's own), n, c, h, w, k, r, stride, padding
- *   attention run s s s s s s s 0 1 [s s 1]
- *                              n, heads of queries, of keys, queries, keys, depth of these and of values; is_causal,
- *                              enable_gqa; a mask's elements, those of a row, whether they are booleans
+ *   conv run s s s s s s s s 0
+ *                              a convolution: dtype ("run" is the call's own), n, c, h, w, k, r, stride, padding;
+ *                              whether it is NHWC
+ *   attention run s s s s s s s s s 0 1 1 0
+ *                              n, heads of queries, of keys, queries, keys, depth of these and of values, a mask's
+ *                              elements, those of a row; is_causal, enable_gqa, whether there is a mask and of booleans
  *   module +3:what -5 c2 a0 b7 l7 conv1=12 =12 /conv1=12
  *                              a distinct module call, the outermost last; vaemem/pipelines/programs.py explains words
  *
@@ -35,19 +36,14 @@ typedef struct vm_program vm_program;
 vm_status vm_program_read(const char *text, vm_program **out);
 void vm_program_free(vm_program *p); /* accepts NULL */
 
-/* How many variables are given, and how many there are with those that follow from them; their names, borrowed. */
+/* How many variables are given. */
 size_t vm_program_given(const vm_program *p);
-size_t vm_program_variables(const vm_program *p);
-const char *vm_program_variable(const vm_program *p, size_t i);
-bool vm_program_has(const vm_program *p, vm_dtype dtype);
-/* Fills value, of which the given variables are there, with those that follow. VM_EINVAL: one is below 0. */
-vm_status vm_program_derive(const vm_program *p, int64_t value[VM_PROGRAM_NAMES]);
 
 /* A tensor that is on the device while a module is called and no longer. */
 typedef struct vm_passing {
     const char *module, *name; /* borrowed; "": the outermost */
     uint64_t bytes;
-    bool sent; /* accelerate's hooks send it, and empty the cache after each; these come before the others */
+    bool sent; /* accelerate's hooks send it, and empty the cache after each */
 } vm_passing;
 
 typedef struct vm_program_call {
@@ -55,7 +51,7 @@ typedef struct vm_program_call {
     int64_t value[VM_PROGRAM_NAMES]; /* of what is given */
     vm_trace_gpu gpu;
     const char *gpu_name;
-    const vm_passing *passing; /* [passings], borrowed; those of one module come in this order */
+    const vm_passing *passing; /* [passings], borrowed; sorted by module, those of one come in this order */
     size_t passings;
 } vm_program_call;
 

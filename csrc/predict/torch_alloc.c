@@ -350,7 +350,8 @@ vm_status vm_talloc_new(const vm_talloc_config *config, vm_talloc **out) {
         return vm_fail(VM_EINVAL, "garbage_collection_threshold: want between 0 and 1, got %g", c.gc_threshold);
     for (int i = 0; i < VM_TALLOC_INTERVALS; i++)
         if (c.roundup_divisions[i] & (c.roundup_divisions[i] - 1))
-            return vm_fail(VM_EINVAL, "roundup_power2_divisions: want powers of two, got %u", c.roundup_divisions[i]);
+            return vm_fail(VM_EINVAL, "roundup_power2_divisions: want 0 or a power of two, got %u",
+                           c.roundup_divisions[i]);
     if (!c.max_split_size) c.max_split_size = UINT64_MAX;
     if (!c.reservation) c.reservation = c.total_memory ? c.total_memory + c.total_memory / 8 : TA_RESERVATION;
     if (!c.max_non_split_rounding) c.max_non_split_rounding = TA_LARGE_SEGMENT;

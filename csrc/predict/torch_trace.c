@@ -1,4 +1,4 @@
-/* The trace itself, what CUDA operators take besides their outputs, and a trace run on a simulated allocator.
+/* The trace itself, and what CUDA operators take besides their outputs.
  *
  * Sources, in PyTorch: native/cuda/group_norm_kernel.cu,
  * native/transformers/cuda/{attention.cu,sdp_utils.cpp,flash_attn, mem_eff_attention},
@@ -7,8 +7,6 @@
 #include <string.h>
 
 #include "torch_trace.h"
-
-enum { FIRST_BINS = 128 };
 
 /* Makes place for one more item in *array; there are no more of any kind than steps. */
 static vm_status grow(void *array, size_t count, size_t item) {
@@ -26,25 +24,11 @@ void vm_trace_free(vm_trace *t) {
     if (!t) return;
     release(t->step, vm_mem_capacity(t->steps), sizeof *t->step);
     release(t->conv, vm_mem_capacity(t->convs), sizeof *t->conv);
-    release(t->name, vm_mem_capacity(t->names), sizeof *t->name);
-    release(t->bin, t->bins, sizeof *t->bin);
+    vm_names_free(&t->names);
     release(t, 1, sizeof *t);
 }
 
 /* ---- names ---- */
-
-static size_t hash(const char *text) {
-    size_t h = 14695981039346656037u;
-    while (*text) h = (h ^ (unsigned char)*text++) * 1099511628211u;
-    return h;
-}
-
-/* Where name stands, or would stand, in the table, which is at most half full. */
-static uint32_t *find_bin(const vm_trace *t, const char *name) {
-    size_t i = hash(name) & (t->bins - 1);
-    while (t->bin[i] && strcmp(t->name[t->bin[i] - 1], name)) i = (i + 1) & (t->bins - 1);
-    return &t->bin[i];
-}
 
 static vm_status intern(vm_trace *t, const char *name, uint32_t *index) {
     const size_t length = strlen(name);
@@ -52,25 +36,7 @@ static vm_status intern(vm_trace *t, const char *name, uint32_t *index) {
         name += length - (VM_NAME - 1);
         while ((*name & 0xc0) == 0x80) name++; /* the rest of a character of UTF-8 whose front is lost */
     }
-    if (2 * (t->names + 1) > t->bins) {
-        const size_t bins = t->bins ? 2 * t->bins : FIRST_BINS;
-        void *bin;
-        vm_status s = vm_mem_alloc(vm_mem_common, VM_SCRATCH, bins * sizeof *t->bin, &bin);
-        if (s) return s;
-        release(t->bin, t->bins, sizeof *t->bin);
-        t->bin = bin;
-        t->bins = bins;
-        for (size_t i = 0; i < t->names; i++) *find_bin(t, t->name[i]) = (uint32_t)i + 1;
-    }
-    uint32_t *bin = find_bin(t, name);
-    if (!*bin) {
-        vm_status s = grow(&t->name, t->names, sizeof *t->name);
-        if (s) return s;
-        strcpy(t->name[t->names], name);
-        *bin = (uint32_t)++t->names;
-    }
-    *index = *bin - 1;
-    return VM_OK;
+    return vm_names_add(&t->names, name, index);
 }
 
 static const char *end_of(const char *name) {
@@ -131,16 +97,22 @@ static uint64_t conv_flops(const vm_conv *c) {
     return flops;
 }
 
-vm_status vm_trace_conv(vm_trace *t, const vm_conv *conv, const char *name) {
+vm_status vm_trace_question(vm_trace *t, const vm_conv *conv, uint32_t *number) {
     size_t i = 0;
     while (i < t->convs && !vm_conv_same(&t->conv[i], conv)) i++;
-    if (i == t->convs) {
-        vm_status s = grow(&t->conv, t->convs, sizeof *t->conv);
-        if (s) return s;
-        t->conv[t->convs++] = *conv;
-    }
+    *number = (uint32_t)i;
+    if (i < t->convs) return VM_OK;
+    vm_status s = grow(&t->conv, i, sizeof *t->conv);
+    if (!s) t->conv[t->convs++] = *conv;
+    return s;
+}
+
+vm_status vm_trace_conv(vm_trace *t, const vm_conv *conv, const char *name) {
+    uint32_t number;
+    vm_status s = vm_trace_question(t, conv, &number);
+    if (s) return s;
     vm_trace_count(t, conv_flops(conv));
-    return add(t, VM_TRACE_CONV, (uint32_t)i, 0, name);
+    return add(t, VM_TRACE_CONV, number, 0, name);
 }
 
 /* ---- operators ---- */
@@ -279,74 +251,4 @@ vm_status vm_trace_fused(vm_trace *t, const vm_sdpa *call, vm_attention_kernel k
     if (!s && pads) s = vm_trace_give(t, wider);
     if (!s && copies) s = vm_trace_give(t, copy);
     return s;
-}
-
-/* ---- running ---- */
-
-static uint64_t now(const vm_talloc *a, vm_talloc_kind kind) {
-    return (uint64_t)vm_talloc_get_stats(a)->of[kind][VM_TALLOC_ALL].current;
-}
-
-/* A workspace that is given back at once; *height: allocated bytes while it was there. */
-static vm_status borrow(vm_talloc *a, uint64_t bytes, uint64_t *height) {
-    uint64_t address;
-    vm_status s = vm_talloc_malloc(a, bytes, 0, &address);
-    if (s || !address) return s;
-    *height = now(a, VM_TALLOC_ALLOCATED_BYTES);
-    return vm_talloc_free(a, address);
-}
-
-static vm_status keep(vm_talloc *a, uint64_t bytes, uint64_t *address) {
-    return *address ? VM_OK : vm_talloc_malloc(a, bytes, 0, address);
-}
-
-/* A convolution's workspace: of the first plan, else of the next (try_configs in Conv_v8.cpp). */
-static vm_status convolve(vm_trace_process *p, uint32_t id, uint64_t *height) {
-    vm_status s = borrow(p->talloc, p->workspace[id], height);
-    if (s != VM_ENOMEM || !vm_talloc_last_oom(p->talloc) || !p->next || p->next[id] >= p->workspace[id]) return s;
-    p->workspace[id] = p->next[id];
-    return borrow(p->talloc, p->workspace[id], height);
-}
-
-static vm_status take_step(vm_trace_process *p, const vm_trace_step *step, uint64_t *address, uint64_t *height) {
-    vm_status s;
-    vm_talloc_tag(p->talloc, p->tag + step->name);
-    switch (step->op) {
-    case VM_TRACE_TAKE:
-        return vm_talloc_malloc(p->talloc, step->bytes, 0, &address[step->id]);
-    case VM_TRACE_GIVE:
-        s = address[step->id] ? vm_talloc_free(p->talloc, address[step->id]) : VM_OK; /* 0: a storage of 0 bytes */
-        address[step->id] = 0;
-        return s;
-    case VM_TRACE_CONV:
-        return convolve(p, step->id, height);
-    case VM_TRACE_EMPTY:
-        return vm_talloc_empty_cache(p->talloc);
-    case VM_TRACE_CUBLASLT:
-        if (p->cublaslt_use == VM_CUBLASLT_EACH) return borrow(p->talloc, p->cublaslt_bytes, height);
-        s = keep(p->talloc, p->cublas_bytes, &p->cublas); /* cuBLASLt's handle is cuBLAS's */
-        return s || p->cublaslt_use == VM_CUBLASLT_SHARED ? s : keep(p->talloc, p->cublaslt_bytes, &p->cublaslt);
-    default:
-        return keep(p->talloc, p->cublas_bytes, &p->cublas);
-    }
-}
-
-vm_status vm_trace_run(const vm_trace *t, vm_trace_process *process, uint64_t *address, uint64_t *allocated,
-                       uint64_t *reserved) {
-    memset(address, 0, t->ids * sizeof *address);
-    for (size_t i = 0; i < t->steps; i++) {
-        uint64_t height = 0;
-        vm_status s = take_step(process, &t->step[i], address, &height);
-        if (s) {
-            const vm_talloc_oom *oom = s == VM_ENOMEM ? vm_talloc_last_oom(process->talloc) : NULL;
-            process->full = oom != NULL;
-            if (oom) process->oom = *oom; /* a kept workspace that is freed is taken again by its next use */
-            for (size_t id = 0; id < t->ids; id++)
-                if (address[id] && vm_talloc_free(process->talloc, address[id]) == VM_OK) address[id] = 0;
-            return s;
-        }
-        if (allocated) allocated[i] = VM_MAX(height, now(process->talloc, VM_TALLOC_ALLOCATED_BYTES));
-        if (reserved) reserved[i] = now(process->talloc, VM_TALLOC_RESERVED_BYTES);
-    }
-    return VM_OK;
 }

@@ -1,7 +1,7 @@
 /* What a PyTorch call takes from the caching allocator and gives back, in order: tensors (their storages) and what
  * operators take besides, on the eager CUDA path of PyTorch 2.5 and later.
  *
- *   torch_trace.c  the trace, its operators' temporaries, and a trace run on a simulated allocator
+ *   torch_trace.c  the trace, and its operators' temporaries (process.h plays it on a simulated allocator)
  *   torch_vae.c    the traces of the VAEs, from an architecture (torch_walk.h says how they are made)
  *
  * A trace knows shapes, not devices: convolutions stand in it as questions (whose workspaces the caller looks up) and
@@ -9,6 +9,7 @@
 #ifndef VM_TORCH_TRACE_H
 #define VM_TORCH_TRACE_H
 
+#include "torch_names.h"
 #include "torch_alloc.h"
 #include "torch_sdpa.h"
 #include "workspace.h"
@@ -19,24 +20,24 @@ typedef enum vm_trace_op {
     VM_TRACE_CONV,     /* the workspace of convolution `id`, taken and given back */
     VM_TRACE_CUBLAS,   /* cuBLAS: its workspace is taken by the first use and kept */
     VM_TRACE_CUBLASLT, /* cuBLASLt: a workspace of its own, see vm_trace_blas */
-    VM_TRACE_EMPTY     /* torch.cuda.empty_cache */
+    VM_TRACE_EMPTY,    /* torch.cuda.empty_cache */
+    VM_TRACE_NOTHING   /* what a process undid (process.h) */
 } vm_trace_op;
 
 typedef struct vm_trace_step {
     vm_trace_op op;
     uint32_t id;    /* of a storage, or of a convolution */
-    uint32_t name;  /* an index into vm_trace.name */
+    uint32_t name;  /* by number */
     uint64_t bytes; /* as requested */
 } vm_trace_step;
 
 typedef struct vm_trace {
-    size_t steps, convs, names, bins;
+    size_t steps, convs;
     uint32_t ids;         /* storages are numbered from 0, in the order in which they are taken */
     uint64_t flops, sent; /* what was counted (vm_trace_count); bytes of weights (vm_trace_send). UINT64_MAX: or more */
     vm_trace_step *step;
     vm_conv *conv; /* each question once */
-    char (*name)[VM_NAME];
-    uint32_t *bin; /* hash table of names: index + 1, or 0 */
+    vm_names names;
 } vm_trace;
 
 vm_status vm_trace_new(vm_trace **out);
@@ -55,6 +56,8 @@ const char *vm_trace_label(char text[VM_TRACE_LABEL], const char *name, const ch
 /* op: VM_TRACE_CUBLAS or VM_TRACE_CUBLASLT. */
 vm_status vm_trace_blas(vm_trace *t, vm_trace_op op, const char *name);
 vm_status vm_trace_empty_cache(vm_trace *t);
+/* The convolution's number, without a step. */
+vm_status vm_trace_question(vm_trace *t, const vm_conv *conv, uint32_t *number);
 /* Counts the convolution's FLOPs. */
 vm_status vm_trace_conv(vm_trace *t, const vm_conv *conv, const char *name);
 /* FLOPs of a matrix product; a multiplication and an addition count as two. */
@@ -91,29 +94,6 @@ vm_status vm_trace_attention(vm_trace *t, const vm_trace_sdpa *shape, const vm_t
  * with rows padded to a multiple of 8, where the kernel wants that. name: of the module that calls it. */
 vm_status vm_trace_fused(vm_trace *t, const vm_sdpa *call, vm_attention_kernel kernel, const vm_trace_gpu *gpu,
                          const char *name, uint32_t *id);
-
-/* ---- a trace on a simulated device ---- */
-
-typedef enum vm_cublaslt { VM_CUBLASLT_EACH, VM_CUBLASLT_KEPT, VM_CUBLASLT_SHARED } vm_cublaslt;
-
-typedef struct vm_trace_process {
-    vm_talloc *talloc;    /* borrowed */
-    uint64_t *workspace;  /* [trace->convs], borrowed; in, out: see next */
-    const uint64_t *next; /* [trace->convs], borrowed, or NULL: what a convolution takes where its workspace cannot be
-                             had, for cuDNN has other plans; PyTorch's cache of plans keeps to the one that ran */
-    uint64_t cublas_bytes, cublaslt_bytes;
-    vm_cublaslt cublaslt_use;  /* taken by each call, kept by the first, or cuBLAS's own */
-    uint64_t cublas, cublaslt; /* in, out: addresses of what is kept; 0 before the first use */
-    uint32_t tag;              /* of the trace's first name, for the allocator's history */
-    bool full;                 /* out: the run failed because the simulated device was full, */
-    vm_talloc_oom oom;         /* and these are its figures */
-} vm_trace_process;
-
-/* address: [ids], out: of every storage that was not given back, 0 for the others. allocated, reserved: [steps] or
- * NULL, out: bytes at the height of each step. On failure (out of memory above all) everything that the run took is
- * given back. */
-vm_status vm_trace_run(const vm_trace *t, vm_trace_process *process, uint64_t *address, uint64_t *allocated,
-                       uint64_t *reserved);
 
 /* ---- the VAEs ---- */
 

@@ -69,6 +69,8 @@ struct vm_talloc *vm_py_allocator(PyObject *object, vm_py_lock **lock);
 /* py_trace.c: the same of a Trace. */
 struct vm_trace;
 struct vm_trace *vm_py_trace(PyObject *object, vm_py_lock **lock);
+/* py_process.c: all that a Process did, as one; NULL where it is no Process. */
+const struct vm_trace *vm_py_script(PyObject *object);
 /* A Trace, a type of the module's, around a trace, which it takes over even where it fails. */
 PyObject *vm_py_wrap_trace(PyTypeObject *type, struct vm_trace *trace);
 

@@ -59,13 +59,14 @@ static int parse_divisions(PyObject *object, vm_talloc_config *config) {
     if (!list) return -1;
     int bad = PyTuple_GET_SIZE(list) != VM_TALLOC_INTERVALS;
     if (bad)
-        PyErr_Format(PyExc_ValueError, "divisions: want %d of them, got %zd", VM_TALLOC_INTERVALS,
+        PyErr_Format(PyExc_ValueError, "roundup_power2_divisions: want %d numbers, got %zd", VM_TALLOC_INTERVALS,
                      PyTuple_GET_SIZE(list));
     for (Py_ssize_t i = 0; !bad && i < VM_TALLOC_INTERVALS; i++) {
         uint64_t n;
-        bad = to_uint64(PyTuple_GET_ITEM(list, i), "divisions", &n);
+        bad = to_uint64(PyTuple_GET_ITEM(list, i), "roundup_power2_divisions", &n);
         if (!bad && n > (1u << 31)) {
-            PyErr_Format(PyExc_ValueError, "divisions: want at most 2^31, got %llu", (unsigned long long)n);
+            PyErr_Format(PyExc_ValueError, "roundup_power2_divisions: want at most 2^31, got %llu",
+                         (unsigned long long)n);
             bad = 1;
         }
         if (!bad) config->roundup_divisions[i] = (uint32_t)n;
@@ -86,18 +87,13 @@ static PyObject *allocator_new(PyTypeObject *type, PyObject *args, PyObject *kwa
                             "driver_pool",
                             "history",
                             NULL};
-    PyObject *total, *allowed, *split, *rounding, *reservation, *divisions;
+    PyObject *divisions;
     int expandable, driver_pool, history;
     vm_talloc_config config = {0};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOOOdppp", names, &total, &allowed, &split, &rounding,
-                                     &reservation, &divisions, &config.gc_threshold, &expandable, &driver_pool,
-                                     &history))
-        return NULL;
-    if (to_uint64(total, "total_memory", &config.total_memory) ||
-        to_uint64(allowed, "allowed_memory", &config.allowed_memory) ||
-        to_uint64(split, "max_split_size", &config.max_split_size) ||
-        to_uint64(rounding, "max_non_split_rounding", &config.max_non_split_rounding) ||
-        to_uint64(reservation, "reservation", &config.reservation) || parse_divisions(divisions, &config))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "KKKKKOdppp", names, &config.total_memory, &config.allowed_memory,
+                                     &config.max_split_size, &config.max_non_split_rounding, &config.reservation,
+                                     &divisions, &config.gc_threshold, &expandable, &driver_pool, &history) ||
+        parse_divisions(divisions, &config))
         return NULL;
     config.expandable_segments = expandable;
     config.driver_pool = driver_pool;

@@ -237,6 +237,12 @@ static PyObject *profile_conv(Profile *self, PyObject *args) {
 
 /* ---- Lookup ---- */
 
+static bool is_profile(PyObject *object) {
+    const bool is = Py_TYPE(object)->tp_dealloc == (destructor)profile_dealloc;
+    if (!is) PyErr_Format(PyExc_TypeError, "entries: want Profiles, got %s", Py_TYPE(object)->tp_name);
+    return is;
+}
+
 /* Adds (rule or None, Profile or None). */
 static int add_entry(Lookup *self, PyObject *pair, Py_ssize_t i) {
     PyObject *rule, *profile;
@@ -244,8 +250,7 @@ static int add_entry(Lookup *self, PyObject *pair, Py_ssize_t i) {
     int64_t *channels = NULL;
     if (!PyTuple_Check(pair) || !PyArg_ParseTuple(pair, "OO", &rule, &profile)) return bad("pairs", pair);
     const bool has_rule = rule != Py_None, has_profile = profile != Py_None;
-    if (has_profile && Py_TYPE(profile)->tp_dealloc != (destructor)profile_dealloc)
-        return PyErr_Format(PyExc_TypeError, "entries: want Profiles, got %s", Py_TYPE(profile)->tp_name), -1;
+    if (has_profile && !is_profile(profile)) return -1;
     int failed = has_rule ? to_rule(rule, !has_profile, &read, &channels) : 0;
     if (!failed && !has_rule && !has_profile) failed = bad("a rule or a profile", pair);
     PyTuple_SET_ITEM(self->profiles, i, Py_NewRef(profile));
@@ -343,19 +348,33 @@ static int append(PyObject *list, PyObject *item) {
     return failed;
 }
 
-static PyObject *lookup_answers(Lookup *self, PyObject *args) {
-    PyObject *trace, *told;
-    int has_other;
+/* The i-th convolution of a Trace, a Process or a Lookup: 1, or 0 behind the last; -1 with an exception set. */
+static int question_of(PyObject *of, size_t i, vm_conv *out) {
     vm_py_lock *lock;
-    if (!PyArg_ParseTuple(args, "OpO:answers", &trace, &has_other, &told)) return NULL;
-    const vm_trace *t = vm_py_trace(trace, &lock);
-    PyObject *lists[3] = {t ? PyList_New(0) : NULL, PyList_New(0), PyList_New(0)};
+    size_t count;
+    if (Py_TYPE(of)->tp_dealloc == (destructor)lookup_dealloc) {
+        const vm_known *known = vm_lookup_all(((Lookup *)of)->lookup, &count);
+        if (i < count) *out = known[i].conv;
+        return i < count;
+    }
+    const vm_trace *t = vm_py_script(of);
+    if (!t && !(t = vm_py_trace(of, &lock))) return -1;
+    if (i < t->convs) *out = t->conv[i];
+    return i < t->convs;
+}
+
+static PyObject *lookup_answers(Lookup *self, PyObject *args) {
+    PyObject *of, *told;
+    int has_other, more = 1;
+    if (!PyArg_ParseTuple(args, "OpO:answers", &of, &has_other, &told)) return NULL;
+    PyObject *lists[3] = {PyList_New(0), PyList_New(0), PyList_New(0)};
     int failed = !lists[0] || !lists[1] || !lists[2];
-    for (size_t i = 0; !failed && i < t->convs; i++) {
-        const vm_conv conv = t->conv[i];
+    for (size_t i = 0; !failed; i++) {
+        vm_conv conv;
         vm_known known;
-        failed = know(self, &conv, told, &known);
-        if (failed) break;
+        more = question_of(of, i, &conv);
+        failed = more < 0 || (more && know(self, &conv, told, &known));
+        if (failed || !more) break;
         const unsigned long long next = has_other && !known.own ? 0 : known.bytes;
         failed = append(lists[0], PyLong_FromUnsignedLongLong(known.bytes)) ||
                  append(lists[1], PyLong_FromUnsignedLongLong(next)) ||
@@ -364,6 +383,23 @@ static PyObject *lookup_answers(Lookup *self, PyObject *args) {
     PyObject *result = failed ? NULL : PyTuple_Pack(3, lists[0], lists[1], lists[2]);
     for (int i = 0; i < 3; i++) Py_XDECREF(lists[i]);
     return result;
+}
+
+static PyObject *lookup_held_by(Lookup *self, PyObject *args) {
+    PyObject *profile;
+    int tf32;
+    size_t count, held = 0;
+    if (!PyArg_ParseTuple(args, "Op:held_by", &profile, &tf32) || !is_profile(profile)) return NULL;
+    const vm_known *known = vm_lookup_all(self->lookup, &count);
+    vm_status s = VM_OK;
+    for (size_t i = 0; !s && i < count; i++) {
+        bool found;
+        uint64_t bytes;
+        vm_profile_how how;
+        s = vm_profile_conv(((Profile *)profile)->profile, &known[i].conv, tf32, &found, &bytes, &how);
+        held += found;
+    }
+    return s ? vm_py_raise(s) : PyLong_FromSize_t(held);
 }
 
 static PyObject *lookup_known(Lookup *self, PyObject *args) {
@@ -431,8 +467,10 @@ static PyMethodDef lookup_methods[] = {
      "0 where\ncuDNN does; entry: which one answered, -1 for none, -2 where it is no convolution; steps, rule: as "
      "Profile.conv."},
     {"answers", (PyCFunction)lookup_answers, METH_VARARGS,
-     "answers($self, trace, has_other, told, /)\n--\n\n(bytes, what is wanted where these cannot be had, source) of a "
-     "trace's convolutions, each a list."},
+     "answers($self, of, has_other, told, /)\n--\n\n(bytes, what is wanted where these cannot be had, source) of the "
+     "convolutions of a Trace or a\nProcess, or of those that another Lookup was asked about, each a list."},
+    {"held_by", (PyCFunction)lookup_held_by, METH_VARARGS,
+     "held_by($self, profile, tf32, /)\n--\n\nHow many of the convolutions so far were recorded in a profile."},
     {"known", (PyCFunction)lookup_known, METH_VARARGS,
      "known($self, own, /)\n--\n\nThe convolutions so far; own: those that PyTorch runs itself."},
     {NULL, NULL, 0, NULL}};

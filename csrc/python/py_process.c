@@ -1,11 +1,11 @@
 /* vaemem._core.Process: a simulated PyTorch process, raw. vaemem/prediction/process.py is its face. */
 #include "../predict/process.h"
-#include "py.h"
+#include "py_conv.h"
 
 typedef struct Process {
     PyObject_HEAD
     vm_process *process;
-    PyObject *allocator, *traces; /* a CachingAllocator; the traces that were played, whose names are asked for */
+    PyObject *allocator; /* a CachingAllocator */
     vm_py_lock lock;
 } Process;
 
@@ -29,8 +29,7 @@ static PyObject *process_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     const vm_process_blas blas = {cublas, cublaslt, (vm_cublaslt)u};
     self->allocator = Py_NewRef(allocator);
     vm_status s = VM_OK;
-    if (!(self->traces = PySet_New(NULL)) || vm_py_lock_new(&self->lock, "Process") ||
-        (s = vm_process_new(talloc, &blas, &self->process))) {
+    if (vm_py_lock_new(&self->lock, "Process") || (s = vm_process_new(talloc, &blas, &self->process))) {
         Py_DECREF(self);
         return s ? vm_py_raise(s) : NULL;
     }
@@ -39,7 +38,6 @@ static PyObject *process_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
 
 static int process_traverse(Process *self, visitproc visit, void *arg) {
     Py_VISIT(self->allocator);
-    Py_VISIT(self->traces);
     Py_VISIT(Py_TYPE(self));
     return 0;
 }
@@ -47,7 +45,6 @@ static int process_traverse(Process *self, visitproc visit, void *arg) {
 static int process_clear(Process *self) {
     vm_process_free(self->process);
     self->process = NULL;
-    Py_CLEAR(self->traces);
     Py_CLEAR(self->allocator);
     return 0;
 }
@@ -198,7 +195,7 @@ static PyObject *left(const uint64_t *address, size_t ids) {
 }
 
 /* With the trace's lock held. */
-static PyObject *call_locked(Process *self, const vm_trace *t, uint64_t *workspace, const uint64_t *next) {
+static PyObject *call_locked(Process *self, const vm_trace *t, const uint64_t *workspace, const uint64_t *next) {
     npy_intp steps[1] = {(npy_intp)t->steps};
     PyObject *allocated = PyArray_SimpleNew(1, steps, NPY_UINT64), *reserved = PyArray_SimpleNew(1, steps, NPY_UINT64);
     uint64_t *address = PyMem_Calloc((size_t)t->ids + 1, sizeof *address);
@@ -208,10 +205,9 @@ static PyObject *call_locked(Process *self, const vm_trace *t, uint64_t *workspa
         !finish(self,
                 vm_process_call(self->process, t, workspace, next, address, PyArray_DATA((PyArrayObject *)allocated),
                                 PyArray_DATA((PyArrayObject *)reserved)))) {
-        PyObject *ids = left(address, t->ids), *taken = ids ? vm_py_list(t->convs, number_item, workspace) : NULL;
-        if (taken) result = Py_BuildValue("(OOOO)", ids, allocated, reserved, taken);
+        PyObject *ids = left(address, t->ids);
+        if (ids) result = PyTuple_Pack(3, ids, allocated, reserved);
         Py_XDECREF(ids);
-        Py_XDECREF(taken);
     }
     PyMem_Free(address);
     Py_XDECREF(allocated);
@@ -227,7 +223,7 @@ static PyObject *process_call(Process *self, PyObject *args) {
     const vm_trace *t = vm_py_trace(trace, &lock);
     uint64_t *workspace = t ? to_numbers("workspaces", workspaces, &count) : NULL;
     uint64_t *next = workspace ? to_numbers("next", following, &others) : NULL;
-    if (next && !PySet_Add(self->traces, trace) && !vm_py_acquire(lock, "call")) {
+    if (next && !vm_py_acquire(lock, "call")) {
         if (count != t->convs || others != t->convs)
             PyErr_Format(PyExc_ValueError, "workspaces, next: want %zu of each, got %zu and %zu", t->convs, count,
                          others);
@@ -240,15 +236,52 @@ static PyObject *process_call(Process *self, PyObject *args) {
     return result;
 }
 
-static PyObject *process_reset_peak(Process *self, PyObject *Py_UNUSED(ignored)) {
-    if (acquire(self, "reset_peak") || finish(self, vm_process_reset_peak(self->process))) return NULL;
+/* With the locks held. */
+static PyObject *again_locked(Process *self, uint64_t *workspace, size_t count) {
+    const vm_trace *script = vm_process_script(self->process);
+    if (count != script->convs)
+        return PyErr_Format(PyExc_ValueError, "workspaces: want %zu of them, got %zu", script->convs, count);
+    npy_intp steps[1] = {(npy_intp)script->steps};
+    PyObject *reserved = PyArray_SimpleNew(1, steps, NPY_UINT64);
+    vm_status s = VM_OK;
+    if (reserved) s = vm_process_again(self->process, workspace, PyArray_DATA((PyArrayObject *)reserved));
+    if (!s) return reserved;
+    Py_XDECREF(reserved);
+    return vm_py_raise(s);
+}
+
+static PyObject *process_again(Process *self, PyObject *workspaces) {
+    size_t count;
+    uint64_t *workspace = to_numbers("workspaces", workspaces, &count);
+    PyObject *reserved = NULL;
+    if (workspace && !acquire(self, "again")) {
+        reserved = again_locked(self, workspace, count);
+        finish(self, VM_OK);
+    }
+    PyMem_Free(workspace);
+    return reserved;
+}
+
+static PyObject *process_empty_cache(Process *self, PyObject *Py_UNUSED(ignored)) {
+    if (acquire(self, "empty_cache") || finish(self, vm_process_empty_cache(self->process))) return NULL;
     Py_RETURN_NONE;
+}
+
+static PyObject *process_reset_peak(Process *self, PyObject *Py_UNUSED(ignored)) {
+    if (acquire(self, "reset_peak")) return NULL;
+    vm_process_reset_peak(self->process);
+    return finish(self, VM_OK) ? NULL : Py_NewRef(Py_None);
 }
 
 /* ---- what happened ---- */
 
+const vm_trace *vm_py_script(PyObject *object) {
+    const bool is = Py_TYPE(object)->tp_dealloc == (destructor)process_dealloc;
+    return is ? vm_process_script(((Process *)object)->process) : NULL;
+}
+
 typedef struct named {
-    const vm_process *process;
+    const vm_names *names;
     const vm_process_list *list;
 } named;
 
@@ -256,28 +289,27 @@ static PyObject *named_item(const void *context, size_t i) {
     const named *n = context;
     const vm_process_named *one = &n->list->item[i];
     if (!one->bytes) return NULL;
-    return Py_BuildValue("(sK)", vm_process_name(n->process, one->tag), (unsigned long long)one->bytes);
+    return Py_BuildValue("(sK)", vm_names_get(n->names, one->name), (unsigned long long)one->bytes);
 }
 
 static PyObject *process_peak(Process *self, PyObject *Py_UNUSED(ignored)) {
-    vm_process_list list = {0};
-    uint32_t step = VM_PROCESS_NO_TAG;
+    const vm_names *names = &vm_process_script(self->process)->names;
+    vm_process_list list;
+    const vm_trace_step *step;
     if (acquire(self, "peak")) return NULL;
     const vm_status s = vm_process_peak(self->process, &list, &step);
-    PyObject *tensors = s ? NULL : vm_py_list(list.count, named_item, &(named){self->process, &list});
-    PyObject *name = tensors ? Py_BuildValue("z", vm_process_name(self->process, step)) : NULL;
+    PyObject *tensors = s ? NULL : vm_py_list(list.count, named_item, &(named){names, &list});
+    PyObject *result = tensors ? Py_BuildValue("zN", step ? vm_names_get(names, step->name) : NULL, tensors) : NULL;
     vm_process_list_free(&list);
-    PyObject *result = name ? PyTuple_Pack(2, name, tensors) : NULL;
-    Py_XDECREF(name);
-    Py_XDECREF(tensors);
     return finish(self, s) ? NULL : result;
 }
 
 static PyObject *process_baseline(Process *self, PyObject *Py_UNUSED(ignored)) {
-    vm_process_list list = {0};
+    vm_process_list list;
     if (acquire(self, "baseline")) return NULL;
     const vm_status s = vm_process_baseline(self->process, &list);
-    PyObject *tensors = s ? NULL : vm_py_list(list.count, named_item, &(named){self->process, &list});
+    const named all = {&vm_process_script(self->process)->names, &list};
+    PyObject *tensors = s ? NULL : vm_py_list(list.count, named_item, &all);
     vm_process_list_free(&list);
     return finish(self, s) ? NULL : tensors;
 }
@@ -290,15 +322,34 @@ static PyObject *process_bytes_at(Process *self, PyObject *number) {
     return PyLong_FromUnsignedLongLong(bytes);
 }
 
-static PyObject *frame_item(const void *process, size_t i) {
-    return PyUnicode_FromString(vm_process_name(process, (uint32_t)i));
-}
+static PyObject *frame_item(const void *names, size_t i) { return PyUnicode_FromString(vm_names_get(names, i)); }
 
 static PyObject *process_frames(Process *self, void *Py_UNUSED(closure)) {
     if (vm_py_acquire(&self->lock, "frames")) return NULL;
-    PyObject *list = vm_py_list(vm_process_tags(self->process), frame_item, self->process);
+    const vm_names *names = &vm_process_script(self->process)->names;
+    PyObject *list = vm_py_list(names->count, frame_item, names);
     vm_py_release(&self->lock);
     return list;
+}
+
+static PyObject *conv_item(const void *script, size_t i) {
+    return vm_py_from_conv(&((const vm_trace *)script)->conv[i]);
+}
+
+static PyObject *process_convs(Process *self, void *Py_UNUSED(closure)) {
+    if (vm_py_acquire(&self->lock, "convs")) return NULL;
+    const vm_trace *script = vm_process_script(self->process);
+    PyObject *list = vm_py_list(script->convs, conv_item, script);
+    vm_py_release(&self->lock);
+    return list;
+}
+
+static PyObject *process_steps(Process *self, void *Py_UNUSED(closure)) {
+    return PyLong_FromSize_t(vm_process_script(self->process)->steps);
+}
+
+static PyObject *process_refused(Process *self, void *Py_UNUSED(closure)) {
+    return PyLong_FromSize_t(vm_process_refused(self->process));
 }
 
 /* ---- the type ---- */
@@ -322,7 +373,12 @@ static PyMethodDef methods[] = {
      "of "
      "next where they\ncannot be had. Returns ({id: address} of what it leaves, bytes allocated and reserved at the "
      "height "
-     "of\neach step, the workspaces that were had)."},
+     "of\neach step)."},
+    {"again", (PyCFunction)process_again, METH_O,
+     "again($self, workspaces, /)\n--\n\nAll that happened, on a fresh allocator like the process's, where its "
+     "convolutions take these workspaces.\nReturns the bytes reserved behind each step."},
+    {"empty_cache", (PyCFunction)process_empty_cache, METH_NOARGS,
+     "empty_cache($self, /)\n--\n\ntorch.cuda.empty_cache"},
     {"reset_peak", (PyCFunction)process_reset_peak, METH_NOARGS,
      "reset_peak($self, /)\n--\n\ntorch.cuda.reset_peak_memory_stats; what is live now is the baseline."},
     {"peak", (PyCFunction)process_peak, METH_NOARGS,
@@ -336,6 +392,9 @@ static PyMethodDef methods[] = {
 
 static PyGetSetDef attributes[] = {
     {"frames", (getter)process_frames, NULL, "Names by tag, as the allocator's history and errors have it.", NULL},
+    {"convs", (getter)process_convs, NULL, "Its calls' convolutions, each once, as Trace.convs has them.", NULL},
+    {"steps", (getter)process_steps, NULL, "How many steps it took so far.", NULL},
+    {"refused", (getter)process_refused, NULL, "How many convolutions could not have their workspace so far.", NULL},
     {NULL, NULL, NULL, NULL, NULL}};
 
 static PyType_Slot slots[] = {

@@ -1,6 +1,5 @@
 /* vaemem._core.Program: a recorded module, read from its text, and the traces and FLOPs of its calls. */
 #include "../predict/program.h"
-#include "../predict/polynomial.h"
 #include "py.h"
 
 typedef struct Program {
@@ -37,29 +36,14 @@ static int to_values(const vm_program *p, PyObject *given, int64_t value[VM_PROG
     return PyErr_Occurred() ? -1 : 0;
 }
 
-static PyObject *program_values(Program *self, PyObject *given) {
-    const vm_program *p = self->program;
-    int64_t value[VM_PROGRAM_NAMES];
-    if (to_values(p, given, value)) return NULL;
-    vm_status s = vm_program_derive(p, value);
-    PyObject *dict = s ? vm_py_raise(s) : PyDict_New();
-    for (size_t i = 0; dict && i < vm_program_variables(p); i++) {
-        PyObject *number = PyLong_FromLongLong(value[i]);
-        if (!number || PyDict_SetItemString(dict, vm_program_variable(p, i), number)) Py_CLEAR(dict);
-        Py_XDECREF(number);
-    }
-    return dict;
-}
-
 static PyObject *program_trace(Program *self, PyObject *args) {
     vm_program_call call = {0};
     PyObject *given, *passing, *result = NULL;
-    if (!PyArg_ParseTuple(args, "O&Oiis|O:trace", vm_py_to_dtype, &call.dtype, &given, &call.gpu.sm,
+    if (!PyArg_ParseTuple(args, "O&OiisO:trace", vm_py_to_dtype, &call.dtype, &given, &call.gpu.sm,
                           &call.gpu.multiprocessors, &call.gpu_name, &passing) ||
         to_values(self->program, given, call.value))
         return NULL;
-    passing =
-        PyTuple_Size(args) > 5 ? PySequence_Tuple(passing) : PyTuple_New(0); /* a copy: whose texts are borrowed */
+    passing = PySequence_Tuple(passing); /* a copy: whose texts are borrowed */
     if (!passing) return NULL;
     call.passings = (size_t)PyTuple_GET_SIZE(passing);
     vm_passing *each = PyMem_Calloc(call.passings + 1, sizeof *each);
@@ -95,54 +79,10 @@ static PyObject *program_trace(Program *self, PyObject *args) {
     return result;
 }
 
-/* ---- polynomials alone ---- */
-
-/* A text and {name: value}; the names are borrowed from the dict. -1 with an exception set. */
-static int to_scope(PyObject *args, const char **text, const char *name[VM_PROGRAM_NAMES],
-                    int64_t value[VM_PROGRAM_NAMES], vm_scope *scope) {
-    PyObject *dict, *key, *number;
-    Py_ssize_t at = 0;
-    if (!PyArg_ParseTuple(args, "sO!", text, &PyDict_Type, &dict)) return -1;
-    *scope = (vm_scope){0, name, value};
-    while (scope->count < VM_PROGRAM_NAMES && PyDict_Next(dict, &at, &key, &number)) {
-        name[scope->count] = PyUnicode_AsUTF8(key);
-        value[scope->count] = name[scope->count] && PyLong_Check(number) ? PyLong_AsLongLong(number) : 0;
-        if (PyErr_Occurred()) return -1;
-        scope->count++;
-    }
-    return 0;
-}
-
-static PyObject *program_evaluate(PyObject *Py_UNUSED(null), PyObject *args) {
-    const char *text, *name[VM_PROGRAM_NAMES];
-    int64_t value[VM_PROGRAM_NAMES], result;
-    vm_scope scope;
-    if (to_scope(args, &text, name, value, &scope)) return NULL;
-    vm_status s = vm_polynomial(&scope, text, &result);
-    return s ? vm_py_raise(s) : PyLong_FromLongLong(result);
-}
-
-static PyObject *program_holds(PyObject *Py_UNUSED(null), PyObject *args) {
-    const char *text, *name[VM_PROGRAM_NAMES];
-    int64_t value[VM_PROGRAM_NAMES];
-    vm_scope scope;
-    bool held;
-    if (to_scope(args, &text, name, value, &scope)) return NULL;
-    vm_status s = vm_polynomials_hold(&scope, text, &held);
-    return s ? vm_py_raise(s) : PyBool_FromLong(held);
-}
-
 static PyMethodDef methods[] = {
-    {"values", (PyCFunction)program_values, METH_O,
-     "values($self, sizes, /)\n--\n\n{variable: value}, with those that follow from what is given."},
     {"trace", (PyCFunction)program_trace, METH_VARARGS,
-     "trace($self, dtype, sizes, sm, multiprocessors, gpu, passing=(), /)\n--\n\nWhat a call takes on a GPU. passing: "
+     "trace($self, dtype, sizes, sm, multiprocessors, gpu, passing, /)\n--\n\nWhat a call takes on a GPU. passing: "
      "[(module, name, bytes, sent)] of what is there while a module is called."},
-    {"evaluate", program_evaluate, METH_VARARGS | METH_STATIC,
-     "evaluate(polynomial, values, /)\n--\n\n'640 n h w + 5' with {variable: value}."},
-    {"holds", program_holds, METH_VARARGS | METH_STATIC,
-     "holds(case, values, /)\n--\n\nWhether an equation of two polynomials is true ('1 n = 1'), or an inequality "
-     "('1 n != 1')."},
     {NULL, NULL, 0, NULL}};
 
 static PyType_Slot slots[] = {{Py_tp_new, program_new},

@@ -220,7 +220,7 @@ static int to_heads(PyObject *pair, void *out) {
     return !PyErr_Occurred();
 }
 
-/* The same of a vaemem.prediction.attention.Call, which is a tuple. */
+/* The same of a vaemem.prediction.eager.AttentionCall, which is a tuple. */
 static int to_sdpa(PyObject *call, void *out) {
     PyObject *mask;
     vm_sdpa *a = out;
@@ -278,10 +278,12 @@ static PyObject *step_item(const void *trace, size_t i) {
     const vm_trace *t = trace;
     const vm_trace_step *step = &t->step[i];
     return Py_BuildValue("(sIKs)", step_name[step->op], step->id, (unsigned long long)step->bytes,
-                         step->op == VM_TRACE_GIVE ? "" : t->name[step->name]);
+                         step->op == VM_TRACE_GIVE ? "" : vm_names_get(&t->names, step->name));
 }
 
-static PyObject *name_item(const void *t, size_t i) { return PyUnicode_FromString(((const vm_trace *)t)->name[i]); }
+static PyObject *name_item(const void *t, size_t i) {
+    return PyUnicode_FromString(vm_names_get(&((const vm_trace *)t)->names, i));
+}
 
 /* The attributes that are numbers, or lists: where vm_trace has the number, or the length, and what makes an item. */
 typedef struct listing {
@@ -292,7 +294,7 @@ typedef struct listing {
 
 static const listing convs = {"convs", offsetof(vm_trace, convs), conv_item};
 static const listing steps = {"steps", offsetof(vm_trace, steps), step_item};
-static const listing names = {"names", offsetof(vm_trace, names), name_item};
+static const listing names = {"names", offsetof(vm_trace, names.count), name_item};
 
 static PyObject *trace_list(Trace *self, void *closure) {
     const listing *l = closure;
@@ -368,9 +370,8 @@ static PyMethodDef methods[] = {
      "scaled_dot_product_attention without a mask. kernel: usual, flash, efficient or math. Returns the id of its "
      "output."},
     {"choose_kernel", trace_choose_kernel, METH_VARARGS | METH_STATIC,
-     "choose_kernel(call, sm, enabled, /)\n--\n\nThe first of the enabled kernels that takes an attention, a Call, on "
-     "a "
-     "card of compute capability sm."},
+     "choose_kernel(call, sm, enabled, /)\n--\n\nThe first of the enabled kernels that takes an attention on a card of "
+     "compute\ncapability sm (89 for 8.9). Raises ValueError where none does: PyTorch would raise."},
     {"attend", (PyCFunction)trace_attend, METH_VARARGS,
      "attend($self, call, kernel, sm, multiprocessors, name, /)\n--\n\nAn attention by a kernel that was chosen for "
      "it. "

@@ -6,12 +6,11 @@
 enum { HELD = 64, TRACES = 3 };
 
 /* Bytes of a list, which has each name once. */
-static uint64_t sum_of(const vm_process *p, const vm_process_list *list) {
+static uint64_t sum_of(const vm_process_list *list) {
     uint64_t total = 0;
     for (size_t i = 0; i < list->count; i++) {
         total += list->item[i].bytes;
-        for (size_t j = 0; j < i; j++)
-            CHECK(strcmp(vm_process_name(p, list->item[i].tag), vm_process_name(p, list->item[j].tag)));
+        for (size_t j = 0; j < i; j++) CHECK(list->item[i].name != list->item[j].name);
     }
     return total;
 }
@@ -59,15 +58,15 @@ static void call(vm_process *p, const vm_trace *t, input *in, uint64_t held[HELD
 static void check(vm_process *p, const vm_talloc *talloc, const uint64_t held[HELD]) {
     const vm_talloc_stat *s = &vm_talloc_get_stats(talloc)->of[VM_TALLOC_ALLOCATED_BYTES][VM_TALLOC_ALL];
     vm_process_list list;
-    uint32_t step;
+    const vm_trace_step *step;
     uint64_t bytes = 0;
     for (int i = 0; i < HELD; i++) bytes += vm_process_bytes_at(p, held[i]);
     CHECK(bytes <= (uint64_t)s->current);
-    CHECK(!vm_process_peak(p, &list, &step) && sum_of(p, &list) <= (uint64_t)s->peak);
-    CHECK(step == VM_PROCESS_NO_TAG || vm_process_name(p, step));
+    CHECK(!vm_process_peak(p, &list, &step) && sum_of(&list) <= (uint64_t)s->peak);
+    CHECK(!step || step->name < vm_process_script(p)->names.count);
     vm_process_list_free(&list);
     CHECK(!vm_process_baseline(p, &list));
-    sum_of(p, &list);
+    sum_of(&list);
     vm_process_list_free(&list);
 }
 

@@ -9,7 +9,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
         .dtype = how % 4 % 3, .gpu = {(int)take(&in, 1), 1 + (int)take(&in, 1)}, .gpu_name = "card"};
     for (size_t i = 0; i < 4; i++) call.value[i] = (int64_t)number(&in);
     const vm_passing passing[] = {
-        {"a", "weight", number(&in), false}, {"", "bias", 8, true}, {"a.b", "weight", 9, true}};
+        {"", "bias", 8, true}, {"a", "weight", number(&in), false}, {"a.b", "weight", 9, true}};
     if (how & 4) {
         call.passing = passing;
         call.passings = 3;

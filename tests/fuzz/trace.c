@@ -1,5 +1,5 @@
 /* Traces built from any architecture or step by step, and run: what a run does not keep is given back. */
-#include "../../csrc/predict/torch_trace.h"
+#include "../../csrc/predict/process.h"
 #include "input.h"
 
 static vm_trace *build(input *in) {
@@ -75,31 +75,33 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     input in = {data, data + size};
     const uint64_t how = take(&in, 1);
     vm_talloc_config config = {.total_memory = how & 2 ? number(&in) << 20 : 0, .expandable_segments = how & 4};
-    vm_trace_process p = {.cublas_bytes = number(&in), .cublaslt_bytes = number(&in), .cublaslt_use = how / 8 % 3};
+    const vm_process_blas blas = {number(&in), number(&in), how / 8 % 3};
     const uint64_t workspace = number(&in);
+    vm_talloc *talloc;
+    vm_process *p;
     vm_trace *t = how & 1 ? build(&in) : record(&in);
-    if (!t || vm_talloc_new(&config, &p.talloc)) {
+    if (!t || vm_talloc_new(&config, &talloc)) {
         vm_trace_free(t);
         return 0;
     }
+    CHECK(!vm_process_new(talloc, &blas, &p));
     uint64_t *workspaces = calloc(t->convs + 1, 8), *address = calloc(t->ids + 1, 8);
     uint64_t *allocated = calloc(t->steps + 1, 8), *reserved = calloc(t->steps + 1, 8);
     for (size_t i = 0; i < t->convs; i++) workspaces[i] = workspace;
-    uint64_t *next = how & 128 ? calloc(t->convs + 1, 8) : NULL; /* 0 bytes for other plans */
-    p.workspace = workspaces;
-    p.next = next;
-    const vm_status s = vm_trace_run(t, &p, address, allocated, reserved);
+    uint64_t *next = calloc(t->convs + 1, 8); /* 0 bytes for other plans, or none */
+    if (!(how & 128)) memcpy(next, workspaces, t->convs * sizeof *next);
+    const vm_status s = vm_process_call(p, t, workspaces, next, address, allocated, reserved);
     for (size_t i = 0; i < t->steps && !s; i++) CHECK(allocated[i] <= reserved[i]);
-    for (size_t i = 0; i < t->ids; i++) CHECK(!address[i] || (!s && !vm_talloc_free(p.talloc, address[i])));
-    if (p.cublas) CHECK(!vm_talloc_free(p.talloc, p.cublas));
-    if (p.cublaslt) CHECK(!vm_talloc_free(p.talloc, p.cublaslt));
-    CHECK(!vm_talloc_get_stats(p.talloc)->of[VM_TALLOC_ALLOCATED_BYTES][VM_TALLOC_ALL].current);
+    for (size_t i = 0; i < t->ids; i++) CHECK(!address[i] || (!s && !vm_process_release(p, address[i])));
+    const uint64_t left = (uint64_t)vm_talloc_get_stats(talloc)->of[VM_TALLOC_ALLOCATED_BYTES][VM_TALLOC_ALL].current;
+    CHECK(left <= vm_talloc_round(&config, blas.cublas_bytes) + vm_talloc_round(&config, blas.cublaslt_bytes));
     free(workspaces);
     free(next);
     free(address);
     free(allocated);
     free(reserved);
-    vm_talloc_delete(p.talloc);
+    vm_process_free(p);
+    vm_talloc_delete(talloc);
     vm_trace_free(t);
     return 0;
 }

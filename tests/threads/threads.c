@@ -6,7 +6,7 @@
 #include <string.h>
 #include <time.h>
 
-#include "../../csrc/predict/torch_trace.h"
+#include "../../csrc/predict/process.h"
 #include "../../csrc/vm.h"
 
 enum { CREW = 3, ROUNDS = 2, SIDE = 32, PIXELS = 3 * SIDE * SIDE, LATENTS = 4 * (SIDE / 2) * (SIDE / 2) };
@@ -235,12 +235,17 @@ static void accounts(void) {
 
 static void play(vm_talloc *a, const vm_trace *t) {
     uint64_t *workspace = calloc(t->convs + 1, sizeof *workspace), *address = calloc(t->ids + 1, sizeof *address);
-    vm_trace_process p = {.talloc = a, .workspace = workspace};
-    CHECK(workspace && address && !vm_trace_run(t, &p, address, NULL, NULL));
-    for (uint32_t i = 0; i < t->ids; i++) CHECK(!vm_talloc_free(a, address[i]));
+    uint64_t *height = calloc(2 * t->steps + 1, sizeof *height);
+    const vm_process_blas blas = {0};
+    vm_process *p;
+    CHECK(workspace && address && height && !vm_process_new(a, &blas, &p));
+    CHECK(!vm_process_call(p, t, workspace, workspace, address, height, height + t->steps));
+    for (uint32_t i = 0; i < t->ids; i++) CHECK(!address[i] || !vm_process_release(p, address[i]));
     CHECK(!vm_talloc_get_stats(a)->of[VM_TALLOC_ALLOCATED_BYTES][VM_TALLOC_ALL].current);
+    vm_process_free(p);
     free(workspace);
     free(address);
+    free(height);
 }
 
 static vm_trace *new_trace(void) {

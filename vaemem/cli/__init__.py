@@ -1,1 +1,1 @@
-"""The command line: flags.py says which commands and flags there are, commands.py what each command does."""
+"""The command line: flags.py is the table of flags, commands.py what each command takes and does."""

@@ -1,9 +1,14 @@
-"""What each command does: a function for each, from its parsed arguments to what is printed or written."""
+"""What each command does: a function for each, from its parsed arguments to what is printed or written.
+
+A flag that is an argument of its command's function has that argument's description, as the function's documentation
+says it, the kind of value that its annotation says, and its default: where it is not given, nothing is handed on.
+"""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib.util
 import inspect
 import os
@@ -16,13 +21,46 @@ import numpy as np
 
 import vaemem
 from vaemem import _core, _demo
+from vaemem._arguments import described
 from vaemem._common import ELEMENT_BYTES, MIB, OPS, Message, Named, check_writable, mib, need, render, saved, write
+from vaemem.cli.flags import FLAGS, WORDS, FlagSettings, count
 from vaemem.engine import latents, layouts, weights
-from vaemem.engine.arguments import open_device
+from vaemem.engine.device import open_device
 from vaemem.published import reproduce
-from vaemem.published.eight_ways import reproduce_plan
-from vaemem.published.equation import judge_text
+from vaemem.published.accounts import judge_text, reproduce_plan
 from vaemem.tables.table import Table
+
+_ON_A_CARD = (
+    "dtype runtime tile protocol gpu used memory cudnn_version torch_version channels_last allow_tf32 allocator"
+    " cudnn_benchmark"
+)
+_WEIGHTS, _RUN = "weights output of_model config", "memory_limit progress device dtype precision"
+_PIPELINE = "pipeline size batch used prompt_tokens guidance image steps dtype components"
+_SECONDS = "calibrate flash cache_limit time_limit link cpu cores"
+_SOFTWARE = "memory cudnn_version torch_version"
+
+# What an argument's annotation says of its flag.
+_KINDS: dict[str, FlagSettings] = {
+    "int": {"type": count},
+    "float": {"type": float},
+    "bool": {"action": "store_true"},
+    "int | str": {"metavar": "SIZE"},
+    "Limit": {"metavar": "SIZE"},
+}
+
+Action = Callable[[argparse.Namespace, dict[str, Any]], int | None]
+COMMANDS: dict[str, tuple[Action, Callable[..., Any], str]] = {}  # what runs it, whose arguments it takes, its flags
+
+
+def command(function: Callable[..., Any], flags: str) -> Callable[[Action], Action]:
+    """Makes a command of what is named run_COMMAND. It gets all flags, and those given that are `function`'s arguments;
+    its documentation is the command's."""
+
+    def add(run: Action) -> Action:
+        COMMANDS[run.__name__.removeprefix("run_")] = run, function, flags
+        return run
+
+    return add
 
 
 def _table(path: str, **missing: Any) -> Table:
@@ -35,80 +73,14 @@ def _print(result: Any, form: str) -> None:
     print(text.rstrip("\n"))
 
 
-def _given(args: argparse.Namespace, function: Callable[..., Any]) -> dict[str, Any]:
-    """What was given of a function's arguments."""
-    pairs = ("components", "calibrate")
-    known = inspect.signature(function).parameters
-    return {name: dict(value) if name in pairs else value for name, value in vars(args).items() if name in known}
+@command(_demo.make_demo, "demo_weights out")
+def run_demo(args: argparse.Namespace, asked: dict[str, Any]) -> None:
+    """The whole job on a picture: does it fit, encode, decode, limits, tiles, predictions, a formula, as a page."""
+    _demo.make_demo(**asked)
 
 
-def run_demo(args: argparse.Namespace) -> None:
-    _demo.make_demo(args.out, args.weights)
-
-
-def run_estimate(args: argparse.Namespace) -> None:
-    estimates = vaemem.sweep(args.model, args.op, dtypes=args.dtype, measure=False, **_given(args, vaemem.sweep))
-    _print(estimates, args.format)
-    if args.format == "text":
-        print("\nallocated, which leaves out the weights, in T = 128 * height * width * bytes of a number:")
-        for row in estimates:
-            full = 128 * row["height"] * row["width"] * row["batch"] * ELEMENT_BYTES[row["dtype"]]
-            print(f"  {row['op']} {row['height']}x{row['width']}: {row['allocated_bytes'] / full:.2f} T")
-        print("limit, the least --memory-limit that allows it, counts the weights too.")
-
-
-def run_tradeoff(args: argparse.Namespace) -> None:
-    asked = _given(args, vaemem.tradeoff)
-    _print(Table([row for h, w in args.sizes for row in vaemem.tradeoff(height=h, width=w, **asked)]), args.format)
-
-
-def run_sweep(args: argparse.Namespace) -> None:
-    if args.csv:
-        check_writable(args.csv)
-    ended: BaseException | None = None
-    try:
-        table = vaemem.sweep(
-            dtypes=args.dtype, measure=not args.estimate, **_given(args, vaemem.sweep),
-            progress=sys.stderr.isatty() and importlib.util.find_spec("tqdm") is not None,
-        )  # fmt: skip
-    except BaseException as error:
-        table, ended = getattr(error, "table", Table()), error
-    if len(table):
-        try:
-            if args.csv:
-                table.to_csv(args.csv)
-        finally:
-            _print(table, args.format)
-    if ended:
-        raise ended
-
-
-def run_fit(args: argparse.Namespace) -> None:
-    table = _table(args.table)
-    equals = {name: value for name in ("model", "op", "dtype", "source") if (value := getattr(args, name))}
-    if not len(chosen := table.filter(**equals)):
-        raise ValueError(f"{args.table}: no row has {', '.join(f'{n}={v}' for n, v in equals.items()) or 'anything'}")
-    formulas = vaemem.fit(**{**_given(args, vaemem.fit), "table": chosen})
-    print(str(formulas) if args.format == "text" else getattr(formulas, args.format)())
-
-
-def run_compare(args: argparse.Namespace) -> None:
-    table = _table(args.table)
-    if args.sizes:
-        table = Table([row for row in table if (row["height"], row["width"]) in args.sizes])
-    estimators = [vaemem.predict, "comfyui", "invokeai"] if args.predict else None
-    comparison = vaemem.compare(**{**_given(args, vaemem.compare), "table": table, "estimators": estimators})
-    print(comparison.text(rows=args.rows, markdown=args.format == "markdown"))
-
-
-def run_report(args: argparse.Namespace) -> None:
-    missing = {"device": args.device} if args.device else {}
-    for file in vaemem.report(_table(args.table, **missing), plots=not args.no_plots).save(args.out):
-        print(file)
-
-
-def _loaded(args: argparse.Namespace, parts: str) -> vaemem.VAE:
-    vae = vaemem.VAE.load(args.weights, parts=parts, **_given(args, vaemem.VAE.load))
+def _loaded(args: argparse.Namespace, asked: dict[str, Any], parts: str) -> vaemem.VAE:
+    vae = vaemem.VAE.load(args.weights, parts=parts, **asked)
     if vae.rounded:
         said = f"{len(vae.rounded)} tensors of the weights are rounded to {vae.dtype}"
         print(f"vaemem {args.command}: {said}", file=sys.stderr)
@@ -129,14 +101,16 @@ def _written(image: Any) -> dict[str, str]:
     return {suffix: name for suffix, name in known.items() if name in formats}
 
 
-def run_decode(args: argparse.Namespace) -> None:
+@command(vaemem.VAE.load, f"latents cropped {_WEIGHTS} scaled {_RUN}")
+def run_decode(args: argparse.Namespace, asked: dict[str, Any]) -> None:
+    """Latents to pictures."""
     z = latents.read_latents(args.latents)
     stem, suffix = os.path.splitext(args.out)
     known = _written(need("PIL.Image", "decode"))
     if suffix.lower() not in known:
         raise ValueError(f"--out: want a name that ends in one of {' '.join(sorted(known))}, got {args.out!r}")
     check_writable(args.out)
-    with _loaded(args, "decoder") as vae:
+    with _loaded(args, asked, "decoder") as vae:
         pictures = vae.decode(z, args.scaled, "pil", args.progress, memory_limit=args.memory_limit, size=args.size)
         for i, picture in enumerate(pictures):
             name = args.out if len(pictures) == 1 else f"{stem}-{i}{suffix}"
@@ -145,11 +119,13 @@ def run_decode(args: argparse.Namespace) -> None:
         print(vae.last_run)
 
 
-def run_encode(args: argparse.Namespace) -> None:
+@command(vaemem.VAE.load, f"images pad sample {_WEIGHTS} become_scaled {_RUN}")
+def run_encode(args: argparse.Namespace, asked: dict[str, Any]) -> None:
+    """Pictures to latents, as .npy."""
     if not args.out.endswith(".npy"):
         raise ValueError(f"--out: want a name that ends in .npy, got {args.out!r}")
     check_writable(args.out)
-    with _loaded(args, "encoder") as vae:
+    with _loaded(args, asked, "encoder") as vae:
         encoded = vae.encode(args.images, args.scaled, args.progress, memory_limit=args.memory_limit, pad=args.pad)
         write(args.out, saved(np.save, encoded.mode() if args.sample is None else encoded.sample(args.sample)))
         print(args.out, vae.last_run, sep="\n")
@@ -161,9 +137,11 @@ def _bare(arch: layouts.Arch, dtype: str = "float32", precision: str = "highest"
     return vaemem.VAE(_core.Model(arch, parts, **where))
 
 
-def run_info(args: argparse.Namespace) -> None:
+@command(vaemem.VAE.load, "file usual_sizes dtype precision")
+def run_info(args: argparse.Namespace, asked: dict[str, Any]) -> None:
+    """What a weights file holds, and what each run with it will take."""
     found = weights.look(args.file)
-    vae, config = _bare(found.arch, parts=found.parts, **_given(args, _bare)), layouts.config_of(found.arch)
+    vae, config = _bare(found.arch, parts=found.parts, **asked), layouts.config_of(found.arch)
     alone = "" if found.parts == "all" else f", the {found.parts} alone"
     print(f"{found.file}: {found.layout} layout, {found.tensors} tensors of {', '.join(found.dtypes)}{alone}")
     print(f"model {vae.model}, {vae.parameters:,} parameters, {mib(os.path.getsize(found.file))} MiB on disk")
@@ -171,16 +149,104 @@ def run_info(args: argparse.Namespace) -> None:
     print(vaemem.sweep(vae, [op for op in OPS if found.parts in ("all", f"{op}r")], args.sizes, measure=False))
 
 
-def run_fits(args: argparse.Namespace) -> int:
-    """0 where all sizes fit, 1 where one does not."""
-    found = [vaemem.predict(height=h, width=w, **_given(args, vaemem.predict)) for h, w in args.sizes]
+@command(vaemem.predict, f"model tiled_op sizes batch {_ON_A_CARD}")
+def run_fits(args: argparse.Namespace, asked: dict[str, Any]) -> int:
+    """Whether PyTorch has room for images on a card; ends with 1 where it has none."""
+    found = [vaemem.predict(height=h, width=w, **asked) for h, w in args.sizes]
     for p in found:
         print(f"{p.height}x{p.width} {p.outcome}: {p}")
     return 0 if all(p.fits for p in found) else 1
 
 
-def run_largest(args: argparse.Namespace) -> None:
-    asked = _given(args, vaemem.predict)
+@command(vaemem.sweep, "model op sizes batch memory_limit device float32 precision format")
+def run_estimate(args: argparse.Namespace, asked: dict[str, Any]) -> None:
+    """The engine's memory before a run, without running it."""
+    estimates = vaemem.sweep(args.model, args.op, dtypes=args.dtype, measure=False, **asked)
+    _print(estimates, args.format)
+    if args.format == "text":
+        print("\nallocated, which leaves out the weights, in T = 128 * height * width * bytes of a number:")
+        for row in estimates:
+            full = 128 * row["height"] * row["width"] * row["batch"] * ELEMENT_BYTES[row["dtype"]]
+            print(f"  {row['op']} {row['height']}x{row['width']}: {row['allocated_bytes'] / full:.2f} T")
+        print("limit, the least --memory-limit that allows it, counts the weights too.")
+
+
+@command(vaemem.tradeoff, "model op sizes batch dtype precision format")
+def run_tradeoff(args: argparse.Namespace, asked: dict[str, Any]) -> None:
+    """What less memory costs: the engine's plans, from the fastest to the smallest."""
+    _print(Table([row for h, w in args.sizes for row in vaemem.tradeoff(height=h, width=w, **asked)]), args.format)
+
+
+@command(vaemem.sweep, "models ops of_sizes batch device float32 precision repeats estimate csv format")
+def run_sweep(args: argparse.Namespace, asked: dict[str, Any]) -> None:
+    """Measure the engine's memory and time over models, operations and sizes."""
+    if args.csv:
+        check_writable(args.csv)
+    ended: BaseException | None = None
+    try:
+        table = vaemem.sweep(
+            dtypes=args.dtype, measure=not args.estimate, **asked,
+            progress=sys.stderr.isatty() and importlib.util.find_spec("tqdm") is not None,
+        )  # fmt: skip
+    except BaseException as error:
+        table, ended = getattr(error, "table", Table()), error
+    if len(table):
+        try:
+            if args.csv:
+                table.to_csv(args.csv)
+        finally:
+            _print(table, args.format)
+    if ended:
+        raise ended
+
+
+@command(vaemem.fit, "table target quantile only_model only_op only_dtype only_source fit_format")
+def run_fit(args: argparse.Namespace, asked: dict[str, Any]) -> None:
+    """Fit a*H*W*e + b to a table, for each model and operation."""
+    table = _table(args.table)
+    equals = {name: value for name in ("model", "op", "dtype", "source") if (value := getattr(args, name))}
+    if not len(chosen := table.filter(**equals)):
+        raise ValueError(f"{args.table}: no row has {', '.join(f'{n}={v}' for n, v in equals.items()) or 'anything'}")
+    formulas = vaemem.fit(**asked | {"table": chosen})
+    print(str(formulas) if args.format == "text" else getattr(formulas, args.format)())
+
+
+@command(vaemem.compare, "table byte_target rows predict only_sizes markdown_format")
+def run_compare(args: argparse.Namespace, asked: dict[str, Any]) -> None:
+    """The estimators that people ship beside the rows of a table."""
+    table = _table(args.table)
+    if args.sizes:
+        table = Table([row for row in table if (row["height"], row["width"]) in args.sizes])
+    estimators = [vaemem.predict, "comfyui", "invokeai"] if args.predict else None
+    comparison = vaemem.compare(**asked | {"table": table, "estimators": estimators})
+    print(comparison.text(rows=args.rows, markdown=args.format == "markdown"))
+
+
+@command(vaemem.report, "table report_out where no_plots")
+def run_report(args: argparse.Namespace, asked: dict[str, Any]) -> None:
+    """Report on a table: ratios, scaling, constants, advice, published claims checked."""
+    missing = {"device": args.device} if args.device else {}
+    for file in vaemem.report(_table(args.table, **missing), plots=not args.no_plots).save(args.out):
+        print(file)
+
+
+@command(vaemem.predict, f"model tiled_op sizes batch {_ON_A_CARD} tensors format")
+def run_predict(args: argparse.Namespace, asked: dict[str, Any]) -> None:
+    """PyTorch's peak allocated and reserved VRAM, with no GPU and no PyTorch."""
+    if args.format != "text":
+        of = {"models": asked.pop("model"), "ops": asked.pop("op"), "dtypes": asked.pop("dtype", "float16")}
+        return _print(vaemem.sweep(sizes=args.sizes, source="predicted", **of, **asked), args.format)
+    for height, width in args.sizes:
+        prediction = vaemem.predict(height=height, width=width, **asked)
+        print(prediction)
+        print(f"  workspaces: {prediction.workspace_source}")
+        for tensor in prediction.peak_tensors[: args.tensors]:
+            print(f"  {tensor.bytes / MIB:10.2f} MiB  {tensor.name}")
+
+
+@command(vaemem.predict, f"model tiled_op batch aspect engine {_ON_A_CARD} highest")
+def run_largest(args: argparse.Namespace, asked: dict[str, Any]) -> None:
+    """The largest image that PyTorch has room for on a card, and its prediction."""
     if args.engine:
         usual = {"model": None, "op": None, "batch": 1, "dtype": "float32"}
         model, op, batch, dtype = (asked.pop(name, default) for name, default in usual.items())
@@ -202,41 +268,34 @@ def run_largest(args: argparse.Namespace) -> None:
         print(f"vaemem largest: {warning.message}", file=sys.stderr)
 
 
-def run_predict(args: argparse.Namespace) -> None:
-    asked = _given(args, vaemem.predict)
-    if args.format != "text":
-        of = {"models": asked.pop("model"), "ops": asked.pop("op"), "dtypes": asked.pop("dtype", "float16")}
-        return _print(vaemem.sweep(sizes=args.sizes, source="predicted", **of, **asked), args.format)
-    for height, width in args.sizes:
-        prediction = vaemem.predict(height=height, width=width, **asked)
-        print(prediction)
-        print(f"  workspaces: {prediction.workspace_source}")
-        for tensor in prediction.peak_tensors[: args.tensors]:
-            print(f"  {tensor.bytes / MIB:10.2f} MiB  {tensor.name}")
-
-
-def run_pipeline(args: argparse.Namespace) -> int:
-    """0 where it fits, 1 where it does not."""
+@command(vaemem.predict_pipeline, f"{_PIPELINE} predicted_runtime gpu offload vae vae_memory_limit {_SOFTWARE} format")
+def run_pipeline(args: argparse.Namespace, asked: dict[str, Any]) -> int:
+    """What a whole pipeline takes of a card, phase by phase; 1 if it does not fit."""
     height, width = args.size
-    prediction = vaemem.predict_pipeline(height=height, width=width, **_given(args, vaemem.predict_pipeline))
+    prediction = vaemem.predict_pipeline(height=height, width=width, **asked)
     _print(prediction, args.format)
     return 0 if prediction.fits else 1
 
 
-def run_plan(args: argparse.Namespace) -> int:
-    """0 where a way fits, 1 where none does."""
+@command(vaemem.plan_pipeline, f"{_PIPELINE} planned_runtime gpu host_memory {_SECONDS} {_SOFTWARE} format")
+def run_plan(args: argparse.Namespace, asked: dict[str, Any]) -> int:
+    """Every way of running a pipeline: which fit, how long they take, which to take."""
     height, width = args.size
-    plan = vaemem.plan_pipeline(height=height, width=width, **_given(args, vaemem.plan_pipeline))
+    plan = vaemem.plan_pipeline(height=height, width=width, **asked)
     _print(plan, args.format)
     return 0 if plan.recommended else 1
 
 
-def run_bound(args: argparse.Namespace) -> None:
-    found = vaemem.bound(**_given(args, vaemem.bound))
+@command(vaemem.bound, f"application models dtypes sides gpus {_SOFTWARE} python_format")
+def run_bound(args: argparse.Namespace, asked: dict[str, Any]) -> None:
+    """Formulas that ComfyUI and InvokeAI can paste: above every prediction of a domain."""
+    found = vaemem.bound(**asked)
     print(found if args.format == "text" else found.python().rstrip("\n"))
 
 
-def run_reproduce(args: argparse.Namespace) -> None:
+@command(reproduce.print_all, "no_table rows_csv plan equation")
+def run_reproduce(args: argparse.Namespace, asked: dict[str, Any]) -> None:
+    """The published PyTorch benchmark, row by row: measured, predicted, error."""
     if args.plan or args.equation:
         if args.table or args.csv:
             raise ValueError("--plan, --equation: want neither a table nor --csv beside them")
@@ -247,6 +306,49 @@ def run_reproduce(args: argparse.Namespace) -> None:
     reproduce.print_all(args.table, args.csv)
 
 
-def run_backends(args: argparse.Namespace) -> None:
-    rows = vaemem.backends(**_given(args, vaemem.backends))
+@command(vaemem.backends, "dtype precision")
+def run_backends(args: argparse.Namespace, asked: dict[str, Any]) -> None:
+    """The instruction sets and GPUs that the engine has kernels for, and which it uses here."""
+    rows = vaemem.backends(**asked)
     print(render(rows[0], [[str(value) for value in row.values()] for row in rows]))
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line's words, from the tables above."""
+    made = argparse.ArgumentParser(
+        prog="vaemem", description="Run the VAEs of SD1.5, SDXL, SD3, FLUX and others in a memory known to the byte."
+    )
+    made.add_argument("--version", action="version", version=f"vaemem {vaemem.__version__}")
+    made.set_defaults(run=lambda args: made.print_help())
+    subparsers = made.add_subparsers(dest="command", metavar="COMMAND")
+    for name, (run, function, flags) in COMMANDS.items():
+        about = inspect.getdoc(run)
+        sub = subparsers.add_parser(name, help=about, description=about)
+        sub.set_defaults(run=functools.partial(_run, run, function), parser=sub)
+        for flag in flags.split():
+            _add(sub, flag, function)
+    return made
+
+
+def _run(run: Action, function: Callable[..., Any], args: argparse.Namespace) -> int | None:
+    known, pairs = inspect.signature(function).parameters, ("components", "calibrate")
+    given = {name: value for name, value in vars(args).items() if name in known}
+    return run(args, given | {name: dict(given[name]) for name in pairs if name in given})
+
+
+def _add(sub: argparse.ArgumentParser, flag: str, function: Callable[..., Any]) -> None:
+    """Adds a flag to a command, with the description, the kind and the default of the argument that it is."""
+    settings = dict(FLAGS.get(flag, {}))
+    name = settings.pop("dest", flag)
+    argument = inspect.signature(function).parameters.get(name)
+    text = settings.pop("help", "") or described(function).get(name, "")
+    default = settings.get("default", argument and argument.default)
+    if isinstance(default, str | float | int) and not isinstance(default, bool):
+        text += f" Default: {default}."
+    if argument:
+        kind = _KINDS.get(argument.annotation.removesuffix(" | None"), {})
+        settings = {"default": argparse.SUPPRESS, **kind, **settings}
+    names = settings.pop("option", name if flag in WORDS else "--" + name.replace("_", "-")).split()
+    if names[0].startswith("-"):
+        settings["dest"] = name
+    sub.add_argument(*names, help=text.replace("%", "%%"), **settings)

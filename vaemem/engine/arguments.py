@@ -13,9 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from vaemem._common import DTYPES, PRECISIONS, choose, flag, need
-from vaemem.engine.device import CONVOLUTIONS, Device, parse_device
-from vaemem.engine.instructions import warn_of_change
+from vaemem._common import choose, need
 
 Poll = Callable[[int, int], object] | None
 Progress = Poll | bool
@@ -23,28 +21,6 @@ Progress = Poll | bool
 
 class Cancelled(Exception):
     """A run was ended by its `cancel` event. The VAE stays usable, and what the run took is given back."""
-
-
-def check_numbers(dtype: Any, precision: Any) -> None:
-    choose("dtype", dtype, DTYPES)
-    choose("precision", precision, PRECISIONS)
-    if dtype != "float32" and precision != "highest":
-        raise ValueError(f"precision: want highest with dtype {dtype} (others are float32's), got {precision!r}")
-
-
-def open_device(
-    device: Any, dtype: str, precision: str, autotune: bool, convolution: str
-) -> tuple[Device | None, dict[str, Any]]:
-    """The GPU that `device` names, or None for the CPU; and the core's arguments for a model there. Arguments are
-    `VAE.load`'s. The caller's caller is warned where VAEMEM_DISABLE has changed since the import."""
-    warn_of_change(stacklevel=3)
-    number, autotune = parse_device(device), flag("autotune", autotune)
-    check_numbers(dtype, precision)
-    choose("convolution", convolution, CONVOLUTIONS)
-    if number is not None:
-        gpu = Device(number, dtype, precision, autotune, convolution)
-        return gpu, {"backend": gpu.backend.capsule}
-    return None, {"dtype": dtype, "precision": precision}
 
 
 def default_threads() -> int:
@@ -92,33 +68,31 @@ def pixels_of(output_type: str) -> str:
 
 @contextlib.contextmanager
 def polling(
-    progress: Progress,
-    title: str,
-    total: int = 0,
-    form: str | None = None,
-    says: Callable[[], str] | None = None,
-    cancel: Event | None = None,
+    progress: Progress, title: str, cancel: Event | None = None, says: Callable[[], str] | None = None, **options: Any
 ) -> Iterator[Poll]:
     """Gives the function that is to be called with (rows done, rows to do), or None where nobody wants to know.
 
-    Parameters
-    ----------
-    progress : bool or callable
-        The caller's own function, or True for a bar of tqdm's.
-    title : str
-        The bar's, and what Cancelled says was cancelled.
-    total : int
-        Rows to do, as far as that is known before the first call.
-    form : str, optional
-        tqdm's bar_format.
-    says : callable, optional
-        Gives the bar's title again each time that it moves.
-    cancel : threading.Event, optional
-        Once it is set the function raises Cancelled.
+    progress: the caller's own function, or True for a bar of tqdm's, which takes the other options. title: the bar's,
+    where `says` does not give it again each time that it moves. Once `cancel` is set the function raises Cancelled.
     """
     if cancel is not None and not callable(getattr(cancel, "is_set", None)):
         raise TypeError(f"cancel: want a threading.Event or None, got {type(cancel).__name__}")
-    with _told(progress, title, total, form, says) as poll:
+    poll = progress if callable(progress) else None
+    with contextlib.ExitStack() as stack:
+        if progress and not poll:
+            # In a notebook without ipywidgets, tqdm.auto would warn and draw on stderr, which notebooks show in red.
+            shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+            plain = hasattr(shell, "kernel") and importlib.util.find_spec("ipywidgets") is None
+            make = need("tqdm.std" if plain else "tqdm.auto", "progress=True").tqdm
+            where = {"file": sys.stdout} if plain else {}
+            bar = stack.enter_context(make(desc=title, unit="row", **where, **options))
+
+            def poll(done: int, total: int) -> None:
+                bar.total = total
+                if says:
+                    bar.set_description_str(says(), refresh=False)
+                bar.update(done - bar.n)
+
         if cancel is None:
             yield poll
             return
@@ -132,26 +106,3 @@ def polling(
         if cancel.is_set():
             raise Cancelled(f"{title}: cancelled before it began")
         yield look
-
-
-@contextlib.contextmanager
-def _told(
-    progress: Progress, title: str, total: int, form: str | None, says: Callable[[], str] | None
-) -> Iterator[Poll]:
-    if callable(progress) or not progress:
-        yield progress or None
-        return
-    # In a notebook without ipywidgets, tqdm.auto would warn and draw on stderr, which notebooks show in red.
-    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    plain = hasattr(shell, "kernel") and importlib.util.find_spec("ipywidgets") is None
-    make = need("tqdm.std" if plain else "tqdm.auto", "progress=True").tqdm
-    where = {"file": sys.stdout} if plain else {}
-    with make(total=total, desc=title, unit="row", bar_format=form, **where) as bar:
-
-        def show(done: int, total: int) -> None:
-            bar.total = total
-            if says:
-                bar.set_description_str(says(), refresh=False)
-            bar.update(done - bar.n)
-
-        yield show

@@ -15,17 +15,8 @@ INPUT_NAMES = {"encode": "x", "decode": "z"}  # of what goes in
 
 
 def request_of(op: str, height: int, width: int, batch: int, pixels: str, floats: str | None = None) -> dict[str, Any]:
-    """Arguments of the core's plan.
-
-    Parameters
-    ----------
-    height, width : int
-        The image's size.
-    pixels : {"float", "uint8"}
-        The image's.
-    floats : str, optional
-        The arrays are in the GPU's memory, and this is the dtype of those that are no bytes. None: in the host's.
-    """
+    """Arguments of the core's plan, but for the threads. pixels: "float" or "uint8". floats: the arrays are in a GPU's
+    memory, and this is the dtype of those that are no bytes; None: in the host's."""
     request: dict[str, Any] = dict(op=op, height=height, width=width, batch=batch, pixels=pixels)
     if floats:
         request |= dict(host_arrays=False, latents=floats, pixels=floats if pixels == "float" else pixels)
@@ -41,18 +32,11 @@ def ends_of(arch: Mapping[str, Any], op: str) -> tuple[tuple[int, int], tuple[in
 
 
 class _Arrays:
-    """What goes into a run and what comes out.
+    """What goes into a run and what comes out, in the result's shape and dtype. request: arguments of the core's plan,
+    of one thread and latents as they are, unless the caller says otherwise. notes: what the caller did to the arrays.
+    waits: whether the run is over when the call returns."""
 
-    Attributes
-    ----------
-    request : dict
-        Arguments of the core's plan.
-    shape, dtype
-        The result's.
-    waits : bool
-        Whether the run is over when the call returns.
-    """
-
+    notes: tuple[str, ...] = ()
     waits = True
 
     def __init__(self, arch: dict[str, Any], op: str, given: Any, pixels: str, out: Any, floats: str | None = None):
@@ -70,12 +54,12 @@ class _Arrays:
             raise ValueError(f"{INPUT_NAMES[op]}: want shape {wanted}, got {given.shape}")
         n, *sides = given.shape[:axis] + given.shape[axis + 1 :]
         for name, side in zip(("height", "width"), sides, strict=True):
-            if op == "encode" and floats is None and side % scale_in:
-                wanted = f"{name}: want a positive multiple of {scale_in}, got {side}: "
-                reflect, edge = (Named("pad", how) for how in ("reflect", "edge"))
-                raise ValueError(Message(wanted, reflect, " or ", edge, " makes it one"))
+            if floats is None and side % scale_in:
+                wanted, one = f"{name}: want a positive multiple of {scale_in}, got {side}: ", " makes it one"
+                raise ValueError(Message(wanted, Named("pad", "reflect"), " or ", Named("pad", "edge"), one))
         height, width = (side * (latent_factor(arch) // scale_in) for side in sides)
-        self.request = request_of(op, height, width, n, pixels, floats) | dict(own_output=out is None)
+        self.request = request_of(op, height, width, n, pixels, floats)
+        self.request |= dict(own_output=out is None, threads=1, scaled=False)
         h, w = (side * scale_out // scale_in for side in sides)
         as_bytes = op == "decode" and pixels == "uint8"
         self.shape = (n, h, w, made) if as_bytes else (n, made, h, w)
@@ -86,15 +70,7 @@ class HostArrays(_Arrays):
     """NumPy's arrays. What goes in is read where it lies, whatever its type and strides. For a GPU it is packed
     first, as float32 or bytes."""
 
-    def __init__(
-        self,
-        arch: dict[str, Any],
-        op: str,
-        array: Any,
-        pixels: str,
-        out: np.ndarray | None,
-        becomes_bytes: bool = False,
-    ):
+    def __init__(self, arch: dict[str, Any], op: str, array: Any, pixels: str, out: Any, becomes_bytes: bool = False):
         """becomes_bytes: the caller makes bytes of a result in floats; these do not show what is not finite,
         so it is looked for here, as the core does where the bytes are its own."""
         data = np.asarray(array)
@@ -108,7 +84,8 @@ class HostArrays(_Arrays):
 
     def run(self, core: _core.Model, wait: bool, **how: Any) -> tuple[np.ndarray, Any]:
         """The result, and the core's record of the run. how: more arguments of the core's run."""
-        result, record = core.run(self.request["op"], self.data, out=self.out, pixels=self.request["pixels"], **how)
+        asked = {name: self.request[name] for name in ("op", "pixels", "threads", "scaled")}
+        result, record = core.run(input=self.data, out=self.out, **asked, **how)
         if self._becomes_bytes and not np.isfinite([result.min(), result.max()]).all():
             record["overflow"] = True
         return result, record
@@ -119,8 +96,8 @@ class DeviceArrays(_Arrays):
     know how it makes one."""
 
     def __init__(self, arch: dict[str, Any], op: str, array: Any, pixels: str, out: Any, device: Device):
-        self._device, self._like, self._out = device, array, None
-        self._target: Any = None  # out, borrowed
+        self._device, self._like = device, array
+        self._out: tuple[Any, Any] = None, None  # and as it was borrowed
         self._stream, known = device.stream_of(array)
         device.backend.check_stream(self._stream)
         self._given = device.borrow(array, INPUT_NAMES[op], self._stream)
@@ -140,22 +117,18 @@ class DeviceArrays(_Arrays):
             want = f"{self.dtype} of shape {self.shape}"
             raise ValueError(f"out: want {want}, got {target.dtype} of shape {target.shape}")
         check_apart((self._given.address, self._given.end), (target.address, target.end))
-        self._out, self._target = out, target
+        self._out = out, target
 
     def run(self, core: _core.Model, wait: bool, **how: Any) -> tuple[Any, Any]:
         """The result, and the core's record of the run. how: more arguments of the core's run_at."""
-        if self._out is None and (made := self._device.empty_like(self._like, self.shape, self.dtype)) is not None:
+        if self._out[0] is None and (made := self._device.empty_like(self._like, self.shape, self.dtype)) is not None:
             self._write_to(made)
-        address, owner, record = core.run_at(
-            **{name: value for name, value in self.request.items() if name != "host_arrays"},
-            input=self._given.address,
-            out=self._target.address if self._target else 0,
-            stream=self._stream,
-            wait=wait,
-            **how,
-        )
-        if self._out is not None:
-            return self._out, record
+        out, target = self._out
+        how |= {name: value for name, value in self.request.items() if name not in ("host_arrays", "threads")}
+        where = dict(input=self._given.address, out=target.address if target else 0, stream=self._stream)
+        address, owner, record = core.run_at(**where, wait=wait, **how)
+        if out is not None:
+            return out, record
         array = DeviceArray(self._device, address, self.shape, self.dtype, owner)
         return self._device.as_library(array, self._like), record
 

@@ -1,4 +1,4 @@
-"""GPUs: opened by name, and how arrays come to them and leave them without a copy (DLPack)."""
+"""Where models run: the CPU's instruction sets; GPUs, and how arrays come and leave there without a copy (DLPack)."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import importlib
 import math
 import os
 import sys
-from typing import Any, NamedTuple
+import warnings
+from types import SimpleNamespace
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from vaemem import _core
+from vaemem._common import DTYPES, PRECISIONS, choose, distinct, flag
 from vaemem.engine.cudnn_path import find_cudnn
 
 try:
@@ -23,40 +27,94 @@ CUDA = 2  # DLPack's number for CUDA memory
 LEGACY_STREAM = 1  # CUDA's own name for stream 0
 
 
-def parse_device(device: Any) -> int | None:
-    """None for the CPU, else the number of a GPU: of ``"cpu"``, ``"cuda"``, ``"cuda:1"``, or a torch.device."""
-    name = str(device)
-    kind, colon, number = name.partition(":")
-    if name == "cpu":
-        return None
-    if kind != "cuda" or (colon and not (number.isdecimal() and len(number) <= 4)):
-        raise ValueError(f"device: want cpu, cuda or cuda:N, got {name[:80]!r}")
-    return int(number or 0)
+# ---- the CPU's instruction sets ----
+
+VARIABLE = "VAEMEM_DISABLE"
+_read = ""
 
 
-def gpu_rows(dtype: str = "float32", precision: str = "highest") -> list[dict[str, Any]]:
-    """A row of `vaemem.backends` for each GPU, or one that says why there is none."""
+def read_disabled() -> None:
+    """Takes the sets away that are named. Of names that mean nothing here whoever imports vaemem is warned."""
+    global _read
+    _read = os.environ.get(VARIABLE, "")
+    lists = [_core.backends(dtype, precision) for dtype in DTYPES for precision in PRECISIONS]
+    known = distinct(name for names in lists for name, _ in names if name != "ref")
+    named = distinct(filter(None, _read.split(",")))
+    for name in named:
+        if name not in known:
+            what = f"want names of {', '.join(known)}, separated by commas" if known else "there is nothing to disable"
+            warnings.warn(f"{VARIABLE}: {what}, got {name!r}, which changes nothing", stacklevel=3)
+    _core.disable(",".join(name for name in named if name in known))
+
+
+def _warn_of_change(stacklevel: int) -> None:
+    """Warns where the variable is no longer what was read."""
+    now = os.environ.get(VARIABLE, "")
+    if now != _read:
+        warnings.warn(
+            f"{VARIABLE}: it was {_read!r} when vaemem was imported, and that holds; it is {now!r} now, which changes "
+            "nothing: set it before the import, in a new process",
+            stacklevel=stacklevel + 1,
+        )
+
+
+# ---- what there is ----
+
+
+def _gpus(dtype: str, precision: str) -> list[dict[str, Any]]:
+    """A row of `backends` for each GPU, or one that says why there is none."""
     least = 80 if dtype == "bfloat16" or precision != "highest" else 75
-    row = {"name": "cuda", "device": "cuda", "usable": False, "chosen": False}
+    row, why = {"name": "cuda", "device": "cuda", "usable": False, "chosen": False}, "CUDA: the driver sees no GPU"
     if _cuda is None:
-        what_to_do = "put nvcc on the path (or set CUDA_HOME), then VAEMEM_CUDA=1 pip install ."
-        if sys.platform != "linux":
-            what_to_do = "it runs on GPUs on Linux alone"
+        build = "put nvcc on the path (or set CUDA_HOME), then VAEMEM_CUDA=1 pip install ."
+        what_to_do = build if sys.platform == "linux" else "it runs on GPUs on Linux alone"
         return [row | {"why": f"vaemem was built without CUDA: {what_to_do}"}]
     try:
         found = _cuda.devices(os.environ.get("VAEMEM_LIBCUDA"))
     except RuntimeError as error:
-        return [row | {"why": str(error)}]
-    if not found:
-        return [row | {"why": "CUDA: the driver sees no GPU"}]
+        found, why = [], str(error)
     rows = []
     for i, gpu in enumerate(found):
         major, minor = gpu["capability"]
-        old = major * 10 + minor < least
-        want = f"want {least / 10} or later"
-        why = f"{gpu['name']} has compute capability {major}.{minor}: {want}" if old else ""
-        rows.append(row | {"name": gpu["name"], "device": f"cuda:{i}", "usable": not old, "why": why})
-    return rows
+        usable = major * 10 + minor >= least
+        too_old = f"{gpu['name']} has compute capability {major}.{minor}: want {least / 10} or later"
+        about = {"name": gpu["name"], "device": f"cuda:{i}", "usable": usable, "why": "" if usable else too_old}
+        rows.append(row | about)
+    return rows or [row | {"why": why}]
+
+
+def backends(dtype: str = "float32", precision: str = "highest") -> list[dict[str, Any]]:
+    """The kernels this build has, the CPU's best for such numbers first, then GPUs.
+
+    Parameters
+    ----------
+    dtype, precision : str
+        As `VAE.load` takes them: which kernels are best depends on them.
+
+    Returns
+    -------
+    list of dict
+        ``name``, ``device``, ``usable``, ``chosen`` (what such runs on the CPU use), ``why`` (a sentence where not
+        usable).
+
+    Examples
+    --------
+    >>> [row["usable"] for row in backends() if row["name"] == "ref"]  # plain C
+    [True]
+    >>> sum(row["chosen"] for row in backends(dtype="bfloat16"))  # the best of those that are usable
+    1
+    """
+    _warn_of_change(stacklevel=2)
+    _check_numbers(dtype, precision)
+    rows: list[dict[str, Any]] = []
+    for name, usable in _core.backends(dtype, precision):
+        chosen = usable and not any(row["chosen"] for row in rows)
+        why = "this processor or its system lacks it, or it was named in VAEMEM_DISABLE at the import"
+        rows.append({"name": name, "device": "cpu", "usable": usable, "chosen": chosen, "why": "" if usable else why})
+    return rows + _gpus(dtype, precision)
+
+
+# ---- arrays ----
 
 
 class DeviceArray:
@@ -113,29 +171,17 @@ def library_of(array: Any) -> str:
     return type(array).__module__.partition(".")[0]
 
 
-class Borrowed(NamedTuple):
-    """A user's array in a GPU's memory, which `owner` keeps there: from `address` to `end`."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    address: int
-    end: int
-    owner: Any
+# ---- opened ----
 
 
 class Device:
     """A GPU with one type of numbers, opened for one VAE."""
 
     def __init__(
-        self,
-        number: int,
-        dtype: str,
-        precision: str = "highest",
-        autotune: bool = False,
-        convolution: str = "cudnn",
+        self, number: int, dtype: str, precision: str = "highest", autotune: bool = False, convolution: str = "cudnn"
     ) -> None:
         if _cuda is None:
-            raise RuntimeError(gpu_rows()[0]["why"])
+            raise RuntimeError(_gpus(dtype, precision)[0]["why"])
         if convolution == "own" and dtype == "float32":
             raise ValueError("convolution: our own is for float16 and bfloat16, got dtype float32")
         self.number, self.dtype, self.precision = number, dtype, precision
@@ -161,19 +207,19 @@ class Device:
                 return cupy.cuda.get_current_stream().ptr or LEGACY_STREAM, True
         return self.backend.stream, False
 
-    def borrow(self, array: Any, name: str, stream: int) -> Borrowed:
-        """array, ready for work on `stream`; ValueError or TypeError where a run cannot take it."""
+    def borrow(self, array: Any, name: str, stream: int) -> SimpleNamespace:
+        """array, ready for work on `stream`: its shape, dtype, address and end, and the owner that keeps it there.
+        ValueError or TypeError where a run cannot take it."""
         kind, number = array.__dlpack_device__()
         if (int(kind), int(number)) != (CUDA, self.number):
             raise ValueError(f"{name}: want an array on cuda:{self.number}, got one on device {(int(kind), number)}")
-        fields = _cuda.borrow(array.__dlpack__(stream=stream))
-        shape, dtype, address = fields["shape"], fields["dtype"], fields["address"]
-        if dtype is None:
+        given = SimpleNamespace(**_cuda.borrow(array.__dlpack__(stream=stream)))
+        if given.dtype is None:
             raise TypeError(f"{name}: want float32, float16, bfloat16 or uint8, got another dtype")
-        if not fields["contiguous"]:
-            raise ValueError(f"{name}: want a contiguous array of shape {shape}")
-        end = address + math.prod(shape) * {"uint8": 1, "float32": 4}.get(dtype, 2)
-        return Borrowed(shape, dtype, address, end, fields["owner"])
+        if not given.contiguous:
+            raise ValueError(f"{name}: want a contiguous array of shape {given.shape}")
+        given.end = given.address + math.prod(given.shape) * {"uint8": 1, "float32": 4}.get(given.dtype, 2)
+        return given
 
     def empty_like(self, array: Any, shape: tuple[int, ...], dtype: str) -> Any:
         """A new array of array's library, from that library's own allocator; None where we do not know it."""
@@ -192,3 +238,29 @@ class Device:
         if library_of(like) in ("jax", "jaxlib"):
             return importlib.import_module("jax.dlpack").from_dlpack(array)
         return array
+
+
+def _check_numbers(dtype: Any, precision: Any) -> None:
+    choose("dtype", dtype, DTYPES)
+    choose("precision", precision, PRECISIONS)
+    if dtype != "float32" and precision != "highest":
+        raise ValueError(f"precision: want highest with dtype {dtype} (others are float32's), got {precision!r}")
+
+
+def open_device(
+    device: Any, dtype: str, precision: str, autotune: bool, convolution: str
+) -> tuple[Device | None, dict[str, Any]]:
+    """The GPU that `device` names, or None for the CPU; and the core's arguments for a model there. Arguments are
+    `VAE.load`'s. The caller's caller is warned where VAEMEM_DISABLE has changed since the import."""
+    _warn_of_change(stacklevel=3)
+    name = str(device)
+    kind, colon, number = name.partition(":")
+    if name != "cpu" and (kind != "cuda" or (colon and not (number.isdecimal() and len(number) <= 4))):
+        raise ValueError(f"device: want cpu, cuda or cuda:N, got {name[:80]!r}")
+    autotune = flag("autotune", autotune)
+    _check_numbers(dtype, precision)
+    choose("convolution", convolution, CONVOLUTIONS)
+    if name == "cpu":
+        return None, {"dtype": dtype, "precision": precision}
+    gpu = Device(int(number or 0), dtype, precision, autotune, convolution)
+    return gpu, {"backend": gpu.backend.capsule}

@@ -1,13 +1,19 @@
-"""A tensor of a weights file: what the header says of it, and its numbers when they are wanted.
+"""What weights files hold: the headers of safetensors and GGUF files, and a tensor's numbers when they are wanted.
 
-Formats differ in their headers alone. `safetensors` and `gguf` read one each, check it, and give a `FileTensor` for
-every tensor.
+The headers are read by hand: every count is held against the bytes that are left before it is believed.
+
+Sources: gguf.cpp, gguf.h and ggml.h of ggml-org/ggml (August 2026); tools/convert.py of city96/ComfyUI-GGUF for
+``comfy.gguf.orig_shape``.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from typing import IO, NamedTuple
+import os
+import struct
+from collections.abc import Callable, Iterable, Iterator
+from typing import IO, Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -56,18 +62,34 @@ def bytes_of(name: str, dtype: str, shape: Shape) -> int:
     return count // numbers * size
 
 
-def fill(f: IO[bytes], at: int, into: memoryview) -> int:
-    """Fills `into` from byte `at` on; how many bytes were there. Read, not mapped: a process dies of a map whose file
-    shrinks."""
+def _end_to_end(tensors: Iterable[FileTensor], end: int, size: int, alignment: int = 1) -> list[FileTensor]:
+    """The tensors of a file of `size` bytes whose header has this `end`, each `at` its place there. ValueError where
+    one does not begin at the next multiple of `alignment` behind the one before it, or they do not fill the file.
+
+    tensors: in the order of their bytes, each `at` its place behind the header."""
+
+    def rounded_up(at: int) -> int:
+        return -(-at // alignment) * alignment
+
+    start, result = rounded_up(end), []
+    for tensor in tensors:
+        at = rounded_up(end)
+        if start + tensor.at != at:
+            wanted = f"want offset {at - start}, where the tensor before it ends"
+            raise ValueError(f"header: {shown(tensor.name)}: {wanted}, got {tensor.at}")
+        end = at + tensor.nbytes
+        if end > size:
+            raise ValueError(f"{shown(tensor.name)}: want bytes {at} to {end}, got a file of {size} bytes")
+        result.append(tensor._replace(at=at))
+    if not end <= size <= rounded_up(end):
+        raise ValueError(f"want {end} bytes, header and tensors, got {size}")
+    return result
+
+
+def _fill(f: IO[bytes], name: str, at: int, into: np.ndarray) -> None:
+    """Reads, for a process dies of a map whose file shrinks."""
     f.seek(at)
-    done = 0
-    while done < len(into) and (got := f.readinto(into[done:])):  # type: ignore[attr-defined]
-        done += got
-    return done
-
-
-def _fill_whole(f: IO[bytes], name: str, at: int, into: np.ndarray) -> None:
-    got = fill(f, at, into.reshape(-1).view(np.uint8).data)
+    got = f.readinto(into.reshape(-1).view(np.uint8).data)  # type: ignore[attr-defined]
     if got < into.nbytes:
         raise ValueError(f"{name}: want {into.nbytes} bytes from byte {at} on, got {got}: the file was cut while read")
 
@@ -78,7 +100,7 @@ def read_tensor(f: IO[bytes], tensor: FileTensor, shape: Shape) -> np.ndarray:
         return _dequantise(f, tensor).reshape(shape)
     stored, native = FLOATS[tensor.dtype]
     array = np.empty(shape, stored)
-    _fill_whole(f, tensor.name, tensor.at, array)
+    _fill(f, tensor.name, tensor.at, array)
     return array.astype(array.dtype.newbyteorder("="), copy=False).view(native)
 
 
@@ -90,7 +112,7 @@ def _dequantise(f: IO[bytes], tensor: FileTensor) -> np.ndarray:
     for first in range(0, array.size, PIECE):  # a whole number of every type's blocks
         piece = array[first : first + PIECE]
         packed = np.empty(piece.size // numbers * size, np.uint8)
-        _fill_whole(f, tensor.name, tensor.at + first // numbers * size, packed)
+        _fill(f, tensor.name, tensor.at + first // numbers * size, packed)
         try:
             with np.errstate(all="ignore"):  # a scale may be infinite or no number, as any weight may
                 piece[:] = quants.dequantize(packed, quants.GGMLQuantizationType[tensor.dtype])
@@ -98,3 +120,182 @@ def _dequantise(f: IO[bytes], tensor: FileTensor) -> np.ndarray:
             wanted = f"{tensor.name}: want a type that the installed gguf package decodes, got {tensor.dtype}"
             raise ValueError(f"{wanted}: pip install -U gguf, or convert the file to F16") from None
     return array
+
+
+# ---- safetensors ----
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("header: a key comes twice")
+    return result
+
+
+def _are_sizes(value: object) -> bool:
+    return isinstance(value, list) and all(type(n) is int and 0 <= n < 1 << 64 for n in value)
+
+
+FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {  # of a tensor: what each is, and whether it is
+    "dtype": ("a type of the format", lambda value: isinstance(value, str) and value in BLOCKS.keys() - QUANTISED),
+    "shape": ("a list of integers from 0 to 2^64", _are_sizes),
+    "data_offsets": ("two integers from 0 to 2^64", lambda value: _are_sizes(value) and len(value) == 2),
+}
+
+
+def _safetensor(name: str, entry: Any) -> FileTensor:
+    for field, (wanted, good) in FIELDS.items():
+        value = entry.get(field) if isinstance(entry, dict) else None
+        if not good(value):
+            raise ValueError(f"header: {shown(name)}: want {wanted} as {field}, got {shown(value)}")
+    dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+    if end - begin != (nbytes := bytes_of(name, dtype, shape)):
+        wanted = f"want {nbytes} bytes for {dtype} {shown(shape)}"
+        raise ValueError(f"header: {shown(name)}: {wanted}, got data_offsets {entry['data_offsets']}")
+    return FileTensor(name, shape, dtype, nbytes, begin)
+
+
+def safetensors_header(f: IO[bytes]) -> tuple[list[FileTensor], dict[str, str]]:
+    """The tensors of a file, and the texts in its ``__metadata__``. As strict as the safetensors package: the header
+    lies in the file, the tensors lie end to end and fill it, and each takes what its shape says."""
+    size, header_bytes = os.fstat(f.fileno()).st_size, int.from_bytes(f.read(8), "little")
+    if not 2 <= header_bytes <= min(size - 8, MAX_HEADER):
+        raise ValueError(f"header: want 2 to {MAX_HEADER} bytes, inside a file of {size} bytes, got {header_bytes}")
+    text = f.read(header_bytes)
+    if len(text) < header_bytes or text[:1] != b"{":
+        raise ValueError("header: want an object in JSON")
+    entries = json.loads(text.decode(), object_pairs_hook=_once)
+    about = entries.pop("__metadata__", None)
+    if about is not None and not (isinstance(about, dict) and all(isinstance(v, str) for v in about.values())):
+        raise ValueError("header: want texts in __metadata__")
+    tensors = sorted((_safetensor(*item) for item in entries.items()), key=lambda one: (one.at, one.nbytes))
+    return _end_to_end(tensors, 8 + header_bytes, size), about or {}
+
+
+# ---- GGUF ----
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)  # 1 had other counts, and ggml no longer reads it
+ALIGNMENT_KEY, USUAL_ALIGNMENT = "general.alignment", 32
+ORIGINAL_SHAPE = "comfy.gguf.orig_shape."  # and a tensor's name, where rows were made longer so that blocks fit
+MAX_DIMS = 5  # ggml's own are 4; files of video models have 5, which stable-diffusion.cpp reads
+READABLE = (*FLOATS, *QUANTISED)
+# The numbers of ggml_type; those that are missing were other types once.
+KINDS = {0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K"}
+KINDS |= {13: "Q5_K", 14: "Q6_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S"}
+KINDS |= {22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 30: "BF16"}
+KINDS |= {34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4", 41: "Q1_0", 42: "Q2_0"}
+# The numbers of gguf_type: the types of values beside the tensors.
+SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+UINT32, STRING, ARRAY = 4, 8, 9
+
+
+class _Cursor:
+    """Reads a file from its beginning on, and never beyond its end."""
+
+    def __init__(self, f: IO[bytes]) -> None:
+        self.size, self.at = os.fstat(f.fileno()).st_size, 0
+        self._file, self._end = f, min(self.size, MAX_HEADER)
+
+    def room_for(self, count: int, each: int, what: str) -> int:
+        """What so many take, checked before anything is made of it."""
+        if count * each > self._end - self.at:
+            raise ValueError(
+                f"header: want {shown(count)} {what} of {each} or more bytes at byte {self.at}, got "
+                f"{self._end - self.at} bytes up to the end of the file, or of {MAX_HEADER}"
+            )
+        return count * each
+
+    def skip(self, count: int, each: int, what: str) -> None:
+        self.at += self.room_for(count, each, what)
+        self._file.seek(self.at)
+
+    def take(self, count: int, each: int, what: str) -> bytes:
+        wanted = self.room_for(count, each, what)
+        taken = self._file.read(wanted)
+        if len(taken) < wanted:
+            raise ValueError("header: the file was cut while read")
+        self.at += wanted
+        return taken
+
+    def numbers(self, kind: str, count: int) -> tuple[Any, ...]:
+        return struct.unpack(f"<{count}{kind}", self.take(count, struct.calcsize(f"<{kind}"), "numbers"))
+
+    def number(self, kind: str) -> Any:
+        return self.numbers(kind, 1)[0]
+
+    def names(self, count: int, each: int, what: str) -> Iterator[str]:
+        """So many names, of which none comes twice; whoever takes one reads what belongs to it before the next."""
+        self.room_for(count, each, what)
+        found = set[str]()
+        for _ in range(count):
+            at, text = self.at, self.take(self.number("Q"), 1, "letters")
+            try:
+                name = str(text, "utf-8")
+            except UnicodeDecodeError:
+                raise ValueError(f"header: want a name in UTF-8 at byte {at}, got {shown(text)}") from None
+            if name in found:
+                raise ValueError(f"header: {shown(name)} comes twice")
+            found.add(name)
+            yield name
+
+    def value(self, kind: int) -> Any:
+        """A number or a few of them; None for what has no meaning here: texts, and long lists."""
+        if kind in SCALARS:
+            return self.number(SCALARS[kind])
+        if kind == STRING:
+            self.skip(self.number("Q"), 1, "letters")
+            return None
+        if kind != ARRAY:
+            raise ValueError(f"header: want a value of a type that the format has, got {kind} before byte {self.at}")
+        kind, count = self.number("I"), self.number("Q")
+        if kind in SCALARS and count <= MAX_DIMS:
+            return self.numbers(SCALARS[kind], count)
+        if kind in SCALARS:
+            self.skip(count, struct.calcsize(f"<{SCALARS[kind]}"), "numbers")
+        elif kind == STRING:
+            self.room_for(count, 8, "texts")
+            for _ in range(count):
+                self.value(STRING)
+        else:
+            raise ValueError(f"header: want numbers or texts in a list, got type {kind} before byte {self.at}")
+        return None
+
+    def tensor(self, name: str, values: dict[str, tuple[int, Any]]) -> FileTensor:
+        if (dims := self.number("I")) > MAX_DIMS:
+            raise ValueError(f"header: {shown(name)}: want 0 to {MAX_DIMS} dimensions, got {dims}")
+        shape, kind, offset = self.numbers("Q", dims)[::-1], self.number("I"), self.number("Q")
+        if kind not in KINDS:
+            raise ValueError(f"header: {shown(name)}: want a type that ggml has, got {kind}")
+        dtype, row = KINDS[kind], shape[-1] if shape else 1
+        if row % (numbers := BLOCKS[dtype][0]):
+            wanted = f"want rows of a multiple of {numbers} numbers of {dtype}"
+            raise ValueError(f"header: {shown(name)}: {wanted}, got {row}")
+        nbytes = bytes_of(name, dtype, shape)
+        _, original = values.get(ORIGINAL_SHAPE + name, (None, shape))  # before its rows were made longer
+        sides = isinstance(original, tuple) and all(type(n) is int and n >= 0 for n in original)
+        if not sides or math.prod(original) != math.prod(shape):
+            wanted = f"want up to {MAX_DIMS} integers whose product is that of {shape}"
+            raise ValueError(f"header: {shown(ORIGINAL_SHAPE + name)}: {wanted}, got {shown(original)}")
+        return FileTensor(name, original, dtype, nbytes, offset)
+
+
+def gguf_header(f: IO[bytes]) -> tuple[list[FileTensor], dict[str, str]]:
+    """The tensors of a file; of its values none is passed on. As strict as ggml: each begins where the one before it
+    ends, rounded up to the alignment; and the file ends with them."""
+    cursor = _Cursor(f)
+    if (magic := cursor.take(4, 1, "letters")) != MAGIC:
+        raise ValueError(f"header: want {MAGIC!r} as the first bytes, got {magic!r}")
+    if (version := cursor.number("I")) not in VERSIONS:
+        raise ValueError(f"header: want version 2 or 3, little-endian, got {version}")
+    count, value_count = cursor.numbers("Q", 2)
+    values: dict[str, tuple[int, Any]] = {}  # type and value; each takes a name's length, a type and one byte or more
+    for name in cursor.names(value_count, 13, "values"):
+        kind = cursor.number("I")
+        values[name] = kind, cursor.value(kind)
+    kind, alignment = values.get(ALIGNMENT_KEY, (UINT32, USUAL_ALIGNMENT))
+    if kind != UINT32 or alignment < 1 or alignment & (alignment - 1):
+        raise ValueError(f"header: {ALIGNMENT_KEY}: want a power of 2 of type {UINT32}, got {alignment} of type {kind}")
+    # each takes a name's length, a number of dimensions, a type and an offset
+    tensors = [cursor.tensor(name, values) for name in cursor.names(count, 24, "tensors")]
+    return _end_to_end(tensors, cursor.at, cursor.size, alignment), {}

@@ -1,7 +1,7 @@
 """What the tensors of a weights file are called, and which architecture they make.
 
 The core knows every tensor by one name, which is diffusers' own (``encoder.mid_block.attentions.0.to_q.weight``).
-A layout is a spelling of those names, and `_pieces` is the only place that knows one:
+A layout is a spelling of those names, and `spell` is the only place that knows one:
 
 =========  ===========================================================================================================
 diffusers  the core's names; older files write ``query``, ``key``, ``value``, ``proj_attn`` for ``to_q`` and so on
@@ -22,7 +22,7 @@ import os
 import re
 import reprlib
 import statistics
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,10 @@ from vaemem._common import Message, Named, choose
 from vaemem.engine.arguments import as_path
 
 Shape = tuple[int, ...]
+Shapes = Mapping[str, Shape]  # by a tensor's name
+Spelt = Mapping[str, str]
 Arch = dict[str, Any]
+Config = str | os.PathLike[str] | Mapping[str, Any]  # a path, or contents
 
 LAYOUTS = ("diffusers", "ldm", "bfl")
 PREFIXES = ("first_stage_model.", "vae.", "")
@@ -44,44 +47,35 @@ LARGEST = float(np.finfo(np.float32).max)
 
 _QUANT = re.compile(r"(post_)?quant_conv\.")
 _WITHIN_HALF = re.compile(r"(encoder|decoder)\.(?=(post_)?quant_conv\.)")
+_ATTENTION = "mid_block.attentions.0."
+_OLD = {"to_q.": "query.", "to_k.": "key.", "to_v.": "value.", "to_out.0.": "proj_attn."}
+_LDM = {"mid_block.resnets.0.": "mid.block_1.", "mid_block.resnets.1.": "mid.block_2.", ".resnets.": ".block."}
+_LDM |= {_ATTENTION + "group_norm.": "mid.attn_1.norm.", _ATTENTION + "to_out.0.": "mid.attn_1.proj_out."}
+_LDM |= {_ATTENTION + "to_": "mid.attn_1.", ".conv_shortcut.": ".nin_shortcut.", ".conv_norm_out.": ".norm_out."}
+_LDM |= {"samplers.0.": "sample."}
+# Pieces of the core's names, and the same pieces in a layout; what is in none is spelt alike.
+_PIECES = {"diffusers": {}, "diffusers-old": {_ATTENTION + k: _ATTENTION + v for k, v in _OLD.items()}}
+_PIECES |= {"ldm": _LDM, "bfl": _LDM}
 
 
-def _pieces(layout: str, levels: int) -> Iterator[tuple[str, str]]:
-    """Pairs of (piece of the core's name, the same piece in `layout`); what no pair covers is spelt alike."""
-    attention = "mid_block.attentions.0."
-    if layout == "diffusers-old":
-        yield attention + "to_q.", attention + "query."
-        yield attention + "to_k.", attention + "key."
-        yield attention + "to_v.", attention + "value."
-        yield attention + "to_out.0.", attention + "proj_attn."
-    if layout in ("ldm", "bfl"):
-        for i in range(levels):
-            yield f"down_blocks.{i}.resnets.", f"down.{i}.block."
-            yield f"down_blocks.{i}.downsamplers.0.", f"down.{i}.downsample."
-            # counted from the image's side there, from the latent's side here
-            yield f"up_blocks.{i}.resnets.", f"up.{levels - 1 - i}.block."
-            yield f"up_blocks.{i}.upsamplers.0.", f"up.{levels - 1 - i}.upsample."
-        yield "mid_block.resnets.0.", "mid.block_1."
-        yield "mid_block.resnets.1.", "mid.block_2."
-        yield attention + "group_norm.", "mid.attn_1.norm."
-        yield attention + "to_q.", "mid.attn_1.q."
-        yield attention + "to_k.", "mid.attn_1.k."
-        yield attention + "to_v.", "mid.attn_1.v."
-        yield attention + "to_out.0.", "mid.attn_1.proj_out."
-        yield ".conv_shortcut.", ".nin_shortcut."
-        yield ".conv_norm_out.", ".norm_out."
+def spell(names: Iterable[str], layout: str, levels: int, prefix: str = "") -> dict[str, str]:
+    """The core's names -> the layout's, under a prefix. Swapped, it is the way back."""
 
+    def level(found: re.Match[str]) -> str:
+        """Counted from the image's side there, which is the latent's side in a decoder here."""
+        side, i = found[1], int(found[2])
+        return f"{side}.{levels - 1 - i if side == 'up' else i}."
 
-def spell(names: Iterable[str], layout: str, levels: int) -> dict[str, str]:
-    """The core's names -> the layout's. Swapped, it is the way back."""
-    pieces = list(_pieces(layout, levels))
     spelt = {}
     for name in names:
-        spelt[name] = name
-        for mine, theirs in pieces:
-            spelt[name] = spelt[name].replace(mine, theirs)
+        theirs = name
+        for mine, piece in _PIECES[layout].items():
+            theirs = theirs.replace(mine, piece)
+        if _PIECES[layout] is _LDM:
+            theirs = re.sub(r"(down|up)_blocks\.(\d+)\.", level, theirs)
         if layout == "bfl" and _QUANT.match(name):  # it is the encoder's, or the decoder's
-            spelt[name] = f"{half_of(name)}.{name}"
+            theirs = f"{half_of(name)}.{theirs}"
+        spelt[name] = prefix + theirs
     return spelt
 
 
@@ -99,33 +93,16 @@ def half_of(name: str) -> str | None:
 # ---- architectures ----
 
 # The keys of diffusers' two classes, with their defaults.
-_AUTOENCODER: Arch = {
-    "in_channels": 3,
-    "out_channels": 3,
-    "latent_channels": 4,
-    "block_out_channels": (64,),
-    "layers_per_block": 1,
-    "norm_num_groups": 32,
-    "norm_eps": 1e-6,  # no key of the class, which has no other; accepted so that an arch is a config too
-    "use_quant_conv": True,
-    "use_post_quant_conv": True,
-    "mid_block_add_attention": True,
-}
+_AUTOENCODER: Arch = {"in_channels": 3, "out_channels": 3, "latent_channels": 4, "block_out_channels": (64,)}
+_AUTOENCODER |= {"layers_per_block": 1, "norm_num_groups": 32}
+_AUTOENCODER |= {"norm_eps": 1e-6}  # no key of the class, which has no other; accepted so that an arch is a config too
+_AUTOENCODER |= {"use_quant_conv": True, "use_post_quant_conv": True, "mid_block_add_attention": True}
 # What an arch says beside them where nothing tells it: which model it is, and how pipelines scale its latents.
 _UNKNOWN: Arch = {"name": "custom", "scaling_factor": None, "shift_factor": 0.0}
-_CLASSES: dict[str, Arch] = {
-    "AutoencoderKL": _AUTOENCODER
-    | {"scaling_factor": 0.18215, "shift_factor": None, "latents_mean": None, "latents_std": None},
-    "AutoencoderKLFlux2": _AUTOENCODER
-    | {
-        "latent_channels": 32,
-        "block_out_channels": (128, 256, 512, 512),
-        "decoder_block_out_channels": None,
-        "layers_per_block": 2,
-        "batch_norm_eps": 1e-4,
-        "patch_size": (2, 2),
-    },
-}
+_KL = {"scaling_factor": 0.18215, "shift_factor": None, "latents_mean": None, "latents_std": None}
+_FLUX2 = {"latent_channels": 32, "block_out_channels": (128, 256, 512, 512), "decoder_block_out_channels": None}
+_FLUX2 |= {"layers_per_block": 2, "batch_norm_eps": 1e-4, "patch_size": (2, 2)}
+_CLASSES: dict[str, Arch] = {"AutoencoderKL": _AUTOENCODER | _KL, "AutoencoderKLFlux2": _AUTOENCODER | _FLUX2}
 _KEYS = list(dict.fromkeys(key for keys in _CLASSES.values() for key in keys))
 _STATISTICS = ("latents_mean", "latents_std")
 _LISTS = ("block_out_channels", "decoder_block_out_channels", "patch_size", *_STATISTICS)
@@ -156,61 +133,48 @@ def _bad_config(key: str, want: str, got: object) -> ValueError:
     return ValueError(f"config: {shown(key)}: want {want}, got {_REPR.repr(got)}")
 
 
-def _integer(key: str, value: object) -> int:
-    if isinstance(value, (int, np.integer)) and not isinstance(value, bool) and 0 < value < 1 << 31:
-        return int(value)
-    raise _bad_config(key, "a positive integer below 2^31", value)
+_KINDS: dict[type, tuple[str, Any, float, float]] = {  # of values: types, the least and the most
+    bool: ("true or false", (bool, np.bool_), 0, 1),
+    int: ("a positive integer below 2^31", (int, np.integer), 1, (1 << 31) - 1),
+    float: ("a finite number of single precision", (int, float, np.floating), -LARGEST, LARGEST),
+}
 
 
-def _number(key: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float, np.floating)) or not -LARGEST <= value <= LARGEST:
-        raise _bad_config(key, "a finite number of single precision", value)
-    return float(value)
-
-
-def _setting(key: str, value: object, default: object) -> object:
+def _setting(key: str, value: Any, default: Any) -> Any:
     """value, checked to be of the kind that its default is."""
-    if isinstance(default, bool):
-        if not isinstance(value, (bool, np.bool_)):
-            raise _bad_config(key, "true or false", value)
-        return bool(value)
-    if isinstance(default, int):
-        return _integer(key, value)
-    if value is None and default is None:
+    if value is None and (default is None or key == "scaling_factor"):
         return 0.0 if key == "shift_factor" else None
     if key in _LISTS:
-        one, what = (_number, "finite numbers") if key in _STATISTICS else (_integer, "positive integers")
+        default, what = (0.0, "finite numbers") if key in _STATISTICS else (0, "positive integers")
         if not isinstance(value, (list, tuple)) or not value:
             raise _bad_config(key, f"a list of {what}", value)
-        return tuple(one(f"{key}[{i}]", v) for i, v in enumerate(value))
-    if value is None and key == "scaling_factor":
-        return None
-    number = _number(key, value)
-    if key == "scaling_factor" and number <= 0:
+        return tuple(_setting(f"{key}[{i}]", v, default) for i, v in enumerate(value))
+    kind = float if default is None else type(default)
+    want, types, least, most = _KINDS[kind]
+    if not (isinstance(value, types) and least <= value <= most) or (isinstance(value, bool) and kind is not bool):
+        raise _bad_config(key, want, value)
+    if key == "scaling_factor" and value <= 0:
         raise _bad_config(key, "more than 0", value)
-    return number
+    return kind(value)
 
 
-def _single(value: object) -> object:
-    """Numbers as the core keeps them, in single precision."""
+def _decimal(value: Any) -> Any:
+    """The shortest decimal of the core's single precision; None where there is no number."""
     if isinstance(value, tuple):
-        return tuple(_single(v) for v in value)
-    return np.float32(value) if isinstance(value, float) else value
+        return [_decimal(v) for v in value]
+    return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
-def _same(a: Arch, b: Arch, but: tuple[str, ...]) -> bool:
-    """Whether two archs agree in all but some keys."""
-    return all(_single(a.get(k)) == _single(b.get(k)) for k in _KEYS if k not in but)
+def _known(arch: Arch, but: tuple[str, ...]) -> Arch | None:
+    """The first model of the core's that an arch agrees with in all but some keys."""
+
+    def said(one: Arch) -> list[Any]:
+        return [_decimal(one.get(key)) for key in _KEYS if key not in but]
+
+    return next((model for model in _core.models().values() if said(model) == said(arch)), None)
 
 
-def _load_json(path: Path) -> object:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"config: want a JSON file, got {path}: {error}") from None
-
-
-def _contents(config: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[Mapping[str, Any], Path | None]:
+def _contents(config: Config) -> tuple[Mapping[str, Any], Path | None]:
     """What a config says, and the file that it came from."""
     if isinstance(config, Mapping):
         return config, None
@@ -218,7 +182,10 @@ def _contents(config: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[Mappi
     path = path / CONFIG if path.is_dir() else path
     if not path.is_file():
         raise FileNotFoundError(f"config: want a {CONFIG}, got {path}, which is no file")
-    contents = _load_json(path)
+    try:
+        contents = json.loads(path.read_text("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"config: want a JSON file, got {path}: {error}") from None
     if not isinstance(contents, dict):
         raise ValueError(f"config: want a JSON object, got {type(contents).__name__} in {path}")
     return contents, path
@@ -230,7 +197,7 @@ def known_arch(model: str) -> Arch:
     return _core.models()[model]
 
 
-def read_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> Arch:
+def read_config(config: Config) -> Arch:
     """The architecture, as ``_core.Model`` takes it, that a diffusers ``config.json`` (a directory that holds one, its
     contents, an `Arch`) describes. Its name is that of the model that it equals in every field, else ``"custom"``.
 
@@ -245,7 +212,7 @@ def read_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> Arch:
         raise ValueError(f"{error} (in {path})" if path else str(error)) from None
 
 
-def sample_size_of(config: str | os.PathLike[str] | Mapping[str, Any] | None, model: str) -> int | None:
+def sample_size_of(config: Config | None, model: str) -> int | None:
     """The side in pixels of diffusers' tiles: what the config says, its class's where that says nothing. Without
     a config, or with an `Arch` for one, the model's own. None: unknown, or no size."""
     if config is None:
@@ -274,8 +241,17 @@ def _parse_config(config: Mapping[str, Any]) -> Arch:
     if config.get("act_fn", "silu") != "silu":
         raise _bad_config("act_fn", "silu", config["act_fn"])
     arch = _UNKNOWN | {key: _setting(key, config.get(key, default), default) for key, default in defaults.items()}
-    _check_lists(arch)
-    levels = len(arch["block_out_channels"])
+    levels, one_each = len(arch["block_out_channels"]), "one for each of"
+    counts = {"decoder_block_out_channels": (levels, f"{one_each} block_out_channels"), "patch_size": (2, "two")}
+    counts |= dict.fromkeys(_STATISTICS, (arch["latent_channels"], f"{one_each} the latent channels"))
+    for key, (count, what) in counts.items():
+        if arch.get(key) is not None and len(arch[key]) != count:
+            raise _bad_config(key, f"{count} numbers, {what}", arch[key])
+    mean, std = (arch.get(key) for key in _STATISTICS)
+    if (mean is None) != (std is None):
+        raise _bad_config("latents_std", "it where latents_mean is, and nowhere else", std)
+    if std and min(std) <= 0:
+        raise _bad_config("latents_std", "numbers of more than 0", std)
     for key, block in _BLOCK_TYPES.items():
         blocks = config.get(key, [block] * levels)
         if not isinstance(blocks, (list, tuple)) or list(blocks) != [block] * levels:
@@ -285,30 +261,7 @@ def _parse_config(config: Mapping[str, Any]) -> Arch:
     if arch.get("decoder_block_out_channels") == arch["block_out_channels"]:
         del arch["decoder_block_out_channels"]
     arch = {key: value for key, value in arch.items() if value is not None or key in _ALWAYS}
-    equal = [model for model in _core.models().values() if _same(arch, model, but=("name",))]
-    return equal[0] if equal else arch
-
-
-def _check_lists(arch: Arch) -> None:
-    """ValueError where a list has not as many numbers as the rest of the architecture wants, or wrong statistics."""
-    sides, channels = len(arch["block_out_channels"]), arch["latent_channels"]
-    wanted = {"decoder_block_out_channels": (sides, "one for each of block_out_channels"), "patch_size": (2, "two")}
-    wanted |= dict.fromkeys(_STATISTICS, (channels, "one for each of the latent channels"))
-    for key, (count, what) in wanted.items():
-        if arch.get(key) is not None and len(arch[key]) != count:
-            raise _bad_config(key, f"{count} numbers, {what}", arch[key])
-    mean, std = (arch.get(key) for key in _STATISTICS)
-    if (mean is None) != (std is None):
-        raise _bad_config("latents_std", "it where latents_mean is, and nowhere else", std)
-    if std and min(std) <= 0:
-        raise _bad_config("latents_std", "numbers of more than 0", std)
-
-
-def _decimal(value: Any) -> Any:
-    """The shortest decimal of the core's single precision; None where there is no number."""
-    if isinstance(value, tuple):
-        return [_decimal(v) for v in value]
-    return float(str(np.float32(value))) if isinstance(value, float) else value
+    return _known(arch, but=("name",)) or arch
 
 
 def config_of(arch: Arch, sample_size: int | None = None) -> Arch:
@@ -336,29 +289,20 @@ def ours(names: Iterable[str], prefix: str, parts: str) -> set[str]:
 
 
 def check_shapes(
-    shapes: Mapping[str, Shape],
-    wanted: Mapping[str, Shape],
-    spelt: Mapping[str, str],
-    prefix: str,
-    wanted_by: str,
-    unreadable: Mapping[str, str] | None = None,
-    extra: Iterable[str] = (),
+    shapes: Shapes, wanted: Shapes, spelt: Spelt, wanted_by: str, faults: Spelt | None = None, extra: Iterable[str] = ()
 ) -> None:
-    """Every wanted tensor is there with its shape and a dtype that can be read, and nothing extra is.
-
-    shapes, unreadable, extra: by the names in the file. unreadable: the fault of a dtype. wanted: by the core's
-    names; spelt and prefix lead to the file's.
-    """
+    """ValueError unless every wanted tensor, by the core's name, which `spelt` leads to the file's, is there with its
+    shape and without a fault of its dtype, and nothing extra is."""
     problems = []
     for name, shape in wanted.items():
-        in_file = prefix + spelt[name]
+        in_file = spelt[name]
         got = shapes.get(in_file)
         if got is None:
             problems.append(f"missing {in_file}: want {shape}, got no such tensor")
         elif got != shape and not (is_attention_matrix(name, shape) and got == (*shape, 1, 1)):
             problems.append(f"{in_file}: want {shape}, got {shown(got)}")
-        elif unreadable and in_file in unreadable:
-            problems.append(f"{in_file}: {unreadable[in_file]}")
+        elif faults and in_file in faults:
+            problems.append(f"{in_file}: {faults[in_file]}")
     problems += [f"extra {shown(n)}: want no such tensor, got {shown(shapes[n])}" for n in sorted(extra)]
     if problems:
         more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
@@ -380,14 +324,12 @@ def find_layout(names: Iterable[str]) -> tuple[str, str]:
         inside = [n[len(prefix) :] for n in names if n.startswith((prefix + "encoder.", prefix + "decoder."))]
         # every model has a middle block, and each family spells it in its own way; the majority decides, so that
         # one stray tensor is reported as such
-        new = sum(".mid_block." in n for n in inside)
-        ldm = sum(".mid." in n for n in inside)
-        if new or ldm:
-            if ldm > new:
-                quant = any(n.startswith((prefix + "quant_conv.", prefix + "post_quant_conv.")) for n in names)
-                return "ldm" if quant else "bfl", prefix
-            query = sum(".attentions.0.query." in n for n in inside)
-            to_q = sum(".attentions.0.to_q." in n for n in inside)
+        pieces = (".mid_block.", ".mid.", ".attentions.0.query.", ".attentions.0.to_q.")
+        new, ldm, query, to_q = (sum(piece in name for name in inside) for piece in pieces)
+        if ldm > new:
+            quant = any(n.startswith((prefix + "quant_conv.", prefix + "post_quant_conv.")) for n in names)
+            return "ldm" if quant else "bfl", prefix
+        if new:
             return "diffusers-old" if query > to_q else "diffusers", prefix
     got = ", ".join(map(_REPR.repr, names[:3])) or "none"
     others = [what for what, spelling in _OTHERS.items() if any(map(spelling.match, names))]
@@ -404,7 +346,7 @@ def _length(numbers: Iterable[int]) -> int:
     return next(i for i in itertools.count() if i not in have)
 
 
-def _blocks_of(shapes: Mapping[str, Shape], half: str, layout: str) -> tuple[list[int], int]:
+def _blocks_of(shapes: Shapes, half: str, layout: str) -> tuple[list[int], int]:
     """block_out_channels of a half, and layers_per_block."""
     blocks: dict[int, dict[int, list[int]]] = {}  # level -> layer -> first dimensions
     for name, shape in shapes.items():
@@ -421,7 +363,7 @@ def _blocks_of(shapes: Mapping[str, Shape], half: str, layout: str) -> tuple[lis
     return widths if layout in ("ldm", "bfl") else widths[::-1], layers - 1
 
 
-def _find_arch(in_file: Mapping[str, Shape], layout: str, prefix: str, parts: str) -> Arch:
+def _find_arch(in_file: Shapes, layout: str, prefix: str, parts: str) -> Arch:
     """The architecture of a file's tensors. Each number is what most of the tensors that show it say, so that a
     single missing, extra or misshapen one is found out by the check that follows, and named."""
     shapes = {_WITHIN_HALF.sub("", name): in_file[prefix + name] for name in ours(in_file, prefix, "all")}
@@ -438,18 +380,11 @@ def _find_arch(in_file: Mapping[str, Shape], layout: str, prefix: str, parts: st
         return [shapes[n][axis] // per for n, axis, per in where if len(shapes.get(n, ())) > axis]
 
     images = votes(("encoder.conv_in.weight", 1, 1)), votes(("decoder.conv_out.weight", 0, 1))
-    latents = votes(
-        ("decoder.conv_in.weight", 1, 1),
-        ("encoder.conv_out.weight", 0, 2),
-        ("encoder.conv_out.bias", 0, 2),
-        ("post_quant_conv.weight", 0, 1),
-        ("post_quant_conv.bias", 0, 1),
-        ("quant_conv.weight", 0, 2),
-        ("quant_conv.bias", 0, 2),
-    )
+    ends = [("encoder.conv_out", 2), ("post_quant_conv", 1), ("quant_conv", 2)]
+    either = [(f"{name}.{kind}", 0, per) for name, per in ends for kind in ("weight", "bias")]
+    latents = votes(("decoder.conv_in.weight", 1, 1), *either)
     # a half that is not there is taken to be as the other; what no tensor shows has its default, and is then missing
-    quant = {"encoder": any(n.startswith("quant_conv.") for n in shapes)}
-    quant["decoder"] = any(n.startswith("post_quant_conv.") for n in shapes)
+    quant = {half_of(name) for name in shapes if _QUANT.match(name)}
     arch = _AUTOENCODER | _UNKNOWN
     arch |= {
         "in_channels": (images[0] or images[1] or [3])[0],
@@ -457,8 +392,8 @@ def _find_arch(in_file: Mapping[str, Shape], layout: str, prefix: str, parts: st
         "latent_channels": statistics.mode(latents or [4]),
         "block_out_channels": tuple(sides.get("encoder", widths)),
         "layers_per_block": layers,
-        "use_quant_conv": quant["encoder" if "encoder" in halves else "decoder"],
-        "use_post_quant_conv": quant["decoder" if "decoder" in halves else "encoder"],
+        "use_quant_conv": ("encoder" if "encoder" in halves else "decoder") in quant,
+        "use_post_quant_conv": ("decoder" if "decoder" in halves else "encoder") in quant,
         "mid_block_add_attention": any(".attentions." in n or ".attn_1." in n for n in shapes if n.startswith(half)),
     }
     if flux2:
@@ -469,18 +404,17 @@ def _find_arch(in_file: Mapping[str, Shape], layout: str, prefix: str, parts: st
     for each, channels in sides.items():
         block, order = ("down", channels) if each == "encoder" else ("up", channels[::-1])
         wanted = {f"{each}.{block}_blocks.{i}.resnets.0.conv2.weight": (c, c, 3, 3) for i, c in enumerate(order)}
-        spelt = spell(wanted, layout, len(channels))
-        check_shapes(in_file, wanted, spelt, prefix, "the architecture that most of them make")
+        spelt = spell(wanted, layout, len(channels), prefix)
+        check_shapes(in_file, wanted, spelt, "the architecture that most of them make")
         if any(c % arch["norm_num_groups"] for c in channels):
-            unseen = (
-                f"norm_num_groups cannot be seen in tensors, and the usual {arch['norm_num_groups']} does not divide"
-            )
-            raise ValueError(Message(f"config: {unseen} block_out_channels {tuple(channels)}: pass ", Named("config")))
-    alike = [model for model in _core.models().values() if _same(arch, model, but=_SCALING)]
-    return alike[0] | _AMBIGUOUS.get(alike[0]["name"], {}) if alike else arch
+            unseen = f"norm_num_groups cannot be seen in tensors, and the usual {arch['norm_num_groups']}"
+            divides = f"does not divide block_out_channels {tuple(channels)}"
+            raise ValueError(Message(f"config: {unseen} {divides}: pass ", Named("config")))
+    known = _known(arch, but=_SCALING)
+    return known | _AMBIGUOUS.get(known["name"], {}) if known else arch
 
 
-def detect(shapes: Mapping[str, Shape], parts: str = "all") -> tuple[str, str, Arch]:
+def detect(shapes: Shapes, parts: str = "all") -> tuple[str, str, Arch]:
     """Layout, prefix of the names, and architecture of a file's tensors, of which those that are no part of the VAE are
     ignored. Where the halves might disagree, `parts` says which to look at.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-import os
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -18,12 +17,7 @@ from vaemem.engine.arguments import as_int
 
 Limit = int | str | None
 
-_UNITS = {
-    "": 1,
-    "b": 1,
-    **{f"{prefix}b": 1000 ** (i + 1) for i, prefix in enumerate("kmgt")},
-    **{f"{prefix}ib": 1024 ** (i + 1) for i, prefix in enumerate("kmgt")},
-}
+_SIZE = re.compile(r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*(?:([kmgt]i?)?b)?\s*", re.ASCII | re.IGNORECASE)
 LARGEST_SIDE = 1 << 16  # pixels: no larger image is looked for
 
 
@@ -31,35 +25,24 @@ def parse_size(argument: str, value: Any, least: int = 1) -> int:
     """Bytes: an integer, or a text such as "512 MiB" (binary) or "2 GB" (decimal); a fraction of a byte is dropped."""
     wanted = f"{argument}: want bytes as an integer, or a text such as '512 MiB' or '2 GB'"
     if isinstance(value, str):
-        match = re.fullmatch(r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*([a-z]*)\s*", value, re.ASCII | re.IGNORECASE)
-        if not match or match[2].lower() not in _UNITS:
+        if not (match := _SIZE.fullmatch(value)):
             raise ValueError(f"{wanted}, got {value[:80]!r}")
-        size = int(Fraction(match[1]) * _UNITS[match[2].lower()])
+        prefix = (match[2] or " ").lower()
+        size = int(Fraction(match[1]) * (1024 if prefix.endswith("i") else 1000) ** " kmgt".index(prefix[0]))
     else:
         try:
             size = as_int(argument, value)
         except TypeError:
             raise TypeError(f"{wanted}, got {repr(value)[:80]}") from None
     if size < least or size.bit_length() > 63:
-        raise ValueError(
-            f"{argument}: want at least {least} byte{'s' * (least != 1)} and less than 2^63, got {value!r}"
-        )
+        least_bytes = f"{least} byte{'s' * (least != 1)}"
+        raise ValueError(f"{argument}: want at least {least_bytes} and less than 2^63, got {value!r}")
     return size
 
 
 def resolve(given: Limit, held: int, device: Any) -> int:
-    """A limit in bytes, 0 for none.
-
-    Parameters
-    ----------
-    given : int, str or None
-        "auto" is what the VAE holds already and the free memory, less what stays for others: an eighth of the free
-        memory, at most 1 GiB.
-    held : int
-        Bytes of the VAE's weights and arena now.
-    device : Device or None
-        Whose memory; None: the system's.
-    """
+    """A limit in bytes, 0 for none. "auto" is what the VAE's weights and arena hold already and the free memory of the
+    device, or the system's, less what stays for others: an eighth of that, at most 1 GiB."""
     if given is None:
         return 0
     if not (isinstance(given, str) and given.strip().lower() == "auto"):
@@ -73,28 +56,23 @@ def resolve(given: Limit, held: int, device: Any) -> int:
 # ---- what the system and its cgroup leave ----
 
 
-def _number(path: Path) -> int | None:
-    """The number that a file of the kernel holds; None where there is no file, or it says "max"."""
+def _text(path: Path) -> str:
+    """What a file of the kernel says; nothing where there is no file."""
     try:
-        return int(path.read_text("ascii"))
-    except (OSError, ValueError):
-        return None
-
-
-def _field(path: Path, name: str) -> int:
-    """A number by name from lines of "name number"; 0 where there is none."""
-    try:
-        found = re.search(rf"^{name}:?\s+(\d+)", path.read_text("utf-8", "replace"), re.MULTILINE)
+        return path.read_text("utf-8", "replace")
     except OSError:
-        return 0
-    return int(found[1]) if found else 0
+        return ""
+
+
+def _field(path: Path, name: str = "") -> int | None:
+    """A number by name from lines of "name number", or the number that is alone in a file. None where there is none, or
+    "max"."""
+    found = re.search(rf"^{name}:?\s*(\d+)", _text(path), re.MULTILINE)
+    return int(found[1]) if found else None
 
 
 def available_memory() -> int | None:
-    """Bytes that this process may still take: `linux_memory`, or what Windows says is free and may be committed.
-
-    None where nothing says.
-    """
+    """Bytes that this process may still take, as Linux or Windows says; None where nothing does."""
     if sys.platform != "win32":
         return linux_memory()
     # MEMORYSTATUSEX as 64-bit words: its own size and the load; physical memory in all, and free; what may be committed
@@ -103,41 +81,32 @@ def available_memory() -> int | None:
     return min(status[2], status[4]) if ctypes.windll.kernel32.GlobalMemoryStatusEx(status) else None
 
 
-def linux_memory(
-    meminfo: str | os.PathLike[str] = "/proc/meminfo",
-    cgroup: str | os.PathLike[str] = "/proc/self/cgroup",
-    root: str | os.PathLike[str] = "/sys/fs/cgroup",
-) -> int | None:
-    """Bytes that this process may still take: the least of what the system and every cgroup above it leave.
+# By the controllers that a line of /proc/self/cgroup names, none for version 2: the folder of groups, and in a group's
+# the files with its limits and with what it uses, and the cache's name in memory.stat.
+_CGROUPS = {
+    "": ("sys/fs/cgroup", ("memory.max", "memory.high"), "memory.current", "inactive_file"),
+    "memory": ("sys/fs/cgroup/memory", ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"),
+}
 
-    A cgroup's file cache that was not used lately counts as free, for the kernel drops it before it kills.
-    None where nothing says.
-    """
+
+def linux_memory(root: Path = Path("/")) -> int | None:
+    """The least of what the system and every cgroup above this process leave; None where nothing says. A cgroup's file
+    cache that was not used lately counts as free, for the kernel drops it before it kills."""
     left = []
-    if system := _field(Path(meminfo), "MemAvailable"):
+    if system := _field(root / "proc/meminfo", "MemAvailable"):
         left.append(system * 1024)
-    try:
-        lines = Path(cgroup).read_text("utf-8", "replace").splitlines()
-    except OSError:
-        lines = []
-    for line in lines:
+    for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = ([*line.split(":", 2), "", ""])[:3]
-        if not controllers:
-            top, limits = Path(root), ["memory.max", "memory.high"]
-            used, cache = "memory.current", "inactive_file"
-        elif "memory" in controllers.split(","):
-            top, limits = Path(root) / "memory", ["memory.limit_in_bytes"]
-            used, cache = "memory.usage_in_bytes", "total_inactive_file"
-        else:
-            continue
-        # In a container the path may be the host's, which is not here; the top is then the container's own.
-        group = top / path.strip("/")
-        for folder in [group, *group.parents][: len(group.parts) - len(top.parts) + 1]:
-            now = _number(folder / used)
-            for name in limits:
-                limit = _number(folder / name)
-                if limit is not None and now is not None:
-                    left.append(max(limit - max(now - _field(folder / "memory.stat", cache), 0), 0))
+        for controller in _CGROUPS.keys() & controllers.split(","):
+            folder, limits, used, cache = _CGROUPS[controller]
+            # In a container the path may be the host's, which is not here; the top is then the container's own.
+            top = root / folder
+            group = top / path.strip("/")
+            for level in [group, *group.parents][: len(group.parts) - len(top.parts) + 1]:
+                now, cached = _field(level / used), _field(level / "memory.stat", cache) or 0
+                for limit in (_field(level / name) for name in limits):
+                    if limit is not None and now is not None:
+                        left.append(max(limit - max(now - cached, 0), 0))
     return min(left, default=None)
 
 
@@ -158,14 +127,7 @@ def taken(record: Mapping[str, Any]) -> int:
 
 
 class Plans:
-    """The plans that there are for one request.
-
-    Parameters
-    ----------
-    core : _core.Model
-    request : mapping
-        Arguments of ``core.plan``, without a limit.
-    """
+    """The plans that there are for one request: arguments of ``core.plan``, without a limit."""
 
     def __init__(self, core: _core.Model, request: Mapping[str, Any]) -> None:
         self._core, self.request = core, dict(request)
@@ -231,6 +193,11 @@ class Plans:
             latent_factor(self._core.arch), aspect, around=lambda n: range(n, n + further + 1),
         )  # fmt: skip
 
+    def largest_square(self, limit: int) -> str:
+        """For a message."""
+        size = self.largest(limit)
+        return f"{size[0]}x{size[1]}" if size else "no size"
+
     def refusal(self, limit: int) -> ValueError:
         """What to raise for a limit below the smallest plan: it says what would do, its cost, and what would fit."""
         (least, smallest), ask = self.smallest(), self.request
@@ -238,12 +205,10 @@ class Plans:
         batch = f" in a batch of {ask['batch']}" if ask.get("batch", 1) > 1 else ""
         work = f" ({smallest['work']:.1f} times the work of an unlimited run)" if smallest["work"] > 1 else ""
         weights = smallest["peak"]["weights"]
-        if limit <= weights:
-            fits = f"which is no more than the weights take ({_mib(weights)})"
-        elif size := self.largest(limit):
-            fits = f"which would do for {size[0]}x{size[1]}"
+        if limit > weights:
+            fits = f"which would do for {self.largest_square(limit)}"
         else:
-            fits = "which would do for no size"
+            fits = f"which is no more than the weights take ({_mib(weights)})"
         wanted = _mib(least, up=True)
         error = ValueError(f"memory_limit: want at least {wanted} for {op}{batch}{work}, got {_mib(limit)}, {fits}")
         error.smallest = least  # type: ignore[attr-defined]
@@ -254,12 +219,9 @@ class Plans:
         it."""
         ask, weights = self.request, failed["peak"]["weights"]
         free, total = device.backend.memory()
-        fits = self.largest(weights + free)
-        return MemoryError(
-            f"{error}. This {ask['op']} of {ask['height']}x{ask['width']} needs {_mib(taken(failed) - weights)} more "
-            f"and {_mib(free)} of {_mib(total)} are free on cuda:{device.number}: "
-            f"{f'{fits[0]}x{fits[1]}' if fits else 'no size'} would fit"
-        )
+        run, free_of = f"{ask['op']} of {ask['height']}x{ask['width']}", f"{_mib(free)} of {_mib(total)}"
+        more = f"{_mib(taken(failed) - weights)} more and {free_of} are free on cuda:{device.number}"
+        return MemoryError(f"{error}. This {run} needs {more}: {self.largest_square(weights + free)} would fit")
 
 
 def largest_size(

@@ -1,9 +1,10 @@
-"""A VAE as an object: how it is made, saved and closed, and what it is. `vae` adds what runs it."""
+"""A VAE as an object: how it is made, saved and closed, and what does its runs. `vae` adds what is asked of it."""
 
 from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -11,15 +12,101 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vaemem import _core
+from vaemem._common import latent_factor
 from vaemem._core import Model as Core
 from vaemem.engine import weights
-from vaemem.engine.arguments import open_device
-from vaemem.engine.device import Device
-from vaemem.engine.layouts import known_arch, read_config, sample_size_of
-from vaemem.engine.runner import Runner
+from vaemem.engine.arguments import Poll
+from vaemem.engine.arrays import Arrays
+from vaemem.engine.device import Device, open_device
+from vaemem.engine.layouts import Arch, known_arch, read_config, sample_size_of
+from vaemem.engine.limits import Plans, taken
+from vaemem.engine.records import Run, make_run
 
 if TYPE_CHECKING:
     from typing import Self
+
+
+# Activations overflow in some models' halves; GroupNorm takes any factor out again, so a power of two costs nothing but
+# the smallest numbers' last bits.
+UNIT_STEP = 2.0**-4
+LEAST_UNIT = 2.0**-12
+
+
+class Runner:
+    """A model where it lives, and what one run leaves for the next."""
+
+    def __init__(self, core: Core, device: Device | None, scale: float = 1.0) -> None:
+        self.core, self.device, self.arch, self.factor = core, device, core.arch, latent_factor(core.arch)
+        self.dtype, self.precision = core.dtype, (device or core).precision
+        self._scale = scale  # power of two by which activations are kept multiplied, against float16's overflow
+        self._weights_bytes, self._arena_bytes = core.reserved_bytes, 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Runner:
+        core = self._on_the_cpu()
+        return Runner(weights.copy(core, dtype=self.dtype, precision=self.precision), None, self._scale)
+
+    def __reduce__(self) -> Any:
+        core, where = self._on_the_cpu(), dict(dtype=self.dtype, precision=self.precision)
+        return _unpickled, (core.arch, core.parts, list(weights.kept(core)), where, self._scale)
+
+    def _on_the_cpu(self) -> Core:
+        if self.device:
+            raise TypeError(f"VAE: want one on the cpu to copy or to pickle, got one on cuda:{self.device.number}")
+        return self.core
+
+    @property
+    def held_bytes(self) -> int:
+        """What weights and arena take now; a run that failed has given the arena back."""
+        return self._weights_bytes + min(self._arena_bytes, self.core.reserved_bytes - self._weights_bytes)
+
+    def trim(self) -> None:
+        self.core.trim()
+        self._arena_bytes = 0
+
+    def run(
+        self, arrays: Arrays, poll: Poll, limit: int, retries: bool, cache_bytes: int | None, **how: Any
+    ) -> tuple[Any, Run]:
+        """The result and what it took. Run again where memory ran out, with the next smaller plan if it `retries`, and
+        where float16 overflowed, with activations kept smaller.
+
+        cache_bytes: a larger arena is not kept for the next run. how: other arguments of the core's run.
+        """
+        start, plans, notes = time.perf_counter(), Plans(self.core, arrays.request), list[str]()
+        how |= dict(poll=poll, wait=arrays.waits or poll is not None)
+        while True:
+            try:
+                result, record = arrays.run(self.core, memory_limit=limit, scale=self._scale, **how)
+            except ValueError as error:
+                if hasattr(error, "smallest"):
+                    raise plans.refusal(limit) from None
+                raise
+            except MemoryError as error:
+                failed = plans.within(limit)
+                smaller = plans.smaller(failed) if retries else None
+                if not smaller:
+                    raise (plans.out_of_memory(error, failed, self.device) if self.device else error) from None
+                limit = taken(failed) - 1
+                notes.append(f"out of memory: run again within {limit} bytes, {smaller['work']:.2f} times the work")
+                continue
+            if not record["overflow"]:
+                break
+            if self.dtype != "float16" or self._scale <= LEAST_UNIT:
+                so = " even so" if self._scale < 1 else ""
+                notes.append(f"{self.dtype}: not finite{so}: the input or the weights are not, or are too large for it")
+                self._scale = 1.0
+                break
+            self._scale *= UNIT_STEP
+            notes.append(f"float16 overflowed: run again with activations multiplied by 1/{round(1 / self._scale)}")
+        self._arena_bytes = record["arena"]
+        if cache_bytes is not None and self._arena_bytes > cache_bytes:
+            self.trim()
+        return result, make_run(
+            arrays.request, record, time.perf_counter() - start if how["wait"] else None, tuple(notes)
+        )
+
+
+def _unpickled(arch: Arch, parts: str, tensors: Any, where: dict[str, str], scale: float) -> Runner:
+    return Runner(weights.make(arch, parts, tensors, **where), None, scale)
 
 
 class Model:

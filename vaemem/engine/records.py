@@ -96,9 +96,8 @@ class Run:
         parts = ", ".join(f"{name} {mib:.1f}" for name, mib in sizes.items() if mib or name != "workspace")
         took = "" if self.seconds is None else f", {self.seconds:.2f} s"
         took = f", {self.work:.2f} times the work{took}" if self.work > 1 else took
-        return (
-            f"<Run {size}: peak {self.peak_bytes / 2**20:.1f} MiB ({parts}) at {self.peak_pass}{took}, {self.backend}>"
-        )
+        peak = f"peak {self.peak_bytes / 2**20:.1f} MiB ({parts}) at {self.peak_pass}"
+        return f"<Run {size}: {peak}{took}, {self.backend}>"
 
 
 def make_run(
@@ -109,6 +108,7 @@ def make_run(
     live = [sum(step["live"].values()) for step in steps]
     return Run(
         **{name: request[name] for name in ("op", "height", "width", "batch")},
+        **{name: record[name] for name in ("backend", "threads", "work")},
         **{f"{name}_bytes": value for name, value in record["peak"].items()},
         reserved_bytes=record["reserved"],
         passes=tuple(step["name"] for step in steps),
@@ -117,10 +117,7 @@ def make_run(
         flops=tuple(step["flops"] for step in steps),
         pass_seconds=tuple(step["seconds"] for step in steps),
         seconds=seconds,
-        backend=record["backend"],
-        threads=record["threads"],
         notes=notes,
-        work=record["work"],
         values=tuple((step["name"], "streamed" if step["streamed"] else "stored") for step in steps),
         finite=not record["overflow"],
     )
@@ -180,9 +177,8 @@ class Encoded:
         """
         if noise is None:
             if not isinstance(self.moments, np.ndarray):
-                raise TypeError(
-                    "noise: want standard normal numbers for moments on a GPU, such as torch.randn_like(mean)"
-                )
+                wanted = "want standard normal numbers for moments on a GPU, such as torch.randn_like(mean)"
+                raise TypeError(f"noise: {wanted}")
             try:
                 source = np.random.default_rng(generator)
             except (TypeError, ValueError) as error:

@@ -12,16 +12,15 @@ from dataclasses import dataclass, replace
 from itertools import product
 from numbers import Real
 from operator import add
-from threading import Event
 from typing import Any
 
 import numpy as np
 
 from vaemem._common import choose
-from vaemem.engine.arguments import Progress, as_int, polling
+from vaemem.engine.arguments import Poll, as_int
 from vaemem.engine.arrays import HostArrays, ends_of
+from vaemem.engine.model import Runner
 from vaemem.engine.records import Run, make_run
-from vaemem.engine.runner import Runner, Settings
 
 LOGVAR = -30, 20  # to which diffusers' DiagonalGaussianDistribution clamps log-variances, and kernels.h a whole run's
 
@@ -101,36 +100,27 @@ def cut(
     side = size // factor
     shared = round(side * tiling.overlap)
     if abs(side * tiling.overlap - shared) > 1e-9 * side or shared == side:
-        raise ValueError(
-            f"overlap: want whole latents, a multiple of 1/{side} for sample_size {size}, got {tiling.overlap}"
-        )
+        wanted = f"overlap: want whole latents, a multiple of 1/{side} for sample_size {size}"
+        raise ValueError(f"{wanted}, got {tiling.overlap}")
     height, width = request["height"], request["width"]
     if max(height, width) <= size or min(height, width, request["batch"]) < 1 or height % factor or width % factor:
         return None
-    return _Tiles(runner, tiling, request, side, shared, height // factor, width // factor)
+    return _Tiles(runner, tiling, request, side, shared)
 
 
-@dataclass
 class _Tiles:
     """The tiles of one call. Lengths are in latent pixels: `side` is a tile's, `shared` what a tile has in common with
-    the next one, `height` and `width` are the image's."""
+    the next one, `height` and `width` are the image's. request: the whole image's."""
 
-    runner: Runner
-    tiling: Tiling
-    request: Mapping[str, Any]  # the whole image's
-    side: int
-    shared: int
-    height: int
-    width: int
-
-    def __post_init__(self) -> None:
-        step, self.factor = self.side - self.shared, self.runner.factor
-        self.op, self.batch = self.request["op"], self.request["batch"]
-        self.rows, self.cols = range(0, self.height, step), range(0, self.width, step)
-        self.count = len(self.rows) * len(self.cols)
-        decodes, as_bytes = self.op == "decode", self.request["pixels"] == "uint8"
+    def __init__(self, runner: Runner, tiling: Tiling, request: Mapping[str, Any], side: int, shared: int) -> None:
+        self.runner, self.tiling, self.request, self.side, self.shared = runner, tiling, request, side, shared
+        self.op, self.batch, self.factor, self.step = request["op"], request["batch"], runner.factor, side - shared
+        self.height, self.width = request["height"] // self.factor, request["width"] // self.factor
+        self.rows, self.cols = range(0, self.height, self.step), range(0, self.width, self.step)
+        self.begun, self.count = 0, len(self.rows) * len(self.cols)
+        decodes, as_bytes = self.op == "decode", request["pixels"] == "uint8"
         self.bytes_in, self.bytes_out = as_bytes and not decodes, as_bytes and decodes
-        self.ends = ends_of(self.runner.arch, self.op)
+        self.ends = ends_of(runner.arch, self.op)
 
     def sizes(self, starts: range, length: int) -> Counter[int]:
         """How many tiles have each size along a side, the largest first: the last ones end where the image does."""
@@ -185,16 +175,18 @@ class _Tiles:
             notes=(f"{self.count} tiles of {self.side * self.factor}x{self.side * self.factor}", *tiles.notes),
         )
 
-    def run(
-        self, arrays: HostArrays, settings: Settings, progress: Progress, cancel: Event | None, scaled: bool
-    ) -> tuple[np.ndarray, Run]:
-        """Each tile is run, blended with the one above, then with the one to the left, and written."""
-        start, tiles, count, seen = time.perf_counter(), None, 0, 0
+    def says(self) -> str:
+        return f"{self.op}, tile {self.begun} of {self.count}"
+
+    def run(self, arrays: Any, poll: Poll, *settings: Any, **how: Any) -> tuple[np.ndarray, Run]:
+        """Each tile is run, blended with the one above, then with the one to the left, and written. arrays: in host
+        memory; settings, how: as `Runner.run` takes them."""
+        start, tiles, seen = time.perf_counter(), None, 0
         data, out, ((shape, dtype), *others) = arrays.data, arrays.out, self.buffers()
         result = np.empty(shape, dtype) if out is None else out
         held: list[np.ndarray] = [np.empty(*other) for other in others]
         given, made, lower, right = held
-        (a, _), (b, channels), step = *self.ends, self.rows.step
+        (a, _), (b, channels), step = *self.ends, self.step
         unit = self.batch * self.factor
         done, total = 0, unit * len(self.cols) * sum(min(self.side, self.height - y) for y in self.rows)
         shares = functools.cache(lambda n: self.tiling.ramp(n)[:, :, None])
@@ -205,40 +197,38 @@ class _Tiles:
             seen = max(seen, done + unit * h * rows // of)  # where float16 overflows a tile begins again
             poll(seen, total)  # type: ignore[misc]
 
-        def says() -> str:
-            return f"{self.op}, tile {count} of {self.count}"
-
-        with polling(progress, self.op, says=says, cancel=cancel) as poll:
-            for y, x in product(self.rows, self.cols):
-                h, w, count = min(self.side, self.height - y), min(self.side, self.width - x), count + 1
-                ys, xs = slice(y * a, (y + h) * a), slice(x * a, (x + w) * a)
-                piece = data[:, ys, xs] if self.bytes_in else data[:, :, ys, xs]
-                source = given[: piece.size].reshape(piece.shape)
-                source[...] = piece
-                tile = made[: self.batch * channels * h * w * b * b].reshape(self.batch, channels, h * b, w * b)
-                one = HostArrays(self.runner.arch, self.op, source, "float", tile, becomes_bytes=self.bytes_out)
-                _, took = self.runner.run(one, settings, poll and show, scaled=scaled, unclamped=True)
-                tiles, done = _joined(tiles, took), done + unit * h
-                column = self.cols.index(x) * min(self.side, self.width) * b
-                down = lower[..., column : column + w * b], tile, y, self.height
-                across = right[..., : h * b], tile.mT, x, self.width
-                for border, new, at, length in (down, across):
-                    n = min(self.shared, length - at) * b if at else 0
-                    border[:, :, :n] *= shares(n)[0]
-                    new[:, :, :n] *= shares(n)[1]
-                    new[:, :, :n] += border[:, :, :n]
-                for border, new, at, length in (down, across):
-                    n = max(0, min(self.shared, length - at - step)) * b
-                    border[:, :, :n] = new[:, :, step * b : step * b + n]
-                kept = tile[:, :, : step * b, : step * b]
-                if self.op == "encode":
-                    logvar = kept[:, channels // 2 :]
-                    np.clip(logvar, *LOGVAR, out=logvar)
-                if self.bytes_out:  # rounded here, since the core had no blended borders; its rule: NaN becomes 0
-                    kept += 1
-                    kept *= 127.5
-                    np.rint(np.clip(np.fmax(kept, 0, out=kept), 0, 255, out=kept), out=kept)
-                into[:, :, y * b : (y + step) * b, x * b : (x + step) * b] = kept
+        for y, x in product(self.rows, self.cols):
+            h, w = min(self.side, self.height - y), min(self.side, self.width - x)
+            self.begun += 1
+            ys, xs = slice(y * a, (y + h) * a), slice(x * a, (x + w) * a)
+            piece = data[:, ys, xs] if self.bytes_in else data[:, :, ys, xs]
+            source = given[: piece.size].reshape(piece.shape)
+            source[...] = piece
+            tile = made[: self.batch * channels * h * w * b * b].reshape(self.batch, channels, h * b, w * b)
+            one = HostArrays(self.runner.arch, self.op, source, "float", tile, becomes_bytes=self.bytes_out)
+            one.request |= {name: self.request[name] for name in ("threads", "scaled")}
+            _, took = self.runner.run(one, poll and show, *settings, **how, unclamped=True)
+            tiles, done = _joined(tiles, took), done + unit * h
+            column = self.cols.index(x) * min(self.side, self.width) * b
+            down = lower[..., column : column + w * b], tile, y, self.height
+            across = right[..., : h * b], tile.mT, x, self.width
+            for border, new, at, length in (down, across):
+                n = min(self.shared, length - at) * b if at else 0
+                border[:, :, :n] *= shares(n)[0]
+                new[:, :, :n] *= shares(n)[1]
+                new[:, :, :n] += border[:, :, :n]
+            for border, new, at, length in (down, across):
+                n = max(0, min(self.shared, length - at - step)) * b
+                border[:, :, :n] = new[:, :, step * b : step * b + n]
+            kept = tile[:, :, : step * b, : step * b]
+            if self.op == "encode":
+                logvar = kept[:, channels // 2 :]
+                np.clip(logvar, *LOGVAR, out=logvar)
+            if self.bytes_out:  # rounded here, since the core had no blended borders; its rule: NaN becomes 0
+                kept += 1
+                kept *= 127.5
+                np.rint(np.clip(np.fmax(kept, 0, out=kept), 0, 255, out=kept), out=kept)
+            into[:, :, y * b : (y + step) * b, x * b : (x + step) * b] = kept
         assert tiles is not None
         bytes_held = [0 if out is not None else result.nbytes, *(array.nbytes for array in held)]
         return result, self.report(tiles, bytes_held, time.perf_counter() - start)

@@ -10,23 +10,13 @@ from typing import Any
 from vaemem import _core
 from vaemem._common import Message, Named, choose, flag, need
 from vaemem.engine import images
-from vaemem.engine.arguments import (
-    Progress,
-    as_int,
-    check_mask,
-    check_numbers,
-    default_threads,
-    pixels_of,
-    polling,
-)
+from vaemem.engine.arguments import Progress, as_int, check_mask, default_threads, pixels_of, polling
 from vaemem.engine.arrays import Arrays, DeviceArrays, HostArrays, request_of
-from vaemem.engine.device import Device, gpu_rows
-from vaemem.engine.instructions import warn_of_change
+from vaemem.engine.device import Device
 from vaemem.engine.latents import Normalised, Scaling, held_by_pipelines
 from vaemem.engine.limits import Limit, Plans, check_aspect, parse_size, resolve
 from vaemem.engine.model import Model
 from vaemem.engine.records import Encoded, Run, make_run
-from vaemem.engine.runner import Settings
 from vaemem.engine.tiling import Tiling, cut
 
 
@@ -192,19 +182,16 @@ class VAE(Model):
         if output_type == "pil":
             need("PIL.Image", "output_type='pil'")
             channels = self.arch["out_channels"]
-            for why, wrong in (
-                ("z in a GPU's memory", Device.holds(z)),
-                ("out=", out is not None),
-                (f"images of {channels} channels", channels != 3),
-            ):
+            cannot = {"z in a GPU's memory": Device.holds(z), "out=": out is not None}
+            for why, wrong in (cannot | {f"images of {channels} channels": channels != 3}).items():
                 if wrong:
                     raise ValueError(f"output_type: want float or uint8 for {why}, got 'pil'")
         check_mask("z", z)
         latents = self._latents(z) if flag("scaled", scaled) else None
         z = latents.raw(z) if isinstance(latents, Normalised) else z
-        arrays = self._arrays("decode", z, pixels_of(output_type), out)
-        index, notes = images.crop(size, arrays.request)
-        result = self._run(arrays, isinstance(latents, Scaling), progress, tiling, memory_limit, cancel, notes)
+        arrays = self._arrays("decode", z, pixels_of(output_type), out, latents)
+        index, arrays.notes = images.crop(size, arrays.request)
+        result = self._run(arrays, progress, tiling, memory_limit, cancel)
         result = result[index] if index else result
         return images.to_pillow(result) if output_type == "pil" else result
 
@@ -253,10 +240,9 @@ class VAE(Model):
             raise ValueError("pad: want an array in host memory, got one in a GPU's: pad it there, or copy it")
         latents = self._latents(x) if flag("scaled", scaled) else None
         padded, done = images.pad(x, pad, self._runner.factor)
-        arrays = self._arrays("encode", padded, "", None)
-        moments = self._run(
-            arrays, isinstance(latents, Scaling), progress, tiling, memory_limit, cancel, (*notes, *done)
-        )
+        arrays = self._arrays("encode", padded, "", None, latents)
+        arrays.notes = (*notes, *done)
+        moments = self._run(arrays, progress, tiling, memory_limit, cancel)
         size = images.image_size(x) if done else (arrays.request["height"], arrays.request["width"])
         return Encoded(moments, latents.held if latents else None, size)
 
@@ -367,84 +353,41 @@ class VAE(Model):
         """How pipelines hold latents; array: what a run is given."""
         latents = held_by_pipelines(self.arch, self._core.get_tensor)
         if isinstance(latents, Normalised) and self._device and Device.holds(array):
-            raise ValueError(
-                f"scaled: want arrays in host memory for {self.model}, whose latents are normalised channel by "
-                "channel, got one in a GPU's: normalise there and leave scaled out"
-            )
+            wanted = f"want arrays in host memory for {self.model}, whose latents are normalised channel by channel"
+            raise ValueError(f"scaled: {wanted}, got one in a GPU's: normalise there and leave scaled out")
         if isinstance(latents, Scaling) and self.arch["scaling_factor"] is None:
             unknown = "scaled: the weights do not tell the scaling factor (sd15 and sdxl have the same tensors)"
             raise ValueError(Message(f"{unknown}; load with ", Named("model"), " or ", Named("config")))
         return latents
 
-    def _resources(self) -> dict[str, int]:
-        """Arguments of the core's plan and run: what they may use."""
-        return {} if self._device else {"threads": as_int("threads", self.threads)}
+    def _threads(self) -> dict[str, int]:
+        """An argument of the core's plan and run."""
+        return {"threads": 1 if self._device else as_int("threads", self.threads)}
 
-    def _request(
-        self, op: str, height: int, width: int, batch: int, output_type: str, staged: bool = True
-    ) -> dict[str, Any]:
+    def _request(self, op: str, height: int, width: int, batch: int, output_type: str, staged: bool) -> dict[str, Any]:
         height, width, batch = (as_int(n, v) for n, v in (("height", height), ("width", width), ("batch", batch)))
         floats = self.dtype if self._device and not staged else None
-        return request_of(op, height, width, batch, pixels_of(output_type), floats) | self._resources()
+        return request_of(op, height, width, batch, pixels_of(output_type), floats) | self._threads()
 
-    def _arrays(self, op: str, array: Any, pixels: str, out: Any) -> Arrays:
+    def _arrays(self, op: str, array: Any, pixels: str, out: Any, latents: Scaling | Normalised | None) -> Arrays:
         if self._device and Device.holds(array):
-            return DeviceArrays(self.arch, op, array, pixels, out, self._device)
-        return HostArrays(self.arch, op, array, pixels, out)
+            made: Arrays = DeviceArrays(self.arch, op, array, pixels, out, self._device)
+        else:
+            made = HostArrays(self.arch, op, array, pixels, out)
+        made.request |= self._threads() | {"scaled": isinstance(latents, Scaling)}
+        return made
 
     def _run(
-        self,
-        arrays: Arrays,
-        scaled: bool,
-        progress: Progress,
-        tiling: Tiling | None,
-        memory_limit: Limit,
-        cancel: Event | None,
-        notes: tuple[str, ...],
+        self, arrays: Arrays, progress: Progress, tiling: Tiling | None, memory_limit: Limit, cancel: Event | None
     ) -> Any:
-        """notes: of what was done to the arrays."""
         limit, runner, op = self._limit(memory_limit), self._runner, arrays.request["op"]
         choose("on_out_of_memory", self.on_out_of_memory, ("retry", "raise"))
         cache = None if self.cache_limit is None else parse_size("cache_limit", self.cache_limit, least=0)
-        settings = Settings(self._resources(), self.graphs, self.on_out_of_memory == "retry", cache)
-        tiles = cut(runner, tiling, self.sample_size, arrays.request | settings.resources, limit)
-        if tiles and isinstance(arrays, HostArrays):
-            result, run = tiles.run(arrays, settings, progress, cancel, scaled)
-        else:
-            with polling(progress, op, cancel=cancel) as poll:
-                result, run = runner.run(arrays, settings, poll, limit, scaled=scaled)
-        self.last_run = replace(run, notes=notes + run.notes)
+        tiles = cut(runner, tiling, self.sample_size, arrays.request, limit)
+        retries = self.on_out_of_memory == "retry"
+        with polling(progress, op, cancel, tiles.says if tiles else None) as poll:
+            result, run = (tiles or runner).run(arrays, poll, limit, retries, cache, replay=self.graphs)
+        self.last_run = replace(run, notes=arrays.notes + run.notes)
         if not run.finite:
             warnings.warn(f"{op}: the result is not finite", RuntimeWarning, stacklevel=3)
         return result
-
-
-def backends(dtype: str = "float32", precision: str = "highest") -> list[dict[str, Any]]:
-    """The kernels this build has, the CPU's best for such numbers first, then GPUs.
-
-    Parameters
-    ----------
-    dtype, precision : str
-        As `VAE.load` takes them: which kernels are best depends on them.
-
-    Returns
-    -------
-    list of dict
-        ``name``, ``device``, ``usable``, ``chosen`` (what such runs on the CPU use), ``why`` (a sentence where not
-        usable).
-
-    Examples
-    --------
-    >>> [row["usable"] for row in backends() if row["name"] == "ref"]  # plain C
-    [True]
-    >>> sum(row["chosen"] for row in backends(dtype="bfloat16"))  # the best of those that are usable
-    1
-    """
-    warn_of_change(stacklevel=2)
-    check_numbers(dtype, precision)
-    rows: list[dict[str, Any]] = []
-    for name, usable in _core.backends(dtype, precision):
-        chosen = usable and not any(row["chosen"] for row in rows)
-        why = "this processor or its system lacks it, or it was named in VAEMEM_DISABLE at the import"
-        rows.append({"name": name, "device": "cpu", "usable": usable, "chosen": chosen, "why": "" if usable else why})
-    return rows + gpu_rows(dtype, precision)

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -15,26 +15,10 @@ import numpy as np
 
 from vaemem import _core
 from vaemem._common import Message, Named, choose, replacing
-from vaemem.engine import file_tensors, gguf, safetensors
+from vaemem.engine import file_tensors, layouts
 from vaemem.engine.arguments import as_path, check_mask
-from vaemem.engine.layouts import (
-    CONFIG,
-    LAYOUTS,
-    Arch,
-    Shape,
-    check_shapes,
-    config_of,
-    detect,
-    find_layout,
-    half_of,
-    is_attention_matrix,
-    known_arch,
-    ours,
-    read_config,
-    sample_size_of,
-    shown,
-    spell,
-)
+from vaemem.engine.file_tensors import FILE_NAMES, FLOATS, FileTensor, bytes_of
+from vaemem.engine.layouts import CONFIG, LAYOUTS, Arch, Config, Shape, shown
 from vaemem.engine.limits import parse_size
 
 PARTS = ("all", "encoder", "decoder")
@@ -86,30 +70,13 @@ def _locate(path: Path, need_config: bool) -> Path:
 def _convert(pickle: Path) -> str:
     """What to do with a file that may run what it holds."""
     config = f", config={str(pickle.parent / CONFIG)!r}" if (pickle.parent / CONFIG).is_file() else ""
-    return (
-        "A pickle may run whatever its maker wrote into it. To convert one that you trust: "
-        f"VAE.load(torch.load({str(pickle)!r}, map_location='cpu', weights_only=True){config})"
-        f".save({str(pickle.with_suffix('.safetensors'))!r})"
-    )
-
-
-def _arch_asked_for(model: str | None, config: Any) -> Arch | None:
-    known = None if model is None else known_arch(model)
-    if config is None:
-        return known
-    arch = read_config(config)
-    if known and arch["name"] != model:
-        rest = f" describes ({arch['name']}), or only one of both, got {model!r}"
-        raise ValueError(Message("model: want one that ", Named("config"), rest))
-    return arch
+    load = f"VAE.load(torch.load({str(pickle)!r}, map_location='cpu', weights_only=True){config})"
+    save = f".save({str(pickle.with_suffix('.safetensors'))!r})"
+    return f"A pickle may run whatever its maker wrote into it. To convert one that you trust: {load}{save}"
 
 
 def load(
-    path: Any,
-    model: str | None = None,
-    config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
-    parts: str = "all",
-    **where: Any,
+    path: Any, model: str | None = None, config: Config | None = None, parts: str = "all", **where: Any
 ) -> _core.Model:
     """Reads weights into a new core model, all of its tensors set, as `vaemem.VAE.load` says.
 
@@ -117,84 +84,109 @@ def load(
     the peak while loading is the packed copy plus one tensor as it lies in the file.
     """
     choose("parts", parts, PARTS)
-    arch = _arch_asked_for(model, config)
+    arch = None if model is None else layouts.known_arch(model)
+    if config is not None:
+        arch = layouts.read_config(config)
+        if model not in (None, arch["name"]):
+            rest = f" describes ({arch['name']}), or only one of both, got {model!r}"
+            raise ValueError(Message("model: want one that ", Named("config"), rest))
     state = path.state_dict() if hasattr(path, "state_dict") else path
-    opened: contextlib.AbstractContextManager[_File | _Memory]
-    if isinstance(state, Mapping):
-        name, opened = "state dict", contextlib.nullcontext(_Memory(state))
-    else:
-        file = _locate(as_path(path, "path"), need_config=arch is None)
-        name, opened = str(file), _reading(file)
-    with opened as source:
+    file = None if isinstance(state, Mapping) else _locate(as_path(path, "path"), need_config=arch is None)
+    name = str(file or "state dict")
+    with _reading(file) if file else contextlib.nullcontext(_in_memory(state)) as source:
         if arch is None and (beside := config_beside(path)) is not None:
             arch = _arch_beside(source, beside)
-        return _load_from(source, name, arch, parts, where)
+        try:
+            return _load_from(source, arch, parts, where)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+        except OSError as error:
+            raise OSError(error.errno, f"cannot read: {error.strerror}", name) from None
 
 
-def _arch_beside(source: _File | _Memory, config: Any) -> Arch:
+def _load_from(source: _Source, arch: Arch | None, parts: str, where: Mapping[str, Any]) -> _core.Model:
+    shapes = source.shapes
+    layout, prefix = layouts.find_layout(shapes)
+    arch = arch or layouts.detect(shapes, parts)[2]
+    result = _core.Model(arch, parts, **where)
+    tensors = dict(result.tensors)
+    spelt = layouts.spell(tensors, layout, len(arch["block_out_channels"]), prefix)
+    extra = {prefix + name for name in layouts.ours(shapes, prefix, parts)} - set(spelt.values())
+    readable, types = ", ".join(source.readable), {name: tensor.dtype for name, tensor in source.tensors.items()}
+    faults = {name: f"want {readable}, got {dtype}" for name, dtype in types.items() if dtype not in source.readable}
+    wanted_by = f"{arch['name']}{'' if parts == 'all' else f' ({parts})'} in layout {layout}"
+    layouts.check_shapes(shapes, tensors, spelt, wanted_by, faults, extra)
+    for tensor, shape in tensors.items():
+        result.set_tensor(tensor, source.read(spelt[tensor], shape))
+    return result
+
+
+def _arch_beside(source: _Source, config: Any) -> Arch:
     """The architecture of the config beside weights. ValueError where these say that they were saved with another: a
     save that is killed between its two files leaves the new weights and the old config."""
-    arch, saved = read_config(config), source.about.get(SAVED_WITH, "{}")
+    arch, saved = layouts.read_config(config), source.about.get(SAVED_WITH, "{}")
     try:
         want = dict(json.loads(saved))
     except (TypeError, ValueError, RecursionError):
         raise ValueError(f"{SAVED_WITH} in the weights beside {config}: want JSON, got {shown(saved)}") from None
-    got = config_of(arch, sample_size_of(config, arch["name"]))
+    got = layouts.config_of(arch, layouts.sample_size_of(config, arch["name"]))
     if wrong := [key for key in got if key in want and want[key] != got[key]]:
         values = ", ".join(f"{key} {shown(want[key])}, got {shown(got[key])}" for key in wrong)
-        raise ValueError(
-            Message(
-                f"{config}: want what the weights beside it were saved with, {values}: a save was cut short, or one of"
-                f" the two files was changed. Save again, mend {CONFIG}, or pass ",
-                Named("config", str(config)), " to take it as it is",
-            )
-        )  # fmt: skip
+        wanted = f"want what the weights beside it were saved with, {values}: a save was cut short"
+        advice = f"or one of the two files was changed. Save again, mend {CONFIG}, or pass "
+        as_it_is = Named("config", str(config)), " to take it as it is"
+        raise ValueError(Message(f"{config}: {wanted}, {advice}", *as_it_is))
     return arch
 
 
-class _File:
-    """The tensors of a weights file: shapes, types, and each one's numbers when they are wanted."""
+class _Source(NamedTuple):
+    """Tensors by name, and who reads the numbers of one when they are wanted, in a shape that is as large."""
 
-    def __init__(self, f: IO[bytes], form: Any) -> None:
-        self._file, self.readable = f, form.READABLE
-        tensors, self.about = form.header(f)
-        self.header = {tensor.name: tensor for tensor in tensors}
-        self.shapes = {name: tensor.shape for name, tensor in self.header.items()}
-        self.dtypes = {name: tensor.dtype for name, tensor in self.header.items()}
+    tensors: dict[str, FileTensor]
+    read: Callable[[str, Shape], np.ndarray]
+    readable: tuple[str, ...]  # types
+    about: dict[str, str]
 
-    def read(self, name: str, shape: Shape) -> np.ndarray:
-        return file_tensors.read_tensor(self._file, self.header[name], shape)
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        return {name: tensor.shape for name, tensor in self.tensors.items()}
 
 
 @contextlib.contextmanager
-def _reading(file: Path) -> Iterator[_File]:
+def _reading(file: Path) -> Iterator[_Source]:
     """GGUF where its first bytes say so; as the length of a safetensors header they would be above the limit."""
-    with open(file, "rb", buffering=0) as f:
-        is_gguf = f.read(len(gguf.MAGIC)) == gguf.MAGIC or file.suffix == ".gguf"
+    with open(file, "rb") as f:
+        is_gguf = f.peek(4).startswith(file_tensors.MAGIC) or file.suffix == ".gguf"
         try:
-            source = _File(f, gguf if is_gguf else safetensors)
+            tensors, about = file_tensors.gguf_header(f) if is_gguf else file_tensors.safetensors_header(f)
         except (ValueError, RecursionError) as error:
             hint = f". {_convert(file)}" if file.suffix in PICKLES else ""
             kind = "GGUF" if is_gguf else "safetensors"
             raise ValueError(f"path: want a {kind} file, got {file}: {error}{hint}") from None
-        yield source
+        held = {tensor.name: tensor for tensor in tensors}
+
+        def read(name: str, shape: Shape) -> np.ndarray:
+            return file_tensors.read_tensor(f, held[name], shape)
+
+        yield _Source(held, read, file_tensors.READABLE if is_gguf else tuple(FLOATS), about)
 
 
-class _Memory:
-    """What `_File` is, of tensors in memory: NumPy's, or torch's, which is not imported for that."""
+def _in_memory(tensors: Mapping[str, Any]) -> _Source:
+    """Tensors of NumPy, or of torch, which is not imported for that."""
+    inner = tensors.get("state_dict")
+    given = inner if isinstance(inner, Mapping) else tensors
+    held = {}
+    for name, value in given.items():
+        if isinstance(name, str) and hasattr(value, "dtype"):
+            dtype = str(value.dtype).removeprefix("torch.")
+            try:
+                shape = tuple(int(side) for side in value.shape)
+            except (TypeError, RuntimeError, AttributeError):  # of a nested one
+                raise ValueError(f"{name}: want a tensor of whole sides, got {_described(value)}") from None
+            held[name] = FileTensor(name, shape, FILE_NAMES.get(dtype, dtype), 0, 0)
 
-    def __init__(self, tensors: Mapping[str, Any]) -> None:
-        inner = tensors.get("state_dict")
-        self._tensors = inner if isinstance(inner, Mapping) else tensors
-        arrays = {n: value for n, value in self._tensors.items() if isinstance(n, str) and hasattr(value, "dtype")}
-        self.shapes = {name: _shape_of(name, value) for name, value in arrays.items()}
-        dtypes = {name: str(value.dtype).removeprefix("torch.") for name, value in arrays.items()}
-        self.dtypes = {name: file_tensors.FILE_NAMES.get(dtype, dtype) for name, dtype in dtypes.items()}
-        self.readable = tuple(file_tensors.FLOATS)
-        self.about: dict[str, str] = {}
-
-    def read(self, name: str, shape: Shape) -> np.ndarray:
-        value = self._tensors[name]
+    def read(name: str, shape: Shape) -> np.ndarray:
+        value = given[name]
         check_mask(name, value)
         try:
             numbers = value.detach().cpu().float().numpy() if hasattr(value, "detach") else value
@@ -202,12 +194,7 @@ class _Memory:
         except (TypeError, RuntimeError) as error:  # PyTorch's, of a tensor on "meta", a sparse one, a subclass
             raise ValueError(f"{name}: want a dense tensor with numbers, got {_described(value)}: {error}") from None
 
-
-def _shape_of(name: str, tensor: Any) -> Shape:
-    try:
-        return tuple(int(side) for side in tensor.shape)
-    except (TypeError, RuntimeError, AttributeError):  # of a nested one
-        raise ValueError(f"{name}: want a tensor of whole sides, got {_described(tensor)}") from None
+    return _Source(held, read, tuple(FLOATS), {})
 
 
 def _described(tensor: Any) -> str:
@@ -231,20 +218,20 @@ def look(path: Any) -> Contents:
     """A weights file's layout and architecture, as `load` would find them, without its numbers."""
     file = _locate(as_path(path, "path"), need_config=True)
     with _reading(file) as source:
-        layout, prefix, arch = detect(source.shapes)
+        layout, prefix, arch = layouts.detect(source.shapes)
         if (beside := config_beside(path)) is not None:
             arch = _arch_beside(source, beside)
-    names = ours(source.shapes, prefix, "all")
-    halves = {half for name in names if (half := half_of(name))}
+    names = layouts.ours(source.shapes, prefix, "all")
+    halves = {half for name in names if (half := layouts.half_of(name))}
     parts = halves.pop() if len(halves) == 1 else "all"
-    dtypes = tuple(sorted({source.dtypes[prefix + name] for name in names}))
+    dtypes = tuple(sorted({source.tensors[prefix + name].dtype for name in names}))
     return Contents(file, layout, arch, parts, dtypes, len(names))
 
 
 def read_tensors(file: Path) -> dict[str, np.ndarray]:
     """Every tensor of a weights file whose type can be read."""
     with _reading(file) as source:
-        held = source.header.values()
+        held = source.tensors.values()
         return {one.name: source.read(one.name, one.shape) for one in held if one.dtype in source.readable}
 
 
@@ -255,7 +242,7 @@ def tensor_types(path: Any) -> list[tuple[str, Shape, str, int]]:
     Types are named as the formats do: "F32", "BF16", "F8_E4M3", "Q8_0", "Q4_K". ValueError, OSError: as `load`.
     """
     with _reading(_locate(as_path(path, "path"), need_config=False)) as source:
-        return [(one.name, one.shape, one.dtype, one.nbytes) for one in source.header.values()]
+        return [(one.name, one.shape, one.dtype, one.nbytes) for one in source.tensors.values()]
 
 
 def told_bytes(role: str, given: str | int | os.PathLike[str]) -> int | None:
@@ -272,34 +259,6 @@ def told_bytes(role: str, given: str | int | os.PathLike[str]) -> int | None:
     return sum(size for *_, size in tensor_types(given)) if os.path.exists(given) else None
 
 
-def _unreadable(source: _File | _Memory) -> dict[str, str]:
-    want = ", ".join(source.readable)
-    return {name: f"want {want}, got {dtype}" for name, dtype in source.dtypes.items() if dtype not in source.readable}
-
-
-def _load_from(
-    source: _File | _Memory, name: str, arch: Arch | None, parts: str, where: Mapping[str, Any]
-) -> _core.Model:
-    shapes = source.shapes
-    try:
-        layout, prefix = find_layout(shapes)
-        if arch is None:
-            arch = detect(shapes, parts)[2]
-        result = _core.Model(arch, parts, **where)
-        tensors = dict(result.tensors)
-        spelt = spell(tensors, layout, len(arch["block_out_channels"]))
-        extra = [prefix + name for name in ours(shapes, prefix, parts) - set(spelt.values())]
-        wanted_by = f"{arch['name']}{'' if parts == 'all' else f' ({parts})'} in layout {layout}"
-        check_shapes(shapes, tensors, spelt, prefix, wanted_by, _unreadable(source), extra)
-        for tensor, shape in tensors.items():
-            result.set_tensor(tensor, source.read(prefix + spelt[tensor], shape))
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
-    except OSError as error:
-        raise OSError(error.errno, f"cannot read: {error.strerror}", name) from None
-    return result
-
-
 def make(arch: Arch, parts: str, tensors: Iterable[tuple[str, np.ndarray]], **where: Any) -> _core.Model:
     """A model of these tensors, where `load` would have put it."""
     result = _core.Model(arch, parts, **where)
@@ -310,7 +269,7 @@ def make(arch: Arch, parts: str, tensors: Iterable[tuple[str, np.ndarray]], **wh
 
 def copy(model: _core.Model, **where: Any) -> _core.Model:
     """The same model once more, where `load` would have put it."""
-    return make(model.arch, model.parts, ((name, model.get_tensor(name)) for name, _ in model.tensors), **where)
+    return make(model.arch, model.parts, kept(model), **where)
 
 
 # ---- writing ----
@@ -318,13 +277,13 @@ def copy(model: _core.Model, **where: Any) -> _core.Model:
 
 def _types(model: _core.Model) -> dict[str, str]:
     """The type in which each tensor is kept."""
-    return {name: file_tensors.FILE_NAMES[model.dtype] if len(shape) > 1 else "F32" for name, shape in model.tensors}
+    return {name: FILE_NAMES[model.dtype] if len(shape) > 1 else "F32" for name, shape in model.tensors}
 
 
 def kept(model: _core.Model) -> Iterator[tuple[str, np.ndarray]]:
     """Copies of the tensors by name, one after the other, each in the type in which it is kept."""
     for name, kind in _types(model).items():
-        yield name, model.get_tensor(name).astype(file_tensors.FLOATS[kind][1], copy=False)
+        yield name, model.get_tensor(name).astype(FLOATS[kind][1], copy=False)
 
 
 def _write_tensors(f: IO[bytes], model: _core.Model, layout: str, about: dict[str, str] | None = None) -> None:
@@ -332,18 +291,18 @@ def _write_tensors(f: IO[bytes], model: _core.Model, layout: str, about: dict[st
     type in which it is kept. Written here because the package wants all tensors in memory at once; this holds one."""
     tensors = model.tensors
     types = _types(model)
-    spelt = spell([name for name, _ in tensors], layout, len(model.arch["block_out_channels"]))
+    spelt = layouts.spell([name for name, _ in tensors], layout, len(model.arch["block_out_channels"]))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"} | (about or {})}
     end = 0
     for name, shape in tensors:
-        written = (*shape, 1, 1) if layout != "diffusers" and is_attention_matrix(name, shape) else shape
-        begin, end = end, end + file_tensors.bytes_of(name, types[name], shape)
+        written = (*shape, 1, 1) if layout != "diffusers" and layouts.is_attention_matrix(name, shape) else shape
+        begin, end = end, end + bytes_of(name, types[name], shape)
         header[spelt[name]] = {"dtype": types[name], "shape": list(written), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the data starts aligned
     f.write(len(text).to_bytes(8, "little") + text)
     for name, tensor in kept(model):
-        f.write(tensor.view(file_tensors.FLOATS[types[name]][0]).data)
+        f.write(tensor.view(FLOATS[types[name]][0]).data)
 
 
 def save(
@@ -362,8 +321,7 @@ def save(
         raise ValueError(f"layout: {layout} {always}, and {arch['name']} has {got}: want {others}")
     if layout == "bfl" and not arch["mid_block_add_attention"]:
         raise ValueError(f"layout: bfl always has the middle attention, and {arch['name']} has none: want diffusers")
-    unset = model.missing()
-    if unset:
+    if unset := model.missing():
         raise ValueError(f"model: want every tensor set, got {len(unset)} that are not, such as {unset[0]}")
     target = as_path(path, "path")
     if target.suffix == ".safetensors":
@@ -374,17 +332,16 @@ def save(
         return
     if target.suffix in (".gguf", *PICKLES) and not target.is_dir():
         raise ValueError(f"path: want a directory or a name that ends in .safetensors, which is written, got {target}")
-    if layout != "diffusers":
-        raise ValueError(f"path: want a name that ends in .safetensors for layout {layout}, got {target}")
-    if model.parts != "all":
-        raise ValueError(f"path: want a name that ends in .safetensors for half a model, got {target}")
+    if layout != "diffusers" or model.parts != "all":
+        what = f"layout {layout}" if layout != "diffusers" else "half a model"
+        raise ValueError(f"path: want a name that ends in .safetensors for {what}, got {target}")
     if target.exists() and not target.is_dir():
         raise ValueError(f"path: want a directory or a name that ends in .safetensors, got the file {target}")
     new = not target.exists()
     target.mkdir(parents=True, exist_ok=True)
     try:
         with replacing(target / CONFIG) as c, replacing(target / WEIGHTS) as f:  # the weights take their place first
-            config = json.dumps(config_of(arch, sample_size), indent=2) + "\n"
+            config = json.dumps(layouts.config_of(arch, sample_size), indent=2) + "\n"
             c.write(config.encode())
             c.flush()
             os.fsync(c.fileno())  # a full disk is found before anything takes its place

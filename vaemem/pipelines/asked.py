@@ -1,45 +1,193 @@
-"""What is asked of a pipeline's prediction."""
+"""What is asked of a pipeline's prediction: its parts, as they are stored and run, and its call."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+import functools
+import math
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from vaemem._common import DTYPES, Message, Named, choose, flag, whole
-from vaemem._core import OutOfMemoryError
+from vaemem import _core
+from vaemem._common import DTYPES, ELEMENT_BYTES, Message, Named, choose, whole
 from vaemem.engine.limits import parse_size
-from vaemem.pipelines.components import PIPELINES, Pipeline
-from vaemem.pipelines.diffusers import PipelineCall, play_pipeline
-from vaemem.pipelines.parts import parts_of
-from vaemem.pipelines.pipeline_run import OFFLOADS, Part, PipelineRun
-from vaemem.pipelines.storage import FOUR_BITS
-from vaemem.prediction.question import MOST_SIDE, Asked
-from vaemem.prediction.values import Card, Software
+from vaemem.engine.weights import tensor_types
+from vaemem.pipelines import programs
+from vaemem.pipelines.components import PIPELINES, Pipeline, weights_of
+from vaemem.pipelines.storage import BITSANDBYTES, FOUR_BITS, GGML, SPELT, TYPES, Stored, stored
+from vaemem.prediction.gpus import Gpu
+from vaemem.prediction.question import MOST_SIDE, Asked, Card, Software
 
 MOST_TOKENS = 1 << 13  # of a prompt: diffusers' encoders take 77 or 512 at a time
+OFFLOADS = ("none", "model", "sequential")
 VAE_WAYS = ("whole", "tiled", "sliced", "vaemem")
+WEIGHT_TYPES = [name for name in TYPES if name not in ("float64", "int64", "bool")]  # which are tables' and masks'
+KEPT_TRACES = 4  # of each component
+
+
+@dataclass(frozen=True)
+class Part:
+    """A component as it is run.
+
+    Attributes
+    ----------
+    role : str
+        ``"unet"``, ``"vae"`` ...
+    component : str
+        What plays it: a recorded module, or a VAE's name.
+    dtype : str
+        What it computes in.
+    weights : tuple of Stored
+        As they are stored; of a VAE in `dtype`.
+    upcast : bool
+        Whether a VAE is converted to float32 for its call, and back.
+    """
+
+    role: str
+    component: str
+    dtype: str
+    weights: tuple[Stored, ...]
+    upcast: bool = False
+
+    def __reduce__(self) -> Any:
+        """Copied and pickled without its traces, which are made again."""
+        return Part, tuple(getattr(self, one.name) for one in fields(self))
+
+    @functools.cached_property
+    def _traces(self) -> dict[Any, _core.Trace]:
+        return {}
+
+    def trace(self, gpu: Gpu, sends: bool, **sizes: int) -> _core.Trace:
+        """What a call takes on a GPU, with the weights that sequential offload `sends` for it; `sizes` may have more
+        than its variables. The last ones are kept, because it takes longer to make one than to play it."""
+        recording, kept = programs.load_program(self.component), self._traces
+        wanted = {name: sizes[name] for name in recording.variables}
+        asked = (gpu.name, gpu.sm, gpu.multiprocessors, sends, *wanted.items())
+        trace = kept.get(asked)
+        if trace is None:
+            trace = recording.trace(self.dtype, gpu, self.unpacked, self.sent if sends else None, **wanted)
+            for oldest in list(kept)[: len(kept) + 1 - KEPT_TRACES]:
+                kept.pop(oldest, None)
+            kept[asked] = trace
+        return trace
+
+    @functools.cached_property
+    def nbytes(self) -> int:
+        return sum(weight.bytes for weight in self.weights)
+
+    @functools.cached_property
+    def pieces(self) -> list[int]:
+        """Bytes of the tensors that hold its weights, in order."""
+        return [size for weight in self.weights for size in weight.pieces]
+
+    @functools.cached_property
+    def _types(self) -> set[str]:
+        return {weight.type for weight in self.weights}
+
+    def has(self, types: Collection[str]) -> bool:
+        """Whether any of its weights is stored in one of these types."""
+        return not self._types.isdisjoint(types)
+
+    def _by_module(self, made: Mapping[str, int]) -> dict[str, list[tuple[str, int]]]:
+        """{submodule: [(name, bytes)]} of named tensors. Where a file's tensors have other names than the submodules,
+        the largest of them stands for the whole call, under ""."""
+        modules = {weight.module for weight in weights_of(self.component)}
+        found: dict[str, list[tuple[str, int]]] = {}
+        for name, size in made.items():
+            module, _, own = name.rpartition(".")
+            if module in modules:
+                found.setdefault(module, []).append((own, size))
+            elif size > sum(other for _, other in found.get("", ())):
+                found[""] = [(name, size)]
+        return found
+
+    @functools.cached_property
+    def sent(self) -> dict[str, list[tuple[str, int]]]:
+        """{submodule: [(name, bytes)]} of the weights that sequential offload has on the device during its call."""
+        return self._by_module({w.name: w.bytes for w in self.weights})
+
+    @functools.cached_property
+    def unpacked(self) -> dict[str, list[tuple[str, int]]]:
+        """{submodule: [(name, bytes)]} of its weights in the dtype that it computes in, unpacked for its call from a
+        smaller type."""
+        smaller, size = (*GGML, *FOUR_BITS, "fp8"), ELEMENT_BYTES[self.dtype]
+        packed = [w for w in self.weights if SPELT.get(w.type, w.type) in smaller]
+        return self._by_module({f"{w.name}, unpacked": math.prod(w.shape) * size for w in packed})
+
+
+@functools.lru_cache(maxsize=32)
+def _typed(role: str, component: str, dtype: str, given: str, rule: str, upcast: bool = False) -> Part:
+    """What is stored in a type is the same for every size and card."""
+    return Part(role, component, dtype, tuple(stored(weights_of(component), given, rule, dtype)), upcast)
+
+
+def _part(role: str, component: str, dtype: str, given: Any, upcast: bool) -> Part:
+    """The weights of a component in a type, or as a file has them."""
+    if given in DTYPES:
+        return _typed(role, component, given, given, "all", upcast and given == "float16")
+    if component in _core.models():
+        choose(f"components[{role!r}]", given, DTYPES)
+    if isinstance(given, os.PathLike) or (isinstance(given, str) and os.path.exists(given)):
+        try:
+            return Part(role, component, dtype, tuple(stored(weights_of(component), None, tensor_types(given))))
+        except ValueError as error:
+            raise ValueError(f"components[{role!r}]: {given}: {error}") from None
+    choose(f"components[{role!r}]", given, WEIGHT_TYPES)
+    # Whose rule says which tensors a type is for, where no file does.
+    rule = "layerwise" if given == "fp8" else "bitsandbytes" if given in BITSANDBYTES else "all"
+    if given in GGML:
+        rule = "llama.cpp" if role.startswith("text_encoder") else "comfyui-gguf"
+    return _typed(role, component, dtype, given, rule)
+
+
+def parts_of(pipeline: Pipeline, dtype: str, components: Mapping[str, Any]) -> tuple[Part, ...]:
+    """A pipeline's parts, of which `components` says what `predict_pipeline` is told of them."""
+    if not isinstance(components, Mapping):
+        raise ValueError(f"components: want {{role: type or file}}, got {components!r}")
+    known = {**pipeline.parts, **pipeline.optional}
+    for role in components:
+        choose("components", role, known)
+    parts = []
+    for role, component in known.items():
+        given = components.get(role, None if role in pipeline.optional else dtype)
+        if given is not None:
+            parts.append(_part(role, component, dtype, given, upcast=component == "sdxl" and role not in components))
+        elif role not in (*pipeline.encoders, *pipeline.optional):
+            raise ValueError(f"components: want a type or a file for {role}, got None")
+    return tuple(parts)
 
 
 @dataclass(frozen=True)
 class PipelineQuestion(Asked):
-    """What `predict_pipeline` is asked of diffusers: which pipeline makes what, of which parts, which of them come and
-    go (`offload`) and which stay on the CPU."""
+    """What `predict_pipeline` is asked of diffusers: which pipeline makes what, of which parts; which of them come and
+    go (`offload`) and which stay on the CPU; and how the VAE runs, by vaemem within a limit in bytes."""
 
     name: str
-    call: PipelineCall
+    height: int
+    width: int
+    batch: int
+    tokens: int
+    guidance: bool
+    steps: int
+    image: bool
     parts: tuple[Part, ...]
     offload: str = "none"
     on_cpu: tuple[str, ...] = ()
+    vae: str = "whole"
+    vae_limit: int = 0
 
     @property
     def pipeline(self) -> Pipeline:
         return PIPELINES[self.name]
 
+    def part(self, role: str) -> Part:
+        return next(part for part in self.parts if part.role == role)
+
     @property
     def dtype(self) -> str:
         """What its denoiser computes in."""
-        return next(part.dtype for part in self.parts if part.role == self.pipeline.denoiser)
+        return self.part(self.pipeline.denoiser).dtype
 
     @property
     def resident(self) -> tuple[str, ...]:
@@ -64,6 +212,9 @@ class PipelineQuestion(Asked):
         if (vae == "vaemem") != (vae_memory_limit is not None):
             got = f" and with that alone, got {vae_memory_limit!r} with {vae!r}"
             raise ValueError(Message("vae_memory_limit: want it with ", Named("vae", "vaemem"), got))
+        if self.image and (vae == "vaemem" or "vae" in on_cpu):
+            got = "image: want it with PyTorch's VAE on the device, got that on the CPU or "
+            raise ValueError(Message(got, Named("vae", "vaemem")))
         limit = parse_size("vae_memory_limit", vae_memory_limit) if vae_memory_limit is not None else 0
         for part in self.parts:
             if offload == "sequential" and part.has(FOUR_BITS):
@@ -71,38 +222,22 @@ class PipelineQuestion(Asked):
                     f"offload: want none or model with components[{part.role!r}] in bitsandbytes' four bits, got"
                     " 'sequential', from which accelerate does not bring them back"
                 )
-        held = next(part.nbytes for part in self.parts if part.role == "vae")
+        held = self.part("vae").nbytes
         if vae == "vaemem" and limit <= held:
             raise ValueError(
                 f"vae_memory_limit: want more than the VAE's weights, which count in it and are {held} bytes, got"
                 f" {vae_memory_limit!r}"
             )
-        call = replace(self.call, vae=vae, memory_limit=limit)
-        return replace(self, call=call, offload=offload, on_cpu=on_cpu)
-
-    def play(
-        self, workspace: Any = None, has_other_plans: bool = True, **device: Any
-    ) -> tuple[PipelineRun, OutOfMemoryError | None]:
-        """A fresh process, as `start` makes it, runs the pipeline as far as its allocator lets it."""
-        process = self.start(workspace, **device)
-        process.has_other_plans = has_other_plans
-        parts = {part.role: part for part in self.parts}
-        run = PipelineRun(process, parts, self.offload, self.call.vae == "vaemem", self.on_cpu, self.resident)
-        try:
-            play_pipeline(run, self.pipeline, self.call)
-        except OutOfMemoryError as full:
-            return run, full
-        return run, None
+        return replace(self, offload=offload, on_cpu=on_cpu, vae=vae, vae_limit=limit)
 
 
 def ask_pipeline(
     pipeline: str, height: int, width: int, batch: int, card: Card, software: Software, *,
     prompt_tokens: int | None, guidance: bool, dtype: str | None, components: Mapping[str, Any] | None, image: bool,
-    steps: int | None,
+    steps: int,
 ) -> PipelineQuestion:  # fmt: skip
     """Arguments of `predict_pipeline` as a question, nothing offloaded and the VAE whole; ValueError names the one that
     cannot be answered."""
-    choose("pipeline", pipeline, PIPELINES)
     known = PIPELINES[pipeline]
     dtype = known.dtype if dtype is None else dtype
     choose("dtype", dtype, DTYPES)
@@ -111,9 +246,7 @@ def ask_pipeline(
         if value % known.stride or value > MOST_SIDE:
             raise ValueError(f"{name}: want a multiple of {known.stride} up to {MOST_SIDE} for {pipeline}, got {value}")
     tokens = known.tokens if prompt_tokens is None else whole("prompt_tokens", prompt_tokens, most=MOST_TOKENS)
-    steps = known.steps if steps is None else whole("steps", steps)
-    call = PipelineCall(
-        height, width, whole("batch", batch), tokens, flag("guidance", guidance), steps, "whole", 0,
-        flag("image", image),
+    return PipelineQuestion(
+        card, software, pipeline, height, width, whole("batch", batch), tokens, guidance, steps, image,
+        parts_of(known, dtype, components or {}),
     )  # fmt: skip
-    return PipelineQuestion(card, software, pipeline, call, parts_of(known, dtype, components or {}))

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from vaemem import _core
 from vaemem._common import Message, Named
+from vaemem.pipelines.programs import Weight, load_program
+from vaemem.prediction.runtimes import architecture
 
 CLIPS = ("clip-l", "clip-l-sdxl", "clip-l-flux", "openclip-g")
 CLIP_TOKENS = 77
@@ -22,12 +26,12 @@ class Pipeline(NamedTuple):
     tokens: of a prompt by default
     encoded: what prompts are padded to for the text encoder, longer ones in several calls; 0 where that is said by the
         call (FLUX's max_sequence_length)
+    steps: by default
     pads: whether the denoiser sees the padded prompt
     guides: whether guidance takes a second image through the denoiser (else it is an input of it, or there is none)
     rescales: whether the latents that are decoded take the place of the others
-    steps: by default
-    conditions: what is held beside the prompt while it denoises, {name: (elements, dtype)}: a polynomial in n images, t
-        tokens and p image tokens; "run" is the pipeline's dtype
+    conditions: what is held beside the prompt while it denoises, {name: (elements, of what, dtype)}: of n images, t
+        tokens, p image tokens, or "" for none of them; "run" is the pipeline's dtype
     passes: what is made for each call of the denoiser, in the same way
     latents: the dtype in which they are kept
     optional: further parts, there where they are named; they stay on the device whatever is offloaded
@@ -40,12 +44,12 @@ class Pipeline(NamedTuple):
     pooled: int
     tokens: int
     encoded: int
-    pads: bool
-    guides: bool
-    rescales: bool
     steps: int
-    conditions: Mapping[str, tuple[str, str]] = {}
-    passes: Mapping[str, tuple[str, str]] = {}
+    pads: bool = True
+    guides: bool = False
+    rescales: bool = True
+    conditions: Mapping[str, tuple[int, str, str]] = {}
+    passes: Mapping[str, tuple[int, str, str]] = {}
     latents: str = "run"
     optional: Mapping[str, str] = {}
 
@@ -75,46 +79,40 @@ class Pipeline(NamedTuple):
         return [role for role in self.parts if role.startswith("text_encoder")]
 
 
-_FLUX = {
-    "text_ids": ("3 t", "run"), "latent_image_ids": ("3 p", "run"),
-    "timestep": ("1 n", "run"),
-}  # fmt: skip
-_PASSED = {"timestep / 1000": ("1 n", "run")}
+_FLUX = Pipeline(
+    about="FluxPipeline of FLUX.1-dev",
+    parts={"text_encoder": "clip-l-flux", "text_encoder_2": "t5-xxl", "transformer": "flux-transformer", "vae": "flux"},
+    dtype="bfloat16", width=4096, pooled=768, tokens=512, encoded=0, steps=28,
+    conditions={
+        "text_ids": (3, "t", "run"), "latent_image_ids": (3, "p", "run"), "timestep": (1, "n", "run"),
+        "guidance": (1, "", "float32"),
+    },
+    passes={"timestep / 1000": (1, "n", "run")},
+)  # fmt: skip
 PIPELINES = {
     "sd15": Pipeline(
         about="StableDiffusionPipeline of stable-diffusion-v1-5",
         parts={"text_encoder": "clip-l", "unet": "sd15-unet", "vae": "sd15"}, dtype="float16",
-        width=768, pooled=0, tokens=77, encoded=77, pads=True, guides=True, rescales=False, steps=50,
+        width=768, pooled=0, tokens=77, encoded=77, steps=50, guides=True, rescales=False,
         optional={"safety_checker": "safety-checker"},
     ),
     "sdxl": Pipeline(
         about="StableDiffusionXLPipeline of stable-diffusion-xl-base-1.0",
         parts={"text_encoder": "clip-l-sdxl", "text_encoder_2": "openclip-g", "unet": "sdxl-unet", "vae": "sdxl"},
-        dtype="float16", width=2048, pooled=1280, tokens=77, encoded=77, pads=True, guides=True, rescales=True,
-        steps=50, conditions={"add_time_ids": ("6 n", "run")},
+        dtype="float16", width=2048, pooled=1280, tokens=77, encoded=77, steps=50, guides=True,
+        conditions={"add_time_ids": (6, "n", "run")},
     ),
-    "flux": Pipeline(
-        about="FluxPipeline of FLUX.1-dev",
-        parts={
-            "text_encoder": "clip-l-flux", "text_encoder_2": "t5-xxl", "transformer": "flux-transformer", "vae": "flux",
-        },
-        dtype="bfloat16", width=4096, pooled=768, tokens=512, encoded=0, pads=True, guides=False, rescales=True,
-        steps=28, conditions={**_FLUX, "guidance": ("1", "float32")}, passes=_PASSED,
-    ),
-    "flux-schnell": Pipeline(
+    "flux": _FLUX,
+    "flux-schnell": _FLUX._replace(
         about="FluxPipeline of FLUX.1-schnell",
-        parts={
-            "text_encoder": "clip-l-flux", "text_encoder_2": "t5-xxl", "transformer": "flux-schnell-transformer",
-            "vae": "flux",
-        },
-        dtype="bfloat16", width=4096, pooled=768, tokens=256, encoded=0, pads=True, guides=False, rescales=True,
-        steps=4, conditions=_FLUX, passes=_PASSED,
+        parts={**_FLUX.parts, "transformer": "flux-schnell-transformer"}, tokens=256, steps=4,
+        conditions={name: made for name, made in _FLUX.conditions.items() if name != "guidance"},
     ),
     "zimage-turbo": Pipeline(
         about="ZImagePipeline of Z-Image-Turbo",
         parts={"text_encoder": "qwen3-4b", "transformer": "zimage-transformer", "vae": "zimage"},
-        dtype="bfloat16", width=2560, pooled=0, tokens=77, encoded=512, pads=False, guides=False, rescales=True,
-        steps=9, conditions={"timestep": ("1 n", "float32")}, latents="float32",
+        dtype="bfloat16", width=2560, pooled=0, tokens=77, encoded=512, steps=9, pads=False,
+        conditions={"timestep": (1, "n", "float32")}, latents="float32",
     ),
 }  # fmt: skip
 # Arguments that a runtime has no use for.
@@ -129,10 +127,22 @@ WITHOUT = {
 
 
 def refuse(runtime: str, **given: Any) -> None:
-    """ValueError where something is given, and not None, that the runtime has no use for."""
+    """ValueError where something is given, and not None or False, that the runtime has no use for."""
     for name, value in given.items():
-        if value is not None and name in WITHOUT[runtime]:
-            with_runtime = Named("runtime", runtime)
-            raise ValueError(
-                Message(f"{name}: want none with ", with_runtime, f", which has no use for it, got {value!r}")
-            )
+        if value is not None and value is not False and name in WITHOUT[runtime]:
+            why = f", which has no use for it, got {value!r}"
+            raise ValueError(Message(f"{name}: want none with ", Named("runtime", runtime), why))
+
+
+@functools.cache
+def weights_of(component: str) -> tuple[Weight, ...]:
+    """A component's weights, in the order in which ``Module.to`` moves them."""
+    if component not in _core.models():
+        return load_program(component).weights
+    return tuple(Weight(*one) for one in _core.Trace.parameters(architecture(component), "diffusers"))
+
+
+@functools.lru_cache(maxsize=256)
+def vae_flops(model: str, op: str, height: int, width: int, batch: int = 1, tile: int = 0) -> int:
+    """FLOPs of a VAE's convolutions, products and attentions, tiles included; sizes in pixels of the image."""
+    return _core.Trace.vae(architecture(model), "diffusers", op, "float16", height, width, batch, tile).flops

@@ -1,6 +1,9 @@
-"""A pipeline's run on a simulated process: its components come and go, its names hold tensors, its phases are read.
+"""What the pipelines of diffusers do on a simulated process, phase by phase, in the order and with the names of their
+own code: components come and go, names hold tensors, phases are read.
 
-diffusers.py says what each pipeline does in these terms.
+Read in StableDiffusionPipeline, StableDiffusionXLPipeline and FluxPipeline of diffusers 0.33, and ZImagePipeline of
+0.42. Tensors of prompts, latents and images are followed by the names that hold them; what a scheduler's step makes in
+passing is three tensors of the latents' size.
 """
 
 from __future__ import annotations
@@ -9,119 +12,26 @@ import contextlib
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from vaemem import _core
-from vaemem._common import ELEMENT_BYTES, Message, Named
+from vaemem._common import ELEMENT_BYTES
+from vaemem._core import OutOfMemoryError
 from vaemem.pipelines import programs
-from vaemem.pipelines.components import VAE_STRIDE
-from vaemem.pipelines.storage import BITSANDBYTES, FOUR_BITS, GGML, SPELT, Stored
+from vaemem.pipelines.asked import PipelineQuestion
+from vaemem.pipelines.components import CLIP_TOKENS, CLIPS, VAE_STRIDE, vae_flops, weights_of
+from vaemem.pipelines.storage import BITSANDBYTES
 from vaemem.prediction.benchmark import Names
-from vaemem.prediction.gpus import Gpu, find_gpu
+from vaemem.prediction.gpus import find_gpu
 from vaemem.prediction.moments import Moment, PeakTensor, moments
 from vaemem.prediction.process import LoadedVAE, SimulatedProcess, Tensor
 from vaemem.prediction.question import usual_tile
 from vaemem.prediction.runtimes import architecture
 
-
-@dataclass(frozen=True)
-class Part:
-    """A component as it is run.
-
-    Attributes
-    ----------
-    role : str
-        ``"unet"``, ``"vae"`` ...
-    component : str
-        What plays it: a recorded module, or a VAE's name.
-    dtype : str
-        What it computes in.
-    weights : tuple of Stored
-        As they are stored; of a VAE in `dtype`.
-    upcast : bool
-        Whether a VAE is converted to float32 for its call, and back.
-    """
-
-    role: str
-    component: str
-    dtype: str
-    weights: tuple[Stored, ...]
-    upcast: bool = False
-
-    def __reduce__(self) -> Any:
-        """Copied and pickled without its traces, which are made again."""
-        return Part, tuple(getattr(self, one.name) for one in fields(self))
-
-    @functools.cached_property
-    def _traces(self) -> dict[Any, _core.Trace]:
-        return {}
-
-    def trace(self, gpu: Gpu, sends: bool, **sizes: int) -> _core.Trace:
-        """What a call takes on a GPU, with the weights that sequential offload `sends` for it. The last ones are kept,
-        because it takes longer to make one than to play it."""
-        asked, kept = (gpu.name, gpu.sm, gpu.multiprocessors, sends, *sizes.items()), self._traces
-        trace = kept.get(asked)
-        if trace is None:
-            trace = self.recording.trace(self.dtype, gpu, self.unpacked, self.sent if sends else None, **sizes)
-            for oldest in list(kept)[: len(kept) + 1 - KEPT_TRACES]:
-                kept.pop(oldest, None)
-            kept[asked] = trace
-        return trace
-
-    @property
-    def recording(self) -> programs.Recorded:
-        return programs.load_program(self.component)
-
-    @functools.cached_property
-    def nbytes(self) -> int:
-        return sum(weight.bytes for weight in self.weights)
-
-    @functools.cached_property
-    def pieces(self) -> list[int]:
-        """Bytes of the tensors that hold its weights, in order."""
-        return [size for weight in self.weights for size in weight.pieces]
-
-    @functools.cached_property
-    def _types(self) -> set[str]:
-        return {weight.type for weight in self.weights}
-
-    def has(self, types: Collection[str]) -> bool:
-        """Whether any of its weights is stored in one of these types."""
-        return not self._types.isdisjoint(types)
-
-    def _by_module(self, made: Mapping[str, int]) -> dict[str, list[tuple[str, int]]]:
-        """{submodule: [(name, bytes)]} of named tensors. Where a file's tensors have other names than the submodules,
-        the largest of them stands for the whole call, under ""."""
-        modules = {weight.module for weight in weights_of(self.component)}
-        found: dict[str, list[tuple[str, int]]] = {}
-        for name, size in made.items():
-            module, _, own = name.rpartition(".")
-            if module in modules:
-                found.setdefault(module, []).append((own, size))
-            elif size > sum(other for _, other in found.get("", ())):
-                found[""] = [(name, size)]
-        return found
-
-    @functools.cached_property
-    def sent(self) -> dict[str, list[tuple[str, int]]]:
-        """{submodule: [(name, bytes)]} of the weights that sequential offload has on the device during its call."""
-        return self._by_module({w.name: w.bytes for w in self.weights})
-
-    @functools.cached_property
-    def unpacked(self) -> dict[str, list[tuple[str, int]]]:
-        """{submodule: [(name, bytes)]} of its weights in the dtype that it computes in, unpacked for its call from a
-        smaller type."""
-        smaller = (*GGML, *FOUR_BITS, "fp8")
-        size = ELEMENT_BYTES[self.dtype]
-        return self._by_module(
-            {
-                f"{w.name}, unpacked": math.prod(w.shape) * size
-                for w in self.weights
-                if SPELT.get(w.type, w.type) in smaller
-            }
-        )
+# What diffusers' upcast_vae converts back to half precision.
+FIRST = ("post_quant_conv.", "decoder.conv_in.", "decoder.mid_block.")
+PLAYED_STEPS = 2  # of the denoiser; the cache and the sizes are the same from the second one on
 
 
 class Phase(NamedTuple):
@@ -165,62 +75,26 @@ class Phase(NamedTuple):
         return self.reserved + self.outside
 
 
-# What diffusers' upcast_vae converts back to half precision.
-FIRST = ("post_quant_conv.", "decoder.conv_in.", "decoder.mid_block.")
-OFFLOADS = ("none", "model", "sequential")
-KEPT_TRACES = 4  # of each component
-PLAYED_STEPS = 2  # of the denoiser; the cache and the sizes are the same from the second one on
-
-
-@functools.cache
-def weights_of(component: str) -> tuple[programs.Weight, ...]:
-    """A component's weights, in the order in which ``Module.to`` moves them."""
-    if component not in _core.models():
-        return programs.load_program(component).weights
-    return tuple(programs.Weight(*one) for one in _core.Trace.parameters(architecture(component), "diffusers"))
-
-
 @functools.lru_cache(maxsize=64)
 def _converted(component: str, first: str, rest: str) -> tuple[int, ...]:
     """Bytes of a VAE's weights with the first blocks and the others in these dtypes."""
     return tuple(w.nbytes(first if w.name.startswith(FIRST) else rest) for w in weights_of(component))
 
 
-@functools.lru_cache(maxsize=256)
-def vae_flops(model: str, op: str, height: int, width: int, batch: int = 1, tile: int = 0) -> int:
-    """FLOPs of a VAE's convolutions, products and attentions, tiles included; sizes in pixels of the image."""
-    arch = architecture(model)
-    return _core.Trace.vae(arch, "diffusers", op, "float16", height, width, batch, tile).flops
-
-
 class PipelineRun:
-    """A pipeline's call.
+    """The run of a pipeline, as it was asked for, by a process. With the offload ``"model"``
+    (``enable_model_cpu_offload``) each component comes as a whole when it is called, and goes when the next one is;
+    with ``"sequential"`` (``enable_sequential_cpu_offload``) each submodule's weights come and go with its call."""
 
-    Parameters
-    ----------
-    process : SimulatedProcess
-    parts : dict
-        {role: Part} in the order of ``model_cpu_offload_seq``.
-    offload : str
-        ``"none"``: all components stay on the device. ``"model"``: ``enable_model_cpu_offload``, each comes as a whole
-        when it is called, and goes when the next one is. ``"sequential"``: ``enable_sequential_cpu_offload``, each
-        submodule's weights come and go with its call.
-    own_vae : bool
-        Whether vaemem runs the VAE, in memory of its own.
-    on_cpu, resident : collection of str
-        Roles whose components stay on the host, and run there; and those that are loaded first and never offloaded.
-    """
-
-    def __init__(
-        self, process: SimulatedProcess, parts: Mapping[str, Part], offload: str = "none", own_vae: bool = False,
-        on_cpu: Collection[str] = (), resident: Collection[str] = (),
-    ):  # fmt: skip
-        self.process, self.parts, self.offload, self._own_vae = process, dict(parts), offload, own_vae
-        self.on_cpu, self.resident = on_cpu, resident
-        self.names = Names(process)
+    def __init__(self, asked: PipelineQuestion, process: SimulatedProcess):
+        self.asked, self.process, self.names = asked, process, Names(process)
+        self.parts = {part.role: part for part in asked.parts}  # in the order of ``model_cpu_offload_seq``
+        resident = asked.resident
+        self.moved = [role for role in self.parts if asked.offload != "none" and role not in resident]  # by offloading
         self.phases: list[Phase] = []
-        self._calls: list[tuple[str, Any]] = []  # roles, and what the process keeps of their calls
-        self._loaded: dict[str, list[int] | LoadedVAE] = {}
+        self.lacking: PeakTensor | None = None  # what could not be had, where it ended early
+        self.calls: list[tuple[str, Any]] = []  # roles, and what the process keeps of their calls
+        self._loaded: dict[str, list[int] | LoadedVAE] = {}  # addresses, none of what PyTorch's memory does not have
         self._work: Counter[str] = Counter()  # of this phase so far: flops, host_flops, and bytes sent to the device
         self._outside = 0
 
@@ -229,167 +103,132 @@ class PipelineRun:
     def load(self, role: str, quantises: bool = False) -> None:
         """``component.to("cuda")``; or ``from_pretrained`` with bitsandbytes, which quantises each matrix on the device
         once it has come there in half precision."""
-        part = self.parts[role]
-        if role in self.on_cpu or (role == "vae" and self._own_vae):
-            self._loaded[role] = []
+        part, process, name = self.parts[role], self.process, f"weights of {role}"
+        self._loaded[role] = []
+        if role in self.asked.on_cpu or (role == "vae" and self.asked.vae == "vaemem"):
             return
         if part.component in _core.models():
             self._work["sent"] += part.nbytes
-            self._loaded[role] = self.process.load(part.component, part.dtype, "diffusers")
+            self._loaded[role] = process.load(part.component, part.dtype, "diffusers")
             return
-        if not quantises:
-            self._loaded[role] = self.process.hold_all(f"weights of {role}", part.pieces)
-            self._work["sent"] += part.nbytes
-            return
-        self._loaded[role] = held = []
-        for weight in part.weights:
+        held = [] if quantises else process.hold_all(name, part.pieces)
+        self._work["sent"] += 0 if quantises else part.nbytes
+        for weight in part.weights if quantises else ():
             sent, whole = weight.bytes, []
             if weight.type in BITSANDBYTES:
                 sent = math.prod(weight.shape) * ELEMENT_BYTES["float16" if weight.type == "int8" else part.dtype]
-                whole = [self.process.hold(f"{weight.name} of {role}, not quantised yet", sent)]
-            held += self.process.hold_all(f"weights of {role}", weight.pieces)
-            self.process.release(whole)
+                whole = [process.hold(f"{weight.name} of {role}, not quantised yet", sent)]
+            held += process.hold_all(name, weight.pieces)
+            process.release(whole)
             self._work["sent"] += sent
+        self._loaded[role] = held
 
     def unload(self, role: str) -> None:
         held = self._loaded.pop(role)
-        if isinstance(held, LoadedVAE):
-            self.process.drop(held)
-        else:
-            self.process.release(filter(None, held))
+        self.process.release(held.storages or () if isinstance(held, LoadedVAE) else filter(None, held))
         self.process.empty_cache()
 
     def bring(self, role: str) -> None:
         """What happens before a component is called: accelerate's hook sends away the one before it of those that have
         hooks."""
-        if self.offload != "model" or role in self.resident:
+        if self.asked.offload != "model" or role not in self.moved:
             return
-        hooked = [other for other in self.parts if other not in self.resident]
-        for other in hooked[: hooked.index(role)][-1:]:
+        for other in self.moved[: self.moved.index(role)][-1:]:
             if other in self._loaded:
                 self.unload(other)
         if role not in self._loaded:
             self.load(role)
 
     def call(self, role: str, **sizes: int) -> Tensor:
-        """Calls a recorded module; what it leaves.
-
-        `sizes` may have more than its variables.
-        """
+        """Calls a recorded module; what it leaves. `sizes` may have more than its variables."""
         self.bring(role)
-        part = self.parts[role]
-        wanted = {name: sizes[name] for name in part.recording.variables}
-        sends = self.offload == "sequential" and role not in self.resident
-        gpu = find_gpu(programs.ANY_GPU) if role in self.on_cpu else self.process.gpu
-        trace = part.trace(gpu, sends, **wanted)
-        if self._count(role, trace.flops):
-            return Tensor(f"output of {role}", (), part.dtype, {})
-        if sends:
-            self._work["sent"] += part.nbytes
-        left = self.process.call(trace)
-        self._note(role)
+        part, on_cpu = self.parts[role], role in self.asked.on_cpu
+        sends = self.asked.offload == "sequential" and role in self.moved
+        trace = part.trace(find_gpu(programs.ANY_GPU) if on_cpu else self.process.gpu, sends, **sizes)
+        self._work["host_flops" if on_cpu else "flops"] += trace.flops
+        self._work["sent"] += sends * part.nbytes
+        left = {} if on_cpu else self.process.call(trace)
+        if not on_cpu:
+            self.calls.append((role, self.process._last))
         return self.process._as_tensor(f"output of {role}", left, (), part.dtype)
 
-    def _count(self, role: str, flops: int) -> bool:
-        """Counts the FLOPs of a component's call, and returns whether the host computes it."""
-        on_cpu = role in self.on_cpu
-        self._work["host_flops" if on_cpu else "flops"] += flops
-        return on_cpu
+    # ---- the VAE ----
 
-    def encode(self, image: Tensor, how: str = "whole") -> Tensor:
-        """``vae.encode(image).latent_dist.sample()``, scaled; `how` as in `decode`."""
+    def encode(self, image: Tensor) -> Tensor:
+        """``vae.encode(image).latent_dist.sample()``, scaled."""
         part, process = self.parts["vae"], self.process
-        if self._own_vae or "vae" in self.on_cpu:
-            got = "image: want it with PyTorch's VAE on the device, got that on the CPU or "
-            raise ValueError(Message(got, Named("vae", "vaemem")))
-        tile = self._count_vae("encode", image.shape, how)
-        vae = self._vae()
+        vae, x = self._vae(), image
         if part.upcast:
-            image = process.elementwise(image, "image", "float32")
-            self._convert(vae, "float32", "float32")
-        posterior = self._call_vae(process.encode, vae, image, tile, how)
+            x = process.elementwise(image, "image", "float32")
+        self._upcast(vae, "float32", "float32")
+        posterior = self._call_vae(process.encode, vae, x, self._count_vae("encode"))
         latents = process.sample(posterior)
         scaled = process.elementwise(latents, "latents", part.dtype)
-        process.drop(posterior, latents, *[image] * part.upcast)
-        if part.upcast:
-            self._convert(vae, part.dtype, part.dtype)
+        process.drop(posterior, latents, None if x is image else x)
+        self._upcast(vae, part.dtype, part.dtype)
         return scaled
 
-    def decode(self, latents: Tensor, how: str = "whole", memory_limit: int = 0) -> Tensor:
-        """``vae.decode(latents).sample``, or the same by vaemem on the device within a memory limit.
-
-        how: ``"whole"``, ``"tiled"`` (``enable_tiling``), ``"sliced"`` (``enable_slicing``) or ``"vaemem"``.
-        """
-        part = self.parts["vae"]
-        tile = self._count_vae("decode", latents.shape, how)
-        if "vae" in self.on_cpu:
-            return Tensor("image", (), part.dtype, {})
-        if how == "vaemem":
-            return self._decode_outside(latents, memory_limit)
+    def decode(self, latents: Tensor) -> Tensor:
+        """``vae.decode(latents).sample``; or the same by vaemem, whose memory is not PyTorch's: the whole limit counts
+        while it runs, and the image comes as a tensor."""
+        asked, dtype = self.asked, self.parts["vae"].dtype
+        tile = self._count_vae("decode")
+        if "vae" in asked.on_cpu:
+            return Tensor("image", (), dtype, {})
+        if asked.vae == "vaemem":
+            self._outside = asked.vae_limit
+            return self.tensor("image", (asked.batch, 3, asked.height, asked.width), latents.dtype)
         vae = self._vae()
-        if part.upcast:  # all of it to float32, then the first blocks back
-            self._convert(vae, "float32", "float32")
-            self._convert(vae, part.dtype, "float32")
-        image = self._call_vae(self.process.decode, vae, latents, tile, how)
-        if part.upcast:
-            self._convert(vae, part.dtype, part.dtype)
+        self._upcast(vae, "float32", "float32")
+        self._upcast(vae, dtype, "float32")  # the first blocks back
+        image = self._call_vae(self.process.decode, vae, latents, tile)
+        self._upcast(vae, dtype, dtype)
         return image
-
-    def _count_vae(self, op: str, shape: Sequence[int], how: str) -> int:
-        """Counts the FLOPs of the VAE's call. Returns the side of its tiles in pixels, 0 where there are none."""
-        model = self.parts["vae"].component
-        batch, _, height, width = shape
-        scale, tile = 1 if op == "encode" else VAE_STRIDE, usual_tile(model) if how == "tiled" else 0
-        self._count("vae", vae_flops(model, op, scale * height, scale * width, batch, tile))
-        return tile
 
     def _vae(self) -> LoadedVAE:
         """On the device; with sequential offload one whose weights come for their calls."""
         part = self.parts["vae"]
-        if self.offload == "sequential":
+        if self.asked.offload == "sequential":
             return LoadedVAE(architecture(part.component), "diffusers", part.dtype, {}, sends=True)
         self.bring("vae")
         vae = self._loaded["vae"]
         assert isinstance(vae, LoadedVAE)
         return vae
 
-    def _call_vae(self, method: Callable[..., Tensor], vae: LoadedVAE, x: Tensor, tile: int, how: str) -> Tensor:
-        result = method(vae, x, tile=tile, slicing=how == "sliced")
-        self._note("vae")
-        trace, *_ = self._calls[-1][1]
-        self._work["sent"] += trace.sent
+    def _count_vae(self, op: str) -> int:
+        """Counts the FLOPs of the VAE's call. Returns the side of its tiles in pixels, 0 where there are none."""
+        asked, model = self.asked, self.parts["vae"].component
+        tile = usual_tile(model) if asked.vae == "tiled" else 0
+        flops = vae_flops(model, op, asked.height, asked.width, asked.batch, tile)
+        self._work["host_flops" if "vae" in asked.on_cpu else "flops"] += flops
+        return tile
+
+    def _call_vae(self, method: Callable[..., Tensor], vae: LoadedVAE, x: Tensor, tile: int) -> Tensor:
+        result = method(vae, x, tile=tile, slicing=self.asked.vae == "sliced")
+        self.calls.append(("vae", self.process._last))
+        self._work["sent"] += self.calls[-1][1][0].sent
         return result
 
-    def _convert(self, vae: LoadedVAE, first: str, rest: str) -> None:
-        """The weights of the first blocks and the others to these dtypes: each one whose size changes is copied."""
-        wanted = _converted(self.parts["vae"].component, first, rest)
-        held = zip((vae.storages or {}).items(), wanted, strict=not vae.sends)
-        self.process._copy(vae, {address: to for (address, size), to in held if size != to})
-        vae.first, vae.dtype = first, rest
+    def _upcast(self, vae: LoadedVAE, first: str, rest: str) -> None:
+        """The weights of the first blocks and the others to these dtypes, of a VAE that is upcast for its call: each
+        one whose size changes is copied."""
+        part = self.parts["vae"]
+        if part.upcast:
+            wanted = _converted(part.component, first, rest)
+            held = zip((vae.storages or {}).items(), wanted, strict=not vae.sends)
+            self.process._copy(vae, {address: to for (address, size), to in held if size != to})
+            vae.first, vae.dtype = first, rest
 
-    def _decode_outside(self, latents: Tensor, memory_limit: int) -> Tensor:
-        """vaemem's own memory is not PyTorch's: the whole limit counts while it runs; the image comes as a tensor."""
-        batch, _, height, width = latents.shape
-        image = self.tensor("image", (batch, 3, VAE_STRIDE * height, VAE_STRIDE * width), latents.dtype)
-        self._outside = memory_limit
-        return image
-
-    def _note(self, role: str) -> None:
-        self._calls.append((role, self.process._last))
-
-    def timeline(self) -> Iterator[Moment]:
-        """Every call step by step; names begin with the role."""
-        for role, (trace, allocated, reserved) in self._calls:
-            yield from moments(trace, allocated, reserved, f"{role}.")
-
-    # ---- tensors ----
+    # ---- tensors, phases ----
 
     def tensor(self, name: str, shape: Sequence[int], dtype: str) -> Tensor:
         size = math.prod(shape) * programs.DTYPE_BYTES[dtype]
         address = self.process.hold(name, size)
         return Tensor(name, shape, dtype, {address: size} if address else {})
 
-    # ---- phases ----
+    def name(self, name: str, shape: Sequence[int], dtype: str) -> None:
+        """A tensor that the name of the same name holds."""
+        self.names[name] = self.tensor(name, shape, dtype)
 
     @contextlib.contextmanager
     def phase(self, name: str, first: str | None = None) -> Iterator[None]:
@@ -398,28 +237,23 @@ class PipelineRun:
         self._work.clear()
         if first:
             self.bring(first)
-        self.process.reset_peak()
+        process, work = self.process, self._work
+        process.reset_peak()
         self._outside = 0
         yield
-        process, tensors = self.process, self._peak_tensors()
+        # The process names a VAE's weights after the model.
+        roles = {f"weights of {part.component}": f"weights of {role}" for role, part in self.parts.items()}
+        tensors = tuple(one._replace(name=roles.get(one.name, one.name)) for one in process.peak_tensors())
         weights = sum(size for what, size in tensors if what.startswith("weights of "))
         workspace = sum(size for what, size in tensors if what.endswith("[workspace]"))
-        step = process.peak_above_baseline()
+        step, _ = process.peak_above_baseline() or ("", {})
         self.phases.append(
             Phase(
                 name, process.peak_allocated, process.peak_reserved, weights, workspace,
-                process.peak_allocated - weights - workspace, self._outside, tensors, step[0] if step else "",
-                self._work["flops"], self._work["sent"], host_flops=self._work["host_flops"],
+                process.peak_allocated - weights - workspace, self._outside, tensors, step,
+                work["flops"], work["sent"], host_flops=work["host_flops"],
             )
         )  # fmt: skip
-
-    def _peak_tensors(self) -> tuple[PeakTensor, ...]:
-        """The process's peak tensors, with weights under their component's role; the process names a VAE's after the
-        model."""
-        names = {f"weights of {part.component}": f"weights of {role}" for role, part in self.parts.items()}
-        return tuple(
-            tensor._replace(name=names.get(tensor.name, tensor.name)) for tensor in self.process.peak_tensors()
-        )
 
     def steps(self, count: int) -> Iterator[int]:
         """Plays the first steps of a loop, and counts the others' work as that of the last one played."""
@@ -429,3 +263,151 @@ class PipelineRun:
             yield step
         for name, amount in self._work.items():
             self._work[name] += (count - played) * (amount - before[name])
+
+    def timeline(self) -> Iterator[Moment]:
+        """Every call step by step; names begin with the role."""
+        for role, (trace, allocated, reserved) in self.calls:
+            yield from moments(trace, allocated, reserved, f"{role}.")
+
+
+# ---- what each pipeline does ----
+
+
+def play_pipeline(
+    question: PipelineQuestion, workspace: Any = None, has_other_plans: bool = True, **device: Any
+) -> PipelineRun:
+    """A fresh process, as `Asked.start` makes it, runs the pipeline as far as its allocator lets it."""
+    process = question.start(workspace, **device)
+    process.has_other_plans = has_other_plans
+    run = PipelineRun(question, process)
+    try:
+        _play(run)
+    except OutOfMemoryError as full:
+        run.lacking = PeakTensor(process.frames[full.tag], full.requested)
+    return run
+
+
+def _play(run: PipelineRun) -> None:
+    """All phases."""
+    pipeline = run.asked.pipeline
+    stay = [role for role in run.parts if role not in run.moved]
+    quantised = [role for role, part in run.parts.items() if part.has(BITSANDBYTES)]
+    if stay or quantised:
+        with run.phase("load"):
+            for role in quantised:  # by from_pretrained, before anything is said about offloading
+                run.load(role, quantises=True)
+            for role in quantised:
+                if role not in stay:
+                    run.unload(role)
+            for role in stay:
+                if role not in quantised:
+                    run.load(role)
+    encoders = [role for role in pipeline.encoders if role in run.parts]
+    with run.phase("encode prompt", *encoders[:1]):
+        _encode_prompt(run, encoders)
+    if run.asked.image:
+        with run.phase("encode image", "vae"):
+            _encode_image(run)
+    with run.phase("denoise", pipeline.denoiser):
+        _denoise(run)
+    with run.phase("decode", "vae"):
+        _decode(run)
+
+
+def _encode_prompt(run: PipelineRun, encoders: list[str]) -> None:
+    asked, names, pipeline = run.asked, run.names, run.asked.pipeline
+    dtype = asked.dtype
+    calls, encodes, tokens = pipeline.lengths(asked.tokens)
+    prompts = ["prompt_embeds", *["negative_prompt_embeds"] * (pipeline.guides and asked.guidance)]
+    for name in prompts:
+        encoded = []
+        for role in encoders:
+            # FLUX's CLIP has its own number of tokens; its pooled output alone is kept.
+            own = CLIP_TOKENS if run.parts[role].component in CLIPS else encodes
+            for _ in range(calls):
+                ids = run.tensor("text_input_ids", (1, own), "int64")
+                encoded.append(run.call(role, n=1, t=own))
+                run.process.drop(ids)
+            if pipeline.pooled and role == pipeline.pools:
+                run.name(name.replace("prompt", "pooled_prompt"), (asked.batch, pipeline.pooled), dtype)
+                if run.parts[role].component == "clip-l-flux":  # which gives that alone
+                    run.process.drop(encoded.pop())
+        # Joined where several encoders give one, or repeated for each image.
+        run.name(name, (asked.batch, tokens, pipeline.width), dtype)
+        run.process.drop(*encoded)
+    if len(prompts) > 1:
+        names["prompt_embeds"] = run.tensor("prompt_embeds, both", (2, *names["prompt_embeds"].shape), dtype)
+        if pipeline.pooled:
+            run.name("add_text_embeds", (2 * asked.batch, pipeline.pooled), dtype)
+
+
+def _encode_image(run: PipelineRun) -> None:
+    """As the image-to-image pipelines do: the image on the device, its latents, and noise beside them."""
+    asked, names, dtype = run.asked, run.names, run.parts["vae"].dtype
+    run.name("init_image", (asked.batch, 3, asked.height, asked.width), dtype)
+    names["init_latents"] = run.encode(names["init_image"])
+    run.name("noise", names["init_latents"].shape, dtype)
+
+
+def _denoise(run: PipelineRun) -> None:
+    asked, names, process, pipeline = run.asked, run.names, run.process, run.asked.pipeline
+    dtype = asked.dtype
+    kept = dtype if pipeline.latents == "run" else pipeline.latents
+    height, width = asked.height // VAE_STRIDE, asked.width // VAE_STRIDE
+    *_, tokens = pipeline.lengths(asked.tokens)
+    images = asked.batch * (2 if pipeline.guides and asked.guidance else 1)
+    channels = _core.models()[run.parts["vae"].component]["latent_channels"]
+    latent = (asked.batch, channels, height, width)
+    run.name("timesteps", (asked.steps,), "float32")
+    run.name("latents", latent, kept)
+    counts = {"": 1, "n": images, "t": tokens, "p": height // 2 * (width // 2)}
+
+    def made(what: Mapping[str, tuple[int, str, str]]) -> dict[str, Tensor]:
+        return {
+            name: run.tensor(name, (elements * counts[of],), dtype if own == "run" else own)
+            for name, (elements, of, own) in what.items()
+        }
+
+    names.held.update(made(pipeline.conditions))
+    for _ in run.steps(asked.steps):
+        if images > asked.batch or kept != dtype:
+            run.name("latent_model_input", (images, *latent[1:]), dtype)
+        passed = made(pipeline.passes)
+        names["noise_pred"] = run.call(pipeline.denoiser, n=images, h=height, w=width, t=tokens)
+        process.drop(*passed.values())
+        if images > asked.batch:  # uncond + scale * (text - uncond), both parts of what the denoiser gave
+            names.delete("noise_pred_uncond, noise_pred_text")
+            names.held["noise_pred_uncond, noise_pred_text"] = names.held.pop("noise_pred")
+            difference = run.tensor("noise_pred_text - noise_pred_uncond", latent, dtype)
+            scaled = run.tensor("guidance_scale * ...", latent, dtype)
+            process.drop(difference)
+            run.name("noise_pred", latent, dtype)
+            process.drop(scaled)
+        elif kept != dtype:  # stacked in that dtype, and negated
+            names["model_out_list"] = names.held.pop("noise_pred")
+            stacked = run.tensor("noise_pred", latent, kept)
+            names["noise_pred"] = run.tensor("- noise_pred", latent, kept)
+            process.drop(stacked)
+        steps = [run.tensor("scheduler.step", latent, "float32") for _ in range(2)]
+        run.name("latents", latent, kept)
+        process.drop(*steps)
+
+
+def _decode(run: PipelineRun) -> None:
+    asked, names, part = run.asked, run.names, run.parts["vae"]
+    kept = "latents" if asked.pipeline.rescales else "latents / scaling_factor"
+    names[kept] = run.tensor("latents / scaling_factor", names["latents"].shape, part.dtype)
+    names["image"] = run.decode(names[kept])
+    if not asked.pipeline.rescales:
+        names.delete(kept)
+    dtype = "float32" if part.upcast else part.dtype
+    image = asked.batch, 3, asked.height, asked.width
+    steps = [] if "vae" in asked.on_cpu else ["image * 0.5", "image * 0.5 + 0.5", "image, clamped"]
+    if "safety_checker" in run.parts:  # it is shown the finished picture, made small
+        for name in steps:
+            names["shown"] = run.tensor(name, image, dtype)
+        names.delete("shown")
+        run.name("clip_input", (asked.batch, 3, 224, 224), dtype)
+        names["checked"] = run.call("safety_checker", n=asked.batch)
+    for name in steps:
+        names["image"] = run.tensor(name, image, dtype)

@@ -4,22 +4,33 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from vaemem._arguments import shared
-from vaemem._common import DTYPES, Message, Named, choose, flag, listed, real, whole
+from vaemem._common import DTYPES, ELEMENT_BYTES, MIB, Message, Named, choose, flag, listed, real, whole
 from vaemem.engine.limits import parse_size
 from vaemem.engine.weights import told_bytes
-from vaemem.pipelines import ways_diffusers, ways_mlx
-from vaemem.pipelines.asked import ask_pipeline
-from vaemem.pipelines.components import PIPELINES, Pipeline, refuse
-from vaemem.pipelines.pipeline_run import weights_of
-from vaemem.pipelines.seconds import cards_of, machine_of
-from vaemem.pipelines.ways import PipelinePlan, Room, outcome, planned
+from vaemem.pipelines import ways_mlx
+from vaemem.pipelines.asked import PipelineQuestion, ask_pipeline, parts_of
+from vaemem.pipelines.components import CLIPS, PIPELINES, refuse, weights_of
+from vaemem.pipelines.pipeline_run import Phase
+from vaemem.pipelines.predict_pipeline import PipelinePrediction
+from vaemem.pipelines.seconds import Machine, cards_of, machine_of
+from vaemem.pipelines.storage import FOUR_BITS
+from vaemem.pipelines.ways import PipelinePlan, Room, outcome
 from vaemem.prediction.gpus import CONTEXT, Gpu, sold
-from vaemem.prediction.values import Card, Software, find_card
+from vaemem.prediction.planned import PlannedPhase, Way
+from vaemem.prediction.question import Software, find_card, usual_tile
 
 PLANNED_RUNTIMES = ("diffusers", "sd.cpp", "mlx")
+# What vaemem's decode takes on a GPU beside its weights, in T = 128 * height * width * bytes of a number: 3.03 to 3.19
+# are planned from 256x256 to 4096x4096 (docs/CUDA.md).
+VAE_LIMIT = 3.2
+SEQUENTIAL = (
+    "Sequential offload: what accelerate's hooks take at each submodule, beside moving its weights, is not counted."
+)
+SMALLER = ("Q8_0", "nf4")  # GGUF's and bitsandbytes'
 
 
 @shared
@@ -107,7 +118,7 @@ def plan_pipeline(
     refuse(
         runtime, prompt_tokens=prompt_tokens, steps=steps, dtype=dtype, cudnn_version=cudnn_version,
         torch_version=torch_version, gpu=gpu, host_memory=host_memory, calibrate=calibrate or None,
-        time_limit=time_limit, types=types, flash=flash or None, cache_limit=cache_limit, image=image or None,
+        time_limit=time_limit, types=types, flash=flash, cache_limit=cache_limit, image=image,
     )  # fmt: skip
     known, batch = PIPELINES[pipeline], whole("batch", batch)
     height, width = whole("height", height), whole("width", width)
@@ -115,16 +126,23 @@ def plan_pipeline(
     title = f"{pipeline} {height}x{width}{f', {batch} images' if batch > 1 else ''} by {runtime}"
     components = components or {}
     if runtime == "mlx":
-        return _by_mlx(title, known, height, width, memory, components, cache_limit)
+        if memory is None:
+            raise ValueError("memory: want what the Mac has, such as '16 GB', got None")
+        share, of = ways_mlx.WORKING_SET
+        role, limit = known.denoiser, None if cache_limit is None else parse_size("cache_limit", cache_limit, least=0)
+        weights = weights_bytes(role, known.parts[role], components.get(role, known.dtype))
+        ways = ways_mlx.mlx_ways(known.parts["vae"], height, width, weights, limit)
+        return PipelinePlan(f"{title} on a Mac of {memory}", ways, Room(sold(memory) * share // of))
     from vaemem.sdcpp import running  # half of this module's import
 
-    card, notes = _card(gpu, memory, used, dtype or known.dtype)
+    dtype = known.dtype if dtype is None else dtype
+    card = find_card(_any_card(memory, dtype) if gpu is None else gpu, None if gpu is None else memory, used)
+    notes = [] if gpu is not None else [f"No card was named: {card.gpu.name} stands for any of that memory."]
     room = Room(card.available(CONTEXT if runtime == "diffusers" else running.SDCPP_CONTEXT), host, time_limit)
     steps = known.steps if steps is None else whole("steps", steps)
     if time_limit is not None and not real(time_limit) > 0:
         raise ValueError(f"time_limit: want more than 0 seconds, got {time_limit!r}")
-    named = None if gpu is None else card.gpu
-    likely = machine_of(named, card.gpu.total_memory, dtype or known.dtype, runtime, link, cpu, cores)
+    likely = machine_of(gpu and card.gpu, card.gpu.total_memory, dtype, runtime, link, cpu, cores)
     machine = likely if gpu is not None or calibrate else None  # nothing is known of how fast it is
     kinds = None if types is None else listed(types, str)
     if kinds == []:
@@ -142,23 +160,8 @@ def plan_pipeline(
             pipeline, height, width, batch, card, software, prompt_tokens=prompt_tokens, guidance=guidance,
             dtype=dtype, components=components, image=image, steps=steps,
         )  # fmt: skip
-        ways = ways_diffusers.ways(question, components, machine, kinds)
-    return planned(f"{title}, {steps} steps, on {card.gpu.name}", ways, room, machine, calibrate, notes)
-
-
-def _by_mlx(
-    title: str, known: Pipeline, height: int, width: int, memory: int | str | None, components: Mapping[str, Any],
-    cache_limit: int | str | None,
-) -> PipelinePlan:  # fmt: skip
-    if memory is None:
-        raise ValueError("memory: want what the Mac has, such as '16 GB', got None")
-    share, of = ways_mlx.WORKING_SET
-    given = components.get(known.denoiser, known.dtype)
-    ways = ways_mlx.mlx_ways(
-        known.parts["vae"], height, width, weights_bytes(known.denoiser, known.parts[known.denoiser], given),
-        None if cache_limit is None else parse_size("cache_limit", cache_limit, least=0),
-    )  # fmt: skip
-    return planned(f"{title} on a Mac of {memory}", ways, Room(sold(memory) * share // of), None)
+        ways = diffusers_ways(question, components, machine, kinds)
+    return PipelinePlan(f"{title}, {steps} steps, on {card.gpu.name}", ways, room, machine, calibrate, notes)
 
 
 def weights_bytes(role: str, component: str, given: Any) -> int:
@@ -183,16 +186,79 @@ def weights_bytes(role: str, component: str, given: Any) -> int:
     return sum(weight.nbytes(given) for weight in weights_of(component))
 
 
-def _card(gpu: Any, memory: int | str | None, used: int | str, dtype: str) -> tuple[Card, list[str]]:
-    """The card, and what there is to say of it."""
-    if gpu is not None:
-        return find_card(gpu, memory, used), []
+def _any_card(memory: int | str | None, dtype: str) -> Gpu:
+    """One that stands for any of that memory."""
     if memory is None:
         raise ValueError(
             Message("gpu: want a card's name, or what it has as ", Named("memory", "12 GB"), ", got neither")
         )
     cards = cards_of(sold(memory))
     # Older cards write out the scores of bfloat16's attention, which was not recorded.
-    fused = [card for card in cards if dtype != "bfloat16" or card.sm >= 80]
-    card = find_card((fused or cards)[0], used=used)
-    return card, [f"No card was named: {card.gpu.name} stands for any of that memory."]
+    return next((card for card in cards if dtype != "bfloat16" or card.sm >= 80), cards[0])
+
+
+def diffusers_ways(
+    question: PipelineQuestion, components: Mapping[str, Any], machine: Machine | None,
+    types: Sequence[str | None] | None,
+) -> list[Way]:  # fmt: skip
+    """All of them, the plainest first, of a question that offloads nothing. The machine decides whether a text encoder
+    computes or reads its weights for longer. By default smaller types are tried where the denoiser takes more than half
+    of the card."""
+    q, pipeline = question, question.pipeline
+    if types is None:
+        types = (None, *SMALLER) if 2 * q.part(pipeline.denoiser).nbytes > q.card.available() else (None,)
+    # Worth a smaller type are the denoiser, and text encoders that are no CLIP.
+    large = [pipeline.denoiser, *(role for role in pipeline.encoders if pipeline.parts[role] not in CLIPS)]
+    offloads = {
+        "no offload": "none",
+        "model offload": "model",
+        "sequential offload": "sequential",
+        "text encoders on CPU": dict.fromkeys(pipeline.encoders, "cpu"),
+    }
+    is_cut = max(q.height, q.width) > usual_tile(pipeline.parts["vae"])
+    by_torch = ["whole", *["sliced"] * (q.batch > 1), *["tiled"] * is_cut]
+    full = 128 * q.height * q.width * ELEMENT_BYTES[q.part("vae").dtype]
+    limit = f"{int((q.part('vae').nbytes + VAE_LIMIT * full) // MIB) + 1} MiB"  # vaemem decodes an image at a time
+    found = []
+    for kind in types:
+        given = {**components, **({} if kind is None else {role: kind for role in large if role not in components})}
+        stored = q if kind is None else replace(q, parts=parts_of(pipeline, q.dtype, given))
+        for place, offload in offloads.items():
+            if offload == "sequential" and any(one in FOUR_BITS for one in given.values()):
+                continue
+            # vaemem only decodes, and accelerate's hooks are PyTorch's modules' alone.
+            for vae in by_torch if q.image or offload == "sequential" else [*by_torch, "vaemem"]:
+                settings: dict[str, Any] = {"offload": offload, "vae": vae}
+                settings |= {"components": given} if given else {}
+                how, changes = f"VAE {vae}", ["tiles are blended where they overlap"] * (vae == "tiled")
+                if vae == "vaemem":
+                    how, settings["vae_memory_limit"] = f"VAE by vaemem in {limit}", limit
+                if kind:
+                    how, changes = f"{how}, {kind}", [*changes, f"weights in {kind} are rounded"]
+                p = PipelinePrediction(stored.run_with(offload, vae, settings.get("vae_memory_limit")))
+                found.append(_way(p, f"{place}, {how}", settings, " and ".join(changes), machine))
+    return found
+
+
+def _way(p: PipelinePrediction, name: str, settings: Mapping[str, Any], changes: str, machine: Machine | None) -> Way:
+    phases = []
+    for phase in p.phases:
+        work = {} if phase.name == "load" else _work(p, phase, machine)  # once for many pictures
+        phases.append(PlannedPhase(phase.name, phase.weights, phase.total - phase.weights, work))
+    notes = (*p.notes, *[SEQUENTIAL] * (settings["offload"] == "sequential"))
+    out = (p.out_of_memory_at[0], max(p.least - p.available, 1)) if p.out_of_memory_at else None
+    unsure = "cuDNN's next plans decide, and their workspaces are not known" if p.outcome == "may fit" else ""
+    return Way(name, settings, tuple(phases), p.host, changes, notes, out, True, unsure)
+
+
+def _work(p: PipelinePrediction, phase: Phase, machine: Machine | None) -> dict[str, float]:
+    """What a phase does. A short prompt may be encoded in less time than the card needs to read the encoders' weights:
+    reading them is then the work."""
+    known = PIPELINES[p.pipeline]
+    kinds = {"encode image": "vae", "denoise": known.denoiser, "decode": "vae"}
+    work = {kinds.get(phase.name, "transformer"): float(phase.flops)}
+    if machine and phase.flops and phase.name == "encode prompt":
+        read = {"memory": float(sum(p.parts[role].nbytes for role in known.encoders if role in p.parts))}
+        work = max(work, read, key=lambda one: machine.seconds(one).likely)
+    work |= {"link": float(phase.sent), "cpu": float(phase.host_flops)}
+    return {name: amount for name, amount in work.items() if amount}

@@ -5,22 +5,24 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from vaemem._arguments import shared
-from vaemem._common import MIB, choose, flag, render, whole
-from vaemem._core import OutOfMemoryError
-from vaemem.pipelines.asked import PipelineQuestion, ask_pipeline
-from vaemem.pipelines.closed_forms import PipelineFormula, derive_pipeline
+from vaemem._common import MIB, choose, flag, render, typeset, whole
+from vaemem.pipelines.asked import Part, PipelineQuestion, ask_pipeline
 from vaemem.pipelines.components import PIPELINES, refuse
-from vaemem.pipelines.pipeline_run import Part, Phase, PipelineRun
+from vaemem.pipelines.pipeline_run import Phase, PipelineRun, play_pipeline
 from vaemem.pipelines.ways import Written
+from vaemem.prediction.formula import STEP, ClosedForm, Peak, close
 from vaemem.prediction.gpus import find_gpu
-from vaemem.prediction.moments import Moment, PeakTensor
+from vaemem.prediction.moments import ROUNDED_UP, Moment, PeakTensor
 from vaemem.prediction.planned import Way
 from vaemem.prediction.predict import MARGIN, SEGMENT, between, fits_in
-from vaemem.prediction.values import Software, find_card
+from vaemem.prediction.process import SimulatedProcess
+from vaemem.prediction.question import Software, find_card
 
+DERIVED_SIDES = range(STEP, 2049, STEP)  # pixels: of the squares that a derivation looks at
 PREDICTED_RUNTIMES = ("diffusers", "sd.cpp")
 _PARTS = ("weights", "activations", "workspace", "cached", "outside")  # make up a phase's total
 _OUTCOMES = {True: "goes through", False: "runs out", None: "not reached"}
@@ -34,14 +36,19 @@ def _largest(phase: Phase) -> PeakTensor | None:
 class _Phases(Written):
     """What every prediction of a pipeline says of its phases. Printing it shows a line a phase."""
 
-    phases: tuple[Phase, ...]
-    out_of_memory_at: tuple[str, PeakTensor] | None
-    outcome: str
-    on_card: int | None
-    title: str
-    available: int
-    host: int
-    notes: tuple[str, ...]
+    def __init__(
+        self, title: str, available: int, host: int, phases: Sequence[Phase], done: int, lacking: PeakTensor | None,
+        notes: tuple[str, ...],
+    ):  # fmt: skip
+        """The first phases go through, as many as are done; the next one, where there is one, lacks what is said, and
+        those after it are not reached."""
+        self.title, self.available, self.host, self.notes = title, available, host, notes
+        self.phases = tuple(
+            phase._replace(fits=True if i < done else False if i == done else None) for i, phase in enumerate(phases)
+        )
+        self.out_of_memory_at = lacking and (phases[done].name, lacking)
+        self.outcome = "does not fit" if lacking else "fits"
+        self.on_card = None if lacking else self.peak
 
     @property
     def peak(self) -> int:
@@ -66,22 +73,13 @@ class _Phases(Written):
     @property
     def verdict(self) -> str:
         """Where the peak is, and whether the run goes through, in a line."""
-        least, most = (f"{size / MIB:.0f}" for size in self.band)
-        sure = [f"{least} to {most} MiB"] if least != most else []
+        band = between(self.band)
+        sure = [f"{band} MiB"] if " to " in band else []
         sure += [f"upper {self.upper / MIB:.0f} MiB"] if self.upper != self.peak else []
         band = f" ({', '.join(sure)})" if sure else ""
         lacking = f"out of memory in {self.out_of_memory_at[0]} with" if self.out_of_memory_at else ""
         end = f"{lacking} {self.available / MIB:.0f} MiB" if lacking else fits_in(self.outcome, self.available)
         return f"peak in {self.bottleneck}{band}; {end}"
-
-    def _judge(self, phases: Sequence[Phase], done: int, lacking: PeakTensor | None) -> None:
-        """The first phases go through, as many as are done; the next one, where there is one, lacks what is said, and
-        those after it are not reached."""
-        self.phases = tuple(
-            phase._replace(fits=True if i < done else False if i == done else None) for i, phase in enumerate(phases)
-        )
-        self.out_of_memory_at = lacking and (phases[done].name, lacking)
-        self.outcome, self.on_card = ("does not fit", None) if lacking else ("fits", self.peak)
 
     # ---- files ----
 
@@ -147,6 +145,82 @@ class _Phases(Written):
         return f"<{type(self).__name__} {self.title}: {shown}; {self.verdict}>"
 
 
+class PipelineFormula(dict[str, "ClosedForm | str"]):
+    """{phase: its `ClosedForm`, or why it has none}: bytes allocated at the phase's height, weights included.
+
+    The whole takes the largest of them, and the CUDA context and what the allocator keeps beside it.
+
+    Examples
+    --------
+    >>> found = formula(predict_pipeline("sd15", 512, 512, gpu="T4"))
+    >>> print(found)
+    phase          allocated bytes, H and W in pixels, e bytes an element
+    ...
+    >>> found["denoise"].predict(512, 768) >> 20
+    2237
+    """
+
+    def predict(self, height: int, width: int) -> int:
+        """The most of any phase; ValueError out of the range where its peak rules, or where one has no closed form."""
+        for name, form in self.items():
+            if isinstance(form, str):
+                raise ValueError(f"{name}: {form}")
+        return max(form.predict(height, width) for form in self.values() if isinstance(form, ClosedForm))
+
+    def _grid(self, markdown: bool = False) -> str:
+        header = ("phase", "allocated bytes, H and W in pixels, e bytes an element", "square sides")
+        rows = [
+            (name, *((form, "") if isinstance(form, str) else (form.equation, f"{form.lowest} to {form.highest}")))
+            for name, form in self.items()
+        ]
+        return render(header, rows, markdown)
+
+    def __str__(self) -> str:
+        return self._grid()
+
+    __repr__ = __str__
+
+    def _repr_latex_(self) -> str:
+        return typeset(form.latex() for form in self.values() if isinstance(form, ClosedForm))
+
+    def _repr_markdown_(self) -> str:
+        grid = self._grid(markdown=True).replace("*", r"\*")
+        return grid if all(isinstance(form, str) for form in self.values()) else f"{self._repr_latex_()}\n\n{grid}"
+
+
+def derive_pipeline(question: PipelineQuestion, phases: Sequence[Phase], process: SimulatedProcess) -> PipelineFormula:
+    """The closed forms of a prediction's phases, from runs of the same at the squares of `DERIVED_SIDES`."""
+    q, found = question, PipelineFormula()
+
+    @functools.cache
+    def played(height: int, width: int) -> Sequence[Phase]:
+        try:
+            return play_pipeline(replace(q, height=height, width=width), process.workspace).phases
+        except ValueError:  # a size that the pipeline does not make
+            return ()
+
+    def look(index: int, height: int, width: int) -> Peak | None:
+        there = played(height, width)
+        return _peak(there[index]) if there else None
+
+    for index, phase in enumerate(phases):
+        labels = {
+            "name": f"{q.name} {phase.name}", "model": q.name, "op": phase.name, "dtype": q.dtype,
+            "runtime": "diffusers", "gpu": process.gpu.name, "batch": q.batch,
+            "workspace_source": process.workspace_source,
+        }  # fmt: skip
+        try:
+            look_at = functools.partial(look, index)
+            found[phase.name] = close(labels, look_at, _peak(phase), q.height, q.width, DERIVED_SIDES)
+        except ValueError as error:
+            found[phase.name] = str(error)
+    return found
+
+
+def _peak(phase: Phase) -> Peak:
+    return Peak(phase.allocated, phase.where, {name: size for name, size in phase.peak_tensors if name != ROUNDED_UP})
+
+
 class _Tried(NamedTuple):
     """What a run came to on a card: and on every card that has the most that it reserved, and does not have the least
     that it was refused, since there the allocator takes the same steps."""
@@ -156,25 +230,22 @@ class _Tried(NamedTuple):
     substitutions: tuple[str, ...]
     guesses: bool
     most: int
-    refused: int | None
+    refused: float
     has_other_plans: bool
 
     @classmethod
-    def of(cls, run: PipelineRun, full: OutOfMemoryError | None, has_other_plans: bool) -> _Tried:
-        process = run.process
-        lacking = None if full is None else PeakTensor(process.frames[full.tag], full.requested)
-        refused = process.allocator._least_refused()
+    def of(cls, run: PipelineRun) -> _Tried:
+        process, refused = run.process, run.process.allocator._least_refused()
         return cls(
-            run.phases, lacking, process.substitutions, process.guessed_plans, process.most_reserved, refused,
-            has_other_plans,
+            run.phases, run.lacking, process.substitutions, process.guessed_plans, process.most_reserved,
+            math.inf if refused is None else refused, process.has_other_plans,
         )  # fmt: skip
 
     def is_that_of(self, capacity: int, has_other_plans: bool) -> bool:
         """Whether a card of so many bytes comes to the same. What stands in for cuDNN's first plans matters where
         something was refused."""
-        if self.refused is None:
-            return self.most <= capacity
-        return self.most <= capacity < self.refused and self.has_other_plans == has_other_plans
+        alike = self.refused == math.inf or self.has_other_plans == has_other_plans
+        return alike and self.most <= capacity < self.refused
 
 
 class PipelinePrediction(_Phases):
@@ -233,31 +304,28 @@ class PipelinePrediction(_Phases):
 
     def __init__(self, question: PipelineQuestion):
         self._question = q = question
-        batch = f", {q.call.batch} images" if q.call.batch > 1 else ""
-        where = f"{q.card.gpu.name}, offload {q.offload}, VAE {q.call.vae}"
-        where += f", {' and '.join(q.on_cpu)} on the CPU" if q.on_cpu else ""
-        self.title = f"{q.name} {q.call.height}x{q.call.width}{batch} ({where})"
-        leaves = q.offload != "none"
-        self.host = sum(p.nbytes for p in q.parts if p.role in q.on_cpu or (leaves and p.role not in q.resident))
-        self._run, _ = question.play()
-        self._process = self._run.process
-        self.available = self._process.available
-        self._substitutions = self._process.substitutions
-        self._tried = [_Tried.of(self._run, None, True)]
-        tried, done, lacking = self._within(self.available)
-        self._judge(self._run.phases, done, lacking)
-        if self.fits:
+        batch = f", {q.batch} images" if q.batch > 1 else ""
+        on_cpu = f", {' and '.join(q.on_cpu)} on the CPU" if q.on_cpu else ""
+        where = f"{q.card.gpu.name}, offload {q.offload}, VAE {q.vae}{on_cpu}"
+        self._run = play_pipeline(question)
+        self._process, self._tried = self._run.process, [_Tried.of(self._run)]
+        available, moved = self._process.available, (*q.on_cpu, *self._run.moved)
+        tried, done, lacking = self._within(available)
+        super().__init__(
+            f"{q.name} {q.height}x{q.width}{batch} ({where})", available,
+            sum(part.nbytes for part in q.parts if part.role in moved), self._run.phases, done, lacking,
+            (*(self._process if lacking else tried).substitutions, *_notes(q)),
+        )  # fmt: skip
+        if not lacking:
             self.on_card = max(phase.total for phase in tried.phases)
-            self._substitutions = tried.substitutions
             self.outcome = "may fit" if tried.guesses else "fits"
-        self.notes = self._notes()
 
     def _within(self, capacity: int, has_other_plans: bool = True) -> tuple[_Tried, int, PeakTensor | None]:
         """The same run where the card gives so many bytes: how many phases go through, and what the next one lacks."""
         tried = next((one for one in self._tried if one.is_that_of(capacity, has_other_plans)), None)
         if tried is None:
-            run, full = self._question.play(self._process.workspace, has_other_plans, total_memory=max(capacity, 1))
-            tried = _Tried.of(run, full, has_other_plans)
+            workspace = self._process.workspace
+            tried = _Tried.of(play_pipeline(self._question, workspace, has_other_plans, total_memory=max(capacity, 1)))
             self._tried.append(tried)
         for i, phase in enumerate(tried.phases):
             if phase.outside and phase.total > capacity:
@@ -304,7 +372,7 @@ class PipelinePrediction(_Phases):
         """The phases, and those with each of the other workspaces that may be the true ones."""
         yield self._run.phases
         for workspace in self._process._alternatives(every):
-            yield self._question.play(workspace=workspace)[0].phases
+            yield play_pipeline(self._question, workspace).phases
 
     @functools.cached_property
     def formula(self) -> PipelineFormula:
@@ -329,20 +397,19 @@ class PipelinePrediction(_Phases):
             low, high = (middle, high) if lacking else (low, middle)
         return high
 
-    def _notes(self) -> tuple[str, ...]:
-        found = list(self._substitutions)
-        for part in self._question.parts:
-            if part.has(["int8"]):
-                found.append(f"{part.role}: what LLM.int8() makes of activations is not counted")
-                if part.role in self._question.resident:
-                    found.append(f"{part.role}: int8 stays on the card, as with diffusers 0.33 (docs/PIPELINES.md)")
-            if part.unpacked:
-                found.append(f"{part.role}: of unpacking, only the unpacked weights of the layer that runs are counted")
-            call = self._question.call
-            if part.role == "vae" and call.vae == "vaemem":
-                rounded = f"in {part.dtype}, where diffusers converts to float32" if part.upcast else f"in {part.dtype}"
-                found.append(f"vae: vaemem decodes {rounded}; its code for GPUs has run on an emulator only")
-        return tuple(found)
+
+def _notes(q: PipelineQuestion) -> Iterator[str]:
+    """What of the parts is not counted."""
+    for part in q.parts:
+        if part.has(["int8"]):
+            yield f"{part.role}: what LLM.int8() makes of activations is not counted"
+            if part.role in q.resident:
+                yield f"{part.role}: int8 stays on the card, as with diffusers 0.33 (docs/PIPELINES.md)"
+        if part.unpacked:
+            yield f"{part.role}: of unpacking, only the unpacked weights of the layer that runs are counted"
+        if part.role == "vae" and q.vae == "vaemem":
+            upcast = ", where diffusers converts to float32" if part.upcast else ""
+            yield f"vae: vaemem decodes in {part.dtype}{upcast}; its code for GPUs has run on an emulator only"
 
 
 class GraphPrediction(_Phases):
@@ -364,10 +431,7 @@ class GraphPrediction(_Phases):
     """
 
     def __init__(self, title: str, way: Way, available: int):
-        self.way, self.available = way, available
-        self.title = f"{title}, {way.name}"
-        self.host, self.notes = way.host, way.notes
-        phases = []
+        self.way, phases = way, list[Phase]()
         for phase in way.phases:
             work = {name: int(amount) for name, amount in phase.work.items()}
             sent, on_cpu = work.pop("link", 0), sum(amount for name, amount in work.items() if name.startswith("cpu"))
@@ -376,7 +440,8 @@ class GraphPrediction(_Phases):
                 peak_tensors=(), where="", flops=sum(work.values()) - on_cpu, sent=sent, host_flops=on_cpu,
             ))  # fmt: skip
         done, full = next(((i, one) for i, one in enumerate(phases) if one.total > available), (len(phases), None))
-        self._judge(phases, done, full and PeakTensor(f"compute buffer of {full.name}", full.activations))
+        lacking = full and PeakTensor(f"compute buffer of {full.name}", full.activations)
+        super().__init__(f"{title}, {way.name}", available, way.host, phases, done, lacking, way.notes)
 
 
 @shared
@@ -451,7 +516,7 @@ def predict_pipeline(
         from vaemem.sdcpp import running  # a third of this module's import
 
         refuse(
-            runtime, dtype=dtype, image=image or None, vae_memory_limit=vae_memory_limit,
+            runtime, dtype=dtype, image=image, vae_memory_limit=vae_memory_limit,
             cudnn_version=cudnn_version, torch_version=torch_version,
         )  # fmt: skip
         card = find_gpu(gpu, memory)

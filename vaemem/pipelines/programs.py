@@ -24,13 +24,14 @@ from __future__ import annotations
 import functools
 import json
 import math
+import operator
 from collections.abc import Iterable, Iterator, Mapping
 from importlib import resources
 from typing import Any, NamedTuple
 
 from vaemem import _core
 from vaemem._common import ELEMENT_BYTES, choose, distinct, shipped
-from vaemem.prediction.gpus import Gpu, find_gpu
+from vaemem.prediction.gpus import Gpu
 
 Passing = Mapping[str, Iterable[tuple[str, int]]]
 ANY_GPU = "H100 PCIe"  # one that has a kernel for every attention: FLOPs are the same on all of them
@@ -54,18 +55,8 @@ class Weight(NamedTuple):
 
 
 class Recorded:
-    """A module's file: its weights, and what its call takes by dtype.
-
-    Attributes
-    ----------
-    name, about, source : str
-    variables : tuple of str
-        What a call's sizes follow from.
-    dtypes : tuple of str
-        Those that it was recorded in.
-    weights : tuple of Weight
-        In the order in which ``Module.to`` moves them.
-    """
+    """A module's file: what its call takes, by the dtypes in which it was recorded and the variables that sizes follow
+    from, and its weights in the order in which ``Module.to`` moves them."""
 
     def __init__(self, name: str, data: Mapping[str, Any]):
         self.name, self.about, self.source = name, str(data["about"]), str(data["source"])
@@ -74,41 +65,16 @@ class Recorded:
         self.weights = tuple(_weights(data["weights"], len(data["weights"]) - 1, ""))
         self._program = _core.Program("\n".join(_lines(name, data)))
 
-    def values(self, **sizes: int) -> dict[str, int]:
-        """The variables with those that follow from them: each ``to * ceil(polynomial / by)``."""
-        return self._program.values(self._given(sizes))
-
-    def _given(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        if set(sizes) != set(self.variables):
-            raise ValueError(f"{self.name}: want {', '.join(self.variables)}, got {', '.join(sizes)}")
-        return tuple(sizes[name] for name in self.variables)
-
     def trace(
         self, dtype: str, gpu: Gpu, passing: Passing | None = None, sent: Passing | None = None, **sizes: int
     ) -> _core.Trace:
-        """What a call takes on a GPU.
+        """What a call takes on a GPU, with a value for each of `variables`; ValueError for what was not recorded.
 
-        Parameters
-        ----------
-        dtype : str
-            The run's.
-        gpu : Gpu
-            Which kernel an attention takes.
-        passing : dict, optional
-            {module: [(name, bytes)]}: what is on the device while that submodule is called and no longer, such as
-            unpacked weights.
-        sent : dict, optional
-            The same of weights that accelerate's hooks send for the call, and empty the cache after each.
-        **sizes
-            A value for each of `variables`.
-
-        Raises
-        ------
-        ValueError
-            A dtype, variables or a case of sizes that was not recorded, or attention that no recorded kernel computes
-            on that GPU.
+        passing: {module: [(name, bytes)]} of what is there while that submodule is called and no longer
+        sent: the same of weights that accelerate's hooks send for the call, and empty the cache after each
         """
-        given = self._given(sizes)
+        if set(sizes) != set(self.variables):
+            raise ValueError(f"{self.name}: want {', '.join(self.variables)}, got {', '.join(sizes)}")
         choose("dtype", dtype, self.dtypes)
         through = [
             (module, name, size, of is sent)
@@ -116,12 +82,9 @@ class Recorded:
             for module, tensors in (of or {}).items()
             for name, size in tensors
         ]
+        through.sort(key=operator.itemgetter(0))
+        given = tuple(sizes[name] for name in self.variables)
         return self._program.trace(dtype, given, gpu.sm, gpu.multiprocessors, gpu.name, through)
-
-    def flops(self, dtype: str, **sizes: int) -> int:
-        """FLOPs of a call's products, convolutions and attentions; a multiplication and an addition count as two. They
-        are the same on every GPU."""
-        return self.trace(dtype, find_gpu(ANY_GPU), None, None, **sizes).flops
 
 
 def _lines(name: str, data: Mapping[str, Any]) -> Iterator[str]:
@@ -133,9 +96,12 @@ def _lines(name: str, data: Mapping[str, Any]) -> Iterator[str]:
     for key, call in data["calls"].items():
         yield f"call {key}"
         yield from (f"size {size}" for size in call["sizes"])
-        yield from (f"conv {' '.join(map(str, conv))}" for conv in call["convs"])
+        for *asked, layout in call["convs"]:
+            yield " ".join(map(str, ["conv", *asked, int(layout == "nhwc")]))
         for *asked, mask, causal, grouped in call["attentions"]:
-            yield " ".join(map(str, ["attention", *asked, int(causal), int(grouped), *map(int, mask or ())]))
+            elements, row, boolean = mask or (0, 0, False)
+            flags = map(int, (causal, grouped, bool(mask), boolean))
+            yield " ".join(map(str, ["attention", *asked, elements, row, *flags]))
         yield from (f"module {module}" for module in call["modules"])
 
 

@@ -11,14 +11,14 @@ import functools
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from statistics import fmean
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from vaemem._common import DTYPES, choose, grouped, shipped, whole
-from vaemem.pipelines.pipeline_run import vae_flops
+from vaemem.pipelines.components import vae_flops
 from vaemem.prediction.gpus import Gpu, find_gpu, gpu_names
 from vaemem.tables.table import seed_table
 
@@ -200,20 +200,22 @@ def gpu_rate(gpu: str | Gpu, work: str, dtype: str = "float16") -> Rate:
     choose("work", work, WORK)
     card = find_gpu(gpu)
     known = [run for run in shares() if run.seconds >= _data()["shortest_step"]]
-    alike = [run for run in known if run.kind == ("vae" if work == "vae" else "denoiser")]
-    own = [run for run in alike if run.work == work and run.card == (card.card or card.name)]
-    near = [run for run in alike if run.capability == card.capability]
-    used = own or near or alike
-    if used is alike:
-        by = grouped(alike, lambda run: run.capability)
-        share = _mean(_mean(run.share for run in runs) for runs in by.values())
-        band = max(_off(share, run.share) for run in alike)
-        which = f"{len(by)} other compute capabilities"
-    else:  # no surer than the card, or the capability, whose runs lie furthest apart
+    kind, which = "vae" if work == "vae" else "denoiser", "this card"
+    groups = grouped(known, lambda run: (run.work, run.card))
+    used = groups.get((work, card.card or card.name))
+    if not used:
+        groups, which = grouped(known, lambda run: (run.kind, run.capability)), f"compute capability {card.capability}"
+        used = groups.get((kind, card.capability))
+    if used:  # no surer than the card, or the capability, whose runs lie furthest apart
         share = _mean(run.share for run in used)
-        groups = grouped(known, lambda run: (run.work, run.card) if own else (run.kind, run.capability)).values()
-        band = max(_off(_mean(run.share for run in runs), run.share) for runs in groups for run in runs)
-        which = "this card" if own else f"compute capability {card.capability}"
+        band = max(_off(_mean(run.share for run in runs), run.share) for runs in groups.values() for run in runs)
+    else:
+        used, alike = [run for run in known if run.kind == kind], [groups[key] for key in groups if key[0] == kind]
+        share, which = (
+            _mean(_mean(one.share for one in runs) for runs in alike),
+            f"{len(alike)} other compute capabilities",
+        )
+        band = max(_off(share, run.share) for run in used)
     most = peak(card, dtype)
     sources = "; ".join(dict.fromkeys(run.source.partition(":")[0] for run in used))
     runs = f"{len(used)} measured run{'s' * (len(used) > 1)}"
@@ -259,15 +261,13 @@ def link_rate(link: str = "PCIe 3.0 x16") -> Rate:
     12 GB/s within 1.9 times: 20 to 76% of PCIe 4.0 x16's 32 GB/s; the host's memory may be pageable or pinned
     """
     known = _data()["links"]
-    match = re.fullmatch(r"pcie ?(\d)(?:\.0)? ?x(1|2|4|8|16)", link.strip().lower()) if isinstance(link, str) else None
+    match = re.fullmatch(r"pcie ?(\d)(?:\.0)? ?x(1|2|4|8|16)", str(link).strip().lower())
     lane = known["PCIe"].get(f"{match[1]}.0") if match else None
     if match is None or lane is None:
         raise ValueError(f"link: want such as 'PCIe 4.0 x16', generations {', '.join(known['PCIe'])}, got {link!r}")
     most = lane * int(match[2]) * 1e9
-    why = (
-        f"{known['low']:.0%} to {known['high']:.0%} of PCIe {match[1]}.0 x{match[2]}'s {most / 1e9:.0f} GB/s; "
-        "the host's memory may be pageable or pinned"
-    ).replace("% to", " to", 1)
+    share = f"{100 * known['low']:.0f} to {known['high']:.0%} of PCIe {match[1]}.0 x{match[2]}'s {most / 1e9:.0f} GB/s"
+    why = f"{share}; the host's memory may be pageable or pinned"
     return Rate.between(known["low"] * most, known["high"] * most, "B/s", why)
 
 
@@ -333,16 +333,14 @@ class Machine:
 
     def __init__(self, rates: Mapping[str, Rate]) -> None:
         self.rates = dict(rates)
-        self._names = list(self.rates)
         # Seconds a unit, and the covariance of their logarithms: a factor is two standard deviations.
         self._cost = np.array([1 / rate.value for rate in self.rates.values()])
         self._spread = np.diag([(math.log(rate.factor) / 2) ** 2 for rate in self.rates.values()])
 
     def _amounts(self, work: Work) -> np.ndarray:
-        unknown = set(work) - set(self._names)
-        if unknown:
-            raise ValueError(f"work: want amounts of {', '.join(self._names)}, got {', '.join(sorted(unknown))}")
-        return np.array([float(work.get(name, 0)) for name in self._names])
+        if unknown := set(work) - set(self.rates):
+            raise ValueError(f"work: want amounts of {', '.join(self.rates)}, got {', '.join(sorted(unknown))}")
+        return np.array([float(work.get(name, 0)) for name in self.rates])
 
     def seconds(self, work: Work) -> Seconds:
         """How long it takes, one thing after the other."""
@@ -351,7 +349,7 @@ class Machine:
         if not total:
             return Seconds(0, 0, 0, "nothing to do")
         factor = math.exp(2 * math.sqrt(max(0.0, float(each @ self._spread @ each))) / total)
-        why = "; ".join(f"{name}: {self.rates[name]}" for name, part in zip(self._names, each, strict=True) if part)
+        why = "; ".join(f"{name}: {self.rates[name]}" for name, part in zip(self.rates, each, strict=True) if part)
         return Seconds(total / factor, total, total * factor, why)
 
     def calibrated(self, runs: Iterable[tuple[Work, float]]) -> Machine:
@@ -373,13 +371,13 @@ class Machine:
             No run, seconds that are no positive number, or work of which nothing is known.
         """
         runs = list(runs)
-        if not runs or not all(seconds > 0 and math.isfinite(seconds) for _, seconds in runs):
-            got = ", ".join(f"{seconds!r}" for _, seconds in runs) or "none"
-            raise ValueError(f"calibrate: want measured runs of more than 0 seconds, got {got}")
         amounts = np.array([self._amounts(work) for work, _ in runs])
         measured = np.array([seconds for _, seconds in runs], dtype=float)
+        if not runs or not (measured > 0).all() or not np.isfinite(measured).all():
+            got = ", ".join(f"{seconds!r}" for _, seconds in runs) or "none"
+            raise ValueError(f"calibrate: want measured runs of more than 0 seconds, got {got}")
         noise = np.diag((REPEATS_DIFFER * measured) ** 2)
-        change = np.zeros(len(self._names))  # of the logarithms; the equations are linear but for these
+        change = np.zeros(len(self.rates))  # of the logarithms; the equations are linear but for these
         for _ in range(200):
             slopes = amounts * self._cost * np.exp(change)
             gain = self._spread @ slopes.T @ np.linalg.inv(slopes @ self._spread @ slopes.T + noise)
@@ -390,7 +388,7 @@ class Machine:
         found = Machine(self.rates)
         found._cost = self._cost * np.exp(change)
         found._spread = (np.eye(len(change)) - gain @ slopes) @ self._spread
-        for name, cost, variance in zip(self._names, found._cost, np.diag(found._spread), strict=True):
+        for name, cost, variance in zip(self.rates, found._cost, np.diag(found._spread), strict=True):
             if any(work.get(name) for work, _ in runs):
                 factor = math.exp(2 * math.sqrt(max(0.0, float(variance))))
                 why = f"from {len(runs)} measured run{'s' * (len(runs) > 1)}; before: {self.rates[name]}"
@@ -410,9 +408,9 @@ def cards_of(memory: int) -> list[Gpu]:
     return cards
 
 
-def _by_ggml(rate: Rate) -> Rate:
-    """PyTorch's rate for ggml's kernels, of which no measurement is known: twice as wide."""
-    return rate._replace(factor=2 * rate.factor, why=f"PyTorch's {rate.why}; ggml's kernels may do half or twice that")
+def _twice_as_wide(rate: Rate, why: str) -> Rate:
+    """A rate that stands for another of which no measurement is known."""
+    return rate._replace(factor=2 * rate.factor, why=why)
 
 
 def _direct(card: Gpu) -> Rate:
@@ -460,18 +458,16 @@ def machine_of(
     first, last = (min(cards, key=peak), max(cards, key=peak))
     which = f"any of {len(cards)} cards of that memory, from {first.name} to {last.name}"
 
-    def of(rates: list[Rate]) -> Rate:
-        return rates[0] if len(rates) == 1 else either(rates, which)
+    def of(rate: Callable[[Gpu], Rate]) -> Rate:
+        return rate(cards[0]) if len(cards) == 1 else either(map(rate, cards), which)
 
-    rates = {work: of([gpu_rate(card, work, dtype) for card in cards]) for work in WORK}
+    rates = {work: of(functools.partial(gpu_rate, work=work, dtype=dtype)) for work in WORK}
     if runtime == "sd.cpp":
-        rates = {work: _by_ggml(rate) for work, rate in rates.items()}
-        rates["vae direct"] = of([_direct(card) for card in cards])
-    rates["memory"] = of([memory_rate(card) for card in cards])
-    rates["link"] = link_rate(link)
-    rates["cpu"] = cpu_rate(cpu, cores)
+        for work, rate in rates.items():
+            rates[work] = _twice_as_wide(rate, f"PyTorch's {rate.why}; ggml's kernels may do half or twice that")
+        rates["vae direct"] = of(_direct)
+    rates |= {"memory": of(memory_rate), "link": link_rate(link), "cpu": cpu_rate(cpu, cores)}
     if runtime == "diffusers":
         why = f"as ggml's, of which PyTorch may do half or twice: {rates['cpu'].why}"
-        rates["cpu"] = rates["cpu"]._replace(factor=2 * rates["cpu"].factor, why=why)
-    rates["cpu Q8_0"] = cpu_rate(cpu, cores, "Q8_0")
-    return Machine(rates)
+        rates["cpu"] = _twice_as_wide(rates["cpu"], why)
+    return Machine(rates | {"cpu Q8_0": cpu_rate(cpu, cores, "Q8_0")})

@@ -178,10 +178,7 @@ class Stored(NamedTuple):
 
 
 def stored(
-    weights: Iterable[Sequence[Any]],
-    type: str | None,
-    rule: str | Rule | list[Any],
-    dtype: str = "bfloat16",
+    weights: Iterable[Sequence[Any]], type: str | None, rule: str | Rule | list[Any], dtype: str = "bfloat16"
 ) -> list[Stored]:
     """How a model's tensors are stored.
 
@@ -230,8 +227,7 @@ def stored(
             raise ValueError(f"rule: want a file that has the model's {numbers} numbers, got one of {have}")
         there = {tensor.name for tensor in listed}
         return listed + [_as(tensor, "int64") for tensor in buffers if tensor.name not in there]
-    if type not in rule.types:
-        choose("type", type, rule.types)
+    choose("type", type, rule.types)
     assert type is not None
     shapes = {tensor.name: tensor.shape for tensor in tensors}
     return [_store(tensor, shapes, type, rule, dtype) for tensor in tensors]

@@ -6,7 +6,7 @@ import html
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vaemem._common import MIB, as_csv, distinct, html_table, need, real, render, write
@@ -62,30 +62,26 @@ class Outcome(NamedTuple):
     @property
     def verdict(self) -> str:
         """In words."""
-        if self.fails_in is None:
-            return "may fit" if self.way.unsure else "fits"
-        if self.fails_in == "time":
-            return f"takes {self.short:.0f} s too long"
-        if self.fails_in == "host":
-            return f"lacks {self.short / MIB:.0f} MiB of the host's"
-        return f"runs out in {self.fails_in}, lacks {self.short / MIB:.0f} MiB"
+        lacks = f"lacks {self.short / MIB:.0f} MiB"
+        said = {
+            None: "may fit" if self.way.unsure else "fits",
+            "time": f"takes {self.short:.0f} s too long",
+            "host": f"{lacks} of the host's",
+        }
+        return said.get(self.fails_in, f"runs out in {self.fails_in}, {lacks}")
 
 
 def outcome(way: Way, room: Room, machine: Machine | None) -> Outcome:
     """How a way does in a room. Where several phases do not fit, it ends in the first of them."""
     took = machine.seconds(way.work) if machine else None
     each = {phase.name: machine.seconds(phase.work) for phase in way.phases} if machine else {}
-    over = [phase.name for phase in way.phases if room.card is not None and phase.total > room.card]
-    out = way.out
-    if over and not way.played:
-        out = over[0], way.peak.total - (room.card or 0)
-    if out:
-        return Outcome(way, took, each, *out)
-    if room.host is not None and way.host > room.host:
-        return Outcome(way, took, each, "host", way.host - room.host)
-    if took and room.seconds is not None and took.likely > room.seconds:
-        return Outcome(way, took, each, "time", took.likely - room.seconds)
-    return Outcome(way, took, each, None, 0)
+    card, host, seconds = (math.inf if there is None else there for there in room)
+    over = [] if way.played else [phase.name for phase in way.phases if phase.total > card]
+    fails: list[tuple[str | None, float]] = [way.out] if way.out else []
+    fails += [(name, way.peak.total - card) for name in over]
+    fails += [("host", way.host - host)] if way.host > host else []
+    fails += [("time", took.likely - seconds)] if took and took.likely > seconds else []
+    return Outcome(way, took, each, *[*fails, (None, 0)][0])
 
 
 class Written:
@@ -170,10 +166,16 @@ class PipelinePlan(Written):
     """
 
     def __init__(
-        self, title: str, room: Room, outcomes: Sequence[Outcome], machine: Machine | None, notes: Iterable[str]
-    ) -> None:
+        self, title: str, ways: Sequence[Way], room: Room, machine: Machine | None = None,
+        measured: Mapping[str, float] | None = None, notes: Sequence[str] = (),
+    ):  # fmt: skip
+        """The plan of some ways. The machine is calibrated with what was measured, seconds by a way's name: ValueError
+        where they are of a way that is none of these, or none that can be."""
+        if measured and machine:
+            machine = machine.calibrated(_runs(ways, measured))
         self.title, self.room, self.machine = title, room, machine
-        self.outcomes, self.notes = tuple(outcomes), tuple(notes)
+        self.outcomes = tuple(outcome(way, room, machine) for way in ways)
+        self.notes = tuple(distinct([*notes, *(note for way in ways for note in way.notes)]))
 
     def __len__(self) -> int:
         return len(self.outcomes)
@@ -211,26 +213,22 @@ class PipelinePlan(Written):
             return f"Nothing fits. {nearest.way.name} comes nearest: it {nearest.verdict}."
         kind = bool(best.way.changes), bool(best.way.unsure)
         alike = [one for one in self.outcomes if one.fits and (bool(one.way.changes), bool(one.way.unsure)) == kind]
-        is_fastest = best.seconds and len(alike) > 1
-        what = "It is the fastest" if is_fastest else "It is the plainest" if len(alike) > 1 else "It is the only one"
-        fit, fits = ("may fit",) * 2 if best.way.unsure else ("fit", "fits")
-        among = f" of the {len(alike)} that {fit}" if len(alike) > 1 else f" that {fits}"
-        picture = f", though {best.way.changes}" if best.way.changes else " and leave the picture as it is"
-        if len(alike) == 1 and not best.way.changes:
-            picture = " and leaves the picture as it is"
+        which, ending = "only one", "s"
+        if len(alike) > 1:
+            which, ending = f"{'fastest' if best.seconds else 'plainest'} of the {len(alike)}", ""
+        fit = "may fit" if best.way.unsure else f"fit{ending}"
+        picture = f", though {best.way.changes}" if best.way.changes else f" and leave{ending} the picture as it is"
         why = "" if best is plainest else f" {plainest.way.name} {plainest.verdict}."
         unsure = f" It may fit: {best.way.unsure}." if best.way.unsure else ""
-        return f"Take {best.way.name}. {what}{among}{picture}.{unsure}{why}{self._faster(best)}"
+        return f"Take {best.way.name}. It is the {which} that {fit}{picture}.{unsure}{why}{self._faster(best)}"
 
     def _faster(self, best: Outcome) -> str:
         """The fastest way that changes the picture, where it saves a tenth of the time or more."""
-        changed = [one for one in self.outcomes if one.fits and one.way.changes and one.seconds]
-        other = min(changed, key=lambda one: one.seconds.likely if one.seconds else 0.0, default=None)
-        if best.way.changes or not (other and other.seconds and best.seconds):
+        changed = [(one.seconds, one.way) for one in self.outcomes if one.fits and one.way.changes and one.seconds]
+        if best.way.changes or not (changed and best.seconds):
             return ""
-        if other.seconds.likely > 0.9 * best.seconds.likely:
-            return ""
-        return f" {other.way.name} would take {other.seconds}: {other.way.changes}."
+        took, way = min(changed, key=lambda other: other[0].likely)
+        return f" {way.name} would take {took}: {way.changes}." if took.likely <= 0.9 * best.seconds.likely else ""
 
     # ---- files and data frames ----
 
@@ -242,34 +240,19 @@ class PipelinePlan(Written):
         >>> plan_pipeline("sd15", 1536, 1536, memory="16 GB", runtime="mlx").rows()[0]["way"]
         'whole VAE, denoiser kept, bfloat16'
         """
-        best = self.recommended
-        rows = []
+        best, rows = self.recommended, []
         for one in self.outcomes:
-            row: dict[str, Any] = {
-                "way": one.way.name,
-                "fits": one.fits,
-                "unsure": one.way.unsure,
-                "fails_in": one.fails_in,
-                "short": one.short,
-            }
+            way, took, phases = one.way, one.seconds, {phase.name: phase for phase in one.way.phases}
+            row: dict[str, Any] = {"way": way.name, "fits": one.fits, "unsure": way.unsure}
+            row |= {"fails_in": one.fails_in, "short": one.short}
             for name in self._phases():
-                phase = next((phase for phase in one.way.phases if phase.name == name), None)
-                key = name.replace(" ", "_")
-                row[f"{key}_bytes"] = phase.total if phase else None
-                row[f"{key}_weights_bytes"] = phase.weights if phase else None
-                row[f"{key}_seconds"] = one.phase_seconds[name].likely if name in one.phase_seconds else None
-            took = one.seconds
-            row |= {
-                "peak_bytes": one.way.peak.total,
-                "host_bytes": one.way.host,
-                "seconds": took.likely if took else None,
-                "seconds_low": took.low if took else None,
-                "seconds_high": took.high if took else None,
-                "verdict": one.verdict,
-                "changes": one.way.changes,
-                "recommended": one is best,
-            }
-            rows.append(row)
+                phase, lasts, key = phases.get(name), one.phase_seconds.get(name), name.replace(" ", "_")
+                row[f"{key}_bytes"] = phase and phase.total
+                row[f"{key}_weights_bytes"] = phase and phase.weights
+                row[f"{key}_seconds"] = lasts and lasts.likely
+            row |= {"peak_bytes": way.peak.total, "host_bytes": way.host, "seconds": took and took.likely}
+            row |= {"seconds_low": took and took.low, "seconds_high": took and took.high}
+            rows.append(row | {"verdict": one.verdict, "changes": way.changes, "recommended": one is best})
         return rows
 
     def _data(self) -> dict[str, Any]:
@@ -334,41 +317,19 @@ class PipelinePlan(Written):
     def _repr_html_(self) -> str:
         header, lines = self._grid()
         best = self.recommended
-        bold = next((line for one, line in zip(self.outcomes, lines, strict=True) if one is best), None)
+        bold = lines[self.outcomes.index(best)] if best else None
         return f"<p>{html.escape(self.title)}</p>{html_table(header, lines, bold)}<p>{html.escape(self.reason)}</p>"
 
 
-def planned(
-    title: str,
-    ways: Sequence[Way],
-    room: Room,
-    machine: Machine | None,
-    measured: Mapping[str, float] | None = None,
-    notes: Sequence[str] = (),
-) -> PipelinePlan:
-    """A plan of given ways.
-
-    Parameters
-    ----------
-    measured : dict of str to float, optional
-        Seconds by a way's name, which the machine is calibrated with.
-
-    Raises
-    ------
-    ValueError
-        Seconds of a way that is none of these, or none that can be.
-    """
-    by_name = {way.name: way for way in ways}
-    if measured:
-        if not isinstance(measured, Mapping):
-            raise ValueError(f"calibrate: want {{way: seconds}}, got {measured!r}")
-        unknown = [name for name in measured if name not in by_name]
-        if unknown:
-            raise ValueError(f"calibrate: want ways out of {'; '.join(by_name)}, got {'; '.join(map(repr, unknown))}")
-        for name, seconds in measured.items():
-            if not 0 < real(seconds) < math.inf:
-                raise ValueError(f"calibrate[{name!r}]: want more than 0 seconds, got {seconds!r}")
-        assert machine is not None
-        machine = machine.calibrated([(by_name[name].work, seconds) for name, seconds in measured.items()])
-    notes = distinct([*notes, *(note for way in ways for note in way.notes)])
-    return PipelinePlan(title, room, [outcome(way, room, machine) for way in ways], machine, notes)
+def _runs(ways: Sequence[Way], measured: Any) -> list[tuple[Mapping[str, float], float]]:
+    """(work, seconds) of the ways that were measured."""
+    if not isinstance(measured, Mapping):
+        raise ValueError(f"calibrate: want {{way: seconds}}, got {measured!r}")
+    work = {way.name: way.work for way in ways}
+    unknown = [name for name in measured if name not in work]
+    if unknown:
+        raise ValueError(f"calibrate: want ways out of {'; '.join(work)}, got {'; '.join(map(repr, unknown))}")
+    for name, seconds in measured.items():
+        if not 0 < real(seconds) < math.inf:
+            raise ValueError(f"calibrate[{name!r}]: want more than 0 seconds, got {seconds!r}")
+    return [(work[name], seconds) for name, seconds in measured.items()]

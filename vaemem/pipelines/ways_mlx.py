@@ -35,15 +35,6 @@ class MetalConv(NamedTuple):
     held: int
 
 
-def is_winograd(conv: MetalConv) -> bool:
-    """Whether MLX runs it so: 3x3 of whole blocks of 32 channels, 256 in and out together, 4096 pixels or more.
-
-    In October 2024 512 channels were enough of themselves, and with 256 the input had to have 2^18 numbers.
-    """
-    blocks = conv.c % 32 == 0 and conv.k % 32 == 0
-    return conv.r == 3 and blocks and conv.c + conv.k >= 256 and conv.height * conv.width >= 4096
-
-
 def workspace(conv: MetalConv, dtype: str, lowering: str = "mlx") -> int:
     """Bytes that a convolution takes beside its input and output.
 
@@ -53,7 +44,9 @@ def workspace(conv: MetalConv, dtype: str, lowering: str = "mlx") -> int:
     dtype : str
     lowering : {"mlx", "im2col"}
         What MLX runs, Winograd or an implicit product that takes nothing; or a buffer of all columns, as explicit
-        products of other convolutions take in MLX.
+        products of other convolutions take in MLX. Winograd is for 3x3 of whole blocks of 32 channels, 256 in and out
+        together, 4096 pixels or more; in October 2024 512 channels were enough of themselves, and with 256 the input
+        had to have 2^18 numbers.
 
     Examples
     --------
@@ -67,7 +60,8 @@ def workspace(conv: MetalConv, dtype: str, lowering: str = "mlx") -> int:
     element = ELEMENT_BYTES[dtype]
     if lowering == "im2col":
         return element * conv.height * conv.width * conv.r * conv.r * conv.c
-    if not is_winograd(conv):
+    is_large = conv.c + conv.k >= 256 and conv.height * conv.width >= 4096
+    if conv.r != 3 or conv.c % 32 or conv.k % 32 or not is_large:
         return 0
     rows, columns = (-(-side // WINOGRAD_TILE) for side in (conv.height, conv.width))
     padded = (WINOGRAD_TILE * rows + 2) * (WINOGRAD_TILE * columns + 2) * conv.c
@@ -159,6 +153,7 @@ WAYS = (
     ("decoder", "float32", False, False, "mlx"), ("decoder", "bfloat16", False, False, "im2col"),
     ("decoder", "float32", False, False, "im2col"), ("decoder", "bfloat16", False, True, "mlx"),
 )  # fmt: skip
+TILE = 512  # pixels of a tile's side
 
 
 def vae_bytes(model: str, parts: str, dtype: str) -> int:
@@ -174,36 +169,21 @@ def vae_bytes(model: str, parts: str, dtype: str) -> int:
     return ELEMENT_BYTES[dtype] * sum(math.prod(shape) for _, shape in tensors)
 
 
-def mlx_ways(
-    model: str, height: int, width: int, denoiser: int = 0, cache_limit: int | None = None, tile: int = 512
-) -> list[Way]:
-    """Ways of decoding with MLX: with the whole VAE or its decoder, the denoiser's weights kept or unloaded before.
-
-    Parameters
-    ----------
-    model : str
-        A VAE.
-    height, width : int
-    denoiser : int
-        Bytes of its weights.
-    cache_limit : int, optional
-        Bytes that MLX's allocator may keep of what was given back (``mx.set_cache_limit``): added whole, the most that
-        it can be. None: as much as its memory limit leaves, which is not counted.
-    tile : int
-        Pixels of a tile's side.
-    """
-    made = []
+def mlx_ways(model: str, height: int, width: int, denoiser: int, cache_limit: int | None) -> list[Way]:
+    """Ways of decoding with MLX: with the whole VAE or its decoder, the bytes of the denoiser's weights kept or
+    unloaded before. What MLX's allocator may keep of what was given back (``mx.set_cache_limit``) is added whole, the
+    most that it can be; None: as much as its memory limit leaves, which is not counted."""
+    made, cached = [], cache_limit or 0
     for parts, dtype, kept, tiled, lowering in WAYS:
-        sides = (min(tile, height), min(tile, width)) if tiled else (height, width)
-        most = decode(model, *sides, dtype, lowering).total + (cache_limit or 0)
-        vae, where = vae_bytes(model, parts, dtype), "decoder only" if parts == "decoder" else "whole VAE"
-        name = [where, f"denoiser {'kept' if kept else 'unloaded'}", dtype, *[f"tiles of {tile}"] * tiled]
-        settings = {"parts": parts, "dtype": dtype, "unload": not kept, "tile": tile if tiled else None}
+        sides = (min(TILE, height), min(TILE, width)) if tiled else (height, width)
+        most, vae = decode(model, *sides, dtype, lowering).total, vae_bytes(model, parts, dtype)
+        words = ["decoder only" if parts == "decoder" else "whole VAE", f"denoiser {'kept' if kept else 'unloaded'}"]
+        name = ", ".join([*words, dtype, *[f"tiles of {TILE}"] * tiled, *[lowering] * (lowering == "im2col")])
+        settings = {"parts": parts, "dtype": dtype, "unload": not kept, "tile": TILE if tiled else None}
         phases = (
-            PlannedPhase("denoise", denoiser + vae, cache_limit or 0, {}),
-            PlannedPhase("decode", vae + denoiser * kept, most, {}),
+            PlannedPhase("denoise", denoiser + vae, cached, {}),
+            PlannedPhase("decode", vae + denoiser * kept, most + cached, {}),
         )
         changes = "tiles are blended where they overlap" if tiled else ""
-        title = ", ".join([*name, *[lowering] * (lowering == "im2col")])
-        made.append(Way(title, settings | {"cache_limit": cache_limit}, phases, changes=changes, notes=MLX_NOTES))
+        made.append(Way(name, settings | {"cache_limit": cache_limit}, phases, changes=changes, notes=MLX_NOTES))
     return made

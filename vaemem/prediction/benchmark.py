@@ -55,6 +55,7 @@ class Counters:
         self._baseline = process.allocated, process.reserved
 
     def read(self) -> Reading:
+        self._process._note_read()
         allocated, reserved = self._process.peak_allocated, self._process.peak_reserved
         return Reading(allocated - self._baseline[0], reserved - self._baseline[1], allocated, reserved)
 

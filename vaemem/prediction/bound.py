@@ -5,15 +5,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
+from fractions import Fraction
 from typing import NamedTuple
 
 from vaemem import _core
 from vaemem._arguments import shared
 from vaemem._common import DTYPES, MIB, OPS, __version__, choose, distinct, listed, render, whole
 from vaemem.prediction.predict import Prediction
-from vaemem.prediction.question import Job, Question
+from vaemem.prediction.question import Card, Job, Question, Software, find_card
 from vaemem.prediction.runtimes import architecture
-from vaemem.prediction.values import Card, Software, find_card
 
 # Pixels: of the sizes that are predicted where none are given. Those that people use, and some that are multiples of 8
 # alone, for which cuDNN chooses otherwise: without these one size in four between the others is up to 2% above a line.
@@ -266,10 +266,9 @@ def bound(
     for dtype in (dtypes := listed(dtypes, str)):
         choose("dtypes", dtype, DTYPES)
     pixels = sorted(distinct(whole("sides", side) for side in listed(sides, int)))
-    if not pixels:
-        raise ValueError("sides: want one or more, got none")
-    if not gpus:
-        raise ValueError("gpu: want one or more, got none")
+    for name, given in (("sides", pixels), ("gpu", gpus)):
+        if not given:
+            raise ValueError(f"{name}: want one or more, got none")
     software = Software(torch_version=torch_version, cudnn_version=cudnn_version)
     asked = _Asked([find_card(name, memory) for name in gpus], software)
     functions = {
@@ -365,22 +364,13 @@ def _over(points: Iterable[tuple[int, int]]) -> tuple[int, int]:
     highest: dict[int, int] = {0: 0}  # the origin keeps b from being negative
     for x, y in points:
         highest[x] = max(y, highest.get(x, 0))
-    hull: list[tuple[int, int]] = []
-    for x, y in sorted(highest.items()):
-        while len(hull) > 1 and _turns_left(hull[-2], hull[-1], (x, y)):
-            hull.pop()
-        hull.append((x, y))
-    lines = []
-    for (x, y), (right, top) in itertools.pairwise(hull):
-        a = max(0, -((y - top) // (right - x)))  # whole bytes, rounded up
-        lines.append((a, max(top - a * at for at, top in highest.items())))
+    at, lines = (0, highest[0]), []
+    while right := [point for point in highest.items() if point[0] > at[0]]:
+        (x, y), at = at, max(right, key=lambda point: (Fraction(point[1] - at[1], point[0] - at[0]), point[0]))
+        a = max(0, -((y - at[1]) // (at[0] - x)))  # whole bytes, rounded up
+        lines.append((a, max(top - a * pixels for pixels, top in highest.items())))
     del highest[0]
     return min(lines, key=lambda line: max((line[0] * x + line[1]) / y for x, y in highest.items()))
-
-
-def _turns_left(a: tuple[int, int], b: tuple[int, int], c: tuple[int, int]) -> bool:
-    """Whether b lies on or below the line from a to c."""
-    return (b[1] - a[1]) * (c[0] - a[0]) <= (c[1] - a[1]) * (b[0] - a[0])
 
 
 def _size(size: tuple[int, int]) -> str:

@@ -1,8 +1,37 @@
-"""How eager PyTorch lays tensors out: strides, without torch."""
+"""What a recorder knows of eager PyTorch without torch: how tensors are laid out, and a call of its attention, whose
+kernels csrc/predict/torch_sdpa.c chooses between."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+
+class Heads(NamedTuple):
+    """Queries, keys or values: (N, heads, length, depth)."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+class Mask(NamedTuple):
+    """An attention's mask: its elements in all, those of one row (a query's keys), and whether they are boolean."""
+
+    elements: int
+    row: int
+    boolean: bool = False
+
+
+class AttentionCall(NamedTuple):
+    """A call of scaled_dot_product_attention. dtype as ``"float16"``; grouped: enable_gqa."""
+
+    dtype: str
+    queries: Heads
+    keys: Heads
+    values: Heads
+    mask: Mask | None = None
+    causal: bool = False
+    grouped: bool = False
 
 
 def _dense(shape: tuple[int, ...], order: Iterable[int]) -> tuple[int, ...]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 from vaemem._arguments import shared
-from vaemem._common import ELEMENT_BYTES, MIB, render, typeset
+from vaemem._common import ELEMENT_BYTES, MIB, distinct, render, typeset, whole
 from vaemem.prediction.process import SimulatedProcess
 from vaemem.prediction.question import Question, ask
 
@@ -22,7 +22,8 @@ ROUNDING = 512  # bytes: the allocator's granule; a tensor that is off its law b
 ALTERNATION = 4 * MIB
 HELD_OUT = ((360, 640), (720, 1280), (832, 1216), (1000, 1000), (1080, 1920), (1216, 832), (1544, 520), (2160, 3840))
 
-Powers = tuple[int, int, int, int]  # H*W, H+W, (H*W)^2, 1
+ZERO = Fraction(0)
+Law = tuple[Fraction, ...]  # bytes by H*W, H+W, (H*W)^2 and 1
 
 
 class Term(NamedTuple):
@@ -32,8 +33,8 @@ class Term(NamedTuple):
     coefficient: Fraction  # of H*W*e; 128 is one full-size activation, T
     constant: Fraction  # bytes
     where: str  # the module that made it
-    edge: Fraction = Fraction(0)  # of (H+W)*e: padding
-    square: Fraction = Fraction(0)  # of (H*W)^2*e: attention's scores
+    edge: Fraction = ZERO  # of (H+W)*e: padding
+    square: Fraction = ZERO  # of (H*W)^2*e: attention's scores
 
 
 @dataclass(frozen=True, repr=False)
@@ -111,15 +112,12 @@ class ClosedForm:
         ValueError
             A size below 1, or H*W out of the range where this peak rules.
         """
-        for name, pixels in (("height", height), ("width", width)):
-            if pixels < 1:
-                raise ValueError(f"{name}: want at least 1, got {pixels}")
+        height, width = whole("height", height), whole("width", width)
         if not self.lowest**2 <= height * width <= self.highest**2:
             raise ValueError(
                 f"height * width: want {self.lowest}^2 to {self.highest}^2, where this peak rules, got {height}x{width}"
             )
-        powers = _powers(height, width)
-        return sum(_up(_value(_law(term, self.element_bytes), powers)) for term in self.terms)
+        return sum(_up(_value(_law(term, self.element_bytes), height, width)) for term in self.terms)
 
     def python(self) -> str:
         """A Python function of height and width that gives what `predict` gives."""
@@ -145,53 +143,43 @@ class ClosedForm:
     def latex(self) -> str:
         """The formula as a LaTeX equation body."""
         name = self.name.replace("_", r"\_")
-        parts = [rf"{_latex(self.a)}\,H W e"]
-        for column, powers in (("edge", "(H + W)"), ("square", "(H W)^2")):
-            if self._sum(column):
-                parts.append(rf"{_latex(self._sum(column))}\,{powers} e")
-        sign = "-" if self.b < 0 else "+"
-        return rf"M_{{\text{{allocated, {name}}}}} &= {' + '.join(parts)} {sign} {_latex(abs(self.b))}"
+        total = self._total(_latex, (r"\,H W e", r"\,(H + W) e", r"\,(H W)^2 e"))
+        return rf"M_{{\text{{allocated, {name}}}}} &= {total}"
 
     def json(self) -> str:
         """All of it as a JSON object; what is exact stands as a fraction in a string too."""
-        terms = [
-            {key: float(v) if isinstance(v, Fraction) else v for key, v in term._asdict().items()}
-            | {"coefficient_exact": str(term.coefficient)}
-            for term in self.terms
-        ]
-        whole = vars(self) | {
-            "element_bytes": self.element_bytes, "a": float(self.a), "a_exact": str(self.a), "t": float(self.t),
-            "b": float(self.b), "terms": terms,
+        said = vars(self) | {
+            "element_bytes": self.element_bytes, "a": self.a, "a_exact": str(self.a), "t": self.t, "b": self.b,
+            "terms": [term._asdict() | {"coefficient_exact": str(term.coefficient)} for term in self.terms],
         }  # fmt: skip
-        return json.dumps(whole, ensure_ascii=False, indent=1)
+        return json.dumps(said, default=float, ensure_ascii=False, indent=1)
 
     def _sum(self, column: str) -> Fraction:
-        return sum((getattr(term, column) for term in self.terms), Fraction(0))
+        return sum((getattr(term, column) for term in self.terms), ZERO)
 
     @property
     def equation(self) -> str:
         """Bytes in a line: ``1216 * H*W*e + 2107904``."""
-        parts = [f"{_number(self.a)} * H*W*e"]
-        for column, powers in (("edge", "(H+W)"), ("square", "(H*W)^2")):
-            if self._sum(column):
-                parts.append(f"{_number(self._sum(column))} * {powers}*e")
-        return f"{' + '.join(parts)} {'-' if self.b < 0 else '+'} {_number(abs(self.b))}"
+        return self._total(_number, (" * H*W*e", " * (H+W)*e", " * (H*W)^2*e"))
+
+    def _total(self, number: Callable[[Fraction], str], powers: Sequence[str]) -> str:
+        """All terms in one sum, by powers that are written so."""
+        factors = self.a, self._sum("edge"), self._sum("square")
+        parts = [number(a) + power for a, power in zip(factors, powers, strict=True) if a or power is powers[0]]
+        return f"{' + '.join(parts)} {'-' if self.b < 0 else '+'} {number(abs(self.b))}"
 
     def _facts(self) -> list[str]:
         """Lines under the equation."""
-        facts = [
-            f"a is {_number(self.t)} T (T = 128*H*W*e, e = {self.element_bytes})",
-            f"peak at {self.where}",
-            f"rules from {self.lowest}x{self.lowest} to {self.highest}x{self.highest}",
-        ]
+        facts = [f"a is {_number(self.t)} T (T = 128*H*W*e, e = {self.element_bytes})", f"peak at {self.where}"]
+        facts += [f"rules from {self.lowest}x{self.lowest} to {self.highest}x{self.highest}"]
         facts += [f"{side}: {what}" for side, what in (("below", self.below), ("above", self.above)) if what]
-        held = ", ".join(f"{h}x{w}" for h, w in self.checked) or "none"
         why = "unsplit blocks" + ("; a workspace that alternates" if self.within > ROUNDING else "")
+        added = [f"the allocator adds {self.unsplit[0]} to {self.unsplit[1]} B ({why})"]
+        added += ["held-out sizes: " + (", ".join(f"{h}x{w}" for h, w in self.checked) or "none")]
+        added += [f"not {h}x{w}, which peaks elsewhere" for h, w in self.elsewhere]
         return [
             "; ".join(facts),
-            f"each tensor rounded up to {ROUNDING} B; the allocator adds {self.unsplit[0]} to {self.unsplit[1]} B"
-            f" ({why}); held-out sizes: {held}"
-            + "".join(f"; not {h}x{w}, which peaks elsewhere" for h, w in self.elsewhere),
+            "; ".join([f"each tensor rounded up to {ROUNDING} B", *added]),
             f"convolutions' workspaces: {self.workspace_source}",
         ]
 
@@ -224,20 +212,11 @@ class ClosedForm:
         return f"{self._repr_latex_()}\n\n" + f"{facts}\n\n{grid}".replace("*", r"\*")
 
 
-@overload
-def formula(
-    model: str | Mapping[str, Any], op: str, dtype: str = ..., runtime: str | None = ..., gpu: str = ..., *,
-    height: int = ..., width: int = ..., **settings: Any,
-) -> ClosedForm: ...  # fmt: skip
-@overload
-def formula(model: Any) -> Any: ...
-
-
 @shared
 def formula(
     model: Any, op: str | None = None, dtype: str = "float16", runtime: str | None = None, gpu: str = "RTX 4090",
     *, height: int = 1024, width: int = 1024, **settings: Any,
-) -> Any:  # fmt: skip
+) -> ClosedForm | Any:  # fmt: skip
     """PyTorch's allocated memory in closed form: the tensors alive at the peak, each as a function of the image's size.
 
     Derived, not fitted: the trace is run at every square of a multiple of 64 pixels, the peak's tensors are matched by
@@ -299,30 +278,28 @@ def _peak(question: Question, process: SimulatedProcess) -> Peak | None:
     return peak and Peak(measured.allocated, *peak)
 
 
-def _look(question: Question, height: int, width: int) -> Peak | None:
-    """The peak of another size; None also where PyTorch would refuse the size."""
-    try:
-        other = question.at(height, width)
-        return _peak(other, other.start())
-    except ValueError:
-        return None
-
-
 def derive(question: Question) -> ClosedForm:
     """The closed form of the peak that answers a question; ValueError where it has none, as `formula` says."""
     process = question.start()
     peak = _peak(question, process)
     q = replace(question, workspace=process.workspace)  # what this one has looked up need not be looked up again
     job, runtime, model = q.job, q.software.runtime, q.job.arch["name"]
+
+    def look(height: int, width: int) -> Peak | None:
+        try:
+            other = q.at(height, width)
+            return _peak(other, other.start())
+        except ValueError:  # PyTorch would refuse the size
+            return None
+
     name = f"{model} {job.op} {job.dtype} {runtime}"
     name += "" if job.weights_dtype == job.dtype else f" from {job.weights_dtype}"
     name += f" batch {job.batch}" if job.batch > 1 else ""
-    name += "".join(f" {setting}" for setting in q.settings)
     labels = {
-        "name": name, "model": model, "op": job.op, "dtype": job.dtype, "runtime": runtime,
+        "name": " ".join([name, *q.settings]), "model": model, "op": job.op, "dtype": job.dtype, "runtime": runtime,
         "gpu": process.gpu.name, "batch": job.batch, "workspace_source": process.workspace_source,
     }  # fmt: skip
-    return close(labels, lambda h, w: _look(q, h, w), peak, job.height, job.width, range(STEP, LAST + 1, STEP))
+    return close(labels, look, peak, job.height, job.width, range(STEP, LAST + 1, STEP))
 
 
 def close(
@@ -341,7 +318,7 @@ def close(
             f"formula: no square from {sides[0]} to {sides[-1]} pixels a side peaks as {height}x{width} does"
         )
     centre = min(same, key=lambda side: abs(side * side - height * width))
-    alike = _around(centre, sides, lambda side: side in same)
+    alike = _around(centre, same)
     for within in (ROUNDING, ALTERNATION):
         laws = {n: _solve({side: same[side].tensors[n] for side in alike}, centre, within) for n in anchor.tensors}
         run = [side for side in alike if all(side in extent for _, extent in laws.values())]
@@ -349,40 +326,39 @@ def close(
             break
     else:
         raise ValueError(f"formula: want 3 squares or more that peak as {height}x{width} does, got {len(run)}")
-    e, powers = ELEMENT_BYTES[labels["dtype"]], _powers(height, width)
-    terms = [
-        Term(name, law[0] / e, law[3], name.partition(" [")[0], law[1] / e, law[2] / e)
-        for name, (law, _) in sorted(laws.items(), key=lambda item: -_value(item[1][0], powers))
-    ]
 
-    def unsplit(h: int, w: int, peak: Peak | None) -> int | None:
+    def unsplit(size: tuple[int, int], peak: Peak | None) -> int | None:
         """What the allocator added at a size; None where the tensors are not what the laws say."""
         if peak is None or peak.key != anchor.key:
             return None
-        sizes = {name: _value(law, _powers(h, w)) for name, (law, _) in laws.items()}
+        sizes = {name: _value(law, *size) for name, (law, _) in laws.items()}
         if any(abs(sizes[name] - size) > within for name, size in peak.tensors.items()):
             return None
         return peak.allocated - sum(map(_up, sizes.values()))
-
-    added = {(side, side): unsplit(side, side, same[side]) for side in run}
-    for h, w in [(height, width), *HELD_OUT]:
-        if run[0] ** 2 <= h * w <= run[-1] ** 2 and (h, w) not in added:
-            added[h, w] = unsplit(h, w, look(h, w))
-    known = [count for count in added.values() if count is not None]
-    held_out = [size for size in added if size[0] != size[1] or size[0] not in run]
 
     def beyond(side: int) -> str | None:
         if side not in peaks:
             return None
         peak = peaks[side]
-        if peak is None:
-            return f"at {side}x{side} no peak within the model's call"
-        return f"at {side}x{side} {'the same tensors in other sizes' if side in same else peak.where}"
+        found = peak.where if peak else "no peak within the model's call"
+        return f"at {side}x{side} {'the same tensors in other sizes' if side in same else found}"
 
+    e = ELEMENT_BYTES[labels["dtype"]]
+    squares: dict[tuple[int, int], Peak | None] = {(side, side): same[side] for side in run}
+    held_out = {
+        (h, w): look(h, w)
+        for h, w in distinct([(height, width), *HELD_OUT])
+        if run[0] ** 2 <= h * w <= run[-1] ** 2 and (h, w) not in squares
+    }
+    added = {size: unsplit(size, peak) for size, peak in (squares | held_out).items()}
+    known = [count for count in added.values() if count is not None]
     return ClosedForm(
         **labels,
         where=anchor.where,
-        terms=tuple(terms),
+        terms=tuple(
+            Term(name, law[0] / e, law[3], name.partition(" [")[0], law[1] / e, law[2] / e)
+            for name, (law, _) in sorted(laws.items(), key=lambda item: -_value(item[1][0], height, width))
+        ),
         lowest=run[0],
         highest=run[-1],
         below=beyond(run[0] - STEP),
@@ -394,18 +370,18 @@ def close(
     )
 
 
-def _around(centre: int, sides: Sequence[int], fits: Callable[[int], bool]) -> list[int]:
-    """The unbroken run of sides that fit, around one that does."""
+def _around(centre: int, sides: Container[int]) -> list[int]:
+    """The unbroken run of `sides` around one of them."""
     run = [centre]
     for step in (-STEP, STEP):
         side = centre + step
-        while side in sides and fits(side):
+        while side in sides:
             run.append(side)
             side += step
     return sorted(run)
 
 
-def _solve(sizes: Mapping[int, int], centre: int, within: int = ROUNDING) -> tuple[tuple[Fraction, ...], list[int]]:
+def _solve(sizes: Mapping[int, int], centre: int, within: int = ROUNDING) -> tuple[Law, list[int]]:
     """The law of one tensor, {side: bytes}, that holds for the most squares around `centre`, and those squares.
 
     A law goes through the centre exactly and meets the others within so many bytes (an index of cuDNN's is rounded up
@@ -413,24 +389,23 @@ def _solve(sizes: Mapping[int, int], centre: int, within: int = ROUNDING) -> tup
     taken, simpler ones first. Only the centre where no law holds for a square more than it was made from.
     """
     others = sorted((side for side in sizes if side != centre), key=lambda side: -abs(side - centre))
-    best: tuple[tuple[int, int], tuple[Fraction, ...], list[int]] | None = None
+    best: tuple[tuple[int, int], Law, list[int]] = (0, 0), (ZERO, ZERO, ZERO, Fraction(sizes[centre])), [centre]
     for columns in ((0, 3), (0, 1, 3), (0, 2, 3)):  # H*W; with padding's H+W; with attention's (H*W)^2
         for side in others[: len(others) + 2 - len(columns)]:
-            through = [centre, side, *others[-1:]][: len(columns)]
-            law = _through([(_powers(s, s), sizes[s]) for s in through], columns)
-            off = {s: abs(_value(law, _powers(s, s)) - size) for s, size in sizes.items()}
-            extent = _around(centre, list(sizes), {s for s in off if off[s] <= within}.__contains__)
+            law = _through({s: sizes[s] for s in [centre, side, *others[-1:]][: len(columns)]}, columns)
+            off = {s: abs(_value(law, s, s) - size) for s, size in sizes.items()}
+            extent = _around(centre, {s for s in off if off[s] <= within})
             score = len(extent), sum(off[s] == 0 for s in extent)
-            if len(extent) > len(columns) and (best is None or score > best[0]):  # any law meets its own points
+            if len(extent) > len(columns) and score > best[0]:  # any law meets its own points
                 best = score, law, extent
             if score[1] == len(sizes):
                 return law, extent
-    return best[1:] if best else ((Fraction(0), Fraction(0), Fraction(0), Fraction(sizes[centre])), [centre])
+    return best[1:]
 
 
-def _through(points: Sequence[tuple[Powers, int]], columns: Sequence[int]) -> tuple[Fraction, ...]:
-    """The coefficients, 0 outside of `columns`, whose polynomial goes through the points (Gauss-Jordan, exact)."""
-    rows = [[Fraction(powers[c]) for c in columns] + [Fraction(size)] for powers, size in points]
+def _through(sizes: Mapping[int, int], columns: Sequence[int]) -> Law:
+    """The law, 0 outside of `columns`, that goes through {side: bytes} of as many squares (Gauss-Jordan, exact)."""
+    rows = [[*(Fraction(_powers(side, side)[c]) for c in columns), Fraction(size)] for side, size in sizes.items()]
     for i in range(len(rows)):
         pivot = next(j for j in range(i, len(rows)) if rows[j][i])
         rows[i], rows[pivot] = rows[pivot], rows[i]
@@ -438,22 +413,20 @@ def _through(points: Sequence[tuple[Powers, int]], columns: Sequence[int]) -> tu
         for j in range(len(rows)):
             if j != i:
                 rows[j] = [x - rows[j][i] * y for x, y in zip(rows[j], rows[i], strict=True)]
-    law = [Fraction(0)] * 4
-    for column, row in zip(columns, rows, strict=True):
-        law[column] = row[-1]
-    return tuple(law)
+    law = dict(zip(columns, rows, strict=True))
+    return tuple(law[c][-1] if c in law else ZERO for c in range(4))
 
 
-def _powers(height: int, width: int) -> Powers:
+def _powers(height: int, width: int) -> tuple[int, int, int, int]:
     return height * width, height + width, (height * width) ** 2, 1
 
 
-def _law(term: Term, e: int) -> tuple[Fraction, Fraction, Fraction, Fraction]:
+def _law(term: Term, e: int) -> Law:
     return term.coefficient * e, term.edge * e, term.square * e, term.constant
 
 
-def _value(law: Sequence[Fraction], powers: Powers) -> Fraction:
-    return sum((a * x for a, x in zip(law, powers, strict=True)), Fraction(0))
+def _value(law: Law, height: int, width: int) -> Fraction:
+    return sum((a * x for a, x in zip(law, _powers(height, width), strict=True)), ZERO)
 
 
 def _up(size: Fraction) -> int:

@@ -9,19 +9,22 @@ from __future__ import annotations
 import functools
 import math
 import os
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
 from vaemem._arguments import shared
-from vaemem._common import MIB
+from vaemem._common import MIB, flag, latent_factor
 from vaemem._core import OutOfMemoryError
+from vaemem.engine.limits import LARGEST_SIDE, check_aspect, largest_size
 from vaemem.prediction.benchmark import USUAL_PROTOCOL, Reading
 from vaemem.prediction.formula import derive
 from vaemem.prediction.moments import Moment, PeakTensor
 from vaemem.prediction.process import SimulatedProcess
 from vaemem.prediction.question import ModuleQuestion, Question, ask
+from vaemem.prediction.runtimes import architecture
 
 # What reserved may be above the worse of a cold and a warmed process, for what else ran before. Of the seed table's
 # rows, with their own workspaces, one is 3.7% above it, two are 2.4% and the rest 0.7% or less; a 16th is the largest
@@ -29,6 +32,7 @@ from vaemem.prediction.question import ModuleQuestion, Question, ask
 MARGIN = Fraction(17, 16)
 SEGMENT = 20 * MIB
 PAGE = 2 * MIB  # every segment is a multiple of it
+TILED_SIDE = 1 << 14  # pixels: no further in tiles, where a larger image may take no more
 
 
 def between(least_band: tuple[int, int]) -> str:
@@ -54,24 +58,24 @@ class _Answer:
     def __init__(self, question: Question | ModuleQuestion):
         self._question, self._process = question, question.start()
         self.protocol, process = question.software.protocol, self._process
-        self.allocated, self.reserved, self.peak_allocated, self.peak_reserved = question.play(process)
+        self.allocated, self.reserved, self.peak_allocated, self.peak_reserved = first = question.play(process)
+        self._plays = {self.protocol: (process, self.reserved)}
         self.gpu, self.total_memory = process.gpu.name, process.gpu.total_memory
         self.torch_version = process.torch_version
         self.cudnn_version: str | None = getattr(process.workspace, "cudnn_version", None)
         self.workspace_source, self.available = process.workspace_source, process.available
         self._has_room = process.most_reserved <= self.available  # then nothing is ever refused and all goes as it did
-        full: PeakTensor | None = None
-        on_card: int | None = self.peak_reserved
-        if not self._has_room:
-            full, process, reading = self._within(self.available)
-            on_card = reading.peak_reserved if reading else None
-        self.out_of_memory_at, self.on_card = full, on_card
+        full, process, last = (None, process, first) if self._has_room else self._within(self.available)
+        self.out_of_memory_at, self.on_card = full, last.peak_reserved if last else None
         self.substitutions = process.substitutions
         self.outcome = "does not fit" if full else "may fit" if process.guessed_plans else "fits"
 
-    def _replay(self, workspace: Any, protocol: str) -> int:
-        """Reserved bytes above the baseline of the same call with other workspaces, or by another protocol."""
-        return self._question.play(self._question.start(workspace), protocol).reserved
+    def _played(self, protocol: str) -> tuple[SimulatedProcess, int]:
+        """A process that played the same call by a protocol, and the bytes that it reserved above the baseline."""
+        if protocol not in self._plays:
+            process = self._question.start(self._process.workspace)
+            self._plays[protocol] = process, self._question.play(process, protocol).reserved
+        return self._plays[protocol]
 
     def _within(
         self, capacity: int, has_other_plans: bool = True
@@ -110,9 +114,9 @@ class _Answer:
 
     def _others(self, every: bool, *protocols: str) -> Iterator[int]:
         """Reserved bytes by each of these protocols, with each of the other workspaces that may be the true ones."""
-        for workspace in self._process._alternatives(every):
-            for protocol in protocols:
-                yield self._replay(workspace, protocol)
+        if alternatives := self._process._alternatives(every):
+            for process, _ in map(self._played, protocols):
+                yield from map(process._again, alternatives)
 
     @functools.cached_property
     def band(self) -> tuple[int, int]:
@@ -122,7 +126,7 @@ class _Answer:
     @functools.cached_property
     def upper(self) -> int:
         protocols = tuple(dict.fromkeys(("cold", USUAL_PROTOCOL, self.protocol)))
-        known = [self._replay(self._process.workspace, name) for name in protocols if name != self.protocol]
+        known = [self._played(name)[1] for name in protocols]
         others = self._others(not self._question.software.has_version, *protocols)
         return math.ceil(max(*known, *self.band, *others) * MARGIN) + SEGMENT
 
@@ -141,36 +145,26 @@ class _Answer:
         return tuple(self._process.timeline())
 
     @property
-    def _sizes(self) -> str:
-        """For `repr`: what is predicted, how sure it is, and what was substituted."""
+    def _said(self) -> str:
+        """For `repr`: what is predicted, how sure it is, whether it fits, and what was substituted."""
         least, most = (f"{size / MIB:.2f}" for size in self.band)
-        parts = [
-            f"allocated {self.allocated / MIB:.2f} MiB, reserved {self.reserved / MIB:.2f} MiB"
-            + (f" ({least} to {most})" if least != most else "")
-            + f", upper {self.upper / MIB:.0f} MiB",
-            f"of the card {self.peak_reserved / MIB:.0f} MiB{'' if self._has_room else self._short_of_room}",
-            self._verdict,
-        ]
-        return "; ".join(parts + ([f"substituted: {', '.join(self.substitutions)}"] if self.substitutions else []))
-
-    @property
-    def _verdict(self) -> str:
-        if self.out_of_memory_at is None:
-            return fits_in(self.outcome, self.available)
-        name, size = self.out_of_memory_at
-        return f"out of memory at {name} ({size / MIB:.2f} MiB) with {self.available / MIB:.0f} MiB"
-
-    @property
-    def _short_of_room(self) -> str:
-        """What it takes where PyTorch does not get all that it likes to take."""
-        here = "" if self.on_card is None else f", {self.on_card / MIB:.0f} on this one"
-        return f" where there is room{here}, at least {between(self.least_band)}"
+        band = f" ({least} to {most})" if least != most else ""
+        verdict, room = fits_in(self.outcome, self.available), ""
+        if self.out_of_memory_at:
+            name, size = self.out_of_memory_at
+            verdict = f"out of memory at {name} ({size / MIB:.2f} MiB) with {self.available / MIB:.0f} MiB"
+        if not self._has_room:
+            here = "" if self.on_card is None else f", {self.on_card / MIB:.0f} on this one"
+            room = f" where there is room{here}, at least {between(self.least_band)}"
+        return (
+            f"allocated {self.allocated / MIB:.2f} MiB, reserved {self.reserved / MIB:.2f} MiB{band},"
+            f" upper {self.upper / MIB:.0f} MiB; of the card {self.peak_reserved / MIB:.0f} MiB{room}; {verdict}"
+        ) + (f"; substituted: {', '.join(self.substitutions)}" if self.substitutions else "")
 
     @property
     def _place(self) -> str:
-        return f"{self.gpu}, torch {self.torch_version}" + (
-            f", cuDNN {self.cudnn_version}" if self.cudnn_version else ""
-        )
+        cudnn = f", cuDNN {self.cudnn_version}" if self.cudnn_version else ""
+        return f"{self.gpu}, torch {self.torch_version}{cudnn}"
 
 
 class Prediction(_Answer):
@@ -272,7 +266,7 @@ class Prediction(_Answer):
         if self.allocator == "cudaMallocAsync":  # how much the driver's pool wastes is not known: as much as PyTorch's?
             workspace, software = self._process.workspace, replace(self._question.software, allocator="native")
             native = Prediction(replace(self._question, software=software, workspace=workspace))
-            yield from (native._replay(workspace, protocol) for protocol in protocols)
+            yield from (native._played(protocol)[1] for protocol in protocols)
             yield from native._others(every, *protocols)
 
     @property
@@ -290,7 +284,7 @@ class Prediction(_Answer):
         images = f" in a batch of {self.batch}{', sliced' * self.slicing}" if self.batch > 1 else ""
         return (
             f"<Prediction {self.model} {self.op} {self.height}x{self.width} {self.dtype}{weights}{images} ({how}): "
-            f"{self._sizes}>"
+            f"{self._said}>"
         )
 
 
@@ -372,6 +366,83 @@ def predict(
     return Prediction(ask(**locals()))
 
 
+@shared
+def predict_largest(
+    model: str | Mapping[str, Any], op: str, dtype: str = "float16", batch: int = 1, *, gpu: str = "RTX 4090",
+    aspect: float = 1.0, used: int | str = 0, every: bool = False, **others: Any,
+) -> tuple[int, int]:  # fmt: skip
+    """(height, width) of the largest image that PyTorch decodes, or encodes, on a card: of those whose `predict` fits.
+
+    Parameters
+    ----------
+    model, op, dtype, batch of a VAE : shared
+    gpu, used : shared
+    **others
+        What else `predict` takes: ``memory``, ``runtime``, ``tile``, ``cudnn_version``, ``torch_version`` and others.
+    aspect : float
+        The width over the height, as nearly as latents of whole pixels can have it.
+    every : bool
+        Whether all smaller images of that shape have to fit too.
+
+    Raises
+    ------
+    ValueError
+        No size fits; or as `predict` raises it.
+
+    Warns
+    -----
+    RuntimeWarning
+        Where the search ended before the card was full, so that larger images may fit: tiled ops are looked at up to
+        16,384 pixels a side, and as far as they can be played (65,536 tiles, 4,194,304 steps).
+
+    Notes
+    -----
+    Sizes that only may fit count too (`Prediction.outcome`), as those that fit only with another plan of cuDNN before
+    9.8 than the first. With ``torch_version="2.8.0"`` or later, or ``cudnn_version``, that is known.
+
+    What PyTorch takes does not always grow with the size, since cuDNN plans each size by itself. So all sizes three
+    tenths around what bisection finds are predicted one by one; for tiled ops, which take long, bisection decides.
+    Images of another shape, even of fewer pixels, may not fit.
+
+    Examples
+    --------
+    >>> predict_largest("sdxl", "decode", gpu="RTX 4060", used="1 GB")
+    (1952, 1952)
+    """
+    for name in ("height", "width"):
+        if name in others:
+            raise ValueError(f"{name}: want none, which is what is looked for, got {others[name]!r}")
+    factor = latent_factor(architecture(model))
+    question = ask(model, op, factor, factor, dtype=dtype, batch=batch, gpu=gpu, used=used, **others)
+    refused: dict[tuple[int, int], bool] = {}  # whether it was played, or is more than can be
+
+    def fits(height: int, width: int) -> bool:
+        try:
+            if Prediction(question.at(height, width)).fits:
+                return True
+            refused[height, width] = True
+        except OverflowError:
+            refused[height, width] = False
+        return False
+
+    tiled = question.job.is_tiled
+    found = largest_size(
+        fits, factor, check_aspect(aspect), TILED_SIDE if tiled else LARGEST_SIDE,
+        around=lambda n: range(n, n) if tiled else range(n - n * 3 // 10, n + n * 3 // 10 + 1),
+        every=flag("every", every),
+    )  # fmt: skip
+    if found and not (refused and refused[min(refused)]):
+        what = f"predict_largest: {found[0]}x{found[1]} fits, and larger images were not looked at"
+        warnings.warn(what, RuntimeWarning, stacklevel=2)
+    if found is None:
+        smallest = Prediction(question)
+        raise ValueError(
+            f"gpu: want one with {smallest.least_reserved} bytes for PyTorch, which {op} takes at least,"
+            f" got {smallest.gpu} with {smallest.available}"
+        )
+    return found
+
+
 class ModulePrediction(_Answer):
     """What `vaemem.pytorch.predict_peak` returns. Sizes in bytes; attributes as in `Prediction`, and:
 
@@ -395,5 +466,5 @@ class ModulePrediction(_Answer):
         missing = ", ".join(f"{what} ({count})" for what, count in self.unmodelled.items())
         return (
             f"<ModulePrediction ({self._place}{protocol}): above {baseline / MIB:.2f} MiB of weights and inputs"
-            f" {self._sizes}{f'; not counted: {missing}' if missing else ''}>"
+            f" {self._said}{f'; not counted: {missing}' if missing else ''}>"
         )

@@ -26,10 +26,13 @@ def _vae_trace(arch: tuple[tuple[str, Any], ...], **call: Any) -> _core.Trace:
 
 
 @functools.lru_cache(maxsize=256)
-def _weights_trace(arch: tuple[tuple[str, Any], ...], runtime: str, dtype: str) -> tuple[_core.Trace, list[Any]]:
-    """With its steps: one a parameter."""
+def _weights_trace(
+    arch: tuple[tuple[str, Any], ...], runtime: str, dtype: str
+) -> tuple[_core.Trace, tuple[int, ...], tuple[str, ...]]:
+    """With the bytes and the names of its steps: one a parameter."""
     trace = _core.Trace.weights(dict(arch), runtime, dtype)
-    return trace, trace.steps
+    _, _, sizes, names = zip(*trace.steps, strict=True)
+    return trace, sizes, names
 
 
 class SimulatedProcess:
@@ -98,10 +101,10 @@ class SimulatedProcess:
         room = self.gpu.available(CONTEXT, used)
         self.available: int = self.allocator._settings()["total_memory"] or room
         self.sources: dict[str, int] = {}  # who answered how many questions for workspaces
-        self._smaller: dict[Any, int] = {}  # workspaces of the plans that stand in for first ones, by convolution
         # Whether cuDNN has plans without workspace where that is not known; else what the first wants has to be had.
         self.has_other_plans = True
         self._most_reserved = 0  # before the peaks were reset
+        self._steps = 0, 0  # how many the core had taken when the peaks were reset, and when the counters were read
         self._last: tuple[_core.Trace, Any, Any] | None = None
 
     # ---- what there is ----
@@ -134,7 +137,7 @@ class SimulatedProcess:
     @property
     def guessed_plans(self) -> bool:
         """Whether a convolution's workspace could not be had, and it is not known that cuDNN has a plan without."""
-        return bool(self._smaller) and not self._knows_plans
+        return bool(self._core.refused) and not self._knows_plans
 
     @property
     def _knows_plans(self) -> bool:
@@ -149,7 +152,7 @@ class SimulatedProcess:
     def substitutions(self) -> tuple[str, ...]:
         """What stood in for the cuDNN and the GPU that were asked for, of a `workspace` given what that says of it; and
         for workspaces that could not be had."""
-        smaller, pooled = len(self._smaller), self.allocator._settings()["driver_pool"]
+        smaller, pooled = self._core.refused, self.allocator._settings()["driver_pool"]
         fallback = f"0 bytes for cuDNN's next plan where a workspace cannot be had ({smaller} of the convolutions)"
         pool = "a pool of the driver's that wastes nothing"
         said = getattr(self.workspace, "substitutions", ())
@@ -177,13 +180,12 @@ class SimulatedProcess:
         runtime = runtime or usual_runtime(arch)
         choose("runtime", runtime, RUNTIMES)
         choose("dtype", dtype, DTYPES)
-        trace, steps = _weights_trace(tuple(sorted(arch.items())), runtime, dtype)
+        trace, sizes, names = _weights_trace(tuple(sorted(arch.items())), runtime, dtype)
         placed = self._core.place("weights", f"weights of {arch['name']}", trace)
-        weights = {address: size for address, (_, _, size, _) in zip(placed, steps, strict=True)}
-        vae = LoadedVAE(arch, runtime, dtype, weights, channels_last)
+        vae = LoadedVAE(arch, runtime, dtype, dict(zip(placed, sizes, strict=True)), channels_last)
         if channels_last:
-            filters = zip(weights.items(), steps, strict=True)
-            self._copy(vae, {address: size for (address, size), step in filters if step[3] == "filter"})
+            held = zip(placed, sizes, names, strict=True)
+            self._copy(vae, {address: size for address, size, name in held if name == "filter"})
         return vae
 
     def convert(self, vae: LoadedVAE, dtype: str) -> None:
@@ -275,17 +277,10 @@ class SimulatedProcess:
         (1572864, 1)
         >>> p.release(left.values())
         """
-        answers = getattr(self.workspace, "answers", None) or functools.partial(_answers, self.workspace)
-        wanted, following, sources = answers(trace, self.has_other_plans or self._knows_plans)
+        wanted, following, sources = _answers(self.workspace, trace, self.has_other_plans or self._knows_plans)
         for source in sources:
             self.sources[source] = self.sources.get(source, 0) + 1
-        if self._smaller:
-            wanted = [self._smaller.get(conv, count) for conv, count in zip(trace.convs, wanted, strict=True)]
-        left, allocated, reserved, workspaces = self._core.call(trace, wanted, following)
-        if workspaces != wanted:
-            self._smaller.update(
-                (conv, took) for conv, want, took in zip(trace.convs, wanted, workspaces, strict=True) if took < want
-            )
+        left, allocated, reserved = self._core.call(trace, wanted, following)
         self._last = (trace, allocated, reserved)
         return left
 
@@ -311,12 +306,13 @@ class SimulatedProcess:
 
     def empty_cache(self) -> None:
         """``torch.cuda.empty_cache()``."""
-        self.allocator.empty_cache()
+        self._core.empty_cache()
 
     def reset_peak(self) -> None:
         """``torch.cuda.reset_peak_memory_stats()``."""
         self._most_reserved = self.most_reserved
         self._core.reset_peak()
+        self._steps = self._core.steps, 0
 
     # ---- what happened ----
 
@@ -366,6 +362,18 @@ class SimulatedProcess:
         that says, if anything."""
         known = getattr(self.workspace, "alternatives", None)
         return known(every) if known else []
+
+    def _note_read(self) -> None:
+        """The counters are being read: what comes later is not in `_again`."""
+        self._steps = self._steps[0], self._core.steps
+
+    def _again(self, workspace: Any) -> int:
+        """The bytes that the same script would have reserved with another workspace, from when the peaks were reset
+        until the counters were read, beyond what was reserved before."""
+        reserved = self._core.again(_answers(workspace, self._core, True)[0])
+        since, until = self._steps
+        before = int(reserved[since - 1]) if since else 0
+        return max(before, int(reserved[since:until].max(initial=0))) - before
 
     def _call_vae(self, vae: LoadedVAE, op: str, x: Tensor, tile: int, slicing: bool) -> Tensor:
         arch, encodes = vae.arch, op == "encode"
@@ -418,8 +426,12 @@ class SimulatedProcess:
         return Tensor(name, shape, dtype, {self.hold(name, size): size})
 
 
-def _answers(workspace: Any, trace: _core.Trace, has_other: bool) -> tuple[list[int], list[int], list[str]]:
-    """What a workspace with `conv` alone answers, as `Workspace.answers`."""
+def _answers(
+    workspace: Any, trace: _core.Trace | _core.Process, has_other: bool
+) -> tuple[list[int], list[int], list[str]]:
+    """As `Workspace.answers`, of a workspace that has `conv` alone too."""
+    if hasattr(workspace, "answers"):
+        return workspace.answers(trace, has_other)
     said = [workspace.conv(*question) for question in trace.convs]
     own = getattr(workspace, "by_pytorch", ())
     kept = [not has_other or bool(own and Conv(*question) in own) for question in trace.convs]

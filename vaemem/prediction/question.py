@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -9,19 +10,104 @@ from typing import Any
 from vaemem import _core
 from vaemem._common import DTYPES, MIB, TILED_OPS, Message, Named, choose, flag, latent_factor, whole
 from vaemem.engine.layouts import sample_size_of
-from vaemem.prediction.benchmark import PROTOCOLS, Counters, Reading, benchmark
+from vaemem.engine.limits import parse_size
+from vaemem.prediction.benchmark import PROTOCOLS, USUAL_PROTOCOL, Counters, Reading, benchmark
+from vaemem.prediction.gpus import CONTEXT, Gpu, find_gpu
 from vaemem.prediction.process import SimulatedProcess
-from vaemem.prediction.runtimes import RUNTIMES, architecture, usual_runtime
-from vaemem.prediction.values import Card, Software, find_card
+from vaemem.prediction.runtimes import DEFAULT_TORCH, RUNTIMES, architecture, usual_runtime
+from vaemem.prediction.snapshot import BACKENDS, CachingAllocator, parse_conf
+from vaemem.prediction.workspace import torch_release
 
+# PyTorch whose GroupNorm on CUDA wants NCHW. The kernel for NHWC (pytorch#191945) is in 2.15's wheel, not in 2.14's.
+LAST_COPYING_NORM = (2, 14)
 MOST_SIDE = 1 << 20  # pixels a side
 MOST = {"height": MOST_SIDE, "width": MOST_SIDE, "tile": MOST_SIDE, "batch": 1 << 16}  # as the core has them
-COMFYUI_TILE = 512  # pixels: of ComfyUI's tiled nodes
-# What A1111's Tiled VAE recommends, and so has set, for a card of more MiB than so many.
-TILED_VAE = {
-    "encode_tiled": ((16000, 3072), (12000, 2048), (8000, 1536), (0, 960)),
-    "decode_tiled": ((30000, 2048), (16000, 1536), (12000, 1024), (8000, 768), (0, 512)),
+# Pixels of a tile's side on a card of more MiB than so many: ComfyUI's nodes, and what A1111's Tiled VAE recommends.
+TILED_SIDES = {
+    ("comfyui", "encode_tiled"): ((0, 512),),
+    ("comfyui", "decode_tiled"): ((0, 512),),
+    ("a1111", "encode_tiled"): ((16000, 3072), (12000, 2048), (8000, 1536), (0, 960)),
+    ("a1111", "decode_tiled"): ((30000, 2048), (16000, 1536), (12000, 1024), (8000, 768), (0, 512)),
 }
+
+
+@dataclass(frozen=True)
+class Card:
+    """A GPU, with its name, compute capability, multiprocessors and memory, and the bytes that others hold of it."""
+
+    gpu: Gpu
+    used: int = 0
+
+    def available(self, context: int = CONTEXT) -> int:
+        """Bytes that a process can have, beside its context of so many and what others hold."""
+        return self.gpu.available(context, self.used)
+
+
+def find_card(gpu: Any, memory: int | str | None = None, used: int | str = 0) -> Card:
+    """The card that the arguments `gpu`, `memory` and `used` of `vaemem.predict` mean."""
+    return Card(find_gpu(gpu, memory), parse_size("used", used, least=0))
+
+
+@dataclass(frozen=True)
+class Software:
+    """What runs on the card, as `vaemem.predict` is told of it: whose code, which PyTorch and cuDNN, its allocator and
+    its switches, and what the process has done when its counters are read. ValueError names what cannot be."""
+
+    runtime: str = "diffusers"
+    torch_version: str | None = None
+    cudnn_version: str | None = None
+    protocol: str = USUAL_PROTOCOL
+    channels_last: bool = False
+    allow_tf32: bool = True
+    allocator: str = "native"
+
+    def __post_init__(self) -> None:
+        choose("protocol", self.protocol, PROTOCOLS)
+        for name in ("channels_last", "allow_tf32"):
+            object.__setattr__(self, name, flag(name, getattr(self, name)))
+        if not isinstance(self.allocator, str):
+            raise ValueError(f"allocator: want text such as 'cudaMallocAsync', got {self.allocator!r}")
+        settings = _allocator_settings(self.allocator)
+        if not settings.keys() - {"backend"}:  # a backend without other settings goes by its name
+            object.__setattr__(self, "allocator", settings.get("backend", "native"))
+        version = DEFAULT_TORCH if self.torch_version is None else self.torch_version
+        if self.channels_last and torch_release(version) > LAST_COPYING_NORM:
+            raise ValueError(
+                f"channels_last: want it with PyTorch up to {'.'.join(map(str, LAST_COPYING_NORM))}, got {version},"
+                " whose GroupNorm has a kernel for it that is not modelled"
+            )
+
+    @property
+    def has_version(self) -> bool:
+        """Whether it was said which PyTorch or which cuDNN."""
+        return self.torch_version is not None or self.cudnn_version is not None
+
+    @property
+    def unusual(self) -> tuple[str, ...]:
+        """The settings that are not as usual, in words."""
+        given = {
+            self.protocol: self.protocol != USUAL_PROTOCOL,
+            "channels_last": self.channels_last,
+            "allow_tf32=False": not self.allow_tf32,
+            self.allocator: self.allocator != "native",
+        }
+        return tuple(name for name, is_unusual in given.items() if is_unusual)
+
+
+@functools.lru_cache(maxsize=64)
+def _allocator_settings(allocator: str) -> dict[str, Any]:
+    """What `CachingAllocator` is told of the argument `allocator`."""
+    try:
+        settings = parse_conf(f"backend:{allocator}" if allocator in BACKENDS else allocator)
+        if "garbage_collection_threshold" in settings:
+            raise ValueError("a garbage_collection_threshold works with set_per_process_memory_fraction alone")
+        CachingAllocator(**settings, history=False)
+    except ValueError as error:
+        raise ValueError(
+            f"allocator: want native, cudaMallocAsync or what PYTORCH_CUDA_ALLOC_CONF says, such as"
+            f" 'expandable_segments:True', got {allocator!r} ({error})"
+        ) from None
+    return settings
 
 
 @dataclass(frozen=True)
@@ -71,8 +157,14 @@ class Asked:
             raise ValueError("allow_tf32: want True with a workspace of your own, which answers by itself, got False")
 
     def start(self, workspace: Any = None, **device: Any) -> SimulatedProcess:
-        """A fresh process, as `Software.start` takes the rest; with another workspace, where one is given."""
-        return self.software.start(self.card, self.workspace if workspace is None else workspace, **device)
+        """A fresh process; with another workspace, where one is given. `device` has `total_memory` and `history` as
+        `CachingAllocator` takes them."""
+        software, workspace = self.software, self.workspace if workspace is None else workspace
+        allocator = CachingAllocator(**{"history": False, **_allocator_settings(software.allocator), **device})
+        return SimulatedProcess(
+            self.card.gpu, software.cudnn_version, software.torch_version, allocator=allocator, workspace=workspace,
+            allow_tf32=software.allow_tf32, used=self.card.used,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -91,9 +183,8 @@ class Question(Asked):
         job = self.job
         if not job.tile:
             return self.software.unusual
-        is_cut = max(job.height, job.width) > job.tile
-        cut = f"in tiles of {job.tile}" if is_cut else f"whole, in one tile of {job.tile}"
-        return cut, *self.software.unusual
+        where = "in tiles" if max(job.height, job.width) > job.tile else "whole, in one tile"
+        return f"{where} of {job.tile}", *self.software.unusual
 
     def play(self, process: SimulatedProcess, protocol: str | None = None) -> Reading:
         """A fresh process loads the model and runs what the software's protocol, or another one, says."""
@@ -150,7 +241,8 @@ def ask(
     software = Software(runtime, **{one.name: others.pop(one.name) for one in fields(Software) if one.name in others})
     card = find_card(gpu, memory, used)
     if is_tiled and tile is None:
-        tile = _usual_tile(model, op, runtime, card)
+        sides = TILED_SIDES.get((runtime, op), ())
+        tile = next((side for least, side in sides if card.gpu.total_memory // MIB > least), None) or usual_tile(model)
     weights_dtype = dtype if weights_dtype is None else weights_dtype
     job = Job(arch, op, height, width, dtype, weights_dtype, tile=tile, slicing=slicing, **others)
     if RUNTIMES[runtime].host and weights_dtype != dtype:
@@ -159,15 +251,6 @@ def ask(
             f"got {weights_dtype!r}"
         )
     return Question(card, software, job, workspace=workspace)
-
-
-def _usual_tile(model: Any, op: str, runtime: str, card: Card) -> int:
-    """The side of a tile where none is given."""
-    if runtime == "comfyui":
-        return COMFYUI_TILE
-    if runtime == "a1111":
-        return next(side for least, side in TILED_VAE[op] if card.gpu.total_memory // MIB > least)
-    return usual_tile(model)
 
 
 def usual_tile(model: Any) -> int:

@@ -5,64 +5,64 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-from dataclasses import dataclass, field
-from typing import Any
+from bisect import bisect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from vaemem import _core
 from vaemem._common import MIB, choose, mib
 from vaemem.prediction.snapshot import INTERVALS, CachingAllocator, check_snapshot, load_snapshot, parse_conf, want
 
+_ACTIONS = (
+    "segment_alloc", "segment_free", "segment_map", "segment_unmap", "alloc", "free_requested", "free_completed",
+)  # fmt: skip
+_Event = tuple[str, int, int, int]  # one of these actions, and its address, size and stream
 
-def _number(item: dict[str, Any], key: str, what: str) -> int:
+
+class _Block(NamedTuple):
+    address: int
+    size: int
+    requested: int
+    pending: bool
+
+
+class _Segment(NamedTuple):
+    address: int
+    size: int
+    stream: int
+    small: bool
+    blocks: list[_Block]
+    expandable: bool = False
+    private: bool = False
+
+
+def _number(item: dict[str, Any], key: str, what: str, default: int | None = None) -> int:
     """An address or a stream, or a size: PyTorch's allocator refuses those from 2^60 on."""
-    value: Any = item.get(key, 0 if key == "stream" else None)
+    value: Any = item.get(key, default)
     bits = 60 if key.endswith("size") else 62
     good = isinstance(value, int) and 0 <= value < 1 << bits
     want(good, f"{what} with {key!r} as an integer from 0 to 2^{bits}", value)
     return value
 
 
-@dataclass(slots=True)
-class _Block:
-    address: int
-    size: int
-    requested: int
-    pending: bool = False
-
-
-@dataclass
-class _Segment:
-    address: int
-    size: int
-    stream: int
-    small: bool
-    expandable: bool = False
-    blocks: list[_Block] = field(default_factory=list)
-
-
-_SEGMENT_ACTIONS = ("segment_alloc", "segment_free", "segment_map", "segment_unmap")
-_BLOCK_ACTIONS = ("alloc", "free_requested", "free_completed")
-
-
-def _read_trace(trace: Any) -> list[tuple[str, int, int, int]]:
-    """[(action, address, size, stream)] of what changed memory."""
+def _read_trace(trace: Any) -> list[_Event]:
+    """What changed memory."""
     want(isinstance(trace, list), "lists in 'device_traces'", trace)
     events = []
     for entry in trace:
         want(isinstance(entry, dict), "dicts in a trace", entry)
         action = entry.get("action")
-        if action not in _SEGMENT_ACTIONS and action not in _BLOCK_ACTIONS:
-            continue  # snapshot, oom, user_defined: no memory moves
-        what = f"an entry {action!r}"
-        events.append(
-            (action, _number(entry, "addr", what), _number(entry, "size", what), _number(entry, "stream", what))
-        )
+        if action in _ACTIONS:  # not snapshot, oom, user_defined: no memory moves
+            what = f"an entry {action!r}"
+            address, size = _number(entry, "addr", what), _number(entry, "size", what)
+            events.append((action, address, size, _number(entry, "stream", what, 0)))
     return events
 
 
-def _read_segments(segments: list[Any], device: int) -> tuple[list[_Segment], bool]:
-    """The device's segments at the end, and whether some belong to private pools."""
-    result, private = [], False
+def _read_segments(segments: list[Any], device: int) -> list[_Segment]:
+    """The device's segments at the end."""
+    result = []
     seen: set[int] = set()
     for segment in segments:
         want(isinstance(segment, dict), "dicts in 'segments'", segment)
@@ -70,15 +70,10 @@ def _read_segments(segments: list[Any], device: int) -> tuple[list[_Segment], bo
             continue
         pool = segment.get("segment_pool_id", (0, 0))
         want(isinstance(pool, tuple | list) and len(pool) == 2, "a pair under 'segment_pool_id'", pool)
-        private = private or tuple(pool) != (0, 0)
-        address = _number(segment, "address", "a segment")
-        found = _Segment(
-            address,
-            _number(segment, "total_size", "a segment"),
-            _number(segment, "stream", "a segment"),
-            segment.get("segment_type") == "small",
-            bool(segment.get("is_expandable", False)),
-        )
+        address, size = (_number(segment, key, "a segment") for key in ("address", "total_size"))
+        stream, small = _number(segment, "stream", "a segment", 0), segment.get("segment_type") == "small"
+        expandable, private = bool(segment.get("is_expandable", False)), tuple(pool) != (0, 0)
+        found = _Segment(address, size, stream, small, [], expandable, private)
         blocks = segment.get("blocks")
         want(isinstance(blocks, list), "a list of 'blocks'", blocks)
         # A pickle can name one list many times in a few bytes: read again each time, it would grow with their square.
@@ -88,11 +83,11 @@ def _read_segments(segments: list[Any], device: int) -> tuple[list[_Segment], bo
             want(isinstance(block, dict), "dicts in 'blocks'", block)
             size = _number(block, "size", "a block")
             if block.get("state") != "inactive":
-                requested = _number(block, "requested_size", "a block") if "requested_size" in block else size
+                requested = _number(block, "requested_size", "a block", size)
                 found.blocks.append(_Block(address, size, requested, block.get("state") != "active_allocated"))
             address += size
         result.append(found)
-    return result, private
+    return result
 
 
 # ---- replay ----
@@ -227,17 +222,15 @@ def replay(
     shown = f"[{', '.join(map(str, with_trace[:8]))}{', ...' if len(with_trace) > 8 else ''}]"
     if not with_trace:
         raise ValueError("snapshot: want a trace, got none: torch.cuda.memory._record_memory_history was not on")
-    if device is None:
-        if len(with_trace) > 1:
-            raise ValueError(f"device: want one of {shown}, which all have a trace, got None")
+    if device is None and len(with_trace) == 1:
         device = with_trace[0]
     if device not in with_trace:
-        raise ValueError(f"device: want one that has a trace, {shown}, got {device!r}")
+        raise ValueError(f"device: want one of {shown}, which have a trace, got {device!r}")
     events = _read_trace(traces[device])
-    final, private = _read_segments(snapshot["segments"], device)
+    final = _read_segments(snapshot["segments"], device)
     allocator = CachingAllocator(**{**_recorded_settings(snapshot), **_room(events), **settings})
     start, holes = _find_start(events, final, allocator)
-    if private:
+    if any(segment.private for segment in final):
         holes.append("segments of private pools (CUDA graphs), which are not modelled")
     player = _Player(allocator, start, addresses == "recorded")
     for index, event in enumerate(events):
@@ -271,10 +264,9 @@ def _recorded_settings(snapshot: dict[str, Any]) -> dict[str, Any]:
     split = recorded.get("max_split_size", -1)
     if isinstance(split, int) and 0 < split < 1 << 60:
         result["max_split_size_mb"] = split // MIB
-    conf = recorded.get("PYTORCH_CUDA_ALLOC_CONF", "")
-    if isinstance(conf, str) and "max_non_split_rounding_mb" in conf:
-        rounding = parse_conf(conf).get("max_non_split_rounding_mb")
-        result |= {} if rounding is None else {"max_non_split_rounding_mb": rounding}
+    conf, rounding = recorded.get("PYTORCH_CUDA_ALLOC_CONF", ""), "max_non_split_rounding_mb"
+    if isinstance(conf, str) and rounding in conf:
+        result[rounding] = parse_conf(conf).get(rounding)
     divisions = recorded.get("roundup_power2_divisions", {})
     if isinstance(divisions, dict) and len(divisions) == INTERVALS:
         for value in divisions.values():
@@ -283,7 +275,7 @@ def _recorded_settings(snapshot: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _room(events: list[tuple[str, int, int, int]]) -> dict[str, int]:
+def _room(events: list[_Event]) -> dict[str, int]:
     """How many addresses an expandable segment may have so that none reaches the next one.
 
     PyTorch reserves 1 1/8 of the device's memory, which no snapshot names. Small pools are mapped 2 MiB at a time,
@@ -299,51 +291,51 @@ def _room(events: list[tuple[str, int, int, int]]) -> dict[str, int]:
 
 
 def _find_start(
-    events: list[tuple[str, int, int, int]], final: list[_Segment], allocator: CachingAllocator
+    events: list[_Event], final: list[_Segment], allocator: CachingAllocator
 ) -> tuple[list[_Segment], list[str]]:
     """What the allocator held before the first event, and what keeps the history from being whole.
 
     A segment or block that is given back without having been taken was there before; so was one that stands at the end
     and was never taken. Between live blocks a segment is free, for free neighbours are always merged.
     """
-    born: dict[int, int] = {}  # segments taken and not given back
-    block: dict[int, str] = {}  # last thing that happened to a block
+    born: set[int] = set()  # segments taken and not given back
+    last: dict[int, str] = {}  # what happened last to a block
     segments: dict[int, _Segment] = {}
     live: dict[int, _Block] = {}
     mapped = 0  # bytes of expandable segments, by the record
     lost_frees = lost_allocs = lost_segments = 0
     for action, address, size, stream in events:
         if action == "alloc":
-            lost_frees += block.get(address) in ("alloc", "free_requested")
-            block[address] = action
-        elif action in _BLOCK_ACTIONS:
-            lost_allocs += block.get(address) == "free_completed"
-            if address not in block:
-                live[address] = _Block(
-                    address, _size_shown(address, size, block, allocator), size, action == "free_completed"
-                )
-            block[address] = action
+            lost_frees += last.get(address) in ("alloc", "free_requested")
+            last[address] = action
         elif action == "segment_alloc":
             lost_segments += address in born
-            born[address] = size
+            born.add(address)
         elif action == "segment_free":
-            if born.pop(address, None) is None:
-                segments.setdefault(address, _Segment(address, size, stream, size == 2 * MIB))
-        else:
+            if address not in born:
+                segments.setdefault(address, _Segment(address, size, stream, size == 2 * MIB, []))
+            born.discard(address)
+        elif action in ("segment_map", "segment_unmap"):
             mapped += size if action == "segment_map" else -size
+        else:
+            lost_allocs += last.get(address) == "free_completed"
+            if address not in last:
+                whole = _size_shown(address, size, last, allocator)
+                live[address] = _Block(address, whole, size, action == "free_completed")
+            last[address] = action
     for segment in final:
         if segment.expandable:
             mapped -= segment.size
-        elif born.pop(segment.address, None) is None:
-            segments.setdefault(segment.address, segment)
+        elif segment.address in born:
+            born.remove(segment.address)
+        else:
+            segments.setdefault(segment.address, segment._replace(blocks=[]))
         for b in segment.blocks:
-            if b.address not in block:
+            lost_allocs += last.get(b.address) == "free_completed"
+            if b.address not in last:
                 live[b.address] = b
-            else:
-                lost_allocs += block[b.address] == "free_completed"
-    lost_segments += len(born)
-    start = [_Segment(s.address, s.size, s.stream, s.small) for _, s in sorted(segments.items())]
-    unplaced = _place_blocks(start, live, allocator)
+    start = [segments[address] for address in sorted(segments)]
+    unplaced = _place_blocks(start, sorted(live.values()), allocator)
     older = f"segments ({sum(s.size for s in start) / MIB:.0f} MiB) are older than the trace"
     holes = [
         (abs(mapped), "bytes of expandable segments were mapped before the trace began; they are not rebuilt"),
@@ -352,7 +344,7 @@ def _find_start(
         (unplaced, "of them lie in no segment that could be rebuilt"),
         (lost_frees, "blocks are taken where the trace shows no free of the one before"),
         (lost_allocs, "blocks are freed or stand at the end where the trace shows none taken"),
-        (lost_segments, "segments were taken but neither given back nor there at the end"),
+        (lost_segments + len(born), "segments were taken but neither given back nor there at the end"),
     ]
     return start, [f"{count} {what}" for count, what in holes if count]
 
@@ -368,29 +360,24 @@ def _size_shown(address: int, requested: int, taken: dict[int, str], allocator: 
     return next((at - address for at in range(end, end + MIB + 512, 512) if at in taken), 0)
 
 
-def _place_blocks(segments: list[_Segment], live: dict[int, _Block], allocator: CachingAllocator) -> int:
-    """Puts each block into its segment, by address. Returns how many found none."""
-    placed = 0
-    blocks = sorted(live.values(), key=lambda b: b.address)
-    at = 0
-    for segment in segments:
-        end = segment.address + segment.size
-        while at < len(blocks) and blocks[at].address < segment.address:
-            at += 1
-        while at < len(blocks) and blocks[at].address < end:
-            b = blocks[at]
-            at += 1
-            limit = blocks[at].address if at < len(blocks) and blocks[at].address < end else end
-            size = b.size
-            if not size:
-                # Freed within the trace, and nothing shows its end: a free block after it would be larger than 1 MiB.
-                size = allocator.rounded_size(b.requested)
-                if limit - b.address - size <= MIB:
-                    size = limit - b.address
-            if b.address + size <= limit:
-                segment.blocks.append(_Block(b.address, size, min(b.requested, size), b.pending))
-                placed += 1
-    return len(blocks) - placed
+def _place_blocks(segments: list[_Segment], blocks: list[_Block], allocator: CachingAllocator) -> int:
+    """Puts each block into its segment, both by address. Returns how many found none."""
+    unplaced, starts = 0, [segment.address for segment in segments]
+    for i, b in enumerate(blocks):
+        at = bisect(starts, b.address) - 1
+        end = starts[at] + segments[at].size if at >= 0 else 0
+        limit = min([end, *(after.address for after in blocks[i + 1 : i + 2])])
+        size = b.size
+        if not size:
+            # Freed within the trace, and nothing shows its end: a free block after it would be larger than 1 MiB.
+            size = allocator.rounded_size(b.requested)
+            if limit - b.address - size <= MIB:
+                size = limit - b.address
+        if b.address < end and b.address + size <= limit:
+            segments[at].blocks.append(_Block(b.address, size, min(b.requested, size), b.pending))
+        else:
+            unplaced += 1
+    return unplaced
 
 
 class _Player:
@@ -405,19 +392,21 @@ class _Player:
         self.given_back: list[tuple[str, int]] = []  # a run of recorded segment_free and segment_unmap
         self.taken: list[int] = []  # recorded segment_alloc and segment_map that the next alloc explains
         for s in start:
-            blocks = [(b.address, b.size, b.requested, b.pending) for b in s.blocks]
-            try:
-                allocator._restore(s.address, s.size, s.stream, s.small, blocks)
-            except ValueError as error:
-                self.differ(f"before the trace: {error}")
-                continue
-            self.address.update((b.address, b.address) for b in s.blocks)
+            with self.noting("before the trace"):
+                allocator._restore(s.address, s.size, s.stream, s.small, s.blocks)
+                self.address.update((b.address, b.address) for b in s.blocks)
         allocator.reset_peak_stats()
-        self.recorded = sum(s.size for s in start)
-        self.recorded_peak = self.recorded
+        self.recorded = self.recorded_peak = sum(s.size for s in start)
 
     def differ(self, text: str) -> None:
         self.difference = self.difference or text
+
+    @contextlib.contextmanager
+    def noting(self, where: str) -> Iterator[None]:
+        try:
+            yield
+        except ValueError as error:
+            self.differ(f"{where}: {error}")
 
     def step(self, index: int, action: str, address: int, size: int, stream: int) -> None:
         if action in ("segment_free", "segment_unmap"):
@@ -434,13 +423,11 @@ class _Player:
             self.take(index, address, size, stream)
         elif address in self.address:
             done = action == "free_completed"
-            try:
+            with self.noting(f"event {index} ({action})"):
                 self.allocator.free(self.address.pop(address) if done else self.address[address], pending=not done)
-            except ValueError as error:
-                self.differ(f"event {index} ({action}): {error}")
 
     def take(self, index: int, address: int, size: int, stream: int) -> None:
-        before = self.allocator.memory_reserved()
+        what, before = f"event {index} (alloc of {size} bytes)", self.allocator.memory_reserved()
         if self.placed:
             self.allocator._place(self.taken[0] if self.taken else 0)
         try:
@@ -452,21 +439,15 @@ class _Player:
             self.taken.clear()
         self.allocator._place(0)
         if old := self.address.get(address):  # a free that the record lost
-            try:
+            with self.noting(what):
                 self.allocator.free(old)
-            except ValueError as error:
-                self.differ(f"event {index} (alloc of {size} bytes): {error}")
         self.address[address] = got
         reserved = self.allocator.memory_reserved()
         if reserved != self.recorded:
-            self.differ(
-                f"event {index} (alloc of {size} bytes): {self.recorded} bytes are reserved in the record, "
-                f"{reserved} (before it: {before}) in the simulation"
-            )
+            found = f"{reserved} (before it: {before}) in the simulation"
+            self.differ(f"{what}: {self.recorded} bytes are reserved in the record, {found}")
         if self.placed and got != address:
-            self.differ(
-                f"event {index} (alloc of {size} bytes): at {address:#x} in the record, {got:#x} in the simulation"
-            )
+            self.differ(f"{what}: at {address:#x} in the record, {got:#x} in the simulation")
 
     def give_back(self, index: int) -> None:
         """The record shows which segments went, not why. All that could: the cache was emptied. Some: as recorded."""
@@ -482,16 +463,14 @@ class _Player:
                     self.allocator._release(address)
                     known += 1
             if known < len(frees):
-                self.differ(
-                    f"event {index}: the record gives back {len(frees)} segments, {known} of them are whole here"
-                )
+                found = f"{known} of them are whole here"
+                self.differ(f"event {index}: the record gives back {len(frees)} segments, {found}")
             if self.allocator._has_whole_segment():
                 self.imposed += known
-        if self.allocator.memory_reserved() != self.recorded:
-            self.differ(
-                f"event {index}: after giving segments back {self.recorded} bytes are reserved in the record, "
-                f"{self.allocator.memory_reserved()} in the simulation"
-            )
+        reserved = self.allocator.memory_reserved()
+        if reserved != self.recorded:
+            found = f"{self.recorded} bytes are reserved in the record, {reserved} in the simulation"
+            self.differ(f"event {index}: after giving segments back {found}")
 
     def finish(self, index: int) -> None:
         if self.given_back:

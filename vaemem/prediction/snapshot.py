@@ -6,7 +6,6 @@ The format is that of ``torch.cuda.memory._snapshot()``: a dict with ``segments`
 
 from __future__ import annotations
 
-import operator
 import os
 import pickle
 import re
@@ -14,65 +13,42 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from vaemem import _core
-from vaemem._common import MIB, choose, replacing
+from vaemem._common import MIB, choose, replacing, whole
 
+UNLIMITED = (1 << 64) - 1  # what the core has for no largest size of a block to split
 INTERVALS = 16  # of roundup_power2_divisions: 1 MiB, 2 MiB, ... 32 GiB and above
 
 
-def _integer(name: str, value: Any, wanted: str = "an integer") -> int:
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name}: want {wanted}, got {value!r}") from None
-
-
 def _bytes(name: str, value: Any, unit: int = 1) -> int:
-    """``value * unit`` as an integer above 0; None is 0, which the core takes for "not set"."""
-    if value is None:
-        return 0
-    number = _integer(name, value, "an integer or None")
-    if not 0 < number * unit <= 1 << 60:
-        raise ValueError(f"{name}: want a positive integer, at most 2^60 bytes, got {value!r}")
-    return number * unit
+    """``value * unit``; None is 0, which the core takes for "not set"."""
+    return 0 if value is None else whole(name, value, most=(1 << 60) // unit) * unit
 
 
-def _power_of_two(name: str, value: Any) -> int:
-    number = _integer(name, value)
-    if number < 0 or number & (number - 1):
-        raise ValueError(f"{name}: want 0 or a power of two, got {value!r}")
-    return number
-
-
-def _divisions(value: int | Mapping[Any, int] | Sequence[int] | None) -> list[int]:
-    """The 16 divisions.
+def _divisions(value: Any) -> Sequence[int]:
+    """The 16 divisions, which the core checks.
 
     A mapping is read as PyTorch 2.13 reads its list: by size in MiB, ``">"`` for all after the last one. Sizes below
     the first are rounded like it; sizes between two that are named are not rounded.
     """
-    name = "roundup_power2_divisions"
-    if value is None:
-        return [0] * INTERVALS
-    if isinstance(value, Mapping):
-        result = [0] * INTERVALS
-        last = 0
-        for position, (key, divisions) in enumerate(value.items()):
-            count = _power_of_two(name, divisions)
-            if key == ">":
-                result[last + 1 :] = [count] * (INTERVALS - last - 1)
-                continue
-            size = _power_of_two(f"{name} size", int(key) if isinstance(key, str) and key.isdecimal() else key)
-            if not size:
-                raise ValueError(f"{name}: want sizes from 1 MiB, got {key!r}")
-            last = min(size.bit_length() - 1, INTERVALS - 1)
-            if position == 0:
-                result[:last] = [count] * last
-            result[last] = count
-        return result
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        if len(value) != INTERVALS:
-            raise ValueError(f"{name}: want {INTERVALS} numbers, got {len(value)}")
-        return [_power_of_two(name, v) for v in value]
-    return [_power_of_two(name, value)] * INTERVALS
+        return value
+    if not isinstance(value, Mapping):
+        return [0 if value is None else value] * INTERVALS
+    result = [0] * INTERVALS
+    last = 0
+    for position, (key, count) in enumerate(value.items()):
+        if key == ">":
+            result[last + 1 :] = [count] * (INTERVALS - last - 1)
+            continue
+        name = "roundup_power2_divisions size in MiB"
+        size = whole(name, int(key) if isinstance(key, str) and key.isdecimal() else key)
+        if size & (size - 1):
+            raise ValueError(f"{name}: want a power of two, got {key!r}")
+        last = min(size.bit_length() - 1, INTERVALS - 1)
+        if position == 0:
+            result[:last] = [count] * last
+        result[last] = count
+    return result
 
 
 BACKENDS = ("native", "cudaMallocAsync")
@@ -148,22 +124,20 @@ class CachingAllocator(_core.CachingAllocator):
         history: bool = True,
         backend: str = "native",
     ) -> CachingAllocator:
-        total = _bytes("total_memory", total_memory)
+        total, threshold = _bytes("total_memory", total_memory), garbage_collection_threshold
         choose("backend", backend, BACKENDS)
         pooled = backend == "cudaMallocAsync"
         native = {
             "max_split_size_mb": max_split_size_mb, "roundup_power2_divisions": roundup_power2_divisions,
-            "expandable_segments": expandable_segments, "garbage_collection_threshold": garbage_collection_threshold,
+            "expandable_segments": expandable_segments, "garbage_collection_threshold": threshold,
             "max_non_split_rounding_mb": max_non_split_rounding_mb, "reservation": reservation,
         }  # fmt: skip
         for name, value in native.items():
             if pooled and value not in (None, False):
                 raise ValueError(f"{name}: want it with the native backend, got {value!r} with {backend}")
-        if garbage_collection_threshold is not None:
-            if not 0 < garbage_collection_threshold < 1:
-                raise ValueError(
-                    f"garbage_collection_threshold: want between 0 and 1, got {garbage_collection_threshold!r}"
-                )
+        if threshold is not None:
+            if not 0 < threshold < 1:
+                raise ValueError(f"garbage_collection_threshold: want between 0 and 1, got {threshold!r}")
             memory_fraction = 1.0 if memory_fraction is None else memory_fraction
         if memory_fraction is not None:
             if not 0 < memory_fraction <= 1:
@@ -178,10 +152,10 @@ class CachingAllocator(_core.CachingAllocator):
             max_non_split_rounding=_bytes("max_non_split_rounding_mb", max_non_split_rounding_mb, MIB),
             reservation=_bytes("reservation", reservation),
             divisions=_divisions(roundup_power2_divisions),
-            gc_threshold=float(garbage_collection_threshold or 0),
-            expandable_segments=bool(expandable_segments),
+            gc_threshold=threshold or 0.0,
+            expandable_segments=expandable_segments,
             driver_pool=pooled,
-            history=bool(history) and not pooled,
+            history=history and not pooled,
         )
 
     @classmethod
@@ -248,17 +222,10 @@ class CachingAllocator(_core.CachingAllocator):
         segments: list[dict[str, Any]] = []
         for first, address, size, requested, stream, state, small, expandable, tag in self._blocks():
             if first:
-                segment: dict[str, Any] = {
-                    "device": 0,
-                    "address": address,
-                    **dict.fromkeys(("total_size", "allocated_size", "active_size", "requested_size"), 0),
-                    "stream": stream,
-                    "segment_type": "small" if small else "large",
-                    "segment_pool_id": (0, 0),
-                    "is_expandable": expandable,
-                    "frames": [],
-                    "blocks": [],
-                }
+                segment: dict[str, Any] = {"device": 0, "address": address}
+                sizes = "total_size", "allocated_size", "active_size", "requested_size"
+                segment |= dict.fromkeys(sizes, 0) | {"stream": stream, "segment_type": "small" if small else "large"}
+                segment |= {"segment_pool_id": (0, 0), "is_expandable": expandable, "frames": [], "blocks": []}
                 segments.append(segment)
             segment["blocks"].append(
                 {"address": address, "size": size, "requested_size": requested, "state": state, "frames": stack(tag)}
@@ -301,17 +268,6 @@ _OPTION = re.compile(r"([^:]+):(\[[^]]*\]|[^\[,][^,]*)(?:,|$)")
 _IGNORED = ("release_lock_on_cudamalloc", "release_lock_on_hipmalloc", "pinned_")
 
 
-def _split_conf(conf: str) -> dict[str, str]:
-    """``"a:1,b:[2:3,4:5]"`` as ``{"a": "1", "b": "[2:3,4:5]"}``."""
-    text, at = "".join(conf.split()), 0
-    options: dict[str, str] = {}
-    while option := _OPTION.match(text, at):
-        options[option[1]], at = option[2], option.end()
-    if at < len(text):
-        raise ValueError(f"conf: want option:value, ..., got {text[at : at + 80]!r}")
-    return options
-
-
 def _read_divisions(text: str) -> int | dict[str, int]:
     if not text.startswith("["):
         return int(text)
@@ -329,9 +285,11 @@ _OPTIONS: dict[str, Callable[[str], Any]] = {
 
 
 def parse_conf(conf: str) -> dict[str, Any]:
-    """`CachingAllocator`'s arguments, as a PYTORCH_CUDA_ALLOC_CONF says them."""
+    """`CachingAllocator`'s arguments, as a PYTORCH_CUDA_ALLOC_CONF says them: ``"a:1,b:[2:3,4:5]"``."""
     result: dict[str, Any] = {}
-    for key, value in _split_conf(conf).items():
+    text, at = "".join(conf.split()), 0
+    while option := _OPTION.match(text, at):
+        (key, value), at = option.groups(), option.end()
         if key.startswith(_IGNORED):
             continue
         try:
@@ -339,33 +297,32 @@ def parse_conf(conf: str) -> dict[str, Any]:
         except (KeyError, ValueError):
             got = f"{key}:{value}"[:80]
             raise ValueError(f"conf: want an option of PyTorch's allocators with its value, got {got!r}") from None
+    if at < len(text):
+        raise ValueError(f"conf: want option:value, ..., got {text[at : at + 80]!r}")
     return result
 
 
 def _settings_shown(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The core's settings as ``allocator_settings`` of a snapshot."""
-    unlimited = settings["max_split_size"] == (1 << 64) - 1
-    conf = []
-    if not unlimited:
-        conf.append(f"max_split_size_mb:{settings['max_split_size'] // MIB}")
-    if settings["max_non_split_rounding"] != 20 * MIB:
-        conf.append(f"max_non_split_rounding_mb:{settings['max_non_split_rounding'] // MIB}")
-    if settings["gc_threshold"]:
-        conf.append(f"garbage_collection_threshold:{settings['gc_threshold']:g}")
-    if settings["expandable_segments"]:
-        conf.append("expandable_segments:True")
-    if any(settings["divisions"]):
-        pairs = ",".join(f"{1 << i}:{d}" for i, d in enumerate(settings["divisions"]))
-        conf.append(f"roundup_power2_divisions:[{pairs}]")
+    split, rounding = settings["max_split_size"], settings["max_non_split_rounding"]
+    divisions = {str(1 << i): count for i, count in enumerate(settings["divisions"])}
+    pairs = ",".join(f"{size}:{count}" for size, count in divisions.items())
+    options = {
+        f"max_split_size_mb:{split // MIB}": split < UNLIMITED,
+        f"max_non_split_rounding_mb:{rounding // MIB}": rounding != 20 * MIB,
+        f"garbage_collection_threshold:{settings['gc_threshold']:g}": settings["gc_threshold"],
+        "expandable_segments:True": settings["expandable_segments"],
+        f"roundup_power2_divisions:[{pairs}]": any(divisions.values()),
+    }
     return {
-        "PYTORCH_CUDA_ALLOC_CONF": ",".join(conf),
-        "max_split_size": -1 if unlimited else settings["max_split_size"],
+        "PYTORCH_CUDA_ALLOC_CONF": ",".join(option for option, is_set in options.items() if is_set),
+        "max_split_size": split if split < UNLIMITED else -1,
         "garbage_collection_threshold": settings["gc_threshold"],
         "expandable_segments": settings["expandable_segments"],
         "pinned_num_register_threads": 1,
         "release_lock_on_cudamalloc": False,
         "pinned_use_cuda_host_register": False,
-        "roundup_power2_divisions": {str(1 << i): d for i, d in enumerate(settings["divisions"])},
+        "roundup_power2_divisions": divisions,
     }
 
 

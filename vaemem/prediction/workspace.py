@@ -18,7 +18,7 @@ import contextlib
 import copy
 import functools
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from vaemem import _core
@@ -142,6 +142,9 @@ _OWN = (
 )
 
 
+_Asking = _core.Trace | _core.Process | _core.Lookup  # whose convolutions are asked about
+
+
 class Workspace:
     """Workspaces of PyTorch's convolutions on one GPU.
 
@@ -194,7 +197,7 @@ class Workspace:
         self._profile: Profile | None = nearest_profile(self.gpu, cudnn_version)
         self._rules = older_rules(self.gpu, cudnn_version, "taken") if cudnn_version else []
         self._guess: Callable[[Gpu, int, bool, Conv], tuple[int, str]] = _rule
-        self._prefer_installed: bool | None = None
+        self._may_ask_first = True  # whether the installed cuDNN may go before the profile
         self._lookup: _core.Lookup | None = None  # made when the first question comes
         self._entries: list[Any] = []  # rules and profiles, as it asks them
         self._said: dict[tuple[int, int, int], str] = {}  # sources, by which entry answered, and how
@@ -202,8 +205,7 @@ class Workspace:
         self.substitutions: dict[str, None] = {}
 
     @property
-    def by_pytorch(self) -> set[Conv]:
-        """The convolutions so far that PyTorch runs by code of its own, which has no plan that takes less."""
+    def by_pytorch(self) -> set[Conv]:  # documented above
         return {Conv(*question) for question in self._asked().known(True)}
 
     @property
@@ -236,12 +238,12 @@ class Workspace:
         _check(conv)
         return self._asked().conv(conv, self._told)
 
-    def answers(self, trace: _core.Trace, has_other: bool) -> tuple[list[int], list[int], list[str]]:
-        """Of each of a trace's convolutions: bytes, what is wanted where these cannot be had, and who says so.
+    def answers(self, of: _Asking, has_other: bool) -> tuple[list[int], list[int], list[str]]:
+        """Of each convolution of a trace or a process: bytes, what is wanted where these cannot be had, who says so.
 
         has_other: whether cuDNN is taken to have other plans, without workspace.
         """
-        return self._asked().answers(trace, has_other, self._told)
+        return self._asked().answers(of, has_other, self._told)
 
     def alternatives(self, every: bool = False) -> list[Any]:
         """Other workspaces that may be the true ones: none where nothing was substituted.
@@ -270,20 +272,19 @@ class Workspace:
         found: dict[tuple[int, ...], Any] = {}
         for other in [self, *others]:
             with contextlib.suppress(ValueError):  # it has no engine for one of them: PyTorch would not run
-                found.setdefault(tuple(other.conv(*question)[0] for question in self._asked().known(False)), other)
+                found.setdefault(tuple(other.answers(self._asked(), False)[0]), other)
         return list(found.values())[1:]
 
     def _best_informed(self, profiles: Sequence[Profile]) -> list[Profile]:
         """Those of the profiles that answer most of the questions so far: not every file holds every kind."""
-        asked = self._asked().known(False)
-        counts = [sum(bool(profile.core.conv(conv, self.tf32)) for conv in asked) for profile in profiles]
+        counts = [self._asked().held_by(profile.core, self.tf32) for profile in profiles]
         return [profile for profile, count in zip(profiles, counts, strict=True) if count == max(counts)]
 
     def _with(self, profile: Profile | None, rules: Iterable[dict[str, Any]] = (), guess: Any = None) -> Workspace:
         """The same with other answers, whatever version was wanted."""
         other = copy.copy(self)
         other._profile, other._rules, other._guess = profile, list(rules), guess or self._guess
-        other._prefer_installed, other._lookup, other._said, other.substitutions = False, None, {}, {}
+        other._may_ask_first, other._lookup, other._said, other.substitutions = False, None, {}, {}
         return other
 
     def _asked(self) -> _core.Lookup:
@@ -296,7 +297,7 @@ class Workspace:
                     (rule, nearest_profile(self.gpu, rule["as"]) if "as" in rule else None) for rule in self._rules
                 ]
                 self._entries = [(rule, profile) for rule, profile in rules if profile or "formula" in rule]
-                self._entries += [(None, profile) for profile in self._near()]
+                self._entries += [(None, profile) for profile in (self._profile, *self._near) if self._profile]
             torch = self._torch_version
             release = torch_release(torch) if torch else (0, 0)
             self._lookup = _core.Lookup(
@@ -352,13 +353,10 @@ class Workspace:
         unsure = ", after engines that compile at run time and could not be tried" if plan["untried"] else ""
         return plan["bytes"], f"cuDNN {version}, asked without a device{unsure}{wanted}"
 
-    def _near(self) -> Iterator[Profile]:
-        """The profile that answers first, then those of the nearest versions: not every file holds every kind."""
-        if self._profile is not None:
-            yield self._profile
-            for profile in profiles_near(self.gpu, self.cudnn_version):
-                if profile.how != "inferred":
-                    yield profile
+    @functools.cached_property
+    def _near(self) -> list[Profile]:
+        """What is asked where the profile has no answer: the nearest versions, for not every file holds every kind."""
+        return [profile for profile in profiles_near(self.gpu, self.cudnn_version) if profile.how != "inferred"]
 
     def _substitute(self, what: str) -> None:
         if what:
@@ -384,12 +382,10 @@ class Workspace:
 
     def _ask_first(self) -> bool:
         """Whether the installed cuDNN is the version wanted and the profile is another's, or another card's."""
-        if self._prefer_installed is None:
-            wanted = version_number(self.cudnn_version) if self.cudnn_version else 0
-            is_other = self._profile is not None and self._differs(self._profile) != ""
-            installed = self._cudnn.version if is_other and wanted >= _ASKABLE else None
-            self._prefer_installed = installed is not None and version_number(installed) == wanted
-        return self._prefer_installed
+        wanted = version_number(self.cudnn_version) if self.cudnn_version else 0
+        is_other = self._may_ask_first and self._profile is not None and self._differs(self._profile) != ""
+        installed = self._cudnn.version if is_other and wanted >= _ASKABLE else None
+        return installed is not None and version_number(installed) == wanted
 
 
 class _Most:
@@ -398,15 +394,11 @@ class _Most:
     def __init__(self, workspaces: Sequence[Workspace]):
         self._workspaces = workspaces
 
-    @property
-    def by_pytorch(self) -> set[Conv]:
-        return self._workspaces[0].by_pytorch
-
     def conv(self, *question: Any, **more: Any) -> tuple[int, str]:
         return max(workspace.conv(*question, **more) for workspace in self._workspaces)
 
-    def answers(self, trace: _core.Trace, has_other: bool) -> tuple[list[int], list[int], list[str]]:
-        each = [workspace.answers(trace, has_other) for workspace in self._workspaces]
+    def answers(self, of: _Asking, has_other: bool) -> tuple[list[int], list[int], list[str]]:
+        each = [workspace.answers(of, has_other) for workspace in self._workspaces]
         most = [max(counts) for counts in zip(*(counts for counts, _, _ in each), strict=True)]
         return most, each[0][1] if has_other else most, each[0][2]
 

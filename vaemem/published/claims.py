@@ -7,19 +7,15 @@ import math
 import operator
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from vaemem import _core
 from vaemem._common import ELEMENT_BYTES, distinct, grouped, listed, mib, render
 from vaemem.prediction.gpus import find_gpu
-from vaemem.tables.estimators import pixels, series_of, size_of, with_tiles
+from vaemem.tables.estimators import pixels, series_of, with_tiles
 from vaemem.tables.table import Row, Table, seed_table
 
-HOLDS = "holds"
-MIXED = "holds only by mixing unlike rows"
-FAILS = "contradicted"
-UNKNOWN = "not judged"
+HOLDS, MIXED, FAILS, UNKNOWN = "holds", "holds only by mixing unlike rows", "contradicted", "not judged"
 
 
 class Finding(NamedTuple):
@@ -29,8 +25,7 @@ class Finding(NamedTuple):
     found: str
 
 
-@dataclass(frozen=True)
-class Claim:
+class Claim(NamedTuple):
     """A statement with its figures, and how to check it.
 
     Attributes
@@ -56,34 +51,28 @@ class Rows:
     """The rows that claims are checked against: PyTorch's, with what was allocated and reserved."""
 
     def __init__(self, table: Table) -> None:
-        usable = ("model", "op", "height", "width", "dtype", "allocated_bytes", "reserved_bytes")
-
-        def is_usable(row: Row) -> bool:
-            return all(row[name] for name in usable) and row["runtime"] != "vaemem" and size_of(row) is not None
-
-        self._table = table.filter(is_usable)
+        usable = operator.itemgetter("model", "op", "height", "width", "allocated_bytes", "reserved_bytes")
+        mine = table.filter(lambda row: all(usable(row)) and row["runtime"] != "vaemem", dtype=[*ELEMENT_BYTES])
         # Found among these alone, so that each row that ran in tiles has a whole image of its series beside it.
-        self._rows = with_tiles(self._table)
+        self._rows = with_tiles(mine)
 
     def judge(self, claim: Claim) -> Finding:
         """What the rows of the claim's kinds say of it."""
         if claim.of is None:
             return claim.check(self)
         wanted = distinct(map(_kind, _benchmark().filter(**claim.of)))
-        mine = [row for row in self._table if _kind(row) in wanted]
-        if missing := set(wanted) - set(map(_kind, mine)):
-            named, batch, source, runtime, card = next(kind for kind in wanted if kind in missing)
-            more = f", nor of {len(missing) - 1} others of its {len(wanted)} kinds" if len(missing) > 1 else ""
+        mine = [row for row, _ in self._rows if _kind(row) in wanted]
+        had = [*map(_kind, mine)]
+        if missing := [kind for kind in wanted if kind not in had]:
+            named, batch, source, runtime, card = missing[0]
+            more = f", nor of {len(missing) - 1} others of its {len(wanted)} kinds" if missing[1:] else ""
             return Finding(UNKNOWN, f"no rows of {named}, batch {batch}, {source} in {runtime} on {card}{more}")
         return claim.check(Rows(Table(mine)))
 
     def of(self, whole_image: bool | None = None, **equals: object) -> list[Row]:
         """The rows with these values; `whole_image` False: only those that ran in tiles against their op's name."""
-        return [
-            row
-            for row, tiled in self._rows
-            if all(row[k] == v for k, v in equals.items()) and whole_image in (None, not tiled)
-        ]
+        mine = [row for row, tiled in self._rows if whole_image in (None, not tiled)]
+        return [row for row in mine if all(row[name] == value for name, value in equals.items())]
 
 
 class Checked(tuple[tuple[Claim, Finding], ...]):
@@ -141,9 +130,7 @@ def ratio(row: Row) -> float:
 
 def constant(row: Row, target: str = "reserved_bytes") -> float:
     """The implied constant, reserved bytes / (H*W*e), of a row whose dtype has a known width."""
-    size = size_of(row)
-    assert size is not None
-    return float(row[target] / size)
+    return float(row[target] / (pixels(row) * ELEMENT_BYTES[row["dtype"]]))
 
 
 @functools.cache
@@ -193,95 +180,84 @@ def pairs(rows: Sequence[Row], model: str, other: str) -> list[tuple[Row, Row]]:
     return [(mine[key(row)], row) for row in rows if row["model"] == other and key(row) in mine]
 
 
-def _groups(rows: Sequence[Row], *names: str) -> dict[str, list[Row]]:
-    return grouped(rows, lambda row: " ".join(str(row[name]) for name in names))
-
-
 # ---- kinds of claims ----
 
 # A mean stands for its rows where each kind of them, taken alone, has a mean within this share of it.
 _ALIKE = 0.05
 
 
+def _judged(found: str, is_stated: bool, is_alike: bool = True) -> Finding:
+    """is_stated: the rows have the figure; is_alike: each kind of them does, taken alone."""
+    return Finding((HOLDS if is_alike else MIXED) if is_stated else FAILS, found)
+
+
 def _mean_ratio(stated: float, names: tuple[str, ...], rows: Rows) -> Finding:
     """The mean of reserved / allocated, and of each kind of rows alone."""
-    mine = rows.of()
+    mine, tiled = rows.of(), rows.of(whole_image=False)
+    groups = grouped(mine, lambda row: " ".join(row[name] for name in names))
+    kinds = {kind: statistics.mean(map(ratio, some)) for kind, some in groups.items()}
     mean = statistics.mean(map(ratio, mine))
-    kinds = {kind: statistics.mean(map(ratio, some)) for kind, some in _groups(mine, *names).items()}
-    tiled = rows.of(whole_image=False)
     found = f"mean {mean:.2f} of {len(mine)} rows from {span([*map(ratio, mine)])}"
     if len(kinds) > 1:
-        low, high = min(kinds, key=lambda k: kinds[k]), max(kinds, key=lambda k: kinds[k])
-        found += f"; {low} alone {kinds[low]:.2f}, {high} alone {kinds[high]:.2f}"
+        ends = min(kinds, key=kinds.__getitem__), max(kinds, key=kinds.__getitem__)
+        found += "; " + ", ".join(f"{kind} alone {kinds[kind]:.2f}" for kind in ends)
     if tiled:
-        whole = rows.of(whole_image=True)
-        kinds |= {"tiled": statistics.mean(map(ratio, tiled)), "whole": statistics.mean(map(ratio, whole))}
+        kinds["tiled"] = statistics.mean(map(ratio, tiled))
+        kinds["whole"] = statistics.mean(map(ratio, rows.of(whole_image=True)))
         found += f"; {len(tiled)} of the rows ran in tiles (mean {kinds['tiled']:.2f}, the others {kinds['whole']:.2f})"
-    if f"{mean:.2f}" != f"{stated:.2f}":
-        return Finding(FAILS, found)
-    is_mixed = any(abs(value / mean - 1) > _ALIKE for value in kinds.values())
-    return Finding(MIXED if is_mixed else HOLDS, found)
+    is_alike = all(abs(value / mean - 1) <= _ALIKE for value in kinds.values())
+    return _judged(found, f"{mean:.2f}" == f"{stated:.2f}", is_alike)
 
 
 def _reserves_between(low: float, high: float, rows: Rows) -> Finding:
     ratios = [ratio(row) for row in rows.of()]
     inside = sum(low <= value <= high for value in ratios)
-    found = (
-        f"mean {statistics.mean(ratios):.2f}, {span(ratios)}; {inside} of {len(ratios)} rows lie in {low:g} to {high:g}"
-    )
-    return Finding(HOLDS if inside == len(ratios) else FAILS, found)
+    found = f"mean {statistics.mean(ratios):.2f}, {span(ratios)}; {inside} of {len(ratios)} rows lie in"
+    return _judged(f"{found} {low:g} to {high:g}", inside == len(ratios))
 
 
 def _scaling(stated_pixels: float, stated: float, rows: Rows) -> Finding:
     """Allocated bytes of the first and the last row by size, and of the ends of each series alone."""
-    mine = sorted(rows.of(), key=lambda row: row["height"])  # by size; rows of a size stay in their order
-    first, last = mine[0], mine[-1]
-    whole = last["allocated_bytes"] / first["allocated_bytes"]
-    grown = pixels(last) / pixels(first)
+    first, *_, last = sorted(rows.of(), key=lambda row: row["height"])  # rows of a size stay in their order
     alike = [b["allocated_bytes"] / a["allocated_bytes"] for a, b in growth(rows.of(whole_image=True)).values()]
     if not alike:
         return Finding(UNKNOWN, "no rows of whole images at two sizes in one series")
-    found = f"{span(alike)} where {grown:g} times the pixels are compared within one dtype and series"
+    grown, whole = pixels(last) / pixels(first), last["allocated_bytes"] / first["allocated_bytes"]
     is_stated = f"{whole:.1f}" == f"{stated:.1f}" and f"{grown:.1f}" == f"{stated_pixels:.1f}"
-    if any(abs(value - stated) < 0.1 for value in alike):  # both figures have one decimal
-        return Finding(HOLDS if is_stated else FAILS, found)
-    found += (
-        f"; {stated:g} is {case(last)} over {case(first)}" if is_stated else f"; {whole:.1f} from first to last row"
-    )
-    return Finding(MIXED if is_stated else FAILS, found)
+    is_alike = any(abs(value - stated) < 0.1 for value in alike)  # both figures have one decimal
+    found = f"{span(alike)} where {grown:g} times the pixels are compared within one dtype and series"
+    if not is_alike:
+        mixed = f"{stated:g} is {case(last)} over {case(first)}" if is_stated else f"{whole:.1f} from first to last row"
+        found += f"; {mixed}"
+    return _judged(found, is_stated, is_alike)
 
 
 def _middle(share: float, stated: float, rows: Rows) -> Finding:
     """A percentile of the implied constants of decoding."""
+
+    def middle(some: Iterable[Row]) -> float:
+        return percentile([constant(row) for row in some], share)
+
     mine = rows.of()
-    value = percentile([constant(row) for row in mine], share)
-    widths = {
-        e: [constant(r) for r in mine if ELEMENT_BYTES[r["dtype"]] == e] for e in sorted(set(ELEMENT_BYTES.values()))
-    }
-    alone = {e: percentile(values, share) for e, values in widths.items() if values}
-    once = {(row["model"], row["height"], row["width"], row["dtype"]): constant(row) for row in mine}
-    found = f"{value:.0f} of {len(mine)} rows; " + ", ".join(
-        f"{c:.0f} of {len(widths[e])} rows of {e} bytes an element" for e, c in alone.items()
-    )
+    value, widths = middle(mine), sorted(grouped(mine, lambda row: ELEMENT_BYTES[row["dtype"]]).items())
+    alone = ", ".join(f"{middle(some):.0f} of {len(some)} rows of {e} bytes an element" for e, some in widths)
+    found = f"{value:.0f} of {len(mine)} rows; {alone}"
+    once = {(row["model"], row["height"], row["width"], row["dtype"]): row for row in mine}
     if len(once) != len(mine):
-        each = percentile(list(once.values()), share)
-        found += f"; {each:.0f} of {len(once)} when each model, size and dtype counts once"
-    if round(value) != stated:
-        return Finding(FAILS, found)
-    return Finding(MIXED if any(abs(c / value - 1) > _ALIKE for c in alone.values()) else HOLDS, found)
+        found += f"; {middle(once.values()):.0f} of {len(once)} when each model, size and dtype counts once"
+    return _judged(found, round(value) == stated, all(abs(middle(some) / value - 1) <= _ALIKE for _, some in widths))
 
 
 def _covers(stated: float, rows: Rows) -> Finding:
     """Whether stated*H*W*e is enough for every whole-image row, and what it asks too much."""
-    mine = rows.of(whole_image=True)
-    short = sorted((row for row in mine if constant(row) > stated), key=constant, reverse=True)
-    over = max(mine, key=lambda row: stated / constant(row))
-    found = f"the largest of {len(mine)} rows needs {max(map(constant, mine)):.0f}; "
+    mine = sorted(rows.of(whole_image=True), key=constant, reverse=True)
+    short = [row for row in mine if constant(row) > stated]
+    found = f"the largest of {len(mine)} rows needs {constant(mine[0]):.0f}; "
     if short:
         named = ", ".join(f"{case(row)} needs {constant(row):.0f}" for row in short[:3])
         found += f"too little for {len(short)}: {named}{', ...' if len(short) > 3 else ''}; "
-    found += f"asks up to {100 * (stated / constant(over) - 1):.0f}% too much ({case(over)})"
-    return Finding(FAILS if short else HOLDS, found)
+    over = min(mine, key=constant)
+    return _judged(f"{found}asks up to {100 * (stated / constant(over) - 1):.0f}% too much ({case(over)})", not short)
 
 
 def _uses_more(model: str, other: str, stated: float, rows: Rows) -> Finding:
@@ -290,57 +266,52 @@ def _uses_more(model: str, other: str, stated: float, rows: Rows) -> Finding:
     if not at:
         return Finding(UNKNOWN, f"no rows of {model} and {other} of one series")
     more = [100 * (b["reserved_bytes"] / a["reserved_bytes"] - 1) for a, b in at]
-    found = ", ".join(
-        f"{d:+.1f}% in {b['dtype']}{'' if b['group'] is None else ' group ' + str(b['group'])}"
-        for d, (_, b) in zip(more, at, strict=True)
-    )
+    groups = ["" if b["group"] is None else f" group {b['group']}" for _, b in at]
+    found = ", ".join(f"{d:+.1f}% in {b['dtype']}{of}" for d, (_, b), of in zip(more, at, groups, strict=True))
     allocated = max(abs(b["allocated_bytes"] / a["allocated_bytes"] - 1) for a, b in at)
     found += f"; allocated differs by {100 * allocated:.1f}%"
-    if round(more[0]) != stated:
-        return Finding(FAILS, found)
-    return Finding(HOLDS if all(round(d) == stated for d in more) else MIXED, found)
+    return _judged(found, round(more[0]) == stated, all(round(d) == stated for d in more))
 
 
 def _models_apart(rows: Rows) -> Finding:
     """Whether models need constants that differ more than those of the dtypes of one model."""
-    mine = rows.of(whole_image=True)
-    by = {name: max(map(constant, group)) for name, group in _groups(mine, "model", "dtype").items()}
-    models, dtypes = _groups(mine, "model"), _groups(mine, "dtype")
-    within = [[by[f"{m} {d}"] for m in models if f"{m} {d}" in by] for d in dtypes]
-    across = [[by[f"{m} {d}"] for d in dtypes if f"{m} {d}" in by] for m in models]
-    apart, wide = max(max(v) / min(v) for v in within), max(max(v) / min(v) for v in across)
+    kinds = grouped(rows.of(whole_image=True), operator.itemgetter("model", "dtype"))
+    most = {kind: max(map(constant, some)) for kind, some in kinds.items()}
+
+    def apart(alike_in: int) -> float:
+        """By how much kinds differ that have the model (0) or the dtype (1) in common."""
+        groups = grouped(most, operator.itemgetter(alike_in)).values()
+        return max(max(most[kind] for kind in some) / min(most[kind] for kind in some) for some in groups) - 1
+
     found = (
-        f"largest constants differ by up to {100 * (apart - 1):.0f}% between models of one dtype, "
-        f"by up to {100 * (wide - 1):.0f}% between dtypes of one model"
+        f"largest constants differ by up to {100 * apart(1):.0f}% between models of one dtype, "
+        f"by up to {100 * apart(0):.0f}% between dtypes of one model"
     )
-    return Finding(HOLDS if apart > wide else FAILS, found)
+    return _judged(found, apart(1) > apart(0))
 
 
 def _encode_needs(rows: Rows) -> Finding:
-    mine, decode = rows.of(op="encode", whole_image=True), rows.of(op="decode", whole_image=True)
-    key = operator.itemgetter("model", "height", "width", "dtype")
-    other = {key(row): row["reserved_bytes"] for row in decode}
-    parts = [row["reserved_bytes"] / other[key(row)] for row in mine if key(row) in other]
+    key, form = operator.itemgetter("model", "height", "width", "dtype"), "{:.0f}".format
+    mine = rows.of(op="encode", whole_image=True)
+    decode = {key(row): row["reserved_bytes"] for row in rows.of(op="decode", whole_image=True)}
+    parts = [100 * (row["reserved_bytes"] / decode[key(row)]) for row in mine if key(row) in decode]
     constants = [constant(row) for row in mine]
-    found = f"constants of {span(constants, '{:.0f}'.format)}, enough for all: {max(constants):.0f}"
-    if parts:
-        found += f"; {span([100 * part for part in parts], '{:.0f}'.format)}% of decoding the same size"
-    return Finding(HOLDS, found)
+    found = f"constants of {span(constants, form)}, enough for all: {max(constants):.0f}"
+    return Finding(HOLDS, found + (f"; {span(parts, form)}% of decoding the same size" if parts else ""))
 
 
 def _whole_images(rows: Rows) -> Finding:
     mine, tiled = rows.of(), rows.of(whole_image=False)
     if not tiled:
         return Finding(HOLDS, f"allocated grows with the pixels in all {len(mine)} rows")
-    low = [row for row in rows.of(whole_image=True) if row["model"] in {r["model"] for r in tiled}]
+    models, sides = (distinct(str(row[name]) for row in tiled) for name in ("model", "height"))
     most = max(tiled, key=pixels)
-    top = max((r for r in low if (r["model"], r["dtype"]) == (most["model"], most["dtype"])), key=pixels)
-    found = (
-        f"{len(tiled)} of {len(mine)} rows ran in tiles ({', '.join(_groups(tiled, 'model'))} at "
-        f"{' and '.join(_groups(tiled, 'height'))} pixels a side): {case(most)} allocates "
-        f"{mib(most['allocated_bytes'])} MiB, {case(top)} {mib(top['allocated_bytes'])}"
+    top = max(rows.of(whole_image=True, model=most["model"], dtype=most["dtype"]), key=pixels)
+    return Finding(
+        FAILS,
+        f"{len(tiled)} of {len(mine)} rows ran in tiles ({', '.join(models)} at {' and '.join(sides)} pixels a side): "
+        f"{case(most)} allocates {mib(most['allocated_bytes'])} MiB, {case(top)} {mib(top['allocated_bytes'])}",
     )
-    return Finding(FAILS, found)
 
 
 def _model_size(model: str, stated_mib: float, rows: Rows) -> Finding:
@@ -348,7 +319,7 @@ def _model_size(model: str, stated_mib: float, rows: Rows) -> Finding:
     sizes = {e: mib(count * e) for e in sorted({ELEMENT_BYTES[row["dtype"]] for row in rows.of()})}
     found = f"{count:,} parameters: " + ", ".join(f"{size} MiB at {e} bytes each" for e, size in sizes.items())
     same = [size == f"{stated_mib:.2f}" for size in sizes.values()]
-    return Finding(HOLDS if all(same) else MIXED if any(same) else FAILS, found)
+    return _judged(found, any(same), all(same))
 
 
 @functools.cache
@@ -360,70 +331,45 @@ def parameters(model: str) -> int:
 
 # ---- the published benchmark report ----
 
-_REPORT = "VAE VRAM benchmark report, "
 _RATIOS = {
     ("flux", "encode"): 1.15, ("flux", "decode"): 1.80,
     ("sd15", "encode"): 1.31, ("sd15", "decode"): 1.55, ("sd15", "decode_tiled"): 1.57,
     ("sdxl", "encode"): 1.31, ("sdxl", "decode"): 1.56, ("sdxl", "decode_tiled"): 1.61,
 }  # fmt: skip
-
-PUBLISHED: tuple[Claim, ...] = (
+_DECODE = {"op": "decode"}
+# Where it says what, of which rows, and the kind of claim with its figures.
+_STATED: tuple[tuple[Any, ...], ...] = (
     *(
-        Claim(
-            _REPORT + "summary", f"{model}: the model takes {size} MiB",
-            functools.partial(_model_size, model, size), {"model": model},
-        )
+        ("summary", f"{model}: the model takes {size} MiB", {"model": model}, _model_size, model, size)
         for model, size in {"flux": 159.87, "sd15": 159.56, "sdxl": 159.56}.items()
     ),
-    Claim(_REPORT + "summary", "the encode rows are runs of whole images", _whole_images, {"op": "encode"}),
-    Claim(
-        _REPORT + "finding 1", "reserved is 1.49 times allocated on average",
-        functools.partial(_mean_ratio, 1.49, ("op", "dtype")), {},
-    ),
+    ("summary", "the encode rows are runs of whole images", {"op": "encode"}, _whole_images),
+    ("finding 1", "reserved is 1.49 times allocated on average", {}, _mean_ratio, 1.49, ("op", "dtype")),
     *(
-        Claim(
-            _REPORT + "finding 1", f"{model} {op}: reserved is {stated:.2f} times allocated",
-            functools.partial(_mean_ratio, stated, ("dtype",)), {"model": model, "op": op},
-        )
+        ("finding 1", f"{model} {op}: reserved is {stated:.2f} times allocated", {"model": model, "op": op},
+         _mean_ratio, stated, ("dtype",))
         for (model, op), stated in _RATIOS.items()
     ),
     *(
-        Claim(
-            _REPORT + "finding 2", f"{model}: 16.0 times the pixels take {stated} times the memory",
-            functools.partial(_scaling, 16.0, stated), {"model": model, "op": "decode"},
-        )
+        ("finding 2", f"{model}: 16.0 times the pixels take {stated} times the memory", {"model": model} | _DECODE,
+         _scaling, 16.0, stated)
         for model, stated in {"flux": 15.9, "sd15": 25.2, "sdxl": 25.2}.items()
     ),
     *(
-        Claim(
-            _REPORT + "finding 4", f"decoding at {side}x{side}, sdxl uses {stated}% more memory than sd15",
-            functools.partial(_uses_more, "sd15", "sdxl", stated),
-            {"model": ("sd15", "sdxl"), "op": "decode", "height": side},
-        )
+        ("finding 4", f"decoding at {side}x{side}, sdxl uses {stated}% more memory than sd15",
+         {"model": ("sd15", "sdxl"), "height": side} | _DECODE, _uses_more, "sd15", "sdxl", stated)
         for side, stated in {1024: 1, 512: 7}.items()
     ),
-    Claim(
-        _REPORT + "recommendation 1", "the median constant is 1532",
-        functools.partial(_middle, 0.5, 1532), {"op": "decode"},
-    ),
-    Claim(
-        _REPORT + "recommendation 1", "the 95th percentile is 2136",
-        functools.partial(_middle, 0.95, 2136), {"op": "decode"},
-    ),
-    Claim(
-        _REPORT + "recommendation 1", "2136 in place of 2200 is a constant with a safety margin for decoding",
-        functools.partial(_covers, 2136), {"op": "decode"},
-    ),
-    Claim(
-        _REPORT + "recommendation 2", "the model decides the decoding constant, flux apart from the others",
-        _models_apart, {"op": "decode"},
-    ),
-    Claim(
-        _REPORT + "recommendation 3", "encoding needs working memory too (no constant is given)",
-        _encode_needs, {"op": ("encode", "decode")},
-    ),
-    Claim(
-        _REPORT + "recommendation 4", "PyTorch reserves about 2 to 3 times what it allocates",
-        functools.partial(_reserves_between, 2, 3), {},
-    ),
+    ("recommendation 1", "the median constant is 1532", _DECODE, _middle, 0.5, 1532),
+    ("recommendation 1", "the 95th percentile is 2136", _DECODE, _middle, 0.95, 2136),
+    ("recommendation 1", "2136 in place of 2200 is a constant with a safety margin for decoding",
+     _DECODE, _covers, 2136),
+    ("recommendation 2", "the model decides the decoding constant, flux apart from the others", _DECODE, _models_apart),
+    ("recommendation 3", "encoding needs working memory too (no constant is given)",
+     {"op": ("encode", "decode")}, _encode_needs),
+    ("recommendation 4", "PyTorch reserves about 2 to 3 times what it allocates", {}, _reserves_between, 2, 3),
 )  # fmt: skip
+PUBLISHED: tuple[Claim, ...] = tuple(
+    Claim(f"VAE VRAM benchmark report, {where}", says, functools.partial(check, *figures), of)
+    for where, says, of, check, *figures in _STATED
+)

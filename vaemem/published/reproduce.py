@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
-from vaemem._common import MIB, as_csv, render, shipped, write
+from vaemem._common import MIB, as_csv, grouped, render, shipped, write
 from vaemem.prediction.benchmark import BENCHMARK_TILE, benchmark
 from vaemem.prediction.cudnn import InstalledCudnn, installed_cudnn
 from vaemem.prediction.gpus import Gpu
@@ -32,11 +32,16 @@ GPU, TORCH, CUDNN = "RTX 4090", "2.7.1+cu128", "9.7.1"
 NEAREST = "9.8.0"  # the nearest version that answers without a device
 SIZES = (512, 768, 1024, 1536, 2048)
 IDENTITY = ("model", "op", "height", "width", "dtype", "group")
-WRITTEN = (
-    *IDENTITY, "measured_allocated_mib", "measured_reserved_mib", "predicted_allocated_mib", "predicted_reserved_mib",
-)  # fmt: skip
+WRITTEN = (*IDENTITY, *(f"{how}_{what}_mib" for how in ("measured", "predicted") for what in ("allocated", "reserved")))
 Key = tuple[str, str, int, int, str, int]
+Measured = tuple[Key, tuple[float, float]]
 EQUAL_MIB = 0.0101  # the table has two decimals
+_GROUPS = (("float16", "float16", 1), ("float16", "float32", 2), ("float32", "float32", 3))
+# Loops over the sizes, by script: a model, who runs it, what it is loaded in and run in, and the table's group.
+_SCRIPTS = (
+    [("flux", "bfl", dtype, dtype, 1) for dtype in ("float16", "float32", "bfloat16")],
+    [(name, "diffusers", *group) for name in ("sd15", "sdxl") for group in _GROUPS],
+)
 
 
 class Replayed(NamedTuple):
@@ -59,7 +64,6 @@ def _play_group(
 ) -> dict[Key, tuple[float, float]]:
     """One loop over the sizes, of a model that is loaded in one dtype and run in the same or in another."""
     rows: dict[Key, tuple[float, float]] = {}
-    p.empty_cache()
     vae = p.load(name, loaded, runtime)
     tile = 0
     for side in SIZES:
@@ -71,9 +75,8 @@ def _play_group(
         else:
             rows[(name, "encode", *key)] = _mean(benchmark(p, vae, "encode", side, side, tile=tile))
         for tile in (0, BENCHMARK_TILE) if side >= 1024 and runtime == "diffusers" else (0,):
-            op = "decode_tiled" if tile else "decode"
             runs = benchmark(p, vae, "decode", side, side, dtype=dtype, input_dtype=loaded, tile=tile)
-            rows[(name, op, *key)] = _mean(runs)
+            rows[(name, "decode_tiled" if tile else "decode", *key)] = _mean(runs)
     p.drop(vae)
     p.empty_cache()
     return rows
@@ -81,21 +84,18 @@ def _play_group(
 
 def play(workspace: Any) -> dict[Key, tuple[float, float]]:
     """Both scripts: {(model, op, height, width, dtype, group): (allocated, reserved) in MiB}."""
-    first, second = (SimulatedProcess(GPU, torch_version=TORCH, workspace=workspace) for _ in range(2))
     rows: dict[Key, tuple[float, float]] = {}
-    first.drop(first.tensor((1,), "bfloat16"))  # is bfloat16 supported?
-    for dtype in ("float16", "float32", "bfloat16"):
-        rows |= _play_group(first, "flux", "bfl", dtype, dtype, 1)
-    for name in ("sd15", "sdxl"):
-        for group, loaded, dtype in ((1, "float16", "float16"), (2, "float16", "float32"), (3, "float32", "float32")):
-            rows |= _play_group(second, name, "diffusers", loaded, dtype, group)
+    for loops in _SCRIPTS:
+        process = SimulatedProcess(GPU, torch_version=TORCH, workspace=workspace)
+        for loop in loops:
+            rows |= _play_group(process, *loop)
     return rows
 
 
 # ---- the table ----
 
 
-def read_table(path: str | os.PathLike[str] | None = None) -> list[tuple[Key, tuple[float, float]]]:
+def read_table(path: str | os.PathLike[str] | None = None) -> list[Measured]:
     """Which runs a table has, each with the MiB that it allocated and reserved; the seed table by default. ValueError
     where a column or a number is missing."""
     table = seed_table() if path is None else Table.from_csv(path)
@@ -107,18 +107,18 @@ def read_table(path: str | os.PathLike[str] | None = None) -> list[tuple[Key, tu
     ]
 
 
-def reproduce(table: Iterable[tuple[Key, tuple[float, float]]], workspace: Any = None) -> list[Replayed]:
+def reproduce(table: Iterable[Measured], workspace: Any = None) -> list[Replayed]:
     """Prediction beside each row of the table. Workspaces are the given ones, or those inferred from the table.
 
     ValueError for a row that is none of the benchmark's: `reserved` depends on the whole script, so no other row can be
     played.
     """
     played = play(workspace or profile_workspace(CUDNN))
-    table = list(table)
-    for key, _ in table:
-        if key not in played:
-            raise ValueError(f"table: want rows of the published benchmark, got {', '.join(map(str, key))}")
-    return [Replayed(key, measured, played[key]) for key, measured in table]
+    try:
+        return [Replayed(key, measured, played[key]) for key, measured in table]
+    except KeyError as error:
+        (key,) = error.args
+        raise ValueError(f"table: want rows of the published benchmark, got {', '.join(map(str, key))}") from None
 
 
 # ---- the rows one by one ----
@@ -134,7 +134,7 @@ def predict_row(key: Key, **versions: Any) -> Prediction:
     return predict(name, op, height, width, dtype, gpu=GPU, weights_dtype=weights, tile=tile, **versions)
 
 
-def covered(table: Iterable[tuple[Key, tuple[float, float]]], **versions: Any) -> int:
+def covered(table: Iterable[Measured], **versions: Any) -> int:
     """How many rows reserved no more than `Prediction.upper`, each predicted alone with the versions that are told."""
     return sum(predict_row(key, **versions).upper >= (reserved - EQUAL_MIB) * MIB for key, (_, reserved) in table)
 
@@ -142,14 +142,11 @@ def covered(table: Iterable[tuple[Key, tuple[float, float]]], **versions: Any) -
 # ---- other sources of workspaces ----
 
 
-class _NoCudnn(InstalledCudnn):
-    def _spawn(self) -> dict[str, str]:
-        return {"error": "not asked"}
-
-
 def profile_workspace(version: str, data: dict[str, Any] | None = None) -> Workspace:
     """Answers of the profile of one cuDNN version, or of `data` in its place, whatever is installed."""
-    workspace = Workspace(GPU, version, TORCH, cudnn=_NoCudnn())
+    silent = InstalledCudnn()
+    silent._greeting = {"error": "not asked"}
+    workspace = Workspace(GPU, version, TORCH, cudnn=silent)
     if data is not None:
         workspace._profile = Profile(data)
     return workspace
@@ -171,19 +168,23 @@ def _no_guess(_gpu: Gpu, _version: int, _tf32: bool, _conv: Conv) -> tuple[int, 
     raise  # the RuntimeError on whose account a guess was wanted
 
 
-def leave_one_out(table: Iterable[tuple[Key, tuple[float, float]]]) -> list[Replayed]:
+def leave_one_out(table: Iterable[Measured]) -> list[Replayed]:
     """Each row predicted by rules that were not inferred from its size: those that only rows of that size show are
     dropped."""
-    table, data = list(table), inferred()
-    rows: list[Replayed] = []
-    for side in sorted({key[2] for key, _ in table}):
+    data, rows = inferred(), list[Replayed]()
+    for side, mine in sorted(grouped(table, lambda row: row[0][2]).items()):
         kept = [rule for rule in data["rules"] if set(rule["seen"]) != {side}]
-        played = play(profile_workspace(CUDNN, data | {"rules": kept}))
-        rows += [Replayed(key, measured, played[key]) for key, measured in table if key[2] == side]
+        rows += reproduce(mine, profile_workspace(CUDNN, data | {"rules": kept}))
     return rows
 
 
 # ---- printing ----
+
+_LINE = (
+    "{}: of {rows} rows allocated equal on {allocated_equal} (worst {allocated_worst:+.2%}), reserved equal on"
+    " {reserved_equal}, within 1% on {reserved_within_1_percent} (median {reserved_median:.2%}, worst"
+    " {reserved_worst:+.2%})"
+)
 
 
 def agreement(rows: Sequence[Replayed]) -> dict[str, float]:
@@ -201,21 +202,10 @@ def agreement(rows: Sequence[Replayed]) -> dict[str, float]:
     }
 
 
-def _line(title: str, rows: Sequence[Replayed]) -> str:
-    s = agreement(rows)
-    return (
-        f"{title}: of {s['rows']:.0f} rows allocated equal on {s['allocated_equal']:.0f}"
-        f" (worst {s['allocated_worst']:+.2%}), reserved equal on {s['reserved_equal']:.0f},"
-        f" within 1% on {s['reserved_within_1_percent']:.0f}"
-        f" (median {s['reserved_median']:.2%}, worst {s['reserved_worst']:+.2%})"
-    )
-
-
 def beside(rows: Iterable[Replayed]) -> str:
     """The rows as text: measured, predicted and error, in MiB; equal to the table's two decimals is ``=``."""
     lines = []
-    for key, measured, predicted in rows:
-        name, op, height, width, dtype, group = key
+    for (name, op, height, width, dtype, group), measured, predicted in rows:
         cells = [name, op, f"{height}x{width}", dtype, str(group)]
         for want, got in zip(measured, predicted, strict=True):
             cells += [f"{want:.2f}", f"{got:.2f}", "=" if abs(got - want) <= EQUAL_MIB else f"{got - want:+.2f}"]
@@ -249,7 +239,7 @@ def print_all(path: str | os.PathLike[str] | None = None, csv_path: str | os.Pat
     print(f"\n{title}:\n\n{beside(last)}\n")
     left_out = "inferred rules, each size predicted without the rules that only it shows"
     for title, found in {"inferred rules": rows, left_out: leave_one_out(table), **asked}.items():
-        print(_line(title, found))
+        print(_LINE.format(title, **agreement(found)))
     told, untold = covered(table, torch_version=TORCH), covered(table)
     print(f"`upper` of each row predicted alone covers {told} of {len(table)}, and {untold} where no version is told")
     if cudnn.version is None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-try:
-    import torch  # noqa: F401
-except ImportError as error:  # pragma: no cover
-    raise ImportError("vaemem.pytorch wants PyTorch: pip install 'vaemem[pytorch]'") from error
+from vaemem._common import need
+
+need("torch", "vaemem.pytorch")
 
 from vaemem.prediction.predict import ModulePrediction
 from vaemem.pytorch.measuring import measure

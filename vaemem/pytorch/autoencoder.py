@@ -18,15 +18,7 @@ from torch.autograd.forward_ad import unpack_dual
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-try:
-    import diffusers
-    from diffusers.models.autoencoders.vae import DecoderOutput
-except ImportError as error:  # pragma: no cover
-    raise ImportError(
-        f"vaemem.pytorch.AutoencoderKL wants diffusers: pip install 'vaemem[diffusers]' ({error})"
-    ) from error
-
-from vaemem._common import latent_factor
+from vaemem._common import latent_factor, need
 from vaemem.engine import weights
 from vaemem.engine.arguments import Progress
 from vaemem.engine.layouts import config_of
@@ -37,6 +29,10 @@ from vaemem.engine.vae import VAE
 
 if TYPE_CHECKING:
     from typing import Self
+
+need("diffusers", "vaemem.pytorch.AutoencoderKL")
+import diffusers
+from diffusers.models.autoencoders.vae import DecoderOutput
 
 __all__ = ["AutoencoderKL"]
 
@@ -169,10 +165,6 @@ class AutoencoderKL(diffusers.AutoencoderKL):  # type: ignore[misc]
     TypeError: AutoencoderKL: its weights cannot be changed: make another one, with from_module or VAE.load
     """
 
-    memory_limit: Limit
-    progress: Progress
-    cancel: Event | None
-
     def __init__(
         self, vae: VAE, config: Any = None, torch_dtype: torch.dtype | None = None, memory_limit: Limit = None
     ) -> None:
@@ -192,7 +184,9 @@ class AutoencoderKL(diffusers.AutoencoderKL):  # type: ignore[misc]
         self.__module__ = diffusers.AutoencoderKL.__module__
         self.vae, self._there = vae, vae
         self._place = torch.empty(0)  # on the module's device, in its dtype
-        self.memory_limit, self.progress, self.cancel = memory_limit, False, None
+        self.memory_limit: Limit = memory_limit
+        self.progress: Progress = False
+        self.cancel: Event | None = None
         self.eval().to(torch_dtype or getattr(torch, vae.dtype))
 
     # ---- making one ----
@@ -337,14 +331,11 @@ class AutoencoderKL(diffusers.AutoencoderKL):  # type: ignore[misc]
         if self.use_tiling:
             how["tiling"] = Tiling(tile, self.tile_overlap_factor)
         engine, x = self._engine(), x.detach()
-        if self.device.type == "cpu" or self.use_tiling:
-            given: Any = x.to("cpu", torch.float32).contiguous().numpy()
-        else:
-            given = x.to(self.dtype).contiguous()
+        is_on_host = self.device.type == "cpu" or self.use_tiling
+        given: Any = (x.to("cpu", torch.float32) if is_on_host else x.to(self.dtype)).contiguous()
+        given = given.numpy() if is_on_host else given
         result = engine.decode(given, **how) if op == "decode" else engine.encode(given, **how).moments
-        if not isinstance(result, torch.Tensor):
-            result = torch.from_numpy(result)
-        return result.to(self.device, self.dtype)
+        return torch.as_tensor(result).to(self.device, self.dtype)
 
     @property
     def last_run(self) -> Run | None:

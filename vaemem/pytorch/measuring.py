@@ -7,7 +7,8 @@ made with: the names decide which tensors are still allocated when a run begins.
 from __future__ import annotations
 
 import contextlib
-import importlib
+import ctypes
+import gc
 import os
 import platform
 import re
@@ -19,12 +20,24 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vaemem._common import DTYPES, TILED_OPS, as_csv, choose, chosen, latent_factor, setting, whole, write
+from vaemem._common import (
+    DTYPES,
+    TILED_OPS,
+    as_csv,
+    choose,
+    chosen,
+    distinct,
+    latent_factor,
+    need,
+    setting,
+    whole,
+    write,
+)
 from vaemem.engine.layouts import config_of, read_config
 from vaemem.prediction.benchmark import BENCHMARK_TILE
 from vaemem.prediction.profiles import Conv
 from vaemem.prediction.runtimes import architecture
-from vaemem.pytorch.meters import CpuMeter, CudaMeter
+from vaemem.pytorch.recording import record
 from vaemem.tables.sweep import image_sizes
 from vaemem.tables.table import Row, Table
 
@@ -37,6 +50,70 @@ class Measurement(NamedTuple):
     allocated: int | None
     reserved: int
     seconds: float
+
+
+class CudaMeter:
+    """The counters of PyTorch's caching allocator; `cuda` is ``torch.cuda``."""
+
+    def __init__(self, cuda: Any, device: Any):
+        self._cuda, self._device = cuda, device
+
+    def clear(self) -> None:
+        """Gives the cache back, and resets the peaks."""
+        gc.collect()
+        self._cuda.empty_cache()
+        self._cuda.reset_peak_memory_stats(self._device)
+
+    def wait(self) -> None:
+        """Returns when the device has done its work."""
+        self._cuda.synchronize(self._device)
+
+    def before(self) -> tuple[int, int]:
+        """(allocated, reserved) in bytes."""
+        self.wait()
+        return self._cuda.memory_allocated(self._device), self._cuda.memory_reserved(self._device)
+
+    def after(self) -> tuple[int | None, int]:
+        """The peaks of both since `clear`."""
+        self.wait()
+        return self._cuda.max_memory_allocated(self._device), self._cuda.max_memory_reserved(self._device)
+
+
+class CpuMeter:
+    """The resident size of this process, with CudaMeter's methods. What malloc has in use is not known.
+
+    OSError where the system is not Linux, or does not let a process reset its peak resident size.
+    """
+
+    def __init__(self) -> None:
+        if sys.platform != "linux":
+            raise OSError("measure: want Linux, whose /proc tells the peak resident size of a CPU run")
+        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc; others keep little
+        self.before()
+
+    def clear(self) -> None:
+        gc.collect()
+        if self._trim:
+            self._trim(0)  # or the run would find the pages of the one before
+
+    def wait(self) -> None:
+        pass
+
+    def before(self) -> tuple[int, int]:
+        try:
+            with open("/proc/self/clear_refs", "w") as file:
+                file.write("5")  # VmHWM starts again from here
+        except OSError as error:
+            raise OSError(f"measure: want a system that lets a process reset its peak resident size: {error}") from None
+        return 0, _status("VmRSS:")
+
+    def after(self) -> tuple[int | None, int]:
+        return None, _status("VmHWM:")
+
+
+def _status(key: str) -> int:
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith(key)) * 1024
 
 
 def _call(vae: Any, op: str, x: Any, scaling: float | None, names: dict[str, Any], measured: bool) -> Any:
@@ -68,12 +145,14 @@ def _measurements(
     measurements = []
     for _ in range(runs):
         meter.clear()
-        meter.before()
+        before = meter.before()
         start = time.perf_counter()
         names["result"] = _call(vae, op, x, scaling, names, measured=True)
         meter.wait()
         seconds = time.perf_counter() - start
-        measurements.append(Measurement(*meter.after(), seconds))
+        allocated, reserved = meter.after()
+        above = None if allocated is None else allocated - before[0]
+        measurements.append(Measurement(above, max(0, reserved - before[1]), seconds))
         names.clear()
     return measurements
 
@@ -83,15 +162,9 @@ class _Subject(NamedTuple):
 
     vae: Any
     model: str
-    image_channels: int
-    latent_channels: int
+    channels: dict[str, int]  # of its inputs, by op
     factor: int
     scaling: float | None  # None for BFL's, which scales within
-
-    def shape(self, op: str, batch: int, height: int, width: int) -> tuple[int, int, int, int]:
-        if op == "encode":
-            return batch, self.image_channels, height, width
-        return batch, self.latent_channels, height // self.factor, width // self.factor
 
 
 def measure(
@@ -196,14 +269,14 @@ def measure(
             }  # fmt: skip
             with setting(vae, **_tiling(runtime, tile if tiled else 0, subject.factor)):
                 for height, width in pairs:
-                    shape = subject.shape(op_run, batch, height, width)
+                    by = subject.factor if op_run == "decode" else 1
+                    shape = batch, subject.channels[op_run], height // by, width // by
                     x = (torch.randn(shape) * 0.5).to(device=place, dtype=getattr(torch, dtype))
                     with torch.inference_mode():
                         done = _measurements(vae, op_run, x, meter, warmups, runs, subject.scaling)
                         if profile is not None:
-                            for conv in _convolutions(vae, op_run, x):
-                                if conv not in workspaces:
-                                    workspaces[conv] = _workspace(conv, place)
+                            new = [conv for conv in _convolutions(vae, op_run, x) if conv not in workspaces]
+                            workspaces |= {conv: _workspace(conv, place) for conv in new}
                     rows.append(known | {"height": height, "width": width} | _mean(done))
                     del x
             del subject, vae
@@ -231,17 +304,12 @@ def _device(device: Any) -> Any:
     try:
         place = torch.device(device)
     except (RuntimeError, TypeError):
-        raise ValueError(f"device: want a CUDA device or the CPU, got {device!r}") from None
+        place = torch.device("meta")
     if place.type not in ("cuda", "cpu"):
         raise ValueError(f"device: want a CUDA device or the CPU, got {device!r}")
-    if place.type == "cuda":
-        if not torch.cuda.is_available():
-            raise ValueError(
-                f"device: want one that is there, got {device!r}; PyTorch {torch.__version__} finds no GPU"
-            )
-        if place.index is None:
-            place = torch.device("cuda", torch.cuda.current_device())
-    return place
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device: want one that is there, got {device!r}; PyTorch {torch.__version__} finds no GPU")
+    return torch.device("cuda", torch.cuda.current_device()) if place == torch.device("cuda") else place
 
 
 def _maker(model: Any, runtime: str) -> Callable[[], _Subject]:
@@ -256,12 +324,7 @@ def _maker(model: Any, runtime: str) -> Callable[[], _Subject]:
     arch = architecture(os.fspath(model))
     config = config_of(arch)
     name = config.pop("_class_name")
-    try:
-        diffusers = importlib.import_module("diffusers")
-    except ImportError as error:
-        raise ImportError(
-            f"measure of {model!r} needs diffusers: pip install diffusers, or give a module ({error})"
-        ) from error
+    diffusers = need("diffusers", f"measure of {model!r} and not of a module")
     build = getattr(diffusers, name, None)
     if build is None:
         raise ImportError(f"measure of {model!r} needs a diffusers that has {name}, got {diffusers.__version__}")
@@ -273,19 +336,17 @@ def _maker(model: Any, runtime: str) -> Callable[[], _Subject]:
 
 def _described(vae: Any, runtime: str) -> _Subject:
     try:
-        channels = vae.encoder.conv_in.in_channels, vae.decoder.conv_in.in_channels
+        channels = {"encode": vae.encoder.conv_in.in_channels, "decode": vae.decoder.conv_in.in_channels}
         if runtime == "bfl":
-            return _Subject(vae, "custom", *channels, 2 ** (vae.encoder.num_resolutions - 1), None)
-        factor = latent_factor(vae.config)
-        scaling = vae.config.get("scaling_factor")
+            return _Subject(vae, "custom", channels, 2 ** (vae.encoder.num_resolutions - 1), None)
+        factor, scaling = latent_factor(vae.config), vae.config.get("scaling_factor")
     except (AttributeError, KeyError) as error:
         wanted = "AutoencoderKL" if runtime == "diffusers" else "AutoEncoder"
         raise TypeError(f"model: want {runtime}'s {wanted}, got {type(vae).__name__}: {error}") from None
-    try:
+    name = "custom"  # an architecture that vaemem does not run can be measured all the same
+    with contextlib.suppress(ValueError):
         name = read_config(dict(vae.config))["name"]
-    except ValueError:  # an architecture that vaemem does not run can be measured all the same
-        name = "custom"
-    return _Subject(vae, name, *channels, factor, scaling or 1.0)
+    return _Subject(vae, name, channels, factor, scaling or 1.0)
 
 
 def _check_sizes(subject: _Subject, pairs: Sequence[tuple[int, int]], tile: int | None) -> None:
@@ -298,10 +359,8 @@ def _check_sizes(subject: _Subject, pairs: Sequence[tuple[int, int]], tile: int 
 
 def _tiling(runtime: str, tile: int, factor: int) -> dict[str, Any]:
     """The module's attributes for tiles of that side in pixels, none for 0."""
-    if runtime != "diffusers":
-        return {}
-    if not tile:
-        return {"use_tiling": False}
+    if runtime != "diffusers" or not tile:
+        return {"use_tiling": False} if runtime == "diffusers" else {}
     sizes = {"tile_sample_min_size": tile, "tile_latent_min_size": tile // factor}
     return {"use_tiling": True, "tile_overlap_factor": 0.25} | sizes
 
@@ -360,34 +419,20 @@ def _history(path: str | os.PathLike[str]) -> Iterator[None]:
 
 def _convolutions(vae: Any, op: str, x: Any) -> list[Conv]:
     """The convolutions that a run has, each once."""
-    layout_of = torch._prims_common.suggest_memory_format
-    found: dict[Conv, None] = {}
-
-    def note(module: Any, args: Any) -> None:
-        (n, c, h, w), (k, _, *sides) = args[0].shape, module.weight.shape
-        even = all(len({*sizes}) == 1 for sizes in (sides, module.stride, module.padding))
-        if not even or {*module.dilation} != {1} or module.groups != 1 or module.padding_mode != "zeros":
-            raise ValueError(f"profile: want square convolutions of one group without dilation, got {module}")
-        nhwc = torch.channels_last in map(layout_of, (args[0], module.weight))
-        dtype, layout = str(args[0].dtype).removeprefix("torch."), "nhwc" if nhwc else "nchw"
-        found[Conv(dtype, n, c, h, w, k, sides[0], module.stride[0], module.padding[0], layout)] = None
-
-    hooks = [m.register_forward_pre_hook(note) for m in vae.modules() if isinstance(m, torch.nn.Conv2d)]
-    try:
-        getattr(vae, op)(x)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return list(found)
+    found = [Conv(*conv) for conv in record(vae, x, call=lambda vae, x: getattr(vae, op)(x)).trace.convs]
+    for conv in found:
+        if not conv.is_plain:
+            raise ValueError(f"profile: want square convolutions of one group without dilation, got {conv}")
+    return distinct(found)
 
 
 def _workspace(conv: Conv, device: Any) -> int:
     """Bytes that one convolution requests of the allocator besides its output."""
     layout = torch.channels_last if conv.layout == "nhwc" else torch.contiguous_format
     like = {"dtype": getattr(torch, conv.dtype), "device": device, "memory_format": layout}
-    sides: tuple[Any, ...] = (conv.r, conv.r)  # of square ones
     x = torch.empty((conv.n, conv.c, conv.h, conv.w), **like)
-    weight = torch.empty((conv.k, conv.c, *sides), **like)
+    filters: tuple[Any, ...] = (conv.k, conv.c, conv.r, conv.r)  # square ones
+    weight = torch.empty(filters, **like)
     workspace = 0
     for _ in range(2):  # the first may try plans that do not run
         torch.cuda.synchronize(device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
@@ -15,18 +14,12 @@ from torch.utils._pytree import tree_flatten
 
 from vaemem import _core
 from vaemem._common import setting
-from vaemem.prediction.attention import AttentionCall, Heads, Mask, attend, choose_kernel
-from vaemem.prediction.eager import eager_strides
+from vaemem.prediction.eager import AttentionCall, Heads, Mask, eager_strides
 from vaemem.prediction.gpus import Gpu
-
-__all__ = ["NO_COMPILER", "NO_CONTENTS", "NO_GRADIENTS", "Recorder", "Recording"]
 
 aten = torch.ops.aten
 _DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
-_BLAS = (
-    aten.mm.default, aten.bmm.default, aten.bmm.out, aten.baddbmm.default, aten.addmv.default, aten.mv.default,
-    aten.dot.default,
-)  # fmt: skip
+_BLAS = {getattr(aten, name).default for name in ("mm", "bmm", "baddbmm", "addmv", "mv", "dot")} | {aten.bmm.out}
 # Operators besides the pointwise ones that take nothing but their outputs.
 _PLAIN_NAMES = """
     empty empty_like empty_strided new_empty zeros zeros_like ones ones_like full full_like new_zeros new_ones
@@ -36,6 +29,12 @@ _PLAIN_NAMES = """
     rms_norm _fused_rms_norm masked_fill masked_fill_
 """
 _PLAIN = {getattr(aten, name) for name in _PLAIN_NAMES.split() if hasattr(aten, name)}
+
+
+def _is_plain(func: Any) -> bool:
+    own = func.is_view or func.namespace == "prim" or func.overloadpacket in _PLAIN or torch.Tag.pointwise in func.tags
+    return own or (func._schema.name.endswith("_") and torch.Tag.inplace_view in func.tags)
+
 
 # Sums over a dimension take nothing but their outputs while one block of threads sums all that makes an element: below
 # 256 elements, or 256 times a warp along the dimension in which they lie side by side (setReduceConfig in Reduce.cuh).
@@ -98,7 +97,7 @@ class Recorder(TorchDispatchMode):
         self.casts: dict[int, torch.Tensor] = {}  # what autocast made of them; it keeps them to its region's end
         self.adds_in_place = False
         self.caches_casts = False  # within a region of autocast, and its cache is on
-        self._silent = False
+        self._silent = False  # operators that run are the recorder's own and not the module's
 
     # ---- storages ----
 
@@ -111,32 +110,25 @@ class Recorder(TorchDispatchMode):
 
     def sweep(self) -> None:
         """Gives back what died since the last operator."""
-        dead = [key for key, (reference, _) in self._alive.items() if reference.expired()]
-        for key in dead:
-            self._trace.give(self._alive.pop(key)[1])
+        for key, (reference, number) in list(self._alive.items()):
+            if reference.expired():
+                del self._alive[key]
+                self._trace.give(number)
 
     def bind(self, tensor: torch.Tensor, number: int | None = None) -> None:
         """A storage that an operator made, taken now unless it has its number."""
         storage = tensor.untyped_storage()
         known = self._alive.get(storage._cdata)
-        there = storage._cdata in self._there or (known is not None and not known[0].expired())
-        if tensor.device.type != "cuda" or there:
-            return
-        if number is None:
-            number = self._trace.take(storage.nbytes(), self.name())
-        self._alive[storage._cdata] = (StorageWeakRef(storage), number)
+        if tensor.device.type == "cuda" and storage._cdata not in self._there and (not known or known[0].expired()):
+            number = self._trace.take(storage.nbytes(), self.name()) if number is None else number
+            self._alive[storage._cdata] = (StorageWeakRef(storage), number)
 
     def enter(self, name: str) -> None:
-        """A module's call begins, ..."""
+        """A module's call begins."""
         self.path.append(name)
 
     def leave(self) -> None:
-        """... and ends."""
         self.path.pop()
-
-    def _unseen(self) -> contextlib.AbstractContextManager[None]:
-        """Operators that run meanwhile are the recorder's own and not the module's: they are not recorded."""
-        return setting(self, _silent=True)
 
     def name(self, what: str = "") -> str:
         return (self.path[-1] if self.path else "call") + (f" [{what}]" if what else "")
@@ -185,14 +177,17 @@ class Recorder(TorchDispatchMode):
         if tensors and not any(tensor.is_cuda for tensor in tensors):
             return out  # computed on the host
         if func is aten.native_group_norm.default:
-            self._group_norm(*args)
+            _, weight, _, n, c, pixels, *_ = args
+            if pixels > 1 and weight is not None:  # mean and rstd are outputs; the fused parameters come and go
+                for number in [self.borrow(4 * n * c, "statistics") for _ in range(2)]:
+                    self._trace.give(number)
         elif func in (aten.addmm.default, aten._addmm_activation.default):
             bias, _, b = args[:3]
             fused = bias.dim() == 1 and bias.is_contiguous() and min(b.shape) > 1 and kwargs.get("beta", 1) == 1
             self._trace.blas(self.name("workspace"), fused)
         elif func in _BLAS:
             self._trace.blas(self.name())
-        elif not self._plain(func) and not _sums_in_a_block(func, out, *args):
+        elif not _is_plain(func) and not _sums_in_a_block(func, out, *args):
             self._miss(str(func))
         return out
 
@@ -221,7 +216,7 @@ class Recorder(TorchDispatchMode):
         stride = eager_strides(tuple(out.shape), shapes)
         if stride == out.stride() or not tensors:
             return out
-        with self._unseen():
+        with setting(self, _silent=True):
             return torch.empty_strided(out.shape, stride, dtype=out.dtype, device=out.device)
 
     def _view_as_eager(self, x: Any, out: Any) -> Any:
@@ -230,18 +225,8 @@ class Recorder(TorchDispatchMode):
             stride = torch.empty_strided(x.shape, x.stride(), device="meta").view(out.shape).stride()
         if stride == out.stride():
             return out
-        with self._unseen():
+        with setting(self, _silent=True):
             return aten.as_strided.default(x, out.shape, stride, x.storage_offset())
-
-    @staticmethod
-    def _plain(func: Any) -> bool:
-        return (
-            func.is_view
-            or func.overloadpacket in _PLAIN
-            or torch.Tag.pointwise in func.tags
-            or func.namespace == "prim"
-            or (func._schema.name.endswith("_") and torch.Tag.inplace_view in func.tags)
-        )
 
     def _convolution(
         self, x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, transposed: bool,
@@ -250,7 +235,7 @@ class Recorder(TorchDispatchMode):
         """Input made dense, output, filter made dense in channels-last, workspace. One dimension is two with a height
         of 1 there, of an input made dense before."""
         size, copies, lines = x.element_size(), [], x.dim() == 3
-        with self._unseen():
+        with setting(self, _silent=True):
             if lines and not x.is_contiguous():
                 x = torch.empty_like(x, memory_format=torch.contiguous_format)
                 copies.append(self.borrow(x.numel() * size, "contiguous"))
@@ -285,13 +270,6 @@ class Recorder(TorchDispatchMode):
             self._trace.give(number)
         return result
 
-    def _group_norm(self, x: Any, weight: Any, bias: Any, n: int, c: int, pixels: int, groups: int, eps: float) -> None:
-        """Mean and rstd are outputs and followed as such; the fused parameters come and go."""
-        if pixels > 1 and weight is not None:
-            fused = [self.borrow(4 * n * c, "statistics") for _ in range(2)]
-            for number in fused:
-                self._trace.give(number)
-
     def _safe_softmax(self, x: Any, dim: int, dtype: Any = None) -> Any:
         """A softmax that gives 0 to rows of -inf alone: one operator for a mode, five for the allocator."""
         with self:
@@ -301,47 +279,49 @@ class Recorder(TorchDispatchMode):
             rows = masked.new_empty([1 if i == dim % x.dim() else n for i, n in enumerate(x.shape)])
             return torch.where(rows, out.new_zeros(()), out)
 
-    def _call(
+    def kernel(
         self, q: Any, k: Any, v: Any, mask: Any = None, causal: bool = False, grouped: bool = False
-    ) -> AttentionCall:
+    ) -> tuple[AttentionCall, str]:
+        """A call of scaled_dot_product_attention, and the kernel that it takes."""
         if q.dtype not in _DTYPES:
             raise ValueError(f"scaled_dot_product_attention: want float32, float16 or bfloat16, got {q.dtype}")
         queries, keys, values = (Heads(tuple(x.shape), x.stride()) for x in (q, k, v))
         size = None if mask is None else Mask(mask.numel(), mask.shape[-1], mask.dtype is torch.bool)
-        return AttentionCall(_DTYPES[q.dtype], queries, keys, values, size, causal, grouped)
-
-    def kernel(self, q: Any, k: Any, v: Any) -> str:
-        """Which kernel scaled_dot_product_attention takes."""
-        return choose_kernel(self._call(q, k, v), self._gpu.sm, _enabled_kernels())
+        call = AttentionCall(_DTYPES[q.dtype], queries, keys, values, size, causal, grouped)
+        return call, _core.Trace.choose_kernel(call, self._gpu.sm, _enabled_kernels())
 
     def attend(self, call: AttentionCall, kernel: str) -> int | None:
         """What a fused kernel takes; the output's id."""
-        return attend(self._trace, call, kernel, self._gpu, self.name())
+        return self._trace.attend(call, kernel, self._gpu.sm, self._gpu.multiprocessors, self.name())
 
     def attention(
-        self, q: Any, k: Any, v: Any, mask: Any, dropout: float, causal: bool, scale: Any, grouped: bool
-    ) -> Any:
+        self, query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
+        scale: Any = None, enable_gqa: bool = False,
+    ) -> Any:  # fmt: skip
         """scaled_dot_product_attention."""
-        call = self._call(q, k, v, mask, causal, grouped)
-        kernel = choose_kernel(call, self._gpu.sm, _enabled_kernels())
+        q, k, v, mask = query, key, value, attn_mask
+        if torch.is_autocast_enabled("cuda"):
+            low = torch.get_autocast_dtype("cuda")
+            q, k, v, mask = (x.to(low) if x is not None and x.is_floating_point() else x for x in (q, k, v, mask))
+        call, kernel = self.kernel(q, k, v, mask, is_causal, enable_gqa)
         self.sweep()
         if kernel == "math":
             if mask is not None and mask.dtype is torch.bool:
-                with self._unseen():
+                with setting(self, _silent=True):
                     mask = q.new_empty(mask.shape)
                 self.bind(mask, self.borrow(mask.numel() * mask.element_size(), "mask"))
             # C++ adds the mask in place for plain tensors, and not for those of a subclass such as fake ones.
             with setting(self, adds_in_place=True):
                 return torch._scaled_dot_product_attention_math(
-                    q, k, v, mask, dropout, causal, scale=scale, enable_gqa=grouped
+                    q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
                 )[0]
-        if dropout:
+        if dropout_p:
             self._miss("scaled_dot_product_attention with dropout")
         if kernel == "cudnn":
             self._miss("the workspace of cuDNN's attention")
         number = self.attend(call, kernel)
         batch, heads, queries, _ = q.shape
-        with self._unseen():
+        with setting(self, _silent=True):
             out = q.new_empty((batch, queries, heads, v.shape[-1])).transpose(1, 2)
         self.bind(out, number)
         return out
@@ -359,7 +339,7 @@ NO_COMPILER = (
 )
 
 
-def _enabled_kernels() -> list[str]:
+def _enabled_kernels() -> tuple[str, ...]:
     """Those of scaled_dot_product_attention that are switched on, in PyTorch's order (``torch.nn.attention.
     sdpa_kernel``, ``torch.backends.cuda.enable_flash_sdp`` and their like)."""
     backend, switches = torch.nn.attention.SDPBackend, torch.backends.cuda
@@ -369,5 +349,5 @@ def _enabled_kernels() -> list[str]:
         backend.CUDNN_ATTENTION: ("cudnn", switches.cudnn_sdp_enabled()),
         backend.MATH: ("math", switches.math_sdp_enabled()),
     }
-    order = map(backend, torch._C._get_sdp_priority_order())
-    return [name for name, is_on in (known[one] for one in order if one in known) if is_on]
+    order = (known.get(backend(one), ("", False)) for one in torch._C._get_sdp_priority_order())
+    return tuple(name for name, is_on in order if is_on)

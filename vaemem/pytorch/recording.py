@@ -15,45 +15,249 @@ tensors, compiled modules, sizes that depend on the tensors' contents.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.functional import layer_norm, linear, scaled_dot_product_attention
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.utils.stateless import _reparametrize_module
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from vaemem._arguments import shared
+from vaemem._common import setting
 from vaemem.prediction.benchmark import USUAL_PROTOCOL
 from vaemem.prediction.gpus import find_gpu
 from vaemem.prediction.predict import ModulePrediction
-from vaemem.prediction.question import ModuleQuestion
-from vaemem.prediction.values import Software, find_card
-from vaemem.pytorch.calls import Eager, as_on_a_gpu, check_module
-from vaemem.pytorch.recorder import NO_COMPILER, NO_GRADIENTS, Recorder, Recording
+from vaemem.prediction.question import ModuleQuestion, Software, find_card
+from vaemem.pytorch.recorder import NO_COMPILER, NO_CONTENTS, NO_GRADIENTS, Recorder, Recording, aten
 
-__all__ = ["Recording", "predict_peak", "record"]
+_REFUSED = {
+    **dict.fromkeys(("nonzero", "argwhere", "masked_select", "unique", "unique_consecutive"), NO_CONTENTS),
+    **dict.fromkeys(
+        ("lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"),
+        "want a module without GRU, LSTM and RNN layers: what cuDNN takes for them is not modelled",
+    ),
+    **dict.fromkeys(
+        ("_nested_tensor_from_mask", "_nested_tensor_from_mask_left_aligned", "_nested_tensor_from_tensor_list"),
+        "want a module without nested tensors, whose sizes depend on what a mask holds; give a TransformerEncoder"
+        " enable_nested_tensor=False, or no src_key_padding_mask",
+    ),
+}
+_REASONS = {"does not require grad": NO_GRADIENTS, "torch.compile stance": NO_COMPILER}  # by what PyTorch says
+
+
+class Eager(TorchFunctionMode):
+    """Calls whose way under fake tensors is not the way on a GPU."""
+
+    def __init__(self, recorder: Recorder):
+        super().__init__()
+        self._recorder = recorder
+        # The bindings of contiguous() and of indexing ask for a CUDA build; the operators below them do not.
+        self._ways: dict[Any, Callable[..., Any]] = {
+            torch.Tensor.contiguous: _contiguous,
+            torch.Tensor.__getitem__: _indexed,
+            torch.Tensor.__setitem__: _set_indexed,
+            scaled_dot_product_attention: recorder.attention,
+            torch._native_multi_head_attention: self._multi_head_attention,
+            torch._transformer_encoder_layer_fwd: self._encoder_layer,
+        }
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self._recorder.caches_casts = torch.is_autocast_enabled("cuda") and torch.is_autocast_cache_enabled()
+        if func in self._ways:
+            with self:
+                return self._ways[func](*args, **kwargs)
+        if func.__name__ in _REFUSED:
+            raise ValueError(f"{self._recorder.name()}: {_REFUSED[func.__name__]}")
+        if func is linear:
+            with setting(self._recorder, adds_in_place=True):  # its bias
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    # The fast paths of nn.MultiheadAttention and nn.TransformerEncoderLayer: two operators without a version for fake
+    # tensors, written so that tensors live as long as in C++: native_multi_head_attention_cuda (native/transformers/
+    # cuda/attention.cu, with attention.cpp's functions), masked_softmax_cuda (native/cuda/SoftMax.cu) and
+    # transformer_encoder_layer_forward (native/transformers/transformer.cpp).
+
+    def _multi_head_attention(
+        self, query: Any, key: Any, value: Any, embed_dim: int, heads: int, qkv_weight: Any, qkv_bias: Any,
+        proj_weight: Any, proj_bias: Any, mask: Any = None, need_weights: bool = True,
+        average_attn_weights: bool = True, mask_type: int | None = None,
+    ) -> tuple[Any, Any]:  # fmt: skip
+        batch, depth = query.shape[0], embed_dim // heads
+
+        def split(x: Any) -> Any:
+            return x.view(batch, -1, heads, depth).transpose(1, 2)
+
+        if query is key and key is value and depth % 8 == 0 and not need_weights and mask is None:
+            q = split(query)
+            if self._recorder.kernel(q, q, q)[1] in ("flash", "efficient", "cudnn"):
+                x = linear(query, qkv_weight, qkv_bias)
+                y = scaled_dot_product_attention(*map(split, x.chunk(3, -1)))
+                return linear(y.transpose(1, 2).reshape(batch, -1, embed_dim), proj_weight, proj_bias), None
+        qkv = _project(query, key, value, embed_dim, qkv_weight)
+        packed = qkv.new_empty(3, batch, heads, query.shape[1], depth)
+        del qkv
+        q, k, v = (packed[i].flatten(0, 1) for i in range(3))
+        weights: Any = torch.bmm(q, k.transpose(1, 2)).view(batch, heads, query.shape[1], -1)
+        if mask is not None:
+            weights = _masked_softmax(weights, mask.to(torch.bool), mask_type)
+        torch.bmm(weights.flatten(0, 1), v, out=q)
+        if not need_weights:
+            weights = None
+        context = q.view(batch, heads, -1, depth).permute(0, 2, 1, 3).contiguous()
+        out = linear(context.view(-1, embed_dim), proj_weight, proj_bias).view(batch, -1, embed_dim)
+        del context
+        if need_weights and average_attn_weights:
+            weights = weights.sum(1)
+            weights /= heads
+        return out, weights
+
+    def _encoder_layer(
+        self, src: Any, embed_dim: int, heads: int, qkv_weight: Any, qkv_bias: Any, proj_weight: Any, proj_bias: Any,
+        use_gelu: bool, norm_first: bool, eps: float, norm_weight_1: Any, norm_bias_1: Any, norm_weight_2: Any,
+        norm_bias_2: Any, ffn_weight_1: Any, ffn_bias_1: Any, ffn_weight_2: Any, ffn_bias_2: Any, mask: Any = None,
+        mask_type: int | None = None,
+    ) -> Any:  # fmt: skip
+        norm = functools.partial(layer_norm, normalized_shape=(embed_dim,), eps=eps)
+        norm_1 = functools.partial(norm, weight=norm_weight_1, bias=norm_bias_1)
+        norm_2 = functools.partial(norm, weight=norm_weight_2, bias=norm_bias_2)
+        x = norm_1(src) if norm_first else src
+        x = self._multi_head_attention(
+            x, x, x, embed_dim, heads, qkv_weight, qkv_bias, proj_weight, proj_bias, mask, False, True, mask_type
+        )[0]  # fmt: skip
+        x.add_(src)
+        before = x = x if norm_first else norm_1(x)
+        if norm_first:
+            x = norm_2(x)
+        hidden = torch._addmm_activation(ffn_bias_1, x.flatten(0, 1), ffn_weight_1.t(), use_gelu=use_gelu)
+        x = torch.addmm(ffn_bias_2, hidden, ffn_weight_2.t()).view(src.shape)
+        del hidden
+        x.add_(before)
+        return x if norm_first else norm_2(x)
+
+
+_PERSISTENT = 1024  # elements of a row, and a quarter of its bytes, that the one-pass masked softmax takes at most
+
+
+def _project(query: Any, key: Any, value: Any, embed_dim: int, weight: Any) -> Any:
+    """qkv_projection: (N, length, 3 embed_dim)."""
+    if query is key and key is value:
+        return torch.matmul(query, weight.t())
+    sizes = [embed_dim, 2 * embed_dim] if key is value else [embed_dim] * 3
+    parts = [torch.matmul(x, w.t()) for x, w in zip((query, key, value), weight.split(sizes), strict=False)]
+    return torch.cat(parts, 2)
+
+
+def _masked_softmax(scores: Any, mask: Any, mask_type: int | None) -> Any:
+    out = torch.empty_like(scores)
+    row = scores.shape[-1]
+    if mask_type == 0 and mask.dim() == 2:
+        mask = mask.expand(scores.shape)
+    if row <= _PERSISTENT and row * scores.element_size() <= 4 * _PERSISTENT and mask.is_contiguous():
+        return out
+    if mask_type == 1 and mask.dim() == 2:
+        mask = mask.view(mask.shape[0], 1, 1, mask.shape[1]).expand(scores.shape)
+    return torch.softmax(scores.masked_fill(mask, float("-inf")), -1)
+
+
+def _never(*_: Any) -> bool:
+    return False
 
 
 @contextlib.contextmanager
-def _path(recorder: Recorder, names: Mapping[int, str]) -> Iterator[None]:
-    """Keeps the name of the module that runs."""
-    root = next(iter(names.values()), "")
+def as_on_a_gpu(recorder: Recorder) -> Iterator[None]:
+    """What PyTorch's Python code asks before it goes one way or the other, answered as on a GPU with plain tensors: no
+    tensor and no mode overrides its functions, and there is a device for autocast, whose casts the recorder keeps."""
+    clear = torch.clear_autocast_cache
 
-    def enter(module: torch.nn.Module, args: Any) -> None:
-        recorder.enter(names.get(id(module), root) or type(module).__name__)
+    def clear_autocast_cache() -> None:
+        recorder.casts.clear()
+        clear()
 
-    def leave(module: torch.nn.Module, args: Any, output: Any) -> None:
-        recorder.leave()
-
-    hooks = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
-    try:
+    functional = dict.fromkeys(
+        ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"), _never
+    )
+    with (
+        setting(torch, clear_autocast_cache=clear_autocast_cache),
+        setting(torch.overrides, has_torch_function=_never),
+        setting(torch.nn.functional, **functional),
+        setting(torch.cuda.amp.common, amp_definitely_not_available=_never),
+        setting(torch.cuda, is_bf16_supported=lambda *_: True),
+    ):
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+
+
+def check_module(module: torch.nn.Module, call: Any) -> None:
+    """Refuses a call that is not modelled, before it runs."""
+    if module.training:
+        raise ValueError(
+            "module: want it in eval mode, module.eval(), got it in training mode: training keeps what the backward"
+            " pass needs, which is not modelled"
+        )
+    for name, m in module.named_modules():
+        if hasattr(m, "_orig_mod") or m._compiled_call_impl:
+            raise ValueError(f"{name or 'module'}: {NO_COMPILER}")
+    if hasattr(call, "_torchdynamo_orig_callable"):
+        raise ValueError(f"call: {NO_COMPILER}")
+
+
+def _contiguous(x: Any, memory_format: Any = torch.contiguous_format) -> Any:
+    return aten.contiguous.default(x, memory_format=memory_format)
+
+
+def _view(x: Any, key: Any, sets: bool = False) -> tuple[Any, list[Any]]:
+    """x seen through the integers, slices, None and Ellipsis of an index, and the tensors in it by dimension of the
+    view."""
+    keys = list(key) if isinstance(key, tuple) else [key]
+    consumed = [
+        k.dim() if isinstance(k, torch.Tensor) and k.dtype is torch.bool else int(k is not None and k is not Ellipsis)
+        for k in keys
+    ]
+    skipped = x.dim() - sum(consumed)
+    dim, tensors = 0, {}
+    for k, count in zip(keys, consumed, strict=True):
+        if k is Ellipsis:
+            dim += skipped
+        elif k is None:
+            x, dim = aten.unsqueeze.default(x, dim), dim + 1
+        elif isinstance(k, slice):
+            if k != slice(None):
+                x = aten.slice.Tensor(x, dim, k.start, k.stop, 1 if k.step is None else k.step)
+            dim += 1
+        elif isinstance(k, int) and not isinstance(k, bool):
+            x = aten.select.int(x, dim, k)
+        else:
+            if isinstance(k, torch.Tensor) and k.dtype in (torch.bool, torch.uint8) and not sets:
+                raise ValueError(f"an index of bools: {NO_CONTENTS}")
+            tensors[dim] = k if isinstance(k, torch.Tensor) else torch.tensor(k, device=x.device)
+            dim += max(count, 1)
+    return x, [tensors.get(i) for i in range(max(tensors) + 1)] if tensors else []
+
+
+def _indexed(x: Any, key: Any) -> Any:
+    x, tensors = _view(x, key)
+    return aten.index.Tensor(x, tensors) if tensors else x
+
+
+def _set_indexed(x: Any, key: Any, value: Any) -> None:
+    x, tensors = _view(x, key, sets=True)
+    if tensors:
+        value = value if isinstance(value, torch.Tensor) else torch.full((), value, dtype=x.dtype, device=x.device)
+        aten.index_put_.default(x, tensors, value)
+    elif isinstance(value, torch.Tensor):
+        aten.copy_.default(x, value)
+    else:
+        aten.fill_.Scalar(x, value)
+
+
+# ---- recordings ----
 
 
 def record(
@@ -114,6 +318,10 @@ def record_by(
     check_module(module, call)
     recording = recorder.recording
     names = {id(m): name for name, m in module.named_modules()}
+
+    def enter(m: torch.nn.Module, args: Any) -> None:
+        recorder.enter(names.get(id(m)) or type(m).__name__)
+
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes: dict[int, torch.Tensor] = {}
 
@@ -140,7 +348,8 @@ def record_by(
                 recording.inputs.append((f"input {i}", tensor.untyped_storage().nbytes()))
         with (
             _reparametrize_module(module, state),
-            _path(recorder, names),
+            register_module_forward_pre_hook(enter),
+            register_module_forward_hook(lambda *_: recorder.leave(), always_call=True),
             as_on_a_gpu(recorder),
             recorder,
             Eager(recorder),
@@ -153,8 +362,7 @@ def record_by(
                 with region, stance:
                     recording.output = module(*args, **kwargs) if call is None else call(module, *args, **kwargs)
             except RuntimeError as error:
-                reasons = {"does not require grad": NO_GRADIENTS, "torch.compile stance": NO_COMPILER}
-                for text, reason in reasons.items():
+                for text, reason in _REASONS.items():
                     if text in str(error):
                         raise ValueError(f"call: {reason}") from error
                 raise

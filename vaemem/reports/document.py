@@ -43,18 +43,18 @@ class Document:
 
     def heading(self, text: str, level: int = 2) -> None:
         """A heading."""
-        self._add(f"{'#' * level} {text}", f"<h{level}>{_inline(text)}</h{level}>")
+        self._blocks.append((f"{'#' * level} {text}", f"<h{level}>{_inline(text)}</h{level}>"))
 
     def text(self, text: str) -> None:
         """A paragraph; none where the text is empty."""
         if text:
-            self._add(text, f"<p>{_inline(text)}</p>")
+            self._blocks.append((text, f"<p>{_inline(text)}</p>"))
 
     def items(self, items: Iterable[str]) -> None:
         """A list; none where it is empty."""
         if lines := list(items):
             whole = "".join(f"<li>{_inline(line)}</li>" for line in lines)
-            self._add("\n".join(f"- {line}" for line in lines), f"<ul>{whole}</ul>")
+            self._blocks.append(("\n".join(f"- {line}" for line in lines), f"<ul>{whole}</ul>"))
 
     def table(self, header: Sequence[str], lines: Sequence[Sequence[object]]) -> None:
         """A table, numbers to the right; columns that hold nothing are left out, and so is a table without lines."""
@@ -63,11 +63,11 @@ class Document:
         kept = [i for i in range(len(header)) if any(line[i] not in (None, "") for line in lines)]
         header = [header[i] for i in kept]
         shown = [["" if line[i] is None else str(line[i]) for i in kept] for line in lines]
-        right = [all(_is_number(cell) or not cell for cell in column) for column in zip(*shown, strict=True)]
-        head = "".join(f"<th{_class(r)}>{_inline(cell)}</th>" for cell, r in zip(header, right, strict=True))
-        body = "".join("<tr>" + "".join(map(_cell, line)) + "</tr>" for line in shown)
+        columns = zip(header, *shown, strict=True)
+        head = "".join(_cell("th", cell, all(_is_number(c) or not c for c in rest)) for cell, *rest in columns)
+        body = "".join(f"<tr>{''.join(_cell('td', cell, _is_number(cell)) for cell in line)}</tr>" for line in shown)
         whole = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-        self._add(render(header, shown, markdown=True), whole)
+        self._blocks.append((render(header, shown, markdown=True), whole))
 
     def figure(self, name: str, caption: str, figure: Figure) -> None:
         """A figure."""
@@ -76,7 +76,7 @@ class Document:
         width = round(96 * figure.get_size_inches()[0])  # a browser's pixels; the PNG has more, for sharp screens
         source = f'width="{width}" src="data:image/png;base64,{image}"'
         whole = f'<figure><img alt="{html.escape(caption)}" {source}></figure>'
-        self._add(f"![{caption}]({name}.png)", whole)
+        self._blocks.append((f"![{caption}]({name}.png)", whole))
 
     def markdown(self) -> str:
         """The document as Markdown."""
@@ -90,22 +90,15 @@ class Document:
             f"<style>{_STYLE}</style></head>\n<body>\n{body}\n</body></html>\n"
         )
 
-    def _add(self, markdown: str, whole: str) -> None:
-        self._blocks.append((markdown, whole))
-
 
 def _inline(text: str) -> str:
     text = re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(text, quote=False))
     return re.sub(r"\*\*(.+?)\*\*", r"<b>\1</b>", text)
 
 
-def _cell(text: str) -> str:
-    return f"<td{_class(_is_number(text))}>{_inline(text)}</td>"
+def _cell(tag: str, text: str, is_number: bool) -> str:
+    return f"<{tag}{' class=n' if is_number else ''}>{_inline(text)}</{tag}>"
 
 
 def _is_number(text: str) -> bool:
     return re.fullmatch(r"[+-]?[\d,.]+%?", text) is not None
-
-
-def _class(is_number: bool) -> str:
-    return " class=n" if is_number else ""

@@ -1,21 +1,31 @@
-"""The report on a table of memory: tables, ratios, scaling, constants, models compared, advice, and claims checked."""
+"""The report on a table of memory: tables, ratios, scaling, constants, models compared, advice, and claims checked.
+
+Each section is a function that writes what the rows hold; every figure in it is computed from them."""
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import html
+import importlib.util
+import itertools
+import math
+import operator
 import os
-from collections.abc import Iterable
+import statistics
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vaemem import plot
-from vaemem._common import png, write
-from vaemem.published.claims import Checked, Claim, check
-from vaemem.reports import sections
+from vaemem import _core, plot
+from vaemem._common import ELEMENT_BYTES, distinct, grouped, mib, png, write
+from vaemem.prediction.gpus import find_gpu
+from vaemem.published import claims as published
+from vaemem.published.claims import Checked, Claim, case, constant, ratio
 from vaemem.reports.document import Document
-from vaemem.reports.sections import Facts
-from vaemem.tables.estimators import Comparison, compare
-from vaemem.tables.table import Table
+from vaemem.tables.estimators import SHIPPED, Comparison, compare, pixels, with_tiles
+from vaemem.tables.fit import fit
+from vaemem.tables.table import Row, Table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -124,27 +134,405 @@ def report(
     ['report.md', 'report.html']
     """
     table = Table(table)
-    facts = Facts(table)
+    facts = _Facts(table)
     if not facts.rows:
         raise ValueError(f"table: want rows with model, op, height and width, got none in {len(table)} rows")
-    comparable = Table(row for row in facts.rows if row[facts.target] and row["dtype"])
+    comparable = Table(row for row in facts.held if row["dtype"])
     comparison = compare(comparable, estimators, facts.target) if len(comparable) else None
-    checked = check(table, claims)
+    checked = published.check(table, claims)
     document = Document(title)
-    sections.summary(document, facts, checked)
-    sections.advice(document, facts, comparison)
-    sections.system(document, facts)
-    sections.tables(document, facts)
+    _summary(document, facts, checked)
+    _advice(document, facts, comparison)
+    _system(document, facts)
+    _tables(document, facts)
     if plots and comparison is not None:
         document.figure("memory", "Memory against pixels", plot.memory_vs_pixels(comparable, target=facts.target))
-    sections.ratios(document, facts)
-    sections.scaling(document, facts)
-    sections.constants(document, facts, plots)
-    sections.estimates(document, comparison, plots)
-    sections.formulas(document, facts)
-    sections.models(document, facts)
-    sections.claims(document, checked)
+    _ratios(document, facts)
+    _scaling(document, facts)
+    _constants(document, facts, plots)
+    _estimates(document, comparison, plots)
+    _formulas(document, facts)
+    _models(document, facts)
+    _claims(document, checked)
     made = Report(document, comparison, checked)
     if path is not None:
         made.save(path, html)
     return made
+
+
+class _Facts:
+    """The rows with what every section asks of them."""
+
+    def __init__(self, table: Table) -> None:
+        rows = with_tiles(table.filter(lambda row: row["height"] and row["width"] and row["op"] and row["model"]))
+        self.rows = [row for row, _ in rows]
+        self.tiled = [row for row, tiled in rows if tiled]
+        self.whole = [row for row, tiled in rows if not tiled]
+        self.both = [row for row in self.rows if row["allocated_bytes"] and row["reserved_bytes"]]
+        has_reserved = any(row["reserved_bytes"] for row in self.rows)
+        self.target = "reserved_bytes" if has_reserved else "allocated_bytes"
+        self.word = self.target.removesuffix("_bytes")
+        self.held = [row for row in self.rows if row[self.target]]
+        # Rows that an implied constant means something for: whole images, a dtype of known width.
+        self.sized = [
+            row
+            for row in self.whole
+            if row[self.target] and row["dtype"] in ELEMENT_BYTES and not row["op"].endswith("_tiled")
+        ]
+        names = ("runtime", "device", "batch", "source")
+        self._varying = {
+            model: [name for name in names if len({row[name] for row in same}) > 1]
+            for model, same in _by("model", self.rows).items()
+        }
+
+    def label(self, row: Row) -> str:
+        """A row's model, and what tells it from other rows of that model: runtime, device, batch, source."""
+        varying = [str(row[name]) for name in self._varying[row["model"]]]
+        return f"{row['model']} ({', '.join(varying)})" if varying else str(row["model"])
+
+    def groups(self, rows: Iterable[Row], *names: str) -> dict[tuple[str, ...], list[Row]]:
+        """Rows by label and columns, in their order."""
+        return grouped(rows, lambda row: (self.label(row), *(str(row[name]) for name in names)))
+
+    def top(self, rows: Iterable[Row]) -> Row:
+        """The row that takes the most."""
+        return max(rows, key=operator.itemgetter(self.target))
+
+
+def _summary(document: Document, facts: _Facts, checked: Checked) -> None:
+    document.heading("Summary")
+    names = (distinct(str(row[name]) for row in facts.rows if row[name]) for name in ("model", "op", "dtype"))
+    sizes = " to ".join(distinct(_size(end(facts.rows, key=pixels)) for end in (min, max)))
+    items = [f"{_count(len(facts.rows), 'row')}: {'; '.join(map(', '.join, names))}; {sizes}."]
+    for op, rows in _by("op", facts.held).items():
+        top = facts.top(rows)
+        items.append(f"The most that {op} takes: {mib(top[facts.target])} MiB {facts.word}, {case(top)}.")
+    if facts.tiled:
+        items.append(f"{_count(len(facts.tiled), 'row')} ran in tiles although the op does not say so.")
+    if wrong := len(checked.contradictions()):
+        told = sum(finding.verdict != published.UNKNOWN for _, finding in checked)
+        items.append(
+            f"{wrong} of {_count(told, 'published statement')} that these rows can judge are contradicted or hold for "
+            "mixtures only."
+        )
+    document.items(items)
+
+
+def _system(document: Document, facts: _Facts) -> None:
+    document.heading("System")
+    items = []
+    for device, mine in _by("device", facts.rows).items():
+        text = f"Device: {device or 'not said'} ({_count(len(mine), 'row')})"
+        with contextlib.suppress(ValueError):  # no GPU that vaemem has the properties of
+            total, held = find_gpu(device).total_memory if device else 0, [row for row in mine if row[facts.target]]
+            if total and held:
+                top = facts.top(held)
+                share = f"{100 * top[facts.target] / total:.0f}%"
+                text += f", {total / 2**30:.1f} GiB; the largest row ({case(top)}) takes {share} of it"
+        items.append(text)
+    for name, what in (("source", "Rows"), ("runtime", "Runtime"), ("versions", "Versions")):
+        counts = collections.Counter(row[name] for row in facts.rows)
+        if any(counts):
+            items.append(f"{what}: " + ", ".join(f"{value} ({n})" for value, n in counts.items() if value))
+    for model, mine in _by("model", facts.rows).items():
+        if model in _core.models():
+            widths = sorted({ELEMENT_BYTES[row["dtype"]] for row in mine if row["dtype"] in ELEMENT_BYTES})
+            sizes = [f", {mib(published.parameters(model) * e)} MiB in {e}-byte weights" for e in widths]
+            items.append(f"{model}: {published.parameters(model):,} parameters{''.join(sizes)}")
+    document.items(items)
+    if facts.tiled:
+        document.text(
+            f"**{_count(len(facts.tiled), 'row')} ran in tiles although the op does not say so**: allocated bytes "
+            "do not grow with the pixels. They stay in the tables and the mean ratios, marked, and are "
+            "left out of everything else."
+        )
+        lines, alike = [], facts.groups(facts.whole, "op", "dtype")
+        for key, tiled in facts.groups(facts.tiled, "op", "dtype").items():
+            ends = [max(rows, key=pixels) for rows in (tiled, alike.get(key)) if rows]
+            said = [f"{case(row)}: {mib(row['allocated_bytes'])} MiB" for row in ends]
+            lines.append(", ".join([f"{said[0]} allocated", *said[1:]]))
+        document.items(lines)
+
+
+def _tables(document: Document, facts: _Facts) -> None:
+    document.heading("Memory and time by model and op")
+    marked = [id(row) for row in facts.tiled]
+    header = ("size", "dtype", "group", "allocated MiB", "reserved MiB", "ratio", "seconds", "note")
+    for model, mine in grouped(facts.rows, facts.label).items():
+        document.heading(model, 3)
+        for op, rows in _by("op", mine).items():
+            document.heading(op, 4)
+            lines = [
+                (
+                    *_case(row), _known(row["allocated_bytes"], mib), _known(row["reserved_bytes"], mib),
+                    f"{ratio(row):.2f}" if row["allocated_bytes"] and row["reserved_bytes"] else "",
+                    _known(row["seconds"], "{:.3f}".format),
+                    "ran in tiles" if id(row) in marked else "",
+                )
+                for row in rows
+            ]  # fmt: skip
+            document.table(header, lines)
+
+
+def _ratios(document: Document, facts: _Facts) -> None:
+    if not facts.both:
+        return
+    document.heading("Reserved over allocated")
+    ratios = [ratio(row) for row in facts.both]
+    low, high = min(facts.both, key=ratio), max(facts.both, key=ratio)
+    document.text(
+        f"On average {statistics.mean(ratios):.2f} over {_count(len(ratios), 'row')}, from {ratio(low):.2f} "
+        f"({case(low)}) to {ratio(high):.2f} ({case(high)}); at least 2 in "
+        f"{sum(value >= 2 for value in ratios)} of them."
+    )
+    lines = []
+    for (model, op), rows in facts.groups(facts.both, "op").items():
+        kinds = grouped(rows, lambda row: str(row["dtype"]))
+        for dtype, mine in [("all", rows), *(kinds.items() if len(kinds) > 1 else ())]:
+            values = [ratio(row) for row in mine]
+            figures = (statistics.mean(values), min(values), max(values))
+            lines.append((model, op, dtype, len(mine), *map("{:.2f}".format, figures)))
+    document.table(("model", "op", "dtype", "rows", "mean", "lowest", "highest"), lines)
+
+
+def _scaling(document: Document, facts: _Facts) -> None:
+    ends = published.growth([row for row in facts.whole if row["allocated_bytes"]]).values()
+    if not ends:
+        return
+    document.heading("Scaling with the pixels")
+    powers = [
+        math.log(_times(a, b, "allocated_bytes")) / math.log(pixels(b) / pixels(a))
+        for a, b in ends
+        if not a["op"].endswith("_tiled")
+    ]
+    if powers:
+        document.text(
+            f"Whole images: allocated bytes grow as the pixels to the power {published.span(powers, '{:.3f}'.format)}, "
+            f"compared within one dtype and series ({len(powers)} of them), smallest with largest."
+        )
+    lines = [
+        (
+            facts.label(a), a["op"], a["dtype"], a["group"], _size(a), _size(b), f"{pixels(b) / pixels(a):.1f}",
+            f"{_times(a, b, 'allocated_bytes'):.2f}",
+            f"{_times(a, b, 'reserved_bytes'):.2f}" if a["reserved_bytes"] and b["reserved_bytes"] else "",
+        )
+        for a, b in ends
+    ]  # fmt: skip
+    document.table(
+        ("model", "op", "dtype", "group", "from", "to", "pixels, times", "allocated, times", "reserved, times"), lines
+    )
+
+
+def _constants(document: Document, facts: _Facts, plots: bool) -> None:
+    if not facts.sized:
+        return
+    target = facts.target
+    document.heading("Implied constants")
+    document.text(
+        f"The k that `k * H * W * e` would need to equal the row's {facts.word} bytes (H, W in pixels, e the bytes of "
+        "an element): what estimators with one constant have to cover."
+    )
+    lines = []
+    for op, mine in _by("op", facts.sized).items():
+        kinds = _by("dtype", mine)
+        for dtype, rows in [*([("all", mine)] if len(kinds) > 1 else ()), *kinds.items()]:
+            values = [constant(row, target) for row in rows]
+            middle, most = published.percentile(values, 0.5), published.percentile(values, 0.95)
+            figures = (min(values), middle, most, max(values))
+            lines.append((op, dtype, len(values), *map("{:.0f}".format, figures)))
+    document.table(("op", "dtype", "rows", "lowest", "median", "95th percentile", "largest"), lines)
+    if plots:
+        figure = plot.implied_constants(Table(facts.sized), SHIPPED, target)
+        document.figure("constants", "Implied constants against pixels", figure)
+    header = ("model", "op", "size", "dtype", "group", "constant", f"{facts.word} MiB")
+    shown = [(f"{constant(row, target):.0f}", mib(row[target])) for row in facts.sized]
+    document.table(
+        header, [(facts.label(r), r["op"], *_case(r), *cells) for r, cells in zip(facts.sized, shown, strict=True)]
+    )
+
+
+def _estimates(document: Document, comparison: Comparison | None, plots: bool) -> None:
+    if comparison is None or not comparison.rows:
+        return
+    document.heading("Estimators beside the rows")
+    document.text(
+        f"Estimate / {comparison.target.removesuffix('_bytes')} - 1 in percent: the median, and in brackets the "
+        "lowest and the highest. Empty: the estimator does not apply."
+    )
+    document.table(*comparison.grid())
+    if plots and any(group.lowest > -1 for group in comparison.groups):
+        document.figure("estimators", "Estimate over the rows' bytes", plot.estimator_errors(comparison))
+    document.items(f"`{e.name}`: {e.formula}. {e.source}." for e in comparison.estimators)
+
+
+def _formulas(document: Document, facts: _Facts) -> None:
+    groups = facts.groups(facts.sized, "op", "dtype")
+    fitted = {key: Table(rows) for key, rows in groups.items() if len(set(map(pixels, rows))) > 1}
+    if not fitted:
+        return
+    has_scipy = importlib.util.find_spec("scipy") is not None
+    safe_line = (
+        "Safe: the lowest line that no row lies above (quantile 1)."
+        if has_scipy
+        else "The safe line needs SciPy, which is not installed here: `pip install 'vaemem[fit]'`."
+    )
+    document.heading("Formulas")
+    document.text(
+        f"{facts.word.capitalize()} bytes = a H W e + b by least squares with standard errors, T = 128 H W e; errors "
+        f"are the worst of the rows, too little to too much. {safe_line}"
+    )
+    header = ["model", "op", "dtype", "rows", "a", "± a", "a in T", "b MiB", "± b", "error"]
+    header += ["safe a", "safe b MiB", "at most too much"] if has_scipy else []
+    lines = []
+    for key, rows in fitted.items():
+        (line,) = fit(rows, facts.target)
+        cells = [
+            *key, line.n, f"{line.a:.2f}", _known(line.a_error, "{:.2f}".format),
+            f"{line.a / 128:.3f}", mib(line.b), _known(line.b_error, mib),
+            f"{_percent(-line.max_under)}..{_percent(line.max_over)}",
+        ]  # fmt: skip
+        if has_scipy:
+            (safe,) = fit(rows, facts.target, quantile=1)
+            cells += [f"{safe.a:.2f}", mib(safe.b), _percent(safe.max_over)]
+        lines.append(cells)
+    document.table(header, lines)
+
+
+def _models(document: Document, facts: _Facts) -> None:
+    whole = [row for row in facts.whole if row["allocated_bytes"] and row["reserved_bytes"]]
+    two = itertools.combinations(distinct(row["model"] for row in facts.both), 2)
+    found = [(a, b, same) for a, b in two if (same := published.pairs(whole, a, b))]
+    if found:
+        document.heading("Models compared")
+    for model, other, same in found:
+        document.heading(f"{model} and {other}", 3)
+        allocated, reserved = (
+            [_times(a, b, name) - 1 for a, b in same] for name in ("allocated_bytes", "reserved_bytes")
+        )
+        alike = sum(abs(value) < 0.005 for value in reserved)
+        a, b = same[max(range(len(same)), key=lambda i: abs(reserved[i]))]
+        document.text(
+            f"In {_count(len(same), 'case')} with the same op, size, dtype and group, {other} allocates "
+            f"{published.span(allocated, _percent)} more than {model} and reserves "
+            f"{published.span(reserved, _percent)} more; the same within half a percent "
+            f"in {alike} of {len(same)}. The widest: {case(b)}, "
+            f"{mib(b['reserved_bytes'])} MiB beside {mib(a['reserved_bytes'])}."
+        )
+        document.table(
+            ("op", "size", "dtype", "group", f"{model} reserved MiB", f"{other} reserved MiB", "more", "allocated"),
+            [
+                (a["op"], *_case(a), mib(a["reserved_bytes"]), mib(b["reserved_bytes"]), _percent(r), _percent(m))
+                for (a, b), m, r in zip(same, allocated, reserved, strict=True)
+            ],
+        )
+
+
+def _advice(document: Document, facts: _Facts, comparison: Comparison | None) -> None:
+    items = []
+    for op, mine in _by("op", facts.sized).items():
+        widths = grouped(mine, lambda row: ELEMENT_BYTES[row["dtype"]])
+        for _, rows in sorted(widths.items()):
+            items.append(f"{op} in {' or '.join(_by('dtype', rows))}: {_enough(rows, facts.target)}.")
+        if len(widths) > 1:
+            items.append(f"{op} with one constant for every dtype: {_enough(mine, facts.target)}.")
+        items += _nearest(op, comparison)
+    tiled = [row for row in facts.whole if row[facts.target] and row["op"].endswith("_tiled")]
+    for (model, op, dtype), rows in facts.groups(tiled, "op", "dtype").items():
+        sizes, areas = [row[facts.target] for row in rows], [*map(pixels, rows)]
+        items.append(
+            f"{model} {op} in {dtype}: {mib(max(sizes))} MiB are enough at every size that was run "
+            f"({_count(len(rows), 'row')}, {100 * (max(sizes) / min(sizes) - 1):.0f}% apart over "
+            f"{max(areas) / min(areas):.1f} times the pixels)."
+        )
+    if facts.both:
+        ratios = [ratio(row) for row in facts.both]
+        mean = statistics.mean(ratios)
+        items.append(
+            f"Reserved from allocated: multiply by {math.ceil(100 * max(ratios)) / 100:.2f} to be safe; the mean, "
+            f"{mean:.2f}, is too little for {sum(value > mean for value in ratios)} of {len(ratios)} rows."
+        )
+    if facts.tiled:
+        items.append(f"Run again without tiles: {', '.join(map(case, facts.tiled))}.")
+    if items:
+        document.heading("Recommendations")
+        document.items(items)
+
+
+def _claims(document: Document, checked: Checked) -> None:
+    if not checked:
+        return
+    document.heading("Published statements, checked")
+    holds, mixed, fails, unknown = published.HOLDS, published.MIXED, published.FAILS, published.UNKNOWN
+    counts = collections.Counter(finding.verdict for _, finding in checked)
+    document.text(
+        f"Of {_count(len(checked), 'statement')} these rows can tell about {len(checked) - counts[unknown]}: "
+        f"{counts[holds]} hold, {counts[mixed]} hold only where unlike rows are mixed, {counts[fails]} are "
+        "contradicted. A published statement is judged by measured rows of the models, ops, sizes, dtypes, batch, "
+        "runtimes and card that it was made from, where there is one of each such kind, and by no others."
+    )
+    for title, verdicts in (
+        ("Contradicted, or true only of a mixture", (fails, mixed)),
+        ("Borne out", (holds,)),
+        ("Not judged", (unknown,)),
+    ):
+        if some := Checked(pair for pair in checked if pair[1].verdict in verdicts):
+            document.heading(title, 3)
+            document.table(*some.grid())
+
+
+def _by(name: str, rows: Iterable[Row]) -> dict[Any, list[Row]]:
+    """Rows by a column, in their order."""
+    return grouped(rows, operator.itemgetter(name))
+
+
+def _size(row: Row) -> str:
+    return f"{row['height']}x{row['width']}"
+
+
+def _case(row: Row) -> tuple[str, str, Any]:
+    """What most tables say of a row first: size, dtype, group."""
+    return _size(row), row["dtype"], row["group"]
+
+
+def _times(a: Row, b: Row, name: str) -> float:
+    return float(b[name] / a[name])
+
+
+def _enough(rows: Sequence[Row], target: str) -> str:
+    least = math.ceil(max(constant(row, target) for row in rows))
+    over = max(rows, key=lambda row: least / constant(row, target))
+    return (
+        f"reserve {least} H W e bytes, enough for all {len(rows)} rows and at most "
+        f"{100 * (least / constant(over, target) - 1):.0f}% too much ({case(over)})"
+    )
+
+
+def _nearest(op: str, comparison: Comparison | None) -> list[str]:
+    """The estimators of PyTorch that are never too little for an op, nearest first."""
+    if comparison is None:
+        return []
+    names = {estimator.name for estimator in comparison.estimators if estimator.runtime == "PyTorch"}
+    mine = [row for row in comparison.rows if row.row["op"] == op and row.estimator in names]
+    errors = {name: [row.error for row in rows] for name, rows in grouped(mine, lambda r: r.estimator).items()}
+    most = max(map(len, errors.values()), default=0)
+    safe = {name: e for name, e in errors.items() if len(e) == most and min(e) >= 0}
+    if not safe:
+        return [f"{op}: no estimator here is enough for all {most} rows."] if errors else []
+    said = [
+        f"`{name}` (median {_percent(statistics.median(e))}, at most {_percent(max(e))})"
+        for name, e in sorted(safe.items(), key=lambda pair: statistics.median(pair[1]))
+    ]
+    return [f"{op}: enough for all {most} rows are {', '.join(said)}."]
+
+
+def _percent(value: float) -> str:
+    return f"{round(100 * value, 1) + 0.0:+.1f}%"
+
+
+def _known(value: float | None, form: Callable[[float], str]) -> str:
+    """In that form; nothing where the value is not known."""
+    return "" if value is None else form(value)
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n} {what}{'' if n == 1 else 's'}"

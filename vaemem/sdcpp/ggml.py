@@ -8,8 +8,10 @@ element-wise one written over a source of the same layout that nobody else wants
 
 from __future__ import annotations
 
-import bisect
+import itertools
 import math
+import operator
+from collections import Counter
 from collections.abc import Sequence
 
 GGML_COMMIT = "a8db410a252c8c8f2d120c6f2e7133ebe032f35d"  # of 2026-01-30
@@ -17,52 +19,32 @@ ALIGNMENTS = {"cpu": 32, "cuda": 128}  # of a tensor's place, by backend
 F16, F32, I32 = 2, 4, 4  # bytes of an element
 # Operations whose result may take the place of a source: ggml_op_can_inplace.
 INPLACE = frozenset({"add", "sub", "mul", "div", "scale", "unary", "rope", "rms_norm", "soft_max"})
-_ENDLESS = 1 << 62  # bytes of the last free block
-
-Strides = tuple[int, int, int, int]
-
-
-def _four(shape: Sequence[int]) -> Strides:
-    a, b, c, d = (*shape, 1, 1, 1, 1)[:4]
-    return a, b, c, d
 
 
 class Node:
     """What one operation of a graph gives.
 
-    Attributes
-    ----------
-    op : str
-        "" for an input.
-    ne : tuple of 4 int
-        Elements, innermost dimension first, as ggml writes shapes.
-    nb : tuple of 4 int
-        Bytes from one element to the next, a dimension each.
-    sources : tuple of Node
-        What it is computed from, in ggml's order, without weights.
-    owner : Node or None
-        Whose memory a view lies in; None for a tensor that has memory of its own.
-    flops : int
-        Those of a product: two for each multiplication and addition.
-    scratch : int
-        Bytes beside the buffer while it is computed on CUDA.
-    placed : bool
-        Whether it lies outside the graph's buffer, as inputs do where the CPU computes.
+    op: "" for an input
+    ne: elements, innermost dimension first, as ggml writes shapes
+    nb: bytes from one element to the next, a dimension each
+    sources: what it is computed from, in ggml's order, without weights
+    owner: whose memory a view lies in; None for a tensor that has memory of its own
+    flops: those of a product, two for each multiplication and addition
+    scratch: bytes beside the buffer while it is computed on CUDA
+    placed: whether it lies outside the graph's buffer, as inputs do where the CPU computes
     """
-
-    __slots__ = ("element", "flops", "nb", "ne", "op", "owner", "placed", "scratch", "sources")
 
     def __init__(
         self, op: str, ne: Sequence[int], sources: tuple[Node, ...] = (), *, element: int = F32,
-        nb: Strides | None = None, owner: Node | None = None, flops: int = 0, scratch: int = 0, placed: bool = False,
+        nb: tuple[int, ...] | None = None, owner: Node | None = None, flops: int = 0, scratch: int = 0,
+        placed: bool = False,
     ) -> None:  # fmt: skip
-        self.op, self.ne, self.sources, self.element = op, _four(ne), sources, element
+        self.op, self.ne, self.sources, self.element = op, (*ne, 1, 1, 1)[:4], sources, element
         self.nb = nb or self._dense()
         self.owner, self.flops, self.scratch, self.placed = owner, flops, scratch, placed
 
-    def _dense(self) -> Strides:
-        a, b, c, _ = self.ne
-        return self.element, self.element * a, self.element * a * b, self.element * a * b * c
+    def _dense(self) -> tuple[int, ...]:
+        return tuple(itertools.accumulate((self.element, *self.ne[:3]), operator.mul))
 
     @property
     def bytes(self) -> int:
@@ -76,7 +58,7 @@ class Node:
 
     # ---- views ----
 
-    def _view(self, op: str, ne: Sequence[int], nb: Strides | None = None, *others: Node) -> Node:
+    def _view(self, op: str, ne: Sequence[int], nb: tuple[int, ...] | None = None, *others: Node) -> Node:
         return Node(op, ne, (self, *others), element=self.element, nb=nb, owner=self.owner or self)
 
     def view(self, *ne: int) -> Node:
@@ -93,13 +75,8 @@ class Node:
 
     def permute(self, *axes: int) -> Node:
         """Dimension i becomes dimension axes[i], as ggml_permute has it."""
-        ne, nb = [0] * 4, [0] * 4
-        for i, axis in enumerate(axes):
-            ne[axis], nb[axis] = self.ne[i], self.nb[i]
-        return self._view("permute", ne, _four(nb))
-
-    def transpose(self) -> Node:
-        return self.permute(1, 0, 2, 3)
+        order = [axes.index(axis) for axis in range(4)]
+        return self._view("permute", [self.ne[i] for i in order], tuple(self.nb[i] for i in order))
 
     def write(self, op: str, *others: Node) -> Node:
         """An operation whose result is written over this tensor: ggml's _inplace."""
@@ -131,13 +108,9 @@ class Node:
         ne[axis] += other.ne[axis]
         return Node("concat", ne, (self, other))
 
-    def pad(self, *more: int) -> Node:
-        return self.make("pad", *(n + p for n, p in zip(self.ne, _four((*more, 0, 0, 0)), strict=True)))
-
-    def times(self, n: int, scratch: int = 0) -> Node:
-        """The product with a weight of n rows: ggml_mul_mat(weight, self)."""
-        ne = (n, *self.ne[1:])
-        return Node("mul_mat", ne, (self,), flops=2 * self.ne[0] * math.prod(ne), scratch=scratch)
+    def pad(self, first: int, second: int) -> Node:
+        """With so many zeros behind each of its first two dimensions."""
+        return self.make("pad", self.ne[0] + first, self.ne[1] + second, *self.ne[2:])
 
 
 def mul_mat(a: Node, b: Node) -> Node:
@@ -146,74 +119,31 @@ def mul_mat(a: Node, b: Node) -> Node:
     return Node("mul_mat", ne, (a, b), flops=2 * a.ne[0] * math.prod(ne))
 
 
-def flash_attn_ext(queries: Node, keys: Node, values: Node, mask: Node | None = None) -> Node:
+def flash_attn_ext(queries: Node, keys: Node, values: Node, *mask: Node) -> Node:
     """(depth, L, heads, N) each; gives (depth, heads, L, N)."""
     depth, length, heads, n = queries.ne
-    sources = (queries, keys, values) if mask is None else (queries, keys, values, mask)
     flops = 2 * (depth + values.ne[0]) * length * keys.ne[1] * heads * n
-    return Node("flash_attn_ext", (values.ne[0], heads, length, n), sources, flops=flops)
+    return Node("flash_attn_ext", (values.ne[0], heads, length, n), (queries, keys, values, *mask), flops=flops)
 
 
 def nodes_of(result: Node) -> list[Node]:
     """All that a result is computed from, in the order in which ggml computes it: sources first, from the left."""
-    order: list[Node] = []
-    seen: set[Node] = set()
-    pending: list[tuple[Node, bool]] = [(result, False)]
+    order: dict[Node, None] = {}
+    pending = [result]
     while pending:
-        tensor, is_done = pending.pop()
-        if is_done:
-            order.append(tensor)
-        elif tensor not in seen:
-            seen.add(tensor)
-            pending.append((tensor, True))
-            pending.extend((source, False) for source in reversed(tensor.sources))
-    return order
-
-
-class _Places:
-    """Free blocks of one growing buffer, sorted: ggml_dyn_tallocr with a single chunk."""
-
-    def __init__(self, alignment: int) -> None:
-        self.alignment, self.size = alignment, 0
-        self.free: list[tuple[int, int]] = [(0, _ENDLESS)]
-
-    def take(self, size: int) -> int:
-        size = -(-size // self.alignment) * self.alignment
-        fitting = [(block[1], -i) for i, block in enumerate(self.free[:-1]) if block[1] >= size]
-        best = -min(fitting)[1] if fitting else len(self.free) - 1  # of equal blocks the last
-        offset, room = self.free[best]
-        self.free[best : best + 1] = [(offset + size, room - size)] if room > size else []
-        self.size = max(self.size, offset + size)
-        return offset
-
-    def give(self, offset: int, size: int) -> None:
-        size = -(-size // self.alignment) * self.alignment
-        i = bisect.bisect(self.free, (offset, 0))
-        if i < len(self.free) and offset + size == self.free[i][0]:
-            size += self.free.pop(i)[1]
-        if i and sum(self.free[i - 1]) == offset:
-            i -= 1
-            offset, before = self.free.pop(i)
-            size += before
-        self.free.insert(i, (offset, size))
+        source = next((source for source in pending[-1].sources if source not in order), None)
+        if source is None:
+            order[pending.pop()] = None
+        else:
+            pending.append(source)
+    return list(order)
 
 
 def reserve(result: Node, inputs: Sequence[Node] = (), backend: str = "cuda") -> int:
     """The bytes of the buffer in which ggml lays out a graph.
 
-    Parameters
-    ----------
-    result : Node
-        What the graph computes.
-    inputs : sequence of Node
-        That the graph holds whether it reads them or not.
-    backend : "cuda" or "cpu"
-        For the alignment.
-
-    Notes
-    -----
-    Where a backend limits the size of one buffer (Vulkan does, CUDA and the CPU do not), ggml splits it, and the
-    sum may be larger.
+    `inputs` are held whether the graph reads them or not; the backend decides the alignment, "cuda" or "cpu". Where it
+    limits the size of one buffer (Vulkan does, these do not), ggml splits it, and the sum may be larger.
 
     Examples
     --------
@@ -222,35 +152,43 @@ def reserve(result: Node, inputs: Sequence[Node] = (), backend: str = "cuda") ->
     8192
     """
     order = nodes_of(result)
-    leaves = [t for t in (*order, *(t for t in inputs if t not in order)) if not t.op]
-    children = dict.fromkeys((*order, *leaves), 0)
-    views = dict(children)
-    for node in order:
-        if node.owner:
-            views[node.owner] += 1
-        for source in node.sources:
-            children[source] += 1
-    places = _Places(ALIGNMENTS[backend])
-    where: dict[Node, int] = {leaf: places.take(leaf.bytes) for leaf in leaves if not leaf.placed}
+    children = Counter(source for node in order for source in node.sources)
+    views = Counter(node.owner for node in order if node.owner)
+    where: dict[Node, tuple[int, int]] = {}  # what has a place now, and from where to where
+    alignment, size = ALIGNMENTS[backend], 0
 
-    def reusable(node: Node, source: Node) -> bool:
-        """A source that is a view never is: only what has a place can hand it on."""
-        same = (source.ne, source.nb, source.element) == (node.ne, node.nb, node.element)
-        return same and source in where and children[source] == 1 and not views[source]
+    def place(node: Node) -> None:
+        """In the smallest gap that is large enough, of equal ones the last; else behind all that has a place."""
+        nonlocal size
+        wanted = node.bytes + -node.bytes % alignment
+        taken = sorted(where.values())
+        starts = [0, *(end for _, end in taken)]
+        gaps = [(end - start, -start) for start, (end, _) in zip(starts, taken, strict=False) if end - start >= wanted]
+        start = -min(gaps)[1] if gaps else starts[-1]
+        where[node] = start, start + wanted
+        size = max(size, start + wanted)
 
+    def is_heir(node: Node, source: Node) -> bool:
+        """Whether a result takes a source's place. Of a view it never does: only what has a place can hand it on."""
+        is_free = source in where and children[source] == 1 and not views[source]
+        return is_free and node.op in INPLACE and (source.ne, source.nb) == (node.ne, node.nb)
+
+    for leaf in dict.fromkeys((*order, *inputs)):
+        if not leaf.op and not leaf.placed:
+            place(leaf)
     for node in order:
-        if not node.op:
-            continue
-        if not node.owner:
-            heirs = (s for s in node.sources if node.op in INPLACE and reusable(node, s))
-            heir = next(heirs, None)
-            where[node] = places.take(node.bytes) if heir is None else where.pop(heir)
+        if node.op and not node.owner:
+            heir = next((source for source in node.sources if is_heir(node, source)), None)
+            if heir:
+                where[node] = where.pop(heir)
+            else:
+                place(node)
         for source in node.sources:
             children[source] -= 1
             if children[source] or views[source]:
                 continue
             owner = source.owner or source
             views[owner] -= bool(source.owner)
-            if not children[owner] and not views[owner] and owner in where:
-                places.give(where.pop(owner), owner.bytes)
-    return places.size
+            if not children[owner] and not views[owner]:
+                where.pop(owner, None)
+    return size

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 from vaemem._common import MIB, choose
 from vaemem.engine.weights import told_bytes
 from vaemem.prediction.planned import PlannedPhase, Way
-from vaemem.sdcpp.graphs import COMPONENTS, DEFAULT_TILE, graph
-from vaemem.sdcpp.layers import GGML_TYPES, SDCPP_VERSION, Graph
+from vaemem.sdcpp.graphs import COMPONENTS, DEFAULT_TILE, GGML_TYPES, SDCPP_VERSION, Graph, graph
 
 # A CUDA context alone took 426 MiB on an RTX 6000 Ada (unslothai/unsloth-zoo#1053); what ggml's kernels add was not
 # measured.
@@ -72,22 +71,21 @@ class Residence(NamedTuple):
     crosses: Mapping[str, int] = {}
 
 
-_EACH_ONCE = dict.fromkeys(_ALL, 1)
+_EACH_ONCE, _LATER = dict.fromkeys(_ALL, 1), (_DENOISER, _VAE)
 RESIDENCES = {
-    "no offload": Residence({}, (_ALL, _ALL, _ALL, _ALL)),
+    "no offload": Residence({}, (_ALL,) * 4),
     # The text encoder goes to the host once the prompt is encoded, and comes back for the next one.
     "cond_only": Residence(
-        {"--offload-mode": "cond_only"}, (_ALL, _ALL, (_DENOISER, _VAE), (_DENOISER, _VAE)), kept=(_ENCODERS,),
-        crosses={_ENCODERS: 2},
+        {"--offload-mode": "cond_only"}, (_ALL, _ALL, _LATER, _LATER), kept=(_ENCODERS,), crosses={_ENCODERS: 2}
     ),
-    "--clip-on-cpu": Residence({"--clip-on-cpu": True}, ((_DENOISER, _VAE),) * 4, on_cpu=(_ENCODERS,)),
+    "--clip-on-cpu": Residence({"--clip-on-cpu": True}, (_LATER,) * 4, on_cpu=(_ENCODERS,)),
     # Each model's weights are copied to the card when it runs, and given back there.
     "--offload-to-cpu": Residence(
         {"--offload-to-cpu": True}, ((), (_ENCODERS,), (_DENOISER,), (_VAE,)), kept=_ALL, crosses=_EACH_ONCE
     ),
     # sd-cli makes one picture: each model's weights are given back when it has run, and are loaded for the next.
-    "freed after use": Residence({"program": "sd-cli"}, (_ALL, _ALL, (_DENOISER, _VAE), (_VAE,)), crosses=_EACH_ONCE),
-}  # fmt: skip
+    "freed after use": Residence({"program": "sd-cli"}, (_ALL, _ALL, _LATER, (_VAE,)), crosses=_EACH_ONCE),
+}
 VAE_FLAGS = {"direct": "--vae-conv-direct", "on CPU": "--vae-on-cpu", "tiled": "--vae-tiling"}
 FLASH = "--diffusion-fa"
 TYPES_BY_WORD = {kind.upper(): kind for kind in GGML_TYPES}
@@ -108,11 +106,9 @@ def options_of(pipeline: str) -> dict[str, Mapping[str, object]]:
     known = MODELS[pipeline]
     tensors = [TENSORS[model] for model in (known.denoiser, *known.encoders.values()) if model in TENSORS]
     types = {word: ",".join(f"{name}={kind}" for name in tensors) for word, kind in TYPES_BY_WORD.items()}
-    return {
-        **{word: residence.flags for word, residence in RESIDENCES.items()},
-        **{word: {flag: True} for word, flag in (*VAE_FLAGS.items(), (FLASH, FLASH))},
-        **{word: {"--tensor-type-rules": rules} for word, rules in types.items()},
-    }
+    options = {word: residence.flags for word, residence in RESIDENCES.items()}
+    options |= {word: {flag: True} for word, flag in (*VAE_FLAGS.items(), (FLASH, FLASH))}
+    return options | {word: {"--tensor-type-rules": rules} for word, rules in types.items()}
 
 
 def words_of(pipeline: str, offload: Any, vae: Any = "whole") -> tuple[str, ...]:
@@ -197,42 +193,40 @@ def sdcpp_ways(
         before a type among them.
     """
     known, options = MODELS[pipeline], options_of(pipeline)
+    models = {**known.encoders, known.role: known.denoiser, "vae": "vae-decoder"}
     for role in components:
-        choose("components", role, (*known.encoders, known.role, "vae"))
+        choose("components", role, models)
     told = {role: _weights(role, given) for role, given in components.items()}
-    prompts = 2 if known.role == "unet" and guidance else 1
+    usual, prompts = known.type, 2 if known.role == "unet" and guidance else 1
     # Z-Image and its encoder take the prompt as long as it is; others pad it.
-    is_padded = COMPONENTS[known.denoiser].TOKENS is not None
-    length = PROMPT_TOKENS if tokens is None and not is_padded else tokens
+    length = PROMPT_TOKENS if tokens is None and COMPONENTS[known.denoiser].tokens is None else tokens
 
     def way(words: tuple[str, ...]) -> Way:
-        smaller = TYPES_BY_WORD.get(words[-1], known.type)
+        smaller = TYPES_BY_WORD.get(words[-1], usual)
+        kinds = {role: told.get(role, (smaller if model in TENSORS else usual, None)) for role, model in models.items()}
 
-        def kind(role: str, component: str) -> tuple[str | None, int | None]:
-            return told.get(role, (smaller if component in TENSORS else known.type, None))
-
-        def made(role: str, component: str, **options: Any) -> Graph:
+        def made(role: str, **options: Any) -> Graph:
             """A model's graph with the weights that it is given."""
-            given, weights = kind(role, component)
-            options["tokens"] = length if component in TENSORS and known.role != "unet" else None
-            found = graph(component, height, width, weight_type=given or known.type, **options)
+            (kind, weights), model = kinds[role], models[role]
+            count = length if model in TENSORS and known.role != "unet" else None
+            found = graph(model, height, width, tokens=count, weight_type=kind or usual, **options)
             return found if weights is None else found._replace(weights=weights)
 
-        encoders = [made(*one) for one in known.encoders.items()]
-        buffers, pools, weights, flops, _ = zip(*encoders, strict=True)  # of models that run one after the other
-        denoiser = made(known.role, known.denoiser, flash=FLASH in words)
+        # Encoders run one after the other.
+        buffers, pools, weights, flops, _ = zip(*map(made, known.encoders), strict=True)
+        denoiser = made(known.role, flash=FLASH in words)
         vae = made(
-            "vae", "vae-decoder", model=known.vae, conv_direct="direct" in words,
+            "vae", model=known.vae, conv_direct="direct" in words,
             conv_scale=known.vae == "sdxl",  # as of a checkpoint that has its VAE
             tile=DEFAULT_TILE if "tiled" in words else None, backend="cpu" if "on CPU" in words else "cuda",
         )  # fmt: skip
-        models = {
+        graphs = {
             _ENCODERS: Graph(max(buffers), max(pools), sum(weights), sum(flops), prompts),
             _DENOISER: denoiser._replace(runs=steps * prompts * batch),
             _VAE: vae._replace(runs=vae.runs * batch),
         }
-        last = list(known.encoders.items())[-1]
-        phases, host = _phases(words, models, known.role, "cpu" if kind(*last)[0] == "f16" else "cpu Q8_0")
+        last, _ = kinds[[*known.encoders][-1]]
+        phases, host = _phases(words, graphs, known.role, "cpu" if last == "f16" else "cpu Q8_0")
         changes = ["tiles are blended where they overlap"] if "tiled" in words else []
         changes += [f"weights in {word} are rounded" for word in words if word in TYPES_BY_WORD]
         said = [word for word in words if word in VAE_FLAGS]
@@ -256,16 +250,16 @@ def _phases(
     residence, phases = RESIDENCES[words[0]], []
     on_cpu = {_ENCODERS: encoders_on_cpu} if residence.on_cpu else {}
     on_cpu |= {_VAE: "cpu"} if "on CPU" in words else {}
-    on_card = {_ENCODERS: "transformer", _DENOISER: role, _VAE: "vae direct" if "direct" in words else "vae"}
+    works = {_ENCODERS: "transformer", _DENOISER: role, _VAE: "vae direct" if "direct" in words else "vae"} | on_cpu
     for (name, runs), resident in zip(RUNS.items(), residence.on_card, strict=True):
         weights = sum(models[model].weights for model in resident if model not in on_cpu)
         one, added, work = models.get(runs), 0, dict[str, float]()
         if one:
-            work[(on_card | on_cpu)[runs]] = float(one.flops * one.runs)
-            if runs not in on_cpu:
-                added = one.buffer + one.pool
-                if runs in residence.crosses:
-                    work["link"] = float(residence.crosses[runs] * one.weights)
+            work[works[runs]] = float(one.flops * one.runs)
+        if one and runs not in on_cpu:
+            added = one.buffer + one.pool
+            if runs in residence.crosses:
+                work["link"] = float(residence.crosses[runs] * one.weights)
         phases.append(PlannedPhase(name, weights, added, work))
     host = sum(models[model].weights for model in {*residence.kept, *on_cpu})
     return tuple(phases), host + max((models[model].buffer for model in on_cpu), default=0)

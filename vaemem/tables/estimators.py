@@ -7,15 +7,13 @@ import inspect
 import math
 import operator
 import statistics
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vaemem._common import ELEMENT_BYTES, MIB, OPS, choose, grouped, listed, mib, need, render, whole
 from vaemem.prediction.benchmark import BENCHMARK_TILE
-from vaemem.sdcpp.graphs import graph
-from vaemem.sdcpp.layers import SDCPP_VERSION
-from vaemem.sdcpp.models import LATENT_CHANNELS
+from vaemem.sdcpp.graphs import LATENT_CHANNELS, SDCPP_VERSION, graph
 from vaemem.tables.fit import KEY, Fit, FittedLine
 from vaemem.tables.table import BYTE_COLUMNS, Row, Table, check_complete
 
@@ -63,12 +61,6 @@ def pixels(row: Row) -> int:
     return int(row["height"] * row["width"])
 
 
-def size_of(row: Row) -> int | None:
-    """H*W*e of a row in bytes; None where its dtype has no known width."""
-    element = ELEMENT_BYTES.get(row["dtype"])
-    return None if element is None else pixels(row) * element
-
-
 # What rows have in common that differ in their size alone.
 series_of = operator.itemgetter("model", "op", "dtype", "runtime", "device", "batch", "source", "group")
 
@@ -78,32 +70,30 @@ def _images(row: Row) -> int:
 
 
 # Bytes for each H W e that applications reserve, by op.
-SHIPPED = {"decode": {"ComfyUI": 2178, "InvokeAI": 2200}, "encode": {"ComfyUI": 1767, "InvokeAI": 1100}}
+_COMFYUI, _INVOKEAI = {"decode": 2178, "encode": 1767}, {"decode": 2200, "encode": 1100}
+SHIPPED = {op: {"ComfyUI": _COMFYUI[op], "InvokeAI": _INVOKEAI[op]} for op in ("decode", "encode")}
+
+
+def _by_constant(constants: Mapping[str, int], row: Row) -> int | None:
+    """H*W*e times the op's constant, the same for tiles; None where the op has none, or the dtype no known width."""
+    constant, element = constants.get(row["op"].removesuffix("_tiled")), ELEMENT_BYTES.get(row["dtype"])
+    return constant * pixels(row) * element if constant and element else None
 
 
 def _comfyui(row: Row) -> int | None:
     # Tiled runs are charged the whole image; a batch goes through in as many images at once as fit.
-    constant = SHIPPED.get(row["op"].removesuffix("_tiled"), {}).get("ComfyUI")
-    size = size_of(row)
-    return None if constant is None or size is None else constant * size * _images(row)
+    one = _by_constant(_COMFYUI, row)
+    return one and one * _images(row)
 
 
 def _invokeai(row: Row) -> float | None:
-    op, _, tiled = row["op"].partition("_")
-    constant = SHIPPED.get(op, {}).get("InvokeAI")
-    size = size_of(row)
-    if constant is None or size is None or _images(row) > 1 or (tiled and row["model"] == "flux"):
+    is_tiled = row["op"].endswith("_tiled")
+    tile = {"height": BENCHMARK_TILE, "width": BENCHMARK_TILE} if is_tiled else {}
+    estimate = _by_constant(_INVOKEAI, row | tile)
+    if estimate is None or _images(row) > 1 or (is_tiled and row["model"] == "flux"):
         return None  # knows no batch, and no tiles for FLUX
-    estimate = constant * (BENCHMARK_TILE * BENCHMARK_TILE * ELEMENT_BYTES[row["dtype"]] * 1.25 if tiled else size)
     is_upcast = row["dtype"] == "float32" and row["model"] in ("sd15", "sdxl")
-    return estimate + 250 * MIB if is_upcast else estimate
-
-
-def _sd15_calculator(row: Row) -> int | None:
-    is_known = row["model"] == "sd15" and row["op"] in OPS
-    if not is_known or ELEMENT_BYTES.get(row["dtype"]) != 2 or _images(row) > 1:
-        return None  # its 2 bytes an element are written into it
-    return 8 * (row["height"] // 8) * (row["width"] // 8) + 24 * row["height"] * row["width"]
+    return estimate * (1.25 if is_tiled else 1) + (250 * MIB if is_upcast else 0)
 
 
 # Parameters of stable-diffusion-v1-5: UNet2DConditionModel, AutoencoderKL and CLIPTextModel, from their configs.
@@ -132,31 +122,35 @@ def sd15_equation(height: int, width: int, prompt_tokens: int = 77) -> dict[str,
     >>> {name: round(size / 2**20, 1) for name, size in sd15_equation(512, 512).items()}
     {'weights': 2033.7, 'encode image': 6.0, 'denoise': 18.1, 'decode': 6.0, 'overhead': 410.3, 'total': 2462.1}
     """
-    height, width, prompt_tokens = (
-        whole(name, value) for name, value in (("height", height), ("width", width), ("prompt_tokens", prompt_tokens))
-    )
+    height, width = whole("height", height), whole("width", width)
+    prompt_tokens = whole("prompt_tokens", prompt_tokens)
     latent = (height // 8) * (width // 8)
-    image = 4 * height * width * 3 * 2  # it and three temporary ones, in 2 bytes a number
-    terms = {
-        "weights": 2.0 * sum(SD15_PARAMETERS.values()),
-        "encode image": image + 2.0 * 4 * latent,
-        "denoise": 3 * 2.0 * latent * SD15_AVERAGE_CHANNELS + 2.0 * latent * prompt_tokens,
-        "decode": image + 2.0 * 4 * latent,
-    }
-    held = terms["weights"] + max(terms["encode image"], terms["denoise"], terms["decode"])
+    vae = 4 * height * width * 3 * 2 + 2.0 * 4 * latent  # the image and three temporary ones, in 2 bytes a number
+    denoise = 3 * 2.0 * latent * SD15_AVERAGE_CHANNELS + 2.0 * latent * prompt_tokens
+    weights = 2.0 * sum(SD15_PARAMETERS.values())
+    terms = {"weights": weights, "encode image": vae, "denoise": denoise, "decode": vae}
+    held = weights + max(vae, denoise)
     return terms | {"overhead": 0.2 * held, "total": 1.2 * held}
 
 
+def _is_sd15(row: Row, *ops: str) -> bool:
+    """Whether it is what the two estimates below are about: one image, and the 2 bytes that are written into them."""
+    return row["model"] == "sd15" and row["op"] in ops and ELEMENT_BYTES.get(row["dtype"]) == 2 and _images(row) == 1
+
+
+def _sd15_calculator(row: Row) -> int | None:
+    return int(sd15_equation(row["height"], row["width"])["decode"]) if _is_sd15(row, *OPS) else None
+
+
 def _sd15_equation(row: Row) -> float | None:
-    is_known = row["model"] == "sd15" and row["op"] == "pipeline" and ELEMENT_BYTES.get(row["dtype"]) == 2
-    if not is_known or _images(row) > 1:
+    if not _is_sd15(row, "pipeline"):
         return None
     return sd15_equation(row["height"], row["width"], row.get("prompt_tokens") or 77)["total"]
 
 
 def _mlx_im2col(row: Row) -> int | None:
-    size = size_of(row)
-    return None if row["op"] != "decode" or size is None else 9 * 128 * size * _images(row)
+    one = _by_constant({"decode": 9 * 128}, row) if row["op"] == "decode" else None
+    return one and one * _images(row)
 
 
 def _sd_cpp(conv_direct: bool, row: Row) -> int | None:
@@ -171,48 +165,32 @@ def _sd_cpp(conv_direct: bool, row: Row) -> int | None:
 ESTIMATORS: dict[str, Estimator] = {
     estimator.name: estimator
     for estimator in (
-        Estimator(
-            "comfyui", "2178 H W e (decode), 1767 H W e (encode); the same for a tiled run",
-            "ComfyUI, class VAE in comfy/sd.py (2.73 times that on AMD); Forge takes the same", _comfyui,
-        ),
-        Estimator(
-            "invokeai",
+        Estimator("comfyui", "2178 H W e (decode), 1767 H W e (encode); the same for a tiled run",
+            "ComfyUI, class VAE in comfy/sd.py (2.73 times that on AMD); Forge takes the same", _comfyui),
+        Estimator("invokeai",
             f"2200 H W e (decode), 1100 H W e (encode), + 250 MiB for float32 SD; tiled: {BENCHMARK_TILE}^2 e k 1.25",
             "InvokeAI, estimate_vae_working_memory_sd15_sdxl and _flux; the 250 MiB stand for larger weights",
-            _invokeai,
-        ),
-        Estimator(
-            "sd15-calculator", "8 (H/8) (W/8) + 24 H W: latent, image and three copies of it, in 2 bytes an element",
-            "An SD 1.5 VRAM calculator's VAE phases, before its 20% overhead on everything", _sd15_calculator,
-        ),
-        Estimator(
-            "sd15-equation",
+            _invokeai),
+        Estimator("sd15-calculator",
+            "8 (H/8) (W/8) + 24 H W: latent, image and three copies of it, in 2 bytes an element",
+            "An SD 1.5 VRAM calculator's VAE phases, before its 20% overhead on everything", _sd15_calculator),
+        Estimator("sd15-equation",
             "1.2 (weights + max of encode, decode: 8 (H/8) (W/8) + 24 H W and UNet: (H/8) (W/8) (4470 + 2 tokens))",
             "The same calculator's whole equation, of rows whose op is pipeline: 745 for an average channel count that "
             "it writes as (320 + 640 + 1280) / 3, which is 746.67; 77 tokens where a row has no prompt_tokens",
-            _sd15_equation,
-        ),
-        Estimator(
-            "mlx-im2col", "9 C_in H W e with C_in = 128: the im2col buffer of one full-size 3x3 convolution",
-            "A note on MLX's VAE decode; one buffer, no activations", _mlx_im2col, "MLX",
-        ),
-        Estimator(
-            "sd.cpp-im2col",
+            _sd15_equation),
+        Estimator("mlx-im2col", "9 C_in H W e with C_in = 128: the im2col buffer of one full-size 3x3 convolution",
+            "A note on MLX's VAE decode; one buffer, no activations", _mlx_im2col, "MLX"),
+        Estimator("sd.cpp-im2col",
             "max(6656, 160 + H W / 1024) H W (decode), max(3382, 160 + H W / 1024) H W (encode), and the input",
             f"the compute buffer of {SDCPP_VERSION} on CUDA, its graph simulated; its log says 6656.25 MB for SDXL"
-            " at 1024x1024 (pull request 890)", functools.partial(_sd_cpp, False), "stable-diffusion.cpp",
-        ),
-        Estimator(
-            "sd.cpp-direct",
+            " at 1024x1024 (pull request 890)", functools.partial(_sd_cpp, False), "stable-diffusion.cpp"),
+        Estimator("sd.cpp-direct",
             "max(2816, 160 + H W / 1024) H W (decode), max(1538, 160 + H W / 1024) H W (encode), and the input",
             "the same with direct convolution; its log says 176 MB for a tile of 256x256 (issue 1154)",
-            functools.partial(_sd_cpp, True), "stable-diffusion.cpp",
-        ),
+            functools.partial(_sd_cpp, True), "stable-diffusion.cpp"),
     )
 }  # fmt: skip
-
-
-# ---- which rows can be compared ----
 
 
 def with_tiles(table: Table) -> list[tuple[Row, bool]]:
@@ -233,15 +211,10 @@ def with_tiles(table: Table) -> list[tuple[Row, bool]]:
 
     def is_tiled(row: Row) -> bool:
         smaller = [other for other in series[series_of(row)] if 2 * pixels(other) <= pixels(row)]
-        return any(
-            row["allocated_bytes"] < other["allocated_bytes"] * (pixels(row) / pixels(other)) ** 0.25
-            for other in smaller
-        )
+        grown = [other["allocated_bytes"] * (pixels(row) / pixels(other)) ** 0.25 for other in smaller]
+        return row["allocated_bytes"] < max(grown, default=0)
 
     return [(row, is_told(row) and is_tiled(row)) for row in rows]
-
-
-# ---- comparing ----
 
 
 class ComparedRow(NamedTuple):
@@ -297,7 +270,10 @@ class Comparison:
         for row in rows:
             for key in ((row.row["model"], row.row["op"], row.row["dtype"]), (None, None, None)):
                 errors.setdefault((row.estimator, *key), []).append(row.error)
-        self.groups = tuple(_group(key, found) for key, found in errors.items())
+        self.groups = tuple(
+            GroupError._make((*key, len(e), statistics.median(e), max(0.0, *e), max(0.0, -min(e)), min(e), max(e)))
+            for key, e in errors.items()
+        )
 
     def find(
         self, estimator: str, model: str | None = None, op: str | None = None, dtype: str | None = None
@@ -310,23 +286,21 @@ class Comparison:
 
     def grid(self, rows: bool = False) -> tuple[list[str], list[list[str]]]:
         """Header and cells: one line a model, op and dtype, or one a row with `rows`."""
-        names = [e.name for e in self.estimators if any(row.estimator == e.name for row in self.rows)]
-        if not rows:
-            cells = {group[:4]: f"{_percent(group.median)} ({_percent(group.lowest)}..{_percent(group.highest)})"
-                     for group in self.groups}  # fmt: skip
-            kinds = grouped(sorted(self.groups, key=lambda group: group.model is None), lambda group: group[1:4])
-            lines = []
-            for key, groups in kinds.items():
-                count = str(max(group.rows for group in groups))  # of all rows, each estimator has its own
-                lines.append([*(part or "all" for part in key), count, *(cells.get((n, *key), "") for n in names)])
-            return ["model", "op", "dtype", "rows", *names], lines
+        applied = {row.estimator for row in self.rows}
+        names = [estimator.name for estimator in self.estimators if estimator.name in applied]
         lines = []
-        for compared in grouped(self.rows, lambda row: id(row.row)).values():
-            r, measured = compared[0].row, compared[0].measured
-            said = {row.estimator: f"{mib(row.estimate)} ({_percent(row.error)})" for row in compared}
-            shown = [said.get(name, "") for name in names]
-            lines.append([r["model"], r["op"], f"{r['height']}x{r['width']}", r["dtype"], mib(measured), *shown])
-        return ["model", "op", "size", "dtype", "rows' MiB", *names], lines
+        if rows:
+            for compared in grouped(self.rows, lambda row: id(row.row)).values():
+                r, measured = compared[0].row, compared[0].measured
+                said = {row.estimator: f"{mib(row.estimate)} ({_percent(row.error)})" for row in compared}
+                size, shown = f"{r['height']}x{r['width']}", [said.get(name, "") for name in names]
+                lines.append([r["model"], r["op"], size, r["dtype"], mib(measured), *shown])
+            return ["model", "op", "size", "dtype", "rows' MiB", *names], lines
+        for key, groups in grouped(sorted(self.groups, key=lambda g: g.model is None), lambda g: g[1:4]).items():
+            said = {g.estimator: f"{_percent(g.median)} ({_percent(g.lowest)}..{_percent(g.highest)})" for g in groups}
+            count = str(max(group.rows for group in groups))  # of all rows, each estimator has its own
+            lines.append([*(part or "all" for part in key), count, *(said.get(name, "") for name in names)])
+        return ["model", "op", "dtype", "rows", *names], lines
 
     def text(self, rows: bool = False, markdown: bool = False) -> str:
         """The error table: median (lowest..highest) of estimate / measured - 1, in percent; with `rows`, each row."""
@@ -340,12 +314,11 @@ class Comparison:
         """The groups as a pandas.DataFrame, or with `rows` a line for each row and estimator; errors are fractions."""
         pd = need("pandas", "to_pandas")
         keys = ("model", "op", "height", "width", "batch", "dtype", "runtime", "device", "group")
-        lines: list[dict[str, Any]] = [
-            {key: r.row[key] for key in keys}
-            | {"estimator": r.estimator, "measured": r.measured, "estimate": r.estimate, "error": r.error}
-            for r in self.rows
-        ]
-        frame: pandas.DataFrame = pd.DataFrame(lines if rows else [group._asdict() for group in self.groups])
+        lines: list[dict[str, Any]] = [group._asdict() for group in self.groups]
+        if rows:
+            said = ComparedRow._fields[1:]
+            lines = [{key: r.row[key] for key in keys} | {name: getattr(r, name) for name in said} for r in self.rows]
+        frame: pandas.DataFrame = pd.DataFrame(lines)
         return frame
 
     def __str__(self) -> str:
@@ -398,9 +371,8 @@ def compare(table: Table, estimators: Any = None, target: str = "reserved_bytes"
     check_complete(table, target)
     for i, row in enumerate(table):
         if not row[target]:
-            raise ValueError(
-                f"row {i}: {target}: want more than 0, which errors are shares of, got 0; filter such rows out"
-            )
+            wanted = "more than 0, which errors are shares of"
+            raise ValueError(f"row {i}: {target}: want {wanted}, got 0; filter such rows out")
     compared: list[ComparedRow] = []
     rows = with_tiles(table)
     for row in (row for row, tiled in rows if not tiled):
@@ -411,32 +383,20 @@ def compare(table: Table, estimators: Any = None, target: str = "reserved_bytes"
     return Comparison(target, chosen, tuple(compared), Table(row for row, tiled in rows if tiled))
 
 
-def _group(key: Any, errors: list[float]) -> GroupError:
-    low, high = min(errors), max(errors)
-    found = (len(errors), statistics.median(errors), max(0.0, high), max(0.0, -low), low, high)
-    return GroupError._make((*key, *found))
-
-
 def _estimate(estimator: Estimator, row: Row, target: str) -> float | None:
     value = estimator(dict(row))
     if value is None:
         return None
-    if hasattr(value, target.removesuffix("_bytes")):  # a Prediction has .allocated and .reserved
-        value = getattr(value, target.removesuffix("_bytes"))
+    value = getattr(value, target.removesuffix("_bytes"), value)  # a Prediction has .allocated and .reserved
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
         raise ValueError(f"estimator {estimator.name!r}: want bytes >= 0 or None, got {value!r}")
     return value
 
 
 def _estimators(given: Any, target: str) -> tuple[Estimator, ...]:
-    if given is None:
-        return tuple(ESTIMATORS.values())
-    if isinstance(given, Mapping):
-        pairs: Iterable[tuple[str | None, Any]] = given.items()
-    elif isinstance(given, str | Estimator | Fit | FittedLine) or callable(given):
-        pairs = [(None, given)]
-    else:
-        pairs = [(None, one) for one in listed(given, ())]
+    given = ESTIMATORS if given is None else given
+    is_named = isinstance(given, Mapping)
+    pairs = given.items() if is_named else [(None, one) for one in listed(given, (str, Fit))]
     chosen = tuple(_estimator(name, one, target) for name, one in pairs)
     names = [estimator.name for estimator in chosen]
     twice = {name for name in names if names.count(name) > 1}
@@ -453,10 +413,10 @@ def _estimator(name: str | None, given: Any, target: str) -> Estimator:
     if isinstance(given, Estimator):
         return given if name is None else replace(given, name=name)
     if isinstance(given, FittedLine | Fit):
-        found = Fit(given.target, given.quantile, [given]) if isinstance(given, FittedLine) else given
-        if found.target != target:
-            raise ValueError(f"fit: want one of {target}, got one of {found.target}")
-        how = "least squares" if found.quantile is None else f"quantile {found.quantile:g}"
+        if given.target != target:
+            raise ValueError(f"fit: want one of {target}, got one of {given.target}")
+        how = "least squares" if given.quantile is None else f"quantile {given.quantile:g}"
+        found = Fit(given.target, given.quantile, listed(given, ()))
         return Estimator(name or "fit", f"a H W e + b by {how}", "vaemem.fit", functools.partial(_fitted, found))
     if not callable(given):
         raise ValueError(f"estimator: want a name, a fit or a function of a row, got {type(given).__name__}")
@@ -467,7 +427,7 @@ def _estimator(name: str | None, given: Any, target: str) -> Estimator:
     return Estimator(called, "a function of a row", called, given)
 
 
-def _fitted(found: Fit, row: Row) -> float | None:
+def _fitted(formulas: Fit, row: Row) -> float | None:
     """The formula of the row's model and op, fitted to its dtype; what either side leaves open matches."""
 
     def suits(formula: FittedLine) -> bool:
@@ -475,7 +435,7 @@ def _fitted(found: Fit, row: Row) -> float | None:
         is_same = all(a == b or (name not in ("model", "op") and None in (a, b)) for name, a, b in pairs)
         return is_same and row["dtype"] in {fitted.dtype for fitted in formula.rows}
 
-    matching = [formula for formula in found if suits(formula)]
+    matching = [formula for formula in formulas if suits(formula)]
     if len(matching) > 1:
         raise ValueError(f"fit: several formulas for one row: {', '.join(formula.name for formula in matching)}")
     return matching[0].predict(row["height"], row["width"], row["dtype"]) if matching else None
@@ -486,14 +446,11 @@ def _predicted(predict: Callable[..., Any], row: Row) -> Any:
     Tables do not say a tile's side: it is the seed table's, which `vaemem.pytorch.measure` takes by default too."""
     if row["runtime"] == "vaemem":
         return None  # predicts PyTorch, not this engine
-    names = {"model": "model", "op": "op", "height": "height", "width": "width", "dtype": "dtype", "batch": "batch",
-             "runtime": "runtime", "gpu": "device"}  # fmt: skip
+    said = {name: row[name] for name in ("model", "op", "height", "width", "dtype", "batch", "runtime")}
+    said |= {"gpu": row["device"], "tile": BENCHMARK_TILE if row["op"].endswith("_tiled") else None}
     bound = predict.keywords if isinstance(predict, functools.partial) else {}
-    known = inspect.signature(predict).parameters
-    asked = {k: row[column] for k, column in names.items() if row[column] is not None and k in known and k not in bound}
-    if "tile" in known and "tile" not in bound and row["op"].endswith("_tiled"):
-        asked["tile"] = BENCHMARK_TILE
-    return predict(**asked)
+    known = inspect.signature(predict).parameters.keys() - bound
+    return predict(**{name: value for name, value in said.items() if name in known and value is not None})
 
 
 def _percent(error: float) -> str:

@@ -17,6 +17,7 @@ from vaemem._common import ELEMENT_BYTES, MIB, choose, grouped, mib, need, real,
 from vaemem.tables.table import BYTE_COLUMNS, Row, Table, check_complete
 
 KEY = ("model", "op", "runtime", "device", "batch")
+_Key = tuple[str, str, str | None, str | None, int | None]
 TARGETS = (*BYTE_COLUMNS, "seconds")
 
 
@@ -134,7 +135,8 @@ class FittedLine:
     def latex(self) -> str:
         """The formula as a LaTeX equation body, standard errors included."""
         names = rf"{self.target.removesuffix('_bytes')}, {self.name}".replace("_", r"\_")
-        return rf"M_{{\text{{{names}}}}} &= {_pm(self.a, self.a_error)}\,H W e {_signed(self.b, self.b_error)}"
+        b = f"{'-' if self.b < 0 else '+'} {_pm(abs(self.b), self.b_error)}"
+        return rf"M_{{\text{{{names}}}}} &= {_pm(self.a, self.a_error)}\,H W e {b}"
 
     def json(self) -> str:
         """The formula with its rows as a JSON object."""
@@ -151,8 +153,7 @@ class FittedLine:
 
     def __str__(self) -> str:
         is_bytes = self.target != "seconds"
-        b = f"{abs(self.b):.0f}" if is_bytes else f"{abs(self.b):.4g}"
-        lines = [f"{self.name}: {self.target} = {self.a:.7g} * H*W*e {'-' if self.b < 0 else '+'} {b}"]
+        b = format(abs(self.b), ".0f" if is_bytes else ".4g")
         facts = [self._summary()]
         if self.a_error is not None and self.b_error is not None:
             facts.append(f"standard errors {self.a_error:.2g} and {self.b_error:.2g}")
@@ -163,10 +164,10 @@ class FittedLine:
             least = min(row.constant for row in self.rows)
             constants = f"{least:.5g} to {self.constant_max:.5g} per H*W*e, median {self.constant_median:.5g}"
             facts.append(f"implied constant {constants}")
-        lines.append("  " + "; ".join(facts))
         header, cells = self._grid()
-        indented = [(f"  {size}", *others) for size, *others in (header, *cells)]
-        return "\n".join([*lines, render(indented[0], indented[1:])])
+        first, *rest = ((f"  {size}", *others) for size, *others in (header, *cells))
+        formula = f"{self.name}: {self.target} = {self.a:.7g} * H*W*e {'-' if self.b < 0 else '+'} {b}"
+        return f"{formula}\n  {'; '.join(facts)}\n{render(first, rest)}"
 
     __repr__ = __str__
 
@@ -181,12 +182,11 @@ class FittedLine:
         """Header and cells: a line a row."""
         unit, show = ("MiB", mib) if self.target != "seconds" else ("s", "{:.3f}".format)
         header = ("size", "dtype", f"table {unit}", f"fitted {unit}", f"residual {unit}", "error", "per H*W*e")
-        cells: list[tuple[str, ...]] = [
+        return header, [
             (f"{r.height}x{r.width}", r.dtype, show(r.measured), show(r.fitted), show(r.residual),
              _percent(r.error), f"{r.constant:.5g}")
             for r in self.rows
         ]  # fmt: skip
-        return header, cells
 
 
 class Fit(Sequence[FittedLine]):
@@ -214,9 +214,8 @@ class Fit(Sequence[FittedLine]):
         found = [f for f in self.formulas if all(getattr(f, name) == value for name, value in key.items())]
         if len(found) != 1:
             wanted = ", ".join(f"{name}={value!r}" for name, value in key.items()) or "any"
-            raise ValueError(
-                f"formula ({wanted}): want one, got {len(found)} of {', '.join(f.name for f in self.formulas)}"
-            )
+            names = ", ".join(formula.name for formula in self.formulas)
+            raise ValueError(f"formula ({wanted}): want one, got {len(found)} of {names}")
         return found[0]
 
     def predict(self, height: int, width: int, dtype: str = "float32", **key: object) -> float:
@@ -248,9 +247,8 @@ class Fit(Sequence[FittedLine]):
     def _repr_markdown_(self) -> str:
         """The equations and a line for each: what they are worth. The rows stand in each formula's own."""
         is_bytes = self.target != "seconds"
-        a, b = (128, MIB) if is_bytes else (1, 1)
-        header = ("formula", f"a, {'T' if is_bytes else 's'}", f"b, {'MiB' if is_bytes else 's'}", "R²",
-                  "too much", "too little", "rows")  # fmt: skip
+        a, b, a_unit, b_unit = (128, MIB, "T", "MiB") if is_bytes else (1, 1, "s", "s")
+        header = ("formula", f"a, {a_unit}", f"b, {b_unit}", "R²", "too much", "too little", "rows")
         cells = [
             (f.name, _interval(f.a, f.a_error, a), _interval(f.b, f.b_error, b), "" if f.r2 is None else f"{f.r2:.6f}",
              _percent(f.max_over), _percent(-f.max_under), str(f.n))
@@ -310,11 +308,11 @@ def fit(table: Table, target: str = "allocated_bytes", quantile: float | None = 
     formulas = []
     for key, rows in groups.items():
         name = " ".join("-" if key[i] is None else f"batch {key[i]}" if KEY[i] == "batch" else key[i] for i in varying)
-        formulas.append(_fit_one(name, dict(zip(KEY, key, strict=True)), rows, target, quantile))
+        formulas.append(_fit_one(name, key, rows, target, quantile))
     return Fit(target, quantile, formulas)
 
 
-def _fit_one(name: str, key: dict[str, Any], rows: list[Row], target: str, quantile: float | None) -> FittedLine:
+def _fit_one(name: str, key: _Key, rows: list[Row], target: str, quantile: float | None) -> FittedLine:
     sizes = [row["height"] * row["width"] * _element_bytes(row["dtype"]) for row in rows]
     if len(set(sizes)) < 2:
         only = f"{rows[0]['height']}x{rows[0]['width']} {rows[0]['dtype']}"
@@ -325,25 +323,17 @@ def _fit_one(name: str, key: dict[str, Any], rows: list[Row], target: str, quant
     fitted = a * x + b
     residual = y - fitted
     squares, spread = float(residual @ residual), float(((y - y.mean()) ** 2).sum())
-    errors: tuple[float | None, float | None] = (None, None)
+    a_error, b_error = None, None
     if quantile is None and len(x) > 2:
         variance, width = squares / (len(x) - 2), float(((x - x.mean()) ** 2).sum())
-        errors = (math.sqrt(variance / width), math.sqrt(variance * (1 / len(x) + x.mean() ** 2 / width)))
-    return FittedLine(
-        name=name,
-        **key,
-        target=target,
-        quantile=quantile,
-        a=a,
-        b=b,
-        a_error=errors[0],
-        b_error=errors[1],
-        r2=1 - squares / spread if quantile is None and spread > 0 else None,
-        rows=tuple(
-            FitRow(r["height"], r["width"], r["dtype"], yi, fi, yi - fi, fi / yi - 1 if yi else None, yi / xi)
-            for r, xi, yi, fi in zip(rows, x.tolist(), y.tolist(), fitted.tolist(), strict=True)
-        ),
+        a_error = math.sqrt(variance / width)
+        b_error = math.sqrt(variance * (1 / len(x) + x.mean() ** 2 / width))
+    r2 = 1 - squares / spread if quantile is None and spread > 0 else None
+    fitted_rows = tuple(
+        FitRow(r["height"], r["width"], r["dtype"], yi, fi, yi - fi, fi / yi - 1 if yi else None, yi / xi)
+        for r, xi, yi, fi in zip(rows, x.tolist(), y.tolist(), fitted.tolist(), strict=True)
     )
+    return FittedLine(name, *key, target, quantile, a, b, a_error, b_error, r2, fitted_rows)
 
 
 def _least_squares(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
@@ -398,7 +388,3 @@ def _latex(value: float, digits: int) -> str:
 
 def _pm(value: float, error: float | None) -> str:
     return _latex(value, 6) if error is None else rf"({_latex(value, 6)} \pm {_latex(error, 2)})"
-
-
-def _signed(value: float, error: float | None) -> str:
-    return f"{'-' if value < 0 else '+'} {_pm(abs(value), error)}"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import itertools
 import platform
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,7 +39,6 @@ class Case(NamedTuple):
     height: int
     width: int
     batch: int
-    dtype: str
 
     @property
     def work(self) -> int:
@@ -132,20 +133,27 @@ def sweep(
     """
     choose("source", source, SOURCES)
     batch, repeats = whole("batch", batch), whole("repeats", repeats)
+    for name in others:
+        if name not in _OTHERS:
+            raise TypeError(f"sweep() got an unexpected keyword argument {name!r}")
     engine = {"device": device is not None, "measure": not measure, "repeats": repeats > 1,
               "memory_limit": memory_limit is not None, "precision": precision != "highest"}  # fmt: skip
-    _check_given(source, [name for name, given in engine.items() if given], gpu is not None, others)
-    known, pairs = TILED_OPS if source == "predicted" else OPS, image_sizes(sizes)
-    cases = [Case(op, height, width, batch, "") for op in chosen("ops", ops, known) for height, width in pairs]
-    if source == "predicted":
+    is_predicted = source == "predicted"
+    foreign = engine if is_predicted else {"gpu": gpu is not None} | dict.fromkeys(others, True)
+    for name in (name for name, is_given in foreign.items() if is_given):  # which means nothing with this source
+        right = "measured or estimated" if is_predicted else "predicted"
+        raise ValueError(f"{name}: want it with source {right}, got it with {source}")
+    known, pairs = TILED_OPS if is_predicted else OPS, image_sizes(sizes)
+    cases = [Case(op, height, width, batch) for op in chosen("ops", ops, known) for height, width in pairs]
+    if is_predicted:
         cards = listed("RTX 4090" if gpu is None else gpu, str)
         for card in cards:
             find_gpu(card, others.get("memory"))  # refuses an unknown one before anything is predicted
         types = chosen("dtypes", dtypes, DTYPES)
         return _table(_predictions(_configs(models), cards, types, cases, progress, others))
-    place = "cpu" if device is None else device
-    measure = measure and source == "measured"
-    return _table(_runs(_models(models, dtypes), cases, place, precision, measure, repeats, progress, memory_limit))
+    wanted, place = _models(models, dtypes), "cpu" if device is None else device
+    repeats = repeats if measure and source == "measured" else 0
+    return _table(_runs(wanted, cases, place, precision, repeats, progress, memory_limit))
 
 
 def tradeoff(
@@ -185,8 +193,8 @@ def tradeoff(
     runs, last = vae.tradeoff(op, height, width, batch), vae.last_run
     speed = last.seconds / sum(last.flops) if last and last.op == op and last.seconds and vae.device == "cpu" else None
     return Table(
-        _row(vae, Case(op, height, width, batch, vae.dtype), "estimated", run, limited=True)
-        | ({"seconds": sum(run.flops) * speed} if speed else {})
+        _row(vae, Case(op, height, width, batch), "estimated", run, limited=True)
+        | {"seconds": speed and sum(run.flops) * speed}
         for run in runs
     )
 
@@ -204,40 +212,48 @@ def _table(rows: Iterator[Row]) -> Table:
 
 
 def _runs(
-    wanted: Sequence[tuple[str | VAE, str]], asked: Sequence[Case], device: str, precision: str, measure: bool,
-    repeats: int, progress: Progress, memory_limit: Limit,
+    wanted: Sequence[tuple[str | VAE, str]], cases: Sequence[Case], device: str, precision: str, repeats: int,
+    progress: Progress, memory_limit: Limit,
 ) -> Iterator[Row]:  # fmt: skip
-    """The engine's rows."""
-    done, work = 0, len(wanted) * repeats * sum(case.work for case in asked)
-
-    def tell(part: int) -> None:
-        if poll:
-            poll(done + part, work)
-
-    with polling(progress if measure else None, "sweep", work, _LAYOUT) as poll:
+    """The engine's rows; without repeats they are estimates."""
+    done, work = 0, len(wanted) * repeats * sum(case.work for case in cases)
+    with polling(progress if repeats else None, "sweep", total=work, bar_format=_LAYOUT) as poll:
         for model, dtype in wanted:
             vae = _vae(model, device, dtype, precision)
-            cases = [case._replace(dtype=dtype) for case in asked]
-            estimates = [
-                _estimate(vae, case, memory_limit) for case in cases
-            ]  # refuses what cannot run, before any does
-            for case, estimate in zip(cases, estimates, strict=True):
-                yield _measure(vae, case, repeats, memory_limit, tell) if measure else estimate
-                done += repeats * case.work
+            plans = [vae.estimate(*case, memory_limit=memory_limit) for case in cases]  # refuses all that cannot run
+            for case, plan in zip(cases, plans, strict=True):
+                if not repeats:
+                    yield _row(vae, case, "estimated", plan, memory_limit is not None)
+                    continue
+                data, runs = _input(vae, case), list[Any]()
+                vae.trim()  # or a larger case's arena would count as this one's
+                for _ in range(repeats):
+                    tell = poll and functools.partial(_tell, poll, done, case.work, work)
+                    getattr(vae, case.op)(data, progress=tell, memory_limit=memory_limit)
+                    runs.append(vae.last_run)
+                    done += case.work
+                vae.trim()
+                seconds = statistics.median(run.seconds for run in runs)
+                largest = max(runs, key=lambda run: run.peak_bytes)
+                yield _row(vae, case, "measured", largest, memory_limit is not None) | {"seconds": seconds}
             del vae  # one model's weights at a time
 
 
+def _tell(poll: Callable[[int, int], object], before: int, part: int, work: int, rows: int, total: int) -> None:
+    """How much of a sweep's work is done, of which one run is a part."""
+    poll(before + part * rows // total, work)
+
+
 def _predictions(
-    models: Sequence[Any], gpus: Sequence[str], dtypes: Sequence[str], asked: Sequence[Case], progress: Progress,
+    models: Sequence[Any], gpus: Sequence[str], dtypes: Sequence[str], cases: Sequence[Case], progress: Progress,
     others: Mapping[str, Any],
 ) -> Iterator[Row]:  # fmt: skip
     """PyTorch's rows on each card."""
-    wanted = [(m, g, case._replace(dtype=d)) for m in models for g in gpus for d in dtypes for case in asked]
+    wanted = list(itertools.product(models, gpus, dtypes, cases))
     done, work = 0, sum(case.work for *_, case in wanted)
-    with polling(progress, "sweep", work, _LAYOUT) as poll:
-        for model, gpu, case in wanted:
-            op, height, width, batch, dtype = case
-            yield _predicted(model, predict(model, op, height, width, dtype, batch, gpu=gpu, **others))
+    with polling(progress, "sweep", total=work, bar_format=_LAYOUT) as poll:
+        for model, gpu, dtype, case in wanted:
+            yield _predicted(model, predict(model, **case._asdict(), dtype=dtype, gpu=gpu, **others))
             done += case.work
             if poll:
                 poll(done, work)
@@ -255,40 +271,19 @@ def _predicted(model: Any, p: Prediction) -> Row:
     }  # fmt: skip
 
 
-def _measure(vae: VAE, case: Case, repeats: int, memory_limit: Limit, tell: Callable[[int], None]) -> Row:
-    """tell: gets how much of the case's work is done."""
-    data = _input(vae, case)
-    vae.trim()  # or a larger case's arena would count as this one's
-    runs = []
-    for i in range(repeats):
-
-        def report(rows: int, total: int, before: int = i * case.work) -> None:
-            tell(before + case.work * rows // total)
-
-        getattr(vae, case.op)(data, progress=report, memory_limit=memory_limit)
-        assert vae.last_run is not None and vae.last_run.seconds is not None  # it has just run
-        runs.append((vae.last_run, vae.last_run.seconds))
-    vae.trim()
-    largest = max((run for run, _ in runs), key=lambda run: run.peak_bytes)
-    seconds = statistics.median(seconds for _, seconds in runs)
-    return _row(vae, case, "measured", largest, memory_limit is not None) | {"seconds": seconds}
-
-
-def _estimate(vae: VAE, case: Case, memory_limit: Limit) -> Row:
-    run = vae.estimate(case.op, case.height, case.width, case.batch, memory_limit=memory_limit)
-    return _row(vae, case, "estimated", run, memory_limit is not None)
-
-
 def _row(vae: VAE, case: Case, source: str, run: Run, limited: bool) -> Row:
     """limited: whether the row says what a memory limit costs."""
+    less = "" if vae.precision == "highest" else f", precision {vae.precision}"
+    engine = f"vaemem {__version__} ({run.backend}, {run.threads} threads{less})"
+    software = f"python {platform.python_version()}, numpy {np.__version__}, {platform.machine()}"
     cost = {"work": run.work, "streamed": sum(kind == "streamed" for _, kind in run.values)} if limited else {}
     return case._asdict() | cost | {
-        "model": vae.model, "runtime": "vaemem", "device": vae.device, "source": source,
+        "model": vae.model, "dtype": vae.dtype, "runtime": "vaemem", "device": vae.device, "source": source,
         "allocated_bytes": run.peak_bytes - run.weights_bytes,
         "reserved_bytes": run.reserved_bytes - run.weights_bytes,
         "weights_bytes": run.weights_bytes, "activations_bytes": run.activations_bytes,
         "scratch_bytes": run.scratch_bytes + run.workspace_bytes, "output_bytes": run.output_bytes,
-        "versions": run_versions(run, vae.precision), "limit_bytes": max(run.peak_bytes, run.reserved_bytes),
+        "versions": f"{engine}, {software}", "limit_bytes": max(run.peak_bytes, run.reserved_bytes),
     }  # fmt: skip
 
 
@@ -298,30 +293,6 @@ def _input(vae: VAE, case: Case) -> np.ndarray:
     shrink = latent_factor(vae.arch) // scale
     shape = (case.batch, channels, case.height // shrink, case.width // shrink)
     return np.random.default_rng(0).standard_normal(shape, dtype=np.float32)
-
-
-def run_versions(run: Run, precision: str) -> str:
-    """What ran, for a table's `versions`: vaemem with its kernels, threads and a precision that is not the highest,
-    Python, NumPy, the machine."""
-    python, machine = platform.python_version(), platform.machine()
-    less = "" if precision == "highest" else f", precision {precision}"
-    engine = f"vaemem {__version__} ({run.backend}, {run.threads} threads{less})"
-    return f"{engine}, python {python}, numpy {np.__version__}, {machine}"
-
-
-# ---- arguments ----
-
-
-def _check_given(source: str, engine: Sequence[str], gpu: bool, others: Mapping[str, Any]) -> None:
-    """Arguments that mean nothing with the source are refused: those of the engine, and those of `predict`."""
-    for name in others:
-        if name not in _OTHERS:
-            raise TypeError(f"sweep() got an unexpected keyword argument {name!r}")
-    if source == "predicted" and engine:
-        raise ValueError(f"{engine[0]}: want it with source measured or estimated, got it with predicted")
-    foreign = (["gpu"] if gpu else []) + list(others)
-    if source != "predicted" and foreign:
-        raise ValueError(f"{foreign[0]}: want it with source predicted, got it with {source}")
 
 
 def _configs(models: Any) -> list[Any]:

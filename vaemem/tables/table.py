@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import html
 import io
+import itertools
 import json
 import math
 import operator
 import os
 import reprlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, overload
 
-from vaemem._common import MIB, as_csv, html_table, mib, need, render, shipped, write
+from vaemem._common import MIB, as_csv, choose, html_table, mib, need, render, shipped, write
 
 if TYPE_CHECKING:
     import pandas
@@ -64,10 +66,14 @@ _REPR = reprlib.Repr()  # what came may be anything, of any size and depth
 
 # The published benchmark that the project starts from has its own columns: PyTorch, measured, batch 1.
 _BENCHMARK_COLUMNS = {"allocated_mib": "allocated_bytes", "reserved_mib": "reserved_bytes", "time_s": "seconds"}
-_BENCHMARK_MODELS = {"FLUX": ("flux", "bfl"), "SD1.5": ("sd15", "diffusers"), "SDXL": ("sdxl", "diffusers")}
+_BENCHMARK_MODELS = {
+    "FLUX": {"model": "flux", "runtime": "bfl"},
+    "SD1.5": {"model": "sd15", "runtime": "diffusers"},
+    "SDXL": {"model": "sdxl", "runtime": "diffusers"},
+}
 
 
-def _value(name: str, value: object) -> object:
+def _value(name: str, value: Any) -> object:
     """`value` as column `name` keeps it (missing: None); ValueError that names the column."""
     kind = _KIND[name]
     if value is None or (isinstance(value, str) and not value):
@@ -75,31 +81,31 @@ def _value(name: str, value: object) -> object:
     if kind == "text":
         if not isinstance(value, str) or not value.isprintable():
             raise ValueError(f"{name}: want printable text on one line, got {repr(value)[:80]}")
-        if name == "source" and value not in SOURCES:
-            raise ValueError(f"source: want one of {', '.join(SOURCES)}, got {value[:80]!r}")
+        if name == "source":
+            choose(name, value[:80], SOURCES)
         return str(value)
-    if isinstance(value, bool) or isinstance(value, str):
+    if isinstance(value, bool | str):
         raise ValueError(f"{name}: want a number, got {repr(value)[:80]}")
-    if kind in _FLOATS:
-        try:
-            seconds = float(value)  # type: ignore[arg-type]
-        except (TypeError, ValueError, OverflowError):
-            raise ValueError(f"{name}: want a number, got {_REPR.repr(value)}") from None
-        if not (math.isfinite(seconds) and seconds >= 0):
-            raise ValueError(f"{name}: want a finite number >= 0, got {value!r}")
-        return seconds
     try:
-        # A whole float is taken: data frames turn integers into floats when a value is missing.
-        is_whole = isinstance(value, float) and value.is_integer()
-        whole = int(value) if is_whole else operator.index(value)  # type: ignore[call-overload, arg-type]
-    except TypeError:
-        raise ValueError(f"{name}: want a whole number, got {_REPR.repr(value)}") from None
+        # A whole float is taken for an integer: data frames turn integers into floats when a value is missing.
+        is_float = kind in _FLOATS or (isinstance(value, float) and value.is_integer())
+        number = float(value) if is_float else operator.index(value)
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(f"{name}: want a {_noun(kind)}, got {_REPR.repr(value)}") from None
+    if kind in _FLOATS:
+        if not 0 <= number < math.inf:
+            raise ValueError(f"{name}: want a finite number >= 0, got {value!r}")
+        return number
+    whole, least = int(number), 1 if kind == "count" else 0
     if whole.bit_length() > 63:
         raise ValueError(f"{name}: want less than 2^63, got a number of {whole.bit_length()} bits")
-    least = 1 if kind == "count" else 0
     if whole < least:
         raise ValueError(f"{name}: want at least {least}, got {whole}")
     return whole
+
+
+def _noun(kind: str) -> str:
+    return "number" if kind in _FLOATS else "whole number"
 
 
 def _row(values: Mapping[str, object]) -> Row:
@@ -109,33 +115,26 @@ def _row(values: Mapping[str, object]) -> Row:
     return {name: _value(name, values.get(name)) for name in COLUMNS}
 
 
-def _parse(name: str, text: str) -> object:
-    """A CSV field as a Python value: a whole number, seconds or text."""
-    if not text or _KIND[name] == "text":
-        return text or None
+def _parse(name: str, text: str) -> tuple[str, object]:
+    """A CSV field as a column and its value: a whole number, seconds or text. MiB become whole bytes."""
+    column, is_mib = _BENCHMARK_COLUMNS.get(name, name), name.endswith("_mib")
+    kind = "ratio" if is_mib else _KIND[column]
+    if not text or kind == "text":
+        return column, text or None
     try:
-        return float(text) if _KIND[name] in _FLOATS else int(text)
-    except ValueError:
-        kind = "number" if _KIND[name] in _FLOATS else "whole number"
-        raise ValueError(f"{name}: want a {kind}, got {text[:80]!r}") from None
+        number = float(text) if kind in _FLOATS else int(text)
+        return column, round(number * MIB) if is_mib else number
+    except (ValueError, OverflowError):
+        raise ValueError(f"{name if is_mib else column}: want a {_noun(kind)}, got {text[:80]!r}") from None
 
 
-def _parse_benchmark(fields: dict[str, str]) -> dict[str, object]:
-    """A row of the published benchmark (MiB with two decimals) in the schema; bytes are rounded to whole ones."""
-    if fields.get("model") not in _BENCHMARK_MODELS:
-        raise ValueError(f"model: want one of {', '.join(_BENCHMARK_MODELS)}, got {repr(fields.get('model'))[:80]}")
-    model, runtime = _BENCHMARK_MODELS[fields["model"]]
-    row: dict[str, object] = {"batch": 1, "source": "measured"}
-    for name, text in fields.items():
-        if name.endswith("_mib"):
-            try:
-                row[_BENCHMARK_COLUMNS[name]] = round(float(text) * MIB) if text else None
-            except (ValueError, OverflowError):
-                raise ValueError(f"{name}: want a number, got {text[:80]!r}") from None
-        else:
-            name = _BENCHMARK_COLUMNS.get(name, name)
-            row[name] = _parse(name, text)
-    return row | {"model": model, "runtime": runtime}
+@contextlib.contextmanager
+def _said_of(what: str) -> Iterator[None]:
+    """What is found wrong is said with the file, line or row that it is about."""
+    try:
+        yield
+    except (ValueError, csv.Error, RecursionError) as error:
+        raise ValueError(f"{what}: {error}") from None
 
 
 class Table(Sequence[Row]):
@@ -174,13 +173,14 @@ class Table(Sequence[Row]):
         self._rows: list[Row] = []
         if not isinstance(rows, Iterable):
             raise ValueError(f"rows: want mappings of column to value, got {type(rows).__name__}")
-        for i, row in enumerate(_rows_of(rows) if _is_frame(rows) else rows):
-            if not isinstance(row, Mapping):
-                raise ValueError(f"row {i}: want a mapping of column to value, got {type(row).__name__}")
-            try:
+        given: Any = rows
+        if hasattr(rows, "iterrows"):  # a data frame; pandas is not imported for the question
+            given = given.astype(object).where(given.notna(), None).to_dict(orient="records")
+        for i, row in enumerate(given):
+            with _said_of(f"row {i}"):
+                if not isinstance(row, Mapping):
+                    raise ValueError(f"want a mapping of column to value, got {type(row).__name__}")
                 self._rows.append(_row(row))
-            except ValueError as error:
-                raise ValueError(f"row {i}: {error}") from None
 
     # ---- a sequence of rows ----
 
@@ -289,30 +289,28 @@ class Table(Sequence[Row]):
         True
         """
         text, name = _read(file)
-        try:
+        with _said_of(name):
             reader = csv.DictReader(io.StringIO(text), strict=True)
             header = list(reader.fieldnames or [])
-            benchmark = any(column in header for column in _BENCHMARK_COLUMNS)
-            known = (*COLUMNS, *_BENCHMARK_COLUMNS) if benchmark else COLUMNS
-            unknown = [column for column in header if column not in known]
+            is_benchmark = any(column in header for column in _BENCHMARK_COLUMNS)
+            known = (*COLUMNS, *_BENCHMARK_COLUMNS) if is_benchmark else COLUMNS
+            unknown = [repr(column[:80]) for column in header if column not in known]
             if not header or unknown:
-                names = ", ".join(repr(column[:80]) for column in unknown[:5])
-                got = f"unknown column {names}" if unknown else "no header line"
+                got = f"unknown column {', '.join(unknown[:5])}" if unknown else "no header line"
                 raise ValueError(f"{got}; want some of {', '.join(known)}")
             if len(set(header)) != len(header):
                 raise ValueError("a column comes twice")
-            rows: list[Row] = []
+            rows = []
             for fields in reader:
-                try:
+                with _said_of(f"line {reader.line_num}"):
                     if None in fields or None in fields.values():
                         raise ValueError(f"want {len(header)} fields, as in the header")
-                    values = _parse_benchmark(fields) if benchmark else {k: _parse(k, v) for k, v in fields.items()}
-                    given = {k: v for k, v in values.items() if v is not None}
-                    rows.append(_row(missing | given))
-                except ValueError as error:
-                    raise ValueError(f"line {reader.line_num}: {error}") from None
-        except (ValueError, csv.Error) as error:
-            raise ValueError(f"{name}: {error}") from None
+                    if is_benchmark:
+                        choose("model", fields.get("model"), _BENCHMARK_MODELS)
+                    values = dict(itertools.starmap(_parse, fields.items()))
+                    if is_benchmark:
+                        values = {"batch": 1, "source": "measured"} | values | _BENCHMARK_MODELS[fields["model"]]
+                    rows.append(_row(missing | {k: v for k, v in values.items() if v is not None}))
         return cls(rows)
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str | None:
@@ -337,13 +335,11 @@ class Table(Sequence[Row]):
         True
         """
         text, name = _read(file)
-        try:
+        with _said_of(name):
             rows = json.loads(text)
             if not isinstance(rows, list):
                 raise ValueError(f"want a list of rows, got {type(rows).__name__}")
             return cls(rows)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{name}: {error}") from None
 
     def to_markdown(self) -> str:
         """What `print` shows, as a Markdown table.
@@ -353,7 +349,7 @@ class Table(Sequence[Row]):
         >>> print(sweep("sdxl", "decode", 512, measure=False).to_markdown())
         | model | op     | height | width | ...
         """
-        return render(*self._shown(self._held()), markdown=True)
+        return render(*self._shown(), markdown=True)
 
     def to_pandas(self) -> pandas.DataFrame:
         """The table as a pandas.DataFrame with one column for each of the schema's.
@@ -368,12 +364,12 @@ class Table(Sequence[Row]):
         """
         pd = need("pandas", "to_pandas")
         columns = {}
-        for column in SCHEMA:
-            values = [row[column.name] for row in self._rows]
-            dtype = {"text": "object", "seconds": "float64", "ratio": "float64"}.get(column.kind, "int64")
+        for name in COLUMNS:
+            values = [row[name] for row in self._rows]
+            dtype = {"text": "object", "seconds": "float64", "ratio": "float64"}.get(_KIND[name], "int64")
             if dtype != "object" and None in values:
                 dtype = dtype.capitalize()
-            columns[column.name] = pd.Series(values, dtype=dtype)
+            columns[name] = pd.Series(values, dtype=dtype)
         frame: pandas.DataFrame = pd.DataFrame(columns)
         return frame
 
@@ -386,7 +382,7 @@ class Table(Sequence[Row]):
         >>> Table.from_pandas(seed_table().to_pandas()) == seed_table()
         True
         """
-        if not _is_frame(frame):
+        if not hasattr(frame, "iterrows"):
             raise ValueError(f"frame: want a pandas.DataFrame, got {type(frame).__name__}")
         return cls(frame)
 
@@ -405,27 +401,27 @@ class Table(Sequence[Row]):
         """
         return render(("column", "kind", "meaning"), SCHEMA)
 
-    def _held(self) -> list[Column]:
-        """The columns that hold anything, but for the long versions."""
-        return [c for c in SCHEMA if c.name != "versions" and any(row[c.name] is not None for row in self._rows)]
-
-    def _shown(self, shown: Sequence[Column]) -> tuple[list[str], list[list[str]]]:
-        """Header and cells of some columns; bytes as MiB; the middle of a long table left out."""
+    def _shown(self, left_out: Container[str] = ()) -> tuple[list[str], list[list[str]]]:
+        """Header and cells of the columns that hold anything, but for the long versions; bytes as MiB; the middle of a
+        long table left out."""
+        held = [name for name in COLUMNS if name != "versions" and any(row[name] is not None for row in self._rows)]
+        shown = [name for name in held if name not in left_out]
         rows = self._rows if len(self) <= 24 else [*self._rows[:10], {}, *self._rows[-10:]]
-        header = [c.name.replace("_bytes", " MiB") for c in shown]
-        return header, [[_cell(c, row[c.name]) if row else "…" for c in shown] for row in rows]
+        header = [name.replace("_bytes", " MiB") for name in shown]
+        return header, [[_cell(name, row[name]) if row else "…" for name in shown] for row in rows]
+
+    def _count(self) -> str:
+        return f"{len(self)} row{'' if len(self) == 1 else 's'}"
 
     def __repr__(self) -> str:
-        count = f"Table, {len(self)} row{'' if len(self) == 1 else 's'}"
-        return f"{count}\n{render(*self._shown(self._held()))}" if self._rows else count
+        return f"Table, {self._count()}" + (f"\n{render(*self._shown())}" if self._rows else "")
 
     def _repr_html_(self) -> str:
         """Says once, below, what all rows have in common of who ran and how: so the table is no wider than a page."""
-        held = self._held()
-        common = [c for c in held if c.name in _SAID_ONCE and len({row[c.name] for row in self._rows}) == 1]
-        below = [f"{len(self)} row{'' if len(self) == 1 else 's'}"]
-        below += [f"{c.name} {html.escape(_cell(c, self._rows[0][c.name]))}" for c in common]
-        return f"{html_table(*self._shown([c for c in held if c not in common]))}<p>{', '.join(below)}</p>"
+        found = {name: {row[name] for row in self._rows} for name in _SAID_ONCE}
+        common = {name: values.pop() for name, values in found.items() if len(values) == 1 and None not in values}
+        below = [self._count(), *(f"{name} {html.escape(_cell(name, value))}" for name, value in common.items())]
+        return f"{html_table(*self._shown(common))}<p>{', '.join(below)}</p>"
 
 
 def seed_table() -> Table:
@@ -455,26 +451,14 @@ def check_complete(table: Table, target: str) -> None:
             raise ValueError(f"row {i}: has no {', '.join(lacking)}; filter such rows out")
 
 
-def _is_frame(value: Any) -> bool:
-    """Whether it is a pandas.DataFrame; pandas is not imported for the question."""
-    return hasattr(value, "iterrows")
-
-
-def _rows_of(frame: pandas.DataFrame) -> Iterator[dict[Any, Any]]:
-    """The rows of a data frame, None where a value is missing."""
-    missing = need("pandas", "a table of a data frame").isna
-    for row in frame.to_dict(orient="records"):
-        yield {name: None if missing(value) else value for name, value in row.items()}
-
-
-def _cell(column: Column, value: Any) -> str:
+def _cell(name: str, value: Any) -> str:
     if value is None:
         return ""
-    if column.name == "limit_bytes":
+    if name == "limit_bytes":
         return f"{math.ceil(value * 100 / MIB) / 100:.2f}"  # never less: the number shown does as a limit
-    if column.kind == "bytes":
+    if _KIND[name] == "bytes":
         return mib(value)
-    if column.kind in _FLOATS:
+    if _KIND[name] in _FLOATS:
         return f"{value:.3f}"
     text = str(value)
     return text if len(text) <= 32 else text[:31] + "…"

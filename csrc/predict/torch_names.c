@@ -1,0 +1,52 @@
+/* Names by number (torch_names.h). */
+#include <string.h>
+
+#include "torch_names.h"
+
+/* A wider array with what the old one had; zeros behind it. */
+static vm_status widen(void *array, size_t used, size_t *room, size_t wanted, size_t item) {
+    void **const old = array, *wider;
+    vm_status s = vm_mem_alloc(vm_mem_common, VM_SCRATCH, wanted * item, &wider);
+    if (s) return s;
+    if (used) memcpy(wider, *old, used * item);
+    vm_mem_free(vm_mem_common, VM_SCRATCH, *old, *room * item);
+    *old = wider;
+    *room = wanted;
+    return VM_OK;
+}
+
+/* Where text stands, or would stand. */
+static uint32_t *find(const vm_names *n, const char *text) {
+    size_t i = 14695981039346656037u;
+    for (const char *at = text; *at; at++) i = (i ^ (unsigned char)*at) * 1099511628211u;
+    for (i &= n->bins - 1; n->bin[i] && strcmp(vm_names_get(n, n->bin[i] - 1), text);) i = (i + 1) & (n->bins - 1);
+    return &n->bin[i];
+}
+
+vm_status vm_names_add(vm_names *n, const char *text, uint32_t *number) {
+    const size_t length = strlen(text) + 1;
+    vm_status s = VM_OK;
+    if (2 * (n->count + 1) > n->bins) {
+        s = widen(&n->bin, 0, &n->bins, n->bins ? 2 * n->bins : 128, sizeof *n->bin);
+        for (size_t i = 0; !s && i < n->count; i++) *find(n, vm_names_get(n, i)) = (uint32_t)i + 1;
+    }
+    if (s) return s;
+    uint32_t *bin = find(n, text);
+    *number = *bin - 1;
+    if (*bin) return VM_OK;
+    if (n->room - n->used < length) s = widen(&n->text, n->used, &n->room, 2 * (n->room + length) + 4096, 1);
+    if (!s) s = vm_mem_grow(vm_mem_common, VM_SCRATCH, (void **)&n->at, n->count, sizeof *n->at);
+    if (s) return s;
+    memcpy(n->text + n->used, text, length);
+    n->at[n->count] = n->used;
+    n->used += length;
+    *number = (uint32_t)n->count++;
+    *bin = *number + 1;
+    return VM_OK;
+}
+
+void vm_names_free(vm_names *n) {
+    vm_mem_free(vm_mem_common, VM_SCRATCH, n->text, n->room);
+    vm_mem_free(vm_mem_common, VM_SCRATCH, n->at, vm_mem_capacity(n->count) * sizeof *n->at);
+    vm_mem_free(vm_mem_common, VM_SCRATCH, n->bin, n->bins * sizeof *n->bin);
+}
