@@ -210,12 +210,36 @@ def test_again():
 
     one, two = played(1), played(2)
     for core, _ in (one, two):
-        for number, (_, allocator) in ((1, one), (2, two)):
-            reserved = core.again([takes[conv, number] for conv in core.convs])
-            assert len(reserved) == core.steps and reserved[-1] == allocator.memory_reserved()
-            assert reserved.max() == allocator.max_memory_reserved()
+        rows = tuple(tuple(takes[conv, number] for conv in core.convs) for number in (1, 2, 1))
+        most = [[allocator.max_memory_reserved()] for _, allocator in (one, two, one)]
+        assert core.again(rows, ((0, core.steps),)) == most
     with pytest.raises(ValueError, match="workspaces: want"):
-        one[0].again([])
+        one[0].again(((),), ())
+    with pytest.raises(ValueError, match=r"spans of \d+ steps, got one from 0 until"):
+        one[0].again((), ((0, one[0].steps + 1),))
+    with pytest.raises(ValueError, match="spans"):
+        one[0].again((), ((3, 2),))
+
+
+@pytest.mark.parametrize("conf", ["", "max_split_size_mb:32", "expandable_segments:True"])
+def test_again_of_many_at_once(conf):
+    """Rows that make the same segments are played once: each alone says the same as all together."""
+    r = random.Random(9)
+    core = _core.Process(CachingAllocator.from_conf(conf, history=False), **BLAS, cublaslt_use="kept")
+    traces = [a_trace(r) for _ in range(3)]
+    core.hold("held", [3 << 20, 50 << 20])
+    for trace in (*traces, *traces):
+        wanted = [r.randint(0, 1 << 25) for _ in trace.convs]
+        left, *_ = core.call(trace, wanted, wanted)
+        core.release(left.values())
+        core.empty_cache()
+    half, steps = core.steps // 2, core.steps
+    rows = [tuple(r.randint(0, 1 << r.choice((12, 19, 21, 26))) for _ in core.convs) for _ in range(20)]
+    rows += [tuple(size + r.randint(0, 600) for size in row) for row in rows]
+    spans = ((0, steps), (half, steps), (half, steps - 3), (half, half))
+    alone = [core.again((row,), spans)[0] for row in rows]
+    assert core.again(tuple(rows), spans) == alone
+    assert len({tuple(most) for most in alone}) > 3 and all(most[3] == 0 for most in alone)
 
 
 def play(core):
@@ -227,7 +251,7 @@ def play(core):
     left, *_ = core.call(trace, [1 << 20] * len(trace.convs), [0] * len(trace.convs))
     core.release([*left.values(), *held[::2]])
     core.empty_cache()
-    core.again([1 << 20] * len(core.convs))
+    core.again(tuple([size << 20] * len(core.convs) for size in (1, 9)), ((0, core.steps),))
     return core.peak(), core.baseline(), core.frames
 
 

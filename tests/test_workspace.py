@@ -481,9 +481,9 @@ def test_how_far_answers_may_lie_from_what_was_asked(nobody):
         ("B200", "9.22.0", "9.8.0"),
     ):
         card = find_gpu(gpu)
-        own, family = ({p.sm for p in profiles.relatives(card, version)} for version in (between, beyond))
+        own, family = ({p.sm for p in profiles.relatives(card.sm, version)} for version in (between, beyond))
         assert own == {card.sm} and family > own and len({sm < 80 for sm in family}) == 1
-        assert {p.sm for p in profiles.relatives(card, None)} == family
+        assert {p.sm for p in profiles.relatives(card.sm, None)} == family
     question = "float32", 1, 256, 512, 512, 256, 3
     workspace = Workspace("RTX 4090", "9.1.0", cudnn=nobody)
     workspace.conv(*question)
@@ -498,7 +498,7 @@ def test_what_takes_the_most_of_all(nobody):
     workspace = Workspace("RTX 3090", "9.1.0", cudnn=nobody)
     for question in questions:
         workspace.conv(*question)
-    asked = profiles.relatives(workspace.gpu, "9.1.0")
+    asked = profiles.relatives(workspace.gpu.sm, "9.1.0")
     most = tuple(max(p.conv(profiles.Conv(*q))[0] for p in asked if p.conv(profiles.Conv(*q))) for q in questions)
     assert most in [tuple(other.conv(*q)[0] for q in questions) for other in workspace.alternatives()]
 

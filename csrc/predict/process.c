@@ -127,6 +127,12 @@ uint64_t vm_process_bytes_at(vm_process *p, uint64_t address) {
 
 /* ---- playing it ---- */
 
+/* What a convolution met: what was cached, and the segment that its workspace made. */
+typedef struct met {
+    vm_talloc_room room;
+    uint64_t made;
+} met;
+
 /* Where steps are played, and what with. */
 typedef struct run {
     vm_talloc *talloc;
@@ -136,6 +142,7 @@ typedef struct run {
     kept kept[2];
     const uint32_t *stamp;          /* the name in the allocator's history, else the step's */
     uint64_t *allocated, *reserved; /* of each step that was played, or NULL */
+    met *met;                       /* where the next convolution's goes, or NULL */
     size_t highest;                 /* the step with the greatest height */
 } run;
 
@@ -158,6 +165,10 @@ static vm_status keep(vm_talloc *a, uint64_t bytes, uint64_t *address) {
 
 /* A convolution's workspace: of the first plan, else of the next (try_configs in Conv_v8.cpp). */
 static vm_status convolve(run *r, uint32_t id, uint64_t *height) {
+    if (r->met) {
+        const vm_talloc_room room = vm_talloc_cached(r->talloc);
+        *r->met++ = (met){room, vm_talloc_makes(r->talloc, room, r->workspace[id])};
+    }
     vm_status s = borrow(r->talloc, r->workspace[id], height);
     if (s != VM_ENOMEM || !vm_talloc_last_oom(r->talloc) || !r->next || r->next[id] >= r->workspace[id]) return s;
     r->workspace[id] = r->next[id];
@@ -193,12 +204,12 @@ static vm_status take_step(run *r, const vm_trace_step *step, uint64_t *height) 
     }
 }
 
-/* Plays the script's steps from *at on; *at: the first that was not played. */
-static vm_status play(run *r, const vm_trace *script, size_t *at) {
+/* Plays the script's steps from *at until `until`; *at: the first that was not played. */
+static vm_status play(run *r, const vm_trace *script, size_t *at, size_t until) {
     const size_t from = *at;
     uint64_t most = 0;
     vm_status s = VM_OK;
-    for (; *at < script->steps; ++*at) {
+    for (; *at < until; ++*at) {
         uint64_t height = 0;
         if ((s = take_step(r, &script->step[*at], &height))) break;
         for (int k = 0; k < 2; k++)
@@ -285,7 +296,7 @@ static vm_status take_all(vm_process *p, uint32_t stamp, uint32_t name, const ui
         s = push(p, (vm_trace_step){.op = VM_TRACE_TAKE, .name = name, .bytes = bytes[i]});
     run r = run_of(p);
     r.stamp = &stamp;
-    if (!s) s = play(&r, p->script, &at);
+    if (!s) s = play(&r, p->script, &at, p->script->steps);
     note_peak(p, &r, NEVER);
     if (s) {
         done(p, s);
@@ -364,7 +375,7 @@ static vm_status play_call(vm_process *p, run *r, const vm_trace *t, size_t from
     size_t at = from;
     vm_status s = vm_names_add(&p->script->names, "cublas [workspace]", &names[CUBLAS]);
     if (!s) s = vm_names_add(&p->script->names, "cublaslt [workspace]", &names[CUBLASLT]);
-    if (!s) s = play(r, p->script, &at);
+    if (!s) s = play(r, p->script, &at, p->script->steps);
     if (done(p, s))
         for (uint32_t id = first; id < p->script->ids; id++)
             if (p->storage[id].address && !vm_talloc_free(p->talloc, p->storage[id].address))
@@ -414,15 +425,70 @@ vm_status vm_process_call(vm_process *p, const vm_trace *t, const uint64_t *work
     return s;
 }
 
-vm_status vm_process_again(const vm_process *p, uint64_t *workspace, uint64_t *reserved) {
-    run r = {
-        .blas = &p->blas, .workspace = workspace, .kept = {{.step = NEVER}, {.step = NEVER}}, .reserved = reserved};
+/* ---- the same with other workspaces ---- */
+
+/* Whether a row of workspaces makes the segments that were made before, so that all goes as it went then. */
+static bool makes_the_same(const vm_process *p, size_t until, const uint64_t *workspace, const met *before) {
+    const vm_trace_step *const step = p->script->step;
+    bool same = true;
+    for (size_t i = 0; same && i < until; i++) {
+        if (step[i].op != VM_TRACE_CONV) continue;
+        same = vm_talloc_makes(p->talloc, before->room, workspace[step[i].id]) == before->made;
+        before++;
+    }
+    return same;
+}
+
+/* r: with its scratch memory; its reserved bytes: [until]. */
+static vm_status play_row(const vm_process *p, run r, size_t until, const vm_process_span *span, size_t spans,
+                          uint64_t *most) {
     size_t at = 0;
+    memset(r.storage, 0, p->script->ids * sizeof *r.storage);
     vm_status s = vm_talloc_new(vm_talloc_settings(p->talloc), &r.talloc);
-    if (!s) s = take(p->script->ids, sizeof *r.storage, &r.storage);
-    if (!s) s = play(&r, p->script, &at);
-    release(r.storage, (size_t)p->script->ids + 1, sizeof *r.storage);
+    if (!s) s = play(&r, p->script, &at, until);
+    for (size_t i = 0; !s && i < spans; i++) {
+        const uint64_t before = span[i].since ? r.reserved[span[i].since - 1] : 0;
+        most[i] = before;
+        for (at = span[i].since; at < span[i].until; at++) most[i] = VM_MAX(most[i], r.reserved[at]);
+        most[i] -= before;
+    }
     vm_talloc_delete(r.talloc);
+    return s;
+}
+
+vm_status vm_process_again(const vm_process *p, const vm_process_span *span, size_t spans, uint64_t *workspace,
+                           size_t rows, uint64_t *most) {
+    const vm_trace *const t = p->script;
+    const bool plain = vm_talloc_is_plain(p->talloc);
+    run r = {.blas = &p->blas, .kept = {{.step = NEVER}, {.step = NEVER}}};
+    size_t until = 0, calls = 0; /* of convolutions */
+    met **met_by = NULL;
+    for (size_t i = 0; i < spans; i++) {
+        if (span[i].since > span[i].until || span[i].until > t->steps)
+            return vm_fail(VM_EINVAL, "again: want spans of %zu steps, got one from %zu until %zu", t->steps,
+                           span[i].since, span[i].until);
+        until = VM_MAX(until, span[i].until);
+    }
+    for (size_t i = 0; i < until; i++) calls += t->step[i].op == VM_TRACE_CONV;
+    vm_status s = take(t->ids, sizeof *r.storage, &r.storage);
+    if (!s) s = take(until, sizeof *r.reserved, &r.reserved);
+    if (!s) s = take(rows, sizeof(met *), &met_by);
+    for (size_t i = 0; !s && i < rows; i++) {
+        r.workspace = workspace + i * t->convs;
+        size_t like = 0;
+        while (plain && like < i && !(met_by[like] && makes_the_same(p, until, r.workspace, met_by[like]))) like++;
+        if (plain && like < i) {
+            memcpy(most + i * spans, most + like * spans, spans * sizeof *most);
+            continue;
+        }
+        if (plain) s = take(calls, sizeof(met), &met_by[i]);
+        r.met = met_by[i];
+        if (!s) s = play_row(p, r, until, span, spans, most + i * spans);
+    }
+    for (size_t i = 0; met_by && i < rows; i++) release(met_by[i], calls + 1, sizeof(met));
+    release(met_by, rows + 1, sizeof(met *));
+    release(r.reserved, until + 1, sizeof *r.reserved);
+    release(r.storage, (size_t)t->ids + 1, sizeof *r.storage);
     return s;
 }
 

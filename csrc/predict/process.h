@@ -57,8 +57,17 @@ void vm_process_reset_peak(vm_process *p);
 /* All steps so far, with names and convolutions of its own; the allocator's tags are its names. Borrowed until the next
  * call. */
 const vm_trace *vm_process_script(const vm_process *p);
-/* The same on a fresh allocator like the process's. workspace: [script->convs]; reserved: [script->steps], out. */
-vm_status vm_process_again(const vm_process *p, uint64_t *workspace, uint64_t *reserved);
+
+/* Steps of the script: those before `until`, from `since` on. */
+typedef struct vm_process_span {
+    size_t since, until;
+} vm_process_span;
+
+/* The most that the same steps would have reserved in each span, beyond what was reserved before it, on fresh
+ * allocators like the process's. workspace: [rows][script->convs], changed; most: [rows][spans], out. Rows that would
+ * make the same segments are played once. */
+vm_status vm_process_again(const vm_process *p, const vm_process_span *span, size_t spans, uint64_t *workspace,
+                           size_t rows, uint64_t *most);
 
 typedef struct vm_process_named {
     uint32_t name;

@@ -29,6 +29,24 @@ static uint64_t segment_size(const vm_talloc *a, const request *r) {
     return r->size < TA_LARGE_FROM ? TA_LARGE_SEGMENT : VM_ROUND_UP(r->size, TA_LARGE_ROUND);
 }
 
+vm_talloc_room vm_talloc_cached(const vm_talloc *a) {
+    const node last = {.size = UINT64_MAX, .address = UINT64_MAX};
+    const node *large = ta_before(&a->pools[0].cached, &last), *small = ta_before(&a->pools[1].cached, &last);
+    return (vm_talloc_room){large ? large->size : 0, small ? small->size : 0};
+}
+
+uint64_t vm_talloc_makes(const vm_talloc *a, vm_talloc_room room, uint64_t bytes) {
+    const uint64_t size = vm_talloc_round(&a->config, bytes);
+    const request r = {.size = size, .small = size <= TA_SMALL};
+    return !bytes || size <= (r.small ? room.small : room.large) ? 0 : segment_size(a, &r);
+}
+
+bool vm_talloc_is_plain(const vm_talloc *a) {
+    const vm_talloc_config *c = &a->config;
+    return !c->total_memory && !c->allowed_memory && c->max_split_size == UINT64_MAX && !c->expandable_segments &&
+           !c->driver_pool;
+}
+
 static bool leaves_a_block(const vm_talloc *a, const request *r, const block *b) {
     const uint64_t rest = b->node.size - r->size;
     if (r->small || a->config.expandable_segments) return rest >= TA_BLOCK;

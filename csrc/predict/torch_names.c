@@ -16,10 +16,15 @@ static vm_status widen(void *array, size_t used, size_t *room, size_t wanted, si
 }
 
 /* Where text stands, or would stand. */
-static uint32_t *find(const vm_names *n, const char *text) {
-    size_t i = 14695981039346656037u;
-    for (const char *at = text; *at; at++) i = (i ^ (unsigned char)*at) * 1099511628211u;
-    for (i &= n->bins - 1; n->bin[i] && strcmp(vm_names_get(n, n->bin[i] - 1), text);) i = (i + 1) & (n->bins - 1);
+static uint32_t *find(const vm_names *n, const char *text, size_t length) {
+    uint64_t hash = length, word;
+    for (size_t at = 0; at < length; at += sizeof word) {
+        word = 0;
+        memcpy(&word, text + at, VM_MIN(sizeof word, length - at));
+        hash = (hash ^ word) * 0x9E3779B97F4A7C15u, hash ^= hash >> 29;
+    }
+    size_t i = hash & (n->bins - 1);
+    while (n->bin[i] && strcmp(vm_names_get(n, n->bin[i] - 1), text)) i = (i + 1) & (n->bins - 1);
     return &n->bin[i];
 }
 
@@ -28,10 +33,13 @@ vm_status vm_names_add(vm_names *n, const char *text, uint32_t *number) {
     vm_status s = VM_OK;
     if (2 * (n->count + 1) > n->bins) {
         s = widen(&n->bin, 0, &n->bins, n->bins ? 2 * n->bins : 128, sizeof *n->bin);
-        for (size_t i = 0; !s && i < n->count; i++) *find(n, vm_names_get(n, i)) = (uint32_t)i + 1;
+        for (size_t i = 0; !s && i < n->count; i++) {
+            const char *name = vm_names_get(n, i);
+            *find(n, name, strlen(name) + 1) = (uint32_t)i + 1;
+        }
     }
     if (s) return s;
-    uint32_t *bin = find(n, text);
+    uint32_t *bin = find(n, text, length);
     *number = *bin - 1;
     if (*bin) return VM_OK;
     if (n->room - n->used < length) s = widen(&n->text, n->used, &n->room, 2 * (n->room + length) + 4096, 1);

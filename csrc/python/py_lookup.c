@@ -15,6 +15,7 @@ typedef struct Lookup {
     PyObject_HEAD
     vm_lookup *lookup;
     PyObject *profiles, *sources; /* a tuple that keeps the profiles; a list of texts */
+    bool tf32;
 } Lookup;
 
 /* ---- reading files' data ---- */
@@ -274,6 +275,7 @@ static PyObject *lookup_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
         return NULL;
     torch.is_290 = is_290;
     Lookup *self = (Lookup *)type->tp_alloc(type, 0);
+    if (self) self->tf32 = tf32;
     const Py_ssize_t count = PyTuple_GET_SIZE(list);
     int failed = !self || !(self->profiles = PyTuple_New(count)) || !(self->sources = PyList_New(0)) ? -1 : 0;
     const vm_status s = failed ? VM_OK : vm_lookup_new(&torch, tf32, &self->lookup);
@@ -385,21 +387,48 @@ static PyObject *lookup_answers(Lookup *self, PyObject *args) {
     return result;
 }
 
-static PyObject *lookup_held_by(Lookup *self, PyObject *args) {
-    PyObject *profile;
-    int tf32;
-    size_t count, held = 0;
-    if (!PyArg_ParseTuple(args, "Op:held_by", &profile, &tf32) || !is_profile(profile)) return NULL;
-    const vm_known *known = vm_lookup_all(self->lookup, &count);
-    vm_status s = VM_OK;
-    for (size_t i = 0; !s && i < count; i++) {
-        bool found;
-        uint64_t bytes;
+/* (bytes of each convolution of `of`, how many of these were recorded) by a profile, else as `rest` knows it; Py_None
+ * where that cannot be, NULL with another exception set. */
+static PyObject *by_profile(Lookup *self, PyObject *of, const vm_profile *profile, Lookup *rest, PyObject *told) {
+    PyObject *list = PyList_New(0);
+    Py_ssize_t held = 0;
+    int failed = !list, more = 1;
+    vm_conv conv;
+    while (!failed && (more = question_of(of, (size_t)PyList_GET_SIZE(list), &conv)) > 0) {
+        const vm_known *own = vm_lookup_known(self->lookup, &conv);
+        vm_known known = {0};
         vm_profile_how how;
-        s = vm_profile_conv(((Profile *)profile)->profile, &known[i].conv, tf32, &found, &bytes, &how);
+        bool found;
+        const vm_status s = vm_profile_conv(profile, &conv, self->tf32, &found, &known.bytes, &how);
         held += found;
+        if (s)
+            failed = (vm_py_raise(s), -1);
+        else if (own && own->own)
+            known = *own;
+        else if (!found)
+            failed = know(rest, &conv, told, &known);
+        failed = failed || append(list, PyLong_FromUnsignedLongLong(known.bytes));
     }
-    return s ? vm_py_raise(s) : PyLong_FromSize_t(held);
+    PyObject *row = failed || more < 0 ? NULL : PyList_AsTuple(list);
+    Py_XDECREF(list);
+    if (row) return Py_BuildValue("(Nn)", row, held);
+    if (!PyErr_ExceptionMatches(PyExc_ValueError)) return NULL;
+    PyErr_Clear();
+    return Py_NewRef(Py_None);
+}
+
+static PyObject *lookup_by_each(Lookup *self, PyObject *args) {
+    PyObject *of, *profiles, *rest, *told;
+    if (!PyArg_ParseTuple(args, "OO!O!O:by_each", &of, &PyTuple_Type, &profiles, Py_TYPE(self), &rest, &told))
+        return NULL;
+    PyObject *list = PyList_New(0);
+    for (Py_ssize_t i = 0; list && i < PyTuple_GET_SIZE(profiles); i++) {
+        PyObject *profile = PyTuple_GET_ITEM(profiles, i);
+        if (!is_profile(profile) ||
+            append(list, by_profile(self, of, ((Profile *)profile)->profile, (Lookup *)rest, told)))
+            Py_CLEAR(list);
+    }
+    return list;
 }
 
 static PyObject *lookup_known(Lookup *self, PyObject *args) {
@@ -469,8 +498,11 @@ static PyMethodDef lookup_methods[] = {
     {"answers", (PyCFunction)lookup_answers, METH_VARARGS,
      "answers($self, of, has_other, told, /)\n--\n\n(bytes, what is wanted where these cannot be had, source) of the "
      "convolutions of a Trace or a\nProcess, or of those that another Lookup was asked about, each a list."},
-    {"held_by", (PyCFunction)lookup_held_by, METH_VARARGS,
-     "held_by($self, profile, tf32, /)\n--\n\nHow many of the convolutions so far were recorded in a profile."},
+    {"by_each", (PyCFunction)lookup_by_each, METH_VARARGS,
+     "by_each($self, of, profiles, rest, told, /)\n--\n\nFor each of a tuple of Profiles (a tuple of the bytes of the "
+     "convolutions of a Trace, a Process or\na Lookup, how many of these it has recorded). `rest`, another Lookup, "
+     "says the bytes where it has not,\nas conv does, and a ValueError there makes None of the pair. What PyTorch runs "
+     "by itself stays."},
     {"known", (PyCFunction)lookup_known, METH_VARARGS,
      "known($self, own, /)\n--\n\nThe convolutions so far; own: those that PyTorch runs itself."},
     {NULL, NULL, 0, NULL}};

@@ -236,30 +236,52 @@ static PyObject *process_call(Process *self, PyObject *args) {
     return result;
 }
 
-/* With the locks held. */
-static PyObject *again_locked(Process *self, uint64_t *workspace, size_t count) {
-    const vm_trace *script = vm_process_script(self->process);
-    if (count != script->convs)
-        return PyErr_Format(PyExc_ValueError, "workspaces: want %zu of them, got %zu", script->convs, count);
-    npy_intp steps[1] = {(npy_intp)script->steps};
-    PyObject *reserved = PyArray_SimpleNew(1, steps, NPY_UINT64);
-    vm_status s = VM_OK;
-    if (reserved) s = vm_process_again(self->process, workspace, PyArray_DATA((PyArrayObject *)reserved));
-    if (!s) return reserved;
-    Py_XDECREF(reserved);
-    return vm_py_raise(s);
+/* Each of a sequence of sequences of `count` integers, one behind the other; NULL with an exception set. */
+static uint64_t *to_rows(const char *name, PyObject *rows, size_t count) {
+    const size_t many = (size_t)PyTuple_GET_SIZE(rows);
+    uint64_t *number = PyMem_Calloc(many * count + 1, sizeof *number);
+    if (!number) PyErr_NoMemory();
+    for (size_t i = 0; number && i < many; i++) {
+        size_t got = 0;
+        uint64_t *row = to_numbers(name, PyTuple_GET_ITEM(rows, (Py_ssize_t)i), &got);
+        if (row && got == count) memcpy(number + i * count, row, count * sizeof *row);
+        if (row && got != count) PyErr_Format(PyExc_ValueError, "%s: want %zu of them, got %zu", name, count, got);
+        PyMem_Free(row);
+        if (!PyErr_Occurred()) continue;
+        PyMem_Free(number);
+        number = NULL;
+    }
+    return number;
 }
 
-static PyObject *process_again(Process *self, PyObject *workspaces) {
-    size_t count;
-    uint64_t *workspace = to_numbers("workspaces", workspaces, &count);
-    PyObject *reserved = NULL;
-    if (workspace && !acquire(self, "again")) {
-        reserved = again_locked(self, workspace, count);
-        finish(self, VM_OK);
-    }
+typedef struct table {
+    const uint64_t *number;
+    size_t columns;
+} table;
+
+static PyObject *row_item(const void *context, size_t i) {
+    const table *t = context;
+    return vm_py_list(t->columns, number_item, t->number + i * t->columns);
+}
+
+static PyObject *process_again(Process *self, PyObject *args) {
+    PyObject *rows = NULL, *pairs = NULL, *list = NULL;
+    uint64_t *workspace = NULL, *span = NULL, *most = NULL;
+    if (!PyArg_ParseTuple(args, "O!O!:again", &PyTuple_Type, &rows, &PyTuple_Type, &pairs)) return NULL;
+    const size_t count = (size_t)PyTuple_GET_SIZE(rows), spans = (size_t)PyTuple_GET_SIZE(pairs);
+    if ((span = to_rows("spans", pairs, 2)))
+        workspace = to_rows("workspaces", rows, vm_process_script(self->process)->convs);
+    vm_process_span *steps = workspace ? PyMem_Calloc(spans + 1, sizeof *steps) : NULL;
+    if (steps && !(most = PyMem_Calloc(count * spans + 1, sizeof *most))) PyErr_NoMemory();
+    for (size_t i = 0; most && i < spans; i++) steps[i] = (vm_process_span){span[2 * i], span[2 * i + 1]};
+    if (most && !acquire(self, "again") &&
+        !finish(self, vm_process_again(self->process, steps, spans, workspace, count, most)))
+        list = vm_py_list(count, row_item, &(table){most, spans});
+    PyMem_Free(most);
+    PyMem_Free(steps);
     PyMem_Free(workspace);
-    return reserved;
+    PyMem_Free(span);
+    return list;
 }
 
 static PyObject *process_empty_cache(Process *self, PyObject *Py_UNUSED(ignored)) {
@@ -374,9 +396,10 @@ static PyMethodDef methods[] = {
      "next where they\ncannot be had. Returns ({id: address} of what it leaves, bytes allocated and reserved at the "
      "height "
      "of\neach step)."},
-    {"again", (PyCFunction)process_again, METH_O,
-     "again($self, workspaces, /)\n--\n\nAll that happened, on a fresh allocator like the process's, where its "
-     "convolutions take these workspaces.\nReturns the bytes reserved behind each step."},
+    {"again", (PyCFunction)process_again, METH_VARARGS,
+     "again($self, rows, spans, /)\n--\n\nThe most bytes that the same steps would have reserved in each span "
+     "(since, until) of steps, beyond\nwhat was reserved before it, on fresh allocators like the process's: a list for "
+     "each row of workspaces\nof its convolutions."},
     {"empty_cache", (PyCFunction)process_empty_cache, METH_NOARGS,
      "empty_cache($self, /)\n--\n\ntorch.cuda.empty_cache"},
     {"reset_peak", (PyCFunction)process_reset_peak, METH_NOARGS,

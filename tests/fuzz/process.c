@@ -55,6 +55,24 @@ static void call(vm_process *p, const vm_trace *t, input *in, uint64_t held[HELD
     free(reserved);
 }
 
+enum { ROWS = 3 };
+
+/* The same steps with other workspaces: each row alone says what all say together. */
+static void again(const vm_process *p, input *in) {
+    const vm_trace *script = vm_process_script(p);
+    const size_t convs = script->convs;
+    const vm_process_span span[2] = {{0, script->steps}, {script->steps / 2, script->steps}};
+    uint64_t *row = calloc(ROWS * convs + 1, 8), together[2 * ROWS], alone[2];
+    for (size_t i = 0; i < ROWS * convs; i++) row[i] = number(in) % ((uint64_t)1 << 26);
+    const bool played = !vm_process_again(p, span, 2, row, ROWS, together);
+    vm_mem_fail_at(0);
+    for (size_t i = 0; i < ROWS && played; i++) {
+        CHECK(!vm_process_again(p, span, 2, row + i * convs, 1, alone));
+        CHECK(alone[0] == together[2 * i] && alone[1] == together[2 * i + 1]);
+    }
+    free(row);
+}
+
 static void check(vm_process *p, const vm_talloc *talloc, const uint64_t held[HELD]) {
     const vm_talloc_stat *s = &vm_talloc_get_stats(talloc)->of[VM_TALLOC_ALLOCATED_BYTES][VM_TALLOC_ALL];
     vm_process_list list;
@@ -106,7 +124,10 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
             if (held[which]) vm_process_copy(p, "weights", &held[which], bytes, bytes[0] > 0, &copied);
             break;
         case 5:
-            vm_process_reset_peak(p);
+            if (which % 2)
+                again(p, &in);
+            else
+                vm_process_reset_peak(p);
             break;
         default:
             call(p, t[which % TRACES], &in, held);

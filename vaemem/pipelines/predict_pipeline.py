@@ -371,7 +371,8 @@ class PipelinePrediction(_Phases):
     def _possible(self, every: bool) -> Iterator[Sequence[Phase]]:
         """The phases, and those with each of the other workspaces that may be the true ones."""
         yield self._run.phases
-        for workspace in self._process._alternatives(every):
+        known = getattr(self._process.workspace, "alternatives", None)
+        for workspace in known(every) if known else ():
             yield play_pipeline(self._question, workspace).phases
 
     @functools.cached_property

@@ -55,9 +55,10 @@ class Counters:
         self._baseline = process.allocated, process.reserved
 
     def read(self) -> Reading:
-        self._process._note_read()
         allocated, reserved = self._process.peak_allocated, self._process.peak_reserved
-        return Reading(allocated - self._baseline[0], reserved - self._baseline[1], allocated, reserved)
+        reading = Reading(allocated - self._baseline[0], reserved - self._baseline[1], allocated, reserved)
+        self._process._note_run(reading.reserved)
+        return reading
 
 
 class Names:
@@ -129,20 +130,21 @@ def benchmark(
             names["scaled"] = process.elementwise(x, "latents [scaled]")
             names["result"] = process.decode(vae, names["scaled"], tile=tile, slicing=slicing)
 
-    for _ in range(protocol.warmups):
-        names.delete("result")
-        call(measured=False)
-        process.convert(vae, weights_dtype)
-        if protocol.emptied:
-            process.empty_cache()
-    names.delete("result")
     measurements: list[Reading] = []
-    for _ in range(protocol.runs):
-        if protocol.emptied or not measurements:
+    for i in range(protocol.warmups + protocol.runs):
+        is_measured = i >= protocol.warmups
+        names.delete("result")
+        # A first run before which nothing was given back is a cold one, for there is no cache that could be emptied.
+        is_cold = not i and process.allocated == process.peak_allocated
+        if is_cold or (is_measured and (protocol.emptied or not measurements)):
             counters = Counters(process)
-        call(measured=True)
-        measurements.append(counters.read())
+        call(is_measured)
+        if is_cold or is_measured:
+            measurements.append(counters.read())
         process.convert(vae, weights_dtype)
-        names.delete("result", "dist", "scaled")
+        if is_measured:
+            names.delete("result", "dist", "scaled")
+        elif protocol.emptied:
+            process.empty_cache()
     names.delete(*names.held)  # the function returns
-    return measurements
+    return measurements[-protocol.runs :]

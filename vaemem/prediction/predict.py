@@ -19,7 +19,7 @@ from vaemem._arguments import shared
 from vaemem._common import MIB, flag, latent_factor
 from vaemem._core import OutOfMemoryError
 from vaemem.engine.limits import LARGEST_SIDE, check_aspect, largest_size
-from vaemem.prediction.benchmark import USUAL_PROTOCOL, Reading
+from vaemem.prediction.benchmark import PROTOCOLS, USUAL_PROTOCOL, Reading
 from vaemem.prediction.formula import derive
 from vaemem.prediction.moments import Moment, PeakTensor
 from vaemem.prediction.process import SimulatedProcess
@@ -59,7 +59,7 @@ class _Answer:
         self._question, self._process = question, question.start()
         self.protocol, process = question.software.protocol, self._process
         self.allocated, self.reserved, self.peak_allocated, self.peak_reserved = first = question.play(process)
-        self._plays = {self.protocol: (process, self.reserved)}
+        self._plays = {self.protocol: process}
         self.gpu, self.total_memory = process.gpu.name, process.gpu.total_memory
         self.torch_version = process.torch_version
         self.cudnn_version: str | None = getattr(process.workspace, "cudnn_version", None)
@@ -71,11 +71,20 @@ class _Answer:
         self.outcome = "does not fit" if full else "may fit" if process.guessed_plans else "fits"
 
     def _played(self, protocol: str) -> tuple[SimulatedProcess, int]:
-        """A process that played the same call by a protocol, and the bytes that it reserved above the baseline."""
+        """A process that played the same call by a protocol, and which of the runs that were read is the protocol's."""
+        if protocol == "cold":
+            for other, process in self._plays.items():
+                if len(process._runs) > PROTOCOLS[other].runs or not PROTOCOLS[other].warmups:
+                    return process, 0
         if protocol not in self._plays:
-            process = self._question.start(self._process.workspace)
-            self._plays[protocol] = process, self._question.play(process, protocol).reserved
-        return self._plays[protocol]
+            self._plays[protocol] = self._question.start(self._process.workspace)
+            self._question.play(self._plays[protocol], protocol)
+        return self._plays[protocol], -1
+
+    def _read(self, protocol: str) -> int:
+        """The bytes that this process reserved above the baseline."""
+        process, run = self._played(protocol)
+        return process._runs[run][0]
 
     def _within(
         self, capacity: int, has_other_plans: bool = True
@@ -115,8 +124,8 @@ class _Answer:
     def _others(self, every: bool, *protocols: str) -> Iterator[int]:
         """Reserved bytes by each of these protocols, with each of the other workspaces that may be the true ones."""
         if alternatives := self._process._alternatives(every):
-            for process, _ in map(self._played, protocols):
-                yield from map(process._again, alternatives)
+            for process, run in map(self._played, protocols):
+                yield from process._again(alternatives, run)
 
     @functools.cached_property
     def band(self) -> tuple[int, int]:
@@ -125,9 +134,9 @@ class _Answer:
 
     @functools.cached_property
     def upper(self) -> int:
-        protocols = tuple(dict.fromkeys(("cold", USUAL_PROTOCOL, self.protocol)))
-        known = [self._played(name)[1] for name in protocols]
-        others = self._others(not self._question.software.has_version, *protocols)
+        protocols = tuple(dict.fromkeys((USUAL_PROTOCOL, "cold", self.protocol)))
+        known = [self._read(name) for name in protocols]
+        others = list(self._others(not self._question.software.has_version, *protocols))
         return math.ceil(max(*known, *self.band, *others) * MARGIN) + SEGMENT
 
     def save_snapshot(self, path: str | os.PathLike[str]) -> None:
@@ -266,7 +275,7 @@ class Prediction(_Answer):
         if self.allocator == "cudaMallocAsync":  # how much the driver's pool wastes is not known: as much as PyTorch's?
             workspace, software = self._process.workspace, replace(self._question.software, allocator="native")
             native = Prediction(replace(self._question, software=software, workspace=workspace))
-            yield from (native._played(protocol)[1] for protocol in protocols)
+            yield from map(native._read, protocols)
             yield from native._others(every, *protocols)
 
     @property

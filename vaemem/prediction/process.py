@@ -104,7 +104,9 @@ class SimulatedProcess:
         # Whether cuDNN has plans without workspace where that is not known; else what the first wants has to be had.
         self.has_other_plans = True
         self._most_reserved = 0  # before the peaks were reset
-        self._steps = 0, 0  # how many the core had taken when the peaks were reset, and when the counters were read
+        self._since = 0  # steps that the core had taken when the peaks were reset
+        self._runs: list[tuple[int, tuple[int, int]]] = []  # bytes that were read, and since and until which step
+        self._with_others: dict[tuple[int, ...], list[int]] = {}  # the same with other workspaces, by run
         self._last: tuple[_core.Trace, Any, Any] | None = None
 
     # ---- what there is ----
@@ -312,7 +314,7 @@ class SimulatedProcess:
         """``torch.cuda.reset_peak_memory_stats()``."""
         self._most_reserved = self.most_reserved
         self._core.reset_peak()
-        self._steps = self._core.steps, 0
+        self._since = self._core.steps
 
     # ---- what happened ----
 
@@ -357,23 +359,23 @@ class SimulatedProcess:
 
     # ---- within ----
 
-    def _alternatives(self, every: bool = False) -> list[Any]:
-        """Other workspaces that may be the true ones, as `Workspace.alternatives` has them; of a `workspace` given what
-        that says, if anything."""
-        known = getattr(self.workspace, "alternatives", None)
-        return known(every) if known else []
+    def _alternatives(self, every: bool = False) -> list[tuple[int, ...]]:
+        """Bytes of each convolution so far, as `Workspace.alternatives` have them; none with a `workspace` that does
+        not know."""
+        known = getattr(self.workspace, "other_answers", None)
+        return known(self._core, every) if known else []
 
-    def _note_read(self) -> None:
-        """The counters are being read: what comes later is not in `_again`."""
-        self._steps = self._steps[0], self._core.steps
+    def _note_run(self, reserved: int) -> None:
+        """The counters were read: so much was reserved since the peaks were reset, beyond what was before."""
+        self._runs.append((reserved, (self._since, self._core.steps)))
+        self._with_others = {}
 
-    def _again(self, workspace: Any) -> int:
-        """The bytes that the same script would have reserved with another workspace, from when the peaks were reset
-        until the counters were read, beyond what was reserved before."""
-        reserved = self._core.again(_answers(workspace, self._core, True)[0])
-        since, until = self._steps
-        before = int(reserved[since - 1]) if since else 0
-        return max(before, int(reserved[since:until].max(initial=0))) - before
+    def _again(self, workspaces: Sequence[tuple[int, ...]], run: int) -> list[int]:
+        """What would have been read of a run with each of these other workspaces of the convolutions."""
+        new = tuple(one for one in workspaces if one not in self._with_others)
+        spans = tuple(span for _, span in self._runs)
+        self._with_others.update(zip(new, self._core.again(new, spans) if new else (), strict=True))
+        return [self._with_others[one][run] for one in workspaces]
 
     def _call_vae(self, vae: LoadedVAE, op: str, x: Tensor, tile: int, slicing: bool) -> Tensor:
         arch, encodes = vae.arch, op == "encode"
@@ -426,9 +428,7 @@ class SimulatedProcess:
         return Tensor(name, shape, dtype, {self.hold(name, size): size})
 
 
-def _answers(
-    workspace: Any, trace: _core.Trace | _core.Process, has_other: bool
-) -> tuple[list[int], list[int], list[str]]:
+def _answers(workspace: Any, trace: _core.Trace, has_other: bool) -> tuple[list[int], list[int], list[str]]:
     """As `Workspace.answers`, of a workspace that has `conv` alone too."""
     if hasattr(workspace, "answers"):
         return workspace.answers(trace, has_other)

@@ -233,20 +233,21 @@ def nearest_profile(gpu: Gpu, version: str | None) -> Profile | None:
     return None
 
 
-def relatives(gpu: Gpu, version: str | None) -> list[Profile]:
-    """Every asked profile whose answers may be those of a version (None: any) on a GPU; of those that are alike one.
+@functools.lru_cache(maxsize=256)
+def relatives(sm: int, version: str | None) -> tuple[Profile, ...]:
+    """Every asked profile whose answers may be those of a version (None: any) on GPUs of a compute capability (89 for
+    8.9); of those that are alike one.
 
     A version between two that were asked there answers as some version did on cards of that compute capability. Beyond
     the oldest and the newest of them answers change as they did from card to card, so every profile of the family
     counts: compute capability 8.0 and later, which have TF32, or 7.x. (benchmarks/left_out.py tries the rule.)
     """
-    family = [_load(name) for name, (sm, *_) in profile_files().items() if (sm < 80) == (gpu.sm < 80)]
+    family = [_load(name) for name, (other, *_) in profile_files().items() if (other < 80) == (sm < 80)]
     family = [profile for profile in family if profile.how != "inferred"]
-    own = [profile for profile in family if profile.sm == gpu.sm]
+    own = [profile for profile in family if profile.sm == sm]
     asked = [version_number(profile.version) for profile in own]
     is_between = version and asked and min(asked) <= version_number(version) <= max(asked)
-    different = {profile.file: profile for profile in (own if is_between else family)}
-    return list(different.values())
+    return tuple({profile.file: profile for profile in (own if is_between else family)}.values())
 
 
 @functools.cache

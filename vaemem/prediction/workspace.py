@@ -254,31 +254,47 @@ class Workspace:
         profile answers, only the nearest version that was asked is tried. There is one workspace for each set of
         answers to the questions so far, and none for this one's. `every`: for a process whose cuDNN is not known.
         """
-        others: list[Any] = []
+        return [make() for make in list(self._different(self._asked(), every).values())[1:]]
+
+    def other_answers(self, of: _Asking, every: bool = False) -> list[tuple[int, ...]]:
+        """Bytes of each convolution of a trace or a process, as each of the `alternatives` has them."""
+        return list(self._different(of, every))[1:]
+
+    def _different(self, of: _Asking, every: bool) -> dict[tuple[int, ...], Callable[[], Any]]:
+        """Every set of answers that may be the true one, and what makes a workspace with them: first this one's."""
+        found: dict[tuple[int, ...], Callable[[], Any]] = {tuple(self.answers(of, False)[0]): lambda: self}
+        others: list[Workspace] = []
         if every or set(self.substitutions).difference(_RULED.values()):
             version = None if every else self.cudnn_version
             near = profiles_near(self.gpu, version)
             asked = [profile for profile in near if profile.how != "inferred"]
-            if not every and self._profile is not None and self._profile.how == "inferred":
-                others += map(self._with, self._best_informed(asked)[:1])
-            else:
-                others += map(self._with, self._best_informed(relatives(self.gpu, version)))
-                others.append(_Most(others[:]))
-                if possible := older_rules(self.gpu, version, "possible"):
-                    others += [self._with(profile) for profile in near if profile.how == "inferred"]
-                    others.append(self._with(min(asked, key=lambda p: version_number(p.version)), possible))
+            is_inferred = not every and self._profile is not None and self._profile.how == "inferred"
+            informed = self._best_informed(of, asked if is_inferred else relatives(self.gpu.sm, version))
+            for profile, answers in informed[:1] if is_inferred else informed:
+                found.setdefault(answers, functools.partial(self._with, profile))
+            if informed and not is_inferred:
+                most = tuple(map(max, zip(*(answers for _, answers in informed), strict=True)))
+                found.setdefault(most, lambda: _Most([self._with(profile) for profile, _ in informed]))
+            possible = [] if is_inferred else older_rules(self.gpu, version, "possible")
+            if possible:
+                others += [self._with(profile) for profile in near if profile.how == "inferred"]
+                others.append(self._with(min(asked, key=lambda p: version_number(p.version)), possible))
         if not set(_RULED.values()).isdisjoint(self.substitutions):
             others += [self._with(self._profile, self._rules, guess) for guess in (_least, _most)]
-        found: dict[tuple[int, ...], Any] = {}
-        for other in [self, *others]:
+        for other in others:
             with contextlib.suppress(ValueError):  # it has no engine for one of them: PyTorch would not run
-                found.setdefault(tuple(other.answers(self._asked(), False)[0]), other)
-        return list(found.values())[1:]
+                found.setdefault(tuple(other.answers(of, False)[0]), functools.partial(lambda other: other, other))
+        return found
 
-    def _best_informed(self, profiles: Sequence[Profile]) -> list[Profile]:
-        """Those of the profiles that answer most of the questions so far: not every file holds every kind."""
-        counts = [self._asked().held_by(profile.core, self.tf32) for profile in profiles]
-        return [profile for profile, count in zip(profiles, counts, strict=True) if count == max(counts)]
+    def _best_informed(self, of: _Asking, profiles: Sequence[Profile]) -> list[tuple[Profile, tuple[int, ...]]]:
+        """Those of the profiles that answer most of the questions, for not every file holds every kind, and the
+        answers."""
+        rest = self._with(next(iter(self._near), None))  # what answers the others
+        cores = tuple(profile.core for profile in profiles)
+        said = self._asked().by_each(of, cores, rest._asked(), rest._told)
+        known = [(profile, *one) for profile, one in zip(profiles, said, strict=True) if one]
+        most = max((held for *_, held in known), default=0)
+        return [(profile, answers) for profile, answers, held in known if held == most]
 
     def _with(self, profile: Profile | None, rules: Iterable[dict[str, Any]] = (), guess: Any = None) -> Workspace:
         """The same with other answers, whatever version was wanted."""
