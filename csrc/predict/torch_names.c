@@ -18,12 +18,14 @@ static vm_status widen(void *array, size_t used, size_t *room, size_t wanted, si
 /* Where text stands, or would stand. */
 static uint32_t *find(const vm_names *n, const char *text, size_t length) {
     uint64_t hash = length, word;
-    for (size_t at = 0; at < length; at += sizeof word) {
-        word = 0;
-        memcpy(&word, text + at, VM_MIN(sizeof word, length - at));
+    const char *at = text;
+    for (; length >= sizeof word; at += sizeof word, length -= sizeof word) {
+        memcpy(&word, at, sizeof word);
         hash = (hash ^ word) * 0x9E3779B97F4A7C15u, hash ^= hash >> 29;
     }
-    size_t i = hash & (n->bins - 1);
+    for (word = 0; length--;) word = word << 8 | (unsigned char)*at++;
+    hash = (hash ^ word) * 0x9E3779B97F4A7C15u;
+    size_t i = hash >> 32 & (n->bins - 1);
     while (n->bin[i] && strcmp(vm_names_get(n, n->bin[i] - 1), text)) i = (i + 1) & (n->bins - 1);
     return &n->bin[i];
 }
