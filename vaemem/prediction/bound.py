@@ -246,8 +246,8 @@ def bound(
 
     Notes
     -----
-    It takes minutes where no version is given: every version is a prediction of its own. Between the sizes of the
-    domain the formulas were not checked, and beyond it they are no bound. Images are one at a time.
+    All sizes on one card take up to a minute where no version is given, for every version counts. Between the sizes of
+    the domain the formulas were not checked, and beyond it they are no bound. Images are one at a time.
 
     Tiles are predicted with 512, 768 and 1024 pixels a side, in images with sides of multiples of 512.
 
