@@ -120,7 +120,7 @@ size_t vm_mem_capacity(size_t count) {
 }
 
 vm_status vm_mem_grow(vm_mem *mem, vm_category category, void **array, size_t count, size_t item_bytes) {
-    if (count < vm_mem_capacity(count)) return VM_OK;
+    if (count && (count < 16 || count & (count - 1))) return VM_OK; /* below a capacity, which is a power of two */
     void *wider;
     vm_status s = vm_mem_alloc(mem, category, vm_mem_capacity(count + 1) * item_bytes, &wider);
     if (s) return s;

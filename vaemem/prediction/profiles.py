@@ -200,7 +200,6 @@ def profile_files() -> dict[str, tuple[int, list[str], int]]:
     return found
 
 
-@functools.lru_cache(maxsize=256)
 def _recorded(sm: int, key: str, multiprocessors: int) -> dict[int, str]:
     """{version number: file} of the profiles for one kind of GPU."""
     have: dict[int, tuple[int, str]] = {}
@@ -213,15 +212,20 @@ def _recorded(sm: int, key: str, multiprocessors: int) -> dict[int, str]:
     return {number: name for number, (_, name) in have.items()}
 
 
-def profiles_near(gpu: Gpu, version: str | None) -> list[Profile]:
+def profiles_near(gpu: Gpu, version: str | None) -> tuple[Profile, ...]:
     """The profiles for GPUs like this one, asked and inferred, the nearest cuDNN to `version` first (None: the newest).
 
     Where a version's answers differ among the GPUs of a capability and this one was not asked about, it is the profile
     of the card with the nearest number of multiprocessors.
     """
-    have = _recorded(gpu.sm, gpu.key, gpu.multiprocessors)
+    return _near(gpu.sm, gpu.key, gpu.multiprocessors, version)
+
+
+@functools.lru_cache(maxsize=256)
+def _near(sm: int, key: str, multiprocessors: int, version: str | None) -> tuple[Profile, ...]:
+    have = _recorded(sm, key, multiprocessors)
     wanted = max(have, default=0) if version is None else version_number(version)
-    return [_load(have[number]) for number in sorted(have, key=lambda number: (abs(number - wanted), -number))]
+    return tuple(_load(have[number]) for number in sorted(have, key=lambda number: (abs(number - wanted), -number)))
 
 
 def nearest_profile(gpu: Gpu, version: str | None) -> Profile | None:

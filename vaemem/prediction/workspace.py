@@ -66,6 +66,9 @@ KERNELS = {
 WITHOUT_VOLTA = {("2.7", "cu128"), ("2.11", "cu128")}  # pytorch/pytorch#157517 brought it back, #172352 ended it
 
 
+_match_version = functools.lru_cache(maxsize=256)(re.compile(r"(\d+\.\d+)(?:\.\d+)*(?:\+([a-z]+)([\w.]*))?").fullmatch)
+
+
 def torch_build(version: str) -> tuple[str, str]:
     """Release and CUDA build, ``("2.7", "cu128")``, of ``"2.7.1+cu128"``; of ``"2.7.1"``, PyPI's build.
 
@@ -74,7 +77,7 @@ def torch_build(version: str) -> tuple[str, str]:
     ValueError
         Where it is no version, one whose operators are not modelled, or no CUDA build.
     """
-    match = re.fullmatch(r"(\d+\.\d+)(?:\.\d+)*(?:\+([a-z]+)([\w.]*))?", version) if isinstance(version, str) else None
+    match = _match_version(version) if isinstance(version, str) else None
     if not match or match[1] not in CUDNN_OF_TORCH:
         raise ValueError(
             f"torch_version: want one of {', '.join(CUDNN_OF_TORCH)}, such as '2.7.1' or '2.7.1+cu128', got {version!r}"
