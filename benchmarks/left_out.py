@@ -51,9 +51,15 @@ def without(names: Iterable[str]) -> Iterator[None]:
     """As if these profiles had never been recorded."""
     kept = {name: about for name, about in profiles.profile_files().items() if name not in set(names)}
     with mock.patch.object(profiles, "profile_files", lambda: kept):
-        profiles._recorded.cache_clear()
+        forget()
         yield
-    profiles._recorded.cache_clear()
+    forget()
+
+
+def forget() -> None:
+    """What was found among the profiles is looked for again."""
+    profiles._near.cache_clear()
+    profiles.relatives.cache_clear()
 
 
 def recorded() -> list[tuple[str, str, str, list[str]]]:

@@ -93,7 +93,7 @@ def test_backends_command(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["estimate", "sd4", "decode", "512"], "vaemem estimate: models: want sd15, sdxl, flux"),
+        (["estimate", "sd4", "decode", "512"], "vaemem estimate: models: want one of sd15, sdxl, flux"),
         (["estimate", "sdxl", "decode", "511"], "vaemem estimate: .*511"),
         (["estimate", "sdxl", "decode", "1" + "0" * 15 + "x8"], "vaemem estimate: "),
         (["sweep", "--batch", "0"], "vaemem sweep: batch"),

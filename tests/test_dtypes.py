@@ -388,7 +388,7 @@ def test_commands(dtype, capsys, tmp_path):
 @pytest.mark.parametrize(
     "asked, message",
     [
-        ({"dtype": "half"}, "dtype: want one of float32, float16, bfloat16, got 'half'"),
+        ({"dtype": "quarter"}, "dtype: want one of float32, float16, bfloat16, got 'quarter'"),
         ({"precision": "best"}, "precision: want one of highest, high, medium, got 'best'"),
         ({"dtype": "float16", "precision": "medium"}, "precision: want highest with dtype float16 .*, got 'medium'"),
     ],

@@ -149,8 +149,9 @@ def test_bad_predictions_are_named():
         formula.predict(0, 512)
     with pytest.raises(ValueError, match="width: want at least 1, got '512'"):
         formula.predict(512, "512")
-    with pytest.raises(ValueError, match=r"dtype: want one of float64, .*, got 'fp16'"):
-        formula.predict(512, 512, "fp16")
+    with pytest.raises(ValueError, match=r"dtype: want one of float64, .*, got 'fp8'"):
+        formula.predict(512, 512, "fp8")
+    assert formula.predict(512, 512, "fp16") == formula.predict(512, 512, "float16")
 
 
 def test_seconds_are_not_rounded():

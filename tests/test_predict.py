@@ -274,7 +274,7 @@ def test_any_config(tmp_path):
     "change, named",
     [
         ({"model": "sd4"}, "model: want one of"),
-        ({"model": SimulatedProcess}, "model: want one of .*arch dict .*or a config.json, got <class"),
+        ({"model": SimulatedProcess}, "model: want one of .*arch dict .*, a config.json, got <class"),
         ({"op": "train"}, "op: want one of"),
         ({"dtype": "float64"}, "dtype: want one of"),
         ({"weights_dtype": "int8"}, "dtype: want one of"),

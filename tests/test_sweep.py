@@ -132,8 +132,8 @@ def test_full_models_by_name():
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"models": "sd4"}, ValueError, "models: want sd15, sdxl, flux, .* or a VAE, got 'sd4'"),
-        ({"models": [1]}, ValueError, "models: want .* or a VAE, got 1"),
+        ({"models": "sd4"}, ValueError, "models: want one of sd15, sdxl, flux, .*, a VAE, got 'sd4'"),
+        ({"models": [1]}, ValueError, "models: want .*, a VAE, got 1"),
         ({"ops": "decode_tiled"}, ValueError, "ops: want encode or decode, got 'decode_tiled'"),
         ({"sizes": [64, "512"]}, ValueError, r"sizes: want a whole number or \(height, width\), got '512'"),
         ({"sizes": [(64, 64, 3)]}, ValueError, r"sizes: want .* got \(64, 64, 3\)"),

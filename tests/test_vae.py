@@ -251,7 +251,7 @@ def test_nonfinite_passes_through(bad):
         (lambda v: v.estimate("decode", 8, 8, batch=2**60), OverflowError, "can be addressed"),
         (lambda v: VAE.random("sd4"), ValueError, "model: want one of sd15, sdxl, flux, sd3, .*, got 'sd4'"),
         (lambda v: VAE.random("sdxl", device="tpu"), ValueError, "device: want cpu, cuda or cuda:N, got 'tpu'"),
-        (lambda v: VAE.random("sdxl", dtype="half"), ValueError, "dtype: want one of float32, .*, got 'half'"),
+        (lambda v: VAE.random("sdxl", dtype="quarter"), ValueError, "dtype: want one of float32, .*, got 'quarter'"),
         (lambda v: VAE.random("sdxl", precision="best"), ValueError, "precision: want one of highest, high, medium"),
         (lambda v: v.copy(precision=False), ValueError, "precision: want one of highest, high, medium, got False"),
         (lambda v: v.copy(dtype="bfloat16", precision="high"), ValueError, "precision: want highest with dtype bfl"),

@@ -4,11 +4,12 @@
 
 model of a VAE : str or dict
     ``"sd15"``, ``"sdxl"``, ``"flux"``, ``"sd3"``, ``"zimage"``, ``"cogview4"``, ``"playground-v2.5"``, ``"flux2"``,
-    ``"flux2-small"``, or another's config, AutoencoderKL or AutoencoderKLFlux2 (a dict, or a path).
+    ``"flux2-small"``, as people write them (``"SD 1.5"``, ``"stabilityai/sdxl-vae"``), or another's config,
+    AutoencoderKL or AutoencoderKLFlux2 (a dict, or a path).
 op of a VAE : str
     ``"encode"``, ``"decode"``, ``"encode_tiled"`` or ``"decode_tiled"``.
 dtype of a VAE : str
-    The type of the run's numbers: ``"float16"``, ``"bfloat16"`` or ``"float32"``.
+    The type of the run's numbers: ``"float16"``, ``"bfloat16"`` or ``"float32"``; also ``"fp16"``, ``torch.float16``.
 batch of a VAE : int
     How many images there are in one run.
 runtime of a VAE : str, optional

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import difflib
 import errno
 import html
 import importlib
@@ -36,6 +37,11 @@ Content = TypeVar("Content", str, bytes)
 MIB = 1 << 20
 DTYPES = ("float32", "float16", "bfloat16")  # that models run in
 PRECISIONS = ("highest", "high", "medium")  # of float32's products, as torch.set_float32_matmul_precision has them
+SPELT_DTYPES = {  # as people write them beside
+    **dict.fromkeys(("fp32", "f32", "float", "single"), "float32"),
+    **dict.fromkeys(("fp16", "f16", "half"), "float16"),
+    "bf16": "bfloat16",
+}
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 OPS = ("encode", "decode")
 EXTRAS = {  # that bring a package
@@ -86,19 +92,36 @@ def latent_factor(arch: Mapping[str, Any]) -> int:
 
 
 def choose(argument: str, value: Any, among: Iterable[str]) -> None:
-    """ValueError where an argument's value is not one of those that there are."""
+    """ValueError where an argument's value is not one of those that there are; it says which of many is the nearest."""
     known = tuple(among)
     if value not in known:
         wanted = " or ".join(known) if len(known) == 2 else f"one of {', '.join(known)}"
-        raise ValueError(f"{argument}: want {wanted}, got {value!r}")
+        near = difflib.get_close_matches(str(value).casefold(), known, 1) if len(known) > 4 else []
+        raise ValueError(f"{argument}: want {wanted}, got {value!r}{f' (the nearest is {near[0]})' if near else ''}")
+
+
+def letters(name: str) -> str:
+    """What two names are compared by: neither case nor spaces, dots, slashes, - and _ make a difference."""
+    return re.sub(r"[\s./_-]+", "", name.casefold())
+
+
+def meant(argument: str, value: Any, among: Iterable[str], also: Mapping[str, str] = SPELT_DTYPES) -> str:
+    """The one of the names that there are which a value means, as people write names. also: {what else people call one
+    of them, in `letters`: that one}. ValueError as `choose` raises it."""
+    known = tuple(among)
+    if isinstance(value, str) and value in known:
+        return value
+    text = value if isinstance(value, str) else getattr(value, "__name__", str(value))  # a dtype of torch's or NumPy's
+    written = letters(text.removeprefix("torch."))
+    found = {letters(name): name for name in known}.get(written, also.get(written, ""))
+    choose(argument, found if found in known else value, known)
+    return found
 
 
 def chosen(argument: str, values: Any, among: Iterable[str]) -> list[str]:
     """One name, or a sequence of them, as a list; ValueError as `choose` raises it for any of them."""
-    names, known = listed(values, str), tuple(among)
-    for name in names:
-        choose(argument, name, known)
-    return names
+    known = tuple(among)
+    return [meant(argument, value, known) for value in listed(values, str)]
 
 
 def flag(argument: str, value: Any) -> bool:

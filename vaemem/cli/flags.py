@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from vaemem import _core
-from vaemem._common import DTYPES, OPS, PRECISIONS, TILED_OPS
+from vaemem._common import DTYPES, OPS, PRECISIONS, SPELT_DTYPES, TILED_OPS, letters
 from vaemem.pipelines.plan import PLANNED_RUNTIMES
 from vaemem.pipelines.predict_pipeline import PREDICTED_RUNTIMES
 from vaemem.prediction.benchmark import PROTOCOLS
@@ -38,7 +38,7 @@ def count(text: str) -> int:
 
 
 def _dtype(text: str) -> str:
-    return {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}.get(text, text)
+    return SPELT_DTYPES.get(letters(text), text)
 
 
 def _pair(text: str) -> tuple[str, str]:
@@ -88,9 +88,7 @@ FLAGS: dict[str, FlagSettings] = {
     "out": _flag("The folder for everything that the command leaves."),
     # of files
     "weights": _flag("A safetensors or GGUF file, or a directory of diffusers'.", required=True, metavar="FILE"),
-    "of_model": _flag(
-        "Which model the weights are, where the file leaves it open.", choices=_core.models(), dest="model"
-    ),
+    "of_model": _flag("Which model the weights are, where the file leaves it open.", metavar="MODEL", dest="model"),
     "config": _flag("The config.json of diffusers, of any other model.", metavar="FILE"),
     "scaled": _flag("The latents are as a pipeline holds them.", action="store_true"),
     "progress": _flag("A bar shows how far the run is.", action="store_true"),
@@ -150,7 +148,7 @@ FLAGS: dict[str, FlagSettings] = {
     "time_limit": _flag(metavar="SECONDS"),
     # of formulas and published figures
     "application": _flag(choices=APPLICATIONS),
-    "dtypes": _flag("The types of numbers.", nargs="+", choices=DTYPES),
+    "dtypes": _flag("The types of numbers.", type=_dtype, nargs="+", choices=DTYPES),
     "sides": _flag(type=count, nargs="+", metavar="PIXELS"),
     "plan": _flag("Show eight published ways to fit a 12 GB card instead, and ours.", action="store_true"),
     "equation": _flag("Judge a published equation for SD 1.5 instead, term by term.", action="store_true"),

@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from vaemem import _core
-from vaemem._common import DTYPES, PRECISIONS, choose, distinct, flag
+from vaemem._common import DTYPES, PRECISIONS, choose, distinct, flag, meant
 from vaemem.engine.cudnn_path import find_cudnn
 
 try:
@@ -105,7 +105,7 @@ def backends(dtype: str = "float32", precision: str = "highest") -> list[dict[st
     1
     """
     _warn_of_change(stacklevel=2)
-    _check_numbers(dtype, precision)
+    dtype, precision = _numbers(dtype, precision)
     rows: list[dict[str, Any]] = []
     for name, usable in _core.backends(dtype, precision):
         chosen = usable and not any(row["chosen"] for row in rows)
@@ -240,11 +240,13 @@ class Device:
         return array
 
 
-def _check_numbers(dtype: Any, precision: Any) -> None:
-    choose("dtype", dtype, DTYPES)
+def _numbers(dtype: Any, precision: Any) -> tuple[str, str]:
+    """The type and the precision that are meant."""
+    dtype = meant("dtype", dtype, DTYPES)
     choose("precision", precision, PRECISIONS)
     if dtype != "float32" and precision != "highest":
         raise ValueError(f"precision: want highest with dtype {dtype} (others are float32's), got {precision!r}")
+    return dtype, precision
 
 
 def open_device(
@@ -258,7 +260,7 @@ def open_device(
     if name != "cpu" and (kind != "cuda" or (colon and not (number.isdecimal() and len(number) <= 4))):
         raise ValueError(f"device: want cpu, cuda or cuda:N, got {name[:80]!r}")
     autotune = flag("autotune", autotune)
-    _check_numbers(dtype, precision)
+    dtype, precision = _numbers(dtype, precision)
     choose("convolution", convolution, CONVOLUTIONS)
     if name == "cpu":
         return None, {"dtype": dtype, "precision": precision}

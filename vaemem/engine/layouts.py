@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from vaemem import _core
-from vaemem._common import Message, Named, choose
+from vaemem._common import Message, Named, letters, meant
 from vaemem.engine.arguments import as_path
 
 Shape = tuple[int, ...]
@@ -112,6 +112,28 @@ _BLOCK_TYPES = {"down_block_types": "DownEncoderBlock2D", "up_block_types": "UpD
 # Says nothing about the arithmetic: tile size (`sample_size_of`) and precision are chosen by whoever runs the model;
 # momentum is for training.
 _IGNORED = ("name", "sample_size", "force_upcast", "batch_norm_momentum")
+# What people call the models beside: short names, and repositories on the Hub whose VAE has that config.
+_CALLED = {
+    "sd15": "sd1 sd14 runwayml/stable-diffusion-v1-5 stable-diffusion-v1-5/stable-diffusion-v1-5"
+    " CompVis/stable-diffusion-v1-4",
+    "sdxl": "stabilityai/sdxl-vae stabilityai/sdxl-turbo stabilityai/stable-diffusion-xl-base-1.0"
+    " stabilityai/stable-diffusion-xl-refiner-1.0",
+    "flux": "flux1 flux-dev flux-schnell black-forest-labs/FLUX.1-dev black-forest-labs/FLUX.1-schnell"
+    " black-forest-labs/FLUX.1-Fill-dev black-forest-labs/FLUX.1-Kontext-dev black-forest-labs/FLUX.1-Krea-dev",
+    "sd3": "sd35 stabilityai/stable-diffusion-3-medium stabilityai/stable-diffusion-3-medium-diffusers"
+    " stabilityai/stable-diffusion-3.5-medium stabilityai/stable-diffusion-3.5-large"
+    " stabilityai/stable-diffusion-3.5-large-turbo",
+    "zimage": "zimage-turbo Tongyi-MAI/Z-Image-Turbo",
+    "cogview4": "THUDM/CogView4-6B zai-org/CogView4-6B",
+    "playground-v2.5": "playground playgroundai/playground-v2.5-1024px-aesthetic",
+    "flux2": "flux2-dev black-forest-labs/FLUX.2-dev",
+}
+SPELT_MODELS = {
+    letters(said): model
+    for model, names in _CALLED.items()
+    for name in names.split()
+    for said in (name, name.rpartition("/")[2])
+}
 SAMPLE_SIZES = {name: 512 if name == "sd15" else 1024 for name in _core.models()}
 _CLASS_SAMPLE_SIZES = {"AutoencoderKL": 32, "AutoencoderKLFlux2": 1024}
 # Where several models have the same tensors, the first of them in the core's order is found: FLUX.1, whose tensors SD3
@@ -193,8 +215,13 @@ def _contents(config: Config) -> tuple[Mapping[str, Any], Path | None]:
 
 def known_arch(model: str) -> Arch:
     """The architecture of a model that the core has by name; ValueError for any other."""
-    choose("model", model, _core.models())
-    return _core.models()[model]
+    return _core.models()[named_model("model", model)]
+
+
+def named_model(argument: str, model: Any, *others: str) -> str:
+    """The name that the core has for a model, as people write it: ``"SD 1.5"``, ``"FLUX.1-dev"``, or the repository on
+    the Hub, ``"stabilityai/sdxl-vae"``; ValueError where it has none. others: what else is wanted, in words."""
+    return meant(argument, model, (*SAMPLE_SIZES, *others), SPELT_MODELS)
 
 
 def read_config(config: Config) -> Arch:

@@ -84,6 +84,7 @@ def load(
     the peak while loading is the packed copy plus one tensor as it lies in the file.
     """
     choose("parts", parts, PARTS)
+    model = None if model is None else layouts.named_model("model", model)
     arch = None if model is None else layouts.known_arch(model)
     if config is not None:
         arch = layouts.read_config(config)

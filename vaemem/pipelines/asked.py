@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from vaemem import _core
-from vaemem._common import DTYPES, ELEMENT_BYTES, Message, Named, choose, whole
+from vaemem._common import DTYPES, ELEMENT_BYTES, Message, Named, choose, meant, whole
 from vaemem.engine.limits import parse_size
 from vaemem.engine.weights import tensor_types
 from vaemem.pipelines import programs
@@ -22,7 +22,7 @@ from vaemem.prediction.question import MOST_SIDE, Asked, Card, Software
 MOST_TOKENS = 1 << 13  # of a prompt: diffusers' encoders take 77 or 512 at a time
 OFFLOADS = ("none", "model", "sequential")
 VAE_WAYS = ("whole", "tiled", "sliced", "vaemem")
-WEIGHT_TYPES = [name for name in TYPES if name not in ("float64", "int64", "bool")]  # which are tables' and masks'
+WEIGHT_TYPES = [name for name in TYPES if SPELT.get(name, name) not in ("float64", "int64", "bool")]  # tables, masks
 KEPT_TRACES = 4  # of each component
 
 
@@ -124,16 +124,15 @@ def _typed(role: str, component: str, dtype: str, given: str, rule: str, upcast:
 
 def _part(role: str, component: str, dtype: str, given: Any, upcast: bool) -> Part:
     """The weights of a component in a type, or as a file has them."""
-    if given in DTYPES:
-        return _typed(role, component, given, given, "all", upcast and given == "float16")
-    if component in _core.models():
-        choose(f"components[{role!r}]", given, DTYPES)
-    if isinstance(given, os.PathLike) or (isinstance(given, str) and os.path.exists(given)):
+    is_vae, is_file = component in _core.models(), isinstance(given, os.PathLike) or os.path.exists(str(given))
+    if is_file and given not in DTYPES and not is_vae:
         try:
             return Part(role, component, dtype, tuple(stored(weights_of(component), None, tensor_types(given))))
         except ValueError as error:
             raise ValueError(f"components[{role!r}]: {given}: {error}") from None
-    choose(f"components[{role!r}]", given, WEIGHT_TYPES)
+    given = meant(f"components[{role!r}]", given, DTYPES if is_vae else WEIGHT_TYPES)
+    if given in DTYPES:
+        return _typed(role, component, given, given, "all", upcast and given == "float16")
     # Whose rule says which tensors a type is for, where no file does.
     rule = "layerwise" if given == "fp8" else "bitsandbytes" if given in BITSANDBYTES else "all"
     if given in GGML:
@@ -239,8 +238,7 @@ def ask_pipeline(
     """Arguments of `predict_pipeline` as a question, nothing offloaded and the VAE whole; ValueError names the one that
     cannot be answered."""
     known = PIPELINES[pipeline]
-    dtype = known.dtype if dtype is None else dtype
-    choose("dtype", dtype, DTYPES)
+    dtype = known.dtype if dtype is None else meant("dtype", dtype, DTYPES)
     height, width = whole("height", height), whole("width", width)
     for name, value in (("height", height), ("width", width)):
         if value % known.stride or value > MOST_SIDE:

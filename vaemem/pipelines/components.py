@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from vaemem import _core
-from vaemem._common import Message, Named
+from vaemem._common import Message, Named, letters
 from vaemem.pipelines.programs import Weight, load_program
 from vaemem.prediction.runtimes import architecture
 
@@ -115,6 +115,19 @@ PIPELINES = {
         conditions={"timestep": (1, "n", "float32")}, latents="float32",
     ),
 }  # fmt: skip
+# What people call pipelines beside: short names, and repositories on the Hub.
+SPELT_PIPELINES = {
+    letters(said): pipeline
+    for pipeline, names in {
+        "sd15": "sd1 stable-diffusion-v1-5/stable-diffusion-v1-5 runwayml/stable-diffusion-v1-5",
+        "sdxl": "stabilityai/stable-diffusion-xl-base-1.0",
+        "flux": "flux1 flux-dev black-forest-labs/FLUX.1-dev",
+        "flux-schnell": "black-forest-labs/FLUX.1-schnell",
+        "zimage-turbo": "zimage Tongyi-MAI/Z-Image-Turbo",
+    }.items()
+    for name in names.split()
+    for said in (name, name.rpartition("/")[2])
+}
 # Arguments that a runtime has no use for.
 WITHOUT = {
     "diffusers": ("flash", "cache_limit"),

@@ -8,12 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 from vaemem._arguments import shared
-from vaemem._common import DTYPES, ELEMENT_BYTES, MIB, Message, Named, choose, flag, listed, real, whole
+from vaemem._common import DTYPES, ELEMENT_BYTES, MIB, Message, Named, flag, listed, meant, real, whole
 from vaemem.engine.limits import parse_size
 from vaemem.engine.weights import told_bytes
 from vaemem.pipelines import ways_mlx
 from vaemem.pipelines.asked import PipelineQuestion, ask_pipeline, parts_of
-from vaemem.pipelines.components import CLIPS, PIPELINES, refuse, weights_of
+from vaemem.pipelines.components import CLIPS, PIPELINES, SPELT_PIPELINES, refuse, weights_of
 from vaemem.pipelines.pipeline_run import Phase
 from vaemem.pipelines.predict_pipeline import PipelinePrediction
 from vaemem.pipelines.seconds import Machine, cards_of, machine_of
@@ -112,8 +112,8 @@ def plan_pipeline(
     >>> print(plan.recommended.seconds)
     32 s (20 to 53)
     """
-    choose("pipeline", pipeline, PIPELINES)
-    choose("runtime", runtime, PLANNED_RUNTIMES)
+    pipeline = meant("pipeline", pipeline, PIPELINES, SPELT_PIPELINES)
+    runtime = meant("runtime", runtime, PLANNED_RUNTIMES)
     guidance, image, flash = flag("guidance", guidance), flag("image", image), flag("flash", flash)
     refuse(
         runtime, prompt_tokens=prompt_tokens, steps=steps, dtype=dtype, cudnn_version=cudnn_version,
@@ -135,7 +135,7 @@ def plan_pipeline(
         return PipelinePlan(f"{title} on a Mac of {memory}", ways, Room(sold(memory) * share // of))
     from vaemem.sdcpp import running  # half of this module's import
 
-    dtype = known.dtype if dtype is None else dtype
+    dtype = known.dtype if dtype is None else meant("dtype", dtype, DTYPES)
     card = find_card(_any_card(memory, dtype) if gpu is None else gpu, None if gpu is None else memory, used)
     notes = [] if gpu is not None else [f"No card was named: {card.gpu.name} stands for any of that memory."]
     room = Room(card.available(CONTEXT if runtime == "diffusers" else running.SDCPP_CONTEXT), host, time_limit)
@@ -182,8 +182,8 @@ def weights_bytes(role: str, component: str, given: Any) -> int:
     told = told_bytes(role, given)
     if told is not None:
         return told
-    choose(f"components[{role!r}]", given, DTYPES)
-    return sum(weight.nbytes(given) for weight in weights_of(component))
+    dtype = meant(f"components[{role!r}]", given, DTYPES)
+    return sum(weight.nbytes(dtype) for weight in weights_of(component))
 
 
 def _any_card(memory: int | str | None, dtype: str) -> Gpu:

@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from vaemem._arguments import shared
-from vaemem._common import MIB, choose, flag, render, typeset, whole
+from vaemem._common import MIB, flag, meant, render, typeset, whole
 from vaemem.pipelines.asked import Part, PipelineQuestion, ask_pipeline
-from vaemem.pipelines.components import PIPELINES, refuse
+from vaemem.pipelines.components import PIPELINES, SPELT_PIPELINES, refuse
 from vaemem.pipelines.pipeline_run import Phase, PipelineRun, play_pipeline
 from vaemem.pipelines.ways import Written
 from vaemem.prediction.formula import STEP, ClosedForm, Peak, close
@@ -508,8 +508,8 @@ def predict_pipeline(
     >>> p.fits, p.bottleneck
     (True, 'decode')
     """
-    choose("pipeline", pipeline, PIPELINES)
-    choose("runtime", runtime, PREDICTED_RUNTIMES)
+    pipeline = meant("pipeline", pipeline, PIPELINES, SPELT_PIPELINES)
+    runtime = meant("runtime", runtime, PREDICTED_RUNTIMES)
     guidance, image = flag("guidance", guidance), flag("image", image)
     kind = PIPELINES[pipeline]
     steps = kind.steps if steps is None else whole("steps", steps)

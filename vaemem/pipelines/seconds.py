@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vaemem._common import DTYPES, choose, grouped, shipped, whole
+from vaemem._common import DTYPES, choose, grouped, meant, shipped, whole
 from vaemem.pipelines.components import vae_flops
 from vaemem.prediction.gpus import Gpu, find_gpu, gpu_names
 from vaemem.tables.table import seed_table
@@ -122,7 +122,7 @@ def peak(gpu: str | Gpu, dtype: str = "float16") -> float:
     (165, 83, 8)
     """
     card = find_gpu(gpu)
-    choose("dtype", dtype, DTYPES)
+    dtype = meant("dtype", dtype, DTYPES)
     is_late = dtype == "bfloat16" and card.sm < 80
     return _peak(card, "float32" if is_late else "tf32" if dtype == "float32" else "tensor")
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from vaemem import _core
-from vaemem._common import DTYPES, ELEMENT_BYTES, choose
+from vaemem._common import DTYPES, ELEMENT_BYTES, choose, meant
 from vaemem.engine.weights import PARTS
 from vaemem.prediction.planned import PlannedPhase, Way
 
@@ -115,7 +115,7 @@ def decode(model: str, height: int, width: int, dtype: str = "bfloat16", lowerin
     >>> most.at, round(most.workspace / 2**30, 1), round(most.total / 2**30, 1)
     ('decoder.up_blocks.2.upsamplers.0', 7.7, 11.1)
     """
-    choose("dtype", dtype, DTYPES)
+    dtype = meant("dtype", dtype, DTYPES)
     element, found = ELEMENT_BYTES[dtype], []
     for conv in convs(model, height, width):
         own = workspace(conv, dtype, lowering)

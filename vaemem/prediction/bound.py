@@ -8,9 +8,9 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import NamedTuple
 
-from vaemem import _core
 from vaemem._arguments import shared
-from vaemem._common import DTYPES, MIB, OPS, __version__, choose, distinct, listed, render, whole
+from vaemem._common import DTYPES, MIB, OPS, __version__, chosen, distinct, listed, meant, render, whole
+from vaemem.engine.layouts import named_model
 from vaemem.prediction.predict import Prediction
 from vaemem.prediction.question import Card, Job, Question, Software, find_card
 from vaemem.prediction.runtimes import architecture
@@ -258,13 +258,9 @@ def bound(
     3419.0
     >>> source = b.python()  # to paste
     """
-    choose("application", application, APPLICATIONS)
-    gpus = listed(gpu, str)
-    wanted, known = None if models is None else listed(models, str), _core.models()
-    for model in wanted or ():
-        choose("models", model, known)
-    for dtype in (dtypes := listed(dtypes, str)):
-        choose("dtypes", dtype, DTYPES)
+    application, gpus = meant("application", application, APPLICATIONS), listed(gpu, str)
+    wanted = None if models is None else [named_model("models", model) for model in listed(models, str)]
+    dtypes = chosen("dtypes", dtypes, DTYPES)
     pixels = sorted(distinct(whole("sides", side) for side in listed(sides, int)))
     for name, given in (("sides", pixels), ("gpu", gpus)):
         if not given:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from vaemem import _core
-from vaemem._common import DTYPES, ELEMENT_BYTES, choose
+from vaemem._common import DTYPES, ELEMENT_BYTES, meant
 from vaemem.prediction.gpus import CONTEXT, Gpu, find_gpu
 from vaemem.prediction.held import LoadedVAE, Tensor
 from vaemem.prediction.moments import ROUNDED_UP, Moment, PeakTensor, blas_settings, moments
@@ -179,9 +179,8 @@ class SimulatedProcess:
             Then calls ``vae.to(memory_format=torch.channels_last)``, which copies one filter after the other.
         """
         arch = architecture(model)
-        runtime = runtime or usual_runtime(arch)
-        choose("runtime", runtime, RUNTIMES)
-        choose("dtype", dtype, DTYPES)
+        runtime = meant("runtime", runtime or usual_runtime(arch), RUNTIMES)
+        dtype = meant("dtype", dtype, DTYPES)
         trace, sizes, names = _weights_trace(tuple(sorted(arch.items())), runtime, dtype)
         placed = self._core.place("weights", f"weights of {arch['name']}", trace)
         vae = LoadedVAE(arch, runtime, dtype, dict(zip(placed, sizes, strict=True)), channels_last)
@@ -193,7 +192,7 @@ class SimulatedProcess:
     def convert(self, vae: LoadedVAE, dtype: str) -> None:
         """``vae.to(dtype)``: each parameter is copied, then the old one dropped. Nothing happens where it has that
         dtype."""
-        choose("dtype", dtype, DTYPES)
+        dtype = meant("dtype", dtype, DTYPES)
         if vae.storages is None:
             raise ValueError("vae: want one that was not dropped")
         if vae.dtype == dtype:
@@ -205,7 +204,7 @@ class SimulatedProcess:
     def tensor(self, shape: Sequence[int], dtype: str, name: str = "input", *, host: bool = False) -> Tensor:
         """A new tensor, such as an input moved to the device; with `host` one in the host's memory, where the runtime
         comfyui takes its inputs from."""
-        choose("dtype", dtype, DTYPES)
+        dtype = meant("dtype", dtype, DTYPES)
         if not shape or min(shape) < 1:
             raise ValueError(f"shape: want sizes of 1 or more, got {tuple(shape)}")
         return Tensor(name, shape, dtype, {}) if host else self._take(name, shape, dtype)

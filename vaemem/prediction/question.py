@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from vaemem import _core
-from vaemem._common import DTYPES, MIB, TILED_OPS, Message, Named, choose, flag, latent_factor, whole
-from vaemem.engine.layouts import sample_size_of
+from vaemem._common import DTYPES, MIB, TILED_OPS, Message, Named, choose, flag, latent_factor, meant, whole
+from vaemem.engine.layouts import SAMPLE_SIZES, named_model, sample_size_of
 from vaemem.engine.limits import parse_size
 from vaemem.prediction.benchmark import PROTOCOLS, USUAL_PROTOCOL, Counters, Reading, benchmark
 from vaemem.prediction.gpus import CONTEXT, Gpu, find_gpu
@@ -228,7 +229,7 @@ def ask(
 ) -> Question:  # fmt: skip
     """The arguments of `vaemem.predict` as values, with the defaults that follow from others filled in: ValueError
     names the one that cannot be answered. others: what `Software` and `Job` have beside."""
-    choose("op", op, TILED_OPS)
+    op, dtype = meant("op", op, TILED_OPS), meant("dtype", dtype, DTYPES)
     if flag("cudnn_benchmark", cudnn_benchmark):
         raise ValueError(
             "cudnn_benchmark: want False, got True: PyTorch then times all of cuDNN's plans and keeps to the"
@@ -237,13 +238,13 @@ def ask(
     arch, is_tiled, slicing = architecture(model), op.endswith("_tiled"), flag("slicing", slicing)
     if runtime is None:
         runtime = "diffusers" if is_tiled or slicing else usual_runtime(arch)
-    choose("runtime", runtime, RUNTIMES)
+    runtime = meant("runtime", runtime, RUNTIMES)
     software = Software(runtime, **{one.name: others.pop(one.name) for one in fields(Software) if one.name in others})
     card = find_card(gpu, memory, used)
     if is_tiled and tile is None:
         sides = TILED_SIDES.get((runtime, op), ())
         tile = next((side for least, side in sides if card.gpu.total_memory // MIB > least), None) or usual_tile(model)
-    weights_dtype = dtype if weights_dtype is None else weights_dtype
+    weights_dtype = dtype if weights_dtype is None else meant("weights_dtype", weights_dtype, DTYPES)
     job = Job(arch, op, height, width, dtype, weights_dtype, tile=tile, slicing=slicing, **others)
     if RUNTIMES[runtime].host and weights_dtype != dtype:
         raise ValueError(
@@ -255,8 +256,8 @@ def ask(
 
 def usual_tile(model: Any) -> int:
     """The side in pixels of the tiles that diffusers' ``enable_tiling`` cuts: the config's sample_size."""
-    named = isinstance(model, str) and model in _core.models()
-    size = sample_size_of(None, model) if named else sample_size_of(model, "")
+    is_named = isinstance(model, str) and (model in SAMPLE_SIZES or not os.path.exists(model))
+    size = sample_size_of(None, named_model("model", model)) if is_named else sample_size_of(model, "")
     if size is None:
         such = Named("tile", 512)
         raise ValueError(Message("tile: want one, such as ", such, ": the config's sample_size tells none"))

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from vaemem import _core
-from vaemem.engine.layouts import read_config
+from vaemem.engine.layouts import named_model, read_config
 
 DEFAULT_TORCH = "2.7.1+cu128"  # the build that predictions were compared with measurements for
 
@@ -44,12 +44,10 @@ def architecture(model: str | Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(model, Mapping) and "norm_eps" in model:
         return dict(model)  # an arch dict already
     known = _known()
-    if isinstance(model, str) and model in known:
-        return dict(known[model])
-    if not isinstance(model, Mapping | os.PathLike) and not (isinstance(model, str) and os.path.exists(model)):
-        names = ", ".join(known)
-        raise ValueError(f"model: want one of {names}, an arch dict (VAE.arch) or a config.json, got {model!r}")
-    return read_config(model)
+    is_path = isinstance(model, str) and model not in known and os.path.exists(model)
+    if is_path or isinstance(model, Mapping | os.PathLike):
+        return read_config(model)
+    return dict(known[named_model("model", model, "an arch dict (VAE.arch)", "a config.json")])
 
 
 def usual_runtime(arch: Mapping[str, Any]) -> str:

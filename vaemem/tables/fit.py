@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vaemem._common import ELEMENT_BYTES, MIB, choose, grouped, mib, need, real, render, typeset
+from vaemem._common import ELEMENT_BYTES, MIB, choose, grouped, meant, mib, need, real, render, typeset
 from vaemem.tables.table import BYTE_COLUMNS, Row, Table, check_complete
 
 KEY = ("model", "op", "runtime", "device", "batch")
@@ -362,8 +362,7 @@ def _quantile_line(x: np.ndarray, y: np.ndarray, quantile: float) -> tuple[float
 
 
 def _element_bytes(dtype: str) -> int:
-    choose("dtype", dtype, ELEMENT_BYTES)
-    return ELEMENT_BYTES[dtype]
+    return ELEMENT_BYTES[meant("dtype", dtype, ELEMENT_BYTES)]
 
 
 def _percent(error: float | None) -> str:

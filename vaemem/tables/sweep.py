@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vaemem import _core
-from vaemem._common import DTYPES, OPS, TILED_OPS, __version__, choose, chosen, latent_factor, listed, whole
+from vaemem._common import DTYPES, OPS, TILED_OPS, __version__, choose, chosen, latent_factor, listed, meant, whole
 from vaemem.engine.arguments import Progress, polling
 from vaemem.engine.arrays import ends_of
+from vaemem.engine.layouts import named_model
 from vaemem.engine.limits import Limit
 from vaemem.engine.vae import VAE, Run
 from vaemem.prediction.gpus import find_gpu
@@ -187,7 +188,7 @@ def tradeoff(
     (1.0, True)
     """
     choose("ops", op, OPS)
-    choose("dtype", dtype, DTYPES)
+    dtype = meant("dtype", dtype, DTYPES)
     ((model, dtype),) = _models([model], dtype)
     vae = _vae(model, "cpu", dtype, precision)
     runs, last = vae.tradeoff(op, height, width, batch), vae.last_run
@@ -308,7 +309,7 @@ def _configs(models: Any) -> list[Any]:
 
 def _models(models: Any, dtypes: str | Sequence[str]) -> list[tuple[str | VAE, str]]:
     """Models with the types of numbers that each runs in: a VAE has one already, whatever the default is."""
-    known, types = _core.models(), chosen("dtypes", dtypes, DTYPES)
+    types = chosen("dtypes", dtypes, DTYPES)
     pairs: list[tuple[str | VAE, str]] = []
     for model in listed(models, (str, VAE)):
         if isinstance(model, VAE):
@@ -316,10 +317,8 @@ def _models(models: Any, dtypes: str | Sequence[str]) -> list[tuple[str | VAE, s
                 if other != model.dtype and types != ["float32"]:
                     raise ValueError(f"dtypes: the VAE on {model.device} computes in {model.dtype}, got {other!r}")
             pairs.append((model, model.dtype))
-        elif isinstance(model, str) and model in known:
-            pairs += [(model, dtype) for dtype in types]
         else:
-            raise ValueError(f"models: want {', '.join(known)} or a VAE, got {model!r}")
+            pairs += [(named_model("models", model, "a VAE"), dtype) for dtype in types]
     return pairs
 
 
