@@ -428,6 +428,9 @@ def test_where_weights_are_with_each_option():
     assert server["encode prompt"].weights == everything and server["denoise"].weights == everything - encoder
     assert host["encode prompt"].weights == everything - encoder and host["encode prompt"].added == 0
     assert "cpu Q8_0" in host["encode prompt"].work and "transformer" not in host["encode prompt"].work
+    of_size = plan_pipeline("sd15", 512, 512, gpu="RTX 3060", runtime="sd.cpp", components={"text_encoder": "246 MiB"})
+    for said in (of_size, plan_pipeline("sd15", 512, 512, gpu="RTX 3060", runtime="sd.cpp")):  # float16 unless told
+        assert set(phases(said["--clip-on-cpu, VAE whole"])["encode prompt"].work) == {"cpu"}
     assert plan["cond_only, VAE whole"].way.work["link"] == 2 * encoder
     freed = phases(plan["freed after use, VAE whole"])
     assert freed["load"].weights == everything and freed["decode"].weights == graph("vae-decoder").weights

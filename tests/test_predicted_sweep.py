@@ -2,12 +2,14 @@
 
 import functools
 import io
+import json
 
 import pytest
 
 import vaemem
 from vaemem import VAE, Table, predict, sweep
 from vaemem.__main__ import main
+from vaemem.engine.layouts import config_of, known_arch
 
 CARDS = ["RTX 4090", "RTX 3060"]
 
@@ -127,6 +129,12 @@ def test_what_ends_it_carries_the_finished_rows():
     with pytest.raises(ValueError, match="height: want a multiple of 8, got 513") as caught:
         sweep("sdxl", "decode", [512, 513], source="predicted")
     assert [row["height"] for row in caught.value.table] == [512]
+
+
+def test_a_config_may_be_a_path(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config_of(known_arch("flux"), 1024)))
+    assert sweep(path, "decode", 64, source="predicted") == sweep(str(path), "decode", 64, source="predicted")
 
 
 def test_estimated_is_measure_false():

@@ -98,6 +98,18 @@ def test_indexing_by_tensors():
     assert "aten.index_put_.default" in recording.unmodelled
 
 
+def test_indexing_by_a_tensor_that_is_a_number():
+    """It is a view, as x[3] is: nothing is taken."""
+
+    def run(x, where):
+        x = x * 2
+        x[where] = 1.0
+        return x[:, where][where]
+
+    recording = record(Calls(run), meta(10, 10, dtype=torch.float32), meta(dtype=torch.long))
+    assert takes(recording) == [400] and not recording.unmodelled
+
+
 def test_linear_adds_its_bias_as_on_a_gpu():
     layer = on_meta(lambda: nn.Linear(64, 32))
     dense = record(layer, meta(2, 8, 64)).trace

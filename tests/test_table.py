@@ -166,6 +166,10 @@ def test_csv_takes_some_columns_in_any_order():
         ("model,model\na,b\n", "a column comes twice"),
         ("model,height\nsdxl,512\nsdxl,5x\n", "line 3: height: want a whole number, got '5x'"),
         ("model,seconds\nsdxl,fast\n", "line 2: seconds: want a number, got 'fast'"),
+        (
+            BENCHMARK.splitlines()[0] + "\nSDXL,decode,8,8,float16,1,1,fast,1\n",
+            "line 2: time_s: want a number, got 'fast'",
+        ),
         ("model,height\nsdxl\n", "line 2: want 2 fields"),
         ("model,height\nsdxl,512,3\n", "line 2: want 2 fields"),
         ("model,height\nsdxl,-8\n", "line 2: height: want at least 1, got -8"),

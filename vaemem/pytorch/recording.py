@@ -233,6 +233,8 @@ def _view(x: Any, key: Any, sets: bool = False) -> tuple[Any, list[Any]]:
             dim += 1
         elif isinstance(k, int) and not isinstance(k, bool):
             x = aten.select.int(x, dim, k)
+        elif isinstance(k, torch.Tensor) and not k.dim() and k.dtype not in (torch.bool, torch.uint8):
+            x = aten.select.int(x, dim, 0)  # a number, whichever
         else:
             if isinstance(k, torch.Tensor) and k.dtype in (torch.bool, torch.uint8) and not sets:
                 raise ValueError(f"an index of bools: {NO_CONTENTS}")

@@ -225,8 +225,8 @@ def sdcpp_ways(
             _DENOISER: denoiser._replace(runs=steps * prompts * batch),
             _VAE: vae._replace(runs=vae.runs * batch),
         }
-        last, _ = kinds[[*known.encoders][-1]]
-        phases, host = _phases(words, graphs, known.role, "cpu" if last == "f16" else "cpu Q8_0")
+        last, _ = kinds[[*known.encoders][-1]]  # None: of a size or a file
+        phases, host = _phases(words, graphs, known.role, "cpu" if (last or usual) == "f16" else "cpu Q8_0")
         changes = ["tiles are blended where they overlap"] if "tiled" in words else []
         changes += [f"weights in {word} are rounded" for word in words if word in TYPES_BY_WORD]
         said = [word for word in words if word in VAE_FLAGS]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import os
 import platform
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -300,7 +301,7 @@ def _configs(models: Any) -> list[Any]:
     """What `predict` takes for models: of a VAE, its architecture."""
     configs = []
     for model in listed(models, (str, Mapping, VAE)):
-        if not isinstance(model, str | Mapping | VAE):
+        if not isinstance(model, str | os.PathLike | Mapping | VAE):
             raise ValueError(f"models: want {', '.join(_core.models())}, a config or a VAE, got {model!r}")
         configs.append(model.arch if isinstance(model, VAE) else model)
         architecture(configs[-1])  # refuses what is none before anything is predicted

@@ -125,7 +125,7 @@ def _parse(name: str, text: str) -> tuple[str, object]:
         number = float(text) if kind in _FLOATS else int(text)
         return column, round(number * MIB) if is_mib else number
     except (ValueError, OverflowError):
-        raise ValueError(f"{name if is_mib else column}: want a {_noun(kind)}, got {text[:80]!r}") from None
+        raise ValueError(f"{name}: want a {_noun(kind)}, got {text[:80]!r}") from None
 
 
 @contextlib.contextmanager
