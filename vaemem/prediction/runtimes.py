@@ -36,7 +36,7 @@ def _known() -> dict[str, dict[str, Any]]:
     return _core.models()
 
 
-def architecture(model: str | Mapping[str, Any]) -> dict[str, Any]:
+def architecture(model: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
     """The arch dict of a shipped model's name, or of a path or dict that `vaemem.VAE` takes as ``config=``.
 
     ValueError for an unknown name, or a config of neither AutoencoderKL nor AutoencoderKLFlux2.
