@@ -218,3 +218,11 @@ def test_what_is_left_out_is_named():
     with pytest.raises(ValueError, match=r"find: want one of sd15_sdxl encode float16, .*, got flux decode float16"):
         b.find("flux", "decode", "float16")
     assert "models: sdxl;" in b.domain and "bfl" not in b.domain and "tiles: none were predicted" in b.domain
+
+
+def test_progress():
+    calls: list[tuple[int, int]] = []
+    asked = {"sides": (256, 512), "torch_version": TORCH}
+    told = bound("comfyui", "sdxl", "float16", progress=lambda *step: calls.append(step), **asked)
+    assert calls == [(done, 2 * 4) for done in range(1, 9)]  # encode and decode at four sizes
+    assert told.lines == bound("comfyui", "sdxl", "float16", **asked).lines

@@ -177,6 +177,11 @@ def run_tradeoff(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     _print(Table([row for h, w in args.sizes for row in vaemem.tradeoff(height=h, width=w, **asked)]), args.format)
 
 
+def _has_bar() -> bool:
+    """Whether somebody would see a bar of what takes long, and tqdm is there to draw it."""
+    return sys.stderr.isatty() and importlib.util.find_spec("tqdm") is not None
+
+
 @command(vaemem.sweep, "models ops of_sizes batch device float32 precision repeats estimate csv format")
 def run_sweep(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     """Measure the engine's memory and time over models, operations and sizes."""
@@ -185,8 +190,7 @@ def run_sweep(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     ended: BaseException | None = None
     try:
         table = vaemem.sweep(
-            dtypes=args.dtype, measure=not args.estimate, **asked,
-            progress=sys.stderr.isatty() and importlib.util.find_spec("tqdm") is not None,
+            dtypes=args.dtype, measure=not args.estimate, **asked, progress=_has_bar()
         )  # fmt: skip
     except BaseException as error:
         table, ended = getattr(error, "table", Table()), error
@@ -289,7 +293,7 @@ def run_plan(args: argparse.Namespace, asked: dict[str, Any]) -> int:
 @command(vaemem.bound, f"application models dtypes sides gpus {_SOFTWARE} python_format")
 def run_bound(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     """Formulas that ComfyUI and InvokeAI can paste: above every prediction of a domain."""
-    found = vaemem.bound(**asked)
+    found = vaemem.bound(**asked, progress=_has_bar())
     print(found if args.format == "text" else found.python().rstrip("\n"))
 
 

@@ -17,6 +17,7 @@ from vaemem._common import choose, need
 
 Poll = Callable[[int, int], object] | None
 Progress = Poll | bool
+BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"  # tqdm's, of steps that mean nothing by themselves
 
 
 class Cancelled(Exception):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from typing import NamedTuple
 
 from vaemem._arguments import shared
 from vaemem._common import DTYPES, MIB, OPS, __version__, chosen, distinct, listed, meant, render, whole
+from vaemem.engine.arguments import BAR, Progress, polling
 from vaemem.engine.layouts import named_model
 from vaemem.prediction.predict import Prediction
 from vaemem.prediction.question import Card, Job, Question, Software, find_card
@@ -215,7 +216,7 @@ class Bound:
 def bound(
     application: str, models: str | Sequence[str] | None = None, dtypes: str | Sequence[str] = DTYPES, *,
     gpu: str | Sequence[str] = "RTX 4090", memory: int | str | None = None, cudnn_version: str | None = None,
-    torch_version: str | None = None, sides: int | Iterable[int] = SIDES,
+    torch_version: str | None = None, sides: int | Iterable[int] = SIDES, progress: Progress = None,
 ) -> Bound:  # fmt: skip
     """Formulas for an application's own estimates of a VAE's memory, which no prediction's `upper` lies above.
 
@@ -238,6 +239,8 @@ def bound(
     sides : int or iterable of int
         Heights and widths in pixels: every pair of them is a size of the domain. By default 27 from 256 to 2048, which
         makes aspect ratios from 1/8 to 8.
+    progress : bool or callable, optional
+        True shows a bar (tqdm, ``pip install 'vaemem[progress]'``); a callable gets (sizes done, sizes to do).
 
     Raises
     ------
@@ -272,15 +275,18 @@ def bound(
         for name, function in APPLICATIONS[application].functions.items()
     }
     functions = {name: function for name, function in functions.items() if function.models}
-    lines = [
-        asked.line(name, function, op, dtype, pixels)
+    ways = [
+        (name, function, op, dtype)
         for name, function in functions.items()
         for op in OPS
         for dtype in function.dtypes
         if dtype in dtypes
     ]
-    if not lines:
+    if not ways:
         raise ValueError(f"models, dtypes: want some that {application} runs, got {models!r}, {dtypes!r}")
+    done, work = itertools.count(1), len(ways) * len(pixels) ** 2
+    with polling(progress, "bound", total=work, bar_format=BAR) as poll:
+        lines = [asked.line(*way, pixels, lambda: poll(next(done), work) if poll else None) for way in ways]
     return Bound(application, lines, asked.domain(functions.values(), pixels))
 
 
@@ -290,13 +296,14 @@ class _Asked(NamedTuple):
     cards: list[Card]
     software: Software
 
-    def line(self, name: str, function: _Function, op: str, dtype: str, sides: Sequence[int]) -> BoundLine:
-        """The line over the predictions of all sizes, and what is added in tiles."""
-        uppers: dict[tuple[int, int], list[int]] = {
-            (height, width): [p.upper for p in self._predictions(function, op, dtype, height, width)]
-            for height in sides
-            for width in sides
-        }
+    def line(
+        self, name: str, function: _Function, op: str, dtype: str, sides: Sequence[int], tell: Callable[[], object]
+    ) -> BoundLine:
+        """The line over the predictions of all sizes, each of which is told, and what is added in tiles."""
+        uppers: dict[tuple[int, int], list[int]] = {}
+        for height, width in itertools.product(sides, sides):
+            uppers[height, width] = [p.upper for p in self._predictions(function, op, dtype, height, width)]
+            tell()
         most = {size: max(found) for size, found in uppers.items()}
         per_pixel, constant = _over([(height * width, size) for (height, width), size in most.items()])
         line = BoundLine(name, op, dtype, per_pixel, constant, None, sum(map(len, uppers.values())), 0.0, (0, 0))

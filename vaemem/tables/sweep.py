@@ -15,7 +15,7 @@ import numpy as np
 
 from vaemem import _core
 from vaemem._common import DTYPES, OPS, TILED_OPS, __version__, choose, chosen, latent_factor, listed, meant, whole
-from vaemem.engine.arguments import Progress, polling
+from vaemem.engine.arguments import BAR, Progress, polling
 from vaemem.engine.arrays import ends_of
 from vaemem.engine.layouts import named_model
 from vaemem.engine.limits import Limit
@@ -27,7 +27,6 @@ from vaemem.tables.table import SOURCES, Row, Table
 
 # What a pixel costs, encode beside decode (1117 and 2515 GFLOP at 512x512): for the progress bar only.
 _WORK = {"encode": 4, "decode": 9}
-_LAYOUT = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
 # What a predicted sweep hands on as it is: arguments of `predict` that are neither swept nor its own.
 _OTHERS = frozenset(inspect.signature(predict).parameters) - {
     "model", "op", "height", "width", "dtype", "batch", "gpu", "workspace",
@@ -219,7 +218,7 @@ def _runs(
 ) -> Iterator[Row]:  # fmt: skip
     """The engine's rows; without repeats they are estimates."""
     done, work = 0, len(wanted) * repeats * sum(case.work for case in cases)
-    with polling(progress if repeats else None, "sweep", total=work, bar_format=_LAYOUT) as poll:
+    with polling(progress if repeats else None, "sweep", total=work, bar_format=BAR) as poll:
         for model, dtype in wanted:
             vae = _vae(model, device, dtype, precision)
             plans = [vae.estimate(*case, memory_limit=memory_limit) for case in cases]  # refuses all that cannot run
@@ -253,7 +252,7 @@ def _predictions(
     """PyTorch's rows on each card."""
     wanted = list(itertools.product(models, gpus, dtypes, cases))
     done, work = 0, sum(case.work for *_, case in wanted)
-    with polling(progress, "sweep", total=work, bar_format=_LAYOUT) as poll:
+    with polling(progress, "sweep", total=work, bar_format=BAR) as poll:
         for model, gpu, dtype, case in wanted:
             yield _predicted(model, predict(model, **case._asdict(), dtype=dtype, gpu=gpu, **others))
             done += case.work
