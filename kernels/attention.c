@@ -177,7 +177,7 @@ static void load_queries(const job *j, float *w, size_t block, size_t first, siz
 
 /* ---- a task ---- */
 
-/* Of 16 lines of weights a batch; "pixels" are keys or channels, side by side. What is added is y itself. */
+/* A product with batches of 16 lines of weights; "pixels" are keys or channels, side by side. It is added to y. */
 static void multiply(const job *j, vm_gemm g) {
     g.depth = g.x_pixel = g.y_pixel = g.add_pixel = VM_BLOCK;
     g.add_block = g.y_block;

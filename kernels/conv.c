@@ -187,7 +187,7 @@ static void make_offsets(const job *j) {
     }
 }
 
-/* Of 16 output channels the weights of input channel i at one tap of one phase. */
+/* The weights of 16 output channels for input channel i, at one tap of one phase. */
 static void filter_row(float row[VM_BLOCK], const job *j, const vm_filter *f, size_t phase, size_t block, size_t i,
                        size_t tap) {
     if (!j->work.pass->up) {

@@ -110,7 +110,7 @@ typedef struct region {
     float *x, *v, *m, *u, *y; /* the thread's own */
 } region;
 
-/* Of one block of output channels and `blocks` of input channels. */
+/* Transforms the weights for one block of output channels and `blocks` of input channels. */
 static void transform_weights(const job *j, float *u, size_t y_block, size_t x_block, size_t blocks) {
     const vm_filter f = {j->work.at.weight, j->work.cpu->dtype, j->work.pass->x.c, 9};
     float unpacked[(9 * VM_BLOCK + 1) * VM_BLOCK];

@@ -17,7 +17,7 @@ static tensor attend(walk *w, const tensor *x, path name) {
     return y;
 }
 
-/* Of a view of (N, H*W, C) as (N, C, H, W): the batch's stride collapses with one image. */
+/* The format of a view of (N, H*W, C) as (N, C, H, W): the batch's stride collapses with one image. */
 static layout seen(const tensor *x) {
     return x->c == 1 || x->h * x->w == 1 ? CONTIGUOUS : x->n == 1 ? CHANNELS_LAST_ONE : CHANNELS_LAST;
 }

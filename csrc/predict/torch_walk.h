@@ -72,7 +72,7 @@ static inline tensor take(walk *w, size_t n, size_t c, size_t h, size_t x, layou
     return take_sized(w, n, c, h, x, layout, element(w), name);
 }
 
-/* Of one channel, or one pixel: dense in either format. */
+/* Whether x has one channel or one pixel, and so is dense in either format. */
 static inline bool either(const tensor *x) { return x->c == 1 || x->h * x->w == 1; }
 
 static inline tensor take_like(walk *w, const tensor *x, path name) {
@@ -191,7 +191,7 @@ struct frames {
     quant quant;
 };
 
-/* Of a vm_trace_runtime. */
+/* By vm_trace_runtime. */
 extern const frames vm_walk_frames[VM_TORCH_RUNTIMES];
 
 tensor vm_walk_attention_diffusers(walk *w, const tensor *x, path name);

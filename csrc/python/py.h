@@ -18,7 +18,7 @@
 /* An architecture as the dict that Python sees, and for PyArg_ParseTuple's O& back: a vm_arch. */
 PyObject *vm_py_arch_to_dict(const vm_arch *arch);
 int vm_py_to_arch(PyObject *dict, void *arch);
-/* Of the CPU. name: NULL or "" for the best usable one. NULL with an exception set. */
+/* A set of the CPU's kernels. name: NULL or "" for the best usable one. NULL with an exception set. */
 const vm_backend *vm_py_backend(const char *name, vm_dtype dtype, vm_precision precision);
 /* For PyArg_ParseTuple's O&: a vm_precision. */
 int vm_py_to_precision(PyObject *name, void *out);

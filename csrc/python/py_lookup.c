@@ -151,7 +151,7 @@ static int to_key(PyObject *name, vm_profile_key *key) {
     return known ? 0 : -1;
 }
 
-/* Of formulas, rules and trees; a tree that is a text is that of another key. */
+/* Fills a profile with formulas, rules and trees; a tree that is a text is that of another key. */
 static int fill(vm_profile *p, PyObject *formulas, PyObject *rules, PyObject *trees) {
     vm_status s = VM_OK;
     for (Py_ssize_t i = 0; !s && i < PyList_GET_SIZE(formulas); i++) {

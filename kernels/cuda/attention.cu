@@ -95,7 +95,7 @@ VM_DEVICE T *vm_take(vm_ring<T, QUERIES, KEYS, V_KEYS, V_CHANNELS, STAGES> &g) {
 
 /* ---- softmax ---- */
 
-/* Of a thread's rows of scores: the maximum times scale, and the thread's own share of the sum. */
+/* For each of a thread's rows of scores: the maximum times scale, and the thread's own share of the sum. */
 template <int ROWS>
 struct vm_rows {
     int row[ROWS];

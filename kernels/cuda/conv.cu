@@ -199,8 +199,8 @@ VM_DEVICE void vm_convolve(const vm_conv_args &a, char *shared) {
         vm_conv_fetch_filter<T, S>(a, f, shared + S::RING + i * S::FILTER, items);
         vm_copy_commit();
     }
-    /* Of two blocks of four warps on a multiprocessor the second begins later. They share the tensor cores evenly, so
-     * that the distance between them stays. Each multiprocessor gets its first block before one gets a second. */
+    /* Where a multiprocessor has two blocks of four warps, the second begins later. They share the tensor cores evenly,
+     * so that the distance between them stays. Each multiprocessor gets its first block before one gets a second. */
     if (second && vm_conv_apart(S::THREADS, a.in_c * taps, items / gridDim.x)) vm_sleep(VM_CONV_LEAD);
     vm_copy_wait<S::STAGES - 2>();
     if (changes && in.item < items) vm_conv_transform<T, S>(a, in, shared, 0, S::EACH);

@@ -141,7 +141,7 @@ enum { VM_CONV_COLUMNS = 16, VM_CONV_CHUNK = 64 /* channels of x in shared memor
  * choice depends on that, and on what ending an item costs where no other block multiplies meanwhile: for each of its
  * numbers, by count, 4400 cycles where 1152 products for each take 29700.
  *
- * Of the three tiles whose warps have 64 pixels x 64 channels, 16x128 reads the least. 16x64 is for two blocks of four
+ * Three tiles have warps of 64 pixels x 64 channels. 16x128 reads the least of them. 16x64 is for two blocks of four
  * warps: one adds, stores and measures while the other multiplies, but x is read and transformed twice as often. 8x256
  * transforms half as often, and reads a filter from the L2 cache for 128 pixels only. benchmarks/conv_tiles.py times
  * them beside each other. */

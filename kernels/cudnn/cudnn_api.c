@@ -94,7 +94,7 @@ void vm_cudnn_close(vm_cudnn *cudnn) {
     free(cudnn);
 }
 
-/* Of the output, along one dimension. */
+/* The size of the output along one dimension. */
 static int64_t output_size(const vm_conv *v, int i) {
     const int64_t reach = v->dilation[i] * (v->filter[i] - 1) + 1, pads = 2 * v->padding[i];
     if (v->transposed) return (v->size[i] - 1) * v->stride[i] - pads + reach + v->output_padding[i];
@@ -228,7 +228,7 @@ desc vm_cudnn_graph(vm_cudnn_question *q, const vm_conv *v, void *handle) {
     vm_cudnn_set(q, c, CONVOLUTION_DILATIONS, T_INT64, spatial, v->dilation + first);
     vm_cudnn_finalize(q, c, "convolution");
 
-    /* Of a transposed convolution dx is the output, and dy the input. */
+    /* A transposed convolution has dx as its output and dy as its input. */
     const int kind = v->transposed ? OPERATION_CONVOLUTION_BACKWARD_DATA : OPERATION_CONVOLUTION_FORWARD;
     const int shift = v->transposed ? BACKWARD_DATA_ALPHA - FORWARD_ALPHA : 0;
     desc op = vm_cudnn_make(q, kind);
@@ -262,7 +262,7 @@ int64_t vm_cudnn_configs(vm_cudnn_question *q, desc graph, desc device, int mode
     return made;
 }
 
-/* Of an engine, as the sum of 1 << note; false where they cannot be read. */
+/* The notes of an engine, as the sum of 1 << note; false where they cannot be read. */
 static bool read_notes(vm_cudnn *c, desc engine, int attribute, int type, uint32_t *bits) {
     int notes[MAX_NOTES];
     int64_t count = 0;

@@ -149,7 +149,7 @@ static const line two = {4,
                          {{1, 0, 0}, {.5, .5, .5}, {.5, -.5, .5}, {0, 0, 1}},
                          {{1, 1, 1, 0}, {0, 1, -1, -1}}};
 
-/* Of the points 0, p, -p, q, -q and infinity, with p q = 1. */
+/* The points are 0, p, -p, q, -q and infinity, with p q = 1. */
 #define P (2 / 3.f)
 #define Q (3 / 2.f)
 #define U (.5f / (P * P * (P * P - Q * Q)))

@@ -19,7 +19,7 @@ INLINE vu pick_bits(vi mask, vu yes, vu no) { return (yes & (vu)mask) | (no & ~(
 #define VM_NARROW(BITS) __builtin_convertvector(BITS, vh)
 #endif
 
-/* Of the bits of halves. */
+/* Numbers from the bits of halves. */
 INLINE vf of_half(vm_dtype dtype, vu half) {
     if (dtype == VM_BF16) return (vf)(half << 16);
     /* an exponent that is 112 too small is put right exactly, of subnormals too */

@@ -71,8 +71,8 @@ class HostArrays(_Arrays):
     first, as float32 or bytes."""
 
     def __init__(self, arch: dict[str, Any], op: str, array: Any, pixels: str, out: Any, becomes_bytes: bool = False):
-        """becomes_bytes: the caller makes bytes of a result in floats; these do not show what is not finite,
-        so it is looked for here, as the core does where the bytes are its own."""
+        """becomes_bytes: the caller makes bytes of a result in floats. Bytes do not show that a number is not finite,
+        so this looks for such numbers, as the core does where it makes the bytes."""
         data = np.asarray(array)
         if op == "decode" or data.dtype != np.uint8:
             check_real(data, INPUT_NAMES[op], "(N, C, h, w)" if op == "decode" else f"(N, {arch['in_channels']}, H, W)")

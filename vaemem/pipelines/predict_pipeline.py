@@ -277,11 +277,10 @@ class PipelinePrediction(_Phases):
         The least `available` with which the run goes through, where cuDNN's next plans want no workspace; and from that
         to the least where they want what the first plan wants, if they are not known.
     band : tuple of int
-        Least and most of `peak`, as `vaemem.predict`'s answers have it for `reserved`.
+        Least and most of `peak`, as `Prediction.band` is of `reserved`.
     upper : int
-        A bound to reserve by, for all that the process takes of the card. As in `vaemem.predict`: the most of `band`,
-        and where no version was given of every version that may be, with a 16th of what is not weights and 20 MiB for
-        what ran before.
+        A bound to reserve by, for all that the process takes of the card: the most of `band`, or where no version was
+        given, the most that any version takes, and for what ran before a 16th of what is not weights and 20 MiB.
     host : int
         Bytes of weights that the host keeps.
     timeline : tuple of Moment

@@ -188,8 +188,8 @@ def gpu_rate(gpu: str | Gpu, work: str, dtype: str = "float16") -> Rate:
     Returns
     -------
     Rate
-        The card's peak times the share of it that this work reached on it in published measurements, else that cards
-        of its compute capability reached of theirs, UNets and transformers together, else that cards of all did. Runs
+        The card's peak times the share of a peak that this work reached in published measurements: on this card; where
+        there are none, on cards of its compute capability, UNets and transformers together; else on all cards. Runs
         shorter than 50 ms are left out: they wait for Python.
 
     Examples

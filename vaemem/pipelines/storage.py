@@ -238,7 +238,7 @@ def _as(tensor: Weight, type: str) -> Stored:
 
 
 def _store(tensor: Weight, shapes: dict[str, tuple[int, ...]], type: str, rule: Rule, dtype: str) -> Stored:
-    """A tensor as a rule has it stored, in the type that is asked for or another; shapes: of all tensors, by name."""
+    """A tensor, stored as a rule says in the type that is asked for or another. shapes: of all tensors, by name."""
     name, shape, own = tensor
     if own != "run":
         return _as(tensor, own)

@@ -59,12 +59,12 @@ def _bytes(op, height, width, dtype):
 
 
 def memory_used_encode(shape, dtype):
-    """Of one image; shape: of the pixels, (N, C, H, W)."""
+    """Bytes for one image; shape: of the pixels, (N, C, H, W)."""
     return _bytes("encode", shape[2], shape[3], dtype)
 
 
 def memory_used_decode(shape, dtype):
-    """Of one image; shape: of the latents, (N, C, H / 8, W / 8)."""
+    """Bytes for one image; shape: of the latents, (N, C, H / 8, W / 8)."""
     return _bytes("decode", 8 * shape[2], 8 * shape[3], dtype)
 '''
 

@@ -193,7 +193,7 @@ class Prediction(_Answer):
         and beyond the oldest and the newest of them on other cards too. Twice `reserved` where nothing was.
     upper : int
         A bound to reserve by, beside `reserved`: 17/16 of the most that any of these says, and 20 MiB: the process
-        cold, warmed up or as `protocol` has it; the cuDNN that was asked for or what `band` is made of, and where
+        cold, warmed up or as `protocol` says; the cuDNN that was asked for or what `band` is made of, and where
         neither ``cudnn_version`` nor ``torch_version`` was given, every version that may be. For a process's whole
         reservation add ``peak_reserved - reserved``. The 16th is derived from the seed table's rows alone.
     upper_share : float

@@ -242,7 +242,7 @@ class Workspace:
         return self._asked().conv(conv, self._told)
 
     def answers(self, of: _Asking, has_other: bool) -> tuple[list[int], list[int], list[str]]:
-        """Of each convolution of a trace or a process: bytes, what is wanted where these cannot be had, who says so.
+        """For each convolution of a trace or a process its bytes, what it wants where these cannot be had, who says so.
 
         has_other: whether cuDNN is taken to have other plans, without workspace.
         """

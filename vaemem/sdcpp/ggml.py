@@ -74,7 +74,7 @@ class Node:
         return self._view("reshape", ne)
 
     def permute(self, *axes: int) -> Node:
-        """Dimension i becomes dimension axes[i], as ggml_permute has it."""
+        """Dimension i becomes dimension axes[i], as in ggml_permute."""
         order = [axes.index(axis) for axis in range(4)]
         return self._view("permute", [self.ne[i] for i in order], tuple(self.nb[i] for i in order))
 
