@@ -86,6 +86,7 @@ def test_a_file_is_no_name(tmp_path, monkeypatch):
             lambda: predict("stabilityai/sd-vae", "decode", 64, 64),
             "model: want one of sd15, .* a config.json, got 'stab",
         ),
+        (lambda: predict("sdxl", "decode", 64, 64, float), "dtype: want one of float32, .*, got <class 'float'>"),
         (lambda: predict("sdxl", "decode", 64, 64, "fp8"), "dtype: want one of float32, float16, bfloat16, got 'fp8'"),
         (lambda: VAE.random("Flux3"), r"model: want one of .*, got 'Flux3' \(the nearest is flux2?\)"),
         (lambda: VAE.random(None), "model: want one of .*, got None"),

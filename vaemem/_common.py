@@ -37,11 +37,9 @@ Content = TypeVar("Content", str, bytes)
 MIB = 1 << 20
 DTYPES = ("float32", "float16", "bfloat16")  # that models run in
 PRECISIONS = ("highest", "high", "medium")  # of float32's products, as torch.set_float32_matmul_precision has them
-SPELT_DTYPES = {  # as people write them beside
-    **dict.fromkeys(("fp32", "f32", "float", "single"), "float32"),
-    **dict.fromkeys(("fp16", "f16", "half"), "float16"),
-    "bf16": "bfloat16",
-}
+SPELT_DTYPES = {  # as people write them beside; "float" has 32 bits to torch and 64 to NumPy
+    "fp32": "float32", "f32": "float32", "fp16": "float16", "f16": "float16", "half": "float16", "bf16": "bfloat16",
+}  # fmt: skip
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 OPS = ("encode", "decode")
 EXTRAS = {  # that bring a package
