@@ -78,11 +78,10 @@ def _end_to_end(tensors: Iterable[FileTensor], end: int, size: int, alignment: i
             wanted = f"want offset {at - start}, where the tensor before it ends"
             raise ValueError(f"header: {shown(tensor.name)}: {wanted}, got {tensor.at}")
         end = at + tensor.nbytes
-        if end > size:
-            raise ValueError(f"{shown(tensor.name)}: want bytes {at} to {end}, got a file of {size} bytes")
         result.append(tensor._replace(at=at))
     if not end <= size <= rounded_up(end):
-        raise ValueError(f"want {end} bytes, header and tensors, got {size}")
+        cut = next((f", so that {shown(one.name)} is cut" for one in result if one.at + one.nbytes > size), "")
+        raise ValueError(f"want {end} bytes, header and tensors, got {size}{cut}")
     return result
 
 
