@@ -367,7 +367,10 @@ BAD = {
     "shape_overflows": (file_bytes([info("a", (HUGE, HUGE, 4), "F32", 0)]), "want less than 2\\^64 numbers"),
     "shape_overflows_to_0": (file_bytes([info("a", (2**32, 2**32), "F32", 0)]), "want less than 2\\^64 numbers"),
     "bytes_overflow_to_0": (file_bytes([info("a", (2**31, 2**31), "F32", 0)]), "want .* got .*, so that a is cut"),
-    "shape_beyond_file": (file_bytes([info("a", (5,), "F32", 0)], data=bytes(16)), "want 84 bytes, .* got 80, so that a is cut"),
+    "shape_beyond_file": (
+        file_bytes([info("a", (5,), "F32", 0)], data=bytes(16)),
+        "want 84 bytes, .* got 80, so that a is cut",
+    ),
     "offset": (file_bytes([info("a", (4,), "F32", 32)], data=bytes(48)), "want offset 0, where .* got 32"),
     "offset_huge": (file_bytes([info("a", (4,), "F32", MOST)], data=bytes(48)), "want offset 0"),
     "offset_unaligned": (file_bytes([F32, info("b", (4,), "F32", 16)], data=bytes(32)), "b: want offset 32, .* got 16"),
