@@ -414,7 +414,7 @@ def test_what_is_good_about_the_bad_ones(tmp_path):
     many = value("b", LIST, struct.pack("<IQ", TEXT, 2) + text("x") + text(""))
     path = tmp_path / "good.gguf"
     path.write_bytes(file_bytes([F32, info("b", (0, 7), "F32", 32)], [given, many], bytes(16)))
-    with pytest.raises(ValueError, match="want 256 bytes, .*, so that b is cut"):  # it begins beyond the end
+    with pytest.raises(ValueError, match=r"want 256 bytes, .*, so that b is cut"):  # it begins beyond the end
         weights.tensor_types(path)
     path.write_bytes(file_bytes([F32, info("b", (0, 7), "F32", 32)], [given, many], bytes(32)))
     assert weights.tensor_types(path) == [("a", (2, 2), "F32", 16), ("b", (0, 7), "F32", 0)]
