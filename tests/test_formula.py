@@ -31,14 +31,15 @@ ODD = [(832, 1216), (720, 1280), (896, 1152), (1344, 768), (600, 1400), (1472, 7
 
 @pytest.mark.parametrize(("model", "op", "dtype", "t", "b", "added"), FACTS)
 def test_facts(model, op, dtype, t, b, added):
-    f = formula(model, op, dtype)
+    runtime = {"runtime": "bfl"} if model == "flux" else {}
+    f = formula(model, op, dtype, **runtime)
     assert f.t == t
     assert f.b == b
     activation = 128 * 1024 * 1024 * f.element_bytes
     rounded = 512 - 16  # the workspace's 16 bytes are all that is no multiple of 512 at this size
     assert f.predict(1024, 1024) == t * activation + b + rounded
     if added is not None:
-        assert predict(model, op, 1024, 1024, dtype).allocated == f.predict(1024, 1024) + added
+        assert predict(model, op, 1024, 1024, dtype, **runtime).allocated == f.predict(1024, 1024) + added
 
 
 def test_facts_where():
@@ -52,10 +53,10 @@ def test_facts_where():
         "encoder.down_blocks.0.resnets.1.conv1 [workspace]": 2,
     }
     assert f.terms[0].where == "encoder.down_blocks.0.resnets.1.conv1"
-    f = formula("flux", "encode", "float32")
+    f = formula("flux", "encode", "float32", "bfl")
     assert f.where == "encoder.down.2.block.1.conv1 [workspace]"
     assert f.t == pytest.approx(6.125, abs=1e-3)  # above 6.125 by an index of cuDNN's, a byte for each 32 pixels
-    added = predict("flux", "encode", 1024, 1024, "float32").allocated - 6.125 * 128 * 1024 * 1024 * 4
+    added = predict("flux", "encode", 1024, 1024, "float32", runtime="bfl").allocated - 6.125 * 128 * 1024 * 1024 * 4
     assert added == pytest.approx(10 * MIB, abs=0.1 * MIB)  # the fact is given to two digits
     assert f.b + f.unsplit[0] <= added <= f.b + f.unsplit[1] + 0.1 * MIB
 
@@ -90,7 +91,7 @@ def test_measured():
         key = row["model"].lower(), row["op"], row["dtype"]
         if key[0] != "flux" or key[1] not in ("encode", "decode"):
             continue
-        f = forms[key] = forms.get(key) or formula(*key)
+        f = forms[key] = forms.get(key) or formula(*key, "bfl")
         height, width = int(row["height"]), int(row["width"])
         if not f.lowest <= height <= f.highest:
             continue
@@ -105,11 +106,11 @@ def test_measured():
 
 def test_range():
     """At the ends of the range the tensors are the form's; one step out they are not, and the form says what rules."""
-    f = formula("flux", "encode", "float16")
+    f = formula("flux", "encode", "float16", "bfl")
     names = {term.name for term in f.terms}
 
     def live(side):
-        return {name for name, _ in predict("flux", "encode", side, side, "float16").peak_tensors}
+        return {name for name, _ in predict("flux", "encode", side, side, "float16", runtime="bfl").peak_tensors}
 
     assert names <= live(f.lowest) and names <= live(f.highest)
     out = f.lowest - 64
@@ -120,7 +121,9 @@ def test_range():
     assert f.below.removeprefix(f"at {out}x{out} ") in live(out)
     # sizes that are no multiple of 64 may fall outside of it, which the form tells of those it looked at
     assert f.elsewhere == ((1000, 1000),)
-    assert not names <= {name for name, _ in predict("flux", "encode", 1000, 1000, "float16").peak_tensors}
+    assert not names <= {
+        name for name, _ in predict("flux", "encode", 1000, 1000, "float16", runtime="bfl").peak_tensors
+    }
 
 
 def test_attention():

@@ -107,7 +107,7 @@ def test_tiles_where_the_whole_image_does_not_fit(recipes, monkeypatch, side, us
     card.stand_in(monkeypatch)
     found = recipes.tile_for("sdxl", side, side)
     assert found == tile
-    asked = {"gpu": "RTX 4060", "used": used * GIB}
+    asked = {"dtype": "float16", "gpu": "RTX 4060", "used": used * GIB}
     assert vaemem.predict("sdxl", "decode", side, side, **asked).fits is (tile is None)
     if tile:
         assert vaemem.predict("sdxl", "decode_tiled", side, side, tile=tile, **asked).fits
@@ -216,5 +216,5 @@ def test_invokeais_functions_are_replaced(recipes, stand_ins):
 
 def test_invokeais_working_memory(recipes):
     gib = recipes.device_working_mem_gb(1024, 1024, "RTX 4090")
-    uppers = [vaemem.predict("sdxl", op, 1024, 1024, gpu="RTX 4090").upper for op in ("encode", "decode")]
+    uppers = [vaemem.predict("sdxl", op, 1024, 1024, "float16", gpu="RTX 4090").upper for op in ("encode", "decode")]
     assert gib == max(uppers) / GIB

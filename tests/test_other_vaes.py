@@ -313,9 +313,10 @@ def test_predictions_by_name_and_by_config(name):
     from vaemem import predict
 
     by_name = predict(name, "decode", 512, 768)
-    assert (by_name.model, by_name.runtime) == (name, "bfl" if name == "flux" else "diffusers")
+    assert (by_name.model, by_name.runtime) == (name, "diffusers")
     config = layouts.config_of(_core.models()[name])
-    by_config = predict(config, "decode", 512, 768, runtime=by_name.runtime)
+    by_config = predict(config, "decode", 512, 768, dtype=by_name.dtype)
+    by_name = predict(name, "decode", 512, 768, by_name.dtype)
     assert (by_name.allocated, by_name.reserved) == (by_config.allocated, by_config.reserved)
     assert predict(name, "encode_tiled", 2048, 2048).tile == {"sd15": 512}.get(name, 1024)
     assert predict(config, "encode_tiled", 2048, 2048).tile == {"sd15": 512}.get(name, 1024)

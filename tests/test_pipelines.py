@@ -29,7 +29,8 @@ def test_a_fit_on_cudnns_next_plans_is_told():
     p, roomy = (predict_pipeline("sdxl", 1024, 1024, gpu=gpu, **asked) for gpu in ("RTX 4060", "RTX 4090"))
     assert p.fits and p.on_card < p.peak == roomy.peak
     assert [sum("cuDNN's next plan" in note for note in one.notes) for one in (p, roomy)] == [1, 0]
-    assert f"where it takes {p.on_card / MIB:.0f} MiB" in p.verdict and "where it takes" not in roomy.verdict
+    assert (p.verdict, roomy.verdict) == ("tight", "fits") and "cached memory back" in p.summary
+    assert p.summary.startswith(f"tight: it takes {p.on_card / MIB:.0f} of the {p.available / MIB:.0f} MiB")
 
 
 def test_the_upper_bound_of_a_pipeline():
@@ -38,7 +39,8 @@ def test_the_upper_bound_of_a_pipeline():
     told, untold = (predict_pipeline("sdxl", 512, 512, **asked, **v) for v in ({"torch_version": "2.6.0"}, {}))
     for p in (told, untold):
         assert p.peak <= p.band[1] < p.upper and json.loads(p.to_json())["upper_bytes"] == p.upper
-        assert f"upper {p.upper / MIB:.0f} MiB" in p.verdict
+        assert f"at most {p.upper / MIB:.0f} by `upper`" in p.summary and p.verdict == "fits"
+        assert p.spare == p.available - p.on_card
     peaks = {v: predict_pipeline("sdxl", 512, 512, **asked, cudnn_version=v) for v in ("9.8.0", "9.10.2", "9.28.0")}
     assert told.upper <= untold.upper and all(one.upper <= told.upper for one in peaks.values())
     exact = peaks["9.10.2"]
@@ -142,7 +144,7 @@ def test_sequential_offload_decodes_sdxl_in_float32():
     alone, whole = (phase(predict_pipeline("sdxl", **asked, offload=o), "decode") for o in ("sequential", "model"))
     assert abs(alone.activations - whole.activations) < 4 * MIB and alone.weights < whole.weights / 10
     plan = plan_pipeline("sdxl", **asked, types=[None])
-    found = [plan[f"sequential offload, VAE {vae}"].verdict for vae in ("whole", "tiled")]
+    found = [plan[f"sequential offload, VAE {vae}"].summary for vae in ("whole", "tiled")]
     assert found == ["runs out in decode, lacks 1490 MiB", "fits"]
 
 
@@ -201,19 +203,19 @@ def test_unpacked_weights_are_there_for_their_layer():
 def test_a_fit_that_rests_on_plans_that_are_not_known():
     p = predict_pipeline("sd15", 512, 512, gpu="RTX 3060")
     least, sure = p.least_band
-    assert p.outcome == "fits" and p.on_card == p.peak and least == p.least < sure < p.peak
-    for room, outcome in ((sure, "fits"), (sure - 4 * MIB, "may fit"), (least - 4 * MIB, "does not fit")):
+    assert p.verdict == "fits" and p.on_card == p.peak and least == p.least < sure < p.peak
+    for room, guesses in ((sure, False), (sure - 4 * MIB, True), (least - 4 * MIB, None)):
         other = predict_pipeline("sd15", 512, 512, gpu="RTX 3060", used=p.available - room)
-        assert other.outcome == outcome and other.fits == (outcome != "does not fit")
+        assert other.verdict == ("does not fit" if guesses is None else "tight")
+        assert other.fits == (guesses is not None)
         assert other.on_card is None if not other.fits else other.on_card <= room < other.peak == p.peak
-        way = sys.modules["vaemem.pipelines.plan"]._way(other, "", {"offload": "none"}, "", None)
-        assert bool(way.unsure) == (outcome == "may fit")
-        if outcome == "may fit":
-            other.least_band = least, sure  # which was looked for once
-            assert f"may fit in {other.available / MIB:.0f} MiB (cuDNN's next plans decide" in other.verdict
-            assert other.verdict.endswith(f"it takes at least {least / MIB:.0f} to {sure / MIB:.0f} MiB")
+        way = sys.modules["vaemem.pipelines.plan"]._way(other, "", {"offload": "none", "vae": "whole"}, "", None)
+        assert way.unsure == other.tight_because and bool(way.unsure) == other.fits
+        assert ("only if cuDNN's next plans take no workspace" in other.summary) == bool(guesses)
+        if guesses:
+            assert other.summary.endswith("MiB") and " it takes at least " in other.summary
     graph = predict_pipeline("sd15", 512, 512, runtime="sd.cpp", gpu="RTX 3060")
-    assert (graph.outcome, graph.on_card) == ("fits", graph.peak)
+    assert (graph.verdict, graph.on_card, graph.spare) == ("fits", graph.peak, graph.available - graph.peak)
 
 
 def test_where_memory_runs_out():
@@ -222,7 +224,7 @@ def test_where_memory_runs_out():
         at = [p.name for p in found.phases].index(where)
         assert not found.fits and found.out_of_memory_at[0] == where and found.out_of_memory_at[1].bytes > 0
         assert [p.fits for p in found.phases] == [True] * at + [False] + [None] * (3 - at)
-        assert "out of memory" in repr(found)
+        assert f"it runs out in {where} at " in repr(found) and found.verdict == "does not fit"
     assert predict_pipeline("sd15", 512, 512, gpu="T4", offload="model", used="12.9 GB").fits
 
 
@@ -324,7 +326,7 @@ def test_stable_diffusion_cpps_phases():
     assert (
         less.fits
         and less.host == phase(found, "load").weights - phase(less, "denoise").weights
-        and "fits in" in repr(less)
+        and ": fits: it takes " in repr(less)
     )
     for wrong, match in (
         ({"dtype": "float16"}, "dtype: want none"),
@@ -340,9 +342,10 @@ def test_a_prediction_as_a_table():
     p = predict_pipeline("sdxl", 1024, 1024, gpu="T4", offload="model", vae="vaemem", vae_memory_limit="1 GB")
     (note,) = (note for note in p.notes if note.startswith("vae: "))
     assert "in float16, where diffusers converts to float32" in note and "on an emulator only" in note
-    title, header, *lines = str(p).splitlines()
-    assert title == p.title and [line.split("  ")[0] for line in lines[:3]] == [phase.name for phase in p.phases]
-    assert "outside MiB" in header and "954" in lines[2] and "Peak in denoise" in lines[3]
+    summary, asked, header, *lines = str(p).splitlines()
+    assert summary[1:] == f"{p.summary[1:]}." and asked.startswith(f"Asked: {p.title}; the peak is in denoise: ")
+    assert [line.split("  ")[0] for line in lines[:3]] == [phase.name for phase in p.phases]
+    assert "outside MiB" in header and "954" in lines[2] and "MiB of weights are kept by the host" in asked
     assert p._repr_markdown_() == p.to_markdown() and p.to_markdown().count("\n|") == 5
     assert repr(p).startswith("<PipelinePrediction sdxl 1024x1024") and "\n" not in repr(p)
     for row, one in zip(p.rows(), p.phases, strict=True):

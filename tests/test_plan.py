@@ -36,28 +36,37 @@ def way(name="x", sizes=(1, 2), seconds=10.0, **other):
 def test_the_first_phase_that_does_not_fit_is_named_and_what_the_whole_run_lacks():
     found = outcome(way(sizes=(6, 9)), Room(5 * MIB), MACHINE)
     assert (found.fails_in, found.short, found.fits) == ("denoise", 4 * MIB, False)
-    assert found.verdict == "runs out in denoise, lacks 4 MiB"
+    assert (found.verdict, found.summary) == ("does not fit", "runs out in denoise, lacks 4 MiB")
     assert outcome(way(sizes=(5, 5)), Room(5 * MIB), None).verdict == "fits"
 
 
-def test_a_way_that_may_fit_says_so():
+def test_a_way_that_is_tight_says_so():
     plan = PipelinePlan("", [way("a"), way("b", unsure="nobody knows")], Room(5 * MIB), None)
-    assert [one.verdict for one in plan.outcomes] == [row["verdict"] for row in plan.rows()] == ["fits", "may fit"]
-    unsure = PipelinePlan("", [way(unsure="nobody knows")], Room(5 * MIB), None)
-    assert "may fit" not in plan.reason and "It may fit: nobody knows." in unsure.reason
+    assert [one.verdict for one in plan.outcomes] == [row["verdict"] for row in plan.rows()] == ["fits", "tight"]
+    unsure = PipelinePlan("", [way("a", unsure="nobody knows")], Room(5 * MIB), None)
+    assert plan.reason == (
+        "Take a. It is the only one that fits and leaves the picture as it is. b is tight: nobody knows."
+    )
+    assert unsure.reason == (
+        "Take a. It is the only one that goes through and leaves the picture as it is. It is tight: nobody knows."
+    )
     assert [row["unsure"] for row in plan.rows()] == ["", "nobody knows"]
     quicker = PipelinePlan(
         "", [way("a", seconds=8, unsure="nobody knows"), way("b", seconds=9)], Room(5 * MIB), MACHINE
     )
     assert quicker.recommended.way.name == "b" and "It is the only one that fits" in quicker.reason
     two = PipelinePlan("", [way("a", unsure="nobody knows"), way("b", unsure="nobody knows")], Room(5 * MIB), None)
-    assert "It is the plainest of the 2 that may fit" in two.reason
+    assert "It is the plainest of the 2 that go through" in two.reason
+    for safe, name, more in ((True, "b", "a would take 4 s"), (False, "a", "")):
+        ways = [way("a", seconds=4, unsure="nobody knows"), way("b", seconds=9)]
+        plan = PipelinePlan("", ways, Room(5 * MIB), MACHINE, safe=safe)
+        assert plan.recommended.way.name == name and more in plan.reason
 
 
 def test_the_host_and_time_run_out_too():
-    assert outcome(way(host=3 * MIB), Room(9 * MIB, 2 * MIB), None).verdict == "lacks 1 MiB of the host's"
+    assert outcome(way(host=3 * MIB), Room(9 * MIB, 2 * MIB), None).summary == "lacks 1 MiB of the host's"
     late = outcome(way(seconds=70.0), Room(9 * MIB, None, 60.0), MACHINE)
-    assert late.fails_in == "time" and late.verdict == "takes 10 s too long"
+    assert late.fails_in == "time" and late.summary == "takes 10 s too long"
     assert outcome(way(seconds=70.0), Room(9 * MIB, None, 60.0), None).fits, "no time is known"
 
 
@@ -78,7 +87,11 @@ def test_what_was_played_decides_where_it_was():
         ([way("a"), way("b", seconds=9)], "b", "It is the fastest of the 2 that fit"),
         ([way("a"), way("b", seconds=9.9)], "a", "It is the fastest of the 2"),  # as fast as the other
         ([way("a", changes="tiles show"), way("b", seconds=99)], "b", "the only one that fits and leaves the picture"),
-        ([way("a", (9, 9)), way("b", changes="tiles show")], "b", "though tiles show. a runs out in denoise, lacks"),
+        (
+            [way("a", (9, 9)), way("b", changes="tiles show")],
+            "b",
+            "though tiles show. It takes 10 s (5 to 20). a runs out in",
+        ),
     ],
 )
 def test_the_recommended_way(ways, name, why):
@@ -174,7 +187,10 @@ def test_what_a_way_lacks_would_have_done(small_card):
 
 def test_the_small_card_gets_offloading(small_card):
     assert small_card["no offload, VAE whole"].fails_in == "decode"
-    assert small_card.recommended.way.name == "model offload, VAE whole"
+    assert small_card.recommended.way.name == "sequential offload, VAE whole"
+    assert "model offload, VAE whole would take" in small_card.reason and "is tight: " in small_card.reason
+    quick = plan_pipeline("sd15", 1024, 1024, gpu="RTX 3060", memory="4 GB", safe=False)
+    assert quick.recommended.way.name == "model offload, VAE whole"
     slow, fast = (small_card[f"{offload} offload, VAE whole"].seconds for offload in ("sequential", "model"))
     assert slow.likely > 1.2 * fast.likely and "link" in slow.why
     assert small_card["no offload, VAE tiled"].way.changes

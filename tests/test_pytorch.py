@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 
 import pytest
 
@@ -625,7 +626,9 @@ def test_a_module_on_a_card_that_others_use():
     p = predict_peak(layer, x)
     assert p.fits and p.least_reserved <= p.peak_reserved == p.on_card
     less = predict_peak(layer, x, used=p.available - p.least_reserved + (2 << 20))
-    assert not less.fits and less.out_of_memory_at.name and "out of memory at" in repr(less) and less.on_card is None
+    assert not less.fits and less.out_of_memory_at.name and less.on_card is None
+    assert "it runs out at Linear, which asks for 16 MiB" in repr(less) and str(less) == repr(less)
+    assert json.loads(less.to_json())["verdict"] == "does not fit" and "a module on" in less._repr_html_()
 
 
 def test_a_vae_as_predict_has_it():

@@ -449,7 +449,7 @@ def test_the_rule_of_stride_2_begins_at_images_of_512(nobody):
         ruled = 3 * sum(128 * n * 2 for n in pixels) + 128 * 128 * 9 * 2
         assert 0 <= max(other.conv(*question)[0] for other in workspace.alternatives()) - ruled < 256
     for size, more in ((512, 0.25), (256, 0)):
-        older, asked = (predict("sdxl", "encode", size, size, cudnn_version=v) for v in ("9.1.0", "9.8.0"))
+        older, asked = (predict("sdxl", "encode", size, size, "float16", cudnn_version=v) for v in ("9.1.0", "9.8.0"))
         assert older.reserved >= (1 + more) * asked.reserved and older.reserved <= (1 + 2 * more) * asked.reserved
         assert older.band[1] > 1.25 * asked.reserved
 
@@ -468,8 +468,10 @@ def test_old_versions_on_8_6_are_as_later_ones_in_half_precision(nobody):
         assert "9.19" not in Workspace("RTX 3090", version, cudnn=nobody).conv("float32", *question)[1]
     assert "9.19" not in Workspace("RTX 4090", "9.1.0", cudnn=nobody).conv("float16", *question)[1]
     for size in (384, 512, 768):
-        older = predict("sdxl", "decode", size, size, gpu="RTX 3090", cudnn_version="9.1.0")
-        both = [predict("sdxl", "decode", size, size, gpu="RTX 3090", cudnn_version=v).reserved for v in asked]
+        older = predict("sdxl", "decode", size, size, "float16", gpu="RTX 3090", cudnn_version="9.1.0")
+        both = [
+            predict("sdxl", "decode", size, size, "float16", gpu="RTX 3090", cudnn_version=v).reserved for v in asked
+        ]
         assert older.reserved == both[1] < both[0] and older.band[0] <= min(both) and older.band[1] >= max(both)
 
 

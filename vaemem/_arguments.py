@@ -8,14 +8,20 @@ model of a VAE : str or dict
     AutoencoderKL or AutoencoderKLFlux2 (a dict, or a path).
 op of a VAE : str
     ``"encode"``, ``"decode"``, ``"encode_tiled"`` or ``"decode_tiled"``.
-dtype of a VAE : str
+dtype of a VAE : str, optional
     The type of the run's numbers: ``"float16"``, ``"bfloat16"`` or ``"float32"``; also ``"fp16"``, ``torch.float16``.
+    By default what the program runs that model in on that card, which `vaemem.prediction.usual` has from the programs'
+    code: diffusers converts SDXL's own VAE from float16 to float32, ComfyUI takes bfloat16 from compute capability 8.0
+    on.
 batch of a VAE : int
     How many images there are in one run.
-runtime of a VAE : str, optional
-    Whose code runs the VAE: ``"diffusers"`` (AutoencoderKL), ``"bfl"`` (AutoEncoder of the flux repository), ``"ldm"``
-    (CompVis' AutoencoderKL), ``"comfyui"`` (its class VAE) or ``"a1111"`` (CompVis' as A1111 changes it). By default it
-    is bfl for flux where the op is not tiled, else diffusers. docs/PREDICTION.md says how each was checked.
+runtime of a VAE : str
+    Whose code runs the VAE: ``"diffusers"`` (AutoencoderKL, the default), ``"bfl"`` (AutoEncoder of the flux
+    repository), ``"ldm"`` (CompVis' AutoencoderKL), ``"comfyui"`` (its class VAE) or ``"a1111"`` (CompVis' as A1111
+    changes it); or a program that runs another's: ``"invokeai"`` (diffusers' class, for FLUX BFL's) or ``"forge"``
+    (ComfyUI's class of an earlier day). docs/PREDICTION.md says how each was checked.
+safe : bool
+    Whether what is tight does not count as fitting (`fits`, and the command's exit status).
 gpu : str
     A card's name, ``"RTX 4090"``, ``"A100 80GB MIG 3g.40gb"``, ``"4070 laptop"`` ..., or a compute capability,
     ``"sm_89"``: workspaces depend on that, and hardly on anything else.

@@ -81,7 +81,7 @@ def _cards(document: Document, vae: VAE) -> None:
     for card in CARDS:
         asked = [predict("sdxl", "decode", side, side, "float16", gpu=card) for side in ASKED]
         height, width = predict_largest("sdxl", "decode", "float16", gpu=card)
-        verdicts = (f"{'✓' if p.fits else '✗'} {p.outcome}" for p in asked)
+        verdicts = (f"{'✓' if p.fits else '✗'} {p.verdict}" for p in asked)
         lines.append([card, _gib(asked[0].available), *verdicts, f"{height}x{width}"])
     document.text(
         "SDXL's VAE decodes an image in PyTorch: diffusers, float16, nothing else on the card. Predicted, with no GPU "

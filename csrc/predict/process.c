@@ -441,7 +441,7 @@ static bool makes_the_same(const vm_process *p, size_t until, const uint64_t *wo
 
 /* r: with its scratch memory; its reserved bytes: [until]. */
 static vm_status play_row(const vm_process *p, run r, size_t until, const vm_process_span *span, size_t spans,
-                          uint64_t *most) {
+                          bool above, uint64_t *most) {
     size_t at = 0;
     memset(r.storage, 0, p->script->ids * sizeof *r.storage);
     vm_status s = vm_talloc_new(vm_talloc_settings(p->talloc), &r.talloc);
@@ -450,14 +450,14 @@ static vm_status play_row(const vm_process *p, run r, size_t until, const vm_pro
         const uint64_t before = span[i].since ? r.reserved[span[i].since - 1] : 0;
         most[i] = before;
         for (at = span[i].since; at < span[i].until; at++) most[i] = VM_MAX(most[i], r.reserved[at]);
-        most[i] -= before;
+        if (above) most[i] -= before;
     }
     vm_talloc_delete(r.talloc);
     return s;
 }
 
-vm_status vm_process_again(const vm_process *p, const vm_process_span *span, size_t spans, uint64_t *workspace,
-                           size_t rows, uint64_t *most) {
+vm_status vm_process_again(const vm_process *p, const vm_process_span *span, size_t spans, bool above,
+                           uint64_t *workspace, size_t rows, uint64_t *most) {
     const vm_trace *const t = p->script;
     const bool plain = vm_talloc_is_plain(p->talloc);
     run r = {.blas = &p->blas, .kept = {{.step = NEVER}, {.step = NEVER}}};
@@ -483,7 +483,7 @@ vm_status vm_process_again(const vm_process *p, const vm_process_span *span, siz
         }
         if (plain) s = take(calls, sizeof(met), &met_by[i]);
         r.met = met_by[i];
-        if (!s) s = play_row(p, r, until, span, spans, most + i * spans);
+        if (!s) s = play_row(p, r, until, span, spans, above, most + i * spans);
     }
     for (size_t i = 0; met_by && i < rows; i++) release(met_by[i], calls + 1, sizeof(met));
     release(met_by, rows + 1, sizeof(met *));

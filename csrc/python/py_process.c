@@ -267,7 +267,8 @@ static PyObject *row_item(const void *context, size_t i) {
 static PyObject *process_again(Process *self, PyObject *args) {
     PyObject *rows = NULL, *pairs = NULL, *list = NULL;
     uint64_t *workspace = NULL, *span = NULL, *most = NULL;
-    if (!PyArg_ParseTuple(args, "O!O!:again", &PyTuple_Type, &rows, &PyTuple_Type, &pairs)) return NULL;
+    int above = 1;
+    if (!PyArg_ParseTuple(args, "O!O!|p:again", &PyTuple_Type, &rows, &PyTuple_Type, &pairs, &above)) return NULL;
     const size_t count = (size_t)PyTuple_GET_SIZE(rows), spans = (size_t)PyTuple_GET_SIZE(pairs);
     if ((span = to_rows("spans", pairs, 2)))
         workspace = to_rows("workspaces", rows, vm_process_script(self->process)->convs);
@@ -275,7 +276,7 @@ static PyObject *process_again(Process *self, PyObject *args) {
     if (steps && !(most = PyMem_Calloc(count * spans + 1, sizeof *most))) PyErr_NoMemory();
     for (size_t i = 0; most && i < spans; i++) steps[i] = (vm_process_span){span[2 * i], span[2 * i + 1]};
     if (most && !acquire(self, "again") &&
-        !finish(self, vm_process_again(self->process, steps, spans, workspace, count, most)))
+        !finish(self, vm_process_again(self->process, steps, spans, above, workspace, count, most)))
         list = vm_py_list(count, row_item, &(table){most, spans});
     PyMem_Free(most);
     PyMem_Free(steps);
@@ -397,9 +398,9 @@ static PyMethodDef methods[] = {
      "height "
      "of\neach step)."},
     {"again", (PyCFunction)process_again, METH_VARARGS,
-     "again($self, rows, spans, /)\n--\n\nThe most bytes that the same steps would have reserved in each span "
-     "(since, until) of steps, beyond\nwhat was reserved before it, on fresh allocators like the process's: a list for "
-     "each row of workspaces\nof its convolutions."},
+     "again($self, rows, spans, above=True, /)\n--\n\nThe most bytes that the same steps would have reserved in each "
+     "span (since, until) of steps, on fresh\nallocators like the process's: a list for each row of workspaces of its "
+     "convolutions. above: beyond what\nwas reserved before the span."},
     {"empty_cache", (PyCFunction)process_empty_cache, METH_NOARGS,
      "empty_cache($self, /)\n--\n\ntorch.cuda.empty_cache"},
     {"reset_peak", (PyCFunction)process_reset_peak, METH_NOARGS,

@@ -11,10 +11,11 @@ import contextlib
 import functools
 import importlib.util
 import inspect
+import json
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,17 +23,31 @@ import numpy as np
 import vaemem
 from vaemem import _core, _demo
 from vaemem._arguments import described
-from vaemem._common import ELEMENT_BYTES, MIB, OPS, Message, Named, check_writable, mib, need, render, saved, write
+from vaemem._common import (
+    ELEMENT_BYTES,
+    MIB,
+    OPS,
+    Message,
+    Named,
+    check_writable,
+    distinct,
+    mib,
+    need,
+    render,
+    saved,
+    write,
+)
 from vaemem.cli.flags import FLAGS, WORDS, FlagSettings, count
 from vaemem.engine import latents, layouts, weights
 from vaemem.engine.device import open_device
+from vaemem.prediction.verdict import DOES_NOT_FIT, TIGHT
 from vaemem.published import reproduce
 from vaemem.published.accounts import judge_text, reproduce_plan
 from vaemem.tables.table import Table
 
 _ON_A_CARD = (
-    "dtype runtime tile protocol gpu used memory cudnn_version torch_version channels_last allow_tf32 allocator"
-    " cudnn_benchmark"
+    "dtype weights_dtype runtime tile slicing protocol gpu used memory cudnn_version torch_version channels_last"
+    " allow_tf32 allocator cudnn_benchmark"
 )
 _WEIGHTS, _RUN = "weights output of_model config", "memory_limit progress device dtype precision"
 _PIPELINE = "pipeline size batch used prompt_tokens guidance image steps dtype components"
@@ -149,13 +164,27 @@ def run_info(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     print(vaemem.sweep(vae, [op for op in OPS if found.parts in ("all", f"{op}r")], args.sizes, measure=False))
 
 
-@command(vaemem.predict, f"model tiled_op sizes batch {_ON_A_CARD}")
+def _print_all(answers: Sequence[Any], form: str) -> None:
+    """Answers as text, a blank line between them; or as JSON, a list where there are several."""
+    if form == "json":
+        data = [answer._data() for answer in answers]
+        print(json.dumps(data if len(data) > 1 else data[0], indent=1, ensure_ascii=False))
+    else:
+        print("\n\n".join(map(str, answers)))
+
+
+def _status(*answers: Any, safe: bool = False) -> int:
+    """How a command ends: with 0 where all go through, 1 where one does not, 3 where one is tight and `safe` asked."""
+    verdicts = {answer.verdict for answer in answers}
+    return 1 if DOES_NOT_FIT in verdicts else 3 if safe and TIGHT in verdicts else 0
+
+
+@command(vaemem.predict, f"model tiled_op sizes batch {_ON_A_CARD} safe answer_format")
 def run_fits(args: argparse.Namespace, asked: dict[str, Any]) -> int:
-    """Whether PyTorch has room for images on a card; ends with 1 where it has none."""
+    """Whether PyTorch has room for images on a card, and what would fit; ends with 1 where it has none."""
     found = [vaemem.predict(height=h, width=w, **asked) for h, w in args.sizes]
-    for p in found:
-        print(f"{p.height}x{p.width} {p.outcome}: {p}")
-    return 0 if all(p.fits for p in found) else 1
+    _print_all(found, args.format)
+    return _status(*found, safe="safe" in asked)
 
 
 @command(vaemem.sweep, "model op sizes batch memory_limit device float32 precision format")
@@ -238,19 +267,19 @@ def run_report(args: argparse.Namespace, asked: dict[str, Any]) -> None:
 def run_predict(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     """PyTorch's peak allocated and reserved VRAM, with no GPU and no PyTorch."""
     if args.format != "text":
-        of = {"models": asked.pop("model"), "ops": asked.pop("op"), "dtypes": asked.pop("dtype", "float16")}
+        of = {"models": asked.pop("model"), "ops": asked.pop("op"), "dtypes": asked.pop("dtype", None)}
         return _print(vaemem.sweep(sizes=args.sizes, source="predicted", **of, **asked), args.format)
     for height, width in args.sizes:
         prediction = vaemem.predict(height=height, width=width, **asked)
-        print(prediction)
+        print(repr(prediction))
         print(f"  workspaces: {prediction.workspace_source}")
         for tensor in prediction.peak_tensors[: args.tensors]:
             print(f"  {tensor.bytes / MIB:10.2f} MiB  {tensor.name}")
 
 
-@command(vaemem.predict, f"model tiled_op batch aspect engine {_ON_A_CARD} highest")
+@command(vaemem.predict, f"model tiled_op batch aspect engine {_ON_A_CARD} tight highest answer_format")
 def run_largest(args: argparse.Namespace, asked: dict[str, Any]) -> None:
-    """The largest image that PyTorch has room for on a card, and its prediction."""
+    """The largest image that PyTorch surely has room for on a card, and the largest that goes through."""
     if args.engine:
         usual = {"model": None, "op": None, "batch": 1, "dtype": "float32"}
         model, op, batch, dtype = (asked.pop(name, default) for name, default in usual.items())
@@ -266,22 +295,31 @@ def run_largest(args: argparse.Namespace, asked: dict[str, Any]) -> None:
         raise ValueError(f"--precision: want it beside --engine, whose it is, got {args.precision}")
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        height, width = vaemem.predict_largest(aspect=args.aspect, **asked)
-    print(vaemem.predict(height=height, width=width, **asked))
-    for warning in said:
-        print(f"vaemem largest: {warning.message}", file=sys.stderr)
+        kinds = [True, False] if asked.pop("safe", True) else [False]
+        sizes = [vaemem.predict_largest(aspect=args.aspect, safe=safe, **asked) for safe in kinds]
+    found = [vaemem.predict(height=height, width=width, **asked) for height, width in distinct(sizes)]
+    if args.format == "json":
+        _print_all(found, args.format)
+    else:
+        for p in found:
+            print(f"{p.height}x{p.width} {p.summary}.")
+        print(f"Asked: {found[0]._asked}.", *[f"Assumed: {found[0].assumed}."] * bool(found[0].assumed), sep="\n")
+    for text in distinct(str(warning.message) for warning in said):
+        print(f"vaemem largest: {text}", file=sys.stderr)
 
 
-@command(vaemem.predict_pipeline, f"{_PIPELINE} predicted_runtime gpu offload vae vae_memory_limit {_SOFTWARE} format")
+@command(
+    vaemem.predict_pipeline, f"{_PIPELINE} predicted_runtime gpu offload vae vae_memory_limit {_SOFTWARE} safe format"
+)
 def run_pipeline(args: argparse.Namespace, asked: dict[str, Any]) -> int:
     """What a whole pipeline takes of a card, phase by phase; 1 if it does not fit."""
     height, width = args.size
     prediction = vaemem.predict_pipeline(height=height, width=width, **asked)
     _print(prediction, args.format)
-    return 0 if prediction.fits else 1
+    return _status(prediction, safe="safe" in asked)
 
 
-@command(vaemem.plan_pipeline, f"{_PIPELINE} planned_runtime gpu host_memory {_SECONDS} {_SOFTWARE} format")
+@command(vaemem.plan_pipeline, f"{_PIPELINE} planned_runtime gpu host_memory {_SECONDS} {_SOFTWARE} tight format")
 def run_plan(args: argparse.Namespace, asked: dict[str, Any]) -> int:
     """Every way of running a pipeline: which fit, how long they take, which to take."""
     height, width = args.size

@@ -11,7 +11,7 @@ from vaemem.pipelines.plan import PLANNED_RUNTIMES
 from vaemem.pipelines.predict_pipeline import PREDICTED_RUNTIMES
 from vaemem.prediction.benchmark import PROTOCOLS
 from vaemem.prediction.bound import APPLICATIONS
-from vaemem.prediction.runtimes import RUNTIMES
+from vaemem.prediction.runtimes import PROGRAM_NAMES
 from vaemem.tables.fit import TARGETS
 
 
@@ -114,7 +114,9 @@ FLAGS: dict[str, FlagSettings] = {
     "where": _flag("The device, where the table does not say it, such as 'RTX 4090'.", dest="device"),
     "no_plots": _flag("Make no figures, which need matplotlib.", action="store_true"),
     # of PyTorch on a card
-    "runtime": _flag(choices=RUNTIMES),
+    "runtime": _flag(choices=PROGRAM_NAMES),
+    "safe": _flag("What is tight does not count as fitting: ends with 3 there.", action="store_true"),
+    "tight": _flag("What is tight counts as fitting too.", action="store_false", dest="safe", option="--tight"),
     "tile": _flag(metavar="PIXELS"),
     "protocol": _flag(choices=PROTOCOLS),
     "cudnn_version": _flag(metavar="VERSION", option="--cudnn"),
@@ -182,5 +184,6 @@ FLAGS |= {
     "rows_csv": _like("csv", help="What is measured and predicted is also written to this file."),
     "predicted_runtime": _like("runtime", choices=PREDICTED_RUNTIMES),
     "planned_runtime": _like("runtime", choices=PLANNED_RUNTIMES),
+    "answer_format": _like("format", choices=("text", "json")),
     "gpus": _flag(nargs="+", metavar="GPU", dest="gpu"),
 }

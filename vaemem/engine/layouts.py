@@ -116,7 +116,8 @@ _IGNORED = ("name", "sample_size", "force_upcast", "batch_norm_momentum")
 _CALLED = {
     "sd15": "sd1 sd14 runwayml/stable-diffusion-v1-5 stable-diffusion-v1-5/stable-diffusion-v1-5"
     " CompVis/stable-diffusion-v1-4",
-    "sdxl": "stabilityai/sdxl-vae stabilityai/sdxl-turbo stabilityai/stable-diffusion-xl-base-1.0"
+    "sdxl": "stabilityai/sdxl-vae madebyollin/sdxl-vae-fp16-fix stabilityai/sdxl-turbo"
+    " stabilityai/stable-diffusion-xl-base-1.0"
     " stabilityai/stable-diffusion-xl-refiner-1.0",
     "flux": "flux1 flux-dev flux-schnell black-forest-labs/FLUX.1-dev black-forest-labs/FLUX.1-schnell"
     " black-forest-labs/FLUX.1-Fill-dev black-forest-labs/FLUX.1-Kontext-dev black-forest-labs/FLUX.1-Krea-dev",

@@ -233,7 +233,7 @@ class PipelineQuestion(Asked):
 def ask_pipeline(
     pipeline: str, height: int, width: int, batch: int, card: Card, software: Software, *,
     prompt_tokens: int | None, guidance: bool, dtype: str | None, components: Mapping[str, Any] | None, image: bool,
-    steps: int,
+    steps: int, safe: bool = False,
 ) -> PipelineQuestion:  # fmt: skip
     """Arguments of `predict_pipeline` as a question, nothing offloaded and the VAE whole; ValueError names the one that
     cannot be answered."""
@@ -246,5 +246,5 @@ def ask_pipeline(
     tokens = known.tokens if prompt_tokens is None else whole("prompt_tokens", prompt_tokens, most=MOST_TOKENS)
     return PipelineQuestion(
         card, software, pipeline, height, width, whole("batch", batch), tokens, guidance, steps, image,
-        parts_of(known, dtype, components or {}),
+        parts_of(known, dtype, components or {}), safe=safe,
     )  # fmt: skip

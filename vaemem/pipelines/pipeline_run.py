@@ -9,7 +9,6 @@ passing is three tensors of the latents' size.
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ from vaemem._common import ELEMENT_BYTES
 from vaemem._core import OutOfMemoryError
 from vaemem.pipelines import programs
 from vaemem.pipelines.asked import PipelineQuestion
-from vaemem.pipelines.components import CLIP_TOKENS, CLIPS, VAE_STRIDE, vae_flops, weights_of
+from vaemem.pipelines.components import CLIP_TOKENS, CLIPS, VAE_STRIDE, vae_flops
 from vaemem.pipelines.storage import BITSANDBYTES
 from vaemem.prediction.benchmark import Names
 from vaemem.prediction.gpus import find_gpu
@@ -29,8 +28,6 @@ from vaemem.prediction.process import LoadedVAE, SimulatedProcess, Tensor
 from vaemem.prediction.question import usual_tile
 from vaemem.prediction.runtimes import architecture
 
-# What diffusers' upcast_vae converts back to half precision.
-FIRST = ("post_quant_conv.", "decoder.conv_in.", "decoder.mid_block.")
 PLAYED_STEPS = 2  # of the denoiser; the cache and the sizes are the same from the second one on
 
 
@@ -75,12 +72,6 @@ class Phase(NamedTuple):
         return self.reserved + self.outside
 
 
-@functools.lru_cache(maxsize=64)
-def _converted(component: str, first: str, rest: str) -> tuple[int, ...]:
-    """Bytes of a VAE's weights with the first blocks and the others in these dtypes."""
-    return tuple(w.nbytes(first if w.name.startswith(FIRST) else rest) for w in weights_of(component))
-
-
 class PipelineRun:
     """The run of a pipeline, as it was asked for, by a process. With the offload ``"model"``
     (``enable_model_cpu_offload``) each component comes as a whole when it is called, and goes when the next one is;
@@ -92,6 +83,7 @@ class PipelineRun:
         resident = asked.resident
         self.moved = [role for role in self.parts if asked.offload != "none" and role not in resident]  # by offloading
         self.phases: list[Phase] = []
+        self.spans: list[tuple[int, int]] = []  # of the process's steps, by phase
         self.lacking: PeakTensor | None = None  # what could not be had, where it ended early
         self.calls: list[tuple[str, Any]] = []  # roles, and what the process keeps of their calls
         self._loaded: dict[str, list[int] | LoadedVAE] = {}  # addresses, none of what PyTorch's memory does not have
@@ -160,12 +152,12 @@ class PipelineRun:
         vae, x = self._vae(), image
         if part.upcast:
             x = process.elementwise(image, "image", "float32")
-        self._upcast(vae, "float32", "float32")
+        self._upcast(vae, "float32")
         posterior = self._call_vae(process.encode, vae, x, self._count_vae("encode"))
         latents = process.sample(posterior)
         scaled = process.elementwise(latents, "latents", part.dtype)
         process.drop(posterior, latents, None if x is image else x)
-        self._upcast(vae, part.dtype, part.dtype)
+        self._upcast(vae, part.dtype)
         return scaled
 
     def decode(self, latents: Tensor) -> Tensor:
@@ -179,10 +171,10 @@ class PipelineRun:
             self._outside = asked.vae_limit
             return self.tensor("image", (asked.batch, 3, asked.height, asked.width), latents.dtype)
         vae = self._vae()
-        self._upcast(vae, "float32", "float32")
-        self._upcast(vae, dtype, "float32")  # the first blocks back
+        self._upcast(vae, "float32")
+        self._upcast(vae, "float32", first=dtype)
         image = self._call_vae(self.process.decode, vae, latents, tile)
-        self._upcast(vae, dtype, dtype)
+        self._upcast(vae, dtype)
         return image
 
     def _vae(self) -> LoadedVAE:
@@ -209,15 +201,10 @@ class PipelineRun:
         self._work["sent"] += self.calls[-1][1][0].sent
         return result
 
-    def _upcast(self, vae: LoadedVAE, first: str, rest: str) -> None:
-        """The weights of the first blocks and the others to these dtypes, of a VAE that is upcast for its call: each
-        one whose size changes is copied."""
-        part = self.parts["vae"]
-        if part.upcast:
-            wanted = _converted(part.component, first, rest)
-            held = zip((vae.storages or {}).items(), wanted, strict=not vae.sends)
-            self.process._copy(vae, {address: to for (address, size), to in held if size != to})
-            vae.first, vae.dtype = first, rest
+    def _upcast(self, vae: LoadedVAE, dtype: str, first: str | None = None) -> None:
+        """Converts the weights of a VAE that is upcast for its call."""
+        if self.parts["vae"].upcast:
+            self.process.convert(vae, dtype, first)
 
     # ---- tensors, phases ----
 
@@ -247,6 +234,7 @@ class PipelineRun:
         weights = sum(size for what, size in tensors if what.startswith("weights of "))
         workspace = sum(size for what, size in tensors if what.endswith("[workspace]"))
         step, _ = process.peak_above_baseline() or ("", {})
+        self.spans.append((process._since, process._core.steps))
         self.phases.append(
             Phase(
                 name, process.peak_allocated, process.peak_reserved, weights, workspace,

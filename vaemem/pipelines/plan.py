@@ -30,6 +30,7 @@ VAE_LIMIT = 3.2
 SEQUENTIAL = (
     "Sequential offload: what accelerate's hooks take at each submodule, beside moving its weights, is not counted."
 )
+BY_VAEMEM = "vaemem's code for GPUs has run on an emulator only"
 SMALLER = ("Q8_0", "nf4")  # GGUF's and bitsandbytes'
 
 
@@ -42,7 +43,7 @@ def plan_pipeline(
     types: str | Sequence[str | None] | None = None, used: int | str = 0,
     calibrate: Mapping[str, float] | None = None, time_limit: float | None = None, flash: bool = False,
     cache_limit: int | str | None = None, link: str = "PCIe 3.0 x16", cpu: str = "AVX2", cores: int | None = None,
-    cudnn_version: str | None = None, torch_version: str | None = None,
+    cudnn_version: str | None = None, torch_version: str | None = None, safe: bool = True,
 ) -> PipelinePlan:  # fmt: skip
     """Every way of running a pipeline that makes sense: whether it fits, where it runs out, how long it takes.
 
@@ -87,6 +88,8 @@ def plan_pipeline(
         The instructions of the host's CPU: ``"SSE4.2"``, ``"AVX"``, ``"AVX2"`` or ``"no AVX2"``.
     cores : int, optional
         How many cores the host's CPU has.
+    safe : bool
+        Whether a way that fits is recommended before one that is tight (`Outcome.verdict`), as it is by default.
 
     Returns
     -------
@@ -104,8 +107,8 @@ def plan_pipeline(
 
     Examples
     --------
-    >>> plan = plan_pipeline("sd15", 1024, 1024, gpu="RTX 3060", memory="4 GB")
-    >>> plan["no offload, VAE whole"].verdict
+    >>> plan = plan_pipeline("sd15", 1024, 1024, gpu="RTX 3060", memory="4 GB", safe=False)
+    >>> plan["no offload, VAE whole"].summary
     'runs out in decode, lacks ... MiB'
     >>> plan.recommended.way.name
     'model offload, VAE whole'
@@ -115,6 +118,7 @@ def plan_pipeline(
     pipeline = meant("pipeline", pipeline, PIPELINES, SPELT_PIPELINES)
     runtime = meant("runtime", runtime, PLANNED_RUNTIMES)
     guidance, image, flash = flag("guidance", guidance), flag("image", image), flag("flash", flash)
+    safe = flag("safe", safe)
     refuse(
         runtime, prompt_tokens=prompt_tokens, steps=steps, dtype=dtype, cudnn_version=cudnn_version,
         torch_version=torch_version, gpu=gpu, host_memory=host_memory, calibrate=calibrate or None,
@@ -132,7 +136,7 @@ def plan_pipeline(
         role, limit = known.denoiser, None if cache_limit is None else parse_size("cache_limit", cache_limit, least=0)
         weights = weights_bytes(role, known.parts[role], components.get(role, known.dtype))
         ways = ways_mlx.mlx_ways(known.parts["vae"], height, width, weights, limit)
-        return PipelinePlan(f"{title} on a Mac of {memory}", ways, Room(sold(memory) * share // of))
+        return PipelinePlan(f"{title} on a Mac of {memory}", ways, Room(sold(memory) * share // of), safe=safe)
     from vaemem.sdcpp import running  # half of this module's import
 
     dtype = known.dtype if dtype is None else meant("dtype", dtype, DTYPES)
@@ -161,7 +165,7 @@ def plan_pipeline(
             dtype=dtype, components=components, image=image, steps=steps,
         )  # fmt: skip
         ways = diffusers_ways(question, components, machine, kinds)
-    return PipelinePlan(f"{title}, {steps} steps, on {card.gpu.name}", ways, room, machine, calibrate, notes)
+    return PipelinePlan(f"{title}, {steps} steps, on {card.gpu.name}", ways, room, machine, calibrate, notes, safe)
 
 
 def weights_bytes(role: str, component: str, given: Any) -> int:
@@ -247,7 +251,7 @@ def _way(p: PipelinePrediction, name: str, settings: Mapping[str, Any], changes:
         phases.append(PlannedPhase(phase.name, phase.weights, phase.total - phase.weights, work))
     notes = (*p.notes, *[SEQUENTIAL] * (settings["offload"] == "sequential"))
     out = (p.out_of_memory_at[0], max(p.least - p.available, 1)) if p.out_of_memory_at else None
-    unsure = "cuDNN's next plans decide, and their workspaces are not known" if p.outcome == "may fit" else ""
+    unsure = "" if out else BY_VAEMEM if settings["vae"] == "vaemem" else p.tight_because
     return Way(name, settings, tuple(phases), p.host, changes, notes, out, True, unsure)
 
 

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 import math
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from vaemem._arguments import shared
 from vaemem._common import MIB, flag, meant, render, typeset, whole
-from vaemem.pipelines.asked import Part, PipelineQuestion, ask_pipeline
+from vaemem.pipelines.asked import OFFLOADS, Part, PipelineQuestion, ask_pipeline
 from vaemem.pipelines.components import PIPELINES, SPELT_PIPELINES, refuse
 from vaemem.pipelines.pipeline_run import Phase, PipelineRun, play_pipeline
 from vaemem.pipelines.ways import Written
+from vaemem.prediction.answer import MARGIN, SEGMENT
 from vaemem.prediction.formula import STEP, ClosedForm, Peak, close
 from vaemem.prediction.gpus import find_gpu
 from vaemem.prediction.moments import ROUNDED_UP, Moment, PeakTensor
 from vaemem.prediction.planned import Way
-from vaemem.prediction.predict import MARGIN, SEGMENT, between, fits_in
 from vaemem.prediction.process import SimulatedProcess
-from vaemem.prediction.question import Software, find_card
+from vaemem.prediction.question import Software, find_card, usual_tile
+from vaemem.prediction.verdict import DOES_NOT_FIT, FITS, CardAnswer, between
 
 DERIVED_SIDES = range(STEP, 2049, STEP)  # pixels: of the squares that a derivation looks at
 PREDICTED_RUNTIMES = ("diffusers", "sd.cpp")
@@ -33,7 +37,7 @@ def _largest(phase: Phase) -> PeakTensor | None:
     return next((one for one in phase.peak_tensors if not one.name.startswith("weights of ")), None)
 
 
-class _Phases(Written):
+class _Phases(Written, CardAnswer):
     """What every prediction of a pipeline says of its phases. Printing it shows a line a phase."""
 
     def __init__(
@@ -47,8 +51,8 @@ class _Phases(Written):
             phase._replace(fits=True if i < done else False if i == done else None) for i, phase in enumerate(phases)
         )
         self.out_of_memory_at = lacking and (phases[done].name, lacking)
-        self.outcome = "does not fit" if lacking else "fits"
         self.on_card = None if lacking else self.peak
+        self._most = self.peak
 
     @property
     def peak(self) -> int:
@@ -59,10 +63,6 @@ class _Phases(Written):
         return max(self.phases, key=lambda phase: phase.total).name
 
     @property
-    def fits(self) -> bool:
-        return self.out_of_memory_at is None
-
-    @property
     def band(self) -> tuple[int, int]:
         return self.peak, self.peak
 
@@ -70,16 +70,29 @@ class _Phases(Written):
     def upper(self) -> int:
         return self.peak  # where nothing is asked of cuDNN and nothing cached
 
+    @functools.cached_property
+    def least_band(self) -> tuple[int, int]:
+        return self.peak, self.peak
+
     @property
-    def verdict(self) -> str:
-        """Where the peak is, and whether the run goes through, in a line."""
+    def _bound(self) -> int:
+        return self.upper
+
+    @property
+    def _took(self) -> int:
+        return self.on_card or 0
+
+    @property
+    def _runs_out(self) -> str:
+        phase, (name, size) = self.out_of_memory_at or ("", PeakTensor("", 0))
+        return f"it runs out in {phase} at {name}, which asks for {size / MIB:.0f} MiB"
+
+    @property
+    def _peak_line(self) -> str:
+        """Where the peak is, and how sure that is."""
         band = between(self.band)
-        sure = [f"{band} MiB"] if " to " in band else []
-        sure += [f"upper {self.upper / MIB:.0f} MiB"] if self.upper != self.peak else []
-        band = f" ({', '.join(sure)})" if sure else ""
-        lacking = f"out of memory in {self.out_of_memory_at[0]} with" if self.out_of_memory_at else ""
-        end = f"{lacking} {self.available / MIB:.0f} MiB" if lacking else fits_in(self.outcome, self.available)
-        return f"peak in {self.bottleneck}{band}; {end}"
+        sure = f" ({band} MiB)" if " to " in band else ""
+        return f"the peak is in {self.bottleneck}: {self.peak / MIB:.0f} MiB{sure}"
 
     # ---- files ----
 
@@ -109,7 +122,8 @@ class _Phases(Written):
         return {
             "title": self.title, "available_bytes": self.available, "host_bytes": self.host, "peak_bytes": self.peak,
             "peak_band_bytes": self.band, "upper_bytes": self.upper, "bottleneck": self.bottleneck, "fits": self.fits,
-            "outcome": self.outcome, "on_card_bytes": self.on_card, "phases": self.rows(), "notes": self.notes,
+            "verdict": self.verdict, "summary": self.summary, "on_card_bytes": self.on_card, "spare_bytes": self.spare,
+            "phases": self.rows(), "notes": self.notes,
         }  # fmt: skip
 
     # ---- for people ----
@@ -128,12 +142,20 @@ class _Phases(Written):
             cells["largest tensor"] = [f"{one.name}, {one.bytes / MIB:.0f} MiB" if one else "" for one in largest]
         cells["outcome"] = [_OUTCOMES[phase.fits] for phase in self.phases]
         table = render(cells, list(zip(*cells.values(), strict=True)), markdown)
-        verdict = self.verdict[0].upper() + self.verdict[1:]
-        host = f"; {self.host / MIB:.0f} MiB of weights kept by the host" if self.host else ""
-        lines = [self.title, table, f"{verdict}{host}."]
+        host = f"; {self.host / MIB:.0f} MiB of weights are kept by the host" if self.host else ""
+        lines = [
+            f"{self.summary[0].upper()}{self.summary[1:]}.",
+            f"Asked: {self.title}; {self._peak_line}{host}.",
+            table,
+        ]
+        notes = [*self.notes, *self._advice()]
         if markdown:
-            return "\n\n".join([*lines, "\n".join(f"- {note}" for note in self.notes)])
-        return "\n".join([*lines, *self.notes])
+            return "\n\n".join([*lines, "\n".join(f"- {note}" for note in notes)])
+        return "\n".join([*lines, *notes])
+
+    def _advice(self) -> list[str]:
+        """What else would go through, where this does not."""
+        return []
 
     def _repr_markdown_(self) -> str:
         return self._text(markdown=True)
@@ -142,7 +164,7 @@ class _Phases(Written):
         shown = "; ".join(
             f"{phase.name} {phase.total / MIB:.0f} MiB ({phase.weights / MIB:.0f} of weights)" for phase in self.phases
         )
-        return f"<{type(self).__name__} {self.title}: {shown}; {self.verdict}>"
+        return f"<{type(self).__name__} {self.title}: {self.summary}; {shown}>"
 
 
 class PipelineFormula(dict[str, "ClosedForm | str"]):
@@ -264,9 +286,14 @@ class PipelinePrediction(_Phases):
     bottleneck : str
         The phase that takes it.
     fits : bool
-        Whether the run goes through on this card, where PyTorch gives cached memory back before it gives up.
-    outcome : str
-        ``"fits"``; ``"may fit"`` where that rests on the next plans of a cuDNN before 9.8; or ``"does not fit"``.
+        Whether the verdict is "fits" or "tight"; with ``safe=True`` whether it is "fits".
+    verdict : str
+        ``"fits"``, even by `upper`; ``"tight"``: it goes through, but not by `upper`, or only because PyTorch gives
+        cached memory back, or on next plans of a cuDNN before 9.8 that are not known; or ``"does not fit"``.
+    summary : str
+        The verdict with its figures and its reason, in a sentence.
+    spare : int
+        What is left of `available` on this card; below 0 where it does not go through: what is lacking.
     on_card : int or None
         What `peak` is on this card, as full as it is: no more than `available`. None where the run does not go through.
     out_of_memory_at : tuple of (str, PeakTensor) or None
@@ -303,6 +330,7 @@ class PipelinePrediction(_Phases):
 
     def __init__(self, question: PipelineQuestion):
         self._question = q = question
+        self._safe = q.safe
         batch = f", {q.batch} images" if q.batch > 1 else ""
         on_cpu = f", {' and '.join(q.on_cpu)} on the CPU" if q.on_cpu else ""
         where = f"{q.card.gpu.name}, offload {q.offload}, VAE {q.vae}{on_cpu}"
@@ -317,7 +345,7 @@ class PipelinePrediction(_Phases):
         )  # fmt: skip
         if not lacking:
             self.on_card = max(phase.total for phase in tried.phases)
-            self.outcome = "may fit" if tried.guesses else "fits"
+            self._guesses = tried.guesses
 
     def _within(self, capacity: int, has_other_plans: bool = True) -> tuple[_Tried, int, PeakTensor | None]:
         """The same run where the card gives so many bytes: how many phases go through, and what the next one lacks."""
@@ -332,11 +360,23 @@ class PipelinePrediction(_Phases):
         return tried, len(tried.phases), tried.lacking
 
     @property
-    def verdict(self) -> str:
-        found = super().verdict
-        if self.on_card is not None and self.on_card < self.peak:
-            found += f", where it takes {self.on_card / MIB:.0f} MiB"
-        return f"{found}; it takes at least {between(self.least_band)} MiB" if self.outcome == "may fit" else found
+    def _why_upper(self) -> str:
+        return "" if self._question.software.has_version else ", since no version of PyTorch or cuDNN was named"
+
+    def _advice(self) -> list[str]:
+        q, found = self._question, list[str]()
+        if self.verdict == FITS:
+            return found
+        is_cut = max(q.height, q.width) > usual_tile(q.part("vae").component)
+        for offload, vae in itertools.product(OFFLOADS, ("whole", *["tiled"] * is_cut)):
+            if (offload, vae) == (q.offload, q.vae):
+                continue
+            with contextlib.suppress(ValueError):
+                other = PipelinePrediction(q.run_with(offload, vae))
+                if other.verdict != DOES_NOT_FIT:
+                    took = f"takes {other._took / MIB:.0f} of {self.available / MIB:.0f} MiB"
+                    found.append(f"With --offload {offload} and the VAE {vae} it {took}: {other.verdict}.")
+        return [*found, "vaemem plan, with the same words, tries every way, and says how long each takes."]
 
     @functools.cached_property
     def timeline(self) -> tuple[Moment, ...]:
@@ -352,27 +392,23 @@ class PipelinePrediction(_Phases):
 
     @functools.cached_property
     def band(self) -> tuple[int, int]:
-        peaks = [max(phase.total for phase in phases) for phases in self._possible(False)]
+        outside = [phase.outside for phase in self.phases]
+        peaks = [max(map(operator.add, reserved, outside)) for reserved in self._possible(False)]
         return min(peaks), max(peaks)
 
     @functools.cached_property
     def upper(self) -> int:
         said = self._question.software.has_version
-        return (
-            max(
-                math.ceil(phase.weights + phase.outside + (phase.total - phase.weights - phase.outside) * MARGIN)
-                for phases in (*self._possible(False), *(() if said else self._possible(True)))
-                for phase in phases
-            )
-            + SEGMENT
+        most = map(max, zip(*self._possible(False), *(() if said else self._possible(True)), strict=True))
+        return SEGMENT + max(
+            math.ceil(phase.weights + phase.outside + (reserved - phase.weights) * MARGIN)
+            for phase, reserved in zip(self.phases, most, strict=True)
         )
 
-    def _possible(self, every: bool) -> Iterator[Sequence[Phase]]:
-        """The phases, and those with each of the other workspaces that may be the true ones."""
-        yield self._run.phases
-        known = getattr(self._process.workspace, "alternatives", None)
-        for workspace in known(every) if known else ():
-            yield play_pipeline(self._question, workspace).phases
+    def _possible(self, every: bool) -> list[list[int]]:
+        """Reserved bytes by phase, and those with each of the other workspaces that may be the true ones."""
+        others, spans = tuple(self._process._alternatives(every)), tuple(self._run.spans)
+        return [[phase.reserved for phase in self.phases], *self._process._core.again(others, spans, False)]
 
     @functools.cached_property
     def formula(self) -> PipelineFormula:
@@ -417,7 +453,7 @@ class GraphPrediction(_Phases):
 
     Attributes
     ----------
-    title, phases, peak, bottleneck, fits, outcome, on_card, out_of_memory_at, available, host, notes
+    title, phases, peak, bottleneck, fits, verdict, summary, spare, on_card, out_of_memory_at, available, host, notes
         As `PipelinePrediction` has them; the context here is 426 MiB. A phase's `activations` are the graph's buffer
         and what ggml-cuda takes for its largest product; allocated and reserved are the same.
     way : Way
@@ -450,7 +486,7 @@ def predict_pipeline(
     dtype: str | None = None, *, components: Mapping[str, Any] | None = None, offload: Any = "none",
     vae: str = "whole", vae_memory_limit: int | str | None = None, image: bool = False, steps: int | None = None,
     gpu: str = "RTX 4090", memory: int | str | None = None, used: int | str = 0, cudnn_version: str | None = None,
-    torch_version: str | None = None, runtime: str = "diffusers",
+    torch_version: str | None = None, runtime: str = "diffusers", safe: bool = False,
 ) -> Any:  # fmt: skip
     """What a pipeline takes of a GPU in each phase: weights, activations, workspaces, and whether it fits.
 
@@ -475,7 +511,7 @@ def predict_pipeline(
     vae_memory_limit : int or str, optional
         What vaemem's decoder may take, weights included: bytes, or ``"1 GB"``.
     image, steps : shared
-    gpu, memory, used, cudnn_version, torch_version : shared
+    gpu, memory, used, cudnn_version, torch_version, safe : shared
     runtime : {"diffusers", "sd.cpp"}
         Whose code runs it. Of stable-diffusion.cpp `offload` is ``"none"``, ``"cond_only"``, ``"--clip-on-cpu"``,
         ``"--offload-to-cpu"`` or ``"freed after use"``, `vae` is ``"whole"``, ``"direct"``, ``"tiled"``,
@@ -529,6 +565,6 @@ def predict_pipeline(
     software = Software(torch_version=torch_version, cudnn_version=cudnn_version)
     question = ask_pipeline(
         pipeline, height, width, batch, find_card(gpu, memory, used), software, prompt_tokens=prompt_tokens,
-        guidance=guidance, dtype=dtype, components=components, image=image, steps=steps,
+        guidance=guidance, dtype=dtype, components=components, image=image, steps=steps, safe=flag("safe", safe),
     )  # fmt: skip
     return PipelinePrediction(question.run_with(offload, vae, vae_memory_limit))

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import html
-import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vaemem._common import MIB, as_csv, distinct, html_table, need, real, render, write
+from vaemem._common import MIB, Answer, as_csv, distinct, html_table, need, real, render, write
 from vaemem.pipelines.seconds import REPEATS_DIFFER, Machine, Seconds
 from vaemem.prediction.planned import Way
+from vaemem.prediction.verdict import DOES_NOT_FIT, FITS, TIGHT
 
 if TYPE_CHECKING:
     import pandas
@@ -61,10 +61,15 @@ class Outcome(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """In words."""
+        """``"fits"``, ``"tight"`` or ``"does not fit"``."""
+        return DOES_NOT_FIT if self.fails_in else TIGHT if self.way.unsure else FITS
+
+    @property
+    def summary(self) -> str:
+        """In words, with what is lacking."""
         lacks = f"lacks {self.short / MIB:.0f} MiB"
         said = {
-            None: "may fit" if self.way.unsure else "fits",
+            None: self.verdict,
             "time": f"takes {self.short:.0f} s too long",
             "host": f"{lacks} of the host's",
         }
@@ -84,8 +89,18 @@ def outcome(way: Way, room: Room, machine: Machine | None) -> Outcome:
     return Outcome(way, took, each, *[*fails, (None, 0)][0])
 
 
-class Written:
-    """What can be printed, and written to files: a subclass says its rows, its data for JSON and its text."""
+def _quickest(outcomes: Sequence[Outcome]) -> Outcome | None:
+    """The fastest, and of those that are as fast, or where no time is known, the first."""
+    fastest = min((one.seconds.likely for one in outcomes if one.seconds), default=0.0)
+
+    def is_as_fast(one: Outcome) -> bool:
+        return one.seconds is None or one.seconds.likely <= (1 + REPEATS_DIFFER) * fastest
+
+    return next(filter(is_as_fast, outcomes), None)
+
+
+class Written(Answer):
+    """What can also be written as a table: a subclass says its rows."""
 
     def rows(self) -> list[dict[str, Any]]:
         """One dict a line of the table.
@@ -95,12 +110,6 @@ class Written:
         >>> plan_pipeline("sd15", 1536, 1536, memory="16 GB", runtime="mlx").rows()[0]["fits"]
         True
         """
-        raise NotImplementedError
-
-    def _data(self) -> dict[str, Any]:
-        raise NotImplementedError
-
-    def _text(self, markdown: bool = False) -> str:
         raise NotImplementedError
 
     def to_csv(self, path: str | os.PathLike[str] | None = None) -> str | None:
@@ -113,30 +122,15 @@ class Written:
         """
         return write(path, as_csv(self.rows()))
 
-    def to_json(self, path: str | os.PathLike[str] | None = None) -> str | None:
-        """What was asked, the rows and what follows from them as JSON, to a file or as text.
-
-        Examples
-        --------
-        >>> import json
-        >>> plan = plan_pipeline("sd15", 1536, 1536, memory="16 GB", runtime="mlx")
-        >>> json.loads(plan.to_json())["recommended"]
-        'whole VAE, denoiser kept, bfloat16'
-        """
-        return write(path, json.dumps(self._data(), indent=1, ensure_ascii=False) + "\n")
-
     def to_markdown(self) -> str:
         """What `print` shows, as Markdown.
 
         Examples
         --------
         >>> print(predict_pipeline("sd15", 512, 512, gpu="T4").to_markdown())
-        sd15 512x512...
+        Fits: it takes 3238 of the 14598 MiB that the card gives...
         """
         return self._text(markdown=True)
-
-    def __str__(self) -> str:
-        return self._text()
 
 
 class PipelinePlan(Written):
@@ -151,6 +145,8 @@ class PipelinePlan(Written):
         In the order in which ways are tried, from the plainest.
     machine : Machine or None
         The rates behind the seconds.
+    safe : bool
+        Whether what fits is recommended before what is tight.
     notes : tuple of str
         What was taken for granted.
 
@@ -159,7 +155,7 @@ class PipelinePlan(Written):
     >>> plan = plan_pipeline("sd15", 1536, 1536, memory="16 GB", runtime="mlx")
     >>> plan.recommended.way.name
     'whole VAE, denoiser kept, bfloat16'
-    >>> plan["decoder only, denoiser unloaded, float32"].verdict
+    >>> plan["decoder only, denoiser unloaded, float32"].summary
     'runs out in decode, lacks ... MiB'
     >>> print(plan)
     sd15 1536x1536 by mlx...
@@ -167,13 +163,13 @@ class PipelinePlan(Written):
 
     def __init__(
         self, title: str, ways: Sequence[Way], room: Room, machine: Machine | None = None,
-        measured: Mapping[str, float] | None = None, notes: Sequence[str] = (),
+        measured: Mapping[str, float] | None = None, notes: Sequence[str] = (), safe: bool = True,
     ):  # fmt: skip
         """The plan of some ways. The machine is calibrated with what was measured, seconds by a way's name: ValueError
         where they are of a way that is none of these, or none that can be."""
         if measured and machine:
             machine = machine.calibrated(_runs(ways, measured))
-        self.title, self.room, self.machine = title, room, machine
+        self.title, self.room, self.machine, self.safe = title, room, machine, safe
         self.outcomes = tuple(outcome(way, room, machine) for way in ways)
         self.notes = tuple(distinct([*notes, *(note for way in ways for note in way.notes)]))
 
@@ -189,18 +185,17 @@ class PipelinePlan(Written):
 
     @property
     def recommended(self) -> Outcome | None:
-        """The best way that fits: one that leaves the picture as it is before others, one that surely fits before those
-        that may, then the fastest, and of those that are as fast (within 2%, as runs of one way differ), or where no
-        time is known, the first: the plainest."""
-        fitting = [one for one in self.outcomes if one.fits]
-        alike = [one for one in fitting if not one.way.changes] or fitting
-        alike = [one for one in alike if not one.way.unsure] or alike
-        fastest = min((one.seconds.likely for one in alike if one.seconds), default=0.0)
+        """The best way that goes through: with `safe` one that fits before those that are tight; one that leaves the
+        picture as it is before others; then the fastest, and of those that are as fast (within 2%, as runs of one way
+        differ), or where no time is known, the first: the plainest."""
+        return _quickest(self._alike)
 
-        def is_as_fast(one: Outcome) -> bool:
-            return one.seconds is None or one.seconds.likely <= (1 + REPEATS_DIFFER) * fastest
-
-        return next(filter(is_as_fast, alike), None)
+    @property
+    def _alike(self) -> list[Outcome]:
+        """The ways that the recommended one is chosen out of."""
+        through = [one for one in self.outcomes if one.fits]
+        through = [one for one in through if self.safe and one.verdict == FITS] or through
+        return [one for one in through if not one.way.changes] or through
 
     @property
     def reason(self) -> str:
@@ -210,25 +205,33 @@ class PipelinePlan(Written):
             # One that has memory enough, and time or the host's memory too little, comes nearer than one that has not.
             order = {"time": 0, "host": 1}
             nearest = min(self.outcomes, key=lambda one: (order.get(one.fails_in or "", 2), one.short))
-            return f"Nothing fits. {nearest.way.name} comes nearest: it {nearest.verdict}."
-        kind = bool(best.way.changes), bool(best.way.unsure)
-        alike = [one for one in self.outcomes if one.fits and (bool(one.way.changes), bool(one.way.unsure)) == kind]
+            return f"Nothing fits. {nearest.way.name} comes nearest: it {nearest.summary}."
         which, ending = "only one", "s"
-        if len(alike) > 1:
-            which, ending = f"{'fastest' if best.seconds else 'plainest'} of the {len(alike)}", ""
-        fit = "may fit" if best.way.unsure else f"fit{ending}"
+        if len(self._alike) > 1:
+            which, ending = f"{'fastest' if best.seconds else 'plainest'} of the {len(self._alike)}", ""
+        through = f"fit{ending}" if best.verdict == FITS else f"go{'es' * bool(ending)} through"
         picture = f", though {best.way.changes}" if best.way.changes else f" and leave{ending} the picture as it is"
-        why = "" if best is plainest else f" {plainest.way.name} {plainest.verdict}."
-        unsure = f" It may fit: {best.way.unsure}." if best.way.unsure else ""
-        return f"Take {best.way.name}. It is the {which} that {fit}{picture}.{unsure}{why}{self._faster(best)}"
+        why = "" if best is plainest or plainest.fits else f" {plainest.way.name} {plainest.summary}."
+        tight = f" It is tight: {best.way.unsure}." if best.way.unsure else ""
+        took = f" It takes {best.seconds}." if best.seconds else ""
+        faster = "".join(self._faster(best))
+        return f"Take {best.way.name}. It is the {which} that {through}{picture}.{took}{tight}{why}{faster}"
 
-    def _faster(self, best: Outcome) -> str:
-        """The fastest way that changes the picture, where it saves a tenth of the time or more."""
-        changed = [(one.seconds, one.way) for one in self.outcomes if one.fits and one.way.changes and one.seconds]
-        if best.way.changes or not (changed and best.seconds):
-            return ""
-        took, way = min(changed, key=lambda other: other[0].likely)
-        return f" {way.name} would take {took}: {way.changes}." if took.likely <= 0.9 * best.seconds.likely else ""
+    def _faster(self, best: Outcome) -> Iterator[str]:
+        """The fastest of the ways that are tight, and of those that change the picture, where the best is neither and
+        they save a tenth of its time or more; or without seconds the plainest that is tight."""
+        tight = [one for one in self.outcomes if one.verdict == TIGHT and not one.way.changes]
+        changed = [one for one in self.outcomes if one.verdict == FITS and one.way.changes]
+        for others, is_apart in ((tight, best.verdict == FITS), (changed, not best.way.changes)):
+            other = _quickest(others) if is_apart else None
+            if other is None:
+                continue
+            if best.seconds is None or other.seconds is None:
+                is_worth, took = others is tight, ""
+            else:
+                is_worth, took = other.seconds.likely <= 0.9 * best.seconds.likely, f" would take {other.seconds}, and"
+            why = f"is tight: {other.way.unsure}" if others is tight else f"changes the picture: {other.way.changes}"
+            yield f" {other.way.name}{took} {why}." if is_worth else ""
 
     # ---- files and data frames ----
 
@@ -252,7 +255,10 @@ class PipelinePlan(Written):
                 row[f"{key}_seconds"] = lasts and lasts.likely
             row |= {"peak_bytes": way.peak.total, "host_bytes": way.host, "seconds": took and took.likely}
             row |= {"seconds_low": took and took.low, "seconds_high": took and took.high}
-            rows.append(row | {"verdict": one.verdict, "changes": way.changes, "recommended": one is best})
+            rows.append(
+                row
+                | {"verdict": one.verdict, "summary": one.summary, "changes": way.changes, "recommended": one is best}
+            )
         return rows
 
     def _data(self) -> dict[str, Any]:
@@ -294,7 +300,7 @@ class PipelinePlan(Written):
             totals = {phase.name: phase.total for phase in one.way.phases}
             sizes = [f"{totals[name] / MIB:.0f}" if name in totals else "" for name in names]
             took = [str(one.seconds) if one.seconds else ""] * has_time
-            lines.append([one.way.name, *sizes, f"{one.way.host / MIB:.0f}", *took, one.verdict])
+            lines.append([one.way.name, *sizes, f"{one.way.host / MIB:.0f}", *took, one.summary])
         return header, lines
 
     def _text(self, markdown: bool = False) -> str:
@@ -318,7 +324,8 @@ class PipelinePlan(Written):
         header, lines = self._grid()
         best = self.recommended
         bold = lines[self.outcomes.index(best)] if best else None
-        return f"<p>{html.escape(self.title)}</p>{html_table(header, lines, bold)}<p>{html.escape(self.reason)}</p>"
+        said = "".join(f"<p>{html.escape(text)}</p>" for text in (self.reason, *self.notes))
+        return f"<p>{html.escape(self.title)}</p>{html_table(header, lines, bold)}{said}"
 
 
 def _runs(ways: Sequence[Way], measured: Any) -> list[tuple[Mapping[str, float], float]]:

@@ -87,16 +87,17 @@ class Names:
 
 def benchmark(
     process: SimulatedProcess, vae: LoadedVAE, op: str, height: int, width: int, batch: int = 1, *,
-    dtype: str | None = None, input_dtype: str | None = None, tile: int = 0, slicing: bool = False,
-    protocol: Protocol = SEED_TABLE,
+    dtype: str | None = None, input_dtype: str | None = None, upcast: bool = False, tile: int = 0,
+    slicing: bool = False, protocol: Protocol = SEED_TABLE,
 ) -> list[Reading]:  # fmt: skip
     """Plays the benchmark that the seed table was made with: warm-up runs, then measured ones.
 
     An encode is sampled and scaled, as pipelines do. `dtype` and `input_dtype`, the weights' by default, are those of
     the run and of the input: where they differ, weights and input are converted within each run, and the weights back
-    after it. `tile` and `slicing` are as `SimulatedProcess.encode` takes them. There is one reading of each measured
-    run; the first still holds what the warm-up runs left bound. Where the protocol does not empty the cache before each
-    run, it is emptied before the first measured one alone, and each reading is of all measured runs so far.
+    after it; with `upcast` as diffusers' ``upcast_vae`` does for a decode, whose first blocks keep the input's. `tile`
+    and `slicing` are as `SimulatedProcess.encode` takes them. There is one reading of each measured run; the first
+    still holds what the warm-up runs left bound. Where the protocol does not empty the cache before each run, it is
+    emptied before the first measured one alone, and each reading is of all measured runs so far.
     """
     choose("op", op, OPS)
     weights_dtype = vae.dtype
@@ -113,6 +114,9 @@ def benchmark(
         if dtype == input_dtype:
             return names["input"]
         process.convert(vae, dtype)
+        if upcast and op == "decode":
+            process.convert(vae, dtype, first=input_dtype)
+            return names["input"]
         names["input32"] = process.elementwise(names["input"], "input", dtype)
         return names["input32"]
 

@@ -214,7 +214,7 @@ class ClosedForm:
 
 @shared
 def formula(
-    model: Any, op: str | None = None, dtype: str = "float16", runtime: str | None = None, gpu: str = "RTX 4090",
+    model: Any, op: str | None = None, dtype: str | None = None, runtime: str = "diffusers", gpu: str = "RTX 4090",
     *, height: int = 1024, width: int = 1024, **settings: Any,
 ) -> ClosedForm | Any:  # fmt: skip
     """PyTorch's allocated memory in closed form: the tensors alive at the peak, each as a function of the image's size.

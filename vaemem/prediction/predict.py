@@ -8,175 +8,40 @@ from __future__ import annotations
 
 import functools
 import math
-import os
+import shlex
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
+from vaemem import _core
 from vaemem._arguments import shared
 from vaemem._common import MIB, flag, latent_factor
-from vaemem._core import OutOfMemoryError
 from vaemem.engine.limits import LARGEST_SIDE, check_aspect, largest_size
-from vaemem.prediction.benchmark import PROTOCOLS, USUAL_PROTOCOL, Reading
+from vaemem.engine.vae import VAE
+from vaemem.prediction.answer import SimulatedAnswer
+from vaemem.prediction.benchmark import USUAL_PROTOCOL
 from vaemem.prediction.formula import derive
-from vaemem.prediction.moments import Moment, PeakTensor
-from vaemem.prediction.process import SimulatedProcess
+from vaemem.prediction.gpus import find_gpu
 from vaemem.prediction.question import ModuleQuestion, Question, ask
 from vaemem.prediction.runtimes import architecture
+from vaemem.prediction.usual import OVERFLOWING, usual_dtypes
+from vaemem.prediction.verdict import DOES_NOT_FIT, FITS
 
-# What reserved may be above the worse of a cold and a warmed process, for what else ran before. Of the seed table's
-# rows, with their own workspaces, one is 3.7% above it, two are 2.4% and the rest 0.7% or less; a 16th is the largest
-# of them with room for sizes that were not measured. A small run may meet one more of the allocator's large segments.
-MARGIN = Fraction(17, 16)
-SEGMENT = 20 * MIB
-PAGE = 2 * MIB  # every segment is a multiple of it
 TILED_SIDE = 1 << 14  # pixels: no further in tiles, where a larger image may take no more
+SMALL_TILE = 512  # pixels: of the tiles that are advised where the usual ones do not cut the image
+TILING = ("diffusers", "comfyui", "a1111")  # whose code has tiles
 
 
-def between(least_band: tuple[int, int]) -> str:
-    """The least that would do, in MiB."""
-    return " to ".join(dict.fromkeys(f"{size / MIB:.0f}" for size in least_band))
+class Advice(NamedTuple):
+    """Something else that was tried, and goes through: what, what it takes, and the command that shows it."""
+
+    what: str
+    says: str
+    command: str
 
 
-def fits_in(outcome: str, available: int) -> str:
-    """That a run fits, or may fit, and what decides."""
-    unknown = " (cuDNN's next plans decide, and their workspaces are not known)" if outcome == "may fit" else ""
-    return f"{outcome} in {available / MIB:.0f} MiB{unknown}"
-
-
-class _Answer:
-    """What a prediction reads off the process that it played."""
-
-    upper_share = 0.9989
-    upper_basis = (
-        "3568 of 3572 answers of profiles that were left out in turn, a version or a card (benchmarks/left_out.py: SDXL"
-        " and FLUX, float16 and float32, whole images one at a time); 98 of 98 rows of the seed table"
-    )
-
-    def __init__(self, question: Question | ModuleQuestion):
-        self._question, self._process = question, question.start()
-        self.protocol, process = question.software.protocol, self._process
-        self.allocated, self.reserved, self.peak_allocated, self.peak_reserved = first = question.play(process)
-        self._plays = {self.protocol: process}
-        self.gpu, self.total_memory = process.gpu.name, process.gpu.total_memory
-        self.torch_version = process.torch_version
-        self.cudnn_version: str | None = getattr(process.workspace, "cudnn_version", None)
-        self.workspace_source, self.available = process.workspace_source, process.available
-        self._has_room = process.most_reserved <= self.available  # then nothing is ever refused and all goes as it did
-        full, process, last = (None, process, first) if self._has_room else self._within(self.available)
-        self.out_of_memory_at, self.on_card = full, last.peak_reserved if last else None
-        self.substitutions = process.substitutions
-        self.outcome = "does not fit" if full else "may fit" if process.guessed_plans else "fits"
-
-    def _played(self, protocol: str) -> tuple[SimulatedProcess, int]:
-        """A process that played the same call by a protocol, and which of the runs that were read is the protocol's."""
-        if protocol == "cold":
-            for other, process in self._plays.items():
-                if len(process._runs) > PROTOCOLS[other].runs or not PROTOCOLS[other].warmups:
-                    return process, 0
-        if protocol not in self._plays:
-            self._plays[protocol] = self._question.start(self._process.workspace)
-            self._question.play(self._plays[protocol], protocol)
-        return self._plays[protocol], -1
-
-    def _read(self, protocol: str) -> int:
-        """The bytes that this process reserved above the baseline."""
-        process, run = self._played(protocol)
-        return process._runs[run][0]
-
-    def _within(
-        self, capacity: int, has_other_plans: bool = True
-    ) -> tuple[PeakTensor | None, SimulatedProcess, Reading | None]:
-        """The same call where the device gives so many bytes: what could not be had (or None), the process, and what it
-        read where it went through."""
-        process = self._question.start(self._process.workspace, total_memory=max(capacity, PAGE))
-        process.has_other_plans = has_other_plans
-        try:
-            return None, process, self._question.play(process)
-        except OutOfMemoryError as full:
-            return PeakTensor(process.frames[full.tag], full.requested), process, None
-
-    @property
-    def fits(self) -> bool:
-        return self.out_of_memory_at is None
-
-    @functools.cached_property
-    def least_reserved(self) -> int:
-        return self._least(True)
-
-    @functools.cached_property
-    def least_band(self) -> tuple[int, int]:
-        return self.least_reserved, self._least(False)
-
-    def _least(self, has_other_plans: bool) -> int:
-        most = self._process.most_reserved
-        low, high = 0, (min(most, self.available) if self.fits else most) // PAGE
-        while self._within(high * PAGE, has_other_plans)[0]:  # with more room A1111 cuts its attention less
-            low, high = high, 2 * high
-        while high - low > 1:  # in pages: `low` is too little, `high` is enough
-            middle = (low + high) // 2
-            full, *_ = self._within(middle * PAGE, has_other_plans)
-            low, high = (middle, high) if full else (low, middle)
-        return high * PAGE
-
-    def _others(self, every: bool, *protocols: str) -> Iterator[int]:
-        """Reserved bytes by each of these protocols, with each of the other workspaces that may be the true ones."""
-        if alternatives := self._process._alternatives(every):
-            for process, run in map(self._played, protocols):
-                yield from process._again(alternatives, run)
-
-    @functools.cached_property
-    def band(self) -> tuple[int, int]:
-        sizes = [self.reserved, *self._others(False, self.protocol)]
-        return min(sizes), max(sizes)
-
-    @functools.cached_property
-    def upper(self) -> int:
-        protocols = tuple(dict.fromkeys((USUAL_PROTOCOL, "cold", self.protocol)))
-        known = [self._read(name) for name in protocols]
-        others = list(self._others(not self._question.software.has_version, *protocols))
-        return math.ceil(max(*known, *self.band, *others) * MARGIN) + SEGMENT
-
-    def save_snapshot(self, path: str | os.PathLike[str]) -> None:
-        """Writes the simulated history as a pickle that ``torch.cuda._memory_viz`` and pytorch.org/memory_viz read."""
-        process = self._question.start(history=True)
-        self._question.play(process)
-        process.save_snapshot(path)
-
-    @property
-    def peak_tensors(self) -> tuple[PeakTensor, ...]:
-        return tuple(self._process.peak_tensors())
-
-    @property
-    def timeline(self) -> tuple[Moment, ...]:
-        return tuple(self._process.timeline())
-
-    @property
-    def _said(self) -> str:
-        """For `repr`: what is predicted, how sure it is, whether it fits, and what was substituted."""
-        least, most = (f"{size / MIB:.2f}" for size in self.band)
-        band = f" ({least} to {most})" if least != most else ""
-        verdict, room = fits_in(self.outcome, self.available), ""
-        if self.out_of_memory_at:
-            name, size = self.out_of_memory_at
-            verdict = f"out of memory at {name} ({size / MIB:.2f} MiB) with {self.available / MIB:.0f} MiB"
-        if not self._has_room:
-            here = "" if self.on_card is None else f", {self.on_card / MIB:.0f} on this one"
-            room = f" where there is room{here}, at least {between(self.least_band)}"
-        return (
-            f"allocated {self.allocated / MIB:.2f} MiB, reserved {self.reserved / MIB:.2f} MiB{band},"
-            f" upper {self.upper / MIB:.0f} MiB; of the card {self.peak_reserved / MIB:.0f} MiB{room}; {verdict}"
-        ) + (f"; substituted: {', '.join(self.substitutions)}" if self.substitutions else "")
-
-    @property
-    def _place(self) -> str:
-        cudnn = f", cuDNN {self.cudnn_version}" if self.cudnn_version else ""
-        return f"{self.gpu}, torch {self.torch_version}{cudnn}"
-
-
-class Prediction(_Answer):
+class Prediction(SimulatedAnswer):
     """What `predict` returns. Sizes in bytes.
 
     Attributes
@@ -204,13 +69,25 @@ class Prediction(_Answer):
         What `upper_share` was counted on.
     substitutions : tuple of str
         What stood in for the cuDNN and the card that were asked for.
+    verdict : str
+        ``"fits"``: even by `upper`. ``"tight"``: the run goes through, but not by `upper`, or only because PyTorch
+        gives cached segments back before it gives up, or goes on to cuDNN's next plan where a workspace cannot be had
+        (from 9.8 on one of its plans wants none; before, that is supposed). ``"does not fit"``: the same process,
+        played with no more than `available`, runs out of memory.
     fits : bool
-        Whether the run goes through on this card: the same process played with no more than `available`, where PyTorch
-        gives cached segments back before it gives up, and goes on to cuDNN's next plan where a workspace cannot be had
-        (from 9.8 on one of its plans wants no workspace, and this is taken for the next: see `outcome`).
-    outcome : str
-        ``"fits"``; ``"may fit"`` where it fits only if a cuDNN before 9.8, whose next plans are not known, has plans
-        without workspace as later ones have; or ``"does not fit"``.
+        Whether the verdict is one of the first two; with ``safe=True`` whether it is the first.
+    tight_because : str
+        Why it is tight, in words.
+    summary : str
+        The verdict with its figures, in a sentence.
+    spare : int
+        What is left of `available` while it runs; below 0 where it does not go through: what is lacking at least.
+    assumed : str
+        Which types were taken because none was named, whose rule that is, and what would change it.
+    would_fit : tuple of Advice
+        What else was tried and goes through: the largest image of that shape, tiles, another type, nothing else on the
+        card, our own engine on the CPU; each with the command that shows it. Tried when it is asked for, and in what
+        `print` shows where the verdict is not "fits".
     on_card : int or None
         What `peak_reserved` is on this card, as full as it is: no more than `available`. None where the run does not
         go through, and so has no peak.
@@ -246,9 +123,9 @@ class Prediction(_Answer):
 
     Examples
     --------
-    >>> p = predict("sdxl", "decode", 1024, 1024, gpu="RTX 4060", used="1 GB")
-    >>> p.fits, p.peak_reserved >> 20, p.least_reserved >> 20
-    (True, 4466, 1882)
+    >>> p = predict("sdxl", "decode", 1024, 1024, "float16", gpu="RTX 4060", used="1 GB")
+    >>> p.verdict, p.spare >> 20, p.peak_reserved >> 20, p.least_reserved >> 20
+    ('fits', 1982, 4466, 1882)
     >>> p.peak_tensors[0].name
     'decoder.up_blocks.2.upsamplers.0.conv [workspace]'
     >>> p.save_snapshot("decode.pickle")  # for pytorch.org/memory_viz
@@ -265,6 +142,7 @@ class Prediction(_Answer):
         self.op, self.height, self.width, self.batch, self.dtype = job.op, job.height, job.width, job.batch, job.dtype
         self.weights_dtype, self.tile, self.slicing = job.weights_dtype, job.tile, job.slicing
         self.runtime, self.allocator, self.settings = software.runtime, software.allocator, question.settings
+        self.assumed = question.assumed
         self.channels_last, self.allow_tf32 = software.channels_last, software.allow_tf32
         if software.allocator != "native":
             self.upper_share, self.upper_basis = math.nan, "nothing: no measurement of this allocator is known"
@@ -287,24 +165,134 @@ class Prediction(_Answer):
         except ValueError as error:
             return f"none: {self.allocated} bytes at this size; {error}"
 
-    def __repr__(self) -> str:
-        how = ", ".join([self.runtime, self._place, *self.settings])
+    @property
+    def _title(self) -> str:
+        return f"{self.model} {self.op} {self.height}x{self.width}"
+
+    @property
+    def _asked(self) -> str:
         weights = "" if self.weights_dtype == self.dtype else f" from {self.weights_dtype} weights"
         images = f" in a batch of {self.batch}{', sliced' * self.slicing}" if self.batch > 1 else ""
-        return (
-            f"<Prediction {self.model} {self.op} {self.height}x{self.width} {self.dtype}{weights}{images} ({how}): "
-            f"{self._said}>"
+        return f"{self._title} {self.dtype}{weights}{images} ({', '.join([self.runtime, self._place, *self.settings])})"
+
+    def __repr__(self) -> str:
+        return f"<Prediction {self._asked}: {self._said}>"
+
+    @functools.cached_property
+    def would_fit(self) -> tuple[Advice, ...]:
+        q, found = self._question, list[Advice]()
+        try:
+            height, width = _largest(replace(q, safe=True), self.width / self.height, False)
+            largest = Prediction(q.at(height, width))
+            found.append(largest._as_advice(f"{height}x{width}, the largest of that shape"))
+        except ValueError:  # none does
+            pass
+        for what, other in self._alike():
+            try:
+                p = Prediction(other)
+            except (ValueError, OverflowError):  # which cannot be, or is more than can be played
+                continue
+            if p.verdict != DOES_NOT_FIT:
+                found.append(p._as_advice(what))
+        if not q.job.is_tiled:
+            run = VAE(_core.Model(dict(q.job.arch), dtype="float32")).estimate(
+                self.op, self.height, self.width, self.batch
+            )
+            says = f"takes {run.peak_bytes / MIB:.0f} MiB of the host's memory in float32, and none of the card's"
+            found.append(Advice("by vaemem on the CPU", says, shell_command(q, "estimate")))
+        return tuple(found)
+
+    def _as_advice(self, what: str) -> Advice:
+        took = f"takes {self._took / MIB:.0f} of {self.available / MIB:.0f} MiB"
+        return Advice(what, f"{self.verdict}, {took}", shell_command(self._question))
+
+    def _alike(self) -> Iterator[tuple[str, Question]]:
+        """Other ways to run the same."""
+        q, job = self._question, self._question.job
+        side = max(job.height, job.width)
+        if not job.is_tiled and q.code in TILING:
+            tiled = ask(job.arch, f"{job.op}_tiled", job.height, job.width, runtime=q.code, gpu=q.card.gpu).job.tile
+            for tile in dict.fromkeys((tiled, SMALL_TILE)):
+                if tile and tile < side:
+                    cut = replace(job, op=f"{job.op}_tiled", tile=tile)
+                    yield f"in tiles of {tile} pixels, blended where they overlap", replace(q, job=cut)
+        if job.dtype == "float32" and q.software.runtime != "forge":
+            half = replace(job, dtype="float16", weights_dtype="float16", upcast=False)
+            fixed = ", with madebyollin/sdxl-vae-fp16-fix" if self.model in OVERFLOWING else ""
+            yield f"in float16{fixed}", replace(q, job=half, assumed="")
+        if q.card.used:
+            yield "with nothing else on the card (the other models offloaded)", replace(q, card=replace(q.card, used=0))
+
+    def _text(self, markdown: bool = False) -> str:
+        parts = self._parts
+        held = ", ".join(f"{name} {size / MIB:.0f}" for name, size in list(parts.items())[:4] if size >= MIB / 2)
+        largest = next(one for one in self.peak_tensors if not one.name.startswith("weights of "))
+        room = "" if self._has_room else ", where there is room"
+        others = f" and {self.used / MIB:.0f} that others use" if self.used else ""
+        sold = "" if self.reported_memory == self.total_memory else f" of {self.total_memory / MIB:.0f} sold"
+        lines = [
+            f"{self.summary[0].upper()}{self.summary[1:]}.",
+            f"Asked: {self._asked}.",
+            *([f"Assumed: {self.assumed}."] if self.assumed else []),
+            f"At its height{room} it takes {self.peak_reserved / MIB:.0f} MiB: {held}. The largest tensor is"
+            f" {largest.name}, {largest.bytes / MIB:.0f} MiB.",
+            f"The card reports {self.reported_memory / MIB:.0f} MiB{sold}, less {parts['CUDA context'] / MIB:.0f} for a"
+            f" CUDA context{others}.",
+            *([f"Stood in for what is not known: {', '.join(self.substitutions)}."] if self.substitutions else []),
+        ]
+        if self.verdict != FITS:
+            lines.append("What would fit, each tried:" if self.would_fit else "Nothing that was tried would fit.")
+            lines += [f"  {one.what}: {one.says}\n    {one.command}" for one in self.would_fit]
+        return "\n".join(lines)
+
+    def _data(self) -> dict[str, Any]:
+        asked = (
+            "model op height width batch dtype weights_dtype runtime tile slicing channels_last allow_tf32 allocator"
+            " assumed"
         )
+        advice = [] if self.verdict == FITS else self.would_fit
+        said = {name: getattr(self, name) for name in asked.split()} | self._shared_data()
+        return said | {"would_fit": [one._asdict() for one in advice]}
+
+
+def _sized(size: int, unit: int) -> str:
+    """Bytes as an argument: in GB of so many, where that is a tenth of one or more, else as a number."""
+    return f"{size / unit:g}GB" if size * 10 % unit == 0 else str(size)
+
+
+def shell_command(question: Question, verb: str = "fits") -> str:
+    """The command line that asks a question; of the verb ``"estimate"`` what our own engine takes for the same."""
+    job, software, card = question.job, question.software, question.card
+    words = ["vaemem", verb, job.arch["name"], job.op, f"{job.height}x{job.width}"]
+    flags: dict[str, Any] = {"batch": job.batch if job.batch > 1 else None}
+    if verb == "fits":
+        usual = usual_dtypes(software.runtime, job.arch["name"], card.gpu.sm, False)
+        is_usual = (job.dtype, job.weights_dtype, job.upcast) == usual[:3]
+        named = find_gpu(card.gpu.name)
+        flags |= {
+            "gpu": card.gpu.name.removeprefix("NVIDIA ").removeprefix("GeForce "),
+            "memory": None if named.total_memory == card.gpu.total_memory else _sized(card.gpu.total_memory, 1 << 30),
+            "used": _sized(card.used, 10**9) if card.used else None, "dtype": None if is_usual else job.dtype,
+            "weights-dtype": None if is_usual or job.dtype == job.weights_dtype else job.weights_dtype,
+            "runtime": None if software.runtime == "diffusers" else software.runtime, "tile": job.tile,
+            "slicing": job.slicing, "torch": software.torch_version, "cudnn": software.cudnn_version,
+            "protocol": None if software.protocol == USUAL_PROTOCOL else software.protocol,
+            "channels-last": software.channels_last, "no-tf32": not software.allow_tf32,
+            "allocator": None if software.allocator == "native" else software.allocator,
+        }  # fmt: skip
+    for name, value in flags.items():
+        words += [] if value is None or value is False else [f"--{name}", *([] if value is True else [str(value)])]
+    return shlex.join(words)
 
 
 @shared
 def predict(
-    model: str | Mapping[str, Any], op: str, height: int, width: int, dtype: str = "float16", batch: int = 1,
-    runtime: str | None = None, gpu: str = "RTX 4090", cudnn_version: str | None = None,
+    model: str | Mapping[str, Any], op: str, height: int, width: int, dtype: str | None = None, batch: int = 1,
+    runtime: str = "diffusers", gpu: str = "RTX 4090", cudnn_version: str | None = None,
     torch_version: str | None = None, weights_dtype: str | None = None, tile: int | None = None, slicing: bool = False,
     *, memory: int | str | None = None, used: int | str = 0, workspace: Any = None,
     protocol: str = USUAL_PROTOCOL, channels_last: bool = False, allow_tf32: bool = True,
-    cudnn_benchmark: bool = False, allocator: str = "native",
+    cudnn_benchmark: bool = False, allocator: str = "native", safe: bool = False,
 ) -> Prediction:  # fmt: skip
     """The memory that PyTorch takes for a VAE's run: a fresh process, the model loaded, by default two warm-up runs,
     one measured.
@@ -352,6 +340,7 @@ def predict(
         ``"native"``, ``"cudaMallocAsync"``, or what ``PYTORCH_CUDA_ALLOC_CONF`` says (``"expandable_segments:True"``).
         cudaMallocAsync is the driver's memory pool: `Prediction.reserved` is then the least that it can hold, and the
         upper end of `Prediction.band` what the native allocator reserves.
+    safe : shared
 
     Raises
     ------
@@ -377,8 +366,8 @@ def predict(
 
 @shared
 def predict_largest(
-    model: str | Mapping[str, Any], op: str, dtype: str = "float16", batch: int = 1, *, gpu: str = "RTX 4090",
-    aspect: float = 1.0, used: int | str = 0, every: bool = False, **others: Any,
+    model: str | Mapping[str, Any], op: str, dtype: str | None = None, batch: int = 1, *, gpu: str = "RTX 4090",
+    aspect: float = 1.0, used: int | str = 0, every: bool = False, safe: bool = True, **others: Any,
 ) -> tuple[int, int]:  # fmt: skip
     """(height, width) of the largest image that PyTorch decodes, or encodes, on a card: of those whose `predict` fits.
 
@@ -392,6 +381,8 @@ def predict_largest(
         The width over the height, as nearly as latents of whole pixels can have it.
     every : bool
         Whether all smaller images of that shape have to fit too.
+    safe : bool
+        Whether it has to fit even by `Prediction.upper`, as it has to by default; otherwise tight is enough.
 
     Raises
     ------
@@ -406,8 +397,8 @@ def predict_largest(
 
     Notes
     -----
-    Sizes that only may fit count too (`Prediction.outcome`), as those that fit only with another plan of cuDNN before
-    9.8 than the first. With ``torch_version="2.8.0"`` or later, or ``cudnn_version``, that is known.
+    Without ``torch_version`` or ``cudnn_version`` a size has to fit with every version that is known, and so is
+    smaller.
 
     What PyTorch takes does not always grow with the size, since cuDNN plans each size by itself. So all sizes three
     tenths around what bisection finds are predicted one by one; for tiled ops, which take long, bisection decides.
@@ -415,14 +406,22 @@ def predict_largest(
 
     Examples
     --------
-    >>> predict_largest("sdxl", "decode", gpu="RTX 4060", used="1 GB")
+    >>> predict_largest("sdxl", "decode", "float16", gpu="RTX 4060", used="1 GB")
+    (1176, 1176)
+    >>> predict_largest("sdxl", "decode", "float16", gpu="RTX 4060", used="1 GB", safe=False)
     (1952, 1952)
     """
     for name in ("height", "width"):
         if name in others:
             raise ValueError(f"{name}: want none, which is what is looked for, got {others[name]!r}")
     factor = latent_factor(architecture(model))
-    question = ask(model, op, factor, factor, dtype=dtype, batch=batch, gpu=gpu, used=used, **others)
+    question = ask(model, op, factor, factor, dtype=dtype, batch=batch, gpu=gpu, used=used, safe=safe, **others)
+    return _largest(question, check_aspect(aspect), flag("every", every))
+
+
+def _largest(question: Question, aspect: float, every: bool) -> tuple[int, int]:
+    """As `predict_largest`, of what is asked of any size."""
+    job, factor = question.job, latent_factor(question.job.arch)
     refused: dict[tuple[int, int], bool] = {}  # whether it was played, or is more than can be
 
     def fits(height: int, width: int) -> bool:
@@ -434,25 +433,24 @@ def predict_largest(
             refused[height, width] = False
         return False
 
-    tiled = question.job.is_tiled
+    tiled = job.is_tiled
     found = largest_size(
-        fits, factor, check_aspect(aspect), TILED_SIDE if tiled else LARGEST_SIDE,
-        around=lambda n: range(n, n) if tiled else range(n - n * 3 // 10, n + n * 3 // 10 + 1),
-        every=flag("every", every),
+        fits, factor, aspect, TILED_SIDE if tiled else LARGEST_SIDE,
+        around=lambda n: range(n, n) if tiled else range(n - n * 3 // 10, n + n * 3 // 10 + 1), every=every,
     )  # fmt: skip
     if found and not (refused and refused[min(refused)]):
         what = f"predict_largest: {found[0]}x{found[1]} fits, and larger images were not looked at"
-        warnings.warn(what, RuntimeWarning, stacklevel=2)
+        warnings.warn(what, RuntimeWarning, stacklevel=3)
     if found is None:
-        smallest = Prediction(question)
+        smallest = Prediction(question.at(factor, factor))
         raise ValueError(
-            f"gpu: want one with {smallest.least_reserved} bytes for PyTorch, which {op} takes at least,"
+            f"gpu: want one with {smallest.least_reserved} bytes for PyTorch, which {job.op} takes at least,"
             f" got {smallest.gpu} with {smallest.available}"
         )
     return found
 
 
-class ModulePrediction(_Answer):
+class ModulePrediction(SimulatedAnswer):
     """What `vaemem.pytorch.predict_peak` returns. Sizes in bytes; attributes as in `Prediction`, and:
 
     Attributes
@@ -468,6 +466,16 @@ class ModulePrediction(_Answer):
         self.unmodelled = dict(unmodelled)
         super().__init__(question)
         self.substitutions = (*supposed, *self.substitutions)
+
+    @property
+    def _title(self) -> str:
+        return f"a module on {self.gpu}"
+
+    def _text(self, markdown: bool = False) -> str:
+        return repr(self)
+
+    def _data(self) -> dict[str, Any]:
+        return self._shared_data() | {"unmodelled": self.unmodelled}
 
     def __repr__(self) -> str:
         baseline = self.peak_allocated - self.allocated

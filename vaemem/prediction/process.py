@@ -15,7 +15,7 @@ from vaemem.prediction.gpus import CONTEXT, Gpu, find_gpu
 from vaemem.prediction.held import LoadedVAE, Tensor
 from vaemem.prediction.moments import ROUNDED_UP, Moment, PeakTensor, blas_settings, moments
 from vaemem.prediction.profiles import Conv
-from vaemem.prediction.runtimes import RUNTIMES, architecture, usual_runtime
+from vaemem.prediction.runtimes import RUNTIMES, architecture
 from vaemem.prediction.snapshot import CachingAllocator
 from vaemem.prediction.workspace import Workspace, torch_for
 
@@ -23,6 +23,17 @@ from vaemem.prediction.workspace import Workspace, torch_for
 @functools.lru_cache(maxsize=256)
 def _vae_trace(arch: tuple[tuple[str, Any], ...], **call: Any) -> _core.Trace:
     return _core.Trace.vae(dict(arch), **call)
+
+
+# What diffusers' upcast_vae converts back to half precision.
+FIRST = ("post_quant_conv.", "decoder.conv_in.", "decoder.mid_block.")
+
+
+@functools.lru_cache(maxsize=64)
+def _parameters(arch: tuple[tuple[str, Any], ...], runtime: str) -> tuple[tuple[int, bool], ...]:
+    """(numbers, whether it is of the `FIRST` blocks) of each parameter, in the order in which they are moved."""
+    made = _core.Trace.parameters(dict(arch), runtime)
+    return tuple((math.prod(shape), name.startswith(FIRST)) for name, shape, *_ in made)
 
 
 @functools.lru_cache(maxsize=256)
@@ -163,7 +174,7 @@ class SimulatedProcess:
     # ---- what it does ----
 
     def load(
-        self, model: str | Mapping[str, Any], dtype: str = "float16", runtime: str | None = None, *,
+        self, model: str | Mapping[str, Any], dtype: str = "float16", runtime: str = "diffusers", *,
         channels_last: bool = False,
     ) -> LoadedVAE:  # fmt: skip
         """Moves a VAE's weights to the device, parameter by parameter.
@@ -173,13 +184,13 @@ class SimulatedProcess:
         model : str or dict
             A name that `vaemem.predict` takes, or a config.
         dtype : str
-        runtime : str, optional
-            One of `RUNTIMES`; by default BFL's for flux, else diffusers'.
+        runtime : str
+            One of `RUNTIMES`.
         channels_last : bool
             Then calls ``vae.to(memory_format=torch.channels_last)``, which copies one filter after the other.
         """
         arch = architecture(model)
-        runtime = meant("runtime", runtime or usual_runtime(arch), RUNTIMES)
+        runtime = meant("runtime", runtime, RUNTIMES)
         dtype = meant("dtype", dtype, DTYPES)
         trace, sizes, names = _weights_trace(tuple(sorted(arch.items())), runtime, dtype)
         placed = self._core.place("weights", f"weights of {arch['name']}", trace)
@@ -189,17 +200,27 @@ class SimulatedProcess:
             self._copy(vae, {address: size for address, size, name in held if name == "filter"})
         return vae
 
-    def convert(self, vae: LoadedVAE, dtype: str) -> None:
-        """``vae.to(dtype)``: each parameter is copied, then the old one dropped. Nothing happens where it has that
-        dtype."""
+    def convert(self, vae: LoadedVAE, dtype: str, first: str | None = None) -> None:
+        """``vae.to(dtype)``: each parameter of another dtype is copied, then the old one dropped.
+
+        Parameters
+        ----------
+        vae : LoadedVAE
+        dtype : str
+        first : str, optional
+            Another dtype for the first blocks of a decode, as diffusers' ``upcast_vae`` leaves them: post_quant_conv,
+            decoder.conv_in and decoder.mid_block.
+        """
         dtype = meant("dtype", dtype, DTYPES)
+        first = dtype if first is None else meant("first", first, DTYPES)
         if vae.storages is None:
             raise ValueError("vae: want one that was not dropped")
-        if vae.dtype == dtype:
+        old, new = (vae.dtype, vae.first or vae.dtype), (dtype, first)
+        if old == new:
             return
-        old = ELEMENT_BYTES[vae.dtype]
-        self._copy(vae, {address: size // old * ELEMENT_BYTES[dtype] for address, size in vae.storages.items()})
-        vae.dtype = dtype
+        held = zip(vae.storages, _parameters(vae.key, vae.runtime), strict=not vae.sends)
+        self._copy(vae, {at: size * ELEMENT_BYTES[new[i]] for at, (size, i) in held if old[i] != new[i]})
+        vae.dtype, vae.first = dtype, None if first == dtype else first
 
     def tensor(self, shape: Sequence[int], dtype: str, name: str = "input", *, host: bool = False) -> Tensor:
         """A new tensor, such as an input moved to the device; with `host` one in the host's memory, where the runtime

@@ -15,8 +15,9 @@ from vaemem.engine.limits import parse_size
 from vaemem.prediction.benchmark import PROTOCOLS, USUAL_PROTOCOL, Counters, Reading, benchmark
 from vaemem.prediction.gpus import CONTEXT, Gpu, find_gpu
 from vaemem.prediction.process import SimulatedProcess
-from vaemem.prediction.runtimes import DEFAULT_TORCH, RUNTIMES, architecture, usual_runtime
+from vaemem.prediction.runtimes import DEFAULT_TORCH, PROGRAM_NAMES, RUNTIMES, architecture, code_of
 from vaemem.prediction.snapshot import BACKENDS, CachingAllocator, parse_conf
+from vaemem.prediction.usual import is_fixed, usual_dtypes
 from vaemem.prediction.workspace import torch_release
 
 # PyTorch whose GroupNorm on CUDA wants NCHW. The kernel for NHWC (pytorch#191945) is in 2.15's wheel, not in 2.14's.
@@ -125,6 +126,7 @@ class Job:
     batch: int = 1
     tile: int | None = None
     slicing: bool = False
+    upcast: bool = False  # by diffusers' upcast_vae, which leaves the first blocks of a decode in the weights' type
 
     def __post_init__(self) -> None:
         for name, known in (("op", TILED_OPS), ("dtype", DTYPES), ("weights_dtype", DTYPES)):
@@ -147,11 +149,13 @@ class Job:
 @dataclass(frozen=True)
 class Asked:
     """What every question has: a card, the software on it, and what answers for the convolutions' workspaces in place
-    of `vaemem.prediction.workspace.Workspace`, if anything does."""
+    of `vaemem.prediction.workspace.Workspace`, if anything does. safe: whether what fits tightly does not count as
+    fitting."""
 
     card: Card
     software: Software
     workspace: Any = field(default=None, kw_only=True)
+    safe: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.workspace is not None and not self.software.allow_tf32 and getattr(self.workspace, "tf32", True):
@@ -170,9 +174,15 @@ class Asked:
 
 @dataclass(frozen=True)
 class Question(Asked):
-    """What `vaemem.predict` is asked."""
+    """What `vaemem.predict` is asked. assumed: which types were taken where none was named, and why."""
 
     job: Job
+    assumed: str = field(default="", kw_only=True)
+
+    @property
+    def code(self) -> str:
+        """Whose code runs it: one of `RUNTIMES`."""
+        return code_of(self.software.runtime, self.job.arch["name"])
 
     def at(self, height: int, width: int) -> Question:
         """The same of another size."""
@@ -190,10 +200,10 @@ class Question(Asked):
     def play(self, process: SimulatedProcess, protocol: str | None = None) -> Reading:
         """A fresh process loads the model and runs what the software's protocol, or another one, says."""
         job, software = self.job, self.software
-        vae = process.load(job.arch, job.weights_dtype, software.runtime, channels_last=software.channels_last)
+        vae = process.load(job.arch, job.weights_dtype, self.code, channels_last=software.channels_last)
         *_, measured = benchmark(
             process, vae, job.op.removesuffix("_tiled"), job.height, job.width, job.batch, dtype=job.dtype,
-            input_dtype=job.weights_dtype, tile=job.tile or 0, slicing=job.slicing,
+            input_dtype=job.weights_dtype, upcast=job.upcast, tile=job.tile or 0, slicing=job.slicing,
             protocol=PROTOCOLS[protocol or software.protocol],
         )  # fmt: skip
         return measured
@@ -223,35 +233,37 @@ class ModuleQuestion(Asked):
 
 def ask(
     model: Any, op: str, height: int, width: int, *, gpu: Any = "RTX 4090", memory: int | str | None = None,
-    used: int | str = 0, runtime: str | None = None, dtype: str = "float16", weights_dtype: Any = None,
+    used: int | str = 0, runtime: str = "diffusers", dtype: Any = None, weights_dtype: Any = None,
     tile: int | None = None, slicing: bool = False, workspace: Any = None, cudnn_benchmark: bool = False,
-    **others: Any,
+    safe: bool = False, **others: Any,
 ) -> Question:  # fmt: skip
     """The arguments of `vaemem.predict` as values, with the defaults that follow from others filled in: ValueError
     names the one that cannot be answered. others: what `Software` and `Job` have beside."""
-    op, dtype = meant("op", op, TILED_OPS), meant("dtype", dtype, DTYPES)
+    op = meant("op", op, TILED_OPS)
     if flag("cudnn_benchmark", cudnn_benchmark):
         raise ValueError(
             "cudnn_benchmark: want False, got True: PyTorch then times all of cuDNN's plans and keeps to the"
             " fastest, which only the card can tell; vaemem.pytorch.measure reads there what it takes"
         )
     arch, is_tiled, slicing = architecture(model), op.endswith("_tiled"), flag("slicing", slicing)
-    if runtime is None:
-        runtime = "diffusers" if is_tiled or slicing else usual_runtime(arch)
-    runtime = meant("runtime", runtime, RUNTIMES)
+    runtime = meant("runtime", runtime, PROGRAM_NAMES)
     software = Software(runtime, **{one.name: others.pop(one.name) for one in fields(Software) if one.name in others})
     card = find_card(gpu, memory, used)
     if is_tiled and tile is None:
-        sides = TILED_SIDES.get((runtime, op), ())
+        sides = TILED_SIDES.get((code_of(runtime, arch["name"]), op), ())
         tile = next((side for least, side in sides if card.gpu.total_memory // MIB > least), None) or usual_tile(model)
-    weights_dtype = dtype if weights_dtype is None else meant("weights_dtype", weights_dtype, DTYPES)
-    job = Job(arch, op, height, width, dtype, weights_dtype, tile=tile, slicing=slicing, **others)
-    if RUNTIMES[runtime].host and weights_dtype != dtype:
+    usual = usual_dtypes(runtime, arch["name"], card.gpu.sm, is_fixed(model))
+    assumed, kept = (usual.why, usual.weights_dtype) if dtype is None else ("", dtype)
+    dtype = meant("dtype", usual.dtype if dtype is None else dtype, DTYPES)
+    weights_dtype = meant("weights_dtype", kept if weights_dtype is None else weights_dtype, DTYPES)
+    upcast = bool(assumed) and usual.upcast and weights_dtype != dtype
+    job = Job(arch, op, height, width, dtype, weights_dtype, tile=tile, slicing=slicing, upcast=upcast, **others)
+    if RUNTIMES[code_of(runtime, arch["name"])].host and weights_dtype != dtype:
         raise ValueError(
             f"weights_dtype: want the run's dtype {dtype} with {runtime}, which keeps its weights in it, "
             f"got {weights_dtype!r}"
         )
-    return Question(card, software, job, workspace=workspace)
+    return Question(card, software, job, workspace=workspace, assumed=assumed, safe=flag("safe", safe))
 
 
 def usual_tile(model: Any) -> int:

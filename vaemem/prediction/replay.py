@@ -123,7 +123,7 @@ class Replay:
 
     Examples
     --------
-    >>> predict("sdxl", "decode", 512, 512).save_snapshot("history.pickle")
+    >>> predict("sdxl", "decode", 512, 512, "float16").save_snapshot("history.pickle")
     >>> print(replay("history.pickle"))
     device 0, 2966 events, history whole
                                 recorded     simulated

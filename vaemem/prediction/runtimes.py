@@ -28,6 +28,16 @@ RUNTIMES = {
     "comfyui": Runtime(samples=True, host=True),
     "a1111": Runtime(looks_at_memory=True),
 }
+# Programs that run another's code, by model where that differs. InvokeAI has diffusers' class, and BFL's for FLUX.
+# Forge's class is ComfyUI's of an earlier day; its last swish makes one tensor more, where the peak is not.
+PROGRAMS = {"invokeai": {"": "diffusers", "flux": "bfl"}, "forge": {"": "comfyui"}}
+PROGRAM_NAMES = (*RUNTIMES, *PROGRAMS)
+
+
+def code_of(program: str, model: str) -> str:
+    """Whose code a program runs a model's VAE with: one of `RUNTIMES`."""
+    codes = PROGRAMS.get(program, {"": program})
+    return codes.get(model, codes[""])
 
 
 @functools.cache
@@ -48,8 +58,3 @@ def architecture(model: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str,
     if is_path or isinstance(model, Mapping | os.PathLike):
         return read_config(model)
     return dict(known[named_model("model", model, "an arch dict (VAE.arch)", "a config.json")])
-
-
-def usual_runtime(arch: Mapping[str, Any]) -> str:
-    """Whose code people run a model with."""
-    return "bfl" if arch["name"] == "flux" else "diffusers"

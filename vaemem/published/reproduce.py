@@ -131,7 +131,10 @@ def predict_row(key: Key, **versions: Any) -> Prediction:
         op = "encode_tiled"
     tile = BENCHMARK_TILE if op.endswith("_tiled") else None
     weights = "float16" if group == 2 else dtype
-    return predict(name, op, height, width, dtype, gpu=GPU, weights_dtype=weights, tile=tile, **versions)
+    runtime = "bfl" if name == "flux" else "diffusers"
+    return predict(
+        name, op, height, width, dtype, gpu=GPU, runtime=runtime, weights_dtype=weights, tile=tile, **versions
+    )
 
 
 def covered(table: Iterable[Measured], **versions: Any) -> int:

@@ -50,7 +50,7 @@ def sweep(
     models: Any = ("sd15", "sdxl", "flux"),
     ops: str | Sequence[str] = OPS,
     sizes: int | Sequence[int | tuple[int, int]] = (256, 512, (512, 768)),
-    dtypes: str | Sequence[str] = "float32",
+    dtypes: str | Sequence[str] | None = None,
     *,
     source: str = "measured",
     device: str | None = None,
@@ -75,8 +75,9 @@ def sweep(
     sizes : int or sequence of int and (int, int)
         The image's, in pixels, multiples of 8: an int is a square, a pair is (height, width). ``(512, 768)`` alone
         is two squares, ``[(512, 768)]`` one landscape.
-    dtypes : str or sequence of str
-        ``"float32"``, ``"float16"``, ``"bfloat16"``. VAE objects have their own.
+    dtypes : str or sequence of str, optional
+        ``"float32"``, ``"float16"``, ``"bfloat16"``; by default float32 for the engine, and predicted what the program
+        runs that model in, as `vaemem.predict` does. VAE objects have their own.
     source : {"measured", "estimated", "predicted"}
         "measured" runs each case on the engine; "estimated" asks its plan and runs nothing (no seconds); "predicted"
         asks `vaemem.predict` what PyTorch takes on each GPU (no seconds).
@@ -150,9 +151,9 @@ def sweep(
         cards = listed("RTX 4090" if gpu is None else gpu, str)
         for card in cards:
             find_gpu(card, others.get("memory"))  # refuses an unknown one before anything is predicted
-        types = chosen("dtypes", dtypes, DTYPES)
+        types: list[str | None] = [None] if dtypes is None else [*chosen("dtypes", dtypes, DTYPES)]
         return _table(_predictions(_configs(models), cards, types, cases, progress, others))
-    wanted, place = _models(models, dtypes), "cpu" if device is None else device
+    wanted, place = _models(models, "float32" if dtypes is None else dtypes), "cpu" if device is None else device
     repeats = repeats if measure and source == "measured" else 0
     return _table(_runs(wanted, cases, place, precision, repeats, progress, memory_limit))
 
@@ -246,7 +247,7 @@ def _tell(poll: Callable[[int, int], object], before: int, part: int, work: int,
 
 
 def _predictions(
-    models: Sequence[Any], gpus: Sequence[str], dtypes: Sequence[str], cases: Sequence[Case], progress: Progress,
+    models: Sequence[Any], gpus: Sequence[str], dtypes: Sequence[str | None], cases: Sequence[Case], progress: Progress,
     others: Mapping[str, Any],
 ) -> Iterator[Row]:  # fmt: skip
     """PyTorch's rows on each card."""
@@ -263,7 +264,7 @@ def _predictions(
 def _predicted(model: Any, p: Prediction) -> Row:
     cudnn = f", cudnn {p.cudnn_version}" if p.cudnn_version else ""
     stood_in = f" (substituted: {'; '.join(p.substitutions)})" if p.substitutions else ""
-    weights = _core.Trace.weights(architecture(model), p.runtime, p.weights_dtype).steps
+    weights = _core.Trace.weights(architecture(model), p._question.code, p.weights_dtype).steps
     return {
         "model": p.model, "op": p.op, "height": p.height, "width": p.width, "batch": p.batch, "dtype": p.dtype,
         "runtime": p.runtime, "device": p.gpu, "source": "predicted", "allocated_bytes": p.allocated,

@@ -1,0 +1,204 @@
+"""What a prediction says: sizes, how sure they are, and whether the run fits a card."""
+
+from __future__ import annotations
+
+import functools
+import html
+import math
+import os
+from collections.abc import Iterator
+from fractions import Fraction
+from typing import Any
+
+from vaemem._common import MIB
+from vaemem._core import OutOfMemoryError
+from vaemem.prediction.benchmark import PROTOCOLS, USUAL_PROTOCOL, Reading
+from vaemem.prediction.moments import Moment, PeakTensor
+from vaemem.prediction.process import SimulatedProcess
+from vaemem.prediction.question import ModuleQuestion, Question
+from vaemem.prediction.verdict import CardAnswer, bar
+
+# What reserved may be above the worse of a cold and a warmed process, for what else ran before. Of the seed table's
+# rows, with their own workspaces, one is 3.7% above it, two are 2.4% and the rest 0.7% or less; a 16th is the largest
+# of them with room for sizes that were not measured. A small run may meet one more of the allocator's large segments.
+MARGIN = Fraction(17, 16)
+SEGMENT = 20 * MIB
+PAGE = 2 * MIB  # every segment is a multiple of it
+
+
+class SimulatedAnswer(CardAnswer):
+    """What a prediction reads off the process that it played."""
+
+    upper_share = 0.9989
+    upper_basis = (
+        "3568 of 3572 answers of profiles that were left out in turn, a version or a card (benchmarks/left_out.py: SDXL"
+        " and FLUX, float16 and float32, whole images one at a time); 98 of 98 rows of the seed table"
+    )
+
+    def __init__(self, question: Question | ModuleQuestion):
+        self._question, self._process, self._safe = question, question.start(), question.safe
+        self.protocol, process = question.software.protocol, self._process
+        self.allocated, self.reserved, self.peak_allocated, self.peak_reserved = first = question.play(process)
+        self._plays = {self.protocol: process}
+        self.gpu, self.total_memory = process.gpu.name, process.gpu.total_memory
+        self.reported_memory, self.used = process.gpu.reported_memory, question.card.used
+        self.torch_version = process.torch_version
+        self.cudnn_version: str | None = getattr(process.workspace, "cudnn_version", None)
+        self.workspace_source, self.available = process.workspace_source, process.available
+        self._has_room = process.most_reserved <= self.available  # then nothing is ever refused and all goes as it did
+        full, process, last = (None, process, first) if self._has_room else self._within(self.available)
+        self.out_of_memory_at, self.on_card = full, last.peak_reserved if last else None
+        self.substitutions = process.substitutions
+        self._guesses, self._held = process.guessed_plans, process.most_reserved
+        self._most = self._process.most_reserved
+
+    def _played(self, protocol: str) -> tuple[SimulatedProcess, int]:
+        """A process that played the same call by a protocol, and which of the runs that were read is the protocol's."""
+        if protocol == "cold":
+            for other, process in self._plays.items():
+                if len(process._runs) > PROTOCOLS[other].runs or not PROTOCOLS[other].warmups:
+                    return process, 0
+        if protocol not in self._plays:
+            self._plays[protocol] = self._question.start(self._process.workspace)
+            self._question.play(self._plays[protocol], protocol)
+        return self._plays[protocol], -1
+
+    def _read(self, protocol: str) -> int:
+        """The bytes that this process reserved above the baseline."""
+        process, run = self._played(protocol)
+        return process._runs[run][0]
+
+    def _within(
+        self, capacity: int, has_other_plans: bool = True
+    ) -> tuple[PeakTensor | None, SimulatedProcess, Reading | None]:
+        """The same call where the device gives so many bytes: what could not be had (or None), the process, and what it
+        read where it went through."""
+        process = self._question.start(self._process.workspace, total_memory=max(capacity, PAGE))
+        process.has_other_plans = has_other_plans
+        try:
+            return None, process, self._question.play(process)
+        except OutOfMemoryError as full:
+            return PeakTensor(process.frames[full.tag], full.requested), process, None
+
+    @functools.cached_property
+    def least_reserved(self) -> int:
+        return self._least(True)
+
+    @functools.cached_property
+    def least_band(self) -> tuple[int, int]:
+        return self.least_reserved, self._least(False)
+
+    def _least(self, has_other_plans: bool) -> int:
+        most = self._process.most_reserved
+        low, high = 0, (most if self.out_of_memory_at else min(most, self.available)) // PAGE
+        while self._within(high * PAGE, has_other_plans)[0]:  # with more room A1111 cuts its attention less
+            low, high = high, 2 * high
+        while high - low > 1:  # in pages: `low` is too little, `high` is enough
+            middle = (low + high) // 2
+            full, *_ = self._within(middle * PAGE, has_other_plans)
+            low, high = (middle, high) if full else (low, middle)
+        return high * PAGE
+
+    def _others(self, every: bool, *protocols: str) -> Iterator[int]:
+        """Reserved bytes by each of these protocols, with each of the other workspaces that may be the true ones."""
+        if alternatives := self._process._alternatives(every):
+            for process, run in map(self._played, protocols):
+                yield from process._again(alternatives, run)
+
+    @functools.cached_property
+    def band(self) -> tuple[int, int]:
+        sizes = [self.reserved, *self._others(False, self.protocol)]
+        return min(sizes), max(sizes)
+
+    @functools.cached_property
+    def upper(self) -> int:
+        protocols = tuple(dict.fromkeys((USUAL_PROTOCOL, "cold", self.protocol)))
+        known = [self._read(name) for name in protocols]
+        others = list(self._others(not self._question.software.has_version, *protocols))
+        return math.ceil(max(*known, *self.band, *others) * MARGIN) + SEGMENT
+
+    def save_snapshot(self, path: str | os.PathLike[str]) -> None:
+        """Writes the simulated history as a pickle that ``torch.cuda._memory_viz`` and pytorch.org/memory_viz read."""
+        process = self._question.start(history=True)
+        self._question.play(process)
+        process.save_snapshot(path)
+
+    @property
+    def peak_tensors(self) -> tuple[PeakTensor, ...]:
+        return tuple(self._process.peak_tensors())
+
+    @property
+    def timeline(self) -> tuple[Moment, ...]:
+        return tuple(self._process.timeline())
+
+    @property
+    def _took(self) -> int:
+        return self._held
+
+    @property
+    def _bound(self) -> int:
+        return self.peak_reserved - self.reserved + self.upper
+
+    @property
+    def _why_upper(self) -> str:
+        return "" if self._question.software.has_version else ", since no version of PyTorch or cuDNN was named"
+
+    @property
+    def _runs_out(self) -> str:
+        name, size = self.out_of_memory_at or ("", 0)
+        return f"it runs out at {name}, which asks for {size / MIB:.0f} MiB"
+
+    @property
+    def _numbers(self) -> str:
+        """What is predicted, and how sure it is."""
+        least, most = (f"{size / MIB:.2f}" for size in self.band)
+        band = f" ({least} to {most})" if least != most else ""
+        return (
+            f"allocated {self.allocated / MIB:.2f} MiB, reserved {self.reserved / MIB:.2f} MiB{band},"
+            f" upper {self.upper / MIB:.0f} MiB"
+        )
+
+    @property
+    def _said(self) -> str:
+        """For `repr`: whether it fits, what is predicted, and what was substituted."""
+        stood_in = f"; substituted: {', '.join(self.substitutions)}" if self.substitutions else ""
+        return f"{self.summary}; {self._numbers}{stood_in}"
+
+    def _shared_data(self) -> dict[str, Any]:
+        names = (
+            "verdict fits summary available spare on_card allocated reserved peak_allocated peak_reserved band upper"
+            " least_band total_memory used gpu torch_version cudnn_version protocol substitutions workspace_source"
+        )
+        full, tensors = self.out_of_memory_at, self.peak_tensors
+        return {name: getattr(self, name) for name in names.split()} | {
+            "out_of_memory_at": full and full._asdict(),
+            "peak_tensors": [one._asdict() for one in tensors],
+            "parts": self._parts,
+        }
+
+    @property
+    def _parts(self) -> dict[str, int]:
+        """Bytes of what the card holds at the peak; on this card where the run goes through there."""
+        tensors = self.peak_tensors
+        weights = sum(size for name, size in tensors if name.startswith("weights of "))
+        workspaces = sum(size for name, size in tensors if name.endswith("[workspace]"))
+        held = self.peak_reserved if self.on_card is None else self.on_card
+        context = self.reported_memory - self.available - self.used
+        parts = {
+            "weights": weights, "tensors": self.peak_allocated - weights - workspaces, "workspaces": workspaces,
+            "cached": max(held - self.peak_allocated, 0), "CUDA context": context, "others": self.used,
+        }  # fmt: skip
+        return parts | {"spare": max(self.reported_memory - sum(parts.values()), 0)}
+
+    @property
+    def _title(self) -> str:
+        raise NotImplementedError
+
+    def _repr_html_(self) -> str:
+        title = f"<b>{html.escape(self._title)}</b>: {html.escape(self.summary)}"
+        return f"<div>{title}{bar(self._parts, self.reported_memory)}</div>"
+
+    @property
+    def _place(self) -> str:
+        cudnn = f", cuDNN {self.cudnn_version}" if self.cudnn_version else ""
+        return f"{self.gpu}, torch {self.torch_version}{cudnn}"

@@ -1,0 +1,66 @@
+"""What programs run a VAE in where nobody names a type: which numbers, and what the weights are kept in.
+
+Read in diffusers 0.33 (StableDiffusionXLPipeline), ComfyUI (a7631e3, comfy/model_management.py `vae_dtype`, comfy/sd.py
+`working_dtypes`), Forge (dfdcbab, backend/memory_management.py `vae_dtype`), A1111 (0027ce1, modules/processing.py
+`decode_latent_batch`), InvokeAI (8e71a8a, latents_to_image.py, flux.py `FluxVAELoader`, the UI's `vaePrecision`) and
+BFL's flux (cli.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from vaemem._common import letters
+
+# What the pipelines of diffusers are run in, as their documentation loads them (torch_dtype=...), by model.
+PIPELINE_DTYPES = {
+    "sd15": "float16", "sdxl": "float16", "sd3": "float16", "playground-v2.5": "float16", "flux": "bfloat16",
+    "flux2": "bfloat16", "flux2-small": "bfloat16", "zimage": "bfloat16", "cogview4": "bfloat16",
+}  # fmt: skip
+# Models whose VAE overflows in float16: its config says force_upcast, which StableDiffusionXLPipeline obeys.
+OVERFLOWING = ("sdxl", "playground-v2.5")
+BFLOAT16_SM = 80  # compute capability from which ComfyUI and Forge take bfloat16
+
+
+class Usual(NamedTuple):
+    """What a program runs a VAE in.
+
+    dtype, weights_dtype: of the run's numbers, and of the weights between runs
+    upcast: whether that is diffusers' ``upcast_vae``, which leaves the first blocks of a decode in the weights' type
+    why: whose rule that is, and what would change it
+    """
+
+    dtype: str
+    weights_dtype: str
+    upcast: bool
+    why: str
+
+
+def is_fixed(model: Any) -> bool:
+    """Whether SDXL's VAE with weights that do not overflow in float16 is meant: madebyollin/sdxl-vae-fp16-fix."""
+    return isinstance(model, str) and letters(model).endswith("fp16fix")
+
+
+def usual_dtypes(runtime: str, name: str, sm: int, fixed: bool) -> Usual:
+    """What a program runs the VAE of that name in on a card of that compute capability. fixed: as `is_fixed` says."""
+    half = PIPELINE_DTYPES.get(name, "float16")
+    overflows = name in OVERFLOWING and not fixed
+    fix = "; madebyollin/sdxl-vae-fp16-fix, which can be named as the model, stays in float16" if overflows else ""
+    if runtime in ("comfyui", "forge"):
+        dtype, program = "bfloat16" if sm >= BFLOAT16_SM else "float32", {"comfyui": "ComfyUI"}.get(runtime, "Forge")
+        flags = "--fp16-vae, --bf16-vae and --fp32-vae" if runtime == "comfyui" else "--vae-in-fp16 and its like"
+        where = "from compute capability 8.0 on" if sm >= BFLOAT16_SM else "on cards before compute capability 8.0"
+        return Usual(dtype, dtype, False, f"{dtype}, in which {program} runs VAEs {where}. Its {flags} change that")
+    if runtime == "a1111" and overflows:
+        return Usual("float32", "float32", False, f"float32, where A1111 stays once float16 has given NaN{fix}")
+    if runtime == "invokeai" and name in ("sd15", "sdxl"):
+        why = "float32, which InvokeAI's setting VAE precision is by default. It may be fp16: name float16 then"
+        return Usual("float32", "float32", False, why)
+    if runtime == "diffusers" and overflows:
+        why = "float32 from float16 weights, because diffusers converts a VAE whose config says force_upcast (before"
+        why += " 0.36, as here, but for a decode's first blocks)"
+        return Usual("float32", "float16", True, why + fix)
+    whose = {"a1111": "A1111 runs VAEs", "invokeai": "InvokeAI runs it", "ldm": "CompVis' code is run"}
+    whose["bfl"] = "BFL's scripts decode, by autocast, of which nothing more is modelled"
+    known = f"in which {whose.get(runtime, 'its pipeline in diffusers runs it')}"
+    return Usual(half, half, False, f"{half}, {known if name in PIPELINE_DTYPES else 'as most VAEs are run'}")

@@ -1,0 +1,117 @@
+"""Whether a run fits a card, in numbers and in words, whoever's code it is."""
+
+from __future__ import annotations
+
+import functools
+import html
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from vaemem._common import MIB, Answer
+
+FITS, TIGHT, DOES_NOT_FIT = "fits", "tight", "does not fit"
+
+
+def between(least_band: tuple[int, int]) -> str:
+    """The least that would do, in MiB."""
+    return " to ".join(dict.fromkeys(f"{size / MIB:.0f}" for size in least_band))
+
+
+class CardAnswer(Answer):
+    """An answer that says whether something fits a card. Sizes in bytes.
+
+    Attributes
+    ----------
+    available : int
+        What the card gives, beside a CUDA context and what others use.
+    on_card : int or None
+        What it takes on this card; None where it does not go through.
+    least_band : tuple of int
+        The least `available` with which it goes through, and the least where cuDNN's next plans, which are not known,
+        want what the first plan wants.
+    """
+
+    available: int
+    on_card: int | None
+    _most: int  # what it takes where there is room
+    _guesses: bool = False  # whether it goes through only with plans of cuDNN's that are not known
+    _safe: bool = False  # whether what is tight counts as not fitting
+
+    if TYPE_CHECKING:
+
+        @property
+        def least_band(self) -> tuple[int, int]: ...
+        @property
+        def _took(self) -> int: ...  # what the process takes on this card at most, in all its runs
+        @property
+        def _bound(self) -> int: ...  # what it takes at most by `upper`
+        @property
+        def _runs_out(self) -> str: ...  # where the memory runs out, in words
+
+    @functools.cached_property
+    def verdict(self) -> str:
+        if self.on_card is None:
+            return DOES_NOT_FIT
+        return TIGHT if self.tight_because else FITS
+
+    @property
+    def fits(self) -> bool:
+        return self.verdict == FITS or (self.verdict == TIGHT and not self._safe)
+
+    @property
+    def spare(self) -> int:
+        return self.available - (self.least_band[0] if self.on_card is None else self._took)
+
+    @functools.cached_property
+    def tight_because(self) -> str:
+        if self.on_card is None:
+            return ""
+        if self._guesses:
+            return (
+                "it goes through only if cuDNN's next plans take no workspace, which is not known of this version;"
+                f" it takes at least {between(self.least_band)} MiB"
+            )
+        if self._most > self.available:
+            return (
+                f"it would take {self._most / MIB:.0f} MiB where there is room, and goes through because PyTorch gives"
+                f" cached memory back; it takes at least {between(self.least_band)} MiB"
+            )
+        if self._bound > self.available:
+            return f"by `upper` it may take {self._bound / MIB:.0f} MiB{self._why_upper}"
+        return ""
+
+    @property
+    def _why_upper(self) -> str:
+        return ""
+
+    @property
+    def summary(self) -> str:
+        room, spare = f"{self.available / MIB:.0f} MiB", f"{abs(self.spare) / MIB:.0f} MiB"
+        if self.on_card is None:
+            least = f"at least {between(self.least_band)} MiB, and the card gives {room}: {spare} are lacking"
+            return f"does not fit: it takes {least}; {self._runs_out}"
+        took = f"it takes {self._took / MIB:.0f} of the {room} that the card gives"
+        if self.tight_because:
+            return f"tight: {took}; {self.tight_because}"
+        return f"fits: {took}, at most {self._bound / MIB:.0f} by `upper`; {spare} to spare"
+
+
+def bar(parts: Mapping[str, int], size: int) -> str:
+    """A bar of parts in bytes beside a card of a size, as HTML for a notebook. What goes beyond the card is hatched."""
+    colours = ("#0072B2", "#D55E00", "#E69F00", "#CC79A7", "#56B4E9", "#999999", "#DDDDDD")
+    whole, left, cells, names = max(size, sum(parts.values()), 1), 0, [], []
+    for colour, (name, part) in zip(colours, parts.items(), strict=False):
+        if part <= 0:
+            continue
+        shown = f"{html.escape(name)} {part / MIB:.0f} MiB"
+        cells.append(
+            f'<div title="{shown}" style="position:absolute;left:{100 * left / whole:.2f}%;top:0;bottom:0;'
+            f'width:{100 * part / whole:.2f}%;background:{colour}"></div>'
+        )
+        names.append(f'<span style="white-space:nowrap"><span style="color:{colour}">&#9632;</span> {shown}</span>')
+        left += part
+    edge = f'<div title="the card, {size / MIB:.0f} MiB" style="position:absolute;left:{100 * size / whole:.2f}%;'
+    edge += 'top:-4px;bottom:-4px;border-left:2px solid #000"></div>' if left > size else ""
+    box = "position:relative;height:1.4em;max-width:48em;background:#f4f4f4;margin:6px 0"
+    edge = edge if left > size else ""
+    return f'<div style="{box}">{"".join(cells)}{edge}</div><div>{" ".join(names)}</div>'
