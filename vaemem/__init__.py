@@ -26,6 +26,7 @@ from vaemem.tables.table import Table, seed_table
 
 if _TYPE_CHECKING:
     from vaemem import plot as plot
+    from vaemem.out_of_memory import explain
     from vaemem.pipelines.plan import plan_pipeline
     from vaemem.pipelines.predict_pipeline import PipelinePrediction, predict_pipeline
     from vaemem.pipelines.ways import PipelinePlan
@@ -41,6 +42,7 @@ _LATER = {
     "PipelinePlan": "vaemem.pipelines.ways",
     "PipelinePrediction": "vaemem.pipelines.predict_pipeline",
     "bound": "vaemem.prediction.bound",
+    "explain": "vaemem.out_of_memory",
     "compare": "vaemem.tables.estimators",
     "fit": "vaemem.tables.fit",
     "plan_pipeline": "vaemem.pipelines.plan",
@@ -69,6 +71,7 @@ __all__ = [
     "backends",
     "bound",
     "compare",
+    "explain",
     "fit",
     "formula",
     "plan_pipeline",

@@ -23,10 +23,17 @@ uint64_t vm_talloc_round(const vm_talloc_config *config, uint64_t bytes) {
     return VM_ROUND_UP(bytes, step);
 }
 
-static uint64_t segment_size(const vm_talloc *a, const request *r) {
-    if (a->config.driver_pool) return r->size;
+static uint64_t native_segment(const request *r) {
     if (r->small) return TA_SMALL_SEGMENT;
     return r->size < TA_LARGE_FROM ? TA_LARGE_SEGMENT : VM_ROUND_UP(r->size, TA_LARGE_ROUND);
+}
+
+uint64_t vm_talloc_segment(uint64_t size) {
+    return native_segment(&(request){.size = size, .small = size <= TA_SMALL});
+}
+
+static uint64_t segment_size(const vm_talloc *a, const request *r) {
+    return a->config.driver_pool ? r->size : native_segment(r);
 }
 
 vm_talloc_room vm_talloc_cached(const vm_talloc *a) {

@@ -51,6 +51,8 @@ void vm_talloc_delete(vm_talloc *a); /* accepts NULL */
 const vm_talloc_config *vm_talloc_settings(const vm_talloc *a);
 /* Bytes that a request of `bytes` takes from a block. */
 uint64_t vm_talloc_round(const vm_talloc_config *config, uint64_t bytes);
+/* Bytes that the native allocator asks the driver for where no block has room for so many, rounded. */
+uint64_t vm_talloc_segment(uint64_t size);
 
 /* The largest requests that cached blocks of the large and of the small pool serve, all of one stream; 0 for none. */
 typedef struct vm_talloc_room {

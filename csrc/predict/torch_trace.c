@@ -72,6 +72,31 @@ vm_status vm_trace_give(vm_trace *t, uint32_t id) {
     return add(t, VM_TRACE_GIVE, id, 0, NULL);
 }
 
+vm_status vm_trace_wants(const vm_trace *t, uint64_t low, uint64_t high, bool segments,
+                         vm_trace_want out[VM_TRACE_WANTS], size_t *count) {
+    const size_t room = ((size_t)t->ids + 1) * sizeof(uint64_t);
+    uint64_t *held, live = 0, most = 0; /* held: by id */
+    *count = 0;
+    vm_status s = vm_mem_alloc(vm_mem_common, VM_SCRATCH, room, (void **)&held);
+    if (s) return s;
+    for (const vm_trace_step *step = t->step; step < t->step + t->steps; step++) {
+        if (step->op == VM_TRACE_GIVE) {
+            live -= held[step->id];
+            held[step->id] = 0;
+        } else if (step->op == VM_TRACE_TAKE) {
+            const uint64_t size = VM_ROUND_UP(step->bytes, 512);
+            const uint64_t asked = segments ? vm_talloc_segment(size) : step->bytes;
+            held[step->id] = size;
+            if (live + size > most && asked >= low && asked <= high && *count < VM_TRACE_WANTS)
+                out[(*count)++] = (vm_trace_want){step->name, step->bytes, live};
+            live += size;
+            most = VM_MAX(most, live);
+        }
+    }
+    vm_mem_free(vm_mem_common, VM_SCRATCH, held, room);
+    return VM_OK;
+}
+
 vm_status vm_trace_blas(vm_trace *t, vm_trace_op op, const char *name) { return add(t, op, 0, 0, name); }
 
 vm_status vm_trace_empty_cache(vm_trace *t) { return add(t, VM_TRACE_EMPTY, 0, 0, "empty_cache"); }

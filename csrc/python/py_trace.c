@@ -151,6 +151,31 @@ static PyObject *trace_give(Trace *self, PyObject *number) {
     return vm_py_done(&self->lock, vm_trace_give(self->trace, (uint32_t)VM_MIN(id, UINT32_MAX)));
 }
 
+typedef struct wants {
+    const vm_trace *t;
+    vm_trace_want want[VM_TRACE_WANTS];
+} wants;
+
+static PyObject *want_item(const void *context, size_t i) {
+    const wants *w = context;
+    const vm_trace_want *one = &w->want[i];
+    return Py_BuildValue("(sKK)", vm_names_get(&w->t->names, one->name), (unsigned long long)one->bytes,
+                         (unsigned long long)one->before);
+}
+
+static PyObject *trace_wants(Trace *self, PyObject *args) {
+    unsigned long long low, high;
+    int segments;
+    if (!PyArg_ParseTuple(args, "KKp:wants", &low, &high, &segments)) return NULL;
+    if (vm_py_acquire(&self->lock, "wants")) return NULL;
+    wants found = {.t = self->trace};
+    size_t count;
+    const vm_status s = vm_trace_wants(self->trace, low, high, segments, found.want, &count);
+    PyObject *list = s ? NULL : vm_py_list(count, want_item, &found);
+    vm_py_release(&self->lock);
+    return s ? vm_py_raise(s) : list;
+}
+
 static PyObject *trace_blas(Trace *self, PyObject *args) {
     const char *name;
     int lt = 0;
@@ -357,6 +382,10 @@ static PyMethodDef methods[] = {
     {"take", (PyCFunction)trace_take, METH_VARARGS,
      "take($self, bytes, name, /)\n--\n\nA storage is made. Returns its id."},
     {"give", (PyCFunction)trace_give, METH_O, "give($self, id, /)\n--\n\nThe storage's last reference went."},
+    {"wants", (PyCFunction)trace_wants, METH_VARARGS,
+     "wants($self, low, high, segments, /)\n--\n\n[(name, bytes, bytes that the call has then)] of the first storages "
+     "that are taken when it has more than ever\nbefore, and whose request is from low to high bytes; segments: the "
+     "segment that PyTorch's allocator asks for."},
     {"blas", (PyCFunction)trace_blas, METH_VARARGS,
      "blas($self, name, lt=False, /)\n--\n\nA matrix product by cuBLAS, or by cuBLASLt."},
     {"empty_cache", (PyCFunction)trace_empty_cache, METH_NOARGS,

@@ -16,6 +16,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -326,6 +327,17 @@ def run_plan(args: argparse.Namespace, asked: dict[str, Any]) -> int:
     plan = vaemem.plan_pipeline(height=height, width=width, **asked)
     _print(plan, args.format)
     return 0 if plan.recommended else 1
+
+
+@command(vaemem.explain, "message only_model only_op gpu runtime answer_format")
+def run_explain(args: argparse.Namespace, asked: dict[str, Any]) -> None:
+    """Which run and which tensor an out-of-memory message is about, and what would have fitted."""
+    text = "-" if args.message is None else args.message
+    if text == "-":
+        text = sys.stdin.read()
+    elif os.path.isfile(text):
+        text = Path(text).read_text("utf-8", "replace")
+    _print_all([vaemem.explain(text, **asked)], args.format)
 
 
 @command(vaemem.bound, f"application models dtypes sides gpus {_SOFTWARE} python_format")

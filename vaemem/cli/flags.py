@@ -64,7 +64,7 @@ def _flag(help: str = "", **settings: Any) -> FlagSettings:
 
 
 # Those that are no options.
-WORDS = "model op tiled_op sizes size table no_table latents images file pipeline application".split()
+WORDS = "message model op tiled_op sizes size table no_table latents images file pipeline application".split()
 
 # By the name of the argument that it is.
 FLAGS: dict[str, FlagSettings] = {
@@ -98,6 +98,7 @@ FLAGS: dict[str, FlagSettings] = {
     "sample": _flag(
         "Draw from the distribution with this seed, instead of taking its mean.", type=count, metavar="SEED"
     ),
+    "message": _flag("The message, a file of it, or - for what a pipe brings, which is the default.", nargs="?"),
     "file": _flag("A safetensors or GGUF file, or a directory of diffusers'.", metavar="FILE"),
     # of tables
     "models": _flag(nargs="+", metavar="MODEL"),
