@@ -37,7 +37,12 @@ def points(table, target="allocated_bytes"):
 
 
 def test_a_line_is_found_again():
-    (formula,) = fit(line(392.0, 5_000_000, dtypes=("float32", "float16")))
+    table = line(392.0, 5_000_000, dtypes=("float32", "float16"))
+    assert [(one.dtype, one.name) for one in fit(table)] == [
+        ("float32", "sdxl decode float32"), ("float16", "sdxl decode float16"),
+    ]  # fmt: skip
+    (formula,) = fit(table, by=("model", "op"))
+    assert formula.dtype is None and formula.name == "sdxl decode"
     # 8 rows of whole numbers: only the rounding of float64 sums is left, far below a byte in a and a few in b.
     assert formula.a == pytest.approx(392, rel=1e-12) and formula.b == pytest.approx(5e6, rel=1e-9)
     assert formula.r2 == pytest.approx(1, abs=1e-12) and formula.n == 8
@@ -99,13 +104,15 @@ def test_one_formula_for_each_model_op_runtime_device_and_batch():
     assert [round(f.a) for f in found] == [1, 2, 3, 4, 5]
     assert found[0].name == "sdxl decode bfl - -" and found[2].name == "sdxl decode - - batch 2"
     assert found.find(op="encode").a == pytest.approx(4)
-    assert found.predict(64, 64, "float16", runtime="diffusers") == 2 * 64 * 64 * 2
+    assert found.predict(64, 64, "float32", runtime="diffusers") == 2 * 64 * 64 * 4
     with pytest.raises(ValueError, match="want one, got 4 of sdxl decode bfl"):
         found.predict(64, 64, op="decode")
     with pytest.raises(ValueError, match="want one, got 0"):
         found.find(model="flux")
-    with pytest.raises(ValueError, match="unknown key dtype"):
-        found.find(dtype="float32")
+    with pytest.raises(ValueError, match="unknown key source"):
+        found.find(source="measured")
+    (pooled,) = fit(table.filter(op="decode"), by="model")
+    assert (pooled.model, pooled.op, pooled.runtime, pooled.device) == ("sdxl", "decode", None, None)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +158,11 @@ def test_bad_predictions_are_named():
         formula.predict(512, "512")
     with pytest.raises(ValueError, match=r"dtype: want one of float64, .*, got 'fp8'"):
         formula.predict(512, 512, "fp8")
-    assert formula.predict(512, 512, "fp16") == formula.predict(512, 512, "float16")
+    with pytest.raises(ValueError, match="dtype: want float32, which sdxl decode was fitted to, got 'float16'"):
+        formula.predict(512, 512, "float16")
+    assert formula.predict(512, 512, "fp32") == formula.predict(512, 512)
+    with pytest.raises(ValueError, match="by: want one of model, op, dtype, runtime, device, batch, got 'size'"):
+        fit(line(1, 0), by=("model", "size"))
 
 
 def test_seconds_are_not_rounded():
@@ -201,7 +212,7 @@ def test_python_gives_what_predict_gives(target, quantile):
         pytest.importorskip("scipy")
     rows = [row(s, v, d, target, model=m) for m in ("sd1-5", "2vae") for d in ("float32", "float16")
             for s, v in ((64, 123_456), (128, 456_789), (192, 999_999))]  # fmt: skip
-    found = fit(Table(rows), target, quantile)
+    found = fit(Table(rows), target, quantile, by=("model", "op"))
     names: dict = {}
     exec(found.python(), names)
     for formula, name in zip(found, (f"sd1_5_decode_{target}", f"_2vae_decode_{target}"), strict=True):

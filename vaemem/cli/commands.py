@@ -234,9 +234,9 @@ def run_sweep(args: argparse.Namespace, asked: dict[str, Any]) -> None:
         raise ended
 
 
-@command(vaemem.fit, "table target quantile only_model only_op only_dtype only_source fit_format")
+@command(vaemem.fit, "table target quantile by only_model only_op only_dtype only_source fit_format")
 def run_fit(args: argparse.Namespace, asked: dict[str, Any]) -> None:
-    """Fit a*H*W*e + b to a table, for each model and operation."""
+    """Fit a*H*W*e + b to a table, for each model, operation and type."""
     table = _table(args.table)
     equals = {name: value for name in ("model", "op", "dtype", "source") if (value := getattr(args, name))}
     if not len(chosen := table.filter(**equals)):

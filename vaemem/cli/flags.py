@@ -12,7 +12,7 @@ from vaemem.pipelines.predict_pipeline import PREDICTED_RUNTIMES
 from vaemem.prediction.benchmark import PROTOCOLS
 from vaemem.prediction.bound import APPLICATIONS
 from vaemem.prediction.runtimes import PROGRAM_NAMES
-from vaemem.tables.fit import TARGETS
+from vaemem.tables.fit import KEY, TARGETS
 
 
 def _size(text: str) -> tuple[int, int]:
@@ -105,6 +105,7 @@ FLAGS: dict[str, FlagSettings] = {
     "ops": _flag("The operations.", nargs="+", choices=OPS),
     "estimate": _flag("Ask the plan, and run nothing.", action="store_true"),
     "target": _flag("The column that is meant.", choices=TARGETS),
+    "by": _flag(nargs="+", choices=KEY),
     "quantile": _flag("Fit a line above this share of the rows, which needs SciPy; 1 is above all of them."),
     **{
         f"only_{name}": _flag(f"Take only the rows of this {name}.", dest=name)

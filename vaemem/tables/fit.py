@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import operator
 import re
 import statistics
 from collections.abc import Sequence
@@ -13,11 +12,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vaemem._common import ELEMENT_BYTES, MIB, choose, grouped, meant, mib, need, real, render, typeset
+from vaemem._common import ELEMENT_BYTES, MIB, choose, chosen, grouped, meant, mib, need, real, render, typeset
 from vaemem.tables.table import BYTE_COLUMNS, Row, Table, check_complete
 
-KEY = ("model", "op", "runtime", "device", "batch")
-_Key = tuple[str, str, str | None, str | None, int | None]
+KEY = ("model", "op", "dtype", "runtime", "device", "batch")
+_Key = tuple[str | None, str | None, str | None, str | None, str | None, int | None]
 TARGETS = (*BYTE_COLUMNS, "seconds")
 
 
@@ -36,7 +35,7 @@ class FitRow(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class FittedLine:
-    """`target = a * H*W*e + b` for one model, op, runtime, device and batch.
+    """`target = a * H*W*e + b` for one model, op, dtype, runtime, device and batch; None for what its rows differ in.
 
     H and W are the image's height and width in pixels, e the bytes of one element of dtype. Divide `a` by 128 for
     the number of full-size activations (T = 128*H*W*e) that it stands for.
@@ -54,8 +53,9 @@ class FittedLine:
     """
 
     name: str
-    model: str
-    op: str
+    model: str | None
+    op: str | None
+    dtype: str | None
     runtime: str | None
     device: str | None
     batch: int | None
@@ -93,15 +93,15 @@ class FittedLine:
         """The largest implied constant: the least k whose k*H*W*e is enough for every row."""
         return max(row.constant for row in self.rows)
 
-    def predict(self, height: int, width: int, dtype: str = "float32") -> float:
+    def predict(self, height: int, width: int, dtype: str | None = None) -> float:
         """The formula's value at a size.
 
         Parameters
         ----------
         height, width : int
             The image's size, in pixels, at least 1.
-        dtype : str
-            float32, float16 or bfloat16.
+        dtype : str, optional
+            float32, float16 or bfloat16; by default the rows', or float32 where these differ.
 
         Returns
         -------
@@ -111,11 +111,14 @@ class FittedLine:
         Raises
         ------
         ValueError
-            A size below 1 or an unknown dtype.
+            A size below 1, an unknown dtype, or one that the formula is not of.
         """
         for name, pixels in (("height", height), ("width", width)):
             if not real(pixels) >= 1:
                 raise ValueError(f"{name}: want at least 1, got {pixels!r}")
+        dtype = self.dtype or "float32" if dtype is None else meant("dtype", dtype, ELEMENT_BYTES)
+        if self.dtype not in (None, dtype):
+            raise ValueError(f"dtype: want {self.dtype}, which {self.name} was fitted to, got {dtype!r}")
         value = self.a * (height * width * _element_bytes(dtype)) + self.b
         if self.target == "seconds":
             return value
@@ -154,7 +157,7 @@ class FittedLine:
     def __str__(self) -> str:
         is_bytes = self.target != "seconds"
         b = format(abs(self.b), ".0f" if is_bytes else ".4g")
-        facts = [self._summary()]
+        facts = [self._summary(), *([self.device] if self.device else [])]
         if self.a_error is not None and self.b_error is not None:
             facts.append(f"standard errors {self.a_error:.2g} and {self.b_error:.2g}")
         if self.r2 is not None:
@@ -190,7 +193,7 @@ class FittedLine:
 
 
 class Fit(Sequence[FittedLine]):
-    """What `vaemem.fit` found: a sequence of formulas, one for each model, op, runtime, device and batch.
+    """What `vaemem.fit` found: a sequence of formulas, one for each model, op, dtype, runtime, device and batch.
 
     Printing it shows every formula with its residuals.
     """
@@ -207,7 +210,7 @@ class Fit(Sequence[FittedLine]):
         return self.formulas[index]
 
     def find(self, **key: object) -> FittedLine:
-        """The one formula with the given model, op, runtime, device or batch; ValueError if none or several fit."""
+        """The one formula with the given values of `KEY`; ValueError where there is none, or several."""
         unknown = [name for name in key if name not in KEY]
         if unknown:
             raise ValueError(f"unknown key {', '.join(unknown)}; a formula has {', '.join(KEY)}")
@@ -218,8 +221,10 @@ class Fit(Sequence[FittedLine]):
             raise ValueError(f"formula ({wanted}): want one, got {len(found)} of {names}")
         return found[0]
 
-    def predict(self, height: int, width: int, dtype: str = "float32", **key: object) -> float:
-        """`find(**key).predict(height, width, dtype)`."""
+    def predict(self, height: int, width: int, dtype: str | None = None, **key: object) -> float:
+        """`find(dtype=dtype, **key).predict(height, width, dtype)`; a formula of several dtypes is of each."""
+        if dtype is not None and any(formula.dtype for formula in self.formulas):
+            key["dtype"] = meant("dtype", dtype, ELEMENT_BYTES)
         return self.find(**key).predict(height, width, dtype)
 
     def python(self) -> str:
@@ -258,12 +263,10 @@ class Fit(Sequence[FittedLine]):
         return f"{self._repr_latex_()}\n\n{what}\n\n{render(header, cells, markdown=True)}"
 
 
-def fit(table: Table, target: str = "allocated_bytes", quantile: float | None = None) -> Fit:
-    """Fit `a*H*W*e + b` to each model, op, runtime, device and batch of a table.
-
-    Rows of every dtype go into one formula through e, the bytes of an element. That suits a runtime whose
-    activations scale with e; PyTorch's half and single precision peak at different places, so give
-    ``table.filter(dtype="float16")`` to keep them apart.
+def fit(
+    table: Table, target: str = "allocated_bytes", quantile: float | None = None, by: Sequence[str] = KEY
+) -> Fit:  # fmt: skip
+    """Fit `a*H*W*e + b` to each model, op, dtype, runtime, device and batch of a table.
 
     Parameters
     ----------
@@ -275,6 +278,10 @@ def fit(table: Table, target: str = "allocated_bytes", quantile: float | None = 
         None: least squares. Otherwise, in (0, 1]: the line that this share of the rows lies under (linear
         quantile regression); 1 is the lowest line, by its mean, that no row lies above. Needs SciPy
         (``pip install 'vaemem[fit]'``).
+    by : sequence of str
+        Columns by which rows are kept apart; rows that differ in others alone share a formula. ``("model", "op")`` puts
+        every dtype into one, through e, the bytes of an element. That suits a runtime whose activations scale with e;
+        PyTorch's half and single precision peak at different places.
 
     Raises
     ------
@@ -289,11 +296,11 @@ def fit(table: Table, target: str = "allocated_bytes", quantile: float | None = 
 
     Examples
     --------
-    >>> formulas = fit(seed_table().filter(op="decode", dtype="float16"))
+    >>> formulas = fit(seed_table().filter(op="decode"))
     >>> formulas.predict(832, 1216, "float16", model="sdxl") >> 20
     2348
-    >>> print(formulas[0].latex())
-    M_{\\text{allocated, flux decode bfl}} &= (1088.28 \\pm 0.072)\\,H W e + (2\\,177\\,982 \\pm 318\\,115)
+    >>> print(formulas.find(model="flux", dtype="float16").latex())
+    M_{\\text{allocated, flux decode float16 bfl}} &= (1088.28 \\pm 0.072)\\,H W e + (2\\,177\\,982 \\pm 318\\,115)
     """
     table = Table(table)
     choose("target", target, TARGETS)
@@ -302,14 +309,27 @@ def fit(table: Table, target: str = "allocated_bytes", quantile: float | None = 
     if not len(table):
         raise ValueError("table: want at least 2 rows, got none")
     check_complete(table, target)
-    groups = grouped(table, operator.itemgetter(*KEY))
+    by = chosen("by", by, KEY)
+    groups = grouped(table, lambda row: tuple(row[name] for name in by)).values()
+    keys = [_common_key(rows) for rows in groups]
     # A formula is named by its model, its op, and what else tells it from the others.
-    varying = [i for i in range(len(KEY)) if i < 2 or len({key[i] for key in groups}) > 1]
+    varying = [i for i in range(len(KEY)) if i < 2 or len({key[i] for key in keys}) > 1]
     formulas = []
-    for key, rows in groups.items():
-        name = " ".join("-" if key[i] is None else f"batch {key[i]}" if KEY[i] == "batch" else key[i] for i in varying)
+    for key, rows in zip(keys, groups, strict=True):
+        said = [
+            "-" if value is None else f"batch {value}" if KEY[i] == "batch" else value for i, value in enumerate(key)
+        ]
+        name = " ".join(str(said[i]) for i in varying)
         formulas.append(_fit_one(name, key, rows, target, quantile))
     return Fit(target, quantile, formulas)
+
+
+def _common_key(rows: Sequence[Row]) -> _Key:
+    """What rows have in common of `KEY`; None for what they differ in."""
+    model, op, dtype, runtime, device, batch = (
+        rows[0][name] if len({row[name] for row in rows}) == 1 else None for name in KEY
+    )
+    return model, op, dtype, runtime, device, batch
 
 
 def _fit_one(name: str, key: _Key, rows: list[Row], target: str, quantile: float | None) -> FittedLine:
