@@ -30,6 +30,9 @@ memory : int or str, optional
     says which card of a compute capability is meant.
 used : int or str
     What others hold of the card, the desktop and other models: bytes, or ``"1.5 GB"``.
+os : str
+    ``"linux"``, or ``"windows"``, whose display driver model keeps 125 to 850 MiB more of a card; what fits only with
+    the least of that is tight.
 cudnn_version, torch_version : str, optional
     The versions that run, such as ``"9.10.2"`` and ``"2.9.1+cu128"``. 2.7.1+cu128 and its cuDNN, 9.7.1, are taken by
     default (on Volta, which it has no kernels for, 2.7.1+cu126 and 9.5.1). A `torch_version` without a CUDA build,

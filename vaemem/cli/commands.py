@@ -47,13 +47,13 @@ from vaemem.published.accounts import judge_text, reproduce_plan
 from vaemem.tables.table import Table
 
 _ON_A_CARD = (
-    "dtype weights_dtype runtime tile slicing protocol gpu used memory cudnn_version torch_version channels_last"
+    "dtype weights_dtype runtime tile slicing protocol gpu used os memory cudnn_version torch_version channels_last"
     " allow_tf32 allocator cudnn_benchmark"
 )
 _WEIGHTS, _RUN = "weights output of_model config", "memory_limit progress device dtype precision"
 _PIPELINE = "pipeline size batch used prompt_tokens guidance image steps dtype components"
 _SECONDS = "calibrate flash cache_limit time_limit link cpu cores"
-_SOFTWARE = "memory cudnn_version torch_version"
+_SOFTWARE = "memory os cudnn_version torch_version"
 
 # What an argument's annotation says of its flag.
 _KINDS: dict[str, FlagSettings] = {
@@ -340,7 +340,7 @@ def run_explain(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     _print_all([vaemem.explain(text, **asked)], args.format)
 
 
-@command(vaemem.bound, f"application models dtypes sides gpus {_SOFTWARE} python_format")
+@command(vaemem.bound, "application models dtypes sides gpus memory cudnn_version torch_version python_format")
 def run_bound(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     """Formulas that ComfyUI and InvokeAI can paste: above every prediction of a domain."""
     found = vaemem.bound(**asked, progress=_has_bar())

@@ -11,6 +11,7 @@ from vaemem.pipelines.plan import PLANNED_RUNTIMES
 from vaemem.pipelines.predict_pipeline import PREDICTED_RUNTIMES
 from vaemem.prediction.benchmark import PROTOCOLS
 from vaemem.prediction.bound import APPLICATIONS
+from vaemem.prediction.question import KEPT
 from vaemem.prediction.runtimes import PROGRAM_NAMES
 from vaemem.tables.fit import KEY, TARGETS
 
@@ -120,6 +121,7 @@ FLAGS: dict[str, FlagSettings] = {
     "safe": _flag("What is tight does not count as fitting: ends with 3 there.", action="store_true"),
     "tight": _flag("What is tight counts as fitting too.", action="store_false", dest="safe", option="--tight"),
     "tile": _flag(metavar="PIXELS"),
+    "os": _flag(choices=KEPT),
     "protocol": _flag(choices=PROTOCOLS),
     "cudnn_version": _flag(metavar="VERSION", option="--cudnn"),
     "torch_version": _flag(metavar="VERSION", option="--torch"),

@@ -44,6 +44,7 @@ def plan_pipeline(
     calibrate: Mapping[str, float] | None = None, time_limit: float | None = None, flash: bool = False,
     cache_limit: int | str | None = None, link: str = "PCIe 3.0 x16", cpu: str = "AVX2", cores: int | None = None,
     cudnn_version: str | None = None, torch_version: str | None = None, safe: bool = True,
+    os: str = "linux",
 ) -> PipelinePlan:  # fmt: skip
     """Every way of running a pipeline that makes sense: whether it fits, where it runs out, how long it takes.
 
@@ -72,7 +73,7 @@ def plan_pipeline(
         Types of the largest components' weights to try; None stands for what they are run in. By default that; with
         diffusers also ``"Q8_0"`` and ``"nf4"`` where the denoiser takes more than half of the card, with sd.cpp
         ``"Q4_K"`` where nothing else fits.
-    used : shared
+    used, os : shared
     calibrate : dict of str to float, optional
         Seconds that were measured on this machine, by the names of ways. The machine's rates are moved to where these
         come out, and all others follow.
@@ -140,14 +141,17 @@ def plan_pipeline(
     from vaemem.sdcpp import running  # half of this module's import
 
     dtype = known.dtype if dtype is None else meant("dtype", dtype, DTYPES)
-    card = find_card(_any_card(memory, dtype) if gpu is None else gpu, None if gpu is None else memory, used)
+    card = find_card(_any_card(memory, dtype) if gpu is None else gpu, None if gpu is None else memory, used, os)
     notes = [] if gpu is not None else [f"No card was named: {card.gpu.name} stands for any of that memory."]
     room = Room(card.available(CONTEXT if runtime == "diffusers" else running.SDCPP_CONTEXT), host, time_limit)
     steps = known.steps if steps is None else whole("steps", steps)
     if time_limit is not None and not real(time_limit) > 0:
         raise ValueError(f"time_limit: want more than 0 seconds, got {time_limit!r}")
     likely = machine_of(gpu and card.gpu, card.gpu.total_memory, dtype, runtime, link, cpu, cores)
-    machine = likely if gpu is not None or calibrate else None  # nothing is known of how fast it is
+    is_known = gpu is not None and not card.gpu.coarse  # how fast it is
+    machine = likely if is_known or calibrate else None
+    if card.unsure and runtime == "sd.cpp":
+        notes.append(f"Windows may keep {card.unsure / MIB:.0f} MiB more of the card.")
     kinds = None if types is None else listed(types, str)
     if kinds == []:
         raise ValueError("types: want one type or more, or None, got none")

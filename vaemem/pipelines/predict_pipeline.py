@@ -19,7 +19,6 @@ from vaemem.pipelines.pipeline_run import Phase, PipelineRun, play_pipeline
 from vaemem.pipelines.ways import Written
 from vaemem.prediction.answer import MARGIN, SEGMENT
 from vaemem.prediction.formula import STEP, ClosedForm, Peak, close
-from vaemem.prediction.gpus import find_gpu
 from vaemem.prediction.moments import ROUNDED_UP, Moment, PeakTensor
 from vaemem.prediction.planned import Way
 from vaemem.prediction.process import SimulatedProcess
@@ -330,7 +329,7 @@ class PipelinePrediction(_Phases):
 
     def __init__(self, question: PipelineQuestion):
         self._question = q = question
-        self._safe = q.safe
+        self._safe, self._unsure, self.coarse = q.safe, q.card.unsure, bool(q.card.gpu.coarse)
         batch = f", {q.batch} images" if q.batch > 1 else ""
         on_cpu = f", {' and '.join(q.on_cpu)} on the CPU" if q.on_cpu else ""
         where = f"{q.card.gpu.name}, offload {q.offload}, VAE {q.vae}{on_cpu}"
@@ -466,8 +465,9 @@ class GraphPrediction(_Phases):
     (False, 'decode', 8794)
     """
 
-    def __init__(self, title: str, way: Way, available: int):
+    def __init__(self, title: str, way: Way, available: int, unsure: int = 0, safe: bool = False):
         self.way, phases = way, list[Phase]()
+        self._unsure, self._safe = unsure, safe
         for phase in way.phases:
             work = {name: int(amount) for name, amount in phase.work.items()}
             sent, on_cpu = work.pop("link", 0), sum(amount for name, amount in work.items() if name.startswith("cpu"))
@@ -487,6 +487,7 @@ def predict_pipeline(
     vae: str = "whole", vae_memory_limit: int | str | None = None, image: bool = False, steps: int | None = None,
     gpu: str = "RTX 4090", memory: int | str | None = None, used: int | str = 0, cudnn_version: str | None = None,
     torch_version: str | None = None, runtime: str = "diffusers", safe: bool = False,
+    os: str = "linux",
 ) -> Any:  # fmt: skip
     """What a pipeline takes of a GPU in each phase: weights, activations, workspaces, and whether it fits.
 
@@ -511,7 +512,7 @@ def predict_pipeline(
     vae_memory_limit : int or str, optional
         What vaemem's decoder may take, weights included: bytes, or ``"1 GB"``.
     image, steps : shared
-    gpu, memory, used, cudnn_version, torch_version, safe : shared
+    gpu, memory, used, cudnn_version, torch_version, safe, os : shared
     runtime : {"diffusers", "sd.cpp"}
         Whose code runs it. Of stable-diffusion.cpp `offload` is ``"none"``, ``"cond_only"``, ``"--clip-on-cpu"``,
         ``"--offload-to-cpu"`` or ``"freed after use"``, `vae` is ``"whole"``, ``"direct"``, ``"tiled"``,
@@ -555,16 +556,16 @@ def predict_pipeline(
             runtime, dtype=dtype, image=image, vae_memory_limit=vae_memory_limit,
             cudnn_version=cudnn_version, torch_version=torch_version,
         )  # fmt: skip
-        card = find_gpu(gpu, memory)
+        card = find_card(gpu, memory, used, os)
         (way,) = running.sdcpp_ways(
             pipeline, height, width, whole("batch", batch), steps, guidance, prompt_tokens, components or {},
             [running.words_of(pipeline, offload, vae)],
         )  # fmt: skip
-        title = f"{pipeline} {height}x{width} by sd.cpp ({card.name})"
-        return GraphPrediction(title, way, card.available(running.SDCPP_CONTEXT, used))
+        title = f"{pipeline} {height}x{width} by sd.cpp ({card.gpu.name})"
+        return GraphPrediction(title, way, card.available(running.SDCPP_CONTEXT), card.unsure, flag("safe", safe))
     software = Software(torch_version=torch_version, cudnn_version=cudnn_version)
     question = ask_pipeline(
-        pipeline, height, width, batch, find_card(gpu, memory, used), software, prompt_tokens=prompt_tokens,
+        pipeline, height, width, batch, find_card(gpu, memory, used, os), software, prompt_tokens=prompt_tokens,
         guidance=guidance, dtype=dtype, components=components, image=image, steps=steps, safe=flag("safe", safe),
     )  # fmt: skip
     return PipelinePrediction(question.run_with(offload, vae, vae_memory_limit))

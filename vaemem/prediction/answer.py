@@ -42,6 +42,7 @@ class SimulatedAnswer(CardAnswer):
         self._plays = {self.protocol: process}
         self.gpu, self.total_memory = process.gpu.name, process.gpu.total_memory
         self.reported_memory, self.used = process.gpu.reported_memory, question.card.used
+        self._unsure, self.coarse = question.card.unsure, bool(process.gpu.coarse)
         self.torch_version = process.torch_version
         self.cudnn_version: str | None = getattr(process.workspace, "cudnn_version", None)
         self.workspace_source, self.available = process.workspace_source, process.available
@@ -166,8 +167,8 @@ class SimulatedAnswer(CardAnswer):
 
     def _shared_data(self) -> dict[str, Any]:
         names = (
-            "verdict fits summary available spare on_card allocated reserved peak_allocated peak_reserved band upper"
-            " least_band total_memory used gpu torch_version cudnn_version protocol substitutions workspace_source"
+            "verdict fits coarse summary available spare on_card allocated reserved peak_allocated peak_reserved band"
+            " upper least_band total_memory used gpu torch_version cudnn_version protocol substitutions workspace_source"
         )
         full, tensors = self.out_of_memory_at, self.peak_tensors
         return {name: getattr(self, name) for name in names.split()} | {
@@ -183,10 +184,11 @@ class SimulatedAnswer(CardAnswer):
         weights = sum(size for name, size in tensors if name.startswith("weights of "))
         workspaces = sum(size for name, size in tensors if name.endswith("[workspace]"))
         held = self.peak_reserved if self.on_card is None else self.on_card
-        context = self.reported_memory - self.available - self.used
+        kept = self._question.card.kept[0]
+        context = self.reported_memory - self.available - self.used - kept
         parts = {
             "weights": weights, "tensors": self.peak_allocated - weights - workspaces, "workspaces": workspaces,
-            "cached": max(held - self.peak_allocated, 0), "CUDA context": context, "others": self.used,
+            "cached": max(held - self.peak_allocated, 0), "CUDA context": context, "others": self.used, "Windows": kept,
         }  # fmt: skip
         return parts | {"spare": max(self.reported_memory - sum(parts.values()), 0)}
 

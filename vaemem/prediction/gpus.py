@@ -32,6 +32,8 @@ class Gpu(NamedTuple):
         Where the figures of this GPU come from.
     card : str
         The device name of the card whose properties these are, where that is another's.
+    coarse : str
+        Why the card that stands in says little of workspaces, where no cuDNN could be asked about this one.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Gpu(NamedTuple):
     properties: dict[str, Any]
     source: str
     card: str = ""
+    coarse: str = ""
 
     @property
     def key(self) -> str:
@@ -75,7 +78,7 @@ _BRANDS = re.compile(r"nvidia|geforce|tesla|quadro|rtx|\bgpu\b|\bgeneration\b|[^
 _CAPABILITY = re.compile(r"sm_?(\d{1,2})(\d)a?|(?:compute capability )?(\d{1,2})\.(\d)")
 _SLICE = re.compile(r"(.+?)\W+mig\W+([1-7])g\.(\d+)gb(?:\+me)?")
 _SIZED = re.compile(r"(.+?)\W*(\d+)\s*gb")
-_OTHERS = re.compile(r"amd|radeon|instinct|gfx\d|rx ?\d|mi\d|intel|arc\b|apple|xpu")
+_OTHERS = re.compile(r"amd|radeon|instinct|gfx\d|rx ?\d|mi\d|intel|arc\b|apple|m[1-9] (pro|max|ultra)|xpu")
 # NVIDIA's that no cuDNN was asked about: Kepler to Pascal, and what is newer than what was recorded, or embedded.
 _UNRECORDED = re.compile(
     r"(nvidia|geforce|tesla|quadro|\W)*(gtx ?(6|7|9|10)\d\d|titan x|[kmp]\d{1,4}\b|g?b300|gb10\b|dgx spark|jetson|orin|"
@@ -83,8 +86,34 @@ _UNRECORDED = re.compile(
 )
 
 
+_MAKERS = re.compile(r"amd|radeon|instinct|intel|apple|\barc\b")
+
+
 def _key(name: str) -> str:
     return _BRANDS.sub("", name.lower().replace("mobile", "laptop"))
+
+
+@functools.cache
+def _coarse() -> dict[str, tuple[str, int, str]]:
+    """{key: (name, GB as sold, what stands in)} of cards that no cuDNN was asked about."""
+    return {
+        _key(name): (" ".join(filter(None, (kind["maker"], kind["brand"], name))), gigabytes, kind["stand_in"])
+        for kind in json.loads(shipped("gpus.json"))["coarse"]
+        for name, gigabytes in kind["gigabytes"].items()
+    }
+
+
+def _find_coarse(name: str, size: int | None) -> Gpu | None:
+    """A card that no cuDNN was asked about, or of which `size` says what it has; None for another name."""
+    text = name.strip().lower()
+    listed = _coarse().get(_key(_MAKERS.sub("", text)))
+    is_other = bool(_OTHERS.match(text))
+    if listed is None and not (size and (is_other or _UNRECORDED.match(text))):
+        return None
+    full, gigabytes, stand_in = listed or (name.strip(), 0, "RTX 3090" if is_other else "T4")
+    card = find_gpu(stand_in, size or gigabytes << 30)
+    why = f"{card.name} for {full}, which no cuDNN was asked about: tensors are known, workspaces within a range"
+    return card._replace(name=full, card=card.name, coarse=why)
 
 
 @functools.cache
@@ -160,6 +189,8 @@ def find_gpu(name: str | Gpu, memory: int | str | None = None) -> Gpu:
         nominal = int(match[2]) << 30
         if size is None and not 0.9 * nominal < gpus[known].total_memory <= nominal:  # another variant of the card
             size = nominal
+    if known is None and (coarse := _find_coarse(name, size)):
+        return coarse
     if known is None:
         raise ValueError(_unknown(name))
     return _with(gpus[known], size)
@@ -213,16 +244,14 @@ def _capabilities() -> str:
 
 def _unknown(name: str) -> Message:
     """What to say of a name that is no card's."""
-    wanted = "gpu: want an NVIDIA card such as 'RTX 4090', or 'sm_89' with "
+    wanted = "gpu: want a card such as 'RTX 4090', or 'sm_89' with "
     return Message(wanted, Named("memory", "16 GB"), f"; got {name!r}{_why_unknown(name)}")
 
 
 def _why_unknown(name: str) -> str:
-    if _OTHERS.match(name.strip().lower()):
-        return ": what PyTorch takes on other makers' cards is not modelled"
-    if _UNRECORDED.match(name.strip().lower()):
-        return f": no cuDNN was asked about its generation (compute capabilities: {_capabilities()})"
-    keys = _table()[1]
+    if _OTHERS.match(name.strip().lower()) or _UNRECORDED.match(name.strip().lower()):
+        return ", of which nothing is listed: with its memory it is answered coarsely"
+    keys = _table()[1] | {key: full for key, (full, _, _) in _coarse().items()}
     near = difflib.get_close_matches(_key(name), keys, n=3, cutoff=0.6)
     names = ", ".join(dict.fromkeys(keys[key] for key in near))
     return f" (nearest: {names})" if near else f" (no name is near; compute capabilities: {_capabilities()})"

@@ -22,7 +22,7 @@ from vaemem.engine.vae import VAE
 from vaemem.prediction.answer import SimulatedAnswer
 from vaemem.prediction.benchmark import USUAL_PROTOCOL
 from vaemem.prediction.formula import derive
-from vaemem.prediction.gpus import find_gpu
+from vaemem.prediction.gpus import Gpu, find_gpu
 from vaemem.prediction.question import ModuleQuestion, Question, ask
 from vaemem.prediction.runtimes import architecture
 from vaemem.prediction.usual import OVERFLOWING, usual_dtypes
@@ -80,6 +80,9 @@ class Prediction(SimulatedAnswer):
         Why it is tight, in words.
     summary : str
         The verdict with its figures, in a sentence.
+    coarse : bool
+        Whether no cuDNN was asked about the card or its like: its tensors are known, and `band` and `upper` are made of
+        all cards' workspaces, and of none.
     spare : int
         What is left of `available` while it runs; below 0 where it does not go through: what is lacking at least.
     assumed : str
@@ -228,7 +231,8 @@ class Prediction(SimulatedAnswer):
         held = ", ".join(f"{name} {size / MIB:.0f}" for name, size in list(parts.items())[:4] if size >= MIB / 2)
         largest = next(one for one in self.peak_tensors if not one.name.startswith("weights of "))
         room = "" if self._has_room else ", where there is room"
-        others = f" and {self.used / MIB:.0f} that others use" if self.used else ""
+        others = f", {self.used / MIB:.0f} that others use" if self.used else ""
+        others += f", and {parts['Windows'] / MIB:.0f} or more that Windows keeps" if parts["Windows"] else ""
         sold = "" if self.reported_memory == self.total_memory else f" of {self.total_memory / MIB:.0f} sold"
         lines = [
             f"{self.summary[0].upper()}{self.summary[1:]}.",
@@ -255,6 +259,14 @@ class Prediction(SimulatedAnswer):
         return said | {"would_fit": [one._asdict() for one in advice]}
 
 
+def _is_found(gpu: Gpu) -> bool:
+    """Whether its name alone finds it."""
+    try:
+        return find_gpu(gpu.name).total_memory == gpu.total_memory
+    except ValueError:
+        return False
+
+
 def _sized(size: int, unit: int) -> str:
     """Bytes as an argument: in GB of so many, where that is a tenth of one or more, else as a number."""
     return f"{size / unit:g}GB" if size * 10 % unit == 0 else str(size)
@@ -268,11 +280,11 @@ def shell_command(question: Question, verb: str = "fits") -> str:
     if verb == "fits":
         usual = usual_dtypes(software.runtime, job.arch["name"], card.gpu.sm, False)
         is_usual = (job.dtype, job.weights_dtype, job.upcast) == usual[:3]
-        named = find_gpu(card.gpu.name)
         flags |= {
             "gpu": card.gpu.name.removeprefix("NVIDIA ").removeprefix("GeForce "),
-            "memory": None if named.total_memory == card.gpu.total_memory else _sized(card.gpu.total_memory, 1 << 30),
-            "used": _sized(card.used, 10**9) if card.used else None, "dtype": None if is_usual else job.dtype,
+            "memory": None if _is_found(card.gpu) else _sized(card.gpu.total_memory, 1 << 30),
+            "used": _sized(card.used, 10**9) if card.used else None,
+            "os": "windows" if card.unsure else None, "dtype": None if is_usual else job.dtype,
             "weights-dtype": None if is_usual or job.dtype == job.weights_dtype else job.weights_dtype,
             "runtime": None if software.runtime == "diffusers" else software.runtime, "tile": job.tile,
             "slicing": job.slicing, "torch": software.torch_version, "cudnn": software.cudnn_version,
@@ -293,6 +305,7 @@ def predict(
     *, memory: int | str | None = None, used: int | str = 0, workspace: Any = None,
     protocol: str = USUAL_PROTOCOL, channels_last: bool = False, allow_tf32: bool = True,
     cudnn_benchmark: bool = False, allocator: str = "native", safe: bool = False,
+    os: str = "linux",
 ) -> Prediction:  # fmt: skip
     """The memory that PyTorch takes for a VAE's run: a fresh process, the model loaded, by default two warm-up runs,
     one measured.
@@ -340,7 +353,7 @@ def predict(
         ``"native"``, ``"cudaMallocAsync"``, or what ``PYTORCH_CUDA_ALLOC_CONF`` says (``"expandable_segments:True"``).
         cudaMallocAsync is the driver's memory pool: `Prediction.reserved` is then the least that it can hold, and the
         upper end of `Prediction.band` what the native allocator reserves.
-    safe : shared
+    safe, os : shared
 
     Raises
     ------

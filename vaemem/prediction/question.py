@@ -22,6 +22,12 @@ from vaemem.prediction.workspace import torch_release
 
 # PyTorch whose GroupNorm on CUDA wants NCHW. The kernel for NHWC (pytorch#191945) is in 2.15's wheel, not in 2.14's.
 LAST_COPYING_NORM = (2, 14)
+# Bytes of a card that the operating system keeps from a process, beside the context and what others hold: the least and
+# the most. On Windows what NVML calls free and CUDA does not (ollama logs the difference as "OS VRAM overhead": 125 to
+# 846 MiB on cards of 6 to 24 GB; ollama#10569, logs in READMEs). It agrees with messages that had nothing free, which
+# left 0.78 to 0.94 GiB out of PyTorch's reach, the context among it (black-forest-labs/flux#70, ComfyUI-SUPIR#102).
+# Windows 10 before 2020 kept 15% and more (ollama#9167), which is not meant.
+KEPT = {"linux": (0, 0), "windows": (125 * MIB, 850 * MIB)}
 MOST_SIDE = 1 << 20  # pixels a side
 MOST = {"height": MOST_SIDE, "width": MOST_SIDE, "tile": MOST_SIDE, "batch": 1 << 16}  # as the core has them
 # Pixels of a tile's side on a card of more MiB than so many: ComfyUI's nodes, and what A1111's Tiled VAE recommends.
@@ -35,19 +41,32 @@ TILED_SIDES = {
 
 @dataclass(frozen=True)
 class Card:
-    """A GPU, with its name, compute capability, multiprocessors and memory, and the bytes that others hold of it."""
+    """A GPU, with its name, compute capability, multiprocessors and memory, and the bytes that others hold of it. kept:
+    the least and the most bytes that the operating system may keep of it beside."""
 
     gpu: Gpu
     used: int = 0
+    kept: tuple[int, int] = (0, 0)
+
+    @property
+    def taken(self) -> int:
+        """What others hold, and the least that the operating system keeps."""
+        return self.used + self.kept[0]
+
+    @property
+    def unsure(self) -> int:
+        """How much more the operating system may keep."""
+        return self.kept[1] - self.kept[0]
 
     def available(self, context: int = CONTEXT) -> int:
-        """Bytes that a process can have, beside its context of so many and what others hold."""
-        return self.gpu.available(context, self.used)
+        """Bytes that a process can have, beside its context of so many, what others hold, and what is kept."""
+        return self.gpu.available(context, self.taken)
 
 
-def find_card(gpu: Any, memory: int | str | None = None, used: int | str = 0) -> Card:
-    """The card that the arguments `gpu`, `memory` and `used` of `vaemem.predict` mean."""
-    return Card(find_gpu(gpu, memory), parse_size("used", used, least=0))
+def find_card(gpu: Any, memory: int | str | None = None, used: int | str = 0, os: str = "linux") -> Card:
+    """The card that the arguments `gpu`, `memory`, `used` and `os` of `vaemem.predict` mean."""
+    system = meant("os", os, KEPT)
+    return Card(find_gpu(gpu, memory), parse_size("used", used, least=0), KEPT[system])
 
 
 @dataclass(frozen=True)
@@ -168,7 +187,7 @@ class Asked:
         allocator = CachingAllocator(**{"history": False, **_allocator_settings(software.allocator), **device})
         return SimulatedProcess(
             self.card.gpu, software.cudnn_version, software.torch_version, allocator=allocator, workspace=workspace,
-            allow_tf32=software.allow_tf32, used=self.card.used,
+            allow_tf32=software.allow_tf32, used=self.card.taken,
         )  # fmt: skip
 
 
@@ -235,7 +254,7 @@ def ask(
     model: Any, op: str, height: int, width: int, *, gpu: Any = "RTX 4090", memory: int | str | None = None,
     used: int | str = 0, runtime: str = "diffusers", dtype: Any = None, weights_dtype: Any = None,
     tile: int | None = None, slicing: bool = False, workspace: Any = None, cudnn_benchmark: bool = False,
-    safe: bool = False, **others: Any,
+    safe: bool = False, os: str = "linux", **others: Any,
 ) -> Question:  # fmt: skip
     """The arguments of `vaemem.predict` as values, with the defaults that follow from others filled in: ValueError
     names the one that cannot be answered. others: what `Software` and `Job` have beside."""
@@ -248,7 +267,7 @@ def ask(
     arch, is_tiled, slicing = architecture(model), op.endswith("_tiled"), flag("slicing", slicing)
     runtime = meant("runtime", runtime, PROGRAM_NAMES)
     software = Software(runtime, **{one.name: others.pop(one.name) for one in fields(Software) if one.name in others})
-    card = find_card(gpu, memory, used)
+    card = find_card(gpu, memory, used, os)
     if is_tiled and tile is None:
         sides = TILED_SIDES.get((code_of(runtime, arch["name"]), op), ())
         tile = next((side for least, side in sides if card.gpu.total_memory // MIB > least), None) or usual_tile(model)

@@ -9,6 +9,11 @@ from typing import TYPE_CHECKING
 
 from vaemem._common import MIB, Answer
 
+# NVIDIA's page 5490, "System Memory Fallback for Stable Diffusion".
+SPILLS = (
+    ". On Windows the driver (since 536.40) moves memory to the host's instead, and the run becomes many times slower,"
+    " unless its CUDA - Sysmem Fallback Policy is Prefer No Sysmem Fallback"
+)
 FITS, TIGHT, DOES_NOT_FIT = "fits", "tight", "does not fit"
 
 
@@ -35,6 +40,8 @@ class CardAnswer(Answer):
     on_card: int | None
     _most: int  # what it takes where there is room
     _guesses: bool = False  # whether it goes through only with plans of cuDNN's that are not known
+    _unsure: int = 0  # bytes that the operating system may keep of the card beside
+    coarse: bool = False
     _safe: bool = False  # whether what is tight counts as not fitting
 
     if TYPE_CHECKING:
@@ -78,6 +85,8 @@ class CardAnswer(Answer):
             )
         if self._bound > self.available:
             return f"by `upper` it may take {self._bound / MIB:.0f} MiB{self._why_upper}"
+        if self._bound > self.available - self._unsure:
+            return f"Windows may keep {self._unsure / MIB:.0f} MiB more of the card"
         return ""
 
     @property
@@ -86,14 +95,15 @@ class CardAnswer(Answer):
 
     @property
     def summary(self) -> str:
+        told = ", as far as can be told of such a card" if self.coarse else ""
         room, spare = f"{self.available / MIB:.0f} MiB", f"{abs(self.spare) / MIB:.0f} MiB"
         if self.on_card is None:
             least = f"at least {between(self.least_band)} MiB, and the card gives {room}: {spare} are lacking"
-            return f"does not fit: it takes {least}; {self._runs_out}"
+            return f"does not fit{told}: it takes {least}; {self._runs_out}{SPILLS if self._unsure else ''}"
         took = f"it takes {self._took / MIB:.0f} of the {room} that the card gives"
         if self.tight_because:
-            return f"tight: {took}; {self.tight_because}"
-        return f"fits: {took}, at most {self._bound / MIB:.0f} by `upper`; {spare} to spare"
+            return f"tight{told}: {took}; {self.tight_because}"
+        return f"fits{told}: {took}, at most {self._bound / MIB:.0f} by `upper`; {spare} to spare"
 
 
 def bar(parts: Mapping[str, int], size: int) -> str:

@@ -205,7 +205,7 @@ class Workspace:
         self._entries: list[Any] = []  # rules and profiles, as it asks them
         self._said: dict[tuple[int, int, int], str] = {}  # sources, by which entry answered, and how
         self._plans: dict[Conv, dict[str, Any] | None] = {}  # of the installed cuDNN, for the alternatives too
-        self.substitutions: dict[str, None] = {}
+        self.substitutions: dict[str, None] = {self.gpu.coarse: None} if self.gpu.coarse else {}
 
     @property
     def by_pytorch(self) -> set[Conv]:  # documented above
@@ -284,6 +284,9 @@ class Workspace:
                 others.append(self._with(min(asked, key=lambda p: version_number(p.version)), possible))
         if not set(_RULED.values()).isdisjoint(self.substitutions):
             others += [self._with(self._profile, self._rules, guess) for guess in (_least, _most)]
+        if self.gpu.coarse:
+            others += [Workspace(name, None, self._torch_version, self.tf32, self._cudnn) for name in ONE_OF_EACH]
+            found.setdefault((0,) * len(next(iter(found))), _Nothing)
         for other in others:
             with contextlib.suppress(ValueError):  # it has no engine for one of them: PyTorch would not run
                 found.setdefault(tuple(other.answers(of, False)[0]), functools.partial(lambda other: other, other))
@@ -407,6 +410,17 @@ class Workspace:
         return installed is not None and version_number(installed) == wanted
 
 
+class _Nothing:
+    """Convolutions that want no workspace."""
+
+    def conv(self, *question: Any, **more: Any) -> tuple[int, str]:
+        return 0, "nothing"
+
+    def answers(self, of: Any, has_other: bool) -> tuple[list[int], list[int], list[str]]:
+        count = len(of.convs)
+        return [0] * count, [0] * count, ["nothing"] * count
+
+
 class _Most:
     """For each convolution the most that any of some workspaces says."""
 
@@ -422,6 +436,8 @@ class _Most:
         return most, each[0][1] if has_other else most, each[0][2]
 
 
+# A card of each compute capability, whose workspaces may be those of a card that no cuDNN was asked about.
+ONE_OF_EACH = ("V100", "T4", "A100", "RTX 3090", "RTX 4090", "H100", "B200", "RTX 5090")
 _ASKABLE = version_number("9.8.0")  # the first that answers without a device
 _RULED = {
     "nchw": "a rule for convolutions that no cuDNN was asked about",
