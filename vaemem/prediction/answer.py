@@ -168,7 +168,8 @@ class SimulatedAnswer(CardAnswer):
     def _shared_data(self) -> dict[str, Any]:
         names = (
             "verdict fits coarse summary available spare on_card allocated reserved peak_allocated peak_reserved band"
-            " upper least_band total_memory used gpu torch_version cudnn_version protocol substitutions workspace_source"
+            " upper least_band total_memory used gpu torch_version cudnn_version protocol substitutions"
+            " workspace_source"
         )
         full, tensors = self.out_of_memory_at, self.peak_tensors
         return {name: getattr(self, name) for name in names.split()} | {
