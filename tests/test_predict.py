@@ -7,6 +7,7 @@ import csv
 import json
 import math
 import pickle
+import re
 import sys
 from pathlib import Path
 from unittest import mock
@@ -840,6 +841,23 @@ def test_a_nominal_size_is_less_to_cuda():
     assert predict("sd15", "decode", 256, 256, "float16", gpu="sm_89", memory="16 GB").available == (
         16 << 30
     ) * 97 // 100 - (512 * MIB)
+
+
+def test_a_notebook_shows_a_bar():
+    """Its parts are those of the card; a line marks the card's size where they go beyond it."""
+    p, full = (predict("sdxl", "decode", side, side, gpu="RTX 4090", used="1 GB") for side in (1024, 4096))
+    for one, is_over in ((p, False), (full, True)):
+        shown = one._repr_html_()
+        widths = [float(width) for width in re.findall(r"width:([\d.]+)%", shown)]
+        assert sum(widths) == pytest.approx(100, abs=0.1) and shown.count("<div") == shown.count("</div>")
+        assert ("border-left:2px solid" in shown) == is_over
+        for name in ("weights", "tensors", "workspaces", "cached", "CUDA context", "others"):
+            assert f"> {name} {one._parts[name] / MIB:.0f} MiB" in shown.replace("</span>", ">", 1).replace(
+                "</span> ", "> "
+            )
+    assert sum(p._parts.values()) == p.reported_memory and "spare" in p._repr_html_()
+    pipe = predict_pipeline("sdxl", 1024, 1024, gpu="RTX 4060", offload="model")
+    assert "CUDA context 512 MiB" in pipe._repr_html_() and pipe._repr_html_().count("<tr>") == 4
 
 
 def test_windows_keeps_some_of_the_card():

@@ -1,4 +1,4 @@
-"""docs/QUESTIONS.md: the questions are asked again on the command line, and `predict` agrees with `predict_pipeline`."""
+"""docs/QUESTIONS.md: its questions are asked again on the command line; `predict` agrees with `predict_pipeline`."""
 
 import re
 import shlex

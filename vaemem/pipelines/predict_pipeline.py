@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import html
 import itertools
 import math
 import operator
@@ -12,7 +13,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from vaemem._arguments import shared
-from vaemem._common import MIB, flag, meant, render, typeset, whole
+from vaemem._common import MIB, flag, html_table, meant, render, typeset, whole
 from vaemem.pipelines.asked import OFFLOADS, Part, PipelineQuestion, ask_pipeline
 from vaemem.pipelines.components import PIPELINES, SPELT_PIPELINES, refuse
 from vaemem.pipelines.pipeline_run import Phase, PipelineRun, play_pipeline
@@ -22,8 +23,8 @@ from vaemem.prediction.formula import STEP, ClosedForm, Peak, close
 from vaemem.prediction.moments import ROUNDED_UP, Moment, PeakTensor
 from vaemem.prediction.planned import Way
 from vaemem.prediction.process import SimulatedProcess
-from vaemem.prediction.question import Software, find_card, usual_tile
-from vaemem.prediction.verdict import DOES_NOT_FIT, FITS, CardAnswer, between
+from vaemem.prediction.question import Card, Software, find_card, usual_tile
+from vaemem.prediction.verdict import DOES_NOT_FIT, FITS, CardAnswer, bar, between
 
 DERIVED_SIDES = range(STEP, 2049, STEP)  # pixels: of the squares that a derivation looks at
 PREDICTED_RUNTIMES = ("diffusers", "sd.cpp")
@@ -38,6 +39,8 @@ def _largest(phase: Phase) -> PeakTensor | None:
 
 class _Phases(Written, CardAnswer):
     """What every prediction of a pipeline says of its phases. Printing it shows a line a phase."""
+
+    _card: Card
 
     def __init__(
         self, title: str, available: int, host: int, phases: Sequence[Phase], done: int, lacking: PeakTensor | None,
@@ -127,8 +130,8 @@ class _Phases(Written, CardAnswer):
 
     # ---- for people ----
 
-    def _text(self, markdown: bool = False) -> str:
-        """A line a phase; a column in which no phase has anything is left out."""
+    def _cells(self) -> tuple[list[str], list[tuple[str, ...]]]:
+        """Header and a line a phase; a column in which no phase has anything is left out."""
         cells: dict[str, list[str]] = {
             "phase": [phase.name for phase in self.phases],
             "on the card MiB": [f"{phase.total / MIB:.0f}" for phase in self.phases],
@@ -140,7 +143,10 @@ class _Phases(Written, CardAnswer):
         if any(largest):
             cells["largest tensor"] = [f"{one.name}, {one.bytes / MIB:.0f} MiB" if one else "" for one in largest]
         cells["outcome"] = [_OUTCOMES[phase.fits] for phase in self.phases]
-        table = render(cells, list(zip(*cells.values(), strict=True)), markdown)
+        return list(cells), list(zip(*cells.values(), strict=True))
+
+    def _text(self, markdown: bool = False) -> str:
+        table = render(*self._cells(), markdown)
         host = f"; {self.host / MIB:.0f} MiB of weights are kept by the host" if self.host else ""
         lines = [
             f"{self.summary[0].upper()}{self.summary[1:]}.",
@@ -158,6 +164,21 @@ class _Phases(Written, CardAnswer):
 
     def _repr_markdown_(self) -> str:
         return self._text(markdown=True)
+
+    def _repr_html_(self) -> str:
+        """The fullest phase beside the card's size, and the table."""
+        phase, card = max(self.phases, key=lambda phase: phase.total), self._card
+        size = card.gpu.reported_memory
+        parts = {
+            "weights": phase.weights, "tensors": phase.activations, "workspaces": phase.workspace,
+            "cached": phase.cached, "vaemem": phase.outside, "CUDA context": size - self.available - card.taken,
+            "others": card.used, "Windows": card.kept[0],
+        }  # fmt: skip
+        parts["spare"] = max(size - sum(parts.values()), 0)
+        header, lines = self._cells()
+        notes = "".join(f"<li>{html.escape(note)}</li>" for note in (*self.notes, *self._advice()))
+        title = f"<b>{html.escape(self.title)}</b>: {html.escape(self.summary)}"
+        return f"<div>{title}{bar(parts, size)}{html_table(header, lines)}<ul>{notes}</ul></div>"
 
     def __repr__(self) -> str:
         shown = "; ".join(
@@ -330,6 +351,7 @@ class PipelinePrediction(_Phases):
     def __init__(self, question: PipelineQuestion):
         self._question = q = question
         self._safe, self._unsure, self.coarse = q.safe, q.card.unsure, bool(q.card.gpu.coarse)
+        self._card = q.card
         batch = f", {q.batch} images" if q.batch > 1 else ""
         on_cpu = f", {' and '.join(q.on_cpu)} on the CPU" if q.on_cpu else ""
         where = f"{q.card.gpu.name}, offload {q.offload}, VAE {q.vae}{on_cpu}"
@@ -465,9 +487,9 @@ class GraphPrediction(_Phases):
     (False, 'decode', 8794)
     """
 
-    def __init__(self, title: str, way: Way, available: int, unsure: int = 0, safe: bool = False):
+    def __init__(self, title: str, way: Way, available: int, card: Card, safe: bool = False):
         self.way, phases = way, list[Phase]()
-        self._unsure, self._safe = unsure, safe
+        self._card, self._unsure, self._safe = card, card.unsure, safe
         for phase in way.phases:
             work = {name: int(amount) for name, amount in phase.work.items()}
             sent, on_cpu = work.pop("link", 0), sum(amount for name, amount in work.items() if name.startswith("cpu"))
@@ -562,7 +584,7 @@ def predict_pipeline(
             [running.words_of(pipeline, offload, vae)],
         )  # fmt: skip
         title = f"{pipeline} {height}x{width} by sd.cpp ({card.gpu.name})"
-        return GraphPrediction(title, way, card.available(running.SDCPP_CONTEXT), card.unsure, flag("safe", safe))
+        return GraphPrediction(title, way, card.available(running.SDCPP_CONTEXT), card, flag("safe", safe))
     software = Software(torch_version=torch_version, cudnn_version=cudnn_version)
     question = ask_pipeline(
         pipeline, height, width, batch, find_card(gpu, memory, used, os), software, prompt_tokens=prompt_tokens,

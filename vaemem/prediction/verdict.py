@@ -106,13 +106,20 @@ class CardAnswer(Answer):
         return f"fits{told}: {took}, at most {self._bound / MIB:.0f} by `upper`; {spare} to spare"
 
 
+# Of what a card holds; people with a colour-vision deficiency tell them apart (Okabe and Ito).
+COLOURS = {
+    "weights": "#0072B2", "tensors": "#D55E00", "workspaces": "#E69F00", "cached": "#CC79A7", "vaemem": "#009E73",
+    "CUDA context": "#56B4E9", "others": "#6E6E6E", "Windows": "#999999", "spare": "#E4E4E4",
+}  # fmt: skip
+
+
 def bar(parts: Mapping[str, int], size: int) -> str:
-    """A bar of parts in bytes beside a card of a size, as HTML for a notebook. What goes beyond the card is hatched."""
-    colours = ("#0072B2", "#D55E00", "#E69F00", "#CC79A7", "#56B4E9", "#999999", "#DDDDDD")
+    """A bar of parts in bytes, as HTML for a notebook; a line marks a card's size where they go beyond it."""
     whole, left, cells, names = max(size, sum(parts.values()), 1), 0, [], []
-    for colour, (name, part) in zip(colours, parts.items(), strict=False):
+    for name, part in parts.items():
         if part <= 0:
             continue
+        colour = COLOURS.get(name, "#000000")
         shown = f"{html.escape(name)} {part / MIB:.0f} MiB"
         cells.append(
             f'<div title="{shown}" style="position:absolute;left:{100 * left / whole:.2f}%;top:0;bottom:0;'
@@ -121,7 +128,7 @@ def bar(parts: Mapping[str, int], size: int) -> str:
         names.append(f'<span style="white-space:nowrap"><span style="color:{colour}">&#9632;</span> {shown}</span>')
         left += part
     edge = f'<div title="the card, {size / MIB:.0f} MiB" style="position:absolute;left:{100 * size / whole:.2f}%;'
-    edge += 'top:-4px;bottom:-4px;border-left:2px solid #000"></div>' if left > size else ""
+    edge += 'top:-4px;bottom:-4px;border-left:2px solid #000"></div>'
     box = "position:relative;height:1.4em;max-width:48em;background:#f4f4f4;margin:6px 0"
     edge = edge if left > size else ""
     return f'<div style="{box}">{"".join(cells)}{edge}</div><div>{" ".join(names)}</div>'
