@@ -352,7 +352,7 @@ def test_fits_says_so_by_its_status(capsys):
     assert capsys.readouterr().out.startswith("Fits: it takes ")
     assert main(["fits", "sdxl", "decode", "512", "4096", "--gpu", "RTX 4060"]) == 1
     said = capsys.readouterr().out
-    assert "\n\nDoes not fit: it takes at least" in said and "\nAsked: sdxl decode 4096x4096 float32 from" in said
+    assert "\n\nDoes not fit: it needs at least" in said and "\nAsked: sdxl decode 4096x4096 float32 from" in said
     commands = [shlex.split(line)[1:] for line in said.splitlines() if line.startswith("    vaemem ")]
     assert len(commands) >= 3
     for command in commands:  # as it is printed
@@ -362,7 +362,7 @@ def test_fits_says_so_by_its_status(capsys):
         assert main(["fits", "sdxl", "decode", "2048", "--gpu", "RTX 4090", *safe]) == status
         assert capsys.readouterr().out.startswith("Tight: it takes ")
     assert main(["fits", "sdxl", "decode", "512", "--gpu", "RTX 4060", "--format", "json"]) == 0
-    one = json.loads(capsys.readouterr().out)
+    (one,) = json.loads(capsys.readouterr().out)
     assert (one["verdict"], one["dtype"], one["weights_dtype"]) == ("fits", "float32", "float16")
     assert sum(one["parts"].values()) == vaemem.predict("sdxl", "decode", 512, 512, gpu="RTX 4060").reported_memory
     assert main(["fits", "sdxl", "decode", "512", "768", "--gpu", "RTX 4060", "--format", "json"]) == 0

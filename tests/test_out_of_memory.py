@@ -3,6 +3,7 @@
 import io
 import itertools
 import json
+import re
 
 import pytest
 
@@ -118,6 +119,42 @@ SMALL = (
 )
 
 
+def test_text_as_it_is_pasted():
+    """Wrapped, in other cases, with commas, and a log with two messages, of which the first is explained."""
+    text, _ = message(vaemem.predict("sdxl", "decode", 2048, 2048, gpu="RTX 4060"))
+    want = explain(text, gpu="RTX 4060").matches
+    retried = "Warning: Ran out of memory when regular VAE decoding, retrying with tiled VAE decoding."
+    for pasted in (
+        text.replace(" ", "\r\n"), text.upper(), re.sub(r"(\d)\.(\d\d) ", r"\1,\2 ", text), text.replace(" ", "\xa0 "),
+        f"{text}\n{retried}\n{text.replace('4.00 GiB', '1.00 GiB')}",
+    ):  # fmt: skip
+        assert explain(pasted, gpu="RTX 4060").matches == want and want[0].height == 2048
+
+
+@pytest.mark.parametrize("broken", ["4.0.0 GiB", f"{'9' * 400} GiB", "GiB", "-4 GiB", "1e9 GiB"])
+def test_figures_that_are_none(broken):
+    for text in (
+        f"CUDA out of memory. Tried to allocate {broken}.",
+        f"allocating {broken[:-3]}MiB on device 0: cudaMalloc failed",
+        f"failed to allocate CUDA0 buffer of size {'9' * 5000}", "DefaultCPUAllocator:" * 20_000 + " out of memory",
+    ):  # fmt: skip
+        try:
+            explain(text)
+        except ValueError as error:
+            assert str(error).startswith("error: want an out-of-memory message")
+
+
+def test_what_is_supposed_of_the_card_is_said():
+    alone = explain("CUDA out of memory. Tried to allocate 4.00 GiB.")
+    assert "is supposed." in str(alone) and not any(match.played for match in alone.matches)
+    assert (alone.matches[0].op, alone.matches[0].height, alone.matches[0].dtype) == ("decode", 2048, "float32")
+    text, _ = message(vaemem.predict("sdxl", "decode", 2048, 2048, gpu="RTX 4060"))
+    hip = explain(text.replace("CUDA out", "HIP out"))
+    assert "--gpu 'AMD Radeon RX" in str(hip) and "stands for it" in str(hip)
+    with pytest.raises(ValueError, match="error: want an out-of-memory message"):
+        explain("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 4294967296 bytes.")
+
+
 def test_a_tiled_retry_is_about_a_tile():
     e = explain(TILE)
     assert e.matches and all(match.height * match.width <= 1024**2 for match in e.matches)
@@ -156,6 +193,8 @@ def test_stable_diffusion_cpps_buffers(direct):
         match = e.matches[0]
         assert (match.op, match.height, match.width, match.bytes) == ("decode", 1024, 1024, buffer)
         assert match.runtime == ("sd.cpp --vae-conv-direct" if direct else "sd.cpp") and "sd.cpp" in str(e)
+    older = explain(f"vae compute buffer size: {buffer // MIB}.00 MB(VRAM)").matches[0]
+    assert (older.height, older.bytes) == (1024, buffer), "within a thousandth"
     assert not explain("failed to allocate CUDA0 buffer of size 123456789").matches
 
 

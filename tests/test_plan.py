@@ -43,6 +43,7 @@ def test_the_first_phase_that_does_not_fit_is_named_and_what_the_whole_run_lacks
 def test_a_way_that_is_tight_says_so():
     plan = PipelinePlan("", [way("a"), way("b", unsure="nobody knows")], Room(5 * MIB), None)
     assert [one.verdict for one in plan.outcomes] == [row["verdict"] for row in plan.rows()] == ["fits", "tight"]
+    assert [one.summary for one in plan.outcomes] == ["fits", "tight: nobody knows"]
     unsure = PipelinePlan("", [way("a", unsure="nobody knows")], Room(5 * MIB), None)
     assert plan.reason == (
         "Take a. It is the only one that fits and leaves the picture as it is. b is tight: nobody knows."

@@ -819,7 +819,8 @@ def test_a_run_that_the_card_has_no_room_for():
     assert p.available < p.least_reserved < p.peak_reserved
     least, sure = p.least_band
     room = f"and the card gives {p.available / MIB:.0f} MiB: {-p.spare / MIB:.0f} MiB are lacking"
-    assert f"does not fit: it takes at least {least // MIB} to {sure // MIB} MiB, {room}" in repr(p)
+    needed = f"it needs at least {least // MIB} MiB ({sure // MIB} MiB if cuDNN's next plans want as much)"
+    assert f"does not fit: {needed}, {room}" in repr(p)
 
 
 def test_the_weights_may_be_what_does_not_fit():
@@ -841,6 +842,18 @@ def test_a_nominal_size_is_less_to_cuda():
     assert predict("sd15", "decode", 256, 256, "float16", gpu="sm_89", memory="16 GB").available == (
         16 << 30
     ) * 97 // 100 - (512 * MIB)
+
+
+def test_what_others_use_may_be_more_than_the_card():
+    p = predict("sdxl", "decode", 512, 512, gpu="T4", used="20 GB")
+    assert p.available == 0 and p._parts["CUDA context"] == 512 * MIB and p._parts["others"] == p.used
+    assert min(p._parts.values()) >= 0 and "less 512 for a CUDA context, 19073 that others use" in str(p)
+    with pytest.raises(ValueError, match="used: want bytes, or a unit such as '14 GB', got '14'"):
+        predict("sdxl", "decode", 512, 512, gpu="T4", used="14")
+    with pytest.raises(TypeError, match="got an unexpected keyword argument 'offload'"):
+        predict_largest("sdxl", "decode", offload="model")
+    with pytest.raises(ValueError, match="slicing: want it with the diffusers runtime, got forge"):
+        predict("sdxl", "decode", 512, 512, runtime="forge", slicing=True)
 
 
 def test_a_notebook_shows_a_bar():
@@ -902,7 +915,7 @@ def test_a_fit_that_rests_on_plans_that_are_not_known_says_so(capsys):
         other = predict("sdxl", "decode", 1024, 1024, dtype="float32", gpu="RTX 4060", used=p.available - room)
         assert other.verdict == ("does not fit" if guesses is None else "tight")
         assert other.fits == (guesses is not None)
-        assert other.least_band == p.least_band and f"at least {least // MIB} to {sure // MIB}" in repr(other)
+        assert other.least_band == p.least_band and f"at least {least // MIB} MiB ({sure // MIB} MiB if" in repr(other)
         assert ("only if cuDNN's next plans take no workspace" in repr(other)) == bool(guesses)
         if other.fits:
             assert any("next plan" in what for what in other.substitutions) == guesses
@@ -1035,7 +1048,9 @@ def test_the_end_of_the_search_is_told(monkeypatch, capsys):
 def test_no_size_fits():
     with pytest.raises(ValueError, match="height: want none, which is what is looked for, got 5"):
         predict_largest("sdxl", "decode", "float16", height=5, safe=False)
-    with pytest.raises(ValueError, match=r"gpu: want one with \d+ bytes .* got NVIDIA GeForce RTX 4060 with"):
+    with pytest.raises(
+        ValueError, match=r"gpu, used: want at least \d+ MiB, .* got NVIDIA GeForce RTX 4060, which gives"
+    ):
         predict_largest("sdxl", "decode", dtype="float32", gpu="RTX 4060", used="7.7 GB", safe=False)
 
 
@@ -1049,7 +1064,7 @@ def test_the_largest_on_the_command_line(capsys):
     said = capsys.readouterr().out
     assert said.startswith(f"{safe[0]}x{safe[1]} fits: it takes") and f"\n{tight[0]}x{tight[1]} tight: it" in said
     assert main([*command, "--tight", "--format", "json"]) == 0
-    assert json.loads(capsys.readouterr().out)["height"] == tight[0]
+    assert [one["height"] for one in json.loads(capsys.readouterr().out)] == [tight[0]]
 
 
 @pytest.mark.parametrize(

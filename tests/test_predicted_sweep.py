@@ -89,7 +89,8 @@ def test_compare(table):
 def test_compare_knows_a_card_by_its_capability():
     rows = sweep("sdxl", "decode", 512, source="predicted", gpu=["sm_89", "A100 80GB MIG 3g.40gb"])
     assert rows[0]["device"].startswith("sm_89 (as NVIDIA")
-    assert vaemem.compare(rows, functools.partial(predict)).find("predict").worst_over == 0
+    same = vaemem.compare(rows, functools.partial(predict)).find("predict")
+    assert same.worst_over == same.worst_under == 0 and rows[0]["dtype"] == "float32", "from weights in float16"
 
 
 def test_predicted_and_measured_rows_in_one_table():

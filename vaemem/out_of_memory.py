@@ -10,9 +10,9 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from vaemem import _core
-from vaemem._common import ELEMENT_BYTES, MIB, OPS, TILED_OPS, Answer, meant
+from vaemem._common import ELEMENT_BYTES, MIB, OPS, Answer, meant
 from vaemem.engine.layouts import named_model
-from vaemem.prediction.gpus import CONTEXT, Gpu, find_gpu, gpu_names
+from vaemem.prediction.gpus import CONTEXT, Gpu, coarse_names, find_gpu, gpu_names
 from vaemem.prediction.predict import Prediction
 from vaemem.prediction.question import Card, Question, ask
 from vaemem.prediction.runtimes import PROGRAM_NAMES, architecture, code_of
@@ -32,11 +32,13 @@ ALIKE = {"sdxl": "SD1.5, SDXL", "flux": "FLUX.1, SD3, Z-Image"}
 COMMON = 25  # of these: so many are made much more than the others
 MOST_MATCHES = 5
 LARGEST_TILE = 1024  # pixels
+USUAL_CARD = 24 << 30  # bytes: of the card that is supposed where a message does not say its size
 ROUNDED = 10**8  # bytes: what others held is told in so many
 TELLING = 64 * MIB  # a request of less is many runs'
 SMALL_SEGMENTS = (2 * MIB, 20 * MIB)  # what PyTorch asks for, whatever smaller tensor it is for
-_UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": MIB, "GiB": 1 << 30, "KB": 1 << 10, "MB": MIB, "GB": 1 << 30}
-_SIZE = r"([\d.]+ ?(?:bytes|[KMG]i?B))"
+_UNITS = {"b": 1, "k": 1 << 10, "m": MIB, "g": 1 << 30, "t": 1 << 40}  # by the first letter
+_NUMBER = r"\d{1,12}(?:[.,]\d{1,6})?"
+_SIZE = rf"({_NUMBER} ?(?:bytes|[KMGT]i?B))"
 # What messages say, by the name of what it is.
 _SAYS = {
     "requested": (rf"Tried to allocate {_SIZE}", rf"Requested\s*: ?{_SIZE}"),
@@ -50,12 +52,16 @@ _SAYS = {
     "process": (rf"this process has {_SIZE} memory in use",),
 }  # fmt: skip
 _BUFFER = (
-    r"failed to allocate \w+ buffer of size (\d+)",
-    r"allocating ([\d.]+) MiB on device \d+: cudaMalloc failed",
-    r"compute buffer size:\s*([\d.]+) MB",
+    r"failed to allocate \w+ buffer of size (\d{1,15})\b",
+    rf"allocating ({_NUMBER}) MiB on device \d+: cudaMalloc failed",
+    rf"compute buffer size: ?({_NUMBER}) MB",
 )
-_HOST = re.compile(r"DefaultCPUAllocator:.*?you tried to allocate (\d+) bytes", re.S)
-_BARE = re.compile(r"Allocation on device|CUDA error: out of memory|out of memory", re.I)
+_HOST = re.compile(r"DefaultCPUAllocator:.{0,99}? tried to allocate (\d{1,15}) bytes", re.I)
+_BARE = re.compile(r"Allocation on device|(CUDA|HIP|XPU|CUDA error:) out of memory", re.I)
+_BEGINS = re.compile(r"Tried to allocate|Currently allocated", re.I)  # the figures of a message
+_TILED = re.compile(r"tiled_|retrying with tiled|tiled vae|vae\w*tiled", re.I)
+# Whose card it is, where it is not NVIDIA's: the makers of cards that answers are coarse for.
+_MAKERS_SAID = {"HIP out of memory": "AMD", "XPU out of memory": "Intel", "MPS backend out of memory": "Apple"}
 
 
 class Match(NamedTuple):
@@ -183,52 +189,64 @@ def explain(
     >>> found.matches[0].height, found.matches[0].dtype
     (2048, 'float32')
     """
-    text = str(error)
+    text = " ".join(str(error).split())
     models = _models(text) if model is None else [named_model("model", model)]
-    ops = _ops(text) if op is None else [meant("op", op, TILED_OPS).removesuffix("_tiled")]
+    ops = _ops(text) if op is None else [meant("op", op, OPS)]
     codes = _programs(text) if runtime is None else [meant("runtime", runtime, PROGRAM_NAMES)]
     if found := _HOST.search(text):
         size = int(found[1])
         note = f"It was the host's memory that ran out, not the card's: {size / MIB:.0f} MiB were asked for."
         return Explanation({"requested": size}, (), (note,), None)
-    if buffer := next((found[1] for said in _BUFFER if (found := re.search(said, text))), ""):
-        size, slack = (round(float(buffer) * MIB), MIB // 200 + 1) if "." in buffer else (int(buffer), 0)
-        known = [name for name in models if name in LATENT_CHANNELS]
-        return _of_graphs(size, slack, known, ops)
-    read = {name: _first(patterns, text) for name, patterns in _SAYS.items()}
+    buffer = next((found[1] for pattern in _BUFFER if (found := re.search(pattern, text, re.I))), "")
+    if buffer:
+        size = round(_number(buffer) * (MIB if re.search("[.,]", buffer) else 1))
+        return _of_graphs(size, [name for name in models if name in LATENT_CHANNELS], ops)
+    begins = [found.start() for found in _BEGINS.finditer(text)]
+    figures = text[begins[0] : begins[1] if len(begins) > 1 else None] if begins else ""
+    read = {name: _first(patterns, figures) for name, patterns in _SAYS.items()}
     said = {name: size for name, size in read.items() if size is not None}
     if "requested" not in said:
-        if not _BARE.search(text):
+        if not (_BARE.search(text) or begins):
             raise ValueError(f"error: want an out-of-memory message of PyTorch's or ggml's, got {text[:200]!r}")
         note = (
             "The message has no figures: ComfyUI's allocator cuts it, or it came from outside PyTorch's allocator (the"
             " CUDA context, cuDNN, pinned memory). vaemem fits MODEL decode HxW --gpu CARD says whether a run fits."
         )
         return Explanation({}, (), (note,), None)
-    is_native = "Tried to allocate" in text
-    is_tile = bool(re.search(r"tiled_|retrying with tiled|Tiled", text, re.I))
     if "reserved" in said:
         said["cached"] = max(said.pop("reserved") - said.get("allocated", 0), 0)
-    card, found_runs = _card_of(said.get("total", 24 << 30)) if gpu is None else find_gpu(gpu), []
+    is_native = "tried to allocate" in figures.lower()
+    # What stands before the figures is of the run that raised them; behind them, where no other message follows.
+    is_tile = bool(_TILED.search(text if len(begins) == 1 else text[: begins[0]]))
+    maker = next((maker for words, maker in _MAKERS_SAID.items() if words.lower() in text.lower()), "NVIDIA")
+    card = _card_of(said.get("total", USUAL_CARD), maker) if gpu is None else find_gpu(gpu)
+    runs: list[tuple[Match, Question]] = []
     if not (is_native and said["requested"] in SMALL_SEGMENTS):
-        found_runs = _likeliest(_candidates(said, is_native, models, ops, codes, card), is_tile)
-    notes = list(_notes(said, is_native, is_tile, bool(found_runs)))
-    prediction = _rounded(found_runs[0][1]) if found_runs else None
-    matches = [match for match, _ in found_runs[:MOST_MATCHES]]
-    return Explanation(said, matches, notes, prediction)
+        runs = _likeliest(_candidates(said, is_native, models, ops, codes, card), is_tile)
+    notes = list(_notes(said, is_native, is_tile, bool(runs)))
+    if runs and gpu is None and "total" not in said:
+        notes.append(f"The message does not say how large the card is: {card.name} is supposed.")
+    elif runs and gpu is None:
+        notes.append(f"The message does not name the card: {card.name}, which has as much, stands for it.")
+    matches = [match for match, _ in runs[:MOST_MATCHES]]
+    return Explanation(said, matches, notes, _rounded(runs[0][1]) if runs and maker != "Apple" else None)
 
 
 # ---- what a message says ----
 
 
 def _first(patterns: Sequence[str], text: str) -> int | None:
-    found = next((found[1] for pattern in patterns if (found := re.search(pattern, text))), None)
+    found = next((found[1] for pattern in patterns if (found := re.search(pattern, text, re.I))), None)
     return None if found is None else _bytes(found)
 
 
+def _number(said: str) -> float:
+    return float(said.replace(",", "."))
+
+
 def _bytes(said: str) -> int:
-    number, unit = re.fullmatch(r"([\d.]+) ?(\w+)", said).groups()  # type: ignore[union-attr]
-    return round(float(number) * _UNITS[unit])
+    number, unit = re.split(r" ?(?=[A-Za-z])", said, maxsplit=1)
+    return round(_number(number) * _UNITS[unit[0].lower()])
 
 
 def _models(text: str) -> list[str]:
@@ -297,7 +315,8 @@ def _candidates(
                 names = "; ".join(ALIKE.get(name, name) for name in known)
                 match = Match(names, op, height, width, types, code, tensor, size, beside, False)
                 question = _question(said, known[0], match, dtype, card)
-                yield match._replace(played=_runs_out_at(question, tensor)), question
+                is_told = {"total", "allocated", "free"} <= said.keys()
+                yield match._replace(played=is_told and _runs_out_at(question, tensor)), question
 
 
 def _likeliest(runs: Iterable[tuple[Match, Question]], is_tile: bool) -> list[tuple[Match, Question]]:
@@ -354,16 +373,18 @@ def _runs_out_at(question: Question, tensor: str) -> bool:
     return p.out_of_memory_at is not None and p.out_of_memory_at.name == tensor
 
 
-def _card_of(size: int) -> Gpu:
-    """The listed card whose memory is nearest to so many bytes."""
-    return min(map(find_gpu, gpu_names()), key=lambda card: abs(card.total_memory - size))
+def _card_of(size: int, maker: str) -> Gpu:
+    """The maker's listed card whose memory is nearest to so many bytes."""
+    names = gpu_names() if maker == "NVIDIA" else coarse_names(maker)
+    cards = [find_gpu(name) for name in names] or [find_gpu(f"apple {round(size / 2**30)} GB", max(size, 1 << 30))]
+    return min(cards, key=lambda card: abs(card.total_memory - size))
 
 
 # ---- stable-diffusion.cpp's graphs ----
 
 
-def _of_graphs(size: int, slack: int, models: Sequence[str], ops: Sequence[str]) -> Explanation:
-    """Of a compute buffer of so many bytes, printed to within `slack`."""
+def _of_graphs(size: int, models: Sequence[str], ops: Sequence[str]) -> Explanation:
+    """Of a compute buffer of so many bytes, which in another version of the program may differ by a thousandth."""
     matches = []
     for (height, width), model, op, direct in itertools.product(MADE_SIZES, models, ops, (False, True)):
         # What the buffer takes for each pixel (`vaemem.ESTIMATORS`), before the graph is laid out.
@@ -371,11 +392,12 @@ def _of_graphs(size: int, slack: int, models: Sequence[str], ops: Sequence[str])
         rough = max(least[op, direct], 160 + height * width // 1024) * height * width
         if 0.9 * rough - MIB < size < 1.1 * rough + MIB and not (height % 8 or width % 8):
             buffer = graph(f"vae-{op}r", height, width, model=model, conv_direct=direct).buffer
-            if abs(buffer - size) <= slack:
+            if abs(buffer - size) <= size // 1000:
                 how = "sd.cpp --vae-conv-direct" if direct else "sd.cpp"
                 matches.append(
                     Match(model, op, height, width, "float32", how, "the compute buffer", buffer, None, True)
                 )
+    matches.sort(key=lambda match: abs(match.bytes - size))
     notes = [f"Graphs are those of {SDCPP_VERSION}."]
     if matches and matches[0].runtime == "sd.cpp":
         notes.append(

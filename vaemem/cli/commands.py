@@ -166,10 +166,9 @@ def run_info(args: argparse.Namespace, asked: dict[str, Any]) -> None:
 
 
 def _print_all(answers: Sequence[Any], form: str) -> None:
-    """Answers as text, a blank line between them; or as JSON, a list where there are several."""
+    """Answers as text, a blank line between them; or as a list in JSON."""
     if form == "json":
-        data = [answer._data() for answer in answers]
-        print(json.dumps(data if len(data) > 1 else data[0], indent=1, ensure_ascii=False))
+        print(json.dumps([answer._data() for answer in answers], indent=1, ensure_ascii=False))
     else:
         print("\n\n".join(map(str, answers)))
 
@@ -329,15 +328,17 @@ def run_plan(args: argparse.Namespace, asked: dict[str, Any]) -> int:
     return 0 if plan.recommended else 1
 
 
-@command(vaemem.explain, "message only_model only_op gpu runtime answer_format")
+@command(vaemem.explain, "message of_run of_op gpu runtime answer_format")
 def run_explain(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     """Which run and which tensor an out-of-memory message is about, and what would have fitted."""
     text = "-" if args.message is None else args.message
     if text == "-":
         text = sys.stdin.read()
     elif os.path.isfile(text):
-        text = Path(text).read_text("utf-8", "replace")
-    _print_all([vaemem.explain(text, **asked)], args.format)
+        data = Path(text).read_bytes()
+        text = data.decode("utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8", "replace")
+    explained = vaemem.explain(text, **asked)
+    print(explained if args.format == "text" else (explained.to_json() or "").rstrip())
 
 
 @command(vaemem.bound, "application models dtypes sides gpus memory cudnn_version torch_version python_format")

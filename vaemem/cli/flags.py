@@ -89,6 +89,8 @@ FLAGS: dict[str, FlagSettings] = {
     "out": _flag("The folder for everything that the command leaves."),
     # of files
     "weights": _flag("A safetensors or GGUF file, or a directory of diffusers'.", required=True, metavar="FILE"),
+    "of_run": _flag("The model, where it is known.", metavar="MODEL", dest="model"),
+    "of_op": _flag("The operation, where it is known.", dest="op", choices=OPS),
     "of_model": _flag("Which model the weights are, where the file leaves it open.", metavar="MODEL", dest="model"),
     "config": _flag("The config.json of diffusers, of any other model.", metavar="FILE"),
     "scaled": _flag("The latents are as a pipeline holds them.", action="store_true"),

@@ -20,11 +20,12 @@ from vaemem.pipelines.pipeline_run import Phase, PipelineRun, play_pipeline
 from vaemem.pipelines.ways import Written
 from vaemem.prediction.answer import MARGIN, SEGMENT
 from vaemem.prediction.formula import STEP, ClosedForm, Peak, close
+from vaemem.prediction.gpus import CONTEXT
 from vaemem.prediction.moments import ROUNDED_UP, Moment, PeakTensor
 from vaemem.prediction.planned import Way
 from vaemem.prediction.process import SimulatedProcess
 from vaemem.prediction.question import Card, Software, find_card, usual_tile
-from vaemem.prediction.verdict import DOES_NOT_FIT, FITS, CardAnswer, bar, between
+from vaemem.prediction.verdict import DOES_NOT_FIT, FITS, CardAnswer, bar
 
 DERIVED_SIDES = range(STEP, 2049, STEP)  # pixels: of the squares that a derivation looks at
 PREDICTED_RUNTIMES = ("diffusers", "sd.cpp")
@@ -92,8 +93,8 @@ class _Phases(Written, CardAnswer):
     @property
     def _peak_line(self) -> str:
         """Where the peak is, and how sure that is."""
-        band = between(self.band)
-        sure = f" ({band} MiB)" if " to " in band else ""
+        least, most = (f"{size / MIB:.0f}" for size in self.band)
+        sure = "" if least == most else f" ({least} to {most})"
         return f"the peak is in {self.bottleneck}: {self.peak / MIB:.0f} MiB{sure}"
 
     # ---- files ----
@@ -171,7 +172,8 @@ class _Phases(Written, CardAnswer):
         size = card.gpu.reported_memory
         parts = {
             "weights": phase.weights, "tensors": phase.activations, "workspaces": phase.workspace,
-            "cached": phase.cached, "vaemem": phase.outside, "CUDA context": size - self.available - card.taken,
+            "cached": phase.cached, "vaemem": phase.outside,
+            "CUDA context": size - self.available - card.taken if self.available else CONTEXT,
             "others": card.used, "Windows": card.kept[0],
         }  # fmt: skip
         parts["spare"] = max(size - sum(parts.values()), 0)

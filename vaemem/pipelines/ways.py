@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -69,7 +70,7 @@ class Outcome(NamedTuple):
         """In words, with what is lacking."""
         lacks = f"lacks {self.short / MIB:.0f} MiB"
         said = {
-            None: self.verdict,
+            None: f"tight: {re.split('[,;]', self.way.unsure)[0]}" if self.way.unsure else "fits",
             "time": f"takes {self.short:.0f} s too long",
             "host": f"{lacks} of the host's",
         }
@@ -312,7 +313,7 @@ class PipelinePlan(Written):
             parts += [f"{name}: {rate}" for name, rate in self.machine.rates.items() if name in used]
         if any(one.fits and one.way.peak.total > (self.room.card or one.way.peak.total) for one in self.outcomes):
             parts.append(
-                "A way that fits although it takes more where there is room: PyTorch gives cached memory back."
+                "A way that goes through although it takes more where there is room: PyTorch gives cached memory back."
             )
         parts += self.notes
         return ("\n\n" if markdown else "\n").join(parts)

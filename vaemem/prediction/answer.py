@@ -13,6 +13,7 @@ from typing import Any
 from vaemem._common import MIB
 from vaemem._core import OutOfMemoryError
 from vaemem.prediction.benchmark import PROTOCOLS, USUAL_PROTOCOL, Reading
+from vaemem.prediction.gpus import CONTEXT
 from vaemem.prediction.moments import Moment, PeakTensor
 from vaemem.prediction.process import SimulatedProcess
 from vaemem.prediction.question import ModuleQuestion, Question
@@ -184,9 +185,8 @@ class SimulatedAnswer(CardAnswer):
         tensors = self.peak_tensors
         weights = sum(size for name, size in tensors if name.startswith("weights of "))
         workspaces = sum(size for name, size in tensors if name.endswith("[workspace]"))
-        held = self.peak_reserved if self.on_card is None else self.on_card
-        kept = self._question.card.kept[0]
-        context = self.reported_memory - self.available - self.used - kept
+        held, kept = self._most if self.on_card is None else self._took, self._question.card.kept[0]
+        context = min(CONTEXT, self.reported_memory)
         parts = {
             "weights": weights, "tensors": self.peak_allocated - weights - workspaces, "workspaces": workspaces,
             "cached": max(held - self.peak_allocated, 0), "CUDA context": context, "others": self.used, "Windows": kept,

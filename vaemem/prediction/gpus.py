@@ -103,6 +103,11 @@ def _coarse() -> dict[str, tuple[str, int, str]]:
     }
 
 
+def coarse_names(maker: str) -> list[str]:
+    """Names of a maker's cards that no cuDNN was asked about."""
+    return [name for name, _, _ in _coarse().values() if name.startswith(maker)]
+
+
 def _find_coarse(name: str, size: int | None) -> Gpu | None:
     """A card that no cuDNN was asked about, or of which `size` says what it has; None for another name."""
     text = name.strip().lower()
@@ -184,7 +189,7 @@ def find_gpu(name: str | Gpu, memory: int | str | None = None) -> Gpu:
     if match := _SLICE.fullmatch(text):
         return _with(_slice(find_gpu(match[1]), int(match[2]), int(match[3])), size)
     gpus, keys, _ = _table()
-    known = keys.get(_key(name))
+    known = keys.get(_key(name)) or keys.get(_key(re.sub(r"^(laptop|mobile) (.*)$", r"\2 \1", text)))
     if known is None and (match := _SIZED.fullmatch(text)) and (known := keys.get(_key(match[1]))):
         nominal = int(match[2]) << 30
         if size is None and not 0.9 * nominal < gpus[known].total_memory <= nominal:  # another variant of the card

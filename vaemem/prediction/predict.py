@@ -6,6 +6,7 @@ A prediction is a question (question.py), which a simulated process answers (pro
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import shlex
@@ -107,6 +108,8 @@ class Prediction(SimulatedAnswer):
         What PyTorch's allocator can have of the card: `total_memory`, less 3% where that is a nominal size (whole GiB,
         of which CUDA reports less), less 512 MiB for the CUDA context and its kernels (426 MiB were measured for a
         context alone), less what ``used=`` says.
+    weights_bytes : int
+        Those of the weights between runs.
     total_memory : int
         The card's memory, as it was given or as it is listed.
     peak_tensors : tuple of PeakTensor
@@ -169,6 +172,12 @@ class Prediction(SimulatedAnswer):
             return f"none: {self.allocated} bytes at this size; {error}"
 
     @property
+    def weights_bytes(self) -> int:
+        job = self._question.job
+        weights = _core.Trace.weights(job.arch, self._question.code, job.weights_dtype)
+        return sum(size for _, _, size, _ in weights.steps)
+
+    @property
     def _title(self) -> str:
         return f"{self.model} {self.op} {self.height}x{self.width}"
 
@@ -184,12 +193,12 @@ class Prediction(SimulatedAnswer):
     @functools.cached_property
     def would_fit(self) -> tuple[Advice, ...]:
         q, found = self._question, list[Advice]()
-        try:
-            height, width = _largest(replace(q, safe=True), self.width / self.height, False)
-            largest = Prediction(q.at(height, width))
-            found.append(largest._as_advice(f"{height}x{width}, the largest of that shape"))
-        except ValueError:  # none does
-            pass
+        with contextlib.suppress(ValueError), warnings.catch_warnings():  # where none fits; that larger ones may
+            warnings.simplefilter("ignore")
+            if not q.job.is_tiled:
+                height, width = _largest(replace(q, safe=True), self.width / self.height, False)
+                largest = Prediction(q.at(height, width))
+                found.append(largest._as_advice(f"{height}x{width}, the largest of that shape"))
         for what, other in self._alike():
             try:
                 p = Prediction(other)
@@ -201,7 +210,8 @@ class Prediction(SimulatedAnswer):
             run = VAE(_core.Model(dict(q.job.arch), dtype="float32")).estimate(
                 self.op, self.height, self.width, self.batch
             )
-            says = f"takes {run.peak_bytes / MIB:.0f} MiB of the host's memory in float32, and none of the card's"
+            takes = -(-max(run.peak_bytes, run.reserved_bytes) // MIB)
+            says = f"takes {takes} MiB of the host's memory in float32, and none of the card's"
             found.append(Advice("by vaemem on the CPU", says, shell_command(q, "estimate")))
         return tuple(found)
 
@@ -212,12 +222,13 @@ class Prediction(SimulatedAnswer):
     def _alike(self) -> Iterator[tuple[str, Question]]:
         """Other ways to run the same."""
         q, job = self._question, self._question.job
-        side = max(job.height, job.width)
-        if not job.is_tiled and q.code in TILING:
-            tiled = ask(job.arch, f"{job.op}_tiled", job.height, job.width, runtime=q.code, gpu=q.card.gpu).job.tile
+        side = min(max(job.height, job.width), job.tile or LARGEST_SIDE)
+        if q.code in TILING:
+            op = f"{job.op.removesuffix('_tiled')}_tiled"
+            tiled = ask(job.arch, op, job.height, job.width, runtime=q.code, gpu=q.card.gpu).job.tile
             for tile in dict.fromkeys((tiled, SMALL_TILE)):
                 if tile and tile < side:
-                    cut = replace(job, op=f"{job.op}_tiled", tile=tile)
+                    cut = replace(job, op=op, tile=tile)
                     yield f"in tiles of {tile} pixels, blended where they overlap", replace(q, job=cut)
         if job.dtype == "float32" and q.software.runtime != "forge":
             half = replace(job, dtype="float16", weights_dtype="float16", upcast=False)
@@ -238,7 +249,7 @@ class Prediction(SimulatedAnswer):
             f"{self.summary[0].upper()}{self.summary[1:]}.",
             f"Asked: {self._asked}.",
             *([f"Assumed: {self.assumed}."] if self.assumed else []),
-            f"At its height{room} it takes {self.peak_reserved / MIB:.0f} MiB: {held}. The largest tensor is"
+            f"At its height{room} it takes {self._most / MIB:.0f} MiB: {held}. The largest tensor is"
             f" {largest.name}, {largest.bytes / MIB:.0f} MiB.",
             f"The card reports {self.reported_memory / MIB:.0f} MiB{sold}, less {parts['CUDA context'] / MIB:.0f} for a"
             f" CUDA context{others}.",
@@ -457,8 +468,8 @@ def _largest(question: Question, aspect: float, every: bool) -> tuple[int, int]:
     if found is None:
         smallest = Prediction(question.at(factor, factor))
         raise ValueError(
-            f"gpu: want one with {smallest.least_reserved} bytes for PyTorch, which {job.op} takes at least,"
-            f" got {smallest.gpu} with {smallest.available}"
+            f"gpu, used: want at least {smallest.least_reserved / MIB:.0f} MiB, which PyTorch needs for any {job.op},"
+            f" got {smallest.gpu}, which gives {smallest.available / MIB:.0f}"
         )
     return found
 

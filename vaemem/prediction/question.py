@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -66,6 +67,8 @@ class Card:
 def find_card(gpu: Any, memory: int | str | None = None, used: int | str = 0, os: str = "linux") -> Card:
     """The card that the arguments `gpu`, `memory`, `used` and `os` of `vaemem.predict` mean."""
     system = meant("os", os, KEPT)
+    if isinstance(used, str) and re.fullmatch(r"\s*(\d{1,5}(\.\d*)?|\.\d+)\s*", used) and float(used):
+        raise ValueError(f"used: want bytes, or a unit such as '{used.strip()} GB', got {used!r}")
     return Card(find_gpu(gpu, memory), parse_size("used", used, least=0), KEPT[system])
 
 
@@ -266,6 +269,12 @@ def ask(
         )
     arch, is_tiled, slicing = architecture(model), op.endswith("_tiled"), flag("slicing", slicing)
     runtime = meant("runtime", runtime, PROGRAM_NAMES)
+    if slicing and code_of(runtime, arch["name"]) != "diffusers":
+        raise ValueError(f"slicing: want it with the diffusers runtime, got {runtime}")
+    known = {one.name for one in (*fields(Software), *fields(Job))}
+    for name in others:
+        if name not in known:
+            raise TypeError(f"got an unexpected keyword argument {name!r}")
     software = Software(runtime, **{one.name: others.pop(one.name) for one in fields(Software) if one.name in others})
     card = find_card(gpu, memory, used, os)
     if is_tiled and tile is None:

@@ -17,9 +17,10 @@ SPILLS = (
 FITS, TIGHT, DOES_NOT_FIT = "fits", "tight", "does not fit"
 
 
-def between(least_band: tuple[int, int]) -> str:
-    """The least that would do, in MiB."""
-    return " to ".join(dict.fromkeys(f"{size / MIB:.0f}" for size in least_band))
+def needed(least_band: tuple[int, int]) -> str:
+    """The least that would do, in words."""
+    least, sure = (f"{size / MIB:.0f} MiB" for size in least_band)
+    return f"it needs at least {least}" + (f" ({sure} if cuDNN's next plans want as much)" if sure != least else "")
 
 
 class CardAnswer(Answer):
@@ -63,7 +64,7 @@ class CardAnswer(Answer):
 
     @property
     def fits(self) -> bool:
-        return self.verdict == FITS or (self.verdict == TIGHT and not self._safe)
+        return self.on_card is not None and (not self._safe or self.verdict == FITS)
 
     @property
     def spare(self) -> int:
@@ -76,12 +77,12 @@ class CardAnswer(Answer):
         if self._guesses:
             return (
                 "it goes through only if cuDNN's next plans take no workspace, which is not known of this version;"
-                f" it takes at least {between(self.least_band)} MiB"
+                f" {needed(self.least_band)}"
             )
         if self._most > self.available:
             return (
                 f"it would take {self._most / MIB:.0f} MiB where there is room, and goes through because PyTorch gives"
-                f" cached memory back; it takes at least {between(self.least_band)} MiB"
+                f" cached memory back; {needed(self.least_band)}"
             )
         if self._bound > self.available:
             return f"by `upper` it may take {self._bound / MIB:.0f} MiB{self._why_upper}"
@@ -98,8 +99,8 @@ class CardAnswer(Answer):
         told = ", as far as can be told of such a card" if self.coarse else ""
         room, spare = f"{self.available / MIB:.0f} MiB", f"{abs(self.spare) / MIB:.0f} MiB"
         if self.on_card is None:
-            least = f"at least {between(self.least_band)} MiB, and the card gives {room}: {spare} are lacking"
-            return f"does not fit{told}: it takes {least}; {self._runs_out}{SPILLS if self._unsure else ''}"
+            lacking = f"{needed(self.least_band)}, and the card gives {room}: {spare} are lacking"
+            return f"does not fit{told}: {lacking}; {self._runs_out}{SPILLS if self._unsure else ''}"
         took = f"it takes {self._took / MIB:.0f} of the {room} that the card gives"
         if self.tight_because:
             return f"tight{told}: {took}; {self.tight_because}"

@@ -450,7 +450,15 @@ def _predicted(predict: Callable[..., Any], row: Row) -> Any:
     said |= {"gpu": row["device"], "tile": BENCHMARK_TILE if row["op"].endswith("_tiled") else None}
     bound = predict.keywords if isinstance(predict, functools.partial) else {}
     known = inspect.signature(predict).parameters.keys() - bound
-    return predict(**{name: value for name, value in said.items() if name in known and value is not None})
+    asked = {name: value for name, value in said.items() if name in known and value is not None}
+    if row["source"] == "predicted" and row["weights_bytes"]:  # weights may have been of another type than the run
+        usual = predict(**{name: value for name, value in asked.items() if name != "dtype"})
+        if (getattr(usual, "dtype", None), getattr(usual, "weights_bytes", None)) == (
+            row["dtype"],
+            row["weights_bytes"],
+        ):
+            return usual
+    return predict(**asked)
 
 
 def _percent(error: float) -> str:

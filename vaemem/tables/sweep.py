@@ -255,20 +255,19 @@ def _predictions(
     done, work = 0, sum(case.work for *_, case in wanted)
     with polling(progress, "sweep", total=work, bar_format=BAR) as poll:
         for model, gpu, dtype, case in wanted:
-            yield _predicted(model, predict(model, **case._asdict(), dtype=dtype, gpu=gpu, **others))
+            yield _predicted(predict(model, **case._asdict(), dtype=dtype, gpu=gpu, **others))
             done += case.work
             if poll:
                 poll(done, work)
 
 
-def _predicted(model: Any, p: Prediction) -> Row:
+def _predicted(p: Prediction) -> Row:
     cudnn = f", cudnn {p.cudnn_version}" if p.cudnn_version else ""
     stood_in = f" (substituted: {'; '.join(p.substitutions)})" if p.substitutions else ""
-    weights = _core.Trace.weights(architecture(model), p._question.code, p.weights_dtype).steps
     return {
         "model": p.model, "op": p.op, "height": p.height, "width": p.width, "batch": p.batch, "dtype": p.dtype,
         "runtime": p.runtime, "device": p.gpu, "source": "predicted", "allocated_bytes": p.allocated,
-        "reserved_bytes": p.reserved, "weights_bytes": sum(size for _, _, size, _ in weights),
+        "reserved_bytes": p.reserved, "weights_bytes": p.weights_bytes,
         "versions": ", ".join([f"torch {p.torch_version}{cudnn}{stood_in}", *p.settings, f"vaemem {__version__}"]),
     }  # fmt: skip
 
