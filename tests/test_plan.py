@@ -190,6 +190,7 @@ def test_the_small_card_gets_offloading(small_card):
     assert small_card["no offload, VAE whole"].fails_in == "decode"
     assert small_card.recommended.way.name == "sequential offload, VAE whole"
     assert "model offload, VAE whole would take" in small_card.reason and "is tight: " in small_card.reason
+    assert f"It keeps {small_card.recommended.way.host / MIB:.0f} MiB of weights in the host's" in small_card.reason
     quick = plan_pipeline("sd15", 1024, 1024, gpu="RTX 3060", memory="4 GB", safe=False)
     assert quick.recommended.way.name == "model offload, VAE whole"
     slow, fast = (small_card[f"{offload} offload, VAE whole"].seconds for offload in ("sequential", "model"))

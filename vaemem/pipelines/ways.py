@@ -215,6 +215,7 @@ class PipelinePlan(Written):
         why = "" if best is plainest or plainest.fits else f" {plainest.way.name} {plainest.summary}."
         tight = f" It is tight: {best.way.unsure}." if best.way.unsure else ""
         took = f" It takes {best.seconds}." if best.seconds else ""
+        took += f" It keeps {best.way.host / MIB:.0f} MiB of weights in the host's memory." if best.way.host else ""
         faster = "".join(self._faster(best))
         return f"Take {best.way.name}. It is the {which} that {through}{picture}.{took}{tight}{why}{faster}"
 
