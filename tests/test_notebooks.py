@@ -17,7 +17,7 @@ SHOWN = {
     "under_a_limit": (2, ["decode: 100%", "tiles of 128x128", "the same bits\n"]),
     "pipeline_on_a_small_card": (
         2,
-        ["runs out in denoise", r"\begin{aligned}", "Take model offload", "blended where", "Skipped: "],
+        ["runs out in denoise", r"\begin{aligned}", "Take sequential offload", "blended where", "Skipped: "],
     ),
 }
 

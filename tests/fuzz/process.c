@@ -64,10 +64,10 @@ static void again(const vm_process *p, input *in) {
     const vm_process_span span[2] = {{0, script->steps}, {script->steps / 2, script->steps}};
     uint64_t *row = calloc(ROWS * convs + 1, 8), together[2 * ROWS], alone[2];
     for (size_t i = 0; i < ROWS * convs; i++) row[i] = number(in) % ((uint64_t)1 << 26);
-    const bool played = !vm_process_again(p, span, 2, row, ROWS, together);
+    const bool above = take(in, 1) & 1, played = !vm_process_again(p, span, 2, above, row, ROWS, together);
     vm_mem_fail_at(0);
     for (size_t i = 0; i < ROWS && played; i++) {
-        CHECK(!vm_process_again(p, span, 2, row + i * convs, 1, alone));
+        CHECK(!vm_process_again(p, span, 2, above, row + i * convs, 1, alone));
         CHECK(alone[0] == together[2 * i] && alone[1] == together[2 * i + 1]);
     }
     free(row);
