@@ -79,7 +79,8 @@ vm_status vm_trace_wants(const vm_trace *t, uint64_t low, uint64_t high, bool se
     *count = 0;
     vm_status s = vm_mem_alloc(vm_mem_common, VM_SCRATCH, room, (void **)&held);
     if (s) return s;
-    for (const vm_trace_step *step = t->step; step < t->step + t->steps; step++) {
+    for (size_t i = 0; i < t->steps; i++) {
+        const vm_trace_step *const step = &t->step[i];
         if (step->op == VM_TRACE_GIVE) {
             live -= held[step->id];
             held[step->id] = 0;
