@@ -338,6 +338,7 @@ vm_status vm_process_copy(vm_process *p, const char *stamp, uint64_t *address, c
     for (*copied = 0; !s && *copied < count; *copied += !s) {
         uint64_t *const one = &address[*copied];
         if (!find(p, *one, &old)) return done(p, vm_fail(VM_EINVAL, "copy: want storages of the process"));
+        if (!bytes[*copied]) continue;
         s = take_all(p, shown, p->storage[old].name, &bytes[*copied], 1, one);
         if (!s) s = give(p, old);
     }

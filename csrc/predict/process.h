@@ -33,7 +33,8 @@ const vm_talloc_oom *vm_process_last_oom(const vm_process *p); /* NULL unless th
 vm_status vm_process_hold(vm_process *p, const char *name, const uint64_t *bytes, size_t count, uint64_t *address);
 vm_status vm_process_place(vm_process *p, const char *stamp, const char *name, const vm_trace *t, uint64_t *address);
 /* Copies each storage into a new one of so many bytes, under its own name, and gives the old one back: address[i]
- * becomes the new one's. Where one cannot be had, *done says how many were copied, and these stay so. */
+ * becomes the new one's; one for which 0 bytes are said stays as it is. Where one cannot be had, *done says how many
+ * were gone through, and these stay so. */
 vm_status vm_process_copy(vm_process *p, const char *stamp, uint64_t *address, const uint64_t *bytes, size_t count,
                           size_t *done);
 /* VM_EINVAL where nothing of the process lies at address. */

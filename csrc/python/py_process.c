@@ -388,8 +388,8 @@ static PyMethodDef methods[] = {
      "stamp: the\nname in the allocator's history. Returns the addresses."},
     {"copy", (PyCFunction)process_copy, METH_VARARGS,
      "copy($self, stamp, addresses, sizes, /)\n--\n\nCopies each storage into a new one of so many bytes, and gives "
-     "the old "
-     "one back. The new\naddresses take the old ones' places in the list, also where one cannot be had."},
+     "the old one back; with 0 bytes it stays\nas it is. The new addresses take the old ones' places in the list, also "
+     "where one cannot be had."},
     {"release", (PyCFunction)process_release, METH_O, "release($self, addresses, /)\n--\n\nGives storages back."},
     {"call", (PyCFunction)process_call, METH_VARARGS,
      "call($self, trace, workspaces, next, /)\n--\n\nPlays a trace whose convolutions take these workspaces, or those "

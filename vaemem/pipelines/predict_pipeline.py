@@ -353,7 +353,7 @@ class PipelinePrediction(_Phases):
     def __init__(self, question: PipelineQuestion):
         self._question = q = question
         self._safe, self._unsure, self.coarse = q.safe, q.card.unsure, bool(q.card.gpu.coarse)
-        self._card = q.card
+        self._card, self._has_version = q.card, q.software.has_version
         batch = f", {q.batch} images" if q.batch > 1 else ""
         on_cpu = f", {' and '.join(q.on_cpu)} on the CPU" if q.on_cpu else ""
         where = f"{q.card.gpu.name}, offload {q.offload}, VAE {q.vae}{on_cpu}"
@@ -381,10 +381,6 @@ class PipelinePrediction(_Phases):
             if phase.outside and phase.total > capacity:
                 return tried, i, PeakTensor("vaemem's memory limit", phase.outside)
         return tried, len(tried.phases), tried.lacking
-
-    @property
-    def _why_upper(self) -> str:
-        return "" if self._question.software.has_version else ", since no version of PyTorch or cuDNN was named"
 
     def _advice(self) -> list[str]:
         q, found = self._question, list[str]()

@@ -38,6 +38,7 @@ class SimulatedAnswer(CardAnswer):
 
     def __init__(self, question: Question | ModuleQuestion):
         self._question, self._process, self._safe = question, question.start(), question.safe
+        self._has_version = question.software.has_version
         self.protocol, process = question.software.protocol, self._process
         self.allocated, self.reserved, self.peak_allocated, self.peak_reserved = first = question.play(process)
         self._plays = {self.protocol: process}
@@ -140,10 +141,6 @@ class SimulatedAnswer(CardAnswer):
     @property
     def _bound(self) -> int:
         return self.peak_reserved - self.reserved + self.upper
-
-    @property
-    def _why_upper(self) -> str:
-        return "" if self._question.software.has_version else ", since no version of PyTorch or cuDNN was named"
 
     @property
     def _runs_out(self) -> str:

@@ -30,10 +30,15 @@ FIRST = ("post_quant_conv.", "decoder.conv_in.", "decoder.mid_block.")
 
 
 @functools.lru_cache(maxsize=64)
-def _parameters(arch: tuple[tuple[str, Any], ...], runtime: str) -> tuple[tuple[int, bool], ...]:
-    """(numbers, whether it is of the `FIRST` blocks) of each parameter, in the order in which they are moved."""
+def _conversion(
+    arch: tuple[tuple[str, Any], ...], runtime: str, old: tuple[str, str], new: tuple[str, str]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(bytes afterwards, of those that are copied and 0 of the others) of each parameter, in the order in which they
+    are moved. old, new: the dtypes of all and of the `FIRST` blocks."""
     made = _core.Trace.parameters(dict(arch), runtime)
-    return tuple((math.prod(shape), name.startswith(FIRST)) for name, shape, *_ in made)
+    each = [(math.prod(shape), name.startswith(FIRST)) for name, shape, *_ in made]
+    after = tuple(count * ELEMENT_BYTES[new[first]] for count, first in each)
+    return after, tuple(size * (old[first] != new[first]) for size, (_, first) in zip(after, each, strict=True))
 
 
 @functools.lru_cache(maxsize=256)
@@ -196,8 +201,7 @@ class SimulatedProcess:
         placed = self._core.place("weights", f"weights of {arch['name']}", trace)
         vae = LoadedVAE(arch, runtime, dtype, dict(zip(placed, sizes, strict=True)), channels_last)
         if channels_last:
-            held = zip(placed, sizes, names, strict=True)
-            self._copy(vae, {address: size for address, size, name in held if name == "filter"})
+            self._copy(vae, sizes, [size * (name == "filter") for size, name in zip(sizes, names, strict=True)])
         return vae
 
     def convert(self, vae: LoadedVAE, dtype: str, first: str | None = None) -> None:
@@ -218,8 +222,8 @@ class SimulatedProcess:
         old, new = (vae.dtype, vae.first or vae.dtype), (dtype, first)
         if old == new:
             return
-        held = zip(vae.storages, _parameters(vae.key, vae.runtime), strict=not vae.sends)
-        self._copy(vae, {at: size * ELEMENT_BYTES[new[i]] for at, (size, i) in held if old[i] != new[i]})
+        if not vae.sends:
+            self._copy(vae, *_conversion(vae.key, vae.runtime, old, new))
         vae.dtype, vae.first = dtype, None if first == dtype else first
 
     def tensor(self, shape: Sequence[int], dtype: str, name: str = "input", *, host: bool = False) -> Tensor:
@@ -430,18 +434,17 @@ class SimulatedProcess:
         """What `call` left, as one tensor."""
         return Tensor(name, shape, dtype, {at: self._core.bytes_at(at) for at in left.values()})
 
-    def _copy(self, vae: LoadedVAE, sizes: Mapping[int, int]) -> None:
-        """Each of these parameters, by address, is copied into so many bytes, then the old one dropped."""
+    def _copy(self, vae: LoadedVAE, after: Sequence[int], copied: Sequence[int]) -> None:
+        """Parameters are copied into so many bytes, 0 for one that is not, then the old ones dropped; `after`: what
+        each of them has then."""
         assert vae.storages is not None
-        addresses = list(sizes)
+        addresses = list(vae.storages)
         try:
-            self._core.copy("weights", addresses, list(sizes.values()))
-        finally:
-            now = dict(zip(sizes, zip(addresses, sizes.values(), strict=True), strict=True))
-            vae.storages = dict(
-                now[address] if now.get(address, (address,))[0] != address else (address, size)
-                for address, size in vae.storages.items()
-            )
+            self._core.copy("weights", addresses, copied)
+        except _core.OutOfMemoryError:
+            vae.storages = {address: self._core.bytes_at(address) for address in addresses}
+            raise
+        vae.storages = dict(zip(addresses, after, strict=True))
 
     def _take(self, name: str, shape: Sequence[int], dtype: str) -> Tensor:
         size = math.prod(shape) * ELEMENT_BYTES[dtype]

@@ -42,6 +42,7 @@ class CardAnswer(Answer):
     _most: int  # what it takes where there is room
     _guesses: bool = False  # whether it goes through only with plans of cuDNN's that are not known
     _unsure: int = 0  # bytes that the operating system may keep of the card beside
+    _has_version: bool = True  # whether it is about a version that was named
     coarse: bool = False
     _safe: bool = False  # whether what is tight counts as not fitting
 
@@ -60,7 +61,12 @@ class CardAnswer(Answer):
     def verdict(self) -> str:
         if self.on_card is None:
             return DOES_NOT_FIT
-        return TIGHT if self.tight_because else FITS
+        return TIGHT if self._is_tight else FITS
+
+    @property
+    def _is_tight(self) -> bool:
+        """Of a run that goes through: whether there is something that `tight_because` says, without the words."""
+        return self._guesses or self._most > self.available or self._bound + self._unsure > self.available
 
     @property
     def fits(self) -> bool:
@@ -72,7 +78,7 @@ class CardAnswer(Answer):
 
     @functools.cached_property
     def tight_because(self) -> str:
-        if self.on_card is None:
+        if self.verdict != TIGHT:
             return ""
         if self._guesses:
             return (
@@ -85,14 +91,9 @@ class CardAnswer(Answer):
                 f" cached memory back; {needed(self.least_band)}"
             )
         if self._bound > self.available:
-            return f"by `upper` it may take {self._bound / MIB:.0f} MiB{self._why_upper}"
-        if self._bound > self.available - self._unsure:
-            return f"Windows may keep {self._unsure / MIB:.0f} MiB more of the card"
-        return ""
-
-    @property
-    def _why_upper(self) -> str:
-        return ""
+            why = "" if self._has_version else ", since no version of PyTorch or cuDNN was named"
+            return f"by `upper` it may take {self._bound / MIB:.0f} MiB{why}"
+        return f"Windows may keep {self._unsure / MIB:.0f} MiB more of the card"
 
     @property
     def summary(self) -> str:
