@@ -27,6 +27,10 @@ SEGMENT = 20 * MIB
 PAGE = 2 * MIB  # every segment is a multiple of it
 
 
+def _bound_of(reserved: int) -> int:
+    return math.ceil(reserved * MARGIN) + SEGMENT
+
+
 class SimulatedAnswer(CardAnswer):
     """What a prediction reads off the process that it played."""
 
@@ -115,10 +119,24 @@ class SimulatedAnswer(CardAnswer):
 
     @functools.cached_property
     def upper(self) -> int:
-        protocols = tuple(dict.fromkeys((USUAL_PROTOCOL, "cold", self.protocol)))
-        known = [self._read(name) for name in protocols]
-        others = list(self._others(not self._question.software.has_version, *protocols))
-        return math.ceil(max(*known, *self.band, *others) * MARGIN) + SEGMENT
+        known, others = map(self._read, self._bounding), self._others(not self._has_version, *self._bounding)
+        return _bound_of(max(*known, *self.band, *others))
+
+    @property
+    def _bounding(self) -> tuple[str, ...]:
+        """The protocols that `upper` holds for."""
+        return tuple(dict.fromkeys((USUAL_PROTOCOL, "cold", self.protocol)))
+
+    def _may_take(self, size: int) -> bool:
+        # What this workspace takes, and what the largest of the others does, mostly say it before all of them are asked.
+        least = size - (self.peak_reserved - self.reserved)
+        if any(_bound_of(self._read(name)) >= least for name in self._bounding):
+            return True
+        if largest := sorted(self._process._alternatives(not self._has_version), key=sum)[-1:]:
+            process, run = self._played(self.protocol)
+            if _bound_of(*process._again(largest, run)) >= least:
+                return True
+        return self._bound >= size
 
     def save_snapshot(self, path: str | os.PathLike[str]) -> None:
         """Writes the simulated history as a pickle that ``torch.cuda._memory_viz`` and pytorch.org/memory_viz read."""

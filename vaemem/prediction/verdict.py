@@ -66,7 +66,11 @@ class CardAnswer(Answer):
     @property
     def _is_tight(self) -> bool:
         """Of a run that goes through: whether there is something that `tight_because` says, without the words."""
-        return self._guesses or self._most > self.available or self._bound + self._unsure > self.available
+        return self._guesses or self._most > self.available or self._may_take(self.available - self._unsure + 1)
+
+    def _may_take(self, size: int) -> bool:
+        """Whether `_bound` is so many bytes or more."""
+        return self._bound >= size
 
     @property
     def fits(self) -> bool:
