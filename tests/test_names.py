@@ -21,11 +21,17 @@ from vaemem.prediction.process import SimulatedProcess
         ("stabilityai/sdxl-vae", "sdxl"), ("stable-diffusion-xl-base-1.0", "sdxl"), ("FLUX.1-dev", "flux"),
         ("black-forest-labs/FLUX.1-schnell", "flux"), ("Tongyi-MAI/Z-Image-Turbo", "zimage"), ("FLUX.2-dev", "flux2"),
         ("Playground v2.5", "playground-v2.5"), ("CogView4", "cogview4"), ("flux2_small", "flux2-small"),
+        ("stabilityai/sd-vae-ft-mse", "sd15"),
     ],
 )  # fmt: skip
 def test_models(written, model):
     assert named_model("model", written) == model
     assert predict(written, "decode", 64, 64).allocated == predict(model, "decode", 64, 64).allocated
+
+
+def test_tiles_of_a_model_that_shares_its_tensors():
+    sides = [predict(name, "decode_tiled", 512, 512).tile for name in ("sd-vae-ft-mse", "SD VAE ft-EMA", "sd15")]
+    assert sides == [256, 256, 512]  # as the configs' sample_size has them
 
 
 @pytest.mark.parametrize(

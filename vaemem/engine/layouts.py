@@ -115,7 +115,7 @@ _IGNORED = ("name", "sample_size", "force_upcast", "batch_norm_momentum")
 # What people call the models beside: short names, and repositories on the Hub whose VAE has that config.
 _CALLED = {
     "sd15": "sd1 sd14 runwayml/stable-diffusion-v1-5 stable-diffusion-v1-5/stable-diffusion-v1-5"
-    " CompVis/stable-diffusion-v1-4",
+    " CompVis/stable-diffusion-v1-4 stabilityai/sd-vae-ft-mse stabilityai/sd-vae-ft-ema",
     "sdxl": "stabilityai/sdxl-vae madebyollin/sdxl-vae-fp16-fix stabilityai/sdxl-turbo"
     " stabilityai/stable-diffusion-xl-base-1.0"
     " stabilityai/stable-diffusion-xl-refiner-1.0",
@@ -136,6 +136,8 @@ SPELT_MODELS = {
     for said in (name, name.rpartition("/")[2])
 }
 SAMPLE_SIZES = {name: 512 if name == "sd15" else 1024 for name in _core.models()}
+# What their configs say otherwise, of those that are called so.
+_OTHER_SAMPLE_SIZES = {"sdvaeftmse": 256, "sdvaeftema": 256}
 _CLASS_SAMPLE_SIZES = {"AutoencoderKL": 32, "AutoencoderKLFlux2": 1024}
 # Where several models have the same tensors, the first of them in the core's order is found: FLUX.1, whose tensors SD3
 # and Z-Image have too. But tensors of SD1.5, which are SDXL's and Playground's too, say nothing of the scaling.
@@ -223,6 +225,11 @@ def named_model(argument: str, model: Any, *others: str) -> str:
     """The name that the core has for a model, as people write it: ``"SD 1.5"``, ``"FLUX.1-dev"``, or the repository on
     the Hub, ``"stabilityai/sdxl-vae"``; ValueError where it has none. others: what else is wanted, in words."""
     return meant(argument, model, (*SAMPLE_SIZES, *others), SPELT_MODELS)
+
+
+def named_sample_size(model: str) -> int:
+    """The side in pixels of diffusers' tiles of a model that is named as people write it."""
+    return _OTHER_SAMPLE_SIZES.get(letters(model.rpartition("/")[2])) or SAMPLE_SIZES[named_model("model", model)]
 
 
 def read_config(config: Config) -> Arch:

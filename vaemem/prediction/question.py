@@ -11,7 +11,7 @@ from typing import Any
 
 from vaemem import _core
 from vaemem._common import DTYPES, MIB, TILED_OPS, Message, Named, choose, flag, latent_factor, meant, whole
-from vaemem.engine.layouts import SAMPLE_SIZES, named_model, sample_size_of
+from vaemem.engine.layouts import SAMPLE_SIZES, named_sample_size, sample_size_of
 from vaemem.engine.limits import parse_size
 from vaemem.prediction.benchmark import PROTOCOLS, USUAL_PROTOCOL, Counters, Reading, benchmark
 from vaemem.prediction.gpus import CONTEXT, Gpu, find_gpu
@@ -297,7 +297,7 @@ def ask(
 def usual_tile(model: Any) -> int:
     """The side in pixels of the tiles that diffusers' ``enable_tiling`` cuts: the config's sample_size."""
     is_named = isinstance(model, str) and (model in SAMPLE_SIZES or not os.path.exists(model))
-    size = sample_size_of(None, named_model("model", model)) if is_named else sample_size_of(model, "")
+    size = named_sample_size(model) if is_named else sample_size_of(model, "")
     if size is None:
         such = Named("tile", 512)
         raise ValueError(Message("tile: want one, such as ", such, ": the config's sample_size tells none"))
