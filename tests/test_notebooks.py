@@ -12,12 +12,30 @@ FOLDER = Path(__file__).parent.parent / "docs" / "notebooks"
 # What a reader is to see of each: figures, and text that only a run that went well puts there.
 SHOWN = {
     "which_resolution": (4, ["1024x1024", "Skipped: ", "RTX 4060", "<td>decode</td>", "| sdxl"]),
-    "sweep_fit_formula": (2, ["sweep: 100%", r"\begin{aligned}", r"\pm", "def sdxl_decode_allocated_bytes", "<iframe"]),
+    "sweep_fit_formula": (
+        2,
+        [
+            "sweep: 100%",
+            r"\begin{aligned}",
+            r"\pm",
+            "def sdxl_decode_allocated_bytes",
+            "What is allocated: the",
+            "<iframe",
+        ],
+    ),
     "beside_pytorch": (0, ["diffusers 128x128", "vaemem 128x128", "first difference: none", "viewer.html"]),
     "under_a_limit": (2, ["decode: 100%", "tiles of 128x128", "the same bits\n"]),
     "pipeline_on_a_small_card": (
         2,
-        ["runs out in denoise", r"\begin{aligned}", "Take sequential offload", "blended where", "Skipped: "],
+        [
+            "runs out in denoise",
+            r"\begin{aligned}",
+            "What is reserved: the upper bound",
+            "at most 1",
+            "Take sequential offload",
+            "blended where",
+            "Skipped: ",
+        ],
     ),
 }
 

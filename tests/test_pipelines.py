@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import json
 import math
 import subprocess
@@ -278,20 +279,67 @@ def test_every_pipelines_parts_were_recorded(name):
         assert part in (*programs.recorded(), *_core.models())
 
 
-def test_closed_forms_of_the_phases():
-    """One line a phase, and what it says is what the prediction says, at sizes that it was not derived from."""
-    found = predict_pipeline("sd15", 512, 512, gpu="T4")
-    forms = formula(found)
-    assert list(forms) == [p.name for p in found.phases] and "H*W*e" in str(forms)
-    for height, width in ((512, 768), (832, 1216)):
+@functools.cache
+def small_formula(pipeline, gpu="T4", offload="none", **others):
+    """Over few points, so that tests can afford it."""
+    p = predict_pipeline(pipeline, 512, 512, gpu=gpu, offload=offload, **others)
+    return p, formula(p).over(least=512, most=1024, step=128, batches=(1, 2))
+
+
+def test_a_formula_of_all_phases():
+    """It says what the prediction says, at sizes on its grid and between them, and its phases are exact."""
+    p, found = small_formula("sd15")
+    assert list(found.phases) == [phase.name for phase in p.phases]
+    for height, width in ((512, 768), (832, 1216 - 192), (1000, 520)):
         other = predict_pipeline("sd15", height, width, gpu="T4")
-        for name in ("denoise", "decode"):
-            least, most = forms[name].unsplit
-            assert least <= phase(other, name).allocated - forms[name].predict(height, width) <= most
-    weights = sum(part.nbytes for part in found.parts.values())
-    assert sum(term.constant for term in forms["load"].terms) == weights
-    assert forms.predict(768, 768) == forms["decode"].predict(768, 768)
-    assert "aligned" in forms._repr_latex_()
+        for name, form in (("denoise", found.phases["denoise"]), ("decode", found.phases["decode"])):
+            assert form.predict(height, width) == pytest.approx(phase(other, name).allocated, rel=5e-3)
+        assert found.lower(height, width) <= other.peak <= found.upper(height, width)
+        assert found.predict(height, width) == pytest.approx(other.peak, rel=0.03)
+    weights = sum(part.nbytes for part in p.parts.values())
+    (load,) = found.phases["load"].pieces
+    assert load.is_exact and sum(law.get("", 0) for name, law in load.terms if name.startswith("weights")) == weights
+    decode = found.phases["decode"].pieces[-1]
+    assert decode.where.startswith("decode: decoder.up_blocks.") and decode.is_exact
+    assert "cases" in found._repr_latex_() or "N H W" in found._repr_latex_()
+
+
+def test_a_formula_with_the_length_of_the_prompt():
+    _, found = small_formula("flux", "RTX 4090", "model")
+    assert found.domain.tokens == (1, 128, 256, 512)
+    for tokens in (1, 77, 300, 512):  # of which 77 and 300 were not played
+        other = predict_pipeline("flux", 768, 1024, 2, tokens, gpu="RTX 4090", offload="model")
+        assert found.lower(768, 1024, 2, tokens) * 0.995 <= other.peak <= found.upper(768, 1024, 2, tokens) * 1.005
+    (encode,) = {piece.where.partition(":")[0] for piece in found.phases["encode prompt"].pieces}
+    assert encode == "encode prompt" and found.predict(512, 512) == found.predict(512, 512, 1, 512)
+
+
+FORMULA_CARDS = ("T4", "RTX 3060", "RTX 4060", "RTX 4090", "A100 80GB", "RX 7900 XTX")
+
+
+@pytest.mark.one_in(9)
+@pytest.mark.parametrize("offload", ["none", "model", "sequential"])
+@pytest.mark.parametrize("gpu", FORMULA_CARDS)
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_every_pipeline_has_a_formula(pipeline, gpu, offload):
+    """No phase is without, nothing raises, and each point that was played lies within the bounds, in one piece."""
+    # bfloat16 on a card before compute capability 8.0 wants attention that was not recorded.
+    known = "float32" if pipeline.startswith("flux") else "float16"
+    where = {"gpu": gpu, "offload": offload, "dtype": known if gpu == "T4" else None}
+    p = predict_pipeline(pipeline, 1024, 1024, **where)
+    found = p.formula.over(least=512, most=1536, step=512, batches=(1, 2), tokens=p.formula.domain.tokens[-2:])
+    assert list(found.phases) == [phase.name for phase in p.phases] and not found.left_out
+    for height, width, batch, tokens, _ in found.domain:
+        given = {"prompt_tokens": tokens} if tokens else {}
+        other = predict_pipeline(pipeline, height, width, batch, **given, **where)
+        at = height, width, batch, tokens
+        assert found.lower(*at) <= other.peak <= found.upper(*at)
+        for phase_ in other.phases:
+            form = found.phases[phase_.name]
+            assert form.lower(*at) <= phase_.allocated <= form.upper(*at)
+            assert sum(piece.holds(form.domain.check(*at)) for piece in form.pieces) == 1
+    assert all(len(form.pieces) <= 12 for form in (found.reserved, found.allocated, *found.phases.values()))
+    assert str(found) and found.latex() and json.loads(found.to_json())["forms"]
 
 
 def test_an_image_to_begin_with():
@@ -372,18 +420,11 @@ def test_a_graphs_prediction_has_the_same_displays():
 
 
 def test_formulas_in_a_notebook():
-    found = formula(predict_pipeline("sd15", 512, 512, gpu="T4"))
+    _, found = small_formula("sd15")
     shown = found._repr_markdown_()
-    assert shown.startswith("$$") and shown.count("\n|") == 2 + len(found) and r"H\*W\*e" in shown
-    found.clear()
-    found["decode"] = "no closed form"
-    assert "$$" not in found._repr_markdown_() and "no closed form" in found._repr_markdown_()
-
-
-def test_formulas_where_some_sizes_are_none_of_the_pipelines():
-    found = predict_pipeline("zimage-turbo", 1024, 1024, gpu="RTX 4070", offload="model").formula
-    assert not isinstance(found["decode"], str) and found["decode"].predict(1024, 1024) > 2 << 30
-    assert not any("recorded" in str(form) for form in found.values())
+    assert shown.startswith("$$") and "aligned" in shown and r"batch\*H\*W" in shown
+    rows = sum(len(form.pieces) for form in (found.reserved, found.allocated, *found.phases.values()))
+    assert shown.count("\n|") == rows + 3 * 2
 
 
 @pytest.mark.parametrize(

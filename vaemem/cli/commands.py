@@ -328,6 +328,24 @@ def run_plan(args: argparse.Namespace, asked: dict[str, Any]) -> int:
     return 0 if plan.recommended else 1
 
 
+@command(
+    vaemem.predict_pipeline,
+    "formula_of formula_op gpu formula_runtime dtype components offload vae image guidance memory cudnn_version"
+    " torch_version domain_sides domain_batch fit_format",
+)
+def run_formula(args: argparse.Namespace, asked: dict[str, Any]) -> None:
+    """What a VAE or a whole pipeline takes of a card, as a formula of the image's size, the batch and the prompt."""
+    if args.op is None:
+        found = vaemem.predict_pipeline(args.model, 512, 512, **asked).formula
+    elif foreign := asked.keys() & {"components", "offload", "vae", "image", "guidance"}:
+        raise ValueError(f"{min(foreign)}: want it for a whole pipeline, got it with --op {args.op}")
+    else:
+        found = vaemem.formula(args.model, args.op, **asked)
+    least, most = args.sides
+    found = found.over(_has_bar(), least=least, most=most, batches=range(1, args.batch + 1))
+    print({"python": found.python, "latex": found.latex, "json": found.to_json}.get(args.format, found.__str__)())
+
+
 @command(vaemem.explain, "message of_run of_op gpu runtime answer_format")
 def run_explain(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     """Which run and which tensor an out-of-memory message is about, and what would have fitted."""

@@ -65,7 +65,9 @@ def _flag(help: str = "", **settings: Any) -> FlagSettings:
 
 
 # Those that are no options.
-WORDS = "message model op tiled_op sizes size table no_table latents images file pipeline application".split()
+WORDS = (
+    "message formula_of model op tiled_op sizes size table no_table latents images file pipeline application".split()
+)
 
 # By the name of the argument that it is.
 FLAGS: dict[str, FlagSettings] = {
@@ -91,6 +93,8 @@ FLAGS: dict[str, FlagSettings] = {
     "weights": _flag("A safetensors or GGUF file, or a directory of diffusers'.", required=True, metavar="FILE"),
     "of_run": _flag("The model, where it is known.", metavar="MODEL", dest="model"),
     "of_op": _flag("The operation, where it is known.", dest="op", choices=OPS),
+    "formula_op": _flag("The operation of a VAE.", dest="op", choices=OPS),
+    "formula_of": _flag("A VAE, with --op, or a whole pipeline.", metavar="MODEL", dest="model", option="model"),
     "of_model": _flag("Which model the weights are, where the file leaves it open.", metavar="MODEL", dest="model"),
     "config": _flag("The config.json of diffusers, of any other model.", metavar="FILE"),
     "scaled": _flag("The latents are as a pipeline holds them.", action="store_true"),
@@ -155,6 +159,10 @@ FLAGS: dict[str, FlagSettings] = {
     ),
     "time_limit": _flag(metavar="SECONDS"),
     # of formulas and published figures
+    "domain_sides": _flag(
+        "The least and the greatest side in pixels.", type=count, nargs=2, default=(256, 2048), dest="sides"
+    ),
+    "domain_batch": _flag("The most images in one run.", type=count, default=4, dest="batch"),
     "application": _flag(choices=APPLICATIONS),
     "dtypes": _flag("The types of numbers.", type=_dtype, nargs="+", choices=DTYPES),
     "sides": _flag(type=count, nargs="+", metavar="PIXELS"),
@@ -190,6 +198,7 @@ FLAGS |= {
     "rows_csv": _like("csv", help="What is measured and predicted is also written to this file."),
     "predicted_runtime": _like("runtime", choices=PREDICTED_RUNTIMES),
     "planned_runtime": _like("runtime", choices=PLANNED_RUNTIMES),
+    "formula_runtime": _like("runtime", help="Whose code runs the VAE."),
     "answer_format": _like("format", choices=("text", "json")),
     "gpus": _flag(nargs="+", metavar="GPU", dest="gpu"),
 }

@@ -13,6 +13,7 @@ from vaemem.prediction.runtimes import architecture
 
 CLIPS = ("clip-l", "clip-l-sdxl", "clip-l-flux", "openclip-g")
 CLIP_TOKENS = 77
+MOST_SEQUENCE = 512  # what FluxPipeline refuses to go beyond, and what ZImagePipeline pads to
 VAE_STRIDE = 8  # pixels a side of one pixel of a latent
 
 
@@ -63,6 +64,11 @@ class Pipeline(NamedTuple):
         encoded = self.encoded or tokens
         calls = -(-tokens // encoded)
         return calls, encoded, calls * encoded if self.pads else tokens
+
+    @property
+    def most_tokens(self) -> int:
+        """Of a prompt, in diffusers: CLIP's, or T5's and Qwen's max_sequence_length."""
+        return CLIP_TOKENS if self.encoded == CLIP_TOKENS else MOST_SEQUENCE
 
     @property
     def pools(self) -> str:

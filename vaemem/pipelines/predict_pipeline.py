@@ -13,21 +13,20 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from vaemem._arguments import shared
-from vaemem._common import MIB, flag, html_table, meant, render, typeset, whole
+from vaemem._common import MIB, flag, html_table, meant, render, whole
 from vaemem.pipelines.asked import OFFLOADS, Part, PipelineQuestion, ask_pipeline
-from vaemem.pipelines.components import PIPELINES, SPELT_PIPELINES, refuse
+from vaemem.pipelines.components import CLIP_TOKENS, PIPELINES, SPELT_PIPELINES, refuse
 from vaemem.pipelines.pipeline_run import Phase, PipelineRun, play_pipeline
 from vaemem.pipelines.ways import Written
 from vaemem.prediction.answer import MARGIN, SEGMENT
-from vaemem.prediction.formula import STEP, ClosedForm, Peak, close
+from vaemem.prediction.formula import Formula
 from vaemem.prediction.gpus import CONTEXT
 from vaemem.prediction.moments import ROUNDED_UP, Moment, PeakTensor
+from vaemem.prediction.pieces import Domain, Point, Seen, largest_of
 from vaemem.prediction.planned import Way
-from vaemem.prediction.process import SimulatedProcess
 from vaemem.prediction.question import Card, Software, find_card, usual_tile
 from vaemem.prediction.verdict import DOES_NOT_FIT, FITS, CardAnswer, bar
 
-DERIVED_SIDES = range(STEP, 2049, STEP)  # pixels: of the squares that a derivation looks at
 PREDICTED_RUNTIMES = ("diffusers", "sd.cpp")
 _PARTS = ("weights", "activations", "workspace", "cached", "outside")  # make up a phase's total
 _OUTCOMES = {True: "goes through", False: "runs out", None: "not reached"}
@@ -189,80 +188,17 @@ class _Phases(Written, CardAnswer):
         return f"<{type(self).__name__} {self.title}: {self.summary}; {shown}>"
 
 
-class PipelineFormula(dict[str, "ClosedForm | str"]):
-    """{phase: its `ClosedForm`, or why it has none}: bytes allocated at the phase's height, weights included.
-
-    The whole takes the largest of them, and the CUDA context and what the allocator keeps beside it.
-
-    Examples
-    --------
-    >>> found = formula(predict_pipeline("sd15", 512, 512, gpu="T4"))
-    >>> print(found)
-    phase          allocated bytes, H and W in pixels, e bytes an element
-    ...
-    >>> found["denoise"].predict(512, 768) >> 20
-    2237
-    """
-
-    def predict(self, height: int, width: int) -> int:
-        """The most of any phase; ValueError out of the range where its peak rules, or where one has no closed form."""
-        for name, form in self.items():
-            if isinstance(form, str):
-                raise ValueError(f"{name}: {form}")
-        return max(form.predict(height, width) for form in self.values() if isinstance(form, ClosedForm))
-
-    def _grid(self, markdown: bool = False) -> str:
-        header = ("phase", "allocated bytes, H and W in pixels, e bytes an element", "square sides")
-        rows = [
-            (name, *((form, "") if isinstance(form, str) else (form.equation, f"{form.lowest} to {form.highest}")))
-            for name, form in self.items()
-        ]
-        return render(header, rows, markdown)
-
-    def __str__(self) -> str:
-        return self._grid()
-
-    __repr__ = __str__
-
-    def _repr_latex_(self) -> str:
-        return typeset(form.latex() for form in self.values() if isinstance(form, ClosedForm))
-
-    def _repr_markdown_(self) -> str:
-        grid = self._grid(markdown=True).replace("*", r"\*")
-        return grid if all(isinstance(form, str) for form in self.values()) else f"{self._repr_latex_()}\n\n{grid}"
-
-
-def derive_pipeline(question: PipelineQuestion, phases: Sequence[Phase], process: SimulatedProcess) -> PipelineFormula:
-    """The closed forms of a prediction's phases, from runs of the same at the squares of `DERIVED_SIDES`."""
-    q, found = question, PipelineFormula()
-
-    @functools.cache
-    def played(height: int, width: int) -> Sequence[Phase]:
-        try:
-            return play_pipeline(replace(q, height=height, width=width), process.workspace).phases
-        except ValueError:  # a size that the pipeline does not make
-            return ()
-
-    def look(index: int, height: int, width: int) -> Peak | None:
-        there = played(height, width)
-        return _peak(there[index]) if there else None
-
-    for index, phase in enumerate(phases):
-        labels = {
-            "name": f"{q.name} {phase.name}", "model": q.name, "op": phase.name, "dtype": q.dtype,
-            "runtime": "diffusers", "gpu": process.gpu.name, "batch": q.batch,
-            "workspace_source": process.workspace_source,
-        }  # fmt: skip
-        try:
-            look_at = functools.partial(look, index)
-            found[phase.name] = close(labels, look_at, _peak(phase), q.height, q.width, DERIVED_SIDES)
-        except ValueError as error:
-            found[phase.name] = str(error)
-    return found
-
-
-def _peak(phase: Phase) -> Peak:
-    return Peak(phase.allocated, phase.where, {name: size for name, size in phase.peak_tensors if name != ROUNDED_UP})
+def _play_phases(question: PipelineQuestion, workspace: Any, point: Point) -> dict[str, Seen]:
+    """What each phase and the whole take at a point; the whole what its fullest phase does."""
+    asked = replace(question, height=point.height, width=point.width, batch=point.batch)
+    phases = play_pipeline(replace(asked, tokens=point.tokens or asked.tokens), workspace).phases
+    seen = {}
+    for one in phases:
+        tensors = {name: size for name, size in one.peak_tensors if name != ROUNDED_UP}
+        seen[one.name] = Seen(one.allocated, f"{one.name}: {one.where}".rstrip(": "), tensors, largest_of(tensors))
+    fullest, highest = (max(phases, key=operator.attrgetter(what)) for what in ("total", "allocated"))
+    total = seen[fullest.name]._replace(bytes=fullest.total, tensors={})
+    return {"reserved": total, "allocated": seen[highest.name], **seen}
 
 
 class _Tried(NamedTuple):
@@ -356,7 +292,7 @@ class PipelinePrediction(_Phases):
         self._card, self._has_version = q.card, q.software.has_version
         batch = f", {q.batch} images" if q.batch > 1 else ""
         on_cpu = f", {' and '.join(q.on_cpu)} on the CPU" if q.on_cpu else ""
-        where = f"{q.card.gpu.name}, offload {q.offload}, VAE {q.vae}{on_cpu}"
+        where = self._where = f"{q.card.gpu.name}, offload {q.offload}, VAE {q.vae}{on_cpu}"
         self._run = play_pipeline(question)
         self._process, self._tried = self._run.process, [_Tried.of(self._run)]
         available, moved = self._process.available, (*q.on_cpu, *self._run.moved)
@@ -430,9 +366,16 @@ class PipelinePrediction(_Phases):
         return [[phase.reserved for phase in self.phases], *self._process._core.again(others, spans, False)]
 
     @functools.cached_property
-    def formula(self) -> PipelineFormula:
-        """`Phase.allocated` in closed form, a line a phase."""
-        return derive_pipeline(self._question, self.phases, self._process)
+    def formula(self) -> Formula:
+        """What this pipeline takes on this card, so offloaded, by size, batch and length of the prompt: H and W from
+        256 to 2048 pixels, batches of 1 to 4, prompts of 1 to as many tokens as the text encoder takes, where these
+        make a difference."""
+        q = self._question
+        most = max(q.tokens, q.pipeline.most_tokens)
+        tokens = (1, most // 4, most // 2, most) if q.pipeline.most_tokens > CLIP_TOKENS else (0,)
+        play = functools.partial(_play_phases, q, self._process.workspace)
+        tile = usual_tile(q.part("vae").component) if q.vae == "tiled" else 0
+        return Formula(f"{q.name}, {self._where}", Domain(tokens=tokens, tile=tile), play)
 
     @functools.cached_property
     def least(self) -> int:

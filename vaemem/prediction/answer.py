@@ -128,7 +128,7 @@ class SimulatedAnswer(CardAnswer):
         return tuple(dict.fromkeys((USUAL_PROTOCOL, "cold", self.protocol)))
 
     def _may_take(self, size: int) -> bool:
-        # What this workspace takes, and what the largest of the others does, mostly say it before all of them are asked.
+        # What this workspace takes, or the largest of the others, mostly says it before all of them are asked.
         least = size - (self.peak_reserved - self.reserved)
         if any(_bound_of(self._read(name)) >= least for name in self._bounding):
             return True

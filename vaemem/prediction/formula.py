@@ -1,22 +1,29 @@
-"""PyTorch's peak for a VAE in closed form, derived from its trace: which tensors, and how each grows with the image."""
+"""PyTorch's peak as a formula, derived by playing it: over a domain, in pieces with bounds (`Formula`); and the tensors
+of one peak of a VAE in closed form, and how each grows with the image (`ClosedForm`)."""
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
 import math
 import re
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vaemem._arguments import shared
-from vaemem._common import ELEMENT_BYTES, MIB, distinct, render, typeset, whole
+from vaemem._common import ELEMENT_BYTES, MIB, Answer, distinct, render, typeset, whole
+from vaemem.engine.arguments import BAR, Progress, polling
+from vaemem.prediction.pieces import ROUNDING, Domain, Form, Point, Seen, fit_pieces, largest_of, play_domain
 from vaemem.prediction.process import SimulatedProcess
 from vaemem.prediction.question import Question, ask
 
+if TYPE_CHECKING:
+    from typing import Self
+
 STEP, LAST = 64, 4096  # the squares that a derivation looks at: 64, 128, ... 4096 pixels a side
-ROUNDING = 512  # bytes: the allocator's granule; a tensor that is off its law by no more still follows it
 # cuDNN may alternate between some constants from size to size: where no law holds within ROUNDING, one within so many
 # bytes is taken.
 ALTERNATION = 4 * MIB
@@ -212,48 +219,246 @@ class ClosedForm:
         return f"{self._repr_latex_()}\n\n" + f"{facts}\n\n{grid}".replace("*", r"\*")
 
 
+class Formula(Answer):
+    """PyTorch's peak over a domain of sizes, batches and prompts: what is allocated, and what is reserved.
+
+    Attributes
+    ----------
+    name : str
+        What it is of.
+    domain : Domain
+        The points that are played, when the first of the following is asked for.
+    reserved : Form
+        Of a VAE as `Prediction.reserved`, above the weights and the input; of a whole pipeline all that the card must
+        have beside a CUDA context.
+    allocated : Form
+        The same of what is allocated.
+    phases : dict of str to Form
+        Of a pipeline: what is allocated at the height of each phase.
+    left_out : tuple of Point
+        Those that PyTorch refuses, or that are more than can be played.
+
+    Examples
+    --------
+    >>> f = formula("sdxl", "decode", "float16").over(least=512, most=1024, batches=(1,), step=128)
+    >>> f.lower(768, 1024) <= predict("sdxl", "decode", 768, 1024, "float16").reserved <= f.upper(768, 1024)
+    True
+    >>> print(f.allocated)
+    allocated, bytes: ...
+    where        allocated, bytes...
+    everywhere  2432.125 * batch*H*W + ... (exact)...
+    """
+
+    _progress: Progress = None
+
+    def __init__(self, name: str, domain: Domain, play: Callable[[Point], Mapping[str, Seen]]):
+        """play: what is seen at a point, the whole as "reserved" and "allocated" and the phases by their names."""
+        self.name, self.domain, self._play = name, domain, play
+
+    @functools.cached_property
+    def _played(self) -> tuple[dict[str, Form], tuple[Point, ...]]:
+        with polling(self._progress, "formula", bar_format=BAR) as poll:
+            points, found, left_out = play_domain(self.domain, self._play, poll)
+        if not points:
+            raise ValueError(f"domain: want a size that {self.name} can run, got {self.domain}")
+        forms = {name: fit_pieces(name, self.domain, points, seen) for name, seen in found.items()}
+        return forms, tuple(left_out)
+
+    @property
+    def reserved(self) -> Form:
+        return self._played[0]["reserved"]
+
+    @property
+    def allocated(self) -> Form:
+        return self._played[0]["allocated"]
+
+    @property
+    def phases(self) -> dict[str, Form]:
+        return {name: form for name, form in self._played[0].items() if name not in ("reserved", "allocated")}
+
+    @property
+    def left_out(self) -> tuple[Point, ...]:
+        return self._played[1]
+
+    def over(self, progress: Progress = None, **changes: Any) -> Self:
+        """The same over another domain, or with a bar.
+
+        Parameters
+        ----------
+        progress : bool or callable, optional
+            True shows a bar (tqdm); a callable gets (points done, points to do).
+        **changes
+            What `Domain` has: ``least``, ``most``, ``step`` in pixels, ``ratio``, ``batches``, ``tokens``.
+
+        Examples
+        --------
+        >>> formula("sdxl", "decode", "float16").over(most=512, batches=(1, 2)).predict(512, 512) >> 20
+        1078
+        """
+        found = copy.copy(self)
+        found.__dict__.pop("_played", None)
+        found.domain, found._progress = replace(self.domain, **changes), progress
+        return found
+
+    def predict(self, height: int, width: int, batch: int = 1, tokens: int | None = None) -> int:
+        """Bytes reserved. Sizes in pixels; tokens of the prompt, by default as many as the domain has at most.
+
+        Raises
+        ------
+        ValueError
+            What lies outside of the domain.
+        """
+        return self.reserved.predict(height, width, batch, tokens)
+
+    def upper(self, height: int, width: int, batch: int = 1, tokens: int | None = None) -> int:
+        """Bytes: nothing that was played in the domain reserves more. Between its sizes it is that of the next larger
+        ones."""
+        return self.reserved.upper(height, width, batch, tokens)
+
+    def lower(self, height: int, width: int, batch: int = 1, tokens: int | None = None) -> int:
+        """Bytes: nothing that was played in the domain reserves less."""
+        return self.reserved.lower(height, width, batch, tokens)
+
+    def python(self) -> str:
+        """Two Python functions of height, width, batch and tokens, of reserved and of allocated bytes, that give the
+        least, the likely and the most."""
+        name = re.sub(r"\W+", "_", self.name)
+        name = f"{'_' * name[0].isdigit()}{name}"
+        return "\n\n".join(form.python(f"{name}_{form.name}_bytes") for form in (self.reserved, self.allocated))
+
+    def latex(self) -> str:
+        """Both as the body of a LaTeX environment of equations; N images of H by W pixels, a prompt of t tokens."""
+        return " \\\\\n".join(form.latex() for form in (self.reserved, self.allocated))
+
+    def _data(self) -> dict[str, Any]:
+        forms = {name: form.data() for name, form in self._played[0].items()}
+        return {"name": self.name, "domain": str(self.domain), "forms": forms, "left_out": self.left_out}
+
+    def _text(self, markdown: bool = False) -> str:
+        lines = [f"{self.name}, in bytes: {self.domain}."]
+        if self.left_out:
+            lines += [
+                f"Left out are {len(self.left_out)} points, which PyTorch refuses or which are too large to play."
+            ]
+        for form in (self.reserved, self.allocated):
+            lines += [f"What is {form.name}: {form.errors}.", render(*form.grid(), markdown)]
+        if self.phases:
+            grids = {name: form.grid() for name, form in self.phases.items()}
+            header = ("phase", "where", "allocated, bytes", *next(iter(grids.values()))[0][2:])
+            rows = [(name, *row) for name, (_, rows) in grids.items() for row in rows]
+            lines += ["What is allocated at the height of each phase:", render(header, rows, markdown)]
+        text = ("\n\n" if markdown else "\n").join(lines)
+        return text.replace("*", r"\*") if markdown else text
+
+    __repr__ = Answer.__str__
+
+    def _repr_latex_(self) -> str:
+        return typeset([self.reserved.latex(), self.allocated.latex()])
+
+    def _repr_markdown_(self) -> str:
+        return f"{self._repr_latex_()}\n\n{self._text(markdown=True)}"
+
+
+class VAEFormula(Formula):
+    """What `vaemem.formula` returns for a VAE; attributes as `Formula` has them, and:
+
+    Attributes
+    ----------
+    closed : ClosedForm
+        What is allocated at the size that was asked for, tensor by tensor, where its peak rules. ValueError where there
+        is no such form: of a tiled op, whose peak depends on how H and W fall into tiles; of a peak outside of the
+        model's call, or one that too few sizes share to solve for its tensors.
+
+    Examples
+    --------
+    >>> found = formula("sdxl", "encode", "float16").closed
+    >>> found.t, found.predict(832, 1216)
+    (Fraction(6, 1), 1554285056)
+    """
+
+    def __init__(self, question: Question):
+        self._question, job = question, question.job
+        workspace = question.start().workspace  # what it has looked up need not be looked up again
+        batches = (1, 2, 3, 4) if job.batch == 1 else (job.batch,)
+        play = functools.partial(_play, replace(question, workspace=workspace))
+        super().__init__(_name(question), Domain(batches=batches, tile=job.tile or 0), play)
+
+    @functools.cached_property
+    def closed(self) -> ClosedForm:
+        if self._question.job.is_tiled:
+            raise ValueError("closed: want 'encode' or 'decode': a tiled peak depends on how H and W fall into tiles")
+        return derive(self._question)
+
+    def _text(self, markdown: bool = False) -> str:
+        try:
+            closed = self.closed._repr_markdown_() if markdown else str(self.closed)
+        except ValueError as error:
+            closed = f"No closed form of one peak's tensors: {error}."
+        return f"{super()._text(markdown)}\n\n{closed}"
+
+
 @shared
 def formula(
     model: Any, op: str | None = None, dtype: str | None = None, runtime: str = "diffusers", gpu: str = "RTX 4090",
     *, height: int = 1024, width: int = 1024, **settings: Any,
-) -> ClosedForm | Any:  # fmt: skip
-    """PyTorch's allocated memory in closed form: the tensors alive at the peak, each as a function of the image's size.
+) -> Formula | Any:  # fmt: skip
+    """PyTorch's memory as a function of the image's size, the batch and the prompt, in pieces: what is reserved, and
+    what is allocated, with a bound below and above each.
 
-    Derived, not fitted: the trace is run at every square of a multiple of 64 pixels, the peak's tensors are matched by
-    name, and each one's bytes are solved exactly for H*W (with H+W for padding and (H*W)^2 for attention's scores).
+    Derived, not fitted to measurements: every point of a domain is played, when the formula is first used. That is
+    sides of 256 to 2048 pixels in steps of 64, up to 4:1, and batches of 1 to 4: thousands of points, which take some
+    seconds, a pipeline's half a minute; `Formula.over` takes fewer, or others. Where the tensors of a peak are
+    polynomials of the size, they are solved for exactly.
 
     Parameters
     ----------
     model of a VAE : shared
-        Or, alone, what `vaemem.predict_pipeline` returned: there is a line for each of its phases then.
-    op : str
-        ``"encode"`` or ``"decode"``.
+        Or, alone, what `vaemem.predict_pipeline` returned: the formula is of the whole pipeline then.
+    op of a VAE : shared
     dtype, runtime of a VAE : shared
     gpu : shared
     height, width : int
-        The size whose peak is wanted; others may rule at other sizes.
+        The size whose peak `VAEFormula.closed` is of.
     **settings
-        What else `predict` takes: ``batch``, ``weights_dtype``, ``cudnn_version``, ``torch_version``, ``slicing``,
-        ``memory``, ``workspace``, ``protocol``, ``channels_last``, ``allow_tf32``,
-        ``allocator``.
+        What else `predict` takes: ``batch`` (the domain's only one then), ``weights_dtype``, ``cudnn_version``,
+        ``torch_version``, ``tile``, ``slicing``, ``memory``, ``workspace``, ``protocol``, ``channels_last``,
+        ``allow_tf32``, ``allocator``.
+
+    Returns
+    -------
+    VAEFormula, or Formula for a pipeline
 
     Raises
     ------
     ValueError
-        What `predict` raises; a tiled op, whose peak is no function of H*W (it depends on how H and W fall into tiles);
-        a peak outside of the model's call, or one that too few sizes share to solve for its tensors.
+        What `predict` raises.
 
     Examples
     --------
-    >>> f = formula("sdxl", "encode", "float16")
-    >>> f.t, f.predict(832, 1216)
-    (Fraction(6, 1), 1554285056)
+    >>> p = predict_pipeline("sd15", 512, 512, gpu="T4")
+    >>> found = formula(p).over(least=512, most=768, batches=(1, 2))
+    >>> found.upper(512, 512) >= p.peak, found.phases["decode"].pieces[0].is_exact
+    (True, True)
     """
-    if op is None and hasattr(model, "formula"):
+    if op is None and isinstance(getattr(model, "formula", None), Formula):
         return model.formula
-    if op is None or str(op).endswith("_tiled"):
-        raise ValueError(f"op: want 'encode' or 'decode' for a closed form in H and W, got {op!r}")
-    return derive(ask(model, op, height, width, dtype=dtype, runtime=runtime, gpu=gpu, **settings))
+    if op is None:
+        raise ValueError("op: want one with the name of a VAE, got None; of a pipeline, want its prediction")
+    return VAEFormula(ask(model, op, height, width, dtype=dtype, runtime=runtime, gpu=gpu, **settings))
+
+
+def _play(question: Question, point: Point) -> dict[str, Seen]:
+    """What a VAE's run takes above its weights and its input."""
+    job = replace(question.job, height=point.height, width=point.width, batch=point.batch)
+    other = replace(question, job=job)
+    process = other.start()
+    measured = other.play(process)
+    where, tensors = process.peak_above_baseline() or ("outside of the model's call", {})
+    largest = largest_of(tensors)
+    return {
+        "reserved": Seen(measured.reserved, where, {}, largest),
+        "allocated": Seen(measured.allocated, where, tensors, largest),
+    }
 
 
 # ---- the derivation ----
@@ -278,12 +483,21 @@ def _peak(question: Question, process: SimulatedProcess) -> Peak | None:
     return peak and Peak(measured.allocated, *peak)
 
 
+def _name(q: Question) -> str:
+    """What is asked, without the size."""
+    job = q.job
+    name = f"{job.arch['name']} {job.op} {job.dtype} {q.software.runtime}"
+    name += "" if job.weights_dtype == job.dtype else f" from {job.weights_dtype}"
+    name += f" batch {job.batch}" if job.batch > 1 else ""
+    return " ".join([name, *q.settings])
+
+
 def derive(question: Question) -> ClosedForm:
     """The closed form of the peak that answers a question; ValueError where it has none, as `formula` says."""
     process = question.start()
     peak = _peak(question, process)
     q = replace(question, workspace=process.workspace)  # what this one has looked up need not be looked up again
-    job, runtime, model = q.job, q.software.runtime, q.job.arch["name"]
+    job = q.job
 
     def look(height: int, width: int) -> Peak | None:
         try:
@@ -292,11 +506,8 @@ def derive(question: Question) -> ClosedForm:
         except ValueError:  # PyTorch would refuse the size
             return None
 
-    name = f"{model} {job.op} {job.dtype} {runtime}"
-    name += "" if job.weights_dtype == job.dtype else f" from {job.weights_dtype}"
-    name += f" batch {job.batch}" if job.batch > 1 else ""
     labels = {
-        "name": " ".join([name, *q.settings]), "model": model, "op": job.op, "dtype": job.dtype, "runtime": runtime,
+        "name": _name(q), "model": job.arch["name"], "op": job.op, "dtype": job.dtype, "runtime": q.software.runtime,
         "gpu": process.gpu.name, "batch": job.batch, "workspace_source": process.workspace_source,
     }  # fmt: skip
     return close(labels, look, peak, job.height, job.width, range(STEP, LAST + 1, STEP))

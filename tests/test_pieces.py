@@ -1,0 +1,200 @@
+"""Formulas in pieces: what they say of peaks that are made here, and of predictions."""
+
+import math
+import random
+from fractions import Fraction
+
+import pytest
+
+from vaemem import formula, predict
+from vaemem.prediction.moments import ROUNDED_UP
+from vaemem.prediction.pieces import Domain, Point, Seen, fit_pieces, largest_of, play_domain
+
+SMALL = Domain(256, 1024, (1, 2, 3), step=128)
+
+
+def fitted(peak, domain=SMALL):
+    """The form of a peak: a function of a point that gives bytes, or a `Seen`."""
+    points, found, left_out = play_domain(domain, lambda point: {"made": _seen(peak(point))})
+    assert not left_out
+    return fit_pieces("made", domain, points, found["made"])
+
+
+def _seen(what):
+    return what if isinstance(what, Seen) else Seen(what, "step", {})
+
+
+def check_bounds(form, peak):
+    """Every point lies in one piece, and its peak within the bounds."""
+    for point in form.domain:
+        size = _seen(peak(point)).bytes
+        assert sum(piece.holds(point) for piece in form.pieces) == 1
+        assert form.lower(*point[:4]) <= size <= form.upper(*point[:4])
+
+
+def test_tensors_that_are_polynomials_are_exact():
+    def tensors(p):
+        pixels = p.height * p.width
+        return {
+            "weights": 12345678, "conv": p.batch * pixels * 128, "scores": 2 * p.batch * (pixels // 64) ** 2,
+            "padded": p.batch * (p.height + 8) * (p.width + 8) * 2,
+        }  # fmt: skip
+
+    def peak(p):
+        made = tensors(p)
+        return Seen(sum(-(-size // 512) * 512 for size in made.values()) + 4096, "here", made, largest_of(made))
+
+    form = fitted(peak)
+    (piece,) = form.pieces
+    assert piece.is_exact and piece.where == "here" and piece.condition() == "everywhere"
+    terms = dict(piece.terms)
+    assert terms["scores"] == {"batch*(H*W)^2": Fraction(2, 64**2)} and terms["weights"] == {"": 12345678}
+    assert terms["padded"] == {"batch": 128, "batch*H*W": 2, "batch*(H+W)": 16}
+    assert 4096 <= terms[ROUNDED_UP][""] <= 4096 + 4 * 512 and piece.largest in ("conv", "scores")
+    check_bounds(form, peak)
+    for point in (Point(256, 1000, 2), Point(768, 320, 3)):
+        assert abs(form.predict(*point[:4]) - peak(point).bytes) <= 512 * len(terms)
+    assert form.within == 1 and form.worst < 1e-4
+
+
+def test_jumps_are_found():
+    """A workspace that comes at some size, and another with a second image, cut the domain there and nowhere else."""
+
+    def peak(p):
+        pixels = p.height * p.width
+        each = 900 if p.batch > 1 else 500 if pixels > 400_000 else 300
+        return 10**8 + each * p.batch * pixels
+
+    form = fitted(peak)
+    assert sorted(piece.condition() for piece in form.pieces) == [
+        "batch <= 1 and H*W <= 401408", "batch <= 1 and H*W > 401408", "batch > 1"
+    ]  # fmt: skip
+    check_bounds(form, peak)
+    assert form.worst < 1e-6 and form.predict(640, 640) == pytest.approx(10**8 + 500 * 640 * 640, rel=1e-6)
+
+
+def test_what_is_no_polynomial_has_bounds():
+    """Noise of 20% is within them, in no more than 12 pieces, and the middle is as near as it can be."""
+
+    def peak(p):
+        return round(1e9 * random.Random(str(p)).uniform(0.9, 1.1)) + 1000 * p.batch * p.height * p.width
+
+    form = fitted(peak)
+    assert 1 <= len(form.pieces) <= 12
+    check_bounds(form, peak)
+    piece = form.pieces[0]
+    assert piece.low * piece.high == pytest.approx(1) and not piece.is_exact
+    assert "10% above at" in form.errors and f"{form.worst:.1%}" in form.errors
+
+
+def test_tokens():
+    def peak(p):
+        return 10**9 + 200_000 * p.tokens + 300 * p.batch * p.height * p.width
+
+    domain = Domain(256, 1024, (1, 2), (1, 100, 512), step=128)
+    assert len([p for p in domain if p.tokens == 1]) < len([p for p in domain if p.tokens == 512]) / 4
+    form = fitted(peak, domain)
+    check_bounds(form, peak)
+    assert (
+        form.predict(512, 512)
+        == form.predict(512, 512, 1, 512)
+        == pytest.approx(peak(Point(512, 512, 1, 512)), rel=1e-6)
+    )
+    assert form.predict(512, 512, 2, 300) == pytest.approx(peak(Point(512, 512, 2, 300)), rel=1e-6)
+    with pytest.raises(ValueError, match="tokens: want 1 to 512, which the formula is of, got 600"):
+        form.predict(512, 512, 1, 600)
+
+
+@pytest.mark.parametrize(
+    ("at", "message"),
+    [
+        ((200, 512), "height: want 256 to 1024, which the formula is of, got 200"),
+        ((512, 1025), "width: want 256 to 1024"),
+        ((256, 1024 + 1), "width: want 256 to 1024"),
+        ((512, 512, 4), "batch: want 1 to 3, which the formula is of, got 4"),
+        ((512, 512.5), "width: want a whole number of at least 1, got 512.5"),
+        ((0, 512), "height: want a whole number of at least 1, got 0"),
+    ],
+)
+def test_outside_of_the_domain(at, message):
+    form = fitted(lambda p: 1000 * p.height * p.width)
+    for ask in (form.predict, form.upper, form.lower, form.piece):
+        with pytest.raises(ValueError, match=message):
+            ask(*at)
+
+
+def test_shapes_outside_of_the_domain():
+    form = fitted(lambda p: 1000 * p.height * p.width, Domain(256, 1024, (1,), step=128, ratio=2))
+    with pytest.raises(
+        ValueError, match="height, width: want sides of 1:2 at most, which the formula is of, got 256x1024"
+    ):
+        form.predict(256, 1024)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"least": 0}, "least: want a whole number of at least 1, got 0"),
+        ({"most": 128}, "most: want at least the least side 256, got 128"),
+        ({"batches": ()}, "batches: want one number or more, got none"),
+        ({"batches": (0, 1)}, "batches: want a whole number of at least 1, got 0"),
+        ({"step": 2.5}, "step: want a whole number"),
+    ],
+)
+def test_domains_that_cannot_be(changes, message):
+    with pytest.raises(ValueError, match=message):
+        formula("sdxl", "decode").over(**changes)
+
+
+VAES = [
+    ("sdxl", "decode", "float16", "RTX 4090"),
+    ("sdxl", "decode_tiled", None, "RTX 4060"),
+    ("sd15", "encode", None, "T4"),
+]
+
+
+@pytest.mark.parametrize(("model", "op", "dtype", "gpu"), VAES)
+def test_of_a_vae(model, op, dtype, gpu):
+    """Where there is no closed form too; and what Python is written computes what is said."""
+    found = formula(model, op, dtype, gpu=gpu).over(least=512, most=1536, step=256, batches=(1, 2))
+    functions = {}
+    exec(found.python(), functions)
+    reserved, allocated = (
+        next(f for name, f in functions.items() if name.endswith(f"{what}_bytes")) for what in ("reserved", "allocated")
+    )
+    for point in found.domain:
+        p = predict(model, op, *point[:2], dtype, point.batch, gpu=gpu)
+        for form, function, size in ((found.reserved, reserved, p.reserved), (found.allocated, allocated, p.allocated)):
+            least, likely, most = function(*point[:3])
+            assert form.lower(*point[:3]) == math.floor(least) <= size <= math.ceil(most) == form.upper(*point[:3])
+            assert form.predict(*point[:3]) == round(likely)
+    text = str(found)
+    assert ("No closed form" in text) == (op == "decode_tiled") and found.reserved.errors in text
+    assert found.latex().count("&=") == 2 and r"\text{reserved}" in found.latex()
+
+
+def test_sizes_that_pytorch_refuses_are_left_out():
+    class Refuses:
+        cudnn_version = None
+
+        def conv(self, dtype, n, c, h, w, *others):
+            if h > 1100:
+                raise ValueError("no engine")
+            return 600 * h * w, "test"
+
+    found = formula("sdxl", "encode", "float16", workspace=Refuses()).over(least=512, most=1536, step=512, batches=(1,))
+    assert {p.height for p in found.left_out} == {1536} and "Left out are 3 points, which PyTorch refuses" in str(found)
+    assert found.predict(1024, 1024) > 0
+    nothing = found.over(least=1536)
+    with pytest.raises(ValueError, match="domain: want a size that sdxl encode float16 diffusers can run"):
+        print(nothing)
+
+
+def test_progress_and_other_domains():
+    seen = []
+    found = formula("flux", "encode").over(
+        lambda done, total: seen.append((done, total)), least=512, most=768, step=128
+    )
+    assert found.predict(640, 640) and seen[-1] == (36, 36)
+    assert found.over(batches=(2,)).domain.batches == (2,) and found.domain.batches == (1, 2, 3, 4)
+    assert formula("flux", "encode", batch=2).domain.batches == (2,)
