@@ -43,6 +43,23 @@ def test_sweep_and_fit_commands(capsys, tmp_path):
     assert "def sdxl_encode_output_bytes(" in capsys.readouterr().out
 
 
+def test_formula_command(capsys):
+    small = ["--gpu", "T4", "--sides", "512", "640", "--batch", "1"]
+    assert main(["formula", "sd15", "--offload", "model", *small]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("sd15, Tesla T4, offload model, VAE whole, in bytes: H and W 512 to 640 in steps of 64")
+    assert "What is reserved: the upper bound" in text and "\ndenoise " in text
+    assert main(["formula", "sdxl", "--op", "decode", "--dtype", "fp16", *small, "--format", "python"]) == 0
+    functions = {}
+    exec(capsys.readouterr().out, functions)
+    least, likely, most = functions["sdxl_decode_float16_diffusers_reserved_bytes"](512, 576)
+    assert least <= vaemem.predict("sdxl", "decode", 512, 576, "float16", gpu="T4").reserved <= most
+    assert main(["formula", "flux", "--op", "encode", *small, "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["forms"]["allocated"]["pieces"][0]["where"].startswith("encoder.")
+    assert main(["formula", "sd15", "--op", "decode", "--offload", "model"]) == 2
+    assert "offload: want it for a whole pipeline, got it with --op decode" in capsys.readouterr().err
+
+
 class Stopped:
     """Decodes as often as it is let, then Ctrl-C."""
 
