@@ -417,6 +417,33 @@ def test_what_encode_leaves():
     assert [count for _, _, count, _ in left] == [16 * 64 * 64 * 2]
 
 
+def test_bytes_that_move():
+    """What is taken counts twice; a convolution's input, filters and output, and a norm's input, once more."""
+    trace = _core.Trace()
+    trace.take(100, "a")
+    assert (trace.moved, trace.flops) == (200, 0)
+    trace.conv("float16", 2, 3, 8, 8, 5, 3, 2, 1, False, "strided")  # of 8x8 it makes 4x4
+    assert trace.flops == 2 * 2 * 3 * 5 * 9 * 16
+    assert trace.moved == 200 + 2 * (2 * 3 * 64 + 3 * 5 * 9 + 2 * 5 * 16)
+    before, size = trace.moved, 2 * 4096 * 40 * 8
+    trace.attention("float16", 1, 8, 4096, 4096, 40, "flash", 89, 128, "heads")
+    assert trace.attended == 4 * 8 * 4096 * 4096 * 40 == trace.flops - 2 * 2 * 3 * 5 * 9 * 16
+    assert trace.moved == before + 2 * (size + 4 * 8 * 4096)  # its output, and the log-sum-exp
+
+
+@pytest.mark.parametrize("runtime", ["diffusers", "comfyui", "ldm"])
+def test_bytes_of_a_decode_are_those_of_its_tensors(runtime):
+    """Every code moves about as much, though one activates in place and another makes two tensors of it; and twice as
+    much in twice the bytes, or of twice the images."""
+
+    def moved(dtype="float16", batch=1, code=runtime):
+        return _core.Trace.vae(MODELS["sdxl"], code, "decode", dtype, 512, 512, batch).moved
+
+    assert moved() == pytest.approx(moved(code="diffusers"), rel=0.25)
+    assert moved("float32") == pytest.approx(2 * moved(), rel=0.02)  # the attention's float sums are left out
+    assert moved(batch=2) == pytest.approx(2 * moved(), rel=0.05)  # two images have another format behind it
+
+
 @pytest.mark.parametrize(
     "dtype, heads, queries, depth, kernel, sm, extra",
     [

@@ -172,6 +172,8 @@ class Trace:
     kept: list[_TraceStep]
     names: list[str]
     flops: int
+    attended: int
+    moved: int
     sent: int
     def __init__(self) -> None: ...
     @classmethod

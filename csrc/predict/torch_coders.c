@@ -30,12 +30,16 @@ const frames vm_walk_frames[VM_TORCH_RUNTIMES] = {
 
 /* h = nonlinearity(h) */
 static void activate(walk *w, tensor *h, activation how, path name) {
-    if (how == SILU_IN_PLACE) return;
+    if (how == SILU_IN_PLACE) {
+        vm_trace_move(w->t, 2 * h->bytes);
+        return;
+    }
     if (how == SILU) {
         bind(w, h, take_like(w, h, at(name, " [silu]")));
         return;
     }
     const tensor gate = take_like(w, h, at(name, " [sigmoid]")), product = take_like(w, h, at(name, " [x * sigmoid]"));
+    vm_trace_move(w->t, product.bytes); /* which reads two */
     give(w, &gate);
     bind(w, h, product);
 }
@@ -56,6 +60,7 @@ static tensor resnet(walk *w, const tensor *x, size_t c, path name) {
         give_copy(w, &in, x);
     }
     tensor y = take_like(w, &skip, at(name, " [sum]"));
+    vm_trace_move(w->t, y.bytes);                                  /* which reads two */
     if (w->frames->diffusers) bind(w, &y, take_like(w, &y, name)); /* / output_scale_factor */
     give_copy(w, &skip, x);
     give(w, &h);

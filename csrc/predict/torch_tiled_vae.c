@@ -30,6 +30,7 @@ static void store(worker *k, tensor res) {
 
 /* tile += res */
 static void add(worker *k) {
+    vm_trace_move(k->w->t, 3 * k->tile.bytes);
     if (!k->learns) return;
     give(k->w, &k->res);
     k->res.id = EXTERNAL;
@@ -50,6 +51,7 @@ static void apply_norm(worker *k, path name) {
         saved[i] = take_sized(k->w, y.n, k->w->vae->arch->norm_num_groups, 1, 1, CONTIGUOUS, 4, at(name, " [saved]"));
     for (int i = 0; i < 2; i++) give(k->w, &saved[i]);
     give_copy(k->w, &in, &k->tile);
+    vm_trace_move(k->w->t, 6 * y.bytes); /* multiplied, shifted and activated where it lies */
     next(k, y);
 }
 

@@ -63,8 +63,10 @@ vm_status vm_trace_take(vm_trace *t, uint64_t bytes, const char *name, uint32_t 
     if (bytes > VM_TALLOC_LARGEST || bytes == SIZE_MAX)
         return vm_fail(VM_EOVERFLOW, "%s: want a storage of at most 2^60 bytes, got more", name);
     vm_status s = add(t, VM_TRACE_TAKE, t->ids, bytes, name);
-    if (!s) *id = t->ids++;
-    return s;
+    if (s) return s;
+    *id = t->ids++;
+    vm_trace_move(t, 2 * bytes);
+    return VM_OK;
 }
 
 vm_status vm_trace_give(vm_trace *t, uint32_t id) {
@@ -102,25 +104,37 @@ vm_status vm_trace_blas(vm_trace *t, vm_trace_op op, const char *name) { return 
 
 vm_status vm_trace_empty_cache(vm_trace *t) { return add(t, VM_TRACE_EMPTY, 0, 0, "empty_cache"); }
 
-void vm_trace_count(vm_trace *t, uint64_t flops) { t->flops += VM_MIN(flops, UINT64_MAX - t->flops); }
+static void raise_by(uint64_t *count, uint64_t by) { *count += VM_MIN(by, UINT64_MAX - *count); }
+
+void vm_trace_count(vm_trace *t, uint64_t flops) { raise_by(&t->flops, flops); }
+void vm_trace_move(vm_trace *t, uint64_t bytes) { raise_by(&t->moved, bytes); }
 
 vm_status vm_trace_send(vm_trace *t, uint64_t bytes, const char *name, uint32_t *id) {
     vm_status s = vm_trace_take(t, bytes, name, id);
     if (s) return s;
-    t->sent += VM_MIN(bytes, UINT64_MAX - t->sent);
+    raise_by(&t->sent, bytes);
     return vm_trace_empty_cache(t);
 }
 
-/* Every number of the filters meets every pixel of the output, or of a transposed convolution's input. */
-static uint64_t conv_flops(const vm_conv *c) {
+/* Every number of the filters meets every pixel of the output, or of a transposed convolution's input. It reads input
+ * and filters; the output, which was taken, is read and written once more where the bias is added. */
+static void count_conv(vm_trace *t, const vm_conv *c) {
     const size_t groups = c->groups > 0 ? (size_t)c->groups : 1, in = (size_t)c->c, out = (size_t)c->k;
-    size_t flops = VM_PRODUCT(2, (size_t)c->n, c->transposed ? in : in / groups, c->transposed ? out / groups : out);
+    size_t numbers = VM_PRODUCT(c->transposed ? in : in / groups, c->transposed ? out / groups : out), taps = 1;
+    size_t read = VM_PRODUCT((size_t)c->n, in), made = VM_PRODUCT((size_t)c->n, out), pixels = 1;
     for (int i = 0; i < VM_CONV_DIMS; i++) {
         const size_t side = (size_t)c->filter[i], stride = c->stride[i] > 0 ? (size_t)c->stride[i] : 1;
         const size_t reach = (size_t)c->size[i] + 2 * (size_t)c->padding[i] - (size_t)c->dilation[i] * (side - 1);
-        flops = VM_PRODUCT(flops, side, c->transposed ? (size_t)c->size[i] : (reach - 1) / stride + 1);
+        const size_t to = c->transposed ? (size_t)c->size[i] : (reach - 1) / stride + 1;
+        taps = VM_PRODUCT(taps, side);
+        pixels = VM_PRODUCT(pixels, to);
+        read = VM_PRODUCT(read, (size_t)c->size[i]);
+        made = VM_PRODUCT(made, to);
     }
-    return flops;
+    vm_trace_count(t, VM_PRODUCT(2, (size_t)c->n, numbers, taps, pixels));
+    const size_t each = vm_dtype_bytes(c->dtype);
+    const size_t parts[] = {read, VM_PRODUCT(numbers, taps), made};
+    for (size_t i = 0; i < 3; i++) vm_trace_move(t, VM_PRODUCT(parts[i], each));
 }
 
 vm_status vm_trace_question(vm_trace *t, const vm_conv *conv, uint32_t *number) {
@@ -137,7 +151,7 @@ vm_status vm_trace_conv(vm_trace *t, const vm_conv *conv, const char *name) {
     uint32_t number;
     vm_status s = vm_trace_question(t, conv, &number);
     if (s) return s;
-    vm_trace_count(t, conv_flops(conv));
+    count_conv(t, conv);
     return add(t, VM_TRACE_CONV, number, 0, name);
 }
 
@@ -159,6 +173,7 @@ vm_status vm_trace_norm(vm_trace *t, vm_dtype dtype, size_t n, size_t c, size_t 
     vm_status s = vm_trace_take(t, bytes, name, &stats[0]);
     if (!s) s = vm_trace_take(t, bytes, name, &stats[1]);
     if (!s && pixels > 1) s = pass_through(t, (uint64_t[]){fused, fused}, 2, name);
+    vm_trace_move(t, VM_PRODUCT(n, c, pixels, vm_dtype_bytes(dtype))); /* the input, once more for the statistics */
     return s;
 }
 
@@ -249,7 +264,9 @@ vm_status vm_trace_attention(vm_trace *t, const vm_trace_sdpa *a, const vm_trace
                        kv = {4, a->batch, a->heads, a->keys, a->depth, false};
         vm_sdpa_choose(&(vm_sdpa){.dtype = a->dtype, .q = q, .k = kv, .v = kv}, gpu->sm, usual, 3, &kernel);
     }
-    vm_trace_count(t, VM_PRODUCT(4, a->batch, a->heads, a->queries, a->keys, a->depth));
+    const uint64_t flops = VM_PRODUCT(4, a->batch, a->heads, a->queries, a->keys, a->depth);
+    vm_trace_count(t, flops);
+    raise_by(&t->attended, flops);
     if (kernel == VM_ATTENTION_FLASH) return flash(t, a, gpu, name, id);
     return kernel == VM_ATTENTION_MATH ? math(t, a, name, id) : efficient(t, a, name, id);
 }

@@ -33,8 +33,10 @@ typedef struct vm_trace_step {
 
 typedef struct vm_trace {
     size_t steps, convs;
-    uint32_t ids;         /* storages are numbered from 0, in the order in which they are taken */
-    uint64_t flops, sent; /* what was counted (vm_trace_count); bytes of weights (vm_trace_send). UINT64_MAX: or more */
+    uint32_t ids; /* storages are numbered from 0, in the order in which they are taken */
+    /* What was counted, UINT64_MAX for so much or more: FLOPs (vm_trace_count), those of them that are of fused
+     * attentions, bytes that are read and written (vm_trace_move), and bytes of weights (vm_trace_send). */
+    uint64_t flops, attended, moved, sent;
     vm_trace_step *step;
     vm_conv *conv; /* each question once */
     vm_names names;
@@ -58,10 +60,13 @@ vm_status vm_trace_blas(vm_trace *t, vm_trace_op op, const char *name);
 vm_status vm_trace_empty_cache(vm_trace *t);
 /* The convolution's number, without a step. */
 vm_status vm_trace_question(vm_trace *t, const vm_conv *conv, uint32_t *number);
-/* Counts the convolution's FLOPs. */
+/* Counts the convolution's FLOPs and bytes. */
 vm_status vm_trace_conv(vm_trace *t, const vm_conv *conv, const char *name);
 /* FLOPs of a matrix product; a multiplication and an addition count as two. */
 void vm_trace_count(vm_trace *t, uint64_t flops);
+/* Bytes that an operator reads and writes of the device's memory. Every storage that is taken counts twice of itself: it
+ * is written, and what makes it reads about as much. Operators add what they read or write beside. */
+void vm_trace_move(vm_trace *t, uint64_t bytes);
 /* A weight that one of accelerate's hooks moves to the device for a submodule's call: the cache is emptied after it. */
 vm_status vm_trace_send(vm_trace *t, uint64_t bytes, const char *name, uint32_t *id);
 

@@ -331,6 +331,8 @@ static PyObject *trace_list(Trace *self, void *closure) {
 }
 
 static const listing flops = {"flops", offsetof(vm_trace, flops), NULL};
+static const listing attended = {"attended", offsetof(vm_trace, attended), NULL};
+static const listing moved = {"moved", offsetof(vm_trace, moved), NULL};
 static const listing sent = {"sent", offsetof(vm_trace, sent), NULL};
 
 static PyObject *trace_count(Trace *self, void *closure) {
@@ -420,6 +422,11 @@ static PyGetSetDef attributes[] = {
      "FLOPs of its convolutions and attentions, and of the products of a VAE; a multiplication and an addition count "
      "two.",
      (void *)&flops},
+    {"attended", (getter)trace_count, NULL, "Those of them that are of fused attentions.", (void *)&attended},
+    {"moved", (getter)trace_count, NULL,
+     "Bytes that its operators read and write of the device's memory: what is taken counts twice of itself, a\n"
+     "convolution's input, filters and output once more, and a norm's input.",
+     (void *)&moved},
     {"sent", (getter)trace_count, NULL, "Bytes of the weights that are sent for the call.", (void *)&sent},
     {NULL, NULL, NULL, NULL, NULL}};
 
