@@ -15,6 +15,7 @@ import pytest
 from vaemem import _core, formula, plan_pipeline, predict, predict_pipeline
 from vaemem.pipelines import pipeline_run, programs
 from vaemem.pipelines.components import PIPELINES, weights_of
+from vaemem.prediction.gpus import find_gpu
 from vaemem.prediction.process import SimulatedProcess
 
 MIB = 1 << 20
@@ -210,7 +211,8 @@ def test_a_fit_that_rests_on_plans_that_are_not_known():
         assert other.verdict == ("does not fit" if guesses is None else "tight")
         assert other.fits == (guesses is not None)
         assert other.on_card is None if not other.fits else other.on_card <= room < other.peak == p.peak
-        way = sys.modules["vaemem.pipelines.plan"]._way(other, "", {"offload": "none", "vae": "whole"}, "", None)
+        settings, gpu = {"offload": "none", "vae": "whole"}, find_gpu("RTX 3060")
+        way = sys.modules["vaemem.pipelines.plan"]._way(other, gpu, "", settings, "", None)
         assert way.unsure == other.tight_because and bool(way.unsure) == other.fits
         assert ("only if cuDNN's next plans take no workspace" in other.summary) == bool(guesses)
         if guesses:

@@ -12,7 +12,7 @@ from vaemem import plan_pipeline, plot, predict_pipeline
 from vaemem.__main__ import main
 from vaemem.pipelines import ways_mlx
 from vaemem.pipelines.components import PIPELINES
-from vaemem.pipelines.seconds import Machine, Rate, machine_of
+from vaemem.pipelines.seconds import Machine, Rate, machine_of, vae_work
 from vaemem.pipelines.ways import PipelinePlan, Room, outcome
 from vaemem.prediction.planned import PlannedPhase, Way
 from vaemem.sdcpp import running
@@ -170,7 +170,8 @@ def test_ways_of_diffusers_are_predictions(small_card):
         assert [(phase.name, phase.total) for phase in found.way.phases] == [(f.name, f.total) for f in p.phases]
         assert found.fits == p.fits and found.way.host == p.host
         assert found.fails_in == (p.out_of_memory_at[0] if p.out_of_memory_at else None)
-        assert found.way.phases[-1].work["vae"] == p.phases[-1].flops
+        work, last = found.way.phases[-1].work, p.phases[-1]
+        assert {name: work[name] for name in ("vae", "memory")} == vae_work(last.flops, last.attended, last.moved)
 
 
 def test_what_a_way_lacks_would_have_done(small_card):
@@ -221,7 +222,7 @@ def test_a_run_that_begins_with_an_image():
     plan = plan_pipeline("sd15", 512, 512, gpu="RTX 3060", image=True)
     found = {phase.name: phase for phase in plan.outcomes[0].way.phases}
     assert list(found) == ["load", "encode prompt", "encode image", "denoise", "decode"]
-    assert set(found["encode image"].work) == {"vae"} and 0 < found["encode image"].work["vae"]
+    assert set(found["encode image"].work) == {"vae", "memory"} and 0 < found["encode image"].work["vae"]
     assert found["encode image"].work["vae"] < found["decode"].work["vae"]
 
 
@@ -458,8 +459,9 @@ def test_the_vae_of_sdcpp():
     plan = by_sdcpp()
     sizes = {one.way.name.partition(", ")[2]: phases(one)["decode"] for one in plan.outcomes[:5]}
     whole, tile = graph("vae-decoder"), graph("vae-decoder", tile=DEFAULT_TILE)
-    assert sizes["VAE whole"].work == {"vae": whole.flops}
-    assert sizes["VAE tiled"].work == {"vae": 49 * tile.flops} and sizes["VAE tiled"].added == tile.buffer + tile.pool
+    assert sizes["VAE whole"].work == {"vae": whole.flops, "memory": whole.moved}
+    assert sizes["VAE tiled"].work == {"vae": 49 * tile.flops, "memory": 49 * tile.moved}
+    assert sizes["VAE tiled"].added == tile.buffer + tile.pool
     assert set(sizes["VAE direct"].work) == {"vae direct"} and sizes["VAE direct"].added < whole.buffer / 2
     on_cpu = sizes["VAE on CPU, tiled"]
     assert set(on_cpu.work) == {"cpu"} and on_cpu.added == 0
@@ -586,3 +588,14 @@ def test_arguments_that_are_not_needed_are_checked_too():
     ):
         with pytest.raises(ValueError, match=match):
             plan_pipeline("sd15", 512, 512, memory="8 GB", **wrong)
+
+
+def test_a_vae_that_is_converted_to_float32_takes_as_long_as_in_float32():
+    """SDXL's is, and the machine's rate is that of float16: its FLOPs count for as many as take so long."""
+    plain, converted = (
+        plan_pipeline("sdxl", 1024, 1024, gpu="RTX 4090", components=given)["no offload, VAE whole"]
+        for given in ({"vae": "float16"}, None)
+    )
+    works = [one.way.phases[-1].work for one in (plain, converted)]
+    assert works[1]["vae"] == pytest.approx(2 * works[0]["vae"], rel=0.01)
+    assert works[1]["memory"] == pytest.approx(2 * works[0]["memory"], rel=0.01)

@@ -64,8 +64,8 @@ vm_status vm_trace_question(vm_trace *t, const vm_conv *conv, uint32_t *number);
 vm_status vm_trace_conv(vm_trace *t, const vm_conv *conv, const char *name);
 /* FLOPs of a matrix product; a multiplication and an addition count as two. */
 void vm_trace_count(vm_trace *t, uint64_t flops);
-/* Bytes that an operator reads and writes of the device's memory. Every storage that is taken counts twice of itself: it
- * is written, and what makes it reads about as much. Operators add what they read or write beside. */
+/* Bytes that an operator reads and writes of the device's memory. Every storage that is taken counts twice of itself:
+ * it is written, and what makes it reads about as much. Operators add what they read or write beside. */
 void vm_trace_move(vm_trace *t, uint64_t bytes);
 /* A weight that one of accelerate's hooks moves to the device for a submodule's call: the cache is emptied after it. */
 vm_status vm_trace_send(vm_trace *t, uint64_t bytes, const char *name, uint32_t *id);

@@ -162,6 +162,10 @@ def weights_of(component: str) -> tuple[Weight, ...]:
 
 
 @functools.lru_cache(maxsize=256)
-def vae_flops(model: str, op: str, height: int, width: int, batch: int = 1, tile: int = 0) -> int:
-    """FLOPs of a VAE's convolutions, products and attentions, tiles included; sizes in pixels of the image."""
-    return _core.Trace.vae(architecture(model), "diffusers", op, "float16", height, width, batch, tile).flops
+def vae_counts(
+    model: str, op: str, dtype: str, height: int, width: int, batch: int = 1, tile: int = 0
+) -> tuple[int, int, int]:
+    """FLOPs of a VAE's run, those of them that are of its attention, and bytes that move, tiles included; sizes in
+    pixels of the image."""
+    trace = _core.Trace.vae(architecture(model), "diffusers", op, dtype, height, width, batch, tile)
+    return trace.flops, trace.attended, trace.moved

@@ -19,7 +19,7 @@ from vaemem._common import ELEMENT_BYTES
 from vaemem._core import OutOfMemoryError
 from vaemem.pipelines import programs
 from vaemem.pipelines.asked import PipelineQuestion
-from vaemem.pipelines.components import CLIP_TOKENS, CLIPS, VAE_STRIDE, vae_flops
+from vaemem.pipelines.components import CLIP_TOKENS, CLIPS, VAE_STRIDE, vae_counts
 from vaemem.pipelines.storage import BITSANDBYTES
 from vaemem.prediction.benchmark import Names
 from vaemem.prediction.gpus import find_gpu
@@ -43,6 +43,7 @@ class Phase(NamedTuple):
     peak_tensors: (name, bytes) of what is allocated at that height, largest first
     where: the step of a call that makes it; "" outside of calls
     flops, host_flops: of all its calls on the device, and on the host
+    attended, moved: of the VAE's calls on the device, the FLOPs of its attention, and the bytes that move
     sent: bytes of weights that go to the device for it
     fits: whether it goes through on the card; None where an earlier phase does not
     """
@@ -60,6 +61,8 @@ class Phase(NamedTuple):
     sent: int
     fits: bool | None = True
     host_flops: int = 0
+    attended: int = 0
+    moved: int = 0
 
     @property
     def cached(self) -> int:
@@ -87,7 +90,7 @@ class PipelineRun:
         self.lacking: PeakTensor | None = None  # what could not be had, where it ended early
         self.calls: list[tuple[str, Any]] = []  # roles, and what the process keeps of their calls
         self._loaded: dict[str, list[int] | LoadedVAE] = {}  # addresses, none of what PyTorch's memory does not have
-        self._work: Counter[str] = Counter()  # of this phase so far: flops, host_flops, and bytes sent to the device
+        self._work: Counter[str] = Counter()  # of this phase so far, by the names of `Phase`
         self._outside = 0
 
     # ---- components ----
@@ -188,11 +191,13 @@ class PipelineRun:
         return vae
 
     def _count_vae(self, op: str) -> int:
-        """Counts the FLOPs of the VAE's call. Returns the side of its tiles in pixels, 0 where there are none."""
-        asked, model = self.asked, self.parts["vae"].component
-        tile = usual_tile(model) if asked.vae == "tiled" else 0
-        flops = vae_flops(model, op, asked.height, asked.width, asked.batch, tile)
-        self._work["host_flops" if "vae" in asked.on_cpu else "flops"] += flops
+        """Counts the work of the VAE's call. Returns the side of its tiles in pixels, 0 where there are none."""
+        asked, part = self.asked, self.parts["vae"]
+        tile = usual_tile(part.component) if asked.vae == "tiled" else 0
+        dtype = "float32" if part.upcast and asked.vae != "vaemem" else part.dtype
+        counts = vae_counts(part.component, op, dtype, asked.height, asked.width, asked.batch, tile)
+        names = ("host_flops",) if "vae" in asked.on_cpu else ("flops", "attended", "moved")
+        self._work.update(dict(zip(names, counts, strict=False)))
         return tile
 
     def _call_vae(self, method: Callable[..., Tensor], vae: LoadedVAE, x: Tensor, tile: int) -> Tensor:
@@ -239,7 +244,8 @@ class PipelineRun:
             Phase(
                 name, process.peak_allocated, process.peak_reserved, weights, workspace,
                 process.peak_allocated - weights - workspace, self._outside, tensors, step,
-                work["flops"], work["sent"], host_flops=work["host_flops"],
+                work["flops"], work["sent"], host_flops=work["host_flops"], attended=work["attended"],
+                moved=work["moved"],
             )
         )  # fmt: skip
 

@@ -16,7 +16,7 @@ from vaemem.pipelines.asked import PipelineQuestion, ask_pipeline, parts_of
 from vaemem.pipelines.components import CLIPS, PIPELINES, SPELT_PIPELINES, refuse, weights_of
 from vaemem.pipelines.pipeline_run import Phase
 from vaemem.pipelines.predict_pipeline import PipelinePrediction
-from vaemem.pipelines.seconds import Machine, cards_of, machine_of
+from vaemem.pipelines.seconds import Machine, cards_of, machine_of, peak, vae_work
 from vaemem.pipelines.storage import FOUR_BITS
 from vaemem.pipelines.ways import PipelinePlan, Room, outcome
 from vaemem.prediction.gpus import CONTEXT, Gpu, sold
@@ -244,14 +244,16 @@ def diffusers_ways(
                 if kind:
                     how, changes = f"{how}, {kind}", [*changes, f"weights in {kind} are rounded"]
                 p = PipelinePrediction(stored.run_with(offload, vae, settings.get("vae_memory_limit")))
-                found.append(_way(p, f"{place}, {how}", settings, " and ".join(changes), machine))
+                found.append(_way(p, q.card.gpu, f"{place}, {how}", settings, " and ".join(changes), machine))
     return found
 
 
-def _way(p: PipelinePrediction, name: str, settings: Mapping[str, Any], changes: str, machine: Machine | None) -> Way:
+def _way(
+    p: PipelinePrediction, gpu: Gpu, name: str, settings: Mapping[str, Any], changes: str, machine: Machine | None
+) -> Way:
     phases = []
     for phase in p.phases:
-        work = {} if phase.name == "load" else _work(p, phase, machine)  # once for many pictures
+        work = {} if phase.name == "load" else _work(p, gpu, settings, phase, machine)  # once for many pictures
         phases.append(PlannedPhase(phase.name, phase.weights, phase.total - phase.weights, work))
     notes = (*p.notes, *[SEQUENTIAL] * (settings["offload"] == "sequential"))
     out = (p.out_of_memory_at[0], max(p.least - p.available, 1)) if p.out_of_memory_at else None
@@ -259,12 +261,17 @@ def _way(p: PipelinePrediction, name: str, settings: Mapping[str, Any], changes:
     return Way(name, settings, tuple(phases), p.host, changes, notes, out, True, unsure)
 
 
-def _work(p: PipelinePrediction, phase: Phase, machine: Machine | None) -> dict[str, float]:
+def _work(
+    p: PipelinePrediction, gpu: Gpu, settings: Mapping[str, Any], phase: Phase, machine: Machine | None
+) -> dict[str, float]:
     """What a phase does. A short prompt may be encoded in less time than the card needs to read the encoders' weights:
-    reading them is then the work."""
-    known = PIPELINES[p.pipeline]
-    kinds = {"encode image": "vae", "denoise": known.denoiser, "decode": "vae"}
-    work = {kinds.get(phase.name, "transformer"): float(phase.flops)}
+    reading them is then the work. A VAE that is converted to float32 takes as many FLOPs as take so long in the
+    pipeline's type, whose rate it is."""
+    known, vae = PIPELINES[p.pipeline], p.parts["vae"]
+    work = {known.denoiser if phase.name == "denoise" else "transformer": float(phase.flops)}
+    if phase.name in ("encode image", "decode"):
+        slower = peak(gpu, vae.dtype) / peak(gpu, "float32") if vae.upcast and settings["vae"] != "vaemem" else 1
+        work = vae_work(slower * phase.flops, slower * phase.attended, phase.moved)
     if machine and phase.flops and phase.name == "encode prompt":
         read = {"memory": float(sum(p.parts[role].nbytes for role in known.encoders if role in p.parts))}
         work = max(work, read, key=lambda one: machine.seconds(one).likely)

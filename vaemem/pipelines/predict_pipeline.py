@@ -433,10 +433,12 @@ class GraphPrediction(_Phases):
         self._card, self._unsure, self._safe = card, card.unsure, safe
         for phase in way.phases:
             work = {name: int(amount) for name, amount in phase.work.items()}
-            sent, on_cpu = work.pop("link", 0), sum(amount for name, amount in work.items() if name.startswith("cpu"))
+            sent, moved, _ = (work.pop(name, 0) for name in ("link", "memory", "disk"))
+            on_cpu = sum(amount for name, amount in work.items() if name.startswith("cpu"))
             phases.append(Phase(
                 phase.name, phase.total, phase.total, phase.weights, workspace=0, activations=phase.added, outside=0,
                 peak_tensors=(), where="", flops=sum(work.values()) - on_cpu, sent=sent, host_flops=on_cpu,
+                moved=moved,
             ))  # fmt: skip
         done, full = next(((i, one) for i, one in enumerate(phases) if one.total > available), (len(phases), None))
         lacking = full and PeakTensor(f"compute buffer of {full.name}", full.activations)

@@ -18,9 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vaemem._common import DTYPES, choose, grouped, meant, shipped, whole
-from vaemem.pipelines.components import vae_flops
 from vaemem.prediction.gpus import Gpu, find_gpu, gpu_names
-from vaemem.tables.table import seed_table
 
 Work = Mapping[str, float]
 WORK = ("unet", "transformer", "vae")  # that measurements of whole modules are known of
@@ -138,14 +136,16 @@ def _peak(card: Gpu, kind: str) -> float:
 
 
 class Share(NamedTuple):
-    """A measured run's share of its card's peak."""
+    """A measured run's share of its card's peak, of a VAE's run beside the time in which its bytes move; or that of
+    several runs together, each of which is within a factor of it."""
 
     work: str
     card: str
     capability: str
     share: float
-    seconds: float
     source: str
+    runs: int = 1
+    within: float = 1.0
 
     @property
     def kind(self) -> str:
@@ -155,25 +155,51 @@ class Share(NamedTuple):
 
 @functools.cache
 def shares() -> tuple[Share, ...]:
-    """What measured runs reached of their card's peak: those of data/rates.json, and the seed table's decodes.
+    """What measured runs reached of their card's peak, those of data/rates.json. Runs shorter than 50 ms are left out:
+    they wait for Python.
 
     Examples
     --------
     >>> [round(share.share, 2) for share in shares() if share.work == "transformer"]
     [0.38, 0.33]
     """
-    found = []
-    for run in _data()["measured"]:
-        flops = run["samples"] * _data()["flops"][run["module"]]["flops"] * run["per_second"]
-        card, source = find_gpu(run["gpu"]), _data()["sources"][run["source"]]
-        found.append(Share(run["work"], card.name, card.capability, flops / peak(card), 1 / run["per_second"], source))
-    card, source = find_gpu("RTX 4090"), "the seed table: RTX 4090, PyTorch 2.7.1"
-    for row in seed_table():
-        if row["op"] == "decode":
-            flops = vae_flops(row["model"], "decode", row["height"], row["width"])
-            share = flops / row["seconds"] / peak(card, row["dtype"])
-            found.append(Share("vae", card.name, card.capability, share, row["seconds"], source))
+    data = _data()
+    vae, found = data["vae"], list[Share]()
+    for run in data["measured"]:
+        card, seconds, module = find_gpu(run["gpu"]), 1 / run["per_second"], data["flops"][run["module"]]
+        flops = run["samples"] * module["flops"]
+        if run["work"] == "vae":
+            work = vae_work(module["flops"], module["attended"], module["moved"])
+            flops, seconds = work["vae"], seconds - work["memory"] / memory_rate(card).value
+        if seconds >= data["shortest_step"]:
+            share = flops / seconds / peak(card)
+            found.append(Share(run["work"], card.name, card.capability, share, data["sources"][run["source"]]))
+    card, source = find_gpu(vae["gpu"]), data["sources"][vae["source"]]
+    found.append(Share("vae", card.name, card.capability, vae["share"], source, vae["runs"], vae["within"]))
     return tuple(found)
+
+
+def vae_work(flops: float, attended: float, moved: float) -> dict[str, float]:
+    """What a VAE's run does, for a `Machine`.
+
+    Parameters
+    ----------
+    flops, attended, moved : float
+        As `vaemem._core.Trace` counts them: FLOPs, those of them that are of an attention, and bytes that its operators
+        read and write.
+
+    Returns
+    -------
+    dict of str to float
+        ``"vae"``: FLOPs, of which an attention's count three times, for so much longer do they take; ``"memory"``:
+        bytes. One comes after the other: that operators overlap is not supposed.
+
+    Examples
+    --------
+    >>> vae_work(10e12, 1e12, 5e9)
+    {'vae': 12000000000000.0, 'memory': 5000000000.0}
+    """
+    return {"vae": flops + (_data()["vae"]["attention"] - 1) * attended, "memory": float(moved)}
 
 
 def gpu_rate(gpu: str | Gpu, work: str, dtype: str = "float16") -> Rate:
@@ -189,18 +215,17 @@ def gpu_rate(gpu: str | Gpu, work: str, dtype: str = "float16") -> Rate:
     -------
     Rate
         The card's peak times the share of a peak that this work reached in published measurements: on this card; where
-        there are none, on cards of its compute capability, UNets and transformers together; else on all cards. Runs
-        shorter than 50 ms are left out: they wait for Python.
+        there are none, on cards of its compute capability, UNets and transformers together; else on all cards. A VAE's
+        is that of its convolutions, beside which its bytes take their time (`vae_work`).
 
     Examples
     --------
     >>> print(gpu_rate("RTX 4090", "vae"))
-    72 TFLOP/s within 1.2 times: 44% of 165 TFLOP/s, as 41 measured runs on this card (the seed table)
+    134 TFLOP/s within 1.3 times: 81% of 165 TFLOP/s, as 98 measured runs on this card (the seed table)
     """
     choose("work", work, WORK)
     card = find_gpu(gpu)
-    known = [run for run in shares() if run.seconds >= _data()["shortest_step"]]
-    kind, which = "vae" if work == "vae" else "denoiser", "this card"
+    known, kind, which = shares(), "vae" if work == "vae" else "denoiser", "this card"
     groups = grouped(known, lambda run: (run.work, run.card))
     used = groups.get((work, card.card or card.name))
     if not used:
@@ -208,17 +233,17 @@ def gpu_rate(gpu: str | Gpu, work: str, dtype: str = "float16") -> Rate:
         used = groups.get((kind, card.capability))
     if used:  # no surer than the card, or the capability, whose runs lie furthest apart
         share = _mean(run.share for run in used)
-        band = max(_off(_mean(run.share for run in runs), run.share) for runs in groups.values() for run in runs)
+        band = max(_off(_mean(run.share for run in runs), run) for runs in groups.values() for run in runs)
     else:
         used, alike = [run for run in known if run.kind == kind], [groups[key] for key in groups if key[0] == kind]
         share, which = (
             _mean(_mean(one.share for one in runs) for runs in alike),
             f"{len(alike)} other compute capabilities",
         )
-        band = max(_off(share, run.share) for run in used)
-    most = peak(card, dtype)
+        band = max(_off(share, run) for run in used)
+    most, count = peak(card, dtype), sum(run.runs for run in used)
     sources = "; ".join(dict.fromkeys(run.source.partition(":")[0] for run in used))
-    runs = f"{len(used)} measured run{'s' * (len(used) > 1)}"
+    runs = f"{count} measured run{'s' * (count > 1)}"
     why = f"{share:.0%} of {_short(most / 1e12)} TFLOP/s, as {runs} on {which} ({sources})"
     return Rate(share * most, band, "FLOP/s", why)
 
@@ -228,9 +253,9 @@ def _mean(numbers: Iterable[float]) -> float:
     return math.exp(fmean(map(math.log, numbers)))
 
 
-def _off(a: float, b: float) -> float:
-    """How many times the larger of two rates is the smaller."""
-    return max(a / b, b / a)
+def _off(share: float, run: Share) -> float:
+    """The factor of a share within which a run lies, or each of several."""
+    return run.within * max(share / run.share, run.share / share)
 
 
 def memory_rate(gpu: str | Gpu) -> Rate:

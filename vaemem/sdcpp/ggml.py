@@ -52,6 +52,12 @@ class Node:
         return self.element * math.prod(self.ne)
 
     @property
+    def moved(self) -> int:
+        """What the operation reads and writes; a view does neither."""
+        computes = self.op not in ("", "view", "reshape", "permute")
+        return computes * (self.bytes + sum(source.bytes for source in self.sources))
+
+    @property
     def is_dense(self) -> bool:
         """Whether its elements lie side by side."""
         return all(have == want for have, want, n in zip(self.nb, self._dense(), self.ne, strict=True) if n > 1)

@@ -48,6 +48,8 @@ class Graph(NamedTuple):
         Those of matrix products and convolutions, two for each multiplication and addition.
     runs : int
         How often a component runs its graph: once a tile.
+    moved : int
+        Bytes of the tensors that its operations read and write, weights left out.
     """
 
     buffer: int
@@ -55,6 +57,7 @@ class Graph(NamedTuple):
     weights: int
     flops: int
     runs: int = 1
+    moved: int = 0
 
 
 class Builder:
@@ -79,7 +82,8 @@ class Builder:
         """What the graph that ends in `result` takes."""
         nodes = nodes_of(result)
         pool = max(node.scratch for node in nodes) if self.backend == "cuda" else 0
-        return Graph(reserve(result, self.inputs, self.backend), pool, self.weights, sum(node.flops for node in nodes))
+        flops, moved = (sum(getattr(node, count) for node in nodes) for count in ("flops", "moved"))
+        return Graph(reserve(result, self.inputs, self.backend), pool, self.weights, flops, moved=moved)
 
     def input(self, *ne: int, element: int = F32, made: bool = False) -> Node:
         """What a caller hands in: the CPU reads it where it is, elsewhere it is copied into the buffer. Or what sd.cpp

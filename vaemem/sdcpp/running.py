@@ -213,7 +213,7 @@ def sdcpp_ways(
             return found if weights is None else found._replace(weights=weights)
 
         # Encoders run one after the other.
-        buffers, pools, weights, flops, _ = zip(*map(made, known.encoders), strict=True)
+        buffers, pools, weights, flops, *_ = zip(*map(made, known.encoders), strict=True)
         denoiser = made(known.role, flash=FLASH in words)
         vae = made(
             "vae", model=known.vae, conv_direct="direct" in words,
@@ -256,6 +256,8 @@ def _phases(
         one, added, work = models.get(runs), 0, dict[str, float]()
         if one:
             work[works[runs]] = float(one.flops * one.runs)
+        if one and works[runs] == "vae":  # the rate of its products leaves out the time in which its bytes move
+            work["memory"] = float(one.moved * one.runs)
         if one and runs not in on_cpu:
             added = one.buffer + one.pool
             if runs in residence.crosses:
