@@ -12,9 +12,9 @@ from vaemem import plan_pipeline, plot, predict_pipeline
 from vaemem.__main__ import main
 from vaemem.pipelines import ways_mlx
 from vaemem.pipelines.components import PIPELINES
-from vaemem.pipelines.seconds import Machine, Rate, machine_of, vae_work
 from vaemem.pipelines.ways import PipelinePlan, Room, outcome
 from vaemem.prediction.planned import PlannedPhase, Way
+from vaemem.prediction.seconds import Machine, Rate, machine_of, vae_work
 from vaemem.sdcpp import running
 from vaemem.sdcpp.graphs import DEFAULT_TILE, graph
 

@@ -8,7 +8,8 @@ import pytest
 from vaemem._common import shipped
 from vaemem.pipelines import programs
 from vaemem.pipelines.components import vae_counts
-from vaemem.pipelines.seconds import (
+from vaemem.prediction.gpus import find_gpu, gpu_names
+from vaemem.prediction.seconds import (
     Machine,
     Rate,
     cpu_rate,
@@ -21,7 +22,6 @@ from vaemem.pipelines.seconds import (
     shares,
     vae_work,
 )
-from vaemem.prediction.gpus import find_gpu, gpu_names
 
 TERA = 1e12
 

@@ -16,12 +16,12 @@ from vaemem.pipelines.asked import PipelineQuestion, ask_pipeline, parts_of
 from vaemem.pipelines.components import CLIPS, PIPELINES, SPELT_PIPELINES, refuse, weights_of
 from vaemem.pipelines.pipeline_run import Phase
 from vaemem.pipelines.predict_pipeline import PipelinePrediction
-from vaemem.pipelines.seconds import Machine, cards_of, machine_of, peak, vae_work
 from vaemem.pipelines.storage import FOUR_BITS
 from vaemem.pipelines.ways import PipelinePlan, Room, outcome
 from vaemem.prediction.gpus import CONTEXT, Gpu, sold
 from vaemem.prediction.planned import PlannedPhase, Way
 from vaemem.prediction.question import Software, find_card, usual_tile
+from vaemem.prediction.seconds import Machine, cards_of, machine_of, peak, vae_work
 
 PLANNED_RUNTIMES = ("diffusers", "sd.cpp", "mlx")
 # What vaemem's decode takes on a GPU beside its weights, in T = 128 * height * width * bytes of a number: 3.03 to 3.19
@@ -84,7 +84,7 @@ def plan_pipeline(
     cache_limit : int or str, optional
         What MLX's allocator may keep.
     link : str
-        What is between host and card, such as ``"PCIe 4.0 x16"``, as `vaemem.pipelines.seconds` knows it.
+        What is between host and card, such as ``"PCIe 4.0 x16"``, as `vaemem.prediction.seconds` knows it.
     cpu : str
         The instructions of the host's CPU: ``"SSE4.2"``, ``"AVX"``, ``"AVX2"`` or ``"no AVX2"``.
     cores : int, optional

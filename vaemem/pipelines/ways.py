@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vaemem._common import MIB, Answer, as_csv, distinct, html_table, need, real, render, write
-from vaemem.pipelines.seconds import REPEATS_DIFFER, Machine, Seconds
 from vaemem.prediction.planned import Way
+from vaemem.prediction.seconds import REPEATS_DIFFER, Machine, Seconds
 from vaemem.prediction.verdict import DOES_NOT_FIT, FITS, TIGHT
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ class PlannedPhase(NamedTuple):
     added : int
         Bytes beside these: tensors, workspaces, what an allocator keeps.
     work : dict of str to float
-        What it does, for `vaemem.pipelines.seconds.Machine`.
+        What it does, for `vaemem.prediction.seconds.Machine`.
     """
 
     name: str
