@@ -1,11 +1,14 @@
 """Published accounts of whole pipelines come out: eight ways to fit a card of 12 GB, an equation for SD 1.5."""
 
+import json
+
 import pytest
 
 from vaemem import predict_pipeline
 from vaemem.__main__ import main
+from vaemem._common import shipped
 from vaemem.pipelines import ways_mlx
-from vaemem.published import accounts
+from vaemem.published import accounts, reproduce, times
 from vaemem.published.accounts import judge_equation
 
 MIB, GIB = 2**20, 2**30
@@ -103,3 +106,48 @@ def test_the_equation_is_judged():
         assert terms["total"].ours == p.peak
         assert terms["decode"].ours == p.phases[-1].allocated - p.phases[-1].weights
     assert terms["total"].ratio > 2
+
+
+# ---- the published times ----
+
+
+@pytest.fixture(scope="module")
+def timed():
+    return times.timed_rows()
+
+
+def test_the_times_give_the_constants(timed):
+    """What rates.json keeps of the fit is what the table gives, and every row is within its factor."""
+    vae = json.loads(shipped("rates.json"))["vae"]
+    share, ratio = times.fit_shares(timed)
+    assert len(timed) == vae["runs"] and share == pytest.approx(vae["share"], rel=0.01)
+    assert ratio == pytest.approx(vae["attention"], rel=0.01)
+    off = [
+        (row.flops + (vae["attention"] - 1) * row.attended) / (row.measured - row.moved) / vae["share"] for row in timed
+    ]
+    assert max(*off, *(1 / one for one in off)) == pytest.approx(vae["within"], abs=0.01) and vae["within"] >= max(off)
+
+
+def test_every_published_time_is_predicted(timed):
+    """Within 12%, in sample: encodes, decodes and tiles, in every type; and 17% where a size was not fitted to."""
+    errors = [row.predicted.likely / row.measured - 1 for row in timed]
+    assert max(map(abs, errors)) < 0.12 and sum(map(abs, errors)) / len(errors) < 0.05
+    assert all(row.predicted.low <= row.measured <= row.predicted.high for row in timed)
+    assert errors == pytest.approx(times.errors_of(timed, 0.81, 3.0), abs=1e-6)
+    for by, worst in (("model", 0.13), ("size", 0.17), ("operation", 0.13)):
+        left = times.left_out_errors(timed, by)
+        assert max(map(abs, left)) < worst and left != errors
+    other = times.errors_of(timed, 0.43, 1.0)  # one share for all, as a whole decode reached it
+    assert max(map(abs, other)) > 0.25
+
+
+def test_the_times_are_those_of_predictions(timed):
+    for i in (0, 40, 97):
+        p = reproduce.predict_row(timed[i].key)
+        assert p.seconds == timed[i].predicted
+
+
+def test_the_times_are_printed(capsys):
+    assert main(["reproduce", "--seconds"]) == 0
+    said = capsys.readouterr().out
+    assert "98 of 98 times lie in the predicted band" in said and "sdxl decode_tiled float32     6" in said

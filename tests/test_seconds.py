@@ -2,9 +2,12 @@
 
 import json
 import math
+import pickle
 
 import pytest
 
+from vaemem import Table, predict, seed_table, sweep
+from vaemem.__main__ import main
 from vaemem._common import shipped
 from vaemem.pipelines import programs
 from vaemem.pipelines.components import vae_counts
@@ -196,3 +199,66 @@ def test_flops_of_the_modules_are_the_recorded_ones():
         sizes, gpu = {key: wanted[key] for key in module.variables}, find_gpu(programs.ANY_GPU)
         counted = module.trace(module.dtypes[0], gpu, **sizes).flops
         assert counted == pytest.approx(known[name]["flops"], rel=1e-3), name
+
+
+# ---- of predictions ----
+
+
+def test_a_prediction_has_seconds():
+    """More pixels, images and tiles take longer, a faster card less long; and every row of a sweep has a band."""
+    whole = predict("sdxl", "decode", 1024, 1024, "float16")
+    tiled = predict("sdxl", "decode_tiled", 1024, 1024, "float16", tile=512)
+    assert 1.2 < tiled.seconds.likely / whole.seconds.likely < 1.6
+    two, slow = (predict("sdxl", "decode", 1024, 1024, "float16", **more) for more in ({"batch": 2}, {"gpu": "4060"}))
+    assert two.seconds.likely == pytest.approx(2 * whole.seconds.likely, rel=0.03)
+    assert slow.seconds.low > whole.seconds.high and "compute capability 8.9" in slow.seconds.why
+    limited = predict("sdxl", "decode", 1024, 1024, "float16", memory="8 GB", used="1 GB")
+    assert limited.seconds == whole.seconds, "as where there is room"
+    assert predict("sdxl", "decode", 512, 512, gpu="GTX 1080").seconds is None, "of which no speed is known"
+    assert json.loads(whole.to_json())["seconds"]["likely"] == whole.seconds.likely
+    assert f"It takes {whole.seconds}." in str(whole)
+    for row in sweep("sdxl", ["encode", "decode_tiled"], [512, 1536], "float16", source="predicted"):
+        assert row["seconds_low"] < row["seconds"] < row["seconds_high"] < 1.4 * row["seconds"]
+    pickled = pickle.loads(pickle.dumps(whole))
+    assert pickled.seconds == whole.seconds
+
+
+def test_a_measured_row_scales_the_seconds(tmp_path, capsys):
+    row = {"model": "sdxl", "op": "decode", "height": 512, "width": 512, "dtype": "float16", "seconds": 0.25}
+    asked = {"model": "sdxl", "op": "decode", "dtype": "float16", "gpu": "RTX 3060"}
+    before, again, larger = (
+        predict(height=side, width=side, **asked, calibrate=given).seconds
+        for side, given in ((1024, None), (512, row), (1024, Table([row])))
+    )
+    assert again.likely == pytest.approx(0.25, rel=0.02) and "from 1 measured run; before: " in again.why
+    assert 4 * again.likely < larger.likely < 4.5 * again.likely and before.low < larger.low < larger.high < before.high
+    single = predict("sdxl", "decode", 512, 512, "float32", gpu="RTX 3060", calibrate=row).seconds
+    assert 1.8 < single.likely / again.likely < 2.2, "a row of another type says as much of this one"
+    assert predict(
+        "sdxl", "decode", 512, 512, "float16", gpu="GTX 1080", calibrate=row
+    ).seconds.likely == pytest.approx(0.25, rel=0.05)
+    Table([row | {"device": "RTX 3060"}, row | {"device": "RTX 4090", "seconds": 0.03}]).to_csv(tmp_path / "mine.csv")
+    words = ["predict", "sdxl", "decode", "512", "--dtype", "float16", "--gpu", "RTX 3060"]
+    assert main([*words, "--measured", str(tmp_path / "mine.csv")]) == 0
+    assert "seconds: 0.25 s (" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([], "calibrate: want runs of PyTorch that were measured on NVIDIA GeForce RTX 3060, .* got none in 0 rows"),
+        (seed_table(), "got none in 98 rows"),
+        ([{"seconds": 1.0}], "calibrate: want rows that have model, op, height, width and seconds, got {'"),
+        ("mine.csv", "calibrate: want a row of a table, or several, got 'mine.csv'"),
+        (3.0, "calibrate: want a row of a table, or several, got 3.0"),
+    ],
+)  # fmt: skip
+def test_what_cannot_calibrate(rows, message):
+    with pytest.raises(ValueError, match=message):
+        predict("sdxl", "decode", 512, 512, gpu="RTX 3060", calibrate=rows)
+
+
+def test_the_table_of_a_card_calibrates_it():
+    """All 98 rows at once: no surer than one of them, and as far off as the fit is."""
+    mine = predict("flux", "encode", 1024, 1024, "float16", runtime="bfl", calibrate=seed_table()).seconds
+    assert mine.low < 0.079 < mine.high and mine.likely == pytest.approx(0.079, rel=0.12)

@@ -44,6 +44,7 @@ from vaemem.engine.device import open_device
 from vaemem.prediction.verdict import DOES_NOT_FIT, TIGHT
 from vaemem.published import reproduce
 from vaemem.published.accounts import judge_text, reproduce_plan
+from vaemem.published.times import judge_seconds
 from vaemem.tables.table import Table
 
 _ON_A_CARD = (
@@ -179,7 +180,7 @@ def _status(*answers: Any, safe: bool = False) -> int:
     return 1 if DOES_NOT_FIT in verdicts else 3 if safe and TIGHT in verdicts else 0
 
 
-@command(vaemem.predict, f"model tiled_op sizes batch {_ON_A_CARD} safe answer_format")
+@command(vaemem.predict, f"model tiled_op sizes batch {_ON_A_CARD} calibrate_rows safe answer_format")
 def run_fits(args: argparse.Namespace, asked: dict[str, Any]) -> int:
     """Whether PyTorch has room for images on a card, and what would fit; ends with 1 where it has none."""
     found = [vaemem.predict(height=h, width=w, **asked) for h, w in args.sizes]
@@ -263,9 +264,9 @@ def run_report(args: argparse.Namespace, asked: dict[str, Any]) -> None:
         print(file)
 
 
-@command(vaemem.predict, f"model tiled_op sizes batch {_ON_A_CARD} tensors format")
+@command(vaemem.predict, f"model tiled_op sizes batch {_ON_A_CARD} calibrate_rows tensors format")
 def run_predict(args: argparse.Namespace, asked: dict[str, Any]) -> None:
-    """PyTorch's peak allocated and reserved VRAM, with no GPU and no PyTorch."""
+    """PyTorch's peak allocated and reserved VRAM, and its seconds, with no GPU and no PyTorch."""
     if args.format != "text":
         of = {"models": asked.pop("model"), "ops": asked.pop("op"), "dtypes": asked.pop("dtype", None)}
         return _print(vaemem.sweep(sizes=args.sizes, source="predicted", **of, **asked), args.format)
@@ -273,6 +274,8 @@ def run_predict(args: argparse.Namespace, asked: dict[str, Any]) -> None:
         prediction = vaemem.predict(height=height, width=width, **asked)
         print(repr(prediction))
         print(f"  workspaces: {prediction.workspace_source}")
+        if prediction.seconds:
+            print(f"  seconds: {prediction.seconds}; {prediction.seconds.why}")
         for tensor in prediction.peak_tensors[: args.tensors]:
             print(f"  {tensor.bytes / MIB:10.2f} MiB  {tensor.name}")
 
@@ -366,13 +369,14 @@ def run_bound(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     print(found if args.format == "text" else found.python().rstrip("\n"))
 
 
-@command(reproduce.print_all, "no_table rows_csv plan equation")
+@command(reproduce.print_all, "no_table rows_csv seconds plan equation")
 def run_reproduce(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     """The published PyTorch benchmark, row by row: measured, predicted, error."""
-    if args.plan or args.equation:
+    reports = {judge_seconds: args.seconds, reproduce_plan: args.plan, judge_text: args.equation}
+    if any(reports.values()):
         if args.table or args.csv:
-            raise ValueError("--plan, --equation: want neither a table nor --csv beside them")
-        print("\n\n".join([reproduce_plan()] * args.plan + [judge_text()] * args.equation))
+            raise ValueError("--seconds, --plan, --equation: want neither a table nor --csv beside them")
+        print("\n\n".join(judge() for judge, is_asked in reports.items() if is_asked))
         return
     if args.csv:
         check_writable(args.csv)
@@ -404,9 +408,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _run(run: Action, function: Callable[..., Any], args: argparse.Namespace) -> int | None:
-    known, pairs = inspect.signature(function).parameters, ("components", "calibrate")
+    known = inspect.signature(function).parameters
     given = {name: value for name, value in vars(args).items() if name in known}
-    return run(args, given | {name: dict(given[name]) for name in pairs if name in given})
+    given |= {name: dict(given[name]) for name in ("components", "calibrate") if isinstance(given.get(name), list)}
+    if isinstance(given.get("calibrate"), str):
+        given["calibrate"] = _table(given["calibrate"])
+    return run(args, given)
 
 
 def _add(sub: argparse.ArgumentParser, flag: str, function: Callable[..., Any]) -> None:

@@ -167,6 +167,7 @@ FLAGS: dict[str, FlagSettings] = {
     "dtypes": _flag("The types of numbers.", type=_dtype, nargs="+", choices=DTYPES),
     "sides": _flag(type=count, nargs="+", metavar="PIXELS"),
     "plan": _flag("Show eight published ways to fit a 12 GB card instead, and ours.", action="store_true"),
+    "seconds": _flag("Show how far off the published benchmark's times the predicted ones are.", action="store_true"),
     "equation": _flag("Judge a published equation for SD 1.5 instead, term by term.", action="store_true"),
 }
 
@@ -200,5 +201,11 @@ FLAGS |= {
     "planned_runtime": _like("runtime", choices=PLANNED_RUNTIMES),
     "formula_runtime": _like("runtime", help="Whose code runs the VAE."),
     "answer_format": _like("format", choices=("text", "json")),
+    "calibrate_rows": _flag(
+        "A table, as CSV, of runs that were measured on this card: seconds follow from them.",
+        metavar="CSV",
+        dest="calibrate",
+        option="--measured",
+    ),
     "gpus": _flag(nargs="+", metavar="GPU", dest="gpu"),
 }

@@ -114,7 +114,7 @@ def plan_pipeline(
     >>> plan.recommended.way.name
     'model offload, VAE whole'
     >>> print(plan.recommended.seconds)
-    32 s (20 to 53)
+    32 s (19 to 52)
     """
     pipeline = meant("pipeline", pipeline, PIPELINES, SPELT_PIPELINES)
     runtime = meant("runtime", runtime, PLANNED_RUNTIMES)

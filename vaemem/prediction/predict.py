@@ -26,6 +26,7 @@ from vaemem.prediction.formula import derive
 from vaemem.prediction.gpus import Gpu, find_gpu
 from vaemem.prediction.question import ModuleQuestion, Question, ask
 from vaemem.prediction.runtimes import architecture
+from vaemem.prediction.seconds import Seconds
 from vaemem.prediction.usual import OVERFLOWING, usual_dtypes
 from vaemem.prediction.verdict import DOES_NOT_FIT, FITS
 
@@ -70,6 +71,9 @@ class Prediction(SimulatedAnswer):
         What `upper_share` was counted on.
     substitutions : tuple of str
         What stood in for the cuDNN and the card that were asked for.
+    seconds : Seconds or None
+        How long the run takes once the process is warm, on a card with room for it: ``low``, ``likely``, ``high``, and
+        the rates that say so as ``why`` (`vaemem.prediction.seconds`). None where nothing is known of the card's speed.
     verdict : str
         ``"fits"``: even by `upper`. ``"tight"``: the run goes through, but not by `upper`, or only because PyTorch
         gives cached segments back before it gives up, or goes on to cuDNN's next plan where a workspace cannot be had
@@ -162,6 +166,11 @@ class Prediction(SimulatedAnswer):
             yield from map(native._read, protocols)
             yield from native._others(every, *protocols)
 
+    @functools.cached_property
+    def seconds(self) -> Seconds | None:
+        q = self._question
+        return None if self.coarse and not q.calibrate else q.machine.seconds(q.work)
+
     @property
     def formula(self) -> str:
         try:
@@ -251,6 +260,7 @@ class Prediction(SimulatedAnswer):
             *([f"Assumed: {self.assumed}."] if self.assumed else []),
             f"At its height{room} it takes {self._most / MIB:.0f} MiB: {held}. The largest tensor is"
             f" {largest.name}, {largest.bytes / MIB:.0f} MiB.",
+            *([f"It takes {self.seconds}."] if self.seconds and self.verdict != DOES_NOT_FIT else []),
             f"The card reports {self.reported_memory / MIB:.0f} MiB{sold}, less {parts['CUDA context'] / MIB:.0f} for a"
             f" CUDA context{others}.",
             *([f"Stood in for what is not known: {', '.join(self.substitutions)}."] if self.substitutions else []),
@@ -267,6 +277,7 @@ class Prediction(SimulatedAnswer):
         )
         advice = [] if self.verdict == FITS else self.would_fit
         said = {name: getattr(self, name) for name in asked.split()} | self._shared_data()
+        said["seconds"] = self.seconds and self.seconds._asdict()
         return said | {"would_fit": [one._asdict() for one in advice]}
 
 
@@ -316,7 +327,7 @@ def predict(
     *, memory: int | str | None = None, used: int | str = 0, workspace: Any = None,
     protocol: str = USUAL_PROTOCOL, channels_last: bool = False, allow_tf32: bool = True,
     cudnn_benchmark: bool = False, allocator: str = "native", safe: bool = False,
-    os: str = "linux",
+    os: str = "linux", calibrate: Any = None,
 ) -> Prediction:  # fmt: skip
     """The memory that PyTorch takes for a VAE's run: a fresh process, the model loaded, by default two warm-up runs,
     one measured.
@@ -365,6 +376,9 @@ def predict(
         cudaMallocAsync is the driver's memory pool: `Prediction.reserved` is then the least that it can hold, and the
         upper end of `Prediction.band` what the native allocator reserves.
     safe, os : shared
+    calibrate : Table, row or sequence of rows, optional
+        Runs of PyTorch that were measured on this card, with their seconds: `Prediction.seconds` then follows from
+        them, and not from what others measured. Rows of other cards, of the engine, and without seconds are left out.
 
     Raises
     ------
@@ -384,6 +398,11 @@ def predict(
     >>> p = predict("sdxl", "decode", 4096, 4096, dtype="float32", gpu="RTX 4060")
     >>> p.fits, p.out_of_memory_at.name
     (False, 'decoder.up_blocks.1.resnets.0')
+    >>> print(predict("sdxl", "decode", 1024, 1024, dtype="float16", gpu="RTX 4090").seconds)
+    0.14 s (0.12 to 0.17)
+    >>> mine = {"model": "sdxl", "op": "decode", "height": 512, "width": 512, "dtype": "float16", "seconds": 0.25}
+    >>> print(predict("sdxl", "decode", 1024, 1024, dtype="float16", gpu="RTX 3060", calibrate=mine).seconds)
+    1.1 s (0.9 to 1.3)
     """
     return Prediction(ask(**locals()))
 

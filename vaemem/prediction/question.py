@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from vaemem.prediction.benchmark import PROTOCOLS, USUAL_PROTOCOL, Counters, Rea
 from vaemem.prediction.gpus import CONTEXT, Gpu, find_gpu
 from vaemem.prediction.process import SimulatedProcess
 from vaemem.prediction.runtimes import DEFAULT_TORCH, PROGRAM_NAMES, RUNTIMES, architecture, code_of
+from vaemem.prediction.seconds import Machine, vae_machine, vae_work
 from vaemem.prediction.snapshot import BACKENDS, CachingAllocator, parse_conf
 from vaemem.prediction.usual import is_fixed, usual_dtypes
 from vaemem.prediction.workspace import torch_release
@@ -196,10 +197,12 @@ class Asked:
 
 @dataclass(frozen=True)
 class Question(Asked):
-    """What `vaemem.predict` is asked. assumed: which types were taken where none was named, and why."""
+    """What `vaemem.predict` is asked. assumed: which types were taken where none was named, and why; calibrate: rows
+    that were measured on the card."""
 
     job: Job
     assumed: str = field(default="", kw_only=True)
+    calibrate: Sequence[Mapping[str, Any]] = field(default=(), kw_only=True)
 
     @property
     def code(self) -> str:
@@ -218,6 +221,33 @@ class Question(Asked):
             return self.software.unusual
         where = "in tiles" if max(job.height, job.width) > job.tile else "whole, in one tile"
         return f"{where} of {job.tile}", *self.software.unusual
+
+    @property
+    def trace(self) -> _core.Trace:
+        """The model's call."""
+        job, gpu = self.job, self.card.gpu
+        return _core.Trace.vae(
+            job.arch, self.code, job.op.removesuffix("_tiled"), job.dtype, job.height, job.width, job.batch,
+            job.tile or 0, job.slicing, gpu.sm, gpu.multiprocessors, channels_last=self.software.channels_last,
+        )  # fmt: skip
+
+    @property
+    def work(self) -> dict[str, float]:
+        """What takes time in the call, for `machine`."""
+        trace = self.trace
+        return vae_work(trace.flops, trace.attended, trace.moved)
+
+    @property
+    def machine(self) -> Machine:
+        """How fast the card is, as measured runs say: this card's where there are some, or others'."""
+        gpu, runs = self.card.gpu, list[tuple[str, Mapping[str, float], float]]()
+        for row in self.calibrate:
+            of = ask(
+                row["model"], row["op"], row["height"], row["width"], gpu=gpu, dtype=row.get("dtype"),
+                batch=row.get("batch") or 1, runtime=row.get("runtime") or "diffusers",
+            )  # fmt: skip
+            runs.append((of.job.dtype, of.work, row["seconds"]))
+        return vae_machine(gpu, self.job.dtype, runs)
 
     def play(self, process: SimulatedProcess, protocol: str | None = None) -> Reading:
         """A fresh process loads the model and runs what the software's protocol, or another one, says."""
@@ -257,7 +287,7 @@ def ask(
     model: Any, op: str, height: int, width: int, *, gpu: Any = "RTX 4090", memory: int | str | None = None,
     used: int | str = 0, runtime: str = "diffusers", dtype: Any = None, weights_dtype: Any = None,
     tile: int | None = None, slicing: bool = False, workspace: Any = None, cudnn_benchmark: bool = False,
-    safe: bool = False, os: str = "linux", **others: Any,
+    safe: bool = False, os: str = "linux", calibrate: Any = None, **others: Any,
 ) -> Question:  # fmt: skip
     """The arguments of `vaemem.predict` as values, with the defaults that follow from others filled in: ValueError
     names the one that cannot be answered. others: what `Software` and `Job` have beside."""
@@ -291,7 +321,40 @@ def ask(
             f"weights_dtype: want the run's dtype {dtype} with {runtime}, which keeps its weights in it, "
             f"got {weights_dtype!r}"
         )
-    return Question(card, software, job, workspace=workspace, assumed=assumed, safe=flag("safe", safe))
+    rows = () if calibrate is None else _measured_on(card.gpu, calibrate)
+    question = Question(
+        card, software, job, workspace=workspace, assumed=assumed, safe=flag("safe", safe), calibrate=rows
+    )
+    if rows:
+        _ = question.machine  # refuses rows that cannot be
+    return question
+
+
+def _measured_on(gpu: Gpu, rows: Any) -> tuple[Mapping[str, Any], ...]:
+    """Those of the argument `calibrate`, a row or several, that are PyTorch's on that card, and have seconds."""
+
+    def is_its(name: str | None) -> bool:
+        try:
+            return not name or find_gpu(name).key == gpu.key
+        except ValueError:
+            return False
+
+    rows = [rows] if isinstance(rows, Mapping) else rows
+    if not isinstance(rows, Iterable) or isinstance(rows, str):
+        raise ValueError(f"calibrate: want a row of a table, or several, got {rows!r}")
+    rows = list(rows)
+    if wrong := [
+        row for row in rows if not isinstance(row, Mapping) or not {"model", "op", "height", "width"} <= {*row}
+    ]:
+        raise ValueError(f"calibrate: want rows that have model, op, height, width and seconds, got {wrong[0]!r}")
+    found = [row for row in rows if row.get("seconds") and row.get("runtime") != "vaemem" and is_its(row.get("device"))]
+    found = [row for row in found if row.get("source") in (None, "measured")]
+    if not found:
+        raise ValueError(
+            f"calibrate: want runs of PyTorch that were measured on {gpu.name}, with their seconds, got none in"
+            f" {len(rows)} rows"
+        )
+    return tuple(found)
 
 
 def usual_tile(model: Any) -> int:

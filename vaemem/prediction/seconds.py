@@ -421,6 +421,36 @@ class Machine:
         return found
 
 
+def vae_machine(gpu: str | Gpu, dtype: str, runs: Iterable[tuple[str, Work, float]] = ()) -> Machine:
+    """The rates of a card that runs a VAE.
+
+    Parameters
+    ----------
+    gpu, dtype
+        As `gpu_rate` takes them.
+    runs : sequence of (dtype, work, seconds), optional
+        What was measured on the card. Then the rates are those that give these seconds, and the band is no narrower
+        than that of the card whose 98 runs the model was made from: so far off it is from one size or operation to
+        another.
+
+    Examples
+    --------
+    >>> work = vae_work(10e12, 0.5e12, 46e9)
+    >>> print(vae_machine("T4", "float16").seconds(work))
+    1.2 s (0.25 to 5.6)
+    >>> print(vae_machine("T4", "float16", [("float16", work, 2.0)]).seconds(work))
+    2 s (1.6 to 2.5)
+    """
+    machine, runs = Machine({"vae": gpu_rate(gpu, "vae", dtype), "memory": memory_rate(gpu)}), list(runs)
+    if not runs:
+        return machine
+    most = peak(gpu, dtype)
+    alike = [({**work, "vae": work["vae"] * most / peak(gpu, of)}, seconds) for of, work, seconds in runs]
+    rates = machine.calibrated(alike).rates
+    rate = rates["vae"]
+    return Machine(rates | {"vae": rate._replace(factor=max(rate.factor, _data()["vae"]["within"]))})
+
+
 def cards_of(memory: int) -> list[Gpu]:
     """Those of the list that have so many bytes, within 5%."""
     listed = [find_gpu(name) for name in gpu_names()]

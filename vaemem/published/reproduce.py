@@ -124,17 +124,21 @@ def reproduce(table: Iterable[Measured], workspace: Any = None) -> list[Replayed
 # ---- the rows one by one ----
 
 
-def predict_row(key: Key, **versions: Any) -> Prediction:
-    """A row of the table predicted alone, in a fresh process, with the tiles that the row had."""
+def asked_of(key: Key) -> dict[str, Any]:
+    """What `vaemem.predict` is asked of a row of the table alone, with the tiles that the row had."""
     name, op, height, width, dtype, group = key
     if name != "flux" and op == "encode" and height >= 1536:
         op = "encode_tiled"
     tile = BENCHMARK_TILE if op.endswith("_tiled") else None
     weights = "float16" if group == 2 else dtype
     runtime = "bfl" if name == "flux" else "diffusers"
-    return predict(
-        name, op, height, width, dtype, gpu=GPU, runtime=runtime, weights_dtype=weights, tile=tile, **versions
-    )
+    asked = {"model": name, "op": op, "height": height, "width": width, "dtype": dtype, "weights_dtype": weights}
+    return asked | {"gpu": GPU, "runtime": runtime, "tile": tile}
+
+
+def predict_row(key: Key, **versions: Any) -> Prediction:
+    """A row of the table predicted alone, in a fresh process."""
+    return predict(**asked_of(key), **versions)
 
 
 def covered(table: Iterable[Measured], **versions: Any) -> int:

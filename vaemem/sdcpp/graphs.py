@@ -592,7 +592,7 @@ def graph(
     Examples
     --------
     >>> graph("zimage", tokens=20, weight_type="q8_0", flash=True)
-    Graph(buffer=579391872, pool=..., weights=6544989312, flops=..., runs=1)
+    Graph(buffer=579391872, pool=..., weights=6544989312, flops=..., runs=1, moved=...)
     """
     choose("component", component, COMPONENTS)
     build, stride, padded = COMPONENTS[component]

@@ -80,7 +80,7 @@ def sweep(
         runs that model in, as `vaemem.predict` does. VAE objects have their own.
     source : {"measured", "estimated", "predicted"}
         "measured" runs each case on the engine; "estimated" asks its plan and runs nothing (no seconds); "predicted"
-        asks `vaemem.predict` what PyTorch takes on each GPU (no seconds).
+        asks `vaemem.predict` what PyTorch takes on each GPU.
     device : str, optional
         Where the engine runs named models: ``"cpu"`` (default), ``"cuda"``, ``"cuda:1"``. VAE objects run where they
         are.
@@ -102,7 +102,8 @@ def sweep(
         For named models in float32, as for `VAE.load`; other types want "highest". VAE objects have their own.
     **others
         Predicted: `runtime`, `torch_version`, `cudnn_version`, `weights_dtype`, `tile`, `slicing`, `memory`, `used`,
-        `protocol`, `channels_last`, `allow_tf32` and `allocator`, as `vaemem.predict` takes them, for every row.
+        `protocol`, `channels_last`, `allow_tf32`, `allocator` and `calibrate`, as `vaemem.predict` takes them, for
+        every row.
 
     Returns
     -------
@@ -111,7 +112,8 @@ def sweep(
         activations + scratch (cuDNN's workspace too) + output, `reserved_bytes` what was held from the system beside
         the weights. On a GPU arrays come from host memory and return there.
         Predicted rows have the runtime whose code it is, the card's full name as `device`, and `Prediction.allocated`
-        and `reserved`, which are those of a card with room for them: whether it fits, `vaemem.predict` says. `versions`
+        and `reserved`, which are those of a card with room for them: whether it fits, `vaemem.predict` says. Their
+        `seconds` are `Prediction.seconds`, likely, from `seconds_low` to `seconds_high`. `versions`
         tells what stood in for the cuDNN or the card that was asked for, and the settings that are not as usual: of a
         tiled op the tile's side, or that one tile holds the whole image.
 
@@ -264,10 +266,12 @@ def _predictions(
 def _predicted(p: Prediction) -> Row:
     cudnn = f", cudnn {p.cudnn_version}" if p.cudnn_version else ""
     stood_in = f" (substituted: {'; '.join(p.substitutions)})" if p.substitutions else ""
+    took = p.seconds
     return {
         "model": p.model, "op": p.op, "height": p.height, "width": p.width, "batch": p.batch, "dtype": p.dtype,
         "runtime": p.runtime, "device": p.gpu, "source": "predicted", "allocated_bytes": p.allocated,
         "reserved_bytes": p.reserved, "weights_bytes": p.weights_bytes,
+        "seconds": took and took.likely, "seconds_low": took and took.low, "seconds_high": took and took.high,
         "versions": ", ".join([f"torch {p.torch_version}{cudnn}{stood_in}", *p.settings, f"vaemem {__version__}"]),
     }  # fmt: skip
 

@@ -51,6 +51,8 @@ SCHEMA: tuple[Column, ...] = (
     Column("scratch_bytes", "bytes", "of allocated_bytes at the peak: work space and the run's bookkeeping"),
     Column("output_bytes", "bytes", "of allocated_bytes at the peak: the result handed to the caller"),
     Column("seconds", "seconds", "wall clock of one run"),
+    Column("seconds_low", "seconds", "of predicted seconds, the least that the rates leave open"),
+    Column("seconds_high", "seconds", "of predicted seconds, the most"),
     Column("group", "number", "the measuring series that a row belongs to, where its author numbered them"),
     Column("versions", "text", "of the software that ran, as 'name version' separated by commas"),
     Column("work", "ratio", "FLOPs relative to a run without a limit; weights that each task transforms add a tenth"),
