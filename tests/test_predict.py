@@ -8,6 +8,7 @@ import json
 import math
 import pickle
 import re
+import shlex
 import sys
 from pathlib import Path
 from unittest import mock
@@ -23,7 +24,7 @@ from vaemem.prediction.benchmark import PROTOCOLS, USUAL_PROTOCOL, benchmark
 from vaemem.prediction.cudnn import InstalledCudnn
 from vaemem.prediction.formula import formula
 from vaemem.prediction.moments import ROUNDED_UP
-from vaemem.prediction.predict import Prediction, predict
+from vaemem.prediction.predict import Prediction, predict, shell_command
 from vaemem.prediction.process import SimulatedProcess
 from vaemem.prediction.workspace import Workspace
 from vaemem.published import reproduce
@@ -342,6 +343,11 @@ def test_any_config(tmp_path):
         ({"batch": 0}, "batch"),
         ({"tile": 512}, "tile: want it with a tiled op"),
         ({"op": "decode_tiled", "tile": 10}, "tile: want a multiple"),
+        ({"tile_overlap": 0.5}, "tile_overlap: want it with a tiled op of the diffusers runtime, got decode of diff"),
+        ({"tile_overlap": 0.5, "op": "decode_tiled", "runtime": "comfyui"}, "got decode_tiled of comfyui"),
+        ({"tile_overlap": 1, "op": "decode_tiled"}, "tile_overlap: want a number from 0 to less than 1, got 1"),
+        ({"tile_overlap": "a half", "op": "decode_tiled"}, "tile_overlap: want a number from 0 .* got 'a half'"),
+        ({"tile_overlap": 0.999, "op": "decode_tiled"}, "tile_overlap: want from 0 .* a tile of 128, got 0.999"),
     ],
 )
 def test_bad_questions(change, named):
@@ -590,6 +596,21 @@ def test_tiles_are_those_of_the_config(tmp_path):
     assert predict(config, "decode_tiled", 256, 256).tile == 32  # diffusers' default
     with pytest.raises(ValueError, match="tile: want one"):
         predict(config | {"sample_size": "big"}, "decode_tiled", 512, 512)
+
+
+def test_more_overlap_takes_more(capsys):
+    asked = {"dtype": "float16", "tile": 512, "gpu": "RTX 5070 Ti"}
+    none, usual, half = (
+        predict("sdxl", "decode_tiled", 1024, 1024, tile_overlap=part, **asked) for part in (0, None, 0.5)
+    )
+    assert none.allocated < usual.allocated < half.allocated
+    assert usual.allocated == predict("sdxl", "decode_tiled", 1024, 1024, **asked).allocated
+    assert (none.tile_overlap, usual.tile_overlap, half.tile_overlap) == (0, 0.25, 0.5)
+    assert "in tiles of 512, 0.5 of which overlaps" in str(half) and "overlaps" not in str(usual)
+    assert predict("sdxl", "decode", 512, 512, "float16").tile_overlap is None
+    command = shell_command(half._question)
+    assert "--tile-overlap 0.5" in command and "overlap" not in shell_command(usual._question)
+    assert main(shlex.split(command)[1:]) == 0 and "0.5 of which overlaps" in capsys.readouterr().out
 
 
 def test_a_prediction_says_what_stands_in_for_what():

@@ -56,7 +56,8 @@ def formatted(module, channels_last):
 
 
 def diffusers_case(
-    arch, op, height, width, batch=1, tile=0, slicing=False, dtype="float16", *, channels_last=False, first=None
+    arch, op, height, width, batch=1, tile=0, slicing=False, dtype="float16", *, channels_last=False, first=None,
+    tile_overlap=0.25,
 ):  # fmt: skip
     torch = pytest.importorskip("torch")
     pytest.importorskip("diffusers")
@@ -67,7 +68,7 @@ def diffusers_case(
     factor = 2 ** (len(arch["block_out_channels"]) - 1)
     vae = formatted(diffusers_vae(arch, getattr(torch, dtype)), channels_last)
     vae.use_slicing, vae.use_tiling = slicing, bool(tile)
-    vae.tile_sample_min_size, vae.tile_latent_min_size = tile, tile // factor
+    vae.tile_sample_min_size, vae.tile_latent_min_size, vae.tile_overlap_factor = tile, tile // factor, tile_overlap
     for module in [vae.post_quant_conv, vae.decoder.conv_in, vae.decoder.mid_block] * bool(first):
         module.to(getattr(torch, first))  # as StableDiffusionXLPipeline.upcast_vae does
     if op == "decode":
@@ -78,8 +79,9 @@ def diffusers_case(
         image = torch.empty(batch, arch["in_channels"], height, width, dtype=vae.dtype, device="meta")
         recording = record(vae, image, call=lambda v, x: v.encode(x).latent_dist)
     built = _core.Trace.vae(
-        arch, "diffusers", op, dtype, height, width, batch, tile, slicing, channels_last=channels_last, first=first
-    )
+        arch, "diffusers", op, dtype, height, width, batch, tile, slicing, channels_last=channels_last, first=first,
+        tile_overlap=tile_overlap,
+    )  # fmt: skip
     assert_same(built, recording.trace)
     assert recording.unmodelled == {}
     return recording
@@ -147,6 +149,14 @@ def test_upcast_vae_leaves_the_first_blocks_in_half_precision(case, channels_las
     diffusers_case(
         MODELS["sdxl"], "decode", 192, 256, *case, dtype="float32", first="float16", channels_last=channels_last
     )
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("op", ["encode", "decode"])
+@pytest.mark.parametrize("tile, overlap", [(72, 0.25), (64, 0.0), (64, 0.125), (64, 0.3), (64, 0.5), (72, 0.75)])
+def test_tiles_overlap_as_diffusers_rounds_it(tile, overlap, op):
+    """Where a part is no whole latent, diffusers rounds the distance of tiles and what is blended each down."""
+    diffusers_case(SMALL, op, 192, 196, tile=tile, tile_overlap=overlap)
 
 
 def test_tiles_of_a_shipped_model():
@@ -503,6 +513,7 @@ def test_flash_attention_splits_keys_when_queries_are_few():
         ({"runtime": "comfyui", "arch": {**SMALL, "use_quant_conv": False}}, "runtime: want diffusers for small"),
         ({"runtime": "a1111", "op": "encode", "tile": 512, "height": 8, "width": 4096}, "want a tile that leaves"),
         ({"tile": 1 << 21}, "at most 2\\^20"),
+        *(({"tile": 64, "tile_overlap": part}, "tile_overlap: want from 0") for part in (-0.1, 0.9, 1.0, float("nan"))),
         ({"free_bytes": -1}, "free_bytes: want 0 or more"),
         ({"arch": {**SMALL, "norm_num_groups": 7}}, "block_out_channels"),
         ({"arch": {"name": "nothing"}}, "want the key"),

@@ -133,6 +133,7 @@ typedef struct vm_trace_vae {
                                     upcast_vae keeps half precision; the same as dtype elsewhere */
     size_t height, width, batch; /* of the image; multiples of vm_arch_factor */
     size_t tile;                 /* side of a tile in pixels; 0: tiling is off */
+    double tile_overlap; /* diffusers' tile_overlap_factor, the part of its side that tiles share; others' is fixed */
     bool slicing;
     bool sends;         /* accelerate's hooks (cpu_offload) send each submodule's weights for its call */
     bool channels_last; /* the filters' memory format: module.to(memory_format=torch.channels_last) */

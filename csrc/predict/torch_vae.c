@@ -33,7 +33,7 @@ static tensor decode_latents(walk *w, const tensor *z) {
 
 /* Sides and distance of tiles, in what goes in and in what comes out, and how many there are: 0 where one call does. */
 typedef struct tiling {
-    size_t in, out, step, rows, cols;
+    size_t in, out, step, extent, rows, cols; /* extent: of what comes out, how much is blended */
 } tiling;
 
 static tiling tiling_of(const vm_trace_vae *v) {
@@ -42,7 +42,8 @@ static tiling tiling_of(const vm_trace_vae *v) {
     const size_t h = decodes ? v->height / factor : v->height, w = decodes ? v->width / factor : v->width;
     tiling t = {.in = decodes ? small : v->tile, .out = decodes ? v->tile : small};
     if (!v->tile || (h <= t.in && w <= t.in)) return t;
-    t.step = t.in - t.in / 4;
+    t.step = (size_t)((double)t.in * (1 - v->tile_overlap));
+    t.extent = (size_t)((double)t.out * v->tile_overlap);
     t.rows = (h + t.step - 1) / t.step;
     t.cols = (w + t.step - 1) / t.step;
     return t;
@@ -60,7 +61,7 @@ static void blend(walk *w, size_t lines, size_t count, path name) {
 static tensor tiled(walk *w, const tensor *x, tiling tiles) {
     const bool decodes = w->vae->op == VM_DECODE;
     const size_t in = tiles.in, step = tiles.step, rows = tiles.rows, cols = tiles.cols;
-    const size_t extent = tiles.out / 4, limit = tiles.out - extent;
+    const size_t extent = tiles.extent, limit = tiles.out - extent;
     const path blending = {"blend"}, cat = {"cat"};
     void *block;
     if (!w->status) w->status = vm_mem_alloc(vm_mem_common, VM_SCRATCH, (rows * cols + rows) * sizeof(tensor), &block);
@@ -286,6 +287,9 @@ static vm_status check(const vm_trace_vae *v) {
     if (v->tile && (v->tile % multiple || v->tile < 4 * factor || v->tile > 1u << 20))
         return vm_fail(VM_EINVAL, "tile: want a multiple of %zu, at least %zu, at most 2^20, got %zu", multiple,
                        4 * factor, v->tile);
+    if (v->tile && !(v->tile_overlap >= 0 && (double)(v->tile / factor) * (1 - v->tile_overlap) >= 1))
+        return vm_fail(VM_EINVAL, "tile_overlap: want from 0 to less than 1, a latent less than a tile of %zu, got %g",
+                       v->tile / factor, v->tile_overlap);
     return check_runtime(v);
 }
 

@@ -21,6 +21,7 @@ static vm_trace *build(input *in) {
     const uint64_t more = take(in, 1);
     v.first = more & 1 ? more / 2 % 3 : v.dtype;
     v.sends = more & 8;
+    v.tile_overlap = more & 16 ? (double)(more / 32) / 8 : 0.25;
     vm_trace *t;
     vm_status s = how & 128 ? vm_trace_vae_weights(&arch, v.runtime, v.dtype, &t) : vm_trace_vae_build(&v, &t);
     return s ? NULL : t;

@@ -48,8 +48,8 @@ from vaemem.published.times import judge_seconds
 from vaemem.tables.table import Table
 
 _ON_A_CARD = (
-    "dtype weights_dtype runtime tile slicing protocol gpu used os memory cudnn_version torch_version channels_last"
-    " allow_tf32 allocator cudnn_benchmark"
+    "dtype weights_dtype runtime tile tile_overlap slicing protocol gpu used os memory cudnn_version torch_version"
+    " channels_last allow_tf32 allocator cudnn_benchmark"
 )
 _WEIGHTS, _RUN = "weights output of_model config", "memory_limit progress device dtype precision"
 _PIPELINE = "pipeline size batch used prompt_tokens guidance image steps dtype components"

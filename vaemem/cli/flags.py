@@ -127,6 +127,7 @@ FLAGS: dict[str, FlagSettings] = {
     "safe": _flag("What is tight does not count as fitting: ends with 3 there.", action="store_true"),
     "tight": _flag("What is tight counts as fitting too.", action="store_false", dest="safe", option="--tight"),
     "tile": _flag(metavar="PIXELS"),
+    "tile_overlap": _flag(metavar="PART"),
     "os": _flag(choices=KEPT),
     "protocol": _flag(choices=PROTOCOLS),
     "cudnn_version": _flag(metavar="VERSION", option="--cudnn"),

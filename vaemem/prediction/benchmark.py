@@ -5,7 +5,7 @@ Which names the script holds meanwhile decides what is still allocated when a me
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from vaemem._common import OPS, choose
 from vaemem.prediction.process import LoadedVAE, SimulatedProcess, Tensor
@@ -88,18 +88,19 @@ class Names:
 def benchmark(
     process: SimulatedProcess, vae: LoadedVAE, op: str, height: int, width: int, batch: int = 1, *,
     dtype: str | None = None, input_dtype: str | None = None, upcast: bool = False, tile: int = 0,
-    slicing: bool = False, protocol: Protocol = SEED_TABLE,
+    tile_overlap: float = 0.25, slicing: bool = False, protocol: Protocol = SEED_TABLE,
 ) -> list[Reading]:  # fmt: skip
     """Plays the benchmark that the seed table was made with: warm-up runs, then measured ones.
 
     An encode is sampled and scaled, as pipelines do. `dtype` and `input_dtype`, the weights' by default, are those of
     the run and of the input: where they differ, weights and input are converted within each run, and the weights back
-    after it; with `upcast` as diffusers' ``upcast_vae`` does for a decode, whose first blocks keep the input's. `tile`
-    and `slicing` are as `SimulatedProcess.encode` takes them. There is one reading of each measured run; the first
-    still holds what the warm-up runs left bound. Where the protocol does not empty the cache before each run, it is
-    emptied before the first measured one alone, and each reading is of all measured runs so far.
+    after it; with `upcast` as diffusers' ``upcast_vae`` does for a decode, whose first blocks keep the input's. `tile`,
+    `tile_overlap` and `slicing` are as `SimulatedProcess.encode` takes them. There is one reading of each measured
+    run; the first still holds what the warm-up runs left bound. Where the protocol does not empty the cache before each
+    run, it is emptied before the first measured one alone, and each reading is of all measured runs so far.
     """
     choose("op", op, OPS)
+    how: dict[str, Any] = {"tile": tile, "tile_overlap": tile_overlap, "slicing": slicing}
     weights_dtype = vae.dtype
     dtype = dtype or weights_dtype
     input_dtype = input_dtype or weights_dtype
@@ -124,15 +125,15 @@ def benchmark(
         x = converted()
         if runtime.samples:
             method = process.encode if op == "encode" else process.decode
-            names["result"] = method(vae, x, tile=tile, slicing=slicing)  # refused where the runtime has neither
+            names["result"] = method(vae, x, **how)  # refused where the runtime has neither
         elif op == "encode":
-            names["dist"] = process.encode(vae, x, tile=tile, slicing=slicing)
+            names["dist"] = process.encode(vae, x, **how)
             names["result"] = process.sample(names["dist"])
             if measured:
                 names["result"] = process.elementwise(names["result"], "latents")
         else:
             names["scaled"] = process.elementwise(x, "latents [scaled]")
-            names["result"] = process.decode(vae, names["scaled"], tile=tile, slicing=slicing)
+            names["result"] = process.decode(vae, names["scaled"], **how)
 
     measurements: list[Reading] = []
     for i in range(protocol.warmups + protocol.runs):

@@ -24,7 +24,7 @@ from vaemem.prediction.answer import SimulatedAnswer
 from vaemem.prediction.benchmark import USUAL_PROTOCOL
 from vaemem.prediction.formula import derive
 from vaemem.prediction.gpus import Gpu, find_gpu
-from vaemem.prediction.question import ModuleQuestion, Question, ask
+from vaemem.prediction.question import OVERLAP, ModuleQuestion, Question, ask
 from vaemem.prediction.runtimes import architecture
 from vaemem.prediction.seconds import Seconds
 from vaemem.prediction.usual import OVERFLOWING, usual_dtypes
@@ -125,8 +125,8 @@ class Prediction(SimulatedAnswer):
         ``(name, allocated, reserved)`` step by step through the model's call; bytes as the counters stand.
     formula : str
         ``allocated`` as a closed form in the image's H and W at this size's peak, or why there is none.
-    model, op, height, width, batch, dtype, runtime, gpu, torch_version, cudnn_version, weights_dtype, tile, slicing,
-    protocol, channels_last, allow_tf32, allocator
+    model, op, height, width, batch, dtype, runtime, gpu, torch_version, cudnn_version, weights_dtype, tile,
+    tile_overlap, slicing, protocol, channels_last, allow_tf32, allocator
         What was asked.
     settings : tuple of str
         Which of the last four are not as usual, in words; and of a tiled op whether the image is cut.
@@ -151,6 +151,7 @@ class Prediction(SimulatedAnswer):
         self.model: str = job.arch["name"]
         self.op, self.height, self.width, self.batch, self.dtype = job.op, job.height, job.width, job.batch, job.dtype
         self.weights_dtype, self.tile, self.slicing = job.weights_dtype, job.tile, job.slicing
+        self.tile_overlap = job.tile_overlap if job.tile and question.code == "diffusers" else None
         self.runtime, self.allocator, self.settings = software.runtime, software.allocator, question.settings
         self.assumed = question.assumed
         self.channels_last, self.allow_tf32 = software.channels_last, software.allow_tf32
@@ -272,8 +273,8 @@ class Prediction(SimulatedAnswer):
 
     def _data(self) -> dict[str, Any]:
         asked = (
-            "model op height width batch dtype weights_dtype runtime tile slicing channels_last allow_tf32 allocator"
-            " assumed"
+            "model op height width batch dtype weights_dtype runtime tile tile_overlap slicing channels_last"
+            " allow_tf32 allocator assumed"
         )
         advice = [] if self.verdict == FITS else self.would_fit
         said = {name: getattr(self, name) for name in asked.split()} | self._shared_data()
@@ -309,7 +310,8 @@ def shell_command(question: Question, verb: str = "fits") -> str:
             "os": "windows" if card.unsure else None, "dtype": None if is_usual else job.dtype,
             "weights-dtype": None if is_usual or job.dtype == job.weights_dtype else job.weights_dtype,
             "runtime": None if software.runtime == "diffusers" else software.runtime, "tile": job.tile,
-            "slicing": job.slicing, "torch": software.torch_version, "cudnn": software.cudnn_version,
+            "tile-overlap": None if job.tile_overlap == OVERLAP else job.tile_overlap, "slicing": job.slicing,
+            "torch": software.torch_version, "cudnn": software.cudnn_version,
             "protocol": None if software.protocol == USUAL_PROTOCOL else software.protocol,
             "channels-last": software.channels_last, "no-tf32": not software.allow_tf32,
             "allocator": None if software.allocator == "native" else software.allocator,
@@ -324,7 +326,7 @@ def predict(
     model: str | Mapping[str, Any], op: str, height: int, width: int, dtype: str | None = None, batch: int = 1,
     runtime: str = "diffusers", gpu: str = "RTX 4090", cudnn_version: str | None = None,
     torch_version: str | None = None, weights_dtype: str | None = None, tile: int | None = None, slicing: bool = False,
-    *, memory: int | str | None = None, used: int | str = 0, workspace: Any = None,
+    *, tile_overlap: float | None = None, memory: int | str | None = None, used: int | str = 0, workspace: Any = None,
     protocol: str = USUAL_PROTOCOL, channels_last: bool = False, allow_tf32: bool = True,
     cudnn_benchmark: bool = False, allocator: str = "native", safe: bool = False,
     os: str = "linux", calibrate: Any = None,
@@ -344,10 +346,13 @@ def predict(
     tile : int, optional
         The side of a tile in pixels for the tiled ops of diffusers, comfyui and a1111; by default the config's
         sample_size, as in diffusers (512 for sd15, 1024 for the others), ComfyUI's 512, and what A1111's Tiled VAE
-        recommends for the card. Tiles overlap by a quarter, diffusers' default; ComfyUI's by 64 pixels, at most a
-        quarter, in three passes; those of Tiled VAE are padded on every side, by 11 latents or 32 pixels.
+        recommends for the card. ComfyUI's tiles overlap by 64 pixels, at most a quarter, in three passes; those of
+        Tiled VAE are padded on every side, by 11 latents or 32 pixels.
     slicing : bool
         Whether one image of the batch is run after the other (diffusers' ``enable_slicing``).
+    tile_overlap : float, optional
+        The part of its side that a tile shares with the next, from 0 to less than 1: diffusers' tile_overlap_factor, a
+        quarter by default. For the tiled ops of diffusers alone, whose class lets it be set.
     memory, used : shared
     workspace : object, optional
         What answers for the convolutions' workspaces in place of `vaemem.prediction.workspace.Workspace`.

@@ -252,7 +252,9 @@ class SimulatedProcess:
         """A new tensor of x's shape: ``x * 0.5``, or ``x.to(dtype)`` with another dtype."""
         return self._take(name, x.shape, dtype or x.dtype)
 
-    def encode(self, vae: LoadedVAE, image: Tensor, *, tile: int = 0, slicing: bool = False) -> Tensor:
+    def encode(
+        self, vae: LoadedVAE, image: Tensor, *, tile: int = 0, tile_overlap: float = 0.25, slicing: bool = False
+    ) -> Tensor:
         """The model's ``encode``: latents from bfl and comfyui, the posterior from the others (see `sample`).
 
         Parameters
@@ -262,14 +264,18 @@ class SimulatedProcess:
             (N, in_channels, H, W), of the weights' dtype; H and W multiples of the factor.
         tile : int
             Side of a tile in pixels where tiling is on, 0 where it is off.
+        tile_overlap : float
+            The part of it that diffusers' tiles share with the next; other runtimes' is fixed.
         slicing : bool
             One image of the batch after the other.
         """
-        return self._call_vae(vae, "encode", image, tile, slicing)
+        return self._call_vae(vae, "encode", image, tile, tile_overlap, slicing)
 
-    def decode(self, vae: LoadedVAE, latents: Tensor, *, tile: int = 0, slicing: bool = False) -> Tensor:
+    def decode(
+        self, vae: LoadedVAE, latents: Tensor, *, tile: int = 0, tile_overlap: float = 0.25, slicing: bool = False
+    ) -> Tensor:
         """The model's ``decode``: the image. Parameters as in `encode`; latents (N, latent_channels, H/8, W/8)."""
-        return self._call_vae(vae, "decode", latents, tile, slicing)
+        return self._call_vae(vae, "decode", latents, tile, tile_overlap, slicing)
 
     def sample(self, posterior: Tensor, name: str = "latents") -> Tensor:
         """``posterior.sample()``: mean + std * noise."""
@@ -401,7 +407,7 @@ class SimulatedProcess:
         self._with_others.update(zip(new, self._core.again(new, spans) if new else (), strict=True))
         return [self._with_others[one][run] for one in workspaces]
 
-    def _call_vae(self, vae: LoadedVAE, op: str, x: Tensor, tile: int, slicing: bool) -> Tensor:
+    def _call_vae(self, vae: LoadedVAE, op: str, x: Tensor, tile: int, tile_overlap: float, slicing: bool) -> Tensor:
         arch, encodes = vae.arch, op == "encode"
         channels = arch["in_channels" if encodes else "latent_channels"]
         if vae.storages is None or x.storages is None:
@@ -425,8 +431,8 @@ class SimulatedProcess:
         free = max(self.available - self.allocated, 0) if runtime.looks_at_memory else 0
         trace = _vae_trace(
             vae.key, runtime=vae.runtime, op=op, dtype=vae.dtype, height=height, width=width, batch=batch,
-            tile=tile, slicing=slicing, sm=self.gpu.sm, multiprocessors=self.gpu.multiprocessors,
-            free_bytes=free, channels_last=vae.channels_last, first=first, sends=vae.sends,
+            tile=tile, slicing=slicing, sm=self.gpu.sm, multiprocessors=self.gpu.multiprocessors, free_bytes=free,
+            channels_last=vae.channels_last, first=first, sends=vae.sends, tile_overlap=tile_overlap,
         )  # fmt: skip
         return self._as_tensor(f"{op} of {arch['name']}", self.call(trace), result, vae.dtype)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from vaemem import _core
-from vaemem._common import DTYPES, MIB, TILED_OPS, Message, Named, choose, flag, latent_factor, meant, whole
+from vaemem._common import DTYPES, MIB, TILED_OPS, Message, Named, choose, flag, latent_factor, meant, real, whole
 from vaemem.engine.layouts import SAMPLE_SIZES, named_sample_size, sample_size_of
 from vaemem.engine.limits import parse_size
 from vaemem.prediction.benchmark import PROTOCOLS, USUAL_PROTOCOL, Counters, Reading, benchmark
@@ -30,6 +30,7 @@ LAST_COPYING_NORM = (2, 14)
 # left 0.78 to 0.94 GiB out of PyTorch's reach, the context among it (black-forest-labs/flux#70, ComfyUI-SUPIR#102).
 # Windows 10 before 2020 kept 15% and more (ollama#9167), which is not meant.
 KEPT = {"linux": (0, 0), "windows": (125 * MIB, 850 * MIB)}
+OVERLAP = 0.25  # the part of its side that a tile shares with the next by default: diffusers' tile_overlap_factor
 MOST_SIDE = 1 << 20  # pixels a side
 MOST = {"height": MOST_SIDE, "width": MOST_SIDE, "tile": MOST_SIDE, "batch": 1 << 16}  # as the core has them
 # Pixels of a tile's side on a card of more MiB than so many: ComfyUI's nodes, and what A1111's Tiled VAE recommends.
@@ -148,6 +149,7 @@ class Job:
     weights_dtype: str
     batch: int = 1
     tile: int | None = None
+    tile_overlap: float = OVERLAP
     slicing: bool = False
     upcast: bool = False  # by diffusers' upcast_vae, which leaves the first blocks of a decode in the weights' type
 
@@ -156,6 +158,8 @@ class Job:
             choose(name, getattr(self, name), known)
         if self.tile is not None and not self.is_tiled:
             raise ValueError(f"tile: want it with a tiled op, got {self.tile!r} with {self.op}")
+        if not 0 <= real(self.tile_overlap) < 1:
+            raise ValueError(f"tile_overlap: want a number from 0 to less than 1, got {self.tile_overlap!r}")
         for name, most in MOST.items():
             if name != "tile" or self.is_tiled:
                 object.__setattr__(self, name, whole(name, getattr(self, name), most=most))
@@ -220,7 +224,8 @@ class Question(Asked):
         if not job.tile:
             return self.software.unusual
         where = "in tiles" if max(job.height, job.width) > job.tile else "whole, in one tile"
-        return f"{where} of {job.tile}", *self.software.unusual
+        shared = () if job.tile_overlap == OVERLAP else (f"{job.tile_overlap:g} of which overlaps",)
+        return f"{where} of {job.tile}", *shared, *self.software.unusual
 
     @property
     def trace(self) -> _core.Trace:
@@ -229,6 +234,7 @@ class Question(Asked):
         return _core.Trace.vae(
             job.arch, self.code, job.op.removesuffix("_tiled"), job.dtype, job.height, job.width, job.batch,
             job.tile or 0, job.slicing, gpu.sm, gpu.multiprocessors, channels_last=self.software.channels_last,
+            tile_overlap=job.tile_overlap,
         )  # fmt: skip
 
     @property
@@ -255,8 +261,8 @@ class Question(Asked):
         vae = process.load(job.arch, job.weights_dtype, self.code, channels_last=software.channels_last)
         *_, measured = benchmark(
             process, vae, job.op.removesuffix("_tiled"), job.height, job.width, job.batch, dtype=job.dtype,
-            input_dtype=job.weights_dtype, upcast=job.upcast, tile=job.tile or 0, slicing=job.slicing,
-            protocol=PROTOCOLS[protocol or software.protocol],
+            input_dtype=job.weights_dtype, upcast=job.upcast, tile=job.tile or 0,
+            tile_overlap=job.tile_overlap, slicing=job.slicing, protocol=PROTOCOLS[protocol or software.protocol],
         )  # fmt: skip
         return measured
 
@@ -286,8 +292,8 @@ class ModuleQuestion(Asked):
 def ask(
     model: Any, op: str, height: int, width: int, *, gpu: Any = "RTX 4090", memory: int | str | None = None,
     used: int | str = 0, runtime: str = "diffusers", dtype: Any = None, weights_dtype: Any = None,
-    tile: int | None = None, slicing: bool = False, workspace: Any = None, cudnn_benchmark: bool = False,
-    safe: bool = False, os: str = "linux", calibrate: Any = None, **others: Any,
+    tile: int | None = None, tile_overlap: float | None = None, slicing: bool = False, workspace: Any = None,
+    cudnn_benchmark: bool = False, safe: bool = False, os: str = "linux", calibrate: Any = None, **others: Any,
 ) -> Question:  # fmt: skip
     """The arguments of `vaemem.predict` as values, with the defaults that follow from others filled in: ValueError
     names the one that cannot be answered. others: what `Software` and `Job` have beside."""
@@ -301,6 +307,10 @@ def ask(
     runtime = meant("runtime", runtime, PROGRAM_NAMES)
     if slicing and code_of(runtime, arch["name"]) != "diffusers":
         raise ValueError(f"slicing: want it with the diffusers runtime, got {runtime}")
+    if tile_overlap is None:
+        tile_overlap = OVERLAP
+    elif not is_tiled or code_of(runtime, arch["name"]) != "diffusers":
+        raise ValueError(f"tile_overlap: want it with a tiled op of the diffusers runtime, got {op} of {runtime}")
     known = {one.name for one in (*fields(Software), *fields(Job))}
     for name in others:
         if name not in known:
@@ -315,7 +325,10 @@ def ask(
     dtype = meant("dtype", usual.dtype if dtype is None else dtype, DTYPES)
     weights_dtype = meant("weights_dtype", kept if weights_dtype is None else weights_dtype, DTYPES)
     upcast = bool(assumed) and usual.upcast and weights_dtype != dtype
-    job = Job(arch, op, height, width, dtype, weights_dtype, tile=tile, slicing=slicing, upcast=upcast, **others)
+    job = Job(
+        arch, op, height, width, dtype, weights_dtype, tile=tile, tile_overlap=tile_overlap, slicing=slicing,
+        upcast=upcast, **others,
+    )  # fmt: skip
     if RUNTIMES[code_of(runtime, arch["name"])].host and weights_dtype != dtype:
         raise ValueError(
             f"weights_dtype: want the run's dtype {dtype} with {runtime}, which keeps its weights in it, "
