@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from vaemem.pytorch.loading import BUILDERS, default_dtype
+
 Sizes = Mapping[str, int]
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 HALF = (torch.float16, torch.bfloat16)
@@ -50,13 +52,8 @@ def products(*factors: Sequence[str]) -> list[str]:
 
 def make(module: Module, dtype: torch.dtype, device: str = "meta") -> torch.nn.Module:
     """A module in a dtype from the beginning, as from_pretrained makes it: what has another of its own keeps that."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device(device):
-            return module.build().eval()
-    finally:
-        torch.set_default_dtype(before)
+    with default_dtype(dtype), torch.device(device):
+        return module.build().eval()
 
 
 def missing(module: Module) -> str:
@@ -99,24 +96,6 @@ UNET_POINTS = points(
 UNET_CHECKS = points("n h w t", (2, 88, 120, 77), (8, 57, 66, 154), (1, 17, 130, 77))
 
 
-def _sd15_unet() -> torch.nn.Module:
-    from diffusers import UNet2DConditionModel
-
-    return UNet2DConditionModel(sample_size=64, cross_attention_dim=768, attention_head_dim=8)
-
-
-def _sdxl_unet() -> torch.nn.Module:
-    from diffusers import UNet2DConditionModel
-
-    return UNet2DConditionModel(
-        sample_size=128, block_out_channels=(320, 640, 1280), cross_attention_dim=2048,
-        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
-        up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"), attention_head_dim=(5, 10, 20),
-        transformer_layers_per_block=(1, 2, 10), use_linear_projection=True, addition_embed_type="text_time",
-        addition_time_embed_dim=256, projection_class_embeddings_input_dim=2816,
-    )  # fmt: skip
-
-
 def _unet_call(sizes: Sizes, dtype: torch.dtype, channels: int, time: torch.dtype, **extra: Any) -> Call:
     """The step's time is one of the scheduler's on the device: whole for PNDM, SD 1.5's, and float32 for Euler."""
     x = torch.empty(sizes["n"], 4, sizes["h"], sizes["w"], dtype=dtype)
@@ -144,12 +123,6 @@ FLUX_POINTS = points(
     (2, 62, 90, 77), (3, 48, 122, 300), (4, 100, 50, 512), (5, 64, 64, 128),
 )  # fmt: skip
 FLUX_CHECKS = points("n h w t", (1, 104, 152, 512), (2, 66, 58, 128))
-
-
-def _flux(guidance: bool) -> torch.nn.Module:
-    from diffusers import FluxTransformer2DModel
-
-    return FluxTransformer2DModel(guidance_embeds=guidance)
 
 
 def _flux_call(sizes: Sizes, dtype: torch.dtype, guidance: bool) -> Call:
@@ -187,12 +160,6 @@ ZIMAGE_CASES = (*(f"1 n = {n + 1}" for n in range(ZIMAGE_BATCH)), "1 t = 1 t32",
 PADDED = PATCHES | {"t32": ("1 t", 32, 32), "p32": ("1 h1 w1", 32, 32)}
 
 
-def _zimage() -> torch.nn.Module:
-    from diffusers import ZImageTransformer2DModel
-
-    return ZImageTransformer2DModel(axes_lens=[1536, 512, 512])
-
-
 def _zimage_call(sizes: Sizes, dtype: torch.dtype) -> Call:
     n, h, w, t = (sizes[name] for name in "nhwt")
     latents = [torch.empty(16, 1, h, w, dtype=dtype) for _ in range(n)]
@@ -212,47 +179,6 @@ LONG_POINTS = points(
 )
 LONG_CHECKS = points("n t", (1, 300), (3, 512))
 TEXT_MONOMIALS = products(["", "n"], ["", "t", "t t"])
-
-
-def _clip_l() -> torch.nn.Module:
-    from transformers import CLIPTextConfig, CLIPTextModel
-
-    config = CLIPTextConfig(
-        vocab_size=49408, hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12,
-        projection_dim=768, hidden_act="quick_gelu", bos_token_id=0, eos_token_id=2, pad_token_id=1,
-    )  # fmt: skip
-    return CLIPTextModel(config)
-
-
-def _openclip_g() -> torch.nn.Module:
-    from transformers import CLIPTextConfig, CLIPTextModelWithProjection
-
-    config = CLIPTextConfig(
-        vocab_size=49408, hidden_size=1280, intermediate_size=5120, num_hidden_layers=32, num_attention_heads=20,
-        projection_dim=1280, hidden_act="gelu", bos_token_id=0, eos_token_id=2, pad_token_id=1,
-    )  # fmt: skip
-    return CLIPTextModelWithProjection(config)
-
-
-def _t5_xxl() -> torch.nn.Module:
-    from transformers import T5Config, T5EncoderModel
-
-    config = T5Config(
-        vocab_size=32128, d_model=4096, d_kv=64, d_ff=10240, num_layers=24, num_heads=64,
-        feed_forward_proj="gated-gelu", tie_word_embeddings=False, use_cache=False,
-    )  # fmt: skip
-    return T5EncoderModel(config)
-
-
-def _qwen3_4b() -> torch.nn.Module:
-    from transformers import Qwen3Config, Qwen3Model
-
-    config = Qwen3Config(
-        vocab_size=151936, hidden_size=2560, intermediate_size=9728, num_hidden_layers=36, num_attention_heads=32,
-        num_key_value_heads=8, head_dim=128, max_position_embeddings=40960, rope_theta=1000000, rms_norm_eps=1e-6,
-        tie_word_embeddings=True,
-    )  # fmt: skip
-    return Qwen3Model(config)
 
 
 def _ids(sizes: Sizes) -> torch.Tensor:
@@ -285,82 +211,77 @@ def _pooled_and_last_but_one(module: torch.nn.Module, *args: Any, **kwargs: Any)
     return output[0], output.hidden_states[-2]
 
 
-def _safety_checker() -> torch.nn.Module:
-    from diffusers.pipelines.stable_diffusion import StableDiffusionSafetyChecker
-    from transformers import CLIPConfig
-
-    vision = dict(
-        hidden_size=1024, intermediate_size=4096, num_hidden_layers=24, num_attention_heads=16, patch_size=14,
-        image_size=224, projection_dim=768,
-    )  # fmt: skip
-    return StableDiffusionSafetyChecker(CLIPConfig(vision_config=vision, projection_dim=768))
-
-
 def _checked(checker: Any, image: torch.Tensor) -> torch.Tensor:
     """What it makes on the device; it looks at the rest on the host."""
     return checker.visual_projection(checker.vision_model(image)[1])
 
 
-# Configurations are those of config.json in the published folders, where they differ from the classes' defaults:
-# stable-diffusion-v1-5, stabilityai/stable-diffusion-xl-base-1.0, black-forest-labs/FLUX.1-dev and FLUX.1-schnell,
-# Tongyi-MAI/Z-Image-Turbo.
 MODULES = {
     "safety-checker": Module(
-        "StableDiffusionSafetyChecker; n images", _safety_checker,
+        "StableDiffusionSafetyChecker; n images", BUILDERS["safety-checker"],
         lambda sizes, dtype: ((torch.empty(sizes["n"], 3, 224, 224, dtype=dtype),), {}),
         points("n", (2,), (3,), (5,)), points("n", (1,), (4,)), ["", "n"], run=_checked,
     ),
     "sd15-unet": Module(
         "UNet2DConditionModel of stable-diffusion-v1-5; n images, twice with guidance, a latent h x w, t tokens",
-        _sd15_unet, _sd15_unet_call, UNET_POINTS, UNET_CHECKS, products(["", "n"], ["", "t"], levels(3)), halved(3),
+        BUILDERS["sd15-unet"],
+        _sd15_unet_call, UNET_POINTS, UNET_CHECKS, products(["", "n"], ["", "t"], levels(3)), halved(3),
     ),
     "sdxl-unet": Module(
         "UNet2DConditionModel of stable-diffusion-xl-base-1.0; n images, twice with guidance, a latent h x w, t tokens",
-        _sdxl_unet, _sdxl_unet_call, UNET_POINTS, UNET_CHECKS, products(["", "n"], ["", "t"], levels(2)), halved(2),
+        BUILDERS["sdxl-unet"],
+        _sdxl_unet_call, UNET_POINTS, UNET_CHECKS, products(["", "n"], ["", "t"], levels(2)), halved(2),
     ),
     "flux-transformer": Module(
         "FluxTransformer2DModel of FLUX.1-dev; n images, an even latent h x w, t tokens",
-        partial(_flux, guidance=True), partial(_flux_call, guidance=True), FLUX_POINTS, FLUX_CHECKS, PATCH_MONOMIALS,
+        BUILDERS["flux-transformer"],
+        partial(_flux_call, guidance=True), FLUX_POINTS, FLUX_CHECKS, PATCH_MONOMIALS,
         PATCHES, (*SINGLE, *EVEN),
     ),
     "flux-schnell-transformer": Module(
         "FluxTransformer2DModel of FLUX.1-schnell; n images, an even latent h x w, t tokens",
-        partial(_flux, guidance=False), partial(_flux_call, guidance=False), FLUX_POINTS, FLUX_CHECKS, PATCH_MONOMIALS,
+        BUILDERS["flux-schnell-transformer"],
+        partial(_flux_call, guidance=False), FLUX_POINTS, FLUX_CHECKS, PATCH_MONOMIALS,
         PATCHES, (*SINGLE, *EVEN),
     ),
     "clip-l": Module(
         "CLIPTextModel of clip-vit-large-patch14 as SD 1.5 calls it; n prompts of t tokens",
-        _clip_l, _tokens, TEXT_POINTS, TEXT_CHECKS, TEXT_MONOMIALS,
+        BUILDERS["clip-l"], _tokens, TEXT_POINTS, TEXT_CHECKS, TEXT_MONOMIALS,
         run=lambda module, *args, **kwargs: module(*args, **kwargs)[0],
     ),
     "clip-l-sdxl": Module(
         "The same as SDXL calls it: the outputs of all layers, of which it keeps the last but one",
-        _clip_l, _tokens_for_all_layers, TEXT_POINTS, TEXT_CHECKS, TEXT_MONOMIALS,
+        BUILDERS["clip-l"],
+        _tokens_for_all_layers, TEXT_POINTS, TEXT_CHECKS, TEXT_MONOMIALS,
         run=_last_but_one,
     ),
     "clip-l-flux": Module(
         "The same as FLUX.1 calls it, which keeps one vector a prompt",
-        _clip_l, _tokens_alone, TEXT_POINTS, TEXT_CHECKS, TEXT_MONOMIALS,
+        BUILDERS["clip-l"], _tokens_alone, TEXT_POINTS, TEXT_CHECKS, TEXT_MONOMIALS,
         run=lambda module, *args, **kwargs: module(*args, **kwargs).pooler_output,
     ),
     "openclip-g": Module(
         "CLIPTextModelWithProjection of OpenCLIP ViT-bigG as SDXL calls it; n prompts of t tokens",
-        _openclip_g, _tokens_for_all_layers, TEXT_POINTS, TEXT_CHECKS, TEXT_MONOMIALS, run=_pooled_and_last_but_one,
+        BUILDERS["openclip-g"],
+        _tokens_for_all_layers, TEXT_POINTS, TEXT_CHECKS, TEXT_MONOMIALS, run=_pooled_and_last_but_one,
     ),
     "t5-xxl": Module(
         "T5EncoderModel of T5 v1.1 XXL as FLUX.1 calls it; n prompts of t tokens",
-        _t5_xxl, _tokens_alone, LONG_POINTS, LONG_CHECKS, TEXT_MONOMIALS, cases=SINGLE,
+        BUILDERS["t5-xxl"],
+        _tokens_alone, LONG_POINTS, LONG_CHECKS, TEXT_MONOMIALS, cases=SINGLE,
         dtypes=(torch.bfloat16, torch.float32),
         run=lambda module, *args, **kwargs: module(*args, **kwargs)[0],
     ),
     "qwen3-4b": Module(
         "Qwen3Model of Z-Image-Turbo's text_encoder; n prompts, padded to t tokens",
-        _qwen3_4b, _padded_tokens, LONG_POINTS, LONG_CHECKS, TEXT_MONOMIALS, cases=SINGLE, run=_last_but_one,
+        BUILDERS["qwen3-4b"],
+        _padded_tokens, LONG_POINTS, LONG_CHECKS, TEXT_MONOMIALS, cases=SINGLE, run=_last_but_one,
         needs=("transformers", "5.23"),
     ),
     "zimage-transformer": Module(
         "ZImageTransformer2DModel of Z-Image-Turbo; n images, an even latent h x w, t tokens of each prompt",
-        _zimage, _zimage_call, ZIMAGE_POINTS, ZIMAGE_CHECKS, ZIMAGE_MONOMIALS, PADDED, ZIMAGE_CASES,
+        BUILDERS["zimage-transformer"],
+        _zimage_call, ZIMAGE_POINTS, ZIMAGE_CHECKS, ZIMAGE_MONOMIALS, PADDED, ZIMAGE_CASES,
         dtypes=HALF, needs=("diffusers", "0.42"),
     ),
 }  # fmt: skip

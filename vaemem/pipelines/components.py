@@ -55,6 +55,11 @@ class Pipeline(NamedTuple):
     optional: Mapping[str, str] = {}
 
     @property
+    def class_name(self) -> str:
+        """That of diffusers."""
+        return self.about.split()[0]
+
+    @property
     def denoiser(self) -> str:
         """Its role."""
         return "unet" if "unet" in self.parts else "transformer"

@@ -9,13 +9,17 @@ from vaemem._common import need
 need("torch", "vaemem.pytorch")
 
 from vaemem.prediction.predict import ModulePrediction
+from vaemem.pytorch.loading import load_pipeline
 from vaemem.pytorch.measuring import measure
 from vaemem.pytorch.recording import Recording, predict_peak, record
 
 if TYPE_CHECKING:
     from vaemem.pytorch.autoencoder import AutoencoderKL
 
-__all__ = ["AutoencoderKL", "ModulePrediction", "Recording", "measure", "predict_peak", "record"]
+__all__ = [
+    "AutoencoderKL", "ModulePrediction", "Recording", "load_pipeline", "measure",
+    "predict_peak", "record",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

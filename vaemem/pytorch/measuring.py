@@ -62,6 +62,10 @@ class CudaMeter:
         """Gives the cache back, and resets the peaks."""
         gc.collect()
         self._cuda.empty_cache()
+        self.reset()
+
+    def reset(self) -> None:
+        """Resets the peaks alone."""
         self._cuda.reset_peak_memory_stats(self._device)
 
     def wait(self) -> None:
@@ -74,7 +78,7 @@ class CudaMeter:
         return self._cuda.memory_allocated(self._device), self._cuda.memory_reserved(self._device)
 
     def after(self) -> tuple[int | None, int]:
-        """The peaks of both since `clear`."""
+        """The peaks of both since they were reset."""
         self.wait()
         return self._cuda.max_memory_allocated(self._device), self._cuda.max_memory_reserved(self._device)
 
@@ -89,7 +93,7 @@ class CpuMeter:
         if sys.platform != "linux":
             raise OSError("measure: want Linux, whose /proc tells the peak resident size of a CPU run")
         self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc; others keep little
-        self.before()
+        self.reset()
 
     def clear(self) -> None:
         gc.collect()
@@ -99,12 +103,15 @@ class CpuMeter:
     def wait(self) -> None:
         pass
 
-    def before(self) -> tuple[int, int]:
+    def reset(self) -> None:
         try:
             with open("/proc/self/clear_refs", "w") as file:
                 file.write("5")  # VmHWM starts again from here
         except OSError as error:
             raise OSError(f"measure: want a system that lets a process reset its peak resident size: {error}") from None
+
+    def before(self) -> tuple[int, int]:
+        self.reset()
         return 0, _status("VmRSS:")
 
     def after(self) -> tuple[int | None, int]:
@@ -243,7 +250,7 @@ def measure(
         raise ValueError(f"op: want encode or decode with runtime bfl, which has no tiles, got {op!r}")
     tile = whole("tile", BENCHMARK_TILE if tile is None else tile)
     warmups, runs, batch = whole("warmups", warmups, 0), whole("runs", runs), whole("batch", batch)
-    place = _device(device)
+    place = find_device(device)
     for name, path in (("snapshot", snapshot), ("profile", profile)):
         if path is not None and place.type != "cuda":
             raise ValueError(f"{name}: want a CUDA device to record, got {place}")
@@ -298,7 +305,8 @@ def _mean(done: Sequence[Measurement]) -> dict[str, Any]:
 # ---- the request ----
 
 
-def _device(device: Any) -> Any:
+def find_device(device: Any) -> Any:
+    """The torch.device to measure on, with its number; where it is None the GPU, or the CPU where there is none."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -309,7 +317,9 @@ def _device(device: Any) -> Any:
         raise ValueError(f"device: want a CUDA device or the CPU, got {device!r}")
     if place.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device: want one that is there, got {device!r}; PyTorch {torch.__version__} finds no GPU")
-    return torch.device("cuda", torch.cuda.current_device()) if place == torch.device("cuda") else place
+    if place.type == "cpu":
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device()) if place.index is None else place
 
 
 def _maker(model: Any, runtime: str) -> Callable[[], _Subject]:

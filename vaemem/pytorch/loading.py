@@ -1,0 +1,251 @@
+"""Pipelines to measure: from a folder, from the cache of the Hub, or of full size with random weights."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from vaemem import _core
+from vaemem._common import DTYPES, choose, meant, need
+from vaemem.engine.layouts import config_of
+from vaemem.pipelines.asked import OFFLOADS, VAE_WAYS
+from vaemem.pipelines.components import CLIP_TOKENS, CLIPS, PIPELINES, SPELT_PIPELINES
+from vaemem.prediction.runtimes import architecture
+from vaemem.pytorch.measuring import find_device
+
+# ---- components ----
+
+# Their configurations are those of config.json in the published folders, where they differ from the classes' defaults:
+# stable-diffusion-v1-5, stabilityai/stable-diffusion-xl-base-1.0, black-forest-labs/FLUX.1-dev and FLUX.1-schnell,
+# Tongyi-MAI/Z-Image-Turbo.
+
+
+def _sd15_unet() -> Any:
+    from diffusers import UNet2DConditionModel
+
+    return UNet2DConditionModel(sample_size=64, cross_attention_dim=768, attention_head_dim=8)
+
+
+def _sdxl_unet() -> Any:
+    from diffusers import UNet2DConditionModel
+
+    return UNet2DConditionModel(
+        sample_size=128, block_out_channels=(320, 640, 1280), cross_attention_dim=2048,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"), attention_head_dim=(5, 10, 20),
+        transformer_layers_per_block=(1, 2, 10), use_linear_projection=True, addition_embed_type="text_time",
+        addition_time_embed_dim=256, projection_class_embeddings_input_dim=2816,
+    )  # fmt: skip
+
+
+def _flux(guidance: bool) -> Any:
+    from diffusers import FluxTransformer2DModel
+
+    return FluxTransformer2DModel(guidance_embeds=guidance)
+
+
+def _zimage() -> Any:
+    from diffusers import ZImageTransformer2DModel
+
+    return ZImageTransformer2DModel(axes_lens=[1536, 512, 512])
+
+
+def _clip_l() -> Any:
+    from transformers import CLIPTextConfig, CLIPTextModel
+
+    config = CLIPTextConfig(
+        vocab_size=49408, hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12,
+        projection_dim=768, hidden_act="quick_gelu", bos_token_id=0, eos_token_id=2, pad_token_id=1,
+    )  # fmt: skip
+    return CLIPTextModel(config)
+
+
+def _openclip_g() -> Any:
+    from transformers import CLIPTextConfig, CLIPTextModelWithProjection
+
+    config = CLIPTextConfig(
+        vocab_size=49408, hidden_size=1280, intermediate_size=5120, num_hidden_layers=32, num_attention_heads=20,
+        projection_dim=1280, hidden_act="gelu", bos_token_id=0, eos_token_id=2, pad_token_id=1,
+    )  # fmt: skip
+    return CLIPTextModelWithProjection(config)
+
+
+def _t5_xxl() -> Any:
+    from transformers import T5Config, T5EncoderModel
+
+    config = T5Config(
+        vocab_size=32128, d_model=4096, d_kv=64, d_ff=10240, num_layers=24, num_heads=64,
+        feed_forward_proj="gated-gelu", tie_word_embeddings=False, use_cache=False,
+    )  # fmt: skip
+    return T5EncoderModel(config)
+
+
+def _qwen3_4b() -> Any:
+    from transformers import Qwen3Config, Qwen3Model
+
+    config = Qwen3Config(
+        vocab_size=151936, hidden_size=2560, intermediate_size=9728, num_hidden_layers=36, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=128, max_position_embeddings=40960, rope_theta=1000000, rms_norm_eps=1e-6,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    return Qwen3Model(config)
+
+
+def _safety_checker() -> Any:
+    from diffusers.pipelines.stable_diffusion import StableDiffusionSafetyChecker
+    from transformers import CLIPConfig
+
+    vision = dict(
+        hidden_size=1024, intermediate_size=4096, num_hidden_layers=24, num_attention_heads=16, patch_size=14,
+        image_size=224, projection_dim=768,
+    )  # fmt: skip
+    return StableDiffusionSafetyChecker(CLIPConfig(vision_config=vision, projection_dim=768))
+
+
+def _vae(model: str) -> Any:
+    from diffusers import AutoencoderKL
+
+    return AutoencoderKL(**{key: value for key, value in config_of(architecture(model)).items() if key[0] != "_"})
+
+
+# What makes each component, in the default dtype on the default device.
+BUILDERS: dict[str, Callable[[], Any]] = {
+    "safety-checker": _safety_checker, "sd15-unet": _sd15_unet, "sdxl-unet": _sdxl_unet,
+    "flux-transformer": partial(_flux, guidance=True), "flux-schnell-transformer": partial(_flux, guidance=False),
+    "zimage-transformer": _zimage, "openclip-g": _openclip_g, "t5-xxl": _t5_xxl, "qwen3-4b": _qwen3_4b,
+    **dict.fromkeys(("clip-l", "clip-l-sdxl", "clip-l-flux"), _clip_l),
+    **{model: partial(_vae, model) for model in _core.models()},
+}  # fmt: skip
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Modules that are built within have it, as from_pretrained builds them: what has another of its own keeps that."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+# ---- pipelines ----
+
+
+class _Undrawn(TorchFunctionMode):
+    """Weights that are built within are left as they come: to draw those of FLUX takes minutes."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = (*args, *(kwargs or {}).values())
+        drawn = "normal_", "uniform_", "trunc_normal_", "xavier_uniform_", "kaiming_uniform_"
+        return given[0] if getattr(func, "__name__", "") in drawn else func(*args, **(kwargs or {}))
+
+
+def _random_pipeline(name: str, dtype: str) -> Any:
+    diffusers, kind = need("diffusers", f"random weights of {name}"), PIPELINES[name]
+    build = getattr(diffusers, kind.class_name, None)
+    if build is None:
+        raise ImportError(f"random: want a diffusers that has {kind.class_name}, got {diffusers.__version__}")
+    parts: dict[str, Any] = {}
+    noise = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0)) / 50
+    for role, component in kind.parts.items():
+        with default_dtype(getattr(torch, dtype)), _Undrawn():
+            parts[role] = BUILDERS[component]().eval()
+        for weight in parts[role].parameters():
+            for piece in weight.data.view(-1).split(len(noise)):
+                piece.copy_(noise[: len(piece)])
+        if role in kind.encoders:
+            length = CLIP_TOKENS if component in CLIPS else 512
+            parts[role.replace("text_encoder", "tokenizer")] = _tokenizer(length)
+    flow = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=name == "flux")
+    betas = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "steps_offset": 1}
+    parts["scheduler"] = {
+        "sd15": diffusers.PNDMScheduler(**betas, skip_prk_steps=True),
+        "sdxl": diffusers.EulerDiscreteScheduler(**betas),
+    }.get(name, flow)
+    without = dict.fromkeys(("safety_checker", "feature_extractor"))
+    without |= dict.fromkeys(("requires_safety_checker", "add_watermarker"), False)
+    known = inspect.signature(build).parameters
+    return build(**parts, **{key: value for key, value in without.items() if key in known})
+
+
+def _tokenizer(length: int) -> Any:
+    """One that knows a word, and pads as the real ones do."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({"<pad>": 0, "word": 1}, unk_token="word"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    made = PreTrainedTokenizerFast(tokenizer_object=words, model_max_length=length, pad_token="<pad>")
+    made.chat_template = "{{ messages[0].content }}"
+    return made
+
+
+def load_pipeline(
+    source: str, dtype: str | None = None, offload: str = "none", vae: str = "whole", random: bool = False,
+    device: Any = None,
+) -> Any:  # fmt: skip
+    """A pipeline of diffusers, ready to be measured; nothing is downloaded.
+
+    Parameters
+    ----------
+    source : str
+        A folder of diffusers', or an id whose files are in the Hub's cache; with `random` ``"sd15"``, ``"sdxl"``,
+        ``"flux"``, ``"flux-schnell"`` or ``"zimage-turbo"``.
+    dtype : str, optional
+        What it is loaded in; by default float16 for SD 1.5 and SDXL, bfloat16 for others.
+    offload : str
+        ``"none"``, ``"model"`` or ``"sequential"``, as `vaemem.predict_pipeline` takes it.
+    vae : str
+        ``"whole"``, ``"tiled"`` or ``"sliced"``.
+    random : bool
+        Whether it is built from configs, of full size with random weights and a tokenizer that knows one word, on
+        which neither memory nor time depends. It has no safety checker.
+    device : torch.device or str, optional
+        Where it runs, by default on the GPU where PyTorch has one, else on the CPU.
+
+    Returns
+    -------
+    diffusers.DiffusionPipeline
+
+    Raises
+    ------
+    ValueError
+        An argument that cannot be, named.
+    ImportError
+        No diffusers, or one that does not have the pipeline; no accelerate where something is offloaded.
+    OSError
+        Files that are not there.
+
+    Examples
+    --------
+    >>> from vaemem.pytorch import load_pipeline
+    >>> load_pipeline("sd3", random=True)
+    Traceback (most recent call last):
+        ...
+    ValueError: source: want one of sd15, sdxl, flux, flux-schnell, zimage-turbo, got 'sd3'
+    """
+    place = find_device(device)
+    choose("offload", offload, OFFLOADS)
+    choose("vae", vae, VAE_WAYS[:-1])
+    if random:
+        name = meant("source", source, PIPELINES, SPELT_PIPELINES)
+        pipe = _random_pipeline(name, meant("dtype", dtype or PIPELINES[name].dtype, DTYPES))
+    else:
+        loader = need("diffusers", "load_pipeline").DiffusionPipeline
+        class_name = loader.load_config(source, local_files_only=True)["_class_name"]
+        usual = next((kind.dtype for kind in PIPELINES.values() if kind.class_name == class_name), "bfloat16")
+        run = getattr(torch, meant("dtype", dtype or usual, DTYPES))
+        pipe = loader.from_pretrained(source, torch_dtype=run, local_files_only=True)
+    if vae != "whole":
+        pipe.vae.enable_tiling() if vae == "tiled" else pipe.vae.enable_slicing()
+    if offload == "none":
+        return pipe.to(place)
+    getattr(pipe, f"enable_{offload}_cpu_offload")(device=place)
+    return pipe
