@@ -52,7 +52,7 @@ def test_formula_command(capsys):
     assert main(["formula", "sdxl", "--op", "decode", "--dtype", "fp16", *small, "--format", "python"]) == 0
     functions = {}
     exec(capsys.readouterr().out, functions)
-    least, likely, most = functions["sdxl_decode_float16_diffusers_reserved_bytes"](512, 576)
+    least, _, most = functions["sdxl_decode_float16_diffusers_reserved_bytes"](512, 576)
     assert least <= vaemem.predict("sdxl", "decode", 512, 576, "float16", gpu="T4").reserved <= most
     assert main(["formula", "flux", "--op", "encode", *small, "--format", "json"]) == 0
     assert json.loads(capsys.readouterr().out)["forms"]["allocated"]["pieces"][0]["where"].startswith("encoder.")

@@ -75,7 +75,7 @@ def test_the_whole_equation_for_sd15():
         assert terms["total"] == pytest.approx(said(h, w, tokens))
         assert max(terms, key=lambda name: terms[name] * (name in ("encode image", "denoise", "decode"))) == "denoise"
         case = row(model="sd15", op="pipeline", height=h, width=w)
-        assert ESTIMATORS["sd15-equation"](case | {"prompt_tokens": tokens}) == terms["total"]
+        assert ESTIMATORS["sd15-equation"](case | {"tokens": tokens}) == terms["total"]
     assert round(sd15_equation(512, 512)["total"] / 2**30, 2) == 2.40
     assert ESTIMATORS["sd15-equation"](Table([row(model="sd15", op="pipeline", side=512)])[0]) / 2**30 < 2.41
     with pytest.raises(ValueError, match="prompt_tokens: want a whole number of at least 1, got 0"):

@@ -7,9 +7,10 @@ import json
 import pytest
 
 import vaemem
-from vaemem import VAE, Table, predict, sweep
+from vaemem import VAE, Table, compare, fit, predict, predict_pipeline, report, seed_table, sweep
 from vaemem.__main__ import main
 from vaemem.engine.layouts import config_of, known_arch
+from vaemem.tables.estimators import sd15_equation
 
 CARDS = ["RTX 4090", "RTX 3060"]
 
@@ -178,3 +179,117 @@ def test_predict_command(capsys, form, read):
     want = sweep("sdxl", "decode", [512, (512, 768)], source="predicted", gpu="RTX 3060")
     assert {row["dtype"] for row in want} == {"float32"}
     assert read(io.StringIO(capsys.readouterr().out)) == want
+
+
+# ---- whole pipelines ----
+
+
+def test_pipelines_are_rows():
+    """A row a phase and one of the whole, by model, card, batch, size and length of the prompt; and files hold them."""
+    table = sweep(
+        ["sd15", "flux"],
+        "pipeline",
+        (512, 768),
+        gpu=["T4", "RTX 4090"],
+        batch=[1, 2],
+        offload="model",
+        dtypes="float32",
+    )
+    assert {(row["model"], row["device"], row["batch"]) for row in table} == {
+        (model, device, batch)
+        for model in ("sd15", "flux")
+        for device in ("Tesla T4", "NVIDIA GeForce RTX 4090")
+        for batch in (1, 2)
+    }
+    p = predict_pipeline("sd15", 768, 768, 2, gpu="T4", offload="model", dtype="float32")
+    mine = table.filter(model="sd15", device="Tesla T4", batch=2, height=768)
+    assert [(row["phase"], row["reserved_bytes"]) for row in mine] == [
+        *((phase.name, phase.total) for phase in p.phases), ("whole", p.peak)
+    ]  # fmt: skip
+    assert list(mine) == list(Table(p.rows()))
+    assert {row["way"] for row in table} == {"offload model, VAE whole"} and {row["source"] for row in table} == {
+        "predicted"
+    }
+    assert Table.from_csv(io.StringIO(table.to_csv())) == table
+
+
+def test_lengths_of_prompts():
+    table = sweep("flux", "pipeline", 512, gpu="RTX 4090", prompt_tokens=[64, 512], offload="model")
+    encode = [row["allocated_bytes"] for row in table.filter(phase="encode prompt")]
+    assert [row["tokens"] for row in table.filter(phase="whole")] == [64, 512] and encode[0] < encode[1]
+
+
+def test_pipelines_are_fitted_by_phase_and_compared():
+    table = sweep("sd15", "pipeline", (512, 768, 1024), gpu="T4")
+    lines = {line.phase: line for line in fit(table)}
+    assert set(lines) == {"load", "encode prompt", "denoise", "decode", "whole"}
+    assert lines["load"].a == pytest.approx(0, abs=1e-6) and lines["decode"].a / 128 == pytest.approx(9.5, rel=0.01)
+    assert lines["decode"].name == "sd15 pipeline decode"
+    whole = table.filter(phase="whole")
+    said = compare(table, ["sd15-equation"])
+    assert [row.row["phase"] for row in said.rows] == ["whole"] * 3
+    want = [
+        sd15_equation(side, side)["total"] / row["reserved_bytes"] - 1
+        for side, row in zip((512, 768, 1024), whole, strict=True)
+    ]
+    assert [row.error for row in said.rows] == pytest.approx(want)
+    assert not compare(table, ["comfyui", predict]).rows and not said.left_out
+
+
+def test_pipelines_in_a_report():
+    table = sweep("sd15", "pipeline", (512, 768), gpu="T4")
+    text = str(report(table, plots=False))
+    assert "### sd15 on Tesla T4, offload none, VAE whole" in text and "| decode" in text and "sd15-equation" in text
+    both = str(report(table + seed_table(), plots=False))
+    assert "## Whole pipelines" in both and "## Implied constants" in both
+
+
+def test_sdcpps_pipelines_are_rows():
+    rows = predict_pipeline("zimage-turbo", 1024, 1024, gpu="RTX 3060", runtime="sd.cpp", offload="cond_only").rows()
+    table = Table(rows)
+    assert table[-1]["phase"] == "whole" and {row["runtime"] for row in table} == {"sd.cpp"}
+    assert table[0]["way"].startswith("cond_only") and "stable-diffusion.cpp" in table[0]["versions"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"source": "measured"}, ValueError, "ops: want one of encode or decode|ops: want encode or decode"),
+        ({"models": "sd3"}, ValueError, "models: want one of sd15, sdxl, flux"),
+        ({"tile": 512}, ValueError, "tile: want it with a VAE's op among the ops, got it with pipeline"),
+        ({"ops": "decode", "source": "predicted", "offload": "model"}, ValueError,
+         "offload: want it with pipeline among the ops, got it with decode"),
+        ({"batch": [1, 0]}, ValueError, "batch: want a whole number of at least 1, got 0"),
+        ({"ops": "decode", "prompt_tokens": 3}, ValueError, "prompt_tokens: want it with source predicted"),
+        ({"prompt_tokens": [0]}, ValueError, "prompt_tokens: want a whole number of at least 1, got 0"),
+    ],
+)  # fmt: skip
+def test_bad_sweeps_of_pipelines(arguments, error, message):
+    with pytest.raises(error, match=message):
+        sweep(**({"models": "sd15", "ops": "pipeline", "sizes": 512} | arguments))
+
+
+def test_sweep_command_of_pipelines(capsys):
+    assert main(["sweep", "--models", "sd15", "--ops", "pipeline", "--sizes", "512", "--gpu", "T4", "RTX 3060",
+                 "--offload", "model", "--format", "json"]) == 0  # fmt: skip
+    want = sweep("sd15", "pipeline", 512, gpu=["T4", "RTX 3060"], offload="model")
+    assert Table.from_json(io.StringIO(capsys.readouterr().out)) == want
+    assert (
+        main(
+            [
+                "sweep",
+                "--source",
+                "predicted",
+                "--models",
+                "sdxl",
+                "--ops",
+                "decode",
+                "--sizes",
+                "512",
+                "--format",
+                "csv",
+            ]
+        )
+        == 0
+    )
+    assert Table.from_csv(io.StringIO(capsys.readouterr().out)) == sweep("sdxl", "decode", 512, source="predicted")

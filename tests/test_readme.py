@@ -100,8 +100,8 @@ def test_the_pipelines_table_is_what_is_printed(capsys):
         main(["pipeline", "sdxl", "1024x1024", "--gpu", "RTX 4060", "--offload", offload, "--format", "json"])
         said = vaemem.predict_pipeline("sdxl", 1024, 1024, gpu="RTX 4060", offload=offload)
         assert capsys.readouterr().out.strip() == said.to_json().strip()
-        assert [size for size in sizes if size] == [f"{row['total_bytes'] / 2**20:.0f}" for row in said.rows()]
-        ends = [row["phase"] for row in said.rows() if row["fits"] is False]
+        assert [size for size in sizes if size] == [f"{phase.total / 2**20:.0f}" for phase in said.phases]
+        ends = [phase.name for phase in said.phases if phase.fits is False]
         assert outcome == (f"runs out in {ends[0]}" if ends else said.verdict)
         assert f"of {said.available / 2**20:.0f} that" in text
     assert len(shown) == 3

@@ -59,6 +59,7 @@ _SOFTWARE = "memory os cudnn_version torch_version"
 # What an argument's annotation says of its flag.
 _KINDS: dict[str, FlagSettings] = {
     "int": {"type": count},
+    "int | Sequence[int]": {"type": count},
     "float": {"type": float},
     "bool": {"action": "store_true"},
     "int | str": {"metavar": "SIZE"},
@@ -212,15 +213,20 @@ def _has_bar() -> bool:
     return sys.stderr.isatty() and importlib.util.find_spec("tqdm") is not None
 
 
-@command(vaemem.sweep, "models ops of_sizes batch device float32 precision repeats estimate csv format")
+@command(
+    vaemem.sweep,
+    "models sweep_ops of_sizes batches prompt_lengths device sweep_dtype precision repeats estimate source gpus"
+    " sweep_runtime sweep_offload sweep_vae csv format",
+)
 def run_sweep(args: argparse.Namespace, asked: dict[str, Any]) -> None:
-    """Measure the engine's memory and time over models, operations and sizes."""
+    """Memory and time over models, operations and sizes: the engine's, measured, or PyTorch's, predicted."""
     if args.csv:
         check_writable(args.csv)
     ended: BaseException | None = None
+    others = {name: value for name, value in vars(args).items() if name in ("runtime", "offload", "vae") and value}
     try:
         table = vaemem.sweep(
-            dtypes=args.dtype, measure=not args.estimate, **asked, progress=_has_bar()
+            dtypes=args.dtype, measure=not args.estimate, **asked, **others, progress=_has_bar()
         )  # fmt: skip
     except BaseException as error:
         table, ended = getattr(error, "table", Table()), error

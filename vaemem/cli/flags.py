@@ -14,6 +14,7 @@ from vaemem.prediction.bound import APPLICATIONS
 from vaemem.prediction.question import KEPT
 from vaemem.prediction.runtimes import PROGRAM_NAMES
 from vaemem.tables.fit import KEY, TARGETS
+from vaemem.tables.table import SOURCES
 
 
 def _size(text: str) -> tuple[int, int]:
@@ -111,6 +112,7 @@ FLAGS: dict[str, FlagSettings] = {
     "models": _flag(nargs="+", metavar="MODEL"),
     "ops": _flag("The operations.", nargs="+", choices=OPS),
     "estimate": _flag("Ask the plan, and run nothing.", action="store_true"),
+    "source": _flag(choices=SOURCES),
     "target": _flag("The column that is meant.", choices=TARGETS),
     "by": _flag(nargs="+", choices=KEY),
     "quantile": _flag("Fit a line above this share of the rows, which needs SciPy; 1 is above all of them."),
@@ -182,6 +184,17 @@ FLAGS |= {
     "tiled_op": _like("op", choices=TILED_OPS),
     "cropped": _like("size", help="The pictures are cropped to this size."),
     "of_sizes": _like("sizes"),
+    "sweep_ops": _like("ops", choices=(*TILED_OPS, "pipeline"), help="The operations; pipeline is a whole pipeline."),
+    "batches": _like("batch", help="How many images there are in one run.", type=count, nargs="+", metavar="N"),
+    "sweep_dtype": _like(
+        "dtype", help="The type of the numbers; by default float32 for the engine, else the program's.", default=None
+    ),
+    "sweep_runtime": _like("runtime", help="Predicted: whose code runs it.", default=None),
+    "sweep_offload": _flag(
+        "Of pipelines: what comes and goes, none, model or sequential.", default=None, dest="offload"
+    ),
+    "sweep_vae": _flag("Of pipelines: whether the VAE runs whole, tiled or sliced.", default=None, dest="vae"),
+    "prompt_lengths": _like("prompt_tokens", type=count, nargs="+"),
     "usual_sizes": _like("sizes", default=[512, 1024, 2048]),
     "only_sizes": _like("sizes", help="Take only these sizes."),
     "float32": _like("dtype", default="float32"),

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from vaemem._arguments import shared
-from vaemem._common import MIB, flag, html_table, meant, render, whole
+from vaemem._common import MIB, __version__, flag, html_table, meant, render, whole
 from vaemem.pipelines.asked import OFFLOADS, Part, PipelineQuestion, ask_pipeline
 from vaemem.pipelines.components import CLIP_TOKENS, PIPELINES, SPELT_PIPELINES, refuse
 from vaemem.pipelines.pipeline_run import Phase, PipelineRun, play_pipeline
@@ -41,6 +41,7 @@ class _Phases(Written, CardAnswer):
     """What every prediction of a pipeline says of its phases. Printing it shows a line a phase."""
 
     _card: Card
+    _run_row: dict[str, Any]  # what all rows of a table have in common
 
     def __init__(
         self, title: str, available: int, host: int, phases: Sequence[Phase], done: int, lacking: PeakTensor | None,
@@ -99,13 +100,30 @@ class _Phases(Written, CardAnswer):
     # ---- files ----
 
     def rows(self) -> list[dict[str, Any]]:
-        """One dict a phase: sizes in bytes, the largest tensor at its height, whether it goes through.
+        """Rows of a `vaemem.Table`, one a phase, and one of the whole, which reserves what the fullest phase does.
 
         Examples
         --------
-        >>> predict_pipeline("sd15", 512, 512, gpu="T4").rows()[-1]["phase"]
-        'decode'
+        >>> table = Table(predict_pipeline("sd15", 512, 512, gpu="T4").rows())
+        >>> [(row["phase"], row["reserved_bytes"] >> 20) for row in table[-2:]]
+        [('decode', 3238), ('whole', 3238)]
+        >>> print(fit(Table([*table, *predict_pipeline("sd15", 768, 768, gpu="T4").rows()]).filter(phase="decode")))
+        sd15 pipeline decode: allocated_bytes = ...
         """
+        rows = [
+            {
+                "phase": phase.name, "allocated_bytes": phase.allocated, "reserved_bytes": phase.total,
+                "weights_bytes": phase.weights, "activations_bytes": phase.activations,
+                "scratch_bytes": phase.workspace,
+            }
+            for phase in self.phases
+        ]  # fmt: skip
+        most = max(phase.allocated for phase in self.phases)
+        whole = {"phase": "whole", "allocated_bytes": most, "reserved_bytes": self.peak}
+        return [self._run_row | row for row in (*rows, whole)]
+
+    def _lines(self) -> list[dict[str, Any]]:
+        """One dict a phase: sizes in bytes, the largest tensor at its height, whether it goes through."""
         return [
             {
                 "phase": phase.name,
@@ -125,7 +143,7 @@ class _Phases(Written, CardAnswer):
             "title": self.title, "available_bytes": self.available, "host_bytes": self.host, "peak_bytes": self.peak,
             "peak_band_bytes": self.band, "upper_bytes": self.upper, "bottleneck": self.bottleneck, "fits": self.fits,
             "verdict": self.verdict, "summary": self.summary, "on_card_bytes": self.on_card, "spare_bytes": self.spare,
-            "phases": self.rows(), "notes": self.notes,
+            "phases": self._lines(), "notes": self.notes,
         }  # fmt: skip
 
     # ---- for people ----
@@ -293,8 +311,15 @@ class PipelinePrediction(_Phases):
         batch = f", {q.batch} images" if q.batch > 1 else ""
         on_cpu = f", {' and '.join(q.on_cpu)} on the CPU" if q.on_cpu else ""
         where = self._where = f"{q.card.gpu.name}, offload {q.offload}, VAE {q.vae}{on_cpu}"
+        self._run_row = {
+            "model": q.name, "op": "pipeline", "height": q.height, "width": q.width, "batch": q.batch,
+            "tokens": q.tokens, "dtype": q.dtype, "runtime": "diffusers", "device": q.card.gpu.name,
+            "way": f"offload {q.offload}, VAE {q.vae}{on_cpu}", "source": "predicted",
+        }  # fmt: skip
         self._run = play_pipeline(question)
         self._process, self._tried = self._run.process, [_Tried.of(self._run)]
+        ran = f"torch {self._process.torch_version}, cudnn {self._process.workspace.cudnn_version}"
+        self._run_row["versions"] = f"{ran}, vaemem {__version__}"
         available, moved = self._process.available, (*q.on_cpu, *self._run.moved)
         tried, done, lacking = self._within(available)
         super().__init__(
@@ -428,8 +453,11 @@ class GraphPrediction(_Phases):
     (False, 'decode', 8794)
     """
 
-    def __init__(self, title: str, way: Way, available: int, card: Card, safe: bool = False):
+    def __init__(self, asked: Mapping[str, Any], way: Way, available: int, card: Card, safe: bool = False):
+        """asked: what its rows have in common, beside the way."""
         self.way, phases = way, list[Phase]()
+        self._run_row = {**asked, "op": "pipeline", "way": way.name, "runtime": "sd.cpp", "source": "predicted"}
+        title = f"{asked['model']} {asked['height']}x{asked['width']} by sd.cpp ({card.gpu.name})"
         self._card, self._unsure, self._safe = card, card.unsure, safe
         for phase in way.phases:
             work = {name: int(amount) for name, amount in phase.work.items()}
@@ -526,8 +554,11 @@ def predict_pipeline(
             pipeline, height, width, whole("batch", batch), steps, guidance, prompt_tokens, components or {},
             [running.words_of(pipeline, offload, vae)],
         )  # fmt: skip
-        title = f"{pipeline} {height}x{width} by sd.cpp ({card.gpu.name})"
-        return GraphPrediction(title, way, card.available(running.SDCPP_CONTEXT), card, flag("safe", safe))
+        asked = {
+            "model": pipeline, "height": height, "width": width, "batch": batch, "tokens": prompt_tokens,
+            "device": card.gpu.name, "versions": running.SDCPP_VERSION,
+        }  # fmt: skip
+        return GraphPrediction(asked, way, card.available(running.SDCPP_CONTEXT), card, flag("safe", safe))
     software = Software(torch_version=torch_version, cudnn_version=cudnn_version)
     question = ask_pipeline(
         pipeline, height, width, batch, find_card(gpu, memory, used, os), software, prompt_tokens=prompt_tokens,

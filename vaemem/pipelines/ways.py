@@ -121,7 +121,11 @@ class Written(Answer):
         >>> predict_pipeline("sd15", 512, 512, gpu="T4").to_csv().splitlines()[0]
         'phase,total_bytes,weights_bytes,...'
         """
-        return write(path, as_csv(self.rows()))
+        return write(path, as_csv(self._lines()))
+
+    def _lines(self) -> list[dict[str, Any]]:
+        """What is written as CSV."""
+        return self.rows()
 
     def to_markdown(self) -> str:
         """What `print` shows, as Markdown.

@@ -24,7 +24,7 @@ from vaemem.published import claims as published
 from vaemem.published.claims import Checked, Claim, case, constant, ratio
 from vaemem.reports.document import Document
 from vaemem.tables.estimators import SHIPPED, Comparison, compare, pixels, with_tiles
-from vaemem.tables.fit import fit
+from vaemem.tables.fit import FittedLine, fit
 from vaemem.tables.table import Row, Table
 
 if TYPE_CHECKING:
@@ -133,14 +133,29 @@ def report(
     >>> [path.name for path in report(seed_table(), plots=False).save("out")]
     ['report.md', 'report.html']
     """
-    table = Table(table)
+    every = Table(table)
+    table, pipelines = every.filter(lambda row: row["op"] != "pipeline"), every.filter(op="pipeline")
     facts = _Facts(table)
-    if not facts.rows:
-        raise ValueError(f"table: want rows with model, op, height and width, got none in {len(table)} rows")
+    if not facts.rows and not len(pipelines):
+        raise ValueError(f"table: want rows with model, op, height and width, got none in {len(every)} rows")
     comparable = Table(row for row in facts.held if row["dtype"])
     comparison = compare(comparable, estimators, facts.target) if len(comparable) else None
     checked = published.check(table, claims)
     document = Document(title)
+    if facts.rows:
+        _of_vaes(document, facts, comparable, comparison, checked, plots)
+    if len(pipelines):
+        _pipelines(document, pipelines)
+    made = Report(document, comparison, checked)
+    if path is not None:
+        made.save(path, html)
+    return made
+
+
+def _of_vaes(
+    document: Document, facts: _Facts, comparable: Table, comparison: Comparison | None, checked: Checked, plots: bool
+) -> None:
+    """What the rows of VAEs say."""
     _summary(document, facts, checked)
     _advice(document, facts, comparison)
     _system(document, facts)
@@ -154,10 +169,35 @@ def report(
     _formulas(document, facts)
     _models(document, facts)
     _claims(document, checked)
-    made = Report(document, comparison, checked)
-    if path is not None:
-        made.save(path, html)
-    return made
+
+
+def _pipelines(document: Document, table: Table) -> None:
+    """Whole pipelines: what each phase must have of the card, how it grows, and a published equation beside."""
+    document.heading("Whole pipelines")
+    document.text(
+        "What the card must have in each phase, beside a CUDA context, in MiB; the whole needs the most of them."
+    )
+    key = ("model", "device", "way", "height", "width", "batch", "tokens")
+    for (model, device, way), mine in grouped(table, operator.itemgetter(*key[:3])).items():
+        document.heading(f"{model} on {device}, {way}", 3)
+        runs = grouped(mine, operator.itemgetter(*key[3:])).values()
+        phases = distinct(row["phase"] for row in mine)
+        lines = []
+        for rows in runs:
+            held = {row["phase"]: _known(row["reserved_bytes"], mib) for row in rows}
+            first = rows[0]
+            shown = (_known(first[name], str) for name in ("batch", "tokens", "dtype"))
+            lines.append((_size(first), *shown, *(held.get(phase, "") for phase in phases)))
+        document.table(("size", "batch", "tokens", "dtype", *phases), lines)
+        with contextlib.suppress(ValueError):  # one size alone
+            fitted = fit(Table(mine), "reserved_bytes")
+            grows = [(f.phase, f.batch, _known(f.tokens, str), f"{f.a:.1f}", mib(f.b), _span(f)) for f in fitted]
+            document.text("The same as a H W e + b by least squares; errors are the worst of the rows:")
+            document.table(("phase", "batch", "tokens", "a", "b MiB", "error"), grows)
+    said = compare(Table(row for row in table if row["reserved_bytes"]), "sd15-equation")
+    if said.rows:
+        document.text("A published equation for the whole of Stable Diffusion 1.5 beside these rows:")
+        document.table(*said.grid(rows=True))
 
 
 class _Facts:
@@ -389,13 +429,18 @@ def _formulas(document: Document, facts: _Facts) -> None:
         cells = [
             *key, line.n, f"{line.a:.2f}", _known(line.a_error, "{:.2f}".format),
             f"{line.a / 128:.3f}", mib(line.b), _known(line.b_error, mib),
-            f"{_percent(-line.max_under)}..{_percent(line.max_over)}",
+            _span(line),
         ]  # fmt: skip
         if has_scipy:
             (safe,) = fit(rows, facts.target, quantile=1)
             cells += [f"{safe.a:.2f}", mib(safe.b), _percent(safe.max_over)]
         lines.append(cells)
     document.table(header, lines)
+
+
+def _span(line: FittedLine) -> str:
+    """Its errors, too little to too much."""
+    return f"{_percent(-line.max_under)}..{_percent(line.max_over)}"
 
 
 def _models(document: Document, facts: _Facts) -> None:

@@ -62,7 +62,7 @@ def pixels(row: Row) -> int:
 
 
 # What rows have in common that differ in their size alone.
-series_of = operator.itemgetter("model", "op", "dtype", "runtime", "device", "batch", "source", "group")
+series_of = operator.itemgetter(*KEY, "source", "group")
 
 
 def _images(row: Row) -> int:
@@ -143,9 +143,9 @@ def _sd15_calculator(row: Row) -> int | None:
 
 
 def _sd15_equation(row: Row) -> float | None:
-    if not _is_sd15(row, "pipeline"):
+    if not _is_sd15(row, "pipeline") or row.get("phase") not in (None, "whole"):
         return None
-    return sd15_equation(row["height"], row["width"], row.get("prompt_tokens") or 77)["total"]
+    return sd15_equation(row["height"], row["width"], row.get("tokens") or 77)["total"]
 
 
 def _mlx_im2col(row: Row) -> int | None:
@@ -176,8 +176,8 @@ ESTIMATORS: dict[str, Estimator] = {
             "An SD 1.5 VRAM calculator's VAE phases, before its 20% overhead on everything", _sd15_calculator),
         Estimator("sd15-equation",
             "1.2 (weights + max of encode, decode: 8 (H/8) (W/8) + 24 H W and UNet: (H/8) (W/8) (4470 + 2 tokens))",
-            "The same calculator's whole equation, of rows whose op is pipeline: 745 for an average channel count that "
-            "it writes as (320 + 640 + 1280) / 3, which is 746.67; 77 tokens where a row has no prompt_tokens",
+            "The same calculator's whole equation, of whole pipelines: 745 for an average channel count that it writes"
+            " as (320 + 640 + 1280) / 3, which is 746.67; 77 tokens where a row has none",
             _sd15_equation),
         Estimator("mlx-im2col", "9 C_in H W e with C_in = 128: the im2col buffer of one full-size 3x3 convolution",
             "A note on MLX's VAE decode; one buffer, no activations", _mlx_im2col, "MLX"),
@@ -204,7 +204,7 @@ def with_tiles(table: Table) -> list[tuple[Row, bool]]:
 
     def is_told(row: Row) -> bool:
         known = None not in (row["op"], row["height"], row["width"]) and row["allocated_bytes"]
-        return bool(known and not row["op"].endswith("_tiled"))
+        return bool(known and not row["op"].endswith("_tiled") and row["op"] != "pipeline")
 
     rows = list(table)
     series = grouped(filter(is_told, rows), series_of)
@@ -444,8 +444,8 @@ def _fitted(formulas: Fit, row: Row) -> float | None:
 def _predicted(predict: Callable[..., Any], row: Row) -> Any:
     """`vaemem.predict` asked for the row; what the row does not say, and what a partial has bound, stays as it is.
     Tables do not say a tile's side: it is the seed table's, which `vaemem.pytorch.measure` takes by default too."""
-    if row["runtime"] == "vaemem":
-        return None  # predicts PyTorch, not this engine
+    if row["runtime"] == "vaemem" or row["op"] == "pipeline":
+        return None  # predicts PyTorch's VAEs, not this engine
     said = {name: row[name] for name in ("model", "op", "height", "width", "dtype", "batch", "runtime")}
     said |= {"gpu": row["device"], "tile": BENCHMARK_TILE if row["op"].endswith("_tiled") else None}
     bound = predict.keywords if isinstance(predict, functools.partial) else {}

@@ -15,8 +15,7 @@ import numpy as np
 from vaemem._common import ELEMENT_BYTES, MIB, choose, chosen, grouped, meant, mib, need, real, render, typeset
 from vaemem.tables.table import BYTE_COLUMNS, Row, Table, check_complete
 
-KEY = ("model", "op", "dtype", "runtime", "device", "batch")
-_Key = tuple[str | None, str | None, str | None, str | None, str | None, int | None]
+KEY = ("model", "op", "phase", "dtype", "runtime", "way", "device", "batch", "tokens")
 TARGETS = (*BYTE_COLUMNS, "seconds")
 
 
@@ -35,7 +34,7 @@ class FitRow(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class FittedLine:
-    """`target = a * H*W*e + b` for one model, op, dtype, runtime, device and batch; None for what its rows differ in.
+    """`target = a * H*W*e + b` for rows that have `KEY` in common; None for what they differ in.
 
     H and W are the image's height and width in pixels, e the bytes of one element of dtype. Divide `a` by 128 for
     the number of full-size activations (T = 128*H*W*e) that it stands for.
@@ -55,10 +54,13 @@ class FittedLine:
     name: str
     model: str | None
     op: str | None
+    phase: str | None
     dtype: str | None
     runtime: str | None
+    way: str | None
     device: str | None
     batch: int | None
+    tokens: int | None
     target: str
     quantile: float | None
     a: float
@@ -266,7 +268,8 @@ class Fit(Sequence[FittedLine]):
 def fit(
     table: Table, target: str = "allocated_bytes", quantile: float | None = None, by: Sequence[str] = KEY
 ) -> Fit:  # fmt: skip
-    """Fit `a*H*W*e + b` to each model, op, dtype, runtime, device and batch of a table.
+    """Fit `a*H*W*e + b` to each model, op, dtype, runtime, device and batch of a table; of whole pipelines to each
+    phase, way and length of the prompt too.
 
     Parameters
     ----------
@@ -317,22 +320,19 @@ def fit(
     formulas = []
     for key, rows in zip(keys, groups, strict=True):
         said = [
-            "-" if value is None else f"batch {value}" if KEY[i] == "batch" else value for i, value in enumerate(key)
+            f"{name} {value}" if name in ("batch", "tokens") else value for name, value in zip(KEY, key, strict=True)
         ]
-        name = " ".join(str(said[i]) for i in varying)
+        name = " ".join("-" if key[i] is None else str(said[i]) for i in varying)
         formulas.append(_fit_one(name, key, rows, target, quantile))
     return Fit(target, quantile, formulas)
 
 
-def _common_key(rows: Sequence[Row]) -> _Key:
+def _common_key(rows: Sequence[Row]) -> tuple[Any, ...]:
     """What rows have in common of `KEY`; None for what they differ in."""
-    model, op, dtype, runtime, device, batch = (
-        rows[0][name] if len({row[name] for row in rows}) == 1 else None for name in KEY
-    )
-    return model, op, dtype, runtime, device, batch
+    return tuple(rows[0][name] if len({row[name] for row in rows}) == 1 else None for name in KEY)
 
 
-def _fit_one(name: str, key: _Key, rows: list[Row], target: str, quantile: float | None) -> FittedLine:
+def _fit_one(name: str, key: tuple[Any, ...], rows: list[Row], target: str, quantile: float | None) -> FittedLine:
     sizes = [row["height"] * row["width"] * _element_bytes(row["dtype"]) for row in rows]
     if len(set(sizes)) < 2:
         only = f"{rows[0]['height']}x{rows[0]['width']} {rows[0]['dtype']}"
@@ -353,7 +353,11 @@ def _fit_one(name: str, key: _Key, rows: list[Row], target: str, quantile: float
         FitRow(r["height"], r["width"], r["dtype"], yi, fi, yi - fi, fi / yi - 1 if yi else None, yi / xi)
         for r, xi, yi, fi in zip(rows, x.tolist(), y.tolist(), fitted.tolist(), strict=True)
     )
-    return FittedLine(name, *key, target, quantile, a, b, a_error, b_error, r2, fitted_rows)
+    known: dict[str, Any] = dict(zip(KEY, key, strict=True))
+    return FittedLine(
+        name=name, **known, target=target, quantile=quantile, a=a, b=b, a_error=a_error, b_error=b_error, r2=r2,
+        rows=fitted_rows,
+    )  # fmt: skip
 
 
 def _least_squares(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:

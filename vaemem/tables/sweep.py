@@ -26,11 +26,20 @@ from vaemem.prediction.runtimes import architecture
 from vaemem.tables.table import SOURCES, Row, Table
 
 # What a pixel costs, encode beside decode (1117 and 2515 GFLOP at 512x512): for the progress bar only.
-_WORK = {"encode": 4, "decode": 9}
-# What a predicted sweep hands on as it is: arguments of `predict` that are neither swept nor its own.
-_OTHERS = frozenset(inspect.signature(predict).parameters) - {
-    "model", "op", "height", "width", "dtype", "batch", "gpu", "workspace",
-}  # fmt: skip
+_WORK = {"encode": 4, "decode": 9, "pipeline": 9}
+_SWEPT = {"model", "op", "pipeline", "height", "width", "dtype", "batch", "gpu", "workspace", "prompt_tokens"}
+
+
+@functools.cache
+def _asked(of_pipelines: bool) -> tuple[Callable[..., Any], frozenset[str]]:
+    """What is asked for predictions, of a VAE or of a whole pipeline, and those of its arguments that are handed on as
+    they are."""
+    asked: Callable[..., Any] = predict
+    if of_pipelines:
+        from vaemem.pipelines.predict_pipeline import predict_pipeline  # half of this package's import
+
+        asked = predict_pipeline
+    return asked, frozenset(inspect.signature(asked).parameters) - _SWEPT
 
 
 class Case(NamedTuple):
@@ -52,10 +61,11 @@ def sweep(
     sizes: int | Sequence[int | tuple[int, int]] = (256, 512, (512, 768)),
     dtypes: str | Sequence[str] | None = None,
     *,
-    source: str = "measured",
+    source: str | None = None,
     device: str | None = None,
     gpu: str | Sequence[str] | None = None,
-    batch: int = 1,
+    batch: int | Sequence[int] = 1,
+    prompt_tokens: int | Sequence[int] | None = None,
     measure: bool = True,
     repeats: int = 1,
     progress: Progress = None,
@@ -71,23 +81,27 @@ def sweep(
         A name gets random weights, made for this sweep and dropped after: memory and time do not depend on them.
         Predicted, also configs: a dict, or a path.
     ops : str or sequence of str
-        ``"encode"``, ``"decode"``; predicted, also ``"encode_tiled"`` and ``"decode_tiled"``.
+        ``"encode"``, ``"decode"``; predicted, also ``"encode_tiled"``, ``"decode_tiled"``, and ``"pipeline"``: whole
+        pipelines, of which models are the names that `vaemem.predict_pipeline` takes.
     sizes : int or sequence of int and (int, int)
         The image's, in pixels, multiples of 8: an int is a square, a pair is (height, width). ``(512, 768)`` alone
         is two squares, ``[(512, 768)]`` one landscape.
     dtypes : str or sequence of str, optional
         ``"float32"``, ``"float16"``, ``"bfloat16"``; by default float32 for the engine, and predicted what the program
         runs that model in, as `vaemem.predict` does. VAE objects have their own.
-    source : {"measured", "estimated", "predicted"}
+    source : {"measured", "estimated", "predicted"}, optional
         "measured" runs each case on the engine; "estimated" asks its plan and runs nothing (no seconds); "predicted"
-        asks `vaemem.predict` what PyTorch takes on each GPU.
+        asks `vaemem.predict`, or `vaemem.predict_pipeline`, what PyTorch takes on each GPU. By default "predicted" with
+        ``"pipeline"`` among the ops, else "measured".
     device : str, optional
         Where the engine runs named models: ``"cpu"`` (default), ``"cuda"``, ``"cuda:1"``. VAE objects run where they
         are.
     gpu : str or sequence of str, optional
         Predicted: the cards, as `vaemem.predict` takes them; an RTX 4090 by default.
-    batch : int
+    batch : int or sequence of int
         Images in one run.
+    prompt_tokens : int or sequence of int, optional
+        Of pipelines: how long the prompt is.
     measure : bool
         False is ``source="estimated"``.
     repeats : int
@@ -103,7 +117,8 @@ def sweep(
     **others
         Predicted: `runtime`, `torch_version`, `cudnn_version`, `weights_dtype`, `tile`, `slicing`, `memory`, `used`,
         `protocol`, `channels_last`, `allow_tf32`, `allocator` and `calibrate`, as `vaemem.predict` takes them, for
-        every row.
+        every row; of pipelines `offload`, `vae`, `components`, `guidance`, `image` and what else
+        `vaemem.predict_pipeline` takes.
 
     Returns
     -------
@@ -115,7 +130,8 @@ def sweep(
         and `reserved`, which are those of a card with room for them: whether it fits, `vaemem.predict` says. Their
         `seconds` are `Prediction.seconds`, likely, from `seconds_low` to `seconds_high`. `versions`
         tells what stood in for the cuDNN or the card that was asked for, and the settings that are not as usual: of a
-        tiled op the tile's side, or that one tile holds the whole image.
+        tiled op the tile's side, or that one tile holds the whole image. Of a pipeline there is a row for each phase
+        and one of the whole (`PipelinePrediction.rows`), with the weights.
 
     Raises
     ------
@@ -134,27 +150,44 @@ def sweep(
     >>> cards = sweep("sdxl", "decode", 1024, "float16", source="predicted", gpu=["RTX 4090", "RTX 4060"])
     >>> [row["reserved_bytes"] >> 20 for row in cards]
     [4258, 4258]
+    >>> whole = sweep(["sd15", "sdxl"], "pipeline", (512, 768), gpu="T4", offload="model").filter(phase="whole")
+    >>> [(row["model"], row["height"], row["reserved_bytes"] >> 20) for row in whole]
+    [('sd15', 512, 2010), ('sd15', 768, 2532), ('sdxl', 512, 5278), ('sdxl', 768, 5660)]
     """
+    asked_for = listed(ops, str)
+    source = ("predicted" if "pipeline" in asked_for else "measured") if source is None else source
     choose("source", source, SOURCES)
-    batch, repeats = whole("batch", batch), whole("repeats", repeats)
+    batches, repeats = [whole("batch", one) for one in listed(batch, ())], whole("repeats", repeats)
     for name in others:
-        if name not in _OTHERS:
+        if name not in _asked(False)[1] | _asked(True)[1]:
             raise TypeError(f"sweep() got an unexpected keyword argument {name!r}")
     engine = {"device": device is not None, "measure": not measure, "repeats": repeats > 1,
               "memory_limit": memory_limit is not None, "precision": precision != "highest"}  # fmt: skip
     is_predicted = source == "predicted"
-    foreign = engine if is_predicted else {"gpu": gpu is not None} | dict.fromkeys(others, True)
+    tokens = {"prompt_tokens": prompt_tokens is not None}
+    foreign = engine if is_predicted else {"gpu": gpu is not None} | tokens | dict.fromkeys(others, True)
     for name in (name for name, is_given in foreign.items() if is_given):  # which means nothing with this source
         right = "measured or estimated" if is_predicted else "predicted"
         raise ValueError(f"{name}: want it with source {right}, got it with {source}")
-    known, pairs = TILED_OPS if is_predicted else OPS, image_sizes(sizes)
-    cases = [Case(op, height, width, batch) for op in chosen("ops", ops, known) for height, width in pairs]
+    known, pairs = (*TILED_OPS, "pipeline") if is_predicted else OPS, image_sizes(sizes)
+    cases = [
+        Case(op, height, width, batch)
+        for op in chosen("ops", ops, known)
+        for batch in batches
+        for height, width in pairs
+    ]
     if is_predicted:
         cards = listed("RTX 4090" if gpu is None else gpu, str)
         for card in cards:
             find_gpu(card, others.get("memory"))  # refuses an unknown one before anything is predicted
         types: list[str | None] = [None] if dtypes is None else [*chosen("dtypes", dtypes, DTYPES)]
-        return _table(_predictions(_configs(models), cards, types, cases, progress, others))
+        kinds = {op == "pipeline" for op in asked_for}
+        for name in others:
+            if not any(name in _asked(kind)[1] for kind in kinds):
+                right = "a VAE's op" if True in kinds else "pipeline"
+                raise ValueError(f"{name}: want it with {right} among the ops, got it with {', '.join(asked_for)}")
+        lengths = listed(prompt_tokens, ())
+        return _table(_predictions(_configs(models, asked_for), cards, types, cases, progress, others, lengths))
     wanted, place = _models(models, "float32" if dtypes is None else dtypes), "cpu" if device is None else device
     repeats = repeats if measure and source == "measured" else 0
     return _table(_runs(wanted, cases, place, precision, repeats, progress, memory_limit))
@@ -250,14 +283,20 @@ def _tell(poll: Callable[[int, int], object], before: int, part: int, work: int,
 
 def _predictions(
     models: Sequence[Any], gpus: Sequence[str], dtypes: Sequence[str | None], cases: Sequence[Case], progress: Progress,
-    others: Mapping[str, Any],
+    others: Mapping[str, Any], lengths: Sequence[int | None],
 ) -> Iterator[Row]:  # fmt: skip
     """PyTorch's rows on each card."""
     wanted = list(itertools.product(models, gpus, dtypes, cases))
+    of_vae, of_pipeline = ({name: others[name] for name in others if name in _asked(kind)[1]} for kind in (False, True))
     done, work = 0, sum(case.work for *_, case in wanted)
     with polling(progress, "sweep", total=work, bar_format=BAR) as poll:
         for model, gpu, dtype, case in wanted:
-            yield _predicted(predict(model, **case._asdict(), dtype=dtype, gpu=gpu, **others))
+            if case.op == "pipeline":
+                run = dict(zip(("height", "width", "batch"), case[1:], strict=True), dtype=dtype, gpu=gpu)
+                for tokens in lengths:
+                    yield from _asked(True)[0](model, **run, prompt_tokens=tokens, **of_pipeline).rows()
+            else:
+                yield _predicted(predict(model, **case._asdict(), dtype=dtype, gpu=gpu, **of_vae))
             done += case.work
             if poll:
                 poll(done, work)
@@ -300,10 +339,15 @@ def _input(vae: VAE, case: Case) -> np.ndarray:
     return np.random.default_rng(0).standard_normal(shape, dtype=np.float32)
 
 
-def _configs(models: Any) -> list[Any]:
-    """What `predict` takes for models: of a VAE, its architecture."""
-    configs = []
+def _configs(models: Any, ops: Sequence[str]) -> list[Any]:
+    """What `predict` takes for models: of a VAE, its architecture. With whole pipelines among the ops, their names."""
+    configs: list[Any] = []
     for model in listed(models, (str, Mapping, VAE)):
+        if "pipeline" in ops:
+            from vaemem.pipelines.components import PIPELINES, SPELT_PIPELINES
+
+            configs.append(meant("models", model, PIPELINES, SPELT_PIPELINES))
+            continue
         if not isinstance(model, str | os.PathLike | Mapping | VAE):
             raise ValueError(f"models: want {', '.join(_core.models())}, a config or a VAE, got {model!r}")
         configs.append(model.arch if isinstance(model, VAE) else model)
