@@ -251,9 +251,9 @@ def diffusers_ways(
 def _way(
     p: PipelinePrediction, gpu: Gpu, name: str, settings: Mapping[str, Any], changes: str, machine: Machine | None
 ) -> Way:
-    phases = []
+    phases, read = [], {"disk": float(sum(part.nbytes for part in p.parts.values()))}
     for phase in p.phases:
-        work = {} if phase.name == "load" else _work(p, gpu, settings, phase, machine)  # once for many pictures
+        work = read if phase.name == "load" else _work(p, gpu, settings, phase, machine)
         phases.append(PlannedPhase(phase.name, phase.weights, phase.total - phase.weights, work))
     notes = (*p.notes, *[SEQUENTIAL] * (settings["offload"] == "sequential"))
     out = (p.out_of_memory_at[0], max(p.least - p.available, 1)) if p.out_of_memory_at else None

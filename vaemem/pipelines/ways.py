@@ -66,12 +66,17 @@ class Outcome(NamedTuple):
         return DOES_NOT_FIT if self.fails_in else TIGHT if self.way.unsure else FITS
 
     @property
+    def _is_surely_late(self) -> bool:
+        """Whether even the least of its seconds are more than the room's."""
+        return self.seconds is not None and self.seconds.low > self.seconds.likely - self.short
+
+    @property
     def summary(self) -> str:
         """In words, with what is lacking."""
         lacks = f"lacks {self.short / MIB:.0f} MiB"
         said = {
             None: f"tight: {re.split('[,;]', self.way.unsure)[0]}" if self.way.unsure else "fits",
-            "time": f"takes {self.short:.0f} s too long",
+            "time": f"{'' if self._is_surely_late else 'likely '}takes {self.short:.0f} s too long",
             "host": f"{lacks} of the host's",
         }
         return said.get(self.fails_in, f"runs out in {self.fails_in}, {lacks}")
@@ -152,6 +157,8 @@ class PipelinePlan(Written):
         The rates behind the seconds.
     safe : bool
         Whether what fits is recommended before what is tight.
+    measured : dict of str to float
+        Seconds that were measured, by the names of ways.
     notes : tuple of str
         What was taken for granted.
 
@@ -175,6 +182,7 @@ class PipelinePlan(Written):
         if measured and machine:
             machine = machine.calibrated(_runs(ways, measured))
         self.title, self.room, self.machine, self.safe = title, room, machine, safe
+        self.measured = dict(measured or {})
         self.outcomes = tuple(outcome(way, room, machine) for way in ways)
         self.notes = tuple(distinct([*notes, *(note for way in ways for note in way.notes)]))
 
@@ -191,9 +199,36 @@ class PipelinePlan(Written):
     @property
     def recommended(self) -> Outcome | None:
         """The best way that goes through: with `safe` one that fits before those that are tight; one that leaves the
-        picture as it is before others; then the fastest, and of those that are as fast (within 2%, as runs of one way
-        differ), or where no time is known, the first: the plainest."""
-        return _quickest(self._alike)
+        picture as it is before others; then the fastest. Where others may be as fast, because what they do beside has
+        bands that overlap, those that were measured come first. Of those that are as fast (within 2%, as runs of one
+        way differ), or where no time is known, the first: the plainest."""
+        peers = self._peers
+        return _quickest([one for one in peers if one.way.name in self.measured] or peers)
+
+    @property
+    def _peers(self) -> list[Outcome]:
+        """Of the ways that the recommended one is chosen out of, the fastest, and those that may be as fast."""
+        fastest = min(self._alike, key=lambda one: one.seconds.likely if one.seconds else 0.0, default=None)
+        return [one for one in self._alike if not (fastest and self.is_faster(fastest, one))]
+
+    def is_faster(self, one: Outcome, other: Outcome) -> bool:
+        """Whether a way is surely faster than another, by more than runs of one way differ: what the other does more is
+        longer, at the least, than what this one does more is at the most. What both do takes the same in both.
+
+        Examples
+        --------
+        >>> plan = plan_pipeline("sd15", 1024, 1024, gpu="RTX 3060")
+        >>> plan.is_faster(plan["no offload, VAE whole"], plan["sequential offload, VAE whole"])
+        True
+        """
+        if self.machine is None or one.seconds is None or other.seconds is None:
+            return False
+        names = {**one.way.work, **other.way.work}
+        more, less = (
+            self.machine.seconds({name: max(a.get(name, 0) - b.get(name, 0), 0) for name in names})
+            for a, b in ((one.way.work, other.way.work), (other.way.work, one.way.work))
+        )
+        return more.high < less.low and (1 + REPEATS_DIFFER) * one.seconds.likely < other.seconds.likely
 
     @property
     def _alike(self) -> list[Outcome]:
@@ -211,17 +246,37 @@ class PipelinePlan(Written):
             order = {"time": 0, "host": 1}
             nearest = min(self.outcomes, key=lambda one: (order.get(one.fails_in or "", 2), one.short))
             return f"Nothing fits. {nearest.way.name} comes nearest: it {nearest.summary}."
-        which, ending = "only one", "s"
-        if len(self._alike) > 1:
-            which, ending = f"{'fastest' if best.seconds else 'plainest'} of the {len(self._alike)}", ""
-        through = f"fit{ending}" if best.verdict == FITS else f"go{'es' * bool(ending)} through"
+        alone, peers = len(self._alike) == 1, [one.way.name for one in self._peers if one is not best]
+        ending = "s" if alone else ""
+        through = f"fit{ending}" if best.verdict == FITS else f"go{'es' * alone} through"
         picture = f", though {best.way.changes}" if best.way.changes else f" and leave{ending} the picture as it is"
+        which = f"the {len(self._alike)} that {through}{picture}"
+        if alone:
+            which = f"It is the only one that {through}{picture}"
+        elif best.seconds and peers:
+            others = peers[0] if len(peers) == 1 else f"{len(peers)} others"
+            slower = ", and the rest slower" if len(peers) + 1 < len(self._alike) else ""
+            which = f"Of {which}, it and {others} are about as fast{slower}"
+        else:
+            which = f"It is the {'fastest' if best.seconds else 'plainest'} of {which}"
         why = "" if best is plainest or plainest.fits else f" {plainest.way.name} {plainest.summary}."
         tight = f" It is tight: {best.way.unsure}." if best.way.unsure else ""
         took = f" It takes {best.seconds}." if best.seconds else ""
         took += f" It keeps {best.way.host / MIB:.0f} MiB of weights in the host's memory." if best.way.host else ""
+        took += self._of_measured(best)
         faster = "".join(self._faster(best))
-        return f"Take {best.way.name}. It is the {which} that {through}{picture}.{took}{tight}{why}{faster}"
+        return f"Take {best.way.name}. {which}.{took}{tight}{why}{faster}"
+
+    def _of_measured(self, best: Outcome) -> str:
+        """Where some ways were measured: whether this one was, or which of those was the fastest."""
+        measured = [one for one in self.outcomes if one.way.name in self.measured]
+        if not measured:
+            return ""
+        if best in measured:
+            return " It was measured."
+        quickest = min(measured, key=lambda one: self.measured[one.way.name])
+        took = f"{quickest.way.name}, in {self.measured[quickest.way.name]:.0f} s"
+        return f" It was not measured; of those that were, the fastest is {took}."
 
     def _faster(self, best: Outcome) -> Iterator[str]:
         """The fastest of the ways that are tight, and of those that change the picture, where the best is neither and
@@ -235,7 +290,8 @@ class PipelinePlan(Written):
             if best.seconds is None or other.seconds is None:
                 is_worth, took = others is tight, ""
             else:
-                is_worth, took = other.seconds.likely <= 0.9 * best.seconds.likely, f" would take {other.seconds}, and"
+                is_worth, sure = other.seconds.likely <= 0.9 * best.seconds.likely, self.is_faster(other, best)
+                took = f" would take {other.seconds}{'' if sure else ', which may be no faster'}, and"
             why = f"is tight: {other.way.unsure}" if others is tight else f"changes the picture: {other.way.changes}"
             yield f" {other.way.name}{took} {why}." if is_worth else ""
 
@@ -313,9 +369,17 @@ class PipelinePlan(Written):
         card = "" if self.room.card is None else f", {self.room.card / MIB:.0f} MiB of it for the run"
         parts = [f"{self.title}{card}", render(*self._grid(), markdown=markdown)]
         parts.append(self.reason)
-        used = {name for one in self.outcomes for name, amount in one.way.work.items() if amount}
+        works = [phase.work for one in self.outcomes for phase in one.way.phases]
+        used = {name for work in works for name, amount in work.items() if amount}
         if self.machine:
             parts += [f"{name}: {rate}" for name, rate in self.machine.rates.items() if name in used]
+        read = next((phase.work for one in self.outcomes for phase in one.way.phases if "disk" in phase.work), None)
+        if self.machine and read:
+            took = self.machine.seconds(read)
+            parts.append(
+                f"Loading reads {read['disk'] / MIB:.0f} MiB of weights, {took}, once for many pictures: it is not in"
+                " the seconds above."
+            )
         if any(one.fits and one.way.peak.total > (self.room.card or one.way.peak.total) for one in self.outcomes):
             parts.append(
                 "A way that goes through although it takes more where there is room: PyTorch gives cached memory back."

@@ -141,7 +141,8 @@ MLX_NOTES = (
     "MLX: sizes of weights, and of the tensors and work space of the decode's largest step, as its sources make them: "
     "the least, with the graph evaluated block by block.",
     "Not known for MLX: what the denoiser and the text encoder take while they run, what a lazily evaluated graph "
-    "or a command buffer keeps, what was cached before, and how long it takes.",
+    "or a command buffer keeps, what was cached before, and how long it takes, loading too. The text encoder's "
+    "weights are not counted.",
     "A buffer of all columns (im2col), 9 C_in H W numbers, is what MLX makes for none of these convolutions.",
 )
 
@@ -181,6 +182,7 @@ def mlx_ways(model: str, height: int, width: int, denoiser: int, cache_limit: in
         name = ", ".join([*words, dtype, *[f"tiles of {TILE}"] * tiled, *[lowering] * (lowering == "im2col")])
         settings = {"parts": parts, "dtype": dtype, "unload": not kept, "tile": TILE if tiled else None}
         phases = (
+            PlannedPhase("load", denoiser + vae, 0, {"disk": float(denoiser + vae)}),
             PlannedPhase("denoise", denoiser + vae, cached, {}),
             PlannedPhase("decode", vae + denoiser * kept, most + cached, {}),
         )

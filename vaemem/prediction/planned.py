@@ -18,7 +18,7 @@ class PlannedPhase(NamedTuple):
     added : int
         Bytes beside these: tensors, workspaces, what an allocator keeps.
     work : dict of str to float
-        What it does, for `vaemem.prediction.seconds.Machine`.
+        What it does, for `vaemem.prediction.seconds.Machine`; of load, the bytes of all weights, as ``"disk"``.
     """
 
     name: str
@@ -69,9 +69,9 @@ class Way(NamedTuple):
 
     @property
     def work(self) -> dict[str, float]:
-        """The work of all its phases."""
+        """The work of all its phases but load, which comes once for many pictures."""
         total: dict[str, float] = {}
-        for phase in self.phases:
+        for phase in (one for one in self.phases if one.name != "load"):
             for name, amount in phase.work.items():
                 total[name] = total.get(name, 0.0) + amount
         return total

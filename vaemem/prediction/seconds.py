@@ -296,6 +296,19 @@ def link_rate(link: str = "PCIe 3.0 x16") -> Rate:
     return Rate.between(known["low"] * most, known["high"] * most, "B/s", why)
 
 
+def disk_rate() -> Rate:
+    """Bytes in a second that weights are read at from a disk, whichever it may be.
+
+    Examples
+    --------
+    >>> print(disk_rate())
+    889 MB/s within 8.9 times: 0.1 to 7.9 GB/s, from a hard disk to a drive on PCIe 4.0 x4: a judgement
+    """
+    low, high = (_data()["disks"][end] for end in ("low", "high"))
+    why = f"{low} to {high} GB/s, from a hard disk to a drive on PCIe 4.0 x4: a judgement"
+    return Rate.between(low * 1e9, high * 1e9, "B/s", why)
+
+
 def cpu_rate(instructions: str = "AVX2", cores: int | None = None, weights: str = "float16") -> Rate:
     """FLOP/s of ggml's products on a CPU.
 
@@ -521,7 +534,7 @@ def machine_of(
         for work, rate in rates.items():
             rates[work] = _twice_as_wide(rate, f"PyTorch's {rate.why}; ggml's kernels may do half or twice that")
         rates["vae direct"] = of(_direct)
-    rates |= {"memory": of(memory_rate), "link": link_rate(link), "cpu": cpu_rate(cpu, cores)}
+    rates |= {"memory": of(memory_rate), "link": link_rate(link), "disk": disk_rate(), "cpu": cpu_rate(cpu, cores)}
     if runtime == "diffusers":
         why = f"as ggml's, of which PyTorch may do half or twice: {rates['cpu'].why}"
         rates["cpu"] = _twice_as_wide(rates["cpu"], why)

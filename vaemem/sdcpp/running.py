@@ -254,6 +254,8 @@ def _phases(
     for (name, runs), resident in zip(RUNS.items(), residence.on_card, strict=True):
         weights = sum(models[model].weights for model in resident if model not in on_cpu)
         one, added, work = models.get(runs), 0, dict[str, float]()
+        if name == "load":
+            work["disk"] = float(sum(model.weights for model in models.values()))
         if one:
             work[works[runs]] = float(one.flops * one.runs)
         if one and works[runs] == "vae":  # the rate of its products leaves out the time in which its bytes move
