@@ -22,7 +22,7 @@ LIMIT="${LIMIT:-570}"
 WORK="$(mktemp -d)"
 export PYTHONFAULTHANDLER=1 VAEMEM_RESULTS="$WORK" PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 FIRST="build kernels smoke memcheck racecheck headline passes profile_own tiles profile_cudnn"
-SECOND="build faults memory compile ablation cudnn_profile rest"
+SECOND="build faults memory pipelines compile ablation cudnn_profile rest"
 failed=0 part=0
 
 smi() { nvidia-smi --query-gpu="$1" --format=csv,noheader 2>/dev/null | head -1; }
@@ -136,6 +136,10 @@ step_faults() {
     on_gpu 30 tests/test_measure.py -k gpu
 }
 step_memory() { within 150 "$PYTHON" benchmarks/torch_memory.py --profile; }
+step_pipelines() { # whole ones beside their prediction
+    within 60 "$PYTHON" -m vaemem measure sd15 512 --random --steps 4 -o "$WORK/pipeline_sd15.csv"
+    within 90 "$PYTHON" -m vaemem measure sdxl 1024 --random --steps 4 --offload model -o "$WORK/pipeline_sdxl.csv"
+}
 step_compile() { # the second may take longer than there is
     bench 90 --models flux --dtypes bfloat16 --ops decode --sizes 1024 2048 --peers compile --label compile
     bench 60 --models flux --dtypes bfloat16 --ops decode --sizes 1024 --peers compile-autotune --label autotune

@@ -63,7 +63,7 @@ class Session:
 
 
 FIRST = "build kernels smoke memcheck racecheck headline passes profile_own tiles profile_cudnn".split()
-SECOND = "build faults memory compile ablation cudnn_profile rest".split()
+SECOND = "build faults memory pipelines compile ablation cudnn_profile rest".split()
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,7 @@ from vaemem._common import (
 from vaemem.cli.flags import FLAGS, WORDS, FlagSettings, count
 from vaemem.engine import latents, layouts, weights
 from vaemem.engine.device import open_device
+from vaemem.pipelines.components import PIPELINES
 from vaemem.prediction.verdict import DOES_NOT_FIT, TIGHT
 from vaemem.published import reproduce
 from vaemem.published.accounts import judge_text, reproduce_plan
@@ -215,7 +216,7 @@ def _has_bar() -> bool:
 
 @command(
     vaemem.sweep,
-    "models sweep_ops of_sizes batches prompt_lengths device sweep_dtype precision repeats estimate source gpus"
+    "models sweep_ops of_sizes batches prompt_lengths device sweep_dtype precision repeats estimate row_source gpus"
     " sweep_runtime sweep_offload sweep_vae csv format",
 )
 def run_sweep(args: argparse.Namespace, asked: dict[str, Any]) -> None:
@@ -353,6 +354,33 @@ def run_formula(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     least, most = args.sides
     found = found.over(_has_bar(), least=least, most=most, batches=range(1, args.batch + 1))
     print({"python": found.python, "latex": found.latex, "json": found.to_json}.get(args.format, found.__str__)())
+
+
+@command(
+    vaemem.predict_pipeline,
+    "source random size batch steps measured_offload measured_vae dtype prompt call_guidance measured_csv format",
+)
+def run_measure(args: argparse.Namespace, asked: dict[str, Any]) -> int:
+    """A pipeline of diffusers on this machine's GPU, phase by phase, beside its prediction; 1 if it runs out there."""
+    from vaemem import pytorch  # which wants torch
+
+    if args.csv:
+        check_writable(args.csv)
+    loaded = {name: asked[name] for name in ("dtype", "offload", "vae") if name in asked}
+    called: dict[str, Any] = {name: asked[name] for name in ("batch", "steps") if name in asked}
+    known = PIPELINES.get(args.source) if args.random else None
+    if known:
+        called.setdefault("steps", known.steps)
+    if not args.guidance or (known and not known.guides):
+        called["guidance_scale"] = 0.0
+    elif known:
+        called["negative_prompt"] = ""
+    load = functools.partial(pytorch.load_pipeline, args.source, random=args.random, **loaded)
+    measured = pytorch.measure_pipeline(load, *args.size, prompt=args.prompt, **called)
+    _print(measured, args.format)
+    if args.csv:
+        measured.to_csv(args.csv)
+    return 1 if measured.out_of_memory_at else 0
 
 
 @command(vaemem.explain, "message of_run of_op gpu runtime answer_format")

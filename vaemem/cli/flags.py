@@ -7,6 +7,8 @@ from typing import Any
 
 from vaemem import _core
 from vaemem._common import DTYPES, OPS, PRECISIONS, SPELT_DTYPES, TILED_OPS, letters
+from vaemem.pipelines.asked import OFFLOADS, VAE_WAYS
+from vaemem.pipelines.components import PIPELINES
 from vaemem.pipelines.plan import PLANNED_RUNTIMES
 from vaemem.pipelines.predict_pipeline import PREDICTED_RUNTIMES
 from vaemem.prediction.benchmark import PROTOCOLS
@@ -67,7 +69,7 @@ def _flag(help: str = "", **settings: Any) -> FlagSettings:
 
 # Those that are no options.
 WORDS = (
-    "message formula_of model op tiled_op sizes size table no_table latents images file pipeline application".split()
+    "message formula_of model op tiled_op sizes size table no_table latents images file pipeline application source".split()
 )
 
 # By the name of the argument that it is.
@@ -112,7 +114,7 @@ FLAGS: dict[str, FlagSettings] = {
     "models": _flag(nargs="+", metavar="MODEL"),
     "ops": _flag("The operations.", nargs="+", choices=OPS),
     "estimate": _flag("Ask the plan, and run nothing.", action="store_true"),
-    "source": _flag(choices=SOURCES),
+    "row_source": _flag(choices=SOURCES, dest="source"),
     "target": _flag("The column that is meant.", choices=TARGETS),
     "by": _flag(nargs="+", choices=KEY),
     "quantile": _flag("Fit a line above this share of the rows, which needs SciPy; 1 is above all of them."),
@@ -161,6 +163,12 @@ FLAGS: dict[str, FlagSettings] = {
         option="--measured",
     ),
     "time_limit": _flag(metavar="SECONDS"),
+    "source": _flag(
+        "A folder of diffusers', or an id whose files are in the Hub's cache; with --random one of "
+        f"{', '.join(PIPELINES)}."
+    ),
+    "random": _flag("Build it from configs, of full size with random weights: no file is needed.", action="store_true"),
+    "prompt": _flag("What the picture shows.", default="a photo of a cat"),
     # of formulas and published figures
     "domain_sides": _flag(
         "The least and the greatest side in pixels.", type=count, nargs=2, default=(256, 2048), dest="sides"
@@ -214,6 +222,10 @@ FLAGS |= {
     "predicted_runtime": _like("runtime", choices=PREDICTED_RUNTIMES),
     "planned_runtime": _like("runtime", choices=PLANNED_RUNTIMES),
     "formula_runtime": _like("runtime", help="Whose code runs the VAE."),
+    "measured_offload": _flag(choices=OFFLOADS, dest="offload"),
+    "measured_vae": _flag(choices=VAE_WAYS[:-1], dest="vae"),
+    "call_guidance": _like("guidance", help="It is called with a guidance_scale of 0.", default=True),
+    "measured_csv": _like("csv", option="-o --csv"),
     "answer_format": _like("format", choices=("text", "json")),
     "calibrate_rows": _flag(
         "A table, as CSV, of runs that were measured on this card: seconds follow from them.",

@@ -11,14 +11,15 @@ need("torch", "vaemem.pytorch")
 from vaemem.prediction.predict import ModulePrediction
 from vaemem.pytorch.loading import load_pipeline
 from vaemem.pytorch.measuring import measure
+from vaemem.pytorch.measuring_pipelines import MeasuredPhase, MeasuredPipeline, measure_pipeline
 from vaemem.pytorch.recording import Recording, predict_peak, record
 
 if TYPE_CHECKING:
     from vaemem.pytorch.autoencoder import AutoencoderKL
 
 __all__ = [
-    "AutoencoderKL", "ModulePrediction", "Recording", "load_pipeline", "measure",
-    "predict_peak", "record",
+    "AutoencoderKL", "MeasuredPhase", "MeasuredPipeline", "ModulePrediction", "Recording", "load_pipeline", "measure",
+    "measure_pipeline", "predict_peak", "record",
 ]  # fmt: skip
 
 

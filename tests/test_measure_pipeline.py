@@ -1,0 +1,490 @@
+"""Whole pipelines of diffusers measured: their phases' borders, and what is read there, without a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import functools
+import importlib
+import io
+import json
+import types
+from dataclasses import replace
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+torch = pytest.importorskip("torch")
+diffusers = pytest.importorskip("diffusers")
+pytest.importorskip("transformers")
+
+import torch_pipelines
+from diffusers.models.attention_processor import AttnProcessor
+
+import vaemem.pytorch
+from vaemem import SimulatedProcess, predict_pipeline
+from vaemem.__main__ import main
+from vaemem.pipelines.components import PIPELINES
+from vaemem.prediction.question import Software, find_card
+from vaemem.pytorch import (
+    MeasuredPhase,
+    MeasuredPipeline,
+    load_pipeline,
+    loading,
+    measure_pipeline,
+    measuring_pipelines,
+    recording,
+)
+from vaemem.pytorch.recorder import Recorder
+
+# ---- full size on a card that is not there: storages of fake tensors, counted as they come and go ----
+
+
+class Counters:
+    """torch.cuda's, over what a recorder has recorded so far, which is played by a simulated process each time."""
+
+    def __init__(self, recorder, gpu):
+        self.recorder, self.gpu = recorder, gpu
+        self.reset()
+
+    def _play(self):
+        """The counters now, and at the height of each step."""
+        self.recorder.sweep()
+        process = SimulatedProcess(self.gpu, workspace=NoWorkspace())
+        for name, size in self.recorder.recording.weights:
+            process.hold(name, size)
+        process.call(self.recorder.recording.trace)
+        return process.allocator.stats(), process._last
+
+    def now(self, name):
+        stats, _ = self._play()
+        return stats[f"{name}_bytes.all.current"]
+
+    def reset(self, _=None):
+        self.least = {name: self.now(name) for name in ("allocated", "reserved")}
+        self.since = len(self.recorder.recording.trace.steps)
+
+    def peak(self, name):
+        _, (_, *heights) = self._play()
+        return max(self.least[name], *map(int, heights[name == "reserved"][self.since :]), 0)
+
+
+class NoWorkspace:
+    """Answers in place of cuDNN."""
+
+    def conv(self, *_):
+        return 0, "none"
+
+
+def on_a_card(monkeypatch, pipe, name, gpu, side, **call):
+    """What `measure_pipeline` says of a pipeline that runs under fake tensors, as on the card of that name."""
+    recorder = Recorder(recording.Recording(), recording.find_gpu(gpu))
+    counters = Counters(recorder, gpu)
+    cuda = {
+        "init": lambda: None, "device": lambda _: contextlib.nullcontext(), "empty_cache": lambda: None,
+        "synchronize": lambda _: None, "get_device_name": lambda _: gpu, "memory_stats": lambda _: counters._play()[0],
+        "mem_get_info": lambda _: (80 << 30, 80 << 30),
+        "memory_allocated": lambda _: counters.now("allocated"), "memory_reserved": lambda _: counters.now("reserved"),
+        "max_memory_allocated": lambda _: counters.peak("allocated"),
+        "max_memory_reserved": lambda _: counters.peak("reserved"), "reset_peak_memory_stats": counters.reset,
+        "get_device_properties": lambda _: types.SimpleNamespace(name=gpu, total_memory=80 << 30),
+    }  # fmt: skip
+    for function, value in cuda.items():
+        monkeypatch.setattr(torch.cuda, function, value)
+    ask = measuring_pipelines.ask_pipeline
+    monkeypatch.setattr(measuring_pipelines, "find_device", lambda device: torch.device("cuda", 0))
+    monkeypatch.setattr(measuring_pipelines, "Software", lambda **_: Software())
+    monkeypatch.setattr(
+        measuring_pipelines, "ask_pipeline", lambda *a, **k: replace(ask(*a, **k), workspace=NoWorkspace())
+    )
+    parts = torch.nn.ModuleDict({role: getattr(pipe, role) for role in PIPELINES[name].parts}).eval()
+    return recording.record_by(
+        recorder, parts, (), {}, lambda _: measure_pipeline(pipe, side, side, prompt="x", **call)
+    ).output
+
+
+def _modules(pipe):
+    return {role: part for role, part in pipe.components.items() if isinstance(part, torch.nn.Module)}
+
+
+def built(name):
+    """The pipeline of full size on the device "meta", with stand-ins for tokenizer and scheduler."""
+    if not (Path(__file__).parent.parent / "benchmarks").exists():
+        pytest.skip("the sources are not here")
+    return importlib.import_module("test_whole_pipelines").built(name)[1]
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize(
+    ("name", "gpu", "side", "batch"),
+    [("sd15", "T4", 512, 1), ("sd15", "T4", 256, 2), ("sdxl", "RTX 4090", 768, 1), ("flux", "H200", 768, 1)],
+)
+def test_full_size_to_the_byte(monkeypatch, name, gpu, side, batch):
+    """Measured and predicted, allocated and reserved: each phase begins and ends where the prediction has it."""
+    output = "latent" if name == "sdxl" else "pt"  # a conversion of weights is not recorded
+    call = {"output_type": output} | ({"negative_prompt": ""} if name == "sdxl" else {})
+    measured = on_a_card(monkeypatch, built(name), name, gpu, side, batch=batch, steps=2, **call)
+    assert measured.notes == () and measured.asked["device"] == gpu
+    phases = ["encode prompt", "denoise", "decode"][: 2 if name == "sdxl" else 3]
+    assert [phase.name for phase in measured.phases] == phases
+    for phase in measured.phases:
+        said = measured.predicted[phase.name]
+        # SDXL's pipeline holds a prompt's embeddings once more while it encodes than is predicted.
+        more = 77 * 2048 * 2 if (name, phase.name) == ("sdxl", "encode prompt") else 0
+        assert 0 <= phase.allocated - said.allocated <= more, phase.name
+        assert said.reserved == phase.reserved, phase.name
+    assert {row["reserved_error_percent"] for row in measured.rows()} == {0.0}
+
+
+def test_a_prompt_that_is_not_encoded_is_not_predicted(monkeypatch):
+    """SDXL's negative prompt is zeros where none is given."""
+    measured = on_a_card(monkeypatch, built("sdxl"), "sdxl", "RTX 4090", 256, steps=1, output_type="latent")
+    assert list(measured.predicted) == ["load", "denoise", "decode"]
+    assert "Nothing is predicted of encode prompt without a negative_prompt" in measured.notes[0]
+
+
+REFUSED = [
+    (lambda pipe, call: call.update(callback_on_step_end=print), "nothing is known of the call's argument callback_on"),
+    (lambda pipe, call: None, ""),
+    (lambda pipe, call: pipe.unet.set_attn_processor(AttnProcessor()), "nothing is known of unet's AttnProcessor"),
+    (lambda pipe, call: pipe.unet.compile(), "nothing is known of unet, which is compiled"),
+    (lambda pipe, call: pipe.unet.to(memory_format=torch.channels_last), "nothing is known of unet in channels_last"),
+    (lambda pipe, call: pipe.unet.add_module("lora", torch.nn.Linear(4, 4, device="meta")), "unet has not the weights"),
+    (lambda pipe, call: pipe.vae.decoder.conv_out.double(), "vae has not the weights of sd15"),
+    (lambda pipe, call: pipe.text_encoder.double(), "components.'text_encoder'.: want"),
+    (lambda pipe, call: pipe.register_modules(image_encoder=pipe.vae), "sd15 has no image_encoder as it is known"),
+    (
+        lambda pipe, call: pipe.vae.register_to_config(latent_channels=5),
+        "the denoiser is called with 2 latents of 1638",
+    ),
+    (lambda pipe, call: pipe.vae.enable_tiling(), "its tiles are not of 512 pixels"),
+    (
+        lambda pipe, call: setattr(pipe, "__class__", diffusers.StableDiffusionInpaintPipeline),
+        "StableDiffusionInp.* none",
+    ),
+    (lambda pipe, call: call.update(card="Voodoo 2"), "gpu: want a card"),
+    (lambda pipe, call: call.update(offload="none and on cpu"), "offload: want one of none, model, sequential, got"),
+]
+
+
+@pytest.mark.parametrize("number", range(len(REFUSED)))
+def test_what_is_not_known_is_not_predicted(monkeypatch, number):
+    change, said = REFUSED[number]
+    pipe, call = built("sd15"), {}
+    vae = "tiled" if "tiles" in said else "whole"
+    pipe.vae.tile_sample_min_size = 512 + 64 * ("tiles" in said)
+    change(pipe, call)
+    about = types.SimpleNamespace(name=call.pop("card", "Tesla T4"), total_memory=15 << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: about)
+    monkeypatch.setattr(measuring_pipelines, "Software", lambda **_: Software())
+    asked = {"height": 512, "width": 512, "batch": 1, "steps": 2, "offload": call.pop("offload", "none"), "vae": vae}
+    seen = measuring_pipelines.Seen(2, 4 * 64 * 64, 77)
+    look = functools.partial(measuring_pipelines._predicted, pipe, seen, call, torch.device("cuda", 0), 0, asked)
+    if not said:
+        phases, _ = look()
+        assert phases["decode"] == predict_pipeline("sd15", 512, 512, gpu="T4", steps=2).phases[-1]._replace()
+        return
+    with pytest.raises(ValueError, match=said):
+        look()
+
+
+# ---- small ones on the CPU, with a meter that says when it is asked ----
+
+
+class Meter:
+    """CpuMeter's methods. `log` has what happens, in order."""
+
+    log: ClassVar[list[str]] = []
+    total = 0
+
+    def clear(self):
+        self.log.append("clear")
+
+    def reset(self):
+        self.log.append("reset")
+
+    def wait(self):
+        self.log.append("wait")
+
+    def after(self):
+        self.log.append("read")
+        Meter.total += 1
+        return Meter.total << 20, Meter.total << 21
+
+
+@pytest.fixture
+def small(monkeypatch, tmp_path):
+    """Makes a small pipeline whose modules say in the meter's log when they compute."""
+    monkeypatch.setattr(measuring_pipelines, "CpuMeter", Meter)
+    monkeypatch.setattr(Meter, "log", [])
+
+    def make(name):
+        pipe = torch_pipelines.PIPELINES[name](tmp_path)
+        pipe.set_progress_bar_config(disable=True)
+        inner = {"unet": "conv_in", "transformer": "x_embedder", "text_encoder": "text_model", "vae": "decoder"}
+        for role, part in {**inner, "text_encoder_2": "text_model" if name == "sdxl" else "encoder"}.items():
+            if getattr(pipe, role, None) is not None:
+                say(getattr(getattr(pipe, role), part), role)
+        say(pipe.vae.encoder, "vae, encoding")
+        return pipe
+
+    def say(module, what):
+        module.register_forward_pre_hook(lambda *_: Meter.log.append(what))
+
+    return make
+
+
+def measured(pipe, name="sd", **call):
+    call |= {"max_sequence_length": torch_pipelines.MAX_LENGTH} if name == "flux" else {"negative_prompt": ""}
+    return measure_pipeline(pipe, 48, 32, prompt="a cat", steps=2, **call)
+
+
+def state(pipe):
+    """What a measurement could leave behind."""
+    parts = _modules(pipe)
+    hooks = {role: list(part._forward_pre_hooks.values()) for role, part in parts.items()}
+    own = {role: {"encode", "decode", "to", "forward"} & set(vars(part)) for role, part in parts.items()}
+    offloads = {role: type(getattr(part, "_hf_hook", None)).__name__ for role, part in parts.items()}
+    return hooks, own, offloads, pipe.vae.dtype, {str(p.device) for part in parts.values() for p in part.parameters()}
+
+
+ENCODERS = {
+    "sd": ["text_encoder"],
+    "sdxl": ["text_encoder", "text_encoder_2"],
+    "flux": ["text_encoder", "text_encoder_2"],
+}
+
+
+@pytest.mark.parametrize("offload", ["none", "model"])
+@pytest.mark.parametrize("name", ["sd", "sdxl", "flux"])
+def test_borders(small, name, offload, monkeypatch):
+    """The counters are reset once a component is there and before it computes, and read when the next one is called."""
+    pipe, roles = small(name), {}
+    if offload == "model":
+        hooks = pytest.importorskip("accelerate").hooks
+        bring = hooks.CpuOffload.pre_forward
+        monkeypatch.setattr(
+            hooks.CpuOffload, "pre_forward",
+            lambda hook, module, *a, **k: (Meter.log.append(f"bring {roles[module]}"), bring(hook, module, *a, **k))[1],
+        )  # fmt: skip
+        pipe.enable_model_cpu_offload(device="cpu")
+    roles.update((module, role) for role, module in _modules(pipe).items())
+    before = state(pipe)
+    found = measured(pipe, name)
+    assert state(pipe) == before
+    assert found.asked["offload"] == offload and [phase.name for phase in found.phases] == [
+        "encode prompt", "denoise", "decode",
+    ]  # fmt: skip
+    denoiser, prompts = "transformer" if name == "flux" else "unet", 1 if name == "flux" else 2
+
+    def begins(role):
+        return ["reset"] + [f"bring {role}", "wait", "reset"] * (offload == "model")
+
+    def calls(role):
+        return [f"bring {role}"] * (offload == "model") + [role]
+
+    want = ["clear", *begins("text_encoder"), *[word for role in ENCODERS[name] for word in calls(role)] * prompts]
+    want += ["read", *begins(denoiser), *calls(denoiser) * 2, "read", *begins("vae"), *calls("vae"), "read"]
+    assert Meter.log == want
+    first, *_ = found.phases
+    assert [phase.allocated - first.allocated for phase in found.phases] == [0, 1 << 20, 2 << 20]
+    assert all(phase.reserved == 2 * phase.allocated and phase.seconds > 0 for phase in found.phases)
+
+
+def test_borders_with_sequential_offload(small):
+    """Of what accelerate can send to a CPU: weights come after the counters are reset."""
+    accelerate = pytest.importorskip("accelerate")
+    pipe = small("sd")
+    embeds = dict.fromkeys(("prompt_embeds", "negative_prompt_embeds"), torch.zeros(1, 8, 32))
+    for part in (pipe.unet, pipe.vae):
+        accelerate.cpu_offload(part, torch.device("cpu"))
+    pipe.register_modules(text_encoder=None)
+    before = state(pipe)
+    found = measure_pipeline(pipe, 48, 32, prompt=None, steps=2, **embeds)
+    assert state(pipe) == before and found.asked["offload"] == "sequential"
+    assert Meter.log == ["clear", "reset", "unet", "unet", "read", "reset", "vae", "read"]
+
+
+@pytest.mark.parametrize(("offload", "dtype"), [("none", torch.float16), ("model", torch.float32)])
+def test_upcasting_is_part_of_the_decode(small, offload, dtype, monkeypatch):
+    """Unless the VAE is converted on the CPU, before it comes."""
+    pipe, there = small("sdxl"), []
+    pipe.vae.to(torch.float16)
+    if offload == "model":
+        pytest.importorskip("accelerate")
+        pipe.enable_model_cpu_offload(device="cpu")
+    monkeypatch.setattr(Meter, "reset", lambda self: there.append(pipe.vae.dtype))
+    found = measured(pipe)
+    assert [phase.name for phase in found.phases] == ["encode prompt", "denoise", "decode"]
+    assert set(there[:-1]) <= {torch.float16, dtype} and there[-1] is dtype and pipe.vae.dtype is torch.float16
+
+
+def test_a_picture_to_begin_with(small):
+    pipe = small("sd")
+    image = pytest.importorskip("PIL.Image").new("RGB", (32, 48))
+    found = measured(diffusers.StableDiffusionImg2ImgPipeline(**pipe.components), image=image, strength=1.0)
+    assert [phase.name for phase in found.phases] == ["encode prompt", "encode image", "denoise", "decode"]
+    text, unet = ["reset", "text_encoder", "text_encoder", "read"], ["reset", "unet", "unet", "read"]
+    assert Meter.log == ["clear", *text, "reset", "vae, encoding", "read", *unet, "reset", "vae", "read"]
+
+
+def test_load_is_measured_where_it_is_a_function(small):
+    found = measured(lambda: small("sd"))
+    assert [phase.name for phase in found.phases] == ["load", "encode prompt", "denoise", "decode"]
+    assert Meter.log[:4] == ["clear", "reset", "read", "reset"]
+
+
+def raiser(error, on=1):
+    """A hook that raises at its so many-th call."""
+    calls = iter(range(1, 100))
+
+    def hook(*_):
+        if next(calls) == on:
+            raise error
+
+    return hook
+
+
+FULL = torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+@pytest.mark.parametrize(
+    ("role", "on", "phase"), [("text_encoder", 2, "encode prompt"), ("unet", 2, "denoise"), ("vae", 1, "decode")]
+)
+@pytest.mark.parametrize("offload", ["none", "model"])
+def test_out_of_memory_is_reported_with_what_was_measured(small, role, on, phase, offload):
+    pipe = small("sdxl")
+    pipe.vae.to(torch.float16)
+    if offload == "model":
+        pytest.importorskip("accelerate")
+        pipe.enable_model_cpu_offload(device="cpu")
+    inner = {"text_encoder": "text_model", "unet": "conv_in", "vae": "decoder"}[role]
+    handle, before = getattr(getattr(pipe, role), inner).register_forward_pre_hook(raiser(FULL, on)), state(pipe)
+    found = measured(pipe)
+    assert state(pipe) == before
+    assert found.out_of_memory_at == (phase, "CUDA out of memory. Tried to allocate 2.00 GiB.")
+    assert [one.fits for one in found.phases] == [True] * (len(found.phases) - 1) + [False]
+    assert found.phases[-1].name == phase and found.phases[-1].allocated > 0
+    assert f"Out of memory in {phase}: CUDA out of memory" in str(found)
+    handle.remove()
+    assert measured(pipe).out_of_memory_at is None
+
+
+def test_out_of_memory_while_it_is_loaded(small):
+    found = measured(raiser(FULL))
+    assert found.out_of_memory_at[0] == "load" and [phase.fits for phase in found.phases] == [False]
+    assert found.rows()[0]["pipeline"] is None and "A pipeline 48x32 (cpu)" in str(found)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("CUDA error: an illegal access")])
+def test_whatever_stops_it_the_pipeline_is_left_as_it_was(small, error):
+    pipe = small("sdxl")
+    pipe.vae.to(torch.float16)
+    pipe.vae.decoder.register_forward_pre_hook(raiser(error))
+    before = state(pipe)
+    with pytest.raises(type(error)):
+        measured(pipe)
+    assert state(pipe) == before and pipe.vae.dtype is torch.float16
+
+
+def test_arguments_are_checked_before_anything_runs(small):
+    pipe = small("sd")
+    for wanted, call in (
+        ("height: want a whole", lambda: measure_pipeline(pipe, 0, 32)),
+        ("pipe: want a pipeline of diffusers or a function", lambda: measure_pipeline("sd15", 64, 64)),
+        ("device: want one that is there", lambda: measure_pipeline(pipe, 64, 64, device="cuda")),
+        ("pipe: want a pipeline with a VAE", lambda: measure_pipeline(diffusers.DDPMPipeline(None, None), 64, 64)),
+    ):
+        with pytest.raises((ValueError, TypeError), match=wanted):
+            call()
+    assert "read" not in Meter.log
+
+
+def test_the_process_of_a_cpu_run_is_measured(small, monkeypatch):
+    pipe = small("sd")
+    monkeypatch.undo()  # the meter that is one
+    try:
+        found = measured(pipe)
+    except OSError as error:
+        pytest.skip(str(error))
+    assert all(phase.allocated is None and phase.reserved > 1 << 26 for phase in found.phases)
+    assert found.predicted == {} and found.notes[0].startswith("Nothing is predicted, because it ran on a CPU")
+
+
+# ---- what it looks like ----
+
+
+def result(**more):
+    asked = {"pipeline": "FluxPipeline", "height": 64, "width": 32, "batch": 1, "steps": 2, "dtype": "bfloat16",
+             "offload": "model", "vae": "whole", "device": "NVIDIA L4"}  # fmt: skip
+    phases = [MeasuredPhase("load", 2 << 20, 4 << 20, 1.25), MeasuredPhase("denoise", 100, 200, 0.5, False)]
+    said = predict_pipeline("sd15", 64, 64, gpu="T4").phases[0]._replace(allocated=3 << 20, reserved=4 << 20)
+    given = {"predicted": {"load": said, "denoise": said}, "out_of_memory": "no room", "versions": "torch 2.9.1, x 1"}
+    return MeasuredPipeline(asked, phases, notes=["A note."], **given | more)
+
+
+def test_rows_and_files(tmp_path):
+    found, file = result(), tmp_path / "measured.csv"
+    found.to_csv(file)
+    load, denoise = csv.DictReader(io.StringIO(file.read_text()))
+    assert (load["allocated_error_percent"], load["reserved_error_percent"], load["seconds"]) == ("50.0", "0.0", "1.25")
+    assert denoise["predicted_allocated_bytes"] == str(3 << 20) and denoise["allocated_error_percent"] == ""
+    assert load["versions"] == "torch 2.9.1, x 1" and load["offload"] == "model" and denoise["fits"] == "False"
+    data = json.loads(found.to_json())
+    assert data["out_of_memory_at"] == ["denoise", "no room"] and data["phases"][0]["seconds"] == 1.25
+    assert "+50.0" in str(found) and "| load" in found.to_markdown() and "<td>+50.0</td>" in found._repr_html_()
+
+
+def test_without_a_prediction_its_columns_are_not_shown():
+    text = str(result(predicted={}, out_of_memory=None))
+    assert "predicted" not in text and "error" not in text and "A note." in text
+
+
+# ---- the command ----
+
+
+def test_the_command(small, tmp_path, monkeypatch, capsys):
+    made, file = [], tmp_path / "m.csv"
+    monkeypatch.setattr(vaemem.pytorch, "load_pipeline", lambda *a, **k: made.append((a, k)) or small("sd"))
+    arguments = ["measure", "sd15", "48x32", "--random", "--steps", "2", "--offload", "model", "--vae", "tiled"]
+    assert main([*arguments, "--dtype", "fp16", "--no-guidance", "--prompt", "a", "-o", str(file)]) == 0
+    asked = {"dtype": "float16", "offload": "model", "vae": "tiled", "random": True}
+    assert [(args, {key: k[key] for key in asked}) for args, k in made] == [(("sd15",), asked)]
+    rows = list(csv.DictReader(file.open()))
+    assert [row["phase"] for row in rows] == ["load", "encode prompt", "denoise", "decode"]
+    assert "vaemem 0" in rows[0]["versions"] and Meter.log.count("text_encoder") == 1
+    assert capsys.readouterr().out.startswith("StableDiffusionPipeline 48x32 (cpu), batch 1, steps 2")
+    monkeypatch.setattr(vaemem.pytorch, "load_pipeline", lambda *_, **__: raiser(FULL)())
+    assert main([*arguments]) == 1 and "Out of memory in load" in capsys.readouterr().out
+
+
+def test_a_folder_is_loaded_offline(tmp_path):
+    (tmp_path / "made").mkdir()
+    torch_pipelines.stable_diffusion(tmp_path).save_pretrained(tmp_path / "made")
+    pipe = load_pipeline(str(tmp_path / "made"), device="cpu", vae="tiled")
+    assert pipe.unet.dtype is torch.float16 and pipe.vae.use_tiling
+    with pytest.raises(OSError):
+        load_pipeline(str(tmp_path / "nothing"))
+
+
+@pytest.mark.parametrize("name", ["sd15", "sdxl", "flux", "flux-schnell"])
+def test_random_weights_are_those_of_the_named_pipeline(name, monkeypatch):
+    """Built on the device "meta": what is predicted of it is the named pipeline."""
+
+    def on_meta(build):
+        with torch.device("meta"):
+            return build()
+
+    builders = {component: functools.partial(on_meta, build) for component, build in loading.BUILDERS.items()}
+    monkeypatch.setattr(loading, "BUILDERS", builders)
+    pipe = loading._random_pipeline(name, PIPELINES[name].dtype)
+    kind, noise = PIPELINES[name], 16 if "flux" in name else 4
+    images = 1 + kind.guides
+    question = measuring_pipelines._question(
+        pipe, measuring_pipelines.Seen(images, noise * 64 * 64, 77), find_card("H200"), Software(), height=512,
+        width=512, batch=1, steps=2, image=False,
+    )  # fmt: skip
+    assert question.name == name and question.parts == predict_pipeline(name, 512, 512, gpu="H200")._question.parts
+    ids = pipe.tokenizer("a cat", padding="max_length", truncation=True, return_tensors="pt").input_ids
+    assert ids.shape == (1, 77) and ids.max() == 1

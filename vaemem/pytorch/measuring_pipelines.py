@@ -1,0 +1,537 @@
+"""What a whole pipeline of diffusers takes on this machine, phase by phase, beside what `vaemem.predict_pipeline` says.
+
+The counters are read where a pipeline calls the component that a phase begins with (`_Phases.watching`). What it makes
+before that call belongs to the phase before, which ends there; a component that accelerate brings as a whole is brought
+first, and by accelerate's own hook, as `vaemem.pipelines.pipeline_run` does it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from vaemem._common import MIB, __version__, html_table, render, whole
+from vaemem.pipelines.asked import Part, PipelineQuestion, ask_pipeline
+from vaemem.pipelines.components import PIPELINES, VAE_STRIDE
+from vaemem.pipelines.pipeline_run import Phase
+from vaemem.pipelines.predict_pipeline import PipelinePrediction
+from vaemem.pipelines.ways import Written
+from vaemem.prediction.gpus import CONTEXT
+from vaemem.prediction.question import Card, Software, find_card, usual_tile
+from vaemem.pytorch.measuring import CpuMeter, CudaMeter, cudnn_version, find_device, what_ran
+
+# Arguments of a pipeline's call that do not change what is predicted, or only what the denoiser's first call shows.
+_HARMLESS = {
+    "output_type",
+    "negative_prompt",
+    "guidance_scale",
+    "max_sequence_length",
+    "generator",
+    "image",
+    "strength",
+}
+# What PyTorch computes by its own attention, as the modules were recorded.
+_PROCESSORS = {"AttnProcessor2_0", "FluxAttnProcessor2_0", "FluxAttnProcessor", "ZSingleStreamAttnProcessor"}
+_COUNTERS = ("allocated", "reserved")
+
+
+class MeasuredPhase(NamedTuple):
+    """What a pipeline took in one of its phases.
+
+    name: load, encode prompt, encode image, denoise, decode
+    allocated, reserved: the peaks of PyTorch's counters, in bytes; on a CPU not known, and the process's resident size
+    seconds: until the device had done its work, with what was sent to it
+    fits: whether it went through; where it ran out of memory, the rest is what had been measured until then
+
+    >>> MeasuredPhase("decode", 3 << 30, 4 << 30, 1.5).fits
+    True
+    """
+
+    name: str
+    allocated: int | None
+    reserved: int
+    seconds: float
+    fits: bool = True
+
+
+class Seen(NamedTuple):
+    """What the denoiser's first call shows: its images, the numbers of a latent, the tokens of a prompt."""
+
+    images: int
+    numbers: int
+    tokens: int
+
+
+class MeasuredPipeline(Written):
+    """What `measure_pipeline` returns. Printing it shows a line a phase.
+
+    Attributes
+    ----------
+    title : str
+        What ran, and where.
+    phases : tuple of MeasuredPhase
+        In order: load (where the pipeline was made by a function), encode prompt, encode image (where there is one),
+        denoise, decode; up to the one that ran out of memory.
+    predicted : dict of str to Phase
+        What `vaemem.predict_pipeline` says of the same phases on this card; empty where nothing is predicted, of which
+        `notes` says why.
+    out_of_memory_at : tuple of (str, str) or None
+        The phase, and what PyTorch said.
+    asked : dict
+        What ran: pipeline, height, width, batch, steps, dtype, offload, vae, device.
+    versions : str
+        ``"torch 2.9.1+cu128, cudnn 9.10.2, ..."``
+    notes : tuple of str
+        What is to be known of the measurement and of the prediction.
+
+    Examples
+    --------
+    >>> from vaemem.pytorch import MeasuredPhase, MeasuredPipeline
+    >>> asked = {"pipeline": "FluxPipeline", "height": 1024, "width": 1024, "device": "NVIDIA L40S"}
+    >>> phases = [MeasuredPhase("decode", 3 << 30, 4 << 30, 1.5)]
+    >>> row, = MeasuredPipeline(asked, phases, {}, None, "torch 2.9.1", []).rows()
+    >>> row["phase"], row["reserved_bytes"], row["reserved_error_percent"], row["versions"]
+    ('decode', 4294967296, None, 'torch 2.9.1')
+    """
+
+    def __init__(
+        self, asked: Mapping[str, Any], phases: Sequence[MeasuredPhase], predicted: Mapping[str, Phase],
+        out_of_memory: str | None, versions: str, notes: Sequence[str],
+    ):  # fmt: skip
+        self.asked, self.phases, self.predicted, self.versions = dict(asked), tuple(phases), dict(predicted), versions
+        self.out_of_memory_at = (phases[-1].name, out_of_memory) if out_of_memory is not None else None
+        self.notes = tuple(notes)
+        said = {name: value for name, value in self.asked.items() if value is not None}
+        size = f"{said.pop('pipeline', 'A pipeline')} {said.pop('height')}x{said.pop('width')} ({said.pop('device')})"
+        self.title = ", ".join([size, *(f"{name} {value}" for name, value in said.items())])
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One dict a phase: bytes measured and predicted, the error in percent of the former, seconds, what ran."""
+        rows = []
+        for phase in self.phases:
+            row: dict[str, Any] = {"phase": phase.name}
+            for name in _COUNTERS:
+                measured, said = getattr(phase, name), getattr(self.predicted.get(phase.name), name, None)
+                has_error = measured and said is not None and phase.fits
+                row |= {f"{name}_bytes": measured, f"predicted_{name}_bytes": said}
+                row[f"{name}_error_percent"] = round(100 * (said / measured - 1), 3) if has_error else None
+            row |= {"seconds": round(phase.seconds, 6), "fits": phase.fits}
+            rows.append(row | self.asked | {"versions": self.versions})
+        return rows
+
+    def _data(self) -> dict[str, Any]:
+        return {
+            **self.asked, "versions": self.versions, "phases": self.rows(), "notes": self.notes,
+            "out_of_memory_at": self.out_of_memory_at,
+        }  # fmt: skip
+
+    def _grid(self) -> tuple[list[str], list[tuple[str, ...]]]:
+        """Header and a line a phase; a column that has nothing is left out."""
+        columns: dict[str, list[str]] = {"phase": [phase.name for phase in self.phases]}
+        shown = {f"{name}_bytes": f"{name} MiB" for name in _COUNTERS}
+        for name in _COUNTERS:
+            shown |= {f"predicted_{name}_bytes": f"{name} predicted", f"{name}_error_percent": f"{name} error %"}
+        rows = self.rows()
+        for key in [key for key in rows[0] if key in shown]:
+            if any(row[key] is not None for row in rows):
+                form = "{:+.1f}" if key.endswith("percent") else "{:.0f}"
+                scale = 1 if key.endswith("percent") else MIB
+                columns[shown[key]] = ["" if row[key] is None else form.format(row[key] / scale) for row in rows]
+        columns["seconds"] = [f"{phase.seconds:.2f}" for phase in self.phases]
+        columns["outcome"] = ["goes through" if phase.fits else "out of memory" for phase in self.phases]
+        return list(columns), list(zip(*columns.values(), strict=True))
+
+    def _text(self, markdown: bool = False) -> str:
+        full = [f"Out of memory in {': '.join(self.out_of_memory_at)}"] if self.out_of_memory_at else []
+        parts = [self.title, render(*self._grid(), markdown), *full, *self.notes, self.versions]
+        return ("\n\n" if markdown else "\n").join(parts)
+
+    def __repr__(self) -> str:
+        return self._text()
+
+    def _repr_html_(self) -> str:
+        return html_table(*self._grid())
+
+
+# ---- the borders between phases ----
+
+
+@contextlib.contextmanager
+def _before(module: Any, method: str, act: Callable[..., None]) -> Iterator[None]:
+    """Within, `act` is told of each call of that object's method before it, by the keywords of the call."""
+    call, own = getattr(module, method), module.__dict__.get(method)
+
+    @functools.wraps(call)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        act(**kwargs)
+        return call(*args, **kwargs)
+
+    setattr(module, method, watched)
+    try:
+        yield
+    finally:
+        if module.__dict__.get(method) is watched:  # accelerate takes away a `to` when it removes its hooks
+            delattr(module, method) if own is None else setattr(module, method, own)
+
+
+def _comes_whole(module: Any) -> bool:
+    """Whether ``enable_model_cpu_offload`` brings it for its call."""
+    return type(getattr(module, "_hf_hook", None)).__name__ == "CpuOffload"
+
+
+class _Phases:
+    """Reads a meter where one phase ends and another begins; each begins once."""
+
+    def __init__(self, meter: CudaMeter | CpuMeter):
+        self.meter, self.done = meter, list[MeasuredPhase]()
+        self.seen: Seen | None = None
+        self._names: list[str] = []
+        self._since = 0.0
+
+    def begin(self, name: str, module: Any = None) -> None:
+        """Ends the phase before, and begins this one when the module that it calls first is there."""
+        if name in self._names:
+            return
+        self.end()
+        self._names.append(name)
+        self._since = time.perf_counter()
+        self.meter.reset()
+        if _comes_whole(module):
+            module._hf_hook.pre_forward(module)
+            self.meter.wait()
+            self.meter.reset()
+
+    def end(self, fits: bool = True) -> None:
+        if len(self._names) > len(self.done):
+            peaks = self.meter.after()
+            self.done.append(MeasuredPhase(self._names[-1], *peaks, time.perf_counter() - self._since, fits))
+
+    @contextlib.contextmanager
+    def watching(self, pipe: Any) -> Iterator[None]:
+        """Within, the pipeline's own calls begin its phases."""
+        vae, denoiser = pipe.vae, _denoiser(pipe)
+
+        def encode_prompt(module: Any, _: Any) -> None:
+            self.begin("encode prompt", module)
+
+        def denoise(module: Any, args: Any, kwargs: Any) -> None:
+            self.begin("denoise", module)
+            if self.seen is None:
+                with contextlib.suppress(IndexError, KeyError, TypeError):  # a denoiser that is called in another way
+                    latents = args[0] if args else kwargs["hidden_states"]
+                    prompts = args[2] if len(args) > 2 else kwargs["encoder_hidden_states"]
+                    self.seen = Seen(len(latents), latents[0].numel(), len(prompts[0]))
+
+        def convert(dtype: Any = None, **_: Any) -> None:
+            # Before its call. Where the VAE is offloaded as a whole, that happens on the CPU and is no part of it.
+            if dtype is not None and not _comes_whole(vae):
+                self.begin("decode" if "denoise" in self._names else "encode image")
+
+        with contextlib.ExitStack() as stack:
+            for role, module in _modules(pipe).items():
+                if role.startswith("text_encoder"):
+                    stack.callback(module.register_forward_pre_hook(encode_prompt).remove)
+            stack.callback(denoiser.register_forward_pre_hook(denoise, with_kwargs=True).remove)
+            stack.enter_context(_before(vae, "encode", lambda **_: self.begin("encode image", vae)))
+            stack.enter_context(_before(vae, "decode", lambda **_: self.begin("decode", vae)))
+            stack.enter_context(_before(vae, "to", convert))
+            yield
+
+
+# ---- the pipeline ----
+
+
+def _modules(pipe: Any) -> dict[str, Any]:
+    return {role: part for role, part in pipe.components.items() if isinstance(part, torch.nn.Module)}
+
+
+def _denoiser(pipe: Any) -> Any:
+    return pipe.components.get("unet") or pipe.components.get("transformer")
+
+
+def _dtype(module: Any) -> str:
+    return str(module.dtype).removeprefix("torch.")
+
+
+def _tensors(module: Any) -> list[Any]:
+    return [*module.parameters(), *module.buffers()]
+
+
+def _place(module: Any, device: Any) -> str:
+    """How a component comes to the device: "none" where it stays there."""
+    if _comes_whole(module):
+        return "model"
+    places = {tensor.device for tensor in _tensors(module)}
+    if torch.device("meta") in places:  # where accelerate leaves weights that come for their calls
+        return "sequential"
+    return "none" if places == {device} else f"on {' and '.join(sorted(map(str, places)))}"
+
+
+def _offload(pipe: Any, device: Any) -> str:
+    excluded = pipe._exclude_from_cpu_offload
+    places = {_place(module, device) for role, module in _modules(pipe).items() if role not in excluded}
+    return " and ".join(sorted(places))
+
+
+def _vae_way(vae: Any, batch: int) -> str:
+    """diffusers slices batches alone."""
+    ways = {"tiled": getattr(vae, "use_tiling", False), "sliced": getattr(vae, "use_slicing", False) and batch > 1}
+    return " and ".join(name for name, is_on in ways.items() if is_on) or "whole"
+
+
+@contextlib.contextmanager
+def _left_as_it_was(pipe: Any) -> Iterator[None]:
+    """Within, the pipeline runs. Stopped, it leaves its VAE converted, and offloaded components on the device."""
+    dtype = pipe.vae.dtype
+    try:
+        yield
+    except BaseException:
+        if pipe.vae.dtype != dtype:
+            pipe.vae.to(dtype=dtype)
+        pipe.maybe_free_model_hooks()
+        raise
+
+
+# ---- the prediction beside ----
+
+
+def _unusual(pipe: Any, call: Mapping[str, Any]) -> Iterator[str]:
+    """What a prediction knows nothing of."""
+    yield from (f"the call's argument {name}" for name in call if name not in _HARMLESS)
+    if torch.backends.cudnn.benchmark:
+        yield "torch.backends.cudnn.benchmark"
+    if not (torch.backends.cuda.flash_sdp_enabled() and torch.backends.cuda.mem_efficient_sdp_enabled()):
+        yield "attention without PyTorch's own kernels"
+    for role, module in _modules(pipe).items():
+        processors = {type(one).__name__ for one in getattr(module, "attn_processors", {}).values()}
+        if type(module).__module__.partition(".")[0] not in ("diffusers", "transformers"):
+            yield f"{role}, which is a {type(module).__module__}.{type(module).__name__}"
+        elif any(part._compiled_call_impl is not None for part in module.modules()):
+            yield f"{role}, which is compiled"
+        elif not all(weight.is_contiguous() for weight in module.parameters()):
+            yield f"{role} in channels_last"
+        elif not processors <= _PROCESSORS:
+            yield f"{role}'s {', '.join(sorted(processors - _PROCESSORS))}"
+
+
+def _has_weights(module: Any, part: Part) -> bool:
+    """Whether a module has the tensors of a component as it was recorded, whatever their names."""
+    stored = Counter((weight.shape, weight.bytes) for weight in part.weights)
+    return stored == Counter((tuple(tensor.shape), tensor.nbytes) for tensor in _tensors(module))
+
+
+def _question(pipe: Any, seen: Seen, card: Card, software: Software, **asked: Any) -> PipelineQuestion:
+    """What `vaemem.predict_pipeline` is asked of this pipeline; ValueError says why it cannot be."""
+    modules, class_name = _modules(pipe), type(pipe).__name__.replace("Img2Img", "")
+    why = f"{type(pipe).__name__} is none of the pipelines that are known"
+    for name, kind in PIPELINES.items():
+        if kind.class_name != class_name:
+            continue
+        known = {**kind.parts, **kind.optional}
+        if others := modules.keys() - known:
+            raise ValueError(f"{name} has no {', '.join(sorted(others))} as it is known")
+        components = {role: _dtype(modules[role]) if role in modules else None for role in known}
+        if kind.parts["vae"] == "sdxl" and components["vae"] == "float16" and pipe.vae.config.force_upcast:
+            del components["vae"]  # which is what is predicted of SDXL's where nothing is said
+        question = ask_pipeline(
+            name, card=card, software=software, prompt_tokens=seen.tokens, components=components,
+            guidance=seen.images == 2 * asked["batch"], dtype=_dtype(_denoiser(pipe)), **asked,
+        )  # fmt: skip
+        images = asked["batch"] * (2 if kind.guides and question.guidance else 1)
+        numbers = pipe.vae.config.latent_channels * (asked["height"] // VAE_STRIDE) * (asked["width"] // VAE_STRIDE)
+        if other := [part for part in question.parts if not _has_weights(modules[part.role], part)]:
+            why = f"{other[0].role} has not the weights of {other[0].component}"
+        elif (seen.images, seen.numbers) != (images, numbers):
+            got, wanted = f"{seen.images} latents of {seen.numbers} numbers", f"{images} of {numbers}"
+            raise ValueError(f"the denoiser is called with {got}, and {name}'s with {wanted}")
+        else:
+            return question
+    raise ValueError(why)
+
+
+def _predicted(
+    pipe: Any, seen: Seen | None, call: Mapping[str, Any], place: Any, used: int, asked: Mapping[str, Any]
+) -> tuple[dict[str, Phase], list[str]]:
+    """What is predicted of each phase on this card, as full as it is, and notes; ValueError says why nothing is."""
+    if place.type != "cuda":
+        raise ValueError("it ran on a CPU, whose reserved is the process's resident size")
+    if seen is None:
+        raise ValueError("the call of the denoiser, which shows what runs, was not seen")
+    if unknown := list(_unusual(pipe, call)):
+        raise ValueError(f"nothing is known of {'; '.join(unknown)}")
+    conf = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or "native"
+    software = Software(
+        torch_version=torch.__version__, cudnn_version=cudnn_version(), allocator=conf,
+        allow_tf32=torch.backends.cudnn.allow_tf32,
+    )  # fmt: skip
+    about, system = torch.cuda.get_device_properties(place), "windows" if sys.platform == "win32" else "linux"
+    card, sizes = find_card(about.name, about.total_memory, used, system), ("height", "width", "batch", "steps")
+    question = _question(
+        pipe, seen, card, software, image="image" in call, **{name: asked[name] for name in sizes}
+    )  # fmt: skip
+    tile = usual_tile(question.part("vae").component)
+    if asked["vae"] == "tiled" and (pipe.vae.tile_sample_min_size, pipe.vae.tile_overlap_factor) != (tile, 0.25):
+        raise ValueError(f"its tiles are not of {tile} pixels, a quarter of which overlaps")
+    prediction = PipelinePrediction(question.run_with(asked["offload"], asked["vae"]))
+    tried, done, lacking = prediction._within(prediction.available)
+    notes, read = list(prediction.notes), "0.42" if question.name == "zimage-turbo" else "0.33"
+    if lacking:
+        where = prediction._run.phases[done].name if done < len(prediction._run.phases) else "its last phase"
+        notes.append(f"It is predicted to run out in {where}, at {lacking.name} of {lacking.bytes / MIB:.0f} MiB.")
+    version = sys.modules["diffusers"].__version__
+    if not version.startswith(f"{read}."):
+        notes.append(f"The prediction follows this pipeline's code in diffusers {read}, and {version} ran.")
+    phases = {phase.name: phase for phase in tried.phases}
+    if pipe.config.get("force_zeros_for_empty_prompt") and call.get("negative_prompt") is None and question.guidance:
+        phases.pop("encode prompt", None)
+        notes.append("Nothing is predicted of encode prompt without a negative_prompt, not even '', which it encodes.")
+    return phases, notes
+
+
+# ---- the measurement ----
+
+
+def measure_pipeline(
+    pipe: Any, height: int, width: int, batch: int = 1, *, prompt: str | None = "a photo of a cat",
+    steps: int | None = None, device: Any = None, **call: Any,
+) -> MeasuredPipeline:  # fmt: skip
+    """Measures a pipeline of diffusers by the counters that `vaemem.predict_pipeline` predicts, phase by phase.
+
+    Parameters
+    ----------
+    pipe : diffusers.DiffusionPipeline, or a function without arguments that makes one
+        As it is to run: on the device or offloaded, its VAE whole, tiled or sliced. It stays so. A function is measured
+        too, as the phase load. What is predicted is the first run of a process.
+    height, width : int
+        The image's size in pixels.
+    batch : int
+        Images of the prompt.
+    prompt : str, optional
+        None where the call has embeddings instead.
+    steps : int, optional
+        How often the denoiser runs; by default as often as is usual for the pipeline.
+    device : torch.device or str, optional
+        Whose memory is read: by default the device that the pipeline runs on; for a function the GPU where PyTorch
+        has one, else the CPU.
+    **call
+        What the pipeline is called with beside, such as ``guidance_scale=0.0`` or an image-to-image pipeline's
+        ``image=``.
+
+    Returns
+    -------
+    MeasuredPipeline
+        Where it ran out of the device's memory, with the phases until then.
+
+    Raises
+    ------
+    ValueError, TypeError
+        An argument that cannot be, named, before anything is run; what the pipeline says of its call.
+    OSError
+        A CPU run where the peak resident size cannot be reset.
+
+    Notes
+    -----
+    docs/PIPELINES.md tells where the phases begin and when something is predicted. A pipeline that is stopped, by an
+    error or by Ctrl-C, gives its offloaded components back, and its VAE its dtype.
+
+    Examples
+    --------
+    >>> from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
+    >>> blocks = {"down_block_types": ["DownBlock2D"] * 2, "up_block_types": ["UpBlock2D"] * 2}
+    >>> unet = UNet2DConditionModel(block_out_channels=(32, 64), cross_attention_dim=8, **blocks)
+    >>> parts = AutoencoderKL(), None, None, unet, DDIMScheduler(clip_sample=False, steps_offset=1)
+    >>> pipe = StableDiffusionPipeline(*parts, None, None, requires_safety_checker=False)
+    >>> pipe.set_progress_bar_config(disable=True)
+    >>> embeds = dict.fromkeys(["prompt_embeds", "negative_prompt_embeds"], torch.zeros(1, 8, 8))
+    >>> measured = measure_pipeline(pipe, 64, 64, prompt=None, steps=1, **embeds)
+    >>> [phase.name for phase in measured.phases], measured.notes
+    (['denoise', 'decode'], (...Nothing is predicted, because it ran on a CPU, ...)
+    """
+    height, width, batch = whole("height", height), whole("width", width), whole("batch", batch)
+    is_made = hasattr(pipe, "components")
+    if not is_made and not callable(pipe):
+        raise TypeError(f"pipe: want a pipeline of diffusers or a function that makes one, got {type(pipe).__name__}")
+    place = find_device(pipe._execution_device if is_made and device is None else device)
+    asked: dict[str, Any] = dict.fromkeys(("pipeline", "height", "width", "batch", "steps", "dtype", "offload", "vae"))
+    asked |= {"height": height, "width": width, "batch": batch, "steps": steps}
+    asked["device"] = torch.cuda.get_device_name(place) if place.type == "cuda" else "cpu"
+    notes, predicted, full = list[str](), dict[str, Phase](), None
+    with contextlib.ExitStack() as stack:
+        if place.type == "cuda":
+            torch.cuda.init()  # before which the peaks cannot be reset
+            stack.enter_context(torch.cuda.device(place))  # empty_cache and the like speak of the current one
+        meter = CudaMeter(torch.cuda, place) if place.type == "cuda" else CpuMeter()
+        meter.clear()
+        phases, (used, beside) = _Phases(meter), _others(place)
+        try:
+            if is_made:
+                own = [tensor for module in _modules(pipe).values() for tensor in _tensors(module)]
+                beside -= sum(tensor.nbytes for tensor in own if tensor.device == place)
+            else:
+                phases.begin("load")
+                pipe = pipe()
+                phases.end()
+            asked |= _described(pipe, place, asked)
+            with _left_as_it_was(pipe), phases.watching(pipe):
+                pipe(prompt=prompt, **_sizes(pipe, asked), **call)
+                phases.end()
+        except torch.cuda.OutOfMemoryError as error:
+            full = str(error)
+            phases.end(fits=False)
+    if beside > MIB:
+        notes.append(
+            f"{beside / MIB:.0f} MiB were allocated beside the pipeline before: they count in what is measured."
+        )
+    try:
+        predicted, more = _predicted(pipe, phases.seen, call, place, used, asked)
+        notes += more
+    except ValueError as error:
+        notes.append(f"Nothing is predicted, because {error}.")
+    return MeasuredPipeline(asked, phases.done, predicted, full, _versions(place), notes)
+
+
+def _others(place: Any) -> tuple[int, int]:
+    """Bytes of the card that neither this process nor its context holds, and those that PyTorch was asked for."""
+    if place.type != "cuda":
+        return 0, 0
+    free, total = torch.cuda.mem_get_info(place)
+    asked = torch.cuda.memory_stats(place)["requested_bytes.all.current"]
+    return max(total - free - torch.cuda.memory_reserved(place) - CONTEXT, 0), asked
+
+
+def _described(pipe: Any, place: Any, asked: Mapping[str, Any]) -> dict[str, Any]:
+    """What a pipeline is; ValueError where it cannot be measured, or not there."""
+    if getattr(pipe, "vae", None) is None or _denoiser(pipe) is None:
+        raise ValueError(f"pipe: want a pipeline with a VAE and a UNet or a transformer, got {type(pipe).__name__}")
+    if find_device(pipe._execution_device) != place:
+        raise ValueError(f"device: want the pipeline's, which is {pipe._execution_device}, got {place}")
+    steps = asked["steps"]
+    if steps is None:
+        steps = inspect.signature(pipe.__call__).parameters["num_inference_steps"].default
+    return {
+        "pipeline": type(pipe).__name__, "steps": steps, "dtype": _dtype(_denoiser(pipe)),
+        "offload": _offload(pipe, place), "vae": _vae_way(pipe.vae, asked["batch"]),
+    }  # fmt: skip
+
+
+def _sizes(pipe: Any, asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of the call; pipelines that begin with an image may have its size."""
+    names = {"height": "height", "width": "width", "num_images_per_prompt": "batch", "num_inference_steps": "steps"}
+    known = inspect.signature(pipe.__call__).parameters
+    return {name: asked[value] for name, value in names.items() if name in known}
+
+
+def _versions(place: Any) -> str:
+    there = [
+        f"{name} {sys.modules[name].__version__}" for name in ("transformers", "accelerate") if name in sys.modules
+    ]
+    return ", ".join([what_ran(place, "diffusers"), *there, f"vaemem {__version__}"])
