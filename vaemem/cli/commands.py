@@ -32,6 +32,7 @@ from vaemem._common import (
     Named,
     check_writable,
     distinct,
+    meant,
     mib,
     need,
     render,
@@ -41,7 +42,7 @@ from vaemem._common import (
 from vaemem.cli.flags import FLAGS, WORDS, FlagSettings, count
 from vaemem.engine import latents, layouts, weights
 from vaemem.engine.device import open_device
-from vaemem.pipelines.components import PIPELINES
+from vaemem.pipelines.components import PIPELINES, SPELT_PIPELINES
 from vaemem.prediction.verdict import DOES_NOT_FIT, TIGHT
 from vaemem.published import reproduce
 from vaemem.published.accounts import judge_text, reproduce_plan
@@ -368,7 +369,7 @@ def run_measure(args: argparse.Namespace, asked: dict[str, Any]) -> int:
         check_writable(args.csv)
     loaded = {name: asked[name] for name in ("dtype", "offload", "vae") if name in asked}
     called: dict[str, Any] = {name: asked[name] for name in ("batch", "steps") if name in asked}
-    known = PIPELINES.get(args.source) if args.random else None
+    known = PIPELINES[meant("source", args.source, PIPELINES, SPELT_PIPELINES)] if args.random else None
     if known:
         called.setdefault("steps", known.steps)
     if not args.guidance or (known and not known.guides):
