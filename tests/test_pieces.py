@@ -8,20 +8,20 @@ import pytest
 
 from vaemem import formula, predict
 from vaemem.prediction.moments import ROUNDED_UP
-from vaemem.prediction.pieces import Domain, Point, Seen, fit_pieces, largest_of, play_domain
+from vaemem.prediction.pieces import Domain, PlayedPeak, Point, fit_pieces, largest_of, play_domain
 
 SMALL = Domain(256, 1024, (1, 2, 3), step=128)
 
 
 def fitted(peak, domain=SMALL):
-    """The form of a peak: a function of a point that gives bytes, or a `Seen`."""
+    """The form of a peak: a function of a point that gives bytes, or a `PlayedPeak`."""
     points, found, left_out = play_domain(domain, lambda point: {"made": _seen(peak(point))})
     assert not left_out
     return fit_pieces("made", domain, points, found["made"])
 
 
 def _seen(what):
-    return what if isinstance(what, Seen) else Seen(what, "step", {})
+    return what if isinstance(what, PlayedPeak) else PlayedPeak(what, "step", {})
 
 
 def check_bounds(form, peak):
@@ -42,7 +42,7 @@ def test_tensors_that_are_polynomials_are_exact():
 
     def peak(p):
         made = tensors(p)
-        return Seen(sum(-(-size // 512) * 512 for size in made.values()) + 4096, "here", made, largest_of(made))
+        return PlayedPeak(sum(-(-size // 512) * 512 for size in made.values()) + 4096, "here", made, largest_of(made))
 
     form = fitted(peak)
     (piece,) = form.pieces

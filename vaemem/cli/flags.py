@@ -68,9 +68,8 @@ def _flag(help: str = "", **settings: Any) -> FlagSettings:
 
 
 # Those that are no options.
-WORDS = (
-    "message formula_of model op tiled_op sizes size table no_table latents images file pipeline application source".split()
-)
+WORDS = "formula_of model op tiled_op sizes size table no_table latents images file pipeline application".split()
+WORDS += ["message", "source"]
 
 # By the name of the argument that it is.
 FLAGS: dict[str, FlagSettings] = {

@@ -22,7 +22,7 @@ from vaemem.prediction.answer import MARGIN, SEGMENT
 from vaemem.prediction.formula import Formula
 from vaemem.prediction.gpus import CONTEXT
 from vaemem.prediction.moments import ROUNDED_UP, Moment, PeakTensor
-from vaemem.prediction.pieces import Domain, Point, Seen, largest_of
+from vaemem.prediction.pieces import Domain, PlayedPeak, Point, largest_of
 from vaemem.prediction.planned import Way
 from vaemem.prediction.question import Card, Software, find_card, usual_tile
 from vaemem.prediction.verdict import DOES_NOT_FIT, FITS, CardAnswer, bar
@@ -206,14 +206,16 @@ class _Phases(Written, CardAnswer):
         return f"<{type(self).__name__} {self.title}: {self.summary}; {shown}>"
 
 
-def _play_phases(question: PipelineQuestion, workspace: Any, point: Point) -> dict[str, Seen]:
+def _play_phases(question: PipelineQuestion, workspace: Any, point: Point) -> dict[str, PlayedPeak]:
     """What each phase and the whole take at a point; the whole what its fullest phase does."""
     asked = replace(question, height=point.height, width=point.width, batch=point.batch)
     phases = play_pipeline(replace(asked, tokens=point.tokens or asked.tokens), workspace).phases
     seen = {}
     for one in phases:
         tensors = {name: size for name, size in one.peak_tensors if name != ROUNDED_UP}
-        seen[one.name] = Seen(one.allocated, f"{one.name}: {one.where}".rstrip(": "), tensors, largest_of(tensors))
+        seen[one.name] = PlayedPeak(
+            one.allocated, f"{one.name}: {one.where}".rstrip(": "), tensors, largest_of(tensors)
+        )
     fullest, highest = (max(phases, key=operator.attrgetter(what)) for what in ("total", "allocated"))
     total = seen[fullest.name]._replace(bytes=fullest.total, tensors={})
     return {"reserved": total, "allocated": seen[highest.name], **seen}

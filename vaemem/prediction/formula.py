@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from vaemem._arguments import shared
 from vaemem._common import ELEMENT_BYTES, MIB, Answer, distinct, render, typeset, whole
 from vaemem.engine.arguments import BAR, Progress, polling
-from vaemem.prediction.pieces import ROUNDING, Domain, Form, Point, Seen, fit_pieces, largest_of, play_domain
+from vaemem.prediction.pieces import ROUNDING, Domain, Form, PlayedPeak, Point, fit_pieces, largest_of, play_domain
 from vaemem.prediction.process import SimulatedProcess
 from vaemem.prediction.question import Question, ask
 
@@ -251,7 +251,7 @@ class Formula(Answer):
 
     _progress: Progress = None
 
-    def __init__(self, name: str, domain: Domain, play: Callable[[Point], Mapping[str, Seen]]):
+    def __init__(self, name: str, domain: Domain, play: Callable[[Point], Mapping[str, PlayedPeak]]):
         """play: what is seen at a point, the whole as "reserved" and "allocated" and the phases by their names."""
         self.name, self.domain, self._play = name, domain, play
 
@@ -447,7 +447,7 @@ def formula(
     return VAEFormula(ask(model, op, height, width, dtype=dtype, runtime=runtime, gpu=gpu, **settings))
 
 
-def _play(question: Question, point: Point) -> dict[str, Seen]:
+def _play(question: Question, point: Point) -> dict[str, PlayedPeak]:
     """What a VAE's run takes above its weights and its input."""
     job = replace(question.job, height=point.height, width=point.width, batch=point.batch)
     other = replace(question, job=job)
@@ -456,8 +456,8 @@ def _play(question: Question, point: Point) -> dict[str, Seen]:
     where, tensors = process.peak_above_baseline() or ("outside of the model's call", {})
     largest = largest_of(tensors)
     return {
-        "reserved": Seen(measured.reserved, where, {}, largest),
-        "allocated": Seen(measured.allocated, where, tensors, largest),
+        "reserved": PlayedPeak(measured.reserved, where, {}, largest),
+        "allocated": PlayedPeak(measured.allocated, where, tensors, largest),
     }
 
 

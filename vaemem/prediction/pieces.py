@@ -65,7 +65,7 @@ class Point(NamedTuple):
     tile: int = 0
 
 
-class Seen(NamedTuple):
+class PlayedPeak(NamedTuple):
     """A peak that was played: its bytes, the step that makes it, {name: bytes} of the tensors that it is made of, as
     they were asked for, none where it is not made of these alone; and the largest of those alive then."""
 
@@ -348,7 +348,7 @@ class Form:
 class _Law(NamedTuple):
     """One of the peaks, the polynomials of its tensors, and their sums at all points, where they rule and elsewhere."""
 
-    of: Seen
+    of: PlayedPeak
     terms: tuple[tuple[str, Polynomial], ...]
     values: np.ndarray
 
@@ -366,7 +366,7 @@ class _Leaf(NamedTuple):
 class _Points:
     """What was played: peaks, the quantities and powers of their points, and the laws of their tensors."""
 
-    def __init__(self, points: Sequence[Point], seen: Sequence[Seen]):
+    def __init__(self, points: Sequence[Point], seen: Sequence[PlayedPeak]):
         columns = np.array(points, dtype=float).T
         self.points, self.seen = points, seen
         self.bytes = np.array([one.bytes for one in seen], dtype=float)
@@ -455,7 +455,7 @@ class _Points:
         )  # fmt: skip
 
 
-def fit_pieces(name: str, domain: Domain, points: Sequence[Point], seen: Sequence[Seen]) -> Form:
+def fit_pieces(name: str, domain: Domain, points: Sequence[Point], seen: Sequence[PlayedPeak]) -> Form:
     """The form of a peak that was played at the points of a domain, or at those of them that can be run."""
     played = _Points(points, seen)
     leaves = [played.leaf(np.arange(len(points)), {})]
@@ -566,10 +566,10 @@ def largest_of(tensors: Mapping[str, int]) -> str:
 
 
 def play_domain(
-    domain: Domain, play: Callable[[Point], Mapping[str, Seen]], poll: Callable[[int, int], object] | None = None
-) -> tuple[list[Point], dict[str, list[Seen]], list[Point]]:
+    domain: Domain, play: Callable[[Point], Mapping[str, PlayedPeak]], poll: Callable[[int, int], object] | None = None
+) -> tuple[list[Point], dict[str, list[PlayedPeak]], list[Point]]:
     """Every point of a domain played: those that can be, {name: its peaks there}, and those that cannot."""
-    points, left_out, found = list[Point](), list[Point](), dict[str, list[Seen]]()
+    points, left_out, found = list[Point](), list[Point](), dict[str, list[PlayedPeak]]()
     every = list(domain)
     for done, point in enumerate(every, 1):
         try:

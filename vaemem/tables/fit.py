@@ -316,13 +316,15 @@ def fit(
     groups = grouped(table, lambda row: tuple(row[name] for name in by)).values()
     keys = [_common_key(rows) for rows in groups]
     # A formula is named by its model, its op, and what else tells it from the others.
-    varying = [i for i in range(len(KEY)) if i < 2 or len({key[i] for key in keys}) > 1]
+    varying = [i for i, name in enumerate(KEY) if i < 2 or name == "phase" or len({key[i] for key in keys}) > 1]
     formulas = []
     for key, rows in zip(keys, groups, strict=True):
         said = [
             f"{name} {value}" if name in ("batch", "tokens") else value for name, value in zip(KEY, key, strict=True)
         ]
-        name = " ".join("-" if key[i] is None else str(said[i]) for i in varying)
+        name = " ".join(
+            "-" if key[i] is None else str(said[i]) for i in varying if KEY[i] != "phase" or key[i] is not None
+        )
         formulas.append(_fit_one(name, key, rows, target, quantile))
     return Fit(target, quantile, formulas)
 

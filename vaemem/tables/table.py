@@ -262,7 +262,7 @@ class Table(Sequence[Row]):
         --------
         >>> seed_table().to_csv("table.csv")
         >>> seed_table()[:1].to_csv().splitlines()[0]
-        'model,op,height,width,batch,dtype,runtime,device,source,allocated_bytes,...'
+        'model,op,phase,height,width,batch,tokens,dtype,...'
         """
         return write(path, as_csv(self._rows, COLUMNS))
 
@@ -324,7 +324,7 @@ class Table(Sequence[Row]):
         Examples
         --------
         >>> Table([{"model": "sdxl"}]).to_json()
-        '[{"model": "sdxl", "op": null, "height": null, ...}]\\n'
+        '[{"model": "sdxl", "op": null, "phase": null, ...}]\\n'
         """
         rows = ",\n ".join(json.dumps(row, ensure_ascii=False) for row in self._rows)
         return write(path, f"[{rows}]\n")
