@@ -130,10 +130,7 @@ def test_full_size_to_the_byte(monkeypatch, name, gpu, side, batch):
     assert [phase.name for phase in measured.phases] == phases
     for phase in measured.phases:
         said = measured.predicted[phase.name]
-        # SDXL's pipeline holds a prompt's embeddings once more while it encodes than is predicted.
-        more = 77 * 2048 * 2 if (name, phase.name) == ("sdxl", "encode prompt") else 0
-        assert 0 <= phase.allocated - said.allocated <= more, phase.name
-        assert said.reserved == phase.reserved, phase.name
+        assert (said.allocated, said.reserved) == (phase.allocated, phase.reserved), phase.name
     assert {row["reserved_error_percent"] for row in measured.rows()} == {0.0}
 
 

@@ -103,8 +103,12 @@ class PipelineRun:
         if role in self.asked.on_cpu or (role == "vae" and self.asked.vae == "vaemem"):
             return
         if part.component in _core.models():
-            self._work["sent"] += part.nbytes
-            self._loaded[role] = process.load(part.component, part.dtype, "diffusers")
+            # With model offload a VAE is upcast where it lies, on the CPU, before its call brings it.
+            is_upcast = part.upcast and self.asked.offload == "model"
+            first = part.dtype if is_upcast and not self.asked.image else None
+            vae = process.load(part.component, "float32" if is_upcast else part.dtype, "diffusers", first=first)
+            self._work["sent"] += vae.nbytes
+            self._loaded[role] = vae
             return
         held = [] if quantises else process.hold_all(name, part.pieces)
         self._work["sent"] += 0 if quantises else part.nbytes
@@ -174,8 +178,9 @@ class PipelineRun:
             self._outside = asked.vae_limit
             return self.tensor("image", (asked.batch, 3, asked.height, asked.width), latents.dtype)
         vae = self._vae()
-        self._upcast(vae, "float32")
-        self._upcast(vae, "float32", first=dtype)
+        if vae.dtype != "float32":
+            self._upcast(vae, "float32")
+            self._upcast(vae, "float32", first=dtype)
         image = self._call_vae(self.process.decode, vae, latents, tile)
         self._upcast(vae, dtype)
         return image
@@ -313,6 +318,7 @@ def _encode_prompt(run: PipelineRun, encoders: list[str]) -> None:
     dtype = asked.dtype
     calls, encodes, tokens = pipeline.lengths(asked.tokens)
     prompts = ["prompt_embeds", *["negative_prompt_embeds"] * (pipeline.guides and asked.guidance)]
+    listed = []  # what SDXL's code joins stays until its function returns
     for name in prompts:
         encoded = []
         for role in encoders:
@@ -328,7 +334,11 @@ def _encode_prompt(run: PipelineRun, encoders: list[str]) -> None:
                     run.process.drop(encoded.pop())
         # Joined where several encoders give one, or repeated for each image.
         run.name(name, (asked.batch, tokens, pipeline.width), dtype)
-        run.process.drop(*encoded)
+        if len(encoders) > 1 < len(encoded):
+            listed += encoded
+        else:
+            run.process.drop(*encoded)
+    run.process.drop(*listed)
     if len(prompts) > 1:
         names["prompt_embeds"] = run.tensor("prompt_embeds, both", (2, *names["prompt_embeds"].shape), dtype)
         if pipeline.pooled:

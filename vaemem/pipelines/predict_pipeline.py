@@ -320,7 +320,8 @@ class PipelinePrediction(_Phases):
         }  # fmt: skip
         self._run = play_pipeline(question)
         self._process, self._tried = self._run.process, [_Tried.of(self._run)]
-        ran = f"torch {self._process.torch_version}, cudnn {self._process.workspace.cudnn_version}"
+        cudnn = getattr(self._process.workspace, "cudnn_version", None)
+        ran = f"torch {self._process.torch_version}{f', cudnn {cudnn}' if cudnn else ''}"
         self._run_row["versions"] = f"{ran}, vaemem {__version__}"
         available, moved = self._process.available, (*q.on_cpu, *self._run.moved)
         tried, done, lacking = self._within(available)

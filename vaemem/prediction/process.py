@@ -180,7 +180,7 @@ class SimulatedProcess:
 
     def load(
         self, model: str | Mapping[str, Any], dtype: str = "float16", runtime: str = "diffusers", *,
-        channels_last: bool = False,
+        channels_last: bool = False, first: str | None = None,
     ) -> LoadedVAE:  # fmt: skip
         """Moves a VAE's weights to the device, parameter by parameter.
 
@@ -193,13 +193,21 @@ class SimulatedProcess:
             One of `RUNTIMES`.
         channels_last : bool
             Then calls ``vae.to(memory_format=torch.channels_last)``, which copies one filter after the other.
+        first : str, optional
+            The dtype of a decode's first blocks, where they were converted before, as `convert` has them.
         """
         arch = architecture(model)
         runtime = meant("runtime", runtime, RUNTIMES)
         dtype = meant("dtype", dtype, DTYPES)
-        trace, sizes, names = _weights_trace(tuple(sorted(arch.items())), runtime, dtype)
-        placed = self._core.place("weights", f"weights of {arch['name']}", trace)
+        key, name = tuple(sorted(arch.items())), f"weights of {arch['name']}"
+        trace, sizes, names = _weights_trace(key, runtime, dtype)
+        if first is None:
+            placed = self._core.place("weights", name, trace)
+        else:
+            sizes, _ = _conversion(key, runtime, (dtype, dtype), (dtype, meant("first", first, DTYPES)))
+            placed = self._core.hold(name, sizes)
         vae = LoadedVAE(arch, runtime, dtype, dict(zip(placed, sizes, strict=True)), channels_last)
+        vae.first = None if first == dtype else first
         if channels_last:
             self._copy(vae, sizes, [size * (name == "filter") for size, name in zip(sizes, names, strict=True)])
         return vae
