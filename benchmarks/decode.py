@@ -13,6 +13,8 @@ them one after another, so that what the machine does meanwhile falls on all. Me
   the same kernels as one before it is left out.
 - torch: diffusers' AutoencoderKL in the same dtype, channels_last. torch-tuned: with a malloc told to keep its memory
   and use huge pages. torch-avx2: held to AVX2.
+- torch-default, torch-reduce-overhead, torch-max-autotune: the same by torch.compile in that mode, of fixed shapes,
+  without inductor's caches.
 - openvino: the same module by openvino.convert_model, in the same dtype where it has it here; its row says what it has.
 
 --precision is of float32 products, ours and PyTorch's (set_float32_matmul_precision, and the same for convolutions):
@@ -21,10 +23,11 @@ weights, random ones, and the same input, a float32 array. A peer that is not in
 out, and said.
 
 Errors are those of the small run beside PyTorch's in float64: the largest |y - reference|, and the relative RMS,
-|y - reference| / |reference|. Resident sizes: `base` before the model is loaded, `peak` during warm runs; `planned` is
-our own estimate, weights included. The peak in FLOP/s is that of the unit that the kernels use, measured after each
-run. What the project set itself to reach (BARS) is compared last; --bars measures nothing and compares all results that
-there are.
+|y - reference| / |reference|. `first` is that run's seconds: where something is compiled it tells what that takes, and
+with --check as --size it is compiled once. Resident sizes: `base` before the model is loaded, `peak` during warm runs;
+`planned` is our own estimate, weights included. The peak in FLOP/s is that of the unit that the kernels use, measured
+after each run. What the project set itself to reach (BARS) is compared last; --bars measures nothing and compares all
+results that there are.
 """
 
 from __future__ import annotations
@@ -54,10 +57,12 @@ TUNED = {
     "MALLOC_TOP_PAD_": str(64 << 20),
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
 }
+COMPILED = ("default", "reduce-overhead", "max-autotune")  # modes of torch.compile
 PEERS = {  # name: (who, environment)
     "torch": ("torch", {}),
     "torch-tuned": ("torch", TUNED),
     "torch-avx2": ("torch", {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}),
+    **{f"torch-{mode}": (f"torch {mode}", {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}) for mode in COMPILED},
     "openvino": ("openvino", {"CI": "true"}),  # else its import wants to send usage statistics
 }
 DTYPES = ("float32", "bfloat16", "float16")
@@ -135,7 +140,7 @@ def architecture(args: dict) -> dict:
 
 
 class Torch:
-    def __init__(self, args: dict):
+    def __init__(self, args: dict, mode: str | None = None):
         import diffusers
         import torch
 
@@ -147,6 +152,9 @@ class Torch:
         self.vae = diffusers.AutoencoderKL.from_pretrained(args["folder"], low_cpu_mem_usage=False).eval()
         self.vae = self.vae.to(getattr(torch, args["dtype"]), memory_format=torch.channels_last)
         self.what = f"torch {torch.__version__} diffusers {diffusers.__version__} channels_last"
+        if mode:
+            self.forward = torch.compile(self.forward, mode=mode, dynamic=False)
+            self.what += f" compiled {mode}"
 
     def forward(self, x: Any) -> Any:
         return self.vae.decode(x).sample if self.op == "decode" else self.vae.encode(x).latent_dist.parameters
@@ -215,6 +223,7 @@ def convert(args: dict) -> dict:
 
 
 WHO = {"ours": Ours, "torch": Torch, "openvino": OpenVINO}
+WHO |= {f"torch {mode}": partial(Torch, mode=mode) for mode in COMPILED}
 
 
 def answers(args: dict) -> Iterator[dict]:
@@ -227,8 +236,10 @@ def answers(args: dict) -> Iterator[dict]:
     except ImportError as error:
         yield {"skipped": f"{error}; pip install '.[bench]' has it"}
         return
+    start = time.perf_counter()
     np.save(args["save"], contestant.run(inputs(args["op"], args["check"])))
-    yield {"what": contestant.what, "backend": getattr(contestant, "backend", None)}
+    first = round(time.perf_counter() - start, 3)
+    yield {"what": contestant.what, "backend": getattr(contestant, "backend", None), "first": first}
     data = inputs(args["op"], args["size"])
     settled_rss()  # what loading left in malloc is no part of a run
     while True:
@@ -379,6 +390,7 @@ def row(case: Case, args: argparse.Namespace, entry: Entry, others: dict[str, En
         "seconds": round(seconds, 3),
         "fastest": round(min(entry.seconds), 3),
         "slowest": round(max(entry.seconds), 3),
+        "first": entry.greeting["first"],
         "runs": len(results),
     }
     for name in ("vaemem", *PEERS):
