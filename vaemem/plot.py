@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from vaemem._common import ELEMENT_BYTES, MIB, choose, distinct, grouped, need, png
+from vaemem.prediction.predict import Prediction
 from vaemem.tables.estimators import Comparison, pixels, with_tiles
 from vaemem.tables.fit import Fit, FittedLine
 from vaemem.tables.table import BYTE_COLUMNS, Row, Table
@@ -264,6 +265,60 @@ def estimator_errors(comparison: Comparison) -> Figure:
     axes.set_yticks(range(len(keys)), [" ".join(map(str, key)) for key in keys], fontsize=8)
     axes.set(xlabel=f"estimate / {comparison.target.removesuffix('_bytes')}", ylim=(len(keys) - 0.4, -0.6))
     return _finish(axes, "x", ncols=3)
+
+
+def tile_peaks(predictions: Iterable[Prediction], target: Literal["allocated", "reserved"] = "reserved") -> Figure:
+    """The peaks of predicted runs in tiles against the tile's side: a panel a model, a colour a part that overlaps.
+
+    Parameters
+    ----------
+    predictions : iterable of Prediction
+        Of `vaemem.predict`. Those of no tiled op are drawn as lines across their model's panel.
+    target : {"allocated", "reserved"}
+        The attribute to draw, bytes above the weights and the input.
+
+    Raises
+    ------
+    ValueError
+        None of them is of a tiled op; another target.
+
+    Examples
+    --------
+    >>> made = [predict("sd15", "decode_tiled", 768, 768, "float16", tile=side) for side in (256, 512)]
+    >>> plot.tile_peaks([*made, predict("sd15", "decode", 768, 768, "float16")]).savefig("tiles.png")
+    """
+    choose("target", target, ("allocated", "reserved"))
+    models = grouped(predictions, lambda p: p.model)
+    parts = sorted({p.tile_overlap or 0.0 for made in models.values() for p in made if p.tile})
+    if not parts:
+        raise ValueError("predictions: want some of a tiled op, got none")
+    columns = min(3, len(models))
+    rows = -(-len(models) // columns)
+    figure = _figure(2.7 * columns + 0.6, 2.0 * rows + 0.8)
+    panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flat
+    for axes, (model, made) in zip(panels, models.items(), strict=False):
+        for i, part in enumerate(
+            parts
+        ):  # lines that coincide stay visible: the first is drawn widest, under the others
+            points = sorted(
+                (p.tile, getattr(p, target) / MIB) for p in made if p.tile and part == (p.tile_overlap or 0.0)
+            )
+            style = {"linewidth": 1.2 + 2.2 * (len(parts) - 1 - i), "color": _COLOURS[i % len(_COLOURS)]}
+            axes.plot(*zip(*points, strict=True), label=f"overlap {part:g}", **style)
+        for p in (p for p in made if not p.tile):
+            axes.axhline(getattr(p, target) / MIB, color=_GREY, linestyle="--", label="whole")
+        axes.set_title(model, fontsize=9)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(color="#E5E5E5", linewidth=0.8)
+    for axes in panels[len(models) :]:
+        axes.set_axis_off()
+    panels[0].set_ylim(bottom=0)
+    figure.supxlabel("side of a tile, pixels", fontsize=9)
+    figure.supylabel(f"{target}, MiB", fontsize=9)
+    figure.legend(
+        *panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=4, fontsize=8, frameon=False
+    )
+    return figure
 
 
 # What a phase of a pipeline is made of, from the bottom up: attribute, meaning, colour. A phase has some of

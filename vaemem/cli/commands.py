@@ -46,6 +46,7 @@ from vaemem.pipelines.components import PIPELINES, SPELT_PIPELINES
 from vaemem.prediction.verdict import DOES_NOT_FIT, TIGHT
 from vaemem.published import reproduce
 from vaemem.published.accounts import judge_text, reproduce_plan
+from vaemem.published.guide import judge_guide
 from vaemem.published.times import judge_seconds
 from vaemem.tables.table import Table
 
@@ -404,14 +405,14 @@ def run_bound(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     print(found if args.format == "text" else found.python().rstrip("\n"))
 
 
-@command(reproduce.print_all, "no_table rows_csv seconds plan equation")
+@command(reproduce.print_all, "no_table rows_csv seconds plan equation guide")
 def run_reproduce(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     """The published PyTorch benchmark, row by row: measured, predicted, error."""
-    reports = {judge_seconds: args.seconds, reproduce_plan: args.plan, judge_text: args.equation}
+    reports = {judge_seconds: args.seconds, reproduce_plan: args.plan, judge_text: args.equation, judge_guide: args.guide}
     if any(reports.values()):
         if args.table or args.csv:
-            raise ValueError("--seconds, --plan, --equation: want neither a table nor --csv beside them")
-        print("\n\n".join(judge() for judge, is_asked in reports.items() if is_asked))
+            raise ValueError("--seconds, --plan, --equation, --guide: want neither a table nor --csv beside them")
+        print("\n\n".join(str(judge()) for judge, is_asked in reports.items() if is_asked))
         return
     if args.csv:
         check_writable(args.csv)

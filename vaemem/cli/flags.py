@@ -179,6 +179,7 @@ FLAGS: dict[str, FlagSettings] = {
     "plan": _flag("Show eight published ways to fit a 12 GB card instead, and ours.", action="store_true"),
     "seconds": _flag("Show how far off the published benchmark's times the predicted ones are.", action="store_true"),
     "equation": _flag("Judge a published equation for SD 1.5 instead, term by term.", action="store_true"),
+    "guide": _flag("Judge a guide to a VAE's performance instead, claim by claim.", action="store_true"),
 }
 
 

@@ -19,10 +19,12 @@ HOLDS, MIXED, FAILS, UNKNOWN = "holds", "holds only by mixing unlike rows", "con
 
 
 class Finding(NamedTuple):
-    """What the rows say of a claim: HOLDS, MIXED, FAILS or UNKNOWN, and the figures that say so."""
+    """What the rows say of a claim: HOLDS, MIXED, FAILS or UNKNOWN, and the figures that say so. how: what they rest
+    on, where it is not rows."""
 
     verdict: str
     found: str
+    how: str = ""
 
 
 class Claim(NamedTuple):
@@ -35,7 +37,8 @@ class Claim(NamedTuple):
     says : str
         The statement.
     check : callable
-        `Rows` -> Finding. Everything in its sentence is computed from the rows.
+        `Rows` -> Finding. Everything in its sentence is computed from the rows; or None -> Finding, where a statement
+        is judged by what there is to count, predict or run (vaemem/published/guide.py).
     of : mapping, optional
         Columns and values, as `Table.filter` takes them: which rows of `seed_table` the statement was made from. It is
         judged where a table has runs of all their kinds, and by these alone. None: by every row of PyTorch's.
@@ -43,7 +46,7 @@ class Claim(NamedTuple):
 
     source: str
     says: str
-    check: Callable[[Rows], Finding]
+    check: Callable[[Any], Finding]
     of: Mapping[str, object] | None = None
 
 

@@ -1,0 +1,427 @@
+"""A guide to a VAE's performance that people follow, the "VAE Performance Optimization Guide" of SeedVR2.5, claim by
+claim: what of it can be counted, predicted or run on this CPU is judged by that; the rest says what measures it on a
+GPU. It is about a video VAE; here it is judged for the image VAEs that people follow it with, and for its card.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+
+from vaemem import _core
+from vaemem._common import MIB, shipped
+from vaemem._handmade import handmade, picture
+from vaemem.engine.tiling import Tiling
+from vaemem.engine.vae import VAE
+from vaemem.pipelines.seconds import link_rate, peak
+from vaemem.prediction.gpus import Gpu, find_gpu, gpu_names
+from vaemem.prediction.predict import Prediction, predict, predict_largest
+from vaemem.published.claims import FAILS, HOLDS, UNKNOWN, Checked, Claim, Finding
+
+CARD, MODEL, DTYPE = "RTX 5070 Ti", "sdxl", "bfloat16"
+_CARDS = ("RTX 4060", "RTX 3060", CARD, "RTX 4090")  # of 8, 12, 16 and 24 GB
+_SIDE, _TILE = 2048, 1024  # pixels
+COUNTED, RUN, PREDICTED, NEEDS_GPU = "counted", "run on this CPU", "predicted", "needs a GPU"
+# Names and generations of tensor cores as NVIDIA's architecture white papers have them, by compute capability.
+ARCHITECTURES = {"8.0": ("Ampere", 3), "8.6": ("Ampere", 3), "8.9": ("Ada Lovelace", 4), "9.0": ("Hopper", 4),
+                 "10.0": ("Blackwell", 5), "12.0": ("Blackwell", 5)}  # fmt: skip
+# What a step that writes into one of its operands would do without: SiLU, the sum with the residual, its division.
+ELEMENTWISE = re.compile(r"( \[silu\]| \[sum\]|\.resnets\.\d+|\.attentions\.\d+)$")
+_ON_A_GPU = "python benchmarks/decode_gpu.py --models sdxl --dtypes bfloat16 --ops decode --sizes 1024"
+_PARTS = "python benchmarks/guide_gpu.py --parts"
+
+
+class Guide(Checked):
+    """Its claims, each with a verdict and what that rests on."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        parts = [
+            f"Judged for {MODEL}'s decode in {DTYPE} by diffusers on {find_gpu(CARD).name}, where nothing else is said."
+        ]
+        for number, (claim, finding) in enumerate(self, 1):
+            told = textwrap.fill(
+                f"{finding.how}: {finding.found}", 116, initial_indent=" " * 4, subsequent_indent=" " * 4
+            )
+            parts.append(f"{number}. {claim.says} ({claim.source})\n    {finding.verdict}\n{told}")
+        return "\n\n".join(parts)
+
+    __repr__ = __str__
+
+
+def judge_guide() -> Guide:
+    """What the guide claims, judged; ``vaemem reproduce --guide`` prints it.
+
+    Returns
+    -------
+    Guide
+        Pairs of `Claim` and `Finding`, whose `how` is one of counted, predicted, run on this CPU, and needs a GPU.
+
+    Examples
+    --------
+    >>> print(Guide((claim, claim.check(None)) for claim in GUIDE[:2]))  # the first two, which only count
+    Judged for sdxl's decode in bfloat16 by diffusers on NVIDIA GeForce RTX 5070 Ti, where nothing else is said...
+    """
+    return Guide((claim, claim.check(None)) for claim in GUIDE)
+
+
+def _judged(holds: bool, how: str, found: str) -> Finding:
+    return Finding(HOLDS if holds else FAILS, found, how)
+
+
+@functools.cache
+def _predicted(op: str = "decode_tiled", side: int = _SIDE, model: str = MODEL, **asked: Any) -> Prediction:
+    return predict(model, op, side, side, **{"dtype": DTYPE, "gpu": CARD, **asked})
+
+
+@functools.cache
+def _traced(tile: int = _TILE, overlap: float = 0.25) -> _core.Trace:
+    arch = _core.models()[MODEL]
+    return _core.Trace.vae(arch, "diffusers", "decode", DTYPE, _SIDE, _SIDE, 1, tile, tile_overlap=overlap)
+
+
+def _said(p: Prediction) -> str:
+    return f"allocates {p.allocated / MIB:.0f} and reserves {p.reserved / MIB:.0f} MiB"
+
+
+# ---- the card ----
+
+
+def _bandwidth(gpu: Gpu) -> float:
+    """GB/s: two transfers a clock."""
+    return float(2 * gpu.properties["memClockRateKHz"] * gpu.properties["memoryBusWidth"] / 8 / 1e6)
+
+
+def _architecture(_: Any) -> Finding:
+    gpu = find_gpu(CARD)
+    name, generation = ARCHITECTURES[gpu.capability]
+    found = f"compute capability {gpu.capability} is {name}, whose tensor cores are of generation {generation}"
+    return _judged((name, generation) == ("Ada Lovelace", 4), COUNTED, found)
+
+
+def _memory_speed(_: Any) -> Finding:
+    own, stated = _bandwidth(find_gpu(CARD)), 504
+    alike = [
+        name.removeprefix("NVIDIA GeForce ") for name in gpu_names() if round(_bandwidth(find_gpu(name))) == stated
+    ]
+    return _judged(round(own) == stated, COUNTED, f"{own:.0f} GB/s; {stated} are those of {', '.join(alike)}")
+
+
+def _tensor_rates(_: Any) -> Finding:
+    half, tf32, other = (peak(*asked) / 1e12 for asked in ((CARD,), (CARD, "float32"), ("RTX 4090",)))
+    found = (
+        f"{half:.0f} TFLOP/s in half precision with float32 sums, as PyTorch's convolutions make, {tf32:.0f} in TF32."
+        f" Sums in half precision and half of all weights zero would each double it, to {4 * half:.0f}: 660 is what"
+        f" that makes of an RTX 4090 ({4 * other:.0f})"
+    )
+    return _judged(4 * half >= 660, COUNTED, found)
+
+
+def _tf32_speed(_: Any) -> Finding:
+    known = json.loads(shipped("rates.json"))["flops_per_multiprocessor_and_clock"]
+
+    def gain(name: str) -> float:
+        gpu = find_gpu(name)
+        plain = gpu.multiprocessors * known[gpu.capability]["float32"] * gpu.properties["smClockRateKHz"] * 1e3
+        return peak(gpu, "float32") / float(plain)
+
+    found = (
+        f"TF32's peak is {gain(CARD):.1f} times float32's on this card, {gain('A100 80GB'):.1f} times on an A100. For"
+        f" convolutions PyTorch has it on by default, and in {DTYPE} there is nothing that it changes"
+    )
+    return _judged(gain(CARD) >= 8, COUNTED, found)
+
+
+def _tf32_support(_: Any) -> Finding:
+    on, off = (_predicted("decode", 1024, dtype="float32", allow_tf32=on) for on in (True, False))
+    same = _predicted("decode", 1024, allow_tf32=False).reserved == _predicted("decode", 1024).reserved
+    found = (
+        f"compute capability {find_gpu(CARD).capability} has it. It takes memory: a decode of 1024x1024 in float32"
+        f" {_said(on)} with it, {_said(off)} without; in {DTYPE} {'the same' if same else 'not the same'} either way"
+    )
+    return _judged(find_gpu(CARD).sm >= 80, PREDICTED, found)
+
+
+def _benchmark(_: Any) -> Finding:
+    try:
+        _predicted("decode", 1024, cudnn_benchmark=True)
+        why = "it is predicted"
+    except ValueError as error:
+        why = str(error).rpartition("got True: ")[2]
+    p = _predicted("decode", 1024)
+    found = (
+        f"{why}. Without it the largest workspace is {p.peak_tensors[0].bytes / MIB:.0f} MiB. {_ON_A_GPU} --ablation"
+    )
+    return Finding(UNKNOWN, found, NEEDS_GPU)
+
+
+# ---- layouts and operations ----
+
+
+def _contiguous(_: Any) -> Finding:
+    sizes = [(size, name.endswith("[contiguous]")) for op, _, size, name in _traced().steps if op == "take"]
+    taken, copied = sum(size for size, _ in sizes), sum(size for size, is_copy in sizes if is_copy)
+    found = (
+        f"in tiles of {_TILE} at {_SIDE}x{_SIDE} the call takes {taken / MIB:.0f} MiB of tensors, one after the other."
+        f" {100 * copied / taken:.1f}% are contiguous copies, which convolutions and GroupNorms make by themselves, of"
+        " tiles' slices and of what the attention leaves; all else is contiguous already, where .contiguous() does"
+        f" nothing. Time: {_PARTS} contiguous"
+    )
+    return _judged(copied > 0.05 * taken, COUNTED, found)
+
+
+def _in_place(_: Any) -> Finding:
+    gains, cases = list[float](), 0
+    for model in ("sdxl", "flux"):
+        for op, tile in (("decode", None), ("encode", None), ("decode_tiled", 512)):
+            for dtype in (DTYPE, "float32"):
+                p = _predicted(op, 1024, model, tile=tile, dtype=dtype)
+                rest = max(moment.allocated for moment in p.timeline if not ELEMENTWISE.search(moment.name))
+                gains, cases = [*gains, 1 - rest / p.peak_allocated], cases + 1
+    p = _predicted("decode", 1024)
+    found = (
+        f"a tensor that is overwritten stays, and its result is not taken beside it: only steps that compute element by"
+        f" element get lower. Without these steps the peaks of {cases} runs are {100 * max(gains):.1f}% lower at most,"
+        f" for they lie at convolutions ({p.peak_tensors[0].name}, {p.peak_tensors[0].bytes / MIB:.0f} MiB)"
+    )
+    return _judged(max(gains) >= 0.1, COUNTED, found)
+
+
+def _channels_last(_: Any) -> Finding:
+    usual, last = (_predicted("decode", 1024, channels_last=on) for on in (False, True))
+    found = f"a decode of 1024x1024 {_said(usual)}, in channels_last it {_said(last)}"
+    return Finding(UNKNOWN, f"{found}. Its time needs a GPU: {_ON_A_GPU} --peers eager channels_last", PREDICTED)
+
+
+def _flash(_: Any) -> Finding:
+    heads = ((1, 1, _TILE, 512), (_TILE * 512, _TILE * 512, 512, 1))
+    chosen = _core.Trace.choose_kernel(
+        (DTYPE, heads, heads, heads, None, False, False), find_gpu(CARD).sm, ("flash", "efficient", "math")
+    )
+    found = f"of flash, efficient and math PyTorch takes {chosen} for one head of 512 channels, the VAEs' middle block"
+    return _judged(chosen == "flash", COUNTED, found)
+
+
+# ---- transfers and blending ----
+
+
+def _transfers(_: Any) -> Finding:
+    size = 2 * _SIDE * _SIDE * (4 / 64 + 3)
+    share = size / link_rate("PCIe 5.0 x16").value / (_traced().flops / peak(CARD))
+    found = (
+        f"latents and image of {_SIDE}x{_SIDE} have {size / MIB:.0f} MiB, whose copies take {100 * share:.1f}% of the"
+        " decode's time at the card's peak, or less; from pinned memory alone they overlap. Time:"
+        f" {_PARTS} transfers"
+    )
+    return Finding(UNKNOWN, found, f"{COUNTED}; {NEEDS_GPU}")
+
+
+def _preallocated(_: Any) -> Finding:
+    takes = [name for op, _, _, name in _traced().steps if op == "take"]
+    result, held = (
+        3 * _SIDE * _SIDE * 2,
+        _predicted(tile=_TILE).allocated - _predicted("decode", _TILE).allocated,
+    )
+    found = (
+        f"{takes.count('cat')} of the {len(takes)} tensors that a decode in tiles takes are put together from others,"
+        f" {takes.count('blend')} are lines that are blended, the rest are the model's. The tiles that are kept add"
+        f" {held / MIB:.0f} MiB to the peak, a result beside them from the start would have {result / MIB:.0f}. What"
+        f" PyTorch's allocator caches it gives again without asking the driver. Time: {_PARTS} pre-allocated"
+    )
+    return _judged(takes.count("cat") > len(takes) / 2, COUNTED, found)
+
+
+def _weights() -> Iterator[tuple[str, VAE]]:
+    yield "sdxl's layout, made by hand", handmade("sdxl")
+    yield from ((f"{name}'s, random", VAE.random(name)) for name in ("sdxl", "flux"))
+
+
+@functools.cache
+def _quality(side: int = 96, tile: int = 64) -> tuple[str, float, float]:
+    """Tiles beside the whole image with several models' weights: PSNR and SSIM by blend, the worst SSIM, and the share
+    of a run in tiles that making all its ramps takes."""
+    said, worst, share = list[str](), 1.0, 0.0
+    for name, vae in _weights():
+        z = vae.encode(picture(side)[None]).mode()
+        whole, found = vae.decode(z)[0], list[str]()
+        for blend in ("linear", "cosine"):
+            tiling = Tiling(tile, 0.25, blend)
+            tiled = vae.decode(z, tiling=tiling)[0]
+            begin = time.perf_counter()
+            tiling.ramp(tile // 4)
+            made = time.perf_counter() - begin
+            assert vae.last_run and vae.last_run.seconds
+            share = max(share, 2 * 4 * made / vae.last_run.seconds)  # two for each of 4 tiles
+            like = ssim(tiled, whole)
+            ratio = np.ptp(whole) / np.sqrt(np.mean((tiled - whole) ** 2))
+            found.append(f"{blend} {20 * np.log10(ratio):.1f} dB, SSIM {like:.3f}")
+            worst = min(worst, like)
+        said.append(f"{name}: {', '.join(found)}")
+    return "; ".join(said), worst, share
+
+
+def ssim(a: np.ndarray, b: np.ndarray) -> float:
+    """The structural similarity of two images (..., height, width) as Wang and others (2004) define it, by windows of
+    7x7 that count alike; its constants are of b's range.
+
+    Examples
+    --------
+    >>> round(ssim(np.eye(16), np.eye(16)), 6), ssim(np.eye(16), np.zeros((16, 16)) + 1e-9 * np.eye(16)) < 0.5
+    (1.0, True)
+    """
+
+    def mean(x: np.ndarray) -> np.ndarray:
+        return sliding_window_view(x, (7, 7), (-2, -1)).mean((-2, -1))
+
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    c1, c2 = (0.01 * np.ptp(b)) ** 2, (0.03 * np.ptp(b)) ** 2
+    ma, mb = mean(a), mean(b)
+    spread, joint = mean(a * a) - ma**2 + mean(b * b) - mb**2, mean(a * b) - ma * mb
+    return float((((2 * ma * mb + c1) * (2 * joint + c2)) / ((ma**2 + mb**2 + c1) * (spread + c2))).mean())
+
+
+def _without_loss(_: Any) -> Finding:
+    said, worst, _share = _quality()
+    return _judged(
+        round(worst, 4) == 1, RUN, f"96x96 in tiles of 64 beside the whole image, PSNR and SSIM by blend: {said}"
+    )
+
+
+def _ramps(_: Any) -> Finding:
+    *_said, share = _quality()
+    found = f"making every ramp of a decode in tiles takes {100 * share:.4f}% of it here. On a card: {_PARTS} ramps"
+    return _judged(share >= 0.05, RUN, found)
+
+
+def _separable(_: Any) -> Finding:
+    plane, ramps, border = 4 * _TILE**2, 4 * 2 * _TILE, 2 * _TILE * _TILE // 4
+    found = (
+        f"weights of a whole tile of {_TILE} have {plane / MIB:.0f} MiB, {100 * plane / _predicted().allocated:.1f}% of"
+        f" the peak, two ramps {ramps >> 10} KiB. Blending a tile's two borders is {3 * 3 * border / 1e6:.0f} MFLOP of"
+        f" {_traced(0).flops / 4 / 1e12:.0f} TFLOP for the tile. No convolution is a part of it, and diffusers blends"
+        " line by line already"
+    )
+    return _judged(ramps < plane, COUNTED, found)
+
+
+# ---- tiles ----
+
+
+def _overlap(_: Any) -> Finding:
+    parts = (0.0, 0.125, 0.25, 0.5)
+    made = [_predicted(tile=_TILE, tile_overlap=part) for part in parts]
+    found = ", ".join(
+        f"{part:g}: {p.allocated / MIB:.0f} and {p.reserved / MIB:.0f}" for part, p in zip(parts, made, strict=True)
+    )
+    work = _traced(_TILE, parts[-1]).flops / _traced(_TILE, parts[0]).flops
+    found = (
+        f"tiles of {_TILE} at {_SIDE}x{_SIDE} by the part that overlaps, allocated and reserved in MiB: {found}. Half a"
+        f" tile makes {work:.1f} times the work of none: more tiles are kept, and none is smaller"
+    )
+    return _judged(made[-1].allocated < made[0].allocated, PREDICTED, found)
+
+
+def _smaller(_: Any) -> Finding:
+    made = {tile: _predicted(tile=tile) for tile in (512, 1024, 1536)}
+    works = {tile: _traced(tile).flops / _traced(0).flops for tile in made}
+    found = "; ".join(f"{tile}: {_said(p)}, {works[tile]:.2f} times the whole's work" for tile, p in made.items())
+    whole = _predicted("decode")
+    return _judged(
+        made[512].reserved < made[1024].reserved < whole.reserved, PREDICTED, f"{found}; whole: {_said(whole)}"
+    )
+
+
+@functools.cache
+def _largest() -> dict[str, int]:
+    return {card: predict_largest(MODEL, "decode", DTYPE, gpu=card)[0] for card in _CARDS}
+
+
+def _thresholds(_: Any) -> Finding:
+    most = _largest()
+    tight = predict_largest(MODEL, "decode", DTYPE, gpu=CARD, safe=False)[0]
+    found = ", ".join(f"{card} {side}" for card, side in most.items())
+    found = (
+        f"the largest square that surely fits whole, in pixels a side: {found}; on the {CARD} up to {tight} go through"
+        f" tightly. So 1024 needs no tiles on these, and what is above depends on the card"
+    )
+    return _judged(all(1024 <= side <= 2048 for side in most.values()), PREDICTED, found)
+
+
+def _recommended(_: Any) -> Finding:
+    p, whole = _predicted(tile=_TILE, tile_overlap=0.125), _predicted("decode", _TILE)
+    work = _traced(_TILE, 0.125).flops / _traced(0).flops
+    found = (
+        f"{_SIDE}x{_SIDE} so {_said(p)} of {p.available / MIB:.0f}: {p.verdict}, with {work:.2f} times the whole's work"
+    )
+    more = f" Up to {_largest()[CARD]} pixels a side the whole image surely fits, and has no seams"
+    return _judged(p.fits and whole.fits, PREDICTED, f"{found}.{more}")
+
+
+def _offload(_: Any) -> Finding:
+    p = _predicted(tile=_TILE)
+    found = (
+        f"between decodes {p.weights_bytes / MIB:.0f} MiB of weights; the decode's own {p.peak_reserved / MIB:.0f} stay"
+    )
+    return Finding(HOLDS, found, PREDICTED)
+
+
+def _empty_cache(_: Any) -> Finding:
+    kept, emptied = (_predicted("decode", 1024, protocol=name) for name in ("kept", "warm"))
+    found = (
+        f"three decodes of 1024x1024 in a row reserve {kept.peak_reserved / MIB:.0f} MiB, one after an emptied cache"
+        f" {emptied.peak_reserved / MIB:.0f}; they go through with {kept.least_reserved / MIB:.0f} and"
+        f" {emptied.least_reserved / MIB:.0f}, since PyTorch gives cached segments back before it gives up"
+    )
+    return _judged(emptied.least_reserved < kept.least_reserved, PREDICTED, found)
+
+
+def _measured_by(command: str) -> Callable[[Any], Finding]:
+    return lambda _: Finding(UNKNOWN, command, NEEDS_GPU)
+
+
+_COMPILED = (
+    f"{_ON_A_GPU} --peers eager channels_last compile compile-graphs compile-autotune; on this CPU, with what compiling"
+    " takes (docs/SPEED.md has a run): python benchmarks/decode.py --size 256 --check 256 --contestants torch"
+    " torch-default torch-reduce-overhead torch-max-autotune"
+)
+_STATED: tuple[tuple[str, str, Callable[[Any], Finding]], ...] = (
+    (
+        "overview",
+        "the RTX 5070 Ti has Ada Lovelace architecture, and tensor cores of the 4th generation",
+        _architecture,
+    ),
+    ("memory bandwidth", "the RTX 5070 Ti has 504 GB/s", _memory_speed),
+    ("tensor cores", "up to 660 TFLOPS in FP16/BF16, 330 in TF32", _tensor_rates),
+    ("tensor cores", "all convolutions use them; the GPU is used to 90-100%", _measured_by(f"{_ON_A_GPU} --parts")),
+    ("1, cuDNN", "cudnn.benchmark makes convolutions 10-30% faster", _benchmark),
+    ("1, TF32", "TF32 is up to 8 times faster than FP32", _tf32_speed),
+    ("1, TF32", "the RTX 5070 Ti fully supports TF32", _tf32_support),
+    ("2, contiguous", ".contiguous() makes memory operations 5-15% faster", _contiguous),
+    ("2, in-place", "in-place operations are 10-20% faster for large tensors", _measured_by(f"{_PARTS} in-place")),
+    ("memory management", "in-place operations and reuse reduce the peak by 10-15%", _in_place),
+    ("3, transfers", "non-blocking transfers are effectively free", _transfers),
+    ("3, results", "pre-allocated results eliminate repeated allocations", _preallocated),
+    ("4, ramps", "cached cosine ramps are 5-10% faster for many tiles", _ramps),
+    ("4, blending", "separable blending takes less memory and time", _separable),
+    ("5, torch.compile", "15-40% faster, max-autotune the best mode; or 50-100%", _measured_by(_COMPILED)),
+    ("speedup", "tiled runs are 30-50% faster, others 20-30%", _measured_by(f"{_ON_A_GPU} --ablation; {_PARTS}")),
+    ("recommendations", "larger tiles take more VRAM, smaller ones less; less is blended", _smaller),
+    ("recommendations", "tiles of 1024 with 128 of overlap for the RTX 5070 Ti", _recommended),
+    ("recommendations", "no tiles below 1024x1024, tiles above 2048x2048", _thresholds),
+    ("out of memory", "increase tile overlap to reduce VRAM peaks", _overlap),
+    ("out of memory", "offload_device, which moves the VAE away between operations", _offload),
+    ("fragmentation", "call torch.cuda.empty_cache() before", _empty_cache),
+    ("future", "flash attention for the VAE's attention", _flash),
+    ("future", "channels_last for better convolutions", _channels_last),
+    ("conclusion", "faster without any quality loss (cosine ramps, tiles)", _without_loss),
+)
+GUIDE = tuple(Claim(*stated) for stated in _STATED)
