@@ -408,7 +408,12 @@ def run_bound(args: argparse.Namespace, asked: dict[str, Any]) -> None:
 @command(reproduce.print_all, "no_table rows_csv seconds plan equation guide")
 def run_reproduce(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     """The published PyTorch benchmark, row by row: measured, predicted, error."""
-    reports = {judge_seconds: args.seconds, reproduce_plan: args.plan, judge_text: args.equation, judge_guide: args.guide}
+    reports = {
+        judge_seconds: args.seconds,
+        reproduce_plan: args.plan,
+        judge_text: args.equation,
+        judge_guide: args.guide,
+    }
     if any(reports.values()):
         if args.table or args.csv:
             raise ValueError("--seconds, --plan, --equation, --guide: want neither a table nor --csv beside them")
