@@ -21,9 +21,9 @@ from vaemem._common import MIB, shipped
 from vaemem._handmade import handmade, picture
 from vaemem.engine.tiling import Tiling
 from vaemem.engine.vae import VAE
-from vaemem.pipelines.seconds import link_rate, peak
 from vaemem.prediction.gpus import Gpu, find_gpu, gpu_names
 from vaemem.prediction.predict import Prediction, predict, predict_largest
+from vaemem.prediction.seconds import link_rate, peak
 from vaemem.published.claims import FAILS, HOLDS, UNKNOWN, Checked, Claim, Finding
 
 CARD, MODEL, DTYPE = "RTX 5070 Ti", "sdxl", "bfloat16"

@@ -152,7 +152,7 @@ def sweep(
     [4258, 4258]
     >>> whole = sweep(["sd15", "sdxl"], "pipeline", (512, 768), gpu="T4", offload="model").filter(phase="whole")
     >>> [(row["model"], row["height"], row["reserved_bytes"] >> 20) for row in whole]
-    [('sd15', 512, 1962), ('sd15', 768, 2570), ('sdxl', 512, 5344), ('sdxl', 768, 5536)]
+    [('sd15', 512, 1962), ('sd15', 768, 2570), ('sdxl', 512, 5342), ('sdxl', 768, 5536)]
     """
     asked_for = listed(ops, str)
     source = ("predicted" if "pipeline" in asked_for else "measured") if source is None else source
