@@ -38,6 +38,8 @@ _TILE = "min(height, tile) * min(width, tile)"
 QUANTITIES = {
     "batch": ("batch", "N"), "tokens": ("tokens", "t"), "H*W": ("height * width", "H W"),
     "batch*H*W": ("batch * height * width", "N H W"), "batch*h*w": (f"batch * {_TILE}", "N h w"),
+    # Above 0 where 128 channels of half precision are no whole number of the allocator's pages of 2 MiB.
+    "batch*H*W % 8192": ("batch * height * width % 8192", r"N H W \bmod 8192"),
 }  # fmt: skip
 POWERS = {
     "": ("1", ""),
@@ -216,7 +218,7 @@ def _power(name: str, height: Any, width: Any, batch: Any, tokens: Any, tile: An
     return {
         "": 1, "batch*H*W": batch * pixels, "batch": batch, "batch*tokens": batch * tokens, "tokens": tokens,
         "batch*(H+W)": batch * (height + width), "H*W": pixels, "batch*(H*W)^2": batch * pixels * pixels,
-        "batch*h*w": batch * cut,
+        "batch*h*w": batch * cut, "batch*H*W % 8192": batch * pixels % 8192,
     }[name]  # fmt: skip
 
 
@@ -371,7 +373,8 @@ class _Points:
         self.points, self.seen = points, seen
         self.bytes = np.array([one.bytes for one in seen], dtype=float)
         shape = self.bytes.shape
-        self.powers = {power: np.broadcast_to(_power(power, *columns), shape).astype(float) for power in POWERS}
+        every = {*POWERS, *QUANTITIES}
+        self.powers = {power: np.broadcast_to(_power(power, *columns), shape).astype(float) for power in every}
         self.quantities = {name: self.powers[name] for name in QUANTITIES}
         keys: dict[tuple[str, frozenset[str]], list[int]] = {}
         for i, one in enumerate(seen):
