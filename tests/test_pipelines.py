@@ -12,7 +12,7 @@ import sys
 import numpy as np
 import pytest
 
-from vaemem import _core, formula, plan_pipeline, predict, predict_pipeline
+from vaemem import _core, formula, plan_pipeline, predict, predict_pipeline, sweep
 from vaemem.pipelines import pipeline_run, programs
 from vaemem.pipelines.components import PIPELINES, weights_of
 from vaemem.prediction.gpus import find_gpu
@@ -342,6 +342,23 @@ def test_every_pipeline_has_a_formula(pipeline, gpu, offload):
             assert sum(piece.holds(form.domain.check(*at)) for piece in form.pieces) == 1
     assert all(len(form.pieces) <= 12 for form in (found.reserved, found.allocated, *found.phases.values()))
     assert str(found) and found.latex() and json.loads(found.to_json())["forms"]
+
+
+@pytest.mark.one_in(15)
+@pytest.mark.parametrize("gpu", FORMULA_CARDS)
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_every_pipeline_has_rows_and_plans(pipeline, gpu):
+    """At six sizes nothing raises, no row lacks a number, and every way of a plan says whether it fits."""
+    known = "float32" if pipeline.startswith("flux") else "float16"
+    dtype = known if gpu == "T4" else None
+    sizes = [512, 768, 1024, (1216, 832), (768, 1344), 1536]
+    for offload in ("none", "model", "sequential"):
+        for row in sweep(pipeline, "pipeline", sizes, dtype, gpu=gpu, offload=offload):
+            assert row["phase"] and row["tokens"] and 0 < row["allocated_bytes"] <= row["reserved_bytes"]
+    for size in sizes:
+        height, width = size if isinstance(size, tuple) else (size, size)
+        plan = plan_pipeline(pipeline, height, width, gpu=gpu, dtype=dtype)
+        assert plan.reason and all(one.verdict in ("fits", "tight", "does not fit") for one in plan.outcomes)
 
 
 def test_an_image_to_begin_with():
