@@ -228,7 +228,7 @@ FLAGS |= {
     "measured_csv": _like("csv", option="-o --csv"),
     "answer_format": _like("format", choices=("text", "json")),
     "calibrate_rows": _flag(
-        "A table, as CSV, of runs that were measured on this card: seconds follow from them.",
+        "A table, as CSV, of runs that were measured on this card, which rows without a device are taken to be.",
         metavar="CSV",
         dest="calibrate",
         option="--measured",

@@ -262,11 +262,13 @@ class Form:
         return round(self._find(point).value(point))
 
     def upper(self, height: int, width: int, batch: int = 1, tokens: int | None = None) -> int:
-        """Bytes: no peak of the domain's points is above it. Between them it is that of the next larger sides."""
+        """Bytes: no peak of the domain's points is above it. Between them it is that of the next larger sides, which
+        is no guarantee: what is reserved does not always grow with the size."""
         return self._bounds(height, width, batch, tokens)[1]
 
     def lower(self, height: int, width: int, batch: int = 1, tokens: int | None = None) -> int:
-        """Bytes: no peak of the domain's points is below it. Between them it is that of the next smaller sides."""
+        """Bytes: no peak of the domain's points is below it. Between them it is that of the next smaller sides, which
+        is no guarantee."""
         return self._bounds(height, width, batch, tokens)[0]
 
     def _bounds(self, height: int, width: int, batch: int, tokens: int | None) -> tuple[int, int]:
@@ -306,7 +308,9 @@ class Form:
         tile = f", tile={self.domain.tile}" * bool(self.domain.tile)
         lines = [
             f"def {function}(height, width, batch=1, tokens={self.domain.tokens[-1]}{tile}):",
-            f'    """{self.name}, bytes: (least, likely, most). {self.domain}."""',
+            f'    """{self.name}, bytes: (least, likely, most). {self.domain}.',
+            "    The domain is not checked, and between its steps nothing is bounded.",
+            '    """',
         ]
         for piece in self.pieces:
             tests = _conditions(piece.within, lambda name: QUANTITIES[name][0])

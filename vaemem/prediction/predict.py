@@ -383,7 +383,8 @@ def predict(
     safe, os : shared
     calibrate : Table, row or sequence of rows, optional
         Runs of PyTorch that were measured on this card, with their seconds: `Prediction.seconds` then follows from
-        them, and not from what others measured. Rows of other cards, of the engine, and without seconds are left out.
+        them, and not from what others measured. Rows of other cards, of the engine, and without seconds are left out;
+        a row that names no device is taken to be of this card.
 
     Raises
     ------
