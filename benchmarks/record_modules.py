@@ -82,8 +82,9 @@ class Script:
             raise ValueError("attention: want the elements of a head side by side")
         mask = (call.mask.elements, call.mask.row) if call.mask else ()
         kind = None if call.mask is None else call.mask.boolean
+        by_token = "".join(name for name, x in zip("qkv", (q, k, v), strict=True) if x.strides[1] < x.strides[2])
         sizes = (q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3])
-        return self._add("attention", call.dtype, kind, call.causal, call.grouped, *sizes, *mask)
+        return self._add("attention", call.dtype, kind, call.causal, call.grouped, by_token, *sizes, *mask)
 
 
 class ScriptRecorder(Recorder):
@@ -207,7 +208,7 @@ class Writer:
 
     def _word(self, call: ModuleCall, events: Sequence[tuple[Any, ...]]) -> str:
         kind, *_ = events[0]
-        fixed = {"take": 2, "give": 2, "blas": 2, "conv": 3, "attention": 5}[kind]
+        fixed = {"take": 2, "give": 2, "blas": 2, "conv": 3, "attention": 6}[kind]
         self._same(all(e[:fixed] == events[0][:fixed] for e in events), call, events)
         indices = [self.fit.index(values) for values in zip(*(e[fixed:] for e in events), strict=True)]
         if kind == "take":
@@ -219,9 +220,9 @@ class Writer:
         own = "run" if events[0][1] == self.dtype else events[0][1]
         if kind == "conv":
             return f"c{_intern(self.convs, [own, *indices, events[0][2]])}"
-        _, _, boolean, causal, grouped = events[0][:5]
+        _, _, boolean, causal, grouped, by_token = events[0][:6]
         mask = None if boolean is None else [*indices[7:], boolean]
-        return f"a{_intern(self.attentions, [own, *indices[:7], mask, causal, grouped])}"
+        return f"a{_intern(self.attentions, [own, *indices[:7], mask, causal, grouped, by_token])}"
 
 
 def _intern(table: list[Any], row: list[Any]) -> int:

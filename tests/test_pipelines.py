@@ -262,7 +262,6 @@ def test_a_card_that_comes_to_the_same_is_not_tried_again(plans, monkeypatch):
         ({"components": {"vae": "Q8_0"}}, "vae"),
         ({"dtype": "int8"}, "dtype: want"),
         ({"components": {"unet": "nf4"}, "offload": "sequential"}, "offload: want none or model"),
-        ({"dtype": "bfloat16", "gpu": "T4"}, "fused kernels"),
         ({"batch": 0}, "batch: want"),
         ({"prompt_tokens": 10**6}, "prompt_tokens: want at most 8192, got 1000000"),
         ({"guidance": "yes"}, "guidance: want True or False, got 'yes'"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 
 import pytest
@@ -12,6 +13,7 @@ diffusers = pytest.importorskip("diffusers")
 
 from torch import nn
 from torch.nn import functional as F
+from traces import lifetimes
 
 from vaemem.prediction.benchmark import PROTOCOLS
 from vaemem.pytorch import predict_peak, record
@@ -486,6 +488,45 @@ def test_the_math_kernel_as_the_cpu_runs_it(how):
     at = seen.index(scores * 4, seen.index(scores * 4) + 1)  # after the scores themselves
     converted = [6 * 6 * 4] if kind == "bool" else []
     assert takes(recording) == converted + seen[:at] + soft + seen[at + 1 :]
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("n, heads, shared, queries, keys", [
+    (1, 4, 4, 6, 5), (2, 4, 4, 6, 5), (3, 4, 2, 6, 6), (2, 6, 1, 1, 7), (2, 1, 1, 6, 5), (1, 4, 4, 1, 1),
+])  # fmt: skip
+def test_the_math_path_takes_what_pytorch_does(dtype, n, heads, shared, queries, keys):
+    """`Trace.attend` beside the operators of the installed PyTorch, step by step: each way for tensors to lie, masks,
+    is_causal and grouped queries; and the copy that a module makes of its output."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    from vaemem import _core
+    from vaemem.prediction.eager import AttentionCall, Heads, Mask
+
+    masks = [None, "causal", (dtype, (n, 1, 1)), (torch.bool, (1, 1, queries))]
+    for by_token, how in itertools.product(("", "q", "kv", "v"), masks):
+        shapes = {"q": (n, heads, queries, 8), "k": (n, shared, keys, 8), "v": (n, shared, keys, 24)}
+        tensors = {}
+        for name, (_, h, length, depth) in shapes.items():
+            sides = (n, length, h, depth) if name in by_token else (n, h, length, depth)
+            lying = torch.empty(sides, dtype=dtype, device="meta")
+            tensors[name] = lying.transpose(1, 2) if name in by_token else lying
+        kind, sides = how if isinstance(how, tuple) else (None, ())
+        mask = None if kind is None else torch.empty(*sides, keys, dtype=kind, device="meta")
+        asked = {"is_causal": how == "causal", "enable_gqa": shared < heads}
+
+        def run(*args, asked=asked):
+            out = F.scaled_dot_product_attention(*args, **asked)
+            return out.transpose(1, 2).reshape(n, queries, -1)
+
+        with sdpa_kernel(SDPBackend.MATH):
+            recorded = record(Calls(run), *tensors.values(), mask)
+        q, k, v = (Heads(tuple(x.shape), x.stride()) for x in tensors.values())
+        size = None if mask is None else Mask(mask.numel(), keys, kind is torch.bool)
+        call = AttentionCall(str(dtype).removeprefix("torch."), q, k, v, size, *asked.values())
+        trace = _core.Trace()
+        trace.attend(call, "math", 75, 40, "attention")
+        assert lifetimes(trace.steps) == lifetimes(recorded.trace.steps)
 
 
 def test_grouped_queries_are_not_copied_by_flash():

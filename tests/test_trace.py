@@ -6,9 +6,10 @@ import functools
 import random
 
 import pytest
+from traces import lifetimes
 
 from vaemem import CachingAllocator, OutOfMemoryError, _core
-from vaemem.prediction.eager import eager_strides
+from vaemem.prediction.eager import AttentionCall, Heads, eager_strides
 
 MODELS = _core.models()
 SMALL = {
@@ -19,25 +20,6 @@ WIDE = {**SMALL, "block_out_channels": (64, 300), "norm_num_groups": 4}  # a hea
 FLAT = {**SMALL, "block_out_channels": (32,)}
 PLAIN = {**SMALL, "mid_block_add_attention": False, "use_quant_conv": False, "use_post_quant_conv": False}
 BFL = {**SMALL, "use_quant_conv": False, "use_post_quant_conv": False, "scaling_factor": 0.3611, "shift_factor": 0.1159}
-
-
-def lifetimes(steps):
-    """Takes and what is given back between them, as sizes: the order among gives has no effect, storages of 0 bytes
-    neither."""
-    found, given, size = [], [], {}
-    for op, number, count, _ in steps:
-        if op == "give":
-            given.append(size[number])
-            continue
-        if op == "take":
-            size[number] = count
-            if not count:
-                continue
-        if given:
-            found.append(("give", *sorted(filter(None, given))))
-            given = []
-        found.append((op, count) if op == "take" else (op, number))
-    return [*found, ("give", *sorted(filter(None, given)))]
 
 
 def assert_same(built, recorded):
@@ -427,6 +409,12 @@ def test_what_encode_leaves():
     assert [count for _, _, count, _ in left] == [16 * 64 * 64 * 2]
 
 
+def attention_call(dtype, heads, queries, keys, depth, batch=1, mask=None):
+    """Of strides, only their order counts."""
+    q, k = (Heads((batch, heads, length, depth), (4, 3, 2, 1)) for length in (queries, keys))
+    return AttentionCall(dtype, q, k, k, mask)
+
+
 def test_bytes_that_move():
     """What is taken counts twice; a convolution's input, filters and output, and a norm's input, once more."""
     trace = _core.Trace()
@@ -436,9 +424,21 @@ def test_bytes_that_move():
     assert trace.flops == 2 * 2 * 3 * 5 * 9 * 16
     assert trace.moved == 200 + 2 * (2 * 3 * 64 + 3 * 5 * 9 + 2 * 5 * 16)
     before, size = trace.moved, 2 * 4096 * 40 * 8
-    trace.attention("float16", 1, 8, 4096, 4096, 40, "flash", 89, 128, "heads")
+    trace.attend(attention_call("float16", 8, 4096, 4096, 40), "flash", 89, 128, "heads")
     assert trace.attended == 4 * 8 * 4096 * 4096 * 40 == trace.flops - 2 * 2 * 3 * 5 * 9 * 16
     assert trace.moved == before + 2 * (size + 4 * 8 * 4096)  # its output, and the log-sum-exp
+
+
+def test_products_of_the_math_path_are_no_fused_attention():
+    """Its scores are read and written once more where a mask is added, which is read."""
+    taken, traces = [], [_core.Trace(), _core.Trace()]
+    for trace, mask in zip(traces, (None, (64 * 32, 32, False)), strict=True):
+        trace.attend(attention_call("bfloat16", 8, 64, 32, 40, mask=mask), "usual", 75, 40, "heads")
+        assert trace.flops == 4 * 8 * 64 * 32 * 40 and trace.attended == 0
+        assert [op for op, *_ in trace.steps].count("cublas") == 2
+        taken.append(sum(count for op, _, count, _ in trace.steps if op == "take"))
+    assert taken[0] == taken[1] and traces[0].moved == 2 * taken[0]
+    assert traces[1].moved == traces[0].moved + 2 * 4 * 8 * 64 * 32 + 2 * 64 * 32
 
 
 @pytest.mark.parametrize("runtime", ["diffusers", "comfyui", "ldm"])
@@ -475,7 +475,7 @@ def test_bytes_of_a_decode_are_those_of_its_tensors(runtime):
 )
 def test_attention_takes(dtype, heads, queries, depth, kernel, sm, extra):
     trace = _core.Trace()
-    out = trace.attention(dtype, 1, heads, queries, queries, depth, kernel, sm, 128, "attention")
+    out = trace.attend(attention_call(dtype, heads, queries, queries, depth), kernel, sm, 128, "attention")
     size = 4 if dtype == "float32" else 2
     counts = [count for op, number, count, _ in trace.steps if op == "take" and number != out]
     assert sorted(counts) == sorted(extra)
@@ -485,7 +485,7 @@ def test_attention_takes(dtype, heads, queries, depth, kernel, sm, extra):
 
 def test_flash_attention_splits_keys_when_queries_are_few():
     trace = _core.Trace()
-    trace.attention("float16", 1, 1, 16, 8192, 64, "usual", 89, 128, "few queries")
+    trace.attend(attention_call("float16", 1, 16, 8192, 64), "usual", 89, 128, "few queries")
     counts = [count for op, _, count, _ in trace.steps if op == "take"]
     assert len(counts) == 4  # output, log-sum-exp, both in parts
     parts = counts[2] // counts[1]
@@ -552,7 +552,7 @@ def test_sizes_that_do_not_fit_are_refused():
 
     def refused(method, *args):
         trace = _core.Trace()
-        with pytest.raises(OverflowError, match="x: want a storage of at most 2"):
+        with pytest.raises(OverflowError, match=r"x.*: want a storage of at most 2"):
             getattr(trace, method)(*args, "x")
 
     half, most = 1 << 32, (1 << 63) - 1
@@ -561,9 +561,9 @@ def test_sizes_that_do_not_fit_are_refused():
         (half, half, 64, 64, 64), (1, half, half, 64, 64), (1, 1, most, most, 8), (1, 1 << 20, 1 << 20, 16, 1 << 30),
     ]:  # fmt: skip
         for dtype, sm in [("float16", 89), ("float32", 89), ("bfloat16", 75)]:
-            refused("attention", dtype, batch, heads, queries, keys, depth, "usual", sm, 128)
-    refused("attention", "float16", 1, 1, 16, 1 << 59, 60, "usual", 89, 128)  # keys that are padded, few queries
-    refused("attention", "bfloat16", 1, 1, half, half, 1, "usual", 75, 128)  # scores
+            refused("attend", attention_call(dtype, heads, queries, keys, depth, batch), "usual", sm, 128)
+    refused("attend", attention_call("float16", 1, 16, 1 << 59, 60), "usual", 89, 128)  # padded keys, few queries
+    refused("attend", attention_call("bfloat16", 1, half, half, 1), "usual", 75, 128)  # scores
     with pytest.raises(OverflowError, match="conv_in: want a storage"):
         _core.Trace.vae(MODELS["sdxl"], "diffusers", "encode", "float32", 1 << 20, 1 << 20, 1 << 16)
 
@@ -585,7 +585,7 @@ def test_what_is_diffusers_alone(runtime, op, change, match):
 @pytest.mark.parametrize("multiprocessors", [0, -1])
 def test_a_gpu_has_multiprocessors(multiprocessors):
     with pytest.raises(ValueError, match=f"multiprocessors: want 1 or more, got {multiprocessors}"):
-        _core.Trace().attention("float16", 1, 1, 16, 16, 64, "usual", 89, multiprocessors, "x")
+        _core.Trace().attend(attention_call("float16", 1, 16, 16, 64), "usual", 89, multiprocessors, "x")
 
 
 def process(use="each", **device):

@@ -196,10 +196,6 @@ class Trace:
         nhwc: bool, name: str, dilation: _Extents = 1, groups: int = 1, output_padding: _Extents | None = None,
         depth: int = 0, /,
     ) -> None: ...  # fmt: skip
-    def attention(
-        self, dtype: str, batch: int, heads: int, queries: int, keys: int, depth: int, kernel: str, sm: int,
-        multiprocessors: int, name: str, /,
-    ) -> int: ...  # fmt: skip
     @staticmethod
     def choose_kernel(call: tuple[Any, ...], sm: int, enabled: tuple[str, ...], /) -> str: ...
     def attend(self, call: tuple[Any, ...], kernel: str, sm: int, multiprocessors: int, name: str, /) -> int | None: ...
@@ -263,7 +259,7 @@ class Process:
 class Program:
     def __init__(self, text: str) -> None: ...
     def trace(
-        self, dtype: str, sizes: tuple[int, ...], sm: int, multiprocessors: int, gpu: str,
+        self, dtype: str, sizes: tuple[int, ...], sm: int, multiprocessors: int,
         passing: Sequence[tuple[str, str, int, bool]], /,
     ) -> Trace: ...  # fmt: skip
 

@@ -126,11 +126,12 @@ typedef struct module {
     size_t depth, path;
 } module;
 
-/* A convolution or an attention. flag: nhwc; is_causal, enable_gqa, whether there is a mask and whether of booleans. */
+/* A convolution or an attention. flag: nhwc; is_causal, enable_gqa, whether there is a mask and whether of booleans, and
+ * which of queries, keys and values lie token by token. */
 typedef struct question {
     int dtype; /* -1: the call's own */
     uint32_t size[9];
-    bool flag[4];
+    bool flag[7];
 } question;
 
 /* Where in each list its own begin, and how many they are. */
@@ -274,7 +275,7 @@ static vm_status read_question(vm_program *p, const char *at, int list, size_t s
 
 static vm_status read_conv(vm_program *p, char *line) { return read_question(p, line, CONVS, 8, 1); }
 
-static vm_status read_attention(vm_program *p, char *line) { return read_question(p, line, ATTENTIONS, 9, 4); }
+static vm_status read_attention(vm_program *p, char *line) { return read_question(p, line, ATTENTIONS, 9, 7); }
 
 /* One word, which ends with 0. */
 static bool read_step(vm_program *p, char *text, step *out) {
@@ -576,9 +577,9 @@ static vm_sdpa to_sdpa(const player *y, uint32_t number) {
     size_t n[9];
     for (int i = 0; i < 9; i++) n[i] = (size_t)of[i];
     return (vm_sdpa){.dtype = dtype,
-                     .q = {4, n[0], n[1], n[3], n[5], false},
-                     .k = {4, n[0], n[2], n[4], n[5], false},
-                     .v = {4, n[0], n[2], n[4], n[6], false},
+                     .q = {4, n[0], n[1], n[3], n[5], false, q->flag[4]},
+                     .k = {4, n[0], n[2], n[4], n[5], false, q->flag[5]},
+                     .v = {4, n[0], n[2], n[4], n[6], false, q->flag[6]},
                      .causal = q->flag[0],
                      .grouped = q->flag[1],
                      .masked = q->flag[2],
@@ -588,17 +589,8 @@ static vm_sdpa to_sdpa(const player *y, uint32_t number) {
 }
 
 static vm_status attend(player *y, uint32_t number, const char *shown) {
-    static const vm_attention_kernel fused[] = {VM_ATTENTION_FLASH, VM_ATTENTION_EFFICIENT, VM_ATTENTION_MATH};
-    const vm_program_call *asked = y->asked;
     const vm_sdpa call = to_sdpa(y, number);
-    vm_attention_kernel kernel;
-    vm_status s = vm_sdpa_choose(&call, asked->gpu.sm, fused, 3, &kernel);
-    if (!s && kernel == VM_ATTENTION_MATH)
-        s = vm_fail(VM_EINVAL,
-                    "%s: want attention by one of PyTorch's fused kernels, the only ones that were recorded, got %s on "
-                    "%s, where PyTorch writes out all scores",
-                    shown, vm_dtype_name(call.dtype), asked->gpu_name);
-    if (!s) s = vm_trace_fused(y->t, &call, kernel, &asked->gpu, shown, &y->id[y->taken]);
+    vm_status s = vm_trace_attention(y->t, &call, VM_ATTENTION_USUAL, &y->asked->gpu, shown, &y->id[y->taken]);
     y->taken += !s;
     return s;
 }

@@ -12,9 +12,10 @@
  *   conv run s s s s s s s s 0
  *                              a convolution: dtype ("run" is the call's own), n, c, h, w, k, r, stride, padding;
  *                              whether it is NHWC
- *   attention run s s s s s s s s s 0 1 1 0
+ *   attention run s s s s s s s s s 0 1 1 0 1 1 1
  *                              n, heads of queries, of keys, queries, keys, depth of these and of values, a mask's
- *                              elements, those of a row; is_causal, enable_gqa, whether there is a mask and of booleans
+ *                              elements, those of a row; is_causal, enable_gqa, whether there is a mask and of booleans;
+ *                              which of queries, keys and values lie token by token (vm_heads)
  *   module +3:what -5 c2 a0 b7 l7 conv1=12 =12 /conv1=12
  *                              a distinct module call, the outermost last; vaemem/pipelines/programs.py explains words
  *
@@ -50,13 +51,11 @@ typedef struct vm_program_call {
     vm_dtype dtype;
     int64_t value[VM_PROGRAM_NAMES]; /* of what is given */
     vm_trace_gpu gpu;
-    const char *gpu_name;
     const vm_passing *passing; /* [passings], borrowed; sorted by module, those of one come in this order */
     size_t passings;
 } vm_program_call;
 
-/* What a call takes on a GPU, with its FLOPs. VM_EINVAL: a dtype or a case that was not recorded, or attention that no
- * recorded kernel computes there. */
+/* What a call takes on a GPU, with its FLOPs. VM_EINVAL: a dtype or a case that was not recorded. */
 vm_status vm_program_trace(const vm_program *p, const vm_program_call *call, vm_trace **out);
 
 #endif

@@ -8,11 +8,11 @@
 /* One head as wide as the channels. */
 static tensor attend(walk *w, const tensor *x, path name) {
     const size_t tokens = VM_PRODUCT(x->h, x->w);
-    const vm_trace_sdpa shape = {
-        .dtype = w->dtype, .batch = x->n, .heads = 1, .queries = tokens, .keys = tokens, .depth = x->c};
+    const vm_heads heads = {.dims = 4, .batch = x->n, .heads = 1, .length = tokens, .depth = x->c};
+    const vm_sdpa call = {.dtype = w->dtype, .q = heads, .k = heads, .v = heads};
     tensor y = *x;
     y.bytes = VM_PRODUCT(x->n, x->c, tokens, element(w));
-    if (!w->status) w->status = vm_trace_attention(w->t, &shape, &w->vae->gpu, name.text, &y.id);
+    if (!w->status) w->status = vm_trace_attention(w->t, &call, VM_ATTENTION_USUAL, &w->vae->gpu, name.text, &y.id);
     if (!w->status) w->live += y.bytes;
     return y;
 }
@@ -37,7 +37,7 @@ tensor vm_walk_attention_diffusers(walk *w, const tensor *x, path name) {
         blas(w, product_op, rows, c, c, linear[i]);
         send_back(w, &weights);
     }
-    tensor h = attend(w, x, at(name, " [attention]"));
+    tensor h = attend(w, x, name);
     const sent weights = send(w, numbers, c, out);
     const tensor projected = take_like(w, &normed, out);
     blas(w, VM_TRACE_CUBLASLT, rows, c, c, at(out, " [workspace]"));
@@ -81,7 +81,7 @@ tensor vm_walk_attention_bfl(walk *w, const tensor *x, path name) {
         give_copy(w, &a.qkv[i], &dense);
         a.qkv[i] = dense;
     }
-    tensor h = attend(w, x, at(name, " [attention]"));
+    tensor h = attend(w, x, name);
     give(w, &a.normed);
     give_qkv(w, &a);
     h.layout = h.c > 1 ? CHANNELS_LAST : CONTIGUOUS; /* a permutation of (N, H, W, C) */
@@ -95,7 +95,7 @@ tensor vm_walk_attention_comfyui(walk *w, const tensor *x, path name) {
     const heads a = project(w, x, name);
     tensor dense[3];
     for (int i = 0; i < 3; i++) dense[i] = transposed(w, &a.qkv[i], at(name, ".%c", "qkv"[i]));
-    tensor h = attend(w, x, at(name, " [attention]"));
+    tensor h = attend(w, x, name);
     for (int i = 0; i < 3; i++) give_copy(w, &dense[i], &a.qkv[i]);
     give(w, &a.normed);
     h.layout = seen(x);

@@ -21,7 +21,8 @@ extern const char *const vm_attention_kernel_name[VM_ATTENTION_KERNELS];
 /* Queries, keys or values: (batch, heads, length, depth) where there are 4 dimensions. */
 typedef struct vm_heads {
     size_t dims, batch, heads, length, depth;
-    bool strided; /* the elements of a head do not lie side by side: their stride is not 1 */
+    bool strided;  /* the elements of a head do not lie side by side: their stride is not 1 */
+    bool by_token; /* all heads of a token lie before the next token: (batch, length, heads, depth) */
 } vm_heads;
 
 /* A call of scaled_dot_product_attention. */

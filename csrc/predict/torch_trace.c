@@ -178,10 +178,10 @@ vm_status vm_trace_norm(vm_trace *t, vm_dtype dtype, size_t n, size_t c, size_t 
 }
 
 /* How many parts flash attention cuts the keys into when the queries alone do not fill the device. */
-static size_t flash_splits(const vm_trace_sdpa *a, const vm_trace_gpu *gpu) {
-    const size_t block = a->depth <= 64 ? 256 : a->depth <= 128 ? 128 : 64;
-    const size_t blocks = vm_round_up(a->keys, block) / block, slots = 2 * (size_t)gpu->multiprocessors;
-    const size_t work = VM_PRODUCT(a->batch, a->heads, vm_round_up(a->queries, 64) / 64);
+static size_t flash_splits(const vm_sdpa *a, const vm_trace_gpu *gpu) {
+    const size_t depth = a->v.depth, block = depth <= 64 ? 256 : depth <= 128 ? 128 : 64;
+    const size_t blocks = vm_round_up(a->k.length, block) / block, slots = 2 * (size_t)gpu->multiprocessors;
+    const size_t work = VM_PRODUCT(a->q.batch, a->q.heads, vm_round_up(a->q.length, 64) / 64);
     if ((double)work >= 0.8 * (double)slots) return 1;
     const size_t most = VM_MIN(VM_MIN(128, slots), blocks);
     double best = 0, efficiency[129] = {0};
@@ -196,11 +196,11 @@ static size_t flash_splits(const vm_trace_sdpa *a, const vm_trace_gpu *gpu) {
     return 1;
 }
 
-static vm_status flash(vm_trace *t, const vm_trace_sdpa *a, const vm_trace_gpu *gpu, const char *name, uint32_t *id) {
-    const size_t rows = VM_PRODUCT(a->batch, a->heads, a->queries), splits = flash_splits(a, gpu);
-    const size_t depth = VM_ROUND_UP(a->depth, 8), rounded = VM_ROUND_UP(a->depth, a->depth <= 128 ? 32 : 64);
-    const size_t q = VM_PRODUCT(rows, depth, 2), kv = VM_PRODUCT(a->batch, a->heads, a->keys, depth, 2);
-    const bool pads = depth != a->depth;
+static vm_status flash(vm_trace *t, const vm_sdpa *a, const vm_trace_gpu *gpu, const char *name, uint32_t *id) {
+    const size_t rows = VM_PRODUCT(a->q.batch, a->q.heads, a->q.length), splits = flash_splits(a, gpu);
+    const size_t depth = VM_ROUND_UP(a->v.depth, 8), rounded = VM_ROUND_UP(a->v.depth, a->v.depth <= 128 ? 32 : 64);
+    const size_t q = VM_PRODUCT(rows, depth, 2), kv = VM_PRODUCT(a->k.batch, a->k.heads, a->k.length, depth, 2);
+    const bool pads = depth != a->v.depth;
     uint32_t padded[3] = {0};
     vm_status s = VM_OK;
     for (size_t i = 0; !s && pads && i < 3; i++) s = vm_trace_take(t, i ? kv : q, name, &padded[i]);
@@ -212,86 +212,127 @@ static vm_status flash(vm_trace *t, const vm_trace_sdpa *a, const vm_trace_gpu *
     return s;
 }
 
-static vm_status efficient(vm_trace *t, const vm_trace_sdpa *a, const char *name, uint32_t *id) {
-    const size_t count = VM_PRODUCT(a->batch, a->heads, a->queries, a->depth);
+static vm_status efficient(vm_trace *t, const vm_sdpa *a, const char *name, uint32_t *id) {
+    const size_t count = VM_PRODUCT(a->q.batch, a->q.heads, a->q.length, a->v.depth);
     const uint64_t sums = VM_PRODUCT(4, count);
     vm_status s = vm_trace_take(t, VM_PRODUCT(count, vm_dtype_bytes(a->dtype)), name, id);
     /* Heads wider than 128 are accumulated in a float tensor in memory instead of registers. */
-    if (!s && a->dtype != VM_F32 && a->depth > 128) s = pass_through(t, &sums, 1, name);
+    if (!s && a->dtype != VM_F32 && a->v.depth > 128) s = pass_through(t, &sums, 1, name);
     return s;
 }
 
-/* The math path: queries, keys and values in float, scaled scores, and a softmax that takes care of rows whose keys are
- * all masked (_safe_softmax). The scores in half precision are made for a caller that does not want them. */
-static vm_status math(vm_trace *t, const vm_trace_sdpa *a, const char *name, uint32_t *id) {
-    const size_t rows = VM_PRODUCT(a->batch, a->heads, a->queries), q = VM_PRODUCT(4, rows, a->depth);
-    const size_t kv = VM_PRODUCT(4, a->batch, a->heads, a->keys, a->depth), scores = VM_PRODUCT(4, rows, a->keys);
-    const bool half = a->dtype != VM_F32;
-    enum { Q, K, V, SCALED_Q, SCALED_K, RAW, SOFT, LEAST, MASKED, ROWS, ZERO, SAFE, HALF, OUT, COUNT };
-    const size_t bytes[COUNT] = {q, kv, kv, q, kv, scores, scores, 4, scores / 4, rows, 4, scores, scores / 2, q};
-    /* what is taken and, as ~what, given back, in order */
-    static const int8_t plan[] = {SCALED_Q, SCALED_K, RAW,   ~SCALED_K, SOFT,    LEAST,  MASKED, ROWS,
-                                  ZERO,     SAFE,     ~ZERO, ~ROWS,     ~MASKED, ~LEAST, ~SOFT,  ~RAW};
-    uint32_t ids[COUNT] = {0};
-    vm_status s = VM_OK;
-    for (int i = Q; !s && half && i <= V; i++) s = vm_trace_take(t, bytes[i], name, &ids[i]);
-    for (size_t i = 0; !s && i < sizeof plan; i++) {
-        const int what = plan[i];
-        s = what < 0 ? vm_trace_give(t, ids[~what]) : vm_trace_take(t, bytes[what], name, &ids[what]);
-        if (!s && what == RAW) s = vm_trace_blas(t, VM_TRACE_CUBLAS, name);
-    }
-    if (!s && half) s = vm_trace_take(t, bytes[HALF], name, &ids[HALF]);
-    if (!s) s = vm_trace_take(t, bytes[OUT], name, &ids[OUT]);
-    if (!s) s = vm_trace_blas(t, VM_TRACE_CUBLAS, name);
-    *id = ids[OUT];
-    if (!s && half) s = vm_trace_take(t, q / 2, name, id);
-    if (!s && half) s = vm_trace_give(t, ids[OUT]);
-    if (!s && half) s = vm_trace_give(t, ids[HALF]);
-    if (!s) s = vm_trace_give(t, ids[SAFE]);
-    if (!s) s = vm_trace_give(t, ids[SCALED_Q]);
-    for (int i = Q; !s && half && i <= V; i++) s = vm_trace_give(t, ids[i]);
-    return s;
+/* What an operator made of others takes, one after another; errors stick. */
+typedef struct maker {
+    vm_trace *t;
+    const char *name;
+    vm_status status;
+} maker;
+
+enum { NOT_MADE = UINT32_MAX };
+
+static uint32_t make_if(maker *m, bool is_made, size_t bytes) {
+    uint32_t id = NOT_MADE;
+    if (is_made && !m->status) m->status = vm_trace_take(m->t, bytes, m->name, &id);
+    return id;
 }
 
-vm_status vm_trace_attention(vm_trace *t, const vm_trace_sdpa *a, const vm_trace_gpu *gpu, const char *name,
-                             uint32_t *id) {
-    if (gpu->multiprocessors < 1)
-        return vm_fail(VM_EINVAL, "multiprocessors: want 1 or more, got %d", gpu->multiprocessors);
-    vm_attention_kernel kernel = a->kernel;
-    if (kernel == VM_ATTENTION_USUAL) {
-        const vm_attention_kernel usual[] = {VM_ATTENTION_FLASH, VM_ATTENTION_EFFICIENT, VM_ATTENTION_MATH};
-        const vm_heads q = {4, a->batch, a->heads, a->queries, a->depth, false},
-                       kv = {4, a->batch, a->heads, a->keys, a->depth, false};
-        vm_sdpa_choose(&(vm_sdpa){.dtype = a->dtype, .q = q, .k = kv, .v = kv}, gpu->sm, usual, 3, &kernel);
-    }
-    const uint64_t flops = VM_PRODUCT(4, a->batch, a->heads, a->queries, a->keys, a->depth);
+static uint32_t make(maker *m, size_t bytes) { return make_if(m, true, bytes); }
+
+static void drop(maker *m, const uint32_t *id, size_t count) {
+    for (size_t i = 0; !m->status && i < count; i++)
+        if (id[i] != NOT_MADE) m->status = vm_trace_give(m->t, id[i]);
+}
+
+static void multiply(maker *m, size_t rows, size_t depth, size_t cols) {
+    vm_trace_count(m->t, VM_PRODUCT(2, rows, depth, cols));
+    if (!m->status) m->status = vm_trace_blas(m->t, VM_TRACE_CUBLAS, m->name);
+}
+
+/* Booleans of a lower triangle, and what is chosen by them, 0 or -inf. */
+static uint32_t make_causal_mask(maker *m, size_t pairs) {
+    const uint32_t ones = make(m, pairs), lower = make(m, pairs);
+    drop(m, &ones, 1);
+    const uint32_t zero = make(m, 4), least = make(m, 4), mask = make(m, VM_PRODUCT(4, pairs));
+    drop(m, (uint32_t[]){lower, zero, least}, 3);
+    return mask;
+}
+
+/* _safe_softmax, which takes care of rows whose keys are all masked; the scores are given back. */
+static uint32_t make_weights(maker *m, uint32_t scores, size_t rows, size_t keys) {
+    const size_t count = VM_PRODUCT(rows, keys), bytes = VM_PRODUCT(4, count);
+    const uint32_t soft = make(m, bytes), least = make(m, 4), masked = make(m, count), masked_rows = make(m, rows);
+    const uint32_t zero = make(m, 4), weights = make(m, bytes);
+    drop(m, (uint32_t[]){scores, soft, least, masked, masked_rows, zero}, 6);
+    return weights;
+}
+
+/* Whether a product of all heads at once copies a tensor, because its heads do not follow one another. */
+static bool is_copied(const vm_heads *h) { return h->by_token && h->batch > 1 && h->heads > 1 && h->length > 1; }
+
+/* The math path, _scaled_dot_product_attention_math: queries, keys and values in float; keys and values repeated for
+ * the queries that share them; scaled queries and keys; scores, to which a mask is added in place. The weights in half
+ * precision are made for a caller that does not want them. The output lies head by head. */
+static vm_status math(vm_trace *t, const vm_sdpa *a, const char *name, uint32_t *id) {
+    const vm_heads *const q = &a->q, *const k = &a->k, *const v = &a->v;
+    const size_t rows = VM_PRODUCT(q->batch, q->heads, q->length), pairs = VM_PRODUCT(q->length, k->length);
+    const size_t own = VM_PRODUCT(4, k->batch, k->heads, k->length), all = VM_PRODUCT(4, q->batch, q->heads, k->length);
+    const size_t queries = VM_PRODUCT(4, rows, q->depth), keys = VM_PRODUCT(all, k->depth);
+    const size_t values = VM_PRODUCT(all, v->depth), scores = VM_PRODUCT(4, rows, k->length);
+    const size_t made = VM_PRODUCT(rows, v->depth), size = vm_dtype_bytes(a->dtype);
+    const bool half = a->dtype != VM_F32, repeats = q->heads != k->heads;
+    maker m = {t, name, VM_OK};
+    const uint32_t float_q = make_if(&m, half, queries), float_k = make_if(&m, half, VM_PRODUCT(own, k->depth));
+    const uint32_t float_v = make_if(&m, half, VM_PRODUCT(own, v->depth)), scaled_q = make(&m, queries);
+    const uint32_t causal = a->causal ? make_causal_mask(&m, pairs) : NOT_MADE;
+    const uint32_t repeated_k = make_if(&m, repeats, keys), repeated_v = make_if(&m, repeats, values);
+    const uint32_t scaled_k = make(&m, keys), copied_q = make_if(&m, is_copied(q), queries);
+    const uint32_t copied_k = make_if(&m, !repeats && is_copied(k), keys), raw = make(&m, scores);
+    multiply(&m, rows, q->depth, k->length);
+    drop(&m, (uint32_t[]){scaled_k, copied_q, copied_k}, 3);
+    if (a->causal || a->masked) /* scores are read and written, and a mask is read */
+        vm_trace_move(t, VM_PRODUCT(2, scores));
+    vm_trace_move(t, a->causal ? VM_PRODUCT(4, pairs) : a->masked ? VM_PRODUCT(a->mask, size) : 0);
+    const uint32_t weights = make_weights(&m, raw, rows, k->length), half_weights = make_if(&m, half, scores / 2);
+    const uint32_t copied_v = make_if(&m, !repeats && is_copied(v), values);
+    const uint32_t sums = make(&m, VM_PRODUCT(4, made));
+    multiply(&m, rows, k->length, v->depth);
+    drop(&m, &copied_v, 1);
+    *id = half ? make(&m, VM_PRODUCT(2, made)) : sums;
+    drop(&m, (uint32_t[]){float_q, float_k, float_v, scaled_q, causal, repeated_k, repeated_v}, 7);
+    drop(&m, (uint32_t[]){weights, half_weights, half ? sums : NOT_MADE}, 3);
+    return m.status;
+}
+
+/* What attention's kernel itself takes. */
+static vm_status run_kernel(vm_trace *t, const vm_sdpa *a, vm_attention_kernel kernel, const vm_trace_gpu *gpu,
+                            const char *name, uint32_t *id) {
+    if (kernel == VM_ATTENTION_MATH) return math(t, a, name, id);
+    const uint64_t flops = VM_PRODUCT(4, a->q.batch, a->q.heads, a->q.length, a->k.length, a->v.depth);
     vm_trace_count(t, flops);
     raise_by(&t->attended, flops);
-    if (kernel == VM_ATTENTION_FLASH) return flash(t, a, gpu, name, id);
-    return kernel == VM_ATTENTION_MATH ? math(t, a, name, id) : efficient(t, a, name, id);
+    return kernel == VM_ATTENTION_FLASH ? flash(t, a, gpu, name, id) : efficient(t, a, name, id);
 }
 
-vm_status vm_trace_fused(vm_trace *t, const vm_sdpa *call, vm_attention_kernel kernel, const vm_trace_gpu *gpu,
-                         const char *name, uint32_t *id) {
+vm_status vm_trace_attention(vm_trace *t, const vm_sdpa *call, vm_attention_kernel kernel, const vm_trace_gpu *gpu,
+                             const char *name, uint32_t *id) {
+    static const vm_attention_kernel usual[] = {VM_ATTENTION_FLASH, VM_ATTENTION_EFFICIENT, VM_ATTENTION_MATH};
+    if (gpu->multiprocessors < 1)
+        return vm_fail(VM_EINVAL, "multiprocessors: want 1 or more, got %d", gpu->multiprocessors);
+    vm_status s = kernel == VM_ATTENTION_USUAL ? vm_sdpa_choose(call, gpu->sm, usual, 3, &kernel) : VM_OK;
     const size_t row = call->mask_row, size = vm_dtype_bytes(call->dtype);
     const bool pads = call->masked && kernel == VM_ATTENTION_EFFICIENT && row % 8,
                copies = call->masked && call->boolean;
     const size_t padded = pads ? VM_PRODUCT(call->mask / row, vm_round_up(row, 8), size) : 0;
-    const vm_trace_sdpa shape = {.dtype = call->dtype,
-                                 .batch = call->q.batch,
-                                 .heads = call->q.heads,
-                                 .queries = call->q.length,
-                                 .keys = call->k.length,
-                                 .depth = call->v.depth,
-                                 .kernel = kernel};
     char text[VM_TRACE_LABEL];
     uint32_t copy = 0, wider = 0;
-    vm_status s = VM_OK;
-    if (copies) s = vm_trace_take(t, VM_PRODUCT(call->mask, size), vm_trace_label(text, name, "mask"), &copy);
+    if (!s && copies) s = vm_trace_take(t, VM_PRODUCT(call->mask, size), vm_trace_label(text, name, "mask"), &copy);
     if (!s && pads) s = vm_trace_take(t, padded, vm_trace_label(text, name, "mask, padded"), &wider);
     if (!s && kernel != VM_ATTENTION_CUDNN)
-        s = vm_trace_attention(t, &shape, gpu, vm_trace_label(text, name, "attention"), id);
+        s = run_kernel(t, call, kernel, gpu, vm_trace_label(text, name, "attention"), id);
     if (!s && pads) s = vm_trace_give(t, wider);
     if (!s && copies) s = vm_trace_give(t, copy);
-    return s;
+    if (s || kernel != VM_ATTENTION_MATH || call->q.heads == 1 || call->q.length == 1) return s;
+    const uint32_t by_head = *id;
+    s = vm_trace_take(t, VM_PRODUCT(call->q.batch, call->q.heads, call->q.length, call->v.depth, size), text, id);
+    return s ? s : vm_trace_give(t, by_head);
 }

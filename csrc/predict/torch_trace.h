@@ -95,22 +95,13 @@ typedef struct vm_trace_gpu {
     size_t free_bytes; /* of its memory when the call begins; 0: without end */
 } vm_trace_gpu;
 
-typedef struct vm_trace_sdpa {
-    vm_dtype dtype;
-    size_t batch, heads, queries, keys, depth; /* depth: of a head */
-    vm_attention_kernel kernel;
-} vm_trace_sdpa;
-
-/* scaled_dot_product_attention without dropout and mask. The output is taken and stays; what the kernel takes besides
- * comes and goes. Its FLOPs are counted. */
-vm_status vm_trace_attention(vm_trace *t, const vm_trace_sdpa *shape, const vm_trace_gpu *gpu, const char *name,
-                             uint32_t *id);
-
-/* The same of a call for which vm_sdpa_choose chose flash, the memory-efficient kernel, or cuDNN's, of which nothing
- * is counted and *id stays. While it runs there is also a copy of the mask as numbers, where it is boolean, and one
- * with rows padded to a multiple of 8, where the kernel wants that. name: of the module that calls it. */
-vm_status vm_trace_fused(vm_trace *t, const vm_sdpa *call, vm_attention_kernel kernel, const vm_trace_gpu *gpu,
-                         const char *name, uint32_t *id);
+/* scaled_dot_product_attention without dropout, by a kernel that vm_sdpa_choose chose; of cuDNN's nothing is counted, and
+ * *id stays. The output is taken and stays; what the kernel takes besides comes and goes, and so do a copy of a boolean
+ * mask as numbers, and one with rows padded to a multiple of 8, where the kernel wants that. Of several heads the output
+ * lies token by token in the end, as modules go on with it: fused kernels write it so, and the math path's is copied.
+ * FLOPs are counted. name: of the module that calls it. */
+vm_status vm_trace_attention(vm_trace *t, const vm_sdpa *call, vm_attention_kernel kernel, const vm_trace_gpu *gpu,
+                             const char *name, uint32_t *id);
 
 /* ---- the VAEs ---- */
 

@@ -39,8 +39,8 @@ static int to_values(const vm_program *p, PyObject *given, int64_t value[VM_PROG
 static PyObject *program_trace(Program *self, PyObject *args) {
     vm_program_call call = {0};
     PyObject *given, *passing, *result = NULL;
-    if (!PyArg_ParseTuple(args, "O&OiisO:trace", vm_py_to_dtype, &call.dtype, &given, &call.gpu.sm,
-                          &call.gpu.multiprocessors, &call.gpu_name, &passing) ||
+    if (!PyArg_ParseTuple(args, "O&OiiO:trace", vm_py_to_dtype, &call.dtype, &given, &call.gpu.sm,
+                          &call.gpu.multiprocessors, &passing) ||
         to_values(self->program, given, call.value))
         return NULL;
     passing = PySequence_Tuple(passing); /* a copy: whose texts are borrowed */
@@ -81,7 +81,7 @@ static PyObject *program_trace(Program *self, PyObject *args) {
 
 static PyMethodDef methods[] = {
     {"trace", (PyCFunction)program_trace, METH_VARARGS,
-     "trace($self, dtype, sizes, sm, multiprocessors, gpu, passing, /)\n--\n\nWhat a call takes on a GPU. passing: "
+     "trace($self, dtype, sizes, sm, multiprocessors, passing, /)\n--\n\nWhat a call takes on a GPU. passing: "
      "[(module, name, bytes, sent)] of what is there while a module is called."},
     {NULL, NULL, 0, NULL}};
 

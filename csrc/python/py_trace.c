@@ -202,24 +202,6 @@ static PyObject *trace_conv(Trace *self, PyObject *args) {
     return vm_py_done(&self->lock, vm_trace_conv(self->trace, &conv, name));
 }
 
-static PyObject *trace_attention(Trace *self, PyObject *args) {
-    const char *name;
-    vm_trace_sdpa shape;
-    vm_trace_gpu gpu;
-    const char *kernel;
-    uint32_t id;
-    if (!PyArg_ParseTuple(args, "O&nnnnnsiis:attention", vm_py_to_dtype, &shape.dtype, &shape.batch, &shape.heads,
-                          &shape.queries, &shape.keys, &shape.depth, &kernel, &gpu.sm, &gpu.multiprocessors, &name))
-        return NULL;
-    const int k = choose("kernel", kernel, vm_attention_kernel_name, VM_ATTENTION_CUDNN);
-    if (k < 0) return NULL;
-    shape.kernel = (vm_attention_kernel)k;
-    if (vm_py_acquire(&self->lock, "attention")) return NULL;
-    vm_status s = vm_trace_attention(self->trace, &shape, &gpu, name, &id);
-    vm_py_release(&self->lock);
-    return s ? vm_py_raise(s) : PyLong_FromUnsignedLong(id);
-}
-
 /* ---- attention ---- */
 
 /* Whether a value is a tuple, which PyArg_ParseTuple takes for granted; else with a TypeError. */
@@ -242,6 +224,8 @@ static int to_heads(PyObject *pair, void *out) {
         PyErr_Format(PyExc_ValueError, "strides: want %zd, got %R", dims, strides);
     else if (dims)
         h->strided = PyLong_AsLongLong(PyTuple_GET_ITEM(strides, dims - 1)) != 1;
+    if (!PyErr_Occurred() && dims == 4)
+        h->by_token = PyLong_AsLongLong(PyTuple_GET_ITEM(strides, 1)) < PyLong_AsLongLong(PyTuple_GET_ITEM(strides, 2));
     return !PyErr_Occurred();
 }
 
@@ -289,7 +273,7 @@ static PyObject *trace_attend(Trace *self, PyObject *args) {
         return NULL;
     const int k = choose("kernel", kernel, vm_attention_kernel_name, VM_ATTENTION_KERNELS);
     if (k < 0 || vm_py_acquire(&self->lock, "attend")) return NULL;
-    vm_status s = vm_trace_fused(self->trace, &call, (vm_attention_kernel)k, &gpu, name, &id);
+    vm_status s = vm_trace_attention(self->trace, &call, (vm_attention_kernel)k, &gpu, name, &id);
     vm_py_release(&self->lock);
     if (s) return vm_py_raise(s);
     return k == VM_ATTENTION_CUDNN ? Py_NewRef(Py_None) : PyLong_FromUnsignedLong(id);
@@ -398,17 +382,12 @@ static PyMethodDef methods[] = {
      "conv($self, dtype, n, c, h, w, k, r, stride, padding, nhwc, name, dilation=1, groups=1, output_padding=None, "
      "depth=0, /)\n--\n\nA convolution's workspace. r, stride, padding, dilation, output_padding: an int, or a tuple "
      "with one for each\ndimension; output_padding: of a transposed convolution; depth: 0 with two dimensions."},
-    {"attention", (PyCFunction)trace_attention, METH_VARARGS,
-     "attention($self, dtype, batch, heads, queries, keys, depth, kernel, sm, multiprocessors, name, /)\n--\n\n"
-     "scaled_dot_product_attention without a mask. kernel: usual, flash, efficient or math. Returns the id of its "
-     "output."},
     {"choose_kernel", trace_choose_kernel, METH_VARARGS | METH_STATIC,
      "choose_kernel(call, sm, enabled, /)\n--\n\nThe first of the enabled kernels that takes an attention on a card of "
      "compute\ncapability sm (89 for 8.9). Raises ValueError where none does: PyTorch would raise."},
     {"attend", (PyCFunction)trace_attend, METH_VARARGS,
      "attend($self, call, kernel, sm, multiprocessors, name, /)\n--\n\nAn attention by a kernel that was chosen for "
-     "it. "
-     "Returns the id of its output; None for cuDNN's, of which nothing is counted."},
+     "it, or by the usual one. Returns the id of its output; None for cuDNN's, of which nothing is counted."},
     {NULL, NULL, 0, NULL}};
 
 static PyGetSetDef attributes[] = {

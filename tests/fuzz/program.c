@@ -5,8 +5,7 @@
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     input in = {data, data + size};
     const uint64_t how = take(&in, 1);
-    vm_program_call call = {
-        .dtype = how % 4 % 3, .gpu = {(int)take(&in, 1), 1 + (int)take(&in, 1)}, .gpu_name = "card"};
+    vm_program_call call = {.dtype = how % 4 % 3, .gpu = {(int)take(&in, 1), 1 + (int)take(&in, 1)}};
     for (size_t i = 0; i < 4; i++) call.value[i] = (int64_t)number(&in);
     const vm_passing passing[] = {
         {"", "bias", 8, true}, {"a", "weight", number(&in), false}, {"a.b", "weight", 9, true}};

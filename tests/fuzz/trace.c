@@ -60,9 +60,14 @@ static vm_trace *record(input *in) {
         case 5: {
             const uint64_t kind = take(in, 1);
             const vm_trace_gpu gpu = {.sm = (int)take(in, 1), .multiprocessors = (int)take(in, 4)};
-            const vm_trace_sdpa shape = {kind % 3,   number(in), number(in),  number(in),
-                                         number(in), number(in), kind / 4 % 4};
-            vm_trace_attention(t, &shape, &gpu, name, id);
+            const uint64_t flags = take(in, 1);
+            const size_t n = number(in), heads = number(in), queries = number(in), keys = number(in),
+                         depth = number(in);
+            const vm_heads q = {4, n, heads, queries, depth, flags & 1, flags & 2};
+            const vm_heads k = {4, n, flags & 4 ? 1 : heads, keys, depth, flags & 1, flags & 8};
+            const vm_sdpa call = {
+                .dtype = kind % 3, .q = q, .k = k, .v = k, .causal = flags & 16, .grouped = flags & 4};
+            vm_trace_attention(t, &call, kind / 4 % 4, &gpu, name, id);
             break;
         }
         default:

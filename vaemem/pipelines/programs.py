@@ -6,7 +6,8 @@ variables. Convolutions and attentions stay questions: their workspaces, and whi
 
 A file of data/modules holds, for dtypes and the cases in which a call takes the same steps (``"float16; 1 n = 1"``):
 `sizes`, the polynomials (``"1280 n h w + 640"``); `convs` and `attentions`, their arguments as indices into `sizes`;
-and `modules`, one text a distinct module call, the outermost last, of words:
+an attention's last one says which of queries, keys and values lie token by token in memory, all heads of one before the
+next (``"qkv"``); and `modules`, one text a distinct module call, the outermost last, of words:
 
     +3:statistics   take sizes[3] bytes, under the module's name and [statistics]
     -5              give back what was taken five takes ago
@@ -34,7 +35,7 @@ from vaemem._common import ELEMENT_BYTES, choose, distinct, shipped
 from vaemem.prediction.gpus import Gpu
 
 Passing = Mapping[str, Iterable[tuple[str, int]]]
-ANY_GPU = "H100 PCIe"  # one that has a kernel for every attention: FLOPs are the same on all of them
+ANY_GPU = "H100 PCIe"  # FLOPs are the same on all
 DTYPE_BYTES = {**ELEMENT_BYTES, "int64": 8, "bool": 1}
 
 
@@ -84,7 +85,7 @@ class Recorded:
         ]
         through.sort(key=operator.itemgetter(0))
         given = tuple(sizes[name] for name in self.variables)
-        return self._program.trace(dtype, given, gpu.sm, gpu.multiprocessors, gpu.name, through)
+        return self._program.trace(dtype, given, gpu.sm, gpu.multiprocessors, through)
 
 
 def _lines(name: str, data: Mapping[str, Any]) -> Iterator[str]:
@@ -98,9 +99,9 @@ def _lines(name: str, data: Mapping[str, Any]) -> Iterator[str]:
         yield from (f"size {size}" for size in call["sizes"])
         for *asked, layout in call["convs"]:
             yield " ".join(map(str, ["conv", *asked, int(layout == "nhwc")]))
-        for *asked, mask, causal, grouped in call["attentions"]:
+        for *asked, mask, causal, grouped, by_token in call["attentions"]:
             elements, row, boolean = mask or (0, 0, False)
-            flags = map(int, (causal, grouped, bool(mask), boolean))
+            flags = map(int, (causal, grouped, bool(mask), boolean, *(name in by_token for name in "qkv")))
             yield " ".join(map(str, ["attention", *asked, elements, row, *flags]))
         yield from (f"module {module}" for module in call["modules"])
 
