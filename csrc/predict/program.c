@@ -126,7 +126,7 @@ typedef struct module {
     size_t depth, path;
 } module;
 
-/* A convolution or an attention. flag: nhwc; is_causal, enable_gqa, whether there is a mask and whether of booleans, and
+/* A convolution or an attention. flag: nhwc; is_causal, enable_gqa, whether there is a mask and whether of booleans,
  * which of queries, keys and values lie token by token. */
 typedef struct question {
     int dtype; /* -1: the call's own */

@@ -14,8 +14,8 @@
  *                              whether it is NHWC
  *   attention run s s s s s s s s s 0 1 1 0 1 1 1
  *                              n, heads of queries, of keys, queries, keys, depth of these and of values, a mask's
- *                              elements, those of a row; is_causal, enable_gqa, whether there is a mask and of booleans;
- *                              which of queries, keys and values lie token by token (vm_heads)
+ *                              elements, those of a row; is_causal, enable_gqa, whether there is a mask and of
+ *                              booleans, which of queries, keys and values lie token by token (vm_heads)
  *   module +3:what -5 c2 a0 b7 l7 conv1=12 =12 /conv1=12
  *                              a distinct module call, the outermost last; vaemem/pipelines/programs.py explains words
  *

@@ -95,11 +95,11 @@ typedef struct vm_trace_gpu {
     size_t free_bytes; /* of its memory when the call begins; 0: without end */
 } vm_trace_gpu;
 
-/* scaled_dot_product_attention without dropout, by a kernel that vm_sdpa_choose chose; of cuDNN's nothing is counted, and
- * *id stays. The output is taken and stays; what the kernel takes besides comes and goes, and so do a copy of a boolean
- * mask as numbers, and one with rows padded to a multiple of 8, where the kernel wants that. Of several heads the output
- * lies token by token in the end, as modules go on with it: fused kernels write it so, and the math path's is copied.
- * FLOPs are counted. name: of the module that calls it. */
+/* scaled_dot_product_attention without dropout, by a kernel that vm_sdpa_choose chose, or the usual one. Of cuDNN's
+ * nothing is counted, and *id stays. The output is taken and stays; what the kernel takes besides comes and goes, and
+ * so do a copy of a boolean mask as numbers, and one with rows padded to a multiple of 8, where the kernel wants that.
+ * In the end the output lies token by token, as modules go on with it: fused kernels write it so, and the math path's
+ * is copied. FLOPs are counted. name: of the module that calls it. */
 vm_status vm_trace_attention(vm_trace *t, const vm_sdpa *call, vm_attention_kernel kernel, const vm_trace_gpu *gpu,
                              const char *name, uint32_t *id);
 

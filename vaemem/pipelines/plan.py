@@ -201,7 +201,7 @@ def _any_card(memory: int | str | None, dtype: str) -> Gpu:
             Message("gpu: want a card's name, or what it has as ", Named("memory", "12 GB"), ", got neither")
         )
     cards = cards_of(sold(memory))
-    # Older cards write out the scores of bfloat16's attention, which was not recorded.
+    # PyTorch writes out the scores of bfloat16's attention on older cards, which stand for few others.
     return next((card for card in cards if dtype != "bfloat16" or card.sm >= 80), cards[0])
 
 

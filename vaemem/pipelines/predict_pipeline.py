@@ -525,8 +525,7 @@ def predict_pipeline(
     Raises
     ------
     ValueError
-        What is unknown or cannot be; a component that was not recorded, in a dtype or on a GPU whose attention was
-        not.
+        What is unknown or cannot be; a component that was not recorded, or not in a dtype.
 
     Notes
     -----
