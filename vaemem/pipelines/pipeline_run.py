@@ -318,7 +318,11 @@ def _encode_prompt(run: PipelineRun, encoders: list[str]) -> None:
     dtype = asked.dtype
     calls, encodes, tokens = pipeline.lengths(asked.tokens)
     prompts = ["prompt_embeds", *["negative_prompt_embeds"] * (pipeline.guides and asked.guidance)]
-    listed = []  # what SDXL's code joins stays until its function returns
+    listed = []  # SDXL's code joins these; they stay until its function returns
+
+    def pool(name: str) -> None:
+        run.name(name.replace("prompt", "pooled_prompt"), (asked.batch, pipeline.pooled), dtype)
+
     for name in prompts:
         encoded = []
         for role in encoders:
@@ -328,16 +332,19 @@ def _encode_prompt(run: PipelineRun, encoders: list[str]) -> None:
                 ids = run.tensor("text_input_ids", (1, own), "int64")
                 encoded.append(run.call(role, n=1, t=own))
                 run.process.drop(ids)
-            if pipeline.pooled and role == pipeline.pools:
-                run.name(name.replace("prompt", "pooled_prompt"), (asked.batch, pipeline.pooled), dtype)
-                if run.parts[role].component == "clip-l-flux":  # which gives that alone
-                    run.process.drop(encoded.pop())
+            if run.parts[role].component == "clip-l-flux":  # which gives the pooled output alone
+                pool(name)
+                run.process.drop(encoded.pop())
         # Joined where several encoders give one, or repeated for each image.
         run.name(name, (asked.batch, tokens, pipeline.width), dtype)
         if len(encoders) > 1 < len(encoded):
             listed += encoded
         else:
             run.process.drop(*encoded)
+    # SDXL's pooled outputs are a part of what was encoded until here, where they are repeated.
+    if pipeline.pooled and pipeline.pools in encoders and "pooled_prompt_embeds" not in names.held:
+        for name in prompts:
+            pool(name)
     run.process.drop(*listed)
     if len(prompts) > 1:
         names["prompt_embeds"] = run.tensor("prompt_embeds, both", (2, *names["prompt_embeds"].shape), dtype)
