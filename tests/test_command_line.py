@@ -47,17 +47,24 @@ def test_formula_command(capsys):
     small = ["--gpu", "T4", "--sides", "512", "640", "--batch", "1"]
     assert main(["formula", "sd15", "--offload", "model", *small]) == 0
     text = capsys.readouterr().out
-    assert text.startswith("sd15, Tesla T4, offload model, VAE whole, in bytes: H and W 512 to 640 in steps of 64")
-    assert "What is reserved: the upper bound" in text and "\ndenoise " in text
-    assert main(["formula", "sdxl", "--op", "decode", "--dtype", "fp16", *small, "--format", "python"]) == 0
+    assert re.match(r"At 640x640, batch 1: \d+ MiB reserved \(\d+ to \d+\), \d+ MiB allocated", text)
+    assert "\nsd15, Tesla T4, offload model, VAE whole: N images, MP = H*W / 1024^2, for H and W 512 to 640" in text
+    assert "\nReserved: the upper bound" in text and "\ndenoise " in text
+    assert main(["formula", "sd15", "--vae", "vaemem", "--vae-memory-limit", "1GB", *small]) == 0
+    assert main(["formula", "sd15", "--offload", "text_encoder=cpu", *small]) == 0
+    assert "text_encoder" in capsys.readouterr().out
+    assert main(["formula", "sdxl", "decode", "--dtype", "fp16", *small, "--format", "python"]) == 0
     functions = {}
     exec(capsys.readouterr().out, functions)
     least, _, most = functions["sdxl_decode_float16_diffusers_reserved_bytes"](512, 576)
     assert least <= vaemem.predict("sdxl", "decode", 512, 576, "float16", gpu="T4").reserved <= most
-    assert main(["formula", "flux", "--op", "encode", *small, "--format", "json"]) == 0
+    assert main(["formula", "flux", "encode", *small, "--format", "json"]) == 0
     assert json.loads(capsys.readouterr().out)["forms"]["allocated"]["pieces"][0]["where"].startswith("encoder.")
-    assert main(["formula", "sd15", "--op", "decode", "--offload", "model"]) == 2
-    assert "offload: want it for a whole pipeline, got it with --op decode" in capsys.readouterr().err
+    assert main(["formula", "sd15", "decode", "--offload", "model"]) == 2
+    assert "--offload model: want it of a whole pipeline, got it with the VAE's decode" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["formula", "sd15", "--sides", "0", "512"])
+    assert "argument --sides: want a whole number of at least 1, got 0" in capsys.readouterr().err
 
 
 class Stopped:

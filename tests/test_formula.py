@@ -270,7 +270,9 @@ def test_of_a_prediction():
 
 
 def test_bad_input():
-    with pytest.raises(ValueError, match=r"op: want one with the name of a VAE, got None"):
+    with pytest.raises(
+        ValueError, match="op: want 'encode' or 'decode' of the VAE, got None with 'sd15'; the formula of a whole"
+    ):
         formula("sd15")
     with pytest.raises(ValueError, match="op: want one of"):
         closed("sdxl", "paint")

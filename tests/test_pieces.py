@@ -7,17 +7,18 @@ from fractions import Fraction
 import pytest
 
 from vaemem import formula, predict
+from vaemem.prediction.cutting import fit_domain, largest_of
 from vaemem.prediction.moments import ROUNDED_UP
-from vaemem.prediction.pieces import Domain, PlayedPeak, Point, fit_pieces, largest_of, play_domain
+from vaemem.prediction.pieces import Domain, PlayedPeak, Point
 
 SMALL = Domain(256, 1024, (1, 2, 3), step=128)
 
 
 def fitted(peak, domain=SMALL):
     """The form of a peak: a function of a point that gives bytes, or a `PlayedPeak`."""
-    points, found, left_out = play_domain(domain, lambda point: {"made": _seen(peak(point))})
+    forms, left_out = fit_domain(domain, lambda point: {"made": _seen(peak(point))})
     assert not left_out
-    return fit_pieces("made", domain, points, found["made"])
+    return forms["made"]
 
 
 def _seen(what):
@@ -84,7 +85,40 @@ def test_what_is_no_polynomial_has_bounds():
     check_bounds(form, peak)
     piece = form.pieces[0]
     assert piece.low * piece.high == pytest.approx(1) and not piece.is_exact
-    assert "10% above at" in form.errors and f"{form.worst:.1%}" in form.errors
+    assert "at most 10% at" in form.errors and f"{form.worst:.1%}" in form.errors
+
+
+def test_between_the_steps():
+    """What jumps between the steps of the domain widens the bounds there, and there alone."""
+
+    def peak(p):
+        return (10**8 + 1000 * p.batch * p.height * p.width) * (1 if p.height % 128 == p.width % 128 == 0 else 1.3)
+
+    form = fitted(peak)
+    assert form.between.below == 1 and 1 < form.between.above <= 1.3 and form.worst < 1e-6
+    assert form.between.points == len(SMALL.between(form.between.points))
+    for point in SMALL.between(form.between.points):
+        assert not SMALL.is_step(point) and form.lower(*point[:3]) <= peak(point) <= form.upper(*point[:3])
+    check_bounds(form, peak)
+    assert "between the steps, where" in form.errors and "is lower" not in form.errors
+
+
+def test_sides_that_are_no_steps():
+    """The greatest side is played too, and bounds are those of the sides around."""
+    domain = Domain(300, 1000, (1,), step=256)
+    assert sorted({p.height for p in domain}) == [300, 556, 812, 1000]
+    less, more = domain.around(Point(301, 900))
+    assert less[:2] == (300, 812) and more[:2] == (556, 1000) and domain.is_step(Point(1000, 300))
+    form = fitted(lambda p: 1000 * p.height * p.width, domain)
+    assert form.lower(900, 900) <= 1000 * 812 * 812 and form.upper(900, 900) >= 1000 * 1000 * 1000
+
+
+def test_one_size():
+    """What is known of one size alone is a constant, and of several batches a line in these."""
+    form = fitted(lambda p: 10**8 + p.height, Domain(512, 512, (2,)))
+    assert [piece.equation() for piece in form.pieces] == ["100000512"] and form.between == (0, 1, 1)
+    form = fitted(lambda p: 10**8 + 10**6 * p.batch, Domain(512, 512))
+    assert list(form.pieces[0].law) == ["", "batch"]
 
 
 def test_tokens():
@@ -146,6 +180,17 @@ def test_domains_that_cannot_be(changes, message):
         formula("sdxl", "decode").over(**changes)
 
 
+def test_other_domains():
+    found = formula("sdxl", "decode")
+    assert found.over(batches=3).domain.batches == (3,)
+    with pytest.raises(TypeError, match="over: want least, most, batches, tokens, step, ratio or progress, got foo"):
+        found.over(foo=5)
+    with pytest.raises(
+        ValueError, match="domain: want at most 50000 points, got more: H and W 256 to 2048 in steps of 8"
+    ):
+        found.over(step=8).predict(512, 512)
+
+
 VAES = [
     ("sdxl", "decode", "float16", "RTX 4090"),
     ("sdxl", "decode_tiled", None, "RTX 4060"),
@@ -168,6 +213,13 @@ def test_of_a_vae(model, op, dtype, gpu):
             least, likely, most = function(*point[:3])
             assert form.lower(*point[:3]) == math.floor(least) <= size <= math.ceil(most) == form.upper(*point[:3])
             assert form.predict(*point[:3]) == round(likely)
+    for height, width in ((600, 1000), (1536, 520)):
+        for form, function in ((found.reserved, reserved), (found.allocated, allocated)):
+            least, likely, most = function(height, width)
+            assert form.lower(height, width) == math.floor(least) and form.upper(height, width) == math.ceil(most)
+            assert form.predict(height, width) == round(likely)
+    with pytest.raises(ValueError, match=r"want H and W 512 to 1536 .* got 64x512, batch 1"):
+        reserved(64, 512)
     text = str(found)
     assert ("No closed form" in text) == (op == "decode_tiled") and found.reserved.errors in text
     assert found.latex().count("&=") == 2 and r"\text{reserved}" in found.latex()
@@ -195,6 +247,6 @@ def test_progress_and_other_domains():
     found = formula("flux", "encode").over(
         lambda done, total: seen.append((done, total)), least=512, most=768, step=128
     )
-    assert found.predict(640, 640) and seen[-1] == (36, 36)
+    assert found.predict(640, 640) and seen[-1] == (40, 40)
     assert found.over(batches=(2,)).domain.batches == (2,) and found.domain.batches == (1, 2, 3, 4)
     assert formula("flux", "encode", batch=2).domain.batches == (2,)

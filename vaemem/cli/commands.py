@@ -342,19 +342,21 @@ def run_plan(args: argparse.Namespace, asked: dict[str, Any]) -> int:
 
 @command(
     vaemem.predict_pipeline,
-    "formula_of formula_op gpu formula_runtime dtype components offload vae image guidance memory cudnn_version"
-    " torch_version domain_sides domain_batch fit_format",
+    "formula_of formula_op gpu formula_runtime dtype components offload vae vae_memory_limit image guidance memory"
+    " cudnn_version torch_version domain_sides domain_step domain_batch fit_format",
 )
 def run_formula(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     """What a VAE or a whole pipeline takes of a card, as a formula of the image's size, the batch and the prompt."""
+    least, most = sorted(args.sides)
+    of_pipeline = asked.keys() & {"components", "offload", "vae", "vae_memory_limit", "image", "guidance"}
     if args.op is None:
-        found = vaemem.predict_pipeline(args.model, 512, 512, **asked).formula
-    elif foreign := asked.keys() & {"components", "offload", "vae", "image", "guidance"}:
-        raise ValueError(f"{min(foreign)}: want it for a whole pipeline, got it with --op {args.op}")
+        found = vaemem.predict_pipeline(args.model, most, most, **asked).formula
+    elif of_pipeline:
+        got = Named(min(of_pipeline), asked[min(of_pipeline)])
+        raise ValueError(Message(got, f": want it of a whole pipeline, got it with the VAE's {args.op}"))
     else:
-        found = vaemem.formula(args.model, args.op, **asked)
-    least, most = args.sides
-    found = found.over(_has_bar(), least=least, most=most, batches=range(1, args.batch + 1))
+        found = vaemem.formula(args.model, args.op, height=most, width=most, **asked)
+    found = found.over(_has_bar(), least=least, most=most, step=args.step, batches=range(1, args.batch + 1))
     print({"python": found.python, "latex": found.latex, "json": found.to_json}.get(args.format, found.__str__)())
 
 

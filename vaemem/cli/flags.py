@@ -41,6 +41,12 @@ def count(text: str) -> int:
     return number
 
 
+def positive(text: str) -> int:
+    if not (number := count(text)):
+        raise argparse.ArgumentTypeError("want a whole number of at least 1, got 0")
+    return number
+
+
 def _dtype(text: str) -> str:
     return SPELT_DTYPES.get(letters(text), text)
 
@@ -50,6 +56,11 @@ def _pair(text: str) -> tuple[str, str]:
     if not (name and equals and value):
         raise argparse.ArgumentTypeError(f"want NAME=VALUE, got {text[:80]!r}")
     return name, value
+
+
+def _offload(text: str) -> str | dict[str, str]:
+    """One word; or where each of some components is."""
+    return dict(_pair(part) for part in text.split(",")) if "=" in text else text
 
 
 def _measured(text: str) -> tuple[str, float]:
@@ -68,8 +79,8 @@ def _flag(help: str = "", **settings: Any) -> FlagSettings:
 
 
 # Those that are no options.
-WORDS = "formula_of model op tiled_op sizes size table no_table latents images file pipeline application".split()
-WORDS += ["message", "source"]
+WORDS = "formula_of formula_op model op tiled_op sizes size table no_table latents images file pipeline".split()
+WORDS += ["application", "message", "source"]
 
 # By the name of the argument that it is.
 FLAGS: dict[str, FlagSettings] = {
@@ -95,8 +106,13 @@ FLAGS: dict[str, FlagSettings] = {
     "weights": _flag("A safetensors or GGUF file, or a directory of diffusers'.", required=True, metavar="FILE"),
     "of_run": _flag("The model, where it is known.", metavar="MODEL", dest="model"),
     "of_op": _flag("The operation, where it is known.", dest="op", choices=OPS),
-    "formula_op": _flag("The operation of a VAE.", dest="op", choices=OPS),
-    "formula_of": _flag("A VAE, with --op, or a whole pipeline.", metavar="MODEL", dest="model", option="model"),
+    "formula_op": _flag("The operation of a VAE; none for a whole pipeline.", dest="op", choices=TILED_OPS, nargs="?"),
+    "formula_of": _flag(
+        f"A whole pipeline, one of {', '.join(PIPELINES)}; or before an operation a VAE, one of "
+        f"{', '.join(_core.models())}.",
+        metavar="MODEL",
+        dest="model",
+    ),
     "of_model": _flag("Which model the weights are, where the file leaves it open.", metavar="MODEL", dest="model"),
     "config": _flag("The config.json of diffusers, of any other model.", metavar="FILE"),
     "scaled": _flag("The latents are as a pipeline holds them.", action="store_true"),
@@ -145,6 +161,13 @@ FLAGS: dict[str, FlagSettings] = {
     "engine": _flag("Tell what our own engine has room for instead, in a memory such as '2 GiB'.", metavar="SIZE"),
     # of pipelines
     "prompt_tokens": _flag(metavar="TOKENS", option="--tokens"),
+    "offload": _flag(
+        "What comes and goes: none, model (enable_model_cpu_offload) or sequential (enable_sequential_cpu_offload); or "
+        "where components are and run, such as text_encoder=cpu,text_encoder_2=cpu, the others on the GPU. Default: "
+        "none.",
+        type=_offload,
+        metavar="OFFLOAD",
+    ),
     "guidance": _flag("SD 1.5 and SDXL denoise each image once.", action="store_false", option="--no-guidance"),
     "components": _flag(
         "The type of a component's weights, or a file of them, such as transformer=Q8_0. It may be given"
@@ -170,9 +193,15 @@ FLAGS: dict[str, FlagSettings] = {
     "prompt": _flag("What the picture shows.", default="a photo of a cat"),
     # of formulas and published figures
     "domain_sides": _flag(
-        "The least and the greatest side in pixels.", type=count, nargs=2, default=(256, 2048), dest="sides"
+        "The least and the greatest side in pixels.",
+        type=positive,
+        nargs=2,
+        default=(256, 2048),
+        dest="sides",
+        metavar=("LEAST", "MOST"),
     ),
-    "domain_batch": _flag("The most images in one run.", type=count, default=4, dest="batch"),
+    "domain_step": _flag("From side to side in pixels.", type=positive, default=64, dest="step"),
+    "domain_batch": _flag("The most images in one run.", type=positive, default=4, dest="batch"),
     "application": _flag(choices=APPLICATIONS),
     "dtypes": _flag("The types of numbers.", type=_dtype, nargs="+", choices=DTYPES),
     "sides": _flag(type=count, nargs="+", metavar="PIXELS"),

@@ -19,10 +19,11 @@ from vaemem.pipelines.components import CLIP_TOKENS, PIPELINES, SPELT_PIPELINES,
 from vaemem.pipelines.pipeline_run import Phase, PipelineRun, play_pipeline
 from vaemem.pipelines.ways import Written
 from vaemem.prediction.answer import MARGIN, SEGMENT
+from vaemem.prediction.cutting import largest_of
 from vaemem.prediction.formula import Formula
 from vaemem.prediction.gpus import CONTEXT
 from vaemem.prediction.moments import ROUNDED_UP, Moment, PeakTensor
-from vaemem.prediction.pieces import Domain, PlayedPeak, Point, largest_of
+from vaemem.prediction.pieces import Domain, PlayedPeak, Point
 from vaemem.prediction.planned import Way
 from vaemem.prediction.question import Card, Software, find_card, usual_tile
 from vaemem.prediction.verdict import DOES_NOT_FIT, FITS, CardAnswer, bar
@@ -403,7 +404,8 @@ class PipelinePrediction(_Phases):
         tokens = (1, most // 4, most // 2, most) if q.pipeline.most_tokens > CLIP_TOKENS else (0,)
         play = functools.partial(_play_phases, q, self._process.workspace)
         tile = usual_tile(q.part("vae").component) if q.vae == "tiled" else 0
-        return Formula(f"{q.name}, {self._where}", Domain(tokens=tokens, tile=tile), play)
+        at = Point(q.height, q.width, q.batch, q.tokens if len(tokens) > 1 else 0)
+        return Formula(f"{q.name}, {self._where}", Domain(tokens=tokens, tile=tile), at, play)
 
     @functools.cached_property
     def least(self) -> int:

@@ -9,14 +9,15 @@ import json
 import math
 import re
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vaemem._arguments import shared
 from vaemem._common import ELEMENT_BYTES, MIB, Answer, distinct, render, typeset, whole
 from vaemem.engine.arguments import BAR, Progress, polling
-from vaemem.prediction.pieces import ROUNDING, Domain, Form, PlayedPeak, Point, fit_pieces, largest_of, play_domain
+from vaemem.prediction.cutting import ROUNDING, fit_domain, largest_of
+from vaemem.prediction.pieces import Domain, Form, PlayedPeak, Point
 from vaemem.prediction.process import SimulatedProcess
 from vaemem.prediction.question import Question, ask
 
@@ -244,24 +245,26 @@ class Formula(Answer):
     >>> f.lower(768, 1024) <= predict("sdxl", "decode", 768, 1024, "float16").reserved <= f.upper(768, 1024)
     True
     >>> print(f.allocated)
-    allocated, bytes: ...
-    where        allocated, bytes...
-    everywhere  2432.125 * batch*H*W + ... (exact)...
+    Allocated: ...
+    where        allocated, MiB...
+    everywhere  2432.1 N*MP + ...
     """
 
     _progress: Progress = None
 
-    def __init__(self, name: str, domain: Domain, play: Callable[[Point], Mapping[str, PlayedPeak]]):
-        """play: what is seen at a point, the whole as "reserved" and "allocated" and the phases by their names."""
-        self.name, self.domain, self._play = name, domain, play
+    _beside = "all that the card must have beside a CUDA context"
+
+    def __init__(self, name: str, domain: Domain, at: Point, play: Callable[[Point], Mapping[str, PlayedPeak]]):
+        """at: where it is answered first. play: what is seen at a point, the whole as "reserved" and "allocated" and
+        the phases by their names."""
+        self.name, self.domain, self._at, self._play = name, domain, at, play
 
     @functools.cached_property
     def _played(self) -> tuple[dict[str, Form], tuple[Point, ...]]:
         with polling(self._progress, "formula", bar_format=BAR) as poll:
-            points, found, left_out = play_domain(self.domain, self._play, poll)
-        if not points:
+            forms, left_out = fit_domain(self.domain, self._play, poll)
+        if not forms:
             raise ValueError(f"domain: want a size that {self.name} can run, got {self.domain}")
-        forms = {name: fit_pieces(name, self.domain, points, seen) for name, seen in found.items()}
         return forms, tuple(left_out)
 
     @property
@@ -290,11 +293,21 @@ class Formula(Answer):
         **changes
             What `Domain` has: ``least``, ``most``, ``step`` in pixels, ``ratio``, ``batches``, ``tokens``.
 
+        Raises
+        ------
+        TypeError
+            Another name.
+        ValueError
+            A domain that cannot be, or has more than 50,000 points (when it is played).
+
         Examples
         --------
         >>> formula("sdxl", "decode", "float16").over(most=512, batches=(1, 2)).predict(512, 512) >> 20
         1078
         """
+        known = [one.name for one in fields(Domain) if one.name != "tile"]
+        if others := changes.keys() - set(known):
+            raise TypeError(f"over: want {', '.join(known)} or progress, got {', '.join(sorted(others))}")
         found = copy.copy(self)
         found.__dict__.pop("_played", None)
         found.domain, found._progress = replace(self.domain, **changes), progress
@@ -311,13 +324,11 @@ class Formula(Answer):
         return self.reserved.predict(height, width, batch, tokens)
 
     def upper(self, height: int, width: int, batch: int = 1, tokens: int | None = None) -> int:
-        """Bytes: nothing that was played in the domain reserves more. Between its sizes it is that of the next larger
-        ones, which is no guarantee: a VAE's encode was seen to reserve 17% more."""
+        """Bytes: nothing that was played reserves more, as `Form.upper` says."""
         return self.reserved.upper(height, width, batch, tokens)
 
     def lower(self, height: int, width: int, batch: int = 1, tokens: int | None = None) -> int:
-        """Bytes: nothing that was played in the domain reserves less. Between its sizes it is that of the next smaller
-        ones, which is no guarantee."""
+        """Bytes: nothing that was played reserves less, as `Form.lower` says."""
         return self.reserved.lower(height, width, batch, tokens)
 
     def python(self) -> str:
@@ -335,19 +346,36 @@ class Formula(Answer):
         forms = {name: form.data() for name, form in self._played[0].items()}
         return {"name": self.name, "domain": str(self.domain), "forms": forms, "left_out": self.left_out}
 
+    def _answer(self) -> str:
+        """The size that was asked for, or the largest square of the domain."""
+        at = self._at
+        try:
+            at = self.domain.check(*at[:3], at.tokens or None)
+        except ValueError:
+            side = self.domain.most
+            at = Point(side, side, self.domain.batches[0], self.domain.tokens[-1])
+        tokens = f", {at.tokens} tokens" * (len(self.domain.tokens) > 1)
+        sizes = []
+        for form in (self.reserved, self.allocated):
+            likely, low, high = (f(*at[:4]) / MIB for f in (form.predict, form.lower, form.upper))
+            sizes.append(f"{likely:.0f} MiB {form.name} ({low:.0f} to {high:.0f})")
+        return f"At {at.width}x{at.height}, batch {at.batch}{tokens}: {', '.join(sizes)}; {self._beside}."
+
     def _text(self, markdown: bool = False) -> str:
-        lines = [f"{self.name}, in bytes: {self.domain}."]
+        letters = ["N images", "MP = H*W / 1024^2"]
+        letters += ["t tokens"] * (len(self.domain.tokens) > 1)
+        letters += [f"mp = the same with sides up to {self.domain.tile}"] * bool(self.domain.tile)
+        lines = [self._answer(), f"{self.name}: {', '.join(letters)}, for {self.domain}."]
         if self.left_out:
             lines += [
                 f"Left out are {len(self.left_out)} points, which PyTorch refuses or which are too large to play."
             ]
-        for form in (self.reserved, self.allocated):
-            lines += [f"What is {form.name}: {form.errors}.", render(*form.grid(), markdown)]
+        lines += [form.text(markdown) for form in (self.reserved, self.allocated)]
         if self.phases:
             grids = {name: form.grid() for name, form in self.phases.items()}
-            header = ("phase", "where", "allocated, bytes", *next(iter(grids.values()))[0][2:])
+            header = ("phase", "where", "allocated, MiB", *next(iter(grids.values()))[0][2:])
             rows = [(name, *row) for name, (_, rows) in grids.items() for row in rows]
-            lines += ["What is allocated at the height of each phase:", render(header, rows, markdown)]
+            lines += ["Allocated at the height of each phase:", render(header, rows, markdown)]
         text = ("\n\n" if markdown else "\n").join(lines)
         return text.replace("*", r"\*") if markdown else text
 
@@ -377,12 +405,15 @@ class VAEFormula(Formula):
     (Fraction(6, 1), 1554285056)
     """
 
+    _beside = "beside the weights and the input, and a CUDA context"
+
     def __init__(self, question: Question):
         self._question, job = question, question.job
         workspace = question.start().workspace  # what it has looked up need not be looked up again
         batches = (1, 2, 3, 4) if job.batch == 1 else (job.batch,)
         play = functools.partial(_play, replace(question, workspace=workspace))
-        super().__init__(_name(question), Domain(batches=batches, tile=job.tile or 0), play)
+        at = Point(job.height, job.width, job.batch)
+        super().__init__(_name(question), Domain(batches=batches, tile=job.tile or 0), at, play)
 
     @functools.cached_property
     def closed(self) -> ClosedForm:
@@ -444,7 +475,11 @@ def formula(
     if op is None and isinstance(getattr(model, "formula", None), Formula):
         return model.formula
     if op is None:
-        raise ValueError("op: want one with the name of a VAE, got None; of a pipeline, want its prediction")
+        name = model if isinstance(model, str) else type(model).__name__
+        raise ValueError(
+            f"op: want 'encode' or 'decode' of the VAE, got None with {name!r}; the formula of a whole pipeline is"
+            f" predict_pipeline({name!r}, ...).formula"
+        )
     return VAEFormula(ask(model, op, height, width, dtype=dtype, runtime=runtime, gpu=gpu, **settings))
 
 

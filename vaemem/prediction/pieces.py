@@ -1,38 +1,22 @@
 """A peak as a function of the image's size, the batch and the prompt: pieces, each a polynomial with a bound below and
-above it, found by playing every point of a domain.
-
-The pieces are the leaves of a regression tree: the domain is cut in two, at a number of pixels, images or tokens, where
-that narrows the bounds the most, until they are narrow or there are `MOST_PIECES`. So they are disjoint, and complete.
-Where the tensors of the peak that most points of a piece have are polynomials, their sum is the piece's, exactly; else
-it is the polynomial whose largest relative error is the least.
-"""
+above it. cutting.py finds them."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from vaemem._common import render, whole
-from vaemem.prediction.moments import ROUNDED_UP
+from vaemem._common import MIB, render, whole
 
-MOST_PIECES = 12
-NARROW = 1.04  # upper over lower bound of a piece that is not cut any more
-EXACT = 1.03  # and of one that keeps the law of its tensors, though another polynomial were nearer
-FINE = 1.005  # and of one whose polynomial is good enough
-EXCESS = 1.1  # what the upper bound may be of the peak, at most points
-FAR = 2  # what a point costs beside whose bound is further above
+GRAIN = 8  # pixels: what the sides of these are multiples of
 COARSER = 4
-CUTS = 16  # places at which a cut is tried, of each quantity
-ROUNDING = 512  # bytes: the allocator's granule; a tensor that is off its law by no more follows it
-FINEST = 1 << 13  # denominators of exact coefficients: 64 pixels a latent's, squared, and two more
-LAWSON = 12  # rounds of reweighting
-PAYS = 0.75  # a further power is taken where it leaves so much of the distance between the bounds
 # What the domain is cut by, and the powers that polynomials are of: how Python and LaTeX write them.
 _TILE = "min(height, tile) * min(width, tile)"
 QUANTITIES = {
@@ -52,6 +36,11 @@ POWERS = {
     "batch*(H*W)^2": ("batch * (height * width) ** 2", "N (H W)^2"),
     "batch*h*w": (f"batch * {_TILE}", "N h w"),
 }
+# How a table in MiB writes the powers, and what their coefficients are multiplied by beside 1/MiB.
+SHORT = {
+    "": ("", 1), "batch*H*W": ("N*MP", MIB), "batch": ("N", 1), "batch*tokens": ("N*t", 1), "tokens": ("t", 1),
+    "batch*(H+W)": ("N*(H+W)", 1), "H*W": ("MP", MIB), "batch*(H*W)^2": ("N*MP^2", MIB**2), "batch*h*w": ("N*mp", MIB),
+}  # fmt: skip
 Coefficient = float | Fraction
 Polynomial = Mapping[str, Coefficient]  # bytes by power
 
@@ -79,8 +68,9 @@ class PlayedPeak(NamedTuple):
 
 @dataclass(frozen=True)
 class Domain:
-    """The points that are played: sides in steps of so many pixels, shapes up to a ratio, batches, tokens; of a VAE in
-    tiles the side of these. Of several numbers of tokens all but the most are played at every fourth side."""
+    """The points that are played: sides from the least in steps of so many pixels and the greatest one, shapes up to a
+    ratio, batches, tokens; of a VAE in tiles the side of these. Of several numbers of tokens all but the most are
+    played at every fourth side."""
 
     least: int = 256
     most: int = 2048
@@ -94,7 +84,9 @@ class Domain:
         for name in ("least", "most", "step", "ratio"):
             whole(name, getattr(self, name))
         for name, least in (("batches", 1), ("tokens", 0)):
-            values = tuple(sorted({whole(name, one, least=least) for one in getattr(self, name)}))
+            given = getattr(self, name)
+            given = given if isinstance(given, Iterable) else [given]
+            values = tuple(sorted({whole(name, one, least=least) for one in given}))
             if not values:
                 raise ValueError(f"{name}: want one number or more, got none")
             object.__setattr__(self, name, values)
@@ -103,12 +95,42 @@ class Domain:
 
     def __iter__(self) -> Iterator[Point]:
         for tokens in self.tokens:
-            sides = range(self.least, self.most + 1, self.step * (1 if tokens == self.tokens[-1] else COARSER))
+            step = self.step * (1 if tokens == self.tokens[-1] else COARSER)
+            sides = [*range(self.least, self.most, step), self.most]
             for batch in self.batches:
                 for height in sides:
                     for width in sides:
-                        if max(height, width) <= self.ratio * min(height, width):
-                            yield Point(height, width, batch, tokens, self.tile)
+                        if self._shaped(point := Point(height, width, batch, tokens, self.tile)):
+                            yield point
+
+    def between(self, count: int) -> list[Point]:
+        """So many points that lie between the steps, at random but always the same; none where nothing does."""
+        rng = random.Random(0)
+        sides = range(-(-self.least // GRAIN) * GRAIN, self.most + 1, GRAIN)
+        tokens = range(self.tokens[0], self.tokens[-1] + 1)
+
+        def drawn() -> Point:
+            height, width = rng.choices(sides, k=2)
+            return Point(height, width, rng.choice(self.batches), rng.choice(tokens), self.tile)
+
+        found = (drawn() for _ in range(8 * count * bool(sides)))
+        return list(islice((one for one in found if self._shaped(one) and not self.is_step(one)), count))
+
+    def is_step(self, point: Point) -> bool:
+        """Whether a point is sure to be played: its sides are steps, and it has the most tokens."""
+        return point.tokens in (0, self.tokens[-1]) and self.around(point)[0] == point
+
+    def around(self, point: Point) -> tuple[Point, Point]:
+        """The same with the next smaller and with the next larger sides that are played."""
+        (top, bottom), (left, right) = map(self._sides_around, point[:2])
+        return point._replace(height=top, width=left), point._replace(height=bottom, width=right)
+
+    def _sides_around(self, side: int) -> tuple[int, int]:
+        less = side if side == self.most else side - (side - self.least) % self.step
+        return less, side if side == less else min(less + self.step, self.most)
+
+    def _shaped(self, point: Point) -> bool:
+        return max(point[:2]) <= self.ratio * min(point[:2])
 
     def check(self, height: Any, width: Any, batch: Any, tokens: Any) -> Point:
         """A point of it, on its grid or between; ValueError names what lies outside."""
@@ -125,7 +147,7 @@ class Domain:
         for name, side in (("height", point.height), ("width", point.width)):
             if not self.least <= side <= self.most:
                 raise ValueError(f"{name}: want {self.least} to {self.most}, which the formula is of, got {side}")
-        if max(point[:2]) > self.ratio * min(point[:2]):
+        if not self._shaped(point):
             shape = f"{point.height}x{point.width}"
             raise ValueError(
                 f"height, width: want sides of 1:{self.ratio} at most, which the formula is of, got {shape}"
@@ -178,7 +200,7 @@ class Piece(NamedTuple):
         return bool(self.terms)
 
     def holds(self, point: Point) -> bool:
-        return all(low < _power(name, *point) <= high for name, (low, high) in self.within.items())
+        return all(low < power_at(name, *point) <= high for name, (low, high) in self.within.items())
 
     def value(self, point: Point) -> float:
         """Bytes, before the bounds' factors."""
@@ -187,6 +209,11 @@ class Piece(NamedTuple):
     def condition(self) -> str:
         """In words: ``H*W <= 1310720 and batch > 1``; "everywhere" where the domain is not cut."""
         return " and ".join(_conditions(self.within, lambda name: name)) or "everywhere"
+
+    @property
+    def makes(self) -> str:
+        """What makes the peak, and the largest tensor where that is another."""
+        return self.where if not self.largest or self.where.endswith(self.largest) else f"{self.where}; {self.largest}"
 
     def equation(self) -> str:
         """Bytes in a line: ``2434.125 * batch*H*W + 1179664``."""
@@ -197,23 +224,23 @@ def _conditions(within: Mapping[str, tuple[float, float]], written: Callable[[st
     """What a piece's points are to meet, with the quantities written so."""
     parts = []
     for name, (low, high) in within.items():
-        parts += [f"{written(name)} > {low:.0f}"] if low > -math.inf else []
-        parts += [f"{written(name)} <= {high:.0f}"] if high < math.inf else []
+        above, below = f"{low:.0f} < " * (low > -math.inf), f" <= {high:.0f}" * (high < math.inf)
+        parts += [f"{above}{written(name)}{below}" if below else f"{written(name)} > {low:.0f}"]
     return parts
 
 
-def _sum(law: Polynomial, times: Callable[[str], str]) -> str:
+def _sum(law: Polynomial, times: Callable[[str], str], number: Callable[[float], str] = lambda v: f"{v:.9g}") -> str:
     """A polynomial in one line, the constant last."""
     text = ""
     for power in sorted(law, key=lambda power: (not power, list(POWERS).index(power))):
-        value = law[power]
+        value = float(law[power])
         sign = ("-" if value < 0 else "") if not text else f" {'-' if value < 0 else '+'} "
-        size = abs(float(value))
-        text += f"{sign}{f'{size:.0f}' if size >= 1e6 else f'{size:.9g}'}{times(power) if power else ''}"
+        size = abs(value)
+        text += f"{sign}{f'{size:.0f}' if size >= 1e6 else number(size)}{times(power) if power else ''}"
     return text or "0"
 
 
-def _power(name: str, height: Any, width: Any, batch: Any, tokens: Any, tile: Any) -> Any:
+def power_at(name: str, height: Any, width: Any, batch: Any, tokens: Any, tile: Any) -> Any:
     pixels, cut = height * width, np.minimum(height, tile) * np.minimum(width, tile)
     return {
         "": 1, "batch*H*W": batch * pixels, "batch": batch, "batch*tokens": batch * tokens, "tokens": tokens,
@@ -223,7 +250,16 @@ def _power(name: str, height: Any, width: Any, batch: Any, tokens: Any, tile: An
 
 
 def _at(law: Polynomial, point: Point) -> Coefficient:
-    return sum((value * _power(name, *point) for name, value in law.items()), Fraction(0))
+    return sum((value * power_at(name, *point) for name, value in law.items()), Fraction(0))
+
+
+class Between(NamedTuple):
+    """How many points were played between the steps of a domain: between two sides, or numbers of tokens; and what the
+    bounds are multiplied by there so that they hold at each of these."""
+
+    points: int = 0
+    below: float = 1.0
+    above: float = 1.0
 
 
 @dataclass(frozen=True, repr=False)
@@ -240,6 +276,8 @@ class Form:
         The share of the points that were played at which `upper` is at most 10% above the peak.
     worst, median : float
         By how much `upper` is above the peak at most, and in the middle; shares of the peak.
+    between : Between
+        How much wider the bounds are between the domain's steps.
     """
 
     name: str
@@ -248,6 +286,7 @@ class Form:
     within: float
     worst: float
     median: float
+    between: Between = field(default_factory=Between)
 
     def piece(self, height: int, width: int, batch: int = 1, tokens: int | None = None) -> Piece:
         """The piece that a point lies in; ValueError outside of the domain."""
@@ -262,64 +301,118 @@ class Form:
         return round(self._find(point).value(point))
 
     def upper(self, height: int, width: int, batch: int = 1, tokens: int | None = None) -> int:
-        """Bytes: no peak of the domain's points is above it. Between them it is that of the next larger sides, which
-        is no guarantee: what is reserved does not always grow with the size."""
-        return self._bounds(height, width, batch, tokens)[1]
+        """Bytes: no peak of the points that were played is above it. Between the domain's steps it is that of the next
+        larger sides, times what `between` says: many such points were played too, but not all."""
+        return math.ceil(self._bounds(self.domain.check(height, width, batch, tokens))[1])
 
     def lower(self, height: int, width: int, batch: int = 1, tokens: int | None = None) -> int:
-        """Bytes: no peak of the domain's points is below it. Between them it is that of the next smaller sides, which
-        is no guarantee."""
-        return self._bounds(height, width, batch, tokens)[0]
+        """Bytes: no peak of the points that were played is below it. Between the domain's steps it is that of the next
+        smaller sides, times what `between` says."""
+        return math.floor(self._bounds(self.domain.check(height, width, batch, tokens))[0])
 
-    def _bounds(self, height: int, width: int, batch: int, tokens: int | None) -> tuple[int, int]:
-        point, step = self.domain.check(height, width, batch, tokens), self.domain.step
-        less = point._replace(height=point.height // step * step, width=point.width // step * step)
-        more = point._replace(height=-(-point.height // step) * step, width=-(-point.width // step) * step)
+    def _bounds(self, point: Point) -> tuple[float, float]:
+        less, more = self.domain.around(point)
         low, high = self._find(less), self._find(more)
-        return math.floor(low.value(less) * low.low), math.ceil(high.value(more) * high.high)
+        _, below, above = Between() if self.domain.is_step(point) else self.between
+        return low.value(less) * low.low * below, high.value(more) * high.high * above
+
+    def widened(self, points: Sequence[Point], seen: Sequence[PlayedPeak]) -> Form:
+        """The same whose bounds hold at these points too, which lie between the domain's steps."""
+        bounds = [self._bounds(point) for point in points]
+        below = min([1.0, *(one.bytes / low for one, (low, _) in zip(seen, bounds, strict=True))])
+        above = max([1.0, *(one.bytes / high for one, (_, high) in zip(seen, bounds, strict=True))])
+        return replace(self, between=Between(len(points), below, above))
 
     # ---- for people ----
 
     @property
     def errors(self) -> str:
         """How wide the bounds are."""
+        count, below, above = self.between
+        factors = (("upper", above - 1, "higher"), ("lower", 1 - below, "lower"))
+        wider = " and ".join(f"the {name} is {off:.1%} {where}" for name, off, where in factors if off >= 0.0005)
+        between = f"; between the steps, where {count} were played too, {wider or 'the bounds are the same'}"
         return (
-            f"the upper bound is at most 10% above at {self.within:.1%} of the points, {self.median:.1%} above in the"
-            f" middle and {self.worst:.1%} at most"
+            f"the upper bound is {self.median:.1%} above the peak in the middle, at most 10% at {self.within:.1%} of"
+            f" the sizes and at most {self.worst:.1%}{between * bool(count)}"
         )
 
     def grid(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
         """Header and cells: a line a piece."""
-        header: tuple[str, ...] = ("where", f"{self.name}, bytes", "of it", "the peak is at", "its largest tensor")
+        header: tuple[str, ...] = ("where", f"{self.name}, MiB", "bounds", "made from", "peak at; largest tensor")
         cells: list[tuple[str, ...]] = []
         for piece in self.pieces:
-            exact = " (exact)" if piece.is_exact else ""
             bounds = f"{piece.low - 1:+.1%} to {piece.high - 1:+.1%}".replace("-0.0%", "+0.0%")
-            cells.append((piece.condition(), piece.equation() + exact, bounds, piece.where, piece.largest))
+            made = "tensors" if piece.is_exact else "fit"
+            cells.append((piece.condition(), self._in_mib(piece.law), bounds, made, piece.makes))
         return header, cells
 
+    def _in_mib(self, law: Polynomial) -> str:
+        """A polynomial for people, without what adds less than 0.1 MiB anywhere in the domain."""
+        side, batch, tokens = self.domain.most, self.domain.batches[-1], self.domain.tokens[-1]
+        most = Point(side, side, batch, tokens, self.domain.tile)
+        scaled = {
+            power: float(value) * SHORT[power][1] / MIB for power, value in law.items()
+            if abs(value) * power_at(power, *most) >= 0.1 * MIB
+        }  # fmt: skip
+        return _sum(scaled, lambda power: f" {SHORT[power][0]}", lambda v: f"{v:.1f}" if v >= 1000 else f"{v:.4g}")
+
+    def text(self, markdown: bool = False) -> str:
+        """How wide the bounds are, and a line a piece."""
+        header, cells = self.grid()
+        errors, peaks = f"{self.name.capitalize()}: {self.errors}.", {line[-1] for line in cells}
+        if len(peaks) == 1:  # said once
+            errors += f" Its peak is at {peaks.pop()}."
+            header, cells = header[:-1], [line[:-1] for line in cells]
+        return ("\n\n" if markdown else "\n").join([errors, render(header, cells, markdown)])
+
     def __str__(self) -> str:
-        return f"{self.name}, bytes: {self.errors}\n{render(*self.grid())}"
+        return self.text()
 
     __repr__ = __str__
 
     def python(self, function: str) -> str:
-        """A Python function of that name, of height, width, batch and tokens: (least, likely, most) bytes."""
-        tile = f", tile={self.domain.tile}" * bool(self.domain.tile)
+        """A Python function of that name, of height, width, batch and, where it matters, tokens: (least, likely, most)
+        bytes, as `lower`, `predict` and `upper` give them; ValueError outside of the domain."""
+        domain, (_, below, above) = self.domain, self.between
+        names = [f"batch={domain.batches[0]}", f"tokens={domain.tokens[-1]}"][: 1 + (len(domain.tokens) > 1)]
+        step = " and ".join(["(top, left) == (height, width)", f"tokens == {domain.tokens[-1]}"][: len(names)])
+        inside = [
+            f"{domain.least} <= min(height, width)",
+            f"max(height, width) <= min({domain.most}, {domain.ratio} * min(height, width))",
+            f"{domain.batches[0]} <= batch <= {domain.batches[-1]}",
+            *([f"{domain.tokens[0]} <= tokens <= {domain.tokens[-1]}"] if len(domain.tokens) > 1 else []),
+        ]
         lines = [
-            f"def {function}(height, width, batch=1, tokens={self.domain.tokens[-1]}{tile}):",
-            f'    """{self.name}, bytes: (least, likely, most). {self.domain}.',
-            "    The domain is not checked, and between its steps nothing is bounded.",
+            f"def {function}(height, width, {', '.join(names)}):",
+            f'    """{self.name}, bytes: (least, likely, most).',
+            "",
+            f"    {domain}.",
             '    """',
+            f"    if not ({' and '.join(inside)}):",
+            f"        raise ValueError(f'want {domain}; got {{height}}x{{width}}, batch {{batch}}')",
+            *([f"    tile = {domain.tile}"] if domain.tile else []),
+            "",
+            "    def around(side):  # the next sides that were played",
+            f"        less = side if side == {domain.most} else side - (side - {domain.least}) % {domain.step}",
+            f"        return less, side if side == less else min(less + {domain.step}, {domain.most})",
+            "",
+            "    def peak(height, width):",
         ]
         for piece in self.pieces:
             tests = _conditions(piece.within, lambda name: QUANTITIES[name][0])
             powers = {power: f" * {written}" for power, (written, _) in POWERS.items()}
             likely = " + ".join(f"{float(value)!r}{powers[name] if name else ''}" for name, value in piece.law.items())
-            indent = "    " + "    " * bool(tests)
-            lines += [f"    if {' and '.join(tests)}:  # {piece.where}"] if tests else []
-            lines += [f"{indent}likely = {likely}"]
+            indent = "        " + "    " * bool(tests)
+            lines += [f"        if {' and '.join(tests)}:  # {piece.where}"] if tests else []
+            lines += [f"{indent}likely = {likely or '0.0'}"]
             lines += [f"{indent}return likely * {piece.low!r}, likely, likely * {piece.high!r}"]
+        lines += [
+            "",
+            "    (top, bottom), (left, right) = around(height), around(width)",
+            f"    below, above = (1.0, 1.0) if {step} else ({below!r}, {above!r})",
+            "    return peak(top, left)[0] * below, peak(height, width)[1], peak(bottom, right)[2] * above",
+        ]
         return "\n".join(lines) + "\n"
 
     def latex(self) -> str:
@@ -337,6 +430,7 @@ class Form:
         """For JSON."""
         return {
             "within_10_percent": self.within, "worst": self.worst, "median": self.median,
+            "between": self.between._asdict(),
             "pieces": [
                 piece._asdict() | {
                     "within": piece.condition(),
@@ -346,247 +440,3 @@ class Form:
                 for piece in self.pieces
             ],
         }  # fmt: skip
-
-
-# ---- the derivation ----
-
-
-class _Law(NamedTuple):
-    """One of the peaks, the polynomials of its tensors, and their sums at all points, where they rule and elsewhere."""
-
-    of: PlayedPeak
-    terms: tuple[tuple[str, Polynomial], ...]
-    values: np.ndarray
-
-
-class _Leaf(NamedTuple):
-    """Some of the points, and how wide the bounds are of a polynomial through them."""
-
-    mine: np.ndarray  # indices
-    within: dict[str, tuple[float, float]]
-    law: _Law | None  # one that follows all of them
-    cost: float  # by how much the upper bound is above the peaks, in all
-    spread: float  # the upper bound over the lower one
-
-
-class _Points:
-    """What was played: peaks, the quantities and powers of their points, and the laws of their tensors."""
-
-    def __init__(self, points: Sequence[Point], seen: Sequence[PlayedPeak]):
-        columns = np.array(points, dtype=float).T
-        self.points, self.seen = points, seen
-        self.bytes = np.array([one.bytes for one in seen], dtype=float)
-        shape = self.bytes.shape
-        every = {*POWERS, *QUANTITIES}
-        self.powers = {power: np.broadcast_to(_power(power, *columns), shape).astype(float) for power in every}
-        self.quantities = {name: self.powers[name] for name in QUANTITIES}
-        keys: dict[tuple[str, frozenset[str]], list[int]] = {}
-        for i, one in enumerate(seen):
-            keys.setdefault((one.where, frozenset(one.tensors)), []).append(i)
-        common = sorted(keys.items(), key=lambda item: -len(item[1]))[:MOST_PIECES]
-        self.laws = [law for (_, names), mine in common if (law := self._law(names, np.array(mine)))]
-
-    def _law(self, names: frozenset[str], mine: np.ndarray) -> _Law | None:
-        """Of a peak's tensors, from the points that have it; None where one of them is no polynomial."""
-        terms: list[tuple[str, Polynomial]] = []
-        for name in sorted(names, key=lambda name: (-self.seen[mine[-1]].tensors[name], name)):
-            law = _exact(np.array([self.seen[i].tensors[name] for i in mine], dtype=float), mine, self.powers)
-            if law is None:
-                return None
-            terms.append((name, law))
-        if not terms:
-            return None
-        values = sum(self._values(law) for _, law in terms)
-        added = math.floor((self.bytes - values)[mine].min())  # by the allocator, everywhere
-        return _Law(self.seen[mine[-1]], (*terms, (ROUNDED_UP, {"": Fraction(added)})), values + added)
-
-    def _values(self, law: Polynomial) -> Any:
-        return sum(float(value) * self.powers[power] for power, value in law.items())
-
-    def leaf(self, mine: np.ndarray, within: dict[str, tuple[float, float]]) -> _Leaf:
-        """By a law that follows all of the points, or by the powers that nearly every peak is of and least squares:
-        quick, and good enough to say where to cut."""
-        fitted = (
-            self.bytes[mine] / _solved(["", "batch*H*W", "batch*tokens", "batch*h*w"], mine, self.powers, self.bytes)[1]
-        )
-        ratio, law = fitted, None
-        for one in self.laws:
-            exact = self.bytes[mine] / one.values[mine]
-            if exact.min() > 0 and _spread(exact) < min(EXACT, _spread(ratio) if law else math.inf):
-                ratio, law = exact, one
-        above = ratio.max() / ratio
-        cost = np.log(above) + FAR * (above > EXCESS)
-        return _Leaf(mine, within, law, float(cost.sum()), _spread(ratio))
-
-    def cut(self, leaf: _Leaf) -> list[_Leaf]:
-        """The two halves whose bounds are the narrowest in all; the leaf itself where it cannot be cut."""
-        best = [leaf]
-        for name, values in self.quantities.items():
-            known, (low, high) = np.unique(values[leaf.mine]), leaf.within.get(name, (-math.inf, math.inf))
-            first, last = 0, len(known) - 2  # the last of those on the lower side, by index
-            while first <= last:  # from all over to around the best so far, until each is tried
-                tried = np.unique(np.linspace(first, last, CUTS).astype(int))
-                found = {}
-                for i in tried:
-                    is_low, at = values[leaf.mine] <= known[i], float((known[i] + known[i + 1]) // 2)
-                    found[i] = [
-                        self.leaf(leaf.mine[is_low], {**leaf.within, name: (low, at)}),
-                        self.leaf(leaf.mine[~is_low], {**leaf.within, name: (at, high)}),
-                    ]
-                nearest = min(found, key=lambda i: _cost(found[i]))
-                best = min(best, found[nearest], key=_cost)
-                if len(tried) == last - first + 1:
-                    break
-                around = (last - first) // (CUTS - 1) + 1
-                first, last = max(first, nearest - around), min(last, nearest + around)
-        return best
-
-    def piece(self, leaf: _Leaf) -> Piece:
-        """A leaf with its law, or with the polynomial of the least error."""
-        mine, law = leaf.mine, leaf.law
-        most = Counter(self.seen[i].where for i in mine).most_common(1)[0][0]
-        at = law.of if law else next(self.seen[i] for i in mine[::-1] if self.seen[i].where == most)
-        polynomial: Polynomial
-        if law:
-            total: Counter[str] = Counter()
-            for _, one in law.terms:
-                total.update(one)
-            polynomial = {power: total[power] for power in POWERS if total[power]}
-            ratio = self.bytes[mine] / law.values[mine]
-        else:
-            polynomial, values = _minimax(mine, self.powers, self.bytes)
-            ratio = self.bytes[mine] / values
-        return Piece(
-            leaf.within, polynomial, float(ratio.min()) * (1 - 1e-12), float(ratio.max()) * (1 + 1e-12), at.where,
-            law.terms if law else (), at.largest, len(mine),
-        )  # fmt: skip
-
-
-def fit_pieces(name: str, domain: Domain, points: Sequence[Point], seen: Sequence[PlayedPeak]) -> Form:
-    """The form of a peak that was played at the points of a domain, or at those of them that can be run."""
-    played = _Points(points, seen)
-    leaves = [played.leaf(np.arange(len(points)), {})]
-    cuts: dict[int, list[_Leaf]] = {}  # of each leaf, by its first point
-    while len(leaves) < MOST_PIECES:
-        for leaf in leaves:
-            if leaf.mine[0] not in cuts and leaf.spread > NARROW:
-                cuts[leaf.mine[0]] = played.cut(leaf)
-        gains = [leaf.cost - _cost(cuts.get(leaf.mine[0], [leaf])) for leaf in leaves]
-        if max(gains) <= 0:
-            break
-        leaf = leaves.pop(int(np.argmax(gains)))
-        leaves += cuts.pop(leaf.mine[0])
-    pieces = [played.piece(leaf) for leaf in leaves]
-    excess = np.concatenate([
-        [piece.value(points[i]) * piece.high / seen[i].bytes - 1 for i in leaf.mine]
-        for leaf, piece in zip(leaves, pieces, strict=True)
-    ])  # fmt: skip
-    pieces.sort(key=lambda piece: [piece.within.get(name, (-math.inf, 0)) for name in QUANTITIES])
-    within = float(np.mean(excess <= EXCESS - 1))
-    return Form(name, tuple(pieces), domain, within, float(excess.max()), float(np.median(excess)))
-
-
-def _cost(leaves: Sequence[_Leaf]) -> float:
-    return sum(leaf.cost for leaf in leaves)
-
-
-def _spread(ratio: np.ndarray) -> float:
-    return float(ratio.max() / ratio.min())
-
-
-def _solved(
-    chosen: Sequence[str], mine: np.ndarray, powers: Mapping[str, np.ndarray], y: np.ndarray, weight: Any = 1.0
-) -> tuple[np.ndarray, np.ndarray]:
-    """Coefficients of these powers by least squares of the relative error, and the values."""
-    matrix = np.stack([powers[power][mine] for power in chosen], 1)
-    scaled = matrix / y[mine, None]
-    size = np.abs(scaled).max(0)
-    size[size == 0] = 1
-    weights = np.sqrt(np.broadcast_to(weight, y[mine].shape))
-    found, *_ = np.linalg.lstsq(scaled / size * weights[:, None], weights, rcond=None)
-    value = matrix @ (found / size)
-    return found / size, np.where(value > 0, value, y[mine].max())
-
-
-def _minimax(mine: np.ndarray, powers: Mapping[str, np.ndarray], y: np.ndarray) -> tuple[dict[str, float], np.ndarray]:
-    """The polynomial of few powers whose largest relative error is about the least, by Lawson's weights, and its
-    values."""
-
-    def closest(chosen: Sequence[str]) -> tuple[float, np.ndarray, np.ndarray]:
-        weight, best = np.full(len(mine), 1 / len(mine)), None
-        for _ in range(LAWSON):
-            law, value = _solved(chosen, mine, powers, y, weight)
-            spread = _spread(y[mine] / value)
-            if best is None or spread < best[0]:
-                best = spread, law, value
-            weight = weight * (np.abs(value / y[mine] - 1) + 1e-12)
-            weight /= weight.sum()
-        assert best is not None
-        return best
-
-    chosen = ["", "batch*H*W"]
-    best = closest(chosen)
-    while best[0] > FINE:
-        others = {power: closest([*chosen, power]) for power in POWERS if power not in chosen}
-        power = min(others, key=lambda power: others[power][0])
-        if others[power][0] - 1 > PAYS * (best[0] - 1):
-            break
-        chosen, best = [*chosen, power], others[power]
-    ratio = y[mine] / best[2]
-    middle = math.sqrt(ratio.max() * ratio.min())
-    return dict(zip(chosen, (best[1] * middle).tolist(), strict=True)), best[2] * middle
-
-
-# The powers of a tensor: nearly all are of the first few.
-_TRIED = (
-    ("",), ("batch*H*W",), ("batch",), ("", "batch*H*W"), ("", "tokens"), ("batch*tokens",), ("", "H*W"),
-    ("batch*(H*W)^2",), ("batch*h*w",), ("", "batch*h*w"), ("batch", "batch*H*W"),
-    ("batch*tokens", "batch*H*W"), ("", "batch*H*W", "batch*(H+W)"),
-    ("batch", "batch*H*W", "batch*(H+W)"), ("", "batch", "batch*H*W"), ("", "batch*H*W", "batch*(H*W)^2"),
-)  # fmt: skip
-
-
-def _exact(sizes: np.ndarray, mine: np.ndarray, powers: Mapping[str, np.ndarray]) -> dict[str, Fraction] | None:
-    """The law of one tensor: the first that is exact at each of its points, else within the allocator's granule, as an
-    index of cuDNN's is that is rounded up to its own tiles; None where none is that near."""
-    near = None
-    for chosen in _TRIED:
-        if len(mine) <= len(chosen) + 1:
-            continue
-        matrix = np.stack([powers[power][mine] for power in chosen], 1)
-        size = np.abs(matrix).max(0)
-        size[size == 0] = 1
-        found, *_ = np.linalg.lstsq(matrix / size, sizes, rcond=None)
-        rounded = [Fraction(round(float(value) * FINEST), FINEST) for value in found / size]
-        off = np.abs(matrix @ np.array([float(one) for one in rounded]) - sizes).max()
-        law = {power: one for power, one in zip(chosen, rounded, strict=True) if one}
-        if off < 1:
-            return law
-        near = near or (law if off <= ROUNDING else None)
-    return near
-
-
-def largest_of(tensors: Mapping[str, int]) -> str:
-    """The largest tensor beside weights; "" where there is none."""
-    beside = [name for name in tensors if not name.startswith("weights of ")]
-    return max(beside, key=tensors.__getitem__, default="")
-
-
-def play_domain(
-    domain: Domain, play: Callable[[Point], Mapping[str, PlayedPeak]], poll: Callable[[int, int], object] | None = None
-) -> tuple[list[Point], dict[str, list[PlayedPeak]], list[Point]]:
-    """Every point of a domain played: those that can be, {name: its peaks there}, and those that cannot."""
-    points, left_out, found = list[Point](), list[Point](), dict[str, list[PlayedPeak]]()
-    every = list(domain)
-    for done, point in enumerate(every, 1):
-        try:
-            seen = play(point)
-        except (ValueError, OverflowError):  # a size that the program refuses, or that is more than can be played
-            left_out.append(point)
-            continue
-        points.append(point)
-        for name, one in seen.items():
-            found.setdefault(name, []).append(one)
-        if poll:
-            poll(done, len(every))
-    return points, found, left_out

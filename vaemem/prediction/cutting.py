@@ -1,0 +1,304 @@
+"""Pieces found, by playing every point of a domain.
+
+They are the leaves of a regression tree: the domain is cut in two, at a number of pixels, images or tokens, where that
+narrows the bounds the most, until they are narrow or there are `MOST_PIECES`. So they are disjoint, and complete. Where
+the tensors of the peak that most points of a piece have are polynomials, their sum is the piece's, exactly; else it is
+the polynomial whose largest relative error is the least.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+from itertools import islice
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from vaemem.prediction.moments import ROUNDED_UP
+from vaemem.prediction.pieces import POWERS, QUANTITIES, Domain, Form, Piece, PlayedPeak, Point, Polynomial, power_at
+
+MOST_PIECES = 12
+MOST_POINTS = 50_000  # of a domain: minutes
+BETWEEN = 10  # for every so many points of a domain, one is played between its steps
+NARROW = 1.04  # upper over lower bound of a piece that is not cut any more
+EXACT = 1.03  # and of one that keeps the law of its tensors, though another polynomial were nearer
+FINE = 1.005  # and of one whose polynomial is good enough
+EXCESS = 1.1  # what the upper bound may be of the peak, at most points
+FAR = 2  # what a point costs beside whose bound is further above
+CUTS = 16  # places at which a cut is tried, of each quantity
+ROUNDING = 512  # bytes: the allocator's granule; a tensor that is off its law by no more follows it
+FINEST = 1 << 13  # denominators of exact coefficients: 64 pixels a latent's, squared, and two more
+LAWSON = 12  # rounds of reweighting
+PAYS = 0.75  # a further power is taken where it leaves so much of the distance between the bounds
+
+
+class _Law(NamedTuple):
+    """One of the peaks, the polynomials of its tensors, and their sums at all points, where they rule and elsewhere."""
+
+    of: PlayedPeak
+    terms: tuple[tuple[str, Polynomial], ...]
+    values: np.ndarray
+
+
+class _Leaf(NamedTuple):
+    """Some of the points, and how wide the bounds are of a polynomial through them."""
+
+    mine: np.ndarray  # indices
+    within: dict[str, tuple[float, float]]
+    law: _Law | None  # one that follows all of them
+    cost: float  # by how much the upper bound is above the peaks, in all
+    spread: float  # the upper bound over the lower one
+
+
+class _Points:
+    """What was played: peaks, the quantities and powers of their points, and the laws of their tensors."""
+
+    def __init__(self, points: Sequence[Point], seen: Sequence[PlayedPeak]):
+        columns = np.array(points, dtype=float).T
+        self.points, self.seen = points, seen
+        self.bytes = np.array([one.bytes for one in seen], dtype=float)
+        shape = self.bytes.shape
+        every = {*POWERS, *QUANTITIES}
+        self.powers = {power: np.broadcast_to(power_at(power, *columns), shape).astype(float) for power in every}
+        self.quantities = {name: self.powers[name] for name in QUANTITIES}
+        keys: dict[tuple[str, frozenset[str]], list[int]] = {}
+        for i, one in enumerate(seen):
+            keys.setdefault((one.where, frozenset(one.tensors)), []).append(i)
+        common = sorted(keys.items(), key=lambda item: -len(item[1]))[:MOST_PIECES]
+        self.laws = [law for (_, names), mine in common if (law := self._law(names, np.array(mine)))]
+
+    def _law(self, names: frozenset[str], mine: np.ndarray) -> _Law | None:
+        """Of a peak's tensors, from the points that have it; None where one of them is no polynomial."""
+        terms: list[tuple[str, Polynomial]] = []
+        for name in sorted(names, key=lambda name: (-self.seen[mine[-1]].tensors[name], name)):
+            law = _exact(np.array([self.seen[i].tensors[name] for i in mine], dtype=float), mine, self.powers)
+            if law is None:
+                return None
+            terms.append((name, law))
+        if not terms:
+            return None
+        values = sum(self._values(law) for _, law in terms)
+        added = math.floor((self.bytes - values)[mine].min())  # by the allocator, everywhere
+        return _Law(self.seen[mine[-1]], (*terms, (ROUNDED_UP, {"": Fraction(added)})), values + added)
+
+    def _values(self, law: Polynomial) -> Any:
+        return sum(float(value) * self.powers[power] for power, value in law.items())
+
+    def leaf(self, mine: np.ndarray, within: dict[str, tuple[float, float]]) -> _Leaf:
+        """By a law that follows all of the points, or by the powers that nearly every peak is of and least squares:
+        quick, and good enough to say where to cut."""
+        fitted = (
+            self.bytes[mine] / _solved(["", "batch*H*W", "batch*tokens", "batch*h*w"], mine, self.powers, self.bytes)[1]
+        )
+        ratio, law = fitted, None
+        for one in self.laws:
+            exact = self.bytes[mine] / one.values[mine]
+            if exact.min() > 0 and _spread(exact) < min(EXACT, _spread(ratio) if law else math.inf):
+                ratio, law = exact, one
+        above = ratio.max() / ratio
+        cost = np.log(above) + FAR * (above > EXCESS)
+        return _Leaf(mine, within, law, float(cost.sum()), _spread(ratio))
+
+    def cut(self, leaf: _Leaf) -> list[_Leaf]:
+        """The two halves whose bounds are the narrowest in all; the leaf itself where it cannot be cut."""
+        best = [leaf]
+        for name, values in self.quantities.items():
+            known, (low, high) = np.unique(values[leaf.mine]), leaf.within.get(name, (-math.inf, math.inf))
+            first, last = 0, len(known) - 2  # the last of those on the lower side, by index
+            while first <= last:  # from all over to around the best so far, until each is tried
+                tried = np.unique(np.linspace(first, last, CUTS).astype(int))
+                found = {}
+                for i in tried:
+                    is_low, at = values[leaf.mine] <= known[i], float((known[i] + known[i + 1]) // 2)
+                    found[i] = [
+                        self.leaf(leaf.mine[is_low], {**leaf.within, name: (low, at)}),
+                        self.leaf(leaf.mine[~is_low], {**leaf.within, name: (at, high)}),
+                    ]
+                nearest = min(found, key=lambda i: _cost(found[i]))
+                best = min(best, found[nearest], key=_cost)
+                if len(tried) == last - first + 1:
+                    break
+                around = (last - first) // (CUTS - 1) + 1
+                first, last = max(first, nearest - around), min(last, nearest + around)
+        return best
+
+    def piece(self, leaf: _Leaf) -> Piece:
+        """A leaf with its law, or with the polynomial of the least error."""
+        mine, law = leaf.mine, leaf.law
+        most = Counter(self.seen[i].where for i in mine).most_common(1)[0][0]
+        at = law.of if law else next(self.seen[i] for i in mine[::-1] if self.seen[i].where == most)
+        polynomial: Polynomial
+        if law:
+            total: Counter[str] = Counter()
+            for _, one in law.terms:
+                total.update(one)
+            polynomial = {power: total[power] for power in POWERS if total[power]}
+            ratio = self.bytes[mine] / law.values[mine]
+        else:
+            polynomial, values = _minimax(mine, self.powers, self.bytes)
+            ratio = self.bytes[mine] / values
+        return Piece(
+            leaf.within, polynomial, float(ratio.min()) * (1 - 1e-12), float(ratio.max()) * (1 + 1e-12), at.where,
+            law.terms if law else (), at.largest, len(mine),
+        )  # fmt: skip
+
+
+def fit_pieces(name: str, domain: Domain, points: Sequence[Point], seen: Sequence[PlayedPeak]) -> Form:
+    """The form of a peak that was played at the points of a domain, or at those of them that can be run."""
+    played = _Points(points, seen)
+    leaves = [played.leaf(np.arange(len(points)), {})]
+    cuts: dict[int, list[_Leaf]] = {}  # of each leaf, by its first point
+    while len(leaves) < MOST_PIECES:
+        for leaf in leaves:
+            if leaf.mine[0] not in cuts and leaf.spread > NARROW:
+                cuts[leaf.mine[0]] = played.cut(leaf)
+        gains = [leaf.cost - _cost(cuts.get(leaf.mine[0], [leaf])) for leaf in leaves]
+        if max(gains) <= 0:
+            break
+        leaf = leaves.pop(int(np.argmax(gains)))
+        leaves += cuts.pop(leaf.mine[0])
+    pieces = [played.piece(leaf) for leaf in leaves]
+    excess = np.concatenate([
+        [piece.value(points[i]) * piece.high / seen[i].bytes - 1 for i in leaf.mine]
+        for leaf, piece in zip(leaves, pieces, strict=True)
+    ])  # fmt: skip
+    pieces.sort(key=lambda piece: [piece.within.get(name, (-math.inf, 0)) for name in QUANTITIES])
+    within = float(np.mean(excess <= EXCESS - 1))
+    return Form(name, tuple(pieces), domain, within, float(excess.max()), float(np.median(excess)))
+
+
+def _cost(leaves: Sequence[_Leaf]) -> float:
+    return sum(leaf.cost for leaf in leaves)
+
+
+def _spread(ratio: np.ndarray) -> float:
+    return float(ratio.max() / ratio.min())
+
+
+def _solved(
+    chosen: Sequence[str], mine: np.ndarray, powers: Mapping[str, np.ndarray], y: np.ndarray, weight: Any = 1.0
+) -> tuple[np.ndarray, np.ndarray]:
+    """Coefficients of these powers by least squares of the relative error, and the values."""
+    matrix = np.stack([powers[power][mine] for power in chosen], 1)
+    scaled = matrix / y[mine, None]
+    size = np.abs(scaled).max(0)
+    size[size == 0] = 1
+    weights = np.sqrt(np.broadcast_to(weight, y[mine].shape))
+    found, *_ = np.linalg.lstsq(scaled / size * weights[:, None], weights, rcond=None)
+    value = matrix @ (found / size)
+    return found / size, np.where(value > 0, value, y[mine].max())
+
+
+def _minimax(mine: np.ndarray, powers: Mapping[str, np.ndarray], y: np.ndarray) -> tuple[dict[str, float], np.ndarray]:
+    """The polynomial of few powers whose largest relative error is about the least, by Lawson's weights, and its
+    values."""
+
+    def closest(chosen: Sequence[str]) -> tuple[float, np.ndarray, np.ndarray]:
+        weight, best = np.full(len(mine), 1 / len(mine)), None
+        for _ in range(LAWSON):
+            law, value = _solved(chosen, mine, powers, y, weight)
+            spread = _spread(y[mine] / value)
+            if best is None or spread < best[0]:
+                best = spread, law, value
+            weight = weight * (np.abs(value / y[mine] - 1) + 1e-12)
+            weight /= weight.sum()
+        assert best is not None
+        return best
+
+    known = _known(mine, powers)
+    chosen = ["", *({"batch*H*W"} & set(known))]
+    best = closest(chosen)
+    while best[0] > FINE and (others := {one: closest([*chosen, one]) for one in known if one not in chosen}):
+        power = min(others, key=lambda power: others[power][0])
+        if others[power][0] - 1 > PAYS * (best[0] - 1):
+            break
+        chosen, best = [*chosen, power], others[power]
+    ratio = y[mine] / best[2]
+    middle = math.sqrt(ratio.max() * ratio.min())
+    return dict(zip(chosen, (best[1] * middle).tolist(), strict=True)), best[2] * middle
+
+
+def _known(mine: np.ndarray, powers: Mapping[str, np.ndarray]) -> list[str]:
+    """The powers that can be told from a constant, or from the batch, at these points: those of H and W where there are
+    several sizes."""
+    is_one_size = not np.ptp(powers["H*W"][mine])
+    return [
+        power for power in POWERS if not power or (np.ptp(powers[power][mine]) and not (is_one_size and "H" in power))
+    ]
+
+
+# The powers of a tensor: nearly all are of the first few.
+_TRIED = (
+    ("",), ("batch*H*W",), ("batch",), ("", "batch*H*W"), ("", "tokens"), ("batch*tokens",), ("", "H*W"),
+    ("batch*(H*W)^2",), ("batch*h*w",), ("", "batch*h*w"), ("batch", "batch*H*W"),
+    ("batch*tokens", "batch*H*W"), ("", "batch*H*W", "batch*(H+W)"),
+    ("batch", "batch*H*W", "batch*(H+W)"), ("", "batch", "batch*H*W"), ("", "batch*H*W", "batch*(H*W)^2"),
+)  # fmt: skip
+
+
+def _exact(sizes: np.ndarray, mine: np.ndarray, powers: Mapping[str, np.ndarray]) -> dict[str, Fraction] | None:
+    """The law of one tensor: the first that is exact at each of its points, else within the allocator's granule, as an
+    index of cuDNN's is that is rounded up to its own tiles; None where none is that near."""
+    near, known = None, {"", *_known(mine, powers)}
+    for chosen in _TRIED:
+        if len(mine) <= len(chosen) + 1 or not known.issuperset(chosen):
+            continue
+        matrix = np.stack([powers[power][mine] for power in chosen], 1)
+        size = np.abs(matrix).max(0)
+        size[size == 0] = 1
+        found, *_ = np.linalg.lstsq(matrix / size, sizes, rcond=None)
+        rounded = [Fraction(round(float(value) * FINEST), FINEST) for value in found / size]
+        off = np.abs(matrix @ np.array([float(one) for one in rounded]) - sizes).max()
+        law = {power: one for power, one in zip(chosen, rounded, strict=True) if one}
+        if off < 1:
+            return law
+        near = near or (law if off <= ROUNDING else None)
+    return near
+
+
+def largest_of(tensors: Mapping[str, int]) -> str:
+    """The largest tensor beside weights; "" where there is none."""
+    beside = [name for name in tensors if not name.startswith("weights of ")]
+    return max(beside, key=tensors.__getitem__, default="")
+
+
+def play_points(
+    every: Sequence[Point], play: Callable[[Point], Mapping[str, PlayedPeak]],
+    poll: Callable[[int, int], object] | None = None,
+) -> tuple[list[Point], dict[str, list[PlayedPeak]], list[Point]]:  # fmt: skip
+    """Points played: those that can be, {name: its peaks there}, and those that cannot."""
+    points, left_out, found = list[Point](), list[Point](), dict[str, list[PlayedPeak]]()
+    for done, point in enumerate(every, 1):
+        try:
+            seen = play(point)
+        except (ValueError, OverflowError):  # a size that the program refuses, or that is more than can be played
+            left_out.append(point)
+            continue
+        points.append(point)
+        for name, one in seen.items():
+            found.setdefault(name, []).append(one)
+        if poll:
+            poll(done, len(every))
+    return points, found, left_out
+
+
+def fit_domain(
+    domain: Domain, play: Callable[[Point], Mapping[str, PlayedPeak]], poll: Callable[[int, int], object] | None = None
+) -> tuple[dict[str, Form], list[Point]]:
+    """{name: form} of all that `play` gives over a domain, each bounded between its steps too; and the points that
+    cannot be played. No form where no point can be."""
+    grid = list(islice(domain, MOST_POINTS + 1))
+    if len(grid) > MOST_POINTS:
+        raise ValueError(f"domain: want at most {MOST_POINTS} points, got more: {domain}; take larger steps")
+    others = domain.between(len(grid) // BETWEEN + 1)
+    points, found, left_out = play_points([*grid, *others], play, poll)
+    forms, between = dict[str, Form](), set(others)
+    within = [i for i, point in enumerate(points) if point not in between]
+    off = [i for i, point in enumerate(points) if point in between]
+    for name, seen in found.items() if within else ():
+        form = fit_pieces(name, domain, [points[i] for i in within], [seen[i] for i in within])
+        forms[name] = form.widened([points[i] for i in off], [seen[i] for i in off])
+    return forms, [point for point in left_out if point not in between]
