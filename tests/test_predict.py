@@ -568,7 +568,7 @@ def test_a_protocol_goes_wherever_a_prediction_does(tmp_path, capsys):
     largest = predict_largest("sdxl", "decode", "float16", gpu="RTX 4060", protocol="cold", safe=False)
     assert predict("sdxl", "decode", *largest, "float16", gpu="RTX 4060", protocol="cold").fits
     assert main(["predict", "sdxl", "decode", "256x256", "--protocol", "kept"]) == 0
-    assert capsys.readouterr().out.startswith(repr(kept))
+    assert capsys.readouterr().out.startswith(kept.numbers)
     with pytest.raises(SystemExit):
         main(["largest", "sdxl", "decode", "--protocol", "hot"])
     assert "invalid choice: 'hot'" in capsys.readouterr().err

@@ -240,7 +240,9 @@ def test_a_measured_row_scales_the_seconds(tmp_path, capsys):
     Table([row | {"device": "RTX 3060"}, row | {"device": "RTX 4090", "seconds": 0.03}]).to_csv(tmp_path / "mine.csv")
     words = ["predict", "sdxl", "decode", "512", "--dtype", "float16", "--gpu", "RTX 3060"]
     assert main([*words, "--measured", str(tmp_path / "mine.csv")]) == 0
-    assert "seconds: 0.25 s (" in capsys.readouterr().out
+    assert "It takes 0.25 s (" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="measured on Tesla T4, which can do 65 TFLOP/s in float16, got faster ones"):
+        print(predict("sdxl", "decode", 512, 512, "float16", gpu="T4", calibrate=row | {"seconds": 1e-4}).seconds)
 
 
 @pytest.mark.parametrize(

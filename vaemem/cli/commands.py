@@ -281,10 +281,7 @@ def run_predict(args: argparse.Namespace, asked: dict[str, Any]) -> None:
         return _print(vaemem.sweep(sizes=args.sizes, source="predicted", **of, **asked), args.format)
     for height, width in args.sizes:
         prediction = vaemem.predict(height=height, width=width, **asked)
-        print(repr(prediction))
-        print(f"  workspaces: {prediction.workspace_source}")
-        if prediction.seconds:
-            print(f"  seconds: {prediction.seconds}; {prediction.seconds.why}")
+        print(prediction.numbers)
         for tensor in prediction.peak_tensors[: args.tensors]:
             print(f"  {tensor.bytes / MIB:10.2f} MiB  {tensor.name}")
 

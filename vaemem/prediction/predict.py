@@ -200,6 +200,20 @@ class Prediction(SimulatedAnswer):
     def __repr__(self) -> str:
         return f"<Prediction {self._asked}: {self._said}>"
 
+    @property
+    def numbers(self) -> str:
+        """What is predicted, whether it fits, and where that comes from: a line each."""
+        lines = [
+            f"{self._title}: {self._numbers}, beside weights and input.",
+            f"{self.summary[0].upper()}{self.summary[1:]}.",
+            *([f"It takes {self.seconds}: {self.seconds.why}."] if self.seconds else []),
+            f"Asked: {self._asked}.",
+            *([f"Assumed: {self.assumed}."] if self.assumed else []),
+            *([f"Stood in for what is not known: {', '.join(self.substitutions)}."] if self.substitutions else []),
+            f"Workspaces: {self.workspace_source}.",
+        ]
+        return "\n  ".join(lines)
+
     @functools.cached_property
     def would_fit(self) -> tuple[Advice, ...]:
         q, found = self._question, list[Advice]()

@@ -25,6 +25,8 @@ WORK = ("unet", "transformer", "vae")  # that measurements of whole modules are 
 # Two runs of one configuration differ by this share of their time: 149 and 146 s in the table of eight ways to fit a
 # 12 GB card that `vaemem reproduce --plan` prints.
 REPEATS_DIFFER = 0.02
+# A convolution of 3x3 takes 16 products by Winograd's method, and is counted as the 36 that it takes by definition.
+WINOGRAD = 2.25
 
 
 class Seconds(NamedTuple):
@@ -446,6 +448,11 @@ def vae_machine(gpu: str | Gpu, dtype: str, runs: Iterable[tuple[str, Work, floa
         than that of the card whose 98 runs the model was made from: so far off it is from one size or operation to
         another.
 
+    Raises
+    ------
+    ValueError
+        Runs that are faster than the card can be.
+
     Examples
     --------
     >>> work = vae_work(10e12, 0.5e12, 46e9)
@@ -461,6 +468,11 @@ def vae_machine(gpu: str | Gpu, dtype: str, runs: Iterable[tuple[str, Work, floa
     alike = [({**work, "vae": work["vae"] * most / peak(gpu, of)}, seconds) for of, work, seconds in runs]
     rates = machine.calibrated(alike).rates
     rate = rates["vae"]
+    if rate.value > WINOGRAD * most:
+        raise ValueError(
+            f"calibrate: want seconds that were measured on {find_gpu(gpu).name}, which can do {most / 1e12:.0f}"
+            f" TFLOP/s in {dtype}, got faster ones"
+        )
     return Machine(rates | {"vae": rate._replace(factor=max(rate.factor, _data()["vae"]["within"]))})
 
 
