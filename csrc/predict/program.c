@@ -422,7 +422,7 @@ static vm_status derive(const vm_program *p, int64_t value[VM_PROGRAM_NAMES]) {
         int64_t of;
         vm_status s = evaluate_all(&(scope){i, p->name, value}, d->polynomial, &of);
         if (s) return s;
-        if (of < 0) return vm_fail(VM_EINVAL, "%s: want sizes of 0 or more, got %s below", p->title, p->name[i]);
+        if (of < 0) return vm_fail(VM_EINVAL, "%s: want sizes of 0 or more, got less as %s", p->title, p->name[i]);
         if (__builtin_mul_overflow(of / d->by + (of % d->by > 0), d->to, &value[i]))
             return vm_fail(VM_EOVERFLOW, "%s: want sizes below 2^63, got more for %s", p->title, p->name[i]);
     }

@@ -83,7 +83,8 @@ static PyObject *trace_vae(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     if (o < 0) return NULL;
     const Py_ssize_t height = (Py_ssize_t)vae.height, width = (Py_ssize_t)vae.width, batch = (Py_ssize_t)vae.batch,
                      tile = (Py_ssize_t)vae.tile;
-    if ((Py_ssize_t)vae.gpu.free_bytes < 0) return PyErr_Format(PyExc_ValueError, "free_bytes: want 0 or more");
+    if ((Py_ssize_t)vae.gpu.free_bytes < 0)
+        return PyErr_Format(PyExc_ValueError, "free_bytes: want 0 or more, got %zd", (Py_ssize_t)vae.gpu.free_bytes);
     if (height < 1 || width < 1 || batch < 1 || tile < 0)
         return PyErr_Format(PyExc_ValueError,
                             "height, width, batch, tile: want 1 or more (a tile of 0 is none), got %zd, %zd, %zd, %zd",

@@ -301,7 +301,9 @@ def run_largest(args: argparse.Namespace, asked: dict[str, Any]) -> None:
         print(f"{height}x{width}", vae.estimate(op, height, width, batch, memory_limit=args.engine), sep="\n")
         return
     if args.precision != "highest":
-        raise ValueError(f"--precision: want it beside --engine, whose it is, got {args.precision}")
+        raise ValueError(
+            f"--precision: want it with --engine, whose products have precisions, got {args.precision} without"
+        )
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         kinds = [True, False] if asked.pop("safe", True) else [False]

@@ -562,7 +562,8 @@ def close(
     same = {side: peak for side, peak in peaks.items() if peak and peak.key == anchor.key}
     if not same:
         raise ValueError(
-            f"formula: no square from {sides[0]} to {sides[-1]} pixels a side peaks as {height}x{width} does"
+            f"formula: want squares of {sides[0]} to {sides[-1]} pixels a side that peak as {height}x{width} does, got"
+            " none"
         )
     centre = min(same, key=lambda side: abs(side * side - height * width))
     alike = _around(centre, same)
@@ -572,7 +573,10 @@ def close(
         if len(run) >= 3:
             break
     else:
-        raise ValueError(f"formula: want 3 squares or more that peak as {height}x{width} does, got {len(run)}")
+        raise ValueError(
+            f"formula: want 3 squares or more that peak as {height}x{width} does, from which its tensors' growth can be"
+            f" solved for, got {len(run)}"
+        )
 
     def unsplit(size: tuple[int, int], peak: Peak | None) -> int | None:
         """What the allocator added at a size; None where the tensors are not what the laws say."""
