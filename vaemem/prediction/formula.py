@@ -385,7 +385,8 @@ class Formula(Answer):
         return typeset([self.reserved.latex(), self.allocated.latex()])
 
     def _repr_markdown_(self) -> str:
-        return f"{self._repr_latex_()}\n\n{self._text(markdown=True)}"
+        answer, _, rest = self._text(markdown=True).partition("\n\n")
+        return f"{answer}\n\n{self._repr_latex_()}\n\n{rest}"
 
 
 class VAEFormula(Formula):
