@@ -19,7 +19,7 @@ SHOWN = {
             r"\begin{aligned}",
             r"\pm",
             "def sdxl_decode_allocated_bytes",
-            "What is allocated: the",
+            "Allocated: the upper bound",
             "<iframe",
         ],
     ),
@@ -30,7 +30,7 @@ SHOWN = {
         [
             "runs out in denoise",
             r"\begin{aligned}",
-            "What is reserved: the upper bound",
+            "Reserved: the upper bound",
             "at most 1",
             "Take sequential offload",
             "blended where",

@@ -450,9 +450,9 @@ def test_a_graphs_prediction_has_the_same_displays():
 def test_formulas_in_a_notebook():
     _, found = small_formula("sd15")
     shown = found._repr_markdown_()
-    assert shown.startswith("$$") and "aligned" in shown and r"batch\*H\*W" in shown
+    assert shown.startswith("At ") and "\n\n$$" in shown and "aligned" in shown and r"N\*MP" in shown
     rows = sum(len(form.pieces) for form in (found.reserved, found.allocated, *found.phases.values()))
-    assert shown.count("\n|") == rows + 3 * 2
+    assert shown.count("\n|") == rows + 3 * 2, "tables of what is reserved, what is allocated, and the phases"
 
 
 @pytest.mark.parametrize(
