@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from itertools import islice
 from typing import Any, NamedTuple
@@ -21,13 +21,13 @@ from vaemem.prediction.moments import ROUNDED_UP
 from vaemem.prediction.pieces import POWERS, QUANTITIES, Domain, Form, Piece, PlayedPeak, Point, Polynomial, power_at
 
 MOST_PIECES = 12
+ENOUGH = 0.95  # of the points are to be no further above
 MOST_POINTS = 50_000  # of a domain: minutes
 BETWEEN = 10  # for every so many points of a domain, one is played between its steps
 NARROW = 1.04  # upper over lower bound of a piece that is not cut any more
 EXACT = 1.03  # and of one that keeps the law of its tensors, though another polynomial were nearer
 FINE = 1.005  # and of one whose polynomial is good enough
 EXCESS = 1.1  # what the upper bound may be of the peak, at most points
-FAR = 2  # what a point costs beside whose bound is further above
 CUTS = 16  # places at which a cut is tried, of each quantity
 ROUNDING = 512  # bytes: the allocator's granule; a tensor that is off its law by no more follows it
 FINEST = 1 << 13  # denominators of exact coefficients: 64 pixels a latent's, squared, and two more
@@ -49,7 +49,7 @@ class _Leaf(NamedTuple):
     mine: np.ndarray  # indices
     within: dict[str, tuple[float, float]]
     law: _Law | None  # one that follows all of them
-    cost: float  # by how much the upper bound is above the peaks, in all
+    cost: float  # by how much the upper bound is above the peaks: the squares of its logarithms, in all
     spread: float  # the upper bound over the lower one
 
 
@@ -99,13 +99,14 @@ class _Points:
             if exact.min() > 0 and _spread(exact) < min(EXACT, _spread(ratio) if law else math.inf):
                 ratio, law = exact, one
         above = ratio.max() / ratio
-        cost = np.log(above) + FAR * (above > EXCESS)
+        cost = (np.log(above) / math.log(EXCESS)) ** 2
         return _Leaf(mine, within, law, float(cost.sum()), _spread(ratio))
 
-    def cut(self, leaf: _Leaf) -> list[_Leaf]:
+    def cut(self, leaf: _Leaf, names: Iterable[str] = QUANTITIES) -> list[_Leaf]:
         """The two halves whose bounds are the narrowest in all; the leaf itself where it cannot be cut."""
         best = [leaf]
-        for name, values in self.quantities.items():
+        for name in names:
+            values = self.quantities[name]
             known, (low, high) = np.unique(values[leaf.mine]), leaf.within.get(name, (-math.inf, math.inf))
             first, last = 0, len(known) - 2  # the last of those on the lower side, by index
             while first <= last:  # from all over to around the best so far, until each is tried
@@ -149,7 +150,28 @@ class _Points:
 def fit_pieces(name: str, domain: Domain, points: Sequence[Point], seen: Sequence[PlayedPeak]) -> Form:
     """The form of a peak that was played at the points of a domain, or at those of them that can be run."""
     played = _Points(points, seen)
-    leaves = [played.leaf(np.arange(len(points)), {})]
+    form = _form(name, domain, played, _grown(played))
+    if form.within < ENOUGH:  # the first cut that is the best may not lead to the best pieces
+        others = (_form(name, domain, played, _grown(played, [first])) for first in QUANTITIES)
+        form = max([form, *others], key=lambda form: form.within)
+    return form
+
+
+def _form(name: str, domain: Domain, played: _Points, leaves: Sequence[_Leaf]) -> Form:
+    pieces = [played.piece(leaf) for leaf in leaves]
+    excess = np.concatenate([
+        [piece.value(played.points[i]) * piece.high / played.seen[i].bytes - 1 for i in leaf.mine]
+        for leaf, piece in zip(leaves, pieces, strict=True)
+    ])  # fmt: skip
+    pieces.sort(key=lambda piece: [piece.within.get(name, (-math.inf, 0)) for name in QUANTITIES])
+    within = float(np.mean(excess <= EXCESS - 1))
+    return Form(name, tuple(pieces), domain, within, float(excess.max()), float(np.median(excess)))
+
+
+def _grown(played: _Points, first: Iterable[str] = QUANTITIES) -> list[_Leaf]:
+    """The leaves, where the first cut is by one of these quantities."""
+    root = played.leaf(np.arange(len(played.points)), {})
+    leaves = played.cut(root, first) if root.spread > NARROW else [root]
     cuts: dict[int, list[_Leaf]] = {}  # of each leaf, by its first point
     while len(leaves) < MOST_PIECES:
         for leaf in leaves:
@@ -160,14 +182,7 @@ def fit_pieces(name: str, domain: Domain, points: Sequence[Point], seen: Sequenc
             break
         leaf = leaves.pop(int(np.argmax(gains)))
         leaves += cuts.pop(leaf.mine[0])
-    pieces = [played.piece(leaf) for leaf in leaves]
-    excess = np.concatenate([
-        [piece.value(points[i]) * piece.high / seen[i].bytes - 1 for i in leaf.mine]
-        for leaf, piece in zip(leaves, pieces, strict=True)
-    ])  # fmt: skip
-    pieces.sort(key=lambda piece: [piece.within.get(name, (-math.inf, 0)) for name in QUANTITIES])
-    within = float(np.mean(excess <= EXCESS - 1))
-    return Form(name, tuple(pieces), domain, within, float(excess.max()), float(np.median(excess)))
+    return leaves
 
 
 def _cost(leaves: Sequence[_Leaf]) -> float:
