@@ -121,10 +121,12 @@ def test_backends_command(capsys):
         (["estimate", "sd4", "decode", "512"], "vaemem estimate: models: want one of sd15, sdxl, flux"),
         (["estimate", "sdxl", "decode", "511"], "vaemem estimate: .*511"),
         (["estimate", "sdxl", "decode", "1" + "0" * 15 + "x8"], "vaemem estimate: "),
-        (["sweep", "--batch", "0"], "vaemem sweep: batch"),
+        (["sweep", "--batch", "0"], "vaemem sweep: --batch: want a whole number"),
         (["estimate", "sdxl", "decode", "64", "--batch", str(2**62)], "vaemem estimate: "),
-        (["estimate", "sdxl", "decode", "64", "--device", "cuda:" + "9" * 5000], "vaemem estimate: device: want cpu"),
-        (["fit", "absent.csv"], "vaemem fit: .*absent.csv"),
+        (["estimate", "sdxl", "decode", "64", "--device", "cuda:" + "9" * 5000], "vaemem estimate: --device: want cpu"),
+        (["fit", "absent.csv"], "vaemem fit: table: want a file that can be opened, got absent.csv: no such file"),
+        (["fits", "sdxl", "decode", "512", "--measured", "absent.csv"], "vaemem fits: --measured: want .* absent.csv"),
+        (["pipeline", "sd15", "512", "--component", "unet=absent.gguf"], "vaemem .*'unet'.*got absent.gguf: no such"),
         (["fit", __file__], "vaemem fit: .*unknown column"),
     ],
 )
@@ -137,14 +139,24 @@ def test_bad_input_is_a_sentence_not_a_traceback(capsys, arguments, message):
 ESTIMATE = ["estimate", "sdxl", "decode", "64"]
 USAGE = [["estimate", "sdxl", "decode", "5x5x5"], ["estimate", "sdxl", "tile", "8"], ["decoed"]]
 USAGE += [["estimate", "sdxl", "decode", "9" * 400], *([*ESTIMATE, "--batch", n] for n in ("-1", "1e3", "9" * 5000))]
-USAGE += [[*ESTIMATE, "--precision", "best"], [*ESTIMATE, "--tf32"]]
+USAGE += [[*ESTIMATE, "--precision", "best"], [*ESTIMATE, "--tf32"], [*ESTIMATE, "more"], ["--verison"]]
+NEAREST = {"--tf32": "the nearest flag is --", "--verison": "is --version", "decoed": "the nearest is decode)"}
 
 
 @pytest.mark.parametrize("arguments", USAGE)
 def test_bad_usage(capsys, arguments):
+    """One line, with the nearest of what there is, and where to read more."""
     with pytest.raises(SystemExit) as caught:
         main(arguments)
-    assert caught.value.code == 2 and "usage: vaemem" in capsys.readouterr().err
+    said, name = capsys.readouterr().err, " estimate" * (arguments[0] == "estimate")
+    assert caught.value.code == 2 and said.count("\n") == 1 and said.startswith(f"vaemem{name}: ")
+    assert said.endswith(f" (see vaemem{name} --help)\n") and NEAREST.get(arguments[-1], "") in said
+
+
+def test_a_flag_that_is_none_is_named_before_what_is_missing(capsys):
+    with pytest.raises(SystemExit):
+        main(["decode", "z.npy", "--wieghts=F", "-o", "x.png"])
+    assert "decode: there is no --wieghts; the nearest flag is --weights (see" in capsys.readouterr().err
 
 
 def test_python_dash_m(monkeypatch, capsys):
@@ -416,4 +428,4 @@ def test_a_pipelines_phases(capsys):
     assert main(["pipeline", "sdxl", "1024", "--runtime", "sd.cpp", "--offload=--offload-to-cpu"]) == 0
     assert "--offload-to-cpu" in capsys.readouterr().out
     assert main(["pipeline", "sd15", "512", "--offload", "cpu"]) == 2
-    assert capsys.readouterr().err == "vaemem pipeline: offload: want one of none, model, sequential, got 'cpu'\n"
+    assert capsys.readouterr().err == "vaemem pipeline: --offload: want one of none, model, sequential, got 'cpu'\n"

@@ -112,7 +112,7 @@ def test_a_pipes_reader_sees_no_end_before_there_is_something(tmp_path):
         assert seen.poll(0) and os.read(reader, 9) == b"x"
     finally:
         os.close(reader)
-    with pytest.raises(OSError, match="want a file that may be written"):
+    with pytest.raises(OSError, match="it is a folder, or may not be written"):
         check_writable(tmp_path)
 
 

@@ -460,7 +460,7 @@ def test_the_command(capsys):
     assert main([*asked[:6], "1GB"]) == 1
     assert "Nothing fits." in capsys.readouterr().out
     assert main(["plan", "sd15", "512"]) == 2
-    assert "vaemem plan: gpu: want a card's name" in capsys.readouterr().err
+    assert "vaemem plan: --gpu: want a card's name" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main([*asked, "--measured", "no offload"])
     assert "want NAME=VALUE" in capsys.readouterr().err

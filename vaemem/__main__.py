@@ -13,11 +13,19 @@ from vaemem._common import Message, Named, need
 from vaemem.cli import commands
 
 
-def _said(error: BaseException, parser: argparse.ArgumentParser) -> str:
-    """What an error says, with a command's flags in the place of the arguments that it names."""
-    message, options = error.args[0] if error.args else "", {one.dest: one.option_strings for one in parser._actions}
-    if not isinstance(message, Message):
-        return str(error)
+def _said(error: BaseException, args: argparse.Namespace) -> str:
+    """What an error says, with a command's flags in the place of the arguments that it names; of a file that cannot be
+    opened, the argument that it is."""
+    message, options = (
+        error.args[0] if error.args else "",
+        {one.dest: one.option_strings for one in args.parser._actions},
+    )
+    if isinstance(error, OSError) and error.errno and error.filename:
+        name = next((name for name, value in vars(args).items() if value == error.filename), "file")
+        said = str(error.strerror)
+        message = f"{name}: want a file that can be opened, got {error.filename}: {said[:1].lower()}{said[1:]}"
+    elif not isinstance(message, Message):
+        message = str(error)
 
     def option(part: object) -> str:
         if not isinstance(part, Named) or not options.get(part.name):
@@ -25,7 +33,9 @@ def _said(error: BaseException, parser: argparse.ArgumentParser) -> str:
         value = "" if part.value in (None, True, False) else f" {shlex.quote(str(part.value))}"
         return options[part.name][-1] + value
 
-    return "".join(map(option, message.parts))
+    text = "".join(map(option, getattr(message, "parts", [message])))
+    name, colon, rest = text.partition(":")
+    return (options.get(name) or [name])[-1] + colon + rest
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush when Python ends
     except (ValueError, OSError, ImportError, OverflowError, MemoryError, RuntimeError) as error:
-        print(f"vaemem {args.command}: {_said(error, args.parser)}", file=sys.stderr)
+        print(f"vaemem {args.command}: {_said(error, args)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"vaemem {args.command}: stopped", file=sys.stderr)

@@ -303,7 +303,7 @@ def check_writable(path: str | os.PathLike[str]) -> None:
     """Raises OSError now, as `replacing` would after an hour of runs. Leaves the file as it was."""
     if os.path.exists(path) and not os.path.isfile(path):  # a pipe's reader would see its end
         if not os.access(path, os.W_OK) or os.path.isdir(path):
-            raise OSError(errno.EACCES, "want a file that may be written", os.fspath(path))
+            raise OSError(errno.EACCES, "it is a folder, or may not be written", os.fspath(path))
         return
     with contextlib.suppress(InterruptedError), replacing(path):
         raise InterruptedError

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import functools
 import importlib.util
 import inspect
+import itertools
 import json
 import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -31,6 +33,7 @@ from vaemem._common import (
     Message,
     Named,
     check_writable,
+    choose,
     distinct,
     meant,
     mib,
@@ -432,9 +435,35 @@ def run_backends(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     print(render(rows[0], [[str(value) for value in row.values()] for row in rows]))
 
 
+class _Parser(argparse.ArgumentParser):
+    """Refuses in one line, which names the nearest flag where there is none of a name."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message.removeprefix('argument ')} (see {self.prog} --help)\n")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        known, words = self._option_string_actions, sys.argv[1:] if args is None else args
+        for word in itertools.takewhile(lambda word: word != "--" and (word[:1] == "-" or not self._subparsers), words):
+            name = word.partition("=")[0]
+            if name[:2] == "--" and " " not in name and not any(flag.startswith(name) for flag in known):
+                near = difflib.get_close_matches(name, known, 1, 0)[0]
+                self.error(f"there is no {name}; the nearest flag is {near}")
+        found, others = super().parse_known_args(args, namespace)
+        if others:
+            self.error(f"want nothing more, got {' '.join(others)}")
+        return found, others
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None:
+            try:
+                choose("/".join(action.option_strings) or action.dest, value, action.choices)
+            except ValueError as error:
+                raise argparse.ArgumentError(None, str(error)) from None
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line's words, from the tables above."""
-    made = argparse.ArgumentParser(
+    made = _Parser(
         prog="vaemem", description="Run the VAEs of SD1.5, SDXL, SD3, FLUX and others in a memory known to the byte."
     )
     made.add_argument("--version", action="version", version=f"vaemem {vaemem.__version__}")

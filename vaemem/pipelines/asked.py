@@ -124,12 +124,14 @@ def _typed(role: str, component: str, dtype: str, given: str, rule: str, upcast:
 
 def _part(role: str, component: str, dtype: str, given: Any, upcast: bool) -> Part:
     """The weights of a component in a type, or as a file has them."""
-    is_vae, is_file = component in _core.models(), isinstance(given, os.PathLike) or os.path.exists(str(given))
+    is_vae = component in _core.models()
+    is_file = isinstance(given, os.PathLike) or os.path.exists(name := str(given))
+    is_file = is_file or name.endswith((".safetensors", ".gguf"))
     if is_file and given not in DTYPES and not is_vae:
         try:
             return Part(role, component, dtype, tuple(stored(weights_of(component), None, tensor_types(given))))
-        except ValueError as error:
-            raise ValueError(f"components[{role!r}]: {given}: {error}") from None
+        except (ValueError, FileNotFoundError) as error:
+            raise type(error)(f"components[{role!r}]: {given}: {error}") from None
     given = meant(f"components[{role!r}]", given, DTYPES if is_vae else WEIGHT_TYPES)
     if given in DTYPES:
         return _typed(role, component, given, given, "all", upcast and given == "float16")
