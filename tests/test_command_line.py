@@ -353,6 +353,8 @@ def test_every_flag_says_what_it_is_for():
         for action in sub._actions[1:]:
             assert re.search(r"[.:)\"]$", action.help), (name, action.dest)
             assert ": shared" not in action.help and "`" not in action.help
+        said = [sentence for action in sub._actions for sentence in action.help.split(". ") if len(sentence) > 40]
+        assert len(set(said)) == len(said), name  # each of them once
     gpu = next(action for action in subparsers["predict"]._actions if action.dest == "gpu")
     assert gpu.help.startswith("A card's name,") and gpu.help.endswith("Default: RTX 4090.")
 

@@ -499,7 +499,11 @@ def _add(sub: argparse.ArgumentParser, flag: str, function: Callable[..., Any]) 
     if argument:
         kind = _KINDS.get(argument.annotation.removesuffix(" | None"), {})
         settings = {"default": argparse.SUPPRESS, **kind, **settings}
+    if settings.get("nargs") and settings.get("choices"):  # which argparse would write four times
+        settings["metavar"], text = name.upper(), f"{text} Any of {', '.join(settings['choices'])}."
     names = settings.pop("option", name if flag in WORDS else "--" + name.replace("_", "-")).split()
     if names[0].startswith("-"):
         settings["dest"] = name
-    sub.add_argument(*names, help=text.replace("%", "%%"), **settings)
+    text = text.replace("%", "%%")
+    said = next((one.option_strings[-1] for one in sub._actions if one.option_strings and one.help == text), None)
+    sub.add_argument(*names, help=f"See {said}." if said else text, **settings)

@@ -221,7 +221,7 @@ FLAGS |= {
     "tiled_op": _like("op", choices=TILED_OPS),
     "cropped": _like("size", help="The pictures are cropped to this size."),
     "of_sizes": _like("sizes"),
-    "sweep_ops": _like("ops", choices=(*TILED_OPS, "pipeline"), help="The operations; pipeline is a whole pipeline."),
+    "sweep_ops": _like("ops", choices=(*TILED_OPS, "pipeline"), help="The operations; pipeline: whole ones."),
     "batches": _like("batch", help="How many images there are in one run.", type=count, nargs="+", metavar="N"),
     "sweep_dtype": _like(
         "dtype", help="The type of the numbers; by default float32 for the engine, else the program's.", default=None
