@@ -128,6 +128,12 @@ def test_backends_command(capsys):
         (["fits", "sdxl", "decode", "512", "--measured", "absent.csv"], "vaemem fits: --measured: want .* absent.csv"),
         (["pipeline", "sd15", "512", "--component", "unet=absent.gguf"], "vaemem .*'unet'.*got absent.gguf: no such"),
         (["fit", __file__], "vaemem fit: .*unknown column"),
+        (["sweep", "--ops", "decode", "--tokens", "7"], "vaemem sweep: --tokens: want it with pipeline among the ops"),
+        (
+            ["sweep", "--estimate", "--source", "measured"],
+            "vaemem sweep: --source: want estimated with --estimate, got",
+        ),
+        (["sweep", "--ops", "pipeline", "--estimate"], "vaemem sweep: --ops: want .* `vaemem measure`"),
     ],
 )
 def test_bad_input_is_a_sentence_not_a_traceback(capsys, arguments, message):

@@ -148,7 +148,7 @@ def test_estimated_is_measure_false():
     [
         ({"source": "guessed"}, ValueError, "source: want one of measured, estimated, predicted, got 'guessed'"),
         ({"device": "cpu"}, ValueError, "device: want it with source measured or estimated, got it with predicted"),
-        ({"measure": False}, ValueError, "measure: want it with source measured"),
+        ({"measure": False}, ValueError, "source: want estimated with measure=False, got predicted"),
         ({"repeats": 3}, ValueError, "repeats: want it with source measured"),
         ({"memory_limit": "1 GB"}, ValueError, "memory_limit: want it with source measured"),
         ({"source": "measured", "gpu": "RTX 4090"}, ValueError, "gpu: want it with source predicted, got it with meas"),
@@ -165,6 +165,10 @@ def test_estimated_is_measure_false():
         ({"dtypes": ["float16", "int8"]}, ValueError, "dtypes: want one of float32, .* got 'int8'"),
         ({"gpu": ["RTX 4090", "RX 7000"]}, ValueError, "gpu: want a card such as"),
         ({"gpu": [4090]}, TypeError, "gpu: want a name"),
+        *(
+            ({name: []}, ValueError, f"{name}: want at least one, got none")
+            for name in ("models", "ops", "sizes", "dtypes", "gpu", "batch")
+        ),
     ],
 )
 def test_bad_arguments_are_named(arguments, error, message):
@@ -254,13 +258,15 @@ def test_sdcpps_pipelines_are_rows():
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"source": "measured"}, ValueError, "ops: want one of encode or decode|ops: want encode or decode"),
+        ({"source": "measured"}, ValueError,
+         "ops: want encode or decode with source measured, got pipeline; .* predicted, .* `vaemem measure`"),
+        ({"measure": False}, ValueError, "ops: want encode or decode with source estimated, got pipeline"),
         ({"models": "sd3"}, ValueError, "models: want one of sd15, sdxl, flux"),
         ({"tile": 512}, ValueError, "tile: want it with a VAE's op among the ops, got it with pipeline"),
         ({"ops": "decode", "source": "predicted", "offload": "model"}, ValueError,
          "offload: want it with pipeline among the ops, got it with decode"),
         ({"batch": [1, 0]}, ValueError, "batch: want a whole number of at least 1, got 0"),
-        ({"ops": "decode", "prompt_tokens": 3}, ValueError, "prompt_tokens: want it with source predicted"),
+        ({"ops": "decode", "prompt_tokens": 3}, ValueError, "prompt_tokens: want it with pipeline among the ops"),
         ({"prompt_tokens": [0]}, ValueError, "prompt_tokens: want a whole number of at least 1, got 0"),
     ],
 )  # fmt: skip

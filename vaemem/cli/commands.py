@@ -231,9 +231,7 @@ def run_sweep(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     ended: BaseException | None = None
     others = {name: value for name, value in vars(args).items() if name in ("runtime", "offload", "vae") and value}
     try:
-        table = vaemem.sweep(
-            dtypes=args.dtype, measure=not args.estimate, **asked, **others, progress=_has_bar()
-        )  # fmt: skip
+        table = vaemem.sweep(dtypes=args.dtype, **asked, **others, progress=_has_bar())
     except BaseException as error:
         table, ended = getattr(error, "table", Table()), error
     if len(table):

@@ -128,7 +128,7 @@ FLAGS: dict[str, FlagSettings] = {
     # of tables
     "models": _flag(nargs="+", metavar="MODEL"),
     "ops": _flag("The operations.", nargs="+", choices=OPS),
-    "estimate": _flag("Ask the plan, and run nothing.", action="store_true"),
+    "estimate": _flag("Ask the plan, and run nothing.", action="store_false", dest="measure", option="--estimate"),
     "row_source": _flag(choices=SOURCES, dest="source"),
     "target": _flag("The column that is meant.", choices=TARGETS),
     "by": _flag(nargs="+", choices=KEY),

@@ -14,7 +14,20 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vaemem import _core
-from vaemem._common import DTYPES, OPS, TILED_OPS, __version__, choose, chosen, latent_factor, listed, meant, whole
+from vaemem._common import (
+    DTYPES,
+    OPS,
+    TILED_OPS,
+    Message,
+    Named,
+    __version__,
+    choose,
+    chosen,
+    latent_factor,
+    listed,
+    meant,
+    whole,
+)
 from vaemem.engine.arguments import BAR, Progress, polling
 from vaemem.engine.arrays import ends_of
 from vaemem.engine.layouts import named_model
@@ -27,7 +40,7 @@ from vaemem.tables.table import SOURCES, Row, Table
 
 # What a pixel costs, encode beside decode (1117 and 2515 GFLOP at 512x512): for the progress bar only.
 _WORK = {"encode": 4, "decode": 9, "pipeline": 9}
-_SWEPT = {"model", "op", "pipeline", "height", "width", "dtype", "batch", "gpu", "workspace", "prompt_tokens"}
+_SWEPT = {"model", "op", "pipeline", "height", "width", "dtype", "batch", "gpu", "workspace"}
 
 
 @functools.cache
@@ -154,43 +167,53 @@ def sweep(
     >>> [(row["model"], row["height"], row["reserved_bytes"] >> 20) for row in whole]
     [('sd15', 512, 1962), ('sd15', 768, 2570), ('sdxl', 512, 5342), ('sdxl', 768, 5536)]
     """
-    asked_for = listed(ops, str)
-    source = ("predicted" if "pipeline" in asked_for else "measured") if source is None else source
-    choose("source", source, SOURCES)
+    models, asked_for, pairs = listed(models, (str, Mapping, VAE)), listed(ops, str), image_sizes(sizes)
+    types, cards, lengths = (
+        listed(dtypes, str),
+        listed("RTX 4090" if gpu is None else gpu, str),
+        listed(prompt_tokens, ()),
+    )
     batches, repeats = [whole("batch", one) for one in listed(batch, ())], whole("repeats", repeats)
-    for name in others:
+    lists = {"models": models, "ops": asked_for, "sizes": pairs, "dtypes": types, "gpu": cards, "batch": batches,
+             "prompt_tokens": lengths}  # fmt: skip
+    if lacking := [name for name, values in lists.items() if not values]:
+        raise ValueError(f"{lacking[0]}: want at least one, got none")
+    if source is None:
+        source = "estimated" if not measure else "predicted" if "pipeline" in asked_for else "measured"
+    choose("source", source, SOURCES)
+    if not measure and source != "estimated":
+        raise ValueError(Message("source: want estimated with ", Named("measure", False), f", got {source}"))
+    is_predicted, kinds = source == "predicted", {op == "pipeline" for op in asked_for}
+    if True in kinds and not is_predicted:
+        instead = "whole pipelines are predicted, by source predicted, and measured by `vaemem measure`"
+        raise ValueError(f"ops: want encode or decode with source {source}, got pipeline; {instead}")
+    told = [*others, *(["prompt_tokens"] if prompt_tokens is not None else [])]
+    for name in told:
         if name not in _asked(False)[1] | _asked(True)[1]:
             raise TypeError(f"sweep() got an unexpected keyword argument {name!r}")
-    engine = {"device": device is not None, "measure": not measure, "repeats": repeats > 1,
-              "memory_limit": memory_limit is not None, "precision": precision != "highest"}  # fmt: skip
-    is_predicted = source == "predicted"
-    tokens = {"prompt_tokens": prompt_tokens is not None}
-    foreign = engine if is_predicted else {"gpu": gpu is not None} | tokens | dict.fromkeys(others, True)
+        if not any(name in _asked(kind)[1] for kind in kinds):
+            right = "a VAE's op" if True in kinds else "pipeline"
+            raise ValueError(f"{name}: want it with {right} among the ops, got it with {', '.join(asked_for)}")
+    engine = {"device": device is not None, "repeats": repeats > 1, "memory_limit": memory_limit is not None,
+              "precision": precision != "highest"}  # fmt: skip
+    foreign = engine if is_predicted else {"gpu": gpu is not None} | dict.fromkeys(told, True)
     for name in (name for name, is_given in foreign.items() if is_given):  # which means nothing with this source
         right = "measured or estimated" if is_predicted else "predicted"
         raise ValueError(f"{name}: want it with source {right}, got it with {source}")
-    known, pairs = (*TILED_OPS, "pipeline") if is_predicted else OPS, image_sizes(sizes)
+    known = (*TILED_OPS, "pipeline") if is_predicted else OPS
     cases = [
         Case(op, height, width, batch)
-        for op in chosen("ops", ops, known)
+        for op in chosen("ops", asked_for, known)
         for batch in batches
         for height, width in pairs
     ]
     if is_predicted:
-        cards = listed("RTX 4090" if gpu is None else gpu, str)
         for card in cards:
             find_gpu(card, others.get("memory"))  # refuses an unknown one before anything is predicted
-        types: list[str | None] = [None] if dtypes is None else [*chosen("dtypes", dtypes, DTYPES)]
-        kinds = {op == "pipeline" for op in asked_for}
-        for name in others:
-            if not any(name in _asked(kind)[1] for kind in kinds):
-                right = "a VAE's op" if True in kinds else "pipeline"
-                raise ValueError(f"{name}: want it with {right} among the ops, got it with {', '.join(asked_for)}")
-        lengths = listed(prompt_tokens, ())
+        types = [None] if dtypes is None else chosen("dtypes", types, DTYPES)
         return _table(_predictions(_configs(models, asked_for), cards, types, cases, progress, others, lengths))
-    wanted, place = _models(models, "float32" if dtypes is None else dtypes), "cpu" if device is None else device
-    repeats = repeats if measure and source == "measured" else 0
-    return _table(_runs(wanted, cases, place, precision, repeats, progress, memory_limit))
+    wanted, place = _models(models, "float32" if dtypes is None else types), "cpu" if device is None else device
+    return _table(_runs(wanted, cases, place, precision, repeats * (source == "measured"), progress, memory_limit))
 
 
 def tradeoff(
