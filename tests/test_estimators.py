@@ -132,7 +132,8 @@ def test_fits_formulas_functions_and_predictions():
     assert comparison.find("shipped").rows == 3
     # Not fitted to: another dtype, another model.
     others = Table([row(dtype="float32"), row(model="flux")])
-    assert compare(others, fitted).rows == ()
+    with pytest.raises(ValueError, match=r"want one that is about sdxl decode float32, flux decode .* got fit"):
+        compare(others, fitted)
 
 
 def test_what_has_the_arguments_of_predict_is_asked_as_predict():
@@ -157,6 +158,7 @@ def test_what_has_the_arguments_of_predict_is_asked_as_predict():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ((Table(),), "table: want at least one row, got none"),
         ((Table([row()]), None, "seconds"), "target: want one of allocated_bytes, .* got 'seconds'"),
         ((Table([row()]), "forge"), "estimator: want one of comfyui, .* got 'forge'"),
         ((Table([row()]), 5), "estimator: want a name, a fit or a function of a row, got int"),
@@ -237,7 +239,7 @@ def test_figures(tmp_path):
     assert dots["comfyui"] == [pytest.approx(1 + median)]
     figure.savefig(tmp_path / "errors.png")
     with pytest.raises(ValueError, match="comparison: want an estimator that applies to a row"):
-        plot.estimator_errors(compare(table, {"none": lambda r: None}))
+        plot.estimator_errors(compare(table, {"nothing": lambda r: 0}))
     with pytest.raises(ValueError, match=r"comparison: want what vaemem.compare gives, got Table"):
         plot.estimator_errors(table)
     (axes,) = plot.implied_constants(table, {"decode": {"mine": 2200}}).axes

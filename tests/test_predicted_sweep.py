@@ -237,7 +237,16 @@ def test_pipelines_are_fitted_by_phase_and_compared():
         for side, row in zip((512, 768, 1024), whole, strict=True)
     ]
     assert [row.error for row in said.rows] == pytest.approx(want)
-    assert not compare(table, ["comfyui", predict]).rows and not said.left_out
+    assert not said.left_out
+    both = compare(table, ["comfyui", predict])
+    assert {row.estimator for row in both.rows} == {"predict"} and both.find("predict").rows == len(table)
+    assert both.find("predict").lowest == both.find("predict").highest == 0
+    tiled = sweep("sd15", "pipeline", 512, gpu="T4", offload="model", vae="tiled", prompt_tokens=154)
+    assert compare(tiled, predict).find("predict").highest == 0
+    larger = compare(table.filter(phase="decode"), functools.partial(predict, gpu="RTX 4090")).find("predict")
+    assert larger.lowest < 0
+    with pytest.raises(ValueError, match="estimators: want one that is about sd15 pipeline float16 on the CPU, got pr"):
+        compare(Table([row | {"device": "cpu"} for row in table]), predict)
 
 
 def test_pipelines_in_a_report():

@@ -6,13 +6,15 @@ import functools
 import inspect
 import math
 import operator
+import re
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vaemem._common import ELEMENT_BYTES, MIB, OPS, choose, grouped, listed, mib, need, render, whole
+from vaemem._common import ELEMENT_BYTES, MIB, OPS, choose, distinct, grouped, listed, mib, need, render, whole
 from vaemem.prediction.benchmark import BENCHMARK_TILE
+from vaemem.prediction.predict import predict as predict_vae
 from vaemem.sdcpp.graphs import LATENT_CHANNELS, SDCPP_VERSION, graph
 from vaemem.tables.fit import KEY, Fit, FittedLine
 from vaemem.tables.table import BYTE_COLUMNS, Row, Table, check_complete
@@ -294,7 +296,9 @@ class Comparison:
                 r, measured = compared[0].row, compared[0].measured
                 said = {row.estimator: f"{mib(row.estimate)} ({_percent(row.error)})" for row in compared}
                 size, shown = f"{r['height']}x{r['width']}", [said.get(name, "") for name in names]
-                lines.append([r["model"], r["op"], size, r["dtype"], mib(measured), *shown])
+                lines.append(
+                    [r["model"], " ".join(filter(None, (r["op"], r["phase"]))), size, r["dtype"], mib(measured), *shown]
+                )
             return ["model", "op", "size", "dtype", "rows' MiB", *names], lines
         for key, groups in grouped(sorted(self.groups, key=lambda g: g.model is None), lambda g: g[1:4]).items():
             said = {g.estimator: f"{_percent(g.median)} ({_percent(g.lowest)}..{_percent(g.highest)})" for g in groups}
@@ -348,10 +352,14 @@ def compare(table: Table, estimators: Any = None, target: str = "reserved_bytes"
     ------
     ValueError
         Unknown target or name, a row that lacks a value that is needed, a fit of another target, two estimators of one
-        name, or an estimator whose answer is no size.
+        name, an estimator whose answer is no size, or nothing to compare: no row, or none that an estimator is about.
 
     Notes
     -----
+    Rows of diffusers' pipelines are predicted by `vaemem.predict_pipeline` where `vaemem.predict` is asked: with the
+    size, batch, tokens, dtype, way and card of the row, and as is usual in what rows do not say: guidance, types of
+    weights.
+
     Rows that ran in tiles although their op does not say so are left out, and listed: no estimate of a whole image
     is about them. They are told by allocated bytes that do not grow with the pixels.
 
@@ -368,6 +376,8 @@ def compare(table: Table, estimators: Any = None, target: str = "reserved_bytes"
     table = Table(table)
     choose("target", target, BYTE_COLUMNS)
     chosen = _estimators(estimators, target)
+    if not len(table):
+        raise ValueError("table: want at least one row, got none")
     check_complete(table, target)
     for i, row in enumerate(table):
         if not row[target]:
@@ -380,13 +390,22 @@ def compare(table: Table, estimators: Any = None, target: str = "reserved_bytes"
             estimate = _estimate(estimator, row, target)
             if estimate is not None:
                 compared.append(ComparedRow(row, estimator.name, row[target], estimate, estimate / row[target] - 1))
+    if not compared:
+        names, kinds = (", ".join(distinct(all_of)) for all_of in ([one.name for one in chosen], map(_kind, table)))
+        raise ValueError(f"estimators: want one that is about {kinds}, got {names}")
     return Comparison(target, chosen, tuple(compared), Table(row for row, tiled in rows if tiled))
+
+
+def _kind(row: Row) -> str:
+    return f"{row['model']} {row['op']} {row['dtype']}{' on the CPU' if row['device'] == 'cpu' else ''}"
 
 
 def _estimate(estimator: Estimator, row: Row, target: str) -> float | None:
     value = estimator(dict(row))
     if value is None:
         return None
+    if isinstance(value, Mapping):  # a row
+        return value[target]  # type: ignore[no-any-return]
     value = getattr(value, target.removesuffix("_bytes"), value)  # a Prediction has .allocated and .reserved
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
         raise ValueError(f"estimator {estimator.name!r}: want bytes >= 0 or None, got {value!r}")
@@ -444,11 +463,14 @@ def _fitted(formulas: Fit, row: Row) -> float | None:
 def _predicted(predict: Callable[..., Any], row: Row) -> Any:
     """`vaemem.predict` asked for the row; what the row does not say, and what a partial has bound, stays as it is.
     Tables do not say a tile's side: it is the seed table's, which `vaemem.pytorch.measure` takes by default too."""
-    if row["runtime"] == "vaemem" or row["op"] == "pipeline":
+    bound = predict.keywords if isinstance(predict, functools.partial) else {}
+    if row["runtime"] == "vaemem":
         return None  # predicts PyTorch's VAEs, not this engine
+    if row["op"] == "pipeline":
+        is_ours = (predict.func if bound else predict) is predict_vae
+        return _pipeline_row(row, bound) if is_ours else None
     said = {name: row[name] for name in ("model", "op", "height", "width", "dtype", "batch", "runtime")}
     said |= {"gpu": row["device"], "tile": BENCHMARK_TILE if row["op"].endswith("_tiled") else None}
-    bound = predict.keywords if isinstance(predict, functools.partial) else {}
     known = inspect.signature(predict).parameters.keys() - bound
     asked = {name: value for name, value in said.items() if name in known and value is not None}
     if row["source"] == "predicted" and row["weights_bytes"]:  # weights may have been of another type than the run
@@ -459,6 +481,20 @@ def _predicted(predict: Callable[..., Any], row: Row) -> Any:
         ):
             return usual
     return predict(**asked)
+
+
+def _pipeline_row(row: Row, bound: Mapping[str, Any]) -> Row | None:
+    """The row of the same phase as `predict_pipeline` has it; None of what it does not know, or a row does not say."""
+    from vaemem.pipelines.predict_pipeline import PIPELINES, predict_pipeline  # half of this package's import
+
+    way = re.fullmatch(r"offload (none|model|sequential), VAE (whole|tiled|sliced)", row["way"] or "")
+    if not way or row["model"] not in PIPELINES or row["runtime"] != "diffusers" or row["device"] == "cpu":
+        return None
+    said = {name: row[name] for name in ("height", "width", "batch", "dtype") if row[name] is not None}
+    said |= {"prompt_tokens": row["tokens"], "offload": way[1], "vae": way[2], "image": row["phase"] == "encode image"}
+    said |= {"gpu": row["device"]} if row["device"] else {}
+    made = predict_pipeline(row["model"], **said | bound)
+    return next((one for one in Table(made.rows()) if one["phase"] == (row["phase"] or "whole")), None)
 
 
 def _percent(error: float) -> str:
