@@ -490,10 +490,10 @@ def _pipeline_row(row: Row, bound: Mapping[str, Any]) -> Row | None:
     way = re.fullmatch(r"offload (none|model|sequential), VAE (whole|tiled|sliced)", row["way"] or "")
     if not way or row["model"] not in PIPELINES or row["runtime"] != "diffusers" or row["device"] == "cpu":
         return None
-    said = {name: row[name] for name in ("height", "width", "batch", "dtype") if row[name] is not None}
+    said: dict[str, Any] = {name: row[name] for name in ("height", "width", "batch", "dtype")}
     said |= {"prompt_tokens": row["tokens"], "offload": way[1], "vae": way[2], "image": row["phase"] == "encode image"}
-    said |= {"gpu": row["device"]} if row["device"] else {}
-    made = predict_pipeline(row["model"], **said | bound)
+    told = {name: value for name, value in (said | {"gpu": row["device"]}).items() if value is not None}
+    made = predict_pipeline(row["model"], **told | dict(bound))
     return next((one for one in Table(made.rows()) if one["phase"] == (row["phase"] or "whole")), None)
 
 
