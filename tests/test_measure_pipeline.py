@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import csv
 import functools
 import importlib
-import io
 import json
+import sys
 import types
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +22,7 @@ import torch_pipelines
 from diffusers.models.attention_processor import AttnProcessor
 
 import vaemem.pytorch
-from vaemem import SimulatedProcess, predict_pipeline
+from vaemem import SimulatedProcess, Table, compare, predict, predict_pipeline
 from vaemem.__main__ import main
 from vaemem.pipelines.components import PIPELINES
 from vaemem.prediction.question import Software, find_card
@@ -131,7 +130,13 @@ def test_full_size_to_the_byte(monkeypatch, name, gpu, side, batch):
     for phase in measured.phases:
         said = measured.predicted[phase.name]
         assert (said.allocated, said.reserved) == (phase.allocated, phase.reserved), phase.name
-    assert {row["reserved_error_percent"] for row in measured.rows()} == {0.0}
+    assert {row["reserved_error_percent"] for row in measured._lines()} == {0.0}
+    table = Table(measured.rows())
+    assert {row["model"] for row in table} == {name} and {row["source"] for row in table} == {"measured"}
+    parts = table.filter(phase=phases)
+    said = compare(parts, predict)  # with workspaces, which these cards have not
+    assert [row.measured for row in said.rows] == [phase.reserved for phase in measured.phases]
+    assert said.rows[0].estimate == pytest.approx(said.rows[0].measured, rel=0.05)
 
 
 def test_a_prompt_that_is_not_encoded_is_not_predicted(monkeypatch):
@@ -371,7 +376,8 @@ def test_out_of_memory_is_reported_with_what_was_measured(small, role, on, phase
 def test_out_of_memory_while_it_is_loaded(small):
     found = measured(raiser(FULL))
     assert found.out_of_memory_at[0] == "load" and [phase.fits for phase in found.phases] == [False]
-    assert found.rows()[0]["pipeline"] is None and "A pipeline 48x32 (cpu)" in str(found)
+    assert found._lines()[0]["pipeline"] is None and "A pipeline 48x32 (cpu)" in str(found)
+    assert found.rows() == [] and found.to_csv() == Table().to_csv()  # what did not go through is no run
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("CUDA error: an illegal access")])
@@ -389,6 +395,8 @@ def test_arguments_are_checked_before_anything_runs(small):
     pipe = small("sd")
     for wanted, call in (
         ("height: want a whole", lambda: measure_pipeline(pipe, 0, 32)),
+        ("width: want a multiple of 8", lambda: measure_pipeline(pipe, 64, 36)),
+        ("steps: want a whole number of at least 1", lambda: measure_pipeline(pipe, 64, 64, steps=0)),
         ("pipe: want a pipeline of diffusers or a function", lambda: measure_pipeline("sd15", 64, 64)),
         ("device: want one that is there", lambda: measure_pipeline(pipe, 64, 64, device="cuda")),
         ("pipe: want a pipeline with a VAE", lambda: measure_pipeline(diffusers.DDPMPipeline(None, None), 64, 64)),
@@ -424,13 +432,40 @@ def result(**more):
 def test_rows_and_files(tmp_path):
     found, file = result(), tmp_path / "measured.csv"
     found.to_csv(file)
-    load, denoise = csv.DictReader(io.StringIO(file.read_text()))
-    assert (load["allocated_error_percent"], load["reserved_error_percent"], load["seconds"]) == ("50.0", "0.0", "1.25")
-    assert denoise["predicted_allocated_bytes"] == str(3 << 20) and denoise["allocated_error_percent"] == ""
-    assert load["versions"] == "torch 2.9.1, x 1" and load["offload"] == "model" and denoise["fits"] == "False"
+    assert Table.from_csv(file) == Table(found.rows())
+    (load,) = Table.from_csv(file)  # nothing of the phase that did not go through, nor of the whole
+    assert (load["allocated_bytes"], load["reserved_bytes"], load["seconds"]) == (2 << 20, 4 << 20, 1.25)
+    assert (load["model"], load["op"], load["phase"]) == ("FluxPipeline", "pipeline", "load")
+    assert (load["way"], load["device"], load["source"]) == ("offload model, VAE whole", "NVIDIA L4", "measured")
+    assert load["versions"] == "torch 2.9.1, x 1, steps 2" and load["runtime"] == "diffusers"
     data = json.loads(found.to_json())
-    assert data["out_of_memory_at"] == ["denoise", "no room"] and data["phases"][0]["seconds"] == 1.25
+    assert data["out_of_memory_at"] == ["denoise", "no room"]
+    load, denoise = data["phases"]
+    assert (load["allocated_error_percent"], load["reserved_error_percent"], load["seconds"]) == (50, 0, 1.25)
+    assert denoise["predicted_allocated_bytes"] == 3 << 20 and denoise["allocated_error_percent"] is None
+    assert not denoise["fits"] and load["offload"] == "model"
     assert "+50.0" in str(found) and "| load" in found.to_markdown() and "<td>+50.0</td>" in found._repr_html_()
+
+
+def test_what_is_measured_is_fitted_compared_and_reported(small, tmp_path, capsys):
+    """By the commands too: rows of two sizes, and what the phases of each have in common."""
+    tables = [Table(measure_pipeline(small("sd"), 48, side, steps=1).rows()) for side in (32, 64)]
+    table, file = tables[0] + tables[1], tmp_path / "m.csv"
+    table.to_csv(file)
+    assert [row["phase"] for row in tables[0]] == ["encode prompt", "denoise", "decode", "whole"]
+    *phases, whole = tables[0]
+    assert whole["reserved_bytes"] == max(row["reserved_bytes"] for row in phases)
+    assert whole["tokens"] == torch_pipelines.MAX_LENGTH
+    assert whole["seconds"] == pytest.approx(sum(row["seconds"] for row in phases), abs=1e-5)
+    assert main(["fit", str(file)]) == 0
+    assert "StableDiffusionPipeline pipeline decode: allocated_bytes = " in capsys.readouterr().out
+    assert main(["report", str(file), "--out", str(tmp_path / "r"), "--no-plots"]) == 0
+    assert "StableDiffusionPipeline on cpu" in (tmp_path / "r" / "report.md").read_text()
+    assert main(["compare", str(file), "--predict"]) == 2
+    assert "StableDiffusionPipeline pipeline float32 on the CPU, got predict" in capsys.readouterr().err
+    Table(row | {"model": "sd15", "device": "Tesla T4", "dtype": "float16", "height": 64} for row in table).to_csv(file)
+    assert main(["compare", str(file), "--predict", "--rows"]) == 0
+    assert "pipeline denoise        64x32  float16" in capsys.readouterr().out
 
 
 def test_without_a_prediction_its_columns_are_not_shown():
@@ -448,12 +483,43 @@ def test_the_command(small, tmp_path, monkeypatch, capsys):
     assert main([*arguments, "--dtype", "fp16", "--no-guidance", "--prompt", "a", "-o", str(file)]) == 0
     asked = {"dtype": "float16", "offload": "model", "vae": "tiled", "random": True}
     assert [(args, {key: k[key] for key in asked}) for args, k in made] == [(("sd15",), asked)]
-    rows = list(csv.DictReader(file.open()))
-    assert [row["phase"] for row in rows] == ["load", "encode prompt", "denoise", "decode"]
+    rows = Table.from_csv(file)
+    assert [row["phase"] for row in rows] == ["load", "encode prompt", "denoise", "decode", "whole"]
     assert "vaemem 0" in rows[0]["versions"] and Meter.log.count("text_encoder") == 1
-    assert capsys.readouterr().out.startswith("StableDiffusionPipeline 48x32 (cpu), batch 1, steps 2")
+    said = capsys.readouterr()
+    assert said.out.startswith("StableDiffusionPipeline 48x32 (cpu), batch 1, steps 2")
+    assert said.err.startswith("vaemem measure: PyTorch finds no GPU, so it runs on the CPU: reserved is the process's")
     monkeypatch.setattr(vaemem.pytorch, "load_pipeline", lambda *_, **__: raiser(FULL)())
     assert main([*arguments]) == 1 and "Out of memory in load" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["sd15", "512", "--random", "--steps", "0"], "--steps: want a whole number of at least 1, got 0"),
+        (["sd15", "512", "--random", "--batch", "0"], "--batch: want a whole number of at least 1, got 0"),
+        (["sd15", "512x516", "--random"], "width: want a multiple of 8 up to 1048576 for sd15, got 516"),
+        (["flux", "520", "--random"], "height: want a multiple of 16 up to 1048576 for flux, got 520"),
+        (["absent", "516"], "height: want a multiple of 8 up to 1048576, got 516"),
+        (["sd3", "512", "--random"], "source: want one of sd15, sdxl, flux, flux-schnell, zimage-turbo, got 'sd3'"),
+    ],
+)
+def test_the_command_refuses_before_anything_is_built(arguments, message, monkeypatch, capsys):
+    monkeypatch.setattr(vaemem.pytorch, "load_pipeline", lambda *_, **__: pytest.fail("it was built"))
+    assert main(["measure", *arguments]) == 2
+    assert capsys.readouterr().err == f"vaemem measure: {message}\n"
+
+
+def test_what_is_loaded_is_checked_before_it_is_built(monkeypatch, capsys):
+    monkeypatch.setattr(loading, "_random_pipeline", lambda *_: pytest.fail("it was built"))
+    with pytest.raises(ValueError, match="dtype: want one of float32"):
+        load_pipeline("sd15", "int8", random=True)
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    with pytest.raises(ImportError, match=r"offload model needs accelerate: pip install 'vaemem\[diffusers\]'"):
+        load_pipeline("sd15", offload="model", random=True)
+    assert main(["measure", "sd15", "512"]) == 2
+    said = capsys.readouterr().err
+    assert "source: want a folder of diffusers', an id whose files are in the Hub's cache, or with --random one" in said
 
 
 def test_a_folder_is_loaded_offline(tmp_path):

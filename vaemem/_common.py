@@ -51,6 +51,7 @@ EXTRAS = {  # that bring a package
     "PIL": "image",
     "torch": "pytorch",
     "diffusers": "diffusers",
+    "accelerate": "diffusers",
     "argcomplete": "completion",
     "gguf": "gguf",
 }

@@ -45,6 +45,7 @@ from vaemem._common import (
 from vaemem.cli.flags import FLAGS, WORDS, FlagSettings, count
 from vaemem.engine import latents, layouts, weights
 from vaemem.engine.device import open_device
+from vaemem.pipelines.asked import image_sides
 from vaemem.pipelines.components import PIPELINES, SPELT_PIPELINES
 from vaemem.prediction.verdict import DOES_NOT_FIT, TIGHT
 from vaemem.published import reproduce
@@ -373,14 +374,22 @@ def run_measure(args: argparse.Namespace, asked: dict[str, Any]) -> int:
     loaded = {name: asked[name] for name in ("dtype", "offload", "vae") if name in asked}
     called: dict[str, Any] = {name: asked[name] for name in ("batch", "steps") if name in asked}
     known = PIPELINES[meant("source", args.source, PIPELINES, SPELT_PIPELINES)] if args.random else None
+    height, width = args.size
     if known:
+        image_sides(height, width, known.stride, f" for {args.source}")
         called.setdefault("steps", known.steps)
     if not args.guidance or (known and not known.guides):
         called["guidance_scale"] = 0.0
     elif known:
         called["negative_prompt"] = ""
-    load = functools.partial(pytorch.load_pipeline, args.source, random=args.random, **loaded)
-    measured = pytorch.measure_pipeline(load, *args.size, prompt=args.prompt, **called)
+
+    def load() -> Any:
+        if pytorch.measuring.find_device(None).type == "cpu":
+            said = "reserved is the process's resident size, allocated is not known, and nothing is predicted"
+            print(f"vaemem measure: PyTorch finds no GPU, so it runs on the CPU: {said}", file=sys.stderr)
+        return pytorch.load_pipeline(args.source, random=args.random, **loaded)
+
+    measured = pytorch.measure_pipeline(load, height, width, prompt=args.prompt, **called)
     _print(measured, args.format)
     if args.csv:
         measured.to_csv(args.csv)

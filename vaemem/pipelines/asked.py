@@ -14,7 +14,7 @@ from vaemem._common import DTYPES, ELEMENT_BYTES, Message, Named, choose, meant,
 from vaemem.engine.limits import parse_size
 from vaemem.engine.weights import tensor_types
 from vaemem.pipelines import programs
-from vaemem.pipelines.components import PIPELINES, Pipeline, weights_of
+from vaemem.pipelines.components import PIPELINES, VAE_STRIDE, Pipeline, weights_of
 from vaemem.pipelines.storage import BITSANDBYTES, FOUR_BITS, GGML, SPELT, TYPES, Stored, stored
 from vaemem.prediction.gpus import Gpu
 from vaemem.prediction.question import MOST_SIDE, Asked, Card, Software
@@ -232,6 +232,15 @@ class PipelineQuestion(Asked):
         return replace(self, offload=offload, on_cpu=on_cpu, vae=vae, vae_limit=limit)
 
 
+def image_sides(height: int, width: int, stride: int = VAE_STRIDE, what: str = "") -> tuple[int, int]:
+    """An image's height and width as they are; ValueError where one of them cannot be, for `what`."""
+    sides = {"height": whole("height", height), "width": whole("width", width)}
+    for name, value in sides.items():
+        if value % stride or value > MOST_SIDE:
+            raise ValueError(f"{name}: want a multiple of {stride} up to {MOST_SIDE}{what}, got {value}")
+    return sides["height"], sides["width"]
+
+
 def ask_pipeline(
     pipeline: str, height: int, width: int, batch: int, card: Card, software: Software, *,
     prompt_tokens: int | None, guidance: bool, dtype: str | None, components: Mapping[str, Any] | None, image: bool,
@@ -241,10 +250,7 @@ def ask_pipeline(
     cannot be answered."""
     known = PIPELINES[pipeline]
     dtype = known.dtype if dtype is None else meant("dtype", dtype, DTYPES)
-    height, width = whole("height", height), whole("width", width)
-    for name, value in (("height", height), ("width", width)):
-        if value % known.stride or value > MOST_SIDE:
-            raise ValueError(f"{name}: want a multiple of {known.stride} up to {MOST_SIDE} for {pipeline}, got {value}")
+    height, width = image_sides(height, width, known.stride, f" for {pipeline}")
     tokens = known.tokens if prompt_tokens is None else whole("prompt_tokens", prompt_tokens, most=MOST_TOKENS)
     return PipelineQuestion(
         card, software, pipeline, height, width, whole("batch", batch), tokens, guidance, steps, image,

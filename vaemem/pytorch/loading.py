@@ -12,7 +12,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from vaemem import _core
-from vaemem._common import DTYPES, choose, meant, need
+from vaemem._common import DTYPES, Message, Named, choose, meant, need
 from vaemem.engine.layouts import config_of
 from vaemem.pipelines.asked import OFFLOADS, VAE_WAYS
 from vaemem.pipelines.components import CLIP_TOKENS, CLIPS, PIPELINES, SPELT_PIPELINES
@@ -234,15 +234,22 @@ def load_pipeline(
     place = find_device(device)
     choose("offload", offload, OFFLOADS)
     choose("vae", vae, VAE_WAYS[:-1])
+    dtype = None if dtype is None else meant("dtype", dtype, DTYPES)
+    if offload != "none":
+        need("accelerate", f"offload {offload}")
     if random:
         name = meant("source", source, PIPELINES, SPELT_PIPELINES)
-        pipe = _random_pipeline(name, meant("dtype", dtype or PIPELINES[name].dtype, DTYPES))
+        pipe = _random_pipeline(name, dtype or PIPELINES[name].dtype)
     else:
         loader = need("diffusers", "load_pipeline").DiffusionPipeline
-        class_name = loader.load_config(source, local_files_only=True)["_class_name"]
+        try:
+            class_name = loader.load_config(source, local_files_only=True)["_class_name"]
+        except OSError as error:
+            wanted = "source: want a folder of diffusers', an id whose files are in the Hub's cache, or with "
+            names = f" one of {', '.join(PIPELINES)}, got {source!r}"
+            raise FileNotFoundError(Message(wanted, Named("random", True), names)) from error
         usual = next((kind.dtype for kind in PIPELINES.values() if kind.class_name == class_name), "bfloat16")
-        run = getattr(torch, meant("dtype", dtype or usual, DTYPES))
-        pipe = loader.from_pretrained(source, torch_dtype=run, local_files_only=True)
+        pipe = loader.from_pretrained(source, torch_dtype=getattr(torch, dtype or usual), local_files_only=True)
     if vae != "whole":
         pipe.vae.enable_tiling() if vae == "tiled" else pipe.vae.enable_slicing()
     if offload == "none":

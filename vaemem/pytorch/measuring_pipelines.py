@@ -20,14 +20,15 @@ from typing import Any, NamedTuple
 import torch
 
 from vaemem._common import MIB, __version__, html_table, render, whole
-from vaemem.pipelines.asked import Part, PipelineQuestion, ask_pipeline
-from vaemem.pipelines.components import PIPELINES, VAE_STRIDE
+from vaemem.pipelines.asked import Part, PipelineQuestion, ask_pipeline, image_sides
+from vaemem.pipelines.components import PIPELINES, VAE_STRIDE, weights_of
 from vaemem.pipelines.pipeline_run import Phase
 from vaemem.pipelines.predict_pipeline import PipelinePrediction
 from vaemem.pipelines.ways import Written
 from vaemem.prediction.gpus import CONTEXT
 from vaemem.prediction.question import Card, Software, find_card, usual_tile
 from vaemem.pytorch.measuring import CpuMeter, CudaMeter, cudnn_version, find_device, what_ran
+from vaemem.tables.table import Table
 
 # Arguments of a pipeline's call that do not change what is predicted, or only what the denoiser's first call shows.
 _HARMLESS = {
@@ -87,7 +88,8 @@ class MeasuredPipeline(Written):
     out_of_memory_at : tuple of (str, str) or None
         The phase, and what PyTorch said.
     asked : dict
-        What ran: pipeline, height, width, batch, steps, dtype, offload, vae, device.
+        What ran: pipeline (its class), model (the name that vaemem knows it by; else its class), height, width, batch,
+        steps, tokens, dtype, offload, vae, device.
     versions : str
         ``"torch 2.9.1+cu128, cudnn 9.10.2, ..."``
     notes : tuple of str
@@ -98,9 +100,9 @@ class MeasuredPipeline(Written):
     >>> from vaemem.pytorch import MeasuredPhase, MeasuredPipeline
     >>> asked = {"pipeline": "FluxPipeline", "height": 1024, "width": 1024, "device": "NVIDIA L40S"}
     >>> phases = [MeasuredPhase("decode", 3 << 30, 4 << 30, 1.5)]
-    >>> row, = MeasuredPipeline(asked, phases, {}, None, "torch 2.9.1", []).rows()
-    >>> row["phase"], row["reserved_bytes"], row["reserved_error_percent"], row["versions"]
-    ('decode', 4294967296, None, 'torch 2.9.1')
+    >>> table = Table(MeasuredPipeline(asked, phases, {}, None, "torch 2.9.1", []).rows())
+    >>> [(row["source"], row["phase"], row["reserved_bytes"], row["seconds"]) for row in table]
+    [('measured', 'decode', 4294967296, 1.5), ('measured', 'whole', 4294967296, 1.5)]
     """
 
     def __init__(
@@ -110,11 +112,34 @@ class MeasuredPipeline(Written):
         self.asked, self.phases, self.predicted, self.versions = dict(asked), tuple(phases), dict(predicted), versions
         self.out_of_memory_at = (phases[-1].name, out_of_memory) if out_of_memory is not None else None
         self.notes = tuple(notes)
-        said = {name: value for name, value in self.asked.items() if value is not None}
+        said = {name: value for name, value in self.asked.items() if value is not None and name != "model"}
         size = f"{said.pop('pipeline', 'A pipeline')} {said.pop('height')}x{said.pop('width')} ({said.pop('device')})"
         self.title = ", ".join([size, *(f"{name} {value}" for name, value in said.items())])
 
     def rows(self) -> list[dict[str, Any]]:
+        """Rows of a `vaemem.Table`, one a phase that went through, and where all did one of the whole, with the most of
+        their bytes and the sum of their seconds."""
+        asked, done = self.asked, [phase for phase in self.phases if phase.fits]
+        run = {name: asked.get(name) for name in ("height", "width", "batch", "tokens", "dtype", "device")} | {
+            "model": asked.get("model") or asked.get("pipeline"), "op": "pipeline", "runtime": "diffusers",
+            "way": f"offload {asked.get('offload')}, VAE {asked.get('vae')}", "source": "measured",
+            "versions": f"{self.versions}, steps {asked.get('steps')}",
+        }  # fmt: skip
+        if self.phases and not self.out_of_memory_at:
+            allocated = [phase.allocated for phase in done if phase.allocated is not None]
+            most = max(allocated, default=None), max(phase.reserved for phase in done)
+            done.append(MeasuredPhase("whole", *most, sum(phase.seconds for phase in done)))
+        return [
+            run | {"phase": phase.name, "allocated_bytes": phase.allocated, "reserved_bytes": phase.reserved}
+            | {"seconds": round(phase.seconds, 6)}
+            for phase in done
+        ]  # fmt: skip
+
+    def to_csv(self, path: str | os.PathLike[str] | None = None) -> str | None:
+        """`rows` as the CSV of a `vaemem.Table`, which `vaemem.fit`, `compare` and `report` read."""
+        return Table(self.rows()).to_csv(path)
+
+    def _lines(self) -> list[dict[str, Any]]:
         """One dict a phase: bytes measured and predicted, the error in percent of the former, seconds, what ran."""
         rows = []
         for phase in self.phases:
@@ -130,7 +155,7 @@ class MeasuredPipeline(Written):
 
     def _data(self) -> dict[str, Any]:
         return {
-            **self.asked, "versions": self.versions, "phases": self.rows(), "notes": self.notes,
+            **self.asked, "versions": self.versions, "phases": self._lines(), "notes": self.notes,
             "out_of_memory_at": self.out_of_memory_at,
         }  # fmt: skip
 
@@ -140,7 +165,7 @@ class MeasuredPipeline(Written):
         shown = {f"{name}_bytes": f"{name} MiB" for name in _COUNTERS}
         for name in _COUNTERS:
             shown |= {f"predicted_{name}_bytes": f"{name} predicted", f"{name}_error_percent": f"{name} error %"}
-        rows = self.rows()
+        rows = self._lines()
         for key in [key for key in rows[0] if key in shown]:
             if any(row[key] is not None for row in rows):
                 form = "{:+.1f}" if key.endswith("percent") else "{:.0f}"
@@ -363,7 +388,7 @@ def _predicted(
 ) -> tuple[dict[str, Phase], list[str]]:
     """What is predicted of each phase on this card, as full as it is, and notes; ValueError says why nothing is."""
     if place.type != "cuda":
-        raise ValueError("it ran on a CPU, whose reserved is the process's resident size")
+        raise ValueError("it ran on a CPU, where reserved is the process's resident size and allocated is not known")
     if seen is None:
         raise ValueError("the call of the denoiser, which shows what runs, was not seen")
     if unknown := list(_unusual(pipe, call)):
@@ -456,12 +481,14 @@ def measure_pipeline(
     >>> [phase.name for phase in measured.phases], measured.notes
     (['denoise', 'decode'], (...Nothing is predicted, because it ran on a CPU, ...)
     """
-    height, width, batch = whole("height", height), whole("width", width), whole("batch", batch)
+    (height, width), batch = image_sides(height, width), whole("batch", batch)
+    steps = None if steps is None else whole("steps", steps)
     is_made = hasattr(pipe, "components")
     if not is_made and not callable(pipe):
         raise TypeError(f"pipe: want a pipeline of diffusers or a function that makes one, got {type(pipe).__name__}")
     place = find_device(pipe._execution_device if is_made and device is None else device)
-    asked: dict[str, Any] = dict.fromkeys(("pipeline", "height", "width", "batch", "steps", "dtype", "offload", "vae"))
+    asked: dict[str, Any] = dict.fromkeys(("pipeline", "model", "height", "width", "batch", "steps", "tokens"))
+    asked |= dict.fromkeys(("dtype", "offload", "vae"))
     asked |= {"height": height, "width": width, "batch": batch, "steps": steps}
     asked["device"] = torch.cuda.get_device_name(place) if place.type == "cuda" else "cpu"
     notes, predicted, full = list[str](), dict[str, Phase](), None
@@ -487,6 +514,7 @@ def measure_pipeline(
         except torch.cuda.OutOfMemoryError as error:
             full = str(error)
             phases.end(fits=False)
+    asked["tokens"] = phases.seen and phases.seen.tokens
     if beside > MIB:
         notes.append(
             f"{beside / MIB:.0f} MiB were allocated beside the pipeline before: they count in what is measured."
@@ -514,11 +542,17 @@ def _described(pipe: Any, place: Any, asked: Mapping[str, Any]) -> dict[str, Any
         raise ValueError(f"pipe: want a pipeline with a VAE and a UNet or a transformer, got {type(pipe).__name__}")
     if find_device(pipe._execution_device) != place:
         raise ValueError(f"device: want the pipeline's, which is {pipe._execution_device}, got {place}")
-    steps = asked["steps"]
+    steps, model, of_class = asked["steps"], type(pipe).__name__, type(pipe).__name__.replace("Img2Img", "")
+    shapes = Counter(tuple(tensor.shape) for tensor in _tensors(_denoiser(pipe)))
+    for name, kind in PIPELINES.items():
+        if kind.class_name == of_class:
+            image_sides(asked["height"], asked["width"], kind.stride, f" for {of_class}")
+            known = Counter(weight.shape for weight in weights_of(kind.parts[kind.denoiser]))
+            model = name if shapes == known else model
     if steps is None:
         steps = inspect.signature(pipe.__call__).parameters["num_inference_steps"].default
     return {
-        "pipeline": type(pipe).__name__, "steps": steps, "dtype": _dtype(_denoiser(pipe)),
+        "pipeline": type(pipe).__name__, "model": model, "steps": steps, "dtype": _dtype(_denoiser(pipe)),
         "offload": _offload(pipe, place), "vae": _vae_way(pipe.vae, asked["batch"]),
     }  # fmt: skip
 

@@ -467,8 +467,7 @@ def _predicted(predict: Callable[..., Any], row: Row) -> Any:
     if row["runtime"] == "vaemem":
         return None  # predicts PyTorch's VAEs, not this engine
     if row["op"] == "pipeline":
-        is_ours = (predict.func if bound else predict) is predict_vae
-        return _pipeline_row(row, bound) if is_ours else None
+        return _pipeline_row(row, bound) if getattr(predict, "func", predict) is predict_vae else None
     said = {name: row[name] for name in ("model", "op", "height", "width", "dtype", "batch", "runtime")}
     said |= {"gpu": row["device"], "tile": BENCHMARK_TILE if row["op"].endswith("_tiled") else None}
     known = inspect.signature(predict).parameters.keys() - bound
