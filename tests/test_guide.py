@@ -95,7 +95,11 @@ def test_printed(capsys):
 
 def test_shown(judged):
     said = str(judged)
-    assert said.count("\n\n") == len(judged) and "RTX 5070 Ti" in said.partition("\n")[0]
+    answer, about, *_ = said.splitlines()
+    told = [int(number) for number in re.findall(r"\d+", answer)]
+    verdicts = [one.verdict for _, one in judged]
+    assert told == [len(judged), *(verdicts.count(one) for one in (HOLDS, FAILS, UNKNOWN))] and sum(told[1:]) == told[0]
+    assert said.count("\n\n") == len(judged) and "RTX 5070 Ti" in about
     assert max(map(len, said.splitlines())) <= 120
 
 

@@ -163,6 +163,10 @@ def test_the_times_are_those_of_predictions(timed):
 
 
 def test_the_times_are_printed(capsys):
-    assert main(["reproduce", "--seconds"]) == 0
+    """Beside what else is asked for."""
+    assert main(["reproduce", "--seconds", "--plan"]) == 0
     said = capsys.readouterr().out
+    assert said.startswith("Predicted seconds are off by ") and "\n\nzimage-turbo 1024x1024 by sd.cpp" in said
+    _, mean, worst = next(line for line in said.splitlines() if line.startswith("all ")).split()[1:4]
+    assert f" {mean.rstrip(',')} in the mean, and by {worst} at the worst, over 98 " in said.partition("\n")[0]
     assert "98 of 98 times lie in the predicted band" in said and "sdxl decode_tiled float32     6" in said

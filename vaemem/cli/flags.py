@@ -205,10 +205,13 @@ FLAGS: dict[str, FlagSettings] = {
     "application": _flag(choices=APPLICATIONS),
     "dtypes": _flag("The types of numbers.", type=_dtype, nargs="+", choices=DTYPES),
     "sides": _flag(type=count, nargs="+", metavar="PIXELS"),
-    "plan": _flag("Show eight published ways to fit a 12 GB card instead, and ours.", action="store_true"),
+    "plan": _flag("Show eight published ways to fit a 12 GB card, and ours.", action="store_true"),
     "seconds": _flag("Show how far off the published benchmark's times the predicted ones are.", action="store_true"),
-    "equation": _flag("Judge a published equation for SD 1.5 instead, term by term.", action="store_true"),
-    "guide": _flag("Judge a guide to a VAE's performance instead, claim by claim.", action="store_true"),
+    "equation": _flag("Judge a published equation for SD 1.5, term by term.", action="store_true"),
+    "guide": _flag(
+        "Judge a guide to a VAE's performance, claim by claim. Without any of these four it shows the benchmark.",
+        action="store_true",
+    ),
 }
 
 

@@ -10,6 +10,7 @@ import json
 import re
 import textwrap
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -45,8 +46,11 @@ class Guide(Checked):
     __slots__ = ()
 
     def __str__(self) -> str:
+        count = Counter(finding.verdict for _, finding in self)
+        card = find_gpu(CARD).name
         parts = [
-            f"Judged for {MODEL}'s decode in {DTYPE} by diffusers on {find_gpu(CARD).name}, where nothing else is said."
+            f"Of {len(self)} claims {count[HOLDS]} hold, {count[FAILS]} do not, and {count[UNKNOWN]} need a GPU.\n"
+            f"Judged for {MODEL}'s decode in {DTYPE} by diffusers on {card}, where nothing else is said."
         ]
         for number, (claim, finding) in enumerate(self, 1):
             told = textwrap.fill(
@@ -69,7 +73,8 @@ def judge_guide() -> Guide:
     Examples
     --------
     >>> print(Guide((claim, claim.check(None)) for claim in GUIDE[:2]))  # the first two, which only count
-    Judged for sdxl's decode in bfloat16 by diffusers on NVIDIA GeForce RTX 5070 Ti, where nothing else is said...
+    Of 2 claims 0 hold, 2 do not, and 0 need a GPU.
+    ...
     """
     return Guide((claim, claim.check(None)) for claim in GUIDE)
 
