@@ -170,7 +170,7 @@ class PipelinePlan(Written):
     >>> plan["decoder only, denoiser unloaded, float32"].summary
     'runs out in decode, lacks ... MiB'
     >>> print(plan)
-    sd15 1536x1536 by mlx...
+    Take whole VAE, denoiser kept, bfloat16. It is the plainest of ...
     """
 
     def __init__(
@@ -239,13 +239,18 @@ class PipelinePlan(Written):
 
     @property
     def reason(self) -> str:
-        """Why that one."""
+        """Which to take and why, and why not others."""
+        return " ".join(filter(None, self._advice))
+
+    @property
+    def _advice(self) -> tuple[str, str]:
+        """`reason` in two parts: what to do, and why not otherwise."""
         best, plainest = self.recommended, self.outcomes[0]
         if best is None:
             # One that has memory enough, and time or the host's memory too little, comes nearer than one that has not.
             order = {"time": 0, "host": 1}
             nearest = min(self.outcomes, key=lambda one: (order.get(one.fails_in or "", 2), one.short))
-            return f"Nothing fits. {nearest.way.name} comes nearest: it {nearest.summary}."
+            return f"Nothing fits. {nearest.way.name} comes nearest: it {nearest.summary}.", ""
         alone, peers = len(self._alike) == 1, [one.way.name for one in self._peers if one is not best]
         ending = "s" if alone else ""
         through = f"fit{ending}" if best.verdict == FITS else f"go{'es' * alone} through"
@@ -265,7 +270,7 @@ class PipelinePlan(Written):
         took += f" It keeps {best.way.host / MIB:.0f} MiB of weights in the host's memory." if best.way.host else ""
         took += self._of_measured(best)
         faster = "".join(self._faster(best))
-        return f"Take {best.way.name}. {which}.{took}{tight}{why}{faster}"
+        return f"Take {best.way.name}. {which}.{took}{tight}", f"{why}{faster}".strip()
 
     def _of_measured(self, best: Outcome) -> str:
         """Where some ways were measured: whether this one was, or which of those was the fastest."""
@@ -367,8 +372,13 @@ class PipelinePlan(Written):
 
     def _text(self, markdown: bool = False) -> str:
         card = "" if self.room.card is None else f", {self.room.card / MIB:.0f} MiB of it for the run"
-        parts = [f"{self.title}{card}", render(*self._grid(), markdown=markdown)]
-        parts.append(self.reason)
+        advice, why = self._advice
+        parts = [
+            advice,
+            f"Asked: {self.title}{card}",
+            render(*self._grid(), markdown=markdown),
+            *([why] if why else []),
+        ]
         works = [phase.work for one in self.outcomes for phase in one.way.phases]
         used = {name for work in works for name, amount in work.items() if amount}
         if self.machine:
@@ -394,8 +404,10 @@ class PipelinePlan(Written):
         header, lines = self._grid()
         best = self.recommended
         bold = lines[self.outcomes.index(best)] if best else None
-        said = "".join(f"<p>{html.escape(text)}</p>" for text in (self.reason, *self.notes))
-        return f"<p>{html.escape(self.title)}</p>{html_table(header, lines, bold)}{said}"
+        advice, *said = (
+            f"<p>{html.escape(text)}</p>" for text in (self._advice[0], self.title, self._advice[1], *self.notes)
+        )
+        return f"{advice}{said[0]}{html_table(header, lines, bold)}{''.join(said[1:])}"
 
 
 def _runs(ways: Sequence[Way], measured: Any) -> list[tuple[Mapping[str, float], float]]:
