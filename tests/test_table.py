@@ -259,19 +259,29 @@ def test_what_people_see():
     assert text.startswith("Table, 2 rows\n") and "allocated MiB" in text and "8589934592.00" in text
     assert "seconds" not in repr(Table([ROW])), "columns that hold nothing are left out"
     assert repr(Table()) == "Table, 0 rows"
-    assert len(repr(Table([ROW] * 1000)).splitlines()) == 23  # count, header, 10, a gap, 10
+    assert len(repr(Table([ROW] * 1000)).splitlines()) == 24  # count, what is in each, header, 10, a gap, 10
     page = Table([ROW | {"model": "<b>"}, ROW])._repr_html_()
     assert "&lt;b&gt;" in page and "<b>" not in page and page.count("<tr>") == 3
     assert "versions" not in text + page, "longer than all others together"
 
 
-def test_a_notebook_says_what_all_rows_have_in_common_once():
+def test_what_all_rows_have_in_common_is_said_once():
     one, two = ROW | {"dtype": "float16", "width": 8}, ROW | {"dtype": "float16", "width": 16}
-    head, below = Table([one, two])._repr_html_().split("</table>")
-    assert "float16" not in head and "dtype float16" in below and "<th>width</th>" in head
-    head, below = Table([one, two | {"dtype": "float32"}])._repr_html_().split("</table>")
-    assert "<td>float16</td>" in head and "<td>float32</td>" in head and "dtype" not in below
+    above, head = Table([one, two])._repr_html_().split("<table>")
+    assert "float16" not in head and "dtype float16" in above and "<th>width</th>" in head
+    lines = repr(Table([one, two])).splitlines()
+    assert lines[1].startswith("in each: model ") and "dtype float16" in lines[1] and "float16" not in lines[2]
+    above, head = Table([one, two | {"dtype": "float32"}])._repr_html_().split("<table>")
+    assert "<td>float16</td>" in head and "<td>float32</td>" in head and "dtype" not in above
     assert "<th>height</th>" in head, "a size stays, though all have it"
+    assert "in each" not in repr(Table([one])) and "float16" in repr(Table([one])).splitlines()[2]
+
+
+def test_a_table_of_pipelines_is_as_narrow_as_a_terminal():
+    table = Table(vaemem.predict_pipeline("sd15", 512, 512, gpu="T4").rows())
+    above, caption, *lines = repr(table).splitlines()
+    assert above == "Table, 5 rows" and "way offload none, VAE whole, device Tesla T4, source predicted" in caption
+    assert max(map(len, lines)) <= 100
 
 
 def test_render_aligns():

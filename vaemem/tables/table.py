@@ -65,7 +65,6 @@ SCHEMA: tuple[Column, ...] = (
 COLUMNS: tuple[str, ...] = tuple(column.name for column in SCHEMA)
 BYTE_COLUMNS = tuple(column.name for column in SCHEMA if column.kind == "bytes")
 _KIND = {column.name: column.kind for column in SCHEMA}
-_SAID_ONCE = ("batch", "dtype", "runtime", "device", "source")  # in a notebook, where all rows have the same
 _FLOATS = ("seconds", "ratio")
 _REPR = reprlib.Repr()  # what came may be anything, of any size and depth
 
@@ -347,7 +346,7 @@ class Table(Sequence[Row]):
             return cls(rows)
 
     def to_markdown(self) -> str:
-        """What `print` shows, as a Markdown table.
+        """What `print` shows, as a Markdown table with every column that holds anything.
 
         Examples
         --------
@@ -415,18 +414,23 @@ class Table(Sequence[Row]):
         header = [name.replace("_bytes", " MiB") for name in shown]
         return header, [[_cell(name, row[name]) if row else "…" for name in shown] for row in rows]
 
-    def _count(self) -> str:
-        return f"{len(self)} row{'' if len(self) == 1 else 's'}"
+    def _captioned(self) -> tuple[list[str], tuple[list[str], list[list[str]]]]:
+        """Lines above a table, and that: what ran, but for its size, is said once where several rows have the same."""
+        sizes = ("height", "width", "versions")
+        kinds = [name for name in COLUMNS if _KIND[name] in ("text", "count") and name not in sizes]
+        found = {name: {row[name] for row in self._rows} for name in kinds if len(self) > 1}
+        common = {name: values.pop() for name, values in found.items() if len(values) == 1 and None not in values}
+        said = ", ".join(f"{name} {_cell(name, value)}" for name, value in common.items())
+        count = f"Table, {len(self)} row{'' if len(self) == 1 else 's'}"
+        return [count, *([f"in each: {said}"] if said else [])], self._shown(common)
 
     def __repr__(self) -> str:
-        return f"Table, {self._count()}" + (f"\n{render(*self._shown())}" if self._rows else "")
+        above, grid = self._captioned()
+        return "\n".join([*above, *([render(*grid)] if self._rows else [])])
 
     def _repr_html_(self) -> str:
-        """Says once, below, what all rows have in common of who ran and how: so the table is no wider than a page."""
-        found = {name: {row[name] for row in self._rows} for name in _SAID_ONCE}
-        common = {name: values.pop() for name, values in found.items() if len(values) == 1 and None not in values}
-        below = [self._count(), *(f"{name} {html.escape(_cell(name, value))}" for name, value in common.items())]
-        return f"{html_table(*self._shown(common))}<p>{', '.join(below)}</p>"
+        above, grid = self._captioned()
+        return f"<p>{html.escape('; '.join(above))}</p>{html_table(*grid)}"
 
 
 def seed_table() -> Table:
