@@ -136,7 +136,14 @@ class MeasuredPipeline(Written):
         ]  # fmt: skip
 
     def to_csv(self, path: str | os.PathLike[str] | None = None) -> str | None:
-        """`rows` as the CSV of a `vaemem.Table`, which `vaemem.fit`, `compare` and `report` read."""
+        """`rows` as the CSV of a `vaemem.Table`, which `vaemem.fit`, `compare` and `report` read.
+
+        Examples
+        --------
+        >>> from vaemem.pytorch import MeasuredPipeline
+        >>> MeasuredPipeline({"height": 64, "width": 64, "device": "cpu"}, [], {}, None, "torch 2.9.1", []).to_csv()
+        'model,op,phase,height,width,batch,...'
+        """
         return Table(self.rows()).to_csv(path)
 
     def _lines(self) -> list[dict[str, Any]]:
