@@ -64,7 +64,7 @@ def test_formula_command(capsys):
     assert "--offload model: want it of a whole pipeline, got it with the VAE's decode" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["formula", "sd15", "--sides", "0", "512"])
-    assert "argument --sides: want a whole number of at least 1, got 0" in capsys.readouterr().err
+    assert "--sides: want a whole number of at least 1, got 0" in capsys.readouterr().err
 
 
 class Stopped:
@@ -420,7 +420,7 @@ def test_the_largest_of_our_own_engine(capsys):
         assert main(["largest", "sdxl", "decode", "--engine", "2 GiB", *given]) == 2
         assert "--engine: want nothing of a card beside it" in capsys.readouterr().err
     assert main(["largest", "sdxl", "decode", "--precision", "high"]) == 2
-    assert "--precision: want it beside --engine" in capsys.readouterr().err
+    assert "--precision: want it with --engine" in capsys.readouterr().err
 
 
 def test_a_pipelines_phases(capsys):
