@@ -43,10 +43,15 @@ static vm_view view(const walk *w, int node) {
     return (vm_view){data, dtype, block, p->pitch * block, p->ring};
 }
 
-static const char *user_in(const walk *w, size_t item) {
+/* How the user's pixels lie where the first pass reads them; NULL: packed. */
+static const vm_numbers *numbers(const walk *w) {
     const vm_numbers *in = &w->run->in;
-    const ptrdiff_t each = w->device->addressable ? in->item : (ptrdiff_t)w->plan->in_bytes;
-    return (const char *)in->data + (ptrdiff_t)item * each;
+    return w->device->addressable || (in->row && !w->plan->staged) ? in : NULL;
+}
+
+static const char *user_in(const walk *w, size_t item) {
+    const ptrdiff_t each = numbers(w) ? w->run->in.item : (ptrdiff_t)w->plan->in_bytes;
+    return (const char *)w->run->in.data + (ptrdiff_t)item * each;
 }
 
 static char *user_out(const walk *w, size_t item) { return (char *)w->run->out + item * w->plan->out_bytes; }
@@ -67,7 +72,7 @@ static vm_operands operands(const walk *w, int node, const vm_chain *chain, size
         .x_pixels = x        ? NULL
                     : staged ? address(w, plan->in)
                              : user_in(w, item),
-        .numbers = &w->run->in,
+        .numbers = numbers(w),
         .y_pixels = node + 1 < (int)plan->steps ? NULL
                     : staged                    ? address(w, plan->out)
                                                 : user_out(w, item),
@@ -242,7 +247,8 @@ static uint64_t key_of(const walk *w, size_t item) {
     const vm_request *r = &w->plan->ask;
     const struct {
         const void *model, *weights, *arena, *in, *out;
-        size_t op, many, staged, height, width, in_format, out_format, scaled, unclamped, stripe_bytes, ample;
+        size_t op, many, staged, height, width, in_row, in_channel, in_format, out_format, scaled, unclamped,
+            stripe_bytes, ample;
         double scale;
     } all = {.model = w->m,
              .weights = w->m->weights,
@@ -254,6 +260,8 @@ static uint64_t key_of(const walk *w, size_t item) {
              .staged = w->plan->staged,
              .height = r->height,
              .width = r->width,
+             .in_row = (size_t)w->run->in.row,
+             .in_channel = (size_t)w->run->in.channel,
              .in_format = r->in,
              .out_format = r->out,
              .scaled = r->scaled,

@@ -306,7 +306,7 @@ vm_status vm_pool_each(void *pool, size_t n, size_t rows, vm_task fn, const void
 /* ---- run.c ---- */
 
 typedef struct vm_run {
-    vm_numbers in; /* the user's pixels, borrowed; of a device only their address, batch items side by side */
+    vm_numbers in; /* the user's pixels, borrowed; a device's may be part of an image, or packed: row 0 */
     void *out;     /* NULL: taken by the run, the caller's on success (vm_mem_unreserve gives it back) */
     void *stream;  /* of a device: the caller's, or NULL */
     bool wait;     /* false: returns when all is enqueued; neither poll nor overflow then */

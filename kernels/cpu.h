@@ -179,6 +179,16 @@ void vm_multiply(const vm_products *products, vm_gemm all);
  * block, with the residual added, into y or the user's pixels. */
 bool vm_in_place(const vm_cpu *cpu, const vm_pass *pass);
 void vm_store_row(const vm_work *work, const float *from, size_t block, size_t y, size_t x, size_t n);
+/* One number into the user's image of shape s: bytes, or else planes of floats. */
+static inline void vm_store_number(bool bytes, void *image, const vm_shape *s, size_t clamp_from, size_t pixel,
+                                   size_t c, float v) {
+    if (c >= clamp_from) v = v < -30 ? -30 : v > 20 ? 20 : v; /* NaN stays */
+    const float byte = (v + 1) * 127.5f;
+    if (bytes) /* NaN becomes 0 */
+        ((uint8_t *)image)[pixel * s->c + c] = !(byte > 0) ? 0 : byte >= 255 ? 255 : (uint8_t)lrintf(byte);
+    else
+        ((float *)image)[c * s->h * s->w + pixel] = v;
+}
 /* The partial sum of a task's output, one channel block of it. */
 void vm_measure_box(const vm_work *work, const vm_box *box, size_t task, size_t block);
 

@@ -66,6 +66,22 @@ static vm_status copy(const vm_backend *b, void *to, const void *from, size_t by
     return VM_OK;
 }
 
+static vm_status blend(const vm_backend *b, void *stream, const vm_blend_args *a) {
+    (void)b, (void)stream;
+    const vm_shape image = {.c = a->y_c, .h = a->y_h, .w = a->y_w};
+    const bool bytes = a->format == VM_U8_NHWC;
+    const size_t item_bytes = VM_PRODUCT(image.c, image.h, image.w, bytes ? 1 : sizeof(float));
+    for (size_t plane = 0; plane < (size_t)a->batch * a->y_c; plane++)
+        for (uint32_t i = 0; i < a->h; i++)
+            for (uint32_t j = 0; j < a->w; j++) {
+                const float v = vm_blended(a, plane, i, j);
+                if (i < a->step && j < a->step)
+                    vm_store_number(bytes, (char *)a->y + plane / image.c * item_bytes, &image, a->clamp_from,
+                                    (a->top + i) * image.w + a->left + j, plane % image.c, v);
+            }
+    return VM_OK;
+}
+
 const vm_device vm_host = {.align = VM_ALIGN,
                            .addressable = true,
                            .take = take,
@@ -81,4 +97,5 @@ const vm_device vm_host = {.align = VM_ALIGN,
                            .seconds = seconds,
                            .send = copy,
                            .fetch = copy,
+                           .blend = blend,
                            .error = vm_error};

@@ -16,6 +16,7 @@
 #ifndef VM_KERNELS_H
 #define VM_KERNELS_H
 
+#include <math.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -221,7 +222,7 @@ typedef struct vm_manner {
 typedef struct vm_operands {
     vm_view x, y, add;         /* rows; add may be y itself, y may be x where the pass is local to a pixel */
     const void *x_pixels;      /* when x_format is not VM_ROWS */
-    const vm_numbers *numbers; /* how these lie, for a CPU; a device has them packed */
+    const vm_numbers *numbers; /* how these lie; NULL: packed */
     void *y_pixels;            /* when y_format is not VM_ROWS */
     const void *weight;        /* as the device keeps it (vm_device.set_weight) */
     const float *bias;         /* [y.c rounded up to 16] */
@@ -255,6 +256,43 @@ typedef struct vm_exec {
     void *pool;
     vm_status (*each)(void *pool, size_t n, size_t rows, vm_task fn, const void *job);
 } vm_exec;
+
+/* ---- tiles ---- */
+
+/* A tile of an image (of a batch of them), blended with the tiles above it and to its left as diffusers does it. Its
+ * first `down` rows and then its first `across` columns are blended with what those have left: row i with row i of
+ * lower, column j with row j of right, which is transposed. Its own rows and columns from `step` on take their place,
+ * for the tiles below it and to its right. What lies before these goes into the image, from (top, left) on. */
+typedef struct vm_blend_args {
+    const float *tile;    /* [batch][y_c][h][w] */
+    float *lower, *right; /* [batch][y_c][border][lower_w] and [batch][y_c][border][right_h] */
+    void *y;              /* the image, of y_h by y_w, by format */
+    uint32_t batch, y_c, h, w, step, down, across, border, lower_w, right_h;
+    uint32_t y_h, y_w, top, left;
+    uint32_t format;     /* vm_format of y */
+    uint32_t clamp_from; /* as a pass has it */
+    uint32_t cosine;     /* whether the newer tile's share is (1 - cos(pi t)) / 2 and not t */
+} vm_blend_args;
+
+/* Pixel i of the n that two tiles share. */
+static inline VM_ANYWHERE float vm_mix(float older, float newer, uint32_t i, uint32_t n, bool cosine) {
+    double t = (double)i / n;
+    if (cosine) t = (1 - cos(3.14159265358979323846 * t)) / 2;
+    return older * (float)(1 - t) + newer * (float)t;
+}
+
+/* Number (i, j) of a channel of an image; plane counts the channels of the whole batch. What it leaves takes the place
+ * of what number (i - step, j), or (i, j - step), was blended with: these must come first. */
+static inline VM_ANYWHERE float vm_blended(const vm_blend_args *a, size_t plane, uint32_t i, uint32_t j) {
+    float v = a->tile[(plane * a->h + i) * a->w + j];
+    float *lower = a->lower + plane * a->border * a->lower_w + j,
+          *right = a->right + plane * a->border * a->right_h + i;
+    if (i < a->down) v = vm_mix(lower[(size_t)i * a->lower_w], v, i, a->down, a->cosine);
+    if (j < a->across) v = vm_mix(right[(size_t)j * a->right_h], v, j, a->across, a->cosine);
+    if (i >= a->step) lower[(size_t)(i - a->step) * a->lower_w] = v;
+    if (j >= a->step) right[(size_t)(j - a->step) * a->right_h] = v;
+    return v;
+}
 
 /* A tensor of weights as files lay it out: (out, in, ksize, ksize), or a vector of `out` numbers. */
 typedef struct vm_weight {
@@ -317,6 +355,8 @@ typedef struct vm_device {
     /* The user's pixels between host memory and the arena; fetch waits for what end had enqueued. */
     vm_status (*send)(const vm_backend *b, void *to, const void *from, size_t bytes);
     vm_status (*fetch)(const vm_backend *b, void *to, const void *from, size_t bytes);
+    /* Blends a tile and waits for it. `stream` is the caller's or NULL; all else lies in this memory. */
+    vm_status (*blend)(const vm_backend *b, void *stream, const vm_blend_args *args);
     const char *(*error)(void); /* the sentence behind the last status of this thread */
 } vm_device;
 

@@ -238,25 +238,15 @@ bool vm_in_place(const vm_cpu *cpu, const vm_pass *pass) {
     return !cpu->pairs && cpu->dtype == VM_F32 && pass->y_format == VM_ROWS;
 }
 
-static uint8_t to_byte(float v) {
-    v = (v + 1) * 127.5f;
-    if (!(v > 0)) return 0; /* NaN too */
-    return v >= 255 ? 255 : (uint8_t)lrintf(v);
-}
-
 static void store_pixels(const vm_work *j, const float *from, size_t block, size_t y, size_t x, size_t n) {
     const vm_shape *s = &j->pass->y;
     const bool bytes = j->pass->y_format == VM_U8_NHWC;
     bool finite = true;
     for (size_t c = block * VM_BLOCK; c < VM_MIN((block + 1) * VM_BLOCK, s->c); c++)
         for (size_t i = 0; i < n; i++) {
-            float v = from[i * VM_BLOCK + c % VM_BLOCK];
-            if (c >= j->pass->clamp_from) v = v < -30 ? -30 : v > 20 ? 20 : v;
+            const float v = from[i * VM_BLOCK + c % VM_BLOCK];
             finite = finite && isfinite(v);
-            if (bytes)
-                ((uint8_t *)j->at.y_pixels)[(y * s->w + x + i) * s->c + c] = to_byte(v);
-            else
-                ((float *)j->at.y_pixels)[(c * s->h + y) * s->w + x + i] = v;
+            vm_store_number(bytes, j->at.y_pixels, s, j->pass->clamp_from, y * s->w + x + i, c, v);
         }
     if (bytes && !finite) __atomic_store_n(j->at.overflow, true, __ATOMIC_RELAXED); /* bytes do not show it */
 }

@@ -8,7 +8,7 @@ import ctypes
 import functools
 import mmap
 import tempfile
-from ctypes import POINTER, c_float, c_int, c_int32, c_size_t, c_uint32, c_void_p
+from ctypes import POINTER, c_float, c_int, c_int32, c_size_t, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 
 import cuda_driver
@@ -39,7 +39,8 @@ class Args(ctypes.Structure):
 class LoadArgs(Args):
     _fields_ = (
         *((name, c_void_p) for name in ("x", "out", "scale", "shift")),
-        *((name, c_uint32) for name in ("x_h", "x_w", "x_c", "x_pitch")),
+        ("x_plane", c_uint64),
+        *((name, c_uint32) for name in ("x_h", "x_w", "x_c", "x_pitch", "x_row")),
         *((name, c_int32) for name in ("top", "left")),
         *((name, c_uint32) for name in ("rows", "width", "channels", "format", "silu")),
         *((name, c_float) for name in ("in_scale", "in_shift", "multiply")),
@@ -60,6 +61,14 @@ class MergeArgs(Args):
         *((name, c_void_p) for name in ("stats", "gamma", "beta", "scale", "shift")),
         *((name, c_uint32) for name in ("parts", "c", "groups")),
         ("eps", c_float),
+    )
+
+
+class BlendArgs(Args):
+    _fields_ = (
+        *((name, c_void_p) for name in ("tile", "lower", "right", "y")),
+        *((name, c_uint32) for name in ("batch", "y_c", "h", "w", "step", "down", "across", "border", "lower_w")),
+        *((name, c_uint32) for name in ("right_h", "y_h", "y_w", "top", "left", "format", "clamp_from", "cosine")),
     )
 
 
@@ -97,7 +106,8 @@ class ConvTile(ctypes.Structure):
     )
 
 
-ARGS = {"load": LoadArgs, "store": StoreArgs, "merge": MergeArgs, "attention": AttentionArgs, "conv": ConvArgs}
+ARGS = {"load": LoadArgs, "store": StoreArgs, "merge": MergeArgs, "blend": BlendArgs}
+ARGS |= {"attention": AttentionArgs, "conv": ConvArgs}
 HEADER = r"""
 #include "cuda.h"
 vm_attention_shape attention_choose(int t, size_t most) { return vm_attention_choose((vm_dtype)t, most); }

@@ -1,4 +1,4 @@
-"""load and merge (kernels/cuda/cuda.h), run by the emulator (tests/emulator), beside float64.
+"""load, blend and merge (kernels/cuda/cuda.h), run by the emulator (tests/emulator), beside float64.
 
 With e and u of cuda_kernels.py (E, UNIT):
 
@@ -6,6 +6,7 @@ With e and u of cuda_kernels.py (E, UNIT):
   log2(e) and as much for log2(e) itself; exp2, 1 + it, its reciprocal and two products: at most 8 e more. SiLU's slope
   is at most 1.1.                    |y| * ((2 |t| + 8) * e + u) + 1.1 * e * |t| * multiply
   A bfloat16's SiLU is h + h tanh h with tanh off by 2^-11 of itself, h = t / 2:          2^-12 * |t| * multiply
+- blend has two shares, two products and a sum, twice: 10 e of numbers below 100; and u of what is stored.
 - merge is done in double and rounded once:       e * |scale|, e * |shift| + 1e-12
 
 A padding forgotten, a pixel beside the right one or a part left out is off by far more.
@@ -21,6 +22,7 @@ from cuda_kernels import (
     THREADS,
     TYPES,
     UNIT,
+    BlendArgs,
     E,
     LoadArgs,
     Memory,
@@ -32,9 +34,10 @@ from cuda_kernels import (
     numbers,
     round_up,
     run_merge,
+    untouched,
 )
 
-kernels = built("load", "norm")
+kernels = built("load", "norm", "blend")
 
 
 # ---- load ----
@@ -74,8 +77,8 @@ class Load:
             scale, shift = (memory.copy(np.pad(v, (0, round_up(c) - c))) for v in (scale, shift))
         before, out = x.tobytes(), memory.empty((rows, width, channels), t)
         args = LoadArgs(
-            x=x, out=out, scale=scale, shift=shift, x_h=h, x_w=w, x_c=c, x_pitch=pitch or round_up(c), top=top,
-            left=left, rows=rows, width=width, channels=channels, format=FORMATS[format_],
+            x=x, out=out, scale=scale, shift=shift, x_plane=h * w, x_h=h, x_w=w, x_c=c, x_pitch=pitch or round_up(c),
+            x_row=w, top=top, left=left, rows=rows, width=width, channels=channels, format=FORMATS[format_],
             **{"in_scale": 1, "multiply": 1, **more},
         )  # fmt: skip
         self.kernels.launch(f"vm_load_{dtype}", (grid,), (THREADS,), args, seed=seed)
@@ -187,10 +190,72 @@ def test_load_beyond_2_to_the_32(load):
     x[:, :16] = numbers(np.random.default_rng(1), (width, 16), t)
     out = Memory().empty((1, width, 16), t)
     args = LoadArgs(
-        x=x, out=out, x_h=1, x_w=width, x_c=16, x_pitch=pitch, rows=1, width=width, channels=16, in_scale=1, multiply=1
+        x=x,
+        out=out,
+        x_h=1,
+        x_w=width,
+        x_c=16,
+        x_pitch=pitch,
+        x_row=width,
+        rows=1,
+        width=width,
+        channels=16,
+        in_scale=1,
+        multiply=1,
     )
     load.kernels.launch("vm_load_f16", (3,), (THREADS,), args)
     np.testing.assert_array_equal(out[0], x[:, :16])
+
+
+# ---- blend ----
+
+
+@every_format
+@pytest.mark.parametrize("seed", range(8))
+def test_blend(kernels, format_, seed):
+    """A tile of any size, at any place: what becomes of it, and what it leaves for the next ones."""
+    rng = np.random.default_rng(seed)
+    step, border = (int(n) for n in rng.integers(1, 14, 2))
+    h, w = (int(n) for n in rng.integers(1, step + border + 1, 2))
+    down, across = min(border, h) * (seed % 3 > 0), min(border, w) * (seed % 4 > 0)
+    top, left, more, wider, beside, under = (int(n) for n in rng.integers(0, 7, 6))
+    sizes = dict(batch=2, y_c=3, h=h, w=w, step=step, down=down, across=across, border=border, lower_w=w + more)
+    sizes |= dict(
+        right_h=h + wider, top=top, left=left, y_h=top + min(h, step) + under, y_w=left + min(w, step) + beside
+    )
+    memory = Memory()
+    tile, lower, right = (
+        memory.copy(20 * rng.standard_normal((2, 3, *sides)).astype(np.float32))
+        for sides in ((h, w), (border, w + more), (border, h + wider))
+    )
+    want, want_lower, want_right = tile.astype(np.float64), lower.copy(), right.copy()
+    for whole, older, n in ((want, lower[..., :w], down), (want.mT, right[..., :h], across)):
+        t = np.arange(n)[:, None] / max(n, 1)
+        t = (1 - np.cos(np.pi * t)) / 2 if seed % 2 else t
+        whole[..., :n, :] = older[..., :n, :] * (1 - t) + whole[..., :n, :] * t
+    want_lower[..., : max(h - step, 0), :w] = want[..., step:, :]
+    want_right[..., : max(w - step, 0), :h] = want.mT[..., step:, :]
+
+    as_bytes, t = format_ == "u8", np.uint8 if format_ == "u8" else TYPES[format_]
+    shape = (sizes["y_h"], sizes["y_w"])
+    y = memory.empty((2, *shape, 3) if as_bytes else (2, 3, *shape), t)
+    args = BlendArgs(
+        tile=tile, lower=lower, right=right, y=y, format=FORMATS[format_], cosine=seed % 2, clamp_from=2, **sizes
+    )
+    kernels.launch("vm_blend", (1 + seed % 3,), (THREADS,), args, seed=seed)
+    memory.check()
+    close(lower, want_lower, np.abs(want_lower) * UNIT["f32"] + 1e-5)
+    close(right, want_right, np.abs(want_right) * UNIT["f32"] + 1e-5)
+    kept, image = want[..., :step, :step], np.moveaxis(y, 3, 1) if as_bytes else y
+    kept[:, 2] = np.clip(kept[:, 2], -30, 20)
+    inside = slice(top, top + kept.shape[2]), slice(left, left + kept.shape[3])
+    got, outside = image[(..., *inside)].astype(np.float64), np.ones(shape, bool)
+    if as_bytes:
+        assert np.abs(got - np.clip((kept + 1) * 127.5, 0, 255)).max() <= 0.5 + 1e-2
+    else:
+        close(got, kept, np.abs(kept) * UNIT[format_] + 1e-5)
+    outside[inside] = False
+    assert untouched(image[..., outside])
 
 
 # ---- merge ----

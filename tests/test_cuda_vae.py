@@ -5,16 +5,18 @@ import warnings
 from pathlib import Path
 
 import gpu
+import ml_dtypes
 import numpy as np
 import pytest
 from engine import SMALL, error, images, latents, small_vae
-from gpu import LIMIT, every_dtype, on_gpu, pair
+from gpu import LIMIT, U, every_dtype, on_gpu, pair
 
 from vaemem import VAE, Tiling
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 pytestmark = pytest.mark.usefixtures("cuda")
+NUMPY = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 
 
 # ---- numbers ----
@@ -115,8 +117,81 @@ def test_tiles_of_host_arrays(dtype):
     one = there.estimate("decode", 16, 16, 2)
     assert got.peak_bytes == one.peak_bytes  # result, tiles and borders are the host's
     assert error(there.encode(x, tiling=tiling).moments, cpu.encode(x, tiling=tiling).moments) < 2 * LIMIT[dtype]
-    with pytest.raises(ValueError, match="tiling: want arrays in host memory, got them in a GPU's"):
-        there.decode(gpu.Array(z), tiling=tiling)
+
+
+@pytest.mark.one_in(4)
+@every_dtype
+@pytest.mark.parametrize("tiling", [Tiling(16), Tiling(16, 0.5, "cosine")])
+def test_tiles_of_arrays_on_it(dtype, tiling):
+    """They are read, blended and written where they lie: as from host memory, where the blending is the host's."""
+    there, name = on_gpu("flux", dtype), dtype.partition(" ")[0]
+    z, x = (a.astype(NUMPY[name]) for a in (latents(there, 6, 5, batch=2), images(20, 24, batch=2)))
+    x8 = np.ascontiguousarray(np.rint((x.transpose(0, 2, 3, 1).astype(np.float32) + 1) * 127.5).astype(np.uint8))
+    limit = 4 * U[name]  # the one that is stored, and blending that is fused or not
+    before = there.reserved_bytes
+    for output_type, out in (("float", NUMPY[name]), ("uint8", np.uint8)):
+        there.trim()  # the arena of host arrays is larger
+        got = there.decode(gpu.Array(z, name), output_type=output_type, tiling=tiling)
+        took, planned = there.last_run, there.estimate("decode", 24, 20, 2, output_type, staged=False, tiling=tiling)
+        assert [f for f in vars(took) if getattr(took, f) != getattr(planned, f)] == ["pass_seconds", "seconds"]
+        assert took.output_bytes == got.numpy().nbytes == np.prod(got.shape) * np.dtype(out).itemsize
+        assert got.numpy().dtype == out and there.reserved_bytes <= took.reserved_bytes
+        want = there.decode(z, output_type=output_type, tiling=tiling)
+        if output_type == "float":
+            assert error(got.numpy(), want) < limit
+        else:
+            assert np.abs(got.numpy().astype(int) - want).max() <= 1 and (got.numpy() == want).mean() > 0.99
+    for given in (x, x8):
+        there.trim()
+        got = there.encode(gpu.Array(given, "uint8" if given is x8 else name), tiling=tiling).moments
+        took, planned = there.last_run, there.estimate("encode", 20, 24, 2, staged=False, tiling=tiling)
+        assert took.reserved_bytes == planned.reserved_bytes and took.notes == planned.notes
+        assert error(got.numpy(), there.encode(given, tiling=tiling).moments) < limit
+    del got
+    there.trim()
+    assert there.reserved_bytes == before
+
+
+def test_graphs_of_tiles_do_not_mix():
+    """Those of an array on the GPU differ in nothing but their address; those of another one's in its width alone."""
+    there, tiling = on_gpu("odd"), Tiling(8, 0.5)
+    zs = [gpu.Array(latents(there, 3, width, seed=width)) for width in (2, 3)]
+    want = [there.decode(z, tiling=tiling).numpy() for z in zs]
+    there.graphs = True
+    outs = [gpu.Array(np.zeros_like(image)) for image in want]
+    for _ in range(3):
+        for z, out, image in zip(zs, outs, want, strict=True):
+            assert (there.decode(z, out=out, tiling=tiling).numpy() == image).all()
+
+
+def test_tiles_of_a_picture_that_is_not_finite_are_told_of():
+    there, z = on_gpu("flux"), latents(small_vae("flux"), 6, 6)
+    z[0, 0, -1, -1] = np.nan
+    for output_type in ("float", "uint8"):
+        with pytest.warns(RuntimeWarning, match="decode: the result is not finite"):
+            got = there.decode(gpu.Array(z), output_type=output_type, tiling=Tiling(16)).numpy()
+        assert not there.last_run.finite and (
+            output_type == "uint8" or (np.isnan(got).any() and not np.isnan(got).all())
+        )
+
+
+def test_memory_of_tiles_of_arrays_on_it():
+    """What the driver gives is what the estimate says."""
+    emulator, tiling = gpu.emulator(), Tiling(32)
+    before = emulator.live()[0]
+    there = on_gpu("sd")
+    z = gpu.Array(latents(there, 14, 8))
+    given = z.values.nbytes
+    planned = there.estimate("decode", 56, 32, staged=False, tiling=tiling)
+    emulator.peak()
+    got = there.decode(z, tiling=tiling)
+    rounding = 4 * 255  # weights, arena, the result, and what is kept to blend with
+    assert 0 <= emulator.peak() - before - given - planned.reserved_bytes <= rounding
+    assert 0 <= emulator.live()[0] - before - given - there.reserved_bytes <= rounding
+    out = gpu.Array(np.zeros(got.shape, np.float32))
+    assert there.decode(z, tiling=tiling, out=out) is out and there.last_run.output_bytes == 0
+    assert there.last_run.reserved_bytes == planned.reserved_bytes - planned.output_bytes
+    assert (out.numpy() == got.numpy()).all()
 
 
 def test_scaled_latents():

@@ -1,5 +1,6 @@
 """Arrays of other libraries on a GPU, or on the emulator: DLPack, streams, what a DeviceArray cannot."""
 
+import ctypes
 import gc
 import pickle
 import sys
@@ -163,6 +164,30 @@ def test_two_streams_one_arena(monkeypatch, graphs):
         emulator.synchronize(stream)
     for z, image in zip(zs, images_, strict=True):
         assert error(image.numpy(), cpu.decode(z)) < LIMIT["float32"]
+
+
+def test_tiles_on_the_callers_stream(monkeypatch):
+    """z is on its way on that stream when the call begins, and the library's array is ready when it is over."""
+    emulator = gpu.emulator()
+    cpu, there = pair("flux")
+    stream, tiling = emulator.stream(), vaemem.Tiling(16)
+    torch = types.SimpleNamespace(float32=None)
+    torch.empty = lambda shape, dtype, device: Tensor(np.full(shape, np.nan, np.float32))
+    torch.cuda = types.SimpleNamespace(current_stream=lambda device: types.SimpleNamespace(cuda_stream=stream))
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    z = latents(cpu, 6, 5, batch=2)
+    given = Tensor(np.zeros_like(z))
+    with given:
+        data = ctypes.c_void_p(z.ctypes.data)
+        size = ctypes.c_size_t(z.nbytes)
+        assert not given.driver.cuMemcpyHtoDAsync_v2(given.address, data, size, ctypes.c_uint64(stream))
+    got = there.decode(given, tiling=tiling)
+    assert isinstance(got, Tensor) and error(got.numpy(), cpu.decode(z, tiling=tiling)) < LIMIT["float32"]
+    out = Tensor(np.zeros((2, 24, 20, 3), np.uint8))
+    assert there.decode(given, output_type="uint8", out=out, tiling=tiling) is out
+    assert np.abs(out.numpy().astype(int) - cpu.decode(z, output_type="uint8", tiling=tiling)).max() <= 1
+    with pytest.raises(ValueError, match="out: want float32 of shape"):
+        there.decode(given, tiling=tiling, out=out)
 
 
 def test_a_device_array_says_what_it_cannot():

@@ -14,7 +14,7 @@ from engine import error, latents, small_vae
 from gpu import LIMIT, pair
 
 import vaemem
-from vaemem import _core
+from vaemem import Tiling, _core
 
 CUDA = Path(__file__).resolve().parents[1] / "kernels" / "cuda"
 pytestmark = pytest.mark.usefixtures("cuda")
@@ -89,6 +89,32 @@ def test_every_driver_call_fails_once(graphs, dtype):
     assert n > (10 if graphs else 50)
 
 
+def test_tiles_when_a_driver_call_fails():
+    """It is said, or made up for, and nothing stays."""
+    emulator = gpu.emulator()
+    cpu, there = pair("odd")
+    z, tiling = latents(cpu, 3, 2), Tiling(8, 0)
+    given, want, held = gpu.Array(z), cpu.decode(z, tiling=tiling), there.reserved_bytes
+    there.decode(given, tiling=tiling)
+    start = emulator.calls()
+    there.decode(given, tiling=tiling)
+    calls = emulator.calls() - start
+    failed = 0
+    for n in range(1, calls, 17):
+        with emulator.failing(n):
+            try:
+                got = there.decode(given, tiling=tiling).numpy()
+            except (RuntimeError, MemoryError) as fault:
+                failed += 1
+                assert "CUDA" in str(fault), fault
+            else:
+                assert error(got, want) < LIMIT["float32"], n
+        there.trim()
+        assert there.reserved_bytes == held, n
+    assert failed > calls / 17 / 2
+    assert error(there.decode(given, tiling=tiling).numpy(), want) < LIMIT["float32"]
+
+
 def test_opening_fails_at_every_call_and_keeps_nothing():
     emulator = gpu.emulator()
     small_vae("odd", device="cuda")
@@ -147,6 +173,66 @@ def test_every_allocation_fails_once():
         assert _core.fail_alloc_at(0) > 0
         break
     assert n > 3
+
+
+def test_tiles_when_an_allocation_fails():
+    """Each one, of the result and of what tiles are blended with too: all is given back while the error is at hand."""
+    cpu, there = pair("odd")
+    z, tiling, held = latents(cpu, 3, 2), Tiling(8, 0.5), there.reserved_bytes
+    given = gpu.Array(z)
+    want, n = cpu.decode(z, tiling=tiling), 0
+    there.on_out_of_memory = "raise"
+    while True:
+        n += 1
+        there.trim()
+        _core.fail_alloc_at(n)
+        try:
+            got = there.decode(given, tiling=tiling)
+        except MemoryError:
+            assert _core.fail_alloc_at(0) == 0
+            there.trim()  # the arena of a tile before
+            assert there.reserved_bytes == held
+            continue
+        assert error(got.numpy(), want) < LIMIT["float32"]
+        del got
+        if _core.fail_alloc_at(0):
+            break
+    assert n > 5
+
+
+def test_tiles_for_which_there_is_no_room(monkeypatch):
+    emulator = gpu.emulator()
+    there = small_vae("odd", device="cuda")
+    z, tiling = latents(there, 12, 8), Tiling(16)
+    there.decode(latents(there, 16, 16))  # and its arena is kept
+    given, taken = gpu.Array(z), there.estimate("decode", 48, 32, staged=False, tiling=tiling)
+    weights, rounding = taken.weights_bytes, 4 * 255
+    kept = there.reserved_bytes
+    monkeypatch.setenv("VAEMEM_EMULATED_MEMORY", str(emulator.live()[0] + rounding))
+    assert taken.reserved_bytes < kept
+    there.decode(given, tiling=tiling)  # which has given the arena back
+    there.trim()
+    monkeypatch.setenv("VAEMEM_EMULATED_MEMORY", str(emulator.live()[0] + taken.output_bytes + rounding))
+    says = r"cuda:0.*: want .* MiB more, .* are free. This decode of 48x32 in tiles holds 0\.02 MiB of output and "
+    with pytest.raises(MemoryError, match=says + r"0\.01 MiB to blend"):
+        there.decode(given, tiling=tiling)
+    assert there.reserved_bytes == weights
+
+
+def test_tiles_interrupted_on_it():
+    there, tiling = small_vae("odd", device="cuda"), Tiling(8, 0.5)
+    z, held = gpu.Array(latents(there, 3, 2)), there.reserved_bytes
+
+    def stop(done, total):
+        if done > 8:
+            raise KeyboardInterrupt
+
+    want = there.decode(z, tiling=tiling).numpy()
+    with pytest.raises(KeyboardInterrupt):
+        there.decode(z, tiling=tiling, progress=stop)
+    there.trim()
+    assert there.reserved_bytes == held
+    assert (there.decode(z, tiling=tiling).numpy() == want).all()
 
 
 @pytest.mark.parametrize("hosted", [True, False])

@@ -356,7 +356,9 @@ def test_on_a_gpu(dtype):
     with pytest.raises(ValueError, match="z: want a tensor on cuda:0, where the module is, got one on cpu"):
         ours.decode(z.cpu())
     ours.enable_tiling()
-    assert ours.decode(z.to(dtype)).sample.is_cuda
+    ours.tile_latent_min_size, ours.tile_sample_min_size = 4, 16
+    tiled = ours.decode(z.to(dtype)).sample
+    assert tiled.is_cuda and tiled.dtype == dtype and "tiles of 16x16" in ours.last_run.notes[0]
     ours.cpu()
     ours.disable_tiling()
     close(ours.float().decode(z.cpu()).sample, theirs.decode(z.cpu()).sample)

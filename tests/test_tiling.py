@@ -438,23 +438,3 @@ def test_no_config_no_sample_size():
     vae.sample_size = 1.5
     with pytest.raises(TypeError, match=r"sample_size: want an integer, got 1\.5"):
         vae.decode(latents(vae, 20, 20), tiling=Tiling())
-
-
-def test_arrays_on_a_gpu_are_refused():
-    there = types.SimpleNamespace(__dlpack_device__=lambda: (2, 0), dtype="float32")
-    device = types.SimpleNamespace(
-        dtype="float32",
-        precision="highest",
-        stream_of=lambda array: (0, True),
-        backend=types.SimpleNamespace(check_stream=lambda stream: None),
-        borrow=lambda array, name, stream: array,
-    )
-    vae = VAE(small_vae()._core, device)
-    for shape, call in (
-        ((1, 4, 20, 20), lambda: vae.decode(there, tiling=Tiling(32))),
-        ((1, 3, 80, 80), lambda: vae.encode(there, tiling=Tiling(32))),
-        ((), lambda: vae.estimate("decode", 64, 64, staged=False, tiling=Tiling(32))),
-    ):
-        there.shape = shape
-        with pytest.raises(ValueError, match="tiling: want arrays in host memory, got them in a GPU's"):
-            call()

@@ -116,7 +116,11 @@ class Model:
         replay: bool = False,
         own_output: bool = False,
         memory_limit: int = 0,
+        unclamped: bool = False,
+        strides: tuple[int, int, int, int] = (0, 0, 0, 0),  # of a part of an image, in bytes, by item to pixel
     ) -> tuple[int, object | None, _Plan]: ...
+    def reserve(self, bytes: int, /) -> tuple[int, object]: ...  # an address on the device, and what owns it
+    def blend(self, stream: int | None, format: str, **fields: int) -> None: ...
     def trim(self) -> None: ...
 
 class OutOfMemoryError(MemoryError):

@@ -150,16 +150,35 @@ static void free_block(PyObject *capsule) {
     PyMem_Free(b);
 }
 
-/* A capsule that owns a run's output from then on; on failure it is still the caller's. */
-static PyObject *own(Model *self, const vm_run *run) {
+/* A capsule that owns a block from then on; on failure it is still the caller's. */
+static PyObject *own(Model *self, vm_mem *mem, void *data, size_t bytes) {
     block *b = PyMem_Malloc(sizeof *b);
     PyObject *capsule = b ? PyCapsule_New(b, block_name, free_block) : PyErr_NoMemory();
     if (!capsule) {
         PyMem_Free(b);
         return NULL;
     }
-    *b = (block){vm_mem_retain(run->out_mem), Py_NewRef(self->backend), run->out, run->out_bytes};
+    *b = (block){vm_mem_retain(mem), Py_NewRef(self->backend), data, bytes};
     return capsule;
+}
+
+const char vm_py_reserve_doc[] =
+    "reserve(bytes)\n--\n\n(address, owner): memory of the model's device, given back when owner dies.";
+
+PyObject *vm_py_reserve(Model *self, PyObject *size) {
+    const size_t bytes = PyLong_AsSize_t(size);
+    vm_mem *mem = self->model->mem;
+    void *data;
+    vm_status s;
+    if (PyErr_Occurred()) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    s = vm_mem_reserve(mem, bytes, &data);
+    Py_END_ALLOW_THREADS
+    if (s) return vm_py_raise(s);
+    PyObject *owner = own(self, mem, data, bytes);
+    if (owner) return Py_BuildValue("(KN)", (unsigned long long)(uintptr_t)data, owner);
+    vm_mem_unreserve(mem, data, bytes);
+    return NULL;
 }
 
 typedef struct polling {
@@ -205,7 +224,7 @@ static int run_locked(Model *self, const vm_request *r, job *j) {
     PyEval_RestoreThread(p.thread);
     if (s)
         raise_plan(s, plan);
-    else if (!run->out_mem || (j->owner = own(self, run)))
+    else if (!run->out_mem || (j->owner = own(self, run->out_mem, run->out, run->out_bytes)))
         j->record = summary(plan, run);
     else
         vm_mem_unreserve(run->out_mem, run->out, run->out_bytes);
@@ -361,22 +380,26 @@ PyObject *vm_py_run(Model *self, PyObject *args, PyObject *kwargs) {
 
 const char vm_py_run_at_doc[] =
     "run_at(op, input, out, height, width, batch=1, pixels='float32', latents='float32', scaled=False, stream=0, "
-    "wait=True, poll=None, scale=1.0, replay=False, own_output=False, memory_limit=0)\n--\n\n"
+    "wait=True, poll=None, scale=1.0, replay=False, own_output=False, memory_limit=0, unclamped=False, "
+    "strides=(0, 0, 0, 0))\n--\n\n"
     "(address of the output, its owner or None, what it took as a dict), for a model on a device. input, out: "
-    "addresses there; out 0: taken by the run. own_output: out was taken for this run and counts as its output.";
+    "addresses there; out 0: taken by the run. own_output: out was taken for this run and counts as its output. "
+    "strides: where the input is a part of an image, its bytes from item, channel, row and pixel to the next.";
 
 PyObject *vm_py_run_at(Model *self, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"op",     "input",   "out",        "height",       "width", "batch",
-                            "pixels", "latents", "scaled",     "stream",       "wait",  "poll",
-                            "scale",  "replay",  "own_output", "memory_limit", NULL};
+    static char *names[] = {"op",         "input",        "out",       "height",  "width", "batch", "pixels",
+                            "latents",    "scaled",       "stream",    "wait",    "poll",  "scale", "replay",
+                            "own_output", "memory_limit", "unclamped", "strides", NULL};
     const char *op, *pixels = "float32", *latents = NULL;
     unsigned long long in, out, stream = 0;
     PyObject *callback = NULL;
-    int scaled = 0, wait = 1, replay = 0, own_output = 0;
+    int scaled = 0, wait = 1, replay = 0, own_output = 0, unclamped = 0;
+    Py_ssize_t item = 0, channel = 0, row = 0, pixel = 0;
     vm_request r = {.batch = 1, .scale = 1};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sKKnn|nszpKpO&fppn", names, &op, &in, &out, &r.height, &r.width,
-                                     &r.batch, &pixels, &latents, &scaled, &stream, &wait, to_callback, &callback,
-                                     &r.scale, &replay, &own_output, &r.memory_limit))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sKKnn|nszpKpO&fppnp(nnnn)", names, &op, &in, &out, &r.height,
+                                     &r.width, &r.batch, &pixels, &latents, &scaled, &stream, &wait, to_callback,
+                                     &callback, &r.scale, &replay, &own_output, &r.memory_limit, &unclamped, &item,
+                                     &channel, &row, &pixel))
         return NULL;
     if (on_host(self->model))
         return PyErr_Format(PyExc_ValueError, "run_at: want a model on a device, got one on the CPU");
@@ -384,15 +407,53 @@ PyObject *vm_py_run_at(Model *self, PyObject *args, PyObject *kwargs) {
         return NULL;
     r.scaled = scaled;
     r.own_output = own_output || !out;
-    job j = {.run = {.in = {.data = (const void *)(uintptr_t)in},
-                     .out = (void *)(uintptr_t)out,
-                     .stream = (void *)(uintptr_t)stream,
-                     .wait = wait,
-                     .replay = replay},
-             .callback = callback};
+    r.unclamped = unclamped;
+    job j = {
+        .run =
+            {.in = {.data = (const void *)(uintptr_t)in, .item = item, .channel = channel, .row = row, .pixel = pixel},
+             .out = (void *)(uintptr_t)out,
+             .stream = (void *)(uintptr_t)stream,
+             .wait = wait,
+             .replay = replay},
+        .callback = callback};
     const int failed = run_locked(self, &r, &j);
     vm_py_release(&self->lock);
     if (failed) return NULL;
     PyObject *owner = j.owner ? j.owner : Py_NewRef(Py_None);
     return Py_BuildValue("(KNN)", (unsigned long long)(uintptr_t)j.run.out, owner, j.record);
+}
+
+const char vm_py_blend_doc[] =
+    "blend(stream, format, **fields)\n--\n\n"
+    "Blends a tile into the image that it is from. fields: all others of kernels.h's vm_blend_args, addresses as "
+    "integers. stream: of the model's device; None: all is in host memory.";
+
+PyObject *vm_py_blend(Model *self, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"stream", "format", "tile", "lower", "right",      "y",      "batch",   "y_c",
+                            "h",      "w",      "step", "down",  "across",     "border", "lower_w", "right_h",
+                            "y_h",    "y_w",    "top",  "left",  "clamp_from", "cosine", NULL};
+    const vm_backend *b = self->model->backend;
+    PyObject *stream;
+    const char *format;
+    unsigned long long tile, lower, right, y, number = 0;
+    vm_format y_format = VM_ROWS;
+    vm_blend_args a;
+    vm_status s;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OsKKKKIIIIIIIIIIIIIIII:blend", names, &stream, &format, &tile,
+                                     &lower, &right, &y, &a.batch, &a.y_c, &a.h, &a.w, &a.step, &a.down, &a.across,
+                                     &a.border, &a.lower_w, &a.right_h, &a.y_h, &a.y_w, &a.top, &a.left, &a.clamp_from,
+                                     &a.cosine) ||
+        parse_format(format, "format", self->model, &y_format))
+        return NULL;
+    if (stream != Py_None && (number = PyLong_AsUnsignedLongLong(stream), PyErr_Occurred())) return NULL;
+    const vm_device *d = stream == Py_None ? &vm_host : b->device;
+    a.tile = (const float *)(uintptr_t)tile;
+    a.lower = (float *)(uintptr_t)lower;
+    a.right = (float *)(uintptr_t)right;
+    a.y = (void *)(uintptr_t)y;
+    a.format = y_format;
+    Py_BEGIN_ALLOW_THREADS
+    s = vm_said(d, d->blend(b, (void *)(uintptr_t)number, &a), NULL);
+    Py_END_ALLOW_THREADS
+    return vm_py_none_or_raise(s);
 }

@@ -189,14 +189,18 @@ static float multiplier(const vm_pass *p) { return p->norm ? p->y_scale : p->y_s
 static vm_status load(const vm_gpu *g, const vm_pass *p, const vm_operands *at, const shape *s, size_t row0,
                       size_t rows, const float *scale) {
     const size_t n = in_rows(p, s, rows);
+    const vm_numbers *part = p->x_format == VM_ROWS ? NULL : at->numbers;
+    const size_t pixel = part ? (size_t)part->pixel : 1, channel = part ? (size_t)part->channel : 0;
     vm_load_args a = {.x = p->x_format == VM_ROWS ? at->x.data : at->x_pixels,
                       .out = (char *)at->scratch + s->in,
                       .scale = p->norm ? scale : NULL,
                       .shift = p->norm ? scale + s->in_c : NULL,
+                      .x_plane = part ? channel / pixel : p->x.h * p->x.w,
                       .x_h = (uint32_t)p->x.h,
                       .x_w = (uint32_t)p->x.w,
                       .x_c = (uint32_t)p->x.c,
                       .x_pitch = pitch_of(&at->x, &p->x),
+                      .x_row = (uint32_t)(part ? (size_t)part->row / pixel : p->x.w),
                       .top = (int32_t)(p->up ? row0 / 2 : row0 * s->stride) - (int32_t)s->pad,
                       .left = -(int32_t)s->pad,
                       .rows = (uint32_t)n,

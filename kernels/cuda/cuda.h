@@ -23,7 +23,9 @@ typedef struct vm_load_args {
     const void *x; /* [x_h][x_w][x_pitch], or the user's pixels by format */
     void *out;     /* [rows][width][channels] */
     const float *scale, *shift;
+    uint64_t x_plane; /* of planes: numbers from channel to channel */
     uint32_t x_h, x_w, x_c, x_pitch;
+    uint32_t x_row; /* pixels from row to row: x_w, or more of the user's pixels, which may be a part of an image */
     int32_t top, left;
     uint32_t rows, width, channels;
     uint32_t format; /* vm_format of x */

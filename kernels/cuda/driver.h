@@ -39,6 +39,7 @@
     X(EventDestroy, "cuEventDestroy_v2", (CUevent))                                                                   \
     X(EventRecord, "cuEventRecord", (CUevent, CUstream))                                                              \
     X(EventQuery, "cuEventQuery", (CUevent))                                                                          \
+    X(StreamSynchronize, "cuStreamSynchronize", (CUstream))                                                           \
     X(EventSynchronize, "cuEventSynchronize", (CUevent))                                                              \
     X(EventElapsedTime, "cuEventElapsedTime", (float *, CUevent, CUevent))                                            \
     X(ModuleLoadData, "cuModuleLoadData", (CUmodule *, const void *))                                                 \

@@ -214,6 +214,22 @@ vm_status vm_gpu_read(vm_gpu *g, void *to, const void *from, size_t bytes) {
     return locked_copy(g, false, to, from, bytes);
 }
 
+/* ---- tiles ---- */
+
+static vm_status blend(const vm_backend *b, void *stream, const vm_blend_args *args) {
+    vm_gpu *g = b->self;
+    if (!stream) stream = g->own;
+    const size_t threads = VM_PRODUCT(args->batch, args->y_c, VM_MIN(args->h, args->step), VM_MIN(args->w, args->step));
+    const size_t blocks = (threads + VM_CUDA_THREADS - 1) / VM_CUDA_THREADS, most = (size_t)g->multiprocessors * 32;
+    VM_ENTER(g);
+    VM_TRY(g,
+           LaunchKernel(g->kernel[VM_KERNEL_BLEND], (unsigned)VM_MIN(blocks, most), 1, 1, VM_CUDA_THREADS, 1, 1, 0,
+                        stream, (void *[]){(void *)args}, NULL),
+           "blending a tile");
+    VM_TRY(g, StreamSynchronize(stream), "blending a tile");
+    return VM_OK;
+}
+
 /* ---- graphs ---- */
 
 static vm_graph_entry *find_graph(vm_gpu *g, uint64_t key) {
@@ -310,4 +326,5 @@ const vm_device vm_gpu_device = {.align = 256, /* as GPU libraries expect it */
                                  .seconds = seconds,
                                  .send = send,
                                  .fetch = fetch,
+                                 .blend = blend,
                                  .error = vm_error};

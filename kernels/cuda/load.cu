@@ -7,7 +7,7 @@
 
 /* One number of the user's own pixels. */
 VM_DEVICE float vm_user_number(const vm_load_args &a, uint32_t pixel, uint32_t c) {
-    const size_t at = (size_t)c * a.x_h * a.x_w + pixel;
+    const size_t at = c * a.x_plane + pixel;
     switch (a.format) {
     case VM_F32_NCHW:
         return static_cast<const float *>(a.x)[at];
@@ -50,7 +50,7 @@ VM_DEVICE void vm_load(const vm_load_args &a) {
             for (int j = 0; j < AT_ONCE; j++) {
                 const uint32_t x = a.left + column;
                 inside[j] = pixel + j * step < pixels && row < a.x_h && x < a.x_w && c < a.x_c;
-                from[j] = row * a.x_w + x;
+                from[j] = row * a.x_row + x;
                 if (ROWS && inside[j]) own[j] = vm_take8(static_cast<const T *>(a.x) + (size_t)from[j] * a.x_pitch + c);
                 row += step_rows;
                 column += step_columns;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from vaemem import _core
 from vaemem._common import Message, Named, latent_factor
-from vaemem.engine.device import Device, DeviceArray
+from vaemem.engine.device import Device, DeviceArray, itemsize
 
 INPUT_NAMES = {"encode": "x", "decode": "z"}  # of what goes in
 
@@ -34,10 +35,16 @@ def ends_of(arch: Mapping[str, Any], op: str) -> tuple[tuple[int, int], tuple[in
 class _Arrays:
     """What goes into a run and what comes out, in the result's shape and dtype. request: arguments of the core's plan,
     of one thread and latents as they are, unless the caller says otherwise. notes: what the caller did to the arrays.
-    waits: whether the run is over when the call returns."""
+    waits: whether the run is over when the call returns.
+
+    A result may be put together of tiles: `open_tiles` takes the memory for it, `tile` has one tile's run, `tiled` is
+    the result, and `close_tiles` gives back what is not the caller's (the traceback of an error would keep it)."""
 
     notes: tuple[str, ...] = ()
     waits = True
+    stream: int | None = None  # of a GPU, on which runs and blending are put; None: the arrays are the host's
+    _whole: Any = None  # the result of tiles
+    _beside: Any = None  # a tile, and what is kept of others
 
     def __init__(self, arch: dict[str, Any], op: str, given: Any, pixels: str, out: Any, floats: str | None = None):
         """given: an array with shape and dtype. pixels: of decode's result; the images that encode is given have their
@@ -65,14 +72,17 @@ class _Arrays:
         self.shape = (n, h, w, made) if as_bytes else (n, made, h, w)
         self.dtype = "uint8" if as_bytes else floats or "float32"
 
+    def close_tiles(self) -> None:
+        self._whole = self._beside = None
+
 
 class HostArrays(_Arrays):
     """NumPy's arrays. What goes in is read where it lies, whatever its type and strides. For a GPU it is packed
     first, as float32 or bytes."""
 
-    def __init__(self, arch: dict[str, Any], op: str, array: Any, pixels: str, out: Any, becomes_bytes: bool = False):
-        """becomes_bytes: the caller makes bytes of a result in floats. Bytes do not show that a number is not finite,
-        so this looks for such numbers, as the core does where it makes the bytes."""
+    _becomes_bytes = False
+
+    def __init__(self, arch: dict[str, Any], op: str, array: Any, pixels: str, out: Any):
         data = np.asarray(array)
         if op == "decode" or data.dtype != np.uint8:
             check_real(data, INPUT_NAMES[op], "(N, C, h, w)" if op == "decode" else f"(N, {arch['in_channels']}, H, W)")
@@ -80,7 +90,7 @@ class HostArrays(_Arrays):
         if out is not None:
             check_out(out, self.shape, self.dtype)
             check_apart(np.lib.array_utils.byte_bounds(data), np.lib.array_utils.byte_bounds(out))
-        self.data, self.out, self._becomes_bytes = data, out, becomes_bytes
+        self.data, self.out, self._arch = data, out, arch
 
     def run(self, core: _core.Model, wait: bool, **how: Any) -> tuple[np.ndarray, Any]:
         """The result, and the core's record of the run. how: more arguments of the core's run."""
@@ -90,17 +100,37 @@ class HostArrays(_Arrays):
             record["overflow"] = True
         return result, record
 
+    def open_tiles(self, core: _core.Model, floats: int) -> tuple[int, int]:
+        """The addresses of the result and of so many float32 beside it, with which a tile's result begins."""
+        self._whole = np.empty(self.shape, self.dtype) if self.out is None else self.out
+        self._beside = np.empty(floats, np.float32)
+        return self._whole.ctypes.data, self._beside.ctypes.data
+
+    def tile(self, request: dict[str, Any], ys: slice, xs: slice) -> HostArrays:
+        """request: arguments of the core's plan. ys, xs: which part of what goes in."""
+        piece = self.data[:, ys, xs] if request["pixels"] == "uint8" else self.data[:, :, ys, xs]
+        one = HostArrays(self._arch, request["op"], piece, "float", None)
+        one.out = self._beside[: math.prod(one.shape)].reshape(one.shape)
+        # Bytes do not show that a number is not finite, so the tile is looked at, as the core does with bytes.
+        one.request, one._becomes_bytes = request, self.dtype == "uint8"
+        return one
+
+    def tiled(self) -> np.ndarray:
+        return self._whole
+
 
 class DeviceArrays(_Arrays):
     """Arrays in a GPU's memory, of any library with DLPack; never copied. The result is the same library's where we
     know how it makes one."""
 
+    stream: int
+
     def __init__(self, arch: dict[str, Any], op: str, array: Any, pixels: str, out: Any, device: Device):
         self._device, self._like = device, array
         self._out: tuple[Any, Any] = None, None  # and as it was borrowed
-        self._stream, known = device.stream_of(array)
-        device.backend.check_stream(self._stream)
-        self._given = device.borrow(array, INPUT_NAMES[op], self._stream)
+        self.stream, known = device.stream_of(array)
+        device.backend.check_stream(self.stream)
+        self._given = device.borrow(array, INPUT_NAMES[op], self.stream)
         as_bytes = self._given.dtype == "uint8"
         if as_bytes and op == "decode":
             raise ValueError("z: want float32, float16 or bfloat16, got uint8")
@@ -112,25 +142,70 @@ class DeviceArrays(_Arrays):
             self._write_to(out)
 
     def _write_to(self, out: Any) -> None:
-        target = self._device.borrow(out, "out", self._stream)
+        target = self._device.borrow(out, "out", self.stream)
         if (target.shape, target.dtype) != (self.shape, self.dtype):
             want = f"{self.dtype} of shape {self.shape}"
             raise ValueError(f"out: want {want}, got {target.dtype} of shape {target.shape}")
         check_apart((self._given.address, self._given.end), (target.address, target.end))
         self._out = out, target
 
-    def run(self, core: _core.Model, wait: bool, **how: Any) -> tuple[Any, Any]:
-        """The result, and the core's record of the run. how: more arguments of the core's run_at."""
+    def _opened(self) -> tuple[Any, Any]:
+        """The array that is written to, and as it was borrowed: the caller's, or one of its library; else None."""
         if self._out[0] is None and (made := self._device.empty_like(self._like, self.shape, self.dtype)) is not None:
             self._write_to(made)
-        out, target = self._out
-        how |= {name: value for name, value in self.request.items() if name not in ("host_arrays", "threads")}
-        where = dict(input=self._given.address, out=target.address if target else 0, stream=self._stream)
-        address, owner, record = core.run_at(**where, wait=wait, **how)
-        if out is not None:
-            return out, record
+        return self._out
+
+    def run(self, core: _core.Model, wait: bool, **how: Any) -> tuple[Any, Any]:
+        """The result, and the core's record of the run. how: more arguments of the core's run_at."""
+        out, target = self._opened()
+        where = dict(input=self._given.address, out=target.address if target else 0, stream=self.stream)
+        address, owner, record = _run_at(core, self.request, wait=wait, **where, **how)
+        return self._made(address, owner) if out is None else out, record
+
+    def _made(self, address: int, owner: Any) -> Any:
         array = DeviceArray(self._device, address, self.shape, self.dtype, owner)
-        return self._device.as_library(array, self._like), record
+        return self._device.as_library(array, self._like)
+
+    def open_tiles(self, core: _core.Model, floats: int) -> tuple[int, int]:
+        """As of `HostArrays`."""
+        _, target = self._opened()
+        self._whole = (target.address, None) if target else core.reserve(math.prod(self.shape) * itemsize(self.dtype))
+        self._beside = core.reserve(floats * itemsize("float32"))
+        return self._whole[0], self._beside[0]
+
+    def tile(self, request: dict[str, Any], ys: slice, xs: slice) -> DeviceTile:
+        """As of `HostArrays`. It is read where it lies."""
+        size, (_, *sides) = itemsize(self._given.dtype), self._given.shape
+        if request["pixels"] == "uint8":
+            height, width, channels = sides
+            channel, pixel = 1, channels
+        else:
+            channels, height, width = sides
+            channel, pixel = height * width * size, size
+        row = width * pixel
+        first = self._given.address + ys.start * row + xs.start * pixel
+        strides = channels * height * width * size, channel, row, pixel
+        return DeviceTile(request, dict(input=first, out=self._beside[0], stream=self.stream, strides=strides))
+
+    def tiled(self) -> Any:
+        return self._made(*self._whole) if self._out[0] is None else self._out[0]
+
+
+class DeviceTile:
+    """A part of the input of `DeviceArrays`, whose result becomes float32 in memory of theirs."""
+
+    waits = True
+
+    def __init__(self, request: dict[str, Any], where: dict[str, Any]) -> None:
+        """request: arguments of the core's plan. where: more of its run_at."""
+        self.request, self._where = request, where
+
+    def run(self, core: _core.Model, wait: bool, **how: Any) -> tuple[None, Any]:
+        return None, _run_at(core, self.request, wait=wait, **self._where, **how)[-1]
+
+
+def _run_at(core: _core.Model, request: Mapping[str, Any], **how: Any) -> tuple[int, Any, Any]:
+    return core.run_at(**{k: v for k, v in request.items() if k not in ("host_arrays", "threads")}, **how)
 
 
 Arrays = HostArrays | DeviceArrays

@@ -166,6 +166,10 @@ class DeviceArray:
         return f"<DeviceArray {self.dtype} {self.shape} on {self.device}>"
 
 
+def itemsize(dtype: str) -> int:
+    return {"uint8": 1, "float32": 4}.get(dtype, 2)
+
+
 def library_of(array: Any) -> str:
     """The package that an array's type is from: ``"torch"``, ``"cupy"``."""
     return type(array).__module__.partition(".")[0]
@@ -218,7 +222,7 @@ class Device:
             raise TypeError(f"{name}: want float32, float16, bfloat16 or uint8, got another dtype")
         if not given.contiguous:
             raise ValueError(f"{name}: want a contiguous array of shape {given.shape}")
-        given.end = given.address + math.prod(given.shape) * {"uint8": 1, "float32": 4}.get(given.dtype, 2)
+        given.end = given.address + math.prod(given.shape) * itemsize(given.dtype)
         return given
 
     def empty_like(self, array: Any, shape: tuple[int, ...], dtype: str) -> Any:

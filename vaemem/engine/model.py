@@ -16,7 +16,7 @@ from vaemem._common import latent_factor
 from vaemem._core import Model as Core
 from vaemem.engine import weights
 from vaemem.engine.arguments import Poll
-from vaemem.engine.arrays import Arrays
+from vaemem.engine.arrays import Arrays, DeviceTile
 from vaemem.engine.device import Device, open_device
 from vaemem.engine.layouts import Arch, known_arch, read_config, sample_size_of
 from vaemem.engine.limits import Plans, taken
@@ -64,7 +64,7 @@ class Runner:
         self._arena_bytes = 0
 
     def run(
-        self, arrays: Arrays, poll: Poll, limit: int, retries: bool, cache_bytes: int | None, **how: Any
+        self, arrays: Arrays | DeviceTile, poll: Poll, limit: int, retries: bool, cache_bytes: int | None, **how: Any
     ) -> tuple[Any, Run]:
         """The result and what it took. Run again where memory ran out, with the next smaller plan if it `retries`, and
         where float16 overflowed, with activations kept smaller.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import math
 import sys
 import time
 from collections import Counter
@@ -16,13 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from vaemem._common import choose
+from vaemem._common import choose, mib
 from vaemem.engine.arguments import Poll, as_int
-from vaemem.engine.arrays import HostArrays, ends_of
+from vaemem.engine.arrays import Arrays, ends_of
+from vaemem.engine.device import itemsize
 from vaemem.engine.model import Runner
 from vaemem.engine.records import Run, make_run
-
-LOGVAR = -30, 20  # to which diffusers' DiagonalGaussianDistribution clamps log-variances, and kernels.h a whole run's
 
 
 @dataclass(frozen=True)
@@ -86,8 +83,6 @@ def cut(
     that refuses."""
     if tiling is None:
         return None
-    if not request.get("host_arrays", True):
-        raise ValueError("tiling: want arrays in host memory, got them in a GPU's: copy them, or leave tiling out")
     if not isinstance(tiling, Tiling):
         raise TypeError(f"tiling: want a vaemem.Tiling or None, got {type(tiling).__name__}")
     if limit:
@@ -118,8 +113,6 @@ class _Tiles:
         self.height, self.width = request["height"] // self.factor, request["width"] // self.factor
         self.rows, self.cols = range(0, self.height, self.step), range(0, self.width, self.step)
         self.begun, self.count = 0, len(self.rows) * len(self.cols)
-        decodes, as_bytes = self.op == "decode", request["pixels"] == "uint8"
-        self.bytes_in, self.bytes_out = as_bytes and not decodes, as_bytes and decodes
         self.ends = ends_of(runner.arch, self.op)
 
     def sizes(self, starts: range, length: int) -> Counter[int]:
@@ -129,48 +122,55 @@ class _Tiles:
         sizes.update(length - at for at in starts[whole:])
         return sizes
 
-    def buffers(self) -> list[tuple[tuple[int, ...], type]]:
-        """Shapes and types of the arrays held while tiles run: the result; a tile as it goes in; a tile as it comes
-        out; the lower borders of a row of tiles, with which the next row is blended; and the right border of one tile,
-        with which the next is blended, transposed so that both borders are blended by the same lines."""
-        (a, channels_in), (b, channels) = self.ends
-        n, height, width, border = self.batch, self.height * b, self.width * b, self.shared * b
+    def tile_request(self, h: int, w: int) -> dict[str, Any]:
+        """Arguments of the core's plan for a tile, whose result is float32."""
+        made = {"pixels" if self.op == "decode" else "latents": "float"}
+        return {**self.request, **made, "height": h * self.factor, "width": w * self.factor, "own_output": False}
+
+    def output_bytes(self) -> int:
+        scale, channels = self.ends[1]
+        floats = self.request.get("latents", "float32") if self.op == "encode" else self.request["pixels"]
+        size = itemsize("float32" if floats == "float" else floats)
+        return self.batch * channels * self.height * self.width * scale * scale * size
+
+    def floats(self) -> list[int]:
+        """How many float32 are held beside the result while tiles run: a tile as it comes out; the lower borders of a
+        row of tiles, with which the next row is blended; the right border of one, with which the next is blended."""
+        scale, channels = self.ends[1]
         h, w = min(self.side, self.height), min(self.side, self.width)
-        return [
-            ((n, height, width, channels), np.uint8) if self.bytes_out else ((n, channels, height, width), np.float32),
-            ((n * channels_in * h * w * a * a,), np.uint8 if self.bytes_in else np.float32),
-            ((n * channels * h * w * b * b,), np.float32),
-            ((n, channels, border if len(self.rows) > 1 else 0, len(self.cols) * w * b), np.float32),
-            ((n, channels, border if len(self.cols) > 1 else 0, h * b), np.float32),
-        ]
+        lower = self.shared * len(self.cols) * w if len(self.rows) > 1 else 0
+        right = self.shared * h if len(self.cols) > 1 else 0
+        return [self.batch * channels * scale * scale * length for length in (h * w, lower, right)]
+
+    def scratch_bytes(self) -> int:
+        return sum(self.floats()) * itemsize("float32")
 
     def estimate(self) -> Run:
         """What `run` will report."""
         tiles = None
         sizes = self.sizes(self.rows, self.height).items(), self.sizes(self.cols, self.width).items()
         for (h, down), (w, across) in product(*sizes):
-            size = dict(height=h * self.factor, width=w * self.factor, pixels="uint8" if self.bytes_in else "float")
-            request = {**self.request, **size, "own_output": False}
+            request = self.tile_request(h, w)
             tiles = _joined(tiles, make_run(request, self.runner.core.plan(**request)), down * across)
         assert tiles is not None
-        held = [math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in self.buffers()]
-        if sum(held) > sys.maxsize:
-            raise OverflowError(f"height, width: want an image whose bytes can be addressed, got {sum(held)} of them")
-        return self.report(tiles, held, None)
+        if (held := self.output_bytes() + self.scratch_bytes()) > sys.maxsize:
+            raise OverflowError(f"height, width: want an image whose bytes can be addressed, got {held} of them")
+        return self.report(tiles, self.request.get("own_output", True), None)
 
-    def report(self, tiles: Run, held: list[int], seconds: float | None) -> Run:
-        """The run of all tiles, from theirs joined and the bytes of the buffers. Beside a GPU these are in the host's
-        memory and not counted, as an ordinary run's arrays are not."""
-        output, *scratch = [0] if self.runner.device else held
-        beside = output + sum(scratch)
+    def report(self, tiles: Run, own_output: bool, seconds: float | None) -> Run:
+        """The run of all tiles, from theirs joined. Beside a GPU what lies in the host's memory is not counted, as an
+        ordinary run's arrays are not."""
+        output, scratch = (self.output_bytes() if own_output else 0), self.scratch_bytes()
+        if self.runner.device and self.request.get("host_arrays", True):
+            output = scratch = 0
         return replace(
             tiles,
             height=self.height * self.factor,
             width=self.width * self.factor,
-            scratch_bytes=tiles.scratch_bytes + sum(scratch),
             output_bytes=tiles.output_bytes + output,
-            reserved_bytes=tiles.reserved_bytes + beside,
-            timeline=tuple((name, live + beside) for name, live in tiles.timeline),
+            scratch_bytes=tiles.scratch_bytes + scratch,
+            reserved_bytes=tiles.reserved_bytes + output + scratch,
+            timeline=tuple((name, live + output + scratch) for name, live in tiles.timeline),
             seconds=seconds,
             notes=(f"{self.count} tiles of {self.side * self.factor}x{self.side * self.factor}", *tiles.notes),
         )
@@ -178,60 +178,69 @@ class _Tiles:
     def says(self) -> str:
         return f"{self.op}, tile {self.begun} of {self.count}"
 
-    def run(self, arrays: Any, poll: Poll, *settings: Any, **how: Any) -> tuple[np.ndarray, Run]:
-        """Each tile is run, blended with the one above, then with the one to the left, and written. arrays: in host
-        memory; settings, how: as `Runner.run` takes them."""
+    def run(self, arrays: Arrays, poll: Poll, *settings: Any, **how: Any) -> tuple[Any, Run]:
+        """Each tile is run, blended with the one above, then with the one to the left, and written. settings, how: as
+        `Runner.run` takes them."""
         start, tiles, seen = time.perf_counter(), None, 0
-        data, out, ((shape, dtype), *others) = arrays.data, arrays.out, self.buffers()
-        result = np.empty(shape, dtype) if out is None else out
-        held: list[np.ndarray] = [np.empty(*other) for other in others]
-        given, made, lower, right = held
-        (a, _), (b, channels), step = *self.ends, self.step
+        core, (scale, _), size = self.runner.core, self.ends[0], itemsize("float32")
         unit = self.batch * self.factor
         done, total = 0, unit * len(self.cols) * sum(min(self.side, self.height - y) for y in self.rows)
-        shares = functools.cache(lambda n: self.tiling.ramp(n)[:, :, None])
-        into = result.transpose(0, 3, 1, 2) if self.bytes_out else result
 
         def show(rows: int, of: int) -> None:
             nonlocal seen
             seen = max(seen, done + unit * h * rows // of)  # where float16 overflows a tile begins again
             poll(seen, total)  # type: ignore[misc]
 
-        for y, x in product(self.rows, self.cols):
-            h, w = min(self.side, self.height - y), min(self.side, self.width - x)
-            self.begun += 1
-            ys, xs = slice(y * a, (y + h) * a), slice(x * a, (x + w) * a)
-            piece = data[:, ys, xs] if self.bytes_in else data[:, :, ys, xs]
-            source = given[: piece.size].reshape(piece.shape)
-            source[...] = piece
-            tile = made[: self.batch * channels * h * w * b * b].reshape(self.batch, channels, h * b, w * b)
-            one = HostArrays(self.runner.arch, self.op, source, "float", tile, becomes_bytes=self.bytes_out)
-            one.request |= {name: self.request[name] for name in ("threads", "scaled")}
-            _, took = self.runner.run(one, poll and show, *settings, **how, unclamped=True)
-            tiles, done = _joined(tiles, took), done + unit * h
-            column = self.cols.index(x) * min(self.side, self.width) * b
-            down = lower[..., column : column + w * b], tile, y, self.height
-            across = right[..., : h * b], tile.mT, x, self.width
-            for border, new, at, length in (down, across):
-                n = min(self.shared, length - at) * b if at else 0
-                border[:, :, :n] *= shares(n)[0]
-                new[:, :, :n] *= shares(n)[1]
-                new[:, :, :n] += border[:, :, :n]
-            for border, new, at, length in (down, across):
-                n = max(0, min(self.shared, length - at - step)) * b
-                border[:, :, :n] = new[:, :, step * b : step * b + n]
-            kept = tile[:, :, : step * b, : step * b]
-            if self.op == "encode":
-                logvar = kept[:, channels // 2 :]
-                np.clip(logvar, *LOGVAR, out=logvar)
-            if self.bytes_out:  # rounded here, since the core had no blended borders; its rule: NaN becomes 0
-                kept += 1
-                kept *= 127.5
-                np.rint(np.clip(np.fmax(kept, 0, out=kept), 0, 255, out=kept), out=kept)
-            into[:, :, y * b : (y + step) * b, x * b : (x + step) * b] = kept
-        assert tiles is not None
-        bytes_held = [0 if out is not None else result.nbytes, *(array.nbytes for array in held)]
-        return result, self.report(tiles, bytes_held, time.perf_counter() - start)
+        try:
+            image, tile = self.open(arrays)
+            made, below, _ = self.floats()
+            lower, right = tile + made * size, tile + (made + below) * size
+            for y, x in product(self.rows, self.cols):
+                h, w = min(self.side, self.height - y), min(self.side, self.width - x)
+                self.begun += 1
+                part = slice(y * scale, (y + h) * scale), slice(x * scale, (x + w) * scale)
+                one = arrays.tile(self.tile_request(h, w), *part)
+                _, took = self.runner.run(one, poll and show, *settings, **how, unclamped=True)
+                tiles, done = _joined(tiles, took), done + unit * h
+                fields = self.blending(y, x, h, w)
+                own = lower + fields["lower_w"] // len(self.cols) * self.cols.index(x) * size  # of this column of tiles
+                core.blend(arrays.stream, arrays.dtype, tile=tile, lower=own, right=right, y=image, **fields)
+            assert tiles is not None
+            took = self.report(tiles, arrays.request["own_output"], time.perf_counter() - start)
+            return arrays.tiled(), took
+        finally:
+            arrays.close_tiles()
+
+    def open(self, arrays: Arrays) -> tuple[int, int]:
+        """The addresses of the result and of what is held beside it."""
+        floats = sum(self.floats())
+        try:
+            return arrays.open_tiles(self.runner.core, floats)
+        except MemoryError:
+            arrays.close_tiles()
+            self.runner.trim()  # the arena that an earlier run has left
+        try:
+            return arrays.open_tiles(self.runner.core, floats)
+        except MemoryError as error:
+            output, scratch = mib(self.output_bytes()), mib(self.scratch_bytes())
+            what = f"{self.op} of {self.request['height']}x{self.request['width']} in tiles"
+            raise MemoryError(
+                f"{error}. This {what} holds {output} MiB of output and {scratch} MiB to blend with"
+            ) from None
+
+    def blending(self, y: int, x: int, h: int, w: int) -> dict[str, int]:
+        """How a tile is blended: fields of kernels.h's vm_blend_args."""
+        b, channels = self.ends[1]
+        across = min(self.side, self.width)
+        latents = dict(
+            h=h, w=w, step=self.step, border=self.shared, lower_w=len(self.cols) * across,
+            right_h=min(self.side, self.height), y_h=self.height, y_w=self.width, top=y, left=x,
+            down=min(self.shared, h) if y else 0, across=min(self.shared, w) if x else 0,
+        )  # fmt: skip
+        return {name: length * b for name, length in latents.items()} | dict(
+            batch=self.batch, y_c=channels, clamp_from=channels // 2 if self.op == "encode" else channels,
+            cosine=self.tiling.blend == "cosine",
+        )  # fmt: skip
 
 
 def _joined(tiles: Run | None, tile: Run, times: int = 1) -> Run:

@@ -133,7 +133,8 @@ class VAE(Model):
             limit, and `Run.work` says what a limit costs; on a GPU a limit means smaller stripes, which may change the
             last bits and take longer.
         tiling : Tiling, optional
-            In tiles, as diffusers does it: not exact, as a limit is. z in host memory only, and no limit beside it.
+            In tiles, as diffusers does it: not exact, as a limit is, and no limit beside it. On a GPU the call waits
+            for the run.
         size : (int, int), optional
             Height and width of the images: so much of the 8h by 8w ones, from the top left, as `Encoded.size` says of
             images that were padded. The result is a view then.

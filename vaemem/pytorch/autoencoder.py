@@ -131,11 +131,11 @@ class AutoencoderKL(diffusers.AutoencoderKL):  # type: ignore[misc]
     Notes
     -----
     `enable_tiling` does what diffusers' does, tile by tile, which is not exact: a `memory_limit` is, and goes without
-    tiles. Tiles are put together in host memory. Results of float16 that overflow are made again with smaller
-    activations, so that SDXL's need no upcast: ``pipe.vae.register_to_config(force_upcast=False)`` saves it.
-    Attention processors, adapters and what else changes the module's layers change nothing. ``copy.deepcopy``, pickle
-    and ``torch.save`` take the weights along, and leave `progress` and `cancel` behind. diffusers' ``from_pipe`` takes
-    over a VAE of its own class alone: ``from_pipe(pipe, vae=pipe.vae)``.
+    tiles. Results of float16 that overflow are made again with smaller activations, so that SDXL's need no upcast:
+    ``pipe.vae.register_to_config(force_upcast=False)`` saves it. Attention processors, adapters and what else changes
+    the module's layers change nothing. ``copy.deepcopy``, pickle and ``torch.save`` take the weights along, and leave
+    `progress` and `cancel` behind. diffusers' ``from_pipe`` takes over a VAE of its own class alone:
+    ``from_pipe(pipe, vae=pipe.vae)``.
 
     Examples
     --------
@@ -331,7 +331,7 @@ class AutoencoderKL(diffusers.AutoencoderKL):  # type: ignore[misc]
         if self.use_tiling:
             how["tiling"] = Tiling(tile, self.tile_overlap_factor)
         engine, x = self._engine(), x.detach()
-        is_on_host = self.device.type == "cpu" or self.use_tiling
+        is_on_host = self.device.type == "cpu"
         given: Any = (x.to("cpu", torch.float32) if is_on_host else x.to(self.dtype)).contiguous()
         given = given.numpy() if is_on_host else given
         result = engine.decode(given, **how) if op == "decode" else engine.encode(given, **how).moments
