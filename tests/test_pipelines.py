@@ -15,7 +15,6 @@ import pytest
 from vaemem import _core, formula, plan_pipeline, predict, predict_pipeline, sweep
 from vaemem.pipelines import pipeline_run, programs
 from vaemem.pipelines.components import PIPELINES, weights_of
-from vaemem.prediction.gpus import find_gpu
 from vaemem.prediction.process import SimulatedProcess
 
 MIB = 1 << 20
@@ -211,8 +210,8 @@ def test_a_fit_that_rests_on_plans_that_are_not_known():
         assert other.verdict == ("does not fit" if guesses is None else "tight")
         assert other.fits == (guesses is not None)
         assert other.on_card is None if not other.fits else other.on_card <= room < other.peak == p.peak
-        settings, gpu = {"offload": "none", "vae": "whole"}, find_gpu("RTX 3060")
-        way = sys.modules["vaemem.pipelines.plan"]._way(other, gpu, "", settings, "", None)
+        settings = {"offload": "none", "vae": "whole"}
+        way = sys.modules["vaemem.pipelines.plan"]._way(other, "", settings, "", None)
         assert way.unsure == other.tight_because and bool(way.unsure) == other.fits
         assert ("only if cuDNN's next plans take no workspace" in other.summary) == bool(guesses)
         if guesses:
@@ -445,6 +444,19 @@ def test_a_graphs_prediction_has_the_same_displays():
     p = predict_pipeline("zimage-turbo", 1024, 1024, gpu="RTX 3060", runtime="sd.cpp", offload="cond_only")
     assert "largest tensor" not in str(p) and "kept by the host" in str(p) and p.to_csv().count("\n") == 5
     assert json.loads(p.to_json())["host_bytes"] == p.host and p.band == (p.peak, p.peak)
+
+
+def test_rows_last_as_long_as_the_plan_says():
+    plan = plan_pipeline("sdxl", 1024, 1024, gpu="RTX 3060")
+    p = predict_pipeline("sdxl", 1024, 1024, gpu="RTX 3060", offload="model")
+    rows = {row["phase"]: row for row in p.rows()}
+    (way,) = (one for one in plan.outcomes if one.way.name == "model offload, VAE whole")
+    for phase in ("encode prompt", "denoise", "decode"):
+        said = way.phase_seconds[phase]
+        assert (rows[phase]["seconds_low"], rows[phase]["seconds"], rows[phase]["seconds_high"]) == said[:3]
+    assert rows["whole"]["seconds"] == pytest.approx(way.seconds.likely)
+    assert "seconds" not in predict_pipeline("sd15", 512, 512, gpu="GTX 1080").rows()[0], "of which no speed is known"
+    assert "seconds" not in predict_pipeline("sd15", 512, 512, gpu="T4").rows()[0], "loading"
 
 
 def test_formulas_in_a_notebook():

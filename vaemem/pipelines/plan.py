@@ -14,14 +14,13 @@ from vaemem.engine.weights import told_bytes
 from vaemem.pipelines import ways_mlx
 from vaemem.pipelines.asked import PipelineQuestion, ask_pipeline, parts_of
 from vaemem.pipelines.components import CLIPS, PIPELINES, SPELT_PIPELINES, refuse, weights_of
-from vaemem.pipelines.pipeline_run import Phase
 from vaemem.pipelines.predict_pipeline import PipelinePrediction
 from vaemem.pipelines.storage import FOUR_BITS
 from vaemem.pipelines.ways import PipelinePlan, Room, outcome
 from vaemem.prediction.gpus import CONTEXT, Gpu, sold
 from vaemem.prediction.planned import PlannedPhase, Way
 from vaemem.prediction.question import Software, find_card, usual_tile
-from vaemem.prediction.seconds import Machine, cards_of, machine_of, peak, vae_work
+from vaemem.prediction.seconds import Machine, cards_of, machine_of
 
 PLANNED_RUNTIMES = ("diffusers", "sd.cpp", "mlx")
 # What vaemem's decode takes on a GPU beside its weights, in T = 128 * height * width * bytes of a number: 3.03 to 3.19
@@ -244,36 +243,16 @@ def diffusers_ways(
                 if kind:
                     how, changes = f"{how}, {kind}", [*changes, f"weights in {kind} are rounded"]
                 p = PipelinePrediction(stored.run_with(offload, vae, settings.get("vae_memory_limit")))
-                found.append(_way(p, q.card.gpu, f"{place}, {how}", settings, " and ".join(changes), machine))
+                found.append(_way(p, f"{place}, {how}", settings, " and ".join(changes), machine))
     return found
 
 
-def _way(
-    p: PipelinePrediction, gpu: Gpu, name: str, settings: Mapping[str, Any], changes: str, machine: Machine | None
-) -> Way:
+def _way(p: PipelinePrediction, name: str, settings: Mapping[str, Any], changes: str, machine: Machine | None) -> Way:
     phases, read = [], {"disk": float(sum(part.nbytes for part in p.parts.values()))}
     for phase in p.phases:
-        work = read if phase.name == "load" else _work(p, gpu, settings, phase, machine)
+        work = read if phase.name == "load" else p.work(phase, machine)
         phases.append(PlannedPhase(phase.name, phase.weights, phase.total - phase.weights, work))
     notes = (*p.notes, *[SEQUENTIAL] * (settings["offload"] == "sequential"))
     out = (p.out_of_memory_at[0], max(p.least - p.available, 1)) if p.out_of_memory_at else None
     unsure = "" if out else BY_VAEMEM if settings["vae"] == "vaemem" else p.tight_because
     return Way(name, settings, tuple(phases), p.host, changes, notes, out, True, unsure)
-
-
-def _work(
-    p: PipelinePrediction, gpu: Gpu, settings: Mapping[str, Any], phase: Phase, machine: Machine | None
-) -> dict[str, float]:
-    """What a phase does. A short prompt may be encoded in less time than the card needs to read the encoders' weights:
-    reading them is then the work. A VAE that is converted to float32 takes as many FLOPs as take so long in the
-    pipeline's type, whose rate it is."""
-    known, vae = PIPELINES[p.pipeline], p.parts["vae"]
-    work = {known.denoiser if phase.name == "denoise" else "transformer": float(phase.flops)}
-    if phase.name in ("encode image", "decode"):
-        slower = peak(gpu, vae.dtype) / peak(gpu, "float32") if vae.upcast and settings["vae"] != "vaemem" else 1
-        work = vae_work(slower * phase.flops, slower * phase.attended, phase.moved)
-    if machine and phase.flops and phase.name == "encode prompt":
-        read = {"memory": float(sum(p.parts[role].nbytes for role in known.encoders if role in p.parts))}
-        work = max(work, read, key=lambda one: machine.seconds(one).likely)
-    work |= {"link": float(phase.sent), "cpu": float(phase.host_flops)}
-    return {name: amount for name, amount in work.items() if amount}

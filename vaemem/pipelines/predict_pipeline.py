@@ -26,6 +26,7 @@ from vaemem.prediction.moments import ROUNDED_UP, Moment, PeakTensor
 from vaemem.prediction.pieces import Domain, PlayedPeak, Point
 from vaemem.prediction.planned import Way
 from vaemem.prediction.question import Card, Software, find_card, usual_tile
+from vaemem.prediction.seconds import Machine, machine_of, peak, vae_work
 from vaemem.prediction.verdict import DOES_NOT_FIT, FITS, CardAnswer, bar
 
 PREDICTED_RUNTIMES = ("diffusers", "sd.cpp")
@@ -102,6 +103,8 @@ class _Phases(Written, CardAnswer):
 
     def rows(self) -> list[dict[str, Any]]:
         """Rows of a `vaemem.Table`, one a phase, and one of the whole, which reserves what the fullest phase does.
+        diffusers' have seconds, where anything is known of the card's: all steps, the weights sent over PCIe 3.0 x16,
+        and nothing of loading them from a disk.
 
         Examples
         --------
@@ -121,7 +124,12 @@ class _Phases(Written, CardAnswer):
         ]  # fmt: skip
         most = max(phase.allocated for phase in self.phases)
         whole = {"phase": "whole", "allocated_bytes": most, "reserved_bytes": self.peak}
-        return [self._run_row | row for row in (*rows, whole)]
+        lasts = self._seconds()
+        return [self._run_row | row | lasts.get(str(row["phase"]), {}) for row in (*rows, whole)]
+
+    def _seconds(self) -> dict[str, dict[str, float]]:
+        """The columns that say how long a phase takes, and the whole, where that is known."""
+        return {}
 
     def _lines(self) -> list[dict[str, Any]]:
         """One dict a phase: sizes in bytes, the largest tensor at its height, whether it goes through."""
@@ -393,6 +401,37 @@ class PipelinePrediction(_Phases):
         """Reserved bytes by phase, and those with each of the other workspaces that may be the true ones."""
         others, spans = tuple(self._process._alternatives(every)), tuple(self._run.spans)
         return [[phase.reserved for phase in self.phases], *self._process._core.again(others, spans, False)]
+
+    def work(self, phase: Phase, machine: Machine | None = None) -> dict[str, float]:
+        """What a phase does once the weights are there, for `vaemem.prediction.seconds.Machine`. A short prompt may be
+        encoded in less time than that machine needs to read the encoders' weights: reading them is then the work. A
+        VAE that is converted to float32 takes as many FLOPs as take so long in the pipeline's type, whose rate it is.
+        """
+        q = self._question
+        vae = q.part("vae")
+        work = {q.pipeline.denoiser if phase.name == "denoise" else "transformer": float(phase.flops)}
+        if phase.name in ("encode image", "decode"):
+            is_slower = vae.upcast and q.vae != "vaemem"
+            slower = peak(q.card.gpu, vae.dtype) / peak(q.card.gpu, "float32") if is_slower else 1
+            work = vae_work(slower * phase.flops, slower * phase.attended, phase.moved)
+        if machine and phase.flops and phase.name == "encode prompt":
+            read = {"memory": float(sum(part.nbytes for part in q.parts if part.role in q.pipeline.encoders))}
+            work = max(work, read, key=lambda one: machine.seconds(one).likely)
+        work |= {"link": float(phase.sent), "cpu": float(phase.host_flops)}
+        return {name: amount for name, amount in work.items() if amount}
+
+    def _seconds(self) -> dict[str, dict[str, float]]:
+        if self.coarse:
+            return {}
+        machine, whole = machine_of(self._card.gpu, dtype=self._question.dtype), dict[str, float]()
+        works = {phase.name: self.work(phase, machine) for phase in self.phases if phase.name != "load"}
+        for name, amount in itertools.chain.from_iterable(work.items() for work in works.values()):
+            whole[name] = whole.get(name, 0) + amount
+        took = {name: machine.seconds(work) for name, work in (*works.items(), ("whole", whole))}
+        return {
+            name: {"seconds": one.likely, "seconds_low": one.low, "seconds_high": one.high}
+            for name, one in took.items()
+        }
 
     @functools.cached_property
     def formula(self) -> Formula:
