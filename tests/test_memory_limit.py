@@ -408,7 +408,7 @@ def test_sweeps_and_the_command_line(vae, capsys):
         assert main([command, "sd15", "decode", "64x64"]) == 0
         assert "limit MiB" in capsys.readouterr().out
     assert main(["estimate", "sd15", "decode", "64x64", "--memory-limit", "9 lives"]) == 2
-    assert "memory_limit: want bytes as an integer" in capsys.readouterr().err
+    assert "--memory-limit: want bytes as an integer" in capsys.readouterr().err
 
 
 # ---- exactness ----
