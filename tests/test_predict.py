@@ -447,7 +447,7 @@ def test_switches_on_the_command_line(capsys):
     assert main(["predict", "sdxl", "decode", "256x256", "--dtype", "float32", "--channels-last", "--no-tf32"]) == 0
     assert ", channels_last, allow_tf32=False)" in capsys.readouterr().out
     assert main(["largest", "sdxl", "decode", "--gpu", "RTX 4060", "--cudnn-benchmark"]) == 2
-    assert "cudnn_benchmark: want False, got True" in capsys.readouterr().err
+    assert "--cudnn-benchmark: want False, got True" in capsys.readouterr().err
 
 
 def test_channels_last_and_strict_float32_were_recorded():
