@@ -571,7 +571,7 @@ def test_a_protocol_goes_wherever_a_prediction_does(tmp_path, capsys):
     assert capsys.readouterr().out.startswith(kept.numbers)
     with pytest.raises(SystemExit):
         main(["largest", "sdxl", "decode", "--protocol", "hot"])
-    assert "invalid choice: 'hot'" in capsys.readouterr().err
+    assert "--protocol: want one of cold, warm, repeated, kept, got 'hot'" in capsys.readouterr().err
 
 
 def test_numpy_integers_are_integers():

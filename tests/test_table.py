@@ -4,6 +4,7 @@ import io
 import json
 import math
 import operator
+import re
 import sys
 
 import numpy as np
@@ -281,7 +282,8 @@ def test_a_table_of_pipelines_is_as_narrow_as_a_terminal():
     table = Table(vaemem.predict_pipeline("sd15", 512, 512, gpu="T4").rows())
     above, caption, *lines = repr(table).splitlines()
     assert above == "Table, 5 rows" and "way offload none, VAE whole, device Tesla T4, source predicted" in caption
-    assert max(map(len, lines)) <= 100
+    assert max(map(len, lines)) <= 125
+    assert re.search(r" \d+\.\d{3} \(\d+\.\d+ to \d+\.\d+\)$", lines[-1]), "seconds with their band"
 
 
 def test_render_aligns():

@@ -406,13 +406,14 @@ class Table(Sequence[Row]):
         return render(("column", "kind", "meaning"), SCHEMA)
 
     def _shown(self, left_out: Container[str] = ()) -> tuple[list[str], list[list[str]]]:
-        """Header and cells of the columns that hold anything, but for the long versions; bytes as MiB; the middle of a
-        long table left out."""
-        held = [name for name in COLUMNS if name != "versions" and any(row[name] is not None for row in self._rows)]
+        """Header and cells of the columns that hold anything, but for the long versions; bytes as MiB, seconds with
+        their band; the middle of a long table left out."""
+        hidden = ("versions", "seconds_low", "seconds_high")  # the last two stand beside the seconds
+        held = [name for name in COLUMNS if name not in hidden and any(row[name] is not None for row in self._rows)]
         shown = [name for name in held if name not in left_out]
         rows = self._rows if len(self) <= 24 else [*self._rows[:10], {}, *self._rows[-10:]]
         header = [name.replace("_bytes", " MiB") for name in shown]
-        return header, [[_cell(name, row[name]) if row else "…" for name in shown] for row in rows]
+        return header, [[_cell(name, row[name]) + _band(name, row) if row else "…" for name in shown] for row in rows]
 
     def _captioned(self) -> tuple[list[str], tuple[list[str], list[list[str]]]]:
         """Lines above a table, and that: what ran, but for its size, is said once where several rows have the same."""
@@ -458,6 +459,12 @@ def check_complete(table: Table, target: str) -> None:
         lacking = [name for name in ("model", "op", "height", "width", "dtype", target) if row[name] is None]
         if lacking:
             raise ValueError(f"row {i}: has no {', '.join(lacking)}; filter such rows out")
+
+
+def _band(name: str, row: Mapping[str, Any]) -> str:
+    """What the cell of predicted seconds says beside them."""
+    low, high = row["seconds_low"], row["seconds_high"]
+    return f" ({low:.2g} to {high:.2g})" if name == "seconds" and low is not None and high is not None else ""
 
 
 def _cell(name: str, value: Any) -> str:
