@@ -406,6 +406,12 @@ class PipelinePrediction(_Phases):
         """What a phase does once the weights are there, for `vaemem.prediction.seconds.Machine`. A short prompt may be
         encoded in less time than that machine needs to read the encoders' weights: reading them is then the work. A
         VAE that is converted to float32 takes as many FLOPs as take so long in the pipeline's type, whose rate it is.
+
+        Examples
+        --------
+        >>> p = predict_pipeline("sd15", 512, 512, gpu="T4", offload="model")
+        >>> [sorted(p.work(phase)) for phase in p.phases[-2:]]
+        [['link', 'unet'], ['link', 'memory', 'vae']]
         """
         q = self._question
         vae = q.part("vae")
