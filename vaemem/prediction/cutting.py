@@ -28,6 +28,7 @@ NARROW = 1.04  # upper over lower bound of a piece that is not cut any more
 EXACT = 1.03  # and of one that keeps the law of its tensors, though another polynomial were nearer
 FINE = 1.005  # and of one whose polynomial is good enough
 EXCESS = 1.1  # what the upper bound may be of the peak, at most points
+FAR = 2  # what a point costs beside whose bound is further above
 CUTS = 16  # places at which a cut is tried, of each quantity
 ROUNDING = 512  # bytes: the allocator's granule; a tensor that is off its law by no more follows it
 FINEST = 1 << 13  # denominators of exact coefficients: 64 pixels a latent's, squared, and two more
@@ -49,7 +50,7 @@ class _Leaf(NamedTuple):
     mine: np.ndarray  # indices
     within: dict[str, tuple[float, float]]
     law: _Law | None  # one that follows all of them
-    cost: float  # by how much the upper bound is above the peaks: the squares of its logarithms, in all
+    cost: float  # of how much the upper bound is above the peaks, in all
     spread: float  # the upper bound over the lower one
 
 
@@ -58,7 +59,7 @@ class _Points:
 
     def __init__(self, points: Sequence[Point], seen: Sequence[PlayedPeak]):
         columns = np.array(points, dtype=float).T
-        self.points, self.seen = points, seen
+        self.points, self.seen, self.cost = points, seen, _by_far
         self.bytes = np.array([one.bytes for one in seen], dtype=float)
         shape = self.bytes.shape
         every = {*POWERS, *QUANTITIES}
@@ -99,8 +100,7 @@ class _Points:
             if exact.min() > 0 and _spread(exact) < min(EXACT, _spread(ratio) if law else math.inf):
                 ratio, law = exact, one
         above = ratio.max() / ratio
-        cost = (np.log(above) / math.log(EXCESS)) ** 2
-        return _Leaf(mine, within, law, float(cost.sum()), _spread(ratio))
+        return _Leaf(mine, within, law, float(self.cost(above).sum()), _spread(ratio))
 
     def cut(self, leaf: _Leaf, names: Iterable[str] = QUANTITIES) -> list[_Leaf]:
         """The two halves whose bounds are the narrowest in all; the leaf itself where it cannot be cut."""
@@ -151,9 +151,11 @@ def fit_pieces(name: str, domain: Domain, points: Sequence[Point], seen: Sequenc
     """The form of a peak that was played at the points of a domain, or at those of them that can be run."""
     played = _Points(points, seen)
     form = _form(name, domain, played, _grown(played))
-    if form.within < ENOUGH:  # the first cut that is the best may not lead to the best pieces
-        others = (_form(name, domain, played, _grown(played, [first])) for first in QUANTITIES)
-        form = max([form, *others], key=lambda form: form.within)
+    if form.within < ENOUGH:  # the cut that is the best at first may not lead to the best pieces
+        forms = [form]
+        for played.cost in (_by_far, _by_squares):
+            forms += [_form(name, domain, played, _grown(played, [first])) for first in QUANTITIES]
+        form = max(forms, key=lambda form: form.within)
     return form
 
 
@@ -183,6 +185,16 @@ def _grown(played: _Points, first: Iterable[str] = QUANTITIES) -> list[_Leaf]:
         leaf = leaves.pop(int(np.argmax(gains)))
         leaves += cuts.pop(leaf.mine[0])
     return leaves
+
+
+def _by_far(above: np.ndarray) -> np.ndarray:
+    """What it costs that upper bounds are so many times the peaks: a point too far above counts much."""
+    return np.log(above) + FAR * (above > EXCESS)
+
+
+def _by_squares(above: np.ndarray) -> np.ndarray:
+    """Likewise; a cut may pay here that brings no point near enough before it is followed by another."""
+    return (np.log(above) / math.log(EXCESS)) ** 2
 
 
 def _cost(leaves: Sequence[_Leaf]) -> float:
