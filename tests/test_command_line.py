@@ -50,6 +50,8 @@ def test_formula_command(capsys):
     assert re.match(r"At 640x640, batch 1: \d+ MiB reserved \(\d+ to \d+\), \d+ MiB allocated", text)
     assert "\nsd15, Tesla T4, offload model, VAE whole: N images, MP = H*W / 1024^2, for H and W 512 to 640" in text
     assert "\nReserved: the upper bound" in text and "\ndenoise " in text
+    assert main(["formula", "flux", "encode", "--sides", "512", "2048", "--step", "512", "--batch", "1"]) == 0
+    assert capsys.readouterr().out.startswith("At 1024x1024, batch 1: ")
     assert main(["formula", "sd15", "--vae", "vaemem", "--vae-memory-limit", "1GB", *small]) == 0
     assert main(["formula", "sd15", "--offload", "text_encoder=cpu", *small]) == 0
     assert "text_encoder" in capsys.readouterr().out

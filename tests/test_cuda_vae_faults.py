@@ -1,6 +1,7 @@
 """Runs on a GPU, or on the emulator, that are interrupted, refused or fail; threads; what is needed to run at all."""
 
 import contextlib
+import itertools
 import os
 import subprocess
 import sys
@@ -155,37 +156,36 @@ def test_a_context_that_is_gone():
     assert done.returncode == 0, done.stderr
 
 
+def failing(there):
+    """1, 2, ...: the allocation of that number fails from then on."""
+    there.on_out_of_memory = "raise"
+    for n in itertools.count(1):
+        there.trim()
+        _core.fail_alloc_at(n)
+        yield n
+
+
 def test_every_allocation_fails_once():
     cpu, there = pair("odd")
     z = latents(cpu, 3, 2)
-    want, n = cpu.decode(z), 0
-    there.on_out_of_memory = "raise"
-    while True:
-        n += 1
-        there.trim()
-        _core.fail_alloc_at(n)
+    want = cpu.decode(z)
+    for n in failing(there):
         try:
             there.decode(z)
         except MemoryError:
             assert _core.fail_alloc_at(0) == 0
             assert error(there.decode(z), want) < LIMIT["float32"]
             continue
-        assert _core.fail_alloc_at(0) > 0
+        assert _core.fail_alloc_at(0) > 0 and n > 3
         break
-    assert n > 3
 
 
 def test_tiles_when_an_allocation_fails():
     """Each one, of the result and of what tiles are blended with too: all is given back while the error is at hand."""
     cpu, there = pair("odd")
     z, tiling, held = latents(cpu, 3, 2), Tiling(8, 0.5), there.reserved_bytes
-    given = gpu.Array(z)
-    want, n = cpu.decode(z, tiling=tiling), 0
-    there.on_out_of_memory = "raise"
-    while True:
-        n += 1
-        there.trim()
-        _core.fail_alloc_at(n)
+    given, want = gpu.Array(z), cpu.decode(z, tiling=tiling)
+    for n in failing(there):
         try:
             got = there.decode(given, tiling=tiling)
         except MemoryError:
@@ -196,8 +196,8 @@ def test_tiles_when_an_allocation_fails():
         assert error(got.numpy(), want) < LIMIT["float32"]
         del got
         if _core.fail_alloc_at(0):
+            assert n > 5
             break
-    assert n > 5
 
 
 def test_tiles_for_which_there_is_no_room(monkeypatch):

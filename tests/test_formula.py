@@ -7,7 +7,7 @@ from importlib import resources
 
 import pytest
 
-import vaemem.prediction.formula as derivation
+import vaemem.prediction.closed as derivation
 from vaemem.prediction.formula import formula
 from vaemem.prediction.predict import predict
 

@@ -107,6 +107,7 @@ def test_sides_that_are_no_steps():
     """The greatest side is played too, and bounds are those of the sides around."""
     domain = Domain(300, 1000, (1,), step=256)
     assert sorted({p.height for p in domain}) == [300, 556, 812, 1000]
+    assert not Domain(tokens=(0, 77)).is_step(Point(256, 256)), "the most tokens alone are played at every side"
     less, more = domain.around(Point(301, 900))
     assert less[:2] == (300, 812) and more[:2] == (556, 1000) and domain.is_step(Point(1000, 300))
     form = fitted(lambda p: 1000 * p.height * p.width, domain)

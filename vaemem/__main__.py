@@ -16,10 +16,8 @@ from vaemem.cli import commands
 def _said(error: BaseException, args: argparse.Namespace) -> str:
     """What an error says, with a command's flags in the place of the arguments that it names; of a file that cannot be
     opened, the argument that it is."""
-    message, options = (
-        error.args[0] if error.args else "",
-        {one.dest: one.option_strings for one in args.parser._actions},
-    )
+    message = error.args[0] if error.args else ""
+    options = {one.dest: one.option_strings for one in args.parser._actions}
     if isinstance(error, OSError) and error.errno and error.filename:
         name = next((name for name, value in vars(args).items() if value == error.filename), "file")
         said = str(error.strerror)

@@ -349,14 +349,15 @@ def run_plan(args: argparse.Namespace, asked: dict[str, Any]) -> int:
 def run_formula(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     """What a VAE or a whole pipeline takes of a card, as a formula of the image's size, the batch and the prompt."""
     least, most = sorted(args.sides)
+    side = min(max(least, 1024), most)  # whose answer comes first
     of_pipeline = asked.keys() & {"components", "offload", "vae", "vae_memory_limit", "image", "guidance"}
     if args.op is None:
-        found = vaemem.predict_pipeline(args.model, most, most, **asked).formula
+        found = vaemem.predict_pipeline(args.model, side, side, **asked).formula
     elif of_pipeline:
         got = Named(min(of_pipeline), asked[min(of_pipeline)])
         raise ValueError(Message(got, f": want it of a whole pipeline, got it with the VAE's {args.op}"))
     else:
-        found = vaemem.formula(args.model, args.op, height=most, width=most, **asked)
+        found = vaemem.formula(args.model, args.op, height=side, width=side, **asked)
     found = found.over(_has_bar(), least=least, most=most, step=args.step, batches=range(1, args.batch + 1))
     print({"python": found.python, "latex": found.latex, "json": found.to_json}.get(args.format, found.__str__)())
 

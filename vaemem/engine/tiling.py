@@ -12,8 +12,6 @@ from numbers import Real
 from operator import add
 from typing import Any
 
-import numpy as np
-
 from vaemem._common import choose, mib
 from vaemem.engine.arguments import Poll, as_int
 from vaemem.engine.arrays import Arrays, ends_of
@@ -59,20 +57,6 @@ class Tiling:
         if not 0 <= self.overlap < 1:
             raise ValueError(f"overlap: want a number from 0 to less than 1, got {self.overlap}")
         choose("blend", self.blend, ("linear", "cosine"))
-
-    def ramp(self, n: int) -> np.ndarray:
-        """The shares of the older and of the newer tile in n pixels, (2, n).
-
-        Examples
-        --------
-        >>> Tiling(64).ramp(4)
-        array([[1.  , 0.75, 0.5 , 0.25],
-               [0.  , 0.25, 0.5 , 0.75]], dtype=float32)
-        """
-        t = np.arange(n) / n
-        if self.blend == "cosine":
-            t = (1 - np.cos(np.pi * t)) / 2
-        return np.array([1 - t, t], np.float32)
 
 
 def cut(

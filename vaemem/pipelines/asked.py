@@ -124,9 +124,8 @@ def _typed(role: str, component: str, dtype: str, given: str, rule: str, upcast:
 
 def _part(role: str, component: str, dtype: str, given: Any, upcast: bool) -> Part:
     """The weights of a component in a type, or as a file has them."""
-    is_vae = component in _core.models()
-    is_file = isinstance(given, os.PathLike) or os.path.exists(name := str(given))
-    is_file = is_file or name.endswith((".safetensors", ".gguf"))
+    is_vae, name = component in _core.models(), str(given)
+    is_file = isinstance(given, os.PathLike) or name.endswith((".safetensors", ".gguf")) or os.path.exists(name)
     if is_file and given not in DTYPES and not is_vae:
         try:
             return Part(role, component, dtype, tuple(stored(weights_of(component), None, tensor_types(given))))

@@ -153,7 +153,8 @@ def fit_pieces(name: str, domain: Domain, points: Sequence[Point], seen: Sequenc
     form = _form(name, domain, played, _grown(played))
     if form.within < ENOUGH:  # the cut that is the best at first may not lead to the best pieces
         forms = [form]
-        for played.cost in (_by_far, _by_squares):
+        for cost in (_by_far, _by_squares):
+            played.cost = cost
             forms += [_form(name, domain, played, _grown(played, [first])) for first in QUANTITIES]
         form = max(forms, key=lambda form: form.within)
     return form

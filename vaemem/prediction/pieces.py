@@ -118,7 +118,7 @@ class Domain:
 
     def is_step(self, point: Point) -> bool:
         """Whether a point is sure to be played: its sides are steps, and it has the most tokens."""
-        return point.tokens in (0, self.tokens[-1]) and self.around(point)[0] == point
+        return (len(self.tokens) == 1 or point.tokens == self.tokens[-1]) and self.around(point)[0] == point
 
     def around(self, point: Point) -> tuple[Point, Point]:
         """The same with the next smaller and with the next larger sides that are played."""

@@ -22,7 +22,7 @@ from vaemem.engine.limits import LARGEST_SIDE, check_aspect, largest_size
 from vaemem.engine.vae import VAE
 from vaemem.prediction.answer import SimulatedAnswer
 from vaemem.prediction.benchmark import USUAL_PROTOCOL
-from vaemem.prediction.formula import derive
+from vaemem.prediction.closed import derive
 from vaemem.prediction.gpus import Gpu, find_gpu
 from vaemem.prediction.question import OVERLAP, ModuleQuestion, Question, ask
 from vaemem.prediction.runtimes import architecture
@@ -207,12 +207,23 @@ class Prediction(SimulatedAnswer):
             f"{self._title}: {self._numbers}, beside weights and input.",
             f"{self.summary[0].upper()}{self.summary[1:]}.",
             *([f"It takes {self.seconds}: {self.seconds.why}."] if self.seconds else []),
-            f"Asked: {self._asked}.",
-            *([f"Assumed: {self.assumed}."] if self.assumed else []),
-            *([f"Stood in for what is not known: {', '.join(self.substitutions)}."] if self.substitutions else []),
+            *self._basis,
+            *self._stand_ins,
             f"Workspaces: {self.workspace_source}.",
         ]
         return "\n  ".join(lines)
+
+    @property
+    def _basis(self) -> list[str]:
+        """What the answer is of: a line each."""
+        return [
+            f"Asked: {self._asked}.",
+            *([f"Assumed: {self.assumed}."] if self.assumed else []),
+        ]
+
+    @property
+    def _stand_ins(self) -> list[str]:
+        return [f"Stood in for what is not known: {', '.join(self.substitutions)}."] if self.substitutions else []
 
     @functools.cached_property
     def would_fit(self) -> tuple[Advice, ...]:
@@ -271,14 +282,13 @@ class Prediction(SimulatedAnswer):
         sold = "" if self.reported_memory == self.total_memory else f" of {self.total_memory / MIB:.0f} sold"
         lines = [
             f"{self.summary[0].upper()}{self.summary[1:]}.",
-            f"Asked: {self._asked}.",
-            *([f"Assumed: {self.assumed}."] if self.assumed else []),
+            *self._basis,
             f"At its height{room} it takes {self._most / MIB:.0f} MiB: {held}. The largest tensor is"
             f" {largest.name}, {largest.bytes / MIB:.0f} MiB.",
             *([f"It takes {self.seconds}."] if self.seconds and self.verdict != DOES_NOT_FIT else []),
             f"The card reports {self.reported_memory / MIB:.0f} MiB{sold}, less {parts['CUDA context'] / MIB:.0f} for a"
             f" CUDA context{others}.",
-            *([f"Stood in for what is not known: {', '.join(self.substitutions)}."] if self.substitutions else []),
+            *self._stand_ins,
         ]
         if self.verdict != FITS:
             lines.append("What would fit, each tried:" if self.would_fit else "Nothing that was tried would fit.")
