@@ -242,8 +242,8 @@ def formula(
 
     Derived, not fitted to measurements: every point of a domain is played, when the formula is first used. That is
     sides of 256 to 2048 pixels in steps of 64, up to 4:1, and batches of 1 to 4: thousands of points, which take some
-    seconds, a pipeline's up to one and a half minutes; `Formula.over` takes fewer, or others. Where the tensors of a peak are
-    polynomials of the size, they are solved for exactly.
+    seconds, a pipeline's up to one and a half minutes; `Formula.over` takes fewer, or others. Where the tensors of a
+    peak are polynomials of the size, they are solved for exactly.
 
     Parameters
     ----------
