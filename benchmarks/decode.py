@@ -1,6 +1,6 @@
 """Whole decodes and encodes on the CPU: ours beside PyTorch and OpenVINO, in turns, in one run.
 
-    python benchmarks/decode.py [--op decode encode] [--size 512 1024] [--dtype float32 bfloat16 float16]
+    python benchmarks/decode.py [--model sdxl] [--op decode encode] [--size 512 1024] [--dtype float32 bfloat16 float16]
         [--precision highest high medium] [--contestants vaemem vaemem-avx2 torch torch-tuned torch-avx2 openvino]
         [--rounds 5] [--threads 2] [--check 128] [--small] [--bars]
 
@@ -19,8 +19,9 @@ them one after another, so that what the machine does meanwhile falls on all. Me
 
 --precision is of float32 products, ours and PyTorch's (set_float32_matmul_precision, and the same for convolutions):
 all run at the first one that is named, vaemem and torch at the others too, and OpenVINO at "highest". All have the same
-weights, random ones, and the same input, a float32 array. A peer that is not installed (pip install '.[bench]') is left
-out, and said.
+weights, random ones, and the same input, a float32 array. With --model qwen-image the weights are those that PyTorch
+makes for diffusers' AutoencoderKLWan, which has Qwen-Image's tensors and runs them as 3D. A peer that is not installed
+(pip install '.[bench]') is left out, and said.
 
 Errors are those of the small run beside PyTorch's in float64: the largest |y - reference|, and the relative RMS,
 |y - reference| / |reference|. `first` is that run's seconds: where something is compiled it tells what that takes, and
@@ -104,10 +105,11 @@ BARS = [
 # ---- the contestants, each in a process of its own: what, base, run(x) -> y, more() after a run ----
 
 
-def inputs(op: str, size: int) -> np.ndarray:
+def inputs(op: str, size: int, model: str = "sdxl") -> np.ndarray:
     rng = np.random.default_rng(0)
     if op == "decode":
-        return rng.standard_normal((1, 4, size // 8, size // 8), dtype=np.float32)
+        channels = 4 if model == "sdxl" else 16
+        return rng.standard_normal((1, channels, size // 8, size // 8), dtype=np.float32)
     return rng.uniform(-1, 1, (1, 3, size, size)).astype(np.float32)
 
 
@@ -120,7 +122,7 @@ class Ours:
         self.numbers = {"dtype": args["dtype"], "precision": args["precision"]}
         self.backend = next(row["name"] for row in vaemem.backends(**self.numbers) if row["chosen"])
         self.what = f"vaemem {vaemem.__version__} {self.backend}"
-        self.vae = vaemem.VAE.random(config=architecture(args), **self.numbers)
+        self.vae = vaemem.VAE.load(args["folder"], **self.numbers)
         self.vae.threads = args["threads"]
 
     def run(self, x: np.ndarray) -> np.ndarray:
@@ -135,8 +137,18 @@ class Ours:
         }
 
 
-def architecture(args: dict) -> dict:
-    return SMALL if args["small"] else ARCHITECTURE
+def write_weights(folder: str, model: str, small: bool) -> None:
+    """In diffusers' layout."""
+    if model == "sdxl":
+        import vaemem
+
+        vaemem.VAE.random(config=SMALL if small else ARCHITECTURE).save(folder)
+        return
+    import diffusers
+    import torch
+
+    torch.manual_seed(0)
+    diffusers.AutoencoderKLWan(base_dim=16 if small else 96).save_pretrained(folder)  # Qwen-Image's, under that name
 
 
 class Torch:
@@ -149,15 +161,23 @@ class Torch:
         torch.set_float32_matmul_precision(args["precision"])
         kinds = {"highest": "ieee", "high": "tf32", "medium": "bf16"}
         torch.backends.mkldnn.conv.fp32_precision = kinds[args["precision"]]
-        self.vae = diffusers.AutoencoderKL.from_pretrained(args["folder"], low_cpu_mem_usage=False).eval()
-        self.vae = self.vae.to(getattr(torch, args["dtype"]), memory_format=torch.channels_last)
-        self.what = f"torch {torch.__version__} diffusers {diffusers.__version__} channels_last"
+        self.flat = args["model"] == "sdxl"
+        kind = diffusers.AutoencoderKL if self.flat else diffusers.AutoencoderKLWan
+        self.vae = (
+            kind.from_pretrained(args["folder"], low_cpu_mem_usage=False).eval().to(getattr(torch, args["dtype"]))
+        )
+        self.what = f"torch {torch.__version__} diffusers {diffusers.__version__}"
+        if self.flat:
+            self.vae = self.vae.to(memory_format=torch.channels_last)
+            self.what += " channels_last"
         if mode:
             self.forward = torch.compile(self.forward, mode=mode, dynamic=False)
             self.what += f" compiled {mode}"
 
     def forward(self, x: Any) -> Any:
-        return self.vae.decode(x).sample if self.op == "decode" else self.vae.encode(x).latent_dist.parameters
+        x = x if self.flat else x[:, :, None]  # one frame
+        y = self.vae.decode(x).sample if self.op == "decode" else self.vae.encode(x).latent_dist.parameters
+        return y if self.flat else y[:, :, 0]
 
     def run(self, x: np.ndarray) -> np.ndarray:
         torch = self.torch
@@ -182,7 +202,7 @@ class OpenVINO:
             "INFERENCE_PRECISION_HINT": {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}[args["dtype"]],
         }
         self.compiled: dict[tuple[int, ...], Any] = {}
-        self.run(inputs(args["op"], args["check"]))
+        self.run(inputs(args["op"], args["check"], args["model"]))
         (compiled,) = self.compiled.values()
         self.what = f"openvino {openvino.__version__} {compiled.get_property('INFERENCE_PRECISION_HINT').to_string()}"
 
@@ -207,6 +227,9 @@ def convert(args: dict) -> dict:
     import torch
 
     vae = Torch(args)
+    for module in vae.vae.modules():
+        if getattr(module, "mode", None) == "nearest-exact":  # unknown to OpenVINO; of twice the size the same
+            module.mode = "nearest"
 
     class Module(torch.nn.Module):
         def __init__(self):
@@ -217,7 +240,7 @@ def convert(args: dict) -> dict:
             return vae.forward(x)
 
     warnings.filterwarnings("ignore", category=torch.jit.TracerWarning)  # of checks, which hold at any size
-    model = openvino.convert_model(Module(), example_input=torch.from_numpy(inputs(args["op"], 64)))
+    model = openvino.convert_model(Module(), example_input=torch.from_numpy(inputs(args["op"], 64, args["model"])))
     openvino.save_model(model, converted(args), compress_to_fp16=False)
     return {}
 
@@ -237,10 +260,10 @@ def answers(args: dict) -> Iterator[dict]:
         yield {"skipped": f"{error}; pip install '.[bench]' has it"}
         return
     start = time.perf_counter()
-    np.save(args["save"], contestant.run(inputs(args["op"], args["check"])))
+    np.save(args["save"], contestant.run(inputs(args["op"], args["check"], args["model"])))
     first = round(time.perf_counter() - start, 3)
     yield {"what": contestant.what, "backend": getattr(contestant, "backend", None), "first": first}
-    data = inputs(args["op"], args["size"])
+    data = inputs(args["op"], args["size"], args["model"])
     settled_rss()  # what loading left in malloc is no part of a run
     while True:
         reset_peak_rss()
@@ -301,7 +324,7 @@ class Contest:
         self.case, self.folder, self.rounds = case, folder, args.rounds
         self.task = {
             "op": case.op, "size": case.size, "dtype": case.dtype, "precision": "highest", "threads": args.threads,
-            "check": args.check, "small": args.small, "folder": folder,
+            "check": args.check, "model": args.model, "folder": folder,
         }  # fmt: skip
         self.entered: dict[str, Entry] = {}
         print(f"\n{case}, {args.threads} threads", flush=True)
@@ -381,6 +404,7 @@ def row(case: Case, args: argparse.Namespace, entry: Entry, others: dict[str, En
     share = flops and median([r["flops"] / r["seconds"] / r["peak"] for r in results])
     line = {
         "contestant": entry.label,
+        "model": args.model,
         "op": case.op,
         "height": case.size,
         "width": case.size,
@@ -424,8 +448,8 @@ def shown(line: dict) -> str:
 # ---- the bars ----
 
 
-def file_of(case: Case, small: bool = False) -> str:
-    return f"{case.op}_{case.size}_{case.dtype}{'_small' * small}_cpu.csv"
+def file_of(case: Case, small: bool = False, model: str = "sdxl") -> str:
+    return f"{f'{model}_' * (model != 'sdxl')}{case.op}_{case.size}_{case.dtype}{'_small' * small}_cpu.csv"
 
 
 def verdict(bar: Bar, rows: dict[str, dict[str, str]]) -> str:
@@ -462,6 +486,7 @@ def contestant(name: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="sdxl", choices=["sdxl", "qwen-image"])
     parser.add_argument("--op", default=["decode"], nargs="+", choices=["decode", "encode"])
     parser.add_argument("--size", default=[512], nargs="+", type=int)
     parser.add_argument("--dtype", default=["float32"], nargs="+", choices=DTYPES)
@@ -480,18 +505,16 @@ def main() -> None:
     if args.bars:
         return print(bars([bar.case for bar in BARS]))
 
-    import vaemem
-
     cases = list(itertools.starmap(Case, itertools.product(args.op, args.size, args.dtype)))
     with tempfile.TemporaryDirectory() as folder:
-        vaemem.VAE.random(config=SMALL if args.small else ARCHITECTURE).save(folder)
+        write_weights(folder, args.model, args.small)
         for case in cases:
             found = Contest(case, args, folder).run()
             rows = [row(case, args, entry, found) for entry in found.values()]
             print(f"{case}, {args.threads} threads, medians of {args.rounds} rounds", *map(shown, rows), sep="\n")
             if rows:
-                write_csv(file_of(case, args.small), rows)
-    said = "" if args.small else bars(cases)
+                write_csv(file_of(case, args.small, args.model), rows)
+    said = "" if args.small or args.model != "sdxl" else bars(cases)
     if said:
         print(f"\nbars:\n{said}")
 

@@ -11,6 +11,8 @@
  *   playground-v2.5  playgroundai/playground-v2.5-1024px-aesthetic  vae/config.json; the statistics stand in ComfyUI's
  *         latent_formats.py (SDXL_Playground_2_5), the factor in diffusers' single_file_utils.py too
  *   flux2  black-forest-labs/FLUX.2-dev  vae/config.json: the defaults of diffusers' AutoencoderKLFlux2
+ *   qwen-image  Qwen/Qwen-Image  vae/config.json: the defaults of diffusers' AutoencoderKLQwenImage, which are those of
+ *         AutoencoderKLWan too (Wan-AI/Wan2.1-T2V-14B-Diffusers); the same tensors, finetuned
  *   flux2-small  black-forest-labs/FLUX.2-small-decoder: flux2 with another decoder (huggingface/diffusers#13428)
  *
  * eps is 1e-6 in every GroupNorm of these models (diffusers passes resnet_eps=1e-6; LDM writes eps=1e-6).
@@ -68,9 +70,30 @@ static const vm_arch playground = {VM_SD_FAMILY,
 static const vm_arch flux2 = {VM_FLUX2, .name = "flux2"};
 static const vm_arch flux2_small = {VM_FLUX2, .name = "flux2-small", .decoder_block_out_channels = {96, 192, 384, 384}};
 
+static const vm_arch qwen_image = {
+    .name = "qwen-image",
+    .family = VM_WAN,
+    .in_channels = 3,
+    .out_channels = 3,
+    .latent_channels = 16,
+    .levels = 4,
+    .block_out_channels = {96, 192, 384, 384},
+    .layers_per_block = 2,
+    .norm_eps = 1e-12f,
+    .use_quant_conv = true,
+    .use_post_quant_conv = true,
+    .mid_block_add_attention = true,
+    .scaling_known = true,
+    .scaling_factor = 1,
+    .statistics = 16,
+    .latents_mean = {-0.7571f, -0.7089f, -0.9113f, 0.1075f, -0.1745f, 0.9653f, -0.1517f, 1.5508f, 0.4134f, -0.0715f,
+                     0.5517f, -0.3632f, -0.1922f, -0.9497f, 0.2503f, -0.2921f},
+    .latents_std = {2.8184f, 1.4541f, 2.3275f, 2.6558f, 1.2196f, 1.7708f, 2.6052f, 2.0743f, 3.2687f, 2.1526f, 2.8652f,
+                    1.5579f, 1.6382f, 1.1253f, 2.8251f, 1.9160f}};
+
 const vm_arch *const *vm_arch_models(void) {
-    static const vm_arch *const all[] = {&sd15,     &sdxl,       &flux,  &sd3,         &zimage,
-                                         &cogview4, &playground, &flux2, &flux2_small, NULL};
+    static const vm_arch *const all[] = {&sd15,       &sdxl,  &flux,        &sd3,        &zimage, &cogview4,
+                                         &playground, &flux2, &flux2_small, &qwen_image, NULL};
     return all;
 }
 
@@ -84,7 +107,10 @@ static vm_status check_widths(const vm_arch *a, const char *what, const size_t *
     for (size_t i = 0; i < a->levels; i++) {
         vm_status s = in_range(what, width[i], 1, 65536);
         if (s) return s;
-        if (width[i] % a->norm_num_groups)
+        if (a->family == VM_WAN && i && width[i] % 2)
+            return vm_fail(VM_EINVAL, "config: %s[%zu]: want an even number, which an upsampler halves, got %zu", what,
+                           i, width[i]);
+        if (a->family == VM_KL && width[i] % a->norm_num_groups)
             return vm_fail(VM_EINVAL, "config: %s[%zu]: want a multiple of norm_num_groups %zu, got %zu", what, i,
                            a->norm_num_groups, width[i]);
     }
@@ -122,7 +148,7 @@ vm_status vm_arch_check(const vm_arch *a) {
         {"latent_channels", a->latent_channels, 1, 1024},
         {"block_out_channels (how many)", a->levels, 1, VM_MAX_LEVELS},
         {"layers_per_block", a->layers_per_block, 1, VM_MAX_LAYERS},
-        {"norm_num_groups", a->norm_num_groups, 1, 65536},
+        {"norm_num_groups", a->norm_num_groups, a->family == VM_KL, a->family == VM_KL ? 65536 : 0},
     };
     for (size_t i = 0; i < sizeof ranges / sizeof *ranges; i++) {
         vm_status s = in_range(ranges[i].what, ranges[i].value, ranges[i].low, ranges[i].high);

@@ -27,9 +27,10 @@ static size_t reads_to(const vm_stage *s, size_t k) {
     return VM_MIN(end > s->cut.pad ? end - s->cut.pad : 0, s->x_rows);
 }
 
-size_t vm_chain_stages(const vm_plan *plan, int first, int last, vm_stage *stage) {
+size_t vm_chain_stages(const vm_plan *plan, const vm_chain *chain, vm_stage *stage) {
     const vm_backend *b = plan->ask.backend;
     const unsigned threads = plan->ask.limits.threads;
+    const int first = chain->first, last = chain->last;
     for (int i = first; i <= last; i++) {
         const vm_node *n = &plan->graph->node[i];
         const vm_pass *p = &plan->step[i].pass;
@@ -40,6 +41,7 @@ size_t vm_chain_stages(const vm_plan *plan, int first, int last, vm_stage *stage
                         .x = n->x >= first ? n->x - first : VM_NONE,
                         .add = n->add >= first ? n->add - first : VM_NONE};
         s->each = VM_MAX((threads + s->cut.columns - 1) / s->cut.columns, 1);
+        if (chain->steps) s->each = VM_MAX((s->cut.rows + chain->steps - 1) / chain->steps, s->each);
         s->ahead = threads > s->cut.columns ? 2 : 1; /* busy while its input is made: or rings as low as can be */
     }
     return (size_t)(last - first + 1);
@@ -53,7 +55,7 @@ bool vm_chain_round(const vm_plan *plan, int first, vm_stage *stage, size_t stag
     for (size_t i = 0; i < stages && *target == VM_NONE; i++) {
         bool wanted = false;
         for (size_t j = i + 1; j < stages; j++)
-            wanted |= stage[j].x == (int)i && plan->graph->node[first + (int)j].pass.norm;
+            wanted |= stage[j].x == (int)i && plan->graph->node[first + (int)j].pass.norm == VM_NORM_GROUP;
         if (wanted && found++ == round) *target = (int)i;
     }
     if (*target == VM_NONE && round > found) return false;
@@ -150,7 +152,7 @@ void vm_chain_skip(vm_repeats *seen, vm_stage *stage, size_t stages) {
 
 vm_manner vm_chain_manner(const vm_plan *plan, const vm_chain *chain, int node) {
     vm_stage stage;
-    vm_chain_stages(plan, node, node, &stage);
+    vm_chain_stages(plan, &(vm_chain){.first = node, .last = node, .steps = chain->steps}, &stage);
     const bool alone = chain->first == chain->last;
     const size_t at_once = alone ? stage.cut.rows : VM_MIN(stage.each, stage.cut.rows);
     return (vm_manner){.at_once = at_once, .by_task = chain->by_task};
@@ -176,7 +178,7 @@ double vm_chain_flops(const vm_plan *plan, int first, int last, int node) {
     int target;
     double flops = 0;
     if (first == last) return vm_pass_flops(&plan->step[first].pass);
-    const size_t stages = vm_chain_stages(plan, first, last, stage);
+    const size_t stages = vm_chain_stages(plan, &(vm_chain){.first = first, .last = last}, stage);
     for (size_t round = 0; vm_chain_round(plan, first, stage, stages, round, &target); round++)
         for (size_t i = 0; i < stages; i++)
             if (stage[i].active && (node == VM_NONE || node == first + (int)i))

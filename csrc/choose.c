@@ -12,7 +12,7 @@
 /* With weights kept, and transformed by task. */
 typedef struct stretch {
     double work[2]; /* negative: no such chain */
-    size_t bytes[2];
+    size_t bytes[2], steps;
     bool known;
 } stretch;
 
@@ -36,6 +36,22 @@ static size_t stored_after(const vm_plan *plan, int at, int dead_by) {
     return bytes;
 }
 
+/* Steps of a chain, at most, where no memory is to be saved at the cost of time: weights that do not stay in a cache
+ * from one step to the next are read again in each, beside enough work that this does not show. 0: any number. Both
+ * constants were measured (docs/SPEED.md). */
+static size_t most_steps(const vm_plan *plan, int first, int last) {
+    enum { CACHE = 5 << 20, WORTH = 1600 /* FLOPs for each byte that is read again */ };
+    const vm_backend *b = plan->ask.backend;
+    size_t weights = 0;
+    double flops = 0;
+    for (int i = first; i <= last; i++) {
+        const vm_pass *p = &plan->step[i].pass;
+        weights = vm_sum(weights, b->needs(b, p, &plan->ask.limits, (vm_manner){.at_once = 1}).prepared);
+        flops += vm_pass_flops(p);
+    }
+    return first == last || weights <= CACHE ? 0 : VM_MAX((size_t)(flops / ((double)weights * WORTH)), 1);
+}
+
 /* What a chain of these passes would need and cost. free: chains that cost work are none. */
 static stretch look(const vm_plan *plan, int first, int last, bool free) {
     enum { STEPS = 48 /* rings are then nearly as high as they get; what a plan takes is known when it is laid out */ };
@@ -49,7 +65,9 @@ static stretch look(const vm_plan *plan, int first, int last, bool free) {
     if (free && work > once) return s;
     const size_t dying = stored_after(plan, first - 1, last), kept = stored_after(plan, first - 1, end) - dying;
     size_t born = 0, streamed = 0, ring[VM_CHAIN];
-    if (first != last) vm_plan_ring_rows(plan, first, last, ring, STEPS);
+    if (free) s.steps = most_steps(plan, first, last);
+    if (first != last)
+        vm_plan_ring_rows(plan, &(vm_chain){.first = first, .last = last, .steps = s.steps}, ring, STEPS);
     for (int i = first; i <= last; i++) {
         const vm_step *step = &plan->step[i];
         const size_t row = vm_plan_row_bytes(plan, i);
@@ -59,7 +77,7 @@ static stretch look(const vm_plan *plan, int first, int last, bool free) {
             streamed = vm_sum(streamed, VM_PRODUCT(row, ring[i - first]));
     }
     for (int by_task = 0; by_task < 2; by_task++) {
-        const vm_chain c = {.first = first, .last = last, .by_task = by_task};
+        const vm_chain c = {.first = first, .last = last, .by_task = by_task, .steps = s.steps};
         size_t bytes = vm_sum(vm_sum(kept, VM_MAX(dying, born)), streamed), scratch = 0;
         for (int i = first; i <= last; i++) {
             const vm_pass *p = &plan->step[i].pass;
@@ -88,7 +106,7 @@ static bool cut(choice *c, size_t bound, size_t *most) {
             const double work = s->work[by_task] + (first ? c->work[first - 1] : 0);
             if (c->work[last] >= 0 && (c->longer ? work > c->work[last] : work >= c->work[last])) continue;
             c->work[last] = work;
-            c->cut[last] = (vm_chain){.first = first, .last = last, .by_task = by_task};
+            c->cut[last] = (vm_chain){.first = first, .last = last, .by_task = by_task, .steps = s->steps};
         }
     }
     if (c->work[n - 1] < 0) return false;

@@ -162,7 +162,7 @@ static size_t reads_from(const vm_plan *plan, int first, const vm_stage *stage, 
 /* How far after the beginning of `piece` its heir may begin without writing over a row that is still to be read. */
 static ptrdiff_t shift_of(const vm_plan *plan, const vm_chain *c, int piece, const int *output, size_t outputs) {
     vm_stage stage[VM_CHAIN];
-    const size_t stages = vm_chain_stages(plan, c->first, c->last, stage);
+    const size_t stages = vm_chain_stages(plan, c, stage);
     ptrdiff_t shift = PTRDIFF_MAX;
     int target;
     for (size_t round = 0; vm_chain_round(plan, c->first, stage, stages, round, &target); round++)
@@ -185,9 +185,10 @@ static ptrdiff_t shift_of(const vm_plan *plan, const vm_chain *c, int piece, con
     return shift;
 }
 
-void vm_plan_ring_rows(const vm_plan *plan, int first, int last, size_t *rows, size_t most_steps) {
+void vm_plan_ring_rows(const vm_plan *plan, const vm_chain *chain, size_t *rows, size_t most_steps) {
     vm_stage stage[VM_CHAIN];
-    const size_t stages = vm_chain_stages(plan, first, last, stage);
+    const int first = chain->first;
+    const size_t stages = vm_chain_stages(plan, chain, stage);
     int target;
     memset(rows, 0, stages * sizeof *rows);
     for (size_t round = 0; vm_chain_round(plan, first, stage, stages, round, &target); round++)
@@ -254,7 +255,7 @@ static vm_status add_chain(vm_plan *plan, int c) {
     const vm_limits *limits = &plan->ask.limits;
     vm_chain *chain = &plan->chain[c];
     size_t scratch = 0, ring[VM_CHAIN];
-    if (chain->first != chain->last) vm_plan_ring_rows(plan, chain->first, chain->last, ring, SIZE_MAX);
+    if (chain->first != chain->last) vm_plan_ring_rows(plan, chain, ring, SIZE_MAX);
     add_outputs(plan, c);
     for (int i = chain->first; i <= chain->last; i++) {
         const vm_node *n = &plan->graph->node[i];
@@ -267,7 +268,7 @@ static vm_status add_chain(vm_plan *plan, int c) {
         }
         int last = i; /* the last norm that wants its sums */
         for (int j = i + 1; j < (int)plan->steps; j++)
-            if (plan->graph->node[j].x == i && plan->graph->node[j].pass.norm) last = j;
+            if (plan->graph->node[j].x == i && plan->graph->node[j].pass.norm == VM_NORM_GROUP) last = j;
         const vm_needs needs = b->needs(b, &s->pass, limits, vm_chain_manner(plan, chain, i));
         s->parts = needs.parts;
         if (s->parts)

@@ -6,7 +6,10 @@
  *           -> norm, conv_out -> pixels
  *   mid     resnet, attention, resnet
  *   resnet  x -> conv1(silu norm1 x) = h;  conv2(silu norm2 h) + x,
- *           where x passes a 1x1 shortcut if the number of channels changes */
+ *           where x passes a 1x1 shortcut if the number of channels changes
+ *
+ * VM_WAN is built alike. Its convolutions are causal 3D ones, of which one frame meets the last slice, unless they are
+ * called flat here; its upsamplers halve the channels. */
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
@@ -25,7 +28,6 @@ static int add_tensor(builder *b, const char *module, const char *leaf, size_t d
     char name[VM_NAME];
     snprintf(name, sizeof name, "%.*s%s.%s", (int)sizeof b->prefix - 1, b->prefix, module, leaf);
     if (b->status) return VM_NONE;
-    weight.vector = dims == 1;
     int index = vm_weights_add(b->m, name, dims, &weight);
     if (index == VM_NONE) b->status = VM_ENOMEM;
     return index;
@@ -49,7 +51,10 @@ typedef struct conv {
     bool up;
     const char *norm; /* module of the norm (with SiLU) on load, or NULL */
     bool linear;      /* the file's weight is (out, in) */
+    bool flat;        /* no causal 3D convolution, whatever the family's others are */
 } conv;
+
+static bool is_wan(const builder *b) { return b->m->arch.family == VM_WAN; }
 
 static vm_node conv_node(builder *b, const conv *c) {
     vm_node n = {
@@ -60,7 +65,7 @@ static vm_node conv_node(builder *b, const conv *c) {
                  .stride = c->stride ? c->stride : 1,
                  .up = c->up,
                  .add = c->add != VM_NONE,
-                 .clamp_from = c->out},
+                 .clamp = {.from = (uint32_t)c->out}},
         .x_level = b->level,
         .x = c->x,
         .add = c->add,
@@ -75,23 +80,34 @@ static vm_node conv_node(builder *b, const conv *c) {
     return n;
 }
 
-static void norm_on_load(builder *b, vm_node *n, const char *module, bool silu) {
+/* A vector of c numbers; the file may have it as (c, 1, ...). */
+static int add_vector(builder *b, const char *module, const char *leaf, size_t c, size_t dims) {
+    return add_tensor(b, module, leaf, dims, (vm_weight){c, 1, 1, .vector = true});
+}
+
+/* of_frames: of a norm of a pixel, whether the module is made for several frames: its gamma is (c, 1, 1, 1). */
+static void norm_on_load(builder *b, vm_node *n, const char *module, bool silu, bool of_frames) {
     const size_t c = n->pass.x.c;
-    n->pass.norm = true;
+    n->pass.norm = is_wan(b) ? VM_NORM_PIXEL : VM_NORM_GROUP;
     n->pass.silu = silu;
     n->pass.groups = b->m->arch.norm_num_groups;
     n->pass.eps = b->m->arch.norm_eps;
-    n->gamma = add_tensor(b, module, "weight", 1, (vm_weight){c, 1, 1});
-    n->beta = add_tensor(b, module, "bias", 1, (vm_weight){c, 1, 1});
+    if (is_wan(b)) {
+        n->gamma = add_vector(b, module, "gamma", c, of_frames ? 4 : 3);
+        return;
+    }
+    n->gamma = add_vector(b, module, "weight", c, 1);
+    n->beta = add_vector(b, module, "bias", c, 1);
     if (!b->status) b->g->node[n->x].pass.stats = true;
 }
 
 static int add_conv(builder *b, const conv *c) {
+    const bool causal = is_wan(b) && !c->flat;
+    const vm_weight weight = {c->out, c->in, (size_t)c->k, .up = c->up, .past = causal && c->k == 3 ? 2 : 0};
     vm_node n = conv_node(b, c);
-    if (c->norm) norm_on_load(b, &n, c->norm, true);
-    n.weight =
-        add_tensor(b, c->module, "weight", c->linear ? 2 : 4, (vm_weight){c->out, c->in, (size_t)c->k, .up = c->up});
-    n.bias = add_tensor(b, c->module, "bias", 1, (vm_weight){c->out, 1, 1});
+    if (c->norm) norm_on_load(b, &n, c->norm, true, true);
+    n.weight = add_tensor(b, c->module, "weight", causal ? 5 : c->linear ? 2 : 4, weight);
+    n.bias = add_vector(b, c->module, "bias", c->out, 1);
     return add_node(b, &n);
 }
 
@@ -108,24 +124,30 @@ static int resnet(builder *b, int x, size_t in, size_t out) {
     return add_conv(b, &(conv){"conv2", h, residual, out, out, 3, .norm = "norm2"});
 }
 
-/* q, k and v are one convolution: their weights lie side by side, then their biases. */
+/* q, k and v are one convolution: in the file too, or their weights lie side by side, then their biases. */
 static int attention(builder *b, int x, size_t c) {
     static const char *const projections[] = {"to_q", "to_k", "to_v"};
     const size_t padded = VM_BLOCKS(c) * VM_BLOCK;
     vm_node n = conv_node(b, &(conv){"to_qkv", x, VM_NONE, c, 3 * padded, 1});
-    norm_on_load(b, &n, "group_norm", false);
-    for (int i = 0; i < 3; i++) {
+    norm_on_load(b, &n, is_wan(b) ? "norm" : "group_norm", false, false);
+    if (is_wan(b)) {
+        n.weight = add_tensor(b, "to_qkv", "weight", 4, (vm_weight){3 * c, c, 1, .qkv = true});
+        n.bias = add_tensor(b, "to_qkv", "bias", 1, (vm_weight){3 * c, 1, 1, .vector = true, .qkv = true});
+    }
+    for (int i = 0; i < 3 && !is_wan(b); i++) {
         int t = add_tensor(b, projections[i], "weight", 2, (vm_weight){c, c, 1});
         if (i == 0) n.weight = t;
     }
-    for (int i = 0; i < 3; i++) {
-        int t = add_tensor(b, projections[i], "bias", 1, (vm_weight){c, 1, 1});
+    for (int i = 0; i < 3 && !is_wan(b); i++) {
+        int t = add_vector(b, projections[i], "bias", c, 1);
         if (i == 0) n.bias = t;
     }
     vm_node attend = conv_node(b, &(conv){"attention", add_node(b, &n), VM_NONE, 3 * padded, c});
     attend.pass.kind = VM_PASS_ATTENTION;
     attend.pass.scale_channels = c;
-    return add_conv(b, &(conv){"to_out.0", add_node(b, &attend), x, c, c, 1, .linear = true});
+    const int attended = add_node(b, &attend);
+    if (is_wan(b)) return add_conv(b, &(conv){"proj", attended, x, c, c, 1, .flat = true});
+    return add_conv(b, &(conv){"to_out.0", attended, x, c, c, 1, .linear = true});
 }
 
 static int mid(builder *b, const char *half, int x, size_t c) {
@@ -139,27 +161,35 @@ static int mid(builder *b, const char *half, int x, size_t c) {
     return resnet(b, x, c, c);
 }
 
+static const char *resampler(const builder *b) { return is_wan(b) ? "resample.1" : "conv"; }
+
+static const char *norm_out(const builder *b) { return is_wan(b) ? "norm_out" : "conv_norm_out"; }
+
 static void encode(builder *b) {
     const vm_arch *a = &b->m->arch;
     const size_t *width = vm_arch_widths(a, VM_ENCODE), moments = 2 * a->latent_channels, last = width[a->levels - 1];
     enter(b, "encoder.");
     int x = add_conv(b, &(conv){"conv_in", VM_NONE, VM_NONE, a->in_channels, width[0], 3});
-    size_t c = width[0];
+    size_t c = width[0], blocks = 0; /* of VM_WAN's, which count on through the levels */
     for (size_t i = 0; i < a->levels; c = width[i++]) {
         for (size_t j = 0; j < a->layers_per_block; j++) {
-            enter(b, "encoder.down_blocks.%zu.resnets.%zu.", i, j);
+            if (is_wan(b))
+                enter(b, "encoder.down_blocks.%zu.", blocks++);
+            else
+                enter(b, "encoder.down_blocks.%zu.resnets.%zu.", i, j);
             x = resnet(b, x, j ? width[i] : c, width[i]);
         }
         if (i + 1 == a->levels) break;
-        enter(b, "encoder.down_blocks.%zu.downsamplers.0.", i);
-        x = add_conv(b, &(conv){"conv", x, VM_NONE, width[i], width[i], 3, 2});
+        enter(b, is_wan(b) ? "encoder.down_blocks.%zu." : "encoder.down_blocks.%zu.downsamplers.0.",
+              is_wan(b) ? blocks++ : i);
+        x = add_conv(b, &(conv){resampler(b), x, VM_NONE, width[i], width[i], 3, 2, .flat = true});
     }
     x = mid(b, "encoder", x, last);
     enter(b, "encoder.");
-    x = add_conv(b, &(conv){"conv_out", x, VM_NONE, last, moments, 3, .norm = "conv_norm_out"});
+    x = add_conv(b, &(conv){"conv_out", x, VM_NONE, last, moments, 3, .norm = norm_out(b)});
     enter(b, "%s", "");
     if (a->use_quant_conv) x = add_conv(b, &(conv){"quant_conv", x, VM_NONE, moments, moments, 1});
-    if (!b->status) b->g->node[x].pass.clamp_from = a->latent_channels;
+    if (!b->status) b->g->node[x].pass.clamp = (vm_clamp){(uint32_t)a->latent_channels, -30, 20}; /* log-variance */
 }
 
 static void decode(builder *b) {
@@ -174,17 +204,19 @@ static void decode(builder *b) {
     x = add_conv(b, &(conv){"conv_in", x, VM_NONE, latent, c, 3});
     x = mid(b, "decoder", x, c);
     for (size_t i = 0; i < a->levels; i++) {
-        const size_t out = width[a->levels - 1 - i];
+        const size_t out = width[a->levels - 1 - i], after = is_wan(b) ? out / 2 : out;
         for (size_t j = 0; j < a->layers_per_block + 1; j++, c = out) {
             enter(b, "decoder.up_blocks.%zu.resnets.%zu.", i, j);
             x = resnet(b, x, c, out);
         }
         if (i + 1 == a->levels) break;
         enter(b, "decoder.up_blocks.%zu.upsamplers.0.", i);
-        x = add_conv(b, &(conv){"conv", x, VM_NONE, out, out, 3, .up = true});
+        x = add_conv(b, &(conv){resampler(b), x, VM_NONE, out, after, 3, .up = true, .flat = true});
+        c = after;
     }
     enter(b, "decoder.");
-    add_conv(b, &(conv){"conv_out", x, VM_NONE, c, a->out_channels, 3, .norm = "conv_norm_out"});
+    x = add_conv(b, &(conv){"conv_out", x, VM_NONE, c, a->out_channels, 3, .norm = norm_out(b)});
+    if (is_wan(b) && !b->status) b->g->node[x].pass.clamp = (vm_clamp){0, -1, 1};
 }
 
 vm_status vm_passes_build(vm_model *model, vm_op op) {

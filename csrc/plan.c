@@ -19,7 +19,7 @@ static void set_shapes(vm_plan *plan, int i, const vm_arch *arch) {
     p->y_scale = vm_plan_ends_with(plan, i) ? 1 : scale_of(r, i);
     if (n->x == VM_NONE) p->x_format = r->in;
     if (vm_plan_ends_with(plan, i)) p->y_format = r->out;
-    if (r->unclamped) p->clamp_from = p->y.c;
+    if (r->unclamped) p->clamp.from = (uint32_t)p->y.c;
     if (n->x == VM_NONE && r->op == VM_DECODE && r->scaled) {
         p->affine = true;
         p->in_scale = 1 / arch->scaling_factor;

@@ -14,6 +14,6 @@ size_t vm_plan_beside_arena(const vm_model *m, const vm_plan *plan);
 size_t vm_plan_row_bytes(const vm_plan *plan, int node);
 static inline bool vm_plan_ends_with(const vm_plan *plan, int node) { return node + 1 == (int)plan->steps; }
 /* rows: [last - first + 1], out: how high the ring of each tensor of a chain must be, from most_steps steps. */
-void vm_plan_ring_rows(const vm_plan *plan, int first, int last, size_t *rows, size_t most_steps);
+void vm_plan_ring_rows(const vm_plan *plan, const vm_chain *chain, size_t *rows, size_t most_steps);
 
 #endif

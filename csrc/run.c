@@ -80,9 +80,9 @@ static vm_operands operands(const walk *w, int node, const vm_chain *chain, size
         .bias = weights_of(w, n->bias),
         .gamma = weights_of(w, n->gamma),
         .beta = weights_of(w, n->beta),
-        .x_stats = n->pass.norm ? address(w, x->y_stats) : NULL,
+        .x_stats = n->pass.norm == VM_NORM_GROUP ? address(w, x->y_stats) : NULL,
         .y_stats = address(w, s->y_stats),
-        .x_parts = n->pass.norm ? x->parts : 0,
+        .x_parts = n->pass.norm == VM_NORM_GROUP ? x->parts : 0,
         .prepared = address(w, s->prepared),
         .manner = vm_chain_manner(plan, chain, node),
         .scratch = address(w, chain->scratch),
@@ -176,7 +176,7 @@ static vm_status run_stepped(walk *w, const vm_chain *c, size_t item) {
     bool ready[VM_CHAIN] = {false};
     int target;
     vm_status s = VM_OK;
-    const size_t stages = vm_chain_stages(w->plan, c->first, c->last, stage);
+    const size_t stages = vm_chain_stages(w->plan, c, stage);
     for (size_t round = 0; !s && vm_chain_round(w->plan, c->first, stage, stages, round, &target); round++) {
         for (size_t i = 0; i < stages && !s; i++) {
             if (!stage[i].active || ready[i]) continue;

@@ -72,13 +72,22 @@ enum { VM_MAX_LEVELS = 8, VM_MAX_LAYERS = 16, VM_MAX_STATISTICS = 128 };
 
 typedef enum vm_op { VM_ENCODE, VM_DECODE, VM_OPS } vm_op;
 
-/* An AutoencoderKL or AutoencoderKLFlux2 as its config.json describes it (names are diffusers'). */
+/* How an autoencoder is built and what its tensors are called. */
+typedef enum vm_family {
+    VM_KL, /* diffusers' AutoencoderKL and AutoencoderKLFlux2 */
+    /* AutoencoderKLQwenImage and AutoencoderKLWan, of one frame: convolutions whose last temporal slice alone meets it,
+     * norms of a pixel, upsamplers that halve the channels, images within [-1, 1] */
+    VM_WAN
+} vm_family;
+
+/* An autoencoder as its config.json describes it (names are those of AutoencoderKL in diffusers). */
 typedef struct vm_arch {
     char name[32]; /* a shipped model's, or "custom" */
+    vm_family family;
     size_t in_channels, out_channels, latent_channels;
     size_t levels, block_out_channels[VM_MAX_LEVELS], layers_per_block;
     size_t decoder_block_out_channels[VM_MAX_LEVELS]; /* zeros: as block_out_channels */
-    size_t norm_num_groups;
+    size_t norm_num_groups;                           /* 0 where norms are of a pixel */
     float norm_eps;
     bool use_quant_conv, use_post_quant_conv, mid_block_add_attention;
     bool scaling_known; /* false when the weights cannot tell (sd15 and sdxl have the same tensors) */
@@ -104,7 +113,7 @@ enum { VM_NAME = 72, VM_NONE = -1 };
 /* A tensor of weights as files name it (diffusers' names) and where its one packed copy lies. */
 typedef struct vm_tensor {
     char name[VM_NAME];
-    size_t dims, shape[4]; /* as in the file: (c), (out, in) or (out, in, k, k) */
+    size_t dims, shape[5]; /* as in the file: (c), (out, in), (out, in, k, k) or (out, in, frames, k, k); (c, 1, ...) */
     vm_weight weight;
     size_t offset, bytes; /* in the packed copy */
     bool set, rounded;    /* rounded: the packed numbers are not quite those that were set */
@@ -190,6 +199,7 @@ typedef struct vm_chain {
     int first, last;
     bool stepped;                   /* row by row; else its one pass runs whole */
     bool by_task;                   /* vm_manner.by_task, of all its passes */
+    size_t steps;                   /* of a round, at most; 0 for any number: rings are then as low as can be */
     size_t live[VM_CATEGORIES];     /* planned bytes in use while it runs */
     size_t measured[VM_CATEGORIES]; /* the same, as mem.c counted them */
     int scratch;                    /* piece */
@@ -197,7 +207,7 @@ typedef struct vm_chain {
 
 struct vm_plan;
 /* The stages of a chain; how many. */
-size_t vm_chain_stages(const struct vm_plan *plan, int first, int last, vm_stage *stage);
+size_t vm_chain_stages(const struct vm_plan *plan, const vm_chain *chain, vm_stage *stage);
 /* The next round's stages are made active, and begin. round: 0 for the first; false after the last. *target: the stage
  * that is only measured, VM_NONE in the last round. */
 bool vm_chain_round(const struct vm_plan *plan, int first, vm_stage *stage, size_t stages, size_t round, int *target);

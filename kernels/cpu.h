@@ -53,12 +53,13 @@ enum {
     VM_ROWS_FLAT = 2   /* of a tile: flat ones keep rings of streamed rows short */
 };
 
-/* Pixels of one block: f(x[p][l] * scale[l] + shift[l]), f SiLU or nothing; scale and shift NULL: x itself. */
+/* Pixels of one block: f(x[p][l] * factor[p] * scale[l] + shift[l]), f SiLU or nothing; scale and shift NULL: x itself;
+ * factor NULL: 1. */
 typedef struct vm_source {
     const void *x;
     vm_dtype dtype;
     size_t pixels;
-    const float *scale, *shift;
+    const float *scale, *shift, *factor; /* a factor only where there is a scale */
     bool silu;
 } vm_source;
 
@@ -81,6 +82,8 @@ typedef struct vm_cpu_ops {
     vm_products floats;
     /* y = x * factor + add, in the type given; add may be y, or NULL. Whether all of y is finite. */
     bool (*store)(void *y, vm_dtype dtype, const float *x, size_t pixels, float factor, const void *add);
+    /* sum[p][l] += x[p][l]^2 */
+    void (*squares)(float *sum, const void *x, vm_dtype dtype, size_t pixels);
     /* mean[l] and m2[l] = sum of (x - mean)^2 over rows x pixels of one block; x_row numbers apart. */
     void (*stats)(float *mean, float *m2, const void *x, vm_dtype dtype, size_t rows, size_t x_row, size_t pixels);
     /* Online softmax over `keys` rows of 16 queries: s[k][l] becomes exp(s*scale - top) where
@@ -180,9 +183,9 @@ void vm_multiply(const vm_products *products, vm_gemm all);
 bool vm_in_place(const vm_cpu *cpu, const vm_pass *pass);
 void vm_store_row(const vm_work *work, const float *from, size_t block, size_t y, size_t x, size_t n);
 /* One number into the user's image of shape s: bytes, or else planes of floats. */
-static inline void vm_store_number(bool bytes, void *image, const vm_shape *s, size_t clamp_from, size_t pixel,
-                                   size_t c, float v) {
-    if (c >= clamp_from) v = v < -30 ? -30 : v > 20 ? 20 : v; /* NaN stays */
+static inline void vm_store_number(bool bytes, void *image, const vm_shape *s, vm_clamp clamp, size_t pixel, size_t c,
+                                   float v) {
+    v = vm_clamped(clamp, c, v);
     const float byte = (v + 1) * 127.5f;
     if (bytes) /* NaN becomes 0 */
         ((uint8_t *)image)[pixel * s->c + c] = !(byte > 0) ? 0 : byte >= 255 ? 255 : (uint8_t)lrintf(byte);

@@ -28,13 +28,17 @@ static size_t packed_at(const layout *l, size_t taps, size_t block, size_t i, si
     return (at * l->depth + step % VM_BLOCK) * VM_BLOCK * l->each + i % l->each;
 }
 
+static size_t weight_at(const layout *l, const vm_weight *w, size_t o, size_t i, size_t tap) {
+    const size_t lane = vm_weight_lane(w, o);
+    return packed_at(l, w->ksize * w->ksize, lane / VM_BLOCK, i, tap) + lane % VM_BLOCK * l->each;
+}
+
 static vm_dtype packed_dtype(vm_dtype dtype, const vm_weight *w) { return w->vector ? VM_F32 : dtype; }
 
 size_t vm_packed_bytes(vm_dtype dtype, const vm_weight *w) {
     dtype = packed_dtype(dtype, w);
     const layout l = layout_of(dtype, w->in);
-    return VM_PRODUCT(VM_BLOCKS(w->out) * VM_BLOCK, l.blocks, w->ksize, w->ksize, l.depth, l.each,
-                      vm_dtype_bytes(dtype));
+    return VM_PRODUCT(vm_weight_lanes(w), l.blocks, w->ksize, w->ksize, l.depth, l.each, vm_dtype_bytes(dtype));
 }
 
 vm_status vm_pack(vm_dtype dtype, const vm_weight *w, void *to, vm_dtype from, const void *data, bool *rounded) {
@@ -44,15 +48,17 @@ vm_status vm_pack(vm_dtype dtype, const vm_weight *w, void *to, vm_dtype from, c
     bool exact = true, fits = true;
     size_t n = 0;
     for (size_t o = 0; o < w->out; o++)
-        for (size_t i = 0; i < w->in; i++)
+        for (size_t i = 0; i < w->in; i++) {
+            n += w->past * taps;
             for (size_t tap = 0; tap < taps; tap++) {
                 const float value = vm_element(from, data, n++);
-                const size_t at = packed_at(&l, taps, o / VM_BLOCK, i, tap) + o % VM_BLOCK * l.each;
+                const size_t at = weight_at(&l, w, o, i, tap);
                 vm_set_element(dtype, to, at, value);
                 const float kept = vm_element(dtype, to, at);
                 exact &= kept == value || (kept != kept && value != value);
                 fits &= isfinite(kept) || !isfinite(value);
             }
+        }
     *rounded = !exact;
     return fits ? VM_OK : vm_fail(VM_EINVAL, "want numbers within %s's range, got larger ones", vm_dtype_name(dtype));
 }
@@ -62,9 +68,10 @@ void vm_unpack(vm_dtype dtype, const vm_weight *w, const void *from, float *data
     const layout l = layout_of(dtype, w->in);
     const size_t taps = w->ksize * w->ksize;
     for (size_t o = 0; o < w->out; o++)
-        for (size_t i = 0; i < w->in; i++)
-            for (size_t tap = 0; tap < taps; tap++)
-                *data++ = vm_element(dtype, from, packed_at(&l, taps, o / VM_BLOCK, i, tap) + o % VM_BLOCK * l.each);
+        for (size_t i = 0; i < w->in; i++) {
+            for (size_t tap = 0; tap < w->past * taps; tap++) *data++ = 0;
+            for (size_t tap = 0; tap < taps; tap++) *data++ = vm_element(dtype, from, weight_at(&l, w, o, i, tap));
+        }
 }
 
 void vm_filter_row(float row[VM_BLOCK], const vm_filter *f, size_t block, size_t i, size_t tap) {

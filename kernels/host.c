@@ -76,7 +76,7 @@ static vm_status blend(const vm_backend *b, void *stream, const vm_blend_args *a
             for (uint32_t j = 0; j < a->w; j++) {
                 const float v = vm_blended(a, plane, i, j);
                 if (i < a->step && j < a->step)
-                    vm_store_number(bytes, (char *)a->y + plane / image.c * item_bytes, &image, a->clamp_from,
+                    vm_store_number(bytes, (char *)a->y + plane / image.c * item_bytes, &image, a->clamp,
                                     (a->top + i) * image.w + a->left + j, plane % image.c, v);
             }
     return VM_OK;

@@ -181,20 +181,38 @@ typedef struct vm_shape {
     size_t c, h, w;
 } vm_shape;
 
+/* What is done to x on load, before SiLU. */
+typedef enum vm_norm {
+    VM_NORM_NONE,
+    VM_NORM_GROUP, /* GroupNorm: needs the sums that x's producer left */
+    VM_NORM_PIXEL  /* each pixel over its length: x / max(|x|, eps) * sqrt(channels) * gamma */
+} vm_norm;
+
+/* The user's channels from `from` on are kept within [low, high]; NaN stays. */
+typedef struct vm_clamp {
+    uint32_t from;
+    float low, high;
+} vm_clamp;
+
+static inline VM_ANYWHERE float vm_clamped(vm_clamp clamp, size_t channel, float v) {
+    return channel < clamp.from ? v : v < clamp.low ? clamp.low : v > clamp.high ? clamp.high : v;
+}
+
 typedef struct vm_pass {
     vm_pass_kind kind;
     vm_shape x, y;     /* of the tensors in memory; c is the sum over q, k and v for attention's input */
     int ksize, stride; /* 3 or 1; 1, or 2 with PyTorch's pad (0, 1, 0, 1) before it */
     bool up;           /* nearest 2x before a 3x3 convolution */
-    bool norm, silu;   /* on load */
-    bool affine;       /* x * in_scale + in_shift on load (scaled latents) */
-    bool add;          /* add a tensor of y's shape on store */
-    bool stats;        /* leave the sums that the next GroupNorm needs */
+    vm_norm norm;
+    bool silu;   /* on load, after the norm */
+    bool affine; /* x * in_scale + in_shift on load (scaled latents) */
+    bool add;    /* add a tensor of y's shape on store */
+    bool stats;  /* leave the sums that the next GroupNorm needs */
     float in_scale, in_shift;
     vm_format x_format, y_format;
-    size_t groups; /* of the norm on load */
+    size_t groups; /* of a GroupNorm on load */
     float eps;
-    size_t clamp_from;      /* y's channels from here on are clamped to [-30, 20] (log-variance); y.c for none */
+    vm_clamp clamp;         /* of the user's pixels */
     size_t scale_channels;  /* attention: scores are divided by its square root */
     float x_scale, y_scale; /* tensors are kept multiplied by these powers of two (against float16's overflow) */
 } vm_pass;
@@ -269,9 +287,9 @@ typedef struct vm_blend_args {
     void *y;              /* the image, of y_h by y_w, by format */
     uint32_t batch, y_c, h, w, step, down, across, border, lower_w, right_h;
     uint32_t y_h, y_w, top, left;
-    uint32_t format;     /* vm_format of y */
-    uint32_t clamp_from; /* as a pass has it */
-    uint32_t cosine;     /* whether the newer tile's share is (1 - cos(pi t)) / 2 and not t */
+    uint32_t format; /* vm_format of y */
+    vm_clamp clamp;  /* as a pass has it */
+    uint32_t cosine; /* whether the newer tile's share is (1 - cos(pi t)) / 2 and not t */
 } vm_blend_args;
 
 /* Pixel i of the n that two tiles share. */
@@ -298,7 +316,19 @@ static inline VM_ANYWHERE float vm_blended(const vm_blend_args *a, size_t plane,
 typedef struct vm_weight {
     size_t out, in, ksize;
     bool vector, up; /* up: of a convolution after nearest 2x */
+    size_t past;     /* (out, in, past + 1, ksize, ksize): one frame meets the last alone, and only that is kept */
+    bool qkv;        /* three convolutions, one after the other: the channels of each begin a block of their own */
 } vm_weight;
+
+/* Where output channel o of the file stands among the channels that are kept, and how many of these there are. */
+static inline size_t vm_weight_lane(const vm_weight *w, size_t o) {
+    const size_t each = w->qkv ? w->out / 3 : w->out;
+    return o / each * VM_BLOCKS(each) * VM_BLOCK + o % each;
+}
+
+static inline size_t vm_weight_lanes(const vm_weight *w) {
+    return w->qkv ? 3 * VM_BLOCKS(w->out / 3) * VM_BLOCK : VM_BLOCKS(w->out) * VM_BLOCK;
+}
 
 /* How the rows of a pass's output are cut into rows of tiles: what can be computed piece by piece. It follows from the
  * shape alone. */

@@ -1,5 +1,5 @@
-/* GroupNorm, the half of it that is not done on load: from the tiles' partial sums (pixels, mean and M2 per channel) to
- * those of the whole tensor, and from these to one scale and shift per channel.
+/* Norms, the half of them that is not done on load: one scale and shift per channel. Of a GroupNorm they come from the
+ * tiles' partial sums (pixels, mean and M2 per channel), which become those of the whole tensor.
  *
  * Sums are merged by Chan's formula in double, tile by tile in the order of the tiles, so the result does not depend on
  * which thread made which of them, nor on how many rows of tiles were made at a time. */
@@ -29,8 +29,12 @@ void vm_merge_rows(const void *work, size_t row, size_t rows) {
 
 void vm_norm_scale(float *scale, float *shift, const vm_pass *pass, const vm_operands *at) {
     const size_t c = pass->x.c, padded = VM_BLOCKS(c) * VM_BLOCK, part = vm_stats_floats(c);
+    for (size_t i = pass->norm == VM_NORM_PIXEL ? 0 : c; i < padded; i++) scale[i] = shift[i] = 0;
+    if (pass->norm == VM_NORM_PIXEL) {
+        for (size_t i = 0; i < c; i++) scale[i] = (float)(sqrt((double)c) * (double)at->gamma[i]);
+        return;
+    }
     const size_t width = c / pass->groups;
-    for (size_t i = c; i < padded; i++) scale[i] = shift[i] = 0;
     for (size_t g = 0; g < pass->groups; g++) {
         double count = 0, mean = 0, m2 = 0;
         for (size_t p = 0; p < at->x_parts; p++) {

@@ -181,12 +181,32 @@ static void put_pixels(const vm_work *j, float *to, size_t block, size_t plane, 
     }
 }
 
-static void put_row(const vm_work *j, float *to, size_t block, size_t plane, size_t y, size_t x, size_t n) {
+/* factor: of each pixel; NULL: 1. */
+static void put_row(const vm_work *j, float *to, size_t block, size_t plane, size_t y, size_t x, size_t n,
+                    const float *factor) {
     vm_source from = how_to_load(j, block);
+    from.factor = factor;
     from.x = vm_pixel(&j->at.x, y, block, x);
     from.dtype = j->at.x.dtype;
     from.pixels = n;
     put(j, to, block, plane, &from);
+}
+
+enum { PIXELS = 64 /* whose lengths are found at a time: they are in the cache when they are loaded */ };
+
+/* 1 over the length of each of n pixels, in the order of the blocks and then of the lanes. */
+static void find_factors(const vm_work *j, float *factor, size_t y, size_t x, size_t n) {
+    const vm_pass *p = j->pass;
+    const float least = p->eps * p->x_scale;
+    float squares[PIXELS * VM_BLOCK] = {0};
+    for (size_t b = 0; b < VM_BLOCKS(p->x.c); b++)
+        j->cpu->ops->squares(squares, vm_pixel(&j->at.x, y, b, x), j->at.x.dtype, n);
+    for (size_t i = 0; i < n; i++) {
+        float sum = 0;
+        for (size_t l = 0; l < VM_BLOCK; l++) sum += squares[i * VM_BLOCK + l];
+        const float length = sqrtf(sum);
+        factor[i] = 1 / (length < least ? least : length); /* NaN stays */
+    }
 }
 
 void vm_load_box(const vm_work *j, const vm_box *box, float *x, size_t plane, size_t row) {
@@ -204,12 +224,16 @@ void vm_load_box(const vm_work *j, const vm_box *box, float *x, size_t plane, si
             memset(to, 0, (all ? width : left) * VM_BLOCK * sizeof *to);
             if (!all) memset(to + (left + n) * VM_BLOCK, 0, right * VM_BLOCK * sizeof *to);
         }
-        for (size_t b = 0; !outside && b < blocks; b++) {
-            float *to = x + r * row + left * VM_BLOCK;
-            if (j->pass->x_format == VM_ROWS)
-                put_row(j, to, b, plane, (size_t)y, x0, n);
-            else
-                put_pixels(j, to, b, plane, (size_t)y, x0, n);
+        const bool of_pixels = j->pass->norm == VM_NORM_PIXEL;
+        for (size_t done = 0, some; !outside && done < n; done += some) {
+            float *to = x + r * row + (left + done) * VM_BLOCK, factor[PIXELS];
+            some = of_pixels ? VM_MIN(n - done, PIXELS) : n;
+            if (of_pixels) find_factors(j, factor, (size_t)y, x0 + done, some);
+            for (size_t b = 0; b < blocks; b++)
+                if (j->pass->x_format == VM_ROWS)
+                    put_row(j, to, b, plane, (size_t)y, x0 + done, some, of_pixels ? factor : NULL);
+                else
+                    put_pixels(j, to, b, plane, (size_t)y, x0, n);
         }
     }
 }
@@ -246,7 +270,7 @@ static void store_pixels(const vm_work *j, const float *from, size_t block, size
         for (size_t i = 0; i < n; i++) {
             const float v = from[i * VM_BLOCK + c % VM_BLOCK];
             finite = finite && isfinite(v);
-            vm_store_number(bytes, j->at.y_pixels, s, j->pass->clamp_from, y * s->w + x + i, c, v);
+            vm_store_number(bytes, j->at.y_pixels, s, j->pass->clamp, y * s->w + x + i, c, v);
         }
     if (bytes && !finite) __atomic_store_n(j->at.overflow, true, __ATOMIC_RELAXED); /* bytes do not show it */
 }

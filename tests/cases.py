@@ -69,7 +69,8 @@ def guarded(n: int, dtype: type = np.float32) -> tuple[np.ndarray, Callable[[], 
 
 @dataclass(frozen=True)
 class Conv:
-    """GroupNorm and SiLU on load where there are groups, nearest 2x where `up`, then the convolution and `add`."""
+    """A norm and SiLU on load where there are groups (-1: the norm of a pixel), nearest 2x where `up`, then the
+    convolution and `add`."""
 
     in_c: int
     out_c: int
@@ -84,8 +85,12 @@ class Conv:
 
     def __str__(self) -> str:
         name = f"{self.in_c}-{self.out_c} {self.k}x{self.k} of {self.h}x{self.w}"
-        name += " after 2x" * self.up + f" stride {self.stride}" * (self.stride > 1) + " norm" * (self.groups > 0)
+        name += " after 2x" * self.up + f" stride {self.stride}" * (self.stride > 1) + self.norm
         return name + f" add {self.add}" * bool(self.add)
+
+    @property
+    def norm(self) -> str:
+        return {0: "", -1: " norm of a pixel"}.get(self.groups, " norm")
 
     @property
     def y(self) -> tuple[int, int, int]:
@@ -153,6 +158,10 @@ CONVS = [
     Conv(160, 32, 40, 26, groups=8, add="in place"),
     Conv(40, 64, 1, 1025),
     Conv(40, 3, 33, 32, groups=8),
+    Conv(96, 96, 3, 70, groups=-1, add="in place"),
+    Conv(24, 40, 7, 13, groups=-1),
+    Conv(72, 3, 40, 131, groups=-1),
+    Conv(96, 48, 5, 67, k=1, groups=-1),
     # of a decode to 512x512, and what only an encode has
     Conv(128, 128, 512, 512, groups=32, model=True),
     Conv(256, 256, 256, 256, groups=32, model=True),
@@ -161,6 +170,8 @@ CONVS = [
     Conv(512, 512, 64, 64, groups=32, add="in place", model=True),
     Conv(16, 512, 64, 64, model=True),
     Conv(128, 3, 512, 512, groups=32, model=True),
+    Conv(96, 96, 512, 512, groups=-1, add="in place", model=True),
+    Conv(384, 384, 64, 64, groups=-1, model=True),
     Conv(256, 256, 256, 256, up=True, model=True),
     Conv(512, 512, 128, 128, up=True, model=True),
     Conv(256, 128, 512, 512, k=1, model=True),
@@ -241,11 +252,12 @@ class ConvRun:
         own[:] = np.nan  # scratch holds nothing
         self.add_rows = None if self.add is None else as_kept(to_rows(self.add), dtype)
         residual = self.y if case.add == "in place" else self.add_rows
-        norm = case.groups > 0
+        sums_of_x = self.left_by_the_producer() if case.groups > 0 else None
         self.call = (
-            backend, threads, "conv", shapes, (case.k, case.stride, case.up, norm, case.groups, 1e-6),
+            backend, threads, "conv", shapes,
+            (case.k, case.stride, case.up, bool(case.norm), case.groups, 1e-6),
             (as_kept(to_rows(self.x), dtype), self.y, residual, pack(self.weight, dtype), pad16(self.bias),
-             pad16(self.gamma), pad16(self.beta), self.left_by_the_producer() if norm else None, self.stats, own),
+             pad16(self.gamma), pad16(self.beta), sums_of_x, self.stats, own),
             dtype, precision, by_task,
         )  # fmt: skip
 
@@ -270,6 +282,10 @@ class ConvRun:
         x = self.x.astype(np.float64)
         if not self.case.groups:
             return x
+        if self.case.groups < 0:
+            length = np.maximum(np.linalg.norm(x, axis=0), 1e-6)
+            g = x / length * np.sqrt(self.case.in_c) * self.gamma[:, None, None]
+            return g / (1 + np.exp(-g))
         g = x.reshape(self.case.groups, -1)
         g = ((g - g.mean(1, keepdims=True)) / np.sqrt(g.var(1, keepdims=True) + 1e-6)).reshape(x.shape)
         g = g * self.gamma[:, None, None] + self.beta[:, None, None]

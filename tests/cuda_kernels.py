@@ -47,11 +47,18 @@ class LoadArgs(Args):
     )
 
 
+class Clamp(ctypes.Structure):
+    """kernels.h's vm_clamp."""
+
+    _fields_ = (("from_", c_uint32), ("low", c_float), ("high", c_float))
+
+
 class StoreArgs(Args):
     _fields_ = (
         *((name, c_void_p) for name in ("raw", "bias", "add", "y", "stats", "flags")),
         *((name, c_uint32) for name in ("y_h", "y_w", "y_c", "y_pitch", "add_pitch")),
-        *((name, c_uint32) for name in ("row0", "rows", "channels", "part_pixels", "up", "format", "clamp_from")),
+        *((name, c_uint32) for name in ("row0", "rows", "channels", "part_pixels", "up", "format")),
+        ("clamp", Clamp),
         ("bias_scale", c_float),
     )
 
@@ -68,7 +75,9 @@ class BlendArgs(Args):
     _fields_ = (
         *((name, c_void_p) for name in ("tile", "lower", "right", "y")),
         *((name, c_uint32) for name in ("batch", "y_c", "h", "w", "step", "down", "across", "border", "lower_w")),
-        *((name, c_uint32) for name in ("right_h", "y_h", "y_w", "top", "left", "format", "clamp_from", "cosine")),
+        *((name, c_uint32) for name in ("right_h", "y_h", "y_w", "top", "left", "format")),
+        ("clamp", Clamp),
+        ("cosine", c_uint32),
     )
 
 
@@ -85,7 +94,8 @@ class ConvArgs(Args):
         *((name, c_void_p) for name in ("x", "w", "scale", "shift", "bias", "add", "y", "stats", "flags")),
         *((name, c_uint32) for name in ("x_h", "x_w", "x_pitch", "in_c")),
         *((name, c_uint32) for name in ("y_h", "y_w", "y_pitch", "y_c", "add_pitch")),
-        *((name, c_uint32) for name in ("k", "stride", "up", "silu", "format", "clamp_from")),
+        *((name, c_uint32) for name in ("k", "stride", "up", "silu", "format")),
+        ("clamp", Clamp),
         *((name, c_float) for name in ("multiply", "bias_scale")),
     )
 

@@ -45,12 +45,22 @@ OTHERS = {
     "flux2": _FLUX2,
     "flux2-small": _FLUX2 | {"decoder_block_out_channels": (24, 48, 96)},
 }
+# Those of one frame of a video's VAE. Qwen's attention has 72 channels, so that q, k and v fill no whole blocks.
+_FRAMES = {"num_res_blocks": 1, "temperal_downsample": [False, True], "z_dim": 4}
+_FRAMES |= {"latents_mean": [-0.7571, -0.7089, -0.9113, 0.1075], "latents_std": [2.8184, 1.4541, 2.3275, 2.6558]}
+FRAMES = {
+    "wan": _FRAMES | {"_class_name": "AutoencoderKLWan", "base_dim": 16, "dim_mult": [1, 2, 4]},
+    "qwen": _FRAMES | {"_class_name": "AutoencoderKLQwenImage", "base_dim": 24, "dim_mult": [1, 2, 3]},
+}
+OTHERS |= FRAMES
 BACKENDS = [name for name, usable in _core.backends() if usable]
 
 
 def config(name: str) -> dict:
     """A config.json with what the small models have in common."""
     settings = (SMALL | OTHERS)[name]
+    if name in FRAMES:
+        return dict(settings)
     levels = len(settings["block_out_channels"])
     return {
         "_class_name": "AutoencoderKL",

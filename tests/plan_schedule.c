@@ -54,8 +54,8 @@ static bool skips_repeats(const vm_plan *p, const vm_chain *c, size_t round, siz
     vm_stage all[VM_CHAIN], some[VM_CHAIN];
     vm_repeats seen = {.steps = 0};
     int target;
-    const size_t stages = vm_chain_stages(p, c->first, c->last, all);
-    vm_chain_stages(p, c->first, c->last, some);
+    const size_t stages = vm_chain_stages(p, c, all);
+    vm_chain_stages(p, c, some);
     vm_chain_round(p, c->first, all, stages, round, &target);
     vm_chain_round(p, c->first, some, stages, round, &target);
     for (; vm_chain_step(some, stages); vm_chain_skip(&seen, some, stages)) {
@@ -70,7 +70,7 @@ static bool skips_repeats(const vm_plan *p, const vm_chain *c, size_t round, siz
 static bool walk(const vm_plan *p, size_t *steps, size_t *skipped, size_t *rings, size_t *heirs) {
     for (const vm_chain *c = p->chain; c < p->chain + p->chains; c++) {
         vm_stage stage[VM_CHAIN];
-        const size_t stages = vm_chain_stages(p, c->first, c->last, stage);
+        const size_t stages = vm_chain_stages(p, c, stage);
         int target;
         for (size_t round = 0; c->stepped && vm_chain_round(p, c->first, stage, stages, round, &target); round++) {
             if (!skips_repeats(p, c, round, skipped)) return false;

@@ -240,7 +240,7 @@ def test_blend(kernels, format_, seed):
     shape = (sizes["y_h"], sizes["y_w"])
     y = memory.empty((2, *shape, 3) if as_bytes else (2, 3, *shape), t)
     args = BlendArgs(
-        tile=tile, lower=lower, right=right, y=y, format=FORMATS[format_], cosine=seed % 2, clamp_from=2, **sizes
+        tile=tile, lower=lower, right=right, y=y, format=FORMATS[format_], cosine=seed % 2, clamp=(2, -30, 20), **sizes
     )
     kernels.launch("vm_blend", (1 + seed % 3,), (THREADS,), args, seed=seed)
     memory.check()

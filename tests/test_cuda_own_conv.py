@@ -113,7 +113,7 @@ class Case:
         h, w, in_c = self.x.shape
         return ConvArgs(
             x_h=h, x_w=w, in_c=in_c, y_h=self.y_h, y_w=self.y_w, y_c=self.out, k=self.k, stride=self.stride, up=self.up,
-            silu=self.silu, format=self.format, clamp_from=self.clamp_from, multiply=self.multiply,
+            silu=self.silu, format=self.format, clamp=(self.clamp_from, -30, 20), multiply=self.multiply,
             bias_scale=self.bias_scale, **more,
         )  # fmt: skip
 

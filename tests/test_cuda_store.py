@@ -60,7 +60,7 @@ class Store:
         args = StoreArgs(
             raw=raw, bias=bias, y=y, flags=flags, stats=sums if stats else None, y_h=h, y_w=w, y_c=c, y_pitch=pitch,
             row0=row0, rows=rows, channels=padded, part_pixels=part_pixels, format=FORMATS[format_],
-            **{"clamp_from": c, "bias_scale": 1, **more},
+            **{"clamp": (c, -30, 20), "bias_scale": 1, **more},
         )  # fmt: skip
         if add is not None:
             held = y if in_place else memory.empty((h, w, add_pitch), t)
@@ -172,13 +172,14 @@ def test_store_of_any_size(store, dtype, seed):
 @pytest.mark.parametrize("c", [3, 8, 19])
 def test_store_of_pixels(store, dtype, format_, c):
     for how in ({}, {"row0": 2, "rows": 4, "up": 1}, {"row0": 1, "rows": 2, "add": True}):
-        how = {"clamp_from": c // 2 if format_ != "u8" else c, **how}
+        first = c // 2 if format_ != "u8" else c
+        how = {"clamp": (first, -30, 20), **how}
         spread = 20 if format_ != "u8" else 0.6  # so that some are clamped
         want, tolerance, (y, _, finite) = random_store(
             store, np.random.default_rng(c), dtype, (6, 8, c), format_=format_, stats=False, mean=spread - 1, **how
         )
         want, tolerance = want[..., :c], tolerance[..., :c]
-        want[..., how["clamp_from"] :] = np.clip(want[..., how["clamp_from"] :], -30, 20)
+        want[..., first:] = np.clip(want[..., first:], -30, 20)
         assert finite
         if format_ == "u8":
             assert (y == 255).any() and (y < 255).any()
@@ -245,7 +246,7 @@ def test_store_says_what_is_not_finite(store, dtype, bad):
         want = bad if format_ != "u8" else 255 if bad > 0 else 0
         np.testing.assert_array_equal(y[3, 4, 17].astype(np.float32), want)
         assert not finite
-    y, _, finite = store(dtype, raw, bias, (5, 7, 40), format_="f32", stats=False, clamp_from=10)
+    y, _, finite = store(dtype, raw, bias, (5, 7, 40), format_="f32", stats=False, clamp=(10, -30, 20))
     np.testing.assert_array_equal(y[3, 4, 17], bad if np.isnan(bad) else np.clip(bad, -30, 20))
     assert finite != np.isnan(bad)
 
@@ -267,7 +268,7 @@ def test_store_beyond_2_to_the_32(store):
     bias, flags = memory.copy(np.zeros(16, np.float32)), memory.copy(np.zeros(1, np.uint32))
     args = StoreArgs(
         raw=raw, bias=bias, add=y, y=y, flags=flags, y_h=1, y_w=w, y_c=16, y_pitch=pitch, add_pitch=pitch, rows=1,
-        channels=16, part_pixels=300, clamp_from=16,
+        channels=16, part_pixels=300, clamp=(16, 0, 0),
     )  # fmt: skip
     store.kernels.launch("vm_store_f16", (4,), (THREADS,), args)
     np.testing.assert_array_equal(y[:, :16], (raw.astype(np.float32) + 1).astype(t))

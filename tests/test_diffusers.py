@@ -535,7 +535,7 @@ def test_loading_weights_is_refused(assign):
         (torch.nn.Sequential(ours.decoder), torch.nn.Sequential(theirs.decoder)),
     ):
         for strict in (True, False):
-            with pytest.raises(TypeError, match="AutoencoderKL: its weights cannot be changed"):
+            with pytest.raises(TypeError, match="the VAE: its weights cannot be changed"):
                 one.load_state_dict(other.state_dict(), strict=strict, assign=assign)
     assert ours.decoder.conv_in.weight is weight and torch.equal(ours.decode(z).sample, want)
     around = torch.nn.ModuleDict({"head": torch.nn.Linear(1, 1), "vae": ours})

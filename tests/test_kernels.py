@@ -104,6 +104,36 @@ def test_load(backend, pixels):
 
 
 @every_backend
+@pytest.mark.parametrize("pixels", [1, 2, 7, 64])
+def test_load_with_a_factor_for_each_pixel(backend, pixels):
+    r = rng(pixels)
+    x, factor = r.standard_normal((pixels, 16)).astype(np.float32), r.uniform(0, 3, pixels).astype(np.float32)
+    scale, shift = r.standard_normal((2, 16)).astype(np.float32)
+    for kind in ("float32", "float16", "bfloat16"):
+        rows = as_kept(x, kind)
+        y, check = guarded(pixels * 16)
+        _kernels.load(backend, y, None, rows.ravel(), scale, shift, False, factor)
+        check()
+        t = as_float(rows).reshape(pixels, 16).astype(np.float64) * factor[:, None] * scale
+        assert (np.abs(y.reshape(pixels, 16) - (t + shift)) <= 3 * EPS * (np.abs(t) + np.abs(shift))).all()
+
+
+@every_backend
+@pytest.mark.parametrize("kind", ["float32", "float16", "bfloat16"])
+def test_squares_are_added(backend, kind):
+    x = as_kept((rng(5).standard_normal((7, 16)) * 30).astype(np.float32), kind)
+    sums, check = guarded(7 * 16)
+    sums[:] = before = np.arange(7 * 16, dtype=np.float32)
+    _kernels.squares(backend, sums, x.ravel())
+    check()
+    want = before + as_float(x).ravel().astype(np.float64) ** 2
+    assert (np.abs(sums - want) <= 2 * EPS * want).all()
+    x.flat[3], x.flat[20] = (0x7FC0, 0x7F80) if kind == "bfloat16" else (np.nan, np.inf)
+    _kernels.squares(backend, sums, x.ravel())
+    assert np.isnan(sums[3]) and sums[20] == np.inf and np.isfinite(np.delete(sums, [3, 20])).all()
+
+
+@every_backend
 def test_load_in_place_and_nonfinite(backend):
     x = rng().standard_normal(160).astype(np.float32)
     y = np.empty_like(x)
@@ -194,7 +224,7 @@ PAIRS = [name for name, usable in _core.backends("bfloat16") if usable and pairs
 @pytest.mark.parametrize("dtype", ["float32", *HALVES])
 @pytest.mark.parametrize("pixels", [1, 9])
 @pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("how", ["copied", "scaled", "silu", "scaled silu"])
+@pytest.mark.parametrize("how", ["copied", "scaled", "silu", "scaled silu", "scaled pixels", "scaled silu pixels"])
 def test_load_pairs(backend, dtype, pixels, split, how):
     """Rounded to bfloat16, in half of each pixel's 32 places; and what that leaves, rounded again."""
     x = (rng().standard_normal(pixels * 16) * 8).astype(np.float32)
@@ -203,10 +233,12 @@ def test_load_pairs(backend, dtype, pixels, split, how):
     scale, shift = rng(1).standard_normal((2, 16)).astype(np.float32)
     (y, check), (rest, check_rest) = guarded(pixels * 32, np.uint16), guarded(pixels * 32, np.uint16)
     affine = (scale, shift) if "scaled" in how else (None, None)
-    _kernels.load(backend, y, rest if split else None, x, *affine, "silu" in how)
+    factor = rng(2).uniform(0, 2, pixels).astype(np.float32) if "pixels" in how else None
+    _kernels.load(backend, y, rest if split else None, x, *affine, "silu" in how, factor)
     check(), check_rest()
     assert (y.reshape(pixels, 32)[:, 16:] == 12345).all()
     t = as_float(x).astype(np.float64).reshape(pixels, 16)
+    t = t if factor is None else t * factor[:, None]
     slack = 0.0
     if "scaled" in how:  # one or two roundings of numbers up to |x * scale| + |shift|; SiLU's slope is at most 1.1
         slack = 3.3 * EPS * (np.abs(t * scale) + np.abs(shift))

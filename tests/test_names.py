@@ -108,5 +108,5 @@ def test_refusals(call, said):
 def test_no_name_means_two_things():
     for known, also in ((DTYPES, SPELT_DTYPES), (SAMPLE_SIZES, SPELT_MODELS), (PIPELINES, SPELT_PIPELINES)):
         plain = [letters(name) for name in known]
-        assert len(set(plain)) == len(plain) and not set(also) & set(plain) - {"zimageturbo"}
+        assert len(set(plain)) == len(plain) and not set(also) & set(plain) - {"zimageturbo", "qwenimage"}
         assert set(also.values()) <= set(known) and all(letters(name) == name for name in also)

@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 import pytest
-from engine import BACKENDS, OTHERS, config, error, images, latents, small_vae
+from engine import BACKENDS, FRAMES, OTHERS, config, error, images, latents, small_vae
 
 from vaemem import VAE, Tiling, _core
 from vaemem.engine import layouts
@@ -79,9 +79,9 @@ def test_the_small_decoder_at_full_size():
 def test_numbers_of_tiles_are_those_of_diffusers(name):
     theirs, vae = pair(name)
     import torch
+    from torch_vaes import tile
 
-    theirs.enable_tiling()
-    theirs.tile_sample_min_size, theirs.tile_latent_min_size = 16, 4
+    tile(theirs, 16, 4)
     z = latents(vae, 6, 9)
     with torch.no_grad():
         want = theirs.decode(torch.from_numpy(z).double()).sample.numpy()
@@ -110,10 +110,12 @@ def test_the_least_memory_leaves_the_bits(name, op):
     vae = small_vae(name)
     x = images(160, 160) if op == "encode" else latents(vae, 40, 40)
     free = getattr(vae, op)(x)
-    unlimited, smallest = vae.last_run.peak_bytes, vae.smallest(op, 160, 160)
+    unlimited, smallest = vae.last_run.reserved_bytes, vae.smallest(op, 160, 160)
     vae.trim()
     limited = getattr(vae, op)(x, memory_limit=smallest)
-    assert vae.last_run.peak_bytes <= smallest < unlimited
+    assert vae.last_run.peak_bytes <= smallest
+    # without sums to wait for, a whole run streams already
+    assert smallest <= unlimited if name in FRAMES else smallest < unlimited
     got, want = (limited, free) if op == "decode" else (limited.moments, free.moments)
     assert np.array_equal(got, want)
 
@@ -183,7 +185,7 @@ def test_latents_of_playground_have_a_mean_and_a_deviation_by_channel():
 # ---- weights and configs ----
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", [name for name in OTHERS if name not in FRAMES])
 def test_a_directory_keeps_all(tmp_path, name):
     vae = small_vae(name)
     vae.save(tmp_path / "vae")
@@ -241,10 +243,10 @@ def test_shipped_models_are_their_configs(name):
     written = layouts.config_of(arch)
     assert layouts.read_config(written)["name"] == {"zimage": "flux"}.get(name, name)
     assert layouts.read_config(json.loads(json.dumps(written))) == layouts.read_config(arch)
-    assert written["sample_size"] == {"sd15": 512}.get(name, 1024)
+    assert layouts.sample_size_of(written, "") == {"sd15": 512, "qwen-image": 256}.get(name, 1024)
     state = diffusers_vae(arch, torch.float32).state_dict()
-    state.pop("bn.num_batches_tracked", None)
-    assert {n: tuple(t.shape) for n, t in state.items()} == dict(_core.Model(arch).tensors)
+    unused = [n for n in state if n == "bn.num_batches_tracked" or ".time_conv." in n]
+    assert {n: tuple(t.shape) for n, t in state.items() if n not in unused} == dict(_core.Model(arch).tensors)
 
 
 def test_defaults_of_flux2_are_diffusers():
@@ -283,15 +285,15 @@ def test_configs_refused_by_key(name, change, message):
     "name",
     [
         "AsymmetricAutoencoderKL", "AutoencoderDC", "AutoencoderKLCogVideoX", "AutoencoderKLHunyuanVideo",
-        "AutoencoderKLMochi", "AutoencoderKLQwenImage", "AutoencoderKLWan", "AutoencoderTiny", "ConsistencyDecoderVAE",
-        "VQModel", ["AutoencoderKL"],
+        "AutoencoderKLMochi", "AutoencoderTiny", "ConsistencyDecoderVAE", "VQModel", ["AutoencoderKL"],
     ],
 )  # fmt: skip
 def test_other_classes_are_refused_by_name(name):
     from vaemem import predict
 
     other = {"_class_name": name, "encoder_block_out_channels": [64]}
-    said = f"config: _class_name: want AutoencoderKL or AutoencoderKLFlux2, got {name!r}"
+    wanted = "AutoencoderKL, AutoencoderKLFlux2, AutoencoderKLQwenImage or AutoencoderKLWan"
+    said = f"config: _class_name: want {wanted}, got {name!r}"
     for call in (lambda: VAE.random(config=other), lambda: predict(other, "decode", 512, 512)):
         with pytest.raises(ValueError) as refused:
             call()
@@ -308,7 +310,7 @@ def test_groups_that_do_not_divide_the_small_decoder():
 # ---- predictions ----
 
 
-@pytest.mark.parametrize("name", _core.models())
+@pytest.mark.parametrize("name", [name for name in _core.models() if name != "qwen-image"])
 def test_predictions_by_name_and_by_config(name):
     from vaemem import predict
 

@@ -1,11 +1,18 @@
-"""diffusers' AutoencoderKL, from the names that an architecture has here."""
+"""diffusers' autoencoders, from the names that an architecture has here."""
 
 from __future__ import annotations
 
+import inspect
+
 import diffusers
+import pytest
 import torch
 from diffusers.models.autoencoders import vae as blocks
+from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+from diffusers.models.modeling_outputs import AutoencoderKLOutput
 from torch import nn
+
+from vaemem.engine.layouts import config_of
 
 
 class AutoencoderKLFlux2(diffusers.AutoencoderKL):
@@ -27,7 +34,48 @@ class AutoencoderKLFlux2(diffusers.AutoencoderKL):
         self.bn = nn.BatchNorm2d(channels, eps=batch_norm_eps, affine=False)
 
 
-def diffusers_vae(arch: dict, dtype: torch.dtype, device: str = "meta") -> diffusers.AutoencoderKL:
+class OneFrame(nn.Module):
+    """An autoencoder of videos, as one of images: each is a video of one frame. Moments and images lose that axis."""
+
+    def __init__(self, vae: nn.Module):
+        super().__init__()
+        self.vae = vae
+
+    def state_dict(self):
+        return self.vae.state_dict()
+
+    def encode(self, x):
+        moments = self.vae.encode(x[:, :, None]).latent_dist.parameters[:, :, 0]
+        return AutoencoderKLOutput(DiagonalGaussianDistribution(moments))
+
+    def decode(self, z):
+        return blocks.DecoderOutput(self.vae.decode(z[:, :, None]).sample[:, :, 0])
+
+
+def of_frames(config: dict, dtype: torch.dtype = torch.float32, device: str = "meta") -> nn.Module:
+    """Of AutoencoderKLWan, or of AutoencoderKLQwenImage: diffusers 0.33 has not that one, which is Wan's statement by
+    statement."""
+    cls = getattr(diffusers, config["_class_name"], diffusers.AutoencoderKLWan)
+    taken = inspect.signature(cls.__init__).parameters
+    with torch.device(device):
+        return cls(**{key: value for key, value in config.items() if key in taken}).eval().to(dtype)
+
+
+def tile(vae: nn.Module, side: int, scale: int) -> None:
+    """Has diffusers' module decode in tiles of so many pixels, a quarter of which are shared."""
+    if isinstance(vae, OneFrame):
+        if not hasattr(vae.vae, "enable_tiling"):
+            pytest.skip(f"diffusers {diffusers.__version__} has no tiles of {type(vae.vae).__name__}")
+        vae.vae.enable_tiling(side, side, side * 3 // 4, side * 3 // 4)
+        vae.vae.spatial_compression_ratio = scale
+        return
+    vae.enable_tiling()
+    vae.tile_sample_min_size, vae.tile_latent_min_size = side, side // scale
+
+
+def diffusers_vae(arch: dict, dtype: torch.dtype, device: str = "meta") -> nn.Module:
+    if arch.get("family") == "wan":
+        return OneFrame(of_frames(config_of(arch), dtype, device))
     levels = len(arch["block_out_channels"])
     keys = (
         "in_channels",

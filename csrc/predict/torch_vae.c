@@ -298,7 +298,7 @@ enum { MOST_CALLS = VM_TRACE_STEPS / 64 };
 
 vm_status vm_trace_vae_build(const vm_trace_vae *vae, vm_trace **out) {
     *out = NULL;
-    vm_status s = vm_arch_check(vae->arch);
+    vm_status s = vm_walk_check_arch(vae->arch);
     if (!s) s = check(vae);
     if (s) return s;
     const tiling tiles = tiling_of(vae);

@@ -211,6 +211,8 @@ tensor vm_walk_downsample(walk *w, const tensor *x, path name);
 tensor vm_walk_upsample(walk *w, const tensor *x, path name);
 tensor vm_walk_encoder(walk *w, const tensor *image);
 tensor vm_walk_decoder(walk *w, const tensor *z);
+/* vm_arch_check, and whether an architecture can be walked. */
+vm_status vm_walk_check_arch(const vm_arch *arch);
 /* Either half by A1111's extension Tiled VAE; vm_walk_pad: what it adds to a tile on each side. */
 tensor vm_walk_tiled_vae(walk *w, const tensor *x);
 size_t vm_walk_pad(const vm_trace_vae *vae);

@@ -117,10 +117,15 @@ void vm_parameters_free(vm_parameters *p) {
     vm_mem_free(vm_mem_common, VM_SCRATCH, p, sizeof *p);
 }
 
+vm_status vm_walk_check_arch(const vm_arch *arch) {
+    if (arch->family == VM_KL) return vm_arch_check(arch);
+    return vm_fail(VM_EINVAL, "model: %s runs as 3D convolutions elsewhere, which are not predicted yet", arch->name);
+}
+
 vm_status vm_trace_vae_parameters(const vm_arch *arch, vm_trace_runtime runtime, vm_parameters **out) {
     void *found = NULL;
     *out = NULL;
-    vm_status s = vm_arch_check(arch);
+    vm_status s = vm_walk_check_arch(arch);
     if (!s) s = vm_mem_alloc(vm_mem_common, VM_SCRATCH, sizeof **out, &found);
     if (s) return s;
     const size_t z = arch->latent_channels;

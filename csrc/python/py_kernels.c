@@ -61,12 +61,12 @@ static PyObject *gemm(PyObject *Py_UNUSED(module), PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* load(backend, y, rest, x, scale, shift, silu): x of any rows' type; y float32; pairs: y, rest uint16. */
+/* load(backend, y, rest, x, scale, shift, silu, factor=None): x of any rows' type; y float32; pairs: y, rest uint16. */
 static PyObject *load(PyObject *Py_UNUSED(module), PyObject *args) {
     const char *backend;
-    PyObject *y, *rest, *x, *scale, *shift;
+    PyObject *y, *rest, *x, *scale, *shift, *factor = Py_None;
     int silu;
-    if (!PyArg_ParseTuple(args, "sOOOOOp", &backend, &y, &rest, &x, &scale, &shift, &silu)) return NULL;
+    if (!PyArg_ParseTuple(args, "sOOOOOp|O", &backend, &y, &rest, &x, &scale, &shift, &silu, &factor)) return NULL;
     const bool pairs = rows_of(y) == VM_BF16;
     const vm_cpu *cpu = cpu_of(backend, pairs ? VM_BF16 : VM_F32);
     vm_source from = {.dtype = rows_of(x), .silu = silu};
@@ -80,6 +80,7 @@ static PyObject *load(PyObject *Py_UNUSED(module), PyObject *args) {
                              !(from.shift = data_of(shift, "shift", NPY_FLOAT, VM_BLOCK, false))))
         return NULL;
     from.pixels = items / VM_BLOCK;
+    if (factor != Py_None && !(from.factor = data_of(factor, "factor", NPY_FLOAT, from.pixels, false))) return NULL;
     cpu->products->load(to, left, &from);
     Py_RETURN_NONE;
 }
@@ -97,6 +98,19 @@ static PyObject *store(PyObject *Py_UNUSED(module), PyObject *args) {
     void *to = from ? data_of(y, "y", type, items, true) : NULL, *more = NULL;
     if (!to || (add != Py_None && !(more = data_of(add, "add", type, items, false)))) return NULL;
     return PyBool_FromLong(ops->store(to, rows_of(y), from, items / VM_BLOCK, factor, more));
+}
+
+static PyObject *squares(PyObject *Py_UNUSED(module), PyObject *args) {
+    const char *backend;
+    PyObject *sum, *x;
+    if (!PyArg_ParseTuple(args, "sOO", &backend, &sum, &x)) return NULL;
+    const vm_cpu_ops *ops = ops_of(backend);
+    const void *xs = ops ? data_of(x, "x", numpy_type(rows_of(x)), 0, false) : NULL;
+    const size_t items = xs ? (size_t)PyArray_SIZE((PyArrayObject *)x) : 0;
+    float *to = xs ? data_of(sum, "sum", NPY_FLOAT, items, true) : NULL;
+    if (!to) return NULL;
+    ops->squares(to, xs, rows_of(x), items / VM_BLOCK);
+    Py_RETURN_NONE;
 }
 
 static PyObject *stats(PyObject *Py_UNUSED(module), PyObject *args) {
@@ -223,8 +237,8 @@ static size_t scratch_floats(const vm_needs *n) { return (n->prepared + n->scrat
 
 /* run_pass(backend, threads, kind, (xc, xh, xw, yc, yh, yw), (ksize, stride, up, silu, groups, eps), arrays,
  * dtype='float32', precision='highest', by_task=False)
- * arrays: a tuple of x, y, add, weight, bias, gamma, beta, x_stats, y_stats, scratch; None where there is none; all
- * rows. x, y, add and weight are of that dtype (bfloat16 as uint16), the rest float32. */
+ * groups: -1 for a norm of a pixel. arrays: a tuple of x, y, add, weight, bias, gamma, beta, x_stats, y_stats, scratch;
+ * None where there is none; all rows. x, y, add and weight are of that dtype (bfloat16 as uint16), the rest float32. */
 static PyObject *run_pass(PyObject *Py_UNUSED(module), PyObject *args) {
     const char *backend, *kind;
     unsigned threads;
@@ -244,10 +258,12 @@ static PyObject *run_pass(PyObject *Py_UNUSED(module), PyObject *args) {
     p.kind = strcmp(kind, "conv") ? VM_PASS_ATTENTION : VM_PASS_CONV;
     p.up = up;
     p.silu = silu;
-    p.norm = p.groups > 0;
+    const bool of_pixels = p.groups == (size_t)-1;
+    p.norm = of_pixels ? VM_NORM_PIXEL : p.groups ? VM_NORM_GROUP : VM_NORM_NONE;
+    if (of_pixels) p.groups = 0;
     p.add = a[2] != Py_None;
     p.stats = a[8] != Py_None;
-    p.clamp_from = p.y.c;
+    p.clamp.from = (uint32_t)p.y.c;
     p.scale_channels = p.y.c;
     const size_t xc = VM_BLOCKS(p.x.c) * VM_BLOCK, yc = VM_BLOCKS(p.y.c) * VM_BLOCK;
     const vm_weight w = {p.y.c, p.x.c, (size_t)p.ksize};
@@ -317,7 +333,7 @@ static PyObject *needs(PyObject *Py_UNUSED(module), PyObject *args) {
     if (!b) return NULL;
     p.kind = strcmp(kind, "conv") ? VM_PASS_ATTENTION : VM_PASS_CONV;
     p.up = up;
-    p.norm = p.stats = true; /* the most that the pass can want */
+    p.norm = VM_NORM_GROUP, p.stats = true; /* the most that the pass can want */
     const vm_limits limits = {threads, 0};
     const vm_needs needed = b->needs(b, &p, &limits, (vm_manner){b->cut(b, &p).rows, by_task});
     return Py_BuildValue("nn", (Py_ssize_t)scratch_floats(&needed),
@@ -328,6 +344,7 @@ static PyMethodDef functions[] = {
     {"gemm", gemm, METH_VARARGS, "For tests: vm_products.gemm, of pairs where x and w are uint32."},
     {"load", load, METH_VARARGS, "For tests: vm_products.load, of pairs where y is uint16."},
     {"store", store, METH_VARARGS, "For tests: vm_cpu_ops.store."},
+    {"squares", squares, METH_VARARGS, "For tests: vm_cpu_ops.squares."},
     {"stats", stats, METH_VARARGS, "For tests: vm_cpu_ops.stats."},
     {"softmax", softmax, METH_VARARGS, "For tests: vm_cpu_ops.softmax."},
     {"rescale", rescale, METH_VARARGS, "For tests: vm_cpu_ops.rescale."},

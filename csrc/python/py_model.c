@@ -134,7 +134,8 @@ static PyObject *model_get_tensor(Model *self, PyObject *name) {
     const char *text = PyUnicode_AsUTF8(name);
     const vm_tensor *t = text ? find_tensor(self, text) : NULL;
     if (!t) return NULL;
-    npy_intp dims[4] = {(npy_intp)t->shape[0], (npy_intp)t->shape[1], (npy_intp)t->shape[2], (npy_intp)t->shape[3]};
+    npy_intp dims[5];
+    for (size_t i = 0; i < t->dims; i++) dims[i] = (npy_intp)t->shape[i];
     PyObject *a = PyArray_SimpleNew((int)t->dims, dims, NPY_FLOAT);
     if (!a || vm_py_acquire_to_read(&self->lock, "get_tensor")) {
         Py_XDECREF(a);
@@ -160,7 +161,9 @@ static PyMethodDef methods[] = {
     {"set_tensor", (PyCFunction)model_set_tensor, METH_VARARGS,
      "set_tensor(name, array)\n--\n\nConverts to the model's dtype and packs; array may be freed after."},
     {"get_tensor", (PyCFunction)model_get_tensor, METH_O,
-     "get_tensor(name)\n--\n\nA float32 copy of what is kept: bit for bit what was set, where that was not rounded."},
+     "get_tensor(name)\n--\n\nA float32 copy of what is kept: bit for bit what was set, where that was not rounded. Of "
+     "a causal 3D "
+     "convolution the slices that one frame does not meet are not kept, and zero here."},
     {"plan", VM_PY_KEYWORDS(vm_py_plan), METH_VARARGS | METH_KEYWORDS, vm_py_plan_doc},
     {"run", VM_PY_KEYWORDS(vm_py_run), METH_VARARGS | METH_KEYWORDS, vm_py_run_doc},
     {"run_at", VM_PY_KEYWORDS(vm_py_run_at), METH_VARARGS | METH_KEYWORDS, vm_py_run_at_doc},

@@ -424,25 +424,25 @@ PyObject *vm_py_run_at(Model *self, PyObject *args, PyObject *kwargs) {
 }
 
 const char vm_py_blend_doc[] =
-    "blend(stream, format, **fields)\n--\n\n"
-    "Blends a tile into the image that it is from. fields: all others of kernels.h's vm_blend_args, addresses as "
+    "blend(stream, op, format, **fields)\n--\n\n"
+    "Blends a tile into the image that it is from. op: encode or decode, whose numbers are clamped. fields: all others "
+    "of kernels.h's vm_blend_args, addresses as "
     "integers. stream: of the model's device; None: all is in host memory.";
 
 PyObject *vm_py_blend(Model *self, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"stream", "format", "tile", "lower", "right",      "y",      "batch",   "y_c",
-                            "h",      "w",      "step", "down",  "across",     "border", "lower_w", "right_h",
-                            "y_h",    "y_w",    "top",  "left",  "clamp_from", "cosine", NULL};
+    static char *names[] = {"stream",  "op",  "format", "tile", "lower", "right",  "y",      "batch",
+                            "y_c",     "h",   "w",      "step", "down",  "across", "border", "lower_w",
+                            "right_h", "y_h", "y_w",    "top",  "left",  "cosine", NULL};
     const vm_backend *b = self->model->backend;
     PyObject *stream;
-    const char *format;
+    const char *op, *format;
     unsigned long long tile, lower, right, y, number = 0;
     vm_format y_format = VM_ROWS;
     vm_blend_args a;
     vm_status s;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OsKKKKIIIIIIIIIIIIIIII:blend", names, &stream, &format, &tile,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OssKKKKIIIIIIIIIIIIIII:blend", names, &stream, &op, &format, &tile,
                                      &lower, &right, &y, &a.batch, &a.y_c, &a.h, &a.w, &a.step, &a.down, &a.across,
-                                     &a.border, &a.lower_w, &a.right_h, &a.y_h, &a.y_w, &a.top, &a.left, &a.clamp_from,
-                                     &a.cosine) ||
+                                     &a.border, &a.lower_w, &a.right_h, &a.y_h, &a.y_w, &a.top, &a.left, &a.cosine) ||
         parse_format(format, "format", self->model, &y_format))
         return NULL;
     if (stream != Py_None && (number = PyLong_AsUnsignedLongLong(stream), PyErr_Occurred())) return NULL;
@@ -452,6 +452,8 @@ PyObject *vm_py_blend(Model *self, PyObject *args, PyObject *kwargs) {
     a.right = (float *)(uintptr_t)right;
     a.y = (void *)(uintptr_t)y;
     a.format = y_format;
+    const vm_graph *graph = &self->model->graph[strcmp(op, "encode") ? VM_DECODE : VM_ENCODE];
+    a.clamp = graph->node[graph->nodes - 1].pass.clamp;
     Py_BEGIN_ALLOW_THREADS
     s = vm_said(d, d->blend(b, (void *)(uintptr_t)number, &a), NULL);
     Py_END_ALLOW_THREADS

@@ -34,7 +34,7 @@ PyObject *vm_py_arch_to_dict(const vm_arch *a) {
         PyBool_FromLong(a->use_post_quant_conv), "mid_block_add_attention", PyBool_FromLong(a->mid_block_add_attention),
         "scaling_factor", a->scaling_known ? PyFloat_FromDouble((double)a->scaling_factor) : Py_NewRef(Py_None),
         "shift_factor", a->shift_factor);
-    int failed = !dict;
+    int failed = !dict || (a->family == VM_WAN && put(dict, "family", PyUnicode_FromString("wan")));
     if (!failed && a->decoder_block_out_channels[0])
         failed = put(dict, "decoder_block_out_channels", vm_py_sizes(a->decoder_block_out_channels, a->levels));
     if (!failed && a->statistics)
@@ -109,6 +109,17 @@ static int get_list(PyObject *dict, const char *key, size_t *sizes, float *numbe
     return -1;
 }
 
+/* A word that a dict need not have. */
+static int get_family(PyObject *dict, vm_family *out) {
+    PyObject *v = PyDict_GetItemString(dict, "family");
+    const char *text = v && v != Py_None ? PyUnicode_AsUTF8(v) : "kl";
+    if (!text) return -1;
+    *out = strcmp(text, "wan") ? VM_KL : VM_WAN;
+    if (*out == VM_WAN || !strcmp(text, "kl")) return 0;
+    PyErr_Format(PyExc_ValueError, "arch: family: want kl or wan, got %R", v);
+    return -1;
+}
+
 /* What an AutoencoderKLFlux2 has beside an AutoencoderKL, and what pipelines do with latents. */
 static int get_extras(PyObject *dict, vm_arch *a) {
     const size_t levels = VM_MIN(a->levels, VM_MAX_LEVELS), channels = VM_MIN(a->latent_channels, VM_MAX_STATISTICS);
@@ -144,7 +155,8 @@ static int read_arch(PyObject *dict, vm_arch *a) {
                    get_size(dict, "norm_num_groups", &a->norm_num_groups) ||
                    get_float(dict, "norm_eps", &a->norm_eps) || get_bool(dict, "use_quant_conv", &a->use_quant_conv) ||
                    get_bool(dict, "use_post_quant_conv", &a->use_post_quant_conv) ||
-                   get_bool(dict, "mid_block_add_attention", &a->mid_block_add_attention) || get_extras(dict, a)
+                   get_bool(dict, "mid_block_add_attention", &a->mid_block_add_attention) ||
+                   get_family(dict, &a->family) || get_extras(dict, a)
                ? -1
                : 0;
 }

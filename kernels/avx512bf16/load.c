@@ -45,6 +45,7 @@ INLINE void load_as(vm_dtype dtype, bool scaled, bool activated, bool split, uin
     const __m512 shift = scaled ? _mm512_loadu_ps(from->shift) : _mm512_setzero_ps();
     for (size_t p = 0, pixels = from->pixels; p < pixels; p++) {
         __m512 v = widened(dtype, x, p * VM_BLOCK);
+        if (scaled && from->factor) v = _mm512_mul_ps(v, _mm512_set1_ps(from->factor[p]));
         if (scaled) v = _mm512_fmadd_ps(v, scale, shift);
         if (activated) v = silu(v, split);
         const __m256i half = narrow(v);

@@ -101,7 +101,7 @@ static vm_conv_args own_args(const vm_pass *p) {
                           .up = p->up,
                           .silu = p->silu,
                           .format = p->y_format,
-                          .clamp_from = (uint32_t)p->clamp_from,
+                          .clamp = p->clamp,
                           .bias_scale = p->y_scale};
 }
 
@@ -237,7 +237,7 @@ static vm_status store(const vm_gpu *g, const vm_pass *p, const vm_operands *at,
                        .part_pixels = (uint32_t)part_pixels(p),
                        .up = p->up,
                        .format = p->y_format,
-                       .clamp_from = (uint32_t)p->clamp_from,
+                       .clamp = p->clamp,
                        .bias_scale = p->y_scale};
     const size_t vectors = vm_padded(p->y.c) / 8;
     return launch(g, g->kernel[VM_KERNEL_STORE], parts_of(p, rows), (vectors + VM_CUDA_LANES - 1) / VM_CUDA_LANES,

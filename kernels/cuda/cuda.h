@@ -40,7 +40,7 @@ typedef struct vm_load_args {
  *     R = row0 + r, i = R / 2 - row0 / 2, phase = 2 * (R & 1) + (q & 1)   (row0 and rows even).
  * Sums are in float. Part p of the sums covers pixels [p * part_pixels, ...) of the stripe in row order: count, then
  * per channel mean and sum of squared deviations of the stored (rounded) values, at stats + p * vm_stats_floats(y_c).
- * The user's pixels get channels c < y_c only, clamped to [-30, 20] from clamp_from on; bytes are clamped and rounded.
+ * The user's pixels get channels c < y_c only, clamped; bytes are clamped and rounded.
  * *flags |= 1 where a stored value is not finite.
  * Grid (parts of the stripe, channel vectors of 8 / VM_CUDA_LANES rounded up), VM_CUDA_THREADS threads. */
 typedef struct vm_store_args {
@@ -54,7 +54,7 @@ typedef struct vm_store_args {
     uint32_t row0, rows, channels, part_pixels;
     uint32_t up;
     uint32_t format; /* vm_format of y */
-    uint32_t clamp_from;
+    vm_clamp clamp;  /* of the user's pixels */
     float bias_scale;
 } vm_store_args;
 
@@ -131,7 +131,7 @@ typedef struct vm_conv_args {
     uint32_t y_h, y_w, y_pitch, y_c, add_pitch;
     uint32_t k, stride, up, silu;
     uint32_t format; /* vm_format of y */
-    uint32_t clamp_from;
+    vm_clamp clamp;  /* of the user's pixels */
     float multiply, bias_scale;
 } vm_conv_args;
 enum { VM_CONV_COLUMNS = 16, VM_CONV_CHUNK = 64 /* channels of x in shared memory at a time */ };

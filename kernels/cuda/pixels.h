@@ -35,7 +35,7 @@ VM_DEVICE void vm_merge_sums(float n, float share, float &mean, float &m2, float
 template <typename Args>
 VM_DEVICE float vm_store_number(const Args &a, size_t pixel, uint32_t c, float v) {
     const size_t at = (size_t)c * a.y_h * a.y_w + pixel;
-    if (c >= a.clamp_from) v = v < -30 ? -30 : v > 20 ? 20 : v; /* NaN stays */
+    v = vm_clamped(a.clamp, c, v);
     switch (a.format) {
     case VM_F32_NCHW:
         static_cast<float *>(a.y)[at] = v;

@@ -66,7 +66,7 @@ static void gemm_pairs(const vm_gemm *g) {
 }
 
 static float element_at(const vm_source *from, size_t i) {
-    const float x = vm_element(from->dtype, from->x, i);
+    const float x = vm_element(from->dtype, from->x, i) * (from->factor ? from->factor[i / L] : 1);
     const float v = from->scale ? x * from->scale[i % L] + from->shift[i % L] : x;
     return from->silu ? v / (1 + expf(-v)) : v;
 }
@@ -94,6 +94,10 @@ static bool store_rows(void *y, vm_dtype dtype, const float *x, size_t pixels, f
         finite &= isfinite(vm_element(dtype, y, i)) != 0;
     }
     return finite;
+}
+
+static void squares(float *sum, const void *x, vm_dtype dtype, size_t pixels) {
+    for (size_t i = 0; i < pixels * L; i++) sum[i] += vm_element(dtype, x, i) * vm_element(dtype, x, i);
 }
 
 static void stats(float *mean, float *m2, const void *x, vm_dtype dtype, size_t rows, size_t x_row, size_t pixels) {
@@ -247,6 +251,7 @@ static double burn(size_t rounds, float *sink) {
 
 const vm_cpu_ops vm_cpu_ref = {{1, PIXELS, VM_ROWS_FLAT, VM_STEPS, gemm, load, burn},
                                store_rows,
+                               squares,
                                stats,
                                softmax,
                                rescale,

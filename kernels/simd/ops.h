@@ -104,7 +104,9 @@ INLINE void load_as(vm_dtype dtype, float *y, const vm_source *from) {
     for (size_t l = 0; l < VM_BLOCK; l += VM_LANES) {
         const vf a = from->scale ? at(from->scale + l) : splat(1), b = from->scale ? at(from->shift + l) : splat(0);
         for (size_t i = l; i < from->pixels * VM_BLOCK; i += VM_BLOCK) {
-            vf x = widened(dtype, from->x, i) * a + b;
+            vf x = widened(dtype, from->x, i);
+            if (from->factor) x *= splat(from->factor[i / VM_BLOCK]);
+            x = x * a + b;
             if (from->silu) x /= splat(1) + vexp(-x);
             put(y + i, x);
         }
@@ -136,6 +138,16 @@ INLINE bool store_as(vm_dtype dtype, void *y, const float *x, size_t pixels, flo
 
 static bool store_rows(void *y, vm_dtype dtype, const float *x, size_t pixels, float factor,
                        const void *add){VM_FOR_DTYPE(dtype, store_as, y, x, pixels, factor, add)}
+
+INLINE void squares_as(vm_dtype dtype, float *sum, const void *x, size_t pixels) {
+    for (size_t i = 0; i < pixels * VM_BLOCK; i += VM_LANES) {
+        const vf v = widened(dtype, x, i);
+        put(sum + i, at(sum + i) + v * v);
+    }
+}
+
+static void squares(float *sum, const void *x, vm_dtype dtype,
+                    size_t pixels){VM_FOR_DTYPE(dtype, squares_as, sum, x, pixels)}
 
 /* The sum of x, or of (x - mean)^2: four at a time, since a sum waits for the one before it. */
 INLINE vf sum_of(vm_dtype dtype, const void *x, size_t rows, size_t x_row, size_t pixels, const vf *mean) {
@@ -394,6 +406,7 @@ static double burn(size_t rounds, float *sink) {
 
 const vm_cpu_ops VM_OPS = {{1, VM_PIXELS, VM_ROWS_FLAT, VM_STEPS, gemm, load, burn},
                            store_rows,
+                           squares,
                            stats,
                            softmax,
                            rescale,

@@ -7,11 +7,13 @@ A layout is a spelling of those names, and `spell` is the only place that knows 
 diffusers  the core's names; older files write ``query``, ``key``, ``value``, ``proj_attn`` for ``to_q`` and so on
 ldm        CompVis' names, in original Stable Diffusion checkpoints under ``first_stage_model.``; with quant convs
 bfl        the same names without quant convs, or with those of FLUX.2 within the halves: Black Forest Labs' files
+wan        the names of Wan's authors, in ComfyUI's files of the VAEs of Qwen-Image and Wan 2.1
 =========  ===========================================================================================================
 
 Sources of the names: ``AutoencoderKL`` of diffusers 0.33, ``AutoencoderKLFlux2`` of its main branch in August 2026,
 ``ldm/modules/diffusionmodules/model.py`` of CompVis/latent-diffusion, ``flux/modules/autoencoder.py`` of
-black-forest-labs/flux, and for FLUX.2 diffusers' ``scripts/convert_flux2_to_diffusers.py``.
+black-forest-labs/flux, for FLUX.2 diffusers' ``scripts/convert_flux2_to_diffusers.py``, and ``wan/modules/vae.py`` of
+Wan-Video/Wan2.1.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ Spelt = Mapping[str, str]
 Arch = dict[str, Any]
 Config = str | os.PathLike[str] | Mapping[str, Any]  # a path, or contents
 
-LAYOUTS = ("diffusers", "ldm", "bfl")
+LAYOUTS = ("diffusers", "ldm", "bfl", "wan")
 PREFIXES = ("first_stage_model.", "vae.", "")
 CONFIG = "config.json"
 LARGEST = float(np.finfo(np.float32).max)
@@ -55,16 +57,26 @@ _LDM |= {_ATTENTION + "to_": "mid.attn_1.", ".conv_shortcut.": ".nin_shortcut.",
 _LDM |= {"samplers.0.": "sample."}
 # Pieces of the core's names, and the same pieces in a layout; what is in none is spelt alike.
 _PIECES = {"diffusers": {}, "diffusers-old": {_ATTENTION + k: _ATTENTION + v for k, v in _OLD.items()}}
-_PIECES |= {"ldm": _LDM, "bfl": _LDM}
+_WAN = {"mid_block.resnets.0.": "middle.0.", _ATTENTION: "middle.1.", "mid_block.resnets.1.": "middle.2."}
+_WAN |= {"norm1.gamma": "residual.0.gamma", "conv1.": "residual.2.", "norm2.gamma": "residual.3.gamma"}
+_WAN |= {"conv2.": "residual.6.", ".conv_shortcut.": ".shortcut.", "down_blocks.": "downsamples."}
+_WAN |= {".norm_out.": ".head.0.", ".conv_out.": ".head.2.", "coder.conv_in.": "coder.conv1."}
+_WAN |= {"post_quant_conv.": "conv2.", "quant_conv.": "conv1."}
+_PIECES |= {"ldm": _LDM, "bfl": _LDM, "wan": _WAN}
 
 
-def spell(names: Iterable[str], layout: str, levels: int, prefix: str = "") -> dict[str, str]:
-    """The core's names -> the layout's, under a prefix. Swapped, it is the way back."""
+def spell(names: Iterable[str], layout: str, levels: int, prefix: str = "", layers: int = 2) -> dict[str, str]:
+    """The core's names -> the layout's, under a prefix. Swapped, it is the way back. layers: an encoder's resnets in a
+    level, which Wan's names count through."""
 
     def level(found: re.Match[str]) -> str:
         """Counted from the image's side there, which is the latent's side in a decoder here."""
         side, i = found[1], int(found[2])
         return f"{side}.{levels - 1 - i if side == 'up' else i}."
+
+    def flat(found: re.Match[str]) -> str:
+        """Resnets and upsamplers of a decoder, counted on from level to level."""
+        return f"upsamples.{int(found[1]) * (layers + 2) + int(found[2] or layers + 1)}."
 
     spelt = {}
     for name in names:
@@ -73,6 +85,8 @@ def spell(names: Iterable[str], layout: str, levels: int, prefix: str = "") -> d
             theirs = theirs.replace(mine, piece)
         if _PIECES[layout] is _LDM:
             theirs = re.sub(r"(down|up)_blocks\.(\d+)\.", level, theirs)
+        if layout == "wan":
+            theirs = re.sub(r"up_blocks\.(\d+)\.(?:resnets\.(\d+)|upsamplers\.0)\.", flat, theirs)
         if layout == "bfl" and _QUANT.match(name):  # it is the encoder's, or the decoder's
             theirs = f"{half_of(name)}.{theirs}"
         spelt[name] = prefix + theirs
@@ -84,10 +98,13 @@ def is_attention_matrix(name: str, shape: Shape) -> bool:
     return ".attentions." in name and len(shape) == 2
 
 
+_HALVES = dict.fromkeys(("encoder", "quant_conv", "conv1"), "encoder")
+_HALVES |= dict.fromkeys(("decoder", "post_quant_conv", "conv2"), "decoder")
+
+
 def half_of(name: str) -> str | None:
     """The half that a tensor belongs to, by its name in any layout without its prefix; None for neither."""
-    root = name.partition(".")[0]
-    return {"encoder": "encoder", "quant_conv": "encoder", "decoder": "decoder", "post_quant_conv": "decoder"}.get(root)
+    return _HALVES.get(name.partition(".")[0])
 
 
 # ---- architectures ----
@@ -103,9 +120,21 @@ _KL = {"scaling_factor": 0.18215, "shift_factor": None, "latents_mean": None, "l
 _FLUX2 = {"latent_channels": 32, "block_out_channels": (128, 256, 512, 512), "decoder_block_out_channels": None}
 _FLUX2 |= {"layers_per_block": 2, "batch_norm_eps": 1e-4, "patch_size": (2, 2)}
 _CLASSES: dict[str, Arch] = {"AutoencoderKL": _AUTOENCODER | _KL, "AutoencoderKLFlux2": _AUTOENCODER | _FLUX2}
-_KEYS = list(dict.fromkeys(key for keys in _CLASSES.values() for key in keys))
+# The keys of two more, which say the same in other words. What a number stands for, and what is not built where a value
+# is another.
+_QWEN: Arch = {"base_dim": 96, "z_dim": 16, "dim_mult": (1, 2, 4, 4), "num_res_blocks": 2}
+_QWEN |= {key: tuple(_core.models()["qwen-image"][key]) for key in ("latents_mean", "latents_std")}
+_QWEN |= {"attn_scales": [], "dropout": 0.0, "temperal_downsample": None}
+_OF_FRAMES: dict[str, Arch] = {
+    "AutoencoderKLQwenImage": _QWEN | {"input_channels": 3},
+    "AutoencoderKLWan": _QWEN
+    | {"decoder_base_dim": None, "in_channels": 3, "out_channels": 3, "is_residual": False, "patch_size": None}
+    | {"scale_factor_temporal": None, "scale_factor_spatial": None},
+}
+_NOT_BUILT = ("attn_scales", "dropout", "is_residual", "patch_size")
+_KEYS = [*dict.fromkeys(key for keys in _CLASSES.values() for key in keys), "family"]
 _STATISTICS = ("latents_mean", "latents_std")
-_LISTS = ("block_out_channels", "decoder_block_out_channels", "patch_size", *_STATISTICS)
+_LISTS = ("block_out_channels", "decoder_block_out_channels", "patch_size", "dim_mult", *_STATISTICS)
 _ALWAYS = (*_AUTOENCODER, "scaling_factor", "shift_factor")  # keys of every arch; it has others where they are not None
 _SCALING = ("name", "norm_eps", "scaling_factor", "shift_factor", *_STATISTICS)  # what tensors cannot tell
 _BLOCK_TYPES = {"down_block_types": "DownEncoderBlock2D", "up_block_types": "UpDecoderBlock2D"}
@@ -128,6 +157,8 @@ _CALLED = {
     "cogview4": "THUDM/CogView4-6B zai-org/CogView4-6B",
     "playground-v2.5": "playground playgroundai/playground-v2.5-1024px-aesthetic",
     "flux2": "flux2-dev black-forest-labs/FLUX.2-dev",
+    "qwen-image": "qwen Qwen/Qwen-Image Qwen/Qwen-Image-Edit Qwen/Qwen-Image-2512 wan wan2.1 Wan-AI/Wan2.1-T2V-1.3B"
+    " Wan-AI/Wan2.1-T2V-14B Wan-AI/Wan2.1-T2V-1.3B-Diffusers Wan-AI/Wan2.1-T2V-14B-Diffusers",
 }
 SPELT_MODELS = {
     letters(said): model
@@ -135,10 +166,10 @@ SPELT_MODELS = {
     for name in names.split()
     for said in (name, name.rpartition("/")[2])
 }
-SAMPLE_SIZES = {name: 512 if name == "sd15" else 1024 for name in _core.models()}
+SAMPLE_SIZES = dict.fromkeys(_core.models(), 1024) | {"sd15": 512, "qwen-image": 256}
 # What their configs say otherwise, of those that are called so.
 _OTHER_SAMPLE_SIZES = {"sdvaeftmse": 256, "sdvaeftema": 256}
-_CLASS_SAMPLE_SIZES = {"AutoencoderKL": 32, "AutoencoderKLFlux2": 1024}
+_CLASS_SAMPLE_SIZES = {"AutoencoderKL": 32, "AutoencoderKLFlux2": 1024} | dict.fromkeys(_OF_FRAMES, 256)
 # Where several models have the same tensors, the first of them in the core's order is found: FLUX.1, whose tensors SD3
 # and Z-Image have too. But tensors of SD1.5, which are SDXL's and Playground's too, say nothing of the scaling.
 _AMBIGUOUS = {"sd15": {"name": "sd", "scaling_factor": None}}
@@ -260,14 +291,77 @@ def sample_size_of(config: Config | None, model: str) -> int | None:
 
 
 def _class_of(config: Mapping[str, Any]) -> Any:
-    """The class that a config names. An `Arch` names none; it has a patch_size where it is AutoencoderKLFlux2's."""
-    return config.get("_class_name", "AutoencoderKLFlux2" if config.get("patch_size") else "AutoencoderKL")
+    """The class that a config names, or whose keys it has: a module's says no class, and an `Arch` neither."""
+    if config.get("name") == "qwen-image" or "input_channels" in config:
+        named = "AutoencoderKLQwenImage"
+    elif config.get("family") == "wan" or "base_dim" in config:
+        named = "AutoencoderKLWan"
+    else:
+        named = "AutoencoderKLFlux2" if config.get("patch_size") else "AutoencoderKL"
+    return config.get("_class_name", named)
+
+
+def _of_frames(config: Mapping[str, Any], name: str) -> Arch:
+    """The architecture of a class that is made for several frames."""
+    defaults = _OF_FRAMES[name]
+    for key, value in config.items():
+        if key not in defaults and key not in _IGNORED and str(key)[:1] != "_":
+            raise _bad_config(str(key), f"a key of {name}", value)
+        if key in _NOT_BUILT and value != defaults[key] and not (key == "attn_scales" and value == ()):
+            raise _bad_config(key, f"{defaults[key]}, the only one that runs here", value)
+    # temperal_downsample and the scale factors are of time, which one frame has not
+    said = {key: config.get(key, default) for key, default in defaults.items()}
+    said |= {
+        key: _setting(key, said[key], defaults[key]) for key in ("base_dim", "z_dim", "dim_mult", "num_res_blocks")
+    }
+    said |= {key: _setting(key, said[key], None) for key in _STATISTICS}
+    base, mult = said["base_dim"], said["dim_mult"]
+    if mult[0] != 1:
+        raise _bad_config("dim_mult", "a list that begins with 1", mult)
+    if said[_STATISTICS[0]] is None or {len(said[key] or ()) for key in _STATISTICS} != {said["z_dim"]}:
+        raise _bad_config("latents_mean, latents_std", f"{said['z_dim']} numbers each", said[_STATISTICS[0]])
+    arch = _AUTOENCODER | _UNKNOWN
+    channels = {
+        key: _setting(key, said.get(key, said.get("input_channels")), 3) for key in ("in_channels", "out_channels")
+    }
+    arch |= {"family": "wan", "latent_channels": said["z_dim"], "block_out_channels": tuple(base * m for m in mult)}
+    arch |= channels | {"layers_per_block": said["num_res_blocks"], "norm_num_groups": 0, "norm_eps": 1e-12}
+    arch |= {"scaling_factor": 1.0} | {key: said[key] for key in _STATISTICS}
+    if said.get("decoder_base_dim") not in (None, base):
+        other = _setting("decoder_base_dim", said["decoder_base_dim"], base)
+        arch["decoder_block_out_channels"] = tuple(other * m for m in mult)
+    return _known(arch, but=("name",)) or arch
+
+
+def _of_frames_config(arch: Mapping[str, Any]) -> Arch:
+    """What `_of_frames` reads."""
+    widths = _setting("block_out_channels", arch.get("block_out_channels"), (96,))
+    name, base = _class_of(arch), widths[0]
+    config = {"base_dim": base, "z_dim": arch.get("latent_channels"), "dim_mult": [width // base for width in widths]}
+    config |= {"num_res_blocks": arch.get("layers_per_block"), "attn_scales": [], "dropout": 0.0}
+    config |= {"temperal_downsample": [i > 0 for i in range(len(widths) - 1)]}
+    config |= {key: _decimal(arch.get(key)) for key in _STATISTICS}
+    decoder = (arch.get("decoder_block_out_channels") or widths)[0]
+    others = (
+        {"input_channels": arch.get("in_channels")}
+        if name == "AutoencoderKLQwenImage"
+        else {
+            "in_channels": arch.get("in_channels"),
+            "out_channels": arch.get("out_channels"),
+            "decoder_base_dim": None if decoder == base else decoder,
+        }
+    )
+    # what is the class's default is left out, for older ones of diffusers have no such keys
+    return {"_class_name": name} | config | {k: v for k, v in others.items() if v != _OF_FRAMES[name][k]}
 
 
 def _parse_config(config: Mapping[str, Any]) -> Arch:
     name = _class_of(config)
-    if not isinstance(name, str) or name not in _CLASSES:
-        raise _bad_config("_class_name", " or ".join(_CLASSES), name)
+    if not isinstance(name, str) or name not in _CLASSES | _OF_FRAMES:
+        *others, last = _CLASSES | _OF_FRAMES
+        raise _bad_config("_class_name", f"{', '.join(others)} or {last}", name)
+    if name in _OF_FRAMES:
+        return _of_frames(_of_frames_config(config) if "family" in config else config, name)
     defaults = _CLASSES[name]
     for key, value in config.items():
         known = key in defaults or key in _BLOCK_TYPES or key in _IGNORED or key == "act_fn" or str(key)[:1] == "_"
@@ -302,6 +396,8 @@ def _parse_config(config: Mapping[str, Any]) -> Arch:
 def config_of(arch: Arch, sample_size: int | None = None) -> Arch:
     """What diffusers' from_pretrained reads. An unknown scaling factor is written as null, an unknown sample_size not
     at all."""
+    if arch.get("family") == "wan":
+        return _of_frames_config(arch)
     levels, name = len(arch["block_out_channels"]), _class_of(arch)
     config: Arch = {"_class_name": name, "act_fn": "silu", "force_upcast": True}
     config.update({key: [block] * levels for key, block in _BLOCK_TYPES.items()})
@@ -319,8 +415,9 @@ def ours(names: Iterable[str], prefix: str, parts: str) -> set[str]:
     """The names under prefix, without it, that are neither the other half's nor there for training alone."""
     stripped = {name[len(prefix) :] for name in names if name.startswith(prefix)}
     other = {"encoder": "decoder", "decoder": "encoder"}.get(parts, "no half")
-    training = ("loss.", "model_ema.", "bn.num_batches_tracked")
-    return {name for name in stripped if half_of(name) != other and not name.startswith(training)}
+    unused = ("loss.", "model_ema.", "bn.num_batches_tracked")  # for training
+    # and convolutions over time, which one frame never meets
+    return {n for n in stripped if half_of(n) != other and not n.startswith(unused) and ".time_conv." not in n}
 
 
 def check_shapes(
@@ -359,8 +456,10 @@ def find_layout(names: Iterable[str]) -> tuple[str, str]:
         inside = [n[len(prefix) :] for n in names if n.startswith((prefix + "encoder.", prefix + "decoder."))]
         # every model has a middle block, and each family spells it in its own way; the majority decides, so that
         # one stray tensor is reported as such
-        pieces = (".mid_block.", ".mid.", ".attentions.0.query.", ".attentions.0.to_q.")
-        new, ldm, query, to_q = (sum(piece in name for name in inside) for piece in pieces)
+        pieces = (".mid_block.", ".mid.", ".attentions.0.query.", ".attentions.0.to_q.", ".middle.")
+        new, ldm, query, to_q, wan = (sum(piece in name for name in inside) for piece in pieces)
+        if wan > max(new, ldm):
+            return "wan", prefix
         if ldm > new:
             quant = any(n.startswith((prefix + "quant_conv.", prefix + "post_quant_conv.")) for n in names)
             return "ldm" if quant else "bfl", prefix
@@ -398,10 +497,21 @@ def _blocks_of(shapes: Shapes, half: str, layout: str) -> tuple[list[int], int]:
     return widths if layout in ("ldm", "bfl") else widths[::-1], layers - 1
 
 
+def _find_of_frames(shapes: Shapes) -> Arch:
+    """Qwen-Image's VAE, which is Wan 2.1's, with as many channels of an image as tensors show: all else that differs is
+    found out by the check that follows. One of other widths needs its config."""
+    known = known_arch("qwen-image")
+    ends = [shapes.get(f"encoder.{name}.weight", ()) for name in ("conv_in", "conv1")]
+    channels = next((shape[1] for shape in ends if len(shape) == 5), 3)
+    return known if channels == 3 else known | {"name": "custom", "in_channels": channels, "out_channels": channels}
+
+
 def _find_arch(in_file: Shapes, layout: str, prefix: str, parts: str) -> Arch:
     """The architecture of a file's tensors. Each number is what most of the tensors that show it say, so that a
     single missing, extra or misshapen one is found out by the check that follows, and named."""
     shapes = {_WITHIN_HALF.sub("", name): in_file[prefix + name] for name in ours(in_file, prefix, "all")}
+    if any(name.endswith(".gamma") for name in shapes):
+        return _find_of_frames(shapes)
     halves = {half_of(name) for name in shapes}
     half = parts if parts in halves else "decoder" if "decoder" in halves else "encoder"
     widths, layers = _blocks_of(shapes, half, layout)

@@ -139,8 +139,8 @@ class Model:
         Parameters
         ----------
         path : path, mapping or module
-            A safetensors or GGUF file in diffusers, LDM/SD checkpoint or BFL layout (detected), float32, float16 or
-            bfloat16, and in GGUF any type that the ``gguf`` package decodes (Q8_0, Q4_0, Q4_K...), which becomes
+            A safetensors or GGUF file in diffusers, LDM/SD checkpoint, BFL or Wan layout (detected), float32, float16
+            or bfloat16, and in GGUF any type that the ``gguf`` package decodes (Q8_0, Q4_0, Q4_K...), which becomes
             float32; or a directory of diffusers' (a VAE's, or a pipeline's, in which ``vae`` is meant), whose
             ``config.json`` is then the architecture.
             Or a state dict, of NumPy arrays or of torch tensors wherever they lie, by the same names, or a checkpoint
@@ -151,7 +151,8 @@ class Model:
             Needed only where ``scaled=True`` will be, for SD1.5, SDXL and Playground, whose tensors are the same, and
             for SD3, whose tensors are FLUX's.
         config : path or mapping, optional
-            An AutoencoderKL or AutoencoderKLFlux2 ``config.json`` for any other architecture; wins likewise.
+            An AutoencoderKL, AutoencoderKLFlux2, AutoencoderKLQwenImage or AutoencoderKLWan ``config.json`` for any
+            other architecture; wins likewise.
         parts : {"all", "encoder", "decoder"}
             Reads only that half; the file need not hold the other, whose tensors are not looked at.
         device : str
@@ -264,6 +265,7 @@ class Model:
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Copies of the weights as float32 arrays, by diffusers' names, of a VAE on the CPU: the numbers that it keeps.
+        Of a VAE of videos, which is run for one frame, the slices that a frame does not meet are not kept, and zero.
 
         >>> VAE.load(vae.state_dict()).parameters == vae.parameters
         True
@@ -290,8 +292,8 @@ class Model:
         Raises
         ------
         ValueError
-            A layout that is unknown or cannot hold the model, a path of the wrong kind, or a VAE on a GPU, whose
-            weights are in another form.
+            A layout that is unknown or cannot hold the model, a path of the wrong kind, a VAE of videos, which is not
+            kept whole, or a VAE on a GPU, whose weights are in another form.
         OSError
             The file cannot be written. Whatever was there before is as it was; only where a directory's weights have
             taken their place already and its config cannot, `VAE.load` refuses the two as no pair.

@@ -188,7 +188,7 @@ class _Tiles:
                 tiles, done = _joined(tiles, took), done + unit * h
                 fields = self.blending(y, x, h, w)
                 own = lower + fields["lower_w"] // len(self.cols) * self.cols.index(x) * size  # of this column of tiles
-                core.blend(arrays.stream, arrays.dtype, tile=tile, lower=own, right=right, y=image, **fields)
+                core.blend(arrays.stream, self.op, arrays.dtype, tile=tile, lower=own, right=right, y=image, **fields)
             assert tiles is not None
             took = self.report(tiles, arrays.request["own_output"], time.perf_counter() - start)
             return arrays.tiled(), took
@@ -222,8 +222,7 @@ class _Tiles:
             down=min(self.shared, h) if y else 0, across=min(self.shared, w) if x else 0,
         )  # fmt: skip
         return {name: length * b for name, length in latents.items()} | dict(
-            batch=self.batch, y_c=channels, clamp_from=channels // 2 if self.op == "encode" else channels,
-            cosine=self.tiling.blend == "cosine",
+            batch=self.batch, y_c=channels, cosine=self.tiling.blend == "cosine",
         )  # fmt: skip
 
 

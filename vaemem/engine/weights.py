@@ -111,7 +111,7 @@ def _load_from(source: _Source, arch: Arch | None, parts: str, where: Mapping[st
     arch = arch or layouts.detect(shapes, parts)[2]
     result = _core.Model(arch, parts, **where)
     tensors = dict(result.tensors)
-    spelt = layouts.spell(tensors, layout, len(arch["block_out_channels"]), prefix)
+    spelt = layouts.spell(tensors, layout, len(arch["block_out_channels"]), prefix, arch["layers_per_block"])
     extra = {prefix + name for name in layouts.ours(shapes, prefix, parts)} - set(spelt.values())
     readable, types = ", ".join(source.readable), {name: tensor.dtype for name, tensor in source.tensors.items()}
     faults = {name: f"want {readable}, got {dtype}" for name, dtype in types.items() if dtype not in source.readable}
@@ -313,10 +313,15 @@ def save(
     tensors which were never set. sample_size: for ``config.json``; None: the model's own, if it is a known one."""
     choose("layout", layout, LAYOUTS)
     arch = model.arch
+    if arch.get("family") == "wan":
+        kept = "of its convolutions over several frames only what one frame meets is kept"
+        raise ValueError(f"{arch['name']}: want a model that is kept whole, and {kept}: copy the file that was loaded")
     quant, flux2 = arch["use_quant_conv"] + arch["use_post_quant_conv"], "patch_size" in arch
-    holds = {"diffusers": True, "ldm": quant == 2 and not flux2, "bfl": quant == (2 if flux2 else 0)}
+    holds = {"diffusers": True, "ldm": quant == 2 and not flux2, "bfl": quant == (2 if flux2 else 0), "wan": False}
     if not holds[layout]:
-        always = "always has both quant convs" if layout == "ldm" else "has no quant convs"
+        always = {"ldm": "always has both quant convs", "bfl": "has no quant convs", "wan": "has norms of a pixel"}[
+            layout
+        ]
         got = f"{quant} and a BatchNorm" if flux2 else quant
         others = " or ".join(name for name in LAYOUTS if holds[name])
         raise ValueError(f"layout: {layout} {always}, and {arch['name']} has {got}: want {others}")
@@ -374,10 +379,10 @@ def random_tensors(model: _core.Model, seed: int) -> None:
         stem, _, kind = name.rpartition(".")
         rng = np.random.Generator(np.random.PCG64([int(seed), int.from_bytes(name.encode(), "little")]))
         weight = shapes.get(f"{stem}.weight", shape)
-        if len(weight) == 1:  # a norm's affine, or running statistics
+        if len(weight) == 1 or kind == "gamma":  # a norm's affine, or running statistics
             values = rng.standard_normal(shape, dtype=np.float32)
             values *= np.float32(0.1)
-            values += np.float32(kind in ("weight", "running_var"))
+            values += np.float32(kind in ("weight", "running_var", "gamma"))
         else:
             values = rng.random(shape, dtype=np.float32)
             values -= np.float32(0.5)

@@ -15,18 +15,18 @@ from vaemem.pytorch.measuring_pipelines import MeasuredPhase, MeasuredPipeline, 
 from vaemem.pytorch.recording import Recording, predict_peak, record
 
 if TYPE_CHECKING:
-    from vaemem.pytorch.autoencoder import AutoencoderKL
+    from vaemem.pytorch.autoencoder import AutoencoderKL, AutoencoderKLWan
 
 __all__ = [
-    "AutoencoderKL", "MeasuredPhase", "MeasuredPipeline", "ModulePrediction", "Recording", "load_pipeline", "measure",
-    "measure_pipeline", "predict_peak", "record",
+    "AutoencoderKL", "AutoencoderKLWan", "MeasuredPhase", "MeasuredPipeline", "ModulePrediction", "Recording",
+    "load_pipeline", "measure", "measure_pipeline", "predict_peak", "record",
 ]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
-    """The drop-in, which alone wants diffusers, when it is asked for."""
-    if name == "AutoencoderKL":
-        from vaemem.pytorch.autoencoder import AutoencoderKL
+    """The drop-ins, which alone want diffusers, when they are asked for."""
+    if name in ("AutoencoderKL", "AutoencoderKLQwenImage", "AutoencoderKLWan"):
+        from vaemem.pytorch import autoencoder
 
-        return AutoencoderKL
+        return getattr(autoencoder, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

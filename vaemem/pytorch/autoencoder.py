@@ -1,6 +1,6 @@
-"""diffusers' AutoencoderKL, computed by vaemem: what `vaemem.pytorch.AutoencoderKL` is.
+"""diffusers' autoencoders, computed by vaemem: what `vaemem.pytorch.AutoencoderKL` and its siblings are.
 
-It is diffusers' own class whose parameters lie on the device "meta": names, shapes, dtypes and config are there for
+Each is diffusers' own class whose parameters lie on the device "meta": names, shapes, dtypes and config are there for
 whoever asks (pipelines ask for dtypes of single layers), numbers are not, and a layer that is called is refused. Two
 methods are overridden, which are given a batch and return one; slices, outputs and distributions are diffusers'.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from threading import Event
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -34,7 +34,7 @@ need("diffusers", "vaemem.pytorch.AutoencoderKL")
 import diffusers
 from diffusers.models.autoencoders.vae import DecoderOutput
 
-__all__ = ["AutoencoderKL"]
+__all__ = ["AutoencoderKL", "AutoencoderKLQwenImage", "AutoencoderKLWan"]
 
 TORCH_DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 SETTINGS = ("threads", "memory_limit", "cache_limit", "on_out_of_memory")  # of a VAE, for its runs on the CPU
@@ -78,7 +78,7 @@ class HeldWeight(torch.Tensor):
 def _refuse_load(module: torch.nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
     """A hook of every module of the VAE: PyTorch calls it whether the load began here or in a module around it."""
     if any(name.startswith(prefix) for name in state):
-        raise TypeError("AutoencoderKL: its weights cannot be changed: make another one, with from_module or VAE.load")
+        raise TypeError("the VAE: its weights cannot be changed: make another one, with from_module or VAE.load")
 
 
 def _refuse_state(module: torch.nn.Module, *rest: Any) -> None:
@@ -89,7 +89,206 @@ def _refuse_state(module: torch.nn.Module, *rest: Any) -> None:
     )
 
 
-class AutoencoderKL(diffusers.AutoencoderKL):  # type: ignore[misc]
+class _DropIn(diffusers.ModelMixin):  # type: ignore[misc]
+    """What the drop-ins share; the class of diffusers that each is comes behind it."""
+
+    theirs: ClassVar[Any]  # that class
+
+    def __init__(
+        self, vae: VAE, config: Any = None, torch_dtype: torch.dtype | None = None, memory_limit: Limit = None
+    ) -> None:
+        if vae.device != "cpu":
+            raise ValueError(f"vae: want one on the cpu, which .to({vae.device!r}) takes there, got {vae!r}")
+        config = dict(config_of(vae.arch, vae.sample_size) if config is None else config)
+        if config.get("scaling_factor", 0) is None:
+            raise ValueError("config: want a scaling_factor: load with model='sd15', model='sdxl' or config=")
+        with torch.device("meta"):
+            super().__init__(**config)
+        for prefix, module in self.named_modules():
+            module.register_load_state_dict_pre_hook(_refuse_load)
+            module.register_state_dict_pre_hook(_refuse_state)
+            for name, parameter in module.named_parameters(recurse=False):
+                setattr(module, name, HeldWeight(parameter, label=f"{prefix}.{name}"))
+        # A pipeline that is saved names the instance's module, and who loads it wants diffusers, with these weights.
+        self.__module__ = self.theirs.__module__
+        self.vae, self._there = vae, vae
+        self._place = torch.empty(0)  # on the module's device, in its dtype
+        self.memory_limit: Limit = memory_limit
+        self.progress: Progress = False
+        self.cancel: Event | None = None
+        self.eval().to(torch_dtype or getattr(torch, vae.dtype))
+
+    # ---- making one ----
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | os.PathLike[str],
+        *,
+        torch_dtype: torch.dtype | None = None,
+        memory_limit: Limit = None,
+        precision: str = "highest",
+        subfolder: str | None = None,
+        **kwargs: Any,
+    ) -> Self:
+        """From a directory: a VAE's, or a pipeline's, in which ``vae`` is meant. It is read by vaemem where nothing
+        else is asked for. For the hub's names, and with any other keyword of diffusers', diffusers loads and
+        `from_module` copies. `precision` is `VAE.load`'s, here and below."""
+        dtype = torch_dtype or torch.float32
+        path = os.path.join(pretrained_model_name_or_path, subfolder or "")
+        if os.path.isdir(path) and not any(value is not None for value in kwargs.values()):
+            vae, beside = VAE.load(path, precision=precision), weights.config_beside(path)
+            return cls(vae, cls.theirs.load_config(beside), dtype, memory_limit)
+        if subfolder is not None:
+            kwargs["subfolder"] = subfolder
+        module = cls.theirs.from_pretrained(pretrained_model_name_or_path, torch_dtype=dtype, **kwargs)
+        return cls.from_module(module, memory_limit=memory_limit, precision=precision)
+
+    @classmethod
+    def from_single_file(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        model: str | None = None,
+        config: Any = None,
+        torch_dtype: torch.dtype | None = None,
+        memory_limit: Limit = None,
+        precision: str = "highest",
+    ) -> Self:
+        """From a safetensors or GGUF file in any layout that `VAE.load` reads. SD1.5's and SDXL's files are alike:
+        `model` (``"sd15"`` or ``"sdxl"``) or `config` says which it is."""
+        return cls(VAE.load(path, model, config, precision=precision), None, torch_dtype, memory_limit)
+
+    @classmethod
+    def from_module(
+        cls,
+        module: Any,
+        *,
+        torch_dtype: torch.dtype | None = None,
+        memory_limit: Limit = None,
+        precision: str = "highest",
+    ) -> Self:
+        """From diffusers' class of that name, such as a pipeline's: its weights are copied, its config, dtype and
+        device are taken over."""
+        if not isinstance(module, cls.theirs):
+            raise TypeError(f"module: want diffusers' {cls.theirs.__name__}, got {type(module).__name__}")
+        vae = VAE.load(module, precision=precision)
+        made = cls(vae, module.config, torch_dtype or module.dtype, memory_limit)
+        made._take_over(module)
+        return made.to(module.device)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What copy, pickle and torch.save take: nothing that only serves the runs of this one."""
+        return self.__dict__ | {"_there": self.vae, "progress": False, "cancel": None}
+
+    # ---- where it is ----
+
+    @property
+    def device(self) -> torch.device:
+        """Where it takes its tensors and gives them."""
+        return self._place.device
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """What ``to()``, ``half()``, ``cuda()`` and the like come to."""
+        place = fn(self._place)
+        if place.dtype not in TORCH_DTYPES:
+            raise ValueError(f"dtype: want float32, float16 or bfloat16, got {place.dtype}")
+        if place.device.type not in ("cpu", "cuda"):
+            raise ValueError(f"device: want cpu or cuda, got {place.device}")
+        before = self._place
+        self._be_at(place)
+        if place.device != before.device:
+            try:
+                self._engine()
+            except BaseException:
+                self._be_at(before)
+                raise
+        return self
+
+    def _be_at(self, place: torch.Tensor) -> None:
+        self._place = place
+        super()._apply(lambda parameter: parameter.to(place.dtype))
+
+    def _engine(self) -> VAE:
+        """The VAE that computes where the module is now. A copy is made when it is first wanted, for a pipeline may
+        take the module to another dtype and back."""
+        place = "cpu" if self.device.type == "cpu" else f"cuda:{self.device.index or 0}"
+        wanted = place, TORCH_DTYPES[self.dtype]
+        if (self._there.device, self._there.dtype) != wanted:
+            self._there = self.vae  # the old one's memory goes before the new one's is taken
+            if (self.vae.device, self.vae.dtype) != wanted:
+                self._there = self.vae.copy(*wanted)
+        for name in SETTINGS if place == "cpu" else ():
+            setattr(self._there, name, getattr(self.vae, name))
+        return self._there
+
+    # ---- running ----
+
+    def _encode(self, x: torch.Tensor) -> torch.Tensor:
+        return self._run("encode", x)
+
+    def _decode(self, z: torch.Tensor, return_dict: bool = True) -> Any:
+        image = self._run("decode", z)
+        return DecoderOutput(sample=image) if return_dict else (image,)
+
+    def _take_over(self, module: Any) -> None:
+        """What calls of the module have set."""
+        self.use_slicing, self.use_tiling = module.use_slicing, module.use_tiling
+
+    def _tiling(self, op: str) -> Tiling | None:
+        """The tiles that enable_tiling asked for."""
+        raise NotImplementedError
+
+    @torch.compiler.disable
+    def _run(self, op: str, x: torch.Tensor) -> torch.Tensor:
+        name = "x" if op == "encode" else "z"
+        if not isinstance(x, torch.Tensor) or not x.is_floating_point():
+            got = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
+            raise TypeError(f"{name}: want a tensor of floating-point numbers, got {got}")
+        outside = isinstance(x, FakeTensor) or torch._C._functorch.is_functorch_wrapped_tensor(x)
+        if outside or torch.jit.is_tracing() or get_proxy_mode():
+            raise RuntimeError(
+                f"{name}: want a tensor with numbers, got one that PyTorch traces, exports or transforms: vaemem "
+                "computes outside of PyTorch, and a trace would keep this result as a constant: trace diffusers' own"
+            )
+        if (x.requires_grad and torch.is_grad_enabled()) or unpack_dual(x).tangent is not None:
+            raise ValueError(
+                f"{name}: want a tensor that needs no gradient, got one with requires_grad=True or a tangent: vaemem "
+                f"computes none; {op} under torch.no_grad() or give {name}.detach()"
+            )
+        factor = latent_factor(self.vae.arch)
+        if op == "encode" and any(side % factor for side in x.shape[2:]):
+            raise ValueError(
+                f"x: want a height and a width that are multiples of {factor}, got {tuple(x.shape)}: pad the image "
+                "first, as torch.nn.functional.pad does"
+            )
+        if x.device != self.device:
+            raise ValueError(f"{name}: want a tensor on {self.device}, where the module is, got one on {x.device}")
+        how: dict[str, Any] = dict(memory_limit=self.memory_limit, progress=self.progress, cancel=self.cancel)
+        how["tiling"] = self._tiling(op)
+        engine, x = self._engine(), x.detach()
+        is_on_host = self.device.type == "cpu"
+        given: Any = (x.to("cpu", torch.float32) if is_on_host else x.to(self.dtype)).contiguous()
+        given = given.numpy() if is_on_host else given
+        result = engine.decode(given, **how) if op == "decode" else engine.encode(given, **how).moments
+        return torch.as_tensor(result).to(self.device, self.dtype)
+
+    @property
+    def last_run(self) -> Run | None:
+        return self._there.last_run
+
+    # ---- its numbers ----
+
+    def state_dict(
+        self, *, destination: dict[str, torch.Tensor] | None = None, prefix: str = "", **kwargs: Any
+    ) -> dict[str, torch.Tensor]:
+        """Copies of the weights, in the module's dtype on the CPU. A module around this one gives its `destination`."""
+        state = {} if destination is None else destination
+        state |= {prefix + name: torch.from_numpy(t).to(self.dtype) for name, t in self.vae.state_dict().items()}
+        return state
+
+
+class AutoencoderKL(_DropIn, diffusers.AutoencoderKL):  # type: ignore[misc]
     """A drop-in for diffusers' AutoencoderKL, for inference: ``pipe.vae = AutoencoderKL.from_module(pipe.vae)``.
 
     Tensors go in and come out as in diffusers, on the CPU or on a GPU, and runs compute in the module's dtype. The
@@ -162,191 +361,93 @@ class AutoencoderKL(diffusers.AutoencoderKL):  # type: ignore[misc]
     torch.Size([64])
     >>> small.load_state_dict(small.state_dict())
     Traceback (most recent call last):
-    TypeError: AutoencoderKL: its weights cannot be changed: make another one, with from_module or VAE.load
+    TypeError: the VAE: its weights cannot be changed: make another one, with from_module or VAE.load
     """
 
-    def __init__(
-        self, vae: VAE, config: Any = None, torch_dtype: torch.dtype | None = None, memory_limit: Limit = None
-    ) -> None:
-        if vae.device != "cpu":
-            raise ValueError(f"vae: want one on the cpu, which .to({vae.device!r}) takes there, got {vae!r}")
-        config = dict(config_of(vae.arch, vae.sample_size) if config is None else config)
-        if config.get("scaling_factor", 0) is None:
-            raise ValueError("config: want a scaling_factor: load with model='sd15', model='sdxl' or config=")
-        with torch.device("meta"):
-            super().__init__(**config)
-        for prefix, module in self.named_modules():
-            module.register_load_state_dict_pre_hook(_refuse_load)
-            module.register_state_dict_pre_hook(_refuse_state)
-            for name, parameter in module.named_parameters(recurse=False):
-                setattr(module, name, HeldWeight(parameter, label=f"{prefix}.{name}"))
-        # A pipeline that is saved names the instance's module, and who loads it wants diffusers, with these weights.
-        self.__module__ = diffusers.AutoencoderKL.__module__
-        self.vae, self._there = vae, vae
-        self._place = torch.empty(0)  # on the module's device, in its dtype
-        self.memory_limit: Limit = memory_limit
-        self.progress: Progress = False
-        self.cancel: Event | None = None
-        self.eval().to(torch_dtype or getattr(torch, vae.dtype))
+    theirs = diffusers.AutoencoderKL
 
-    # ---- making one ----
+    def _tiling(self, op: str) -> Tiling | None:
+        latent = self.tile_latent_min_size * latent_factor(self.vae.arch)
+        side = self.tile_sample_min_size if op == "encode" else latent
+        return Tiling(side, self.tile_overlap_factor) if self.use_tiling else None
 
-    @classmethod
-    def from_pretrained(
-        cls,
-        pretrained_model_name_or_path: str | os.PathLike[str],
-        *,
-        torch_dtype: torch.dtype | None = None,
-        memory_limit: Limit = None,
-        precision: str = "highest",
-        subfolder: str | None = None,
-        **kwargs: Any,
-    ) -> Self:
-        """From a directory: a VAE's, or a pipeline's, in which ``vae`` is meant. It is read by vaemem where nothing
-        else is asked for. For the hub's names, and with any other keyword of diffusers', diffusers loads and
-        `from_module` copies. `precision` is `VAE.load`'s, here and below."""
-        dtype = torch_dtype or torch.float32
-        path = os.path.join(pretrained_model_name_or_path, subfolder or "")
-        if os.path.isdir(path) and not any(value is not None for value in kwargs.values()):
-            vae, beside = VAE.load(path, precision=precision), weights.config_beside(path)
-            return cls(vae, diffusers.AutoencoderKL.load_config(beside), dtype, memory_limit)
-        if subfolder is not None:
-            kwargs["subfolder"] = subfolder
-        module = diffusers.AutoencoderKL.from_pretrained(pretrained_model_name_or_path, torch_dtype=dtype, **kwargs)
-        return cls.from_module(module, memory_limit=memory_limit, precision=precision)
 
-    @classmethod
-    def from_single_file(
-        cls,
-        path: str | os.PathLike[str],
-        *,
-        model: str | None = None,
-        config: Any = None,
-        torch_dtype: torch.dtype | None = None,
-        memory_limit: Limit = None,
-        precision: str = "highest",
-    ) -> Self:
-        """From a safetensors or GGUF file in any layout that `VAE.load` reads. SD1.5's and SDXL's files are alike:
-        `model` (``"sd15"`` or ``"sdxl"``) or `config` says which it is."""
-        return cls(VAE.load(path, model, config, precision=precision), None, torch_dtype, memory_limit)
-
-    @classmethod
-    def from_module(
-        cls,
-        module: Any,
-        *,
-        torch_dtype: torch.dtype | None = None,
-        memory_limit: Limit = None,
-        precision: str = "highest",
-    ) -> Self:
-        """From diffusers' AutoencoderKL, such as a pipeline's: its weights are copied, its config, dtype and device are
-        taken over."""
-        if not isinstance(module, diffusers.AutoencoderKL):
-            raise TypeError(f"module: want diffusers' AutoencoderKL, got {type(module).__name__}")
-        vae = VAE.load(module, precision=precision)
-        made = cls(vae, module.config, torch_dtype or module.dtype, memory_limit)
-        made.use_slicing, made.use_tiling = module.use_slicing, module.use_tiling
-        return made.to(module.device)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """What copy, pickle and torch.save take: nothing that only serves the runs of this one."""
-        return self.__dict__ | {"_there": self.vae, "progress": False, "cancel": None}
-
-    # ---- where it is ----
-
-    @property
-    def device(self) -> torch.device:
-        """Where it takes its tensors and gives them."""
-        return self._place.device
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        """What ``to()``, ``half()``, ``cuda()`` and the like come to."""
-        place = fn(self._place)
-        if place.dtype not in TORCH_DTYPES:
-            raise ValueError(f"dtype: want float32, float16 or bfloat16, got {place.dtype}")
-        if place.device.type not in ("cpu", "cuda"):
-            raise ValueError(f"device: want cpu or cuda, got {place.device}")
-        before = self._place
-        self._be_at(place)
-        if place.device != before.device:
-            try:
-                self._engine()
-            except BaseException:
-                self._be_at(before)
-                raise
-        return self
-
-    def _be_at(self, place: torch.Tensor) -> None:
-        self._place = place
-        super()._apply(lambda parameter: parameter.to(place.dtype))
-
-    def _engine(self) -> VAE:
-        """The VAE that computes where the module is now. A copy is made when it is first wanted, for a pipeline may
-        take the module to another dtype and back."""
-        place = "cpu" if self.device.type == "cpu" else f"cuda:{self.device.index or 0}"
-        wanted = place, TORCH_DTYPES[self.dtype]
-        if (self._there.device, self._there.dtype) != wanted:
-            self._there = self.vae  # the old one's memory goes before the new one's is taken
-            if (self.vae.device, self.vae.dtype) != wanted:
-                self._there = self.vae.copy(*wanted)
-        for name in SETTINGS if place == "cpu" else ():
-            setattr(self._there, name, getattr(self.vae, name))
-        return self._there
-
-    # ---- running ----
+class _OneFrame(_DropIn):
+    """A drop-in for a VAE of videos, of which one frame is run: (N, C, 1, h, w)."""
 
     def _encode(self, x: torch.Tensor) -> torch.Tensor:
-        return self._run("encode", x, self.tile_sample_min_size)
+        return super()._encode(self._frame("x", x))[:, :, None]
 
     def _decode(self, z: torch.Tensor, return_dict: bool = True) -> Any:
-        image = self._run("decode", z, self.tile_latent_min_size * latent_factor(self.vae.arch))
-        return DecoderOutput(sample=image) if return_dict else (image,)
+        (image,) = super()._decode(self._frame("z", z), return_dict=False)
+        return DecoderOutput(sample=image[:, :, None]) if return_dict else (image[:, :, None],)
 
-    @torch.compiler.disable
-    def _run(self, op: str, x: torch.Tensor, tile: int) -> torch.Tensor:
-        name = "x" if op == "encode" else "z"
-        if not isinstance(x, torch.Tensor) or not x.is_floating_point():
-            got = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
-            raise TypeError(f"{name}: want a tensor of floating-point numbers, got {got}")
-        outside = isinstance(x, FakeTensor) or torch._C._functorch.is_functorch_wrapped_tensor(x)
-        if outside or torch.jit.is_tracing() or get_proxy_mode():
-            raise RuntimeError(
-                f"{name}: want a tensor with numbers, got one that PyTorch traces, exports or transforms: vaemem "
-                "computes outside of PyTorch, and a trace would keep this result as a constant: trace diffusers' own"
-            )
-        if (x.requires_grad and torch.is_grad_enabled()) or unpack_dual(x).tangent is not None:
+    @staticmethod
+    def _frame(name: str, x: torch.Tensor) -> torch.Tensor:
+        if not isinstance(x, torch.Tensor) or (x.ndim == 5 and x.shape[2] == 1):
+            return x[:, :, 0] if isinstance(x, torch.Tensor) else x  # else refused, as by all drop-ins
+        raise ValueError(
+            f"{name}: want one frame, (N, C, 1, h, w), got {tuple(x.shape)}: vaemem runs this VAE for images alone, "
+            "diffusers' own runs it for videos"
+        )
+
+    def _take_over(self, module: Any) -> None:
+        names = ("min_height", "min_width", "stride_height", "stride_width")
+        for name in ("use_slicing", "use_tiling", *(f"tile_sample_{name}" for name in names)):
+            if hasattr(module, name):  # old versions of diffusers have no tiles of these
+                setattr(self, name, getattr(module, name))
+
+    def _tiling(self, op: str) -> Tiling | None:
+        if not getattr(self, "use_tiling", False):
+            return None
+        height, step = self.tile_sample_min_height, self.tile_sample_stride_height
+        if (height, step) != (self.tile_sample_min_width, self.tile_sample_stride_width):
             raise ValueError(
-                f"{name}: want a tensor that needs no gradient, got one with requires_grad=True or a tangent: vaemem "
-                f"computes none; {op} under torch.no_grad() or give {name}.detach()"
+                f"enable_tiling: want square tiles, as far apart either way, got {height} x "
+                f"{self.tile_sample_min_width} pixels every {step} x {self.tile_sample_stride_width}"
             )
-        factor = latent_factor(self.vae.arch)
-        if op == "encode" and any(side % factor for side in x.shape[2:]):
-            raise ValueError(
-                f"x: want a height and a width that are multiples of {factor}, got {tuple(x.shape)}: pad the image "
-                "first, as torch.nn.functional.pad does"
-            )
-        if x.device != self.device:
-            raise ValueError(f"{name}: want a tensor on {self.device}, where the module is, got one on {x.device}")
-        how: dict[str, Any] = dict(memory_limit=self.memory_limit, progress=self.progress, cancel=self.cancel)
-        if self.use_tiling:
-            how["tiling"] = Tiling(tile, self.tile_overlap_factor)
-        engine, x = self._engine(), x.detach()
-        is_on_host = self.device.type == "cpu"
-        given: Any = (x.to("cpu", torch.float32) if is_on_host else x.to(self.dtype)).contiguous()
-        given = given.numpy() if is_on_host else given
-        result = engine.decode(given, **how) if op == "decode" else engine.encode(given, **how).moments
-        return torch.as_tensor(result).to(self.device, self.dtype)
+        return Tiling(height, 1 - step / height)
 
-    @property
-    def last_run(self) -> Run | None:
-        return self._there.last_run
+    def state_dict(self, **kwargs: Any) -> dict[str, torch.Tensor]:
+        """Refused: of convolutions over several frames only what one frame meets is kept."""
+        raise RuntimeError(
+            f"state_dict: want the weights of a module of diffusers', got {type(self).__name__} of vaemem, which keeps "
+            "only what one frame meets"
+        )
 
-    # ---- its numbers ----
 
-    def state_dict(
-        self, *, destination: dict[str, torch.Tensor] | None = None, prefix: str = "", **kwargs: Any
-    ) -> dict[str, torch.Tensor]:
-        """Copies of the weights, in the module's dtype on the CPU. A module around this one gives its `destination`."""
-        state = {} if destination is None else destination
-        state |= {prefix + name: torch.from_numpy(t).to(self.dtype) for name, t in self.vae.state_dict().items()}
-        return state
+class AutoencoderKLWan(_OneFrame, diffusers.AutoencoderKLWan):  # type: ignore[misc]
+    """A drop-in for diffusers' AutoencoderKLWan (Wan 2.1), for images: tensors have one frame, (N, C, 1, h, w), and it
+    is computed as the 2D autoencoder that it is then. All else is as `AutoencoderKL` says, but for `state_dict`, which
+    is refused. ValueError for more frames. `AutoencoderKLQwenImage` is the same for diffusers' class of that name,
+    where diffusers has it.
+
+    Examples
+    --------
+    >>> import diffusers, torch
+    >>> from vaemem.pytorch import AutoencoderKLWan
+    >>> small = diffusers.AutoencoderKLWan(base_dim=16, num_res_blocks=1)  # such as a pipeline's
+    >>> vae = AutoencoderKLWan.from_module(small, memory_limit="40 MiB")
+    >>> with torch.no_grad():
+    ...     vae.decode(torch.zeros(1, 16, 1, 8, 12)).sample.shape
+    torch.Size([1, 3, 1, 64, 96])
+    >>> small.save_pretrained("wan")
+    >>> AutoencoderKLWan.from_pretrained("wan").config.base_dim
+    16
+    >>> file = "wan/diffusion_pytorch_model.safetensors"
+    >>> AutoencoderKLWan.from_single_file(file, config="wan", torch_dtype=torch.bfloat16).dtype
+    torch.bfloat16
+    >>> vae.state_dict()
+    Traceback (most recent call last):
+    RuntimeError: state_dict: want the weights of a module of diffusers', got AutoencoderKLWan of vaemem, ...
+    """
+
+    theirs = diffusers.AutoencoderKLWan
+
+
+if hasattr(diffusers, "AutoencoderKLQwenImage"):
+
+    class AutoencoderKLQwenImage(_OneFrame, diffusers.AutoencoderKLQwenImage):  # type: ignore[misc]
+        """A drop-in for diffusers' AutoencoderKLQwenImage: see `AutoencoderKLWan`."""
+
+        theirs = diffusers.AutoencoderKLQwenImage

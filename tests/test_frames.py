@@ -1,0 +1,249 @@
+"""VAEs of videos, run for one frame: what is kept of their weights, files as people have them, what is refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from engine import FRAMES, config, error, images, latents, small_vae
+
+from vaemem import VAE, Tiling, _core
+from vaemem.engine import layouts
+from vaemem.engine.weights import random_tensors
+
+PARITY = 1e-5  # as test_other_vaes has it
+
+
+def tensors_of(core: _core.Model) -> dict[str, np.ndarray]:
+    return {name: core.get_tensor(name) for name, _ in core.tensors}
+
+
+def random(name: str, seed: int = 0) -> tuple[VAE, dict[str, np.ndarray]]:
+    """A model, and the tensors of a file that has all its slices: those that one frame does not meet are NaN."""
+    vae = small_vae(name, seed)
+    whole = tensors_of(vae._core)
+    for tensor in whole.values():
+        if tensor.ndim == 5:
+            tensor[:, :, :-1] = np.nan
+    width = vae.arch["block_out_channels"][-1]
+    where = "decoder.up_blocks.0.upsamplers.0.time_conv"
+    time = {f"{where}.weight": np.full((2 * width, width, 3, 1, 1), np.nan, np.float32)}
+    return vae, whole | time | {f"{where}.bias": np.full(2 * width, np.nan, np.float32)}
+
+
+@pytest.mark.parametrize("name", FRAMES)
+def test_one_frame_meets_the_last_slice_alone(name):
+    vae, whole = random(name)
+    again = VAE.load(whole, config=config(name))
+    z, x = latents(vae, 4, 6), images(16, 24)
+    assert np.array_equal(again.decode(z), vae.decode(z))
+    assert np.array_equal(again.encode(x).moments, vae.encode(x).moments)
+    kept = again._core.get_tensor("decoder.conv_in.weight")
+    assert not kept[:, :, :-1].any() and np.array_equal(kept[:, :, -1], whole["decoder.conv_in.weight"][:, :, -1])
+
+
+def test_the_bytes_say_what_is_kept():
+    """44.6 of 126.9 million parameters: the file has the other slices and the convolutions over time beside."""
+    core = _core.Model(_core.models()["qwen-image"])
+    slices = {name: shape[2] if len(shape) == 5 else 1 for name, shape in core.tensors}
+    kept = sum(int(np.prod(shape)) // slices[name] for name, shape in core.tensors)
+    time = 2 * (384 * 384 * 3 + 384) + (384 * 768 * 3 + 768) + (192 * 384 * 3 + 384)
+    time = sum(wide * narrow * 3 + wide for wide, narrow in ((192, 192), (384, 384), (768, 384), (768, 384)))
+    whole = sum(int(np.prod(shape)) for _, shape in core.tensors) + time
+    assert (round(kept / 1e6, 1), round(whole / 1e6, 1)) == (44.6, 126.9)
+    assert 4 * kept <= core.reserved_bytes <= 4 * kept * 1.003
+
+
+@pytest.mark.parametrize("prefix", ["", "first_stage_model.", "vae."])
+@pytest.mark.parametrize("name", FRAMES)
+def test_the_names_of_wans_authors(tmp_path, name, prefix):
+    safetensors_numpy = pytest.importorskip("safetensors.numpy")
+    vae, whole = random(name)
+    arch = vae.arch
+    spelt = layouts.spell(whole, "wan", len(arch["block_out_channels"]), prefix, arch["layers_per_block"])
+    safetensors_numpy.save_file({spelt[n]: t for n, t in whole.items()}, tmp_path / "a.safetensors")
+    for parts in ("all", "decoder"):
+        again = VAE.load(tmp_path / "a.safetensors", config=config(name), parts=parts)
+        z = latents(vae, 4, 6)
+        assert np.array_equal(again.decode(z), vae.decode(z))
+
+
+def test_spelling_is_that_of_wans_authors():
+    """Names of wan_2.1_vae.safetensors, which wan/modules/vae.py makes."""
+    names = dict(_core.Model(_core.models()["qwen-image"]).tensors)
+    spelt = layouts.spell(names, "wan", 4)
+    for mine, theirs in (
+        ("quant_conv.weight", "conv1.weight"),
+        ("post_quant_conv.bias", "conv2.bias"),
+        ("encoder.conv_in.weight", "encoder.conv1.weight"),
+        ("encoder.down_blocks.0.norm1.gamma", "encoder.downsamples.0.residual.0.gamma"),
+        ("encoder.down_blocks.2.resample.1.weight", "encoder.downsamples.2.resample.1.weight"),
+        ("encoder.down_blocks.3.conv_shortcut.weight", "encoder.downsamples.3.shortcut.weight"),
+        ("encoder.mid_block.resnets.1.conv2.bias", "encoder.middle.2.residual.6.bias"),
+        ("encoder.norm_out.gamma", "encoder.head.0.gamma"),
+        ("encoder.conv_out.weight", "encoder.head.2.weight"),
+        ("decoder.conv_in.bias", "decoder.conv1.bias"),
+        ("decoder.mid_block.resnets.0.norm1.gamma", "decoder.middle.0.residual.0.gamma"),
+        ("decoder.mid_block.attentions.0.to_qkv.weight", "decoder.middle.1.to_qkv.weight"),
+        ("decoder.mid_block.attentions.0.norm.gamma", "decoder.middle.1.norm.gamma"),
+        ("decoder.up_blocks.0.resnets.2.norm2.gamma", "decoder.upsamples.2.residual.3.gamma"),
+        ("decoder.up_blocks.0.upsamplers.0.resample.1.bias", "decoder.upsamples.3.resample.1.bias"),
+        ("decoder.up_blocks.1.resnets.0.conv_shortcut.weight", "decoder.upsamples.4.shortcut.weight"),
+        ("decoder.up_blocks.3.resnets.2.conv1.weight", "decoder.upsamples.14.residual.2.weight"),
+        ("decoder.norm_out.gamma", "decoder.head.0.gamma"),
+    ):
+        assert mine in names and spelt[mine] == theirs
+    assert len(set(spelt.values())) == len(names)
+
+
+@pytest.mark.parametrize("layout", ["diffusers", "wan"])
+def test_files_without_a_config_are_found_out(layout):
+    arch = _core.models()["qwen-image"]
+    shapes = dict(_core.Model(arch).tensors)
+    spelt = layouts.spell(shapes, layout, 4)
+    in_file = {spelt[name]: shape for name, shape in shapes.items()}
+    assert layouts.detect(in_file) == (layout, "", arch)
+    ends = {"encoder.conv_in.weight": (96, 4, 3, 3, 3), "decoder.conv_out.weight": (4, 96, 3, 3, 3)}
+    four = layouts.detect(in_file | {spelt[name]: shape for name, shape in ends.items()})[2]
+    assert (four["in_channels"], four["out_channels"], four["name"]) == (4, 4, "custom")
+    assert dict(_core.Model(four).tensors).items() >= ends.items()
+
+
+@pytest.mark.parametrize("name", ["Qwen-Image", "Qwen/Qwen-Image-Edit", "wan2.1", "Wan-AI/Wan2.1-T2V-14B-Diffusers"])
+def test_what_people_call_it(name):
+    assert layouts.named_model("model", name) == "qwen-image"
+
+
+@pytest.mark.parametrize("name", FRAMES)
+def test_configs(name):
+    arch = layouts.read_config(config(name))
+    assert (arch["family"], arch["latent_channels"]) == ("wan", 4)
+    wider = arch | {"block_out_channels": (32, 64, 96), "in_channels": 4, "out_channels": 4}
+    for one in (arch, wider, _core.models()["qwen-image"]):
+        assert layouts.read_config(layouts.config_of(one)) == layouts.read_config(one) == one
+    assert layouts.read_config({"_class_name": config(name)["_class_name"]}) == _core.models()["qwen-image"]
+    assert layouts.sample_size_of(config(name), "") == 256  # diffusers' tiles
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"attn_scales": [0.5]}, r"attn_scales: want \[\], the only one that runs here, got \[0.5\]"),
+        ({"dropout": 0.1}, "dropout: want 0.0, the only one that runs here, got 0.1"),
+        ({"is_residual": True}, "is_residual: want False, the only one that runs here, got True"),
+        ({"patch_size": 2}, "patch_size: want None, the only one that runs here, got 2"),
+        ({"dim_mult": [2, 4, 4]}, "dim_mult: want a list that begins with 1"),
+        ({"dim_mult": [1, "2"]}, r"dim_mult\[1\]: want a positive integer"),
+        ({"base_dim": 0}, "base_dim: want a positive integer"),
+        ({"z_dim": 5}, "latents_mean, latents_std: want 5 numbers each"),
+        ({"latents_std": None}, "latents_mean, latents_std: want 4 numbers each"),
+        ({"latents_std": [1, 1, 1, 0]}, r"config: latents_std\[3\]: want more than 0"),
+        ({"block_out_channels": [32]}, "block_out_channels: want a key of AutoencoderKLWan"),
+        ({"base_dim": 15, "dim_mult": [1, 3, 3]}, r"config: block_out_channels\[1\]: want an even number"),
+    ],
+)
+def test_configs_refused_by_key(change, message):
+    with pytest.raises(ValueError, match=message):
+        VAE.random(config=config("wan") | change)
+
+
+def test_saving_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="only what one frame meets is kept: copy the file that was loaded"):
+        small_vae("qwen").save(tmp_path / "a.safetensors")
+
+
+@pytest.mark.parametrize("op", ["encode", "decode"])
+@pytest.mark.parametrize("factor", [1e-9, 1e6])
+def test_sizes_of_numbers_do_not_matter_to_the_norm(op, factor):
+    """A first convolution whose numbers are tiny or huge: what follows divides by their length."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("diffusers")
+    from torch_vaes import diffusers_vae
+
+    vae, (h, w) = small_vae("wan"), (16, 24)
+    first = "encoder.conv_in" if op == "encode" else "decoder.conv_in"
+    for leaf in ("weight", "bias"):
+        vae._core.set_tensor(f"{first}.{leaf}", vae._core.get_tensor(f"{first}.{leaf}") * np.float32(factor))
+    theirs = diffusers_vae(vae.arch, torch.float64, "cpu")
+    state = {name: torch.from_numpy(tensor).double() for name, tensor in tensors_of(vae._core).items()}
+    theirs.vae.load_state_dict(state, strict=False)
+    x = images(h, w) if op == "encode" else latents(vae, h // 4, w // 4)
+    with torch.no_grad():
+        said = getattr(theirs, op)(torch.from_numpy(x).double())
+    want = (said.latent_dist.mean if op == "encode" else said.sample).numpy()
+    got = vae.encode(x).mean if op == "encode" else vae.decode(x)
+    assert error(got, want) <= 10 * PARITY
+
+
+def test_images_are_clamped():
+    vae = small_vae("wan")
+    vae._core.set_tensor("decoder.conv_out.bias", np.array([5, -5, 0], np.float32))
+    image = vae.decode(latents(vae, 4, 4))
+    assert (image[:, 0] == 1).all() and (image[:, 1] == -1).all() and (abs(image[:, 2]) < 1).any()
+    assert (vae.decode(latents(vae, 8, 8), tiling=Tiling(16))[:, 0] == 1).all()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", FRAMES)
+def test_halves(name, dtype):
+    """Within what rounding of tensors and weights to 11 or 8 bits leaves."""
+    vae = small_vae(name)
+    half = VAE.random(config=config(name), dtype=dtype)
+    z, x = latents(vae, 6, 10), images(24, 40)
+    bound = {"float16": 4e-3, "bfloat16": 3e-2}[dtype]
+    assert error(half.decode(z), vae.decode(z).astype(np.float64)) <= bound
+    assert error(half.encode(x).mean, vae.encode(x).mean.astype(np.float64)) <= bound
+
+
+def test_predictions_are_refused():
+    from vaemem import predict
+
+    with pytest.raises(ValueError, match="qwen-image runs as 3D convolutions elsewhere, which are not predicted yet"):
+        predict("qwen-image", "decode", 1024, 1024)
+
+
+@pytest.mark.parametrize("name", FRAMES)
+def test_the_drop_in_is_diffusers_for_one_frame(name):
+    torch = pytest.importorskip("torch")
+    diffusers = pytest.importorskip("diffusers")
+    from torch_vaes import of_frames
+
+    import vaemem.pytorch
+
+    kind = config(name)["_class_name"]
+    if not hasattr(diffusers, kind):
+        pytest.skip(f"diffusers {diffusers.__version__} has no {kind}")
+    theirs = of_frames(config(name), torch.float32, "cpu")
+    ours = getattr(vaemem.pytorch, kind).from_module(theirs)
+    assert isinstance(ours, getattr(diffusers, kind)) and dict(ours.config) == dict(theirs.config)
+    x, z = torch.from_numpy(images(16, 24, 2))[:, :, None], torch.randn(2, 4, 1, 4, 6)
+    with torch.no_grad():
+        for mine, want in (
+            (ours.encode(x).latent_dist.parameters, theirs.encode(x).latent_dist.parameters),
+            (ours.decode(z).sample, theirs.decode(z).sample),
+            (ours(x).sample, theirs(x).sample),
+            (ours.decode(z, return_dict=False)[0], theirs.decode(z, return_dict=False)[0]),
+        ):
+            assert mine.shape == want.shape and error(mine.numpy(), want.double().numpy()) <= PARITY
+        with pytest.raises(ValueError, match=r"z: want one frame, \(N, C, 1, h, w\), got \(2, 4, 2, 4, 6\)"):
+            ours.decode(z.repeat(1, 1, 2, 1, 1))
+        with pytest.raises(TypeError, match="x: want a tensor of floating-point numbers"):
+            ours.encode(z.int())
+    with pytest.raises(RuntimeError, match="which keeps only what one frame meets"):
+        ours.state_dict()
+    if hasattr(theirs, "enable_tiling"):
+        theirs.enable_tiling(16, 16, 12, 12)
+        theirs.spatial_compression_ratio = 4
+        tiled = getattr(vaemem.pytorch, kind).from_module(theirs)
+        with torch.no_grad():
+            want = theirs.decode(torch.cat([z, z], 3)).sample
+            assert error(tiled.decode(torch.cat([z, z], 3)).sample.numpy(), want.double().numpy()) <= PARITY
+            tiled.enable_tiling(16, 16, 12, 8)
+            with pytest.raises(ValueError, match="want square tiles, as far apart either way"):
+                tiled.decode(torch.cat([z, z], 3))
+
+
+def test_random_gammas_are_near_one():
+    core = _core.Model(layouts.read_config(config("wan")))
+    random_tensors(core, 0)
+    gammas = np.concatenate([t.ravel() for name, t in tensors_of(core).items() if name.endswith(".gamma")])
+    assert abs(gammas.mean() - 1) < 0.05 and 0.05 < gammas.std() < 0.2
