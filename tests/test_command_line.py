@@ -354,7 +354,7 @@ def test_what_to_do_is_said_of_options(weights, tmp_path, capsys):
 
 def test_every_flag_says_what_it_is_for():
     """In whole sentences, which are those of the functions' own documentation where they take the same argument."""
-    made = parser()
+    made = parser(every=True)
     subparsers = next(action for action in made._actions if action.dest == "command").choices
     assert list(subparsers) == list(COMMANDS)
     for name, sub in subparsers.items():

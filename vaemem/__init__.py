@@ -1,6 +1,7 @@
 """Run the VAEs of SD1.5, SDXL, SD3, FLUX and others in memory known to the byte, and know what they take elsewhere."""
 
 import importlib as _importlib
+import os as _os
 import pkgutil as _pkgutil
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
@@ -9,47 +10,57 @@ from typing import Any as _Any
 __path__ = _pkgutil.extend_path(__path__, __name__)
 
 from vaemem._common import __version__ as __version__
-from vaemem._core import OutOfMemoryError
-from vaemem.engine.arguments import Cancelled
-from vaemem.engine.device import DeviceArray, backends
-from vaemem.engine.device import read_disabled as _read_disabled
-from vaemem.engine.records import Encoded, Run
-from vaemem.engine.tiling import Tiling
-from vaemem.engine.vae import VAE
-from vaemem.prediction.formula import formula
-from vaemem.prediction.predict import Prediction, predict, predict_largest
-from vaemem.prediction.process import SimulatedProcess
-from vaemem.prediction.replay import Replay, replay
-from vaemem.prediction.snapshot import CachingAllocator
-from vaemem.tables.sweep import sweep, tradeoff
-from vaemem.tables.table import Table, seed_table
 
 if _TYPE_CHECKING:
     from vaemem import plot as plot
+    from vaemem._core import OutOfMemoryError
+    from vaemem.engine.arguments import Cancelled
+    from vaemem.engine.device import DeviceArray, backends
+    from vaemem.engine.records import Encoded, Run
+    from vaemem.engine.tiling import Tiling
+    from vaemem.engine.vae import VAE
     from vaemem.out_of_memory import explain
     from vaemem.pipelines.plan import plan_pipeline
     from vaemem.pipelines.predict_pipeline import PipelinePrediction, predict_pipeline
     from vaemem.pipelines.ways import PipelinePlan
     from vaemem.prediction.bound import bound
+    from vaemem.prediction.formula import formula
+    from vaemem.prediction.predict import Prediction, predict, predict_largest
+    from vaemem.prediction.process import SimulatedProcess
+    from vaemem.prediction.replay import Replay, replay
+    from vaemem.prediction.snapshot import CachingAllocator
     from vaemem.reports.report import report
     from vaemem.tables.estimators import ESTIMATORS, Estimator, compare
     from vaemem.tables.fit import fit
+    from vaemem.tables.sweep import sweep, tradeoff
+    from vaemem.tables.table import Table, seed_table
 
-# Imported when they are asked for: half of the import's time would be theirs.
-_LATER = {
-    "ESTIMATORS": "vaemem.tables.estimators",
-    "Estimator": "vaemem.tables.estimators",
-    "PipelinePlan": "vaemem.pipelines.ways",
-    "PipelinePrediction": "vaemem.pipelines.predict_pipeline",
-    "bound": "vaemem.prediction.bound",
-    "explain": "vaemem.out_of_memory",
-    "compare": "vaemem.tables.estimators",
-    "fit": "vaemem.tables.fit",
-    "plan_pipeline": "vaemem.pipelines.plan",
-    "plot": "vaemem.plot",
-    "predict_pipeline": "vaemem.pipelines.predict_pipeline",
-    "report": "vaemem.reports.report",
+# Each is imported when it is asked for, and NumPy with the first that wants it: a program takes the time of its own.
+_NAMES = {
+    "_core": "OutOfMemoryError",
+    "engine.arguments": "Cancelled",
+    "engine.device": "DeviceArray backends",
+    "engine.records": "Encoded Run",
+    "engine.tiling": "Tiling",
+    "engine.vae": "VAE",
+    "out_of_memory": "explain",
+    "pipelines.plan": "plan_pipeline",
+    "pipelines.predict_pipeline": "PipelinePrediction predict_pipeline",
+    "pipelines.ways": "PipelinePlan",
+    "plot": "plot",
+    "prediction.bound": "bound",
+    "prediction.formula": "formula",
+    "prediction.predict": "Prediction predict predict_largest",
+    "prediction.process": "SimulatedProcess",
+    "prediction.replay": "Replay replay",
+    "prediction.snapshot": "CachingAllocator",
+    "reports.report": "report",
+    "tables.estimators": "ESTIMATORS Estimator compare",
+    "tables.fit": "fit",
+    "tables.sweep": "sweep tradeoff",
+    "tables.table": "Table seed_table",
 }
+_PLACES = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = [
     "ESTIMATORS",
@@ -87,15 +98,18 @@ __all__ = [
 
 
 def __getattr__(name: str) -> _Any:
-    if name not in _LATER:
+    if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = _importlib.import_module(_LATER[name])
-    found = globals()[name] = module if _LATER[name] == f"{__name__}.{name}" else getattr(module, name)
+    module = _importlib.import_module(_PLACES[name])
+    found = globals()[name] = module if _PLACES[name] == f"{__name__}.{name}" else getattr(module, name)
     return found
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LATER})
+    return sorted({*globals(), *_PLACES})
 
 
-_read_disabled()
+if _os.environ.get("VAEMEM_DISABLE"):
+    from vaemem.engine.device import read_disabled as _read_disabled
+
+    _read_disabled()

@@ -38,8 +38,11 @@ def _said(error: BaseException, args: argparse.Namespace) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; 0 when done, 2 for bad input (a sentence on stderr, no traceback), 130 for Ctrl-C."""
-    parser = commands.parser()
-    if "_ARGCOMPLETE" in os.environ:  # the shell asks what could come next
+    # Nothing here gives NumPy's threads work, and they spin while they wait. It is read when NumPy is imported.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    completes = "_ARGCOMPLETE" in os.environ  # the shell asks what could come next
+    parser = commands.parser(every=completes)
+    if completes:
         need("argcomplete", "completion").autocomplete(parser)
     args, status = parser.parse_args(argv), 0
     try:

@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 import stat
+import sys
 import tempfile
 import textwrap
 import uuid
@@ -24,8 +25,6 @@ from importlib import resources
 from numbers import Real
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeVar
-
-import numpy as np
 
 with contextlib.suppress(ImportError):  # Windows has none
     import fcntl
@@ -126,7 +125,8 @@ def chosen(argument: str, values: Any, among: Iterable[str]) -> list[str]:
 
 def flag(argument: str, value: Any) -> bool:
     """True or False, NumPy's too; ValueError where the value is neither."""
-    if not isinstance(value, bool | np.bool_):
+    kinds = (bool, sys.modules["numpy"].bool_) if "numpy" in sys.modules else bool
+    if not isinstance(value, kinds):
         raise ValueError(f"{argument}: want True or False, got {repr(value)[:80]}")
     return bool(value)
 

@@ -2,6 +2,7 @@
 
 A flag that is an argument of its command's function has that argument's description, as the function's documentation
 says it, the kind of value that its annotation says, and its default: where it is not given, nothing is handed on.
+Only the command that is asked for gets its flags, and imports what it needs.
 """
 
 from __future__ import annotations
@@ -15,16 +16,14 @@ import inspect
 import itertools
 import json
 import os
+import pkgutil
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import vaemem
-from vaemem import _core, _demo
 from vaemem._arguments import described
 from vaemem._common import (
     ELEMENT_BYTES,
@@ -42,17 +41,11 @@ from vaemem._common import (
     saved,
     write,
 )
-from vaemem.cli.flags import FLAGS, WORDS, FlagSettings, count
-from vaemem.engine import latents, layouts, weights
-from vaemem.engine.device import open_device
-from vaemem.pipelines.asked import image_sides
-from vaemem.pipelines.components import PIPELINES, SPELT_PIPELINES
-from vaemem.prediction.verdict import DOES_NOT_FIT, TIGHT
-from vaemem.published import reproduce
-from vaemem.published.accounts import judge_text, reproduce_plan
-from vaemem.published.guide import judge_guide
-from vaemem.published.times import judge_seconds
-from vaemem.tables.table import Table
+from vaemem.cli.flags import FLAGS, WORDS, FlagSettings, Later, count
+
+if TYPE_CHECKING:
+    from vaemem.engine.layouts import Arch
+    from vaemem.tables.table import Table
 
 _ON_A_CARD = (
     "dtype weights_dtype runtime tile tile_overlap slicing protocol gpu used os memory cudnn_version torch_version"
@@ -74,12 +67,12 @@ _KINDS: dict[str, FlagSettings] = {
 }
 
 Action = Callable[[argparse.Namespace, dict[str, Any]], int | None]
-COMMANDS: dict[str, tuple[Action, Callable[..., Any], str]] = {}  # what runs it, whose arguments it takes, its flags
+COMMANDS: dict[str, tuple[Action, str, str]] = {}  # what runs it, whose arguments it takes, its flags
 
 
-def command(function: Callable[..., Any], flags: str) -> Callable[[Action], Action]:
-    """Makes a command of what is named run_COMMAND. It gets all flags, and those given that are `function`'s arguments;
-    its documentation is the command's."""
+def command(function: str, flags: str) -> Callable[[Action], Action]:
+    """Makes a command of what is named run_COMMAND. It gets all flags, and those given that are arguments of the
+    function of that name, ``"vaemem:predict"``; its documentation is the command's."""
 
     def add(run: Action) -> Action:
         COMMANDS[run.__name__.removeprefix("run_")] = run, function, flags
@@ -90,7 +83,7 @@ def command(function: Callable[..., Any], flags: str) -> Callable[[Action], Acti
 
 def _table(path: str, **missing: Any) -> Table:
     """The table of a CSV file, or of standard input: '-'."""
-    return Table.from_csv(sys.stdin if path == "-" else path, **missing)
+    return vaemem.Table.from_csv(sys.stdin if path == "-" else path, **missing)
 
 
 def _print(result: Any, form: str) -> None:
@@ -98,10 +91,12 @@ def _print(result: Any, form: str) -> None:
     print(text.rstrip("\n"))
 
 
-@command(_demo.make_demo, "demo_weights out")
+@command("vaemem._demo:make_demo", "demo_weights out")
 def run_demo(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     """The whole job on a picture: does it fit, encode, decode, limits, tiles, predictions, a formula, as a page."""
-    _demo.make_demo(**asked)
+    from vaemem._demo import make_demo
+
+    make_demo(**asked)
 
 
 def _loaded(args: argparse.Namespace, asked: dict[str, Any], parts: str) -> vaemem.VAE:
@@ -126,10 +121,12 @@ def _written(image: Any) -> dict[str, str]:
     return {suffix: name for suffix, name in known.items() if name in formats}
 
 
-@command(vaemem.VAE.load, f"latents cropped {_WEIGHTS} scaled {_RUN}")
+@command("vaemem:VAE.load", f"latents cropped {_WEIGHTS} scaled {_RUN}")
 def run_decode(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     """Latents to pictures."""
-    z = latents.read_latents(args.latents)
+    from vaemem.engine.latents import read_latents
+
+    z = read_latents(args.latents)
     stem, suffix = os.path.splitext(args.out)
     known = _written(need("PIL.Image", "decode"))
     if suffix.lower() not in known:
@@ -144,9 +141,11 @@ def run_decode(args: argparse.Namespace, asked: dict[str, Any]) -> None:
         print(vae.last_run)
 
 
-@command(vaemem.VAE.load, f"images pad sample {_WEIGHTS} become_scaled {_RUN}")
+@command("vaemem:VAE.load", f"images pad sample {_WEIGHTS} become_scaled {_RUN}")
 def run_encode(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     """Pictures to latents, as .npy."""
+    import numpy as np
+
     if not args.out.endswith(".npy"):
         raise ValueError(f"--out: want a name that ends in .npy, got {args.out!r}")
     check_writable(args.out)
@@ -156,17 +155,23 @@ def run_encode(args: argparse.Namespace, asked: dict[str, Any]) -> None:
         print(args.out, vae.last_run, sep="\n")
 
 
-def _bare(arch: layouts.Arch, dtype: str = "float32", precision: str = "highest", parts: str = "all") -> vaemem.VAE:
+def _bare(arch: Arch, dtype: str = "float32", precision: str = "highest", parts: str = "all") -> vaemem.VAE:
     """On the CPU, without weights: for what its plans say."""
+    from vaemem import _core
+    from vaemem.engine.device import open_device
+
     _, where = open_device("cpu", dtype, precision, autotune=False, convolution="cudnn")
     return vaemem.VAE(_core.Model(arch, parts, **where))
 
 
-@command(vaemem.VAE.load, "file usual_sizes dtype precision")
+@command("vaemem:VAE.load", "file usual_sizes dtype precision")
 def run_info(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     """What a weights file holds, and what each run with it will take."""
-    found = weights.look(args.file)
-    vae, config = _bare(found.arch, parts=found.parts, **asked), layouts.config_of(found.arch)
+    from vaemem.engine.layouts import config_of
+    from vaemem.engine.weights import look
+
+    found = look(args.file)
+    vae, config = _bare(found.arch, parts=found.parts, **asked), config_of(found.arch)
     alone = "" if found.parts == "all" else f", the {found.parts} alone"
     print(f"{found.file}: {found.layout} layout, {found.tensors} tensors of {', '.join(found.dtypes)}{alone}")
     print(f"model {vae.model}, {vae.parameters:,} parameters, {mib(os.path.getsize(found.file))} MiB on disk")
@@ -184,11 +189,13 @@ def _print_all(answers: Sequence[Any], form: str) -> None:
 
 def _status(*answers: Any, safe: bool = False) -> int:
     """How a command ends: with 0 where all go through, 1 where one does not, 3 where one is tight and `safe` asked."""
+    from vaemem.prediction.verdict import DOES_NOT_FIT, TIGHT
+
     verdicts = {answer.verdict for answer in answers}
     return 1 if DOES_NOT_FIT in verdicts else 3 if safe and TIGHT in verdicts else 0
 
 
-@command(vaemem.predict, f"model tiled_op sizes batch {_ON_A_CARD} calibrate_rows safe answer_format")
+@command("vaemem:predict", f"model tiled_op sizes batch {_ON_A_CARD} calibrate_rows safe answer_format")
 def run_fits(args: argparse.Namespace, asked: dict[str, Any]) -> int:
     """Whether PyTorch has room for images on a card, and what would fit; ends with 1 where it has none."""
     found = [vaemem.predict(height=h, width=w, **asked) for h, w in args.sizes]
@@ -196,7 +203,7 @@ def run_fits(args: argparse.Namespace, asked: dict[str, Any]) -> int:
     return _status(*found, safe="safe" in asked)
 
 
-@command(vaemem.sweep, "model op sizes batch memory_limit device float32 precision format")
+@command("vaemem:sweep", "model op sizes batch memory_limit device float32 precision format")
 def run_estimate(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     """The engine's memory before a run, without running it."""
     estimates = vaemem.sweep(args.model, args.op, dtypes=args.dtype, measure=False, **asked)
@@ -209,10 +216,12 @@ def run_estimate(args: argparse.Namespace, asked: dict[str, Any]) -> None:
         print("limit, the least --memory-limit that allows it, counts the weights too.")
 
 
-@command(vaemem.tradeoff, "model op sizes batch dtype precision format")
+@command("vaemem:tradeoff", "model op sizes batch dtype precision format")
 def run_tradeoff(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     """What less memory costs: the engine's plans, from the fastest to the smallest."""
-    _print(Table([row for h, w in args.sizes for row in vaemem.tradeoff(height=h, width=w, **asked)]), args.format)
+    _print(
+        vaemem.Table([row for h, w in args.sizes for row in vaemem.tradeoff(height=h, width=w, **asked)]), args.format
+    )
 
 
 def _has_bar() -> bool:
@@ -221,7 +230,7 @@ def _has_bar() -> bool:
 
 
 @command(
-    vaemem.sweep,
+    "vaemem:sweep",
     "models sweep_ops of_sizes batches prompt_lengths device sweep_dtype precision repeats estimate row_source gpus"
     " sweep_runtime sweep_offload sweep_vae csv format",
 )
@@ -234,7 +243,7 @@ def run_sweep(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     try:
         table = vaemem.sweep(dtypes=args.dtype, **asked, **others, progress=_has_bar())
     except BaseException as error:
-        table, ended = getattr(error, "table", Table()), error
+        table, ended = getattr(error, "table", vaemem.Table()), error
     if len(table):
         try:
             if args.csv:
@@ -245,7 +254,7 @@ def run_sweep(args: argparse.Namespace, asked: dict[str, Any]) -> None:
         raise ended
 
 
-@command(vaemem.fit, "table target quantile by only_model only_op only_dtype only_source fit_format")
+@command("vaemem:fit", "table target quantile by only_model only_op only_dtype only_source fit_format")
 def run_fit(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     """Fit a*H*W*e + b to a table, for each model, operation and type."""
     table = _table(args.table)
@@ -256,18 +265,18 @@ def run_fit(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     print(str(formulas) if args.format == "text" else getattr(formulas, args.format)())
 
 
-@command(vaemem.compare, "table byte_target rows predict only_sizes markdown_format")
+@command("vaemem:compare", "table byte_target rows predict only_sizes markdown_format")
 def run_compare(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     """The estimators that people ship beside the rows of a table."""
     table = _table(args.table)
     if args.sizes:
-        table = Table([row for row in table if (row["height"], row["width"]) in args.sizes])
+        table = vaemem.Table([row for row in table if (row["height"], row["width"]) in args.sizes])
     estimators = [vaemem.predict, "comfyui", "invokeai"] if args.predict else None
     comparison = vaemem.compare(**asked | {"table": table, "estimators": estimators})
     print(comparison.text(rows=args.rows, markdown=args.format == "markdown"))
 
 
-@command(vaemem.report, "table report_out where no_plots")
+@command("vaemem:report", "table report_out where no_plots")
 def run_report(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     """Report on a table: ratios, scaling, constants, advice, published claims checked."""
     missing = {"device": args.device} if args.device else {}
@@ -275,7 +284,7 @@ def run_report(args: argparse.Namespace, asked: dict[str, Any]) -> None:
         print(file)
 
 
-@command(vaemem.predict, f"model tiled_op sizes batch {_ON_A_CARD} calibrate_rows tensors format")
+@command("vaemem:predict", f"model tiled_op sizes batch {_ON_A_CARD} calibrate_rows tensors format")
 def run_predict(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     """PyTorch's peak allocated and reserved VRAM, and its seconds, with no GPU and no PyTorch."""
     if args.format != "text":
@@ -288,7 +297,7 @@ def run_predict(args: argparse.Namespace, asked: dict[str, Any]) -> None:
             print(f"  {tensor.bytes / MIB:10.2f} MiB  {tensor.name}")
 
 
-@command(vaemem.predict, f"model tiled_op batch aspect engine {_ON_A_CARD} tight highest answer_format")
+@command("vaemem:predict", f"model tiled_op batch aspect engine {_ON_A_CARD} tight highest answer_format")
 def run_largest(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     """The largest image that PyTorch surely has room for on a card, and the largest that goes through."""
     if args.engine:
@@ -298,7 +307,9 @@ def run_largest(args: argparse.Namespace, asked: dict[str, Any]) -> None:
             wanted = "--engine: want nothing of a card beside it, since it asks what our own engine has room for in"
             named = [part for one in asked.items() for part in (", ", Named(*one))][1:]
             raise ValueError(Message(f"{wanted} that memory, got ", *named))
-        vae = _bare(layouts.known_arch(model), dtype, args.precision)
+        from vaemem.engine.layouts import known_arch
+
+        vae = _bare(known_arch(model), dtype, args.precision)
         height, width = vae.largest(op, args.engine, args.aspect, batch)
         print(f"{height}x{width}", vae.estimate(op, height, width, batch, memory_limit=args.engine), sep="\n")
         return
@@ -322,7 +333,7 @@ def run_largest(args: argparse.Namespace, asked: dict[str, Any]) -> None:
 
 
 @command(
-    vaemem.predict_pipeline, f"{_PIPELINE} predicted_runtime gpu offload vae vae_memory_limit {_SOFTWARE} safe format"
+    "vaemem:predict_pipeline", f"{_PIPELINE} predicted_runtime gpu offload vae vae_memory_limit {_SOFTWARE} safe format"
 )
 def run_pipeline(args: argparse.Namespace, asked: dict[str, Any]) -> int:
     """What a whole pipeline takes of a card, phase by phase; 1 if it does not fit."""
@@ -332,7 +343,7 @@ def run_pipeline(args: argparse.Namespace, asked: dict[str, Any]) -> int:
     return _status(prediction, safe="safe" in asked)
 
 
-@command(vaemem.plan_pipeline, f"{_PIPELINE} planned_runtime gpu host_memory {_SECONDS} {_SOFTWARE} tight format")
+@command("vaemem:plan_pipeline", f"{_PIPELINE} planned_runtime gpu host_memory {_SECONDS} {_SOFTWARE} tight format")
 def run_plan(args: argparse.Namespace, asked: dict[str, Any]) -> int:
     """Every way of running a pipeline: which fit, how long they take, which to take."""
     height, width = args.size
@@ -342,7 +353,7 @@ def run_plan(args: argparse.Namespace, asked: dict[str, Any]) -> int:
 
 
 @command(
-    vaemem.predict_pipeline,
+    "vaemem:predict_pipeline",
     "formula_of formula_op gpu formula_runtime dtype components offload vae vae_memory_limit image guidance memory"
     " cudnn_version torch_version domain_sides domain_step domain_batch fit_format",
 )
@@ -363,12 +374,14 @@ def run_formula(args: argparse.Namespace, asked: dict[str, Any]) -> None:
 
 
 @command(
-    vaemem.predict_pipeline,
+    "vaemem:predict_pipeline",
     "source random size batch steps measured_offload measured_vae dtype prompt call_guidance measured_csv format",
 )
 def run_measure(args: argparse.Namespace, asked: dict[str, Any]) -> int:
     """A pipeline of diffusers on this machine's GPU, phase by phase, beside its prediction; 1 if it runs out there."""
     from vaemem import pytorch  # which wants torch
+    from vaemem.pipelines.asked import image_sides
+    from vaemem.pipelines.components import PIPELINES, SPELT_PIPELINES
 
     if args.csv:
         check_writable(args.csv)
@@ -397,7 +410,7 @@ def run_measure(args: argparse.Namespace, asked: dict[str, Any]) -> int:
     return 1 if measured.out_of_memory_at else 0
 
 
-@command(vaemem.explain, "message of_run of_op gpu runtime answer_format")
+@command("vaemem:explain", "message of_run of_op gpu runtime answer_format")
 def run_explain(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     """Which run and which tensor an out-of-memory message is about, and what would have fitted."""
     text = "-" if args.message is None else args.message
@@ -410,16 +423,21 @@ def run_explain(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     print(explained if args.format == "text" else (explained.to_json() or "").rstrip())
 
 
-@command(vaemem.bound, "application models dtypes sides gpus memory cudnn_version torch_version python_format")
+@command("vaemem:bound", "application models dtypes sides gpus memory cudnn_version torch_version python_format")
 def run_bound(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     """Formulas that ComfyUI and InvokeAI can paste: above every prediction of a domain."""
     found = vaemem.bound(**asked, progress=_has_bar())
     print(found if args.format == "text" else found.python().rstrip("\n"))
 
 
-@command(reproduce.print_all, "no_table rows_csv seconds plan equation guide")
+@command("vaemem.published.reproduce:print_all", "no_table rows_csv seconds plan equation guide")
 def run_reproduce(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     """The published PyTorch benchmark, row by row: measured, predicted, error."""
+    from vaemem.published.accounts import judge_text, reproduce_plan
+    from vaemem.published.guide import judge_guide
+    from vaemem.published.reproduce import print_all
+    from vaemem.published.times import judge_seconds
+
     reports = {
         judge_seconds: args.seconds,
         reproduce_plan: args.plan,
@@ -433,10 +451,10 @@ def run_reproduce(args: argparse.Namespace, asked: dict[str, Any]) -> None:
         return
     if args.csv:
         check_writable(args.csv)
-    reproduce.print_all(args.table, args.csv)
+    print_all(args.table, args.csv)
 
 
-@command(vaemem.backends, "dtype precision")
+@command("vaemem:backends", "dtype precision")
 def run_backends(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     """The instruction sets and GPUs that the engine has kernels for, and which it uses here."""
     rows = vaemem.backends(**asked)
@@ -446,10 +464,19 @@ def run_backends(args: argparse.Namespace, asked: dict[str, Any]) -> None:
 class _Parser(argparse.ArgumentParser):
     """Refuses in one line, which names the nearest flag where there is none of a name."""
 
+    add_flags: Callable[[], None] | None = None  # a command's, when it is asked for
+
+    def complete(self) -> None:
+        """Has all flags from now on."""
+        add, self.add_flags = self.add_flags, None
+        if add:
+            add()
+
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message.removeprefix('argument ')} (see {self.prog} --help)\n")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self.complete()
         known, words = self._option_string_actions, sys.argv[1:] if args is None else args
         for word in itertools.takewhile(lambda word: word != "--" and (word[:1] == "-" or not self._subparsers), words):
             name = word.partition("=")[0]
@@ -469,8 +496,8 @@ class _Parser(argparse.ArgumentParser):
                 raise argparse.ArgumentError(None, str(error)) from None
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line's words, from the tables above."""
+def parser(every: bool = False) -> _Parser:
+    """The command line's words, from the tables above. every: whether all commands have their flags at once."""
     made = _Parser(
         prog="vaemem", description="Run the VAEs of SD1.5, SDXL, SD3, FLUX and others in a memory known to the byte."
     )
@@ -480,14 +507,21 @@ def parser() -> argparse.ArgumentParser:
     for name, (run, function, flags) in COMMANDS.items():
         about = inspect.getdoc(run)
         sub = subparsers.add_parser(name, help=about, description=about)
-        sub.set_defaults(run=functools.partial(_run, run, function), parser=sub)
-        for flag in flags.split():
-            _add(sub, flag, function)
+        sub.add_flags = functools.partial(_add_all, sub, run, function, flags)
+        if every:
+            sub.complete()
     return made
 
 
-def _run(run: Action, function: Callable[..., Any], args: argparse.Namespace) -> int | None:
-    known = inspect.signature(function).parameters
+def _add_all(sub: _Parser, run: Action, name: str, flags: str) -> None:
+    function = pkgutil.resolve_name(name)
+    known, texts = inspect.signature(function).parameters, described(function)
+    sub.set_defaults(run=functools.partial(_run, run, known), parser=sub)
+    for flag in flags.split():
+        _add(sub, flag, known, texts)
+
+
+def _run(run: Action, known: Mapping[str, inspect.Parameter], args: argparse.Namespace) -> int | None:
     given = {name: value for name, value in vars(args).items() if name in known}
     given |= {name: dict(given[name]) for name in ("components", "calibrate") if isinstance(given.get(name), list)}
     if isinstance(given.get("calibrate"), str):
@@ -495,12 +529,12 @@ def _run(run: Action, function: Callable[..., Any], args: argparse.Namespace) ->
     return run(args, given)
 
 
-def _add(sub: argparse.ArgumentParser, flag: str, function: Callable[..., Any]) -> None:
+def _add(sub: _Parser, flag: str, known: Mapping[str, inspect.Parameter], texts: Mapping[str, str]) -> None:
     """Adds a flag to a command, with the description, the kind and the default of the argument that it is."""
-    settings = dict(FLAGS.get(flag, {}))
+    settings = {key: value() if isinstance(value, Later) else value for key, value in FLAGS.get(flag, {}).items()}
     name = settings.pop("dest", flag)
-    argument = inspect.signature(function).parameters.get(name)
-    text = settings.pop("help", "") or described(function).get(name, "")
+    argument = known.get(name)
+    text = settings.pop("help", "") or texts.get(name, "")
     default = settings.get("default", argument and argument.default)
     if isinstance(default, str | float | int) and not isinstance(default, bool):
         text += f" Default: {default}."

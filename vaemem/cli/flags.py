@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from vaemem import _core
 from vaemem._common import DTYPES, OPS, PRECISIONS, SPELT_DTYPES, TILED_OPS, letters
-from vaemem.pipelines.asked import OFFLOADS, VAE_WAYS
-from vaemem.pipelines.components import PIPELINES
-from vaemem.pipelines.plan import PLANNED_RUNTIMES
-from vaemem.pipelines.predict_pipeline import PREDICTED_RUNTIMES
-from vaemem.prediction.benchmark import PROTOCOLS
-from vaemem.prediction.bound import APPLICATIONS
-from vaemem.prediction.question import KEPT
-from vaemem.prediction.runtimes import PROGRAM_NAMES
-from vaemem.tables.fit import KEY, TARGETS
-from vaemem.tables.table import SOURCES
 
 
 def _size(text: str) -> tuple[int, int]:
@@ -71,10 +63,21 @@ def _measured(text: str) -> tuple[str, float]:
         raise argparse.ArgumentTypeError(f"want WAY=SECONDS, got {text[:80]!r}") from None
 
 
+@dataclass(frozen=True)
+class Later:
+    """A setting that is made of the package's names when its flag is added: ``"tables.fit:KEY"``."""
+
+    names: str
+    make: Callable[..., Any] = tuple
+
+    def __call__(self) -> Any:
+        return self.make(*(pkgutil.resolve_name(f"vaemem.{name}") for name in self.names.split()))
+
+
 FlagSettings = dict[str, Any]  # of a flag, as argparse's add_argument takes them
 
 
-def _flag(help: str = "", **settings: Any) -> FlagSettings:
+def _flag(help: str | Later = "", **settings: Any) -> FlagSettings:
     return {"help": help, **settings}
 
 
@@ -84,7 +87,7 @@ WORDS += ["application", "message", "source"]
 
 # By the name of the argument that it is.
 FLAGS: dict[str, FlagSettings] = {
-    "model": _flag(f"One of {', '.join(_core.models())}."),
+    "model": _flag(Later("_core:models", lambda models: f"One of {', '.join(models())}.")),
     "op": _flag("The operation.", choices=OPS),
     "sizes": _flag(
         "The height x width of each image in pixels, such as 512x768; one number is a square.",
@@ -108,8 +111,13 @@ FLAGS: dict[str, FlagSettings] = {
     "of_op": _flag("The operation, where it is known.", dest="op", choices=OPS),
     "formula_op": _flag("The operation of a VAE; none for a whole pipeline.", dest="op", choices=TILED_OPS, nargs="?"),
     "formula_of": _flag(
-        f"A whole pipeline, one of {', '.join(PIPELINES)}; or before an operation a VAE, one of "
-        f"{', '.join(_core.models())}.",
+        Later(
+            "pipelines.components:PIPELINES _core:models",
+            lambda pipelines, models: (
+                f"A whole pipeline, one of {', '.join(pipelines)}; or before an operation a VAE, "
+                f"one of {', '.join(models())}."
+            ),
+        ),
         metavar="MODEL",
         dest="model",
     ),
@@ -129,9 +137,9 @@ FLAGS: dict[str, FlagSettings] = {
     "models": _flag(nargs="+", metavar="MODEL"),
     "ops": _flag("The operations.", nargs="+", choices=OPS),
     "estimate": _flag("Ask the plan, and run nothing.", action="store_false", dest="measure", option="--estimate"),
-    "row_source": _flag(choices=SOURCES, dest="source"),
-    "target": _flag("The column that is meant.", choices=TARGETS),
-    "by": _flag(nargs="+", choices=KEY),
+    "row_source": _flag(choices=Later("tables.table:SOURCES"), dest="source"),
+    "target": _flag("The column that is meant.", choices=Later("tables.fit:TARGETS")),
+    "by": _flag(nargs="+", choices=Later("tables.fit:KEY")),
     "quantile": _flag("Fit a line above this share of the rows, which needs SciPy; 1 is above all of them."),
     **{
         f"only_{name}": _flag(f"Take only the rows of this {name}.", dest=name)
@@ -142,13 +150,13 @@ FLAGS: dict[str, FlagSettings] = {
     "where": _flag("The device, where the table does not say it, such as 'RTX 4090'.", dest="device"),
     "no_plots": _flag("Make no figures, which need matplotlib.", action="store_true"),
     # of PyTorch on a card
-    "runtime": _flag(choices=PROGRAM_NAMES),
+    "runtime": _flag(choices=Later("prediction.runtimes:PROGRAM_NAMES")),
     "safe": _flag("What is tight does not count as fitting: ends with 3 there.", action="store_true"),
     "tight": _flag("What is tight counts as fitting too.", action="store_false", dest="safe", option="--tight"),
     "tile": _flag(metavar="PIXELS"),
     "tile_overlap": _flag(metavar="PART"),
-    "os": _flag(choices=KEPT),
-    "protocol": _flag(choices=PROTOCOLS),
+    "os": _flag(choices=Later("prediction.question:KEPT")),
+    "protocol": _flag(choices=Later("prediction.benchmark:PROTOCOLS")),
     "cudnn_version": _flag(metavar="VERSION", option="--cudnn"),
     "torch_version": _flag(metavar="VERSION", option="--torch"),
     "allow_tf32": _flag(
@@ -186,8 +194,13 @@ FLAGS: dict[str, FlagSettings] = {
     ),
     "time_limit": _flag(metavar="SECONDS"),
     "source": _flag(
-        "A folder of diffusers', or an id whose files are in the Hub's cache; with --random one of "
-        f"{', '.join(PIPELINES)}."
+        Later(
+            "pipelines.components:PIPELINES",
+            lambda names: (
+                "A folder of diffusers', or an id whose files are in the Hub's cache; with --random one of "
+                f"{', '.join(names)}."
+            ),
+        )
     ),
     "random": _flag("Build it from configs, of full size with random weights: no file is needed.", action="store_true"),
     "prompt": _flag("What the picture shows.", default="a photo of a cat"),
@@ -202,7 +215,7 @@ FLAGS: dict[str, FlagSettings] = {
     ),
     "domain_step": _flag("From side to side in pixels.", type=positive, default=64, dest="step"),
     "domain_batch": _flag("The most images in one run.", type=positive, default=4, dest="batch"),
-    "application": _flag(choices=APPLICATIONS),
+    "application": _flag(choices=Later("prediction.bound:APPLICATIONS")),
     "dtypes": _flag("The types of numbers.", type=_dtype, nargs="+", choices=DTYPES),
     "sides": _flag(type=count, nargs="+", metavar="PIXELS"),
     "plan": _flag("Show eight published ways to fit a 12 GB card, and ours.", action="store_true"),
@@ -239,7 +252,9 @@ FLAGS |= {
     "only_sizes": _like("sizes", help="Take only these sizes."),
     "float32": _like("dtype", default="float32"),
     "highest": _like("precision", default="highest"),
-    "byte_target": _like("target", choices=[target for target in TARGETS if target != "seconds"]),
+    "byte_target": _like(
+        "target", choices=Later("tables.fit:TARGETS", lambda all: [one for one in all if one != "seconds"])
+    ),
     "fit_format": _like("format", choices=("text", "python", "latex", "json")),
     "python_format": _like("format", choices=("text", "python")),
     "markdown_format": _like("format", choices=("text", "markdown")),
@@ -251,11 +266,15 @@ FLAGS |= {
     "become_scaled": _like("scaled", help="The latents become as a pipeline holds them."),
     "no_table": _like("table", help="The table, by default the copy that comes with vaemem.", nargs="?"),
     "rows_csv": _like("csv", help="What is measured and predicted is also written to this file."),
-    "predicted_runtime": _like("runtime", choices=PREDICTED_RUNTIMES),
-    "planned_runtime": _like("runtime", choices=PLANNED_RUNTIMES),
+    "predicted_runtime": _like("runtime", choices=Later("pipelines.predict_pipeline:PREDICTED_RUNTIMES")),
+    "planned_runtime": _like("runtime", choices=Later("pipelines.plan:PLANNED_RUNTIMES")),
     "formula_runtime": _like("runtime", help="Whose code runs the VAE."),
-    "measured_offload": _flag("What comes to the GPU for its call alone.", choices=OFFLOADS, dest="offload"),
-    "measured_vae": _flag("How the VAE runs.", choices=VAE_WAYS[:-1], dest="vae"),
+    "measured_offload": _flag(
+        "What comes to the GPU for its call alone.", choices=Later("pipelines.asked:OFFLOADS"), dest="offload"
+    ),
+    "measured_vae": _flag(
+        "How the VAE runs.", choices=Later("pipelines.asked:VAE_WAYS", lambda ways: ways[:-1]), dest="vae"
+    ),
     "call_guidance": _like("guidance", help="It is called with a guidance_scale of 0.", default=True),
     "measured_csv": _like("csv", option="-o --csv"),
     "answer_format": _like("format", choices=("text", "json")),
