@@ -1,5 +1,6 @@
 """Recorded workspaces in the core: data that no file should hold, allocations that fail, what PyTorch runs itself."""
 
+import json
 import random
 
 import pytest
@@ -29,8 +30,13 @@ GOOD = {
 }
 
 
+TREES = json.dumps(GOOD["trees"])
+
+
 def profile(otherwise=None, **changes):
-    return _core.Profile(True, otherwise, **(GOOD | changes))
+    data = GOOD | changes
+    trees = data["trees"]
+    return _core.Profile(True, otherwise, **data | {"trees": trees if isinstance(trees, str) else json.dumps(trees)})
 
 
 def question(side=12, dtype="float16", **more):
@@ -73,6 +79,13 @@ BAD = [
     {"trees": {"8,16,3,1/float16": 0}},
     {"trees": {"8,16,3,1,1/float64": 0}},
     {"trees": {1: 0}},
+    {"trees": {"8,16,3,1,1/float16 " + 64 * "n": 0}},
+    {"trees": {"8,16,3,1,1/float16": ["P", 1 << 62, 0, 0]}},
+    {"trees": {"8,16,3,1,1/float16": ["P", 10**30, 0, 0]}},
+    {"trees": {"8,16,3,1,1/float16": ["PP", 1, 0, 0]}},
+    {"trees": {"8,16,3,1,1/float16": ["", 1, 0, 0]}},
+    *({"trees": TREES[:end]} for end in range(len(TREES))),
+    {"trees": TREES.replace("16", "16\0")},
     {"trees": {"8,16,3,1,1/float16": "not there"}},
     {"trees": {"8,16,3,1,1/float16": "8,16,3,1,1/float16"}},
     {"rules": [{}]},
@@ -92,17 +105,8 @@ def test_bad_data_is_refused(changes):
 
 
 def test_a_tree_without_end_is_refused():
-    endless = ["P", 1, 0, 0]
-    endless[2] = endless
     with pytest.raises(RecursionError):
-        profile(trees={"8,16,3,1,1/float16": endless})
-    deep = 0
-    for _ in range(100_000):
-        deep = ["P", 1, deep, 0]
-    with pytest.raises(RecursionError):
-        profile(trees={"8,16,3,1,1/float16": deep})
-    while isinstance(deep, list):  # or its end would be as deep
-        deep = deep[2]
+        profile(trees='{"8,16,3,1,1/float16": ' + 100_000 * '["P", 1, ')
 
 
 def told(question, count, own, entry, steps, rule):

@@ -216,6 +216,13 @@ vm_status vm_profile_add_tree(vm_profile *p, const vm_profile_key *key, int32_t 
     return VM_OK;
 }
 
+bool vm_profile_tree(const vm_profile *p, const vm_profile_key *key, int32_t *node) {
+    const size_t at = before(p, key);
+    const bool found = at < p->trees && !order(&p->tree[at].key, key);
+    if (found) *node = p->tree[at].root;
+    return found;
+}
+
 /* *ends: the profile has a tree, which says that nothing was recorded at this size. */
 static vm_status answer_here(const vm_profile *p, const vm_conv *c, bool strict, bool *found, uint64_t *bytes,
                              int *rule, bool *ends) {
@@ -226,9 +233,8 @@ static vm_status answer_here(const vm_profile *p, const vm_conv *c, bool strict,
         if (applies(&p->rule[i], c, strict)) formula = &p->rule[i].formula, *rule = (int)i;
     const vm_profile_key key = {
         c->c, c->k, c->filter[1], c->stride[1], c->padding[1], c->dtype, strict && c->dtype == VM_F32, c->nhwc};
-    const size_t at = before(p, &key);
-    if (!s && !formula && at < p->trees && !order(&p->tree[at].key, &key)) {
-        int32_t n = p->tree[at].root;
+    int32_t n;
+    if (!s && !formula && vm_profile_tree(p, &key, &n)) {
         while (n >= 0) n = size[p->node[n].feature] <= p->node[n].limit ? p->node[n].up_to : p->node[n].beyond;
         formula = &p->formula[~n];
         *ends = formula->index == NO_FORMULA;

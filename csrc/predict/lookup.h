@@ -57,6 +57,8 @@ typedef struct vm_profile_key {
     bool strict, nhwc;
 } vm_profile_key;
 vm_status vm_profile_add_tree(vm_profile *p, const vm_profile_key *key, int32_t node);
+/* Whether there is a tree for key. *node: where it begins. */
+bool vm_profile_tree(const vm_profile *p, const vm_profile_key *key, int32_t *node);
 
 /* Who answered: the profile itself or, so many steps away, what it names as otherwise; by which of its rules, or -1. */
 typedef struct vm_profile_how {

@@ -111,35 +111,71 @@ static int to_rule(PyObject *dict, bool formula, vm_rule *rule, int64_t **channe
 
 /* ---- Profile ---- */
 
+enum { NAME = 64 };
+
+static char next(const char **at) {
+    while (**at == ' ' || **at == '\t' || **at == '\r' || **at == '\n') ++*at;
+    return **at;
+}
+
+static int bad_text(const char *what, const char *at) {
+    return PyErr_Format(PyExc_ValueError, "profile: want %s, got %.40s", what, *at ? at : "the end"), -1;
+}
+
+static int want(const char **at, char mark) {
+    if (next(at) != mark) return bad_text((char[]){mark, 0}, *at);
+    ++*at;
+    return 0;
+}
+
+static int read_number(const char **at, uint64_t *out) {
+    char *end = NULL;
+    *out = next(at) >= '0' && **at <= '9' ? strtoull(*at, &end, 10) : UINT64_MAX;
+    if (*out >> 62) return bad_text("integers from 0 to 2^62", *at);
+    *at = end;
+    return 0;
+}
+
+static int read_name(const char **at, char name[NAME]) {
+    if (want(at, '"')) return -1;
+    const char *const end = strchr(*at, '"');
+    if (!end || end - *at >= NAME) return bad_text("a short name", *at);
+    memcpy(name, *at, (size_t)(end - *at));
+    name[end - *at] = 0;
+    *at = end + 1;
+    return 0;
+}
+
 /* A tree as nodes, its children first. */
-static int add_tree(vm_profile *p, PyObject *tree, int32_t *node) {
-    if (PyLong_Check(tree)) {
-        uint64_t formula;
-        if (to_number(tree, &formula) || formula >= INT32_MAX) return bad("a formula's number", tree);
-        *node = ~(int32_t)formula;
+static int add_tree(vm_profile *p, const char **at, int32_t *node) {
+    uint64_t number;
+    char name[NAME];
+    int32_t up_to, beyond;
+    if (next(at) != '[') {
+        if (read_number(at, &number)) return -1;
+        *node = ~(int32_t)VM_MIN(number, INT32_MAX);
         return 0;
     }
-    PyObject *feature = PyList_Check(tree) && PyList_GET_SIZE(tree) == 4 ? PyList_GET_ITEM(tree, 0) : NULL;
-    const char *name = feature && PyUnicode_Check(feature) ? PyUnicode_AsUTF8(feature) : NULL;
-    const char *at = name && *name && !name[1] ? strchr(VM_SIZE_NAMES, *name) : NULL;
-    uint64_t limit;
-    int32_t up_to, beyond;
-    if (!at || to_number(PyList_GET_ITEM(tree, 1), &limit)) return bad("a tree of [feature, limit, tree, tree]", tree);
+    ++*at;
+    if (read_name(at, name)) return -1;
+    const char *const feature = *name && !name[1] ? strchr(VM_SIZE_NAMES, *name) : NULL;
+    if (!feature) return bad_text("a tree of [feature, limit, tree, tree]", name);
+    if (want(at, ',') || read_number(at, &number) || want(at, ',')) return -1;
     if (Py_EnterRecursiveCall(" in a profile's tree")) return -1;
-    const int failed = add_tree(p, PyList_GET_ITEM(tree, 2), &up_to) || add_tree(p, PyList_GET_ITEM(tree, 3), &beyond);
+    const int failed = add_tree(p, at, &up_to) || want(at, ',') || add_tree(p, at, &beyond) || want(at, ']');
     Py_LeaveRecursiveCall();
     if (failed) return -1;
-    const vm_status s = vm_profile_add_node(p, (int)(at - VM_SIZE_NAMES), limit, up_to, beyond, node);
+    const vm_status s = vm_profile_add_node(p, (int)(feature - VM_SIZE_NAMES), number, up_to, beyond, node);
     return s ? (vm_py_raise(s), -1) : 0;
 }
 
 /* "128,128,3,1,1/float16 nhwc" */
-static int to_key(PyObject *name, vm_profile_key *key) {
-    const char *text = PyUnicode_Check(name) ? PyUnicode_AsUTF8(name) : NULL;
+static int read_key(const char **at, vm_profile_key *key) {
+    char name[NAME], kind[NAME];
     long long n[5];
-    char kind[32] = "";
-    if (!text || sscanf(text, "%lld,%lld,%lld,%lld,%lld/%31[a-z0-9 ]", n, n + 1, n + 2, n + 3, n + 4, kind) != 6)
-        return bad("keys such as '128,128,3,1,1/float16'", name);
+    if (read_name(at, name)) return -1;
+    if (sscanf(name, "%lld,%lld,%lld,%lld,%lld/%63[a-z0-9 ]", n, n + 1, n + 2, n + 3, n + 4, kind) != 6)
+        return bad_text("keys such as '128,128,3,1,1/float16'", name);
     *key = (vm_profile_key){n[0], n[1], n[2], n[3], n[4], VM_F32, false, false};
     char *rest = strchr(kind, ' ');
     key->strict = rest && strstr(rest, " strict");
@@ -151,8 +187,28 @@ static int to_key(PyObject *name, vm_profile_key *key) {
     return known ? 0 : -1;
 }
 
-/* Fills a profile with formulas, rules and trees; a tree that is a text is that of another key. */
-static int fill(vm_profile *p, PyObject *formulas, PyObject *rules, PyObject *trees) {
+/* {key: tree, key: an earlier key whose tree it has too}, from a file's text, of which nothing behind it is read. */
+static int add_trees(vm_profile *p, const char *at) {
+    if (want(&at, '{')) return -1;
+    while (next(&at) != '}') {
+        vm_profile_key key, like;
+        int32_t root;
+        if (read_key(&at, &key) || want(&at, ':')) return -1;
+        if (next(&at) != '"') {
+            if (add_tree(p, &at, &root)) return -1;
+        } else if (read_key(&at, &like)) {
+            return -1;
+        } else if (!vm_profile_tree(p, &like, &root)) {
+            return bad_text("an earlier key", at);
+        }
+        const vm_status s = vm_profile_add_tree(p, &key, root);
+        if (s) return vm_py_raise(s), -1;
+        if (next(&at) != '}' && want(&at, ',')) return -1;
+    }
+    return 0;
+}
+
+static int fill(vm_profile *p, PyObject *formulas, PyObject *rules, const char *trees) {
     vm_status s = VM_OK;
     for (Py_ssize_t i = 0; !s && i < PyList_GET_SIZE(formulas); i++) {
         vm_formula formula;
@@ -168,23 +224,16 @@ static int fill(vm_profile *p, PyObject *formulas, PyObject *rules, PyObject *tr
         PyMem_Free(channels);
         if (failed) return -1;
     }
-    PyObject *name, *tree;
-    for (Py_ssize_t at = 0; !s && PyDict_Next(trees, &at, &name, &tree);) {
-        vm_profile_key key;
-        int32_t root;
-        if (PyUnicode_Check(tree) && !(tree = PyDict_GetItem(trees, tree))) return bad("a key that is there", name);
-        if (to_key(name, &key) || add_tree(p, tree, &root)) return -1;
-        s = vm_profile_add_tree(p, &key, root);
-    }
-    return s ? (vm_py_raise(s), -1) : 0;
+    return s ? (vm_py_raise(s), -1) : add_trees(p, trees);
 }
 
 static PyObject *profile_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"strict", "otherwise", "formulas", "rules", "trees", NULL};
     int strict;
-    PyObject *otherwise, *formulas, *rules, *trees;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "pOO!O!O!:Profile", names, &strict, &otherwise, &PyList_Type,
-                                     &formulas, &PyList_Type, &rules, &PyDict_Type, &trees))
+    PyObject *otherwise, *formulas, *rules;
+    const char *trees;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "pOO!O!s:Profile", names, &strict, &otherwise, &PyList_Type,
+                                     &formulas, &PyList_Type, &rules, &trees))
         return NULL;
     if (otherwise != Py_None && !PyObject_TypeCheck(otherwise, type))
         return PyErr_Format(PyExc_TypeError, "otherwise: want a Profile, got %s", Py_TYPE(otherwise)->tp_name);
