@@ -127,11 +127,12 @@ uint64_t vm_process_bytes_at(vm_process *p, uint64_t address) {
 
 /* ---- playing it ---- */
 
-/* What a convolution met: what was cached, and the segment that its workspace made. */
+/* What a convolution met in a pool: what was cached, and the segment that its workspace made. */
 typedef struct met {
-    vm_talloc_room room;
-    uint64_t made;
+    uint64_t room, made;
 } met;
+
+typedef enum pool { BOTH_POOLS, LARGE_POOL, SMALL_POOL } pool;
 
 /* Where steps are played, and what with. */
 typedef struct run {
@@ -142,7 +143,8 @@ typedef struct run {
     kept kept[2];
     const uint32_t *stamp;          /* the name in the allocator's history, else the step's */
     uint64_t *allocated, *reserved; /* of each step that was played, or NULL */
-    met *met;                       /* where the next convolution's goes, or NULL */
+    pool pool;                      /* all else is passed over */
+    met *met;                       /* where the next convolution's goes, of a pool of a plain allocator, or NULL */
     size_t highest;                 /* the step with the greatest height */
 } run;
 
@@ -150,29 +152,45 @@ static uint64_t now(const vm_talloc *a, vm_talloc_kind kind) {
     return (uint64_t)vm_talloc_get_stats(a)->of[kind][VM_TALLOC_ALL].current;
 }
 
-/* A workspace that is given back at once; *height: allocated bytes while it was there. */
-static vm_status borrow(vm_talloc *a, uint64_t bytes, uint64_t *height) {
-    uint64_t address;
-    vm_status s = vm_talloc_malloc(a, bytes, 0, &address);
-    if (s || !address) return s;
-    *height = now(a, VM_TALLOC_ALLOCATED_BYTES);
-    return vm_talloc_free(a, address);
+static bool is_played(const run *r, uint64_t bytes) {
+    return r->pool == BOTH_POOLS || vm_talloc_is_small(r->talloc, bytes) == (r->pool == SMALL_POOL);
 }
 
-static vm_status keep(vm_talloc *a, uint64_t bytes, uint64_t *address) {
-    return *address ? VM_OK : vm_talloc_malloc(a, bytes, 0, address);
+/* *address is 0 where it is passed over. */
+static vm_status allocate(run *r, uint64_t bytes, uint64_t *address) {
+    *address = 0;
+    return is_played(r, bytes) ? vm_talloc_malloc(r->talloc, bytes, 0, address) : VM_OK;
+}
+
+/* A workspace that is given back at once; *height: allocated bytes while it was there. */
+static vm_status borrow(run *r, uint64_t bytes, uint64_t *height) {
+    uint64_t address;
+    vm_status s = allocate(r, bytes, &address);
+    if (s || !address) return s;
+    *height = now(r->talloc, VM_TALLOC_ALLOCATED_BYTES);
+    return vm_talloc_free(r->talloc, address);
+}
+
+static vm_status keep(run *r, uint64_t bytes, uint64_t *address) {
+    return *address ? VM_OK : allocate(r, bytes, address);
+}
+
+static uint64_t makes(const run *r, uint64_t room, uint64_t workspace) {
+    return is_played(r, workspace) ? vm_talloc_makes(r->talloc, room, workspace) : 0;
 }
 
 /* A convolution's workspace: of the first plan, else of the next (try_configs in Conv_v8.cpp). */
 static vm_status convolve(run *r, uint32_t id, uint64_t *height) {
     if (r->met) {
-        const vm_talloc_room room = vm_talloc_cached(r->talloc);
-        *r->met++ = (met){room, vm_talloc_makes(r->talloc, room, r->workspace[id])};
+        const uint64_t room = vm_talloc_cached(r->talloc, r->pool == SMALL_POOL);
+        r->met->room = room;
+        r->met->made = makes(r, room, r->workspace[id]);
+        if (!r->met++->made) return VM_OK; /* for it would leave no trace */
     }
-    vm_status s = borrow(r->talloc, r->workspace[id], height);
+    vm_status s = borrow(r, r->workspace[id], height);
     if (s != VM_ENOMEM || !vm_talloc_last_oom(r->talloc) || !r->next || r->next[id] >= r->workspace[id]) return s;
     r->workspace[id] = r->next[id];
-    return borrow(r->talloc, r->workspace[id], height);
+    return borrow(r, r->workspace[id], height);
 }
 
 static vm_status take_step(run *r, const vm_trace_step *step, uint64_t *height) {
@@ -183,7 +201,7 @@ static vm_status take_step(run *r, const vm_trace_step *step, uint64_t *height) 
     vm_talloc_tag(a, r->stamp ? *r->stamp : step->name);
     switch (step->op) {
     case VM_TRACE_TAKE:
-        return vm_talloc_malloc(a, step->bytes, 0, address);
+        return allocate(r, step->bytes, address);
     case VM_TRACE_GIVE:
         s = *address ? vm_talloc_free(a, *address) : VM_OK; /* 0: a storage of 0 bytes */
         if (!s) *address = 0;
@@ -193,12 +211,12 @@ static vm_status take_step(run *r, const vm_trace_step *step, uint64_t *height) 
     case VM_TRACE_EMPTY:
         return vm_talloc_empty_cache(a);
     case VM_TRACE_CUBLASLT:
-        if (r->blas->cublaslt_use == VM_CUBLASLT_EACH) return borrow(a, r->blas->cublaslt_bytes, height);
-        s = keep(a, r->blas->cublas_bytes, &r->kept[CUBLAS].address); /* cuBLASLt's handle is cuBLAS's */
+        if (r->blas->cublaslt_use == VM_CUBLASLT_EACH) return borrow(r, r->blas->cublaslt_bytes, height);
+        s = keep(r, r->blas->cublas_bytes, &r->kept[CUBLAS].address); /* cuBLASLt's handle is cuBLAS's */
         if (s || r->blas->cublaslt_use == VM_CUBLASLT_SHARED) return s;
-        return keep(a, r->blas->cublaslt_bytes, &r->kept[CUBLASLT].address);
+        return keep(r, r->blas->cublaslt_bytes, &r->kept[CUBLASLT].address);
     case VM_TRACE_CUBLAS:
-        return keep(a, r->blas->cublas_bytes, &r->kept[CUBLAS].address);
+        return keep(r, r->blas->cublas_bytes, &r->kept[CUBLAS].address);
     default:
         return VM_OK;
     }
@@ -428,68 +446,128 @@ vm_status vm_process_call(vm_process *p, const vm_trace *t, const uint64_t *work
 
 /* ---- the same with other workspaces ---- */
 
-/* Whether a row of workspaces makes the segments that were made before, so that all goes as it went then. */
-static bool makes_the_same(const vm_process *p, size_t until, const uint64_t *workspace, const met *before) {
-    const vm_trace_step *const step = p->script->step;
-    bool same = true;
-    for (size_t i = 0; same && i < until; i++) {
-        if (step[i].op != VM_TRACE_CONV) continue;
-        same = vm_talloc_makes(p->talloc, before->room, workspace[step[i].id]) == before->made;
-        before++;
+/* From a step on so much was reserved. */
+typedef struct change {
+    size_t step;
+    uint64_t reserved;
+} change;
+
+/* A row that was played in a pool: what its convolutions met there, and what was reserved. */
+typedef struct played {
+    met *met; /* [calls], or NULL where the allocator is not plain */
+    change *change;
+    size_t changes;
+    const struct played *like; /* itself, or a row before it that went alike */
+} played;
+
+/* What is played in a pool. */
+typedef struct score {
+    const vm_process *p;
+    uint32_t *step, *asked; /* what does something there, and which convolutions are among it */
+    size_t steps, calls;
+} score;
+
+static vm_status read_score(const run *r, size_t until, score *o) {
+    const vm_trace_step *const step = o->p->script->step;
+    vm_status s = VM_OK;
+    for (size_t i = 0; !s && i < until; i++) {
+        const bool stored = step[i].op == VM_TRACE_TAKE || step[i].op == VM_TRACE_GIVE;
+        if (stored ? !is_played(r, o->p->storage[step[i].id].bytes) : step[i].op == VM_TRACE_NOTHING) continue;
+        if (!(s = grow(&o->step, o->steps, sizeof *o->step))) o->step[o->steps++] = (uint32_t)i;
+        if (s || step[i].op != VM_TRACE_CONV) continue;
+        if (!(s = grow(&o->asked, o->calls, sizeof *o->asked))) o->asked[o->calls++] = step[i].id;
     }
-    return same;
+    return s;
 }
 
-/* r: with its scratch memory; its reserved bytes: [until]. */
-static vm_status play_row(const vm_process *p, run r, size_t until, const vm_process_span *span, size_t spans,
-                          bool above, uint64_t *most) {
-    size_t at = 0;
-    memset(r.storage, 0, p->script->ids * sizeof *r.storage);
-    vm_status s = vm_talloc_new(vm_talloc_settings(p->talloc), &r.talloc);
-    if (!s) s = play(&r, p->script, &at, until);
-    for (size_t i = 0; !s && i < spans; i++) {
-        const uint64_t before = span[i].since ? r.reserved[span[i].since - 1] : 0;
-        most[i] = before;
-        for (at = span[i].since; at < span[i].until; at++) most[i] = VM_MAX(most[i], r.reserved[at]);
-        if (above) most[i] -= before;
+/* Whether a row of workspaces makes the segments that were made before, so that all goes as it went then. */
+static bool makes_the_same(const score *o, const run *r, const met *before) {
+    size_t i = 0;
+    while (i < o->calls && makes(r, before[i].room, r->workspace[o->asked[i]]) == before[i].made) i++;
+    return i == o->calls;
+}
+
+static vm_status play_row(const score *o, run r, played *row) {
+    uint64_t reserved = 0, height;
+    vm_status s = r.pool == BOTH_POOLS ? VM_OK : take(o->calls, sizeof *row->met, &row->met);
+    vm_talloc *a = NULL;
+    if (!s) s = vm_talloc_new(vm_talloc_settings(r.talloc), &a);
+    r.talloc = a;
+    r.met = row->met;
+    row->like = row;
+    for (size_t i = 0; !s && i < o->steps; i++) {
+        s = take_step(&r, &o->p->script->step[o->step[i]], &height);
+        if (s || now(a, VM_TALLOC_RESERVED_BYTES) == reserved) continue;
+        reserved = now(a, VM_TALLOC_RESERVED_BYTES);
+        if (!(s = grow(&row->change, row->changes, sizeof *row->change)))
+            row->change[row->changes++] = (change){o->step[i], reserved};
     }
-    vm_talloc_delete(r.talloc);
+    vm_talloc_delete(a);
     return s;
+}
+
+/* Each row in a pool. Every storage that is given back was taken before, so that none is of an earlier row. */
+static vm_status play_rows(const vm_process *p, pool pool, size_t until, uint64_t *workspace, size_t rows,
+                           played *row) {
+    run r = {.talloc = p->talloc, .blas = &p->blas, .pool = pool};
+    score o = {.p = p};
+    vm_status s = read_score(&r, until, &o);
+    if (!s) s = take(p->script->ids, sizeof *r.storage, &r.storage);
+    for (size_t i = 0; !s && i < rows; i++) {
+        r.workspace = workspace + i * p->script->convs;
+        for (size_t like = 0; like < i && !row[i].like; like++)
+            if (row[like].met && makes_the_same(&o, &r, row[like].met)) row[i].like = &row[like];
+        r.kept[CUBLAS] = r.kept[CUBLASLT] = (kept){0};
+        if (!row[i].like) s = play_row(&o, r, &row[i]);
+    }
+    for (size_t i = 0; i < rows; i++) release(row[i].met, o.calls + 1, sizeof *row[i].met);
+    release(r.storage, (size_t)p->script->ids + 1, sizeof *r.storage);
+    release(o.asked, vm_mem_capacity(o.calls), sizeof *o.asked);
+    release(o.step, vm_mem_capacity(o.steps), sizeof *o.step);
+    return s;
+}
+
+/* The most that was reserved in a span by the pools together; with `above` beyond what was before it. */
+static uint64_t most_of(const played *const row[2], const vm_process_span *span, bool above) {
+    size_t at[2] = {0, 0};
+    uint64_t held[2] = {0, 0}, before = 0, most = 0;
+    for (;;) {
+        const change *next = NULL;
+        int pool = 0;
+        for (int i = 0; i < 2; i++)
+            if (at[i] < row[i]->changes && (!next || row[i]->change[at[i]].step < next->step))
+                next = &row[i]->change[at[i]], pool = i;
+        if (!next || next->step >= span->until) return above ? most - before : most;
+        held[pool] = next->reserved;
+        at[pool]++;
+        most = VM_MAX(most, held[0] + held[1]);
+        if (next->step < span->since) before = most = held[0] + held[1];
+    }
 }
 
 vm_status vm_process_again(const vm_process *p, const vm_process_span *span, size_t spans, bool above,
                            uint64_t *workspace, size_t rows, uint64_t *most) {
-    const vm_trace *const t = p->script;
     const bool plain = vm_talloc_is_plain(p->talloc);
-    run r = {.blas = &p->blas, .kept = {{.step = NEVER}, {.step = NEVER}}};
-    size_t until = 0, calls = 0; /* of convolutions */
-    met **met_by = NULL;
+    const played none = {0};
+    played *row[2] = {NULL, NULL};
+    size_t until = 0;
     for (size_t i = 0; i < spans; i++) {
-        if (span[i].since > span[i].until || span[i].until > t->steps)
-            return vm_fail(VM_EINVAL, "again: want spans of %zu steps, got one from %zu until %zu", t->steps,
+        if (span[i].since > span[i].until || span[i].until > p->script->steps)
+            return vm_fail(VM_EINVAL, "again: want spans of %zu steps, got one from %zu until %zu", p->script->steps,
                            span[i].since, span[i].until);
         until = VM_MAX(until, span[i].until);
     }
-    for (size_t i = 0; i < until; i++) calls += t->step[i].op == VM_TRACE_CONV;
-    vm_status s = take(t->ids, sizeof *r.storage, &r.storage);
-    if (!s) s = take(until, sizeof *r.reserved, &r.reserved);
-    if (!s) s = take(rows, sizeof(met *), &met_by);
-    for (size_t i = 0; !s && i < rows; i++) {
-        r.workspace = workspace + i * t->convs;
-        size_t like = 0;
-        while (plain && like < i && !(met_by[like] && makes_the_same(p, until, r.workspace, met_by[like]))) like++;
-        if (plain && like < i) {
-            memcpy(most + i * spans, most + like * spans, spans * sizeof *most);
-            continue;
-        }
-        if (plain) s = take(calls, sizeof(met), &met_by[i]);
-        r.met = met_by[i];
-        if (!s) s = play_row(p, r, until, span, spans, above, most + i * spans);
-    }
-    for (size_t i = 0; met_by && i < rows; i++) release(met_by[i], calls + 1, sizeof(met));
-    release(met_by, rows + 1, sizeof(met *));
-    release(r.reserved, until + 1, sizeof *r.reserved);
-    release(r.storage, (size_t)t->ids + 1, sizeof *r.storage);
+    vm_status s = take(2 * rows, sizeof **row, row);
+    if (!s) row[1] = row[0] + rows;
+    if (!s) s = play_rows(p, plain ? LARGE_POOL : BOTH_POOLS, until, workspace, rows, row[0]);
+    if (!s && plain) s = play_rows(p, SMALL_POOL, until, workspace, rows, row[1]);
+    for (size_t i = 0; !s && i < rows; i++)
+        for (size_t j = 0; j < spans; j++)
+            most[i * spans + j] =
+                most_of((const played *[]){row[0][i].like, plain ? row[1][i].like : &none}, &span[j], above);
+    for (size_t i = 0; row[0] && i < 2 * rows; i++)
+        release(row[0][i].change, vm_mem_capacity(row[0][i].changes), sizeof(change));
+    release(row[0], 2 * rows + 1, sizeof **row);
     return s;
 }
 

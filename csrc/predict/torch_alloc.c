@@ -36,16 +36,18 @@ static uint64_t segment_size(const vm_talloc *a, const request *r) {
     return a->config.driver_pool ? r->size : native_segment(r);
 }
 
-vm_talloc_room vm_talloc_cached(const vm_talloc *a) {
-    const node last = {.size = UINT64_MAX, .address = UINT64_MAX};
-    const node *large = ta_before(&a->pools[0].cached, &last), *small = ta_before(&a->pools[1].cached, &last);
-    return (vm_talloc_room){large ? large->size : 0, small ? small->size : 0};
+bool vm_talloc_is_small(const vm_talloc *a, uint64_t bytes) {
+    return !a->config.driver_pool && vm_talloc_round(&a->config, bytes) <= TA_SMALL;
 }
 
-uint64_t vm_talloc_makes(const vm_talloc *a, vm_talloc_room room, uint64_t bytes) {
+uint64_t vm_talloc_cached(const vm_talloc *a, bool small) {
+    const node *largest = ta_before(&a->pools[small].cached, &(node){.size = UINT64_MAX, .address = UINT64_MAX});
+    return largest ? largest->size : 0;
+}
+
+uint64_t vm_talloc_makes(const vm_talloc *a, uint64_t room, uint64_t bytes) {
     const uint64_t size = vm_talloc_round(&a->config, bytes);
-    const request r = {.size = size, .small = size <= TA_SMALL};
-    return !bytes || size <= (r.small ? room.small : room.large) ? 0 : segment_size(a, &r);
+    return !bytes || size <= room ? 0 : segment_size(a, &(request){.size = size, .small = size <= TA_SMALL});
 }
 
 bool vm_talloc_is_plain(const vm_talloc *a) {

@@ -54,15 +54,14 @@ uint64_t vm_talloc_round(const vm_talloc_config *config, uint64_t bytes);
 /* Bytes that the native allocator asks the driver for where no block has room for so many, rounded. */
 uint64_t vm_talloc_segment(uint64_t size);
 
-/* The largest requests that cached blocks of the large and of the small pool serve, all of one stream; 0 for none. */
-typedef struct vm_talloc_room {
-    uint64_t large, small;
-} vm_talloc_room;
-vm_talloc_room vm_talloc_cached(const vm_talloc *a);
-/* Bytes of the segment that a request makes where there is so much room; 0 where a cached block serves it. It holds for
- * allocators that are plain: sizes alone decide there, and what is taken and given back at once leaves no trace beside
- * the segment. */
-uint64_t vm_talloc_makes(const vm_talloc *a, vm_talloc_room room, uint64_t bytes);
+/* Whether a request is served by the small pool. */
+bool vm_talloc_is_small(const vm_talloc *a, uint64_t bytes);
+/* The largest request that a cached block of a pool serves, all of one stream; 0 for none. */
+uint64_t vm_talloc_cached(const vm_talloc *a, bool small);
+/* Bytes of the segment that a request makes where its pool has so much room; 0 where a cached block serves it. It holds
+ * for allocators that are plain: sizes alone decide there, neither pool depends on the other, and what is taken and
+ * given back at once leaves no trace beside the segment. */
+uint64_t vm_talloc_makes(const vm_talloc *a, uint64_t room, uint64_t bytes);
 bool vm_talloc_is_plain(const vm_talloc *a);
 
 /* *address is 0 for 0 bytes. VM_ENOMEM with vm_talloc_last_oom() when the simulated device is full (cached segments
