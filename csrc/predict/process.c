@@ -24,6 +24,25 @@ typedef struct kept {
     uint32_t name;
 } kept;
 
+/* What a convolution met in a pool: what was cached, and the segment that its workspace made. */
+typedef struct met {
+    uint64_t room, made;
+} met;
+
+/* From a step on so much was reserved. */
+typedef struct change {
+    size_t step;
+    uint64_t reserved;
+} change;
+
+/* A row that was played in a pool: what its convolutions met there, and what was reserved. */
+typedef struct played {
+    met *met; /* [calls], or NULL where the allocator is not plain */
+    change *change;
+    size_t calls, changes;
+    const struct played *like; /* itself, or a row before it that went alike */
+} played;
+
 enum { CUBLAS, CUBLASLT };
 static const size_t NEVER = SIZE_MAX;
 
@@ -40,6 +59,8 @@ struct vm_process {
     uint64_t peak;      /* bytes at the most since, */
     size_t call, end;   /* behind so many steps, of which those from `call` on are a call's, up to its height */
     uint64_t workspace; /* of the convolution that is the last of them */
+    played small;       /* a row in the small pool, which nearly all others go like, */
+    size_t until;       /* of so many steps */
     bool full;          /* the last call failed because the simulated device was full, */
     vm_talloc_oom oom;  /* and these are its figures */
 };
@@ -54,6 +75,12 @@ static vm_status take(size_t items, size_t item, void *out) {
 
 static vm_status grow(void *array, size_t count, size_t item) {
     return vm_mem_grow(vm_mem_common, VM_SCRATCH, array, count, item);
+}
+
+static void forget_row(played *row) {
+    release(row->met, row->calls + 1, sizeof *row->met);
+    release(row->change, vm_mem_capacity(row->changes), sizeof *row->change);
+    *row = (played){0};
 }
 
 vm_status vm_process_new(vm_talloc *talloc, const vm_process_blas *blas, vm_process **out) {
@@ -76,6 +103,7 @@ void vm_process_free(vm_process *p) {
     if (!p) return;
     release(p->storage, vm_mem_capacity(p->script->ids), sizeof *p->storage);
     release(p->most, vm_mem_capacity(p->mosts), sizeof *p->most);
+    forget_row(&p->small);
     vm_trace_free(p->script);
     release(p, 1, sizeof *p);
 }
@@ -126,11 +154,6 @@ uint64_t vm_process_bytes_at(vm_process *p, uint64_t address) {
 }
 
 /* ---- playing it ---- */
-
-/* What a convolution met in a pool: what was cached, and the segment that its workspace made. */
-typedef struct met {
-    uint64_t room, made;
-} met;
 
 typedef enum pool { BOTH_POOLS, LARGE_POOL, SMALL_POOL } pool;
 
@@ -446,20 +469,6 @@ vm_status vm_process_call(vm_process *p, const vm_trace *t, const uint64_t *work
 
 /* ---- the same with other workspaces ---- */
 
-/* From a step on so much was reserved. */
-typedef struct change {
-    size_t step;
-    uint64_t reserved;
-} change;
-
-/* A row that was played in a pool: what its convolutions met there, and what was reserved. */
-typedef struct played {
-    met *met; /* [calls], or NULL where the allocator is not plain */
-    change *change;
-    size_t changes;
-    const struct played *like; /* itself, or a row before it that went alike */
-} played;
-
 /* What is played in a pool. */
 typedef struct score {
     const vm_process *p;
@@ -495,6 +504,7 @@ static vm_status play_row(const score *o, run r, played *row) {
     r.talloc = a;
     r.met = row->met;
     row->like = row;
+    row->calls = o->calls;
     for (size_t i = 0; !s && i < o->steps; i++) {
         s = take_step(&r, &o->p->script->step[o->step[i]], &height);
         if (s || now(a, VM_TALLOC_RESERVED_BYTES) == reserved) continue;
@@ -506,21 +516,22 @@ static vm_status play_row(const score *o, run r, played *row) {
     return s;
 }
 
-/* Each row in a pool. Every storage that is given back was taken before, so that none is of an earlier row. */
+/* Each row in a pool. first: one that rows are compared with before the others, played where it was not yet; or NULL.
+ * Every storage that is given back was taken before, so that none is of an earlier row. */
 static vm_status play_rows(const vm_process *p, pool pool, size_t until, uint64_t *workspace, size_t rows,
-                           played *row) {
+                           played *first, played *row) {
     run r = {.talloc = p->talloc, .blas = &p->blas, .pool = pool};
     score o = {.p = p};
     vm_status s = read_score(&r, until, &o);
     if (!s) s = take(p->script->ids, sizeof *r.storage, &r.storage);
     for (size_t i = 0; !s && i < rows; i++) {
         r.workspace = workspace + i * p->script->convs;
-        for (size_t like = 0; like < i && !row[i].like; like++)
+        if (first && !first->like) s = play_row(&o, r, first);
+        if (!s && first && makes_the_same(&o, &r, first->met)) row[i].like = first;
+        for (size_t like = 0; !s && like < i && !row[i].like; like++)
             if (row[like].met && makes_the_same(&o, &r, row[like].met)) row[i].like = &row[like];
-        r.kept[CUBLAS] = r.kept[CUBLASLT] = (kept){0};
-        if (!row[i].like) s = play_row(&o, r, &row[i]);
+        if (!s && !row[i].like) s = play_row(&o, r, &row[i]);
     }
-    for (size_t i = 0; i < rows; i++) release(row[i].met, o.calls + 1, sizeof *row[i].met);
     release(r.storage, (size_t)p->script->ids + 1, sizeof *r.storage);
     release(o.asked, vm_mem_capacity(o.calls), sizeof *o.asked);
     release(o.step, vm_mem_capacity(o.steps), sizeof *o.step);
@@ -545,8 +556,8 @@ static uint64_t most_of(const played *const row[2], const vm_process_span *span,
     }
 }
 
-vm_status vm_process_again(const vm_process *p, const vm_process_span *span, size_t spans, bool above,
-                           uint64_t *workspace, size_t rows, uint64_t *most) {
+vm_status vm_process_again(vm_process *p, const vm_process_span *span, size_t spans, bool above, uint64_t *workspace,
+                           size_t rows, uint64_t *most) {
     const bool plain = vm_talloc_is_plain(p->talloc);
     const played none = {0};
     played *row[2] = {NULL, NULL};
@@ -559,14 +570,16 @@ vm_status vm_process_again(const vm_process *p, const vm_process_span *span, siz
     }
     vm_status s = take(2 * rows, sizeof **row, row);
     if (!s) row[1] = row[0] + rows;
-    if (!s) s = play_rows(p, plain ? LARGE_POOL : BOTH_POOLS, until, workspace, rows, row[0]);
-    if (!s && plain) s = play_rows(p, SMALL_POOL, until, workspace, rows, row[1]);
+    if (!s) s = play_rows(p, plain ? LARGE_POOL : BOTH_POOLS, until, workspace, rows, NULL, row[0]);
+    if (until != p->until) forget_row(&p->small);
+    p->until = until;
+    if (!s && plain) s = play_rows(p, SMALL_POOL, until, workspace, rows, &p->small, row[1]);
+    if (s) forget_row(&p->small);
     for (size_t i = 0; !s && i < rows; i++)
         for (size_t j = 0; j < spans; j++)
             most[i * spans + j] =
                 most_of((const played *[]){row[0][i].like, plain ? row[1][i].like : &none}, &span[j], above);
-    for (size_t i = 0; row[0] && i < 2 * rows; i++)
-        release(row[0][i].change, vm_mem_capacity(row[0][i].changes), sizeof(change));
+    for (size_t i = 0; row[0] && i < 2 * rows; i++) forget_row(&row[0][i]);
     release(row[0], 2 * rows + 1, sizeof **row);
     return s;
 }

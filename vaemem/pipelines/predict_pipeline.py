@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from vaemem._arguments import shared
-from vaemem._common import MIB, __version__, flag, html_table, meant, render, whole
+from vaemem._common import MIB, __version__, distinct, flag, html_table, meant, render, whole
 from vaemem.pipelines.asked import OFFLOADS, Part, PipelineQuestion, ask_pipeline
 from vaemem.pipelines.components import CLIP_TOKENS, PIPELINES, SPELT_PIPELINES, refuse
 from vaemem.pipelines.pipeline_run import Phase, PipelineRun, play_pipeline
@@ -390,17 +390,18 @@ class PipelinePrediction(_Phases):
 
     @functools.cached_property
     def upper(self) -> int:
-        said = self._question.software.has_version
-        most = map(max, zip(*self._possible(False), *(() if said else self._possible(True)), strict=True))
+        every = (False,) if self._question.software.has_version else (False, True)
+        most = map(max, zip(*self._possible(*every), strict=True))
         return SEGMENT + max(
             math.ceil(phase.weights + phase.outside + (reserved - phase.weights) * MARGIN)
             for phase, reserved in zip(self.phases, most, strict=True)
         )
 
-    def _possible(self, every: bool) -> list[list[int]]:
+    def _possible(self, *every: bool) -> list[list[int]]:
         """Reserved bytes by phase, and those with each of the other workspaces that may be the true ones."""
-        others, spans = tuple(self._process._alternatives(every)), tuple(self._run.spans)
-        return [[phase.reserved for phase in self.phases], *self._process._core.again(others, spans, False)]
+        others = distinct(other for each in every for other in self._process._alternatives(each))
+        rows = self._process._core.again(tuple(others), tuple(self._run.spans), False)
+        return [[phase.reserved for phase in self.phases], *rows]
 
     def work(self, phase: Phase, machine: Machine | None = None) -> dict[str, float]:
         """What a phase does once the weights are there, for `vaemem.prediction.seconds.Machine`. A short prompt may be

@@ -119,8 +119,9 @@ class SimulatedAnswer(CardAnswer):
 
     @functools.cached_property
     def upper(self) -> int:
-        known, others = map(self._read, self._bounding), self._others(not self._has_version, *self._bounding)
-        return _bound_of(max(*known, *self.band, *others))
+        # The others first, for most of the band's are among them, and what is alike is then played once.
+        others = list(self._others(not self._has_version, *self._bounding))
+        return _bound_of(max(*map(self._read, self._bounding), *self.band, *others))
 
     @property
     def _bounding(self) -> tuple[str, ...]:
