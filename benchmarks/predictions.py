@@ -1,11 +1,13 @@
 """CPU time of predictions, in one thread: medians over sizes that were not asked before in that process.
 
     python benchmarks/predictions.py [--sizes N] [--beside PATH] [--bound]
+    python benchmarks/predictions.py --commands [BEGINNING] [--beside PATH]
 
 The package is the one that Python finds. `--beside` names another checkout, built in place: each question is then asked
 of both in turns, in processes of their own, so that each figure stands beside that of the commit before. Plans take
 longer and are asked at fewer sizes, which the table says. Time is what the process itself used, so that others on the
-machine disturb it less.
+machine disturb it less. With `--commands` it is that of whole commands, each a process of its own from its start to its
+end, all of them or those that begin so: CPU seconds, then elapsed ones. Python's compiled files are there already.
 """
 
 from __future__ import annotations
@@ -13,8 +15,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
+import shlex
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +28,23 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 ROUNDS = 3
+COMMANDS = """
+fits sdxl decode 1024 --gpu "RTX 4060"
+fits sdxl decode 2048 --gpu "RTX 4060"
+fits sdxl decode 4096 --gpu T4
+fits sdxl encode 2048 --gpu "RTX 4060"
+fits flux decode 2048 --gpu "RTX 3060"
+fits sd15 decode 2048 --gpu "GTX 1080"
+largest sdxl decode --gpu "RTX 4060"
+largest flux decode --gpu T4
+predict sdxl decode 1024 --gpu "RTX 4060"
+pipeline sdxl 1024 --gpu T4
+pipeline flux 1024 --gpu "RTX 4090"
+plan sdxl 1024 --gpu "RTX 4060"
+plan flux 1024 --gpu "RTX 4060"
+plan zimage 1024 --gpu T4
+explain "CUDA out of memory. Tried to allocate 4.00 GiB. GPU 0 has a total capacity of 7.75 GiB."
+"""
 SHARES = {"predict": 1, "predict_pipeline": 1, "plan_pipeline": 10}  # of the sizes, each is asked a part
 
 
@@ -70,6 +92,31 @@ def time_in(checkout: Path, name: str, count: int, first: int) -> list[float]:
     return list(json.loads(done.stdout))
 
 
+def time_command(checkout: Path, command: str, compiled: str) -> tuple[float, float]:
+    """CPU seconds and elapsed ones. compiled: the folder of Python's compiled files, which a first run fills."""
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    env |= {"PYTHONPATH": str(checkout), "PYTHONSAFEPATH": "1", "PYTHONPYCACHEPREFIX": compiled}
+    before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
+    words = [sys.executable, "-m", "vaemem", *shlex.split(command)]
+    done = subprocess.run(words, env=env, capture_output=True, text=True)
+    elapsed, after = time.monotonic() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
+    if done.returncode not in (0, 1):
+        raise SystemExit(f"{checkout}: {command}: {done.stderr.strip()}")
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, elapsed
+
+
+def print_commands(checkouts: list[Path], beginning: str) -> None:
+    print(f"{'seconds: CPU, elapsed':44}" + "".join(f"{commit(checkout):>16}" for checkout in checkouts))
+    with tempfile.TemporaryDirectory() as compiled:
+        for command in filter(lambda line: line and line.startswith(beginning), COMMANDS.split("\n")):
+            taken: list[list[tuple[float, float]]] = [[] for _ in checkouts]
+            for _ in range(1 + ROUNDS):
+                for times, checkout in zip(taken, checkouts, strict=True):
+                    times.append(time_command(checkout, command, compiled))
+            each = [map(median, zip(*times[1:], strict=True)) for times in taken]
+            print(f"{command[:43]:44}" + "".join("{:10.2f}{:6.2f}".format(*seconds) for seconds in each), flush=True)
+
+
 def commit(checkout: Path) -> str:
     done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=checkout)
     return done.stdout.strip() or checkout.name
@@ -80,6 +127,7 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, default=200, help="of predict and predict_pipeline; a tenth of plans")
     parser.add_argument("--beside", type=Path, metavar="PATH", help="another checkout, built in place")
     parser.add_argument("--bound", action="store_true", help="also bound('comfyui') on one card, asked once")
+    parser.add_argument("--commands", nargs="?", const="", metavar="BEGINNING", help="whole commands instead")
     parser.add_argument("--here", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.here:
@@ -87,6 +135,9 @@ def main() -> None:
         print(json.dumps(time_here(name, int(count), int(first))))
         return
     checkouts = [ROOT, *([args.beside.resolve()] if args.beside else [])]
+    if args.commands is not None:
+        print_commands(checkouts, args.commands)
+        return
     print(f"{'CPU ms, medians':20}{'sizes':>6}" + "".join(f"{commit(checkout):>12}" for checkout in checkouts))
     asked = {name: max(args.sizes // share, 1) for name, share in SHARES.items()} | ({"bound": 1} if args.bound else {})
     for name, count in asked.items():

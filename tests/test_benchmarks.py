@@ -470,5 +470,8 @@ def test_predictions(tmp_path):
     names, counts, figures = zip(*(line.split() for line in lines), strict=True)
     assert (names, counts) == (("predict", "predict_pipeline", "plan_pipeline"), ("2", "2", "1"))
     assert all(float(figure) > 0 for figure in figures)
+    header, line = run("predictions.py", "--commands predict", tmp_path).splitlines()
+    assert header.startswith("seconds: CPU, elapsed") and line.startswith("predict sdxl decode 1024")
+    assert all(float(seconds) > 0 for seconds in line.split()[-2:])
     sizes = list(predictions.sizes(400))
     assert len(set(sizes)) == 400 and not any(side % 8 for size in sizes for side in size)
