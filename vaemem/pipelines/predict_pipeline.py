@@ -241,6 +241,7 @@ class _Tried(NamedTuple):
     most: int
     refused: float
     has_other_plans: bool
+    first_plans: bool  # whether it is known that each convolution had the workspace of its first plan
 
     @classmethod
     def of(cls, run: PipelineRun) -> _Tried:
@@ -248,12 +249,13 @@ class _Tried(NamedTuple):
         return cls(
             run.phases, run.lacking, process.substitutions, process.guessed_plans, process.most_reserved,
             math.inf if refused is None else refused, process.has_other_plans,
+            not process._core.refused and (process.has_other_plans or not run.lacking),
         )  # fmt: skip
 
     def is_that_of(self, capacity: int, has_other_plans: bool) -> bool:
-        """Whether a card of so many bytes comes to the same. What stands in for cuDNN's first plans matters where
-        something was refused."""
-        alike = self.refused == math.inf or self.has_other_plans == has_other_plans
+        """Whether a card of so many bytes comes to the same. What stands in for cuDNN's first plans matters where one
+        of them could not be had."""
+        alike = self.first_plans or self.has_other_plans == has_other_plans
         return alike and self.most <= capacity < self.refused
 
 
