@@ -74,6 +74,18 @@ def test_jumps_are_found():
     assert form.worst < 1e-6 and form.predict(640, 640) == pytest.approx(10**8 + 500 * 640 * 640, rel=1e-6)
 
 
+def test_a_workspace_that_its_padding_pushes_over_a_page():
+    """Where it jumps depends on H + W, not on H*W."""
+
+    def peak(p):
+        return 10**8 + (700 if p.batch * (p.height + p.width) > 2000 else 500) * p.batch * p.height * p.width
+
+    form = fitted(peak)
+    assert {piece.condition() for piece in form.pieces} == {"batch*(H+W) <= 1984", "batch*(H+W) > 1984"}
+    check_bounds(form, peak)
+    assert form.worst < 1e-6
+
+
 def test_what_is_no_polynomial_has_bounds():
     """Noise of 20% is within them, in no more than 12 pieces, and the middle is as near as it can be."""
 
@@ -138,6 +150,23 @@ def test_tokens():
     assert form.predict(512, 512, 2, 300) == pytest.approx(peak(Point(512, 512, 2, 300)), rel=1e-6)
     with pytest.raises(ValueError, match="tokens: want 1 to 512, which the formula is of, got 600"):
         form.predict(512, 512, 1, 600)
+
+
+def test_attention_of_an_image_and_its_prompt():
+    """The scores of both, (H*W/256 + t)^2, are one exact piece."""
+
+    def peak(p):
+        scores = 48 * p.batch * (p.height * p.width // 256 + p.tokens) ** 2
+        return PlayedPeak(10**8 + scores, "attention", {"weights": 10**8, "scores": scores}, "scores")
+
+    domain = Domain(256, 1024, (1, 2, 3), (1, 100, 512), step=128)
+    form = fitted(peak, domain)
+    (piece,) = form.pieces
+    assert dict(piece.terms)["scores"] == {
+        "batch*tokens^2": 48, "batch*tokens*H*W": Fraction(3, 8), "batch*(H*W)^2": Fraction(48, 256**2)
+    }  # fmt: skip
+    check_bounds(form, peak)
+    assert form.worst < 1e-6 and form.predict(512, 768, 2, 300) == pytest.approx(peak(Point(512, 768, 2, 300)).bytes)
 
 
 @pytest.mark.parametrize(

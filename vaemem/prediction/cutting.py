@@ -34,6 +34,8 @@ ROUNDING = 512  # bytes: the allocator's granule; a tensor that is off its law b
 FINEST = 1 << 13  # denominators of exact coefficients: 64 pixels a latent's, squared, and two more
 LAWSON = 12  # rounds of reweighting
 PAYS = 0.75  # a further power is taken where it leaves so much of the distance between the bounds
+# The powers that say where to cut: nearly every peak is near a polynomial of these.
+USUAL = ("", "batch*H*W", "batch*tokens", "batch*h*w", "batch*(H*W)^2", "batch*tokens*H*W")
 
 
 class _Law(NamedTuple):
@@ -89,11 +91,9 @@ class _Points:
         return sum(float(value) * self.powers[power] for power, value in law.items())
 
     def leaf(self, mine: np.ndarray, within: dict[str, tuple[float, float]]) -> _Leaf:
-        """By a law that follows all of the points, or by the powers that nearly every peak is of and least squares:
-        quick, and good enough to say where to cut."""
-        fitted = (
-            self.bytes[mine] / _solved(["", "batch*H*W", "batch*tokens", "batch*h*w"], mine, self.powers, self.bytes)[1]
-        )
+        """By a law that follows all of the points, or by the usual powers and least squares: quick, and good enough to
+        say where to cut."""
+        fitted = self.bytes[mine] / _solved(USUAL, mine, self.powers, self.bytes)[1]
         ratio, law = fitted, None
         for one in self.laws:
             exact = self.bytes[mine] / one.values[mine]
@@ -264,6 +264,7 @@ _TRIED = (
     ("batch*(H*W)^2",), ("batch*h*w",), ("", "batch*h*w"), ("batch", "batch*H*W"),
     ("batch*tokens", "batch*H*W"), ("", "batch*H*W", "batch*(H+W)"),
     ("batch", "batch*H*W", "batch*(H+W)"), ("", "batch", "batch*H*W"), ("", "batch*H*W", "batch*(H*W)^2"),
+    ("", "batch*tokens", "batch*H*W", "batch*tokens^2", "batch*tokens*H*W", "batch*(H*W)^2"),
 )  # fmt: skip
 
 

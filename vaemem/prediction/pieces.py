@@ -22,6 +22,7 @@ _TILE = "min(height, tile) * min(width, tile)"
 QUANTITIES = {
     "batch": ("batch", "N"), "tokens": ("tokens", "t"), "H*W": ("height * width", "H W"),
     "batch*H*W": ("batch * height * width", "N H W"), "batch*h*w": (f"batch * {_TILE}", "N h w"),
+    "batch*(H+W)": ("batch * (height + width)", "N (H + W)"),  # padding
     # Above 0 where 128 channels of half precision are no whole number of the allocator's pages of 2 MiB.
     "batch*H*W % 8192": ("batch * height * width % 8192", r"N H W \bmod 8192"),
 }  # fmt: skip
@@ -35,11 +36,14 @@ POWERS = {
     "H*W": ("height * width", "H W"),
     "batch*(H*W)^2": ("batch * (height * width) ** 2", "N (H W)^2"),
     "batch*h*w": (f"batch * {_TILE}", "N h w"),
+    "batch*tokens*H*W": ("batch * tokens * height * width", "N t H W"),  # attention's between an image and its prompt
+    "batch*tokens^2": ("batch * tokens**2", "N t^2"),
 }
 # How a table in MiB writes the powers, and what their coefficients are multiplied by beside 1/MiB.
 SHORT = {
     "": ("", 1), "batch*H*W": ("N*MP", MIB), "batch": ("N", 1), "batch*tokens": ("N*t", 1), "tokens": ("t", 1),
     "batch*(H+W)": ("N*(H+W)", 1), "H*W": ("MP", MIB), "batch*(H*W)^2": ("N*MP^2", MIB**2), "batch*h*w": ("N*mp", MIB),
+    "batch*tokens*H*W": ("N*t*MP", MIB), "batch*tokens^2": ("N*t^2", 1),
 }  # fmt: skip
 Coefficient = float | Fraction
 Polynomial = Mapping[str, Coefficient]  # bytes by power
@@ -245,6 +249,7 @@ def power_at(name: str, height: Any, width: Any, batch: Any, tokens: Any, tile: 
     return {
         "": 1, "batch*H*W": batch * pixels, "batch": batch, "batch*tokens": batch * tokens, "tokens": tokens,
         "batch*(H+W)": batch * (height + width), "H*W": pixels, "batch*(H*W)^2": batch * pixels * pixels,
+        "batch*tokens*H*W": batch * tokens * pixels, "batch*tokens^2": batch * tokens * tokens,
         "batch*h*w": batch * cut, "batch*H*W % 8192": batch * pixels % 8192,
     }[name]  # fmt: skip
 
