@@ -9,8 +9,9 @@ the polynomial whose largest relative error is the least.
 from __future__ import annotations
 
 import math
+import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from itertools import islice
 from typing import Any, NamedTuple
@@ -21,12 +22,11 @@ from vaemem.prediction.moments import ROUNDED_UP
 from vaemem.prediction.pieces import POWERS, QUANTITIES, Domain, Form, Piece, PlayedPeak, Point, Polynomial, power_at
 
 MOST_PIECES = 12
-ENOUGH = 0.95  # of the points are to be no further above
 MOST_POINTS = 50_000  # of a domain: minutes
 BETWEEN = 10  # for every so many points of a domain, one is played between its steps
 NARROW = 1.04  # upper over lower bound of a piece that is not cut any more
 EXACT = 1.03  # and of one that keeps the law of its tensors, though another polynomial were nearer
-FINE = 1.005  # and of one whose polynomial is good enough
+FINE = 0.005  # by how much more than 1 it may be where a polynomial is good enough
 EXCESS = 1.1  # what the upper bound may be of the peak, at most points
 FAR = 2  # what a point costs beside whose bound is further above
 CUTS = 16  # places at which a cut is tried, of each quantity
@@ -34,8 +34,9 @@ ROUNDING = 512  # bytes: the allocator's granule; a tensor that is off its law b
 FINEST = 1 << 13  # denominators of exact coefficients: 64 pixels a latent's, squared, and two more
 LAWSON = 12  # rounds of reweighting
 PAYS = 0.75  # a further power is taken where it leaves so much of the distance between the bounds
+SUPPORT = 2  # points for each power of a polynomial, or more
 # The powers that say where to cut: nearly every peak is near a polynomial of these.
-USUAL = ("", "batch*H*W", "batch*tokens", "batch*h*w", "batch*(H*W)^2", "batch*tokens*H*W")
+USUAL = ("", "batch*H*W", "batch", "batch*tokens", "batch*h*w", "batch*(H*W)^2", "batch*tokens*H*W")
 
 
 class _Law(NamedTuple):
@@ -61,7 +62,7 @@ class _Points:
 
     def __init__(self, points: Sequence[Point], seen: Sequence[PlayedPeak]):
         columns = np.array(points, dtype=float).T
-        self.points, self.seen, self.cost = points, seen, _by_far
+        self.points, self.seen = points, seen
         self.bytes = np.array([one.bytes for one in seen], dtype=float)
         shape = self.bytes.shape
         every = {*POWERS, *QUANTITIES}
@@ -93,19 +94,19 @@ class _Points:
     def leaf(self, mine: np.ndarray, within: dict[str, tuple[float, float]]) -> _Leaf:
         """By a law that follows all of the points, or by the usual powers and least squares: quick, and good enough to
         say where to cut."""
-        fitted = self.bytes[mine] / _solved(USUAL, mine, self.powers, self.bytes)[1]
-        ratio, law = fitted, None
+        _, value = _solved(USUAL[: _most(mine)], mine, self.powers, self.bytes)
+        ratio, law = self.bytes[mine] / np.where(value > 0, value, self.bytes[mine].max()), None
         for one in self.laws:
             exact = self.bytes[mine] / one.values[mine]
             if exact.min() > 0 and _spread(exact) < min(EXACT, _spread(ratio) if law else math.inf):
                 ratio, law = exact, one
         above = ratio.max() / ratio
-        return _Leaf(mine, within, law, float(self.cost(above).sum()), _spread(ratio))
+        return _Leaf(mine, within, law, float(np.log(above).sum()) + FAR * _far(ratio), _spread(ratio))
 
-    def cut(self, leaf: _Leaf, names: Iterable[str] = QUANTITIES) -> list[_Leaf]:
+    def cut(self, leaf: _Leaf) -> list[_Leaf]:
         """The two halves whose bounds are the narrowest in all; the leaf itself where it cannot be cut."""
         best = [leaf]
-        for name in names:
+        for name in QUANTITIES:
             values = self.quantities[name]
             known, (low, high) = np.unique(values[leaf.mine]), leaf.within.get(name, (-math.inf, math.inf))
             first, last = 0, len(known) - 2  # the last of those on the lower side, by index
@@ -127,7 +128,7 @@ class _Points:
         return best
 
     def piece(self, leaf: _Leaf) -> Piece:
-        """A leaf with its law, or with the polynomial of the least error."""
+        """A leaf with its law, or with the polynomial that is the nearest."""
         mine, law = leaf.mine, leaf.law
         most = Counter(self.seen[i].where for i in mine).most_common(1)[0][0]
         at = law.of if law else next(self.seen[i] for i in mine[::-1] if self.seen[i].where == most)
@@ -139,7 +140,7 @@ class _Points:
             polynomial = {power: total[power] for power in POWERS if total[power]}
             ratio = self.bytes[mine] / law.values[mine]
         else:
-            polynomial, values = _minimax(mine, self.powers, self.bytes)
+            polynomial, values = _nearest(mine, self.powers, self.bytes)
             ratio = self.bytes[mine] / values
         return Piece(
             leaf.within, polynomial, float(ratio.min()) * (1 - 1e-12), float(ratio.max()) * (1 + 1e-12), at.where,
@@ -150,20 +151,10 @@ class _Points:
 def fit_pieces(name: str, domain: Domain, points: Sequence[Point], seen: Sequence[PlayedPeak]) -> Form:
     """The form of a peak that was played at the points of a domain, or at those of them that can be run."""
     played = _Points(points, seen)
-    form = _form(name, domain, played, _grown(played))
-    if form.within < ENOUGH:  # the cut that is the best at first may not lead to the best pieces
-        forms = [form]
-        for cost in (_by_far, _by_squares):
-            played.cost = cost
-            forms += [_form(name, domain, played, _grown(played, [first])) for first in QUANTITIES]
-        form = max(forms, key=lambda form: form.within)
-    return form
-
-
-def _form(name: str, domain: Domain, played: _Points, leaves: Sequence[_Leaf]) -> Form:
+    leaves = _grown(played)
     pieces = [played.piece(leaf) for leaf in leaves]
     excess = np.concatenate([
-        [piece.value(played.points[i]) * piece.high / played.seen[i].bytes - 1 for i in leaf.mine]
+        [piece.value(points[i]) * piece.high / seen[i].bytes - 1 for i in leaf.mine]
         for leaf, piece in zip(leaves, pieces, strict=True)
     ])  # fmt: skip
     pieces.sort(key=lambda piece: [piece.within.get(name, (-math.inf, 0)) for name in QUANTITIES])
@@ -171,10 +162,9 @@ def _form(name: str, domain: Domain, played: _Points, leaves: Sequence[_Leaf]) -
     return Form(name, tuple(pieces), domain, within, float(excess.max()), float(np.median(excess)))
 
 
-def _grown(played: _Points, first: Iterable[str] = QUANTITIES) -> list[_Leaf]:
-    """The leaves, where the first cut is by one of these quantities."""
-    root = played.leaf(np.arange(len(played.points)), {})
-    leaves = played.cut(root, first) if root.spread > NARROW else [root]
+def _grown(played: _Points) -> list[_Leaf]:
+    """The leaves: the one whose cut gains the most is cut, and so on."""
+    leaves = [played.leaf(np.arange(len(played.points)), {})]
     cuts: dict[int, list[_Leaf]] = {}  # of each leaf, by its first point
     while len(leaves) < MOST_PIECES:
         for leaf in leaves:
@@ -188,22 +178,22 @@ def _grown(played: _Points, first: Iterable[str] = QUANTITIES) -> list[_Leaf]:
     return leaves
 
 
-def _by_far(above: np.ndarray) -> np.ndarray:
-    """What it costs that upper bounds are so many times the peaks: a point too far above counts much."""
-    return np.log(above) + FAR * (above > EXCESS)
-
-
-def _by_squares(above: np.ndarray) -> np.ndarray:
-    """Likewise; a cut may pay here that brings no point near enough before it is followed by another."""
-    return (np.log(above) / math.log(EXCESS)) ** 2
-
-
 def _cost(leaves: Sequence[_Leaf]) -> float:
     return sum(leaf.cost for leaf in leaves)
 
 
 def _spread(ratio: np.ndarray) -> float:
     return float(ratio.max() / ratio.min())
+
+
+def _far(ratio: np.ndarray) -> int:
+    """At how many points the upper bound is too far above, where the peaks are so many times a polynomial."""
+    return int(np.count_nonzero(ratio.max() > EXCESS * ratio))
+
+
+def _off(ratio: np.ndarray) -> float:
+    """How far a polynomial is off: the distance between the bounds, and what a point costs that is too far below."""
+    return _spread(ratio) - 1 + FAR * _far(ratio) / len(ratio)
 
 
 def _solved(
@@ -216,46 +206,52 @@ def _solved(
     size[size == 0] = 1
     weights = np.sqrt(np.broadcast_to(weight, y[mine].shape))
     found, *_ = np.linalg.lstsq(scaled / size * weights[:, None], weights, rcond=None)
-    value = matrix @ (found / size)
-    return found / size, np.where(value > 0, value, y[mine].max())
+    return found / size, matrix @ (found / size)
 
 
-def _minimax(mine: np.ndarray, powers: Mapping[str, np.ndarray], y: np.ndarray) -> tuple[dict[str, float], np.ndarray]:
-    """The polynomial of few powers whose largest relative error is about the least, by Lawson's weights, and its
-    values."""
+def _nearest(mine: np.ndarray, powers: Mapping[str, np.ndarray], y: np.ndarray) -> tuple[dict[str, float], np.ndarray]:
+    """The polynomial of few powers whose upper bound is too far above the fewest points, and whose largest relative
+    error is about the least, by Lawson's weights; and its values."""
 
-    def closest(chosen: Sequence[str]) -> tuple[float, np.ndarray, np.ndarray]:
-        weight, best = np.full(len(mine), 1 / len(mine)), None
+    def closest(chosen: Sequence[str]) -> tuple[float, dict[str, float], np.ndarray]:
+        """How far off the one of these powers is, its coefficients, and its values."""
+        weight, tries = np.full(len(mine), 1 / len(mine)), []
         for _ in range(LAWSON):
-            law, value = _solved(chosen, mine, powers, y, weight)
-            spread = _spread(y[mine] / value)
-            if best is None or spread < best[0]:
-                best = spread, law, value
+            found, value = _solved(chosen, mine, powers, y, weight)
+            off = _off(y[mine] / value) if value.min() > 0 else math.inf
+            tries.append((off, dict(zip(chosen, found.tolist(), strict=True)), value))
             weight = weight * (np.abs(value / y[mine] - 1) + 1e-12)
             weight /= weight.sum()
-        assert best is not None
-        return best
+        return min(tries, key=by_off)
 
-    known = _known(mine, powers)
-    chosen = ["", *({"batch*H*W"} & set(known))]
-    best = closest(chosen)
-    while best[0] > FINE and (others := {one: closest([*chosen, one]) for one in known if one not in chosen}):
-        power = min(others, key=lambda power: others[power][0])
-        if others[power][0] - 1 > PAYS * (best[0] - 1):
+    by_off = operator.itemgetter(0)
+    known, most = _known(mine, powers), _most(mine)
+    usual = [power for power in USUAL if power in known][:most]
+    best = min(closest([""]), closest(usual[:2]), key=by_off)
+    while best[0] > FINE and len(best[1]) < most:
+        others = (closest([*best[1], one]) for one in known if one not in best[1])
+        further = min(others, key=by_off, default=best)
+        if further[0] > PAYS * best[0]:
             break
-        chosen, best = [*chosen, power], others[power]
+        best = further
+    if best[0] > EXCESS - 1:  # several powers may be near where none alone is
+        best = min(best, closest(usual), key=by_off)
     ratio = y[mine] / best[2]
     middle = math.sqrt(ratio.max() * ratio.min())
-    return dict(zip(chosen, (best[1] * middle).tolist(), strict=True)), best[2] * middle
+    return {power: value * middle for power, value in best[1].items()}, best[2] * middle
+
+
+def _most(mine: np.ndarray) -> int:
+    """How many powers a polynomial may have."""
+    return max(len(mine) // SUPPORT, 1)
 
 
 def _known(mine: np.ndarray, powers: Mapping[str, np.ndarray]) -> list[str]:
     """The powers that can be told from a constant, or from the batch, at these points: those of H and W where there are
-    several sizes."""
-    is_one_size = not np.ptp(powers["H*W"][mine])
-    return [
-        power for power in POWERS if not power or (np.ptp(powers[power][mine]) and not (is_one_size and "H" in power))
-    ]
+    several sizes, those of the tokens where there are several numbers of these."""
+    fixed = [one for one, name in (("H", "H*W"), ("tokens", "tokens")) if not np.ptp(powers[name][mine])]
+    told = [power for power in POWERS if np.ptp(powers[power][mine]) and not any(one in power for one in fixed)]
+    return ["", *told]
 
 
 # The powers of a tensor: nearly all are of the first few.
