@@ -86,6 +86,19 @@ def test_a_workspace_that_its_padding_pushes_over_a_page():
     assert form.worst < 1e-6
 
 
+def test_peaks_at_several_places_are_numbered():
+    """A table says where each piece's peak is by a number, and below it once what the number stands for."""
+
+    def peak(p):
+        size, where = max((10**9, "first"), (1000 * p.batch * p.height * p.width, "second"))
+        return PlayedPeak(size, where, {})
+
+    lines = str(fitted(peak)).splitlines()
+    assert lines[1].split()[-1] == "peak" and lines[-2:] == ["Peak 1 is at first.", "Peak 2 is at second."]
+    assert {line.split()[-1] for line in lines[2:-2]} == {"1", "2"}
+    assert any(line.startswith("N*H*W > ") for line in lines)
+
+
 def test_what_is_no_polynomial_has_bounds():
     """Noise of 20% is within them, in no more than 12 pieces, and the middle is as near as it can be."""
 
@@ -153,11 +166,12 @@ def test_tokens():
 
 
 def test_attention_of_an_image_and_its_prompt():
-    """The scores of both, (H*W/256 + t)^2, are one exact piece."""
+    """The scores of both, (H*W/256 + t)^2, and what there is of each place are one exact piece."""
 
     def peak(p):
-        scores = 48 * p.batch * (p.height * p.width // 256 + p.tokens) ** 2
-        return PlayedPeak(10**8 + scores, "attention", {"weights": 10**8, "scores": scores}, "scores")
+        places = p.height * p.width // 256 + p.tokens
+        made = {"weights": 10**8, "scores": 48 * p.batch * places**2, "positions": 1024 * places}
+        return PlayedPeak(sum(made.values()), "attention", made, "scores")
 
     domain = Domain(256, 1024, (1, 2, 3), (1, 100, 512), step=128)
     form = fitted(peak, domain)
@@ -165,6 +179,7 @@ def test_attention_of_an_image_and_its_prompt():
     assert dict(piece.terms)["scores"] == {
         "batch*tokens^2": 48, "batch*tokens*H*W": Fraction(3, 8), "batch*(H*W)^2": Fraction(48, 256**2)
     }  # fmt: skip
+    assert dict(piece.terms)["positions"] == {"tokens": 1024, "H*W": 4}
     check_bounds(form, peak)
     assert form.worst < 1e-6 and form.predict(512, 768, 2, 300) == pytest.approx(peak(Point(512, 768, 2, 300)).bytes)
 

@@ -260,6 +260,7 @@ _TRIED = (
     ("batch*(H*W)^2",), ("batch*h*w",), ("", "batch*h*w"), ("batch", "batch*H*W"),
     ("batch*tokens", "batch*H*W"), ("", "batch*H*W", "batch*(H+W)"),
     ("batch", "batch*H*W", "batch*(H+W)"), ("", "batch", "batch*H*W"), ("", "batch*H*W", "batch*(H*W)^2"),
+    ("", "tokens", "H*W"), ("", "batch*H*W", "tokens", "H*W"), ("", "batch*tokens", "batch*H*W", "tokens", "H*W"),
     ("", "batch*tokens", "batch*H*W", "batch*tokens^2", "batch*tokens*H*W", "batch*(H*W)^2"),
 )  # fmt: skip
 

@@ -11,11 +11,11 @@ from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 from vaemem._arguments import shared
-from vaemem._common import MIB, Answer, render, typeset
+from vaemem._common import MIB, Answer, typeset
 from vaemem.engine.arguments import BAR, Progress, polling
 from vaemem.prediction.closed import ClosedForm, derive, name_of
 from vaemem.prediction.cutting import fit_domain, largest_of
-from vaemem.prediction.pieces import Domain, Form, PlayedPeak, Point
+from vaemem.prediction.pieces import Domain, Form, PlayedPeak, Point, numbered
 from vaemem.prediction.question import Question, ask
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ class Formula(Answer):
             grids = {name: form.grid() for name, form in self.phases.items()}
             header = ("phase", "where", "allocated, MiB", *next(iter(grids.values()))[0][2:])
             rows = [(name, *row) for name, (_, rows) in grids.items() for row in rows]
-            lines += ["Allocated at the height of each phase:", render(header, rows, markdown)]
+            lines += ["Allocated at the height of each phase:", numbered(header, rows, markdown)]
         text = ("\n\n" if markdown else "\n").join(lines)
         return text.replace("*", r"\*") if markdown else text
 

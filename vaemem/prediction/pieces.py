@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vaemem._common import MIB, render, whole
+from vaemem._common import MIB, distinct, render, whole
 
 GRAIN = 8  # pixels: what the sides of these are multiples of
 COARSER = 4
@@ -210,9 +210,9 @@ class Piece(NamedTuple):
         """Bytes, before the bounds' factors."""
         return float(_at(self.law, point))
 
-    def condition(self) -> str:
+    def condition(self, written: Callable[[str], str] = str) -> str:
         """In words: ``H*W <= 1310720 and batch > 1``; "everywhere" where the domain is not cut."""
-        return " and ".join(_conditions(self.within, lambda name: name)) or "everywhere"
+        return " and ".join(_conditions(self.within, written)) or "everywhere"
 
     @property
     def makes(self) -> str:
@@ -231,6 +231,19 @@ def _conditions(within: Mapping[str, tuple[float, float]], written: Callable[[st
         above, below = f"{low:.0f} < " * (low > -math.inf), f" <= {high:.0f}" * (high < math.inf)
         parts += [f"{above}{written(name)}{below}" if below else f"{written(name)} > {low:.0f}"]
     return parts
+
+
+def _lettered(name: str) -> str:
+    """As a table in MiB writes a quantity."""
+    return name.replace("batch", "N").replace("tokens", "t")
+
+
+def numbered(header: Sequence[str], cells: Iterable[Sequence[str]], markdown: bool = False) -> str:
+    """A table whose last column, where the peak is, has numbers that the lines below explain."""
+    peaks = distinct(line[-1] for line in cells)
+    rows = [(*line[:-1], str(peaks.index(line[-1]) + 1)) for line in cells]
+    notes = [f"Peak {number} is at {peak}." for number, peak in enumerate(peaks, 1)]
+    return ("\n\n" if markdown else "\n").join([render((*header[:-1], "peak"), rows, markdown), *notes])
 
 
 def _sum(law: Polynomial, times: Callable[[str], str], number: Callable[[float], str] = lambda v: f"{v:.9g}") -> str:
@@ -349,7 +362,7 @@ class Form:
         for piece in self.pieces:
             bounds = f"{piece.low - 1:+.1%} to {piece.high - 1:+.1%}".replace("-0.0%", "+0.0%")
             made = "tensors" if piece.is_exact else "fit"
-            cells.append((piece.condition(), self._in_mib(piece.law), bounds, made, piece.makes))
+            cells.append((piece.condition(_lettered), self._in_mib(piece.law), bounds, made, piece.makes))
         return header, cells
 
     def _in_mib(self, law: Polynomial) -> str:
@@ -368,8 +381,10 @@ class Form:
         errors, peaks = f"{self.name.capitalize()}: {self.errors}.", {line[-1] for line in cells}
         if len(peaks) == 1:  # said once
             errors += f" Its peak is at {peaks.pop()}."
-            header, cells = header[:-1], [line[:-1] for line in cells]
-        return ("\n\n" if markdown else "\n").join([errors, render(header, cells, markdown)])
+            table = render(header[:-1], [line[:-1] for line in cells], markdown)
+        else:
+            table = numbered(header, cells, markdown)
+        return ("\n\n" if markdown else "\n").join([errors, table])
 
     def __str__(self) -> str:
         return self.text()
