@@ -132,7 +132,10 @@ def test_sides_that_are_no_steps():
     """The greatest side is played too, and bounds are those of the sides around."""
     domain = Domain(300, 1000, (1,), step=256)
     assert sorted({p.height for p in domain}) == [300, 556, 812, 1000]
-    assert not Domain(tokens=(0, 77)).is_step(Point(256, 256)), "the most tokens alone are played at every side"
+    several = {(p.height, p.tokens) for p in Domain(tokens=(0, 77))}
+    assert several >= {(320, 77), (512, 0)} and (320, 0) not in several, (
+        "the most tokens alone are played at every side"
+    )
     less, more = domain.around(Point(301, 900))
     assert less[:2] == (300, 812) and more[:2] == (556, 1000) and domain.is_step(Point(1000, 300))
     form = fitted(lambda p: 1000 * p.height * p.width, domain)
@@ -163,6 +166,26 @@ def test_tokens():
     assert form.predict(512, 512, 2, 300) == pytest.approx(peak(Point(512, 512, 2, 300)), rel=1e-6)
     with pytest.raises(ValueError, match="tokens: want 1 to 512, which the formula is of, got 600"):
         form.predict(512, 512, 1, 600)
+
+
+def test_other_numbers_of_tokens_are_played():
+    """The bounds hold at them too, in Python as well."""
+
+    def peak(p):
+        return (10**8 + 300 * p.batch * p.height * p.width) * (1 if p.tokens in (1, 100, 512) else 1.2)
+
+    domain = Domain(256, 1024, (1, 2), (1, 100, 512), step=128)
+    form = fitted(peak, domain)
+    check_bounds(form, peak)
+    beside = domain.beside(len([*domain]) // 10 + 1)
+    assert len(beside) > 5 and all(domain.is_step(point) for point in beside) and not Domain().beside(10)
+    functions = {}
+    exec(form.python("made"), functions)
+    for point in (*beside, *domain.between(10)):
+        least, likely, most = functions["made"](*point[:4])
+        assert form.lower(*point[:4]) == math.floor(least) and form.upper(*point[:4]) == math.ceil(most)
+        assert form.predict(*point[:4]) == round(likely)
+        assert least <= peak(point) <= most or not domain.is_step(point)
 
 
 def test_attention_of_an_image_and_its_prompt():

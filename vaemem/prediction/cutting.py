@@ -1,9 +1,10 @@
 """Pieces found, by playing every point of a domain.
 
 They are the leaves of a regression tree: the domain is cut in two, at a number of pixels, images or tokens, where that
-narrows the bounds the most, until they are narrow or there are `MOST_PIECES`. So they are disjoint, and complete. Where
-the tensors of the peak that most points of a piece have are polynomials, their sum is the piece's, exactly; else it is
-the polynomial whose largest relative error is the least.
+brings the upper bound nearest to the peaks, until the bounds are narrow or there are `MOST_PIECES`. So they are
+disjoint, and complete. Where the tensors of the peak that most points of a piece have are polynomials, their sum is the
+piece's, exactly; else it is the polynomial that leaves the fewest points more than 10% below its upper bound, and then
+the one whose largest relative error is the least.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from vaemem._common import distinct
 from vaemem.prediction.moments import ROUNDED_UP
 from vaemem.prediction.pieces import POWERS, QUANTITIES, Domain, Form, Piece, PlayedPeak, Point, Polynomial, power_at
 
 MOST_PIECES = 12
 MOST_POINTS = 50_000  # of a domain: minutes
-BETWEEN = 10  # for every so many points of a domain, one is played between its steps
+OTHERS = 10  # for every so many points of a domain, one is played between its steps, and one with other tokens
 NARROW = 1.04  # upper over lower bound of a piece that is not cut any more
 EXACT = 1.03  # and of one that keeps the law of its tensors, though another polynomial were nearer
 FINE = 0.005  # by how much more than 1 it may be where a polynomial is good enough
@@ -34,7 +36,10 @@ ROUNDING = 512  # bytes: the allocator's granule; a tensor that is off its law b
 FINEST = 1 << 13  # denominators of exact coefficients: 64 pixels a latent's, squared, and two more
 LAWSON = 12  # rounds of reweighting
 PAYS = 0.75  # a further power is taken where it leaves so much of the distance between the bounds
-SUPPORT = 2  # points for each power of a polynomial, or more
+CANCELS = (
+    5  # times a polynomial that its terms' sizes may add up to; one that cancels more is no guide beside its points
+)
+SUPPORT = 6  # points for each power of a polynomial that has more than two
 # The powers that say where to cut: nearly every peak is near a polynomial of these.
 USUAL = ("", "batch*H*W", "batch", "batch*tokens", "batch*h*w", "batch*(H*W)^2", "batch*tokens*H*W")
 
@@ -95,7 +100,7 @@ class _Points:
         """By a law that follows all of the points, or by the usual powers and least squares: quick, and good enough to
         say where to cut."""
         _, value = _solved(USUAL[: _most(mine)], mine, self.powers, self.bytes)
-        ratio, law = self.bytes[mine] / np.where(value > 0, value, self.bytes[mine].max()), None
+        ratio, law = self.bytes[mine] / np.where(value, value, self.bytes[mine].max()), None
         for one in self.laws:
             exact = self.bytes[mine] / one.values[mine]
             if exact.min() > 0 and _spread(exact) < min(EXACT, _spread(ratio) if law else math.inf):
@@ -199,14 +204,17 @@ def _off(ratio: np.ndarray) -> float:
 def _solved(
     chosen: Sequence[str], mine: np.ndarray, powers: Mapping[str, np.ndarray], y: np.ndarray, weight: Any = 1.0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Coefficients of these powers by least squares of the relative error, and the values."""
+    """Coefficients of these powers by least squares of the relative error, and the values; 0 where the terms cancel too
+    much, or add up to less than nothing."""
     matrix = np.stack([powers[power][mine] for power in chosen], 1)
     scaled = matrix / y[mine, None]
     size = np.abs(scaled).max(0)
     size[size == 0] = 1
     weights = np.sqrt(np.broadcast_to(weight, y[mine].shape))
     found, *_ = np.linalg.lstsq(scaled / size * weights[:, None], weights, rcond=None)
-    return found / size, matrix @ (found / size)
+    law = found / size
+    value = matrix @ law
+    return law, np.where(np.abs(matrix) @ np.abs(law) <= CANCELS * value, value, 0)
 
 
 def _nearest(mine: np.ndarray, powers: Mapping[str, np.ndarray], y: np.ndarray) -> tuple[dict[str, float], np.ndarray]:
@@ -218,7 +226,7 @@ def _nearest(mine: np.ndarray, powers: Mapping[str, np.ndarray], y: np.ndarray) 
         weight, tries = np.full(len(mine), 1 / len(mine)), []
         for _ in range(LAWSON):
             found, value = _solved(chosen, mine, powers, y, weight)
-            off = _off(y[mine] / value) if value.min() > 0 else math.inf
+            off = _off(y[mine] / value) if value.all() else math.inf
             tries.append((off, dict(zip(chosen, found.tolist(), strict=True)), value))
             weight = weight * (np.abs(value / y[mine] - 1) + 1e-12)
             weight /= weight.sum()
@@ -243,7 +251,7 @@ def _nearest(mine: np.ndarray, powers: Mapping[str, np.ndarray], y: np.ndarray) 
 
 def _most(mine: np.ndarray) -> int:
     """How many powers a polynomial may have."""
-    return max(len(mine) // SUPPORT, 1)
+    return max(len(mine) // SUPPORT, 2)
 
 
 def _known(mine: np.ndarray, powers: Mapping[str, np.ndarray]) -> list[str]:
@@ -319,9 +327,11 @@ def fit_domain(
     grid = list(islice(domain, MOST_POINTS + 1))
     if len(grid) > MOST_POINTS:
         raise ValueError(f"domain: want at most {MOST_POINTS} points, got more: {domain}; take larger steps")
-    others = domain.between(len(grid) // BETWEEN + 1)
-    points, found, left_out = play_points([*grid, *others], play, poll)
-    forms, between = dict[str, Form](), set(others)
+    count = len(grid) // OTHERS + 1
+    between = {*domain.between(count)}
+    every = distinct([*grid, *domain.beside(count), *between])
+    points, found, left_out = play_points(every, play, poll)
+    forms = dict[str, Form]()
     within = [i for i, point in enumerate(points) if point not in between]
     off = [i for i, point in enumerate(points) if point in between]
     for name, seen in found.items() if within else ():

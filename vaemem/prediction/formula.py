@@ -105,7 +105,7 @@ class Formula(Answer):
         Examples
         --------
         >>> formula("sdxl", "decode", "float16").over(most=512, batches=(1, 2)).predict(512, 512) >> 20
-        1078
+        1102
         """
         known = [one.name for one in fields(Domain) if one.name != "tile"]
         if others := changes.keys() - set(known):

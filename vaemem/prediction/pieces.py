@@ -74,7 +74,7 @@ class PlayedPeak(NamedTuple):
 class Domain:
     """The points that are played: sides from the least in steps of so many pixels and the greatest one, shapes up to a
     ratio, batches, tokens; of a VAE in tiles the side of these. Of several numbers of tokens all but the most are
-    played at every fourth side."""
+    played at every fourth side, and others at some."""
 
     least: int = 256
     most: int = 2048
@@ -99,30 +99,38 @@ class Domain:
 
     def __iter__(self) -> Iterator[Point]:
         for tokens in self.tokens:
-            step = self.step * (1 if tokens == self.tokens[-1] else COARSER)
-            sides = [*range(self.least, self.most, step), self.most]
+            sides = self._sides(1 if tokens == self.tokens[-1] else COARSER)
             for batch in self.batches:
                 for height in sides:
                     for width in sides:
                         if self._shaped(point := Point(height, width, batch, tokens, self.tile)):
                             yield point
 
+    def _sides(self, steps: int = 1) -> list[int]:
+        """So many steps apart, and the greatest one."""
+        return [*range(self.least, self.most, self.step * steps), self.most]
+
     def between(self, count: int) -> list[Point]:
         """So many points that lie between the steps, at random but always the same; none where nothing does."""
+        fine = range(-(-self.least // GRAIN) * GRAIN, self.most + 1, GRAIN)
+        return list(islice((point for point in self._drawn(fine, count) if not self.is_step(point)), count))
+
+    def beside(self, count: int) -> list[Point]:
+        """So many points that lie at the steps, with any number of tokens; none where this makes no difference."""
+        return list(islice(self._drawn(self._sides(), count * (len(self.tokens) > 1)), count))
+
+    def _drawn(self, sides: Sequence[int], count: int) -> Iterator[Point]:
         rng = random.Random(0)
-        sides = range(-(-self.least // GRAIN) * GRAIN, self.most + 1, GRAIN)
         tokens = range(self.tokens[0], self.tokens[-1] + 1)
-
-        def drawn() -> Point:
+        for _ in range(8 * count * bool(sides)):
             height, width = rng.choices(sides, k=2)
-            return Point(height, width, rng.choice(self.batches), rng.choice(tokens), self.tile)
-
-        found = (drawn() for _ in range(8 * count * bool(sides)))
-        return list(islice((one for one in found if self._shaped(one) and not self.is_step(one)), count))
+            point = Point(height, width, rng.choice(self.batches), rng.choice(tokens), self.tile)
+            if self._shaped(point):
+                yield point
 
     def is_step(self, point: Point) -> bool:
-        """Whether a point is sure to be played: its sides are steps, and it has the most tokens."""
-        return (len(self.tokens) == 1 or point.tokens == self.tokens[-1]) and self.around(point)[0] == point
+        """Whether a point's sides are steps."""
+        return self.around(point)[0] == point
 
     def around(self, point: Point) -> tuple[Point, Point]:
         """The same with the next smaller and with the next larger sides that are played."""
@@ -272,8 +280,8 @@ def _at(law: Polynomial, point: Point) -> Coefficient:
 
 
 class Between(NamedTuple):
-    """How many points were played between the steps of a domain: between two sides, or numbers of tokens; and what the
-    bounds are multiplied by there so that they hold at each of these."""
+    """How many points were played between the steps of a domain, and what the bounds are multiplied by there so that
+    they hold at each of these."""
 
     points: int = 0
     below: float = 1.0
@@ -396,7 +404,6 @@ class Form:
         bytes, as `lower`, `predict` and `upper` give them; ValueError outside of the domain."""
         domain, (_, below, above) = self.domain, self.between
         names = [f"batch={domain.batches[0]}", f"tokens={domain.tokens[-1]}"][: 1 + (len(domain.tokens) > 1)]
-        step = " and ".join(["(top, left) == (height, width)", f"tokens == {domain.tokens[-1]}"][: len(names)])
         inside = [
             f"{domain.least} <= min(height, width)",
             f"max(height, width) <= min({domain.most}, {domain.ratio} * min(height, width))",
@@ -430,7 +437,7 @@ class Form:
         lines += [
             "",
             "    (top, bottom), (left, right) = around(height), around(width)",
-            f"    below, above = (1.0, 1.0) if {step} else ({below!r}, {above!r})",
+            f"    below, above = (1.0, 1.0) if (top, left) == (height, width) else ({below!r}, {above!r})",
             "    return peak(top, left)[0] * below, peak(height, width)[1], peak(bottom, right)[2] * above",
         ]
         return "\n".join(lines) + "\n"
