@@ -10,8 +10,10 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from vaemem._common import ELEMENT_BYTES, MIB, distinct, render, typeset, whole
-from vaemem.prediction.cutting import ROUNDING
+from vaemem.prediction.cutting import ROUNDING, in_fractions
 from vaemem.prediction.process import SimulatedProcess
 from vaemem.prediction.question import Question
 
@@ -349,7 +351,7 @@ def _around(centre: int, sides: Container[int]) -> list[int]:
 def _solve(sizes: Mapping[int, int], centre: int, within: int = ROUNDING) -> tuple[Law, list[int]]:
     """The law of one tensor, {side: bytes}, that holds for the most squares around `centre`, and those squares.
 
-    A law goes through the centre exactly and meets the others within so many bytes (an index of cuDNN's is rounded up
+    A law goes through the centre and meets the others within so many bytes (an index of cuDNN's is rounded up
     to its own tiles); it may break off where cuDNN's heuristic changes its mind. The first that is exact everywhere is
     taken, simpler ones first. Only the centre where no law holds for a square more than it was made from.
     """
@@ -369,17 +371,10 @@ def _solve(sizes: Mapping[int, int], centre: int, within: int = ROUNDING) -> tup
 
 
 def _through(sizes: Mapping[int, int], columns: Sequence[int]) -> Law:
-    """The law, 0 outside of `columns`, that goes through {side: bytes} of as many squares (Gauss-Jordan, exact)."""
-    rows = [[*(Fraction(_powers(side, side)[c]) for c in columns), Fraction(size)] for side, size in sizes.items()]
-    for i in range(len(rows)):
-        pivot = next(j for j in range(i, len(rows)) if rows[j][i])
-        rows[i], rows[pivot] = rows[pivot], rows[i]
-        rows[i] = [value / rows[i][i] for value in rows[i]]
-        for j in range(len(rows)):
-            if j != i:
-                rows[j] = [x - rows[j][i] * y for x, y in zip(rows[j], rows[i], strict=True)]
-    law = dict(zip(columns, rows, strict=True))
-    return tuple(law[c][-1] if c in law else ZERO for c in range(4))
+    """The law, 0 outside of `columns`, that goes through {side: bytes} of as many squares."""
+    powers = np.array([[_powers(side, side)[c] for c in columns] for side in sizes], dtype=float)
+    law = dict(zip(columns, in_fractions(powers, np.array([*sizes.values()], dtype=float)), strict=True))
+    return tuple(law.get(c, ZERO) for c in range(4))
 
 
 def _powers(height: int, width: int) -> tuple[int, int, int, int]:

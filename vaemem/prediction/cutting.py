@@ -273,6 +273,14 @@ _TRIED = (
 )  # fmt: skip
 
 
+def in_fractions(powers: np.ndarray, sizes: np.ndarray) -> list[Fraction]:
+    """What a tensor's sizes at some points are made of: the factor of each power, a column, by least squares."""
+    size = np.abs(powers).max(0)
+    size[size == 0] = 1
+    found, *_ = np.linalg.lstsq(powers / size, sizes, rcond=None)
+    return [Fraction(round(float(value) * FINEST), FINEST) for value in found / size]
+
+
 def _exact(sizes: np.ndarray, mine: np.ndarray, powers: Mapping[str, np.ndarray]) -> dict[str, Fraction] | None:
     """The law of one tensor: the first that is exact at each of its points, else within the allocator's granule, as an
     index of cuDNN's is that is rounded up to its own tiles; None where none is that near."""
@@ -281,10 +289,7 @@ def _exact(sizes: np.ndarray, mine: np.ndarray, powers: Mapping[str, np.ndarray]
         if len(mine) <= len(chosen) + 1 or not known.issuperset(chosen):
             continue
         matrix = np.stack([powers[power][mine] for power in chosen], 1)
-        size = np.abs(matrix).max(0)
-        size[size == 0] = 1
-        found, *_ = np.linalg.lstsq(matrix / size, sizes, rcond=None)
-        rounded = [Fraction(round(float(value) * FINEST), FINEST) for value in found / size]
+        rounded = in_fractions(matrix, sizes)
         off = np.abs(matrix @ np.array([float(one) for one in rounded]) - sizes).max()
         law = {power: one for power, one in zip(chosen, rounded, strict=True) if one}
         if off < 1:
