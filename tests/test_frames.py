@@ -127,6 +127,32 @@ def test_configs(name):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"block_out_channels": (96, 200)}, "block_out_channels: want multiples of the first"),
+        ({"decoder_block_out_channels": (32, 32, 128, 128)}, "block_out_channels: want multiples of the first"),
+        ({"decoder_block_out_channels": 5}, "decoder_block_out_channels: want a list of positive integers, got 5"),
+        ({"block_out_channels": None}, "block_out_channels: want a list of positive integers, got None"),
+        ({"latents_mean": "x"}, "latents_mean: want a list of finite numbers"),
+        ({"latent_channels": None}, "z_dim: want a positive integer"),
+        ({"family": "kl"}, "block_out_channels: want a key of|family: want a key of|norm_eps|norm_num_groups"),
+    ],
+)
+def test_architectures_that_no_config_says(change, message):
+    with pytest.raises(ValueError, match=message):
+        layouts.read_config(_core.models()["qwen-image"] | change)
+    with pytest.raises(ValueError, match="family: want kl or wan, got 'x'"):
+        _core.Model(_core.models()["qwen-image"] | {"family": "x"})
+
+
+def test_other_ends_and_decoders_are_said():
+    arch = _core.models()["qwen-image"]
+    for change in ({"out_channels": 4}, {"decoder_block_out_channels": (64, 128, 256, 256)}):
+        again = layouts.read_config(layouts.config_of(arch | change))
+        assert _core.Model(again).arch == arch | change | {"name": "custom"}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
         ({"attn_scales": [0.5]}, r"attn_scales: want \[\], the only one that runs here, got \[0.5\]"),
         ({"dropout": 0.1}, "dropout: want 0.0, the only one that runs here, got 0.1"),
         ({"is_residual": True}, "is_residual: want False, the only one that runs here, got True"),

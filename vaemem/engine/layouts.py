@@ -292,10 +292,9 @@ def sample_size_of(config: Config | None, model: str) -> int | None:
 
 def _class_of(config: Mapping[str, Any]) -> Any:
     """The class that a config names, or whose keys it has: a module's says no class, and an `Arch` neither."""
-    if config.get("name") == "qwen-image" or "input_channels" in config:
-        named = "AutoencoderKLQwenImage"
-    elif config.get("family") == "wan" or "base_dim" in config:
-        named = "AutoencoderKLWan"
+    if config.get("family") == "wan" or "base_dim" in config or "input_channels" in config:
+        is_qwen = config.get("name") == "qwen-image" or "input_channels" in config
+        named = "AutoencoderKLQwenImage" if is_qwen else "AutoencoderKLWan"
     else:
         named = "AutoencoderKLFlux2" if config.get("patch_size") else "AutoencoderKL"
     return config.get("_class_name", named)
@@ -336,23 +335,20 @@ def _of_frames(config: Mapping[str, Any], name: str) -> Arch:
 def _of_frames_config(arch: Mapping[str, Any]) -> Arch:
     """What `_of_frames` reads."""
     widths = _setting("block_out_channels", arch.get("block_out_channels"), (96,))
-    name, base = _class_of(arch), widths[0]
+    decoder = _setting("decoder_block_out_channels", arch.get("decoder_block_out_channels") or widths, (96,))
+    base, ends = widths[0], {key: arch.get(key) for key in ("in_channels", "out_channels")}
+    if any(width % base for width in widths) or [w * base for w in decoder] != [w * decoder[0] for w in widths]:
+        raise _bad_config("block_out_channels", "multiples of the first, a decoder's alike", (widths, decoder))
     config = {"base_dim": base, "z_dim": arch.get("latent_channels"), "dim_mult": [width // base for width in widths]}
     config |= {"num_res_blocks": arch.get("layers_per_block"), "attn_scales": [], "dropout": 0.0}
     config |= {"temperal_downsample": [i > 0 for i in range(len(widths) - 1)]}
     config |= {key: _decimal(arch.get(key)) for key in _STATISTICS}
-    decoder = (arch.get("decoder_block_out_channels") or widths)[0]
-    others = (
-        {"input_channels": arch.get("in_channels")}
-        if name == "AutoencoderKLQwenImage"
-        else {
-            "in_channels": arch.get("in_channels"),
-            "out_channels": arch.get("out_channels"),
-            "decoder_base_dim": None if decoder == base else decoder,
-        }
-    )
+    more = ends | {"decoder_base_dim": None if decoder[0] == base else decoder[0]}
+    name = "AutoencoderKLWan"
+    if _class_of(arch) != name and len(set(ends.values())) == 1 and more["decoder_base_dim"] is None:
+        name, more = "AutoencoderKLQwenImage", {"input_channels": ends["in_channels"]}
     # what is the class's default is left out, for older ones of diffusers have no such keys
-    return {"_class_name": name} | config | {k: v for k, v in others.items() if v != _OF_FRAMES[name][k]}
+    return {"_class_name": name} | config | {k: v for k, v in more.items() if v != _OF_FRAMES[name][k]}
 
 
 def _parse_config(config: Mapping[str, Any]) -> Arch:
@@ -361,7 +357,8 @@ def _parse_config(config: Mapping[str, Any]) -> Arch:
         *others, last = _CLASSES | _OF_FRAMES
         raise _bad_config("_class_name", f"{', '.join(others)} or {last}", name)
     if name in _OF_FRAMES:
-        return _of_frames(_of_frames_config(config) if "family" in config else config, name)
+        config = _of_frames_config(config) if "family" in config else config
+        return _of_frames(config, config["_class_name"] if "_class_name" in config else name)
     defaults = _CLASSES[name]
     for key, value in config.items():
         known = key in defaults or key in _BLOCK_TYPES or key in _IGNORED or key == "act_fn" or str(key)[:1] == "_"
