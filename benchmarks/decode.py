@@ -142,13 +142,17 @@ def write_weights(folder: str, model: str, small: bool) -> None:
     if model == "sdxl":
         import vaemem
 
-        vaemem.VAE.random(config=SMALL if small else ARCHITECTURE).save(folder)
+        vaemem.VAE.random(config=architecture({"small": small})).save(folder)
         return
     import diffusers
     import torch
 
     torch.manual_seed(0)
     diffusers.AutoencoderKLWan(base_dim=16 if small else 96).save_pretrained(folder)  # Qwen-Image's, under that name
+
+
+def architecture(args: dict) -> dict:
+    return SMALL if args["small"] else ARCHITECTURE
 
 
 class Torch:

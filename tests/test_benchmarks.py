@@ -306,6 +306,16 @@ def test_encode(tmp_path):
     assert row["op"] == "encode" and 0 < float(row["rms_error"]) < 1e-5
 
 
+@pytest.mark.thorough
+def test_the_vae_of_videos(tmp_path):
+    """One frame, beside diffusers' 3D convolutions."""
+    pytest.importorskip("diffusers")
+    run("decode.py", f"--model qwen-image {TINY} vaemem torch", tmp_path)
+    rows = table(tmp_path / "qwen-image_decode_64_float32_small_cpu.csv")
+    assert [row["contestant"] for row in rows] == ["vaemem", "torch"]
+    assert all(row["model"] == "qwen-image" and 0 < float(row["rms_error"]) < 1e-5 for row in rows)
+
+
 def test_peers_that_are_not_installed(tmp_path):
     """They are left out, and said; ours runs."""
     for name in ("diffusers", "openvino"):
@@ -364,7 +374,8 @@ def test_who_is_left_out(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(decode, "Worker", Worker)
     monkeypatch.setattr(decode, "held_to", lambda *_: {})
     names = ["vaemem-avx512", "vaemem", "vaemem-avx2", "torch"]
-    args = SimpleNamespace(contestants=names, precision=["highest", "high"], threads=1, check=32, small=True, rounds=2)
+    named = {"contestants": names, "precision": ["highest", "high"], "model": "sdxl"}
+    args = SimpleNamespace(**named, threads=1, check=32, small=True, rounds=2)
     entered = decode.Contest(Case("decode", 64, "float32"), args, str(tmp_path)).run()
     assert list(entered) == ["vaemem", "vaemem high"]
     assert all(entry.seconds == [1.0, 1.0] and entry.errors is None for entry in entered.values())
@@ -391,7 +402,9 @@ def test_ratios_are_medians_of_rounds():
     for e in others.values():
         for result in e.worker.results:
             result |= {"rss": 5 << 20, "base": 3 << 20}
-    line = decode.row(Case("decode", 512, "float32"), SimpleNamespace(threads=1), others["vaemem"], others)
+    line = decode.row(
+        Case("decode", 512, "float32"), SimpleNamespace(threads=1, model="sdxl"), others["vaemem"], others
+    )
     assert (line["ratio_to_vaemem"], line["ratio_to_torch_tuned"], line["ratio_to_torch"]) == (1, 0.75, None)
     assert (line["seconds"], line["fastest"], line["slowest"], line["first"]) == (2, 1, 3, 9)
     assert (line["peak_rss_mib"], line["base_rss_mib"], line["planned_mib"], line["max_error"]) == (5, 3, None, None)

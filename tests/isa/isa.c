@@ -188,14 +188,30 @@ static void test_load(const vm_cpu_ops *ops) {
         for (size_t i = 0; i < n; i++) x[i] *= 100;
     const float *before = copy(x, n);
     float *y = one_in(2) ? x : array(n, false);
-    ops->floats.load(y, NULL, &(vm_source){x, VM_F32, pixels, scale, shift, silu});
+    const float *factor = affine && one_in(2) ? array(pixels, false) : NULL;
+    ops->floats.load(
+        y, NULL,
+        &(vm_source){.x = x, .pixels = pixels, .scale = scale, .shift = shift, .factor = factor, .silu = silu});
     for (size_t i = 0; i < n; i++) {
         sum s = {0, 0};
-        add(&s, affine ? (double)before[i] * scale[i % L] : before[i]);
+        const double times = (affine ? (double)scale[i % L] : 1) * (factor ? (double)factor[i / L] : 1);
+        add(&s, before[i] * times);
         if (affine) add(&s, shift[i % L]);
-        /* the affine is two roundings, which SiLU's slope makes 1.1 times as large; then e^x, the sum and the quotient */
+        /* the affine is two roundings, a factor one, which SiLU's slope makes 1.1 times as large; then e^x, the sum and
+         * the quotient */
         const double t = s.value, want = silu ? t / (1 + exp(-t)) : t;
-        check(y[i], want, (affine ? 3.3 * U * s.size : 0) + (silu ? 6 * U * fabs(want) + TINY : 0), "y", i);
+        check(y[i], want, (affine ? 4.4 * U * s.size : 0) + (silu ? 6 * U * fabs(want) + TINY : 0), "y", i);
+    }
+}
+
+static void test_squares(const vm_cpu_ops *ops) {
+    const size_t pixels = from_to(1, 40);
+    float *x = array(pixels * L, one_in(4)), *sums = array(pixels * L, false);
+    const float *before = copy(sums, pixels * L);
+    ops->squares(sums, x, VM_F32, pixels);
+    for (size_t i = 0; i < pixels * L; i++) {
+        const double square = (double)x[i] * x[i];
+        check(sums[i], before[i] + square, 2 * U * (fabs(before[i]) + square), "sum", i);
     }
 }
 
@@ -413,9 +429,10 @@ static void test_upsampled(const vm_cpu_ops *ops) { test_transforms(&ops->upsamp
 static const struct {
     const char *name;
     void (*test)(const vm_cpu_ops *ops);
-} operations[] = {{"gemm", test_gemm},           {"load", test_load},         {"halves", test_halves},
-                  {"stats", test_stats},         {"softmax", test_softmax},   {"rescale", test_rescale},
-                  {"transpose", test_transpose}, {"winograd", test_winograd}, {"upsampled", test_upsampled}};
+} operations[] = {{"gemm", test_gemm},          {"load", test_load},           {"halves", test_halves},
+                  {"squares", test_squares},    {"stats", test_stats},         {"softmax", test_softmax},
+                  {"rescale", test_rescale},    {"transpose", test_transpose}, {"winograd", test_winograd},
+                  {"upsampled", test_upsampled}};
 
 int main(int argc, char **argv) {
     const size_t rounds = argc > 2 ? strtoul(argv[2], NULL, 10) : 300;
