@@ -15,8 +15,6 @@ vm_status vm_model_new(const vm_arch *arch, unsigned parts, const vm_backend *ba
     *out = NULL;
     vm_status s = vm_arch_check(arch);
     if (s) return s;
-    if (arch->family == VM_WAN && !backend->prepare)
-        return vm_fail(VM_EINVAL, "device: want cpu for %s: GPUs have no norm of one pixel yet", arch->name);
     vm_mem *mem = vm_mem_new(backend), *host = on_host ? mem : vm_mem_common;
     void *block;
     if (!mem || vm_mem_alloc(host, VM_WEIGHTS, sizeof(vm_model), &block)) {

@@ -38,9 +38,9 @@ class Args(ctypes.Structure):
 
 class LoadArgs(Args):
     _fields_ = (
-        *((name, c_void_p) for name in ("x", "out", "scale", "shift")),
+        *((name, c_void_p) for name in ("x", "out", "scale", "shift", "factor")),
         ("x_plane", c_uint64),
-        *((name, c_uint32) for name in ("x_h", "x_w", "x_c", "x_pitch", "x_row")),
+        *((name, c_uint32) for name in ("x_h", "x_w", "x_c", "x_pitch", "x_row", "first_factor")),
         *((name, c_int32) for name in ("top", "left")),
         *((name, c_uint32) for name in ("rows", "width", "channels", "format", "silu")),
         *((name, c_float) for name in ("in_scale", "in_shift", "multiply")),
@@ -71,6 +71,14 @@ class MergeArgs(Args):
     )
 
 
+class PixelNormArgs(Args):
+    _fields_ = (
+        *((name, c_void_p) for name in ("x", "gamma", "factor", "scale", "shift")),
+        *((name, c_uint32) for name in ("pixels", "c", "x_pitch")),
+        ("least", c_float),
+    )
+
+
 class BlendArgs(Args):
     _fields_ = (
         *((name, c_void_p) for name in ("tile", "lower", "right", "y")),
@@ -91,7 +99,7 @@ class AttentionArgs(Args):
 
 class ConvArgs(Args):
     _fields_ = (
-        *((name, c_void_p) for name in ("x", "w", "scale", "shift", "bias", "add", "y", "stats", "flags")),
+        *((name, c_void_p) for name in ("x", "w", "scale", "shift", "factor", "bias", "add", "y", "stats", "flags")),
         *((name, c_uint32) for name in ("x_h", "x_w", "x_pitch", "in_c")),
         *((name, c_uint32) for name in ("y_h", "y_w", "y_pitch", "y_c", "add_pitch")),
         *((name, c_uint32) for name in ("k", "stride", "up", "silu", "format")),
@@ -117,7 +125,7 @@ class ConvTile(ctypes.Structure):
 
 
 ARGS = {"load": LoadArgs, "store": StoreArgs, "merge": MergeArgs, "blend": BlendArgs}
-ARGS |= {"attention": AttentionArgs, "conv": ConvArgs}
+ARGS |= {"pixel_norm": PixelNormArgs, "attention": AttentionArgs, "conv": ConvArgs}
 HEADER = r"""
 #include "cuda.h"
 vm_attention_shape attention_choose(int t, size_t most) { return vm_attention_choose((vm_dtype)t, most); }

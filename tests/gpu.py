@@ -79,9 +79,14 @@ def place() -> str:
     return _find()[0]
 
 
-def on_gpu(name="sd", dtype="float32"):
+def kind_of(dtype):
+    """What VAE.load takes for "float16 own" and the like."""
     dtype, _, own = dtype.partition(" ")
-    return small_vae(name, device="cuda", dtype=dtype, convolution=own or "cudnn")
+    return {"device": "cuda", "dtype": dtype, "convolution": own or "cudnn"}
+
+
+def on_gpu(name="sd", dtype="float32"):
+    return small_vae(name, **kind_of(dtype))
 
 
 def pair(name="sd", dtype="float32"):

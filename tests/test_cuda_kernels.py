@@ -1,13 +1,16 @@
-"""load, blend and merge (kernels/cuda/cuda.h), run by the emulator (tests/emulator), beside float64.
+"""load, blend, merge and pixel_norm (kernels/cuda/cuda.h), run by the emulator (tests/emulator), beside float64.
 
 With e and u of cuda_kernels.py (E, UNIT):
 
 - load: t = v * scale + shift is rounded once; e^-t has the relative error of its argument, |t| * e for the product with
   log2(e) and as much for log2(e) itself; exp2, 1 + it, its reciprocal and two products: at most 8 e more. SiLU's slope
   is at most 1.1.                    |y| * ((2 |t| + 8) * e + u) + 1.1 * e * |t| * multiply
+  With factors v * factor is rounded before:                                     1.1 * e * |t - shift| * multiply
   A bfloat16's SiLU is h + h tanh h with tanh off by 2^-11 of itself, h = t / 2:          2^-12 * |t| * multiply
 - blend has two shares, two products and a sum, twice: 10 e of numbers below 100; and u of what is stored.
 - merge is done in double and rounded once:       e * |scale|, e * |shift| + 1e-12
+- pixel_norm sums c squares, each with at most c / 8 + 11 roundings; the root halves their error, and is rounded as the
+  quotient is:                                    (c / 16 + 8) * e * factor, and e * |scale|
 
 A padding forgotten, a pixel beside the right one or a part left out is off by far more.
 """
@@ -26,6 +29,7 @@ from cuda_kernels import (
     E,
     LoadArgs,
     Memory,
+    PixelNormArgs,
     built,
     close,
     every_format,
@@ -37,7 +41,7 @@ from cuda_kernels import (
     untouched,
 )
 
-kernels = built("load", "norm", "blend")
+kernels = built("load", "norm", "pixel_norm", "blend")
 
 
 # ---- load ----
@@ -67,7 +71,7 @@ class Load:
     ):
         memory, t = Memory(), TYPES[dtype]
         h, w, c = x.shape if format_ in ("rows", "u8") else (*x.shape[1:], x.shape[0])
-        scale, shift = more.pop("scale", None), more.pop("shift", None)
+        scale, shift, factor = (more.pop(name, None) for name in ("scale", "shift", "factor"))
         if format_ == "rows":
             held = np.full((h, w, pitch or round_up(c)), np.nan, t)
             held[:, :, :c] = x
@@ -75,11 +79,15 @@ class Load:
         x = memory.copy(x)
         if scale is not None:  # padded as vm_merge leaves them
             scale, shift = (memory.copy(np.pad(v, (0, round_up(c) - c))) for v in (scale, shift))
+        if factor is not None:  # of the rows that are wanted, and NaN around them
+            first = min(max(top, 0), h)
+            factor = memory.copy(factor[first : max(min(top + rows, h), first)], around=Memory.NAN)
+            more["first_factor"] = first * w
         before, out = x.tobytes(), memory.empty((rows, width, channels), t)
         args = LoadArgs(
-            x=x, out=out, scale=scale, shift=shift, x_plane=h * w, x_h=h, x_w=w, x_c=c, x_pitch=pitch or round_up(c),
-            x_row=w, top=top, left=left, rows=rows, width=width, channels=channels, format=FORMATS[format_],
-            **{"in_scale": 1, "multiply": 1, **more},
+            x=x, out=out, scale=scale, shift=shift, factor=factor, x_plane=h * w, x_h=h, x_w=w, x_c=c,
+            x_pitch=pitch or round_up(c), x_row=w, top=top, left=left, rows=rows, width=width, channels=channels,
+            format=FORMATS[format_], **{"in_scale": 1, "multiply": 1, **more},
         )  # fmt: skip
         self.kernels.launch(f"vm_load_{dtype}", (grid,), (THREADS,), args, seed=seed)
         memory.check()
@@ -93,16 +101,21 @@ def load(kernels):
 
 
 def exact_load(
-    dtype, x, top, left, rows, width, channels, scale=None, shift=None, silu=0, in_scale=1, in_shift=0, multiply=1
-):
+    dtype, x, top, left, rows, width, channels, *, scale=None, shift=None, factor=None, silu=0, in_scale=1, in_shift=0,
+    multiply=1,
+):  # fmt: skip
     """x: (h, w, c) float64. What load should give, and how far off it may be."""
     if scale is None:
         scale, shift = np.float64(np.float32(in_scale)), np.float64(np.float32(in_shift))
-    t = x * scale + shift
+    t = x * scale if factor is None else x * scale * factor[..., None]
+    early = 0 if factor is None else 1.1 * E * np.abs(t) * multiply
+    t = t + shift
     y = t * multiply
     if silu:
         y = y / (1 + np.exp(-t))
-    tolerance = np.abs(y) * ((2 * np.abs(t) + 8) * E + UNIT[dtype]) + 1.1 * E * np.abs(t) * multiply + LEAST[dtype]
+    tolerance = (
+        np.abs(y) * ((2 * np.abs(t) + 8) * E + UNIT[dtype]) + 1.1 * E * np.abs(t) * multiply + LEAST[dtype] + early
+    )
     tolerance += SILU[dtype] * np.abs(t) * multiply if silu else 0
     out = np.zeros((2, rows, width, channels))
     for r in range(max(0, -top), min(rows, x.shape[0] - top)):
@@ -136,7 +149,9 @@ def test_load(load, dtype, case):
     rng = np.random.default_rng(len(case))
     x = numbers(rng, shape, TYPES[dtype], 3)
     scale, shift = (numbers(rng, shape[2], np.float32) for _ in range(2))
-    for more in ({}, {"scale": scale, "shift": shift}, {"scale": scale, "shift": shift, "silu": 1, "multiply": 0.25}):
+    norm, silu = {"scale": scale, "shift": shift}, {"silu": 1, "multiply": 0.25}
+    of_pixels = {"factor": np.exp(numbers(rng, shape[:2], np.float32))}
+    for more in ({}, norm, norm | silu, norm | of_pixels, norm | of_pixels | silu):
         want, tolerance = exact_load(dtype, x.astype(np.float64), *geometry, **more)
         for grid, pitch in ((1, None), (3, round_up(shape[2]) + 16), (70, None)):
             close(load(dtype, x, *geometry, grid=grid, pitch=pitch, **more), want, tolerance)
@@ -312,3 +327,51 @@ def test_merge_keeps_nan_to_its_group(kernels):
     want = np.arange(32) // 8 == 1
     np.testing.assert_array_equal(np.isnan(scale), want)
     np.testing.assert_array_equal(np.isnan(shift), want)
+
+
+# ---- pixel_norm ----
+
+
+def run_pixel_norm(kernels, dtype, x, gamma, least, *, wider=0, grid=1, seed=1):
+    """x: (pixels, c). (factor, scale); what lies around x's channels is NaN."""
+    memory, (pixels, c) = Memory(), x.shape
+    held = memory.full((pixels, round_up(c) + wider), TYPES[dtype], np.nan, around=Memory.NAN)
+    held[:, :c] = x
+    gamma, before = memory.copy(gamma, around=Memory.NAN), held.tobytes()
+    factor, scale, shift = (memory.empty(n, np.float32) for n in (pixels, round_up(c), round_up(c)))
+    args = PixelNormArgs(
+        x=held, gamma=gamma, factor=factor, scale=scale, shift=shift, pixels=pixels, c=c, x_pitch=held.shape[1],
+        least=least,
+    )  # fmt: skip
+    kernels.launch(f"vm_pixel_norm_{dtype}", (grid,), (THREADS,), args, seed=seed)
+    memory.check()
+    assert held.tobytes() == before and (scale[c:] == 0).all() and (shift == 0).all()
+    return factor, scale[:c]
+
+
+@every_type
+@pytest.mark.parametrize("c", [3, 8, 16, 20, 64, 72, 96, 192, 384, 1040])
+@pytest.mark.parametrize("pixels,grid", [(1, 1), (33, 1), (257, 3), (100, 70)])
+def test_pixel_norm(kernels, dtype, c, pixels, grid):
+    rng = np.random.default_rng(c + pixels)
+    sizes = 10.0 ** rng.integers(-4, 3, (pixels, 1))
+    x = (rng.standard_normal((pixels, c)) * sizes).astype(TYPES[dtype])
+    x[::7] = 0
+    gamma, least = numbers(rng, c, np.float32), np.float32(0.01)
+    want = 1 / np.maximum(np.linalg.norm(x.astype(np.float64), axis=1), least)
+    root = np.sqrt(c) * gamma.astype(np.float64)
+    factor, scale = run_pixel_norm(kernels, dtype, x, gamma, least, wider=pixels % 2 * 16, grid=grid)
+    close(factor, want, (c / 16 + 8) * E * want)
+    close(scale, root, 1.01 * E * np.abs(root))
+    assert (factor[::7] == 1 / least).all()
+    again = run_pixel_norm(kernels, dtype, x, gamma, least, grid=grid + 1, seed=3)
+    assert (factor.tobytes(), scale.tobytes()) == tuple(v.tobytes() for v in again)
+
+
+@every_type
+def test_pixel_norm_keeps_nan_to_its_pixel(kernels, dtype):
+    x = np.full((70, 24), 2, TYPES[dtype])
+    x[5, 23], x[40, 0] = np.nan, np.inf
+    factor, _ = run_pixel_norm(kernels, dtype, x, np.ones(24, np.float32), 1e-12)
+    assert np.isnan(factor[5]) and factor[40] == 0  # Inf / Inf is NaN on load
+    assert np.isfinite(factor).sum() == 69 and len({v for v in factor.tolist() if v > 0}) == 1

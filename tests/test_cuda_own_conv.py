@@ -50,7 +50,7 @@ class Case:
 
     def __init__(
         self, dtype, h, w, in_c, out, *, k=3, stride=1, up=False, norm=False, silu=False, add=False, stats=False,
-        multiply=1.0, bias_scale=1.0, format=ROWS, clamp_from=None, seed=0,
+        multiply=1.0, bias_scale=1.0, format=ROWS, clamp_from=None, seed=0, pixels=False,
     ):  # fmt: skip
         rng = np.random.default_rng([seed, h, w, in_c, out, k])
         self.dtype, self.type, self.k, self.stride, self.up = dtype, TYPES[dtype], 2 if up else k, stride, up
@@ -68,10 +68,12 @@ class Case:
         self.add = np.zeros((self.y_h, self.y_w, out_p), self.type) if add else None
         if add:
             self.add[..., :out] = rng.standard_normal((self.y_h, self.y_w, out))
-        self.scale = self.shift = None
+        self.scale = self.shift = self.factor = None
         if norm:
             self.scale, self.shift = np.zeros((2, in_p), np.float32)
             self.scale[:in_c], self.shift[:in_c] = rng.uniform(0.5, 2, in_c), rng.standard_normal(in_c)
+        if pixels:
+            self.factor = rng.uniform(0.2, 2, (h, w)).astype(np.float32)
 
     def sum_over(self, f, w):
         """Of taps and channels, (y_h, y_w, out). f: x's pixels; w: (phases, out, k, k, c)."""
@@ -91,6 +93,8 @@ class Case:
     def exact(self):
         """y before it is rounded, and the tolerance of the module's docstring without that rounding."""
         t = self.x.astype(np.float64)
+        if self.factor is not None:
+            t *= self.factor.astype(np.float64)[..., None]
         if self.scale is not None:
             t = t * self.scale.astype(np.float64) + self.shift
         f = (t / (1 + np.exp(-t)) if self.silu else t) * self.multiply
@@ -148,11 +152,12 @@ class Conv:
             if add is None:
                 add = memory.full((n, add_pitch), case.type, np.nan)
             add[:n, :out] = case.add.reshape(-1, out)
-        vectors = [None if v is None else memory.copy(v) for v in (case.scale, case.shift, case.bias)]
+        given = ("scale", "shift", "factor", "bias")
+        vectors = {v: None if getattr(case, v) is None else memory.copy(getattr(case, v), Memory.NAN) for v in given}
         flags = memory.full(1, np.uint32, 0)
         args = case.args(
-            x=x, w=weights, y=y, add=add, **dict(zip(("scale", "shift", "bias"), vectors, strict=True)), flags=flags,
-            x_pitch=x_pitch, add_pitch=add_pitch, y_pitch=y_shape[1] if case.format == ROWS else 0,
+            x=x, w=weights, y=y, add=add, **vectors, flags=flags, x_pitch=x_pitch, add_pitch=add_pitch,
+            y_pitch=y_shape[1] if case.format == ROWS else 0,
         )  # fmt: skip
         t = conv_tiles()[tile]
         parts = None
@@ -266,6 +271,20 @@ def test_fused(conv, dtype, tile, in_c, out):
     h, w = (tile[0] + 1) * tile[2], 17 * tile[2]
     case = Case(dtype, h, w, in_c, out, k=k, stride=tile[2], norm=True, silu=True, add=True, stats=True)
     check(case, conv(case, tile, wider=16, add_is_y=True, grid=3), tile)
+
+
+@pytest.mark.one_in(2)
+@every_dtype
+@every_tile
+@pytest.mark.parametrize("in_c", [96, 144])
+def test_factors_of_pixels(conv, dtype, tile, in_c):
+    """A norm of one pixel, over a chunk of 64 channels and a part of one or two whole ones and a block."""
+    for k, up in variants(tile):
+        h, w = (tile[0] + 1) * tile[2], 17 * tile[2]
+        case = Case(
+            dtype, h, w, in_c, 48, k=k, up=up, stride=tile[2], norm=True, pixels=True, silu=in_c == 96, seed=in_c
+        )  # fmt: skip
+        check(case, conv(case, tile, wider=16, grid=3), tile)
 
 
 @every_dtype

@@ -8,7 +8,7 @@ import gpu
 import ml_dtypes
 import numpy as np
 import pytest
-from engine import SMALL, error, images, latents, small_vae
+from engine import FRAMES, SMALL, config, error, images, latents, small_vae
 from gpu import LIMIT, U, every_dtype, on_gpu, pair
 
 from vaemem import VAE, Tiling
@@ -24,7 +24,7 @@ NUMPY = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfl
 
 @pytest.mark.one_in(5)
 @every_dtype
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", [*SMALL, *FRAMES])
 @pytest.mark.parametrize("size", [(4, 4), (12, 5), (3, 16)])
 def test_decode(name, dtype, size):
     cpu, there = pair(name, dtype)
@@ -34,7 +34,7 @@ def test_decode(name, dtype, size):
 
 @pytest.mark.one_in(5)
 @every_dtype
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", [*SMALL, *FRAMES])
 @pytest.mark.parametrize("size", [(16, 16), (48, 20), (12, 64)])
 def test_encode(name, dtype, size):
     cpu, there = pair(name, dtype)
@@ -53,6 +53,21 @@ def test_groups_of_three_and_no_attention(name, dtype):
     z, x = latents(cpu, 6, 4, batch=2), images(16, 24)
     assert error(there.decode(z), cpu.decode(z)) < LIMIT[dtype]
     assert there.last_run.peak_bytes == there.estimate("decode", 24, 16, 2).peak_bytes
+    assert error(there.encode(x).mean, cpu.encode(x).mean) < LIMIT[dtype] * 2
+
+
+@every_dtype
+def test_channels_of_one_frame(dtype):
+    """As Qwen-Image and Wan have them: 96, 192 and 16 of latents. Numbers beyond [-1, 1] are clamped, of tiles too."""
+    settings = config("wan") | {"base_dim": 96, "dim_mult": [1, 2], "temperal_downsample": [False], "num_res_blocks": 1}
+    settings |= {"z_dim": 16, "latents_mean": [0.1] * 16, "latents_std": [0.5] * 16}
+    cpu, there = (VAE.random(seed=0, config=settings, **how) for how in ({}, gpu.kind_of(dtype)))
+    z, x = latents(cpu, 5, 7, batch=2), images(10, 14)
+    for vae in (cpu, there):
+        vae._core.set_tensor("decoder.conv_out.bias", np.array([2, 0, -2], np.float32))
+    for tiling in (None, Tiling(8)):
+        got, want = there.decode(z, tiling=tiling), cpu.decode(z, tiling=tiling)
+        assert error(got, want) < LIMIT[dtype] and got.max() == 1 and got.min() == -1 and (np.abs(got) < 1).any()
     assert error(there.encode(x).mean, cpu.encode(x).mean) < LIMIT[dtype] * 2
 
 
@@ -255,9 +270,10 @@ def amplify(vae, plain, factor):
         vae._core.set_tensor(name, plain._core.get_tensor(name) * np.float32(factor))
 
 
+@pytest.mark.parametrize("name", ["flux", "wan"])
 @pytest.mark.parametrize("kind", ["float16", "float16 own"])
-def test_overflow_is_avoided_and_said(kind):
-    plain, (cpu, there) = small_vae("flux"), pair("flux", kind)
+def test_overflow_is_avoided_and_said(name, kind):
+    plain, (cpu, there) = small_vae(name), pair(name, kind)
     z = latents(cpu, 8, 8)
     there.decode(z)
     assert there.last_run.notes == ()
@@ -306,10 +322,11 @@ def test_nan_is_not_taken_for_overflow_for_ever():
 
 @pytest.mark.one_in(4)
 @every_dtype
+@pytest.mark.parametrize("name", ["sd", "qwen"])
 @pytest.mark.parametrize("op", ["decode", "encode"])
 @pytest.mark.parametrize("batch", [1, 2])
-def test_estimate_is_what_is_taken(dtype, op, batch):
-    there = on_gpu("sd", dtype)
+def test_estimate_is_what_is_taken(name, dtype, op, batch):
+    there = on_gpu(name, dtype)
     weights = there.reserved_bytes
     want = there.estimate(op, 48, 32, batch)
     there.decode(latents(there, 12, 8, batch)) if op == "decode" else there.encode(images(48, 32, batch))
@@ -372,9 +389,10 @@ def limits_of(there, *ask, **how):
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("name", ["odd", "qwen"])
 @pytest.mark.parametrize("op", ["decode", "encode"])
-def test_a_limit_is_kept_and_does_not_show(dtype, op):
-    cpu, there = pair("odd", dtype)
+def test_a_limit_is_kept_and_does_not_show(name, dtype, op):
+    cpu, there = pair(name, dtype)
     data = latents(cpu, 12, 8, batch=2) if op == "decode" else images(48, 32, batch=2)
 
     def run(vae, **limit):

@@ -3,7 +3,9 @@
  *   merge: the sums that x's producer left -> scale, shift
  *   for each stripe of rows of y:   x --load--> stripe in --cuDNN--> raw stripe --store--> y and its sums
  *
- *   scratch:  scale | shift | stripe in | raw stripe         workspace: cuDNN's
+ *   scratch:  scale | shift | factors | stripe in | raw stripe         workspace: cuDNN's
+ *
+ * A norm of one pixel has factors of its pixels: pixel_norm makes those that a stripe needs, before its load.
  *
  * The two stripes take at most limits.stripe_bytes, so no copy of a tensor is ever stored whole. They go down the image
  * in order on one stream, so y may lie in x's place where a pixel of y needs only that pixel of x. */
@@ -15,11 +17,11 @@ enum { PARTS_WANTED = 2048, PART_LEAST = 192 };
 
 /* How a convolution is cut; sizes in elements. */
 typedef struct shape {
-    size_t rows;                    /* of y in a stripe */
-    size_t in_w, in_c;              /* of the padded stripe */
-    size_t raw_w, raw_c;            /* of what the convolution gives */
-    size_t k, stride, pad;          /* of the filter as it is convolved */
-    size_t scale, in, raw, scratch; /* bytes: offsets in scratch, and its size */
+    size_t rows;                            /* of y in a stripe */
+    size_t in_w, in_c;                      /* of the padded stripe */
+    size_t raw_w, raw_c;                    /* of what the convolution gives */
+    size_t k, stride, pad;                  /* of the filter as it is convolved */
+    size_t scale, factor, in, raw, scratch; /* bytes: offsets in scratch, and its size */
 } shape;
 
 /* Elements from pixel to pixel: channels lie side by side. */
@@ -29,13 +31,24 @@ static size_t in_rows(const vm_pass *p, const shape *s, size_t rows) {
     return p->up ? rows / 2 + 2 : (rows - 1) * s->stride + s->k;
 }
 
+/* Of x, of which a stripe's first row may be the padding above it. */
+static ptrdiff_t top_of(const vm_pass *p, const shape *s, size_t row0) {
+    return (ptrdiff_t)(p->up ? row0 / 2 : row0 * s->stride) - (ptrdiff_t)s->pad;
+}
+
 static size_t put_bytes(size_t *end, size_t bytes) { return vm_put_bytes(end, bytes, 256); }
+
+/* What a norm needs on load, of `rows` rows of x. */
+static void lay_out_norm(const vm_pass *p, shape *s, size_t rows) {
+    s->scratch = 0;
+    s->scale = put_bytes(&s->scratch, p->norm ? 2 * s->in_c * sizeof(float) : 0);
+    s->factor = put_bytes(&s->scratch, p->norm == VM_NORM_PIXEL ? rows * p->x.w * sizeof(float) : 0);
+}
 
 /* Fills the layout for stripes of `rows`. */
 static void lay_out(const vm_pass *p, shape *s, size_t rows, size_t element) {
     s->rows = rows;
-    s->scratch = 0;
-    s->scale = put_bytes(&s->scratch, p->norm ? 2 * s->in_c * sizeof(float) : 0);
+    lay_out_norm(p, s, VM_MIN(in_rows(p, s, rows), p->x.h));
     s->in = put_bytes(&s->scratch, in_rows(p, s, rows) * s->in_w * s->in_c * element);
     s->raw = put_bytes(&s->scratch, (p->up ? rows / 2 + 1 : rows) * s->raw_w * s->raw_c * element);
 }
@@ -114,10 +127,10 @@ static vm_conv_tile own_tile(const vm_gpu *g, const vm_pass *p) {
                           (uint32_t)g->multiprocessors);
 }
 
-/* scratch: scale | shift | the user's pixels as rows */
+/* scratch: scale | shift | factors | the user's pixels as rows */
 static shape own_shape(const vm_pass *p, size_t element) {
     shape s = {.rows = p->y.h, .in_w = p->x.w, .in_c = vm_padded(p->x.c), .k = 1, .stride = 1};
-    s.scale = put_bytes(&s.scratch, p->norm ? 2 * s.in_c * sizeof(float) : 0);
+    lay_out_norm(p, &s, p->x.h);
     s.in = put_bytes(&s.scratch, p->x_format == VM_ROWS ? 0 : p->x.h * s.in_w * s.in_c * element);
     return s;
 }
@@ -170,12 +183,15 @@ static vm_status launch(const vm_gpu *g, CUfunction kernel, size_t x, size_t y, 
                            "launching a kernel");
 }
 
-static vm_status merge(const vm_gpu *g, const vm_pass *p, const vm_operands *at, float *scale) {
+static float *scale_at(const vm_operands *at, const shape *s) { return (float *)((char *)at->scratch + s->scale); }
+static float *factor_at(const vm_operands *at, const shape *s) { return (float *)((char *)at->scratch + s->factor); }
+
+static vm_status merge(const vm_gpu *g, const vm_pass *p, const vm_operands *at, const shape *s) {
     vm_merge_args a = {.stats = at->x_stats,
                        .gamma = at->gamma,
                        .beta = at->beta,
-                       .scale = scale,
-                       .shift = scale + vm_padded(p->x.c),
+                       .scale = scale_at(at, s),
+                       .shift = scale_at(at, s) + s->in_c,
                        .parts = (uint32_t)at->x_parts,
                        .c = (uint32_t)p->x.c,
                        .groups = (uint32_t)p->groups,
@@ -183,25 +199,49 @@ static vm_status merge(const vm_gpu *g, const vm_pass *p, const vm_operands *at,
     return launch(g, g->kernel[VM_KERNEL_MERGE], p->groups, 1, VM_CUDA_THREADS, 0, &a);
 }
 
+/* Of `rows` rows of x. */
+static vm_status pixel_norm(const vm_gpu *g, const vm_pass *p, const vm_operands *at, const shape *s, size_t row,
+                            size_t rows) {
+    vm_pixel_norm_args a = {.x = (char *)at->x.data + row * at->x.row * vm_dtype_bytes(g->backend.dtype),
+                            .gamma = at->gamma,
+                            .factor = factor_at(at, s),
+                            .scale = scale_at(at, s),
+                            .shift = scale_at(at, s) + s->in_c,
+                            .pixels = (uint32_t)(rows * p->x.w),
+                            .c = (uint32_t)p->x.c,
+                            .x_pitch = pitch_of(&at->x, &p->x),
+                            .least = p->eps * p->x_scale};
+    const size_t blocks = (rows * p->x.w + VM_CUDA_THREADS / 8 - 1) / (VM_CUDA_THREADS / 8);
+    const size_t most = (size_t)g->multiprocessors * 32;
+    return launch(g, g->kernel[VM_KERNEL_PIXEL_NORM], VM_MIN(blocks, most), 1, VM_CUDA_THREADS, 0, &a);
+}
+
 /* The factor from x's power of two, or from a normalised x, to y's. */
 static float multiplier(const vm_pass *p) { return p->norm ? p->y_scale : p->y_scale / p->x_scale; }
 
 static vm_status load(const vm_gpu *g, const vm_pass *p, const vm_operands *at, const shape *s, size_t row0,
-                      size_t rows, const float *scale) {
+                      size_t rows) {
     const size_t n = in_rows(p, s, rows);
+    const ptrdiff_t top = top_of(p, s, row0);
+    const bool of_pixels = p->norm == VM_NORM_PIXEL;
+    const size_t first = (size_t)VM_MAX(top, 0), end = VM_MIN((size_t)(top + (ptrdiff_t)n), p->x.h);
+    vm_status status = of_pixels ? pixel_norm(g, p, at, s, first, end - first) : VM_OK;
+    if (status) return status;
     const vm_numbers *part = p->x_format == VM_ROWS ? NULL : at->numbers;
     const size_t pixel = part ? (size_t)part->pixel : 1, channel = part ? (size_t)part->channel : 0;
     vm_load_args a = {.x = p->x_format == VM_ROWS ? at->x.data : at->x_pixels,
                       .out = (char *)at->scratch + s->in,
-                      .scale = p->norm ? scale : NULL,
-                      .shift = p->norm ? scale + s->in_c : NULL,
+                      .scale = p->norm ? scale_at(at, s) : NULL,
+                      .shift = p->norm ? scale_at(at, s) + s->in_c : NULL,
+                      .factor = of_pixels ? factor_at(at, s) : NULL,
+                      .first_factor = (uint32_t)(first * p->x.w),
                       .x_plane = part ? channel / pixel : p->x.h * p->x.w,
                       .x_h = (uint32_t)p->x.h,
                       .x_w = (uint32_t)p->x.w,
                       .x_c = (uint32_t)p->x.c,
                       .x_pitch = pitch_of(&at->x, &p->x),
                       .x_row = (uint32_t)(part ? (size_t)part->row / pixel : p->x.w),
-                      .top = (int32_t)(p->up ? row0 / 2 : row0 * s->stride) - (int32_t)s->pad,
+                      .top = (int32_t)top,
                       .left = -(int32_t)s->pad,
                       .rows = (uint32_t)n,
                       .width = (uint32_t)s->in_w,
@@ -252,15 +292,14 @@ static bool reads_x(const vm_pass *p, const vm_operands *at, const shape *s) {
 
 static vm_status conv(vm_gpu *g, const vm_pass *p, const vm_operands *at, const vm_limits *limits) {
     const shape s = shape_of(p, limits, vm_dtype_bytes(g->backend.dtype));
-    float *scale = (float *)((char *)at->scratch + s.scale);
     const bool direct = reads_x(p, at, &s);
-    vm_status status = p->norm ? merge(g, p, at, scale) : VM_OK;
+    vm_status status = p->norm == VM_NORM_GROUP ? merge(g, p, at, &s) : VM_OK;
     for (size_t row = 0, part = 0; row < p->y.h && !status; row += s.rows) {
         const size_t rows = stripe_rows(p, &s, row);
         const vm_conv_key key = key_of(g, p, limits, &s, rows);
         const char *in = direct ? (char *)at->x.data + row * p->x.w * s.in_c * vm_dtype_bytes(g->backend.dtype)
                                 : (char *)at->scratch + s.in;
-        if (!direct) status = load(g, p, at, &s, row, rows, scale);
+        if (!direct) status = load(g, p, at, &s, row, rows);
         char *raw = (char *)at->scratch + s.raw;
         if (!status && g->autotune && !g->outside)
             status = vm_cudnn_convs_tune(g->convs, &key, g->stream, in, at->weight, raw, at->workspace, vm_gpu_time, g);
@@ -274,18 +313,19 @@ static vm_status conv(vm_gpu *g, const vm_pass *p, const vm_operands *at, const 
 static vm_status own_conv(vm_gpu *g, const vm_pass *p, const vm_operands *at, const vm_conv_tile *tile) {
     const shape s = own_shape(p, vm_dtype_bytes(g->backend.dtype));
     const bool rows = p->x_format == VM_ROWS, own_y = p->y_format == VM_ROWS;
-    float *scale = (float *)((char *)at->scratch + s.scale);
     CUfunction kernel;
     vm_status status = vm_gpu_conv_kernel(g, tile, &kernel);
-    if (!status && p->norm) status = merge(g, p, at, scale);
-    if (!status && !rows) status = load(g, p, at, &s, 0, p->x.h, NULL);
+    if (!status && p->norm == VM_NORM_GROUP) status = merge(g, p, at, &s);
+    if (!status && p->norm == VM_NORM_PIXEL) status = pixel_norm(g, p, at, &s, 0, p->x.h);
+    if (!status && !rows) status = load(g, p, at, &s, 0, p->x.h);
     if (status) return status;
     vm_conv_args a = own_args(p);
     a.x = rows ? (const void *)at->x.data : (const char *)at->scratch + s.in;
     a.x_pitch = rows ? pitch_of(&at->x, &p->x) : (uint32_t)s.in_c;
     a.w = at->weight;
-    a.scale = p->norm ? scale : NULL;
-    a.shift = p->norm ? scale + s.in_c : NULL;
+    a.scale = p->norm ? scale_at(at, &s) : NULL;
+    a.shift = p->norm ? scale_at(at, &s) + s.in_c : NULL;
+    a.factor = p->norm == VM_NORM_PIXEL ? factor_at(at, &s) : NULL;
     a.bias = at->bias;
     a.add = p->add ? at->add.data : NULL;
     a.add_pitch = pitch_of(&at->add, &p->y);

@@ -111,11 +111,12 @@ VM_DEVICE void vm_conv_transform(const vm_conv_args &a, const vm_conv_input &in,
         const vm_conv_vector at = vm_conv_vector_of<S>(a, in, i);
         if (!at.some) continue; /* zeros stay zeros */
         T *const p = reinterpret_cast<T *>(chunk + at.at);
+        const float factor = a.factor ? a.factor[(size_t)at.y * a.x_w + at.x] : 1;
         float v[8];
         vm_load8(v, p);
 #pragma unroll
         for (int j = 0; j < 8; j++) {
-            const float t = fmaf(v[j], scale[j], shift[j]);
+            const float t = fmaf(v[j] * factor, scale[j], shift[j]);
             v[j] = (a.silu ? vm_silu<T>(t) : t) * a.multiply;
         }
         vm_store8(p, v);

@@ -17,15 +17,17 @@
 enum { VM_CUDA_THREADS = 256, VM_CUDA_LANES = 64 };
 
 /* vm_load_<dtype>: out[r][q][c] = f(x[top + r][left + q][c]) * multiply, zero outside x and for c >= x_c.
- * f(v) = v * scale[c] + shift[c] (where given), then SiLU where asked; else v * in_scale + in_shift.
+ * f(v) = v * factor[pixel] * scale[c] + shift[c] (where given), then SiLU where asked; else v * in_scale + in_shift.
  * Any one-dimensional grid of VM_CUDA_THREADS threads. */
 typedef struct vm_load_args {
     const void *x; /* [x_h][x_w][x_pitch], or the user's pixels by format */
     void *out;     /* [rows][width][channels] */
     const float *scale, *shift;
-    uint64_t x_plane; /* of planes: numbers from channel to channel */
+    const float *factor; /* of x's pixels from first_factor on, or NULL; with VM_ROWS only */
+    uint64_t x_plane;    /* of planes: numbers from channel to channel */
     uint32_t x_h, x_w, x_c, x_pitch;
     uint32_t x_row; /* pixels from row to row: x_w, or more of the user's pixels, which may be a part of an image */
+    uint32_t first_factor;
     int32_t top, left;
     uint32_t rows, width, channels;
     uint32_t format; /* vm_format of x */
@@ -68,6 +70,18 @@ typedef struct vm_merge_args {
     float eps;
 } vm_merge_args;
 
+/* vm_pixel_norm_<dtype>: factor[i] = 1 / max(|x[i]|, least), where |x[i]| is the length of a pixel's c channels, with
+ * squares summed in float; NaN stays. scale[j] = sqrt(c) * gamma[j], and 0 from c up to its padding; shift[j] = 0. Any
+ * one-dimensional grid of VM_CUDA_THREADS threads. */
+typedef struct vm_pixel_norm_args {
+    const void *x; /* [pixels][x_pitch] */
+    const float *gamma;
+    float *factor;        /* [pixels] */
+    float *scale, *shift; /* [VM_ROUND_UP(c, VM_BLOCK)] */
+    uint32_t pixels, c, x_pitch;
+    float least;
+} vm_pixel_norm_args;
+
 /* vm_attention_<dtype>: y[i] = softmax(q[i] k^T * scale) v over n pixels with one head of `channels` (at most
  * VM_ATTENTION_CHANNELS, a multiple of VM_BLOCK). q, k, v lie side by side in a pixel: x + i * pitch + {0, 1, 2} *
  * channels; y may be x's queries. Scores and sums in float. */
@@ -108,9 +122,9 @@ static inline vm_attention_shape vm_attention_choose(vm_dtype dtype, size_t larg
  *   y[Y][X][o] = bias[o] * bias_scale + add[Y][X][o] + sum over taps a, b and channels c of
  *                w[o][a][b][c] * f(x[Y * stride + a - pad][X * stride + b - pad][c])
  *
- * f(v) = v * scale[c] + shift[c] (where given), then SiLU where asked, then * multiply, rounded to the type; zero
- * outside x. k = 3 with pad 1, 1 with pad 0, and 3 with stride 2 and pad 0. After nearest 2x (up) k = 2 and w is
- * [4 phases][o][a][b][c]: y[2 i + py][2 j + px] sums over x[i + py + a - 1][j + px + b - 1], phase = 2 * py + px.
+ * f(v) = v * factor[pixel] * scale[c] + shift[c] (where given), then SiLU where asked, then * multiply, rounded to the
+ * type; zero outside x. k = 3 with pad 1, 1 with pad 0, and 3 with stride 2 and pad 0. After nearest 2x (up) k = 2, and
+ * w is [4 phases][o][a][b][c]: y[2 i + py][2 j + px] sums over x[i + py + a - 1][j + px + b - 1], phase = 2 * py + px.
  *
  * Sums over all taps and channels are in float, bias and add too. Channels: x has in_c, padded with zeros to a multiple
  * of VM_BLOCK; w has as many, and filters padded likewise, as bias is; y gets all of VM_ROUND_UP(y_c, VM_BLOCK), the
@@ -122,6 +136,7 @@ static inline vm_attention_shape vm_attention_choose(vm_dtype dtype, size_t larg
 typedef struct vm_conv_args {
     const void *x, *w;          /* [x_h][x_w][x_pitch], [y_c padded][k][k][in_c] */
     const float *scale, *shift; /* [in_c], or NULL */
+    const float *factor;        /* [x_h][x_w], or NULL */
     const float *bias;          /* [y_c padded] */
     const void *add;            /* [y_h][y_w][add_pitch], or NULL */
     void *y;                    /* [y_h][y_w][y_pitch], or the user's pixels by format */

@@ -18,8 +18,14 @@ enum {
 
 /* The fat binaries, each with the one kernel in it that fits the type and the device. conv's has a kernel for each
  * tile, found when first wanted (vm_gpu_conv_kernel). */
-#define VM_GPU_KERNELS(X) \
-    X(LOAD, load) X(STORE, store) X(MERGE, norm) X(ATTENTION, attention) X(BLEND, blend) X(CONV, conv)
+#define VM_GPU_KERNELS(X)     \
+    X(LOAD, load)             \
+    X(STORE, store)           \
+    X(MERGE, norm)            \
+    X(PIXEL_NORM, pixel_norm) \
+    X(ATTENTION, attention)   \
+    X(BLEND, blend)           \
+    X(CONV, conv)
 typedef enum vm_gpu_kernel {
 #define VM_GPU_KERNEL(NAME, FATBIN) VM_KERNEL_##NAME,
     VM_GPU_KERNELS(VM_GPU_KERNEL)

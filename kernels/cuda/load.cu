@@ -45,12 +45,14 @@ VM_DEVICE void vm_load(const vm_load_args &a) {
         for (uint32_t pixel = first; pixel < pixels; pixel += AT_ONCE * step) {
             vm_eight<T> own[AT_ONCE];
             uint32_t from[AT_ONCE];
+            float factor[AT_ONCE];
             bool inside[AT_ONCE];
 #pragma unroll
             for (int j = 0; j < AT_ONCE; j++) {
                 const uint32_t x = a.left + column;
                 inside[j] = pixel + j * step < pixels && row < a.x_h && x < a.x_w && c < a.x_c;
                 from[j] = row * a.x_row + x;
+                factor[j] = ROWS && a.factor && inside[j] ? a.factor[from[j] - a.first_factor] : 1;
                 if (ROWS && inside[j]) own[j] = vm_take8(static_cast<const T *>(a.x) + (size_t)from[j] * a.x_pitch + c);
                 row += step_rows;
                 column += step_columns;
@@ -65,7 +67,7 @@ VM_DEVICE void vm_load(const vm_load_args &a) {
 #pragma unroll
                     for (int i = 0; i < 8; i++) {
                         if (!ROWS && c + i < a.x_c) v[i] = vm_user_number(a, from[j], c + i);
-                        v[i] = fmaf(v[i], scale[i], shift[i]);
+                        v[i] = fmaf(v[i] * factor[j], scale[i], shift[i]);
                         v[i] = (a.silu ? vm_silu<T>(v[i]) : v[i]) * a.multiply;
                     }
                     if (c + 8 > a.x_c) { /* memory beyond x's channels may hold anything */

@@ -4,6 +4,8 @@
  *   after nearest 2x  [4][out][2][2][in] one 2x2 filter for each parity of the output's row and column
  *   vector        [out] floats, padded likewise
  *
+ * Of three convolutions in one (qkv) each is padded. Of filters over time the last slice is kept.
+ *
  * A 3x3 filter over an image whose pixels were doubled meets every source pixel under several taps. Summing those first
  * gives four 2x2 filters: the same in real arithmetic, and 16 products instead of 36. Taps are summed in float and
  * rounded once. */
@@ -14,8 +16,8 @@
 #include "gpu.h"
 
 size_t vm_gpu_weight_bytes(const vm_backend *b, const vm_weight *w) {
-    if (w->vector) return vm_padded(w->out) * sizeof(float);
-    return vm_padded(w->out) * (w->up ? 16 : w->ksize * w->ksize) * vm_padded(w->in) * vm_dtype_bytes(b->dtype);
+    if (w->vector) return vm_weight_lanes(w) * sizeof(float);
+    return vm_weight_lanes(w) * (w->up ? 16 : w->ksize * w->ksize) * vm_padded(w->in) * vm_dtype_bytes(b->dtype);
 }
 
 /* A tensor in a file, element by element. */
@@ -48,14 +50,14 @@ vm_status vm_gpu_pack_weight(const vm_backend *b, const vm_weight *w, void *out,
     bool fits = true;
     memset(out, 0, vm_gpu_weight_bytes(b, w));
     const size_t file_taps = w->ksize * w->ksize, phases = w->up ? 4 : 1, taps = w->up ? 4 : file_taps;
-    const size_t in = w->vector ? 1 : vm_padded(w->in);
+    const size_t in = w->vector ? 1 : vm_padded(w->in), lanes = vm_weight_lanes(w);
     for (size_t phase = 0; phase < phases; phase++)
         for (size_t o = 0; o < w->out; o++)
             for (size_t tap = 0; tap < taps; tap++)
                 for (size_t i = 0; i < w->in; i++) {
-                    const size_t first = (o * w->in + i) * file_taps;
+                    const size_t first = ((o * w->in + i) * (w->past + 1) + w->past) * file_taps;
                     const float v = w->up ? folded(&from, first, phase, tap) : read(&from, first + tap);
-                    const size_t at = ((phase * vm_padded(w->out) + o) * taps + tap) * in + i;
+                    const size_t at = ((phase * lanes + vm_weight_lane(w, o)) * taps + tap) * in + i;
                     vm_set_element(kept, out, at, v);
                     fits &= isfinite(vm_element(kept, out, at)) != 0;
                 }
