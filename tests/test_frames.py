@@ -67,6 +67,24 @@ def test_the_names_of_wans_authors(tmp_path, name, prefix):
         assert np.array_equal(again.decode(z), vae.decode(z))
 
 
+@pytest.mark.parametrize("joined", [True, False])
+def test_gguf(tmp_path, joined):
+    """Of four sides, as stable-diffusion.cpp joins the first two of five, or in rows of 256 beside their own shape."""
+    pytest.importorskip("gguf")
+    from test_gguf import write_gguf
+
+    vae, whole = random("wan")
+    spelt = layouts.spell(whole, "wan", len(vae.arch["block_out_channels"]), "", vae.arch["layers_per_block"])
+    tensors = {spelt[name]: tensor for name, tensor in whole.items()}
+    if joined:
+        tensors = {n: t.reshape(-1, *t.shape[2:]) if t.ndim == 5 else t for n, t in tensors.items()}
+    else:  # those that make no whole rows are joined there too
+        tensors = {n: t.reshape(-1, *t.shape[2:]) if t.ndim == 5 and t.size % 256 else t for n, t in tensors.items()}
+    write_gguf(tmp_path / "a.gguf", tensors, lambda name, shape: "F32", reshape=not joined)
+    z = latents(vae, 4, 6)
+    assert np.array_equal(VAE.load(tmp_path / "a.gguf", config=config("wan")).decode(z), vae.decode(z))
+
+
 def test_spelling_is_that_of_wans_authors():
     """Names of wan_2.1_vae.safetensors, which wan/modules/vae.py makes."""
     names = dict(_core.Model(_core.models()["qwen-image"]).tensors)

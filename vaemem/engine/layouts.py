@@ -93,6 +93,15 @@ def spell(names: Iterable[str], layout: str, levels: int, prefix: str = "", laye
     return spelt
 
 
+def _held_as(name: str, shape: Shape) -> Shape:
+    """Another shape in which files hold a tensor of the core's, number for number: a 1x1 convolution for a matrix, and
+    in GGUF, which has four sides at most, the first two of five as one (stable-diffusion.cpp's
+    ``safetensors_io.cpp``)."""
+    if is_attention_matrix(name, shape):
+        return (*shape, 1, 1)
+    return (shape[0] * shape[1], *shape[2:]) if len(shape) == 5 else shape
+
+
 def is_attention_matrix(name: str, shape: Shape) -> bool:
     """A (C, C) matrix of the core that some files hold as a 1x1 convolution (C, C, 1, 1)."""
     return ".attentions." in name and len(shape) == 2
@@ -428,7 +437,7 @@ def check_shapes(
         got = shapes.get(in_file)
         if got is None:
             problems.append(f"missing {in_file}: want {shape}, got no such tensor")
-        elif got != shape and not (is_attention_matrix(name, shape) and got == (*shape, 1, 1)):
+        elif got not in (shape, _held_as(name, shape)):
             problems.append(f"{in_file}: want {shape}, got {shown(got)}")
         elif faults and in_file in faults:
             problems.append(f"{in_file}: {faults[in_file]}")
