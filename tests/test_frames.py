@@ -241,7 +241,9 @@ def test_halves(name, dtype):
 def test_predictions_are_refused():
     from vaemem import predict
 
-    with pytest.raises(ValueError, match="qwen-image runs as 3D convolutions elsewhere, which are not predicted yet"):
+    with pytest.raises(
+        ValueError, match="qwen-image runs as 3D convolutions elsewhere, which are not predicted by name yet"
+    ):
         predict("qwen-image", "decode", 1024, 1024)
 
 
