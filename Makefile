@@ -143,12 +143,14 @@ asan: $(VENV)/check.stamp
 	    --deselect tests/test_memory_limit.py::test_the_bar_of_the_smallest_plans \
 	    $(addprefix --ignore-glob=tests/test_,$(NOT_THE_CORE))
 
-# What newer packages have alone, Z-Image's modules, beside fresh recordings of it, in an environment of its own.
+# What newer packages have alone, in an environment of its own: Z-Image's modules, beside fresh recordings of them, and
+# Qwen-Image's class and tiles of videos' VAEs, beside the engine.
 NEWER := torch==2.13.0 diffusers==0.42.1 transformers==5.23.0
 newer:
 	rm -rf build/newer && $(PYTHON) -m venv build/newer
 	VAEMEM_CUDA=0 build/newer/bin/pip --disable-pip-version-check -q install . $(NEWER) 'pytest>=8'
 	PYTHONSAFEPATH=1 build/newer/bin/pytest -rs tests/test_programs.py tests/test_module_calls.py -k "qwen or zimage or z_image"
+	PYTHONSAFEPATH=1 build/newer/bin/pytest -rs tests/test_frames.py tests/test_other_vaes.py -k "frames or qwen or wan"
 
 # A wheel for Windows, and its tests under wine, where there is one.
 windows: $(BIN)/python
