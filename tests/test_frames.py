@@ -288,6 +288,16 @@ def test_the_drop_in_is_diffusers_for_one_frame(name):
                 tiled.decode(torch.cat([z, z], 3))
 
 
+def test_measurements_are_of_autoencoders_of_images():
+    pytest.importorskip("torch")
+    from vaemem.pytorch.measuring import _maker
+
+    with pytest.raises(
+        ValueError, match="model: want an autoencoder of images, got 'qwen-image', which diffusers runs"
+    ):
+        _maker("qwen-image", "diffusers")
+
+
 def test_random_gammas_are_near_one():
     core = _core.Model(layouts.read_config(config("wan")))
     random_tensors(core, 0)

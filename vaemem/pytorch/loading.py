@@ -109,9 +109,10 @@ def _safety_checker() -> Any:
 
 
 def _vae(model: str) -> Any:
-    from diffusers import AutoencoderKL
+    import diffusers
 
-    return AutoencoderKL(**{key: value for key, value in config_of(architecture(model)).items() if key[0] != "_"})
+    config = config_of(architecture(model))
+    return getattr(diffusers, config.pop("_class_name"))(**config)
 
 
 # What makes each component, in the default dtype on the default device.

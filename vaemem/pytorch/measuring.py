@@ -332,6 +332,8 @@ def _maker(model: Any, runtime: str) -> Callable[[], _Subject]:
     if runtime != "diffusers":
         raise ValueError(f"model: want a module with runtime {runtime}, of which no package is known, got {model!r}")
     arch = architecture(os.fspath(model))
+    if arch.get("family") == "wan":
+        raise ValueError(f"model: want an autoencoder of images, got {model!r}, which diffusers runs as one of videos")
     config = config_of(arch)
     name = config.pop("_class_name")
     diffusers = need("diffusers", f"measure of {model!r} and not of a module")
