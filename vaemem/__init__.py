@@ -61,6 +61,7 @@ _NAMES = {
     "tables.table": "Table seed_table",
 }
 _PLACES = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names.split()}
+_PLACES |= {name: f"{__name__}.{name}" for name in ("_core", "engine", "prediction", "tables")}  # modules
 
 __all__ = [
     "ESTIMATORS",
