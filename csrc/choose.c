@@ -38,7 +38,7 @@ static size_t stored_after(const vm_plan *plan, int at, int dead_by) {
 
 /* Steps of a chain, at most, where no memory is to be saved at the cost of time: weights that do not stay in a cache
  * from one step to the next are read again in each, beside enough work that this does not show. 0: any number. Both
- * constants were measured (docs/SPEED.md). */
+ * constants were measured (docs/SPEED.md). What is multiplied as it lies, halves as pairs, is not counted. */
 static size_t most_steps(const vm_plan *plan, int first, int last) {
     enum { CACHE = 5 << 20, WORTH = 1600 /* FLOPs for each byte that is read again */ };
     const vm_backend *b = plan->ask.backend;

@@ -133,14 +133,15 @@ static int attention(builder *b, int x, size_t c) {
     if (is_wan(b)) {
         n.weight = add_tensor(b, "to_qkv", "weight", 4, (vm_weight){3 * c, c, 1, .qkv = true});
         n.bias = add_tensor(b, "to_qkv", "bias", 1, (vm_weight){3 * c, 1, 1, .vector = true, .qkv = true});
-    }
-    for (int i = 0; i < 3 && !is_wan(b); i++) {
-        int t = add_tensor(b, projections[i], "weight", 2, (vm_weight){c, c, 1});
-        if (i == 0) n.weight = t;
-    }
-    for (int i = 0; i < 3 && !is_wan(b); i++) {
-        int t = add_vector(b, projections[i], "bias", c, 1);
-        if (i == 0) n.bias = t;
+    } else {
+        for (int i = 0; i < 3; i++) {
+            int t = add_tensor(b, projections[i], "weight", 2, (vm_weight){c, c, 1});
+            if (i == 0) n.weight = t;
+        }
+        for (int i = 0; i < 3; i++) {
+            int t = add_vector(b, projections[i], "bias", c, 1);
+            if (i == 0) n.bias = t;
+        }
     }
     vm_node attend = conv_node(b, &(conv){"attention", add_node(b, &n), VM_NONE, 3 * padded, c});
     attend.pass.kind = VM_PASS_ATTENTION;

@@ -307,6 +307,16 @@ def test_encode(tmp_path):
 
 
 @pytest.mark.thorough
+def test_more_frames_of_a_video(tmp_path):
+    """Two latent frames are five of the video."""
+    pytest.importorskip("diffusers")
+    said = run("video_frames.py", "--frames 2 --sizes 64x64", tmp_path)
+    figures = dict(part.split() for part in said.split(" ", 1)[1].split(", "))
+    assert float(figures["video_gib"]) * 2**30 == pytest.approx(5 * 3 * 64 * 64 * 4, rel=1e-3)
+    assert figures["convolutions"] == "32" and float(figures["allocated_gib"]) > float(figures["rings_gib"]) > 0
+
+
+@pytest.mark.thorough
 def test_the_vae_of_videos(tmp_path):
     """One frame, beside diffusers' 3D convolutions."""
     pytest.importorskip("diffusers")

@@ -162,8 +162,7 @@ static PyMethodDef methods[] = {
      "set_tensor(name, array)\n--\n\nConverts to the model's dtype and packs; array may be freed after."},
     {"get_tensor", (PyCFunction)model_get_tensor, METH_O,
      "get_tensor(name)\n--\n\nA float32 copy of what is kept: bit for bit what was set, where that was not rounded. Of "
-     "a causal 3D "
-     "convolution the slices that one frame does not meet are not kept, and zero here."},
+     "a causal 3D convolution the slices that one frame does not meet are not kept, and zero here."},
     {"plan", VM_PY_KEYWORDS(vm_py_plan), METH_VARARGS | METH_KEYWORDS, vm_py_plan_doc},
     {"run", VM_PY_KEYWORDS(vm_py_run), METH_VARARGS | METH_KEYWORDS, vm_py_run_doc},
     {"run_at", VM_PY_KEYWORDS(vm_py_run_at), METH_VARARGS | METH_KEYWORDS, vm_py_run_at_doc},

@@ -426,8 +426,7 @@ PyObject *vm_py_run_at(Model *self, PyObject *args, PyObject *kwargs) {
 const char vm_py_blend_doc[] =
     "blend(stream, op, format, **fields)\n--\n\n"
     "Blends a tile into the image that it is from. op: encode or decode, whose numbers are clamped. fields: all others "
-    "of kernels.h's vm_blend_args, addresses as "
-    "integers. stream: of the model's device; None: all is in host memory.";
+    "of kernels.h's vm_blend_args, addresses as integers. stream: of the model's device; None: all is in host memory.";
 
 PyObject *vm_py_blend(Model *self, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"stream",  "op",  "format", "tile", "lower", "right",  "y",      "batch",

@@ -507,8 +507,9 @@ def _find_of_frames(shapes: Shapes) -> Arch:
     """Qwen-Image's VAE, which is Wan 2.1's, with as many channels of an image as tensors show: all else that differs is
     found out by the check that follows. One of other widths needs its config."""
     known = known_arch("qwen-image")
-    ends = [shapes.get(f"encoder.{name}.weight", ()) for name in ("conv_in", "conv1")]
-    channels = next((shape[1] for shape in ends if len(shape) == 5), 3)
+    ends = [(f"encoder.{name}.weight", 1) for name in ("conv_in", "conv1")]
+    ends += [(f"decoder.{name}.weight", 0) for name in ("conv_out", "head.2")]
+    channels = next((shapes[name][axis] for name, axis in ends if len(shapes.get(name, ())) == 5), 3)
     return known if channels == 3 else known | {"name": "custom", "in_channels": channels, "out_channels": channels}
 
 
