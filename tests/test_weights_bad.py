@@ -225,7 +225,8 @@ def test_paths_that_are_no_files(tmp_path):
         ("one_quant_conv", "ldm", "layout: ldm always has both quant convs, and custom has 1: want diffusers$"),
         ("small", "bfl", "layout: bfl has no quant convs, and custom has 2: want diffusers or ldm"),
         ("one_quant_conv", "bfl", "layout: bfl has no quant convs"),
-        ("small", "gguf", "layout: want one of diffusers, ldm, bfl, wan, got 'gguf'"),
+        ("small", "gguf", "layout: want one of diffusers, ldm, bfl, got 'gguf'"),
+        ("small", "wan", "layout: want one of diffusers, ldm, bfl, got 'wan'"),
         ("small", "diffusers-old", "layout: want one of diffusers, ldm, bfl"),
     ],
 )

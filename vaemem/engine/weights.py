@@ -18,7 +18,7 @@ from vaemem._common import Message, Named, choose, replacing
 from vaemem.engine import file_tensors, layouts
 from vaemem.engine.arguments import as_path, check_mask
 from vaemem.engine.file_tensors import FILE_NAMES, FLOATS, FileTensor, bytes_of
-from vaemem.engine.layouts import CONFIG, LAYOUTS, Arch, Config, Shape, shown
+from vaemem.engine.layouts import CONFIG, Arch, Config, Shape, shown
 from vaemem.engine.limits import parse_size
 
 PARTS = ("all", "encoder", "decoder")
@@ -26,6 +26,7 @@ WEIGHTS = "diffusion_pytorch_model.safetensors"
 WEIGHTS_FP16 = "diffusion_pytorch_model.fp16.safetensors"
 PIPELINE = "model_index.json"  # in a pipeline's directory, beside its parts' own
 SAVED_WITH = "vaemem.config"  # the metadata of weights in a directory: the config.json that was written with them
+WRITTEN = ("diffusers", "ldm", "bfl")  # the layouts that save writes
 PICKLES = (".bin", ".ckpt", ".pt", ".pth")  # of PyTorch's files, and of diffusers' before safetensors
 
 # ---- reading ----
@@ -311,19 +312,17 @@ def save(
 ) -> None:
     """Writes a model's tensors, as `vaemem.VAE.save` says; one is in memory at a time. ValueError for a model that has
     tensors which were never set. sample_size: for ``config.json``; None: the model's own, if it is a known one."""
-    choose("layout", layout, LAYOUTS)
+    choose("layout", layout, WRITTEN)
     arch = model.arch
     if arch.get("family") == "wan":
         kept = "of its convolutions over several frames only what one frame meets is kept"
         raise ValueError(f"{arch['name']}: want a model that is kept whole, and {kept}: copy the file that was loaded")
     quant, flux2 = arch["use_quant_conv"] + arch["use_post_quant_conv"], "patch_size" in arch
-    holds = {"diffusers": True, "ldm": quant == 2 and not flux2, "bfl": quant == (2 if flux2 else 0), "wan": False}
+    holds = {"diffusers": True, "ldm": quant == 2 and not flux2, "bfl": quant == (2 if flux2 else 0)}
     if not holds[layout]:
-        always = {"ldm": "always has both quant convs", "bfl": "has no quant convs", "wan": "has norms of a pixel"}[
-            layout
-        ]
+        always = "always has both quant convs" if layout == "ldm" else "has no quant convs"
         got = f"{quant} and a BatchNorm" if flux2 else quant
-        others = " or ".join(name for name in LAYOUTS if holds[name])
+        others = " or ".join(name for name in WRITTEN if holds[name])
         raise ValueError(f"layout: {layout} {always}, and {arch['name']} has {got}: want {others}")
     if layout == "bfl" and not arch["mid_block_add_attention"]:
         raise ValueError(f"layout: bfl always has the middle attention, and {arch['name']} has none: want diffusers")
