@@ -26,7 +26,7 @@ WEIGHTS = "diffusion_pytorch_model.safetensors"
 WEIGHTS_FP16 = "diffusion_pytorch_model.fp16.safetensors"
 PIPELINE = "model_index.json"  # in a pipeline's directory, beside its parts' own
 SAVED_WITH = "vaemem.config"  # the metadata of weights in a directory: the config.json that was written with them
-WRITTEN = ("diffusers", "ldm", "bfl")  # the layouts that save writes
+SAVED_LAYOUTS = ("diffusers", "ldm", "bfl")  # the layouts that save writes
 PICKLES = (".bin", ".ckpt", ".pt", ".pth")  # of PyTorch's files, and of diffusers' before safetensors
 
 # ---- reading ----
@@ -312,7 +312,7 @@ def save(
 ) -> None:
     """Writes a model's tensors, as `vaemem.VAE.save` says; one is in memory at a time. ValueError for a model that has
     tensors which were never set. sample_size: for ``config.json``; None: the model's own, if it is a known one."""
-    choose("layout", layout, WRITTEN)
+    choose("layout", layout, SAVED_LAYOUTS)
     arch = model.arch
     if arch.get("family") == "wan":
         kept = "of its convolutions over several frames only what one frame meets is kept"
@@ -322,7 +322,7 @@ def save(
     if not holds[layout]:
         always = "always has both quant convs" if layout == "ldm" else "has no quant convs"
         got = f"{quant} and a BatchNorm" if flux2 else quant
-        others = " or ".join(name for name in WRITTEN if holds[name])
+        others = " or ".join(name for name in SAVED_LAYOUTS if holds[name])
         raise ValueError(f"layout: {layout} {always}, and {arch['name']} has {got}: want {others}")
     if layout == "bfl" and not arch["mid_block_add_attention"]:
         raise ValueError(f"layout: bfl always has the middle attention, and {arch['name']} has none: want diffusers")
