@@ -115,7 +115,7 @@ static int place_of(const vm_plan *plan, int node) {
     const vm_node *n = &plan->graph->node[node];
     const vm_pass *p = &plan->step[node].pass;
     const int over = n->add != VM_NONE ? n->add : n->x;
-    const bool local = n->add != VM_NONE || p->kind == VM_PASS_ATTENTION || (p->ksize == 1 && p->stride == 1);
+    const bool local = n->add != VM_NONE || p->kind == VM_PASS_ATTENTION || (p->ksize == 1 && p->stride == 1 && !p->up);
     if (over == VM_NONE || !local || plan->step[over].streamed || plan->step[over].last != node) return VM_NONE;
     const size_t blocks = VM_BLOCKS(p->y.c);
     if (blocks > VM_BLOCKS(plan->step[over].pass.y.c)) return VM_NONE;

@@ -229,5 +229,6 @@ vm_status vm_passes_build(vm_model *model, vm_op op) {
 double vm_pass_flops(const vm_pass *p) {
     const double x = (double)p->x.h * (double)p->x.w, y = (double)p->y.h * (double)p->y.w;
     if (p->kind == VM_PASS_ATTENTION) return 4 * x * x * (double)p->scale_channels;
+    if (p->kind == VM_PASS_MOVE) return VM_MAX(x * (double)p->x.c, y * (double)p->y.c);
     return 2 * (double)p->x.c * (double)p->y.c * y * (p->up ? 4 : p->ksize * p->ksize);
 }

@@ -138,7 +138,7 @@ struct vm_model;
 /* Appends to model->graph[op] and registers the tensors that its passes need. */
 vm_status vm_passes_build(struct vm_model *model, vm_op op);
 /* A multiply-add counts as two. A 3x3 counts as a direct sum, though Winograd's way does fewer, and after nearest 2x as
- * the four 2x2 that it folds into. */
+ * the four 2x2 that it folds into. A move counts a number of the larger tensor as one. */
 double vm_pass_flops(const vm_pass *pass);
 
 /* ---- model.c: an architecture with its passes and weights ---- */

@@ -98,6 +98,7 @@ static way way_of(const vm_backend *b, const vm_pass *p) {
     enum { WORTH = 1024 /* pixels: with fewer, transforming the weights costs more than it saves */ };
     const vm_cpu *cpu = b->self, *floats = cpu->pairs ? cpu->floats : cpu;
     if (p->kind == VM_PASS_ATTENTION) return (way){&vm_attention, cpu};
+    if (p->kind == VM_PASS_MOVE) return (way){&vm_moves, cpu};
     if (p->up) return (way){cpu->pairs ? &vm_direct : &vm_winograd, cpu};
     const bool three = p->ksize == 3 && p->stride == 1, rows = p->x_format == VM_ROWS;
     const bool worth = three && rows && p->x.c >= 2 * VM_BLOCK && p->y.h * p->y.w >= WORTH;

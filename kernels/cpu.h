@@ -1,5 +1,5 @@
 /* What one instruction set brings: the few operations that touch every number. The tile walks in
- * conv.c and attention.c are written once on top of them. Pointers are unaligned unless said;
+ * conv.c, attention.c and move.c are written once on top of them. Pointers are unaligned unless said;
  * nothing here allocates, and NaN and Inf pass through every one of these operations.
  *
  * Numbers. Tensors between passes are float32, float16 or bfloat16, which the two ends of a tile convert (tile.c). What
@@ -205,7 +205,7 @@ typedef struct vm_method {
                          vm_tasks *out);
 } vm_method;
 
-extern const vm_method vm_direct, vm_winograd, vm_attention;
+extern const vm_method vm_direct, vm_winograd, vm_attention, vm_moves;
 
 /* ---- filters.c: weights, from a file's layout to the packed one, and from that to what is multiplied ---- */
 

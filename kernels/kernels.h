@@ -5,7 +5,7 @@
  *   rows of x -> [normalise + SiLU on load] -> [2x nearest on load] -> conv 3x3 / 1x1
  *             -> [+ bias, + residual on store] -> rows of y, and the sums the next GroupNorm needs
  *
- * and beside it one attention. A vm_pass is the geometry of one of them (no pointers, so that it
+ * and beside it one attention, and moves of channels and pixels that multiply nothing. A vm_pass is the geometry of one of them (no pointers, so that it
  * can be planned and counted without memory); vm_operands are the pointers of one run.
  *
  * Rows. A tensor is h rows; a row is [c/16][w][16] numbers: channels in blocks of VM_BLOCK, pixels
@@ -157,7 +157,7 @@ static inline void vm_folded_taps(size_t phase, size_t tap, size_t *first, size_
 
 /* ---- the pass ---- */
 
-typedef enum vm_pass_kind { VM_PASS_CONV, VM_PASS_ATTENTION } vm_pass_kind;
+typedef enum vm_pass_kind { VM_PASS_CONV, VM_PASS_ATTENTION, VM_PASS_MOVE } vm_pass_kind;
 
 /* How the pixels outside the engine lie: the user's own arrays. */
 typedef enum vm_format {
@@ -198,11 +198,51 @@ static inline VM_ANYWHERE float vm_clamped(vm_clamp clamp, size_t channel, float
     return channel < clamp.from ? v : v < clamp.low ? clamp.low : v > clamp.high ? clamp.high : v;
 }
 
+/* VM_PASS_MOVE multiplies by no weights: each number of y is one of x, or the mean of several that stand side by side.
+ * Four pixels of the larger tensor (2 x 2) are one of the smaller, and their numbers stand in an order, channel by
+ * channel, row by row and column by column in one of these ways. That is what pixel shuffles do, and patches, and
+ * residuals whose channels are repeated or averaged. */
+typedef enum vm_order {
+    VM_CHANNEL_ROW_COLUMN, /* the column changes first */
+    VM_CHANNEL_COLUMN_ROW,
+    VM_ROW_COLUMN_CHANNEL
+} vm_order;
+
+typedef struct vm_move {
+    vm_order order;
+    uint32_t frames; /* each channel has so many frames, of which all but the last are zeros: 1, or 2 */
+} vm_move;
+
+/* How many numbers of the tensor with more of them, in that order, share one place in the other's pixel. */
+static inline VM_ANYWHERE size_t vm_move_share(vm_move m, size_t x_c, size_t y_c, bool up, bool down) {
+    const size_t parts = m.frames * (up || down ? 4 : 1);
+    return up || (!down && y_c > x_c) ? y_c * parts / x_c : x_c * parts / y_c;
+}
+
+/* Where a number of the last frame stands among those of `channels` channels. */
+static inline VM_ANYWHERE size_t vm_move_at(vm_move m, size_t channels, size_t c, size_t row, size_t column) {
+    if (m.order == VM_ROW_COLUMN_CHANNEL) return (row * 2 + column) * channels + c;
+    const size_t part = m.order == VM_CHANNEL_ROW_COLUMN ? row * 2 + column : column * 2 + row;
+    return (c * m.frames + m.frames - 1) * 4 + part;
+}
+
+/* The number that stands there; false: it is of another frame, and zero. */
+static inline VM_ANYWHERE bool vm_move_from(vm_move m, size_t channels, size_t at, size_t *c, size_t *row,
+                                            size_t *column) {
+    const bool last = m.order == VM_ROW_COLUMN_CHANNEL;
+    const size_t part = last ? at / channels : at % 4;
+    *c = last ? at % channels : at / 4 / m.frames;
+    *row = m.order == VM_CHANNEL_COLUMN_ROW ? part % 2 : part / 2;
+    *column = m.order == VM_CHANNEL_COLUMN_ROW ? part / 2 : part % 2;
+    return last || at / 4 % m.frames + 1 == m.frames;
+}
+
 typedef struct vm_pass {
     vm_pass_kind kind;
     vm_shape x, y;     /* of the tensors in memory; c is the sum over q, k and v for attention's input */
-    int ksize, stride; /* 3 or 1; 1, or 2 with PyTorch's pad (0, 1, 0, 1) before it */
-    bool up;           /* nearest 2x before a 3x3 convolution */
+    int ksize, stride; /* 3 or 1; 1, or 2 with PyTorch's pad (0, 1, 0, 1) before it. A move to fewer pixels: 2 and 2 */
+    bool up;           /* nearest 2x before a 3x3 convolution; or a move to more pixels */
+    vm_move move;
     vm_norm norm;
     bool silu;   /* on load, after the norm */
     bool affine; /* x * in_scale + in_shift on load (scaled latents) */

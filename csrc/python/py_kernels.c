@@ -235,6 +235,13 @@ static vm_view whole(void *data, vm_dtype dtype, const vm_shape *s) {
 /* Floats of an array that holds what a pass prepares and its scratch, wherever the array begins. */
 static size_t scratch_floats(const vm_needs *n) { return (n->prepared + n->scratch + VM_ALIGN) / sizeof(float); }
 
+/* conv, attention, or a move with the numbers of its order and of its frames: move01. */
+static vm_pass_kind kind_of(const char *kind, vm_move *move) {
+    if (strncmp(kind, "move", 4)) return strcmp(kind, "conv") ? VM_PASS_ATTENTION : VM_PASS_CONV;
+    *move = (vm_move){(vm_order)(kind[4] - '0'), (uint32_t)(kind[5] - '0')};
+    return VM_PASS_MOVE;
+}
+
 /* run_pass(backend, threads, kind, (xc, xh, xw, yc, yh, yw), (ksize, stride, up, silu, groups, eps), arrays,
  * dtype='float32', precision='highest', by_task=False)
  * groups: -1 for a norm of a pixel. arrays: a tuple of x, y, add, weight, bias, gamma, beta, x_stats, y_stats, scratch;
@@ -255,7 +262,7 @@ static PyObject *run_pass(PyObject *Py_UNUSED(module), PyObject *args) {
         return NULL;
     const vm_backend *b = vm_py_backend(backend, dtype, precision);
     if (!b) return NULL;
-    p.kind = strcmp(kind, "conv") ? VM_PASS_ATTENTION : VM_PASS_CONV;
+    p.kind = kind_of(kind, &p.move);
     p.up = up;
     p.silu = silu;
     const bool of_pixels = p.groups == (size_t)-1;
@@ -302,7 +309,7 @@ static PyObject *run_pass(PyObject *Py_UNUSED(module), PyObject *args) {
                       .scratch_each = needed.scratch / limits.threads};
     at.scratch = (char *)at.prepared + needed.prepared;
     at.x_parts = d[7] ? (size_t)PyArray_SIZE((PyArrayObject *)a[7]) / vm_stats_floats(p.x.c) : 0;
-    if (!conv) at.y = at.x; /* attention's result takes its queries' place */
+    if (p.kind == VM_PASS_ATTENTION) at.y = at.x; /* attention's result takes its queries' place */
     vm_exec exec;
     vm_status s;
     Py_BEGIN_ALLOW_THREADS
@@ -331,7 +338,7 @@ static PyObject *needs(PyObject *Py_UNUSED(module), PyObject *args) {
         return NULL;
     const vm_backend *b = vm_py_backend(backend, dtype, precision);
     if (!b) return NULL;
-    p.kind = strcmp(kind, "conv") ? VM_PASS_ATTENTION : VM_PASS_CONV;
+    p.kind = kind_of(kind, &p.move);
     p.up = up;
     p.norm = VM_NORM_GROUP, p.stats = true; /* the most that the pass can want */
     const vm_limits limits = {threads, 0};
