@@ -14,6 +14,11 @@
  *   qwen-image  Qwen/Qwen-Image  vae/config.json: the defaults of diffusers' AutoencoderKLQwenImage, which are those of
  *         AutoencoderKLWan too (Wan-AI/Wan2.1-T2V-14B-Diffusers); the same tensors, finetuned
  *   flux2-small  black-forest-labs/FLUX.2-small-decoder: flux2 with another decoder (huggingface/diffusers#13428)
+ *   wan2.2  Wan-AI/Wan2.2-TI2V-5B  vae/config.json, as diffusers' convert_wan_to_diffusers.py writes it; the statistics
+ *         stand in wan/modules/vae2_2.py of Wan-Video/Wan2.2
+ *   qwen-image-2.1  the defaults of diffusers' AutoencoderKLQwenImage21 (0.42)
+ *   hunyuanimage-2.1  tencent/HunyuanImage-2.1  vae/config.json, as diffusers' convert_hunyuan_image_to_diffusers.py
+ *         writes it
  *
  * eps is 1e-6 in every GroupNorm of these models (diffusers passes resnet_eps=1e-6; LDM writes eps=1e-6).
  * The encoder's downsampling pads (0, 1, 0, 1) and convolves with stride 2 and no padding (diffusers'
@@ -70,30 +75,93 @@ static const vm_arch playground = {VM_SD_FAMILY,
 static const vm_arch flux2 = {VM_FLUX2, .name = "flux2"};
 static const vm_arch flux2_small = {VM_FLUX2, .name = "flux2-small", .decoder_block_out_channels = {96, 192, 384, 384}};
 
+#define VM_OF_FRAMES                                                                                                  \
+    .family = VM_WAN, .layers_per_block = 2, .norm_eps = 1e-12f, .use_quant_conv = true, .use_post_quant_conv = true, \
+    .mid_block_add_attention = true, .scaling_known = true, .scaling_factor = 1
 static const vm_arch qwen_image = {
     .name = "qwen-image",
-    .family = VM_WAN,
+    VM_OF_FRAMES,
+    .slices = true,
     .in_channels = 3,
     .out_channels = 3,
     .latent_channels = 16,
     .levels = 4,
     .block_out_channels = {96, 192, 384, 384},
-    .layers_per_block = 2,
-    .norm_eps = 1e-12f,
-    .use_quant_conv = true,
-    .use_post_quant_conv = true,
-    .mid_block_add_attention = true,
-    .scaling_known = true,
-    .scaling_factor = 1,
     .statistics = 16,
     .latents_mean = {-0.7571f, -0.7089f, -0.9113f, 0.1075f, -0.1745f, 0.9653f, -0.1517f, 1.5508f, 0.4134f, -0.0715f,
                      0.5517f, -0.3632f, -0.1922f, -0.9497f, 0.2503f, -0.2921f},
     .latents_std = {2.8184f, 1.4541f, 2.3275f, 2.6558f, 1.2196f, 1.7708f, 2.6052f, 2.0743f, 3.2687f, 2.1526f, 2.8652f,
                     1.5579f, 1.6382f, 1.1253f, 2.8251f, 1.9160f}};
 
+static const vm_arch wan22 = {
+    .name = "wan2.2",
+    VM_OF_FRAMES,
+    .slices = true,
+    .residual = true,
+    .temporal = {false, true, true},
+    .image_patch = 2,
+    .in_channels = 3,
+    .out_channels = 3,
+    .latent_channels = 48,
+    .levels = 4,
+    .block_out_channels = {160, 320, 640, 640},
+    .decoder_block_out_channels = {256, 512, 1024, 1024},
+    .statistics = 48,
+    .latents_mean = {-0.2289f, -0.0052f, -0.1323f, -0.2339f, -0.2799f, 0.0174f,  0.1838f,  0.1557f,  -0.1382f, 0.0542f,
+                     0.2813f,  0.0891f,  0.157f,   -0.0098f, 0.0375f,  -0.1825f, -0.2246f, -0.1207f, -0.0698f, 0.5109f,
+                     0.2665f,  -0.2108f, -0.2158f, 0.2502f,  -0.2055f, -0.0322f, 0.1109f,  0.1567f,  -0.0729f, 0.0899f,
+                     -0.2799f, -0.123f,  -0.0313f, -0.1649f, 0.0117f,  0.0723f,  -0.2839f, -0.2083f, -0.052f,  0.3748f,
+                     0.0152f,  0.1957f,  0.1433f,  -0.2944f, 0.3573f,  -0.0548f, -0.1681f, -0.0667f},
+    .latents_std = {0.4765f, 1.0364f, 0.4514f, 1.1677f, 0.5313f, 0.499f,  0.4818f, 0.5013f, 0.8158f, 1.0344f,
+                    0.5894f, 1.0901f, 0.6885f, 0.6165f, 0.8454f, 0.4978f, 0.5759f, 0.3523f, 0.7135f, 0.6804f,
+                    0.5833f, 1.4146f, 0.8986f, 0.5659f, 0.7069f, 0.5338f, 0.4889f, 0.4917f, 0.4069f, 0.4999f,
+                    0.6866f, 0.4093f, 0.5709f, 0.6065f, 0.6415f, 0.4944f, 0.5726f, 1.2042f, 0.5458f, 1.6887f,
+                    0.3971f, 1.06f,   0.3943f, 0.5537f, 0.5444f, 0.4089f, 0.7468f, 0.7744f}};
+
+static const vm_arch qwen_image_21 = {
+    .name = "qwen-image-2.1",
+    VM_OF_FRAMES,
+    .residual = true,
+    .temporal = {false, true, true, true},
+    .in_channels = 4,
+    .out_channels = 4,
+    .latent_channels = 64,
+    .levels = 5,
+    .block_out_channels = {96, 192, 384, 768, 768},
+    .decoder_block_out_channels = {144, 288, 576, 1152, 1152},
+    .statistics = 64,
+    .latents_mean = {0.5126f,  0.7721f,  -0.0631f, 1.3506f,  -0.7855f, -2.1025f, -0.3458f, 1.3722f,  1.8873f,  -1.7177f,
+                     -0.651f,  0.2732f,  0.7562f,  -0.6163f, -1.0277f, 3.8363f,  2.021f,   0.0472f,  0.932f,   2.0087f,
+                     2.4954f,  -0.1391f, -1.4249f, 1.8464f,  -0.5236f, 1.2826f,  3.7046f,  -1.3035f, 2.7286f,  -1.4518f,
+                     -1.9036f, -1.9955f, -0.0342f, -1.0265f, -0.7636f, 3.0555f,  0.0746f,  -3.0751f, -0.1076f, 1.7376f,
+                     -1.0914f, -1.9435f, -0.2784f, -1.368f,  0.4809f,  -0.4433f, 0.3764f,  0.5729f,  -2.0595f, 1.096f,
+                     -1.326f,  -2.0211f, -5.0179f, 0.5275f,  4.0162f,  1.8505f,  0.3026f,  1.9373f,  1.4937f,  0.2632f,
+                     0.5547f,  -1.7121f, -0.1562f, 0.0304f},
+    .latents_std = {3.2001f, 3.2936f, 3.4321f, 3.0091f, 3.1061f, 4.0379f, 4.0705f, 3.791f,  3.0785f, 3.65f,   3.9308f,
+                    3.0904f, 2.8778f, 3.7675f, 3.732f,  5.0756f, 3.2864f, 4.0397f, 3.1317f, 4.0443f, 2.9249f, 3.9454f,
+                    3.0988f, 4.2489f, 3.4896f, 3.8513f, 3.9323f, 3.4719f, 3.7498f, 4.283f,  3.5694f, 4.2467f, 3.9037f,
+                    3.2947f, 5.077f,  3.5075f, 3.27f,   3.4767f, 2.8063f, 5.1125f, 3.5327f, 4.7833f, 3.1286f, 4.1819f,
+                    3.8527f, 3.8312f, 3.5605f, 4.3875f, 3.9624f, 4.0168f, 3.5643f, 4.055f,  5.5614f, 4.2963f, 4.408f,
+                    3.4959f, 3.8747f, 3.7608f, 3.5735f, 3.149f,  3.7662f, 3.6746f, 3.4563f, 3.8161f}};
+
+static const vm_arch hunyuan_image = {.name = "hunyuanimage-2.1",
+                                      .family = VM_HUNYUAN_IMAGE,
+                                      .in_channels = 3,
+                                      .out_channels = 3,
+                                      .latent_channels = 64,
+                                      .levels = 6,
+                                      .block_out_channels = {128, 256, 512, 512, 1024, 1024},
+                                      .layers_per_block = 2,
+                                      .norm_num_groups = 32,
+                                      .norm_eps = 1e-6f,
+                                      .mid_block_add_attention = true,
+                                      .scaling_known = true,
+                                      .scaling_factor = 0.75289f};
+
 const vm_arch *const *vm_arch_models(void) {
-    static const vm_arch *const all[] = {&sd15,       &sdxl,  &flux,        &sd3,        &zimage, &cogview4,
-                                         &playground, &flux2, &flux2_small, &qwen_image, NULL};
+    static const vm_arch *const all[] = {&sd15,     &sdxl,          &flux,          &sd3,         &zimage,
+                                         &cogview4, &playground,    &flux2,         &flux2_small, &qwen_image,
+                                         &wan22,    &qwen_image_21, &hunyuan_image, NULL};
     return all;
 }
 
@@ -107,10 +175,10 @@ static vm_status check_widths(const vm_arch *a, const char *what, const size_t *
     for (size_t i = 0; i < a->levels; i++) {
         vm_status s = in_range(what, width[i], 1, 65536);
         if (s) return s;
-        if (a->family == VM_WAN && i && width[i] % 2)
+        if (a->family == VM_WAN && !a->residual && i && width[i] % 2)
             return vm_fail(VM_EINVAL, "config: %s[%zu]: want an even number, which an upsampler halves, got %zu", what,
                            i, width[i]);
-        if (a->family == VM_KL && width[i] % a->norm_num_groups)
+        if (a->family != VM_WAN && width[i] % a->norm_num_groups)
             return vm_fail(VM_EINVAL, "config: %s[%zu]: want a multiple of norm_num_groups %zu, got %zu", what, i,
                            a->norm_num_groups, width[i]);
     }
@@ -148,12 +216,16 @@ vm_status vm_arch_check(const vm_arch *a) {
         {"latent_channels", a->latent_channels, 1, 1024},
         {"block_out_channels (how many)", a->levels, 1, VM_MAX_LEVELS},
         {"layers_per_block", a->layers_per_block, 1, VM_MAX_LAYERS},
-        {"norm_num_groups", a->norm_num_groups, a->family == VM_KL, a->family == VM_KL ? 65536 : 0},
+        {"norm_num_groups", a->norm_num_groups, a->family != VM_WAN, a->family != VM_WAN ? 65536 : 0},
     };
     for (size_t i = 0; i < sizeof ranges / sizeof *ranges; i++) {
         vm_status s = in_range(ranges[i].what, ranges[i].value, ranges[i].low, ranges[i].high);
         if (s) return s;
     }
+    if (a->family != VM_WAN && (a->residual || a->image_patch))
+        return vm_fail(VM_EINVAL, "config: temperal_downsample, image_patch: want none, got them of another family");
+    if (a->image_patch && a->image_patch != 2)
+        return vm_fail(VM_EINVAL, "config: image_patch: want 2, got %zu", a->image_patch);
     vm_status s = check_widths(a, "block_out_channels", a->block_out_channels);
     if (!s && a->decoder_block_out_channels[0])
         s = check_widths(a, "decoder_block_out_channels", a->decoder_block_out_channels);
@@ -166,4 +238,4 @@ const size_t *vm_arch_widths(const vm_arch *a, vm_op op) {
     return op == VM_DECODE && a->decoder_block_out_channels[0] ? a->decoder_block_out_channels : a->block_out_channels;
 }
 
-size_t vm_arch_factor(const vm_arch *a) { return (size_t)1 << (a->levels - 1); }
+size_t vm_arch_factor(const vm_arch *a) { return (a->image_patch ? 2 : (size_t)1) << (a->levels - 1); }

@@ -9,7 +9,12 @@
  *           where x passes a 1x1 shortcut if the number of channels changes
  *
  * VM_WAN is built alike. Its convolutions are causal 3D ones, of which one frame meets the last slice, unless they are
- * called flat here; its upsamplers halve the channels. */
+ * called flat here; its upsamplers halve the channels. Where it is residual, they do not: what a level began with is
+ * moved to the channels and pixels that it ends with, and added; and an image may come as patches of 2x2 pixels.
+ *
+ * VM_HUNYUAN_IMAGE resamples by moves: a convolution, whose channels are the pixels of 2x2, and the same of its input,
+ * averaged or repeated. What goes into the decoder, and what its norm and last convolution make moments of in the
+ * encoder, is added likewise. */
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
@@ -20,9 +25,18 @@ typedef struct builder {
     vm_model *m;
     vm_graph *g;
     vm_status status;
+    vm_op op;
     char prefix[48]; /* of the names */
     int level;       /* of x */
+    size_t blocks;   /* so far, of a half that counts them on through its levels */
 } builder;
+
+/* What modules are called, by family. */
+static const struct words {
+    const char *norm_out, *attention_norm, *projection, *resampler;
+} words[] = {[VM_KL] = {"conv_norm_out", "group_norm", "to_out.0", "conv"},
+             [VM_WAN] = {"norm_out", "norm", "proj", "resample.1"},
+             [VM_HUNYUAN_IMAGE] = {"norm_out", "norm", "proj", "conv"}};
 
 static int add_tensor(builder *b, const char *module, const char *leaf, size_t dims, vm_weight weight) {
     char name[VM_NAME];
@@ -54,7 +68,9 @@ typedef struct conv {
     bool flat;        /* no causal 3D convolution, whatever the family's others are */
 } conv;
 
+static const struct words *words_of(const builder *b) { return &words[b->m->arch.family]; }
 static bool is_wan(const builder *b) { return b->m->arch.family == VM_WAN; }
+static bool is_hunyuan(const builder *b) { return b->m->arch.family == VM_HUNYUAN_IMAGE; }
 
 static vm_node conv_node(builder *b, const conv *c) {
     vm_node n = {
@@ -102,7 +118,7 @@ static void norm_on_load(builder *b, vm_node *n, const char *module, bool silu, 
 }
 
 static int add_conv(builder *b, const conv *c) {
-    const bool causal = is_wan(b) && !c->flat;
+    const bool causal = is_wan(b) && b->m->arch.slices && !c->flat;
     const vm_weight weight = {c->out, c->in, (size_t)c->k, .up = c->up, .past = causal && c->k == 3 ? 2 : 0};
     vm_node n = conv_node(b, c);
     if (c->norm) norm_on_load(b, &n, c->norm, true, true);
@@ -111,11 +127,44 @@ static int add_conv(builder *b, const conv *c) {
     return add_node(b, &n);
 }
 
+/* A move of what node x makes (VM_NONE: the user's pixels) to so many channels on another level, or on the same, to which
+ * node `add` is added. */
+static int add_move(builder *b, const char *module, int x, int add, size_t in, size_t out, int level, vm_move move) {
+    if (b->status) return 0;
+    if (x != VM_NONE) b->level = b->g->node[x].y_level;
+    const bool down = level > b->level, up = level < b->level, encode = b->op == VM_ENCODE;
+    const size_t parts = move.frames * (down || up ? 4 : 1); /* the encoder's are means, the decoder's repetitions */
+    if (encode ? in * parts % out : out * parts % in) {
+        b->status = vm_fail(VM_EINVAL, "config: %s%s: %zu channels cannot be %s %zu", b->prefix, module, in,
+                            encode ? "averaged to" : "repeated for", out);
+        return 0;
+    }
+    vm_node n = conv_node(b, &(conv){module, x, add, in, out, down ? 2 : 1, down ? 2 : 1, .up = up});
+    n.pass.kind = VM_PASS_MOVE;
+    n.pass.move = move;
+    return add_node(b, &n);
+}
+
+static const vm_move plain = {VM_CHANNEL_ROW_COLUMN, 1}, patches = {VM_CHANNEL_COLUMN_ROW, 1},
+                     shuffle = {VM_ROW_COLUMN_CHANNEL, 1};
+
 __attribute__((format(printf, 2, 3))) static void enter(builder *b, const char *format, ...) {
     va_list args;
     va_start(args, format);
     vsnprintf(b->prefix, sizeof b->prefix, format, args);
     va_end(args);
+}
+
+/* Enters a level's resnet, or its resampler behind the last of them. */
+static void enter_layer(builder *b, size_t level, size_t layer, size_t layers) {
+    const bool encode = b->op == VM_ENCODE, residual = b->m->arch.residual;
+    const char *half = encode ? "encoder.down" : "decoder.up";
+    if (is_hunyuan(b) || (is_wan(b) && encode && !residual))
+        enter(b, "%s_blocks.%zu.", half, b->blocks++);
+    else if (layer < layers)
+        enter(b, "%s_blocks.%zu.resnets.%zu.", half, level, layer);
+    else
+        enter(b, "%s_blocks.%zu.%ssampler%s.", half, level, encode ? "down" : "up", residual ? "" : "s.0");
 }
 
 static int resnet(builder *b, int x, size_t in, size_t out) {
@@ -124,18 +173,34 @@ static int resnet(builder *b, int x, size_t in, size_t out) {
     return add_conv(b, &(conv){"conv2", h, residual, out, out, 3, .norm = "norm2"});
 }
 
+/* Half the side, or twice. */
+static int resample(builder *b, int x, size_t in, size_t out) {
+    const bool down = b->op == VM_ENCODE;
+    const char *module = words_of(b)->resampler;
+    const int level = down ? b->level + 1 : b->level - 1;
+    if (!is_hunyuan(b))
+        return add_conv(b, &(conv){module, x, VM_NONE, in, out, 3, down ? 2 : 1, .up = !down, .flat = true});
+    const size_t made = down ? out / 4 : out * 4;
+    if (down && out % 4 && !b->status)
+        b->status = vm_fail(VM_EINVAL, "config: block_out_channels: want multiples of 4, got %zu", out);
+    int y = add_conv(b, &(conv){module, x, VM_NONE, in, made, 3});
+    y = add_move(b, "shuffle", y, VM_NONE, made, out, level, shuffle);
+    return add_move(b, "shortcut", x, y, in, out, level, shuffle);
+}
+
 /* q, k and v are one convolution: in the file too, or their weights lie side by side, then their biases. */
 static int attention(builder *b, int x, size_t c) {
     static const char *const projections[] = {"to_q", "to_k", "to_v"};
     const size_t padded = VM_BLOCKS(c) * VM_BLOCK;
+    const bool linear = b->m->arch.family == VM_KL;
     vm_node n = conv_node(b, &(conv){"to_qkv", x, VM_NONE, c, 3 * padded, 1});
-    norm_on_load(b, &n, is_wan(b) ? "norm" : "group_norm", false, false);
+    norm_on_load(b, &n, words_of(b)->attention_norm, false, false);
     if (is_wan(b)) {
         n.weight = add_tensor(b, "to_qkv", "weight", 4, (vm_weight){3 * c, c, 1, .qkv = true});
         n.bias = add_tensor(b, "to_qkv", "bias", 1, (vm_weight){3 * c, 1, 1, .vector = true, .qkv = true});
     } else {
         for (int i = 0; i < 3; i++) {
-            int t = add_tensor(b, projections[i], "weight", 2, (vm_weight){c, c, 1});
+            int t = add_tensor(b, projections[i], "weight", linear ? 2 : 4, (vm_weight){c, c, 1});
             if (i == 0) n.weight = t;
         }
         for (int i = 0; i < 3; i++) {
@@ -147,8 +212,7 @@ static int attention(builder *b, int x, size_t c) {
     attend.pass.kind = VM_PASS_ATTENTION;
     attend.pass.scale_channels = c;
     const int attended = add_node(b, &attend);
-    if (is_wan(b)) return add_conv(b, &(conv){"proj", attended, x, c, c, 1, .flat = true});
-    return add_conv(b, &(conv){"to_out.0", attended, x, c, c, 1, .linear = true});
+    return add_conv(b, &(conv){words_of(b)->projection, attended, x, c, c, 1, .linear = linear, .flat = true});
 }
 
 static int mid(builder *b, const char *half, int x, size_t c) {
@@ -162,32 +226,45 @@ static int mid(builder *b, const char *half, int x, size_t c) {
     return resnet(b, x, c, c);
 }
 
-static const char *resampler(const builder *b) { return is_wan(b) ? "resample.1" : "conv"; }
-
-static const char *norm_out(const builder *b) { return is_wan(b) ? "norm_out" : "conv_norm_out"; }
+/* A level: resnets, and a resampler where `next` is not 0, to so many channels; from c channels to `out`. */
+static int add_level(builder *b, int x, size_t i, size_t layers, size_t c, size_t out, size_t next) {
+    const vm_arch *a = &b->m->arch;
+    const int begun = x;
+    const size_t from = c, later = b->op == VM_ENCODE ? i : a->levels - 2 - i;
+    const uint32_t frames = next && a->temporal[later] ? 2 : 1;
+    for (size_t j = 0; j < layers; j++, c = out) {
+        enter_layer(b, i, j, layers);
+        x = resnet(b, x, c, out);
+    }
+    if (next) {
+        enter_layer(b, i, layers, layers);
+        x = resample(b, x, out, next);
+    }
+    if (!a->residual || (b->op == VM_DECODE && !next)) return x;
+    enter(b, "%s_blocks.%zu.", b->op == VM_ENCODE ? "encoder.down" : "decoder.up", i);
+    return add_move(b, "avg_shortcut", begun, x, from, next ? next : out, b->level,
+                    (vm_move){VM_CHANNEL_ROW_COLUMN, frames});
+}
 
 static void encode(builder *b) {
     const vm_arch *a = &b->m->arch;
     const size_t *width = vm_arch_widths(a, VM_ENCODE), moments = 2 * a->latent_channels, last = width[a->levels - 1];
+    size_t c = a->in_channels;
+    int x = VM_NONE, residual = VM_NONE;
     enter(b, "encoder.");
-    int x = add_conv(b, &(conv){"conv_in", VM_NONE, VM_NONE, a->in_channels, width[0], 3});
-    size_t c = width[0], blocks = 0; /* of VM_WAN's, which count on through the levels */
-    for (size_t i = 0; i < a->levels; c = width[i++]) {
-        for (size_t j = 0; j < a->layers_per_block; j++) {
-            if (is_wan(b))
-                enter(b, "encoder.down_blocks.%zu.", blocks++);
-            else
-                enter(b, "encoder.down_blocks.%zu.resnets.%zu.", i, j);
-            x = resnet(b, x, j ? width[i] : c, width[i]);
-        }
-        if (i + 1 == a->levels) break;
-        enter(b, is_wan(b) ? "encoder.down_blocks.%zu." : "encoder.down_blocks.%zu.downsamplers.0.",
-              is_wan(b) ? blocks++ : i);
-        x = add_conv(b, &(conv){resampler(b), x, VM_NONE, width[i], width[i], 3, 2, .flat = true});
+    if (a->image_patch) x = add_move(b, "patches", x, VM_NONE, c, c * 4, 1, patches), c *= 4;
+    x = add_conv(b, &(conv){"conv_in", x, VM_NONE, c, width[0], 3});
+    c = width[0];
+    for (size_t i = 0; i < a->levels; i++) {
+        const size_t next = i + 1 == a->levels ? 0 : width[i + is_hunyuan(b)];
+        x = add_level(b, x, i, a->layers_per_block, c, width[i], next);
+        c = next;
     }
     x = mid(b, "encoder", x, last);
     enter(b, "encoder.");
-    x = add_conv(b, &(conv){"conv_out", x, VM_NONE, last, moments, 3, .norm = norm_out(b)});
+    if (is_hunyuan(b)) residual = add_move(b, "mean", x, VM_NONE, last, moments, b->level, plain);
+    x = add_conv(b, &(conv){"conv_out", x, residual, last, moments, 3, .norm = words_of(b)->norm_out});
+    if (is_hunyuan(b)) x = add_move(b, "moments", x, VM_NONE, moments, moments, b->level, plain);
     enter(b, "%s", "");
     if (a->use_quant_conv) x = add_conv(b, &(conv){"quant_conv", x, VM_NONE, moments, moments, 1});
     if (!b->status) b->g->node[x].pass.clamp = (vm_clamp){(uint32_t)a->latent_channels, -30, 20}; /* log-variance */
@@ -196,32 +273,30 @@ static void encode(builder *b) {
 static void decode(builder *b) {
     const vm_arch *a = &b->m->arch;
     const size_t *width = vm_arch_widths(a, VM_DECODE), latent = a->latent_channels;
-    b->level = (int)a->levels - 1;
+    b->level = (int)a->levels - (a->image_patch ? 0 : 1);
     size_t c = width[a->levels - 1];
     int x = VM_NONE;
     enter(b, "%s", "");
     if (a->use_post_quant_conv) x = add_conv(b, &(conv){"post_quant_conv", x, VM_NONE, latent, latent, 1});
     enter(b, "decoder.");
-    x = add_conv(b, &(conv){"conv_in", x, VM_NONE, latent, c, 3});
+    const int residual = is_hunyuan(b) ? add_move(b, "repeated", x, VM_NONE, latent, c, b->level, plain) : VM_NONE;
+    x = add_conv(b, &(conv){"conv_in", x, residual, latent, c, 3});
     x = mid(b, "decoder", x, c);
     for (size_t i = 0; i < a->levels; i++) {
-        const size_t out = width[a->levels - 1 - i], after = is_wan(b) ? out / 2 : out;
-        for (size_t j = 0; j < a->layers_per_block + 1; j++, c = out) {
-            enter(b, "decoder.up_blocks.%zu.resnets.%zu.", i, j);
-            x = resnet(b, x, c, out);
-        }
-        if (i + 1 == a->levels) break;
-        enter(b, "decoder.up_blocks.%zu.upsamplers.0.", i);
-        x = add_conv(b, &(conv){resampler(b), x, VM_NONE, out, after, 3, .up = true, .flat = true});
-        c = after;
+        const size_t out = width[a->levels - 1 - i], halves = is_wan(b) && !a->residual ? 2 : 1;
+        const size_t next = i + 1 == a->levels ? 0 : is_hunyuan(b) ? width[a->levels - 2 - i] : out / halves;
+        x = add_level(b, x, i, a->layers_per_block + 1, c, out, next);
+        c = next ? next : out;
     }
     enter(b, "decoder.");
-    x = add_conv(b, &(conv){"conv_out", x, VM_NONE, c, a->out_channels, 3, .norm = norm_out(b)});
+    const size_t patch = a->image_patch ? 4 : 1, out = a->out_channels;
+    x = add_conv(b, &(conv){"conv_out", x, VM_NONE, c, out * patch, 3, .norm = words_of(b)->norm_out});
+    if (patch > 1) x = add_move(b, "patches", x, VM_NONE, out * patch, out, 0, patches);
     if (is_wan(b) && !b->status) b->g->node[x].pass.clamp = (vm_clamp){0, -1, 1};
 }
 
 vm_status vm_passes_build(vm_model *model, vm_op op) {
-    builder b = {.m = model, .g = &model->graph[op]};
+    builder b = {.m = model, .g = &model->graph[op], .op = op};
     (op == VM_ENCODE ? encode : decode)(&b);
     return b.status;
 }

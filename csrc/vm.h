@@ -76,8 +76,9 @@ typedef enum vm_op { VM_ENCODE, VM_DECODE, VM_OPS } vm_op;
 typedef enum vm_family {
     VM_KL, /* diffusers' AutoencoderKL and AutoencoderKLFlux2 */
     /* AutoencoderKLQwenImage and AutoencoderKLWan, of one frame: convolutions whose last temporal slice alone meets it,
-     * norms of a pixel, upsamplers that halve the channels, images within [-1, 1] */
-    VM_WAN
+     * norms of a pixel, upsamplers that halve the channels, images within [-1, 1]; and AutoencoderKLQwenImage21 */
+    VM_WAN,
+    VM_HUNYUAN_IMAGE /* AutoencoderKLHunyuanImage: pixel shuffles between levels */
 } vm_family;
 
 /* An autoencoder as its config.json describes it (names are those of AutoencoderKL in diffusers). */
@@ -90,7 +91,11 @@ typedef struct vm_arch {
     size_t norm_num_groups;                           /* 0 where norms are of a pixel */
     float norm_eps;
     bool use_quant_conv, use_post_quant_conv, mid_block_add_attention;
-    bool scaling_known; /* false when the weights cannot tell (sd15 and sdxl have the same tensors) */
+    bool slices;                  /* of VM_WAN: weights have a slice for each of three frames */
+    bool residual;                /* of VM_WAN: what a level began with is added to what it ends with */
+    bool temporal[VM_MAX_LEVELS]; /* and whether the resampler behind an encoder's level is one of frames too */
+    size_t image_patch;           /* of VM_WAN: 2 where 2x2 pixels of an image are one, of four times the channels */
+    bool scaling_known;           /* false when the weights cannot tell (sd15 and sdxl have the same tensors) */
     float scaling_factor, shift_factor;
     size_t statistics; /* how many channels have a mean and a deviation below: all latent channels, or none */
     float latents_mean[VM_MAX_STATISTICS], latents_std[VM_MAX_STATISTICS];
@@ -101,7 +106,7 @@ typedef struct vm_arch {
 /* NULL-terminated. */
 const vm_arch *const *vm_arch_models(void);
 vm_status vm_arch_check(const vm_arch *arch);
-/* Pixels of an image side per latent pixel: 2^(levels - 1). */
+/* Pixels of an image side per latent pixel: 2^(levels - 1), and as often again as a patch has. */
 size_t vm_arch_factor(const vm_arch *arch);
 /* block_out_channels of the half that does `op`. */
 const size_t *vm_arch_widths(const vm_arch *arch, vm_op op);

@@ -330,6 +330,7 @@ typedef struct vm_blend_args {
     uint32_t format; /* vm_format of y */
     vm_clamp clamp;  /* as a pass has it */
     uint32_t cosine; /* whether the newer tile's share is (1 - cos(pi t)) / 2 and not t */
+    uint32_t patch;  /* rows, and columns, that have the same share: 1, or 2 where patches of an image are blended */
 } vm_blend_args;
 
 /* Pixel i of the n that two tiles share. */
@@ -345,8 +346,8 @@ static inline VM_ANYWHERE float vm_blended(const vm_blend_args *a, size_t plane,
     float v = a->tile[(plane * a->h + i) * a->w + j];
     float *lower = a->lower + plane * a->border * a->lower_w + j,
           *right = a->right + plane * a->border * a->right_h + i;
-    if (i < a->down) v = vm_mix(lower[(size_t)i * a->lower_w], v, i, a->down, a->cosine);
-    if (j < a->across) v = vm_mix(right[(size_t)j * a->right_h], v, j, a->across, a->cosine);
+    if (i < a->down) v = vm_mix(lower[(size_t)i * a->lower_w], v, i - i % a->patch, a->down, a->cosine);
+    if (j < a->across) v = vm_mix(right[(size_t)j * a->right_h], v, j - j % a->patch, a->across, a->cosine);
     if (i >= a->step) lower[(size_t)(i - a->step) * a->lower_w] = v;
     if (j >= a->step) right[(size_t)(j - a->step) * a->right_h] = v;
     return v;

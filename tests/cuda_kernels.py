@@ -86,6 +86,7 @@ class BlendArgs(Args):
         *((name, c_uint32) for name in ("right_h", "y_h", "y_w", "top", "left", "format")),
         ("clamp", Clamp),
         ("cosine", c_uint32),
+        ("patch", c_uint32),
     )
 
 

@@ -52,14 +52,27 @@ FRAMES = {
     "wan": _FRAMES | {"_class_name": "AutoencoderKLWan", "base_dim": 16, "dim_mult": [1, 2, 4]},
     "qwen": _FRAMES | {"_class_name": "AutoencoderKLQwenImage", "base_dim": 24, "dim_mult": [1, 2, 3]},
 }
+# Residuals that are moved, with frames and without, from patches of an image, and around pixel shuffles.
+_WIDE = {"latents_mean": [0.5, -0.25, 0, 1], "latents_std": [1.5, 0.5, 2, 1], "z_dim": 4, "num_res_blocks": 1}
+FRAMES |= {
+    "wan22": _WIDE
+    | {"_class_name": "AutoencoderKLWan", "base_dim": 16, "decoder_base_dim": 24, "dim_mult": [1, 1]}
+    | {"in_channels": 12, "out_channels": 12, "patch_size": 2, "is_residual": True, "temperal_downsample": [True]},
+    "qwen21": _WIDE
+    | {"_class_name": "AutoencoderKLQwenImage21", "base_dim": 12, "decoder_base_dim": 20, "dim_mult": [1, 2, 2]}
+    | {"in_channels": 3, "out_channels": 3, "temperal_downsample": [False, True]},
+}
 OTHERS |= FRAMES
+OTHERS["hunyuan"] = {"_class_name": "AutoencoderKLHunyuanImage", "in_channels": 3, "out_channels": 3}
+OTHERS["hunyuan"] |= {"latent_channels": 8, "block_out_channels": (32, 64, 64), "layers_per_block": 1}
+OTHERS["hunyuan"] |= {"spatial_compression_ratio": 4, "scaling_factor": 0.75289, "sample_size": 32}
 BACKENDS = [name for name, usable in _core.backends() if usable]
 
 
 def config(name: str) -> dict:
     """A config.json with what the small models have in common."""
     settings = (SMALL | OTHERS)[name]
-    if name in FRAMES:
+    if name in FRAMES or name == "hunyuan":
         return dict(settings)
     levels = len(settings["block_out_channels"])
     return {

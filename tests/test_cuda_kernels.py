@@ -234,6 +234,7 @@ def test_blend(kernels, format_, seed):
     h, w = (int(n) for n in rng.integers(1, step + border + 1, 2))
     down, across = min(border, h) * (seed % 3 > 0), min(border, w) * (seed % 4 > 0)
     top, left, more, wider, beside, under = (int(n) for n in rng.integers(0, 7, 6))
+    patch = 1 + seed % 3 // 2
     sizes = dict(batch=2, y_c=3, h=h, w=w, step=step, down=down, across=across, border=border, lower_w=w + more)
     sizes |= dict(
         right_h=h + wider, top=top, left=left, y_h=top + min(h, step) + under, y_w=left + min(w, step) + beside
@@ -245,7 +246,7 @@ def test_blend(kernels, format_, seed):
     )
     want, want_lower, want_right = tile.astype(np.float64), lower.copy(), right.copy()
     for whole, older, n in ((want, lower[..., :w], down), (want.mT, right[..., :h], across)):
-        t = np.arange(n)[:, None] / max(n, 1)
+        t = np.arange(n)[:, None] // patch * patch / max(n, 1)
         t = (1 - np.cos(np.pi * t)) / 2 if seed % 2 else t
         whole[..., :n, :] = older[..., :n, :] * (1 - t) + whole[..., :n, :] * t
     want_lower[..., : max(h - step, 0), :w] = want[..., step:, :]
@@ -255,7 +256,15 @@ def test_blend(kernels, format_, seed):
     shape = (sizes["y_h"], sizes["y_w"])
     y = memory.empty((2, *shape, 3) if as_bytes else (2, 3, *shape), t)
     args = BlendArgs(
-        tile=tile, lower=lower, right=right, y=y, format=FORMATS[format_], cosine=seed % 2, clamp=(2, -30, 20), **sizes
+        tile=tile,
+        lower=lower,
+        right=right,
+        y=y,
+        format=FORMATS[format_],
+        cosine=seed % 2,
+        patch=patch,
+        clamp=(2, -30, 20),
+        **sizes,
     )
     kernels.launch("vm_blend", (1 + seed % 3,), (THREADS,), args, seed=seed)
     memory.check()

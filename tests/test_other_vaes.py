@@ -243,7 +243,7 @@ def test_shipped_models_are_their_configs(name):
     written = layouts.config_of(arch)
     assert layouts.read_config(written)["name"] == {"zimage": "flux"}.get(name, name)
     assert layouts.read_config(json.loads(json.dumps(written))) == layouts.read_config(arch)
-    assert layouts.sample_size_of(written, "") == {"sd15": 512, "qwen-image": 256}.get(name, 1024)
+    assert layouts.sample_size_of(written, "") == layouts.SAMPLE_SIZES[name]
     state = diffusers_vae(arch, torch.float32).state_dict()
     unused = [n for n in state if n == "bn.num_batches_tracked" or ".time_conv." in n]
     assert {n: tuple(t.shape) for n, t in state.items() if n not in unused} == dict(_core.Model(arch).tensors)
@@ -292,7 +292,8 @@ def test_other_classes_are_refused_by_name(name):
     from vaemem import predict
 
     other = {"_class_name": name, "encoder_block_out_channels": [64]}
-    wanted = "AutoencoderKL, AutoencoderKLFlux2, AutoencoderKLQwenImage or AutoencoderKLWan"
+    wanted = "AutoencoderKL, AutoencoderKLFlux2, AutoencoderKLQwenImage, AutoencoderKLWan, AutoencoderKLQwenImage21"
+    wanted += " or AutoencoderKLHunyuanImage"
     said = f"config: _class_name: want {wanted}, got {name!r}"
     for call in (lambda: VAE.random(config=other), lambda: predict(other, "decode", 512, 512)):
         with pytest.raises(ValueError) as refused:
@@ -310,7 +311,7 @@ def test_groups_that_do_not_divide_the_small_decoder():
 # ---- predictions ----
 
 
-@pytest.mark.parametrize("name", [name for name in _core.models() if name != "qwen-image"])
+@pytest.mark.parametrize("name", [name for name, arch in _core.models().items() if "family" not in arch])
 def test_predictions_by_name_and_by_config(name):
     from vaemem import predict
 

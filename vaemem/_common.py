@@ -86,8 +86,8 @@ class Message(str):
 
 
 def latent_factor(arch: Mapping[str, Any]) -> int:
-    """Image pixels a side of one latent pixel: every level of blocks but the last halves the side."""
-    return int(2 ** (len(arch["block_out_channels"]) - 1))
+    """Image pixels a side of one latent pixel: every level of blocks but the last halves the side, and so do patches."""
+    return int(2 ** (len(arch["block_out_channels"]) - 1)) * int(arch.get("image_patch") or 1)
 
 
 def choose(argument: str, value: Any, among: Iterable[str]) -> None:

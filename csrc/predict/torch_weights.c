@@ -120,8 +120,7 @@ void vm_parameters_free(vm_parameters *p) {
 vm_status vm_walk_check_arch(const vm_arch *arch) {
     if (arch->family == VM_KL) return vm_arch_check(arch);
     return vm_fail(VM_EINVAL,
-                   "model: %s runs as 3D convolutions elsewhere, which are not predicted by name yet: "
-                   "vaemem.pytorch.predict_peak follows a module of diffusers",
+                   "model: %s is not predicted by name yet: vaemem.pytorch.predict_peak follows a module of diffusers",
                    arch->name);
 }
 

@@ -453,6 +453,7 @@ PyObject *vm_py_blend(Model *self, PyObject *args, PyObject *kwargs) {
     a.format = y_format;
     const vm_graph *graph = &self->model->graph[strcmp(op, "encode") ? VM_DECODE : VM_ENCODE];
     a.clamp = graph->node[graph->nodes - 1].pass.clamp;
+    a.patch = strcmp(op, "encode") && self->model->arch.image_patch ? 2 : 1;
     Py_BEGIN_ALLOW_THREADS
     s = vm_said(d, d->blend(b, (void *)(uintptr_t)number, &a), NULL);
     Py_END_ALLOW_THREADS

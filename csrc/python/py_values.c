@@ -7,6 +7,8 @@ static PyObject *float_item(const void *number, size_t i) {
     return PyFloat_FromDouble((double)((const float *)number)[i]);
 }
 
+static PyObject *bool_item(const void *flag, size_t i) { return PyBool_FromLong(((const bool *)flag)[i]); }
+
 static PyObject *tuple(size_t n, PyObject *(*item)(const void *context, size_t i), const void *context) {
     PyObject *list = vm_py_list(n, item, context), *made = list ? PyList_AsTuple(list) : NULL;
     Py_XDECREF(list);
@@ -16,6 +18,8 @@ static PyObject *tuple(size_t n, PyObject *(*item)(const void *context, size_t i
 PyObject *vm_py_sizes(const size_t *size, size_t count) { return tuple(count, size_item, size); }
 
 /* ---- architectures ---- */
+
+static const char *const families[] = {[VM_KL] = "kl", [VM_WAN] = "wan", [VM_HUNYUAN_IMAGE] = "hunyuan_image"};
 
 /* Adds what an arch has of its own; takes over the reference to value. */
 static int put(PyObject *dict, const char *key, PyObject *value) {
@@ -34,7 +38,10 @@ PyObject *vm_py_arch_to_dict(const vm_arch *a) {
         PyBool_FromLong(a->use_post_quant_conv), "mid_block_add_attention", PyBool_FromLong(a->mid_block_add_attention),
         "scaling_factor", a->scaling_known ? PyFloat_FromDouble((double)a->scaling_factor) : Py_NewRef(Py_None),
         "shift_factor", a->shift_factor);
-    int failed = !dict || (a->family == VM_WAN && put(dict, "family", PyUnicode_FromString("wan")));
+    int failed = !dict || (a->family && put(dict, "family", PyUnicode_FromString(families[a->family])));
+    if (!failed && a->family == VM_WAN && !a->slices) failed = put(dict, "slices", Py_NewRef(Py_False));
+    if (!failed && a->residual) failed = put(dict, "temperal_downsample", tuple(a->levels - 1, bool_item, a->temporal));
+    if (!failed && a->image_patch) failed = put(dict, "image_patch", PyLong_FromSize_t(a->image_patch));
     if (!failed && a->decoder_block_out_channels[0])
         failed = put(dict, "decoder_block_out_channels", vm_py_sizes(a->decoder_block_out_channels, a->levels));
     if (!failed && a->statistics)
@@ -114,10 +121,28 @@ static int get_family(PyObject *dict, vm_family *out) {
     PyObject *v = PyDict_GetItemString(dict, "family");
     const char *text = v && v != Py_None ? PyUnicode_AsUTF8(v) : "kl";
     if (!text) return -1;
-    *out = strcmp(text, "wan") ? VM_KL : VM_WAN;
-    if (*out == VM_WAN || !strcmp(text, "kl")) return 0;
-    PyErr_Format(PyExc_ValueError, "arch: family: want kl or wan, got %R", v);
+    for (size_t i = 0; i < sizeof families / sizeof *families; i++)
+        if (!strcmp(text, families[i])) {
+            *out = (vm_family)i;
+            return 0;
+        }
+    PyErr_Format(PyExc_ValueError, "arch: family: want kl, wan or hunyuan_image, got %R", v);
     return -1;
+}
+
+/* What a VM_WAN need not say: whether it has slices (it does), and then what makes it a residual one. */
+static int get_frames(PyObject *dict, vm_arch *a) {
+    PyObject *slices = PyDict_GetItemString(dict, "slices"), *patch = PyDict_GetItemString(dict, "image_patch");
+    size_t temporal[VM_MAX_LEVELS] = {0};
+    const size_t levels = VM_MIN(a->levels, VM_MAX_LEVELS);
+    const int sliced = !slices || slices == Py_None ? 1 : PyObject_IsTrue(slices);
+    if (sliced < 0 || get_list(dict, "temperal_downsample", temporal, NULL, levels ? levels - 1 : 0, &a->residual))
+        return -1;
+    if (patch && patch != Py_None) a->image_patch = PyLong_AsSize_t(patch);
+    if (PyErr_Occurred()) return -1;
+    a->slices = a->family == VM_WAN && sliced;
+    for (size_t i = 0; i < VM_MAX_LEVELS; i++) a->temporal[i] = temporal[i] != 0;
+    return 0;
 }
 
 /* What an AutoencoderKLFlux2 has beside an AutoencoderKL, and what pipelines do with latents. */
@@ -156,7 +181,7 @@ static int read_arch(PyObject *dict, vm_arch *a) {
                    get_float(dict, "norm_eps", &a->norm_eps) || get_bool(dict, "use_quant_conv", &a->use_quant_conv) ||
                    get_bool(dict, "use_post_quant_conv", &a->use_post_quant_conv) ||
                    get_bool(dict, "mid_block_add_attention", &a->mid_block_add_attention) ||
-                   get_family(dict, &a->family) || get_extras(dict, a)
+                   get_family(dict, &a->family) || get_frames(dict, a) || get_extras(dict, a)
                ? -1
                : 0;
 }

@@ -7,13 +7,14 @@ A layout is a spelling of those names, and `spell` is the only place that knows 
 diffusers  the core's names; older files write ``query``, ``key``, ``value``, ``proj_attn`` for ``to_q`` and so on
 ldm        CompVis' names, in original Stable Diffusion checkpoints under ``first_stage_model.``; with quant convs
 bfl        the same names without quant convs, or with those of FLUX.2 within the halves: Black Forest Labs' files
-wan        the names of Wan's authors, in ComfyUI's files of the VAEs of Qwen-Image and Wan 2.1
+wan        the names of Wan's authors, in ComfyUI's files of the VAEs of Qwen-Image, Wan 2.1 and Wan 2.2
+hunyuan    the names of HunyuanImage's authors, which are CompVis' but for the order of a decoder's levels
 =========  ===========================================================================================================
 
 Sources of the names: ``AutoencoderKL`` of diffusers 0.33, ``AutoencoderKLFlux2`` of its main branch in August 2026,
 ``ldm/modules/diffusionmodules/model.py`` of CompVis/latent-diffusion, ``flux/modules/autoencoder.py`` of
-black-forest-labs/flux, for FLUX.2 diffusers' ``scripts/convert_flux2_to_diffusers.py``, and ``wan/modules/vae.py`` of
-Wan-Video/Wan2.1.
+black-forest-labs/flux, for FLUX.2 diffusers' ``scripts/convert_flux2_to_diffusers.py``, ``wan/modules/vae.py`` of
+Wan-Video/Wan2.1, ``vae2_2.py`` of Wan2.2, and diffusers' ``scripts/convert_hunyuan_image_to_diffusers.py``.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ Spelt = Mapping[str, str]
 Arch = dict[str, Any]
 Config = str | os.PathLike[str] | Mapping[str, Any]  # a path, or contents
 
-LAYOUTS = ("diffusers", "ldm", "bfl", "wan")
+LAYOUTS = ("diffusers", "ldm", "bfl", "wan", "hunyuan")
 PREFIXES = ("first_stage_model.", "vae.", "")
 CONFIG = "config.json"
 LARGEST = float(np.finfo(np.float32).max)
@@ -59,15 +60,18 @@ _LDM |= {"samplers.0.": "sample."}
 _PIECES = {"diffusers": {}, "diffusers-old": {_ATTENTION + k: _ATTENTION + v for k, v in _OLD.items()}}
 _WAN = {"mid_block.resnets.0.": "middle.0.", _ATTENTION: "middle.1.", "mid_block.resnets.1.": "middle.2."}
 _WAN |= {"norm1.gamma": "residual.0.gamma", "conv1.": "residual.2.", "norm2.gamma": "residual.3.gamma"}
-_WAN |= {"conv2.": "residual.6.", ".conv_shortcut.": ".shortcut.", "down_blocks.": "downsamples."}
+_WAN |= {"conv2.": "residual.6.", ".conv_shortcut.": ".shortcut."}
 _WAN |= {".norm_out.": ".head.0.", ".conv_out.": ".head.2.", "coder.conv_in.": "coder.conv1."}
 _WAN |= {"post_quant_conv.": "conv2.", "quant_conv.": "conv1."}
-_PIECES |= {"ldm": _LDM, "bfl": _LDM, "wan": _WAN}
+_HUNYUAN = {"mid_block.resnets.0.": "mid.block_1.", "mid_block.resnets.1.": "mid.block_2."}
+_HUNYUAN |= {_ATTENTION + "proj.": "mid.attn_1.proj_out.", _ATTENTION + "to_": "mid.attn_1."}
+_HUNYUAN |= {_ATTENTION: "mid.attn_1."}
+_PIECES |= {"ldm": _LDM, "bfl": _LDM, "wan": _WAN, "hunyuan": _HUNYUAN}
 
 
 def spell(names: Iterable[str], layout: str, levels: int, prefix: str = "", layers: int = 2) -> dict[str, str]:
     """The core's names -> the layout's, under a prefix. Swapped, it is the way back. layers: an encoder's resnets in a
-    level, which Wan's names count through."""
+    level, which some count on through the levels, and others do not."""
 
     def level(found: re.Match[str]) -> str:
         """Counted from the image's side there, which is the latent's side in a decoder here."""
@@ -75,10 +79,23 @@ def spell(names: Iterable[str], layout: str, levels: int, prefix: str = "", laye
         return f"{side}.{levels - 1 - i if side == 'up' else i}."
 
     def flat(found: re.Match[str]) -> str:
-        """Resnets and upsamplers of a decoder, counted on from level to level."""
-        return f"upsamples.{int(found[1]) * (layers + 2) + int(found[2] or layers + 1)}."
+        """Wan's: resnets and resamplers of a level have one list. Where the core has one list of all levels, so has
+        Wan; and Wan has one of a decoder whose upsamplers are no residual's."""
+        side, i, j = found[1], int(found[2]), found[4] and int(found[4])
+        if found[3] is None:
+            return f"{side}samples.{i}."
+        j = layers + (side == "up") if j is None else j
+        if found[3] == "upsamplers.0." or (side == "up" and not residual):
+            return f"upsamples.{i * (layers + 2) + j}."
+        return f"{side}samples.{i}.{side}samples.{j}."
 
-    spelt = {}
+    def levelled(found: re.Match[str]) -> str:
+        """HunyuanImage's: a level's resnets and its resampler, of which the core has one list."""
+        side, (i, j) = found[1], divmod(int(found[2]), layers + (1 if found[1] == "down" else 2))
+        return f"{side}.{i}.block.{j}." if j < layers + (side == "up") else f"{side}.{i}.{side}sample."
+
+    spelt, names = {}, list(names)
+    residual = any(".upsampler." in name or ".downsampler." in name for name in names)
     for name in names:
         theirs = name
         for mine, piece in _PIECES[layout].items():
@@ -86,7 +103,11 @@ def spell(names: Iterable[str], layout: str, levels: int, prefix: str = "", laye
         if _PIECES[layout] is _LDM:
             theirs = re.sub(r"(down|up)_blocks\.(\d+)\.", level, theirs)
         if layout == "wan":
-            theirs = re.sub(r"up_blocks\.(\d+)\.(?:resnets\.(\d+)|upsamplers\.0)\.", flat, theirs)
+            theirs = re.sub(
+                r"(down|up)_blocks\.(\d+)\.((?:resnets\.(\d+)|(?:down|up)sampler(?:s\.0)?)\.)?", flat, theirs
+            )
+        if layout == "hunyuan":
+            theirs = re.sub(r"(down|up)_blocks\.(\d+)\.", levelled, theirs)
         if layout == "bfl" and _QUANT.match(name):  # it is the encoder's, or the decoder's
             theirs = f"{half_of(name)}.{theirs}"
         spelt[name] = prefix + theirs
@@ -134,14 +155,25 @@ _CLASSES: dict[str, Arch] = {"AutoencoderKL": _AUTOENCODER | _KL, "AutoencoderKL
 _QWEN: Arch = {"base_dim": 96, "z_dim": 16, "dim_mult": (1, 2, 4, 4), "num_res_blocks": 2}
 _QWEN |= {key: tuple(_core.models()["qwen-image"][key]) for key in ("latents_mean", "latents_std")}
 _QWEN |= {"attn_scales": [], "dropout": 0.0, "temperal_downsample": None}
+_WAN_KEYS = _QWEN | {"decoder_base_dim": None, "in_channels": 3, "out_channels": 3, "is_residual": False}
+_WAN_KEYS |= {"patch_size": None, "scale_factor_temporal": None, "scale_factor_spatial": None}
+_QWEN_21: Arch = _WAN_KEYS | {"decoder_base_dim": 144, "z_dim": 64, "dim_mult": (1, 2, 4, 8, 8), "is_residual": True}
+_QWEN_21 |= {"in_channels": 4, "out_channels": 4, "temperal_downsample": (False, True, True, True)}
+_QWEN_21 |= {key: tuple(_core.models()["qwen-image-2.1"][key]) for key in ("latents_mean", "latents_std")}
 _OF_FRAMES: dict[str, Arch] = {
     "AutoencoderKLQwenImage": _QWEN | {"input_channels": 3},
-    "AutoencoderKLWan": _QWEN
-    | {"decoder_base_dim": None, "in_channels": 3, "out_channels": 3, "is_residual": False, "patch_size": None}
-    | {"scale_factor_temporal": None, "scale_factor_spatial": None},
+    "AutoencoderKLWan": _WAN_KEYS | {"temperal_downsample": (False, True, True)},
+    "AutoencoderKLQwenImage21": _QWEN_21,
 }
-_NOT_BUILT = ("attn_scales", "dropout", "is_residual", "patch_size")
-_KEYS = [*dict.fromkeys(key for keys in _CLASSES.values() for key in keys), "family"]
+# And of one that has pixel shuffles; what is not built where a value is another.
+_HUNYUAN_KEYS: Arch = {"in_channels": 3, "out_channels": 3, "latent_channels": 64, "layers_per_block": 2}
+_HUNYUAN_KEYS |= {"block_out_channels": (128, 256, 512, 512, 1024, 1024), "spatial_compression_ratio": 32}
+_HUNYUAN_KEYS |= {"scaling_factor": None, "downsample_match_channel": True, "upsample_match_channel": True}
+_SHUFFLED: dict[str, Arch] = {"AutoencoderKLHunyuanImage": _HUNYUAN_KEYS}
+CLASSES = (*_CLASSES, *_OF_FRAMES, *_SHUFFLED)  # of diffusers, that run here
+_NOT_BUILT = ("attn_scales", "dropout", "downsample_match_channel", "upsample_match_channel")
+_FRAMES = ("slices", "temperal_downsample", "image_patch")  # of an arch of frames, where it is residual
+_KEYS = [*dict.fromkeys(key for keys in _CLASSES.values() for key in keys), "family", *_FRAMES]
 _STATISTICS = ("latents_mean", "latents_std")
 _LISTS = ("block_out_channels", "decoder_block_out_channels", "patch_size", "dim_mult", *_STATISTICS)
 _ALWAYS = (*_AUTOENCODER, "scaling_factor", "shift_factor")  # keys of every arch; it has others where they are not None
@@ -166,6 +198,10 @@ _CALLED = {
     "cogview4": "THUDM/CogView4-6B zai-org/CogView4-6B",
     "playground-v2.5": "playground playgroundai/playground-v2.5-1024px-aesthetic",
     "flux2": "flux2-dev black-forest-labs/FLUX.2-dev",
+    "wan2.2": "wan22 Wan-AI/Wan2.2-TI2V-5B Wan-AI/Wan2.2-TI2V-5B-Diffusers",
+    "qwen-image-2.1": "qwen21 Qwen/Qwen-Image-2.1",
+    "hunyuanimage-2.1": "hunyuanimage hunyuan-image tencent/HunyuanImage-2.1"
+    " hunyuanvideo-community/HunyuanImage-2.1-Diffusers",
     "qwen-image": "qwen Qwen/Qwen-Image Qwen/Qwen-Image-Edit Qwen/Qwen-Image-2512 wan wan2.1 Wan-AI/Wan2.1-T2V-1.3B"
     " Wan-AI/Wan2.1-T2V-14B Wan-AI/Wan2.1-T2V-1.3B-Diffusers Wan-AI/Wan2.1-T2V-14B-Diffusers",
 }
@@ -175,10 +211,12 @@ SPELT_MODELS = {
     for name in names.split()
     for said in (name, name.rpartition("/")[2])
 }
-SAMPLE_SIZES = dict.fromkeys(_core.models(), 1024) | {"sd15": 512, "qwen-image": 256}
+SAMPLE_SIZES = dict.fromkeys(_core.models(), 1024) | {"sd15": 512, "hunyuanimage-2.1": 384}
+SAMPLE_SIZES |= dict.fromkeys(("qwen-image", "wan2.2", "qwen-image-2.1"), 256)
 # What their configs say otherwise, of those that are called so.
 _OTHER_SAMPLE_SIZES = {"sdvaeftmse": 256, "sdvaeftema": 256}
 _CLASS_SAMPLE_SIZES = {"AutoencoderKL": 32, "AutoencoderKLFlux2": 1024} | dict.fromkeys(_OF_FRAMES, 256)
+_CLASS_SAMPLE_SIZES |= {"AutoencoderKLHunyuanImage": 384}
 # Where several models have the same tensors, the first of them in the core's order is found: FLUX.1, whose tensors SD3
 # and Z-Image have too. But tensors of SD1.5, which are SDXL's and Playground's too, say nothing of the scaling.
 _AMBIGUOUS = {"sd15": {"name": "sd", "scaling_factor": None}}
@@ -301,23 +339,31 @@ def sample_size_of(config: Config | None, model: str) -> int | None:
 
 def _class_of(config: Mapping[str, Any]) -> Any:
     """The class that a config names, or whose keys it has: a module's says no class, and an `Arch` neither."""
-    if config.get("family") == "wan" or "base_dim" in config or "input_channels" in config:
-        is_qwen = config.get("name") == "qwen-image" or "input_channels" in config
+    family, name = config.get("family"), config.get("name")
+    if family == "wan" or "base_dim" in config or "input_channels" in config:
+        is_qwen = name == "qwen-image" or "input_channels" in config
         named = "AutoencoderKLQwenImage" if is_qwen else "AutoencoderKLWan"
+        named = "AutoencoderKLQwenImage21" if config.get("slices") is False else named
+    elif family == "hunyuan_image" or "spatial_compression_ratio" in config:
+        named = "AutoencoderKLHunyuanImage"
     else:
         named = "AutoencoderKLFlux2" if config.get("patch_size") else "AutoencoderKL"
     return config.get("_class_name", named)
 
 
-def _of_frames(config: Mapping[str, Any], name: str) -> Arch:
-    """The architecture of a class that is made for several frames."""
-    defaults = _OF_FRAMES[name]
+def _check_keys(config: Mapping[str, Any], name: str, defaults: Arch) -> None:
     for key, value in config.items():
         if key not in defaults and key not in _IGNORED and str(key)[:1] != "_":
             raise _bad_config(str(key), f"a key of {name}", value)
         if key in _NOT_BUILT and value != defaults[key] and not (key == "attn_scales" and value == ()):
             raise _bad_config(key, f"{defaults[key]}, the only one that runs here", value)
-    # temperal_downsample and the scale factors are of time, which one frame has not
+
+
+def _of_frames(config: Mapping[str, Any], name: str) -> Arch:
+    """The architecture of a class that is made for several frames."""
+    defaults = _OF_FRAMES[name]
+    _check_keys(config, name, defaults)
+    # the scale factors follow; temperal_downsample is of time, which one frame has not, and shows in residuals alone
     said = {key: config.get(key, default) for key, default in defaults.items()}
     said |= {
         key: _setting(key, said[key], defaults[key]) for key in ("base_dim", "z_dim", "dim_mult", "num_res_blocks")
@@ -333,6 +379,20 @@ def _of_frames(config: Mapping[str, Any], name: str) -> Arch:
         key: _setting(key, said.get(key, said.get("input_channels")), 3) for key in ("in_channels", "out_channels")
     }
     arch |= {"family": "wan", "latent_channels": said["z_dim"], "block_out_channels": tuple(base * m for m in mult)}
+    patch = said.get("patch_size")
+    if patch not in (None, 1, 2):
+        raise _bad_config("patch_size", "1 or 2", patch)
+    for key, count in channels.items():
+        if patch == 2 and count % 4:
+            raise _bad_config(key, "four channels for each of an image, as a patch_size of 2 makes them", count)
+        channels[key] = count // (4 if patch == 2 else 1)
+    arch |= {"image_patch": 2} if patch == 2 else {}
+    arch |= {"slices": False} if name == "AutoencoderKLQwenImage21" else {}
+    if _setting("is_residual", said.get("is_residual", False), False):
+        times = said["temperal_downsample"]
+        if not isinstance(times, (list, tuple)) or len(times) != len(mult) - 1 or {*map(type, times)} - {bool}:
+            raise _bad_config("temperal_downsample", f"{len(mult) - 1} of true or false", times)
+        arch["temperal_downsample"] = tuple(times)
     arch |= channels | {"layers_per_block": said["num_res_blocks"], "norm_num_groups": 0, "norm_eps": 1e-12}
     arch |= {"scaling_factor": 1.0} | {key: said[key] for key in _STATISTICS}
     if said.get("decoder_base_dim") not in (None, base):
@@ -345,26 +405,54 @@ def _of_frames_config(arch: Mapping[str, Any]) -> Arch:
     """What `_of_frames` reads."""
     widths = _setting("block_out_channels", arch.get("block_out_channels"), (96,))
     decoder = _setting("decoder_block_out_channels", arch.get("decoder_block_out_channels") or widths, (96,))
-    base, ends = widths[0], {key: arch.get(key) for key in ("in_channels", "out_channels")}
+    base, ends = widths[0], {key: int(arch.get(key) or 3) for key in ("in_channels", "out_channels")}
     if any(width % base for width in widths) or [w * base for w in decoder] != [w * decoder[0] for w in widths]:
         raise _bad_config("block_out_channels", "multiples of the first, a decoder's alike", (widths, decoder))
     config = {"base_dim": base, "z_dim": arch.get("latent_channels"), "dim_mult": [width // base for width in widths]}
     config |= {"num_res_blocks": arch.get("layers_per_block"), "attn_scales": [], "dropout": 0.0}
-    config |= {"temperal_downsample": [i > 0 for i in range(len(widths) - 1)]}
+    times, patch = arch.get("temperal_downsample"), arch.get("image_patch")
+    config |= {"temperal_downsample": list(times or [i > 0 for i in range(len(widths) - 1)])}
     config |= {key: _decimal(arch.get(key)) for key in _STATISTICS}
-    more = ends | {"decoder_base_dim": None if decoder[0] == base else decoder[0]}
-    name = "AutoencoderKLWan"
-    if _class_of(arch) != name and len(set(ends.values())) == 1 and more["decoder_base_dim"] is None:
+    more = {key: count * (4 if patch else 1) for key, count in ends.items()} | {"patch_size": patch}
+    more |= {"decoder_base_dim": None if decoder[0] == base else decoder[0], "is_residual": times is not None}
+    name = _class_of({key: value for key, value in arch.items() if key != "_class_name"})
+    if name == "AutoencoderKLQwenImage21":
+        more["decoder_base_dim"] = decoder[0]
+    elif name != "AutoencoderKLWan" and len(set(ends.values())) == 1 and decoder[0] == base:
         name, more = "AutoencoderKLQwenImage", {"input_channels": ends["in_channels"]}
+    else:
+        name = "AutoencoderKLWan"
     # what is the class's default is left out, for older ones of diffusers have no such keys
     return {"_class_name": name} | config | {k: v for k, v in more.items() if v != _OF_FRAMES[name][k]}
 
 
+def _shuffled(config: Mapping[str, Any], name: str) -> Arch:
+    """The architecture of HunyuanImage's class."""
+    defaults = _SHUFFLED[name]
+    _check_keys(config, name, defaults)
+    said = {key: _setting(key, config.get(key, default), default) for key, default in defaults.items()}
+    ratio, levels = said["spatial_compression_ratio"], len(said["block_out_channels"])
+    if ratio != 2 ** (levels - 1):
+        raise _bad_config("spatial_compression_ratio", f"{2 ** (levels - 1)}, for {levels} levels", ratio)
+    arch = _AUTOENCODER | _UNKNOWN | {"family": "hunyuan_image", "use_quant_conv": False, "use_post_quant_conv": False}
+    arch |= {key: said[key] for key in defaults if key in arch}
+    return _known(arch, but=("name",)) or arch
+
+
+def _shuffled_config(arch: Mapping[str, Any]) -> Arch:
+    """What `_shuffled` reads."""
+    config = {key: _decimal(arch[key]) for key in _HUNYUAN_KEYS if key in arch}
+    ratio = 2 ** (len(arch["block_out_channels"]) - 1)
+    return {"_class_name": "AutoencoderKLHunyuanImage"} | config | {"spatial_compression_ratio": ratio}
+
+
 def _parse_config(config: Mapping[str, Any]) -> Arch:
     name = _class_of(config)
-    if not isinstance(name, str) or name not in _CLASSES | _OF_FRAMES:
-        *others, last = _CLASSES | _OF_FRAMES
+    if not isinstance(name, str) or name not in CLASSES:
+        *others, last = CLASSES
         raise _bad_config("_class_name", f"{', '.join(others)} or {last}", name)
+    if name in _SHUFFLED:
+        return _shuffled(_shuffled_config(config) if "family" in config else config, name)
     if name in _OF_FRAMES:
         config = _of_frames_config(config) if "family" in config else config
         return _of_frames(config, config["_class_name"] if "_class_name" in config else name)
@@ -404,6 +492,9 @@ def config_of(arch: Arch, sample_size: int | None = None) -> Arch:
     at all."""
     if arch.get("family") == "wan":
         return _of_frames_config(arch)
+    if arch.get("family") == "hunyuan_image":
+        size = sample_size or SAMPLE_SIZES.get(arch["name"], SAMPLE_SIZES["hunyuanimage-2.1"])
+        return _shuffled_config(arch) | {"sample_size": size}  # the class has no default
     levels, name = len(arch["block_out_channels"]), _class_of(arch)
     config: Arch = {"_class_name": name, "act_fn": "silu", "force_upcast": True}
     config.update({key: [block] * levels for key, block in _BLOCK_TYPES.items()})
@@ -467,6 +558,8 @@ def find_layout(names: Iterable[str]) -> tuple[str, str]:
         if wan > max(new, ldm):
             return "wan", prefix
         if ldm > new:
+            if "decoder.up.0.upsample.conv.weight" in inside or "encoder.down.4.downsample.conv.weight" in inside:
+                return "hunyuan", prefix  # CompVis' decoders have no upsampler at 0, and no five levels
             quant = any(n.startswith((prefix + "quant_conv.", prefix + "post_quant_conv.")) for n in names)
             return "ldm" if quant else "bfl", prefix
         if new:
@@ -504,13 +597,21 @@ def _blocks_of(shapes: Shapes, half: str, layout: str) -> tuple[list[int], int]:
 
 
 def _find_of_frames(shapes: Shapes) -> Arch:
-    """Qwen-Image's VAE, which is Wan 2.1's, with as many channels of an image as tensors show: all else that differs is
-    found out by the check that follows. One of other widths needs its config."""
-    known = known_arch("qwen-image")
+    """Qwen-Image's VAE, which is Wan 2.1's, Wan 2.2's or Qwen-Image-2.1's, with as many channels of an image as tensors
+    show: all else that differs is found out by the check that follows. One of other widths needs its config."""
     ends = [(f"encoder.{name}.weight", 1) for name in ("conv_in", "conv1")]
     ends += [(f"decoder.{name}.weight", 0) for name in ("conv_out", "head.2")]
-    channels = next((shapes[name][axis] for name, axis in ends if len(shapes.get(name, ())) == 5), 3)
-    return known if channels == 3 else known | {"name": "custom", "in_channels": channels, "out_channels": channels}
+    pieces = (".downsampler.", ".upsampler.", "downsamples.0.downsamples.", "upsamples.0.upsamples.")
+    if any(len(shapes.get(name, ())) == 4 for name, _ in ends):
+        known, patch = known_arch("qwen-image-2.1"), 1
+    elif any(piece in name for name in shapes for piece in pieces):
+        known, patch = known_arch("wan2.2"), 4
+    else:
+        known, patch = known_arch("qwen-image"), 1
+    usual = known["in_channels"]
+    seen = (shapes[name][axis] // patch for name, axis in ends if len(shapes.get(name, ())) > axis)
+    channels = next(seen, usual) or usual
+    return known if channels == usual else known | {"name": "custom", "in_channels": channels, "out_channels": channels}
 
 
 def _find_arch(in_file: Shapes, layout: str, prefix: str, parts: str) -> Arch:
@@ -519,6 +620,8 @@ def _find_arch(in_file: Shapes, layout: str, prefix: str, parts: str) -> Arch:
     shapes = {_WITHIN_HALF.sub("", name): in_file[prefix + name] for name in ours(in_file, prefix, "all")}
     if any(name.endswith(".gamma") for name in shapes):
         return _find_of_frames(shapes)
+    if layout == "hunyuan" or any(re.match(r"(en|de)coder\.(down|up)_blocks\.\d+\.conv", name) for name in shapes):
+        return known_arch("hunyuanimage-2.1")  # one of other widths needs its config
     halves = {half_of(name) for name in shapes}
     half = parts if parts in halves else "decoder" if "decoder" in halves else "encoder"
     widths, layers = _blocks_of(shapes, half, layout)

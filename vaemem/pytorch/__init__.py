@@ -25,7 +25,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """The drop-ins, which alone want diffusers, when they are asked for."""
-    if name in ("AutoencoderKL", "AutoencoderKLQwenImage", "AutoencoderKLWan"):
+    if name in ("AutoencoderKL", "AutoencoderKLQwenImage", "AutoencoderKLQwenImage21", "AutoencoderKLWan"):
         from vaemem.pytorch import autoencoder
 
         return getattr(autoencoder, name)

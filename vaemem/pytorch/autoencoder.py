@@ -34,7 +34,8 @@ need("diffusers", "vaemem.pytorch.AutoencoderKL")
 import diffusers
 from diffusers.models.autoencoders.vae import DecoderOutput
 
-__all__ = ["AutoencoderKL", "AutoencoderKLQwenImage", "AutoencoderKLWan"]
+_NEWER = ("AutoencoderKLQwenImage", "AutoencoderKLQwenImage21")  # classes that not every version of diffusers has
+__all__ = ["AutoencoderKL", "AutoencoderKLWan", *_NEWER]
 
 TORCH_DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 SETTINGS = ("threads", "memory_limit", "cache_limit", "on_out_of_memory")  # of a VAE, for its runs on the CPU
@@ -172,7 +173,8 @@ class _DropIn(diffusers.ModelMixin):  # type: ignore[misc]
         device are taken over."""
         if not isinstance(module, cls.theirs):
             raise TypeError(f"module: want diffusers' {cls.theirs.__name__}, got {type(module).__name__}")
-        vae = VAE.load(module, precision=precision)
+        said = {**module.config, "_class_name": cls.theirs.__name__}
+        vae = VAE.load(module, config=said, precision=precision)
         made = cls(vae, module.config, torch_dtype or module.dtype, memory_limit)
         made._take_over(module)
         return made.to(module.device)
@@ -417,10 +419,10 @@ class _OneFrame(_DropIn):
 
 
 class AutoencoderKLWan(_OneFrame, diffusers.AutoencoderKLWan):  # type: ignore[misc]
-    """A drop-in for diffusers' AutoencoderKLWan (Wan 2.1), for images: tensors have one frame, (N, C, 1, h, w), and it
-    is computed as the 2D autoencoder that it is then. All else is as `AutoencoderKL` says, but for `state_dict`, which
-    is refused. ValueError for more frames. `AutoencoderKLQwenImage` is the same for diffusers' class of that name,
-    where diffusers has it.
+    """A drop-in for diffusers' AutoencoderKLWan (Wan 2.1 and 2.2), for images: tensors have one frame, (N, C, 1, h, w),
+    and it is computed as the 2D autoencoder that it is then. All else is as `AutoencoderKL` says, but for `state_dict`,
+    which is refused. ValueError for more frames. `AutoencoderKLQwenImage` and `AutoencoderKLQwenImage21` are the same
+    for diffusers' classes of these names, where diffusers has them.
 
     Examples
     --------
@@ -445,9 +447,7 @@ class AutoencoderKLWan(_OneFrame, diffusers.AutoencoderKLWan):  # type: ignore[m
     theirs = diffusers.AutoencoderKLWan
 
 
-if hasattr(diffusers, "AutoencoderKLQwenImage"):
-
-    class AutoencoderKLQwenImage(_OneFrame, diffusers.AutoencoderKLQwenImage):  # type: ignore[misc]
-        """A drop-in for diffusers' AutoencoderKLQwenImage: see `AutoencoderKLWan`."""
-
-        theirs = diffusers.AutoencoderKLQwenImage
+for _name in _NEWER:
+    if _class := getattr(diffusers, _name, None):
+        _doc = f"""A drop-in for diffusers' {_name}: see `AutoencoderKLWan`."""
+        globals()[_name] = type(_name, (_OneFrame, _class), {"theirs": _class, "__doc__": _doc, "__module__": __name__})
