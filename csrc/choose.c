@@ -140,8 +140,17 @@ static vm_status refuse(vm_plan *plan) {
 
 /* The least bytes: every cut that is found costs the same work, that of each pass once. */
 static vm_status without_limit(const vm_model *m, choice *c) {
-    size_t bound = SIZE_MAX, most;
+    size_t bound = SIZE_MAX, most, taken_by[2] = {0};
+    vm_status s = VM_OK;
     while (cut(c, bound, &most)) bound = most - 1;
+    for (int way = 0; way < 2 && !s; way++) { /* then by the longer of equal chains */
+        c->longer = way;
+        cut(c, bound + 1, &most);
+        s = vm_plan_lay_out(m, c->plan);
+        taken_by[way] = taken(c->plan);
+    }
+    c->longer = false;
+    if (s || taken_by[1] < taken_by[0]) return s;
     cut(c, bound + 1, &most);
     return vm_plan_lay_out(m, c->plan);
 }

@@ -127,8 +127,8 @@ static int add_conv(builder *b, const conv *c) {
     return add_node(b, &n);
 }
 
-/* A move of what node x makes (VM_NONE: the user's pixels) to so many channels on another level, or on the same, to which
- * node `add` is added. */
+/* A move of what node x makes (VM_NONE: the user's pixels) to so many channels on another level, or on the same. What
+ * node `add` makes is added. */
 static int add_move(builder *b, const char *module, int x, int add, size_t in, size_t out, int level, vm_move move) {
     if (b->status) return 0;
     if (x != VM_NONE) b->level = b->g->node[x].y_level;

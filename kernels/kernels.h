@@ -5,8 +5,8 @@
  *   rows of x -> [normalise + SiLU on load] -> [2x nearest on load] -> conv 3x3 / 1x1
  *             -> [+ bias, + residual on store] -> rows of y, and the sums the next GroupNorm needs
  *
- * and beside it one attention, and moves of channels and pixels that multiply nothing. A vm_pass is the geometry of one of them (no pointers, so that it
- * can be planned and counted without memory); vm_operands are the pointers of one run.
+ * and beside it one attention, and moves of channels and pixels that multiply nothing. A vm_pass is the geometry of one
+ * of them (no pointers, so that it can be planned and counted without memory); vm_operands are the pointers of one run.
  *
  * Rows. A tensor is h rows; a row is [c/16][w][16] numbers: channels in blocks of VM_BLOCK, pixels
  * of one block side by side, channels beyond c zero. The distance between blocks and between

@@ -4,7 +4,7 @@
  *   scratch:  thread 0: x tile, a row of y | thread 1 ...
  *
  * A task brings a tile's input into the thread's own scratch as floats, and makes its output from there, one row of one
- * channel block at a time. Since all of the input has been read by then, y may lie in x's place where neither is larger.
+ * channel block at a time. All of the input has been read by then: y may lie in x's place where neither is larger.
  * Means add up in the order of their numbers. Memory is what limits it. */
 #include <string.h>
 

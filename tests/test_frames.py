@@ -313,3 +313,110 @@ def test_random_gammas_are_near_one():
     random_tensors(core, 0)
     gammas = np.concatenate([t.ravel() for name, t in tensors_of(core).items() if name.endswith(".gamma")])
     assert abs(gammas.mean() - 1) < 0.05 and 0.05 < gammas.std() < 0.2
+
+
+# ---- residuals that are moved ----
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "pairs"),
+    [
+        (
+            "wan2.2", "wan",
+            [
+                ("encoder.down_blocks.0.resnets.1.norm1.gamma", "encoder.downsamples.0.downsamples.1.residual.0.gamma"),
+                ("encoder.down_blocks.1.downsampler.resample.1.weight",
+                 "encoder.downsamples.1.downsamples.2.resample.1.weight"),
+                ("encoder.down_blocks.1.resnets.0.conv_shortcut.bias",
+                 "encoder.downsamples.1.downsamples.0.shortcut.bias"),
+                ("decoder.up_blocks.0.upsampler.resample.1.bias", "decoder.upsamples.0.upsamples.3.resample.1.bias"),
+                ("decoder.up_blocks.3.resnets.2.conv2.weight", "decoder.upsamples.3.upsamples.2.residual.6.weight"),
+                ("decoder.mid_block.resnets.1.conv1.weight", "decoder.middle.2.residual.2.weight"),
+            ],
+        ),
+        (
+            "hunyuanimage-2.1", "hunyuan",
+            [
+                ("encoder.down_blocks.0.conv1.weight", "encoder.down.0.block.0.conv1.weight"),
+                ("encoder.down_blocks.2.conv.weight", "encoder.down.0.downsample.conv.weight"),
+                ("encoder.down_blocks.16.norm2.bias", "encoder.down.5.block.1.norm2.bias"),
+                ("decoder.up_blocks.3.conv.bias", "decoder.up.0.upsample.conv.bias"),
+                ("decoder.up_blocks.22.conv2.weight", "decoder.up.5.block.2.conv2.weight"),
+                ("encoder.mid_block.attentions.0.to_q.weight", "encoder.mid.attn_1.q.weight"),
+                ("encoder.mid_block.attentions.0.proj.weight", "encoder.mid.attn_1.proj_out.weight"),
+                ("decoder.mid_block.attentions.0.norm.weight", "decoder.mid.attn_1.norm.weight"),
+                ("decoder.mid_block.resnets.1.conv1.bias", "decoder.mid.block_2.conv1.bias"),
+                ("encoder.norm_out.weight", "encoder.norm_out.weight"),
+            ],
+        ),
+    ],
+)  # fmt: skip
+def test_names_of_their_authors(name, layout, pairs):
+    """Those of vae2_2.py of Wan2.2, and of diffusers' convert_hunyuan_image_to_diffusers.py."""
+    shapes = dict(_core.Model(_core.models()[name]).tensors)
+    spelt = layouts.spell(shapes, layout, len(_core.models()[name]["block_out_channels"]))
+    assert [(mine, spelt[mine]) for mine, _ in pairs] == pairs
+    assert len(set(spelt.values())) == len(shapes)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("wan2.2", "diffusers"), ("wan2.2", "wan"), ("qwen-image-2.1", "diffusers"),
+     ("hunyuanimage-2.1", "diffusers"), ("hunyuanimage-2.1", "hunyuan")],
+)  # fmt: skip
+@pytest.mark.parametrize("prefix", ["", "vae."])
+def test_moved_residuals_are_found_out(name, layout, prefix):
+    arch = _core.models()[name]
+    shapes = dict(_core.Model(arch).tensors)
+    spelt = layouts.spell(shapes, layout, len(arch["block_out_channels"]), prefix)
+    in_file = {spelt[tensor]: shape for tensor, shape in shapes.items()}
+    assert layouts.detect(in_file) == (layout, prefix, arch)
+    half = {tensor: shape for tensor, shape in in_file.items() if layouts.half_of(tensor[len(prefix) :]) == "decoder"}
+    assert layouts.detect(half, "decoder")[2] == arch
+
+
+@pytest.mark.parametrize("name", ["wan22", "hunyuan"])
+def test_files_of_their_authors(tmp_path, name):
+    safetensors_numpy = pytest.importorskip("safetensors.numpy")
+    vae = small_vae(name)
+    layout, arch = {"wan22": "wan", "hunyuan": "hunyuan"}[name], vae.arch
+    tensors = tensors_of(vae._core)
+    spelt = layouts.spell(tensors, layout, len(arch["block_out_channels"]), "", arch["layers_per_block"])
+    held = {spelt[n]: t[:, :, None] if name == "hunyuan" and t.ndim == 4 else t for n, t in tensors.items()}
+    safetensors_numpy.save_file(held, tmp_path / "a.safetensors")
+    z = latents(vae, 4, 6)
+    assert np.array_equal(VAE.load(tmp_path / "a.safetensors", config=config(name)).decode(z), vae.decode(z))
+
+
+@pytest.mark.parametrize("name", ["wan2.2", "Wan-AI/Wan2.2-TI2V-5B", "Qwen/Qwen-Image-2.1", "tencent/HunyuanImage-2.1"])
+def test_what_people_call_the_others(name):
+    assert layouts.named_model("model", name) in ("wan2.2", "qwen-image-2.1", "hunyuanimage-2.1")
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("hunyuan", {"downsample_match_channel": False}, "downsample_match_channel: want True, the only one that runs"),
+        ("hunyuan", {"spatial_compression_ratio": 8}, "spatial_compression_ratio: want 4, for 3 levels, got 8"),
+        ("hunyuan", {"latent_channels": 7}, "encoder.mean: 64 channels cannot be averaged to 14"),
+        ("hunyuan", {"latent_channels": 48}, "encoder.mean: 64 channels cannot be averaged to 96"),
+        (
+            "hunyuan",
+            {"block_out_channels": (32, 96, 64)},
+            "encoder.down_blocks.1.shortcut: 32 channels cannot be averaged to 96",
+        ),
+        ("hunyuan", {"act_fn": "silu"}, "act_fn: want a key of AutoencoderKLHunyuanImage"),
+        ("qwen21", {"base_dim": 12, "dim_mult": [1, 2, 3]}, "avg_shortcut: 24 channels cannot be averaged to 36"),
+        ("qwen21", {"temperal_downsample": [0, 1]}, "temperal_downsample: want 2 of true or false"),
+        ("qwen21", {"is_residual": 1}, "is_residual: want true or false"),
+    ],
+)
+def test_what_cannot_be_moved_is_refused(name, change, message):
+    with pytest.raises(ValueError, match=f"config: .*{message}"):
+        VAE.random(config=config(name) | change)
+
+
+def test_images_of_four_channels():
+    vae = VAE.random(config=config("qwen21") | {"in_channels": 4, "out_channels": 4})
+    x = np.random.default_rng(0).uniform(-1, 1, (1, 4, 16, 24)).astype(np.float32)
+    assert vae.encode(x).mean.shape == (1, 4, 4, 6) and vae.decode(latents(vae, 4, 6)).shape == (1, 4, 16, 24)

@@ -52,6 +52,13 @@ static inline vm_arch take_arch(input *in) {
         const uint64_t width = take(in, 1);
         a.block_out_channels[i] = a.norm_num_groups * (1 + width % 16) << (width >> 4) % 4;
     }
+    const uint64_t kind = flags >> 3 & 3; /* 1: of frames; 2: with residuals that are moved */
+    a.family = kind == 3 ? VM_HUNYUAN_IMAGE : kind ? VM_WAN : VM_KL;
+    a.slices = kind == 1;
+    a.residual = kind == 2;
+    a.image_patch = kind == 2 && flags & 32 ? 2 : 0;
+    for (size_t i = 0; a.residual && i < a.levels; i++) a.temporal[i] = flags >> (6 + i % 2) & 1;
+    if (a.family == VM_WAN) a.norm_num_groups = 0;
     a.use_quant_conv = flags & 1;
     a.use_post_quant_conv = flags & 2;
     a.mid_block_add_attention = flags & 4;

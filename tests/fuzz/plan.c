@@ -4,7 +4,8 @@
 
 static void check(const vm_model *m, const vm_request *r, const vm_plan *p) {
     const unsigned __int128 pixels = (unsigned __int128)r->height * r->width;
-    CHECK(p->out_bytes >= (r->op == VM_DECODE ? pixels : pixels >> (2 * (m->arch.levels - 1))));
+    const size_t factor = vm_arch_factor(&m->arch);
+    CHECK(p->out_bytes >= (r->op == VM_DECODE ? pixels : pixels / factor / factor));
     unsigned __int128 least = (unsigned __int128)m->weights_bytes + p->arena_bytes;
     if (r->own_output) least += (unsigned __int128)p->out_bytes * r->batch;
     CHECK(p->reserved >= least);

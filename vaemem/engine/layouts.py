@@ -115,11 +115,13 @@ def spell(names: Iterable[str], layout: str, levels: int, prefix: str = "", laye
 
 
 def _held_as(name: str, shape: Shape) -> Shape:
-    """Another shape in which files hold a tensor of the core's, number for number: a 1x1 convolution for a matrix, and
-    in GGUF, which has four sides at most, the first two of five as one (stable-diffusion.cpp's
-    ``safetensors_io.cpp``)."""
+    """Another shape in which files hold a tensor of the core's, number for number: a 1x1 convolution for a matrix, a
+    convolution over the one frame of an image (HunyuanImage's), and in GGUF, which has four sides at most, the first
+    two of five as one (stable-diffusion.cpp's ``safetensors_io.cpp``)."""
     if is_attention_matrix(name, shape):
         return (*shape, 1, 1)
+    if len(shape) == 4:
+        return (*shape[:2], 1, *shape[2:])
     return (shape[0] * shape[1], *shape[2:]) if len(shape) == 5 else shape
 
 
