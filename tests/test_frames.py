@@ -252,7 +252,7 @@ def test_predictions_are_refused():
     from vaemem import predict
 
     with pytest.raises(
-        ValueError, match="qwen-image is not predicted by name yet: vaemem.pytorch.predict_peak follows a module"
+        ValueError, match=r"qwen-image is not predicted by name yet: vaemem\.pytorch\.predict_peak follows a module"
     ):
         predict("qwen-image", "decode", 1024, 1024)
 

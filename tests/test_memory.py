@@ -97,7 +97,7 @@ def test_the_bar(name, op):
     for h, w in ((512, 512), (768, 512), (1024, 1024), (832, 1216), (2048, 2048)):
         for threads in (1, 2, 4):
             plan = model.plan(op, h, w, threads=threads)
-            t = 128 * h * w * 4
+            t = (144 if name == "qwen-image-2.1" else 128) * h * w * 4  # its decoder's width
             peak = plan["peak"]
             bar = (2.1 if threads <= 2 and h * w >= 1 << 20 else 2.2) * t
             assert peak["activations"] + peak["scratch"] + peak["output"] <= bar

@@ -86,7 +86,7 @@ class Message(str):
 
 
 def latent_factor(arch: Mapping[str, Any]) -> int:
-    """Image pixels a side of one latent pixel: every level of blocks but the last halves the side, and so do patches."""
+    """Image pixels a side of one latent pixel: every level of blocks but the last halves the side; patches do too."""
     return int(2 ** (len(arch["block_out_channels"]) - 1)) * int(arch.get("image_patch") or 1)
 
 

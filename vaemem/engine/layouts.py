@@ -81,10 +81,10 @@ def spell(names: Iterable[str], layout: str, levels: int, prefix: str = "", laye
     def flat(found: re.Match[str]) -> str:
         """Wan's: resnets and resamplers of a level have one list. Where the core has one list of all levels, so has
         Wan; and Wan has one of a decoder whose upsamplers are no residual's."""
-        side, i, j = found[1], int(found[2]), found[4] and int(found[4])
+        side, i = found[1], int(found[2])
         if found[3] is None:
             return f"{side}samples.{i}."
-        j = layers + (side == "up") if j is None else j
+        j = int(found[4]) if found[4] else layers + (side == "up")
         if found[3] == "upsamplers.0." or (side == "up" and not residual):
             return f"upsamples.{i * (layers + 2) + j}."
         return f"{side}samples.{i}.{side}samples.{j}."
@@ -495,8 +495,8 @@ def config_of(arch: Arch, sample_size: int | None = None) -> Arch:
     if arch.get("family") == "wan":
         return _of_frames_config(arch)
     if arch.get("family") == "hunyuan_image":
-        size = sample_size or SAMPLE_SIZES.get(arch["name"], SAMPLE_SIZES["hunyuanimage-2.1"])
-        return _shuffled_config(arch) | {"sample_size": size}  # the class has no default
+        usual = SAMPLE_SIZES.get(arch["name"], SAMPLE_SIZES["hunyuanimage-2.1"])  # the class has no default
+        return _shuffled_config(arch) | {"sample_size": sample_size or usual}
     levels, name = len(arch["block_out_channels"]), _class_of(arch)
     config: Arch = {"_class_name": name, "act_fn": "silu", "force_upcast": True}
     config.update({key: [block] * levels for key, block in _BLOCK_TYPES.items()})
