@@ -20,7 +20,7 @@ from engine import BACKENDS
 
 ROOT = Path(__file__).parent.parent
 ARM = "aarch64"
-CORE = ["csrc/*.c", "csrc/predict/torch_*.c", "csrc/predict/process.c", "kernels/*.c"]
+CORE = ["csrc/*.c", "csrc/predict/torch_*.c", "csrc/predict/process*.c", "kernels/*.c"]
 
 
 @pytest.fixture(scope="module")

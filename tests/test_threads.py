@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 SOURCES = [
     "csrc/*.c",
     "csrc/predict/torch_*.c",
-    "csrc/predict/process.c",
+    "csrc/predict/process*.c",
     "kernels/*.c",
     "kernels/ref/*.c",
     "tests/threads/threads.c",

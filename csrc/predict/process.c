@@ -8,80 +8,7 @@
  * there from the step that first uses them on. */
 #include <string.h>
 
-#include "process.h"
-
-typedef struct storage {
-    uint64_t address; /* 0: not there */
-    uint64_t bytes;
-    uint32_t name;
-} storage;
-
-/* A workspace of cuBLAS's that is kept. */
-typedef struct kept {
-    uint64_t address;
-    size_t step;     /* that first uses it */
-    uint32_t before; /* as many storages were numbered before that call */
-    uint32_t name;
-} kept;
-
-/* What a convolution met in a pool: what was cached, and the segment that its workspace made. */
-typedef struct met {
-    uint64_t room, made;
-} met;
-
-/* From a step on so much was reserved. */
-typedef struct change {
-    size_t step;
-    uint64_t reserved;
-} change;
-
-/* A row that was played in a pool: what its convolutions met there, and what was reserved. */
-typedef struct played {
-    met *met; /* [calls], or NULL where the allocator is not plain */
-    change *change;
-    size_t calls, changes;
-    const struct played *like; /* itself, or a row before it that went alike */
-} played;
-
-enum { CUBLAS, CUBLASLT };
-static const size_t NEVER = SIZE_MAX;
-
-struct vm_process {
-    vm_talloc *talloc;
-    vm_process_blas blas;
-    vm_trace *script;
-    storage *storage;      /* [script->ids] */
-    uint64_t *most;        /* by convolution: what ran where the workspace could not be had, else UINT64_MAX */
-    size_t mosts, refused; /* how many there are, and how many of these could not be had */
-    kept kept[2];
-    uint32_t found;     /* the storage that was looked for last */
-    size_t reset;       /* steps before the peak was reset */
-    uint64_t peak;      /* bytes at the most since, */
-    size_t call, end;   /* behind so many steps, of which those from `call` on are a call's, up to its height */
-    uint64_t workspace; /* of the convolution that is the last of them */
-    played small;       /* a row in the small pool, which nearly all others go like, */
-    size_t until;       /* of so many steps */
-    bool full;          /* the last call failed because the simulated device was full, */
-    vm_talloc_oom oom;  /* and these are its figures */
-};
-
-static void release(void *array, size_t items, size_t item) {
-    vm_mem_free(vm_mem_common, VM_SCRATCH, array, items * item);
-}
-
-static vm_status take(size_t items, size_t item, void *out) {
-    return vm_mem_alloc(vm_mem_common, VM_SCRATCH, (items + 1) * item, out);
-}
-
-static vm_status grow(void *array, size_t count, size_t item) {
-    return vm_mem_grow(vm_mem_common, VM_SCRATCH, array, count, item);
-}
-
-static void forget_row(played *row) {
-    release(row->met, row->calls + 1, sizeof *row->met);
-    release(row->change, vm_mem_capacity(row->changes), sizeof *row->change);
-    *row = (played){0};
-}
+#include "process_play.h"
 
 vm_status vm_process_new(vm_talloc *talloc, const vm_process_blas *blas, vm_process **out) {
     vm_process *p;
@@ -103,7 +30,7 @@ void vm_process_free(vm_process *p) {
     if (!p) return;
     release(p->storage, vm_mem_capacity(p->script->ids), sizeof *p->storage);
     release(p->most, vm_mem_capacity(p->mosts), sizeof *p->most);
-    forget_row(&p->small);
+    vm_process_forget_row(&p->small);
     vm_trace_free(p->script);
     release(p, 1, sizeof *p);
 }
@@ -151,116 +78,6 @@ static bool find(vm_process *p, uint64_t address, uint32_t *id) {
 uint64_t vm_process_bytes_at(vm_process *p, uint64_t address) {
     uint32_t id;
     return find(p, address, &id) ? p->storage[id].bytes : 0;
-}
-
-/* ---- playing it ---- */
-
-typedef enum pool { BOTH_POOLS, LARGE_POOL, SMALL_POOL } pool;
-
-/* Where steps are played, and what with. */
-typedef struct run {
-    vm_talloc *talloc;
-    const vm_process_blas *blas;
-    storage *storage;
-    uint64_t *workspace, *next; /* [convs]; next: or NULL */
-    kept kept[2];
-    const uint32_t *stamp;          /* the name in the allocator's history, else the step's */
-    uint64_t *allocated, *reserved; /* of each step that was played, or NULL */
-    pool pool;                      /* all else is passed over */
-    met *met;                       /* where the next convolution's goes, of a pool of a plain allocator, or NULL */
-    size_t highest;                 /* the step with the greatest height */
-} run;
-
-static uint64_t now(const vm_talloc *a, vm_talloc_kind kind) {
-    return (uint64_t)vm_talloc_get_stats(a)->of[kind][VM_TALLOC_ALL].current;
-}
-
-static bool is_played(const run *r, uint64_t bytes) {
-    return r->pool == BOTH_POOLS || vm_talloc_is_small(r->talloc, bytes) == (r->pool == SMALL_POOL);
-}
-
-/* *address is 0 where it is passed over. */
-static vm_status allocate(run *r, uint64_t bytes, uint64_t *address) {
-    *address = 0;
-    return is_played(r, bytes) ? vm_talloc_malloc(r->talloc, bytes, 0, address) : VM_OK;
-}
-
-/* A workspace that is given back at once; *height: allocated bytes while it was there. */
-static vm_status borrow(run *r, uint64_t bytes, uint64_t *height) {
-    uint64_t address;
-    vm_status s = allocate(r, bytes, &address);
-    if (s || !address) return s;
-    *height = now(r->talloc, VM_TALLOC_ALLOCATED_BYTES);
-    return vm_talloc_free(r->talloc, address);
-}
-
-static vm_status keep(run *r, uint64_t bytes, uint64_t *address) {
-    return *address ? VM_OK : allocate(r, bytes, address);
-}
-
-static uint64_t makes(const run *r, uint64_t room, uint64_t workspace) {
-    return is_played(r, workspace) ? vm_talloc_makes(r->talloc, room, workspace) : 0;
-}
-
-/* A convolution's workspace: of the first plan, else of the next (try_configs in Conv_v8.cpp). */
-static vm_status convolve(run *r, uint32_t id, uint64_t *height) {
-    if (r->met) {
-        const uint64_t room = vm_talloc_cached(r->talloc, r->pool == SMALL_POOL);
-        r->met->room = room;
-        r->met->made = makes(r, room, r->workspace[id]);
-        if (!r->met++->made) return VM_OK; /* for it would leave no trace */
-    }
-    vm_status s = borrow(r, r->workspace[id], height);
-    if (s != VM_ENOMEM || !vm_talloc_last_oom(r->talloc) || !r->next || r->next[id] >= r->workspace[id]) return s;
-    r->workspace[id] = r->next[id];
-    return borrow(r, r->workspace[id], height);
-}
-
-static vm_status take_step(run *r, const vm_trace_step *step, uint64_t *height) {
-    vm_talloc *const a = r->talloc;
-    const bool stored = step->op == VM_TRACE_TAKE || step->op == VM_TRACE_GIVE;
-    uint64_t *const address = stored ? &r->storage[step->id].address : NULL;
-    vm_status s;
-    vm_talloc_tag(a, r->stamp ? *r->stamp : step->name);
-    switch (step->op) {
-    case VM_TRACE_TAKE:
-        return allocate(r, step->bytes, address);
-    case VM_TRACE_GIVE:
-        s = *address ? vm_talloc_free(a, *address) : VM_OK; /* 0: a storage of 0 bytes */
-        if (!s) *address = 0;
-        return s;
-    case VM_TRACE_CONV:
-        return convolve(r, step->id, height);
-    case VM_TRACE_EMPTY:
-        return vm_talloc_empty_cache(a);
-    case VM_TRACE_CUBLASLT:
-        if (r->blas->cublaslt_use == VM_CUBLASLT_EACH) return borrow(r, r->blas->cublaslt_bytes, height);
-        s = keep(r, r->blas->cublas_bytes, &r->kept[CUBLAS].address); /* cuBLASLt's handle is cuBLAS's */
-        if (s || r->blas->cublaslt_use == VM_CUBLASLT_SHARED) return s;
-        return keep(r, r->blas->cublaslt_bytes, &r->kept[CUBLASLT].address);
-    case VM_TRACE_CUBLAS:
-        return keep(r, r->blas->cublas_bytes, &r->kept[CUBLAS].address);
-    default:
-        return VM_OK;
-    }
-}
-
-/* Plays the script's steps from *at until `until`; *at: the first that was not played. */
-static vm_status play(run *r, const vm_trace *script, size_t *at, size_t until) {
-    const size_t from = *at;
-    uint64_t most = 0;
-    vm_status s = VM_OK;
-    for (; *at < until; ++*at) {
-        uint64_t height = 0;
-        if ((s = take_step(r, &script->step[*at], &height))) break;
-        for (int k = 0; k < 2; k++)
-            if (r->kept[k].address && r->kept[k].step == NEVER) r->kept[k].step = *at;
-        height = VM_MAX(height, now(r->talloc, VM_TALLOC_ALLOCATED_BYTES));
-        if (height > most) most = height, r->highest = *at;
-        if (r->allocated) r->allocated[*at - from] = height;
-        if (r->reserved) r->reserved[*at - from] = now(r->talloc, VM_TALLOC_RESERVED_BYTES);
-    }
-    return s;
 }
 
 static run run_of(vm_process *p) {
@@ -337,7 +154,7 @@ static vm_status take_all(vm_process *p, uint32_t stamp, uint32_t name, const ui
         s = push(p, (vm_trace_step){.op = VM_TRACE_TAKE, .name = name, .bytes = bytes[i]});
     run r = run_of(p);
     r.stamp = &stamp;
-    if (!s) s = play(&r, p->script, &at, p->script->steps);
+    if (!s) s = vm_play(&r, p->script, &at, p->script->steps);
     note_peak(p, &r, NEVER);
     if (s) {
         done(p, s);
@@ -417,7 +234,7 @@ static vm_status play_call(vm_process *p, run *r, const vm_trace *t, size_t from
     size_t at = from;
     vm_status s = vm_names_add(&p->script->names, "cublas [workspace]", &names[CUBLAS]);
     if (!s) s = vm_names_add(&p->script->names, "cublaslt [workspace]", &names[CUBLASLT]);
-    if (!s) s = play(r, p->script, &at, p->script->steps);
+    if (!s) s = vm_play(r, p->script, &at, p->script->steps);
     if (done(p, s))
         for (uint32_t id = first; id < p->script->ids; id++)
             if (p->storage[id].address && !vm_talloc_free(p->talloc, p->storage[id].address))
@@ -464,123 +281,6 @@ vm_status vm_process_call(vm_process *p, const vm_trace *t, const uint64_t *work
         release(plans, 2 * room + 1, sizeof *plans);
     }
     release(conv, t->convs + 1, sizeof *conv);
-    return s;
-}
-
-/* ---- the same with other workspaces ---- */
-
-/* What is played in a pool. */
-typedef struct score {
-    const vm_process *p;
-    uint32_t *step, *asked; /* what does something there, and which convolutions are among it */
-    size_t steps, calls;
-} score;
-
-static vm_status read_score(const run *r, size_t until, score *o) {
-    const vm_trace_step *const step = o->p->script->step;
-    vm_status s = VM_OK;
-    for (size_t i = 0; !s && i < until; i++) {
-        const bool stored = step[i].op == VM_TRACE_TAKE || step[i].op == VM_TRACE_GIVE;
-        if (stored ? !is_played(r, o->p->storage[step[i].id].bytes) : step[i].op == VM_TRACE_NOTHING) continue;
-        if (!(s = grow(&o->step, o->steps, sizeof *o->step))) o->step[o->steps++] = (uint32_t)i;
-        if (s || step[i].op != VM_TRACE_CONV) continue;
-        if (!(s = grow(&o->asked, o->calls, sizeof *o->asked))) o->asked[o->calls++] = step[i].id;
-    }
-    return s;
-}
-
-/* Whether a row of workspaces makes the segments that were made before, so that all goes as it went then. */
-static bool makes_the_same(const score *o, const run *r, const met *before) {
-    size_t i = 0;
-    while (i < o->calls && makes(r, before[i].room, r->workspace[o->asked[i]]) == before[i].made) i++;
-    return i == o->calls;
-}
-
-static vm_status play_row(const score *o, run r, played *row) {
-    uint64_t reserved = 0, height;
-    vm_status s = r.pool == BOTH_POOLS ? VM_OK : take(o->calls, sizeof *row->met, &row->met);
-    vm_talloc *a = NULL;
-    if (!s) s = vm_talloc_new(vm_talloc_settings(r.talloc), &a);
-    r.talloc = a;
-    r.met = row->met;
-    row->like = row;
-    row->calls = o->calls;
-    for (size_t i = 0; !s && i < o->steps; i++) {
-        s = take_step(&r, &o->p->script->step[o->step[i]], &height);
-        if (s || now(a, VM_TALLOC_RESERVED_BYTES) == reserved) continue;
-        reserved = now(a, VM_TALLOC_RESERVED_BYTES);
-        if (!(s = grow(&row->change, row->changes, sizeof *row->change)))
-            row->change[row->changes++] = (change){o->step[i], reserved};
-    }
-    vm_talloc_delete(a);
-    return s;
-}
-
-/* Each row in a pool. first: one that rows are compared with before the others, played where it was not yet; or NULL.
- * Every storage that is given back was taken before, so that none is of an earlier row. */
-static vm_status play_rows(const vm_process *p, pool pool, size_t until, uint64_t *workspace, size_t rows,
-                           played *first, played *row) {
-    run r = {.talloc = p->talloc, .blas = &p->blas, .pool = pool};
-    score o = {.p = p};
-    vm_status s = read_score(&r, until, &o);
-    if (!s) s = take(p->script->ids, sizeof *r.storage, &r.storage);
-    for (size_t i = 0; !s && i < rows; i++) {
-        r.workspace = workspace + i * p->script->convs;
-        if (first && !first->like) s = play_row(&o, r, first);
-        if (!s && first && makes_the_same(&o, &r, first->met)) row[i].like = first;
-        for (size_t like = 0; !s && like < i && !row[i].like; like++)
-            if (row[like].met && makes_the_same(&o, &r, row[like].met)) row[i].like = &row[like];
-        if (!s && !row[i].like) s = play_row(&o, r, &row[i]);
-    }
-    release(r.storage, (size_t)p->script->ids + 1, sizeof *r.storage);
-    release(o.asked, vm_mem_capacity(o.calls), sizeof *o.asked);
-    release(o.step, vm_mem_capacity(o.steps), sizeof *o.step);
-    return s;
-}
-
-/* The most that was reserved in a span by the pools together; with `above` beyond what was before it. */
-static uint64_t most_of(const played *const row[2], const vm_process_span *span, bool above) {
-    size_t at[2] = {0, 0};
-    uint64_t held[2] = {0, 0}, before = 0, most = 0;
-    for (;;) {
-        const change *next = NULL;
-        int pool = 0;
-        for (int i = 0; i < 2; i++)
-            if (at[i] < row[i]->changes && (!next || row[i]->change[at[i]].step < next->step))
-                next = &row[i]->change[at[i]], pool = i;
-        if (!next || next->step >= span->until) return above ? most - before : most;
-        held[pool] = next->reserved;
-        at[pool]++;
-        most = VM_MAX(most, held[0] + held[1]);
-        if (next->step < span->since) before = most = held[0] + held[1];
-    }
-}
-
-vm_status vm_process_again(vm_process *p, const vm_process_span *span, size_t spans, bool above, uint64_t *workspace,
-                           size_t rows, uint64_t *most) {
-    const bool plain = vm_talloc_is_plain(p->talloc);
-    const played none = {0};
-    played *row[2] = {NULL, NULL};
-    size_t until = 0;
-    for (size_t i = 0; i < spans; i++) {
-        if (span[i].since > span[i].until || span[i].until > p->script->steps)
-            return vm_fail(VM_EINVAL, "again: want spans of %zu steps, got one from %zu until %zu", p->script->steps,
-                           span[i].since, span[i].until);
-        until = VM_MAX(until, span[i].until);
-    }
-    vm_status s = take(2 * rows, sizeof **row, row);
-    if (!s) row[1] = row[0] + rows;
-    if (!s) s = play_rows(p, plain ? LARGE_POOL : BOTH_POOLS, until, workspace, rows, NULL, row[0]);
-    if (until != p->until) forget_row(&p->small);
-    p->until = until;
-    if (!s && plain) s = play_rows(p, SMALL_POOL, until, workspace, rows, &p->small, row[1]);
-    if (s) forget_row(&p->small);
-    for (size_t i = 0; !s && i < rows; i++)
-        for (size_t j = 0; j < spans; j++)
-            most[i * spans + j] =
-                most_of((const played *[]){row[0][i].like, plain ? row[1][i].like : &none}, &span[j], above);
-    for (size_t i = 0; row[0] && i < 2 * rows; i++) forget_row(&row[0][i]);
-    release(row[0], 2 * rows + 1, sizeof **row);
     return s;
 }
 
