@@ -1,4 +1,4 @@
-/* Inside a process (process.h): what it keeps, and what plays its script: process.c, process_play.c, process_again.c. */
+/* Inside a process (process.h): what it keeps, and what plays its script. For process.c and its neighbours alone. */
 #ifndef VM_PROCESS_PLAY_H
 #define VM_PROCESS_PLAY_H
 
